@@ -1,0 +1,127 @@
+// Stages: compress_activation (forward) and backward_linear, composed from the other stages.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "hot/api.h"
+#include "hot/context.h"
+#include "hot/lowrank.h"
+#include "hot/quantize.h"
+#include "hot/tensor.h"
+
+namespace hot {
+
+/// How x is kept between forward and backward.
+enum class Storage : std::uint8_t {
+  int8,  // codes of P x, one scale per channel or one for all
+  int4,  // basis `full` only: packed codes of x, groups of 64 tokens per channel
+};
+
+HOT_API const char* storage_name(Storage storage) noexcept;
+
+/// Scale of g_y on the g_w path. `token`: one for each transformed row, along the contraction;
+/// the product then runs in fp32 (what LQS weighs; slower by design).
+enum class GradScale : std::uint8_t { tensor, channel, token };
+
+HOT_API const char* grad_scale_name(GradScale scale) noexcept;
+
+struct BackwardLinearSpec {
+  int hadamard_block = 16;  // block of the transform along O; power of two, 1 to 256
+
+  // g_x = g_y w
+  int gx_bits = 8;                                // 8 or 4
+  Granularity gx_scale = Granularity::row;        // of g_y: row (per token) or tensor
+  Granularity weight_scale = Granularity::column; // of w: column (of I) or tensor
+  Rounding gx_rounding = Rounding::stochastic;
+
+  // g_w = g_y^T x
+  LowRank low_rank{};
+  GradScale gw_scale = GradScale::channel;
+  Rounding gw_rounding = Rounding::stochastic;
+
+  // x between forward and backward
+  Storage storage = Storage::int4;
+  Granularity x_scale = Granularity::row;  // storage int8: row (per channel) or tensor
+  Rounding x_rounding = Rounding::stochastic;
+};
+
+struct LinearShape {
+  std::int64_t tokens = 0;        // L
+  std::int64_t out_features = 0;  // O
+  std::int64_t in_features = 0;   // I
+};
+
+struct Support {
+  bool ok = false;
+  std::string why;  // empty when ok
+};
+
+/// Whether this build and device can run the spec, and if not, why. Never throws.
+HOT_API Support supported(const Context& context, const LinearShape& shape,
+                          const BackwardLinearSpec& spec) noexcept;
+
+/// Where things lie inside a compressed activation: one buffer, `bytes` long.
+struct SavedLayout {
+  std::size_t bytes = 0;
+  std::int64_t channels = 0;      // I: rows of q
+  std::int64_t k = 0;             // contraction length without padding
+  std::int64_t k_padded = 0;      // Kp: columns of q as INT8
+  std::int64_t row_bytes = 0;     // bytes of a row of q
+  std::int64_t scales = 0;        // number of scales: 1, I, or I * groups
+  std::size_t scale_offset = 0;   // bytes from the start; f32 for int8, bf16 for int4
+};
+
+HOT_API SavedLayout saved_layout(std::int64_t tokens, std::int64_t in_features,
+                                 const BackwardLinearSpec& spec);
+
+/// The compressed activation: a buffer of saved_layout(...).bytes bytes, 16-byte aligned, and the
+/// key it was made with.
+struct SavedActivation {
+  void* data = nullptr;
+  std::size_t bytes = 0;
+};
+struct ConstSavedActivation {
+  const void* data = nullptr;
+  std::size_t bytes = 0;
+  std::int64_t tokens = 0;
+  std::int64_t in_features = 0;
+  Key key{};  // `sketch` draws the same subspaces in backward from it
+};
+
+HOT_API std::size_t compress_activation_workspace(const Context& context, std::int64_t tokens,
+                                                  std::int64_t in_features,
+                                                  const BackwardLinearSpec& spec);
+
+/// Forward: keep x [L, I] (f32, f16, bf16; 2 to 4 dimensions whose leading ones collapse) as
+/// `saved`, with the context's key. spec: "ABC".
+HOT_API void compress_activation(const Context& context, const ConstTensorView& x,
+                                 const BackwardLinearSpec& spec, const SavedActivation& saved,
+                                 const Workspace& workspace);
+
+/// Which gradients are computed; g_w and g_b can be added to what their arrays hold.
+struct BackwardOutputs {
+  const TensorView* gx = nullptr;  // [L, I], null: not wanted, not computed
+  const TensorView* gw = nullptr;  // [O, I]
+  const TensorView* gb = nullptr;  // [O]
+  bool accumulate = false;         // g_w and g_b are added to
+};
+
+HOT_API std::size_t backward_linear_workspace(const Context& context, const LinearShape& shape,
+                                              const BackwardLinearSpec& spec, bool need_gx,
+                                              bool need_gw);
+
+/// Backward of y = x w^T + b: g_x = g_y w, g_w = g_y^T x, g_b = column sums of g_y.
+///
+/// @param gy     [L, O] f32, f16 or bf16, 2 to 4 dimensions whose leading ones collapse.
+/// @param w      [O, I], needed for gx only (else ndim 0).
+/// @param saved  needed for gw only (else data null), made with the same spec.
+/// @param out    outputs f32, f16 or bf16, any row stride, no overlap with inputs or each other.
+/// Rounding draws from the context's key. spec: "Stages"; docs/numerics.md.
+HOT_API void backward_linear(const Context& context, const ConstTensorView& gy,
+                             const ConstTensorView& w, const ConstSavedActivation& saved,
+                             const BackwardLinearSpec& spec, const BackwardOutputs& out,
+                             const Workspace& workspace);
+
+}  // namespace hot

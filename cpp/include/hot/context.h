@@ -1,0 +1,76 @@
+// Where and how a call runs: device, stream or threads, random key. A cheap value; copy it freely.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+#include "hot/api.h"
+#include "hot/tensor.h"
+
+struct CUstream_st;
+
+namespace hot {
+
+/// The same type as cudaStream_t, without a CUDA header.
+using Stream = struct CUstream_st*;
+
+/// Key of the counter-based random numbers (docs/numerics.md, "Random bits"). The same key and
+/// inputs give the same bits on every backend. `stream` tells layers apart, 0 <= stream < 8192.
+struct Key {
+  std::uint64_t seed = 0;
+  std::uint64_t offset = 0;
+  std::uint32_t stream = 0;
+};
+
+/// Instruction sets of the CPU backend, in rising order. Every one gives the same bits.
+enum class Isa : std::uint8_t { plain, avx2, avx512 };
+
+HOT_API const char* isa_name(Isa isa) noexcept;
+/// The best instruction set of this machine that the library was built with.
+HOT_API Isa best_isa() noexcept;
+
+/// Scratch memory on the context's device, any alignment. Its size comes from the `*_workspace`
+/// function beside each call (asked with the same context); a call that needs none takes `{}`.
+struct Workspace {
+  void* data = nullptr;
+  std::size_t bytes = 0;
+};
+
+class ThreadPool;
+
+class HOT_API Context {
+ public:
+  /// CPU backend with its own pool of `threads` threads (0: one for each core this process may
+  /// use). The result does not depend on the number.
+  static Context cpu(int threads = 0);
+  /// CUDA backend: work is queued on `stream` of CUDA device `device` (nullptr: the legacy default
+  /// stream). Throws `unsupported` in a build without CUDA.
+  static Context cuda(int device, Stream stream);
+
+  Context with_key(Key key) const;
+  /// Restrict the CPU backend to an instruction set; throws `unsupported` if the machine lacks it.
+  Context with_isa(Isa isa) const;
+
+  Device device() const noexcept { return device_; }
+  Stream stream() const noexcept { return stream_; }
+  const Key& key() const noexcept { return key_; }
+  Isa isa() const noexcept { return isa_; }
+  int threads() const noexcept;
+  ThreadPool* pool() const noexcept { return pool_.get(); }
+
+ private:
+  Context() = default;
+  Device device_{};
+  Stream stream_ = nullptr;
+  Key key_{};
+  Isa isa_ = Isa::plain;
+  std::shared_ptr<ThreadPool> pool_;
+};
+
+/// What this build holds: "cpu" always; "cuda" with the architectures its kernels were compiled
+/// for, e.g. "80-real;90a-real", empty without CUDA.
+HOT_API bool built_with_cuda() noexcept;
+HOT_API const char* cuda_architectures() noexcept;
+
+}  // namespace hot

@@ -1,0 +1,13 @@
+// Everything of libhot.
+#pragma once
+
+#include "hot/api.h"
+#include "hot/backward_linear.h"
+#include "hot/context.h"
+#include "hot/error.h"
+#include "hot/gemm.h"
+#include "hot/hadamard.h"
+#include "hot/lowrank.h"
+#include "hot/pack.h"
+#include "hot/quantize.h"
+#include "hot/tensor.h"

@@ -1,0 +1,432 @@
+// compress_activation and backward_linear: composition of the backends' stages, no arithmetic here.
+#include "hot/backward_linear.h"
+
+#include <algorithm>
+#include <exception>
+#include <string>
+
+#include "checks.h"
+#include "hot/error.h"
+#include "kernels.h"
+
+namespace hot {
+
+using detail::Checker;
+using detail::float_dtypes;
+using detail::MatrixIn;
+using detail::MatrixOut;
+using detail::OperandQuant;
+using detail::Projection;
+using detail::Purpose;
+using detail::WorkspaceCursor;
+
+const char* storage_name(Storage storage) noexcept {
+  return storage == Storage::int8 ? "int8" : storage == Storage::int4 ? "int4" : "unknown";
+}
+
+const char* grad_scale_name(GradScale scale) noexcept {
+  switch (scale) {
+    case GradScale::tensor:
+      return "tensor";
+    case GradScale::channel:
+      return "channel";
+    case GradScale::token:
+      return "token";
+  }
+  return "unknown";
+}
+
+namespace {
+
+const detail::Backend& backend_of(const Context& context) {
+  return context.device().type == Device::Type::cpu ? detail::cpu_backend()
+                                                    : detail::cuda_backend();
+}
+
+void check_spec(const char* call, const BackwardLinearSpec& spec) {
+  const int n = spec.hadamard_block;
+  if (n < 1 || n > 256 || (n & (n - 1)) != 0) {
+    detail::invalid(call, "hadamard_block is " + std::to_string(n) +
+                              "; expected a power of two from 1 to 256");
+  }
+  if (spec.gx_bits != 4 && spec.gx_bits != 8) {
+    detail::invalid(call, "gx_bits is " + std::to_string(spec.gx_bits) + "; expected 4 or 8");
+  }
+  if (spec.gx_scale == Granularity::column) {
+    detail::invalid(call, "gx_scale is column; expected row (per token) or tensor");
+  }
+  if (spec.weight_scale == Granularity::row) {
+    detail::invalid(call, "weight_scale is row; expected column (of in_features) or tensor");
+  }
+  if (spec.x_scale == Granularity::column) {
+    detail::invalid(call, "x_scale is column; expected row (per channel) or tensor");
+  }
+  if (spec.storage == Storage::int4 && spec.low_rank.basis != Basis::full) {
+    detail::invalid(call, std::string("storage is int4 with basis ") +
+                              basis_name(spec.low_rank.basis) +
+                              "; expected basis full (a Hadamard transform hurts INT4 storage)");
+  }
+  detail::make_projection(0, spec.low_rank);
+}
+
+// w [O, I] transformed along O: a projection that keeps all rows of its blocks.
+Projection hadamard_projection(std::int64_t out_features, int block) {
+  Projection p;
+  p.tokens = p.body_tokens = out_features;
+  p.block = p.rank = p.divisor = block;
+  p.basis = block == 1 ? Basis::full : Basis::sequency;
+  p.blocks = detail::ceil_div(out_features, block);
+  p.k = p.blocks * block;
+  p.k_padded = detail::round_up(p.k, detail::k_alignment);
+  return p;
+}
+
+struct GxScratch {
+  detail::Operand y, w;
+  char* gemm;
+};
+
+GxScratch take_gx(WorkspaceCursor& cursor, const Context& context, const LinearShape& shape,
+                  const BackwardLinearSpec& spec) {
+  const std::int64_t k = hadamard_projection(shape.out_features, spec.hadamard_block).k_padded;
+  GxScratch s;
+  s.y = {nullptr, nullptr, shape.tokens, k,
+         spec.gx_scale == Granularity::tensor ? 1 : shape.tokens};
+  s.w = {nullptr, nullptr, shape.in_features, k,
+         spec.weight_scale == Granularity::tensor ? 1 : shape.in_features};
+  s.y.codes = cursor.take<std::int8_t>(s.y.rows * k);
+  s.w.codes = cursor.take<std::int8_t>(s.w.rows * k);
+  s.y.scale = cursor.take<float>(s.y.scales);
+  s.w.scale = cursor.take<float>(s.w.scales);
+  s.gemm = cursor.take<char>(static_cast<std::int64_t>(
+      backend_of(context).gemm_workspace(context, shape.tokens, shape.in_features, k)));
+  return s;
+}
+
+struct GwScratch {
+  detail::Operand g, x;
+  char* gemm;
+};
+
+GwScratch take_gw(WorkspaceCursor& cursor, const Context& context, const LinearShape& shape,
+                  const BackwardLinearSpec& spec, const Projection& p) {
+  GwScratch s;
+  const std::int64_t scales = spec.gw_scale == GradScale::tensor    ? 1
+                              : spec.gw_scale == GradScale::channel ? shape.out_features
+                                                                    : p.k_padded;
+  s.g = {nullptr, nullptr, shape.out_features, p.k_padded, scales};
+  s.g.codes = cursor.take<std::int8_t>(s.g.rows * p.k_padded);
+  s.g.scale = cursor.take<float>(scales);
+  s.x = {nullptr, nullptr, shape.in_features, p.k_padded, shape.in_features};
+  if (spec.storage == Storage::int4) {
+    s.x.codes = cursor.take<std::int8_t>(s.x.rows * p.k_padded);
+    s.x.scale = cursor.take<float>(s.x.scales);
+  }
+  s.gemm = cursor.take<char>(static_cast<std::int64_t>(backend_of(context).gemm_workspace(
+      context, shape.out_features, shape.in_features, p.k_padded)));
+  return s;
+}
+
+void check_shape(const char* call, const LinearShape& shape) {
+  if (shape.tokens < 0 || shape.out_features < 0 || shape.in_features < 0) {
+    detail::invalid(call, "the shape (tokens, out_features, in_features) is " +
+                              detail::shape_text({shape.tokens, shape.out_features,
+                                                  shape.in_features}) +
+                              "; expected no negative size");
+  }
+}
+
+void run_gx(const Context& context, const MatrixIn& gy, const MatrixIn& w,
+            const BackwardLinearSpec& spec, const MatrixOut& gx, const LinearShape& shape,
+            void* workspace) {
+  const detail::Backend& backend = backend_of(context);
+  if (gx.rows == 0 || gx.cols == 0) return;
+  if (shape.out_features == 0) return backend.fill_zero(context, gx);
+  WorkspaceCursor cursor(workspace);
+  const GxScratch s = take_gx(cursor, context, shape, spec);
+  const OperandQuant quant_y{spec.gx_bits, spec.gx_scale == Granularity::tensor, false,
+                             spec.gx_rounding, Purpose::gradient_rows};
+  // Weights are rounded to nearest: they are the same for every token, so noise would not average.
+  const OperandQuant quant_w{spec.gx_bits, spec.weight_scale == Granularity::tensor, false,
+                             Rounding::nearest, Purpose::weight};
+  backend.quantize_rows(context, gy, spec.hadamard_block, quant_y, s.y);
+  backend.quantize_columns(context, w, hadamard_projection(shape.out_features, spec.hadamard_block),
+                           Side::activation, context.key(), quant_w, s.w);
+  detail::GemmArgs args{};
+  args.a = s.y.codes;
+  args.b = s.w.codes;
+  args.m = shape.tokens;
+  args.n = shape.in_features;
+  args.k = args.lda = args.ldb = s.y.k_padded;
+  args.a_scale = s.y.scale;
+  args.b_scale = s.w.scale;
+  args.a_scale_step = s.y.scales == 1 ? 0 : 1;
+  args.b_scale_step = s.w.scales == 1 ? 0 : 1;
+  args.inv_divisor = 1.0F / static_cast<float>(spec.hadamard_block);
+  args.out = gx;
+  backend.gemm(context, args, s.gemm);
+}
+
+void run_gw(const Context& context, const MatrixIn& gy, const ConstSavedActivation& saved,
+            const BackwardLinearSpec& spec, const MatrixOut& gw, bool accumulate,
+            const LinearShape& shape, void* workspace) {
+  const detail::Backend& backend = backend_of(context);
+  if (gw.rows == 0 || gw.cols == 0) return;
+  if (shape.tokens == 0) {
+    if (!accumulate) backend.fill_zero(context, gw);
+    return;
+  }
+  const Projection p = detail::make_projection(shape.tokens, spec.low_rank);
+  const SavedLayout layout = saved_layout(shape.tokens, shape.in_features, spec);
+  WorkspaceCursor cursor(workspace);
+  GwScratch s = take_gw(cursor, context, shape, spec, p);
+  const OperandQuant quant_g{8, spec.gw_scale == GradScale::tensor,
+                             spec.gw_scale == GradScale::token, spec.gw_rounding,
+                             Purpose::gradient_columns};
+  backend.quantize_columns(context, gy, p, Side::gradient, saved.key, quant_g, s.g);
+
+  const auto* bytes = static_cast<const char*>(saved.data);
+  const std::int8_t* x_codes = s.x.codes;
+  const float* x_scale = s.x.scale;
+  std::int64_t x_scales = s.x.scales;
+  if (spec.storage == Storage::int4) {
+    backend.requantize_groups(context, static_cast<const std::uint8_t*>(saved.data),
+                              layout.row_bytes,
+                              reinterpret_cast<const std::uint16_t*>(bytes + layout.scale_offset),
+                              shape.tokens, spec.x_rounding, s.x);
+  } else {
+    x_codes = static_cast<const std::int8_t*>(saved.data);
+    x_scale = reinterpret_cast<const float*>(bytes + layout.scale_offset);
+    x_scales = layout.scales;
+  }
+
+  const float inv_divisor = 1.0F / static_cast<float>(p.divisor);
+  if (spec.gw_scale == GradScale::token) {
+    detail::GemmTokenArgs args{};
+    args.a = s.g.codes;
+    args.b = x_codes;
+    args.m = shape.out_features;
+    args.n = shape.in_features;
+    args.k = args.lda = args.ldb = p.k_padded;
+    args.k_scale = s.g.scale;
+    args.b_scale = x_scale;
+    args.b_scale_step = x_scales == 1 ? 0 : 1;
+    args.inv_divisor = inv_divisor;
+    args.accumulate = accumulate;
+    args.out = gw;
+    return backend.gemm_token(context, args, s.gemm);
+  }
+  detail::GemmArgs args{};
+  args.a = s.g.codes;
+  args.b = x_codes;
+  args.m = shape.out_features;
+  args.n = shape.in_features;
+  args.k = args.lda = args.ldb = p.k_padded;
+  args.a_scale = s.g.scale;
+  args.b_scale = x_scale;
+  args.a_scale_step = s.g.scales == 1 ? 0 : 1;
+  args.b_scale_step = x_scales == 1 ? 0 : 1;
+  args.inv_divisor = inv_divisor;
+  args.accumulate = accumulate;
+  args.out = gw;
+  backend.gemm(context, args, s.gemm);
+}
+
+}  // namespace
+
+Support supported(const Context& context, const LinearShape& shape,
+                  const BackwardLinearSpec& spec) noexcept {
+  try {
+    check_shape("backward_linear", shape);
+    check_spec("backward_linear", spec);
+    detail::make_projection(shape.tokens, spec.low_rank);
+    backend_of(context).gemm_workspace(context, shape.tokens, shape.in_features,
+                                       shape.out_features);
+    return {true, ""};
+  } catch (const std::exception& error) {
+    return {false, error.what()};
+  }
+}
+
+SavedLayout saved_layout(std::int64_t tokens, std::int64_t in_features,
+                         const BackwardLinearSpec& spec) {
+  check_shape("saved_layout", {tokens, 0, in_features});
+  check_spec("saved_layout", spec);
+  const Projection p = detail::make_projection(tokens, spec.low_rank);
+  SavedLayout layout;
+  layout.channels = in_features;
+  layout.k = p.k;
+  layout.k_padded = p.k_padded;
+  std::size_t scale_bytes;
+  if (spec.storage == Storage::int4) {
+    layout.row_bytes = detail::round_up(tokens, detail::int4_k_alignment) / 2;
+    layout.scales = in_features * detail::ceil_div(tokens, detail::int4_group);
+    scale_bytes = sizeof(std::uint16_t);
+  } else {
+    layout.row_bytes = p.k_padded;
+    layout.scales = spec.x_scale == Granularity::tensor ? 1 : in_features;
+    scale_bytes = sizeof(float);
+  }
+  // Rows are whole multiples of 16 bytes, so the scales that follow are aligned.
+  layout.scale_offset = static_cast<std::size_t>(in_features * layout.row_bytes);
+  layout.bytes = layout.scale_offset + static_cast<std::size_t>(layout.scales) * scale_bytes;
+  return layout;
+}
+
+std::size_t compress_activation_workspace(const Context&, std::int64_t tokens,
+                                          std::int64_t in_features,
+                                          const BackwardLinearSpec& spec) {
+  saved_layout(tokens, in_features, spec);  // the same errors as the call itself
+  return 0;
+}
+
+void compress_activation(const Context& context, const ConstTensorView& x,
+                         const BackwardLinearSpec& spec, const SavedActivation& saved,
+                         const Workspace& workspace) {
+  const char* const call = "compress_activation";
+  const Checker check(call, context);
+  check_spec(call, spec);
+  check.input("x", x, float_dtypes, 2, max_dims);
+  const MatrixIn rows = check.collapsed("x", x);
+  const Projection p = detail::make_projection(rows.rows, spec.low_rank);
+  const SavedLayout layout = saved_layout(rows.rows, rows.cols, spec);
+  if (saved.bytes < layout.bytes || (saved.data == nullptr && layout.bytes > 0)) {
+    detail::invalid(call, "saved has " + std::to_string(saved.data == nullptr ? 0 : saved.bytes) +
+                              " bytes; expected " + std::to_string(layout.bytes));
+  }
+  if (reinterpret_cast<std::uintptr_t>(saved.data) % 16 != 0) {
+    detail::invalid(call, "saved is not aligned to 16 bytes");
+  }
+  check.disjoint("saved",
+                 vector(saved.data, DType::i8, static_cast<std::int64_t>(layout.bytes), x.device),
+                 "x", x);
+  check.workspace(workspace,
+                  compress_activation_workspace(context, rows.rows, rows.cols, spec));
+  if (layout.bytes == 0) return;
+  auto* bytes = static_cast<char*>(saved.data);
+  const detail::Backend& backend = backend_of(context);
+  if (spec.storage == Storage::int4) {
+    if (rows.rows == 0) return;
+    return backend.quantize_groups(context, rows, spec.x_rounding,
+                                   static_cast<std::uint8_t*>(saved.data), layout.row_bytes,
+                                   reinterpret_cast<std::uint16_t*>(bytes + layout.scale_offset));
+  }
+  const OperandQuant quant{8, spec.x_scale == Granularity::tensor, false, spec.x_rounding,
+                           Purpose::activation};
+  const detail::Operand out{static_cast<std::int8_t*>(saved.data),
+                            reinterpret_cast<float*>(bytes + layout.scale_offset), rows.cols,
+                            layout.k_padded, layout.scales};
+  if (rows.cols > 0) {
+    backend.quantize_columns(context, rows, p, Side::activation, context.key(), quant, out);
+  }
+}
+
+std::size_t backward_linear_workspace(const Context& context, const LinearShape& shape,
+                                      const BackwardLinearSpec& spec, bool need_gx, bool need_gw) {
+  check_shape("backward_linear_workspace", shape);
+  check_spec("backward_linear_workspace", spec);
+  // One path after the other: they share the memory.
+  std::size_t bytes = 0;
+  if (need_gx) {
+    WorkspaceCursor cursor;
+    take_gx(cursor, context, shape, spec);
+    bytes = cursor.bytes();
+  }
+  if (need_gw) {
+    WorkspaceCursor cursor;
+    take_gw(cursor, context, shape, spec, detail::make_projection(shape.tokens, spec.low_rank));
+    bytes = std::max(bytes, cursor.bytes());
+  }
+  return bytes;
+}
+
+void backward_linear(const Context& context, const ConstTensorView& gy, const ConstTensorView& w,
+                     const ConstSavedActivation& saved, const BackwardLinearSpec& spec,
+                     const BackwardOutputs& out, const Workspace& workspace) {
+  const char* const call = "backward_linear";
+  const Checker check(call, context);
+  check_spec(call, spec);
+  check.input("gy", gy, float_dtypes, 2, max_dims);
+  const MatrixIn gradient = check.collapsed("gy", gy);
+  LinearShape shape{gradient.rows, gradient.cols, 0};
+
+  MatrixIn weight{};
+  if (out.gx != nullptr) {
+    check.input("w", w, float_dtypes, 2, 2);
+    check.shape("w", w, {shape.out_features, -1});
+    weight = detail::matrix_of(w);
+    shape.in_features = weight.cols;
+  }
+  if (out.gw != nullptr) {
+    if (out.gx != nullptr && saved.in_features != shape.in_features) {
+      detail::invalid(call, "saved has " + std::to_string(saved.in_features) +
+                                " in_features; expected w's, " +
+                                std::to_string(shape.in_features));
+    }
+    shape.in_features = saved.in_features;
+    if (saved.tokens != shape.tokens) {
+      detail::invalid(call, "saved has " + std::to_string(saved.tokens) +
+                                " tokens; expected gy's, " + std::to_string(shape.tokens));
+    }
+    const SavedLayout layout = saved_layout(saved.tokens, saved.in_features, spec);
+    if (saved.bytes != layout.bytes || (saved.data == nullptr && layout.bytes > 0)) {
+      detail::invalid(call, "saved has " +
+                                std::to_string(saved.data == nullptr ? 0 : saved.bytes) +
+                                " bytes; expected " + std::to_string(layout.bytes) +
+                                " for this spec");
+    }
+    if (reinterpret_cast<std::uintptr_t>(saved.data) % 16 != 0) {
+      detail::invalid(call, "saved is not aligned to 16 bytes");
+    }
+  }
+
+  const ConstTensorView saved_bytes =
+      vector(saved.data, DType::i8, static_cast<std::int64_t>(saved.bytes), gy.device);
+  const struct {
+    const char* name;
+    const TensorView* view;
+    int min_dims, most_dims;
+  } outputs[] = {{"gx", out.gx, 2, max_dims}, {"gw", out.gw, 2, 2}, {"gb", out.gb, 1, 1}};
+  for (const auto& output : outputs) {
+    if (output.view == nullptr) continue;
+    check.output(output.name, *output.view, float_dtypes, output.min_dims, output.most_dims);
+    check.disjoint(output.name, *output.view, "gy", gy);
+    if (out.gx != nullptr) check.disjoint(output.name, *output.view, "w", w);
+    if (out.gw != nullptr) check.disjoint(output.name, *output.view, "saved", saved_bytes);
+    for (const auto& other : outputs) {
+      if (&other == &output) break;
+      if (other.view != nullptr) {
+        check.disjoint(output.name, *output.view, other.name, *other.view);
+      }
+    }
+  }
+  MatrixOut gx{}, gw{}, gb{};
+  if (out.gx != nullptr) {
+    gx = check.collapsed_out("gx", *out.gx);
+    if (gx.rows != shape.tokens || gx.cols != shape.in_features) {
+      detail::invalid(call, "gx has shape " + detail::shape_text(*out.gx) + "; expected " +
+                                detail::shape_text({shape.tokens, shape.in_features}) +
+                                ", leading dimensions flattened");
+    }
+  }
+  if (out.gw != nullptr) {
+    check.shape("gw", *out.gw, {shape.out_features, shape.in_features});
+    gw = detail::matrix_out_of(*out.gw);
+  }
+  if (out.gb != nullptr) {
+    check.shape("gb", *out.gb, {shape.out_features});
+    gb = {out.gb->data, out.gb->dtype, 1, shape.out_features, 0, out.gb->stride[0]};
+  }
+  check.workspace(workspace, backward_linear_workspace(context, shape, spec, out.gx != nullptr,
+                                                       out.gw != nullptr));
+
+  if (out.gx != nullptr) run_gx(context, gradient, weight, spec, gx, shape, workspace.data);
+  if (out.gw != nullptr) {
+    run_gw(context, gradient, saved, spec, gw, out.accumulate, shape, workspace.data);
+  }
+  if (out.gb != nullptr && shape.out_features > 0) {
+    backend_of(context).column_sum(context, gradient, out.accumulate, gb);
+  }
+}
+
+}  // namespace hot

@@ -1,0 +1,229 @@
+#include "checks.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <utility>
+
+namespace hot::detail {
+
+void invalid(const char* call, const std::string& what) {
+  throw Error(ErrorCode::invalid_argument, std::string(call) + ": " + what);
+}
+void unsupported(const char* call, const std::string& what) {
+  throw Error(ErrorCode::unsupported, std::string(call) + ": " + what);
+}
+
+namespace {
+
+template <class Get>
+std::string list_text(int count, const Get& get) {
+  std::string text = "(";
+  for (int i = 0; i < count; ++i) {
+    if (i > 0) text += ", ";
+    text += get(i);
+  }
+  if (count == 1) text += ",";
+  return text + ")";
+}
+
+std::string device_text(Device device) {
+  return device.type == Device::Type::cpu ? "cpu" : "cuda:" + std::to_string(device.index);
+}
+
+bool is_empty(const ConstTensorView& view) {
+  for (int d = 0; d < view.ndim; ++d) {
+    if (view.shape[d] == 0) return true;
+  }
+  return false;
+}
+
+// First and one past the last byte that a view touches.
+std::pair<std::uintptr_t, std::uintptr_t> extent(const ConstTensorView& view) {
+  auto first = reinterpret_cast<std::uintptr_t>(view.data);
+  auto last = first;
+  const auto size = static_cast<std::int64_t>(dtype_size(view.dtype));
+  for (int d = 0; d < view.ndim; ++d) {
+    const std::int64_t reach = (view.shape[d] - 1) * view.stride[d] * size;
+    (reach < 0 ? first : last) += static_cast<std::uintptr_t>(reach);
+  }
+  return {first, last + static_cast<std::uintptr_t>(size)};
+}
+
+// Side by side in the rows of one larger matrix: the ranges interleave, the elements do not.
+bool interleaved(const ConstTensorView& a, const ConstTensorView& b) {
+  if (a.ndim != 2 || b.ndim != 2 || a.stride[1] != 1 || b.stride[1] != 1) return false;
+  const auto size_a = static_cast<std::int64_t>(dtype_size(a.dtype));
+  const auto size_b = static_cast<std::int64_t>(dtype_size(b.dtype));
+  const std::int64_t pitch = a.stride[0] * size_a;
+  if (pitch <= 0 || pitch != b.stride[0] * size_b) return false;
+  const std::int64_t width_a = a.shape[1] * size_a, width_b = b.shape[1] * size_b;
+  const auto difference = static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(b.data) -
+                                                    reinterpret_cast<std::uintptr_t>(a.data));
+  const std::int64_t offset = (difference % pitch + pitch) % pitch;
+  return offset >= width_a && offset + width_b <= pitch;
+}
+
+}  // namespace
+
+std::string shape_text(const ConstTensorView& view) {
+  return list_text(view.ndim, [&](int i) { return std::to_string(view.shape[i]); });
+}
+
+std::string shape_text(std::initializer_list<std::int64_t> shape) {
+  return list_text(static_cast<int>(shape.size()), [&](int i) {
+    const std::int64_t size = shape.begin()[i];
+    return size < 0 ? std::string("*") : std::to_string(size);
+  });
+}
+
+void Checker::input(const char* name, const ConstTensorView& view,
+                    std::initializer_list<DType> dtypes, int min_dims, int most_dims) const {
+  const std::string argument(name);
+  if (std::find(dtypes.begin(), dtypes.end(), view.dtype) == dtypes.end()) {
+    std::string expected;
+    for (const DType dtype : dtypes) {
+      if (!expected.empty()) expected += " or ";
+      expected += dtype_name(dtype);
+    }
+    invalid(call_, argument + " is " + dtype_name(view.dtype) + "; expected " + expected);
+  }
+  if (view.ndim < min_dims || view.ndim > most_dims) {
+    invalid(call_, argument + " has " + std::to_string(view.ndim) + " dimensions; expected " +
+                       (min_dims == most_dims
+                            ? std::to_string(min_dims)
+                            : std::to_string(min_dims) + " to " + std::to_string(most_dims)));
+  }
+  for (int d = 0; d < view.ndim; ++d) {
+    if (view.shape[d] < 0) {
+      invalid(call_, argument + " has shape " + shape_text(view) + "; expected no negative size");
+    }
+  }
+  if (view.device != context_.device()) {
+    invalid(call_, argument + " is on " + device_text(view.device) + "; expected " +
+                       device_text(context_.device()) + ", the context's device");
+  }
+  if (is_empty(view)) return;
+  if (view.data == nullptr) invalid(call_, argument + " has no data (null pointer)");
+  const std::size_t size = dtype_size(view.dtype);
+  if (reinterpret_cast<std::uintptr_t>(view.data) % size != 0) {
+    invalid(call_, argument + " is not aligned to its element size, " + std::to_string(size) +
+                       " bytes");
+  }
+}
+
+void Checker::output(const char* name, const TensorView& view, std::initializer_list<DType> dtypes,
+                     int min_dims, int most_dims) const {
+  input(name, view, dtypes, min_dims, most_dims);
+  std::vector<std::pair<std::int64_t, std::int64_t>> dims;  // stride, size
+  for (int d = 0; d < view.ndim; ++d) {
+    if (view.shape[d] == 0) return;
+    if (view.shape[d] > 1) dims.emplace_back(std::abs(view.stride[d]), view.shape[d]);
+  }
+  std::sort(dims.begin(), dims.end());
+  std::int64_t reach = 0;
+  for (const auto& [stride, size] : dims) {
+    if (stride <= reach) {
+      invalid(call_, std::string(name) + " has strides by which elements share memory");
+    }
+    reach += stride * (size - 1);
+  }
+}
+
+void Checker::shape(const char* name, const ConstTensorView& view,
+                    std::initializer_list<std::int64_t> expected) const {
+  bool same = view.ndim == static_cast<int>(expected.size());
+  for (int d = 0; same && d < view.ndim; ++d) {
+    const std::int64_t size = expected.begin()[d];
+    same = size < 0 || size == view.shape[d];
+  }
+  if (!same) {
+    invalid(call_, std::string(name) + " has shape " + shape_text(view) + "; expected " +
+                       shape_text(expected));
+  }
+}
+
+void Checker::rows_contiguous(const char* name, const ConstTensorView& view) const {
+  if (is_empty(view)) return;
+  const int last = view.ndim - 1;
+  if (view.shape[last] > 1 && view.stride[last] != 1) {
+    invalid(call_, std::string(name) + " has stride " + std::to_string(view.stride[last]) +
+                       " along its last dimension; expected contiguous rows (stride 1)");
+  }
+}
+
+void Checker::vector_contiguous(const char* name, const ConstTensorView& view) const {
+  rows_contiguous(name, view);
+}
+
+void Checker::disjoint(const char* name, const ConstTensorView& out, const char* other_name,
+                       const ConstTensorView& other) const {
+  if (is_empty(out) || is_empty(other) || other.data == nullptr) return;
+  const auto a = extent(out), b = extent(other);
+  if (a.first < b.second && b.first < a.second && !interleaved(out, other)) {
+    invalid(call_, std::string(name) + " overlaps " + other_name + " in memory");
+  }
+}
+
+void Checker::workspace(const Workspace& workspace, std::size_t needed) const {
+  if (needed > 0 && (workspace.data == nullptr || workspace.bytes < needed)) {
+    throw Error(ErrorCode::workspace_too_small,
+                std::string(call_) + ": workspace has " +
+                    std::to_string(workspace.data == nullptr ? 0 : workspace.bytes) +
+                    " bytes; expected " + std::to_string(needed));
+  }
+}
+
+namespace {
+
+// Rows of a view whose leading dimensions lie one after the other; false if they do not.
+bool collapse(const ConstTensorView& view, std::int64_t& rows, std::int64_t& row_stride) {
+  rows = 1;
+  row_stride = 0;
+  bool started = false;
+  for (int d = view.ndim - 2; d >= 0; --d) {
+    if (view.shape[d] == 1) continue;
+    if (!started) {
+      row_stride = view.stride[d];
+      started = true;
+    } else if (view.stride[d] != row_stride * rows) {
+      return is_empty(view);
+    }
+    rows *= view.shape[d];
+  }
+  return true;
+}
+
+std::int64_t leading(const ConstTensorView& view) {
+  std::int64_t rows = 1;
+  for (int d = 0; d + 1 < view.ndim; ++d) rows *= view.shape[d];
+  return rows;
+}
+
+}  // namespace
+
+MatrixIn Checker::collapsed(const char* name, const ConstTensorView& view) const {
+  std::int64_t rows, row_stride;
+  if (!collapse(view, rows, row_stride)) {
+    invalid(call_, std::string(name) + " of shape " + shape_text(view) +
+                       " has leading dimensions that do not lie one after the other in memory; "
+                       "expected strides that collapse to a matrix");
+  }
+  const int last = view.ndim - 1;
+  return {view.data, view.dtype, leading(view), view.shape[last], row_stride, view.stride[last]};
+}
+
+MatrixOut Checker::collapsed_out(const char* name, const TensorView& view) const {
+  const MatrixIn m = collapsed(name, view);
+  return {view.data, view.dtype, m.rows, m.cols, m.row_stride, m.col_stride};
+}
+
+MatrixIn matrix_of(const ConstTensorView& view) {
+  return {view.data,     view.dtype,     view.shape[0],
+          view.shape[1], view.stride[0], view.stride[1]};
+}
+MatrixOut matrix_out_of(const TensorView& view) {
+  return {view.data,     view.dtype,     view.shape[0],
+          view.shape[1], view.stride[0], view.stride[1]};
+}
+
+}  // namespace hot::detail

@@ -1,0 +1,80 @@
+// Argument checks: one wording of every message, "call: argument is this; expected that".
+#pragma once
+
+#include <initializer_list>
+#include <string>
+
+#include "hot/context.h"
+#include "hot/error.h"
+#include "hot/tensor.h"
+#include "kernels.h"
+
+namespace hot::detail {
+
+[[noreturn]] void invalid(const char* call, const std::string& what);
+[[noreturn]] void unsupported(const char* call, const std::string& what);
+
+std::string shape_text(const ConstTensorView& view);
+std::string shape_text(std::initializer_list<std::int64_t> shape);  // -1 prints as *
+
+inline constexpr std::initializer_list<DType> float_dtypes = {DType::f32, DType::f16, DType::bf16};
+
+// Checks of one call; `call` is the public function's name.
+class Checker {
+ public:
+  Checker(const char* call, const Context& context) : call_(call), context_(context) {}
+
+  // Dtype, number of dimensions, device, data, alignment.
+  void input(const char* name, const ConstTensorView& view, std::initializer_list<DType> dtypes,
+             int min_dims, int max_dims) const;
+  // The same, and that no two elements share memory.
+  void output(const char* name, const TensorView& view, std::initializer_list<DType> dtypes,
+              int min_dims, int max_dims) const;
+  void shape(const char* name, const ConstTensorView& view,
+             std::initializer_list<std::int64_t> expected) const;
+  void rows_contiguous(const char* name, const ConstTensorView& view) const;
+  void vector_contiguous(const char* name, const ConstTensorView& view) const;
+  void disjoint(const char* name, const ConstTensorView& out, const char* other_name,
+                const ConstTensorView& other) const;
+  void workspace(const Workspace& workspace, std::size_t needed) const;
+
+  // A matrix of which all but the last dimension collapse into rows.
+  MatrixIn collapsed(const char* name, const ConstTensorView& view) const;
+  MatrixOut collapsed_out(const char* name, const TensorView& view) const;
+
+ private:
+  const char* call_;
+  const Context& context_;
+};
+
+MatrixIn matrix_of(const ConstTensorView& view);      // 2 dimensions
+MatrixOut matrix_out_of(const TensorView& view);
+
+// Walks a workspace. Without memory it only counts, so that the size of a workspace and its layout
+// come from the same code and cannot disagree.
+class WorkspaceCursor {
+ public:
+  WorkspaceCursor() = default;
+  explicit WorkspaceCursor(void* data) : base_(static_cast<char*>(data)) {
+    const auto address = reinterpret_cast<std::uintptr_t>(data);
+    base_ += (alignment - address % alignment) % alignment;
+  }
+
+  template <class T>
+  T* take(std::int64_t count) {
+    T* at = base_ == nullptr ? nullptr : reinterpret_cast<T*>(base_ + used_);
+    const std::size_t bytes = static_cast<std::size_t>(count) * sizeof(T);
+    used_ += (bytes + alignment - 1) / alignment * alignment;
+    return at;
+  }
+
+  // Room to align the start included.
+  std::size_t bytes() const { return used_ == 0 ? 0 : used_ + alignment; }
+
+ private:
+  static constexpr std::size_t alignment = 256;
+  char* base_ = nullptr;
+  std::size_t used_ = 0;
+};
+
+}  // namespace hot::detail

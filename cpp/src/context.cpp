@@ -1,0 +1,98 @@
+#include "hot/context.h"
+
+#include <string>
+
+#include "cpu/thread_pool.h"
+#include "hot/error.h"
+#include "kernels.h"
+
+namespace hot {
+
+const char* isa_name(Isa isa) noexcept {
+  switch (isa) {
+    case Isa::plain:
+      return "plain";
+    case Isa::avx2:
+      return "avx2";
+    case Isa::avx512:
+      return "avx512";
+  }
+  return "unknown";
+}
+
+Isa best_isa() noexcept {
+#if HOT_X86
+  static const Isa best = [] {
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512vnni")) {
+      return Isa::avx512;
+    }
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+        __builtin_cpu_supports("f16c")) {
+      return Isa::avx2;
+    }
+    return Isa::plain;
+  }();
+  return best;
+#else
+  return Isa::plain;
+#endif
+}
+
+Context Context::cpu(int threads) {
+  if (threads < 0 || threads > 1024) {
+    throw Error(ErrorCode::invalid_argument,
+                "Context::cpu: threads is " + std::to_string(threads) + "; expected 0 to 1024");
+  }
+  Context context;
+  context.isa_ = best_isa();
+  context.pool_ = std::make_shared<ThreadPool>(threads == 0 ? default_thread_count() : threads);
+  return context;
+}
+
+Context Context::cuda(int device, Stream stream) {
+  if (!built_with_cuda()) {
+    throw Error(ErrorCode::unsupported, "Context::cuda: this build of hotcore has no CUDA backend");
+  }
+  const int count = detail::cuda_device_count();
+  if (device < 0 || device >= count) {
+    throw Error(ErrorCode::invalid_argument, "Context::cuda: device is " + std::to_string(device) +
+                                                 "; this process sees " + std::to_string(count) +
+                                                 " CUDA device(s)");
+  }
+  Context context;
+  context.device_ = Device{Device::Type::cuda, device};
+  context.stream_ = stream;
+  return context;
+}
+
+Context Context::with_key(Key key) const {
+  if (key.stream >= 8192) {
+    throw Error(ErrorCode::invalid_argument, "Context::with_key: key.stream is " +
+                                                 std::to_string(key.stream) +
+                                                 "; expected 0 to 8191");
+  }
+  Context context = *this;
+  context.key_ = key;
+  return context;
+}
+
+Context Context::with_isa(Isa isa) const {
+  if (static_cast<int>(isa) > static_cast<int>(best_isa())) {
+    throw Error(ErrorCode::unsupported, std::string("Context::with_isa: isa is ") + isa_name(isa) +
+                                            "; this machine and build go up to " +
+                                            isa_name(best_isa()));
+  }
+  Context context = *this;
+  context.isa_ = isa;
+  return context;
+}
+
+int Context::threads() const noexcept { return pool_ ? pool_->size() : 0; }
+
+bool built_with_cuda() noexcept { return cuda_architectures()[0] != '\0'; }
+const char* cuda_architectures() noexcept { return detail::cuda_archs(); }
+
+}  // namespace hot

@@ -1,0 +1,102 @@
+#include "cpu/backend.h"
+
+#include <algorithm>
+
+#include "cpu/scalar.h"
+
+namespace hot::detail {
+
+const Backend& cpu_backend() {
+  static const CpuBackend backend;
+  return backend;
+}
+
+const SimdKernels& simd_kernels([[maybe_unused]] Isa isa) {
+#if HOT_X86
+  if (isa == Isa::avx512) return simd_avx512();
+  if (isa == Isa::avx2) return simd_avx2();
+#endif
+  return simd_plain();
+}
+
+void CpuBackend::fill_zero(const Context& context, const MatrixOut& out) const {
+  const SimdKernels& simd = simd_kernels(context.isa());
+  constexpr std::int64_t chunk = 4096;
+  context.pool()->run(out.rows, [&](std::int64_t row) {
+    const float zeros[chunk] = {};
+    for (std::int64_t col = 0; col < out.cols; col += chunk) {
+      store_row(simd, zeros, row, col, std::min(chunk, out.cols - col), out);
+    }
+  });
+}
+
+RandomKey random_key(const Key& key, Purpose purpose) {
+  RandomKey random;
+  random.seed_low = static_cast<std::uint32_t>(key.seed);
+  random.seed_high = static_cast<std::uint32_t>(key.seed >> 32);
+  random.offset_low = static_cast<std::uint32_t>(key.offset);
+  random.offset_high = static_cast<std::uint32_t>(key.offset >> 32);
+  random.stream_purpose = (key.stream * 8 + static_cast<std::uint32_t>(purpose)) << 16;
+  return random;
+}
+
+void raise(std::uint32_t* pattern, std::uint32_t value) {
+  std::uint32_t seen = __atomic_load_n(pattern, __ATOMIC_RELAXED);
+  while (value > seen && !__atomic_compare_exchange_n(pattern, &seen, value, true, __ATOMIC_RELAXED,
+                                                      __ATOMIC_RELAXED)) {
+  }
+}
+
+void load_run(const SimdKernels& simd, const void* data, DType dtype, std::int64_t first,
+              std::int64_t stride, std::int64_t count, float* dst) {
+  const auto size = static_cast<std::int64_t>(dtype_size(dtype));
+  if (stride == 1) {
+    simd.load(static_cast<const char*>(data) + first * size, dtype, count, dst);
+    return;
+  }
+  if (dtype == DType::f32) {
+    const auto* p = static_cast<const float*>(data) + first;
+    for (std::int64_t i = 0; i < count; ++i) dst[i] = p[i * stride];
+    return;
+  }
+  const auto* p = static_cast<const std::uint16_t*>(data) + first;
+  if (dtype == DType::bf16) {
+    for (std::int64_t i = 0; i < count; ++i) dst[i] = bf16_to_float(p[i * stride]);
+  } else {
+    for (std::int64_t i = 0; i < count; ++i) dst[i] = f16_to_float(p[i * stride]);
+  }
+}
+
+void store_run(const SimdKernels& simd, const float* src, std::int64_t count, void* data,
+               DType dtype, std::int64_t first, std::int64_t stride) {
+  const auto size = static_cast<std::int64_t>(dtype_size(dtype));
+  if (stride == 1) {
+    simd.store(src, count, dtype, static_cast<char*>(data) + first * size);
+    return;
+  }
+  if (dtype == DType::f32) {
+    auto* p = static_cast<float*>(data) + first;
+    for (std::int64_t i = 0; i < count; ++i) p[i * stride] = src[i];
+    return;
+  }
+  auto* p = static_cast<std::uint16_t*>(data) + first;
+  if (dtype == DType::bf16) {
+    for (std::int64_t i = 0; i < count; ++i) p[i * stride] = float_to_bf16(src[i]);
+  } else {
+    for (std::int64_t i = 0; i < count; ++i) p[i * stride] = float_to_f16(src[i]);
+  }
+}
+
+void load_row(const SimdKernels& simd, const MatrixIn& x, std::int64_t row, std::int64_t col,
+              std::int64_t count, float* dst) {
+  load_run(simd, x.data, x.dtype, row * x.row_stride + col * x.col_stride, x.col_stride, count,
+           dst);
+}
+
+void store_row(const SimdKernels& simd, const float* src, std::int64_t row, std::int64_t col,
+               std::int64_t count, const MatrixOut& out) {
+  store_run(simd, src, count, out.data, out.dtype, row * out.row_stride + col * out.col_stride,
+            out.col_stride);
+}
+
+}  // namespace hot::detail

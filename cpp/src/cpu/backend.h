@@ -1,0 +1,65 @@
+// The CPU backend: the spec, executable. One file for each stage; the inner loops are in simd_*.cpp.
+#pragma once
+
+#include "cpu/simd.h"
+#include "cpu/thread_pool.h"
+#include "kernels.h"
+
+namespace hot::detail {
+
+class CpuBackend final : public Backend {
+ public:
+  // hadamard.cpp
+  void fwht(const Context&, const FwhtArgs&) const override;
+  // lowrank.cpp
+  void hla(const Context&, const MatrixIn& x, const Projection&, Side, const Key& sketch_key,
+           const MatrixOut& out) const override;
+  void quantize_columns(const Context&, const MatrixIn& x, const Projection&, Side,
+                        const Key& sketch_key, const OperandQuant&,
+                        const Operand& out) const override;
+  void column_sum(const Context&, const MatrixIn& x, bool accumulate,
+                  const MatrixOut& out) const override;
+  // quantize.cpp
+  void quantize(const Context&, const MatrixIn& x, const QuantSpec&, const MatrixOut& q,
+                float* scale) const override;
+  void dequantize(const Context&, const MatrixIn& q, const float* scale, Granularity,
+                  const MatrixOut& out) const override;
+  void quantize_rows(const Context&, const MatrixIn& x, int hadamard_block, const OperandQuant&,
+                     const Operand& out) const override;
+  void quantize_groups(const Context&, const MatrixIn& x, Rounding, std::uint8_t* packed,
+                       std::int64_t row_bytes, std::uint16_t* scale) const override;
+  void requantize_groups(const Context&, const std::uint8_t* packed, std::int64_t row_bytes,
+                         const std::uint16_t* scale, std::int64_t tokens, Rounding,
+                         const Operand& out) const override;
+  // pack.cpp
+  void pack_int4(const Context&, const MatrixIn& q, const MatrixOut& out) const override;
+  void unpack_int4(const Context&, const MatrixIn& packed, const MatrixOut& out) const override;
+  // backend.cpp
+  void fill_zero(const Context&, const MatrixOut& out) const override;
+  // gemm.cpp
+  std::size_t gemm_workspace(const Context&, std::int64_t m, std::int64_t n,
+                             std::int64_t k) const override;
+  void gemm(const Context&, const GemmArgs&, void* workspace) const override;
+  void gemm_token(const Context&, const GemmTokenArgs&, void* workspace) const override;
+};
+
+// Elements [col, col + count) of a row as fp32, and back; contiguous or not.
+void load_row(const SimdKernels&, const MatrixIn&, std::int64_t row, std::int64_t col,
+              std::int64_t count, float* dst);
+void store_row(const SimdKernels&, const float* src, std::int64_t row, std::int64_t col,
+               std::int64_t count, const MatrixOut&);
+// The same for any strided run of elements.
+void load_run(const SimdKernels&, const void* data, DType, std::int64_t first, std::int64_t stride,
+              std::int64_t count, float* dst);
+void store_run(const SimdKernels&, const float* src, std::int64_t count, void* data, DType,
+               std::int64_t first, std::int64_t stride);
+
+RandomKey random_key(const Key&, Purpose);
+
+// Raises a bit pattern to at least `value`, from several threads.
+void raise(std::uint32_t* pattern, std::uint32_t value);
+
+// Tasks of about this many elements: small enough to share, large enough to be worth a hand-over.
+inline constexpr std::int64_t task_elements = 32768;
+
+}  // namespace hot::detail

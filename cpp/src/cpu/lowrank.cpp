@@ -1,0 +1,303 @@
+// Stage: HLA along the tokens, and what is made from its rows. Columns are taken in strips of
+// `strip_columns`; a strip's rows of P x are produced block by block into a small buffer and handed
+// on in groups of 16, the unit of the random bits and of the transposed stores. Quantising makes
+// two passes over x: the rows are computed twice rather than kept, which would cost more traffic.
+#include <algorithm>
+#include <cstring>
+
+#include "cpu/backend.h"
+#include "cpu/scalar.h"
+
+namespace hot::detail {
+namespace {
+
+constexpr int max_strip_block = 256;  // the largest hadamard_block
+constexpr int group = 16;
+
+// Where the K-contiguous matrix can be cut for separate tasks: whole groups, whole blocks.
+std::int64_t blocks_per_cut(int rank) {
+  std::int64_t blocks = 1;
+  while (blocks * rank % group != 0) ++blocks;
+  return blocks;
+}
+
+// Produces the rows of P x for one strip of columns.
+class Strip {
+ public:
+  Strip(const SimdKernels& simd, const MatrixIn& x, const Projection& p, Side side,
+        const RandomKey& sketch, std::int64_t col)
+      : simd_(simd),
+        x_(x),
+        p_(p),
+        side_(side),
+        sketch_(sketch),
+        col_(col),
+        cols_(std::min<std::int64_t>(strip_columns, x.cols - col)) {
+    // Lanes past the last column stay 0 through every transform.
+    if (cols_ < strip_columns) {
+      std::memset(raw_, 0, sizeof raw_);
+      std::memset(rows_, 0, sizeof rows_);
+    }
+  }
+
+  int cols() const { return static_cast<int>(cols_); }
+
+  // Calls visit(k, rows) with `group` rows that start at row k of P x, for blocks [begin, end); the
+  // last blocks' range also carries the prefix rows and the padding.
+  template <class Visit>
+  void groups(std::int64_t begin, std::int64_t end, const Visit& visit) {
+    std::int64_t k = begin * p_.rank;
+    int filled = 0;
+    const auto emit = [&] {
+      int done = 0;
+      for (; done + group <= filled; done += group, k += group) {
+        visit(k, rows_ + done * strip_columns);
+      }
+      if (done == 0) return;
+      filled -= done;
+      std::memmove(rows_, rows_ + done * strip_columns,
+                   static_cast<std::size_t>(filled) * strip_columns * sizeof(float));
+    };
+    for (std::int64_t block = begin; block < end; ++block) {
+      project(block, rows_ + filled * strip_columns);
+      filled += p_.rank;
+      if (filled >= group) emit();
+    }
+    if (end < p_.blocks) return;
+    const float factor = side_ == Side::gradient ? p_.prefix_factor_g : p_.prefix_factor_x;
+    for (std::int64_t j = 0; j < p_.samples * p_.prefix; ++j) {
+      float* row = rows_ + filled * strip_columns;
+      load_row(simd_, x_, p_.prefix_token(j), col_, cols_, row);
+      simd_.scale_row(row, factor);
+      if (++filled >= group) emit();
+    }
+    if (filled > 0) {
+      std::memset(rows_ + filled * strip_columns, 0,
+                  static_cast<std::size_t>(group - filled) * strip_columns * sizeof(float));
+      visit(k, rows_);
+    }
+  }
+
+ private:
+  void load_block(std::int64_t block, float* to) {
+    for (int t = 0; t < p_.block; ++t) {
+      const std::int64_t position = block * p_.block + t;
+      float* row = to + t * strip_columns;
+      if (position < p_.body_tokens) {
+        load_row(simd_, x_, p_.body_token(position), col_, cols_, row);
+      } else {
+        std::memset(row, 0, strip_columns * sizeof(float));
+      }
+    }
+  }
+
+  void project(std::int64_t block, float* to) {
+    if (p_.basis == Basis::full) {
+      load_block(block, to);
+    } else if (p_.basis == Basis::sketch) {
+      project_sketch(block, to);
+    } else if (p_.rank == p_.block) {
+      load_block(block, to);
+      simd_.fwht_strip(to, p_.block);
+    } else {
+      load_block(block, raw_);
+      simd_.fwht_strip(raw_, p_.block);
+      for (int i = 0; i < p_.rank; ++i) {
+        std::memcpy(to + i * strip_columns,
+                    raw_ + p_.rows[static_cast<std::size_t>(i)] * strip_columns,
+                    strip_columns * sizeof(float));
+      }
+    }
+  }
+
+  void project_sketch(std::int64_t block, float* to) {
+    if (p_.folds == 0) {
+      load_block(block, to);
+    } else {
+      load_block(block, raw_);
+      const Philox draw = philox4x32(
+          static_cast<std::uint32_t>(block),
+          (static_cast<std::uint32_t>(static_cast<std::uint64_t>(block) >> 32) & 0xffffU) |
+              sketch_.stream_purpose,
+          sketch_.offset_low, sketch_.offset_high, sketch_.seed_low, sketch_.seed_high);
+      int length = p_.block;
+      for (int j = 0; j < p_.folds; ++j, length /= 2) {
+        const auto nonzero = static_cast<std::uint64_t>(length - 1);
+        const int a = 1 + static_cast<int>((draw.word[j] * nonzero) >> 32);
+        const bool last = j + 1 == p_.folds;
+        // Folding in place is safe: result i comes from rows i and above.
+        float* half = last ? to : folded_;
+        simd_.fold_strip(j == 0 ? raw_ : folded_, length, a, half);
+      }
+    }
+    simd_.fwht_strip(to, p_.rank);
+    if (side_ == Side::gradient && p_.folds > 0) {
+      for (int i = 1; i < p_.rank; ++i) {
+        simd_.scale_row(to + i * strip_columns, p_.sketch_weight);
+      }
+    }
+  }
+
+  const SimdKernels& simd_;
+  const MatrixIn& x_;
+  const Projection& p_;
+  Side side_;
+  RandomKey sketch_;
+  std::int64_t col_, cols_;
+  alignas(64) float raw_[max_strip_block * strip_columns];
+  alignas(64) float folded_[32 * strip_columns];  // half of the largest low-rank block
+  alignas(64) float rows_[(group + max_strip_block) * strip_columns];
+};
+
+// Tasks of a pass over P x: strips of columns times ranges of blocks, enough for all threads.
+struct Tasks {
+  std::int64_t strips, ranges, range_blocks;
+
+  Tasks(const Context& context, const MatrixIn& x, const Projection& p) {
+    strips = ceil_div(x.cols, strip_columns);
+    const std::int64_t cut = blocks_per_cut(p.rank);
+    const std::int64_t wanted = ceil_div(std::int64_t{8} * context.threads(), strips);
+    const std::int64_t smallest = ceil_div(task_elements, std::int64_t{p.block} * strip_columns);
+    range_blocks = round_up(std::max(smallest, ceil_div(p.blocks, wanted)), cut);
+    ranges = std::max<std::int64_t>(1, ceil_div(p.blocks, range_blocks));
+  }
+
+  template <class Run>
+  void run(const Context& context, const SimdKernels& simd, const MatrixIn& x, const Projection& p,
+           Side side, const RandomKey& sketch, const Run& run_one) const {
+    context.pool()->run(strips * ranges, [&](std::int64_t task) {
+      const std::int64_t col = task % strips * strip_columns;
+      const std::int64_t begin = task / strips * range_blocks;
+      Strip strip(simd, x, p, side, sketch, col);
+      run_one(strip, col, begin, std::min(p.blocks, begin + range_blocks));
+    });
+  }
+};
+
+}  // namespace
+
+void CpuBackend::hla(const Context& context, const MatrixIn& x, const Projection& p, Side side,
+                     const Key& sketch_key, const MatrixOut& out) const {
+  if (p.k == 0 || x.cols == 0) return;
+  const SimdKernels& simd = simd_kernels(context.isa());
+  const Tasks tasks(context, x, p);
+  tasks.run(context, simd, x, p, side, random_key(sketch_key, Purpose::sketch),
+            [&](Strip& strip, std::int64_t col, std::int64_t begin, std::int64_t end) {
+              strip.groups(begin, end, [&](std::int64_t k, const float* rows) {
+                for (std::int64_t i = 0; i < std::min<std::int64_t>(group, p.k - k); ++i) {
+                  store_row(simd, rows + i * strip_columns, k + i, col, strip.cols(), out);
+                }
+              });
+            });
+}
+
+void CpuBackend::quantize_columns(const Context& context, const MatrixIn& x, const Projection& p,
+                                  Side side, const Key& sketch_key, const OperandQuant& quant,
+                                  const Operand& out) const {
+  if (x.cols == 0) return;
+  const SimdKernels& simd = simd_kernels(context.isa());
+  const RandomKey sketch = random_key(sketch_key, Purpose::sketch);
+  const Tasks tasks(context, x, p);
+
+  // The scales' memory holds the bit patterns of the largest values until the codes are written.
+  auto* amax = reinterpret_cast<std::uint32_t*>(out.scale);
+  std::memset(amax, 0, static_cast<std::size_t>(out.scales) * sizeof *amax);
+  tasks.run(context, simd, x, p, side, sketch,
+            [&](Strip& strip, std::int64_t col, std::int64_t begin, std::int64_t end) {
+              std::uint32_t best[strip_columns] = {};
+              std::uint32_t largest = 0;
+              strip.groups(begin, end, [&](std::int64_t k, const float* rows) {
+                if (quant.per_k) {
+                  for (int i = 0; i < group; ++i) {
+                    raise(amax + k + i, simd.amax(rows + i * strip_columns, strip_columns, 0));
+                  }
+                } else if (quant.per_tensor) {
+                  largest = simd.amax(rows, group * strip_columns, largest);
+                } else {
+                  simd.amax_strip(rows, group, best);
+                }
+              });
+              if (quant.per_tensor) {
+                raise(amax, largest);
+              } else if (!quant.per_k) {
+                for (int c = 0; c < strip.cols(); ++c) raise(amax + col + c, best[c]);
+              }
+            });
+
+  const Rounder rounder{quant.rounding, quant.bits, random_key(context.key(), quant.purpose)};
+  const std::int64_t row_blocks = out.k_padded / group;
+  tasks.run(
+      context, simd, x, p, side, sketch,
+      [&](Strip& strip, std::int64_t col, std::int64_t begin, std::int64_t end) {
+        float inv[strip_columns] = {};
+        std::uint32_t keep[strip_columns] = {};
+        std::uint64_t blk[strip_columns] = {};
+        const auto set = [&](int i, std::uint32_t bits) {
+          const Scale scale = make_scale(bits, quant.bits);
+          inv[i] = scale.inv;
+          keep[i] = scale.keep;
+        };
+        if (!quant.per_k) {
+          for (int c = 0; c < strip.cols(); ++c) set(c, amax[quant.per_tensor ? 0 : col + c]);
+        }
+        strip.groups(begin, end, [&](std::int64_t k, const float* rows) {
+          for (int c = 0; c < strip.cols(); ++c) {
+            blk[c] = static_cast<std::uint64_t>((col + c) * row_blocks + k / group);
+          }
+          std::int8_t* to = out.codes + col * out.k_padded + k;
+          if (quant.per_k) {
+            for (int i = 0; i < group; ++i) set(i, amax[k + i]);
+            simd.quantize_strip_by_k(rows, strip.cols(), inv, keep, rounder, blk, to, out.k_padded);
+          } else {
+            simd.quantize_strip(rows, strip.cols(), inv, keep, rounder, blk, to, out.k_padded);
+          }
+        });
+      });
+
+  for (std::int64_t i = 0; i < out.scales; ++i) {
+    std::uint32_t bits;
+    std::memcpy(&bits, amax + i, sizeof bits);
+    const float scale = make_scale(bits, quant.bits).scale;
+    std::memcpy(out.scale + i, &scale, sizeof scale);
+  }
+}
+
+// Blocks of 16 tokens as row 0 of their FWHT adds them; runs of 64 blocks in fp32, runs in fp64.
+void CpuBackend::column_sum(const Context& context, const MatrixIn& x, bool accumulate,
+                            const MatrixOut& out) const {
+  constexpr int run_blocks = 64;
+  const SimdKernels& simd = simd_kernels(context.isa());
+  context.pool()->run(ceil_div(x.cols, strip_columns), [&](std::int64_t strip) {
+    const std::int64_t col = strip * strip_columns;
+    const std::int64_t cols = std::min<std::int64_t>(strip_columns, x.cols - col);
+    alignas(64) float rows[group * strip_columns] = {};
+    double total[strip_columns] = {};
+    for (std::int64_t start = 0; start < x.rows; start += run_blocks * group) {
+      float run[strip_columns] = {};
+      const std::int64_t stop = std::min<std::int64_t>(x.rows, start + run_blocks * group);
+      for (std::int64_t token = start; token < stop; token += group) {
+        for (std::int64_t t = 0; t < group; ++t) {
+          float* row = rows + t * strip_columns;
+          if (token + t < stop) {
+            load_row(simd, x, token + t, col, cols, row);
+          } else {
+            std::memset(row, 0, strip_columns * sizeof(float));
+          }
+        }
+        for (int length = group; length > 1; length /= 2) simd.fold_strip(rows, length, 1, rows);
+        for (int c = 0; c < strip_columns; ++c) run[c] += rows[c];
+      }
+      for (int c = 0; c < strip_columns; ++c) total[c] += static_cast<double>(run[c]);
+    }
+    float sum[strip_columns], before[strip_columns];
+    for (int c = 0; c < strip_columns; ++c) sum[c] = static_cast<float>(total[c]);
+    if (accumulate) {
+      const MatrixIn current{out.data, out.dtype, 1, out.cols, 0, out.col_stride};
+      load_row(simd, current, 0, col, cols, before);
+      for (std::int64_t c = 0; c < cols; ++c) sum[c] = before[c] + sum[c];
+    }
+    store_row(simd, sum, 0, col, cols, out);
+  });
+}
+
+}  // namespace hot::detail

@@ -1,0 +1,314 @@
+// Stages: quantise and dequantise a matrix; rows after an FWHT (g_y for g_x); INT4 groups of x.
+#include <algorithm>
+#include <cstring>
+
+#include "cpu/backend.h"
+#include "cpu/scalar.h"
+
+namespace hot::detail {
+namespace {
+
+constexpr std::int64_t chunk = 4096;  // floats of a row on the stack; a multiple of any transform
+constexpr std::int64_t group = 16;    // elements of one block of random bits
+
+std::int64_t rows_per_task(std::int64_t cols) {
+  return std::max<std::int64_t>(1, task_elements / std::max<std::int64_t>(1, cols));
+}
+
+// fp32 values of a row, `chunk` at a time, transformed and padded with zeros to `padded`.
+class Row {
+ public:
+  Row(const SimdKernels& simd, const MatrixIn& x, int block, std::int64_t padded)
+      : simd_(simd), x_(x), block_(block), padded_(padded) {}
+
+  // Values [start, start + count) of row; start is a multiple of chunk.
+  const float* values(std::int64_t row, std::int64_t start, std::int64_t count) {
+    if (row == row_ && start == start_) return values_;  // short rows are computed once
+    const std::int64_t real =
+        std::max<std::int64_t>(0, std::min<std::int64_t>(count, x_.cols - start));
+    load_row(simd_, x_, row, start, real, values_);
+    std::fill(values_ + real, values_ + count, 0.0F);
+    if (block_ > 1) simd_.fwht_row(values_, transformed(start, count), block_);
+    row_ = row;
+    start_ = start;
+    return values_;
+  }
+
+  template <class Visit>
+  void chunks(std::int64_t row, const Visit& visit) {
+    for (std::int64_t start = 0; start < padded_; start += chunk) {
+      const std::int64_t count = std::min(chunk, padded_ - start);
+      visit(start, count, values(row, start, count));
+    }
+  }
+
+  std::uint32_t amax(std::int64_t row, std::uint32_t best) {
+    chunks(row, [&](std::int64_t, std::int64_t count, const float* v) {
+      best = simd_.amax(v, count, best);
+    });
+    return best;
+  }
+
+ private:
+  // Blocks that hold a value: behind them, the padding to 16 may end inside a block.
+  std::int64_t transformed(std::int64_t start, std::int64_t count) const {
+    return std::min(count, round_up(x_.cols, block_) - start);
+  }
+
+  const SimdKernels& simd_;
+  const MatrixIn& x_;
+  int block_;
+  std::int64_t padded_;
+  std::int64_t row_ = -1, start_ = -1;
+  alignas(64) float values_[chunk];
+};
+
+void write_codes(const SimdKernels& simd, const float* v, std::int64_t count, const Scale& scale,
+                 const Rounder& rounder, std::uint64_t blk, std::int8_t* out) {
+  if (scale.keep == 0) {
+    std::memset(out, 0, static_cast<std::size_t>(count));
+  } else {
+    simd.quantize_row(v, count, scale.inv, rounder, blk, out);
+  }
+}
+
+void pack_row(const std::int8_t* codes, std::int64_t count, std::uint8_t* out) {
+  for (std::int64_t i = 0; i + 1 < count; i += 2) {
+    out[i / 2] = static_cast<std::uint8_t>((codes[i] & 15) | ((codes[i + 1] & 15) << 4));
+  }
+  if (count % 2 != 0) out[count / 2] = static_cast<std::uint8_t>(codes[count - 1] & 15);
+}
+
+}  // namespace
+
+void CpuBackend::quantize(const Context& context, const MatrixIn& x, const QuantSpec& spec,
+                          const MatrixOut& q, float* scale) const {
+  const std::int64_t scales = scale_count(x.rows, x.cols, spec.scale);
+  auto* amax = reinterpret_cast<std::uint32_t*>(scale);  // bit patterns until the codes are written
+  std::memset(amax, 0, static_cast<std::size_t>(scales) * sizeof *amax);
+  if (x.rows == 0 || x.cols == 0) return;
+  const SimdKernels& simd = simd_kernels(context.isa());
+  const Rounder rounder{spec.rounding, spec.bits, random_key(context.key(), Purpose::quantize)};
+  const bool packed = q.dtype == DType::i4x2;
+  const std::int64_t per_task = rows_per_task(x.cols);
+  const std::int64_t tasks = ceil_div(x.rows, per_task);
+
+  context.pool()->run(tasks, [&](std::int64_t task) {
+    Row row(simd, x, 1, x.cols);
+    std::uint32_t largest = 0;
+    for (std::int64_t r = task * per_task; r < std::min(x.rows, (task + 1) * per_task); ++r) {
+      if (spec.scale == Granularity::row) {
+        amax[r] = row.amax(r, 0);
+      } else if (spec.scale == Granularity::tensor) {
+        largest = row.amax(r, largest);
+      } else {
+        row.chunks(r, [&](std::int64_t start, std::int64_t count, const float* v) {
+          for (std::int64_t i = 0; i < count; ++i) {
+            raise(amax + start + i, float_bits(v[i]) & 0x7fffffffU);
+          }
+        });
+      }
+    }
+    if (spec.scale == Granularity::tensor) raise(amax, largest);
+  });
+
+  const std::int64_t row_blocks = ceil_div(x.cols, group);
+  context.pool()->run(tasks, [&](std::int64_t task) {
+    Row row(simd, x, 1, x.cols);
+    float scaled[chunk];
+    std::int8_t codes[chunk];
+    for (std::int64_t r = task * per_task; r < std::min(x.rows, (task + 1) * per_task); ++r) {
+      row.chunks(r, [&](std::int64_t start, std::int64_t count, const float* v) {
+        Scale s{0.0F, 1.0F, ~0U};
+        if (spec.scale == Granularity::column) {
+          // The factor differs from column to column: apply it here, and 1 (exact) below.
+          for (std::int64_t i = 0; i < count; ++i) {
+            const Scale column = make_scale(amax[start + i], spec.bits);
+            scaled[i] = bits_float(float_bits(v[i]) & column.keep) * column.inv;
+          }
+          v = scaled;
+        } else {
+          s = make_scale(amax[spec.scale == Granularity::row ? r : 0], spec.bits);
+        }
+        auto* out = static_cast<std::int8_t*>(q.data) + r * q.row_stride;
+        const auto blk = static_cast<std::uint64_t>(r * row_blocks + start / group);
+        if (packed) {
+          write_codes(simd, v, count, s, rounder, blk, codes);
+          pack_row(codes, count, reinterpret_cast<std::uint8_t*>(out) + start / 2);
+        } else {
+          write_codes(simd, v, count, s, rounder, blk, out + start);
+        }
+      });
+    }
+  });
+
+  for (std::int64_t i = 0; i < scales; ++i) {
+    std::uint32_t bits;
+    std::memcpy(&bits, amax + i, sizeof bits);
+    const float value = make_scale(bits, spec.bits).scale;
+    std::memcpy(scale + i, &value, sizeof value);
+  }
+}
+
+void CpuBackend::dequantize(const Context& context, const MatrixIn& q, const float* scale,
+                            Granularity granularity, const MatrixOut& out) const {
+  const SimdKernels& simd = simd_kernels(context.isa());
+  const std::int64_t per_task = rows_per_task(out.cols);
+  const bool packed = q.dtype == DType::i4x2;
+  context.pool()->run(ceil_div(out.rows, per_task), [&](std::int64_t task) {
+    float values[chunk];
+    for (std::int64_t r = task * per_task; r < std::min(out.rows, (task + 1) * per_task); ++r) {
+      const auto* codes = static_cast<const std::int8_t*>(q.data) + r * q.row_stride;
+      for (std::int64_t start = 0; start < out.cols; start += chunk) {
+        const std::int64_t count = std::min(chunk, out.cols - start);
+        for (std::int64_t i = 0; i < count; ++i) {
+          const std::int64_t c = start + i;
+          int code = packed ? (codes[c / 2] >> (c % 2 == 0 ? 0 : 4)) & 15 : codes[c];
+          if (packed && code > 7) code -= 16;
+          const std::int64_t s = granularity == Granularity::row      ? r
+                                 : granularity == Granularity::column ? c
+                                                                      : 0;
+          values[i] = static_cast<float>(code) * scale[s];
+        }
+        store_row(simd, values, r, start, count, out);
+      }
+    }
+  });
+}
+
+// One pass over a row that fits the stack buffer, two over a longer one or with one scale for all.
+void CpuBackend::quantize_rows(const Context& context, const MatrixIn& x, int hadamard_block,
+                               const OperandQuant& quant, const Operand& out) const {
+  auto* amax = reinterpret_cast<std::uint32_t*>(out.scale);
+  if (quant.per_tensor) std::memset(amax, 0, sizeof *amax);
+  const SimdKernels& simd = simd_kernels(context.isa());
+  const Rounder rounder{quant.rounding, quant.bits, random_key(context.key(), quant.purpose)};
+  const std::int64_t per_task = rows_per_task(out.k_padded);
+  const std::int64_t tasks = ceil_div(x.rows, per_task);
+  const std::int64_t row_blocks = out.k_padded / group;
+
+  if (quant.per_tensor) {
+    context.pool()->run(tasks, [&](std::int64_t task) {
+      Row row(simd, x, hadamard_block, out.k_padded);
+      std::uint32_t largest = 0;
+      for (std::int64_t r = task * per_task; r < std::min(x.rows, (task + 1) * per_task); ++r) {
+        largest = row.amax(r, largest);
+      }
+      raise(amax, largest);
+    });
+  }
+  context.pool()->run(tasks, [&](std::int64_t task) {
+    Row row(simd, x, hadamard_block, out.k_padded);
+    for (std::int64_t r = task * per_task; r < std::min(x.rows, (task + 1) * per_task); ++r) {
+      const Scale s = make_scale(quant.per_tensor ? amax[0] : row.amax(r, 0), quant.bits);
+      if (!quant.per_tensor) out.scale[r] = s.scale;
+      row.chunks(r, [&](std::int64_t start, std::int64_t count, const float* v) {
+        write_codes(simd, v, count, s, rounder,
+                    static_cast<std::uint64_t>(r * row_blocks + start / group),
+                    out.codes + r * out.k_padded + start);
+      });
+    }
+  });
+  if (quant.per_tensor) {
+    std::uint32_t bits;
+    std::memcpy(&bits, amax, sizeof bits);
+    const float value = make_scale(bits, quant.bits).scale;
+    std::memcpy(out.scale, &value, sizeof value);
+  }
+}
+
+// A task holds a group of 64 tokens of 64 channels: one pass over x.
+void CpuBackend::quantize_groups(const Context& context, const MatrixIn& x, Rounding rounding,
+                                 std::uint8_t* packed, std::int64_t row_bytes,
+                                 std::uint16_t* scale) const {
+  const SimdKernels& simd = simd_kernels(context.isa());
+  const Rounder rounder{rounding, 4, random_key(context.key(), Purpose::activation)};
+  const std::int64_t groups = ceil_div(x.rows, int4_group);
+  const std::int64_t strips = ceil_div(x.cols, strip_columns);
+  const std::int64_t row_blocks = round_up(x.rows, group) / group;
+  context.pool()->run(strips * groups, [&](std::int64_t task) {
+    const std::int64_t col = task % strips * strip_columns;
+    const std::int64_t cols = std::min<std::int64_t>(strip_columns, x.cols - col);
+    const std::int64_t g = task / strips;
+    const std::int64_t tokens = std::min(int4_group, x.rows - g * int4_group);
+    alignas(64) float rows[int4_group * strip_columns];
+    if (cols < strip_columns || tokens < int4_group) {
+      std::fill(rows, rows + int4_group * strip_columns, 0.0F);
+    }
+    for (std::int64_t t = 0; t < tokens; ++t) {
+      load_row(simd, x, g * int4_group + t, col, cols, rows + t * strip_columns);
+    }
+    std::uint32_t amax[strip_columns] = {}, keep[strip_columns] = {};
+    float inv[strip_columns] = {};
+    simd.amax_strip(rows, int4_group, amax);
+    for (std::int64_t c = 0; c < cols; ++c) {
+      std::uint16_t half = 0;
+      if (amax[c] >= float_infinity_bits) {
+        half = bf16_nan;
+      } else {
+        keep[c] = ~0U;
+        if (bits_float(amax[c]) >= 0x1p-100F) {
+          half = float_to_bf16_up(bits_float(amax[c]) / 7.0F);
+          inv[c] = 1.0F / bf16_to_float(half);
+        }
+      }
+      scale[(col + c) * groups + g] = half;
+    }
+    std::int8_t codes[strip_columns * int4_group];
+    for (std::int64_t part = 0; part < int4_group; part += group) {
+      std::uint64_t blk[strip_columns] = {};
+      for (std::int64_t c = 0; c < cols; ++c) {
+        blk[c] = static_cast<std::uint64_t>((col + c) * row_blocks + (g * int4_group + part) / group);
+      }
+      simd.quantize_strip(rows + part * strip_columns, static_cast<int>(cols), inv, keep, rounder,
+                          blk, codes + part, int4_group);
+    }
+    const std::int64_t bytes = std::min(int4_group / 2, row_bytes - g * int4_group / 2);
+    for (std::int64_t c = 0; c < cols; ++c) {
+      pack_row(codes + c * int4_group, 2 * bytes,
+               packed + (col + c) * row_bytes + g * int4_group / 2);
+    }
+  });
+}
+
+void CpuBackend::requantize_groups(const Context& context, const std::uint8_t* packed,
+                                   std::int64_t row_bytes, const std::uint16_t* scale,
+                                   std::int64_t tokens, Rounding rounding,
+                                   const Operand& out) const {
+  const SimdKernels& simd = simd_kernels(context.isa());
+  const Rounder rounder{
+      rounding == Rounding::stochastic ? Rounding::stochastic : Rounding::nearest, 8,
+      random_key(context.key(), Purpose::requantize)};
+  const std::int64_t groups = ceil_div(tokens, int4_group);
+  const std::int64_t row_blocks = out.k_padded / group;
+  const std::int64_t per_task = rows_per_task(out.k_padded);
+  context.pool()->run(ceil_div(out.rows, per_task), [&](std::int64_t task) {
+    float values[chunk];
+    for (std::int64_t r = task * per_task; r < std::min(out.rows, (task + 1) * per_task); ++r) {
+      const std::uint16_t* group_scale = scale + r * groups;
+      std::uint16_t largest = 0;  // scales are positive or NaN: the pattern orders them
+      for (std::int64_t g = 0; g < groups; ++g) largest = std::max(largest, group_scale[g]);
+      const float amax = 7.0F * bf16_to_float(largest);
+      const Scale s = make_scale(float_bits(amax) & 0x7fffffffU, 8);
+      out.scale[r] = s.scale;
+      for (std::int64_t start = 0; start < out.k_padded; start += chunk) {
+        const std::int64_t count = std::min(chunk, out.k_padded - start);
+        for (std::int64_t i = 0; i < count; i += int4_group) {
+          const std::int64_t g = (start + i) / int4_group;
+          const float factor = bf16_to_float(group_scale[g]) * s.inv;
+          float table[16];
+          for (int code = 0; code < 16; ++code) {
+            table[code] = static_cast<float>(code < 8 ? code : code - 16) * factor;
+          }
+          simd.expand_int4(packed + r * row_bytes + (start + i) / 2, std::min(int4_group, count - i),
+                           table, values + i);
+        }
+        write_codes(simd, values, count, Scale{s.scale, 1.0F, s.keep}, rounder,
+                    static_cast<std::uint64_t>(r * row_blocks + start / group),
+                    out.codes + r * out.k_padded + start);
+      }
+    }
+  });
+}
+
+}  // namespace hot::detail

@@ -1,0 +1,86 @@
+// The inner loops of the CPU backend, once for each instruction set. All three tables are made from
+// simd_impl.h and give the same bits: every operation is one IEEE fp32 operation or an integer one.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "hot/context.h"
+#include "hot/quantize.h"
+#include "hot/tensor.h"
+
+namespace hot::detail {
+
+// The counter of the random bytes of a matrix: docs/numerics.md, "Random bits".
+struct RandomKey {
+  std::uint32_t seed_low = 0, seed_high = 0;
+  std::uint32_t stream_purpose = 0;  // upper 16 bits of c1
+  std::uint32_t offset_low = 0, offset_high = 0;
+};
+
+struct Rounder {
+  Rounding rounding = Rounding::nearest;
+  int bits = 8;
+  RandomKey key{};
+};
+
+// Widest strip of columns that the column kernels take at once.
+inline constexpr int strip_columns = 64;
+
+struct SimdKernels {
+  // Contiguous elements to and from fp32.
+  void (*load)(const void* src, DType dtype, std::int64_t count, float* dst);
+  void (*store)(const float* src, std::int64_t count, DType dtype, void* dst);
+
+  // In-place FWHT of consecutive blocks of a contiguous row.
+  void (*fwht_row)(float* row, std::int64_t count, int block);
+  // In-place FWHT down `block` rows of `strip_columns` floats (row stride strip_columns).
+  void (*fwht_strip)(float* strip, int block);
+  // out[t] = in[t] + in[t ^ a] for the t without a's top bit, rows of strip_columns floats.
+  void (*fold_strip)(const float* in, int length, int a, float* out);
+  void (*scale_row)(float* row, float factor);  // strip_columns floats
+
+  // Bit pattern of the largest |v|; NaN wins.
+  std::uint32_t (*amax)(const float* v, std::int64_t count, std::uint32_t start);
+  // amax[c] = max(amax[c], bits(|v[k][c]|)) for `rows` rows of strip_columns floats.
+  void (*amax_strip)(const float* v, std::int64_t rows, std::uint32_t* amax);
+
+  // Codes of a contiguous run that starts at column 0 of a row whose first random block is `blk`.
+  void (*quantize_row)(const float* v, std::int64_t count, float inv, const Rounder&,
+                       std::uint64_t blk, std::int8_t* out);
+  // Codes of 16 rows (k) x strip_columns columns, transposed: out[c * ld + 0..15], c < cols.
+  // inv and keep (all ones, or 0 where codes must be 0) per column; blk[c]: random block.
+  void (*quantize_strip)(const float* v, int cols, const float* inv, const std::uint32_t* keep,
+                         const Rounder&, const std::uint64_t* blk, std::int8_t* out,
+                         std::int64_t ld);
+  // The same with a factor for every k instead of every column.
+  void (*quantize_strip_by_k)(const float* v, int cols, const float* inv, const std::uint32_t* keep,
+                              const Rounder&, const std::uint64_t* blk, std::int8_t* out,
+                              std::int64_t ld);
+
+  // out[i] = table[nibble i], low nibble first; count even.
+  void (*expand_int4)(const std::uint8_t* packed, std::int64_t count, const float* table,
+                      float* out);
+
+  // out[i] (+)= (float(acc[i]) * b_scale[i * step]) * a_scale, contiguous.
+  void (*dequantize)(const std::int32_t* acc, std::int64_t count, const float* b_scale,
+                     std::int64_t b_step, float a_scale, const float* add, float* out);
+
+  // Integer product. A panel holds gemm_nr rows of b; a tile is gemm_mr rows of a.
+  int gemm_mr, gemm_nr;
+  std::size_t (*gemm_panel_bytes)(std::int64_t k);
+  void (*gemm_pack)(const std::int8_t* b, std::int64_t ldb, int rows, std::int64_t k, void* panel);
+  std::int32_t (*gemm_row_bias)(const std::int8_t* a, std::int64_t k);  // start of a row's sums
+  void (*gemm_tile)(const std::int8_t* a, std::int64_t lda, int rows, std::int64_t k,
+                    const void* panel, const std::int32_t* bias, std::int32_t* acc);
+
+  // acc[n] += (a * s) * b[n] for int8 b: one k of the fp32 product with a scale for each k.
+  void (*axpy)(float a, const std::int8_t* b, std::int64_t count, float* acc);
+};
+
+const SimdKernels& simd_plain();
+const SimdKernels& simd_avx2();
+const SimdKernels& simd_avx512();
+const SimdKernels& simd_kernels(Isa isa);
+
+}  // namespace hot::detail

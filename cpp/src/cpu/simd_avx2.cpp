@@ -1,0 +1,178 @@
+// The inner loops with AVX2 and F16C: 8 lanes. The product widens to INT16 (vpmaddwd), which is
+// exact for every INT8 pair; vpmaddubsw would saturate.
+#include <immintrin.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "cpu/scalar.h"
+
+namespace hot::detail {
+namespace {
+
+struct V {
+  static constexpr int width = 8;
+  using F = __m256;
+  using I = __m256i;
+
+  static F load(const float* p) { return _mm256_loadu_ps(p); }
+  static void store(float* p, F v) { _mm256_storeu_ps(p, v); }
+  static I loadi(const std::uint32_t* p) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  }
+  static void storei(std::uint32_t* p, I v) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), v);
+  }
+  static F set(float v) { return _mm256_set1_ps(v); }
+  static I seti(std::uint32_t v) { return _mm256_set1_epi32(static_cast<int>(v)); }
+  static I load_u8(const std::uint8_t* p) {
+    return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  }
+  static I load_i8(const std::int8_t* p) {
+    return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  }
+  static void store_i8(std::int8_t* p, I v) {
+    const __m128i words =
+        _mm_packs_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(words, words));
+  }
+  static F load_bf16(const std::uint16_t* p) {
+    const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
+  }
+  static F load_f16(const std::uint16_t* p) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
+  static void store_f16(std::uint16_t* p, F v) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
+                     _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  }
+
+  static F add(F a, F b) { return _mm256_add_ps(a, b); }
+  static F sub(F a, F b) { return _mm256_sub_ps(a, b); }
+  static F mul(F a, F b) { return _mm256_mul_ps(a, b); }
+  static I abs_bits(F v) { return _mm256_and_si256(_mm256_castps_si256(v), seti(0x7fffffffU)); }
+  static F abs(F v) { return _mm256_castsi256_ps(abs_bits(v)); }
+  static F and_bits(F v, I mask) { return _mm256_and_ps(v, _mm256_castsi256_ps(mask)); }
+
+  static I max_u(I a, I b) { return _mm256_max_epu32(a, b); }
+  static I max_i(I a, I b) { return _mm256_max_epi32(a, b); }
+  static I min_i(I a, I b) { return _mm256_min_epi32(a, b); }
+  static I addi(I a, I b) { return _mm256_add_epi32(a, b); }
+  static I subi(I a, I b) { return _mm256_sub_epi32(a, b); }
+  static I bit_and(I a, I b) { return _mm256_and_si256(a, b); }
+  static I bit_or(I a, I b) { return _mm256_or_si256(a, b); }
+  static I bit_xor(I a, I b) { return _mm256_xor_si256(a, b); }
+  static I shift_right(I v, int n) { return _mm256_srli_epi32(v, n); }
+  static I shift_left(I v, int n) { return _mm256_slli_epi32(v, n); }
+  static I greater(I a, I b) { return _mm256_cmpgt_epi32(a, b); }
+  static void mul_wide(I a, std::uint32_t b, I& high, I& low) {
+    const I factor = seti(b);
+    const I even = _mm256_mul_epu32(a, factor);
+    const I odd = _mm256_mul_epu32(_mm256_srli_epi64(a, 32), factor);
+    high = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xAA);
+    low = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xAA);
+  }
+
+  static I trunc_int(F v) { return _mm256_cvttps_epi32(v); }
+  static I ceil_int(F v) { return _mm256_cvttps_epi32(_mm256_ceil_ps(v)); }
+  // Adding 1.5 * 2^23 leaves no fraction bits, so the addition itself rounds half to even.
+  static I round_even(F v) {
+    return subi(_mm256_castps_si256(add(v, set(12582912.0F))), seti(0x4b400000U));
+  }
+  static F to_float(I v) { return _mm256_cvtepi32_ps(v); }
+  static I copy_sign_int(I code, F v) {
+    const I mask = _mm256_srai_epi32(_mm256_castps_si256(v), 31);
+    return subi(bit_xor(code, mask), mask);
+  }
+
+  static F lookup16(I index, const float* table) {
+    const F low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), index);
+    const F high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table + 8), index);
+    return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(index, 28)));
+  }
+
+  // FWHT of 8 lanes: lanes whose index has the bit take (partner - own), the others the sum.
+  static F stage(F v, F partner, F sign) { return add(partner, _mm256_xor_ps(v, sign)); }
+  static F fwht_inside(F v) {
+    const float n = -0.0F;
+    v = stage(v, _mm256_permute_ps(v, 0xB1), _mm256_setr_ps(0, n, 0, n, 0, n, 0, n));
+    v = stage(v, _mm256_permute_ps(v, 0x4E), _mm256_setr_ps(0, 0, n, n, 0, 0, n, n));
+    return stage(v, _mm256_permute2f128_ps(v, v, 1), _mm256_setr_ps(0, 0, 0, 0, n, n, n, n));
+  }
+};
+
+}  // namespace
+}  // namespace hot::detail
+
+#include "cpu/simd_impl.h"
+
+namespace hot::detail {
+namespace {
+
+// Tile 6 x 16: 12 accumulators, two vectors of b, one of a. Panel: for every pair of k, the 16 rows
+// of b as INT16 pairs, 64 bytes.
+constexpr int tile_m = 6, tile_n = 16;
+
+std::size_t gemm_panel_bytes(std::int64_t k) { return static_cast<std::size_t>((k + 1) / 2) * 64; }
+
+void gemm_pack(const std::int8_t* b, std::int64_t ldb, int rows, std::int64_t k, void* panel) {
+  auto* out = static_cast<std::int16_t*>(panel);
+  for (std::int64_t i = 0; i < k; i += 2) {
+    for (int n = 0; n < tile_n; ++n) {
+      const std::int8_t* row = b + n * ldb + i;
+      *out++ = n < rows ? row[0] : static_cast<std::int16_t>(0);
+      *out++ = n < rows && i + 1 < k ? row[1] : static_cast<std::int16_t>(0);
+    }
+  }
+}
+
+std::int32_t gemm_row_bias(const std::int8_t*, std::int64_t) { return 0; }
+
+void gemm_tile(const std::int8_t* a, std::int64_t lda, int rows, std::int64_t k, const void* panel,
+               const std::int32_t* bias, std::int32_t* acc) {
+  constexpr std::int64_t chunk = 512;  // 6 KB of widened a
+  alignas(32) std::int16_t wide[tile_m][chunk];
+  __m256i sum[tile_m][2];
+  for (int m = 0; m < tile_m; ++m) {
+    sum[m][0] = sum[m][1] = _mm256_set1_epi32(m < rows ? bias[m] : 0);
+  }
+  const auto* b = static_cast<const __m256i*>(panel);
+  for (std::int64_t start = 0; start < k; start += chunk) {
+    const std::int64_t left = k - start < chunk ? k - start : chunk;
+    for (int m = 0; m < tile_m; ++m) {
+      const std::int8_t* row = a + (m < rows ? m : 0) * lda + start;
+      for (std::int64_t i = 0; i < left; ++i) wide[m][i] = row[i];
+      if (left % 2 != 0) wide[m][left] = 0;
+    }
+    for (std::int64_t i = 0; i < left; i += 2, b += 2) {
+      const __m256i b0 = _mm256_loadu_si256(b), b1 = _mm256_loadu_si256(b + 1);
+      for (int m = 0; m < tile_m; ++m) {
+        std::int32_t pair;
+        std::memcpy(&pair, &wide[m][i], sizeof pair);
+        const __m256i both = _mm256_set1_epi32(pair);
+        sum[m][0] = _mm256_add_epi32(sum[m][0], _mm256_madd_epi16(both, b0));
+        sum[m][1] = _mm256_add_epi32(sum[m][1], _mm256_madd_epi16(both, b1));
+      }
+    }
+  }
+  for (int m = 0; m < rows; ++m) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(acc + m * tile_n), sum[m][0]);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(acc + m * tile_n + 8), sum[m][1]);
+  }
+}
+
+}  // namespace
+
+const SimdKernels& simd_avx2() {
+  static const SimdKernels table{
+      load,          store,         fwht_row,         fwht_strip,     fold_strip,
+      scale_row,     amax,          amax_strip,       quantize_row,   quantize_strip,
+      quantize_strip_by_k, expand_int4, dequantize,       tile_m,         tile_n,
+      gemm_panel_bytes, gemm_pack,  gemm_row_bias,    gemm_tile,      axpy,
+  };
+  return table;
+}
+
+}  // namespace hot::detail

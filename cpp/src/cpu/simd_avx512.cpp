@@ -1,0 +1,219 @@
+// The inner loops with AVX-512 (F, BW, VL, DQ) and VNNI: 16 lanes. vpdpbusd multiplies unsigned by
+// signed bytes: b is stored plus 128, and a row of sums starts at -128 * sum(a), modulo 2^32.
+// GCC 12's own intrinsics pass "undefined" registers and are then warned about.
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#endif
+#include <immintrin.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "cpu/scalar.h"
+
+namespace hot::detail {
+namespace {
+
+struct V {
+  static constexpr int width = 16;
+  using F = __m512;
+  using I = __m512i;
+
+  static F load(const float* p) { return _mm512_loadu_ps(p); }
+  static void store(float* p, F v) { _mm512_storeu_ps(p, v); }
+  static I loadi(const std::uint32_t* p) { return _mm512_loadu_si512(p); }
+  static void storei(std::uint32_t* p, I v) { _mm512_storeu_si512(p, v); }
+  static F set(float v) { return _mm512_set1_ps(v); }
+  static I seti(std::uint32_t v) { return _mm512_set1_epi32(static_cast<int>(v)); }
+  static I load_u8(const std::uint8_t* p) {
+    return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
+  static I load_i8(const std::int8_t* p) {
+    return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
+  static void store_i8(std::int8_t* p, I v) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(v));
+  }
+  static F load_bf16(const std::uint16_t* p) {
+    const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+  }
+  static F load_f16(const std::uint16_t* p) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  }
+  static void store_f16(std::uint16_t* p, F v) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                        _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  }
+
+  static F add(F a, F b) { return _mm512_add_ps(a, b); }
+  static F sub(F a, F b) { return _mm512_sub_ps(a, b); }
+  static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+  static I abs_bits(F v) { return _mm512_and_si512(_mm512_castps_si512(v), seti(0x7fffffffU)); }
+  static F abs(F v) { return _mm512_castsi512_ps(abs_bits(v)); }
+  static F and_bits(F v, I mask) {
+    return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(v), mask));
+  }
+
+  static I max_u(I a, I b) { return _mm512_max_epu32(a, b); }
+  static I max_i(I a, I b) { return _mm512_max_epi32(a, b); }
+  static I min_i(I a, I b) { return _mm512_min_epi32(a, b); }
+  static I addi(I a, I b) { return _mm512_add_epi32(a, b); }
+  static I subi(I a, I b) { return _mm512_sub_epi32(a, b); }
+  static I bit_and(I a, I b) { return _mm512_and_si512(a, b); }
+  static I bit_or(I a, I b) { return _mm512_or_si512(a, b); }
+  static I bit_xor(I a, I b) { return _mm512_xor_si512(a, b); }
+  static I shift_right(I v, int n) { return _mm512_srli_epi32(v, static_cast<unsigned>(n)); }
+  static I shift_left(I v, int n) { return _mm512_slli_epi32(v, static_cast<unsigned>(n)); }
+  static I greater(I a, I b) { return _mm512_movm_epi32(_mm512_cmpgt_epi32_mask(a, b)); }
+  static void mul_wide(I a, std::uint32_t b, I& high, I& low) {
+    const I factor = seti(b);
+    const I even = _mm512_mul_epu32(a, factor);
+    const I odd = _mm512_mul_epu32(_mm512_srli_epi64(a, 32), factor);
+    high = _mm512_mask_blend_epi32(0xAAAA, _mm512_srli_epi64(even, 32), odd);
+    low = _mm512_mask_blend_epi32(0xAAAA, even, _mm512_slli_epi64(odd, 32));
+  }
+
+  static I trunc_int(F v) { return _mm512_cvttps_epi32(v); }
+  static I ceil_int(F v) {
+    return _mm512_cvt_roundps_epi32(v, _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC);
+  }
+  // Adding 1.5 * 2^23 leaves no fraction bits, so the addition itself rounds half to even.
+  static I round_even(F v) {
+    return subi(_mm512_castps_si512(add(v, set(12582912.0F))), seti(0x4b400000U));
+  }
+  static F to_float(I v) { return _mm512_cvtepi32_ps(v); }
+  static I copy_sign_int(I code, F v) {
+    const I mask = _mm512_srai_epi32(_mm512_castps_si512(v), 31);
+    return subi(bit_xor(code, mask), mask);
+  }
+
+  static F lookup16(I index, const float* table) {
+    return _mm512_permutexvar_ps(index, _mm512_loadu_ps(table));
+  }
+
+  // FWHT of 16 lanes: lanes whose index has the bit take (partner - own), the others the sum.
+  static F stage(F v, F partner, __mmask16 upper) {
+    return _mm512_mask_sub_ps(_mm512_add_ps(v, partner), upper, partner, v);
+  }
+  static F fwht_inside(F v) {
+    v = stage(v, _mm512_permute_ps(v, 0xB1), 0xAAAA);
+    v = stage(v, _mm512_permute_ps(v, 0x4E), 0xCCCC);
+    v = stage(v, _mm512_shuffle_f32x4(v, v, 0xB1), 0xF0F0);
+    return stage(v, _mm512_shuffle_f32x4(v, v, 0x4E), 0xFF00);
+  }
+};
+
+}  // namespace
+}  // namespace hot::detail
+
+#include "cpu/simd_impl.h"
+
+namespace hot::detail {
+namespace {
+
+// Tile 6 x 64: 24 accumulators, four vectors of b, one of a. Panel: for every four k, the 64 rows
+// of b as four bytes each, 256 bytes.
+constexpr int tile_m = 6, tile_n = 64;
+
+std::size_t gemm_panel_bytes(std::int64_t k) { return static_cast<std::size_t>((k + 3) / 4) * 256; }
+
+void gemm_pack(const std::int8_t* b, std::int64_t ldb, int rows, std::int64_t k, void* panel) {
+  auto* out = static_cast<std::uint8_t*>(panel);
+  for (std::int64_t i = 0; i < k; i += 4) {
+    const std::size_t bytes = k - i < 4 ? static_cast<std::size_t>(k - i) : 4;
+    for (int n = 0; n < tile_n; ++n) {
+      std::uint32_t four = 0;
+      if (n < rows) std::memcpy(&four, b + n * ldb + i, bytes);
+      four ^= 0x80808080U;
+      std::memcpy(out, &four, sizeof four);
+      out += 4;
+    }
+  }
+}
+
+std::int32_t gemm_row_bias(const std::int8_t* a, std::int64_t k) {
+  __m512i sums = _mm512_setzero_si512();
+  const __m512i ones = _mm512_set1_epi8(1);
+  std::int64_t i = 0;
+  for (; i + 64 <= k; i += 64) sums = _mm512_dpbusd_epi32(sums, ones, _mm512_loadu_si512(a + i));
+  if (i < k) {
+    const auto mask = static_cast<__mmask64>((std::uint64_t{1} << (k - i)) - 1);
+    sums = _mm512_dpbusd_epi32(sums, ones, _mm512_maskz_loadu_epi8(mask, a + i));
+  }
+  return -128 * _mm512_reduce_add_epi32(sums);
+}
+
+template <int rows>
+void tile_rows(const std::int8_t* a, std::int64_t lda, std::int64_t k, const void* panel,
+               const std::int32_t* bias, std::int32_t* acc) {
+  const auto* b = static_cast<const std::int8_t*>(panel);
+  __m512i sum[rows][4];
+  for (int m = 0; m < rows; ++m) {
+    for (int j = 0; j < 4; ++j) sum[m][j] = _mm512_set1_epi32(bias[m]);
+  }
+  const auto step = [&](const auto& four_of) {
+    const __m512i b0 = _mm512_loadu_si512(b), b1 = _mm512_loadu_si512(b + 64);
+    const __m512i b2 = _mm512_loadu_si512(b + 128), b3 = _mm512_loadu_si512(b + 192);
+    for (int m = 0; m < rows; ++m) {
+      const __m512i four = _mm512_set1_epi32(four_of(m));
+      sum[m][0] = _mm512_dpbusd_epi32(sum[m][0], b0, four);
+      sum[m][1] = _mm512_dpbusd_epi32(sum[m][1], b1, four);
+      sum[m][2] = _mm512_dpbusd_epi32(sum[m][2], b2, four);
+      sum[m][3] = _mm512_dpbusd_epi32(sum[m][3], b3, four);
+    }
+    b += 256;
+  };
+  std::int64_t i = 0;
+  for (; i + 4 <= k; i += 4) {
+    step([&](int m) {
+      std::int32_t four;
+      std::memcpy(&four, a + m * lda + i, sizeof four);
+      return four;
+    });
+  }
+  if (i < k) {  // b's missing bytes are 128, so a's must be 0
+    step([&](int m) {
+      std::int32_t four = 0;
+      std::memcpy(&four, a + m * lda + i, static_cast<std::size_t>(k - i));
+      return four;
+    });
+  }
+  for (int m = 0; m < rows; ++m) {
+    for (int j = 0; j < 4; ++j) _mm512_storeu_si512(acc + m * tile_n + 16 * j, sum[m][j]);
+  }
+}
+
+void gemm_tile(const std::int8_t* a, std::int64_t lda, int rows, std::int64_t k, const void* panel,
+               const std::int32_t* bias, std::int32_t* acc) {
+  switch (rows) {
+    case 1:
+      return tile_rows<1>(a, lda, k, panel, bias, acc);
+    case 2:
+      return tile_rows<2>(a, lda, k, panel, bias, acc);
+    case 3:
+      return tile_rows<3>(a, lda, k, panel, bias, acc);
+    case 4:
+      return tile_rows<4>(a, lda, k, panel, bias, acc);
+    case 5:
+      return tile_rows<5>(a, lda, k, panel, bias, acc);
+    default:
+      return tile_rows<6>(a, lda, k, panel, bias, acc);
+  }
+}
+
+}  // namespace
+
+const SimdKernels& simd_avx512() {
+  static const SimdKernels table{
+      load,          store,         fwht_row,         fwht_strip,     fold_strip,
+      scale_row,     amax,          amax_strip,       quantize_row,   quantize_strip,
+      quantize_strip_by_k, expand_int4, dequantize,       tile_m,         tile_n,
+      gemm_panel_bytes, gemm_pack,  gemm_row_bias,    gemm_tile,      axpy,
+  };
+  return table;
+}
+
+}  // namespace hot::detail

@@ -1,0 +1,412 @@
+// The inner loops, written once over a vector type `V` of V::width lanes. Included by simd_*.cpp
+// after they define V. Everything has internal linkage, and nothing of the standard library's
+// templates is used: code compiled for AVX-512 must never be linked into the plain path.
+#pragma once
+
+#include <type_traits>
+
+#include "cpu/scalar.h"
+#include "cpu/simd.h"
+
+namespace hot::detail {
+namespace {
+
+using F = V::F;
+using I = V::I;
+constexpr int W = V::width;
+constexpr int strip_vectors = strip_columns / W;
+
+// ---- conversion -------------------------------------------------------------------------------
+
+void load(const void* src, DType dtype, std::int64_t count, float* dst) {
+  std::int64_t i = 0;
+  if (dtype == DType::f32) {
+    std::memcpy(dst, src, static_cast<std::size_t>(count) * sizeof(float));
+  } else if (dtype == DType::bf16) {
+    const auto* half = static_cast<const std::uint16_t*>(src);
+    for (; i + W <= count; i += W) V::store(dst + i, V::load_bf16(half + i));
+    for (; i < count; ++i) dst[i] = bf16_to_float(half[i]);
+  } else {
+    const auto* half = static_cast<const std::uint16_t*>(src);
+    for (; i + W <= count; i += W) V::store(dst + i, V::load_f16(half + i));
+    for (; i < count; ++i) dst[i] = f16_to_float(half[i]);
+  }
+}
+
+void store(const float* src, std::int64_t count, DType dtype, void* dst) {
+  std::int64_t i = 0;
+  if (dtype == DType::f32) {
+    std::memcpy(dst, src, static_cast<std::size_t>(count) * sizeof(float));
+  } else if (dtype == DType::bf16) {
+    auto* half = static_cast<std::uint16_t*>(dst);
+    for (; i < count; ++i) half[i] = float_to_bf16(src[i]);
+  } else {
+    auto* half = static_cast<std::uint16_t*>(dst);
+    for (; i + W <= count; i += W) V::store_f16(half + i, V::load(src + i));
+    for (; i < count; ++i) half[i] = float_to_f16(src[i]);
+  }
+}
+
+// ---- Hadamard ---------------------------------------------------------------------------------
+
+inline void butterfly(float* a, float* b, int count) {
+  for (int i = 0; i < count; i += W) {
+    const F x = V::load(a + i), y = V::load(b + i);
+    V::store(a + i, V::add(x, y));
+    V::store(b + i, V::sub(x, y));
+  }
+}
+
+// One row: distances below the vector width by shuffles, the rest between vectors.
+void fwht_row(float* row, std::int64_t count, int block) {
+  for (std::int64_t start = 0; start < count; start += block) {
+    float* v = row + start;
+    int h = 1;
+    if (block >= W) {
+      for (int i = 0; i < block; i += W) V::store(v + i, V::fwht_inside(V::load(v + i)));
+      h = W;
+    }
+    for (; h < block; h *= 2) {
+      if (h >= W) {
+        for (int i = 0; i < block; i += 2 * h) butterfly(v + i, v + i + h, h);
+      } else {
+        for (int i = 0; i < block; i += 2 * h) {
+          for (int j = i; j < i + h; ++j) {
+            const float a = v[j], b = v[j + h];
+            v[j] = a + b;
+            v[j + h] = a - b;
+          }
+        }
+      }
+    }
+  }
+}
+
+template <int block>
+inline void fwht_registers(F (&t)[block]) {
+  for (int h = 1; h < block; h *= 2) {
+    for (int i = 0; i < block; ++i) {
+      if ((i & h) == 0) {
+        const F a = t[i], b = t[i + h];
+        t[i] = V::add(a, b);
+        t[i + h] = V::sub(a, b);
+      }
+    }
+  }
+}
+
+template <int block>
+inline void fwht_strip_fixed(float* strip) {
+  for (int c = 0; c < strip_columns; c += W) {
+    F t[block];
+    for (int i = 0; i < block; ++i) t[i] = V::load(strip + i * strip_columns + c);
+    fwht_registers<block>(t);
+    for (int i = 0; i < block; ++i) V::store(strip + i * strip_columns + c, t[i]);
+  }
+}
+
+void fwht_strip(float* strip, int block) {
+  if (block == 16) return fwht_strip_fixed<16>(strip);
+  if (block == 8) return fwht_strip_fixed<8>(strip);
+  if (block == 4) return fwht_strip_fixed<4>(strip);
+  for (int h = 1; h < block; h *= 2) {
+    for (int i = 0; i < block; ++i) {
+      if ((i & h) == 0) {
+        butterfly(strip + i * strip_columns, strip + (i + h) * strip_columns, strip_columns);
+      }
+    }
+  }
+}
+
+void fold_strip(const float* in, int length, int a, float* out) {
+  int top = 1;
+  while (top * 2 <= a) top *= 2;
+  for (int t = 0; t < length; ++t) {
+    if ((t & top) != 0) continue;
+    const float* x = in + t * strip_columns;
+    const float* y = in + (t ^ a) * strip_columns;
+    for (int c = 0; c < strip_columns; c += W) {
+      V::store(out + c, V::add(V::load(x + c), V::load(y + c)));
+    }
+    out += strip_columns;
+  }
+}
+
+void scale_row(float* row, float factor) {
+  const F f = V::set(factor);
+  for (int c = 0; c < strip_columns; c += W) V::store(row + c, V::mul(V::load(row + c), f));
+}
+
+// ---- amax -------------------------------------------------------------------------------------
+
+std::uint32_t amax(const float* v, std::int64_t count, std::uint32_t start) {
+  std::int64_t i = 0;
+  std::uint32_t best = start;
+  if (count >= W) {
+    I m = V::seti(0);
+    for (; i + W <= count; i += W) m = V::max_u(m, V::abs_bits(V::load(v + i)));
+    std::uint32_t lanes[W];
+    V::storei(lanes, m);
+    for (int j = 0; j < W; ++j) best = lanes[j] > best ? lanes[j] : best;
+  }
+  for (; i < count; ++i) {
+    const std::uint32_t bits = float_bits(v[i]) & 0x7fffffffU;
+    best = bits > best ? bits : best;
+  }
+  return best;
+}
+
+void amax_strip(const float* v, std::int64_t rows, std::uint32_t* amax) {
+  for (int c = 0; c < strip_columns; c += W) {
+    I m = V::loadi(amax + c);
+    const float* p = v + c;
+    for (std::int64_t k = 0; k < rows; ++k, p += strip_columns) {
+      m = V::max_u(m, V::abs_bits(V::load(p)));
+    }
+    V::storei(amax + c, m);
+  }
+}
+
+// ---- random bits ------------------------------------------------------------------------------
+
+inline void philox(I& c0, I& c1, I& c2, I& c3, const RandomKey& key) {
+  std::uint32_t k0 = key.seed_low, k1 = key.seed_high;
+  for (int round = 0; round < 10; ++round) {
+    I h0, l0, h1, l1;
+    V::mul_wide(c0, 0xD2511F53U, h0, l0);
+    V::mul_wide(c2, 0xCD9E8D57U, h1, l1);
+    c0 = V::bit_xor(V::bit_xor(h1, c1), V::seti(k0));
+    c2 = V::bit_xor(V::bit_xor(h0, c3), V::seti(k1));
+    c1 = l1;
+    c3 = l0;
+    k0 += 0x9E3779B9U;
+    k1 += 0xBB67AE85U;
+  }
+}
+
+inline std::uint32_t counter_high(const RandomKey& key, std::uint64_t blk) {
+  return (static_cast<std::uint32_t>(blk >> 32) & 0xffffU) | key.stream_purpose;
+}
+
+// Random bytes of `blocks` consecutive blocks, blocks <= W.
+inline void random_run(const RandomKey& key, std::uint64_t blk, int blocks, std::uint8_t* out) {
+  std::uint32_t low[W], high[W], words[4][W];
+  for (int i = 0; i < W; ++i) {
+    const std::uint64_t b = blk + static_cast<std::uint64_t>(i);
+    low[i] = static_cast<std::uint32_t>(b);
+    high[i] = counter_high(key, b);
+  }
+  I c0 = V::loadi(low), c1 = V::loadi(high);
+  I c2 = V::seti(key.offset_low), c3 = V::seti(key.offset_high);
+  philox(c0, c1, c2, c3, key);
+  V::storei(words[0], c0);
+  V::storei(words[1], c1);
+  V::storei(words[2], c2);
+  V::storei(words[3], c3);
+  for (int i = 0; i < blocks; ++i) {
+    const std::uint32_t four[4] = {words[0][i], words[1][i], words[2][i], words[3][i]};
+    std::memcpy(out + 16 * i, four, sizeof four);  // little endian: lowest byte first
+  }
+}
+
+// ---- rounding ---------------------------------------------------------------------------------
+
+template <Rounding rounding, int bits>
+inline I round_code(F v, I u) {
+  constexpr int q_max = bits == 4 ? 7 : 127;
+  if constexpr (rounding == Rounding::nearest) {
+    return V::min_i(V::max_i(V::round_even(v), V::seti(static_cast<std::uint32_t>(-q_max))),
+                    V::seti(q_max));
+  } else {
+    const F a = V::abs(v);
+    I code;
+    if constexpr (rounding == Rounding::stochastic) {
+      // up iff 512 f > 2u + 1, in integers: docs/numerics.md, "Rounding".
+      const I c = V::ceil_int(V::mul(a, V::set(512.0F)));
+      code = V::shift_right(V::subi(V::addi(c, V::seti(510)), V::addi(u, u)), 9);
+    } else {
+      constexpr int h = bits == 4 ? 10 : 8;
+      const I whole = V::trunc_int(a);
+      const F fraction = V::sub(a, V::to_float(whole));
+      const I f = V::trunc_int(V::mul(fraction, V::set(static_cast<float>(1 << (2 * h + 1)))));
+      const I p = V::shift_right(f, h + 1);
+      const I r = V::bit_and(f, V::seti((1U << (h + 1)) - 1));
+      const I up = V::bit_and(V::greater(V::addi(V::addi(p, p), V::seti(1)), r),
+                              V::greater(f, V::seti(0)));  // all ones where true
+      code = V::subi(whole, up);
+    }
+    code = V::min_i(code, V::seti(q_max));
+    return V::copy_sign_int(code, v);
+  }
+}
+
+template <Rounding rounding, int bits>
+void quantize_row_as(const float* v, std::int64_t count, float inv, const RandomKey& key,
+                     std::uint64_t blk, std::int8_t* out) {
+  constexpr int run = 16 * W;  // elements of W random blocks
+  std::uint8_t random[run] = {};
+  float tail[run];
+  const F factor = V::set(inv);
+  for (std::int64_t start = 0; start < count; start += run) {
+    const std::int64_t left = count - start < run ? count - start : run;
+    const int blocks = static_cast<int>((left + 15) / 16);
+    if constexpr (rounding == Rounding::stochastic) {
+      random_run(key, blk + static_cast<std::uint64_t>(start / 16), blocks, random);
+    }
+    const float* in = v + start;
+    std::int8_t* codes = out + start;
+    std::int8_t last[run];
+    const bool partial = left < run && left % W != 0;
+    if (partial) {
+      for (int i = 0; i < run; ++i) tail[i] = i < left ? in[i] : 0.0F;
+      in = tail;
+      codes = last;
+    }
+    for (int i = 0; i < left; i += W) {
+      const I u = rounding == Rounding::stochastic ? V::load_u8(random + i) : V::seti(0);
+      V::store_i8(codes + i, round_code<rounding, bits>(V::mul(V::load(in + i), factor), u));
+    }
+    if (partial) std::memcpy(out + start, last, static_cast<std::size_t>(left));
+  }
+}
+
+template <bool by_k, Rounding rounding, int bits>
+void quantize_strip_as(const float* v, int cols, const float* inv, const std::uint32_t* keep,
+                       const RandomKey& key, const std::uint64_t* blk, std::int8_t* out,
+                       std::int64_t ld) {
+  for (int c = 0; c < cols; c += W) {
+    I words[4] = {V::seti(0), V::seti(0), V::seti(0), V::seti(0)};
+    if constexpr (rounding == Rounding::stochastic) {
+      std::uint32_t low[W], high[W];
+      for (int i = 0; i < W; ++i) {
+        low[i] = static_cast<std::uint32_t>(blk[c + i]);
+        high[i] = counter_high(key, blk[c + i]);
+      }
+      words[0] = V::loadi(low);
+      words[1] = V::loadi(high);
+      words[2] = V::seti(key.offset_low);
+      words[3] = V::seti(key.offset_high);
+      philox(words[0], words[1], words[2], words[3], key);
+    }
+    std::uint32_t packed[4][W];
+    for (int w = 0; w < 4; ++w) {
+      I four = V::seti(0);
+      for (int j = 0; j < 4; ++j) {
+        const int k = 4 * w + j;
+        const I u = V::bit_and(V::shift_right(words[w], 8 * j), V::seti(255));
+        const F factor = by_k ? V::set(inv[k]) : V::load(inv + c);
+        const I mask = by_k ? V::seti(keep[k]) : V::loadi(keep + c);
+        const F x = V::and_bits(V::load(v + k * strip_columns + c), mask);
+        const I code = round_code<rounding, bits>(V::mul(x, factor), u);
+        four = V::bit_or(four, V::shift_left(V::bit_and(code, V::seti(255)), 8 * j));
+      }
+      V::storei(packed[w], four);
+    }
+    const int lanes = cols - c < W ? cols - c : W;
+    for (int i = 0; i < lanes; ++i) {
+      const std::uint32_t codes[4] = {packed[0][i], packed[1][i], packed[2][i], packed[3][i]};
+      std::memcpy(out + (c + i) * ld, codes, sizeof codes);
+    }
+  }
+}
+
+// Rounding and bits are known before a loop starts: one instance of it for each pair.
+template <class Call>
+inline void for_rounder(const Rounder& r, const Call& call) {
+  using std::integral_constant;
+  const bool four = r.bits == 4;
+  switch (r.rounding) {
+    case Rounding::nearest:
+      return four ? call(integral_constant<Rounding, Rounding::nearest>{},
+                         integral_constant<int, 4>{})
+                  : call(integral_constant<Rounding, Rounding::nearest>{},
+                         integral_constant<int, 8>{});
+    case Rounding::stochastic:
+      return four ? call(integral_constant<Rounding, Rounding::stochastic>{},
+                         integral_constant<int, 4>{})
+                  : call(integral_constant<Rounding, Rounding::stochastic>{},
+                         integral_constant<int, 8>{});
+    case Rounding::pseudo_stochastic:
+      return four ? call(integral_constant<Rounding, Rounding::pseudo_stochastic>{},
+                         integral_constant<int, 4>{})
+                  : call(integral_constant<Rounding, Rounding::pseudo_stochastic>{},
+                         integral_constant<int, 8>{});
+  }
+}
+
+void quantize_row(const float* v, std::int64_t count, float inv, const Rounder& r,
+                  std::uint64_t blk, std::int8_t* out) {
+  for_rounder(r, [&](auto rounding, auto bits) {
+    quantize_row_as<rounding(), bits()>(v, count, inv, r.key, blk, out);
+  });
+}
+
+void quantize_strip(const float* v, int cols, const float* inv, const std::uint32_t* keep,
+                    const Rounder& r, const std::uint64_t* blk, std::int8_t* out,
+                    std::int64_t ld) {
+  for_rounder(r, [&](auto rounding, auto bits) {
+    quantize_strip_as<false, rounding(), bits()>(v, cols, inv, keep, r.key, blk, out, ld);
+  });
+}
+
+void quantize_strip_by_k(const float* v, int cols, const float* inv, const std::uint32_t* keep,
+                         const Rounder& r, const std::uint64_t* blk, std::int8_t* out,
+                         std::int64_t ld) {
+  for_rounder(r, [&](auto rounding, auto bits) {
+    quantize_strip_as<true, rounding(), bits()>(v, cols, inv, keep, r.key, blk, out, ld);
+  });
+}
+
+void expand_int4(const std::uint8_t* packed, std::int64_t count, const float* table, float* out) {
+  constexpr std::int64_t run = 64;
+  std::uint8_t nibbles[run] = {};
+  for (std::int64_t start = 0; start < count; start += run) {
+    const std::int64_t left = count - start < run ? count - start : run;
+    for (std::int64_t i = 0; i < left / 2; ++i) {
+      const std::uint8_t both = packed[start / 2 + i];
+      nibbles[2 * i] = static_cast<std::uint8_t>(both & 15U);
+      nibbles[2 * i + 1] = static_cast<std::uint8_t>(both >> 4);
+    }
+    std::int64_t i = 0;
+    for (; i + W <= left; i += W) {
+      V::store(out + start + i, V::lookup16(V::load_u8(nibbles + i), table));
+    }
+    for (; i < left; ++i) out[start + i] = table[nibbles[i]];
+  }
+}
+
+// ---- products ---------------------------------------------------------------------------------
+
+void dequantize(const std::int32_t* acc, std::int64_t count, const float* b_scale,
+                std::int64_t b_step, float a_scale, const float* add, float* out) {
+  const F a = V::set(a_scale);
+  std::int64_t i = 0;
+  for (; i + W <= count; i += W) {
+    const F b = b_step == 0 ? V::set(*b_scale) : V::load(b_scale + i);
+    F v = V::mul(V::mul(V::to_float(V::loadi(reinterpret_cast<const std::uint32_t*>(acc) + i)), b),
+                 a);
+    if (add != nullptr) v = V::add(V::load(add + i), v);
+    V::store(out + i, v);
+  }
+  for (; i < count; ++i) {
+    float v = static_cast<float>(acc[i]) * b_scale[i * b_step] * a_scale;
+    if (add != nullptr) v = add[i] + v;
+    out[i] = v;
+  }
+}
+
+void axpy(float a, const std::int8_t* b, std::int64_t count, float* acc) {
+  const F factor = V::set(a);
+  std::int64_t i = 0;
+  for (; i + W <= count; i += W) {
+    const F product = V::mul(factor, V::to_float(V::load_i8(b + i)));
+    V::store(acc + i, V::add(V::load(acc + i), product));
+  }
+  for (; i < count; ++i) {
+    const float product = a * static_cast<float>(b[i]);
+    acc[i] = acc[i] + product;
+  }
+}
+
+}  // namespace
+}  // namespace hot::detail

@@ -1,0 +1,41 @@
+// The threads of a CPU context.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+namespace hot {
+
+int default_thread_count();
+
+// Runs tasks [0, count) of a call on its threads and the caller's. Every task writes its own part
+// of the result, so the number of threads changes nothing but the time. Several callers may share
+// a pool: one uses its threads, the others run their tasks themselves. A forked child, which has
+// none of the threads, does the same.
+class ThreadPool {
+ public:
+  explicit ThreadPool(int threads);
+  ~ThreadPool();
+  ThreadPool(const ThreadPool&) = delete;
+  ThreadPool& operator=(const ThreadPool&) = delete;
+
+  int size() const noexcept { return threads_; }
+
+  // `task(index)` for every index; returns when all are done. A task must not throw.
+  template <class Task>
+  void run(std::int64_t count, const Task& task) {
+    run_erased(
+        count, [](const void* data, std::int64_t i) { (*static_cast<const Task*>(data))(i); },
+        &task);
+  }
+
+ private:
+  using Call = void (*)(const void*, std::int64_t);
+  void run_erased(std::int64_t count, Call call, const void* task);
+
+  struct State;
+  int threads_;
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace hot

@@ -1,0 +1,340 @@
+// The public functions of the single stages: check, pick the backend, call. Nothing is written
+// before every argument was found good.
+#include <string>
+
+#include "checks.h"
+#include "hot/hot.h"
+#include "kernels.h"
+
+namespace hot {
+
+using detail::Checker;
+using detail::float_dtypes;
+
+namespace {
+
+const detail::Backend& backend_of(const Context& context) {
+  return context.device().type == Device::Type::cpu ? detail::cpu_backend()
+                                                    : detail::cuda_backend();
+}
+
+bool is_power_of_two(int value) { return value > 0 && (value & (value - 1)) == 0; }
+
+bool same_elements(const ConstTensorView& a, const ConstTensorView& b) {
+  if (a.data != b.data || a.dtype != b.dtype) return false;
+  for (int d = 0; d < a.ndim; ++d) {
+    if (a.shape[d] > 1 && a.stride[d] != b.stride[d]) return false;
+  }
+  return true;
+}
+
+void check_rounding(const char* call, const char* name, Rounding rounding) {
+  if (rounding != Rounding::nearest && rounding != Rounding::stochastic &&
+      rounding != Rounding::pseudo_stochastic) {
+    detail::invalid(call, std::string(name) + " is no known rounding");
+  }
+}
+
+void check_bits(const char* call, const char* name, int bits) {
+  if (bits != 4 && bits != 8) {
+    detail::invalid(call,
+                    std::string(name) + " is " + std::to_string(bits) + "; expected 4 or 8");
+  }
+}
+
+}  // namespace
+
+const char* granularity_name(Granularity granularity) noexcept {
+  switch (granularity) {
+    case Granularity::tensor:
+      return "tensor";
+    case Granularity::row:
+      return "row";
+    case Granularity::column:
+      return "column";
+  }
+  return "unknown";
+}
+
+const char* rounding_name(Rounding rounding) noexcept {
+  switch (rounding) {
+    case Rounding::nearest:
+      return "nearest";
+    case Rounding::stochastic:
+      return "stochastic";
+    case Rounding::pseudo_stochastic:
+      return "pseudo_stochastic";
+  }
+  return "unknown";
+}
+
+std::int64_t scale_count(std::int64_t rows, std::int64_t cols, Granularity scale) {
+  return scale == Granularity::tensor ? 1 : scale == Granularity::row ? rows : cols;
+}
+
+void fwht(const Context& context, const ConstTensorView& x, int axis, int block,
+          const TensorView& out) {
+  const Checker check("fwht", context);
+  check.input("x", x, float_dtypes, 1, max_dims);
+  check.output("out", out, float_dtypes, 1, max_dims);
+  if (axis < -x.ndim || axis >= x.ndim) {
+    detail::invalid("fwht", "axis is " + std::to_string(axis) + "; expected " +
+                                std::to_string(-x.ndim) + " to " + std::to_string(x.ndim - 1));
+  }
+  if (!is_power_of_two(block) || block > max_fwht_block) {
+    detail::invalid("fwht", "block is " + std::to_string(block) +
+                                "; expected a power of two from 1 to " +
+                                std::to_string(max_fwht_block));
+  }
+  const int along = axis < 0 ? axis + x.ndim : axis;
+  if (x.shape[along] % block != 0) {
+    detail::invalid("fwht", "x has " + std::to_string(x.shape[along]) + " elements along axis " +
+                                std::to_string(axis) + "; expected a multiple of block = " +
+                                std::to_string(block));
+  }
+  bool same_shape = out.ndim == x.ndim;
+  for (int d = 0; same_shape && d < x.ndim; ++d) same_shape = out.shape[d] == x.shape[d];
+  if (!same_shape) {
+    detail::invalid("fwht", "out has shape " + detail::shape_text(out) +
+                                "; expected that of x, " + detail::shape_text(x));
+  }
+  if (!same_elements(x, out)) check.disjoint("out", out, "x", x);
+  for (int d = 0; d < x.ndim; ++d) {
+    if (x.shape[d] == 0) return;
+  }
+
+  detail::FwhtArgs args{};
+  args.x = x.data;
+  args.x_dtype = x.dtype;
+  args.out = out.data;
+  args.out_dtype = out.dtype;
+  args.axis_length = x.shape[along];
+  args.axis_stride_x = x.stride[along];
+  args.axis_stride_out = out.stride[along];
+  args.block = block;
+  for (int d = 0; d < x.ndim; ++d) {
+    if (d == along) continue;
+    args.outer_shape[args.outer_dims] = x.shape[d];
+    args.outer_stride_x[args.outer_dims] = x.stride[d];
+    args.outer_stride_out[args.outer_dims] = out.stride[d];
+    ++args.outer_dims;
+  }
+  backend_of(context).fwht(context, args);
+}
+
+void hla(const Context& context, const ConstTensorView& x, const LowRank& spec, Side side,
+         const TensorView& out) {
+  const Checker check("hla", context);
+  check.input("x", x, float_dtypes, 2, 2);
+  check.output("out", out, float_dtypes, 2, 2);
+  const detail::Projection p = detail::make_projection(x.shape[0], spec);
+  check.shape("out", out, {p.k, x.shape[1]});
+  check.disjoint("out", out, "x", x);
+  backend_of(context).hla(context, detail::matrix_of(x), p, side, context.key(),
+                          detail::matrix_out_of(out));
+}
+
+void quantize(const Context& context, const ConstTensorView& x, const QuantSpec& spec,
+              const TensorView& q, const TensorView& scale) {
+  const Checker check("quantize", context);
+  check_bits("quantize", "bits", spec.bits);
+  check_rounding("quantize", "rounding", spec.rounding);
+  check.input("x", x, float_dtypes, 2, 2);
+  check.output("q", q, {DType::i8, DType::i4x2}, 2, 2);
+  if (q.dtype == DType::i4x2 && spec.bits != 4) {
+    detail::invalid("quantize", "q is packed INT4, but bits is 8; expected int8");
+  }
+  check.output("scale", scale, {DType::f32}, 1, 1);
+  const std::int64_t rows = x.shape[0], cols = x.shape[1];
+  check.shape("q", q, {rows, q.dtype == DType::i4x2 ? (cols + 1) / 2 : cols});
+  check.shape("scale", scale, {scale_count(rows, cols, spec.scale)});
+  check.rows_contiguous("q", q);
+  check.vector_contiguous("scale", scale);
+  check.disjoint("q", q, "x", x);
+  check.disjoint("scale", scale, "x", x);
+  check.disjoint("scale", scale, "q", q);
+  backend_of(context).quantize(context, detail::matrix_of(x), spec, detail::matrix_out_of(q),
+                               static_cast<float*>(scale.data));
+}
+
+void dequantize(const Context& context, const ConstTensorView& q, const ConstTensorView& scale,
+                Granularity granularity, const TensorView& out) {
+  const Checker check("dequantize", context);
+  check.input("q", q, {DType::i8, DType::i4x2}, 2, 2);
+  check.input("scale", scale, {DType::f32}, 1, 1);
+  check.output("out", out, float_dtypes, 2, 2);
+  const std::int64_t rows = out.shape[0], cols = out.shape[1];
+  check.shape("q", q, {rows, q.dtype == DType::i4x2 ? (cols + 1) / 2 : cols});
+  check.shape("scale", scale, {scale_count(rows, cols, granularity)});
+  check.rows_contiguous("q", q);
+  check.vector_contiguous("scale", scale);
+  check.disjoint("out", out, "q", q);
+  check.disjoint("out", out, "scale", scale);
+  if (rows == 0 || cols == 0) return;
+  backend_of(context).dequantize(context, detail::matrix_of(q),
+                                 static_cast<const float*>(scale.data), granularity,
+                                 detail::matrix_out_of(out));
+}
+
+void pack_int4(const Context& context, const ConstTensorView& q, const TensorView& out) {
+  const Checker check("pack_int4", context);
+  check.input("q", q, {DType::i8}, 2, 2);
+  check.output("out", out, {DType::i4x2}, 2, 2);
+  check.shape("out", out, {q.shape[0], (q.shape[1] + 1) / 2});
+  check.rows_contiguous("q", q);
+  check.rows_contiguous("out", out);
+  check.disjoint("out", out, "q", q);
+  if (q.shape[0] == 0 || q.shape[1] == 0) return;
+  backend_of(context).pack_int4(context, detail::matrix_of(q), detail::matrix_out_of(out));
+}
+
+void unpack_int4(const Context& context, const ConstTensorView& packed, const TensorView& out) {
+  const Checker check("unpack_int4", context);
+  check.input("packed", packed, {DType::i4x2}, 2, 2);
+  check.output("out", out, {DType::i8}, 2, 2);
+  check.shape("packed", packed, {out.shape[0], (out.shape[1] + 1) / 2});
+  check.rows_contiguous("packed", packed);
+  check.rows_contiguous("out", out);
+  check.disjoint("out", out, "packed", packed);
+  if (out.shape[0] == 0 || out.shape[1] == 0) return;
+  backend_of(context).unpack_int4(context, detail::matrix_of(packed), detail::matrix_out_of(out));
+}
+
+std::size_t gemm_workspace(const Context& context, std::int64_t m, std::int64_t n,
+                           std::int64_t k) {
+  if (m < 0 || n < 0 || k < 0) {
+    detail::invalid("gemm_workspace", "the shape is " + detail::shape_text({m, n, k}) +
+                                          "; expected no negative size");
+  }
+  detail::WorkspaceCursor cursor;
+  cursor.take<char>(
+      static_cast<std::int64_t>(backend_of(context).gemm_workspace(context, m, n, k)));
+  cursor.take<std::int8_t>(m * k);  // gemm_int4 on the CPU unpacks both operands
+  cursor.take<std::int8_t>(n * k);
+  return cursor.bytes();
+}
+
+namespace {
+
+struct GemmCall {
+  const char* name;
+  const Context& context;
+  const ConstTensorView &a, &b, &a_scale, &b_scale;
+  const GemmSpec& spec;
+  const TensorView& out;
+
+  // Everything but the operands' own dtype and shape.
+  detail::GemmArgs checked(std::int64_t m, std::int64_t n, std::int64_t k) const {
+    const Checker check(name, context);
+    const bool bare = out.dtype == DType::i32;
+    check.output("out", out, {DType::f32, DType::f16, DType::bf16, DType::i32}, 2, 2);
+    check.shape("out", out, {m, n});
+    check.disjoint("out", out, "a", a);
+    check.disjoint("out", out, "b", b);
+    if (!is_power_of_two(spec.divisor)) {
+      detail::invalid(name, "divisor is " + std::to_string(spec.divisor) +
+                                "; expected a power of two");
+    }
+    detail::GemmArgs args{};
+    args.m = m;
+    args.n = n;
+    args.k = k;
+    args.inv_divisor = 1.0F / static_cast<float>(spec.divisor);
+    args.accumulate = spec.accumulate;
+    args.out = detail::matrix_out_of(out);
+    if (bare) {
+      if (a_scale.ndim != 0 || b_scale.ndim != 0) {
+        detail::invalid(name, "out is int32, the bare sums; expected no a_scale and no b_scale");
+      }
+      if (spec.divisor != 1 || spec.accumulate) {
+        detail::invalid(name, "out is int32, the bare sums; expected divisor 1, no accumulation");
+      }
+      if (k > detail::int32_safe_k) {
+        detail::invalid(name, "a has a contraction of " + std::to_string(k) +
+                                  "; int32 sums hold at most " +
+                                  std::to_string(detail::int32_safe_k));
+      }
+      return args;
+    }
+    const auto scale = [&](const char* which, const ConstTensorView& view, std::int64_t size,
+                           std::int64_t& step) {
+      check.input(which, view, {DType::f32}, 1, 1);
+      if (view.shape[0] != 1 && view.shape[0] != size) {
+        detail::invalid(name, std::string(which) + " has shape " + detail::shape_text(view) +
+                                  "; expected (1,) or (" + std::to_string(size) + ",)");
+      }
+      check.vector_contiguous(which, view);
+      check.disjoint("out", out, which, view);
+      step = view.shape[0] == 1 ? 0 : 1;
+      return static_cast<const float*>(view.data);
+    };
+    args.a_scale = scale("a_scale", a_scale, m, args.a_scale_step);
+    args.b_scale = scale("b_scale", b_scale, n, args.b_scale_step);
+    return args;
+  }
+};
+
+}  // namespace
+
+void gemm_int8(const Context& context, const ConstTensorView& a, const ConstTensorView& b,
+               const ConstTensorView& a_scale, const ConstTensorView& b_scale, const GemmSpec& spec,
+               const TensorView& out, const Workspace& workspace) {
+  const Checker check("gemm_int8", context);
+  check.input("a", a, {DType::i8}, 2, 2);
+  check.input("b", b, {DType::i8}, 2, 2);
+  check.shape("b", b, {-1, a.shape[1]});
+  check.rows_contiguous("a", a);
+  check.rows_contiguous("b", b);
+  const std::int64_t m = a.shape[0], n = b.shape[0], k = a.shape[1];
+  detail::GemmArgs args =
+      GemmCall{"gemm_int8", context, a, b, a_scale, b_scale, spec, out}.checked(m, n, k);
+  check.workspace(workspace, gemm_workspace(context, m, n, k));
+  args.a = static_cast<const std::int8_t*>(a.data);
+  args.b = static_cast<const std::int8_t*>(b.data);
+  args.lda = a.stride[0];
+  args.ldb = b.stride[0];
+  detail::WorkspaceCursor cursor(workspace.data);
+  const detail::Backend& backend = backend_of(context);
+  backend.gemm(context, args,
+               cursor.take<char>(
+                   static_cast<std::int64_t>(backend.gemm_workspace(context, m, n, k))));
+}
+
+void gemm_int4(const Context& context, const ConstTensorView& a, const ConstTensorView& b,
+               std::int64_t k, const ConstTensorView& a_scale, const ConstTensorView& b_scale,
+               const GemmSpec& spec, const TensorView& out, const Workspace& workspace) {
+  const Checker check("gemm_int4", context);
+  check.input("a", a, {DType::i4x2}, 2, 2);
+  check.input("b", b, {DType::i4x2}, 2, 2);
+  if (k < 0 || (k + 1) / 2 != a.shape[1]) {
+    detail::invalid("gemm_int4", "k is " + std::to_string(k) + "; expected " +
+                                     std::to_string(2 * a.shape[1]) +
+                                     ", or one less, for rows of " + std::to_string(a.shape[1]) +
+                                     " bytes");
+  }
+  check.shape("b", b, {-1, a.shape[1]});
+  check.rows_contiguous("a", a);
+  check.rows_contiguous("b", b);
+  const std::int64_t m = a.shape[0], n = b.shape[0];
+  detail::GemmArgs args =
+      GemmCall{"gemm_int4", context, a, b, a_scale, b_scale, spec, out}.checked(m, n, k);
+  check.workspace(workspace, gemm_workspace(context, m, n, k));
+  const detail::Backend& backend = backend_of(context);
+  detail::WorkspaceCursor cursor(workspace.data);
+  char* scratch = cursor.take<char>(
+      static_cast<std::int64_t>(backend.gemm_workspace(context, m, n, k)));
+  auto* a8 = cursor.take<std::int8_t>(m * k);
+  auto* b8 = cursor.take<std::int8_t>(n * k);
+  if (m > 0 && k > 0) {
+    backend.unpack_int4(context, detail::matrix_of(a), {a8, DType::i8, m, k, k, 1});
+  }
+  if (n > 0 && k > 0) {
+    backend.unpack_int4(context, detail::matrix_of(b), {b8, DType::i8, n, k, k, 1});
+  }
+  args.a = a8;
+  args.b = b8;
+  args.lda = args.ldb = k;
+  backend.gemm(context, args, scratch);
+}
+
+}  // namespace hot

@@ -1,0 +1,178 @@
+// What a backend does. Arguments are checked and resolved by dispatch.cpp; nothing here validates.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "hot/backward_linear.h"
+#include "hot/context.h"
+#include "hot/gemm.h"
+#include "hot/hadamard.h"
+#include "hot/lowrank.h"
+#include "hot/quantize.h"
+#include "hot/tensor.h"
+
+namespace hot::detail {
+
+// Purposes of random numbers: one key serves a whole layer (docs/numerics.md, "Random bits").
+enum class Purpose : std::uint32_t {
+  quantize = 0,
+  gradient_rows = 1,
+  weight = 2,
+  activation = 3,
+  gradient_columns = 4,
+  sketch = 5,
+  requantize = 6,
+};
+
+// A strided matrix in or out; strides count elements.
+struct MatrixIn {
+  const void* data;
+  DType dtype;
+  std::int64_t rows, cols, row_stride, col_stride;
+};
+struct MatrixOut {
+  void* data;
+  DType dtype;
+  std::int64_t rows, cols, row_stride, col_stride;
+};
+
+// LowRank resolved for a number of tokens. K = blocks * rank + prefix rows.
+struct Projection {
+  Basis basis = Basis::full;
+  int block = 1;
+  int rank = 1;
+  std::vector<int> rows;         // lowpass, sequency: kept rows, ascending
+  int folds = 0;                 // sketch: log2(block / rank)
+  float sketch_weight = 1.0F;    // sketch, gradient side: factor of every row but the first
+  std::int64_t tokens = 0;       // L, prefix tokens included
+  std::int64_t body_tokens = 0;  // tokens that are transformed
+  std::int64_t blocks = 0;
+  std::int64_t k = 0;
+  std::int64_t k_padded = 0;
+  int divisor = 1;
+
+  // Layout: 0 samples means flat.
+  std::int64_t samples = 0;
+  int grid_h = 0, grid_w = 0, prefix = 0;
+  int tile_h = 1, tile_w = 1;
+  float prefix_factor_x = 1.0F, prefix_factor_g = 1.0F;
+
+  // Index in memory of the body token at position p of the transformed sequence.
+  std::int64_t body_token(std::int64_t p) const;
+  // Index in memory of prefix row j, 0 <= j < samples * prefix.
+  std::int64_t prefix_token(std::int64_t j) const;
+};
+
+Projection make_projection(std::int64_t tokens, const LowRank& spec);
+// The rows of H that a lowpass or sequency spec keeps, ascending.
+std::vector<int> kept_rows(const LowRank& spec);
+
+inline std::int64_t round_up(std::int64_t value, std::int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+inline std::int64_t ceil_div(std::int64_t value, std::int64_t divisor) {
+  return (value + divisor - 1) / divisor;
+}
+
+inline constexpr std::int64_t k_alignment = 16;       // bytes; every stored row starts aligned
+inline constexpr std::int64_t int4_group = 64;        // tokens that share a scale of an INT4 x
+inline constexpr std::int64_t int4_k_alignment = 32;  // values: 16 bytes of packed codes
+inline constexpr std::int64_t int32_safe_k = 133143;  // 127^2 * K <= 2^31 - 1
+
+// Codes of one quantised operand, contraction contiguous: [rows, k_padded] and its scales.
+struct Operand {
+  std::int8_t* codes;
+  float* scale;
+  std::int64_t rows, k_padded;
+  std::int64_t scales;  // 1, rows, or k_padded (token)
+};
+
+struct OperandQuant {
+  int bits;
+  bool per_tensor;
+  bool per_k;  // one scale for each column of the K-contiguous matrix ("token")
+  Rounding rounding;
+  Purpose purpose;
+};
+
+struct FwhtArgs {
+  const void* x;
+  DType x_dtype;
+  void* out;
+  DType out_dtype;
+  std::int64_t axis_length, axis_stride_x, axis_stride_out;
+  int block;
+  // Up to three other axes.
+  int outer_dims;
+  std::int64_t outer_shape[3], outer_stride_x[3], outer_stride_out[3];
+};
+
+struct GemmArgs {
+  const std::int8_t *a, *b;  // K contiguous
+  std::int64_t m, n, k, lda, ldb;
+  const float *a_scale, *b_scale;              // null: bare int32 sums
+  std::int64_t a_scale_step, b_scale_step;     // 0: one scale for all
+  float inv_divisor;
+  bool accumulate;
+  MatrixOut out;
+};
+
+// Product whose a is scaled along the contraction: fp32, k ascending (docs/numerics.md, "token").
+struct GemmTokenArgs {
+  const std::int8_t *a, *b;
+  std::int64_t m, n, k, lda, ldb;
+  const float *k_scale, *b_scale;
+  std::int64_t b_scale_step;
+  float inv_divisor;
+  bool accumulate;
+  MatrixOut out;
+};
+
+class Backend {
+ public:
+  virtual ~Backend() = default;
+
+  virtual void fwht(const Context&, const FwhtArgs&) const = 0;
+  virtual void hla(const Context&, const MatrixIn& x, const Projection&, Side, const Key& sketch_key,
+                   const MatrixOut& out) const = 0;
+  virtual void quantize(const Context&, const MatrixIn& x, const QuantSpec&, const MatrixOut& q,
+                        float* scale) const = 0;
+  virtual void dequantize(const Context&, const MatrixIn& q, const float* scale, Granularity,
+                          const MatrixOut& out) const = 0;
+  virtual void pack_int4(const Context&, const MatrixIn& q, const MatrixOut& out) const = 0;
+  virtual void unpack_int4(const Context&, const MatrixIn& packed, const MatrixOut& out) const = 0;
+
+  virtual std::size_t gemm_workspace(const Context&, std::int64_t m, std::int64_t n,
+                                     std::int64_t k) const = 0;
+  virtual void gemm(const Context&, const GemmArgs&, void* workspace) const = 0;
+  virtual void gemm_token(const Context&, const GemmTokenArgs&, void* workspace) const = 0;
+
+  // Rows of x [L, O] transformed along O and quantised: [L, roundup(O, block) -> Kp].
+  virtual void quantize_rows(const Context&, const MatrixIn& x, int hadamard_block,
+                             const OperandQuant&, const Operand& out) const = 0;
+  // P x for x [L, C], transposed and quantised: [C, Kp].
+  virtual void quantize_columns(const Context&, const MatrixIn& x, const Projection&, Side,
+                                const Key& sketch_key, const OperandQuant&,
+                                const Operand& out) const = 0;
+  // x [L, C] as packed INT4, groups of 64 tokens per channel.
+  virtual void quantize_groups(const Context&, const MatrixIn& x, Rounding, std::uint8_t* packed,
+                               std::int64_t row_bytes, std::uint16_t* scale) const = 0;
+  // The packed form to INT8 with one scale per channel.
+  virtual void requantize_groups(const Context&, const std::uint8_t* packed, std::int64_t row_bytes,
+                                 const std::uint16_t* scale, std::int64_t tokens, Rounding,
+                                 const Operand& out) const = 0;
+  virtual void fill_zero(const Context&, const MatrixOut& out) const = 0;
+  virtual void column_sum(const Context&, const MatrixIn& x, bool accumulate,
+                          const MatrixOut& out) const = 0;
+};
+
+const Backend& cpu_backend();
+// cuda/backend.cu, or cpu/no_cuda.cpp in a build without CUDA, where the backend throws, the
+// architectures are "" and there are no devices.
+const Backend& cuda_backend();
+const char* cuda_archs() noexcept;
+int cuda_device_count() noexcept;
+
+}  // namespace hot::detail

@@ -1,0 +1,231 @@
+// Which rows a basis keeps, and where the tokens of a block lie: shared by all backends.
+#include <algorithm>
+#include <string>
+#include <tuple>
+
+#include "hot/error.h"
+#include "hot/lowrank.h"
+#include "kernels.h"
+
+namespace hot {
+
+const char* basis_name(Basis basis) noexcept {
+  switch (basis) {
+    case Basis::full:
+      return "full";
+    case Basis::lowpass:
+      return "lowpass";
+    case Basis::sequency:
+      return "sequency";
+    case Basis::sketch:
+      return "sketch";
+  }
+  return "unknown";
+}
+
+namespace {
+
+constexpr int max_block = 64;
+constexpr int max_sketch_folds = 4;  // one Philox call holds the draws of four folds
+
+bool is_power_of_two(int value) { return value > 0 && (value & (value - 1)) == 0; }
+
+int log2_of(int power) {
+  int log = 0;
+  while ((1 << log) < power) ++log;
+  return log;
+}
+
+// Sign changes of row k of the Sylvester matrix of order 2^bits: Gray decoding of the reversed k.
+int sequency_of(int k, int bits) {
+  int s = 0;
+  for (int i = 0; i < bits; ++i) s |= ((k >> i) & 1) << (bits - 1 - i);
+  for (int shift = 1; shift < bits; shift <<= 1) s ^= s >> shift;
+  return s;
+}
+
+[[noreturn]] void invalid(const std::string& what) {
+  throw Error(ErrorCode::invalid_argument, "low_rank: " + what);
+}
+
+void check_block(int block) {
+  if (!is_power_of_two(block) || block < 2 || block > max_block) {
+    invalid("block is " + std::to_string(block) + "; expected a power of two from 2 to " +
+            std::to_string(max_block));
+  }
+}
+
+}  // namespace
+
+std::vector<int> basis_order(Basis basis, int block) {
+  check_block(block);
+  if (basis != Basis::lowpass && basis != Basis::sequency) {
+    invalid(std::string("basis_order: basis is ") + basis_name(basis) +
+            "; expected lowpass or sequency");
+  }
+  const int bits = log2_of(block);
+  const int low_bits = (bits + 1) / 2;
+  const int high_bits = bits - low_bits;
+  std::vector<std::tuple<int, int, int, int>> ranked;
+  for (int k = 0; k < block; ++k) {
+    const int s = sequency_of(k, bits);
+    if (basis == Basis::sequency) {
+      ranked.emplace_back(s, 0, 0, k);
+    } else {
+      const int i = sequency_of(k >> low_bits, high_bits);
+      const int j = sequency_of(k & ((1 << low_bits) - 1), low_bits);
+      ranked.emplace_back(i + j, std::max(i, j), s, k);
+    }
+  }
+  std::sort(ranked.begin(), ranked.end());
+  std::vector<int> order;
+  for (const auto& entry : ranked) order.push_back(std::get<3>(entry));
+  return order;
+}
+
+std::int64_t hla_rows(std::int64_t tokens, const LowRank& spec) {
+  return detail::make_projection(tokens, spec).k;
+}
+
+namespace detail {
+
+std::vector<int> kept_rows(const LowRank& spec) {
+  std::vector<int> rows = spec.rows;
+  if (rows.empty()) {
+    rows = basis_order(spec.basis, spec.block);
+    rows.resize(static_cast<std::size_t>(spec.rank));
+  }
+  std::sort(rows.begin(), rows.end());
+  return rows;
+}
+
+Projection make_projection(std::int64_t tokens, const LowRank& spec) {
+  if (tokens < 0) invalid("tokens is " + std::to_string(tokens) + "; expected 0 or more");
+  Projection p;
+  p.basis = spec.basis;
+  p.tokens = tokens;
+  if (!spec.rows.empty() && spec.basis != Basis::lowpass) {
+    invalid(std::string("rows was given with basis ") + basis_name(spec.basis) +
+            "; only lowpass takes a row list");
+  }
+  if (spec.basis == Basis::full) {
+    p.block = 1;
+    p.rank = 1;
+    p.body_tokens = tokens;
+    p.blocks = tokens;
+    p.k = tokens;
+    p.k_padded = round_up(p.k, k_alignment);
+    return p;
+  }
+
+  check_block(spec.block);
+  p.block = spec.block;
+  p.divisor = spec.block;
+  if (spec.rows.empty()) {
+    if (spec.rank < 1 || spec.rank > spec.block) {
+      invalid("rank is " + std::to_string(spec.rank) + "; expected 1 to block = " +
+              std::to_string(spec.block));
+    }
+    p.rank = spec.rank;
+  } else {
+    for (std::size_t i = 0; i < spec.rows.size(); ++i) {
+      const int row = spec.rows[i];
+      if (row < 0 || row >= spec.block) {
+        invalid("rows[" + std::to_string(i) + "] is " + std::to_string(row) +
+                "; expected 0 to block - 1 = " + std::to_string(spec.block - 1));
+      }
+      if (std::find(spec.rows.begin(), spec.rows.begin() + static_cast<std::ptrdiff_t>(i), row) !=
+          spec.rows.begin() + static_cast<std::ptrdiff_t>(i)) {
+        invalid("rows holds " + std::to_string(row) + " twice");
+      }
+    }
+    p.rank = static_cast<int>(spec.rows.size());
+  }
+
+  if (spec.basis == Basis::sketch) {
+    if (!is_power_of_two(spec.rank) || spec.rank < 2 ||
+        log2_of(spec.block) - log2_of(spec.rank) > max_sketch_folds) {
+      invalid("rank is " + std::to_string(spec.rank) +
+              "; sketch expects a power of two from 2 to block, at least block / 16");
+    }
+    p.folds = log2_of(spec.block) - log2_of(spec.rank);
+    p.sketch_weight =
+        p.folds == 0 ? 1.0F : static_cast<float>(spec.block - 1) / static_cast<float>(spec.rank - 1);
+  } else {
+    p.rows = kept_rows(spec);
+  }
+
+  const TokenLayout& layout = spec.layout;
+  if (layout.grid_h < 0 || layout.grid_w < 0 || (layout.grid_h == 0) != (layout.grid_w == 0)) {
+    invalid("token_grid is (" + std::to_string(layout.grid_h) + ", " +
+            std::to_string(layout.grid_w) + "); expected two positive numbers, or neither");
+  }
+  if (layout.prefix_tokens < 0 || (layout.prefix_tokens > 0 && layout.grid_h == 0)) {
+    invalid("prefix_tokens is " + std::to_string(layout.prefix_tokens) +
+            "; expected 0 or more, with a token_grid");
+  }
+  p.body_tokens = tokens;
+  if (layout.grid_h > 0) {
+    const std::int64_t area = std::int64_t{layout.grid_h} * layout.grid_w;
+    const std::int64_t per_sample = area + layout.prefix_tokens;
+    if (tokens % per_sample != 0) {
+      invalid("x has " + std::to_string(tokens) +
+              " tokens; expected a multiple of prefix_tokens + h * w = " +
+              std::to_string(per_sample));
+    }
+    const int bits = log2_of(spec.block);
+    p.samples = tokens / per_sample;
+    p.grid_h = layout.grid_h;
+    p.grid_w = layout.grid_w;
+    p.prefix = layout.prefix_tokens;
+    p.tile_h = 1 << (bits / 2);
+    p.tile_w = 1 << ((bits + 1) / 2);
+    p.prefix_factor_x = static_cast<float>(p.tile_h);
+    p.prefix_factor_g = static_cast<float>(p.tile_w);
+    p.body_tokens = p.samples * area;
+  }
+  p.blocks = ceil_div(p.body_tokens, p.block);
+  p.k = p.blocks * p.rank + p.samples * p.prefix;
+  p.k_padded = round_up(p.k, k_alignment);
+  return p;
+}
+
+std::int64_t Projection::body_token(std::int64_t position) const {
+  if (samples == 0) return position;
+  const std::int64_t tiles_h = grid_h / tile_h, tiles_w = grid_w / tile_w;
+  const std::int64_t tile_area = std::int64_t{tile_h} * tile_w;
+  const std::int64_t tiled = tiles_h * tiles_w * tile_area;  // tokens of a sample inside tiles
+  const std::int64_t area = std::int64_t{grid_h} * grid_w;
+  std::int64_t sample, y, x;
+  if (position < samples * tiled) {
+    sample = position / tiled;
+    const std::int64_t tile = position % tiled / tile_area;
+    const std::int64_t inside = position % tile_area;
+    y = tile / tiles_w * tile_h + inside / tile_w;
+    x = tile % tiles_w * tile_w + inside % tile_w;
+  } else {
+    const std::int64_t rest = position - samples * tiled;
+    const std::int64_t left = area - tiled;  // tokens of a sample outside tiles, raster order
+    sample = rest / left;
+    std::int64_t index = rest % left;
+    const std::int64_t right = grid_w - tiles_w * tile_w;  // such tokens in a row that has tiles
+    const std::int64_t tiled_rows = tiles_w == 0 ? 0 : tiles_h * tile_h;
+    if (index < tiled_rows * right) {
+      y = index / right;
+      x = tiles_w * tile_w + index % right;
+    } else {
+      index -= tiled_rows * right;
+      y = tiled_rows + index / grid_w;
+      x = index % grid_w;
+    }
+  }
+  return sample * (area + prefix) + prefix + y * grid_w + x;
+}
+
+std::int64_t Projection::prefix_token(std::int64_t j) const {
+  const std::int64_t area = std::int64_t{grid_h} * grid_w;
+  return j / prefix * (area + prefix) + j % prefix;
+}
+
+}  // namespace detail
+}  // namespace hot
