@@ -12,6 +12,8 @@
 #include "hot/lowrank.h"
 #include "hot/quantize.h"
 #include "hot/tensor.h"
+#include "random_key.h"
+#include "token_order.h"
 
 namespace hot::detail {
 
@@ -25,6 +27,16 @@ enum class Purpose : std::uint32_t {
   sketch = 5,
   requantize = 6,
 };
+
+inline RandomKey random_key(const Key& key, Purpose purpose) {
+  RandomKey random;
+  random.seed_low = static_cast<std::uint32_t>(key.seed);
+  random.seed_high = static_cast<std::uint32_t>(key.seed >> 32);
+  random.offset_low = static_cast<std::uint32_t>(key.offset);
+  random.offset_high = static_cast<std::uint32_t>(key.offset >> 32);
+  random.stream_purpose = (key.stream * 8 + static_cast<std::uint32_t>(purpose)) << 16;
+  return random;
+}
 
 // A strided matrix in or out; strides count elements.
 struct MatrixIn {
@@ -52,17 +64,8 @@ struct Projection {
   std::int64_t k = 0;
   std::int64_t k_padded = 0;
   int divisor = 1;
-
-  // Layout: 0 samples means flat.
-  std::int64_t samples = 0;
-  int grid_h = 0, grid_w = 0, prefix = 0;
-  int tile_h = 1, tile_w = 1;
+  TokenOrder order{};
   float prefix_factor_x = 1.0F, prefix_factor_g = 1.0F;
-
-  // Index in memory of the body token at position p of the transformed sequence.
-  std::int64_t body_token(std::int64_t p) const;
-  // Index in memory of prefix row j, 0 <= j < samples * prefix.
-  std::int64_t prefix_token(std::int64_t j) const;
 };
 
 Projection make_projection(std::int64_t tokens, const LowRank& spec);

@@ -174,57 +174,20 @@ Projection make_projection(std::int64_t tokens, const LowRank& spec) {
               std::to_string(per_sample));
     }
     const int bits = log2_of(spec.block);
-    p.samples = tokens / per_sample;
-    p.grid_h = layout.grid_h;
-    p.grid_w = layout.grid_w;
-    p.prefix = layout.prefix_tokens;
-    p.tile_h = 1 << (bits / 2);
-    p.tile_w = 1 << ((bits + 1) / 2);
-    p.prefix_factor_x = static_cast<float>(p.tile_h);
-    p.prefix_factor_g = static_cast<float>(p.tile_w);
-    p.body_tokens = p.samples * area;
+    p.order.samples = tokens / per_sample;
+    p.order.grid_h = layout.grid_h;
+    p.order.grid_w = layout.grid_w;
+    p.order.prefix = layout.prefix_tokens;
+    p.order.tile_h = 1 << (bits / 2);
+    p.order.tile_w = 1 << ((bits + 1) / 2);
+    p.prefix_factor_x = static_cast<float>(p.order.tile_h);
+    p.prefix_factor_g = static_cast<float>(p.order.tile_w);
+    p.body_tokens = p.order.samples * area;
   }
   p.blocks = ceil_div(p.body_tokens, p.block);
-  p.k = p.blocks * p.rank + p.samples * p.prefix;
+  p.k = p.blocks * p.rank + p.order.prefix_rows();
   p.k_padded = round_up(p.k, k_alignment);
   return p;
-}
-
-std::int64_t Projection::body_token(std::int64_t position) const {
-  if (samples == 0) return position;
-  const std::int64_t tiles_h = grid_h / tile_h, tiles_w = grid_w / tile_w;
-  const std::int64_t tile_area = std::int64_t{tile_h} * tile_w;
-  const std::int64_t tiled = tiles_h * tiles_w * tile_area;  // tokens of a sample inside tiles
-  const std::int64_t area = std::int64_t{grid_h} * grid_w;
-  std::int64_t sample, y, x;
-  if (position < samples * tiled) {
-    sample = position / tiled;
-    const std::int64_t tile = position % tiled / tile_area;
-    const std::int64_t inside = position % tile_area;
-    y = tile / tiles_w * tile_h + inside / tile_w;
-    x = tile % tiles_w * tile_w + inside % tile_w;
-  } else {
-    const std::int64_t rest = position - samples * tiled;
-    const std::int64_t left = area - tiled;  // tokens of a sample outside tiles, raster order
-    sample = rest / left;
-    std::int64_t index = rest % left;
-    const std::int64_t right = grid_w - tiles_w * tile_w;  // such tokens in a row that has tiles
-    const std::int64_t tiled_rows = tiles_w == 0 ? 0 : tiles_h * tile_h;
-    if (index < tiled_rows * right) {
-      y = index / right;
-      x = tiles_w * tile_w + index % right;
-    } else {
-      index -= tiled_rows * right;
-      y = tiled_rows + index / grid_w;
-      x = index % grid_w;
-    }
-  }
-  return sample * (area + prefix) + prefix + y * grid_w + x;
-}
-
-std::int64_t Projection::prefix_token(std::int64_t j) const {
-  const std::int64_t area = std::int64_t{grid_h} * grid_w;
-  return j / prefix * (area + prefix) + j % prefix;
 }
 
 }  // namespace detail

@@ -30,16 +30,6 @@ void CpuBackend::fill_zero(const Context& context, const MatrixOut& out) const {
   });
 }
 
-RandomKey random_key(const Key& key, Purpose purpose) {
-  RandomKey random;
-  random.seed_low = static_cast<std::uint32_t>(key.seed);
-  random.seed_high = static_cast<std::uint32_t>(key.seed >> 32);
-  random.offset_low = static_cast<std::uint32_t>(key.offset);
-  random.offset_high = static_cast<std::uint32_t>(key.offset >> 32);
-  random.stream_purpose = (key.stream * 8 + static_cast<std::uint32_t>(purpose)) << 16;
-  return random;
-}
-
 void raise(std::uint32_t* pattern, std::uint32_t value) {
   std::uint32_t seen = __atomic_load_n(pattern, __ATOMIC_RELAXED);
   while (value > seen && !__atomic_compare_exchange_n(pattern, &seen, value, true, __ATOMIC_RELAXED,

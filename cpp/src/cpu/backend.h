@@ -54,8 +54,6 @@ void load_run(const SimdKernels&, const void* data, DType, std::int64_t first, s
 void store_run(const SimdKernels&, const float* src, std::int64_t count, void* data, DType,
                std::int64_t first, std::int64_t stride);
 
-RandomKey random_key(const Key&, Purpose);
-
 // Raises a bit pattern to at least `value`, from several threads.
 void raise(std::uint32_t* pattern, std::uint32_t value);
 

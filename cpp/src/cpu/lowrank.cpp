@@ -65,9 +65,9 @@ class Strip {
     }
     if (end < p_.blocks) return;
     const float factor = side_ == Side::gradient ? p_.prefix_factor_g : p_.prefix_factor_x;
-    for (std::int64_t j = 0; j < p_.samples * p_.prefix; ++j) {
+    for (std::int64_t j = 0; j < p_.order.prefix_rows(); ++j) {
       float* row = rows_ + filled * strip_columns;
-      load_row(simd_, x_, p_.prefix_token(j), col_, cols_, row);
+      load_row(simd_, x_, p_.order.prefix_token(j), col_, cols_, row);
       simd_.scale_row(row, factor);
       if (++filled >= group) emit();
     }
@@ -84,7 +84,7 @@ class Strip {
       const std::int64_t position = block * p_.block + t;
       float* row = to + t * strip_columns;
       if (position < p_.body_tokens) {
-        load_row(simd_, x_, p_.body_token(position), col_, cols_, row);
+        load_row(simd_, x_, p_.order.body(position), col_, cols_, row);
       } else {
         std::memset(row, 0, strip_columns * sizeof(float));
       }

@@ -8,15 +8,9 @@
 #include "hot/context.h"
 #include "hot/quantize.h"
 #include "hot/tensor.h"
+#include "random_key.h"
 
 namespace hot::detail {
-
-// The counter of the random bytes of a matrix: docs/numerics.md, "Random bits".
-struct RandomKey {
-  std::uint32_t seed_low = 0, seed_high = 0;
-  std::uint32_t stream_purpose = 0;  // upper 16 bits of c1
-  std::uint32_t offset_low = 0, offset_high = 0;
-};
 
 struct Rounder {
   Rounding rounding = Rounding::nearest;

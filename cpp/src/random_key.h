@@ -1,0 +1,15 @@
+// The words of the random counter that are the same for a whole operand.
+#pragma once
+
+#include <cstdint>
+
+namespace hot::detail {
+
+// A key and a purpose: docs/numerics.md, "Random bits".
+struct RandomKey {
+  std::uint32_t seed_low = 0, seed_high = 0;
+  std::uint32_t stream_purpose = 0;  // upper 16 bits of c1
+  std::uint32_t offset_low = 0, offset_high = 0;
+};
+
+}  // namespace hot::detail

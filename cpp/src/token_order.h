@@ -1,0 +1,63 @@
+// Where in memory the tokens of the transformed sequence lie (docs/numerics.md, "Token layout"). Used
+// by the CPU backend and, as it is, by the CUDA kernels.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__CUDACC__)
+#define HOT_HOST_DEVICE __host__ __device__
+#else
+#define HOT_HOST_DEVICE
+#endif
+
+namespace hot::detail {
+
+struct TokenOrder {
+  std::int64_t samples = 0;  // 0: flat, the order is the memory's
+  int grid_h = 0, grid_w = 0, prefix = 0;
+  int tile_h = 1, tile_w = 1;
+
+  HOT_HOST_DEVICE std::int64_t prefix_rows() const { return samples * prefix; }
+
+  // The token at a position of the transformed sequence: all complete tiles of all samples, then
+  // what lies outside tiles in raster order.
+  HOT_HOST_DEVICE std::int64_t body(std::int64_t position) const {
+    if (samples == 0) return position;
+    const std::int64_t tiles_h = grid_h / tile_h, tiles_w = grid_w / tile_w;
+    const std::int64_t tile_area = std::int64_t{tile_h} * tile_w;
+    const std::int64_t tiled = tiles_h * tiles_w * tile_area;  // tokens of a sample inside tiles
+    const std::int64_t area = std::int64_t{grid_h} * grid_w;
+    std::int64_t sample, y, x;
+    if (position < samples * tiled) {
+      sample = position / tiled;
+      const std::int64_t tile = position % tiled / tile_area;
+      const std::int64_t inside = position % tile_area;
+      y = tile / tiles_w * tile_h + inside / tile_w;
+      x = tile % tiles_w * tile_w + inside % tile_w;
+    } else {
+      const std::int64_t rest = position - samples * tiled;
+      const std::int64_t left = area - tiled;  // tokens of a sample outside tiles
+      sample = rest / left;
+      std::int64_t index = rest % left;
+      const std::int64_t right = grid_w - tiles_w * tile_w;  // such tokens in a row that has tiles
+      const std::int64_t tiled_rows = tiles_w == 0 ? 0 : tiles_h * tile_h;
+      if (index < tiled_rows * right) {
+        y = index / right;
+        x = tiles_w * tile_w + index % right;
+      } else {
+        index -= tiled_rows * right;
+        y = tiled_rows + index / grid_w;
+        x = index % grid_w;
+      }
+    }
+    return sample * (area + prefix) + prefix + y * grid_w + x;
+  }
+
+  // The token of prefix row j, sample-major.
+  HOT_HOST_DEVICE std::int64_t prefix_token(std::int64_t j) const {
+    const std::int64_t area = std::int64_t{grid_h} * grid_w;
+    return j / prefix * (area + prefix) + j % prefix;
+  }
+};
+
+}  // namespace hot::detail

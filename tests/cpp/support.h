@@ -1,0 +1,305 @@
+// What the C++ tests share: seeded inputs, arrays with poisoned margins, plain products.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "hot/hot.h"
+
+namespace hot_test {
+
+using hot::ConstTensorView;
+using hot::DType;
+using hot::TensorView;
+
+// A fresh seed each run, printed; HOT_TEST_SEED repeats one.
+inline std::uint64_t run_seed() {
+  static const std::uint64_t seed = [] {
+    const char* fixed = std::getenv("HOT_TEST_SEED");
+    const std::uint64_t value =
+        fixed != nullptr ? std::strtoull(fixed, nullptr, 10) : std::random_device{}();
+    std::printf("HOT_TEST_SEED=%llu\n", static_cast<unsigned long long>(value));
+    return value;
+  }();
+  return seed;
+}
+
+inline std::mt19937_64& generator() {
+  static std::mt19937_64 rng(run_seed());
+  return rng;
+}
+
+inline std::int64_t random_int(std::int64_t low, std::int64_t high) {
+  return std::uniform_int_distribution<std::int64_t>(low, high)(generator());
+}
+
+inline std::vector<float> normal(std::int64_t count, float scale = 1.0F) {
+  std::normal_distribution<float> distribution(0.0F, scale);
+  std::vector<float> values(static_cast<std::size_t>(count));
+  for (float& value : values) value = distribution(generator());
+  return values;
+}
+
+inline std::vector<float> small_integers(std::int64_t count, int limit) {
+  std::vector<float> values(static_cast<std::size_t>(count));
+  for (float& value : values) value = static_cast<float>(random_int(-limit, limit));
+  return values;
+}
+
+inline std::vector<std::int8_t> codes(std::int64_t count, int limit) {
+  std::vector<std::int8_t> values(static_cast<std::size_t>(count));
+  for (auto& value : values) value = static_cast<std::int8_t>(random_int(-limit, limit));
+  return values;
+}
+
+// A float matrix inside poisoned memory: rows `ld` apart, a margin before and after. What a call
+// writes outside of the matrix is found by `margins_intact`.
+template <class T>
+class Matrix {
+ public:
+  Matrix(std::int64_t rows, std::int64_t cols, DType dtype, std::int64_t gap = 0)
+      : rows_(rows), cols_(cols), ld_(cols + gap), dtype_(dtype) {
+    storage_.resize(static_cast<std::size_t>(2 * margin + rows * ld_ + 1));
+    std::memset(static_cast<void*>(storage_.data()), poison, storage_.size() * sizeof(T));
+  }
+
+  T* data() { return storage_.data() + margin; }
+  const T* data() const { return storage_.data() + margin; }
+  T& at(std::int64_t r, std::int64_t c) { return data()[r * ld_ + c]; }
+  const T& at(std::int64_t r, std::int64_t c) const { return data()[r * ld_ + c]; }
+  TensorView view() { return hot::matrix(data(), dtype_, rows_, cols_, ld_); }
+  ConstTensorView view() const {
+    return hot::matrix(static_cast<const void*>(data()), dtype_, rows_, cols_, ld_);
+  }
+  std::int64_t rows() const { return rows_; }
+  std::int64_t cols() const { return cols_; }
+
+  std::vector<T> values() const {
+    std::vector<T> all;
+    for (std::int64_t r = 0; r < rows_; ++r) {
+      for (std::int64_t c = 0; c < cols_; ++c) all.push_back(at(r, c));
+    }
+    return all;
+  }
+  void fill(const std::vector<T>& values) {
+    for (std::int64_t r = 0; r < rows_; ++r) {
+      for (std::int64_t c = 0; c < cols_; ++c) {
+        at(r, c) = values[static_cast<std::size_t>(r * cols_ + c)];
+      }
+    }
+  }
+  bool margins_intact() const {
+    for (std::size_t i = 0; i < storage_.size(); ++i) {
+      const std::int64_t at = static_cast<std::int64_t>(i) - margin;
+      const bool inside = at >= 0 && at < rows_ * ld_ && ld_ > 0 && at % ld_ < cols_;
+      if (inside) continue;
+      const auto* bytes = reinterpret_cast<const unsigned char*>(&storage_[i]);
+      for (std::size_t b = 0; b < sizeof(T); ++b) {
+        if (bytes[b] != poison) return false;
+      }
+    }
+    return true;
+  }
+
+ private:
+  static constexpr std::int64_t margin = 64;
+  static constexpr unsigned char poison = 0xA5;
+  std::int64_t rows_, cols_, ld_;
+  DType dtype_;
+  std::vector<T> storage_;
+};
+
+using Floats = Matrix<float>;
+using Bytes = Matrix<std::int8_t>;
+
+inline Floats floats(std::int64_t rows, std::int64_t cols, const std::vector<float>& values,
+                     std::int64_t gap = 0) {
+  Floats m(rows, cols, DType::f32, gap);
+  m.fill(values);
+  return m;
+}
+
+template <class T>
+ConstTensorView as_vector(const std::vector<T>& values, DType dtype) {
+  return hot::vector(static_cast<const void*>(values.data()), dtype,
+                     static_cast<std::int64_t>(values.size()));
+}
+template <class T>
+TensorView as_vector(std::vector<T>& values, DType dtype) {
+  return hot::vector(static_cast<void*>(values.data()), dtype,
+                     static_cast<std::int64_t>(values.size()));
+}
+
+struct Scratch {
+  explicit Scratch(std::size_t bytes) : memory(bytes, static_cast<char>(0xA5)) {}
+  hot::Workspace workspace() { return {memory.data(), memory.size()}; }
+  std::vector<char> memory;
+};
+
+inline std::vector<hot::Isa> isas() {
+  std::vector<hot::Isa> all;
+  for (int i = 0; i <= static_cast<int>(hot::best_isa()); ++i) {
+    all.push_back(static_cast<hot::Isa>(i));
+  }
+  return all;
+}
+
+inline hot::Context cpu(int threads = 2) {
+  return hot::Context::cpu(threads).with_key({0x123456789ABCDEFULL, 7, 5});
+}
+
+// Expects hot::Error with this code and every given part in its message.
+inline void expect_error(hot::ErrorCode code, const std::vector<std::string>& parts,
+                         const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const hot::Error& error) {
+    EXPECT_EQ(static_cast<int>(error.code()), static_cast<int>(code)) << error.what();
+    for (const std::string& part : parts) {
+      EXPECT_NE(std::string(error.what()).find(part), std::string::npos)
+          << "'" << part << "' is missing in: " << error.what();
+    }
+    return;
+  }
+  ADD_FAILURE() << "no error; expected one that names " << (parts.empty() ? "" : parts[0]);
+}
+
+// One layer with its inputs and all outputs, ready to run.
+struct Layer {
+  std::int64_t L, O, I;
+  hot::BackwardLinearSpec spec;
+  Floats gy, x, w, gx, gw;
+  std::vector<float> gb;
+  std::vector<char> saved;
+  hot::SavedLayout layout;
+  hot::Key key{};
+
+  Layer(std::int64_t tokens, std::int64_t out, std::int64_t in, hot::BackwardLinearSpec s)
+      : L(tokens),
+        O(out),
+        I(in),
+        spec(std::move(s)),
+        gy(floats(L, O, normal(L * O), 3)),
+        x(floats(L, I, normal(L * I), 1)),
+        w(floats(O, I, normal(O * I), 2)),
+        gx(L, I, DType::f32, 5),
+        gw(O, I, DType::f32, 4),
+        gb(static_cast<std::size_t>(O), std::numeric_limits<float>::quiet_NaN()),
+        layout(hot::saved_layout(L, I, spec)) {
+    saved.assign(layout.bytes + 16, static_cast<char>(0xA5));
+  }
+
+  char* saved_data() {
+    const auto address = reinterpret_cast<std::uintptr_t>(saved.data());
+    return saved.data() + (16 - address % 16) % 16;
+  }
+  hot::ConstSavedActivation saved_view() { return {saved_data(), layout.bytes, L, I, key}; }
+
+  void compress(const hot::Context& context) {
+    Scratch scratch(hot::compress_activation_workspace(context, L, I, spec));
+    key = context.key();
+    const Floats& input = x;
+    hot::compress_activation(context, input.view(), spec, {saved_data(), layout.bytes},
+                             scratch.workspace());
+  }
+
+  void backward(const hot::Context& context, bool accumulate = false) {
+    Scratch scratch(hot::backward_linear_workspace(context, {L, O, I}, spec, true, true));
+    const TensorView vx = gx.view(), vw = gw.view(), vb = as_vector(gb, DType::f32);
+    const Floats &cy = gy, &cw = w;
+    hot::backward_linear(context, cy.view(), cw.view(), saved_view(), spec,
+                         {&vx, &vw, &vb, accumulate}, scratch.workspace());
+  }
+
+  void run(const hot::Context& context) {
+    compress(context);
+    backward(context);
+  }
+};
+
+inline hot::BackwardLinearSpec recipe(const std::string& name) {
+  hot::BackwardLinearSpec spec;
+  if (name == "fast") {
+    spec.low_rank.basis = hot::Basis::sketch;
+    spec.low_rank.rank = 8;
+    spec.storage = hot::Storage::int8;
+  } else if (name == "int4") {
+    spec.gx_bits = 4;
+  } else if (name == "accurate") {
+    spec.storage = hot::Storage::int8;
+  } else if (name == "paper") {
+    spec.gx_bits = 4;
+    spec.gx_scale = hot::Granularity::tensor;
+    spec.weight_scale = hot::Granularity::tensor;
+    spec.low_rank.basis = hot::Basis::lowpass;
+    spec.low_rank.rank = 8;
+    spec.gw_scale = hot::GradScale::tensor;
+    spec.storage = hot::Storage::int8;
+    spec.x_scale = hot::Granularity::tensor;
+  } else if (name != "default") {
+    ADD_FAILURE() << "unknown recipe " << name;
+  }
+  return spec;
+}
+
+inline const std::vector<std::string>& recipe_names() {
+  static const std::vector<std::string> names{"default", "fast", "int4", "paper", "accurate"};
+  return names;
+}
+
+// Relative distance |a - b| / |b| in the Euclidean norm.
+inline double distance(const std::vector<double>& a, const std::vector<double>& b) {
+  double difference = 0, norm = 0;
+  for (std::size_t i = 0; i < a.size(); ++i) {
+    difference += (a[i] - b[i]) * (a[i] - b[i]);
+    norm += b[i] * b[i];
+  }
+  return norm == 0 ? std::sqrt(difference) : std::sqrt(difference / norm);
+}
+
+inline std::vector<double> doubles(const std::vector<float>& values) {
+  return {values.begin(), values.end()};
+}
+
+inline std::vector<double> plain_gx(const Layer& layer) {
+  std::vector<double> out(static_cast<std::size_t>(layer.L * layer.I), 0.0);
+  for (std::int64_t l = 0; l < layer.L; ++l) {
+    for (std::int64_t o = 0; o < layer.O; ++o) {
+      for (std::int64_t i = 0; i < layer.I; ++i) {
+        out[static_cast<std::size_t>(l * layer.I + i)] +=
+            static_cast<double>(layer.gy.at(l, o)) * static_cast<double>(layer.w.at(o, i));
+      }
+    }
+  }
+  return out;
+}
+
+inline std::vector<double> plain_gw(const Layer& layer) {
+  std::vector<double> out(static_cast<std::size_t>(layer.O * layer.I), 0.0);
+  for (std::int64_t l = 0; l < layer.L; ++l) {
+    for (std::int64_t o = 0; o < layer.O; ++o) {
+      for (std::int64_t i = 0; i < layer.I; ++i) {
+        out[static_cast<std::size_t>(o * layer.I + i)] +=
+            static_cast<double>(layer.gy.at(l, o)) * static_cast<double>(layer.x.at(l, i));
+      }
+    }
+  }
+  return out;
+}
+
+// Sylvester's matrix: entry (i, j) is the parity of the bits that i and j share.
+inline int sylvester(std::int64_t i, std::int64_t j) {
+  return __builtin_parityll(static_cast<unsigned long long>(i & j)) != 0 ? -1 : 1;
+}
+
+}  // namespace hot_test

@@ -1,0 +1,318 @@
+#include <thread>
+
+#include "golden.h"
+#include "support.h"
+
+using namespace hot_test;
+using hot::Basis;
+using hot::BackwardLinearSpec;
+using hot::GradScale;
+using hot::Storage;
+
+namespace {
+
+std::int64_t any_size() {
+  const std::int64_t sizes[] = {1, 2, 15, 16, 17, 31, 49, 64, 97, 197};
+  return sizes[random_int(0, 9)];
+}
+
+}  // namespace
+
+TEST(BackwardLinear, golden) { check_golden_backward_linear(); }
+
+TEST(BackwardLinear, close_to_the_plain_product) {
+  // Relative error of a Gaussian layer; one-step bounds with room, they find a wrong factor or row.
+  const struct {
+    const char* name;
+    double gx, gw;
+  } bounds[] = {{"default", 0.02, 0.2}, {"fast", 0.02, 1.3}, {"int4", 0.3, 0.2},
+                {"paper", 0.6, 0.9},    {"accurate", 0.02, 0.02}};
+  for (const auto& bound : bounds) {
+    Layer layer(160, 67, 50, recipe(bound.name));
+    layer.run(cpu());
+    EXPECT_LT(distance(doubles(layer.gx.values()), plain_gx(layer)), bound.gx) << bound.name;
+    EXPECT_LT(distance(doubles(layer.gw.values()), plain_gw(layer)), bound.gw) << bound.name;
+    EXPECT_TRUE(layer.gx.margins_intact());
+    EXPECT_TRUE(layer.gw.margins_intact());
+    for (std::int64_t o = 0; o < layer.O; ++o) {
+      double sum = 0, size = 0;
+      for (std::int64_t l = 0; l < layer.L; ++l) {
+        sum += static_cast<double>(layer.gy.at(l, o));
+        size += std::abs(static_cast<double>(layer.gy.at(l, o)));
+      }
+      EXPECT_NEAR(static_cast<double>(layer.gb[static_cast<std::size_t>(o)]), sum,
+                  68 * std::ldexp(size, -24));
+    }
+  }
+}
+
+TEST(BackwardLinear, gx_error_bound) {
+  // docs/numerics.md: |error| <= (s_y sum|W^| + (s_w / 2) sum|Y^| + O s_y s_w / 2) / n.
+  for (const int bits : {4, 8}) {
+    BackwardLinearSpec spec;
+    spec.gx_bits = bits;
+    const std::int64_t L = 20, O = 53, I = 19, n = 16, padded = 64;
+    Layer layer(L, O, I, spec);
+    layer.run(cpu());
+    const std::vector<double> plain = plain_gx(layer);
+    const double q = bits == 4 ? 7 : 127;
+    const auto transformed = [&](const std::function<double(std::int64_t)>& value) {
+      std::vector<double> out;
+      for (std::int64_t k = 0; k < padded; ++k) {
+        double sum = 0;
+        for (std::int64_t j = k / n * n; j < k / n * n + n && j < O; ++j) {
+          sum += sylvester(k % n, j % n) * value(j);
+        }
+        out.push_back(sum);
+      }
+      return out;
+    };
+    for (std::int64_t l = 0; l < L; ++l) {
+      const auto y = transformed([&](std::int64_t o) { return layer.gy.at(l, o); });
+      for (std::int64_t i = 0; i < I; ++i) {
+        const auto w = transformed([&](std::int64_t o) { return layer.w.at(o, i); });
+        double max_y = 0, max_w = 0, sum_y = 0, sum_w = 0;
+        for (std::size_t k = 0; k < y.size(); ++k) {
+          max_y = std::max(max_y, std::abs(y[k]));
+          max_w = std::max(max_w, std::abs(w[k]));
+          sum_y += std::abs(y[k]);
+          sum_w += std::abs(w[k]);
+        }
+        const double s_y = max_y / q, s_w = max_w / q;
+        const double bound =
+            (s_y * sum_w + s_w / 2 * sum_y + static_cast<double>(padded) * s_y * s_w / 2) / 16;
+        ASSERT_LE(std::abs(static_cast<double>(layer.gx.at(l, i)) -
+                           plain[static_cast<std::size_t>(l * I + i)]),
+                  bound * 1.0001);
+      }
+    }
+  }
+}
+
+TEST(BackwardLinear, expectation_is_the_plain_product) {
+  // Recipes without a fixed basis: the mean of g_w over keys is g_y^T x.
+  for (const char* name : {"default", "fast", "accurate"}) {
+    Layer layer(40, 3, 4, recipe(name));
+    const std::vector<double> plain = plain_gw(layer);
+    constexpr int draws = 3000;
+    std::vector<double> sum(plain.size(), 0.0), square(plain.size(), 0.0);
+    for (int draw = 0; draw < draws; ++draw) {
+      layer.run(cpu(1).with_key({run_seed(), static_cast<unsigned>(draw), 2}));
+      const std::vector<float> got = layer.gw.values();
+      for (std::size_t i = 0; i < got.size(); ++i) {
+        sum[i] += static_cast<double>(got[i]);
+        square[i] += static_cast<double>(got[i]) * static_cast<double>(got[i]);
+      }
+    }
+    for (std::size_t i = 0; i < plain.size(); ++i) {
+      const double mean = sum[i] / draws;
+      const double error = std::sqrt(std::max(0.0, square[i] / draws - mean * mean) / draws);
+      // Eight random bits: a bias of up to 1/512 of a step on each of 40 tokens, far below this.
+      EXPECT_LT(std::abs(mean - plain[i]), 5 * error + 2e-3) << name << " " << i;
+    }
+  }
+}
+
+TEST(BackwardLinear, same_bits_on_every_path) {
+  for (const std::string& name : recipe_names()) {
+    for (const GradScale gw_scale : {GradScale::channel, GradScale::tensor, GradScale::token}) {
+      BackwardLinearSpec spec = recipe(name);
+      spec.gw_scale = gw_scale;
+      Layer layer(any_size(), any_size(), any_size(), spec);
+      layer.run(cpu(1).with_isa(hot::Isa::plain));
+      const auto gx = layer.gx.values(), gw = layer.gw.values();
+      const auto gb = layer.gb;
+      const std::vector<char> saved(layer.saved_data(), layer.saved_data() + layer.layout.bytes);
+      for (const hot::Isa isa : isas()) {
+        for (const int threads : {1, 8}) {
+          std::fill(layer.saved.begin(), layer.saved.end(), static_cast<char>(0x5A));
+          layer.run(cpu(threads).with_isa(isa));
+          EXPECT_EQ(std::vector<char>(layer.saved_data(), layer.saved_data() + layer.layout.bytes),
+                    saved);
+          EXPECT_EQ(layer.gx.values(), gx) << name << " " << hot::isa_name(isa);
+          EXPECT_EQ(layer.gw.values(), gw) << name << " " << hot::isa_name(isa);
+          EXPECT_EQ(layer.gb, gb) << name << " " << hot::isa_name(isa);
+        }
+      }
+    }
+  }
+}
+
+TEST(BackwardLinear, accumulates_on_request) {
+  for (const std::string& name : recipe_names()) {
+    Layer layer(33, 20, 18, recipe(name));
+    layer.run(cpu());
+    const auto gw = layer.gw.values();
+    const auto gb = layer.gb;
+    layer.backward(cpu(), true);
+    for (std::size_t i = 0; i < gw.size(); ++i) EXPECT_EQ(layer.gw.values()[i], gw[i] + gw[i]);
+    for (std::size_t i = 0; i < gb.size(); ++i) EXPECT_EQ(layer.gb[i], gb[i] + gb[i]);
+  }
+}
+
+TEST(BackwardLinear, each_output_alone) {
+  for (const std::string& name : recipe_names()) {
+    Layer all(50, 21, 35, recipe(name));
+    all.run(cpu());
+    const Floats &gy = all.gy, &w = all.w;
+    const ConstTensorView nothing{};
+    const auto workspace = [&](bool gx, bool gw) {
+      return Scratch(hot::backward_linear_workspace(cpu(), {50, 21, 35}, all.spec, gx, gw));
+    };
+    Floats gx(50, 35, DType::f32), gw(21, 35, DType::f32);
+    std::vector<float> gb(21);
+    const TensorView vx = gx.view(), vw = gw.view(), vb = as_vector(gb, DType::f32);
+    Scratch for_gx = workspace(true, false), for_gw = workspace(false, true);
+    hot::backward_linear(cpu(), gy.view(), w.view(), {}, all.spec, {&vx, nullptr, nullptr, false},
+                         for_gx.workspace());
+    hot::backward_linear(cpu(), gy.view(), nothing, all.saved_view(), all.spec,
+                         {nullptr, &vw, nullptr, false}, for_gw.workspace());
+    hot::backward_linear(cpu(), gy.view(), nothing, {}, all.spec, {nullptr, nullptr, &vb, false},
+                         {});
+    EXPECT_EQ(gx.values(), all.gx.values());
+    EXPECT_EQ(gw.values(), all.gw.values());
+    EXPECT_EQ(gb, all.gb);
+  }
+}
+
+TEST(BackwardLinear, empty_sizes) {
+  for (const std::string& name : recipe_names()) {
+    for (int which = 0; which < 3; ++which) {
+      Layer layer(which == 0 ? 0 : 5, which == 1 ? 0 : 6, which == 2 ? 0 : 7, recipe(name));
+      layer.run(cpu());
+      for (const float value : layer.gx.values()) EXPECT_EQ(value, 0.0F);
+      for (const float value : layer.gw.values()) EXPECT_EQ(which == 0 ? value : 0.0F, 0.0F);
+      if (which == 0) {
+        EXPECT_EQ(layer.gb, std::vector<float>(6, 0.0F));
+      }
+    }
+    // Nothing to add: what is there stays.
+    Layer kept(0, 4, 3, recipe(name));
+    kept.compress(cpu());
+    kept.gw.fill(std::vector<float>(12, 2.0F));
+    kept.gb.assign(4, 3.0F);
+    kept.backward(cpu(), true);
+    EXPECT_EQ(kept.gw.values(), std::vector<float>(12, 2.0F));
+    EXPECT_EQ(kept.gb, std::vector<float>(4, 3.0F));
+  }
+}
+
+TEST(BackwardLinear, zero_inputs_give_zero) {
+  for (const std::string& name : recipe_names()) {
+    Layer layer(35, 18, 20, recipe(name));
+    layer.gy.fill(std::vector<float>(35 * 18, 0.0F));
+    layer.run(cpu());
+    for (const float value : layer.gx.values()) EXPECT_EQ(value, 0.0F);
+    for (const float value : layer.gw.values()) EXPECT_EQ(value, 0.0F);
+  }
+}
+
+TEST(BackwardLinear, non_finite_values_show) {
+  const float nan = std::numeric_limits<float>::quiet_NaN();
+  const float inf = std::numeric_limits<float>::infinity();
+  for (const std::string& name : recipe_names()) {
+    for (const float bad : {nan, inf, -inf}) {
+      Layer gradient(40, 20, 18, recipe(name));
+      gradient.gy.at(13, 7) = bad;
+      gradient.run(cpu());
+      for (std::int64_t i = 0; i < 18; ++i) {
+        EXPECT_FALSE(std::isfinite(gradient.gx.at(13, i))) << name;
+        EXPECT_FALSE(std::isfinite(gradient.gw.at(7, i))) << name;
+      }
+      EXPECT_FALSE(std::isfinite(gradient.gb[7]));
+      EXPECT_TRUE(std::isfinite(gradient.gb[6]));
+
+      Layer weight(40, 20, 18, recipe(name));
+      weight.w.at(4, 5) = bad;
+      weight.run(cpu());
+      for (std::int64_t l = 0; l < 40; ++l) EXPECT_FALSE(std::isfinite(weight.gx.at(l, 5))) << name;
+      for (const float value : weight.gw.values()) EXPECT_TRUE(std::isfinite(value));
+
+      Layer activation(40, 20, 18, recipe(name));
+      activation.x.at(22, 3) = bad;
+      activation.run(cpu());
+      for (std::int64_t o = 0; o < 20; ++o) {
+        EXPECT_FALSE(std::isfinite(activation.gw.at(o, 3))) << name;
+      }
+    }
+  }
+}
+
+TEST(BackwardLinear, sketch_follows_the_saved_key) {
+  // Backward rounds with its own key, but must draw the subspaces of forward.
+  Layer layer(64, 6, 5, recipe("fast"));
+  layer.compress(cpu().with_key({11, 22, 33}));
+  layer.backward(cpu().with_key({44, 55, 66}));
+  const auto right = layer.gw.values();
+  layer.backward(cpu().with_key({11, 22, 33}));
+  EXPECT_LT(distance(doubles(right), doubles(layer.gw.values())), 0.05);  // rounding alone
+  layer.key = {44, 55, 66};
+  layer.backward(cpu().with_key({44, 55, 66}));
+  EXPECT_GT(distance(doubles(layer.gw.values()), doubles(right)), 0.3);
+}
+
+TEST(BackwardLinear, saved_bytes) {
+  const std::int64_t L = 197 * 16, I = 768;
+  const auto per_value = [&](const BackwardLinearSpec& spec) {
+    return static_cast<double>(hot::saved_layout(L, I, spec).bytes) / static_cast<double>(L * I);
+  };
+  EXPECT_LE(per_value(recipe("default")), 0.54);
+  EXPECT_LE(per_value(recipe("fast")), 0.5 * 1.01);
+  EXPECT_LE(per_value(recipe("paper")), 0.5 * 1.01);
+  EXPECT_LE(per_value(recipe("accurate")), 1.01);
+}
+
+TEST(BackwardLinear, strided_and_many_dimensional) {
+  Layer layer(24, 18, 20, recipe("default"));
+  layer.run(cpu());
+  // The same gradients from [2, 3, 4, O] with a gap between rows, column-major w.
+  Floats gy = floats(24, 18, layer.gy.values(), 6);
+  ConstTensorView deep{gy.data(), DType::f32, {}, 4, {2, 3, 4, 18}, {12 * 24, 4 * 24, 24, 1}};
+  std::vector<float> turned(18 * 20);
+  for (std::int64_t o = 0; o < 18; ++o) {
+    for (std::int64_t i = 0; i < 20; ++i) {
+      turned[static_cast<std::size_t>(i * 18 + o)] = layer.w.at(o, i);
+    }
+  }
+  ConstTensorView w = hot::matrix(static_cast<const void*>(turned.data()), DType::f32, 18, 20);
+  w.stride[0] = 1;
+  w.stride[1] = 18;
+  Floats gx(24, 20, DType::f32), gw(18, 20, DType::f32);
+  TensorView vx{gx.data(), DType::f32, {}, 4, {2, 3, 4, 20}, {240, 80, 20, 1}};
+  const TensorView vw = gw.view();
+  Scratch scratch(hot::backward_linear_workspace(cpu(), {24, 18, 20}, layer.spec, true, true));
+  hot::backward_linear(cpu(), deep, w, layer.saved_view(), layer.spec, {&vx, &vw, nullptr, false},
+                       scratch.workspace());
+  EXPECT_EQ(gx.values(), layer.gx.values());
+  EXPECT_EQ(gw.values(), layer.gw.values());
+}
+
+TEST(BackwardLinear, any_block_size) {
+  for (const int block : {1, 2, 4, 8, 16, 32, 64, 128, 256}) {
+    BackwardLinearSpec spec = recipe("accurate");
+    spec.hadamard_block = block;
+    if (block >= 2 && block <= 64) {
+      spec.low_rank.basis = Basis::lowpass;
+      spec.low_rank.block = spec.low_rank.rank = block;
+    }
+    Layer layer(any_size(), any_size() + 30, any_size(), spec);
+    layer.run(cpu());
+    EXPECT_LT(distance(doubles(layer.gx.values()), plain_gx(layer)), 0.03) << block;
+    EXPECT_LT(distance(doubles(layer.gw.values()), plain_gw(layer)), 0.03) << block;
+  }
+}
+
+TEST(BackwardLinear, two_callers_share_a_context) {
+  const hot::Context context = cpu(2);
+  Layer a(64, 33, 40, recipe("default")), b(70, 20, 50, recipe("fast"));
+  a.run(context);
+  b.run(context);
+  const auto gw_a = a.gw.values(), gw_b = b.gw.values();
+  std::thread other([&] {
+    for (int i = 0; i < 50; ++i) a.run(context);
+  });
+  for (int i = 0; i < 50; ++i) b.run(context);
+  other.join();
+  EXPECT_EQ(a.gw.values(), gw_a);
+  EXPECT_EQ(b.gw.values(), gw_b);
+}

@@ -1,0 +1,341 @@
+#include "support.h"
+
+using namespace hot_test;
+using hot::ErrorCode;
+
+namespace {
+
+constexpr ErrorCode invalid = ErrorCode::invalid_argument;
+
+// Good arguments of every call; a case spoils one and names what the message must hold.
+struct Arguments {
+  std::vector<float> memory = normal(1 << 14);
+  std::vector<std::int8_t> code_memory = codes(1 << 14, 7);
+  std::vector<float> out_memory = std::vector<float>(1 << 14, -5.0F);
+
+  ConstTensorView x = hot::matrix(static_cast<const void*>(memory.data()), DType::f32, 32, 16);
+  TensorView out = hot::matrix(out_memory.data(), DType::f32, 32, 16);
+  int axis = 1, block = 16;
+
+  hot::LowRank low_rank{};
+  hot::QuantSpec quant{};
+  TensorView q = hot::matrix(out_memory.data(), DType::i8, 32, 16);
+  TensorView scale = hot::vector(out_memory.data() + 4096, DType::f32, 32);
+
+  ConstTensorView a = hot::matrix(static_cast<const void*>(code_memory.data()), DType::i8, 6, 20);
+  ConstTensorView b =
+      hot::matrix(static_cast<const void*>(code_memory.data() + 1000), DType::i8, 7, 20);
+  ConstTensorView a_scale = hot::vector(static_cast<const void*>(memory.data()), DType::f32, 6);
+  ConstTensorView b_scale = hot::vector(static_cast<const void*>(memory.data()), DType::f32, 7);
+  hot::GemmSpec gemm{};
+  TensorView product = hot::matrix(out_memory.data(), DType::f32, 6, 7);
+
+  std::int64_t k = 20;
+  ConstTensorView packed_a =
+      hot::matrix(static_cast<const void*>(code_memory.data()), DType::i4x2, 6, 10);
+  ConstTensorView packed_b =
+      hot::matrix(static_cast<const void*>(code_memory.data() + 1000), DType::i4x2, 7, 10);
+  TensorView packed_out = hot::matrix(out_memory.data(), DType::i4x2, 6, 10);
+  TensorView unpacked = hot::matrix(out_memory.data(), DType::i8, 6, 20);
+  TensorView wide = hot::matrix(out_memory.data(), DType::f32, 6, 20);
+
+  hot::BackwardLinearSpec spec{};
+  ConstTensorView gy = hot::matrix(static_cast<const void*>(memory.data()), DType::f32, 20, 10);
+  ConstTensorView w =
+      hot::matrix(static_cast<const void*>(memory.data() + 1000), DType::f32, 10, 12);
+  std::int64_t saved_tokens = 20, saved_features = 12;
+  alignas(16) char saved_memory[4096] = {};
+  std::size_t saved_bytes = hot::saved_layout(20, 12, spec).bytes;
+  char* saved_data = saved_memory;
+  TensorView gx = hot::matrix(out_memory.data(), DType::f32, 20, 12);
+  TensorView gw = hot::matrix(out_memory.data() + 1000, DType::f32, 10, 12);
+  TensorView gb = hot::vector(out_memory.data() + 2000, DType::f32, 10);
+
+  Scratch scratch{1 << 20};
+  std::size_t workspace_bytes = 1 << 20;
+  hot::Context context = cpu();
+
+  hot::Workspace workspace() { return {scratch.memory.data(), workspace_bytes}; }
+};
+
+using Spoil = std::function<void(Arguments&)>;
+
+struct Case {
+  std::vector<std::string> message;
+  Spoil spoil;
+  ErrorCode code = invalid;
+};
+
+// Every case fails with its message and leaves the outputs as they were.
+void check_table(const std::vector<Case>& table, const std::function<void(Arguments&)>& call) {
+  Arguments good;
+  EXPECT_NO_THROW(call(good));
+  for (const Case& bad : table) {
+    Arguments arguments;
+    bad.spoil(arguments);
+    const std::vector<float> before = arguments.out_memory;
+    expect_error(bad.code, bad.message, [&] { call(arguments); });
+    EXPECT_EQ(arguments.out_memory, before) << "written before the error: " << bad.message[1];
+  }
+}
+
+void* shifted(const void* data, std::ptrdiff_t bytes) {
+  return const_cast<char*>(static_cast<const char*>(data)) + bytes;
+}
+
+}  // namespace
+
+TEST(Errors, fwht) {
+  check_table(
+      {{{"fwht", "x", "int8"}, [](Arguments& t) { t.x.dtype = DType::i8; }},
+       {{"fwht", "x", "0 dimensions"}, [](Arguments& t) { t.x.ndim = 0; }},
+       {{"fwht", "x", "5 dimensions"}, [](Arguments& t) { t.x.ndim = 5; }},
+       {{"fwht", "x", "negative"}, [](Arguments& t) { t.x.shape[0] = -1; }},
+       {{"fwht", "x", "null"}, [](Arguments& t) { t.x.data = nullptr; }},
+       {{"fwht", "x", "aligned"}, [](Arguments& t) { t.x.data = shifted(t.x.data, 2); }},
+       {{"fwht", "x", "cuda:1", "cpu"},
+        [](Arguments& t) { t.x.device = {hot::Device::Type::cuda, 1}; }},
+       {{"fwht", "axis", "2"}, [](Arguments& t) { t.axis = 2; }},
+       {{"fwht", "axis", "-3"}, [](Arguments& t) { t.axis = -3; }},
+       {{"fwht", "block", "12"}, [](Arguments& t) { t.block = 12; }},
+       {{"fwht", "block", "0"}, [](Arguments& t) { t.block = 0; }},
+       {{"fwht", "block", "65536"}, [](Arguments& t) { t.block = 65536; }},
+       {{"fwht", "x", "16", "block = 32"}, [](Arguments& t) { t.block = 32; }},
+       {{"fwht", "out", "int32"}, [](Arguments& t) { t.out.dtype = DType::i32; }},
+       {{"fwht", "out", "(16, 32)"},
+        [](Arguments& t) { t.out = hot::matrix(t.out_memory.data(), DType::f32, 16, 32); }},
+       {{"fwht", "out", "share memory"}, [](Arguments& t) { t.out.stride[0] = 0; }},
+       {{"fwht", "out", "overlaps x"}, [](Arguments& t) { t.out.data = shifted(t.x.data, 64); }}},
+      [](Arguments& t) { hot::fwht(t.context, t.x, t.axis, t.block, t.out); });
+}
+
+TEST(Errors, hla) {
+  check_table(
+      {{{"hla", "x", "1 dimensions"}, [](Arguments& t) { t.x.ndim = 1; }},
+       {{"hla", "out", "(32, 16)", "(16, 16)"},
+        [](Arguments& t) {
+          t.low_rank.basis = hot::Basis::lowpass;
+          t.low_rank.rank = 8;
+        }},
+       {{"low_rank", "block", "3"},
+        [](Arguments& t) {
+          t.low_rank.basis = hot::Basis::lowpass;
+          t.low_rank.block = 3;
+        }},
+       {{"low_rank", "rank", "0"},
+        [](Arguments& t) {
+          t.low_rank.basis = hot::Basis::sequency;
+          t.low_rank.rank = 0;
+        }},
+       {{"low_rank", "rank", "17"},
+        [](Arguments& t) {
+          t.low_rank.basis = hot::Basis::lowpass;
+          t.low_rank.rank = 17;
+        }},
+       {{"low_rank", "rank", "sketch"},
+        [](Arguments& t) {
+          t.low_rank.basis = hot::Basis::sketch;
+          t.low_rank.rank = 6;
+        }},
+       {{"low_rank", "rows[1]", "16"},
+        [](Arguments& t) {
+          t.low_rank.basis = hot::Basis::lowpass;
+          t.low_rank.rows = {0, 16};
+        }},
+       {{"low_rank", "rows", "twice"},
+        [](Arguments& t) {
+          t.low_rank.basis = hot::Basis::lowpass;
+          t.low_rank.rows = {3, 3};
+        }},
+       {{"low_rank", "rows", "sketch"},
+        [](Arguments& t) {
+          t.low_rank.basis = hot::Basis::sketch;
+          t.low_rank.rows = {3};
+        }},
+       {{"low_rank", "token_grid", "(4, 0)"},
+        [](Arguments& t) {
+          t.low_rank.basis = hot::Basis::lowpass;
+          t.low_rank.layout = {4, 0, 0};
+        }},
+       {{"low_rank", "prefix_tokens"},
+        [](Arguments& t) {
+          t.low_rank.basis = hot::Basis::lowpass;
+          t.low_rank.layout = {0, 0, 1};
+        }},
+       {{"low_rank", "32 tokens", "multiple", "17"},
+        [](Arguments& t) {
+          t.low_rank.basis = hot::Basis::lowpass;
+          t.low_rank.layout = {4, 4, 1};
+        }}},
+      [](Arguments& t) { hot::hla(t.context, t.x, t.low_rank, hot::Side::activation, t.out); });
+}
+
+TEST(Errors, quantize) {
+  check_table(
+      {{{"quantize", "bits", "5"}, [](Arguments& t) { t.quant.bits = 5; }},
+       {{"quantize", "rounding"},
+        [](Arguments& t) { t.quant.rounding = static_cast<hot::Rounding>(9); }},
+       {{"quantize", "x", "int32"}, [](Arguments& t) { t.x.dtype = DType::i32; }},
+       {{"quantize", "q", "float32"}, [](Arguments& t) { t.q.dtype = DType::f32; }},
+       {{"quantize", "q", "bits is 8"}, [](Arguments& t) { t.q.dtype = DType::i4x2; }},
+       {{"quantize", "q", "(32, 15)"}, [](Arguments& t) { t.q.shape[1] = 15; }},
+       {{"quantize", "q", "stride 2"},
+        [](Arguments& t) {
+          t.q.stride[0] = 32;
+          t.q.stride[1] = 2;
+        }},
+       {{"quantize", "scale", "(31,)", "(32,)"}, [](Arguments& t) { t.scale.shape[0] = 31; }},
+       {{"quantize", "scale", "bfloat16"}, [](Arguments& t) { t.scale.dtype = DType::bf16; }},
+       {{"quantize", "scale", "overlaps q"}, [](Arguments& t) { t.scale.data = t.q.data; }}},
+      [](Arguments& t) { hot::quantize(t.context, t.x, t.quant, t.q, t.scale); });
+}
+
+TEST(Errors, dequantize) {
+  check_table(
+      {{{"dequantize", "q", "float32"}, [](Arguments& t) { t.a.dtype = DType::f32; }},
+       {{"dequantize", "q", "(6, 19)", "(6, 20)"}, [](Arguments& t) { t.a.shape[1] = 19; }},
+       {{"dequantize", "scale", "(5,)"}, [](Arguments& t) { t.a_scale.shape[0] = 5; }},
+       {{"dequantize", "out", "int8"}, [](Arguments& t) { t.wide.dtype = DType::i8; }}},
+      [](Arguments& t) {
+        hot::dequantize(t.context, t.a, t.a_scale, hot::Granularity::row, t.wide);
+      });
+}
+
+TEST(Errors, pack_int4) {
+  check_table(
+      {{{"pack_int4", "q", "float32"}, [](Arguments& t) { t.a.dtype = DType::f32; }},
+       {{"pack_int4", "q", "stride"}, [](Arguments& t) { t.a.stride[1] = 3; }},
+       {{"pack_int4", "out", "int8"}, [](Arguments& t) { t.packed_out.dtype = DType::i8; }},
+       {{"pack_int4", "out", "(6, 9)", "(6, 10)"},
+        [](Arguments& t) { t.packed_out.shape[1] = 9; }}},
+      [](Arguments& t) { hot::pack_int4(t.context, t.a, t.packed_out); });
+}
+
+TEST(Errors, unpack_int4) {
+  check_table(
+      {{{"unpack_int4", "packed", "int8"}, [](Arguments& t) { t.packed_a.dtype = DType::i8; }},
+       {{"unpack_int4", "packed", "(6, 9)", "(6, 10)"},
+        [](Arguments& t) { t.packed_a.shape[1] = 9; }},
+       {{"unpack_int4", "out", "float32"}, [](Arguments& t) { t.unpacked.dtype = DType::f32; }}},
+      [](Arguments& t) { hot::unpack_int4(t.context, t.packed_a, t.unpacked); });
+}
+
+TEST(Errors, gemm_int8) {
+  check_table(
+      {{{"gemm_int8", "a", "float32"}, [](Arguments& t) { t.a.dtype = DType::f32; }},
+       {{"gemm_int8", "b", "(7, 19)", "(*, 20)"}, [](Arguments& t) { t.b.shape[1] = 19; }},
+       {{"gemm_int8", "a", "stride"}, [](Arguments& t) { t.a.stride[1] = 2; }},
+       {{"gemm_int8", "a_scale", "(5,)"}, [](Arguments& t) { t.a_scale.shape[0] = 5; }},
+       {{"gemm_int8", "a_scale", "0 dimensions"}, [](Arguments& t) { t.a_scale = {}; }},
+       {{"gemm_int8", "b_scale", "float16"}, [](Arguments& t) { t.b_scale.dtype = DType::f16; }},
+       {{"gemm_int8", "divisor", "3"}, [](Arguments& t) { t.gemm.divisor = 3; }},
+       {{"gemm_int8", "out", "(7, 6)", "(6, 7)"},
+        [](Arguments& t) { t.product = hot::matrix(t.out_memory.data(), DType::f32, 7, 6); }},
+       {{"gemm_int8", "out", "int32", "no a_scale"},
+        [](Arguments& t) { t.product.dtype = DType::i32; }},
+       {{"gemm_int8", "out", "overlaps a"},
+        [](Arguments& t) { t.product.data = t.code_memory.data(); }},
+       {{"gemm_int8", "workspace", "16 bytes"},
+        [](Arguments& t) { t.workspace_bytes = 16; },
+        ErrorCode::workspace_too_small}},
+      [](Arguments& t) {
+        hot::gemm_int8(t.context, t.a, t.b, t.a_scale, t.b_scale, t.gemm, t.product,
+                       t.workspace());
+      });
+}
+
+TEST(Errors, gemm_int4) {
+  check_table(
+      {{{"gemm_int4", "a", "int8"}, [](Arguments& t) { t.packed_a.dtype = DType::i8; }},
+       {{"gemm_int4", "b", "(7, 9)", "(*, 10)"}, [](Arguments& t) { t.packed_b.shape[1] = 9; }},
+       {{"gemm_int4", "k", "18"}, [](Arguments& t) { t.k = 18; }},
+       {{"gemm_int4", "workspace"},
+        [](Arguments& t) { t.workspace_bytes = 0; },
+        ErrorCode::workspace_too_small}},
+      [](Arguments& t) {
+        hot::gemm_int4(t.context, t.packed_a, t.packed_b, t.k, t.a_scale, t.b_scale, t.gemm,
+                       t.product, t.workspace());
+      });
+}
+
+TEST(Errors, compress_activation) {
+  check_table(
+      {{{"compress_activation", "x", "int8"}, [](Arguments& t) { t.w.dtype = DType::i8; }},
+       {{"compress_activation", "x", "1 dimensions"}, [](Arguments& t) { t.w.ndim = 1; }},
+       {{"compress_activation", "saved", "bytes"}, [](Arguments& t) { t.saved_bytes = 10; }},
+       {{"compress_activation", "saved", "16 bytes"}, [](Arguments& t) { t.saved_data += 4; }},
+       {{"compress_activation", "storage", "int4", "lowpass"},
+        [](Arguments& t) { t.spec.low_rank.basis = hot::Basis::lowpass; }},
+       {{"compress_activation", "x_scale"},
+        [](Arguments& t) { t.spec.x_scale = hot::Granularity::column; }}},
+      [](Arguments& t) {
+        hot::compress_activation(t.context, t.w, t.spec, {t.saved_data, t.saved_bytes}, {});
+      });
+}
+
+TEST(Errors, backward_linear) {
+  check_table(
+      {{{"backward_linear", "gy", "int32"}, [](Arguments& t) { t.gy.dtype = DType::i32; }},
+       {{"backward_linear", "gy", "1 dimensions"}, [](Arguments& t) { t.gy.ndim = 1; }},
+       {{"backward_linear", "gy", "collapse"},
+        [](Arguments& t) {
+          t.gy = ConstTensorView{t.memory.data(), DType::f32, {}, 3, {4, 5, 10}, {100, 10, 1}};
+        }},
+       {{"backward_linear", "w", "(11, 12)", "(10, *)"}, [](Arguments& t) { t.w.shape[0] = 11; }},
+       {{"backward_linear", "w", "cuda:0"},
+        [](Arguments& t) { t.w.device = {hot::Device::Type::cuda, 0}; }},
+       {{"backward_linear", "hadamard_block", "12"},
+        [](Arguments& t) { t.spec.hadamard_block = 12; }},
+       {{"backward_linear", "hadamard_block", "512"},
+        [](Arguments& t) { t.spec.hadamard_block = 512; }},
+       {{"backward_linear", "gx_bits", "6"}, [](Arguments& t) { t.spec.gx_bits = 6; }},
+       {{"backward_linear", "gx_scale"},
+        [](Arguments& t) { t.spec.gx_scale = hot::Granularity::column; }},
+       {{"backward_linear", "weight_scale"},
+        [](Arguments& t) { t.spec.weight_scale = hot::Granularity::row; }},
+       {{"backward_linear", "saved", "19 tokens"}, [](Arguments& t) { t.saved_tokens = 19; }},
+       {{"backward_linear", "saved", "13 in_features"}, [](Arguments& t) { t.saved_features = 13; }},
+       {{"backward_linear", "saved", "bytes"}, [](Arguments& t) { ++t.saved_bytes; }},
+       {{"backward_linear", "saved", "0 bytes"}, [](Arguments& t) { t.saved_data = nullptr; }},
+       {{"backward_linear", "gx", "(20, 11)"}, [](Arguments& t) { t.gx.shape[1] = 11; }},
+       {{"backward_linear", "gw", "int8"}, [](Arguments& t) { t.gw.dtype = DType::i8; }},
+       {{"backward_linear", "gb", "(9,)"}, [](Arguments& t) { t.gb.shape[0] = 9; }},
+       {{"backward_linear", "gx", "overlaps gy"},
+        [](Arguments& t) { t.gx.data = t.memory.data(); }},
+       {{"backward_linear", "gw", "overlaps gx"},
+        [](Arguments& t) { t.gw.data = shifted(t.gx.data, 8); }},
+       {{"backward_linear", "workspace", "expected"},
+        [](Arguments& t) { t.workspace_bytes = 100; },
+        ErrorCode::workspace_too_small}},
+      [](Arguments& t) {
+        hot::backward_linear(t.context, t.gy, t.w,
+                             {t.saved_data, t.saved_bytes, t.saved_tokens, t.saved_features, {}},
+                             t.spec, {&t.gx, &t.gw, &t.gb, false}, t.workspace());
+      });
+}
+
+TEST(Errors, supported) {
+  hot::BackwardLinearSpec spec;
+  EXPECT_TRUE(hot::supported(cpu(), {20, 10, 12}, spec).ok);
+  EXPECT_TRUE(hot::supported(cpu(), {20, 10, 12}, spec).why.empty());
+  spec.gx_bits = 3;
+  EXPECT_FALSE(hot::supported(cpu(), {20, 10, 12}, spec).ok);
+  EXPECT_NE(hot::supported(cpu(), {20, 10, 12}, spec).why.find("gx_bits"), std::string::npos);
+  EXPECT_FALSE(hot::supported(cpu(), {-1, 10, 12}, {}).ok);
+  spec = recipe("paper");
+  spec.low_rank.layout = {14, 14, 1};
+  EXPECT_TRUE(hot::supported(cpu(), {197, 10, 12}, spec).ok);
+  EXPECT_FALSE(hot::supported(cpu(), {196, 10, 12}, spec).ok);
+}
+
+TEST(Errors, missing_backends) {
+  if (hot::best_isa() != hot::Isa::avx512) {
+    expect_error(ErrorCode::unsupported, {"isa", "avx512"},
+                 [] { cpu().with_isa(hot::Isa::avx512); });
+  }
+  if (!hot::built_with_cuda()) {
+    expect_error(ErrorCode::unsupported, {"CUDA"}, [] { hot::Context::cuda(0, nullptr); });
+  } else {
+    expect_error(invalid, {"device", "999"}, [] { hot::Context::cuda(999, nullptr); });
+  }
+}

@@ -1,0 +1,178 @@
+#include "golden.h"
+#include "support.h"
+
+using namespace hot_test;
+using hot::GemmSpec;
+
+namespace {
+
+const ConstTensorView no_scale{};
+
+std::vector<std::int64_t> sums(const Bytes& a, const Bytes& b) {
+  std::vector<std::int64_t> out;
+  for (std::int64_t m = 0; m < a.rows(); ++m) {
+    for (std::int64_t n = 0; n < b.rows(); ++n) {
+      std::int64_t sum = 0;
+      for (std::int64_t k = 0; k < a.cols(); ++k) sum += std::int64_t{a.at(m, k)} * b.at(n, k);
+      out.push_back(sum);
+    }
+  }
+  return out;
+}
+
+Bytes bytes(std::int64_t rows, std::int64_t cols, const std::vector<std::int8_t>& values,
+            std::int64_t gap = 0, DType dtype = DType::i8) {
+  Bytes m(rows, cols, dtype, gap);
+  m.fill(values);
+  return m;
+}
+
+void run_gemm(const hot::Context& context, const Bytes& a, const Bytes& b,
+              const ConstTensorView& a_scale, const ConstTensorView& b_scale, const GemmSpec& spec,
+              const TensorView& out) {
+  Scratch scratch(hot::gemm_workspace(context, a.rows(), b.rows(), a.cols()));
+  hot::gemm_int8(context, a.view(), b.view(), a_scale, b_scale, spec, out, scratch.workspace());
+}
+
+}  // namespace
+
+TEST(Gemm, golden) { check_golden_gemm(); }
+
+TEST(Gemm, int32_sums_are_exact) {
+  for (int round = 0; round < 40; ++round) {
+    const std::int64_t m = random_int(1, 130), n = random_int(1, 150), k = random_int(0, 300);
+    const Bytes a = bytes(m, k, codes(m * k, 127), random_int(0, 5));
+    const Bytes b = bytes(n, k, codes(n * k, 127), random_int(0, 5));
+    const std::vector<std::int64_t> expected = sums(a, b);
+    for (const hot::Isa isa : isas()) {
+      Matrix<std::int32_t> out(m, n, DType::i32, 2);
+      run_gemm(cpu(3).with_isa(isa), a, b, no_scale, no_scale, {}, out.view());
+      const auto got = out.values();
+      EXPECT_EQ(std::vector<std::int64_t>(got.begin(), got.end()), expected)
+          << hot::isa_name(isa) << " " << m << " " << n << " " << k;
+      EXPECT_TRUE(out.margins_intact());
+    }
+  }
+}
+
+TEST(Gemm, every_code_is_multiplied_right) {
+  // All 256 values of INT8 against each other, -128 included.
+  std::vector<std::int8_t> all(256);
+  for (int i = 0; i < 256; ++i) all[static_cast<std::size_t>(i)] = static_cast<std::int8_t>(i - 128);
+  const Bytes a = bytes(256, 1, all), b = bytes(256, 1, all);
+  for (const hot::Isa isa : isas()) {
+    Matrix<std::int32_t> out(256, 256, DType::i32);
+    run_gemm(cpu().with_isa(isa), a, b, no_scale, no_scale, {}, out.view());
+    for (std::int64_t i = 0; i < 256; ++i) {
+      for (std::int64_t j = 0; j < 256; ++j) ASSERT_EQ(out.at(i, j), (i - 128) * (j - 128));
+    }
+  }
+}
+
+TEST(Gemm, longest_int32_contraction) {
+  const std::int64_t k = 133136;
+  const Bytes a = bytes(2, k, std::vector<std::int8_t>(static_cast<std::size_t>(2 * k), 127));
+  std::vector<std::int8_t> mixed(static_cast<std::size_t>(2 * k), 127);
+  for (std::int64_t i = k; i < 2 * k; ++i) mixed[static_cast<std::size_t>(i)] = -127;
+  const Bytes b = bytes(2, k, mixed);
+  const std::int32_t extreme = 127 * 127 * static_cast<std::int32_t>(k);
+  for (const hot::Isa isa : isas()) {
+    Matrix<std::int32_t> out(2, 2, DType::i32);
+    run_gemm(cpu().with_isa(isa), a, b, no_scale, no_scale, {}, out.view());
+    EXPECT_EQ(out.values(), (std::vector<std::int32_t>{extreme, -extreme, extreme, -extreme}));
+  }
+}
+
+TEST(Gemm, contraction_beyond_int32) {
+  const std::int64_t k = 400001;
+  const std::vector<float> one{1.0F};
+  const Bytes a = bytes(1, k, std::vector<std::int8_t>(static_cast<std::size_t>(k), 127));
+  Bytes b = bytes(2, k, std::vector<std::int8_t>(static_cast<std::size_t>(2 * k), 127));
+  for (std::int64_t i = 0; i < k; ++i) b.at(1, i) = static_cast<std::int8_t>(i % 2 == 0 ? 127 : -126);
+  const std::vector<std::int64_t> expected = sums(a, b);
+  for (const hot::Isa isa : isas()) {
+    Floats out(1, 2, DType::f32);
+    run_gemm(cpu().with_isa(isa), a, b, as_vector(one, DType::f32), as_vector(one, DType::f32), {},
+             out.view());
+    EXPECT_EQ(out.at(0, 0), static_cast<float>(expected[0])) << hot::isa_name(isa);
+    EXPECT_EQ(out.at(0, 1), static_cast<float>(expected[1])) << hot::isa_name(isa);
+  }
+  expect_error(hot::ErrorCode::invalid_argument, {"a", "400001", "133143"}, [&] {
+    Matrix<std::int32_t> bare(1, 2, DType::i32);
+    run_gemm(cpu(), a, b, no_scale, no_scale, {}, bare.view());
+  });
+}
+
+TEST(Gemm, dequantises_in_the_stated_order) {
+  for (int round = 0; round < 20; ++round) {
+    const std::int64_t m = random_int(1, 60), n = random_int(1, 140), k = random_int(1, 200);
+    const Bytes a = bytes(m, k, codes(m * k, 127)), b = bytes(n, k, codes(n * k, 127));
+    const bool one_a = random_int(0, 1) == 1, one_b = random_int(0, 1) == 1;
+    const std::vector<float> sa = normal(one_a ? 1 : m), sb = normal(one_b ? 1 : n);
+    const std::vector<std::int64_t> acc = sums(a, b);
+    for (const hot::Isa isa : isas()) {
+      Floats out = floats(m, n, normal(m * n), 3);
+      const std::vector<float> before = out.values();
+      const bool accumulate = round % 2 == 1;
+      run_gemm(cpu().with_isa(isa), a, b, as_vector(sa, DType::f32), as_vector(sb, DType::f32),
+               {16, accumulate}, out.view());
+      for (std::int64_t i = 0; i < m * n; ++i) {
+        const auto at = static_cast<std::size_t>(i);
+        const float row = sa[one_a ? 0 : at / static_cast<std::size_t>(n)] / 16.0F;
+        float expected =
+            static_cast<float>(acc[at]) * sb[one_b ? 0 : at % static_cast<std::size_t>(n)] * row;
+        if (accumulate) expected = before[at] + expected;
+        ASSERT_EQ(out.values()[at], expected) << hot::isa_name(isa);
+      }
+    }
+  }
+}
+
+TEST(Gemm, half_outputs) {
+  // Sums below 2^8 are exact in both 16-bit types.
+  const Bytes a = bytes(9, 20, codes(180, 3)), b = bytes(11, 20, codes(220, 3));
+  const std::vector<std::int64_t> acc = sums(a, b);
+  const std::vector<float> one{1.0F};
+  for (const DType dtype : {DType::f16, DType::bf16}) {
+    Matrix<std::uint16_t> out(9, 11, dtype, 1);
+    Floats wide(9, 11, DType::f32);
+    run_gemm(cpu(), a, b, as_vector(one, DType::f32), as_vector(one, DType::f32), {}, out.view());
+    hot::fwht(cpu(), out.view(), 1, 1, wide.view());
+    const auto got = wide.values();
+    EXPECT_EQ(std::vector<std::int64_t>(got.begin(), got.end()), acc);
+    EXPECT_TRUE(out.margins_intact());
+  }
+}
+
+TEST(Gemm, strided_output) {
+  const Bytes a = bytes(6, 33, codes(6 * 33, 127)), b = bytes(5, 33, codes(5 * 33, 127));
+  const std::vector<float> one{1.0F};
+  Floats plain(6, 5, DType::f32), transposed(5, 6, DType::f32);
+  TensorView turned = hot::matrix(transposed.data(), DType::f32, 6, 5);
+  turned.stride[0] = 1;
+  turned.stride[1] = 6;
+  run_gemm(cpu(), a, b, as_vector(one, DType::f32), as_vector(one, DType::f32), {}, plain.view());
+  run_gemm(cpu(), a, b, as_vector(one, DType::f32), as_vector(one, DType::f32), {}, turned);
+  for (std::int64_t m = 0; m < 6; ++m) {
+    for (std::int64_t n = 0; n < 5; ++n) EXPECT_EQ(transposed.at(n, m), plain.at(m, n));
+  }
+}
+
+TEST(Gemm, int4_equals_int8) {
+  for (const std::int64_t k : {0, 1, 2, 31, 32, 101}) {
+    const std::int64_t m = random_int(1, 20), n = random_int(1, 70);
+    const Bytes a = bytes(m, k, codes(m * k, 7)), b = bytes(n, k, codes(n * k, 7));
+    Bytes pa(m, (k + 1) / 2, DType::i4x2), pb(n, (k + 1) / 2, DType::i4x2);
+    hot::pack_int4(cpu(), a.view(), pa.view());
+    hot::pack_int4(cpu(), b.view(), pb.view());
+    const std::vector<float> sa = normal(m), sb = normal(n);
+    Floats expected(m, n, DType::f32), got(m, n, DType::f32);
+    run_gemm(cpu(), a, b, as_vector(sa, DType::f32), as_vector(sb, DType::f32), {4, false},
+             expected.view());
+    Scratch scratch(hot::gemm_workspace(cpu(), m, n, k));
+    const Bytes &ca = pa, &cb = pb;
+    hot::gemm_int4(cpu(), ca.view(), cb.view(), k, as_vector(sa, DType::f32),
+                   as_vector(sb, DType::f32), {4, false}, got.view(), scratch.workspace());
+    EXPECT_EQ(got.values(), expected.values());
+  }
+}
