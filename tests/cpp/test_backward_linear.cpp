@@ -18,7 +18,55 @@ std::int64_t any_size() {
 
 }  // namespace
 
-TEST(BackwardLinear, golden) { check_golden_backward_linear(); }
+TEST(BackwardLinear, golden_compress_activation) {
+  for_golden("compress_activation", "scale", [](const GoldenCase& one, const hot::Context& context) {
+    const GoldenInput x(one.arrays.at("x"));
+    const BackwardLinearSpec spec = golden_spec(one);
+    const GoldenSaved saved(x.view, spec, context);
+    GoldenOutput::check_memory(one.arrays.at("scale"), saved.data + saved.layout.scale_offset,
+                               "scale");
+    const char* codes_name = spec.storage == Storage::int4 ? "packed" : "codes";
+    GoldenOutput::check_memory(one.arrays.at(codes_name), saved.data, codes_name);
+  });
+}
+
+TEST(BackwardLinear, golden) {
+  for_golden("backward_linear", "gb", [](const GoldenCase& one, const hot::Context& context) {
+    const GoldenInput gy(one.arrays.at("gy")), w(one.arrays.at("w")), x(one.arrays.at("x"));
+    const BackwardLinearSpec spec = golden_spec(one);
+    const GoldenSaved saved(x.view, spec, context.with_key(one.key("saved_key")));
+    const bool need_gx = one.arrays.count("gx") != 0;
+    const bool accumulate = one.arrays.count("gw_before") != 0;
+    GoldenOutput gx(one.arrays.at(need_gx ? "gx" : "x")), gw(one.arrays.at("gw")),
+        gb(one.arrays.at("gb"));
+    if (accumulate) {
+      gw.input.memory = one.arrays.at("gw_before").bytes();
+      gb.input.memory = one.arrays.at("gb_before").bytes();
+      gw.view.data = gw.input.memory.data();
+      gb.view.data = gb.input.memory.data();
+    }
+    const hot::LinearShape shape{gy.view.shape[0], gy.view.shape[1], w.view.shape[1]};
+    Scratch scratch(hot::backward_linear_workspace(context, shape, spec, need_gx, true));
+    hot::backward_linear(context, gy.view, w.view, saved.view, spec,
+                         {need_gx ? &gx.view : nullptr, &gw.view, &gb.view, accumulate},
+                         scratch.workspace());
+    if (need_gx) gx.check("gx");
+    gw.check("gw");
+    // A sum has a bound, not bits: a few roundings of it and one of the output's type.
+    const GoldenInput expected(gb.expected);
+    std::vector<float> sums(static_cast<std::size_t>(shape.out_features)), right = sums;
+    hot::fwht(context, gb.view, 0, 1, as_vector(sums, DType::f32));
+    hot::fwht(context, expected.view, 0, 1, as_vector(right, DType::f32));
+    const float ulp = gb.view.dtype == DType::f32 ? 1e-6F : gb.view.dtype == DType::f16 ? 0x1p-10F : 0x1p-7F;
+    for (std::size_t o = 0; o < sums.size(); ++o) {
+      if (!std::isfinite(right[o])) {
+        EXPECT_FALSE(std::isfinite(sums[o]));
+      } else {
+        EXPECT_NEAR(sums[o], right[o], ulp * std::max(1.0F, std::abs(right[o])));
+      }
+    }
+  });
+}
 
 TEST(BackwardLinear, close_to_the_plain_product) {
   // Relative error of a Gaussian layer; one-step bounds with room, they find a wrong factor or row.

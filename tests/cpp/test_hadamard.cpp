@@ -1,3 +1,4 @@
+#include "golden.h"
 #include "support.h"
 
 using namespace hot_test;
@@ -28,6 +29,15 @@ void run_fwht(const std::vector<float>& x, std::vector<float>& out, std::int64_t
 }
 
 }  // namespace
+
+TEST(Hadamard, golden) {
+  for_golden("hadamard", "out", [](const GoldenCase& one, const hot::Context& context) {
+    const GoldenInput x(one.arrays.at("x"));
+    GoldenOutput out(one.arrays.at("out"));
+    hot::fwht(context, x.view, one.number("axis"), one.number("block"), out.view);
+    out.check("out");
+  });
+}
 
 TEST(Hadamard, one_to_sixteen) {
   std::vector<float> x(16), out(16);

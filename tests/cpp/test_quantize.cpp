@@ -34,7 +34,21 @@ std::size_t scale_index(Granularity scale, std::int64_t r, std::int64_t c) {
 
 }  // namespace
 
-TEST(Quantize, golden) { check_golden_quantize(); }
+TEST(Quantize, golden) {
+  for_golden("quantize", "codes", [](const GoldenCase& one, const hot::Context& context) {
+    const GoldenInput x(one.arrays.at("x"));
+    GoldenOutput q(one.arrays.at("codes")), scale(one.arrays.at("scale"));
+    const std::string& of = one.text("scale_of");
+    const QuantSpec spec{one.number("bits"),
+                         of == "row"      ? Granularity::row
+                         : of == "column" ? Granularity::column
+                                          : Granularity::tensor,
+                         golden_rounding(one.text("rounding"))};
+    hot::quantize(context, x.view, spec, q.view, scale.view);
+    q.check("codes");
+    scale.check("scale");
+  });
+}
 
 TEST(Quantize, error_below_one_step) {
   for (const int bits : {4, 8}) {

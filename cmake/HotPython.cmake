@@ -1,0 +1,22 @@
+# The extension module hotcore._core. scikit-build-core drives this: the install prefix is the
+# package directory, libhot lies in its lib/.
+
+find_package(Python 3.10 REQUIRED
+  COMPONENTS Interpreter Development.Module OPTIONAL_COMPONENTS Development.SABIModule)
+if(NOT nanobind_ROOT)
+  execute_process(COMMAND "${Python_EXECUTABLE}" -m nanobind --cmake_dir
+    OUTPUT_STRIP_TRAILING_WHITESPACE OUTPUT_VARIABLE nanobind_ROOT COMMAND_ERROR_IS_FATAL ANY)
+endif()
+find_package(nanobind CONFIG REQUIRED)
+
+# STABLE_ABI: one binary from Python 3.12 on; older ones get a module of their own.
+nanobind_add_module(_core STABLE_ABI NB_STATIC NB_DOMAIN hotcore
+  python/bindings/module.cpp
+  python/bindings/ops.cpp
+  python/bindings/views.cpp)
+target_link_libraries(_core PRIVATE hotcore::hot)
+target_compile_options(_core PRIVATE -Wall -Wextra $<$<BOOL:${HOT_WERROR}>:-Werror>)
+# Otherwise the module names libhot alone, and auditwheel cannot tell its C library.
+target_link_options(_core PRIVATE -Wl,--no-as-needed)
+set_target_properties(_core PROPERTIES INSTALL_RPATH "$ORIGIN/${CMAKE_INSTALL_LIBDIR}")
+install(TARGETS _core LIBRARY DESTINATION . COMPONENT python)

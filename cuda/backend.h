@@ -1,0 +1,46 @@
+// The CUDA backend. One .cu file for each stage, as in cpp/src/cpu.
+#pragma once
+
+#include "kernels.h"
+
+namespace hot::detail {
+
+class CudaBackend final : public Backend {
+ public:
+  // hadamard.cu
+  void fwht(const Context&, const FwhtArgs&) const override;
+  // lowrank.cu
+  void hla(const Context&, const MatrixIn& x, const Projection&, Side, const Key& sketch_key,
+           const MatrixOut& out) const override;
+  void quantize_columns(const Context&, const MatrixIn& x, const Projection&, Side,
+                        const Key& sketch_key, const OperandQuant&,
+                        const Operand& out) const override;
+  void column_sum(const Context&, const MatrixIn& x, bool accumulate,
+                  const MatrixOut& out) const override;
+  void fill_zero(const Context&, const MatrixOut& out) const override;
+  // quantize.cu
+  void quantize(const Context&, const MatrixIn& x, const QuantSpec&, const MatrixOut& q,
+                float* scale) const override;
+  void dequantize(const Context&, const MatrixIn& q, const float* scale, Granularity,
+                  const MatrixOut& out) const override;
+  void quantize_rows(const Context&, const MatrixIn& x, int hadamard_block, const OperandQuant&,
+                     const Operand& out) const override;
+  void quantize_groups(const Context&, const MatrixIn& x, Rounding, std::uint8_t* packed,
+                       std::int64_t row_bytes, std::uint16_t* scale) const override;
+  void requantize_groups(const Context&, const std::uint8_t* packed, std::int64_t row_bytes,
+                         const std::uint16_t* scale, std::int64_t tokens, Rounding,
+                         const Operand& out) const override;
+  // pack.cu
+  void pack_int4(const Context&, const MatrixIn& q, const MatrixOut& out) const override;
+  void unpack_int4(const Context&, const MatrixIn& packed, const MatrixOut& out) const override;
+  // gemm_int8_sm80.cu
+  std::size_t gemm_workspace(const Context&, std::int64_t m, std::int64_t n,
+                             std::int64_t k) const override;
+  void gemm(const Context&, const GemmArgs&, void* workspace) const override;
+  void gemm_token(const Context&, const GemmTokenArgs&, void* workspace) const override;
+};
+
+// Turns bit patterns of largest values into scales, in place (quantize.cu).
+void finish_scales(const Context&, float* scale, std::int64_t count, int bits);
+
+}  // namespace hot::detail

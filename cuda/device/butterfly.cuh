@@ -1,0 +1,38 @@
+// Butterflies of the Walsh-Hadamard transform, (a, b) -> (a + b, a - b), in registers and across
+// lanes. Distances rise, 1, 2, 4, ...: with one rounding for each addition that order fixes the
+// bits (docs/numerics.md, "FWHT").
+#pragma once
+
+namespace hot::detail {
+
+// Distances Begin, 2 Begin, ... below End between the elements of a register array.
+template <int Begin, int End, int Size>
+__device__ void butterfly(float (&v)[Size]) {
+#pragma unroll
+  for (int h = Begin; h < End; h *= 2) {
+#pragma unroll
+    for (int i = 0; i < Size; ++i) {
+      if ((i & h) == 0) {
+        const float a = v[i], b = v[i + h];
+        v[i] = a + b;
+        v[i + h] = a - b;
+      }
+    }
+  }
+}
+
+// Distances 1, 2, ... below Lanes between the lanes of a warp, all of which take part. v * -1 is
+// exact, so the fused multiply-add rounds once, like the addition it stands for.
+template <int Lanes, int Size>
+__device__ void butterfly_lanes(float (&v)[Size], unsigned lane) {
+#pragma unroll
+  for (unsigned h = 1; h < Lanes; h *= 2) {
+    const float sign = (lane & h) != 0 ? -1.0F : 1.0F;
+#pragma unroll
+    for (int i = 0; i < Size; ++i) {
+      v[i] = __fmaf_rn(v[i], sign, __shfl_xor_sync(0xffffffffU, v[i], static_cast<int>(h)));
+    }
+  }
+}
+
+}  // namespace hot::detail

@@ -1,0 +1,49 @@
+// Elements of the strided matrices that the stages read and write.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/device/vec_io.cuh"
+#include "kernels.h"
+
+namespace hot::detail {
+
+__device__ inline float load_element(const MatrixIn& x, std::int64_t row, std::int64_t col) {
+  const std::int64_t i = row * x.row_stride + col * x.col_stride;
+  float v = 0.0F;
+  with_dtype(x.dtype, [&](auto tag) { v = tag.load(x.data, i); });
+  return v;
+}
+
+__device__ inline void store_element(const MatrixOut& out, std::int64_t row, std::int64_t col,
+                                     float v) {
+  const std::int64_t i = row * out.row_stride + col * out.col_stride;
+  with_dtype(out.dtype, [&](auto tag) { tag.store(out.data, i, v); });
+}
+
+__device__ inline float load_out(const MatrixOut& out, std::int64_t row, std::int64_t col) {
+  const std::int64_t i = row * out.row_stride + col * out.col_stride;
+  float v = 0.0F;
+  with_dtype(out.dtype, [&](auto tag) { v = tag.load(out.data, i); });
+  return v;
+}
+
+// 16 contiguous elements from a 16-byte aligned address.
+__device__ inline void load_16(const MatrixIn& x, std::int64_t row, std::int64_t col,
+                               float (&v)[16]) {
+  const std::int64_t i = row * x.row_stride + col;
+  with_dtype(x.dtype, [&](auto tag) {
+    unsigned words[4 * decltype(tag)::size];
+    load_words(static_cast<const char*>(x.data) + i * decltype(tag)::size, words);
+    tag.unpack(words, v);
+  });
+}
+
+// Whether every row can be read 16 elements at a time.
+inline bool rows_aligned(const MatrixIn& x) {
+  const auto size = static_cast<std::int64_t>(dtype_size(x.dtype));
+  return x.col_stride == 1 && reinterpret_cast<std::uintptr_t>(x.data) % 16 == 0 &&
+         x.row_stride * size % 16 == 0;
+}
+
+}  // namespace hot::detail

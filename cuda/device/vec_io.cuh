@@ -1,0 +1,128 @@
+// Elements of the three float types, one at a time or as vectors of up to 16 bytes, to and from fp32.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "hot/tensor.h"
+
+namespace hot::detail {
+
+// A type tag: how elements look in memory. `Words` are the 32-bit words of a vector.
+struct F32 {
+  static constexpr int size = 4;
+  __device__ static float load(const void* p, std::int64_t i) {
+    return static_cast<const float*>(p)[i];
+  }
+  __device__ static void store(void* p, std::int64_t i, float v) { static_cast<float*>(p)[i] = v; }
+  template <int V>
+  __device__ static void unpack(const unsigned (&word)[V], float* v) {
+#pragma unroll
+    for (int i = 0; i < V; ++i) v[i] = __uint_as_float(word[i]);
+  }
+  template <int V>
+  __device__ static void pack(const float* v, unsigned (&word)[V]) {
+#pragma unroll
+    for (int i = 0; i < V; ++i) word[i] = __float_as_uint(v[i]);
+  }
+};
+
+struct F16 {
+  static constexpr int size = 2;
+  __device__ static float load(const void* p, std::int64_t i) {
+    return __half2float(static_cast<const __half*>(p)[i]);
+  }
+  __device__ static void store(void* p, std::int64_t i, float v) {
+    static_cast<__half*>(p)[i] = __float2half_rn(v);
+  }
+  template <int Words>
+  __device__ static void unpack(const unsigned (&word)[Words], float* v) {
+#pragma unroll
+    for (int i = 0; i < Words; ++i) {
+      v[2 * i] = __half2float(__ushort_as_half(static_cast<unsigned short>(word[i])));
+      v[2 * i + 1] = __half2float(__ushort_as_half(static_cast<unsigned short>(word[i] >> 16)));
+    }
+  }
+  template <int Words>
+  __device__ static void pack(const float* v, unsigned (&word)[Words]) {
+#pragma unroll
+    for (int i = 0; i < Words; ++i) {
+      const __half2 pair = __floats2half2_rn(v[2 * i], v[2 * i + 1]);
+      word[i] = static_cast<unsigned>(__half_as_ushort(__high2half(pair))) << 16 |
+                __half_as_ushort(__low2half(pair));
+    }
+  }
+};
+
+struct BF16 {
+  static constexpr int size = 2;
+  __device__ static float load(const void* p, std::int64_t i) {
+    return __bfloat162float(static_cast<const __nv_bfloat16*>(p)[i]);
+  }
+  __device__ static void store(void* p, std::int64_t i, float v) {
+    static_cast<__nv_bfloat16*>(p)[i] = __float2bfloat16_rn(v);
+  }
+  template <int Words>
+  __device__ static void unpack(const unsigned (&word)[Words], float* v) {
+#pragma unroll
+    for (int i = 0; i < Words; ++i) {
+      v[2 * i] = __uint_as_float(word[i] << 16);
+      v[2 * i + 1] = __uint_as_float(word[i] & 0xffff0000U);
+    }
+  }
+  template <int Words>
+  __device__ static void pack(const float* v, unsigned (&word)[Words]) {
+#pragma unroll
+    for (int i = 0; i < Words; ++i) {
+      const __nv_bfloat162 pair = __floats2bfloat162_rn(v[2 * i], v[2 * i + 1]);
+      word[i] = static_cast<unsigned>(__bfloat16_as_ushort(__high2bfloat16(pair))) << 16 |
+                __bfloat16_as_ushort(__low2bfloat16(pair));
+    }
+  }
+};
+
+// Calls f with the tag of a type. The branch is the same for every thread: one kernel serves all
+// nine pairs of types at the price of two of these.
+template <class F>
+__device__ void with_dtype(DType dtype, const F& f) {
+  if (dtype == DType::f32) {
+    f(F32{});
+  } else if (dtype == DType::f16) {
+    f(F16{});
+  } else {
+    f(BF16{});
+  }
+}
+
+// 8, 16 or 32 bytes, aligned to 8 or 16. Plain loads: the output may be the input.
+template <int Words>
+__device__ void load_words(const void* p, unsigned (&word)[Words]) {
+  if constexpr (Words == 2) {
+    const uint2 w = *static_cast<const uint2*>(p);
+    word[0] = w.x, word[1] = w.y;
+  } else {
+    static_assert(Words % 4 == 0);
+#pragma unroll
+    for (int i = 0; i < Words; i += 4) {
+      const uint4 w = static_cast<const uint4*>(p)[i / 4];
+      word[i] = w.x, word[i + 1] = w.y, word[i + 2] = w.z, word[i + 3] = w.w;
+    }
+  }
+}
+
+template <int Words>
+__device__ void store_words(const unsigned (&word)[Words], void* p) {
+  if constexpr (Words == 2) {
+    *static_cast<uint2*>(p) = make_uint2(word[0], word[1]);
+  } else {
+    static_assert(Words % 4 == 0);
+#pragma unroll
+    for (int i = 0; i < Words; i += 4) {
+      static_cast<uint4*>(p)[i / 4] = make_uint4(word[i], word[i + 1], word[i + 2], word[i + 3]);
+    }
+  }
+}
+
+}  // namespace hot::detail

@@ -1,0 +1,437 @@
+// Stages: quantise and dequantise a matrix; rows after an FWHT (g_y for g_x); INT4 groups of x.
+//
+// rows16_kernel, the hot path (Hadamard block 16): T threads share a row, a thread holds B blocks of 16
+//   neighbouring elements in registers: one read of g_y (32 bytes a thread in fp16), butterfly, largest
+//   value by shuffles, one write of 16 codes. With one scale for the whole tensor the kernel runs
+//   twice, first for the largest value alone. 3 bytes an element for fp16 input (one scale a row).
+// rows_kernel, any block and any length: a thread block takes a row through a buffer of 4096 floats in
+//   shared memory, twice (largest value, codes).
+// groups_kernel (x to INT4): a thread takes 64 tokens of one channel: neighbours read neighbouring
+//   channels, and the thread writes 32 contiguous bytes. 2.53 bytes an element for fp16.
+// requantize_kernel (INT4 back to INT8): a thread block takes a channel; 1.53 bytes an element.
+// The scales' memory holds the bit patterns of the largest values between two kernels.
+#include <algorithm>
+#include <cstdint>
+
+#include "cuda/backend.h"
+#include "cuda/device/butterfly.cuh"
+#include "cuda/device/matrix_io.cuh"
+#include "cuda/device/rounding.cuh"
+#include "cuda/launch.h"
+
+namespace hot::detail {
+namespace {
+
+enum class Pass { row_scales, amax, codes };  // codes: the scale's memory holds amax
+
+struct RowsArgs {
+  MatrixIn x;
+  std::int8_t* codes;
+  float* scale;
+  std::int64_t k_padded;
+  int bits, block;
+  RandomKey key;
+  Pass pass;
+  bool aligned;
+};
+
+__device__ std::uint32_t warp_max(std::uint32_t v) { return __reduce_max_sync(0xffffffffU, v); }
+
+// The largest value of the T threads of a row, for all of them. T is a multiple of 32.
+__device__ std::uint32_t row_max(std::uint32_t v, int T, std::uint32_t* shared) {
+  v = warp_max(v);
+  if (T == 32) return v;
+  const int warp = static_cast<int>(threadIdx.x) / 32, first = warp / (T / 32) * (T / 32);
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) shared[warp] = v;
+  __syncthreads();
+  for (int w = first; w < first + T / 32; ++w) v = max(v, shared[w]);
+  return v;
+}
+
+template <Rounding rounding, int B>
+__global__ void rows16_kernel(RowsArgs args, int T) {
+  __shared__ std::uint32_t shared[32];
+  const std::int64_t row =
+      std::int64_t{blockIdx.x} * (blockDim.x / T) + static_cast<int>(threadIdx.x) / T;
+  const int lane = static_cast<int>(threadIdx.x) % T;
+  const std::int64_t blocks = args.k_padded / 16;
+  const bool real = row < args.x.rows;  // all threads stay for the barriers
+  float v[B][16];
+  std::uint32_t amax = 0;
+#pragma unroll
+  for (int i = 0; i < B; ++i) {
+    const std::int64_t col = (lane + std::int64_t{i} * T) * 16;
+    if (real && args.aligned && col + 16 <= args.x.cols) {
+      load_16(args.x, row, col, v[i]);
+    } else {
+#pragma unroll
+      for (int j = 0; j < 16; ++j) {
+        v[i][j] = real && col + j < args.x.cols ? load_element(args.x, row, col + j) : 0.0F;
+      }
+    }
+    butterfly<1, 16>(v[i]);
+#pragma unroll
+    for (int j = 0; j < 16; ++j) amax = max(amax, abs_bits(v[i][j]));
+  }
+  if (args.pass == Pass::amax) {
+    amax = warp_max(amax);
+    if (threadIdx.x % 32 == 0) atomicMax(reinterpret_cast<std::uint32_t*>(args.scale), amax);
+    return;
+  }
+  if (args.pass == Pass::row_scales) {
+    amax = row_max(amax, T, shared);
+  } else {
+    amax = *reinterpret_cast<const std::uint32_t*>(args.scale);
+  }
+  if (!real) return;
+  const DeviceScale s = device_scale(amax, args.bits);
+  if (args.pass == Pass::row_scales && lane == 0) args.scale[row] = s.scale;
+#pragma unroll
+  for (int i = 0; i < B; ++i) {
+    const std::int64_t b = lane + std::int64_t{i} * T;
+    if (b >= blocks) continue;
+    uint4 codes = make_uint4(0, 0, 0, 0);
+    if (s.keep) {
+      codes = round_group<rounding>([&](int j) { return v[i][j] * s.inv; }, args.key,
+                                    static_cast<std::uint64_t>(row * blocks + b), args.bits);
+    }
+    *reinterpret_cast<uint4*>(args.codes + row * args.k_padded + b * 16) = codes;
+  }
+}
+
+constexpr int row_chunk = 4096;  // floats in shared memory; a multiple of every transform
+
+template <Rounding rounding>
+__global__ void rows_kernel(RowsArgs args) {
+  __shared__ float v[row_chunk];
+  __shared__ std::uint32_t shared[32];
+  const std::int64_t row = blockIdx.x;
+  const int T = static_cast<int>(blockDim.x), t = static_cast<int>(threadIdx.x);
+  std::uint32_t amax = 0;
+  DeviceScale s{};
+  const int passes = args.pass == Pass::row_scales ? 2 : 1;
+  for (int pass = 0; pass < passes; ++pass) {
+    const bool find = args.pass == Pass::amax || (args.pass == Pass::row_scales && pass == 0);
+    if (!find) {
+      if (args.pass == Pass::codes) amax = *reinterpret_cast<const std::uint32_t*>(args.scale);
+      s = device_scale(amax, args.bits);
+      if (args.pass == Pass::row_scales && t == 0) args.scale[row] = s.scale;
+    }
+    for (std::int64_t start = 0; start < args.k_padded; start += row_chunk) {
+      const int count = static_cast<int>(min(std::int64_t{row_chunk}, args.k_padded - start));
+      const std::int64_t end = (args.x.cols + args.block - 1) / args.block * args.block;
+      const int live = static_cast<int>(min(std::int64_t{count}, end - start));
+      __syncthreads();
+      for (int i = t; i < count; i += T) {
+        v[i] = start + i < args.x.cols ? load_element(args.x, row, start + i) : 0.0F;
+      }
+      for (int h = 1; h < args.block; h *= 2) {
+        __syncthreads();
+        for (int i = t; i < live / 2; i += T) {
+          const int a = (i & ~(h - 1)) * 2 + (i & (h - 1));
+          const float x = v[a], y = v[a + h];
+          v[a] = x + y;
+          v[a + h] = x - y;
+        }
+      }
+      __syncthreads();
+      if (find) {
+        for (int i = t; i < count; i += T) amax = max(amax, abs_bits(v[i]));
+        continue;
+      }
+      for (int b = t; b < count / 16; b += T) {
+        uint4 codes = make_uint4(0, 0, 0, 0);
+        if (s.keep) {
+          const std::int64_t blk = row * (args.k_padded / 16) + start / 16 + b;
+          codes = round_group<rounding>([&](int j) { return v[16 * b + j] * s.inv; }, args.key,
+                                        static_cast<std::uint64_t>(blk), args.bits);
+        }
+        *reinterpret_cast<uint4*>(args.codes + row * args.k_padded + start + 16 * b) = codes;
+      }
+    }
+    if (find) amax = row_max(amax, T, shared);
+  }
+  if (args.pass == Pass::amax && t == 0) {
+    atomicMax(reinterpret_cast<std::uint32_t*>(args.scale), amax);
+  }
+}
+
+void run_rows(const Context& context, const RowsArgs& args, Rounding rounding) {
+  const std::int64_t blocks = args.k_padded / 16;
+  with_rounding(rounding, [&](auto r) {
+    constexpr Rounding mode = decltype(r)::value;
+    if (args.block != 16 || blocks > 4 * 1024) {
+      return launch("backward_linear", context, rows_kernel<mode>, args.x.rows, 256, 0, args);
+    }
+    int T = 32;
+    while (T < 1024 && T * (T >= 256 ? 4 : 2) < blocks) T *= 2;
+    const int threads = std::max(T, 128);
+    const std::int64_t grid = ceil_div(args.x.rows, threads / T);
+    if (blocks <= T) {
+      launch("backward_linear", context, rows16_kernel<mode, 1>, grid, threads, 0, args, T);
+    } else if (blocks <= 2 * T) {
+      launch("backward_linear", context, rows16_kernel<mode, 2>, grid, threads, 0, args, T);
+    } else {
+      launch("backward_linear", context, rows16_kernel<mode, 4>, grid, threads, 0, args, T);
+    }
+  });
+}
+
+__global__ void finish_scales_kernel(float* scale, std::int64_t count, int bits) {
+  const std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  if (i < count) scale[i] = device_scale(__float_as_uint(scale[i]), bits).scale;
+}
+
+// ---- the public quantise: any strides, any granularity, one thread for 16 elements ------------------
+
+struct MatrixQuant {
+  MatrixIn x;
+  std::int8_t* codes;
+  std::int64_t code_stride;
+  float* scale;
+  Granularity granularity;
+  int bits;
+  bool packed;
+  RandomKey key;
+  __device__ std::int64_t scale_at(std::int64_t r, std::int64_t c) const {
+    return granularity == Granularity::row ? r : granularity == Granularity::column ? c : 0;
+  }
+};
+
+__global__ void matrix_amax_kernel(MatrixQuant args) {
+  auto* amax = reinterpret_cast<std::uint32_t*>(args.scale);
+  const std::int64_t groups = (args.x.cols + 15) / 16;
+  const std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  if (i >= args.x.rows * groups) return;
+  const std::int64_t row = i / groups, col = i % groups * 16;
+  std::uint32_t best = 0;
+  for (std::int64_t c = col; c < min(col + 16, args.x.cols); ++c) {
+    const std::uint32_t bits = abs_bits(load_element(args.x, row, c));
+    if (args.granularity == Granularity::column) {
+      atomicMax(amax + c, bits);
+    } else {
+      best = max(best, bits);
+    }
+  }
+  if (args.granularity != Granularity::column) atomicMax(amax + args.scale_at(row, col), best);
+}
+
+template <Rounding rounding>
+__global__ void matrix_codes_kernel(MatrixQuant args) {
+  const std::int64_t groups = (args.x.cols + 15) / 16;
+  const std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  if (i >= args.x.rows * groups) return;
+  const std::int64_t row = i / groups, col = i % groups * 16;
+  const uint4 codes = round_group<rounding>(
+      [&](int j) {
+        if (col + j >= args.x.cols) return 0.0F;
+        const DeviceScale s = device_scale(
+            __float_as_uint(args.scale[args.scale_at(row, col + j)]), args.bits);
+        return s.keep ? load_element(args.x, row, col + j) * s.inv : 0.0F;
+      },
+      args.key, static_cast<std::uint64_t>(i), args.bits);
+  const std::uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
+  const int count = static_cast<int>(min(std::int64_t{16}, args.x.cols - col));
+  std::int8_t* out = args.codes + row * args.code_stride;
+#pragma unroll
+  for (int j = 0; j < 16; ++j) {
+    if (j >= count) break;
+    const auto code = static_cast<std::int8_t>(words[j / 4] >> (8 * (j % 4)));
+    if (!args.packed) {
+      out[col + j] = code;
+    } else if (j % 2 == 0) {
+      const int next = j + 1 < count ? static_cast<int>(words[j / 4] >> (8 * (j % 4) + 8)) : 0;
+      out[(col + j) / 2] = static_cast<std::int8_t>((code & 15) | ((next & 15) << 4));
+    }
+  }
+}
+
+__global__ void dequantize_kernel(MatrixIn q, const float* scale, Granularity granularity,
+                                  bool packed, MatrixOut out) {
+  const std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  if (i >= out.rows * out.cols) return;
+  const std::int64_t r = i / out.cols, c = i % out.cols;
+  const auto* codes = static_cast<const std::int8_t*>(q.data) + r * q.row_stride;
+  int code = packed ? (codes[c / 2] >> (c % 2 == 0 ? 0 : 4)) & 15 : codes[c];
+  if (packed) code = (code ^ 8) - 8;
+  const std::int64_t s =
+      granularity == Granularity::row ? r : granularity == Granularity::column ? c : 0;
+  store_element(out, r, c, static_cast<float>(code) * scale[s]);
+}
+
+// ---- INT4 groups ------------------------------------------------------------------------------------
+
+// The smallest bf16 not below a positive finite value, as bits.
+__device__ std::uint16_t bf16_up(float v) {
+  return static_cast<std::uint16_t>((__float_as_uint(v) + 0xffffU) >> 16);
+}
+
+__device__ std::uint32_t pack_nibbles(const uint4& codes, int half) {
+  // Eight codes, a byte each, to eight nibbles.
+  const std::uint32_t low = half == 0 ? codes.x : codes.z, high = half == 0 ? codes.y : codes.w;
+  const auto squeeze = [](std::uint32_t w) {
+    w &= 0x0f0f0f0fU;
+    w = (w | (w >> 4)) & 0x00ff00ffU;
+    return (w | (w >> 8)) & 0xffffU;
+  };
+  return squeeze(low) | (squeeze(high) << 16);
+}
+
+template <Rounding rounding>
+__global__ void __launch_bounds__(128)
+    groups_kernel(MatrixIn x, std::uint8_t* packed, std::int64_t row_bytes, std::uint16_t* scale,
+                  RandomKey key) {
+  const std::int64_t strips = (x.cols + 127) / 128;
+  const std::int64_t col = blockIdx.x % strips * 128 + threadIdx.x;
+  const std::int64_t g = blockIdx.x / strips;
+  if (col >= x.cols) return;
+  float v[64];
+  std::uint32_t amax = 0;
+#pragma unroll
+  for (int t = 0; t < 64; ++t) {
+    const std::int64_t token = g * 64 + t;
+    v[t] = token < x.rows ? load_element(x, token, col) : 0.0F;
+    amax = max(amax, abs_bits(v[t]));
+  }
+  std::uint16_t half = 0;
+  float inv = 0.0F;
+  const bool keep = amax < 0x7f800000U;
+  if (!keep) {
+    half = 0x7fc0U;
+  } else if (__uint_as_float(amax) >= 0x1p-100F) {
+    half = bf16_up(__fdiv_rn(__uint_as_float(amax), 7.0F));
+    inv = __fdiv_rn(1.0F, __uint_as_float(std::uint32_t{half} << 16));
+  }
+  const std::int64_t groups = (x.rows + 63) / 64, row_blocks = (x.rows + 15) / 16;
+  scale[col * groups + g] = half;
+#pragma unroll
+  for (int part = 0; part < 4; ++part) {
+    const std::int64_t at = g * 32 + part * 8;
+    if (at >= row_bytes) break;
+    uint4 codes = make_uint4(0, 0, 0, 0);
+    if (keep) {
+      codes = round_group<rounding>([&](int j) { return v[part * 16 + j] * inv; }, key,
+                                    static_cast<std::uint64_t>(col * row_blocks + g * 4 + part), 4);
+    }
+    *reinterpret_cast<uint2*>(packed + col * row_bytes + at) =
+        make_uint2(pack_nibbles(codes, 0), pack_nibbles(codes, 1));
+  }
+}
+
+template <Rounding rounding>
+__global__ void requantize_kernel(const std::uint8_t* packed, std::int64_t row_bytes,
+                                  const std::uint16_t* scale, std::int64_t groups, Operand out,
+                                  RandomKey key) {
+  __shared__ std::uint32_t shared[32];
+  const std::int64_t row = blockIdx.x;
+  const int T = static_cast<int>(blockDim.x), t = static_cast<int>(threadIdx.x);
+  std::uint32_t largest = 0;  // scales are positive or NaN: the pattern orders them
+  for (std::int64_t g = t; g < groups; g += T) {
+    largest = max(largest, std::uint32_t{scale[row * groups + g]});
+  }
+  largest = row_max(largest, T, shared);
+  const float amax = 7.0F * __uint_as_float(largest << 16);
+  const DeviceScale s = device_scale(abs_bits(amax), 8);
+  if (t == 0) out.scale[row] = s.scale;
+  const std::int64_t row_blocks = out.k_padded / 16;
+  for (std::int64_t b = t; b < row_blocks; b += T) {
+    uint4 codes = make_uint4(0, 0, 0, 0);
+    if (s.keep) {
+      const uint2 nibbles = *reinterpret_cast<const uint2*>(packed + row * row_bytes + b * 8);
+      const float factor =
+          __uint_as_float(std::uint32_t{scale[row * groups + b / 4]} << 16) * s.inv;
+      codes = round_group<rounding>(
+          [&](int j) {
+            const std::uint32_t nibble = ((j < 8 ? nibbles.x : nibbles.y) >> (4 * (j % 8))) & 15U;
+            return static_cast<float>(static_cast<int>(nibble ^ 8U) - 8) * factor;
+          },
+          key, static_cast<std::uint64_t>(row * row_blocks + b), 8);
+    }
+    *reinterpret_cast<uint4*>(out.codes + row * out.k_padded + b * 16) = codes;
+  }
+}
+
+}  // namespace
+
+void finish_scales(const Context& context, float* scale, std::int64_t count, int bits) {
+  launch("quantize", context, finish_scales_kernel, ceil_div(count, 256), 256, 0, scale, count,
+         bits);
+}
+
+void CudaBackend::quantize(const Context& context, const MatrixIn& x, const QuantSpec& spec,
+                           const MatrixOut& q, float* scale) const {
+  const DeviceGuard guard(context.device().index, "quantize");
+  const std::int64_t scales = scale_count(x.rows, x.cols, spec.scale);
+  check_cuda(cudaMemsetAsync(scale, 0, static_cast<std::size_t>(scales) * sizeof(float),
+                             context.stream()),
+             "quantize", "cudaMemsetAsync");
+  if (x.rows == 0 || x.cols == 0) return;
+  const MatrixQuant args{x,          static_cast<std::int8_t*>(q.data),
+                         q.row_stride, scale,
+                         spec.scale, spec.bits,
+                         q.dtype == DType::i4x2, random_key(context.key(), Purpose::quantize)};
+  const std::int64_t grid = ceil_div(x.rows * ceil_div(x.cols, 16), 256);
+  launch("quantize", context, matrix_amax_kernel, grid, 256, 0, args);
+  with_rounding(spec.rounding, [&](auto r) {
+    launch("quantize", context, matrix_codes_kernel<decltype(r)::value>, grid, 256, 0, args);
+  });
+  finish_scales(context, scale, scales, spec.bits);
+}
+
+void CudaBackend::dequantize(const Context& context, const MatrixIn& q, const float* scale,
+                             Granularity granularity, const MatrixOut& out) const {
+  const DeviceGuard guard(context.device().index, "dequantize");
+  launch("dequantize", context, dequantize_kernel, ceil_div(out.rows * out.cols, 256), 256, 0, q,
+         scale, granularity, q.dtype == DType::i4x2, out);
+}
+
+void CudaBackend::quantize_rows(const Context& context, const MatrixIn& x, int hadamard_block,
+                                const OperandQuant& quant, const Operand& out) const {
+  const DeviceGuard guard(context.device().index, "backward_linear");
+  RowsArgs args{x,
+                out.codes,
+                out.scale,
+                out.k_padded,
+                quant.bits,
+                hadamard_block,
+                random_key(context.key(), quant.purpose),
+                Pass::row_scales,
+                rows_aligned(x)};
+  if (!quant.per_tensor) return run_rows(context, args, quant.rounding);
+  check_cuda(cudaMemsetAsync(out.scale, 0, sizeof(float), context.stream()), "backward_linear",
+             "cudaMemsetAsync");
+  args.pass = Pass::amax;
+  run_rows(context, args, Rounding::nearest);
+  args.pass = Pass::codes;
+  run_rows(context, args, quant.rounding);
+  finish_scales(context, out.scale, 1, quant.bits);
+}
+
+void CudaBackend::quantize_groups(const Context& context, const MatrixIn& x, Rounding rounding,
+                                  std::uint8_t* packed, std::int64_t row_bytes,
+                                  std::uint16_t* scale) const {
+  const DeviceGuard guard(context.device().index, "compress_activation");
+  if (x.cols == 0) return;
+  const std::int64_t grid = ceil_div(x.cols, 128) * ceil_div(x.rows, int4_group);
+  with_rounding(rounding, [&](auto r) {
+    launch("compress_activation", context, groups_kernel<decltype(r)::value>, grid, 128, 0, x,
+           packed, row_bytes, scale, random_key(context.key(), Purpose::activation));
+  });
+}
+
+void CudaBackend::requantize_groups(const Context& context, const std::uint8_t* packed,
+                                    std::int64_t row_bytes, const std::uint16_t* scale,
+                                    std::int64_t tokens, Rounding rounding,
+                                    const Operand& out) const {
+  const DeviceGuard guard(context.device().index, "backward_linear");
+  const Rounding used =
+      rounding == Rounding::stochastic ? Rounding::stochastic : Rounding::nearest;
+  with_rounding(used, [&](auto r) {
+    launch("backward_linear", context, requantize_kernel<decltype(r)::value>, out.rows, 256, 0,
+           packed, row_bytes, scale, ceil_div(tokens, int4_group), out,
+           random_key(context.key(), Purpose::requantize));
+  });
+}
+
+}  // namespace hot::detail

@@ -1,0 +1,1163 @@
+"""What hotcore computes, in readable NumPy: docs/numerics.md line by line, to the bit.
+
+Written for reading and for the tests, not for speed, and independent of libhot: it imports NumPy
+and nothing else. Every float32 operation below is one IEEE operation rounded to nearest even, which
+is what NumPy does with float32 arrays (``_f32`` marks the constants that must not widen them).
+
+NumPy has no bfloat16. A bfloat16 *input* is given as the float32 array of the same values (widening
+is exact); a result asked for in ``"bfloat16"`` comes as a float32 array of values that bfloat16 can
+hold (:func:`bf16_bits` has their 16 bits).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[Any]  # float32 or float16 in; float32 where it comes out of an inner step
+Codes = NDArray[np.int8]
+ConfigLike = Any  # Config, hotcore.HotConfig, or anything else with their fields
+
+_f32 = np.float32
+_u32 = np.uint32
+_u64 = np.uint64
+
+PURPOSE_QUANTIZE = 0
+PURPOSE_GX_GRADIENT = 1
+PURPOSE_GX_WEIGHT = 2  # w is rounded to nearest, so nothing is ever drawn for it
+PURPOSE_GW_ACTIVATION = 3
+PURPOSE_GW_GRADIENT = 4
+PURPOSE_SKETCH = 5
+PURPOSE_REQUANTIZE = 6
+
+INT4_GROUP = 64  # tokens that share a scale when x is kept as INT4
+MAX_INT32_DEPTH = 133_143  # largest K whose INT8 products always sum within 32 bits
+
+_FLOAT_DTYPES = ("float32", "float16", "bfloat16")
+_ROUNDINGS = ("nearest", "stochastic", "pseudo_stochastic")
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _quiet(function: _Function) -> _Function:
+    """Run without NumPy's warnings: overflow to Inf and NaN are results here, not accidents."""
+    return np.errstate(all="ignore")(function)
+
+
+class Key(NamedTuple):
+    """Key of the counter-based random numbers: 64-bit seed and offset, stream below 8192.
+
+    Source: docs/numerics.md, "Random bits".
+    """
+
+    seed: int
+    offset: int = 0
+    stream: int = 0
+
+
+KeyLike = Key | int | tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The fields of ``hotcore.HotConfig``, unchecked; ``Config()`` is the recipe ``"default"``.
+
+    Source: spec.md, "Stages" and "Recipes".
+    """
+
+    hadamard_block: int = 16
+    gx_bits: int = 8
+    gx_scale: str = "row"
+    weight_scale: str = "column"
+    gx_rounding: str = "stochastic"
+    basis: str = "full"
+    rank: int = 16
+    block: int = 16
+    rows: tuple[int, ...] | None = None
+    token_grid: tuple[int, int] | None = None
+    prefix_tokens: int = 0
+    gw_scale: str = "channel"
+    gw_rounding: str = "stochastic"
+    storage: str = "int4"
+    x_scale: str = "channel"
+    x_rounding: str = "stochastic"
+
+
+def recipe(name: str, **overrides: Any) -> Config:
+    """Return the named recipe of spec.md, "Recipes", with some fields replaced."""
+    fields: dict[str, dict[str, Any]] = {
+        "default": {},
+        "fast": {"basis": "sketch", "rank": 8, "storage": "int8"},
+        "int4": {"gx_bits": 4},
+        "paper": {
+            "gx_bits": 4,
+            "gx_scale": "tensor",
+            "weight_scale": "tensor",
+            "basis": "lowpass",
+            "rank": 8,
+            "gw_scale": "tensor",
+            "storage": "int8",
+            "x_scale": "tensor",
+        },
+        "accurate": {"storage": "int8"},
+    }
+    _choice("name", name, tuple(fields))
+    return Config(**{**fields[name], **overrides})
+
+
+# ---------------------------------------------------------------------------- Floating-point types
+
+
+@_quiet
+def round_bf16(values: Floats) -> NDArray[np.float32]:
+    """Round float32 to bfloat16, nearest even; float32 of the same shape. NaN becomes 0x7fc0.
+
+    Source: docs/numerics.md, "Integer GEMM and dequantisation" (rounding to the output type).
+    """
+    words = _words(values)
+    rounded = words + _u32(0x7FFF) + ((words >> _u32(16)) & _u32(1))
+    return _bf16_from_upper_half(values, rounded)
+
+
+@_quiet
+def round_up_bf16(values: Floats) -> NDArray[np.float32]:
+    """Round float32 up: the smallest bfloat16 that is not below; float32 of the same shape.
+
+    Source: docs/numerics.md, "INT4".
+    """
+    words = _words(values)
+    negative = words >> _u32(31) == 1
+    finite = np.isfinite(values)
+    # Truncation goes towards zero: that is up for negative values, and positive ones go past it.
+    rounded = words + np.where(negative | ~finite, _u32(0), _u32(0xFFFF)).astype(_u32)
+    return _bf16_from_upper_half(values, rounded)
+
+
+def bf16_bits(values: Floats) -> NDArray[np.uint16]:
+    """The 16 bits of float32 values that bfloat16 can hold (the upper half of theirs)."""
+    return (_words(values) >> _u32(16)).astype(np.uint16)
+
+
+def bf16_values(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
+    """The float32 values of bfloat16 bit patterns: the reverse of :func:`bf16_bits`."""
+    return (np.asarray(bits).astype(_u32) << _u32(16)).view(_f32)
+
+
+# -------------------------------------------------------------------------------------- Random bits
+
+
+def philox4x32(counter: NDArray[Any], key: NDArray[Any]) -> NDArray[np.uint32]:
+    """Philox4x32-10 of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3".
+
+    Args:
+        counter: 32-bit words, ``[..., 4]``.
+        key: 32-bit words, ``[..., 2]``; leading dimensions broadcast against the counter's.
+
+    Returns:
+        uint32 ``[..., 4]``.
+
+    Source: docs/numerics.md, "Random bits".
+    """
+    low = _u64(0xFFFFFFFF)
+    high = _u64(32)
+    c0, c1, c2, c3 = np.moveaxis(np.asarray(counter).astype(_u64), -1, 0)
+    k0, k1 = np.moveaxis(np.asarray(key).astype(_u64), -1, 0)
+    for _ in range(10):
+        product0 = c0 * _u64(0xD2511F53)
+        product1 = c2 * _u64(0xCD9E8D57)
+        c0, c1, c2, c3 = (
+            (product1 >> high) ^ c1 ^ k0,
+            product1 & low,
+            (product0 >> high) ^ c3 ^ k1,
+            product0 & low,
+        )
+        k0 = (k0 + _u64(0x9E3779B9)) & low
+        k1 = (k1 + _u64(0xBB67AE85)) & low
+    return np.stack([c0, c1, c2, c3], axis=-1).astype(_u32)
+
+
+def random_words(blocks: NDArray[Any], key: KeyLike, purpose: int) -> NDArray[np.uint32]:
+    """The four random words of each block number below 2**48: uint32 ``[..., 4]``.
+
+    Source: docs/numerics.md, "Random bits".
+    """
+    seed, offset, stream = _key(key)
+    number = np.asarray(blocks).astype(_u64)
+    low = _u64(0xFFFFFFFF)
+    counter = np.empty((*number.shape, 4), _u64)
+    counter[..., 0] = number & low
+    counter[..., 1] = (number >> _u64(32)) & _u64(0xFFFF) | _u64((stream * 8 + purpose) << 16)
+    counter[..., 2] = _u64(offset & 0xFFFFFFFF)
+    counter[..., 3] = _u64(offset >> 32)
+    return philox4x32(counter, np.array([seed & 0xFFFFFFFF, seed >> 32], _u64))
+
+
+def random_bytes(rows: int, cols: int, key: KeyLike, purpose: int) -> NDArray[np.uint8]:
+    """One random byte for each element of a matrix: uint8 ``[rows, cols]``.
+
+    ``cols`` counts the padding of K-contiguous operands. Source: docs/numerics.md, "Random bits".
+    """
+    per_row = _ceil_div(cols, 16)
+    words = random_words(np.arange(rows * per_row), key, purpose)
+    return words.astype("<u4").view(np.uint8).reshape(rows, per_row * 16)[:, :cols].copy()
+
+
+# --------------------------------------------------------------------------------------------- FWHT
+
+
+@_quiet
+def fwht(
+    x: Floats, *, axis: int = -1, block: int = 16, out_dtype: str | None = None
+) -> NDArray[Any]:
+    """Unnormalised Walsh-Hadamard transform, natural order, of consecutive blocks along one axis.
+
+    Args:
+        x: float32 or float16, any shape; its length along ``axis`` is a multiple of ``block``.
+        axis: the transformed axis.
+        block: power of two, 1 to 32768.
+        out_dtype: ``"float32"``, ``"float16"`` or ``"bfloat16"``; x's unless given.
+
+    Returns:
+        The shape of x. Computed in fp32, rounded once at the end.
+
+    Source: spec.md, "FWHT"; docs/numerics.md, "FWHT".
+    """
+    _power_of_two("block", block, 1, 32768)
+    values = np.moveaxis(_widen(x, "x"), axis, -1)
+    if values.shape[-1] % block:
+        raise ValueError(f"x: axis {axis} of {values.shape[-1]} is no multiple of block = {block}")
+    blocks = values.reshape(values.size // block, block)
+    result = np.moveaxis(_butterflies(blocks).reshape(values.shape), -1, axis)
+    return _store(result, _dtype_name(x, out_dtype))
+
+
+def _butterflies(v: NDArray[np.float32]) -> NDArray[np.float32]:
+    """FWHT of every row of ``v [R, n]``."""
+    count, n = v.shape
+    h = 1
+    while h < n:
+        pairs = v.reshape(count, n // (2 * h), 2, h)
+        low, high = pairs[:, :, 0], pairs[:, :, 1]
+        v = np.stack([low + high, low - high], axis=2).reshape(count, n)
+        h *= 2
+    return v
+
+
+# ----------------------------------------------------------------------------------------- Low rank
+
+
+class LowRank(NamedTuple):
+    """Which rows of the projection are kept: the low-rank fields of a configuration."""
+
+    basis: str
+    rank: int
+    block: int
+    rows: tuple[int, ...] | None
+    token_grid: tuple[int, int] | None
+    prefix_tokens: int
+
+    def kept(self) -> int:
+        """Rows kept of a block (not for ``full``)."""
+        return self.rank if self.rows is None else len(self.rows)
+
+
+def sequency(k: int, bits: int) -> int:
+    """Number of sign changes of row ``k`` of the Sylvester matrix of order ``2**bits``.
+
+    Source: docs/numerics.md, "Low rank".
+    """
+    reversed_k = sum((k >> i & 1) << (bits - 1 - i) for i in range(bits))
+    for shift in (1, 2, 4, 8, 16):
+        reversed_k ^= reversed_k >> shift
+    return reversed_k
+
+
+def basis_order(basis: str, block: int = 16) -> list[int]:
+    """Row order of ``"lowpass"`` or ``"sequency"``: its first r entries are kept at rank r.
+
+    Source: spec.md, "HLA"; docs/numerics.md, "Low rank".
+    """
+    _choice("basis", basis, ("lowpass", "sequency"))
+    m = _power_of_two("block", block, 2, 64)
+    if basis == "sequency":
+        return sorted(range(block), key=lambda k: sequency(k, m))
+    vertical, horizontal = m // 2, m - m // 2
+
+    def rank_of(k: int) -> tuple[int, int, int]:
+        a = sequency(k >> horizontal, vertical)
+        b = sequency(k & ((1 << horizontal) - 1), horizontal)
+        return a + b, max(a, b), sequency(k, m)
+
+    return sorted(range(block), key=rank_of)
+
+
+def token_order(tokens: int, spec: LowRank) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Which tokens the transform takes, in its order, and which prefix tokens are appended.
+
+    Together they are every token index of ``range(tokens)`` once.
+    Source: docs/numerics.md, "Token layout".
+    """
+    index = np.arange(tokens, dtype=np.intp)
+    if spec.token_grid is None:
+        if spec.prefix_tokens:
+            raise ValueError("prefix_tokens: needs token_grid, which says how long a sample is")
+        return index, index[:0]
+    h, w = spec.token_grid
+    per_sample = spec.prefix_tokens + h * w
+    if h < 1 or w < 1 or spec.prefix_tokens < 0 or tokens % per_sample:
+        raise ValueError(
+            f"token_grid: {tokens} tokens are not samples of {spec.prefix_tokens} + {h} x {w}"
+        )
+    samples = index.reshape(tokens // per_sample, per_sample)
+    prefix = samples[:, : spec.prefix_tokens].reshape(-1)
+    m = _power_of_two("block", spec.block, 2, 64)
+    tile_h, tile_w = 1 << m // 2, 1 << (m - m // 2)
+    down, across = h // tile_h, w // tile_w
+    raster = np.arange(h * w).reshape(h, w)
+    tiles = (
+        raster[: down * tile_h, : across * tile_w]
+        .reshape(down, tile_h, across, tile_w)
+        .transpose(0, 2, 1, 3)
+        .reshape(-1)
+    )
+    left_over = np.ones((h, w), bool)
+    left_over[: down * tile_h, : across * tile_w] = False
+    grid = samples[:, spec.prefix_tokens :]
+    body = np.concatenate([grid[:, tiles].reshape(-1), grid[:, raster[left_over]].reshape(-1)])
+    return body, prefix
+
+
+def sketch_folds(
+    blocks: int, block: int, rank: int, key: KeyLike, purpose: int = PURPOSE_SKETCH
+) -> NDArray[np.int64]:
+    """The non-zero ``a`` of every fold of every block of tokens: int64 ``[blocks, log2(n/r)]``.
+
+    Source: docs/numerics.md, "Low rank", sketch.
+    """
+    words = random_words(np.arange(blocks), key, purpose).astype(_u64)
+    folds = (block // rank).bit_length() - 1
+    shifts = np.empty((blocks, folds), np.int64)
+    for j in range(folds):
+        length = block >> j
+        shifts[:, j] = 1 + ((words[:, j] * _u64(length - 1)) >> _u64(32)).astype(np.int64)
+    return shifts
+
+
+@_quiet
+def fold(v: NDArray[np.float32], a: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Fold token t onto token ``t xor a`` in every block: ``[B, N, C]`` -> ``[B, N/2, C]``.
+
+    Args:
+        v: float32 ``[B, N, C]``, N a power of two.
+        a: ``[B]``, ``0 < a < N``.
+
+    Source: docs/numerics.md, "Low rank", sketch.
+    """
+    half = np.arange(v.shape[1] // 2)
+    result = np.empty((v.shape[0], half.size, v.shape[2]), _f32)
+    for b, shift in enumerate(a.tolist()):
+        top = shift.bit_length() - 1
+        t = (half >> top << (top + 1)) | (half & ((1 << top) - 1))  # bit `top` clear, ascending
+        result[b] = v[b, t] + v[b, t ^ shift]
+    return result
+
+
+def hla_rows(
+    tokens: int,
+    *,
+    rank: int = 8,
+    basis: str = "sketch",
+    block: int = 16,
+    rows: Sequence[int] | None = None,
+    token_grid: tuple[int, int] | None = None,
+    prefix_tokens: int = 0,
+) -> int:
+    """Rows K of :func:`hla`'s result for ``tokens`` tokens, without padding.
+
+    Source: docs/numerics.md, "Low rank".
+    """
+    spec = _low_rank(basis, rank, block, rows, token_grid, prefix_tokens)
+    if basis == "full":
+        return tokens
+    body, prefix = token_order(tokens, spec)
+    return _ceil_div(body.size, block) * spec.kept() + prefix.size
+
+
+def hla(
+    x: Floats,
+    *,
+    rank: int = 8,
+    basis: str = "sketch",
+    block: int = 16,
+    rows: Sequence[int] | None = None,
+    token_grid: tuple[int, int] | None = None,
+    prefix_tokens: int = 0,
+    side: str = "activation",
+    key: KeyLike = 0,
+    out_dtype: str = "float32",
+) -> NDArray[Any]:
+    """Hadamard low-rank approximation along the tokens: ``P x``, ``rank`` rows of each block.
+
+    Args:
+        x: ``[L, C]`` float32 or float16.
+        rank: kept rows of a block (not for basis ``"full"``, nor where ``rows`` is given).
+        basis: ``"full"``, ``"lowpass"``, ``"sequency"`` or ``"sketch"``.
+        block: tokens of a block, power of two, 2 to 64.
+        rows: ``"lowpass"`` only: natural-order rows to keep.
+        token_grid: (height, width) of a sample's patches, taken in tiles.
+        prefix_tokens: class tokens in front of each sample's grid.
+        side: ``"activation"`` or ``"gradient"``, which carries the sketch's weights.
+        key: random key of the sketch.
+        out_dtype: ``"float32"``, ``"float16"`` or ``"bfloat16"``.
+
+    Returns:
+        ``[K, C]``; ``(P_gradient g)^T (P_activation x) / block`` is the (approximate) product.
+
+    Source: spec.md, "HLA"; docs/numerics.md, "Low rank".
+    """
+    spec = _low_rank(basis, rank, block, rows, token_grid, prefix_tokens)
+    return _store(_project(_widen(x, "x"), spec, side, key), out_dtype)
+
+
+@_quiet
+def _project(x: NDArray[np.float32], spec: LowRank, side: str, key: KeyLike) -> NDArray[np.float32]:
+    _choice("side", side, ("activation", "gradient"))
+    if spec.basis == "full":
+        return x.copy()
+    n = spec.block
+    body, prefix = token_order(x.shape[0], spec)
+    channels = x.shape[1]
+    blocks = _ceil_div(body.size, n)
+    filled = np.zeros((blocks * n, channels), _f32)
+    filled[: body.size] = x[body]
+    tokens = filled.reshape(blocks, n, channels)
+
+    if spec.basis == "sketch":
+        kept = _sketch(tokens, spec.rank, side, key)
+    else:
+        rows = basis_order(spec.basis, n)[: spec.rank] if spec.rows is None else spec.rows
+        kept = _transform_tokens(tokens)[:, sorted(rows)]
+
+    m = n.bit_length() - 1
+    factor = _f32(1 << (m // 2 if side == "activation" else m - m // 2))
+    return np.concatenate([kept.reshape(blocks * kept.shape[1], channels), x[prefix] * factor])
+
+
+def _transform_tokens(tokens: NDArray[np.float32]) -> NDArray[np.float32]:
+    """FWHT along axis 1 of ``[B, n, C]``."""
+    blocks, n, channels = tokens.shape
+    lines = tokens.transpose(0, 2, 1).reshape(blocks * channels, n)
+    return _butterflies(lines).reshape(blocks, channels, n).transpose(0, 2, 1)
+
+
+def _sketch(tokens: NDArray[np.float32], rank: int, side: str, key: KeyLike) -> NDArray[np.float32]:
+    blocks, n, _ = tokens.shape
+    shifts = sketch_folds(blocks, n, rank, key)
+    for j in range(shifts.shape[1]):
+        tokens = fold(tokens, shifts[:, j])
+    kept = _transform_tokens(tokens)
+    if side == "gradient":
+        weight = _f32(n - 1) / _f32(rank - 1)
+        kept = np.concatenate([kept[:, :1], kept[:, 1:] * weight], axis=1)
+    return kept
+
+
+# ------------------------------------------------------------------------------ Scales and rounding
+
+
+@_quiet
+def scale_of(
+    amax: NDArray[np.float32], bits: int
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """``scale`` and ``inv`` of sets with these largest magnitudes, both float32 of amax's shape.
+
+    NaN and 0 where amax is not finite, 0 and 0 where it is below 2**-100.
+    Source: docs/numerics.md, "Scales".
+    """
+    q = _f32(_largest_code(bits))
+    finite = np.isfinite(amax)
+    used = finite & (amax >= _f32(2.0**-100))
+    scale = np.where(used, amax / q, _f32(0))
+    inv = np.where(used, q / amax, _f32(0))
+    return np.where(finite, scale, _f32(np.nan)), inv
+
+
+@_quiet
+def round_codes(
+    v: NDArray[np.float32], bits: int, rounding: str, u: NDArray[np.uint8] | None = None
+) -> Codes:
+    """Round scaled values to codes in ``[-127, 127]`` (8 bits) or ``[-7, 7]`` (4 bits).
+
+    Args:
+        v: ``value * inv``, float32, finite.
+        bits: 8 or 4.
+        rounding: ``"nearest"``, ``"stochastic"`` or ``"pseudo_stochastic"``.
+        u: random bytes of v's shape, ``"stochastic"`` only.
+
+    Source: spec.md, "Rounding and randomness"; docs/numerics.md, "Rounding".
+    """
+    _choice("rounding", rounding, _ROUNDINGS)
+    q = _largest_code(bits)
+    a = np.abs(v)
+    whole = np.floor(a)
+    fraction = a - whole  # exact
+    if rounding == "nearest":
+        magnitude = np.rint(a).astype(np.int64)
+    else:
+        if rounding == "stochastic":
+            if u is None:
+                raise ValueError("u: stochastic rounding needs random bytes")
+            up = _f32(512) * fraction > (2 * u.astype(np.int64) + 1).astype(_f32)  # all exact
+        else:
+            h = 10 if bits == 4 else 8
+            digits = np.floor(fraction * _f32(1 << (2 * h + 1))).astype(np.int64)
+            probability = digits >> (h + 1)
+            draw = digits & ((1 << (h + 1)) - 1)
+            up = (2 * probability + 1 > draw) & (digits != 0)
+        magnitude = whole.astype(np.int64) + up
+    magnitude = np.minimum(magnitude, q)
+    return np.where(v < 0, -magnitude, magnitude).astype(np.int8)
+
+
+def quantize(
+    x: Floats,
+    *,
+    bits: int = 8,
+    scale: str = "row",
+    rounding: str = "stochastic",
+    key: KeyLike = 0,
+    purpose: int = PURPOSE_QUANTIZE,
+    packed: bool = False,
+) -> tuple[NDArray[Any], NDArray[np.float32]]:
+    """Symmetric quantisation.
+
+    Args:
+        x: ``[R, C]`` float32 or float16.
+        bits: 8 or 4.
+        scale: what shares a scale: ``"row"``, ``"column"`` or ``"tensor"``.
+        rounding: ``"nearest"``, ``"stochastic"`` or ``"pseudo_stochastic"``.
+        key: random key of stochastic rounding.
+        purpose: stream purpose of the random bytes (docs/numerics.md, "Shapes").
+        packed: 4 bits only: two codes a byte.
+
+    Returns:
+        Codes int8 ``[R, C]`` (packed: uint8 ``[R, ceil(C/2)]``) and float32 scales ``[R]``, ``[C]``
+        or ``[1]``.
+
+    Source: docs/numerics.md, "Scales" and "Rounding".
+    """
+    _choice("scale", scale, ("row", "column", "tensor"))
+    if packed and bits != 4:
+        raise ValueError(f"packed: only 4-bit codes are packed, not bits = {bits}")
+    values = _widen(x, "x")
+    axis = {"row": 1, "column": 0, "tensor": None}[scale]
+    scales, inv = scale_of(_amax(values, axis), bits)
+    codes = _round_scaled(values, inv, bits, rounding, key, purpose)
+    return (pack_int4(codes) if packed else codes), scales.reshape(-1)
+
+
+@_quiet
+def dequantize(
+    q: NDArray[Any],
+    scale: NDArray[np.float32],
+    *,
+    granularity: str = "row",
+    dtype: str = "float32",
+    packed: bool = False,
+    columns: int | None = None,
+) -> NDArray[Any]:
+    """``q * scale``, rounded to fp32 and then to ``dtype``.
+
+    Args:
+        q: int8 ``[R, C]``, or with ``packed`` uint8 ``[R, ceil(C/2)]``.
+        scale: float32 ``[R]`` (``"row"``), ``[C]`` (``"column"``) or ``[1]`` (``"tensor"``).
+        granularity: which of the three.
+        dtype: ``"float32"``, ``"float16"`` or ``"bfloat16"``.
+        packed: q holds two INT4 codes a byte.
+        columns: C of a packed q; ``2 * q.shape[1]`` unless given.
+
+    Returns:
+        ``[R, C]``.
+
+    Source: docs/numerics.md, "Scales".
+    """
+    _choice("granularity", granularity, ("row", "column", "tensor"))
+    codes = unpack_int4(q, columns) if packed else q
+    wide = scale[:, None] if granularity == "row" else scale[None, :]
+    return _store(codes.astype(_f32) * wide, dtype)
+
+
+def _amax(values: NDArray[np.float32], axis: int | None) -> NDArray[np.float32]:
+    """Largest magnitude along ``axis``, dimension kept, as a bit pattern: NaN beats Inf."""
+    magnitudes = _words(values) & _u32(0x7FFFFFFF)
+    largest = np.max(magnitudes, axis=axis, keepdims=True, initial=0)
+    return np.asarray(largest, _u32).view(_f32)
+
+
+@_quiet
+def _round_scaled(
+    values: NDArray[np.float32],
+    inv: NDArray[np.float32],
+    bits: int,
+    rounding: str,
+    key: KeyLike,
+    purpose: int,
+) -> Codes:
+    """Codes of ``values * inv`` for a matrix; 0 wherever inv is 0, whatever stands there."""
+    scaled = np.where(inv == 0, _f32(0), values * inv)
+    rows, cols = values.shape
+    u = random_bytes(rows, cols, key, purpose) if rounding == "stochastic" else None
+    return round_codes(scaled, bits, rounding, u)
+
+
+# --------------------------------------------------------------------------------------------- INT4
+
+
+def pack_int4(q: Codes) -> NDArray[np.uint8]:
+    """Pack int8 ``[R, C]`` codes two a byte, low nibble first: uint8 ``[R, ceil(C/2)]``.
+
+    Two's complement; values outside [-8, 7] lose their upper bits.
+    Source: docs/numerics.md, "INT4".
+    """
+    rows, cols = q.shape
+    nibbles = np.zeros((rows, cols + cols % 2), np.uint8)
+    nibbles[:, :cols] = q.astype(np.uint8) & np.uint8(15)
+    packed: NDArray[np.uint8] = nibbles[:, 0::2] | nibbles[:, 1::2] << np.uint8(4)
+    return packed
+
+
+def unpack_int4(packed: NDArray[np.uint8], columns: int | None = None) -> Codes:
+    """Undo :func:`pack_int4`: int8 ``[R, columns]``, ``2 * packed.shape[1]`` unless given.
+
+    Source: docs/numerics.md, "INT4".
+    """
+    rows, width = packed.shape
+    nibbles = np.empty((rows, 2 * width), np.int16)
+    nibbles[:, 0::2] = packed & 15
+    nibbles[:, 1::2] = packed >> 4
+    codes = np.where(nibbles > 7, nibbles - 16, nibbles).astype(np.int8)
+    return codes if columns is None else codes[:, :columns].copy()
+
+
+# -------------------------------------------------------------------- Integer GEMM, dequantisation
+
+
+def gemm_int8(
+    a: Codes,
+    b: Codes,
+    a_scale: NDArray[np.float32] | None = None,
+    b_scale: NDArray[np.float32] | None = None,
+    *,
+    divisor: int = 1,
+    out_dtype: str = "float32",
+    out: Floats | None = None,
+    accumulate: bool = False,
+) -> NDArray[Any]:
+    """``a b^T`` of INT8 codes, summed exactly, times ``a_scale[m] * b_scale[n] / divisor``.
+
+    Args:
+        a: int8 ``[M, K]``.
+        b: int8 ``[N, K]``.
+        a_scale: float32 ``[M]`` or ``[1]``; without scales the result is the sums.
+        b_scale: float32 ``[N]`` or ``[1]``.
+        divisor: power of two.
+        out_dtype: ``"float32"``, ``"float16"`` or ``"bfloat16"``.
+        out: ``[M, N]``, what ``accumulate`` adds to. It is read, not written.
+        accumulate: add to ``out``.
+
+    Returns:
+        ``[M, N]`` in ``out_dtype``; without scales int32 (K up to 133,143).
+
+    Source: docs/numerics.md, "Integer GEMM and dequantisation".
+    """
+    sums = integer_product(a, b)
+    if a_scale is None or b_scale is None:
+        if a.shape[1] > MAX_INT32_DEPTH:
+            raise ValueError(f"a: K = {a.shape[1]}; int32 sums hold K up to {MAX_INT32_DEPTH}")
+        return sums.astype(np.int32)
+    result = _dequantize_product(sums, a_scale, b_scale, divisor)
+    return _finish(result, out if accumulate else None, out_dtype)
+
+
+def gemm_int4(
+    a: NDArray[np.uint8],
+    b: NDArray[np.uint8],
+    a_scale: NDArray[np.float32] | None = None,
+    b_scale: NDArray[np.float32] | None = None,
+    *,
+    k: int | None = None,
+    divisor: int = 1,
+    out_dtype: str = "float32",
+    out: Floats | None = None,
+    accumulate: bool = False,
+) -> NDArray[Any]:
+    """The same as :func:`gemm_int8` on packed operands.
+
+    Args:
+        a: uint8 ``[M, ceil(K/2)]``.
+        b: uint8 ``[N, ceil(K/2)]``.
+        a_scale: float32 ``[M]`` or ``[1]``; without scales the result is the sums.
+        b_scale: float32 ``[N]`` or ``[1]``.
+        k: K; ``2 * a.shape[1]`` unless given.
+        divisor: power of two.
+        out_dtype: ``"float32"``, ``"float16"`` or ``"bfloat16"``.
+        out: ``[M, N]``, what ``accumulate`` adds to. It is read, not written.
+        accumulate: add to ``out``.
+
+    Returns:
+        ``[M, N]`` in ``out_dtype``; without scales int32.
+
+    Source: docs/numerics.md, "INT4" and "Integer GEMM and dequantisation".
+    """
+    return gemm_int8(
+        unpack_int4(a, k),
+        unpack_int4(b, k),
+        a_scale,
+        b_scale,
+        divisor=divisor,
+        out_dtype=out_dtype,
+        out=out,
+        accumulate=accumulate,
+    )
+
+
+def integer_product(a: Codes, b: Codes) -> NDArray[np.int64]:
+    """``a b^T`` for int8 ``[M, K]`` and ``[N, K]``: exact int64 ``[M, N]``.
+
+    Source: docs/numerics.md, "Integer GEMM and dequantisation".
+    """
+    if a.shape[1] != b.shape[1]:
+        raise ValueError(f"b: K = {b.shape[1]}; a has K = {a.shape[1]}")
+    # Every partial sum is an integer far below 2**53, so fp64 adds them exactly in any order.
+    product: NDArray[np.float64] = a.astype(np.float64) @ b.astype(np.float64).T
+    return product.astype(np.int64)
+
+
+@_quiet
+def _dequantize_product(
+    sums: NDArray[np.int64],
+    a_scale: NDArray[np.float32],
+    b_scale: NDArray[np.float32],
+    divisor: int,
+) -> NDArray[np.float32]:
+    right = sums.astype(_f32) * b_scale[None, :]
+    return right * (a_scale / _f32(divisor))[:, None]
+
+
+@_quiet
+def _token_scaled_product(
+    a: Codes,
+    b: Codes,
+    k_scale: NDArray[np.float32],
+    b_scale: NDArray[np.float32],
+    divisor: int,
+) -> NDArray[np.float32]:
+    """The product whose first operand has a scale for each k: summed in fp32, k ascending."""
+    left = a.astype(_f32) * k_scale[None, :]
+    right = b.astype(_f32)
+    acc = np.zeros((a.shape[0], b.shape[0]), _f32)
+    for k in range(a.shape[1]):
+        acc = acc + left[:, k, None] * right[None, :, k]
+    return (acc * b_scale[None, :]) / _f32(divisor)
+
+
+@_quiet
+def _finish(result: NDArray[np.float32], before: Floats | None, out_dtype: str) -> NDArray[Any]:
+    """The end of every product: add what is there, round to the output type, once."""
+    if before is not None:
+        result = _widen(before, "out") + result
+    return _store(result, out_dtype)
+
+
+# -------------------------------------------------------------------------------- The linear layer
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Saved:
+    """A compressed activation in logical form, as :func:`compress_activation` makes it.
+
+    ``codes`` is int8 ``[I, Kp]``, for INT4 storage ``[I, roundup(L, 32)]``; ``scales`` float32
+    ``[I]`` or ``[1]``, for INT4 storage the uint16 bits of bfloat16 ``[I, ceil(L/64)]``; ``packed``
+    the stored bytes of INT4 storage, uint8 ``[I, roundup(L, 32)/2]``, otherwise None.
+    """
+
+    codes: Codes
+    scales: NDArray[Any]
+    packed: NDArray[np.uint8] | None
+    tokens: int
+    in_features: int
+    config: ConfigLike
+    key: Key
+
+
+class Gradients(NamedTuple):
+    """Gradients of :func:`backward_linear`; None where not asked for."""
+
+    gx: NDArray[Any] | None
+    gw: NDArray[Any] | None
+    gb: NDArray[Any] | None
+
+
+def quantize_gradient_rows(
+    gy: Floats, config: ConfigLike, key: KeyLike = 0
+) -> tuple[Codes, NDArray[np.float32]]:
+    """g_y ``[..., O]`` for g_x: codes int8 ``[L, Kp]`` and scales ``[L]`` or ``[1]``.
+
+    Source: docs/numerics.md, "Shapes", purpose 1.
+    """
+    operand = _transform_features(_flat(gy, "gy"), config.hadamard_block)
+    return quantize(
+        operand,
+        bits=config.gx_bits,
+        scale=config.gx_scale,
+        rounding=config.gx_rounding,
+        key=key,
+        purpose=PURPOSE_GX_GRADIENT,
+    )
+
+
+def quantize_weight(w: Floats, config: ConfigLike) -> tuple[Codes, NDArray[np.float32]]:
+    """W ``[O, I]`` for g_x: codes int8 ``[I, Kp]`` and scales ``[I]`` or ``[1]``; to nearest.
+
+    Source: docs/numerics.md, "Shapes", purpose 2.
+    """
+    _choice("weight_scale", config.weight_scale, ("column", "tensor"))
+    operand = _transform_features(_widen(w, "w").T, config.hadamard_block)
+    return quantize(
+        operand,
+        bits=config.gx_bits,
+        scale="row" if config.weight_scale == "column" else "tensor",
+        rounding="nearest",
+        purpose=PURPOSE_GX_WEIGHT,
+    )
+
+
+def quantize_gradient_columns(
+    gy: Floats, config: ConfigLike, key: KeyLike = 0, sketch_key: KeyLike | None = None
+) -> tuple[Codes, NDArray[np.float32]]:
+    """g_y ``[..., O]`` for g_w: codes int8 ``[O, Kp]`` and scales ``[O]``, ``[1]`` or ``[Kp]``.
+
+    ``key`` rounds; ``sketch_key`` (``key`` unless given) is the one that x was compressed with.
+    Source: docs/numerics.md, "Shapes", purpose 4.
+    """
+    scale = {"channel": "row", "tensor": "tensor", "token": "column"}
+    _choice("gw_scale", config.gw_scale, tuple(scale))
+    subspaces = key if sketch_key is None else sketch_key
+    rows = _project(_flat(gy, "gy"), _low_rank_of(config), "gradient", subspaces)
+    return quantize(
+        _pad_columns(rows.T, 16),
+        scale=scale[config.gw_scale],
+        rounding=config.gw_rounding,
+        key=key,
+        purpose=PURPOSE_GW_GRADIENT,
+    )
+
+
+def compress_activation(x: Floats, config: ConfigLike = None, *, key: KeyLike = 0) -> Saved:
+    """Keep x ``[..., I]`` compressed for the backward pass.
+
+    Args:
+        x: float32 or float16, leading dimensions collapse to L.
+        config: settings; None: ``Config()``.
+        key: random key of the rounding and of the sketch.
+
+    Returns:
+        A :class:`Saved`.
+
+    Source: spec.md, "ABC"; docs/numerics.md, "Shapes" (purpose 3) and "INT4".
+    """
+    settings = Config() if config is None else config
+    _choice("storage", settings.storage, ("int8", "int4"))
+    _choice("x_scale", settings.x_scale, ("channel", "tensor"))
+    values = _flat(x, "x")
+    tokens, width = values.shape
+    if settings.storage == "int4":
+        if settings.basis != "full" or settings.x_scale != "channel":
+            raise ValueError("storage: 'int4' goes with basis 'full' and x_scale 'channel'")
+        codes, scales = _quantize_groups(values.T, settings.x_rounding, key)
+        return Saved(codes, scales, pack_int4(codes), tokens, width, settings, _key(key))
+    rows = _project(values, _low_rank_of(settings), "activation", key)
+    codes, scale = quantize(
+        _pad_columns(rows.T, 16),
+        scale="row" if settings.x_scale == "channel" else "tensor",
+        rounding=settings.x_rounding,
+        key=key,
+        purpose=PURPOSE_GW_ACTIVATION,
+    )
+    return Saved(codes, scale, None, tokens, width, settings, _key(key))
+
+
+@_quiet
+def _quantize_groups(
+    x: NDArray[np.float32], rounding: str, key: KeyLike
+) -> tuple[Codes, NDArray[np.uint16]]:
+    """INT4 codes of ``x [I, L]`` padded to ``[I, roundup(L, 32)]``, bf16 scales of its groups."""
+    channels, tokens = x.shape
+    padded = _pad_columns(x, INT4_GROUP)
+    groups = padded.shape[1] // INT4_GROUP
+    grouped = padded.reshape(channels * groups, INT4_GROUP)
+    amax = _amax(grouped, 1).reshape(channels, groups)
+    finite = np.isfinite(amax)
+    used = finite & (amax >= _f32(2.0**-100))
+    scale = np.where(used, round_up_bf16(amax / _f32(7)), _f32(0))
+    inv = np.where(used, _f32(1) / scale, _f32(0))
+    stored = bf16_bits(np.where(finite, scale, _f32(np.nan)))
+    stored[~finite] = 0x7FC0
+
+    width = _round_up(tokens, 16)
+    per_token = np.repeat(inv, INT4_GROUP, axis=1)[:, :width]
+    codes = _round_scaled(padded[:, :width], per_token, 4, rounding, key, PURPOSE_GW_ACTIVATION)
+    return _pad_columns(codes, 32), stored
+
+
+@_quiet
+def requantize_int4(saved: Saved, key: KeyLike | None = None) -> tuple[Codes, NDArray[np.float32]]:
+    """Bring INT4 storage to INT8: codes int8 ``[I, Kp]`` and scales float32 ``[I]``.
+
+    ``key`` (that of ``saved`` unless given) rounds. Source: docs/numerics.md, "Back to INT8".
+    """
+    groups = bf16_values(saved.scales)
+    largest = _amax(groups, 1)
+    scale, inv = scale_of(_f32(7) * largest, 8)
+    factor = np.where(inv == 0, _f32(0), groups * inv)
+    width = _round_up(saved.tokens, 16)
+    per_token = np.repeat(factor, INT4_GROUP, axis=1)[:, :width]
+    codes = _round_scaled(
+        saved.codes[:, :width].astype(_f32),
+        per_token,
+        8,
+        "stochastic" if saved.config.x_rounding == "stochastic" else "nearest",
+        saved.key if key is None else key,
+        PURPOSE_REQUANTIZE,
+    )
+    return codes, scale.reshape(-1)
+
+
+def backward_linear(
+    gy: Floats,
+    w: Floats | None,
+    saved_or_x: Saved | Floats | None,
+    *,
+    config: ConfigLike = None,
+    need: Collection[str] = ("gx", "gw"),
+    key: KeyLike | None = None,
+    out_dtype: str | None = None,
+    gw_out: Floats | None = None,
+    gb_out: Floats | None = None,
+    accumulate: bool = False,
+) -> Gradients:
+    """Backward of ``y = x w^T + b``: ``gx = gy w``, ``gw = gy^T x``, ``gb`` = sums of gy.
+
+    Args:
+        gy: ``[..., O]`` float32 or float16; leading dimensions collapse to L.
+        w: ``[O, I]``; None where ``"gx"`` is not needed.
+        saved_or_x: a :class:`Saved`, or x ``[..., I]``, which is then compressed first with
+            ``key``; None where ``"gw"`` is not needed.
+        config: settings; None: those of ``saved_or_x``, or ``Config()``.
+        need: which of ``"gx"``, ``"gw"``, ``"gb"`` to compute.
+        key: random key of the rounding here; None: that of ``saved_or_x``, or 0. The sketch's
+            subspaces always come from the key that x was compressed with.
+        out_dtype: ``"float32"``, ``"float16"`` or ``"bfloat16"`` of the results; None: gy's.
+        gw_out: ``[O, I]``, what ``accumulate`` adds to. It is read, not written.
+        gb_out: ``[O]``, likewise.
+        accumulate: add to ``gw_out`` and ``gb_out``.
+
+    Returns:
+        :class:`Gradients`: gx ``[..., I]``, gw ``[O, I]``, gb ``[O]``.
+
+    Source: spec.md, "Stages"; docs/numerics.md.
+    """
+    grad = _flat(gy, "gy")
+    dtype = _dtype_name(gy, out_dtype)
+    saved: Saved | None = saved_or_x if isinstance(saved_or_x, Saved) else None
+    settings = config if config is not None else saved.config if saved else Config()
+    if saved is None and "gw" in need:
+        saved = compress_activation(np.asarray(saved_or_x), settings, key=0 if key is None else key)
+    if key is None:
+        key = saved.key if saved else 0
+
+    gx = gw = gb = None
+    if "gx" in need:
+        assert w is not None, "w: needed for gx"
+        product = gemm_int8(
+            *_pairs(quantize_gradient_rows(gy, settings, key), quantize_weight(w, settings)),
+            divisor=settings.hadamard_block,
+            out_dtype=dtype,
+        )
+        gx = product.reshape(*gy.shape[:-1], w.shape[1])
+    if "gw" in need:
+        assert saved is not None
+        gw = _finish(
+            _weight_gradient(gy, saved, settings, key), gw_out if accumulate else None, dtype
+        )
+    if "gb" in need:
+        gb = _finish(bias_gradient(grad), gb_out if accumulate else None, dtype)
+    return Gradients(gx, gw, gb)
+
+
+def _weight_gradient(
+    gy: Floats, saved: Saved, config: ConfigLike, key: KeyLike
+) -> NDArray[np.float32]:
+    left, left_scale = quantize_gradient_columns(gy, config, key, saved.key)
+    if saved.packed is None:
+        right, right_scale = saved.codes, saved.scales
+    else:
+        right, right_scale = requantize_int4(saved, key)
+    divisor = 1 if config.basis == "full" else config.block
+    if config.gw_scale == "token":
+        return _token_scaled_product(left, right, left_scale, right_scale, divisor)
+    return _dequantize_product(integer_product(left, right), left_scale, right_scale, divisor)
+
+
+@_quiet
+def bias_gradient(gy: Floats) -> NDArray[np.float32]:
+    """g_b: the column sums of g_y ``[L, O]``, float32 ``[O]``.
+
+    Blocks of 16 tokens add up as row 0 of the FWHT does, runs of 64 blocks in fp32, runs in fp64.
+    Source: docs/numerics.md, "g_b".
+    """
+    values = _widen(gy, "gy")
+    width = values.shape[1]
+    padded = _pad_columns(values.T, 16)
+    blocks = _butterflies(padded.reshape(width * padded.shape[1] // 16, 16))[:, 0]
+    sums = blocks.reshape(width, padded.shape[1] // 16)
+    total = np.zeros(width, np.float64)
+    for start in range(0, sums.shape[1], 64):
+        run = np.zeros(width, _f32)
+        for index in range(start, min(start + 64, sums.shape[1])):
+            run = run + sums[:, index]
+        total = total + run
+    return total.astype(_f32)
+
+
+def _transform_features(values: NDArray[np.float32], n: int) -> NDArray[np.float32]:
+    """``[R, O]`` -> ``[R, Kp]``: FWHT of blocks of n along O, then zeros up to 16 columns."""
+    _power_of_two("hadamard_block", n, 1, 256)
+    return _pad_columns(fwht(_pad_columns(values, n), block=n), 16)
+
+
+def _pairs(
+    a: tuple[Codes, NDArray[np.float32]], b: tuple[Codes, NDArray[np.float32]]
+) -> tuple[Codes, Codes, NDArray[np.float32], NDArray[np.float32]]:
+    """Two (codes, scale) pairs in the argument order of :func:`gemm_int8`."""
+    return a[0], b[0], a[1], b[1]
+
+
+# ------------------------------------------------------------------------------------ Small helpers
+
+
+def _widen(values: Floats, name: str) -> NDArray[np.float32]:
+    """To float32, exactly."""
+    if values.dtype not in (np.dtype(np.float32), np.dtype(np.float16)):
+        raise ValueError(f"{name}: dtype {values.dtype}; expected float32 or float16")
+    return values.astype(_f32)
+
+
+def _flat(values: Floats, name: str) -> NDArray[np.float32]:
+    """``[..., C]`` as float32 ``[L, C]``."""
+    wide = _widen(values, name)
+    return wide.reshape(int(np.prod(wide.shape[:-1], dtype=np.int64)), wide.shape[-1])
+
+
+@_quiet
+def _store(values: NDArray[np.float32], dtype: str) -> NDArray[Any]:
+    """Round float32 to the output type, once."""
+    _choice("dtype", dtype, _FLOAT_DTYPES)
+    if dtype == "bfloat16":
+        return round_bf16(values)
+    return np.ascontiguousarray(values, dtype=np.dtype(dtype))
+
+
+def _dtype_name(like: Floats, given: str | None) -> str:
+    return like.dtype.name if given is None else given
+
+
+def _words(values: Floats) -> NDArray[np.uint32]:
+    return np.ascontiguousarray(values, dtype=_f32).view(_u32).reshape(np.shape(values))
+
+
+def _bf16_from_upper_half(values: Floats, words: NDArray[np.uint32]) -> NDArray[np.float32]:
+    upper = words & _u32(0xFFFF0000)
+    return np.where(np.isnan(values), _u32(0x7FC00000), upper).astype(_u32).view(_f32)
+
+
+def _pad_columns(values: NDArray[Any], multiple: int) -> NDArray[Any]:
+    rows, cols = values.shape
+    padded = np.zeros((rows, _round_up(cols, multiple)), values.dtype)
+    padded[:, :cols] = values
+    return padded
+
+
+def _ceil_div(value: int, by: int) -> int:
+    return -(-value // by)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return _ceil_div(value, multiple) * multiple
+
+
+def _largest_code(bits: int) -> int:
+    if bits not in (4, 8):
+        raise ValueError(f"bits: {bits}; expected 4 or 8")
+    return 7 if bits == 4 else 127
+
+
+def _key(key: KeyLike) -> Key:
+    full = Key(*key) if isinstance(key, tuple) else Key(int(key))
+    if not (0 <= full.seed < 1 << 64 and 0 <= full.offset < 1 << 64 and 0 <= full.stream < 8192):
+        raise ValueError(f"key: {full} is out of range")
+    return full
+
+
+def _choice(name: str, value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        raise ValueError(f"{name}: {value!r} is not one of {', '.join(map(repr, known))}")
+
+
+def _power_of_two(name: str, value: int, low: int, high: int) -> int:
+    """log2 of ``value``, which is a power of two from ``low`` to ``high``."""
+    if not low <= value <= high or value & (value - 1):
+        raise ValueError(f"{name}: {value} is no power of two from {low} to {high}")
+    return value.bit_length() - 1
+
+
+def _low_rank(
+    basis: str,
+    rank: int,
+    block: int,
+    rows: Sequence[int] | None,
+    token_grid: tuple[int, int] | None,
+    prefix_tokens: int,
+) -> LowRank:
+    _choice("basis", basis, ("full", "lowpass", "sequency", "sketch"))
+    listed = None if rows is None else tuple(int(row) for row in rows)
+    spec = LowRank(basis, rank, block, listed, token_grid, prefix_tokens)
+    if basis == "full":
+        return spec
+    _power_of_two("block", block, 2, 64)
+    if listed is not None:
+        distinct = len(set(listed)) == len(listed) > 0
+        if basis != "lowpass" or not distinct or not all(0 <= row < block for row in listed):
+            raise ValueError(
+                f"rows: {listed} are not distinct rows of a 'lowpass' block of {block}"
+            )
+    elif not 1 <= rank <= block:
+        raise ValueError(f"rank: {rank} is outside 1 to block = {block}")
+    elif basis == "sketch" and (rank < 2 or rank & (rank - 1) or block // rank > 16):
+        raise ValueError(f"rank: a sketch of blocks of {block} cannot have {rank} rows")
+    return spec
+
+
+def _low_rank_of(config: ConfigLike) -> LowRank:
+    return _low_rank(
+        config.basis,
+        config.rank,
+        config.block,
+        config.rows,
+        config.token_grid,
+        config.prefix_tokens,
+    )

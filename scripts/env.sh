@@ -1,0 +1,133 @@
+# Sourced by the scripts beside it: the Python environment they share.
+#
+#   hot_env_python                finds a Python >= 3.10                          -> $HOT_PYTHON
+#   hot_env_venv                  makes the environment, or takes it as it is     -> $HOT_VENV_PYTHON
+#   hot_env_install NAME ARG...   pip install ARG..., unless the last call with this NAME had the same
+#   hot_env_project [EXTRA]       builds and installs this repository, unless its sources are the same
+#
+# HOT_PYTHON=/path/to/python and HOT_VENV=/path/to/environment override the choice (default: .venv in the
+# repository's root). pip's own settings (PIP_INDEX_URL, PIP_FIND_LINKS, ...) are respected.
+
+HOT_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+HOT_VENV="${HOT_VENV:-$HOT_ROOT/.venv}"
+HOT_VENV_PYTHON="$HOT_VENV/bin/python"
+export PIP_DISABLE_PIP_VERSION_CHECK=1
+
+hot_env_say() { printf '%s: %s\n' "$(basename "$0" .sh)" "$*" >&2; }
+hot_env_fail() { hot_env_say "error: $*"; exit 1; }
+
+# The system is only touched by root, who is alone in a container more often than not; others are told what to do.
+hot_env_apt() {
+  [[ "$(id -u)" == 0 ]] && command -v apt-get >/dev/null || return 1
+  hot_env_say "installing with apt-get: $*"
+  export DEBIAN_FRONTEND=noninteractive
+  apt-get install -y --no-upgrade --no-install-recommends "$@" >&2 ||
+    { apt-get update >&2 && apt-get install -y --no-upgrade --no-install-recommends "$@" >&2; }
+}
+
+hot_env_is_python() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1; }
+
+hot_env_python() {
+  if [[ -n "${HOT_PYTHON:-}" ]]; then
+    hot_env_is_python "$HOT_PYTHON" || hot_env_fail "HOT_PYTHON=$HOT_PYTHON is no Python >= 3.10"
+    return
+  fi
+  local name
+  for name in python3 python3.13 python3.12 python3.11 python3.10 python; do
+    if command -v "$name" >/dev/null && hot_env_is_python "$name"; then
+      HOT_PYTHON="$(command -v "$name")"
+      return
+    fi
+  done
+  hot_env_fail "no Python >= 3.10 on the PATH; install one (Debian, Ubuntu: apt-get install python3), or set HOT_PYTHON"
+}
+
+# Debian and Ubuntu name the packages of a Python after its version.
+hot_env_python_package() { "$1" -c 'import sys; print("python%d.%d" % sys.version_info[:2])'; }
+
+hot_env_venv_works() { hot_env_is_python "$HOT_VENV_PYTHON" && "$HOT_VENV_PYTHON" -m pip --version >/dev/null 2>&1; }
+
+hot_env_venv() {
+  hot_env_venv_works && return
+  hot_env_python
+  hot_env_say "making the environment $HOT_VENV"
+  local log
+  log="$(mktemp)"
+  "$HOT_PYTHON" -m venv "$HOT_VENV" >"$log" 2>&1 || true
+  if ! hot_env_venv_works; then
+    # Debian's python3 comes without ensurepip. virtualenv does without it, and --target leaves the system's
+    # Python alone; where there is no pip either, the distribution's package remains.
+    hot_env_virtualenv >>"$log" 2>&1 || true
+  fi
+  if ! hot_env_venv_works && hot_env_apt "$(hot_env_python_package "$HOT_PYTHON")-venv"; then
+    "$HOT_PYTHON" -m venv "$HOT_VENV" >>"$log" 2>&1 || true
+  fi
+  if ! hot_env_venv_works; then
+    cat "$log" >&2
+    rm -f "$log"
+    hot_env_fail "cannot make a Python environment in $HOT_VENV. Remove that folder if it is broken;" \
+      "otherwise: sudo apt-get install $(hot_env_python_package "$HOT_PYTHON")-venv"
+  fi
+  rm -f "$log"
+}
+
+hot_env_virtualenv() {
+  local folder status=0
+  folder="$(mktemp -d)"
+  "$HOT_PYTHON" -m pip install --quiet --target "$folder" virtualenv &&
+    PYTHONPATH="$folder" "$HOT_PYTHON" -m virtualenv --quiet "$HOT_VENV" || status=1
+  rm -rf "$folder"
+  return "$status"
+}
+
+# hot_env_once NAME FINGERPRINT COMMAND...: run the command unless it last succeeded with the same fingerprint.
+hot_env_once() {
+  local stamp="$HOT_VENV/.hotcore-$1" fingerprint="$2"
+  shift 2
+  [[ -f "$stamp" && "$(<"$stamp")" == "$fingerprint" ]] && return
+  rm -f "$stamp"
+  "$@" || hot_env_fail "this command failed: $*"
+  printf '%s\n' "$fingerprint" >"$stamp"
+}
+
+hot_env_install() {
+  local name="$1"
+  shift
+  hot_env_once "install-$name" "$*" "$HOT_VENV_PYTHON" -m pip install "$@"
+}
+
+# What the installed package is made of, in one hash; build options that change it count too.
+hot_env_sources() {
+  {
+    printf '%s\n' "$@" "${CMAKE_ARGS:-}" "${SKBUILD_CMAKE_ARGS:-}" "${HOT_CUDA:-}" "${CXX:-}"
+    cd "$HOT_ROOT"
+    find CMakeLists.txt pyproject.toml README.md LICENSE cmake cpp cuda python third_party \
+      \( -path third_party/cutlass -o -name __pycache__ \) -prune -o -type f -print0 2>/dev/null |
+      LC_ALL=C sort -z | xargs -0 sha256sum
+  } | sha256sum | cut -d ' ' -f 1
+}
+
+# cmake and ninja come with the build's own requirements; a compiler and Python's headers do not.
+hot_env_compiler() {
+  local headers package
+  if ! command -v "${CXX:-c++}" >/dev/null && ! command -v g++ >/dev/null && ! command -v clang++ >/dev/null; then
+    hot_env_apt g++ || hot_env_fail "no C++ compiler: sudo apt-get install g++ (or set CXX)"
+  fi
+  headers='import os, sysconfig, sys; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))'
+  if ! "$HOT_VENV_PYTHON" -c "$headers"; then
+    package="$(hot_env_python_package "$HOT_VENV_PYTHON")-dev"
+    hot_env_apt "$package" && "$HOT_VENV_PYTHON" -c "$headers" ||
+      hot_env_fail "Python's headers (Python.h) are missing: sudo apt-get install $package"
+  fi
+}
+
+hot_env_project() {
+  local extra="${1:+[$1]}"
+  hot_env_once project "$(hot_env_sources "$extra")" hot_env_build "$extra"
+}
+
+hot_env_build() {
+  hot_env_compiler
+  hot_env_say "building hotcore"
+  "$HOT_VENV_PYTHON" -m pip install "$HOT_ROOT$1"
+}

@@ -1,0 +1,119 @@
+#!/usr/bin/env bash
+# Builds everything and runs all tests: C++ (gtest and a consumer project, through ctest), Python, style. Takes Python
+# >= 3.10 and a C++ compiler; the first call makes an environment (.venv). Ends non-zero if anything failed.
+#
+#   bash scripts/test.sh [--slow] [cpp] [python] [style]    --slow: the long training tests too; parts: default all
+#
+# HOT_CUDA=OFF leaves the CUDA kernels out; otherwise they are compiled (for sm_90a) where nvcc is found.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+
+marks="not slow"
+parts=()
+for option in "$@"; do
+  case "$option" in
+    --slow) marks="" ;;
+    cpp | python | style) parts+=("$option") ;;
+    -h | --help) sed -n '2,/^set /s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" | sed '/^set /d'; exit 0 ;;
+    *) hot_env_fail "unknown option: $option (see --help)" ;;
+  esac
+done
+[[ ${#parts[@]} -gt 0 ]] || parts=(cpp python style)
+wanted() { [[ " ${parts[*]} " == *" $1 "* ]]; }
+
+jobs="$(nproc)"
+build="$HOT_ROOT/build/test"
+results="$build/results"
+mkdir -p "$build"
+rm -rf "$results"
+mkdir -p "$results"
+
+# ---- what the tests need ----
+
+hot_env_venv
+hot_env_compiler
+export PATH="$HOT_VENV/bin:$PATH"
+hot_env_install test 'cmake>=3.24' ninja hypothesis 'pytest>=8' -r "$HOT_ROOT/scripts/style-requirements.txt"
+hot_env_install train torch==2.13.0 numpy scikit-learn matplotlib tqdm # as in train.sh
+
+has_gtest() { printf '#include <gtest/gtest.h>\n' | "${CXX:-c++}" -std=c++17 -E -x c++ - >/dev/null 2>&1; }
+if wanted cpp && ! has_gtest && [[ -z "${GTest_DIR:-}${GTest_ROOT:-}" ]]; then
+  hot_env_apt libgtest-dev ||
+    hot_env_fail "GoogleTest is missing: sudo apt-get install libgtest-dev (or set GTest_ROOT)"
+fi
+
+# ---- the parts; each goes on to the end, whatever the others did ----
+
+# Counts as one test more in the summary: a suite that did not get as far as writing its results.
+broken() {
+  hot_env_say "FAILED: $1"
+  printf '%s\n' "$1" >>"$results/broken"
+}
+
+test_cpp() {
+  hot_env_say "building the library and the C++ tests in build/test"
+  cmake -S "$HOT_ROOT" -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DHOT_BUILD_TESTS=ON -DHOT_WERROR=ON \
+    -DHOT_CUDA="${HOT_CUDA:-AUTO}" -DCMAKE_CUDA_ARCHITECTURES=90a-real >"$results/cmake.log" 2>&1 ||
+    { cat "$results/cmake.log"; broken "cmake"; return; }
+  grep '^-- hotcore' "$results/cmake.log" || true
+  cmake --build "$build" -j "$jobs" || { broken "C++ build"; return; }
+  ctest --test-dir "$build" -j "$jobs" --no-tests=error --output-on-failure --output-junit "$results/ctest.xml" ||
+    [[ -f "$results/ctest.xml" ]] || broken "ctest"
+}
+
+test_python() {
+  hot_env_say "installing the package"
+  (hot_env_project torch) || { broken "pip install"; return; }
+  (cd "$HOT_ROOT" && "$HOT_VENV_PYTHON" -m pytest -m "$marks" --durations=5 --junit-xml "$results/pytest.xml") ||
+    [[ -f "$results/pytest.xml" ]] || broken "pytest"
+}
+
+test_style() {
+  local check
+  for check in clang-format ruff-check ruff-format mypy shell; do
+    if bash "$HOT_ROOT/scripts/check_style.sh" "$check"; then
+      printf '%s\n' "$check" >>"$results/style-passed"
+    else
+      broken "style: $check"
+    fi
+  done
+}
+
+for part in cpp python style; do
+  if wanted "$part"; then "test_$part"; fi
+done
+
+# ---- the sum ----
+
+"$HOT_VENV_PYTHON" - "$results" <<'PYTHON'
+import sys
+import xml.etree.ElementTree as tree
+from pathlib import Path
+
+results = Path(sys.argv[1])
+
+
+def lines(name):
+    path = results / name
+    return path.read_text().splitlines() if path.exists() else []
+
+
+passed = failed = skipped = 0
+names = []
+for report in sorted(results.glob("*.xml")):
+    for case in tree.parse(report).getroot().iter("testcase"):
+        status = case.get("status")  # ctest's; pytest has child elements only
+        if case.find("failure") is not None or case.find("error") is not None or status == "fail":
+            failed += 1
+            names.append(f"{case.get('classname')} {case.get('name')}")
+        elif case.find("skipped") is not None or status in ("notrun", "disabled"):
+            skipped += 1
+        else:
+            passed += 1
+passed += len(lines("style-passed"))
+failed += len(lines("broken"))
+for name in names + lines("broken"):
+    print("FAILED", name)
+print(f"{passed} passed, {failed} failed, {skipped} skipped")
+sys.exit(failed > 0 or passed == 0)
+PYTHON

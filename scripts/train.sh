@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# Trains a small ViT and a small GPT in fp32 and with HOT, and compares them: one table, out/train.png, out/train.json.
+# Takes Python >= 3.10 and a C++ compiler; the first call makes an environment (.venv) and builds hotcore into it.
+#
+#   bash scripts/train.sh [--task vit|gpt] [--recipe NAME,...] [--device cpu|cuda] [--steps N] [--seed N] [--out FOLDER]
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+
+hot_env_python
+# A wrong option comes to light now, not after the build.
+"$HOT_PYTHON" "$HOT_ROOT/examples/train.py" --check-options "$@"
+for option in "$@"; do
+  [[ "$option" != -h && "$option" != --help ]] || exit 0
+done
+
+hot_env_venv
+hot_env_install train torch==2.13.0 numpy scikit-learn matplotlib tqdm
+hot_env_project torch
+exec "$HOT_VENV_PYTHON" "$HOT_ROOT/examples/train.py" "$@"

@@ -1,0 +1,425 @@
+// Every stage on CUDA against the CPU, bit for bit: random shapes, strides, types, bases, scales,
+// roundings and storage forms. Built with CUDA only, skipped without a device.
+#include <cuda_runtime_api.h>
+
+#include "support.h"
+
+using namespace hot_test;
+using hot::Basis;
+using hot::GradScale;
+using hot::Granularity;
+using hot::Rounding;
+
+namespace {
+
+const hot::Device gpu{hot::Device::Type::cuda, 0};
+constexpr DType float_types[] = {DType::f32, DType::f16, DType::bf16};
+constexpr Rounding roundings[] = {Rounding::nearest, Rounding::stochastic,
+                                  Rounding::pseudo_stochastic};
+
+void check(cudaError_t status) {
+  if (status != cudaSuccess) throw std::runtime_error(cudaGetErrorString(status));
+}
+
+// The same array on both sides: poisoned, filled or not, compared byte by byte with its margins.
+struct Mirror {
+  Mirror(std::int64_t rows, std::int64_t cols, DType dtype, std::int64_t gap = 0,
+         std::int64_t offset = 0)
+      : rows_(rows), cols_(cols), ld_(cols + gap), offset_(offset), dtype_(dtype) {
+    host.assign((static_cast<std::size_t>(rows * ld_ + offset) + 32) * hot::dtype_size(dtype),
+                static_cast<char>(0xA5));
+    check(cudaMalloc(&device_, host.size()));
+    push();
+  }
+  ~Mirror() { static_cast<void>(cudaFree(device_)); }
+  Mirror(const Mirror&) = delete;
+  Mirror& operator=(const Mirror&) = delete;
+
+  void push() { check(cudaMemcpy(device_, host.data(), host.size(), cudaMemcpyHostToDevice)); }
+  std::vector<char> pulled() const {
+    std::vector<char> out(host.size());
+    check(cudaMemcpy(out.data(), device_, out.size(), cudaMemcpyDeviceToHost));
+    return out;
+  }
+  TensorView view(bool on_gpu) {
+    char* base = on_gpu ? static_cast<char*>(device_) : host.data();
+    return hot::matrix(base + offset_ * static_cast<std::int64_t>(hot::dtype_size(dtype_)), dtype_,
+                       rows_, cols_, ld_, on_gpu ? gpu : hot::Device{});
+  }
+  TensorView flat(bool on_gpu) {
+    TensorView v = view(on_gpu);
+    v.ndim = 1;
+    v.shape[0] = cols_;
+    v.stride[0] = 1;
+    return v;
+  }
+  void fill(const std::vector<float>& values) {
+    Floats source = floats(rows_, cols_, values);
+    hot::fwht(cpu(), source.view(), 1, 1, view(false));  // block 1 converts
+    push();
+  }
+  // Bytes, any NaN equal to any other.
+  void expect_equal(const std::string& what) const {
+    const std::vector<char> got = pulled();
+    if (got == host) return;
+    std::size_t different = 0, first = 0;
+    const std::size_t size = hot::dtype_size(dtype_);
+    for (std::size_t i = 0; i + size <= got.size(); i += size) {
+      if (std::memcmp(&got[i], &host[i], size) == 0 || (is_nan(&got[i]) && is_nan(&host[i]))) {
+        continue;
+      }
+      if (different++ == 0) first = i / size;
+    }
+    EXPECT_EQ(different, 0U) << what << ": first at element " << first << " of "
+                             << host.size() / size;
+  }
+  bool is_nan(const char* at) const {
+    if (dtype_ == DType::f32) {
+      float v;
+      std::memcpy(&v, at, 4);
+      return std::isnan(v);
+    }
+    std::uint16_t v;
+    std::memcpy(&v, at, 2);
+    if (dtype_ == DType::f16) return (v & 0x7fffU) > 0x7c00U;
+    return dtype_ == DType::bf16 && (v & 0x7fffU) > 0x7f80U;
+  }
+
+  std::vector<char> host;
+
+ private:
+  std::int64_t rows_, cols_, ld_, offset_;
+  DType dtype_;
+  void* device_ = nullptr;
+};
+
+DType any_float() { return float_types[random_int(0, 2)]; }
+
+// Sizes at which kernels turn: 0 and 1, primes, multiples and their neighbours.
+std::int64_t any_size(std::int64_t most = 400) {
+  const std::int64_t sizes[] = {1, 2, 15, 16, 17, 31, 33, 49, 64, 65, 97, 127, 128, 129, 197, 256, 300, 391};
+  const std::int64_t size = sizes[random_int(0, 17)];
+  return size <= most ? size : random_int(1, most);
+}
+
+std::vector<float> awkward(std::int64_t count) {
+  std::vector<float> values = normal(count, std::ldexp(1.0F, static_cast<int>(random_int(-3, 3))));
+  if (count > 20 && random_int(0, 3) == 0) values[static_cast<std::size_t>(random_int(0, count - 1))] = 60.0F;
+  if (count > 20 && random_int(0, 5) == 0) {
+    values[static_cast<std::size_t>(random_int(0, count - 1))] =
+        random_int(0, 1) == 0 ? std::numeric_limits<float>::quiet_NaN()
+                              : std::numeric_limits<float>::infinity();
+  }
+  return values;
+}
+
+class StagesCuda : public testing::Test {
+ protected:
+  void SetUp() override {
+    int count = 0;
+    if (cudaGetDeviceCount(&count) != cudaSuccess || count == 0) {
+      GTEST_SKIP() << "no CUDA device on this machine";
+    }
+    check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
+  }
+  void TearDown() override {
+    if (stream_ != nullptr) check(cudaStreamDestroy(stream_));
+  }
+
+  hot::Context context(bool on_gpu, hot::Key key) const {
+    return on_gpu ? hot::Context::cuda(0, stream_).with_key(key) : cpu(4).with_key(key);
+  }
+  static hot::Key any_key() {
+    return {generator()(), generator()(), static_cast<std::uint32_t>(random_int(0, 8191))};
+  }
+  // The same call on both devices; the stream is done at the end.
+  template <class Call>
+  void both(const Call& call) {
+    const hot::Key key = any_key();
+    call(context(false, key), false);
+    call(context(true, key), true);
+    check(cudaStreamSynchronize(stream_));
+  }
+
+  static hot::LowRank any_low_rank(std::int64_t& tokens) {
+    hot::LowRank spec;
+    const int kind = static_cast<int>(random_int(0, 6));
+    if (kind == 0) return spec;
+    const int block = kind <= 3 ? 16 : 1 << random_int(1, 6);
+    spec.block = block;
+    if (kind == 1 || kind == 4) {
+      spec.basis = Basis::sketch;
+      spec.rank = kind == 1 ? 8 : std::max(2, block >> random_int(0, 3));
+    } else if (kind == 2 || kind == 5) {
+      spec.basis = Basis::lowpass;
+      spec.rank = kind == 2 ? 8 : static_cast<int>(random_int(1, block));
+    } else if (kind == 3) {
+      spec.basis = Basis::lowpass;
+      spec.rows = {14, 0, 3, 9, 5};
+    } else {
+      spec.basis = Basis::sequency;
+      spec.rank = static_cast<int>(random_int(1, block));
+    }
+    if (random_int(0, 2) == 0) {
+      spec.layout = {static_cast<int>(random_int(1, 14)), static_cast<int>(random_int(1, 14)),
+                     static_cast<int>(random_int(0, 2))};
+      tokens = random_int(0, 4) * (spec.layout.grid_h * spec.layout.grid_w + spec.layout.prefix_tokens);
+    }
+    return spec;
+  }
+
+  cudaStream_t stream_ = nullptr;
+};
+
+}  // namespace
+
+TEST_F(StagesCuda, hla_equals_cpu) {
+  for (int round = 0; round < 60; ++round) {
+    std::int64_t L = any_size();
+    const hot::LowRank spec = any_low_rank(L);
+    const std::int64_t C = any_size();
+    Mirror x(L, C, any_float(), random_int(0, 3), random_int(0, 2));
+    x.fill(awkward(L * C));
+    Mirror out(hot::hla_rows(L, spec), C, any_float(), random_int(0, 3));
+    const hot::Side side = random_int(0, 1) == 0 ? hot::Side::activation : hot::Side::gradient;
+    both([&](const hot::Context& c, bool on_gpu) {
+      hot::hla(c, x.view(on_gpu), spec, side, out.view(on_gpu));
+    });
+    out.expect_equal(std::string("hla ") + hot::basis_name(spec.basis));
+  }
+}
+
+TEST_F(StagesCuda, quantize_equals_cpu) {
+  for (const Rounding rounding : roundings) {
+    for (const Granularity scale : {Granularity::tensor, Granularity::row, Granularity::column}) {
+      for (int round = 0; round < 8; ++round) {
+        const int bits = round % 2 == 0 ? 4 : 8;
+        const std::int64_t R = any_size(100), C = any_size();
+        const bool packed = bits == 4 && round % 4 == 0;
+        Mirror x(R, C, any_float(), random_int(0, 3), random_int(0, 1));
+        x.fill(awkward(R * C));
+        Mirror q(R, packed ? (C + 1) / 2 : C, packed ? DType::i4x2 : DType::i8, random_int(0, 5));
+        Mirror s(1, hot::scale_count(R, C, scale), DType::f32), back(R, C, any_float());
+        both([&](const hot::Context& c, bool on_gpu) {
+          hot::quantize(c, x.view(on_gpu), {bits, scale, rounding}, q.view(on_gpu), s.flat(on_gpu));
+          hot::dequantize(c, q.view(on_gpu), s.flat(on_gpu), scale, back.view(on_gpu));
+        });
+        q.expect_equal("codes");
+        s.expect_equal("scale");
+        back.expect_equal("dequantised");
+      }
+    }
+  }
+}
+
+TEST_F(StagesCuda, pack_equals_cpu) {
+  for (int round = 0; round < 20; ++round) {
+    const std::int64_t R = any_size(50), C = any_size();
+    Mirror q(R, C, DType::i8, random_int(0, 3)), p(R, (C + 1) / 2, DType::i4x2, random_int(0, 3));
+    Mirror back(R, C, DType::i8);
+    const std::vector<std::int8_t> values = codes(static_cast<std::int64_t>(q.host.size()), 7);
+    std::memcpy(q.host.data(), values.data(), values.size());
+    q.push();
+    both([&](const hot::Context& c, bool on_gpu) {
+      hot::pack_int4(c, q.view(on_gpu), p.view(on_gpu));
+      hot::unpack_int4(c, p.view(on_gpu), back.view(on_gpu));
+    });
+    p.expect_equal("packed");
+    back.expect_equal("unpacked");
+  }
+}
+
+TEST_F(StagesCuda, gemm_equals_cpu) {
+  for (int round = 0; round < 60; ++round) {
+    const std::int64_t M = any_size(), N = any_size(), K = random_int(0, 3) == 0 ? random_int(0, 2000) : any_size();
+    const bool aligned = round % 2 == 0;
+    const std::int64_t gap = aligned ? (16 - K % 16) % 16 : random_int(0, 9);
+    Mirror a(M, K, DType::i8, gap), b(N, K, DType::i8, gap);
+    for (Mirror* m : {&a, &b}) {
+      const auto values = codes(static_cast<std::int64_t>(m->host.size()), 127);
+      std::memcpy(m->host.data(), values.data(), values.size());
+      m->push();
+    }
+    Mirror sa(1, random_int(0, 1) == 0 ? 1 : M, DType::f32), sb(1, random_int(0, 1) == 0 ? 1 : N, DType::f32);
+    sa.fill(normal(static_cast<std::int64_t>(sa.flat(false).shape[0])));
+    sb.fill(normal(static_cast<std::int64_t>(sb.flat(false).shape[0])));
+    const bool bare = round % 5 == 0;
+    Mirror out(M, N, bare ? DType::i32 : any_float(), random_int(0, 3), random_int(0, 1));
+    if (!bare) out.fill(normal(M * N));
+    const hot::GemmSpec spec{bare ? 1 : 16, !bare && round % 3 == 0};
+    both([&](const hot::Context& c, bool on_gpu) {
+      std::vector<char> host(hot::gemm_workspace(c, M, N, K) + 1);
+      void* memory = host.data();
+      if (on_gpu) check(cudaMalloc(&memory, host.size()));
+      const ConstTensorView none{};
+      hot::gemm_int8(c, a.view(on_gpu), b.view(on_gpu), bare ? none : ConstTensorView(sa.flat(on_gpu)),
+                     bare ? none : ConstTensorView(sb.flat(on_gpu)), spec, out.view(on_gpu),
+                     {memory, host.size()});
+      check(cudaStreamSynchronize(stream_));
+      if (on_gpu) check(cudaFree(memory));
+    });
+    out.expect_equal("gemm " + std::to_string(M) + " " + std::to_string(N) + " " + std::to_string(K));
+  }
+}
+
+TEST_F(StagesCuda, contraction_beyond_int32) {
+  const std::int64_t K = 300000;
+  Mirror a(3, K, DType::i8), b(2, K, DType::i8), one(1, 1, DType::f32), out(3, 2, DType::f32);
+  std::fill(a.host.begin(), a.host.end(), static_cast<char>(127));
+  std::fill(b.host.begin(), b.host.end(), static_cast<char>(127));
+  a.push();
+  b.push();
+  one.fill({1.0F});
+  const hot::Context c = context(true, {});
+  const std::size_t bytes = hot::gemm_workspace(c, 3, 2, K);
+  void* memory = nullptr;
+  check(cudaMalloc(&memory, bytes + 1));
+  hot::gemm_int8(c, a.view(true), b.view(true), one.flat(true), one.flat(true), {}, out.view(true),
+                 {memory, bytes});
+  check(cudaStreamSynchronize(stream_));
+  check(cudaFree(memory));
+  const std::vector<char> got = out.pulled();
+  for (std::size_t i = 0; i < 6; ++i) {
+    float value;
+    std::memcpy(&value, got.data() + 4 * i, 4);
+    EXPECT_NEAR(static_cast<double>(value), 127.0 * 127.0 * static_cast<double>(K), 4 * 127.0 * 127.0 * static_cast<double>(K) * std::ldexp(1, -24));
+  }
+}
+
+TEST_F(StagesCuda, backward_linear_equals_cpu) {
+  for (int round = 0; round < 90; ++round) {
+    std::int64_t L = round == 0 ? 0 : any_size();
+    hot::BackwardLinearSpec spec;
+    if (round < 20) {
+      spec = recipe(recipe_names()[static_cast<std::size_t>(round) % 5]);
+    } else {
+      spec.low_rank = any_low_rank(L);
+      spec.hadamard_block = random_int(0, 1) == 0 ? 16 : 1 << random_int(0, 8);
+      spec.gx_bits = random_int(0, 1) == 0 ? 4 : 8;
+      spec.gx_scale = random_int(0, 1) == 0 ? Granularity::row : Granularity::tensor;
+      spec.weight_scale = random_int(0, 1) == 0 ? Granularity::column : Granularity::tensor;
+      spec.gw_scale = static_cast<GradScale>(random_int(0, 2));
+      spec.x_scale = random_int(0, 1) == 0 ? Granularity::row : Granularity::tensor;
+      spec.storage = spec.low_rank.basis == Basis::full && random_int(0, 1) == 0 ? hot::Storage::int4
+                                                                                 : hot::Storage::int8;
+      spec.gx_rounding = roundings[random_int(0, 2)];
+      spec.gw_rounding = roundings[random_int(0, 2)];
+      spec.x_rounding = roundings[random_int(0, 2)];
+    }
+    const std::int64_t O = random_int(0, 9) == 0 ? random_int(2000, 20000) : any_size();
+    const std::int64_t I = O > 1000 ? random_int(1, 20) : any_size();
+    if (O > 1000 && L > 40) L = spec.low_rank.layout.grid_h == 0 ? 37 : L;
+    Mirror gy(L, O, any_float(), random_int(0, 2) * 8, random_int(0, 3) == 0 ? 1 : 0);
+    Mirror w(O, I, any_float(), random_int(0, 2)), x(L, I, any_float(), random_int(0, 2));
+    gy.fill(awkward(L * O));
+    w.fill(awkward(O * I));
+    x.fill(awkward(L * I));
+    Mirror gx(L, I, any_float(), 3), gw(O, I, any_float(), 1), gb(1, O, DType::f32);
+    gw.fill(normal(O * I));
+    gb.fill(normal(O));
+    const hot::SavedLayout layout = hot::saved_layout(L, I, spec);
+    Mirror saved(1, static_cast<std::int64_t>(layout.bytes), DType::i8);
+    const bool accumulate = round % 3 == 0;
+    hot::Key key{};
+    both([&](const hot::Context& c, bool on_gpu) {
+      key = c.key();
+      const std::size_t bytes = hot::backward_linear_workspace(c, {L, O, I}, spec, true, true);
+      std::vector<char> host(bytes + 64, static_cast<char>(0x5A));
+      void* memory = host.data();
+      if (on_gpu) {
+        check(cudaMalloc(&memory, bytes + 64));
+        check(cudaMemset(memory, 0x5A, bytes + 64));
+      }
+      void* kept = saved.view(on_gpu).data;
+      std::vector<char> aligned_host;
+      if (!on_gpu) {  // the host vector may start anywhere
+        aligned_host.resize(layout.bytes + 16);
+        kept = aligned_host.data() + (16 - reinterpret_cast<std::uintptr_t>(aligned_host.data()) % 16) % 16;
+      }
+      const std::size_t ws = hot::compress_activation_workspace(c, L, I, spec);
+      ASSERT_LE(ws, bytes);
+      if (!on_gpu) std::memset(kept, 0xA5, layout.bytes);
+      hot::compress_activation(c, x.view(on_gpu), spec, {kept, layout.bytes}, {memory, bytes});
+      const TensorView vx = gx.view(on_gpu), vw = gw.view(on_gpu), vb = gb.flat(on_gpu);
+      hot::backward_linear(c, gy.view(on_gpu), w.view(on_gpu), {kept, layout.bytes, L, I, key}, spec,
+                           {&vx, &vw, &vb, accumulate}, {memory, bytes});
+      check(cudaStreamSynchronize(stream_));
+      if (on_gpu) check(cudaFree(memory));
+      if (!on_gpu) std::memcpy(saved.view(false).data, kept, layout.bytes);
+    });
+    const std::string what = "round " + std::to_string(round) + " L " + std::to_string(L) + " O " +
+                             std::to_string(O) + " I " + std::to_string(I) + " " +
+                             hot::basis_name(spec.low_rank.basis) + " gw " +
+                             hot::grad_scale_name(spec.gw_scale) + " n " +
+                             std::to_string(spec.hadamard_block);
+    saved.expect_equal(what + ": saved");
+    gx.expect_equal(what + ": gx");
+    gw.expect_equal(what + ": gw");
+    const std::vector<char> got = gb.pulled();
+    for (std::int64_t o = 0; o < O; ++o) {  // a sum in another order: a bound
+      float a, b;
+      std::memcpy(&a, got.data() + 4 * o, 4);
+      std::memcpy(&b, gb.host.data() + 4 * o, 4);
+      if (!std::isfinite(b)) {
+        EXPECT_FALSE(std::isfinite(a));
+        continue;
+      }
+      EXPECT_NEAR(a, b, 68 * std::ldexp(1.0, -24) * 60 * static_cast<double>(L + 1)) << what;
+    }
+  }
+}
+
+TEST_F(StagesCuda, repeats_and_captures) {
+  // Twice the same bits, and the same again from a CUDA graph.
+  const std::int64_t L = 394, O = 192, I = 160;
+  for (const std::string& name : recipe_names()) {
+    const hot::BackwardLinearSpec spec = recipe(name);
+    Mirror gy(L, O, DType::bf16), w(O, I, DType::bf16), x(L, I, DType::bf16);
+    gy.fill(normal(L * O));
+    w.fill(normal(O * I));
+    x.fill(normal(L * I));
+    const hot::SavedLayout layout = hot::saved_layout(L, I, spec);
+    const hot::Context c = context(true, any_key());
+    const std::size_t bytes = hot::backward_linear_workspace(c, {L, O, I}, spec, true, true);
+    Mirror saved(1, static_cast<std::int64_t>(layout.bytes), DType::i8);
+    Mirror scratch(1, static_cast<std::int64_t>(bytes), DType::i8);
+    std::vector<std::vector<char>> results;
+    Mirror gx(L, I, DType::bf16), gw(O, I, DType::f32), gb(1, O, DType::f32);
+    const TensorView vx = gx.view(true), vw = gw.view(true), vb = gb.flat(true);
+    const auto run = [&] {
+      void* kept = saved.view(true).data;
+      hot::compress_activation(c, x.view(true), spec, {kept, layout.bytes},
+                               {scratch.view(true).data, bytes});
+      hot::backward_linear(c, gy.view(true), w.view(true), {kept, layout.bytes, L, I, c.key()}, spec,
+                           {&vx, &vw, &vb, false}, {scratch.view(true).data, bytes});
+    };
+    const auto poison_and_take = [&](const std::function<void()>& launch) {
+      gx.push();
+      gw.push();
+      gb.push();
+      saved.push();
+      scratch.push();
+      launch();
+      check(cudaStreamSynchronize(stream_));
+      std::vector<char> all = gx.pulled();
+      for (Mirror* m : {&gw, &gb, &saved}) {
+        const auto part = m->pulled();
+        all.insert(all.end(), part.begin(), part.end());
+      }
+      results.push_back(all);
+    };
+    poison_and_take(run);
+    poison_and_take(run);
+    cudaGraph_t graph;
+    cudaGraphExec_t executable;
+    check(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal));
+    run();
+    check(cudaStreamEndCapture(stream_, &graph));
+    check(cudaGraphInstantiate(&executable, graph, 0));
+    poison_and_take([&] { check(cudaGraphLaunch(executable, stream_)); });
+    EXPECT_EQ(results[0], results[1]) << name;
+    EXPECT_EQ(results[0], results[2]) << name << ", captured";
+    check(cudaGraphExecDestroy(executable));
+    check(cudaGraphDestroy(graph));
+  }
+}
