@@ -340,12 +340,12 @@ void CudaBackend::hla(const Context& context, const MatrixIn& x, const Projectio
 void CudaBackend::quantize_columns(const Context& context, const MatrixIn& x, const Projection& p,
                                    Side side, const Key& sketch_key, const OperandQuant& quant,
                                    const Operand& out) const {
-  if (x.cols == 0) return;
   const char* const stage = "backward_linear";
   const DeviceGuard guard(context.device().index, stage);
   check_cuda(cudaMemsetAsync(out.scale, 0, static_cast<std::size_t>(out.scales) * sizeof(float),
                              context.stream()),
              stage, "cudaMemsetAsync");
+  if (x.cols == 0) return;
   ColumnArgs args{x,
                   device_projection(p, side, sketch_key),
                   out.codes,

@@ -316,9 +316,7 @@ void compress_activation(const Context& context, const ConstTensorView& x,
   const detail::Operand out{static_cast<std::int8_t*>(saved.data),
                             reinterpret_cast<float*>(bytes + layout.scale_offset), rows.cols,
                             layout.k_padded, layout.scales};
-  if (rows.cols > 0) {
-    backend.quantize_columns(context, rows, p, Side::activation, context.key(), quant, out);
-  }
+  backend.quantize_columns(context, rows, p, Side::activation, context.key(), quant, out);
 }
 
 std::size_t backward_linear_workspace(const Context& context, const LinearShape& shape,

@@ -906,7 +906,6 @@ def _quantize_groups(
     scale = np.where(used, round_up_bf16(amax / _f32(7)), _f32(0))
     inv = np.where(used, _f32(1) / scale, _f32(0))
     stored = bf16_bits(np.where(finite, scale, _f32(np.nan)))
-    stored[~finite] = 0x7FC0
 
     width = _round_up(tokens, 16)
     per_token = np.repeat(inv, INT4_GROUP, axis=1)[:, :width]

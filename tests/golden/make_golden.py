@@ -155,6 +155,13 @@ def hadamard_stage() -> Cases:
     x = ref.round_bf16(bell((3, 32), 9))
     cases["bf16"] = {"x": ref.bf16_bits(x), "axis": 1, "block": 32}
     cases["bf16"]["out"] = ref.bf16_bits(ref.fwht(x, block=32, out_dtype="bfloat16"))
+    # Ties, their neighbours, and what overflows, of either 16-bit type.
+    words = (0x3F808000, 0x3F818000, 0x3F808001, 0xBF80FFFF, 0x7F7F8000, 0x7F7F7FFF, 0x00008000)
+    words += (0x3F801000, 0x3F803000, 0x3F801001, 0xC77FF000, 0x477FEFFF, 0x33000000, 0x387FF000)
+    for dtype in ("float16", "bfloat16"):
+        x = np.array(words, np.uint32).view(f32)
+        out = typed(ref.fwht(x, block=1, out_dtype=dtype), dtype)
+        cases[f"ties_{dtype}"] = {"x": x, "axis": 0, "block": 1, "out": out}
     return cases
 
 
@@ -207,6 +214,16 @@ def quantize_stage() -> Cases:
     """codes, scale = quantize(x, bits, scale_of, rounding, key); value = codes * scale."""
     cases: Cases = {"finite": {"x": awkward((5, 37), 21)}, "special": {"x": special((10, 21), 22)}}
     inputs = tuple(cases)
+    for bits in (4, 8):
+        # Scale 1, fractions just where the random byte decides, one float above and one below.
+        limit = f32(2 ** (bits - 1) - 1)
+        x = (2 * ref.random_bytes(3, 21, KEY, 0).astype(f32) + 1) / f32(512) + f32(2)
+        x[1], x[2] = np.nextafter(x[1], limit), np.nextafter(x[2], f32(0))
+        x[:, 0] = limit
+        x[:, 1::2] *= -1
+        codes, scales = ref.quantize(x, bits=bits, key=KEY)
+        cases[f"edges_{bits}"] = {"x": x, "bits": bits, "scale_of": "row", "key": KEY}
+        cases[f"edges_{bits}"] |= {"rounding": "stochastic", "codes": codes, "scale": scales}
     for bits in (4, 8):
         for rounding in ("nearest", "stochastic", "pseudo_stochastic"):
             for scale in ("row", "column", "tensor"):

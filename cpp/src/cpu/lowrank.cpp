@@ -194,7 +194,6 @@ void CpuBackend::hla(const Context& context, const MatrixIn& x, const Projection
 void CpuBackend::quantize_columns(const Context& context, const MatrixIn& x, const Projection& p,
                                   Side side, const Key& sketch_key, const OperandQuant& quant,
                                   const Operand& out) const {
-  if (x.cols == 0) return;
   const SimdKernels& simd = simd_kernels(context.isa());
   const RandomKey sketch = random_key(sketch_key, Purpose::sketch);
   const Tasks tasks(context, x, p);

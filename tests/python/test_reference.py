@@ -1,0 +1,1033 @@
+"""``hotcore.reference`` against the facts of spec.md, against definitions, and its golden vectors.
+
+Runs from the source tree, without the compiled extension: see ``make_golden.load_reference``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import subprocess
+import sys
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+from golden import make_golden
+from hypothesis import given
+from hypothesis import strategies as st
+
+ref = make_golden.ref
+f32 = np.float32
+ROUNDINGS = ("nearest", "stochastic", "pseudo_stochastic")
+RECIPES = ("default", "fast", "int4", "paper", "accurate")
+ALL = ("gx", "gw", "gb")
+
+
+def sylvester(n: int) -> np.ndarray:
+    """H by its definition: (-1) to the number of bits that row and column share."""
+    index = np.arange(n)
+    shared = index[:, None] & index[None, :]
+    return np.array([[-1 if bin(v).count("1") % 2 else 1 for v in row] for row in shared])
+
+
+def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.standard_normal(shape).astype(f32)
+
+
+def integers(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.integers(-8, 9, shape).astype(f32)
+
+
+def layer(rng: np.random.Generator, tokens: int, outs: int, ins: int) -> tuple[np.ndarray, ...]:
+    return normal(rng, tokens, outs), normal(rng, outs, ins), normal(rng, tokens, ins)
+
+
+def distance(a: np.ndarray, b: np.ndarray) -> float:
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+
+def test_needs_numpy_only() -> None:
+    program = (
+        "import sys; sys.modules['torch'] = None; sys.path.insert(0, sys.argv[1])\n"
+        "import make_golden\n"
+        "assert not any(name.split('.')[0] == 'hotcore' for name in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program, str(make_golden.FOLDER)], check=True)
+
+
+# --------------------------------------------------------------------------------------------- FWHT
+
+
+def test_fwht_golden() -> None:
+    got = ref.fwht(np.arange(1, 17, dtype=f32))
+    assert got.tolist() == [136, -8, -16, 0, -32, 0, 0, 0, -64, 0, 0, 0, 0, 0, 0, 0]
+    third = ref.fwht(np.eye(16, dtype=f32)[3])
+    assert third.tolist() == [1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1, 1]
+
+
+@pytest.mark.parametrize("block", [1, 2, 4, 16, 64, 256])
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_fwht_is_the_sylvester_matrix(rng: np.random.Generator, block: int, axis: int) -> None:
+    shape = [3, 2, 5]
+    shape[axis] = 2 * block
+    x = integers(rng, *shape)
+    lines = np.moveaxis(x, axis, -1)
+    blocks = lines.reshape(*lines.shape[:-1], 2, block)
+    wanted = np.moveaxis((blocks @ sylvester(block).astype(f32)).reshape(lines.shape), -1, axis)
+    assert np.array_equal(ref.fwht(x, axis=axis, block=block), wanted)
+
+
+def test_fwht_error_bound(rng: np.random.Generator) -> None:
+    x = normal(rng, 50, 256) * np.exp2(rng.integers(-20, 20, (50, 256))).astype(f32)
+    wanted = x.astype(np.float64) @ sylvester(256)
+    bound = 8 * 2.0**-24 * np.abs(x.astype(np.float64)).sum(axis=1, keepdims=True) * (1 + 1e-5)
+    assert (np.abs(ref.fwht(x, block=256) - wanted) <= bound).all()
+
+
+def test_fwht_rounds_once(rng: np.random.Generator) -> None:
+    x = normal(rng, 40, 64).astype(np.float16)
+    wide = ref.fwht(x.astype(f32), block=64)
+    assert ref.fwht(x, block=64).dtype == np.float16
+    assert np.array_equal(ref.fwht(x, block=64), wide.astype(np.float16))
+    assert np.array_equal(ref.fwht(x, block=64, out_dtype="bfloat16"), ref.round_bf16(wide))
+
+
+@pytest.mark.parametrize(("size", "block"), [(20, 16), (24, 12), (0, 0), (65536, 65536)])
+def test_fwht_refuses(size: int, block: int) -> None:
+    with pytest.raises(ValueError, match="block"):
+        ref.fwht(np.zeros(size, f32), block=block)
+
+
+# -------------------------------------------------------------------------------------- Random bits
+
+
+def test_philox_known_answers() -> None:
+    for counter, key, words in (
+        ([0] * 4, [0] * 2, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+        (
+            [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+            [0xA4093822, 0x299F31D0],
+            "d16cfe09 94fdcceb 5001e420 24126ea1",
+        ),
+    ):
+        got = ref.philox4x32(np.array(counter), np.array(key))
+        assert " ".join(f"{word:08x}" for word in got) == words
+
+
+def test_random_bytes_are_the_bytes_of_their_block() -> None:
+    seed, offset, stream, purpose = 0x1234567890ABCDEF, 0xFEDCBA0987654321, 8191, 6
+    got = ref.random_bytes(3, 37, (seed, offset, stream), purpose)
+    for i, k in ((0, 0), (0, 15), (0, 16), (1, 36), (2, 5)):
+        block = i * 3 + k // 16
+        counter = [block, (stream * 8 + purpose) << 16, offset & 0xFFFFFFFF, offset >> 32]
+        words = ref.philox4x32(np.array(counter), np.array([seed & 0xFFFFFFFF, seed >> 32]))
+        stored = b"".join(int(word).to_bytes(4, "little") for word in words)
+        assert got[i, k] == stored[k % 16]
+
+
+def test_block_numbers_of_48_bits() -> None:
+    block = (0xABCD << 32) + 0x12345678
+    got = ref.random_words(np.array([block]), (1, 2, 3), 4)[0]
+    wanted = ref.philox4x32(np.array([0x12345678, 0xABCD | 28 << 16, 2, 0]), np.array([1, 0]))
+    assert got.tolist() == wanted.tolist()
+
+
+@pytest.mark.parametrize("key", [-1, 1 << 64, (0, 1 << 64), (0, 0, 8192)])
+def test_key_range(key: Any) -> None:
+    with pytest.raises(ValueError, match="key"):
+        ref.random_bytes(1, 1, key, 0)
+
+
+# -------------------------------------------------------------------------------------------- Bases
+
+ORDERS = {
+    2: "0 1",
+    4: "0 2 1 3",
+    8: "0 4 2 6 3 7 1 5",
+    16: "0 8 2 10 12 3 14 11 4 1 15 6 9 7 13 5",
+    32: "0 16 4 20 24 6 28 22",
+}
+
+
+@pytest.mark.parametrize("block", ORDERS)
+def test_lowpass_order(block: int) -> None:
+    wanted = [int(row) for row in ORDERS[block].split()]
+    assert ref.basis_order("lowpass", block)[: len(wanted)] == wanted
+
+
+def test_sequency_order() -> None:
+    wanted = [0, 8, 12, 4, 6, 14, 10, 2, 3, 11, 15, 7, 5, 13, 9, 1]
+    assert ref.basis_order("sequency") == wanted
+
+
+@pytest.mark.parametrize("bits", range(1, 7))
+def test_sequency_counts_sign_changes(bits: int) -> None:
+    changes = (np.diff(sylvester(1 << bits), axis=1) != 0).sum(axis=1)
+    assert [ref.sequency(k, bits) for k in range(1 << bits)] == changes.tolist()
+    for basis in ("lowpass", "sequency"):
+        assert sorted(ref.basis_order(basis, 1 << bits)) == list(range(1 << bits))
+
+
+@pytest.mark.parametrize("basis", ["lowpass", "sequency"])
+@pytest.mark.parametrize("rank", [1, 2, 4, 8, 16])
+def test_kept_rows_are_ascending(rng: np.random.Generator, basis: str, rank: int) -> None:
+    x = integers(rng, 21, 3)
+    padded = np.concatenate([x, np.zeros((11, 3), f32)])
+    rows = sorted(ref.basis_order(basis)[:rank])
+    wanted = np.concatenate([sylvester(16)[rows] @ padded[:16], sylvester(16)[rows] @ padded[16:]])
+    for side in ("activation", "gradient"):
+        assert np.array_equal(ref.hla(x, basis=basis, rank=rank, side=side), wanted)
+    assert ref.hla_rows(21, basis=basis, rank=rank) == 2 * rank
+
+
+def test_row_list(rng: np.random.Generator) -> None:
+    x = integers(rng, 16, 2)
+    got = ref.hla(x, basis="lowpass", rows=[12, 0, 3])
+    assert np.array_equal(got, sylvester(16)[[0, 3, 12]] @ x)
+
+
+def test_full_is_the_identity(rng: np.random.Generator) -> None:
+    x = normal(rng, 37, 2)
+    got = ref.hla(x, basis="full", rank=3, token_grid=(14, 14), prefix_tokens=5)
+    assert np.array_equal(got, x)
+    assert ref.hla_rows(37, basis="full") == 37
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"basis": "lowpass", "rank": 0},
+        {"basis": "lowpass", "rank": 17},
+        {"basis": "lowpass", "rows": [1, 1]},
+        {"basis": "lowpass", "rows": [16]},
+        {"basis": "sequency", "rows": [1]},
+        {"basis": "sketch", "rank": 1},
+        {"basis": "sketch", "rank": 6},
+        {"basis": "sketch", "rank": 2, "block": 64},
+        {"basis": "lowpass", "rank": 2, "block": 128},
+        {"basis": "haar"},
+        {"basis": "lowpass", "prefix_tokens": 1},
+        {"basis": "lowpass", "token_grid": (3, 5)},
+        {"side": "weight"},
+    ],
+)
+def test_hla_refuses(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="rank|rows|block|basis|prefix_tokens|token_grid|side"):
+        ref.hla(np.zeros((16, 1), f32), **options)
+
+
+# ------------------------------------------------------------------------------------------- Sketch
+
+
+def walsh_rows(folded: np.ndarray) -> list[int]:
+    """Which rows of the Sylvester matrix these rows are; fails unless each is one."""
+    n = folded.shape[1]
+    spectrum = folded @ sylvester(n)
+    assert (np.count_nonzero(spectrum, axis=1) == 1).all() and (spectrum.max(axis=1) == n).all()
+    return spectrum.argmax(axis=1).tolist()
+
+
+def kept_by(n: int, shifts: tuple[int, ...]) -> list[int]:
+    """Rows that folding with these shifts and an FWHT keep."""
+    v = np.eye(n, dtype=f32)[None]
+    for shift in shifts:
+        v = ref.fold(v, np.array([shift]))
+    return walsh_rows(ref.fwht(v[0], axis=0, block=v.shape[1]))
+
+
+@pytest.mark.parametrize("a", range(1, 16))
+def test_fold_keeps_the_hyperplane(a: int) -> None:
+    rows = kept_by(16, (a,))
+    assert rows[0] == 0
+    assert sorted(rows) == [k for k in range(16) if bin(a & k).count("1") % 2 == 0]
+
+
+def test_hyperplane_moments() -> None:
+    kept = [set(kept_by(16, (a,))) for a in range(1, 16)]
+    for k in range(1, 16):
+        assert Fraction(sum(k in rows for rows in kept), 15) == Fraction(7, 15)
+    for k, other in itertools.combinations(range(1, 16), 2):
+        assert Fraction(sum({k, other} <= rows for rows in kept), 15) == Fraction(1, 5)
+
+
+@pytest.mark.parametrize(("n", "rank"), [(16, 8), (16, 4), (16, 2), (8, 2), (32, 8), (2, 2)])
+def test_sketch_is_unbiased_over_all_subspaces(n: int, rank: int) -> None:
+    folds = (n // rank).bit_length() - 1
+    choices = list(itertools.product(*(range(1, n >> j) for j in range(folds))))
+    count = np.zeros(n, np.int64)
+    for shifts in choices:
+        rows = kept_by(n, shifts)
+        assert rows[0] == 0 and len(set(rows)) == rank
+        count[rows] += 1
+    assert count[0] == len(choices)
+    # probability of being kept, times the gradient's weight: 1 for every row
+    weight = Fraction(n - 1, rank - 1)
+    assert all(Fraction(int(c), len(choices)) * weight == 1 for c in count[1:])
+
+
+@pytest.mark.parametrize(("n", "rank"), [(16, 8), (16, 2), (16, 16), (64, 4)])
+def test_sketch_rows_and_weights(n: int, rank: int) -> None:
+    key, blocks = (5, 6, 7), 9
+    x = np.tile(np.eye(n, dtype=f32), (blocks, 1))
+    options = {"basis": "sketch", "block": n, "rank": rank, "key": key}
+    activation = ref.hla(x, **options).reshape(blocks, rank, n)
+    gradient = ref.hla(x, **options, side="gradient").reshape(blocks, rank, n)
+    shifts = ref.sketch_folds(blocks, n, rank, key)
+    for b in range(blocks):
+        assert walsh_rows(activation[b]) == kept_by(n, tuple(shifts[b].tolist()))
+    assert np.array_equal(gradient[:, :1], activation[:, :1])
+    assert np.array_equal(gradient[:, 1:], activation[:, 1:] * (f32(n - 1) / f32(rank - 1)))
+
+
+def test_sketch_draws_every_subspace_equally_often() -> None:
+    shifts = ref.sketch_folds(45_000, 16, 4, 11)
+    for j, size in enumerate((15, 7)):
+        counts = np.bincount(shifts[:, j], minlength=size + 1)
+        assert counts[0] == 0 and counts.size == size + 1
+        expected = 45_000 / size
+        chi_square = ((counts[1:] - expected) ** 2 / expected).sum()
+        assert chi_square < 40  # 14 and 6 degrees of freedom: below 1 in 3000
+    assert abs(np.corrcoef(shifts.T)[0, 1]) < 0.02
+
+
+def test_sketch_words_by_definition() -> None:
+    key = (99, 3, 12)
+    words = ref.random_words(np.arange(20), key, 5).tolist()
+    wanted = [[1 + (w[0] * 63 >> 32), 1 + (w[1] * 31 >> 32), 1 + (w[2] * 15 >> 32)] for w in words]
+    assert ref.sketch_folds(20, 64, 8, key).tolist() == wanted
+
+
+def test_expectation_of_gw(rng: np.random.Generator) -> None:
+    gy, w, x = layer(rng, 21, 5, 4)
+    plain = gy.astype(np.float64).T @ x
+    config = ref.recipe("fast")
+    draws = np.array(
+        [
+            ref.backward_linear(gy, w, x, config=config, need=("gw",), key=(7, offset)).gw
+            for offset in range(600)
+        ]
+    ).astype(np.float64)
+    z = (draws.mean(axis=0) - plain) / (draws.std(axis=0) / np.sqrt(len(draws)))
+    assert np.abs(z).max() < 4.5 and 0.5 < np.sqrt((z**2).mean()) < 1.6
+    # A fixed basis instead has the expectation g_y^T P x, which is another.
+    low = ref.recipe("fast", basis="lowpass")
+    many = [
+        ref.backward_linear(gy, w, x, config=low, need=("gw",), key=(7, offset)).gw
+        for offset in range(50)
+    ]
+    kept = {"basis": "lowpass", "rank": 8}
+    projected = ref.hla(gy, **kept, side="gradient").T @ ref.hla(x, **kept) / 16
+    assert distance(np.mean(many, axis=0), projected) < 0.01
+    assert distance(projected, plain) > 0.3
+
+
+# ------------------------------------------------------------------------------------- Token layout
+
+
+@given(
+    samples=st.integers(0, 3),
+    height=st.integers(1, 15),
+    width=st.integers(1, 15),
+    prefix=st.integers(0, 3),
+    bits=st.integers(1, 6),
+)
+def test_layout_is_a_bijection(
+    samples: int, height: int, width: int, prefix: int, bits: int
+) -> None:
+    tokens = samples * (prefix + height * width)
+    spec = ref.LowRank("lowpass", 1, 1 << bits, None, (height, width), prefix)
+    body, first = ref.token_order(tokens, spec)
+    assert sorted([*body.tolist(), *first.tolist()]) == list(range(tokens))
+    assert first.size == samples * prefix
+
+
+def test_layout_of_tiles() -> None:
+    spec = ref.LowRank("lowpass", 1, 8, None, (5, 9), 2)  # tiles of 2 x 4
+    body, prefix = ref.token_order(2 * 47, spec)
+
+    def token(sample: int, row: int, column: int) -> int:
+        return sample * 47 + 2 + row * 9 + column
+
+    assert prefix.tolist() == [0, 1, 47, 48]
+    tiles = [
+        token(s, 2 * down + i, 4 * across + j)
+        for s in range(2)
+        for down in range(2)
+        for across in range(2)
+        for i in range(2)
+        for j in range(4)
+    ]
+    left_over = [
+        token(s, i, j) for s in range(2) for i in range(5) for j in range(9) if i == 4 or j == 8
+    ]
+    assert body.tolist() == tiles + left_over
+
+
+def test_prefix_rows_are_appended_with_their_factor(rng: np.random.Generator) -> None:
+    x = integers(rng, 2 * 37, 3)
+    for basis in ("lowpass", "sketch"):
+        options = {"basis": basis, "block": 32, "rank": 4, "token_grid": (5, 7), "prefix_tokens": 2}
+        for side, factor in (("activation", 4), ("gradient", 8)):  # 2^floor(5/2), 2^ceil(5/2)
+            got = ref.hla(x, **options, side=side)
+            assert got.shape[0] == ref.hla_rows(74, **options) == 3 * 4 + 4
+            assert np.array_equal(got[-4:], x[[0, 1, 37, 38]] * factor)
+
+
+@pytest.mark.parametrize("tokens", [1, 21, 37, 197])
+@pytest.mark.parametrize("block", [2, 16, 64])
+def test_padding_is_exact(rng: np.random.Generator, tokens: int, block: int) -> None:
+    gy, x = integers(rng, tokens, 5), integers(rng, tokens, 3)
+    for basis in ("lowpass", "sequency", "sketch"):
+        options = {"basis": basis, "block": block, "rank": block}
+        product = ref.hla(gy, **options, side="gradient").T @ ref.hla(x, **options)
+        assert np.array_equal(product / block, gy.T @ x)
+
+
+@pytest.mark.parametrize("block", [8, 16, 32])
+def test_padding_is_exact_with_a_layout(rng: np.random.Generator, block: int) -> None:
+    for grid, prefix, samples in (((14, 14), 1, 2), ((5, 7), 2, 3), ((1, 3), 0, 4)):
+        tokens = samples * (prefix + grid[0] * grid[1])
+        gy, x = integers(rng, tokens, 5), integers(rng, tokens, 3)
+        options = {"basis": "lowpass", "block": block, "rank": block}
+        layout = {"token_grid": grid, "prefix_tokens": prefix}
+        product = ref.hla(gy, **options, **layout, side="gradient").T @ ref.hla(
+            x, **options, **layout
+        )
+        assert np.array_equal(product / block, gy.T @ x)
+
+
+# ----------------------------------------------------------------------------------------- Rounding
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_stochastic_formula_is_the_definition(bits: int) -> None:
+    limit = 7 if bits == 4 else 127
+    whole = np.arange(0, limit + 1)[:, None]
+    eighths = np.arange(0, 2048)[None, ::7] / 2048  # multiples of 1/512 and what lies between
+    a = np.concatenate([(whole + eighths).ravel(), [np.nextafter(f32(1), f32(0)), 2.0**-30]])
+    u = np.arange(256)[:, None]
+    fraction = a - np.floor(a)
+    definition = np.floor(a) + (512 * fraction > 2 * u + 1)
+    formula = (np.ceil(512 * a).astype(np.int64) + 510 - 2 * u) >> 9
+    assert np.array_equal(definition, formula)
+    for sign in (1, -1):
+        v = np.broadcast_to(sign * a.astype(f32), definition.shape)
+        got = ref.round_codes(v, bits, "stochastic", np.broadcast_to(u, v.shape).astype(np.uint8))
+        assert np.array_equal(got, sign * np.minimum(definition, limit))
+
+
+def test_stochastic_rounding_is_unbiased(rng: np.random.Generator) -> None:
+    values = rng.uniform(-6.9, 6.9, 400).astype(f32)
+    values[0] = 7  # the scale is 1
+    draws = np.array(
+        [ref.quantize(values[None], bits=4, key=(3, offset))[0][0] for offset in range(2000)]
+    )
+    fraction = values.astype(np.float64) - np.floor(values.astype(np.float64))
+    used = (fraction > 0.05) & (fraction < 0.95)
+    spread = np.sqrt(fraction * (1 - fraction) / len(draws))
+    z = ((draws.mean(axis=0) - values) / np.where(used, spread, 1))[used]
+    assert used.sum() > 300
+    assert abs(z.mean()) < 4 / np.sqrt(z.size) and abs(z.std() - 1) < 4 / np.sqrt(2 * z.size)
+
+
+def test_pseudo_stochastic_definition(rng: np.random.Generator) -> None:
+    for bits, limit, h in ((4, 7, 10), (8, 127, 8)):
+        v = rng.uniform(-limit, limit, 4000).astype(f32)
+        v[:5] = (0, 1, -2, 0.5, limit)
+        got = ref.round_codes(v, bits, "pseudo_stochastic")
+        ups = 0
+        for value, code in zip(v.tolist(), got.tolist(), strict=True):
+            a = abs(Fraction(value))
+            whole = int(a)
+            digits = f"{int((a - whole) * 2 ** (2 * h + 1)):0{2 * h + 1}b}"
+            p, r = int(digits[:h], 2), int(digits[h:], 2)
+            up = 2 * p + 1 > r and "1" in digits
+            ups += up
+            assert code == (-1 if value < 0 else 1) * min(whole + up, limit)
+        assert abs(ups / v.size - 0.5) < 0.05
+
+
+def test_integers_stay_where_they_are() -> None:
+    for bits, limit in ((4, 7), (8, 127)):
+        v = np.arange(-limit, limit + 1).astype(f32)
+        for rounding in ROUNDINGS:
+            for byte in (0, 255):
+                u = np.full(v.shape, byte, np.uint8)
+                assert np.array_equal(ref.round_codes(v, bits, rounding, u), v)
+
+
+def test_nearest_is_half_to_even() -> None:
+    v = np.array([0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 0.49999997, 6.5, 7.5], f32)
+    assert ref.round_codes(v, 4, "nearest").tolist() == [0, 2, 2, 0, -2, -2, 0, 6, 7]
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_codes_stay_in_range(rng: np.random.Generator, rounding: str, bits: int) -> None:
+    limit = 7 if bits == 4 else 127
+    x = normal(rng, 40, 33) * np.exp2(rng.integers(-90, 120, (40, 1))).astype(f32)
+    codes, scale = ref.quantize(x, bits=bits, rounding=rounding, key=4)
+    assert codes.dtype == np.int8 and codes.min() == -limit and codes.max() == limit
+    assert np.array_equal(scale, np.abs(x).max(axis=1) / f32(limit))
+    error = np.abs(codes * scale[:, None].astype(np.float64) - x)
+    allowed = 0.5 if rounding == "nearest" else 1
+    assert (error <= scale[:, None] * (allowed + 1e-4)).all()
+
+
+@pytest.mark.parametrize("scale", ["row", "column", "tensor"])
+def test_sets_that_share_a_scale(rng: np.random.Generator, scale: str) -> None:
+    x = normal(rng, 6, 9)
+    codes, scales = ref.quantize(x, scale=scale, rounding="nearest")
+    axis = {"row": 1, "column": 0, "tensor": None}[scale]
+    amax = np.abs(x).max(axis=axis, keepdims=True)
+    assert np.array_equal(scales, np.ravel(amax / f32(127)))
+    assert np.array_equal(codes, np.rint(x * (f32(127) / amax)).astype(np.int8))
+    back = ref.dequantize(codes, scales, granularity=scale)
+    wide = scales.reshape(np.shape(amax)) if axis is not None else scales[None]
+    assert np.array_equal(back, codes.astype(f32) * wide)
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_sets_without_a_scale(rounding: str, bits: int) -> None:
+    least = f32(2.0**-100)
+    below = np.nextafter(least, f32(0))
+    x = np.array(
+        [
+            [1, 2, np.nan],
+            [1, -np.inf, 3],
+            [np.inf, np.nan, -np.nan],
+            [0, -0.0, 0],
+            [below, -below, 0],
+            [least, 0, -least],
+            [3, 2, 1],
+        ],
+        f32,
+    )
+    limit = 7 if bits == 4 else 127
+    codes, scale = ref.quantize(x, bits=bits, rounding=rounding, key=1)
+    assert np.isnan(scale[:3]).all() and (scale[3:5] == 0).all()
+    assert not codes[:5].any()
+    assert scale[5] == least / f32(limit) and codes[5].tolist() == [limit, 0, -limit]
+    assert scale[6] == f32(3) / f32(limit) and codes[6, 0] == limit
+    codes, scale = ref.quantize(x, bits=bits, scale="tensor", rounding=rounding, key=1)
+    assert np.isnan(scale).all() and not codes.any()
+    value = ref.dequantize(codes, scale, granularity="tensor")
+    assert np.isnan(value).all()
+
+
+def test_key_is_replayable(rng: np.random.Generator) -> None:
+    x = normal(rng, 20, 50)
+    first = ref.quantize(x, key=(1, 2, 3))[0]
+    assert np.array_equal(ref.quantize(x, key=(1, 2, 3))[0], first)
+    for other in ((2, 2, 3), (1, 3, 3), (1, 2, 4), (1 | 1 << 32, 2, 3), (1, 2 | 1 << 32, 3)):
+        assert not np.array_equal(ref.quantize(x, key=other)[0], first)
+
+
+# -------------------------------------------------------------------------------- bfloat16 and INT4
+
+
+def test_bf16_rounding(rng: np.random.Generator) -> None:
+    words = rng.integers(0, 1 << 32, 20_000, dtype=np.uint32)
+    words[:6] = (0, 0x80000000, 0x3F808000, 0x3F818000, 0x7F7F8000, 0x00000001)
+    values = words.view(f32)
+    values = values[np.isfinite(values)]
+    below = (values.view(np.uint32) & np.uint32(0xFFFF0000)).view(f32)  # towards zero
+    above = ((below.view(np.uint32) >> 16) + 1 << 16).astype(np.uint32).view(f32)  # away from it
+    exact, low, high = (v.astype(np.float64) for v in (values, below, above))
+    high = np.where(np.isinf(high), np.copysign(2.0**128, high), high)
+    even = (below.view(np.uint32) >> 16) % 2 == 0
+    nearer = np.abs(exact - low) < np.abs(high - exact)
+    tie = np.abs(exact - low) == np.abs(high - exact)
+    assert tie.any()
+    wanted = np.where(nearer | (tie & even), below, above)
+    assert np.array_equal(ref.round_bf16(values), wanted)
+    up = np.where((values > 0) & (exact != low), above, below)
+    assert np.array_equal(ref.round_up_bf16(values), up)
+    assert np.array_equal(ref.bf16_values(ref.bf16_bits(up)), up)
+    broken = np.array([np.nan, -np.nan, np.inf, -np.inf], f32)
+    for function in (ref.round_bf16, ref.round_up_bf16):
+        assert ref.bf16_bits(function(broken)).tolist() == [0x7FC0, 0x7FC0, 0x7F80, 0xFF80]
+
+
+@given(rows=st.integers(0, 5), cols=st.integers(0, 9), seed=st.integers(0, 99))
+def test_pack_round_trip(rows: int, cols: int, seed: int) -> None:
+    codes = np.random.default_rng(seed).integers(-8, 8, (rows, cols)).astype(np.int8)
+    packed = ref.pack_int4(codes)
+    assert packed.shape == (rows, (cols + 1) // 2) and packed.dtype == np.uint8
+    assert np.array_equal(ref.unpack_int4(packed, cols), codes)
+    whole = ref.unpack_int4(packed)
+    assert whole.shape == (rows, 2 * packed.shape[1]) and not whole[:, cols:].any()
+
+
+def test_pack_is_low_nibble_first() -> None:
+    codes = np.array([[1, -2, 7], [-8, 0, -1]], np.int8)
+    assert ref.pack_int4(codes).tolist() == [[0xE1, 0x07], [0x08, 0x0F]]
+
+
+def test_int4_storage_by_definition(rng: np.random.Generator) -> None:
+    tokens, channels = 165, 5  # Kp 176, stored as 192
+    x = normal(rng, tokens, channels) * np.exp2(rng.integers(-9, 9, (tokens, 1))).astype(f32)
+    x[64:128, 1] = 0
+    x[70, 2] = np.inf
+    x[:, 3] = 0
+    key = (3, 1, 4)
+    saved = ref.compress_activation(x, ref.recipe("default"), key=key)
+    assert saved.codes.shape == (channels, 192) and saved.packed.shape == (channels, 96)
+    assert saved.scales.shape == (channels, 3) and saved.scales.dtype == np.uint16
+    u = ref.random_bytes(channels, 176, key, 3)
+    for c in range(channels):
+        for g in range(3):
+            part = x[64 * g : 64 * (g + 1), c]
+            code = saved.codes[c, 64 * g : 64 * g + part.size]
+            amax = np.abs(part).max()
+            if not np.isfinite(amax):
+                assert saved.scales[c, g] == 0x7FC0 and not code.any()
+                continue
+            scale = ref.bf16_values(saved.scales[c, g])
+            if amax == 0:
+                assert scale == 0 and not code.any()
+                continue
+            assert scale >= amax / f32(7)
+            assert ref.bf16_values(saved.scales[c, g] - np.uint16(1)) < amax / f32(7)
+            scaled = part * (f32(1) / scale)
+            bytes_ = u[c, 64 * g : 64 * g + part.size]
+            assert np.array_equal(code, ref.round_codes(scaled, 4, "stochastic", bytes_))
+    assert not saved.codes[:, tokens:].any()
+    assert np.array_equal(ref.unpack_int4(saved.packed), saved.codes)
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_back_to_int8_by_definition(rng: np.random.Generator, rounding: str) -> None:
+    tokens, channels = 150, 4
+    x = normal(rng, tokens, channels) * np.exp2(np.arange(tokens) // 64)[:, None].astype(f32)
+    x[3, 2] = np.nan
+    x[:, 3] = 0
+    config = ref.recipe("default", x_rounding=rounding)
+    saved = ref.compress_activation(x, config, key=8)
+    codes, scale = ref.requantize_int4(saved, (9, 9, 9))
+    assert codes.shape == (channels, 160)
+    u = ref.random_bytes(channels, 160, (9, 9, 9), 6)
+    groups = ref.bf16_values(saved.scales)
+    for c in range(2):
+        amax = f32(7) * groups[c].max()
+        assert scale[c] == amax / f32(127)
+        factor = np.repeat(groups[c] * (f32(127) / amax), 64)[:160]
+        scaled = saved.codes[c, :160].astype(f32) * factor
+        how = "stochastic" if rounding == "stochastic" else "nearest"
+        assert np.array_equal(codes[c], ref.round_codes(scaled, 8, how, u[c]))
+    assert np.isnan(scale[2]) and scale[3] == 0 and not codes[2:].any()
+    assert np.array_equal(ref.requantize_int4(saved)[0], ref.requantize_int4(saved, 8)[0])
+
+
+def test_int4_storage_error(rng: np.random.Generator) -> None:
+    x = normal(rng, 197, 20)
+    x[50] *= 100  # one outlier token costs its group, not its channel
+    saved = ref.compress_activation(x, ref.recipe("default", x_rounding="nearest"))
+    groups = np.repeat(ref.bf16_values(saved.scales), 64, axis=1)[:, :197]
+    stored = saved.codes[:, :197] * groups
+    assert (np.abs(stored - x.T) <= groups * 0.5001).all()
+    assert distance(stored[:, 64:], x.T[:, 64:]) < 0.2
+
+
+# --------------------------------------------------------------------------------------------- GEMM
+
+
+def test_sums_are_exact_beyond_32_bits() -> None:
+    k = 200_000
+    a = np.full((2, k), 127, np.int8)
+    a[1, ::2] = -127
+    a[1, 0] = 1
+    b = np.full((1, k), 127, np.int8)
+    sums = ref.integer_product(a, b)
+    assert sums.ravel().tolist() == [127 * 127 * k, 127 + 127 * 127]
+    got = ref.gemm_int8(a, b, np.ones(1, f32), np.ones(1, f32))
+    assert np.array_equal(got, sums.astype(f32))
+    with pytest.raises(ValueError, match="133143"):
+        ref.gemm_int8(a, b)
+    top = ref.gemm_int8(a[:1, :133_143], b[:, :133_143])
+    assert top.dtype == np.int32 and top[0, 0] == 127 * 127 * 133_143
+
+
+@pytest.mark.parametrize("out_dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_gemm_order_of_rounding(rng: np.random.Generator, out_dtype: str, accumulate: bool) -> None:
+    a = rng.integers(-127, 128, (5, 300)).astype(np.int8)
+    b = rng.integers(-127, 128, (4, 300)).astype(np.int8)
+    a_scale, b_scale = np.abs(normal(rng, 5)), np.abs(normal(rng, 4)) * f32(1e-3)
+    c = make_golden.rounded(normal(rng, 5, 4), out_dtype)
+    got = ref.gemm_int8(
+        a, b, a_scale, b_scale, divisor=16, out_dtype=out_dtype, out=c, accumulate=accumulate
+    )
+    for m, n in itertools.product(range(5), range(4)):
+        acc = f32(int(a[m].astype(int) @ b[n].astype(int)))
+        value = f32(f32(acc * b_scale[n]) * f32(a_scale[m] / f32(16)))
+        if accumulate:
+            value = f32(f32(c[m, n]) + value)
+        assert got[m, n] == make_golden.rounded(np.array([value], f32), out_dtype)[0]
+    assert got.dtype == (np.float16 if out_dtype == "float16" else f32)
+
+
+def test_gemm_int4_is_gemm_int8_of_the_codes(rng: np.random.Generator) -> None:
+    a = rng.integers(-7, 8, (5, 37)).astype(np.int8)
+    b = rng.integers(-7, 8, (4, 37)).astype(np.int8)
+    packed = ref.pack_int4(a), ref.pack_int4(b)
+    scales = np.abs(normal(rng, 5)), np.abs(normal(rng, 1))
+    assert np.array_equal(ref.gemm_int4(*packed, k=37), a.astype(int) @ b.astype(int).T)
+    assert np.array_equal(
+        ref.gemm_int4(*packed, *scales, k=37, divisor=4), ref.gemm_int8(a, b, *scales, divisor=4)
+    )
+
+
+# -------------------------------------------------------------------------------- The linear layer
+
+
+def test_nearest_codes_of_the_research_notes() -> None:
+    """Values of research/golden_small.json, made by another program."""
+    t, o, i = np.ogrid[:21, :20, :18]
+    x = ((5 * t + 9 * i) % 13 - 6).astype(f32)[:, 0]
+    paper = {"x_rounding": "nearest", "gw_rounding": "nearest", "gx_rounding": "nearest"}
+    saved = ref.compress_activation(x, ref.recipe("paper", **paper))
+    assert (
+        saved.codes[:, :16].sum() == -39 and float(saved.scales[0]).hex() == "0x1.c3870e0000000p-3"
+    )
+    wanted = [-14, -9, -5, 0, 5, 9, 14, 18, 23, -32, 32, -23, -18, -14, -9, -5, 0, 5]
+    assert saved.codes[:, 0].tolist() == wanted
+    saved = ref.compress_activation(x, ref.recipe("paper", **paper, rank=16))
+    assert saved.codes.sum() == 3 and float(saved.scales[0]).hex() == "0x1.a3468e0000000p-2"
+    gy = ((7 * t + 3 * o) % 11 - 5).astype(f32)[:, :, 0]
+    w = ((3 * o + 11 * i) % 17 - 8).astype(f32)[0]
+    for scale, corner in (("tensor", "-0x1.79d0fcp+6"), ("row", "-0x1.83e0a6p+6")):
+        config = ref.recipe("paper", **paper, gx_scale=scale)
+        gx = ref.backward_linear(gy, w, None, config=config, need=("gx",)).gx
+        assert gx[0, 0] == pytest.approx(float.fromhex(corner), rel=2**-22)
+
+
+@pytest.mark.parametrize("name", ["default", "int4", "paper"])
+@pytest.mark.parametrize(
+    ("tokens", "outs", "ins", "block"), [(21, 19, 7, 16), (37, 35, 18, 1), (5, 100, 3, 64)]
+)
+def test_gx_bound(
+    rng: np.random.Generator, name: str, tokens: int, outs: int, ins: int, block: int
+) -> None:
+    gy, w, x = layer(rng, tokens, outs, ins)
+    config = ref.recipe(name, hadamard_block=block)
+    _, s_y = ref.quantize_gradient_rows(gy, config, 3)
+    _, s_w = ref.quantize_weight(w, config)
+    pad = -outs % block
+    big_y = ref.fwht(np.pad(gy, ((0, 0), (0, pad))), block=block).astype(np.float64)
+    big_w = ref.fwht(np.pad(w, ((0, pad), (0, 0))), axis=0, block=block).astype(np.float64)
+    s_y, s_w = s_y.astype(np.float64)[:, None], s_w.astype(np.float64)[None]
+    bound = (
+        s_y * np.abs(big_w).sum(axis=0)
+        + s_w / 2 * np.abs(big_y).sum(axis=1, keepdims=True)
+        + (outs + pad) * s_y * s_w / 2
+    ) / block
+    plain = gy.astype(np.float64) @ w
+    error = np.abs(ref.backward_linear(gy, w, x, config=config, need=("gx",), key=3).gx - plain)
+    assert (error <= bound * (1 + 1e-4)).all()
+    assert distance(plain + error, plain) > 1e-4  # it is quantised
+
+
+@pytest.mark.parametrize("tokens", [21, 37, 197])
+def test_full_basis_is_close_to_the_plain_product(rng: np.random.Generator, tokens: int) -> None:
+    gy, w, x = layer(rng, tokens, 35, 18)
+    plain = gy.astype(np.float64).T @ x
+    rms = np.sqrt(tokens)
+    for name, limit in (("accurate", 0.02), ("default", 0.2)):
+        got = ref.backward_linear(gy, w, x, config=ref.recipe(name), need=("gw",), key=5).gw
+        assert distance(got, plain) < limit
+    config = ref.recipe("accurate")
+    saved = ref.compress_activation(x, config, key=5)
+    _, s_y = ref.quantize_gradient_columns(gy, config, 5)
+    s_y, s_x = s_y.astype(np.float64)[:, None], saved.scales.astype(np.float64)[None]
+    bound = s_y * np.abs(x).sum(axis=0) + s_x * np.abs(gy).sum(axis=0)[:, None] + tokens * s_y * s_x
+    exact = ref.backward_linear(gy, w, saved, config=config, need=("gw",), key=5).gw
+    assert (np.abs(exact - plain) <= bound * (1 + 1e-4)).all()
+    assert np.abs(exact - plain).max() > 1e-4 * rms  # it is quantised
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("tokens", [1, 21, 197])
+def test_operands_are_padded_with_zeros(rng: np.random.Generator, name: str, tokens: int) -> None:
+    gy, w, x = layer(rng, tokens, 19, 7)
+    config = ref.recipe(name)
+    rows, scales = ref.quantize_gradient_rows(gy, config, 1)
+    weight, weight_scales = ref.quantize_weight(w, config)
+    columns, column_scales = ref.quantize_gradient_columns(gy, config, 1)
+    saved = ref.compress_activation(x, config, key=1)
+    right = saved.codes if saved.packed is None else ref.requantize_int4(saved)[0]
+    k = tokens if config.basis == "full" else -(-tokens // 16) * config.rank
+    padded = -(-k // 16) * 16
+    assert rows.shape == (tokens, 32) and weight.shape == (7, 32)
+    assert columns.shape == (19, padded) and right.shape == (7, padded)
+    assert not columns[:, k:].any() and not right[:, k:].any()
+    paper = name == "paper"
+    assert (scales.size, weight_scales.size) == ((1, 1) if paper else (tokens, 7))
+    assert (column_scales.size, saved.scales.size // (-(-tokens // 64) if saved.packed is not None
+            else 1)) == ((1, 1) if paper else (19, 7))  # fmt: skip
+
+
+def test_operands_by_definition(rng: np.random.Generator) -> None:
+    """Transform, one scale a row, the random bytes of the operand's purpose."""
+    gy, w, x = layer(rng, 37, 19, 7)
+    key, kept = (1, 2, 3), {"basis": "sketch", "rank": 8, "key": (1, 2, 3)}
+    config = ref.recipe("fast")
+
+    def padded(values: np.ndarray, columns: int) -> np.ndarray:
+        return np.pad(values, ((0, 0), (0, columns - values.shape[1])))
+
+    for values, purpose, codes in (
+        (ref.fwht(padded(gy, 32)), 1, ref.quantize_gradient_rows(gy, config, key)[0]),
+        (ref.fwht(padded(w.T, 32)), 2, ref.quantize_weight(w, config)[0]),
+        (padded(ref.hla(x, **kept).T, 32), 3, ref.compress_activation(x, config, key=key).codes),
+        (
+            padded(ref.hla(gy, **kept, side="gradient").T, 32),
+            4,
+            ref.quantize_gradient_columns(gy, config, key)[0],
+        ),
+    ):
+        inv = f32(127) / np.abs(values).max(axis=1, keepdims=True)
+        u = ref.random_bytes(*values.shape, key, purpose)
+        rounding = "nearest" if purpose == 2 else "stochastic"
+        assert np.array_equal(codes, ref.round_codes(values * inv, 8, rounding, u))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_products_of_the_integers(rng: np.random.Generator, name: str) -> None:
+    gy, w, x = layer(rng, 37, 19, 7)
+    config = ref.recipe(name)
+    saved = ref.compress_activation(x, config, key=1)
+    grads = ref.backward_linear(gy, w, saved, need=ALL, key=2)  # the configuration of saved
+    a, s_a = ref.quantize_gradient_rows(gy, config, 2)
+    b, s_b = ref.quantize_weight(w, config)
+    assert np.array_equal(grads.gx, ref.gemm_int8(a, b, s_a, s_b, divisor=16))
+    a, s_a = ref.quantize_gradient_columns(gy, config, 2, 1)
+    b, s_b = (saved.codes, saved.scales)
+    if saved.packed is not None:
+        b, s_b = ref.requantize_int4(saved, 2)
+    divisor = 1 if config.basis == "full" else 16
+    assert np.array_equal(grads.gw, ref.gemm_int8(a, b, s_a, s_b, divisor=divisor))
+    only = ref.backward_linear(gy, None, saved, need=("gw",), key=2)
+    assert only.gx is None and only.gb is None and np.array_equal(only.gw, grads.gw)
+
+
+def test_sketch_of_backward_is_that_of_forward(rng: np.random.Generator) -> None:
+    gy, w, x = layer(rng, 64, 6, 5)
+    config = ref.recipe("fast", rank=16, block=64)  # four folds' worth of possible disagreement
+    wide = {"basis": "sketch", "rank": 16, "block": 64}
+    saved = ref.compress_activation(x, config, key=1)
+    exact = ref.hla(gy, **wide, side="gradient", key=1).T @ ref.hla(x, **wide, key=1) / 64
+    for key in (None, 1, 2):
+        got = ref.backward_linear(gy, w, saved, need=("gw",), key=key).gw
+        assert distance(got, exact) < 0.03
+
+
+def test_scale_per_token(rng: np.random.Generator) -> None:
+    gy, w, x = layer(rng, 37, 6, 4)
+    gy *= np.exp2(rng.integers(-8, 8, (37, 1))).astype(f32)
+    for name in ("default", "fast", "accurate"):
+        config = ref.recipe(name, gw_scale="token")
+        saved = ref.compress_activation(x, config, key=3)
+        got = ref.backward_linear(gy, w, saved, need=("gw",), key=3).gw
+        a, s_a = ref.quantize_gradient_columns(gy, config, 3)
+        b, s_b = (
+            (saved.codes, saved.scales) if saved.packed is None else ref.requantize_int4(saved, 3)
+        )
+        assert s_a.shape == (a.shape[1],)
+        divisor = f32(1 if config.basis == "full" else 16)
+        for m, n in itertools.product(range(6), range(4)):
+            acc = f32(0)
+            for k in range(a.shape[1]):
+                acc = f32(acc + f32(f32(f32(a[m, k]) * s_a[k]) * f32(b[n, k])))
+            assert got[m, n] == f32(f32(acc * s_b[n]) / divisor)
+    plain = gy.astype(np.float64).T @ x
+    assert distance(got, plain) < 0.03  # accurate
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 21, 1024, 2500])
+def test_gb(rng: np.random.Generator, tokens: int) -> None:
+    gy = normal(rng, tokens, 3) + f32(1)
+    got = ref.bias_gradient(gy)
+    exact = gy.astype(np.float64).sum(axis=0)
+    assert (np.abs(got - exact) <= 68 * 2.0**-24 * np.abs(gy).sum(axis=0, dtype=np.float64)).all()
+    padded = np.pad(gy, ((0, -tokens % 16), (0, 0)))
+    total = np.zeros(3, np.float64)
+    for start in range(0, len(padded), 1024):
+        run = np.zeros(3, f32)
+        for block in range(start, min(start + 1024, len(padded)), 16):
+            v = list(padded[block : block + 16])
+            while len(v) > 1:
+                v = [v[i] + v[i + 1] for i in range(0, len(v), 2)]
+            run = run + v[0]
+        total += run
+    assert np.array_equal(got, total.astype(f32))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_output_types_and_accumulation(rng: np.random.Generator, dtype: str) -> None:
+    gy, w, x = layer(rng, 21, 6, 5)
+    for config in (ref.recipe("default"), ref.recipe("fast", gw_scale="token")):
+        plain = ref.backward_linear(gy, w, x, config=config, need=ALL, key=1)
+        before = [make_golden.rounded(normal(rng, *shape), dtype) for shape in ((6, 5), (6,))]
+        typed = ref.backward_linear(gy, w, x, config=config, need=ALL, key=1, out_dtype=dtype)
+        for got, wide in zip(typed, plain, strict=True):
+            assert np.array_equal(got, make_golden.rounded(wide, dtype))
+        summed = ref.backward_linear(
+            gy, w, x, config=config, need=ALL, key=1, out_dtype=dtype,
+            gw_out=before[0], gb_out=before[1], accumulate=True,
+        )  # fmt: skip
+        assert np.array_equal(summed.gx, typed.gx)
+        for got, wide, c in zip(summed[1:], plain[1:], before, strict=True):
+            assert np.array_equal(got, make_golden.rounded(c.astype(f32) + wide, dtype))
+
+
+def test_half_inputs_are_widened(rng: np.random.Generator) -> None:
+    halves = [v.astype(np.float16) for v in layer(rng, 21, 6, 5)]
+    wide = [v.astype(f32) for v in halves]
+    got = ref.backward_linear(*halves, need=ALL, key=1, out_dtype="float32")
+    for a, b in zip(got, ref.backward_linear(*wide, need=ALL, key=1), strict=True):
+        assert np.array_equal(a, b)
+    assert ref.backward_linear(*halves, key=1).gw.dtype == np.float16
+    with pytest.raises(ValueError, match="gy: dtype float64"):
+        ref.backward_linear(wide[0].astype(np.float64), *wide[1:])
+
+
+def test_leading_dimensions_collapse(rng: np.random.Generator) -> None:
+    gy, w, x = layer(rng, 42, 6, 5)
+    flat = ref.backward_linear(gy, w, x, need=ALL)
+    deep = ref.backward_linear(gy.reshape(2, 3, 7, 6), w, x.reshape(2, 3, 7, 5), need=ALL)
+    assert deep.gx.shape == (2, 3, 7, 5)
+    assert np.array_equal(deep.gx.reshape(42, 5), flat.gx)
+    assert np.array_equal(deep.gw, flat.gw) and np.array_equal(deep.gb, flat.gb)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("where", ["gy", "w", "x"])
+def test_overflow_is_seen(rng: np.random.Generator, name: str, bad: float, where: str) -> None:
+    names = ("gy", "w", "x")
+    arrays = dict(zip(names, layer(rng, 37, 19, 7), strict=True))
+    arrays[where][5, 3] = bad
+    grads = ref.backward_linear(
+        *(arrays[n] for n in names), config=ref.recipe(name), need=ALL, key=1
+    )
+    with np.errstate(all="ignore"):
+        plain_gx = arrays["gy"] @ arrays["w"]
+        plain_gw = arrays["gy"].T @ arrays["x"]
+        plain_gb = arrays["gy"].sum(axis=0)
+    if name != "paper":  # its basis may drop nothing, but one scale for all makes all NaN
+        assert np.isfinite(grads.gx).any() and np.isfinite(grads.gw).any()
+    assert np.isnan(grads.gx[~np.isfinite(plain_gx)]).all()
+    assert np.isnan(grads.gw[~np.isfinite(plain_gw)]).all()
+    assert np.array_equal(np.isfinite(grads.gb), np.isfinite(plain_gb))
+    # What has nothing to do with the bad value stays finite.
+    assert np.isfinite(grads.gx).all() == (where == "x")
+    assert np.isfinite(grads.gw).all() == (where == "w")
+
+
+@pytest.mark.parametrize("gw_scale", ["token", "tensor"])
+def test_overflow_is_seen_with_every_gradient_scale(
+    rng: np.random.Generator, gw_scale: str
+) -> None:
+    for where in (0, 2):
+        arrays = layer(rng, 37, 19, 7)
+        arrays[where][5, 3] = np.inf
+        config = ref.recipe("fast", gw_scale=gw_scale)
+        gw = ref.backward_linear(*arrays, config=config, need=("gw",)).gw
+        hit = gw[3] if where == 0 else gw[:, 3]
+        assert np.isnan(hit).all()
+
+
+def test_activation_near_the_largest_float() -> None:
+    """7 * S overflows within 0.2 % of the largest float: the channel is NaN, not wrong."""
+    top = np.finfo(f32).max
+    x = np.array([[top, top * f32(0.99)]], f32)
+    codes, scale = ref.requantize_int4(ref.compress_activation(x, ref.recipe("default")))
+    assert np.isnan(scale[0]) and np.isfinite(scale[1])
+    assert not codes[0].any() and codes[1, 0] != 0
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_zeros_stay_exact_zeros(rng: np.random.Generator, name: str) -> None:
+    gy, w, x = layer(rng, 21, 6, 5)
+    zero = ref.backward_linear(gy * 0, w, x, config=ref.recipe(name), need=ALL)
+    assert not any(np.any(g) for g in zero)
+    half = ref.backward_linear(gy, w * 0, x * 0, config=ref.recipe(name), need=ALL)
+    assert not half.gx.any() and not half.gw.any() and half.gb.any()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("shape", [(0, 3, 4), (3, 0, 4), (3, 4, 0), (0, 0, 0)])
+def test_empty(name: str, shape: tuple[int, int, int]) -> None:
+    tokens, outs, ins = shape
+    gy, w, x = np.ones((tokens, outs), f32), np.ones((outs, ins), f32), np.ones((tokens, ins), f32)
+    grads = ref.backward_linear(gy, w, x, config=ref.recipe(name), need=ALL)
+    assert [g.shape for g in grads] == [(tokens, ins), (outs, ins), (outs,)]
+    if tokens == 0 or outs == 0:
+        assert not grads.gx.any() and not grads.gw.any()
+    before = np.full((outs, ins), 3, f32), np.full(outs, 4, f32)
+    if tokens == 0:
+        kept = ref.backward_linear(
+            gy, w, x, config=ref.recipe(name), need=("gw", "gb"),
+            gw_out=before[0], gb_out=before[1], accumulate=True,
+        )  # fmt: skip
+        assert np.array_equal(kept.gw, before[0]) and np.array_equal(kept.gb, before[1])
+
+
+def test_fields_are_those_of_the_package() -> None:
+    hotcore = pytest.importorskip("hotcore", exc_type=ImportError)
+    for name in RECIPES:
+        package = hotcore.HotConfig.recipe(name)
+        assert dataclasses.asdict(package) == dataclasses.asdict(ref.recipe(name))
+
+
+# ------------------------------------------------------------------------------------------ Goldens
+
+
+@pytest.mark.parametrize("stage", make_golden.STAGES)
+def test_goldens_are_what_the_reference_makes(stage: str) -> None:
+    assert make_golden.differences(stage, make_golden.STAGES[stage]()) == []
+
+
+@pytest.mark.parametrize("stage", make_golden.STAGES)
+def test_text_goldens_read_as_documented(stage: str) -> None:
+    """Read the .txt as C++ does, word by word, and find what the .npz holds."""
+    lines = (make_golden.FOLDER / f"{stage}.txt").read_text(encoding="ascii").split("\n", 1)
+    assert lines[0].startswith("#")
+    words = iter(lines[1].split())
+    dtypes = {short: np.dtype(name) for name, short in make_golden.DTYPES.items()}
+    found: dict[str, dict[str, Any]] = {}
+    case: dict[str, Any] = {}
+    for kind in words:
+        name = next(words)
+        if kind == "case":
+            case = found[name] = {}
+        elif kind == "param":
+            case[name] = [next(words) for _ in range(int(next(words)))]
+        else:
+            assert kind == "array"
+            dtype = dtypes[next(words)]
+            shape = tuple(int(next(words)) for _ in range(int(next(words))))
+            raw = bytes.fromhex(next(words).replace("-", ""))
+            case[name] = np.frombuffer(raw, dtype.newbyteorder(">")).reshape(shape).astype(dtype)
+    wanted = make_golden.load_npz(stage)
+    assert list(found) == list(wanted)
+    for name, content in wanted.items():
+        assert set(found[name]) == set(content)
+        for part, value in content.items():
+            got = found[name][part]
+            if isinstance(value, np.ndarray):
+                assert got.shape == value.shape and got.dtype == value.dtype
+                assert got.tobytes() == value.tobytes()
+            else:
+                assert got == [str(v) for v in (value if isinstance(value, list) else [value])]
+
+
+def test_goldens_are_small() -> None:
+    files = [*make_golden.FOLDER.glob("*.npz"), *make_golden.FOLDER.glob("*.txt")]
+    assert len(files) == 2 * len(make_golden.STAGES)
+    assert sum(file.stat().st_size for file in files) < 400_000
