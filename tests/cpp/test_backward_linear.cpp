@@ -234,6 +234,13 @@ TEST(BackwardLinear, empty_sizes) {
         EXPECT_EQ(layer.gb, std::vector<float>(6, 0.0F));
       }
     }
+    Layer featureless(5, 6, 0, recipe(name));  // the one scale of `paper` is written all the same
+    featureless.compress(cpu());
+    if (featureless.layout.scales > 0) {
+      float scale;
+      std::memcpy(&scale, featureless.saved_data() + featureless.layout.scale_offset, 4);
+      EXPECT_EQ(scale, 0.0F);
+    }
     // Nothing to add: what is there stays.
     Layer kept(0, 4, 3, recipe(name));
     kept.compress(cpu());

@@ -194,13 +194,13 @@ void CpuBackend::hla(const Context& context, const MatrixIn& x, const Projection
 void CpuBackend::quantize_columns(const Context& context, const MatrixIn& x, const Projection& p,
                                   Side side, const Key& sketch_key, const OperandQuant& quant,
                                   const Operand& out) const {
-  const SimdKernels& simd = simd_kernels(context.isa());
-  const RandomKey sketch = random_key(sketch_key, Purpose::sketch);
-  const Tasks tasks(context, x, p);
-
   // The scales' memory holds the bit patterns of the largest values until the codes are written.
   auto* amax = reinterpret_cast<std::uint32_t*>(out.scale);
   std::memset(amax, 0, static_cast<std::size_t>(out.scales) * sizeof *amax);
+  if (x.cols == 0) return;
+  const SimdKernels& simd = simd_kernels(context.isa());
+  const RandomKey sketch = random_key(sketch_key, Purpose::sketch);
+  const Tasks tasks(context, x, p);
   tasks.run(context, simd, x, p, side, sketch,
             [&](Strip& strip, std::int64_t col, std::int64_t begin, std::int64_t end) {
               std::uint32_t best[strip_columns] = {};
