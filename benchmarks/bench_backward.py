@@ -19,9 +19,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
 import hotcore
+import torch
 
 RESULTS = Path(__file__).parent / "results"
 SHAPES = [(1576, 768, 768), (1576, 3072, 768), (1576, 768, 3072), (197, 768, 768)]
@@ -34,9 +33,7 @@ def parse_shape(text: str) -> tuple[int, int, int]:
     return parts[0], parts[1], parts[2]
 
 
-def interleaved(
-    contenders: dict[str, Callable[[], object]], rounds: int
-) -> dict[str, list[float]]:
+def interleaved(contenders: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
     """Milliseconds of every contender, one call each a round."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for call in contenders.values():
@@ -113,7 +110,9 @@ def main() -> None:
         "rounds": args.rounds,
         "shapes": {},
     }
-    print(f"{args.threads} threads, {hotcore.isa()}, torch {torch.__version__}; ms, median [p10, p90]")
+    print(
+        f"{args.threads} threads, {hotcore.isa()}, torch {torch.__version__}; ms, median [p10, p90]"
+    )
     for shape in args.shape or SHAPES:
         rows = bench(shape, recipes, args.rounds)
         report["shapes"][",".join(map(str, shape))] = rows  # type: ignore[index]

@@ -1,7 +1,7 @@
 # HOT_CUTLASS=AUTO|ON|OFF: the CUTLASS headers as the interface target hot_cutlass. Nothing of them
 # is in this repository (third_party/README.md). Looked for in HOT_CUTLASS_DIR, then in
 # third_party/cutlass; ON fetches them into third_party/cutlass if they are in neither, AUTO goes
-# on without them: no kernel needs them yet. Sets HOT_CUTLASS_FOUND.
+# on without them and without the kernels that need them. Sets HOT_CUTLASS_FOUND.
 
 set(HOT_CUTLASS AUTO CACHE STRING "CUTLASS headers: AUTO (if they are there), ON (fetch), OFF")
 set_property(CACHE HOT_CUTLASS PROPERTY STRINGS AUTO ON OFF)
@@ -48,6 +48,6 @@ if(HOT_CUDA_BUILT AND (HOT_CUTLASS STREQUAL "AUTO" OR HOT_CUTLASS))
   elseif(HOT_CUTLASS_DIR)
     message(FATAL_ERROR "HOT_CUTLASS_DIR is ${HOT_CUTLASS_DIR}; it holds no include/cutlass/version.h")
   else()
-    message(STATUS "hotcore: no CUTLASS headers (no kernel needs them yet)")
+    message(STATUS "hotcore: no CUTLASS headers (scripts/fetch_cutlass.py gets them)")
   endif()
 endif()

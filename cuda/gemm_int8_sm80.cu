@@ -10,7 +10,8 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "cuda/backend.h"
+#include "cuda/gemm_int8_sm80.h"
+
 #include "cuda/device/matrix_io.cuh"
 #include "cuda/launch.h"
 
@@ -188,14 +189,7 @@ bool aligned_rows(const std::int8_t* data, std::int64_t ld) {
 
 }  // namespace
 
-std::size_t CudaBackend::gemm_workspace(const Context&, std::int64_t, std::int64_t,
-                                        std::int64_t) const {
-  return 0;
-}
-
-void CudaBackend::gemm(const Context& context, const GemmArgs& args, void*) const {
-  if (args.m == 0 || args.n == 0) return;
-  const DeviceGuard guard(context.device().index, "gemm");
+void sm80_gemm(const Context& context, const GemmArgs& args) {
   if (!aligned_rows(args.a, args.lda) || !aligned_rows(args.b, args.ldb)) {
     return launch("gemm", context, byte_kernel, ceil_div(args.m * args.n, 256), 256, 0, args);
   }
@@ -208,9 +202,7 @@ void CudaBackend::gemm(const Context& context, const GemmArgs& args, void*) cons
   }
 }
 
-void CudaBackend::gemm_token(const Context& context, const GemmTokenArgs& args, void*) const {
-  if (args.m == 0 || args.n == 0) return;
-  const DeviceGuard guard(context.device().index, "gemm");
+void sm80_gemm_token(const Context& context, const GemmTokenArgs& args) {
   launch("gemm", context, token_kernel, ceil_div(args.m * args.n, 256), 256, 0, args);
 }
 

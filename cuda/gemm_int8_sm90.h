@@ -1,18 +1,15 @@
-// The instances of the sm_90a product, and what calls them.
+// The instances of the sm_90a product (gemm_int8_sm90.cuh), one in each gemm_int8_sm90_*.cu; no_sm90.cpp
+// stands in for them in a build without CUTLASS or without sm_90a. Tiles: 128 x 128 pingpong (two
+// tiles in turns, the epilogue of one behind the products of the other), 128 x 256 cooperative.
 #pragma once
 
 #include "kernels.h"
 
 namespace hot::detail {
 
-enum class Sm90Tile {
-  pingpong_128x128,     // two tiles in turns: the epilogue of one hides behind the other's products
-  cooperative_128x256,  // more reuse of operands, for results with tiles enough
-};
+bool sm90_built() noexcept;
 
-// Whether the product can run on the tensor memory accelerator: sizes, alignment, no accumulation.
-bool sm90_can(const GemmArgs& args);
-
+// Both scales are vectors; see sm90_can in gemm.cu for what else is needed.
 void sm90_gemm_bf16_128x128(const Context&, const GemmArgs&, int sm_count);
 void sm90_gemm_bf16_128x256(const Context&, const GemmArgs&, int sm_count);
 void sm90_gemm_f16_128x128(const Context&, const GemmArgs&, int sm_count);

@@ -5,10 +5,10 @@
 // fwht_vectors, n <= 1024, contiguous and aligned: no shared memory. A thread holds vectors of V
 //   elements (16 bytes of output). Index bits, lowest first: log2 V inside a vector (registers), T
 //   lanes (shuffles; T = 8 lanes read a full 128-byte line), C vectors T * V apart (registers).
-//   T grows past 8 only where C would pass 8. A thread takes 4 / C blocks, so 64 bytes are in flight.
+//   T grows past 8 only where C would pass 8. A thread takes 4 / C blocks: 64 bytes in flight.
 // fwht_exchange, n = 2048 and 4096, contiguous and aligned: one thread block of n / 32 threads for
-//   each transform, 32 elements a thread. Index bits 0-1, 2-6, 7-11 take turns in registers, with an
-//   exchange through n floats of shared memory between; groups of 4 floats are swizzled so that
+//   each transform, 32 elements a thread. Index bits 0-1, 2-6, 7-11 take turns in registers, with
+//   an exchange through n floats of shared memory between; groups of 4 floats are swizzled so that
 //   every access is free of bank conflicts.
 // fwht_tile, everything else (any stride and alignment, n to 32768): a tile of P neighbouring
 //   fibres x n in shared memory (at most 67 KB: it fits every GPU), read in whichever order the
@@ -218,7 +218,7 @@ void launch_vectors(const Context& context, int log_n, const Job& job) {
 
 // ---- fwht_exchange ------------------------------------------------------------------------------
 
-// Groups of 4 floats in shared memory, renamed so that neither rows nor columns of 32 groups collide.
+// Groups of 4 floats in shared memory, renamed: neither rows nor columns of 32 groups collide.
 __device__ constexpr int swizzle(int group) { return group ^ (group >> 5 & 7); }
 
 template <int LogN>
@@ -411,8 +411,8 @@ void launch_tile(const Context& context, int log_n, const Job& job) {
   TileShape shape{};
   shape.log_n = std::min(log_n, tile_log_limit);
   // 8192 elements, 33 KB: several thread blocks share a multiprocessor.
-  shape.log_fibres = std::min({std::max(0, tile_log_limit - 1 - log_n), fibre_log_limit,
-                               log2_ceil(job.blocks.count)});
+  shape.log_fibres = std::min(
+      {std::max(0, tile_log_limit - 1 - log_n), fibre_log_limit, log2_ceil(job.blocks.count)});
   const int fibres = 1 << shape.log_fibres, words = fibres << shape.log_n;
   const bool alone = job.blocks.dims == 0;
   const Dim& near = job.blocks.dim[0];
@@ -431,12 +431,8 @@ void launch_tile(const Context& context, int log_n, const Job& job) {
 // ---- choice -------------------------------------------------------------------------------------
 
 void CudaBackend::fwht(const Context& context, const FwhtArgs& args) const {
-  Job job{args.x,
-          args.out,
-          args.x_dtype,
-          args.out_dtype,
-          args.axis_stride_x,
-          args.axis_stride_out,
+  Job job{args.x,           args.out,           args.x_dtype,
+          args.out_dtype,   args.axis_stride_x, args.axis_stride_out,
           find_blocks(args)};
   if (job.blocks.count == 0) return;
   const DeviceGuard guard(context.device().index, "fwht");

@@ -17,8 +17,9 @@ namespace hot::detail {
 inline void check_cuda(cudaError_t status, const char* stage, const char* call) {
   if (status == cudaSuccess) return;
   cudaGetLastError();  // reported here; the next call of whoever shares this thread starts clean
-  std::string message = std::string(stage) + ": " + call + " failed: " +
-                        cudaGetErrorString(status) + " (" + cudaGetErrorName(status) + ")";
+  std::string message = std::string(stage) + ": " + call +
+                        " failed: " + cudaGetErrorString(status) + " (" + cudaGetErrorName(status) +
+                        ")";
   if (status == cudaErrorNoKernelImageForDevice) {
     message += std::string("; this build is for the architectures ") + cuda_archs();
   }

@@ -1,16 +1,19 @@
 // Stage: HLA along the tokens, and the K-contiguous operands that are made from its rows.
 //
-// A thread owns a column and walks K: its tokens come 32 neighbouring columns at a time for a warp, its
-// codes leave as 16 contiguous bytes for each group of 16 k, and a run of groups fills whole sectors.
-// Two passes over x: the largest values (atomicMax into the scales' memory), then the codes; the rows
-// of P x are computed twice and never stored.
-// groups_kernel, the hot path: n = 16 in registers. A group is 16 tokens as they are (full), one whole
-//   block (w for g_x), or two blocks folded to 8 values each (sketch, r = 8: a fold reads tokens t and
-//   t ^ a, so that no register is indexed at run time).
+// Two passes over x: the largest values (atomicMax into the scales' memory), then the codes; the rows of
+// P x are computed twice and never stored.
+// tile_kernel, the hot path (n = 16, contiguous rows of an even number of columns): a thread block takes
+//   64 columns x 128 k; a thread has two neighbouring columns and two groups of 16 k in registers, so
+//   that a warp reads 128 bytes (fp16) of every token and 16 loads are in flight. A group is 16 tokens as
+//   they are (full), one whole block (w for g_x), or two blocks folded to 8 values each (sketch, r = 8: a
+//   fold reads tokens t and t ^ a, so that no register is indexed at run time). The codes are turned
+//   in shared memory and leave as 128 contiguous bytes of each row of the result.
 // strip_kernel, everything else (any block to 256, any row list, grids, prefix tokens, one scale for each
 //   k): the block lies in shared memory, a column of it for each thread; no barriers, no conflicts.
+// g_b: partial sums of 128 tokens, then their sum; fixed order, so repeatable.
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/backend.h"
 #include "cuda/device/butterfly.cuh"
@@ -78,68 +81,174 @@ __device__ int sketch_draw(const RandomWords& draw, int fold, int length) {
 
 enum class Kind { full, whole, sketch8 };
 
-template <Kind kind>
-__device__ void project_group(const ColumnArgs& args, std::int64_t k_group, std::int64_t col,
-                              float (&v)[group]) {
+constexpr int tile_columns = 64, tile_groups = 8, tile_threads = 128;
+constexpr int tile_k = tile_groups * group;
+constexpr int turn_stride = tile_k + 16;  // bytes of a column in shared memory, with its padding
+
+// Two neighbouring elements of a row, aligned as a pair.
+template <class Tag>
+__device__ float2 load_pair(const MatrixIn& x, std::int64_t row, std::int64_t col) {
+  unsigned words[Tag::size / 2];
+  const char* from = static_cast<const char*>(x.data) + (row * x.row_stride + col) * Tag::size;
+  if constexpr (Tag::size == 4) {
+    load_words(from, words);
+  } else {
+    words[0] = *reinterpret_cast<const unsigned*>(from);
+  }
+  float v[2];
+  Tag::unpack(words, v);
+  return make_float2(v[0], v[1]);
+}
+
+// Group `g` of two columns. `draws[i]`: a of the block i of this tile.
+template <Kind kind, class Tag>
+__device__ void project_group(const ColumnArgs& args, std::int64_t g, int first_block,
+                              const int* draws, std::int64_t col, float (&v)[2][group]) {
   const auto load = [&](std::int64_t token) {
-    return token < args.x.rows ? load_element(args.x, token, col) : 0.0F;
+    return token < args.x.rows ? load_pair<Tag>(args.x, token, col) : make_float2(0.0F, 0.0F);
   };
   if constexpr (kind == Kind::sketch8) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const std::int64_t block = 2 * k_group + half, first = block * 16;
-      const RandomWords draw = random_words(args.p.sketch, static_cast<std::uint64_t>(block));
-      const int a = sketch_draw(draw, 0, 16);
+      const std::int64_t first = (2 * g + half) * 16;
+      const int a = draws[first_block + half];
       const int low = (1 << (31 - __clz(a))) - 1;  // bits below a's top bit
-      float f[8];
+      float f[2][8];
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         const int t = (i & low) | ((i & ~low) << 1);
-        f[i] = load(first + t) + load(first + (t ^ a));
+        const float2 x = load(first + t), y = load(first + (t ^ a));
+        f[0][i] = x.x + y.x;
+        f[1][i] = x.y + y.y;
       }
-      butterfly<1, 8>(f);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        v[8 * half + i] = i == 0 ? f[i] : f[i] * args.p.sketch_weight;
+      for (int c = 0; c < 2; ++c) {
+        butterfly<1, 8>(f[c]);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          v[c][8 * half + i] = i == 0 ? f[c][i] : f[c][i] * args.p.sketch_weight;
+        }
       }
     }
   } else {
 #pragma unroll
-    for (int t = 0; t < group; ++t) v[t] = load(k_group * group + t);
-    if constexpr (kind == Kind::whole) butterfly<1, group>(v);
+    for (int t = 0; t < group; ++t) {
+      const float2 x = load(g * group + t);
+      v[0][t] = x.x;
+      v[1][t] = x.y;
+    }
+    if constexpr (kind == Kind::whole) {
+      butterfly<1, group>(v[0]);
+      butterfly<1, group>(v[1]);
+    }
   }
 }
 
-template <Kind kind, Rounding rounding>
-__global__ void __launch_bounds__(128) groups_kernel(ColumnArgs args) {
-  const std::int64_t strips = (args.x.cols + 127) / 128;
-  const std::int64_t col = blockIdx.x % strips * 128 + threadIdx.x;
-  const std::int64_t groups = args.k_padded / group;
-  const std::int64_t begin = blockIdx.x / strips * args.run, end = min(groups, begin + args.run);
-  if (col >= args.x.cols) return;
-  auto* amax = reinterpret_cast<std::uint32_t*>(args.scale) + (args.per_tensor ? 0 : col);
-  if (args.pass == Pass::amax) {
-    std::uint32_t best = 0;
-    for (std::int64_t g = begin; g < end; ++g) {
-      float v[group];
-      project_group<kind>(args, g, col, v);
-#pragma unroll
-      for (int i = 0; i < group; ++i) best = max(best, abs_bits(v[i]));
+// The subspaces of the tile's blocks, one thread each.
+template <Kind kind>
+__device__ void draw_tile(const ColumnArgs& args, std::int64_t first_group, int* draws) {
+  if constexpr (kind == Kind::sketch8) {
+    if (threadIdx.x < 2 * tile_groups) {
+      const std::int64_t block = 2 * first_group + threadIdx.x;
+      draws[threadIdx.x] =
+          sketch_draw(random_words(args.p.sketch, static_cast<std::uint64_t>(block)), 0, 16);
     }
-    atomicMax(amax, best);
+    __syncthreads();
+  }
+}
+
+template <Kind kind, class Tag>
+__global__ void __launch_bounds__(tile_threads) tile_amax_kernel(ColumnArgs args) {
+  __shared__ int draws[2 * tile_groups];
+  __shared__ std::uint32_t best_of[tile_threads / 32][tile_columns];
+  const std::int64_t strips = (args.x.cols + tile_columns - 1) / tile_columns;
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const std::int64_t col0 = blockIdx.x % strips * tile_columns, col = col0 + 2 * lane;
+  const std::int64_t groups = args.k_padded / group;
+  std::uint32_t best[2] = {0, 0};
+  for (std::int64_t tile = 0; tile < args.run; ++tile) {
+    const std::int64_t first = (blockIdx.x / strips * args.run + tile) * tile_groups;
+    if (first >= groups) break;
+    if (tile > 0) __syncthreads();  // the last tile's draws are no longer read
+    draw_tile<kind>(args, first, draws);
+#pragma unroll
+    for (int i = 0; i < tile_groups / 4; ++i) {
+      const int local = i * 4 + warp;
+      if (col >= args.x.cols || first + local >= groups) continue;
+      float v[2][group];
+      project_group<kind, Tag>(args, first + local, 2 * local, draws, col, v);
+#pragma unroll
+      for (int k = 0; k < group; ++k) {
+        best[0] = max(best[0], abs_bits(v[0][k]));
+        best[1] = max(best[1], abs_bits(v[1][k]));
+      }
+    }
+  }
+  auto* amax = reinterpret_cast<std::uint32_t*>(args.scale);
+  if (args.per_tensor) {
+    const std::uint32_t largest = __reduce_max_sync(0xffffffffU, max(best[0], best[1]));
+    if (lane == 0) atomicMax(amax, largest);
     return;
   }
-  const DeviceScale s = device_scale(*amax, args.bits);
-  for (std::int64_t g = begin; g < end; ++g) {
-    uint4 codes = make_uint4(0, 0, 0, 0);
-    if (s.keep) {
-      float v[group];
-      project_group<kind>(args, g, col, v);
-      codes = round_group<rounding>([&](int i) { return v[i] * s.inv; }, args.key,
-                                    static_cast<std::uint64_t>(col * groups + g), args.bits);
+  best_of[warp][2 * lane] = best[0];
+  best_of[warp][2 * lane + 1] = best[1];
+  __syncthreads();
+  const int c = static_cast<int>(threadIdx.x);
+  if (c >= tile_columns || col0 + c >= args.x.cols) return;
+  atomicMax(amax + col0 + c, max(max(best_of[0][c], best_of[1][c]), max(best_of[2][c], best_of[3][c])));
+}
+
+template <Kind kind, Rounding rounding, class Tag>
+__global__ void __launch_bounds__(tile_threads) tile_kernel(ColumnArgs args) {
+  __shared__ int draws[2 * tile_groups];
+  __shared__ __align__(16) unsigned char turned[tile_columns * turn_stride];
+  const std::int64_t strips = (args.x.cols + tile_columns - 1) / tile_columns;
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const std::int64_t col0 = blockIdx.x % strips * tile_columns, col = col0 + 2 * lane;
+  const std::int64_t first = blockIdx.x / strips * tile_groups;
+  const std::int64_t groups = args.k_padded / group;
+  draw_tile<kind>(args, first, draws);
+  if (col < args.x.cols) {
+    const auto* amax = reinterpret_cast<const std::uint32_t*>(args.scale);
+    DeviceScale s[2];
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      s[c] = device_scale(amax[args.per_tensor ? 0 : col + c], args.bits);
     }
-    *reinterpret_cast<uint4*>(args.codes + col * args.k_padded + g * group) = codes;
+#pragma unroll
+    for (int i = 0; i < tile_groups / 4; ++i) {
+      const int local = i * 4 + warp;
+      if (first + local >= groups) continue;
+      float v[2][group];
+      project_group<kind, Tag>(args, first + local, 2 * local, draws, col, v);
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        uint4 codes = make_uint4(0, 0, 0, 0);
+        if (s[c].keep) {
+          codes = round_group<rounding>(
+              [&](int k) { return v[c][k] * s[c].inv; }, args.key,
+              static_cast<std::uint64_t>((col + c) * groups + first + local), args.bits);
+        }
+        *reinterpret_cast<uint4*>(turned + (2 * lane + c) * turn_stride + local * group) = codes;
+      }
+    }
   }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < tile_columns * tile_groups / tile_threads; ++i) {
+    const int piece = static_cast<int>(threadIdx.x) + i * tile_threads;
+    const int c = piece / tile_groups, g = piece % tile_groups;
+    if (col0 + c < args.x.cols && first + g < groups) {
+      *reinterpret_cast<uint4*>(args.codes + (col0 + c) * args.k_padded + (first + g) * group) =
+          *reinterpret_cast<const uint4*>(turned + c * turn_stride + g * group);
+    }
+  }
+}
+
+// Whether tile_kernel can read x by pairs of columns.
+bool pairs_aligned(const MatrixIn& x) {
+  return x.col_stride == 1 && x.cols % 2 == 0 && x.row_stride % 2 == 0 &&
+         reinterpret_cast<std::uintptr_t>(x.data) % (2 * dtype_size(x.dtype)) == 0;
 }
 
 // A column of shared memory: element i of this thread.
@@ -288,34 +397,50 @@ Grid strip_grid(const Projection& p, std::int64_t cols, int extra) {
   return grid;
 }
 
-constexpr int sum_columns = 32, sum_lanes = 32;
+// Blocks of 16 tokens as row 0 of their FWHT adds them; a thread adds up the blocks of its run.
+constexpr int sum_threads = 128, sum_run = 8;  // 128 tokens of a column for a thread
 
-// Columns of a strip across the lanes of a warp, tokens across warps in blocks of 16 as row 0 of their
-// FWHT adds them; a fixed order, so repeatable.
-__global__ void column_sum_kernel(MatrixIn x, bool accumulate, MatrixOut out) {
-  __shared__ double partial[sum_lanes][sum_columns];
-  const std::int64_t col = std::int64_t{blockIdx.x} * sum_columns + threadIdx.x % sum_columns;
-  const int lane = static_cast<int>(threadIdx.x) / sum_columns;
+template <class Tag>
+__global__ void __launch_bounds__(sum_threads) partial_sum_kernel(MatrixIn x, float* partial) {
+  const std::int64_t strips = (x.cols + sum_threads - 1) / sum_threads;
+  const std::int64_t col = blockIdx.x % strips * sum_threads + threadIdx.x;
+  const std::int64_t run = blockIdx.x / strips;
+  if (col >= x.cols) return;
+  float total = 0.0F;
+  for (int block = 0; block < sum_run; ++block) {
+    const std::int64_t token = (run * sum_run + block) * 16;
+    float v[16];
+#pragma unroll
+    for (int t = 0; t < 16; ++t) {
+      v[t] = token + t < x.rows
+                 ? Tag::load(x.data, (token + t) * x.row_stride + col * x.col_stride)
+                 : 0.0F;
+    }
+#pragma unroll
+    for (int h = 1; h < 16; h *= 2) {
+#pragma unroll
+      for (int t = 0; t < 16; t += 2 * h) v[t] = v[t] + v[t + h];
+    }
+    total += v[0];
+  }
+  partial[run * x.cols + col] = total;
+}
+
+__global__ void final_sum_kernel(const float* partial, std::int64_t runs, bool accumulate,
+                                 MatrixOut out) {
+  __shared__ double shared[8][32];
+  const std::int64_t col = std::int64_t{blockIdx.x} * 32 + threadIdx.x % 32;
+  const int part = static_cast<int>(threadIdx.x) / 32;
   double total = 0.0;
-  if (col < x.cols) {
-    for (std::int64_t block = lane; block * 16 < x.rows; block += sum_lanes) {
-      float v[16];
-#pragma unroll
-      for (int t = 0; t < 16; ++t) {
-        v[t] = block * 16 + t < x.rows ? load_element(x, block * 16 + t, col) : 0.0F;
-      }
-#pragma unroll
-      for (int h = 1; h < 16; h *= 2) {
-#pragma unroll
-        for (int t = 0; t < 16; t += 2 * h) v[t] = v[t] + v[t + h];
-      }
-      total += static_cast<double>(v[0]);
+  if (col < out.cols) {
+    for (std::int64_t run = part; run < runs; run += 8) {
+      total += static_cast<double>(partial[run * out.cols + col]);
     }
   }
-  partial[lane][threadIdx.x % sum_columns] = total;
+  shared[part][threadIdx.x % 32] = total;
   __syncthreads();
-  if (lane != 0 || col >= x.cols) return;
-  for (int i = 1; i < sum_lanes; ++i) total += partial[i][threadIdx.x];
+  if (part != 0 || col >= out.cols) return;
+  for (int i = 1; i < 8; ++i) total += shared[i][threadIdx.x];
   float sum = static_cast<float>(total);
   if (accumulate) sum = load_out(out, 0, col) + sum;
   store_element(out, 0, col, sum);
@@ -357,46 +482,74 @@ void CudaBackend::quantize_columns(const Context& context, const MatrixIn& x, co
                   quant.per_k,
                   random_key(context.key(), quant.purpose),
                   Pass::amax};
-  const bool plain = !quant.per_k && p.order.samples == 0;
   const bool whole = p.block == 16 && p.rank == 16 && p.basis != Basis::sketch;
   const bool sketch8 = p.basis == Basis::sketch && p.block == 16 && p.rank == 8;
-  with_rounding(quant.rounding, [&](auto r) {
-    constexpr Rounding rounding = decltype(r)::value;
-    const auto run_groups = [&](auto amax_kernel, auto codes_kernel) {
-      const std::int64_t strips = ceil_div(x.cols, 128), groups = out.k_padded / group;
-      if (groups == 0) return;
-      args.pass = Pass::amax;
-      args.run = 8;
-      launch(stage, context, amax_kernel, strips * ceil_div(groups, args.run), 128, 0, args);
+  const bool tiled = !quant.per_k && p.order.samples == 0 && pairs_aligned(x) &&
+                     quant.rounding != Rounding::pseudo_stochastic &&
+                     (p.basis == Basis::full || whole || sketch8);
+  if (out.k_padded == 0) {
+    // No tokens: no codes, and the scales are 0 already.
+  } else if (tiled) {
+    const std::int64_t strips = ceil_div(x.cols, tile_columns);
+    const std::int64_t tiles = ceil_div(out.k_padded, tile_k);
+    const auto run_tiles = [&](auto amax_kernel, auto codes_kernel) {
+      args.run = std::max<std::int64_t>(1, strips * tiles / 8192);
+      launch(stage, context, amax_kernel, strips * ceil_div(tiles, args.run), tile_threads, 0,
+             args);
       args.pass = Pass::codes;
-      args.run = 4;  // 64 bytes of codes: two whole sectors
-      launch(stage, context, codes_kernel, strips * ceil_div(groups, args.run), 128, 0, args);
+      launch(stage, context, codes_kernel, strips * tiles, tile_threads, 0, args);
     };
-    if (plain && p.basis == Basis::full) {
-      run_groups(groups_kernel<Kind::full, Rounding::nearest>, groups_kernel<Kind::full, rounding>);
-    } else if (plain && whole) {
-      run_groups(groups_kernel<Kind::whole, Rounding::nearest>,
-                 groups_kernel<Kind::whole, rounding>);
-    } else if (plain && sketch8) {
-      run_groups(groups_kernel<Kind::sketch8, Rounding::nearest>,
-                 groups_kernel<Kind::sketch8, rounding>);
-    } else {
+    const auto with_kind = [&](auto rounding, auto tag) {
+      using Tag = decltype(tag);
+      constexpr Rounding mode = decltype(rounding)::value;
+      if (p.basis == Basis::full) {
+        run_tiles(tile_amax_kernel<Kind::full, Tag>, tile_kernel<Kind::full, mode, Tag>);
+      } else if (whole) {
+        run_tiles(tile_amax_kernel<Kind::whole, Tag>, tile_kernel<Kind::whole, mode, Tag>);
+      } else {
+        run_tiles(tile_amax_kernel<Kind::sketch8, Tag>, tile_kernel<Kind::sketch8, mode, Tag>);
+      }
+    };
+    host_with_dtype(x.dtype, [&](auto tag) {
+      if (quant.rounding == Rounding::nearest) {
+        with_kind(std::integral_constant<Rounding, Rounding::nearest>{}, tag);
+      } else {
+        with_kind(std::integral_constant<Rounding, Rounding::stochastic>{}, tag);
+      }
+    });
+  } else {
+    with_rounding(quant.rounding, [&](auto r) {
       const Grid grid = strip_grid(p, x.cols, group);
       args.run = grid.run;
       launch(stage, context, strip_kernel<Rounding::nearest>, grid.blocks, grid.threads,
              grid.shared, args);
       args.pass = Pass::codes;
-      launch(stage, context, strip_kernel<rounding>, grid.blocks, grid.threads, grid.shared, args);
-    }
-  });
+      launch(stage, context, strip_kernel<decltype(r)::value>, grid.blocks, grid.threads,
+             grid.shared, args);
+    });
+  }
   finish_scales(context, out.scale, out.scales, quant.bits);
 }
 
+std::size_t CudaBackend::column_sum_workspace(const Context&, std::int64_t rows,
+                                              std::int64_t cols) const {
+  return static_cast<std::size_t>(ceil_div(rows, 16 * sum_run) * cols) * sizeof(float);
+}
+
 void CudaBackend::column_sum(const Context& context, const MatrixIn& x, bool accumulate,
-                             const MatrixOut& out) const {
-  const DeviceGuard guard(context.device().index, "backward_linear");
-  launch("backward_linear", context, column_sum_kernel, ceil_div(x.cols, sum_columns),
-         sum_columns * sum_lanes, 0, x, accumulate, out);
+                             const MatrixOut& out, void* workspace) const {
+  const char* const stage = "backward_linear";
+  const DeviceGuard guard(context.device().index, stage);
+  const std::int64_t runs = ceil_div(x.rows, 16 * sum_run);
+  auto* partial = static_cast<float*>(workspace);
+  if (runs > 0) {
+    host_with_dtype(x.dtype, [&](auto tag) {
+      launch(stage, context, partial_sum_kernel<decltype(tag)>,
+             runs * ceil_div(x.cols, sum_threads), sum_threads, 0, x, partial);
+    });
+  }
+  launch(stage, context, final_sum_kernel, ceil_div(x.cols, 32), 256, 0, partial, runs, accumulate,
+         out);
 }
 
 void CudaBackend::fill_zero(const Context& context, const MatrixOut& out) const {

@@ -49,7 +49,7 @@ __device__ std::uint32_t row_max(std::uint32_t v, int T, std::uint32_t* shared) 
   return v;
 }
 
-template <Rounding rounding, int B>
+template <Rounding rounding, int B, class Tag>
 __global__ void rows16_kernel(RowsArgs args, int T) {
   __shared__ std::uint32_t shared[32];
   const std::int64_t row =
@@ -63,13 +63,19 @@ __global__ void rows16_kernel(RowsArgs args, int T) {
   for (int i = 0; i < B; ++i) {
     const std::int64_t col = (lane + std::int64_t{i} * T) * 16;
     if (real && args.aligned && col + 16 <= args.x.cols) {
-      load_16(args.x, row, col, v[i]);
+      load_16<Tag>(args.x, row, col, v[i]);
     } else {
 #pragma unroll
       for (int j = 0; j < 16; ++j) {
-        v[i][j] = real && col + j < args.x.cols ? load_element(args.x, row, col + j) : 0.0F;
+        v[i][j] = real && col + j < args.x.cols
+                      ? Tag::load(args.x.data,
+                                  row * args.x.row_stride + (col + j) * args.x.col_stride)
+                      : 0.0F;
       }
     }
+  }
+#pragma unroll
+  for (int i = 0; i < B; ++i) {
     butterfly<1, 16>(v[i]);
 #pragma unroll
     for (int j = 0; j < 16; ++j) amax = max(amax, abs_bits(v[i][j]));
@@ -168,13 +174,16 @@ void run_rows(const Context& context, const RowsArgs& args, Rounding rounding) {
     while (T < 1024 && T * (T >= 256 ? 4 : 2) < blocks) T *= 2;
     const int threads = std::max(T, 128);
     const std::int64_t grid = ceil_div(args.x.rows, threads / T);
-    if (blocks <= T) {
-      launch("backward_linear", context, rows16_kernel<mode, 1>, grid, threads, 0, args, T);
-    } else if (blocks <= 2 * T) {
-      launch("backward_linear", context, rows16_kernel<mode, 2>, grid, threads, 0, args, T);
-    } else {
-      launch("backward_linear", context, rows16_kernel<mode, 4>, grid, threads, 0, args, T);
-    }
+    host_with_dtype(args.x.dtype, [&](auto tag) {
+      using Tag = decltype(tag);
+      if (blocks <= T) {
+        launch("backward_linear", context, rows16_kernel<mode, 1, Tag>, grid, threads, 0, args, T);
+      } else if (blocks <= 2 * T) {
+        launch("backward_linear", context, rows16_kernel<mode, 2, Tag>, grid, threads, 0, args, T);
+      } else {
+        launch("backward_linear", context, rows16_kernel<mode, 4, Tag>, grid, threads, 0, args, T);
+      }
+    });
   });
 }
 
@@ -278,7 +287,7 @@ __device__ std::uint32_t pack_nibbles(const uint4& codes, int half) {
   return squeeze(low) | (squeeze(high) << 16);
 }
 
-template <Rounding rounding>
+template <Rounding rounding, class Tag>
 __global__ void __launch_bounds__(128)
     groups_kernel(MatrixIn x, std::uint8_t* packed, std::int64_t row_bytes, std::uint16_t* scale,
                   RandomKey key) {
@@ -291,9 +300,10 @@ __global__ void __launch_bounds__(128)
 #pragma unroll
   for (int t = 0; t < 64; ++t) {
     const std::int64_t token = g * 64 + t;
-    v[t] = token < x.rows ? load_element(x, token, col) : 0.0F;
-    amax = max(amax, abs_bits(v[t]));
+    v[t] = token < x.rows ? Tag::load(x.data, token * x.row_stride + col * x.col_stride) : 0.0F;
   }
+#pragma unroll
+  for (int t = 0; t < 64; ++t) amax = max(amax, abs_bits(v[t]));
   std::uint16_t half = 0;
   float inv = 0.0F;
   const bool keep = amax < 0x7f800000U;
@@ -415,8 +425,10 @@ void CudaBackend::quantize_groups(const Context& context, const MatrixIn& x, Rou
   if (x.cols == 0) return;
   const std::int64_t grid = ceil_div(x.cols, 128) * ceil_div(x.rows, int4_group);
   with_rounding(rounding, [&](auto r) {
-    launch("compress_activation", context, groups_kernel<decltype(r)::value>, grid, 128, 0, x,
-           packed, row_bytes, scale, random_key(context.key(), Purpose::activation));
+    host_with_dtype(x.dtype, [&](auto tag) {
+      launch("compress_activation", context, groups_kernel<decltype(r)::value, decltype(tag)>, grid,
+             128, 0, x, packed, row_bytes, scale, random_key(context.key(), Purpose::activation));
+    });
   });
 }
 

@@ -43,7 +43,21 @@ hot_env_python() {
 }
 
 # Debian and Ubuntu name the packages of a Python after its version.
-hot_env_python_package() { "$1" -c 'import sys; print("python%d.%d" % sys.version_info[:2])'; }
+hot_env_package() { "$1" -c 'import sys; print("python%d.%d-'"$2"'" % sys.version_info[:2])'; }
+
+# hot_env_lacking PYTHON: the packages that a build still needs. cmake and ninja come with its requirements.
+hot_env_lacking() {
+  if ! command -v "${CXX:-c++}" >/dev/null && ! command -v g++ >/dev/null && ! command -v clang++ >/dev/null; then
+    echo g++
+  fi
+  "$1" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' ||
+    hot_env_package "$1" dev
+}
+
+# Installs packages or says how to: one message for all of them.
+hot_env_need() {
+  hot_env_apt "$@" || hot_env_fail "missing on this machine; please run: sudo apt-get install $*"
+}
 
 hot_env_venv_works() { hot_env_is_python "$HOT_VENV_PYTHON" && "$HOT_VENV_PYTHON" -m pip --version >/dev/null 2>&1; }
 
@@ -51,26 +65,25 @@ hot_env_venv() {
   hot_env_venv_works && return
   hot_env_python
   hot_env_say "making the environment $HOT_VENV"
-  local log
+  local log lacking
   log="$(mktemp)"
   "$HOT_PYTHON" -m venv "$HOT_VENV" >"$log" 2>&1 || true
-  if ! hot_env_venv_works; then
-    # Debian's python3 comes without ensurepip. virtualenv does without it, and --target leaves the system's
-    # Python alone; where there is no pip either, the distribution's package remains.
-    hot_env_virtualenv >>"$log" 2>&1 || true
-  fi
-  if ! hot_env_venv_works && hot_env_apt "$(hot_env_python_package "$HOT_PYTHON")-venv"; then
-    "$HOT_PYTHON" -m venv "$HOT_VENV" >>"$log" 2>&1 || true
-  fi
+  # Debian's python3 comes without ensurepip. virtualenv does without it, and where there is no pip to get
+  # virtualenv with, the distribution's package remains.
+  hot_env_venv_works || hot_env_virtualenv >>"$log" 2>&1 || true
+  lacking="$(hot_env_lacking "$HOT_PYTHON")"
+  hot_env_venv_works || lacking="$(hot_env_package "$HOT_PYTHON" venv) $lacking"
+  # shellcheck disable=SC2086  # a list of words
+  [[ -z "$lacking" ]] || hot_env_need $lacking
+  hot_env_venv_works || "$HOT_PYTHON" -m venv "$HOT_VENV" >>"$log" 2>&1 || true
   if ! hot_env_venv_works; then
     cat "$log" >&2
-    rm -f "$log"
-    hot_env_fail "cannot make a Python environment in $HOT_VENV. Remove that folder if it is broken;" \
-      "otherwise: sudo apt-get install $(hot_env_python_package "$HOT_PYTHON")-venv"
+    hot_env_fail "cannot make a Python environment in $HOT_VENV (if that folder is an old one, remove it)"
   fi
   rm -f "$log"
 }
 
+# --target leaves the system's Python alone.
 hot_env_virtualenv() {
   local folder status=0
   folder="$(mktemp -d)"
@@ -107,27 +120,16 @@ hot_env_sources() {
   } | sha256sum | cut -d ' ' -f 1
 }
 
-# cmake and ninja come with the build's own requirements; a compiler and Python's headers do not.
-hot_env_compiler() {
-  local headers package
-  if ! command -v "${CXX:-c++}" >/dev/null && ! command -v g++ >/dev/null && ! command -v clang++ >/dev/null; then
-    hot_env_apt g++ || hot_env_fail "no C++ compiler: sudo apt-get install g++ (or set CXX)"
-  fi
-  headers='import os, sysconfig, sys; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))'
-  if ! "$HOT_VENV_PYTHON" -c "$headers"; then
-    package="$(hot_env_python_package "$HOT_VENV_PYTHON")-dev"
-    hot_env_apt "$package" && "$HOT_VENV_PYTHON" -c "$headers" ||
-      hot_env_fail "Python's headers (Python.h) are missing: sudo apt-get install $package"
-  fi
-}
-
 hot_env_project() {
   local extra="${1:+[$1]}"
   hot_env_once project "$(hot_env_sources "$extra")" hot_env_build "$extra"
 }
 
 hot_env_build() {
-  hot_env_compiler
+  local lacking
+  lacking="$(hot_env_lacking "$HOT_VENV_PYTHON")"
+  # shellcheck disable=SC2086  # a list of words
+  [[ -z "$lacking" ]] || hot_env_need $lacking
   hot_env_say "building hotcore"
   "$HOT_VENV_PYTHON" -m pip install "$HOT_ROOT$1"
 }

@@ -4,7 +4,8 @@
 #
 #   bash scripts/test.sh [--slow] [cpp] [python] [style]    --slow: the long training tests too; parts: default all
 #
-# HOT_CUDA=OFF leaves the CUDA kernels out; otherwise they are compiled (for sm_90a) where nvcc is found.
+# The CUDA kernels are compiled (for sm_90a) where nvcc is found; into the Python package, too, where there is a GPU to
+# run them. HOT_CUDA=OFF leaves them out, HOT_CUDA=ON wants them.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
@@ -31,16 +32,18 @@ mkdir -p "$results"
 # ---- what the tests need ----
 
 hot_env_venv
-hot_env_compiler
+has_gtest() {
+  [[ -n "${GTest_DIR:-}${GTest_ROOT:-}" ]] ||
+    printf '#include <gtest/gtest.h>\n' | "${CXX:-c++}" -std=c++17 -E -x c++ - >/dev/null 2>&1
+}
+lacking="$(hot_env_lacking "$HOT_VENV_PYTHON")"
+if wanted cpp && ! has_gtest; then lacking+=" libgtest-dev"; fi
+# shellcheck disable=SC2086  # a list of words
+[[ -z "$lacking" ]] || hot_env_need $lacking
+
 export PATH="$HOT_VENV/bin:$PATH"
 hot_env_install test 'cmake>=3.24' ninja hypothesis 'pytest>=8' -r "$HOT_ROOT/scripts/style-requirements.txt"
 hot_env_install train torch==2.13.0 numpy scikit-learn matplotlib tqdm # as in train.sh
-
-has_gtest() { printf '#include <gtest/gtest.h>\n' | "${CXX:-c++}" -std=c++17 -E -x c++ - >/dev/null 2>&1; }
-if wanted cpp && ! has_gtest && [[ -z "${GTest_DIR:-}${GTest_ROOT:-}" ]]; then
-  hot_env_apt libgtest-dev ||
-    hot_env_fail "GoogleTest is missing: sudo apt-get install libgtest-dev (or set GTest_ROOT)"
-fi
 
 # ---- the parts; each goes on to the end, whatever the others did ----
 
@@ -63,7 +66,10 @@ test_cpp() {
 
 test_python() {
   hot_env_say "installing the package"
-  (hot_env_project torch) || { broken "pip install"; return; }
+  (
+    if [[ -z "${HOT_CUDA:-}" && ! -e /dev/nvidiactl ]]; then export HOT_CUDA=OFF; fi
+    hot_env_project torch
+  ) || { broken "pip install"; return; }
   (cd "$HOT_ROOT" && "$HOT_VENV_PYTHON" -m pytest -m "$marks" --durations=5 --junit-xml "$results/pytest.xml") ||
     [[ -f "$results/pytest.xml" ]] || broken "pytest"
 }

@@ -127,12 +127,16 @@ GwScratch take_gw(WorkspaceCursor& cursor, const Context& context, const LinearS
   return s;
 }
 
+char* take_gb(WorkspaceCursor& cursor, const Context& context, const LinearShape& shape) {
+  return cursor.take<char>(static_cast<std::int64_t>(
+      backend_of(context).column_sum_workspace(context, shape.tokens, shape.out_features)));
+}
+
 void check_shape(const char* call, const LinearShape& shape) {
   if (shape.tokens < 0 || shape.out_features < 0 || shape.in_features < 0) {
-    detail::invalid(call, "the shape (tokens, out_features, in_features) is " +
-                              detail::shape_text({shape.tokens, shape.out_features,
-                                                  shape.in_features}) +
-                              "; expected no negative size");
+    detail::invalid(call, "tokens is " + std::to_string(shape.tokens) + ", out_features " +
+                              std::to_string(shape.out_features) + ", in_features " +
+                              std::to_string(shape.in_features) + "; expected no negative size");
   }
 }
 
@@ -324,11 +328,13 @@ std::size_t backward_linear_workspace(const Context& context, const LinearShape&
   check_shape("backward_linear_workspace", shape);
   check_spec("backward_linear_workspace", spec);
   // One path after the other: they share the memory.
-  std::size_t bytes = 0;
+  WorkspaceCursor for_gb;
+  take_gb(for_gb, context, shape);
+  std::size_t bytes = for_gb.bytes();
   if (need_gx) {
     WorkspaceCursor cursor;
     take_gx(cursor, context, shape, spec);
-    bytes = cursor.bytes();
+    bytes = std::max(bytes, cursor.bytes());
   }
   if (need_gw) {
     WorkspaceCursor cursor;
@@ -423,7 +429,9 @@ void backward_linear(const Context& context, const ConstTensorView& gy, const Co
     run_gw(context, gradient, saved, spec, gw, out.accumulate, shape, workspace.data);
   }
   if (out.gb != nullptr && shape.out_features > 0) {
-    backend_of(context).column_sum(context, gradient, out.accumulate, gb);
+    WorkspaceCursor cursor(workspace.data);
+    backend_of(context).column_sum(context, gradient, out.accumulate, gb,
+                                   take_gb(cursor, context, shape));
   }
 }
 

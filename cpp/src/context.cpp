@@ -90,6 +90,16 @@ Context Context::with_isa(Isa isa) const {
   return context;
 }
 
+Context Context::with_arch(int arch) const {
+  if (arch != 0 && arch != 80) {
+    throw Error(ErrorCode::invalid_argument,
+                "Context::with_arch: arch is " + std::to_string(arch) + "; expected 0 or 80");
+  }
+  Context context = *this;
+  context.arch_ = arch;
+  return context;
+}
+
 int Context::threads() const noexcept { return pool_ ? pool_->size() : 0; }
 
 bool built_with_cuda() noexcept { return cuda_architectures()[0] != '\0'; }

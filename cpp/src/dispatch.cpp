@@ -203,7 +203,8 @@ void unpack_int4(const Context& context, const ConstTensorView& packed, const Te
 std::size_t gemm_workspace(const Context& context, std::int64_t m, std::int64_t n,
                            std::int64_t k) {
   if (m < 0 || n < 0 || k < 0) {
-    detail::invalid("gemm_workspace", "the shape is " + detail::shape_text({m, n, k}) +
+    detail::invalid("gemm_workspace", "m is " + std::to_string(m) + ", n " + std::to_string(n) +
+                                          ", k " + std::to_string(k) +
                                           "; expected no negative size");
   }
   detail::WorkspaceCursor cursor;

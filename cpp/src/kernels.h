@@ -167,8 +167,10 @@ class Backend {
                                  const std::uint16_t* scale, std::int64_t tokens, Rounding,
                                  const Operand& out) const = 0;
   virtual void fill_zero(const Context&, const MatrixOut& out) const = 0;
-  virtual void column_sum(const Context&, const MatrixIn& x, bool accumulate,
-                          const MatrixOut& out) const = 0;
+  virtual std::size_t column_sum_workspace(const Context&, std::int64_t rows,
+                                           std::int64_t cols) const = 0;
+  virtual void column_sum(const Context&, const MatrixIn& x, bool accumulate, const MatrixOut& out,
+                          void* workspace) const = 0;
 };
 
 const Backend& cpu_backend();

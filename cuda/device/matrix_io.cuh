@@ -29,14 +29,11 @@ __device__ inline float load_out(const MatrixOut& out, std::int64_t row, std::in
 }
 
 // 16 contiguous elements from a 16-byte aligned address.
-__device__ inline void load_16(const MatrixIn& x, std::int64_t row, std::int64_t col,
-                               float (&v)[16]) {
-  const std::int64_t i = row * x.row_stride + col;
-  with_dtype(x.dtype, [&](auto tag) {
-    unsigned words[4 * decltype(tag)::size];
-    load_words(static_cast<const char*>(x.data) + i * decltype(tag)::size, words);
-    tag.unpack(words, v);
-  });
+template <class Tag>
+__device__ void load_16(const MatrixIn& x, std::int64_t row, std::int64_t col, float (&v)[16]) {
+  unsigned words[4 * Tag::size];
+  load_words(static_cast<const char*>(x.data) + (row * x.row_stride + col) * Tag::size, words);
+  Tag::unpack(words, v);
 }
 
 // Whether every row can be read 16 elements at a time.

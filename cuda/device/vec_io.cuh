@@ -1,4 +1,4 @@
-// Elements of the three float types, one at a time or as vectors of up to 16 bytes, to and from fp32.
+// Elements of the three float types to and from fp32, one at a time or as vectors.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -87,6 +87,18 @@ struct BF16 {
 // nine pairs of types at the price of two of these.
 template <class F>
 __device__ void with_dtype(DType dtype, const F& f) {
+  if (dtype == DType::f32) {
+    f(F32{});
+  } else if (dtype == DType::f16) {
+    f(F16{});
+  } else {
+    f(BF16{});
+  }
+}
+
+// The same on the host, for kernels that have the type as a template argument.
+template <class F>
+void host_with_dtype(DType dtype, const F& f) {
   if (dtype == DType::f32) {
     f(F32{});
   } else if (dtype == DType::f16) {

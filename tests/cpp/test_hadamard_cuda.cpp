@@ -324,12 +324,3 @@ TEST_F(HadamardCuda, nothing_to_do) {
   EXPECT_NO_THROW(hot::fwht(cuda(), none, 1, 16, none));
   EXPECT_EQ(cudaGetLastError(), cudaSuccess);
 }
-
-TEST_F(HadamardCuda, other_stages_say_that_they_are_missing) {
-  DeviceMemory memory(4096);
-  const TensorView x = hot::matrix(memory.data(), DType::f32, 4, 16, 0, gpu);
-  const TensorView q = hot::matrix(memory.data() + 1024, DType::i8, 4, 16, 0, gpu);
-  const TensorView scale = hot::vector(memory.data() + 2048, DType::f32, 4, gpu);
-  expect_error(hot::ErrorCode::unsupported, {"quantize", "CUDA"},
-               [&] { hot::quantize(cuda(), x, hot::QuantSpec{}, q, scale); });
-}

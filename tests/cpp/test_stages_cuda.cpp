@@ -262,6 +262,45 @@ TEST_F(StagesCuda, gemm_equals_cpu) {
   }
 }
 
+TEST_F(StagesCuda, aligned_gemm_equals_cpu) {
+  // What the sm_90a kernels take, every instance of them, and the same through the mma.sync kernels.
+  for (int round = 0; round < 36; ++round) {
+    const DType dtype = float_types[round % 3];
+    const std::int64_t M = random_int(1, 700), N = 16 * random_int(1, round % 4 == 0 ? 200 : 30);
+    const std::int64_t K = 16 * random_int(1, round % 6 == 0 ? 200 : 40);
+    const std::int64_t rows = round == 0 ? 12000 : M, cols = round == 0 ? 2304 : N;
+    Mirror a(rows, K, DType::i8, 16 * random_int(0, 2)), b(cols, K, DType::i8, 16 * random_int(0, 2));
+    for (Mirror* m : {&a, &b}) {
+      const auto values = codes(static_cast<std::int64_t>(m->host.size()), 127);
+      std::memcpy(m->host.data(), values.data(), values.size());
+      m->push();
+    }
+    const bool one_a = random_int(0, 2) == 0, one_b = random_int(0, 2) == 0;
+    Mirror sa(1, one_a ? 1 : rows, DType::f32), sb(1, one_b ? 1 : cols, DType::f32);
+    sa.fill(normal(one_a ? 1 : rows));
+    sb.fill(normal(one_b ? 1 : cols));
+    Mirror out(rows, cols, dtype, 16 * random_int(0, 1)), old(rows, cols, dtype);
+    std::vector<char> host(hot::gemm_workspace(cpu(4), rows, cols, K));
+    const auto run = [&](const hot::Context& c, bool on_gpu, Mirror& to) {
+      const std::size_t bytes = hot::gemm_workspace(c, rows, cols, K);
+      void* memory = nullptr;
+      if (on_gpu) check(cudaMalloc(&memory, bytes));
+      hot::gemm_int8(c, a.view(on_gpu), b.view(on_gpu), sa.flat(on_gpu), sb.flat(on_gpu), {16, false},
+                     to.view(on_gpu), {on_gpu ? memory : host.data(), bytes});
+      if (on_gpu) check(cudaStreamSynchronize(stream_));
+      if (on_gpu) check(cudaFree(memory));
+    };
+    run(context(false, {}), false, out);
+    run(context(true, {}), true, out);
+    run(context(false, {}), false, old);
+    run(context(true, {}).with_arch(80), true, old);
+    const std::string what = std::string(hot::dtype_name(dtype)) + " " + std::to_string(rows) + " " +
+                             std::to_string(cols) + " " + std::to_string(K);
+    out.expect_equal("gemm " + what);
+    old.expect_equal("gemm with_arch(80) " + what);
+  }
+}
+
 TEST_F(StagesCuda, contraction_beyond_int32) {
   const std::int64_t K = 300000;
   Mirror a(3, K, DType::i8), b(2, K, DType::i8), one(1, 1, DType::f32), out(3, 2, DType::f32);

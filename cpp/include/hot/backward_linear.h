@@ -108,6 +108,7 @@ struct BackwardOutputs {
   bool accumulate = false;         // g_w and g_b are added to
 };
 
+/// Scratch for backward_linear with these outputs; g_b's share is always included.
 HOT_API std::size_t backward_linear_workspace(const Context& context, const LinearShape& shape,
                                               const BackwardLinearSpec& spec, bool need_gx,
                                               bool need_gw);

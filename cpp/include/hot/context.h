@@ -52,10 +52,15 @@ class HOT_API Context {
   /// Restrict the CPU backend to an instruction set; throws `unsupported` if the machine lacks it.
   Context with_isa(Isa isa) const;
 
+  /// Restrict the CUDA backend to the kernels of an architecture, for tests and comparisons: 80
+  /// keeps to mma.sync on any GPU; 0, the default, takes the best for the device.
+  Context with_arch(int arch) const;
+
   Device device() const noexcept { return device_; }
   Stream stream() const noexcept { return stream_; }
   const Key& key() const noexcept { return key_; }
   Isa isa() const noexcept { return isa_; }
+  int arch() const noexcept { return arch_; }
   int threads() const noexcept;
   ThreadPool* pool() const noexcept { return pool_.get(); }
 
@@ -65,6 +70,7 @@ class HOT_API Context {
   Stream stream_ = nullptr;
   Key key_{};
   Isa isa_ = Isa::plain;
+  int arch_ = 0;
   std::shared_ptr<ThreadPool> pool_;
 };
 

@@ -17,8 +17,10 @@ class CpuBackend final : public Backend {
   void quantize_columns(const Context&, const MatrixIn& x, const Projection&, Side,
                         const Key& sketch_key, const OperandQuant&,
                         const Operand& out) const override;
-  void column_sum(const Context&, const MatrixIn& x, bool accumulate,
-                  const MatrixOut& out) const override;
+  std::size_t column_sum_workspace(const Context&, std::int64_t rows,
+                                   std::int64_t cols) const override;
+  void column_sum(const Context&, const MatrixIn& x, bool accumulate, const MatrixOut& out,
+                  void* workspace) const override;
   // quantize.cpp
   void quantize(const Context&, const MatrixIn& x, const QuantSpec&, const MatrixOut& q,
                 float* scale) const override;

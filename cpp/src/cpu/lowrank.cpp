@@ -261,9 +261,13 @@ void CpuBackend::quantize_columns(const Context& context, const MatrixIn& x, con
   }
 }
 
+std::size_t CpuBackend::column_sum_workspace(const Context&, std::int64_t, std::int64_t) const {
+  return 0;
+}
+
 // Blocks of 16 tokens as row 0 of their FWHT adds them; runs of 64 blocks in fp32, runs in fp64.
 void CpuBackend::column_sum(const Context& context, const MatrixIn& x, bool accumulate,
-                            const MatrixOut& out) const {
+                            const MatrixOut& out, void*) const {
   constexpr int run_blocks = 64;
   const SimdKernels& simd = simd_kernels(context.isa());
   context.pool()->run(ceil_div(x.cols, strip_columns), [&](std::int64_t strip) {

@@ -1,0 +1,100 @@
+// Stage: integer product on CUDA, the choice of a kernel. The instances for sm_90a (wgmma, by CUTLASS) take
+// what the tensor memory accelerator can move; everything else, and every other architecture, goes to
+// the mma.sync kernels of gemm_int8_sm80.cu.
+#include <algorithm>
+#include <cstdint>
+
+#include "cuda/backend.h"
+#include "cuda/gemm_int8_sm80.h"
+#include "cuda/gemm_int8_sm90.h"
+#include "cuda/launch.h"
+
+namespace hot::detail {
+namespace {
+
+bool aligned_rows(const void* data, std::int64_t row_bytes) {
+  return reinterpret_cast<std::uintptr_t>(data) % 16 == 0 && row_bytes % 16 == 0;
+}
+
+int device_attribute(const Context& context, cudaDeviceAttr attribute) {
+  int value = 0;
+  check_cuda(cudaDeviceGetAttribute(&value, attribute, context.device().index), "gemm",
+             "cudaDeviceGetAttribute");
+  return value;
+}
+
+bool sm90_can(const Context& context, const GemmArgs& args) {
+  if (!sm90_built() || context.arch() == 80 ||
+      device_attribute(context, cudaDevAttrComputeCapabilityMajor) != 9) {
+    return false;
+  }
+  const auto out_size = static_cast<std::int64_t>(dtype_size(args.out.dtype));
+  return args.a_scale != nullptr && !args.accumulate && args.k > 0 && args.k <= int32_safe_k &&
+         args.m < INT32_MAX && args.n < INT32_MAX && args.out.col_stride == 1 &&
+         aligned_rows(args.a, args.lda) && aligned_rows(args.b, args.ldb) && args.k % 16 == 0 &&
+         aligned_rows(args.out.data, args.out.row_stride * out_size) &&
+         args.n * out_size % 16 == 0;
+}
+
+// One scale for all, as a vector.
+__global__ void spread_kernel(const float* scale, std::int64_t count, float* out) {
+  const std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  if (i < count) out[i] = *scale;
+}
+
+// A tile of 128 x 256 reuses operands more but leaves half as many tiles: it pays where those still
+// fill the GPU several times (docs/performance.md).
+void sm90_gemm(const Context& context, const GemmArgs& args, void* workspace) {
+  const int sm_count = device_attribute(context, cudaDevAttrMultiProcessorCount);
+  GemmArgs spread = args;
+  auto* vectors = static_cast<float*>(workspace);
+  if (args.a_scale_step == 0) {
+    launch("gemm", context, spread_kernel, ceil_div(args.m, 256), 256, 0, args.a_scale, args.m,
+           vectors);
+    spread.a_scale = vectors;
+    vectors += args.m;
+  }
+  if (args.b_scale_step == 0) {
+    launch("gemm", context, spread_kernel, ceil_div(args.n, 256), 256, 0, args.b_scale, args.n,
+           vectors);
+    spread.b_scale = vectors;
+  }
+  const std::int64_t wide_tiles = ceil_div(args.m, 128) * ceil_div(args.n, 256);
+  switch (args.out.dtype) {
+    case DType::bf16:
+      if (wide_tiles >= std::int64_t{4} * sm_count && args.n >= 2048) {
+        return sm90_gemm_bf16_128x256(context, spread, sm_count);
+      }
+      return sm90_gemm_bf16_128x128(context, spread, sm_count);
+    case DType::f16:
+      return sm90_gemm_f16_128x128(context, spread, sm_count);
+    default:
+      return sm90_gemm_f32_128x128(context, spread, sm_count);
+  }
+}
+
+}  // namespace
+
+// The scales as vectors, where they are single numbers.
+std::size_t CudaBackend::gemm_workspace(const Context&, std::int64_t m, std::int64_t n,
+                                        std::int64_t) const {
+  return static_cast<std::size_t>(m + n) * sizeof(float);
+}
+
+void CudaBackend::gemm(const Context& context, const GemmArgs& args, void* workspace) const {
+  if (args.m == 0 || args.n == 0) return;
+  const DeviceGuard guard(context.device().index, "gemm");
+  if (sm90_can(context, args)) {
+    sm90_gemm(context, args, workspace);
+  } else {
+    sm80_gemm(context, args);
+  }
+}
+
+void CudaBackend::gemm_token(const Context& context, const GemmTokenArgs& args, void*) const {
+  if (args.m == 0 || args.n == 0) return;
+  const DeviceGuard guard(context.device().index, "gemm");
+  sm80_gemm_token(context, args);
+}
+
+}  // namespace hot::detail

@@ -1,0 +1,21 @@
+// In place of gemm_int8_sm90_*.cu: the mma.sync kernels serve every architecture.
+#include "cuda/gemm_int8_sm90.h"
+#include "hot/error.h"
+
+namespace hot::detail {
+namespace {
+
+[[noreturn]] void missing() {
+  throw Error(ErrorCode::unsupported, "gemm: this build has no sm_90a kernels");
+}
+
+}  // namespace
+
+bool sm90_built() noexcept { return false; }
+
+void sm90_gemm_bf16_128x128(const Context&, const GemmArgs&, int) { missing(); }
+void sm90_gemm_bf16_128x256(const Context&, const GemmArgs&, int) { missing(); }
+void sm90_gemm_f16_128x128(const Context&, const GemmArgs&, int) { missing(); }
+void sm90_gemm_f32_128x128(const Context&, const GemmArgs&, int) { missing(); }
+
+}  // namespace hot::detail

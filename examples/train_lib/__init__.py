@@ -1,0 +1,1 @@
+"""Parts of the training example: data, models, and the report at the end."""

@@ -1,0 +1,121 @@
+"""The two datasets, both already on the machine: nothing is downloaded.
+
+* digits: scikit-learn's bundled 8x8 scans, enlarged to 32x32 with a random rotation, size, place
+  and noise;
+* text: the source of Python's own standard library, character by character.
+
+A dataset hands out training batches from the caller's generator, so that runs with the same seed
+see the same data in the same order, whatever else they draw random numbers for.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Generator, Tensor
+
+Batch = tuple[Tensor, Tensor]
+
+
+class Digits:
+    """1297 digits to train, distorted anew each time; 500 to validate, distorted once for all."""
+
+    TRAIN = 1297
+    VALIDATION_COPIES = 2
+
+    def __init__(self) -> None:
+        from sklearn.datasets import load_digits
+
+        digits = load_digits()
+        images = torch.from_numpy(digits.images.astype(np.float32) / 16.0).unsqueeze(1)
+        labels = torch.from_numpy(digits.target.astype(np.int64))
+        # The split and the distortions to validate on are the same whatever the run's seed.
+        fixed = Generator().manual_seed(2025)
+        order = torch.randperm(len(images), generator=fixed)
+        train, held = order[: self.TRAIN], order[self.TRAIN :].repeat(self.VALIDATION_COPIES)
+        self._images, self._labels = images[train], labels[train]
+        self.validation: Batch = (self._distort(images[held], fixed), labels[held])
+        self.description = (
+            f"scikit-learn's digits: {len(train)} to train, {len(images) - len(train)} "
+            f"x {self.VALIDATION_COPIES} distortions to validate"
+        )
+
+    @staticmethod
+    def _distort(images: Tensor, generator: Generator) -> Tensor:
+        def uniform(low: float, high: float) -> Tensor:
+            return low + (high - low) * torch.rand(len(images), generator=generator)
+
+        # The affine map goes from output to input pixels: a factor above 1 makes the digit smaller.
+        angle, zoom = uniform(-0.2, 0.2), uniform(1.0, 1.2)
+        dx, dy = uniform(-0.125, 0.125), uniform(-0.125, 0.125)
+        cos, sin = zoom * angle.cos(), zoom * angle.sin()
+        affine = torch.stack([cos, -sin, dx, sin, cos, dy], dim=1).view(-1, 2, 3)
+        grid = F.affine_grid(affine, [len(images), 1, 32, 32], align_corners=False)
+        large = F.grid_sample(images, grid, mode="bilinear", align_corners=False)
+        large = large * uniform(0.7, 1.0).view(-1, 1, 1, 1)
+        return large + 0.1 * torch.randn(large.shape, generator=generator)
+
+    def batch(self, size: int, generator: Generator) -> Batch:
+        """``size`` training images, freshly distorted."""
+        chosen = torch.randint(len(self._images), (size,), generator=generator)
+        return self._distort(self._images[chosen], generator), self._labels[chosen]
+
+
+class StdlibText:
+    """The standard library's top-level modules: some, by name, to validate; the others to train."""
+
+    CONTEXT = 128
+    #: Present in every Python this runs on (3.10 and later), and of different kinds.
+    VALIDATION = (
+        "argparse", "calendar", "configparser", "csv", "difflib", "fractions", "gettext", "heapq",
+        "ipaddress", "mailbox", "platform", "pprint", "queue", "shutil", "statistics", "tarfile",
+        "textwrap", "traceback",
+    )  # fmt: skip
+    #: Newline and printable ASCII; every other byte is the last symbol.
+    ALPHABET = b"\n" + bytes(range(32, 127))
+    VOCAB = len(ALPHABET) + 1
+
+    def __init__(self, root: Path | None = None) -> None:
+        root = root or Path(sysconfig.get_path("stdlib"))
+        # Generated build data and the machine's own start-up hook are no library source.
+        files = sorted(
+            path
+            for path in root.glob("*.py")
+            if not path.name.startswith(("_sysconfigdata", "sitecustomize", "usercustomize"))
+        )
+        held = [path for path in files if path.stem in self.VALIDATION]
+        train = [path for path in files if path.stem not in self.VALIDATION]
+        if len(held) < 8 or len(train) < 50:
+            raise FileNotFoundError(
+                f"the text task needs the source of Python's standard library, but {root} holds "
+                f"only {len(files)} top-level .py files"
+            )
+        self._text = self._encode(train)
+        held_text = self._encode(held)
+        starts = torch.linspace(0, len(held_text) - self.CONTEXT - 1, 256).long()
+        self.validation: Batch = self._windows(held_text, starts)
+        self.description = (
+            f"{root}/*.py: {len(train)} modules ({len(self._text) / 1e6:.1f} MB) to train, "
+            f"{len(held)} ({', '.join(path.stem for path in held[:3])}, ...) to validate"
+        )
+
+    @classmethod
+    def _encode(cls, files: list[Path]) -> Tensor:
+        table = np.full(256, len(cls.ALPHABET), dtype=np.uint8)
+        table[np.frombuffer(cls.ALPHABET, dtype=np.uint8)] = np.arange(len(cls.ALPHABET))
+        text = b"\n".join(path.read_bytes() for path in files)
+        return torch.from_numpy(table[np.frombuffer(text, dtype=np.uint8)])
+
+    @classmethod
+    def _windows(cls, text: Tensor, starts: Tensor) -> Batch:
+        window = text[starts[:, None] + torch.arange(cls.CONTEXT + 1)].long()
+        return window[:, :-1].contiguous(), window[:, 1:].contiguous()
+
+    def batch(self, size: int, generator: Generator) -> Batch:
+        """``size`` windows of the training text, and the same windows one character on."""
+        last = len(self._text) - self.CONTEXT
+        return self._windows(self._text, torch.randint(last, (size,), generator=generator))

@@ -1,0 +1,244 @@
+"""One training run: the same loop for both tasks and every recipe, and what it measures."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+
+import hotcore.torch as hot
+import torch
+import torch.nn.functional as F
+from torch import Generator, Tensor, nn
+from tqdm import tqdm
+
+from .data import Batch, Digits, StdlibText
+from .models import SmallGPT, SmallViT
+
+WARMUP_STEPS = 20
+CURVE_POINTS = 20
+
+
+@dataclass(frozen=True)
+class Task:
+    """A dataset, a model for it, and how to train that model."""
+
+    name: str
+    title: str
+    data: Digits | StdlibText
+    build: Callable[[], nn.Module]
+    learning_rate: float
+    steps: int
+    batch_size: int
+
+
+def load_task(name: str) -> Task:
+    """Task ``vit`` or ``gpt`` with its data read."""
+    if name == "vit":
+        title = "Small ViT, handwritten digits"
+        return Task(name, title, Digits(), SmallViT, learning_rate=4e-3, steps=350, batch_size=32)
+    text = StdlibText()
+    title = "Small GPT, Python's standard library"
+
+    def build() -> nn.Module:
+        return SmallGPT(text.VOCAB, context=text.CONTEXT)
+
+    return Task(name, title, text, build, learning_rate=3e-3, steps=300, batch_size=16)
+
+
+@dataclass
+class Result:
+    """What one run measured; ``curve`` holds (step, validation loss)."""
+
+    task: str
+    recipe: str
+    seed: int
+    steps: int
+    val_loss: float = math.nan
+    val_accuracy: float = math.nan
+    linear_saved_bytes: int = 0
+    total_saved_bytes: int = 0
+    step_ms: float = math.nan
+    seconds: float = math.nan
+    curve: list[tuple[int, float]] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, object]:
+        """Plain values, for ``json.dump``."""
+        return asdict(self)
+
+
+def in_blocks(module: nn.Module, fqn: str) -> bool:
+    """HOT takes the Linear layers of the transformer blocks; embeddings and the head stay exact."""
+    return fqn.startswith("blocks.")
+
+
+def convert_blocks(model: nn.Module, recipe: str) -> None:
+    """Apply ``recipe`` to the blocks, and fail rather than compare a half-converted model."""
+    wanted = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and in_blocks(module, name)
+    ]
+    report = hot.convert(model, hot.HotConfig.recipe(recipe), in_blocks)
+    left = [name for name in wanted if not isinstance(model.get_submodule(name), hot.HotLinear)]
+    if left:
+        raise RuntimeError(f"recipe {recipe!r} did not take {', '.join(left)}:\n{report}")
+
+
+class SavedBytes:
+    """Bytes that autograd keeps for the backward pass, parameters left out.
+
+    Counted by storage: a tensor that two operations save costs its memory once. ``linear`` is what
+    the blocks' Linear layers save themselves, ``total`` is everything.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        self._linear: dict[int, int] = {}
+        self._all: dict[int, int] = {}
+        self._depth = 0
+
+    @property
+    def linear(self) -> int:
+        """Bytes saved by the Linear layers of the blocks."""
+        return sum(self._linear.values())
+
+    @property
+    def total(self) -> int:
+        """Bytes saved by all operations."""
+        return sum(self._all.values())
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._parameters:
+            self._all[storage.data_ptr()] = storage.nbytes()
+            if self._depth:
+                self._linear[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    def _enter(self, *_: object) -> None:
+        self._depth += 1
+
+    def _leave(self, *_: object) -> None:
+        self._depth -= 1
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Count what the forward pass inside saves. The graph must outlive the block."""
+        hooks = []
+        for name, module in self._model.named_modules():
+            if isinstance(module, nn.Linear) and in_blocks(module, name):
+                hooks += [
+                    module.register_forward_pre_hook(self._enter),
+                    module.register_forward_hook(self._leave),
+                ]
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+    """Mean cross entropy, over images or over every position of the text."""
+    inputs, targets = batch
+    return F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, batch: Batch, device: torch.device) -> tuple[float, float]:
+    """Loss and accuracy over ``batch``; the model is put back into training mode."""
+    model.eval()
+    loss, right, count = 0.0, 0, 0
+    for inputs, targets in zip(batch[0].split(64), batch[1].split(64), strict=True):
+        logits = model(inputs.to(device)).flatten(0, -2)
+        labels = targets.to(device).flatten()
+        loss += F.cross_entropy(logits, labels, reduction="sum").item()
+        right += int((logits.argmax(dim=-1) == labels).sum())
+        count += labels.numel()
+    model.train()
+    return loss / count, right / count
+
+
+def learning_rate_factor(step: int, steps: int) -> float:
+    """Linear warm-up, then cosine to zero."""
+    warmup = min(1.0, (step + 1) / min(WARMUP_STEPS, steps))
+    return warmup * 0.5 * (1.0 + math.cos(math.pi * step / steps))
+
+
+def train(task: Task, recipe: str, seed: int, steps: int, device: torch.device) -> Result:
+    """Train ``task`` in plain fp32 (recipe ``fp32``) or with a HOT recipe.
+
+    The seed fixes the initial weights, the order of the data and, through torch's generator, HOT's
+    rounding; the first two are the same for every recipe.
+    """
+    torch.manual_seed(seed)
+    model = task.build().to(device)
+    if recipe != "fp32":
+        convert_blocks(model, recipe)
+    order = Generator().manual_seed(seed)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=task.learning_rate, betas=(0.9, 0.95), weight_decay=0.05
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: learning_rate_factor(step, steps)
+    )
+    result = Result(task.name, recipe, seed, steps)
+    saved = SavedBytes(model)
+    times: list[float] = []
+    every = max(1, steps // CURVE_POINTS)
+    interactive = sys.stderr.isatty()
+    progress = tqdm(
+        total=steps,
+        desc=f"{task.name}  {recipe:<8}",
+        unit="step",
+        dynamic_ncols=interactive,
+        mininterval=0.1 if interactive else 5.0,
+    )
+    began = time.perf_counter()
+    validation = math.nan
+    with progress:
+        for step in range(steps):
+            if step % every == 0:
+                validation, _ = evaluate(model, task.data.validation, device)
+                result.curve.append((step, validation))
+            inputs, targets = task.data.batch(task.batch_size, order)
+            batch = (inputs.to(device), targets.to(device))
+
+            started = _now(device)
+            if step == 0:  # measured on a real step; its time is thrown away below
+                with saved.watch():
+                    loss = loss_of(model, batch)
+                result.linear_saved_bytes, result.total_saved_bytes = saved.linear, saved.total
+            else:
+                loss = loss_of(model, batch)
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            times.append(_now(device) - started)
+
+            value = loss.item()
+            if not math.isfinite(value):
+                raise RuntimeError(f"{task.name} with {recipe}: loss is {value} at step {step}")
+            progress.set_postfix(loss=f"{value:.3f}", validation=f"{validation:.3f}", refresh=False)
+            progress.update()
+        result.val_loss, result.val_accuracy = evaluate(model, task.data.validation, device)
+        result.curve.append((steps, result.val_loss))
+        progress.set_postfix(loss=f"{value:.3f}", validation=f"{result.val_loss:.3f}")
+    # The first steps warm caches and allocate the optimizer's state.
+    result.step_ms = 1e3 * statistics.median(times[min(5, len(times) - 1) :])
+    result.seconds = time.perf_counter() - began
+    return result
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -1,0 +1,303 @@
+// One function of libhot, one binding. Views are made with the GIL held, the work runs without it.
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/string_view.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "views.h"
+
+namespace hotpy {
+namespace {
+
+using namespace nb::literals;
+using Text = std::string_view;
+using Gil = nb::gil_scoped_release;
+
+// hot::Context as Python holds it: made once for a device, a stream and a number of threads.
+struct CoreContext {
+  hot::Context context;
+
+  CoreContext(int threads, Text isa, int device, std::uintptr_t stream)
+      : context(device < 0 ? hot::Context::cpu(threads)
+                           : hot::Context::cuda(device, reinterpret_cast<hot::Stream>(stream))) {
+    if (!isa.empty()) context = context.with_isa(parse_isa(isa));
+  }
+};
+
+struct Spec {
+  hot::BackwardLinearSpec spec;
+};
+
+void init_spec(Spec* self, int hadamard_block, int gx_bits, Text gx_scale, Text weight_scale,
+               Text gx_rounding, Text basis, int rank, int block, std::vector<int> rows, int grid_h,
+               int grid_w, int prefix_tokens, Text gw_scale, Text gw_rounding, Text storage,
+               Text x_scale, Text x_rounding) {
+  hot::BackwardLinearSpec s;
+  s.hadamard_block = hadamard_block;
+  s.gx_bits = gx_bits;
+  s.gx_scale = parse_granularity("gx_scale", gx_scale);
+  s.weight_scale = parse_granularity("weight_scale", weight_scale);
+  s.gx_rounding = parse_rounding("gx_rounding", gx_rounding);
+  s.low_rank = low_rank(basis, block, rank, std::move(rows), grid_h, grid_w, prefix_tokens);
+  s.gw_scale = parse_grad_scale("gw_scale", gw_scale);
+  s.gw_rounding = parse_rounding("gw_rounding", gw_rounding);
+  s.storage = parse_storage("storage", storage);
+  // "channel" is what Python calls it; in the stored matrix a channel is a row.
+  s.x_scale = x_scale == "channel" ? hot::Granularity::row : parse_granularity("x_scale", x_scale);
+  s.x_rounding = parse_rounding("x_rounding", x_rounding);
+  new (self) Spec{std::move(s)};
+}
+
+// Tokens of x [..., I]: what its leading dimensions hold.
+std::int64_t leading(const hot::ConstTensorView& x) {
+  std::int64_t tokens = 1;
+  for (int i = 0; i + 1 < x.ndim; ++i) tokens *= x.shape[i];
+  return tokens;
+}
+
+void fwht(const CoreContext& c, const In& x, int axis, int block, const Out& out) {
+  const hot::ConstTensorView xv = view(x, "x");
+  const hot::TensorView ov = view(out, "out");
+  Gil release;
+  hot::fwht(c.context, xv, axis, block, ov);
+}
+
+void hla(const CoreContext& c, const In& x, Text basis, int block, int rank, std::vector<int> rows,
+         int grid_h, int grid_w, int prefix_tokens, Text side, const KeyTuple& key,
+         const Out& out) {
+  const hot::LowRank spec =
+      low_rank(basis, block, rank, std::move(rows), grid_h, grid_w, prefix_tokens);
+  const hot::Side s = parse_side(side);
+  const hot::ConstTensorView xv = view(x, "x");
+  const hot::TensorView ov = view(out, "out");
+  Gil release;
+  hot::hla(c.context.with_key(key_of(key)), xv, spec, s, ov);
+}
+
+std::int64_t hla_rows(std::int64_t tokens, Text basis, int block, int rank, std::vector<int> rows,
+                      int grid_h, int grid_w, int prefix_tokens) {
+  return hot::hla_rows(
+      tokens, low_rank(basis, block, rank, std::move(rows), grid_h, grid_w, prefix_tokens));
+}
+
+std::vector<int> basis_order(Text basis, int block) {
+  return hot::basis_order(parse_basis(basis), block);
+}
+
+void quantize(const CoreContext& c, const In& x, int bits, Text scale, Text rounding,
+              const KeyTuple& key, const Out& q, const Out& scale_out) {
+  const hot::QuantSpec spec{bits, parse_granularity("scale", scale),
+                            parse_rounding("rounding", rounding)};
+  const hot::ConstTensorView xv = view(x, "x");
+  const hot::TensorView qv = view(q, "q");
+  const hot::TensorView sv = view(scale_out, "scale");
+  Gil release;
+  hot::quantize(c.context.with_key(key_of(key)), xv, spec, qv, sv);
+}
+
+void dequantize(const CoreContext& c, const In& q, const In& scale, Text granularity,
+                const Out& out) {
+  const hot::Granularity g = parse_granularity("granularity", granularity);
+  const hot::ConstTensorView qv = view(q, "q");
+  const hot::ConstTensorView sv = view(scale, "scale");
+  const hot::TensorView ov = view(out, "out");
+  Gil release;
+  hot::dequantize(c.context, qv, sv, g, ov);
+}
+
+void pack_int4(const CoreContext& c, const In& q, const Out& out) {
+  const hot::ConstTensorView qv = view(q, "q");
+  const hot::TensorView ov = view(out, "out");
+  Gil release;
+  hot::pack_int4(c.context, qv, ov);
+}
+
+void unpack_int4(const CoreContext& c, const In& packed, const Out& out) {
+  const hot::ConstTensorView pv = view(packed, "packed");
+  const hot::TensorView ov = view(out, "out");
+  Gil release;
+  hot::unpack_int4(c.context, pv, ov);
+}
+
+std::size_t gemm_workspace(const CoreContext& c, std::int64_t m, std::int64_t n, std::int64_t k) {
+  return hot::gemm_workspace(c.context, m, n, k);
+}
+
+// k < 0: INT8 operands, whose columns are K; otherwise packed INT4.
+void gemm(const CoreContext& c, const In& a, const In& b, std::int64_t k, const In& a_scale,
+          const In& b_scale, int divisor, bool accumulate, const Out& out, const Out& workspace) {
+  const hot::ConstTensorView av = view(a, "a");
+  const hot::ConstTensorView bv = view(b, "b");
+  const hot::ConstTensorView asv = view(a_scale, "a_scale");
+  const hot::ConstTensorView bsv = view(b_scale, "b_scale");
+  const hot::TensorView ov = view(out, "out");
+  const hot::GemmSpec spec{divisor, accumulate};
+  std::size_t bytes = 0;  // stays 0 where the call below says what is wrong
+  if (av.ndim == 2 && bv.ndim == 2 && (k < 0 || (k + 1) / 2 == av.shape[1])) {
+    bytes = hot::gemm_workspace(c.context, av.shape[0], bv.shape[0], k < 0 ? av.shape[1] : k);
+  }
+  const Scratch scratch(c.context, bytes, workspace);
+  Gil release;
+  if (k < 0) {
+    hot::gemm_int8(c.context, av, bv, asv, bsv, spec, ov, scratch.get());
+  } else {
+    hot::gemm_int4(c.context, av, bv, k, asv, bsv, spec, ov, scratch.get());
+  }
+}
+
+void gemm_int8(const CoreContext& c, const In& a, const In& b, const In& a_scale, const In& b_scale,
+               int divisor, bool accumulate, const Out& out, const Out& workspace) {
+  gemm(c, a, b, -1, a_scale, b_scale, divisor, accumulate, out, workspace);
+}
+
+void gemm_int4(const CoreContext& c, const In& a, const In& b, std::int64_t k, const In& a_scale,
+               const In& b_scale, int divisor, bool accumulate, const Out& out,
+               const Out& workspace) {
+  if (k < 0) throw hot::Error(hot::ErrorCode::invalid_argument, "k: expected 0 or more");
+  gemm(c, a, b, k, a_scale, b_scale, divisor, accumulate, out, workspace);
+}
+
+// (bytes, channels, k, k_padded, row_bytes, scales, scale_offset)
+std::tuple<std::size_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t,
+           std::size_t>
+saved_layout(std::int64_t tokens, std::int64_t in_features, const Spec& s) {
+  const hot::SavedLayout l = hot::saved_layout(tokens, in_features, s.spec);
+  return {l.bytes, l.channels, l.k, l.k_padded, l.row_bytes, l.scales, l.scale_offset};
+}
+
+std::size_t compress_activation_workspace(const CoreContext& c, std::int64_t tokens,
+                                          std::int64_t in_features, const Spec& s) {
+  return hot::compress_activation_workspace(c.context, tokens, in_features, s.spec);
+}
+
+void compress_activation(const CoreContext& c, const In& x, const Spec& s, const KeyTuple& key,
+                         const Out& saved, const Out& workspace) {
+  const hot::ConstTensorView xv = view(x, "x");
+  const hot::SavedActivation saved_out = saved_view(saved, "saved");
+  std::size_t bytes = 0;
+  if (xv.ndim >= 2) {  // otherwise the call below says what is wrong
+    bytes =
+        hot::compress_activation_workspace(c.context, leading(xv), xv.shape[xv.ndim - 1], s.spec);
+  }
+  const Scratch scratch(c.context, bytes, workspace);
+  Gil release;
+  hot::compress_activation(c.context.with_key(key_of(key)), xv, s.spec, saved_out, scratch.get());
+}
+
+std::size_t backward_linear_workspace(const CoreContext& c, std::int64_t tokens,
+                                      std::int64_t out_features, std::int64_t in_features,
+                                      const Spec& s, bool need_gx, bool need_gw) {
+  return hot::backward_linear_workspace(c.context, {tokens, out_features, in_features}, s.spec,
+                                        need_gx, need_gw);
+}
+
+void backward_linear(const CoreContext& c, const In& gy, const In& w, const In& saved,
+                     std::int64_t tokens, std::int64_t in_features, const KeyTuple& saved_key,
+                     const Spec& s, const KeyTuple& key, const Out& gx, const Out& gw,
+                     const Out& gb, bool accumulate, const Out& workspace) {
+  const hot::ConstTensorView gyv = view(gy, "gy");
+  const hot::ConstTensorView wv = view(w, "w");
+  hot::ConstSavedActivation sv = saved_view(saved, "saved");
+  sv.tokens = tokens;
+  sv.in_features = in_features;
+  sv.key = key_of(saved_key);
+  std::optional<hot::TensorView> gxv, gwv, gbv;
+  if (gx.is_valid()) gxv = view(gx, "gx");
+  if (gw.is_valid()) gwv = view(gw, "gw");
+  if (gb.is_valid()) gbv = view(gb, "gb");
+  hot::BackwardOutputs outputs;
+  outputs.gx = gxv ? &*gxv : nullptr;
+  outputs.gw = gwv ? &*gwv : nullptr;
+  outputs.gb = gbv ? &*gbv : nullptr;
+  outputs.accumulate = accumulate;
+  std::size_t bytes = 0;
+  if (gyv.ndim >= 2) {
+    const hot::LinearShape shape{leading(gyv), gyv.shape[gyv.ndim - 1], in_features};
+    bytes =
+        hot::backward_linear_workspace(c.context, shape, s.spec, gxv.has_value(), gwv.has_value());
+  }
+  const Scratch scratch(c.context, bytes, workspace);
+  Gil release;
+  hot::backward_linear(c.context.with_key(key_of(key)), gyv, wv, sv, s.spec, outputs,
+                       scratch.get());
+}
+
+std::pair<bool, std::string> supported(const CoreContext& c, std::int64_t tokens,
+                                       std::int64_t out_features, std::int64_t in_features,
+                                       const Spec& s) {
+  const hot::Support support =
+      hot::supported(c.context, {tokens, out_features, in_features}, s.spec);
+  return {support.ok, support.why};
+}
+
+}  // namespace
+
+void bind_ops(nb::module_& m) {
+  m.def("version", [] { return std::string(hot::version()); });
+  m.def("built_with_cuda", [] { return hot::built_with_cuda(); });
+  m.def("cuda_architectures", [] { return std::string(hot::cuda_architectures()); });
+  m.def("best_isa", [] { return std::string(hot::isa_name(hot::best_isa())); });
+
+  nb::class_<CoreContext>(m, "CoreContext",
+                          "Device, stream or threads, and instruction set that calls run with.")
+      .def(nb::init<int, Text, int, std::uintptr_t>(), "threads"_a = 0, "isa"_a = "",
+           "device"_a = -1, "stream"_a = 0)
+      .def_prop_ro("threads", [](const CoreContext& c) { return c.context.threads(); })
+      .def_prop_ro("isa",
+                   [](const CoreContext& c) { return std::string(hot::isa_name(c.context.isa())); })
+      .def_prop_ro("cuda", [](const CoreContext& c) {
+        return c.context.device().type == hot::Device::Type::cuda;
+      });
+
+  nb::class_<Spec>(m, "Spec", "A BackwardLinearSpec, made once for a HotConfig.")
+      .def("__init__", &init_spec, nb::kw_only(), "hadamard_block"_a, "gx_bits"_a, "gx_scale"_a,
+           "weight_scale"_a, "gx_rounding"_a, "basis"_a, "rank"_a, "block"_a, "rows"_a, "grid_h"_a,
+           "grid_w"_a, "prefix_tokens"_a, "gw_scale"_a, "gw_rounding"_a, "storage"_a, "x_scale"_a,
+           "x_rounding"_a);
+
+  // Every array is .noconvert(): nanobind would otherwise copy a wrong-typed output, have it
+  // written, and drop it.
+  m.def("fwht", &fwht, "context"_a, "x"_a.noconvert(), "axis"_a, "block"_a, "out"_a.noconvert());
+  m.def("hla", &hla, "context"_a, "x"_a.noconvert(), "basis"_a, "block"_a, "rank"_a, "rows"_a,
+        "grid_h"_a, "grid_w"_a, "prefix_tokens"_a, "side"_a, "key"_a, "out"_a.noconvert());
+  m.def("hla_rows", &hla_rows, "tokens"_a, "basis"_a, "block"_a, "rank"_a, "rows"_a, "grid_h"_a,
+        "grid_w"_a, "prefix_tokens"_a);
+  m.def("basis_order", &basis_order, "basis"_a, "block"_a);
+  m.def("quantize", &quantize, "context"_a, "x"_a.noconvert(), "bits"_a, "scale"_a, "rounding"_a,
+        "key"_a, "q"_a.noconvert(), "scale_out"_a.noconvert());
+  m.def("dequantize", &dequantize, "context"_a, "q"_a.noconvert(), "scale"_a.noconvert(),
+        "granularity"_a, "out"_a.noconvert());
+  m.def("pack_int4", &pack_int4, "context"_a, "q"_a.noconvert(), "out"_a.noconvert());
+  m.def("unpack_int4", &unpack_int4, "context"_a, "packed"_a.noconvert(), "out"_a.noconvert());
+  m.def("gemm_workspace", &gemm_workspace, "context"_a, "m"_a, "n"_a, "k"_a);
+  m.def("gemm_int8", &gemm_int8, "context"_a, "a"_a.noconvert(), "b"_a.noconvert(),
+        "a_scale"_a.noconvert().none(), "b_scale"_a.noconvert().none(), "divisor"_a, "accumulate"_a,
+        "out"_a.noconvert(), "workspace"_a.noconvert().none() = nb::none());
+  m.def("gemm_int4", &gemm_int4, "context"_a, "a"_a.noconvert(), "b"_a.noconvert(), "k"_a,
+        "a_scale"_a.noconvert().none(), "b_scale"_a.noconvert().none(), "divisor"_a, "accumulate"_a,
+        "out"_a.noconvert(), "workspace"_a.noconvert().none() = nb::none());
+  m.def("saved_layout", &saved_layout, "tokens"_a, "in_features"_a, "spec"_a);
+  m.def("compress_activation_workspace", &compress_activation_workspace, "context"_a, "tokens"_a,
+        "in_features"_a, "spec"_a);
+  m.def("compress_activation", &compress_activation, "context"_a, "x"_a.noconvert(), "spec"_a,
+        "key"_a, "saved"_a.noconvert(), "workspace"_a.noconvert().none() = nb::none());
+  m.def("backward_linear_workspace", &backward_linear_workspace, "context"_a, "tokens"_a,
+        "out_features"_a, "in_features"_a, "spec"_a, "need_gx"_a, "need_gw"_a);
+  m.def("backward_linear", &backward_linear, "context"_a, "gy"_a.noconvert(),
+        "w"_a.noconvert().none(), "saved"_a.noconvert().none(), "tokens"_a, "in_features"_a,
+        "saved_key"_a, "spec"_a, "key"_a, "gx"_a.noconvert().none(), "gw"_a.noconvert().none(),
+        "gb"_a.noconvert().none(), "accumulate"_a, "workspace"_a.noconvert().none() = nb::none());
+  m.def("supported", &supported, "context"_a, "tokens"_a, "out_features"_a, "in_features"_a,
+        "spec"_a);
+}
+
+}  // namespace hotpy

@@ -1,0 +1,62 @@
+// From what Python passes (any DLPack array or capsule, names, keys) to what libhot takes.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <string_view>
+#include <tuple>
+#include <vector>
+
+#include "hot/hot.h"
+
+namespace hotpy {
+
+namespace nb = nanobind;
+
+// Arrays cross as they are: dtype and shape are looked at here, nothing is ever converted.
+using In = nb::ndarray<nb::ro>;
+using Out = nb::ndarray<>;
+using KeyTuple = std::tuple<std::uint64_t, std::uint64_t, std::uint32_t>;
+
+// `name` is the argument's name in messages. uint8 becomes i4x2. An absent array (None) gives ndim
+// 0 and no data.
+hot::ConstTensorView view(const In& array, const char* name);
+hot::TensorView view(const Out& array, const char* name);
+
+// A contiguous uint8 vector.
+hot::SavedActivation saved_view(const Out& array, const char* name);
+hot::ConstSavedActivation saved_view(const In& array, const char* name);
+
+hot::Key key_of(const KeyTuple& key);
+
+hot::Basis parse_basis(std::string_view text);
+hot::Side parse_side(std::string_view text);
+hot::Granularity parse_granularity(const char* name, std::string_view text);
+hot::Rounding parse_rounding(const char* name, std::string_view text);
+hot::GradScale parse_grad_scale(const char* name, std::string_view text);
+hot::Storage parse_storage(const char* name, std::string_view text);
+hot::Isa parse_isa(std::string_view text);
+
+hot::LowRank low_rank(std::string_view basis, int block, int rank, std::vector<int> rows,
+                      int grid_h, int grid_w, int prefix_tokens);
+
+// Scratch of one call: the caller's array, or on the CPU, without one, memory of its own.
+class Scratch {
+ public:
+  Scratch(const hot::Context& context, std::size_t bytes, const Out& given);
+  ~Scratch();
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  const hot::Workspace& get() const noexcept { return workspace_; }
+
+ private:
+  void* owned_ = nullptr;
+  hot::Workspace workspace_{};
+};
+
+void bind_ops(nb::module_& module);
+
+}  // namespace hotpy

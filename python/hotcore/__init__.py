@@ -1,0 +1,50 @@
+"""Hadamard-based optimised training (HOT): the backward pass of linear layers in INT8 and INT4.
+
+Functions take and return arrays of any DLPack framework; ``hotcore.torch`` has the modules.
+"""
+
+from . import _core
+from .config import HotConfig, Key
+from .contexts import isa, num_threads, set_isa, set_num_threads
+from .ops import (
+    Gradients,
+    backward_linear,
+    basis_order,
+    compress_activation,
+    dequantize,
+    fwht,
+    gemm_int4,
+    gemm_int8,
+    hla,
+    pack_int4,
+    quantize,
+    supported,
+    unpack_int4,
+)
+from .saved import Saved
+
+__version__: str = _core.version()
+
+__all__ = [
+    "Gradients",
+    "HotConfig",
+    "Key",
+    "Saved",
+    "__version__",
+    "backward_linear",
+    "basis_order",
+    "compress_activation",
+    "dequantize",
+    "fwht",
+    "gemm_int4",
+    "gemm_int8",
+    "hla",
+    "isa",
+    "num_threads",
+    "pack_int4",
+    "quantize",
+    "set_isa",
+    "set_num_threads",
+    "supported",
+    "unpack_int4",
+]

@@ -1,0 +1,154 @@
+# The extension module (python/bindings). Arrays are DLPack arrays or capsules, taken as they are;
+# outputs are written in place. Errors: ValueError, NotImplementedError, RuntimeError.
+from collections.abc import Sequence
+from typing import Any
+
+_Array = Any
+_Key = tuple[int, int, int]
+
+def version() -> str: ...
+def built_with_cuda() -> bool: ...
+def cuda_architectures() -> str: ...
+def best_isa() -> str: ...
+
+class CoreContext:
+    def __init__(
+        self, threads: int = 0, isa: str = "", device: int = -1, stream: int = 0
+    ) -> None: ...
+    @property
+    def threads(self) -> int: ...
+    @property
+    def isa(self) -> str: ...
+    @property
+    def cuda(self) -> bool: ...
+
+class Spec:
+    def __init__(
+        self,
+        *,
+        hadamard_block: int,
+        gx_bits: int,
+        gx_scale: str,
+        weight_scale: str,
+        gx_rounding: str,
+        basis: str,
+        rank: int,
+        block: int,
+        rows: Sequence[int],
+        grid_h: int,
+        grid_w: int,
+        prefix_tokens: int,
+        gw_scale: str,
+        gw_rounding: str,
+        storage: str,
+        x_scale: str,
+        x_rounding: str,
+    ) -> None: ...
+
+def fwht(context: CoreContext, x: _Array, axis: int, block: int, out: _Array) -> None: ...
+def hla(
+    context: CoreContext,
+    x: _Array,
+    basis: str,
+    block: int,
+    rank: int,
+    rows: Sequence[int],
+    grid_h: int,
+    grid_w: int,
+    prefix_tokens: int,
+    side: str,
+    key: _Key,
+    out: _Array,
+) -> None: ...
+def hla_rows(
+    tokens: int,
+    basis: str,
+    block: int,
+    rank: int,
+    rows: Sequence[int],
+    grid_h: int,
+    grid_w: int,
+    prefix_tokens: int,
+) -> int: ...
+def basis_order(basis: str, block: int) -> list[int]: ...
+def quantize(
+    context: CoreContext,
+    x: _Array,
+    bits: int,
+    scale: str,
+    rounding: str,
+    key: _Key,
+    q: _Array,
+    scale_out: _Array,
+) -> None: ...
+def dequantize(
+    context: CoreContext, q: _Array, scale: _Array, granularity: str, out: _Array
+) -> None: ...
+def pack_int4(context: CoreContext, q: _Array, out: _Array) -> None: ...
+def unpack_int4(context: CoreContext, packed: _Array, out: _Array) -> None: ...
+def gemm_workspace(context: CoreContext, m: int, n: int, k: int) -> int: ...
+def gemm_int8(
+    context: CoreContext,
+    a: _Array,
+    b: _Array,
+    a_scale: _Array | None,
+    b_scale: _Array | None,
+    divisor: int,
+    accumulate: bool,
+    out: _Array,
+    workspace: _Array | None = None,
+) -> None: ...
+def gemm_int4(
+    context: CoreContext,
+    a: _Array,
+    b: _Array,
+    k: int,
+    a_scale: _Array | None,
+    b_scale: _Array | None,
+    divisor: int,
+    accumulate: bool,
+    out: _Array,
+    workspace: _Array | None = None,
+) -> None: ...
+def saved_layout(
+    tokens: int, in_features: int, spec: Spec
+) -> tuple[int, int, int, int, int, int, int]: ...
+def compress_activation_workspace(
+    context: CoreContext, tokens: int, in_features: int, spec: Spec
+) -> int: ...
+def compress_activation(
+    context: CoreContext,
+    x: _Array,
+    spec: Spec,
+    key: _Key,
+    saved: _Array,
+    workspace: _Array | None = None,
+) -> None: ...
+def backward_linear_workspace(
+    context: CoreContext,
+    tokens: int,
+    out_features: int,
+    in_features: int,
+    spec: Spec,
+    need_gx: bool,
+    need_gw: bool,
+) -> int: ...
+def backward_linear(
+    context: CoreContext,
+    gy: _Array,
+    w: _Array | None,
+    saved: _Array | None,
+    tokens: int,
+    in_features: int,
+    saved_key: _Key,
+    spec: Spec,
+    key: _Key,
+    gx: _Array | None,
+    gw: _Array | None,
+    gb: _Array | None,
+    accumulate: bool,
+    workspace: _Array | None = None,
+) -> None: ...
+def supported(
+    context: CoreContext, tokens: int, out_features: int, in_features: int, spec: Spec
+) -> tuple[bool, str]: ...

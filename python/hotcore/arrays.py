@@ -1,0 +1,291 @@
+"""The caller's arrays: which framework, what is in them, and new ones like them.
+
+Nothing here converts or copies. An array that cannot be used as it is gives an error that names
+the argument: TypeError for an object that is no array, ValueError for a wrong dtype, layout or
+device, NotImplementedError for a device without a backend.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import _core, contexts
+
+Array = Any
+"""NumPy, torch or CuPy array, or on the CPU any object with ``__dlpack__``."""
+
+FLOATS = ("float32", "float16", "bfloat16")
+
+
+class Kind:
+    """One array framework: how it makes arrays and where its work is queued."""
+
+    name = ""
+
+    def dlpack(self, array: Array) -> Any:
+        """What ``_core`` is given for ``array``."""
+        return array
+
+    def empty(self, shape: Sequence[int], dtype: str, device: int) -> Array:
+        """Uninitialised array on CUDA device ``device``, or on the CPU (-1)."""
+        raise NotImplementedError
+
+    def zeros(self, shape: Sequence[int], dtype: str, device: int) -> Array:
+        """The same, filled with zeros."""
+        array = self.empty(shape, dtype, device)
+        array[...] = 0
+        return array
+
+    def stream(self, device: int) -> int:
+        """Address of the framework's current stream of a CUDA device."""
+        raise NotImplementedError
+
+    def result(self, array: Array) -> Array:
+        """Turn an array of :meth:`empty` into what the caller gets."""
+        return array
+
+    def reshape(self, array: Array, shape: Sequence[int]) -> Array:
+        """View of a contiguous ``array``."""
+        return array.reshape(tuple(shape))
+
+    def view(self, array: Array, dtype: str) -> Array:
+        """The bytes of a contiguous ``array`` as another dtype."""
+        return array.view(dtype)
+
+
+class _NumPy(Kind):
+    name = "numpy"
+
+    def empty(self, shape: Sequence[int], dtype: str, device: int) -> Array:
+        if dtype == "bfloat16":
+            raise ValueError(
+                "dtype: NumPy has no bfloat16; use float32 or float16, or torch tensors"
+            )
+        return np.empty(tuple(shape), dtype=dtype)
+
+
+class _Torch(Kind):
+    name = "torch"
+
+    def __init__(self) -> None:
+        import torch
+
+        self._torch = torch
+        # The capsule is ten times cheaper than the tensor's own __dlpack__.
+        self._to_dlpack = torch.utils.dlpack.to_dlpack  # type: ignore[attr-defined]
+        self.dtypes = {
+            name: getattr(torch, name) for name in (*FLOATS, "int8", "int32", "uint8", "int64")
+        }
+
+    def dlpack(self, array: Array) -> Any:
+        return self._to_dlpack(array)
+
+    def empty(self, shape: Sequence[int], dtype: str, device: int) -> Array:
+        where = "cpu" if device < 0 else f"cuda:{device}"
+        return self._torch.empty(tuple(shape), dtype=self.dtypes[dtype], device=where)
+
+    def stream(self, device: int) -> int:
+        return int(self._torch.cuda.current_stream(device).cuda_stream)
+
+    def view(self, array: Array, dtype: str) -> Array:
+        return array.view(self.dtypes[dtype])
+
+
+class _CuPy(Kind):
+    name = "cupy"
+
+    def __init__(self) -> None:
+        self._cupy = sys.modules["cupy"]
+
+    def empty(self, shape: Sequence[int], dtype: str, device: int) -> Array:
+        if dtype == "bfloat16":
+            raise ValueError(
+                "dtype: CuPy has no bfloat16; use float32 or float16, or torch tensors"
+            )
+        with self._cupy.cuda.Device(device):
+            return self._cupy.empty(tuple(shape), dtype=dtype)
+
+    def stream(self, device: int) -> int:
+        with self._cupy.cuda.Device(device):
+            return int(self._cupy.cuda.get_current_stream().ptr)
+
+
+class _Foreign(_NumPy):
+    """Any other DLPack array on the CPU: worked on as NumPy, handed back by its own from_dlpack."""
+
+    name = "dlpack"
+
+    def __init__(self, namespace: Any) -> None:
+        self._from_dlpack = getattr(namespace, "from_dlpack", None)
+
+    def result(self, array: Array) -> Array:
+        return array if self._from_dlpack is None else self._from_dlpack(array)
+
+
+_NUMPY = _NumPy()
+_torch_kind: _Torch | None = None
+_cupy_kind: _CuPy | None = None
+
+_NUMPY_NAMES = {np.dtype(name): name for name in ("float32", "float16", "int8", "int32", "uint8")}
+
+
+class Operand(NamedTuple):
+    """An array argument, looked at once."""
+
+    name: str
+    array: Array
+    kind: Kind
+    shape: tuple[int, ...]
+    dtype: str
+    device: int  # CUDA device, or -1: the CPU
+
+    @property
+    def dlpack(self) -> Any:
+        """What ``_core`` is given."""
+        return self.kind.dlpack(self.array)
+
+    def empty(self, shape: Sequence[int], dtype: str) -> Operand:
+        """A new array of the same framework and device."""
+        array = self.kind.empty(shape, dtype, self.device)
+        return Operand("out", array, self.kind, tuple(shape), dtype, self.device)
+
+    def workspace(self, size: int) -> Any:
+        """Scratch for ``_core``: None on the CPU, where the binding has its own."""
+        if self.device < 0 or size == 0:
+            return None
+        return self.kind.dlpack(self.kind.empty((size,), "uint8", self.device))
+
+    def context(self) -> _core.CoreContext:
+        """Where calls on this array run."""
+        if self.device < 0:
+            return contexts.cpu()
+        return contexts.cuda(self.device, self.kind.stream(self.device))
+
+
+def torch_kind() -> _Torch:
+    """The torch framework (imports torch)."""
+    global _torch_kind
+    if _torch_kind is None:
+        _torch_kind = _Torch()
+    return _torch_kind
+
+
+def operand(array: Array, name: str, dtypes: Sequence[str] = FLOATS) -> Operand:
+    """Look at an input array. Raises as the module's docstring says, naming ``name``."""
+    if isinstance(array, np.ndarray):
+        found = _numpy_operand(array, name)
+    else:
+        torch = sys.modules.get("torch")
+        cupy = sys.modules.get("cupy")
+        if torch is not None and isinstance(array, torch.Tensor):
+            found = _torch_operand(torch, array, name)
+        elif cupy is not None and isinstance(array, cupy.ndarray):
+            found = _cupy_operand(array, name)
+        else:
+            found = _foreign_operand(array, name)
+    if found.dtype not in dtypes:
+        raise ValueError(f"{name}: dtype {found.dtype}; expected {_listed(dtypes)}")
+    return found
+
+
+def output(array: Array, name: str, like: Operand, dtypes: Sequence[str] = FLOATS) -> Operand:
+    """Look at an array that is to be written: of ``like``'s framework and device, and writable."""
+    found = operand(array, name, dtypes)
+    if found.kind is not like.kind:
+        raise ValueError(
+            f"{name}: a {found.kind.name} array; {like.name} is a {like.kind.name} array"
+        )
+    if found.device != like.device:
+        raise ValueError(
+            f"{name}: on {_where(found.device)}; {like.name} is on {_where(like.device)}"
+        )
+    if isinstance(array, np.ndarray) and not array.flags.writeable:
+        raise ValueError(f"{name}: the array is read-only")
+    if found.kind.name == "dlpack":
+        raise ValueError(f"{name}: only NumPy, torch and CuPy arrays can be written")
+    return found
+
+
+def dtype_name(dtype: Any, name: str, dtypes: Sequence[str]) -> str:
+    """Name of a dtype given as a string, a NumPy or a torch dtype. Raises ValueError."""
+    text = dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
+    if not isinstance(dtype, str) and text not in dtypes:
+        try:
+            text = np.dtype(dtype).name
+        except TypeError:
+            text = str(dtype)
+    if text not in dtypes:
+        raise ValueError(f"{name}: {dtype!r}; expected {_listed(dtypes)}")
+    return text
+
+
+def _listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
+
+
+def _where(device: int) -> str:
+    return "the CPU" if device < 0 else f"CUDA device {device}"
+
+
+def _numpy_operand(array: np.ndarray[Any, Any], name: str, kind: Kind = _NUMPY) -> Operand:
+    if not array.dtype.isnative:
+        raise ValueError(f"{name}: byte-swapped dtype {array.dtype.str}; expected native bytes")
+    dtype = _NUMPY_NAMES.get(array.dtype, array.dtype.name)
+    if dtype == "bfloat16":  # of an extension package: NumPy cannot hand it on
+        raise ValueError(f"{name}: NumPy arrays of bfloat16 are not taken; use torch tensors")
+    if not array.flags.aligned:
+        raise ValueError(
+            f"{name}: data or strides are not aligned to the {array.dtype.itemsize}-byte items"
+        )
+    if isinstance(array, np.ma.MaskedArray):
+        raise ValueError(
+            f"{name}: a masked array, whose mask would be lost; pass its filled() data"
+        )
+    return Operand(name, array, kind, array.shape, dtype, -1)
+
+
+def _torch_operand(torch: Any, array: Any, name: str) -> Operand:
+    if array.layout is not torch.strided:
+        raise ValueError(f"{name}: layout {array.layout}; expected a strided tensor")
+    if array.is_neg() or array.is_conj():
+        raise ValueError(f"{name}: a lazily negated view; pass {name}.resolve_neg()")
+    if array.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"{name}: requires grad, which these functions do not carry; pass {name}.detach() "
+            "(hotcore.torch.linear is differentiable)"
+        )
+    device = array.device
+    if device.type not in ("cpu", "cuda"):
+        raise NotImplementedError(f"{name}: no backend for the device {device}")
+    index = -1 if device.type == "cpu" else device.index
+    dtype = str(array.dtype).removeprefix("torch.")
+    return Operand(name, array, torch_kind(), tuple(array.shape), dtype, index)
+
+
+def _cupy_operand(array: Any, name: str) -> Operand:
+    global _cupy_kind
+    if _cupy_kind is None:
+        _cupy_kind = _CuPy()
+    return Operand(name, array, _cupy_kind, array.shape, array.dtype.name, array.device.id)
+
+
+def _foreign_operand(array: Any, name: str) -> Operand:
+    if not (hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__")):
+        raise TypeError(
+            f"{name}: expected an array (NumPy, torch, CuPy, or anything with __dlpack__), got "
+            f"{type(array).__name__}"
+        )
+    if array.__dlpack_device__()[0] != 1:
+        raise NotImplementedError(f"{name}: off the CPU, only torch and CuPy arrays are taken")
+    try:
+        view = np.from_dlpack(array)
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{name}: NumPy cannot look at this {type(array).__name__}: {error}"
+        ) from error
+    namespace = array.__array_namespace__() if hasattr(array, "__array_namespace__") else None
+    return _numpy_operand(view, name, _Foreign(namespace))

@@ -1,0 +1,268 @@
+"""What is computed and how it is rounded: :class:`HotConfig`, its recipes, and the random key."""
+
+from __future__ import annotations
+
+import dataclasses
+import json as _json
+import operator
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from . import _core
+
+_GX_SCALES = ("row", "tensor")
+_WEIGHT_SCALES = ("column", "tensor")
+_GW_SCALES = ("channel", "tensor", "token")
+_X_SCALES = ("channel", "tensor")
+_ROUNDINGS = ("stochastic", "nearest", "pseudo_stochastic")
+_BASES = ("full", "lowpass", "sequency", "sketch")
+_STORAGES = ("int8", "int4")
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "fast": {"basis": "sketch", "rank": 8, "storage": "int8"},
+    "int4": {"gx_bits": 4},
+    "paper": {
+        "gx_bits": 4,
+        "gx_scale": "tensor",
+        "weight_scale": "tensor",
+        "basis": "lowpass",
+        "rank": 8,
+        "gw_scale": "tensor",
+        "storage": "int8",
+        "x_scale": "tensor",
+    },
+    "accurate": {"storage": "int8"},
+}
+"""Named settings: what each one changes from the defaults (spec.md, "Recipes")."""
+
+
+class Key(NamedTuple):
+    """Key of the counter-based random numbers; the same key and inputs give the same bits.
+
+    ``seed`` and ``offset`` are 64-bit, ``stream`` (0 to 8191) tells layers apart.
+    Source: docs/numerics.md, "Random bits".
+    """
+
+    seed: int
+    offset: int = 0
+    stream: int = 0
+
+
+def as_key(key: Key | int | tuple[int, ...], name: str = "key") -> Key:
+    """Return ``key`` as a checked :class:`Key`; a bare int is a seed. Raises ValueError."""
+    fields: tuple[Any, ...] = key if isinstance(key, tuple) else (key,)
+    try:
+        full = Key(*map(operator.index, fields))
+    except TypeError:
+        raise TypeError(f"{name}: expected a Key or an int seed, got {key!r}") from None
+    for field, value, bits in zip(full._fields, full, (64, 64, 13), strict=True):
+        if not 0 <= value < 1 << bits:
+            raise ValueError(f"{name}: {field} = {value} is outside 0 <= {field} < 2**{bits}")
+    return full
+
+
+def _is_power_of_two(value: int) -> bool:
+    return value > 0 and value & (value - 1) == 0
+
+
+@dataclasses.dataclass(frozen=True)
+class HotConfig:
+    """Settings of one HOT linear layer; ``HotConfig()`` is the recipe ``"default"``.
+
+    Checked when made: a ValueError (TypeError for a wrong type) names the field.
+
+    Args:
+        hadamard_block: block of the Hadamard transform along O; power of two, 1 (none) to 256.
+        gx_bits: bits of both operands of ``g_x = g_y w``, 8 or 4.
+        gx_scale: scale of g_y there, ``"row"`` (one per token) or ``"tensor"``.
+        weight_scale: scale of w there, ``"column"`` (one per column of I) or ``"tensor"``.
+        gx_rounding: rounding of g_y there; w is rounded to nearest.
+        basis: rows kept of each block of tokens for ``g_w = g_y^T x``: ``"full"``, ``"lowpass"``,
+            ``"sequency"`` or ``"sketch"``.
+        rank: rows kept of each block (not for ``"full"``, nor where ``rows`` is given).
+        block: tokens of a block, power of two, 2 to 64.
+        rows: ``"lowpass"`` only: the natural-order rows to keep instead of the first ``rank``.
+        token_grid: (height, width) of the patches of a sample, which are then taken in tiles.
+        prefix_tokens: class tokens in front of every sample's grid; they are added exactly.
+        gw_scale: scale of g_y for g_w: ``"channel"``, ``"tensor"`` or ``"token"`` (slower).
+        gw_rounding: rounding of g_y for g_w.
+        storage: how x is kept until backward, ``"int4"`` (basis ``"full"`` only) or ``"int8"``.
+        x_scale: scale of an INT8 x, ``"channel"`` or ``"tensor"``.
+        x_rounding: rounding of x.
+
+    Source: spec.md, "Stages" and "Recipes".
+    """
+
+    hadamard_block: int = 16
+    gx_bits: int = 8
+    gx_scale: str = "row"
+    weight_scale: str = "column"
+    gx_rounding: str = "stochastic"
+    basis: str = "full"
+    rank: int = 16
+    block: int = 16
+    rows: tuple[int, ...] | None = None
+    token_grid: tuple[int, int] | None = None
+    prefix_tokens: int = 0
+    gw_scale: str = "channel"
+    gw_rounding: str = "stochastic"
+    storage: str = "int4"
+    x_scale: str = "channel"
+    x_rounding: str = "stochastic"
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        for name in ("hadamard_block", "gx_bits", "rank", "block", "prefix_tokens"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"{name}: expected an int, got {value!r}")
+        self._choice("gx_scale", _GX_SCALES)
+        self._choice("weight_scale", _WEIGHT_SCALES)
+        self._choice("gx_rounding", _ROUNDINGS)
+        self._choice("basis", _BASES)
+        self._choice("gw_scale", _GW_SCALES)
+        self._choice("gw_rounding", _ROUNDINGS)
+        self._choice("storage", _STORAGES)
+        self._choice("x_scale", _X_SCALES)
+        self._choice("x_rounding", _ROUNDINGS)
+        if not (_is_power_of_two(self.hadamard_block) and self.hadamard_block <= 256):
+            raise ValueError(
+                f"hadamard_block: {self.hadamard_block} is no power of two from 1 to 256"
+            )
+        if self.gx_bits not in (4, 8):
+            raise ValueError(f"gx_bits: {self.gx_bits}; expected 4 or 8")
+        if not (_is_power_of_two(self.block) and 2 <= self.block <= 64):
+            raise ValueError(f"block: {self.block} is no power of two from 2 to 64")
+        self._check_rank()
+        self._check_layout()
+        if self.storage == "int4":
+            if self.basis != "full":
+                raise ValueError(
+                    f"storage: 'int4' keeps x itself and goes with basis 'full' only, not "
+                    f"{self.basis!r}; use storage='int8'"
+                )
+            if self.x_scale != "channel":
+                raise ValueError(
+                    "x_scale: 'tensor' needs storage='int8'; INT4 has groups of tokens"
+                )
+
+    def _choice(self, name: str, values: tuple[str, ...]) -> None:
+        value = getattr(self, name)
+        if value not in values:
+            known = ", ".join(map(repr, values))
+            raise ValueError(f"{name}: {value!r} is not one of {known}")
+
+    def _check_rank(self) -> None:
+        if self.rows is not None:
+            if self.basis != "lowpass":
+                raise ValueError(f"rows: a row list needs basis 'lowpass', not {self.basis!r}")
+            rows = tuple(self.rows)
+            if not all(isinstance(row, int) and not isinstance(row, bool) for row in rows):
+                raise TypeError(f"rows: expected ints, got {self.rows!r}")
+            if (
+                not rows
+                or len(set(rows)) != len(rows)
+                or not all(0 <= r < self.block for r in rows)
+            ):
+                raise ValueError(f"rows: {rows} are not distinct rows from 0 to {self.block - 1}")
+            object.__setattr__(self, "rows", rows)
+        elif self.basis in ("lowpass", "sequency"):
+            if not 1 <= self.rank <= self.block:
+                raise ValueError(f"rank: {self.rank} is outside 1 to block = {self.block}")
+        elif self.basis == "sketch" and not (
+            _is_power_of_two(self.rank) and 2 <= self.rank <= self.block <= 16 * self.rank
+        ):
+            raise ValueError(
+                f"rank: {self.rank}; a sketch of blocks of {self.block} takes a power of two from "
+                f"{max(2, self.block // 16)} to {self.block}"
+            )
+
+    def _check_layout(self) -> None:
+        if self.token_grid is not None:
+            grid = tuple(self.token_grid)
+            if len(grid) != 2 or not all(isinstance(side, int) for side in grid):
+                raise TypeError(f"token_grid: expected (height, width), got {self.token_grid!r}")
+            if min(grid) < 1:
+                raise ValueError(f"token_grid: {grid}; both sides are at least 1")
+            object.__setattr__(self, "token_grid", grid)
+        if self.prefix_tokens < 0:
+            raise ValueError(f"prefix_tokens: {self.prefix_tokens} is negative")
+        if self.prefix_tokens and self.token_grid is None and self.basis != "full":
+            raise ValueError("prefix_tokens: needs token_grid, which says how long a sample is")
+
+    @classmethod
+    def recipe(cls, name: str, **overrides: Any) -> HotConfig:
+        """Return the named recipe, with some fields replaced; ValueError for an unknown name."""
+        if name not in RECIPES:
+            known = ", ".join(map(repr, RECIPES))
+            raise ValueError(f"recipe: {name!r} is not one of {known}")
+        return cls(**{**RECIPES[name], **overrides})
+
+    @property
+    def name(self) -> str:
+        """The recipe that equals this configuration, or ``"custom"``."""
+        for name, fields in RECIPES.items():
+            if self == HotConfig(**fields):
+                return name
+        return "custom"
+
+    def to_json(self) -> str:
+        """All fields as one line of JSON, which :meth:`from_json` reads back."""
+        return _json.dumps(dataclasses.asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> HotConfig:
+        """Make a configuration from :meth:`to_json`'s text; ValueError names an unknown field."""
+        fields = _json.loads(text)
+        if not isinstance(fields, dict):
+            raise ValueError(f"text: expected a JSON object, got {type(fields).__name__}")
+        known = {field.name for field in dataclasses.fields(cls)}
+        for name in fields:
+            if name not in known:
+                raise ValueError(f"text: HotConfig has no field {name!r}")
+        for name in ("rows", "token_grid"):
+            if isinstance(fields.get(name), list):
+                fields[name] = tuple(fields[name])
+        return cls(**fields)
+
+    @cached_property
+    def spec(self) -> _core.Spec:
+        """The same settings as libhot takes them (made once)."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        grid_h, grid_w = fields.pop("token_grid") or (0, 0)
+        rows = list(fields.pop("rows") or ())
+        return _core.Spec(**fields, rows=rows, grid_h=grid_h, grid_w=grid_w)
+
+    @cached_property
+    def json(self) -> str:
+        """:meth:`to_json`, made once."""
+        return self.to_json()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what is cached (the libhot object cannot be pickled)."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Put the fields back."""
+        self.__dict__.update(state)
+
+    def __repr__(self) -> str:
+        """Show the recipe, or the fields that differ from the defaults."""
+        if self.name != "custom":
+            return f"HotConfig.recipe({self.name!r})"
+        changed = (
+            f"{field.name}={getattr(self, field.name)!r}"
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) != field.default
+        )
+        return f"HotConfig({', '.join(changed)})"
+
+
+def as_config(config: HotConfig | str, name: str = "config") -> HotConfig:
+    """Return ``config``, or the recipe of that name. Raises TypeError for anything else."""
+    if isinstance(config, HotConfig):
+        return config
+    if isinstance(config, str):
+        return HotConfig.recipe(config)
+    raise TypeError(f"{name}: expected a HotConfig or a recipe's name, got {type(config).__name__}")

@@ -1,0 +1,87 @@
+"""Contexts (device, stream or threads, instruction set), made once and kept.
+
+The default of the process is changed by :func:`set_num_threads` and :func:`set_isa`; the bits
+that are computed depend on neither.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+
+from . import _core
+
+_LIMIT = 16  # contexts kept; a CPU context owns its threads
+
+_lock = threading.Lock()
+_cache: OrderedDict[tuple[int, str, int, int], _core.CoreContext] = OrderedDict()
+_threads = 0
+_isa = ""
+
+
+def _get(threads: int, isa: str, device: int, stream: int) -> _core.CoreContext:
+    key = (threads, isa, device, stream)
+    try:
+        return _cache[key]
+    except KeyError:
+        pass
+    with _lock:
+        if key not in _cache:
+            _cache[key] = _core.CoreContext(threads, isa, device, stream)
+            while len(_cache) > _LIMIT:
+                _cache.popitem(last=False)  # a call in flight still holds its own reference
+        return _cache[key]
+
+
+def cpu(threads: int | None = None) -> _core.CoreContext:
+    """Context of the CPU backend; ``threads=None`` is the default of the process."""
+    return _get(_threads if threads is None else threads, _isa, -1, 0)
+
+
+def cuda(device: int, stream: int) -> _core.CoreContext:
+    """Context of a CUDA device and stream; NotImplementedError in a build without CUDA."""
+    return _get(0, "", device, stream)
+
+
+def num_threads() -> int:
+    """Threads that the CPU backend uses for arrays."""
+    return cpu().threads
+
+
+def set_num_threads(threads: int) -> None:
+    """Set the number of threads of the CPU backend; 0: one for each core. Results stay the same."""
+    global _threads
+    if not isinstance(threads, int) or isinstance(threads, bool):
+        raise TypeError(f"threads: expected an int, got {type(threads).__name__}")
+    if threads < 0:
+        raise ValueError(f"threads: {threads} is negative")
+    _get(threads, _isa, -1, 0)  # fails before anything is changed
+    _threads = threads
+
+
+def isa() -> str:
+    """Instruction set that the CPU backend uses: ``"plain"``, ``"avx2"`` or ``"avx512"``."""
+    return cpu().isa
+
+
+def set_isa(name: str | None) -> None:
+    """Restrict the CPU backend to an instruction set; None: the best. Results stay the same.
+
+    Raises NotImplementedError where the machine or the build lacks it.
+    """
+    global _isa
+    wanted = name or ""
+    _get(_threads, wanted, -1, 0)
+    _isa = wanted
+
+
+def _forget_after_fork() -> None:
+    # The pools' threads do not exist in the child, where such a pool would work alone.
+    global _lock
+    _lock = threading.Lock()
+    _cache.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_after_fork)

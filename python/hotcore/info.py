@@ -1,0 +1,130 @@
+"""What this installation is: ``python -m hotcore.info`` prints it, :func:`collect` returns it.
+
+Every probe is guarded: one that fails is reported as its error, and the others go on.
+"""
+
+from __future__ import annotations
+
+import importlib
+import platform
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from . import _core, contexts
+
+_ISAS = ("plain", "avx2", "avx512")
+
+
+def collect() -> dict[str, str]:
+    """Return what is known, label to text, in the order it is printed."""
+    return {label: _guarded(probe) for label, probe in _PROBES.items()}
+
+
+def main() -> int:
+    """Print :func:`collect` as a table."""
+    facts = collect()
+    width = max(map(len, facts))
+    for label, text in facts.items():
+        print(f"{label:<{width}}  {text}")
+    return 0
+
+
+def _guarded(probe: Callable[[], str]) -> str:
+    try:
+        return probe()
+    except Exception as error:  # a diagnosis must not fail
+        return f"unknown ({type(error).__name__}: {error})"
+
+
+def _backends() -> str:
+    return "cpu, cuda" if _core.built_with_cuda() else "cpu (built without CUDA)"
+
+
+def _usable_isas() -> str:
+    names = []
+    for name in _ISAS:
+        try:
+            _core.CoreContext(1, name)
+        except (NotImplementedError, ValueError):
+            continue
+        names.append(name)
+    return ", ".join(names)
+
+
+def _used_isa() -> str:
+    return f"{contexts.isa()}, {contexts.num_threads()} threads"
+
+
+def _cuda_archs() -> str:
+    return _core.cuda_architectures() or "none"
+
+
+def _extension() -> str:
+    return str(Path(_core.__file__ or "").resolve())
+
+
+def _find(pattern: str) -> str:
+    # An editable install keeps the Python files and what was built in two places.
+    roots = dict.fromkeys([Path(__file__).resolve().parent, Path(_extension()).parent])
+    for root in roots:
+        found = sorted(root.rglob(pattern))
+        if found:
+            return str(found[0])
+    return "not installed"
+
+
+def _library() -> str:
+    found = _find("libhot.*")
+    return "inside the extension (static)" if found == "not installed" else found
+
+
+def _cmake() -> str:
+    found = _find("hotcoreConfig.cmake")
+    return found if found == "not installed" else str(Path(found).parent)
+
+
+def _version_of(name: str) -> Callable[[], str]:
+    def probe() -> str:
+        try:
+            module = importlib.import_module(name)
+        except ModuleNotFoundError:
+            return "not installed"
+        return str(module.__version__)
+
+    return probe
+
+
+def _gpus() -> str:
+    try:
+        torch = importlib.import_module("torch")
+    except ModuleNotFoundError:
+        return "unknown (asked through torch, which is not installed)"
+    if not torch.cuda.is_available():
+        return "none"
+    names = []
+    for index in range(torch.cuda.device_count()):
+        major, minor = torch.cuda.get_device_capability(index)
+        names.append(f"{torch.cuda.get_device_name(index)} (sm_{major}{minor})")
+    return ", ".join(names)
+
+
+_PROBES: dict[str, Callable[[], str]] = {
+    "hotcore": _core.version,
+    "backends": _backends,
+    "instruction sets": _usable_isas,
+    "instruction set used": _used_isa,
+    "CUDA architectures": _cuda_archs,
+    "GPUs": _gpus,
+    "extension": _extension,
+    "library": _library,
+    "CMake package": _cmake,
+    "Python": lambda: f"{platform.python_version()} ({sys.executable})",
+    "platform": platform.platform,
+    "NumPy": _version_of("numpy"),
+    "torch": _version_of("torch"),
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

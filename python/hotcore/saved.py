@@ -1,0 +1,78 @@
+"""What :func:`hotcore.compress_activation` keeps of x."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+from . import _core, arrays
+from .config import HotConfig, Key
+
+
+class Layout(NamedTuple):
+    """Where codes and scales lie inside the buffer (``hot::SavedLayout``)."""
+
+    bytes: int
+    channels: int
+    k: int
+    k_padded: int
+    row_bytes: int
+    scales: int
+    scale_offset: int
+
+
+def saved_layout(tokens: int, in_features: int, config: HotConfig) -> Layout:
+    """Layout of x ``[tokens, in_features]`` kept with ``config``. Raises ValueError."""
+    return Layout(*_core.saved_layout(tokens, in_features, config.spec))
+
+
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """A compressed activation: one uint8 vector of the caller's framework, and how to read it."""
+
+    data: arrays.Array
+    tokens: int
+    in_features: int
+    config: HotConfig
+    key: Key
+
+    @property
+    def layout(self) -> Layout:
+        """Where codes and scales lie in ``data``."""
+        return saved_layout(self.tokens, self.in_features, self.config)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes kept."""
+        return int(self.data.shape[0])
+
+    def codes(self) -> Any:
+        """The codes, without a copy: int8 ``[I, Kp]``, or for INT4 storage packed uint8 rows.
+
+        The contraction (tokens, or kept rows of their blocks) runs along the columns and is padded
+        with zeros.
+        """
+        layout, source = self.layout, self._operand()
+        flat = source.array[: layout.channels * layout.row_bytes]
+        if self.config.storage == "int8":
+            flat = source.kind.view(flat, "int8")
+        return source.kind.reshape(flat, (layout.channels, layout.row_bytes))
+
+    def scales(self) -> Any:
+        """The scales as float32: ``[I]`` or ``[1]``, for INT4 storage ``[I, ceil(L/64)]``.
+
+        A view for INT8 storage; for INT4 storage a copy, since they are kept as bfloat16.
+        """
+        layout, source = self.layout, self._operand()
+        kind, width = source.kind, 4 if self.config.storage == "int8" else 2
+        end = layout.scale_offset + width * layout.scales
+        stored = source.array[layout.scale_offset : end]
+        if self.config.storage == "int8":
+            return kind.view(stored, "float32")
+        words = kind.zeros((layout.scales, 4), "uint8", source.device)
+        words[:, 2:] = kind.reshape(stored, (layout.scales, 2))  # bfloat16: float32's upper half
+        shape = (layout.channels, -(-self.tokens // 64))
+        return kind.reshape(kind.view(kind.reshape(words, (-1,)), "float32"), shape)
+
+    def _operand(self) -> arrays.Operand:
+        return arrays.operand(self.data, "saved.data", ("uint8",))

@@ -1,0 +1,218 @@
+"""The operators under the modules, ``torch.ops.hotcore.compress_activation`` and
+``torch.ops.hotcore.backward_linear``, and the seeds of their random numbers.
+
+Low-level library operators with fakes: they cost half of what ``torch.library.custom_op`` does, and
+``torch.compile`` sees through them. The seed travels as a tensor, so that drawing it stays inside a
+compiled graph.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _core, contexts
+from ..config import HotConfig
+from ..saved import saved_layout
+
+_to_dlpack: Any = torch.utils.dlpack.to_dlpack  # type: ignore[attr-defined]  # ten times cheaper than Tensor.__dlpack__
+
+_library: Any = torch.library.Library("hotcore", "DEF")  # type: ignore[no-untyped-call]
+_library.define(
+    "draw_seed(Tensor x, Tensor weight) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,)
+)
+_library.define("compress_activation(Tensor x, Tensor seed, str config) -> Tensor")
+_library.define(
+    "backward_linear(Tensor gy, Tensor? weight, Tensor? saved, Tensor seed, str config, "
+    "SymInt in_features, ScalarType? gx_dtype, ScalarType? gw_dtype, ScalarType? gb_dtype)"
+    " -> (Tensor, Tensor, Tensor)"
+)
+
+
+@functools.lru_cache(maxsize=256)
+def _config(text: str) -> HotConfig:
+    return HotConfig.from_json(text)
+
+
+def _draw_seed(x: Tensor | None = None, weight: Tensor | None = None) -> Tensor:
+    return torch.randint(0x7FFF_FFFF_FFFF_FFFF, (), dtype=torch.int64, device="cpu")
+
+
+def seed_for(x: Tensor, weight: Tensor) -> Tensor:
+    """A 63-bit seed from torch's default CPU generator: int64 ``[]`` on the CPU.
+
+    While compiling an operator of its own that depends on the layer: torch's partitioner would draw
+    a bare ``randint`` once more in backward, and merge those of layers that share x.
+    """
+    if torch.compiler.is_compiling():
+        seed: Tensor = draw_seed(x.detach(), weight.detach())
+        return seed
+    return _draw_seed()
+
+
+def context_of(device: torch.device) -> _core.CoreContext:
+    """Where calls on tensors of ``device`` run: torch's number of threads, or current stream.
+
+    Raises NotImplementedError for a device that this build has no backend for.
+    """
+    if device.type == "cpu":
+        return contexts.cpu(torch.get_num_threads())
+    if device.type == "cuda":
+        stream = torch.cuda.current_stream(device)
+        return contexts.cuda(stream.device_index, stream.cuda_stream)
+    raise NotImplementedError(f"x: no backend of hotcore for the device {device}")
+
+
+def _workspace(size: int, device: torch.device) -> object:
+    # On the CPU the binding has scratch of its own.
+    if size == 0 or device.type == "cpu":
+        return None
+    return _to_dlpack(torch.empty(size, dtype=torch.uint8, device=device))
+
+
+def _compress_activation(x: Tensor, seed: Tensor, config: str) -> Tensor:
+    settings = _config(config)
+    tokens, in_features = x.shape
+    size = saved_layout(tokens, in_features, settings).bytes
+    saved = torch.empty(size, dtype=torch.uint8, device=x.device)
+    context = context_of(x.device)
+    scratch = 0
+    if x.is_cuda:
+        scratch = _core.compress_activation_workspace(context, tokens, in_features, settings.spec)
+    _core.compress_activation(
+        context,
+        _to_dlpack(x),
+        settings.spec,
+        (int(seed.item()), 0, 0),
+        _to_dlpack(saved),
+        _workspace(scratch, x.device),
+    )
+    return saved
+
+
+def _outputs(
+    gy: Tensor,
+    in_features: int,
+    gx_dtype: torch.dtype | None,
+    gw_dtype: torch.dtype | None,
+    gb_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, out_features = gy.shape
+    # An operator returns no None: what is not wanted is an empty vector.
+    gx = gy.new_empty((tokens, in_features) if gx_dtype else (0,), dtype=gx_dtype or gy.dtype)
+    gw = gy.new_empty((out_features, in_features) if gw_dtype else (0,), dtype=gw_dtype or gy.dtype)
+    gb = gy.new_empty((out_features,) if gb_dtype else (0,), dtype=gb_dtype or gy.dtype)
+    return gx, gw, gb
+
+
+def _backward_linear(
+    gy: Tensor,
+    weight: Tensor | None,
+    saved: Tensor | None,
+    seed: Tensor,
+    config: str,
+    in_features: int,
+    gx_dtype: torch.dtype | None,
+    gw_dtype: torch.dtype | None,
+    gb_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    settings = _config(config)
+    gx, gw, gb = _outputs(gy, in_features, gx_dtype, gw_dtype, gb_dtype)
+    tokens, out_features = gy.shape
+    key = (int(seed.item()), 0, 0)
+    context = context_of(gy.device)
+    scratch = 0
+    if gy.is_cuda:
+        scratch = _core.backward_linear_workspace(
+            context,
+            tokens,
+            out_features,
+            in_features,
+            settings.spec,
+            gx_dtype is not None,
+            gw_dtype is not None,
+        )
+    _core.backward_linear(
+        context,
+        _to_dlpack(gy),
+        None if weight is None else _to_dlpack(weight),
+        None if saved is None else _to_dlpack(saved),
+        tokens,
+        in_features,
+        key,
+        settings.spec,
+        key,
+        _to_dlpack(gx) if gx_dtype else None,
+        _to_dlpack(gw) if gw_dtype else None,
+        _to_dlpack(gb) if gb_dtype else None,
+        False,
+        _workspace(scratch, gy.device),
+    )
+    return gx, gw, gb
+
+
+def _fake_draw_seed(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.empty((), dtype=torch.int64, device="cpu")
+
+
+def _fake_compress_activation(x: Tensor, seed: Tensor, config: str) -> Tensor:
+    tokens, in_features = x.shape
+    size = saved_bytes(tokens, in_features, _config(config))
+    return torch.empty(size, dtype=torch.uint8, device=x.device)
+
+
+def _fake_backward_linear(
+    gy: Tensor,
+    weight: Tensor | None,
+    saved: Tensor | None,
+    seed: Tensor,
+    config: str,
+    in_features: int,
+    gx_dtype: torch.dtype | None,
+    gw_dtype: torch.dtype | None,
+    gb_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _outputs(gy, in_features, gx_dtype, gw_dtype, gb_dtype)
+
+
+def _up(value: int, multiple: int) -> int:
+    return (value + multiple - 1) // multiple * multiple
+
+
+def saved_bytes(tokens: int, in_features: int, config: HotConfig) -> int:
+    """``saved_layout(...).bytes`` in arithmetic that symbolic shapes can follow."""
+    if config.storage == "int4":
+        row = _up(tokens, 32) // 2
+        scales = 2 * in_features * ((tokens + 63) // 64)
+    else:
+        kept = tokens
+        if config.basis != "full":
+            rank = len(config.rows) if config.rows else config.rank
+            body = prefix = 0
+            if config.token_grid is None:
+                body = tokens
+            else:
+                area = config.token_grid[0] * config.token_grid[1]
+                samples = tokens // (area + config.prefix_tokens)
+                body, prefix = samples * area, samples * config.prefix_tokens
+            kept = (body + config.block - 1) // config.block * rank + prefix
+        row = _up(kept, 16)
+        scales = 4 * (in_features if config.x_scale == "channel" else 1)
+    return _up(in_features * row, 16) + scales
+
+
+for _name, _impl, _fake in (
+    ("draw_seed", _draw_seed, _fake_draw_seed),
+    ("compress_activation", _compress_activation, _fake_compress_activation),
+    ("backward_linear", _backward_linear, _fake_backward_linear),
+):
+    for _key in ("CPU", "CUDA"):
+        _library.impl(_name, _impl, _key)
+    torch.library.register_fake(f"hotcore::{_name}", _fake, lib=_library)
+
+draw_seed = torch.ops.hotcore.draw_seed.default
+compress_activation = torch.ops.hotcore.compress_activation.default
+backward_linear = torch.ops.hotcore.backward_linear.default

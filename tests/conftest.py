@@ -1,0 +1,51 @@
+"""Shared by all Python tests: hypothesis' settings, the seed of the run, CUDA tests skipped."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+
+sys.path.insert(0, str(Path(__file__).parent))  # support.py
+
+# Any failure prints the blob that replays it; HOT_TEST_SEED replays the rest.
+settings.register_profile(
+    "hotcore",
+    deadline=None,
+    max_examples=int(os.environ.get("HOT_TEST_EXAMPLES", "30")),
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+settings.load_profile("hotcore")
+
+SEED = int(os.environ.get("HOT_TEST_SEED", "20240611"))
+
+
+def pytest_report_header() -> str:
+    return f"HOT_TEST_SEED={SEED}"
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> np.random.Generator:
+    """Generator of this test, from the run's seed and the test's name."""
+    name = np.frombuffer(request.node.nodeid.encode(), dtype=np.uint8)
+    return np.random.default_rng([SEED, *name.tolist()])
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("cuda")]
+    if not marked:
+        return
+    try:
+        import torch
+
+        available = torch.cuda.is_available()
+    except ImportError:
+        available = False
+    if not available:
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))

@@ -1,0 +1,612 @@
+"""Stages compress_activation and backward_linear: the reference's bits, bounds, expectations."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+
+import hotcore
+import numpy as np
+import pytest
+from hotcore import HotConfig, Key, reference
+from hotcore.config import RECIPES
+from hypothesis import given
+from hypothesis import strategies as st
+from support import (
+    FLOATS,
+    KINDS,
+    array,
+    cosine,
+    data,
+    equal_bits,
+    from_bits,
+    golden,
+    golden_config,
+    numpy_of,
+    poison,
+    rounded,
+    same_on_every_path,
+    strided,
+    torch,
+    widened,
+)
+
+ALL = ("gx", "gw", "gb")
+KEY = Key(0x1234_5678_9ABC_DEF0, 0xFEDC_BA98_7654_3210, 8191)
+OTHER_KEY = Key(42, 43, 44)
+
+
+def layer(
+    rng: np.random.Generator, tokens: int, outs: int, ins: int, kind: str = "normal"
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """g_y, w and x."""
+    return (
+        data(rng, (tokens, outs), kind),
+        data(rng, (outs, ins), kind),
+        data(rng, (tokens, ins), kind),
+    )
+
+
+def same_saved(got: hotcore.Saved, wanted: reference.Saved, what: str = "") -> None:
+    """Codes and scales of a compressed activation equal those of the reference."""
+    if wanted.packed is not None:
+        equal_bits(got.codes(), wanted.packed, f"{what} codes")
+        # Padding of the last group's columns is in the codes, not in the scales.
+        expected = reference.bf16_values(wanted.scales)
+    else:
+        equal_bits(got.codes(), wanted.codes, f"{what} codes")
+        expected = wanted.scales
+    equal_bits(got.scales(), expected, f"{what} scales")
+
+
+def check_against_reference(
+    gy: np.ndarray,
+    w: np.ndarray,
+    x: np.ndarray,
+    config: HotConfig,
+    key: Key = KEY,
+    back_key: Key = KEY,
+    what: str = "",
+) -> None:
+    """Every array of forward and backward, to the bit."""
+    saved = hotcore.compress_activation(x, config, key=key)
+    model = reference.compress_activation(widened(x), config, key=key)
+    same_saved(saved, model, what)
+    got = hotcore.backward_linear(gy, w, saved, need=ALL, key=back_key, out_dtype="float32")
+    expected = reference.backward_linear(
+        widened(gy), widened(w), model, config=config, need=ALL, key=back_key, out_dtype="float32"
+    )
+    for name, ours, theirs in zip(ALL, got, expected, strict=True):
+        equal_bits(ours, theirs, f"{what} {name}")
+
+
+@pytest.mark.parametrize(
+    "name", [n for n, c in golden("compress_activation").items() if "key" in c]
+)
+def test_golden_compress_activation(name: str) -> None:
+    case = golden("compress_activation")[name]
+    config = golden_config(case)
+    saved = hotcore.compress_activation(case["x"], config, key=Key(*case["key"]))
+    if config.storage == "int4":
+        equal_bits(saved.codes(), case["packed"])
+        equal_bits(saved.scales(), reference.bf16_values(case["scale"]))
+    else:
+        equal_bits(saved.codes(), case["codes"])
+        equal_bits(saved.scales(), case["scale"])
+
+
+@pytest.mark.parametrize("name", [n for n, c in golden("backward_linear").items() if "key" in c])
+def test_golden(name: str) -> None:
+    case = golden("backward_linear")[name]
+    saved = hotcore.compress_activation(case["x"], golden_config(case), key=Key(*case["saved_key"]))
+    expected = {part: from_bits(case[part]) for part in ALL if part in case}
+    operands = [case["gy"], case["w"]]
+    options: dict = {}
+    if "gw_before" in case:
+        before = [from_bits(case[part].copy()) for part in ("gw_before", "gb_before")]
+        options = dict(gw_out=before[0], gb_out=before[1], accumulate=True)
+    dtype = next(iter(expected.values())).dtype
+    if not isinstance(dtype, np.dtype):
+        operands = [torch.from_numpy(value) for value in operands]
+        saved = dataclasses.replace(saved, data=torch.from_numpy(saved.data))
+    got = hotcore.backward_linear(
+        *operands,
+        saved,
+        need=list(expected),
+        key=Key(*case["key"]),
+        out_dtype=dtype,
+        **options,
+    )
+    for part, wanted in expected.items():
+        equal_bits(getattr(got, part), wanted, part)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_equals_reference(rng: np.random.Generator, recipe: str, dtype: str) -> None:
+    config = HotConfig.recipe(recipe)
+    for tokens, outs, ins in ((197, 48, 32), (1, 1, 1), (64, 17, 31), (130, 5, 67)):
+        for kind in ("normal", "outliers"):
+            arrays = [array(value, dtype) for value in layer(rng, tokens, outs, ins, kind)]
+            check_against_reference(*arrays, config, what=f"{tokens} {outs} {ins} {kind}")
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> HotConfig:
+    """Any valid configuration without a token grid."""
+    rounding = st.sampled_from(["nearest", "stochastic", "pseudo_stochastic"])
+    block = draw(st.sampled_from([2, 4, 8, 16, 32, 64]))
+    basis = draw(st.sampled_from(["full", "lowpass", "sequency", "sketch"]))
+    rank = draw(st.integers(1, block))
+    rows = None
+    if basis == "sketch":
+        rank = max(2 ** (rank.bit_length() - 1), 2, block // 16)
+    elif basis == "lowpass" and draw(st.booleans()):
+        rows = tuple(draw(st.sets(st.integers(0, block - 1), min_size=1)))
+    storage = draw(st.sampled_from(["int4", "int8"])) if basis == "full" else "int8"
+    return HotConfig(
+        hadamard_block=draw(st.sampled_from([1, 2, 4, 8, 16, 32, 64, 128, 256])),
+        gx_bits=draw(st.sampled_from([4, 8])),
+        gx_scale=draw(st.sampled_from(["row", "tensor"])),
+        weight_scale=draw(st.sampled_from(["column", "tensor"])),
+        gx_rounding=draw(rounding),
+        basis=basis,
+        rank=rank,
+        block=block,
+        rows=rows,
+        gw_scale=draw(st.sampled_from(["channel", "tensor", "token"])),
+        gw_rounding=draw(rounding),
+        storage=storage,
+        x_scale=draw(st.sampled_from(["channel", "tensor"])) if storage == "int8" else "channel",
+        x_rounding=draw(rounding),
+    )
+
+
+@given(
+    config=configs(),
+    tokens=st.integers(0, 150),
+    outs=st.integers(0, 40),
+    ins=st.integers(0, 40),
+    kind=st.sampled_from(KINDS),
+    key=st.builds(Key, st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1), st.integers(0, 8191)),
+    same_key=st.booleans(),
+)
+def test_any_config_equals_reference(
+    config: HotConfig, tokens: int, outs: int, ins: int, kind: str, key: Key, same_key: bool
+) -> None:
+    arrays = layer(np.random.default_rng(key.seed % 2**32), tokens, outs, ins, kind)
+    check_against_reference(*arrays, config, key, key if same_key else OTHER_KEY)
+
+
+@pytest.mark.parametrize("recipe", ["fast", "paper"])
+@pytest.mark.parametrize(
+    ("grid", "prefix"), [((14, 14), 1), ((7, 7), 0), ((3, 5), 2), ((4, 4), 4), ((1, 1), 1)]
+)
+def test_token_grids_equal_reference(
+    rng: np.random.Generator, recipe: str, grid: tuple[int, int], prefix: int
+) -> None:
+    config = HotConfig.recipe(recipe, token_grid=grid, prefix_tokens=prefix)
+    for samples in (0, 1, 3):
+        arrays = layer(rng, samples * (grid[0] * grid[1] + prefix), 18, 20)
+        check_against_reference(*arrays, config, what=f"{samples} samples")
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_output_dtypes(rng: np.random.Generator, recipe: str, dtype: str) -> None:
+    arrays = layer(rng, 50, 20, 24)
+    wide = hotcore.backward_linear(*arrays, config=recipe, need=ALL)
+    if dtype == "bfloat16":
+        if torch is None:
+            pytest.skip("bfloat16 needs torch")
+        arrays = tuple(map(torch.from_numpy, arrays))
+    narrow = hotcore.backward_linear(*arrays, config=recipe, need=ALL, out_dtype=dtype)
+    for ours, theirs in zip(narrow, wide, strict=True):
+        assert str(ours.dtype).endswith(dtype)
+        equal_bits(widened(ours), rounded(theirs, dtype))
+
+
+def test_close_to_the_plain_product(rng: np.random.Generator) -> None:
+    gy, w, x = layer(rng, 160, 67, 50)
+    bounds = {
+        "default": (0.02, 0.2),
+        "fast": (0.02, 1.3),
+        "int4": (0.3, 0.2),
+        "paper": (0.6, 0.9),
+        "accurate": (0.02, 0.02),
+    }
+    for recipe, (gx_bound, gw_bound) in bounds.items():
+        got = hotcore.backward_linear(gy, w, x, config=recipe, need=ALL)
+        for ours, exact, bound in ((got.gx, gy @ w, gx_bound), (got.gw, gy.T @ x, gw_bound)):
+            relative = np.linalg.norm(ours - exact) / np.linalg.norm(exact)
+            assert relative < bound, recipe
+        exact = gy.astype(np.float64).sum(0)
+        assert (np.abs(got.gb - exact) <= 68 * 2.0**-24 * np.abs(gy).sum(0)).all()
+
+
+@pytest.mark.parametrize("tokens", [1, 15, 16, 197, 1024, 1040, 5000])
+def test_gb_bound(rng: np.random.Generator, tokens: int) -> None:
+    gy = data(rng, (tokens, 33), "outliers")
+    got = hotcore.backward_linear(gy, None, None, need="gb").gb
+    exact = gy.astype(np.float64).sum(0)
+    bound = 68 * 2.0**-24 * np.abs(gy.astype(np.float64)).sum(0)
+    assert (np.abs(got - exact) <= bound).all()
+    equal_bits(got, reference.bias_gradient(gy))
+
+
+@given(
+    tokens=st.integers(1, 40),
+    outs=st.integers(1, 80),
+    ins=st.integers(1, 40),
+    block=st.sampled_from([1, 4, 16, 64]),
+    bits=st.sampled_from([4, 8]),
+    gx_scale=st.sampled_from(["row", "tensor"]),
+    weight_scale=st.sampled_from(["column", "tensor"]),
+    kind=st.sampled_from(["normal", "outliers", "sparse", "integers"]),
+    seed=st.integers(0, 2**32),
+)
+def test_gx_error_bound(
+    tokens: int,
+    outs: int,
+    ins: int,
+    block: int,
+    bits: int,
+    gx_scale: str,
+    weight_scale: str,
+    kind: str,
+    seed: int,
+) -> None:
+    # docs/numerics.md: |error| <= (s_y sum|W^| + (s_w / 2) sum|Y^| + O s_y s_w / 2) / n.
+    gy, w, _ = layer(np.random.default_rng(seed), tokens, outs, ins, kind)
+    config = HotConfig(
+        hadamard_block=block, gx_bits=bits, gx_scale=gx_scale, weight_scale=weight_scale
+    )
+    got = hotcore.backward_linear(gy, w, None, config=config, need="gx", key=seed).gx
+    padded = -(-outs // block) * block
+    y_hat, w_hat = np.zeros((tokens, padded)), np.zeros((padded, ins))
+    y_hat[:, :outs], w_hat[:outs] = gy, w
+    y_hat = reference.fwht(y_hat.astype(np.float32), block=block).astype(np.float64)
+    w_hat = reference.fwht(w_hat.astype(np.float32), axis=0, block=block).astype(np.float64)
+    q = 7 if bits == 4 else 127
+    row = gx_scale == "row"
+    s_y = np.broadcast_to(np.abs(y_hat).max(1 if row else None, keepdims=True), (tokens, 1)) / q
+    s_w = np.abs(w_hat).max(0 if weight_scale == "column" else None, keepdims=True) / q
+    s_w = np.broadcast_to(s_w, (1, ins))
+    bound = (
+        s_y * np.abs(w_hat).sum(0)
+        + s_w / 2 * np.abs(y_hat).sum(1, keepdims=True)
+        + padded * s_y * s_w / 2
+    ) / block
+    exact = gy.astype(np.float64) @ w
+    rest = 1e-5 * (np.abs(gy).astype(np.float64) @ np.abs(w) + 1e-30)  # fp32 of the transforms
+    assert (np.abs(got - exact) <= bound * (1 + 1e-5) + rest).all()
+
+
+@pytest.mark.parametrize("recipe", ["default", "fast", "accurate"])
+def test_expectation_is_the_plain_product(rng: np.random.Generator, recipe: str) -> None:
+    # Recipes without a fixed basis: the mean of g_w over keys is g_y^T x.
+    gy, w, x = layer(rng, 40, 3, 4)
+    exact = gy.astype(np.float64).T @ x
+    draws = np.stack(
+        [
+            hotcore.backward_linear(gy, None, x, config=recipe, need="gw", key=Key(7, i)).gw
+            for i in range(3000)
+        ]
+    ).astype(np.float64)
+    error = draws.std(0, ddof=1) / np.sqrt(len(draws))
+    # Eight random bits: a bias of up to 1/512 of a step on each of 40 tokens, far below this.
+    assert (np.abs(draws.mean(0) - exact) < 5 * error + 2e-3).all()
+
+
+def test_gx_expectation(rng: np.random.Generator) -> None:
+    # Over keys g_x means to g_y times the rounded w: its error is that of w alone.
+    gy, w, _ = layer(rng, 3, 40, 5)
+    config = HotConfig(gx_bits=4)
+    draws = np.stack(
+        [
+            hotcore.backward_linear(gy, w, None, config=config, need="gx", key=Key(9, i)).gx
+            for i in range(3000)
+        ]
+    ).astype(np.float64)
+    codes, scale = reference.quantize_weight(w, config)
+    rounded_w = reference.fwht(codes.astype(np.float32) * scale[:, None]).T[:40] / 16
+    exact = gy.astype(np.float64) @ rounded_w
+    error = draws.std(0, ddof=1) / np.sqrt(len(draws))
+    assert (np.abs(draws.mean(0) - exact) < 5 * error + 5e-3).all()
+
+
+def test_lowpass_expectation_is_the_projected_product(rng: np.random.Generator) -> None:
+    # A fixed basis is biased: the mean is g_y^T P x, not g_y^T x.
+    gy, _, x = layer(rng, 64, 3, 4)
+    config = HotConfig.recipe("paper", gw_scale="channel", x_scale="channel")
+    draws = np.stack(
+        [
+            hotcore.backward_linear(gy, None, x, config=config, need="gw", key=Key(3, i)).gw
+            for i in range(2000)
+        ]
+    ).astype(np.float64)
+    left, right = (hotcore.hla(value, basis="lowpass").astype(np.float64) for value in (gy, x))
+    projected = left.T @ right / 16
+    error = draws.std(0, ddof=1) / np.sqrt(len(draws))
+    assert (np.abs(draws.mean(0) - projected) < 5 * error + 2e-3).all()
+    assert (np.abs(draws.mean(0) - gy.T @ x) > 20 * error).any()
+
+
+def test_full_equals_the_plain_product_within_bound(rng: np.random.Generator) -> None:
+    # accurate: |error of g_w| <= sum_l (s_g |x| + s_x |g| + s_g s_x), one step a value.
+    for tokens, outs, ins in ((197, 9, 13), (1, 5, 5), (1000, 3, 4)):
+        gy, _, x = layer(rng, tokens, outs, ins, "outliers")
+        got = hotcore.backward_linear(gy, None, x, config="accurate", need="gw").gw
+        g, v = np.abs(gy.astype(np.float64)), np.abs(x.astype(np.float64))
+        s_g, s_x = g.max(0) / 127, v.max(0) / 127
+        bound = (
+            s_g[:, None] * v.sum(0)[None]
+            + s_x[None] * g.sum(0)[:, None]
+            + tokens * s_g[:, None] * s_x[None]
+        )
+        exact = gy.astype(np.float64).T @ x
+        assert (np.abs(got - exact) <= bound).all()
+
+
+@pytest.mark.parametrize("gw_scale", ["channel", "tensor", "token"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_same_bits_on_every_path(rng: np.random.Generator, recipe: str, gw_scale: str) -> None:
+    config = HotConfig.recipe(recipe, gw_scale=gw_scale)
+    for dtype in FLOATS:
+        tokens, outs, ins = (int(rng.integers(1, 200)) for _ in range(3))
+        gy, w, x = (array(value, dtype) for value in layer(rng, tokens, outs, ins))
+        same_on_every_path(lambda x=x: hotcore.compress_activation(x, config, key=3))
+        saved = hotcore.compress_activation(x, config, key=3)
+        same_on_every_path(
+            lambda gy=gy, w=w, saved=saved: hotcore.backward_linear(gy, w, saved, need=ALL)
+        )
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_accumulates_on_request(rng: np.random.Generator, recipe: str, dtype: str) -> None:
+    gy, w, x = layer(rng, 33, 20, 18)
+    first = hotcore.backward_linear(gy, w, x, config=recipe, need=ALL)
+    if dtype == "bfloat16":
+        if torch is None:
+            pytest.skip("bfloat16 needs torch")
+        gy, w, x = map(torch.from_numpy, (gy, w, x))
+    before = [array(rng.standard_normal(value.shape), dtype) for value in first[1:]]
+    expected = [
+        rounded(widened(old) + new, dtype) for old, new in zip(before, first[1:], strict=True)
+    ]
+    got = hotcore.backward_linear(
+        gy, w, x, config=recipe, need=ALL, gw_out=before[0], gb_out=before[1], accumulate=True
+    )
+    assert got.gw is before[0] and got.gb is before[1]
+    equal_bits(widened(got.gx), first.gx)
+    for ours, theirs in zip(got[1:], expected, strict=True):
+        equal_bits(widened(ours), theirs)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_each_output_alone(rng: np.random.Generator, recipe: str) -> None:
+    gy, w, x = layer(rng, 50, 21, 35)
+    everything = hotcore.backward_linear(gy, w, x, config=recipe, need=ALL, key=4)
+    arguments = {"gx": (gy, w, None), "gw": (gy, None, x), "gb": (gy, None, None)}
+    for name, three in arguments.items():
+        got = hotcore.backward_linear(*three, config=recipe, need=name, key=4)
+        equal_bits(getattr(got, name), getattr(everything, name))
+        assert [value is None for value in got] == [other != name for other in ALL]
+    assert hotcore.backward_linear(gy, None, None, need=()) == (None, None, None)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_empty_sizes(rng: np.random.Generator, recipe: str) -> None:
+    for tokens, outs, ins in ((0, 6, 7), (5, 0, 7), (5, 6, 0), (0, 0, 0)):
+        gy, w, x = layer(rng, tokens, outs, ins)
+        got = hotcore.backward_linear(gy, w, x, config=recipe, need=ALL)
+        assert got.gx.shape == (tokens, ins) and not got.gx.any()
+        assert got.gw.shape == (outs, ins) and not got.gw.any()
+        assert got.gb.shape == (outs,)
+        assert not got.gb.any() or tokens
+        if torch is not None:
+            tensors = map(torch.from_numpy, (gy, w, x))
+            for ours, theirs in zip(
+                hotcore.backward_linear(*tensors, config=recipe, need=ALL), got, strict=True
+            ):
+                equal_bits(ours, theirs)
+    # Nothing to add: what is there stays.
+    gy, w, x = layer(rng, 0, 4, 3)
+    gw, gb = np.full((4, 3), 2, np.float32), np.full(4, 3, np.float32)
+    hotcore.backward_linear(
+        gy, w, x, config=recipe, need=("gw", "gb"), gw_out=gw, gb_out=gb, accumulate=True
+    )
+    assert (gw == 2).all() and (gb == 3).all()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_zero_inputs_give_zero(rng: np.random.Generator, recipe: str) -> None:
+    gy, w, x = layer(rng, 35, 18, 20)
+    for zeroed in range(3):
+        arrays = [value * (index != zeroed) for index, value in enumerate((gy, w, x))]
+        got = hotcore.backward_linear(*arrays, config=recipe)
+        if zeroed != 2:
+            assert not got.gx.any()
+        if zeroed != 1:
+            assert not got.gw.any()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_non_finite_values_show(rng: np.random.Generator, recipe: str, bad: float) -> None:
+    def run(gy: np.ndarray, w: np.ndarray, x: np.ndarray) -> hotcore.Gradients:
+        return hotcore.backward_linear(gy, w, x, config=recipe, need=ALL)
+
+    gy, w, x = layer(rng, 40, 20, 18)
+    gy[13, 7] = bad
+    got = run(gy, w, x)
+    assert not np.isfinite(got.gx[13]).any()
+    assert not np.isfinite(got.gw[7]).any()
+    assert not np.isfinite(got.gb[7]) and np.isfinite(np.delete(got.gb, 7)).all()
+
+    gy, w, x = layer(rng, 40, 20, 18)
+    w[4, 5] = bad
+    got = run(gy, w, x)
+    assert not np.isfinite(got.gx[:, 5]).any()
+    assert np.isfinite(got.gw).all() and np.isfinite(got.gb).all()
+
+    gy, w, x = layer(rng, 40, 20, 18)
+    x[22, 3] = bad
+    got = run(gy, w, x)
+    assert not np.isfinite(got.gw[:, 3]).any()
+    assert np.isfinite(got.gx).all() and np.isfinite(got.gb).all()
+
+
+def test_non_finite_values_stay_where_scales_are_not_shared(rng: np.random.Generator) -> None:
+    gy, w, x = layer(rng, 200, 20, 18)
+    gy[13, 7] = np.inf
+    x[22, 3] = np.nan
+    got = hotcore.backward_linear(gy, w, x, need=ALL)
+    assert np.isfinite(np.delete(got.gx, 13, 0)).all()
+    assert np.isfinite(np.delete(np.delete(got.gw, 7, 0), 3, 1)).all()
+
+
+def test_sketch_follows_the_saved_key(rng: np.random.Generator) -> None:
+    # Backward rounds with its own key, but must draw the subspaces of forward.
+    gy, _, x = layer(rng, 64, 6, 5)
+    saved = hotcore.compress_activation(x, "fast", key=KEY)
+    right = hotcore.backward_linear(gy, None, saved, need="gw", key=OTHER_KEY).gw
+    same = hotcore.backward_linear(gy, None, saved, need="gw").gw
+    assert np.linalg.norm(right - same) < 0.05 * np.linalg.norm(same)  # rounding alone
+    wrong = hotcore.backward_linear(
+        gy, None, dataclasses.replace(saved, key=OTHER_KEY), need="gw", key=OTHER_KEY
+    ).gw
+    assert np.linalg.norm(wrong - right) > 0.3 * np.linalg.norm(right)
+
+
+def test_saved_bytes() -> None:
+    x = np.ones((197 * 16, 768), np.float32)
+    bounds = {"default": 0.54, "int4": 0.54, "fast": 0.505, "paper": 0.505, "accurate": 1.01}
+    for recipe, bound in bounds.items():
+        saved = hotcore.compress_activation(x, recipe)
+        assert saved.nbytes / x.size <= bound, recipe
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_saved_codes_and_scales(rng: np.random.Generator, recipe: str) -> None:
+    x = data(rng, (100, 12), "outliers")
+    arrays = [x] if torch is None else [x, torch.from_numpy(x)]
+    for source in arrays:
+        saved = hotcore.compress_activation(source, recipe, key=KEY)
+        assert type(saved.data) is type(source)
+        layout = saved.layout
+        assert saved.nbytes == layout.bytes
+        codes, scales = numpy_of(saved.codes()), numpy_of(saved.scales())
+        if recipe in ("default", "int4"):
+            codes = hotcore.unpack_int4(codes)[:, :100]
+            back = codes * np.repeat(scales, 64, axis=1)[:, :100]
+        elif recipe == "accurate":
+            back = codes[:, :100] * scales[:, None]
+        else:
+            rows = hotcore.hla(x, basis="sketch" if recipe == "fast" else "lowpass", key=KEY)
+            np.testing.assert_allclose(
+                codes[:, : layout.k] * scales[:, None], rows.T, atol=1.001 * scales.max()
+            )
+            assert not codes[:, layout.k :].any()
+            continue
+        np.testing.assert_allclose(back, x.T, atol=1.001 * scales.max())
+
+
+def test_strided_and_many_dimensional(rng: np.random.Generator) -> None:
+    gy, w, x = layer(rng, 24, 18, 20)
+    expected = hotcore.backward_linear(gy, w, x, need=ALL)
+    deep = np.zeros((2, 3, 4, 25), np.float32)[..., :18]
+    deep[...] = gy.reshape(2, 3, 4, 18)
+    got = hotcore.backward_linear(
+        deep, np.asfortranarray(w), strided(x[None])[0].reshape(2, 3, 4, 20), need=ALL
+    )
+    assert got.gx.shape == (2, 3, 4, 20)
+    for ours, theirs in zip(got, expected, strict=True):
+        equal_bits(ours.reshape(theirs.shape), theirs)
+    got = hotcore.backward_linear(strided(gy), strided(w), strided(x), need=ALL)
+    for ours, theirs in zip(got, expected, strict=True):
+        equal_bits(ours, theirs)
+
+
+def test_outputs_are_written_whole_and_nothing_else(rng: np.random.Generator) -> None:
+    gy, w, x = layer(rng, 24, 18, 20)
+    expected = hotcore.backward_linear(gy, w, x, need=("gw", "gb"))
+    memory = poison((18, 30), "float32")
+    kept = memory.copy().view(np.uint32)
+    gb = poison((18,), "float32")
+    hotcore.backward_linear(gy, w, x, need=("gw", "gb"), gw_out=memory[:, 4:24], gb_out=gb)
+    equal_bits(np.ascontiguousarray(memory[:, 4:24]), expected.gw)
+    equal_bits(gb, expected.gb)
+    for margin in (slice(0, 4), slice(24, 30)):
+        np.testing.assert_array_equal(memory.view(np.uint32)[:, margin], kept[:, margin])
+
+
+@pytest.mark.parametrize("block", [1, 2, 4, 8, 16, 32, 64, 128, 256])
+def test_any_block_size(rng: np.random.Generator, block: int) -> None:
+    config = HotConfig.recipe("accurate", hadamard_block=block)
+    if 2 <= block <= 64:
+        config = dataclasses.replace(config, basis="lowpass", block=block, rank=block)
+    gy, w, x = layer(rng, 49, 67, 31)
+    got = hotcore.backward_linear(gy, w, x, config=config)
+    assert np.linalg.norm(got.gx - gy @ w) < 0.03 * np.linalg.norm(gy @ w)
+    assert np.linalg.norm(got.gw - gy.T @ x) < 0.03 * np.linalg.norm(gy.T @ x)
+
+
+def test_two_callers_share_a_context(rng: np.random.Generator) -> None:
+    a, b = layer(rng, 64, 33, 40), layer(rng, 70, 20, 50)
+    expected = [hotcore.backward_linear(*a).gw, hotcore.backward_linear(*b, config="fast").gw]
+    results: list[list[np.ndarray]] = [[], []]
+
+    def run(index: int, arrays: tuple[np.ndarray, ...], recipe: str) -> None:
+        for _ in range(30):
+            results[index].append(hotcore.backward_linear(*arrays, config=recipe).gw)
+
+    threads = [
+        threading.Thread(target=run, args=(0, a, "default")),
+        threading.Thread(target=run, args=(1, b, "fast")),
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for wanted, got in zip(expected, results, strict=True):
+        assert len(got) == 30
+        for one in got:
+            equal_bits(one, wanted)
+
+
+def test_key_and_config_of_the_saved_are_the_default(rng: np.random.Generator) -> None:
+    gy, w, x = layer(rng, 40, 20, 24)
+    saved = hotcore.compress_activation(x, "fast", key=KEY)
+    got = hotcore.backward_linear(gy, w, saved)
+    explicit = hotcore.backward_linear(gy, w, saved, config="fast", key=KEY)
+    direct = hotcore.backward_linear(gy, w, x, config="fast", key=KEY)
+    for one, two, three in zip(got, explicit, direct, strict=True):
+        if one is not None:
+            equal_bits(one, two)
+            equal_bits(one, three)
+
+
+def test_true_tiles_beat_flattened_tokens() -> None:
+    # Smooth images: low-pass rows of 4 x 4 tiles, the class token kept out, against runs of 16.
+    rng = np.random.default_rng(0)
+    y, x = np.meshgrid(np.arange(12), np.arange(12), indexing="ij")
+
+    def images(channels: int) -> np.ndarray:
+        waves = [
+            np.sin(rng.uniform(0, 0.7, 2) @ np.stack([y.ravel(), x.ravel()]) + rng.uniform(0, 6))
+            for _ in range(8 * channels)
+        ]
+        grids = np.stack(waves).reshape(8, channels, 144).transpose(0, 2, 1)
+        tokens = np.concatenate([rng.standard_normal((8, 1, channels)), grids], axis=1)
+        return tokens.reshape(-1, channels).astype(np.float32)
+
+    gy, x_tokens = images(10), images(12)
+    exact = gy.T @ x_tokens
+    tiles = HotConfig.recipe("paper", token_grid=(12, 12), prefix_tokens=1)
+    cosines = [
+        cosine(hotcore.backward_linear(gy, None, x_tokens, config=c, need="gw").gw, exact)
+        for c in (tiles, HotConfig.recipe("paper"))
+    ]
+    assert 1 - cosines[0] < 0.3 * (1 - cosines[1])

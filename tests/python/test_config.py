@@ -1,0 +1,187 @@
+"""HotConfig, its recipes, and keys."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+
+import hotcore
+import numpy as np
+import pytest
+from hotcore import HotConfig, Key
+from hotcore.config import RECIPES, as_config, as_key
+from hypothesis import given
+from hypothesis import strategies as st
+
+BAD_FIELDS = [
+    ("hadamard_block", 12, ValueError),
+    ("hadamard_block", 0, ValueError),
+    ("hadamard_block", 512, ValueError),
+    ("hadamard_block", 16.0, TypeError),
+    ("gx_bits", 5, ValueError),
+    ("gx_bits", "8", TypeError),
+    ("gx_bits", True, TypeError),
+    ("gx_scale", "column", ValueError),
+    ("weight_scale", "row", ValueError),
+    ("gx_rounding", "up", ValueError),
+    ("basis", "high", ValueError),
+    ("block", 1, ValueError),
+    ("block", 24, ValueError),
+    ("block", 128, ValueError),
+    ("gw_scale", "row", ValueError),
+    ("gw_rounding", None, ValueError),
+    ("storage", "fp8", ValueError),
+    ("x_scale", "row", ValueError),
+    ("x_rounding", 3, ValueError),
+    ("rows", (1, 2), ValueError),  # needs lowpass
+    ("token_grid", (0, 4), ValueError),
+    ("token_grid", (4,), TypeError),
+    ("prefix_tokens", -1, ValueError),
+    ("x_scale", "tensor", ValueError),  # needs storage int8
+]
+
+BAD_PAIRS = [
+    ("rank", dict(basis="lowpass", storage="int8", rank=0)),
+    ("rank", dict(basis="lowpass", storage="int8", rank=17)),
+    ("rank", dict(basis="sketch", storage="int8", rank=6)),
+    ("rank", dict(basis="sketch", storage="int8", rank=1)),
+    ("rank", dict(basis="sketch", storage="int8", rank=2, block=64)),
+    ("rows", dict(basis="lowpass", storage="int8", rows=(1, 1))),
+    ("rows", dict(basis="lowpass", storage="int8", rows=(16,))),
+    ("rows", dict(basis="lowpass", storage="int8", rows=())),
+    ("storage", dict(basis="sketch", rank=8)),
+    ("prefix_tokens", dict(basis="lowpass", storage="int8", rank=8, prefix_tokens=1)),
+]
+
+
+def test_default_is_the_default_recipe() -> None:
+    assert HotConfig() == HotConfig.recipe("default")
+    assert HotConfig().name == "default"
+
+
+def test_recipes_are_the_specs() -> None:
+    fields = ("gx_bits", "gx_scale", "weight_scale", "basis", "gw_scale", "storage", "x_scale")
+    expected = {
+        "default": (8, "row", "column", "full", "channel", "int4", "channel"),
+        "fast": (8, "row", "column", "sketch", "channel", "int8", "channel"),
+        "int4": (4, "row", "column", "full", "channel", "int4", "channel"),
+        "paper": (4, "tensor", "tensor", "lowpass", "tensor", "int8", "tensor"),
+        "accurate": (8, "row", "column", "full", "channel", "int8", "channel"),
+    }
+    assert set(RECIPES) == set(expected)
+    for name, values in expected.items():
+        config = HotConfig.recipe(name)
+        assert tuple(getattr(config, field) for field in fields) == values
+        assert config.name == name
+    for name in ("fast", "paper"):
+        assert HotConfig.recipe(name).rank == 8
+
+
+@pytest.mark.parametrize(("field", "value", "error"), BAD_FIELDS)
+def test_errors_name_the_field(field: str, value: object, error: type[Exception]) -> None:
+    with pytest.raises(error, match=rf"^{field}: "):
+        HotConfig(**{field: value})
+
+
+@pytest.mark.parametrize(("field", "changes"), BAD_PAIRS)
+def test_errors_of_fields_that_do_not_fit(field: str, changes: dict) -> None:
+    with pytest.raises(ValueError, match=rf"^{field}: "):
+        HotConfig(**changes)
+
+
+def test_overrides() -> None:
+    config = HotConfig.recipe("paper", gx_rounding="pseudo_stochastic", token_grid=[14, 14])
+    assert config.token_grid == (14, 14)
+    assert config.gx_rounding == "pseudo_stochastic"
+    assert config.name == "custom"
+    assert "basis='lowpass'" in repr(config) and "storage='int8'" in repr(config)
+    assert repr(HotConfig.recipe("fast")) == "HotConfig.recipe('fast')"
+    assert eval(repr(config)) == config
+    with pytest.raises(ValueError, match="recipe: 'best' is not one of 'default'"):
+        HotConfig.recipe("best")
+    with pytest.raises(ValueError, match="storage"):
+        HotConfig.recipe("fast", storage="int4")
+    with pytest.raises(TypeError):
+        HotConfig.recipe("fast", speed=1)
+
+
+def test_frozen_hashable_and_replaceable() -> None:
+    config = HotConfig()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.rank = 4  # type: ignore[misc]
+    assert len({config, HotConfig(), HotConfig.recipe("fast")}) == 2
+    assert dataclasses.replace(config, gx_bits=4) == HotConfig.recipe("int4")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_copies_and_json(name: str) -> None:
+    config = HotConfig.recipe(name)
+    assert config.spec is config.spec  # made once, and no obstacle to copies
+    for again in (
+        pickle.loads(pickle.dumps(config)),
+        copy.deepcopy(config),
+        copy.copy(config),
+        HotConfig.from_json(config.to_json()),
+    ):
+        assert again == config
+        assert again.spec is not None
+
+
+def test_json_of_everything() -> None:
+    config = HotConfig.recipe("paper", rows=(0, 3, 5), token_grid=(2, 8), prefix_tokens=2)
+    assert HotConfig.from_json(config.to_json()) == config
+    with pytest.raises(ValueError, match="no field 'speed'"):
+        HotConfig.from_json('{"speed": 1}')
+    with pytest.raises(ValueError, match="JSON object"):
+        HotConfig.from_json("[]")
+    with pytest.raises(ValueError, match="gx_bits"):
+        HotConfig.from_json('{"gx_bits": 2}')
+
+
+@given(
+    block=st.sampled_from([2, 4, 8, 16, 32, 64]),
+    basis=st.sampled_from(["lowpass", "sequency", "sketch"]),
+    rank=st.integers(0, 70),
+)
+def test_what_passes_here_passes_there(block: int, basis: str, rank: int) -> None:
+    # The checks of Python and of the library agree on every rank and block.
+    def here() -> bool:
+        try:
+            HotConfig(basis=basis, storage="int8", block=block, rank=rank)
+        except ValueError:
+            return False
+        return True
+
+    def there() -> bool:
+        try:
+            hotcore.hla(np.zeros((5, 2), np.float32), basis=basis, block=block, rank=rank)
+        except ValueError:
+            return False
+        return True
+
+    assert here() == there()
+
+
+def test_supported_for_every_recipe() -> None:
+    for name in RECIPES:
+        assert hotcore.supported(197, 64, 48, name) == (True, "")
+
+
+def test_as_config() -> None:
+    assert as_config("fast") == HotConfig.recipe("fast")
+    config = HotConfig(gx_bits=4)
+    assert as_config(config) is config
+    with pytest.raises(TypeError, match="config: "):
+        as_config(None)  # type: ignore[arg-type]
+
+
+def test_keys() -> None:
+    assert as_key(5) == Key(5, 0, 0) == as_key(Key(5)) == as_key(np.int64(5))
+    assert as_key((1, 2)) == Key(1, 2, 0)
+    for bad in (Key(-1), Key(1 << 64), Key(0, -1), Key(0, 1 << 64), Key(0, 0, 8192), Key(0, 0, -1)):
+        with pytest.raises(ValueError, match=r"key: (seed|offset|stream) = "):
+            as_key(bad)
+    for wrong in ("1", 1.5, None, (1, "2"), (1, 2, 3, 4)):
+        with pytest.raises(TypeError):
+            as_key(wrong)  # type: ignore[arg-type]

@@ -1,0 +1,459 @@
+"""Bad input: every case is a clear error that names the argument, and nothing is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import hotcore
+import numpy as np
+import pytest
+from hotcore import HotConfig, Key, _core
+from support import poison, torch
+
+
+class Case(NamedTuple):
+    """A call that has to fail, and what its message has to say."""
+
+    name: str
+    call: Callable[[], object]
+    says: str  # regular expression
+    error: type[Exception] = ValueError
+
+
+F = np.float32
+X = np.ones((32, 16), F)
+W = np.ones((24, 16), F)
+GY = np.ones((32, 24), F)
+Q = np.ones((4, 16), np.int8)
+P = np.ones((4, 8), np.uint8)
+ONE = np.ones(1, F)
+
+
+def swapped(values: np.ndarray) -> np.ndarray:
+    return values.astype(values.dtype.newbyteorder())
+
+
+def misaligned(values: np.ndarray) -> np.ndarray:
+    raw = np.zeros(values.nbytes + 1, np.uint8)
+    view = raw[1:].view(values.dtype).reshape(values.shape)
+    view[...] = values
+    return view
+
+
+def read_only(values: np.ndarray) -> np.ndarray:
+    values = values.copy()
+    values.flags.writeable = False
+    return values
+
+
+def field_view(values: np.ndarray) -> np.ndarray:
+    """Strides that are no multiple of the item."""
+    record = np.zeros(values.shape, np.dtype([("pad", np.uint8), ("x", values.dtype)]))
+    record["x"] = values
+    return record["x"]
+
+
+def overlapping() -> tuple[np.ndarray, np.ndarray]:
+    memory = np.zeros(40, F)
+    return memory[:32], memory[8:]
+
+
+def shared_elements() -> np.ndarray:
+    return np.lib.stride_tricks.as_strided(np.zeros(16, F), (4, 16), (0, 4))
+
+
+def saved(**changes: Any) -> hotcore.Saved:
+    kept = hotcore.compress_activation(X)
+    fields = dict(data=kept.data, tokens=32, in_features=16, config=kept.config, key=kept.key)
+    return hotcore.Saved(**{**fields, **changes})
+
+
+def back(**changes: Any) -> object:
+    arguments = {"gy": GY, "w": W, "saved_or_x": X, **changes}
+    return hotcore.backward_linear(**arguments)
+
+
+fwht, hla, quantize, dequantize = hotcore.fwht, hotcore.hla, hotcore.quantize, hotcore.dequantize
+gemm8, gemm4 = hotcore.gemm_int8, hotcore.gemm_int4
+
+# What every function that takes a float array refuses, whichever argument it is.
+FLOAT_ARGUMENTS: dict[str, tuple[str, Callable[[Any], object], np.ndarray]] = {
+    "fwht": ("x", lambda x: fwht(x), X),
+    "hla": ("x", lambda x: hla(x), X),
+    "quantize": ("x", lambda x: quantize(x), X),
+    "compress_activation": ("x", lambda x: hotcore.compress_activation(x), X),
+    "backward_linear gy": ("gy", lambda gy: back(gy=gy), GY),
+    "backward_linear w": ("w", lambda w: back(w=w), W),
+    "backward_linear x": ("saved_or_x", lambda x: back(saved_or_x=x), X),
+}
+
+
+@pytest.mark.parametrize("which", FLOAT_ARGUMENTS)
+def test_every_float_argument(which: str) -> None:
+    name, call, good = FLOAT_ARGUMENTS[which]
+    call(good)  # the case is about the argument alone
+    for bad, says in (
+        (good.astype(np.float64), "float64.*float32, float16 or bfloat16"),
+        (good.astype(np.int32), "int32.*float32"),
+        (good.astype(np.complex64), "complex64"),
+        (good.astype(bool), "bool"),
+        (swapped(good), "byte-swapped dtype >f4"),
+        (misaligned(good), "aligned"),
+        (field_view(good), "aligned"),
+        (np.ma.masked_array(good, good > 0), "masked"),
+    ):
+        with pytest.raises(ValueError, match=f"{name}: .*{says}"):
+            call(bad)
+    for bad in (None, 1.0, good.tolist(), "x", object(), np.float32(1), good.tobytes()):
+        with pytest.raises(TypeError, match=rf"{name}: expected"):
+            call(bad)
+    if torch is not None:
+        for bad, error, says in (
+            (torch.from_numpy(good).double(), ValueError, "float64"),
+            (torch.from_numpy(good).to_sparse(), ValueError, "layout"),
+            (torch.from_numpy(good).requires_grad_(), ValueError, "requires grad"),
+            (torch.from_numpy(good).to("meta"), NotImplementedError, "device meta"),
+            (torch.imag(torch.from_numpy(good * 1j).conj()), ValueError, "negated"),
+        ):
+            with pytest.raises(error, match=f"{name}: .*{says}"):
+                call(bad)
+
+
+class Elsewhere:
+    """An array on a device that is not the CPU."""
+
+    def __dlpack__(self, **options: object) -> object:
+        raise AssertionError("never asked")
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (8, 0)
+
+
+OVERLAP = overlapping()
+
+CASES: dict[str, list[Case]] = {
+    "fwht": [
+        Case("axis", lambda: fwht(X, axis=2), "fwht: axis is 2; expected -2 to 1"),
+        Case("negative axis", lambda: fwht(X, axis=-3), "axis is -3"),
+        Case("block not a power of two", lambda: fwht(X, block=12), "block is 12.*power of two"),
+        Case("block 0", lambda: fwht(X, block=0), "block is 0"),
+        Case("block too large", lambda: fwht(X, block=65536), "block is 65536.*32768"),
+        Case("length", lambda: fwht(X[:, :15]), "x has 15 elements.*multiple of block = 16"),
+        Case("rank 0", lambda: fwht(np.array(1, F)), "x has 0 dimensions; expected 1 to 4"),
+        Case("rank 5", lambda: fwht(np.ones((1, 1, 1, 1, 16), F)), "x: 5 dimensions"),
+        Case("other device", lambda: fwht(Elsewhere()), "x: off the CPU", NotImplementedError),
+        Case("out shape", lambda: fwht(X, out=np.ones((16, 32), F)), "out has shape.*that of x"),
+        Case("out dtype", lambda: fwht(X, out=X.astype(np.float64)), "out: dtype float64"),
+        Case("out int8", lambda: fwht(X, out=X.astype(np.int8)), "out: dtype int8"),
+        Case("out read-only", lambda: fwht(X, out=read_only(X)), "out: the array is read-only"),
+        Case("out swapped", lambda: fwht(X, out=swapped(X)), "out: byte-swapped"),
+        Case("out overlaps", lambda: fwht(OVERLAP[0], out=OVERLAP[1]), "out overlaps x"),
+        Case("out no array", lambda: fwht(X, out=[0.0] * 16), "out: expected an array", TypeError),
+        Case("out shares elements", lambda: fwht(X[:4], out=shared_elements()), "out has strides"),
+    ],
+    "hla": [
+        Case("hla rank 1 array", lambda: hla(X[0]), r"x: shape \(16,\); expected 2 dimensions"),
+        Case("hla rank 0", lambda: hla(X, basis="lowpass", rank=0), "rank is 0.*1 to block"),
+        Case("hla rank 17", lambda: hla(X, basis="lowpass", rank=17), "rank is 17"),
+        Case("sketch rank 1", lambda: hla(X, rank=1), "rank is 1.*sketch"),
+        Case("sketch rank 6", lambda: hla(X, rank=6), "rank is 6.*sketch"),
+        Case("sketch folds", lambda: hla(X, rank=2, block=64), "rank is 2.*sketch"),
+        Case("hla basis", lambda: hla(X, basis="high"), "basis: 'high' is not one of 'full'"),
+        Case("hla side", lambda: hla(X, side="left"), "side: 'left' is not one of"),
+        Case("hla block", lambda: hla(X, block=128), "block is 128.*2 to 64"),
+        Case("hla block 12", lambda: hla(X, block=12), "block is 12"),
+        Case("hla rows twice", lambda: hla(X, basis="lowpass", rows=[1, 1]), "rows holds 1 twice"),
+        Case("hla rows range", lambda: hla(X, basis="lowpass", rows=[16]), r"rows\[0\] is 16"),
+        Case("hla rows empty", lambda: hla(X, basis="lowpass", rows=[]), "rows: "),
+        Case("hla rows sketch", lambda: hla(X, rows=[1]), "rows was given with basis sketch"),
+        Case("hla grid", lambda: hla(X, token_grid=(5, 5)), "32 tokens.*multiple of.*25"),
+        Case("hla grid 0", lambda: hla(X, token_grid=(0, 5)), "token_grid is"),
+        Case("hla prefix", lambda: hla(X, prefix_tokens=1), "prefix_tokens is 1"),
+        Case(
+            "hla out", lambda: hla(X, out=np.ones((15, 16), F)), r"out has shape \(15, 16\).*16, 16"
+        ),
+        Case("hla key", lambda: hla(X, key=-1), "key: seed = -1"),
+        Case("hla key seed", lambda: hla(X, key=1 << 64), "key: seed"),
+        Case("hla key stream", lambda: hla(X, key=Key(0, 0, 8192)), "key: stream = 8192"),
+        Case("hla key type", lambda: hla(X, key=1.5), "key: expected", TypeError),
+    ],
+    "quantize": [
+        Case("bits", lambda: quantize(X, bits=5), "bits is 5; expected 4 or 8"),
+        Case("quantize rank", lambda: quantize(X[None]), "x: shape .*2 dimensions"),
+        Case("scale", lambda: quantize(X, scale="token"), "scale: 'token' is not one of"),
+        Case("rounding", lambda: quantize(X, rounding="up"), "rounding: 'up' is not one of"),
+        Case("packed 8 bits", lambda: quantize(X, packed=True), "packed: "),
+    ],
+    "dequantize": [
+        Case("dequantize q", lambda: dequantize(X, ONE), "q: dtype float32; expected int8"),
+        Case("dequantize packed", lambda: dequantize(Q, ONE, packed=True), "q: dtype int8.*uint8"),
+        Case("dequantize scale", lambda: dequantize(Q, np.ones(3, F)), "scale has shape.*4"),
+        Case("scale float64", lambda: dequantize(Q, np.ones(4)), "scale: dtype float64"),
+        Case(
+            "granularity",
+            lambda: dequantize(Q, np.ones(4, F), granularity="channel"),
+            "granularity: 'channel'",
+        ),
+        Case("dtype", lambda: dequantize(Q, np.ones(4, F), dtype="int8"), "dtype: 'int8'"),
+        Case("dtype double", lambda: dequantize(Q, np.ones(4, F), dtype=np.float64), "dtype: "),
+        Case("numpy bf16", lambda: dequantize(Q, np.ones(4, F), dtype="bfloat16"), "no bfloat16"),
+        Case(
+            "columns", lambda: dequantize(P, np.ones(4, F), packed=True, columns=14), "columns: 14"
+        ),
+    ],
+    "pack_int4": [
+        Case("pack float", lambda: hotcore.pack_int4(X), "q: dtype float32; expected int8"),
+        Case("pack uint8", lambda: hotcore.pack_int4(P), "q: dtype uint8"),
+        Case("pack rank", lambda: hotcore.pack_int4(Q[0]), "q: shape"),
+        Case("pack stride", lambda: hotcore.pack_int4(Q[:, ::2]), "q has stride 2.*contiguous"),
+    ],
+    "unpack_int4": [
+        Case("unpack int8", lambda: hotcore.unpack_int4(Q), "packed: dtype int8; expected uint8"),
+        Case("unpack columns", lambda: hotcore.unpack_int4(P, 17), "columns: 17"),
+        Case("unpack negative", lambda: hotcore.unpack_int4(P, -1), "columns: -1"),
+        Case("unpack stride", lambda: hotcore.unpack_int4(P[:, ::2]), "packed has stride 2"),
+    ],
+    "gemm_int8": [
+        Case("gemm float", lambda: gemm8(X, Q), "a: dtype float32; expected int8"),
+        Case("gemm b float", lambda: gemm8(Q, X), "b: dtype float32"),
+        Case("gemm uint8", lambda: gemm8(P, P), "a: dtype uint8"),
+        Case("gemm rank", lambda: gemm8(Q[0], Q), "a: shape"),
+        Case(
+            "gemm shapes",
+            lambda: gemm8(Q, Q[:, :15]),
+            r"b has shape \(4, 15\); expected \(\*, 16\)",
+        ),
+        Case("gemm stride", lambda: gemm8(Q.T, Q[:, :4]), "a has stride"),
+        Case("gemm one scale", lambda: gemm8(Q, Q, ONE), "b_scale: missing"),
+        Case("gemm a_scale", lambda: gemm8(Q, Q, np.ones(3, F), ONE), r"a_scale has shape \(3,\)"),
+        Case(
+            "gemm b_scale", lambda: gemm8(Q, Q, ONE, np.ones((4, 1), F)), "b_scale has 2 dimensions"
+        ),
+        Case("gemm scale dtype", lambda: gemm8(Q, Q, np.ones(1), ONE), "a_scale: dtype float64"),
+        Case("gemm divisor", lambda: gemm8(Q, Q, ONE, ONE, divisor=3), "divisor is 3"),
+        Case("gemm divisor 0", lambda: gemm8(Q, Q, ONE, ONE, divisor=0), "divisor is 0"),
+        Case(
+            "gemm out_dtype", lambda: gemm8(Q, Q, ONE, ONE, out_dtype="int32"), "out_dtype: 'int32'"
+        ),
+        Case("gemm out shape", lambda: gemm8(Q, Q, ONE, ONE, out=ONE[None]), "out has shape"),
+        Case("gemm out int", lambda: gemm8(Q, Q, ONE, ONE, out=np.ones((4, 4), np.int32)), "out: "),
+        Case("gemm bare float", lambda: gemm8(Q, Q, out=np.ones((4, 4), F)), "out: .*int32"),
+        Case("gemm accumulate", lambda: gemm8(Q, Q, ONE, ONE, accumulate=True), "accumulate: "),
+        Case("gemm bare divisor", lambda: gemm8(Q, Q, divisor=2), "divisor 1"),
+    ],
+    "gemm_int4": [
+        Case("int4 k", lambda: gemm4(P, P, k=18), "k is 18; expected 16"),
+        Case("int4 huge k", lambda: gemm4(P, P, k=10**15), "k is 1000000000000000"),
+        Case("int4 negative k", lambda: gemm4(P, P, k=-2), "k"),
+        Case("int4 int8", lambda: gemm4(Q, Q), "a: dtype int8; expected uint8"),
+        Case("int4 shapes", lambda: gemm4(P, P[:, :7]), "b has shape"),
+    ],
+    "compress_activation": [
+        Case("compress rank", lambda: hotcore.compress_activation(X[0]), "x: shape .*2 or more"),
+        Case(
+            "compress rank 5",
+            lambda: hotcore.compress_activation(X[None, None, None]),
+            "x: 5 dimensions",
+        ),
+        Case(
+            "compress leading",
+            lambda: hotcore.compress_activation(np.ones((4, 9, 16), F)[:, ::2]),
+            "x of shape .*collapse",
+        ),
+        Case(
+            "compress grid",
+            lambda: hotcore.compress_activation(
+                X, HotConfig.recipe("paper", token_grid=(7, 7), prefix_tokens=1)
+            ),
+            "32 tokens.*50",
+        ),
+        Case("compress config", lambda: hotcore.compress_activation(X, 8), "config: ", TypeError),
+        Case("recipe", lambda: hotcore.compress_activation(X, "best"), "recipe: 'best'"),
+    ],
+    "backward_linear": [
+        Case("need", lambda: back(need=("gx", "gz")), "need: 'gz'"),
+        Case("w shape", lambda: back(w=W[:23]), r"w: shape \(23, 16\); gy has 24"),
+        Case("w against x", lambda: back(w=W[:, :15]), "w: shape .*x has 16 in features"),
+        Case("w rank", lambda: back(w=W[0]), "w: shape"),
+        Case("no w", lambda: back(w=None), "w: expected an array", TypeError),
+        Case("no x", lambda: back(saved_or_x=None), "saved_or_x: ", TypeError),
+        Case("tokens", lambda: back(saved_or_x=X[:31]), "saved_or_x: 31 tokens; gy has 32"),
+        Case("gy rank", lambda: back(gy=GY[0]), "gy: shape"),
+        Case(
+            "gy leading", lambda: back(gy=np.ones((8, 5, 24), F)[:, :4]), "gy of shape .*collapse"
+        ),
+        Case(
+            "other config", lambda: back(saved_or_x=saved(), config="fast"), "config: .*made with"
+        ),
+        Case(
+            "saved bytes",
+            lambda: back(saved_or_x=saved(data=np.zeros(10, np.uint8))),
+            "saved has 10 bytes; expected",
+        ),
+        Case(
+            "saved dtype", lambda: back(saved_or_x=saved(data=X)), r"saved_or_x.data: dtype float32"
+        ),
+        Case(
+            "saved alignment",
+            lambda: back(saved_or_x=saved(data=np.zeros(saved().nbytes + 17, np.uint8)[1:-16])),
+            "saved is not aligned to 16 bytes",
+        ),
+        Case(
+            "saved strides",
+            lambda: back(saved_or_x=saved(data=np.zeros(2 * saved().nbytes, np.uint8)[::2])),
+            "saved: expected a contiguous uint8 vector",
+        ),
+        Case("out_dtype", lambda: back(out_dtype="int8"), "out_dtype: 'int8'"),
+        Case("accumulate", lambda: back(accumulate=True), "accumulate: there is no gw_out"),
+        Case("gw_out shape", lambda: back(gw_out=np.ones((16, 24), F)), "gw has shape"),
+        Case("gw_out dtype", lambda: back(gw_out=np.ones((24, 16))), "gw_out: dtype float64"),
+        Case(
+            "gw_out read-only", lambda: back(gw_out=read_only(W)), "gw_out: the array is read-only"
+        ),
+        Case("gw_out is w", lambda: back(gw_out=W), "gw overlaps w"),
+        Case("gw_out is gy", lambda: back(gw_out=GY[:24, :16]), "gw overlaps gy"),
+        Case(
+            "gb_out shape", lambda: back(need="gb", gb_out=np.ones(23, F)), r"gb has shape \(23,\)"
+        ),
+    ],
+    "supported": [
+        Case("device", lambda: hotcore.supported(1, 1, 1, device="tpu"), "device: 'tpu'"),
+    ],
+}
+
+
+def check(table: str) -> None:
+    """Every case of a table fails as it says."""
+    for case in CASES[table]:
+        with pytest.raises(case.error, match=case.says) as caught:
+            case.call()
+        assert type(caught.value) is case.error, case.name
+
+
+def test_fwht() -> None:
+    check("fwht")
+
+
+def test_hla() -> None:
+    check("hla")
+
+
+def test_quantize() -> None:
+    check("quantize")
+
+
+def test_dequantize() -> None:
+    check("dequantize")
+
+
+def test_pack_int4() -> None:
+    check("pack_int4")
+
+
+def test_unpack_int4() -> None:
+    check("unpack_int4")
+
+
+def test_gemm_int8() -> None:
+    check("gemm_int8")
+
+
+def test_gemm_int4() -> None:
+    check("gemm_int4")
+
+
+def test_compress_activation() -> None:
+    check("compress_activation")
+
+
+def test_backward_linear() -> None:
+    check("backward_linear")
+
+
+def test_overlapping_output() -> None:
+    x, out = overlapping()
+    with pytest.raises(ValueError, match="out overlaps x"):
+        fwht(x, out=out)
+    memory = np.zeros((32, 40), F)
+    with pytest.raises(ValueError, match="out overlaps x"):
+        hla(memory[:, :16], out=memory[:16, 8:24])
+    hla(memory[:, :16], out=memory[:16, 16:32])  # beside each other in the rows of one matrix
+    gw = np.ones(24 * 16 + 24, F)
+    with pytest.raises(ValueError, match="gb overlaps gw"):
+        back(need=("gw", "gb"), gw_out=gw[: 24 * 16].reshape(24, 16), gb_out=gw[-48:-24])
+
+
+def test_nothing_is_written_before_the_error() -> None:
+    out = poison((4, 4), "float32")
+    before = out.copy().view(np.uint32)
+    for bad in (dict(divisor=3), dict(a=Q[:, :8]), dict(b_scale=np.ones(3, F))):
+        arguments = {"a": Q, "b": Q, "a_scale": ONE, "b_scale": ONE, "out": out, **bad}
+        with pytest.raises(ValueError):
+            gemm8(**arguments)
+        np.testing.assert_array_equal(out.view(np.uint32), before)
+
+
+def test_wrong_output_is_never_copied() -> None:
+    # nanobind converts by default: it would fill a copy and drop it.
+    context = _core.CoreContext(1)
+    out = np.full(16, -1.0)
+    with pytest.raises(ValueError, match="out: dtype float64"):
+        _core.fwht(context, X[0], -1, 16, out)
+    assert (out == -1).all()
+    for bad in (read_only(X[0]), [0.0] * 16, None):
+        with pytest.raises(TypeError):
+            _core.fwht(context, X[0], -1, 16, bad)
+
+
+def test_too_small_workspace() -> None:
+    # Python has its own scratch on the CPU; a caller of _core may bring some.
+    context = _core.CoreContext(1)
+    kept = hotcore.compress_activation(X)
+    gx = np.empty((32, 16), F)
+    size = _core.backward_linear_workspace(context, 32, 24, 16, kept.config.spec, True, False)
+    key = (0, 0, 0)
+    arguments = (context, GY, W, None, 32, 16, key, kept.config.spec, key, gx, None, None, False)
+    with pytest.raises(RuntimeError, match=f"workspace has {size - 1} bytes; expected {size}"):
+        _core.backward_linear(*arguments, np.empty(size - 1, np.uint8))
+    with pytest.raises(ValueError, match="workspace: expected a contiguous uint8 vector"):
+        _core.backward_linear(*arguments, np.empty(size, np.float32))
+    _core.backward_linear(*arguments, np.empty(size, np.uint8))
+    np.testing.assert_array_equal(gx, hotcore.backward_linear(GY, W, None, need="gx").gx)
+
+
+@pytest.mark.skipif(_core.built_with_cuda(), reason="built with CUDA")
+def test_missing_backends() -> None:
+    with pytest.raises(NotImplementedError, match="no CUDA backend"):
+        _core.CoreContext(device=0)
+    ok, why = hotcore.supported(32, 24, 16, device="cuda:0")
+    assert not ok and "no CUDA backend" in why
+
+
+@pytest.mark.skipif(torch is None, reason="torch is not installed")
+def test_kinds_are_not_mixed_in_outputs() -> None:
+    with pytest.raises(ValueError, match="out: a torch array; x is a numpy array"):
+        fwht(X, out=torch.ones(32, 16))
+    with pytest.raises(ValueError, match="out: a numpy array; x is a torch array"):
+        fwht(torch.ones(32, 16), out=X)
+
+
+def test_supported() -> None:
+    check("supported")
+    assert hotcore.supported(197, 768, 768) == (True, "")
+    paper = HotConfig.recipe("paper", token_grid=(14, 14), prefix_tokens=1)
+    assert hotcore.supported(2 * 197, 768, 768, paper) == (True, "")
+    ok, why = hotcore.supported(198, 768, 768, paper)
+    assert not ok and "198" in why and "197" in why
+    ok, why = hotcore.supported(-1, 768, 768)
+    assert not ok and "negative" in why
+
+
+def test_every_dtype_is_checked_in_the_extension() -> None:
+    context = _core.CoreContext(1)
+    for dtype in (np.float64, np.int64, np.int16, np.uint16, np.bool_, np.complex64):
+        x = np.ones(16, dtype)
+        with pytest.raises(ValueError, match=f"x: dtype {np.dtype(dtype).name}"):
+            _core.fwht(context, x, -1, 16, np.empty(16, F))
+    with pytest.raises(ValueError, match="x is int8; expected float32"):
+        _core.fwht(context, np.ones(16, np.int8), -1, 16, np.empty(16, F))

@@ -1,0 +1,268 @@
+"""Stage gemm: exact sums, and the dequantisation to the bit."""
+
+from __future__ import annotations
+
+import hotcore
+import numpy as np
+import pytest
+from hotcore import reference
+from hypothesis import given
+from hypothesis import strategies as st
+from support import (
+    FLOATS,
+    SIZES,
+    array,
+    equal_bits,
+    from_bits,
+    golden,
+    isas,
+    numpy_of,
+    poison,
+    running,
+    same_on_every_path,
+    torch,
+    widened,
+)
+
+SAFE_K = 133_143
+
+
+def codes(rng: np.random.Generator, rows: int, k: int, bits: int = 8) -> np.ndarray:
+    limit = 127 if bits == 8 else 7
+    return rng.integers(-limit, limit + 1, (rows, k), dtype=np.int8)
+
+
+def exact(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return a.astype(np.int64) @ b.astype(np.int64).T
+
+
+def scaled(
+    acc: np.ndarray, a_scale: np.ndarray, b_scale: np.ndarray, divisor: int = 1
+) -> np.ndarray:
+    """docs/numerics.md, "Integer GEMM and dequantisation", to the letter."""
+    first = acc.astype(np.float32) * b_scale[None, :]
+    return first * (a_scale / np.float32(divisor))[:, None]
+
+
+@pytest.mark.parametrize("name", golden("gemm"))
+def test_golden(name: str) -> None:
+    case = golden("gemm")[name]
+    call, given_k = (
+        (hotcore.gemm_int4, {"k": case["k"]}) if "k" in case else (hotcore.gemm_int8, {})
+    )
+    equal_bits(call(case["a"], case["b"], **given_k), case["sums"])
+    if "out" not in case:
+        return
+    expected = from_bits(case["out"])
+    operands = [case[part] for part in ("a", "b", "a_scale", "b_scale")]
+    if not isinstance(expected, np.ndarray):
+        operands = [torch.from_numpy(value) for value in operands]
+    options = dict(given_k, divisor=case["divisor"], out_dtype=expected.dtype)
+    if "c" in case:
+        options.update(out=from_bits(case["c"].copy()), accumulate=True)
+    equal_bits(call(*operands, **options), expected)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_int32_sums_are_exact(rng: np.random.Generator, bits: int) -> None:
+    for m in (0, 1, 7, 64):
+        for n in (0, 1, 5, 33, 48):
+            for k in SIZES:
+                a, b = codes(rng, m, k, bits), codes(rng, n, k, bits)
+                if bits == 8:
+                    got = hotcore.gemm_int8(a, b)
+                else:
+                    got = hotcore.gemm_int4(hotcore.pack_int4(a), hotcore.pack_int4(b), k=k)
+                assert got.dtype == np.int32
+                assert got.shape == (m, n)
+                np.testing.assert_array_equal(got, exact(a, b), f"{m} {n} {k}")
+
+
+@given(
+    m=st.integers(0, 70),
+    n=st.integers(0, 70),
+    k=st.integers(0, 300),
+    bits=st.sampled_from([4, 8]),
+    divisor=st.sampled_from([1, 2, 16, 64]),
+    a_one=st.booleans(),
+    b_one=st.booleans(),
+    dtype=st.sampled_from(["float32", "float16"]),
+    accumulate=st.booleans(),
+    seed=st.integers(0, 2**32),
+)
+def test_dequantises_in_the_stated_order(
+    m: int,
+    n: int,
+    k: int,
+    bits: int,
+    divisor: int,
+    a_one: bool,
+    b_one: bool,
+    dtype: str,
+    accumulate: bool,
+    seed: int,
+) -> None:
+    rng = np.random.default_rng(seed)
+    a, b = codes(rng, m, k, bits), codes(rng, n, k, bits)
+    a_scale = np.exp(rng.standard_normal(1 if a_one else m)).astype(np.float32) / 64
+    b_scale = np.exp(rng.standard_normal(1 if b_one else n)).astype(np.float32) / 64
+    before = rng.standard_normal((m, n)).astype(dtype)
+    wide = scaled(
+        exact(a, b), np.broadcast_to(a_scale, (m,)), np.broadcast_to(b_scale, (n,)), divisor
+    )
+    expected = (before.astype(np.float32) + wide if accumulate else wide).astype(dtype)
+    out = before.copy() if accumulate else None
+    options = dict(divisor=divisor, out_dtype=dtype, out=out, accumulate=accumulate)
+    if bits == 8:
+        got = hotcore.gemm_int8(a, b, a_scale, b_scale, **options)
+        model = reference.gemm_int8(a, b, a_scale, b_scale, divisor=divisor)
+    else:
+        pa, pb = hotcore.pack_int4(a), hotcore.pack_int4(b)
+        got = hotcore.gemm_int4(pa, pb, a_scale, b_scale, k=k, **options)
+        model = reference.gemm_int4(pa, pb, a_scale, b_scale, k=k, divisor=divisor)
+    equal_bits(got, expected)
+    equal_bits(wide, model)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_half_outputs(rng: np.random.Generator, dtype: str) -> None:
+    a, b = codes(rng, 9, 40), codes(rng, 21, 40)
+    sa, sb = (np.exp(rng.standard_normal(n)).astype(np.float32) / 99 for n in (9, 21))
+    wide = hotcore.gemm_int8(a, b, sa, sb)
+    if dtype == "bfloat16":
+        if torch is None:
+            pytest.skip("bfloat16 needs torch")
+        operands = [torch.from_numpy(value) for value in (a, b, sa, sb)]
+    else:
+        operands = [a, b, sa, sb]
+    equal_bits(
+        widened(hotcore.gemm_int8(*operands, out_dtype=dtype)), widened(array(wide, dtype)), dtype
+    )
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_accumulates(rng: np.random.Generator, dtype: str) -> None:
+    a, b = codes(rng, 5, 32), codes(rng, 18, 32)
+    sa, sb = np.full(1, 0.01, np.float32), np.full(1, 0.02, np.float32)
+    wide = hotcore.gemm_int8(a, b, sa, sb, divisor=16)
+    if dtype == "bfloat16":
+        if torch is None:
+            pytest.skip("bfloat16 needs torch")
+        operands = [torch.from_numpy(value) for value in (a, b, sa, sb)]
+    else:
+        operands = [a, b, sa, sb]
+    before = array(rng.standard_normal((5, 18)).astype(np.float32), dtype)
+    expected = widened(array(widened(before) + wide, dtype))
+    got = hotcore.gemm_int8(*operands, divisor=16, out=before, accumulate=True)
+    assert got is before
+    equal_bits(widened(got), expected)
+
+
+def test_longest_int32_contraction() -> None:
+    a = np.full((2, SAFE_K), 127, np.int8)
+    b = np.stack([a[0], -a[0]])
+    assert hotcore.gemm_int8(a, b).tolist() == [[127 * 127 * SAFE_K, -127 * 127 * SAFE_K]] * 2
+    longer = np.full((1, SAFE_K + 1), 127, np.int8)
+    with pytest.raises(ValueError, match="133144.*133143"):
+        hotcore.gemm_int8(longer, longer)
+
+
+@pytest.mark.parametrize("k", [SAFE_K + 1, 200_003, 400_001])
+@pytest.mark.parametrize("isa", isas())
+def test_contraction_beyond_int32(k: int, isa: str) -> None:
+    a = np.full((1, k), 127, np.int8)
+    b = np.stack([a[0], np.where(np.arange(k) % 2, -126, 127).astype(np.int8), -a[0]])
+    one = np.ones(1, np.float32)
+    with running(1, isa):
+        got = hotcore.gemm_int8(a, b, one, one)
+    np.testing.assert_array_equal(got, exact(a, b).astype(np.float32))
+
+
+@pytest.mark.parametrize("isa", isas())
+def test_every_code_is_multiplied_right(isa: str) -> None:
+    # -128 never comes out of quantize, but a caller may pass it; saturating arithmetic would show.
+    every = np.arange(-128, 128, dtype=np.int64).astype(np.int8)[:, None]
+    with running(0, isa):
+        np.testing.assert_array_equal(hotcore.gemm_int8(every, every), exact(every, every))
+        a = np.full((3, 64), -128, np.int8)
+        b = np.tile(every.T, (4, 1))[:, :64]
+        np.testing.assert_array_equal(hotcore.gemm_int8(a, b), exact(a, b))
+        np.testing.assert_array_equal(hotcore.gemm_int8(b, a), exact(b, a))
+
+
+def test_strided_output(rng: np.random.Generator) -> None:
+    a, b = codes(rng, 6, 33), codes(rng, 5, 33)
+    one = np.ones(1, np.float32)
+    turned = poison((5, 6), "float32").T
+    hotcore.gemm_int8(a, b, one, one, out=turned)
+    equal_bits(turned, hotcore.gemm_int8(a, b, one, one))
+
+
+@pytest.mark.parametrize("k", [0, 1, 2, 31, 32, 101])
+def test_int4_equals_int8(rng: np.random.Generator, k: int) -> None:
+    a, b = codes(rng, 17, k, 4), codes(rng, 40, k, 4)
+    sa, sb = (rng.standard_normal(n).astype(np.float32) for n in (17, 40))
+    packed = hotcore.pack_int4(a), hotcore.pack_int4(b)
+    equal_bits(
+        hotcore.gemm_int4(*packed, sa, sb, k=k, divisor=4),
+        hotcore.gemm_int8(a, b, sa, sb, divisor=4),
+    )
+
+
+def test_rows_with_gaps(rng: np.random.Generator) -> None:
+    a, b = codes(rng, 12, 90), codes(rng, 10, 100)
+    views = a[::2, 5:70], b[::-1, 11:76]
+    np.testing.assert_array_equal(hotcore.gemm_int8(*views), exact(*views))
+    out = np.zeros((6, 30), np.float32)
+    one = np.ones(1, np.float32)
+    hotcore.gemm_int8(*views, one, one, out=out[:, 7:17])
+    np.testing.assert_array_equal(out[:, 7:17], exact(*views))
+    assert not out[:, :7].any() and not out[:, 17:].any()
+
+
+def test_nan_scales_show(rng: np.random.Generator) -> None:
+    a, b = codes(rng, 3, 16), codes(rng, 4, 16)
+    sa = np.array([1, np.nan, 1], np.float32)
+    sb = np.array([1, 1, 1, np.nan], np.float32)
+    got = np.isnan(hotcore.gemm_int8(a, b, sa, sb))
+    assert got[1].all() and got[:, 3].all() and got.sum() == 6
+    # Even where the codes are all zero.
+    assert np.isnan(hotcore.gemm_int8(a * 0, b, sa, sb)).sum() == 6
+
+
+def test_no_contraction_gives_zeros() -> None:
+    a, b = np.empty((3, 0), np.int8), np.empty((5, 0), np.int8)
+    one = np.ones(1, np.float32)
+    out = poison((3, 5), "float32")
+    assert not hotcore.gemm_int8(a, b, one, one, out=out).any()
+    assert not hotcore.gemm_int8(a, b).any()
+    out[:] = 4
+    assert (hotcore.gemm_int8(a, b, one, one, out=out, accumulate=True) == 4).all()
+
+
+def test_int4_odd_contraction_ignores_the_last_nibble(rng: np.random.Generator) -> None:
+    a, b = codes(rng, 4, 7, 4), codes(rng, 6, 7, 4)
+    pa, pb = hotcore.pack_int4(a), hotcore.pack_int4(b)
+    pa[:, -1] |= 0x50
+    np.testing.assert_array_equal(hotcore.gemm_int4(pa, pb, k=7), exact(a, b))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_same_bits_on_every_path(rng: np.random.Generator, dtype: str) -> None:
+    a, b = codes(rng, 65, 250), codes(rng, 131, 250)
+    sa, sb = (np.exp(rng.standard_normal(n)).astype(np.float32) / 999 for n in (65, 131))
+    same_on_every_path(lambda: hotcore.gemm_int8(a, b, sa, sb, divisor=16, out_dtype=dtype))
+    same_on_every_path(lambda: hotcore.gemm_int8(a, b))
+    pa, pb = hotcore.pack_int4(a & 7), hotcore.pack_int4(b & 7)
+    same_on_every_path(lambda: hotcore.gemm_int4(pa, pb, sa, sb))
+
+
+def test_scales_are_vectors_of_one_or_all(rng: np.random.Generator) -> None:
+    a, b = codes(rng, 4, 16), codes(rng, 5, 16)
+    one, four, five = (np.full(n, 0.5, np.float32) for n in (1, 4, 5))
+    expected = numpy_of(hotcore.gemm_int8(a, b, one, one))
+    for sa in (one, four):
+        for sb in (one, five):
+            equal_bits(hotcore.gemm_int8(a, b, sa, sb), expected)
+    with pytest.raises(ValueError, match="a_scale"):
+        hotcore.gemm_int8(a, b, five, five)

@@ -1,0 +1,185 @@
+"""Stage fwht: the same bits as hotcore.reference, and what a Hadamard transform has to do."""
+
+from __future__ import annotations
+
+import math
+
+import hotcore
+import numpy as np
+import pytest
+from hotcore import reference
+from hypothesis import given
+from hypothesis import strategies as st
+from support import (
+    FLOATS,
+    KINDS,
+    array,
+    data,
+    equal_bits,
+    from_bits,
+    golden,
+    isas,
+    numpy_of,
+    poison,
+    rounded,
+    running,
+    same_on_every_path,
+    strided,
+    torch,
+    widened,
+)
+
+BLOCKS = [2**k for k in range(16)]
+
+
+def matrix(order: int) -> np.ndarray:
+    """Sylvester matrix from its definition, parity(i & k)."""
+    index = np.arange(order)
+    parity = np.array([bin(i).count("1") & 1 for i in range(order)])
+    return 1.0 - 2.0 * parity[index[:, None] & index[None, :]]
+
+
+def test_one_to_sixteen() -> None:
+    expected = [136, -8, -16, 0, -32, 0, 0, 0, -64, 0, 0, 0, 0, 0, 0, 0]
+    assert hotcore.fwht(np.arange(1, 17, dtype=np.float32)).tolist() == expected
+
+
+@pytest.mark.parametrize("name", golden("hadamard"))
+def test_golden(name: str) -> None:
+    case = golden("hadamard")[name]
+    x, expected = from_bits(case["x"]), from_bits(case["out"])
+    if not isinstance(expected, np.ndarray) and isinstance(x, np.ndarray):
+        x = torch.from_numpy(x)
+    out = poison(expected.shape, str(expected.dtype).removeprefix("torch."))
+    equal_bits(hotcore.fwht(x, axis=case["axis"], block=case["block"], out=out), expected)
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_equals_reference(rng: np.random.Generator, block: int, dtype: str) -> None:
+    x = array(data(rng, (3, block * (3 if block < 1000 else 1)), "wide"), dtype)
+    expected = reference.fwht(widened(x), block=block)
+    wide = x.float() if dtype == "bfloat16" else x.astype(np.float32)
+    equal_bits(hotcore.fwht(wide, block=block), expected, f"block {block}")
+    if dtype != "float16":  # which would overflow
+        equal_bits(widened(hotcore.fwht(x, block=block)), rounded(expected, dtype), f"{block}")
+
+
+@given(
+    exponent=st.integers(0, 6),
+    blocks=st.integers(0, 3),
+    others=st.lists(st.integers(0, 7), min_size=0, max_size=3),
+    axis=st.integers(0, 3),
+    kind=st.sampled_from(KINDS),
+    gaps=st.booleans(),
+    seed=st.integers(0, 2**32),
+)
+def test_any_shape_equals_reference(
+    exponent: int, blocks: int, others: list[int], axis: int, kind: str, gaps: bool, seed: int
+) -> None:
+    block = 2**exponent
+    axis = axis % (len(others) + 1)
+    shape = (*others[:axis], blocks * block, *others[axis:])
+    x = data(np.random.default_rng(seed), shape, kind)
+    expected = reference.fwht(x, axis=axis, block=block)
+    for along in (axis, axis - len(shape)):
+        equal_bits(hotcore.fwht(strided(x) if gaps else x, axis=along, block=block), expected)
+
+
+@pytest.mark.parametrize("block", [1, 2, 4, 8, 16, 32, 64, 256, 512, 2048])
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_matches_float64_on_every_axis(rng: np.random.Generator, block: int, axis: int) -> None:
+    shape = [3, 5, 7]
+    shape[axis] = block * (2 if block <= 64 else 1)
+    x = data(rng, tuple(shape), "outliers")
+    out = hotcore.fwht(x, axis=axis, block=block)
+    rows = np.moveaxis(x, axis, -1).astype(np.float64)
+    blocks = rows.reshape(*rows.shape[:-1], -1, block)
+    exact = blocks @ matrix(block)
+    got = np.moveaxis(out, axis, -1).reshape(blocks.shape)
+    bound = math.log2(block) * 2.0**-24 * np.abs(blocks).sum(-1, keepdims=True) * (1 + 1e-6)
+    assert (np.abs(got - exact) <= bound).all()
+
+
+@given(exponent=st.integers(0, 15), seed=st.integers(0, 2**32))
+def test_twice_is_n_times(exponent: int, seed: int) -> None:
+    block = 2**exponent
+    x = np.random.default_rng(seed).integers(-8, 9, (2, block)).astype(np.float32)
+    once = hotcore.fwht(x, block=block)
+    equal_bits(hotcore.fwht(once, block=block), x * np.float32(block))
+
+
+@given(exponent=st.integers(0, 12), kind=st.sampled_from(KINDS[:5]), seed=st.integers(0, 2**32))
+def test_parseval(exponent: int, kind: str, seed: int) -> None:
+    block = 2**exponent
+    x = data(np.random.default_rng(seed), (4, block), kind)
+    out = hotcore.fwht(x, block=block).astype(np.float64)
+    energy = (x.astype(np.float64) ** 2).sum()
+    assert (out**2).sum() / block == pytest.approx(energy, rel=1e-5)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_in_place_and_strided(rng: np.random.Generator, axis: int) -> None:
+    x = data(rng, (32, 37) if axis == 0 else (7, 48))
+    expected = hotcore.fwht(x, axis=axis)
+    again = x.copy()
+    assert hotcore.fwht(again, axis=axis, out=again) is again
+    equal_bits(again, expected)
+    turned = np.ascontiguousarray(x[::-1].T).T[::-1]
+    equal_bits(hotcore.fwht(turned, axis=axis), expected)
+    out = poison(x.shape[::-1], "float32").T
+    hotcore.fwht(strided(x), axis=axis, out=out)
+    equal_bits(out, expected)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_types(rng: np.random.Generator, dtype: str) -> None:
+    x = rng.integers(-8, 9, (3, 32)).astype(np.float32)  # exact in every type, and sums of 16
+    equal_bits(widened(hotcore.fwht(array(x, dtype))), hotcore.fwht(x))
+
+
+@pytest.mark.parametrize("isa", isas())
+def test_half_conversion_rounds_to_even(isa: str) -> None:
+    if torch is None:
+        pytest.skip("needs torch")
+    every = np.arange(65536, dtype=np.uint16)
+    with running(1, isa):
+        for dtype, one_up in ((torch.float16, 2.0**-10), (torch.bfloat16, 2.0**-7)):
+            halves = torch.from_numpy(every.copy()).view(dtype)
+            wide = hotcore.fwht(halves, block=1, out=torch.empty(65536))
+            equal_bits(wide, halves.float())
+            back = hotcore.fwht(wide, block=1, out=torch.empty(65536, dtype=dtype))
+            finite = ~torch.isnan(halves)
+            assert torch.equal(back[finite].view(torch.int16), halves[finite].view(torch.int16))
+            ties = torch.tensor([1 + one_up / 2, 1 + 3 * one_up / 2, 1 + one_up / 2 + 2.0**-20])
+            got = hotcore.fwht(ties, block=1, out=torch.empty(3, dtype=dtype))
+            assert got.tolist() == [1.0, 1 + 2 * one_up, 1 + one_up]
+            assert torch.equal(got, ties.to(dtype))
+
+
+def test_empty() -> None:
+    for shape in ((0, 16), (16, 0), (0,)):
+        assert hotcore.fwht(np.empty(shape, np.float32), axis=0).shape == shape
+
+
+def test_non_finite_values_stay_in_their_block() -> None:
+    x = np.ones(48, np.float32)
+    x[20] = np.inf
+    out = hotcore.fwht(x)
+    assert np.isfinite(out[:16]).all() and np.isfinite(out[32:]).all()
+    assert not np.isfinite(out[16:32]).any()
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_same_bits_on_every_path(rng: np.random.Generator, axis: int, dtype: str) -> None:
+    x = array(data(rng, (96, 80)), dtype)
+    same_on_every_path(lambda: hotcore.fwht(x, axis=axis))
+    same_on_every_path(lambda: hotcore.fwht(x[:, :67] if axis == 0 else x[:67], axis=axis, block=8))
+
+
+def test_linear(rng: np.random.Generator) -> None:
+    a, b = (rng.integers(-100, 101, (2, 64)).astype(np.float32) for _ in range(2))
+    together = hotcore.fwht(a + b, block=64)
+    equal_bits(together, hotcore.fwht(a, block=64) + hotcore.fwht(b, block=64))
+    assert numpy_of(together).any()

@@ -1,0 +1,87 @@
+"""``python -m hotcore.info``, and what importing hotcore brings in."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import hotcore
+import numpy as np
+import pytest
+from hotcore import _core, info
+from support import isas
+
+
+def run(*arguments: str) -> str:
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout
+
+
+def test_prints_what_this_is() -> None:
+    lines = run("-m", "hotcore.info").splitlines()
+    facts = {line.split("  ")[0]: line.split("  ")[-1].strip() for line in lines}
+    assert facts["hotcore"] == hotcore.__version__
+    assert facts["backends"].startswith("cpu")
+    assert ("built without CUDA" in facts["backends"]) != _core.built_with_cuda()
+    assert facts["instruction sets"] == ", ".join(isas())
+    assert facts["instruction set used"].startswith(_core.best_isa())
+    assert facts["NumPy"] == np.__version__
+    assert Path(facts["extension"]).exists()
+    assert not any("unknown (" in text for label, text in facts.items() if label != "GPUs")
+
+
+def test_paths_exist() -> None:
+    facts = info.collect()
+    for label in ("library", "CMake package"):
+        text = facts[label]
+        assert Path(text).exists() or "not installed" in text or "static" in text
+
+
+def test_every_probe_is_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> str:
+        raise OSError("no such thing")
+
+    monkeypatch.setitem(info._PROBES, "GPUs", broken)
+    facts = info.collect()
+    assert facts["GPUs"] == "unknown (OSError: no such thing)"
+    assert facts["hotcore"] == hotcore.__version__
+
+
+def test_imports_without_torch() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None; import numpy; import hotcore, hotcore.reference;"
+        "assert hotcore.fwht(numpy.ones(16, 'f4'))[0] == 16;"
+        "from hotcore import info; assert info.collect()['torch'] == 'not installed'"
+    )
+    run("-c", code)
+
+
+def test_does_not_import_torch() -> None:
+    run("-c", "import sys, hotcore; assert 'torch' not in sys.modules")
+
+
+def test_exports() -> None:
+    assert sorted(hotcore.__all__) == hotcore.__all__
+    for name in hotcore.__all__:
+        assert getattr(hotcore, name) is not None
+        if name not in ("__version__", "Key", "Gradients"):
+            assert getattr(hotcore, name).__doc__
+    package = Path(hotcore.__file__).parent
+    assert (package / "py.typed").exists()
+    assert (package / "_core.pyi").exists()
+
+
+def test_stub_names_what_the_extension_has() -> None:
+    stub = ast.parse((Path(hotcore.__file__).parent / "_core.pyi").read_text())
+    names = {n.name for n in stub.body if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+    assert names == {name for name in dir(_core) if not name.startswith("_")}
+    for node in stub.body:
+        if isinstance(node, ast.FunctionDef) and node.args.args:
+            arguments = [argument.arg for argument in node.args.args]
+            documented = getattr(_core, node.name).__doc__ or ""
+            for argument in arguments:
+                assert f"{argument}:" in documented, f"{node.name}({argument})"

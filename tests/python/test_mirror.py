@@ -1,0 +1,71 @@
+"""One stage, one name: header, CPU backend, C++ tests and Python tests mirror each other."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+HEADERS = ROOT / "cpp" / "include" / "hot"
+CPU = ROOT / "cpp" / "src" / "cpu"
+CPP_TESTS = ROOT / "tests" / "cpp"
+PYTHON_TESTS = ROOT / "tests" / "python"
+
+# Headers that are no stage, and stages that are composed of others and have no file in a backend.
+INFRASTRUCTURE = {"api", "context", "error", "hot", "tensor"}
+COMPOSED = {"backward_linear"}
+
+STAGES = sorted(path.stem for path in HEADERS.glob("*.h") if path.stem not in INFRASTRUCTURE)
+# Tests of one backend's kernels (test_<stage>_cuda.cpp) have no counterpart here.
+CPP_FILES = sorted(
+    path.stem for path in CPP_TESTS.glob("test_*.cpp") if not path.stem.endswith("_cuda")
+)
+
+
+def python_tests(stem: str) -> set[str]:
+    """Names of the test functions of a Python test file."""
+    text = (PYTHON_TESTS / f"{stem}.py").read_text()
+    return set(re.findall(r"^def (test_\w+)\(", text, re.MULTILINE))
+
+
+def cpp_tests(stem: str) -> list[tuple[str, str]]:
+    """(suite, case) of a C++ test file."""
+    text = (CPP_TESTS / f"{stem}.cpp").read_text()
+    return re.findall(r"^\s*TEST(?:_F|_P)?\(\s*(\w+),\s*(\w+)\s*\)", text, re.MULTILINE)
+
+
+def test_the_stages_are_known() -> None:
+    assert STAGES == ["backward_linear", "gemm", "hadamard", "lowrank", "pack", "quantize"]
+    assert set(CPP_FILES) >= {f"test_{stage}" for stage in STAGES}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_stage_has_its_files(stage: str) -> None:
+    assert (HEADERS / f"{stage}.h").exists()
+    if stage not in COMPOSED:
+        assert (CPU / f"{stage}.cpp").exists()
+    assert (CPP_TESTS / f"test_{stage}.cpp").exists()
+    assert (PYTHON_TESTS / f"test_{stage}.py").exists()
+
+
+@pytest.mark.parametrize("stem", CPP_FILES)
+def test_every_cpp_case_has_a_python_case(stem: str) -> None:
+    cases = cpp_tests(stem)
+    assert cases, f"{stem}.cpp holds no TEST"
+    suite = "".join(part.capitalize() for part in stem.removeprefix("test_").split("_"))
+    assert {name for name, _ in cases} == {suite}
+    missing = {f"test_{case}" for _, case in cases} - python_tests(stem)
+    assert not missing, f"tests/python/{stem}.py lacks {sorted(missing)}"
+
+
+def test_every_public_function_is_bound() -> None:
+    bound = (ROOT / "python" / "bindings" / "ops.cpp").read_text()
+    for stage in STAGES:
+        text = (HEADERS / f"{stage}.h").read_text()
+        # A name of one enumerator is no call: Python passes the names themselves.
+        for name in re.findall(r"^HOT_API [\w:<>* ]+?(\w+)\(", text, re.MULTILINE):
+            if name.endswith("_name") or name == "scale_count":
+                continue
+            assert f'm.def("{name}"' in bound, f"{name} of {stage}.h"

@@ -1,0 +1,263 @@
+"""Stage quantize: the same codes and scales as hotcore.reference; unbiased where it should be."""
+
+from __future__ import annotations
+
+import hotcore
+import numpy as np
+import pytest
+from hotcore import Key, reference
+from hypothesis import given
+from hypothesis import strategies as st
+from support import (
+    FLOATS,
+    KINDS,
+    array,
+    data,
+    equal_bits,
+    golden,
+    golden_options,
+    numpy_of,
+    rounded,
+    same_on_every_path,
+    strided,
+    torch,
+    widened,
+)
+
+SCALES = ("row", "column", "tensor")
+ROUNDINGS = ("nearest", "stochastic", "pseudo_stochastic")
+KEY = Key(0x1234_5678_9ABC_DEF0, 0xFEDC_BA98_7654_3210, 8191)
+
+
+def spread(scale: np.ndarray, granularity: str) -> np.ndarray:
+    """Scales as they broadcast against the matrix."""
+    return scale[:, None] if granularity == "row" else scale[None, :]
+
+
+@pytest.mark.parametrize("name", [n for n, c in golden("quantize").items() if "codes" in c])
+def test_golden(name: str) -> None:
+    case = golden("quantize")[name]
+    options = golden_options(case, "bits", "rounding", "key")
+    q, s = hotcore.quantize(case["x"], scale=case["scale_of"], **options)
+    equal_bits(q, case["codes"])
+    equal_bits(s, case["scale"])
+    if "value" in case:
+        equal_bits(hotcore.dequantize(q, s, granularity=case["scale_of"]), case["value"])
+    if "packed" in case:
+        packed, _ = hotcore.quantize(case["x"], scale=case["scale_of"], packed=True, **options)
+        equal_bits(packed, case["packed"])
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_equals_reference(
+    rng: np.random.Generator, rounding: str, scale: str, bits: int, dtype: str
+) -> None:
+    for kind in KINDS:
+        shape = (int(rng.integers(1, 40)), int(rng.integers(1, 90)))
+        x = array(data(rng, shape, "normal" if dtype == "float16" else kind), dtype)
+        options = dict(bits=bits, scale=scale, rounding=rounding, key=KEY)
+        q, s = hotcore.quantize(x, **options)
+        expected_q, expected_s = reference.quantize(widened(x), **options)
+        equal_bits(s, expected_s, kind)
+        equal_bits(q, expected_q, kind)
+
+
+@given(
+    rows=st.integers(0, 40),
+    columns=st.integers(0, 150),
+    bits=st.sampled_from([4, 8]),
+    scale=st.sampled_from(SCALES),
+    rounding=st.sampled_from(ROUNDINGS),
+    kind=st.sampled_from(KINDS),
+    gaps=st.booleans(),
+    key=st.builds(Key, st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1), st.integers(0, 8191)),
+)
+def test_any_shape_equals_reference(
+    rows: int,
+    columns: int,
+    bits: int,
+    scale: str,
+    rounding: str,
+    kind: str,
+    gaps: bool,
+    key: Key,
+) -> None:
+    x = data(np.random.default_rng(key.seed % 2**32), (rows, columns), kind)
+    options = dict(bits=bits, scale=scale, rounding=rounding, key=key)
+    q, s = hotcore.quantize(strided(x) if gaps else x, **options)
+    expected_q, expected_s = reference.quantize(x, **options)
+    equal_bits(s, expected_s)
+    equal_bits(q, expected_q)
+
+
+@given(
+    bits=st.sampled_from([4, 8]),
+    scale=st.sampled_from(SCALES),
+    rounding=st.sampled_from(ROUNDINGS),
+    kind=st.sampled_from(("normal", "outliers", "integers", "sparse")),
+    seed=st.integers(0, 2**32),
+)
+def test_error_below_one_step(bits: int, scale: str, rounding: str, kind: str, seed: int) -> None:
+    x = data(np.random.default_rng(seed), (23, 130), kind)
+    q, s = hotcore.quantize(x, bits=bits, scale=scale, rounding=rounding, key=seed)
+    assert np.abs(q).max() <= (7 if bits == 4 else 127)
+    step = spread(s, scale).astype(np.float64)
+    limit = 0.5 if rounding == "nearest" else 1.0
+    assert (np.abs(q * step - x) <= limit * step * 1.0001).all()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_largest_value_is_the_largest_code(
+    rng: np.random.Generator, bits: int, rounding: str
+) -> None:
+    q, _ = hotcore.quantize(data(rng, (30, 33)), bits=bits, rounding=rounding)
+    limit = 7 if bits == 4 else 127
+    # amax * fl(Q / amax) may be a hair below Q, whose low bits tell pseudo_stochastic "down".
+    lowest = limit - 1 if rounding == "pseudo_stochastic" else limit
+    assert ((np.abs(q).max(1) >= lowest) & (np.abs(q).max(1) <= limit)).all()
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_zero_stays_zero(rounding: str) -> None:
+    x = np.zeros((2, 32), np.float32)
+    x[0, 5] = 2.0**-101  # below the smallest amax
+    q, s = hotcore.quantize(x, rounding=rounding)
+    assert not q.any() and not s.any()
+    x[0, 5] = 2.0**-100
+    q, s = hotcore.quantize(x, rounding=rounding)
+    assert q[0, 5] == 127 and s[0] > 0
+    x[0, 5] = 127
+    q, s = hotcore.quantize(x, scale="tensor", rounding=rounding)
+    assert q[0, 5] == 127 and np.count_nonzero(q) == 1 and s.tolist() == [1]
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_integers_stay(rng: np.random.Generator, bits: int, rounding: str) -> None:
+    limit = 7 if bits == 4 else 127
+    x = rng.integers(-limit, limit + 1, (5, 160)).astype(np.float32)
+    x[0, 0] = limit
+    q, s = hotcore.quantize(x, bits=bits, scale="tensor", rounding=rounding)
+    np.testing.assert_array_equal(q, x)
+    assert s.tolist() == [1]
+
+
+def test_nearest_goes_to_even() -> None:
+    x = np.array([[127, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 3.5]], np.float32)
+    q, _ = hotcore.quantize(x, rounding="nearest")
+    assert q.tolist() == [[127, 0, 2, 2, 0, -2, -2, 4]]
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_non_finite_values_show(
+    rng: np.random.Generator, bits: int, rounding: str, bad: float
+) -> None:
+    x = data(rng, (3, 40))
+    x[1, 7] = bad
+    for scale, where in (("row", [1]), ("column", [7]), ("tensor", [0])):
+        q, s = hotcore.quantize(x, bits=bits, scale=scale, rounding=rounding)
+        assert np.flatnonzero(np.isnan(s)).tolist() == where
+        lost = np.broadcast_to(np.isnan(spread(s, scale)), x.shape)
+        assert not q[lost].any()
+        assert np.isnan(hotcore.dequantize(q, s, granularity=scale)[lost]).all()
+        if scale != "tensor":
+            assert q[~lost].any()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_stochastic_rounding_is_unbiased(rng: np.random.Generator, bits: int) -> None:
+    draws = 2000
+    x = data(rng, (1, 512))
+    x[0, 0] = 8
+    codes = np.zeros(512)
+    for key in range(draws):
+        q, s = hotcore.quantize(x, bits=bits, key=Key(99, key))
+        codes += q[0]
+    target = (x[0] * (np.float32(7 if bits == 4 else 127) / np.float32(8))).astype(np.float64)
+    fraction = target - np.floor(target)
+    sd = np.sqrt(fraction * (1 - fraction) / draws) + 1e-9
+    difference = codes / draws - target
+    assert (np.abs(difference) <= 5 * sd + 1 / 512).all()
+    # 2u + 1 over 512 is symmetric in u: over many fractions the bias cancels, z-scores are normal.
+    spread_out = (fraction > 0.05) & (fraction < 0.95)
+    z = difference[spread_out] / sd[spread_out]
+    assert abs(z.mean()) < 4.5 / np.sqrt(z.size)
+    assert 0.8 < z.std() < 1.25
+
+
+def test_pseudo_stochastic_is_unbiased_on_generic_data(rng: np.random.Generator) -> None:
+    x = data(rng, (200, 500))
+    for bits in (4, 8):
+        q, s = hotcore.quantize(x, bits=bits, rounding="pseudo_stochastic", scale="tensor")
+        exact = x.astype(np.float64) / s.astype(np.float64)
+        error = q - exact
+        assert abs(error.mean()) < 5 * error.std() / np.sqrt(error.size)
+        assert np.abs(error).max() < 1.0001
+
+
+def test_same_key_same_bits(rng: np.random.Generator) -> None:
+    x = data(rng, (9, 131))
+
+    def codes(key: Key) -> np.ndarray:
+        return hotcore.quantize(x, bits=4, key=key)[0]
+
+    base = codes(Key(1, 2, 3))
+    equal_bits(codes(Key(1, 2, 3)), base)
+    for other in (Key(2, 2, 3), Key(1, 3, 3), Key(1, 2, 4), Key(1 << 40, 2, 3), Key(1, 1 << 40, 3)):
+        assert (codes(other) != base).any()
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_same_bits_on_every_path(rng: np.random.Generator, scale: str, rounding: str) -> None:
+    for bits in (4, 8):
+        for dtype in FLOATS:
+            x = array(data(rng, (int(rng.integers(1, 60)), int(rng.integers(1, 500)))), dtype)
+            options = dict(bits=bits, scale=scale, rounding=rounding, key=8)
+            same_on_every_path(lambda x=x, options=options: hotcore.quantize(x, **options))
+
+
+@pytest.mark.parametrize("columns", [0, 1, 2, 33, 4096, 4099])
+def test_packed_codes(rng: np.random.Generator, columns: int) -> None:
+    x = data(rng, (3, columns))
+    q, s = hotcore.quantize(x, bits=4, key=5)
+    packed, packed_s = hotcore.quantize(x, bits=4, key=5, packed=True)
+    equal_bits(packed, hotcore.pack_int4(q))
+    equal_bits(packed_s, s)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_dequantize_multiplies(rng: np.random.Generator, scale: str, dtype: str) -> None:
+    q, s = hotcore.quantize(data(rng, (5, 21)), bits=4, scale=scale)
+    expected = rounded(q.astype(np.float32) * spread(s, scale), dtype)
+    packed = hotcore.pack_int4(q)
+    if dtype == "bfloat16":
+        if torch is None:
+            pytest.skip("bfloat16 needs torch")
+        q, s, packed = map(torch.from_numpy, (q, s, packed))
+    options = dict(granularity=scale, dtype=dtype)
+    got = hotcore.dequantize(q, s, **options)
+    equal_bits(widened(got), expected)
+    equal_bits(hotcore.dequantize(packed, s, packed=True, columns=21, **options), got)
+    equal_bits(
+        widened(hotcore.dequantize(q, s, granularity=scale)),
+        reference.dequantize(numpy_of(q), numpy_of(s), granularity=scale),
+    )
+
+
+def test_empty() -> None:
+    q, s = hotcore.quantize(np.empty((0, 5), np.float32))
+    assert (q.shape, s.shape) == ((0, 5), (0,))
+    q, s = hotcore.quantize(np.empty((4, 0), np.float32))
+    assert (q.shape, s.tolist()) == ((4, 0), [0, 0, 0, 0])
+    q, s = hotcore.quantize(np.empty((0, 3), np.float32), scale="column")
+    assert (q.shape, s.tolist()) == ((0, 3), [0, 0, 0])
+    q, s = hotcore.quantize(np.empty((0, 0), np.float32), scale="tensor")
+    assert (q.shape, s.tolist()) == ((0, 0), [0])

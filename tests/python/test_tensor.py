@@ -1,0 +1,258 @@
+"""Arrays in and out: frameworks, dtypes, layouts; what goes in is what comes out."""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+import hotcore
+import numpy as np
+import pytest
+from hotcore import _core, arrays
+from support import FLOATS, array, data, equal_bits, numpy_of, poison, strided, torch, widened
+
+needs_torch = pytest.mark.skipif(torch is None, reason="torch is not installed")
+
+
+class Foreign:
+    """An array of no known framework: DLPack and nothing else."""
+
+    def __init__(self, values: np.ndarray) -> None:
+        self.values = values
+
+    def __dlpack__(self, **options: object) -> object:
+        return self.values.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (1, 0)
+
+
+class Namespaced(Foreign):
+    """The same with an array API namespace, as JAX has."""
+
+    def __array_namespace__(self) -> type[Namespaced]:
+        return Namespaced
+
+    @staticmethod
+    def from_dlpack(values: np.ndarray) -> Namespaced:
+        return Namespaced(values)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_same_kind_and_dtype_out(rng: np.random.Generator, dtype: str) -> None:
+    x = array(data(rng, (3, 32)), dtype)
+    out = hotcore.fwht(x)
+    assert type(out) is type(x)
+    assert out.dtype == x.dtype
+    assert out.shape == x.shape
+
+
+@needs_torch
+def test_torch_and_numpy_agree(rng: np.random.Generator) -> None:
+    x = data(rng, (5, 32))
+    equal_bits(hotcore.fwht(torch.from_numpy(x)), hotcore.fwht(x))
+    for got, wanted in zip(
+        hotcore.quantize(torch.from_numpy(x), key=3), hotcore.quantize(x, key=3), strict=True
+    ):
+        assert isinstance(got, torch.Tensor)
+        equal_bits(got, wanted)
+
+
+def test_any_dlpack_array(rng: np.random.Generator) -> None:
+    x = data(rng, (4, 16))
+    out = hotcore.fwht(Foreign(x))
+    assert isinstance(out, np.ndarray)
+    equal_bits(out, hotcore.fwht(x))
+    back = hotcore.fwht(Namespaced(x))
+    assert isinstance(back, Namespaced)
+    equal_bits(back.values, hotcore.fwht(x))
+
+
+def test_any_dlpack_array_through_a_layer(rng: np.random.Generator) -> None:
+    gy, w, x = data(rng, (33, 20)), data(rng, (20, 24)), data(rng, (33, 24))
+    expected = hotcore.backward_linear(gy, w, x, config="fast", key=2)
+    saved = hotcore.compress_activation(Namespaced(x), "fast", key=2)
+    assert isinstance(saved.data, Namespaced)
+    got = hotcore.backward_linear(Namespaced(gy), Namespaced(w), saved)
+    for ours, theirs in zip(got[:2], expected[:2], strict=True):
+        assert isinstance(ours, Namespaced)
+        equal_bits(ours.values, theirs)
+
+
+@needs_torch
+def test_capsules(rng: np.random.Generator) -> None:
+    x = torch.from_numpy(data(rng, (4, 16)))
+    out = torch.empty_like(x)
+    context = _core.CoreContext(1)
+    to_dlpack = torch.utils.dlpack.to_dlpack
+    _core.fwht(context, to_dlpack(x), -1, 16, to_dlpack(out))
+    equal_bits(out, hotcore.fwht(x))
+    used = to_dlpack(x)
+    _core.fwht(context, used, -1, 16, to_dlpack(out))
+    with pytest.raises(TypeError):  # a capsule can be used once
+        _core.fwht(context, used, -1, 16, to_dlpack(out))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_strided_views(rng: np.random.Generator, dtype: str) -> None:
+    x = array(data(rng, (6, 32)), dtype)
+    equal_bits(hotcore.fwht(strided(x)), hotcore.fwht(x))
+    out = strided(x)
+    assert hotcore.fwht(x, out=out) is out
+    equal_bits(out, hotcore.fwht(x))
+
+
+def test_broadcast_and_reversed_inputs(rng: np.random.Generator) -> None:
+    row = data(rng, (1, 32))
+    wide = np.broadcast_to(row, (7, 32))
+    assert wide.strides[0] == 0
+    equal_bits(hotcore.fwht(wide), hotcore.fwht(wide.copy()))
+    x = data(rng, (4, 32))[::-1, ::-1]
+    equal_bits(hotcore.fwht(x), hotcore.fwht(x.copy()))
+
+
+def test_read_only_inputs(rng: np.random.Generator) -> None:
+    x = data(rng, (4, 32))
+    expected = hotcore.fwht(x)
+    x.flags.writeable = False
+    equal_bits(hotcore.fwht(x), expected)
+
+
+def test_up_to_four_dimensions(rng: np.random.Generator) -> None:
+    x = data(rng, (2, 3, 4, 16))
+    equal_bits(hotcore.fwht(x), hotcore.fwht(x.reshape(-1, 16)).reshape(x.shape))
+    with pytest.raises(ValueError, match="x: 5 dimensions"):
+        hotcore.fwht(x[None])
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 16), (3, 0), (0, 0), (2, 0, 16)])
+def test_empty(shape: tuple[int, ...]) -> None:
+    out = hotcore.fwht(np.empty(shape, np.float32))
+    assert out.shape == shape
+    if torch is not None:
+        assert hotcore.fwht(torch.empty(shape)).shape == shape
+
+
+def test_inputs_are_never_written(rng: np.random.Generator) -> None:
+    gy, w, x = data(rng, (33, 20)), data(rng, (20, 24)), data(rng, (33, 24))
+    copies = [value.copy() for value in (gy, w, x)]
+    hotcore.backward_linear(gy, w, x, need=("gx", "gw", "gb"))
+    for value, copy in zip((gy, w, x), copies, strict=True):
+        equal_bits(value, copy)
+
+
+def test_outputs_are_written_whole(rng: np.random.Generator) -> None:
+    x = data(rng, (5, 48))
+    for dtype in FLOATS:
+        if dtype == "bfloat16":
+            if torch is None:
+                continue
+            source = torch.from_numpy(x)
+        else:
+            source = x
+        out = poison((5, 48), dtype)
+        hotcore.fwht(source, out=out)
+        equal_bits(widened(out), widened(array(hotcore.fwht(x), dtype)), dtype)
+
+
+def test_output_rows_leave_their_gaps(rng: np.random.Generator) -> None:
+    x = data(rng, (5, 32))
+    big = np.full((5, 50), 7.0, np.float32)
+    hotcore.fwht(x, out=big[:, 9:41])
+    equal_bits(np.ascontiguousarray(big[:, 9:41]), hotcore.fwht(x))
+    assert (big[:, :9] == 7).all() and (big[:, 41:] == 7).all()
+
+
+def test_dtype_sizes() -> None:
+    x = np.ones((2, 16), np.float32)
+    sizes = {name: hotcore.fwht(array(x, name)).itemsize for name in ("float32", "float16")}
+    assert sizes == {"float32": 4, "float16": 2}
+    q, scale = hotcore.quantize(x)
+    assert (q.dtype, scale.dtype) == (np.int8, np.float32)
+    packed, _ = hotcore.quantize(x, bits=4, packed=True)
+    assert (packed.dtype, packed.shape) == (np.uint8, (2, 8))
+    assert hotcore.gemm_int8(q, q).dtype == np.int32
+    assert hotcore.gemm_int8(q, q, scale, scale, out_dtype="float16").dtype == np.float16
+
+
+def test_views(rng: np.random.Generator) -> None:
+    q = rng.integers(-127, 128, (4, 40), dtype=np.int8)
+    rows = q[::2, 3:35]  # a matrix with a row stride of its own
+    equal_bits(hotcore.gemm_int8(rows, rows), hotcore.gemm_int8(rows.copy(), rows.copy()))
+
+
+def test_context() -> None:
+    assert _core.CoreContext(3).threads == 3
+    assert _core.CoreContext().threads >= 1
+    assert _core.CoreContext().isa == _core.best_isa()
+    assert _core.CoreContext(1, "plain").isa == "plain"
+    assert not _core.CoreContext(1).cuda
+    with pytest.raises(ValueError, match="threads.*-1"):
+        _core.CoreContext(-1)
+    with pytest.raises(ValueError, match="isa: 'sse' is not one of 'plain', 'avx2', 'avx512'"):
+        _core.CoreContext(1, "sse")
+    with pytest.raises(ValueError, match="8192"):
+        hotcore.hla(np.zeros((16, 4), np.float32), key=hotcore.Key(0, 0, 8192))
+
+
+def test_threads_and_isa_of_the_process() -> None:
+    before = hotcore.num_threads()
+    hotcore.set_num_threads(3)
+    assert hotcore.num_threads() == 3
+    hotcore.set_num_threads(0)
+    assert hotcore.num_threads() == before
+    hotcore.set_isa("plain")
+    assert hotcore.isa() == "plain"
+    hotcore.set_isa(None)
+    assert hotcore.isa() == _core.best_isa()
+    with pytest.raises(ValueError, match="threads: -1"):
+        hotcore.set_num_threads(-1)
+    with pytest.raises(TypeError, match="threads: "):
+        hotcore.set_num_threads(2.0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="isa"):
+        hotcore.set_isa("sse")
+    assert (hotcore.num_threads(), hotcore.isa()) == (before, _core.best_isa())
+
+
+def test_version() -> None:
+    assert hotcore.__version__ == _core.version()
+    assert hotcore.__version__.count(".") == 2
+    assert _core.built_with_cuda() == bool(_core.cuda_architectures())
+
+
+def test_dtype_names() -> None:
+    assert arrays.dtype_name("float16", "dtype", FLOATS) == "float16"
+    assert arrays.dtype_name(np.float32, "dtype", FLOATS) == "float32"
+    assert arrays.dtype_name(np.dtype("float16"), "dtype", FLOATS) == "float16"
+    if torch is not None:
+        assert arrays.dtype_name(torch.bfloat16, "dtype", FLOATS) == "bfloat16"
+    with pytest.raises(ValueError, match="dtype: "):
+        arrays.dtype_name(np.float64, "dtype", FLOATS)
+
+
+@needs_torch
+def test_requires_grad_is_not_dropped_silently() -> None:
+    x = torch.zeros(16, requires_grad=True)
+    with pytest.raises(ValueError, match="x: requires grad"):
+        hotcore.fwht(x)
+    with torch.no_grad():
+        assert numpy_of(hotcore.fwht(x)).shape == (16,)
+    assert hotcore.fwht(x.detach()).shape == (16,)
+
+
+def test_threads_are_made_anew_after_fork() -> None:
+    if not hasattr(os, "fork"):
+        pytest.skip("no fork")
+    x = np.ones((64, 64), np.float32)
+    hotcore.fwht(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # fork beside threads, 3.12 warns
+        child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            code = 0 if hotcore.fwht(x)[0, 0] == 16 else 1
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0

@@ -1,0 +1,222 @@
+"""What the test files share: data, dtypes, poisoned outputs, ways to run a call."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import hotcore
+import numpy as np
+import pytest
+from hotcore import _core
+
+try:
+    import torch
+except ImportError:  # the NumPy half of the tests runs without it
+    torch = None
+
+GOLDEN = Path(__file__).parent / "golden"
+FLOATS = ("float32", "float16", "bfloat16")
+SIZES = (0, 1, 2, 3, 5, 13, 16, 17, 31, 64, 97, 197)
+
+
+def isas() -> list[str]:
+    """Instruction sets of this machine."""
+    names = []
+    for name in ("plain", "avx2", "avx512"):
+        try:
+            _core.CoreContext(1, name)
+        except NotImplementedError:
+            continue
+        names.append(name)
+    return names
+
+
+@contextmanager
+def running(threads: int = 0, isa: str | None = None) -> Iterator[None]:
+    """Run hotcore with that many threads and that instruction set, then as before."""
+    before = hotcore.num_threads()
+    try:
+        hotcore.set_num_threads(threads)
+        hotcore.set_isa(isa)
+        yield
+    finally:
+        hotcore.set_isa(None)
+        hotcore.set_num_threads(before)
+
+
+def same_on_every_path(call: Callable[[], Any]) -> None:
+    """Assert that 1 and 8 threads and every instruction set give the bits of the plain path."""
+    with running(1, "plain"):
+        expected = flat(call())
+    for isa in isas():
+        for threads in (1, 3, 8):
+            with running(threads, isa):
+                for got, wanted in zip(flat(call()), expected, strict=True):
+                    equal_bits(got, wanted, f"{isa}, {threads} threads")
+
+
+def flat(result: Any) -> list[np.ndarray]:
+    """Arrays of a call's result."""
+    if isinstance(result, hotcore.Saved):
+        return [numpy_of(result.data)]
+    if isinstance(result, tuple):
+        return [array for item in result if item is not None for array in flat(item)]
+    return [numpy_of(result)]
+
+
+def array(values: np.ndarray, dtype: str) -> Any:
+    """``values`` as an array of ``dtype``: NumPy, or a torch tensor for bfloat16."""
+    if dtype == "bfloat16":
+        if torch is None:
+            pytest.skip("bfloat16 needs torch")
+        return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)).bfloat16()
+    with np.errstate(over="ignore"):  # to Inf, as everywhere
+        return values.astype(dtype)
+
+
+def numpy_of(value: Any) -> np.ndarray:
+    """A NumPy array of the same values; bfloat16 is widened to float32."""
+    if isinstance(value, np.ndarray):
+        return value
+    if value.dtype == torch.bfloat16:
+        return value.float().numpy()
+    return value.numpy()
+
+
+def widened(value: Any) -> np.ndarray:
+    """As float32, which is exact for all three dtypes."""
+    return numpy_of(value).astype(np.float32)
+
+
+def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
+    """float32 values rounded once to ``dtype``, as float32."""
+    return widened(array(values, dtype))
+
+
+def poison(shape: tuple[int, ...], dtype: str) -> Any:
+    """An array of bytes that no call leaves behind, so that what is not written shows."""
+    size = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "uint8": 1, "int32": 4}[dtype]
+    raw = np.full(int(np.prod(shape, dtype=np.int64)) * size, 0xA5, dtype=np.uint8)
+    if dtype == "bfloat16":
+        return torch.from_numpy(raw).view(torch.bfloat16).reshape(shape)
+    return raw.view(dtype).reshape(shape)
+
+
+def equal_bits(got: Any, wanted: Any, what: str = "") -> None:
+    """Assert equal shape, dtype and bits; every NaN counts as the same."""
+    a, b = numpy_of(got), numpy_of(wanted)
+    assert a.shape == b.shape, f"{what}: shape {a.shape}, expected {b.shape}"
+    assert a.dtype == b.dtype, f"{what}: dtype {a.dtype}, expected {b.dtype}"
+    same = a == b
+    if a.dtype.kind == "f":  # tells -0 from 0, too
+        same = (bits(a) == bits(b)) | (np.isnan(a) & np.isnan(b))
+    if not same.all():
+        where = tuple(int(i) for i in np.argwhere(~same)[0])
+        count = int((~same).sum())
+        raise AssertionError(
+            f"{what}: {count} of {a.size} differ, first at {where}: {a[where]!r}, "
+            f"expected {b[where]!r}"
+        )
+
+
+def bits(values: np.ndarray) -> np.ndarray:
+    """Bit patterns of a float array."""
+    return np.ascontiguousarray(values).view({2: np.uint16, 4: np.uint32}[values.dtype.itemsize])
+
+
+def data(rng: np.random.Generator, shape: tuple[int, ...], kind: str = "normal") -> np.ndarray:
+    """float32 test data of several kinds."""
+    values = rng.standard_normal(shape).astype(np.float32)
+    if kind == "outliers":
+        values *= np.where(rng.random(shape) < 0.02, np.float32(100), np.float32(1))
+    elif kind == "wide":
+        values *= np.exp2(rng.integers(-30, 30, shape)).astype(np.float32)
+    elif kind == "integers":
+        values = np.rint(values * 4).astype(np.float32)
+    elif kind == "halves":  # ties of rounding
+        values = (np.rint(values * 8) / 2).astype(np.float32)
+    elif kind == "tiny":
+        values *= np.float32(2.0**-104)
+    elif kind == "zeros":
+        values *= 0
+    elif kind == "special":
+        bad = np.array([np.nan, np.inf, -np.inf, -0.0, 2.0**-149, 3e38], np.float32)
+        values = np.where(rng.random(shape) < 0.05, rng.choice(bad, shape), values)
+    elif kind == "sparse":
+        values *= rng.random(shape) < 0.1
+    else:
+        assert kind == "normal", kind
+    return values
+
+
+KINDS = ("normal", "outliers", "wide", "integers", "halves", "tiny", "zeros", "sparse", "special")
+
+
+def strided(values: Any) -> Any:
+    """The same values in an array with gaps and, where NumPy can, a negative stride."""
+    if isinstance(values, np.ndarray):
+        big = np.zeros(tuple(2 * n + 1 for n in values.shape), values.dtype)
+        view = big[tuple(slice(2 * n - 1 if n else 0, None, -2) for n in values.shape)]
+        view = view[tuple(slice(0, n) for n in values.shape)]
+    else:
+        big = torch.zeros(tuple(2 * n + 1 for n in values.shape), dtype=values.dtype)
+        view = big[tuple(slice(0, 2 * n, 2) for n in values.shape)]
+    view[...] = values
+    return view
+
+
+def cosine(a: np.ndarray, b: np.ndarray) -> float:
+    """Cosine between two arrays."""
+    x, y = a.astype(np.float64).ravel(), b.astype(np.float64).ravel()
+    return float(x @ y / np.sqrt((x @ x) * (y @ y)))
+
+
+def golden(stage: str) -> dict[str, dict[str, Any]]:
+    """The golden cases of a stage (tests/golden/make_golden.py says what they hold).
+
+    Arrays that a case takes from another one (its param ``input``) are filled in.
+    """
+    with np.load(GOLDEN / f"{stage}.npz", allow_pickle=False) as file:
+        arrays = dict(file)
+    cases: dict[str, dict[str, Any]] = json.loads(arrays.pop("params").tobytes())
+    for name, value in arrays.items():
+        case, _, part = name.partition("/")
+        cases[case][part] = value
+    for case in cases.values():
+        source = cases.get(case.get("input", ""), {})
+        for name, value in source.items():
+            case.setdefault(name, value)
+    assert cases
+    return cases
+
+
+def from_bits(values: np.ndarray) -> Any:
+    """A stored array as a caller would have it: uint16 bits become a bfloat16 tensor."""
+    if values.dtype != np.uint16:
+        return values
+    if torch is None:
+        pytest.skip("bfloat16 needs torch")
+    return torch.from_numpy(values.copy()).view(torch.bfloat16)
+
+
+def golden_options(case: dict[str, Any], *names: str) -> dict[str, Any]:
+    """Params of a case as keyword arguments; empty rows and grids become None."""
+    options = {name: case[name] for name in names}
+    if "rows" in options:
+        options["rows"] = tuple(options["rows"]) or None
+    if "token_grid" in options:
+        options["token_grid"] = tuple(options["token_grid"]) if any(case["token_grid"]) else None
+    if "key" in options:
+        options["key"] = hotcore.Key(*options["key"])
+    return options
+
+
+def golden_config(case: dict[str, Any]) -> hotcore.HotConfig:
+    """The configuration that a case's params hold."""
+    names = [field.name for field in dataclasses.fields(hotcore.HotConfig)]
+    return hotcore.HotConfig(**golden_options(case, *names))
