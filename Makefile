@@ -1,5 +1,5 @@
 # Short names for the commands of the README and of CONTRIBUTING.md.
-.PHONY: train test style format bench
+.PHONY: train test style format bench gpu-check
 
 train:
 	bash scripts/train.sh
@@ -15,3 +15,7 @@ format:
 
 bench:
 	.venv/bin/python benchmarks/bench_backward.py
+
+# On a GPU machine: build, every GPU test, a short benchmark -> benchmarks/results/gpu-check.json
+gpu-check:
+	python3 scripts/gpu_check.py

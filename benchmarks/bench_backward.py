@@ -1,12 +1,13 @@
-"""Backward of one linear layer on the CPU: hotcore beside torch's fp32, in one run.
+"""Backward of one linear layer: hotcore beside torch, in one run.
 
-    python benchmarks/bench_backward.py [--shape L,O,I ...] [--recipe NAME ...] [--threads N]
+    python benchmarks/bench_backward.py [--device cpu|cuda] [--shape L,O,I ...] [--recipe NAME ...]
 
-Both sides do the whole work from fp32 arrays: torch `gy @ w`, `gy.T @ x`, `gy.sum(0)`; hotcore
-quantises g_y and w, multiplies, dequantises and sums, x having been compressed before (its time is
-a column of its own). The rounds of all contenders are interleaved, so that a slower minute of the
-machine hits all of them; medians and the spread (10th to 90th percentile) are printed, and written
-to benchmarks/results/.
+Everybody does the whole work: torch `gy @ w`, `gy.T @ x`, `gy.sum(0)`; hotcore quantises g_y and
+w, multiplies, dequantises and sums, x having been compressed before (its time has its own line). On
+the CPU all arrays are fp32; on CUDA hotcore takes bf16, and the rivals are fp32, tf32 and bf16. The
+rounds of all contenders are interleaved, so that a slower moment of the machine hits all of them; on
+CUDA the L2 is overwritten before every measurement and device events take the time. Medians and the
+spread (10th to 90th percentile) are printed, and written to benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -23,7 +24,13 @@ import hotcore
 import torch
 
 RESULTS = Path(__file__).parent / "results"
-SHAPES = [(1576, 768, 768), (1576, 3072, 768), (1576, 768, 3072), (197, 768, 768)]
+RECIPES = ("default", "fast", "int4", "paper", "accurate")
+CPU_SHAPES = [(1576, 768, 768), (1576, 3072, 768), (1576, 768, 3072), (197, 768, 768)]
+CUDA_SHAPES = [
+    *((25216, 2304, 768), (25216, 768, 768), (25216, 3072, 768), (25216, 768, 3072)),  # ViT-B
+    *((8192, 6144, 4096), (8192, 4096, 4096), (8192, 14336, 4096), (8192, 4096, 14336)),  # Llama
+]
+Call = Callable[[], object]
 
 
 def parse_shape(text: str) -> tuple[int, int, int]:
@@ -33,16 +40,41 @@ def parse_shape(text: str) -> tuple[int, int, int]:
     return parts[0], parts[1], parts[2]
 
 
-def interleaved(contenders: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+def host_timer() -> Callable[[Call], float]:
+    def measure(call: Call) -> float:
+        start = time.perf_counter()
+        call()
+        return (time.perf_counter() - start) * 1e3
+
+    return measure
+
+
+def cuda_timer() -> Callable[[Call], float]:
+    flush = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")  # several times the L2
+
+    def measure(call: Call) -> float:
+        flush.zero_()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end)
+
+    return measure
+
+
+def interleaved(
+    contenders: dict[str, Call], rounds: int, measure: Callable[[Call], float]
+) -> dict[str, list[float]]:
     """Milliseconds of every contender, one call each a round."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for call in contenders.values():
         call()
+        call()
     for _ in range(rounds):
         for name, call in contenders.items():
-            start = time.perf_counter()
-            call()
-            times[name].append((time.perf_counter() - start) * 1e3)
+            times[name].append(measure(call))
     return times
 
 
@@ -51,19 +83,37 @@ def summary(values: list[float]) -> dict[str, float]:
     return {"median_ms": statistics.median(values), "p10_ms": deciles[0], "p90_ms": deciles[-1]}
 
 
-def bench(
-    shape: tuple[int, int, int], recipes: list[str], rounds: int
-) -> dict[str, dict[str, float]]:
-    length, out_features, in_features = shape
-    generator = torch.Generator().manual_seed(0)
-    gy = torch.randn(length, out_features, generator=generator)
-    x = torch.randn(length, in_features, generator=generator)
-    w = torch.randn(out_features, in_features, generator=generator)
-
-    def torch_fp32() -> object:
+def torch_backward(
+    gy: torch.Tensor, w: torch.Tensor, x: torch.Tensor, tf32: bool | None = None
+) -> Call:
+    def call() -> object:
+        if tf32 is not None:
+            torch.backends.cuda.matmul.allow_tf32 = tf32
         return gy @ w, gy.t() @ x, gy.sum(0)
 
-    contenders: dict[str, Callable[[], object]] = {"torch fp32": torch_fp32}
+    return call
+
+
+def bench(
+    shape: tuple[int, int, int], recipes: list[str], rounds: int, device: str
+) -> dict[str, dict[str, float]]:
+    length, out_features, in_features = shape
+    torch.manual_seed(0)
+    gy = torch.randn(length, out_features, device=device)
+    x = torch.randn(length, in_features, device=device)
+    w = torch.randn(out_features, in_features, device=device)
+    if device == "cpu":
+        rivals = {"torch fp32": torch_backward(gy, w, x)}
+    else:
+        rivals = {
+            "torch fp32": torch_backward(gy, w, x, tf32=False),
+            "torch tf32": torch_backward(gy, w, x, tf32=True),
+        }
+        gy, w, x = gy.bfloat16(), w.bfloat16(), x.bfloat16()
+        rivals["torch bf16"] = torch_backward(gy, w, x)
+        rivals["copy of x"] = x.clone
+
+    contenders: dict[str, Call] = dict(rivals)
     for name in recipes:
         config = hotcore.HotConfig.recipe(name)
         saved = hotcore.compress_activation(x, config, key=1)
@@ -78,54 +128,66 @@ def bench(
 
         contenders[f"hotcore {name}"] = backward
         contenders[f"compress {name}"] = compress
-    times = interleaved(contenders, rounds)
-    out = {name: summary(values) for name, values in times.items()}
+    measure = host_timer() if device == "cpu" else cuda_timer()
+    out = {name: summary(v) for name, v in interleaved(contenders, rounds, measure).items()}
     for name in recipes:
-        out[f"hotcore {name}"]["speedup"] = (
-            out["torch fp32"]["median_ms"] / out[f"hotcore {name}"]["median_ms"]
-        )
+        mine = out[f"hotcore {name}"]
+        for rival in rivals:
+            if rival.startswith("torch"):
+                mine[f"vs {rival}"] = out[rival]["median_ms"] / mine["median_ms"]
+        if "copy of x" in out:
+            forward = out[f"compress {name}"]
+            forward["of a copy"] = forward["median_ms"] / out["copy of x"]["median_ms"]
     return out
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--shape", type=parse_shape, action="append", help="L,O,I; repeatable")
-    parser.add_argument("--recipe", action="append", choices=hotcore.RECIPES)
+    parser.add_argument("--recipe", action="append", choices=RECIPES)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--out", type=Path, default=RESULTS / "cpu-backward.json")
+    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if args.rounds < 2 or args.threads < 1:
         parser.error("--rounds must be at least 2 and --threads at least 1")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no CUDA device")
     torch.set_num_threads(args.threads)
     hotcore.set_num_threads(args.threads)
     recipes = args.recipe or ["default", "fast", "paper"]
+    shapes = args.shape or (CPU_SHAPES if args.device == "cpu" else CUDA_SHAPES)
+    out = args.out or RESULTS / f"{args.device}-backward.json"
 
     report: dict[str, object] = {
         "machine": platform.processor() or platform.machine(),
-        "isa": hotcore.isa(),
-        "threads": args.threads,
         "torch": torch.__version__,
         "hotcore": hotcore.__version__,
         "rounds": args.rounds,
-        "shapes": {},
     }
-    print(
-        f"{args.threads} threads, {hotcore.isa()}, torch {torch.__version__}; ms, median [p10, p90]"
-    )
-    for shape in args.shape or SHAPES:
-        rows = bench(shape, recipes, args.rounds)
-        report["shapes"][",".join(map(str, shape))] = rows  # type: ignore[index]
+    if args.device == "cpu":
+        report |= {"isa": hotcore.isa(), "threads": args.threads}
+        print(f"{args.threads} threads, {hotcore.isa()}, torch {torch.__version__}")
+    else:
+        report["machine"] = torch.cuda.get_device_name(0)
+        print(f"{report['machine']}, torch {torch.__version__}")
+    print("ms: median [p10, p90]")
+    rows_of: dict[str, dict[str, dict[str, float]]] = {}
+    for shape in shapes:
+        rows = bench(shape, recipes, args.rounds, args.device)
+        rows_of[",".join(map(str, shape))] = rows
         print(f"\nL, O, I = {shape}")
         for name, row in rows.items():
-            ratio = f"   {row['speedup']:.2f}x torch" if "speedup" in row else ""
+            ratios = "  ".join(f"{key} {v:.2f}x" for key, v in row.items() if " " in key)
             print(
-                f"  {name:18s} {row['median_ms']:8.2f}  [{row['p10_ms']:.2f}, "
-                f"{row['p90_ms']:.2f}]{ratio}"
+                f"  {name:18s} {row['median_ms']:8.3f}  [{row['p10_ms']:.3f}, "
+                f"{row['p90_ms']:.3f}]   {ratios}"
             )
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(report, indent=1) + "\n")
-    print(f"\nwritten: {args.out}")
+    report["shapes"] = rows_of
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"\nwritten: {out}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-// Stage: integer product on CUDA, the choice of a kernel. The instances for sm_90a (wgmma, by CUTLASS) take
-// what the tensor memory accelerator can move; everything else, and every other architecture, goes to
-// the mma.sync kernels of gemm_int8_sm80.cu.
+// Stage: integer product on CUDA, the choice of a kernel. The instances for sm_90a (wgmma, by
+// CUTLASS) take what the tensor memory accelerator can move; everything else, and every other
+// architecture, goes to the mma.sync kernels of gemm_int8_sm80.cu.
 #include <algorithm>
 #include <cstdint>
 
@@ -32,8 +32,7 @@ bool sm90_can(const Context& context, const GemmArgs& args) {
   return args.a_scale != nullptr && !args.accumulate && args.k > 0 && args.k <= int32_safe_k &&
          args.m < INT32_MAX && args.n < INT32_MAX && args.out.col_stride == 1 &&
          aligned_rows(args.a, args.lda) && aligned_rows(args.b, args.ldb) && args.k % 16 == 0 &&
-         aligned_rows(args.out.data, args.out.row_stride * out_size) &&
-         args.n * out_size % 16 == 0;
+         aligned_rows(args.out.data, args.out.row_stride * out_size) && args.n * out_size % 16 == 0;
 }
 
 // One scale for all, as a vector.
@@ -42,8 +41,17 @@ __global__ void spread_kernel(const float* scale, std::int64_t count, float* out
   if (i < count) out[i] = *scale;
 }
 
-// A tile of 128 x 256 reuses operands more but leaves half as many tiles: it pays where those still
-// fill the GPU several times (docs/performance.md).
+// Stream-K pays where there are fewer than two waves of tiles and the contraction is long (g_w of a
+// ViT); with a third of a wave or less, cutting it into equal parts beats CUTLASS's own division.
+// Measured: docs/performance.md.
+constexpr std::int64_t stream_k_least_k = 4096;
+
+int stream_k_splits(std::int64_t m, std::int64_t n, std::int64_t k, int sm_count) {
+  const std::int64_t tiles = ceil_div(m, 128) * ceil_div(n, 128);
+  if (k < stream_k_least_k || tiles >= std::int64_t{2} * sm_count) return 0;
+  return tiles * 3 <= sm_count ? static_cast<int>(std::min<std::int64_t>(sm_count / tiles, 6)) : 1;
+}
+
 void sm90_gemm(const Context& context, const GemmArgs& args, void* workspace) {
   const int sm_count = device_attribute(context, cudaDevAttrMultiProcessorCount);
   GemmArgs spread = args;
@@ -52,20 +60,22 @@ void sm90_gemm(const Context& context, const GemmArgs& args, void* workspace) {
     launch("gemm", context, spread_kernel, ceil_div(args.m, 256), 256, 0, args.a_scale, args.m,
            vectors);
     spread.a_scale = vectors;
-    vectors += args.m;
   }
+  vectors += round_up(args.m, 64);
   if (args.b_scale_step == 0) {
     launch("gemm", context, spread_kernel, ceil_div(args.n, 256), 256, 0, args.b_scale, args.n,
            vectors);
     spread.b_scale = vectors;
   }
-  const std::int64_t wide_tiles = ceil_div(args.m, 128) * ceil_div(args.n, 256);
+  vectors += round_up(args.n, 64);
   switch (args.out.dtype) {
-    case DType::bf16:
-      if (wide_tiles >= std::int64_t{4} * sm_count && args.n >= 2048) {
-        return sm90_gemm_bf16_128x256(context, spread, sm_count);
+    case DType::bf16: {
+      const int splits = stream_k_splits(args.m, args.n, args.k, sm_count);
+      if (splits > 0) {
+        return sm90_gemm_bf16_stream_k(context, spread, sm_count, splits, vectors);
       }
       return sm90_gemm_bf16_128x128(context, spread, sm_count);
+    }
     case DType::f16:
       return sm90_gemm_f16_128x128(context, spread, sm_count);
     default:
@@ -75,10 +85,24 @@ void sm90_gemm(const Context& context, const GemmArgs& args, void* workspace) {
 
 }  // namespace
 
-// The scales as vectors, where they are single numbers.
-std::size_t CudaBackend::gemm_workspace(const Context&, std::int64_t m, std::int64_t n,
-                                        std::int64_t) const {
-  return static_cast<std::size_t>(m + n) * sizeof(float);
+// The scales as vectors, where they are single numbers, and what stream-K adds up in.
+std::size_t CudaBackend::gemm_workspace(const Context& context, std::int64_t m, std::int64_t n,
+                                        std::int64_t k) const {
+  std::size_t bytes = static_cast<std::size_t>(round_up(m, 64) + round_up(n, 64)) * sizeof(float);
+  if (sm90_built() && m > 0 && n > 0 && m < INT32_MAX && n < INT32_MAX && k <= int32_safe_k) {
+    const DeviceGuard guard(context.device().index, "gemm");
+    const int sm_count = device_attribute(context, cudaDevAttrMultiProcessorCount);
+    const int splits = stream_k_splits(m, n, k, sm_count);
+    if (splits > 0) {
+      GemmArgs args{};
+      args.m = m;
+      args.n = n;
+      args.k = args.lda = args.ldb = k;
+      args.out.row_stride = n;
+      bytes += sm90_stream_k_workspace(context, args, sm_count, splits);
+    }
+  }
+  return bytes;
 }
 
 void CudaBackend::gemm(const Context& context, const GemmArgs& args, void* workspace) const {

@@ -1,10 +1,11 @@
 // Stage: integer product with mma.sync, for every architecture from sm_80 on.
 //
 // tile_kernel: tile 128 x 128 of the result, 8 warps of 64 x 32, contraction in steps of 64 bytes
-//   through a ring of 4 stages of cp.async (64 KB of shared memory); fragments by ldmatrix from rows of
-//   64 bytes whose 16-byte pieces are swizzled by (row / 2) % 4, which is free of bank conflicts;
-//   mma.m16n8k32. INT32 sums; past a contraction of 131,072 they are moved to fp32 and start again.
-//   Needs 16-byte aligned rows; tails of M, N and K are filled with zeros by cp.async itself.
+//   through a ring of 4 stages of cp.async (64 KB of shared memory); fragments by ldmatrix from
+//   rows of 64 bytes whose 16-byte pieces are swizzled by (row / 2) % 4, which is free of bank
+//   conflicts; mma.m16n8k32. INT32 sums; past a contraction of 131,072 they are moved to fp32 and
+//   start again. Needs 16-byte aligned rows; tails of M, N and K are filled with zeros by cp.async
+//   itself.
 // byte_kernel: any alignment; one thread for one result. Correct and slow.
 // token_kernel: the fp32 product with a scale for each k (LQS), k in ascending order as on the CPU.
 #include <algorithm>
@@ -32,7 +33,8 @@ __device__ void finish(const GemmArgs& args, std::int64_t m, std::int64_t n, flo
 
 __device__ void finish_int(const GemmArgs& args, std::int64_t m, std::int64_t n, int acc) {
   if (m >= args.m || n >= args.n) return;
-  static_cast<std::int32_t*>(args.out.data)[m * args.out.row_stride + n * args.out.col_stride] = acc;
+  static_cast<std::int32_t*>(args.out.data)[m * args.out.row_stride + n * args.out.col_stride] =
+      acc;
 }
 
 __device__ void copy_async(unsigned to, const void* from, int bytes) {
@@ -129,7 +131,8 @@ __global__ void __launch_bounds__(threads, split ? 1 : 2) tile_kernel(GemmArgs a
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
 #pragma unroll
-        for (int j = 0; j < 4; ++j) mma(acc[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
+        for (int j = 0; j < 4; ++j)
+          mma(acc[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
       }
     }
     if (split && (step + 1) % int32_steps == 0) flush();

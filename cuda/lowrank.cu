@@ -1,14 +1,16 @@
 // Stage: HLA along the tokens, and the K-contiguous operands that are made from its rows.
 //
-// Two passes over x: the largest values (atomicMax into the scales' memory), then the codes; the rows of
-// P x are computed twice and never stored.
-// tile_kernel, the hot path (n = 16, contiguous rows of an even number of columns): a thread block takes
-//   64 columns x 128 k; a thread has two neighbouring columns and two groups of 16 k in registers, so
-//   that a warp reads 128 bytes (fp16) of every token and 16 loads are in flight. A group is 16 tokens as
-//   they are (full), one whole block (w for g_x), or two blocks folded to 8 values each (sketch, r = 8: a
-//   fold reads tokens t and t ^ a, so that no register is indexed at run time). The codes are turned
-//   in shared memory and leave as 128 contiguous bytes of each row of the result.
-// strip_kernel, everything else (any block to 256, any row list, grids, prefix tokens, one scale for each
+// Two passes over x: the largest values (atomicMax into the scales' memory), then the codes; the
+// rows of P x are computed twice and never stored. tile_kernel, the hot path (n = 16, contiguous
+// rows of an even number of columns): a thread block takes
+//   64 columns x 128 k; a thread has two neighbouring columns and two groups of 16 k in registers,
+//   so that a warp reads 128 bytes (fp16) of every token and 16 loads are in flight. A group is 16
+//   tokens as they are (full), one whole block (w for g_x), or two blocks folded to 8 values each
+//   (sketch, r = 8: a fold reads tokens t and t ^ a, so that no register is indexed at run time).
+//   The codes are turned in shared memory and leave as 128 contiguous bytes of each row of the
+//   result.
+// strip_kernel, everything else (any block to 256, any row list, grids, prefix tokens, one scale
+// for each
 //   k): the block lies in shared memory, a column of it for each thread; no barriers, no conflicts.
 // g_b: partial sums of 128 tokens, then their sum; fixed order, so repeatable.
 #include <algorithm>
@@ -72,6 +74,7 @@ struct ColumnArgs {
   bool per_tensor, per_k;
   RandomKey key;
   Pass pass;
+  float* sums;  // tile_amax_kernel: sums of the tokens of every tile, or null
 };
 
 // The fold number `fold` of a block: a and the position of its top bit.
@@ -157,6 +160,26 @@ __device__ void draw_tile(const ColumnArgs& args, std::int64_t first_group, int*
   }
 }
 
+// The sum of the tokens of a group, in the order in which row 0 of their FWHT adds them.
+template <Kind kind>
+__device__ float group_sum(const float (&v)[group]) {
+  if constexpr (kind == Kind::sketch8) {
+    return v[0] + v[8];
+  } else if constexpr (kind == Kind::whole) {
+    return v[0];
+  } else {
+    float sum[group];
+#pragma unroll
+    for (int t = 0; t < group; ++t) sum[t] = v[t];
+#pragma unroll
+    for (int h = 1; h < group; h *= 2) {
+#pragma unroll
+      for (int t = 0; t < group; t += 2 * h) sum[t] = sum[t] + sum[t + h];
+    }
+    return sum[0];
+  }
+}
+
 template <Kind kind, class Tag>
 __global__ void __launch_bounds__(tile_threads) tile_amax_kernel(ColumnArgs args) {
   __shared__ int draws[2 * tile_groups];
@@ -166,11 +189,13 @@ __global__ void __launch_bounds__(tile_threads) tile_amax_kernel(ColumnArgs args
   const std::int64_t col0 = blockIdx.x % strips * tile_columns, col = col0 + 2 * lane;
   const std::int64_t groups = args.k_padded / group;
   std::uint32_t best[2] = {0, 0};
+  __shared__ float sums_of[4][tile_columns];
   for (std::int64_t tile = 0; tile < args.run; ++tile) {
     const std::int64_t first = (blockIdx.x / strips * args.run + tile) * tile_groups;
     if (first >= groups) break;
-    if (tile > 0) __syncthreads();  // the last tile's draws are no longer read
+    if (tile > 0) __syncthreads();  // the last tile's draws and sums are no longer read
     draw_tile<kind>(args, first, draws);
+    float sum[2] = {0.0F, 0.0F};
 #pragma unroll
     for (int i = 0; i < tile_groups / 4; ++i) {
       const int local = i * 4 + warp;
@@ -182,6 +207,19 @@ __global__ void __launch_bounds__(tile_threads) tile_amax_kernel(ColumnArgs args
         best[0] = max(best[0], abs_bits(v[0][k]));
         best[1] = max(best[1], abs_bits(v[1][k]));
       }
+      if (args.sums != nullptr) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) sum[c] += group_sum<kind>(v[c]);
+      }
+    }
+    if (args.sums == nullptr) continue;
+    sums_of[warp][2 * lane] = sum[0];
+    sums_of[warp][2 * lane + 1] = sum[1];
+    __syncthreads();
+    const int c = static_cast<int>(threadIdx.x);
+    if (c < tile_columns && col0 + c < args.x.cols) {
+      args.sums[first / tile_groups * args.x.cols + col0 + c] =
+          (sums_of[0][c] + sums_of[1][c]) + (sums_of[2][c] + sums_of[3][c]);
     }
   }
   auto* amax = reinterpret_cast<std::uint32_t*>(args.scale);
@@ -195,7 +233,8 @@ __global__ void __launch_bounds__(tile_threads) tile_amax_kernel(ColumnArgs args
   __syncthreads();
   const int c = static_cast<int>(threadIdx.x);
   if (c >= tile_columns || col0 + c >= args.x.cols) return;
-  atomicMax(amax + col0 + c, max(max(best_of[0][c], best_of[1][c]), max(best_of[2][c], best_of[3][c])));
+  atomicMax(amax + col0 + c,
+            max(max(best_of[0][c], best_of[1][c]), max(best_of[2][c], best_of[3][c])));
 }
 
 template <Kind kind, Rounding rounding, class Tag>
@@ -269,8 +308,8 @@ __device__ void butterfly_shared(const SharedColumn& v, int length) {
   }
 }
 
-// Calls emit(k, value) for the rows of P x that the blocks [begin, end) give, in order; the range that
-// holds the last block also gives the prefix rows.
+// Calls emit(k, value) for the rows of P x that the blocks [begin, end) give, in order; the range
+// that holds the last block also gives the prefix rows.
 template <class Emit>
 __device__ void walk_rows(const MatrixIn& x, const DeviceProjection& p, std::int64_t col,
                           std::int64_t begin, std::int64_t end, const SharedColumn& v,
@@ -342,8 +381,7 @@ __global__ void strip_kernel(ColumnArgs args) {
         args.per_k ? DeviceScale{} : device_scale(amax[args.per_tensor ? 0 : col], args.bits);
     const uint4 codes = round_group<rounding>(
         [&](int i) {
-          const DeviceScale s =
-              args.per_k ? device_scale(amax[g * group + i], args.bits) : column;
+          const DeviceScale s = args.per_k ? device_scale(amax[g * group + i], args.bits) : column;
           return s.keep ? pending[i] * s.inv : 0.0F;
         },
         args.key, static_cast<std::uint64_t>(col * groups + g), args.bits);
@@ -392,8 +430,8 @@ Grid strip_grid(const Projection& p, std::int64_t cols, int extra) {
   grid.shared = static_cast<std::size_t>((p.block + extra) * grid.threads) * sizeof(float);
   const std::int64_t cut = blocks_per_cut(p.rank);
   grid.run = round_up(std::max<std::int64_t>(1, 64 / p.block), cut);
-  grid.blocks = ceil_div(cols, grid.threads) *
-                std::max<std::int64_t>(1, ceil_div(p.blocks, grid.run));
+  grid.blocks =
+      ceil_div(cols, grid.threads) * std::max<std::int64_t>(1, ceil_div(p.blocks, grid.run));
   return grid;
 }
 
@@ -412,9 +450,8 @@ __global__ void __launch_bounds__(sum_threads) partial_sum_kernel(MatrixIn x, fl
     float v[16];
 #pragma unroll
     for (int t = 0; t < 16; ++t) {
-      v[t] = token + t < x.rows
-                 ? Tag::load(x.data, (token + t) * x.row_stride + col * x.col_stride)
-                 : 0.0F;
+      v[t] = token + t < x.rows ? Tag::load(x.data, (token + t) * x.row_stride + col * x.col_stride)
+                                : 0.0F;
     }
 #pragma unroll
     for (int h = 1; h < 16; h *= 2) {
@@ -462,15 +499,16 @@ void CudaBackend::hla(const Context& context, const MatrixIn& x, const Projectio
          device_projection(p, side, sketch_key), grid.run, out);
 }
 
-void CudaBackend::quantize_columns(const Context& context, const MatrixIn& x, const Projection& p,
-                                   Side side, const Key& sketch_key, const OperandQuant& quant,
-                                   const Operand& out) const {
+std::int64_t CudaBackend::quantize_columns(const Context& context, const MatrixIn& x,
+                                           const Projection& p, Side side, const Key& sketch_key,
+                                           const OperandQuant& quant, const Operand& out,
+                                           void* sums) const {
   const char* const stage = "backward_linear";
   const DeviceGuard guard(context.device().index, stage);
   check_cuda(cudaMemsetAsync(out.scale, 0, static_cast<std::size_t>(out.scales) * sizeof(float),
                              context.stream()),
              stage, "cudaMemsetAsync");
-  if (x.cols == 0) return;
+  if (x.cols == 0) return 0;
   ColumnArgs args{x,
                   device_projection(p, side, sketch_key),
                   out.codes,
@@ -481,7 +519,8 @@ void CudaBackend::quantize_columns(const Context& context, const MatrixIn& x, co
                   quant.per_tensor,
                   quant.per_k,
                   random_key(context.key(), quant.purpose),
-                  Pass::amax};
+                  Pass::amax,
+                  static_cast<float*>(sums)};
   const bool whole = p.block == 16 && p.rank == 16 && p.basis != Basis::sketch;
   const bool sketch8 = p.basis == Basis::sketch && p.block == 16 && p.rank == 8;
   const bool tiled = !quant.per_k && p.order.samples == 0 && pairs_aligned(x) &&
@@ -529,8 +568,10 @@ void CudaBackend::quantize_columns(const Context& context, const MatrixIn& x, co
     });
   }
   finish_scales(context, out.scale, out.scales, quant.bits);
+  return tiled && sums != nullptr ? ceil_div(out.k_padded, tile_k) : 0;
 }
 
+// A partial sum for every 128 tokens (256 where tile_amax_kernel meets them in a sketch).
 std::size_t CudaBackend::column_sum_workspace(const Context&, std::int64_t rows,
                                               std::int64_t cols) const {
   return static_cast<std::size_t>(ceil_div(rows, 16 * sum_run) * cols) * sizeof(float);
@@ -550,6 +591,14 @@ void CudaBackend::column_sum(const Context& context, const MatrixIn& x, bool acc
   }
   launch(stage, context, final_sum_kernel, ceil_div(x.cols, 32), 256, 0, partial, runs, accumulate,
          out);
+}
+
+void CudaBackend::column_sum_finish(const Context& context, std::int64_t runs, bool accumulate,
+                                    const MatrixOut& out, const void* sums) const {
+  const char* const stage = "backward_linear";
+  const DeviceGuard guard(context.device().index, stage);
+  launch(stage, context, final_sum_kernel, ceil_div(out.cols, 32), 256, 0,
+         static_cast<const float*>(sums), runs, accumulate, out);
 }
 
 void CudaBackend::fill_zero(const Context& context, const MatrixOut& out) const {

@@ -1,10 +1,13 @@
 // Stages: quantise and dequantise a matrix; rows after an FWHT (g_y for g_x); INT4 groups of x.
 //
-// rows16_kernel, the hot path (Hadamard block 16): T threads share a row, a thread holds B blocks of 16
-//   neighbouring elements in registers: one read of g_y (32 bytes a thread in fp16), butterfly, largest
-//   value by shuffles, one write of 16 codes. With one scale for the whole tensor the kernel runs
-//   twice, first for the largest value alone. 3 bytes an element for fp16 input (one scale a row).
-// rows_kernel, any block and any length: a thread block takes a row through a buffer of 4096 floats in
+// rows16_kernel, the hot path (Hadamard block 16): T threads share a row, a thread holds B blocks
+// of 16
+//   neighbouring elements in registers: one read of g_y (32 bytes a thread in fp16), butterfly,
+//   largest value by shuffles, one write of 16 codes. With one scale for the whole tensor the
+//   kernel runs twice, first for the largest value alone. 3 bytes an element for fp16 input (one
+//   scale a row).
+// rows_kernel, any block and any length: a thread block takes a row through a buffer of 4096 floats
+// in
 //   shared memory, twice (largest value, codes).
 // groups_kernel (x to INT4): a thread takes 64 tokens of one channel: neighbours read neighbouring
 //   channels, and the thread writes 32 contiguous bytes. 2.53 bytes an element for fp16.
@@ -67,10 +70,10 @@ __global__ void rows16_kernel(RowsArgs args, int T) {
     } else {
 #pragma unroll
       for (int j = 0; j < 16; ++j) {
-        v[i][j] = real && col + j < args.x.cols
-                      ? Tag::load(args.x.data,
-                                  row * args.x.row_stride + (col + j) * args.x.col_stride)
-                      : 0.0F;
+        v[i][j] =
+            real && col + j < args.x.cols
+                ? Tag::load(args.x.data, row * args.x.row_stride + (col + j) * args.x.col_stride)
+                : 0.0F;
       }
     }
   }
@@ -170,15 +173,19 @@ void run_rows(const Context& context, const RowsArgs& args, Rounding rounding) {
     if (args.block != 16 || blocks > 4 * 1024) {
       return launch("backward_linear", context, rows_kernel<mode>, args.x.rows, 256, 0, args);
     }
-    int T = 32;
-    while (T < 1024 && T * (T >= 256 ? 4 : 2) < blocks) T *= 2;
-    const int threads = std::max(T, 128);
+    // The fewest idle threads; of equals, most blocks for a thread.
+    int T = 0, B = 0;
+    for (const int candidate : {1, 2, 4}) {
+      const int lanes = static_cast<int>(round_up(ceil_div(blocks, candidate), 32));
+      if (lanes <= 1024 && (T == 0 || lanes * candidate <= T * B)) T = lanes, B = candidate;
+    }
+    const int threads = T * std::max(1, 128 / T);
     const std::int64_t grid = ceil_div(args.x.rows, threads / T);
     host_with_dtype(args.x.dtype, [&](auto tag) {
       using Tag = decltype(tag);
-      if (blocks <= T) {
+      if (B == 1) {
         launch("backward_linear", context, rows16_kernel<mode, 1, Tag>, grid, threads, 0, args, T);
-      } else if (blocks <= 2 * T) {
+      } else if (B == 2) {
         launch("backward_linear", context, rows16_kernel<mode, 2, Tag>, grid, threads, 0, args, T);
       } else {
         launch("backward_linear", context, rows16_kernel<mode, 4, Tag>, grid, threads, 0, args, T);
@@ -192,7 +199,8 @@ __global__ void finish_scales_kernel(float* scale, std::int64_t count, int bits)
   if (i < count) scale[i] = device_scale(__float_as_uint(scale[i]), bits).scale;
 }
 
-// ---- the public quantise: any strides, any granularity, one thread for 16 elements ------------------
+// ---- the public quantise: any strides, any granularity, one thread for 16 elements
+// ------------------
 
 struct MatrixQuant {
   MatrixIn x;
@@ -235,8 +243,8 @@ __global__ void matrix_codes_kernel(MatrixQuant args) {
   const uint4 codes = round_group<rounding>(
       [&](int j) {
         if (col + j >= args.x.cols) return 0.0F;
-        const DeviceScale s = device_scale(
-            __float_as_uint(args.scale[args.scale_at(row, col + j)]), args.bits);
+        const DeviceScale s =
+            device_scale(__float_as_uint(args.scale[args.scale_at(row, col + j)]), args.bits);
         return s.keep ? load_element(args.x, row, col + j) * s.inv : 0.0F;
       },
       args.key, static_cast<std::uint64_t>(i), args.bits);
@@ -264,12 +272,14 @@ __global__ void dequantize_kernel(MatrixIn q, const float* scale, Granularity gr
   const auto* codes = static_cast<const std::int8_t*>(q.data) + r * q.row_stride;
   int code = packed ? (codes[c / 2] >> (c % 2 == 0 ? 0 : 4)) & 15 : codes[c];
   if (packed) code = (code ^ 8) - 8;
-  const std::int64_t s =
-      granularity == Granularity::row ? r : granularity == Granularity::column ? c : 0;
+  const std::int64_t s = granularity == Granularity::row      ? r
+                         : granularity == Granularity::column ? c
+                                                              : 0;
   store_element(out, r, c, static_cast<float>(code) * scale[s]);
 }
 
-// ---- INT4 groups ------------------------------------------------------------------------------------
+// ---- INT4 groups
+// ------------------------------------------------------------------------------------
 
 // The smallest bf16 not below a positive finite value, as bits.
 __device__ std::uint16_t bf16_up(float v) {
@@ -373,14 +383,18 @@ void CudaBackend::quantize(const Context& context, const MatrixIn& x, const Quan
                            const MatrixOut& q, float* scale) const {
   const DeviceGuard guard(context.device().index, "quantize");
   const std::int64_t scales = scale_count(x.rows, x.cols, spec.scale);
-  check_cuda(cudaMemsetAsync(scale, 0, static_cast<std::size_t>(scales) * sizeof(float),
-                             context.stream()),
-             "quantize", "cudaMemsetAsync");
+  check_cuda(
+      cudaMemsetAsync(scale, 0, static_cast<std::size_t>(scales) * sizeof(float), context.stream()),
+      "quantize", "cudaMemsetAsync");
   if (x.rows == 0 || x.cols == 0) return;
-  const MatrixQuant args{x,          static_cast<std::int8_t*>(q.data),
-                         q.row_stride, scale,
-                         spec.scale, spec.bits,
-                         q.dtype == DType::i4x2, random_key(context.key(), Purpose::quantize)};
+  const MatrixQuant args{x,
+                         static_cast<std::int8_t*>(q.data),
+                         q.row_stride,
+                         scale,
+                         spec.scale,
+                         spec.bits,
+                         q.dtype == DType::i4x2,
+                         random_key(context.key(), Purpose::quantize)};
   const std::int64_t grid = ceil_div(x.rows * ceil_div(x.cols, 16), 256);
   launch("quantize", context, matrix_amax_kernel, grid, 256, 0, args);
   with_rounding(spec.rounding, [&](auto r) {
@@ -437,8 +451,7 @@ void CudaBackend::requantize_groups(const Context& context, const std::uint8_t* 
                                     std::int64_t tokens, Rounding rounding,
                                     const Operand& out) const {
   const DeviceGuard guard(context.device().index, "backward_linear");
-  const Rounding used =
-      rounding == Rounding::stochastic ? Rounding::stochastic : Rounding::nearest;
+  const Rounding used = rounding == Rounding::stochastic ? Rounding::stochastic : Rounding::nearest;
   with_rounding(used, [&](auto r) {
     launch("backward_linear", context, requantize_kernel<decltype(r)::value>, out.rows, 256, 0,
            packed, row_bytes, scale, ceil_div(tokens, int4_group), out,

@@ -56,7 +56,7 @@ broken() {
 test_cpp() {
   hot_env_say "building the library and the C++ tests in build/test"
   cmake -S "$HOT_ROOT" -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DHOT_BUILD_TESTS=ON -DHOT_WERROR=ON \
-    -DHOT_CUDA="${HOT_CUDA:-AUTO}" -DCMAKE_CUDA_ARCHITECTURES=90a-real >"$results/cmake.log" 2>&1 ||
+    -DHOT_CUDA="${HOT_CUDA:-AUTO}" -DHOT_CUTLASS=ON -DCMAKE_CUDA_ARCHITECTURES=90a-real >"$results/cmake.log" 2>&1 ||
     { cat "$results/cmake.log"; broken "cmake"; return; }
   grep '^-- hotcore' "$results/cmake.log" || true
   cmake --build "$build" -j "$jobs" || { broken "C++ build"; return; }

@@ -46,8 +46,8 @@ const detail::Backend& backend_of(const Context& context) {
 void check_spec(const char* call, const BackwardLinearSpec& spec) {
   const int n = spec.hadamard_block;
   if (n < 1 || n > 256 || (n & (n - 1)) != 0) {
-    detail::invalid(call, "hadamard_block is " + std::to_string(n) +
-                              "; expected a power of two from 1 to 256");
+    detail::invalid(
+        call, "hadamard_block is " + std::to_string(n) + "; expected a power of two from 1 to 256");
   }
   if (spec.gx_bits != 4 && spec.gx_bits != 8) {
     detail::invalid(call, "gx_bits is " + std::to_string(spec.gx_bits) + "; expected 4 or 8");
@@ -103,9 +103,15 @@ GxScratch take_gx(WorkspaceCursor& cursor, const Context& context, const LinearS
   return s;
 }
 
+char* take_gb(WorkspaceCursor& cursor, const Context& context, const LinearShape& shape) {
+  return cursor.take<char>(static_cast<std::int64_t>(
+      backend_of(context).column_sum_workspace(context, shape.tokens, shape.out_features)));
+}
+
 struct GwScratch {
   detail::Operand g, x;
   char* gemm;
+  char* sums;
 };
 
 GwScratch take_gw(WorkspaceCursor& cursor, const Context& context, const LinearShape& shape,
@@ -124,12 +130,8 @@ GwScratch take_gw(WorkspaceCursor& cursor, const Context& context, const LinearS
   }
   s.gemm = cursor.take<char>(static_cast<std::int64_t>(backend_of(context).gemm_workspace(
       context, shape.out_features, shape.in_features, p.k_padded)));
+  s.sums = take_gb(cursor, context, shape);
   return s;
-}
-
-char* take_gb(WorkspaceCursor& cursor, const Context& context, const LinearShape& shape) {
-  return cursor.take<char>(static_cast<std::int64_t>(
-      backend_of(context).column_sum_workspace(context, shape.tokens, shape.out_features)));
 }
 
 void check_shape(const char* call, const LinearShape& shape) {
@@ -155,7 +157,7 @@ void run_gx(const Context& context, const MatrixIn& gy, const MatrixIn& w,
                              Rounding::nearest, Purpose::weight};
   backend.quantize_rows(context, gy, spec.hadamard_block, quant_y, s.y);
   backend.quantize_columns(context, w, hadamard_projection(shape.out_features, spec.hadamard_block),
-                           Side::activation, context.key(), quant_w, s.w);
+                           Side::activation, context.key(), quant_w, s.w, nullptr);
   detail::GemmArgs args{};
   args.a = s.y.codes;
   args.b = s.w.codes;
@@ -171,14 +173,16 @@ void run_gx(const Context& context, const MatrixIn& gy, const MatrixIn& w,
   backend.gemm(context, args, s.gemm);
 }
 
-void run_gw(const Context& context, const MatrixIn& gy, const ConstSavedActivation& saved,
-            const BackwardLinearSpec& spec, const MatrixOut& gw, bool accumulate,
-            const LinearShape& shape, void* workspace) {
+// Returns whether g_b (null: not wanted) came out on the way.
+bool run_gw(const Context& context, const MatrixIn& gy, const ConstSavedActivation& saved,
+            const BackwardLinearSpec& spec, const MatrixOut& gw, const MatrixOut* gb,
+            bool accumulate, const LinearShape& shape, void* workspace) {
   const detail::Backend& backend = backend_of(context);
-  if (gw.rows == 0 || gw.cols == 0) return;
+  bool gb_done = false;
+  if (gw.rows == 0 || gw.cols == 0) return gb_done;
   if (shape.tokens == 0) {
     if (!accumulate) backend.fill_zero(context, gw);
-    return;
+    return gb_done;
   }
   const Projection p = detail::make_projection(shape.tokens, spec.low_rank);
   const SavedLayout layout = saved_layout(shape.tokens, shape.in_features, spec);
@@ -187,7 +191,12 @@ void run_gw(const Context& context, const MatrixIn& gy, const ConstSavedActivati
   const OperandQuant quant_g{8, spec.gw_scale == GradScale::tensor,
                              spec.gw_scale == GradScale::token, spec.gw_rounding,
                              Purpose::gradient_columns};
-  backend.quantize_columns(context, gy, p, Side::gradient, saved.key, quant_g, s.g);
+  const std::int64_t partial_sums = backend.quantize_columns(
+      context, gy, p, Side::gradient, saved.key, quant_g, s.g, gb == nullptr ? nullptr : s.sums);
+  if (partial_sums > 0) {
+    backend.column_sum_finish(context, partial_sums, accumulate, *gb, s.sums);
+    gb_done = true;
+  }
 
   const auto* bytes = static_cast<const char*>(saved.data);
   const std::int8_t* x_codes = s.x.codes;
@@ -218,7 +227,8 @@ void run_gw(const Context& context, const MatrixIn& gy, const ConstSavedActivati
     args.inv_divisor = inv_divisor;
     args.accumulate = accumulate;
     args.out = gw;
-    return backend.gemm_token(context, args, s.gemm);
+    backend.gemm_token(context, args, s.gemm);
+    return gb_done;
   }
   detail::GemmArgs args{};
   args.a = s.g.codes;
@@ -234,6 +244,7 @@ void run_gw(const Context& context, const MatrixIn& gy, const ConstSavedActivati
   args.accumulate = accumulate;
   args.out = gw;
   backend.gemm(context, args, s.gemm);
+  return gb_done;
 }
 
 }  // namespace
@@ -304,8 +315,7 @@ void compress_activation(const Context& context, const ConstTensorView& x,
   check.disjoint("saved",
                  vector(saved.data, DType::i8, static_cast<std::int64_t>(layout.bytes), x.device),
                  "x", x);
-  check.workspace(workspace,
-                  compress_activation_workspace(context, rows.rows, rows.cols, spec));
+  check.workspace(workspace, compress_activation_workspace(context, rows.rows, rows.cols, spec));
   if (layout.bytes == 0) return;
   auto* bytes = static_cast<char*>(saved.data);
   const detail::Backend& backend = backend_of(context);
@@ -320,7 +330,7 @@ void compress_activation(const Context& context, const ConstTensorView& x,
   const detail::Operand out{static_cast<std::int8_t*>(saved.data),
                             reinterpret_cast<float*>(bytes + layout.scale_offset), rows.cols,
                             layout.k_padded, layout.scales};
-  backend.quantize_columns(context, rows, p, Side::activation, context.key(), quant, out);
+  backend.quantize_columns(context, rows, p, Side::activation, context.key(), quant, out, nullptr);
 }
 
 std::size_t backward_linear_workspace(const Context& context, const LinearShape& shape,
@@ -364,8 +374,7 @@ void backward_linear(const Context& context, const ConstTensorView& gy, const Co
   if (out.gw != nullptr) {
     if (out.gx != nullptr && saved.in_features != shape.in_features) {
       detail::invalid(call, "saved has " + std::to_string(saved.in_features) +
-                                " in_features; expected w's, " +
-                                std::to_string(shape.in_features));
+                                " in_features; expected w's, " + std::to_string(shape.in_features));
     }
     shape.in_features = saved.in_features;
     if (saved.tokens != shape.tokens) {
@@ -374,8 +383,7 @@ void backward_linear(const Context& context, const ConstTensorView& gy, const Co
     }
     const SavedLayout layout = saved_layout(saved.tokens, saved.in_features, spec);
     if (saved.bytes != layout.bytes || (saved.data == nullptr && layout.bytes > 0)) {
-      detail::invalid(call, "saved has " +
-                                std::to_string(saved.data == nullptr ? 0 : saved.bytes) +
+      detail::invalid(call, "saved has " + std::to_string(saved.data == nullptr ? 0 : saved.bytes) +
                                 " bytes; expected " + std::to_string(layout.bytes) +
                                 " for this spec");
     }
@@ -425,10 +433,12 @@ void backward_linear(const Context& context, const ConstTensorView& gy, const Co
                                                        out.gw != nullptr));
 
   if (out.gx != nullptr) run_gx(context, gradient, weight, spec, gx, shape, workspace.data);
+  bool gb_done = false;
   if (out.gw != nullptr) {
-    run_gw(context, gradient, saved, spec, gw, out.accumulate, shape, workspace.data);
+    gb_done = run_gw(context, gradient, saved, spec, gw, out.gb == nullptr ? nullptr : &gb,
+                     out.accumulate, shape, workspace.data);
   }
-  if (out.gb != nullptr && shape.out_features > 0) {
+  if (out.gb != nullptr && !gb_done && shape.out_features > 0) {
     WorkspaceCursor cursor(workspace.data);
     backend_of(context).column_sum(context, gradient, out.accumulate, gb,
                                    take_gb(cursor, context, shape));

@@ -106,8 +106,8 @@ void Checker::input(const char* name, const ConstTensorView& view,
   if (view.data == nullptr) invalid(call_, argument + " has no data (null pointer)");
   const std::size_t size = dtype_size(view.dtype);
   if (reinterpret_cast<std::uintptr_t>(view.data) % size != 0) {
-    invalid(call_, argument + " is not aligned to its element size, " + std::to_string(size) +
-                       " bytes");
+    invalid(call_,
+            argument + " is not aligned to its element size, " + std::to_string(size) + " bytes");
   }
 }
 
@@ -218,12 +218,10 @@ MatrixOut Checker::collapsed_out(const char* name, const TensorView& view) const
 }
 
 MatrixIn matrix_of(const ConstTensorView& view) {
-  return {view.data,     view.dtype,     view.shape[0],
-          view.shape[1], view.stride[0], view.stride[1]};
+  return {view.data, view.dtype, view.shape[0], view.shape[1], view.stride[0], view.stride[1]};
 }
 MatrixOut matrix_out_of(const TensorView& view) {
-  return {view.data,     view.dtype,     view.shape[0],
-          view.shape[1], view.stride[0], view.stride[1]};
+  return {view.data, view.dtype, view.shape[0], view.shape[1], view.stride[0], view.stride[1]};
 }
 
 }  // namespace hot::detail

@@ -47,7 +47,7 @@ class Checker {
   const Context& context_;
 };
 
-MatrixIn matrix_of(const ConstTensorView& view);      // 2 dimensions
+MatrixIn matrix_of(const ConstTensorView& view);  // 2 dimensions
 MatrixOut matrix_out_of(const TensorView& view);
 
 // Walks a workspace. Without memory it only counts, so that the size of a workspace and its layout

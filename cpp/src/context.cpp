@@ -70,9 +70,9 @@ Context Context::cuda(int device, Stream stream) {
 
 Context Context::with_key(Key key) const {
   if (key.stream >= 8192) {
-    throw Error(ErrorCode::invalid_argument, "Context::with_key: key.stream is " +
-                                                 std::to_string(key.stream) +
-                                                 "; expected 0 to 8191");
+    throw Error(
+        ErrorCode::invalid_argument,
+        "Context::with_key: key.stream is " + std::to_string(key.stream) + "; expected 0 to 8191");
   }
   Context context = *this;
   context.key_ = key;

@@ -37,8 +37,7 @@ void check_rounding(const char* call, const char* name, Rounding rounding) {
 
 void check_bits(const char* call, const char* name, int bits) {
   if (bits != 4 && bits != 8) {
-    detail::invalid(call,
-                    std::string(name) + " is " + std::to_string(bits) + "; expected 4 or 8");
+    detail::invalid(call, std::string(name) + " is " + std::to_string(bits) + "; expected 4 or 8");
   }
 }
 
@@ -89,14 +88,14 @@ void fwht(const Context& context, const ConstTensorView& x, int axis, int block,
   const int along = axis < 0 ? axis + x.ndim : axis;
   if (x.shape[along] % block != 0) {
     detail::invalid("fwht", "x has " + std::to_string(x.shape[along]) + " elements along axis " +
-                                std::to_string(axis) + "; expected a multiple of block = " +
-                                std::to_string(block));
+                                std::to_string(axis) +
+                                "; expected a multiple of block = " + std::to_string(block));
   }
   bool same_shape = out.ndim == x.ndim;
   for (int d = 0; same_shape && d < x.ndim; ++d) same_shape = out.shape[d] == x.shape[d];
   if (!same_shape) {
-    detail::invalid("fwht", "out has shape " + detail::shape_text(out) +
-                                "; expected that of x, " + detail::shape_text(x));
+    detail::invalid("fwht", "out has shape " + detail::shape_text(out) + "; expected that of x, " +
+                                detail::shape_text(x));
   }
   if (!same_elements(x, out)) check.disjoint("out", out, "x", x);
   for (int d = 0; d < x.ndim; ++d) {
@@ -200,8 +199,7 @@ void unpack_int4(const Context& context, const ConstTensorView& packed, const Te
   backend_of(context).unpack_int4(context, detail::matrix_of(packed), detail::matrix_out_of(out));
 }
 
-std::size_t gemm_workspace(const Context& context, std::int64_t m, std::int64_t n,
-                           std::int64_t k) {
+std::size_t gemm_workspace(const Context& context, std::int64_t m, std::int64_t n, std::int64_t k) {
   if (m < 0 || n < 0 || k < 0) {
     detail::invalid("gemm_workspace", "m is " + std::to_string(m) + ", n " + std::to_string(n) +
                                           ", k " + std::to_string(k) +
@@ -233,8 +231,8 @@ struct GemmCall {
     check.disjoint("out", out, "a", a);
     check.disjoint("out", out, "b", b);
     if (!is_power_of_two(spec.divisor)) {
-      detail::invalid(name, "divisor is " + std::to_string(spec.divisor) +
-                                "; expected a power of two");
+      detail::invalid(name,
+                      "divisor is " + std::to_string(spec.divisor) + "; expected a power of two");
     }
     detail::GemmArgs args{};
     args.m = m;
@@ -296,9 +294,9 @@ void gemm_int8(const Context& context, const ConstTensorView& a, const ConstTens
   args.ldb = b.stride[0];
   detail::WorkspaceCursor cursor(workspace.data);
   const detail::Backend& backend = backend_of(context);
-  backend.gemm(context, args,
-               cursor.take<char>(
-                   static_cast<std::int64_t>(backend.gemm_workspace(context, m, n, k))));
+  backend.gemm(
+      context, args,
+      cursor.take<char>(static_cast<std::int64_t>(backend.gemm_workspace(context, m, n, k))));
 }
 
 void gemm_int4(const Context& context, const ConstTensorView& a, const ConstTensorView& b,
@@ -308,10 +306,9 @@ void gemm_int4(const Context& context, const ConstTensorView& a, const ConstTens
   check.input("a", a, {DType::i4x2}, 2, 2);
   check.input("b", b, {DType::i4x2}, 2, 2);
   if (k < 0 || (k + 1) / 2 != a.shape[1]) {
-    detail::invalid("gemm_int4", "k is " + std::to_string(k) + "; expected " +
-                                     std::to_string(2 * a.shape[1]) +
-                                     ", or one less, for rows of " + std::to_string(a.shape[1]) +
-                                     " bytes");
+    detail::invalid("gemm_int4",
+                    "k is " + std::to_string(k) + "; expected " + std::to_string(2 * a.shape[1]) +
+                        ", or one less, for rows of " + std::to_string(a.shape[1]) + " bytes");
   }
   check.shape("b", b, {-1, a.shape[1]});
   check.rows_contiguous("a", a);
@@ -322,8 +319,8 @@ void gemm_int4(const Context& context, const ConstTensorView& a, const ConstTens
   check.workspace(workspace, gemm_workspace(context, m, n, k));
   const detail::Backend& backend = backend_of(context);
   detail::WorkspaceCursor cursor(workspace.data);
-  char* scratch = cursor.take<char>(
-      static_cast<std::int64_t>(backend.gemm_workspace(context, m, n, k)));
+  char* scratch =
+      cursor.take<char>(static_cast<std::int64_t>(backend.gemm_workspace(context, m, n, k)));
   auto* a8 = cursor.take<std::int8_t>(m * k);
   auto* b8 = cursor.take<std::int8_t>(n * k);
   if (m > 0 && k > 0) {

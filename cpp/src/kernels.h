@@ -115,8 +115,8 @@ struct FwhtArgs {
 struct GemmArgs {
   const std::int8_t *a, *b;  // K contiguous
   std::int64_t m, n, k, lda, ldb;
-  const float *a_scale, *b_scale;              // null: bare int32 sums
-  std::int64_t a_scale_step, b_scale_step;     // 0: one scale for all
+  const float *a_scale, *b_scale;           // null: bare int32 sums
+  std::int64_t a_scale_step, b_scale_step;  // 0: one scale for all
   float inv_divisor;
   bool accumulate;
   MatrixOut out;
@@ -138,8 +138,8 @@ class Backend {
   virtual ~Backend() = default;
 
   virtual void fwht(const Context&, const FwhtArgs&) const = 0;
-  virtual void hla(const Context&, const MatrixIn& x, const Projection&, Side, const Key& sketch_key,
-                   const MatrixOut& out) const = 0;
+  virtual void hla(const Context&, const MatrixIn& x, const Projection&, Side,
+                   const Key& sketch_key, const MatrixOut& out) const = 0;
   virtual void quantize(const Context&, const MatrixIn& x, const QuantSpec&, const MatrixOut& q,
                         float* scale) const = 0;
   virtual void dequantize(const Context&, const MatrixIn& q, const float* scale, Granularity,
@@ -155,10 +155,12 @@ class Backend {
   // Rows of x [L, O] transformed along O and quantised: [L, roundup(O, block) -> Kp].
   virtual void quantize_rows(const Context&, const MatrixIn& x, int hadamard_block,
                              const OperandQuant&, const Operand& out) const = 0;
-  // P x for x [L, C], transposed and quantised: [C, Kp].
-  virtual void quantize_columns(const Context&, const MatrixIn& x, const Projection&, Side,
-                                const Key& sketch_key, const OperandQuant&,
-                                const Operand& out) const = 0;
+  // P x for x [L, C], transposed and quantised: [C, Kp]. Row 0 of a block is the sum of its tokens:
+  // where `sums` is not null, a backend that meets it on the way may leave what column_sum_finish
+  // needs there (column_sum_workspace bytes) and say how many partial sums of every column it left.
+  virtual std::int64_t quantize_columns(const Context&, const MatrixIn& x, const Projection&, Side,
+                                        const Key& sketch_key, const OperandQuant&,
+                                        const Operand& out, void* sums) const = 0;
   // x [L, C] as packed INT4, groups of 64 tokens per channel.
   virtual void quantize_groups(const Context&, const MatrixIn& x, Rounding, std::uint8_t* packed,
                                std::int64_t row_bytes, std::uint16_t* scale) const = 0;
@@ -171,6 +173,8 @@ class Backend {
                                            std::int64_t cols) const = 0;
   virtual void column_sum(const Context&, const MatrixIn& x, bool accumulate, const MatrixOut& out,
                           void* workspace) const = 0;
+  virtual void column_sum_finish(const Context&, std::int64_t partial_sums, bool accumulate,
+                                 const MatrixOut& out, const void* sums) const = 0;
 };
 
 const Backend& cpu_backend();

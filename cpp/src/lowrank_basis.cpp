@@ -123,8 +123,8 @@ Projection make_projection(std::int64_t tokens, const LowRank& spec) {
   p.divisor = spec.block;
   if (spec.rows.empty()) {
     if (spec.rank < 1 || spec.rank > spec.block) {
-      invalid("rank is " + std::to_string(spec.rank) + "; expected 1 to block = " +
-              std::to_string(spec.block));
+      invalid("rank is " + std::to_string(spec.rank) +
+              "; expected 1 to block = " + std::to_string(spec.block));
     }
     p.rank = spec.rank;
   } else {
@@ -149,8 +149,9 @@ Projection make_projection(std::int64_t tokens, const LowRank& spec) {
               "; sketch expects a power of two from 2 to block, at least block / 16");
     }
     p.folds = log2_of(spec.block) - log2_of(spec.rank);
-    p.sketch_weight =
-        p.folds == 0 ? 1.0F : static_cast<float>(spec.block - 1) / static_cast<float>(spec.rank - 1);
+    p.sketch_weight = p.folds == 0
+                          ? 1.0F
+                          : static_cast<float>(spec.block - 1) / static_cast<float>(spec.rank - 1);
   } else {
     p.rows = kept_rows(spec);
   }
@@ -169,9 +170,9 @@ Projection make_projection(std::int64_t tokens, const LowRank& spec) {
     const std::int64_t area = std::int64_t{layout.grid_h} * layout.grid_w;
     const std::int64_t per_sample = area + layout.prefix_tokens;
     if (tokens % per_sample != 0) {
-      invalid("x has " + std::to_string(tokens) +
-              " tokens; expected a multiple of prefix_tokens + h * w = " +
-              std::to_string(per_sample));
+      invalid(
+          "x has " + std::to_string(tokens) +
+          " tokens; expected a multiple of prefix_tokens + h * w = " + std::to_string(per_sample));
     }
     const int bits = log2_of(spec.block);
     p.order.samples = tokens / per_sample;

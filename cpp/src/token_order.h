@@ -1,5 +1,5 @@
-// Where in memory the tokens of the transformed sequence lie (docs/numerics.md, "Token layout"). Used
-// by the CPU backend and, as it is, by the CUDA kernels.
+// Where in memory the tokens of the transformed sequence lie (docs/numerics.md, "Token layout").
+// Used by the CPU backend and, as it is, by the CUDA kernels.
 #pragma once
 
 #include <cstdint>

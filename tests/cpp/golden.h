@@ -139,9 +139,7 @@ struct GoldenOutput {
     return array.dtype == "bf16" && (bits & 0x7fffU) > 0x7f80U;
   }
 
-  void check(const std::string& what) const {
-    check_memory(expected, input.memory.data(), what);
-  }
+  void check(const std::string& what) const { check_memory(expected, input.memory.data(), what); }
 
   static void check_memory(const GoldenArray& expected, const void* memory,
                            const std::string& what) {

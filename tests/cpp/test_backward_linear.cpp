@@ -4,8 +4,8 @@
 #include "support.h"
 
 using namespace hot_test;
-using hot::Basis;
 using hot::BackwardLinearSpec;
+using hot::Basis;
 using hot::GradScale;
 using hot::Storage;
 
@@ -19,15 +19,16 @@ std::int64_t any_size() {
 }  // namespace
 
 TEST(BackwardLinear, golden_compress_activation) {
-  for_golden("compress_activation", "scale", [](const GoldenCase& one, const hot::Context& context) {
-    const GoldenInput x(one.arrays.at("x"));
-    const BackwardLinearSpec spec = golden_spec(one);
-    const GoldenSaved saved(x.view, spec, context);
-    GoldenOutput::check_memory(one.arrays.at("scale"), saved.data + saved.layout.scale_offset,
-                               "scale");
-    const char* codes_name = spec.storage == Storage::int4 ? "packed" : "codes";
-    GoldenOutput::check_memory(one.arrays.at(codes_name), saved.data, codes_name);
-  });
+  for_golden("compress_activation", "scale",
+             [](const GoldenCase& one, const hot::Context& context) {
+               const GoldenInput x(one.arrays.at("x"));
+               const BackwardLinearSpec spec = golden_spec(one);
+               const GoldenSaved saved(x.view, spec, context);
+               GoldenOutput::check_memory(one.arrays.at("scale"),
+                                          saved.data + saved.layout.scale_offset, "scale");
+               const char* codes_name = spec.storage == Storage::int4 ? "packed" : "codes";
+               GoldenOutput::check_memory(one.arrays.at(codes_name), saved.data, codes_name);
+             });
 }
 
 TEST(BackwardLinear, golden) {
@@ -57,7 +58,9 @@ TEST(BackwardLinear, golden) {
     std::vector<float> sums(static_cast<std::size_t>(shape.out_features)), right = sums;
     hot::fwht(context, gb.view, 0, 1, as_vector(sums, DType::f32));
     hot::fwht(context, expected.view, 0, 1, as_vector(right, DType::f32));
-    const float ulp = gb.view.dtype == DType::f32 ? 1e-6F : gb.view.dtype == DType::f16 ? 0x1p-10F : 0x1p-7F;
+    const float ulp = gb.view.dtype == DType::f32   ? 1e-6F
+                      : gb.view.dtype == DType::f16 ? 0x1p-10F
+                                                    : 0x1p-7F;
     for (std::size_t o = 0; o < sums.size(); ++o) {
       if (!std::isfinite(right[o])) {
         EXPECT_FALSE(std::isfinite(sums[o]));
@@ -73,8 +76,11 @@ TEST(BackwardLinear, close_to_the_plain_product) {
   const struct {
     const char* name;
     double gx, gw;
-  } bounds[] = {{"default", 0.02, 0.2}, {"fast", 0.02, 1.3}, {"int4", 0.3, 0.2},
-                {"paper", 0.6, 0.9},    {"accurate", 0.02, 0.02}};
+  } bounds[] = {{"default", 0.02, 0.2},
+                {"fast", 0.02, 1.3},
+                {"int4", 0.3, 0.2},
+                {"paper", 0.6, 0.9},
+                {"accurate", 0.02, 0.02}};
   for (const auto& bound : bounds) {
     Layer layer(160, 67, 50, recipe(bound.name));
     layer.run(cpu());

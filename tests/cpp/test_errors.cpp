@@ -191,24 +191,22 @@ TEST(Errors, quantize) {
 }
 
 TEST(Errors, dequantize) {
-  check_table(
-      {{{"dequantize", "q", "float32"}, [](Arguments& t) { t.a.dtype = DType::f32; }},
-       {{"dequantize", "q", "(6, 19)", "(6, 20)"}, [](Arguments& t) { t.a.shape[1] = 19; }},
-       {{"dequantize", "scale", "(5,)"}, [](Arguments& t) { t.a_scale.shape[0] = 5; }},
-       {{"dequantize", "out", "int8"}, [](Arguments& t) { t.wide.dtype = DType::i8; }}},
-      [](Arguments& t) {
-        hot::dequantize(t.context, t.a, t.a_scale, hot::Granularity::row, t.wide);
-      });
+  check_table({{{"dequantize", "q", "float32"}, [](Arguments& t) { t.a.dtype = DType::f32; }},
+               {{"dequantize", "q", "(6, 19)", "(6, 20)"}, [](Arguments& t) { t.a.shape[1] = 19; }},
+               {{"dequantize", "scale", "(5,)"}, [](Arguments& t) { t.a_scale.shape[0] = 5; }},
+               {{"dequantize", "out", "int8"}, [](Arguments& t) { t.wide.dtype = DType::i8; }}},
+              [](Arguments& t) {
+                hot::dequantize(t.context, t.a, t.a_scale, hot::Granularity::row, t.wide);
+              });
 }
 
 TEST(Errors, pack_int4) {
-  check_table(
-      {{{"pack_int4", "q", "float32"}, [](Arguments& t) { t.a.dtype = DType::f32; }},
-       {{"pack_int4", "q", "stride"}, [](Arguments& t) { t.a.stride[1] = 3; }},
-       {{"pack_int4", "out", "int8"}, [](Arguments& t) { t.packed_out.dtype = DType::i8; }},
-       {{"pack_int4", "out", "(6, 9)", "(6, 10)"},
-        [](Arguments& t) { t.packed_out.shape[1] = 9; }}},
-      [](Arguments& t) { hot::pack_int4(t.context, t.a, t.packed_out); });
+  check_table({{{"pack_int4", "q", "float32"}, [](Arguments& t) { t.a.dtype = DType::f32; }},
+               {{"pack_int4", "q", "stride"}, [](Arguments& t) { t.a.stride[1] = 3; }},
+               {{"pack_int4", "out", "int8"}, [](Arguments& t) { t.packed_out.dtype = DType::i8; }},
+               {{"pack_int4", "out", "(6, 9)", "(6, 10)"},
+                [](Arguments& t) { t.packed_out.shape[1] = 9; }}},
+              [](Arguments& t) { hot::pack_int4(t.context, t.a, t.packed_out); });
 }
 
 TEST(Errors, unpack_int4) {
@@ -239,8 +237,7 @@ TEST(Errors, gemm_int8) {
         [](Arguments& t) { t.workspace_bytes = 16; },
         ErrorCode::workspace_too_small}},
       [](Arguments& t) {
-        hot::gemm_int8(t.context, t.a, t.b, t.a_scale, t.b_scale, t.gemm, t.product,
-                       t.workspace());
+        hot::gemm_int8(t.context, t.a, t.b, t.a_scale, t.b_scale, t.gemm, t.product, t.workspace());
       });
 }
 
@@ -294,7 +291,8 @@ TEST(Errors, backward_linear) {
        {{"backward_linear", "weight_scale"},
         [](Arguments& t) { t.spec.weight_scale = hot::Granularity::row; }},
        {{"backward_linear", "saved", "19 tokens"}, [](Arguments& t) { t.saved_tokens = 19; }},
-       {{"backward_linear", "saved", "13 in_features"}, [](Arguments& t) { t.saved_features = 13; }},
+       {{"backward_linear", "saved", "13 in_features"},
+        [](Arguments& t) { t.saved_features = 13; }},
        {{"backward_linear", "saved", "bytes"}, [](Arguments& t) { ++t.saved_bytes; }},
        {{"backward_linear", "saved", "0 bytes"}, [](Arguments& t) { t.saved_data = nullptr; }},
        {{"backward_linear", "gx", "(20, 11)"}, [](Arguments& t) { t.gx.shape[1] = 11; }},

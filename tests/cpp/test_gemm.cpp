@@ -58,8 +58,8 @@ TEST(Gemm, golden) {
   };
   for_golden("gemm", "out", [&](const GoldenCase& one, const hot::Context& context) {
     const GoldenInput a_scale(one.arrays.at("a_scale")), b_scale(one.arrays.at("b_scale"));
-    run(one, context, a_scale.view, b_scale.view, {one.number("divisor"), one.arrays.count("c") != 0},
-        "out");
+    run(one, context, a_scale.view, b_scale.view,
+        {one.number("divisor"), one.arrays.count("c") != 0}, "out");
   });
   for_golden("gemm", "sums", [&](const GoldenCase& one, const hot::Context& context) {
     run(one, context, no_scale, no_scale, {}, "sums");
@@ -86,7 +86,8 @@ TEST(Gemm, int32_sums_are_exact) {
 TEST(Gemm, every_code_is_multiplied_right) {
   // All 256 values of INT8 against each other, -128 included.
   std::vector<std::int8_t> all(256);
-  for (int i = 0; i < 256; ++i) all[static_cast<std::size_t>(i)] = static_cast<std::int8_t>(i - 128);
+  for (int i = 0; i < 256; ++i)
+    all[static_cast<std::size_t>(i)] = static_cast<std::int8_t>(i - 128);
   const Bytes a = bytes(256, 1, all), b = bytes(256, 1, all);
   for (const hot::Isa isa : isas()) {
     Matrix<std::int32_t> out(256, 256, DType::i32);
@@ -116,7 +117,8 @@ TEST(Gemm, contraction_beyond_int32) {
   const std::vector<float> one{1.0F};
   const Bytes a = bytes(1, k, std::vector<std::int8_t>(static_cast<std::size_t>(k), 127));
   Bytes b = bytes(2, k, std::vector<std::int8_t>(static_cast<std::size_t>(2 * k), 127));
-  for (std::int64_t i = 0; i < k; ++i) b.at(1, i) = static_cast<std::int8_t>(i % 2 == 0 ? 127 : -126);
+  for (std::int64_t i = 0; i < k; ++i)
+    b.at(1, i) = static_cast<std::int8_t>(i % 2 == 0 ? 127 : -126);
   const std::vector<std::int64_t> expected = sums(a, b);
   for (const hot::Isa isa : isas()) {
     Floats out(1, 2, DType::f32);

@@ -119,8 +119,8 @@ TEST(Hadamard, in_place_and_strided) {
             x[static_cast<std::size_t>(r * cols + c)];
       }
     }
-    ConstTensorView in = hot::matrix(static_cast<const void*>(turned.data() + rows - 1), DType::f32,
-                                     rows, cols);
+    ConstTensorView in =
+        hot::matrix(static_cast<const void*>(turned.data() + rows - 1), DType::f32, rows, cols);
     in.stride[0] = -1;
     in.stride[1] = rows;
     hot::fwht(cpu(), in, axis, 16, hot::matrix(out.data(), DType::f32, rows, cols));

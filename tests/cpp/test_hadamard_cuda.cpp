@@ -280,6 +280,8 @@ TEST_F(HadamardCuda, values_that_are_not_numbers) {
     const std::size_t bytes = x.size() * sizeof(float);
     DeviceMemory device(bytes);
     check(cudaMemcpy(device.data(), x.data(), bytes, cudaMemcpyHostToDevice));
+    check(
+        cudaDeviceSynchronize());  // the copy may return early, and the stream does not wait for it
     const TensorView view = hot::vector(device.data(), DType::f32, 6 * block, gpu);
     hot::fwht(cuda(), view, 0, block, view);
     std::vector<float> got(x.size());

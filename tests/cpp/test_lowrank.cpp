@@ -29,8 +29,8 @@ std::vector<float> project(const hot::Context& context, const Floats& x, const L
 }
 
 // G^T X / divisor of two projected operands, in fp64.
-std::vector<double> product(const std::vector<float>& g, std::int64_t o, const std::vector<float>& x,
-                            std::int64_t i, int divisor) {
+std::vector<double> product(const std::vector<float>& g, std::int64_t o,
+                            const std::vector<float>& x, std::int64_t i, int divisor) {
   std::vector<double> out(static_cast<std::size_t>(o * i), 0.0);
   for (std::size_t k = 0; k < g.size() / static_cast<std::size_t>(o); ++k) {
     for (std::size_t a = 0; a < static_cast<std::size_t>(o); ++a) {
@@ -115,8 +115,7 @@ TEST(Lowrank, sketch_keeps_a_subspace) {
   const Floats x = floats(L, 1, small_integers(L, 50));
   Floats transformed(L, 1, DType::f32);
   hot::fwht(cpu(), x.view(), 0, 16, transformed.view());
-  const std::vector<float> got =
-      project(cpu(), x, low_rank(Basis::sketch, 8), Side::activation);
+  const std::vector<float> got = project(cpu(), x, low_rank(Basis::sketch, 8), Side::activation);
   std::set<int> drawn;
   for (int block = 0; block < 40; ++block) {
     int matches = 0;
@@ -183,8 +182,7 @@ TEST(Lowrank, token_grid_tiles) {
   spec.layout = {8, 8, 1};
   std::vector<float> tokens(65);
   for (std::size_t i = 0; i < 65; ++i) tokens[i] = static_cast<float>(i);
-  const std::vector<float> got =
-      project(cpu(), floats(65, 1, tokens), spec, Side::activation);
+  const std::vector<float> got = project(cpu(), floats(65, 1, tokens), spec, Side::activation);
   float sums[4] = {};
   for (int y = 0; y < 8; ++y) {
     for (int x = 0; x < 8; ++x) sums[y / 4 * 2 + x / 4] += static_cast<float>(1 + y * 8 + x);

@@ -16,7 +16,8 @@ struct Quantised {
 Quantised run_quantize(const hot::Context& context, const Floats& x, const QuantSpec& spec) {
   Bytes q(x.rows(), x.cols(), DType::i8, 3);
   Quantised out;
-  out.scale.resize(static_cast<std::size_t>(hot::scale_count(x.rows(), x.cols(), spec.scale)), -1.0F);
+  out.scale.resize(static_cast<std::size_t>(hot::scale_count(x.rows(), x.cols(), spec.scale)),
+                   -1.0F);
   hot::quantize(context, x.view(), spec, q.view(), as_vector(out.scale, DType::f32));
   EXPECT_TRUE(q.margins_intact());
   out.codes = q.values();
@@ -29,7 +30,9 @@ constexpr Rounding roundings[] = {Rounding::nearest, Rounding::stochastic,
                                   Rounding::pseudo_stochastic};
 
 std::size_t scale_index(Granularity scale, std::int64_t r, std::int64_t c) {
-  return static_cast<std::size_t>(scale == Granularity::row ? r : scale == Granularity::column ? c : 0);
+  return static_cast<std::size_t>(scale == Granularity::row      ? r
+                                  : scale == Granularity::column ? c
+                                                                 : 0);
 }
 
 }  // namespace
@@ -122,9 +125,9 @@ TEST(Quantize, integers_stay) {
 }
 
 TEST(Quantize, non_finite_values_show) {
-  for (const float bad : {std::numeric_limits<float>::quiet_NaN(),
-                          std::numeric_limits<float>::infinity(),
-                          -std::numeric_limits<float>::infinity()}) {
+  for (const float bad :
+       {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity(),
+        -std::numeric_limits<float>::infinity()}) {
     for (const Rounding rounding : roundings) {
       std::vector<float> values = normal(3 * 40);
       values[40 + 7] = bad;
@@ -158,8 +161,7 @@ TEST(Quantize, stochastic_rounding_is_unbiased) {
     float scale = 0;
     for (int draw = 0; draw < draws; ++draw) {
       const hot::Context context = cpu(1).with_key({run_seed(), static_cast<unsigned>(draw), 0});
-      const Quantised q =
-          run_quantize(context, x, {bits, Granularity::row, Rounding::stochastic});
+      const Quantised q = run_quantize(context, x, {bits, Granularity::row, Rounding::stochastic});
       scale = q.scale[0];
       for (std::size_t c = 0; c < q.codes.size(); ++c) sum[c] += q.codes[c];
     }

@@ -35,7 +35,12 @@ struct Mirror {
   Mirror(const Mirror&) = delete;
   Mirror& operator=(const Mirror&) = delete;
 
-  void push() { check(cudaMemcpy(device_, host.data(), host.size(), cudaMemcpyHostToDevice)); }
+  // A copy from pageable memory may return before its last part has landed, and the tests' stream
+  // does not wait for the default one.
+  void push() {
+    check(cudaMemcpy(device_, host.data(), host.size(), cudaMemcpyHostToDevice));
+    check(cudaDeviceSynchronize());
+  }
   std::vector<char> pulled() const {
     std::vector<char> out(host.size());
     check(cudaMemcpy(out.data(), device_, out.size(), cudaMemcpyDeviceToHost));
@@ -97,14 +102,16 @@ DType any_float() { return float_types[random_int(0, 2)]; }
 
 // Sizes at which kernels turn: 0 and 1, primes, multiples and their neighbours.
 std::int64_t any_size(std::int64_t most = 400) {
-  const std::int64_t sizes[] = {1, 2, 15, 16, 17, 31, 33, 49, 64, 65, 97, 127, 128, 129, 197, 256, 300, 391};
+  const std::int64_t sizes[] = {1,  2,  15,  16,  17,  31,  33,  49,  64,
+                                65, 97, 127, 128, 129, 197, 256, 300, 391};
   const std::int64_t size = sizes[random_int(0, 17)];
   return size <= most ? size : random_int(1, most);
 }
 
 std::vector<float> awkward(std::int64_t count) {
   std::vector<float> values = normal(count, std::ldexp(1.0F, static_cast<int>(random_int(-3, 3))));
-  if (count > 20 && random_int(0, 3) == 0) values[static_cast<std::size_t>(random_int(0, count - 1))] = 60.0F;
+  if (count > 20 && random_int(0, 3) == 0)
+    values[static_cast<std::size_t>(random_int(0, count - 1))] = 60.0F;
   if (count > 20 && random_int(0, 5) == 0) {
     values[static_cast<std::size_t>(random_int(0, count - 1))] =
         random_int(0, 1) == 0 ? std::numeric_limits<float>::quiet_NaN()
@@ -163,7 +170,8 @@ class StagesCuda : public testing::Test {
     if (random_int(0, 2) == 0) {
       spec.layout = {static_cast<int>(random_int(1, 14)), static_cast<int>(random_int(1, 14)),
                      static_cast<int>(random_int(0, 2))};
-      tokens = random_int(0, 4) * (spec.layout.grid_h * spec.layout.grid_w + spec.layout.prefix_tokens);
+      tokens =
+          random_int(0, 4) * (spec.layout.grid_h * spec.layout.grid_w + spec.layout.prefix_tokens);
     }
     return spec;
   }
@@ -231,7 +239,8 @@ TEST_F(StagesCuda, pack_equals_cpu) {
 
 TEST_F(StagesCuda, gemm_equals_cpu) {
   for (int round = 0; round < 60; ++round) {
-    const std::int64_t M = any_size(), N = any_size(), K = random_int(0, 3) == 0 ? random_int(0, 2000) : any_size();
+    const std::int64_t M = any_size(), N = any_size(),
+                       K = random_int(0, 3) == 0 ? random_int(0, 2000) : any_size();
     const bool aligned = round % 2 == 0;
     const std::int64_t gap = aligned ? (16 - K % 16) % 16 : random_int(0, 9);
     Mirror a(M, K, DType::i8, gap), b(N, K, DType::i8, gap);
@@ -240,7 +249,8 @@ TEST_F(StagesCuda, gemm_equals_cpu) {
       std::memcpy(m->host.data(), values.data(), values.size());
       m->push();
     }
-    Mirror sa(1, random_int(0, 1) == 0 ? 1 : M, DType::f32), sb(1, random_int(0, 1) == 0 ? 1 : N, DType::f32);
+    Mirror sa(1, random_int(0, 1) == 0 ? 1 : M, DType::f32),
+        sb(1, random_int(0, 1) == 0 ? 1 : N, DType::f32);
     sa.fill(normal(static_cast<std::int64_t>(sa.flat(false).shape[0])));
     sb.fill(normal(static_cast<std::int64_t>(sb.flat(false).shape[0])));
     const bool bare = round % 5 == 0;
@@ -252,24 +262,28 @@ TEST_F(StagesCuda, gemm_equals_cpu) {
       void* memory = host.data();
       if (on_gpu) check(cudaMalloc(&memory, host.size()));
       const ConstTensorView none{};
-      hot::gemm_int8(c, a.view(on_gpu), b.view(on_gpu), bare ? none : ConstTensorView(sa.flat(on_gpu)),
+      hot::gemm_int8(c, a.view(on_gpu), b.view(on_gpu),
+                     bare ? none : ConstTensorView(sa.flat(on_gpu)),
                      bare ? none : ConstTensorView(sb.flat(on_gpu)), spec, out.view(on_gpu),
                      {memory, host.size()});
       check(cudaStreamSynchronize(stream_));
       if (on_gpu) check(cudaFree(memory));
     });
-    out.expect_equal("gemm " + std::to_string(M) + " " + std::to_string(N) + " " + std::to_string(K));
+    out.expect_equal("gemm " + std::to_string(M) + " " + std::to_string(N) + " " +
+                     std::to_string(K));
   }
 }
 
 TEST_F(StagesCuda, aligned_gemm_equals_cpu) {
-  // What the sm_90a kernels take, every instance of them, and the same through the mma.sync kernels.
+  // What the sm_90a kernels take, every instance of them, and the same through the mma.sync
+  // kernels.
   for (int round = 0; round < 36; ++round) {
     const DType dtype = float_types[round % 3];
     const std::int64_t M = random_int(1, 700), N = 16 * random_int(1, round % 4 == 0 ? 200 : 30);
     const std::int64_t K = 16 * random_int(1, round % 6 == 0 ? 200 : 40);
     const std::int64_t rows = round == 0 ? 12000 : M, cols = round == 0 ? 2304 : N;
-    Mirror a(rows, K, DType::i8, 16 * random_int(0, 2)), b(cols, K, DType::i8, 16 * random_int(0, 2));
+    Mirror a(rows, K, DType::i8, 16 * random_int(0, 2)),
+        b(cols, K, DType::i8, 16 * random_int(0, 2));
     for (Mirror* m : {&a, &b}) {
       const auto values = codes(static_cast<std::int64_t>(m->host.size()), 127);
       std::memcpy(m->host.data(), values.data(), values.size());
@@ -285,8 +299,8 @@ TEST_F(StagesCuda, aligned_gemm_equals_cpu) {
       const std::size_t bytes = hot::gemm_workspace(c, rows, cols, K);
       void* memory = nullptr;
       if (on_gpu) check(cudaMalloc(&memory, bytes));
-      hot::gemm_int8(c, a.view(on_gpu), b.view(on_gpu), sa.flat(on_gpu), sb.flat(on_gpu), {16, false},
-                     to.view(on_gpu), {on_gpu ? memory : host.data(), bytes});
+      hot::gemm_int8(c, a.view(on_gpu), b.view(on_gpu), sa.flat(on_gpu), sb.flat(on_gpu),
+                     {16, false}, to.view(on_gpu), {on_gpu ? memory : host.data(), bytes});
       if (on_gpu) check(cudaStreamSynchronize(stream_));
       if (on_gpu) check(cudaFree(memory));
     };
@@ -294,8 +308,8 @@ TEST_F(StagesCuda, aligned_gemm_equals_cpu) {
     run(context(true, {}), true, out);
     run(context(false, {}), false, old);
     run(context(true, {}).with_arch(80), true, old);
-    const std::string what = std::string(hot::dtype_name(dtype)) + " " + std::to_string(rows) + " " +
-                             std::to_string(cols) + " " + std::to_string(K);
+    const std::string what = std::string(hot::dtype_name(dtype)) + " " + std::to_string(rows) +
+                             " " + std::to_string(cols) + " " + std::to_string(K);
     out.expect_equal("gemm " + what);
     old.expect_equal("gemm with_arch(80) " + what);
   }
@@ -321,7 +335,8 @@ TEST_F(StagesCuda, contraction_beyond_int32) {
   for (std::size_t i = 0; i < 6; ++i) {
     float value;
     std::memcpy(&value, got.data() + 4 * i, 4);
-    EXPECT_NEAR(static_cast<double>(value), 127.0 * 127.0 * static_cast<double>(K), 4 * 127.0 * 127.0 * static_cast<double>(K) * std::ldexp(1, -24));
+    EXPECT_NEAR(static_cast<double>(value), 127.0 * 127.0 * static_cast<double>(K),
+                4 * 127.0 * 127.0 * static_cast<double>(K) * std::ldexp(1, -24));
   }
 }
 
@@ -339,8 +354,9 @@ TEST_F(StagesCuda, backward_linear_equals_cpu) {
       spec.weight_scale = random_int(0, 1) == 0 ? Granularity::column : Granularity::tensor;
       spec.gw_scale = static_cast<GradScale>(random_int(0, 2));
       spec.x_scale = random_int(0, 1) == 0 ? Granularity::row : Granularity::tensor;
-      spec.storage = spec.low_rank.basis == Basis::full && random_int(0, 1) == 0 ? hot::Storage::int4
-                                                                                 : hot::Storage::int8;
+      spec.storage = spec.low_rank.basis == Basis::full && random_int(0, 1) == 0
+                         ? hot::Storage::int4
+                         : hot::Storage::int8;
       spec.gx_rounding = roundings[random_int(0, 2)];
       spec.gw_rounding = roundings[random_int(0, 2)];
       spec.x_rounding = roundings[random_int(0, 2)];
@@ -373,24 +389,24 @@ TEST_F(StagesCuda, backward_linear_equals_cpu) {
       std::vector<char> aligned_host;
       if (!on_gpu) {  // the host vector may start anywhere
         aligned_host.resize(layout.bytes + 16);
-        kept = aligned_host.data() + (16 - reinterpret_cast<std::uintptr_t>(aligned_host.data()) % 16) % 16;
+        kept = aligned_host.data() +
+               (16 - reinterpret_cast<std::uintptr_t>(aligned_host.data()) % 16) % 16;
       }
       const std::size_t ws = hot::compress_activation_workspace(c, L, I, spec);
       ASSERT_LE(ws, bytes);
       if (!on_gpu) std::memset(kept, 0xA5, layout.bytes);
       hot::compress_activation(c, x.view(on_gpu), spec, {kept, layout.bytes}, {memory, bytes});
       const TensorView vx = gx.view(on_gpu), vw = gw.view(on_gpu), vb = gb.flat(on_gpu);
-      hot::backward_linear(c, gy.view(on_gpu), w.view(on_gpu), {kept, layout.bytes, L, I, key}, spec,
-                           {&vx, &vw, &vb, accumulate}, {memory, bytes});
+      hot::backward_linear(c, gy.view(on_gpu), w.view(on_gpu), {kept, layout.bytes, L, I, key},
+                           spec, {&vx, &vw, &vb, accumulate}, {memory, bytes});
       check(cudaStreamSynchronize(stream_));
       if (on_gpu) check(cudaFree(memory));
       if (!on_gpu) std::memcpy(saved.view(false).data, kept, layout.bytes);
     });
-    const std::string what = "round " + std::to_string(round) + " L " + std::to_string(L) + " O " +
-                             std::to_string(O) + " I " + std::to_string(I) + " " +
-                             hot::basis_name(spec.low_rank.basis) + " gw " +
-                             hot::grad_scale_name(spec.gw_scale) + " n " +
-                             std::to_string(spec.hadamard_block);
+    const std::string what =
+        "round " + std::to_string(round) + " L " + std::to_string(L) + " O " + std::to_string(O) +
+        " I " + std::to_string(I) + " " + hot::basis_name(spec.low_rank.basis) + " gw " +
+        hot::grad_scale_name(spec.gw_scale) + " n " + std::to_string(spec.hadamard_block);
     saved.expect_equal(what + ": saved");
     gx.expect_equal(what + ": gx");
     gw.expect_equal(what + ": gw");
@@ -429,8 +445,8 @@ TEST_F(StagesCuda, repeats_and_captures) {
       void* kept = saved.view(true).data;
       hot::compress_activation(c, x.view(true), spec, {kept, layout.bytes},
                                {scratch.view(true).data, bytes});
-      hot::backward_linear(c, gy.view(true), w.view(true), {kept, layout.bytes, L, I, c.key()}, spec,
-                           {&vx, &vw, &vb, false}, {scratch.view(true).data, bytes});
+      hot::backward_linear(c, gy.view(true), w.view(true), {kept, layout.bytes, L, I, c.key()},
+                           spec, {&vx, &vw, &vb, false}, {scratch.view(true).data, bytes});
     };
     const auto poison_and_take = [&](const std::function<void()>& launch) {
       gx.push();

@@ -31,9 +31,9 @@ struct BackwardLinearSpec {
   int hadamard_block = 16;  // block of the transform along O; power of two, 1 to 256
 
   // g_x = g_y w
-  int gx_bits = 8;                                // 8 or 4
-  Granularity gx_scale = Granularity::row;        // of g_y: row (per token) or tensor
-  Granularity weight_scale = Granularity::column; // of w: column (of I) or tensor
+  int gx_bits = 8;                                 // 8 or 4
+  Granularity gx_scale = Granularity::row;         // of g_y: row (per token) or tensor
+  Granularity weight_scale = Granularity::column;  // of w: column (of I) or tensor
   Rounding gx_rounding = Rounding::stochastic;
 
   // g_w = g_y^T x
@@ -65,12 +65,12 @@ HOT_API Support supported(const Context& context, const LinearShape& shape,
 /// Where things lie inside a compressed activation: one buffer, `bytes` long.
 struct SavedLayout {
   std::size_t bytes = 0;
-  std::int64_t channels = 0;      // I: rows of q
-  std::int64_t k = 0;             // contraction length without padding
-  std::int64_t k_padded = 0;      // Kp: columns of q as INT8
-  std::int64_t row_bytes = 0;     // bytes of a row of q
-  std::int64_t scales = 0;        // number of scales: 1, I, or I * groups
-  std::size_t scale_offset = 0;   // bytes from the start; f32 for int8, bf16 for int4
+  std::int64_t channels = 0;     // I: rows of q
+  std::int64_t k = 0;            // contraction length without padding
+  std::int64_t k_padded = 0;     // Kp: columns of q as INT8
+  std::int64_t row_bytes = 0;    // bytes of a row of q
+  std::int64_t scales = 0;       // number of scales: 1, I, or I * groups
+  std::size_t scale_offset = 0;  // bytes from the start; f32 for int8, bf16 for int4
 };
 
 HOT_API SavedLayout saved_layout(std::int64_t tokens, std::int64_t in_features,

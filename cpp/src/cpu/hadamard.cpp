@@ -43,8 +43,8 @@ void fwht_fibres(const Context& context, const SimdKernels& simd, const FwhtArgs
       load_run(simd, args.x, args.x_dtype, at.x + start * args.axis_stride_x, args.axis_stride_x,
                count, buffer);
       simd.fwht_row(buffer, count, args.block);
-      store_run(simd, buffer, count, args.out, args.out_dtype, at.out + start * args.axis_stride_out,
-                args.axis_stride_out);
+      store_run(simd, buffer, count, args.out, args.out_dtype,
+                at.out + start * args.axis_stride_out, args.axis_stride_out);
     }
   });
 }

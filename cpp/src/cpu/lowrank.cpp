@@ -191,13 +191,14 @@ void CpuBackend::hla(const Context& context, const MatrixIn& x, const Projection
             });
 }
 
-void CpuBackend::quantize_columns(const Context& context, const MatrixIn& x, const Projection& p,
-                                  Side side, const Key& sketch_key, const OperandQuant& quant,
-                                  const Operand& out) const {
+std::int64_t CpuBackend::quantize_columns(const Context& context, const MatrixIn& x,
+                                          const Projection& p, Side side, const Key& sketch_key,
+                                          const OperandQuant& quant, const Operand& out,
+                                          void*) const {
   // The scales' memory holds the bit patterns of the largest values until the codes are written.
   auto* amax = reinterpret_cast<std::uint32_t*>(out.scale);
   std::memset(amax, 0, static_cast<std::size_t>(out.scales) * sizeof *amax);
-  if (x.cols == 0) return;
+  if (x.cols == 0) return 0;
   const SimdKernels& simd = simd_kernels(context.isa());
   const RandomKey sketch = random_key(sketch_key, Purpose::sketch);
   const Tasks tasks(context, x, p);
@@ -259,11 +260,16 @@ void CpuBackend::quantize_columns(const Context& context, const MatrixIn& x, con
     const float scale = make_scale(bits, quant.bits).scale;
     std::memcpy(out.scale + i, &scale, sizeof scale);
   }
+  return 0;
 }
 
 std::size_t CpuBackend::column_sum_workspace(const Context&, std::int64_t, std::int64_t) const {
   return 0;
 }
+
+// The pass over g_y for its sums is short beside the products, so nothing is left over for here.
+void CpuBackend::column_sum_finish(const Context&, std::int64_t, bool, const MatrixOut&,
+                                   const void*) const {}
 
 // Blocks of 16 tokens as row 0 of their FWHT adds them; runs of 64 blocks in fp32, runs in fp64.
 void CpuBackend::column_sum(const Context& context, const MatrixIn& x, bool accumulate,

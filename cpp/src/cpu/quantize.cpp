@@ -258,7 +258,8 @@ void CpuBackend::quantize_groups(const Context& context, const MatrixIn& x, Roun
     for (std::int64_t part = 0; part < int4_group; part += group) {
       std::uint64_t blk[strip_columns] = {};
       for (std::int64_t c = 0; c < cols; ++c) {
-        blk[c] = static_cast<std::uint64_t>((col + c) * row_blocks + (g * int4_group + part) / group);
+        blk[c] =
+            static_cast<std::uint64_t>((col + c) * row_blocks + (g * int4_group + part) / group);
       }
       simd.quantize_strip(rows + part * strip_columns, static_cast<int>(cols), inv, keep, rounder,
                           blk, codes + part, int4_group);
@@ -276,9 +277,8 @@ void CpuBackend::requantize_groups(const Context& context, const std::uint8_t* p
                                    std::int64_t tokens, Rounding rounding,
                                    const Operand& out) const {
   const SimdKernels& simd = simd_kernels(context.isa());
-  const Rounder rounder{
-      rounding == Rounding::stochastic ? Rounding::stochastic : Rounding::nearest, 8,
-      random_key(context.key(), Purpose::requantize)};
+  const Rounder rounder{rounding == Rounding::stochastic ? Rounding::stochastic : Rounding::nearest,
+                        8, random_key(context.key(), Purpose::requantize)};
   const std::int64_t groups = ceil_div(tokens, int4_group);
   const std::int64_t row_blocks = out.k_padded / group;
   const std::int64_t per_task = rows_per_task(out.k_padded);
@@ -300,8 +300,8 @@ void CpuBackend::requantize_groups(const Context& context, const std::uint8_t* p
           for (int code = 0; code < 16; ++code) {
             table[code] = static_cast<float>(code < 8 ? code : code - 16) * factor;
           }
-          simd.expand_int4(packed + r * row_bytes + (start + i) / 2, std::min(int4_group, count - i),
-                           table, values + i);
+          simd.expand_int4(packed + r * row_bytes + (start + i) / 2,
+                           std::min(int4_group, count - i), table, values + i);
         }
         write_codes(simd, values, count, Scale{s.scale, 1.0F, s.keep}, rounder,
                     static_cast<std::uint64_t>(r * row_blocks + start / group),

@@ -342,8 +342,7 @@ void quantize_row(const float* v, std::int64_t count, float inv, const Rounder& 
 }
 
 void quantize_strip(const float* v, int cols, const float* inv, const std::uint32_t* keep,
-                    const Rounder& r, const std::uint64_t* blk, std::int8_t* out,
-                    std::int64_t ld) {
+                    const Rounder& r, const std::uint64_t* blk, std::int8_t* out, std::int64_t ld) {
   for_rounder(r, [&](auto rounding, auto bits) {
     quantize_strip_as<false, rounding(), bits()>(v, cols, inv, keep, r.key, blk, out, ld);
   });

@@ -1,0 +1,145 @@
+"""The CUDA backend through Python: the CPU's bits, on the caller's stream, in the adapter."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import hotcore  # noqa: E402  (after the skip: hotcore itself needs no torch)
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+RECIPES = ("default", "fast", "int4", "paper", "accurate")
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return bool(torch.equal(a.cpu().view(torch.uint8), b.cpu().view(torch.uint8)))
+
+
+def layer(
+    length: int, outs: int, ins: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return (
+        torch.randn(length, outs).to(dtype),
+        torch.randn(outs, ins).to(dtype),
+        torch.randn(length, ins).to(dtype),
+    )
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_backward_linear_equals_cpu(recipe: str, dtype: torch.dtype) -> None:
+    config = hotcore.HotConfig.recipe(recipe)
+    for length, outs, ins in ((197, 96, 64), (33, 17, 5), (1, 16, 16), (256, 128, 384)):
+        gy, w, x = layer(length, outs, ins, dtype)
+        results = []
+        for device in ("cpu", "cuda"):
+            saved = hotcore.compress_activation(x.to(device), config, key=hotcore.Key(5, 6, 7))
+            gradients = hotcore.backward_linear(
+                gy.to(device), w.to(device), saved, config=config, need=("gx", "gw", "gb")
+            )
+            results.append((saved.data, *gradients))
+        for name, on_cpu, on_gpu in zip(("saved", "gx", "gw"), *results, strict=False):
+            assert on_gpu.is_cuda
+            assert same_bits(on_cpu, on_gpu), f"{name} at {(length, outs, ins)}"
+        assert torch.allclose(
+            results[0][3].float(), results[1][3].float().cpu(), rtol=1e-2, atol=1e-3
+        )
+
+
+def test_stages_equal_cpu() -> None:
+    x = torch.randn(64, 96)
+    for device_x in (x.cuda(),):
+        assert same_bits(hotcore.fwht(x), hotcore.fwht(device_x))
+        assert same_bits(hotcore.fwht(x, axis=0), hotcore.fwht(device_x, axis=0))
+        assert same_bits(hotcore.hla(x, key=3), hotcore.hla(device_x, key=3))
+        for on_cpu, on_gpu in zip(
+            hotcore.quantize(x, bits=4, key=9),
+            hotcore.quantize(device_x, bits=4, key=9),
+            strict=True,
+        ):
+            assert same_bits(on_cpu, on_gpu)
+    q, s = hotcore.quantize(x, bits=4, key=9)
+    packed = hotcore.pack_int4(q)
+    assert same_bits(packed, hotcore.pack_int4(q.cuda()))
+    assert same_bits(
+        hotcore.gemm_int8(q, q, s, s), hotcore.gemm_int8(*(t.cuda() for t in (q, q, s, s)))
+    )
+    assert same_bits(
+        hotcore.gemm_int4(packed, packed, s, s),
+        hotcore.gemm_int4(*(t.cuda() for t in (packed, packed, s, s))),
+    )
+
+
+def test_runs_on_the_current_stream() -> None:
+    stream = torch.cuda.Stream()
+    x = torch.randn(4096, 1024)
+    expected = hotcore.fwht(x)
+    with torch.cuda.stream(stream):
+        late = torch.zeros(4096, 1024, device="cuda")
+        torch.cuda._sleep(20_000_000)  # the values arrive late, on this stream alone
+        late.copy_(x)
+        out = hotcore.fwht(late)
+    stream.synchronize()
+    assert same_bits(expected, out)
+
+
+def test_mixed_devices_are_refused() -> None:
+    gy, w, x = layer(8, 16, 16, torch.float32)
+    with pytest.raises(ValueError, match="w"):
+        hotcore.backward_linear(gy.cuda(), w, x.cuda())
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_adapter_equals_cpu(recipe: str) -> None:
+    import hotcore.torch as hot
+
+    config = hot.HotConfig.recipe(recipe)
+    w, b, x, gy = (
+        torch.randn(48, 32),
+        torch.randn(48),
+        torch.randn(2, 65, 32),
+        torch.randn(2, 65, 48),
+    )
+    grads = []
+    for device in ("cpu", "cuda"):
+        leaves = [t.clone().to(device).requires_grad_() for t in (x, w, b)]
+        torch.manual_seed(3)
+        hot.linear(*leaves, config).backward(gy.to(device))
+        grads.append([leaf.grad for leaf in leaves])
+    assert same_bits(grads[0][0], grads[1][0])
+    assert same_bits(grads[0][1], grads[1][1])
+    assert torch.allclose(grads[0][2], grads[1][2].cpu(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("recipe", ("default", "fast"))
+def test_adapter_trains_under_autocast(recipe: str) -> None:
+    import hotcore.torch as hot
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(64, 128),
+        torch.nn.GELU(),
+        torch.nn.Linear(128, 128),
+        torch.nn.GELU(),
+        torch.nn.Linear(128, 10),
+    ).cuda()
+    hot.convert(model, hot.HotConfig.recipe(recipe))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    x, y = torch.randn(512, 64, device="cuda"), torch.randint(10, (512,), device="cuda")
+    losses = []
+    for _ in range(60):
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = torch.nn.functional.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert np.isfinite(losses).all()
+    assert losses[-1] < 0.6 * losses[0]
