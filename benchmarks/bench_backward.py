@@ -3,11 +3,11 @@
     python benchmarks/bench_backward.py [--device cpu|cuda] [--shape L,O,I ...] [--recipe NAME ...]
 
 Everybody does the whole work: torch `gy @ w`, `gy.T @ x`, `gy.sum(0)`; hotcore quantises g_y and
-w, multiplies, dequantises and sums, x having been compressed before (its time has its own line). On
-the CPU all arrays are fp32; on CUDA hotcore takes bf16, and the rivals are fp32, tf32 and bf16. The
-rounds of all contenders are interleaved, so that a slower moment of the machine hits all of them; on
-CUDA the L2 is overwritten before every measurement and device events take the time. Medians and the
-spread (10th to 90th percentile) are printed, and written to benchmarks/results/.
+w, multiplies, dequantises and sums, x having been compressed before (its time has its own line).
+On the CPU all arrays are fp32; on CUDA hotcore takes bf16, and the rivals are fp32, tf32, bf16.
+The rounds of all contenders are interleaved, so that a slower moment of the machine hits all; on
+CUDA the L2 is overwritten before every measurement and device events take the time. Medians and
+the spread (10th to 90th percentile) are printed, and written to benchmarks/results/.
 """
 
 from __future__ import annotations

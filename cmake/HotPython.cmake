@@ -18,5 +18,9 @@ target_link_libraries(_core PRIVATE hotcore::hot)
 target_compile_options(_core PRIVATE -Wall -Wextra $<$<BOOL:${HOT_WERROR}>:-Werror>)
 # Otherwise the module names libhot alone, and auditwheel cannot tell its C library.
 target_link_options(_core PRIVATE -Wl,--no-as-needed)
+if(UNIX AND NOT APPLE)
+  target_link_options(_core PRIVATE
+    "LINKER:--version-script=${CMAKE_CURRENT_LIST_DIR}/module.map")
+endif()
 set_target_properties(_core PROPERTIES INSTALL_RPATH "$ORIGIN/${CMAKE_INSTALL_LIBDIR}")
 install(TARGETS _core LIBRARY DESTINATION . COMPONENT python)

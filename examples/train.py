@@ -122,7 +122,7 @@ def main(arguments: list[str] | None = None) -> int:
         import hotcore.torch
         import torch
         from train_lib import report, training
-    except ModuleNotFoundError as missing:
+    except ImportError as missing:
         return _fail(
             f"{missing}. `bash scripts/train.sh` makes an environment that has all it takes."
         )

@@ -148,6 +148,7 @@ def main() -> int:
         "--out", bench_file, env=environment,
     )  # fmt: skip
     bench = json.loads(bench_file.read_text()) if code == 0 else {"failed": code}
+    steps["bench_backward"] = code
 
     total = {
         key: sum(part[key] for part in tests.values()) for key in ("passed", "failed", "skipped")

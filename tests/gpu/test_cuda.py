@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
@@ -88,6 +91,12 @@ def test_runs_on_the_current_stream() -> None:
         out = hotcore.fwht(late)
     stream.synchronize()
     assert same_bits(expected, out)
+
+
+def test_torch_loads_after_hotcore() -> None:
+    # libhot must not lend its symbols to libraries that are loaded later.
+    code = "import hotcore, torch; assert torch.ones(2, device='cuda').sum() == 2"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_mixed_devices_are_refused() -> None:
