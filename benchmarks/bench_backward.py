@@ -5,9 +5,11 @@
 Everybody does the whole work: torch `gy @ w`, `gy.T @ x`, `gy.sum(0)`; hotcore quantises g_y and
 w, multiplies, dequantises and sums, x having been compressed before (its time has its own line).
 On the CPU all arrays are fp32; on CUDA hotcore takes bf16, and the rivals are fp32, tf32, bf16.
-The rounds of all contenders are interleaved, so that a slower moment of the machine hits all; on
-CUDA the L2 is overwritten before every measurement and device events take the time. Medians and
-the spread (10th to 90th percentile) are printed, and written to benchmarks/results/.
+Contenders take turns, so that a slower moment of the machine hits all. A turn on the CPU is two
+unmeasured calls and three measured: thread pools spin on after a call, and would slow the next
+contender's first one. On CUDA the L2 is overwritten before every measurement and device events take
+the time. Medians and the spread (10th to 90th percentile) are printed, and written to
+benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -64,17 +66,19 @@ def cuda_timer() -> Callable[[Call], float]:
     return measure
 
 
-def interleaved(
-    contenders: dict[str, Call], rounds: int, measure: Callable[[Call], float]
-) -> dict[str, list[float]]:
-    """Milliseconds of every contender, one call each a round."""
+def in_turns(contenders: dict[str, Call], rounds: int, device: str) -> dict[str, list[float]]:
+    """Milliseconds of every contender, a turn each a round."""
+    measure = host_timer() if device == "cpu" else cuda_timer()
+    unmeasured, measured = (2, 3) if device == "cpu" else (0, 1)
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for call in contenders.values():
         call()
         call()
     for _ in range(rounds):
         for name, call in contenders.items():
-            times[name].append(measure(call))
+            for _ in range(unmeasured):
+                call()
+            times[name] += [measure(call) for _ in range(measured)]
     return times
 
 
@@ -128,8 +132,7 @@ def bench(
 
         contenders[f"hotcore {name}"] = backward
         contenders[f"compress {name}"] = compress
-    measure = host_timer() if device == "cpu" else cuda_timer()
-    out = {name: summary(v) for name, v in interleaved(contenders, rounds, measure).items()}
+    out = {name: summary(v) for name, v in in_turns(contenders, rounds, device).items()}
     for name in recipes:
         mine = out[f"hotcore {name}"]
         for rival in rivals:
