@@ -120,7 +120,9 @@ hot_env_sources() {
   } | sha256sum | cut -d ' ' -f 1
 }
 
+# The kernels take minutes to compile: without a GPU to run them they are left out, unless HOT_CUDA says otherwise.
 hot_env_project() {
+  if [[ -z "${HOT_CUDA:-}" && ! -e /dev/nvidiactl ]]; then local -x HOT_CUDA=OFF; fi
   local extra="${1:+[$1]}"
   hot_env_once project "$(hot_env_sources "$extra")" hot_env_build "$extra"
 }
