@@ -1,18 +1,19 @@
 // Stage: HLA along the tokens, and the K-contiguous operands that are made from its rows.
 //
 // Two passes over x: the largest values (atomicMax into the scales' memory), then the codes; the
-// rows of P x are computed twice and never stored. tile_kernel, the hot path (n = 16, contiguous
-// rows of an even number of columns): a thread block takes
-//   64 columns x 128 k; a thread has two neighbouring columns and two groups of 16 k in registers,
-//   so that a warp reads 128 bytes (fp16) of every token and 16 loads are in flight. A group is 16
-//   tokens as they are (full), one whole block (w for g_x), or two blocks folded to 8 values each
-//   (sketch, r = 8: a fold reads tokens t and t ^ a, so that no register is indexed at run time).
-//   The codes are turned in shared memory and leave as 128 contiguous bytes of each row of the
-//   result.
-// strip_kernel, everything else (any block to 256, any row list, grids, prefix tokens, one scale
-// for each
-//   k): the block lies in shared memory, a column of it for each thread; no barriers, no conflicts.
-// g_b: partial sums of 128 tokens, then their sum; fixed order, so repeatable.
+// rows of P x are computed twice and never stored.
+//
+// tile_amax_kernel, tile_kernel: the hot path (n = 16, contiguous rows, an even number of columns).
+//   A thread block takes 64 columns x 128 k. A thread has two neighbouring columns and two groups
+//   of 16 k in registers: a warp reads 128 bytes (fp16) of every token, 16 loads are in flight. A
+//   group is 16 tokens as they are (full), one whole block (w for g_x), or two blocks folded to 8
+//   values each (sketch, r = 8: a fold reads tokens t and t ^ a, so that no register is indexed at
+//   run time). The codes are turned in shared memory and leave as 128 contiguous bytes of a row.
+//
+// strip_kernel: everything else (blocks to 256, any row list, grids, prefix tokens, scales by k).
+//   The block lies in shared memory, a column of it for each thread: no barriers, no conflicts.
+//
+// g_b: sums of 128 tokens (or what tile_amax_kernel met), then their sum, in a fixed order.
 #include <algorithm>
 #include <cstdint>
 #include <type_traits>
@@ -24,7 +25,6 @@
 #include "cuda/launch.h"
 
 namespace hot::detail {
-
 namespace {
 
 constexpr int group = 16;
@@ -284,12 +284,6 @@ __global__ void __launch_bounds__(tile_threads) tile_kernel(ColumnArgs args) {
   }
 }
 
-// Whether tile_kernel can read x by pairs of columns.
-bool pairs_aligned(const MatrixIn& x) {
-  return x.col_stride == 1 && x.cols % 2 == 0 && x.row_stride % 2 == 0 &&
-         reinterpret_cast<std::uintptr_t>(x.data) % (2 * dtype_size(x.dtype)) == 0;
-}
-
 // A column of shared memory: element i of this thread.
 struct SharedColumn {
   float* base;
@@ -409,13 +403,6 @@ __global__ void hla_kernel(MatrixIn x, DeviceProjection p, std::int64_t run, Mat
   if (col >= x.cols) return;
   walk_rows(x, p, col, begin, end, SharedColumn{shared + threadIdx.x, threads},
             [&](std::int64_t k, float value) { store_element(out, k, col, value); });
-}
-
-// Whole groups of 16 k end with these blocks.
-std::int64_t blocks_per_cut(int rank) {
-  std::int64_t blocks = 1;
-  while (blocks * rank % group != 0) ++blocks;
-  return blocks;
 }
 
 struct Grid {

@@ -1,17 +1,21 @@
 // Stages: quantise and dequantise a matrix; rows after an FWHT (g_y for g_x); INT4 groups of x.
 //
-// rows16_kernel, the hot path (Hadamard block 16): T threads share a row, a thread holds B blocks
-// of 16
-//   neighbouring elements in registers: one read of g_y (32 bytes a thread in fp16), butterfly,
-//   largest value by shuffles, one write of 16 codes. With one scale for the whole tensor the
-//   kernel runs twice, first for the largest value alone. 3 bytes an element for fp16 input (one
-//   scale a row).
-// rows_kernel, any block and any length: a thread block takes a row through a buffer of 4096 floats
-// in
-//   shared memory, twice (largest value, codes).
-// groups_kernel (x to INT4): a thread takes 64 tokens of one channel: neighbours read neighbouring
-//   channels, and the thread writes 32 contiguous bytes. 2.53 bytes an element for fp16.
-// requantize_kernel (INT4 back to INT8): a thread block takes a channel; 1.53 bytes an element.
+// rows16_kernel: the hot path (Hadamard block 16).
+//   T threads share a row; a thread holds B blocks of 16 neighbouring elements in registers: one
+//   read of g_y (32 bytes a thread in fp16), butterfly, largest value by shuffles, one write of 16
+//   codes. With one scale for the whole tensor it runs twice, first for the largest value alone.
+//   3 bytes an element for fp16 input and one scale a row.
+//
+// rows_kernel: any block and any length.
+//   A thread block takes a row through 4096 floats of shared memory, twice (largest value, codes).
+//
+// groups_kernel, group_pairs_kernel: x to INT4.
+//   A thread takes 64 tokens of one channel, or of two in 16-bit types: a warp reads neighbouring
+//   channels, a thread writes 32 contiguous bytes of each. 2.53 bytes an element for fp16.
+//
+// requantize_kernel: INT4 back to INT8.
+//   A thread block takes a channel. 1.53 bytes an element.
+//
 // The scales' memory holds the bit patterns of the largest values between two kernels.
 #include <algorithm>
 #include <cstdint>
@@ -297,23 +301,18 @@ __device__ std::uint32_t pack_nibbles(const uint4& codes, int half) {
   return squeeze(low) | (squeeze(high) << 16);
 }
 
-template <Rounding rounding, class Tag>
-__global__ void __launch_bounds__(128)
-    groups_kernel(MatrixIn x, std::uint8_t* packed, std::int64_t row_bytes, std::uint16_t* scale,
-                  RandomKey key) {
-  const std::int64_t strips = (x.cols + 127) / 128;
-  const std::int64_t col = blockIdx.x % strips * 128 + threadIdx.x;
-  const std::int64_t g = blockIdx.x / strips;
-  if (col >= x.cols) return;
-  float v[64];
-  std::uint32_t amax = 0;
-#pragma unroll
-  for (int t = 0; t < 64; ++t) {
-    const std::int64_t token = g * 64 + t;
-    v[t] = token < x.rows ? Tag::load(x.data, token * x.row_stride + col * x.col_stride) : 0.0F;
-  }
-#pragma unroll
-  for (int t = 0; t < 64; ++t) amax = max(amax, abs_bits(v[t]));
+struct GroupsArgs {
+  MatrixIn x;
+  std::uint8_t* packed;
+  std::int64_t row_bytes;
+  std::uint16_t* scale;
+  RandomKey key;
+};
+
+// Rounds 64 tokens of a channel, `value(t)` each, and writes them and their scale.
+template <Rounding rounding, class Value>
+__device__ void finish_group(const GroupsArgs& args, std::int64_t col, std::int64_t g,
+                             std::uint32_t amax, const Value& value) {
   std::uint16_t half = 0;
   float inv = 0.0F;
   const bool keep = amax < 0x7f800000U;
@@ -323,19 +322,83 @@ __global__ void __launch_bounds__(128)
     half = bf16_up(__fdiv_rn(__uint_as_float(amax), 7.0F));
     inv = __fdiv_rn(1.0F, __uint_as_float(std::uint32_t{half} << 16));
   }
-  const std::int64_t groups = (x.rows + 63) / 64, row_blocks = (x.rows + 15) / 16;
-  scale[col * groups + g] = half;
+  const std::int64_t groups = (args.x.rows + 63) / 64, row_blocks = (args.x.rows + 15) / 16;
+  args.scale[col * groups + g] = half;
 #pragma unroll
-  for (int part = 0; part < 4; ++part) {
-    const std::int64_t at = g * 32 + part * 8;
-    if (at >= row_bytes) break;
-    uint4 codes = make_uint4(0, 0, 0, 0);
+  for (int part = 0; part < 4; part += 2) {
+    const std::int64_t at = g * 32 + part * 8;  // rows are whole 16 bytes
+    if (at >= args.row_bytes) break;
+    std::uint32_t words[4] = {0, 0, 0, 0};
     if (keep) {
-      codes = round_group<rounding>([&](int j) { return v[part * 16 + j] * inv; }, key,
-                                    static_cast<std::uint64_t>(col * row_blocks + g * 4 + part), 4);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const uint4 codes = round_group<rounding>(
+            [&](int j) { return value((part + i) * 16 + j) * inv; }, args.key,
+            static_cast<std::uint64_t>(col * row_blocks + g * 4 + part + i), 4);
+        words[2 * i] = pack_nibbles(codes, 0);
+        words[2 * i + 1] = pack_nibbles(codes, 1);
+      }
     }
-    *reinterpret_cast<uint2*>(packed + col * row_bytes + at) =
-        make_uint2(pack_nibbles(codes, 0), pack_nibbles(codes, 1));
+    *reinterpret_cast<uint4*>(args.packed + col * args.row_bytes + at) =
+        make_uint4(words[0], words[1], words[2], words[3]);
+  }
+}
+
+template <Rounding rounding, class Tag>
+__global__ void __launch_bounds__(128) groups_kernel(GroupsArgs args) {
+  const std::int64_t strips = (args.x.cols + 127) / 128;
+  const std::int64_t col = blockIdx.x % strips * 128 + threadIdx.x;
+  const std::int64_t g = blockIdx.x / strips;
+  if (col >= args.x.cols) return;
+  float v[64];
+#pragma unroll
+  for (int t = 0; t < 64; ++t) {
+    const std::int64_t token = g * 64 + t;
+    v[t] = token < args.x.rows
+               ? Tag::load(args.x.data, token * args.x.row_stride + col * args.x.col_stride)
+               : 0.0F;
+  }
+  std::uint32_t amax = 0;
+#pragma unroll
+  for (int t = 0; t < 64; ++t) amax = max(amax, abs_bits(v[t]));
+  finish_group<rounding>(args, col, g, amax, [&](int t) { return v[t]; });
+}
+
+// The same for 16-bit types, two columns a thread and as they are in memory: 64 words in registers,
+// the largest of both columns by one instruction (patterns of |v| have the order of the values).
+template <Rounding rounding, class Tag>
+__global__ void __launch_bounds__(64) group_pairs_kernel(GroupsArgs args) {
+  const std::int64_t strips = (args.x.cols + 127) / 128;
+  const std::int64_t col = blockIdx.x % strips * 128 + 2 * threadIdx.x;
+  const std::int64_t g = blockIdx.x / strips;
+  if (col >= args.x.cols) return;
+  const auto* from =
+      static_cast<const char*>(args.x.data) + (g * 64 * args.x.row_stride + col) * Tag::size;
+  const std::int64_t pitch = args.x.row_stride * Tag::size;
+  unsigned word[64];
+  if (g * 64 + 64 <= args.x.rows) {
+#pragma unroll
+    for (int t = 0; t < 64; ++t) word[t] = *reinterpret_cast<const unsigned*>(from + t * pitch);
+  } else {
+#pragma unroll
+    for (int t = 0; t < 64; ++t) {
+      word[t] =
+          g * 64 + t < args.x.rows ? *reinterpret_cast<const unsigned*>(from + t * pitch) : 0U;
+    }
+  }
+  unsigned most = 0;
+#pragma unroll
+  for (int t = 0; t < 64; ++t) most = __vmaxu2(most, word[t] & 0x7fff7fffU);
+  const auto pair = [](unsigned packed, int c) {
+    const unsigned one[1] = {packed};
+    float v[2];
+    Tag::unpack(one, v);
+    return v[c];
+  };
+#pragma unroll
+  for (int c = 0; c < 2; ++c) {
+    finish_group<rounding>(args, col + c, g, abs_bits(pair(most, c)),
+                           [&](int t) { return pair(word[t], c); });
   }
 }
 
@@ -438,10 +501,19 @@ void CudaBackend::quantize_groups(const Context& context, const MatrixIn& x, Rou
   const DeviceGuard guard(context.device().index, "compress_activation");
   if (x.cols == 0) return;
   const std::int64_t grid = ceil_div(x.cols, 128) * ceil_div(x.rows, int4_group);
+  const GroupsArgs args{x, packed, row_bytes, scale,
+                        random_key(context.key(), Purpose::activation)};
+  const char* const stage = "compress_activation";
   with_rounding(rounding, [&](auto r) {
+    constexpr Rounding mode = decltype(r)::value;
     host_with_dtype(x.dtype, [&](auto tag) {
-      launch("compress_activation", context, groups_kernel<decltype(r)::value, decltype(tag)>, grid,
-             128, 0, x, packed, row_bytes, scale, random_key(context.key(), Purpose::activation));
+      using Tag = decltype(tag);
+      if constexpr (Tag::size == 2) {
+        if (pairs_aligned(x)) {
+          return launch(stage, context, group_pairs_kernel<mode, Tag>, grid, 64, 0, args);
+        }
+      }
+      launch(stage, context, groups_kernel<mode, Tag>, grid, 128, 0, args);
     });
   });
 }

@@ -11,6 +11,7 @@
 
 namespace hot {
 
+using detail::backend_of;
 using detail::Checker;
 using detail::float_dtypes;
 using detail::MatrixIn;
@@ -38,14 +39,9 @@ const char* grad_scale_name(GradScale scale) noexcept {
 
 namespace {
 
-const detail::Backend& backend_of(const Context& context) {
-  return context.device().type == Device::Type::cpu ? detail::cpu_backend()
-                                                    : detail::cuda_backend();
-}
-
 void check_spec(const char* call, const BackwardLinearSpec& spec) {
   const int n = spec.hadamard_block;
-  if (n < 1 || n > 256 || (n & (n - 1)) != 0) {
+  if (!detail::is_power_of_two(n) || n > 256) {
     detail::invalid(
         call, "hadamard_block is " + std::to_string(n) + "; expected a power of two from 1 to 256");
   }

@@ -151,10 +151,6 @@ void Checker::rows_contiguous(const char* name, const ConstTensorView& view) con
   }
 }
 
-void Checker::vector_contiguous(const char* name, const ConstTensorView& view) const {
-  rows_contiguous(name, view);
-}
-
 void Checker::disjoint(const char* name, const ConstTensorView& out, const char* other_name,
                        const ConstTensorView& other) const {
   if (is_empty(out) || is_empty(other) || other.data == nullptr) return;

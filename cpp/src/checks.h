@@ -33,7 +33,6 @@ class Checker {
   void shape(const char* name, const ConstTensorView& view,
              std::initializer_list<std::int64_t> expected) const;
   void rows_contiguous(const char* name, const ConstTensorView& view) const;
-  void vector_contiguous(const char* name, const ConstTensorView& view) const;
   void disjoint(const char* name, const ConstTensorView& out, const char* other_name,
                 const ConstTensorView& other) const;
   void workspace(const Workspace& workspace, std::size_t needed) const;

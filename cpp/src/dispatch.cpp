@@ -8,17 +8,16 @@
 
 namespace hot {
 
+using detail::backend_of;
 using detail::Checker;
 using detail::float_dtypes;
+using detail::is_power_of_two;
 
-namespace {
-
-const detail::Backend& backend_of(const Context& context) {
-  return context.device().type == Device::Type::cpu ? detail::cpu_backend()
-                                                    : detail::cuda_backend();
+const detail::Backend& detail::backend_of(const Context& context) {
+  return context.device().type == Device::Type::cpu ? cpu_backend() : cuda_backend();
 }
 
-bool is_power_of_two(int value) { return value > 0 && (value & (value - 1)) == 0; }
+namespace {
 
 bool same_elements(const ConstTensorView& a, const ConstTensorView& b) {
   if (a.data != b.data || a.dtype != b.dtype) return false;
@@ -148,7 +147,7 @@ void quantize(const Context& context, const ConstTensorView& x, const QuantSpec&
   check.shape("q", q, {rows, q.dtype == DType::i4x2 ? (cols + 1) / 2 : cols});
   check.shape("scale", scale, {scale_count(rows, cols, spec.scale)});
   check.rows_contiguous("q", q);
-  check.vector_contiguous("scale", scale);
+  check.rows_contiguous("scale", scale);
   check.disjoint("q", q, "x", x);
   check.disjoint("scale", scale, "x", x);
   check.disjoint("scale", scale, "q", q);
@@ -166,7 +165,7 @@ void dequantize(const Context& context, const ConstTensorView& q, const ConstTen
   check.shape("q", q, {rows, q.dtype == DType::i4x2 ? (cols + 1) / 2 : cols});
   check.shape("scale", scale, {scale_count(rows, cols, granularity)});
   check.rows_contiguous("q", q);
-  check.vector_contiguous("scale", scale);
+  check.rows_contiguous("scale", scale);
   check.disjoint("out", out, "q", q);
   check.disjoint("out", out, "scale", scale);
   if (rows == 0 || cols == 0) return;
@@ -262,7 +261,7 @@ struct GemmCall {
         detail::invalid(name, std::string(which) + " has shape " + detail::shape_text(view) +
                                   "; expected (1,) or (" + std::to_string(size) + ",)");
       }
-      check.vector_contiguous(which, view);
+      check.rows_contiguous(which, view);
       check.disjoint("out", out, which, view);
       step = view.shape[0] == 1 ? 0 : 1;
       return static_cast<const float*>(view.data);

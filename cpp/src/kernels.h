@@ -78,6 +78,14 @@ inline std::int64_t round_up(std::int64_t value, std::int64_t multiple) {
 inline std::int64_t ceil_div(std::int64_t value, std::int64_t divisor) {
   return (value + divisor - 1) / divisor;
 }
+inline bool is_power_of_two(int value) { return value > 0 && (value & (value - 1)) == 0; }
+
+// Blocks of `rank` rows after which K can be cut for separate tasks: whole groups of 16 rows.
+inline std::int64_t blocks_per_cut(int rank) {
+  std::int64_t blocks = 1;
+  while (blocks * rank % 16 != 0) ++blocks;
+  return blocks;
+}
 
 inline constexpr std::int64_t k_alignment = 16;       // bytes; every stored row starts aligned
 inline constexpr std::int64_t int4_group = 64;        // tokens that share a scale of an INT4 x
@@ -176,6 +184,8 @@ class Backend {
   virtual void column_sum_finish(const Context&, std::int64_t partial_sums, bool accumulate,
                                  const MatrixOut& out, const void* sums) const = 0;
 };
+
+const Backend& backend_of(const Context&);  // dispatch.cpp
 
 const Backend& cpu_backend();
 // cuda/backend.cu, or cpu/no_cuda.cpp in a build without CUDA, where the backend throws, the

@@ -28,7 +28,7 @@ namespace {
 constexpr int max_block = 64;
 constexpr int max_sketch_folds = 4;  // one Philox call holds the draws of four folds
 
-bool is_power_of_two(int value) { return value > 0 && (value & (value - 1)) == 0; }
+using detail::is_power_of_two;
 
 int log2_of(int power) {
   int log = 0;

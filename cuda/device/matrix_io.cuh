@@ -43,4 +43,10 @@ inline bool rows_aligned(const MatrixIn& x) {
          x.row_stride * size % 16 == 0;
 }
 
+// Whether every row can be read by pairs of neighbouring columns.
+inline bool pairs_aligned(const MatrixIn& x) {
+  return x.col_stride == 1 && x.cols % 2 == 0 && x.row_stride % 2 == 0 &&
+         reinterpret_cast<std::uintptr_t>(x.data) % (2 * dtype_size(x.dtype)) == 0;
+}
+
 }  // namespace hot::detail

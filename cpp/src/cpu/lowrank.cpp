@@ -14,13 +14,6 @@ namespace {
 constexpr int max_strip_block = 256;  // the largest hadamard_block
 constexpr int group = 16;
 
-// Where the K-contiguous matrix can be cut for separate tasks: whole groups, whole blocks.
-std::int64_t blocks_per_cut(int rank) {
-  std::int64_t blocks = 1;
-  while (blocks * rank % group != 0) ++blocks;
-  return blocks;
-}
-
 // Produces the rows of P x for one strip of columns.
 class Strip {
  public:
