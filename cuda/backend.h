@@ -12,15 +12,12 @@ class CudaBackend final : public Backend {
   // lowrank.cu
   void hla(const Context&, const MatrixIn& x, const Projection&, Side, const Key& sketch_key,
            const MatrixOut& out) const override;
-  std::int64_t quantize_columns(const Context&, const MatrixIn& x, const Projection&, Side,
-                                const Key& sketch_key, const OperandQuant&, const Operand& out,
-                                void* sums) const override;
+  bool quantize_columns(const Context&, const MatrixIn& x, const Projection&, Side,
+                        const Key& sketch_key, const OperandQuant&, const Operand& out,
+                        const ColumnSum* sum) const override;
   std::size_t column_sum_workspace(const Context&, std::int64_t rows,
                                    std::int64_t cols) const override;
-  void column_sum(const Context&, const MatrixIn& x, bool accumulate, const MatrixOut& out,
-                  void* workspace) const override;
-  void column_sum_finish(const Context&, std::int64_t partial_sums, bool accumulate,
-                         const MatrixOut& out, const void* sums) const override;
+  void column_sum(const Context&, const MatrixIn& x, const ColumnSum&) const override;
   void fill_zero(const Context&, const MatrixOut& out) const override;
   // quantize.cu
   void quantize(const Context&, const MatrixIn& x, const QuantSpec&, const MatrixOut& q,

@@ -470,6 +470,12 @@ __global__ void final_sum_kernel(const float* partial, std::int64_t runs, bool a
   store_element(out, 0, col, sum);
 }
 
+// Adds up the partial sums in sum.workspace.
+void run_final_sum(const Context& context, std::int64_t runs, const ColumnSum& sum) {
+  launch("backward_linear", context, final_sum_kernel, ceil_div(sum.out.cols, 32), 256, 0,
+         static_cast<const float*>(sum.workspace), runs, sum.accumulate, sum.out);
+}
+
 __global__ void fill_zero_kernel(MatrixOut out) {
   const std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if (i < out.rows * out.cols) store_element(out, i / out.cols, i % out.cols, 0.0F);
@@ -486,16 +492,15 @@ void CudaBackend::hla(const Context& context, const MatrixIn& x, const Projectio
          device_projection(p, side, sketch_key), grid.run, out);
 }
 
-std::int64_t CudaBackend::quantize_columns(const Context& context, const MatrixIn& x,
-                                           const Projection& p, Side side, const Key& sketch_key,
-                                           const OperandQuant& quant, const Operand& out,
-                                           void* sums) const {
+bool CudaBackend::quantize_columns(const Context& context, const MatrixIn& x, const Projection& p,
+                                   Side side, const Key& sketch_key, const OperandQuant& quant,
+                                   const Operand& out, const ColumnSum* sum) const {
   const char* const stage = "backward_linear";
   const DeviceGuard guard(context.device().index, stage);
   check_cuda(cudaMemsetAsync(out.scale, 0, static_cast<std::size_t>(out.scales) * sizeof(float),
                              context.stream()),
              stage, "cudaMemsetAsync");
-  if (x.cols == 0) return 0;
+  if (x.cols == 0) return false;
   ColumnArgs args{x,
                   device_projection(p, side, sketch_key),
                   out.codes,
@@ -507,7 +512,7 @@ std::int64_t CudaBackend::quantize_columns(const Context& context, const MatrixI
                   quant.per_k,
                   random_key(context.key(), quant.purpose),
                   Pass::amax,
-                  static_cast<float*>(sums)};
+                  sum == nullptr ? nullptr : static_cast<float*>(sum->workspace)};
   const bool whole = p.block == 16 && p.rank == 16 && p.basis != Basis::sketch;
   const bool sketch8 = p.basis == Basis::sketch && p.block == 16 && p.rank == 8;
   const bool tiled = !quant.per_k && p.order.samples == 0 && pairs_aligned(x) &&
@@ -522,7 +527,6 @@ std::int64_t CudaBackend::quantize_columns(const Context& context, const MatrixI
       args.run = std::max<std::int64_t>(1, strips * tiles / 8192);
       launch(stage, context, amax_kernel, strips * ceil_div(tiles, args.run), tile_threads, 0,
              args);
-      args.pass = Pass::codes;
       launch(stage, context, codes_kernel, strips * tiles, tile_threads, 0, args);
     };
     const auto with_kind = [&](auto rounding, auto tag) {
@@ -555,7 +559,9 @@ std::int64_t CudaBackend::quantize_columns(const Context& context, const MatrixI
     });
   }
   finish_scales(context, out.scale, out.scales, quant.bits);
-  return tiled && sums != nullptr ? ceil_div(out.k_padded, tile_k) : 0;
+  if (!tiled || sum == nullptr || out.k_padded == 0) return false;
+  run_final_sum(context, ceil_div(out.k_padded, tile_k), *sum);
+  return true;
 }
 
 // A partial sum for every 128 tokens (256 where tile_amax_kernel meets them in a sketch).
@@ -564,28 +570,19 @@ std::size_t CudaBackend::column_sum_workspace(const Context&, std::int64_t rows,
   return static_cast<std::size_t>(ceil_div(rows, 16 * sum_run) * cols) * sizeof(float);
 }
 
-void CudaBackend::column_sum(const Context& context, const MatrixIn& x, bool accumulate,
-                             const MatrixOut& out, void* workspace) const {
+void CudaBackend::column_sum(const Context& context, const MatrixIn& x,
+                             const ColumnSum& sum) const {
   const char* const stage = "backward_linear";
   const DeviceGuard guard(context.device().index, stage);
   const std::int64_t runs = ceil_div(x.rows, 16 * sum_run);
-  auto* partial = static_cast<float*>(workspace);
   if (runs > 0) {
     host_with_dtype(x.dtype, [&](auto tag) {
       launch(stage, context, partial_sum_kernel<decltype(tag)>,
-             runs * ceil_div(x.cols, sum_threads), sum_threads, 0, x, partial);
+             runs * ceil_div(x.cols, sum_threads), sum_threads, 0, x,
+             static_cast<float*>(sum.workspace));
     });
   }
-  launch(stage, context, final_sum_kernel, ceil_div(x.cols, 32), 256, 0, partial, runs, accumulate,
-         out);
-}
-
-void CudaBackend::column_sum_finish(const Context& context, std::int64_t runs, bool accumulate,
-                                    const MatrixOut& out, const void* sums) const {
-  const char* const stage = "backward_linear";
-  const DeviceGuard guard(context.device().index, stage);
-  launch(stage, context, final_sum_kernel, ceil_div(out.cols, 32), 256, 0,
-         static_cast<const float*>(sums), runs, accumulate, out);
+  run_final_sum(context, runs, sum);
 }
 
 void CudaBackend::fill_zero(const Context& context, const MatrixOut& out) const {

@@ -523,8 +523,7 @@ void CudaBackend::requantize_groups(const Context& context, const std::uint8_t* 
                                     std::int64_t tokens, Rounding rounding,
                                     const Operand& out) const {
   const DeviceGuard guard(context.device().index, "backward_linear");
-  const Rounding used = rounding == Rounding::stochastic ? Rounding::stochastic : Rounding::nearest;
-  with_rounding(used, [&](auto r) {
+  with_rounding(rounding, [&](auto r) {
     launch("backward_linear", context, requantize_kernel<decltype(r)::value>, out.rows, 256, 0,
            packed, row_bytes, scale, ceil_div(tokens, int4_group), out,
            random_key(context.key(), Purpose::requantize));

@@ -174,11 +174,10 @@ bool run_gw(const Context& context, const MatrixIn& gy, const ConstSavedActivati
             const BackwardLinearSpec& spec, const MatrixOut& gw, const MatrixOut* gb,
             bool accumulate, const LinearShape& shape, void* workspace) {
   const detail::Backend& backend = backend_of(context);
-  bool gb_done = false;
-  if (gw.rows == 0 || gw.cols == 0) return gb_done;
+  if (gw.rows == 0 || gw.cols == 0) return false;
   if (shape.tokens == 0) {
     if (!accumulate) backend.fill_zero(context, gw);
-    return gb_done;
+    return false;
   }
   const Projection p = detail::make_projection(shape.tokens, spec.low_rank);
   const SavedLayout layout = saved_layout(shape.tokens, shape.in_features, spec);
@@ -187,22 +186,22 @@ bool run_gw(const Context& context, const MatrixIn& gy, const ConstSavedActivati
   const OperandQuant quant_g{8, spec.gw_scale == GradScale::tensor,
                              spec.gw_scale == GradScale::token, spec.gw_rounding,
                              Purpose::gradient_columns};
-  const std::int64_t partial_sums = backend.quantize_columns(
-      context, gy, p, Side::gradient, saved.key, quant_g, s.g, gb == nullptr ? nullptr : s.sums);
-  if (partial_sums > 0) {
-    backend.column_sum_finish(context, partial_sums, accumulate, *gb, s.sums);
-    gb_done = true;
-  }
+  const detail::ColumnSum sum{gb == nullptr ? MatrixOut{} : *gb, accumulate, s.sums};
+  const bool gb_done = backend.quantize_columns(context, gy, p, Side::gradient, saved.key, quant_g,
+                                                s.g, gb == nullptr ? nullptr : &sum);
 
   const auto* bytes = static_cast<const char*>(saved.data);
   const std::int8_t* x_codes = s.x.codes;
   const float* x_scale = s.x.scale;
   std::int64_t x_scales = s.x.scales;
   if (spec.storage == Storage::int4) {
+    // Codes on a grid have no low bits to round by: what is not stochastic goes to the nearest.
+    const Rounding rounding =
+        spec.x_rounding == Rounding::stochastic ? Rounding::stochastic : Rounding::nearest;
     backend.requantize_groups(context, static_cast<const std::uint8_t*>(saved.data),
                               layout.row_bytes,
                               reinterpret_cast<const std::uint16_t*>(bytes + layout.scale_offset),
-                              shape.tokens, spec.x_rounding, s.x);
+                              shape.tokens, rounding, s.x);
   } else {
     x_codes = static_cast<const std::int8_t*>(saved.data);
     x_scale = reinterpret_cast<const float*>(bytes + layout.scale_offset);
@@ -436,8 +435,8 @@ void backward_linear(const Context& context, const ConstTensorView& gy, const Co
   }
   if (out.gb != nullptr && !gb_done && shape.out_features > 0) {
     WorkspaceCursor cursor(workspace.data);
-    backend_of(context).column_sum(context, gradient, out.accumulate, gb,
-                                   take_gb(cursor, context, shape));
+    backend_of(context).column_sum(context, gradient,
+                                   {gb, out.accumulate, take_gb(cursor, context, shape)});
   }
 }
 

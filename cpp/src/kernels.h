@@ -141,6 +141,13 @@ struct GemmTokenArgs {
   MatrixOut out;
 };
 
+// The sums of a matrix's columns, g_b.
+struct ColumnSum {
+  MatrixOut out;  // one row
+  bool accumulate;
+  void* workspace;  // column_sum_workspace bytes
+};
+
 class Backend {
  public:
   virtual ~Backend() = default;
@@ -164,11 +171,10 @@ class Backend {
   virtual void quantize_rows(const Context&, const MatrixIn& x, int hadamard_block,
                              const OperandQuant&, const Operand& out) const = 0;
   // P x for x [L, C], transposed and quantised: [C, Kp]. Row 0 of a block is the sum of its tokens:
-  // where `sums` is not null, a backend that meets it on the way may leave what column_sum_finish
-  // needs there (column_sum_workspace bytes) and say how many partial sums of every column it left.
-  virtual std::int64_t quantize_columns(const Context&, const MatrixIn& x, const Projection&, Side,
-                                        const Key& sketch_key, const OperandQuant&,
-                                        const Operand& out, void* sums) const = 0;
+  // a backend that meets it on the way does `sum` (null: not wanted) too, and returns true.
+  virtual bool quantize_columns(const Context&, const MatrixIn& x, const Projection&, Side,
+                                const Key& sketch_key, const OperandQuant&, const Operand& out,
+                                const ColumnSum* sum) const = 0;
   // x [L, C] as packed INT4, groups of 64 tokens per channel.
   virtual void quantize_groups(const Context&, const MatrixIn& x, Rounding, std::uint8_t* packed,
                                std::int64_t row_bytes, std::uint16_t* scale) const = 0;
@@ -179,10 +185,7 @@ class Backend {
   virtual void fill_zero(const Context&, const MatrixOut& out) const = 0;
   virtual std::size_t column_sum_workspace(const Context&, std::int64_t rows,
                                            std::int64_t cols) const = 0;
-  virtual void column_sum(const Context&, const MatrixIn& x, bool accumulate, const MatrixOut& out,
-                          void* workspace) const = 0;
-  virtual void column_sum_finish(const Context&, std::int64_t partial_sums, bool accumulate,
-                                 const MatrixOut& out, const void* sums) const = 0;
+  virtual void column_sum(const Context&, const MatrixIn& x, const ColumnSum&) const = 0;
 };
 
 const Backend& backend_of(const Context&);  // dispatch.cpp

@@ -1,21 +1,12 @@
 // The FWHT on CUDA against the CPU's, bit for bit. Built with CUDA only, skipped without a device.
-#include <cuda_runtime_api.h>
-
 #include <algorithm>
 #include <array>
 
-#include "support.h"
+#include "support_cuda.h"
 
 using namespace hot_test;
 
 namespace {
-
-const hot::Device gpu{hot::Device::Type::cuda, 0};
-constexpr DType float_types[] = {DType::f32, DType::f16, DType::bf16};
-
-void check(cudaError_t status) {
-  if (status != cudaSuccess) throw std::runtime_error(cudaGetErrorString(status));
-}
 
 class DeviceMemory {
  public:
@@ -91,20 +82,8 @@ std::vector<char> memory_of(const std::vector<float>& values, DType dtype) {
   return memory;
 }
 
-class HadamardCuda : public testing::Test {
+class HadamardCuda : public CudaTest {
  protected:
-  void SetUp() override {
-    int count = 0;
-    if (cudaGetDeviceCount(&count) != cudaSuccess || count == 0) {
-      GTEST_SKIP() << "no CUDA device on this machine";
-    }
-    // Does not wait for the default stream, nor the default stream for it.
-    check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
-  }
-  void TearDown() override {
-    if (stream_ != nullptr) check(cudaStreamDestroy(stream_));
-  }
-
   void upload(const std::vector<char>& from, char* to) {
     check(cudaMemcpyAsync(to, from.data(), from.size(), cudaMemcpyHostToDevice, stream_));
   }
@@ -158,8 +137,6 @@ class HadamardCuda : public testing::Test {
     }
     return text;
   }
-
-  cudaStream_t stream_ = nullptr;
 };
 
 // A shape with about `elements` elements whose axis is a multiple of `block`.

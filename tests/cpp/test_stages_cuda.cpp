@@ -1,8 +1,6 @@
 // Every stage on CUDA against the CPU, bit for bit: random shapes, strides, types, bases, scales,
 // roundings and storage forms. Built with CUDA only, skipped without a device.
-#include <cuda_runtime_api.h>
-
-#include "support.h"
+#include "support_cuda.h"
 
 using namespace hot_test;
 using hot::Basis;
@@ -12,14 +10,8 @@ using hot::Rounding;
 
 namespace {
 
-const hot::Device gpu{hot::Device::Type::cuda, 0};
-constexpr DType float_types[] = {DType::f32, DType::f16, DType::bf16};
 constexpr Rounding roundings[] = {Rounding::nearest, Rounding::stochastic,
                                   Rounding::pseudo_stochastic};
-
-void check(cudaError_t status) {
-  if (status != cudaSuccess) throw std::runtime_error(cudaGetErrorString(status));
-}
 
 // The same array on both sides: poisoned, filled or not, compared byte by byte with its margins.
 struct Mirror {
@@ -120,19 +112,8 @@ std::vector<float> awkward(std::int64_t count) {
   return values;
 }
 
-class StagesCuda : public testing::Test {
+class StagesCuda : public CudaTest {
  protected:
-  void SetUp() override {
-    int count = 0;
-    if (cudaGetDeviceCount(&count) != cudaSuccess || count == 0) {
-      GTEST_SKIP() << "no CUDA device on this machine";
-    }
-    check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
-  }
-  void TearDown() override {
-    if (stream_ != nullptr) check(cudaStreamDestroy(stream_));
-  }
-
   hot::Context context(bool on_gpu, hot::Key key) const {
     return on_gpu ? hot::Context::cuda(0, stream_).with_key(key) : cpu(4).with_key(key);
   }
@@ -175,8 +156,6 @@ class StagesCuda : public testing::Test {
     }
     return spec;
   }
-
-  cudaStream_t stream_ = nullptr;
 };
 
 }  // namespace

@@ -184,14 +184,13 @@ void CpuBackend::hla(const Context& context, const MatrixIn& x, const Projection
             });
 }
 
-std::int64_t CpuBackend::quantize_columns(const Context& context, const MatrixIn& x,
-                                          const Projection& p, Side side, const Key& sketch_key,
-                                          const OperandQuant& quant, const Operand& out,
-                                          void*) const {
+bool CpuBackend::quantize_columns(const Context& context, const MatrixIn& x, const Projection& p,
+                                  Side side, const Key& sketch_key, const OperandQuant& quant,
+                                  const Operand& out, const ColumnSum*) const {
   // The scales' memory holds the bit patterns of the largest values until the codes are written.
   auto* amax = reinterpret_cast<std::uint32_t*>(out.scale);
   std::memset(amax, 0, static_cast<std::size_t>(out.scales) * sizeof *amax);
-  if (x.cols == 0) return 0;
+  if (x.cols == 0) return false;
   const SimdKernels& simd = simd_kernels(context.isa());
   const RandomKey sketch = random_key(sketch_key, Purpose::sketch);
   const Tasks tasks(context, x, p);
@@ -253,20 +252,16 @@ std::int64_t CpuBackend::quantize_columns(const Context& context, const MatrixIn
     const float scale = make_scale(bits, quant.bits).scale;
     std::memcpy(out.scale + i, &scale, sizeof scale);
   }
-  return 0;
+  return false;
 }
 
 std::size_t CpuBackend::column_sum_workspace(const Context&, std::int64_t, std::int64_t) const {
   return 0;
 }
 
-// The pass over g_y for its sums is short beside the products, so nothing is left over for here.
-void CpuBackend::column_sum_finish(const Context&, std::int64_t, bool, const MatrixOut&,
-                                   const void*) const {}
-
 // Blocks of 16 tokens as row 0 of their FWHT adds them; runs of 64 blocks in fp32, runs in fp64.
-void CpuBackend::column_sum(const Context& context, const MatrixIn& x, bool accumulate,
-                            const MatrixOut& out, void*) const {
+void CpuBackend::column_sum(const Context& context, const MatrixIn& x,
+                            const ColumnSum& sums) const {
   constexpr int run_blocks = 64;
   const SimdKernels& simd = simd_kernels(context.isa());
   context.pool()->run(ceil_div(x.cols, strip_columns), [&](std::int64_t strip) {
@@ -293,12 +288,13 @@ void CpuBackend::column_sum(const Context& context, const MatrixIn& x, bool accu
     }
     float sum[strip_columns], before[strip_columns];
     for (int c = 0; c < strip_columns; ++c) sum[c] = static_cast<float>(total[c]);
-    if (accumulate) {
-      const MatrixIn current{out.data, out.dtype, 1, out.cols, 0, out.col_stride};
+    if (sums.accumulate) {
+      const MatrixIn current{sums.out.data,      sums.out.dtype, 1, sums.out.cols, 0,
+                             sums.out.col_stride};
       load_row(simd, current, 0, col, cols, before);
       for (std::int64_t c = 0; c < cols; ++c) sum[c] = before[c] + sum[c];
     }
-    store_row(simd, sum, 0, col, cols, out);
+    store_row(simd, sum, 0, col, cols, sums.out);
   });
 }
 

@@ -277,8 +277,7 @@ void CpuBackend::requantize_groups(const Context& context, const std::uint8_t* p
                                    std::int64_t tokens, Rounding rounding,
                                    const Operand& out) const {
   const SimdKernels& simd = simd_kernels(context.isa());
-  const Rounder rounder{rounding == Rounding::stochastic ? Rounding::stochastic : Rounding::nearest,
-                        8, random_key(context.key(), Purpose::requantize)};
+  const Rounder rounder{rounding, 8, random_key(context.key(), Purpose::requantize)};
   const std::int64_t groups = ceil_div(tokens, int4_group);
   const std::int64_t row_blocks = out.k_padded / group;
   const std::int64_t per_task = rows_per_task(out.k_padded);
