@@ -1,196 +1,484 @@
-"""Backward of one linear layer: hotcore beside torch, in one run.
+"""Backward of linear layers: hotcore beside torch and torchao, in one run.
 
-    python benchmarks/bench_backward.py [--device cpu|cuda] [--shape L,O,I ...] [--recipe NAME ...]
+    python benchmarks/bench_backward.py [--device cpu|cuda] [--part PART ...] [--recipe NAME ...]
 
-Everybody does the whole work: torch `gy @ w`, `gy.T @ x`, `gy.sum(0)`; hotcore quantises g_y and
-w, multiplies, dequantises and sums, x having been compressed before (its time has its own line).
-On the CPU all arrays are fp32; on CUDA hotcore takes bf16, and the rivals are fp32, tf32, bf16.
-Contenders take turns, so that a slower moment of the machine hits all. A turn on the CPU is two
-unmeasured calls and three measured: thread pools spin on after a call, and would slow the next
-contender's first one. On CUDA the L2 is overwritten before every measurement and device events take
-the time. Medians and the spread (10th to 90th percentile) are printed, and written to
-benchmarks/results/.
+Parts (all of them, unless some are named):
+  layers   whole backward passes and compress_activation; sums of the groups; the floor
+  paper    the paper's 16 layers, one image, in a CUDA graph
+  stages   where the time goes: quantising g_y and w, the products, the rest
+  forward  HotLinear's forward in training against a plain linear layer's
+  host     what the host needs for one backward of the torch adapter
+
+hotcore does the whole work: it quantises g_y and w, multiplies, dequantises and sums; x has been
+compressed before, and that has a row of its own. Torch's rows come twice: "torch bf16" does the
+same (g_x, g_w, g_b), "bf16 products" only the two products, as do the rows of INT8 and FP8
+products, which are given finished operands, and torchao's, whose layer has no bias. On the CPU all
+arrays are fp32; on CUDA hotcore takes bf16. How it is measured: timing.py.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import platform
+import re
 import statistics
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Sequence
+from typing import Any
 
 import hotcore
+import hotcore.torch as hot
+import rivals
+import timing
 import torch
+from layers import CPU_GROUPS, CUDA_GROUPS, PAPER, Shape, floor_ms, parse_shape
+from timing import Call, Row
 
-RESULTS = Path(__file__).parent / "results"
 RECIPES = ("default", "fast", "int4", "paper", "accurate")
-CPU_SHAPES = [(1576, 768, 768), (1576, 3072, 768), (1576, 768, 3072), (197, 768, 768)]
-CUDA_SHAPES = [
-    *((25216, 2304, 768), (25216, 768, 768), (25216, 3072, 768), (25216, 768, 3072)),  # ViT-B
-    *((8192, 6144, 4096), (8192, 4096, 4096), (8192, 14336, 4096), (8192, 4096, 14336)),  # Llama
-]
-Call = Callable[[], object]
+PARTS = ("layers", "paper", "stages", "forward", "host")
+ALL = ("gx", "gw", "gb")
+HOST_BAR_US = 60.0
+LEAST_STAGE_ROUNDS = 4
+TOY: Shape = (64, 64, 64)
+PRODUCT = re.compile("cutlass|gemm|mma|product", re.IGNORECASE)  # in names of kernels
+Groups = dict[str, dict[str, Shape]]
 
 
-def parse_shape(text: str) -> tuple[int, int, int]:
-    parts = tuple(int(part) for part in text.split(","))
-    if len(parts) != 3 or min(parts) < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is no shape; expected L,O,I, e.g. 1576,768,768")
-    return parts[0], parts[1], parts[2]
+def tensors(shape: Shape, device: str, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """gy, w, x of a layer."""
+    tokens, outs, ins = shape
+    sizes = ((tokens, outs), (outs, ins), (tokens, ins))
+    return tuple(torch.randn(size, device=device).to(dtype) for size in sizes)
 
 
-def host_timer() -> Callable[[Call], float]:
-    def measure(call: Call) -> float:
-        start = time.perf_counter()
-        call()
-        return (time.perf_counter() - start) * 1e3
-
-    return measure
+def working_dtype(device: str) -> torch.dtype:
+    return torch.float32 if device == "cpu" else torch.bfloat16
 
 
-def cuda_timer() -> Callable[[Call], float]:
-    flush = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")  # several times the L2
-
-    def measure(call: Call) -> float:
-        flush.zero_()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end)
-
-    return measure
-
-
-def in_turns(contenders: dict[str, Call], rounds: int, device: str) -> dict[str, list[float]]:
-    """Milliseconds of every contender, a turn each a round."""
-    measure = host_timer() if device == "cpu" else cuda_timer()
-    unmeasured, measured = (2, 3) if device == "cpu" else (0, 1)
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for call in contenders.values():
-        call()
-        call()
-    for _ in range(rounds):
-        for name, call in contenders.items():
-            for _ in range(unmeasured):
-                call()
-            times[name] += [measure(call) for _ in range(measured)]
-    return times
-
-
-def summary(values: list[float]) -> dict[str, float]:
-    deciles = statistics.quantiles(values, n=10)
-    return {"median_ms": statistics.median(values), "p10_ms": deciles[0], "p90_ms": deciles[-1]}
-
-
-def torch_backward(
-    gy: torch.Tensor, w: torch.Tensor, x: torch.Tensor, tf32: bool | None = None
+def hot_backward(
+    gy: torch.Tensor, w: torch.Tensor, x: torch.Tensor, recipe: str, need: Sequence[str] = ALL
 ) -> Call:
-    def call() -> object:
-        if tf32 is not None:
-            torch.backends.cuda.matmul.allow_tf32 = tf32
-        return gy @ w, gy.t() @ x, gy.sum(0)
+    """A call of backward_linear; x is compressed here, outside of it."""
+    config = hotcore.HotConfig.recipe(recipe)
+    saved = hotcore.compress_activation(x, config, key=1) if "gw" in need else None
+    weight = w if "gx" in need else None
+    return lambda: hotcore.backward_linear(gy, weight, saved, config=config, need=need, key=1)
 
-    return call
+
+def hot_compress(x: torch.Tensor, recipe: str) -> Call:
+    config = hotcore.HotConfig.recipe(recipe)
+    return lambda: hotcore.compress_activation(x, config, key=1)
 
 
-def bench(
-    shape: tuple[int, int, int], recipes: list[str], rounds: int, device: str
-) -> dict[str, dict[str, float]]:
-    length, out_features, in_features = shape
-    torch.manual_seed(0)
-    gy = torch.randn(length, out_features, device=device)
-    x = torch.randn(length, in_features, device=device)
-    w = torch.randn(out_features, in_features, device=device)
+# ---- layers ----
+
+
+def torch_rivals(shape: Shape, device: str) -> dict[str, Call]:
+    gy, w, x = tensors(shape, device, torch.float32)
+    out: dict[str, Call] = {}
     if device == "cpu":
-        rivals = {"torch fp32": torch_backward(gy, w, x)}
+        out["torch fp32"] = rivals.backward(gy, w, x)
+        out["fp32 products"] = rivals.products(gy, w, x)
     else:
-        rivals = {
-            "torch fp32": torch_backward(gy, w, x, tf32=False),
-            "torch tf32": torch_backward(gy, w, x, tf32=True),
-        }
+        out["torch fp32"] = rivals.backward(gy, w, x, tf32=False)
+        out["fp32 products"] = rivals.products(gy, w, x, tf32=False)
+        out["torch tf32"] = rivals.backward(gy, w, x, tf32=True)
+        out["tf32 products"] = rivals.products(gy, w, x, tf32=True)
         gy, w, x = gy.bfloat16(), w.bfloat16(), x.bfloat16()
-        rivals["torch bf16"] = torch_backward(gy, w, x)
-        rivals["copy of x"] = x.clone
-
-    contenders: dict[str, Call] = dict(rivals)
-    for name in recipes:
-        config = hotcore.HotConfig.recipe(name)
-        saved = hotcore.compress_activation(x, config, key=1)
-
-        def backward(config=config, saved=saved) -> object:
-            return hotcore.backward_linear(
-                gy, w, saved, config=config, need=("gx", "gw", "gb"), key=1
-            )
-
-        def compress(config=config) -> object:
-            return hotcore.compress_activation(x, config, key=1)
-
-        contenders[f"hotcore {name}"] = backward
-        contenders[f"compress {name}"] = compress
-    out = {name: summary(v) for name, v in in_turns(contenders, rounds, device).items()}
-    for name in recipes:
-        mine = out[f"hotcore {name}"]
-        for rival in rivals:
-            if rival.startswith("torch"):
-                mine[f"vs {rival}"] = out[rival]["median_ms"] / mine["median_ms"]
-        if "copy of x" in out:
-            forward = out[f"compress {name}"]
-            forward["of a copy"] = forward["median_ms"] / out["copy of x"]["median_ms"]
+        out["torch bf16"] = rivals.backward(gy, w, x)
+        out["bf16 products"] = rivals.products(gy, w, x)
+        out["fp8 products"] = rivals.fp8_products(*shape)
+    out["int8 products"] = rivals.int8_products(*shape, device)
     return out
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--shape", type=parse_shape, action="append", help="L,O,I; repeatable")
-    parser.add_argument("--recipe", action="append", choices=RECIPES)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    if args.rounds < 2 or args.threads < 1:
-        parser.error("--rounds must be at least 2 and --threads at least 1")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: torch sees no CUDA device")
-    torch.set_num_threads(args.threads)
-    hotcore.set_num_threads(args.threads)
-    recipes = args.recipe or ["default", "fast", "paper"]
-    shapes = args.shape or (CPU_SHAPES if args.device == "cpu" else CUDA_SHAPES)
-    out = args.out or RESULTS / f"{args.device}-backward.json"
-
-    report: dict[str, object] = {
-        "machine": platform.processor() or platform.machine(),
-        "torch": torch.__version__,
-        "hotcore": hotcore.__version__,
-        "rounds": args.rounds,
-    }
-    if args.device == "cpu":
-        report |= {"isa": hotcore.isa(), "threads": args.threads}
-        print(f"{args.threads} threads, {hotcore.isa()}, torch {torch.__version__}")
-    else:
-        report["machine"] = torch.cuda.get_device_name(0)
-        print(f"{report['machine']}, torch {torch.__version__}")
-    print("ms: median [p10, p90]")
-    rows_of: dict[str, dict[str, dict[str, float]]] = {}
-    for shape in shapes:
-        rows = bench(shape, recipes, args.rounds, args.device)
-        rows_of[",".join(map(str, shape))] = rows
-        print(f"\nL, O, I = {shape}")
+def layer_rows(
+    shape: Shape, recipes: Sequence[str], args: argparse.Namespace, with_torchao: bool
+) -> dict[str, Row]:
+    device = args.device
+    contenders = torch_rivals(shape, device)
+    gy, w, x = tensors(shape, device, working_dtype(device))
+    torchao = ""
+    if with_torchao:
+        try:
+            calls, torchao = rivals.torchao_calls(gy, w, x, emulate=device == "cpu")
+            contenders |= calls
+        except rivals.TorchaoMissing as error:
+            torchao = f"none: {error}"
+    duplicate = torch.empty_like(x)
+    contenders["copy of x"] = lambda: duplicate.copy_(x)
+    for recipe in recipes:
+        contenders[f"hotcore {recipe}"] = hot_backward(gy, w, x, recipe)
+        contenders[f"compress {recipe}"] = hot_compress(x, recipe)
+    rows = timing.in_turns(contenders, args.rounds, device)
+    if "torchao both" in rows:
+        difference = rows["torchao both"]["median_ms"] - rows["torchao forward"]["median_ms"]
+        rows["torchao both - forward"] = {"median_ms": difference}
+    if torchao:
         for name, row in rows.items():
-            ratios = "  ".join(f"{key} {v:.2f}x" for key, v in row.items() if " " in key)
-            print(
-                f"  {name:18s} {row['median_ms']:8.3f}  [{row['p10_ms']:.3f}, "
-                f"{row['p90_ms']:.3f}]   {ratios}"
-            )
-    report["shapes"] = rows_of
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(report, indent=1) + "\n")
-    print(f"\nwritten: {out}")
+            if name.startswith("torchao"):
+                row["version"] = torchao
+        if torchao.startswith("none"):
+            print(f"  torchao: {torchao}")
+    for recipe in recipes:
+        rows[f"compress {recipe}"]["of a copy"] = ratio(rows, f"compress {recipe}", "copy of x")
+        rows[f"hotcore {recipe}"]["floor_ms"] = floor_ms(shape, recipe)
+    return rows
+
+
+def ratio(rows: dict[str, Row], above: str, below: str) -> float:
+    return float(rows[above]["median_ms"] / rows[below]["median_ms"])
+
+
+def is_rival(name: str) -> bool:
+    return (
+        name.startswith("torch")
+        and name not in ("torchao forward", "torchao both")
+        or (name.endswith("products"))
+    )
+
+
+def sums(of_shapes: dict[str, dict[str, Row]], recipes: Sequence[str]) -> dict[str, Any]:
+    """Sums of medians over a group's layers, and how often faster than each rival hotcore is."""
+    tables = list(of_shapes.values())
+    names = [name for name in tables[0] if all(name in rows for rows in tables)]
+    total = {name: sum(rows[name]["median_ms"] for rows in tables) for name in names}
+    out: dict[str, Any] = {"sum_ms": total, "recipes": {}}
+    for recipe in recipes:
+        mine = total[f"hotcore {recipe}"]
+        floor = sum(rows[f"hotcore {recipe}"]["floor_ms"] for rows in tables)
+        out["recipes"][recipe] = {
+            "sum_ms": mine,
+            "floor_ms": floor,
+            "times the floor": mine / floor,
+            "compress of a copy": total[f"compress {recipe}"] / total["copy of x"],
+            "faster than": {name: total[name] / mine for name in names if is_rival(name)},
+        }
+    return out
+
+
+def print_layer(title: str, rows: dict[str, Row], recipes: Sequence[str], device: str) -> None:
+    print(f"\n{title}")
+    for name, row in rows.items():
+        if "q1_ms" not in row:
+            print(f"  {name:26s} {row['median_ms'] * 1e3:10.1f}")
+            continue
+        notes = []
+        if "of a copy" in row:
+            notes.append(f"{row['of a copy']:.2f} copies")
+        if name.startswith("hotcore"):
+            for rival in ("torch fp32", "torch tf32", "torch bf16", "bf16 products"):
+                if rival in rows:
+                    notes.append(f"{rival} {ratio(rows, rival, name):.2f}x")
+            if device == "cuda":
+                notes.append(f"{row['median_ms'] / row['floor_ms']:.2f} floors")
+        print(timing.line(name, row, "  ".join(notes)))
+
+
+def part_layers(args: argparse.Namespace, groups: Groups) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for group, shapes in groups.items():
+        with_torchao = not args.no_torchao and (args.device == "cuda" or args.emulate_torchao)
+        if args.short:
+            with_torchao = with_torchao and group == "Llama-3-8B"
+        tables: dict[str, dict[str, Row]] = {}
+        for name, shape in shapes.items():
+            tables[name] = layer_rows(shape, args.recipe, args, with_torchao)
+            title = f"{group} {name}: L, O, I = {shape}; us, median [quartiles]"
+            print_layer(title, tables[name], args.recipe, args.device)
+        total = sums(tables, args.recipe)
+        print(f"\n{group}, sum of {len(shapes)}: times faster than")
+        for recipe, row in total["recipes"].items():
+            words = "  ".join(f"{name} {value:.2f}" for name, value in row["faster than"].items())
+            print(f"  {recipe:9s} {row['sum_ms'] * 1e3:9.1f} us  {words}")
+            floor = f"{row['times the floor']:.2f} floors, " if args.device == "cuda" else ""
+            print(f"  {'':9s} {floor}compress: {row['compress of a copy']:.2f} copies")
+        shapes_out = {name: {"shape": shapes[name], "rows": tables[name]} for name in shapes}
+        out[group] = {"layers": shapes_out, **total}
+    return out
+
+
+# ---- the paper's layers ----
+
+
+def paper_calls(
+    shape: Shape, recipes: Sequence[str], device: str, copies: int
+) -> dict[str, list[Call]]:
+    """Contender -> one call for each copy of the arrays: g_x and g_w."""
+    out: dict[str, list[Call]] = {"fp32": []}
+    if device == "cuda":
+        out["bf16"] = []
+    names = [(f"hotcore {recipe}", recipe, working_dtype(device)) for recipe in recipes]
+    if device == "cuda" and "paper" in recipes:
+        names.append(("hotcore paper, fp32 arrays", "paper", torch.float32))
+    for _ in range(copies):
+        arrays = tensors(shape, device, torch.float32)
+        halves = tuple(array.to(working_dtype(device)) for array in arrays)
+        out["fp32"].append(rivals.products(*arrays, tf32=None if device == "cpu" else False))
+        if device == "cuda":
+            out["bf16"].append(rivals.products(*halves))
+        for name, recipe, dtype in names:
+            chosen = arrays if dtype == torch.float32 else halves
+            out.setdefault(name, []).append(hot_backward(*chosen, recipe, need=("gx", "gw")))
+    return out
+
+
+def paper_rows(
+    shape: Shape, args: argparse.Namespace, copies: int, watch: timing.Stopwatch | None
+) -> dict[str, Row]:
+    recipes = [name for name in args.recipe if name != "int4"]
+    calls = paper_calls(shape, recipes, args.device, copies)
+    if args.device == "cpu":
+        return timing.in_turns({name: c[0] for name, c in calls.items()}, args.rounds, "cpu")
+    repeats = max(1, 24 // copies)  # a replay's own cost is spread over at least 24 calls
+    graphs = {name: timing.captured(c * repeats) for name, c in calls.items()}
+    counts = dict.fromkeys(graphs, copies * repeats)
+    return timing.in_turns(graphs, args.rounds, "cuda", watch=watch, calls_in=counts)
+
+
+def part_paper(args: argparse.Namespace) -> dict[str, Any]:
+    """Two ways: copies of the arrays in turn, more than the L2 holds, and one set again and again.
+
+    Returns rows and geometric means of both; the first is the figure, the second what a layer
+    whose neighbours left everything in the cache could see.
+    """
+    shapes = PAPER if args.device == "cuda" else {TOY: 1.0}
+    out: dict[str, Any] = {}
+    watch = timing.cuda_stopwatch() if args.device == "cuda" else None
+    for way in ("rotating", "cached") if args.device == "cuda" else ("cached",):
+        tables: dict[str, Any] = {}
+        print(
+            f"\nThe paper's layers, g_x and g_w, us a call, arrays {way}; (times faster than fp32)"
+        )
+        for shape, published in shapes.items():
+            tokens, outs, ins = shape
+            nbytes = 4 * (tokens * outs + outs * ins + tokens * ins)
+            copies = timing.copies_beyond_cache(nbytes, args.device) if way == "rotating" else 1
+            rows = paper_rows(shape, args, copies, watch)
+            words = []
+            for name, row in rows.items():
+                row["faster than fp32"] = ratio(rows, "fp32", name)
+                words.append(f"{name} {row['median_ms'] * 1e3:.1f} ({row['faster than fp32']:.2f})")
+            print(f"  {shape!s:18s} paper {published:.1f}  {'  '.join(words)}", flush=True)
+            key = ",".join(map(str, shape))
+            tables[key] = {"shape": shape, "published": published, "copies": copies, "rows": rows}
+        names = list(next(iter(tables.values()))["rows"])
+        means = {}
+        for name in names:
+            values = [table["rows"][name]["faster than fp32"] for table in tables.values()]
+            means[name] = {"geomean": statistics.geometric_mean(values), "worst": min(values)}
+            print(f"  {name:27s} geometric mean {means[name]['geomean']:.2f}, worst "
+                  f"{means[name]['worst']:.2f} times faster than fp32")  # fmt: skip
+        published_mean = statistics.geometric_mean(shapes.values())
+        out[way] = {"shapes": tables, "means": means, "published geomean": published_mean}
+        if args.short:
+            break
+    return out
+
+
+# ---- stages ----
+
+
+def kernel_times(call: Call, repeats: int = 5) -> list[dict[str, Any]]:
+    """Kernels of one call by the profiler: name, microseconds, launches; longest first."""
+    from torch.profiler import ProfilerActivity, profile
+
+    call()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        for _ in range(repeats):
+            call()
+        torch.cuda.synchronize()
+    found = [
+        {
+            "kernel": event.key[:160],
+            "us": event.self_device_time_total / repeats,
+            "launches": event.count / repeats,
+        }
+        for event in profiler.key_averages()
+        if event.device_type == torch.autograd.DeviceType.CUDA and event.self_device_time_total > 0
+    ]
+    return sorted(found, key=lambda kernel: -kernel["us"])
+
+
+def split(kernels: Sequence[dict[str, Any]]) -> tuple[float, float]:
+    """Microseconds of products, and of everything else."""
+    in_products = sum(kernel["us"] for kernel in kernels if PRODUCT.search(kernel["kernel"]))
+    return in_products, sum(kernel["us"] for kernel in kernels) - in_products
+
+
+def cuda_stages(arrays: Sequence[torch.Tensor], recipe: str, total_us: float) -> dict[str, Any]:
+    """The paper's Fig. 1 for one layer, in microseconds.
+
+    Kernels are told apart as products and others by their names; quantising w and unpacking x are
+    what a call with (next to) no g_y leaves of the others.
+    """
+    gy, w, x = arrays
+    whole = kernel_times(hot_backward(gy, w, x, recipe))
+    for_gx = kernel_times(hot_backward(gy, w, x, recipe, need=("gx",)))
+    for_gw = kernel_times(hot_backward(gy, w, x, recipe, need=("gw",)))
+    few_tokens = kernel_times(hot_backward(gy[:16].clone(), w, x[:16].clone(), recipe, ("gx",)))
+    few_outs = kernel_times(hot_backward(gy[:, :16].clone(), w, x, recipe, need=("gw",)))
+    products, others = split(whole)
+    w_us, x_us = split(few_tokens)[1], split(few_outs)[1]
+    return {
+        "stages": {
+            "quantise g_y, g_b": max(0.0, others - w_us - x_us),
+            "quantise w": w_us,
+            "unpack x": x_us,
+            "product g_x": split(for_gx)[0],
+            "product g_w": split(for_gw)[0],
+            "between kernels": max(0.0, total_us - products - others),
+        },
+        "products together": products,
+        "launches": sum(kernel["launches"] for kernel in whole),
+        "kernels": whole,
+    }
+
+
+def part_stages(args: argparse.Namespace, groups: Groups) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for group, shapes in groups.items():
+        out[group] = {}
+        for name, shape in shapes.items():
+            if args.short and name not in ("fc1", "up"):
+                continue
+            arrays = tensors(shape, args.device, working_dtype(args.device))
+            out[group][name] = {"shape": shape, "recipes": {}}
+            for recipe in args.recipe:
+                needs = {"all": ALL, "gx": ("gx",), "gw": ("gw",), "gb": ("gb",)}
+                calls = {key: hot_backward(*arrays, recipe, need) for key, need in needs.items()}
+                rounds = max(LEAST_STAGE_ROUNDS, args.rounds // 2)
+                found: dict[str, Any] = {"calls": timing.in_turns(calls, rounds, args.device)}
+                total_us = found["calls"]["all"]["median_ms"] * 1e3
+                if args.device == "cuda":
+                    found |= cuda_stages(arrays, recipe, total_us)
+                out[group][name]["recipes"][recipe] = found
+                print_stages(f"{group} {name} {shape}, {recipe}", found)
+    return out
+
+
+def print_stages(title: str, found: dict[str, Any]) -> None:
+    calls = "  ".join(f"{k} {row['median_ms'] * 1e3:.1f}" for k, row in found["calls"].items())
+    print(f"\n{title}: us by what is needed: {calls}")
+    for stage, us in found.get("stages", {}).items():
+        print(f"  {stage:18s} {us:8.1f}")
+    for kernel in found.get("kernels", ()):
+        print(f"    {kernel['us']:8.1f} us  {kernel['launches']:4.1f} x  {kernel['kernel'][:90]}")
+
+
+# ---- forward ----
+
+
+def part_forward(args: argparse.Namespace, groups: Groups) -> dict[str, Any]:
+    """Training forward with x kept compressed, against F.linear, which keeps x."""
+    out: dict[str, Any] = {}
+    for group, shapes in groups.items():
+        out[group] = {"layers": {}, "extra": {}}
+        total: dict[str, float] = {}
+        for name, shape in shapes.items():
+            _, w, x = tensors(shape, args.device, working_dtype(args.device))
+            w.requires_grad_()
+            x.requires_grad_()
+            contenders: dict[str, Call] = {
+                "plain": lambda x=x, w=w: torch.nn.functional.linear(x, w)
+            }
+            for recipe in args.recipe:
+                config = hot.HotConfig.recipe(recipe)
+                contenders[recipe] = lambda x=x, w=w, config=config: hot.linear(x, w, None, config)
+            rows = timing.in_turns(contenders, args.rounds, args.device)
+            for key, row in rows.items():
+                total[key] = total.get(key, 0.0) + row["median_ms"]
+            out[group]["layers"][name] = {"shape": shape, "rows": rows}
+        extra = {key: total[key] / total["plain"] - 1 for key in args.recipe}
+        out[group]["extra"] = extra
+        words = "  ".join(f"{key} {100 * value:+.1f} %" for key, value in extra.items())
+        print(f"\nForward, {group}, sum, beside a plain linear layer: {words}")
+    return out
+
+
+# ---- host ----
+
+
+def host_us(call: Call, device: str, calls: int = 40, bursts: int = 15) -> Row:
+    """Host time of one call, while the device only runs behind: bursts between synchronisations."""
+    for _ in range(20):
+        call()
+    values = []
+    for _ in range(bursts):
+        timing.synchronize(device)
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        values.append((time.perf_counter() - start) * 1e3 / calls)
+    timing.synchronize(device)
+    return timing.spread(values)
+
+
+def part_host(args: argparse.Namespace) -> dict[str, Any]:
+    """Bar: one backward of the adapter, from the autograd engine's call to its return, 60 us.
+
+    The rows "over torch's" subtract a plain linear layer's, so the engine's share drops out.
+    """
+    gy, w, x = tensors(TOY, args.device, working_dtype(args.device))
+    w.requires_grad_()
+    x.requires_grad_()
+    out: dict[str, Any] = {"shape": TOY, "bar_us": HOST_BAR_US}
+
+    def grads(y: torch.Tensor) -> Call:
+        return lambda: torch.autograd.grad(y, (x, w), gy, retain_graph=True)
+
+    rows = {"plain backward": host_us(grads(torch.nn.functional.linear(x, w)), args.device)}
+    rows["plain forward"] = host_us(lambda: torch.nn.functional.linear(x, w), args.device)
+    for recipe in args.recipe:
+        config = hot.HotConfig.recipe(recipe)
+        backward = grads(hot.linear(x, w, None, config))
+        rows[f"adapter backward {recipe}"] = host_us(backward, args.device)
+        forward: Call = lambda config=config: hot.linear(x, w, None, config)  # noqa: E731
+        rows[f"adapter forward {recipe}"] = host_us(forward, args.device)
+        arrays = hot_backward(gy, w.detach(), x.detach(), recipe, need=("gx", "gw"))
+        rows[f"backward_linear {recipe}"] = host_us(arrays, args.device)
+    print(f"\nHost time of one call at {TOY}, us (bar for the adapter's backward: {HOST_BAR_US:g})")
+    for name, row in rows.items():
+        over = ""
+        if name.startswith("adapter backward"):
+            more = (row["median_ms"] - rows["plain backward"]["median_ms"]) * 1e3
+            row["over torch's us"] = more
+            over = f"over torch's: {more:.1f}"
+        print(timing.line(name, row, over))
+    return out | {"rows": rows}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = timing.arguments(__doc__, "backward")
+    parser.add_argument("--shape", type=parse_shape, action="append", help="L,O,I; repeatable")
+    parser.add_argument("--group", action="append", choices=tuple(CUDA_GROUPS))
+    parser.add_argument("--recipe", action="append", choices=RECIPES)
+    parser.add_argument("--part", action="append", choices=PARTS)
+    parser.add_argument("--short", action="store_true", help="for gpu_check: fewer shapes")
+    parser.add_argument("--no-torchao", action="store_true")
+    parser.add_argument(
+        "--emulate-torchao", action="store_true", help="CPU: run torchao's layer without FP8 units"
+    )
+    args = timing.begin(parser, argv)
+    args.recipe = args.recipe or ["default", "fast", "int4", "paper"]
+    groups: Groups = CPU_GROUPS if args.device == "cpu" else CUDA_GROUPS
+    if args.group and args.device == "cuda":
+        groups = {name: groups[name] for name in args.group}
+    if args.shape:
+        groups = {"given": {",".join(map(str, shape)): shape for shape in args.shape}}
+    parts = args.part or (["layers"] if args.device == "cpu" else PARTS)
+    out: dict[str, Any] = {"recipes": args.recipe}
+    if "layers" in parts:
+        out["layers"] = part_layers(args, groups)
+    if "paper" in parts:
+        out["paper"] = part_paper(args)
+    if "stages" in parts:
+        out["stages"] = part_stages(args, groups)
+    if "forward" in parts:
+        out["forward"] = part_forward(args, groups)
+    if "host" in parts:
+        out["host"] = part_host(args)
+    timing.write(args, "backward", out)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,143 @@
+"""What hotcore is compared with: the same backward by torch and by torchao.
+
+python benchmarks/rivals.py    # compiles torchao's layers into inductor's cache, for later runs
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from timing import Call
+
+TORCHAO = Path(__file__).resolve().parent.parent / "third_party" / "torchao"
+FP8 = torch.float8_e4m3fn
+
+
+def products(gy: torch.Tensor, w: torch.Tensor, x: torch.Tensor, tf32: bool | None = None) -> Call:
+    """``g_y w`` and ``g_y^T x``."""
+
+    def call() -> object:
+        _set_tf32(tf32)
+        return gy @ w, gy.t() @ x
+
+    return call
+
+
+def backward(gy: torch.Tensor, w: torch.Tensor, x: torch.Tensor, tf32: bool | None = None) -> Call:
+    """The two products and the sums of g_y."""
+
+    def call() -> object:
+        _set_tf32(tf32)
+        return gy @ w, gy.t() @ x, gy.sum(0)
+
+    return call
+
+
+def _set_tf32(allowed: bool | None) -> None:
+    if allowed is not None:
+        torch.backends.cuda.matmul.allow_tf32 = allowed
+
+
+def int8_products(tokens: int, outs: int, ins: int, device: str) -> Call:
+    """``torch._int_mm`` alone: operands that are codes already, int32 results."""
+    gy, gy_t, w_t, x_t = (
+        torch.randint(-127, 128, shape, dtype=torch.int8, device=device)
+        for shape in ((tokens, outs), (outs, tokens), (ins, outs), (ins, tokens))
+    )
+    return lambda: (torch._int_mm(gy, w_t.t()), torch._int_mm(gy_t, x_t.t()))
+
+
+def fp8_products(tokens: int, outs: int, ins: int) -> Call:
+    """``torch._scaled_mm`` alone, one scale a tensor: no casts, no transposition."""
+    gy, gy_t, w_t, x_t = (
+        torch.randn(shape, device="cuda").to(FP8)
+        for shape in ((tokens, outs), (outs, tokens), (ins, outs), (ins, tokens))
+    )
+    one = torch.ones((), device="cuda")
+
+    def product(a: torch.Tensor, b_t: torch.Tensor) -> torch.Tensor:
+        return torch._scaled_mm(a, b_t.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+    return lambda: (product(gy, w_t), product(gy_t, x_t))
+
+
+class TorchaoMissing(Exception):
+    """Why torchao's FP8 layer cannot be timed here."""
+
+
+def torchao_layer(w: torch.Tensor, emulate: bool = False) -> tuple[Any, str]:
+    """A compiled FP8 layer, tensorwise (torchao's default), that holds ``w``; and the version.
+
+    Taken from third_party/torchao (scripts/fetch_torchao.py) or from what is installed. torchao
+    leaves the casts to ``torch.compile``, which is therefore part of it. ``emulate`` computes
+    without FP8 hardware and uncompiled: it tests the way here, not the time.
+
+    Raises TorchaoMissing.
+    """
+    # Its own C++ kernels have no part in FP8 training; loading them is a matter of luck.
+    os.environ.setdefault("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1")
+    if TORCHAO.is_dir() and str(TORCHAO) not in sys.path:
+        sys.path.insert(0, str(TORCHAO))
+    try:
+        float8 = importlib.import_module("torchao.float8")
+        layer_type = importlib.import_module("torchao.float8.float8_linear").Float8Linear
+    except Exception as error:  # whatever a package of another version may raise
+        raise TorchaoMissing(f"torchao does not import: {error}") from error
+    linear = torch.nn.Linear(w.shape[1], w.shape[0], bias=False, device="meta", dtype=w.dtype)
+    linear.weight = torch.nn.Parameter(w)
+    config = float8.Float8LinearConfig(emulate=emulate)
+    layer = layer_type.from_float(linear, config)
+    if not emulate:
+        import torch._functorch.config as functorch
+
+        functorch.donated_buffer = False  # else a backward cannot be run twice
+        torch._dynamo.reset()  # every layer compiles the same code; dynamo gives up after eight
+        layer = torch.compile(layer, dynamic=False)
+    version = str(importlib.import_module("torchao").__version__)
+    return layer, f"{version}, emulated: no timing" if emulate else version
+
+
+def torchao_calls(
+    gy: torch.Tensor, w: torch.Tensor, x: torch.Tensor, emulate: bool = False
+) -> tuple[dict[str, Call], str]:
+    """Contenders "torchao forward", "torchao both" and "torchao backward" (graph retained)."""
+    layer, version = torchao_layer(w, emulate)
+    leaf = x.detach().clone().requires_grad_()
+
+    def both() -> object:
+        return torch.autograd.grad(layer(leaf), (leaf, layer.weight), gy)
+
+    def forward() -> object:
+        return layer(leaf)
+
+    try:
+        y = layer(leaf)
+        torch.autograd.grad(y, (leaf, layer.weight), gy, retain_graph=True)
+    except Exception as error:  # compilation can fail in any way
+        raise TorchaoMissing(f"torchao's layer does not run: {error!s:.300}") from error
+
+    def alone() -> object:
+        return torch.autograd.grad(y, (leaf, layer.weight), gy, retain_graph=True)
+
+    return {"torchao forward": forward, "torchao both": both, "torchao backward": alone}, version
+
+
+def main() -> None:
+    from layers import CUDA_GROUPS
+
+    for shapes in CUDA_GROUPS.values():
+        for tokens, outs, ins in shapes.values():
+            gy, w, x = (
+                torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+                for shape in ((tokens, outs), (outs, ins), (tokens, ins))
+            )
+            torchao_calls(gy, w, x)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,247 @@
+"""How the benchmarks measure, and the report that they write.
+
+All contenders of a comparison run in one process and take turns, so that a slower moment of the
+machine hits all of them; medians and quartiles are kept.
+
+On the CPU a turn is two unmeasured calls and three measured: thread pools spin on after a call and
+would slow the next contender's first one.
+
+On CUDA device events take the time. Before every measurement 256 MiB are written, several times the
+L2: no contender finds its inputs there, and the cache holds as many unwritten bytes before as after
+(a flush by reading would give the first 60 MB written away for nothing). A spinning kernel then
+keeps the device busy while the host queues the contender's launches, so that the time is the
+device's; what the host needs is measured by itself (`bench_backward.py --part host`). Layers too
+small for that are captured into a CUDA graph, many calls over rotating copies of their arrays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import platform
+import shutil
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import hotcore
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+FLUSH_BYTES = 1 << 28
+SPIN_CYCLES = 300_000  # 150 us and more: longer than any contender's host work
+LEAST_ROUNDS = 5
+
+Call = Callable[[], object]
+Stopwatch = Callable[[Call], float]
+Row = dict[str, Any]
+"""One contender: median_ms, q1_ms, q3_ms, measurements, and what a script adds."""
+
+
+def host_stopwatch() -> Stopwatch:
+    """Milliseconds of a call by the host's clock."""
+
+    def measure(call: Call) -> float:
+        start = time.perf_counter()
+        call()
+        return (time.perf_counter() - start) * 1e3
+
+    return measure
+
+
+def cuda_stopwatch(flush: bool = True) -> Stopwatch:
+    """Milliseconds of a call on the current CUDA device and stream, by events."""
+    buffer = torch.empty(FLUSH_BYTES if flush else 1, dtype=torch.uint8, device="cuda")
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def measure(call: Call) -> float:
+        buffer.zero_()
+        torch.cuda._sleep(SPIN_CYCLES)
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end)
+
+    return measure
+
+
+def stopwatch(device: str) -> Stopwatch:
+    return host_stopwatch() if device == "cpu" else cuda_stopwatch()
+
+
+def synchronize(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.synchronize()
+
+
+def in_turns(
+    contenders: Mapping[str, Call],
+    rounds: int,
+    device: str,
+    *,
+    watch: Stopwatch | None = None,
+    calls_in: Mapping[str, int] | None = None,
+    budget_ms: float = 400.0,
+) -> dict[str, Row]:
+    """Times of every contender, one turn each a round.
+
+    Args:
+        contenders: what to call.
+        rounds: turns of each.
+        device: "cpu" or "cuda".
+        watch: the clock; None: the device's own.
+        calls_in: how many units of work one call does (a graph of many calls); 1 unless named.
+        budget_ms: a contender stops taking turns when it has used that much, after 5 at least.
+
+    Returns:
+        A row for every contender, times per unit of work.
+    """
+    if rounds < 1:
+        raise ValueError(f"rounds: {rounds}; expected at least 1")
+    measure = watch or stopwatch(device)
+    unmeasured, measured = (2, 3) if device == "cpu" else (0, 1)
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for call in contenders.values():
+        call()
+        call()
+    synchronize(device)
+    for turn in range(rounds):
+        for name, call in contenders.items():
+            if turn >= LEAST_ROUNDS and sum(times[name]) > budget_ms:
+                continue
+            for _ in range(unmeasured):
+                call()
+            times[name] += [measure(call) for _ in range(measured)]
+    counts = calls_in or {}
+    return {
+        name: spread([value / counts.get(name, 1) for value in values])
+        for name, values in times.items()
+    }
+
+
+def spread(values: Sequence[float]) -> Row:
+    """Median and quartiles."""
+    q1, median, q3 = (
+        statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else 3 * values[:1]
+    )
+    return {"median_ms": median, "q1_ms": q1, "q3_ms": q3, "measurements": len(values)}
+
+
+def captured(calls: Sequence[Call]) -> Call:
+    """Replay of a CUDA graph that holds ``calls`` one after the other."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # handles, workspaces and contexts are made before the capture
+        for call in calls[:2]:
+            call()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for call in calls:
+            call()
+    return graph.replay
+
+
+def copies_beyond_cache(nbytes: int, device: str, most: int = 48) -> int:
+    """How many copies of ``nbytes`` of arrays exceed the L2 three times."""
+    if device == "cpu":
+        return 1
+    cache = torch.cuda.get_device_properties(0).L2_cache_size
+    return max(2, min(most, -(-3 * cache // nbytes)))
+
+
+# ---- reports ----
+
+
+def arguments(description: str | None, benchmark: str) -> argparse.ArgumentParser:
+    """A parser with what all scripts take."""
+    parser = argparse.ArgumentParser(description=(description or "").split("\n")[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--rounds", type=int, default=40, help="turns of each contender")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--seed", type=int, default=0, help="of the random arrays")
+    parser.add_argument(
+        "--json", type=Path, help=f"report; default benchmarks/results/DEVICE-{benchmark}.json"
+    )
+    return parser
+
+
+def begin(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse, check, and set threads and seed."""
+    args = parser.parse_args(argv)
+    if args.rounds < 2 or args.threads < 1:
+        parser.error("--rounds must be at least 2 and --threads at least 1")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no CUDA device")
+    if args.device == "cpu":
+        torch.set_num_threads(args.threads)
+        hotcore.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
+    print(", ".join(f"{key} {value}" for key, value in machine(args).items()), flush=True)
+    return args
+
+
+def machine(args: argparse.Namespace) -> dict[str, str]:
+    """The device and the versions of everything that could matter."""
+    out = {
+        "device": platform.processor() or platform.machine(),
+        "torch": torch.__version__,
+        "hotcore": hotcore.__version__,
+        "python": platform.python_version(),
+    }
+    if args.device == "cpu":
+        return out | {"isa": hotcore.isa(), "threads": str(args.threads)}
+    return out | {
+        "device": torch.cuda.get_device_name(0),
+        "cuda": str(torch.version.cuda),
+        "driver": driver_version(),
+    }
+
+
+def driver_version() -> str:
+    if shutil.which("nvidia-smi") is None:
+        return "?"
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    words = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
+    return words[0] if words else "?"
+
+
+def write(args: argparse.Namespace, benchmark: str, content: Mapping[str, Any]) -> Path:
+    """Write the report, ``content`` under device, versions and date."""
+    facts = machine(args)
+    report = {
+        "benchmark": benchmark,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "device": facts.pop("device"),
+        "versions": facts,
+        "rounds": args.rounds,
+        "seed": args.seed,
+        **content,
+    }
+    path: Path = args.json or RESULTS / f"{args.device}-{benchmark}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(rounded(report), indent=1) + "\n")
+    print(f"\nwritten: {path}")
+    return path
+
+
+def rounded(value: Any) -> Any:
+    """Floats with six significant digits: more is noise, and the files are committed."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, Mapping):
+        return {key: rounded(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [rounded(item) for item in value]
+    return value
+
+
+def line(name: str, row: Row, notes: str = "") -> str:
+    """One printed row: median, quartiles, notes; microseconds."""
+    low, mid, high = (row[key] * 1e3 for key in ("q1_ms", "median_ms", "q3_ms"))
+    return f"  {name:26s} {mid:10.1f}  [{low:.1f}, {high:.1f}]  {notes}".rstrip()
