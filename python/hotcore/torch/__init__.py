@@ -2,15 +2,21 @@
 
 from ..config import HotConfig
 from .convert import ConversionReport, Converted, Skipped, convert, revert
-from .functional import linear
-from .modules import HotLinear
+from .functional import conv2d, linear
+from .lqs import LayerPlan, Plan, calibrate
+from .modules import HotConv2d, HotLinear
 
 __all__ = [
     "ConversionReport",
     "Converted",
     "HotConfig",
+    "HotConv2d",
     "HotLinear",
+    "LayerPlan",
+    "Plan",
     "Skipped",
+    "calibrate",
+    "conv2d",
     "convert",
     "linear",
     "revert",
