@@ -1,0 +1,93 @@
+"""Quantisers and compress_activation against one copy of the same array.
+
+    python benchmarks/bench_quantize.py [--device cpu|cuda] [--shape R,C ...]
+
+"copies" is a row's time over that of copying x once (read and written). "bytes" are the fewest that
+the call must move, x read once and its results written once, over the copy's; their quotient says
+how near to its own bytes a kernel runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+import hotcore
+import timing
+import torch
+from timing import Call, Row
+
+CUDA_SHAPES = ((25216, 768), (25216, 3072), (8192, 4096), (8192, 14336))
+CPU_SHAPES = ((1576, 768),)
+RECIPES = ("default", "fast", "paper", "accurate")
+
+
+def parse_matrix(text: str) -> tuple[int, int]:
+    parts = text.split(",")
+    if len(parts) != 2 or not all(part.isdigit() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(f"'{text}' is no shape; expected R,C, e.g. 1576,768")
+    return int(parts[0]), int(parts[1])
+
+
+def contenders(shape: tuple[int, int], device: str) -> tuple[dict[str, Call], dict[str, int]]:
+    """Calls, and the least bytes that each of them moves."""
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    x = torch.randn(shape, device=device).to(dtype)
+    out = torch.empty_like(x)
+    calls: dict[str, Call] = {"copy": lambda: out.copy_(x)}
+    nbytes = {"copy": 2 * x.nbytes}
+    for bits in (8, 4):
+        for scale in ("row", "column", "tensor"):
+            name = f"INT{bits}, {scale}"
+            calls[name] = lambda bits=bits, scale=scale: hotcore.quantize(
+                x, bits=bits, scale=scale, key=1
+            )
+            nbytes[name] = x.nbytes + x.numel()
+    calls["INT8, row, nearest"] = lambda: hotcore.quantize(x, rounding="nearest")
+    nbytes["INT8, row, nearest"] = x.nbytes + x.numel()
+    calls["INT4, row, packed"] = lambda: hotcore.quantize(x, bits=4, packed=True, key=1)
+    nbytes["INT4, row, packed"] = x.nbytes + x.numel() // 2
+    calls["hla, r = 8"] = lambda: hotcore.hla(x, key=1)
+    nbytes["hla, r = 8"] = x.nbytes + 2 * x.numel()
+    q, scales = hotcore.quantize(x, bits=4, key=1)
+    calls["pack_int4"] = lambda: hotcore.pack_int4(q)
+    nbytes["pack_int4"] = q.nbytes + q.nbytes // 2
+    wide = str(dtype).removeprefix("torch.")
+    calls["dequantize"] = lambda: hotcore.dequantize(q, scales, dtype=wide)
+    nbytes["dequantize"] = q.nbytes + x.nbytes
+    for recipe in RECIPES:
+        config = hotcore.HotConfig.recipe(recipe)
+        name = f"compress {recipe}"
+        calls[name] = lambda config=config: hotcore.compress_activation(x, config, key=1)
+        nbytes[name] = x.nbytes + hotcore.compress_activation(x, config, key=1).nbytes
+    return calls, nbytes
+
+
+def bench(shape: tuple[int, int], args: argparse.Namespace) -> dict[str, Row]:
+    calls, nbytes = contenders(shape, args.device)
+    rows = timing.in_turns(calls, args.rounds, args.device)
+    for name, row in rows.items():
+        row["TB/s"] = nbytes[name] / row["median_ms"] / 1e9
+        row["copies"] = row["median_ms"] / rows["copy"]["median_ms"]
+        row["bytes"] = nbytes[name] / nbytes["copy"]
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = timing.arguments(__doc__, "quantize")
+    parser.add_argument("--shape", type=parse_matrix, action="append", help="R,C; repeatable")
+    args = timing.begin(parser, argv)
+    out: dict[str, Any] = {}
+    for shape in args.shape or (CPU_SHAPES if args.device == "cpu" else CUDA_SHAPES):
+        rows = bench(shape, args)
+        out[",".join(map(str, shape))] = rows
+        print(f"\nx {shape}: us, median [quartiles]")
+        for name, row in rows.items():
+            notes = f"{row['TB/s']:.3g} TB/s  {row['copies']:.2f} copies, bytes {row['bytes']:.2f}"
+            print(timing.line(name, row, notes))
+    timing.write(args, "quantize", {"shapes": out})
+
+
+if __name__ == "__main__":
+    main()
