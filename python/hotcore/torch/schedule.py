@@ -1,0 +1,115 @@
+"""``PrecisionSchedule``: 8 bits at first, then fewer for g_x.
+
+Source: spec.md, "Precision schedule"; the paper's supplement B (25 epochs of 200 in INT8).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from torch import nn
+
+from ..config import HotConfig
+
+
+class PrecisionSchedule:
+    """Lets the HOT layers of a model compute g_x in 8 bits for a while, then in 4.
+
+    As a callback, whose unit (steps, epochs) is whatever ``step()`` counts::
+
+        schedule = hot.PrecisionSchedule(model, 25)
+        for epoch in range(200):
+            train(model)
+            schedule.step()
+
+    As a context the layers get their own configurations back at its end::
+
+        with hot.PrecisionSchedule(model, 1000) as schedule:
+            for batch in batches:
+                train(model, batch)
+                schedule.step()
+
+    Layers keep every other field of their configuration. Parameters and state_dicts of the model
+    are untouched; put :meth:`state_dict` into a checkpoint to go on where a run stopped.
+
+    Args:
+        model: a converted model; layers that are converted later are not part of the schedule.
+        warmup: calls of ``step()`` during which ``bits`` hold; 0: ``then_bits`` from the start.
+        bits: of g_x at first, 8 or 4.
+        then_bits: of g_x after that, 8 or 4; None: what each layer's own configuration says.
+
+    Raises:
+        ValueError: no layer of the model is converted, or a bad number.
+    """
+
+    def __init__(
+        self, model: nn.Module, warmup: int, *, bits: int = 8, then_bits: int | None = 4
+    ) -> None:
+        """Set the first phase's bits."""
+        if isinstance(warmup, bool) or not isinstance(warmup, int):
+            raise TypeError(f"warmup: expected an int, got {warmup!r}")
+        if warmup < 0:
+            raise ValueError(f"warmup: {warmup} is negative")
+        for name, value in (("bits", bits), ("then_bits", then_bits)):
+            if value not in (4, 8) and not (name == "then_bits" and value is None):
+                raise ValueError(f"{name}: {value!r}; expected 8 or 4")
+        configs = [(module, _config_of(module)) for module in model.modules()]
+        self._layers = [(module, config) for module, config in configs if config is not None]
+        if not self._layers:
+            raise ValueError("model: no layer of it is converted; call hot.convert(model) first")
+        self._warmup, self._bits, self._then_bits = warmup, bits, then_bits
+        self._count = 0
+        self._apply()
+
+    @property
+    def bits(self) -> int | None:
+        """Bits of g_x in the present phase; None: each layer's own."""
+        return self._bits if self._count < self._warmup else self._then_bits
+
+    @property
+    def count(self) -> int:
+        """How often ``step()`` was called."""
+        return self._count
+
+    def step(self) -> None:
+        """Count one step or epoch, and change the layers' configurations when it is time."""
+        self._count += 1
+        if self._count == self._warmup:
+            self._apply()
+
+    def close(self) -> None:
+        """Give every layer the configuration that it had before the schedule."""
+        for module, config in self._layers:
+            _set(module, config)
+
+    def __enter__(self) -> PrecisionSchedule:
+        """Return the schedule; it has been in force since it was made."""
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Close, see :meth:`close`."""
+        self.close()
+
+    def state_dict(self) -> dict[str, int]:
+        """How far the schedule is."""
+        return {"count": self._count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on from :meth:`state_dict`."""
+        self._count = int(state["count"])
+        self._apply()
+
+    def _apply(self) -> None:
+        bits = self.bits
+        for module, own in self._layers:
+            _set(module, own if bits is None else dataclasses.replace(own, gx_bits=bits))
+
+
+def _config_of(module: nn.Module) -> HotConfig | None:
+    config = getattr(module, "config", None)  # a Hugging Face model has another one
+    return config if isinstance(config, HotConfig) else None
+
+
+def _set(module: nn.Module, config: HotConfig) -> None:
+    module.config = config  # type: ignore[assignment]

@@ -1,0 +1,111 @@
+"""PrecisionSchedule: the layers' configurations change when they should, and come back."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hotcore.config import HotConfig
+
+torch = pytest.importorskip("torch")
+import hotcore.torch as hot  # noqa: E402
+from torch import nn  # noqa: E402
+
+
+def converted() -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.Linear(64, 64))
+    hot.convert(model, "fast", lambda module, name: name == "0")
+    model[2] = hot.HotLinear.from_linear(model[2], "int4")
+    return model
+
+
+def configs(model: nn.Sequential) -> list[HotConfig]:
+    return [model[0].config, model[2].config]
+
+
+def expected(bits: int) -> list[HotConfig]:
+    return [HotConfig.recipe("fast", gx_bits=bits), HotConfig.recipe("int4", gx_bits=bits)]
+
+
+def test_callback() -> None:
+    model = converted()
+    schedule = hot.PrecisionSchedule(model, 3)
+    for step in range(6):
+        assert schedule.count == step
+        assert schedule.bits == (8 if step < 3 else 4)
+        assert configs(model) == expected(8 if step < 3 else 4)
+        schedule.step()
+    schedule.close()
+    assert configs(model) == [HotConfig.recipe("fast"), HotConfig.recipe("int4")]
+
+
+def test_context() -> None:
+    model = converted()
+    with hot.PrecisionSchedule(model, 1) as schedule:
+        assert configs(model) == expected(8)
+        schedule.step()
+        assert configs(model) == expected(4)
+    assert configs(model) == [HotConfig.recipe("fast"), HotConfig.recipe("int4")]
+    with pytest.raises(RuntimeError, match="stop"), hot.PrecisionSchedule(model, 1):
+        raise RuntimeError("stop")
+    assert configs(model) == [HotConfig.recipe("fast"), HotConfig.recipe("int4")]
+
+
+def test_the_gradient_follows(rng: np.random.Generator) -> None:
+    torch.manual_seed(int(rng.integers(2**31)))
+    model = converted()
+    x = torch.randn(64, 64, requires_grad=True)
+
+    def error() -> float:
+        (gx,) = torch.autograd.grad(model(x).square().sum(), x)
+        hot.revert(plain := nn.Sequential(*model))
+        (exact,) = torch.autograd.grad(plain(x).square().sum(), x)
+        return float((gx - exact).norm() / exact.norm())
+
+    schedule = hot.PrecisionSchedule(model, 1)
+    at_8 = error()
+    schedule.step()
+    assert 5 * at_8 < error()
+
+
+def test_own_bits_after_the_warmup() -> None:
+    model = converted()
+    schedule = hot.PrecisionSchedule(model, 1, then_bits=None)
+    assert configs(model) == expected(8)
+    schedule.step()
+    assert schedule.bits is None
+    assert configs(model) == [HotConfig.recipe("fast"), HotConfig.recipe("int4")]
+
+
+def test_no_warmup() -> None:
+    model = converted()
+    hot.PrecisionSchedule(model, 0)
+    assert configs(model) == expected(4)
+
+
+def test_resume() -> None:
+    model = converted()
+    schedule = hot.PrecisionSchedule(model, 2)
+    schedule.step()
+    state = schedule.state_dict()
+    resumed = hot.PrecisionSchedule(other := converted(), 2)
+    resumed.load_state_dict(state)
+    assert configs(other) == expected(8)
+    resumed.step()
+    assert configs(other) == expected(4)
+    resumed.load_state_dict({"count": 0})
+    assert configs(other) == expected(8)
+
+
+def test_bad_arguments() -> None:
+    model = converted()
+    with pytest.raises(ValueError, match="warmup: -1"):
+        hot.PrecisionSchedule(model, -1)
+    with pytest.raises(TypeError, match="warmup: expected an int"):
+        hot.PrecisionSchedule(model, 1.5)
+    with pytest.raises(ValueError, match="then_bits: 2"):
+        hot.PrecisionSchedule(model, 1, then_bits=2)
+    with pytest.raises(ValueError, match="bits: None"):
+        hot.PrecisionSchedule(model, 1, bits=None)
+    with pytest.raises(ValueError, match="no layer of it is converted"):
+        hot.PrecisionSchedule(hot.revert(model), 1)
+    assert configs(converted()) == [HotConfig.recipe("fast"), HotConfig.recipe("int4")]
