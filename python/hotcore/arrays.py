@@ -16,9 +16,10 @@ import numpy as np
 from . import _core, contexts
 
 Array = Any
-"""NumPy, torch or CuPy array, or on the CPU any object with ``__dlpack__``."""
+"""NumPy, torch or CuPy array, or any object with ``__dlpack__`` (on CUDA: where torch is)."""
 
 FLOATS = ("float32", "float16", "bfloat16")
+_DLPACK_CPU, _DLPACK_CUDA = 1, 2  # DLDeviceType
 
 
 class Kind:
@@ -123,6 +124,21 @@ class _Foreign(_NumPy):
         self._from_dlpack = getattr(namespace, "from_dlpack", None)
 
     def result(self, array: Array) -> Array:
+        return array if self._from_dlpack is None else self._from_dlpack(array)
+
+
+class _ForeignOnCuda(_Torch):
+    """Any other DLPack array on CUDA (JAX's): worked on as torch, and handed back likewise."""
+
+    name = "dlpack"
+
+    def __init__(self, namespace: Any) -> None:
+        super().__init__()
+        self._from_dlpack = getattr(namespace, "from_dlpack", None)
+
+    def result(self, array: Array) -> Array:
+        # Its framework knows nothing of torch's stream, and may reuse an input's memory at once.
+        self._torch.cuda.current_stream(array.device).synchronize()
         return array if self._from_dlpack is None else self._from_dlpack(array)
 
 
@@ -279,13 +295,42 @@ def _foreign_operand(array: Any, name: str) -> Operand:
             f"{name}: expected an array (NumPy, torch, CuPy, or anything with __dlpack__), got "
             f"{type(array).__name__}"
         )
-    if array.__dlpack_device__()[0] != 1:
-        raise NotImplementedError(f"{name}: off the CPU, only torch and CuPy arrays are taken")
+    where = array.__dlpack_device__()[0]
+    if where == _DLPACK_CUDA:
+        return _foreign_on_cuda(array, name)
+    if where != _DLPACK_CPU:
+        raise NotImplementedError(f"{name}: off the CPU, only arrays on CUDA devices are taken")
     try:
         view = np.from_dlpack(array)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(
             f"{name}: NumPy cannot look at this {type(array).__name__}: {error}"
         ) from error
-    namespace = array.__array_namespace__() if hasattr(array, "__array_namespace__") else None
-    return _numpy_operand(view, name, _Foreign(namespace))
+    return _numpy_operand(view, name, _Foreign(_namespace(array)))
+
+
+def _foreign_on_cuda(array: Any, name: str) -> Operand:
+    try:
+        import torch
+    except ImportError as error:
+        raise NotImplementedError(
+            f"{name}: on CUDA, a {type(array).__name__} is taken through torch, which is not "
+            "installed; torch and CuPy arrays are taken directly"
+        ) from error
+    if not torch.cuda.is_available():
+        raise NotImplementedError(
+            f"{name}: on CUDA, a {type(array).__name__} is taken through torch, which sees no "
+            "CUDA device"
+        )
+    try:
+        tensor = torch.from_dlpack(array)  # type: ignore[attr-defined]
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{name}: torch cannot look at this {type(array).__name__}: {error}"
+        ) from error
+    return _torch_operand(torch, tensor, name)._replace(kind=_ForeignOnCuda(_namespace(array)))
+
+
+def _namespace(array: Any) -> Any:
+    """The array API namespace of an array that has one."""
+    return array.__array_namespace__() if hasattr(array, "__array_namespace__") else None

@@ -1,6 +1,6 @@
 """The stages as functions of arrays.
 
-Every function takes NumPy, torch (detached) or CuPy arrays, or on the CPU any array with
+Every function takes NumPy, torch (detached) or CuPy arrays, or any other array with
 ``__dlpack__``, allocates its result in the framework of its first array, and works on the caller's
 current stream on a GPU. No input is converted or copied: what cannot be used as it is raises
 ValueError (TypeError for an object that is no array, NotImplementedError for what this build or

@@ -68,6 +68,17 @@ def test_any_dlpack_array(rng: np.random.Generator) -> None:
     equal_bits(back.values, hotcore.fwht(x))
 
 
+@needs_torch
+@pytest.mark.skipif(torch is not None and torch.cuda.is_available(), reason="there is a GPU")
+def test_cuda_array_without_cuda() -> None:
+    class OnCuda(Foreign):
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return (2, 0)
+
+    with pytest.raises(NotImplementedError, match="x: on CUDA, a OnCuda .* sees no CUDA device"):
+        hotcore.fwht(OnCuda(np.ones((4, 16), np.float32)))
+
+
 def test_any_dlpack_array_through_a_layer(rng: np.random.Generator) -> None:
     gy, w, x = data(rng, (33, 20)), data(rng, (20, 24)), data(rng, (33, 24))
     expected = hotcore.backward_linear(gy, w, x, config="fast", key=2)

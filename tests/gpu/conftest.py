@@ -1,0 +1,22 @@
+"""Before every GPU test: torch seeded from the run's seed, the allocator's memory poisoned."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # support_gpu.py
+
+torch = pytest.importorskip("torch")
+
+from support_gpu import poison  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def prepared(rng: np.random.Generator) -> None:
+    torch.manual_seed(int(rng.integers(1 << 62)))
+    if torch.cuda.is_available():
+        poison()

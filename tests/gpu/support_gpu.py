@@ -1,0 +1,53 @@
+"""What the GPU tests share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hotcore
+import torch
+
+RECIPES = ("default", "fast", "int4", "paper", "accurate")
+Layer = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+POISON = 0xFF  # NaN in every float type, -1 in every integer type
+
+
+def poison(largest: int = 1 << 28) -> None:
+    """Fill what the current stream's next allocations will get, small blocks and large ones."""
+    sizes = [largest, *[1 << 19] * 64, *[1 << 12] * 64]
+    blocks = [torch.full((n,), POISON, dtype=torch.uint8, device="cuda") for n in sizes]
+    del blocks
+    torch.cuda.current_stream().synchronize()
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    a, b = a.detach().cpu().contiguous(), b.detach().cpu().contiguous()
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return bool(torch.equal(a.view(torch.uint8), b.view(torch.uint8)))
+
+
+def layer(length: int, outs: int, ins: int, dtype: torch.dtype = torch.float32) -> Layer:
+    """gy, w, x on the CPU."""
+    return (
+        torch.randn(length, outs).to(dtype),
+        torch.randn(outs, ins).to(dtype),
+        torch.randn(length, ins).to(dtype),
+    )
+
+
+def whole_backward(arrays: Layer, recipe: str, device: str, key: int) -> list[Any]:
+    """Compressed x, g_x, g_w, g_b, computed on ``device`` from arrays anywhere."""
+    gy, w, x = (array.to(device) for array in arrays)
+    config = hotcore.HotConfig.recipe(recipe)
+    saved = hotcore.compress_activation(x, config, key=key)
+    return [saved.data, *hotcore.backward_linear(gy, w, saved, need=("gx", "gw", "gb"))]
+
+
+def assert_equal_backward(got: list[Any], wanted: list[Any]) -> None:
+    """Compressed x, g_x, g_w bit for bit; g_b, a plain sum in another order, closely."""
+    for name, a, b in zip(("saved", "gx", "gw"), got, wanted, strict=False):
+        assert same_bits(a, b), name
+    assert torch.allclose(got[3].float().cpu(), wanted[3].float().cpu(), rtol=1e-2, atol=1e-3)

@@ -1,0 +1,105 @@
+"""Arrays of other frameworks on CUDA, through DLPack."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import hotcore  # noqa: E402  (after the skip: hotcore itself needs no torch)
+from support_gpu import RECIPES  # noqa: E402
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+
+@pytest.fixture
+def cupy() -> Any:
+    return pytest.importorskip("cupy", reason="CuPy is not installed")
+
+
+@pytest.fixture
+def jax() -> Any:
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leave memory for torch
+    module = pytest.importorskip("jax", reason="JAX is not installed")
+    try:
+        module.devices("gpu")
+    except RuntimeError as error:
+        pytest.skip(f"JAX sees no GPU: {error}")
+    return module
+
+
+def numpy_layer(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    shapes = ((130, 48), (48, 64), (130, 64))
+    gy, w, x = (rng.standard_normal(shape).astype(np.float32) for shape in shapes)
+    return gy, w, x
+
+
+def expected(arrays: tuple[np.ndarray, ...], recipe: str) -> Any:
+    gy, w, x = arrays
+    return hotcore.backward_linear(gy, w, x, config=recipe, need=("gx", "gw", "gb"), key=5)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_cupy(cupy: Any, recipe: str, rng: np.random.Generator) -> None:
+    arrays = numpy_layer(rng)
+    wanted = expected(arrays, recipe)
+    gy, w, x = map(cupy.asarray, arrays)
+    got = hotcore.backward_linear(gy, w, x, config=recipe, need=("gx", "gw", "gb"), key=5)
+    for name in ("gx", "gw"):
+        result = getattr(got, name)
+        assert isinstance(result, cupy.ndarray)
+        np.testing.assert_array_equal(cupy.asnumpy(result), getattr(wanted, name), name)
+    np.testing.assert_allclose(cupy.asnumpy(got.gb), wanted.gb, rtol=1e-4, atol=1e-4)
+
+
+def test_cupy_on_its_current_stream(cupy: Any, rng: np.random.Generator) -> None:
+    arrays = numpy_layer(rng)
+    wanted = expected(arrays, "default")
+    slow = cupy.ones((4096, 4096), dtype=cupy.float32)
+    cupy.cuda.Device().synchronize()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        late = [cupy.zeros_like(cupy.asarray(array)) for array in arrays]
+        sources = [cupy.asarray(array) for array in arrays]
+        for _ in range(8):  # the values arrive late, on this stream alone
+            slow = slow @ slow * cupy.float32(1e-4)
+        for target, source in zip(late, sources, strict=True):
+            target[...] = source
+        gy, w, x = late
+        got = hotcore.backward_linear(gy, w, x, need=("gx", "gw"), key=5)
+    stream.synchronize()
+    np.testing.assert_array_equal(cupy.asnumpy(got.gx), wanted.gx)
+    np.testing.assert_array_equal(cupy.asnumpy(got.gw), wanted.gw)
+
+
+@pytest.mark.parametrize("recipe", ("default", "fast"))
+def test_jax(jax: Any, recipe: str, rng: np.random.Generator) -> None:
+    """JAX arrays in, JAX arrays on the same device out."""
+    arrays = numpy_layer(rng)
+    wanted = expected(arrays, recipe)
+    device = jax.devices("gpu")[0]
+    gy, w, x = (jax.device_put(array, device) for array in arrays)
+    got = hotcore.backward_linear(gy * 1, w, x, config=recipe, need=("gx", "gw", "gb"), key=5)
+    for name in ("gx", "gw"):
+        result = getattr(got, name)
+        assert isinstance(result, jax.Array)
+        assert result.devices() == {device}
+        np.testing.assert_array_equal(np.asarray(result), getattr(wanted, name), name)
+    np.testing.assert_allclose(np.asarray(got.gb), wanted.gb, rtol=1e-4, atol=1e-4)
+
+
+def test_jax_bfloat16(jax: Any, rng: np.random.Generator) -> None:
+    gy, w, x = (jax.numpy.asarray(array, dtype=jax.numpy.bfloat16) for array in numpy_layer(rng))
+    got = hotcore.backward_linear(gy, w, x, need=("gx", "gw"), key=5)
+    on_cpu = [torch.from_numpy(np.asarray(a, dtype=np.float32)).bfloat16() for a in (gy, w, x)]
+    wanted = hotcore.backward_linear(*on_cpu, need=("gx", "gw"), key=5)
+    for a, b in ((got.gx, wanted.gx), (got.gw, wanted.gw)):
+        assert a.dtype == jax.numpy.bfloat16
+        np.testing.assert_array_equal(np.asarray(a, dtype=np.float32), b.float().numpy())

@@ -1,0 +1,286 @@
+"""The CUDA backend among streams, threads, devices and graphs."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import hotcore  # noqa: E402  (after the skip: hotcore itself needs no torch)
+import hotcore.torch as hot  # noqa: E402
+from support_gpu import (  # noqa: E402
+    RECIPES,
+    assert_equal_backward,
+    layer,
+    poison,
+    same_bits,
+    whole_backward,
+)
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+SHAPES = ((197, 96, 64), (33, 48, 80), (256, 128, 384), (64, 17, 5))
+SAFE_K = 133_143  # products up to here fit an int32 sum
+SPIN = 20_000_000  # about 10 ms
+
+
+# ---- streams and threads ----
+
+
+def test_two_streams_at_once(rng: np.random.Generator) -> None:
+    key = int(rng.integers(1 << 62))
+    arrays = [layer(*shape, torch.bfloat16) for shape in SHAPES[:2]]
+    wanted = [whole_backward(a, "fast", "cpu", key) for a in arrays]
+    on_gpu = [tuple(array.cuda() for array in a) for a in arrays]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in arrays]
+    results: list[list[list[torch.Tensor]]] = [[], []]
+    for _ in range(10):  # queued in alternation, run side by side
+        for a, stream, out in zip(on_gpu, streams, results, strict=True):
+            with torch.cuda.stream(stream):
+                out.append(whole_backward(a, "fast", "cuda", key))
+    torch.cuda.synchronize()
+    for out, expected in zip(results, wanted, strict=True):
+        for got in out:
+            assert_equal_backward(got, expected)
+
+
+@pytest.mark.parametrize("recipe", ("default", "fast", "paper"))
+def test_threads_at_once(recipe: str, rng: np.random.Generator) -> None:
+    """Four threads, a stream and a shape each: no scratch, context or counter is shared."""
+    keys = [int(key) for key in rng.integers(1 << 62, size=len(SHAPES))]
+    arrays = [layer(*shape) for shape in SHAPES]
+    wanted = [whole_backward(a, recipe, "cpu", key) for a, key in zip(arrays, keys, strict=True)]
+
+    def work(index: int) -> list[list[torch.Tensor]]:
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            poison(1 << 22)
+            mine = tuple(array.cuda() for array in arrays[index])
+            out = [whole_backward(mine, recipe, "cuda", keys[index]) for _ in range(12)]
+        stream.synchronize()
+        return out
+
+    with ThreadPoolExecutor(len(SHAPES)) as pool:
+        for results, expected in zip(pool.map(work, range(len(SHAPES))), wanted, strict=True):
+            for got in results:
+                assert_equal_backward(got, expected)
+
+
+def test_threads_on_one_stream(rng: np.random.Generator) -> None:
+    """Threads that share the default stream, and so one context."""
+    key = int(rng.integers(1 << 62))
+    arrays = layer(96, 64, 48)
+    wanted = whole_backward(arrays, "default", "cpu", key)
+    with ThreadPoolExecutor(4) as pool:
+        futures = [pool.submit(whole_backward, arrays, "default", "cuda", key) for _ in range(24)]
+        results = [future.result() for future in futures]
+    torch.cuda.synchronize()
+    for got in results:
+        assert_equal_backward(got, wanted)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_whole_backward_waits_for_its_stream(recipe: str, rng: np.random.Generator) -> None:
+    """Inputs that arrive late, on a stream that is not the default one."""
+    key = int(rng.integers(1 << 62))
+    arrays = layer(160, 64, 96, torch.bfloat16)
+    wanted = whole_backward(arrays, recipe, "cpu", key)
+    pinned = [array.pin_memory() for array in arrays]
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        poison(1 << 22)
+        late = [torch.zeros_like(array, device="cuda") for array in arrays]
+        torch.cuda._sleep(SPIN)
+        for target, source in zip(late, pinned, strict=True):
+            target.copy_(source, non_blocking=True)
+        got = whole_backward(tuple(late), recipe, "cuda", key)
+    stream.synchronize()
+    assert_equal_backward(got, wanted)
+
+
+# ---- devices ----
+
+
+def test_arrays_of_two_devices_are_refused() -> None:
+    gy, w, x = layer(32, 16, 16)
+    saved = hotcore.compress_activation(x, "default")
+    with pytest.raises(ValueError, match="saved_or_x"):
+        hotcore.backward_linear(gy.cuda(), w.cuda(), saved)
+    with pytest.raises(ValueError, match="gw_out"):
+        hotcore.backward_linear(gy.cuda(), w.cuda(), x.cuda(), gw_out=torch.empty(16, 16))
+    with pytest.raises(ValueError, match="out"):
+        hotcore.fwht(x.cuda(), out=torch.empty_like(x))
+    with pytest.raises(ValueError, match="b"):
+        codes = torch.ones(16, 16, dtype=torch.int8)
+        hotcore.gemm_int8(codes.cuda(), codes)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_works_on_the_device_of_its_arrays() -> None:
+    arrays = layer(64, 32, 48)
+    wanted = whole_backward(arrays, "default", "cpu", 3)
+    assert torch.cuda.current_device() == 0
+    got = whole_backward(arrays, "default", "cuda:1", 3)
+    torch.cuda.synchronize(1)
+    assert torch.cuda.current_device() == 0
+    assert all(array.device.index == 1 for array in got)
+    assert_equal_backward(got, wanted)
+    gy, w, x = arrays
+    with pytest.raises(ValueError, match="w"):
+        hotcore.backward_linear(gy.cuda(0), w.cuda(1), x.cuda(0))
+
+
+def test_a_device_that_is_not_there() -> None:
+    fits, reason = hotcore.supported(16, 16, 16, device=f"cuda:{torch.cuda.device_count()}")
+    assert not fits
+    assert reason
+
+
+def test_an_error_leaves_the_device_usable() -> None:
+    gy, w, x = layer(32, 16, 16)
+    with pytest.raises(ValueError):
+        hotcore.backward_linear(gy.cuda(), w.cuda(), x[:16].cuda())
+    wanted = whole_backward((gy, w, x), "default", "cpu", 1)
+    assert_equal_backward(whole_backward((gy, w, x), "default", "cuda", 1), wanted)
+
+
+@pytest.mark.parametrize("shape", ((0, 16, 16), (16, 0, 16), (16, 16, 0)))
+def test_layers_without_elements(shape: tuple[int, int, int]) -> None:
+    arrays = layer(*shape)
+    wanted = whole_backward(arrays, "default", "cpu", 1)
+    got = whole_backward(arrays, "default", "cuda", 1)
+    torch.cuda.synchronize()
+    assert_equal_backward(got, wanted)
+
+
+# ---- dtypes and long contractions ----
+
+
+@pytest.mark.parametrize("recipe", ("default", "fast"))
+def test_mixed_dtypes_and_accumulation(recipe: str) -> None:
+    gy, w, x = layer(97, 48, 64)
+    results = []
+    for device in ("cpu", "cuda"):
+        saved = hotcore.compress_activation(x.half().to(device), recipe, key=4)
+        total = torch.linspace(-1, 1, 48 * 64).reshape(48, 64).to(device)
+        grads = hotcore.backward_linear(
+            gy.bfloat16().to(device), w.to(device), saved,
+            out_dtype="float16", gw_out=total, accumulate=True,
+        )  # fmt: skip
+        assert grads.gx.dtype == torch.float16
+        results.append((grads.gx, total))
+    assert same_bits(results[0][0], results[1][0])
+    assert same_bits(results[0][1], results[1][1])
+
+
+@pytest.mark.parametrize("k", (SAFE_K, SAFE_K + 1, 2 * SAFE_K + 10, 266_288, 400_016))
+def test_contraction_past_int32(k: int, rng: np.random.Generator) -> None:
+    """Sums beyond 31 bits: the largest codes overflow at once if the split is wrong."""
+    a = torch.full((24, k), 127, dtype=torch.int8)
+    b = torch.full((16, k), 127, dtype=torch.int8)
+    a[1::2] = torch.from_numpy(rng.integers(-127, 128, (12, k), dtype=np.int8))
+    b[1::2] = torch.from_numpy(rng.integers(-127, 128, (8, k), dtype=np.int8))
+    a_scale = torch.from_numpy(rng.random(24, dtype=np.float32) + 0.5)
+    b_scale = torch.from_numpy(rng.random(16, dtype=np.float32) + 0.5)
+    got = hotcore.gemm_int8(a.cuda(), b.cuda(), a_scale.cuda(), b_scale.cuda()).cpu().double()
+    wide_a, wide_b = a.double(), b.double()  # integers below 2^53: exact
+    scales = torch.outer(a_scale.double(), b_scale.double())
+    exact = wide_a @ wide_b.t() * scales
+    parts = -(-k // SAFE_K)
+    bound = (parts + 2) * 2.0**-24 * (wide_a.abs() @ wide_b.abs().t()) * scales
+    assert ((got - exact).abs() <= bound).all()
+    if k <= SAFE_K:
+        sums = hotcore.gemm_int8(a.cuda(), b.cuda())
+        assert torch.equal(sums.cpu().double(), wide_a @ wide_b.t())
+    else:
+        with pytest.raises(ValueError, match="133143"):
+            hotcore.gemm_int8(a.cuda(), b.cuda())
+
+
+def test_weight_gradient_of_many_tokens() -> None:
+    """g_w whose contraction, the tokens, is longer than an int32 sum may be."""
+    gy, _, x = layer(SAFE_K + 857, 16, 32)
+    gy, x = gy.abs() + 1, x.abs() + 1  # one sign: the sums grow
+    config = hotcore.HotConfig.recipe("accurate")
+    results = []
+    for device in ("cpu", "cuda"):
+        saved = hotcore.compress_activation(x.to(device), config, key=8)
+        results.append(hotcore.backward_linear(gy.to(device), None, saved, need=("gw",)).gw)
+    assert torch.allclose(results[0], results[1].cpu(), rtol=2**-21)
+    exact = gy.double().t() @ x.double()
+    assert (results[1].cpu().double() - exact).norm() < 0.01 * exact.norm()
+
+
+# ---- CUDA graphs ----
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_backward_linear_in_a_graph(recipe: str) -> None:
+    """Captured once, replayed on other values: the bits of a call outside of a graph."""
+    first, second = (layer(192, 64, 96, torch.bfloat16) for _ in range(2))
+    static = tuple(array.cuda() for array in first)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        whole_backward(static, recipe, "cuda", 11)
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        got = whole_backward(static, recipe, "cuda", 11)
+    for values in (second, first):
+        for target, source in zip(static, values, strict=True):
+            target.copy_(source)
+        for result in got:
+            result.fill_(77)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_equal_backward(got, whole_backward(values, recipe, "cpu", 11))
+
+
+@pytest.mark.parametrize("recipe", ("default", "fast", "paper"))
+def test_layer_in_a_graph(recipe: str) -> None:
+    """HotLinear's forward and backward captured together; replays have the eager bits.
+
+    The adapter draws its seed on the host, so a captured graph holds the seed of its capture: every
+    replay rounds with the same random numbers, and equals an eager step under that seed.
+    """
+    model = hot.HotLinear.from_linear(torch.nn.Linear(96, 64).cuda(), recipe)
+    leaves = (torch.randn(192, 96, device="cuda", requires_grad=True), *model.parameters())
+    gy = torch.randn(192, 64, device="cuda")
+
+    def step() -> tuple[torch.Tensor, ...]:
+        y = model(leaves[0])
+        return (y, *torch.autograd.grad(y, leaves, gy))
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    stream.synchronize()
+    torch.manual_seed(2024)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        got = step()
+    with torch.no_grad():
+        leaves[0].copy_(torch.randn(192, 96))
+        gy.copy_(torch.randn(192, 64))
+    for _ in range(2):
+        with torch.no_grad():
+            for result in got:
+                result.fill_(77)
+        graph.replay()
+        torch.cuda.synchronize()
+        replayed = [result.clone() for result in got]
+        torch.manual_seed(2024)
+        eager = step()
+        assert torch.allclose(replayed[0], eager[0], rtol=1e-4, atol=1e-4)
+        for name, a, b in zip(("gx", "gw", "gb"), replayed[1:], eager[1:], strict=True):
+            assert same_bits(a, b), name
