@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import re
 
 import pytest
@@ -26,7 +27,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, width: int = 32, tied: bool = False) -> None:
+    def __init__(self, width: int = 64, tied: bool = False) -> None:
         super().__init__()
         self.embed = nn.Embedding(50, width)
         self.blocks = nn.ModuleList([Block(width) for _ in range(2)])
@@ -120,23 +121,26 @@ def test_filter_fn() -> None:
 
 
 def test_filter_that_matches_nothing() -> None:
-    with pytest.raises(ValueError, match="filter_fn matched no nn.Linear"):
+    with pytest.raises(ValueError, match="filter_fn matched no layer"):
         hot.convert(Model(), filter_fn=lambda module, fqn: False)
-    with pytest.raises(ValueError, match="no nn.Linear can be converted"):
+    with pytest.raises(ValueError, match="no layer can be converted"):
         hot.convert(nn.Sequential(nn.ReLU()))
-    with pytest.raises(ValueError, match="0: fewer than 16 features"):
+    with pytest.raises(ValueError, match=f"0: fewer than {MIN_FEATURES} features"):
         hot.convert(nn.Sequential(nn.Linear(4, 4)))
 
 
-def test_twice_is_reported() -> None:
+def test_twice_is_refused() -> None:
     model = Model()
-    hot.convert(model, "fast")
+    hot.convert(model, "fast", filter_fn=lambda module, fqn: fqn.startswith("blocks.0"))
     modules = list(model.modules())
-    report = hot.convert(model, "default")
-    assert not report.converted
-    reasons = {layer.name: layer.reason for layer in report.skipped}
-    assert reasons["blocks.0.qkv"] == "already converted, HotConfig.recipe('fast')"
+    with pytest.raises(
+        ValueError, match=r"already converted \(blocks.0.qkv, blocks.0.proj.*revert"
+    ):
+        hot.convert(model, "default")
     assert list(model.modules()) == modules
+    # The rest of a model is another matter.
+    report = hot.convert(model, filter_fn=lambda module, fqn: fqn == "blocks.1.qkv")
+    assert [layer.name for layer in report.converted] == ["blocks.1.qkv"]
     assert model.blocks[0].qkv.config == HotConfig.recipe("fast")
 
 
@@ -146,7 +150,7 @@ def test_weight_tied_to_an_embedding() -> None:
     reasons = {layer.name: layer.reason for layer in report.skipped}
     assert reasons["head"] in ("the output head", "its weight is an embedding's")
     model = Model(tied=True)
-    model.final = nn.Linear(32, 32)  # the head is no longer the last layer
+    model.final = nn.Linear(64, 64)  # the head is no longer the last layer
     report = hot.convert(model)
     reasons = {layer.name: layer.reason for layer in report.skipped}
     assert reasons["head"] == "its weight is an embedding's"
@@ -157,18 +161,18 @@ def test_weight_tied_to_an_embedding() -> None:
 @pytest.mark.parametrize("name", sorted(HEAD_NAMES))
 def test_head_names(name: str) -> None:
     for build in (
-        lambda: nn.Linear(32, 32),
-        lambda: nn.Sequential(nn.ReLU(), nn.Linear(32, 32)),
+        lambda: nn.Linear(64, 64),
+        lambda: nn.Sequential(nn.ReLU(), nn.Linear(64, 64)),
     ):
         model = nn.Module()
-        model.body = nn.Linear(32, 32)
+        model.body = nn.Linear(64, 64)
         setattr(model, name, build())
         report = hot.convert(model)
         assert [layer.name for layer in report.converted] == ["body"]
     # The same name earlier in the model is no head.
     model = nn.Module()
-    setattr(model, name, nn.Linear(32, 32))
-    model.body = nn.Linear(32, 32)
+    setattr(model, name, nn.Linear(64, 64))
+    model.body = nn.Linear(64, 64)
     assert len(hot.convert(model).converted) == 2
 
 
@@ -176,42 +180,42 @@ def test_subclasses_are_left_alone() -> None:
     class Special(nn.Linear):
         pass
 
-    attention = nn.MultiheadAttention(32, 4)
+    attention = nn.MultiheadAttention(64, 4)
     model = nn.ModuleDict(
         {
-            "special": Special(32, 32),
+            "special": Special(64, 64),
             "attention": attention,
-            "plain": nn.Linear(32, 32),
+            "plain": nn.Linear(64, 64),
         }
     )
     for filter_fn in (None, lambda module, fqn: True):
         report = hot.convert(copy.deepcopy(model), filter_fn=filter_fn)
         reasons = {layer.name: layer.reason for layer in report.skipped}
-        assert reasons["special"] == "a subclass of nn.Linear (Special)"
-        assert "subclass of nn.Linear" in reasons["attention.out_proj"]
+        assert reasons["special"] == "a subclass of Linear (Special)"
+        assert "subclass of Linear" in reasons["attention.out_proj"]
         assert [layer.name for layer in report.converted] == ["plain"]
 
 
 def test_computed_weights_are_left_alone() -> None:
-    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32))
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
     nn.utils.parametrizations.weight_norm(model[0])
     with pytest.warns(FutureWarning):
         nn.utils.weight_norm(model[1])
     report = hot.convert(model)
     assert [layer.name for layer in report.converted] == ["2"]
     assert len(report.skipped) == 2
-    model(torch.randn(4, 32)).sum().backward()
+    model(torch.randn(4, 64)).sum().backward()
 
 
 def test_float64_is_left_alone() -> None:
-    model = nn.Sequential(nn.Linear(32, 32).double(), nn.Linear(32, 32))
+    model = nn.Sequential(nn.Linear(64, 64).double(), nn.Linear(64, 64))
     report = hot.convert(model)
     assert [layer.reason for layer in report.skipped] == ["its weight is float64"]
     assert type(model[0]) is nn.Linear
 
 
 def test_shared_module_is_replaced_everywhere() -> None:
-    shared = nn.Linear(32, 32)
+    shared = nn.Linear(64, 64)
     model = nn.Sequential(shared, nn.ReLU(), shared)
     report = hot.convert(model)
     assert len(report.converted) == 1
@@ -221,7 +225,7 @@ def test_shared_module_is_replaced_everywhere() -> None:
 
 
 def test_root_linear() -> None:
-    layer = nn.Linear(32, 32)
+    layer = nn.Linear(64, 64)
     report = hot.convert(layer)
     assert type(report.model) is hot.HotLinear
     assert report.model.weight is layer.weight
@@ -240,15 +244,25 @@ def test_meta_device() -> None:
 def test_report_prints_as_a_table() -> None:
     model = Model()
     model.blocks[0].qkv.weight.requires_grad_(False)
-    text = str(hot.convert(model, "default"))
-    lines = text.splitlines()
-    assert lines[0].split() == ["layer", "in", "->", "out", "x", "is", "kept", "in"]
-    assert re.search(r"blocks\.0\.qkv +32 -> 96 +nothing \(weight frozen\)", text)
-    assert re.search(r"blocks\.1\.qkv +32 -> 96 +0\.53 bytes a value \(fp32 / 7\.5\)", text)
-    assert re.search(r"head +32 -> 50 +skipped: the output head", text)
-    assert lines[-1] == "4 of 7 linear layers run HOT, HotConfig.recipe('default')"
-    columns = [line.index("->") for line in lines[:-1]]
-    assert len(set(columns)) == 1 or max(columns) - min(columns) <= 4
+    report = hot.convert(model, "default", overrides={"*.0.proj": "fast"})
+    lines = str(report).splitlines()
+    assert lines[0].split() == ["layer", "kind", "in", "->", "out", "x", "is", "kept", "in"]
+    for pattern in (
+        r"blocks\.0\.qkv +Linear +64 -> 192 +nothing \(weight frozen\)",
+        r"blocks\.0\.proj +Linear +64 -> 64 +0\.50 bytes .* HotConfig\.recipe\('fast'\)",
+        r"blocks\.1\.qkv +Linear +64 -> 192 +0\.53 bytes a value \(fp32 / 7\.5\)",
+        r"blocks\.1\.small +Linear +64 -> 8 +stays plain: fewer than \d+ features",
+        r"head +Linear +64 -> 50 +stays plain: the output head",
+    ):
+        assert sum(re.fullmatch(pattern, line) is not None for line in lines) == 1, pattern
+    assert [line.split()[0] for line in lines[1:8]] == [
+        *("blocks.0.qkv", "blocks.0.proj", "blocks.0.small"),
+        *("blocks.1.qkv", "blocks.1.proj", "blocks.1.small", "head"),
+    ]
+    assert lines[8] == "4 of 7 layers run HOT, HotConfig.recipe('default')"
+    assert f"fewer than {MIN_FEATURES}" in lines[9]  # the rule
+    ends = [re.search(r" -> \d+", line).end() for line in lines[1:8]]
+    assert len(set(ends)) == 1
 
 
 def test_report_with_a_token_grid() -> None:
@@ -262,3 +276,145 @@ def test_bad_config() -> None:
         hot.convert(Model(), 3)
     with pytest.raises(ValueError, match="recipe: 'quick'"):
         hot.convert(Model(), "quick")
+
+
+# ---------------------------------------------------------------------------------------- Overrides
+
+
+def test_overrides() -> None:
+    model = Model()
+    custom = HotConfig(gx_rounding="nearest")
+    overrides = {
+        "blocks.*": "fast",
+        "*.qkv": {"gx_bits": 4},  # on top of the base configuration
+        "blocks.1.proj": custom,
+    }
+    report = hot.convert(model, "accurate", overrides=overrides)
+    configs = {layer.name: layer.config for layer in report.converted}
+    int4 = HotConfig.recipe("accurate", gx_bits=4)
+    assert configs == {
+        "blocks.0.qkv": int4,
+        "blocks.0.proj": HotConfig.recipe("fast"),
+        "blocks.1.qkv": int4,
+        "blocks.1.proj": custom,
+    }
+    for name, config in configs.items():
+        assert model.get_submodule(name).config == config
+    assert report.config == HotConfig.recipe("accurate")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "error", "message"),
+    [
+        ({"blocks.0.qvk": "fast"}, ValueError, "'blocks.0.qvk' matches no layer; near it: .*0.qkv"),
+        ({"zz": "fast"}, ValueError, "'zz' matches no layer; layers: blocks.0.qkv, blocks.0.proj"),
+        ({"head": "fast"}, ValueError, r"only layers that stay plain: head \(the output head\)"),
+        ({"*.qkv": "quick"}, ValueError, "recipe: 'quick' is not one of"),
+        ({"*.qkv": 3}, TypeError, r"overrides\['\*.qkv'\]: expected a HotConfig or a recipe"),
+        ({"*.qkv": {"bits": 4}}, ValueError, r"overrides\['\*.qkv'\]: HotConfig has no field bits"),
+        ({"*.qkv": {"gx_bits": 5}}, ValueError, "gx_bits: 5; expected 4 or 8"),
+    ],
+)
+def test_bad_overrides(overrides: dict, error: type[Exception], message: str) -> None:
+    model = Model()
+    with pytest.raises(error, match=message):
+        hot.convert(model, overrides=overrides)
+    assert not any(isinstance(module, hot.HotLinear) for module in model.modules())
+
+
+# ------------------------------------------------------------------------------------- Convolutions
+
+
+class ConvNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 64, 7, 2, 3)
+        self.conv = nn.Conv2d(64, 64, 3, padding=1)
+        self.down = nn.Conv2d(64, 96, 1, stride=2)
+        self.depthwise = nn.Conv2d(96, 96, 3, padding=1, groups=96)
+        self.grouped = nn.Conv2d(96, 96, 3, padding=1, groups=4)
+        self.narrow = nn.Conv2d(96, 32, 1)
+        self.fc = nn.Linear(32, 100)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.down(self.conv(self.stem(x).relu()).relu()).relu()
+        x = self.narrow(self.grouped(self.depthwise(x)))
+        return self.fc(x.mean((2, 3)))
+
+
+def test_convolutions() -> None:
+    model = ConvNet()
+    types = [type(module) for module in model.modules()]
+    parameters = list(model.parameters())
+    x = torch.randn(2, 3, 32, 32)
+    expected = model(x)
+    report = hot.convert(model)
+    assert [(layer.name, layer.kind) for layer in report.converted] == [
+        ("conv", "Conv2d 3x3"),
+        ("down", "Conv2d 1x1"),
+    ]
+    assert {layer.name: layer.reason for layer in report.skipped} == {
+        "stem": "the first convolution",
+        "depthwise": "depthwise",
+        "grouped": "a convolution in 4 groups",
+        "narrow": f"fewer than {MIN_FEATURES} features",
+        "fc": "the output head",
+    }
+    # INT4; with a stride, a 1x1 kernel meets a quarter of the pixels only.
+    assert [round(layer.bytes_per_value, 2) for layer in report.converted] == [0.53, 0.13]
+    assert re.search(r"conv +Conv2d 3x3 +64 -> 64 +0\.53 bytes a value", str(report))
+    assert type(model.conv) is hot.HotConv2d
+    y = model(x)
+    assert torch.equal(y, expected)
+    y.sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    hot.revert(model)
+    assert [type(module) for module in model.modules()] == types
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    assert torch.equal(model(x), expected)
+
+
+def test_patch_embedding_is_a_first_convolution() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 64, 4, 4), nn.Flatten(2), nn.Linear(64, 64))
+    report = hot.convert(model)
+    assert [layer.reason for layer in report.skipped] == ["the first convolution"]
+
+
+def test_heads_side_by_side() -> None:
+    model = nn.ModuleDict({name: nn.Linear(64, 64) for name in ("body", "head", "head_dist")})
+    assert [layer.name for layer in hot.convert(model).converted] == ["body"]
+
+
+def test_copies_of_a_converted_model() -> None:
+    model = ConvNet()
+    hot.convert(model, overrides={"down": "fast"})
+    x = torch.randn(2, 3, 32, 32)
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(again.conv) is hot.HotConv2d
+        assert again.down.config == HotConfig.recipe("fast")
+        assert again.conv.weight is not model.conv.weight
+        assert torch.equal(again(x), model(x))
+        again(x).sum().backward()
+        assert type(hot.revert(again).conv) is nn.Conv2d
+    assert model.conv.weight.grad is None
+
+
+def test_parametrised_after_convert() -> None:
+    model = Model()
+    hot.convert(model)
+    nn.utils.parametrizations.weight_norm(model.blocks[0].qkv)
+    with pytest.raises(ValueError, match="blocks.0.qkv is now a ParametrizedHotLinear; undo"):
+        hot.revert(model)
+    nn.utils.parametrize.remove_parametrizations(model.blocks[0].qkv, "weight")
+    assert type(hot.revert(model).blocks[0].qkv) is nn.Linear
+
+
+def test_data_parallel_is_refused() -> None:
+    model = Model()
+    with pytest.raises(ValueError, match="DataParallel is not supported; use.*Distributed"):
+        hot.convert(nn.DataParallel(model))
+    hot.convert(model)
+    # What nn.parallel.replicate calls on every module (itself it wants GPUs).
+    with pytest.raises(NotImplementedError, match="HotLinear.*DataParallel is not supported"):
+        for module in model.modules():
+            module._replicate_for_data_parallel()

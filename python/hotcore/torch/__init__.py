@@ -5,6 +5,7 @@ from .convert import ConversionReport, Converted, Skipped, convert, revert
 from .functional import conv2d, linear
 from .lqs import LayerPlan, Plan, calibrate
 from .modules import HotConv2d, HotLinear
+from .schedule import PrecisionSchedule
 
 __all__ = [
     "ConversionReport",
@@ -14,6 +15,7 @@ __all__ = [
     "HotLinear",
     "LayerPlan",
     "Plan",
+    "PrecisionSchedule",
     "Skipped",
     "calibrate",
     "conv2d",

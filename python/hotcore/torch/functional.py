@@ -1,8 +1,9 @@
-"""``linear``: the forward of ``torch.nn.functional.linear``, the backward of HOT."""
+"""``linear`` and ``conv2d``: the forward of ``torch.nn.functional``, the backward of HOT."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,9 +13,11 @@ from torch.autograd.function import once_differentiable
 
 from ..config import HotConfig, as_config
 from . import ops
+from .conv import Window, backward_conv2d, compress_pixels
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """What HOT takes."""
+_PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
 _DEFAULT = HotConfig()
 
 
@@ -44,20 +47,83 @@ def linear(
     Source: spec.md, "Stages".
     """
     text = _text(config)
+    seed = _seed("linear", x, weight)
+    if seed is None:
+        return F.linear(x, weight, bias)
+    output: Tensor = _HotLinear.apply(x, weight, bias, seed, text)  # type: ignore[no-untyped-call]
+    return output
+
+
+def conv2d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] | str = 0,
+    dilation: int | Sequence[int] = 1,
+    padding_mode: str = "zeros",
+    config: HotConfig | str = _DEFAULT,
+) -> Tensor:
+    """A convolution in one group, bit for bit as ``F.conv2d``; gradients are computed with HOT.
+
+    Of x only its pixels are kept, compressed (never the unfolded x); a 1x1 kernel keeps those that
+    it visits, and is a linear layer over pixels in backward. The tokens of the configuration are
+    the output pixels; their grid replaces its ``token_grid`` and ``prefix_tokens``. Any other
+    kernel keeps x at full rank whatever the recipe's basis, and unfolds it in backward a few images
+    at a time (:mod:`hotcore.torch.conv` states the memory). ``channels_last`` saves two copies.
+
+    Args:
+        x: ``[N, C, H, W]`` or ``[C, H, W]``, dtypes as for :func:`linear`.
+        weight: ``[O, C, kh, kw]``.
+        bias: ``[O]`` or None.
+        stride: of the kernel, one number or (vertical, horizontal).
+        padding: the same, or ``"same"`` or ``"valid"``.
+        dilation: as stride.
+        padding_mode: ``"zeros"``, ``"reflect"``, ``"replicate"`` or ``"circular"``.
+        config: a HotConfig or a recipe's name.
+
+    Returns:
+        ``[N, O, Ho, Wo]``; it and g_x have the memory format that ``F.conv2d`` gives, and x's.
+
+    Raises:
+        ValueError, NotImplementedError, RuntimeError: as :func:`linear`; ValueError, too, where
+            weight has not x's channels (several groups are not taken).
+
+    Source: spec.md, "Stages" (L is batch x pixels); docs/torch.md, "Convolution".
+    """
+    if x.dim() == 3:
+        sizes = (stride, padding, dilation, padding_mode)
+        return conv2d(x.unsqueeze(0), weight, bias, *sizes, config=config).squeeze(0)
+    if x.dim() != 4 or weight.dim() != 4 or x.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"x: shape {tuple(x.shape)}, weight: shape {tuple(weight.shape)}; expected "
+            "[N, C, H, W] and [O, C, kh, kw] (one group)"
+        )
+    text = _text(config)
+    window = _window(weight, stride, padding, dilation, padding_mode)
+    seed = _seed("conv2d", x, weight)
+    if seed is None:
+        return _plain_conv2d(x, weight, bias, window)
+    arguments = (x, weight, bias, seed, text, window)
+    output: Tensor = _HotConv2d.apply(*arguments)  # type: ignore[no-untyped-call]
+    return output
+
+
+def _seed(name: str, x: Tensor, weight: Tensor) -> Tensor | None:
+    """The seed of a call; None where there is nothing to differentiate."""
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
         raise NotImplementedError(
-            "hotcore.torch.linear: torch.func transforms (grad, vmap, jvp, ...) are not supported; "
-            "use autograd, or revert() the model"
+            f"hotcore.torch.{name}: torch.func transforms (grad, vmap, jvp, ...) are not "
+            "supported; use autograd, or revert() the model"
         )
     # Always, also where nothing is to be differentiated: a checkpoint may run the same region
     # first without gradients and then with them, and has to meet the same random numbers.
     seed = ops.seed_for(x, weight)
     if not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
-        return F.linear(x, weight, bias)
+        return None
     if not torch.compiler.is_compiling():
         _check(x)
-    output: Tensor = _HotLinear.apply(x, weight, bias, seed, text)  # type: ignore[no-untyped-call]
-    return output
+    return seed
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -128,6 +194,108 @@ class _HotLinear(torch.autograd.Function):
             gx.view(shape) if need[0] else None,
             gw if need[1] else None,
             gb if need[2] else None,
+            None,
+            None,
+        )
+
+
+def _window(
+    weight: Tensor,
+    stride: int | Sequence[int],
+    padding: int | Sequence[int] | str,
+    dilation: int | Sequence[int],
+    padding_mode: str,
+) -> Window:
+    kernel = (weight.shape[2], weight.shape[3])
+    step, spread = _pair(stride, "stride"), _pair(dilation, "dilation")
+    if padding_mode not in _PADDING_MODES:
+        known = ", ".join(map(repr, _PADDING_MODES))
+        raise ValueError(f"padding_mode: {padding_mode!r} is not one of {known}")
+    if padding == "same":
+        if step != (1, 1):
+            raise ValueError(f"padding: 'same' with stride {step}; expected stride 1")
+        tall, wide = (d * (k - 1) for d, k in zip(spread, kernel, strict=True))
+        around = (wide // 2, wide - wide // 2, tall // 2, tall - tall // 2)
+    elif padding == "valid":
+        around = (0, 0, 0, 0)
+    elif isinstance(padding, str):
+        raise ValueError(f"padding: {padding!r} is not a number, 'same' or 'valid'")
+    else:
+        vertical, horizontal = _pair(padding, "padding")
+        around = (horizontal, horizontal, vertical, vertical)
+    return Window(kernel, step, around, spread, padding_mode)
+
+
+def _pair(value: int | Sequence[int], name: str) -> tuple[int, int]:
+    if isinstance(value, int):
+        return value, value
+    if len(value) != 2:
+        raise ValueError(f"{name}: {value!r}; expected one number or (vertical, horizontal)")
+    return value[0], value[1]
+
+
+def _plain_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, window: Window) -> Tensor:
+    """The calls of ``nn.Conv2d``, padding of nothing included: the same bits and strides."""
+    left, right, top, bottom = window.padding
+    around = [top, left]
+    if window.padding_mode != "zeros":
+        x, around = F.pad(x, window.padding, window.padding_mode), [0, 0]
+    elif (left, top) != (right, bottom):  # padding "same" of an even kernel
+        x = F.pad(x, (0, right - left, 0, bottom - top))
+    return F.conv2d(x, weight, bias, window.stride, around, window.dilation)
+
+
+class _HotConv2d(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        seed: Tensor,
+        config: str,
+        window: Window,
+    ) -> Tensor:
+        dtype = _autocast_dtype(x)
+        inner = _cast(x, dtype)
+        plain_bias = None if bias is None else _cast(bias, dtype)
+        y = _plain_conv2d(inner, _cast(weight, dtype), plain_bias, window)
+        saved = None
+        if ctx.needs_input_grad[1]:
+            saved = compress_pixels(inner, seed, config, *window)
+        ctx.save_for_backward(saved, weight if ctx.needs_input_grad[0] else None, seed)
+        ctx.set_materialize_grads(False)
+        ctx.config, ctx.window = config, window
+        ctx.x_shape = x.shape
+        ctx.channels_last = (
+            x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+        )
+        ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gy: Tensor | None) -> tuple[Tensor | None, ...]:
+        if gy is None:
+            return None, None, None, None, None, None
+        saved, weight, seed = ctx.saved_tensors
+        need = ctx.needs_input_grad
+        gx, gw, gb = backward_conv2d(
+            gy,
+            weight if need[0] else None,
+            saved if need[1] else None,
+            seed,
+            ctx.config,
+            ctx.x_shape,
+            ctx.channels_last,
+            *ctx.window,
+            *(dtype if wanted else None for dtype, wanted in zip(ctx.dtypes, need, strict=False)),
+        )
+        return (
+            gx if need[0] else None,
+            gw if need[1] else None,
+            gb if need[2] else None,
+            None,
             None,
             None,
         )

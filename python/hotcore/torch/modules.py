@@ -1,19 +1,63 @@
-"""``HotLinear``: an ``nn.Linear`` whose backward is HOT."""
+"""``HotLinear`` and ``HotConv2d``: the modules of ``torch.nn`` whose backward is HOT."""
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import HotConfig, as_config
-from .functional import linear
+from .functional import conv2d, linear
 
-_Linear = TypeVar("_Linear", bound=nn.Linear)
+_Hot = TypeVar("_Hot", bound="HotModule")
 
 
-class HotLinear(nn.Linear):
+class HotModule:
+    """What every HOT module has beside its plain class: a configuration, and the way back."""
+
+    plain: ClassVar[type[nn.Module]]
+    """The class that it stands in for."""
+    config: HotConfig
+
+    @classmethod
+    def from_plain(cls: type[_Hot], module: nn.Module, config: HotConfig | str = "default") -> _Hot:
+        """Make one that holds ``module``'s own Parameters and hooks; nothing is allocated.
+
+        Raises TypeError unless ``module`` is exactly of class :attr:`plain` (or this one): what a
+        subclass adds would be lost.
+        """
+        if type(module) not in (cls.plain, cls):
+            found = type(module).__name__
+            raise TypeError(f"module: expected a plain {cls.plain.__name__}, got {found}")
+        settings = as_config(config)
+        new: Any = _same_content(module, cls)
+        new.config = settings
+        assert isinstance(new, cls)
+        return new
+
+    def to_plain(self) -> nn.Module:
+        """Make the plain module that holds the same Parameters and hooks."""
+        assert isinstance(self, nn.Module)
+        new = _same_content(self, self.plain)
+        del new.__dict__["config"]
+        return new
+
+    def extra_repr(self) -> str:
+        """The plain module's, and the recipe."""
+        name = self.config.name
+        shown = self.config if name == "custom" else name
+        return f"{super().extra_repr()}, config={shown}"  # type: ignore[misc]
+
+    def _replicate_for_data_parallel(self) -> Any:
+        # Its threads would draw their seeds from one generator in no fixed order.
+        raise NotImplementedError(
+            f"{type(self).__name__}: torch.nn.DataParallel is not supported; use "
+            "torch.nn.parallel.DistributedDataParallel"
+        )
+
+
+class HotLinear(HotModule, nn.Linear):
     """``nn.Linear`` with the same parameters and state_dict keys, trained through HOT.
 
     In eval mode it is ``nn.Linear``: plain forward, plain autograd. In training mode the forward is
@@ -28,7 +72,7 @@ class HotLinear(nn.Linear):
         config: a HotConfig or a recipe's name.
     """
 
-    config: HotConfig
+    plain = nn.Linear
 
     def __init__(
         self,
@@ -46,22 +90,13 @@ class HotLinear(nn.Linear):
 
     @classmethod
     def from_linear(cls, module: nn.Linear, config: HotConfig | str = "default") -> HotLinear:
-        """Make a HotLinear that holds ``module``'s own Parameters and hooks; nothing is allocated.
-
-        Raises TypeError unless ``module`` is exactly an ``nn.Linear`` (or a HotLinear): what a
-        subclass adds would be lost.
-        """
-        if type(module) not in (nn.Linear, HotLinear):
-            raise TypeError(f"module: expected an nn.Linear, got {type(module).__name__}")
-        settings = as_config(config)
-        new = _same_content(module, cls)
-        new.config = settings
-        return new
+        """Make a HotLinear that holds ``module``'s own Parameters; see :meth:`from_plain`."""
+        return cls.from_plain(module, config)
 
     def to_linear(self) -> nn.Linear:
         """Make the plain ``nn.Linear`` that holds the same Parameters and hooks."""
-        new = _same_content(self, nn.Linear)
-        del new.__dict__["config"]
+        new = self.to_plain()
+        assert isinstance(new, nn.Linear)
         return new
 
     def forward(self, input: Tensor) -> Tensor:
@@ -70,15 +105,84 @@ class HotLinear(nn.Linear):
             return F.linear(input, self.weight, self.bias)
         return linear(input, self.weight, self.bias, self.config)
 
-    def extra_repr(self) -> str:
-        """``nn.Linear``'s, and the recipe."""
-        name = self.config.name
-        return f"{super().extra_repr()}, config={self.config if name == 'custom' else name}"
+
+class HotConv2d(HotModule, nn.Conv2d):
+    """``nn.Conv2d`` of one group with the same parameters and keys, trained through HOT.
+
+    In eval mode it is ``nn.Conv2d``. In training mode the forward is bit-equal, x is kept
+    compressed (never unfolded), and gradients are those of :func:`hotcore.torch.conv2d`.
+
+    Args:
+        in_channels: C.
+        out_channels: O.
+        kernel_size: one number or (height, width), as the next three.
+        stride: as ``nn.Conv2d``.
+        padding: as ``nn.Conv2d``.
+        dilation: as ``nn.Conv2d``.
+        bias: with a bias.
+        padding_mode: as ``nn.Conv2d``.
+        device: as ``nn.Conv2d``.
+        dtype: as ``nn.Conv2d``.
+        config: a HotConfig or a recipe's name.
+    """
+
+    plain = nn.Conv2d
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Any,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        bias: bool = True,
+        padding_mode: Any = "zeros",
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        config: HotConfig | str = "default",
+    ) -> None:
+        """Make a layer with new parameters, initialised as ``nn.Conv2d`` does."""
+        sizes = (in_channels, out_channels, kernel_size, stride, padding, dilation, 1)
+        super().__init__(*sizes, bias, padding_mode, device, dtype)
+        self.config = as_config(config)
+
+    @classmethod
+    def from_conv(cls, module: nn.Conv2d, config: HotConfig | str = "default") -> HotConv2d:
+        """Make a HotConv2d that holds ``module``'s own Parameters; see :meth:`from_plain`.
+
+        Raises ValueError, too, where ``module`` has several groups.
+        """
+        if isinstance(module, nn.Conv2d) and module.groups != 1:
+            raise ValueError(f"module: {module.groups} groups; HotConv2d takes one")
+        return cls.from_plain(module, config)
+
+    def to_conv(self) -> nn.Conv2d:
+        """Make the plain ``nn.Conv2d`` that holds the same Parameters and hooks."""
+        new = self.to_plain()
+        assert isinstance(new, nn.Conv2d)
+        return new
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``[N, C, H, W] -> [N, O, Ho, Wo]``; see :func:`hotcore.torch.conv2d`."""
+        if not self.training:
+            return super().forward(input)
+        return conv2d(
+            input,
+            self.weight,
+            self.bias,
+            self.stride,
+            self.padding,
+            self.dilation,
+            self.padding_mode,
+            self.config,
+        )
 
 
-def _same_content(module: nn.Linear, cls: type[_Linear]) -> _Linear:
+def _same_content(module: nn.Module, cls: type[Any]) -> nn.Module:
     """A ``cls`` with everything ``module`` holds: Parameters, buffers, hooks, training mode."""
-    new = cls.__new__(cls)
+    new: nn.Module = object.__new__(cls)
     new.__dict__.update(module.__dict__)
     # Own tables of content; the hooks' tables stay shared, their handles remove from them.
     for table in ("_parameters", "_buffers", "_modules"):

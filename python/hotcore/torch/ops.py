@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import _core, contexts
-from ..config import HotConfig
+from ..config import HotConfig, Key
 from ..saved import saved_layout
 
 _to_dlpack: Any = torch.utils.dlpack.to_dlpack  # type: ignore[attr-defined]  # ten times cheaper than Tensor.__dlpack__
@@ -33,7 +33,8 @@ _library.define(
 
 
 @functools.lru_cache(maxsize=256)
-def _config(text: str) -> HotConfig:
+def parsed(text: str) -> HotConfig:
+    """The configuration that an operator was given as JSON."""
     return HotConfig.from_json(text)
 
 
@@ -73,24 +74,69 @@ def _workspace(size: int, device: torch.device) -> object:
     return _to_dlpack(torch.empty(size, dtype=torch.uint8, device=device))
 
 
-def _compress_activation(x: Tensor, seed: Tensor, config: str) -> Tensor:
-    settings = _config(config)
+def compress(x: Tensor, config: HotConfig, key: Key) -> Tensor:
+    """x ``[L, I]`` as one uint8 vector, straight to libhot: no autograd, no dispatcher."""
     tokens, in_features = x.shape
-    size = saved_layout(tokens, in_features, settings).bytes
+    size = saved_layout(tokens, in_features, config).bytes
     saved = torch.empty(size, dtype=torch.uint8, device=x.device)
     context = context_of(x.device)
     scratch = 0
     if x.is_cuda:
-        scratch = _core.compress_activation_workspace(context, tokens, in_features, settings.spec)
+        scratch = _core.compress_activation_workspace(context, tokens, in_features, config.spec)
     _core.compress_activation(
-        context,
-        _to_dlpack(x),
-        settings.spec,
-        (int(seed.item()), 0, 0),
-        _to_dlpack(saved),
-        _workspace(scratch, x.device),
+        context, _to_dlpack(x), config.spec, key, _to_dlpack(saved), _workspace(scratch, x.device)
     )
     return saved
+
+
+def backward(
+    gy: Tensor,
+    weight: Tensor | None,
+    saved: Tensor | None,
+    in_features: int,
+    config: HotConfig,
+    key: Key,
+    outputs: tuple[Tensor | None, Tensor | None, Tensor | None],
+    accumulate: bool = False,
+) -> None:
+    """Write ``outputs`` (g_x, g_w, g_b; None: not wanted), straight to libhot.
+
+    With ``accumulate`` g_w and g_b are added to what is there.
+    """
+    tokens, out_features = gy.shape
+    gx, gw, gb = outputs
+    context = context_of(gy.device)
+    scratch = 0
+    if gy.is_cuda:
+        scratch = _core.backward_linear_workspace(
+            context,
+            tokens,
+            out_features,
+            in_features,
+            config.spec,
+            gx is not None,
+            gw is not None,
+        )
+    _core.backward_linear(
+        context,
+        _to_dlpack(gy),
+        None if weight is None else _to_dlpack(weight),
+        None if saved is None else _to_dlpack(saved),
+        tokens,
+        in_features,
+        key,
+        config.spec,
+        key,
+        None if gx is None else _to_dlpack(gx),
+        None if gw is None else _to_dlpack(gw),
+        None if gb is None else _to_dlpack(gb),
+        accumulate,
+        _workspace(scratch, gy.device),
+    )
+
+
+def _compress_activation(x: Tensor, seed: Tensor, config: str) -> Tensor:
+    return compress(x, parsed(config), Key(int(seed.item())))
 
 
 def _outputs(
@@ -119,38 +165,10 @@ def _backward_linear(
     gw_dtype: torch.dtype | None,
     gb_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    settings = _config(config)
     gx, gw, gb = _outputs(gy, in_features, gx_dtype, gw_dtype, gb_dtype)
-    tokens, out_features = gy.shape
-    key = (int(seed.item()), 0, 0)
-    context = context_of(gy.device)
-    scratch = 0
-    if gy.is_cuda:
-        scratch = _core.backward_linear_workspace(
-            context,
-            tokens,
-            out_features,
-            in_features,
-            settings.spec,
-            gx_dtype is not None,
-            gw_dtype is not None,
-        )
-    _core.backward_linear(
-        context,
-        _to_dlpack(gy),
-        None if weight is None else _to_dlpack(weight),
-        None if saved is None else _to_dlpack(saved),
-        tokens,
-        in_features,
-        key,
-        settings.spec,
-        key,
-        _to_dlpack(gx) if gx_dtype else None,
-        _to_dlpack(gw) if gw_dtype else None,
-        _to_dlpack(gb) if gb_dtype else None,
-        False,
-        _workspace(scratch, gy.device),
-    )
+    outputs = (gx if gx_dtype else None, gw if gw_dtype else None, gb if gb_dtype else None)
+    key = Key(int(seed.item()))
+    backward(gy, weight, saved, in_features, parsed(config), key, outputs)
     return gx, gw, gb
 
 
@@ -160,7 +178,7 @@ def _fake_draw_seed(x: Tensor, weight: Tensor) -> Tensor:
 
 def _fake_compress_activation(x: Tensor, seed: Tensor, config: str) -> Tensor:
     tokens, in_features = x.shape
-    size = saved_bytes(tokens, in_features, _config(config))
+    size = saved_bytes(tokens, in_features, parsed(config))
     return torch.empty(size, dtype=torch.uint8, device=x.device)
 
 

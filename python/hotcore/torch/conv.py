@@ -1,0 +1,358 @@
+"""What a convolution keeps, and its gradients from integer products.
+
+The operators ``torch.ops.hotcore.compress_pixels`` and ``torch.ops.hotcore.backward_conv2d``.
+
+Everything works on pixels as tokens, ``[N, H, W, C]``. Of x only its pixels are kept, compressed
+``[N*H*W, C]``; the unfolded x (kernel height * width times as large) exists in backward alone, for
+a few images at a time. There, with K = kh*kw*C and T = output pixels:
+
+* ``g_w [O, K] = g_y^T [O, T] unfold(x) [T, K]``, summed over the chunks in fp32;
+* ``g_x = fold(g_y [T, O] w [O, K])``, the products in integers, the overlaps added in fp32.
+
+The peak beyond the results is, per chunk, 9 bytes a value of ``[T, K]`` and the padded x and g_x of
+its images; chunks hold :data:`CHUNK_BYTES` of fp32 ``[T, K]``, or one image where that is more.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..config import HotConfig, Key
+from ..ops import unpack_int4
+from ..saved import saved_layout
+from . import ops
+
+CHUNK_BYTES = 1 << 26
+"""fp32 bytes of the unfolded x that backward makes at a time."""
+
+_INT4_GROUP = 64  # tokens that share a scale; docs/numerics.md, "INT4"
+
+
+class Window(NamedTuple):
+    """How a convolution's kernel moves over x, heights before widths."""
+
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int, int, int]
+    """left, right, top, bottom: what ``F.pad`` takes."""
+    dilation: tuple[int, int]
+    padding_mode: str
+
+    @property
+    def pointwise(self) -> bool:
+        """A 1x1 kernel: a linear layer over (every stride-th) pixel."""
+        return self.kernel == (1, 1) and not any(self.padding)
+
+    @classmethod
+    def of(
+        cls,
+        kernel: Sequence[int],
+        stride: Sequence[int],
+        padding: Sequence[int],
+        dilation: Sequence[int],
+        padding_mode: str,
+    ) -> Window:
+        """From the lists that an operator is given."""
+        kh, kw = kernel
+        sh, sw = stride
+        left, right, top, bottom = padding
+        dh, dw = dilation
+        return cls((kh, kw), (sh, sw), (left, right, top, bottom), (dh, dw), padding_mode)
+
+    def reach(self) -> tuple[int, int]:
+        """Height and width that the dilated kernel covers."""
+        (kh, kw), (dh, dw) = self.kernel, self.dilation
+        return dh * (kh - 1) + 1, dw * (kw - 1) + 1
+
+
+@functools.lru_cache(maxsize=1024)
+def settings(
+    config: HotConfig, pointwise: bool, grid: tuple[int, int] | None
+) -> tuple[HotConfig, HotConfig]:
+    """How x's pixels are kept for backward, and how the products are made.
+
+    ``grid``, the layer's output height and width, replaces the caller's token grid, which was made
+    for a transformer's tokens; a low-pass basis takes its tiles from it. A 1x1 convolution keeps
+    what a linear layer keeps. Any other has to unfold x again, so x itself (basis ``"full"``) is
+    kept: in the storage of a full-basis recipe, otherwise in INT4, which takes about the bytes of
+    the low-rank INT8 form; unfolded it is quantised to INT8 right away.
+    """
+    tiled = config.basis in ("lowpass", "sequency")
+    products = dataclasses.replace(config, token_grid=grid if tiled else None, prefix_tokens=0)
+    if pointwise:
+        return products, products
+    products = dataclasses.replace(products, storage="int8")
+    kept = dataclasses.replace(config, token_grid=None, prefix_tokens=0)
+    if config.basis != "full":
+        kept = dataclasses.replace(kept, basis="full", rows=None, storage="int4", x_scale="channel")
+    return kept, products
+
+
+def visited(x: Tensor, window: Window) -> Tensor:
+    """``[N, C, H, W]`` as ``[N, H, W, C]``; of a 1x1 kernel only the pixels that it visits."""
+    if window.pointwise:
+        x = x[:, :, :: window.stride[0], :: window.stride[1]]
+    return x.permute(0, 2, 3, 1)
+
+
+def decompressed(
+    saved: Tensor, tokens: int, channels: int, config: HotConfig, first: int, last: int
+) -> Tensor:
+    """Tokens ``first`` to ``last`` of a compressed x ``[tokens, channels]`` as fp32 ``[n, C]``.
+
+    Only for basis ``"full"``, which keeps x itself.
+    """
+    layout = saved_layout(tokens, channels, config)
+    rows = saved[: layout.channels * layout.row_bytes].view(channels, layout.row_bytes)
+    stored = saved[layout.scale_offset :]
+    if config.storage == "int8":
+        scale = stored[: 4 * layout.scales].view(torch.float32)
+        return (rows.view(torch.int8)[:, first:last].float() * scale[:, None]).t()
+    start = first // 2 * 2
+    packed = rows[:, start // 2 : (last + 1) // 2]
+    codes = unpack_int4(packed.contiguous())[:, first - start : last - start]
+    scales = stored[: 2 * layout.scales].view(torch.bfloat16).view(channels, -1).float()
+    group = torch.arange(first, last, device=saved.device) // _INT4_GROUP
+    x: Tensor = codes * scales[:, group]
+    return x.t()
+
+
+def unfolded(x: Tensor, window: Window) -> Tensor:
+    """Padded x ``[n, H, W, C]`` as ``[T, kh*kw*C]``: what the kernel sees at every output pixel."""
+    (eh, ew), (sh, sw), (dh, dw) = window.reach(), window.stride, window.dilation
+    seen = x.unfold(1, eh, sh).unfold(2, ew, sw)[..., ::dh, ::dw]  # [n, Ho, Wo, C, kh, kw]
+    seen = seen.permute(0, 1, 2, 4, 5, 3)
+    return seen.reshape(seen.shape[:3].numel(), seen.shape[3:].numel())
+
+
+def folded(columns: Tensor, shape: tuple[int, int, int, int], window: Window) -> Tensor:
+    """The adjoint of :func:`unfolded`: ``[n, Ho, Wo, kh, kw, C]`` added up to ``[n, H, W, C]``."""
+    (sh, sw), (dh, dw) = window.stride, window.dilation
+    total = columns.new_zeros(shape)
+    height, width = columns.shape[1:3]
+    for i in range(window.kernel[0]):
+        for j in range(window.kernel[1]):
+            rows = slice(i * dh, i * dh + sh * (height - 1) + 1, sh)
+            cols = slice(j * dw, j * dw + sw * (width - 1) + 1, sw)
+            total[:, rows, cols] += columns[:, :, :, i, j]
+    return total
+
+
+def padded(x: Tensor, window: Window) -> Tensor:
+    """``[n, H, W, C]`` with the convolution's padding around it."""
+    if not any(window.padding):
+        return x
+    if window.padding_mode == "zeros":
+        return F.pad(x, (0, 0, *window.padding))
+    rows, columns = _sources(x.shape[1], x.shape[2], window, x.device)
+    return x.index_select(1, rows).index_select(2, columns)
+
+
+def unpadded(total: Tensor, height: int, width: int, window: Window) -> Tensor:
+    """The adjoint of :func:`padded`: ``[n, Hp, Wp, C]`` to ``[n, height, width, C]``."""
+    left, _, top, _ = window.padding
+    if not any(window.padding):
+        return total
+    if window.padding_mode == "zeros":
+        return total[:, top : top + height, left : left + width]
+    rows, columns = _sources(height, width, window, total.device)
+    n, tall, _, channels = total.shape
+    narrow = total.new_zeros(n, tall, width, channels).index_add_(2, columns, total)
+    return total.new_zeros(n, height, width, channels).index_add_(1, rows, narrow)
+
+
+def _sources(
+    height: int, width: int, window: Window, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """For every row and column of the padded x, the row and column of x that it repeats."""
+    left, right, top, bottom = window.padding
+
+    def index(size: int, before: int, after: int) -> Tensor:
+        line = torch.arange(size, dtype=torch.float32, device=device)[None, None]
+        return F.pad(line, (before, after), window.padding_mode)[0, 0].long()
+
+    return index(height, top, bottom), index(width, left, right)
+
+
+_library: Any = torch.library.Library("hotcore", "FRAGMENT")  # type: ignore[no-untyped-call]
+_WINDOW = "int[] kernel, int[] stride, int[] padding, int[] dilation, str padding_mode"
+_library.define(f"compress_pixels(Tensor x, Tensor seed, str config, {_WINDOW}) -> Tensor")
+_library.define(
+    "backward_conv2d(Tensor gy, Tensor? weight, Tensor? saved, Tensor seed, str config, "
+    f"SymInt[] x_shape, bool channels_last, {_WINDOW}, ScalarType? gx_dtype, "
+    "ScalarType? gw_dtype, ScalarType? gb_dtype) -> (Tensor, Tensor, Tensor)"
+)
+
+
+def _compress_pixels(x: Tensor, seed: Tensor, config: str, *shape: Any) -> Tensor:
+    window = Window.of(*shape)
+    nhwc = visited(x, window)
+    grid = (nhwc.shape[1], nhwc.shape[2])
+    kept, _ = settings(ops.parsed(config), window.pointwise, grid)
+    return ops.compress(_tokens(nhwc), kept, Key(int(seed.item())))
+
+
+def _fake_compress_pixels(x: Tensor, seed: Tensor, config: str, *shape: Any) -> Tensor:
+    window = Window.of(*shape)
+    n, height, width, channels = visited(x, window).shape
+    kept, _ = settings(ops.parsed(config), window.pointwise, None)  # a grid changes no size
+    size = ops.saved_bytes(n * height * width, channels, kept)
+    return torch.empty(size, dtype=torch.uint8, device=x.device)
+
+
+def _tokens(nhwc: Tensor) -> Tensor:
+    """``[N, H, W, C]`` as ``[N*H*W, C]``; a copy unless x is channels_last."""
+    return nhwc.reshape(nhwc.shape[:3].numel(), nhwc.shape[3])
+
+
+def _outputs(
+    gy: Tensor,
+    x_shape: Sequence[int],
+    channels_last: bool,
+    kernel: tuple[int, int],
+    gx_dtype: torch.dtype | None,
+    gw_dtype: torch.dtype | None,
+    gb_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """g_x in x's memory format, g_w in channels_last, g_b; an empty vector where not wanted."""
+    n, c, h, w = x_shape
+    out = gy.shape[1]
+    gx, gw, gb = gy.new_empty(0), gy.new_empty(0), gy.new_empty(0)
+    if gx_dtype is not None and channels_last:
+        gx = gy.new_empty((n, h, w, c), dtype=gx_dtype).permute(0, 3, 1, 2)
+    elif gx_dtype is not None:
+        gx = gy.new_empty((n, c, h, w), dtype=gx_dtype)
+    if gw_dtype is not None:
+        gw = gy.new_empty((out, *kernel, c), dtype=gw_dtype).permute(0, 3, 1, 2)
+    if gb_dtype is not None:
+        gb = gy.new_empty((out,), dtype=gb_dtype)
+    return gx, gw, gb
+
+
+class _Call(NamedTuple):
+    """What one backward is about; the two ways of computing it share this."""
+
+    gy: Tensor
+    weight: Tensor | None
+    saved: Tensor | None
+    seed: int
+    config: HotConfig
+    window: Window
+    gx: Tensor | None
+    gw: Tensor | None
+    gb: Tensor | None
+
+
+def _backward_conv2d(
+    gy: Tensor,
+    weight: Tensor | None,
+    saved: Tensor | None,
+    seed: Tensor,
+    config: str,
+    x_shape: Sequence[int],
+    channels_last: bool,
+    *rest: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    window = Window.of(*rest[:5])
+    results = _outputs(gy, x_shape, channels_last, window.kernel, *rest[5:])
+    wanted = (out if dtype else None for out, dtype in zip(results, rest[5:], strict=True))
+    call = _Call(gy, weight, saved, int(seed.item()), ops.parsed(config), window, *wanted)
+    (_backward_pointwise if window.pointwise else _backward_window)(call, tuple(x_shape))
+    return results
+
+
+def _backward_pointwise(call: _Call, x_shape: tuple[int, ...]) -> None:
+    """A 1x1 kernel: the linear layer over the pixels that it visits."""
+    gy, weight, window = call.gy, call.weight, call.window
+    n, channels, _, _ = x_shape
+    height, width = gy.shape[2:]
+    _, products = settings(call.config, True, (height, width))
+    matrix = None if weight is None else weight.flatten(1)
+    gw = None if call.gw is None else call.gw.flatten(1)
+    gx = None
+    if call.gx is not None:
+        gx = gy.new_empty((n * height * width, channels), dtype=call.gx.dtype)
+    outputs = (gx, gw, call.gb)
+    grad = _tokens(gy.permute(0, 2, 3, 1))
+    ops.backward(grad, matrix, call.saved, channels, products, Key(call.seed), outputs)
+    if call.gx is not None and gx is not None:
+        if window.stride != (1, 1):
+            call.gx.zero_()  # pixels that the kernel passes over
+        visited(call.gx, window).copy_(gx.view(n, height, width, channels))
+
+
+def _backward_window(call: _Call, x_shape: tuple[int, ...]) -> None:
+    """Any other kernel: unfold the kept x, fold the columns of g_x, a chunk of images at a time."""
+    gy, weight, window = call.gy, call.weight, call.window
+    n, channels, height, width = x_shape
+    out_channels, out_height, out_width = gy.shape[1:]
+    features = window.kernel[0] * window.kernel[1] * channels
+    kept, products = settings(call.config, False, (out_height, out_width))
+    taps = None if weight is None else weight.permute(0, 2, 3, 1).reshape(out_channels, features)
+    exact: dict[str, Any] = {"dtype": torch.float32, "device": gy.device}
+    gw = None if call.gw is None else torch.zeros((out_channels, features), **exact)
+    gb = None if call.gb is None else torch.zeros((out_channels,), **exact)
+    left, right, top, bottom = window.padding
+    frame = (top + height + bottom, left + width + right, channels)
+    for chunk, (first, last) in enumerate(chunks(n, features * out_height * out_width), start=1):
+        # Offset 0 drew the numbers that rounded the kept x.
+        key = Key(call.seed, offset=chunk)
+        codes = columns = None
+        if call.saved is not None and gw is not None:
+            span = (first * height * width, last * height * width)
+            x = decompressed(call.saved, n * height * width, channels, kept, *span)
+            seen = unfolded(padded(x.reshape(-1, height, width, channels), window), window)
+            del x
+            codes = ops.compress(seen, products, key)
+            del seen  # before the columns of g_x are made
+        grad = _tokens(gy[first:last].permute(0, 2, 3, 1))
+        if call.gx is not None:
+            columns = torch.empty((grad.shape[0], features), **exact)
+        ops.backward(grad, taps, codes, features, products, key, (columns, gw, gb), accumulate=True)
+        if columns is not None and call.gx is not None:
+            columns = columns.view(-1, out_height, out_width, *window.kernel, channels)
+            total = folded(columns, (last - first, *frame), window)
+            total = unpadded(total, height, width, window)
+            call.gx[first:last].copy_(total.permute(0, 3, 1, 2))
+    if call.gw is not None and gw is not None:
+        call.gw.copy_(gw.view(out_channels, *window.kernel, channels).permute(0, 3, 1, 2))
+    if call.gb is not None and gb is not None:
+        call.gb.copy_(gb)
+
+
+def chunks(images: int, values: int) -> list[tuple[int, int]]:
+    """Ranges of images whose unfolded x, ``values`` an image, takes :data:`CHUNK_BYTES` of fp32."""
+    step = max(1, CHUNK_BYTES // max(1, 4 * values))
+    return [(first, min(first + step, images)) for first in range(0, images, step)]
+
+
+def _fake_backward_conv2d(
+    gy: Tensor,
+    weight: Tensor | None,
+    saved: Tensor | None,
+    seed: Tensor,
+    config: str,
+    x_shape: Sequence[int],
+    channels_last: bool,
+    *rest: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _outputs(gy, x_shape, channels_last, tuple(rest[0]), *rest[5:])
+
+
+for _name, _impl, _fake in (
+    ("compress_pixels", _compress_pixels, _fake_compress_pixels),
+    ("backward_conv2d", _backward_conv2d, _fake_backward_conv2d),
+):
+    for _key in ("CPU", "CUDA"):
+        _library.impl(_name, _impl, _key)
+    torch.library.register_fake(f"hotcore::{_name}", _fake, lib=_library)
+
+compress_pixels = torch.ops.hotcore.compress_pixels.default
+backward_conv2d = torch.ops.hotcore.backward_conv2d.default

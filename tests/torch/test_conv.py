@@ -1,0 +1,509 @@
+"""hot.conv2d and HotConv2d: nn.Conv2d's forward, HOT's gradients, and only x's pixels kept."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import hotcore
+import numpy as np
+import pytest
+from hotcore.config import RECIPES, HotConfig
+from support import cosine
+
+torch = pytest.importorskip("torch")
+import hotcore.torch as hot  # noqa: E402
+from hotcore.torch import conv, ops  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MODES = ("zeros", "reflect", "replicate", "circular")
+
+
+@pytest.fixture(autouse=True)
+def seeded(rng: np.random.Generator) -> Iterator[None]:
+    torch.manual_seed(int(rng.integers(2**31)))
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@contextmanager
+def saved_tensors() -> Iterator[list[torch.Tensor]]:
+    """Everything that autograd saves inside, leaves left out."""
+    kept: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if not (tensor.is_leaf and tensor.requires_grad):
+            kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield kept
+
+
+def nbytes(kept: list[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in kept)
+
+
+def random_conv(rng: np.random.Generator, mode: str) -> tuple[nn.Conv2d, torch.Tensor]:
+    """A plain convolution and an x that fits it."""
+    kernel = (int(rng.integers(1, 5)), int(rng.integers(1, 5)))
+    dilation = (int(rng.integers(1, 3)), int(rng.integers(1, 3)))
+    padding = "same" if rng.random() < 0.3 else tuple(int(p) for p in rng.integers(0, 3, 2))
+    stride = (1, 1) if padding == "same" else tuple(int(s) for s in rng.integers(1, 4, 2))
+    inputs, outputs = (int(c) for c in rng.integers(1, 40, 2))
+    plain = nn.Conv2d(
+        *(inputs, outputs, kernel, stride, padding, dilation),
+        bias=bool(rng.random() < 0.7),
+        padding_mode=mode,
+    )
+    height, width = (int(side) for side in rng.integers(8, 20, 2))
+    x = torch.randn(int(rng.integers(1, 5)), inputs, height, width)
+    if rng.random() < 0.5:
+        x = x.contiguous(memory_format=torch.channels_last)
+    if rng.random() < 0.5:
+        plain = plain.to(memory_format=torch.channels_last)
+    return plain, x.requires_grad_()
+
+
+def grads(module: nn.Module, x: torch.Tensor, gy: torch.Tensor) -> list[torch.Tensor]:
+    return list(torch.autograd.grad(module(x), (x, *module.parameters()), gy))
+
+
+def relative(got: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((got - exact).norm() / exact.norm())
+
+
+# ---------------------------------------------------------------------------- Forward and gradients
+
+
+@pytest.mark.parametrize("case", range(8))
+@pytest.mark.parametrize("mode", MODES)
+def test_random_shapes(rng: np.random.Generator, mode: str, case: int) -> None:
+    plain, x = random_conv(rng, mode)
+    module = hot.HotConv2d.from_conv(plain, "accurate")
+    y = module(x)
+    assert torch.equal(y, plain(x)) and y.stride() == plain(x).stride()
+    assert torch.equal(module.eval()(x), plain(x))
+    module.train()
+    gy = torch.randn_like(y)
+    got, exact = grads(module, x, gy), grads(plain, x, gy)
+    assert got[0].stride() == x.stride()
+    # INT8 operands, rounded twice: errors of a step of 1/127 of the largest value, at random.
+    for ours, theirs in zip(got[:2], exact[:2], strict=True):
+        assert ours.shape == theirs.shape and relative(ours, theirs) < 0.05, plain
+    if plain.bias is not None:
+        assert torch.allclose(got[2], exact[2], rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("kernel", [1, 3])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recipes(recipe: str, kernel: int) -> None:
+    bounds = {
+        "default": (0.999, 0.98),
+        "fast": (0.999, 0.6),
+        "int4": (0.97, 0.98),
+        "paper": (0.93, 0.6),
+        "accurate": (0.999, 0.999),
+    }[recipe]
+    plain = nn.Conv2d(32, 48, kernel, padding=kernel // 2)
+    x = torch.randn(4, 32, 16, 16, requires_grad=True)
+    gy = torch.randn(4, 48, 16, 16)
+    got = grads(hot.HotConv2d.from_conv(plain, recipe), x, gy)
+    exact = grads(plain, x, gy)
+    for ours, theirs, bound in zip(got, exact, (*bounds, 0.999), strict=False):
+        assert cosine(ours.numpy(), theirs.numpy()) > bound
+
+
+@pytest.mark.parametrize("kernel", [1, 3])
+@pytest.mark.parametrize("recipe", ["default", "fast", "int4", "accurate"])
+def test_unbiased(recipe: str, kernel: int) -> None:
+    """The mean over seeds goes to the plain gradient as one over the square root of their number.
+
+    g_x is unbiased for the rounded weights, so those are given on the grid of their own scales.
+    """
+    count = 64
+    plain = nn.Conv2d(8, 16, kernel, padding=kernel // 2, bias=False)
+    with torch.no_grad():
+        plain.weight.copy_(torch.randint(-1, 2, plain.weight.shape))
+        plain.weight[0] = 1
+    module = hot.HotConv2d.from_conv(plain, HotConfig.recipe(recipe, hadamard_block=1))
+    x = torch.randn(3, 8, 9, 7, requires_grad=True)
+    gy = torch.randn(3, 16, 9, 7)
+    runs = [grads(module, x, gy) for _ in range(count)]
+    for index, exact in enumerate(grads(plain, x, gy)):
+        draws = torch.stack([run[index] for run in runs]).double()
+        error = (draws.mean(0) - exact).norm()
+        expected = (draws.var(0).sum() / count).sqrt()
+        assert expected > 0
+        # A bias adds to the noise of the mean, which is sharp: a sum over hundreds of elements.
+        assert 0.7 < error / expected < 1.4
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_paper_takes_tiles_of_output_pixels(stride: int) -> None:
+    # The grid is the layer's own, whatever the configuration says of a transformer's tokens.
+    x, gy = torch.randn(3, 32, 12, 20), torch.randn(3, 24, 12 // stride, 20 // stride)
+    config = HotConfig.recipe("paper", token_grid=(5, 5), prefix_tokens=1)
+    module = hot.HotConv2d(32, 24, 1, stride, bias=False, config=config)
+    torch.manual_seed(8)
+    (gw,) = torch.autograd.grad(module(x), module.weight, gy)
+    torch.manual_seed(8)
+    seed = int(torch.randint(2**63 - 1, (), dtype=torch.int64))
+    expected = hotcore.backward_linear(
+        gy.permute(0, 2, 3, 1).reshape(-1, 24),
+        None,
+        x[:, :, ::stride, ::stride].permute(0, 2, 3, 1).reshape(-1, 32),
+        config=HotConfig.recipe("paper", token_grid=(12 // stride, 20 // stride)),
+        need="gw",
+        key=seed,
+    )
+    assert torch.equal(gw[:, :, 0, 0], expected.gw)
+
+
+def test_chunks_of_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = nn.Conv2d(16, 24, 3, padding=1)
+    x = torch.randn(7, 16, 10, 10, requires_grad=True)
+    gy = torch.randn(7, 24, 10, 10)
+    exact = grads(plain, x, gy)
+    module = hot.HotConv2d.from_conv(plain)
+    image = 4 * 9 * 16 * 100
+    for room, chunks in ((8 * image, 1), (3 * image, 3), (image, 7), (1, 7)):
+        monkeypatch.setattr(conv, "CHUNK_BYTES", room)
+        assert len(conv.chunks(7, 9 * 16 * 100)) == chunks
+        calls: list[int] = []
+
+        def counted(
+            tokens: torch.Tensor, *rest: Any, calls: list[int] = calls, real: Any = ops.compress
+        ) -> torch.Tensor:
+            calls.append(len(tokens))
+            return real(tokens, *rest)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ops, "compress", counted)
+            got = grads(module, x, gy)
+        # x's pixels in forward, then what each chunk unfolds: never more than the room.
+        assert len(calls) == 1 + chunks
+        assert all(rows * 4 * 9 * 16 <= max(room, image) for rows in calls[1:])
+        for ours, theirs, bound in zip(got, exact, (0.02, 0.2, 1e-4), strict=True):
+            assert relative(ours, theirs) < bound
+
+
+def test_pixels_come_back() -> None:
+    x = torch.randn(2, 5, 9, 11)
+    tokens = x.permute(0, 2, 3, 1).reshape(-1, 5)
+    for storage, step in (("int4", 7), ("int8", 127)):
+        config = HotConfig(storage=storage)
+        saved = ops.compress(tokens, config, (3, 0, 0))
+        for first, last in ((0, 198), (99, 198), (63, 131), (64, 65), (7, 7)):
+            back = conv.decompressed(saved, 198, 5, config, first, last)
+            assert back.shape == (last - first, 5)
+            part = tokens[first:last]
+            assert ((back - part).abs() <= tokens.abs().amax(0) * 1.01 / step).all()
+
+
+def test_unfold_and_pad_have_adjoints(rng: np.random.Generator) -> None:
+    for mode in MODES:
+        padding = tuple(int(p) for p in rng.integers(0, 4, 4))
+        window = conv.Window((3, 2), (2, 1), padding, (1, 3), mode)
+        x = torch.randn(2, 7, 8, 3, dtype=torch.float64)
+        frame = conv.padded(x, window)
+        seen = conv.unfolded(frame, window)
+        out = [
+            (n - r) // s + 1
+            for n, r, s in zip(frame.shape[1:3], window.reach(), (2, 1), strict=True)
+        ]
+        g = torch.randn(2, *out, 3, 2, 3, dtype=torch.float64)
+        total = conv.folded(g, tuple(frame.shape), window)
+        back = conv.unpadded(total, 7, 8, window)
+        assert torch.allclose((seen * g.view_as(seen)).sum(), (x * back).sum())
+
+
+@pytest.mark.parametrize("recipe", ["default", "fast"])
+def test_pointwise_is_a_linear_layer_over_pixels(recipe: str) -> None:
+    plain = nn.Conv2d(24, 40, 1)
+    module = hot.HotConv2d.from_conv(plain, recipe)
+    layer = hot.HotLinear(24, 40, config=recipe)
+    layer.load_state_dict({"weight": plain.weight.detach()[:, :, 0, 0], "bias": plain.bias})
+    x = torch.randn(3, 24, 9, 5, requires_grad=True)
+    gy = torch.randn(3, 40, 9, 5)
+    torch.manual_seed(3)
+    got = grads(module, x, gy)
+    torch.manual_seed(3)
+    tokens = x.detach().permute(0, 2, 3, 1).requires_grad_()
+    expected = grads(layer, tokens, gy.permute(0, 2, 3, 1))
+    assert torch.equal(got[0], expected[0].permute(0, 3, 1, 2))
+    assert torch.equal(got[1][:, :, 0, 0], expected[1]) and torch.equal(got[2], expected[2])
+
+
+def test_unbatched_and_empty() -> None:
+    module = hot.HotConv2d(8, 16, 3, padding=1)
+    x = torch.randn(8, 10, 12, requires_grad=True)
+    y = module(x)
+    assert y.shape == (16, 10, 12)
+    y.sum().backward()
+    assert x.grad.shape == x.shape
+    for kernel in (1, 3):
+        module = hot.HotConv2d(8, 16, kernel)
+        x = torch.empty(0, 8, 10, 12, requires_grad=True)
+        module(x).sum().backward()
+        assert x.grad.shape == x.shape and not module.weight.grad.any()
+
+
+def test_gradients_keep_the_parameters_layout() -> None:
+    for fmt in (torch.contiguous_format, torch.channels_last):
+        module = hot.HotConv2d(8, 16, 3).to(memory_format=fmt)
+        module(torch.randn(2, 8, 10, 12)).sum().backward()
+        assert module.weight.grad.stride() == module.weight.stride()
+
+
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_overflow_is_seen(kernel: int) -> None:
+    module = hot.HotConv2d(8, 16, kernel)
+    x = torch.randn(2, 8, 10, 12, requires_grad=True)
+    y = module(x)
+    gy = torch.randn_like(y)
+    gy[1, 3, 4, 5] = float("inf")
+    gx, gw, gb = torch.autograd.grad(y, (x, module.weight, module.bias), gy)
+    assert not gx[1, :, 4, 5].isfinite().any()
+    assert not gw[3].isfinite().any() and not gb[3].isfinite()
+    assert gx[0].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_dtypes(kernel: int, dtype: torch.dtype) -> None:
+    module = hot.HotConv2d(8, 16, kernel).to(dtype)
+    x = torch.randn(2, 8, 10, 12, dtype=dtype, requires_grad=True)
+    y = module(x)
+    assert y.dtype == dtype
+    y.float().square().sum().backward()
+    assert x.grad.dtype == module.weight.grad.dtype == module.bias.grad.dtype == dtype
+
+
+# ----------------------------------------------------------------------------------- What is saved
+
+
+@pytest.mark.parametrize(
+    ("recipe", "kernel", "bound"),
+    [
+        ("default", 1, 0.54),
+        ("default", 3, 0.54),
+        ("fast", 1, 0.505),
+        ("fast", 3, 0.54),
+        ("paper", 3, 0.54),
+        ("accurate", 3, 1.01),
+    ],
+)
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_bytes_saved(recipe: str, kernel: int, bound: float, channels_last: bool) -> None:
+    plain = nn.Conv2d(64, 32, kernel, padding=kernel // 2)
+    module = hot.HotConv2d.from_conv(plain, recipe)
+    x = torch.randn(4, 64, 28, 28, requires_grad=True) * 1
+    if channels_last:
+        x = x.contiguous(memory_format=torch.channels_last)
+    with saved_tensors() as kept:
+        module(x)
+    assert nbytes(kept) / x.numel() <= bound
+    assert sorted(tensor.dtype for tensor in kept if tensor.ndim) == [torch.uint8]
+    with saved_tensors() as plainly:
+        plain(x)
+    assert nbytes(plainly) >= 4 * x.numel()
+
+
+def test_a_stride_of_1x1_saves_what_it_visits() -> None:
+    module = hot.HotConv2d(64, 32, 1, stride=2)
+    x = torch.randn(4, 64, 32, 32, requires_grad=True) * 1
+    with saved_tensors() as kept:
+        module(x)
+    assert nbytes(kept) <= 0.54 * x.numel() / 4
+
+
+def test_frozen_weight_and_frozen_input() -> None:
+    module = hot.HotConv2d(64, 32, 3, bias=False)
+    x = torch.randn(4, 64, 28, 28)
+    module.weight.requires_grad_(False)
+    with saved_tensors() as kept:
+        y = module(x.requires_grad_() * 1)
+    assert nbytes([t for t in kept if t.data_ptr() != module.weight.data_ptr()]) == 8  # the seed
+    y.sum().backward()
+    assert module.weight.grad is None and x.grad is not None
+    module.weight.requires_grad_(True)
+    with saved_tensors() as kept:
+        y = module(x.detach())
+    assert sorted(t.dtype for t in kept if t.ndim) == [torch.uint8]  # not the weight
+    y.sum().backward()
+    assert module.weight.grad is not None
+
+
+def test_x_is_freed() -> None:
+    module = hot.HotConv2d(8, 16, 3, padding=1, padding_mode="reflect")
+    x = torch.randn(2, 8, 10, 12, requires_grad=True) * 1
+    gone = weakref.ref(x)
+    y = module(x)
+    del x
+    assert gone() is None
+    y.sum().backward()
+
+
+# --------------------------------------------------------- Autocast, checkpoint, compile, operators
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_autocast(kernel: int, dtype: torch.dtype) -> None:
+    plain = nn.Conv2d(16, 24, kernel)
+    module = hot.HotConv2d.from_conv(plain)
+    x = torch.randn(3, 16, 12, 12, requires_grad=True)
+    with torch.autocast("cpu", dtype=dtype):
+        y, expected = module(x), plain(x)
+    assert y.dtype == dtype and torch.equal(y, expected)
+    gy = torch.randn_like(y)
+    leaves = (x, plain.weight, plain.bias)
+    ours, theirs = torch.autograd.grad(y, leaves, gy), torch.autograd.grad(expected, leaves, gy)
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.dtype == b.dtype == torch.float32
+        assert cosine(a.numpy(), b.numpy()) > 0.97
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint_repeats_the_bits(reentrant: bool) -> None:
+    model = nn.Sequential(hot.HotConv2d(8, 16, 3), nn.SiLU(), hot.HotConv2d(16, 8, 1))
+
+    def run(wrapped: bool) -> list[torch.Tensor]:
+        torch.manual_seed(7)
+        x = torch.randn(2, 8, 10, 12, requires_grad=True)
+        y = checkpoint(model, x, use_reentrant=reentrant) if wrapped else model(x)
+        model.zero_grad()
+        y.square().sum().backward()
+        return [y.detach(), x.grad, *(p.grad.clone() for p in model.parameters())]
+
+    assert all(torch.equal(a, b) for a, b in zip(run(True), run(False), strict=True))
+
+
+def test_manual_seed_repeats_a_run() -> None:
+    module = hot.HotConv2d(8, 16, 3)
+    x = torch.randn(2, 8, 10, 12, requires_grad=True)
+    gy = torch.randn(2, 16, 8, 10)
+    runs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        runs.append(grads(module, x, gy))
+    assert all(torch.equal(a, b) for a, b in zip(runs[0], runs[1], strict=True))
+    assert not torch.equal(runs[0][0], runs[2][0]) and not torch.equal(runs[0][1], runs[2][1])
+
+
+@pytest.mark.parametrize("kernel", [1, 3])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_operators(kernel: int, channels_last: bool) -> None:
+    x = torch.randn(2, 8, 10, 12)
+    if channels_last:
+        x = x.contiguous(memory_format=torch.channels_last)
+    weight, seed = torch.randn(16, 8, kernel, kernel), torch.tensor(11)
+    window = ((kernel, kernel), (2, 1), (0, 0, 0, 0), (1, 1), "zeros")
+    f = torch.float32
+    gy = torch.nn.functional.conv2d(x, weight, stride=(2, 1))
+    for recipe in ("default", "fast", "paper"):
+        config = HotConfig.recipe(recipe).json
+        torch.library.opcheck(torch.ops.hotcore.compress_pixels, (x, seed, config, *window))
+        saved = conv.compress_pixels(x, seed, config, *window)
+        for inputs, dtypes in (
+            ((weight, saved), (f, f, f)),
+            ((weight, None), (f, None, None)),
+            ((None, saved), (None, f, None)),
+        ):
+            call = (gy, *inputs, seed, config, x.shape, channels_last, *window, *dtypes)
+            torch.library.opcheck(torch.ops.hotcore.backward_conv2d, call)
+
+
+def test_meta_tensors() -> None:
+    module = hot.HotConv2d(8, 16, 3, device="meta")
+    x = torch.empty(2, 8, 10, 12, device="meta", requires_grad=True)
+    y = module(x)
+    assert y.shape == (2, 16, 8, 10)
+    y.sum().backward()
+    assert x.grad.shape == x.shape and module.weight.grad.shape == (16, 8, 3, 3)
+
+
+# --------------------------------------------------------------------------------------- HotConv2d
+
+
+def test_from_conv_keeps_everything() -> None:
+    plain = nn.Conv2d(8, 16, 3, padding="same", padding_mode="circular").eval()
+    module = hot.HotConv2d.from_conv(plain, "fast")
+    assert isinstance(module, nn.Conv2d) and not module.training
+    assert module.weight is plain.weight and module.bias is plain.bias
+    assert module.config == HotConfig.recipe("fast")
+    assert "padding=same" in repr(module) and "config=fast" in repr(module)
+    back = module.to_conv()
+    assert type(back) is nn.Conv2d and back.weight is plain.weight
+    assert vars(back).keys() == vars(plain).keys()
+
+
+def test_initialised_as_nn_conv2d() -> None:
+    torch.manual_seed(3)
+    plain = nn.Conv2d(8, 16, 3, 2, 1, padding_mode="reflect")
+    torch.manual_seed(3)
+    module = hot.HotConv2d(8, 16, 3, 2, 1, padding_mode="reflect", config="fast")
+    assert torch.equal(plain.weight, module.weight) and torch.equal(plain.bias, module.bias)
+    assert list(plain.state_dict()) == list(module.state_dict())
+    x = torch.randn(2, 8, 10, 12)
+    assert torch.equal(plain(x), module(x))
+
+
+def test_copies() -> None:
+    module = hot.HotConv2d(8, 16, 3, config="paper")
+    module(torch.randn(2, 8, 10, 12)).sum().backward()
+    buffer = io.BytesIO()
+    torch.save(module, buffer)
+    buffer.seek(0)
+    for again in (
+        copy.deepcopy(module),
+        pickle.loads(pickle.dumps(module)),
+        torch.load(buffer, weights_only=False),
+    ):
+        assert type(again) is hot.HotConv2d and again.config == module.config
+        assert again.weight is not module.weight and torch.equal(again.weight, module.weight)
+        again(torch.randn(2, 8, 10, 12)).sum().backward()
+
+
+def test_bad_arguments() -> None:
+    class Special(nn.Conv2d):
+        pass
+
+    with pytest.raises(TypeError, match="module: expected a plain Conv2d, got Special"):
+        hot.HotConv2d.from_conv(Special(4, 4, 1))
+    with pytest.raises(TypeError, match="got Linear"):
+        hot.HotConv2d.from_conv(nn.Linear(4, 4))
+    with pytest.raises(ValueError, match="module: 2 groups; HotConv2d takes one"):
+        hot.HotConv2d.from_conv(nn.Conv2d(4, 4, 1, groups=2))
+    x, weight = torch.randn(2, 8, 10, 12, requires_grad=True), torch.randn(16, 8, 3, 3)
+    for arguments, message in (
+        ((x[0, 0], weight), r"x: shape \(10, 12\)"),
+        ((x, weight[:, :4]), r"weight: shape \(16, 4, 3, 3\); expected .*one group"),
+        ((x, weight, None, 2, "same"), r"padding: 'same' with stride \(2, 2\); expected stride 1"),
+        ((x, weight, None, 1, "full"), "padding: 'full' is not a number, 'same' or 'valid'"),
+        ((x, weight, None, (1, 2, 3)), r"stride: \(1, 2, 3\); expected one number or"),
+        ((x, weight, None, 1, 0, 1, "mirror"), "padding_mode: 'mirror' is not one of 'zeros'"),
+        ((x.double(), weight.double()), "x: dtype float64; expected float32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            hot.conv2d(*arguments)
+
+
+def test_differentiating_twice_and_torch_func_are_refused() -> None:
+    module = hot.HotConv2d(8, 16, 3)
+    x = torch.randn(2, 8, 10, 12, requires_grad=True)
+    (gx,) = torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gx.sum().backward()
+    with pytest.raises(NotImplementedError, match=r"hotcore.torch.conv2d: torch.func"):
+        torch.func.grad(lambda v: module(v).sum())(x.detach())
