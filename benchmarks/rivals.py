@@ -8,12 +8,14 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from timing import Call
+from layers import CUDA_GROUPS
 
+Call = Callable[[], object]
 TORCHAO = Path(__file__).resolve().parent.parent / "third_party" / "torchao"
 FP8 = torch.float8_e4m3fn
 
@@ -128,15 +130,17 @@ def torchao_calls(
 
 
 def main() -> None:
-    from layers import CUDA_GROUPS
-
-    for shapes in CUDA_GROUPS.values():
-        for tokens, outs, ins in shapes.values():
+    for group in sys.argv[1:] or CUDA_GROUPS:
+        for tokens, outs, ins in CUDA_GROUPS[group].values():
             gy, w, x = (
                 torch.randn(shape, device="cuda", dtype=torch.bfloat16)
                 for shape in ((tokens, outs), (outs, ins), (tokens, ins))
             )
-            torchao_calls(gy, w, x)
+            calls, version = torchao_calls(gy, w, x)
+            for call in calls.values():
+                call()
+    torch.cuda.synchronize()
+    print(f"torchao {version} compiled")
 
 
 if __name__ == "__main__":

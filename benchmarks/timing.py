@@ -30,13 +30,13 @@ from typing import Any
 
 import hotcore
 import torch
+from rivals import Call
 
 RESULTS = Path(__file__).parent / "results"
 FLUSH_BYTES = 1 << 28
 SPIN_CYCLES = 300_000  # 150 us and more: longer than any contender's host work
 LEAST_ROUNDS = 5
 
-Call = Callable[[], object]
 Stopwatch = Callable[[Call], float]
 Row = dict[str, Any]
 """One contender: median_ms, q1_ms, q3_ms, measurements, and what a script adds."""

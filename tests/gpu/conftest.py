@@ -10,13 +10,12 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # support_gpu.py
 
-torch = pytest.importorskip("torch")
-
-from support_gpu import poison  # noqa: E402
-
 
 @pytest.fixture(autouse=True)
 def prepared(rng: np.random.Generator) -> None:
+    import torch  # here, so that the tests skip themselves where there is none
+    from support_gpu import poison
+
     torch.manual_seed(int(rng.integers(1 << 62)))
     if torch.cuda.is_available():
         poison()

@@ -1,0 +1,98 @@
+"""The CUDA backend's targets against what the benchmarks reported. Needs their reports alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+Report = Mapping[str, Any]
+SIZES_OF_FWHT = ("16", "32", "64", "128", "256", "512", "1024", "2048", "4096")
+
+
+class Target(NamedTuple):
+    """One row: what was measured, the bar, and the aim."""
+
+    work: str
+    measured: float
+    must: float
+    aim: float
+    more_is_better: bool = True
+
+    @property
+    def verdict(self) -> str:
+        """ "aim", "must" or "missed"."""
+
+        def reached(bar: float) -> bool:
+            return self.measured >= bar if self.more_is_better else self.measured <= bar
+
+        return "aim" if reached(self.aim) else "must" if reached(self.must) else "missed"
+
+
+AGAINST = {  # group, recipe, rival -> must, aim (times faster, sum of the group's layers)
+    ("Llama-3-8B", "fast", "bf16 products"): (2.1, 2.4),
+    ("Llama-3-8B", "default", "bf16 products"): (1.7, 1.9),
+    ("Llama-3-8B", "fast", "torchao both - forward"): (1.3, 1.55),
+    ("Llama-3-8B", "default", "torchao both - forward"): (1.05, 1.2),
+    ("ViT-B", "fast", "bf16 products"): (1.6, 2.0),
+    ("ViT-B", "default", "bf16 products"): (1.3, 1.5),
+    ("ViT-B", "paper", "fp32 products"): (20, 25),
+    ("ViT-B", "paper", "tf32 products"): (4.4, 5.5),
+}
+
+
+def of_backward(report: Report) -> Iterator[Target]:
+    for (group, recipe, rival), (must, aim) in AGAINST.items():
+        found = report.get("layers", {}).get(group, {}).get("recipes", {}).get(recipe, {})
+        if rival in found.get("faster than", {}):
+            measured = found["faster than"][rival]
+            yield Target(f"{group} sum, {recipe} faster than {rival}", measured, must, aim)
+    for group, table in report.get("layers", {}).items():
+        for recipe, row in table["recipes"].items():
+            work = f"{group}, compress {recipe}, copies of x"
+            yield Target(work, row["compress of a copy"], 1.3, 1.0, False)
+    for way in ("rotating", "cached"):
+        mean = report.get("paper", {}).get(way, {}).get("means", {}).get("hotcore paper")
+        if mean:
+            aim = report["paper"][way]["published geomean"]
+            work = f"the paper's layers, arrays {way}, paper faster than fp32"
+            yield Target(f"{work}: geometric mean", mean["geomean"], 2.1, aim)
+            yield Target(f"{work}: worst row", mean["worst"], 1.3, 1.6)
+    for group, table in report.get("forward", {}).items():
+        for recipe, extra in table["extra"].items():
+            yield Target(f"{group}, forward {recipe}, extra time", extra, 0.15, 0.05, False)
+    for name, row in report.get("host", {}).get("rows", {}).items():
+        if name.startswith("adapter backward"):
+            yield Target(f"host, {name}, us", row["median_ms"] * 1e3, 60, 60, False)
+
+
+def of_fwht(report: Report) -> Iterator[Target]:
+    shares = [
+        report["n"][n]["hotcore"]["of the copy"] for n in SIZES_OF_FWHT if n in report.get("n", {})
+    ]
+    if shares:
+        yield Target("fwht, slowest n, share of the copy", min(shares), 0.85, 0.95)
+
+
+def of_gemm(report: Report) -> Iterator[Target]:
+    for group, products in report.get("products", {}).items():
+        for name, found in products.items():
+            share = found["rows"]["hotcore"].get("of stock CUTLASS")
+            if share is not None:
+                aim = 2.5 if name == "proj" and "g_w" in group else 1.1
+                work = f"INT8 product, {group} {name}, of the best stock tile"
+                yield Target(work, share, 1.0, aim)
+
+
+def rows(backward: Report, fwht: Report, gemm: Report) -> list[dict[str, Any]]:
+    """Every target that the reports have a figure for."""
+    found = [*of_backward(backward), *of_fwht(fwht), *of_gemm(gemm)]
+    return [
+        {
+            "work": target.work,
+            "measured": target.measured,
+            "must": target.must,
+            "aim": target.aim,
+            "reached": target.verdict,
+        }
+        for target in found
+    ]

@@ -1,0 +1,278 @@
+"""The benchmarks: their clock and arithmetic, and each script once at toy size on the CPU."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+sys.path.insert(0, str(FOLDER))
+
+import bench_backward  # noqa: E402
+import bench_fwht  # noqa: E402
+import bench_gemm  # noqa: E402
+import bench_quantize  # noqa: E402
+import hotcore  # noqa: E402
+import layers  # noqa: E402
+import rivals  # noqa: E402
+import targets  # noqa: E402
+import timing  # noqa: E402
+
+RECIPES = ("default", "fast", "int4", "paper")
+
+
+@pytest.fixture(autouse=True)
+def prepared(rng: np.random.Generator) -> Any:
+    before = hotcore.num_threads(), torch.get_num_threads()
+    torch.manual_seed(int(rng.integers(1 << 62)))
+    yield
+    hotcore.set_num_threads(before[0])
+    torch.set_num_threads(before[1])
+
+
+def run(script: Any, path: Path, *words: str) -> Any:
+    script.main([*words, "--rounds", "2", "--threads", "1", "--json", str(path)])
+    report = json.loads(path.read_text())
+    assert {"benchmark", "date", "device", "versions", "rounds", "seed"} <= report.keys()
+    return report
+
+
+# ---- the clock ----
+
+
+def test_spread(rng: np.random.Generator) -> None:
+    values = rng.exponential(size=int(rng.integers(2, 50))).tolist()
+    row = timing.spread(values)
+    assert row["median_ms"] == statistics.median(values)
+    assert [row["q1_ms"], row["q3_ms"]] == pytest.approx(np.quantile(values, [0.25, 0.75]).tolist())
+    assert timing.spread([3.0]) == {
+        "median_ms": 3.0, "q1_ms": 3.0, "q3_ms": 3.0, "measurements": 1,
+    }  # fmt: skip
+
+
+def test_contenders_take_turns() -> None:
+    order: list[str] = []
+    contenders = {name: (lambda name=name: order.append(name)) for name in "ab"}
+    rows = timing.in_turns(contenders, 3, "cpu")
+    warm, turn = ["a"] * 2 + ["b"] * 2, ["a"] * 5 + ["b"] * 5
+    assert order == warm + 3 * turn
+    assert all(row["measurements"] == 9 for row in rows.values())
+
+
+def test_a_slow_contender_stops_early_and_counts_are_divided() -> None:
+    ticks = iter(range(1, 1000))
+    slow = {"slow": lambda: 100.0, "quick": lambda: 1.0}
+
+    def watch(call: Any) -> float:
+        next(ticks)
+        return float(call())
+
+    rows = timing.in_turns(slow, 20, "cpu", watch=watch, calls_in={"quick": 4}, budget_ms=1000.0)
+    assert rows["slow"]["measurements"] == 3 * timing.LEAST_ROUNDS
+    assert rows["quick"] == {
+        "median_ms": 0.25, "q1_ms": 0.25, "q3_ms": 0.25, "measurements": 60,
+    }  # fmt: skip
+
+
+def test_rounded() -> None:
+    assert timing.rounded({"a": [1.23456789, 12345678.9], "b": "x", "c": 3}) == {
+        "a": [1.23457, 12345700.0], "b": "x", "c": 3,
+    }  # fmt: skip
+
+
+# ---- the arithmetic ----
+
+
+@pytest.mark.parametrize(
+    ("group", "passes", "wanted"),
+    [
+        ("ViT-B", 1, (141, 47, 188, 141)),
+        ("ViT-B", 2, (168, 56, 224, 150)),
+        ("Llama-3-8B", 1, (485, 323, 1132, 1064)),
+        ("Llama-3-8B", 2, (509, 339, 1186, 1079)),
+    ],
+)
+def test_floor(group: str, passes: int, wanted: tuple[int, ...]) -> None:
+    """The floors of the performance plan, in microseconds; it rounded some of them up."""
+    shapes = layers.CUDA_GROUPS[group].values()
+    found = [1e3 * layers.floor_ms(shape, "fast", passes) for shape in shapes]
+    assert found == pytest.approx(wanted, abs=1.0)
+
+
+def test_hadamard_matrix() -> None:
+    x = torch.randn(3, 32)
+    torch.testing.assert_close(x @ bench_fwht.hadamard(32), hotcore.fwht(x, block=32))
+
+
+def test_rivals_do_the_same_work(rng: np.random.Generator) -> None:
+    shape = (48, 24, 32)
+    gy, w, x = bench_backward.tensors(shape, "cpu", torch.float32)
+    gx, gw, gb = rivals.backward(gy, w, x)()
+    mine = bench_backward.hot_backward(gy, w, x, "accurate")()
+    for theirs, ours in zip((gx, gw, gb), mine, strict=True):
+        assert (theirs - ours).norm() < 0.05 * theirs.norm()
+    int8 = rivals.int8_products(*shape, "cpu")()
+    assert [tuple(result.shape) for result in int8] == [(48, 32), (24, 32)]
+
+
+def test_kernels_are_told_apart() -> None:
+    kernels = [
+        {"kernel": "void cutlass::device_kernel<...>", "us": 5.0},
+        {"kernel": "hot::gemm_int8_sm80_kernel", "us": 2.0},
+        {"kernel": "void hot::detail::rows16_kernel<__nv_bfloat16>", "us": 4.0},
+        {"kernel": "Memset (Device)", "us": 1.0},
+    ]
+    assert bench_backward.split(kernels) == (7.0, 5.0)
+
+
+def test_shapes_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    for script, word in ((bench_backward, "1,2"), (bench_gemm, "0,1,2"), (bench_quantize, "a,2")):
+        with pytest.raises(SystemExit):
+            script.main(["--shape", word])
+        assert "is no shape" in capsys.readouterr().err
+    if not torch.cuda.is_available():
+        with pytest.raises(SystemExit):
+            bench_fwht.main(["--device", "cuda"])
+        assert "no CUDA device" in capsys.readouterr().err
+
+
+# ---- the scripts ----
+
+
+def test_bench_backward(tmp_path: Path) -> None:
+    parts = [word for part in bench_backward.PARTS for word in ("--part", part)]
+    shapes = ("--shape", "33,48,16", "--shape", "64,32,32")
+    report = run(bench_backward, tmp_path / "out.json", *shapes, *parts, "--recipe", "fast")
+    total = report["layers"]["given"]
+    rows = [table["rows"] for table in total["layers"].values()]
+    assert len(rows) == 2
+    fast = total["recipes"]["fast"]
+    assert fast["sum_ms"] == pytest.approx(sum(r["hotcore fast"]["median_ms"] for r in rows))
+    rival = sum(r["fp32 products"]["median_ms"] for r in rows)
+    assert fast["faster than"]["fp32 products"] == pytest.approx(rival / fast["sum_ms"], rel=1e-4)
+    assert set(report["paper"]["cached"]["means"]) == {"fp32", "hotcore fast"}
+    calls = report["stages"]["given"]["33,48,16"]["recipes"]["fast"]["calls"]
+    assert set(calls) == {"all", "gx", "gw", "gb"}
+    assert set(report["forward"]["given"]["extra"]) == {"fast"}
+    assert report["host"]["rows"]["adapter backward fast"]["median_ms"] > 0
+    works = [row["work"] for row in targets.rows(report, {}, {})]
+    assert any("compress fast" in work for work in works)
+
+
+def test_bench_gemm(tmp_path: Path) -> None:
+    report = run(bench_gemm, tmp_path / "out.json", "--shape", "32,24,48")
+    rows = report["products"]["given"]["32,24,48"]["rows"]
+    mine = rows["hotcore"]
+    assert mine["TOPS"] == pytest.approx(2 * 32 * 24 * 48 / mine["median_ms"] / 1e9, rel=1e-4)
+    assert set(mine["faster than"]) == {"torch._int_mm", "torch float32"}
+
+
+def test_products_of_the_layers() -> None:
+    products = bench_gemm.cuda_products()
+    assert sum(map(len, products.values())) == 24
+    assert products["ViT-B g_w, r = 8"]["fc1"] == (3072, 768, 12608)
+    assert products["Llama-3-8B g_x"]["down"] == (8192, 14336, 4096)
+    assert all(set(rows) <= set(products[group]) for group, rows in bench_gemm.STOCK.items())
+
+
+def test_bench_fwht(tmp_path: Path) -> None:
+    words = ("--n", "16", "--n", "256", "--elements", "4096")
+    report = run(bench_fwht, tmp_path / "out.json", *words)
+    assert set(report["n"]) == {"16", "256"}
+    assert {"copy", "hotcore", "hotcore along axis 0", "torch matmul"} == set(report["n"]["16"])
+    assert report["n"]["256"]["copy"]["of the copy"] == 1
+
+
+def test_bench_quantize(tmp_path: Path) -> None:
+    report = run(bench_quantize, tmp_path / "out.json", "--shape", "64,32")
+    rows = report["shapes"]["64,32"]
+    assert rows["compress default"]["bytes"] == pytest.approx(
+        (64 * 32 * 4 + hotcore.compress_activation(torch.ones(64, 32)).nbytes) / (64 * 32 * 8)
+    )
+    assert rows["copy"]["copies"] == 1
+
+
+# ---- targets and plots ----
+
+
+def cuda_report() -> dict[str, Any]:
+    """What bench_backward.py writes on a GPU, with invented times."""
+    names = ["fp32 products", "tf32 products", "bf16 products", "torchao both - forward"]
+    faster = dict(zip(names, (21.0, 4.5, 2.2, 1.4), strict=True))
+    rows = {name: {"median_ms": 1.0} for name in names}
+    rows |= {f"hotcore {recipe}": {"median_ms": 0.5 + 0.1 * i} for i, recipe in enumerate(RECIPES)}
+    stages = {stage: 10.0 + i for i, stage in enumerate(("quantise g_y, g_b", "quantise w"))}
+    stages |= dict.fromkeys(("unpack x", "product g_x", "product g_w", "between kernels"), 20.0)
+    recipe = {"faster than": faster, "compress of a copy": 1.2, "sum_ms": 1.0}
+    return {
+        "device": "a GPU",
+        "recipes": list(RECIPES),
+        "layers": {
+            group: {
+                "layers": {name: {"rows": rows} for name in shapes},
+                "recipes": dict.fromkeys(RECIPES, recipe),
+            }
+            for group, shapes in layers.CUDA_GROUPS.items()
+        },
+        "stages": {
+            "ViT-B": {"fc1": {"recipes": {name: {"stages": stages} for name in RECIPES}}},
+            "Llama-3-8B": {"up": {"recipes": {name: {"stages": stages} for name in RECIPES}}},
+        },
+        "paper": {
+            "rotating": {
+                "means": {"hotcore paper": {"geomean": 1.9, "worst": 1.4}},
+                "published geomean": 2.1,
+            }
+        },
+        "forward": {"ViT-B": {"extra": {"fast": 0.04}}},
+        "host": {"rows": {"adapter backward fast": {"median_ms": 0.07}}},
+    }
+
+
+def test_targets() -> None:
+    fwht = {
+        "n": {"16": {"hotcore": {"of the copy": 0.9}}, "32": {"hotcore": {"of the copy": 0.99}}}
+    }
+    gemm = {
+        "products": {
+            "ViT-B g_w, r = 8": {"proj": {"rows": {"hotcore": {"of stock CUTLASS": 2.0}}}},
+            "given": {"1,1,1": {"rows": {"hotcore": {}}}},
+        }
+    }
+    found = {row["work"]: row for row in targets.rows(cuda_report(), fwht, gemm)}
+    reached = {work: row["reached"] for work, row in found.items()}
+    assert reached["Llama-3-8B sum, fast faster than bf16 products"] == "must"
+    assert reached["ViT-B sum, fast faster than bf16 products"] == "aim"
+    assert reached["ViT-B sum, paper faster than fp32 products"] == "must"
+    assert reached["ViT-B, compress fast, copies of x"] == "must"
+    work = "the paper's layers, arrays rotating, paper faster than fp32"
+    assert reached[f"{work}: geometric mean"] == "missed"
+    assert reached[f"{work}: worst row"] == "must"
+    assert reached["ViT-B, forward fast, extra time"] == "aim"
+    assert reached["host, adapter backward fast, us"] == "missed"
+    assert found["fwht, slowest n, share of the copy"]["measured"] == 0.9
+    assert reached["INT8 product, ViT-B g_w, r = 8 proj, of the best stock tile"] == "must"
+    assert targets.rows({}, {}, {}) == []
+
+
+def test_plots(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    import plot
+
+    report = tmp_path / "check.json"
+    report.write_text(json.dumps({"bench_backward": cuda_report()}))
+    plot.main([str(report), "--out", str(tmp_path)])
+    for name, words in (
+        ("speedup_by_layer.svg", ("Llama-3-8B", "fc2", "default")),
+        ("breakdown.svg", ("quantise w", "product g_x")),
+    ):
+        text = (tmp_path / name).read_text()
+        assert text.startswith("<?xml")
+        assert all(word in text for word in words)
