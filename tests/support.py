@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,26 @@ except ImportError:  # the NumPy half of the tests runs without it
 GOLDEN = Path(__file__).parent / "golden"
 FLOATS = ("float32", "float16", "bfloat16")
 SIZES = (0, 1, 2, 3, 5, 13, 16, 17, 31, 64, 97, 197)
+
+
+@contextmanager
+def without_broken_torchvision() -> Iterator[None]:
+    """Import transformers and peft inside: a torchvision that does not fit torch stops them.
+
+    They do without one, so it is hidden where it cannot be imported.
+    """
+    try:
+        import torchvision  # noqa: F401
+    except (ImportError, RuntimeError):
+        for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
+            del sys.modules[name]
+        sys.modules["torchvision"] = None  # find_spec and import both say that there is none
+        try:
+            yield
+        finally:
+            del sys.modules["torchvision"]
+    else:
+        yield
 
 
 def isas() -> list[str]:

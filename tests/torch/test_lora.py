@@ -1,0 +1,294 @@
+"""LoRA through peft: HOT on the frozen base weights, plain adapters, and Conv1D of transformers."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import hotcore
+import numpy as np
+import pytest
+from hotcore.config import RECIPES, HotConfig
+from support import cosine, without_broken_torchvision
+
+torch = pytest.importorskip("torch")
+with without_broken_torchvision(), warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    transformers = pytest.importorskip("transformers")
+    peft = pytest.importorskip("peft")
+    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers.pytorch_utils import Conv1D
+import hotcore.torch as hot  # noqa: E402
+from hotcore.torch.huggingface import HotConv1D  # noqa: E402
+from torch import nn  # noqa: E402
+
+ORDERS = ("peft first", "HOT first")
+
+
+@pytest.fixture(autouse=True)
+def seeded(rng: np.random.Generator) -> Iterator[None]:
+    torch.manual_seed(int(rng.integers(2**31)))
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Block(width), Block(width))
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(x))
+
+
+def with_lora(model: nn.Module, order: str | None, config: Any = "default") -> nn.Module:
+    """``model`` with adapters, and with HOT unless ``order`` is None; B is not zero."""
+    lora = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["up", "down"])
+    if order == "HOT first":
+        hot.convert(model, config)
+    wrapped = peft.get_peft_model(model, lora)
+    generator = torch.Generator().manual_seed(5)
+    for name, parameter in wrapped.named_parameters():
+        if "lora_" in name:
+            parameter.data.normal_(generator=generator).mul_(0.1)
+    if order == "peft first":
+        hot.convert(wrapped, config)
+    return wrapped
+
+
+def adapter_grads(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    model(x).square().mean().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@contextmanager
+def saved_bytes(model: nn.Module) -> Iterator[dict[int, int]]:
+    """Bytes of each storage that autograd saves inside; the model's parameters left out."""
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield kept
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_only_base_layers_are_converted(order: str) -> None:
+    model = with_lora(Model(), order)
+    kinds = {name: type(m) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    assert len(kinds) == 4 * 3 + 1
+    for name, kind in kinds.items():
+        assert (kind is hot.HotLinear) == name.endswith("base_layer"), name
+    if order == "peft first":
+        report = hot.convert(with_lora(Model(), None))
+        assert {row.bytes_per_value for row in report.converted} == {0.0}
+        reasons = {row.reason for row in report.skipped}
+        assert reasons == {"an adapter of peft", "the output head"}
+        assert "nothing (weight frozen)" in str(report)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_adapter_gradients(order: str) -> None:
+    base = Model()
+    x = torch.randn(6, 32, 64)
+    exact = adapter_grads(with_lora(copy.deepcopy(base), None), x)
+    model = with_lora(copy.deepcopy(base), order)
+    got = adapter_grads(model, x)
+    assert got.keys() == exact.keys() or order == "HOT first"
+    assert all("lora_" in name for name in got) and len(got) == 8
+    for name, gradient in got.items():
+        last = ".1.down." in name
+        # Behind the last adapted layer nothing is quantised: the same bits.
+        assert torch.equal(gradient, exact[name]) == last, name
+        # g_x in INT8 of up to three layers, each within about a hundredth of its norm.
+        assert (gradient - exact[name]).norm() < 0.03 * exact[name].norm(), name
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_gx_of_a_frozen_layer_is_within_its_bound(recipe: str) -> None:
+    config = HotConfig.recipe(recipe)
+    layer = hot.HotLinear(64, 96, config=config)
+    layer.weight.requires_grad_(False)
+    x = torch.randn(40, 64, requires_grad=True)
+    gy = torch.randn(40, 96)
+    (gx,) = torch.autograd.grad(layer(x), x, gy)
+    # docs/numerics.md, "Bounds": (s_y sum|W| + s_w/2 sum|Y| + O s_y s_w / 2) / n.
+    y = hotcore.fwht(gy).double()
+    w = hotcore.fwht(layer.weight.detach(), axis=0).double()
+    top = 127 if config.gx_bits == 8 else 7
+    s_y = (y.abs().amax(1, keepdim=True) if config.gx_scale == "row" else y.abs().max()) / top
+    s_w = (w.abs().amax(0) if config.weight_scale == "column" else w.abs().max()) / top
+    bound = s_y * w.abs().sum(0) + s_w / 2 * y.abs().sum(1, keepdim=True) + 96 * s_y * s_w / 2
+    error = (gx - gy @ layer.weight).abs()
+    assert (error <= bound / 16 * (1 + 1e-5)).all()
+    assert error.max() > 0
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_frozen_base_weights_save_nothing(order: str) -> None:
+    base = Model()
+    x = torch.randn(16, 64, 64)
+    totals = {}
+    for kind in (None, order):
+        model = with_lora(copy.deepcopy(base), kind)
+        with saved_bytes(model) as kept:
+            y = model(x)
+        totals[kind] = sum(kept.values())
+        del y
+    # Plain LoRA keeps nothing of x for the frozen weights either; HOT adds a seed for each layer
+    # (not for the first: there is nothing to differentiate).
+    assert totals[order] == totals[None] + 3 * 8
+    # Where base weights train (no adapters), the same layers do keep x, compressed.
+    model = Model()
+    hot.convert(model)
+    with saved_bytes(model) as kept:
+        y = model(x * 1)
+    compressed = [size for size in kept.values() if size > 8]
+    inputs = 2 * (64 + 128) * 16 * 64
+    assert 0.5 * inputs < sum(sorted(compressed)[:4]) < 0.54 * inputs
+    del y
+
+
+def test_training_lora_with_hot() -> None:
+    losses = {}
+    base = Model()
+    x = torch.randn(256, 64)
+    target = torch.randn(256, 10)
+    for order in (None, *ORDERS):
+        model = with_lora(copy.deepcopy(base), order)
+        frozen = {n: p.clone() for n, p in model.named_parameters() if not p.requires_grad}
+        optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        for _ in range(25):
+            loss = (model(x) - target).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        losses[order] = loss.item()
+        parameters = dict(model.named_parameters())
+        assert all(torch.equal(parameters[name], before) for name, before in frozen.items())
+    assert losses["peft first"] == pytest.approx(losses[None], rel=0.02)
+    assert losses["HOT first"] == pytest.approx(losses[None], rel=0.02)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_merge_and_revert(order: str) -> None:
+    base = Model()
+    x = torch.randn(3, 64)
+    plain = with_lora(copy.deepcopy(base), None)
+    model = with_lora(copy.deepcopy(base), order)
+    assert torch.equal(model(x), plain(x))
+    merged = model.merge_and_unload()
+    assert torch.equal(merged(x), plain.merge_and_unload()(x))
+    assert type(merged.blocks[0].up) is hot.HotLinear
+    assert type(hot.revert(merged).blocks[0].up) is nn.Linear
+
+
+def test_overrides_reach_base_layers() -> None:
+    model = with_lora(Model(), None)
+    report = hot.convert(model, overrides={"*.up.base_layer": "int4"})
+    bits = {row.name.split(".")[-2]: row.config.gx_bits for row in report.converted}
+    assert bits == {"up": 4, "down": 8}
+
+
+# ------------------------------------------------------------------------- Conv1D of transformers
+
+
+def gpt2() -> nn.Module:
+    config = GPT2Config(
+        **{"n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 96, "n_positions": 32},
+        **{"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+        **{"bos_token_id": 0, "eos_token_id": 0},
+    )
+    return GPT2LMHeadModel(config)
+
+
+@pytest.mark.parametrize("shape", [(40, 64), (2, 20, 64), (64,)])
+def test_conv1d(shape: tuple[int, ...]) -> None:
+    plain = Conv1D(96, 64)
+    module = HotConv1D.from_plain(plain)
+    assert isinstance(module, Conv1D)
+    assert module.weight is plain.weight and module.bias is plain.bias
+    x = torch.randn(shape, requires_grad=True)
+    y = module(x)
+    assert torch.equal(y, plain(x)) and torch.equal(module.eval()(x), plain(x))
+    module.train()
+    # The linear layer with the same numbers, turned.
+    linear = hot.HotLinear(64, 96)
+    linear.load_state_dict({"weight": plain.weight.T, "bias": plain.bias})
+    gy = torch.randn_like(y)
+    results = []
+    for layer in (module, linear):
+        torch.manual_seed(5)
+        results.append(torch.autograd.grad(layer(x), (x, layer.weight, layer.bias), gy))
+    (gx, gw, gb), expected = results
+    assert torch.equal(gx, expected[0]) and torch.equal(gw, expected[1].T)
+    assert torch.equal(gb, expected[2])
+    module(x).sum().backward()
+    assert module.weight.grad.stride() == module.weight.stride()
+
+
+def test_gpt2() -> None:
+    model = gpt2()
+    tokens = torch.randint(96, (2, 32))
+    exact_loss = model(tokens, labels=tokens).loss
+    exact_loss.backward()
+    exact = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    report = hot.convert(model)
+    assert [row.kind for row in report.converted] == ["Conv1D"] * 8
+    assert [(row.name, row.reason) for row in report.skipped] == [("lm_head", "the output head")]
+    loss = model(tokens, labels=tokens).loss
+    assert torch.equal(loss, exact_loss)
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        assert cosine(parameter.grad.numpy(), exact[name].numpy()) > 0.97, name
+    again = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    assert type(again.transformer.h[0].mlp.c_fc) is HotConv1D
+    assert torch.equal(again(tokens, labels=tokens).loss, loss)
+    assert "HotConv1D(nf=192, nx=64, config=default)" in repr(model)
+    hot.revert(model)
+    assert type(model.transformer.h[0].mlp.c_fc) is Conv1D
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_gpt2_with_lora(order: str) -> None:
+    lora = peft.LoraConfig(r=4, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True)
+    model = gpt2()
+    if order == "HOT first":
+        hot.convert(model)
+    model = peft.get_peft_model(model, lora)
+    if order == "peft first":
+        hot.convert(model)
+    base = model.base_model.model.transformer.h[0].attn.c_attn.base_layer
+    assert type(base) is HotConv1D and not base.weight.requires_grad
+    tokens = torch.randint(96, (2, 32))
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    grads = {name for name, p in model.named_parameters() if p.grad is not None}
+    assert len(grads) == 8 and all("lora_" in name for name in grads)
+
+
+def test_wrong_module() -> None:
+    with pytest.raises(TypeError, match="module: expected a plain Conv1D, got Linear"):
+        HotConv1D.from_plain(nn.Linear(4, 4))
