@@ -71,6 +71,7 @@ def plot_speedups(report: Mapping[str, Any], path: Path) -> None:
         left = [place - WIDTH / 2 + (index + 0.5) * width for place in range(len(names))]
         bars = axes.bar(left, heights, width, label=recipe, color=COLORS[recipe])
         axes.bar_label(bars, fmt="%.2g", fontsize=6)
+    axes.margins(y=0.18)  # room for the legend
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_xticks(range(len(names)), names, fontsize=8)
     axes.set_ylabel(f"times faster than torch\n({rival})")

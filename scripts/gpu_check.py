@@ -4,7 +4,9 @@
     python3 scripts/gpu_check.py [--out benchmarks/results/gpu-check.json] [--build build/gpu]
 
 Needs nvcc, CMake, ninja, GoogleTest, and a Python with torch, nanobind and pytest; no network. The
-CUTLASS headers must lie in third_party/cutlass (scripts/fetch_cutlass.py, where there is one).
+CUTLASS headers must lie in third_party/cutlass (scripts/fetch_cutlass.py, where there is one);
+torchao, if it is to be compared with, in third_party/torchao (scripts/fetch_torchao.py).
+`--skip-tests` and `--skip-bench` leave out a half; the report then says so and counts as failed.
 """
 
 from __future__ import annotations
@@ -19,9 +21,18 @@ import sys
 import time
 import xml.etree.ElementTree as tree
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import targets  # noqa: E402  (needs neither torch nor hotcore)
+
 HASHED = ("cpp", "cuda", "python/bindings")
+BENCHMARKS: dict[str, tuple[str, ...]] = {
+    "backward": ("--short", "--rounds", "10"),
+    "fwht": ("--rounds", "10", "--n", "16", "--n", "128", "--n", "1024", "--n", "4096"),
+    "gemm": ("--rounds", "10"),
+}
 
 
 def source_hash() -> str:
@@ -60,40 +71,39 @@ def counts(report: Path) -> dict[str, int]:
     return total
 
 
+def last_line(*command: str) -> str:
+    """What a command printed last; "?" where there is no such command."""
+    if shutil.which(command[0]) is None:
+        return "?"
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return (done.stdout.strip().splitlines() or ["?"])[-1]
+
+
 def versions() -> dict[str, str]:
     import torch
 
-    nvcc = subprocess.run(["nvcc", "--version"], capture_output=True, text=True, check=False)
-    driver = subprocess.run(
-        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
     return {
         "python": sys.version.split()[0],
         "torch": torch.__version__,
-        "nvcc": nvcc.stdout.strip().splitlines()[-1] if nvcc.stdout else "?",
-        "driver": driver.stdout.strip().splitlines()[0] if driver.stdout else "?",
+        "nvcc": last_line("nvcc", "--version"),
+        "driver": last_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
     }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/gpu-check.json")
-    parser.add_argument("--build", type=Path, default=ROOT / "build/gpu")
-    args = parser.parse_args()
-    build: Path = args.build.resolve()
-    reports = build / "reports"
-    reports.mkdir(parents=True, exist_ok=True)
-    start = time.time()
+def compile_torchao(log: Path) -> subprocess.Popen[bytes] | None:
+    """Start compiling the rival's layers into inductor's cache, beside the build."""
+    if not (ROOT / "third_party/torchao").is_dir():
+        return None
+    command = ["nice", sys.executable, str(ROOT / "benchmarks/rivals.py"), "Llama-3-8B"]
+    print("+", *command, "&", flush=True)
+    with log.open("w") as file:
+        return subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
 
-    import torch
 
-    if not torch.cuda.is_available():
-        sys.exit("gpu_check: torch sees no CUDA device")
-    site = build / "site"
+def build_all(build: Path, reports: Path) -> dict[str, int]:
+    """Configure, build, and install the package into build/site; exit codes by step."""
     steps: dict[str, int] = {}
+    site = build / "site"
     steps["configure"] = run(
         "cmake", "-S", ROOT, "-B", build, "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release",
         "-DHOT_CUDA=ON", "-DHOT_CUTLASS=ON", "-DCMAKE_CUDA_ARCHITECTURES=90a-real",
@@ -110,51 +120,150 @@ def main() -> int:
             "cmake", "--install", build, "--prefix", site / "hotcore", "--component", component,
             log=reports / f"install-{component}.log",
         )  # fmt: skip
-    built = time.time()
+    return steps
 
+
+def test_all(build: Path, reports: Path, env: dict[str, str]) -> dict[str, dict[str, int]]:
     tests: dict[str, dict[str, int]] = {}
-    ctest_report = reports / "ctest.xml"
+    ctest_report, pytest_report = reports / "ctest.xml", reports / "pytest.xml"
+    for report in (ctest_report, pytest_report):
+        report.unlink(missing_ok=True)  # an old one must not stand for a run that broke off
     run(
         "ctest", "--test-dir", build, "-j", "4", "-LE", "consumer", "--no-tests=error",
         "--output-on-failure", "--output-junit", ctest_report, log=reports / "ctest.log",
     )  # fmt: skip
     tests["C++"] = counts(ctest_report)
-    environment = {**os.environ, "PYTHONPATH": str(site), "PYTHONUNBUFFERED": "1"}
-    pytest_report = reports / "pytest.xml"
     code = run(
-        sys.executable, "-m", "pytest", "-q", "tests/gpu", "--junit-xml", pytest_report,
-        env=environment, log=reports / "pytest.log",
+        sys.executable, "-m", "pytest", "-q", "tests/gpu", "--durations=5",
+        "--junit-xml", pytest_report, env=env, log=reports / "pytest.log",
     )  # fmt: skip
     tests["Python"] = counts(pytest_report)
     if code != 0:
         print((reports / "pytest.log").read_text()[-6000:])
+        # A run that broke off (a crash, a collection error) may have reported no failure.
+        tests["Python"]["failed"] = max(1, tests["Python"]["failed"])
     if tests["C++"]["failed"]:
         print((reports / "ctest.log").read_text()[-6000:])
+    return tests
 
+
+def sanitize(build: Path, reports: Path) -> dict[str, str]:
+    """compute-sanitizer over a few tests; "clean", or what it said."""
+    out: dict[str, str] = {}
+    if not shutil.which("compute-sanitizer"):
+        return out
+    for tool in ("memcheck", "racecheck", "initcheck"):
+        log = reports / f"{tool}.log"
+        code = run(
+            "compute-sanitizer", "--tool", tool, "--error-exitcode", "3",
+            build / "tests/cpp/test_stages_cuda",
+            "--gtest_filter=*gemm_equals_cpu:*repeats*:*hla*:*quantize*", log=log,
+        )  # fmt: skip
+        out[tool] = "clean" if code == 0 else f"exit {code}: {log.read_text()[-300:]}"
+    return out
+
+
+def bench_all(reports: Path, env: dict[str, str]) -> tuple[dict[str, int], dict[str, Any]]:
+    """Exit codes and reports of the benchmarks."""
+    steps: dict[str, int] = {}
+    found: dict[str, Any] = {}
+    for name, words in BENCHMARKS.items():
+        path = reports / f"{name}.json"
+        path.unlink(missing_ok=True)
+        script = f"benchmarks/bench_{name}.py"
+        code = run(
+            sys.executable, script, "--device", "cuda", *words, "--json", path, env=env,
+            log=reports / f"bench_{name}.log",
+        )  # fmt: skip
+        print((reports / f"bench_{name}.log").read_text()[-4000:])
+        steps[f"bench_{name}"] = code
+        found[name] = json.loads(path.read_text()) if code == 0 and path.exists() else {}
+    return steps, found
+
+
+def ratios(bench: dict[str, Any]) -> dict[str, Any]:
+    """The figures that are quoted: sums of groups, the paper's layers, copies, forward, host."""
+    backward, fwht, gemm = (bench.get(name, {}) for name in BENCHMARKS)
+    out: dict[str, Any] = {}
+    for group, table in backward.get("layers", {}).items():
+        out[f"{group}, sum, times faster than"] = {
+            recipe: row["faster than"] for recipe, row in table["recipes"].items()
+        }
+        out[f"{group}, sum, compress, copies of x"] = {
+            recipe: row["compress of a copy"] for recipe, row in table["recipes"].items()
+        }
+    for way, table in backward.get("paper", {}).items():
+        out[f"the paper's layers, arrays {way}, times faster than fp32"] = table["means"]
+    for group, table in backward.get("forward", {}).items():
+        out[f"{group}, forward, extra time"] = table["extra"]
+    if "host" in backward:
+        rows = backward["host"]["rows"]
+        out["host, us a call"] = {name: 1e3 * row["median_ms"] for name, row in rows.items()}
+    if "n" in fwht:
+        shares = {n: rows["hotcore"]["of the copy"] for n, rows in fwht["n"].items()}
+        out["fwht, share of the copy's speed"] = shares
+    for group, products in gemm.get("products", {}).items():
+        out[f"INT8 product, {group}, TOPS"] = {
+            name: found["rows"]["hotcore"]["TOPS"] for name, found in products.items()
+        }
+    return out
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/gpu-check.json")
+    parser.add_argument("--build", type=Path, default=ROOT / "build/gpu")
+    parser.add_argument("--skip-tests", action="store_true")
+    parser.add_argument("--skip-bench", action="store_true")
+    args = parser.parse_args()
+    build: Path = args.build.resolve()
+    reports = build / "reports"
+    reports.mkdir(parents=True, exist_ok=True)
+
+    import torch
+
+    if not torch.cuda.is_available():
+        sys.exit("gpu_check: torch sees no CUDA device")
+    seconds: dict[str, int] = {}
+    last = start = time.time()
+
+    def done(part: str) -> None:
+        nonlocal last
+        seconds[part] = round(time.time() - last)
+        last = time.time()
+
+    steps: dict[str, int] = {}
+    tests: dict[str, dict[str, int]] = {}
     sanitizer: dict[str, str] = {}
-    if shutil.which("compute-sanitizer"):
-        for tool in ("memcheck", "racecheck", "initcheck"):
-            log = reports / f"{tool}.log"
-            code = run(
-                "compute-sanitizer", "--tool", tool, "--error-exitcode", "3",
-                build / "tests/cpp/test_stages_cuda",
-                "--gtest_filter=*gemm_equals_cpu:*repeats*:*hla*:*quantize*", log=log,
-            )  # fmt: skip
-            sanitizer[tool] = "clean" if code == 0 else f"exit {code}: {log.read_text()[-300:]}"
-
-    bench_file = reports / "bench.json"
-    code = run(
-        sys.executable, "benchmarks/bench_backward.py", "--device", "cuda", "--rounds", "12",
-        "--out", bench_file, env=environment,
-    )  # fmt: skip
-    bench = json.loads(bench_file.read_text()) if code == 0 else {"failed": code}
-    steps["bench_backward"] = code
+    bench: dict[str, Any] = {}
+    compiling = None if args.skip_bench else compile_torchao(reports / "torchao.log")
+    steps |= build_all(build, reports)
+    done("build")
+    env = {**os.environ, "PYTHONPATH": str(build / "site"), "PYTHONUNBUFFERED": "1"}
+    if args.skip_tests:
+        steps["tests: skipped"] = 1
+    else:
+        tests = test_all(build, reports, env)
+        done("tests")
+        sanitizer = sanitize(build, reports)
+        done("sanitizer")
+    if args.skip_bench:
+        steps["benchmarks: skipped"] = 1
+    else:
+        if compiling is not None:
+            compiling.wait()
+            print((reports / "torchao.log").read_text()[-500:])
+        done("waiting for torchao")
+        bench_steps, bench = bench_all(reports, env)
+        steps |= bench_steps
+        done("benchmarks")
 
     total = {
         key: sum(part[key] for part in tests.values()) for key in ("passed", "failed", "skipped")
     }
     total["failed"] += sum(code != 0 for code in steps.values())
     total["failed"] += sum(word != "clean" for word in sanitizer.values())
+    goals = targets.rows(*(bench.get(name, {}) for name in BENCHMARKS))
     result = {
         "device": torch.cuda.get_device_name(0),
         "versions": versions(),
@@ -164,12 +273,19 @@ def main() -> int:
         "tests": tests,
         "steps": steps,
         "sanitizer": sanitizer,
-        "build_s": round(built - start),
+        "build_s": seconds["build"],
         "total_s": round(time.time() - start),
-        "bench_backward": bench,
+        "seconds": seconds,
+        "ratios": ratios(bench),
+        "targets": goals,
+        **{f"bench_{name}": report for name, report in bench.items()},
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(result, indent=1) + "\n")
+    for goal in goals:
+        print(f"{goal['reached']:7s} {goal['measured']:8.3g} (must {goal['must']:g}, aim "
+              f"{goal['aim']:.3g})  {goal['work']}")  # fmt: skip
+    print(f"seconds: {seconds}")
     print(f"{total['passed']} passed, {total['failed']} failed, {total['skipped']} skipped")
     print(f"written: {args.out}")
     return int(total["failed"] > 0 or total["passed"] == 0)
