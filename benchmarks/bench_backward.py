@@ -39,7 +39,7 @@ ALL = ("gx", "gw", "gb")
 HOST_BAR_US = 60.0
 LEAST_STAGE_ROUNDS = 4
 TOY: Shape = (64, 64, 64)
-PRODUCT = re.compile("cutlass|gemm|mma|product", re.IGNORECASE)  # in names of kernels
+PRODUCT = re.compile("cutlass|gemm|product", re.IGNORECASE)  # in names of kernels
 Groups = dict[str, dict[str, Shape]]
 
 
@@ -86,8 +86,10 @@ def torch_rivals(shape: Shape, device: str) -> dict[str, Call]:
         gy, w, x = gy.bfloat16(), w.bfloat16(), x.bfloat16()
         out["torch bf16"] = rivals.backward(gy, w, x)
         out["bf16 products"] = rivals.products(gy, w, x)
+    if device == "cuda" and all(size % 16 == 0 for size in shape):
         out["fp8 products"] = rivals.fp8_products(*shape)
-    out["int8 products"] = rivals.int8_products(*shape, device)
+    if device == "cpu" or all(size % 16 == 0 for size in shape):
+        out["int8 products"] = rivals.int8_products(*shape, device)
     return out
 
 

@@ -115,9 +115,9 @@ def test_arrays_of_two_devices_are_refused() -> None:
         hotcore.backward_linear(gy.cuda(), w.cuda(), saved)
     with pytest.raises(ValueError, match="gw_out"):
         hotcore.backward_linear(gy.cuda(), w.cuda(), x.cuda(), gw_out=torch.empty(16, 16))
-    with pytest.raises(ValueError, match="out"):
+    with pytest.raises(ValueError, match=r"\bout\b"):
         hotcore.fwht(x.cuda(), out=torch.empty_like(x))
-    with pytest.raises(ValueError, match="b"):
+    with pytest.raises(ValueError, match=r"\bb\b"):
         codes = torch.ones(16, 16, dtype=torch.int8)
         hotcore.gemm_int8(codes.cuda(), codes)
 
