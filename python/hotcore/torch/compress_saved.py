@@ -1,0 +1,460 @@
+"""``compress_saved``: what autograd keeps besides the inputs of HOT's layers, in 8 or 4 bits.
+
+HOT compresses the inputs of linear layers and convolutions. In a transformer the larger part is
+then what the others keep: inputs of GELU and normalisation, attention's q, k, v and result. Here
+they are cut into blocks of 128 values; a block keeps its smallest and largest value, and each value
+a code between them, rounded stochastically.
+
+On CUDA Triton kernels do it (``saved_kernels.py``): they read a value once and write it once, which
+keeps this near the memory's bandwidth; eager torch operations would pass over the data about ten
+times, and compiled ones need a compilation for every shape. On the CPU, and on CUDA without Triton,
+torch operations compute the same bits.
+
+Source: blockwise min-max codes with stochastic rounding as in ActNN (Chen et al., ICML 2021).
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+
+from .functional import DTYPES
+
+BLOCK = 128
+"""Values that share a smallest and a largest value."""
+
+MASK_BLOCK = 1024
+"""Values whose signs share 128 bytes (one bit each)."""
+
+_MIN_RANGE = 2.0**-100  # of a block; what is narrower counts as constant
+_CHUNK = 1 << 20  # values that the torch path works on at a time
+_MASK32 = 0xFFFF_FFFF
+_GOLDEN32 = 0x9E37_79B1
+_GOLDEN64 = 0x9E37_79B9_7F4A_7C15
+
+KINDS: Mapping[str, frozenset[str]] = {
+    kind: frozenset(names.split())
+    for kind, names in {
+        "activation": "gelu silu silu_ mish elu elu_ celu selu hardswish hardsigmoid hardtanh "
+        "relu6 softplus sigmoid tanh glu prelu",
+        "relu": "relu relu_ leaky_relu leaky_relu_",
+        "norm": "layer_norm rms_norm group_norm batch_norm instance_norm",
+        "attention": "scaled_dot_product_attention multi_head_attention_forward",
+        "softmax": "softmax",
+        "product": "mul multiply __mul__ __rmul__ matmul __matmul__ __rmatmul__ bmm baddbmm einsum "
+        "square pow __pow__",
+        "pool": "max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d "
+        "adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d",
+        "linear": "linear addmm conv1d conv2d conv3d conv_transpose1d conv_transpose2d "
+        "conv_transpose3d",
+    }.items()
+}
+"""Kind of operation -> functions of torch (by name) whose saved tensors are compressed. What is in
+none of them (losses, divisions, roots, custom autograd Functions, ...) is never touched: its
+derivative may need exact values."""
+
+_SQUARE: Any = {2}  # a set, so that a tensor is not compared element by element
+_KIND_OF = {name: kind for kind, names in KINDS.items() for name in names}
+
+
+def compress_saved(bits: int = 8, *, min_values: int = 65536, **kinds: int | None) -> Compression:
+    """Make a context in which autograd keeps its saved tensors compressed.
+
+    ::
+
+        compress = hot.compress_saved()
+        for batch in batches:
+            with compress:
+                loss = loss_fn(model(batch))
+            loss.backward()
+
+    Args:
+        bits: 8 or 4, for every kind but ``relu``, ``linear`` and those in ``kinds``.
+        min_values: smaller tensors are kept as they are.
+        **kinds: bits of one kind of operation, or None to keep its tensors: ``activation`` (GELU,
+            SiLU, ...), ``norm``, ``attention`` (q, k, v and result of scaled_dot_product_attention;
+            nn.MultiheadAttention without masks), ``softmax``, ``product`` (element- and matrix
+            products of two activations), ``pool``; ``relu``, which needs signs alone: 1 (the
+            default, exact); ``linear``: plain linear layers and convolutions, None unless given.
+
+    Never touched: integer and boolean tensors, parameters, inputs and other tensors without a
+    gradient, and their views (masks, tables), statistics (mean, 1/std, logsumexp: tensors of less
+    than a quarter of the operation's largest), expanded tensors, dtypes other than float32, float16
+    and bfloat16, and what operations outside :data:`KINDS` or custom autograd Functions save
+    (HOT's layers have compressed theirs). A tensor that several operations save is kept once.
+
+    Error, of a value x of a block with ``lo = min``, ``hi = max`` and b bits: ``|x' - x| <=
+    (hi - lo) / (2**b - 1)``, plus one rounding to the tensor's dtype. The expectation over the
+    seed is x, within 2**-15 of that step (plus the dtype's rounding again). ``lo`` and ``hi`` are
+    exact, so that blocks of one or two values are, too. A range below 2**-100 counts as 0. A block
+    with NaN or Inf, or whose range overflows float32, comes back as NaN or Inf.
+
+    Random numbers: one 63-bit seed from torch's default CPU generator whenever the context is
+    entered, so ``torch.manual_seed`` repeats a run. Within a block the roundings share one draw,
+    shifted by multiples of the golden ratio: each is unbiased, they are not independent.
+
+    Memory: ``1 + 8/128`` bytes a value at 8 bits, ``0.5 + 8/128`` at 4.
+
+    Backward runs outside or inside the context. It composes with autocast, HOT's layers and
+    activation checkpointing (where the checkpoint keeps nothing to compress). Inside a graph that
+    torch.compile made, nothing is compressed. A CUDA graph repeats the roundings it was captured
+    with.
+
+    Raises:
+        ValueError: bad bits, or an unknown kind.
+    """
+    return Compression(bits, min_values, kinds)
+
+
+class Compression:
+    """The context that :func:`compress_saved` makes; it can be entered again and again."""
+
+    def __init__(self, bits: int, min_values: int, kinds: Mapping[str, int | None]) -> None:
+        """See :func:`compress_saved`."""
+        if bits not in (4, 8):
+            raise ValueError(f"bits: {bits!r}; expected 8 or 4")
+        if min_values < 0:
+            raise ValueError(f"min_values: {min_values} is negative")
+        self._bits: dict[str, int | None] = dict.fromkeys(KINDS, bits)
+        self._bits.update(relu=1, linear=None)
+        for kind, value in kinds.items():
+            if kind not in KINDS:
+                raise ValueError(f"{kind}: no such kind of operation; known: {', '.join(KINDS)}")
+            allowed = (1, None) if kind == "relu" else (4, 8, None)
+            if value not in allowed:
+                raise ValueError(f"{kind}: {value!r}; expected one of {allowed}")
+            self._bits[kind] = value
+        self._min_values = min_values
+        self._rule: _Rule | None = None
+        self._seed = 0
+        self._counter: Iterator[int] = itertools.count()
+        self._kept: weakref.WeakValueDictionary[tuple[Any, ...], _Packed] = (
+            weakref.WeakValueDictionary()
+        )
+        self._entered: list[tuple[TorchFunctionMode, Any]] = []
+
+    def __enter__(self) -> Compression:
+        """Draw a seed and begin."""
+        self.draw_seed()
+        hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+        mode = self.watch()
+        mode.__enter__()  # type: ignore[no-untyped-call]
+        hooks.__enter__()
+        self._entered.append((mode, hooks))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """End; what was kept stays until backward or the graph's end."""
+        mode, hooks = self._entered.pop()
+        hooks.__exit__(*error)
+        mode.__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def draw_seed(self) -> None:
+        """Draw the seed of the roundings to come from torch's default CPU generator."""
+        self._seed = int(torch.randint(0x7FFF_FFFF_FFFF_FFFF, (), dtype=torch.int64, device="cpu"))
+        self._counter = itertools.count()
+
+    def watch(self) -> TorchFunctionMode:
+        """A context that tells :meth:`pack` which operation saves."""
+        return _Watch(self)
+
+    def pack(self, tensor: Tensor) -> Any:
+        """What is kept of a saved tensor: itself, or something smaller (with ``.nbytes``)."""
+        rule = self._rule
+        if rule is None or not rule.takes(tensor, self._min_values):
+            return tensor
+        storage = tensor.untyped_storage()
+        key = (
+            storage._cdata,
+            tensor._version,
+            tensor.storage_offset(),
+            tensor.shape,
+            tensor.stride(),
+            tensor.dtype,
+            rule.bits,
+        )
+        found = self._kept.get(key)
+        if found is None:
+            order = _memory_order(tensor)
+            if order is None:
+                return tensor
+            found = _Packed(tensor, order, rule.bits, self._key())
+            self._kept[key] = found
+        return found
+
+    def unpack(self, kept: Any) -> Tensor:
+        """The tensor again, of the same shape, dtype, device and order of dimensions in memory."""
+        return kept.restore() if isinstance(kept, _Packed) else kept
+
+    def _key(self) -> tuple[int, int]:
+        """Two 32-bit words, new for every tensor."""
+        value = _splitmix64(self._seed + next(self._counter) * _GOLDEN64)
+        return value & _MASK32, value >> 32
+
+
+class _Watch(TorchFunctionMode):
+    def __init__(self, owner: Compression) -> None:
+        super().__init__()
+        self._owner = owner
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        owner = self._owner
+        name = getattr(func, "__name__", "")
+        kind = _KIND_OF.get(name)
+        bits = owner._bits[kind] if kind is not None else None
+        before = owner._rule
+        owner._rule = None if bits is None else _rule(name, bits, args, kwargs)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            owner._rule = before
+
+
+class _Rule:
+    """Which of the tensors that an operation saves are compressed."""
+
+    __slots__ = ("bits", "exact", "exact_shapes", "largest", "widths")
+
+    def __init__(self, bits: int, tensors: list[Tensor], widths: tuple[int, ...]) -> None:
+        self.bits = bits
+        exact = [t for t in tensors if _without_gradient(t)]
+        # Under autocast a parameter is saved as a copy, which has its shape.
+        self.exact = {t.untyped_storage()._cdata for t in exact}
+        self.exact_shapes = {t.shape for t in exact} - {
+            t.shape for t in tensors if not _without_gradient(t)
+        }
+        self.largest = max((t.numel() for t in tensors), default=0)
+        self.widths = widths
+
+    def takes(self, tensor: Tensor, min_values: int) -> bool:
+        return (
+            type(tensor) is Tensor
+            and tensor.dtype in DTYPES
+            and tensor.numel() >= max(min_values, self.largest // 4, 1)
+            and tensor.layout == torch.strided
+            and not tensor.is_meta
+            and tensor.shape not in self.exact_shapes
+            and (not self.widths or tensor.shape[-1] in self.widths)
+            and tensor.untyped_storage()._cdata not in self.exact
+        )
+
+
+def _rule(name: str, bits: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Rule | None:
+    """The rule for a call; None: nothing that it saves is compressed."""
+    widths: tuple[int, ...] = ()
+    if name in ("pow", "__pow__") and not (len(args) == 2 and args[1] in _SQUARE):
+        return None  # other powers may have a steep derivative
+    if name == "multi_head_attention_forward":
+        if kwargs.get("key_padding_mask") is not None or kwargs.get("attn_mask") is not None:
+            return None  # merged into new tensors, which are not told from activations
+    elif name == "scaled_dot_product_attention":
+        query = args[0] if args else kwargs["query"]
+        key = args[1] if len(args) > 1 else kwargs["key"]
+        if kwargs.get("attn_mask", args[3] if len(args) > 3 else None) is not None:
+            # The mask may be saved as a padded copy: take only what is as wide as a head.
+            widths = tuple(range(query.shape[-1], query.shape[-1] + 8))
+            if any(key.shape[-2] <= width < key.shape[-2] + 8 for width in widths):
+                return None
+    tensors = [t for t in _flat(itertools.chain(args, kwargs.values())) if isinstance(t, Tensor)]
+    return _Rule(bits, tensors, widths)
+
+
+def _flat(values: Any) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from value
+        else:
+            yield value
+
+
+def _without_gradient(tensor: Tensor) -> bool:
+    """A parameter, a constant or a view of one: no activation."""
+    base = tensor._base
+    return tensor.is_leaf or (base is not None and base.is_leaf)
+
+
+def _memory_order(tensor: Tensor) -> tuple[int, ...] | None:
+    """Dimensions from the outermost in memory to the innermost; None where elements overlap."""
+    if tensor.is_contiguous():
+        return tuple(range(tensor.dim()))
+    stride, shape = tensor.stride(), tensor.shape
+    order = tuple(sorted(range(tensor.dim()), key=lambda i: (stride[i], shape[i]), reverse=True))
+    extent = 1
+    for i in reversed(order):
+        if shape[i] == 1:
+            continue
+        if stride[i] < extent:
+            return None
+        extent = stride[i] * (shape[i] - 1) + extent
+    return order
+
+
+class _Packed:
+    """One compressed tensor."""
+
+    __slots__ = (
+        "__weakref__",
+        "_bits",
+        "_codes",
+        "_count",
+        "_dtype",
+        "_order",
+        "_ranges",
+        "_shape",
+        "_source",
+    )
+
+    def __init__(
+        self, tensor: Tensor, order: tuple[int, ...], bits: int, key: tuple[int, int]
+    ) -> None:
+        # Keeps the storage's address from being taken by another one, not the storage.
+        source = tensor.untyped_storage()
+        self._source = StorageWeakRef(source)  # type: ignore[no-untyped-call]
+        self._order, self._bits, self._dtype = order, bits, tensor.dtype
+        dense = tensor.permute(order)
+        self._shape = dense.shape
+        self._count = tensor.numel()
+        width = MASK_BLOCK if bits == 1 else BLOCK
+        blocks = -(-self._count // width)
+        self._codes = torch.empty(
+            (blocks, width * bits // 8), dtype=torch.uint8, device=tensor.device
+        )
+        self._ranges = torch.empty((0 if bits == 1 else blocks, 2), device=tensor.device)
+        kernels = _kernels(tensor.device)
+        if kernels is not None:
+            kernels.compress(dense, self._codes, self._ranges, bits, key)
+        else:
+            _compress(dense.reshape(-1), self._codes, self._ranges, bits, key)
+
+    @property
+    def nbytes(self) -> int:
+        return self._codes.nbytes + self._ranges.nbytes
+
+    def restore(self) -> Tensor:
+        flat = torch.empty(self._count, dtype=self._dtype, device=self._codes.device)
+        kernels = _kernels(flat.device)
+        if kernels is not None:
+            kernels.restore(self._codes, self._ranges, self._bits, flat)
+        else:
+            _restore(self._codes, self._ranges, self._bits, flat)
+        inverse = [0] * len(self._order)
+        for place, dim in enumerate(self._order):
+            inverse[dim] = place
+        return flat.view(self._shape).permute(inverse)
+
+
+_kernels_found: ModuleType | None = None
+_kernels_missing = False
+
+
+def _kernels(device: torch.device) -> ModuleType | None:
+    """The Triton kernels, for CUDA; None for the torch path."""
+    global _kernels_found, _kernels_missing
+    if device.type != "cuda" or _kernels_missing:
+        return None
+    if _kernels_found is None:
+        try:
+            from . import saved_kernels
+        except ImportError as error:
+            _kernels_missing = True
+            warnings.warn(
+                f"compress_saved: no Triton ({error}); torch operations do the same, several times "
+                "slower",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return None
+        _kernels_found = saved_kernels
+    return _kernels_found
+
+
+def _splitmix64(value: int) -> int:
+    mask = (1 << 64) - 1
+    value &= mask
+    value = ((value ^ (value >> 30)) * 0xBF58_476D_1CE4_E5B9) & mask
+    value = ((value ^ (value >> 27)) * 0x94D0_49BB_1331_11EB) & mask
+    return value ^ (value >> 31)
+
+
+def _mix32(value: Tensor) -> Tensor:
+    """A hash of 32-bit words kept in int64 (lowbias32 of Ellis, 2018)."""
+    value = value ^ (value >> 16)
+    value = (value * 0x7FEB_352D) & _MASK32
+    value = value ^ (value >> 15)
+    value = (value * 0x846C_A68B) & _MASK32
+    return value ^ (value >> 16)
+
+
+def _dither(first: int, blocks: int, key: tuple[int, int], device: torch.device) -> Tensor:
+    """Uniform numbers ``[blocks, 128]`` in [0, 1), multiples of 2**-23: one draw a block, shifted.
+
+    With u the draw of the block, value i gets ``frac(u + i * phi)``.
+    """
+    block = torch.arange(first, first + blocks, dtype=torch.int64, device=device)
+    draw = _mix32(_mix32((block & _MASK32) ^ key[0]) ^ key[1]) >> 9
+    i = torch.arange(BLOCK, dtype=torch.int64, device=device)
+    shift = ((i * _GOLDEN32) & _MASK32) >> 9
+    sums = (draw[:, None] + shift) & 0x7F_FFFF
+    return sums.float() * 2.0**-23
+
+
+def _chunks(blocks: int, width: int) -> Iterator[tuple[int, int]]:
+    step = _CHUNK // width
+    for first in range(0, blocks, step):
+        yield first, min(first + step, blocks)
+
+
+def _compress(flat: Tensor, codes: Tensor, ranges: Tensor, bits: int, key: tuple[int, int]) -> None:
+    """Fill codes and ranges from flat ``[N]``, with torch operations."""
+    width = MASK_BLOCK if bits == 1 else BLOCK
+    for first, last in _chunks(len(codes), width):
+        part = flat[first * width : last * width].float()
+        missing = (last - first) * width - len(part)
+        if missing:  # repeats the last value, which changes no range
+            part = torch.cat([part, part[-1:].expand(missing)])
+        values = part.view(last - first, width)
+        if bits == 1:
+            signs = (values > 0).view(-1, 8, BLOCK).to(torch.uint8)
+            weights = (2 ** torch.arange(8, device=flat.device)).to(torch.uint8)[:, None]
+            codes[first:last] = (signs * weights).sum(1, dtype=torch.uint8)
+            continue
+        top = 2**bits - 1
+        lo, hi = values.aminmax(dim=1, keepdim=True)
+        span = hi - lo
+        inverse = torch.where(span < _MIN_RANGE, 0.0, top / span)
+        dither = _dither(first, last - first, key, flat.device)
+        code = ((values - lo) * inverse).add_(dither).floor_().clamp_(0, top).to(torch.uint8)
+        if bits == 4:
+            code = code[:, : BLOCK // 2] | (code[:, BLOCK // 2 :] << 4)
+        codes[first:last] = code
+        ranges[first:last] = torch.cat([lo, hi], dim=1)
+
+
+def _restore(codes: Tensor, ranges: Tensor, bits: int, flat: Tensor) -> None:
+    """Fill flat ``[N]`` from codes and ranges, with torch operations."""
+    width = MASK_BLOCK if bits == 1 else BLOCK
+    for first, last in _chunks(len(codes), width):
+        code = codes[first:last]
+        if bits == 1:
+            shifts = torch.arange(8, dtype=torch.uint8, device=codes.device)[:, None]
+            values = ((code[:, None, :] >> shifts) & 1).float()
+        else:
+            if bits == 4:
+                code = torch.cat([code & 15, code >> 4], dim=1)
+            top = 2**bits - 1
+            lo, hi = ranges[first:last, :1], ranges[first:last, 1:]
+            values = torch.where(code == top, hi, lo + code.float() * ((hi - lo) / top))
+        part = flat[first * width : last * width]
+        part.copy_(values.reshape(-1)[: len(part)])
