@@ -189,7 +189,7 @@ class Plan:
         not. (The paper draws the same in its Fig. 2 of supplement G.) Raises ImportError without
         matplotlib.
         """
-        figure_class = _matplotlib_figure()
+        figure_class = matplotlib_figure()
         columns = min(4, len(self.layers))
         height = -(-len(self.layers) // columns)
         figure = figure_class(figsize=(3.1 * columns, 2.9 * height), layout="constrained")
@@ -263,7 +263,7 @@ def calibrate(
     names = _layers(model, settings, filter_fn)
     probes = {name: _Probe(settings, Key(seed, stream=i % 8192)) for i, name in enumerate(names)}
     count = 0
-    with _Untouched(model):
+    with Untouched(model):
         for batch in batches:
             _measure(model, batch, loss_fn, probes)
             count += 1
@@ -338,22 +338,28 @@ class _Probe:
         return self._errors[path, scale] / norm if norm else 0.0
 
 
-class _Untouched:
-    """Puts .grad, buffers and torch's random state back on leaving."""
+class Untouched:
+    """Puts .grad, buffers, submodules and torch's random state back on leaving."""
 
     def __init__(self, model: nn.Module) -> None:
+        """Of this model."""
         self._model = model
 
     def __enter__(self) -> None:
+        """Take .grad away, and a copy of the rest."""
         self._grads = [(p, p.grad) for p in self._model.parameters()]
         for parameter, _ in self._grads:
             parameter.grad = None
         self._buffers = [(b, b.detach().clone()) for b in self._model.buffers()]
+        self._children = [(m, dict(m._modules)) for m in self._model.modules()]
         self._random = torch.random.fork_rng()
         self._random.__enter__()
 
     def __exit__(self, *error: Any) -> None:
+        """Put it all back."""
         self._random.__exit__(*error)
+        for module, children in self._children:
+            module._modules.update(children)
         for parameter, grad in self._grads:
             parameter.grad = grad
         with torch.no_grad():
@@ -370,12 +376,8 @@ def _layers(model: nn.Module, config: HotConfig, filter_fn: Filter | None) -> li
     ]
     if converted:
         return converted
-    before = [(parent, dict(parent._modules)) for parent in model.modules()]
-    try:
+    with Untouched(model):
         report = convert(model, config, filter_fn)
-    finally:
-        for parent, children in before:
-            parent._modules.update(children)
     return [
         layer.name
         for layer in report.converted
@@ -451,7 +453,8 @@ def _some(names: list[str], most: int = 8) -> str:
     return f"{shown}, ... ({len(names)} in all)" if len(names) > most else shown or "none"
 
 
-def _matplotlib_figure() -> Any:
+def matplotlib_figure() -> Any:
+    """matplotlib's Figure, which needs no display; an ImportError says how to get it."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

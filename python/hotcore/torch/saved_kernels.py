@@ -55,7 +55,7 @@ def _code(values, lo, inverse, draw, i, TOP: tl.constexpr):
     dither = draw[:, None] + _shift(i)[None, :]
     dither = tl.where(dither >= 1.0, dither - 1.0, dither)
     code = ((values - lo[:, None]) * inverse[:, None] + dither).to(tl.int32)
-    return tl.minimum(tl.maximum(code, 0), TOP)
+    return tl.minimum(code, TOP)
 
 
 @triton.jit
@@ -164,8 +164,7 @@ def _compress_signs_kernel(x, codes, count, blocks, TILE: tl.constexpr):
     byte = tl.zeros((TILE, 128), tl.int32)
     for k in tl.static_range(8):
         place = block[:, None] * 1024 + k * 128 + i[None, :]
-        # Past the end the torch path repeats the last value: so does this.
-        values = tl.load(x + tl.minimum(place, count - 1)).to(tl.float32)
+        values = tl.load(x + place, mask=place < count, other=0.0).to(tl.float32)
         byte |= tl.where(values > 0, 1 << k, 0)
     place = codes + block[:, None] * 128 + i[None, :]
     tl.store(place, byte.to(tl.uint8), mask=(block < blocks)[:, None])

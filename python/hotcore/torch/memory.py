@@ -1,0 +1,303 @@
+"""``memory_report``: who keeps how many bytes for backward, before and after conversion, measured.
+
+What autograd keeps is counted where it is kept (saved-tensor hooks); on CUDA the allocator's peak
+over forward and backward stands beside it.
+
+Source: the issue "memory"; the paper's Table of memory is theoretical, this one is not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..config import HotConfig, as_config
+from .compress_saved import Compression
+from .convert import Filter, convert, revert
+from .lqs import Untouched, matplotlib_figure
+
+LossFn = Callable[[nn.Module, Any], Tensor]
+_MIB = 2**20
+_ROWS = 40  # of the printed table
+
+
+@dataclasses.dataclass(frozen=True)
+class ModuleMemory:
+    """Bytes that a module's own operations (not its children's) keep for backward."""
+
+    name: str
+    type: str
+    before: int
+    after: int
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryReport:
+    """What :func:`memory_report` measured; print it for a table.
+
+    ``peak_before`` and ``peak_after`` are bytes of the CUDA allocator's peak over forward and
+    backward above what was allocated before them; None on the CPU.
+    """
+
+    modules: tuple[ModuleMemory, ...]
+    peak_before: int | None
+    peak_after: int | None
+    changes: str
+
+    @property
+    def before(self) -> int:
+        """Bytes kept by the plain model."""
+        return sum(module.before for module in self.modules)
+
+    @property
+    def after(self) -> int:
+        """Bytes kept by the changed model."""
+        return sum(module.after for module in self.modules)
+
+    def __str__(self) -> str:
+        """A table of the modules that keep most, and the sums."""
+        largest = sorted(self.modules, key=lambda m: max(m.before, m.after), reverse=True)
+        shown = set(largest[:_ROWS])
+        rows = [("module", "type", "before MiB", "after MiB", "after / before")]
+        rows += [
+            (module.name or "(root)", module.type, *_amounts(module.before, module.after))
+            for module in self.modules
+            if module in shown
+        ]
+        rest = [module for module in self.modules if module not in shown]
+        if rest:
+            sums = (sum(m.before for m in rest), sum(m.after for m in rest))
+            rows.append((f"{len(rest)} more", "", *_amounts(*sums)))
+        rows.append(("kept for backward", "", *_amounts(self.before, self.after)))
+        if self.peak_before is not None and self.peak_after is not None:
+            rows.append(("allocator's peak", "", *_amounts(self.peak_before, self.peak_after)))
+        widths = [max(len(row[i]) for row in rows) for i in range(5)]
+        lines = [
+            "  ".join(
+                cell.ljust(width) if i < 2 else cell.rjust(width)
+                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in rows
+        ]
+        return "\n".join([*lines, f"after: {self.changes}; parameters and buffers not counted"])
+
+    def to_json(self) -> str:
+        """All figures, in bytes, as JSON."""
+        content = {**dataclasses.asdict(self), "before": self.before, "after": self.after}
+        return json.dumps(content, indent=1)
+
+    def plot(self, path: str | Path) -> None:
+        """Draw a bar before and after for the types of modules, largest first.
+
+        Raises ImportError without matplotlib.
+        """
+        types: dict[str, tuple[int, int]] = {}
+        for module in self.modules:
+            before, after = types.get(module.type, (0, 0))
+            types[module.type] = (before + module.before, after + module.after)
+        names = sorted(types, key=lambda name: max(types[name]))
+        figure = matplotlib_figure()(figsize=(8, 1.4 + 0.42 * len(names)), layout="constrained")
+        axis = figure.subplots()
+        places = range(len(names))
+        for offset, index, label, colour in (
+            (0.2, 0, "before", "#888888"),
+            (-0.2, 1, "after", "#0072b2"),
+        ):
+            values = [types[name][index] / _MIB for name in names]
+            bars = axis.barh([p + offset for p in places], values, 0.38, label=label, color=colour)
+            axis.bar_label(bars, fmt="%.3g", padding=2, fontsize=7)
+        axis.set_yticks(list(places), names, fontsize=8)
+        axis.set_xlabel("kept for backward, MiB")
+        title = "{} MiB before, {} after: ".format(*_amounts(self.before, self.after))
+        axis.set_title(title + self.changes, fontsize=9)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(loc="lower right")
+        figure.savefig(path, dpi=130)
+
+
+def memory_report(
+    model: nn.Module,
+    inputs: Any,
+    config: HotConfig | str | None = "default",
+    *,
+    loss_fn: LossFn | None = None,
+    filter_fn: Filter | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    compress: Compression | None = None,
+) -> MemoryReport:
+    """Run the model plain and changed, and measure what autograd keeps of the forward pass.
+
+    A plain model is converted for the second run and put back; a converted one is reverted for the
+    first and put back. Wrap the call in ``torch.autocast`` to see what that keeps. Parameters,
+    ``.grad``, buffers and torch's random state are left as they were. On CUDA each run is made
+    twice, and the second is measured.
+
+    Args:
+        model: in training mode.
+        inputs: a Tensor, a tuple of positional arguments or a dict of keyword arguments for the
+            model; with ``loss_fn`` anything that it takes.
+        config: for a plain model what to convert with; None: do not convert (see ``compress``).
+        loss_fn: ``loss_fn(model, inputs)`` -> scalar; without one, the mean of every floating
+            output is taken.
+        filter_fn: as for :func:`convert`.
+        overrides: as for :func:`convert`.
+        compress: what :func:`compress_saved` made, to be used in the second run.
+
+    Returns:
+        A :class:`MemoryReport`. A storage is counted once, for the first module that keeps it, in
+        full, even if a view of it is what is kept; parameters and buffers are not counted.
+
+    Raises:
+        ValueError: the model is in eval mode, nothing would change, or gradients are off.
+    """
+    if not model.training:
+        raise ValueError("model: in eval mode, where HOT's layers are plain; call model.train()")
+    if not torch.is_grad_enabled():
+        raise ValueError("memory_report: gradients are off (torch.no_grad); nothing is kept")
+    converted = [
+        module.config
+        for module in model.modules()
+        if isinstance(getattr(module, "config", None), HotConfig)
+    ]
+    if not converted and config is None and compress is None:
+        raise ValueError("config: None, and no compress: there is nothing to compare with")
+    changes = []
+    with Untouched(model):
+        plain = revert(model) if converted else model
+        before, peak_before = _measure(plain, inputs, loss_fn, None)
+    with Untouched(model):
+        changed = model
+        if converted:
+            changes.append("as converted")
+        elif config is not None:
+            options = {"overrides": overrides} if overrides is not None else {}
+            changed = convert(model, config, filter_fn, **options).model
+            changes.append(f"convert({as_config(config)})")
+        if compress is not None:
+            changes.append("compress_saved")
+        after, peak_after = _measure(changed, inputs, loss_fn, compress)
+    kinds = {name: type(module).__name__ for name, module in plain.named_modules()}
+    modules = tuple(
+        ModuleMemory(name, kind, before.get(name, 0), after.get(name, 0))
+        for name, kind in kinds.items()
+        if name in before or name in after
+    )
+    return MemoryReport(modules, peak_before, peak_after, " + ".join(changes))
+
+
+class _Ledger:
+    """Counts what is saved, and for which module."""
+
+    def __init__(self, model: nn.Module, compress: Compression | None) -> None:
+        self.bytes: dict[str, int] = {}
+        self._compress = compress
+        # Kept alive, so that no address comes twice.
+        self._seen: dict[int, Any] = {}
+        for tensor in (*model.parameters(), *model.buffers()):
+            storage = tensor.untyped_storage()
+            self._seen[storage._cdata] = storage
+        self._stack = [""]
+        self._model = model
+
+    def pack(self, tensor: Tensor) -> Any:
+        kept = tensor if self._compress is None else self._compress.pack(tensor)
+        held = kept.untyped_storage() if isinstance(kept, Tensor) else kept
+        key = held._cdata if isinstance(held, torch.UntypedStorage) else id(held)
+        if key not in self._seen:
+            self._seen[key] = held
+            name = self._stack[-1]
+            size = held.nbytes() if isinstance(held, torch.UntypedStorage) else held.nbytes
+            self.bytes[name] = self.bytes.get(name, 0) + int(size)
+        return kept
+
+    def unpack(self, kept: Any) -> Tensor:
+        return kept if self._compress is None else self._compress.unpack(kept)
+
+    def watch(self, stack: ExitStack) -> None:
+        """Follow, until ``stack`` is closed, in which module the forward pass is."""
+        for name, module in self._model.named_modules():
+            before = module.register_forward_pre_hook(self._enter(name))
+            after = module.register_forward_hook(self._leave, always_call=True)
+            stack.callback(before.remove)
+            stack.callback(after.remove)
+
+    def _enter(self, name: str) -> Callable[..., None]:
+        def enter(*_: Any) -> None:
+            self._stack.append(name)
+
+        return enter
+
+    def _leave(self, *_: Any) -> None:
+        self._stack.pop()
+
+
+def _measure(
+    model: nn.Module, inputs: Any, loss_fn: LossFn | None, compress: Compression | None
+) -> tuple[dict[str, int], int | None]:
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    if device.type != "cuda":
+        ledger = _Ledger(model, compress)
+        _forward(model, inputs, loss_fn, ledger)
+        return ledger.bytes, None
+    peak = 0
+    for _ in range(2):  # the first allocates what stays (workspaces of cuBLAS and cuDNN)
+        base = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        with compress or ExitStack():
+            loss = _loss(model, inputs, loss_fn)
+        loss.backward()  # type: ignore[no-untyped-call]
+        del loss
+        peak = torch.cuda.max_memory_allocated(device) - base
+        model.zero_grad(set_to_none=True)
+    ledger = _Ledger(model, compress)
+    _forward(model, inputs, loss_fn, ledger)
+    return ledger.bytes, peak
+
+
+def _forward(model: nn.Module, inputs: Any, loss_fn: LossFn | None, ledger: _Ledger) -> None:
+    with ExitStack() as stack:
+        ledger.watch(stack)
+        if ledger._compress is not None:
+            ledger._compress.draw_seed()
+            stack.enter_context(ledger._compress.watch())
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(ledger.pack, ledger.unpack))
+        loss = _loss(model, inputs, loss_fn)
+    if not loss.requires_grad:
+        raise ValueError("inputs: the output has no gradient; nothing would be kept")
+
+
+def _loss(model: nn.Module, inputs: Any, loss_fn: LossFn | None) -> Tensor:
+    if loss_fn is not None:
+        return loss_fn(model, inputs)
+    if isinstance(inputs, Mapping):
+        output = model(**inputs)
+    elif isinstance(inputs, tuple):
+        output = model(*inputs)
+    else:
+        output = model(inputs)
+    means = [tensor.float().mean() for tensor in _tensors(output) if tensor.requires_grad]
+    if not means:
+        raise ValueError("model: its output holds no tensor with a gradient; pass loss_fn")
+    return torch.stack(means).sum()
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, Mapping):  # Hugging Face's outputs are mappings
+        value = value.values()
+    if isinstance(value, list | tuple) or hasattr(value, "__iter__"):
+        return [tensor for item in value for tensor in _tensors(item)]
+    return []
+
+
+def _amounts(before: int, after: int) -> tuple[str, str, str]:
+    share = f"{after / before:.3f}" if before else "-"
+    return f"{before / _MIB:.2f}", f"{after / _MIB:.2f}", share

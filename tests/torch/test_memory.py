@@ -1,0 +1,210 @@
+"""memory_report: the bytes are those that autograd keeps, and nothing is changed by measuring."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+import hotcore.torch as hot  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from torch import nn  # noqa: E402
+
+BATCH, WIDTH = 256, 64
+UP = 4 * WIDTH
+VALUES = BATCH * WIDTH
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, UP), nn.Linear(UP, WIDTH)
+        self.batch_norm = nn.BatchNorm1d(WIDTH)
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.batch_norm(x + self.down(F.gelu(self.up(self.norm(x))))))
+
+
+@pytest.fixture
+def x(rng: np.random.Generator) -> torch.Tensor:
+    torch.manual_seed(int(rng.integers(2**31)))
+    return torch.randn(BATCH, WIDTH)
+
+
+def by_name(report: hot.MemoryReport) -> dict[str, tuple[int, int]]:
+    return {module.name: (module.before, module.after) for module in report.modules}
+
+
+def test_bytes_of_every_module(x: torch.Tensor) -> None:
+    report = hot.memory_report(Net(), x)
+    sizes = by_name(report)
+    assert sizes["norm"] == (4 * (VALUES + 2 * BATCH),) * 2  # x, mean, 1/std
+    assert sizes["up"][0] == 4 * VALUES
+    assert sizes["down"][0] == 4 * 4 * VALUES
+    assert sizes[""] == (4 * 4 * VALUES,) * 2  # gelu's input, in the forward of the model itself
+    assert sizes["head"] == (4 * VALUES,) * 2
+    for name, values in (("up", VALUES), ("down", 4 * VALUES)):
+        # half a byte and a bfloat16 for 64 values, and the seed
+        assert sizes[name][1] == values * (1 / 2 + 2 / 64) + 8
+    assert report.before == sum(before for before, _ in sizes.values())
+    assert report.after == sum(after for _, after in sizes.values())
+    assert report.peak_before is None
+
+
+def test_measured_equals_what_hooks_see(x: torch.Tensor) -> None:
+    model = Net()
+    seen: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        seen[storage._cdata] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = model(x)
+    own = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
+    expected = sum(storage.nbytes() for key, storage in seen.items() if key not in own)
+    assert y.requires_grad and hot.memory_report(model, x).before == expected
+
+
+def test_shared_storages_count_once(x: torch.Tensor) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.q(x) + self.k(x[: BATCH // 2]).sum()
+
+    report = hot.memory_report(Twice(), x)
+    assert by_name(report)["q"][0] == 4 * VALUES
+    assert "k" not in by_name(report) or by_name(report)["k"][0] == 0
+
+
+def test_compress_saved_is_measured(x: torch.Tensor) -> None:
+    compress = hot.compress_saved(4, min_values=1024)
+    report = hot.memory_report(Net(), x, compress=compress)
+    sizes = by_name(report)
+    assert sizes[""][1] == 4 * VALUES * (1 / 2 + 8 / 128)
+    assert "compress_saved" in report.changes and "default" in report.changes
+    alone = hot.memory_report(Net(), x, None, compress=compress)
+    assert by_name(alone)["down"] == (16 * VALUES, 16 * VALUES)
+    assert by_name(alone)[""][1] == sizes[""][1]
+
+
+def test_nothing_is_changed(x: torch.Tensor) -> None:
+    model = Net()
+    model.head.weight.grad = torch.ones(4, WIDTH)
+    state = copy.deepcopy(model.state_dict())
+    modules = list(model.modules())
+    torch.manual_seed(3)
+    expected = torch.rand(())
+    torch.manual_seed(3)
+    hot.memory_report(model, x)
+    assert torch.equal(torch.rand(()), expected)
+    assert list(model.modules()) == modules
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert torch.equal(model.head.weight.grad, torch.ones(4, WIDTH))
+    assert model.up.weight.grad is None
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_converted_model(x: torch.Tensor) -> None:
+    model = Net()
+    plain = hot.memory_report(model, x, "fast")
+    hot.convert(model, "fast")
+    modules = list(model.modules())
+    report = hot.memory_report(model, x)
+    assert list(model.modules()) == modules
+    assert by_name(report) == by_name(plain)
+    assert report.changes == "as converted"
+
+
+def test_inputs_and_losses(x: torch.Tensor) -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
+        def forward(self, a: torch.Tensor, b: torch.Tensor) -> dict[str, object]:
+            return {"logits": self.net(a + b), "hidden": (a, None)}
+
+    reports = [
+        hot.memory_report(Two(), (x, x)),
+        hot.memory_report(Two(), {"a": x, "b": x}),
+        hot.memory_report(Two(), x, loss_fn=lambda m, v: m(v, v)["logits"].mean()),
+    ]
+    assert len({report.before for report in reports}) == 1
+    assert len({report.after for report in reports}) == 1
+
+
+def test_autocast(x: torch.Tensor) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        report = hot.memory_report(Net(), x)
+    sizes = by_name(report)
+    assert sizes[""] == (2 * 4 * VALUES,) * 2
+    assert sizes["down"][0] >= 2 * 4 * VALUES
+
+
+def test_overrides(x: torch.Tensor) -> None:
+    report = hot.memory_report(Net(), x, "default", overrides={"down": "accurate"})
+    assert by_name(report)["down"][1] == 4 * VALUES + 4 * UP + 8
+    report = hot.memory_report(Net(), x, filter_fn=lambda module, name: name == "up")
+    assert by_name(report)["down"][1] == 16 * VALUES
+
+
+def test_table_and_json(x: torch.Tensor) -> None:
+    report = hot.memory_report(Net(), x)
+    lines = str(report).splitlines()
+    assert lines[0].split()[:2] == ["module", "type"]
+    (row,) = (line.split() for line in lines if line.startswith("down "))
+    assert row[1] == "Linear" and row[2] == f"{16 * VALUES / 2**20:.2f}"
+    assert float(row[4]) == pytest.approx(0.133, abs=1e-3)
+    assert lines[-2].startswith("kept for backward")
+    assert "convert(HotConfig.recipe('default'))" in lines[-1]
+    content = json.loads(report.to_json())
+    assert content["before"] == report.before and content["after"] == report.after
+    assert sum(module["after"] for module in content["modules"]) == report.after
+
+
+def test_long_table() -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(60)))
+    text = str(hot.memory_report(model, torch.randn(4, 64)))
+    assert len(text.splitlines()) == 1 + 40 + 1 + 2
+    assert "20 more" in text
+
+
+def test_plot(x: torch.Tensor, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    hot.memory_report(Net(), x).plot(tmp_path / "memory.png")
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_bad_use(x: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="eval mode"):
+        hot.memory_report(Net().eval(), x)
+    with torch.no_grad(), pytest.raises(ValueError, match="gradients are off"):
+        hot.memory_report(Net(), x)
+    with pytest.raises(ValueError, match="nothing to compare with"):
+        hot.memory_report(Net(), x, None)
+    with pytest.raises(ValueError, match="holds no tensor with a gradient"):
+        hot.memory_report(Net().requires_grad_(False), x)
+    with pytest.raises(ValueError, match="the output has no gradient"):
+        hot.memory_report(Net(), x, loss_fn=lambda m, v: m(v).mean().detach())
+
+
+@pytest.mark.cuda
+def test_cuda_peak() -> None:
+    model = Net().cuda()
+    x = torch.randn(64 * BATCH, WIDTH, device="cuda")
+    report = hot.memory_report(model, x, compress=hot.compress_saved(4))
+    assert report.peak_before is not None and report.peak_after is not None
+    assert report.peak_before > report.before
+    assert report.peak_after < 0.7 * report.peak_before
+    assert "allocator's peak" in str(report)
