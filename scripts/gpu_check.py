@@ -29,7 +29,10 @@ import targets  # noqa: E402  (needs neither torch nor hotcore)
 
 HASHED = ("cpp", "cuda", "python/bindings")
 BENCHMARKS: dict[str, tuple[str, ...]] = {
-    "backward": ("--short", "--rounds", "10"),
+    "backward": (
+        *("--short", "--rounds", "10"),
+        *("--recipe", "default", "--recipe", "fast", "--recipe", "paper"),
+    ),
     "fwht": ("--rounds", "10", "--n", "16", "--n", "128", "--n", "1024", "--n", "4096"),
     "gemm": ("--rounds", "10"),
 }
