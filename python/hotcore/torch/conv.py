@@ -95,6 +95,22 @@ def settings(
     return kept, products
 
 
+def plain_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, window: Window) -> Tensor:
+    """The calls of ``nn.Conv2d``, padding of nothing included: the same bits and strides."""
+    left, right, top, bottom = window.padding
+    around = [top, left]
+    if window.padding_mode != "zeros":
+        x, around = F.pad(x, window.padding, window.padding_mode), [0, 0]
+    elif (left, top) != (right, bottom):  # padding "same" of an even kernel
+        x = F.pad(x, (0, right - left, 0, bottom - top))
+    return F.conv2d(x, weight, bias, window.stride, around, window.dilation)
+
+
+def is_channels_last(x: Tensor) -> bool:
+    """Whether ``[N, C, H, W]`` lies as ``[N, H, W, C]`` (and not both ways)."""
+    return x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+
+
 def visited(x: Tensor, window: Window) -> Tensor:
     """``[N, C, H, W]`` as ``[N, H, W, C]``; of a 1x1 kernel only the pixels that it visits."""
     if window.pointwise:
@@ -185,6 +201,10 @@ _library: Any = torch.library.Library("hotcore", "FRAGMENT")  # type: ignore[no-
 _WINDOW = "int[] kernel, int[] stride, int[] padding, int[] dilation, str padding_mode"
 _library.define(f"compress_pixels(Tensor x, Tensor seed, str config, {_WINDOW}) -> Tensor")
 _library.define(
+    f"conv2d(Tensor x, Tensor weight, Tensor? bias, Tensor seed, str config, {_WINDOW}, bool keep)"
+    " -> (Tensor, Tensor)"
+)
+_library.define(
     "backward_conv2d(Tensor gy, Tensor? weight, Tensor? saved, Tensor seed, str config, "
     f"SymInt[] x_shape, bool channels_last, {_WINDOW}, ScalarType? gx_dtype, "
     "ScalarType? gw_dtype, ScalarType? gb_dtype) -> (Tensor, Tensor, Tensor)"
@@ -205,6 +225,27 @@ def _fake_compress_pixels(x: Tensor, seed: Tensor, config: str, *shape: Any) -> 
     kept, _ = settings(ops.parsed(config), window.pointwise, None)  # a grid changes no size
     size = ops.saved_bytes(n * height * width, channels, kept)
     return torch.empty(size, dtype=torch.uint8, device=x.device)
+
+
+def _conv2d(
+    x: Tensor, weight: Tensor, bias: Tensor | None, seed: Tensor, config: str, *rest: Any
+) -> tuple[Tensor, Tensor]:
+    y = _output(x, weight, bias, Window.of(*rest[:5]))
+    return y, _compress_pixels(x, seed, config, *rest[:5]) if rest[5] else seed.new_empty(0)
+
+
+def _fake_conv2d(
+    x: Tensor, weight: Tensor, bias: Tensor | None, seed: Tensor, config: str, *rest: Any
+) -> tuple[Tensor, Tensor]:
+    y = _output(x, weight, bias, Window.of(*rest[:5]))
+    return y, _fake_compress_pixels(x, seed, config, *rest[:5]) if rest[5] else seed.new_empty(0)
+
+
+def _output(x: Tensor, weight: Tensor, bias: Tensor | None, window: Window) -> Tensor:
+    # Real and fake tensors have to agree on the strides.
+    y = plain_conv2d(x, weight, bias, window)
+    last = is_channels_last(x) or is_channels_last(weight)
+    return y.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
 
 
 def _tokens(nhwc: Tensor) -> Tensor:
@@ -347,6 +388,7 @@ def _fake_backward_conv2d(
 
 
 for _name, _impl, _fake in (
+    ("conv2d", _conv2d, _fake_conv2d),
     ("compress_pixels", _compress_pixels, _fake_compress_pixels),
     ("backward_conv2d", _backward_conv2d, _fake_backward_conv2d),
 ):
@@ -354,5 +396,6 @@ for _name, _impl, _fake in (
         _library.impl(_name, _impl, _key)
     torch.library.register_fake(f"hotcore::{_name}", _fake, lib=_library)
 
+conv2d = torch.ops.hotcore.conv2d.default
 compress_pixels = torch.ops.hotcore.compress_pixels.default
 backward_conv2d = torch.ops.hotcore.backward_conv2d.default

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..config import HotConfig, as_config
-from . import ops
-from .conv import Window, backward_conv2d, compress_pixels
+from . import conv, ops
+from .conv import Window, is_channels_last
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """What HOT takes."""
@@ -103,7 +103,7 @@ def conv2d(
     window = _window(weight, stride, padding, dilation, padding_mode)
     seed = _seed("conv2d", x, weight)
     if seed is None:
-        return _plain_conv2d(x, weight, bias, window)
+        return conv.plain_conv2d(x, weight, bias, window)
     arguments = (x, weight, bias, seed, text, window)
     output: Tensor = _HotConv2d.apply(*arguments)  # type: ignore[no-untyped-call]
     return output
@@ -160,12 +160,18 @@ class _HotLinear(torch.autograd.Function):
     ) -> Tensor:
         # Cast here, not by autocast: its cache would keep a weight without its graph.
         dtype = _autocast_dtype(x)
-        inner = _cast(x, dtype)
-        y = F.linear(inner, _cast(weight, dtype), None if bias is None else _cast(bias, dtype))
+        inner, matrix = _cast(x, dtype), _cast(weight, dtype)
+        plain_bias = None if bias is None else _cast(bias, dtype)
+        keep = ctx.needs_input_grad[1]
+        y: Tensor
         saved = None
-        if ctx.needs_input_grad[1]:
-            flat = inner.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-            saved = ops.compress_activation(flat, seed, config)
+        if torch.compiler.is_compiling():
+            y, kept = ops.linear(inner, matrix, plain_bias, seed, config, keep)
+            saved = kept if keep else None
+        else:
+            y = F.linear(inner, matrix, plain_bias)
+            if keep:
+                saved = ops.compress_activation(ops.flat(inner), seed, config)
         ctx.save_for_backward(saved, weight if ctx.needs_input_grad[0] else None, seed)
         ctx.set_materialize_grads(False)
         ctx.config = config
@@ -234,17 +240,6 @@ def _pair(value: int | Sequence[int], name: str) -> tuple[int, int]:
     return value[0], value[1]
 
 
-def _plain_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, window: Window) -> Tensor:
-    """The calls of ``nn.Conv2d``, padding of nothing included: the same bits and strides."""
-    left, right, top, bottom = window.padding
-    around = [top, left]
-    if window.padding_mode != "zeros":
-        x, around = F.pad(x, window.padding, window.padding_mode), [0, 0]
-    elif (left, top) != (right, bottom):  # padding "same" of an even kernel
-        x = F.pad(x, (0, right - left, 0, bottom - top))
-    return F.conv2d(x, weight, bias, window.stride, around, window.dilation)
-
-
 class _HotConv2d(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -257,19 +252,23 @@ class _HotConv2d(torch.autograd.Function):
         window: Window,
     ) -> Tensor:
         dtype = _autocast_dtype(x)
-        inner = _cast(x, dtype)
+        inner, kernel = _cast(x, dtype), _cast(weight, dtype)
         plain_bias = None if bias is None else _cast(bias, dtype)
-        y = _plain_conv2d(inner, _cast(weight, dtype), plain_bias, window)
+        keep = ctx.needs_input_grad[1]
+        y: Tensor
         saved = None
-        if ctx.needs_input_grad[1]:
-            saved = compress_pixels(inner, seed, config, *window)
+        if torch.compiler.is_compiling():
+            y, kept = conv.conv2d(inner, kernel, plain_bias, seed, config, *window, keep)
+            saved = kept if keep else None
+        else:
+            y = conv.plain_conv2d(inner, kernel, plain_bias, window)
+            if keep:
+                saved = conv.compress_pixels(inner, seed, config, *window)
         ctx.save_for_backward(saved, weight if ctx.needs_input_grad[0] else None, seed)
         ctx.set_materialize_grads(False)
         ctx.config, ctx.window = config, window
         ctx.x_shape = x.shape
-        ctx.channels_last = (
-            x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
-        )
+        ctx.channels_last = is_channels_last(x)
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         return y
 
@@ -280,7 +279,7 @@ class _HotConv2d(torch.autograd.Function):
             return None, None, None, None, None, None
         saved, weight, seed = ctx.saved_tensors
         need = ctx.needs_input_grad
-        gx, gw, gb = backward_conv2d(
+        gx, gw, gb = conv.backward_conv2d(
             gy,
             weight if need[0] else None,
             saved if need[1] else None,

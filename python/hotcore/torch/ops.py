@@ -3,15 +3,18 @@
 
 Low-level library operators with fakes: they cost half of what ``torch.library.custom_op`` does, and
 ``torch.compile`` sees through them. The seed travels as a tensor, so that drawing it stays inside a
-compiled graph.
+compiled graph. There ``linear`` (and ``conv2d``) computes the output and what is kept in one: left
+alone, the partitioner would move what only backward needs, with the drawing of its seed, there.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .. import _core, contexts
@@ -23,6 +26,10 @@ _to_dlpack: Any = torch.utils.dlpack.to_dlpack  # type: ignore[attr-defined]  # 
 _library: Any = torch.library.Library("hotcore", "DEF")  # type: ignore[no-untyped-call]
 _library.define(
     "draw_seed(Tensor x, Tensor weight) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,)
+)
+_library.define(
+    "linear(Tensor x, Tensor weight, Tensor? bias, Tensor seed, str config, bool keep)"
+    " -> (Tensor, Tensor)"
 )
 _library.define("compress_activation(Tensor x, Tensor seed, str config) -> Tensor")
 _library.define(
@@ -135,6 +142,25 @@ def backward(
     )
 
 
+def flat(x: Tensor) -> Tensor:
+    """``[..., I]`` as ``[L, I]``."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def _linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, seed: Tensor, config: str, keep: bool
+) -> tuple[Tensor, Tensor]:
+    saved = _compress_activation(flat(x), seed, config) if keep else seed.new_empty(0)
+    return F.linear(x, weight, bias), saved
+
+
+def _fake_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, seed: Tensor, config: str, keep: bool
+) -> tuple[Tensor, Tensor]:
+    saved = _fake_compress_activation(flat(x), seed, config) if keep else seed.new_empty(0)
+    return F.linear(x, weight, bias), saved
+
+
 def _compress_activation(x: Tensor, seed: Tensor, config: str) -> Tensor:
     return compress(x, parsed(config), Key(int(seed.item())))
 
@@ -224,6 +250,7 @@ def saved_bytes(tokens: int, in_features: int, config: HotConfig) -> int:
 
 for _name, _impl, _fake in (
     ("draw_seed", _draw_seed, _fake_draw_seed),
+    ("linear", _linear, _fake_linear),
     ("compress_activation", _compress_activation, _fake_compress_activation),
     ("backward_linear", _backward_linear, _fake_backward_linear),
 ):
@@ -232,5 +259,6 @@ for _name, _impl, _fake in (
     torch.library.register_fake(f"hotcore::{_name}", _fake, lib=_library)
 
 draw_seed = torch.ops.hotcore.draw_seed.default
+linear = torch.ops.hotcore.linear.default
 compress_activation = torch.ops.hotcore.compress_activation.default
 backward_linear = torch.ops.hotcore.backward_linear.default

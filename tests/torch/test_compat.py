@@ -1,0 +1,390 @@
+"""What people already use, around a converted model: compile, AMP, checkpoints, EMA, ..."""
+
+from __future__ import annotations
+
+import copy
+import io
+import shutil
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+import hotcore.torch as hot  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+CONVERTED = ["stages.0.conv", "stages.0.mix", "stages.1.conv", "stages.1.mix", "q", "k"]
+
+
+@pytest.fixture(autouse=True)
+def seeded(rng: np.random.Generator) -> Iterator[None]:
+    torch.manual_seed(int(rng.integers(2**31)))
+    torch._dynamo.reset()
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Stage(nn.Module):
+    def __init__(self, stride: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(64, 64, 3, stride, padding=1)
+        self.norm = nn.GroupNorm(4, 64)
+        self.mix = nn.Conv2d(64, 64, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.mix(nn.functional.gelu(self.norm(self.conv(x)))))
+
+
+class Model(nn.Module):
+    """Convolutions, then two linear layers that share their input, as q and k do."""
+
+    def __init__(self, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.checkpointed = checkpointed
+        self.stem = nn.Conv2d(3, 64, 4, 4)
+        self.stages = nn.ModuleList([Stage(1), Stage(2)])
+        self.q, self.k = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = self.stem(images)
+        for stage in self.stages:
+            x = checkpoint(stage, x, use_reentrant=False) if self.checkpointed else stage(x)
+        x = torch.relu(x.flatten(2).transpose(1, 2))
+        return self.head((self.q(x) * self.k(x)).mean(1))
+
+
+def converted(recipe: str = "default", **options: bool) -> nn.Module:
+    model = Model(**options)
+    report = hot.convert(model, recipe)
+    assert [layer.name for layer in report.converted] == CONVERTED
+    return model
+
+
+def images(count: int = 2) -> torch.Tensor:
+    return torch.randn(count, 3, 32, 32)
+
+
+def step(
+    call: Callable[[torch.Tensor], torch.Tensor], model: nn.Module, x: torch.Tensor, seed: int = 3
+) -> list[torch.Tensor]:
+    """The output, all gradients, and a number that torch's generator draws next."""
+    torch.manual_seed(seed)
+    x = x.clone(memory_format=torch.preserve_format).requires_grad_()
+    model.zero_grad()
+    y = call(x)
+    y.square().sum().backward()
+    leaves = (x, *(p for p in model.parameters() if p.requires_grad))
+    return [y.detach(), *(leaf.grad for leaf in leaves), torch.rand(())]
+
+
+def assert_same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.equal(a, b)
+
+
+# ------------------------------------------------------------------------------------ torch.compile
+
+
+@pytest.mark.parametrize("recipe", ["default", "fast"])
+@pytest.mark.parametrize("backend", ["aot_eager", "aot_eager_decomp_partition"])
+def test_compile(backend: str, recipe: str) -> None:
+    model = converted(recipe)
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    x = images()
+    exact = step(model, model, x)
+    if backend == "aot_eager":
+        assert_same(step(compiled, model, x), exact)
+        return
+    # Decomposed normalisation and GELU differ in the last bit, which moves some roundings.
+    got = step(compiled, model, x)
+    assert torch.equal(got[-1], exact[-1])
+    for a, b in zip(got[:-1], exact[:-1], strict=True):
+        assert (a - b).norm() < 0.02 * b.norm()
+
+
+def test_seeds_are_those_of_eager_where_x_is_kept_anyway() -> None:
+    # ReLU keeps its output, so a partitioner would rather compress it (and draw) in backward.
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.Linear(64, 64))
+    hot.convert(model, "fast")
+    x = torch.randn(40, 64)
+    for frozen in (False, True):
+        model[2].weight.requires_grad_(not frozen)
+        for backend in ("aot_eager", "aot_eager_decomp_partition"):
+            torch._dynamo.reset()
+            compiled = torch.compile(model, backend=backend, fullgraph=True)
+            assert_same(step(compiled, model, x), step(model, model, x))
+
+
+def test_compile_channels_last_and_dynamic_shapes() -> None:
+    model = Stage(2).to(memory_format=torch.channels_last)
+    hot.convert(model, filter_fn=lambda module, fqn: True)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
+    for count in (2, 3):
+        x = torch.randn(count, 64, 8, 8).contiguous(memory_format=torch.channels_last)
+        ours, theirs = step(compiled, model, x), step(model, model, x)
+        assert_same(ours, theirs)
+        assert ours[1].stride() == theirs[1].stride()
+
+
+def test_compile_with_autocast_and_checkpoint() -> None:
+    model = converted(checkpointed=True)
+    x = images()
+
+    def call(module: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def run(x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return module(x).float()
+
+        return run
+
+    compiled = torch.compile(call(model), backend="aot_eager", fullgraph=True)
+    assert_same(step(compiled, model, x), step(call(model), model, x))
+
+
+def test_compiled_forward_keeps_compressed_x() -> None:
+    layer = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    hot.convert(layer)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    x = torch.randn(512, 64, requires_grad=True)
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
+        compiled(x * 1)
+    # Both layers' inputs in INT4, and GELU's own in fp32; x itself is not kept.
+    assert sum(t.nbytes for t in kept if t.dtype == torch.uint8) <= 2 * 0.54 * x.numel()
+    assert sum(t.nbytes for t in kept if t.dtype == torch.float32 and len(t) == 512) == x.nbytes
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_compile_inductor() -> None:
+    model = converted("fast")
+    compiled = torch.compile(model, fullgraph=True)
+    x = images()
+    ours, theirs = step(compiled, model, x), step(model, model, x)
+    assert torch.equal(ours[-1], theirs[-1])
+    for a, b in zip(ours[:-1], theirs[:-1], strict=True):
+        assert (a - b).norm() < 0.02 * b.norm()
+
+
+# ------------------------------------------------------------------- AMP, checkpoints, accumulation
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_grad_scaler_sees_an_overflow(dtype: torch.dtype) -> None:
+    model = converted()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1)
+    for factor, finite in ((1.0, True), (1e36, False), (1.0, True)):
+        before = [p.detach().clone() for p in model.parameters()]
+        scale = scaler.get_scale()
+        with torch.autocast("cpu", dtype=dtype):
+            loss = model(images()).float().square().mean()
+        optimizer.zero_grad()
+        scaler.scale(loss * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        moved = [not torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True)]
+        assert all(moved) if finite else not any(moved)
+        assert scaler.get_scale() == (2 * scale if finite else scale / 2)
+        assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_an_overflow_inside_reaches_every_gradient_behind_it() -> None:
+    model = converted()
+    y = model(images())
+    gy = torch.zeros_like(y)
+    gy[0, 0] = torch.inf
+    y.backward(gy)
+    bad = {name for name, p in model.named_parameters() if not p.grad.isfinite().all()}
+    assert {"head.weight", "q.weight", "k.weight", "stages.0.conv.weight", "stem.weight"} <= bad
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint_repeats_the_bits(reentrant: bool) -> None:
+    model = converted("fast")
+
+    def wrapped(x: torch.Tensor) -> torch.Tensor:
+        x = model.stem(x)
+        for stage in model.stages:
+            x = checkpoint(stage, x, use_reentrant=reentrant)
+        x = torch.relu(x.flatten(2).transpose(1, 2))
+        return model.head((model.q(x) * model.k(x)).mean(1))
+
+    x = images()
+    assert_same(step(wrapped, model, x), step(model, model, x))
+
+
+def test_gradient_accumulation() -> None:
+    model = converted()
+    parts = images(6).split(2)
+    torch.manual_seed(4)
+    total = [torch.zeros_like(p) for p in model.parameters()]
+    for part in parts:
+        gradients = torch.autograd.grad(model(part).square().sum(), list(model.parameters()))
+        total = [a + b for a, b in zip(total, gradients, strict=True)]
+    torch.manual_seed(4)
+    places: list[int] = []
+    for part in parts:
+        model(part).square().sum().backward()
+        places.append(model.q.weight.grad.data_ptr())
+    assert len(set(places)) == 1  # added in place
+    assert_same([p.grad for p in model.parameters()], total)
+
+
+# ------------------------------------------------------------------------------------------ Refused
+
+
+def test_differentiating_twice_is_refused() -> None:
+    model = converted()
+    x = images().requires_grad_()
+    (gx,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gx.square().sum().backward()
+
+
+def test_torch_func_is_refused() -> None:
+    model = converted()
+    state = dict(model.named_parameters())
+    x = images()
+    with pytest.raises(NotImplementedError, match="torch.func transforms .* revert"):
+        torch.func.grad(lambda s: torch.func.functional_call(model, s, (x,)).sum())(state)
+    with pytest.raises(NotImplementedError, match="torch.func transforms"):
+        torch.func.vmap(model)(x[:, None])
+    # After revert, or in eval mode, it is plain torch.
+    model.eval()
+    torch.func.grad(lambda s: torch.func.functional_call(model, s, (x,)).sum())(state)
+
+
+def test_functional_call() -> None:
+    # Without a transform this is an ordinary call with other parameters.
+    model = converted()
+    state = {name: p.detach() * 0.5 for name, p in model.named_parameters()}
+    y = torch.func.functional_call(model, state, (images(),))
+    assert y.shape == (2, 10)
+
+
+# ------------------------------------------------------------------- State, copies, devices, dtypes
+
+
+def test_state_dict_both_ways() -> None:
+    plain, model = Model(), converted()
+    assert list(plain.state_dict()) == list(model.state_dict())
+    x = images()
+    for source, target in ((plain, model), (model, Model())):
+        buffer = io.BytesIO()
+        torch.save(source.state_dict(), buffer)
+        buffer.seek(0)
+        target.load_state_dict(torch.load(buffer))
+        assert torch.equal(source(x), target(x))
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    whole = torch.load(buffer, weights_only=False)
+    assert torch.equal(whole(x), model(x)) and type(whole.q) is hot.HotLinear
+
+
+@pytest.mark.parametrize("average", ["equal", "ema"])
+def test_averaged_model(average: str) -> None:
+    swa = torch.optim.swa_utils
+    model = converted()
+    options = {"multi_avg_fn": swa.get_ema_multi_avg_fn(0.9)} if average == "ema" else {}
+    ema = swa.AveragedModel(model, **options)
+    assert type(ema.module.q) is hot.HotLinear and ema.module.q.weight is not model.q.weight
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    first = model.q.weight.detach().clone()
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(images()).square().mean().backward()
+        optimizer.step()
+        ema.update_parameters(model)
+    assert not torch.equal(ema.module.q.weight, first)
+    assert not torch.equal(ema.module.q.weight, model.q.weight)
+    assert ema.eval()(images()).isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half(dtype: torch.dtype) -> None:
+    model = converted().to(dtype)
+    y = model(images().to(dtype))
+    y.float().square().mean().backward()
+    assert y.dtype == dtype
+    assert all(p.grad.dtype == dtype and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_meta_device() -> None:
+    with torch.device("meta"):
+        model = converted()
+    assert all(p.is_meta for p in model.parameters())
+    model(images().to("meta")).sum().backward()
+    model = model.to_empty(device="cpu")
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    y = model(images())
+    y.sum().backward()
+    assert y.isfinite().all() and model.q.weight.grad is not None
+
+
+def test_meta_device_and_assigned_state() -> None:
+    source = Model()
+    with torch.device("meta"):
+        model = converted()
+    model.load_state_dict(source.state_dict(), assign=True)
+    x = images()
+    assert torch.equal(model(x), source(x))
+
+
+def test_tied_weights() -> None:
+    model = Model()
+    model.k.weight = model.q.weight
+    hot.convert(model, "accurate")
+    assert model.k.weight is model.q.weight
+    assert sum(p is model.q.weight for p in model.parameters()) == 1
+    plain = hot.revert(copy.deepcopy(model))
+    assert plain.k.weight is plain.q.weight
+    x = images()
+    model(x).square().sum().backward()
+    plain(x).square().sum().backward()
+    exact = plain.q.weight.grad
+    assert (model.q.weight.grad - exact).norm() < 0.05 * exact.norm()
+
+
+def test_no_grad_and_inference_mode() -> None:
+    model = converted()
+    x = images()
+    expected = model(x).detach()
+    with torch.no_grad():
+        assert torch.equal(model(x), expected)
+    with torch.inference_mode():
+        y = model(x)
+    assert y.is_inference() and torch.equal(y, expected)
+    plain = hot.revert(copy.deepcopy(model)).eval()
+    model.eval()
+    assert torch.equal(model(x), plain(x))
+    for ours, theirs in zip(step(model, model, x), step(plain, plain, x), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_frozen_backbone() -> None:
+    model = converted()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith(("q.", "head.")))
+    model(images()).sum().backward()
+    trained = {name for name, p in model.named_parameters() if p.grad is not None}
+    assert trained == {"q.weight", "q.bias", "head.weight", "head.bias"}
+
+
+def test_hooks() -> None:
+    model = Model()
+    seen: list[str] = []
+    model.q.register_forward_hook(lambda *_: seen.append("forward"))
+    model.q.register_full_backward_hook(lambda *_: seen.append("backward"))
+    model.stages[0].conv.weight.register_post_accumulate_grad_hook(lambda p: seen.append("grad"))
+    hot.convert(model)
+    model(images()).sum().backward()
+    assert seen == ["forward", "backward", "grad"]

@@ -1,0 +1,154 @@
+"""DDP and FSDP2 with gloo: two processes on the CPU."""
+
+from __future__ import annotations
+
+import copy
+import os
+import tempfile
+from collections.abc import Callable
+
+import pytest
+
+torch = pytest.importorskip("torch")
+import hotcore.torch as hot  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import torch.multiprocessing as mp  # noqa: E402
+from torch import nn  # noqa: E402
+
+pytestmark = pytest.mark.skipif(
+    not (dist.is_available() and dist.is_gloo_available()), reason="needs gloo"
+)
+WORLD = 2
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 64, 4, 4)
+        self.conv = nn.Conv2d(64, 64, 3, padding=1)
+        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.conv(self.stem(x))).flatten(2).transpose(1, 2)
+        return self.head((x + self.down(torch.relu(self.up(x)))).mean(1))
+
+
+def build(recipe: str | None) -> nn.Module:
+    torch.manual_seed(0)
+    model = Model()
+    if recipe:
+        assert len(hot.convert(model, recipe).converted) == 3
+    return model
+
+
+def batch(rank: int) -> torch.Tensor:
+    return torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(100 + rank))
+
+
+def local_grads(model: nn.Module, rank: int) -> list[torch.Tensor]:
+    """Gradients of one process's batch, with the random numbers that it has there."""
+    model.zero_grad()
+    torch.manual_seed(50 + rank)
+    model(batch(rank)).square().mean().backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def run(rank: int, store: str, body: Callable[[int], None]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+    try:
+        body(rank)
+    finally:
+        dist.destroy_process_group()
+
+
+def spawn(body: Callable[[int], None]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        # A failure in a process is raised here, with its traceback.
+        mp.spawn(run, (os.path.join(folder, "store"), body), nprocs=WORLD)
+
+
+def ddp(rank: int) -> None:
+    model = build("fast")
+    alone = copy.deepcopy(model)
+    parallel = nn.parallel.DistributedDataParallel(model)
+    torch.manual_seed(50 + rank)
+    parallel(batch(rank)).square().mean().backward()
+    # The mean over the processes of what each computes by itself, to the bit: 2 addends, then / 2.
+    parts = [local_grads(alone, other) for other in range(WORLD)]
+    for (name, p), *addends in zip(model.named_parameters(), *parts, strict=True):
+        assert torch.equal(p.grad, (addends[0] / WORLD + addends[1] / WORLD)), name
+    # Without synchronisation they add up; the next step sends the sum.
+    before = model.up.weight.grad.clone()
+    with parallel.no_sync():
+        parallel(batch(rank)).square().mean().backward()
+    assert not torch.equal(model.up.weight.grad, before)
+    # Steps keep the replicas alike.
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        parallel(batch(rank)).square().mean().backward()
+        optimizer.step()
+    others = [torch.empty_like(model.up.weight) for _ in range(WORLD)]
+    dist.all_gather(others, model.up.weight.detach())
+    assert torch.equal(others[0], others[1])
+    # A converted model inside DDP, and back.
+    assert type(hot.revert(parallel).module.up) is nn.Linear
+
+
+def fsdp(rank: int) -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.tensor import DTensor
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (WORLD,))
+    model = build("default")
+    alone = copy.deepcopy(model)
+    for layer in (model.conv, model.up, model.down):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    assert isinstance(model.up.weight, DTensor) and isinstance(model.up, hot.HotLinear)
+    torch.manual_seed(50 + rank)
+    y = model(batch(rank))
+    y.square().mean().backward()
+    parts = [local_grads(alone, other) for other in range(WORLD)]
+    for (name, p), *addends in zip(model.named_parameters(), *parts, strict=True):
+        mean = (addends[0] + addends[1]) / WORLD
+        assert torch.allclose(p.grad.full_tensor(), mean, rtol=1e-6, atol=1e-8), name
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = model(batch(rank)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    # Sharded state and the plain model's have the same keys and whole tensors.
+    whole = {name: p.full_tensor() for name, p in model.state_dict().items()}
+    plain = build(None)
+    plain.load_state_dict(whole)
+    with torch.no_grad():
+        assert torch.allclose(model(batch(rank)), plain(batch(rank)), rtol=1e-5, atol=1e-6)
+    try:
+        hot.revert(model)
+    except ValueError as error:
+        assert "undo what was wrapped around it" in str(error)
+    else:
+        raise AssertionError("revert() of a sharded model went through")
+
+    # Mixed precision: parameters gathered in bfloat16, gradients reduced in float32.
+    model = build("default")
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard(model.up, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    y = model(batch(rank))
+    assert y.dtype == torch.bfloat16
+    y.float().square().mean().backward()
+    for name, p in model.named_parameters():
+        assert p.grad.dtype == torch.float32 and p.grad.full_tensor().isfinite().all(), name
+
+
+@pytest.mark.parametrize("body", [ddp, fsdp], ids=lambda body: body.__name__)
+def test_two_processes(body: Callable[[int], None]) -> None:
+    spawn(body)
