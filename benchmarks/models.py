@@ -1,0 +1,296 @@
+"""The models of the paper and a few more, built from their configurations, never downloaded.
+
+Each comes in two sizes: "full", as it is benchmarked on a GPU, and "small", the same kinds of
+layers at a size that a CPU trains in a second (for bench_models.py --quick and the tests).
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Size:
+    """How to build a model, and a batch for it from a generator."""
+
+    build: Callable[[], nn.Module]
+    batch: Callable[[torch.Generator], Batch]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model in its sizes, and its loss."""
+
+    title: str
+    small: Size
+    loss: Callable[[nn.Module, Batch], Tensor]
+    full: Size | None = None
+
+
+def mend_torchvision() -> None:
+    """Make torchvision importable where its binary is of another torch (CUDA beside CPU).
+
+    timm and transformers import it and need nothing of that binary, but on import torchvision
+    registers something for two of its operators; they get declared here. Nothing is done where
+    torchvision works or is missing.
+    """
+    try:
+        importlib.import_module("torchvision")
+        return
+    except ImportError:
+        return
+    except RuntimeError as error:
+        if "torchvision::" not in str(error):
+            raise
+    for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
+        del sys.modules[name]
+    for name in ("nms", "qnms"):
+        _declared.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    importlib.import_module("torchvision")
+
+
+_declared = torch.library.Library("torchvision", "FRAGMENT")
+
+
+def _timm(name: str, **options: Any) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        mend_torchvision()
+        timm = importlib.import_module("timm")
+        model: nn.Module = timm.create_model(name, pretrained=False, **options)
+        return model
+
+    return build
+
+
+def _images(batch: int, pixels: int, classes: int) -> Callable[[torch.Generator], Batch]:
+    def make(generator: torch.Generator) -> Batch:
+        return {
+            "x": torch.randn(batch, 3, pixels, pixels, generator=generator),
+            "y": torch.randint(classes, (batch,), generator=generator),
+        }
+
+    return make
+
+
+def _classification(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch["x"]).float(), batch["y"])
+
+
+def _vision(
+    title: str, name: str, pixels: int, options: dict[str, Any], full_batch: int | None = None
+) -> Task:
+    images = 8 if pixels < 224 else 2
+    small = Size(_timm(name, num_classes=10, **options), _images(images, pixels, 10))
+    full = None
+    if full_batch is not None:
+        full = Size(_timm(name), _images(full_batch, 224, 1000))
+    return Task(title, small, _classification, full)
+
+
+def _transformers(model: str, config: str, **options: Any) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        mend_torchvision()
+        library = importlib.import_module("transformers")
+        settings = getattr(library, config)(**options)
+        built: nn.Module = getattr(library, model)(settings)
+        return built
+
+    return build
+
+
+def _tokens(batch: int, length: int, vocabulary: int) -> Callable[[torch.Generator], Batch]:
+    def make(generator: torch.Generator) -> Batch:
+        return {"x": torch.randint(vocabulary, (batch, length), generator=generator)}
+
+    return make
+
+
+def _language_model(model: nn.Module, batch: Batch) -> Tensor:
+    loss: Tensor = model(input_ids=batch["x"], labels=batch["x"], use_cache=False).loss
+    return loss
+
+
+def _labelled_tokens(
+    batch: int, length: int, vocabulary: int
+) -> Callable[[torch.Generator], Batch]:
+    def make(generator: torch.Generator) -> Batch:
+        labels = torch.randint(2, (batch,), generator=generator)
+        return {**_tokens(batch, length, vocabulary)(generator), "y": labels}
+
+    return make
+
+
+def _sequence_classification(model: nn.Module, batch: Batch) -> Tensor:
+    loss: Tensor = model(input_ids=batch["x"], labels=batch["y"]).loss
+    return loss
+
+
+def _segmentation(model: nn.Module, batch: Batch) -> Tensor:
+    loss: Tensor = model(pixel_values=batch["x"], labels=batch["y"]).loss
+    return loss
+
+
+def _pixels(batch: int, pixels: int, classes: int) -> Callable[[torch.Generator], Batch]:
+    def make(generator: torch.Generator) -> Batch:
+        return {
+            "x": torch.randn(batch, 3, pixels, pixels, generator=generator),
+            "y": torch.randint(classes, (batch, pixels, pixels), generator=generator),
+        }
+
+    return make
+
+
+def _hidden(batch: int, length: int, width: int) -> Callable[[torch.Generator], Batch]:
+    def make(generator: torch.Generator) -> Batch:
+        return {"x": torch.randn(batch, length, width, generator=generator)}
+
+    return make
+
+
+def _blocks(model: nn.Module, batch: Batch) -> Tensor:
+    """Decoder layers alone: no embedding, no head."""
+    hidden: Tensor = model(inputs_embeds=batch["x"], use_cache=False).last_hidden_state
+    return hidden.float().square().mean() + hidden.float().mean()
+
+
+def _detector() -> nn.Module:
+    mend_torchvision()
+    tasks = importlib.import_module("ultralytics.nn.tasks")
+    model: nn.Module = tasks.DetectionModel("yolov5n.yaml", nc=4, verbose=False)
+    return model
+
+
+def _detection(model: nn.Module, batch: Batch) -> Tensor:
+    """A stand-in for the detection loss: all raw maps are to be small."""
+    maps = model(batch["x"])
+    if isinstance(maps, dict):
+        maps = list(maps.values())
+    return torch.stack([m.float().square().mean() for m in maps if isinstance(m, Tensor)]).sum()
+
+
+_RESNET = {"layers": (1, 1, 1, 1), "channels": (64, 64, 128, 128)}
+_LLAMA = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+_LLAMA_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+
+TASKS: dict[str, Task] = {
+    "vit_b": _vision(
+        "ViT-B/16",
+        "vit_base_patch16_224",
+        32,
+        {"img_size": 32, "patch_size": 4, "embed_dim": 128, "depth": 3, "num_heads": 4},
+        full_batch=128,
+    ),
+    "resnet50": _vision("ResNet-50", "resnet50", 32, _RESNET, full_batch=128),
+    "efficientformer_l7": _vision(
+        "EfficientFormer-L7",
+        "efficientformer_l7",
+        224,
+        {"depths": (1, 1, 1, 2), "embed_dims": (64, 64, 64, 128)},
+        full_batch=64,
+    ),
+    "gpt2": Task(
+        "GPT-2 small",
+        Size(
+            _transformers(
+                "GPT2LMHeadModel",
+                "GPT2Config",
+                n_embd=128, n_layer=2, n_head=4, vocab_size=128, n_positions=64,
+                bos_token_id=0, eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+            ),
+            _tokens(8, 64, 128),
+        ),
+        _language_model,
+        Size(_transformers("GPT2LMHeadModel", "GPT2Config"), _tokens(8, 1024, 50257)),
+    ),
+    "bert": Task(
+        "BERT-base",
+        Size(
+            _transformers(
+                "BertForSequenceClassification",
+                "BertConfig",
+                hidden_size=128, num_hidden_layers=2, num_attention_heads=4,
+                intermediate_size=256, vocab_size=128, max_position_embeddings=64,
+                hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+            ),
+            _labelled_tokens(8, 32, 128),
+        ),
+        _sequence_classification,
+        Size(
+            _transformers("BertForSequenceClassification", "BertConfig"),
+            _labelled_tokens(32, 512, 30522),
+        ),
+    ),
+    "llama_blocks": Task(
+        "2 blocks of Llama-3-8B's shape",
+        Size(
+            _transformers("LlamaModel", "LlamaConfig", vocab_size=16, **_LLAMA, **_LLAMA_HEADS),
+            _hidden(2, 64, 128),
+        ),
+        _blocks,
+        Size(
+            _transformers(
+                "LlamaModel",
+                "LlamaConfig",
+                vocab_size=16, hidden_size=4096, intermediate_size=14336, num_hidden_layers=2,
+                num_attention_heads=32, num_key_value_heads=8,
+            ),
+            _hidden(1, 8192, 4096),
+        ),
+    ),
+    "resnet18": _vision("ResNet-18", "resnet18", 32, _RESNET),
+    "resnet34": _vision("ResNet-34", "resnet34", 32, {**_RESNET, "layers": (2, 1, 1, 1)}),
+    "efficientnetv2_s": _vision(
+        "EfficientNetV2-S",
+        "tf_efficientnetv2_s",
+        64,
+        {"channel_multiplier": 0.5, "depth_multiplier": 0.25},
+    ),
+    "efficientformer_l1": _vision(
+        "EfficientFormer-L1",
+        "efficientformer_l1",
+        224,
+        {"depths": (1, 1, 1, 2), "embed_dims": (64, 64, 64, 128)},
+    ),
+    "vit_s": _vision(
+        "ViT-S/16",
+        "vit_small_patch16_224",
+        32,
+        {"img_size": 32, "patch_size": 8, "embed_dim": 96, "depth": 2, "num_heads": 3},
+    ),
+    "segformer": Task(
+        "SegFormer",
+        Size(
+            _transformers(
+                "SegformerForSemanticSegmentation",
+                "SegformerConfig",
+                depths=[1, 1, 1, 1], hidden_sizes=[64, 64, 128, 128], decoder_hidden_size=64,
+                num_labels=4, drop_path_rate=0.0, hidden_dropout_prob=0.0,
+                attention_probs_dropout_prob=0.0, classifier_dropout_prob=0.0,
+            ),
+            _pixels(2, 64, 4),
+        ),
+        _segmentation,
+    ),
+    "yolov5n": Task("YOLOv5n", Size(_detector, _images(2, 64, 4)), _detection),
+    "llama": Task(
+        "Llama",
+        Size(
+            _transformers(
+                "LlamaForCausalLM", "LlamaConfig", vocab_size=128, **_LLAMA, **_LLAMA_HEADS
+            ),
+            _tokens(4, 64, 128),
+        ),
+        _language_model,
+    ),
+}  # fmt: skip
+"""All of them; those with a full size are benchmarked."""
