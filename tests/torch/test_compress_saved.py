@@ -338,6 +338,20 @@ def test_what_must_be_exact_is_never_touched() -> None:
     assert {item.numel() for item in found if isinstance(item, torch.Tensor)} == {64, 256}
 
 
+@pytest.mark.parametrize("layer", [nn.Linear, hot.HotLinear])
+def test_after_a_linear_layer(layer: type[nn.Linear]) -> None:
+    # What HotLinear returns is a view of a leaf, as views of parameters are.
+    fc = layer(64, 192)
+    x = torch.randn(4, 20, 64, requires_grad=True)
+    y = fc(x)
+    compress = hot.compress_saved(min_values=0)
+    (gelu,) = kept(compress, lambda: F.gelu(y))
+    assert isinstance(gelu, module._Packed)
+    q, k, v = y.view(4, 20, 3, 2, 32).permute(2, 0, 3, 1, 4).unbind(0)
+    found = kept(compress, lambda: F.scaled_dot_product_attention(q, k, v))
+    assert sum(isinstance(item, module._Packed) for item in found) == 4
+
+
 def test_parameters_under_autocast() -> None:
     x = torch.randn(64, 256, requires_grad=True)
     weight = nn.Parameter(torch.randn(256, 128))

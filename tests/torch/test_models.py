@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import sys
 from pathlib import Path
@@ -112,3 +113,22 @@ def test_compress_saved(ready: Ready) -> None:
     got = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).double()
     assert got.isfinite().all()
     assert float(torch.nn.functional.cosine_similarity(got, exact, dim=0)) > 0.98
+
+
+def test_benchmark_at_toy_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    import bench_models
+
+    path = tmp_path / "models.json"
+    options = ["--quick", "--models", "llama_blocks", "--part", "time", "saved", "gradient"]
+    bench_models.main([*options, "--threads", str(torch.get_num_threads()), "--json", str(path)])
+    (name, rows), *others = json.loads(path.read_text())["models"].items()
+    assert name == "llama_blocks" and not others
+    assert set(rows["time"]) == {c.name for c in bench_models.contenders("cpu")}
+    for row in rows["time"].values():
+        assert 0 < row["q1_ms"] <= row["median_ms"] <= row["q3_ms"]
+    plain, hot_alone, both = rows["saved"]["all"]
+    assert both < hot_alone < plain
+    assert 0.98 < rows["gradient"]["default"] < 1
+    printed = capsys.readouterr().out
+    assert "default + saved 4" in printed and str(path) in printed

@@ -282,7 +282,8 @@ def _flat(values: Any) -> Iterator[Any]:
 def _without_gradient(tensor: Tensor) -> bool:
     """A parameter, a constant or a view of one: no activation."""
     base = tensor._base
-    return tensor.is_leaf or (base is not None and base.is_leaf)
+    # What a custom Function returns may be a view of its own temporary, which is a leaf, too.
+    return tensor.is_leaf or (base is not None and base.is_leaf and base.requires_grad)
 
 
 def _memory_order(tensor: Tensor) -> tuple[int, ...] | None:
