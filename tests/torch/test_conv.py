@@ -259,10 +259,12 @@ def test_unbatched_and_empty() -> None:
 
 
 def test_gradients_keep_the_parameters_layout() -> None:
+    # Before AccumulateGrad, too: DDP copies what lies otherwise, and warns.
     for fmt in (torch.contiguous_format, torch.channels_last):
-        module = hot.HotConv2d(8, 16, 3).to(memory_format=fmt)
-        module(torch.randn(2, 8, 10, 12)).sum().backward()
-        assert module.weight.grad.stride() == module.weight.stride()
+        for kernel in (1, 3):
+            module = hot.HotConv2d(8, 16, kernel).to(memory_format=fmt)
+            (gw,) = torch.autograd.grad(module(torch.randn(2, 8, 10, 12)).sum(), module.weight)
+            assert gw.stride() == module.weight.stride()
 
 
 @pytest.mark.parametrize("kernel", [1, 3])
@@ -415,12 +417,16 @@ def test_operators(kernel: int, channels_last: bool) -> None:
         config = HotConfig.recipe(recipe).json
         torch.library.opcheck(torch.ops.hotcore.compress_pixels, (x, seed, config, *window))
         saved = conv.compress_pixels(x, seed, config, *window)
+        for bias, keep in ((None, True), (torch.randn(16), False)):
+            call = (x, weight, bias, seed, config, *window, keep)
+            torch.library.opcheck(torch.ops.hotcore.conv2d, call)
         for inputs, dtypes in (
             ((weight, saved), (f, f, f)),
             ((weight, None), (f, None, None)),
             ((None, saved), (None, f, None)),
         ):
-            call = (gy, *inputs, seed, config, x.shape, channels_last, *window, *dtypes)
+            formats = (channels_last, not channels_last)
+            call = (gy, *inputs, seed, config, x.shape, *formats, *window, *dtypes)
             torch.library.opcheck(torch.ops.hotcore.backward_conv2d, call)
 
 

@@ -527,6 +527,13 @@ def test_opcheck_compress_activation() -> None:
         torch.library.opcheck(torch.ops.hotcore.compress_activation, (x, seed, config))
 
 
+def test_opcheck_linear() -> None:
+    for x, seed, config in examples():
+        weight, bias = torch.randn(12, 20).to(x.dtype), torch.randn(12).to(x.dtype)
+        for b, keep in ((bias, True), (None, False)):
+            torch.library.opcheck(torch.ops.hotcore.linear, (x, weight, b, seed, config, keep))
+
+
 def test_opcheck_draw_seed() -> None:
     tests = ("test_schema", "test_faketensor")  # random: its values differ from run to run
     arguments = (torch.randn(2, 3), torch.randn(4, 3))

@@ -107,8 +107,10 @@ def plain_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, window: Window)
 
 
 def is_channels_last(x: Tensor) -> bool:
-    """Whether ``[N, C, H, W]`` lies as ``[N, H, W, C]`` (and not both ways)."""
-    return x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+    """Whether ``[N, C, H, W]`` lies as ``[N, H, W, C]``; by its strides where that is the same."""
+    if not x.is_contiguous(memory_format=torch.channels_last):
+        return False
+    return not x.is_contiguous() or x.stride(3) != 1
 
 
 def visited(x: Tensor, window: Window) -> Tensor:
@@ -206,7 +208,7 @@ _library.define(
 )
 _library.define(
     "backward_conv2d(Tensor gy, Tensor? weight, Tensor? saved, Tensor seed, str config, "
-    f"SymInt[] x_shape, bool channels_last, {_WINDOW}, ScalarType? gx_dtype, "
+    f"SymInt[] x_shape, bool x_last, bool weight_last, {_WINDOW}, ScalarType? gx_dtype, "
     "ScalarType? gw_dtype, ScalarType? gb_dtype) -> (Tensor, Tensor, Tensor)"
 )
 
@@ -256,24 +258,26 @@ def _tokens(nhwc: Tensor) -> Tensor:
 def _outputs(
     gy: Tensor,
     x_shape: Sequence[int],
-    channels_last: bool,
+    x_last: bool,
+    weight_last: bool,
     kernel: tuple[int, int],
     gx_dtype: torch.dtype | None,
     gw_dtype: torch.dtype | None,
     gb_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """g_x in x's memory format, g_w in channels_last, g_b; an empty vector where not wanted."""
+    """g_x and g_w in the memory formats of x and weight, g_b; an empty vector if not wanted."""
+
+    def empty(n: int, c: int, h: int, w: int, last: bool, dtype: torch.dtype | None) -> Tensor:
+        if dtype is None:
+            return gy.new_empty(0)
+        if last:
+            return gy.new_empty((n, h, w, c), dtype=dtype).permute(0, 3, 1, 2)
+        return gy.new_empty((n, c, h, w), dtype=dtype)
+
     n, c, h, w = x_shape
-    out = gy.shape[1]
-    gx, gw, gb = gy.new_empty(0), gy.new_empty(0), gy.new_empty(0)
-    if gx_dtype is not None and channels_last:
-        gx = gy.new_empty((n, h, w, c), dtype=gx_dtype).permute(0, 3, 1, 2)
-    elif gx_dtype is not None:
-        gx = gy.new_empty((n, c, h, w), dtype=gx_dtype)
-    if gw_dtype is not None:
-        gw = gy.new_empty((out, *kernel, c), dtype=gw_dtype).permute(0, 3, 1, 2)
-    if gb_dtype is not None:
-        gb = gy.new_empty((out,), dtype=gb_dtype)
+    gx = empty(n, c, h, w, x_last, gx_dtype)
+    gw = empty(gy.shape[1], c, *kernel, weight_last, gw_dtype)
+    gb = gy.new_empty((gy.shape[1],) if gb_dtype else (0,), dtype=gb_dtype or gy.dtype)
     return gx, gw, gb
 
 
@@ -298,11 +302,12 @@ def _backward_conv2d(
     seed: Tensor,
     config: str,
     x_shape: Sequence[int],
-    channels_last: bool,
+    x_last: bool,
+    weight_last: bool,
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     window = Window.of(*rest[:5])
-    results = _outputs(gy, x_shape, channels_last, window.kernel, *rest[5:])
+    results = _outputs(gy, x_shape, x_last, weight_last, window.kernel, *rest[5:])
     wanted = (out if dtype else None for out, dtype in zip(results, rest[5:], strict=True))
     call = _Call(gy, weight, saved, int(seed.item()), ops.parsed(config), window, *wanted)
     (_backward_pointwise if window.pointwise else _backward_window)(call, tuple(x_shape))
@@ -381,10 +386,11 @@ def _fake_backward_conv2d(
     seed: Tensor,
     config: str,
     x_shape: Sequence[int],
-    channels_last: bool,
+    x_last: bool,
+    weight_last: bool,
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _outputs(gy, x_shape, channels_last, tuple(rest[0]), *rest[5:])
+    return _outputs(gy, x_shape, x_last, weight_last, tuple(rest[0]), *rest[5:])
 
 
 for _name, _impl, _fake in (

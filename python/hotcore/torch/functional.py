@@ -268,7 +268,7 @@ class _HotConv2d(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.config, ctx.window = config, window
         ctx.x_shape = x.shape
-        ctx.channels_last = is_channels_last(x)
+        ctx.channels_last = (is_channels_last(x), is_channels_last(weight))
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         return y
 
@@ -286,7 +286,7 @@ class _HotConv2d(torch.autograd.Function):
             seed,
             ctx.config,
             ctx.x_shape,
-            ctx.channels_last,
+            *ctx.channels_last,
             *ctx.window,
             *(dtype if wanted else None for dtype, wanted in zip(ctx.dtypes, need, strict=False)),
         )
