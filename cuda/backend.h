@@ -30,7 +30,7 @@ class CudaBackend final : public Backend {
                        std::int64_t row_bytes, std::uint16_t* scale) const override;
   void requantize_groups(const Context&, const std::uint8_t* packed, std::int64_t row_bytes,
                          const std::uint16_t* scale, std::int64_t tokens, Rounding,
-                         const Operand& out) const override;
+                         bool independent, const Operand& out) const override;
   // pack.cu
   void pack_int4(const Context&, const MatrixIn& q, const MatrixOut& out) const override;
   void unpack_int4(const Context&, const MatrixIn& packed, const MatrixOut& out) const override;
@@ -40,6 +40,9 @@ class CudaBackend final : public Backend {
   void gemm(const Context&, const GemmArgs&, void* workspace) const override;
   void gemm_token(const Context&, const GemmTokenArgs&, void* workspace) const override;
 };
+
+// Adds up `runs` partial sums of every column in sum.workspace (lowrank.cu).
+void finish_sums(const Context&, std::int64_t runs, const ColumnSum& sum);
 
 // Turns bit patterns of largest values into scales, in place (quantize.cu).
 void finish_scales(const Context&, float* scale, std::int64_t count, int bits);

@@ -16,16 +16,9 @@ bool aligned_rows(const void* data, std::int64_t row_bytes) {
   return reinterpret_cast<std::uintptr_t>(data) % 16 == 0 && row_bytes % 16 == 0;
 }
 
-int device_attribute(const Context& context, cudaDeviceAttr attribute) {
-  int value = 0;
-  check_cuda(cudaDeviceGetAttribute(&value, attribute, context.device().index), "gemm",
-             "cudaDeviceGetAttribute");
-  return value;
-}
-
 bool sm90_can(const Context& context, const GemmArgs& args) {
   if (!sm90_built() || context.arch() == 80 ||
-      device_attribute(context, cudaDevAttrComputeCapabilityMajor) != 9) {
+      device_attribute(context, cudaDevAttrComputeCapabilityMajor, "gemm") != 9) {
     return false;
   }
   const auto out_size = static_cast<std::int64_t>(dtype_size(args.out.dtype));
@@ -37,6 +30,7 @@ bool sm90_can(const Context& context, const GemmArgs& args) {
 
 // One scale for all, as a vector.
 __global__ void spread_kernel(const float* scale, std::int64_t count, float* out) {
+  begin_kernel();
   const std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if (i < count) out[i] = *scale;
 }
@@ -53,7 +47,7 @@ int stream_k_splits(std::int64_t m, std::int64_t n, std::int64_t k, int sm_count
 }
 
 void sm90_gemm(const Context& context, const GemmArgs& args, void* workspace) {
-  const int sm_count = device_attribute(context, cudaDevAttrMultiProcessorCount);
+  const int sm_count = device_attribute(context, cudaDevAttrMultiProcessorCount, "gemm");
   GemmArgs spread = args;
   auto* vectors = static_cast<float*>(workspace);
   if (args.a_scale_step == 0) {
@@ -91,7 +85,7 @@ std::size_t CudaBackend::gemm_workspace(const Context& context, std::int64_t m, 
   std::size_t bytes = static_cast<std::size_t>(round_up(m, 64) + round_up(n, 64)) * sizeof(float);
   if (sm90_built() && m > 0 && n > 0 && m < INT32_MAX && n < INT32_MAX && k <= int32_safe_k) {
     const DeviceGuard guard(context.device().index, "gemm");
-    const int sm_count = device_attribute(context, cudaDevAttrMultiProcessorCount);
+    const int sm_count = device_attribute(context, cudaDevAttrMultiProcessorCount, "gemm");
     const int splits = stream_k_splits(m, n, k, sm_count);
     if (splits > 0) {
       GemmArgs args{};

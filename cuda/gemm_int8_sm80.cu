@@ -13,6 +13,7 @@
 
 #include "cuda/gemm_int8_sm80.h"
 
+#include "cuda/device/async_copy.cuh"
 #include "cuda/device/matrix_io.cuh"
 #include "cuda/launch.h"
 
@@ -37,10 +38,6 @@ __device__ void finish_int(const GemmArgs& args, std::int64_t m, std::int64_t n,
       acc;
 }
 
-__device__ void copy_async(unsigned to, const void* from, int bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes));
-}
-
 // Address of a 16-byte piece of a row in a stage.
 __device__ unsigned piece(unsigned base, int row, int chunk) {
   return base + static_cast<unsigned>(row * tile_k + ((chunk ^ ((row >> 1) & 3)) << 4));
@@ -63,6 +60,7 @@ __device__ void mma(int (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b
 // `split`: the contraction may pass what INT32 holds.
 template <bool split>
 __global__ void __launch_bounds__(threads, split ? 1 : 2) tile_kernel(GemmArgs args) {
+  begin_kernel();
   extern __shared__ __align__(128) unsigned char shared[];
   const auto base = static_cast<unsigned>(__cvta_generic_to_shared(shared));
   const std::int64_t tiles_n = (args.n + tile_n - 1) / tile_n;
@@ -158,6 +156,7 @@ __global__ void __launch_bounds__(threads, split ? 1 : 2) tile_kernel(GemmArgs a
 }
 
 __global__ void byte_kernel(GemmArgs args) {
+  begin_kernel();
   const std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if (i >= args.m * args.n) return;
   const std::int64_t m = i / args.n, n = i % args.n;
@@ -173,6 +172,7 @@ __global__ void byte_kernel(GemmArgs args) {
 }
 
 __global__ void token_kernel(GemmTokenArgs args) {
+  begin_kernel();
   const std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if (i >= args.m * args.n) return;
   const std::int64_t m = i / args.n, n = i % args.n;

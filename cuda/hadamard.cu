@@ -148,6 +148,7 @@ struct VectorPlan {
 // A block of `job` is one transform, or one vector where that holds several.
 template <int LogN, int LogV>
 __global__ void __launch_bounds__(vector_threads, 2) fwht_vectors(const Job job) {
+  begin_kernel();
   using P = VectorPlan<LogN, LogV>;
   const unsigned lane = threadIdx.x % P::lanes;
   const std::int64_t first =
@@ -223,6 +224,7 @@ __device__ constexpr int swizzle(int group) { return group ^ (group >> 5 & 7); }
 
 template <int LogN>
 __global__ void __launch_bounds__((1 << LogN) / 32) fwht_exchange(const Job job) {
+  begin_kernel();
   constexpr int n = 1 << LogN, threads = n / 32, vectors = 8;
   __shared__ __align__(16) float tile[n];
   const int thread = static_cast<int>(threadIdx.x);
@@ -336,6 +338,7 @@ __device__ void tile_fwht(float* tile, int log_n, int log_fibres) {
 // Halves: two tiles of one fibre each, the halves of a transform twice as long.
 template <bool Halves>
 __global__ void __launch_bounds__(tile_threads) fwht_tile(const Job job, const TileShape shape) {
+  begin_kernel();
   extern __shared__ __align__(16) unsigned char shared[];
   const int n = 1 << shape.log_n, fibres = 1 << shape.log_fibres, words = n * fibres;
   auto* offset_x = reinterpret_cast<std::int64_t*>(shared);

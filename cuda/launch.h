@@ -4,6 +4,7 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -44,25 +45,128 @@ class DeviceGuard {
   int previous_ = 0;
 };
 
+// First and last statement of every kernel that launch() starts, for all of its threads. Where
+// kernels may overlap (below), one starts as soon as every thread block of the previous one has:
+// begin_kernel waits until that one has finished. A kernel that neither reads what the previous one
+// writes nor writes what it reads is `independent`: it waits at its end instead, so that its own
+// end still means the end of all before.
+#if defined(__CUDACC__)
+__device__ inline void wait_for_previous_kernel() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ inline void begin_kernel(bool independent = false) {
+  if (!independent) wait_for_previous_kernel();
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+__device__ inline void end_kernel(bool independent) {
+  if (independent) wait_for_previous_kernel();
+}
+#endif
+
+inline int device_attribute(const Context& context, cudaDeviceAttr attribute, const char* stage) {
+  int value = 0;
+  check_cuda(cudaDeviceGetAttribute(&value, attribute, context.device().index), stage,
+             "cudaDeviceGetAttribute");
+  return value;
+}
+
+// Whether a kernel's start may overlap the end of the previous one (programmatic dependent launch):
+// only where the code that runs is certain to hold the wait above.
+inline bool kernels_overlap(const Context& context, const char* stage) {
+  return std::string(cuda_archs()).find("90") != std::string::npos &&
+         device_attribute(context, cudaDevAttrComputeCapabilityMajor, stage) == 9;
+}
+
+struct LaunchShape {
+  std::int64_t blocks;
+  int threads;
+  std::size_t shared_bytes = 0;
+  int cluster = 1;  // thread blocks that share their memory; above 1 from sm_90 on
+  int rows = 1;     // blockDim.y
+};
+
+// Lets a kernel have the memory and the clusters of a shape.
+template <class... Params>
+void allow(const char* stage, void (*kernel)(Params...), const LaunchShape& shape) {
+  // 48 KB need no leave; a kernel may declare up to a quarter of that itself.
+  if (shape.shared_bytes > 36 * 1024) {
+    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    static_cast<int>(shape.shared_bytes)),
+               stage, "cudaFuncSetAttribute");
+  }
+  if (shape.cluster > 8) {
+    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
+               stage, "cudaFuncSetAttribute");
+  }
+}
+
+inline cudaLaunchConfig_t launch_config(const LaunchShape& shape, cudaStream_t stream,
+                                        cudaLaunchAttribute (&attributes)[2]) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(shape.blocks));
+  config.blockDim = dim3(static_cast<unsigned>(shape.threads), static_cast<unsigned>(shape.rows));
+  config.dynamicSmemBytes = shape.shared_bytes;
+  config.stream = stream;
+  config.attrs = attributes;
+  if (shape.cluster > 1) {
+    cudaLaunchAttribute& cluster = attributes[config.numAttrs++];
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim.x = static_cast<unsigned>(shape.cluster);
+    cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+  }
+  return config;
+}
+
+// How many clusters of a shape the device runs at the same time.
+template <class... Params>
+int clusters_at_once(const char* stage, const Context& context, void (*kernel)(Params...),
+                     const LaunchShape& shape) {
+  allow(stage, kernel, shape);
+  cudaLaunchAttribute attributes[2];
+  const cudaLaunchConfig_t config = launch_config(shape, context.stream(), attributes);
+  int clusters = 0;
+  if (shape.cluster > 1) {
+    check_cuda(cudaOccupancyMaxActiveClusters(&clusters, kernel, &config), stage,
+               "cudaOccupancyMaxActiveClusters");
+  } else {
+    check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&clusters, kernel, shape.threads,
+                                                             shape.shared_bytes),
+               stage, "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
+    clusters *= device_attribute(context, cudaDevAttrMultiProcessorCount, stage);
+  }
+  return std::max(1, clusters);
+}
+
 // `kernel<<<blocks, threads, shared, stream of context>>>(args...)`, with the launch's own status:
 // cudaGetLastError would also bring up what another library left behind.
 template <class... Params, class... Args>
 void launch(const char* stage, const Context& context, void (*kernel)(Params...),
-            std::int64_t blocks, int threads, std::size_t shared_bytes, const Args&... args) {
-  if (blocks > 0x7fffffff) {
+            const LaunchShape& shape, const Args&... args) {
+  if (shape.blocks == 0) return;
+  if (shape.blocks > 0x7fffffff) {
     throw Error(ErrorCode::unsupported, std::string(stage) + ": too many elements for one launch");
   }
-  if (shared_bytes > 48 * 1024) {
-    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    static_cast<int>(shared_bytes)),
-               stage, "cudaFuncSetAttribute");
+  allow(stage, kernel, shape);
+  cudaLaunchAttribute attributes[2];
+  cudaLaunchConfig_t config = launch_config(shape, context.stream(), attributes);
+  if (kernels_overlap(context, stage)) {
+    cudaLaunchAttribute& overlap = attributes[config.numAttrs++];
+    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
   }
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(static_cast<unsigned>(threads));
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = context.stream();
   check_cuda(cudaLaunchKernelEx(&config, kernel, args...), stage, "kernel launch");
+}
+
+template <class... Params, class... Args>
+void launch(const char* stage, const Context& context, void (*kernel)(Params...),
+            std::int64_t blocks, int threads, std::size_t shared_bytes, const Args&... args) {
+  launch(stage, context, kernel, LaunchShape{blocks, threads, shared_bytes}, args...);
 }
 
 }  // namespace hot::detail

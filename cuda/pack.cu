@@ -6,6 +6,7 @@ namespace hot::detail {
 namespace {
 
 __global__ void pack_kernel(MatrixIn q, MatrixOut out) {
+  begin_kernel();
   const std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if (i >= out.rows * out.cols) return;
   const std::int64_t r = i / out.cols, j = i % out.cols;
@@ -16,6 +17,7 @@ __global__ void pack_kernel(MatrixIn q, MatrixOut out) {
 }
 
 __global__ void unpack_kernel(MatrixIn packed, MatrixOut out) {
+  begin_kernel();
   const std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if (i >= out.rows * out.cols) return;
   const std::int64_t r = i / out.cols, c = i % out.cols;

@@ -1,10 +1,11 @@
 // Stages: quantise and dequantise a matrix; rows after an FWHT (g_y for g_x); INT4 groups of x.
 //
 // rows16_kernel: the hot path (Hadamard block 16).
-//   T threads share a row; a thread holds B blocks of 16 neighbouring elements in registers: one
-//   read of g_y (32 bytes a thread in fp16), butterfly, largest value by shuffles, one write of 16
-//   codes. With one scale for the whole tensor it runs twice, first for the largest value alone.
-//   3 bytes an element for fp16 input and one scale a row.
+//   T lanes share a row, at best within one warp; a lane holds B blocks of 16 neighbouring elements
+//   in registers: one read of g_y (32 B bytes in flight for a lane in fp16), butterfly, largest
+//   value by shuffles, one write of 16 codes a block. With one scale for the whole tensor it runs
+//   twice, first for the largest value alone. 3 bytes an element for fp16 input and one scale a
+//   row.
 //
 // rows_kernel: any block and any length.
 //   A thread block takes a row through 4096 floats of shared memory, twice (largest value, codes).
@@ -37,41 +38,55 @@ struct RowsArgs {
   float* scale;
   std::int64_t k_padded;
   int bits, block;
-  RandomKey key;
+  DeviceKey key;
   Pass pass;
   bool aligned;
 };
 
 __device__ std::uint32_t warp_max(std::uint32_t v) { return __reduce_max_sync(0xffffffffU, v); }
 
-// The largest value of the T threads of a row, for all of them. T is a multiple of 32.
-__device__ std::uint32_t row_max(std::uint32_t v, int T, std::uint32_t* shared) {
+// The largest value of a thread block, for all of its threads.
+__device__ std::uint32_t block_max(std::uint32_t v, std::uint32_t* shared) {
+  const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
   v = warp_max(v);
-  if (T == 32) return v;
-  const int warp = static_cast<int>(threadIdx.x) / 32, first = warp / (T / 32) * (T / 32);
+  if (threads == 32) return v;
   __syncthreads();
-  if (threadIdx.x % 32 == 0) shared[warp] = v;
+  if (thread % 32 == 0) shared[thread / 32] = v;
   __syncthreads();
-  for (int w = first; w < first + T / 32; ++w) v = max(v, shared[w]);
+  for (int w = 0; w < threads / 32; ++w) v = max(v, shared[w]);
   return v;
 }
 
+// A lane holds at most 6 blocks: 96 registers.
+constexpr int rows16_most_blocks = 6, rows16_most_lanes = 512;
+
+// threadIdx.x is the lane of a row: up to 32 of them, a power of two, with several rows
+// (threadIdx.y) in a thread block, or a row to itself.
 template <Rounding rounding, int B, class Tag>
-__global__ void rows16_kernel(RowsArgs args, int T) {
+__global__ void __launch_bounds__(rows16_most_lanes) rows16_kernel(RowsArgs args) {
   __shared__ std::uint32_t shared[32];
-  const std::int64_t row =
-      std::int64_t{blockIdx.x} * (blockDim.x / T) + static_cast<int>(threadIdx.x) / T;
-  const int lane = static_cast<int>(threadIdx.x) % T;
-  const std::int64_t blocks = args.k_padded / 16;
-  const bool real = row < args.x.rows;  // all threads stay for the barriers
+  begin_kernel();
+  const int T = static_cast<int>(blockDim.x), lane = static_cast<int>(threadIdx.x);
+  const std::int64_t row = std::int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
+  const bool real = row < args.x.rows;  // all threads stay for the shuffles
+  const int blocks = static_cast<int>(args.k_padded / 16);
   float v[B][16];
-  std::uint32_t amax = 0;
+  if (args.aligned) {
+    unsigned words[B][4 * Tag::size];  // all of a lane's loads first
+    const char* from =
+        static_cast<const char*>(args.x.data) + (row * args.x.row_stride + lane * 16) * Tag::size;
 #pragma unroll
-  for (int i = 0; i < B; ++i) {
-    const std::int64_t col = (lane + std::int64_t{i} * T) * 16;
-    if (real && args.aligned && col + 16 <= args.x.cols) {
-      load_16<Tag>(args.x, row, col, v[i]);
-    } else {
+    for (int i = 0; i < B; ++i) {
+#pragma unroll
+      for (unsigned& word : words[i]) word = 0;
+      if (real && lane + i * T < blocks) load_words(from + i * T * 16 * Tag::size, words[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < B; ++i) Tag::unpack(words[i], v[i]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < B; ++i) {
+      const std::int64_t col = (lane + std::int64_t{i} * T) * 16;
 #pragma unroll
       for (int j = 0; j < 16; ++j) {
         v[i][j] =
@@ -81,35 +96,40 @@ __global__ void rows16_kernel(RowsArgs args, int T) {
       }
     }
   }
+  float largest = 0.0F;
 #pragma unroll
   for (int i = 0; i < B; ++i) {
     butterfly<1, 16>(v[i]);
 #pragma unroll
-    for (int j = 0; j < 16; ++j) amax = max(amax, abs_bits(v[i][j]));
+    for (int j = 0; j < 16; ++j) largest = max_magnitude(largest, v[i][j]);
   }
+  std::uint32_t amax = abs_bits(largest);
   if (args.pass == Pass::amax) {
     amax = warp_max(amax);
-    if (threadIdx.x % 32 == 0) atomicMax(reinterpret_cast<std::uint32_t*>(args.scale), amax);
+    if ((threadIdx.y * blockDim.x + threadIdx.x) % 32 == 0) {
+      atomicMax(reinterpret_cast<std::uint32_t*>(args.scale), amax);
+    }
     return;
   }
-  if (args.pass == Pass::row_scales) {
-    amax = row_max(amax, T, shared);
-  } else {
+  if (args.pass == Pass::codes) {
     amax = *reinterpret_cast<const std::uint32_t*>(args.scale);
+  } else if (T > 32) {
+    amax = block_max(amax, shared);
+  } else {
+    for (int h = 1; h < T; h *= 2) amax = max(amax, __shfl_xor_sync(0xffffffffU, amax, h));
   }
   if (!real) return;
   const DeviceScale s = device_scale(amax, args.bits);
   if (args.pass == Pass::row_scales && lane == 0) args.scale[row] = s.scale;
+  const std::uint64_t first = static_cast<std::uint64_t>(row * blocks + lane);
+  auto* to = reinterpret_cast<uint4*>(args.codes + row * args.k_padded) + lane;
 #pragma unroll
   for (int i = 0; i < B; ++i) {
-    const std::int64_t b = lane + std::int64_t{i} * T;
-    if (b >= blocks) continue;
-    uint4 codes = make_uint4(0, 0, 0, 0);
-    if (s.keep) {
-      codes = round_group<rounding>([&](int j) { return v[i][j] * s.inv; }, args.key,
-                                    static_cast<std::uint64_t>(row * blocks + b), args.bits);
-    }
-    *reinterpret_cast<uint4*>(args.codes + row * args.k_padded + b * 16) = codes;
+    if (lane + i * T >= blocks) break;
+    uint4 codes = round_group<rounding>([&](int j) { return v[i][j] * s.inv; }, args.key,
+                                        first + static_cast<std::uint64_t>(i * T), args.bits);
+    if (!s.keep) codes = make_uint4(0, 0, 0, 0);
+    to[i * T] = codes;
   }
 }
 
@@ -117,6 +137,7 @@ constexpr int row_chunk = 4096;  // floats in shared memory; a multiple of every
 
 template <Rounding rounding>
 __global__ void rows_kernel(RowsArgs args) {
+  begin_kernel();
   __shared__ float v[row_chunk];
   __shared__ std::uint32_t shared[32];
   const std::int64_t row = blockIdx.x;
@@ -163,42 +184,78 @@ __global__ void rows_kernel(RowsArgs args) {
         *reinterpret_cast<uint4*>(args.codes + row * args.k_padded + start + 16 * b) = codes;
       }
     }
-    if (find) amax = row_max(amax, T, shared);
+    if (find) amax = block_max(amax, shared);
   }
   if (args.pass == Pass::amax && t == 0) {
     atomicMax(reinterpret_cast<std::uint32_t*>(args.scale), amax);
   }
 }
 
+// Lanes of a row and blocks of 16 of a lane: no more idle lanes than 1 in 8 where that can be (the
+// others' loads then hide the latency), a row within a warp before a row across warps.
+struct RowShare {
+  int lanes, blocks;
+};
+
+RowShare row_share(std::int64_t blocks) {
+  RowShare best{};
+  std::int64_t best_cost = 0;
+  for (int per_lane = 1; per_lane <= rows16_most_blocks; ++per_lane) {
+    std::int64_t lanes = ceil_div(blocks, per_lane);
+    if (lanes > rows16_most_lanes || (per_lane > 1 && lanes < 8)) continue;
+    if (lanes > 32) {
+      lanes = round_up(lanes, 32);
+    } else {
+      std::int64_t power = 1;
+      while (power < lanes) power *= 2;
+      lanes = power;
+    }
+    // Slots that stand for time: idle ones, and an eighth more where warps wait for each other.
+    const std::int64_t slots = 8 * lanes * per_lane;
+    const std::int64_t cost = lanes > 32 ? slots + slots / 8 : slots;
+    if (best.lanes == 0 || cost <= best_cost) {
+      best = {static_cast<int>(lanes), per_lane};
+      best_cost = cost;
+    }
+  }
+  return best;
+}
+
 void run_rows(const Context& context, const RowsArgs& args, Rounding rounding) {
-  const std::int64_t blocks = args.k_padded / 16;
+  const RowShare share = row_share(args.k_padded / 16);
   with_rounding(rounding, [&](auto r) {
     constexpr Rounding mode = decltype(r)::value;
-    if (args.block != 16 || blocks > 4 * 1024) {
+    if (args.block != 16 || share.lanes == 0) {
       return launch("backward_linear", context, rows_kernel<mode>, args.x.rows, 256, 0, args);
     }
-    // The fewest idle threads; of equals, most blocks for a thread.
-    int T = 0, B = 0;
-    for (const int candidate : {1, 2, 4}) {
-      const int lanes = static_cast<int>(round_up(ceil_div(blocks, candidate), 32));
-      if (lanes <= 1024 && (T == 0 || lanes * candidate <= T * B)) T = lanes, B = candidate;
-    }
-    const int threads = T * std::max(1, 128 / T);
-    const std::int64_t grid = ceil_div(args.x.rows, threads / T);
+    const int rows = share.lanes > 32 ? 1 : 128 / share.lanes;
+    const LaunchShape shape{ceil_div(args.x.rows, rows), share.lanes, 0, 1, rows};
     host_with_dtype(args.x.dtype, [&](auto tag) {
       using Tag = decltype(tag);
-      if (B == 1) {
-        launch("backward_linear", context, rows16_kernel<mode, 1, Tag>, grid, threads, 0, args, T);
-      } else if (B == 2) {
-        launch("backward_linear", context, rows16_kernel<mode, 2, Tag>, grid, threads, 0, args, T);
-      } else {
-        launch("backward_linear", context, rows16_kernel<mode, 4, Tag>, grid, threads, 0, args, T);
+      const auto run = [&](auto kernel) {
+        launch("backward_linear", context, kernel, shape, args);
+      };
+      switch (share.blocks) {
+        case 1:
+          return run(rows16_kernel<mode, 1, Tag>);
+        case 2:
+          return run(rows16_kernel<mode, 2, Tag>);
+        case 3:
+          return run(rows16_kernel<mode, 3, Tag>);
+        case 4:
+          return run(rows16_kernel<mode, 4, Tag>);
+        case 5:
+          return run(rows16_kernel<mode, 5, Tag>);
+        default:
+          static_assert(rows16_most_blocks == 6);
+          return run(rows16_kernel<mode, 6, Tag>);
       }
     });
   });
 }
 
 __global__ void finish_scales_kernel(float* scale, std::int64_t count, int bits) {
+  begin_kernel();
   const std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if (i < count) scale[i] = device_scale(__float_as_uint(scale[i]), bits).scale;
 }
@@ -214,13 +271,14 @@ struct MatrixQuant {
   Granularity granularity;
   int bits;
   bool packed;
-  RandomKey key;
+  DeviceKey key;
   __device__ std::int64_t scale_at(std::int64_t r, std::int64_t c) const {
     return granularity == Granularity::row ? r : granularity == Granularity::column ? c : 0;
   }
 };
 
 __global__ void matrix_amax_kernel(MatrixQuant args) {
+  begin_kernel();
   auto* amax = reinterpret_cast<std::uint32_t*>(args.scale);
   const std::int64_t groups = (args.x.cols + 15) / 16;
   const std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
@@ -240,6 +298,7 @@ __global__ void matrix_amax_kernel(MatrixQuant args) {
 
 template <Rounding rounding>
 __global__ void matrix_codes_kernel(MatrixQuant args) {
+  begin_kernel();
   const std::int64_t groups = (args.x.cols + 15) / 16;
   const std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if (i >= args.x.rows * groups) return;
@@ -270,6 +329,7 @@ __global__ void matrix_codes_kernel(MatrixQuant args) {
 
 __global__ void dequantize_kernel(MatrixIn q, const float* scale, Granularity granularity,
                                   bool packed, MatrixOut out) {
+  begin_kernel();
   const std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if (i >= out.rows * out.cols) return;
   const std::int64_t r = i / out.cols, c = i % out.cols;
@@ -290,15 +350,12 @@ __device__ std::uint16_t bf16_up(float v) {
   return static_cast<std::uint16_t>((__float_as_uint(v) + 0xffffU) >> 16);
 }
 
-__device__ std::uint32_t pack_nibbles(const uint4& codes, int half) {
-  // Eight codes, a byte each, to eight nibbles.
-  const std::uint32_t low = half == 0 ? codes.x : codes.z, high = half == 0 ? codes.y : codes.w;
-  const auto squeeze = [](std::uint32_t w) {
-    w &= 0x0f0f0f0fU;
-    w = (w | (w >> 4)) & 0x00ff00ffU;
-    return (w | (w >> 8)) & 0xffffU;
+// The low nibbles of eight bytes.
+__device__ std::uint32_t pack_nibbles(std::uint32_t low, std::uint32_t high) {
+  const auto pairs = [](std::uint32_t w) {  // bytes 0 and 2: two nibbles each
+    return (w & ~0x00f000f0U) | ((w >> 4) & 0x00f000f0U);
   };
-  return squeeze(low) | (squeeze(high) << 16);
+  return __byte_perm(pairs(low), pairs(high), 0x6420);
 }
 
 struct GroupsArgs {
@@ -306,7 +363,7 @@ struct GroupsArgs {
   std::uint8_t* packed;
   std::int64_t row_bytes;
   std::uint16_t* scale;
-  RandomKey key;
+  DeviceKey key;
 };
 
 // Rounds 64 tokens of a channel, `value(t)` each, and writes them and their scale.
@@ -335,8 +392,8 @@ __device__ void finish_group(const GroupsArgs& args, std::int64_t col, std::int6
         const uint4 codes = round_group<rounding>(
             [&](int j) { return value((part + i) * 16 + j) * inv; }, args.key,
             static_cast<std::uint64_t>(col * row_blocks + g * 4 + part + i), 4);
-        words[2 * i] = pack_nibbles(codes, 0);
-        words[2 * i + 1] = pack_nibbles(codes, 1);
+        words[2 * i] = pack_nibbles(codes.x, codes.y);
+        words[2 * i + 1] = pack_nibbles(codes.z, codes.w);
       }
     }
     *reinterpret_cast<uint4*>(args.packed + col * args.row_bytes + at) =
@@ -346,6 +403,7 @@ __device__ void finish_group(const GroupsArgs& args, std::int64_t col, std::int6
 
 template <Rounding rounding, class Tag>
 __global__ void __launch_bounds__(128) groups_kernel(GroupsArgs args) {
+  begin_kernel();
   const std::int64_t strips = (args.x.cols + 127) / 128;
   const std::int64_t col = blockIdx.x % strips * 128 + threadIdx.x;
   const std::int64_t g = blockIdx.x / strips;
@@ -368,6 +426,7 @@ __global__ void __launch_bounds__(128) groups_kernel(GroupsArgs args) {
 // the largest of both columns by one instruction (patterns of |v| have the order of the values).
 template <Rounding rounding, class Tag>
 __global__ void __launch_bounds__(64) group_pairs_kernel(GroupsArgs args) {
+  begin_kernel();
   const std::int64_t strips = (args.x.cols + 127) / 128;
   const std::int64_t col = blockIdx.x % strips * 128 + 2 * threadIdx.x;
   const std::int64_t g = blockIdx.x / strips;
@@ -402,10 +461,19 @@ __global__ void __launch_bounds__(64) group_pairs_kernel(GroupsArgs args) {
   }
 }
 
+// INT4 value j of 16, as a float: 8 more than the value, below the bits of 2^23, less 2^23 + 8.
+__device__ float nibble(const uint2& packed, int j) {
+  const std::uint32_t word = (j < 8 ? packed.x : packed.y) >> (j % 2 == 0 ? 0 : 4);
+  const std::uint32_t biased = (word & 0x0f0f0f0fU) ^ 0x08080808U;
+  const std::uint32_t bits = __byte_perm(biased, 0x4b000000U, 0x7650U | (j % 8 / 2));
+  return __uint_as_float(bits) - 8388616.0F;
+}
+
 template <Rounding rounding>
 __global__ void requantize_kernel(const std::uint8_t* packed, std::int64_t row_bytes,
                                   const std::uint16_t* scale, std::int64_t groups, Operand out,
-                                  RandomKey key) {
+                                  DeviceKey key, bool independent) {
+  begin_kernel(independent);
   __shared__ std::uint32_t shared[32];
   const std::int64_t row = blockIdx.x;
   const int T = static_cast<int>(blockDim.x), t = static_cast<int>(threadIdx.x);
@@ -413,26 +481,28 @@ __global__ void requantize_kernel(const std::uint8_t* packed, std::int64_t row_b
   for (std::int64_t g = t; g < groups; g += T) {
     largest = max(largest, std::uint32_t{scale[row * groups + g]});
   }
-  largest = row_max(largest, T, shared);
+  largest = block_max(largest, shared);
   const float amax = 7.0F * __uint_as_float(largest << 16);
   const DeviceScale s = device_scale(abs_bits(amax), 8);
   if (t == 0) out.scale[row] = s.scale;
-  const std::int64_t row_blocks = out.k_padded / 16;
-  for (std::int64_t b = t; b < row_blocks; b += T) {
-    uint4 codes = make_uint4(0, 0, 0, 0);
-    if (s.keep) {
-      const uint2 nibbles = *reinterpret_cast<const uint2*>(packed + row * row_bytes + b * 8);
+  const int row_blocks = static_cast<int>(out.k_padded / 16);
+  const std::uint64_t first =
+      static_cast<std::uint64_t>(row) * static_cast<std::uint64_t>(row_blocks);
+  const auto* from = reinterpret_cast<const uint2*>(packed + row * row_bytes);
+  auto* to = reinterpret_cast<uint4*>(out.codes + row * out.k_padded);
+  if (!s.keep) {
+    for (int b = t; b < row_blocks; b += T) to[b] = make_uint4(0, 0, 0, 0);
+  } else {
+#pragma unroll 2
+    for (int b = t; b < row_blocks; b += T) {
+      const uint2 nibbles = from[b];
       const float factor =
           __uint_as_float(std::uint32_t{scale[row * groups + b / 4]} << 16) * s.inv;
-      codes = round_group<rounding>(
-          [&](int j) {
-            const std::uint32_t nibble = ((j < 8 ? nibbles.x : nibbles.y) >> (4 * (j % 8))) & 15U;
-            return static_cast<float>(static_cast<int>(nibble ^ 8U) - 8) * factor;
-          },
-          key, static_cast<std::uint64_t>(row * row_blocks + b), 8);
+      to[b] = round_group<rounding>([&](int i) { return nibble(nibbles, i) * factor; }, key,
+                                    first + static_cast<std::uint64_t>(b), 8);
     }
-    *reinterpret_cast<uint4*>(out.codes + row * out.k_padded + b * 16) = codes;
   }
+  end_kernel(independent);
 }
 
 }  // namespace
@@ -457,7 +527,7 @@ void CudaBackend::quantize(const Context& context, const MatrixIn& x, const Quan
                          spec.scale,
                          spec.bits,
                          q.dtype == DType::i4x2,
-                         random_key(context.key(), Purpose::quantize)};
+                         device_key(context.key(), Purpose::quantize)};
   const std::int64_t grid = ceil_div(x.rows * ceil_div(x.cols, 16), 256);
   launch("quantize", context, matrix_amax_kernel, grid, 256, 0, args);
   with_rounding(spec.rounding, [&](auto r) {
@@ -482,9 +552,9 @@ void CudaBackend::quantize_rows(const Context& context, const MatrixIn& x, int h
                 out.k_padded,
                 quant.bits,
                 hadamard_block,
-                random_key(context.key(), quant.purpose),
+                device_key(context.key(), quant.purpose),
                 Pass::row_scales,
-                rows_aligned(x)};
+                rows_aligned(x) && x.cols % 16 == 0};
   if (!quant.per_tensor) return run_rows(context, args, quant.rounding);
   check_cuda(cudaMemsetAsync(out.scale, 0, sizeof(float), context.stream()), "backward_linear",
              "cudaMemsetAsync");
@@ -502,7 +572,7 @@ void CudaBackend::quantize_groups(const Context& context, const MatrixIn& x, Rou
   if (x.cols == 0) return;
   const std::int64_t grid = ceil_div(x.cols, 128) * ceil_div(x.rows, int4_group);
   const GroupsArgs args{x, packed, row_bytes, scale,
-                        random_key(context.key(), Purpose::activation)};
+                        device_key(context.key(), Purpose::activation)};
   const char* const stage = "compress_activation";
   with_rounding(rounding, [&](auto r) {
     constexpr Rounding mode = decltype(r)::value;
@@ -520,13 +590,13 @@ void CudaBackend::quantize_groups(const Context& context, const MatrixIn& x, Rou
 
 void CudaBackend::requantize_groups(const Context& context, const std::uint8_t* packed,
                                     std::int64_t row_bytes, const std::uint16_t* scale,
-                                    std::int64_t tokens, Rounding rounding,
+                                    std::int64_t tokens, Rounding rounding, bool independent,
                                     const Operand& out) const {
   const DeviceGuard guard(context.device().index, "backward_linear");
   with_rounding(rounding, [&](auto r) {
     launch("backward_linear", context, requantize_kernel<decltype(r)::value>, out.rows, 256, 0,
            packed, row_bytes, scale, ceil_div(tokens, int4_group), out,
-           random_key(context.key(), Purpose::requantize));
+           device_key(context.key(), Purpose::requantize), independent);
   });
 }
 

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <exception>
 #include <string>
+#include <utility>
 
 #include "checks.h"
 #include "hot/error.h"
@@ -138,109 +139,117 @@ void check_shape(const char* call, const LinearShape& shape) {
   }
 }
 
-void run_gx(const Context& context, const MatrixIn& gy, const MatrixIn& w,
-            const BackwardLinearSpec& spec, const MatrixOut& gx, const LinearShape& shape,
-            void* workspace) {
+// One backward. Both operands of both products are quantised first, so that g_y is read again while
+// a cache may still hold it and a backend may overlap the stages; then the products.
+struct Backward {
+  const Context& context;
+  const BackwardLinearSpec& spec;
+  const LinearShape& shape;
   const detail::Backend& backend = backend_of(context);
-  if (gx.rows == 0 || gx.cols == 0) return;
-  if (shape.out_features == 0) return backend.fill_zero(context, gx);
-  WorkspaceCursor cursor(workspace);
-  const GxScratch s = take_gx(cursor, context, shape, spec);
-  const OperandQuant quant_y{spec.gx_bits, spec.gx_scale == Granularity::tensor, false,
-                             spec.gx_rounding, Purpose::gradient_rows};
+  bool started = false;
+
+  // Of the stages before: none, if this is the first.
+  bool independent() { return std::exchange(started, true); }
+
+  void quantize_gx(const MatrixIn& gy, const GxScratch& s) {
+    const OperandQuant quant{spec.gx_bits,
+                             spec.gx_scale == Granularity::tensor,
+                             false,
+                             spec.gx_rounding,
+                             Purpose::gradient_rows,
+                             independent()};
+    backend.quantize_rows(context, gy, spec.hadamard_block, quant, s.y);
+  }
+
   // Weights are rounded to nearest: they are the same for every token, so noise would not average.
-  const OperandQuant quant_w{spec.gx_bits, spec.weight_scale == Granularity::tensor, false,
-                             Rounding::nearest, Purpose::weight};
-  backend.quantize_rows(context, gy, spec.hadamard_block, quant_y, s.y);
-  backend.quantize_columns(context, w, hadamard_projection(shape.out_features, spec.hadamard_block),
-                           Side::activation, context.key(), quant_w, s.w, nullptr);
-  detail::GemmArgs args{};
-  args.a = s.y.codes;
-  args.b = s.w.codes;
-  args.m = shape.tokens;
-  args.n = shape.in_features;
-  args.k = args.lda = args.ldb = s.y.k_padded;
-  args.a_scale = s.y.scale;
-  args.b_scale = s.w.scale;
-  args.a_scale_step = s.y.scales == 1 ? 0 : 1;
-  args.b_scale_step = s.w.scales == 1 ? 0 : 1;
-  args.inv_divisor = 1.0F / static_cast<float>(spec.hadamard_block);
-  args.out = gx;
-  backend.gemm(context, args, s.gemm);
-}
-
-// Returns whether g_b (null: not wanted) came out on the way.
-bool run_gw(const Context& context, const MatrixIn& gy, const ConstSavedActivation& saved,
-            const BackwardLinearSpec& spec, const MatrixOut& gw, const MatrixOut* gb,
-            bool accumulate, const LinearShape& shape, void* workspace) {
-  const detail::Backend& backend = backend_of(context);
-  if (gw.rows == 0 || gw.cols == 0) return false;
-  if (shape.tokens == 0) {
-    if (!accumulate) backend.fill_zero(context, gw);
-    return false;
-  }
-  const Projection p = detail::make_projection(shape.tokens, spec.low_rank);
-  const SavedLayout layout = saved_layout(shape.tokens, shape.in_features, spec);
-  WorkspaceCursor cursor(workspace);
-  GwScratch s = take_gw(cursor, context, shape, spec, p);
-  const OperandQuant quant_g{8, spec.gw_scale == GradScale::tensor,
-                             spec.gw_scale == GradScale::token, spec.gw_rounding,
-                             Purpose::gradient_columns};
-  const detail::ColumnSum sum{gb == nullptr ? MatrixOut{} : *gb, accumulate, s.sums};
-  const bool gb_done = backend.quantize_columns(context, gy, p, Side::gradient, saved.key, quant_g,
-                                                s.g, gb == nullptr ? nullptr : &sum);
-
-  const auto* bytes = static_cast<const char*>(saved.data);
-  const std::int8_t* x_codes = s.x.codes;
-  const float* x_scale = s.x.scale;
-  std::int64_t x_scales = s.x.scales;
-  if (spec.storage == Storage::int4) {
-    // Codes on a grid have no low bits to round by: what is not stochastic goes to the nearest.
-    const Rounding rounding =
-        spec.x_rounding == Rounding::stochastic ? Rounding::stochastic : Rounding::nearest;
-    backend.requantize_groups(context, static_cast<const std::uint8_t*>(saved.data),
-                              layout.row_bytes,
-                              reinterpret_cast<const std::uint16_t*>(bytes + layout.scale_offset),
-                              shape.tokens, rounding, s.x);
-  } else {
-    x_codes = static_cast<const std::int8_t*>(saved.data);
-    x_scale = reinterpret_cast<const float*>(bytes + layout.scale_offset);
-    x_scales = layout.scales;
+  void quantize_w(const MatrixIn& w, const GxScratch& s) {
+    const OperandQuant quant{spec.gx_bits,    spec.weight_scale == Granularity::tensor,
+                             false,           Rounding::nearest,
+                             Purpose::weight, independent()};
+    backend.quantize_columns(context, w,
+                             hadamard_projection(shape.out_features, spec.hadamard_block),
+                             Side::activation, context.key(), quant, s.w, nullptr);
   }
 
-  const float inv_divisor = 1.0F / static_cast<float>(p.divisor);
-  if (spec.gw_scale == GradScale::token) {
-    detail::GemmTokenArgs args{};
-    args.a = s.g.codes;
-    args.b = x_codes;
-    args.m = shape.out_features;
-    args.n = shape.in_features;
-    args.k = args.lda = args.ldb = p.k_padded;
-    args.k_scale = s.g.scale;
-    args.b_scale = x_scale;
-    args.b_scale_step = x_scales == 1 ? 0 : 1;
-    args.inv_divisor = inv_divisor;
+  // Returns whether g_b (null: not wanted) came out on the way.
+  bool quantize_gw(const MatrixIn& gy, const Key& saved_key, const Projection& p,
+                   const MatrixOut* gb, bool accumulate, const GwScratch& s) {
+    const OperandQuant quant{8,
+                             spec.gw_scale == GradScale::tensor,
+                             spec.gw_scale == GradScale::token,
+                             spec.gw_rounding,
+                             Purpose::gradient_columns,
+                             independent()};
+    const detail::ColumnSum sum{gb == nullptr ? MatrixOut{} : *gb, accumulate, s.sums};
+    return backend.quantize_columns(context, gy, p, Side::gradient, saved_key, quant, s.g,
+                                    gb == nullptr ? nullptr : &sum);
+  }
+
+  // x for g_w: as it was saved, or brought back to INT8.
+  detail::Operand restore_x(const ConstSavedActivation& saved, const GwScratch& s) {
+    const SavedLayout layout = saved_layout(shape.tokens, shape.in_features, spec);
+    const auto* bytes = static_cast<const char*>(saved.data);
+    if (spec.storage == Storage::int4) {
+      // Codes on a grid have no low bits to round by: what is not stochastic goes to the nearest.
+      const Rounding rounding =
+          spec.x_rounding == Rounding::stochastic ? Rounding::stochastic : Rounding::nearest;
+      backend.requantize_groups(context, static_cast<const std::uint8_t*>(saved.data),
+                                layout.row_bytes,
+                                reinterpret_cast<const std::uint16_t*>(bytes + layout.scale_offset),
+                                shape.tokens, rounding, independent(), s.x);
+      return s.x;
+    }
+    // Operands are written by the backends and read by the products; this one is only read.
+    return {const_cast<std::int8_t*>(static_cast<const std::int8_t*>(saved.data)),
+            const_cast<float*>(reinterpret_cast<const float*>(bytes + layout.scale_offset)),
+            shape.in_features, layout.k_padded, layout.scales};
+  }
+
+  void product_gx(const GxScratch& s, const MatrixOut& gx) {
+    detail::GemmArgs args = product(s.y, s.w, spec.hadamard_block);
+    args.out = gx;
+    backend.gemm(context, args, s.gemm);
+  }
+
+  void product_gw(const GwScratch& s, const detail::Operand& x, const Projection& p,
+                  bool accumulate, const MatrixOut& gw) {
+    if (spec.gw_scale == GradScale::token) {
+      detail::GemmTokenArgs args{};
+      args.a = s.g.codes;
+      args.b = x.codes;
+      args.m = s.g.rows;
+      args.n = x.rows;
+      args.k = args.lda = args.ldb = p.k_padded;
+      args.k_scale = s.g.scale;
+      args.b_scale = x.scale;
+      args.b_scale_step = x.scales == 1 ? 0 : 1;
+      args.inv_divisor = 1.0F / static_cast<float>(p.divisor);
+      args.accumulate = accumulate;
+      args.out = gw;
+      backend.gemm_token(context, args, s.gemm);
+      return;
+    }
+    detail::GemmArgs args = product(s.g, x, p.divisor);
     args.accumulate = accumulate;
     args.out = gw;
-    backend.gemm_token(context, args, s.gemm);
-    return gb_done;
+    backend.gemm(context, args, s.gemm);
   }
-  detail::GemmArgs args{};
-  args.a = s.g.codes;
-  args.b = x_codes;
-  args.m = shape.out_features;
-  args.n = shape.in_features;
-  args.k = args.lda = args.ldb = p.k_padded;
-  args.a_scale = s.g.scale;
-  args.b_scale = x_scale;
-  args.a_scale_step = s.g.scales == 1 ? 0 : 1;
-  args.b_scale_step = x_scales == 1 ? 0 : 1;
-  args.inv_divisor = inv_divisor;
-  args.accumulate = accumulate;
-  args.out = gw;
-  backend.gemm(context, args, s.gemm);
-  return gb_done;
-}
+
+  static detail::GemmArgs product(const detail::Operand& a, const detail::Operand& b, int divisor) {
+    detail::GemmArgs args{};
+    args.a = a.codes;
+    args.b = b.codes;
+    args.m = a.rows;
+    args.n = b.rows;
+    args.k = args.lda = args.ldb = a.k_padded;
+    args.a_scale = a.scale;
+    args.b_scale = b.scale;
+    args.a_scale_step = a.scales == 1 ? 0 : 1;
+    args.b_scale_step = b.scales == 1 ? 0 : 1;
+    args.inv_divisor = 1.0F / static_cast<float>(divisor);
+    return args;
+  }
+};
 
 }  // namespace
 
@@ -332,21 +341,14 @@ std::size_t backward_linear_workspace(const Context& context, const LinearShape&
                                       const BackwardLinearSpec& spec, bool need_gx, bool need_gw) {
   check_shape("backward_linear_workspace", shape);
   check_spec("backward_linear_workspace", spec);
-  // One path after the other: they share the memory.
-  WorkspaceCursor for_gb;
-  take_gb(for_gb, context, shape);
-  std::size_t bytes = for_gb.bytes();
-  if (need_gx) {
-    WorkspaceCursor cursor;
-    take_gx(cursor, context, shape, spec);
-    bytes = std::max(bytes, cursor.bytes());
-  }
+  WorkspaceCursor cursor;
+  if (need_gx) take_gx(cursor, context, shape, spec);
   if (need_gw) {
-    WorkspaceCursor cursor;
     take_gw(cursor, context, shape, spec, detail::make_projection(shape.tokens, spec.low_rank));
-    bytes = std::max(bytes, cursor.bytes());
   }
-  return bytes;
+  WorkspaceCursor for_gb;  // on its own: nothing else is alive then
+  take_gb(for_gb, context, shape);
+  return std::max(cursor.bytes(), for_gb.bytes());
 }
 
 void backward_linear(const Context& context, const ConstTensorView& gy, const ConstTensorView& w,
@@ -427,16 +429,39 @@ void backward_linear(const Context& context, const ConstTensorView& gy, const Co
   check.workspace(workspace, backward_linear_workspace(context, shape, spec, out.gx != nullptr,
                                                        out.gw != nullptr));
 
-  if (out.gx != nullptr) run_gx(context, gradient, weight, spec, gx, shape, workspace.data);
+  Backward run{context, spec, shape};
+  WorkspaceCursor cursor(workspace.data);
+  const bool with_gx = gx.rows > 0 && gx.cols > 0 && shape.out_features > 0;
+  const bool with_gw = gw.rows > 0 && gw.cols > 0 && shape.tokens > 0;
+  GxScratch for_gx{};
+  GwScratch for_gw{};
+  Projection p;
+  detail::Operand saved_x{};
   bool gb_done = false;
-  if (out.gw != nullptr) {
-    gb_done = run_gw(context, gradient, saved, spec, gw, out.gb == nullptr ? nullptr : &gb,
-                     out.accumulate, shape, workspace.data);
+  if (out.gx != nullptr) for_gx = take_gx(cursor, context, shape, spec);
+  if (with_gx) run.quantize_gx(gradient, for_gx);
+  if (with_gw) {
+    p = detail::make_projection(shape.tokens, spec.low_rank);
+    for_gw = take_gw(cursor, context, shape, spec, p);
+    gb_done = run.quantize_gw(gradient, saved.key, p, out.gb == nullptr ? nullptr : &gb,
+                              out.accumulate, for_gw);
+  }
+  if (with_gx) run.quantize_w(weight, for_gx);
+  if (with_gw) saved_x = run.restore_x(saved, for_gw);
+  if (with_gx) {
+    run.product_gx(for_gx, gx);
+  } else if (gx.rows > 0 && gx.cols > 0) {
+    run.backend.fill_zero(context, gx);
+  }
+  if (with_gw) {
+    run.product_gw(for_gw, saved_x, p, out.accumulate, gw);
+  } else if (gw.rows > 0 && gw.cols > 0 && !out.accumulate) {
+    run.backend.fill_zero(context, gw);
   }
   if (out.gb != nullptr && !gb_done && shape.out_features > 0) {
-    WorkspaceCursor cursor(workspace.data);
-    backend_of(context).column_sum(context, gradient,
-                                   {gb, out.accumulate, take_gb(cursor, context, shape)});
+    WorkspaceCursor for_gb(workspace.data);
+    run.backend.column_sum(context, gradient,
+                           {gb, out.accumulate, take_gb(for_gb, context, shape)});
   }
 }
 

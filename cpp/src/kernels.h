@@ -106,6 +106,9 @@ struct OperandQuant {
   bool per_k;  // one scale for each column of the K-contiguous matrix ("token")
   Rounding rounding;
   Purpose purpose;
+  // Neither reads nor overwrites what the calls since the last one that is not independent write: a
+  // backend may run them at the same time.
+  bool independent = false;
 };
 
 struct FwhtArgs {
@@ -181,7 +184,7 @@ class Backend {
   // The packed form to INT8 with one scale per channel.
   virtual void requantize_groups(const Context&, const std::uint8_t* packed, std::int64_t row_bytes,
                                  const std::uint16_t* scale, std::int64_t tokens, Rounding,
-                                 const Operand& out) const = 0;
+                                 bool independent, const Operand& out) const = 0;
   virtual void fill_zero(const Context&, const MatrixOut& out) const = 0;
   virtual std::size_t column_sum_workspace(const Context&, std::int64_t rows,
                                            std::int64_t cols) const = 0;

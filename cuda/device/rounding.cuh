@@ -6,7 +6,7 @@
 #include <type_traits>
 
 #include "hot/quantize.h"
-#include "random_key.h"
+#include "kernels.h"
 
 namespace hot::detail {
 
@@ -26,85 +26,133 @@ __device__ inline DeviceScale device_scale(std::uint32_t amax_bits, int bits) {
 __device__ inline std::uint32_t abs_bits(float v) { return __float_as_uint(v) & 0x7fffffffU; }
 
 struct RandomWords {
-  std::uint32_t word[4];
-  // Twice byte i.
-  __device__ std::uint32_t twice(int i) const {
-    const int shift = 8 * (i % 4) - 1;
-    return (shift < 0 ? word[i / 4] << 1 : word[i / 4] >> shift) & 510U;
-  }
+  std::uint32_t word[4];  // bytes of 16 elements, lowest byte first
 };
 
+// A key as kernels take it: the round keys of Philox worked out once, so that they are operands in
+// constant memory and cost no instruction.
+struct DeviceKey {
+  std::uint32_t stream_purpose, offset_low, offset_high;
+  std::uint32_t round_low[10], round_high[10];
+};
+
+inline DeviceKey device_key(const Key& key, Purpose purpose) {
+  const RandomKey random = random_key(key, purpose);
+  DeviceKey d{random.stream_purpose, random.offset_low, random.offset_high, {}, {}};
+  for (std::uint32_t round = 0; round < 10; ++round) {
+    d.round_low[round] = random.seed_low + round * 0x9E3779B9U;
+    d.round_high[round] = random.seed_high + round * 0xBB67AE85U;
+  }
+  return d;
+}
+
 // Philox4x32-10 of one block of 16 elements.
-__device__ inline RandomWords random_words(const RandomKey& key, std::uint64_t blk) {
+__device__ inline RandomWords random_words(const DeviceKey& key, std::uint64_t blk) {
   std::uint32_t c0 = static_cast<std::uint32_t>(blk);
   std::uint32_t c1 = (static_cast<std::uint32_t>(blk >> 32) & 0xffffU) | key.stream_purpose;
   std::uint32_t c2 = key.offset_low, c3 = key.offset_high;
-  std::uint32_t k0 = key.seed_low, k1 = key.seed_high;
 #pragma unroll
   for (int round = 0; round < 10; ++round) {
-    const std::uint32_t h0 = __umulhi(0xD2511F53U, c0), l0 = 0xD2511F53U * c0;
-    const std::uint32_t h1 = __umulhi(0xCD9E8D57U, c2), l1 = 0xCD9E8D57U * c2;
-    c0 = h1 ^ c1 ^ k0;
-    c2 = h0 ^ c3 ^ k1;
-    c1 = l1;
-    c3 = l0;
-    k0 += 0x9E3779B9U;
-    k1 += 0xBB67AE85U;
+    const std::uint64_t p0 = std::uint64_t{0xD2511F53U} * c0, p1 = std::uint64_t{0xCD9E8D57U} * c2;
+    c0 = static_cast<std::uint32_t>(p1 >> 32) ^ c1 ^ key.round_low[round];
+    c2 = static_cast<std::uint32_t>(p0 >> 32) ^ c3 ^ key.round_high[round];
+    c1 = static_cast<std::uint32_t>(p1);
+    c3 = static_cast<std::uint32_t>(p0);
   }
   return {{c0, c1, c2, c3}};
 }
 
-// v is value * inv, twice_u twice the element's random byte (stochastic only).
-template <Rounding rounding>
-__device__ inline int round_code(float v, std::uint32_t twice_u, int bits) {
-  const int q_max = bits == 4 ? 7 : 127;
-  if constexpr (rounding == Rounding::nearest) {
-    return max(-q_max, min(q_max, __float2int_rn(v)));
-  } else {
-    const float a = fabsf(v);
-    int code;
-    if constexpr (rounding == Rounding::stochastic) {
-      // (ceil(512 a) + 510 - 2u) >> 9: docs/numerics.md, "Rounding". Added to 2^23 and rounded up,
-      // the product leaves its ceiling in the low bits: one instruction, where a conversion to an
-      // integer runs at an eighth of the rate. |v| <= Q (1 + 2^-22), so that nothing passes Q.
-      const int ceiling = __float_as_int(__fmaf_ru(a, 512.0F, 8388608.0F));
-      code = (ceiling - static_cast<int>(twice_u) + (510 - 0x4b000000)) >> 9;
-    } else {
-      const int h = bits == 4 ? 10 : 8;
-      const int whole = __float2int_rz(a);
-      const float fraction = a - static_cast<float>(whole);
-      const int f = __float2int_rz(fraction * static_cast<float>(1 << (2 * h + 1)));
-      const int p = f >> (h + 1), r = f & ((1 << (h + 1)) - 1);
-      code = min(whole + (2 * p + 1 > r && f > 0 ? 1 : 0), q_max);
-    }
-    return v < 0.0F ? -code : code;
-  }
+// Byte B of four words as one word, the first lowest.
+template <int B>
+__device__ inline std::uint32_t gather_bytes(std::uint32_t w0, std::uint32_t w1, std::uint32_t w2,
+                                             std::uint32_t w3) {
+  constexpr unsigned pair = B | (B + 4) << 4;
+  return __byte_perm(__byte_perm(w0, w1, pair), __byte_perm(w2, w3, pair), 0x5410);
 }
 
-// Two codes as bytes, the first lowest, below the low half of `upper`.
-__device__ inline std::uint32_t pack_codes(int first, int second, std::uint32_t upper) {
+// Added to a float below 2^22, 1.5 * 2^23 leaves it, rounded to an integer, in the low bits as
+// two's complement. A conversion would run at a fraction of the rate; so would shifts and
+// comparisons, which is why the codes below are made by the floating-point pipe and by byte
+// permutations.
+constexpr std::uint32_t integer_bits = 0x4b400000U;
+
+__device__ inline std::uint32_t round_nearest(const float (&v)[4]) {
+  const auto code = [](float y) {
+    return __float_as_uint(__fadd_rn(y, __uint_as_float(integer_bits)));
+  };
+  return gather_bytes<0>(code(v[0]), code(v[1]), code(v[2]), code(v[3]));
+}
+
+// The signs of two floats as two bytes of ones or zeros. (__byte_perm has no such selector.)
+__device__ inline std::uint32_t signs(float a, float b) {
   std::uint32_t out;
-  asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, %3;" : "=r"(out) : "r"(second), "r"(first), "r"(upper));
+  asm("prmt.b32 %0, %1, %2, 0x00fb;"
+      : "=r"(out)
+      : "r"(__float_as_uint(a)), "r"(__float_as_uint(b)));
   return out;
 }
 
-// Codes of 16 consecutive k as 4 words, lowest byte first. `value(i)` is value i times its inv.
+// docs/numerics.md: |code| = (ceil(512 |v|) + 510 - 2u) >> 9, which is (d + 255 - u) >> 8 with d =
+// 256 |v| to the nearest integer, ties to zero. With signs: (d + w) >> 8 rounded down, w = u where
+// v is negative, 255 - u elsewhere. One multiply-add makes d + w, in byte 1 of which lies the code;
+// 256 (1 - 2^-24) brings the ties, and nothing else, to zero.
+__device__ inline std::uint32_t round_stochastic(const float (&v)[4], std::uint32_t u) {
+  const std::uint32_t negative =
+      __byte_perm(signs(v[0], v[1]), signs(v[2], v[3]), 0x5410);  // bytes of ones
+  std::uint32_t w;
+  asm("lop3.b32 %0, %1, %2, 0, 0xc3;" : "=r"(w) : "r"(u), "r"(negative));  // ~(u ^ negative)
+  std::uint32_t sum[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float magic = __uint_as_float(__byte_perm(w, integer_bits, 0x7650U | i));
+    sum[i] = __float_as_uint(__fmaf_rn(v[i], 0x1.fffffep+7F, magic));
+  }
+  return gather_bytes<1>(sum[0], sum[1], sum[2], sum[3]);
+}
+
+__device__ inline int round_pseudo_stochastic(float v, int bits) {
+  const int q_max = bits == 4 ? 7 : 127, h = bits == 4 ? 10 : 8;
+  const float a = fabsf(v);
+  const int whole = __float2int_rz(a);
+  const float fraction = a - static_cast<float>(whole);
+  const int f = __float2int_rz(fraction * static_cast<float>(1 << (2 * h + 1)));
+  const int p = f >> (h + 1), r = f & ((1 << (h + 1)) - 1);
+  const int code = min(whole + (2 * p + 1 > r && f > 0 ? 1 : 0), q_max);
+  return v < 0.0F ? -code : code;
+}
+
+// Codes of 16 consecutive k as 4 words, lowest byte first. `value(i)` is value i times its inv, of
+// magnitude at most Q (1 + 2^-22): nothing needs a clamp.
 template <Rounding rounding, class Value>
-__device__ inline uint4 round_group(const Value& value, const RandomKey& key, std::uint64_t blk,
+__device__ inline uint4 round_group(const Value& value, const DeviceKey& key, std::uint64_t blk,
                                     int bits) {
   RandomWords random{};
   if constexpr (rounding == Rounding::stochastic) random = random_words(key, blk);
   std::uint32_t packed[4];
 #pragma unroll
   for (int w = 0; w < 4; ++w) {
-    int code[4];
+    const float v[4] = {value(4 * w), value(4 * w + 1), value(4 * w + 2), value(4 * w + 3)};
+    if constexpr (rounding == Rounding::nearest) {
+      packed[w] = round_nearest(v);
+    } else if constexpr (rounding == Rounding::stochastic) {
+      packed[w] = round_stochastic(v, random.word[w]);
+    } else {
+      std::uint32_t code[4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      code[j] = round_code<rounding>(value(4 * w + j), random.twice(4 * w + j), bits);
+      for (int j = 0; j < 4; ++j) {
+        code[j] = static_cast<std::uint32_t>(round_pseudo_stochastic(v[j], bits));
+      }
+      packed[w] = gather_bytes<0>(code[0], code[1], code[2], code[3]);
     }
-    packed[w] = pack_codes(code[0], code[1], pack_codes(code[2], code[3], 0));
   }
   return make_uint4(packed[0], packed[1], packed[2], packed[3]);
+}
+
+// The largest of |a| and |b| as bits; NaN wins.
+__device__ inline float max_magnitude(float a, float b) {
+  float out;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(out) : "f"(fabsf(a)), "f"(fabsf(b)));
+  return out;
 }
 
 // A run-time rounding becomes a template argument on the host.

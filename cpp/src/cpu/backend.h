@@ -32,7 +32,7 @@ class CpuBackend final : public Backend {
                        std::int64_t row_bytes, std::uint16_t* scale) const override;
   void requantize_groups(const Context&, const std::uint8_t* packed, std::int64_t row_bytes,
                          const std::uint16_t* scale, std::int64_t tokens, Rounding,
-                         const Operand& out) const override;
+                         bool independent, const Operand& out) const override;
   // pack.cpp
   void pack_int4(const Context&, const MatrixIn& q, const MatrixOut& out) const override;
   void unpack_int4(const Context&, const MatrixIn& packed, const MatrixOut& out) const override;

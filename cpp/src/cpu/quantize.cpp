@@ -274,7 +274,7 @@ void CpuBackend::quantize_groups(const Context& context, const MatrixIn& x, Roun
 
 void CpuBackend::requantize_groups(const Context& context, const std::uint8_t* packed,
                                    std::int64_t row_bytes, const std::uint16_t* scale,
-                                   std::int64_t tokens, Rounding rounding,
+                                   std::int64_t tokens, Rounding rounding, bool,
                                    const Operand& out) const {
   const SimdKernels& simd = simd_kernels(context.isa());
   const Rounder rounder{rounding, 8, random_key(context.key(), Purpose::requantize)};

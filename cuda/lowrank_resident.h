@@ -1,0 +1,15 @@
+// The hot path of the stage in lowrank.cu: blocks of 16 tokens, one scale a channel or a tensor.
+#pragma once
+
+#include "kernels.h"
+
+namespace hot::detail {
+
+bool resident_can(const Projection&, const OperandQuant&);
+
+// quantize_columns where resident_can. A `sum` (null: not wanted) is done too.
+void resident_quantize_columns(const Context&, const MatrixIn& x, const Projection&, Side,
+                               const Key& sketch_key, const OperandQuant&, const Operand& out,
+                               const ColumnSum* sum);
+
+}  // namespace hot::detail
