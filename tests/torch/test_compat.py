@@ -120,6 +120,17 @@ def test_seeds_are_those_of_eager_where_x_is_kept_anyway() -> None:
             assert_same(step(compiled, model, x), step(model, model, x))
 
 
+def test_a_changed_configuration_recompiles() -> None:
+    layer = hot.HotLinear(64, 64)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    x = torch.randn(40, 64)
+    before = step(compiled, layer, x)
+    layer.config = hot.HotConfig.recipe("fast")  # as PrecisionSchedule does
+    after = step(compiled, layer, x)
+    assert not torch.equal(before[2], after[2])
+    assert_same(after, step(layer, layer, x))
+
+
 def test_compile_channels_last_and_dynamic_shapes() -> None:
     model = Stage(2).to(memory_format=torch.channels_last)
     hot.convert(model, filter_fn=lambda module, fqn: True)
