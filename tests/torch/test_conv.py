@@ -227,20 +227,29 @@ def test_unfold_and_pad_have_adjoints(rng: np.random.Generator) -> None:
         assert torch.allclose((seen * g.view_as(seen)).sum(), (x * back).sum())
 
 
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("stride", [(1, 1), (2, 3)])
 @pytest.mark.parametrize("recipe", ["default", "fast"])
-def test_pointwise_is_a_linear_layer_over_pixels(recipe: str) -> None:
-    plain = nn.Conv2d(24, 40, 1)
-    module = hot.HotConv2d.from_conv(plain, recipe)
+def test_pointwise_is_a_linear_layer_over_pixels(
+    recipe: str, stride: tuple[int, int], channels_last: bool
+) -> None:
+    plain = nn.Conv2d(24, 40, 1, stride)
     layer = hot.HotLinear(24, 40, config=recipe)
     layer.load_state_dict({"weight": plain.weight.detach()[:, :, 0, 0], "bias": plain.bias})
-    x = torch.randn(3, 24, 9, 5, requires_grad=True)
-    gy = torch.randn(3, 40, 9, 5)
+    x = torch.randn(3, 24, 9, 6)
+    if channels_last:
+        x = x.contiguous(memory_format=torch.channels_last)
+        plain = plain.to(memory_format=torch.channels_last)
+    module = hot.HotConv2d.from_conv(plain, recipe)
+    gy = torch.randn_like(module(x))
     torch.manual_seed(3)
-    got = grads(module, x, gy)
+    got = grads(module, x.requires_grad_(), gy)
     torch.manual_seed(3)
-    tokens = x.detach().permute(0, 2, 3, 1).requires_grad_()
-    expected = grads(layer, tokens, gy.permute(0, 2, 3, 1))
-    assert torch.equal(got[0], expected[0].permute(0, 3, 1, 2))
+    seen = x.detach()[:, :, :: stride[0], :: stride[1]].permute(0, 2, 3, 1).requires_grad_()
+    expected = grads(layer, seen, gy.permute(0, 2, 3, 1))
+    gx = torch.zeros_like(x)
+    gx[:, :, :: stride[0], :: stride[1]] = expected[0].permute(0, 3, 1, 2)
+    assert torch.equal(got[0], gx)
     assert torch.equal(got[1][:, :, 0, 0], expected[1]) and torch.equal(got[2], expected[2])
 
 
@@ -428,6 +437,42 @@ def test_operators(kernel: int, channels_last: bool) -> None:
             formats = (channels_last, not channels_last)
             call = (gy, *inputs, seed, config, x.shape, *formats, *window, *dtypes)
             torch.library.opcheck(torch.ops.hotcore.backward_conv2d, call)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("kernel", [1, 3])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_cuda_equals_cpu(recipe: str, dtype: torch.dtype, kernel: int) -> None:
+    """The same bits: products of integers, and sums of floats in the same order."""
+    x, weight = torch.randn(5, 24, 18, 14).to(dtype), torch.randn(40, 24, kernel, kernel).to(dtype)
+    gy = torch.randn(5, 40, 9, 14).to(dtype)
+    seed, config = torch.tensor(11), HotConfig.recipe(recipe).json
+    around = kernel // 2
+    window = ((kernel, kernel), (2, 1), (around,) * 4, (1, 1), "zeros")
+    results = []
+    for device in ("cpu", "cuda"):
+        for channels_last in (False, True):
+            fmt = torch.channels_last if channels_last else torch.contiguous_format
+            inputs = [t.to(device).contiguous(memory_format=fmt) for t in (x, weight, gy)]
+            saved = conv.compress_pixels(inputs[0], seed, config, *window)
+            call = (inputs[2], inputs[1], saved, seed, config, x.shape, channels_last, False)
+            gx, gw, _ = conv.backward_conv2d(*call, *window, dtype, dtype, dtype)
+            results.append((saved.cpu(), gx.cpu(), gw.cpu()))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_on_cuda(mode: str) -> None:
+    plain = nn.Conv2d(16, 24, 3, padding=1, padding_mode=mode).cuda()
+    module = hot.HotConv2d.from_conv(plain, "accurate")
+    x = torch.randn(3, 16, 12, 10, device="cuda", requires_grad=True)
+    assert torch.equal(module(x), plain(x))
+    gy = torch.randn(3, 24, 12, 10, device="cuda")
+    for ours, theirs in zip(grads(module, x, gy), grads(plain, x, gy), strict=True):
+        assert relative(ours, theirs) < 0.05
 
 
 def test_meta_tensors() -> None:

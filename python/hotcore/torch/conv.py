@@ -321,7 +321,7 @@ def _backward_pointwise(call: _Call, x_shape: tuple[int, ...]) -> None:
     height, width = gy.shape[2:]
     _, products = settings(call.config, True, (height, width))
     matrix = None if weight is None else weight.flatten(1)
-    gw = None if call.gw is None else call.gw.flatten(1)
+    gw = None if call.gw is None else call.gw.view(-1, channels)
     gx = None
     if call.gx is not None:
         gx = gy.new_empty((n * height * width, channels), dtype=call.gx.dtype)
