@@ -103,14 +103,14 @@ def test_outlier_tokens_ask_for_finer_scales(rng: np.random.Generator) -> None:
     assert layer.fields == {"gx_scale": "row", "gw_scale": "token"}
     assert layer.gw_error["token"] < 0.5 * layer.gw_error["tensor"]
     # Tokens of one size: nothing to be had.
-    layer = calibrated(even[:, :1].sign() * even[0] + 0.01 * even, config="accurate")
+    alike = even[:, :1].sign() * even[0] + 0.01 * even
+    layer = calibrated(alike, config="accurate", gw_fine="token")
     assert layer.fields == {"gx_scale": "tensor", "gw_scale": "tensor"}
     # Outlier channels: a scale for each of them, where that choice is offered.
     channels = even.clone()
     channels[:, 5] = 60 * channels[:, 5].sign()
-    assert calibrated(channels, config="accurate").fields["gw_scale"] == "tensor"
-    fields = calibrated(channels, config="accurate", gw_fine="channel").fields
-    assert fields["gw_scale"] == "channel"
+    assert calibrated(channels, config="accurate", gw_fine="token").fields["gw_scale"] == "tensor"
+    assert calibrated(channels, config="accurate").fields["gw_scale"] == "channel"
     assert calibrated(tokens, gain=0.999999).fields["gw_scale"] == "tensor"
 
 

@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,16 @@ LEAST_COSINE = {"default": 0.97, "accurate": 0.998, "fast": 0.6}
 STEPS = 6
 
 Ready = tuple[nn.Module, models.Batch, models.Task]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """The models are small: more threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    hotcore.set_num_threads(0)
 
 
 @pytest.fixture(params=sorted(models.TASKS))
@@ -122,12 +133,7 @@ def test_benchmark_at_toy_size(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
     path = tmp_path / "models.json"
     options = ["--quick", "--models", "llama_blocks", "--part", "time", "saved", "gradient"]
-    threads = torch.get_num_threads()
-    try:
-        bench_models.main([*options, "--threads", "1", "--json", str(path)])
-    finally:
-        torch.set_num_threads(threads)
-        hotcore.set_num_threads(0)
+    bench_models.main([*options, "--threads", "1", "--json", str(path)])
     (name, rows), *others = json.loads(path.read_text())["models"].items()
     assert name == "llama_blocks" and not others
     assert set(rows["time"]) == {c.name for c in bench_models.contenders("cpu")}

@@ -220,7 +220,7 @@ def calibrate(
     config: HotConfig | str = "paper",
     *,
     filter_fn: Filter | None = None,
-    gw_fine: str = "token",
+    gw_fine: str | None = None,
     gain: float = 0.5,
     seed: int = 0,
 ) -> Plan:
@@ -240,7 +240,7 @@ def calibrate(
         config: bits, blocks, basis and rounding to measure with.
         filter_fn: which layers of a plain model, as for :func:`convert`.
         gw_fine: the finer choice for g_w: ``"token"`` (the paper's) or ``"channel"`` (as cheap as
-            ``"tensor"`` in hotcore's products).
+            ``"tensor"`` in hotcore's products); None: ``"channel"`` where ``config`` has it.
         gain: share of the squared error that the finer scale has to save.
         seed: of the rounding that is measured.
 
@@ -254,6 +254,8 @@ def calibrate(
     Source: spec.md, "LQS"; supplement G of the paper.
     """
     settings = as_config(config)
+    if gw_fine is None:
+        gw_fine = "channel" if settings.gw_scale == "channel" else "token"
     if gw_fine not in GW_SCALES[1:]:
         raise ValueError(f"gw_fine: {gw_fine!r} is not one of 'token', 'channel'")
     if not 0 <= gain < 1:
