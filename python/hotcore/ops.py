@@ -446,7 +446,7 @@ def supported(
         raise ValueError(f"device: {device!r}; expected 'cpu', 'cuda' or 'cuda:<number>'")
     try:
         context = contexts.cpu() if where == "cpu" else contexts.cuda(int(index or 0), 0)
-    except (NotImplementedError, RuntimeError) as error:
+    except (NotImplementedError, RuntimeError, ValueError) as error:  # ValueError: no such device
         return False, str(error)
     return _core.supported(context, tokens, out_features, in_features, settings.spec)
 
