@@ -555,6 +555,17 @@ def test_no_grad_and_errors_leave_nothing_behind() -> None:
     assert y.requires_grad and found
 
 
+def test_compiled_model() -> None:
+    # In one graph, in which nothing is compressed; what is outside of it, is.
+    model, x = Block(), torch.randn(4, 32, 64, requires_grad=True)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    with hot.compress_saved(min_values=0):
+        y = compiled(x)
+    (got,) = torch.autograd.grad(y.square().mean(), x)
+    (exact,) = torch.autograd.grad(model(x).square().mean(), x)
+    torch.testing.assert_close(got, exact)
+
+
 def test_retain_graph() -> None:
     x = torch.randn(64, 64, requires_grad=True)
     with hot.compress_saved(min_values=0):

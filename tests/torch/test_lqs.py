@@ -139,6 +139,86 @@ def test_nothing_is_changed(batches: list[torch.Tensor]) -> None:
     assert not model.up._forward_hooks
 
 
+@pytest.mark.parametrize("recipe", ["paper", "default"])
+def test_convolutions(recipe: str, rng: np.random.Generator) -> None:
+    # Layer by layer what a linear layer over the unfolded pixels would get.
+    torch.manual_seed(int(rng.integers(2**31)))
+    model = nn.Sequential(
+        nn.Conv2d(3, 64, 3),
+        nn.Conv2d(64, 64, 3, stride=2, padding=1, padding_mode="circular"),
+        nn.Conv2d(64, 96, 1),
+        nn.Conv2d(96, 64, (2, 3), padding="same", dilation=2),
+    )
+    x = torch.randn(2, 3, 18, 18)
+    gys: dict[str, torch.Tensor] = {}
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        y = model[0](batch)
+        for name in ("1", "2", "3"):
+            y = model.get_submodule(name)(y)
+            y.register_hook(lambda g, name=name: gys.update({name: g}))
+        return y.square().mean()
+
+    plan = hot.calibrate(model, [x], loss, recipe)
+    assert [layer.name for layer in plan.layers] == ["1", "2", "3"]
+    for layer in plan.layers:
+        assert 0 < layer.gx_error["row"] < layer.gx_error["tensor"] < 1
+        assert max(layer.gw_error.values()) < 0.02
+    pointwise = model[2]
+    with torch.no_grad():
+        pixels = model[1](model[0](x)).permute(0, 2, 3, 1).reshape(-1, 64)
+    gy = gys["2"].permute(0, 2, 3, 1).reshape(-1, 96)
+    linear = Weighted(gy)
+    linear.layer.weight.data = pointwise.weight.detach()[:, :, 0, 0]
+    config = HotConfig.recipe(recipe, token_grid=(8, 8) if recipe == "paper" else None)
+    (same,) = hot.calibrate(linear, [pixels], lambda m, b: m(b), config).layers
+    # Other random numbers (the layer's place in the model): near, not equal.
+    for scale, error in plan.layers[1].gx_error.items():
+        assert error == pytest.approx(same.gx_error[scale], rel=0.15)
+    for scale, error in plan.layers[1].gw_error.items():
+        assert error == pytest.approx(same.gw_error[scale], rel=0.15)
+
+
+def test_unfolded_pixels_are_the_convolution(rng: np.random.Generator) -> None:
+    from hotcore.torch.lqs import _as_linear
+
+    torch.manual_seed(int(rng.integers(2**31)))
+    for layer in (
+        nn.Conv2d(5, 7, 3, stride=2, padding=1, bias=False),
+        nn.Conv2d(5, 7, (1, 4), padding="same", dilation=2, bias=False),
+        nn.Conv2d(5, 7, 3, padding=2, padding_mode="reflect", bias=False),
+    ):
+        image = torch.randn(3, 5, 9, 11)
+        y = layer(image)
+        x, weight, gy, _ = _as_linear(layer, image, y, HotConfig())
+        torch.testing.assert_close(x @ weight.T, gy)
+
+
+def test_conv1d_of_transformers(rng: np.random.Generator) -> None:
+    conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    torch.manual_seed(int(rng.integers(2**31)))
+    model = nn.Sequential(conv1d(96, 64), conv1d(64, 96))
+    plan = hot.calibrate(model, [torch.randn(4, 20, 64)], lambda m, b: m(b).square().mean())
+    assert [layer.name for layer in plan.layers] == ["0", "1"]
+    report = hot.convert(model, "paper", overrides=plan.overrides("paper", model))
+    assert [layer.config.gx_scale for layer in report.converted] == [
+        layer.fields["gx_scale"] for layer in plan.layers
+    ]
+
+
+def test_plan_is_applied(plan: hot.Plan) -> None:
+    plan = plan.override("up", basis="sketch", rank=4).override("down", gx_bits=8)
+    model = Net()
+    hot.convert(model, "paper", overrides=plan.overrides("paper", model))
+    assert model.up.config == plan.overrides("paper")["up"]
+    assert (model.up.config.basis, model.up.config.rank) == ("sketch", 4)
+    assert (model.down.config.basis, model.down.config.gx_bits) == ("lowpass", 8)
+    assert model.down.config.gx_scale == plan.layers[1].fields["gx_scale"]
+    # Without the model at hand, convert itself finds that nothing matches.
+    with pytest.raises(ValueError, match="up"):
+        hot.convert(nn.Sequential(nn.Linear(64, 64)), "paper", overrides=plan.overrides("paper"))
+
+
 def test_same_seed_same_plan(batches: list[torch.Tensor]) -> None:
     model = Net()
     plans = [hot.calibrate(model, batches, loss_of, seed=seed) for seed in (1, 1, 2)]

@@ -210,6 +210,8 @@ class _Watch(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if torch.compiler.is_compiling():
+            return func(*args, **kwargs)
         owner = self._owner
         name = getattr(func, "__name__", "")
         kind = _KIND_OF.get(name)

@@ -31,6 +31,9 @@ GW_SCALES = ("tensor", "channel", "token")
 PATTERN_SIZE = 32
 """Rows and columns of a stored outlier pattern."""
 
+UNFOLDED_BYTES = 1 << 28
+"""Of a convolution's input, unfolded in fp32, that calibrate measures with."""
+
 _FORMAT = "hotcore plan 1"
 _AXIS = {"tensor": "tensor", "channel": "column", "token": "row"}  # of P g_y [K, O]
 
@@ -89,7 +92,8 @@ class Plan:
         known = {name for name, _ in model.named_modules()}
         missing = [layer.name for layer in self.layers if layer.name not in known]
         if missing:
-            have = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+            kinds = (nn.Linear, nn.Conv2d)
+            have = [name for name, module in model.named_modules() if isinstance(module, kinds)]
             raise ValueError(
                 f"plan: made for another model; {len(missing)} of its {len(self.layers)} layers "
                 f"are not in this one: {_some(missing)} (this one has {_some(have)})"
@@ -296,11 +300,12 @@ class _Probe:
         return self._pattern is not None
 
     @torch.no_grad()
-    def add(self, x: Tensor, weight: Tensor, gy: Tensor) -> None:
-        """x ``[L, I]``, weight ``[O, I]``, gy ``[L, O]`` of one call of the layer."""
+    def add(self, module: nn.Module, x: Tensor, gy: Tensor) -> None:
+        """Input and gradient of the output of one call of the layer."""
+        x, weight, gy, config = _as_linear(module, x, gy, self._config)
         if self._pattern is None:
             self._pattern = _pattern(gy)
-        config, key = self._config, self._key
+        key = self._key
         x, weight, gy = x.float(), weight.float(), gy.float().contiguous()
         block = config.hadamard_block
         pad = -gy.shape[1] % block
@@ -370,21 +375,17 @@ class Untouched:
 
 
 def _layers(model: nn.Module, config: HotConfig, filter_fn: Filter | None) -> list[str]:
-    """Names of the linear layers that are converted, or that convert would take."""
+    """Names of the layers that are converted, or that convert would take."""
     converted = [
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and isinstance(getattr(module, "config", None), HotConfig)
+        if isinstance(getattr(module, "config", None), HotConfig)
     ]
     if converted:
         return converted
     with Untouched(model):
         report = convert(model, config, filter_fn)
-    return [
-        layer.name
-        for layer in report.converted
-        if isinstance(model.get_submodule(layer.name), nn.Linear)
-    ]
+    return [layer.name for layer in report.converted]
 
 
 def _measure(
@@ -416,16 +417,45 @@ def _capture(probe: _Probe) -> Callable[[nn.Module, tuple[Any, ...], Any], None]
     def hook(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         if not isinstance(output, Tensor) or not output.requires_grad:
             return
-        x = inputs[0].detach().reshape(-1, inputs[0].shape[-1])
-        weight = module.weight
-        assert isinstance(weight, Tensor)
+        x = inputs[0].detach()
 
         def on_gradient(gy: Tensor) -> None:
-            probe.add(x, weight.detach(), gy.detach().reshape(-1, gy.shape[-1]))
+            probe.add(module, x, gy.detach())
 
         output.register_hook(on_gradient)  # type: ignore[no-untyped-call]
 
     return hook
+
+
+def _as_linear(
+    module: nn.Module, x: Tensor, gy: Tensor, config: HotConfig
+) -> tuple[Tensor, Tensor, Tensor, HotConfig]:
+    """x ``[L, I]``, weight ``[O, I]``, gy ``[L, O]`` and the settings of the layer's products.
+
+    Of a convolution, whose tokens are the output's pixels, the first images alone: as many as
+    unfold into :data:`UNFOLDED_BYTES`, one at least.
+    """
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    weight = weight.detach()
+    if not isinstance(module, nn.Conv2d):
+        if not isinstance(module, nn.Linear):
+            weight = weight.T  # transformers' Conv1D keeps [I, O]
+        return x.reshape(-1, x.shape[-1]), weight, gy.reshape(-1, gy.shape[-1]), config
+    grid = (gy.shape[2], gy.shape[3])
+    image = 4 * weight[0].numel() * math.prod(grid)
+    images = max(1, UNFOLDED_BYTES // max(1, image))
+    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+    padded = F.pad(x[:images].float(), module._reversed_padding_repeated_twice, mode)
+    stride, dilation = module.stride, module.dilation
+    unfolded = F.unfold(padded, module.kernel_size, dilation=dilation, stride=stride)
+    tiled = config.basis in ("lowpass", "sequency")
+    return (
+        unfolded.transpose(1, 2).reshape(-1, weight[0].numel()),
+        weight.flatten(1),
+        gy[:images].permute(0, 2, 3, 1).reshape(-1, gy.shape[1]),
+        dataclasses.replace(config, token_grid=grid if tiled else None, prefix_tokens=0),
+    )
 
 
 def _rounded(values: Tensor, bits: int, scale: str, rounding: str, key: Key) -> Tensor:
