@@ -79,6 +79,12 @@ def ddp(rank: int) -> None:
     parts = [local_grads(alone, other) for other in range(WORLD)]
     for (name, p), *addends in zip(model.named_parameters(), *parts, strict=True):
         assert torch.equal(p.grad, (addends[0] / WORLD + addends[1] / WORLD)), name
+    torch.manual_seed(50 + rank)
+    compiled = torch.compile(parallel, backend="aot_eager")
+    parallel.zero_grad()
+    compiled(batch(rank)).square().mean().backward()
+    for p, *addends in zip(model.parameters(), *parts, strict=True):
+        assert torch.equal(p.grad, (addends[0] / WORLD + addends[1] / WORLD))
     # Without synchronisation they add up; the next step sends the sum.
     before = model.up.weight.grad.clone()
     with parallel.no_sync():
