@@ -67,6 +67,24 @@ def test_the_gradient_follows(rng: np.random.Generator) -> None:
     assert 5 * at_8 < error()
 
 
+def test_compiled_model(rng: np.random.Generator) -> None:
+    torch.manual_seed(int(rng.integers(2**31)))
+    model = converted()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    x = torch.randn(64, 64, requires_grad=True)
+
+    def gradient() -> torch.Tensor:
+        return torch.autograd.grad(compiled(x).square().sum(), x)[0]
+
+    schedule = hot.PrecisionSchedule(model, 1)
+    at_8 = gradient()
+    schedule.step()
+    at_4 = gradient()
+    schedule.load_state_dict({"count": 0})
+    noise = float((gradient() - at_8).norm())  # of other random numbers
+    assert float((at_4 - at_8).norm()) > 5 * noise > 0
+
+
 def test_own_bits_after_the_warmup() -> None:
     model = converted()
     schedule = hot.PrecisionSchedule(model, 1, then_bits=None)

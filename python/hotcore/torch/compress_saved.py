@@ -62,7 +62,7 @@ KINDS: Mapping[str, frozenset[str]] = {
 none of them (losses, divisions, roots, custom autograd Functions, ...) is never touched: its
 derivative may need exact values."""
 
-_SQUARE: Any = {2}  # a set, so that a tensor is not compared element by element
+_POWERS: Any = {2, 3}  # a set, so that a tensor is not compared element by element
 _KIND_OF = {name: kind for kind, names in KINDS.items() for name in names}
 
 
@@ -256,8 +256,8 @@ class _Rule:
 def _rule(name: str, bits: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Rule | None:
     """The rule for a call; None: nothing that it saves is compressed."""
     widths: tuple[int, ...] = ()
-    if name in ("pow", "__pow__") and not (len(args) == 2 and args[1] in _SQUARE):
-        return None  # other powers may have a steep derivative
+    if name in ("pow", "__pow__") and not (len(args) == 2 and args[1] in _POWERS):
+        return None  # negative and fractional powers have a steep derivative
     if name == "multi_head_attention_forward":
         if kwargs.get("key_padding_mask") is not None or kwargs.get("attn_mask") is not None:
             return None  # merged into new tensors, which are not told from activations
