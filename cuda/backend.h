@@ -34,7 +34,9 @@ class CudaBackend final : public Backend {
   // pack.cu
   void pack_int4(const Context&, const MatrixIn& q, const MatrixOut& out) const override;
   void unpack_int4(const Context&, const MatrixIn& packed, const MatrixOut& out) const override;
-  // gemm_int8_sm80.cu
+  // gemm_int4_sm80.cu
+  bool gemm_int4(const Context&, const GemmArgs&) const override;
+  // gemm.cu
   std::size_t gemm_workspace(const Context&, std::int64_t m, std::int64_t n,
                              std::int64_t k) const override;
   void gemm(const Context&, const GemmArgs&, void* workspace) const override;

@@ -207,7 +207,7 @@ std::size_t gemm_workspace(const Context& context, std::int64_t m, std::int64_t 
   detail::WorkspaceCursor cursor;
   cursor.take<char>(
       static_cast<std::int64_t>(backend_of(context).gemm_workspace(context, m, n, k)));
-  cursor.take<std::int8_t>(m * k);  // gemm_int4 on the CPU unpacks both operands
+  cursor.take<std::int8_t>(m * k);  // gemm_int4 unpacks both operands where it must
   cursor.take<std::int8_t>(n * k);
   return cursor.bytes();
 }
@@ -317,6 +317,11 @@ void gemm_int4(const Context& context, const ConstTensorView& a, const ConstTens
       GemmCall{"gemm_int4", context, a, b, a_scale, b_scale, spec, out}.checked(m, n, k);
   check.workspace(workspace, gemm_workspace(context, m, n, k));
   const detail::Backend& backend = backend_of(context);
+  args.a = static_cast<const std::int8_t*>(a.data);
+  args.b = static_cast<const std::int8_t*>(b.data);
+  args.lda = a.stride[0];
+  args.ldb = b.stride[0];
+  if (backend.gemm_int4(context, args)) return;
   detail::WorkspaceCursor cursor(workspace.data);
   char* scratch =
       cursor.take<char>(static_cast<std::int64_t>(backend.gemm_workspace(context, m, n, k)));

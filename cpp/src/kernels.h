@@ -168,6 +168,9 @@ class Backend {
   virtual std::size_t gemm_workspace(const Context&, std::int64_t m, std::int64_t n,
                                      std::int64_t k) const = 0;
   virtual void gemm(const Context&, const GemmArgs&, void* workspace) const = 0;
+  // The same on packed INT4: lda and ldb count bytes, k values. False, and nothing done, where
+  // there is no such product: the caller unpacks.
+  virtual bool gemm_int4(const Context&, const GemmArgs&) const = 0;
   virtual void gemm_token(const Context&, const GemmTokenArgs&, void* workspace) const = 0;
 
   // Rows of x [L, O] transformed along O and quantised: [L, roundup(O, block) -> Kp].

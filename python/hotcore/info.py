@@ -60,6 +60,13 @@ def _cuda_archs() -> str:
     return _core.cuda_architectures() or "none"
 
 
+def _cuda_tested() -> str:
+    # What runs in make gpu-check, and what has only been compiled.
+    tested = {"80": "its kernels tested on an H200", "90a": "tested on an H200"}
+    archs = dict.fromkeys(arch.split("-")[0] for arch in _core.cuda_architectures().split(";"))
+    return ", ".join(f"sm_{a}: {tested.get(a, 'compiled only')}" for a in archs if a) or "none"
+
+
 def _extension() -> str:
     return str(Path(_core.__file__ or "").resolve())
 
@@ -115,6 +122,7 @@ _PROBES: dict[str, Callable[[], str]] = {
     "instruction sets": _usable_isas,
     "instruction set used": _used_isa,
     "CUDA architectures": _cuda_archs,
+    "of these": _cuda_tested,
     "GPUs": _gpus,
     "extension": _extension,
     "library": _library,

@@ -294,6 +294,45 @@ TEST_F(StagesCuda, aligned_gemm_equals_cpu) {
   }
 }
 
+TEST_F(StagesCuda, packed_gemm_equals_cpu) {
+  // INT4 operands through the INT4 units' instruction (with_arch(80)) and unpacked.
+  for (int round = 0; round < 40; ++round) {
+    const std::int64_t M = any_size(), N = any_size(), K = random_int(0, 2000);
+    const std::int64_t bytes = (K + 1) / 2;
+    const std::int64_t gap = round % 4 == 0 ? random_int(0, 9) : (16 - bytes % 16) % 16;
+    Mirror a(M, bytes, DType::i8, gap), b(N, bytes, DType::i8, gap);
+    for (Mirror* m : {&a, &b}) {
+      const auto values = codes(static_cast<std::int64_t>(m->host.size()), 127);
+      std::memcpy(m->host.data(), values.data(), values.size());
+      m->push();
+    }
+    Mirror sa(1, M, DType::f32), sb(1, N, DType::f32);
+    sa.fill(normal(M));
+    sb.fill(normal(N));
+    const auto packed = [](TensorView view) {
+      view.dtype = DType::i4x2;
+      return view;
+    };
+    Mirror native(M, N, any_float()), unpacked(M, N, DType::f32);
+    const auto run = [&](const hot::Context& c, bool on_gpu, Mirror& out) {
+      std::vector<char> host(hot::gemm_workspace(c, M, N, K) + 1);
+      void* memory = host.data();
+      if (on_gpu) check(cudaMalloc(&memory, host.size()));
+      hot::gemm_int4(c, packed(a.view(on_gpu)), packed(b.view(on_gpu)), K, sa.flat(on_gpu),
+                     sb.flat(on_gpu), {16, false}, out.view(on_gpu), {memory, host.size()});
+      if (on_gpu) check(cudaStreamSynchronize(stream_));
+      if (on_gpu) check(cudaFree(memory));
+    };
+    const std::string what = std::to_string(M) + " " + std::to_string(N) + " " + std::to_string(K);
+    run(context(false, {}), false, native);
+    run(context(true, {}).with_arch(80), true, native);
+    native.expect_equal("gemm_int4 with_arch(80) " + what);
+    run(context(false, {}), false, unpacked);
+    run(context(true, {}), true, unpacked);
+    unpacked.expect_equal("gemm_int4 " + what);
+  }
+}
+
 TEST_F(StagesCuda, contraction_beyond_int32) {
   const std::int64_t K = 300000;
   Mirror a(3, K, DType::i8), b(2, K, DType::i8), one(1, 1, DType::f32), out(3, 2, DType::f32);
@@ -320,10 +359,11 @@ TEST_F(StagesCuda, contraction_beyond_int32) {
 }
 
 TEST_F(StagesCuda, backward_linear_equals_cpu) {
-  for (int round = 0; round < 90; ++round) {
+  constexpr int rounds = 95, usual = 90;
+  for (int round = 0; round < rounds; ++round) {
     std::int64_t L = round == 0 ? 0 : any_size();
     hot::BackwardLinearSpec spec;
-    if (round < 20) {
+    if (round < 20 || round >= usual) {
       spec = recipe(recipe_names()[static_cast<std::size_t>(round) % 5]);
     } else {
       spec.low_rank = any_low_rank(L);
@@ -340,9 +380,15 @@ TEST_F(StagesCuda, backward_linear_equals_cpu) {
       spec.gw_rounding = roundings[random_int(0, 2)];
       spec.x_rounding = roundings[random_int(0, 2)];
     }
-    const std::int64_t O = random_int(0, 9) == 0 ? random_int(2000, 20000) : any_size();
-    const std::int64_t I = O > 1000 ? random_int(1, 20) : any_size();
-    if (O > 1000 && L > 40) L = spec.low_rank.layout.grid_h == 0 ? 37 : L;
+    std::int64_t O = random_int(0, 9) == 0 ? random_int(2000, 20000) : any_size();
+    std::int64_t I = O > 1000 ? random_int(1, 20) : any_size();
+    if (round >= usual) {  // more tokens than stay on chip, or more columns than do at a time
+      const bool many_tokens = round % 2 == 0;
+      L = many_tokens ? random_int(8193, 9000) : random_int(3000, 4096);
+      O = random_int(1, 100);
+      I = many_tokens ? random_int(1, 200) : 8 * random_int(600, 700);
+    } else if (O > 1000 && L > 40)
+      L = spec.low_rank.layout.grid_h == 0 ? 37 : L;
     Mirror gy(L, O, any_float(), random_int(0, 2) * 8, random_int(0, 3) == 0 ? 1 : 0);
     Mirror w(O, I, any_float(), random_int(0, 2)), x(L, I, any_float(), random_int(0, 2));
     gy.fill(awkward(L * O));
@@ -355,8 +401,9 @@ TEST_F(StagesCuda, backward_linear_equals_cpu) {
     Mirror saved(1, static_cast<std::int64_t>(layout.bytes), DType::i8);
     const bool accumulate = round % 3 == 0;
     hot::Key key{};
-    both([&](const hot::Context& c, bool on_gpu) {
+    both([&](hot::Context c, bool on_gpu) {
       key = c.key();
+      if (on_gpu && round % 4 == 3) c = c.with_arch(80);
       const std::size_t bytes = hot::backward_linear_workspace(c, {L, O, I}, spec, true, true);
       std::vector<char> host(bytes + 64, static_cast<char>(0x5A));
       void* memory = host.data();

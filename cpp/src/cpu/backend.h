@@ -42,6 +42,7 @@ class CpuBackend final : public Backend {
   std::size_t gemm_workspace(const Context&, std::int64_t m, std::int64_t n,
                              std::int64_t k) const override;
   void gemm(const Context&, const GemmArgs&, void* workspace) const override;
+  bool gemm_int4(const Context&, const GemmArgs&) const override { return false; }
   void gemm_token(const Context&, const GemmTokenArgs&, void* workspace) const override;
 };
 
