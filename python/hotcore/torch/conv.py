@@ -9,8 +9,9 @@ a few images at a time. There, with K = kh*kw*C and T = output pixels:
 * ``g_w [O, K] = g_y^T [O, T] unfold(x) [T, K]``, summed over the chunks in fp32;
 * ``g_x = fold(g_y [T, O] w [O, K])``, the products in integers, the overlaps added in fp32.
 
-The peak beyond the results is, per chunk, 9 bytes a value of ``[T, K]`` and the padded x and g_x of
-its images; chunks hold :data:`CHUNK_BYTES` of fp32 ``[T, K]``, or one image where that is more.
+Beyond the results a chunk takes 5 bytes a value of ``[T, K]`` (the fp32 unfolded x and its codes,
+then the codes and the fp32 columns of g_x), the fp32 padded x or g_x of its images, and libhot's
+scratch. A chunk holds :data:`CHUNK_BYTES` of fp32 ``[T, K]``, or one image where that is more.
 """
 
 from __future__ import annotations
