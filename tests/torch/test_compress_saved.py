@@ -427,6 +427,15 @@ def test_kinds() -> None:
     assert all(isinstance(t, torch.Tensor) for t in kept(compress, lambda: F.layer_norm(x, (256,))))
     found = kept(compress, lambda: linear(x))
     assert sorted(type(item).__name__ for item in found) == ["Tensor", "_Packed"]
+    labels = torch.randint(256, (64,))
+    leaf = torch.randn(64, 256, requires_grad=True)
+    for bits, most in ((8, 0.05), (4, 0.6)):
+        logits = leaf * 1.0
+        with hot.compress_saved(min_values=0, loss=bits):
+            loss = F.cross_entropy(logits, labels)
+        (got,) = torch.autograd.grad(loss, leaf)
+        (exact,) = torch.autograd.grad(F.cross_entropy(leaf * 1.0, labels), leaf)
+        assert 0 < float((got - exact).norm() / exact.norm()) < most
     with pytest.raises(ValueError, match="bits: 2"):
         hot.compress_saved(2)
     with pytest.raises(ValueError, match="gelu: no such kind of operation; known: activation"):

@@ -56,10 +56,11 @@ KINDS: Mapping[str, frozenset[str]] = {
         "adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d",
         "linear": "linear addmm conv1d conv2d conv3d conv_transpose1d conv_transpose2d "
         "conv_transpose3d",
+        "loss": "cross_entropy log_softmax",
     }.items()
 }
 """Kind of operation -> functions of torch (by name) whose saved tensors are compressed. What is in
-none of them (losses, divisions, roots, custom autograd Functions, ...) is never touched: its
+none of them (divisions, roots, custom autograd Functions, ...) is never touched: its
 derivative may need exact values."""
 
 _POWERS: Any = {2, 3}  # a set, so that a tensor is not compared element by element
@@ -78,13 +79,15 @@ def compress_saved(bits: int = 8, *, min_values: int = 65536, **kinds: int | Non
             loss.backward()
 
     Args:
-        bits: 8 or 4, for every kind but ``relu``, ``linear`` and those in ``kinds``.
+        bits: 8 or 4, for every kind but ``relu``, ``linear``, ``loss`` and those in ``kinds``.
         min_values: smaller tensors are kept as they are.
         **kinds: bits of one kind of operation, or None to keep its tensors: ``activation`` (GELU,
             SiLU, ...), ``norm``, ``attention`` (q, k, v and result of scaled_dot_product_attention;
             nn.MultiheadAttention without masks), ``softmax``, ``product`` (element- and matrix
             products of two activations), ``pool``; ``relu``, which needs signs alone: 1 (the
-            default, exact); ``linear``: plain linear layers and convolutions, None unless given.
+            default, exact); None unless given: ``linear``, plain linear layers and convolutions,
+            and ``loss``, the logarithms of probabilities that cross entropy keeps (large for a
+            large vocabulary; their rounding comes out multiplied by the probability).
 
     Never touched: integer and boolean tensors, parameters, inputs and other tensors without a
     gradient, and their views (masks, tables), statistics (mean, 1/std, logsumexp: tensors of less
@@ -125,7 +128,7 @@ class Compression:
         if min_values < 0:
             raise ValueError(f"min_values: {min_values} is negative")
         self._bits: dict[str, int | None] = dict.fromkeys(KINDS, bits)
-        self._bits.update(relu=1, linear=None)
+        self._bits.update(relu=1, linear=None, loss=None)
         for kind, value in kinds.items():
             if kind not in KINDS:
                 raise ValueError(f"{kind}: no such kind of operation; known: {', '.join(KINDS)}")

@@ -359,7 +359,8 @@ class Untouched:
             parameter.grad = None
         self._buffers = [(b, b.detach().clone()) for b in self._model.buffers()]
         self._children = [(m, dict(m._modules)) for m in self._model.modules()]
-        self._random = torch.random.fork_rng()
+        devices = {p.device for p, _ in self._grads if p.is_cuda}
+        self._random = torch.random.fork_rng(devices)
         self._random.__enter__()
 
     def __exit__(self, *error: Any) -> None:
