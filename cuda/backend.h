@@ -19,7 +19,14 @@ class CudaBackend final : public Backend {
                                    std::int64_t cols) const override;
   void column_sum(const Context&, const MatrixIn& x, const ColumnSum&) const override;
   void fill_zero(const Context&, const MatrixOut& out) const override;
+  std::int64_t columns_amax_words(const Context&, const MatrixIn& x, const Projection&,
+                                  const OperandQuant&) const override;
   // quantize.cu
+  std::int64_t rows_amax_words(const Context&, const OperandQuant& quant) const override {
+    return quant.per_tensor ? 1 : 0;
+  }
+  void zero(const Context&, void* data, std::size_t bytes) const override;
+  bool spreads_scales() const override { return true; }
   void quantize(const Context&, const MatrixIn& x, const QuantSpec&, const MatrixOut& q,
                 float* scale) const override;
   void dequantize(const Context&, const MatrixIn& q, const float* scale, Granularity,
@@ -46,7 +53,9 @@ class CudaBackend final : public Backend {
 // Adds up `runs` partial sums of every column in sum.workspace (lowrank.cu).
 void finish_sums(const Context&, std::int64_t runs, const ColumnSum& sum);
 
-// Turns bit patterns of largest values into scales, in place (quantize.cu).
-void finish_scales(const Context&, float* scale, std::int64_t count, int bits);
+// scale[i] from the bit pattern amax[i * step] of the largest value; amax may be scale
+// (quantize.cu).
+void finish_scales(const Context&, const std::uint32_t* amax, int step, float* scale,
+                   std::int64_t count, int bits);
 
 }  // namespace hot::detail

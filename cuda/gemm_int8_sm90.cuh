@@ -90,7 +90,9 @@ struct Sm90Gemm {
     Device gemm;
     check(gemm.initialize(arguments(context, args, sm_count, splits), workspace, context.stream()),
           "initialize");
-    check(gemm.run(context.stream()), "run");
+    // Where kernels overlap, its producers wait for what is before, as begin_kernel does.
+    const bool overlap = !stream_k && kernels_overlap(context, "gemm");
+    check(gemm.run(context.stream(), nullptr, overlap), "run");
   }
 
   static void check(cutlass::Status status, const char* call) {

@@ -4,7 +4,7 @@
 //
 // strip_kernel: everything else (blocks to 256, any row list, prefix tokens, scales by k). Two
 // passes
-//   over x: the largest values (atomicMax into the scales' memory), then the codes. A block lies in
+//   over x: the largest values (atomicMax), then the codes. A block lies in
 //   shared memory, a column of it for each thread: no barriers, no conflicts.
 //
 // g_b on its own: sums of 128 tokens, then their sum, in a fixed order.
@@ -29,7 +29,7 @@ struct ColumnArgs {
   MatrixIn x;
   DeviceProjection p;
   std::int8_t* codes;
-  float* scale;
+  std::uint32_t* amax;
   std::int64_t k_padded;
   std::int64_t run;  // blocks of one thread
   int bits;
@@ -109,7 +109,7 @@ __global__ void strip_kernel(ColumnArgs args) {
   if (col >= args.x.cols) return;
   const SharedColumn v{shared + threadIdx.x, threads};
   const SharedColumn pending{shared + args.p.block * threads + threadIdx.x, threads};
-  auto* amax = reinterpret_cast<std::uint32_t*>(args.scale);
+  std::uint32_t* const amax = args.amax;
   if (args.pass == Pass::amax) {
     std::uint32_t best = 0;
     walk_rows(args.x, args.p, col, begin, end, v, [&](std::int64_t k, float value) {
@@ -250,6 +250,12 @@ void CudaBackend::hla(const Context& context, const MatrixIn& x, const Projectio
          device_projection(p, side, sketch_key), grid.run, out);
 }
 
+std::int64_t CudaBackend::columns_amax_words(const Context& context, const MatrixIn& x,
+                                             const Projection& p, const OperandQuant& quant) const {
+  if (p.k_padded > 0 && resident_can(p, quant) && resident_one_pass(context, x, p, quant)) return 0;
+  return quant.per_tensor ? 1 : quant.per_k ? p.k_padded : x.cols;
+}
+
 bool CudaBackend::quantize_columns(const Context& context, const MatrixIn& x, const Projection& p,
                                    Side side, const Key& sketch_key, const OperandQuant& quant,
                                    const Operand& out, const ColumnSum* sum) const {
@@ -259,15 +265,17 @@ bool CudaBackend::quantize_columns(const Context& context, const MatrixIn& x, co
     resident_quantize_columns(context, x, p, side, sketch_key, quant, out, sum);
     return sum != nullptr;
   }
-  check_cuda(cudaMemsetAsync(out.scale, 0, static_cast<std::size_t>(out.scales) * sizeof(float),
-                             context.stream()),
-             stage, "cudaMemsetAsync");
-  if (x.cols == 0 || out.k_padded == 0) return false;  // no codes; the scales are 0 already
+  if (x.cols == 0) return false;
+  const int step = quant.per_tensor ? 0 : 1;
+  if (out.k_padded == 0) {  // no tokens: no codes, and scales of 0
+    finish_scales(context, out.amax, step, out.scale, out.scales, quant.bits);
+    return false;
+  }
   const Grid grid = strip_grid(p, x.cols, group);
   ColumnArgs args{x,
                   device_projection(p, side, sketch_key),
                   out.codes,
-                  out.scale,
+                  out.amax,
                   out.k_padded,
                   grid.run,
                   quant.bits,
@@ -282,7 +290,7 @@ bool CudaBackend::quantize_columns(const Context& context, const MatrixIn& x, co
     launch(stage, context, strip_kernel<decltype(r)::value>, grid.blocks, grid.threads, grid.shared,
            args);
   });
-  finish_scales(context, out.scale, out.scales, quant.bits);
+  finish_scales(context, out.amax, step, out.scale, out.scales, quant.bits);
   return false;
 }
 

@@ -20,8 +20,8 @@
 //   16-bit types: 2 bytes read and 1 (rank 8: 0.5) written for an element, the least there is.
 //   g_b falls out: row 0 of a block is the sum of its tokens.
 //
-// Where that cannot be, the same kernel runs twice, the largest values (atomicMax into the scales'
-// memory), then the codes, in the opposite order, which finds the end of x in the L2: no clusters
+// Where that cannot be, the same kernel runs twice, the largest values (atomicMax),
+//, then the codes, in the opposite order, which finds the end of x in the L2: no clusters
 // before sm_90, one scale for the whole tensor, or more than 8,192 tokens. (Clusters that hold
 // 25,216 tokens with more warps a thread block spill registers and take longer:
 // docs/performance.md.)
@@ -83,6 +83,8 @@ struct Args {
   DeviceKey sketch, key;
   std::int8_t* codes;
   float* scale;
+  std::int64_t scales;
+  std::uint32_t* amax;  // between two passes
   std::int64_t k_padded, units, strips;
   int parts;    // thread blocks of a strip
   int cluster;  // of them that tell each other: all, or 0 for none
@@ -449,11 +451,11 @@ __global__ void __launch_bounds__(32 * most_warps, sm_warps / most_warps)
       const int c = lane + 32 * i;
       const std::int64_t column = strip * columns + c;
       const bool real = column < args.x.cols;
-      const std::int64_t scale_at = args.per_tensor ? 0 : column;
+      const std::int64_t amax_at = args.per_tensor ? 0 : column;
       std::uint32_t most = 0;
       double total = 0.0;
       if (args.pass == Pass::codes) {
-        if (real) most = reinterpret_cast<const std::uint32_t*>(args.scale)[scale_at];
+        if (real) most = args.amax[amax_at];
       } else {
         for (int r = 0; r < max(1, args.cluster); ++r) most = max(most, told[r].amax[c]);
         if (args.sum_wanted && warp == 0) {
@@ -465,13 +467,13 @@ __global__ void __launch_bounds__(32 * most_warps, sm_warps / most_warps)
       keep[i] = scale.keep;
       if (warp != 0 || !real) continue;
       if (args.pass == Pass::amax) {
-        atomicMax(reinterpret_cast<std::uint32_t*>(args.scale) + scale_at, most);
+        atomicMax(args.amax + amax_at, most);
         if (args.sum_wanted) {
           args.partial_sums[rank * args.x.cols + column] = static_cast<float>(total);
         }
-      } else if (clustered && rank == 0) {
-        args.scale[column] = scale.scale;
-        if (args.sum_wanted) {
+      } else if (rank == 0) {
+        if (column < args.scales) args.scale[column] = scale.scale;
+        if (clustered && args.sum_wanted) {
           float sum = static_cast<float>(total);
           if (args.sum_accumulate) sum = load_out(args.sum, 0, column) + sum;
           store_element(args.sum, 0, column, sum);
@@ -566,6 +568,8 @@ void with_kind(Kind kind, const Call& call) {
 // at 2 and 16 warps on an SM); the exchange in a cluster takes 1500.
 struct Plan {
   int parts = 0, warps = 0;
+  bool one_pass = true;
+  int sm_count = 0;
 };
 
 Plan cluster_plan(std::int64_t units, std::int64_t strips, std::int64_t sm_count) {
@@ -581,7 +585,8 @@ Plan cluster_plan(std::int64_t units, std::int64_t strips, std::int64_t sm_count
         ceil_div(strips, at_once) *
         (std::max<std::int64_t>(6000, warps_per_sm * 900) + (parts > 1 ? 1500 : 0));
     if (best.parts == 0 || cycles < best_cycles) {
-      best = {parts, static_cast<int>(warps)};
+      best.parts = parts;
+      best.warps = static_cast<int>(warps);
       best_cycles = cycles;
     }
   }
@@ -591,12 +596,42 @@ Plan cluster_plan(std::int64_t units, std::int64_t strips, std::int64_t sm_count
 // Parts for two passes hold 256 tokens; a ColumnSum's workspace has room for parts of 128.
 constexpr int two_pass_warps = 4;
 
+std::int64_t unit_count(const Projection& p, Kind kind) {
+  return ceil_div(p.k_padded, group_k * lane_groups(kind));
+}
+std::int64_t strip_count(const MatrixIn& x) {
+  return ceil_div(x.cols, strip_bytes / static_cast<int>(dtype_size(x.dtype)));
+}
+
+Plan plan_of(const Context& context, const MatrixIn& x, const Projection& p,
+             const OperandQuant& quant, Kind kind) {
+  const char* const stage = "backward_linear";
+  const std::int64_t units = unit_count(p, kind);
+  const int sm_count = device_attribute(context, cudaDevAttrMultiProcessorCount, stage);
+  Plan plan;
+  if (!quant.per_tensor && context.arch() != 80 &&
+      device_attribute(context, cudaDevAttrComputeCapabilityMajor, stage) >= 9) {
+    plan = cluster_plan(units, strip_count(x), sm_count);
+  }
+  if (plan.parts == 0) {
+    plan = {static_cast<int>(ceil_div(units, two_pass_warps)), two_pass_warps, false};
+  }
+  plan.sm_count = sm_count;
+  return plan;
+}
+
 }  // namespace
 
 bool resident_can(const Projection& p, const OperandQuant& quant) {
   Kind kind;
   return kind_of(p, kind) && !quant.per_k && p.order.prefix_rows() == 0 &&
          quant.rounding != Rounding::pseudo_stochastic;
+}
+
+bool resident_one_pass(const Context& context, const MatrixIn& x, const Projection& p,
+                       const OperandQuant& quant) {
+  Kind kind{};
+  return kind_of(p, kind) && plan_of(context, x, p, quant, kind).one_pass;
 }
 
 void resident_quantize_columns(const Context& context, const MatrixIn& x, const Projection& p,
@@ -614,8 +649,10 @@ void resident_quantize_columns(const Context& context, const MatrixIn& x, const 
   args.key = device_key(context.key(), quant.purpose);
   args.codes = out.codes;
   args.scale = out.scale;
+  args.scales = out.scales;
+  args.amax = out.amax;
   args.k_padded = out.k_padded;
-  args.units = ceil_div(out.k_padded, group_k * lane_groups(kind));
+  args.units = unit_count(p, kind);
   args.bits = quant.bits;
   args.per_tensor = quant.per_tensor;
   args.flat = rows_aligned(x) && p.order.samples == 0;
@@ -625,19 +662,12 @@ void resident_quantize_columns(const Context& context, const MatrixIn& x, const 
     args.sum_accumulate = sum->accumulate;
     args.partial_sums = static_cast<float*>(sum->workspace);
   }
-  const std::int64_t columns = strip_bytes / static_cast<int>(dtype_size(x.dtype));
-  args.strips = ceil_div(x.cols, columns);
-  const int sm_count = device_attribute(context, cudaDevAttrMultiProcessorCount, stage);
-  Plan plan;
-  if (!quant.per_tensor && context.arch() != 80 &&
-      device_attribute(context, cudaDevAttrComputeCapabilityMajor, stage) >= 9) {
-    plan = cluster_plan(args.units, args.strips, sm_count);
-  }
-  const bool one_pass = plan.parts > 0;
-  if (!one_pass) plan = {static_cast<int>(ceil_div(args.units, two_pass_warps)), two_pass_warps};
+  args.strips = strip_count(x);
+  const Plan plan = plan_of(context, x, p, quant, kind);
+  const bool one_pass = plan.one_pass;
   args.parts = plan.parts;
   args.cluster = one_pass ? plan.parts : 0;
-  args.independent = one_pass && quant.independent;
+  args.independent = quant.independent;
   LaunchShape shape{args.strips * plan.parts, 32 * plan.warps,
                     shared_bytes(plan.warps, args.cluster), std::max(1, args.cluster)};
   const auto run = [&](auto rounding, Pass pass) {
@@ -647,7 +677,7 @@ void resident_quantize_columns(const Context& context, const MatrixIn& x, const 
         const auto kernel =
             resident_kernel<decltype(k)::value, decltype(rounding)::value, decltype(tag)>;
         // Half of the SMs surely take what few strips there are: no need to ask.
-        if (one_pass && 2 * shape.blocks > sm_count) {
+        if (one_pass && 2 * shape.blocks > plan.sm_count) {
           const std::int64_t clusters =
               std::min<std::int64_t>(args.strips, clusters_at_once(stage, context, kernel, shape));
           shape.blocks = clusters * plan.parts;
@@ -662,13 +692,10 @@ void resident_quantize_columns(const Context& context, const MatrixIn& x, const 
     quant.rounding == Rounding::nearest ? run(Nearest{}, pass) : run(Stochastic{}, pass);
   };
   if (one_pass) return codes(Pass::both);
-  check_cuda(cudaMemsetAsync(out.scale, 0, static_cast<std::size_t>(out.scales) * sizeof(float),
-                             context.stream()),
-             stage, "cudaMemsetAsync");
   run(Nearest{}, Pass::amax);
+  args.independent = false;
   args.sum_wanted = false;
   codes(Pass::codes);
-  finish_scales(context, out.scale, out.scales, quant.bits);
   if (sum != nullptr) finish_sums(context, args.parts, *sum);
 }
 

@@ -17,7 +17,8 @@
 // requantize_kernel: INT4 back to INT8.
 //   A thread block takes a channel. 1.53 bytes an element.
 //
-// The scales' memory holds the bit patterns of the largest values between two kernels.
+// Operand::amax (in the public stage, the scales' memory) holds the bit patterns of the largest
+// values between two kernels.
 #include <algorithm>
 #include <cstdint>
 
@@ -30,12 +31,14 @@
 namespace hot::detail {
 namespace {
 
-enum class Pass { row_scales, amax, codes };  // codes: the scale's memory holds amax
+enum class Pass { row_scales, amax, codes };  // codes: `amax` is known
 
 struct RowsArgs {
   MatrixIn x;
   std::int8_t* codes;
   float* scale;
+  std::int64_t scales;
+  std::uint32_t* amax;
   std::int64_t k_padded;
   int bits, block;
   DeviceKey key;
@@ -107,12 +110,12 @@ __global__ void __launch_bounds__(rows16_most_lanes) rows16_kernel(RowsArgs args
   if (args.pass == Pass::amax) {
     amax = warp_max(amax);
     if ((threadIdx.y * blockDim.x + threadIdx.x) % 32 == 0) {
-      atomicMax(reinterpret_cast<std::uint32_t*>(args.scale), amax);
+      atomicMax(args.amax, amax);
     }
     return;
   }
   if (args.pass == Pass::codes) {
-    amax = *reinterpret_cast<const std::uint32_t*>(args.scale);
+    amax = *args.amax;
   } else if (T > 32) {
     amax = block_max(amax, shared);
   } else {
@@ -120,7 +123,7 @@ __global__ void __launch_bounds__(rows16_most_lanes) rows16_kernel(RowsArgs args
   }
   if (!real) return;
   const DeviceScale s = device_scale(amax, args.bits);
-  if (args.pass == Pass::row_scales && lane == 0) args.scale[row] = s.scale;
+  if (lane == 0 && row < args.scales) args.scale[row] = s.scale;
   const std::uint64_t first = static_cast<std::uint64_t>(row * blocks + lane);
   auto* to = reinterpret_cast<uint4*>(args.codes + row * args.k_padded) + lane;
 #pragma unroll
@@ -148,9 +151,9 @@ __global__ void rows_kernel(RowsArgs args) {
   for (int pass = 0; pass < passes; ++pass) {
     const bool find = args.pass == Pass::amax || (args.pass == Pass::row_scales && pass == 0);
     if (!find) {
-      if (args.pass == Pass::codes) amax = *reinterpret_cast<const std::uint32_t*>(args.scale);
+      if (args.pass == Pass::codes) amax = *args.amax;
       s = device_scale(amax, args.bits);
-      if (args.pass == Pass::row_scales && t == 0) args.scale[row] = s.scale;
+      if (t == 0 && row < args.scales) args.scale[row] = s.scale;
     }
     for (std::int64_t start = 0; start < args.k_padded; start += row_chunk) {
       const int count = static_cast<int>(min(std::int64_t{row_chunk}, args.k_padded - start));
@@ -186,9 +189,7 @@ __global__ void rows_kernel(RowsArgs args) {
     }
     if (find) amax = block_max(amax, shared);
   }
-  if (args.pass == Pass::amax && t == 0) {
-    atomicMax(reinterpret_cast<std::uint32_t*>(args.scale), amax);
-  }
+  if (args.pass == Pass::amax && t == 0) atomicMax(args.amax, amax);
 }
 
 // Lanes of a row and blocks of 16 of a lane: no more idle lanes than 1 in 8 where that can be (the
@@ -254,10 +255,11 @@ void run_rows(const Context& context, const RowsArgs& args, Rounding rounding) {
   });
 }
 
-__global__ void finish_scales_kernel(float* scale, std::int64_t count, int bits) {
+__global__ void finish_scales_kernel(const std::uint32_t* amax, int step, float* scale,
+                                     std::int64_t count, int bits) {
   begin_kernel();
   const std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  if (i < count) scale[i] = device_scale(__float_as_uint(scale[i]), bits).scale;
+  if (i < count) scale[i] = device_scale(amax[i * step], bits).scale;
 }
 
 // ---- the public quantise: any strides, any granularity, one thread for 16 elements
@@ -507,9 +509,16 @@ __global__ void requantize_kernel(const std::uint8_t* packed, std::int64_t row_b
 
 }  // namespace
 
-void finish_scales(const Context& context, float* scale, std::int64_t count, int bits) {
-  launch("quantize", context, finish_scales_kernel, ceil_div(count, 256), 256, 0, scale, count,
-         bits);
+void finish_scales(const Context& context, const std::uint32_t* amax, int step, float* scale,
+                   std::int64_t count, int bits) {
+  launch("quantize", context, finish_scales_kernel, ceil_div(count, 256), 256, 0, amax, step, scale,
+         count, bits);
+}
+
+void CudaBackend::zero(const Context& context, void* data, std::size_t bytes) const {
+  const DeviceGuard guard(context.device().index, "backward_linear");
+  check_cuda(cudaMemsetAsync(data, 0, bytes, context.stream()), "backward_linear",
+             "cudaMemsetAsync");
 }
 
 void CudaBackend::quantize(const Context& context, const MatrixIn& x, const QuantSpec& spec,
@@ -533,7 +542,8 @@ void CudaBackend::quantize(const Context& context, const MatrixIn& x, const Quan
   with_rounding(spec.rounding, [&](auto r) {
     launch("quantize", context, matrix_codes_kernel<decltype(r)::value>, grid, 256, 0, args);
   });
-  finish_scales(context, scale, scales, spec.bits);
+  finish_scales(context, reinterpret_cast<const std::uint32_t*>(scale), 1, scale, scales,
+                spec.bits);
 }
 
 void CudaBackend::dequantize(const Context& context, const MatrixIn& q, const float* scale,
@@ -549,6 +559,8 @@ void CudaBackend::quantize_rows(const Context& context, const MatrixIn& x, int h
   RowsArgs args{x,
                 out.codes,
                 out.scale,
+                out.scales,
+                out.amax,
                 out.k_padded,
                 quant.bits,
                 hadamard_block,
@@ -556,13 +568,10 @@ void CudaBackend::quantize_rows(const Context& context, const MatrixIn& x, int h
                 Pass::row_scales,
                 rows_aligned(x) && x.cols % 16 == 0};
   if (!quant.per_tensor) return run_rows(context, args, quant.rounding);
-  check_cuda(cudaMemsetAsync(out.scale, 0, sizeof(float), context.stream()), "backward_linear",
-             "cudaMemsetAsync");
   args.pass = Pass::amax;
   run_rows(context, args, Rounding::nearest);
   args.pass = Pass::codes;
   run_rows(context, args, quant.rounding);
-  finish_scales(context, out.scale, 1, quant.bits);
 }
 
 void CudaBackend::quantize_groups(const Context& context, const MatrixIn& x, Rounding rounding,

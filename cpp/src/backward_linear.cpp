@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <functional>
 #include <string>
 #include <utility>
 
@@ -78,6 +79,53 @@ Projection hadamard_projection(std::int64_t out_features, int block) {
   return p;
 }
 
+// How each operand is quantised. Weights are rounded to nearest: they are the same for every token,
+// so noise would not average.
+OperandQuant gradient_rows(const BackwardLinearSpec& spec) {
+  return {spec.gx_bits, spec.gx_scale == Granularity::tensor, false, spec.gx_rounding,
+          Purpose::gradient_rows};
+}
+OperandQuant weight_columns(const BackwardLinearSpec& spec) {
+  return {spec.gx_bits, spec.weight_scale == Granularity::tensor, false, Rounding::nearest,
+          Purpose::weight};
+}
+OperandQuant gradient_columns(const BackwardLinearSpec& spec) {
+  return {8, spec.gw_scale == GradScale::tensor, spec.gw_scale == GradScale::token,
+          spec.gw_rounding, Purpose::gradient_columns};
+}
+OperandQuant activation_columns(const BackwardLinearSpec& spec) {
+  return {8, spec.x_scale == Granularity::tensor, false, spec.x_rounding, Purpose::activation};
+}
+
+// What the backend wants zeroed, together and first.
+struct Zeroed {
+  std::uint32_t *gradient_rows = nullptr, *weight = nullptr, *gradient_columns = nullptr;
+  std::int64_t words = 0;
+};
+
+Zeroed take_zeroed(WorkspaceCursor& cursor, const Context& context, const MatrixIn& gy,
+                   const MatrixIn& w, const BackwardLinearSpec& spec, bool need_gx, bool need_gw) {
+  const detail::Backend& backend = backend_of(context);
+  std::int64_t words[3] = {0, 0, 0};
+  if (need_gx) {
+    words[0] = backend.rows_amax_words(context, gradient_rows(spec));
+    words[1] = backend.columns_amax_words(
+        context, w, hadamard_projection(w.rows, spec.hadamard_block), weight_columns(spec));
+  }
+  if (need_gw) {
+    words[2] = backend.columns_amax_words(
+        context, gy, detail::make_projection(gy.rows, spec.low_rank), gradient_columns(spec));
+  }
+  Zeroed z;
+  z.words = words[0] + words[1] + words[2];
+  z.gradient_rows = cursor.take<std::uint32_t>(z.words);
+  if (z.gradient_rows != nullptr) {
+    z.weight = z.gradient_rows + words[0];
+    z.gradient_columns = z.weight + words[1];
+  }
+  return z;
+}
+
 struct GxScratch {
   detail::Operand y, w;
   char* gemm;
@@ -85,18 +133,20 @@ struct GxScratch {
 
 GxScratch take_gx(WorkspaceCursor& cursor, const Context& context, const LinearShape& shape,
                   const BackwardLinearSpec& spec) {
+  const detail::Backend& backend = backend_of(context);
   const std::int64_t k = hadamard_projection(shape.out_features, spec.hadamard_block).k_padded;
+  const bool one = !backend.spreads_scales();
   GxScratch s;
   s.y = {nullptr, nullptr, shape.tokens, k,
-         spec.gx_scale == Granularity::tensor ? 1 : shape.tokens};
+         one && spec.gx_scale == Granularity::tensor ? 1 : shape.tokens};
   s.w = {nullptr, nullptr, shape.in_features, k,
-         spec.weight_scale == Granularity::tensor ? 1 : shape.in_features};
+         one && spec.weight_scale == Granularity::tensor ? 1 : shape.in_features};
   s.y.codes = cursor.take<std::int8_t>(s.y.rows * k);
   s.w.codes = cursor.take<std::int8_t>(s.w.rows * k);
   s.y.scale = cursor.take<float>(s.y.scales);
   s.w.scale = cursor.take<float>(s.w.scales);
   s.gemm = cursor.take<char>(static_cast<std::int64_t>(
-      backend_of(context).gemm_workspace(context, shape.tokens, shape.in_features, k)));
+      backend.gemm_workspace(context, shape.tokens, shape.in_features, k)));
   return s;
 }
 
@@ -113,10 +163,12 @@ struct GwScratch {
 
 GwScratch take_gw(WorkspaceCursor& cursor, const Context& context, const LinearShape& shape,
                   const BackwardLinearSpec& spec, const Projection& p) {
+  const detail::Backend& backend = backend_of(context);
   GwScratch s;
-  const std::int64_t scales = spec.gw_scale == GradScale::tensor    ? 1
-                              : spec.gw_scale == GradScale::channel ? shape.out_features
-                                                                    : p.k_padded;
+  const bool one = spec.gw_scale == GradScale::tensor && !backend.spreads_scales();
+  const std::int64_t scales = one                                 ? 1
+                              : spec.gw_scale == GradScale::token ? p.k_padded
+                                                                  : shape.out_features;
   s.g = {nullptr, nullptr, shape.out_features, p.k_padded, scales};
   s.g.codes = cursor.take<std::int8_t>(s.g.rows * p.k_padded);
   s.g.scale = cursor.take<float>(scales);
@@ -125,8 +177,8 @@ GwScratch take_gw(WorkspaceCursor& cursor, const Context& context, const LinearS
     s.x.codes = cursor.take<std::int8_t>(s.x.rows * p.k_padded);
     s.x.scale = cursor.take<float>(s.x.scales);
   }
-  s.gemm = cursor.take<char>(static_cast<std::int64_t>(backend_of(context).gemm_workspace(
-      context, shape.out_features, shape.in_features, p.k_padded)));
+  s.gemm = cursor.take<char>(static_cast<std::int64_t>(
+      backend.gemm_workspace(context, shape.out_features, shape.in_features, p.k_padded)));
   s.sums = take_gb(cursor, context, shape);
   return s;
 }
@@ -152,20 +204,14 @@ struct Backward {
   bool independent() { return std::exchange(started, true); }
 
   void quantize_gx(const MatrixIn& gy, const GxScratch& s) {
-    const OperandQuant quant{spec.gx_bits,
-                             spec.gx_scale == Granularity::tensor,
-                             false,
-                             spec.gx_rounding,
-                             Purpose::gradient_rows,
-                             independent()};
+    OperandQuant quant = gradient_rows(spec);
+    quant.independent = independent();
     backend.quantize_rows(context, gy, spec.hadamard_block, quant, s.y);
   }
 
-  // Weights are rounded to nearest: they are the same for every token, so noise would not average.
   void quantize_w(const MatrixIn& w, const GxScratch& s) {
-    const OperandQuant quant{spec.gx_bits,    spec.weight_scale == Granularity::tensor,
-                             false,           Rounding::nearest,
-                             Purpose::weight, independent()};
+    OperandQuant quant = weight_columns(spec);
+    quant.independent = independent();
     backend.quantize_columns(context, w,
                              hadamard_projection(shape.out_features, spec.hadamard_block),
                              Side::activation, context.key(), quant, s.w, nullptr);
@@ -174,12 +220,8 @@ struct Backward {
   // Returns whether g_b (null: not wanted) came out on the way.
   bool quantize_gw(const MatrixIn& gy, const Key& saved_key, const Projection& p,
                    const MatrixOut* gb, bool accumulate, const GwScratch& s) {
-    const OperandQuant quant{8,
-                             spec.gw_scale == GradScale::tensor,
-                             spec.gw_scale == GradScale::token,
-                             spec.gw_rounding,
-                             Purpose::gradient_columns,
-                             independent()};
+    OperandQuant quant = gradient_columns(spec);
+    quant.independent = independent();
     const detail::ColumnSum sum{gb == nullptr ? MatrixOut{} : *gb, accumulate, s.sums};
     return backend.quantize_columns(context, gy, p, Side::gradient, saved_key, quant, s.g,
                                     gb == nullptr ? nullptr : &sum);
@@ -292,11 +334,33 @@ SavedLayout saved_layout(std::int64_t tokens, std::int64_t in_features,
   return layout;
 }
 
-std::size_t compress_activation_workspace(const Context&, std::int64_t tokens,
+namespace {
+
+std::int64_t compress_amax_words(const Context& context, const MatrixIn& x, const Projection& p,
+                                 const BackwardLinearSpec& spec) {
+  if (spec.storage == Storage::int4) return 0;
+  return backend_of(context).columns_amax_words(context, x, p, activation_columns(spec));
+}
+
+// Of what shape and type a matrix will be: for queries. The type decides which way is taken, so
+// that queries, which do not know it, take what most want.
+std::size_t most_bytes(const std::function<std::size_t(DType)>& bytes) {
+  return std::max({bytes(DType::f32), bytes(DType::f16), bytes(DType::bf16)});
+}
+
+}  // namespace
+
+std::size_t compress_activation_workspace(const Context& context, std::int64_t tokens,
                                           std::int64_t in_features,
                                           const BackwardLinearSpec& spec) {
   saved_layout(tokens, in_features, spec);  // the same errors as the call itself
-  return 0;
+  const Projection p = detail::make_projection(tokens, spec.low_rank);
+  return most_bytes([&](DType dtype) {
+    WorkspaceCursor cursor;
+    cursor.take<std::uint32_t>(compress_amax_words(
+        context, {nullptr, dtype, tokens, in_features, in_features, 1}, p, spec));
+    return cursor.bytes();
+  });
 }
 
 void compress_activation(const Context& context, const ConstTensorView& x,
@@ -329,26 +393,37 @@ void compress_activation(const Context& context, const ConstTensorView& x,
                                    static_cast<std::uint8_t*>(saved.data), layout.row_bytes,
                                    reinterpret_cast<std::uint16_t*>(bytes + layout.scale_offset));
   }
-  const OperandQuant quant{8, spec.x_scale == Granularity::tensor, false, spec.x_rounding,
-                           Purpose::activation};
-  const detail::Operand out{static_cast<std::int8_t*>(saved.data),
-                            reinterpret_cast<float*>(bytes + layout.scale_offset), rows.cols,
-                            layout.k_padded, layout.scales};
-  backend.quantize_columns(context, rows, p, Side::activation, context.key(), quant, out, nullptr);
+  detail::Operand out{static_cast<std::int8_t*>(saved.data),
+                      reinterpret_cast<float*>(bytes + layout.scale_offset), rows.cols,
+                      layout.k_padded, layout.scales};
+  const std::int64_t words = compress_amax_words(context, rows, p, spec);
+  if (words > 0) {
+    WorkspaceCursor cursor(workspace.data);
+    out.amax = cursor.take<std::uint32_t>(words);
+    backend.zero(context, out.amax, static_cast<std::size_t>(words) * sizeof *out.amax);
+  }
+  backend.quantize_columns(context, rows, p, Side::activation, context.key(),
+                           activation_columns(spec), out, nullptr);
 }
 
 std::size_t backward_linear_workspace(const Context& context, const LinearShape& shape,
                                       const BackwardLinearSpec& spec, bool need_gx, bool need_gw) {
   check_shape("backward_linear_workspace", shape);
   check_spec("backward_linear_workspace", spec);
-  WorkspaceCursor cursor;
-  if (need_gx) take_gx(cursor, context, shape, spec);
-  if (need_gw) {
-    take_gw(cursor, context, shape, spec, detail::make_projection(shape.tokens, spec.low_rank));
-  }
+  const Projection p = detail::make_projection(shape.tokens, spec.low_rank);
+  const std::size_t bytes = most_bytes([&](DType dtype) {
+    WorkspaceCursor cursor;
+    take_zeroed(cursor, context,
+                {nullptr, dtype, shape.tokens, shape.out_features, shape.out_features, 1},
+                {nullptr, dtype, shape.out_features, shape.in_features, shape.in_features, 1}, spec,
+                need_gx, need_gw);
+    if (need_gx) take_gx(cursor, context, shape, spec);
+    if (need_gw) take_gw(cursor, context, shape, spec, p);
+    return cursor.bytes();
+  });
   WorkspaceCursor for_gb;  // on its own: nothing else is alive then
   take_gb(for_gb, context, shape);
-  return std::max(cursor.bytes(), for_gb.bytes());
+  return std::max(bytes, for_gb.bytes());
 }
 
 void backward_linear(const Context& context, const ConstTensorView& gy, const ConstTensorView& w,
@@ -438,11 +513,21 @@ void backward_linear(const Context& context, const ConstTensorView& gy, const Co
   Projection p;
   detail::Operand saved_x{};
   bool gb_done = false;
-  if (out.gx != nullptr) for_gx = take_gx(cursor, context, shape, spec);
+  const Zeroed zeroed = take_zeroed(cursor, context, gradient, weight, spec, with_gx, with_gw);
+  if (zeroed.words > 0) {
+    run.backend.zero(context, zeroed.gradient_rows,
+                     static_cast<std::size_t>(zeroed.words) * sizeof(std::uint32_t));
+  }
+  if (out.gx != nullptr) {
+    for_gx = take_gx(cursor, context, shape, spec);
+    for_gx.y.amax = zeroed.gradient_rows;
+    for_gx.w.amax = zeroed.weight;
+  }
   if (with_gx) run.quantize_gx(gradient, for_gx);
   if (with_gw) {
     p = detail::make_projection(shape.tokens, spec.low_rank);
     for_gw = take_gw(cursor, context, shape, spec, p);
+    for_gw.g.amax = zeroed.gradient_columns;
     gb_done = run.quantize_gw(gradient, saved.key, p, out.gb == nullptr ? nullptr : &gb,
                               out.accumulate, for_gw);
   }

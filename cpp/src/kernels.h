@@ -97,7 +97,9 @@ struct Operand {
   std::int8_t* codes;
   float* scale;
   std::int64_t rows, k_padded;
-  std::int64_t scales;  // 1, rows, or k_padded (token)
+  // 1, rows, or k_padded (token). One scale for all is written to every place there is.
+  std::int64_t scales;
+  std::uint32_t* amax = nullptr;  // scratch of a backend: Backend::amax_words of them, zeroed
 };
 
 struct OperandQuant {
@@ -172,6 +174,16 @@ class Backend {
   // there is no such product: the caller unpacks.
   virtual bool gemm_int4(const Context&, const GemmArgs&) const = 0;
   virtual void gemm_token(const Context&, const GemmTokenArgs&, void* workspace) const = 0;
+
+  // Words that quantize_rows and quantize_columns want zeroed in Operand::amax.
+  virtual std::int64_t rows_amax_words(const Context&, const OperandQuant&) const { return 0; }
+  virtual std::int64_t columns_amax_words(const Context&, const MatrixIn&, const Projection&,
+                                          const OperandQuant&) const {
+    return 0;
+  }
+  virtual void zero(const Context&, void*, std::size_t) const {}
+  // Whether a scale for a whole operand serves the product better as a vector of equal ones.
+  virtual bool spreads_scales() const { return false; }
 
   // Rows of x [L, O] transformed along O and quantised: [L, roundup(O, block) -> Kp].
   virtual void quantize_rows(const Context&, const MatrixIn& x, int hadamard_block,

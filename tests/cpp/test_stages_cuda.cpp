@@ -410,6 +410,7 @@ TEST_F(StagesCuda, backward_linear_equals_cpu) {
       if (on_gpu) {
         check(cudaMalloc(&memory, bytes + 64));
         check(cudaMemset(memory, 0x5A, bytes + 64));
+        check(cudaDeviceSynchronize());  // the stream does not wait for the default one
       }
       void* kept = saved.view(on_gpu).data;
       std::vector<char> aligned_host;
