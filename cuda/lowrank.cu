@@ -114,12 +114,12 @@ __global__ void strip_kernel(ColumnArgs args) {
     std::uint32_t best = 0;
     walk_rows(args.x, args.p, col, begin, end, v, [&](std::int64_t k, float value) {
       if (args.per_k) {
-        atomicMax(amax + k, abs_bits(value));
+        atomic_raise(amax + k, abs_bits(value));
       } else {
         best = max(best, abs_bits(value));
       }
     });
-    if (!args.per_k) atomicMax(amax + (args.per_tensor ? 0 : col), best);
+    if (!args.per_k) atomic_raise(amax + (args.per_tensor ? 0 : col), best);
     return;
   }
   const std::int64_t groups = args.k_padded / group;

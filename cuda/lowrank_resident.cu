@@ -467,7 +467,7 @@ __global__ void __launch_bounds__(32 * most_warps, sm_warps / most_warps)
       keep[i] = scale.keep;
       if (warp != 0 || !real) continue;
       if (args.pass == Pass::amax) {
-        atomicMax(args.amax + amax_at, most);
+        atomic_raise(args.amax + amax_at, most);
         if (args.sum_wanted) {
           args.partial_sums[rank * args.x.cols + column] = static_cast<float>(total);
         }

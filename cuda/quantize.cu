@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(rows16_most_lanes) rows16_kernel(RowsArgs args
   if (args.pass == Pass::amax) {
     amax = warp_max(amax);
     if ((threadIdx.y * blockDim.x + threadIdx.x) % 32 == 0) {
-      atomicMax(args.amax, amax);
+      atomic_raise(args.amax, amax);
     }
     return;
   }
@@ -189,7 +189,7 @@ __global__ void rows_kernel(RowsArgs args) {
     }
     if (find) amax = block_max(amax, shared);
   }
-  if (args.pass == Pass::amax && t == 0) atomicMax(args.amax, amax);
+  if (args.pass == Pass::amax && t == 0) atomic_raise(args.amax, amax);
 }
 
 // Lanes of a row and blocks of 16 of a lane: no more idle lanes than 1 in 8 where that can be (the
@@ -290,12 +290,12 @@ __global__ void matrix_amax_kernel(MatrixQuant args) {
   for (std::int64_t c = col; c < min(col + 16, args.x.cols); ++c) {
     const std::uint32_t bits = abs_bits(load_element(args.x, row, c));
     if (args.granularity == Granularity::column) {
-      atomicMax(amax + c, bits);
+      atomic_raise(amax + c, bits);
     } else {
       best = max(best, bits);
     }
   }
-  if (args.granularity != Granularity::column) atomicMax(amax + args.scale_at(row, col), best);
+  if (args.granularity != Granularity::column) atomic_raise(amax + args.scale_at(row, col), best);
 }
 
 template <Rounding rounding>
