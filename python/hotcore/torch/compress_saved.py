@@ -439,7 +439,8 @@ def _compress(flat: Tensor, codes: Tensor, ranges: Tensor, bits: int, key: tuple
         top = 2**bits - 1
         lo, hi = values.aminmax(dim=1, keepdim=True)
         span = hi - lo
-        inverse = torch.where(span < _MIN_RANGE, 0.0, top / span)
+        # Tensor by tensor: torch multiplies by the reciprocal where one of them is a number.
+        inverse = torch.where(span < _MIN_RANGE, 0.0, torch.full_like(span, top) / span)
         dither = _dither(first, last - first, key, flat.device)
         code = ((values - lo) * inverse).add_(dither).floor_().clamp_(0, top).to(torch.uint8)
         if bits == 4:
@@ -461,6 +462,7 @@ def _restore(codes: Tensor, ranges: Tensor, bits: int, flat: Tensor) -> None:
                 code = torch.cat([code & 15, code >> 4], dim=1)
             top = 2**bits - 1
             lo, hi = ranges[first:last, :1], ranges[first:last, 1:]
-            values = torch.where(code == top, hi, lo + code.float() * ((hi - lo) / top))
+            step = (hi - lo) / torch.full_like(hi, top)
+            values = torch.where(code == top, hi, lo + code.float() * step)
         part = flat[first * width : last * width]
         part.copy_(values.reshape(-1)[: len(part)])

@@ -193,7 +193,7 @@ def compress(
     count, blocks = dense.numel(), len(codes)
     with _on(dense.device):
         if bits == 1:
-            flat = dense.reshape(-1)
+            flat = dense.reshape(-1).contiguous()  # a view may have a stride
             grid = (triton.cdiv(blocks, 4),)
             _compress_signs_kernel[grid](flat, codes, count, blocks, TILE=4, **_OPTIONS)
             return
