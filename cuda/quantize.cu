@@ -11,8 +11,8 @@
 //   A thread block takes a row through 4096 floats of shared memory, twice (largest value, codes).
 //
 // groups_kernel, group_pairs_kernel: x to INT4.
-//   A thread takes 64 tokens of one channel, or of two in 16-bit types: a warp reads neighbouring
-//   channels, a thread writes 32 contiguous bytes of each. 2.53 bytes an element for fp16.
+//   A thread takes 64 tokens of one channel, or half of them of two channels in 16-bit types, and
+//   writes 16 contiguous bytes at a time. 2.53 bytes an element for fp16.
 //
 // requantize_kernel: INT4 back to INT8.
 //   A thread block takes a channel. 1.53 bytes an element.
@@ -368,39 +368,38 @@ struct GroupsArgs {
   DeviceKey key;
 };
 
-// Rounds 64 tokens of a channel, `value(t)` each, and writes them and their scale.
+struct GroupScale {
+  std::uint16_t bf16;
+  float inv;
+  bool keep;  // false: codes are 0 although the values are not finite
+};
+
+__device__ GroupScale group_scale(std::uint32_t amax) {
+  if (amax >= 0x7f800000U) return {0x7fc0U, 0.0F, false};
+  if (__uint_as_float(amax) < 0x1p-100F) return {0, 0.0F, true};
+  const std::uint16_t half = bf16_up(__fdiv_rn(__uint_as_float(amax), 7.0F));
+  return {half, __fdiv_rn(1.0F, __uint_as_float(std::uint32_t{half} << 16)), true};
+}
+
+// Rounds and writes half a group, 32 tokens of a channel, `value(t)` each: 16 bytes.
 template <Rounding rounding, class Value>
-__device__ void finish_group(const GroupsArgs& args, std::int64_t col, std::int64_t g,
-                             std::uint32_t amax, const Value& value) {
-  std::uint16_t half = 0;
-  float inv = 0.0F;
-  const bool keep = amax < 0x7f800000U;
-  if (!keep) {
-    half = 0x7fc0U;
-  } else if (__uint_as_float(amax) >= 0x1p-100F) {
-    half = bf16_up(__fdiv_rn(__uint_as_float(amax), 7.0F));
-    inv = __fdiv_rn(1.0F, __uint_as_float(std::uint32_t{half} << 16));
-  }
-  const std::int64_t groups = (args.x.rows + 63) / 64, row_blocks = (args.x.rows + 15) / 16;
-  args.scale[col * groups + g] = half;
+__device__ void finish_half(const GroupsArgs& args, std::int64_t col, std::int64_t g, int half,
+                            const GroupScale& scale, const Value& value) {
+  const std::int64_t at = g * 32 + half * 16, row_blocks = (args.x.rows + 15) / 16;
+  if (at >= args.row_bytes) return;  // rows are whole 16 bytes
+  std::uint32_t words[4] = {0, 0, 0, 0};
+  if (scale.keep) {
 #pragma unroll
-  for (int part = 0; part < 4; part += 2) {
-    const std::int64_t at = g * 32 + part * 8;  // rows are whole 16 bytes
-    if (at >= args.row_bytes) break;
-    std::uint32_t words[4] = {0, 0, 0, 0};
-    if (keep) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const uint4 codes = round_group<rounding>(
-            [&](int j) { return value((part + i) * 16 + j) * inv; }, args.key,
-            static_cast<std::uint64_t>(col * row_blocks + g * 4 + part + i), 4);
-        words[2 * i] = pack_nibbles(codes.x, codes.y);
-        words[2 * i + 1] = pack_nibbles(codes.z, codes.w);
-      }
+    for (int i = 0; i < 2; ++i) {
+      const uint4 codes = round_group<rounding>(
+          [&](int j) { return value(i * 16 + j) * scale.inv; }, args.key,
+          static_cast<std::uint64_t>(col * row_blocks + g * 4 + half * 2 + i), 4);
+      words[2 * i] = pack_nibbles(codes.x, codes.y);
+      words[2 * i + 1] = pack_nibbles(codes.z, codes.w);
     }
-    *reinterpret_cast<uint4*>(args.packed + col * args.row_bytes + at) =
-        make_uint4(words[0], words[1], words[2], words[3]);
   }
+  *reinterpret_cast<uint4*>(args.packed + col * args.row_bytes + at) =
+      make_uint4(words[0], words[1], words[2], words[3]);
 }
 
 template <Rounding rounding, class Tag>
@@ -421,35 +420,47 @@ __global__ void __launch_bounds__(128) groups_kernel(GroupsArgs args) {
   std::uint32_t amax = 0;
 #pragma unroll
   for (int t = 0; t < 64; ++t) amax = max(amax, abs_bits(v[t]));
-  finish_group<rounding>(args, col, g, amax, [&](int t) { return v[t]; });
+  const GroupScale scale = group_scale(amax);
+  args.scale[col * ((args.x.rows + 63) / 64) + g] = scale.bf16;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    finish_half<rounding>(args, col, g, half, scale, [&](int t) { return v[32 * half + t]; });
+  }
 }
 
-// The same for 16-bit types, two columns a thread and as they are in memory: 64 words in registers,
-// the largest of both columns by one instruction (patterns of |v| have the order of the values).
+// The same for 16-bit types: a lane has two columns as they are in memory and half a group, 32
+// words in registers; the lane 16 further has the other half. The largest of both columns by one
+// instruction (patterns of |v| have the order of the values).
 template <Rounding rounding, class Tag>
-__global__ void __launch_bounds__(64) group_pairs_kernel(GroupsArgs args) {
+__global__ void __launch_bounds__(128) group_pairs_kernel(GroupsArgs args) {
   begin_kernel();
   const std::int64_t strips = (args.x.cols + 127) / 128;
-  const std::int64_t col = blockIdx.x % strips * 128 + 2 * threadIdx.x;
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const std::int64_t col = blockIdx.x % strips * 128 + warp * 32 + 2 * (lane % 16);
   const std::int64_t g = blockIdx.x / strips;
-  if (col >= args.x.cols) return;
+  const int half = lane / 16;
+  const bool live = col < args.x.cols;  // all lanes stay for the exchange
+  const std::int64_t first = g * 64 + half * 32;
   const auto* from =
-      static_cast<const char*>(args.x.data) + (g * 64 * args.x.row_stride + col) * Tag::size;
+      static_cast<const char*>(args.x.data) + (first * args.x.row_stride + col) * Tag::size;
   const std::int64_t pitch = args.x.row_stride * Tag::size;
-  unsigned word[64];
-  if (g * 64 + 64 <= args.x.rows) {
+  unsigned word[32];
+  if (live && first + 32 <= args.x.rows) {
 #pragma unroll
-    for (int t = 0; t < 64; ++t) word[t] = *reinterpret_cast<const unsigned*>(from + t * pitch);
+    for (int t = 0; t < 32; ++t) word[t] = *reinterpret_cast<const unsigned*>(from + t * pitch);
   } else {
 #pragma unroll
-    for (int t = 0; t < 64; ++t) {
-      word[t] =
-          g * 64 + t < args.x.rows ? *reinterpret_cast<const unsigned*>(from + t * pitch) : 0U;
+    for (int t = 0; t < 32; ++t) {
+      word[t] = live && first + t < args.x.rows
+                    ? *reinterpret_cast<const unsigned*>(from + t * pitch)
+                    : 0U;
     }
   }
   unsigned most = 0;
 #pragma unroll
-  for (int t = 0; t < 64; ++t) most = __vmaxu2(most, word[t] & 0x7fff7fffU);
+  for (int t = 0; t < 32; ++t) most = __vmaxu2(most, word[t] & 0x7fff7fffU);
+  most = __vmaxu2(most, __shfl_xor_sync(0xffffffffU, most, 16));
+  if (!live) return;
   const auto pair = [](unsigned packed, int c) {
     const unsigned one[1] = {packed};
     float v[2];
@@ -458,8 +469,9 @@ __global__ void __launch_bounds__(64) group_pairs_kernel(GroupsArgs args) {
   };
 #pragma unroll
   for (int c = 0; c < 2; ++c) {
-    finish_group<rounding>(args, col + c, g, abs_bits(pair(most, c)),
-                           [&](int t) { return pair(word[t], c); });
+    const GroupScale scale = group_scale(abs_bits(pair(most, c)));
+    if (half == 0) args.scale[(col + c) * ((args.x.rows + 63) / 64) + g] = scale.bf16;
+    finish_half<rounding>(args, col + c, g, half, scale, [&](int t) { return pair(word[t], c); });
   }
 }
 
@@ -589,7 +601,7 @@ void CudaBackend::quantize_groups(const Context& context, const MatrixIn& x, Rou
       using Tag = decltype(tag);
       if constexpr (Tag::size == 2) {
         if (pairs_aligned(x)) {
-          return launch(stage, context, group_pairs_kernel<mode, Tag>, grid, 64, 0, args);
+          return launch(stage, context, group_pairs_kernel<mode, Tag>, grid, 128, 0, args);
         }
       }
       launch(stage, context, groups_kernel<mode, Tag>, grid, 128, 0, args);

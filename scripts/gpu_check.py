@@ -137,7 +137,8 @@ def test_all(build: Path, reports: Path, env: dict[str, str]) -> dict[str, dict[
     )  # fmt: skip
     tests["C++"] = counts(ctest_report)
     code = run(
-        sys.executable, "-m", "pytest", "-q", "tests/gpu", "--durations=5",
+        sys.executable, "-m", "pytest", "-q", "tests/gpu", "tests/torch", "-m", "cuda",
+        "--durations=5",
         "--junit-xml", pytest_report, env=env, log=reports / "pytest.log",
     )  # fmt: skip
     tests["Python"] = counts(pytest_report)
