@@ -1,30 +1,27 @@
 // Stage: HLA along the tokens and the K-contiguous operands, blocks of 16 tokens, in one read of x.
 //
-// resident_kernel. A cluster of thread blocks takes a strip of columns, 128 bytes of every token
-// (64
-//   columns in 16-bit types), and keeps all of it in shared memory: one read of x, the largest
-//   values exchanged through the cluster's shared memory, then the codes from the same bytes. The
-//   rows of P x are computed twice and never stored.
-//     work     a warp owns a unit of 64 tokens (8 KB), from strip to strip: it waits for its own
+// resident_kernel. A cluster of thread blocks takes a strip of columns, 64 bytes of every token (32
+//   columns in 16-bit types, two sectors), and keeps all of it in shared memory: one read of x, the
+//   largest values exchanged through the cluster's shared memory, then the codes from the same
+//   bytes. The rows of P x are computed twice and never stored.
+//     work     a warp owns a unit of 128 tokens (8 KB), from strip to strip: it waits for its own
 //              copies (cp.async), looks at the unit, meets the others at two barriers, writes the
 //              unit's codes and starts the copies of the next strip.
 //              A lane takes 16 k of two neighbouring columns at a time in registers: 16 tokens as
 //              they are (full), a whole block (w for g_x), or two blocks of rank 8: a sketch folds
 //              to 8 values first (it reads tokens t and t ^ a: no register is indexed at run time),
 //              lowpass and sequency keep 8 fixed rows.
-//     banks    the pieces of a token are swapped about by the number of the group of 16 k, so that
-//     a
-//              warp's groups use all banks; every block starts on 2048 bytes, so that tokens are
-//              reached by exclusive or.
-//     stores   16 codes of a lane at once: 64 contiguous bytes of a channel by a warp (rank 8: 32).
+//     banks    bits 5 and 6 of an address are swapped about by the number of the group of 16 k (16
+//              tokens, or 32 at rank 8), so that a warp's four groups use all banks; every block
+//              starts on 1024 bytes, so that tokens are reached by exclusive or.
+//     stores   64 contiguous bytes of each of 16 channels by a warp, straight from registers.
 //   16-bit types: 2 bytes read and 1 (rank 8: 0.5) written for an element, the least there is.
 //   g_b falls out: row 0 of a block is the sum of its tokens.
 //
-// Where that cannot be, the same kernel runs twice, the largest values (atomicMax),
-//, then the codes, in the opposite order, which finds the end of x in the L2: no clusters
-// before sm_90, one scale for the whole tensor, or more than 8,192 tokens. (Clusters that hold
-// 25,216 tokens with more warps a thread block spill registers and take longer:
-// docs/performance.md.)
+// Where that cannot be, the same kernel runs twice, the largest values (atomicMax), then the codes,
+// in the opposite order, which finds the end of x in the L2: no clusters before sm_90, one scale
+// for the whole tensor, or more than 8,192 tokens (clusters that hold more spill registers or fill
+// an SM with one thread block, and take longer: docs/performance.md).
 #include <cooperative_groups.h>
 
 #include <algorithm>
@@ -46,12 +43,12 @@ namespace {
 enum class Kind { full, whole, sketch8, lowpass8, sequency8 };
 enum class Pass { both, amax, codes };
 
-constexpr int strip_bytes = 128, unit_tokens = 64, unit_bytes = unit_tokens * strip_bytes;
-constexpr int block_bytes = 16 * strip_bytes, unit_blocks = unit_tokens / 16;
-constexpr int group_k = 16;
+constexpr int strip_bytes = 64, unit_tokens = 128, unit_bytes = unit_tokens * strip_bytes;
+constexpr int unit_blocks = unit_tokens / 16;
+constexpr int group_k = 16, lane_groups = 4, warp_columns = 16;
 constexpr int most_strip_columns = strip_bytes / 2;
 // 128 registers a thread: 16 warps on an SM.
-constexpr int most_warps = 8, sm_warps = 16;
+constexpr int most_warps = 8, sm_warps = 16, most_parts = 8;
 
 // Row i of those that a basis keeps at rank 8, ascending; kind_of compares them with the caller's.
 constexpr int kept_row(Kind kind, int i) {
@@ -62,17 +59,14 @@ constexpr int kept_row(Kind kind, int i) {
 constexpr int group_tokens(Kind kind) {
   return kind == Kind::full || kind == Kind::whole ? 16 : 32;
 }
-// Groups of a unit, each with its own lanes, and the columns that those take at a time.
-constexpr int lane_groups(Kind kind) { return unit_tokens / group_tokens(kind); }
-constexpr int group_lanes(Kind kind) { return 32 / lane_groups(kind); }
-constexpr int warp_columns(Kind kind) { return 2 * group_lanes(kind); }
+// Steps of four groups in a unit.
+constexpr int unit_steps(Kind kind) { return unit_tokens / (lane_groups * group_tokens(kind)); }
 
-// Exchanges the pieces of 32 or 64 bytes that the lanes of a group read at a time, by the group.
-// (An fp32 pair is 8 bytes, of which half a warp reads at once.)
-template <Kind kind, class Tag>
+// Where the swizzle puts the bytes of a group: 16-bit types are read 32 bytes of a token by a lane
+// group, four groups at once; fp32 is read 64 bytes, two groups at once.
+template <class Tag>
 __device__ int swizzle(int group) {
-  constexpr int piece = 2 * group_lanes(kind) * Tag::size;
-  return piece == 32 ? (group & 3) << 5 : piece == 64 ? (group & 1) << 6 : 0;
+  return Tag::size == 2 ? (group & 3) << 5 : (group & 1) << 6;
 }
 
 struct Args {
@@ -101,17 +95,17 @@ struct Args {
 template <Kind kind, class Tag>
 __device__ void copy_unit(const Args& args, std::int64_t first_token, std::int64_t first_column,
                           char* tokens) {
-  constexpr int piece_elements = 16 / Tag::size, pieces = strip_bytes / 16;
-  constexpr int step = 32 / pieces;  // tokens of a warp at a time
-  const int lane = static_cast<int>(threadIdx.x) % 32, piece = lane % pieces, local = lane / pieces;
-  const std::int64_t col = first_column + piece * piece_elements;
+  constexpr int piece_elements = 16 / Tag::size, step = 8;  // tokens of a warp at a time
+  const int lane = static_cast<int>(threadIdx.x) % 32, quarter = lane % 4;
+  const std::int64_t col = first_column + quarter * piece_elements;
   const auto live =
       static_cast<int>(max(std::int64_t{0}, min(std::int64_t{piece_elements}, args.x.cols - col)));
   const int real = static_cast<int>(
       max(std::int64_t{0}, min(std::int64_t{unit_tokens}, args.body_tokens - first_token)));
+  const int local = lane / 4;
   const auto place = [&](int i) {
     const int lane_place =
-        (local * strip_bytes + piece * 16) ^ swizzle<kind, Tag>(i * step / group_tokens(kind));
+        (local * strip_bytes + quarter * 16) ^ swizzle<Tag>(i * step / group_tokens(kind));
     return tokens + i * step * strip_bytes + lane_place;
   };
   if (args.flat) {
@@ -161,14 +155,16 @@ __device__ void load_two(const char* from, float& first, float& second) {
   second = pair[1];
 }
 
-// A lane's group in shared memory: token 0, the lane's columns.
+// A lane's group in shared memory: token t of it is at `even` or `odd`, by the parity of t, plus
+// t * strip_bytes.
 struct LaneGroup {
-  const char* from;
+  const char* even;
+  const char* odd;
   template <class Tag, int N>
   __device__ void load(int first_token, float (&v)[2][N]) const {
 #pragma unroll
     for (int t = 0; t < N; ++t) {
-      load_two<Tag>(from + (first_token + t) * strip_bytes, v[0][t], v[1][t]);
+      load_two<Tag>((t % 2 == 0 ? even : odd) + (first_token + t) * strip_bytes, v[0][t], v[1][t]);
     }
   }
   // The fold of a sketch: value i is token t plus token t ^ a, t being i with a 0 put in at the
@@ -178,11 +174,11 @@ struct LaneGroup {
     const unsigned top = (1U << (31 - __clz(a))) * strip_bytes;
     const unsigned low = top - strip_bytes, high = ~(2 * top - 1);
     const unsigned apart = static_cast<unsigned>(a) * strip_bytes;
-    const unsigned block = shared_address(from) + static_cast<unsigned>(first_token * strip_bytes);
+    const unsigned from = shared_address(even) + static_cast<unsigned>(first_token * strip_bytes);
 #pragma unroll
     for (unsigned i = 0; i < 8; ++i) {
       const unsigned once = i * strip_bytes, twice = 2 * i * strip_bytes;
-      const unsigned token = block ^ (low & once) ^ (high & twice);
+      const unsigned token = from ^ (low & once) ^ (high & twice);
       float x[2], y[2];
       load_two<Tag>(static_cast<const char*>(__cvta_shared_to_generic(token)), x[0], x[1]);
       load_two<Tag>(static_cast<const char*>(__cvta_shared_to_generic(token ^ apart)), y[0], y[1]);
@@ -331,10 +327,9 @@ struct SharedTail {
         draws(reinterpret_cast<std::uint8_t*>(seen + warps)) {}
 };
 
-// The last block_bytes: the units start on a multiple of them.
 std::size_t shared_bytes(int warps, int cluster) {
   return static_cast<std::size_t>(warps) * (unit_bytes + sizeof(Exchange) + unit_blocks) +
-         2 * static_cast<std::size_t>(std::max(1, cluster)) * sizeof(Exchange) + block_bytes;
+         2 * static_cast<std::size_t>(std::max(1, cluster)) * sizeof(Exchange);
 }
 
 // Writes `value` of this thread block to the same place of another one of its cluster.
@@ -357,10 +352,8 @@ __device__ void cluster_barrier() {
 template <Kind kind, Rounding rounding, class Tag>
 __global__ void __launch_bounds__(32 * most_warps, sm_warps / most_warps)
     resident_kernel(Args args) {
-  constexpr int columns = strip_bytes / Tag::size, passes = columns / warp_columns(kind);
-  constexpr int lane_columns = columns / 32;  // of scales
-  extern __shared__ char memory[];
-  char* const units = memory + (block_bytes - shared_address(memory) % block_bytes) % block_bytes;
+  constexpr int columns = strip_bytes / Tag::size, halves = columns / warp_columns;
+  extern __shared__ __align__(1024) char units[];
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
   const int warps = static_cast<int>(blockDim.x) / 32;
   // A cluster's parts are neighbours. In two passes the strips are, so that whole rows of x are
@@ -384,15 +377,18 @@ __global__ void __launch_bounds__(32 * most_warps, sm_warps / most_warps)
   copy_unit<kind, Tag>(args, unit * unit_tokens, strip * columns, tokens);
   commit_copies();
 
-  const int pair = lane % group_lanes(kind), lane_group = lane / group_lanes(kind);
-  const int turned = swizzle<kind, Tag>(lane_group);
-  const auto group_at = [&](int pass) {
-    return LaneGroup{tokens + lane_group * group_tokens(kind) * strip_bytes +
-                     (((pass * warp_columns(kind) + 2 * pair) * Tag::size) ^ turned)};
+  const int pair = lane % 8, lane_group = lane / 8;
+  // The swizzle of bit 6 exchanges even and odd tokens, that of bit 5 halves of a token.
+  const int turned = swizzle<Tag>(lane_group);
+  const int parity = turned & strip_bytes;
+  const auto group_at = [&](int step, int half) {
+    const char* from = tokens +
+                       (step * lane_groups + lane_group) * group_tokens(kind) * strip_bytes +
+                       (((half * warp_columns + 2 * pair) * Tag::size) ^ (turned - parity));
+    return LaneGroup{from + parity, from - parity};
   };
   const std::uint8_t* const lane_draws = draws + 2 * lane_group;
   const std::int64_t groups = args.k_padded / group_k;
-  const std::int64_t g = unit * lane_groups(kind) + lane_group;
 
   for (int turn = 0; strip < args.strips; strip += strip_step, ++turn) {
     wait_copies<0>();
@@ -400,9 +396,12 @@ __global__ void __launch_bounds__(32 * most_warps, sm_warps / most_warps)
     Exchange* const told = shared.told + turn % 2 * args.cluster;
     if (args.pass != Pass::codes) {
 #pragma unroll 1
-      for (int pass = 0; pass < passes; ++pass) {
+      for (int half = 0; half < halves; ++half) {
         Seen<kind> seen[2];
-        look<kind, Tag>(group_at(pass), lane_draws, args.sum_wanted, seen);
+#pragma unroll 1
+        for (int step = 0; step < unit_steps(kind); ++step) {
+          look<kind, Tag>(group_at(step, half), lane_draws, args.sum_wanted, seen);
+        }
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           float largest = seen[c].largest[0];
@@ -410,14 +409,13 @@ __global__ void __launch_bounds__(32 * most_warps, sm_warps / most_warps)
             largest = max_magnitude(largest, seen[c].largest[1] * args.sketch_weight);
           }
 #pragma unroll
-          for (int lanes = group_lanes(kind); lanes < 32; lanes *= 2) {
+          for (int lanes = 8; lanes < 32; lanes *= 2) {
             largest = max_magnitude(largest, __shfl_xor_sync(0xffffffffU, largest, lanes));
             seen[c].sum += __shfl_xor_sync(0xffffffffU, seen[c].sum, lanes);
           }
-          if (lane < group_lanes(kind)) {
-            const int column = pass * warp_columns(kind) + 2 * lane + c;
-            shared.seen[warp].amax[column] = abs_bits(largest);
-            shared.seen[warp].sum[column] = seen[c].sum;
+          if (lane < 8) {
+            shared.seen[warp].amax[half * warp_columns + 2 * lane + c] = abs_bits(largest);
+            shared.seen[warp].sum[half * warp_columns + 2 * lane + c] = seen[c].sum;
           }
         }
       }
@@ -442,36 +440,31 @@ __global__ void __launch_bounds__(32 * most_warps, sm_warps / most_warps)
       }
     }
 
-    // Every warp works out the scales, a lane those of columns `lane` and, in 16-bit types,
-    // `lane` + 32. The first warp writes what is to be written.
-    float inv[lane_columns];
-    bool keep[lane_columns];
-#pragma unroll
-    for (int i = 0; i < lane_columns; ++i) {
-      const int c = lane + 32 * i;
-      const std::int64_t column = strip * columns + c;
-      const bool real = column < args.x.cols;
-      const std::int64_t amax_at = args.per_tensor ? 0 : column;
-      std::uint32_t most = 0;
-      double total = 0.0;
-      if (args.pass == Pass::codes) {
-        if (real) most = args.amax[amax_at];
-      } else {
-        for (int r = 0; r < max(1, args.cluster); ++r) most = max(most, told[r].amax[c]);
-        if (args.sum_wanted && warp == 0) {
-          for (int r = 0; r < max(1, args.cluster); ++r) total += told[r].sum[c];
-        }
+    // A lane for a column of the strip.
+    const std::int64_t column = strip * columns + lane;
+    const bool has_column = lane < columns && column < args.x.cols;
+    std::uint32_t most = 0;
+    double total = 0.0;
+    if (args.pass == Pass::codes) {
+      if (has_column) {
+        most = args.amax[args.per_tensor ? 0 : column];
       }
-      const DeviceScale scale = device_scale(most, args.bits);
-      inv[i] = scale.inv;
-      keep[i] = scale.keep;
-      if (warp != 0 || !real) continue;
-      if (args.pass == Pass::amax) {
-        atomic_raise(args.amax + amax_at, most);
+    } else if (lane < columns) {
+      for (int r = 0; r < max(1, args.cluster); ++r) most = max(most, told[r].amax[lane]);
+      if (args.sum_wanted && warp == 0 && (rank == 0 || args.cluster == 0)) {
+        for (int r = 0; r < max(1, args.cluster); ++r) total += told[r].sum[lane];
+      }
+    }
+    if (args.pass == Pass::amax) {
+      if (warp == 0 && has_column) {
+        atomic_raise(args.amax + (args.per_tensor ? 0 : column), most);
         if (args.sum_wanted) {
           args.partial_sums[rank * args.x.cols + column] = static_cast<float>(total);
         }
-      } else if (rank == 0) {
+      }
+    } else {
+      const DeviceScale scale = device_scale(most, args.bits);
+      if (warp == 0 && rank == 0 && has_column) {
         if (column < args.scales) args.scale[column] = scale.scale;
         if (clustered && args.sum_wanted) {
           float sum = static_cast<float>(total);
@@ -479,41 +472,37 @@ __global__ void __launch_bounds__(32 * most_warps, sm_warps / most_warps)
           store_element(args.sum, 0, column, sum);
         }
       }
-    }
-    __syncwarp();
-
-    if (args.pass != Pass::amax) {
 #pragma unroll 1
-      for (int pass = 0; pass < passes; ++pass) {
-        const int first = pass * warp_columns(kind) + 2 * pair;
+      for (int half = 0; half < halves; ++half) {
+        const int first = half * warp_columns + 2 * pair;
         const std::int64_t row = strip * columns + first;
-        const bool upper = lane_columns > 1 && pass * warp_columns(kind) >= 32;
-        const float lane_inv = upper ? inv[lane_columns - 1] : inv[0];
-        const int lane_keep = upper ? keep[lane_columns - 1] : keep[0];
-        float column_inv[2];
-        bool column_keep[2];
+        float inv[2];
+        bool keep[2];
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-          column_inv[c] = __shfl_sync(0xffffffffU, lane_inv, (first + c) % 32);
-          column_keep[c] = __shfl_sync(0xffffffffU, lane_keep, (first + c) % 32) != 0;
+          inv[c] = __shfl_sync(0xffffffffU, scale.inv, first + c);
+          keep[c] = __shfl_sync(0xffffffffU, static_cast<int>(scale.keep), first + c) != 0;
         }
-        float v[2][group_k];
-        project<kind, Tag>(group_at(pass), lane_draws, args.sketch_weight, v);
-        if (g < groups) {
+#pragma unroll 1
+        for (int step = 0; step < unit_steps(kind); ++step) {
+          const std::int64_t g = (unit * unit_steps(kind) + step) * lane_groups + lane_group;
+          float v[2][group_k];
+          project<kind, Tag>(group_at(step, half), lane_draws, args.sketch_weight, v);
+          if (g >= groups) continue;
 #pragma unroll
           for (int c = 0; c < 2; ++c) {
             if (row + c >= args.x.cols) break;
-            uint4 codes = round_group<rounding>(
-                [&](int k) { return v[c][k] * column_inv[c]; }, args.key,
-                static_cast<std::uint64_t>((row + c) * groups + g), args.bits);
-            if (!column_keep[c]) codes = make_uint4(0, 0, 0, 0);
+            uint4 codes = round_group<rounding>([&](int k) { return v[c][k] * inv[c]; }, args.key,
+                                                static_cast<std::uint64_t>((row + c) * groups + g),
+                                                args.bits);
+            if (!keep[c]) codes = make_uint4(0, 0, 0, 0);
             *reinterpret_cast<uint4*>(args.codes + (row + c) * args.k_padded + g * group_k) = codes;
           }
         }
-        __syncwarp();
       }
     }
     if (strip + strip_step < args.strips) {
+      __syncwarp();
       copy_unit<kind, Tag>(args, unit * unit_tokens, (strip + strip_step) * columns, tokens);
       commit_copies();
     }
@@ -575,7 +564,7 @@ struct Plan {
 Plan cluster_plan(std::int64_t units, std::int64_t strips, std::int64_t sm_count) {
   Plan best;
   std::int64_t best_cycles = 0;
-  for (const int parts : {1, 2, 3, 4, 5, 6, 7, 8, 16}) {  // 16 is not portable, but sm_90 has it
+  for (int parts = 1; parts <= most_parts; ++parts) {
     const std::int64_t warps = ceil_div(units, parts);
     if (warps > most_warps) continue;
     const std::int64_t at_once =
@@ -593,11 +582,11 @@ Plan cluster_plan(std::int64_t units, std::int64_t strips, std::int64_t sm_count
   return best;
 }
 
-// Parts for two passes hold 256 tokens; a ColumnSum's workspace has room for parts of 128.
+// Parts for two passes hold 512 tokens; a ColumnSum's workspace has room for parts of 128.
 constexpr int two_pass_warps = 4;
 
 std::int64_t unit_count(const Projection& p, Kind kind) {
-  return ceil_div(p.k_padded, group_k * lane_groups(kind));
+  return ceil_div(p.k_padded, group_k * lane_groups * unit_steps(kind));
 }
 std::int64_t strip_count(const MatrixIn& x) {
   return ceil_div(x.cols, strip_bytes / static_cast<int>(dtype_size(x.dtype)));
