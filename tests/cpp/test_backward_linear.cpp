@@ -356,7 +356,8 @@ TEST(BackwardLinear, any_block_size) {
       spec.low_rank.basis = Basis::lowpass;
       spec.low_rank.block = spec.low_rank.rank = block;
     }
-    Layer layer(any_size(), any_size() + 30, any_size(), spec);
+    // Of a handful of results the sums may nearly cancel, and the relative error says nothing.
+    Layer layer(any_size() + 15, any_size() + 30, any_size() + 15, spec);
     layer.run(cpu());
     EXPECT_LT(distance(doubles(layer.gx.values()), plain_gx(layer)), 0.03) << block;
     EXPECT_LT(distance(doubles(layer.gw.values()), plain_gw(layer)), 0.03) << block;
