@@ -44,6 +44,9 @@ if wanted cpp && ! has_gtest; then lacking+=" libgtest-dev"; fi
 export PATH="$HOT_VENV/bin:$PATH"
 hot_env_install test 'cmake>=3.24' ninja hypothesis 'pytest>=8' -r "$HOT_ROOT/scripts/style-requirements.txt"
 hot_env_install train torch==2.13.0 numpy scikit-learn matplotlib tqdm # as in train.sh
+# Models of others, built without downloads. torch is named again, so that pip keeps it.
+(hot_env_install models torch==2.13.0 timm==1.0.31 transformers==5.23.0 peft==0.21.2) ||
+  hot_env_say "no timm, transformers, peft: the tests that need them are skipped"
 
 # ---- the parts; each goes on to the end, whatever the others did ----
 
