@@ -98,7 +98,7 @@ def plot_breakdown(report: Mapping[str, Any], path: Path) -> None:
     axes.tick_params(axis="y", labelsize=8)
     axes.set_xlabel("µs of one backward")
     axes.set_title(f"Where the time goes, {report['device']}", fontsize=10)
-    axes.legend(fontsize=8, frameon=False, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.15))
+    axes.legend(fontsize=8, frameon=False, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.22))
     save(figure, path)
 
 
