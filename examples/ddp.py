@@ -11,6 +11,7 @@ Without torchrun it runs in one process.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 import tempfile
@@ -89,8 +90,38 @@ def mean(value: torch.Tensor) -> float:
     return total.item() / dist.get_world_size()
 
 
-def main(arguments: list[str] | None = None) -> int:
+def train(options: argparse.Namespace, device: torch.device) -> None:
     """Train and print the loss."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if device.type == "cpu":
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
+    torch.manual_seed(options.seed)  # the same weights everywhere
+    model = SmallResNet().to(device)
+    report = None
+    if options.recipe != "fp32":
+        report = hot.convert(model, options.recipe)
+    model = wrap(model, options.fsdp, device)
+    torch.manual_seed(options.seed + 1 + rank)  # rounding of its own for each process
+    order = Generator().manual_seed(options.seed + 1 + rank)
+    data = Digits()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    if rank == 0:
+        print(report or "plain fp32")
+        print(f"{world} processes, {'FSDP2' if options.fsdp else 'DDP'}, {dist.get_backend()}")
+    for step in range(options.steps):
+        images, labels = (part.to(device) for part in data.batch(options.batch, order))
+        loss = nn.functional.cross_entropy(model(images), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step % 10 == 0 or step == options.steps - 1:
+            shown = mean(loss)
+            if rank == 0:
+                print(f"step {step:>4}  loss {shown:.3f}", flush=True)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Read the options, join the other processes, train."""
     parser = argparse.ArgumentParser(prog="ddp", description=__doc__.splitlines()[0])
     parser.add_argument("--recipe", default="default", help="HOT recipe, or fp32 for none")
     parser.add_argument("--fsdp", action="store_true", help="shard by FSDP2 instead of DDP")
@@ -100,36 +131,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     device = start(options.device)
-    rank, world = dist.get_rank(), dist.get_world_size()
     try:
-        if device.type == "cpu":
-            torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
-        torch.manual_seed(options.seed)  # the same weights everywhere
-        model = SmallResNet().to(device)
-        report = None
-        if options.recipe != "fp32":
-            report = hot.convert(model, options.recipe)
-        model = wrap(model, options.fsdp, device)
-        torch.manual_seed(options.seed + 1 + rank)  # rounding of its own for each process
-        order = Generator().manual_seed(options.seed + 1 + rank)
-        data = Digits()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-        if rank == 0:
-            print(report or "plain fp32")
-            print(f"{world} processes, {'FSDP2' if options.fsdp else 'DDP'}, {dist.get_backend()}")
-        for step in range(options.steps):
-            images, labels = (part.to(device) for part in data.batch(options.batch, order))
-            loss = nn.functional.cross_entropy(model(images), labels)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            if step % 10 == 0 or step == options.steps - 1:
-                shown = mean(loss)
-                if rank == 0:
-                    print(f"step {step:>4}  loss {shown:.3f}", flush=True)
-        return 0
+        train(options, device)
     finally:
+        # A sharded model holds on to gloo's group, whose threads must end before the process does.
+        gc.collect()
         dist.destroy_process_group()
+    return 0
 
 
 if __name__ == "__main__":

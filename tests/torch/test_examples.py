@@ -16,6 +16,7 @@ from support import without_broken_torchvision
 torch = pytest.importorskip("torch")
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+LIMIT = 900  # seconds; about 6 on an idle machine
 
 
 def test_lora(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,19 +44,29 @@ def test_lora(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
     assert "10 layers run HOT" in printed
 
 
+def output_of(command: list[str]) -> str:
+    """What a launcher printed; asked to end on time-out, since killed it leaves its workers."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
+    ) as process:
+        try:
+            printed, errors = process.communicate(timeout=LIMIT)
+        except BaseException:
+            process.terminate()
+            raise
+    assert process.returncode == 0, errors
+    return printed
+
+
 @pytest.mark.parametrize("options", [(), ("--fsdp",)], ids=["ddp", "fsdp"])
 def test_ddp(options: tuple[str, ...]) -> None:
     pytest.importorskip("sklearn")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*launcher, str(EXAMPLES / "ddp.py"), "--steps", "21", "--batch", "16", *options],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    printed = output_of(
+        [*launcher, str(EXAMPLES / "ddp.py"), "--steps", "21", "--batch", "16", *options]
     )
-    assert done.returncode == 0, done.stderr
-    losses = [float(loss) for loss in re.findall(r"^step +\d+  loss (.*)$", done.stdout, re.M)]
+    losses = [float(loss) for loss in re.findall(r"^step +\d+  loss (.*)$", printed, re.M)]
     assert len(losses) == 3 and losses[2] < 0.8 * losses[0]
-    assert f"2 processes, {'FSDP2' if options else 'DDP'}, gloo" in done.stdout
-    assert "6 of 8 layers run HOT" in done.stdout
+    assert f"2 processes, {'FSDP2' if options else 'DDP'}, gloo" in printed
+    assert "6 of 8 layers run HOT" in printed
