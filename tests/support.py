@@ -241,3 +241,21 @@ def golden_config(case: dict[str, Any]) -> hotcore.HotConfig:
     """The configuration that a case's params hold."""
     names = [field.name for field in dataclasses.fields(hotcore.HotConfig)]
     return hotcore.HotConfig(**golden_options(case, *names))
+
+
+@contextmanager
+def saved_tensors() -> Iterator[list[torch.Tensor]]:
+    """Everything that autograd saves inside, leaves (parameters, inputs) left out."""
+    kept: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if not (tensor.is_leaf and tensor.requires_grad):
+            kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield kept
+
+
+def nbytes(kept: list[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in kept)

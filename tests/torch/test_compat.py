@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -19,13 +18,8 @@ CONVERTED = ["stages.0.conv", "stages.0.mix", "stages.1.conv", "stages.1.mix", "
 
 
 @pytest.fixture(autouse=True)
-def seeded(rng: np.random.Generator) -> Iterator[None]:
-    torch.manual_seed(int(rng.integers(2**31)))
+def fresh_compiler(seeded: None) -> None:
     torch._dynamo.reset()
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Stage(nn.Module):

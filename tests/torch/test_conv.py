@@ -6,15 +6,13 @@ import copy
 import io
 import pickle
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import hotcore
 import numpy as np
 import pytest
 from hotcore.config import RECIPES, HotConfig
-from support import cosine
+from support import cosine, nbytes, saved_tensors
 
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402
@@ -26,31 +24,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MODES = ("zeros", "reflect", "replicate", "circular")
 
 
-@pytest.fixture(autouse=True)
-def seeded(rng: np.random.Generator) -> Iterator[None]:
-    torch.manual_seed(int(rng.integers(2**31)))
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@contextmanager
-def saved_tensors() -> Iterator[list[torch.Tensor]]:
-    """Everything that autograd saves inside, leaves left out."""
-    kept: list[torch.Tensor] = []
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if not (tensor.is_leaf and tensor.requires_grad):
-            kept.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield kept
-
-
-def nbytes(kept: list[torch.Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in kept)
+pytestmark = pytest.mark.usefixtures("seeded")
 
 
 def random_conv(rng: np.random.Generator, mode: str) -> tuple[nn.Conv2d, torch.Tensor]:

@@ -7,7 +7,6 @@ import io
 import math
 import pickle
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import hotcore
 import numpy as np
@@ -16,7 +15,7 @@ from hotcore.config import RECIPES, HotConfig, Key
 from hotcore.saved import saved_layout
 from hypothesis import given
 from hypothesis import strategies as st
-from support import cosine, equal_bits
+from support import cosine, equal_bits, nbytes, saved_tensors
 
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402
@@ -47,27 +46,9 @@ def tensors(
     return x, weight, torch.randn(outs, dtype=dtype, requires_grad=True)
 
 
-@contextmanager
-def saved_tensors() -> Iterator[list[torch.Tensor]]:
-    """Everything that autograd saves inside, leaves (parameters, inputs) left out."""
-    kept: list[torch.Tensor] = []
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if not (tensor.is_leaf and tensor.requires_grad):
-            kept.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield kept
-
-
 def every(module: nn.Module, fqn: str) -> bool:
     """A filter for models too small for the default one."""
     return True
-
-
-def nbytes(kept: list[torch.Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in kept)
 
 
 def drawn_key(seed: int) -> Key:

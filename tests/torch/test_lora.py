@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import hotcore
-import numpy as np
 import pytest
 from hotcore.config import RECIPES, HotConfig
 from support import cosine, without_broken_torchvision
@@ -29,13 +28,7 @@ from torch import nn  # noqa: E402
 ORDERS = ("peft first", "HOT first")
 
 
-@pytest.fixture(autouse=True)
-def seeded(rng: np.random.Generator) -> Iterator[None]:
-    torch.manual_seed(int(rng.integers(2**31)))
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("seeded")
 
 
 class Block(nn.Module):

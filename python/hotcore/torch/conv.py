@@ -200,14 +200,13 @@ def _sources(
     return index(height, top, bottom), index(width, left, right)
 
 
-_library: Any = torch.library.Library("hotcore", "FRAGMENT")  # type: ignore[no-untyped-call]
 _WINDOW = "int[] kernel, int[] stride, int[] padding, int[] dilation, str padding_mode"
-_library.define(f"compress_pixels(Tensor x, Tensor seed, str config, {_WINDOW}) -> Tensor")
-_library.define(
+ops.library.define(f"compress_pixels(Tensor x, Tensor seed, str config, {_WINDOW}) -> Tensor")
+ops.library.define(
     f"conv2d(Tensor x, Tensor weight, Tensor? bias, Tensor seed, str config, {_WINDOW}, bool keep)"
     " -> (Tensor, Tensor)"
 )
-_library.define(
+ops.library.define(
     "backward_conv2d(Tensor gy, Tensor? weight, Tensor? saved, Tensor seed, str config, "
     f"SymInt[] x_shape, bool x_last, bool weight_last, {_WINDOW}, ScalarType? gx_dtype, "
     "ScalarType? gw_dtype, ScalarType? gb_dtype) -> (Tensor, Tensor, Tensor)"
@@ -394,14 +393,11 @@ def _fake_backward_conv2d(
     return _outputs(gy, x_shape, x_last, weight_last, tuple(rest[0]), *rest[5:])
 
 
-for _name, _impl, _fake in (
+ops.register(
     ("conv2d", _conv2d, _fake_conv2d),
     ("compress_pixels", _compress_pixels, _fake_compress_pixels),
     ("backward_conv2d", _backward_conv2d, _fake_backward_conv2d),
-):
-    for _key in ("CPU", "CUDA"):
-        _library.impl(_name, _impl, _key)
-    torch.library.register_fake(f"hotcore::{_name}", _fake, lib=_library)
+)
 
 conv2d = torch.ops.hotcore.conv2d.default
 compress_pixels = torch.ops.hotcore.compress_pixels.default

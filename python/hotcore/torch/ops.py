@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,16 +24,16 @@ from ..saved import saved_layout
 
 _to_dlpack: Any = torch.utils.dlpack.to_dlpack  # type: ignore[attr-defined]  # ten times cheaper than Tensor.__dlpack__
 
-_library: Any = torch.library.Library("hotcore", "DEF")  # type: ignore[no-untyped-call]
-_library.define(
+library: Any = torch.library.Library("hotcore", "DEF")  # type: ignore[no-untyped-call]
+library.define(
     "draw_seed(Tensor x, Tensor weight) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,)
 )
-_library.define(
+library.define(
     "linear(Tensor x, Tensor weight, Tensor? bias, Tensor seed, str config, bool keep)"
     " -> (Tensor, Tensor)"
 )
-_library.define("compress_activation(Tensor x, Tensor seed, str config) -> Tensor")
-_library.define(
+library.define("compress_activation(Tensor x, Tensor seed, str config) -> Tensor")
+library.define(
     "backward_linear(Tensor gy, Tensor? weight, Tensor? saved, Tensor seed, str config, "
     "SymInt in_features, ScalarType? gx_dtype, ScalarType? gw_dtype, ScalarType? gb_dtype)"
     " -> (Tensor, Tensor, Tensor)"
@@ -147,6 +148,14 @@ def flat(x: Tensor) -> Tensor:
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
+def register(*operators: tuple[str, Callable[..., Any], Callable[..., Any]]) -> None:
+    """Give operators of :data:`library` (name, implementation, fake) to CPU and CUDA tensors."""
+    for name, implementation, fake in operators:
+        for key in ("CPU", "CUDA"):
+            library.impl(name, implementation, key)
+        torch.library.register_fake(f"hotcore::{name}", fake, lib=library)
+
+
 def _linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, seed: Tensor, config: str, keep: bool
 ) -> tuple[Tensor, Tensor]:
@@ -248,15 +257,12 @@ def saved_bytes(tokens: int, in_features: int, config: HotConfig) -> int:
     return _up(in_features * row, 16) + scales
 
 
-for _name, _impl, _fake in (
+register(
     ("draw_seed", _draw_seed, _fake_draw_seed),
     ("linear", _linear, _fake_linear),
     ("compress_activation", _compress_activation, _fake_compress_activation),
     ("backward_linear", _backward_linear, _fake_backward_linear),
-):
-    for _key in ("CPU", "CUDA"):
-        _library.impl(_name, _impl, _key)
-    torch.library.register_fake(f"hotcore::{_name}", _fake, lib=_library)
+)
 
 draw_seed = torch.ops.hotcore.draw_seed.default
 linear = torch.ops.hotcore.linear.default
