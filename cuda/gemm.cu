@@ -5,16 +5,13 @@
 #include <cstdint>
 
 #include "cuda/backend.h"
+#include "cuda/device/async_copy.cuh"
 #include "cuda/gemm_int8_sm80.h"
 #include "cuda/gemm_int8_sm90.h"
 #include "cuda/launch.h"
 
 namespace hot::detail {
 namespace {
-
-bool aligned_rows(const void* data, std::int64_t row_bytes) {
-  return reinterpret_cast<std::uintptr_t>(data) % 16 == 0 && row_bytes % 16 == 0;
-}
 
 bool sm90_can(const Context& context, const GemmArgs& args) {
   if (!sm90_built() || context.arch() == 80 ||

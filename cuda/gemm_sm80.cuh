@@ -12,6 +12,7 @@
 
 #include "cuda/device/async_copy.cuh"
 #include "cuda/device/matrix_io.cuh"
+#include "cuda/device/mma.cuh"
 #include "cuda/launch.h"
 #include "kernels.h"
 
@@ -24,8 +25,8 @@ constexpr std::int64_t int32_steps = 131072 / tile_k;  // 127^2 * 131072 < 2^31
 
 __device__ inline void finish(const GemmArgs& args, std::int64_t m, std::int64_t n, float acc) {
   if (m >= args.m || n >= args.n) return;
-  float v = acc * args.b_scale[n * args.b_scale_step] *
-            (args.a_scale[m * args.a_scale_step] * args.inv_divisor);
+  float v = dequantised(acc, args.a_scale[m * args.a_scale_step],
+                        args.b_scale[n * args.b_scale_step], args.inv_divisor);
   if (args.accumulate) v = load_out(args.out, m, n) + v;
   store_element(args.out, m, n, v);
 }
@@ -41,19 +42,13 @@ __device__ inline unsigned piece(unsigned base, int row, int chunk) {
   return base + static_cast<unsigned>(row * tile_k + ((chunk ^ ((row >> 1) & 3)) << 4));
 }
 
-__device__ inline void load_matrices(unsigned (&r)[4], unsigned address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address));
-}
-
 // `split`: the contraction may pass what INT32 holds. Everything counts bytes of a row, whatever
 // they hold: the fragments of both instructions are the same 32-bit words.
 template <class Mma, bool split>
 __global__ void __launch_bounds__(threads, split ? 1 : 2) tile_kernel(GemmArgs args) {
   begin_kernel();
   extern __shared__ __align__(128) unsigned char shared[];
-  const auto base = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+  const unsigned base = shared_address(shared);
   const std::int64_t tiles_n = (args.n + tile_n - 1) / tile_n;
   const std::int64_t m0 = blockIdx.x / tiles_n * tile_m, n0 = blockIdx.x % tiles_n * tile_n;
   const int t = static_cast<int>(threadIdx.x), lane = t % 32, warp = t / 32;
@@ -76,7 +71,7 @@ __global__ void __launch_bounds__(threads, split ? 1 : 2) tile_kernel(GemmArgs a
         copy_async(piece(to, row, chunk), real ? from : args.a, bytes);
       }
     }
-    asm volatile("cp.async.commit_group;");
+    commit_copies();
   };
 
   int acc[4][4][4] = {};
@@ -100,7 +95,7 @@ __global__ void __launch_bounds__(threads, split ? 1 : 2) tile_kernel(GemmArgs a
 #pragma unroll
   for (int s = 0; s < stages - 1; ++s) bring(s);
   for (std::int64_t step = 0; step < steps; ++step) {
-    asm volatile("cp.async.wait_group %0;" ::"n"(stages - 2));
+    wait_copies<stages - 2>();
     __syncthreads();  // the stage has come for all; the one that `bring` overwrites is done with
     bring(step + stages - 1);
     const unsigned a_base = base + static_cast<unsigned>(step % stages) * stage_bytes;
@@ -151,10 +146,6 @@ void launch_tiles(const Context& context, const GemmArgs& args) {
   const std::int64_t tiles = ceil_div(args.m, tile_m) * ceil_div(args.n, tile_n);
   launch("gemm", context, tile_kernel<Mma, split>, tiles, threads,
          std::size_t{stages} * stage_bytes, args);
-}
-
-inline bool aligned_rows(const void* data, std::int64_t row_bytes) {
-  return reinterpret_cast<std::uintptr_t>(data) % 16 == 0 && row_bytes % 16 == 0;
 }
 
 }  // namespace

@@ -5,6 +5,11 @@
 
 namespace hot::detail {
 
+// Whether every row can be copied 16 bytes at a time.
+inline bool aligned_rows(const void* data, std::int64_t row_bytes) {
+  return reinterpret_cast<std::uintptr_t>(data) % 16 == 0 && row_bytes % 16 == 0;
+}
+
 __device__ inline unsigned shared_address(const void* p) {
   return static_cast<unsigned>(__cvta_generic_to_shared(p));
 }
@@ -17,6 +22,11 @@ __device__ inline void copy_async(unsigned to, const void* from, int bytes) {
 
 __device__ inline void copy_async(unsigned to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+// One 32-bit word.
+__device__ inline void copy_word_async(unsigned to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
