@@ -219,6 +219,8 @@ class _Watch(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         kind = _KIND_OF.get(name)
         bits = owner._bits[kind] if kind is not None else None
+        if bits is None and owner._rule is None:  # most calls: attributes, views, sums
+            return func(*args, **kwargs)
         before = owner._rule
         owner._rule = None if bits is None else _rule(name, bits, args, kwargs)
         try:
