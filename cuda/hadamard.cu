@@ -2,14 +2,20 @@
 // in all, so the bound is the device copy. The order of the butterflies, distance 1, 2, 4, ..., is
 // the same in all three, and the CPU's: equal bits.
 //
-// fwht_vectors, n <= 1024, contiguous and aligned: no shared memory. A thread holds vectors of V
+// fwht_vectors, n <= 512, contiguous and aligned: no shared memory. A thread holds vectors of V
 //   elements (16 bytes of output). Index bits, lowest first: log2 V inside a vector (registers), T
 //   lanes (shuffles; T = 8 lanes read a full 128-byte line), C vectors T * V apart (registers).
 //   T grows past 8 only where C would pass 8. A thread takes 4 / C blocks: 64 bytes in flight.
-// fwht_exchange, n = 2048 and 4096, contiguous and aligned: one thread block of n / 32 threads for
-//   each transform, 32 elements a thread. Index bits 0-1, 2-6, 7-11 take turns in registers, with
-//   an exchange through n floats of shared memory between; groups of 4 floats are swizzled so that
-//   every access is free of bank conflicts.
+// fwht_exchange, n = 1024 to 32768, contiguous and aligned: n / 64 threads for each transform, 64
+//   elements a thread, 96 registers: 640 threads on a multiprocessor, so that the loads of some
+//   thread blocks hide behind the arithmetic of others. cp.async brings the raw elements, 16 bytes
+//   a lane. Index bits 0-5 in registers (a thread reads 64 neighbours), exchange through n floats
+//   of shared memory in the raw elements' place, bits 6 and up; above n = 4096 these in two steps,
+//   with another exchange between. Groups of 4 floats are swizzled so that no access has bank
+//   conflicts. Shared memory moves 12 bytes for an element of 16 bits (20 with the second
+//   exchange); shuffles would move 4 for every distance. Of n = 16384 and 32768 a multiprocessor
+//   holds 2 and 1: there, elements of 16 bits of the next transform arrive during the arithmetic of
+//   this one.
 // fwht_tile, everything else (any stride and alignment, n to 32768): a tile of P neighbouring
 //   fibres x n in shared memory (at most 67 KB: it fits every GPU), read in whichever order the
 //   memory lies, five index bits at a time in registers. n = 32768 is two halves of 16384, the
@@ -19,6 +25,7 @@
 #include <cstdlib>
 
 #include "cuda/backend.h"
+#include "cuda/device/async_copy.cuh"
 #include "cuda/device/butterfly.cuh"
 #include "cuda/device/vec_io.cuh"
 #include "cuda/launch.h"
@@ -206,7 +213,7 @@ __global__ void __launch_bounds__(vector_threads, 2) fwht_vectors(const Job job)
   });
 }
 
-constexpr int vector_log_limit = 10;
+constexpr int vector_log_limit = 9;
 
 template <int LogV, int LogN = 0>
 void launch_vectors(const Context& context, int log_n, const Job& job) {
@@ -219,65 +226,218 @@ void launch_vectors(const Context& context, int log_n, const Job& job) {
 
 // ---- fwht_exchange ------------------------------------------------------------------------------
 
-// Groups of 4 floats in shared memory, renamed: neither rows nor columns of 32 groups collide.
-__device__ constexpr int swizzle(int group) { return group ^ (group >> 5 & 7); }
+constexpr int exchange_log_limit = 15;
+constexpr int each = 64;  // elements of a thread
 
 template <int LogN>
-__global__ void __launch_bounds__((1 << LogN) / 32) fwht_exchange(const Job job) {
-  begin_kernel();
-  constexpr int n = 1 << LogN, threads = n / 32, vectors = 8;
-  __shared__ __align__(16) float tile[n];
-  const int thread = static_cast<int>(threadIdx.x);
-  std::int64_t at_x, at_out;
-  job.blocks.offsets(blockIdx.x, at_x, at_out);
+struct ExchangePlan {
+  static constexpr int n = 1 << LogN;
+  static constexpr int threads = n < 64 * each ? 64 : n / each;
+  static constexpr int words = threads * each;  // floats of the tile
+  static constexpr int transforms = words / n;
+  // Thread blocks on a multiprocessor: 5 warps a scheduler, which leave each thread 96 registers.
+  static constexpr int resident = threads < 640 ? 640 / threads : 1;
+  // Index bits of the second and of the third step.
+  static constexpr int log_second = LogN <= 12 ? LogN - 6 : (LogN - 5) / 2;
+  static constexpr int log_third = LogN - 6 - log_second;
+};
 
-  {  // bits 0-1
-    float v[vectors * 4];
-    with_dtype(job.x_dtype, [&](auto type) {
-      using T = decltype(type);
-      unsigned word[vectors][T::size];
+// The swizzle: group g, 4 floats or 16 bytes of raw elements, of the 64 elements `owner` lies in
+// the place of g ^ own_swap(owner), so that neighbouring threads reach different banks with groups
+// of their own 64.
+__device__ constexpr int own_swap(int owner) { return owner & 7; }
+
+// Copies the raw elements, of `size` bytes, of the transforms from number `first` on to shared
+// memory, each by the n / 64 threads that have it first. Past the last one it comes again, and is
+// not stored.
+template <int LogN, int size>
+__device__ void bring(const Job& job, std::int64_t first, const unsigned char* raw) {
+  using P = ExchangePlan<LogN>;
+  constexpr int team = P::n / each, v = 16 / size;
+  const int thread = static_cast<int>(threadIdx.x), transform = thread / team;
+  std::int64_t at_x, at_out;
+  job.blocks.offsets(min(first + transform, job.blocks.count - 1), at_x, at_out);
+  const char* from = static_cast<const char*>(job.x) + at_x * size;
+  const unsigned to = shared_address(raw);
 #pragma unroll
-      for (int k = 0; k < vectors; ++k) {
-        const std::int64_t at = at_x + (k * threads + thread) * 4;
-        load_words(static_cast<const char*>(job.x) + at * T::size, word[k]);
+  for (int k = 0; k < each / v; ++k) {
+    const int vector = k * team + thread % team, group = transform * (P::n / v) + vector;
+    copy_async(to + static_cast<unsigned>(16 * (group ^ own_swap(group * v / each))),
+               from + 16 * vector);
+  }
+  commit_copies();
+}
+
+template <class Word, int Count>  // 4, 8 or 16 bytes at once
+struct alignas(Count * sizeof(Word)) Piece {
+  Word v[Count];
+};
+
+// Index bits [Bit, Bit + Log): a thread holds the 2^Log rows, 2^Bit apart, of some columns, `width`
+// neighbours each. Afterwards store(word, v): v has row r of the columns word, word + 1, ... from
+// v[r * width] on.
+template <int Bit, int Log>
+struct ExchangeStep {
+  static_assert(Bit == 6 ? Log >= 3 : Bit >= 9,
+                "the swizzle takes bits 6 to 8 from one of the two");
+  static constexpr int rows = 1 << Log, width = each / rows < 4 ? each / rows : 4;
+  static constexpr int slots = each / (rows * width), units = (1 << Bit) / width;
+
+  __device__ static int place(int word, int row) {
+    return (word ^ 4 * own_swap(Bit == 6 ? row : word >> 6)) + (row << Bit);
+  }
+
+  template <class Store>
+  __device__ static void run(const float* tile, int threads, const Store& store) {
+#pragma unroll
+    for (int s = 0; s < slots; ++s) {
+      const int unit = s * threads + static_cast<int>(threadIdx.x);
+      const int word = (unit / units << (Bit + Log)) | unit % units * width;
+      float v[rows * width];
+#pragma unroll
+      for (int r = 0; r < rows; ++r) {
+        const auto piece = *reinterpret_cast<const Piece<float, width>*>(tile + place(word, r));
+#pragma unroll
+        for (int c = 0; c < width; ++c) v[r * width + c] = piece.v[c];
       }
-#pragma unroll
-      for (int k = 0; k < vectors; ++k) T::unpack(word[k], v + k * 4);
-    });
-    butterfly<1, 4>(v);
-#pragma unroll
-    for (int k = 0; k < vectors; ++k) {
-      *reinterpret_cast<float4*>(tile + 4 * swizzle(k * threads + thread)) =
-          make_float4(v[4 * k], v[4 * k + 1], v[4 * k + 2], v[4 * k + 3]);
+      butterfly<width, rows * width>(v);
+      store(word, v);
     }
   }
-  __syncthreads();
-  {  // bits 2-6
-    float v[32];
-    const int low = thread & 3, high = thread >> 2;
+
+  // In place.
+  __device__ static void run(float* tile, int threads) {
+    run(tile, threads, [&](int word, const float* v) {
 #pragma unroll
-    for (int r = 0; r < 32; ++r) v[r] = tile[4 * swizzle(high * 32 + r) + low];
-    butterfly<1, 32>(v);
+      for (int r = 0; r < rows; ++r) {
+        Piece<float, width> piece;
 #pragma unroll
-    for (int r = 0; r < 32; ++r) tile[4 * swizzle(high * 32 + r) + low] = v[r];
-  }
-  __syncthreads();
-  // bits 7 and up; the lanes are neighbours, so these go straight to memory
-  constexpr int rows = n / 128, columns = 32 / rows;
-#pragma unroll
-  for (int c = 0; c < columns; ++c) {
-    float v[rows];
-    const int column = c * threads + thread;
-#pragma unroll
-    for (int r = 0; r < rows; ++r) {
-      v[r] = tile[4 * swizzle(r * 32 + column / 4) + column % 4];
-    }
-    butterfly<1, rows>(v);
-    with_dtype(job.out_dtype, [&](auto type) {
-#pragma unroll
-      for (int r = 0; r < rows; ++r) type.store(job.out, at_out + r * 128 + column, v[r]);
+        for (int c = 0; c < width; ++c) piece.v[c] = v[r * width + c];
+        *reinterpret_cast<Piece<float, width>*>(tile + place(word, r)) = piece;
+      }
     });
   }
+
+  // To the output, transforms from number `first` on.
+  template <int LogN>
+  __device__ static void finish(const float* tile, int threads, const Job& job,
+                                std::int64_t first) {
+    run(tile, threads, [&](int word, const float* v) {
+      const std::int64_t transform = first + (word >> LogN);
+      if (transform >= job.blocks.count) return;
+      std::int64_t at_x, at_out;
+      job.blocks.offsets(transform, at_x, at_out);
+      at_out += word & ((1 << LogN) - 1);
+      with_dtype(job.out_dtype, [&](auto type) {
+        using T = decltype(type);
+#pragma unroll
+        for (int r = 0; r < rows; ++r) {
+          const std::int64_t at = at_out + (r << Bit);
+          if constexpr (width == 1) {
+            T::store(job.out, at, v[r]);
+          } else {
+            Piece<unsigned, width * T::size / 4> piece;
+            T::pack(v + r * width, piece.v);
+            *reinterpret_cast<decltype(piece)*>(static_cast<char*>(job.out) + at * T::size) = piece;
+          }
+        }
+      });
+    });
+  }
+};
+
+// Prefetch, for elements of 16 bits: the raw ones have a place of their own; a thread block takes
+// every gridDim.x-th transform and the next one comes meanwhile.
+template <int LogN, bool Prefetch>
+__global__ void __launch_bounds__(ExchangePlan<LogN>::threads, ExchangePlan<LogN>::resident)
+    fwht_exchange(const Job job) {
+  begin_kernel();
+  using P = ExchangePlan<LogN>;
+  using Second = ExchangeStep<6, P::log_second>;
+  extern __shared__ __align__(16) unsigned char shared[];
+  auto* tile = reinterpret_cast<float*>(shared);
+  const unsigned char* raw = shared + (Prefetch ? P::words * sizeof(float) : 0);
+  const int thread = static_cast<int>(threadIdx.x);
+
+  std::int64_t first = std::int64_t{blockIdx.x} * P::transforms;
+  if (Prefetch || job.x_dtype != DType::f32) {
+    bring<LogN, 2>(job, first, raw);
+  } else {
+    bring<LogN, 4>(job, first, raw);
+  }
+  do {
+    wait_copies<0>();
+    __syncthreads();
+    {  // bits 0-5
+      float v[each];
+      with_dtype(job.x_dtype, [&](auto type) {
+        using T = decltype(type);
+        constexpr int size = 16 / T::size, groups = each / size;
+#pragma unroll
+        for (int k = 0; k < groups; ++k) {
+          unsigned words[4];
+          load_words(raw + 16 * ((thread * groups + own_swap(thread)) ^ k), words);
+          T::unpack(words, v + k * size);
+        }
+      });
+      butterfly<1, each>(v);
+      __syncthreads();
+#pragma unroll
+      for (int k = 0; k < each / 4; ++k) {
+        *reinterpret_cast<float4*>(tile + ((thread * each + 4 * own_swap(thread)) ^ 4 * k)) =
+            make_float4(v[4 * k], v[4 * k + 1], v[4 * k + 2], v[4 * k + 3]);
+      }
+    }
+    const std::int64_t next = first + std::int64_t{gridDim.x} * P::transforms;
+    if (Prefetch && next < job.blocks.count) bring<LogN, 2>(job, next, raw);
+    __syncthreads();
+    if constexpr (P::log_third == 0) {
+      Second::template finish<LogN>(tile, P::threads, job, first);
+    } else {
+      Second::run(tile, P::threads);
+      __syncthreads();
+      ExchangeStep<6 + P::log_second, P::log_third>::template finish<LogN>(tile, P::threads, job,
+                                                                           first);
+    }
+    first = next;
+  } while (Prefetch && first < job.blocks.count);
+}
+
+template <int LogN, bool Prefetch>
+void launch_exchange(const Context& context, std::int64_t blocks, std::size_t shared,
+                     const Job& job) {
+  const auto kernel = fwht_exchange<LogN, Prefetch>;
+  // What is left to the L1 cache serves nothing here.
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                  cudaSharedmemCarveoutMaxShared),
+             "fwht", "cudaFuncSetAttribute");
+  launch("fwht", context, kernel, blocks, ExchangePlan<LogN>::threads, shared, job);
+}
+
+// False, and nothing launched, where a multiprocessor has too little shared memory.
+template <int LogN = vector_log_limit + 1>
+bool try_exchange(const Context& context, int log_n, const Job& job) {
+  if constexpr (LogN <= exchange_log_limit) {
+    if (log_n != LogN) return try_exchange<LogN + 1>(context, log_n, job);
+    using P = ExchangePlan<LogN>;
+    constexpr std::size_t tile = P::words * sizeof(float);
+    const auto limit = static_cast<std::size_t>(
+        device_attribute(context, cudaDevAttrMaxSharedMemoryPerBlockOptin, "fwht"));
+    if (tile > limit) return false;
+    const std::int64_t blocks = ceil_div(job.blocks.count, P::transforms);
+    if constexpr (P::resident <= 2) {
+      const std::size_t both = tile + P::words * dtype_size(job.x_dtype);
+      if (dtype_size(job.x_dtype) == 2 && P::resident * both <= limit) {
+        const int sms = device_attribute(context, cudaDevAttrMultiProcessorCount, "fwht");
+        launch_exchange<LogN, true>(context, std::min(blocks, std::int64_t{sms} * P::resident),
+                                    both, job);
+        return true;
+      }
+    }
+    launch_exchange<LogN, false>(context, blocks, tile, job);
+    return true;
+  }
+  return false;
 }
 
 // ---- fwht_tile ----------------------------------------------------------------------------------
@@ -445,9 +605,7 @@ void CudaBackend::fwht(const Context& context, const FwhtArgs& args) const {
   if (!contiguous) return launch_tile(context, log_n, job);
 
   if (log_n > vector_log_limit) {
-    if (log_n > 12 || !aligned(job, 4)) return launch_tile(context, log_n, job);
-    launch("fwht", context, log_n == 11 ? fwht_exchange<11> : fwht_exchange<12>, job.blocks.count,
-           args.block / 32, 0, job);
+    if (!aligned(job, 8) || !try_exchange(context, log_n, job)) launch_tile(context, log_n, job);
     return;
   }
 

@@ -187,19 +187,35 @@ TEST_F(HadamardCuda, any_strides) {
 }
 
 TEST_F(HadamardCuda, padded_rows_and_broadcast_input) {
-  for (const int block : {2, 8, 16, 128, 1024, 2048, 4096}) {
-    // Rows that keep the alignment of 16 bytes, and rows that do not.
-    for (const int gap : {16, 3}) {
-      Layout x = contiguous({37, 5, block * 2});
+  for (const int block : {2, 8, 16, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768}) {
+    const std::int64_t outer = block > 4096 ? 2 : 37;
+    const std::vector<std::int64_t> shape{outer, 5, block * 2};
+    // Rows that keep the alignment of 16 bytes, rows that keep half of it, and rows that keep none.
+    for (const int gap : {16, 4, 3}) {
+      Layout x = contiguous(shape);
       x.stride[1] += gap;
       x.stride[0] = 5 * x.stride[1] + gap;
-      x.span = 37 * x.stride[0];
+      x.span = outer * x.stride[0];
       compare(x, DType::bf16, x, DType::bf16, 2, block);
-      compare(x, DType::f32, contiguous({37, 5, block * 2}), DType::f32, 2, block);
+      compare(x, DType::f32, contiguous(shape), DType::f32, 2, block);
+      compare(contiguous(shape), DType::f16, x, DType::f16, 2, block);
     }
-    Layout one_row = contiguous({37, 5, block * 2});
+    Layout one_row = contiguous(shape);
     one_row.stride[0] = 0;
-    compare(one_row, DType::f32, contiguous({37, 5, block * 2}), DType::f16, 2, block);
+    compare(one_row, DType::f32, contiguous(shape), DType::f16, 2, block);
+    compare(one_row, DType::bf16, contiguous(shape), DType::f32, 2, block);
+  }
+}
+
+TEST_F(HadamardCuda, more_transforms_than_fit_the_device) {
+  // Thread blocks that go through several transforms, not all of them the same number.
+  int multiprocessors = 0;
+  check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, 0));
+  for (const int block : {16384, 32768}) {
+    const Layout layout = contiguous({2 * multiprocessors + random_int(1, 40), block});
+    compare(layout, DType::bf16, layout, DType::bf16, 1, block);
+    compare(layout, DType::f16, layout, DType::f32, 1, block);
+    compare_in_place(layout, DType::bf16, 1, block);
   }
 }
 
@@ -245,7 +261,7 @@ TEST_F(HadamardCuda, offsets_past_32_bits) {
 TEST_F(HadamardCuda, values_that_are_not_numbers) {
   const float inf = std::numeric_limits<float>::infinity();
   const float odd[] = {inf, -inf, std::numeric_limits<float>::quiet_NaN(), 3e38F, 1e-40F, -0.0F};
-  for (const int block : {4, 64, 2048, 8192}) {
+  for (const int block : {4, 64, 1024, 2048, 8192, 16384}) {
     std::vector<float> x = normal(6 * block);
     for (int row = 0; row < 6; ++row) {
       x[static_cast<std::size_t>(row * block + row)] = odd[row];
