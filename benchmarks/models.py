@@ -1,13 +1,17 @@
 """The models of the paper and a few more, built from their configurations, never downloaded.
 
-Each comes in two sizes: "full", as it is benchmarked on a GPU, and "small", the same kinds of
-layers at a size that a CPU trains in a second (for bench_models.py --quick and the tests).
+Each comes in up to three sizes: "small", the same kinds of layers at a size that a CPU trains in a
+second (for --quick and the tests); "full", as its step is benchmarked on a GPU; "table", the model
+as large and a smaller batch, for what is computed in fp32 as well (bench_models.py --part table).
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
+import os
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +39,7 @@ class Task:
     small: Size
     loss: Callable[[nn.Module, Batch], Tensor]
     full: Size | None = None
+    table: Size | None = None
 
 
 def mend_torchvision() -> None:
@@ -87,14 +92,22 @@ def _classification(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def _vision(
-    title: str, name: str, pixels: int, options: dict[str, Any], full_batch: int | None = None
+    title: str,
+    name: str,
+    pixels: int,
+    options: dict[str, Any],
+    *,
+    table_batch: int,
+    full_batch: int | None = None,
+    table_options: dict[str, Any] | None = None,
 ) -> Task:
     images = 8 if pixels < 224 else 2
     small = Size(_timm(name, num_classes=10, **options), _images(images, pixels, 10))
     full = None
     if full_batch is not None:
         full = Size(_timm(name), _images(full_batch, 224, 1000))
-    return Task(title, small, _classification, full)
+    table = Size(_timm(name, **(table_options or {})), _images(table_batch, 224, 1000))
+    return Task(title, small, _classification, full, table)
 
 
 def _transformers(model: str, config: str, **options: Any) -> Callable[[], nn.Module]:
@@ -158,29 +171,73 @@ def _hidden(batch: int, length: int, width: int) -> Callable[[torch.Generator], 
 
 
 def _blocks(model: nn.Module, batch: Batch) -> Tensor:
-    """Decoder layers alone: no embedding, no head."""
+    """Decoder layers alone, no embedding, no head: they learn to repeat the token before."""
     hidden: Tensor = model(inputs_embeds=batch["x"], use_cache=False).last_hidden_state
-    return hidden.float().square().mean() + hidden.float().mean()
+    return F.mse_loss(hidden[:, 1:].float(), batch["x"][:, :-1])
 
 
-def _detector() -> nn.Module:
-    mend_torchvision()
-    tasks = importlib.import_module("ultralytics.nn.tasks")
-    model: nn.Module = tasks.DetectionModel("yolov5n.yaml", nc=4, verbose=False)
-    return model
+@functools.cache
+def _ultralytics() -> tempfile.TemporaryDirectory[str]:
+    """Importing it would ask the network and write settings into the home directory."""
+    folder = tempfile.TemporaryDirectory(prefix="ultralytics-")
+    settings = {"YOLO_OFFLINE": "true", "YOLO_VERBOSE": "false", "YOLO_CONFIG_DIR": folder.name}
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)
+    return folder
+
+
+def _detector(classes: int) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        mend_torchvision()
+        _ultralytics()
+        tasks = importlib.import_module("ultralytics.nn.tasks")
+        model: Any = tasks.DetectionModel("yolov5n.yaml", nc=classes, verbose=False)
+        model.args = importlib.import_module("ultralytics.cfg").get_cfg()  # gains of the loss
+        built: nn.Module = model
+        return built
+
+    return build
+
+
+def _boxes(batch: int, pixels: int, classes: int, each: int) -> Callable[[torch.Generator], Batch]:
+    """``each`` random boxes an image: centre and size as shares of it."""
+
+    def make(generator: torch.Generator) -> Batch:
+        count = batch * each
+        centre = 0.3 + 0.4 * torch.rand(count, 2, generator=generator)
+        size = 0.1 + 0.4 * torch.rand(count, 2, generator=generator)
+        return {
+            "img": torch.rand(batch, 3, pixels, pixels, generator=generator),
+            "batch_idx": torch.arange(batch).repeat_interleave(each).float(),
+            "cls": torch.randint(classes, (count, 1), generator=generator).float(),
+            "bboxes": torch.cat([centre, size], dim=1),
+        }
+
+    return make
 
 
 def _detection(model: nn.Module, batch: Batch) -> Tensor:
-    """A stand-in for the detection loss: all raw maps are to be small."""
-    maps = model(batch["x"])
-    if isinstance(maps, dict):
-        maps = list(maps.values())
-    return torch.stack([m.float().square().mean() for m in maps if isinstance(m, Tensor)]).sum()
+    """Ultralytics' own loss: boxes, classes, distribution of the edges."""
+    parts: Tensor = model(batch)[0]
+    return parts.sum()
 
 
 _RESNET = {"layers": (1, 1, 1, 1), "channels": (64, 64, 128, 128)}
+_NO_ZEROS = {"zero_init_last": False}  # else no branch has a gradient at first
 _LLAMA = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
 _LLAMA_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+
+_LLAMA_BLOCKS = _transformers(
+    "LlamaModel",
+    "LlamaConfig",
+    vocab_size=16, hidden_size=4096, intermediate_size=14336, num_hidden_layers=2,
+    num_attention_heads=32, num_key_value_heads=8,
+)  # fmt: skip
+_EFFICIENTFORMER = {"depths": (1, 1, 1, 2), "embed_dims": (64, 64, 64, 128)}
+_UNDROPPED = {
+    "drop_path_rate": 0.0, "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0, "classifier_dropout_prob": 0.0,
+}  # fmt: skip
 
 TASKS: dict[str, Task] = {
     "vit_b": _vision(
@@ -188,14 +245,19 @@ TASKS: dict[str, Task] = {
         "vit_base_patch16_224",
         32,
         {"img_size": 32, "patch_size": 4, "embed_dim": 128, "depth": 3, "num_heads": 4},
+        table_batch=16,
         full_batch=128,
     ),
-    "resnet50": _vision("ResNet-50", "resnet50", 32, _RESNET, full_batch=128),
+    "resnet50": _vision(
+        "ResNet-50", "resnet50", 32, _RESNET,
+        table_batch=32, full_batch=128, table_options=_NO_ZEROS,
+    ),
     "efficientformer_l7": _vision(
         "EfficientFormer-L7",
         "efficientformer_l7",
         224,
-        {"depths": (1, 1, 1, 2), "embed_dims": (64, 64, 64, 128)},
+        _EFFICIENTFORMER,
+        table_batch=8,
         full_batch=64,
     ),
     "gpt2": Task(
@@ -229,6 +291,14 @@ TASKS: dict[str, Task] = {
             _transformers("BertForSequenceClassification", "BertConfig"),
             _labelled_tokens(32, 512, 30522),
         ),
+        Size(
+            _transformers(
+                "BertForSequenceClassification",
+                "BertConfig",
+                hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+            ),
+            _labelled_tokens(8, 256, 30522),
+        ),
     ),
     "llama_blocks": Task(
         "2 blocks of Llama-3-8B's shape",
@@ -237,51 +307,64 @@ TASKS: dict[str, Task] = {
             _hidden(2, 64, 128),
         ),
         _blocks,
-        Size(
-            _transformers(
-                "LlamaModel",
-                "LlamaConfig",
-                vocab_size=16, hidden_size=4096, intermediate_size=14336, num_hidden_layers=2,
-                num_attention_heads=32, num_key_value_heads=8,
-            ),
-            _hidden(1, 8192, 4096),
-        ),
+        Size(_LLAMA_BLOCKS, _hidden(1, 8192, 4096)),
+        Size(_LLAMA_BLOCKS, _hidden(1, 1024, 4096)),
     ),
-    "resnet18": _vision("ResNet-18", "resnet18", 32, _RESNET),
-    "resnet34": _vision("ResNet-34", "resnet34", 32, {**_RESNET, "layers": (2, 1, 1, 1)}),
+    "resnet18": _vision(
+        "ResNet-18", "resnet18", 32, _RESNET, table_batch=32, table_options=_NO_ZEROS
+    ),
+    "resnet34": _vision(
+        "ResNet-34", "resnet34", 32, {**_RESNET, "layers": (2, 1, 1, 1)},
+        table_batch=32, table_options=_NO_ZEROS,
+    ),
     "efficientnetv2_s": _vision(
         "EfficientNetV2-S",
         "tf_efficientnetv2_s",
         64,
         {"channel_multiplier": 0.5, "depth_multiplier": 0.25},
+        table_batch=16,
     ),
     "efficientformer_l1": _vision(
-        "EfficientFormer-L1",
-        "efficientformer_l1",
-        224,
-        {"depths": (1, 1, 1, 2), "embed_dims": (64, 64, 64, 128)},
+        "EfficientFormer-L1", "efficientformer_l1", 224, _EFFICIENTFORMER, table_batch=16
+    ),
+    "efficientformer_l3": _vision(
+        "EfficientFormer-L3", "efficientformer_l3", 224, _EFFICIENTFORMER, table_batch=16
     ),
     "vit_s": _vision(
         "ViT-S/16",
         "vit_small_patch16_224",
         32,
         {"img_size": 32, "patch_size": 8, "embed_dim": 96, "depth": 2, "num_heads": 3},
+        table_batch=32,
     ),
     "segformer": Task(
-        "SegFormer",
+        "SegFormer-b2",
         Size(
             _transformers(
                 "SegformerForSemanticSegmentation",
                 "SegformerConfig",
                 depths=[1, 1, 1, 1], hidden_sizes=[64, 64, 128, 128], decoder_hidden_size=64,
-                num_labels=4, drop_path_rate=0.0, hidden_dropout_prob=0.0,
-                attention_probs_dropout_prob=0.0, classifier_dropout_prob=0.0,
+                num_labels=4, **_UNDROPPED,
             ),
             _pixels(2, 64, 4),
         ),
         _segmentation,
+        table=Size(
+            _transformers(
+                "SegformerForSemanticSegmentation",
+                "SegformerConfig",
+                depths=[3, 4, 6, 3], hidden_sizes=[64, 128, 320, 512], decoder_hidden_size=768,
+                num_labels=150, **_UNDROPPED,
+            ),
+            _pixels(2, 512, 150),
+        ),
     ),
-    "yolov5n": Task("YOLOv5n", Size(_detector, _images(2, 64, 4)), _detection),
+    "yolov5n": Task(
+        "YOLOv5n",
+        Size(_detector(4), _boxes(2, 128, 4, each=3)),
+        _detection,
+        table=Size(_detector(80), _boxes(8, 640, 80, each=8)),
+    ),
     "llama": Task(
         "Llama",
         Size(
@@ -293,4 +376,4 @@ TASKS: dict[str, Task] = {
         _language_model,
     ),
 }  # fmt: skip
-"""All of them; those with a full size are benchmarked."""
+"""All of them: a full size is what bench_models.py takes, a table size what its table does."""
