@@ -24,6 +24,16 @@ __device__ inline void copy_async(unsigned to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
+// The same without a branch, where `wanted`.
+__device__ inline void copy_async_if(bool wanted, unsigned to, const void* from) {
+  asm volatile(
+      "{\n\t.reg .pred wanted;\n\t"
+      "setp.ne.s32 wanted, %2, 0;\n\t"
+      "@wanted cp.async.cg.shared.global [%0], [%1], 16;\n\t}" ::"r"(to),
+      "l"(from), "r"(static_cast<int>(wanted))
+      : "memory");
+}
+
 // One 32-bit word.
 __device__ inline void copy_word_async(unsigned to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");

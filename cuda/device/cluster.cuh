@@ -1,6 +1,13 @@
-// Thread blocks of a cluster: barriers and each other's shared memory (sm_90 on). Before sm_90 a
-// cluster is one thread block.
+// Thread blocks of a cluster that write to each other's shared memory (sm_90 on; before, a cluster
+// is one thread block, and nothing here does anything).
+//
+// The receiver says how many bytes it expects (expect_bytes, one thread); everyone meets
+// (arrive_cluster, wait_cluster) so that all of them have started and expect; the senders send
+// (send_async) and may leave; the receiver waits (wait_bytes). That takes one way through the
+// cluster's network, where barriers around plain stores take two and a fence of all memory.
 #pragma once
+
+#include <cstdint>
 
 namespace hot::detail {
 
@@ -12,11 +19,31 @@ __device__ inline unsigned cluster_rank() {
   return rank;
 }
 
-// All threads of all thread blocks arrive, then wait. What was written to shared memory before the
-// arrival is seen by everyone after the wait.
+// The place of thread block `rank` that is `address` here.
+__device__ inline unsigned cluster_address(unsigned address, unsigned rank) {
+  unsigned there = address;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+#endif
+  return there;
+}
+
+// One thread, before arrive_cluster: `barrier` (8 bytes, once in its life) expects `bytes`.
+__device__ inline void expect_bytes(unsigned barrier, unsigned bytes) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile(
+      "mbarrier.init.shared::cta.b64 [%0], 1;\n\t"
+      "fence.mbarrier_init.release.cluster;\n\t"
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
+      "r"(bytes)
+      : "memory");
+#endif
+}
+
+// All threads of all thread blocks; orders nothing but expect_bytes.
 __device__ inline void arrive_cluster() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
 #endif
 }
 
@@ -26,19 +53,27 @@ __device__ inline void wait_cluster() {
 #endif
 }
 
-// 16 bytes of the shared memory of thread block `rank`, from the place that is `address` here.
-// Volatile: not before the barrier; no memory clobber: several are on their way at once.
-__device__ inline int4 load_from_cluster(unsigned address, unsigned rank) {
-  int4 v = {};
+// 8 bytes to a cluster_address, counted by the barrier there.
+__device__ inline void send_async(unsigned to, int2 v, unsigned barrier) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile(
-      "{\n\t.reg .b32 there;\n\t"
-      "mapa.shared::cluster.u32 there, %4, %5;\n\t"
-      "ld.shared::cluster.v4.s32 {%0,%1,%2,%3}, [there];\n\t}"
-      : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-      : "r"(address), "r"(rank));
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.s32 [%0], {%1, %2}, [%3];" ::
+          "r"(to),
+      "r"(v.x), "r"(v.y), "r"(barrier)
+      : "memory");
 #endif
-  return v;
+}
+
+// Until all bytes that were expected have come.
+__device__ inline void wait_bytes(unsigned barrier) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n\t.reg .pred come;\n\t"
+      "again:\n\t"
+      "mbarrier.try_wait.parity.shared::cta.b64 come, [%0], 0;\n\t"
+      "@!come bra again;\n\t}" ::"r"(barrier)
+      : "memory");
+#endif
 }
 
 }  // namespace hot::detail

@@ -1,0 +1,446 @@
+// Stage: up to two independent INT8 products in one launch, where latency takes the time.
+//
+// small_kernel. The thread blocks are divided between the products, the one with the longer
+//   contraction for a thread block first.
+//     tile     64 or 128 rows x 64 columns by 4 warps, 2 x 2, of mma.m16n8k32 (sums in registers).
+//     copies   steps of 128 bytes of K by cp.async into a ring of up to 3 stages of 16 or 24 KB,
+//              all of them requested at once: most thread blocks have no more steps. The 16-byte
+//              pieces of a row are swizzled by row % 8: no bank conflicts, neither of cp.async nor
+//              of ldmatrix. Pieces of 32 k that K does not reach are neither copied nor multiplied;
+//              rows outside of the matrix are not copied: what lies in their place meets only
+//              results that nobody stores.
+//     cluster  a cluster of S thread blocks (sm_90) divides the contractions of S / share tiles:
+//              `share` of them take one tile, and each finishes 1 / share of its rows, having been
+//              sent the others' INT32 sums (exact in any order) through the cluster's network.
+//     output   sums through shared memory, pieces swizzled, so that rows are stored by 16 bytes,
+//              where they are aligned, or one element at a time.
+//   Bytes moved: (tile_m + 64) of both operands for a tile's step of K, out of the L2; the output
+//   once. small_plan chooses by a model of two sums (below).
+#include <algorithm>
+#include <climits>
+#include <cstdint>
+
+#include "cuda/device/async_copy.cuh"
+#include "cuda/device/cluster.cuh"
+#include "cuda/device/matrix_io.cuh"
+#include "cuda/device/mma.cuh"
+#include "cuda/gemm_small.h"
+#include "cuda/launch.h"
+
+namespace hot::detail {
+namespace {
+
+constexpr int threads = 128, tile_n = 64, step_k = 128;
+constexpr int mma_k = 32, step_mmas = step_k / mma_k;
+constexpr int row_pieces = step_k / 16;             // of a row in a stage
+constexpr int rows_at_once = threads / row_pieces;  // that all threads copy together
+constexpr int sum_row_bytes = tile_n * static_cast<int>(sizeof(int));
+constexpr int most_cluster = 8;  // the largest that every sm_90 runs
+
+constexpr int most_stages = 3;  // 4 thread blocks on an SM of 227 KB, or 3 with 128 rows
+
+constexpr int stage_bytes(int tile_m) { return (tile_m + tile_n) * step_k; }
+
+struct Product {
+  GemmArgs gemm;
+  unsigned tiles_n;
+  int share, share_log2;
+  bool vectors;  // rows of the output can be stored by 16 bytes
+};
+
+struct Args {
+  Product product[2];
+  unsigned second_block;  // the first thread block of product 1; a multiple of the cluster
+  int stages;
+};
+
+// Where a 16-byte piece of a row of an operand lies in its part of a stage.
+__device__ inline unsigned operand_place(int row, int piece) {
+  return static_cast<unsigned>(row * step_k + ((piece ^ (row & 7)) << 4));
+}
+
+// Where piece `piece` (4 sums) of a row of sums lies. Four rows' neighbouring pairs of pieces, as a
+// half-warp writes fragments, fall into different banks, and so do every second of 16 pieces, as a
+// quarter-warp reads them for 16-bit outputs.
+__device__ inline unsigned sum_place(int row, int piece) {
+  return static_cast<unsigned>(row * sum_row_bytes +
+                               ((piece ^ ((row & 3) << 1) ^ ((piece >> 3) & 1)) << 4));
+}
+
+// Waits for the oldest of `stages` groups of copies.
+__device__ inline void wait_oldest(int stages) {
+  if (stages == 1) {
+    wait_copies<0>();
+  } else if (stages == 2) {
+    wait_copies<1>();
+  } else {
+    wait_copies<most_stages - 1>();
+  }
+}
+
+// A warp's part of a tile: rows x 32, in fragments of 16 x 8.
+template <int TileM>
+struct WarpTile {
+  static constexpr int fragments_m = TileM / 32, fragments_n = 4;
+  int sum[fragments_m][fragments_n][4] = {};
+
+  __device__ static int row() { return static_cast<int>(threadIdx.x / 64) * (TileM / 2); }
+  __device__ static int column() { return static_cast<int>(threadIdx.x / 32 % 2) * 32; }
+
+  // Adds the products of 32 k, number `part` of a stage.
+  __device__ void multiply(unsigned stage, int part) {
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    unsigned a[fragments_m][4], b[2][4];
+#pragma unroll
+    for (int i = 0; i < fragments_m; ++i) {
+      load_matrices(a[i], stage + operand_place(row() + i * 16 + lane % 16, part * 2 + lane / 16));
+    }
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {  // two n8 fragments: rows 0-7 byte 0, 16, rows 8-15 byte 0, 16
+      load_matrices(b[j],
+                    stage + operand_place(TileM + column() + j * 16 + lane % 8 + lane / 16 * 8,
+                                          part * 2 + lane / 8 % 2));
+    }
+#pragma unroll
+    for (int i = 0; i < fragments_m; ++i) {
+#pragma unroll
+      for (int j = 0; j < fragments_n; ++j) {
+        MmaInt8::run(sum[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
+      }
+    }
+  }
+
+  // Calls put(row, column, pair) for every pair of neighbouring sums.
+  template <class Put>
+  __device__ void for_pairs(const Put& put) const {
+    const int lane = static_cast<int>(threadIdx.x % 32);
+#pragma unroll
+    for (int i = 0; i < fragments_m; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int j = 0; j < fragments_n; ++j) {
+          put(row() + i * 16 + half * 8 + lane / 4, column() + j * 8 + lane % 4 * 2,
+              make_int2(sum[i][j][2 * half], sum[i][j][2 * half + 1]));
+        }
+      }
+    }
+  }
+};
+
+// The rows of a tile are shared out: 2^rows_log2 of them to each of its thread blocks.
+template <int TileM>
+__device__ int rows_log2(const Product& product) {
+  return (TileM == 64 ? 6 : 7) - product.share_log2;
+}
+
+// Where the sums of thread block `rank` of a tile lie at the one that finishes their row, which
+// holds its rows once for every thread block.
+__device__ inline unsigned part_place(int rank, int rows_log2, int row, int column) {
+  return sum_place((rank << rows_log2) + (row & ((1 << rows_log2) - 1)), column / 4) +
+         static_cast<unsigned>(column % 4) * static_cast<unsigned>(sizeof(int));
+}
+
+// Dequantises and stores this thread block's share of the rows of a tile.
+template <int TileM, class Tag>
+__device__ void finish_rows(const Product& product, int m0, int n0, int rank,
+                            const unsigned char* sums, const float* a_scale, const float* b_scale) {
+  constexpr int columns = 16 / Tag::size, row_threads = tile_n / columns;
+  const GemmArgs& gemm = product.gemm;
+  const int log2 = rows_log2<TileM>(product), rows = 1 << log2;
+  const int column = static_cast<int>(threadIdx.x % row_threads) * columns;
+  const int live = static_cast<int>(min(gemm.n - n0 - column, std::int64_t{columns}));
+  if (live <= 0) return;
+  const int end = static_cast<int>(min(std::int64_t{(rank + 1) * rows}, gemm.m - m0));
+  for (int row = rank * rows + static_cast<int>(threadIdx.x / row_threads); row < end;
+       row += threads / row_threads) {
+    int sum[columns] = {};
+    for (int part = 0; part < product.share; ++part) {
+#pragma unroll
+      for (int c = 0; c < columns; c += 4) {
+        const int4 v =
+            *reinterpret_cast<const int4*>(sums + part_place(part, log2, row, column + c));
+        sum[c] += v.x, sum[c + 1] += v.y, sum[c + 2] += v.z, sum[c + 3] += v.w;
+      }
+    }
+    float v[columns];
+#pragma unroll
+    for (int c = 0; c < columns; ++c) {
+      v[c] = dequantised(static_cast<float>(sum[c]), a_scale[row], b_scale[column + c],
+                         gemm.inv_divisor);
+    }
+    const std::int64_t first = std::int64_t{m0 + row} * gemm.out.row_stride +
+                               std::int64_t{n0 + column} * gemm.out.col_stride;
+    if (product.vectors && live == columns) {
+      void* const to = static_cast<char*>(gemm.out.data) + first * Tag::size;
+      unsigned words[4];
+      if (gemm.accumulate) {
+        float old[columns];
+        load_words(to, words);
+        Tag::unpack(words, old);
+#pragma unroll
+        for (int c = 0; c < columns; ++c) v[c] = old[c] + v[c];
+      }
+      Tag::pack(v, words);
+      store_words(words, to);
+    } else {
+#pragma unroll
+      for (int c = 0; c < columns; ++c) {
+        if (c >= live) break;
+        const std::int64_t i = first + c * gemm.out.col_stride;
+        if (gemm.accumulate) v[c] = Tag::load(gemm.out.data, i) + v[c];
+        Tag::store(gemm.out.data, i, v[c]);
+      }
+    }
+  }
+}
+
+template <int TileM>
+__global__ void __launch_bounds__(threads, TileM == 64 ? 5 : 4)
+    small_kernel(const __grid_constant__ Args args) {
+  extern __shared__ __align__(128) unsigned char shared[];
+  __shared__ __align__(16) float a_scale[TileM], b_scale[tile_n];
+  __shared__ std::uint64_t arrived;  // counts the sums that come from the cluster
+  const int t = static_cast<int>(threadIdx.x);
+  const bool second = blockIdx.x >= args.second_block;
+  const Product& product = args.product[second ? 1 : 0];
+  const GemmArgs& gemm = product.gemm;
+  const unsigned block = second ? blockIdx.x - args.second_block : blockIdx.x;
+  const unsigned tile = block >> product.share_log2;
+  const int rank = static_cast<int>(block) & (product.share - 1);
+  // Thread blocks that only fill up the last cluster lie beyond the last row. Where there are
+  // barriers they meet the others there, and do nothing else.
+  const int m0 = static_cast<int>(tile / product.tiles_n) * TileM;
+  const int n0 = static_cast<int>(tile % product.tiles_n) * tile_n;
+  if (m0 >= gemm.m && product.share == 1) return;
+  const auto k = static_cast<int>(gemm.k);
+  const int all_steps = m0 < gemm.m ? (k + step_k - 1) / step_k : 0;
+  const int first_step = all_steps * rank >> product.share_log2;
+  const int steps = (all_steps * (rank + 1) >> product.share_log2) - first_step;
+  const auto parts_of = [&](int step) {
+    return min(step_mmas, (k - (first_step + step) * step_k + mma_k - 1) / mma_k);
+  };
+
+  const unsigned ring = shared_address(shared);
+  const auto row = static_cast<int>(threadIdx.x / row_pieces),
+             piece = static_cast<int>(threadIdx.x % row_pieces);
+  const auto rows_a = static_cast<int>(min(gemm.m - m0, std::int64_t{TileM}));
+  const auto rows_b = static_cast<int>(min(gemm.n - n0, std::int64_t{tile_n}));
+  const std::int64_t first_k = std::int64_t{first_step} * step_k + piece * 16;
+  const std::int8_t* const a = gemm.a + (m0 + row) * gemm.lda + first_k;
+  const std::int8_t* const b = gemm.b + (n0 + row) * gemm.ldb + first_k;
+  const auto bring = [&](int step, unsigned stage) {
+    const int left = k - (first_step + step) * step_k - piece * 16;
+    const unsigned to = stage + operand_place(row, piece);
+    const std::int8_t *const from_a = a + step * step_k, *const from_b = b + step * step_k;
+    if (left >= 16) {
+#pragma unroll
+      for (int r = 0; r < TileM; r += rows_at_once) {
+        copy_async_if(row + r < rows_a, to + static_cast<unsigned>(r * step_k),
+                      from_a + r * gemm.lda);
+      }
+#pragma unroll
+      for (int r = 0; r < tile_n; r += rows_at_once) {
+        copy_async_if(row + r < rows_b, to + static_cast<unsigned>((TileM + r) * step_k),
+                      from_b + r * gemm.ldb);
+      }
+    } else if (piece < 2 * parts_of(step)) {  // the end of K: zeros beyond it
+#pragma unroll 1
+      for (int r = 0; r < TileM + tile_n; r += rows_at_once) {
+        const bool of_a = r < TileM;
+        if (row + r < (of_a ? rows_a : TileM + rows_b)) {
+          const std::int8_t* from = of_a ? from_a + r * gemm.lda : from_b + (r - TileM) * gemm.ldb;
+          copy_async(to + static_cast<unsigned>(r * step_k), left > 0 ? from : gemm.a,
+                     max(0, left));
+        }
+      }
+    }
+  };
+  const auto bring_scales = [&] {
+    static_assert(TileM <= threads && tile_n <= threads);
+    if (t < rows_a) {
+      copy_word_async(shared_address(&a_scale[t]), gemm.a_scale + (m0 + t) * gemm.a_scale_step);
+    }
+    if (t < rows_b) {
+      copy_word_async(shared_address(&b_scale[t]), gemm.b_scale + (n0 + t) * gemm.b_scale_step);
+    }
+  };
+
+  if (product.share > 1) {
+    if (t == 0) expect_bytes(shared_address(&arrived), TileM * sum_row_bytes);
+    arrive_cluster();
+  }
+  begin_kernel();
+  const int stages = args.stages;
+  for (int s = 0; s < stages; ++s) {
+    if (s < steps) bring(s, ring + static_cast<unsigned>(s * stage_bytes(TileM)));
+    if (s == 0) bring_scales();
+    commit_copies();
+  }
+  if (product.share > 1) wait_cluster();
+  WarpTile<TileM> tile_sums;
+  unsigned stage = ring;
+  for (int step = 0; step < steps; ++step) {
+    wait_oldest(stages);
+    __syncthreads();
+    const int parts = parts_of(step);
+    if (parts == step_mmas) {  // fragments of two (of 64 rows: four) at a time fit the registers
+#pragma unroll(TileM == 64 ? step_mmas : 2)
+      for (int part = 0; part < step_mmas; ++part) tile_sums.multiply(stage, part);
+    } else {
+#pragma unroll 1
+      for (int part = 0; part < parts; ++part) tile_sums.multiply(stage, part);
+    }
+    if (step + stages < steps) {
+      __syncthreads();  // everyone is done with the stage
+      bring(step + stages, stage);
+    }
+    commit_copies();
+    stage += stage_bytes(TileM);
+    if (stage == ring + static_cast<unsigned>(stages * stage_bytes(TileM))) stage = ring;
+  }
+  const auto settle = [] {  // everyone is done with the ring, the scales have come
+    wait_copies<0>();
+    __syncthreads();
+  };
+  const int log2 = rows_log2<TileM>(product);
+  unsigned char* sums = shared;
+  if (product.share == 1) {
+    settle();
+    tile_sums.for_pairs([&](int r, int column, int2 pair) {
+      *reinterpret_cast<int2*>(sums + part_place(0, log2, r, column)) = pair;
+    });
+    __syncthreads();
+  } else {
+    sums += stages * stage_bytes(TileM);
+    const unsigned group = cluster_rank() - static_cast<unsigned>(rank);
+    tile_sums.for_pairs([&](int r, int column, int2 pair) {
+      const unsigned to = group + static_cast<unsigned>(r >> log2);
+      send_async(cluster_address(shared_address(sums), to) + part_place(rank, log2, r, column),
+                 pair, cluster_address(shared_address(&arrived), to));
+    });
+    settle();
+    wait_bytes(shared_address(&arrived));
+  }
+  with_dtype(gemm.out.dtype, [&](auto tag) {
+    finish_rows<TileM, decltype(tag)>(product, m0, n0, rank, sums, a_scale, b_scale);
+  });
+}
+
+// What small_plan weighs, in clock cycles. Estimates for an H200, not fitted: the rates are those
+// of mma.sync and of shared memory (128 bytes a cycle), the rest what such steps usually take.
+struct TileCost {
+  int tile_m;
+  double block;  // of an SM, for a thread block: start, output
+  double step;   // of an SM, for 128 k of a tile: fragments through ldmatrix, or products
+  double wait;   // what those 128 k take a thread block that is alone
+};
+constexpr TileCost tile_costs[] = {{64, 300, 256, 350}, {128, 500, 400, 600}};
+constexpr double exchange = 900;  // two barriers of a cluster and the reading between them
+
+std::int64_t tiles_of(const GemmArgs& gemm, int tile_m) {
+  return ceil_div(gemm.m, tile_m) * ceil_div(gemm.n, tile_n);
+}
+
+// A block takes what its tile takes: longest block plus the mean load of an SM (the bound of list
+// scheduling). Products meet in both sums, so that each one's share is chosen beside the other's.
+double cost_of(const GemmArgs* products, int count, const SmallPlan& plan, const TileCost& cost,
+               int sm_count) {
+  double work = 0, longest = 0;
+  for (int p = 0; p < count; ++p) {
+    const int share = plan.share[p];
+    const double steps = static_cast<double>(products[p].k) / step_k;
+    const double tiles = static_cast<double>(tiles_of(products[p], cost.tile_m));
+    work += tiles * (share * cost.block + steps * cost.step);
+    longest = std::max(longest, steps / share * cost.wait + (share > 1 ? exchange : 0.0));
+  }
+  return longest + work / sm_count;
+}
+
+// The products in the order of their thread blocks.
+Args arguments(const GemmArgs* products, int count, const SmallPlan& plan, unsigned& blocks) {
+  const auto block_k = [&](int p) { return products[p].k / plan.share[p]; };
+  const bool swap = count == 2 && block_k(1) > block_k(0);
+  Args args{};
+  std::int64_t steps = 1;
+  blocks = 0;
+  for (int place = 0; place < 2; ++place) {
+    if (place == 1) args.second_block = blocks;
+    if (place == count) {
+      args.second_block = UINT_MAX;
+      break;
+    }
+    const int p = swap ? 1 - place : place;
+    const GemmArgs& gemm = products[p];
+    Product& product = args.product[place];
+    product.gemm = gemm;
+    product.tiles_n = static_cast<unsigned>(ceil_div(gemm.n, tile_n));
+    product.share = plan.share[p];
+    while (1 << product.share_log2 < product.share) ++product.share_log2;
+    const auto size = static_cast<std::int64_t>(dtype_size(gemm.out.dtype));
+    product.vectors =
+        gemm.out.col_stride == 1 && aligned_rows(gemm.out.data, gemm.out.row_stride * size);
+    blocks +=
+        static_cast<unsigned>(round_up(tiles_of(gemm, plan.tile_m) * product.share, plan.cluster));
+    steps = std::max(steps, ceil_div(ceil_div(gemm.k, step_k), product.share));
+  }
+  args.stages = static_cast<int>(std::min<std::int64_t>(steps, most_stages));
+  return args;
+}
+
+}  // namespace
+
+bool small_gemms_can(const Context&, const GemmArgs* products, int count) {
+  if (count < 1 || count > 2) return false;
+  std::int64_t blocks = 0;
+  for (int p = 0; p < count; ++p) {
+    const GemmArgs& gemm = products[p];
+    if (gemm.m <= 0 || gemm.n <= 0 || gemm.k <= 0 || gemm.k > int32_safe_k || gemm.m > 1 << 30 ||
+        gemm.n > 1 << 30 || gemm.a_scale == nullptr || gemm.b_scale == nullptr ||
+        !aligned_rows(gemm.a, gemm.lda) || !aligned_rows(gemm.b, gemm.ldb)) {
+      return false;
+    }
+    blocks += (tiles_of(gemm, tile_costs[0].tile_m) + 1) * most_cluster;
+  }
+  return blocks <= INT32_MAX;
+}
+
+SmallPlan small_plan(const Context& context, const GemmArgs* products, int count) {
+  const int sm_count = device_attribute(context, cudaDevAttrMultiProcessorCount, "gemm");
+  // Only where the code that runs surely knows clusters, which is where it knows how to overlap.
+  const bool clusters = context.arch() != 80 && kernels_overlap(context, "gemm");
+  const int most_share = clusters ? most_cluster : 1;
+  SmallPlan best{};
+  double least = 0;
+  for (const TileCost& cost : tile_costs) {
+    for (int first = 1; first <= most_share; first *= 2) {
+      for (int second = 1; second <= (count == 2 ? most_share : 1); second *= 2) {
+        const SmallPlan plan{cost.tile_m, std::max(first, second), {first, second}};
+        const double time = cost_of(products, count, plan, cost, sm_count);
+        if (best.tile_m == 0 || time < least) {
+          best = plan;
+          least = time;
+        }
+      }
+    }
+  }
+  return best;
+}
+
+void small_gemms(const Context& context, const GemmArgs* products, int count,
+                 const SmallPlan& plan) {
+  const DeviceGuard guard(context.device().index, "gemm");
+  unsigned blocks = 0;
+  const Args args = arguments(products, count, plan, blocks);
+  const int ring = args.stages * stage_bytes(plan.tile_m), sums = plan.tile_m * sum_row_bytes;
+  const bool shares = std::max(plan.share[0], count == 2 ? plan.share[1] : 1) > 1;
+  const auto shared = static_cast<std::size_t>(shares ? ring + sums : std::max(ring, sums));
+  launch("gemm", context, plan.tile_m == 64 ? small_kernel<64> : small_kernel<128>,
+         LaunchShape{blocks, threads, shared, plan.cluster}, args);
+}
+
+void small_gemms(const Context& context, const GemmArgs* products, int count) {
+  small_gemms(context, products, count, small_plan(context, products, count));
+}
+
+}  // namespace hot::detail
