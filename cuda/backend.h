@@ -1,6 +1,7 @@
 // The CUDA backend. One .cu file for each stage, as in cpp/src/cpu.
 #pragma once
 
+#include "cuda/quantize_small.h"
 #include "kernels.h"
 
 namespace hot::detail {
@@ -23,8 +24,10 @@ class CudaBackend final : public Backend {
                                   const OperandQuant&) const override;
   // quantize.cu
   std::int64_t rows_amax_words(const Context&, const OperandQuant& quant) const override {
-    return quant.per_tensor ? 1 : 0;
+    return quant.per_tensor ? small_slots : 0;
   }
+  // quantize_small.cu, or one after the other
+  bool quantize_operands(const Context&, const BackwardOperands&) const override;
   void zero(const Context&, void* data, std::size_t bytes) const override;
   bool spreads_scales() const override { return true; }
   void quantize(const Context&, const MatrixIn& x, const QuantSpec&, const MatrixOut& q,

@@ -253,7 +253,7 @@ void CudaBackend::hla(const Context& context, const MatrixIn& x, const Projectio
 std::int64_t CudaBackend::columns_amax_words(const Context& context, const MatrixIn& x,
                                              const Projection& p, const OperandQuant& quant) const {
   if (p.k_padded > 0 && resident_can(p, quant) && resident_one_pass(context, x, p, quant)) return 0;
-  return quant.per_tensor ? 1 : quant.per_k ? p.k_padded : x.cols;
+  return quant.per_tensor ? small_slots : quant.per_k ? p.k_padded : x.cols;
 }
 
 bool CudaBackend::quantize_columns(const Context& context, const MatrixIn& x, const Projection& p,

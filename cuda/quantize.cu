@@ -23,42 +23,13 @@
 #include <cstdint>
 
 #include "cuda/backend.h"
-#include "cuda/device/butterfly.cuh"
 #include "cuda/device/matrix_io.cuh"
 #include "cuda/device/rounding.cuh"
 #include "cuda/launch.h"
+#include "cuda/quantize.cuh"
 
 namespace hot::detail {
 namespace {
-
-enum class Pass { row_scales, amax, codes };  // codes: `amax` is known
-
-struct RowsArgs {
-  MatrixIn x;
-  std::int8_t* codes;
-  float* scale;
-  std::int64_t scales;
-  std::uint32_t* amax;
-  std::int64_t k_padded;
-  int bits, block;
-  DeviceKey key;
-  Pass pass;
-  bool aligned;
-};
-
-__device__ std::uint32_t warp_max(std::uint32_t v) { return __reduce_max_sync(0xffffffffU, v); }
-
-// The largest value of a thread block, for all of its threads.
-__device__ std::uint32_t block_max(std::uint32_t v, std::uint32_t* shared) {
-  const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
-  v = warp_max(v);
-  if (threads == 32) return v;
-  __syncthreads();
-  if (thread % 32 == 0) shared[thread / 32] = v;
-  __syncthreads();
-  for (int w = 0; w < threads / 32; ++w) v = max(v, shared[w]);
-  return v;
-}
 
 // A lane holds at most 6 blocks: 96 registers.
 constexpr int rows16_most_blocks = 6, rows16_most_lanes = 512;
@@ -66,74 +37,21 @@ constexpr int rows16_most_blocks = 6, rows16_most_lanes = 512;
 // threadIdx.x is the lane of a row: up to 32 of them, a power of two, with several rows
 // (threadIdx.y) in a thread block, or a row to itself.
 template <Rounding rounding, int B, class Tag>
-__global__ void __launch_bounds__(rows16_most_lanes) rows16_kernel(RowsArgs args) {
-  __shared__ std::uint32_t shared[32];
+__global__ void __launch_bounds__(rows16_most_lanes)
+    rows16_kernel(const __grid_constant__ RowsArgs args) {
+  __shared__ std::uint32_t shared[rows16_most_lanes / 32];
   begin_kernel();
   const int T = static_cast<int>(blockDim.x), lane = static_cast<int>(threadIdx.x);
   const std::int64_t row = std::int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
-  const bool real = row < args.x.rows;  // all threads stay for the shuffles
-  const int blocks = static_cast<int>(args.k_padded / 16);
-  float v[B][16];
-  if (args.aligned) {
-    unsigned words[B][4 * Tag::size];  // all of a lane's loads first
-    const char* from =
-        static_cast<const char*>(args.x.data) + (row * args.x.row_stride + lane * 16) * Tag::size;
-#pragma unroll
-    for (int i = 0; i < B; ++i) {
-#pragma unroll
-      for (unsigned& word : words[i]) word = 0;
-      if (real && lane + i * T < blocks) load_words(from + i * T * 16 * Tag::size, words[i]);
+  quantize_row16<rounding, B, Tag>(args, row, lane, T, [&](std::uint32_t& amax) {
+    if (args.pass == RowsPass::amax) {
+      amax = warp_max(amax);
+      if ((threadIdx.y * blockDim.x + threadIdx.x) % 32 == 0) atomic_raise(args.amax, amax);
+      return false;
     }
-#pragma unroll
-    for (int i = 0; i < B; ++i) Tag::unpack(words[i], v[i]);
-  } else {
-#pragma unroll
-    for (int i = 0; i < B; ++i) {
-      const std::int64_t col = (lane + std::int64_t{i} * T) * 16;
-#pragma unroll
-      for (int j = 0; j < 16; ++j) {
-        v[i][j] =
-            real && col + j < args.x.cols
-                ? Tag::load(args.x.data, row * args.x.row_stride + (col + j) * args.x.col_stride)
-                : 0.0F;
-      }
-    }
-  }
-  float largest = 0.0F;
-#pragma unroll
-  for (int i = 0; i < B; ++i) {
-    butterfly<1, 16>(v[i]);
-#pragma unroll
-    for (int j = 0; j < 16; ++j) largest = max_magnitude(largest, v[i][j]);
-  }
-  std::uint32_t amax = abs_bits(largest);
-  if (args.pass == Pass::amax) {
-    amax = warp_max(amax);
-    if ((threadIdx.y * blockDim.x + threadIdx.x) % 32 == 0) {
-      atomic_raise(args.amax, amax);
-    }
-    return;
-  }
-  if (args.pass == Pass::codes) {
-    amax = *args.amax;
-  } else if (T > 32) {
-    amax = block_max(amax, shared);
-  } else {
-    for (int h = 1; h < T; h *= 2) amax = max(amax, __shfl_xor_sync(0xffffffffU, amax, h));
-  }
-  if (!real) return;
-  const DeviceScale s = device_scale(amax, args.bits);
-  if (lane == 0 && row < args.scales) args.scale[row] = s.scale;
-  const std::uint64_t first = static_cast<std::uint64_t>(row * blocks + lane);
-  auto* to = reinterpret_cast<uint4*>(args.codes + row * args.k_padded) + lane;
-#pragma unroll
-  for (int i = 0; i < B; ++i) {
-    if (lane + i * T >= blocks) break;
-    uint4 codes = round_group<rounding>([&](int j) { return v[i][j] * s.inv; }, args.key,
-                                        first + static_cast<std::uint64_t>(i * T), args.bits);
-    if (!s.keep) codes = make_uint4(0, 0, 0, 0);
-    to[i * T] = codes;
-  }
+    amax = args.pass == RowsPass::codes ? *args.amax : row_max(amax, T, lane, shared);
+    return true;
+  });
 }
 
 constexpr int row_chunk = 4096;  // floats in shared memory; a multiple of every transform
@@ -147,11 +65,12 @@ __global__ void rows_kernel(RowsArgs args) {
   const int T = static_cast<int>(blockDim.x), t = static_cast<int>(threadIdx.x);
   std::uint32_t amax = 0;
   DeviceScale s{};
-  const int passes = args.pass == Pass::row_scales ? 2 : 1;
+  const int passes = args.pass == RowsPass::row_scales ? 2 : 1;
   for (int pass = 0; pass < passes; ++pass) {
-    const bool find = args.pass == Pass::amax || (args.pass == Pass::row_scales && pass == 0);
+    const bool find =
+        args.pass == RowsPass::amax || (args.pass == RowsPass::row_scales && pass == 0);
     if (!find) {
-      if (args.pass == Pass::codes) amax = *args.amax;
+      if (args.pass == RowsPass::codes) amax = *args.amax;
       s = device_scale(amax, args.bits);
       if (t == 0 && row < args.scales) args.scale[row] = s.scale;
     }
@@ -189,7 +108,7 @@ __global__ void rows_kernel(RowsArgs args) {
     }
     if (find) amax = block_max(amax, shared);
   }
-  if (args.pass == Pass::amax && t == 0) atomic_raise(args.amax, amax);
+  if (args.pass == RowsPass::amax && t == 0) atomic_raise(args.amax, amax);
 }
 
 // Lanes of a row and blocks of 16 of a lane: no more idle lanes than 1 in 8 where that can be (the
@@ -475,47 +394,13 @@ __global__ void __launch_bounds__(128) group_pairs_kernel(GroupsArgs args) {
   }
 }
 
-// INT4 value j of 16, as a float: 8 more than the value, below the bits of 2^23, less 2^23 + 8.
-__device__ float nibble(const uint2& packed, int j) {
-  const std::uint32_t word = (j < 8 ? packed.x : packed.y) >> (j % 2 == 0 ? 0 : 4);
-  const std::uint32_t biased = (word & 0x0f0f0f0fU) ^ 0x08080808U;
-  const std::uint32_t bits = __byte_perm(biased, 0x4b000000U, 0x7650U | (j % 8 / 2));
-  return __uint_as_float(bits) - 8388616.0F;
-}
-
 template <Rounding rounding>
-__global__ void requantize_kernel(const std::uint8_t* packed, std::int64_t row_bytes,
-                                  const std::uint16_t* scale, std::int64_t groups, Operand out,
-                                  DeviceKey key, bool independent) {
-  begin_kernel(independent);
+__global__ void requantize_kernel(const __grid_constant__ RequantizeArgs args, bool independent) {
   __shared__ std::uint32_t shared[32];
-  const std::int64_t row = blockIdx.x;
-  const int T = static_cast<int>(blockDim.x), t = static_cast<int>(threadIdx.x);
-  std::uint32_t largest = 0;  // scales are positive or NaN: the pattern orders them
-  for (std::int64_t g = t; g < groups; g += T) {
-    largest = max(largest, std::uint32_t{scale[row * groups + g]});
-  }
-  largest = block_max(largest, shared);
-  const float amax = 7.0F * __uint_as_float(largest << 16);
-  const DeviceScale s = device_scale(abs_bits(amax), 8);
-  if (t == 0) out.scale[row] = s.scale;
-  const int row_blocks = static_cast<int>(out.k_padded / 16);
-  const std::uint64_t first =
-      static_cast<std::uint64_t>(row) * static_cast<std::uint64_t>(row_blocks);
-  const auto* from = reinterpret_cast<const uint2*>(packed + row * row_bytes);
-  auto* to = reinterpret_cast<uint4*>(out.codes + row * out.k_padded);
-  if (!s.keep) {
-    for (int b = t; b < row_blocks; b += T) to[b] = make_uint4(0, 0, 0, 0);
-  } else {
-#pragma unroll 2
-    for (int b = t; b < row_blocks; b += T) {
-      const uint2 nibbles = from[b];
-      const float factor =
-          __uint_as_float(std::uint32_t{scale[row * groups + b / 4]} << 16) * s.inv;
-      to[b] = round_group<rounding>([&](int i) { return nibble(nibbles, i) * factor; }, key,
-                                    first + static_cast<std::uint64_t>(b), 8);
-    }
-  }
+  begin_kernel(independent);
+  requantize_channel<rounding>(args, blockIdx.x, static_cast<int>(threadIdx.x),
+                               static_cast<int>(blockDim.x),
+                               [&](std::uint32_t v) { return block_max(v, shared); });
   end_kernel(independent);
 }
 
@@ -527,10 +412,40 @@ void finish_scales(const Context& context, const std::uint32_t* amax, int step, 
          count, bits);
 }
 
+RowsArgs rows_args(const Context& context, const MatrixIn& x, int hadamard_block,
+                   const OperandQuant& quant, const Operand& out) {
+  return {x,
+          out.codes,
+          out.scale,
+          out.scales,
+          out.amax,
+          out.k_padded,
+          quant.bits,
+          hadamard_block,
+          device_key(context.key(), quant.purpose),
+          RowsPass::row_scales,
+          rows_aligned(x) && x.cols % 16 == 0};
+}
+
+RequantizeArgs requantize_args(const Context& context, const std::uint8_t* packed,
+                               std::int64_t row_bytes, const std::uint16_t* scale,
+                               std::int64_t tokens, const Operand& out) {
+  return {packed, row_bytes,
+          scale,  ceil_div(tokens, int4_group),
+          out,    device_key(context.key(), Purpose::requantize)};
+}
+
 void CudaBackend::zero(const Context& context, void* data, std::size_t bytes) const {
   const DeviceGuard guard(context.device().index, "backward_linear");
   check_cuda(cudaMemsetAsync(data, 0, bytes, context.stream()), "backward_linear",
              "cudaMemsetAsync");
+}
+
+bool CudaBackend::quantize_operands(const Context& context,
+                                    const BackwardOperands& operands) const {
+  const DeviceGuard guard(context.device().index, "backward_linear");
+  if (!quantize_small(context, operands)) return Backend::quantize_operands(context, operands);
+  return operands.gradient_columns != nullptr && operands.gradient_columns->sum != nullptr;
 }
 
 void CudaBackend::quantize(const Context& context, const MatrixIn& x, const QuantSpec& spec,
@@ -568,21 +483,11 @@ void CudaBackend::dequantize(const Context& context, const MatrixIn& q, const fl
 void CudaBackend::quantize_rows(const Context& context, const MatrixIn& x, int hadamard_block,
                                 const OperandQuant& quant, const Operand& out) const {
   const DeviceGuard guard(context.device().index, "backward_linear");
-  RowsArgs args{x,
-                out.codes,
-                out.scale,
-                out.scales,
-                out.amax,
-                out.k_padded,
-                quant.bits,
-                hadamard_block,
-                device_key(context.key(), quant.purpose),
-                Pass::row_scales,
-                rows_aligned(x) && x.cols % 16 == 0};
+  RowsArgs args = rows_args(context, x, hadamard_block, quant, out);
   if (!quant.per_tensor) return run_rows(context, args, quant.rounding);
-  args.pass = Pass::amax;
+  args.pass = RowsPass::amax;
   run_rows(context, args, Rounding::nearest);
-  args.pass = Pass::codes;
+  args.pass = RowsPass::codes;
   run_rows(context, args, quant.rounding);
 }
 
@@ -616,8 +521,7 @@ void CudaBackend::requantize_groups(const Context& context, const std::uint8_t* 
   const DeviceGuard guard(context.device().index, "backward_linear");
   with_rounding(rounding, [&](auto r) {
     launch("backward_linear", context, requantize_kernel<decltype(r)::value>, out.rows, 256, 0,
-           packed, row_bytes, scale, ceil_div(tokens, int4_group), out,
-           device_key(context.key(), Purpose::requantize), independent);
+           requantize_args(context, packed, row_bytes, scale, tokens, out), independent);
   });
 }
 

@@ -5,7 +5,6 @@
 #include <exception>
 #include <functional>
 #include <string>
-#include <utility>
 
 #include "checks.h"
 #include "hot/error.h"
@@ -103,16 +102,24 @@ struct Zeroed {
   std::int64_t words = 0;
 };
 
+std::int64_t weight_amax_words(const Context& context, const MatrixIn& w,
+                               const BackwardLinearSpec& spec) {
+  return backend_of(context).columns_amax_words(
+      context, w, hadamard_projection(w.rows, spec.hadamard_block), weight_columns(spec));
+}
+
+// What a call computes, and whether it has to quantise w for it.
+struct Needs {
+  bool gx, gw, weight;
+};
+
 Zeroed take_zeroed(WorkspaceCursor& cursor, const Context& context, const MatrixIn& gy,
-                   const MatrixIn& w, const BackwardLinearSpec& spec, bool need_gx, bool need_gw) {
+                   const MatrixIn& w, const BackwardLinearSpec& spec, const Needs& need) {
   const detail::Backend& backend = backend_of(context);
   std::int64_t words[3] = {0, 0, 0};
-  if (need_gx) {
-    words[0] = backend.rows_amax_words(context, gradient_rows(spec));
-    words[1] = backend.columns_amax_words(
-        context, w, hadamard_projection(w.rows, spec.hadamard_block), weight_columns(spec));
-  }
-  if (need_gw) {
+  if (need.gx) words[0] = backend.rows_amax_words(context, gradient_rows(spec));
+  if (need.weight) words[1] = weight_amax_words(context, w, spec);
+  if (need.gw) {
     words[2] = backend.columns_amax_words(
         context, gy, detail::make_projection(gy.rows, spec.low_rank), gradient_columns(spec));
   }
@@ -132,19 +139,20 @@ struct GxScratch {
 };
 
 GxScratch take_gx(WorkspaceCursor& cursor, const Context& context, const LinearShape& shape,
-                  const BackwardLinearSpec& spec) {
+                  const BackwardLinearSpec& spec, bool need_weight) {
   const detail::Backend& backend = backend_of(context);
   const std::int64_t k = hadamard_projection(shape.out_features, spec.hadamard_block).k_padded;
   const bool one = !backend.spreads_scales();
-  GxScratch s;
+  GxScratch s{};
   s.y = {nullptr, nullptr, shape.tokens, k,
          one && spec.gx_scale == Granularity::tensor ? 1 : shape.tokens};
-  s.w = {nullptr, nullptr, shape.in_features, k,
-         one && spec.weight_scale == Granularity::tensor ? 1 : shape.in_features};
   s.y.codes = cursor.take<std::int8_t>(s.y.rows * k);
-  s.w.codes = cursor.take<std::int8_t>(s.w.rows * k);
   s.y.scale = cursor.take<float>(s.y.scales);
-  s.w.scale = cursor.take<float>(s.w.scales);
+  if (need_weight) {
+    s.w = {nullptr, nullptr, shape.in_features, k, shape.in_features};
+    s.w.codes = cursor.take<std::int8_t>(s.w.rows * k);
+    s.w.scale = cursor.take<float>(s.w.scales);
+  }
   s.gemm = cursor.take<char>(static_cast<std::int64_t>(
       backend.gemm_workspace(context, shape.tokens, shape.in_features, k)));
   return s;
@@ -183,6 +191,69 @@ GwScratch take_gw(WorkspaceCursor& cursor, const Context& context, const LinearS
   return s;
 }
 
+detail::GemmArgs product(const detail::Operand& a, const detail::Operand& b, int divisor,
+                         const MatrixOut& out) {
+  detail::GemmArgs args{};
+  args.a = a.codes;
+  args.b = b.codes;
+  args.m = a.rows;
+  args.n = b.rows;
+  args.k = args.lda = args.ldb = a.k_padded;
+  args.a_scale = a.scale;
+  args.b_scale = b.scale;
+  args.a_scale_step = a.scales == 1 ? 0 : 1;
+  args.b_scale_step = b.scales == 1 ? 0 : 1;
+  args.inv_divisor = 1.0F / static_cast<float>(divisor);
+  args.out = out;
+  return args;
+}
+
+detail::GemmTokenArgs token_product(const detail::Operand& a, const detail::Operand& b, int divisor,
+                                    const MatrixOut& out) {
+  detail::GemmTokenArgs args{};
+  args.a = a.codes;
+  args.b = b.codes;
+  args.m = a.rows;
+  args.n = b.rows;
+  args.k = args.lda = args.ldb = a.k_padded;
+  args.k_scale = a.scale;
+  args.b_scale = b.scale;
+  args.b_scale_step = b.scales == 1 ? 0 : 1;
+  args.inv_divisor = 1.0F / static_cast<float>(divisor);
+  args.out = out;
+  return args;
+}
+
+// x for g_w as it was saved in INT8. Operands are written by the backends and read by the products;
+// this one is only read.
+detail::Operand saved_operand(const ConstSavedActivation& saved, const SavedLayout& layout) {
+  const auto* bytes = static_cast<const char*>(saved.data);
+  return {const_cast<std::int8_t*>(static_cast<const std::int8_t*>(saved.data)),
+          const_cast<float*>(reinterpret_cast<const float*>(bytes + layout.scale_offset)),
+          saved.in_features, layout.k_padded, layout.scales};
+}
+
+detail::GroupsJob saved_groups(const ConstSavedActivation& saved, const SavedLayout& layout,
+                               const BackwardLinearSpec& spec, const detail::Operand& out) {
+  const auto* bytes = static_cast<const char*>(saved.data);
+  // Codes on a grid have no low bits to round by: what is not stochastic goes to the nearest.
+  return {static_cast<const std::uint8_t*>(saved.data),
+          layout.row_bytes,
+          reinterpret_cast<const std::uint16_t*>(bytes + layout.scale_offset),
+          saved.tokens,
+          spec.x_rounding == Rounding::stochastic ? Rounding::stochastic : Rounding::nearest,
+          out};
+}
+
+// A quantised weight's buffer: codes [I, Kp], then I scales.
+detail::Operand weight_operand(void* data, const LinearShape& shape,
+                               const BackwardLinearSpec& spec) {
+  const std::int64_t k = hadamard_projection(shape.out_features, spec.hadamard_block).k_padded;
+  auto* bytes = static_cast<std::int8_t*>(data);
+  return {bytes, reinterpret_cast<float*>(bytes + shape.in_features * k), shape.in_features, k,
+          shape.in_features};
+}
+
 void check_shape(const char* call, const LinearShape& shape) {
   if (shape.tokens < 0 || shape.out_features < 0 || shape.in_features < 0) {
     detail::invalid(call, "tokens is " + std::to_string(shape.tokens) + ", out_features " +
@@ -191,107 +262,17 @@ void check_shape(const char* call, const LinearShape& shape) {
   }
 }
 
-// One backward. Both operands of both products are quantised first, so that g_y is read again while
-// a cache may still hold it and a backend may overlap the stages; then the products.
-struct Backward {
-  const Context& context;
-  const BackwardLinearSpec& spec;
-  const LinearShape& shape;
-  const detail::Backend& backend = backend_of(context);
-  bool started = false;
-
-  // Of the stages before: none, if this is the first.
-  bool independent() { return std::exchange(started, true); }
-
-  void quantize_gx(const MatrixIn& gy, const GxScratch& s) {
-    OperandQuant quant = gradient_rows(spec);
-    quant.independent = independent();
-    backend.quantize_rows(context, gy, spec.hadamard_block, quant, s.y);
+void check_bytes(const char* call, const char* name, const void* data, std::size_t bytes,
+                 std::size_t expected) {
+  if (bytes != expected || (data == nullptr && expected > 0)) {
+    detail::invalid(call, std::string(name) + " has " +
+                              std::to_string(data == nullptr ? 0 : bytes) + " bytes; expected " +
+                              std::to_string(expected) + " for this spec");
   }
-
-  void quantize_w(const MatrixIn& w, const GxScratch& s) {
-    OperandQuant quant = weight_columns(spec);
-    quant.independent = independent();
-    backend.quantize_columns(context, w,
-                             hadamard_projection(shape.out_features, spec.hadamard_block),
-                             Side::activation, context.key(), quant, s.w, nullptr);
+  if (reinterpret_cast<std::uintptr_t>(data) % 16 != 0) {
+    detail::invalid(call, std::string(name) + " is not aligned to 16 bytes");
   }
-
-  // Returns whether g_b (null: not wanted) came out on the way.
-  bool quantize_gw(const MatrixIn& gy, const Key& saved_key, const Projection& p,
-                   const MatrixOut* gb, bool accumulate, const GwScratch& s) {
-    OperandQuant quant = gradient_columns(spec);
-    quant.independent = independent();
-    const detail::ColumnSum sum{gb == nullptr ? MatrixOut{} : *gb, accumulate, s.sums};
-    return backend.quantize_columns(context, gy, p, Side::gradient, saved_key, quant, s.g,
-                                    gb == nullptr ? nullptr : &sum);
-  }
-
-  // x for g_w: as it was saved, or brought back to INT8.
-  detail::Operand restore_x(const ConstSavedActivation& saved, const GwScratch& s) {
-    const SavedLayout layout = saved_layout(shape.tokens, shape.in_features, spec);
-    const auto* bytes = static_cast<const char*>(saved.data);
-    if (spec.storage == Storage::int4) {
-      // Codes on a grid have no low bits to round by: what is not stochastic goes to the nearest.
-      const Rounding rounding =
-          spec.x_rounding == Rounding::stochastic ? Rounding::stochastic : Rounding::nearest;
-      backend.requantize_groups(context, static_cast<const std::uint8_t*>(saved.data),
-                                layout.row_bytes,
-                                reinterpret_cast<const std::uint16_t*>(bytes + layout.scale_offset),
-                                shape.tokens, rounding, independent(), s.x);
-      return s.x;
-    }
-    // Operands are written by the backends and read by the products; this one is only read.
-    return {const_cast<std::int8_t*>(static_cast<const std::int8_t*>(saved.data)),
-            const_cast<float*>(reinterpret_cast<const float*>(bytes + layout.scale_offset)),
-            shape.in_features, layout.k_padded, layout.scales};
-  }
-
-  void product_gx(const GxScratch& s, const MatrixOut& gx) {
-    detail::GemmArgs args = product(s.y, s.w, spec.hadamard_block);
-    args.out = gx;
-    backend.gemm(context, args, s.gemm);
-  }
-
-  void product_gw(const GwScratch& s, const detail::Operand& x, const Projection& p,
-                  bool accumulate, const MatrixOut& gw) {
-    if (spec.gw_scale == GradScale::token) {
-      detail::GemmTokenArgs args{};
-      args.a = s.g.codes;
-      args.b = x.codes;
-      args.m = s.g.rows;
-      args.n = x.rows;
-      args.k = args.lda = args.ldb = p.k_padded;
-      args.k_scale = s.g.scale;
-      args.b_scale = x.scale;
-      args.b_scale_step = x.scales == 1 ? 0 : 1;
-      args.inv_divisor = 1.0F / static_cast<float>(p.divisor);
-      args.accumulate = accumulate;
-      args.out = gw;
-      backend.gemm_token(context, args, s.gemm);
-      return;
-    }
-    detail::GemmArgs args = product(s.g, x, p.divisor);
-    args.accumulate = accumulate;
-    args.out = gw;
-    backend.gemm(context, args, s.gemm);
-  }
-
-  static detail::GemmArgs product(const detail::Operand& a, const detail::Operand& b, int divisor) {
-    detail::GemmArgs args{};
-    args.a = a.codes;
-    args.b = b.codes;
-    args.m = a.rows;
-    args.n = b.rows;
-    args.k = args.lda = args.ldb = a.k_padded;
-    args.a_scale = a.scale;
-    args.b_scale = b.scale;
-    args.a_scale_step = a.scales == 1 ? 0 : 1;
-    args.b_scale_step = b.scales == 1 ? 0 : 1;
-    args.inv_divisor = 1.0F / static_cast<float>(divisor);
-    return args;
-  }
-};
+}
 
 }  // namespace
 
@@ -406,6 +387,55 @@ void compress_activation(const Context& context, const ConstTensorView& x,
                            activation_columns(spec), out, nullptr);
 }
 
+std::size_t quantized_weight_bytes(std::int64_t out_features, std::int64_t in_features,
+                                   const BackwardLinearSpec& spec) {
+  const char* const call = "quantized_weight_bytes";
+  check_shape(call, {0, out_features, in_features});
+  check_spec(call, spec);
+  const std::int64_t k = hadamard_projection(out_features, spec.hadamard_block).k_padded;
+  return static_cast<std::size_t>(in_features) * (static_cast<std::size_t>(k) + sizeof(float));
+}
+
+std::size_t quantize_weight_workspace(const Context& context, std::int64_t out_features,
+                                      std::int64_t in_features, const BackwardLinearSpec& spec) {
+  quantized_weight_bytes(out_features, in_features, spec);  // the same errors as the call itself
+  return most_bytes([&](DType dtype) {
+    WorkspaceCursor cursor;
+    cursor.take<std::uint32_t>(weight_amax_words(
+        context, {nullptr, dtype, out_features, in_features, in_features, 1}, spec));
+    return cursor.bytes();
+  });
+}
+
+void quantize_weight(const Context& context, const ConstTensorView& w,
+                     const BackwardLinearSpec& spec, const QuantizedWeight& out,
+                     const Workspace& workspace) {
+  const char* const call = "quantize_weight";
+  const Checker check(call, context);
+  check_spec(call, spec);
+  check.input("w", w, float_dtypes, 2, 2);
+  const MatrixIn weight = detail::matrix_of(w);
+  const LinearShape shape{0, weight.rows, weight.cols};
+  check_bytes(call, "out", out.data, out.bytes,
+              quantized_weight_bytes(shape.out_features, shape.in_features, spec));
+  check.disjoint("out", vector(out.data, DType::i8, static_cast<std::int64_t>(out.bytes), w.device),
+                 "w", w);
+  WorkspaceCursor cursor(workspace.data);
+  detail::Operand operand = weight_operand(out.data, shape, spec);
+  const std::int64_t words = weight_amax_words(context, weight, spec);
+  operand.amax = cursor.take<std::uint32_t>(words);
+  check.workspace(workspace, cursor.bytes());
+  if (shape.in_features == 0) return;
+  const Projection p = hadamard_projection(shape.out_features, spec.hadamard_block);
+  const detail::ColumnsJob job{
+      weight, &p, Side::activation, context.key(), weight_columns(spec), operand, nullptr};
+  detail::BackwardOperands operands;
+  operands.weight = &job;
+  operands.zeroed = operand.amax;
+  operands.zeroed_bytes = static_cast<std::size_t>(words) * sizeof(std::uint32_t);
+  backend_of(context).quantize_operands(context, operands);
+}
+
 std::size_t backward_linear_workspace(const Context& context, const LinearShape& shape,
                                       const BackwardLinearSpec& spec, bool need_gx, bool need_gw) {
   check_shape("backward_linear_workspace", shape);
@@ -416,8 +446,8 @@ std::size_t backward_linear_workspace(const Context& context, const LinearShape&
     take_zeroed(cursor, context,
                 {nullptr, dtype, shape.tokens, shape.out_features, shape.out_features, 1},
                 {nullptr, dtype, shape.out_features, shape.in_features, shape.in_features, 1}, spec,
-                need_gx, need_gw);
-    if (need_gx) take_gx(cursor, context, shape, spec);
+                {need_gx, need_gw, need_gx});
+    if (need_gx) take_gx(cursor, context, shape, spec, true);
     if (need_gw) take_gw(cursor, context, shape, spec, p);
     return cursor.bytes();
   });
@@ -426,9 +456,102 @@ std::size_t backward_linear_workspace(const Context& context, const LinearShape&
   return std::max(bytes, for_gb.bytes());
 }
 
-void backward_linear(const Context& context, const ConstTensorView& gy, const ConstTensorView& w,
-                     const ConstSavedActivation& saved, const BackwardLinearSpec& spec,
-                     const BackwardOutputs& out, const Workspace& workspace) {
+namespace {
+
+// backward_linear once its arguments are known to be good. `weight` has no rows where w comes
+// quantised, as `quantized`.
+void run_backward(const Context& context, const Checker& check, const MatrixIn& gy,
+                  const MatrixIn& weight, const detail::Operand* quantized,
+                  const ConstSavedActivation& saved, const LinearShape& shape,
+                  const BackwardLinearSpec& spec, const MatrixOut& gx, const MatrixOut& gw,
+                  const MatrixOut* gb, bool accumulate, const Workspace& workspace) {
+  const detail::Backend& backend = backend_of(context);
+  const bool with_gx = gx.rows > 0 && gx.cols > 0 && shape.out_features > 0;
+  const bool with_gw = gw.rows > 0 && gw.cols > 0 && shape.tokens > 0;
+  const bool with_weight = with_gx && quantized == nullptr;
+  const Projection p = detail::make_projection(shape.tokens, spec.low_rank);
+  const Projection weight_projection = hadamard_projection(shape.out_features, spec.hadamard_block);
+
+  // Both operands of both products are quantised first, so that g_y is read again while a cache may
+  // still hold it and a backend may overlap or join the stages; then the products.
+  WorkspaceCursor cursor(workspace.data);
+  const Zeroed zeroed =
+      take_zeroed(cursor, context, gy, weight, spec, {with_gx, with_gw, with_weight});
+  GxScratch for_gx{};
+  GwScratch for_gw{};
+  if (with_gx) for_gx = take_gx(cursor, context, shape, spec, with_weight);
+  if (with_gw) for_gw = take_gw(cursor, context, shape, spec, p);
+  WorkspaceCursor for_gb(workspace.data);
+  char* const sums = gb == nullptr ? nullptr : take_gb(for_gb, context, shape);
+  check.workspace(workspace, std::max(cursor.bytes(), for_gb.bytes()));
+  for_gx.y.amax = zeroed.gradient_rows;
+  for_gx.w.amax = zeroed.weight;
+  for_gw.g.amax = zeroed.gradient_columns;
+
+  const SavedLayout layout =
+      with_gw ? saved_layout(shape.tokens, shape.in_features, spec) : SavedLayout{};
+  const detail::ColumnSum sum{gb == nullptr ? MatrixOut{} : *gb, accumulate, for_gw.sums};
+  const detail::RowsJob rows{gy, spec.hadamard_block, gradient_rows(spec), for_gx.y};
+  const detail::ColumnsJob columns{gy,
+                                   &p,
+                                   Side::gradient,
+                                   saved.key,
+                                   gradient_columns(spec),
+                                   for_gw.g,
+                                   gb == nullptr ? nullptr : &sum};
+  const detail::ColumnsJob weights{weight,        &weight_projection,   Side::activation,
+                                   context.key(), weight_columns(spec), for_gx.w,
+                                   nullptr};
+  const detail::GroupsJob groups = saved_groups(saved, layout, spec, for_gw.x);
+  const bool from_int4 = with_gw && spec.storage == Storage::int4;
+  detail::BackwardOperands operands;
+  if (with_gx) operands.gradient_rows = &rows;
+  if (with_gw) operands.gradient_columns = &columns;
+  if (with_weight) operands.weight = &weights;
+  if (from_int4) operands.activation = &groups;
+  operands.zeroed = zeroed.gradient_rows;
+  operands.zeroed_bytes = static_cast<std::size_t>(zeroed.words) * sizeof(std::uint32_t);
+  const bool gb_done = backend.quantize_operands(context, operands);
+
+  detail::GemmArgs products[2];
+  void* scratch[2];
+  int count = 0;
+  if (with_gx) {
+    scratch[count] = for_gx.gemm;
+    products[count++] =
+        product(for_gx.y, quantized == nullptr ? for_gx.w : *quantized, spec.hadamard_block, gx);
+  } else if (gx.rows > 0 && gx.cols > 0) {
+    backend.fill_zero(context, gx);
+  }
+  const detail::Operand x = from_int4 ? for_gw.x : saved_operand(saved, layout);
+  const bool by_token = spec.gw_scale == GradScale::token;
+  if (with_gw && !by_token) {
+    scratch[count] = for_gw.gemm;
+    products[count] = product(for_gw.g, x, p.divisor, gw);
+    products[count++].accumulate = accumulate;
+  }
+  if (count > 0) backend.gemms(context, products, scratch, count);
+  if (with_gw && by_token) {
+    detail::GemmTokenArgs args = token_product(for_gw.g, x, p.divisor, gw);
+    args.accumulate = accumulate;
+    backend.gemm_token(context, args, for_gw.gemm);
+  } else if (!with_gw && gw.rows > 0 && gw.cols > 0 && !accumulate) {
+    backend.fill_zero(context, gw);
+  }
+  if (gb != nullptr && !gb_done && shape.out_features > 0) {
+    backend.column_sum(context, gy, {*gb, accumulate, sums});
+  }
+}
+
+// w of a call: floats (`view`), or quantised before (`quantized`).
+struct WeightArgument {
+  const ConstTensorView* view;
+  const ConstQuantizedWeight* quantized;
+};
+
+void check_and_run(const Context& context, const ConstTensorView& gy, const WeightArgument& w,
+                   const ConstSavedActivation& saved, const BackwardLinearSpec& spec,
+                   const BackwardOutputs& out, const Workspace& workspace) {
   const char* const call = "backward_linear";
   const Checker check(call, context);
   check_spec(call, spec);
@@ -437,10 +560,25 @@ void backward_linear(const Context& context, const ConstTensorView& gy, const Co
   LinearShape shape{gradient.rows, gradient.cols, 0};
 
   MatrixIn weight{};
-  if (out.gx != nullptr) {
-    check.input("w", w, float_dtypes, 2, 2);
-    check.shape("w", w, {shape.out_features, -1});
-    weight = detail::matrix_of(w);
+  detail::Operand quantized{};
+  ConstTensorView weight_memory{};  // what outputs must not touch
+  if (out.gx != nullptr && w.quantized != nullptr) {
+    shape.in_features = w.quantized->in_features;
+    if (w.quantized->out_features != shape.out_features) {
+      detail::invalid(call, "w has " + std::to_string(w.quantized->out_features) +
+                                " out_features; expected gy's, " +
+                                std::to_string(shape.out_features));
+    }
+    check_bytes(call, "w", w.quantized->data, w.quantized->bytes,
+                quantized_weight_bytes(shape.out_features, shape.in_features, spec));
+    weight_memory = vector(w.quantized->data, DType::i8,
+                           static_cast<std::int64_t>(w.quantized->bytes), gy.device);
+    quantized = weight_operand(const_cast<void*>(w.quantized->data), shape, spec);
+  } else if (out.gx != nullptr) {
+    check.input("w", *w.view, float_dtypes, 2, 2);
+    check.shape("w", *w.view, {shape.out_features, -1});
+    weight = detail::matrix_of(*w.view);
+    weight_memory = *w.view;
     shape.in_features = weight.cols;
   }
   if (out.gw != nullptr) {
@@ -453,15 +591,8 @@ void backward_linear(const Context& context, const ConstTensorView& gy, const Co
       detail::invalid(call, "saved has " + std::to_string(saved.tokens) +
                                 " tokens; expected gy's, " + std::to_string(shape.tokens));
     }
-    const SavedLayout layout = saved_layout(saved.tokens, saved.in_features, spec);
-    if (saved.bytes != layout.bytes || (saved.data == nullptr && layout.bytes > 0)) {
-      detail::invalid(call, "saved has " + std::to_string(saved.data == nullptr ? 0 : saved.bytes) +
-                                " bytes; expected " + std::to_string(layout.bytes) +
-                                " for this spec");
-    }
-    if (reinterpret_cast<std::uintptr_t>(saved.data) % 16 != 0) {
-      detail::invalid(call, "saved is not aligned to 16 bytes");
-    }
+    check_bytes(call, "saved", saved.data, saved.bytes,
+                saved_layout(saved.tokens, saved.in_features, spec).bytes);
   }
 
   const ConstTensorView saved_bytes =
@@ -475,7 +606,7 @@ void backward_linear(const Context& context, const ConstTensorView& gy, const Co
     if (output.view == nullptr) continue;
     check.output(output.name, *output.view, float_dtypes, output.min_dims, output.most_dims);
     check.disjoint(output.name, *output.view, "gy", gy);
-    if (out.gx != nullptr) check.disjoint(output.name, *output.view, "w", w);
+    if (out.gx != nullptr) check.disjoint(output.name, *output.view, "w", weight_memory);
     if (out.gw != nullptr) check.disjoint(output.name, *output.view, "saved", saved_bytes);
     for (const auto& other : outputs) {
       if (&other == &output) break;
@@ -501,53 +632,24 @@ void backward_linear(const Context& context, const ConstTensorView& gy, const Co
     check.shape("gb", *out.gb, {shape.out_features});
     gb = {out.gb->data, out.gb->dtype, 1, shape.out_features, 0, out.gb->stride[0]};
   }
-  check.workspace(workspace, backward_linear_workspace(context, shape, spec, out.gx != nullptr,
-                                                       out.gw != nullptr));
+  run_backward(context, check, gradient, weight, w.quantized == nullptr ? nullptr : &quantized,
+               saved, shape, spec, gx, gw, out.gb == nullptr ? nullptr : &gb, out.accumulate,
+               workspace);
+}
 
-  Backward run{context, spec, shape};
-  WorkspaceCursor cursor(workspace.data);
-  const bool with_gx = gx.rows > 0 && gx.cols > 0 && shape.out_features > 0;
-  const bool with_gw = gw.rows > 0 && gw.cols > 0 && shape.tokens > 0;
-  GxScratch for_gx{};
-  GwScratch for_gw{};
-  Projection p;
-  detail::Operand saved_x{};
-  bool gb_done = false;
-  const Zeroed zeroed = take_zeroed(cursor, context, gradient, weight, spec, with_gx, with_gw);
-  if (zeroed.words > 0) {
-    run.backend.zero(context, zeroed.gradient_rows,
-                     static_cast<std::size_t>(zeroed.words) * sizeof(std::uint32_t));
-  }
-  if (out.gx != nullptr) {
-    for_gx = take_gx(cursor, context, shape, spec);
-    for_gx.y.amax = zeroed.gradient_rows;
-    for_gx.w.amax = zeroed.weight;
-  }
-  if (with_gx) run.quantize_gx(gradient, for_gx);
-  if (with_gw) {
-    p = detail::make_projection(shape.tokens, spec.low_rank);
-    for_gw = take_gw(cursor, context, shape, spec, p);
-    for_gw.g.amax = zeroed.gradient_columns;
-    gb_done = run.quantize_gw(gradient, saved.key, p, out.gb == nullptr ? nullptr : &gb,
-                              out.accumulate, for_gw);
-  }
-  if (with_gx) run.quantize_w(weight, for_gx);
-  if (with_gw) saved_x = run.restore_x(saved, for_gw);
-  if (with_gx) {
-    run.product_gx(for_gx, gx);
-  } else if (gx.rows > 0 && gx.cols > 0) {
-    run.backend.fill_zero(context, gx);
-  }
-  if (with_gw) {
-    run.product_gw(for_gw, saved_x, p, out.accumulate, gw);
-  } else if (gw.rows > 0 && gw.cols > 0 && !out.accumulate) {
-    run.backend.fill_zero(context, gw);
-  }
-  if (out.gb != nullptr && !gb_done && shape.out_features > 0) {
-    WorkspaceCursor for_gb(workspace.data);
-    run.backend.column_sum(context, gradient,
-                           {gb, out.accumulate, take_gb(for_gb, context, shape)});
-  }
+}  // namespace
+
+void backward_linear(const Context& context, const ConstTensorView& gy, const ConstTensorView& w,
+                     const ConstSavedActivation& saved, const BackwardLinearSpec& spec,
+                     const BackwardOutputs& out, const Workspace& workspace) {
+  check_and_run(context, gy, {&w, nullptr}, saved, spec, out, workspace);
+}
+
+void backward_linear(const Context& context, const ConstTensorView& gy,
+                     const ConstQuantizedWeight& w, const ConstSavedActivation& saved,
+                     const BackwardLinearSpec& spec, const BackwardOutputs& out,
+                     const Workspace& workspace) {
+  check_and_run(context, gy, {nullptr, &w}, saved, spec, out, workspace);
 }
 
 }  // namespace hot

@@ -1,6 +1,7 @@
 // The public functions of the single stages: check, pick the backend, call. Nothing is written
 // before every argument was found good.
 #include <string>
+#include <utility>
 
 #include "checks.h"
 #include "hot/hot.h"
@@ -15,6 +16,38 @@ using detail::is_power_of_two;
 
 const detail::Backend& detail::backend_of(const Context& context) {
   return context.device().type == Device::Type::cpu ? cpu_backend() : cuda_backend();
+}
+
+// One after the other: a backend that can does better.
+bool detail::Backend::quantize_operands(const Context& context,
+                                        const BackwardOperands& operands) const {
+  bool started = false;
+  const auto independent = [&] { return std::exchange(started, true); };
+  bool summed = false;
+  if (operands.zeroed_bytes > 0) zero(context, operands.zeroed, operands.zeroed_bytes);
+  if (const RowsJob* job = operands.gradient_rows) {
+    OperandQuant quant = job->quant;
+    quant.independent = independent();
+    quantize_rows(context, job->x, job->hadamard_block, quant, job->out);
+  }
+  for (const ColumnsJob* job : {operands.gradient_columns, operands.weight}) {
+    if (job == nullptr) continue;
+    OperandQuant quant = job->quant;
+    quant.independent = independent();
+    const bool done = quantize_columns(context, job->x, *job->projection, job->side,
+                                       job->sketch_key, quant, job->out, job->sum);
+    if (job == operands.gradient_columns) summed = done;
+  }
+  if (const GroupsJob* job = operands.activation) {
+    requantize_groups(context, job->packed, job->row_bytes, job->scale, job->tokens, job->rounding,
+                      independent(), job->out);
+  }
+  return summed;
+}
+
+void detail::Backend::gemms(const Context& context, const GemmArgs* products,
+                            void* const* workspaces, int count) const {
+  for (int i = 0; i < count; ++i) gemm(context, products[i], workspaces[i]);
 }
 
 namespace {

@@ -113,6 +113,48 @@ struct OperandQuant {
   bool independent = false;
 };
 
+// The sums of a matrix's columns, g_b.
+struct ColumnSum {
+  MatrixOut out;  // one row
+  bool accumulate;
+  void* workspace;  // column_sum_workspace bytes
+};
+
+// The arguments of quantize_rows, quantize_columns and requantize_groups (below).
+struct RowsJob {
+  MatrixIn x;
+  int hadamard_block;
+  OperandQuant quant;
+  Operand out;
+};
+struct ColumnsJob {
+  MatrixIn x;
+  const Projection* projection;
+  Side side;
+  Key sketch_key;
+  OperandQuant quant;
+  Operand out;
+  const ColumnSum* sum;
+};
+struct GroupsJob {
+  const std::uint8_t* packed;
+  std::int64_t row_bytes;
+  const std::uint16_t* scale;
+  std::int64_t tokens;
+  Rounding rounding;
+  Operand out;
+};
+
+// What a backward quantises before its products; null: not wanted.
+struct BackwardOperands {
+  const RowsJob* gradient_rows = nullptr;
+  const ColumnsJob* gradient_columns = nullptr;
+  const ColumnsJob* weight = nullptr;
+  const GroupsJob* activation = nullptr;
+  void* zeroed = nullptr;  // where the jobs' Operand::amax lie, still to be zeroed
+  std::size_t zeroed_bytes = 0;
+};
+
 struct FwhtArgs {
   const void* x;
   DType x_dtype;
@@ -144,13 +186,6 @@ struct GemmTokenArgs {
   float inv_divisor;
   bool accumulate;
   MatrixOut out;
-};
-
-// The sums of a matrix's columns, g_b.
-struct ColumnSum {
-  MatrixOut out;  // one row
-  bool accumulate;
-  void* workspace;  // column_sum_workspace bytes
 };
 
 class Backend {
@@ -200,6 +235,12 @@ class Backend {
   virtual void requantize_groups(const Context&, const std::uint8_t* packed, std::int64_t row_bytes,
                                  const std::uint16_t* scale, std::int64_t tokens, Rounding,
                                  bool independent, const Operand& out) const = 0;
+  // All operands of a backward, which do not depend on each other. Returns whether the sum of
+  // gradient_columns was done.
+  virtual bool quantize_operands(const Context&, const BackwardOperands&) const;
+  // Up to two products that do not depend on each other.
+  virtual void gemms(const Context&, const GemmArgs* products, void* const* workspaces,
+                     int count) const;
   virtual void fill_zero(const Context&, const MatrixOut& out) const = 0;
   virtual std::size_t column_sum_workspace(const Context&, std::int64_t rows,
                                            std::int64_t cols) const = 0;

@@ -141,11 +141,11 @@ void gemm(const CoreContext& c, const In& a, const In& b, std::int64_t k, const 
   const hot::ConstTensorView bsv = view(b_scale, "b_scale");
   const hot::TensorView ov = view(out, "out");
   const hot::GemmSpec spec{divisor, accumulate};
-  std::size_t bytes = 0;  // stays 0 where the call below says what is wrong
-  if (av.ndim == 2 && bv.ndim == 2 && (k < 0 || (k + 1) / 2 == av.shape[1])) {
-    bytes = hot::gemm_workspace(c.context, av.shape[0], bv.shape[0], k < 0 ? av.shape[1] : k);
-  }
-  const Scratch scratch(c.context, bytes, workspace);
+  const Scratch scratch(c.context, workspace, [&]() -> std::size_t {
+    // 0 where the call below says what is wrong
+    if (av.ndim != 2 || bv.ndim != 2 || (k >= 0 && (k + 1) / 2 != av.shape[1])) return 0;
+    return hot::gemm_workspace(c.context, av.shape[0], bv.shape[0], k < 0 ? av.shape[1] : k);
+  });
   Gil release;
   if (k < 0) {
     hot::gemm_int8(c.context, av, bv, asv, bsv, spec, ov, scratch.get());
@@ -183,14 +183,35 @@ void compress_activation(const CoreContext& c, const In& x, const Spec& s, const
                          const Out& saved, const Out& workspace) {
   const hot::ConstTensorView xv = view(x, "x");
   const hot::SavedActivation saved_out = saved_view(saved, "saved");
-  std::size_t bytes = 0;
-  if (xv.ndim >= 2) {  // otherwise the call below says what is wrong
-    bytes =
-        hot::compress_activation_workspace(c.context, leading(xv), xv.shape[xv.ndim - 1], s.spec);
-  }
-  const Scratch scratch(c.context, bytes, workspace);
+  const Scratch scratch(c.context, workspace, [&]() -> std::size_t {
+    if (xv.ndim < 2) return 0;  // the call below says what is wrong
+    return hot::compress_activation_workspace(c.context, leading(xv), xv.shape[xv.ndim - 1],
+                                              s.spec);
+  });
   Gil release;
   hot::compress_activation(c.context.with_key(key_of(key)), xv, s.spec, saved_out, scratch.get());
+}
+
+std::size_t quantized_weight_bytes(std::int64_t out_features, std::int64_t in_features,
+                                   const Spec& s) {
+  return hot::quantized_weight_bytes(out_features, in_features, s.spec);
+}
+
+std::size_t quantize_weight_workspace(const CoreContext& c, std::int64_t out_features,
+                                      std::int64_t in_features, const Spec& s) {
+  return hot::quantize_weight_workspace(c.context, out_features, in_features, s.spec);
+}
+
+void quantize_weight(const CoreContext& c, const In& w, const Spec& s, const Out& out,
+                     const Out& workspace) {
+  const hot::ConstTensorView wv = view(w, "w");
+  const hot::QuantizedWeight ov = quantized_view(out, "out");
+  const Scratch scratch(c.context, workspace, [&]() -> std::size_t {
+    if (wv.ndim != 2) return 0;  // the call below says what is wrong
+    return hot::quantize_weight_workspace(c.context, wv.shape[0], wv.shape[1], s.spec);
+  });
+  Gil release;
+  hot::quantize_weight(c.context, wv, s.spec, ov, scratch.get());
 }
 
 std::size_t backward_linear_workspace(const CoreContext& c, std::int64_t tokens,
@@ -203,7 +224,8 @@ std::size_t backward_linear_workspace(const CoreContext& c, std::int64_t tokens,
 void backward_linear(const CoreContext& c, const In& gy, const In& w, const In& saved,
                      std::int64_t tokens, std::int64_t in_features, const KeyTuple& saved_key,
                      const Spec& s, const KeyTuple& key, const Out& gx, const Out& gw,
-                     const Out& gb, bool accumulate, const Out& workspace) {
+                     const Out& gb, bool accumulate, const Out& workspace,
+                     const In& quantized_weight) {
   const hot::ConstTensorView gyv = view(gy, "gy");
   const hot::ConstTensorView wv = view(w, "w");
   hot::ConstSavedActivation sv = saved_view(saved, "saved");
@@ -219,16 +241,22 @@ void backward_linear(const CoreContext& c, const In& gy, const In& w, const In& 
   outputs.gw = gwv ? &*gwv : nullptr;
   outputs.gb = gbv ? &*gbv : nullptr;
   outputs.accumulate = accumulate;
-  std::size_t bytes = 0;
-  if (gyv.ndim >= 2) {
+  hot::ConstQuantizedWeight qv = quantized_view(quantized_weight, "quantized_weight");
+  qv.out_features = gyv.ndim >= 2 ? gyv.shape[gyv.ndim - 1] : 0;
+  qv.in_features = in_features;
+  const Scratch scratch(c.context, workspace, [&]() -> std::size_t {
+    if (gyv.ndim < 2) return 0;
     const hot::LinearShape shape{leading(gyv), gyv.shape[gyv.ndim - 1], in_features};
-    bytes =
-        hot::backward_linear_workspace(c.context, shape, s.spec, gxv.has_value(), gwv.has_value());
-  }
-  const Scratch scratch(c.context, bytes, workspace);
+    return hot::backward_linear_workspace(c.context, shape, s.spec, gxv.has_value(),
+                                          gwv.has_value());
+  });
+  const hot::Context context = c.context.with_key(key_of(key));
   Gil release;
-  hot::backward_linear(c.context.with_key(key_of(key)), gyv, wv, sv, s.spec, outputs,
-                       scratch.get());
+  if (quantized_weight.is_valid()) {
+    hot::backward_linear(context, gyv, qv, sv, s.spec, outputs, scratch.get());
+  } else {
+    hot::backward_linear(context, gyv, wv, sv, s.spec, outputs, scratch.get());
+  }
 }
 
 std::pair<bool, std::string> supported(const CoreContext& c, std::int64_t tokens,
@@ -290,12 +318,19 @@ void bind_ops(nb::module_& m) {
         "in_features"_a, "spec"_a);
   m.def("compress_activation", &compress_activation, "context"_a, "x"_a.noconvert(), "spec"_a,
         "key"_a, "saved"_a.noconvert(), "workspace"_a.noconvert().none() = nb::none());
+  m.def("quantized_weight_bytes", &quantized_weight_bytes, "out_features"_a, "in_features"_a,
+        "spec"_a);
+  m.def("quantize_weight_workspace", &quantize_weight_workspace, "context"_a, "out_features"_a,
+        "in_features"_a, "spec"_a);
+  m.def("quantize_weight", &quantize_weight, "context"_a, "w"_a.noconvert(), "spec"_a,
+        "out"_a.noconvert(), "workspace"_a.noconvert().none() = nb::none());
   m.def("backward_linear_workspace", &backward_linear_workspace, "context"_a, "tokens"_a,
         "out_features"_a, "in_features"_a, "spec"_a, "need_gx"_a, "need_gw"_a);
   m.def("backward_linear", &backward_linear, "context"_a, "gy"_a.noconvert(),
         "w"_a.noconvert().none(), "saved"_a.noconvert().none(), "tokens"_a, "in_features"_a,
         "saved_key"_a, "spec"_a, "key"_a, "gx"_a.noconvert().none(), "gw"_a.noconvert().none(),
-        "gb"_a.noconvert().none(), "accumulate"_a, "workspace"_a.noconvert().none() = nb::none());
+        "gb"_a.noconvert().none(), "accumulate"_a, "workspace"_a.noconvert().none() = nb::none(),
+        "quantized_weight"_a.noconvert().none() = nb::none());
   m.def("supported", &supported, "context"_a, "tokens"_a, "out_features"_a, "in_features"_a,
         "spec"_a);
 }

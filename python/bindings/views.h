@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <string_view>
 #include <tuple>
 #include <vector>
@@ -29,6 +30,8 @@ hot::TensorView view(const Out& array, const char* name);
 // A contiguous uint8 vector.
 hot::SavedActivation saved_view(const Out& array, const char* name);
 hot::ConstSavedActivation saved_view(const In& array, const char* name);
+hot::QuantizedWeight quantized_view(const Out& array, const char* name);
+hot::ConstQuantizedWeight quantized_view(const In& array, const char* name);
 
 hot::Key key_of(const KeyTuple& key);
 
@@ -43,10 +46,11 @@ hot::Isa parse_isa(std::string_view text);
 hot::LowRank low_rank(std::string_view basis, int block, int rank, std::vector<int> rows,
                       int grid_h, int grid_w, int prefix_tokens);
 
-// Scratch of one call: the caller's array, or on the CPU, without one, memory of its own.
+// Scratch of one call: the caller's array, or on the CPU, without one, memory of its own, of the
+// size that is asked for only then.
 class Scratch {
  public:
-  Scratch(const hot::Context& context, std::size_t bytes, const Out& given);
+  Scratch(const hot::Context& context, const Out& given, const std::function<std::size_t()>& size);
   ~Scratch();
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;

@@ -18,10 +18,11 @@ from .ops import (
     hla,
     pack_int4,
     quantize,
+    quantize_weight,
     supported,
     unpack_int4,
 )
-from .saved import Saved
+from .saved import QuantizedWeight, Saved
 
 __version__: str = _core.version()
 
@@ -29,6 +30,7 @@ __all__ = [
     "Gradients",
     "HotConfig",
     "Key",
+    "QuantizedWeight",
     "Saved",
     "__version__",
     "backward_linear",
@@ -43,6 +45,7 @@ __all__ = [
     "num_threads",
     "pack_int4",
     "quantize",
+    "quantize_weight",
     "set_isa",
     "set_num_threads",
     "supported",

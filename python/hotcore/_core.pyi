@@ -124,6 +124,13 @@ def compress_activation(
     saved: _Array,
     workspace: _Array | None = None,
 ) -> None: ...
+def quantized_weight_bytes(out_features: int, in_features: int, spec: Spec) -> int: ...
+def quantize_weight_workspace(
+    context: CoreContext, out_features: int, in_features: int, spec: Spec
+) -> int: ...
+def quantize_weight(
+    context: CoreContext, w: _Array, spec: Spec, out: _Array, workspace: _Array | None = None
+) -> None: ...
 def backward_linear_workspace(
     context: CoreContext,
     tokens: int,
@@ -148,6 +155,7 @@ def backward_linear(
     gb: _Array | None,
     accumulate: bool,
     workspace: _Array | None = None,
+    quantized_weight: _Array | None = None,
 ) -> None: ...
 def supported(
     context: CoreContext, tokens: int, out_features: int, in_features: int, spec: Spec

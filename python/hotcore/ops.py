@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from . import _core, arrays, contexts
 from .arrays import FLOATS, Array, Operand, operand, output
 from .config import HotConfig, Key, as_config, as_key
-from .saved import Saved, saved_layout
+from .saved import QuantizedWeight, Saved, saved_layout
 
 KeyLike = Key | int
 
@@ -316,6 +316,36 @@ def compress_activation(
     return Saved(_result(source, data), tokens, width, settings, full_key)
 
 
+def quantize_weight(w: Array, config: HotConfig | str | None = None) -> QuantizedWeight:
+    """Quantise w ``[O, I]`` once for several calls of :func:`backward_linear`.
+
+    They then give the same bits as with w itself: weights are rounded to nearest, with no draws.
+    One is good for all micro-batches of a step, until the optimizer changes w.
+
+    Args:
+        w: float32, float16 or bfloat16, any strides.
+        config: a :class:`HotConfig` or a recipe's name; None: ``HotConfig()``.
+
+    Returns:
+        A :class:`QuantizedWeight`: about one byte a value.
+
+    Source: spec.md, "Stages"; docs/numerics.md.
+    """
+    settings = HotConfig() if config is None else as_config(config)
+    source = _matrix(operand(w, "w"))
+    rows, columns = source.shape
+    data = source.empty((_core.quantized_weight_bytes(rows, columns, settings.spec),), "uint8")
+    context = source.context()
+    size = (
+        0
+        if source.device < 0
+        else _core.quantize_weight_workspace(context, rows, columns, settings.spec)
+    )
+    workspace = source.workspace(size)
+    _core.quantize_weight(context, source.dlpack, settings.spec, data.dlpack, workspace)
+    return QuantizedWeight(_result(source, data), rows, columns, settings)
+
+
 class Gradients(NamedTuple):
     """Gradients of :func:`backward_linear`; None where not asked for."""
 
@@ -326,7 +356,7 @@ class Gradients(NamedTuple):
 
 def backward_linear(
     gy: Array,
-    w: Array | None,
+    w: Array | QuantizedWeight | None,
     saved_or_x: Saved | Array | None,
     *,
     config: HotConfig | str | None = None,
@@ -341,7 +371,8 @@ def backward_linear(
 
     Args:
         gy: ``[..., O]`` float32, float16 or bfloat16, 2 to 4 dimensions; leading ones collapse.
-        w: ``[O, I]``; None where ``"gx"`` is not needed.
+        w: ``[O, I]``, or what :func:`quantize_weight` made of it with the same configuration; None
+            where ``"gx"`` is not needed.
         saved_or_x: what :func:`compress_activation` kept, or x ``[..., I]`` itself, which is then
             compressed first; None where ``"gw"`` is not needed.
         config: a :class:`HotConfig` or a recipe's name; None: that of ``saved_or_x``, or
@@ -370,13 +401,24 @@ def backward_linear(
     full_key = as_key(key) if key is not None else saved.key if saved else Key(0)
 
     weight: Operand | None = None
+    quantized: Operand | None = None
+    in_features = saved.in_features if saved else 0
     if "gx" in wanted:
-        weight = _matrix(operand(w, "w"))
-        if weight.shape[0] != out_features:
-            raise ValueError(f"w: shape {weight.shape}; gy has {out_features} out features")
-        if saved is not None and weight.shape[1] != saved.in_features:
-            raise ValueError(f"w: shape {weight.shape}; x has {saved.in_features} in features")
-    in_features = weight.shape[1] if weight else saved.in_features if saved else 0
+        if isinstance(w, QuantizedWeight):
+            quantized = operand(w.data, "w.data", ("uint8",))
+            if w.config != settings:
+                raise ValueError(f"w: quantised with {w.config}; expected {settings}")
+            if quantized.device != grad.device:
+                raise ValueError("w: on another device than gy")
+            shape: tuple[int, ...] = (w.out_features, w.in_features)
+        else:
+            weight = _matrix(operand(w, "w"))
+            shape = weight.shape
+        if shape[0] != out_features:
+            raise ValueError(f"w: shape {shape}; gy has {out_features} out features")
+        if saved is not None and shape[1] != in_features:
+            raise ValueError(f"w: shape {shape}; x has {in_features} in features")
+        in_features = shape[1]
 
     dtype = grad.dtype if out_dtype is None else arrays.dtype_name(out_dtype, "out_dtype", FLOATS)
     gx = grad.empty((tokens, in_features), dtype) if "gx" in wanted else None
@@ -418,6 +460,7 @@ def backward_linear(
         gb.dlpack if gb else None,
         accumulate,
         grad.workspace(size),
+        quantized.dlpack if quantized else None,
     )
     shaped = None
     if gx is not None:

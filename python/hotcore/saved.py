@@ -1,4 +1,4 @@
-"""What :func:`hotcore.compress_activation` keeps of x."""
+"""What :func:`hotcore.compress_activation` keeps of x, and :func:`hotcore.quantize_weight` of w."""
 
 from __future__ import annotations
 
@@ -76,3 +76,16 @@ class Saved:
 
     def _operand(self) -> arrays.Operand:
         return arrays.operand(self.data, "saved.data", ("uint8",))
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedWeight:
+    """w as the product of g_x takes it: codes ``[I, Kp]`` and I scales, as one uint8 vector.
+
+    Good for as long as w keeps its values.
+    """
+
+    data: arrays.Array
+    out_features: int
+    in_features: int
+    config: HotConfig

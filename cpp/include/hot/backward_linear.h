@@ -100,6 +100,33 @@ HOT_API void compress_activation(const Context& context, const ConstTensorView& 
                                  const BackwardLinearSpec& spec, const SavedActivation& saved,
                                  const Workspace& workspace);
 
+/// w [O, I] as backward_linear wants it for g_x: transformed along O, quantised, transposed. Good
+/// for as long as w is, whatever g_y: one for all micro-batches of a step.
+struct QuantizedWeight {
+  void* data = nullptr;  // quantized_weight_bytes bytes, 16-byte aligned
+  std::size_t bytes = 0;
+};
+struct ConstQuantizedWeight {
+  const void* data = nullptr;
+  std::size_t bytes = 0;
+  std::int64_t out_features = 0;
+  std::int64_t in_features = 0;
+};
+
+HOT_API std::size_t quantized_weight_bytes(std::int64_t out_features, std::int64_t in_features,
+                                           const BackwardLinearSpec& spec);
+
+HOT_API std::size_t quantize_weight_workspace(const Context& context, std::int64_t out_features,
+                                              std::int64_t in_features,
+                                              const BackwardLinearSpec& spec);
+
+/// Quantises w (f32, f16, bf16, any strides) once for several calls of backward_linear with the
+/// same spec, which then give the same bits as with w itself: w is rounded to nearest, with no
+/// draws.
+HOT_API void quantize_weight(const Context& context, const ConstTensorView& w,
+                             const BackwardLinearSpec& spec, const QuantizedWeight& out,
+                             const Workspace& workspace);
+
 /// Which gradients are computed; g_w and g_b can be added to what their arrays hold.
 struct BackwardOutputs {
   const TensorView* gx = nullptr;  // [L, I], null: not wanted, not computed
@@ -122,6 +149,12 @@ HOT_API std::size_t backward_linear_workspace(const Context& context, const Line
 /// Rounding draws from the context's key. spec: "Stages"; docs/numerics.md.
 HOT_API void backward_linear(const Context& context, const ConstTensorView& gy,
                              const ConstTensorView& w, const ConstSavedActivation& saved,
+                             const BackwardLinearSpec& spec, const BackwardOutputs& out,
+                             const Workspace& workspace);
+
+/// The same with w quantised before (quantize_weight), needed for gx only (else data null).
+HOT_API void backward_linear(const Context& context, const ConstTensorView& gy,
+                             const ConstQuantizedWeight& w, const ConstSavedActivation& saved,
                              const BackwardLinearSpec& spec, const BackwardOutputs& out,
                              const Workspace& workspace);
 

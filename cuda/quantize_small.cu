@@ -1,0 +1,252 @@
+// Stages: all operands of a small backward, quantised in one launch.
+//
+// small_kernel. Thread blocks of 256 threads in four ranges, long work first: columns of w, columns
+//   of P g_y (with g_b), rows of g_y, x from INT4. Each range runs the device code of the kernel
+//   that does the work alone (lowrank_resident.cuh, quantize.cuh) on its own share of the grid, so
+//   that its bytes are theirs; what is spared is launches, each of which takes as long as a few
+//   hundred kilobytes.
+//     columns  a thread block holds 8 units of 128 tokens of a strip; longer strips take the whole
+//              cluster, whose size is that of the longest.
+//     rows     256 threads share 256 / T rows, T lanes with 2 blocks of 16 elements each.
+//     x        a warp takes a channel.
+//   One scale for a whole operand needs its largest value first: the same kernel runs once more
+//   before, over those operands alone; every thread block leaves its largest value in a slot of its
+//   own, and all that round read all slots. No atomics, nothing to zero.
+#include "cuda/quantize_small.h"
+
+#include <algorithm>
+#include <cstdint>
+
+#include "cuda/launch.h"
+#include "cuda/lowrank_resident.cuh"
+#include "cuda/lowrank_resident.h"
+#include "cuda/quantize.cuh"
+
+namespace hot::detail {
+namespace {
+
+using resident::Kind;
+using resident::Slots;
+
+constexpr int threads = 32 * resident::most_warps;
+constexpr int row_blocks = 2;  // blocks of 16 of a lane
+// More waves of thread blocks than this hide a launch by themselves.
+constexpr int most_waves = 4;
+
+// A range of thread blocks: whole clusters, `blocks` of which have work.
+struct Range {
+  int blocks = 0, end = 0;
+};
+
+struct SmallArgs {
+  resident::Args weight, gradient;
+  RowsArgs rows;
+  RequantizeArgs groups;
+  int row_lanes;
+  Range weight_range, gradient_range, rows_range, groups_range;
+};
+
+template <Rounding rounding, class Tag>
+__device__ __forceinline__ void rows_block(const SmallArgs& args, int block,
+                                           std::uint32_t* shared) {
+  begin_kernel();
+  const int T = args.row_lanes, thread = static_cast<int>(threadIdx.x);
+  const RowsArgs& rows = args.rows;
+  const std::int64_t row = std::int64_t{block} * (threads / T) + thread / T;
+  quantize_row16<rounding, row_blocks, Tag>(rows, row, thread % T, T, [&](std::uint32_t& amax) {
+    if (rows.pass == RowsPass::amax) {
+      amax = block_max(amax, shared);
+      if (thread == 0) rows.amax[block] = amax;
+      return false;
+    }
+    amax = rows.pass == RowsPass::codes
+               ? resident::warp_slots_max(rows.amax, args.rows_range.blocks)
+               : row_max(amax, T, thread, shared);
+    return true;
+  });
+}
+
+template <Kind kind, Rounding rounding, class Tag>
+__global__ void __launch_bounds__(threads, resident::sm_warps / resident::most_warps)
+    small_kernel(const __grid_constant__ SmallArgs args) {
+  extern __shared__ __align__(1024) char units[];
+  __shared__ std::uint32_t shared[threads / 32];
+  int block = static_cast<int>(blockIdx.x);
+  if (block < args.weight_range.end) {
+    return resident::quantize_strips<Kind::whole, Rounding::nearest, Tag, Slots::yes>(
+        args.weight, block, args.weight_range.blocks, units);
+  }
+  block -= args.weight_range.end;
+  if (block < args.gradient_range.end) {
+    return resident::quantize_strips<kind, rounding, Tag, Slots::yes>(
+        args.gradient, block, args.gradient_range.blocks, units);
+  }
+  block -= args.gradient_range.end;
+  if (block < args.rows_range.end) return rows_block<rounding, Tag>(args, block, shared);
+  block -= args.rows_range.end;
+  begin_kernel();
+  const std::int64_t channel =
+      std::int64_t{block} * (threads / 32) + static_cast<int>(threadIdx.x) / 32;
+  if (channel >= args.groups.out.rows) return;
+  requantize_channel<rounding>(args.groups, channel, static_cast<int>(threadIdx.x) % 32, 32,
+                               [](std::uint32_t v) { return warp_max(v); });
+}
+
+// The operands as kernels take them, and how each is shared out.
+struct Plan {
+  SmallArgs args{};
+  Kind kind = Kind::full;
+  Rounding rounding = Rounding::nearest;
+  DType dtype = DType::f32;
+  int cluster = 1;
+  std::int64_t weight_blocks = 0, gradient_blocks = 0, rows_blocks = 0, groups_blocks = 0;
+};
+
+// Whether all that the jobs have in common is the same.
+class Agreement {
+ public:
+  explicit Agreement(Plan& plan) : plan_(plan) {}
+  bool dtype(DType dtype) { return same(plan_.dtype, dtype, has_dtype_); }
+  bool rounding(Rounding rounding) {
+    return rounding != Rounding::pseudo_stochastic && same(plan_.rounding, rounding, has_rounding_);
+  }
+
+ private:
+  template <class T>
+  static bool same(T& agreed, T value, bool& has) {
+    if (!has) agreed = value;
+    has = true;
+    return agreed == value;
+  }
+  Plan& plan_;
+  bool has_dtype_ = false, has_rounding_ = false;
+};
+
+bool plan_columns(const Context& context, const ColumnsJob& job, Plan& plan, resident::Args& args,
+                  Kind& kind) {
+  if (job.out.k_padded == 0 || !resident_can(*job.projection, job.quant) ||
+      !resident::kind_of(*job.projection, kind)) {
+    return false;
+  }
+  args = resident::make_args(context, job.x, *job.projection, kind, job.side, job.sketch_key,
+                             job.quant, job.out, job.sum);
+  args.independent = false;
+  const std::int64_t parts = ceil_div(args.units, resident::most_warps);
+  if (parts > resident::most_parts) return false;
+  plan.cluster = std::max(plan.cluster, static_cast<int>(parts));
+  return true;
+}
+
+// A strip that fits in one thread block keeps to it; another takes a cluster.
+std::int64_t share_columns(int cluster, resident::Args& args) {
+  args.parts = args.cluster = args.units > resident::most_warps ? cluster : 1;
+  return args.strips * args.parts;
+}
+
+bool plan_operands(const Context& context, const BackwardOperands& operands, Plan& plan) {
+  Agreement agreed(plan);
+  Kind weight_kind{};
+  if (const ColumnsJob* job = operands.weight) {
+    if (!agreed.dtype(job->x.dtype) || job->quant.rounding != Rounding::nearest ||
+        !plan_columns(context, *job, plan, plan.args.weight, weight_kind) ||
+        weight_kind != Kind::whole) {
+      return false;
+    }
+  }
+  if (const ColumnsJob* job = operands.gradient_columns) {
+    if (!agreed.dtype(job->x.dtype) || !agreed.rounding(job->quant.rounding) ||
+        !plan_columns(context, *job, plan, plan.args.gradient, plan.kind)) {
+      return false;
+    }
+  }
+  if (const RowsJob* job = operands.gradient_rows) {
+    const std::int64_t row_groups = job->out.k_padded / 16;
+    if (!agreed.dtype(job->x.dtype) || !agreed.rounding(job->quant.rounding) ||
+        job->hadamard_block != 16 || row_groups == 0 || row_groups > row_blocks * threads) {
+      return false;
+    }
+    plan.args.rows = rows_args(context, job->x, 16, job->quant, job->out);
+    int lanes = 1;
+    while (lanes * row_blocks < row_groups) lanes *= 2;
+    plan.args.row_lanes = lanes;
+    plan.rows_blocks = ceil_div(job->x.rows, threads / lanes);
+  }
+  if (const GroupsJob* job = operands.activation) {
+    if (!agreed.rounding(job->rounding)) return false;
+    plan.args.groups =
+        requantize_args(context, job->packed, job->row_bytes, job->scale, job->tokens, job->out);
+    plan.groups_blocks = ceil_div(job->out.rows, threads / 32);
+  }
+  const char* const stage = "backward_linear";
+  if (plan.cluster > 1 &&
+      (context.arch() == 80 ||
+       device_attribute(context, cudaDevAttrComputeCapabilityMajor, stage) < 9)) {
+    return false;
+  }
+  plan.weight_blocks =
+      operands.weight == nullptr ? 0 : share_columns(plan.cluster, plan.args.weight);
+  plan.gradient_blocks =
+      operands.gradient_columns == nullptr ? 0 : share_columns(plan.cluster, plan.args.gradient);
+  const std::int64_t most = std::int64_t{most_waves} * resident::sm_warps / resident::most_warps *
+                            device_attribute(context, cudaDevAttrMultiProcessorCount, stage);
+  return plan.weight_blocks <= small_slots && plan.gradient_blocks <= small_slots &&
+         plan.rows_blocks <= small_slots &&
+         plan.weight_blocks + plan.gradient_blocks + plan.rows_blocks + plan.groups_blocks <= most;
+}
+
+// Gives a range of a launch its thread blocks.
+void take_range(const Plan& plan, Range& range, std::int64_t blocks, std::int64_t& all) {
+  range.blocks = static_cast<int>(blocks);
+  range.end = static_cast<int>(round_up(blocks, plan.cluster));
+  all += range.end;
+}
+
+void launch_plan(const Context& context, const Plan& plan, const SmallArgs& args,
+                 std::int64_t blocks) {
+  const LaunchShape shape{blocks, threads,
+                          resident::shared_bytes(resident::most_warps, plan.cluster), plan.cluster};
+  resident::with_kind(plan.kind, [&](auto kind) {
+    host_with_dtype(plan.dtype, [&](auto tag) {
+      using Tag = decltype(tag);
+      constexpr Kind k = decltype(kind)::value;
+      launch("backward_linear", context,
+             plan.rounding == Rounding::nearest ? small_kernel<k, Rounding::nearest, Tag>
+                                                : small_kernel<k, Rounding::stochastic, Tag>,
+             shape, args);
+    });
+  });
+}
+
+}  // namespace
+
+bool quantize_small(const Context& context, const BackwardOperands& operands) {
+  Plan plan;
+  if (!plan_operands(context, operands, plan)) return false;
+  const auto per_tensor = [](const auto* job) { return job != nullptr && job->quant.per_tensor; };
+  const bool weight = per_tensor(operands.weight), rows = per_tensor(operands.gradient_rows),
+             gradient = per_tensor(operands.gradient_columns);
+  SmallArgs args = plan.args;
+  if (weight || rows || gradient) {
+    std::int64_t blocks = 0;
+    args.weight.pass = args.gradient.pass = resident::Pass::amax;
+    args.rows.pass = RowsPass::amax;
+    take_range(plan, args.weight_range, weight ? plan.weight_blocks : 0, blocks);
+    take_range(plan, args.gradient_range, gradient ? plan.gradient_blocks : 0, blocks);
+    take_range(plan, args.rows_range, rows ? plan.rows_blocks : 0, blocks);
+    launch_plan(context, plan, args, blocks);
+  }
+  std::int64_t blocks = 0;
+  args.weight.pass = weight ? resident::Pass::codes : resident::Pass::both;
+  args.gradient.pass = gradient ? resident::Pass::codes : resident::Pass::both;
+  args.rows.pass = rows ? RowsPass::codes : RowsPass::row_scales;
+  args.weight.slots = static_cast<int>(plan.weight_blocks);
+  args.gradient.slots = static_cast<int>(plan.gradient_blocks);
+  take_range(plan, args.weight_range, plan.weight_blocks, blocks);
+  take_range(plan, args.gradient_range, plan.gradient_blocks, blocks);
+  take_range(plan, args.rows_range, plan.rows_blocks, blocks);
+  take_range(plan, args.groups_range, plan.groups_blocks, blocks);
+  launch_plan(context, plan, args, blocks);
+  return true;
+}
+
+}  // namespace hot::detail
