@@ -1,0 +1,327 @@
+// Small products on CUDA (cuda/gemm_small.h) against the CPU, byte for byte, margins included: by
+// every plan, at the sizes of the paper's layers, with outputs of any strides. libhot does not
+// export them: tests/cpp/CMakeLists.txt links their object.
+#include "cuda/gemm_small.h"
+
+#include <memory>
+
+#include "support_cuda.h"
+
+#ifndef HOT_STATIC
+// What that object wants of a shared libhot, which keeps it to itself.
+namespace hot::detail {
+const char* cuda_archs() noexcept { return hot::cuda_architectures(); }
+}  // namespace hot::detail
+#endif
+
+using namespace hot_test;
+using hot::detail::GemmArgs;
+using hot::detail::small_gemms;
+using hot::detail::small_gemms_can;
+using hot::detail::small_plan;
+using hot::detail::SmallPlan;
+
+namespace {
+
+// The same bytes on both sides.
+class Array {
+ public:
+  explicit Array(std::size_t bytes) : host(bytes) { check(cudaMalloc(&device_, bytes)); }
+  ~Array() { static_cast<void>(cudaFree(device_)); }
+  Array(const Array&) = delete;
+  Array& operator=(const Array&) = delete;
+
+  void push() {  // seen by streams that do not wait for the default one
+    check(cudaMemcpy(device_, host.data(), host.size(), cudaMemcpyHostToDevice));
+    check(cudaDeviceSynchronize());
+  }
+  std::vector<char> pulled() const {
+    std::vector<char> out(host.size());
+    check(cudaMemcpy(out.data(), device_, out.size(), cudaMemcpyDeviceToHost));
+    return out;
+  }
+  template <class T>
+  T* on(bool gpu) {
+    return reinterpret_cast<T*>(gpu ? device_ : host.data());
+  }
+
+  std::vector<char> host;
+
+ private:
+  void* device_ = nullptr;
+};
+
+enum class Layout { rows, padded_rows, odd_rows, second_columns, transposed };
+constexpr Layout layouts[] = {Layout::rows, Layout::padded_rows, Layout::odd_rows,
+                              Layout::second_columns, Layout::transposed};
+
+struct Options {
+  DType dtype = DType::bf16;
+  Layout layout = Layout::rows;
+  bool accumulate = false, extreme = false;
+
+  static Options any() {
+    return {float_types[random_int(0, 2)], layouts[random_int(0, 4)], random_int(0, 1) == 0, false};
+  }
+};
+
+// Rows of codes, 16-byte aligned; what follows the K codes of a row is not zero.
+Array* operand(std::int64_t rows, std::int64_t pitch, bool extreme) {
+  auto* array = new Array(static_cast<std::size_t>(rows * pitch));
+  const auto values = codes(rows * pitch, 127);
+  std::memcpy(array->host.data(), values.data(), values.size());
+  if (extreme) std::fill(array->host.begin(), array->host.end(), static_cast<char>(127));
+  array->push();
+  return array;
+}
+
+Array* random_floats(std::int64_t count, DType dtype, float scale) {
+  auto* array = new Array(static_cast<std::size_t>(count) * hot::dtype_size(dtype));
+  const std::vector<float> values = normal(count, scale);
+  hot::fwht(cpu(), as_vector(values, DType::f32), 0, 1,  // blocks of 1 convert
+            hot::vector(static_cast<void*>(array->host.data()), dtype, count));
+  array->push();
+  return array;
+}
+
+// One product with its arrays; the output's memory, gaps and margin too, holds random numbers.
+class Problem {
+ public:
+  Problem(std::int64_t m, std::int64_t n, std::int64_t k, Options options)
+      : m_(m),
+        n_(n),
+        k_(k),
+        options_(options),
+        pitch_a_(hot::detail::round_up(k, 16) + 16 * random_int(0, 1)),
+        pitch_b_(hot::detail::round_up(k, 16) + 16 * random_int(0, 1)),
+        one_scale_a_(random_int(0, 3) == 0),
+        one_scale_b_(random_int(0, 3) == 0),
+        a_(operand(m, pitch_a_, options.extreme)),
+        b_(operand(n, pitch_b_, options.extreme)),
+        a_scale_(random_floats(one_scale_a_ ? 1 : m, DType::f32, 0.1F)),
+        b_scale_(random_floats(one_scale_b_ ? 1 : n, DType::f32, 0.01F)) {
+    const bool transposed = options.layout == Layout::transposed;
+    const std::int64_t step = options.layout == Layout::second_columns ? 2 : 1;
+    const std::int64_t gap = options.layout == Layout::padded_rows ? 16
+                             : options.layout == Layout::odd_rows  ? 1 + n % 2
+                                                                   : 0;
+    row_stride_ = transposed ? 1 : n * step + gap;
+    col_stride_ = transposed ? m : step;
+    out_.reset(random_floats(m * n * step + m * gap + margin, options.dtype, 1.0F));
+  }
+
+  GemmArgs args(bool gpu) {
+    GemmArgs args{};
+    args.a = a_->on<std::int8_t>(gpu);
+    args.b = b_->on<std::int8_t>(gpu);
+    args.m = m_, args.n = n_, args.k = k_, args.lda = pitch_a_, args.ldb = pitch_b_;
+    args.a_scale = a_scale_->on<float>(gpu);
+    args.b_scale = b_scale_->on<float>(gpu);
+    args.a_scale_step = one_scale_a_ ? 0 : 1;
+    args.b_scale_step = one_scale_b_ ? 0 : 1;
+    args.inv_divisor = 1.0F / 16.0F;
+    args.accumulate = options_.accumulate;
+    args.out = {out_->on<char>(gpu), options_.dtype, m_, n_, row_stride_, col_stride_};
+    return args;
+  }
+
+  void run_cpu() {
+    const GemmArgs g = args(false);
+    const hot::Context context = cpu(2);
+    std::vector<char> scratch(hot::gemm_workspace(context, m_, n_, k_) + 1);
+    TensorView out = hot::matrix(g.out.data, g.out.dtype, m_, n_, row_stride_);
+    out.stride[1] = col_stride_;
+    hot::gemm_int8(context, hot::matrix(g.a, DType::i8, m_, k_, pitch_a_),
+                   hot::matrix(g.b, DType::i8, n_, k_, pitch_b_),
+                   hot::vector(g.a_scale, DType::f32, one_scale_a_ ? 1 : m_),
+                   hot::vector(g.b_scale, DType::f32, one_scale_b_ ? 1 : n_),
+                   {16, options_.accumulate}, out, {scratch.data(), scratch.size()});
+  }
+
+  // The output on the GPU is that of the CPU, gaps and margin too.
+  void expect_equal(const std::string& plan) const {
+    const std::vector<char> got = out_->pulled();
+    if (got == out_->host) return;
+    const std::size_t size = hot::dtype_size(options_.dtype);
+    std::size_t first = 0, different = 0;
+    for (std::size_t i = 0; i + size <= got.size(); i += size) {
+      if (std::memcmp(&got[i], &out_->host[i], size) != 0 && different++ == 0) first = i / size;
+    }
+    ADD_FAILURE() << plan << ": " << m_ << " " << n_ << " " << k_ << " "
+                  << hot::dtype_name(options_.dtype) << " layout "
+                  << static_cast<int>(options_.layout) << " accumulate " << options_.accumulate
+                  << ": " << different << " of " << got.size() / size
+                  << " elements differ, the first is element " << first;
+  }
+
+ private:
+  static constexpr std::int64_t margin = 32;
+  std::int64_t m_, n_, k_;
+  Options options_;
+  std::int64_t pitch_a_, pitch_b_, row_stride_ = 0, col_stride_ = 0;
+  bool one_scale_a_, one_scale_b_;
+  std::unique_ptr<Array> a_, b_, a_scale_, b_scale_, out_;
+};
+
+std::string plan_text(const SmallPlan& plan) {
+  return "tile " + std::to_string(plan.tile_m) + ", cluster " + std::to_string(plan.cluster) +
+         ", shares " + std::to_string(plan.share[0]) + " " + std::to_string(plan.share[1]);
+}
+
+class GemmSmallCuda : public CudaTest {
+ protected:
+  using Problems = std::vector<std::unique_ptr<Problem>>;
+
+  hot::Context context(int arch = 0) const {
+    return hot::Context::cuda(0, stream_).with_arch(arch);
+  }
+
+  static std::vector<GemmArgs> gpu_args(const Problems& problems) {
+    std::vector<GemmArgs> all;
+    for (const auto& problem : problems) all.push_back(problem->args(true));
+    return all;
+  }
+
+  // Twice in a row, the second time on what the first has left: an accumulating product that
+  // started too early would lose a sum.
+  void expect_as_cpu(const hot::Context& context, const Problems& problems, const SmallPlan& plan) {
+    const std::vector<GemmArgs> products = gpu_args(problems);
+    const int count = static_cast<int>(products.size());
+    ASSERT_TRUE(small_gemms_can(context, products.data(), count));
+    for (int time = 0; time < 2; ++time) {
+      small_gemms(context, products.data(), count, plan);
+      for (const auto& problem : problems) problem->run_cpu();
+    }
+    check(cudaStreamSynchronize(stream_));
+    for (const auto& problem : problems) problem->expect_equal(plan_text(plan));
+  }
+
+  void expect_as_cpu(const hot::Context& context, const Problems& problems) {
+    const std::vector<GemmArgs> products = gpu_args(problems);
+    expect_as_cpu(context, problems,
+                  small_plan(context, products.data(), static_cast<int>(products.size())));
+  }
+
+  static std::unique_ptr<Problem> problem(std::int64_t m, std::int64_t n, std::int64_t k,
+                                          Options options = Options::any()) {
+    return std::make_unique<Problem>(m, n, k, options);
+  }
+
+  static bool clusters() {
+    int major = 0;
+    check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0));
+    return major == 9 && std::string(hot::cuda_architectures()).find("90") != std::string::npos;
+  }
+
+  static std::int64_t any_size() {
+    const std::int64_t sizes[] = {1, 2, 7, 16, 31, 49, 63, 64, 65, 96, 127, 128, 129, 197, 256};
+    return sizes[random_int(0, 14)];
+  }
+};
+
+}  // namespace
+
+TEST_F(GemmSmallCuda, every_plan_equals_cpu) {
+  for (const int tile_m : {64, 128}) {
+    for (int cluster = 1; cluster <= (clusters() ? 8 : 1); cluster *= 2) {
+      for (int first = 1; first <= cluster; first *= 2) {
+        for (int second = 1; second <= cluster; second *= 2) {
+          Problems problems;
+          problems.push_back(problem(any_size(), any_size(), random_int(1, 1500)));
+          if (second > 1 || random_int(0, 1) == 0) {
+            problems.push_back(problem(any_size(), any_size(), random_int(1, 300)));
+          }
+          expect_as_cpu(context(), problems, {tile_m, cluster, {first, second}});
+        }
+      }
+    }
+  }
+}
+
+TEST_F(GemmSmallCuda, random_sizes_equal_cpu) {
+  for (int round = 0; round < 40; ++round) {
+    Problems problems;
+    for (int p = 0; p <= round % 2; ++p) {
+      problems.push_back(
+          problem(any_size(), any_size(), random_int(1, round % 5 == 0 ? 4000 : 400)));
+    }
+    expect_as_cpu(context(round % 4 == 3 ? 80 : 0), problems);
+  }
+}
+
+TEST_F(GemmSmallCuda, every_layout_equals_cpu) {
+  for (const DType dtype : float_types) {
+    for (const Layout layout : layouts) {
+      for (const bool accumulate : {false, true}) {
+        Problems problems;
+        problems.push_back(
+            problem(any_size(), any_size(), any_size(), {dtype, layout, accumulate, false}));
+        expect_as_cpu(context(), problems);
+      }
+    }
+  }
+}
+
+TEST_F(GemmSmallCuda, layers_of_the_paper_equal_cpu) {
+  constexpr std::int64_t layers[][3] = {
+      {3136, 64, 256},  {3136, 64, 576},  {784, 128, 512},  {784, 128, 1152},
+      {196, 256, 2304}, {49, 512, 4608},  {197, 2304, 768}, {197, 768, 768},
+      {197, 3072, 768}, {197, 768, 3072}, {3136, 384, 96},  {784, 768, 192},
+      {196, 1536, 384}, {49, 1536, 768},  {49, 768, 1024},  {49, 3072, 768}};
+  for (const auto& [L, O, I] : layers) {
+    const DType dtype = float_types[random_int(0, 2)];
+    const std::int64_t tokens = random_int(0, 1) == 0 ? L : (L + 15) / 16 * 8;  // all, or rank 8
+    Problems problems;
+    problems.push_back(problem(L, I, hot::detail::round_up(O, 16), {dtype, Layout::rows}));
+    problems.push_back(problem(O, I, hot::detail::round_up(tokens, 16),
+                               {dtype, Layout::rows, random_int(0, 1) == 0, false}));
+    expect_as_cpu(context(), problems);
+  }
+}
+
+TEST_F(GemmSmallCuda, longest_contraction_is_exact) {
+  // 127 * 127 * K is the largest sum that 32 bits hold.
+  for (const int arch : {0, 80}) {
+    Problems problems;
+    problems.push_back(
+        problem(3, 5, hot::detail::int32_safe_k, {DType::f32, Layout::rows, false, true}));
+    expect_as_cpu(context(arch), problems);
+  }
+}
+
+TEST_F(GemmSmallCuda, arch_80_has_no_clusters) {
+  Problems problems;
+  problems.push_back(problem(64, 64, 4096));
+  const std::vector<GemmArgs> products = gpu_args(problems);
+  EXPECT_EQ(small_plan(context(80), products.data(), 1).cluster, 1);
+  if (clusters()) {
+    EXPECT_GT(small_plan(context(), products.data(), 1).cluster, 1);
+  }
+}
+
+TEST_F(GemmSmallCuda, what_it_cannot_do) {
+  Problems problems;
+  problems.push_back(problem(4, 4, 32));
+  const GemmArgs good = gpu_args(problems)[0];
+  const GemmArgs two[3] = {good, good, good};
+  EXPECT_TRUE(small_gemms_can(context(), two, 2));
+  EXPECT_FALSE(small_gemms_can(context(), two, 0));
+  EXPECT_FALSE(small_gemms_can(context(), two, 3));
+  const auto cannot = [&](void (*change)(GemmArgs&)) {
+    GemmArgs changed[2] = {good, good};
+    change(changed[1]);
+    EXPECT_TRUE(small_gemms_can(context(), changed, 1));
+    EXPECT_FALSE(small_gemms_can(context(), changed, 2));
+  };
+  cannot([](GemmArgs& g) { g.a += 8; });
+  cannot([](GemmArgs& g) { g.b += 1; });
+  cannot([](GemmArgs& g) { g.lda += 8; });
+  cannot([](GemmArgs& g) { g.ldb += 4; });
+  cannot([](GemmArgs& g) { g.k = hot::detail::int32_safe_k + 1; });
+  cannot([](GemmArgs& g) { g.k = 0; });
+  cannot([](GemmArgs& g) { g.m = 0; });
+  cannot([](GemmArgs& g) { g.n = 0; });
+  cannot([](GemmArgs& g) { g.a_scale = nullptr; });
+  cannot([](GemmArgs& g) { g.b_scale = nullptr; });
+  cannot([](GemmArgs& g) { g.m = g.n = 1 << 24; });
+}
