@@ -8,6 +8,7 @@
 #include "cuda/device/async_copy.cuh"
 #include "cuda/gemm_int8_sm80.h"
 #include "cuda/gemm_int8_sm90.h"
+#include "cuda/gemm_small.h"
 #include "cuda/launch.h"
 
 namespace hot::detail {
@@ -19,9 +20,9 @@ bool sm90_can(const Context& context, const GemmArgs& args) {
     return false;
   }
   const auto out_size = static_cast<std::int64_t>(dtype_size(args.out.dtype));
-  return args.a_scale != nullptr && !args.accumulate && args.k > 0 && args.k <= int32_safe_k &&
-         args.m < INT32_MAX && args.n < INT32_MAX && args.out.col_stride == 1 &&
-         aligned_rows(args.a, args.lda) && aligned_rows(args.b, args.ldb) && args.k % 16 == 0 &&
+  return args.a_scale != nullptr && args.k > 0 && args.k <= int32_safe_k && args.m < INT32_MAX &&
+         args.n < INT32_MAX && args.out.col_stride == 1 && aligned_rows(args.a, args.lda) &&
+         aligned_rows(args.b, args.ldb) && args.k % 16 == 0 &&
          aligned_rows(args.out.data, args.out.row_stride * out_size) && args.n * out_size % 16 == 0;
 }
 
@@ -43,6 +44,27 @@ int stream_k_splits(std::int64_t m, std::int64_t n, std::int64_t k, int sm_count
   return tiles * 3 <= sm_count ? static_cast<int>(std::min<std::int64_t>(sm_count / tiles, 6)) : 1;
 }
 
+struct Sm90Instances {
+  Sm90Pingpong* pingpong;
+  Sm90StreamK* stream_k;  // null: none
+};
+
+// Stream-K for the types that weights have; fp16 ones are rare, with autocast they are fp32.
+Sm90Instances sm90_instances(DType out, bool accumulate) {
+  switch (out) {
+    case DType::bf16:
+      return accumulate ? Sm90Instances{sm90_gemm_bf16_128x128_accumulate,
+                                        sm90_gemm_bf16_stream_k_accumulate}
+                        : Sm90Instances{sm90_gemm_bf16_128x128, sm90_gemm_bf16_stream_k};
+    case DType::f16:
+      return {accumulate ? sm90_gemm_f16_128x128_accumulate : sm90_gemm_f16_128x128, nullptr};
+    default:
+      return accumulate ? Sm90Instances{sm90_gemm_f32_128x128_accumulate,
+                                        sm90_gemm_f32_stream_k_accumulate}
+                        : Sm90Instances{sm90_gemm_f32_128x128, sm90_gemm_f32_stream_k};
+  }
+}
+
 void sm90_gemm(const Context& context, const GemmArgs& args, void* workspace) {
   const int sm_count = device_attribute(context, cudaDevAttrMultiProcessorCount, "gemm");
   GemmArgs spread = args;
@@ -59,18 +81,12 @@ void sm90_gemm(const Context& context, const GemmArgs& args, void* workspace) {
     spread.b_scale = vectors;
   }
   vectors += round_up(args.n, 64);
-  switch (args.out.dtype) {
-    case DType::bf16: {
-      const int splits = stream_k_splits(args.m, args.n, args.k, sm_count);
-      if (splits > 0) {
-        return sm90_gemm_bf16_stream_k(context, spread, sm_count, splits, vectors);
-      }
-      return sm90_gemm_bf16_128x128(context, spread, sm_count);
-    }
-    case DType::f16:
-      return sm90_gemm_f16_128x128(context, spread, sm_count);
-    default:
-      return sm90_gemm_f32_128x128(context, spread, sm_count);
+  const Sm90Instances instances = sm90_instances(args.out.dtype, args.accumulate);
+  const int splits = stream_k_splits(args.m, args.n, args.k, sm_count);
+  if (splits > 0 && instances.stream_k != nullptr) {
+    instances.stream_k(context, spread, sm_count, splits, vectors);
+  } else {
+    instances.pingpong(context, spread, sm_count);
   }
 }
 
@@ -104,6 +120,21 @@ void CudaBackend::gemm(const Context& context, const GemmArgs& args, void* works
   } else {
     sm80_gemm(context, args);
   }
+}
+
+// Above this many multiply-adds the kernels for large products are as fast, launch by launch.
+// Measured: docs/performance.md.
+constexpr std::int64_t small_most_work = std::int64_t{3} << 29;
+
+void CudaBackend::gemms(const Context& context, const GemmArgs* products, void* const* workspaces,
+                        int count) const {
+  const DeviceGuard guard(context.device().index, "gemm");
+  std::int64_t work = 0;
+  for (int i = 0; i < count; ++i) work += products[i].m * products[i].n * products[i].k;
+  if (work <= small_most_work && small_gemms_can(context, products, count)) {
+    return small_gemms(context, products, count);
+  }
+  for (int i = 0; i < count; ++i) gemm(context, products[i], workspaces[i]);
 }
 
 void CudaBackend::gemm_token(const Context& context, const GemmTokenArgs& args, void*) const {

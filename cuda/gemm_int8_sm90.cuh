@@ -1,8 +1,11 @@
 // Stage: integer product for sm_90a with CUTLASS's collective builder: wgmma on INT8, operands by
 // TMA, persistent grid, INT32 sums, and in the epilogue
-//   out[m, n] = (sum * b_scale[n]) * (a_scale[m] * inv_divisor)
-// as a visitor tree, so that the sums never leave the registers. One instance a file (it compiles
-// for a minute); gemm_int8_sm90.cu chooses among them.
+//   out[m, n] = (sum * b_scale[n]) * (a_scale[m] * inv_divisor), or out[m, n] + that
+// as a visitor tree, so that the sums never leave the registers: one rounding to the type of out.
+// What is there already comes by TMA, as CUTLASS's C, each piece of a tile before that piece is
+// written, by the thread block that writes it: in stream-K the one that ends the tile. Compiled
+// with --fmad=false, since the order of these roundings is fixed (docs/numerics.md). One instance a
+// file (it compiles for a minute); gemm.cu chooses among them.
 #pragma once
 
 #include <cstddef>
@@ -19,28 +22,34 @@
 
 namespace hot::detail {
 
-template <class Out, class TileShape, class ClusterShape, class MainloopSchedule,
-          class EpilogueSchedule, class Scheduler = cutlass::gemm::PersistentScheduler>
+template <class Out, bool accumulate, class MainloopSchedule, class EpilogueSchedule,
+          class Scheduler = cutlass::gemm::PersistentScheduler>
 struct Sm90Gemm {
+  using TileShape = cute::Shape<cute::_128, cute::_128, cute::_128>;
+  using ClusterShape = cute::Shape<cute::_2, cute::_1, cute::_1>;
   using Layout = cutlass::layout::RowMajor;
   static constexpr int out_alignment = 16 / static_cast<int>(sizeof(Out));
   static constexpr auto round = cutlass::FloatRoundStyle::round_to_nearest;
 
-  using Multiply = cutlass::epilogue::fusion::Sm90Compute<cutlass::multiplies, float, float, round>;
-  using MultiplyOut =
-      cutlass::epilogue::fusion::Sm90Compute<cutlass::multiplies, Out, float, round>;
+  template <template <class> class Operation, class To>
+  using Compute = cutlass::epilogue::fusion::Sm90Compute<Operation, To, float, round>;
+  template <class... Nodes>
+  using Tree = cutlass::epilogue::fusion::Sm90EVT<Nodes...>;
   using RowScale = cutlass::epilogue::fusion::Sm90ColBroadcast<0, TileShape, float>;
   using ColumnScale = cutlass::epilogue::fusion::Sm90RowBroadcast<0, TileShape, float>;
   using Divisor = cutlass::epilogue::fusion::Sm90ScalarBroadcast<float>;
-  using Fusion = cutlass::epilogue::fusion::Sm90EVT<
-      MultiplyOut,
-      cutlass::epilogue::fusion::Sm90EVT<Multiply, ColumnScale,
-                                         cutlass::epilogue::fusion::Sm90AccFetch>,
-      cutlass::epilogue::fusion::Sm90EVT<Multiply, RowScale, Divisor>>;
+  using Sum = cutlass::epilogue::fusion::Sm90AccFetch;
+  using Scaled = Tree<Compute<cutlass::multiplies, std::conditional_t<accumulate, float, Out>>,
+                      Tree<Compute<cutlass::multiplies, float>, ColumnScale, Sum>,
+                      Tree<Compute<cutlass::multiplies, float>, RowScale, Divisor>>;
+  using Before = std::conditional_t<accumulate, Out, void>;  // CUTLASS's C
+  using Added =
+      Tree<Compute<cutlass::plus, Out>, cutlass::epilogue::fusion::Sm90SrcFetch<Before>, Scaled>;
+  using Fusion = std::conditional_t<accumulate, Added, Scaled>;
 
   using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, TileShape, ClusterShape,
-      cutlass::epilogue::collective::EpilogueTileAuto, std::int32_t, float, void, Layout,
+      cutlass::epilogue::collective::EpilogueTileAuto, std::int32_t, float, Before, Layout,
       out_alignment, Out, Layout, out_alignment, EpilogueSchedule, Fusion>::CollectiveOp;
   using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, std::int8_t, cutlass::layout::RowMajor,
@@ -53,6 +62,8 @@ struct Sm90Gemm {
   using Device = cutlass::gemm::device::GemmUniversalAdapter<Kernel>;
 
   static constexpr bool stream_k = cute::is_same_v<Scheduler, cutlass::gemm::StreamKScheduler>;
+  // Stream-K's workspace depends on this and on what all instances share: one answers for all.
+  static_assert(!stream_k || Epilogue::get_store_pipe_increment(TileShape{}) == 4);
 
   // Both scales are vectors here: the caller has spread single ones. `splits` is for stream-K: 1
   // leaves the division of the contraction to CUTLASS.
@@ -63,14 +74,21 @@ struct Sm90Gemm {
     const auto stride_a = cute::make_stride(args.lda, cute::Int<1>{}, std::int64_t{0});
     const auto stride_b = cute::make_stride(args.ldb, cute::Int<1>{}, std::int64_t{0});
     const auto stride_d = cute::make_stride(args.out.row_stride, cute::Int<1>{}, std::int64_t{0});
-    typename Device::Arguments all{
-        cutlass::gemm::GemmUniversalMode::kGemm,
-        {m, n, k, 1},
-        {args.a, stride_a, args.b, stride_b},
-        {{}, nullptr, stride_d, static_cast<Out*>(args.out.data), stride_d}};
-    all.epilogue.thread = {{{args.b_scale, 0.0F, {}}, {}, {}},
-                           {{args.a_scale, 0.0F, {}}, {{args.inv_divisor}, {nullptr}}, {}},
-                           {}};
+    auto* out = static_cast<Out*>(args.out.data);
+    typename Device::Arguments all{cutlass::gemm::GemmUniversalMode::kGemm,
+                                   {m, n, k, 1},
+                                   {args.a, stride_a, args.b, stride_b},
+                                   {{}, nullptr, stride_d, out, stride_d}};
+    const typename Scaled::Arguments scaled{
+        {{args.b_scale, 0.0F, {}}, {}, {}},
+        {{args.a_scale, 0.0F, {}}, {{args.inv_divisor}, {nullptr}}, {}},
+        {}};
+    if constexpr (accumulate) {
+      all.epilogue.ptr_C = out;
+      all.epilogue.thread = {{}, scaled, {}};
+    } else {
+      all.epilogue.thread = scaled;
+    }
     all.hw_info.device_id = context.device().index;
     all.hw_info.sm_count = sm_count;
     // Measured best on nearly every shape of docs/performance.md: along N, no swizzle.
@@ -101,5 +119,13 @@ struct Sm90Gemm {
                                      " failed: " + cutlassGetStatusString(status));
   }
 };
+
+template <class Out, bool accumulate>
+using Pingpong = Sm90Gemm<Out, accumulate, cutlass::gemm::KernelTmaWarpSpecializedPingpong,
+                          cutlass::epilogue::TmaWarpSpecialized>;
+template <class Out, bool accumulate>
+using StreamK =
+    Sm90Gemm<Out, accumulate, cutlass::gemm::KernelTmaWarpSpecializedCooperative,
+             cutlass::epilogue::TmaWarpSpecializedCooperative, cutlass::gemm::StreamKScheduler>;
 
 }  // namespace hot::detail

@@ -2,7 +2,7 @@
 // no_sm90.cpp stands in for them in a build without CUTLASS or without sm_90a. Tiles of 128 x 128:
 // pingpong (two tiles in turns, the epilogue of one behind the products of the other), and
 // stream-K, where the tiles do not fill the GPU and the contraction is shared out instead (INT32
-// sums: exact in any order).
+// sums: exact in any order). *_accumulate add to what is there.
 #pragma once
 
 #include <cstddef>
@@ -14,12 +14,16 @@ namespace hot::detail {
 bool sm90_built() noexcept;
 
 // Both scales are vectors; see sm90_can in gemm.cu for what else is needed.
-void sm90_gemm_bf16_128x128(const Context&, const GemmArgs&, int sm_count);
-void sm90_gemm_f16_128x128(const Context&, const GemmArgs&, int sm_count);
-void sm90_gemm_f32_128x128(const Context&, const GemmArgs&, int sm_count);
+using Sm90Pingpong = void(const Context&, const GemmArgs&, int sm_count);
+Sm90Pingpong sm90_gemm_bf16_128x128, sm90_gemm_bf16_128x128_accumulate;
+Sm90Pingpong sm90_gemm_f16_128x128, sm90_gemm_f16_128x128_accumulate;
+Sm90Pingpong sm90_gemm_f32_128x128, sm90_gemm_f32_128x128_accumulate;
 
+using Sm90StreamK = void(const Context&, const GemmArgs&, int sm_count, int splits,
+                         void* workspace);
+Sm90StreamK sm90_gemm_bf16_stream_k, sm90_gemm_bf16_stream_k_accumulate;
+Sm90StreamK sm90_gemm_f32_stream_k, sm90_gemm_f32_stream_k_accumulate;
+// Bytes, for each of them the same.
 std::size_t sm90_stream_k_workspace(const Context&, const GemmArgs&, int sm_count, int splits);
-void sm90_gemm_bf16_stream_k(const Context&, const GemmArgs&, int sm_count, int splits,
-                             void* workspace);
 
 }  // namespace hot::detail

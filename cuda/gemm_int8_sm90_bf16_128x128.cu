@@ -5,10 +5,7 @@ namespace hot::detail {
 bool sm90_built() noexcept { return true; }
 
 void sm90_gemm_bf16_128x128(const Context& context, const GemmArgs& args, int sm_count) {
-  using namespace cute;
-  Sm90Gemm<cutlass::bfloat16_t, Shape<_128, _128, _128>, Shape<_2, _1, _1>,
-           cutlass::gemm::KernelTmaWarpSpecializedPingpong,
-           cutlass::epilogue::TmaWarpSpecialized>::run(context, args, sm_count);
+  Pingpong<cutlass::bfloat16_t, false>::run(context, args, sm_count);
 }
 
 }  // namespace hot::detail

@@ -129,6 +129,48 @@ class StagesCuda : public CudaTest {
     check(cudaStreamSynchronize(stream_));
   }
 
+  struct GemmShape {
+    std::int64_t M, N, K;
+  };
+  // Rows of 16 bytes, as the fast kernels want them; arch 0: the device's own. Accumulating is done
+  // twice in a row: the second product reads what the first has just written.
+  void compare_aligned_gemm(const GemmShape& shape, DType dtype, bool accumulate, int arch) {
+    const std::int64_t M = shape.M, N = shape.N, K = shape.K;
+    Mirror a(M, K, DType::i8, 16 * random_int(0, 2)), b(N, K, DType::i8, 16 * random_int(0, 2));
+    for (Mirror* m : {&a, &b}) {
+      const auto values = codes(static_cast<std::int64_t>(m->host.size()), 127);
+      std::memcpy(m->host.data(), values.data(), values.size());
+      m->push();
+    }
+    const std::int64_t a_scales = random_int(0, 2) == 0 ? 1 : M,
+                       b_scales = random_int(0, 2) == 0 ? 1 : N;
+    Mirror sa(1, a_scales, DType::f32), sb(1, b_scales, DType::f32);
+    sa.fill(normal(a_scales, 0.01F));
+    sb.fill(normal(b_scales, 0.01F));
+    Mirror out(M, N, dtype, 16 * random_int(0, 1));
+    if (accumulate) out.fill(normal(M * N));
+    both([&](hot::Context c, bool on_gpu) {
+      if (on_gpu && arch != 0) c = c.with_arch(arch);
+      const std::size_t bytes = hot::gemm_workspace(c, M, N, K);
+      std::vector<char> host(bytes + 1);
+      void* memory = host.data();
+      if (on_gpu) {
+        check(cudaMalloc(&memory, bytes + 1));
+        check(cudaMemset(memory, 0x5A, bytes));
+        check(cudaDeviceSynchronize());  // the stream does not wait for the default one
+      }
+      for (int time = 0; time < (accumulate ? 2 : 1); ++time) {
+        hot::gemm_int8(c, a.view(on_gpu), b.view(on_gpu), sa.flat(on_gpu), sb.flat(on_gpu),
+                       {16, accumulate}, out.view(on_gpu), {memory, bytes});
+      }
+      if (on_gpu) check(cudaStreamSynchronize(stream_));
+      if (on_gpu) check(cudaFree(memory));
+    });
+    out.expect_equal("gemm " + std::string(hot::dtype_name(dtype)) + " " + std::to_string(M) + " " +
+                     std::to_string(N) + " " + std::to_string(K) + ", arch " +
+                     std::to_string(arch) + (accumulate ? ", accumulating" : ""));
+  }
+
   static hot::LowRank any_low_rank(std::int64_t& tokens) {
     hot::LowRank spec;
     const int kind = static_cast<int>(random_int(0, 6));
@@ -254,43 +296,32 @@ TEST_F(StagesCuda, gemm_equals_cpu) {
 }
 
 TEST_F(StagesCuda, aligned_gemm_equals_cpu) {
-  // What the sm_90a kernels take, every instance of them, and the same through the mma.sync
-  // kernels.
+  // What the sm_90a kernels take, and the same through the mma.sync kernels.
   for (int round = 0; round < 36; ++round) {
-    const DType dtype = float_types[round % 3];
     const std::int64_t M = random_int(1, 700), N = 16 * random_int(1, round % 4 == 0 ? 200 : 30);
     const std::int64_t K = 16 * random_int(1, round % 6 == 0 ? 200 : 40);
-    const std::int64_t rows = round == 0 ? 12000 : M, cols = round == 0 ? 2304 : N;
-    Mirror a(rows, K, DType::i8, 16 * random_int(0, 2)),
-        b(cols, K, DType::i8, 16 * random_int(0, 2));
-    for (Mirror* m : {&a, &b}) {
-      const auto values = codes(static_cast<std::int64_t>(m->host.size()), 127);
-      std::memcpy(m->host.data(), values.data(), values.size());
-      m->push();
+    const DType dtype = float_types[round % 3];
+    const bool big = round == 0, accumulate = round % 2 == 1;
+    compare_aligned_gemm({big ? 12000 : M, big ? 2304 : N, K}, dtype, accumulate, 0);
+    compare_aligned_gemm({M, N, K}, dtype, accumulate, 80);
+  }
+}
+
+TEST_F(StagesCuda, every_sm90_gemm_equals_cpu) {
+  int multiprocessors = 0;
+  check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, 0));
+  // Columns of tiles; a tile of the result is 128 x 128, the last ones are cut off here and there.
+  const std::int64_t few = 3, many = multiprocessors / 6, most = multiprocessors / 2 + 1;
+  const auto cut = [](std::int64_t tiles) { return 128 * tiles - 16 * random_int(0, 7); };
+  for (const DType dtype : float_types) {
+    for (const bool accumulate : {false, true}) {
+      const std::int64_t long_k = 16 * random_int(256, 300), short_k = 16 * random_int(1, 40);
+      // Stream-K where there is one for the type: equal parts, then CUTLASS's division.
+      compare_aligned_gemm({random_int(1, 256), cut(few), long_k}, dtype, accumulate, 0);
+      compare_aligned_gemm({random_int(385, 512), cut(many), long_k}, dtype, accumulate, 0);
+      // Pingpong: more tiles than two waves.
+      compare_aligned_gemm({random_int(385, 512), cut(most), short_k}, dtype, accumulate, 0);
     }
-    const bool one_a = random_int(0, 2) == 0, one_b = random_int(0, 2) == 0;
-    Mirror sa(1, one_a ? 1 : rows, DType::f32), sb(1, one_b ? 1 : cols, DType::f32);
-    sa.fill(normal(one_a ? 1 : rows));
-    sb.fill(normal(one_b ? 1 : cols));
-    Mirror out(rows, cols, dtype, 16 * random_int(0, 1)), old(rows, cols, dtype);
-    std::vector<char> host(hot::gemm_workspace(cpu(4), rows, cols, K));
-    const auto run = [&](const hot::Context& c, bool on_gpu, Mirror& to) {
-      const std::size_t bytes = hot::gemm_workspace(c, rows, cols, K);
-      void* memory = nullptr;
-      if (on_gpu) check(cudaMalloc(&memory, bytes));
-      hot::gemm_int8(c, a.view(on_gpu), b.view(on_gpu), sa.flat(on_gpu), sb.flat(on_gpu),
-                     {16, false}, to.view(on_gpu), {on_gpu ? memory : host.data(), bytes});
-      if (on_gpu) check(cudaStreamSynchronize(stream_));
-      if (on_gpu) check(cudaFree(memory));
-    };
-    run(context(false, {}), false, out);
-    run(context(true, {}), true, out);
-    run(context(false, {}), false, old);
-    run(context(true, {}).with_arch(80), true, old);
-    const std::string what = std::string(hot::dtype_name(dtype)) + " " + std::to_string(rows) +
-                             " " + std::to_string(cols) + " " + std::to_string(K);
-    out.expect_equal("gemm " + what);
-    old.expect_equal("gemm with_arch(80) " + what);
   }
 }
 
