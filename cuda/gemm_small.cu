@@ -59,12 +59,12 @@ __device__ inline unsigned operand_place(int row, int piece) {
   return static_cast<unsigned>(row * step_k + ((piece ^ (row & 7)) << 4));
 }
 
-// Where piece `piece` (4 sums) of a row of sums lies. Four rows' neighbouring pairs of pieces, as a
-// half-warp writes fragments, fall into different banks, and so do every second of 16 pieces, as a
-// quarter-warp reads them for 16-bit outputs.
-__device__ inline unsigned sum_place(int row, int piece) {
-  return static_cast<unsigned>(row * sum_row_bytes +
-                               ((piece ^ ((row & 3) << 1) ^ ((piece >> 3) & 1)) << 4));
+// Where a sum lies in its row of sums. Of 16-byte pieces, four rows' neighbouring pairs, as a
+// half-warp writes fragments, fall into different banks, and so does every second of the 16 of a
+// row, as a quarter-warp reads them for 16-bit outputs.
+__device__ inline unsigned sum_place(int row, int column) {
+  const int piece = (column / 4) ^ ((row & 3) << 1) ^ (column / 32);
+  return static_cast<unsigned>(piece * 16 + column % 4 * static_cast<int>(sizeof(int)));
 }
 
 // Waits for the oldest of `stages` groups of copies.
@@ -77,6 +77,103 @@ __device__ inline void wait_oldest(int stages) {
     wait_copies<most_stages - 1>();
   }
 }
+
+// What a thread block does: steps of the contraction of a tile, as number `rank` of its tile's.
+template <int TileM>
+struct Work {
+  const Product& product;
+  int m0, n0, rank;
+  int k, first_step, steps;
+
+  __device__ Work(const Product& p, unsigned block) : product(p) {
+    const unsigned tile = block >> product.share_log2;
+    rank = static_cast<int>(block) & (product.share - 1);
+    m0 = static_cast<int>(tile / product.tiles_n) * TileM;
+    n0 = static_cast<int>(tile % product.tiles_n) * tile_n;
+    k = static_cast<int>(product.gemm.k);
+    const int all = none() ? 0 : (k + step_k - 1) / step_k;
+    first_step = all * rank >> product.share_log2;
+    steps = (all * (rank + 1) >> product.share_log2) - first_step;
+  }
+  // Thread blocks that only fill up the last cluster lie beyond the last row.
+  __device__ bool none() const { return m0 >= product.gemm.m; }
+  // Of 32 k, in a step.
+  __device__ int parts(int step) const {
+    return min(step_mmas, (k - (first_step + step) * step_k + mma_k - 1) / mma_k);
+  }
+};
+
+template <int TileM>
+struct Scales {
+  alignas(16) float a[TileM], b[tile_n];
+};
+
+// A thread's copies from global memory: a 16-byte piece of every 16th row.
+template <int TileM>
+struct Copies {
+  const Work<TileM>& work;
+  const GemmArgs& gemm;
+  int row, piece;
+  int rows_a, rows_b;
+  const std::int8_t *a, *b;
+
+  __device__ explicit Copies(const Work<TileM>& w)
+      : work(w),
+        gemm(w.product.gemm),
+        row(static_cast<int>(threadIdx.x / row_pieces)),
+        piece(static_cast<int>(threadIdx.x % row_pieces)),
+        rows_a(static_cast<int>(min(gemm.m - w.m0, std::int64_t{TileM}))),
+        rows_b(static_cast<int>(min(gemm.n - w.n0, std::int64_t{tile_n}))) {
+    const std::int64_t first_k = std::int64_t{w.first_step} * step_k + piece * 16;
+    a = gemm.a + (w.m0 + row) * gemm.lda + first_k;
+    b = gemm.b + (w.n0 + row) * gemm.ldb + first_k;
+  }
+
+  // Starts those of a step. Where K ends, zeros follow up to the next multiple of 32.
+  __device__ void bring(int step, unsigned char* stage) const {
+    const int left = work.k - (work.first_step + step) * step_k - piece * 16;
+    unsigned char* const to = stage + operand_place(row, piece);
+    const unsigned address = shared_address(to);
+    const std::int8_t *const from_a = a + step * step_k, *const from_b = b + step * step_k;
+    if (left >= 16) {
+#pragma unroll
+      for (int r = 0; r < TileM; r += rows_at_once) {
+        copy_async_if(row + r < rows_a, address + r * step_k, from_a + r * gemm.lda);
+      }
+#pragma unroll
+      for (int r = 0; r < tile_n; r += rows_at_once) {
+        copy_async_if(row + r < rows_b, address + (TileM + r) * step_k, from_b + r * gemm.ldb);
+      }
+    } else if (left > 0) {
+#pragma unroll 1
+      for (int r = 0; r < TileM + tile_n; r += rows_at_once) {
+        const bool of_a = r < TileM;
+        if (row + r < (of_a ? rows_a : TileM + rows_b)) {
+          copy_async(address + r * step_k,
+                     of_a ? from_a + r * gemm.lda : from_b + (r - TileM) * gemm.ldb, left);
+        }
+      }
+    } else if (piece < 2 * work.parts(step)) {
+#pragma unroll
+      for (int r = 0; r < TileM + tile_n; r += rows_at_once) {
+        *reinterpret_cast<int4*>(to + r * step_k) = int4{};
+      }
+    }
+  }
+
+  __device__ void bring_scales(Scales<TileM>& scales) const {
+    static_assert(TileM <= threads && tile_n <= threads);
+    const auto t = static_cast<int>(threadIdx.x);
+    if (t < rows_a) {
+      copy_word_async(shared_address(&scales.a[t]),
+                      gemm.a_scale + (work.m0 + t) * gemm.a_scale_step);
+    }
+    if (t < rows_b) {
+      copy_word_async(shared_address(&scales.b[t]),
+                      gemm.b_scale + (work.n0 + t) * gemm.b_scale_step);
+    }
+  }
+};
 
 // A warp's part of a tile: rows x 32, in fragments of 16 x 8.
 template <int TileM>
@@ -128,45 +225,36 @@ struct WarpTile {
   }
 };
 
-// The rows of a tile are shared out: 2^rows_log2 of them to each of its thread blocks.
-template <int TileM>
-__device__ int rows_log2(const Product& product) {
-  return (TileM == 64 ? 6 : 7) - product.share_log2;
-}
-
-// Where the sums of thread block `rank` of a tile lie at the one that finishes their row, which
-// holds its rows once for every thread block.
-__device__ inline unsigned part_place(int rank, int rows_log2, int row, int column) {
-  return sum_place((rank << rows_log2) + (row & ((1 << rows_log2) - 1)), column / 4) +
-         static_cast<unsigned>(column % 4) * static_cast<unsigned>(sizeof(int));
-}
-
 // Dequantises and stores this thread block's share of the rows of a tile.
 template <int TileM, class Tag>
-__device__ void finish_rows(const Product& product, int m0, int n0, int rank,
-                            const unsigned char* sums, const float* a_scale, const float* b_scale) {
+__device__ void finish_rows(const Work<TileM>& work, const unsigned char* sums,
+                            const Scales<TileM>& scales) {
   constexpr int columns = 16 / Tag::size, row_threads = tile_n / columns;
+  const Product& product = work.product;
   const GemmArgs& gemm = product.gemm;
-  const int log2 = rows_log2<TileM>(product), rows = 1 << log2;
+  const int m0 = work.m0, n0 = work.n0, rank = work.rank;
+  const int rows = TileM >> product.share_log2;
   const int column = static_cast<int>(threadIdx.x % row_threads) * columns;
   const int live = static_cast<int>(min(gemm.n - n0 - column, std::int64_t{columns}));
   if (live <= 0) return;
   const int end = static_cast<int>(min(std::int64_t{(rank + 1) * rows}, gemm.m - m0));
   for (int row = rank * rows + static_cast<int>(threadIdx.x / row_threads); row < end;
        row += threads / row_threads) {
+    const unsigned char* const own = sums + (row & (rows - 1)) * sum_row_bytes;
     int sum[columns] = {};
+#pragma unroll 2
     for (int part = 0; part < product.share; ++part) {
 #pragma unroll
       for (int c = 0; c < columns; c += 4) {
-        const int4 v =
-            *reinterpret_cast<const int4*>(sums + part_place(part, log2, row, column + c));
+        const int4 v = *reinterpret_cast<const int4*>(own + part * rows * sum_row_bytes +
+                                                      sum_place(row, column + c));
         sum[c] += v.x, sum[c + 1] += v.y, sum[c + 2] += v.z, sum[c + 3] += v.w;
       }
     }
     float v[columns];
 #pragma unroll
     for (int c = 0; c < columns; ++c) {
-      v[c] = dequantised(static_cast<float>(sum[c]), a_scale[row], b_scale[column + c],
+      v[c] = dequantised(static_cast<float>(sum[c]), scales.a[row], scales.b[column + c],
                          gemm.inv_divisor);
     }
     const std::int64_t first = std::int64_t{m0 + row} * gemm.out.row_stride +
@@ -195,136 +283,89 @@ __device__ void finish_rows(const Product& product, int m0, int n0, int rank,
   }
 }
 
+// Adds up this thread block's steps, whose first copies are on their way.
 template <int TileM>
-__global__ void __launch_bounds__(threads, TileM == 64 ? 5 : 4)
-    small_kernel(const __grid_constant__ Args args) {
-  extern __shared__ __align__(128) unsigned char shared[];
-  __shared__ __align__(16) float a_scale[TileM], b_scale[tile_n];
-  __shared__ std::uint64_t arrived;  // counts the sums that come from the cluster
-  const int t = static_cast<int>(threadIdx.x);
-  const bool second = blockIdx.x >= args.second_block;
-  const Product& product = args.product[second ? 1 : 0];
-  const GemmArgs& gemm = product.gemm;
-  const unsigned block = second ? blockIdx.x - args.second_block : blockIdx.x;
-  const unsigned tile = block >> product.share_log2;
-  const int rank = static_cast<int>(block) & (product.share - 1);
-  // Thread blocks that only fill up the last cluster lie beyond the last row. Where there are
-  // barriers they meet the others there, and do nothing else.
-  const int m0 = static_cast<int>(tile / product.tiles_n) * TileM;
-  const int n0 = static_cast<int>(tile % product.tiles_n) * tile_n;
-  if (m0 >= gemm.m && product.share == 1) return;
-  const auto k = static_cast<int>(gemm.k);
-  const int all_steps = m0 < gemm.m ? (k + step_k - 1) / step_k : 0;
-  const int first_step = all_steps * rank >> product.share_log2;
-  const int steps = (all_steps * (rank + 1) >> product.share_log2) - first_step;
-  const auto parts_of = [&](int step) {
-    return min(step_mmas, (k - (first_step + step) * step_k + mma_k - 1) / mma_k);
-  };
-
-  const unsigned ring = shared_address(shared);
-  const auto row = static_cast<int>(threadIdx.x / row_pieces),
-             piece = static_cast<int>(threadIdx.x % row_pieces);
-  const auto rows_a = static_cast<int>(min(gemm.m - m0, std::int64_t{TileM}));
-  const auto rows_b = static_cast<int>(min(gemm.n - n0, std::int64_t{tile_n}));
-  const std::int64_t first_k = std::int64_t{first_step} * step_k + piece * 16;
-  const std::int8_t* const a = gemm.a + (m0 + row) * gemm.lda + first_k;
-  const std::int8_t* const b = gemm.b + (n0 + row) * gemm.ldb + first_k;
-  const auto bring = [&](int step, unsigned stage) {
-    const int left = k - (first_step + step) * step_k - piece * 16;
-    const unsigned to = stage + operand_place(row, piece);
-    const std::int8_t *const from_a = a + step * step_k, *const from_b = b + step * step_k;
-    if (left >= 16) {
-#pragma unroll
-      for (int r = 0; r < TileM; r += rows_at_once) {
-        copy_async_if(row + r < rows_a, to + static_cast<unsigned>(r * step_k),
-                      from_a + r * gemm.lda);
-      }
-#pragma unroll
-      for (int r = 0; r < tile_n; r += rows_at_once) {
-        copy_async_if(row + r < rows_b, to + static_cast<unsigned>((TileM + r) * step_k),
-                      from_b + r * gemm.ldb);
-      }
-    } else if (piece < 2 * parts_of(step)) {  // the end of K: zeros beyond it
-#pragma unroll 1
-      for (int r = 0; r < TileM + tile_n; r += rows_at_once) {
-        const bool of_a = r < TileM;
-        if (row + r < (of_a ? rows_a : TileM + rows_b)) {
-          const std::int8_t* from = of_a ? from_a + r * gemm.lda : from_b + (r - TileM) * gemm.ldb;
-          copy_async(to + static_cast<unsigned>(r * step_k), left > 0 ? from : gemm.a,
-                     max(0, left));
-        }
-      }
-    }
-  };
-  const auto bring_scales = [&] {
-    static_assert(TileM <= threads && tile_n <= threads);
-    if (t < rows_a) {
-      copy_word_async(shared_address(&a_scale[t]), gemm.a_scale + (m0 + t) * gemm.a_scale_step);
-    }
-    if (t < rows_b) {
-      copy_word_async(shared_address(&b_scale[t]), gemm.b_scale + (n0 + t) * gemm.b_scale_step);
-    }
-  };
-
-  if (product.share > 1) {
-    if (t == 0) expect_bytes(shared_address(&arrived), TileM * sum_row_bytes);
-    arrive_cluster();
-  }
-  begin_kernel();
-  const int stages = args.stages;
-  for (int s = 0; s < stages; ++s) {
-    if (s < steps) bring(s, ring + static_cast<unsigned>(s * stage_bytes(TileM)));
-    if (s == 0) bring_scales();
-    commit_copies();
-  }
-  if (product.share > 1) wait_cluster();
-  WarpTile<TileM> tile_sums;
-  unsigned stage = ring;
-  for (int step = 0; step < steps; ++step) {
+__device__ void multiply_steps(const Work<TileM>& work, const Copies<TileM>& copies,
+                               unsigned char* ring, int stages, WarpTile<TileM>& tile) {
+  unsigned char* stage = ring;
+  for (int step = 0; step < work.steps; ++step) {
     wait_oldest(stages);
     __syncthreads();
-    const int parts = parts_of(step);
+    const int parts = work.parts(step);
     if (parts == step_mmas) {  // fragments of two (of 64 rows: four) at a time fit the registers
 #pragma unroll(TileM == 64 ? step_mmas : 2)
-      for (int part = 0; part < step_mmas; ++part) tile_sums.multiply(stage, part);
+      for (int part = 0; part < step_mmas; ++part) tile.multiply(shared_address(stage), part);
     } else {
 #pragma unroll 1
-      for (int part = 0; part < parts; ++part) tile_sums.multiply(stage, part);
+      for (int part = 0; part < parts; ++part) tile.multiply(shared_address(stage), part);
     }
-    if (step + stages < steps) {
+    if (step + stages < work.steps) {
       __syncthreads();  // everyone is done with the stage
-      bring(step + stages, stage);
+      copies.bring(step + stages, stage);
     }
     commit_copies();
     stage += stage_bytes(TileM);
-    if (stage == ring + static_cast<unsigned>(stages * stage_bytes(TileM))) stage = ring;
+    if (stage == ring + stages * stage_bytes(TileM)) stage = ring;
   }
-  const auto settle = [] {  // everyone is done with the ring, the scales have come
-    wait_copies<0>();
-    __syncthreads();
-  };
-  const int log2 = rows_log2<TileM>(product);
-  unsigned char* sums = shared;
-  if (product.share == 1) {
-    settle();
-    tile_sums.for_pairs([&](int r, int column, int2 pair) {
-      *reinterpret_cast<int2*>(sums + part_place(0, log2, r, column)) = pair;
-    });
-    __syncthreads();
-  } else {
-    sums += stages * stage_bytes(TileM);
-    const unsigned group = cluster_rank() - static_cast<unsigned>(rank);
-    tile_sums.for_pairs([&](int r, int column, int2 pair) {
-      const unsigned to = group + static_cast<unsigned>(r >> log2);
-      send_async(cluster_address(shared_address(sums), to) + part_place(rank, log2, r, column),
-                 pair, cluster_address(shared_address(&arrived), to));
-    });
-    settle();
-    wait_bytes(shared_address(&arrived));
-  }
-  with_dtype(gemm.out.dtype, [&](auto tag) {
-    finish_rows<TileM, decltype(tag)>(product, m0, n0, rank, sums, a_scale, b_scale);
+}
+
+// Sends every row of sums to the thread block that finishes it, which holds the rows from rank 0,
+// then those from rank 1, and so on.
+template <int TileM>
+__device__ void send_sums(const Work<TileM>& work, const WarpTile<TileM>& tile, unsigned char* sums,
+                          std::uint64_t* arrived) {
+  const int rows_log2 = (TileM == 64 ? 6 : 7) - work.product.share_log2;
+  const unsigned group = cluster_rank() - static_cast<unsigned>(work.rank);
+  tile.for_pairs([&](int row, int column, int2 pair) {
+    const unsigned to = group + static_cast<unsigned>(row >> rows_log2);
+    const int place = (work.rank << rows_log2) + (row & ((1 << rows_log2) - 1));
+    send_async(
+        cluster_address(shared_address(sums), to) + place * sum_row_bytes + sum_place(row, column),
+        pair, cluster_address(shared_address(arrived), to));
   });
+}
+
+template <int TileM>
+__global__ void __launch_bounds__(threads, TileM == 64 ? 5 : 4)
+    small_kernel(const __grid_constant__ Args args) {
+  extern __shared__ __align__(128) unsigned char ring[];
+  __shared__ Scales<TileM> scales;
+  __shared__ std::uint64_t arrived;  // counts the sums that come from the cluster
+  const bool second = blockIdx.x >= args.second_block;
+  const Work<TileM> work(args.product[second ? 1 : 0],
+                         second ? blockIdx.x - args.second_block : blockIdx.x);
+  const bool shared_tile = work.product.share > 1;
+  if (work.none() && !shared_tile) return;  // otherwise the others wait for its (zero) sums
+  if (shared_tile) {
+    if (threadIdx.x == 0) expect_bytes(shared_address(&arrived), TileM * sum_row_bytes);
+    arrive_cluster();
+  }
+  const Copies<TileM> copies(work);
+  begin_kernel();
+
+  for (int s = 0; s < args.stages; ++s) {
+    if (s < work.steps) copies.bring(s, ring + s * stage_bytes(TileM));
+    if (s == 0) copies.bring_scales(scales);
+    commit_copies();
+  }
+  if (shared_tile) wait_cluster();
+  WarpTile<TileM> tile;
+  multiply_steps(work, copies, ring, args.stages, tile);
+
+  unsigned char* const sums = shared_tile ? ring + args.stages * stage_bytes(TileM) : ring;
+  if (shared_tile) send_sums(work, tile, sums, &arrived);
+  wait_copies<0>();
+  __syncthreads();  // the scales have come; everyone is done with the ring
+  if (shared_tile) {
+    wait_bytes(shared_address(&arrived));
+  } else {
+    tile.for_pairs([&](int row, int column, int2 pair) {
+      *reinterpret_cast<int2*>(sums + row * sum_row_bytes + sum_place(row, column)) = pair;
+    });
+    __syncthreads();
+  }
+  with_dtype(work.product.gemm.out.dtype,
+             [&](auto tag) { finish_rows<TileM, decltype(tag)>(work, sums, scales); });
 }
 
 // What small_plan weighs, in clock cycles. Estimates for an H200, not fitted: the rates are those
@@ -364,12 +405,9 @@ Args arguments(const GemmArgs* products, int count, const SmallPlan& plan, unsig
   Args args{};
   std::int64_t steps = 1;
   blocks = 0;
-  for (int place = 0; place < 2; ++place) {
+  args.second_block = UINT_MAX;
+  for (int place = 0; place < count; ++place) {
     if (place == 1) args.second_block = blocks;
-    if (place == count) {
-      args.second_block = UINT_MAX;
-      break;
-    }
     const int p = swap ? 1 - place : place;
     const GemmArgs& gemm = products[p];
     Product& product = args.product[place];

@@ -40,16 +40,18 @@ __device__ inline void expect_bytes(unsigned barrier, unsigned bytes) {
 #endif
 }
 
-// All threads of all thread blocks; orders nothing but expect_bytes.
+// All threads of all thread blocks, whole warps at a time; orders nothing but expect_bytes.
 __device__ inline void arrive_cluster() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+  __syncwarp();
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 #endif
 }
 
 __device__ inline void wait_cluster() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+  __syncwarp();
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
 }
 
