@@ -1,6 +1,8 @@
 """Whole models: step time and allocator's peak, plain and with HOT, in one run.
 
     python benchmarks/bench_models.py --device cuda [--models vit_b resnet50 ...] [--part ...]
+    python benchmarks/bench_models.py --device cuda --part variants --models vit_b
+    python benchmarks/bench_models.py --device cuda --part table --budget 300
     python benchmarks/bench_models.py --quick              # small versions, seconds each; CPU too
 
 Parts:
@@ -12,134 +14,53 @@ Parts:
   gradient  cosine of the gradient of all parameters with fp32's, every recipe
   loss      30 steps on one fixed batch: the loss before and after, plain and with HOT
   codes     compress_saved's kernels alone, beside a copy
+  variants  peak, time, gradient and the host's share of a step for several settings of
+            compress_saved; only where it is named
+  table     all models of the paper at full size and small batches: report, gradients, loss
+            (model_table.py); only where it is named
 
-On CUDA HOT runs under bf16 autocast, as its rival does. On the CPU everything is fp32.
+On CUDA HOT runs under bf16 autocast, as its rival does (not in gradient and table). On the CPU
+everything is fp32. The report is written after each model; with --budget no model is begun that
+would not be done in time, going by the slowest so far.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import gc
 import importlib
+import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import hotcore.torch as hot
+import model_table
 import timing
 import torch
 from models import TASKS, Batch, Task
 from timing import Row
-from torch import nn
+from training import (
+    RECIPES,
+    Contender,
+    Make,
+    Trainer,
+    autocast,
+    cleaned,
+    contenders,
+    cosine,
+    variants,
+)
 
 PARTS = ("peak", "time", "saved", "gradient", "loss", "codes")
-RECIPES = ("default", "fast", "int4", "paper", "accurate")
-LOSS_STEPS = 30
+NAMED = ("variants", "table")
+"""Parts that run only where they are named."""
 GIB = 2**30
 
 
-@dataclass(frozen=True)
-class Contender:
-    """How a model is trained."""
-
-    name: str
-    recipe: str | None = None
-    bits: int | None = None  # of compress_saved
-    autocast: bool = False
-    tf32: bool = False
-
-
-def contenders(device: str) -> list[Contender]:
-    if device == "cpu":
-        return [
-            Contender("fp32"),
-            Contender("default", "default"),
-            Contender("fast", "fast"),
-            Contender("default + saved 8", "default", 8),
-            Contender("default + saved 4", "default", 4),
-        ]
-    hots = [
-        Contender("default", "default"),
-        Contender("fast", "fast"),
-        Contender("default + saved 8", "default", 8),
-        Contender("default + saved 4", "default", 4),
-        Contender("fast + saved 8", "fast", 8),
-    ]
-    return [
-        Contender("fp32"),
-        Contender("tf32", tf32=True),
-        Contender("bf16", autocast=True),
-        *(Contender(c.name, c.recipe, c.bits, autocast=True) for c in hots),
-    ]
-
-
-class Trainer:
-    """A model of its own, its optimizer, and the step."""
-
-    def __init__(
-        self, contender: Contender, model: nn.Module, batch: Batch, task: Task, quick: bool
-    ) -> None:
-        self._contender, self._batch, self._task = contender, batch, task
-        self.device = next(iter(batch.values())).device
-        self.model = copy.deepcopy(model).to(self.device).train()
-        if contender.recipe is not None:
-            self.model = hot.convert(self.model, contender.recipe).model
-        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
-        least = 1024 if quick else 65536
-        self._compress: Any = contextlib.nullcontext()
-        if contender.bits is not None:
-            self._compress = hot.compress_saved(contender.bits, min_values=least)
-
-    def loss(self) -> torch.Tensor:
-        with autocast(self._contender, self.device), self._compress:
-            return self._task.loss(self.model, self._batch)
-
-    def step(self) -> torch.Tensor:
-        allow_tf32(self._contender.tf32)
-        self._optimizer.zero_grad(set_to_none=True)
-        loss = self.loss()
-        loss.backward()
-        self._optimizer.step()
-        return loss.detach()
-
-    def gradient(self) -> torch.Tensor:
-        allow_tf32(self._contender.tf32)
-        self.loss().backward()
-        grads = [p.grad.flatten() for p in self.model.parameters() if p.grad is not None]
-        return torch.cat(grads)
-
-
-def autocast(contender: Contender, device: torch.device) -> Any:
-    if not contender.autocast:
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, torch.bfloat16)
-
-
-def allow_tf32(allowed: bool) -> None:
-    torch.backends.cuda.matmul.allow_tf32 = allowed
-    torch.backends.cudnn.allow_tf32 = allowed
-
-
-@contextlib.contextmanager
-def cleaned(device: str) -> Iterator[None]:
-    """Gives the device's memory back afterwards."""
-    try:
-        yield
-    finally:
-        gc.collect()
-        if device == "cuda":
-            torch.cuda.empty_cache()
-
-
-Make = Callable[[Contender], Trainer]
-
-
-def peaks(make: Make, device: str) -> dict[str, Row]:
+def peaks(make: Make, device: str, among: Sequence[Contender]) -> dict[str, Row]:
     """Allocator's peak in GiB; every contender alone, in its third step."""
     out: dict[str, Row] = {}
-    for contender in contenders(device):
+    for contender in among:
         with cleaned(device):
             trainer = make(contender)
             trainer.step()
@@ -157,13 +78,13 @@ def peaks(make: Make, device: str) -> dict[str, Row]:
     print("  peak GiB of the allocator (between steps); of fp32's, of bf16's")
     for name, row in out.items():
         print(
-            f"    {name:20s} {row['peak_gib']:8.2f} ({row['between_steps_gib']:.2f})  "
+            f"    {name:34s} {row['peak_gib']:8.2f} ({row['between_steps_gib']:.2f})  "
             f"{row['of fp32']:.3f}  {row['of bf16']:.3f}"
         )
     return out
 
 
-def times(make: Make, device: str, rounds: int) -> dict[str, Row]:
+def times(make: Make, device: str, rounds: int, among: Sequence[Contender]) -> dict[str, Row]:
     """Milliseconds of a step, in turns."""
 
     def watch(call: Callable[[], object]) -> float:
@@ -173,7 +94,7 @@ def times(make: Make, device: str, rounds: int) -> dict[str, Row]:
         timing.synchronize(device)
         return (time.perf_counter() - start) * 1e3
 
-    trainers = {contender.name: make(contender) for contender in contenders(device)}
+    trainers = {contender.name: make(contender) for contender in among}
     rows = timing.in_turns(
         {name: trainer.step for name, trainer in trainers.items()},
         rounds,
@@ -188,7 +109,7 @@ def times(make: Make, device: str, rounds: int) -> dict[str, Row]:
             row[f"of {rival}"] = row["median_ms"] / rows[rival]["median_ms"]
         ratios = "  ".join(f"{row[f'of {rival}']:.3f}" for rival in rivals)
         print(
-            f"    {name:20s} {row['median_ms']:9.2f} [{row['q1_ms']:.2f}, {row['q3_ms']:.2f}]  "
+            f"    {name:34s} {row['median_ms']:9.2f} [{row['q1_ms']:.2f}, {row['q3_ms']:.2f}]  "
             f"{ratios}"
         )
     return rows
@@ -217,16 +138,64 @@ def saved(make: Make, device: str, task: Task, batch: Batch, quick: bool) -> dic
     return {"columns": ["plain", "default", "default + saved 8"], "bytes": rows, "all": sums}
 
 
-def gradients(make: Make) -> dict[str, float]:
-    """Cosine with the gradient in fp32, every recipe in fp32."""
-    exact = make(Contender("fp32")).gradient().double()
-    out = {}
-    for recipe in RECIPES:
-        got = make(Contender(recipe, recipe)).gradient().double()
-        out[recipe] = float(nn.functional.cosine_similarity(got, exact, dim=0))
+def gradients(make: Make, among: Sequence[Contender]) -> dict[str, float]:
+    """Cosine with the gradient in fp32."""
+    exact = make(Contender("fp32")).gradients()
+    out = {contender.name: cosine(make(contender).gradients(), exact) for contender in among}
     print(
         "  cosine of the gradient with fp32's:", ", ".join(f"{k} {v:.4f}" for k, v in out.items())
     )
+    return out
+
+
+def hosts(make: Make, device: str, rounds: int, among: Sequence[Contender]) -> dict[str, Row]:
+    """Milliseconds until the host has queued forward, backward and AdamW, and until each is done.
+
+    Each begins on an idle device: where the two are close, the host is what takes the time.
+    """
+    out: dict[str, Row] = {}
+    for contender in among:
+        with cleaned(device):
+            trainer = make(contender)
+            trainer.step()
+            stages: dict[str, list[float]] = {}
+            for _ in range(rounds):
+                trainer.optimizer.zero_grad(set_to_none=True)
+                found: list[torch.Tensor] = []
+                calls: dict[str, Callable[[], Any]] = {
+                    "forward": lambda t=trainer, f=found: f.append(t.loss()),
+                    "backward": lambda f=found: f.pop().backward(),
+                    "optimizer": trainer.optimizer.step,
+                }
+                for stage, call in calls.items():
+                    timing.synchronize(device)
+                    start = time.perf_counter()
+                    call()
+                    stages.setdefault(f"{stage}, host", []).append(time.perf_counter() - start)
+                    timing.synchronize(device)
+                    stages.setdefault(stage, []).append(time.perf_counter() - start)
+            out[contender.name] = {
+                stage: statistics.median(values) * 1e3 for stage, values in stages.items()
+            }
+            del trainer
+    print(f"  ms of {', '.join(next(iter(out.values())))}")
+    for name, row in out.items():
+        print(f"    {name:34s}" + "".join(f"{value:9.2f}" for value in row.values()))
+    return out
+
+
+def varied(make: Make, device: str, rounds: int) -> dict[str, Any]:
+    """Settings of compress_saved."""
+    among = variants(device)
+    out: dict[str, Any] = {}
+    if device == "cuda":
+        out["peak"] = peaks(make, device, among)
+    timed = [contender for contender in among if contender.name != "fp32"] or among
+    with cleaned(device):
+        out["time"] = times(make, device, rounds, timed)
+    with cleaned(device):
+        out["gradient"] = gradients(make, timed)
+    out["host"] = hosts(make, device, min(rounds, 5), timed)
     return out
 
 
@@ -236,10 +205,10 @@ def falling(make: Make, device: str) -> dict[str, list[float]]:
     for contender in contenders(device):
         with cleaned(device):
             trainer = make(contender)
-            values = [float(trainer.step()) for _ in range(LOSS_STEPS)]
+            values = [float(trainer.step()) for _ in range(model_table.LOSS_STEPS)]
             out[contender.name] = [values[0], values[-1]]
             del trainer
-    print(f"  loss on one batch, first and after {LOSS_STEPS} steps")
+    print(f"  loss on one batch, first and after {model_table.LOSS_STEPS} steps")
     for name, (first, last) in out.items():
         print(f"    {name:20s} {first:10.5f} {last:10.5f}")
     return out
@@ -276,61 +245,96 @@ def codes(device: str, rounds: int, quick: bool) -> dict[str, dict[str, Row]]:
 
 def bench(name: str, args: Any) -> dict[str, Any]:
     """All parts for one model; ModuleNotFoundError where its package is missing."""
-    task = TASKS[name]
-    size = task.small if args.quick or task.full is None else task.full
+    task, device = TASKS[name], args.device
+    size = task.table if "table" in args.part else task.full
+    if args.quick or size is None:
+        size = task.small
     torch.manual_seed(args.seed)
     model = size.build()
     batch = size.batch(torch.Generator().manual_seed(args.seed))
     shapes = {key: list(value.shape) for key, value in batch.items()}
     parameters = sum(p.numel() for p in model.parameters())
     print(f"\n{task.title}, {parameters / 1e6:.1f} M parameters, {shapes}", flush=True)
-    batch = {key: value.to(args.device) for key, value in batch.items()}
+    batch = {key: value.to(device) for key, value in batch.items()}
+    out: dict[str, Any] = {"title": task.title, "parameters": parameters, "batch": shapes}
+    if "table" in args.part:  # peaks are not measured: the copies may be made on the device
+        model = model.to(device)
 
     def make(contender: Contender) -> Trainer:
         torch.manual_seed(args.seed)
         return Trainer(contender, model, batch, task, args.quick)
 
-    out: dict[str, Any] = {"title": task.title, "parameters": parameters, "batch": shapes}
+    if "table" in args.part:
+        start = time.perf_counter()
+        out |= model_table.measure(make, device)
+        out["seconds"] = time.perf_counter() - start
+        print("\n".join(model_table.lines(out)), flush=True)
+        return out
     report = hot.convert(copy.deepcopy(model), "default")
     out["converted"] = len(report.converted)
     out["plain"] = {layer.name: layer.reason for layer in report.skipped}
+    among = contenders(device)
+    recipes = [Contender(recipe, recipe) for recipe in RECIPES]
     parts: dict[str, Callable[[], Any]] = {
-        "time": lambda: times(make, args.device, args.rounds),
-        "saved": lambda: saved(make, args.device, task, batch, args.quick),
-        "gradient": lambda: gradients(make),
-        "loss": lambda: falling(make, args.device),
+        "time": lambda: times(make, device, args.rounds, among),
+        "saved": lambda: saved(make, device, task, batch, args.quick),
+        "gradient": lambda: gradients(make, recipes),
+        "loss": lambda: falling(make, device),
+        "variants": lambda: varied(make, device, args.rounds),
     }
-    if args.device == "cuda":
-        parts = {"peak": lambda: peaks(make, args.device), **parts}
+    if device == "cuda":
+        parts = {"peak": lambda: peaks(make, device, among), **parts}
     for part, run in parts.items():
         if part in args.part:
-            with cleaned(args.device):
+            with cleaned(device):
                 out[part] = run()
     return out
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    full = [name for name, task in TASKS.items() if task.full is not None]
+def arguments(argv: Sequence[str] | None) -> Any:
     parser = timing.arguments(__doc__, "models")
     parser.set_defaults(rounds=None)
-    parser.add_argument("--models", nargs="+", choices=tuple(TASKS), metavar="MODEL", default=full)
-    parser.add_argument("--part", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--models", nargs="+", choices=tuple(TASKS), metavar="MODEL")
+    parser.add_argument("--part", nargs="+", choices=(*PARTS, *NAMED), default=PARTS)
     parser.add_argument("--quick", action="store_true", help="small versions, few rounds")
+    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds in all")
     known, _ = parser.parse_known_args(argv)
+    table = "table" in known.part
+    if table and len(known.part) > 1:
+        parser.error("--part table: its models have sizes of their own; name no other part")
     if known.rounds is None:
         parser.set_defaults(rounds=2 if known.quick else 15)
-    args = timing.begin(parser, argv)
+    if known.models is None:
+        sized = {name: task.table if table else task.full for name, task in TASKS.items()}
+        parser.set_defaults(models=[name for name, size in sized.items() if size is not None])
+    return timing.begin(parser, argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    begun = time.perf_counter()
+    args = arguments(argv)
+    name_of = {("table",): "models-table", ("variants",): "models-variants"}
+    report = name_of.get(tuple(args.part), "models")
     content: dict[str, Any] = {"quick": args.quick, "models": {}, "skipped": {}}
     if "codes" in args.part:
         content["codes"] = codes(args.device, args.rounds, args.quick)
+    slowest = 0.0
     for name in args.models:
-        try:
-            with cleaned(args.device):
-                content["models"][name] = bench(name, args)
-        except ModuleNotFoundError as missing:
-            print(f"\n{TASKS[name].title}: skipped, {missing}")
-            content["skipped"][name] = str(missing)
-    timing.write(args, "models", content)
+        start = time.perf_counter()
+        if start - begun + slowest > args.budget:
+            print(f"\n{TASKS[name].title}: left out, {args.budget:.0f} s are nearly over")
+            content["skipped"][name] = "no time left"
+        else:
+            try:
+                with cleaned(args.device):
+                    content["models"][name] = bench(name, args)
+            except ModuleNotFoundError as missing:
+                print(f"\n{TASKS[name].title}: skipped, {missing}")
+                content["skipped"][name] = str(missing)
+        slowest = max(slowest, time.perf_counter() - start)
+        path = timing.write(args, report, content)  # now, so that a run cut short leaves it
+        if "table" in args.part:
+            model_table.write(content["models"], path)
 
 
 if __name__ == "__main__":

@@ -144,3 +144,35 @@ def test_benchmark_at_toy_size(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert 0.98 < rows["gradient"]["default"] < 1
     printed = capsys.readouterr().out
     assert "default + saved 4" in printed and str(path) in printed
+
+
+def test_table_at_toy_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    import bench_models
+
+    path = tmp_path / "table.json"
+    options = ["--quick", "--part", "table", "--threads", "1", "--json", str(path)]
+    bench_models.main([*options, "--models", "llama_blocks"])
+    row = json.loads(path.read_text())["models"]["llama_blocks"]
+    assert row["converted"] == 14 and row["plain"] == {}
+    assert set(row["cosine"]) == {"bf16", "default", "fast", "int4", "paper", "accurate"}
+    assert row["cosine"]["fast"] < row["cosine"]["default"] < row["cosine"]["accurate"] < 1
+    for recipe, layers in row["cosine of a layer"].items():
+        assert 0.3 < layers["least"] <= layers["median"] < 1, recipe
+    assert all(row["finite"].values())
+    first = row["loss"]["fp32"][0]
+    for name in ("default", "fast", "paper"):
+        begin, end = row["loss"][name]
+        assert begin == pytest.approx(first, rel=1e-5) and end < begin
+    table = path.with_suffix(".md").read_text()
+    for name in ("2 blocks of Llama-3-8B's shape", "14, 0", f"{row['cosine']['fast']:.4f}"):
+        assert name in table
+    # Without time nothing is begun, and the report says so.
+    bench_models.main([*options, "--models", "llama_blocks", "bert", "--budget", "0"])
+    report = json.loads(path.read_text())
+    assert report["models"] == {}
+    assert report["skipped"] == dict.fromkeys(("llama_blocks", "bert"), "no time left")
+    assert "left out" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        bench_models.main(["--part", "table", "time"])
+    assert "--part table: its models have sizes of their own" in capsys.readouterr().err
