@@ -94,6 +94,11 @@ class Trainer:
             least = 1024 if quick else 65536
             self._compress = hot.compress_saved(min_values=least, **contender.saved)  # type: ignore[arg-type]
 
+    def wrap(self, model: nn.Module) -> None:
+        """Train ``model`` from now on, what the model was put into (DDP, FSDP2)."""
+        self.model = model
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+
     def loss(self) -> Tensor:
         """Forward pass."""
         with autocast(self.contender, self.device), self._compress:
