@@ -50,6 +50,8 @@ class CudaBackend final : public Backend {
   std::size_t gemm_workspace(const Context&, std::int64_t m, std::int64_t n,
                              std::int64_t k) const override;
   void gemm(const Context&, const GemmArgs&, void* workspace) const override;
+  void gemms(const Context&, const GemmArgs* products, void* const* workspaces,
+             int count) const override;
   void gemm_token(const Context&, const GemmTokenArgs&, void* workspace) const override;
 };
 

@@ -1,6 +1,6 @@
 // Stage: up to two independent INT8 products in one launch, where latency takes the time.
 //
-// small_kernel. The thread blocks are divided between the products, the one with the longer
+// gemm_small_kernel. The thread blocks are divided between the products, the one with the longer
 //   contraction for a thread block first.
 //     tile     64 or 128 rows x 64 columns by 4 warps, 2 x 2, of mma.m16n8k32 (sums in registers).
 //     copies   steps of 128 bytes of K by cp.async into a ring of up to 3 stages of 16 or 24 KB,
@@ -327,7 +327,7 @@ __device__ void send_sums(const Work<TileM>& work, const WarpTile<TileM>& tile, 
 
 template <int TileM>
 __global__ void __launch_bounds__(threads, TileM == 64 ? 5 : 4)
-    small_kernel(const __grid_constant__ Args args) {
+    gemm_small_kernel(const __grid_constant__ Args args) {
   extern __shared__ __align__(128) unsigned char ring[];
   __shared__ Scales<TileM> scales;
   __shared__ std::uint64_t arrived;  // counts the sums that come from the cluster
@@ -473,7 +473,7 @@ void small_gemms(const Context& context, const GemmArgs* products, int count,
   const int ring = args.stages * stage_bytes(plan.tile_m), sums = plan.tile_m * sum_row_bytes;
   const bool shares = std::max(plan.share[0], count == 2 ? plan.share[1] : 1) > 1;
   const auto shared = static_cast<std::size_t>(shares ? ring + sums : std::max(ring, sums));
-  launch("gemm", context, plan.tile_m == 64 ? small_kernel<64> : small_kernel<128>,
+  launch("gemm", context, plan.tile_m == 64 ? gemm_small_kernel<64> : gemm_small_kernel<128>,
          LaunchShape{blocks, threads, shared, plan.cluster}, args);
 }
 

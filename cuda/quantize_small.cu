@@ -1,6 +1,7 @@
 // Stages: all operands of a small backward, quantised in one launch.
 //
-// small_kernel. Thread blocks of 256 threads in four ranges, long work first: columns of w, columns
+// quantize_small_kernel. Thread blocks of 256 threads in four ranges, long work first: columns of
+// w, columns
 //   of P g_y (with g_b), rows of g_y, x from INT4. Each range runs the device code of the kernel
 //   that does the work alone (lowrank_resident.cuh, quantize.cuh) on its own share of the grid, so
 //   that its bytes are theirs; what is spared is launches, each of which takes as long as a few
@@ -68,7 +69,7 @@ __device__ __forceinline__ void rows_block(const SmallArgs& args, int block,
 
 template <Kind kind, Rounding rounding, class Tag>
 __global__ void __launch_bounds__(threads, resident::sm_warps / resident::most_warps)
-    small_kernel(const __grid_constant__ SmallArgs args) {
+    quantize_small_kernel(const __grid_constant__ SmallArgs args) {
   extern __shared__ __align__(1024) char units[];
   __shared__ std::uint32_t shared[threads / 32];
   int block = static_cast<int>(blockIdx.x);
@@ -210,8 +211,9 @@ void launch_plan(const Context& context, const Plan& plan, const SmallArgs& args
       using Tag = decltype(tag);
       constexpr Kind k = decltype(kind)::value;
       launch("backward_linear", context,
-             plan.rounding == Rounding::nearest ? small_kernel<k, Rounding::nearest, Tag>
-                                                : small_kernel<k, Rounding::stochastic, Tag>,
+             plan.rounding == Rounding::nearest
+                 ? quantize_small_kernel<k, Rounding::nearest, Tag>
+                 : quantize_small_kernel<k, Rounding::stochastic, Tag>,
              shape, args);
     });
   });

@@ -138,6 +138,14 @@ struct GxScratch {
   char* gemm;
 };
 
+// Scales of w that a backend writes and reads.
+std::int64_t weight_scales(const Context& context, const LinearShape& shape,
+                           const BackwardLinearSpec& spec) {
+  const bool one =
+      spec.weight_scale == Granularity::tensor && !backend_of(context).spreads_scales();
+  return one ? 1 : shape.in_features;
+}
+
 GxScratch take_gx(WorkspaceCursor& cursor, const Context& context, const LinearShape& shape,
                   const BackwardLinearSpec& spec, bool need_weight) {
   const detail::Backend& backend = backend_of(context);
@@ -149,7 +157,7 @@ GxScratch take_gx(WorkspaceCursor& cursor, const Context& context, const LinearS
   s.y.codes = cursor.take<std::int8_t>(s.y.rows * k);
   s.y.scale = cursor.take<float>(s.y.scales);
   if (need_weight) {
-    s.w = {nullptr, nullptr, shape.in_features, k, shape.in_features};
+    s.w = {nullptr, nullptr, shape.in_features, k, weight_scales(context, shape, spec)};
     s.w.codes = cursor.take<std::int8_t>(s.w.rows * k);
     s.w.scale = cursor.take<float>(s.w.scales);
   }
@@ -245,13 +253,13 @@ detail::GroupsJob saved_groups(const ConstSavedActivation& saved, const SavedLay
           out};
 }
 
-// A quantised weight's buffer: codes [I, Kp], then I scales.
-detail::Operand weight_operand(void* data, const LinearShape& shape,
+// A quantised weight's buffer: codes [I, Kp], then room for I scales.
+detail::Operand weight_operand(const Context& context, void* data, const LinearShape& shape,
                                const BackwardLinearSpec& spec) {
   const std::int64_t k = hadamard_projection(shape.out_features, spec.hadamard_block).k_padded;
   auto* bytes = static_cast<std::int8_t*>(data);
   return {bytes, reinterpret_cast<float*>(bytes + shape.in_features * k), shape.in_features, k,
-          shape.in_features};
+          weight_scales(context, shape, spec)};
 }
 
 void check_shape(const char* call, const LinearShape& shape) {
@@ -421,7 +429,7 @@ void quantize_weight(const Context& context, const ConstTensorView& w,
   check.disjoint("out", vector(out.data, DType::i8, static_cast<std::int64_t>(out.bytes), w.device),
                  "w", w);
   WorkspaceCursor cursor(workspace.data);
-  detail::Operand operand = weight_operand(out.data, shape, spec);
+  detail::Operand operand = weight_operand(context, out.data, shape, spec);
   const std::int64_t words = weight_amax_words(context, weight, spec);
   operand.amax = cursor.take<std::uint32_t>(words);
   check.workspace(workspace, cursor.bytes());
@@ -573,7 +581,7 @@ void check_and_run(const Context& context, const ConstTensorView& gy, const Weig
                 quantized_weight_bytes(shape.out_features, shape.in_features, spec));
     weight_memory = vector(w.quantized->data, DType::i8,
                            static_cast<std::int64_t>(w.quantized->bytes), gy.device);
-    quantized = weight_operand(const_cast<void*>(w.quantized->data), shape, spec);
+    quantized = weight_operand(context, const_cast<void*>(w.quantized->data), shape, spec);
   } else if (out.gx != nullptr) {
     check.input("w", *w.view, float_dtypes, 2, 2);
     check.shape("w", *w.view, {shape.out_features, -1});

@@ -1,6 +1,7 @@
 """HOT for torch: ``import hotcore.torch as hot``, then ``hot.convert(model)``."""
 
 from ..config import HotConfig
+from .accumulation import gradient_accumulation
 from .compress_saved import Compression, compress_saved
 from .convert import ConversionReport, Converted, Skipped, convert, revert
 from .functional import conv2d, linear
@@ -26,6 +27,7 @@ __all__ = [
     "compress_saved",
     "conv2d",
     "convert",
+    "gradient_accumulation",
     "linear",
     "memory_report",
     "revert",

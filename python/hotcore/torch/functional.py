@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..config import HotConfig, as_config
-from . import conv, ops
+from ..config import HotConfig, Key, as_config
+from . import accumulation, conv, ops
 from .conv import Window, is_channels_last
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -191,6 +191,7 @@ class _HotLinear(torch.autograd.Function):
         ctx.config = config
         ctx.x_shape = x.shape
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
+        ctx.shared = accumulation.shared(weight, bias)
         return y
 
     @staticmethod
@@ -201,8 +202,15 @@ class _HotLinear(torch.autograd.Function):
         saved, weight, seed = ctx.saved_tensors
         need = ctx.needs_input_grad
         shape = ctx.x_shape
+        grad = gy.reshape(math.prod(shape[:-1]), gy.shape[-1])
+        if ctx.shared is not None:
+            key = Key(int(seed.item()))
+            gx, gw, gb = ctx.shared.backward(
+                grad, saved, shape[-1], ctx.config, key, ctx.dtypes, need
+            )
+            return None if gx is None else gx.view(shape), gw, gb, None, None
         gx, gw, gb = ops.backward_linear(
-            gy.reshape(math.prod(shape[:-1]), gy.shape[-1]),
+            grad,
             weight if need[0] else None,
             saved if need[1] else None,
             seed,

@@ -82,6 +82,42 @@ def _workspace(size: int, device: torch.device) -> object:
     return _to_dlpack(torch.empty(size, dtype=torch.uint8, device=device))
 
 
+# Sizes of scratch depend on a device and not on its streams; asking takes microseconds.
+@functools.lru_cache(maxsize=4096)
+def _compress_workspace(
+    device: torch.device, spec: _core.Spec, tokens: int, in_features: int
+) -> int:
+    return _core.compress_activation_workspace(context_of(device), tokens, in_features, spec)
+
+
+@functools.lru_cache(maxsize=4096)
+def _backward_workspace(
+    device: torch.device,
+    spec: _core.Spec,
+    tokens: int,
+    out_features: int,
+    in_features: int,
+    need_gx: bool,
+    need_gw: bool,
+) -> int:
+    sizes = (tokens, out_features, in_features)
+    return _core.backward_linear_workspace(context_of(device), *sizes, spec, need_gx, need_gw)
+
+
+def quantize_weight(weight: Tensor, config: HotConfig) -> Tensor:
+    """w ``[O, I]`` as one uint8 vector that :func:`backward` takes in its place."""
+    rows, columns = weight.shape
+    context = context_of(weight.device)
+    size = _core.quantized_weight_bytes(rows, columns, config.spec)
+    out = torch.empty(size, dtype=torch.uint8, device=weight.device)
+    scratch = 0
+    if weight.is_cuda:
+        scratch = _core.quantize_weight_workspace(context, rows, columns, config.spec)
+    workspace = _workspace(scratch, weight.device)
+    _core.quantize_weight(context, _to_dlpack(weight), config.spec, _to_dlpack(out), workspace)
+    return out
+
+
 def compress(x: Tensor, config: HotConfig, key: Key) -> Tensor:
     """x ``[L, I]`` as one uint8 vector, straight to libhot: no autograd, no dispatcher."""
     tokens, in_features = x.shape
@@ -90,7 +126,7 @@ def compress(x: Tensor, config: HotConfig, key: Key) -> Tensor:
     context = context_of(x.device)
     scratch = 0
     if x.is_cuda:
-        scratch = _core.compress_activation_workspace(context, tokens, in_features, config.spec)
+        scratch = _compress_workspace(x.device, config.spec, tokens, in_features)
     _core.compress_activation(
         context, _to_dlpack(x), config.spec, key, _to_dlpack(saved), _workspace(scratch, x.device)
     )
@@ -106,29 +142,25 @@ def backward(
     key: Key,
     outputs: tuple[Tensor | None, Tensor | None, Tensor | None],
     accumulate: bool = False,
+    quantized: Tensor | None = None,
 ) -> None:
     """Write ``outputs`` (g_x, g_w, g_b; None: not wanted), straight to libhot.
 
-    With ``accumulate`` g_w and g_b are added to what is there.
+    With ``accumulate`` g_w and g_b are added to what is there. ``quantized`` is what
+    :func:`quantize_weight` made of ``weight``, which is then not looked at.
     """
     tokens, out_features = gy.shape
     gx, gw, gb = outputs
     context = context_of(gy.device)
     scratch = 0
     if gy.is_cuda:
-        scratch = _core.backward_linear_workspace(
-            context,
-            tokens,
-            out_features,
-            in_features,
-            config.spec,
-            gx is not None,
-            gw is not None,
-        )
+        sizes = (tokens, out_features, in_features)
+        wanted = (gx is not None, gw is not None)
+        scratch = _backward_workspace(gy.device, config.spec, *sizes, *wanted)
     _core.backward_linear(
         context,
         _to_dlpack(gy),
-        None if weight is None else _to_dlpack(weight),
+        None if weight is None or quantized is not None else _to_dlpack(weight),
         None if saved is None else _to_dlpack(saved),
         tokens,
         in_features,
@@ -140,6 +172,7 @@ def backward(
         None if gb is None else _to_dlpack(gb),
         accumulate,
         _workspace(scratch, gy.device),
+        None if quantized is None else _to_dlpack(quantized),
     )
 
 
