@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.overrides import TorchFunctionMode  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 module = importlib.import_module("hotcore.torch.compress_saved")  # its function has the same name
@@ -351,6 +352,27 @@ def test_after_a_linear_layer(layer: type[nn.Linear]) -> None:
     q, k, v = y.view(4, 20, 3, 2, 32).permute(2, 0, 3, 1, 4).unbind(0)
     found = kept(compress, lambda: F.scaled_dot_product_attention(q, k, v))
     assert sum(isinstance(item, module._Packed) for item in found) == 4
+
+
+def test_hot_layers_are_one_operation() -> None:
+    # 1056 of 1254 questions to the mode in a ViT's forward pass were about what they do inside.
+    seen: list[str] = []
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    x = torch.randn(2, 64, 8, 8, requires_grad=True)
+    layers = (hot.HotLinear(8, 64), hot.HotConv2d(64, 32, 3))
+    with Watch():
+        results = [layer(x) for layer in layers]
+        torch.relu(results[0])
+    assert "relu" in seen
+    assert not {"linear", "conv2d", "to", "randint", "reshape"} & set(seen)
+    assert len(seen) < 12
+    for y in results:
+        y.sum().backward()
 
 
 def test_parameters_under_autocast() -> None:

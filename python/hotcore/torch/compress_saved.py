@@ -236,13 +236,18 @@ class _Rule:
 
     def __init__(self, bits: int, tensors: list[Tensor], widths: tuple[int, ...]) -> None:
         self.bits = bits
-        exact = [t for t in tensors if _without_gradient(t)]
+        self.exact = set()
+        exact_shapes, shapes = set(), set()
+        self.largest = 0
+        for tensor in tensors:
+            self.largest = max(self.largest, tensor.numel())
+            if _without_gradient(tensor):
+                self.exact.add(tensor.untyped_storage()._cdata)
+                exact_shapes.add(tensor.shape)
+            else:
+                shapes.add(tensor.shape)
         # Under autocast a parameter is saved as a copy, which has its shape.
-        self.exact = {t.untyped_storage()._cdata for t in exact}
-        self.exact_shapes = {t.shape for t in exact} - {
-            t.shape for t in tensors if not _without_gradient(t)
-        }
-        self.largest = max((t.numel() for t in tensors), default=0)
+        self.exact_shapes = exact_shapes - shapes
         self.widths = widths
 
     def takes(self, tensor: Tensor, min_values: int) -> bool:
@@ -274,16 +279,13 @@ def _rule(name: str, bits: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             widths = tuple(range(query.shape[-1], query.shape[-1] + 8))
             if any(key.shape[-2] <= width < key.shape[-2] + 8 for width in widths):
                 return None
-    tensors = [t for t in _flat(itertools.chain(args, kwargs.values())) if isinstance(t, Tensor)]
+    tensors: list[Tensor] = []
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        elif isinstance(value, (list, tuple)):
+            tensors += [item for item in value if isinstance(item, Tensor)]
     return _Rule(bits, tensors, widths)
-
-
-def _flat(values: Any) -> Iterator[Any]:
-    for value in values:
-        if isinstance(value, list | tuple):
-            yield from value
-        else:
-            yield value
 
 
 def _without_gradient(tensor: Tensor) -> bool:
@@ -316,7 +318,6 @@ class _Packed:
         "__weakref__",
         "_bits",
         "_codes",
-        "_count",
         "_dtype",
         "_order",
         "_ranges",
@@ -333,9 +334,8 @@ class _Packed:
         self._order, self._bits, self._dtype = order, bits, tensor.dtype
         dense = tensor.permute(order)
         self._shape = dense.shape
-        self._count = tensor.numel()
         width = MASK_BLOCK if bits == 1 else BLOCK
-        blocks = -(-self._count // width)
+        blocks = -(-tensor.numel() // width)
         self._codes = torch.empty(
             (blocks, width * bits // 8), dtype=torch.uint8, device=tensor.device
         )
@@ -351,16 +351,18 @@ class _Packed:
         return self._codes.nbytes + self._ranges.nbytes
 
     def restore(self) -> Tensor:
-        flat = torch.empty(self._count, dtype=self._dtype, device=self._codes.device)
-        kernels = _kernels(flat.device)
+        dense = torch.empty(self._shape, dtype=self._dtype, device=self._codes.device)
+        kernels = _kernels(dense.device)
         if kernels is not None:
-            kernels.restore(self._codes, self._ranges, self._bits, flat)
+            kernels.restore(self._codes, self._ranges, self._bits, dense)
         else:
-            _restore(self._codes, self._ranges, self._bits, flat)
+            _restore(self._codes, self._ranges, self._bits, dense.view(-1))
+        if self._order == tuple(range(len(self._order))):
+            return dense
         inverse = [0] * len(self._order)
         for place, dim in enumerate(self._order):
             inverse[dim] = place
-        return flat.view(self._shape).permute(inverse)
+        return dense.permute(inverse)
 
 
 _kernels_found: ModuleType | None = None

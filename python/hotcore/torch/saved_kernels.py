@@ -220,18 +220,18 @@ def compress(
         )
 
 
-def restore(codes: torch.Tensor, ranges: torch.Tensor, bits: int, flat: torch.Tensor) -> None:
-    """Fill ``flat``, contiguous."""
-    count, blocks = flat.numel(), len(codes)
-    with _on(flat.device):
+def restore(codes: torch.Tensor, ranges: torch.Tensor, bits: int, out: torch.Tensor) -> None:
+    """Fill ``out``, contiguous, of any shape."""
+    count, blocks = out.numel(), len(codes)
+    with _on(out.device):
         if bits == 1:
             grid = (triton.cdiv(blocks, 4),)
-            _restore_signs_kernel[grid](codes, flat, count, blocks, TILE=4, **_OPTIONS)
+            _restore_signs_kernel[grid](codes, out, count, blocks, TILE=4, **_OPTIONS)
             return
         even = count % (_BLOCK * _TILE) == 0
         grid = (triton.cdiv(blocks, _TILE),)
         _restore_kernel[grid](
-            codes, ranges, flat, count, blocks, BITS=bits, TILE=_TILE, EVEN=even, **_OPTIONS
+            codes, ranges, out, count, blocks, BITS=bits, TILE=_TILE, EVEN=even, **_OPTIONS
         )
 
 
