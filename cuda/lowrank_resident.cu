@@ -110,7 +110,7 @@ template <Kind kind, Rounding rounding, class Tag>
 __global__ void __launch_bounds__(32 * most_warps, sm_warps / most_warps)
     resident_kernel(const __grid_constant__ Args args) {
   extern __shared__ __align__(1024) char units[];
-  quantize_strips<kind, rounding, Tag, Slots::no>(args, blockIdx.x, gridDim.x, units);
+  quantize_strips<kind, rounding, Tag, Slots::no, 1>(args, blockIdx.x, gridDim.x, units);
 }
 
 // How a strip is shared out: the division that should take least, by a model of an SM's cycles. A
@@ -189,7 +189,7 @@ void resident_quantize_columns(const Context& context, const MatrixIn& x, const 
   args.parts = plan.parts;
   args.cluster = one_pass ? plan.parts : 0;
   LaunchShape shape{args.strips * plan.parts, 32 * plan.warps,
-                    shared_bytes(plan.warps, args.cluster), std::max(1, args.cluster)};
+                    shared_bytes(plan.warps, plan.warps, args.cluster), std::max(1, args.cluster)};
   const auto run = [&](auto rounding, Pass pass) {
     args.pass = pass;
     with_kind(kind, [&](auto k) {

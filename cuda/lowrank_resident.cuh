@@ -70,18 +70,20 @@ struct Args {
   float* partial_sums;  // [parts, columns], Pass::amax where not clustered
 };
 
-// Starts the copies of a warp's unit of a strip.
-template <Kind kind, class Tag>
+// Starts the copies of a warp's unit of a strip, or of its half of the columns.
+template <Kind kind, class Tag, int unit_warps>
 __device__ void copy_unit(const Args& args, std::int64_t first_token, std::int64_t first_column,
                           char* tokens) {
-  constexpr int piece_elements = 16 / Tag::size, step = 8;  // tokens of a warp at a time
-  const int lane = static_cast<int>(threadIdx.x) % 32, quarter = lane % 4;
+  constexpr int piece_elements = 16 / Tag::size, pieces = 4 / unit_warps;  // of a token
+  constexpr int step = 32 / pieces;  // tokens of a warp at a time
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int quarter = static_cast<int>(threadIdx.x) / 32 % unit_warps * pieces + lane % pieces;
   const std::int64_t col = first_column + quarter * piece_elements;
   const auto live =
       static_cast<int>(max(std::int64_t{0}, min(std::int64_t{piece_elements}, args.x.cols - col)));
   const int real = static_cast<int>(
       max(std::int64_t{0}, min(std::int64_t{unit_tokens}, args.body_tokens - first_token)));
-  const int local = lane / 4;
+  const int local = lane / pieces;
   const auto place = [&](int i) {
     const int lane_place =
         (local * strip_bytes + quarter * 16) ^ swizzle<Tag>(i * step / group_tokens(kind));
@@ -300,15 +302,16 @@ struct SharedTail {
   Exchange* told;       // [2][cluster]
   Exchange* seen;       // [warps]
   std::uint8_t* draws;  // [warps][unit_blocks]: subspaces of a sketch
-  __device__ SharedTail(char* units, int warps, int cluster)
-      : told(reinterpret_cast<Exchange*>(units + warps * unit_bytes)),
+  __device__ SharedTail(char* units, int count, int warps, int cluster)
+      : told(reinterpret_cast<Exchange*>(units + count * unit_bytes)),
         seen(told + 2 * max(1, cluster)),
         draws(reinterpret_cast<std::uint8_t*>(seen + warps)) {}
 };
 
-inline std::size_t shared_bytes(int warps, int cluster) {
-  return static_cast<std::size_t>(warps) * (unit_bytes + sizeof(Exchange) + unit_blocks) +
-         2 * static_cast<std::size_t>((cluster > 1 ? cluster : 1)) * sizeof(Exchange);
+inline std::size_t shared_bytes(int units, int warps, int cluster) {
+  return static_cast<std::size_t>(units) * unit_bytes +
+         static_cast<std::size_t>(warps) * (sizeof(Exchange) + unit_blocks) +
+         2 * static_cast<std::size_t>(cluster > 1 ? cluster : 1) * sizeof(Exchange);
 }
 
 // Writes `value` of this thread block to the same place of thread block `rank` of the `cluster`
@@ -341,21 +344,21 @@ enum class Slots { no, yes };
 
 // What thread block `block_index` of `blocks` does. `units` is its dynamic shared memory. Begins
 // the kernel itself, after what needs nothing from the one before.
-template <Kind kind, Rounding rounding, class Tag, Slots slots>
+template <Kind kind, Rounding rounding, class Tag, Slots slots, int unit_warps>
 __device__ __forceinline__ void quantize_strips(const Args& args, std::int64_t block_index,
                                                 std::int64_t blocks, char* units) {
   constexpr int columns = strip_bytes / Tag::size, halves = columns / warp_columns;
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
-  const int warps = static_cast<int>(blockDim.x) / 32;
+  const int warps = static_cast<int>(blockDim.x) / 32, unit_count = warps / unit_warps;
   // A cluster's parts are neighbours. In two passes the strips are, so that whole rows of x are
   // read at a time.
   const bool clustered = slots == Slots::yes || args.pass == Pass::both;
   const std::int64_t block =
       args.pass == Pass::codes && !clustered ? blocks - 1 - block_index : block_index;
   const int rank = static_cast<int>(clustered ? block % args.parts : block / args.strips);
-  const SharedTail shared(units, warps, args.cluster);
-  const std::int64_t unit = std::int64_t{rank} * warps + warp;
-  char* const tokens = units + warp * unit_bytes;
+  const SharedTail shared(units, unit_count, warps, args.cluster);
+  const std::int64_t unit = std::int64_t{rank} * unit_count + warp / unit_warps;
+  char* const tokens = units + warp / unit_warps * unit_bytes;
   std::uint8_t* const draws = shared.draws + warp * unit_blocks;
   if (kind == Kind::sketch8 && lane < unit_blocks) {
     const auto token_block = static_cast<std::uint64_t>(unit * unit_blocks + lane);
@@ -365,9 +368,12 @@ __device__ __forceinline__ void quantize_strips(const Args& args, std::int64_t b
   begin_kernel(args.independent);
   const std::int64_t strip_step = blocks / args.parts;  // two passes: all strips
   std::int64_t strip = clustered ? block / args.parts : block % args.strips;
-  copy_unit<kind, Tag>(args, unit * unit_tokens, strip * columns, tokens);
+  copy_unit<kind, Tag, unit_warps>(args, unit * unit_tokens, strip * columns, tokens);
   commit_copies();
 
+  static_assert(unit_warps == 1 || unit_warps == halves);
+  const int first_half = unit_warps == 1 ? 0 : warp % unit_warps;
+  const int last_half = unit_warps == 1 ? halves : first_half + 1;
   const int pair = lane % 8, lane_group = lane / 8;
   // The swizzle of bit 6 exchanges even and odd tokens, that of bit 5 halves of a token.
   const int turned = swizzle<Tag>(lane_group);
@@ -387,7 +393,7 @@ __device__ __forceinline__ void quantize_strips(const Args& args, std::int64_t b
     Exchange* const told = shared.told + turn % 2 * args.cluster;
     if (args.pass != Pass::codes) {
 #pragma unroll 1
-      for (int half = 0; half < halves; ++half) {
+      for (int half = first_half; half < last_half; ++half) {
         Seen<kind> seen[2];
 #pragma unroll 1
         for (int step = 0; step < unit_steps(kind); ++step) {
@@ -415,12 +421,13 @@ __device__ __forceinline__ void quantize_strips(const Args& args, std::int64_t b
       for (int i = thread; i < columns * max(1, args.cluster); i += static_cast<int>(blockDim.x)) {
         const int c = i % columns, to = i / columns;
         std::uint32_t most = 0;
-        for (int w = 0; w < warps; ++w) most = max(most, shared.seen[w].amax[c]);
+        const int seen_by = unit_warps == 1 ? 0 : c / warp_columns;
+        for (int w = seen_by; w < warps; w += unit_warps) most = max(most, shared.seen[w].amax[c]);
         Exchange* const mine = told + (args.cluster == 0 ? 0 : rank);
         tell(&mine->amax[c], to, args.cluster, most);
         if (args.sum_wanted && to == 0) {
           double total = 0.0;
-          for (int w = 0; w < warps; ++w) total += shared.seen[w].sum[c];
+          for (int w = seen_by; w < warps; w += unit_warps) total += shared.seen[w].sum[c];
           tell(&mine->sum[c], to, args.cluster, total);
         }
       }
@@ -475,7 +482,7 @@ __device__ __forceinline__ void quantize_strips(const Args& args, std::int64_t b
         if (args.pass == Pass::both && args.sum_wanted) store_sum();
       }
 #pragma unroll 1
-      for (int half = 0; half < halves; ++half) {
+      for (int half = first_half; half < last_half; ++half) {
         const int first = half * warp_columns + 2 * pair;
         const std::int64_t row = strip * columns + first;
         float inv[2];
@@ -505,7 +512,8 @@ __device__ __forceinline__ void quantize_strips(const Args& args, std::int64_t b
     }
     if (strip + strip_step < args.strips) {
       __syncwarp();
-      copy_unit<kind, Tag>(args, unit * unit_tokens, (strip + strip_step) * columns, tokens);
+      copy_unit<kind, Tag, unit_warps>(args, unit * unit_tokens, (strip + strip_step) * columns,
+                                       tokens);
       commit_copies();
     }
   }

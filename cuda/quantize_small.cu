@@ -6,8 +6,9 @@
 //   that does the work alone (lowrank_resident.cuh, quantize.cuh) on its own share of the grid, so
 //   that its bytes are theirs; what is spared is launches, each of which takes as long as a few
 //   hundred kilobytes.
-//     columns  a thread block holds 8 units of 128 tokens of a strip; longer strips take the whole
-//              cluster, whose size is that of the longest.
+//     columns  a thread block holds 4 units of 128 tokens of a strip (fp32: 8), and two warps share
+//              a unit, a half of its columns each: what takes long here is a warp's own work.
+//              Longer strips take the whole cluster, whose size is that of the longest.
 //     rows     256 threads share 256 / T rows, T lanes with 2 blocks of 16 elements each.
 //     x        a warp takes a channel.
 //   One scale for a whole operand needs its largest value first: the same kernel runs once more
@@ -30,6 +31,8 @@ using resident::Kind;
 using resident::Slots;
 
 constexpr int threads = 32 * resident::most_warps;
+// Warps of a unit, one for 16 columns: strips of 16-bit types have 32.
+constexpr int unit_warps(int dtype_size) { return dtype_size == 2 ? 2 : 1; }
 constexpr int row_blocks = 2;  // blocks of 16 of a lane
 // More waves of thread blocks than this hide a launch by themselves.
 constexpr int most_waves = 4;
@@ -74,12 +77,13 @@ __global__ void __launch_bounds__(threads, resident::sm_warps / resident::most_w
   __shared__ std::uint32_t shared[threads / 32];
   int block = static_cast<int>(blockIdx.x);
   if (block < args.weight_range.end) {
-    return resident::quantize_strips<Kind::whole, Rounding::nearest, Tag, Slots::yes>(
-        args.weight, block, args.weight_range.blocks, units);
+    return resident::quantize_strips<Kind::whole, Rounding::nearest, Tag, Slots::yes,
+                                     unit_warps(Tag::size)>(args.weight, block,
+                                                            args.weight_range.blocks, units);
   }
   block -= args.weight_range.end;
   if (block < args.gradient_range.end) {
-    return resident::quantize_strips<kind, rounding, Tag, Slots::yes>(
+    return resident::quantize_strips<kind, rounding, Tag, Slots::yes, unit_warps(Tag::size)>(
         args.gradient, block, args.gradient_range.blocks, units);
   }
   block -= args.gradient_range.end;
@@ -123,6 +127,11 @@ class Agreement {
   bool has_dtype_ = false, has_rounding_ = false;
 };
 
+// Units that a thread block holds.
+int block_units(DType dtype) {
+  return resident::most_warps / unit_warps(static_cast<int>(dtype_size(dtype)));
+}
+
 bool plan_columns(const Context& context, const ColumnsJob& job, Plan& plan, resident::Args& args,
                   Kind& kind) {
   if (job.out.k_padded == 0 || !resident_can(*job.projection, job.quant) ||
@@ -132,7 +141,7 @@ bool plan_columns(const Context& context, const ColumnsJob& job, Plan& plan, res
   args = resident::make_args(context, job.x, *job.projection, kind, job.side, job.sketch_key,
                              job.quant, job.out, job.sum);
   args.independent = false;
-  const std::int64_t parts = ceil_div(args.units, resident::most_warps);
+  const std::int64_t parts = ceil_div(args.units, block_units(job.x.dtype));
   if (parts > resident::most_parts) return false;
   plan.cluster = std::max(plan.cluster, static_cast<int>(parts));
   return true;
@@ -140,7 +149,7 @@ bool plan_columns(const Context& context, const ColumnsJob& job, Plan& plan, res
 
 // A strip that fits in one thread block keeps to it; another takes a cluster.
 std::int64_t share_columns(int cluster, resident::Args& args) {
-  args.parts = args.cluster = args.units > resident::most_warps ? cluster : 1;
+  args.parts = args.cluster = args.units > block_units(args.x.dtype) ? cluster : 1;
   return args.strips * args.parts;
 }
 
@@ -204,8 +213,10 @@ void take_range(const Plan& plan, Range& range, std::int64_t blocks, std::int64_
 
 void launch_plan(const Context& context, const Plan& plan, const SmallArgs& args,
                  std::int64_t blocks) {
-  const LaunchShape shape{blocks, threads,
-                          resident::shared_bytes(resident::most_warps, plan.cluster), plan.cluster};
+  const LaunchShape shape{
+      blocks, threads,
+      resident::shared_bytes(block_units(plan.dtype), resident::most_warps, plan.cluster),
+      plan.cluster};
   resident::with_kind(plan.kind, [&](auto kind) {
     host_with_dtype(plan.dtype, [&](auto tag) {
       using Tag = decltype(tag);
