@@ -29,7 +29,9 @@ from __future__ import annotations
 import copy
 import importlib
 import statistics
+import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -315,7 +317,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = arguments(argv)
     name_of = {("table",): "models-table", ("variants",): "models-variants"}
     report = name_of.get(tuple(args.part), "models")
-    content: dict[str, Any] = {"quick": args.quick, "models": {}, "skipped": {}}
+    content: dict[str, Any] = {"quick": args.quick, "models": {}, "skipped": {}, "failed": {}}
     if "codes" in args.part:
         content["codes"] = codes(args.device, args.rounds, args.quick)
     slowest = 0.0
@@ -331,10 +333,15 @@ def main(argv: Sequence[str] | None = None) -> None:
             except ModuleNotFoundError as missing:
                 print(f"\n{TASKS[name].title}: skipped, {missing}")
                 content["skipped"][name] = str(missing)
+            except Exception as error:  # said here and at the end: the others are worth having
+                traceback.print_exc()
+                content["failed"][name] = f"{type(error).__name__}: {error}"
         slowest = max(slowest, time.perf_counter() - start)
         path = timing.write(args, report, content)  # now, so that a run cut short leaves it
         if "table" in args.part:
             model_table.write(content["models"], path)
+    if content["failed"]:
+        sys.exit(f"failed: {content['failed']}")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import math
 import sys
@@ -146,7 +147,9 @@ def test_benchmark_at_toy_size(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "default + saved 4" in printed and str(path) in printed
 
 
-def test_table_at_toy_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_at_toy_size(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("transformers")
     import bench_models
 
@@ -173,6 +176,13 @@ def test_table_at_toy_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert report["models"] == {}
     assert report["skipped"] == dict.fromkeys(("llama_blocks", "bert"), "no time left")
     assert "left out" in capsys.readouterr().out
+    # One that fails does not take the others along, and is not passed over.
+    broken = dataclasses.replace(models.TASKS["bert"], loss=lambda model, batch: 1 / 0)
+    monkeypatch.setitem(models.TASKS, "bert", broken)
+    with pytest.raises(SystemExit, match="bert.*ZeroDivisionError"):
+        bench_models.main([*options, "--models", "bert"])
+    assert "ZeroDivisionError" in json.loads(path.read_text())["failed"]["bert"]
+    capsys.readouterr()
     with pytest.raises(SystemExit):
         bench_models.main(["--part", "table", "time"])
     assert "--part table: its models have sizes of their own" in capsys.readouterr().err
