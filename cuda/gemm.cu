@@ -124,7 +124,7 @@ void CudaBackend::gemm(const Context& context, const GemmArgs& args, void* works
 
 // Above this many multiply-adds the kernels for large products are as fast, launch by launch.
 // Measured: docs/performance.md.
-constexpr std::int64_t small_most_work = std::int64_t{3} << 29;
+constexpr std::int64_t small_most_work = std::int64_t{1} << 30;
 
 void CudaBackend::gemms(const Context& context, const GemmArgs* products, void* const* workspaces,
                         int count) const {

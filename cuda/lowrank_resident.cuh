@@ -368,7 +368,11 @@ __device__ __forceinline__ void quantize_strips(const Args& args, std::int64_t b
   begin_kernel(args.independent);
   const std::int64_t strip_step = blocks / args.parts;  // two passes: all strips
   std::int64_t strip = clustered ? block / args.parts : block % args.strips;
-  copy_unit<kind, Tag, unit_warps>(args, unit * unit_tokens, strip * columns, tokens);
+  // The last thread blocks of a strip may have more warps than there are units.
+  const bool active = unit < args.units;
+  if (active) {
+    copy_unit<kind, Tag, unit_warps>(args, unit * unit_tokens, strip * columns, tokens);
+  }
   commit_copies();
 
   static_assert(unit_warps == 1 || unit_warps == halves);
@@ -396,7 +400,7 @@ __device__ __forceinline__ void quantize_strips(const Args& args, std::int64_t b
       for (int half = first_half; half < last_half; ++half) {
         Seen<kind> seen[2];
 #pragma unroll 1
-        for (int step = 0; step < unit_steps(kind); ++step) {
+        for (int step = 0; step < (active ? unit_steps(kind) : 0); ++step) {
           look<kind, Tag>(group_at(step, half), lane_draws, args.sum_wanted, seen);
         }
 #pragma unroll
@@ -482,7 +486,7 @@ __device__ __forceinline__ void quantize_strips(const Args& args, std::int64_t b
         if (args.pass == Pass::both && args.sum_wanted) store_sum();
       }
 #pragma unroll 1
-      for (int half = first_half; half < last_half; ++half) {
+      for (int half = first_half; half < (active ? last_half : 0); ++half) {
         const int first = half * warp_columns + 2 * pair;
         const std::int64_t row = strip * columns + first;
         float inv[2];
@@ -510,7 +514,7 @@ __device__ __forceinline__ void quantize_strips(const Args& args, std::int64_t b
         }
       }
     }
-    if (strip + strip_step < args.strips) {
+    if (active && strip + strip_step < args.strips) {
       __syncwarp();
       copy_unit<kind, Tag, unit_warps>(args, unit * unit_tokens, (strip + strip_step) * columns,
                                        tokens);
