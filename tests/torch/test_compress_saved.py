@@ -374,6 +374,17 @@ def test_hot_layers_are_one_operation() -> None:
     for y in results:
         y.sum().backward()
 
+    class Own(torch.Tensor):
+        """One that takes part in what functions do with it."""
+
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            seen.append(f"own {func.__name__}")
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    hot.linear(torch.randn(4, 8).as_subclass(Own), layers[0].weight)
+    assert "own linear" in seen
+
 
 def test_parameters_under_autocast() -> None:
     x = torch.randn(64, 256, requires_grad=True)

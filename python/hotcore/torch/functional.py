@@ -18,6 +18,7 @@ from .conv import Window, is_channels_last
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """What HOT takes."""
+_PLAIN: Any = (Tensor, torch.nn.Parameter)
 _PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
 _DEFAULT = HotConfig()
 
@@ -48,7 +49,7 @@ def linear(
     Source: spec.md, "Stages".
     """
     text = _text(config)
-    with _one_operation():
+    with _one_operation(x, weight):
         seed = _seed("linear", x, weight)
         if seed is None:
             return F.linear(x, weight, bias)
@@ -103,7 +104,7 @@ def conv2d(
         )
     text = _text(config)
     window = _window(weight, stride, padding, dilation, padding_mode)
-    with _one_operation():
+    with _one_operation(x, weight):
         seed = _seed("conv2d", x, weight)
         if seed is None:
             return conv.plain_conv2d(x, weight, bias, window)
@@ -129,12 +130,13 @@ def _seed(name: str, x: Tensor, weight: Tensor) -> Tensor | None:
     return seed
 
 
-def _one_operation() -> AbstractContextManager[Any]:
+def _one_operation(*tensors: Tensor) -> AbstractContextManager[Any]:
     """Hides what a layer does inside from torch-function modes, compress_saved's among them.
 
     They would be asked about some twenty attributes and calls, 2 us of the host's time each.
+    Subclasses of Tensor may need to be asked: nothing is hidden from them.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or any(type(t) not in _PLAIN for t in tensors):
         return nullcontext()
     inside: AbstractContextManager[Any] = torch._C.DisableTorchFunction()
     return inside
