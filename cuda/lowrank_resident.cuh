@@ -365,7 +365,10 @@ __device__ __forceinline__ void quantize_strips(const Args& args, std::int64_t b
     draws[lane] =
         static_cast<std::uint8_t>(sketch_draw(random_words(args.sketch, token_block), 0, 16));
   }
-  begin_kernel(args.independent);
+  // The second of two launches (Slots) needs of the first only what it reads later: its copies come
+  // before the wait. What x is made by has ended: the first one waited for it.
+  const bool copies_first = slots == Slots::yes && args.pass == Pass::codes;
+  if (!copies_first) begin_kernel(args.independent);
   const std::int64_t strip_step = blocks / args.parts;  // two passes: all strips
   std::int64_t strip = clustered ? block / args.parts : block % args.strips;
   // The last thread blocks of a strip may have more warps than there are units.
@@ -374,6 +377,7 @@ __device__ __forceinline__ void quantize_strips(const Args& args, std::int64_t b
     copy_unit<kind, Tag, unit_warps>(args, unit * unit_tokens, strip * columns, tokens);
   }
   commit_copies();
+  if (copies_first) begin_kernel(args.independent);
 
   static_assert(unit_warps == 1 || unit_warps == halves);
   const int first_half = unit_warps == 1 ? 0 : warp % unit_warps;

@@ -13,7 +13,8 @@
 //     x        a warp takes a channel.
 //   One scale for a whole operand needs its largest value first: the same kernel runs once more
 //   before, over those operands alone; every thread block leaves its largest value in a slot of its
-//   own, and all that round read all slots. No atomics, nothing to zero.
+//   own, and all that round read all slots. No atomics, nothing to zero. The second launch copies
+//   what it reads before it waits for the first; neither needs clusters, but for the sums of g_b.
 #include "cuda/quantize_small.h"
 
 #include <algorithm>
@@ -53,9 +54,9 @@ struct SmallArgs {
 template <Rounding rounding, class Tag>
 __device__ __forceinline__ void rows_block(const SmallArgs& args, int block,
                                            std::uint32_t* shared) {
-  begin_kernel();
   const int T = args.row_lanes, thread = static_cast<int>(threadIdx.x);
   const RowsArgs& rows = args.rows;
+  if (rows.pass != RowsPass::codes) begin_kernel();  // codes: loads first, as in quantize_strips
   const std::int64_t row = std::int64_t{block} * (threads / T) + thread / T;
   quantize_row16<rounding, row_blocks, Tag>(rows, row, thread % T, T, [&](std::uint32_t& amax) {
     if (rows.pass == RowsPass::amax) {
@@ -63,9 +64,12 @@ __device__ __forceinline__ void rows_block(const SmallArgs& args, int block,
       if (thread == 0) rows.amax[block] = amax;
       return false;
     }
-    amax = rows.pass == RowsPass::codes
-               ? resident::warp_slots_max(rows.amax, args.rows_range.blocks)
-               : row_max(amax, T, thread, shared);
+    if (rows.pass == RowsPass::codes) {
+      begin_kernel();
+      amax = resident::warp_slots_max(rows.amax, args.rows_range.blocks);
+    } else {
+      amax = row_max(amax, T, thread, shared);
+    }
     return true;
   });
 }
@@ -204,31 +208,44 @@ bool plan_operands(const Context& context, const BackwardOperands& operands, Pla
          plan.weight_blocks + plan.gradient_blocks + plan.rows_blocks + plan.groups_blocks <= most;
 }
 
-// Gives a range of a launch its thread blocks.
-void take_range(const Plan& plan, Range& range, std::int64_t blocks, std::int64_t& all) {
-  range.blocks = static_cast<int>(blocks);
-  range.end = static_cast<int>(round_up(blocks, plan.cluster));
-  all += range.end;
-}
+// One launch: some of the operands, each in its pass.
+class Launch {
+ public:
+  // `exchanges`: whether the thread blocks of a strip tell each other what they find.
+  Launch(const Plan& plan, bool exchanges)
+      : args(plan.args), plan_(plan), cluster_(exchanges ? plan.cluster : 1) {}
 
-void launch_plan(const Context& context, const Plan& plan, const SmallArgs& args,
-                 std::int64_t blocks) {
-  const LaunchShape shape{
-      blocks, threads,
-      resident::shared_bytes(block_units(plan.dtype), resident::most_warps, plan.cluster),
-      plan.cluster};
-  resident::with_kind(plan.kind, [&](auto kind) {
-    host_with_dtype(plan.dtype, [&](auto tag) {
-      using Tag = decltype(tag);
-      constexpr Kind k = decltype(kind)::value;
-      launch("backward_linear", context,
-             plan.rounding == Rounding::nearest
-                 ? quantize_small_kernel<k, Rounding::nearest, Tag>
-                 : quantize_small_kernel<k, Rounding::stochastic, Tag>,
-             shape, args);
+  SmallArgs args;
+
+  // Gives a range its thread blocks.
+  void take(Range& range, std::int64_t blocks) {
+    range.blocks = static_cast<int>(blocks);
+    range.end = static_cast<int>(round_up(blocks, cluster_));
+    blocks_ += range.end;
+  }
+
+  void run(const Context& context) const {
+    const LaunchShape shape{
+        blocks_, threads,
+        resident::shared_bytes(block_units(plan_.dtype), resident::most_warps, cluster_), cluster_};
+    resident::with_kind(plan_.kind, [&](auto kind) {
+      host_with_dtype(plan_.dtype, [&](auto tag) {
+        using Tag = decltype(tag);
+        constexpr Kind k = decltype(kind)::value;
+        launch("backward_linear", context,
+               plan_.rounding == Rounding::nearest
+                   ? quantize_small_kernel<k, Rounding::nearest, Tag>
+                   : quantize_small_kernel<k, Rounding::stochastic, Tag>,
+               shape, args);
+      });
     });
-  });
-}
+  }
+
+ private:
+  const Plan& plan_;
+  int cluster_;
+  std::int64_t blocks_ = 0;
+};
 
 }  // namespace
 
@@ -238,27 +255,35 @@ bool quantize_small(const Context& context, const BackwardOperands& operands) {
   const auto per_tensor = [](const auto* job) { return job != nullptr && job->quant.per_tensor; };
   const bool weight = per_tensor(operands.weight), rows = per_tensor(operands.gradient_rows),
              gradient = per_tensor(operands.gradient_columns);
-  SmallArgs args = plan.args;
+  const bool parted_weight = plan.args.weight.parts > 1,
+             parted_gradient = plan.args.gradient.parts > 1;
   if (weight || rows || gradient) {
-    std::int64_t blocks = 0;
+    const bool sums = gradient && plan.args.gradient.sum_wanted && parted_gradient;
+    Launch largest(plan, sums);
+    SmallArgs& args = largest.args;
     args.weight.pass = args.gradient.pass = resident::Pass::amax;
     args.rows.pass = RowsPass::amax;
-    take_range(plan, args.weight_range, weight ? plan.weight_blocks : 0, blocks);
-    take_range(plan, args.gradient_range, gradient ? plan.gradient_blocks : 0, blocks);
-    take_range(plan, args.rows_range, rows ? plan.rows_blocks : 0, blocks);
-    launch_plan(context, plan, args, blocks);
+    args.weight.cluster = 0;
+    if (!sums) args.gradient.cluster = 0;
+    largest.take(args.weight_range, weight ? plan.weight_blocks : 0);
+    largest.take(args.gradient_range, gradient ? plan.gradient_blocks : 0);
+    largest.take(args.rows_range, rows ? plan.rows_blocks : 0);
+    largest.run(context);
   }
-  std::int64_t blocks = 0;
+  Launch codes(plan, (parted_weight && !weight) || (parted_gradient && !gradient));
+  SmallArgs& args = codes.args;
   args.weight.pass = weight ? resident::Pass::codes : resident::Pass::both;
   args.gradient.pass = gradient ? resident::Pass::codes : resident::Pass::both;
   args.rows.pass = rows ? RowsPass::codes : RowsPass::row_scales;
   args.weight.slots = static_cast<int>(plan.weight_blocks);
   args.gradient.slots = static_cast<int>(plan.gradient_blocks);
-  take_range(plan, args.weight_range, plan.weight_blocks, blocks);
-  take_range(plan, args.gradient_range, plan.gradient_blocks, blocks);
-  take_range(plan, args.rows_range, plan.rows_blocks, blocks);
-  take_range(plan, args.groups_range, plan.groups_blocks, blocks);
-  launch_plan(context, plan, args, blocks);
+  if (weight) args.weight.cluster = 0;
+  if (gradient) args.gradient.cluster = 0;
+  codes.take(args.weight_range, plan.weight_blocks);
+  codes.take(args.gradient_range, plan.gradient_blocks);
+  codes.take(args.rows_range, plan.rows_blocks);
+  codes.take(args.groups_range, plan.groups_blocks);
+  codes.run(context);
   return true;
 }
 
