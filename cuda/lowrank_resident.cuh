@@ -345,17 +345,21 @@ enum class Slots { no, yes };
 // What thread block `block_index` of `blocks` does. `units` is its dynamic shared memory. Begins
 // the kernel itself, after what needs nothing from the one before.
 template <Kind kind, Rounding rounding, class Tag, Slots slots, int unit_warps>
-__device__ __forceinline__ void quantize_strips(const Args& args, std::int64_t block_index,
-                                                std::int64_t blocks, char* units) {
+__device__ __forceinline__ void quantize_strips(const Args& args, unsigned block_index,
+                                                unsigned blocks, char* units) {
   constexpr int columns = strip_bytes / Tag::size, halves = columns / warp_columns;
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
   const int warps = static_cast<int>(blockDim.x) / 32, unit_count = warps / unit_warps;
   // A cluster's parts are neighbours. In two passes the strips are, so that whole rows of x are
   // read at a time.
   const bool clustered = slots == Slots::yes || args.pass == Pass::both;
-  const std::int64_t block =
+  // 32 bits: a division of 64 takes as long as a load.
+  const unsigned block =
       args.pass == Pass::codes && !clustered ? blocks - 1 - block_index : block_index;
-  const int rank = static_cast<int>(clustered ? block % args.parts : block / args.strips);
+  const auto parts = static_cast<unsigned>(args.parts), strips = static_cast<unsigned>(args.strips);
+  const unsigned rank_divisor = clustered ? parts : strips;
+  const unsigned quotient = block / rank_divisor, rest = block - quotient * rank_divisor;
+  const int rank = static_cast<int>(clustered ? rest : quotient);
   const SharedTail shared(units, unit_count, warps, args.cluster);
   const std::int64_t unit = std::int64_t{rank} * unit_count + warp / unit_warps;
   char* const tokens = units + warp / unit_warps * unit_bytes;
@@ -369,12 +373,15 @@ __device__ __forceinline__ void quantize_strips(const Args& args, std::int64_t b
   // before the wait. What x is made by has ended: the first one waited for it.
   const bool copies_first = slots == Slots::yes && args.pass == Pass::codes;
   if (!copies_first) begin_kernel(args.independent);
-  const std::int64_t strip_step = blocks / args.parts;  // two passes: all strips
-  std::int64_t strip = clustered ? block / args.parts : block % args.strips;
+  // Two passes, and Slots: all strips at once.
+  const unsigned strip_step =
+      slots == Slots::no && args.pass == Pass::both ? blocks / parts : strips;
+  unsigned strip = clustered ? quotient : rest;
   // The last thread blocks of a strip may have more warps than there are units.
   const bool active = unit < args.units;
   if (active) {
-    copy_unit<kind, Tag, unit_warps>(args, unit * unit_tokens, strip * columns, tokens);
+    copy_unit<kind, Tag, unit_warps>(args, unit * unit_tokens, std::int64_t{strip} * columns,
+                                     tokens);
   }
   commit_copies();
   if (copies_first) begin_kernel(args.independent);
@@ -394,8 +401,12 @@ __device__ __forceinline__ void quantize_strips(const Args& args, std::int64_t b
   };
   const std::uint8_t* const lane_draws = draws + 2 * lane_group;
   const std::int64_t groups = args.k_padded / group_k;
+  // Of the last unit only what holds groups.
+  const auto live_steps = static_cast<int>(max(
+      std::int64_t{0}, min(std::int64_t{unit_steps(kind)},
+                           (groups + lane_groups - 1) / lane_groups - unit * unit_steps(kind))));
 
-  for (int turn = 0; strip < args.strips; strip += strip_step, ++turn) {
+  for (int turn = 0; strip < strips; strip += strip_step, ++turn) {
     wait_copies<0>();
     __syncwarp();
     Exchange* const told = shared.told + turn % 2 * args.cluster;
@@ -404,7 +415,7 @@ __device__ __forceinline__ void quantize_strips(const Args& args, std::int64_t b
       for (int half = first_half; half < last_half; ++half) {
         Seen<kind> seen[2];
 #pragma unroll 1
-        for (int step = 0; step < (active ? unit_steps(kind) : 0); ++step) {
+        for (int step = 0; step < live_steps; ++step) {
           look<kind, Tag>(group_at(step, half), lane_draws, args.sum_wanted, seen);
         }
 #pragma unroll
@@ -447,7 +458,7 @@ __device__ __forceinline__ void quantize_strips(const Args& args, std::int64_t b
     }
 
     // A lane for a column of the strip.
-    const std::int64_t column = strip * columns + lane;
+    const std::int64_t column = std::int64_t{strip} * columns + lane;
     const bool has_column = lane < columns && column < args.x.cols;
     std::uint32_t most = 0;
     double total = 0.0;
@@ -490,9 +501,9 @@ __device__ __forceinline__ void quantize_strips(const Args& args, std::int64_t b
         if (args.pass == Pass::both && args.sum_wanted) store_sum();
       }
 #pragma unroll 1
-      for (int half = first_half; half < (active ? last_half : 0); ++half) {
+      for (int half = first_half; half < last_half; ++half) {
         const int first = half * warp_columns + 2 * pair;
-        const std::int64_t row = strip * columns + first;
+        const std::int64_t row = std::int64_t{strip} * columns + first;
         float inv[2];
         bool keep[2];
 #pragma unroll
@@ -501,7 +512,7 @@ __device__ __forceinline__ void quantize_strips(const Args& args, std::int64_t b
           keep[c] = __shfl_sync(0xffffffffU, static_cast<int>(scale.keep), first + c) != 0;
         }
 #pragma unroll 1
-        for (int step = 0; step < unit_steps(kind); ++step) {
+        for (int step = 0; step < live_steps; ++step) {
           const std::int64_t g = (unit * unit_steps(kind) + step) * lane_groups + lane_group;
           float v[2][group_k];
           project<kind, Tag>(group_at(step, half), lane_draws, args.sketch_weight, v);
@@ -518,10 +529,11 @@ __device__ __forceinline__ void quantize_strips(const Args& args, std::int64_t b
         }
       }
     }
-    if (active && strip + strip_step < args.strips) {
+    if (slots == Slots::yes) break;  // as is known: less code to fetch
+    if (active && strip + strip_step < strips) {
       __syncwarp();
-      copy_unit<kind, Tag, unit_warps>(args, unit * unit_tokens, (strip + strip_step) * columns,
-                                       tokens);
+      copy_unit<kind, Tag, unit_warps>(args, unit * unit_tokens,
+                                       std::int64_t{strip + strip_step} * columns, tokens);
       commit_copies();
     }
   }

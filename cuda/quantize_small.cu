@@ -40,38 +40,40 @@ constexpr int most_waves = 4;
 
 // A range of thread blocks: whole clusters, `blocks` of which have work.
 struct Range {
-  int blocks = 0, end = 0;
+  unsigned blocks = 0, end = 0;
 };
 
 struct SmallArgs {
   resident::Args weight, gradient;
   RowsArgs rows;
   RequantizeArgs groups;
-  int row_lanes;
+  int row_lanes_log2;
   Range weight_range, gradient_range, rows_range, groups_range;
 };
 
 template <Rounding rounding, class Tag>
-__device__ __forceinline__ void rows_block(const SmallArgs& args, int block,
+__device__ __forceinline__ void rows_block(const SmallArgs& args, unsigned block,
                                            std::uint32_t* shared) {
-  const int T = args.row_lanes, thread = static_cast<int>(threadIdx.x);
+  const int T = 1 << args.row_lanes_log2, thread = static_cast<int>(threadIdx.x);
   const RowsArgs& rows = args.rows;
   if (rows.pass != RowsPass::codes) begin_kernel();  // codes: loads first, as in quantize_strips
-  const std::int64_t row = std::int64_t{block} * (threads / T) + thread / T;
-  quantize_row16<rounding, row_blocks, Tag>(rows, row, thread % T, T, [&](std::uint32_t& amax) {
-    if (rows.pass == RowsPass::amax) {
-      amax = block_max(amax, shared);
-      if (thread == 0) rows.amax[block] = amax;
-      return false;
-    }
-    if (rows.pass == RowsPass::codes) {
-      begin_kernel();
-      amax = resident::warp_slots_max(rows.amax, args.rows_range.blocks);
-    } else {
-      amax = row_max(amax, T, thread, shared);
-    }
-    return true;
-  });
+  const std::int64_t row =
+      std::int64_t{block} * (threads >> args.row_lanes_log2) + (thread >> args.row_lanes_log2);
+  quantize_row16<rounding, row_blocks, Tag>(
+      rows, row, thread & (T - 1), T, [&](std::uint32_t& amax) {
+        if (rows.pass == RowsPass::amax) {
+          amax = block_max(amax, shared);
+          if (thread == 0) rows.amax[block] = amax;
+          return false;
+        }
+        if (rows.pass == RowsPass::codes) {
+          begin_kernel();
+          amax = resident::warp_slots_max(rows.amax, static_cast<int>(args.rows_range.blocks));
+        } else {
+          amax = row_max(amax, T, thread, shared);
+        }
+        return true;
+      });
 }
 
 template <Kind kind, Rounding rounding, class Tag>
@@ -79,7 +81,7 @@ __global__ void __launch_bounds__(threads, resident::sm_warps / resident::most_w
     quantize_small_kernel(const __grid_constant__ SmallArgs args) {
   extern __shared__ __align__(1024) char units[];
   __shared__ std::uint32_t shared[threads / 32];
-  int block = static_cast<int>(blockIdx.x);
+  unsigned block = blockIdx.x;
   if (block < args.weight_range.end) {
     return resident::quantize_strips<Kind::whole, Rounding::nearest, Tag, Slots::yes,
                                      unit_warps(Tag::size)>(args.weight, block,
@@ -180,10 +182,10 @@ bool plan_operands(const Context& context, const BackwardOperands& operands, Pla
       return false;
     }
     plan.args.rows = rows_args(context, job->x, 16, job->quant, job->out);
-    int lanes = 1;
-    while (lanes * row_blocks < row_groups) lanes *= 2;
-    plan.args.row_lanes = lanes;
-    plan.rows_blocks = ceil_div(job->x.rows, threads / lanes);
+    int lanes_log2 = 0;
+    while ((row_blocks << lanes_log2) < row_groups) ++lanes_log2;
+    plan.args.row_lanes_log2 = lanes_log2;
+    plan.rows_blocks = ceil_div(job->x.rows, threads >> lanes_log2);
   }
   if (const GroupsJob* job = operands.activation) {
     if (!agreed.rounding(job->rounding)) return false;
@@ -219,8 +221,8 @@ class Launch {
 
   // Gives a range its thread blocks.
   void take(Range& range, std::int64_t blocks) {
-    range.blocks = static_cast<int>(blocks);
-    range.end = static_cast<int>(round_up(blocks, cluster_));
+    range.blocks = static_cast<unsigned>(blocks);
+    range.end = static_cast<unsigned>(round_up(blocks, cluster_));
     blocks_ += range.end;
   }
 
