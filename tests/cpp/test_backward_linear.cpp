@@ -16,6 +16,16 @@ std::int64_t any_size() {
   return sizes[random_int(0, 9)];
 }
 
+template <class Call>
+void expect_refused(const Call& call, const std::string& words) {
+  try {
+    call();
+    ADD_FAILURE() << "not refused: " << words;
+  } catch (const hot::Error& error) {
+    EXPECT_NE(std::string(error.what()).find(words), std::string::npos) << error.what();
+  }
+}
+
 }  // namespace
 
 TEST(BackwardLinear, golden_compress_activation) {
@@ -226,6 +236,50 @@ TEST(BackwardLinear, each_output_alone) {
     EXPECT_EQ(gx.values(), all.gx.values());
     EXPECT_EQ(gw.values(), all.gw.values());
     EXPECT_EQ(gb, all.gb);
+  }
+}
+
+TEST(BackwardLinear, quantized_weight_gives_the_same_bits) {
+  for (const std::string& name : recipe_names()) {
+    const std::int64_t O = any_size(), I = any_size();
+    Layer layer(any_size(), O, I, recipe(name));
+    layer.run(cpu());
+    const Floats &w = layer.w, &gy = layer.gy;
+    const std::size_t bytes = hot::quantized_weight_bytes(O, I, layer.spec);
+    std::vector<char> memory(bytes + 32, static_cast<char>(0xA5));
+    char* const codes =
+        memory.data() + (16 - reinterpret_cast<std::uintptr_t>(memory.data()) % 16) % 16;
+    Scratch for_weight(hot::quantize_weight_workspace(cpu(), O, I, layer.spec));
+    hot::quantize_weight(cpu(), w.view(), layer.spec, {codes, bytes}, for_weight.workspace());
+    EXPECT_EQ(codes[bytes], static_cast<char>(0xA5));  // nothing behind its end
+    const auto gx = layer.gx.values(), gw = layer.gw.values();
+    layer.gx.fill(std::vector<float>(gx.size(), -7.0F));
+    layer.gw.fill(std::vector<float>(gw.size(), -7.0F));
+    const TensorView vx = layer.gx.view(), vw = layer.gw.view();
+    Scratch scratch(hot::backward_linear_workspace(cpu(), {layer.L, O, I}, layer.spec, true, true));
+    const hot::BackwardOutputs outputs{&vx, &vw, nullptr, false};
+    hot::backward_linear(cpu(), gy.view(), hot::ConstQuantizedWeight{codes, bytes, O, I},
+                         layer.saved_view(), layer.spec, outputs, scratch.workspace());
+    EXPECT_EQ(layer.gx.values(), gx) << name;
+    EXPECT_EQ(layer.gw.values(), gw) << name;
+
+    const auto refused = [&](const hot::ConstQuantizedWeight& weight, const std::string& words) {
+      const auto call = [&] {
+        hot::backward_linear(cpu(), gy.view(), weight, layer.saved_view(), layer.spec, outputs,
+                             scratch.workspace());
+      };
+      expect_refused(call, words);
+    };
+    refused({codes, bytes - 1, O, I}, "w has");
+    refused({codes + 1, bytes, O, I}, "w is not aligned");
+    refused({codes, bytes, O + 1, I}, "out_features; expected gy's");
+    expect_refused(
+        [&] {
+          hot::quantize_weight(cpu(), w.view(), layer.spec, {codes, bytes + 1},
+                               for_weight.workspace());
+        },
+        "out has");
+    EXPECT_EQ(layer.gx.values(), gx) << name << ": written although refused";
   }
 }
 

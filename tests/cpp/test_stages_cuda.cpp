@@ -410,6 +410,10 @@ TEST_F(StagesCuda, backward_linear_equals_cpu) {
       spec.gx_rounding = roundings[random_int(0, 2)];
       spec.gw_rounding = roundings[random_int(0, 2)];
       spec.x_rounding = roundings[random_int(0, 2)];
+      if (round % 2 == 0) {  // as quantize_small.cu wants them
+        spec.hadamard_block = 16;
+        spec.gw_rounding = spec.x_rounding = spec.gx_rounding = roundings[random_int(0, 1)];
+      }
     }
     std::int64_t O = random_int(0, 9) == 0 ? random_int(2000, 20000) : any_size();
     std::int64_t I = O > 1000 ? random_int(1, 20) : any_size();
@@ -421,7 +425,8 @@ TEST_F(StagesCuda, backward_linear_equals_cpu) {
     } else if (O > 1000 && L > 40)
       L = spec.low_rank.layout.grid_h == 0 ? 37 : L;
     Mirror gy(L, O, any_float(), random_int(0, 2) * 8, random_int(0, 3) == 0 ? 1 : 0);
-    Mirror w(O, I, any_float(), random_int(0, 2)), x(L, I, any_float(), random_int(0, 2));
+    const DType weight_dtype = random_int(0, 1) == 0 ? gy.view(false).dtype : any_float();
+    Mirror w(O, I, weight_dtype, random_int(0, 2)), x(L, I, any_float(), random_int(0, 2));
     gy.fill(awkward(L * O));
     w.fill(awkward(O * I));
     x.fill(awkward(L * I));
@@ -455,8 +460,24 @@ TEST_F(StagesCuda, backward_linear_equals_cpu) {
       if (!on_gpu) std::memset(kept, 0xA5, layout.bytes);
       hot::compress_activation(c, x.view(on_gpu), spec, {kept, layout.bytes}, {memory, bytes});
       const TensorView vx = gx.view(on_gpu), vw = gw.view(on_gpu), vb = gb.flat(on_gpu);
-      hot::backward_linear(c, gy.view(on_gpu), w.view(on_gpu), {kept, layout.bytes, L, I, key},
-                           spec, {&vx, &vw, &vb, accumulate}, {memory, bytes});
+      const hot::ConstSavedActivation of_x{kept, layout.bytes, L, I, key};
+      const hot::BackwardOutputs outputs{&vx, &vw, &vb, accumulate};
+      if (on_gpu && round % 5 == 2) {  // w quantised before; the CPU takes w itself
+        const std::size_t weight_bytes = hot::quantized_weight_bytes(O, I, spec);
+        void* codes = nullptr;
+        check(cudaMalloc(&codes, weight_bytes + 1));
+        check(cudaMemset(codes, 0x5A, weight_bytes + 1));
+        check(cudaDeviceSynchronize());
+        ASSERT_LE(hot::quantize_weight_workspace(c, O, I, spec), bytes);
+        hot::quantize_weight(c, w.view(true), spec, {codes, weight_bytes}, {memory, bytes});
+        hot::backward_linear(c, gy.view(true), hot::ConstQuantizedWeight{codes, weight_bytes, O, I},
+                             of_x, spec, outputs, {memory, bytes});
+        check(cudaStreamSynchronize(stream_));
+        check(cudaFree(codes));
+      } else {
+        hot::backward_linear(c, gy.view(on_gpu), w.view(on_gpu), of_x, spec, outputs,
+                             {memory, bytes});
+      }
       check(cudaStreamSynchronize(stream_));
       if (on_gpu) check(cudaFree(memory));
       if (!on_gpu) std::memcpy(saved.view(false).data, kept, layout.bytes);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 
@@ -152,3 +153,36 @@ def test_adapter_trains_under_autocast(recipe: str) -> None:
         losses.append(float(loss.detach()))
     assert np.isfinite(losses).all()
     assert losses[-1] < 0.6 * losses[0]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_micro_batches_add_in_place(recipe: str, dtype: torch.dtype) -> None:
+    hot = pytest.importorskip("hotcore.torch")
+    for outs, ins, tokens in ((96, 64, 33), (768, 768, 1024)):  # one launch, and large products
+        layer = torch.nn.Linear(ins, outs, device="cuda", dtype=dtype)
+        model = torch.nn.Sequential(layer)
+        hot.convert(model, recipe, filter_fn=lambda name, module: True)
+        parts = torch.randn(3, tokens, ins, device="cuda", dtype=dtype, requires_grad=True)
+        gy = torch.randn(tokens, outs, device="cuda", dtype=dtype)
+        grads: list[list[torch.Tensor]] = []
+        for options in (None, {"in_place": False}, {}):
+            model.zero_grad()
+            parts.grad = None
+            torch.manual_seed(3)
+            around = (
+                contextlib.nullcontext()
+                if options is None
+                else hot.gradient_accumulation(**options)
+            )
+            with around:
+                for part in parts:
+                    model(part).backward(gy)
+            grads.append([parts.grad, *(p.grad for p in model.parameters())])
+        plain, shared, in_place = grads
+        assert all(same_bits(a, b) for a, b in zip(plain, shared, strict=True))
+        assert same_bits(plain[0], in_place[0])
+        # Sums of three: each way rounds at most twice more to the type.
+        ulp = torch.finfo(dtype).eps
+        for a, b in zip(plain[1:], in_place[1:], strict=True):
+            assert (a.float() - b.float()).abs().max() <= 4 * ulp * a.float().abs().max()

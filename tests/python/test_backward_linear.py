@@ -610,3 +610,24 @@ def test_true_tiles_beat_flattened_tokens() -> None:
         for c in (tiles, HotConfig.recipe("paper"))
     ]
     assert 1 - cosines[0] < 0.3 * (1 - cosines[1])
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_quantized_weight_gives_the_same_bits(rng: np.random.Generator, recipe: str) -> None:
+    gy, w, x = (
+        rng.standard_normal(shape).astype(np.float32) for shape in ((37, 21), (21, 35), (37, 35))
+    )
+    saved = hotcore.compress_activation(x, recipe, key=KEY)
+    codes = hotcore.quantize_weight(w, recipe)
+    expected = hotcore.backward_linear(gy, w, saved, need=ALL, key=OTHER_KEY)
+    found = hotcore.backward_linear(gy, codes, saved, need=ALL, key=OTHER_KEY)
+    for a, b in zip(found, expected, strict=True):
+        equal_bits(a, b)
+    assert codes.data.shape == (35 * (32 + 4),)  # codes [I, Kp], then I scales
+    other = "accurate" if recipe == "int4" else "int4"
+    with pytest.raises(ValueError, match="w: quantised with .* expected"):
+        hotcore.backward_linear(gy, hotcore.quantize_weight(w, other), saved)
+    with pytest.raises(ValueError, match="w: shape .* gy has 21 out features"):
+        hotcore.backward_linear(gy, hotcore.quantize_weight(w[:20], recipe), saved)
+    with pytest.raises(ValueError, match="w: shape .*expected 2 dimensions"):
+        hotcore.quantize_weight(w[0], recipe)

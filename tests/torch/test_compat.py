@@ -253,6 +253,80 @@ def test_gradient_accumulation() -> None:
     assert_same([p.grad for p in model.parameters()], total)
 
 
+def micro_steps(model: nn.Module, parts: list[torch.Tensor], **options: bool) -> list[torch.Tensor]:
+    torch.manual_seed(4)
+    with hot.gradient_accumulation(**options):
+        for part in parts:
+            model(part).square().sum().backward()
+    return [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize("recipe", ["default", "fast", "paper"])
+def test_micro_batches_share_the_quantised_weight(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, parts = converted(recipe), list(images(6).split(2))
+    torch.manual_seed(4)
+    for part in parts:
+        model(part).square().sum().backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    quantised: list[int] = []
+    original = hot.functional.accumulation.ops.quantize_weight
+    monkeypatch.setattr(
+        hot.functional.accumulation.ops,
+        "quantize_weight",
+        lambda w, config: quantised.append(w.data_ptr()) or original(w, config),
+    )
+    model.zero_grad()
+    assert_same(micro_steps(model, parts, in_place=False), expected)  # the same bits
+    linears = [model.q.weight.data_ptr(), model.k.weight.data_ptr()]
+    assert sorted(quantised) == sorted(linears)  # once each, not three times
+    # In place: added in fp32 before one rounding, here that of fp32 itself.
+    model.zero_grad()
+    found = micro_steps(model, parts)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(b.abs().max()))
+
+
+def test_an_optimizer_step_and_a_write_drop_the_quantised_weight() -> None:
+    model, parts = converted(), list(images(4).split(2))
+    twin = copy.deepcopy(model)
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (model, twin)]
+
+    def train(m: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        torch.manual_seed(5)
+        for part in parts:
+            m(part).square().sum().backward()
+            optimizer.step()
+        with torch.no_grad():
+            m.q.weight.mul_(1.5)
+        m(parts[0]).square().sum().backward()
+
+    with hot.gradient_accumulation(in_place=False):
+        train(model, optimizers[0])
+    train(twin, optimizers[1])
+    assert_same([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
+
+
+def test_in_place_leaves_hooks_and_graphs_alone() -> None:
+    model, parts = converted(), list(images(6).split(2))
+    seen: list[str] = []
+    model.q.weight.register_post_accumulate_grad_hook(lambda p: seen.append("q"))
+    model.k.weight.register_hook(lambda g: seen.append("k"))
+    places = set()
+    torch.manual_seed(4)
+    with hot.gradient_accumulation():
+        for part in parts:
+            model(part).square().sum().backward()
+            places.add(model.q.bias.grad.data_ptr())
+        with pytest.raises(RuntimeError, match="already inside"), hot.gradient_accumulation():
+            pass
+    assert seen.count("q") == seen.count("k") == len(parts)
+    assert len(places) == 1
+    version = model.q.bias.grad._version
+    assert version >= len(parts) - 1  # in-place additions are seen by autograd
+
+
 # ------------------------------------------------------------------------------------------ Refused
 
 
