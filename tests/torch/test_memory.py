@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
+import weakref
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -197,6 +200,31 @@ def test_bad_use(x: torch.Tensor) -> None:
         hot.memory_report(Net().requires_grad_(False), x)
     with pytest.raises(ValueError, match="the output has no gradient"):
         hot.memory_report(Net(), x, loss_fn=lambda m, v: m(v).mean().detach())
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_nothing_outlives_the_report(compressed: bool) -> None:
+    layers = [nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64), nn.ReLU(inplace=True), nn.Conv2d(64, 64, 1)]
+    model = nn.Sequential(*layers, nn.GELU(), nn.Flatten(), nn.Linear(64 * 36, 64))
+    kept: list[weakref.ref[torch.Tensor]] = []
+    original = torch.autograd.graph.saved_tensors_hooks
+
+    class Watched(original):
+        def __init__(self, pack: Any, unpack: Any) -> None:
+            def watched(tensor: torch.Tensor) -> Any:
+                kept.append(weakref.ref(tensor))
+                return pack(tensor)
+
+            super().__init__(watched, unpack)
+
+    images = torch.randn(2, 3, 8, 8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.autograd.graph, "saved_tensors_hooks", Watched)
+        hot.memory_report(model, images, compress=hot.compress_saved(8) if compressed else None)
+    gc.collect()
+    own = {t.data_ptr() for t in (*model.parameters(), *model.buffers(), images)}
+    assert kept
+    assert not [t for t in (ref() for ref in kept) if t is not None and t.data_ptr() not in own]
 
 
 @pytest.mark.cuda

@@ -174,7 +174,7 @@ class Compression:
         """What is kept of a saved tensor: itself, or something smaller (with ``.nbytes``)."""
         rule = self._rule
         if rule is None or not rule.takes(tensor, self._min_values):
-            return tensor
+            return tensor.detach()  # with its graph it would keep itself where no backward follows
         storage = tensor.untyped_storage()
         key = (
             storage._cdata,
@@ -189,7 +189,7 @@ class Compression:
         if found is None:
             order = _memory_order(tensor)
             if order is None:
-                return tensor
+                return tensor.detach()
             found = _Packed(tensor, order, rule.bits, self._key())
             self._kept[key] = found
         return found

@@ -207,7 +207,8 @@ class _Ledger:
         self._model = model
 
     def pack(self, tensor: Tensor) -> Any:
-        kept = tensor if self._compress is None else self._compress.pack(tensor)
+        # Detached: an output that holds its own graph would keep it, as no backward pass ends it.
+        kept = tensor.detach() if self._compress is None else self._compress.pack(tensor)
         held = kept.untyped_storage() if isinstance(kept, Tensor) else kept
         key = held._cdata if isinstance(held, torch.UntypedStorage) else id(held)
         if key not in self._seen:
