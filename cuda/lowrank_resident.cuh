@@ -121,20 +121,19 @@ __device__ void copy_unit(const Args& args, std::int64_t first_token, std::int64
   }
 }
 
-// Of two neighbouring columns of a token: both, or number `c0`.
-template <class Tag, int columns>
-__device__ void load_columns(const char* from, int c0, float (&v)[columns]) {
-  if constexpr (columns == 1) {
-    v[0] = Tag::load(from, c0);
+// Two neighbouring columns of a token.
+template <class Tag>
+__device__ void load_two(const char* from, float& first, float& second) {
+  unsigned words[Tag::size / 2];
+  if constexpr (Tag::size == 4) {
+    load_words(from, words);
   } else {
-    unsigned words[Tag::size / 2];
-    if constexpr (Tag::size == 4) {
-      load_words(from, words);
-    } else {
-      words[0] = *reinterpret_cast<const unsigned*>(from);
-    }
-    Tag::unpack(words, v);
+    words[0] = *reinterpret_cast<const unsigned*>(from);
   }
+  float pair[2];
+  Tag::unpack(words, pair);
+  first = pair[0];
+  second = pair[1];
 }
 
 // A lane's group in shared memory: token t of it is at `even` or `odd`, by the parity of t, plus
@@ -142,20 +141,17 @@ __device__ void load_columns(const char* from, int c0, float (&v)[columns]) {
 struct LaneGroup {
   const char* even;
   const char* odd;
-  template <class Tag, int columns, int N>
-  __device__ void load(int first_token, int c0, float (&v)[columns][N]) const {
+  template <class Tag, int N>
+  __device__ void load(int first_token, float (&v)[2][N]) const {
 #pragma unroll
     for (int t = 0; t < N; ++t) {
-      float x[columns];
-      load_columns<Tag>((t % 2 == 0 ? even : odd) + (first_token + t) * strip_bytes, c0, x);
-#pragma unroll
-      for (int c = 0; c < columns; ++c) v[c][t] = x[c];
+      load_two<Tag>((t % 2 == 0 ? even : odd) + (first_token + t) * strip_bytes, v[0][t], v[1][t]);
     }
   }
   // The fold of a sketch: value i is token t plus token t ^ a, t being i with a 0 put in at the
   // place of a's top bit: the bits of i below it, those of 2i above it.
-  template <class Tag, int columns>
-  __device__ void load_folded(int first_token, int a, int c0, float (&v)[columns][8]) const {
+  template <class Tag>
+  __device__ void load_folded(int first_token, int a, float (&v)[2][8]) const {
     const unsigned top = (1U << (31 - __clz(a))) * strip_bytes;
     const unsigned low = top - strip_bytes, high = ~(2 * top - 1);
     const unsigned apart = static_cast<unsigned>(a) * strip_bytes;
@@ -164,33 +160,33 @@ struct LaneGroup {
     for (unsigned i = 0; i < 8; ++i) {
       const unsigned once = i * strip_bytes, twice = 2 * i * strip_bytes;
       const unsigned token = from ^ (low & once) ^ (high & twice);
-      float x[columns], y[columns];
-      load_columns<Tag>(static_cast<const char*>(__cvta_shared_to_generic(token)), c0, x);
-      load_columns<Tag>(static_cast<const char*>(__cvta_shared_to_generic(token ^ apart)), c0, y);
-#pragma unroll
-      for (int c = 0; c < columns; ++c) v[c][i] = x[c] + y[c];
+      float x[2], y[2];
+      load_two<Tag>(static_cast<const char*>(__cvta_shared_to_generic(token)), x[0], x[1]);
+      load_two<Tag>(static_cast<const char*>(__cvta_shared_to_generic(token ^ apart)), y[0], y[1]);
+      v[0][i] = x[0] + y[0];
+      v[1][i] = x[1] + y[1];
     }
   }
 };
 
-// A group's 16 k of two neighbouring columns, or of one.
-template <Kind kind, class Tag, int columns>
+// A group's 16 k of two neighbouring columns.
+template <Kind kind, class Tag>
 __device__ void project(const LaneGroup& from, const std::uint8_t* draws, float sketch_weight,
-                        int c0, float (&v)[columns][group_k]) {
+                        float (&v)[2][group_k]) {
   if constexpr (kind == Kind::full || kind == Kind::whole) {
-    from.load<Tag>(0, c0, v);
+    from.load<Tag>(0, v);
     if constexpr (kind == Kind::whole) {
-#pragma unroll
-      for (int c = 0; c < columns; ++c) butterfly<1, 16>(v[c]);
+      butterfly<1, 16>(v[0]);
+      butterfly<1, 16>(v[1]);
     }
   } else {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if constexpr (kind == Kind::sketch8) {
-        float folded[columns][8];
-        from.load_folded<Tag>(16 * half, draws[half], c0, folded);
+        float folded[2][8];
+        from.load_folded<Tag>(16 * half, draws[half], folded);
 #pragma unroll
-        for (int c = 0; c < columns; ++c) {
+        for (int c = 0; c < 2; ++c) {
           butterfly<1, 8>(folded[c]);
 #pragma unroll
           for (int i = 0; i < 8; ++i) {
@@ -198,10 +194,10 @@ __device__ void project(const LaneGroup& from, const std::uint8_t* draws, float 
           }
         }
       } else {
-        float block[columns][16];
-        from.load<Tag>(16 * half, c0, block);
+        float block[2][16];
+        from.load<Tag>(16 * half, block);
 #pragma unroll
-        for (int c = 0; c < columns; ++c) {
+        for (int c = 0; c < 2; ++c) {
           butterfly<1, 16>(block[c]);
 #pragma unroll
           for (int i = 0; i < 8; ++i) v[c][8 * half + i] = block[c][kept_row(kind, i)];
@@ -268,28 +264,27 @@ struct Seen {
   }
 };
 
-template <Kind kind, class Tag, int columns>
-__device__ void look(const LaneGroup& from, const std::uint8_t* draws, bool sum_wanted, int c0,
-                     Seen<kind> (&seen)[columns]) {
+template <Kind kind, class Tag>
+__device__ void look(const LaneGroup& from, const std::uint8_t* draws, bool sum_wanted,
+                     Seen<kind> (&seen)[2]) {
   if constexpr (kind == Kind::full || kind == Kind::whole) {
-    float v[columns][16];
-    from.load<Tag>(0, c0, v);
-#pragma unroll
-    for (int c = 0; c < columns; ++c) seen[c].group(v[c], sum_wanted);
+    float v[2][16];
+    from.load<Tag>(0, v);
+    seen[0].group(v[0], sum_wanted);
+    seen[1].group(v[1], sum_wanted);
   } else {
-    constexpr int unrolled = columns;  // one column at a time: small code
-#pragma unroll unrolled
+#pragma unroll
     for (int half = 0; half < 2; ++half) {
       if constexpr (kind == Kind::sketch8) {
-        float v[columns][8];
-        from.load_folded<Tag>(16 * half, draws[half], c0, v);
-#pragma unroll
-        for (int c = 0; c < columns; ++c) seen[c].folded(v[c], sum_wanted);
+        float v[2][8];
+        from.load_folded<Tag>(16 * half, draws[half], v);
+        seen[0].folded(v[0], sum_wanted);
+        seen[1].folded(v[1], sum_wanted);
       } else {
-        float v[columns][16];
-        from.load<Tag>(16 * half, c0, v);
-#pragma unroll
-        for (int c = 0; c < columns; ++c) seen[c].rows(v[c], sum_wanted);
+        float v[2][16];
+        from.load<Tag>(16 * half, v);
+        seen[0].rows(v[0], sum_wanted);
+        seen[1].rows(v[1], sum_wanted);
       }
     }
   }
@@ -353,9 +348,6 @@ template <Kind kind, Rounding rounding, class Tag, Slots slots, int unit_warps>
 __device__ __forceinline__ void quantize_strips(const Args& args, unsigned block_index,
                                                 unsigned blocks, char* units) {
   constexpr int columns = strip_bytes / Tag::size, halves = columns / warp_columns;
-  // Of a lane's two columns. A small launch waits for its instructions more than for anything else:
-  // a loop over the columns has half of them.
-  constexpr int at_once = slots == Slots::yes ? 1 : 2;
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
   const int warps = static_cast<int>(blockDim.x) / 32, unit_count = warps / unit_warps;
   // A cluster's parts are neighbours. In two passes the strips are, so that whole rows of x are
@@ -421,29 +413,25 @@ __device__ __forceinline__ void quantize_strips(const Args& args, unsigned block
     if (args.pass != Pass::codes) {
 #pragma unroll 1
       for (int half = first_half; half < last_half; ++half) {
+        Seen<kind> seen[2];
 #pragma unroll 1
-        for (int c0 = 0; c0 < 2; c0 += at_once) {
-          Seen<kind> seen[at_once];
-#pragma unroll 1
-          for (int step = 0; step < live_steps; ++step) {
-            look<kind, Tag>(group_at(step, half), lane_draws, args.sum_wanted, c0, seen);
+        for (int step = 0; step < live_steps; ++step) {
+          look<kind, Tag>(group_at(step, half), lane_draws, args.sum_wanted, seen);
+        }
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          float largest = seen[c].largest[0];
+          if constexpr (kind == Kind::sketch8) {
+            largest = max_magnitude(largest, seen[c].largest[1] * args.sketch_weight);
           }
 #pragma unroll
-          for (int c = 0; c < at_once; ++c) {
-            float largest = seen[c].largest[0];
-            if constexpr (kind == Kind::sketch8) {
-              largest = max_magnitude(largest, seen[c].largest[1] * args.sketch_weight);
-            }
-#pragma unroll
-            for (int lanes = 8; lanes < 32; lanes *= 2) {
-              largest = max_magnitude(largest, __shfl_xor_sync(0xffffffffU, largest, lanes));
-              seen[c].sum += __shfl_xor_sync(0xffffffffU, seen[c].sum, lanes);
-            }
-            if (lane < 8) {
-              const int column = half * warp_columns + 2 * lane + c0 + c;
-              shared.seen[warp].amax[column] = abs_bits(largest);
-              shared.seen[warp].sum[column] = seen[c].sum;
-            }
+          for (int lanes = 8; lanes < 32; lanes *= 2) {
+            largest = max_magnitude(largest, __shfl_xor_sync(0xffffffffU, largest, lanes));
+            seen[c].sum += __shfl_xor_sync(0xffffffffU, seen[c].sum, lanes);
+          }
+          if (lane < 8) {
+            shared.seen[warp].amax[half * warp_columns + 2 * lane + c] = abs_bits(largest);
+            shared.seen[warp].sum[half * warp_columns + 2 * lane + c] = seen[c].sum;
           }
         }
       }
@@ -514,33 +502,29 @@ __device__ __forceinline__ void quantize_strips(const Args& args, unsigned block
       }
 #pragma unroll 1
       for (int half = first_half; half < last_half; ++half) {
-#pragma unroll 1
-        for (int c0 = 0; c0 < 2; c0 += at_once) {
-          const int first = half * warp_columns + 2 * pair + c0;
-          const std::int64_t row = std::int64_t{strip} * columns + first;
-          float inv[at_once];
-          bool keep[at_once];
+        const int first = half * warp_columns + 2 * pair;
+        const std::int64_t row = std::int64_t{strip} * columns + first;
+        float inv[2];
+        bool keep[2];
 #pragma unroll
-          for (int c = 0; c < at_once; ++c) {
-            inv[c] = __shfl_sync(0xffffffffU, scale.inv, first + c);
-            keep[c] = __shfl_sync(0xffffffffU, static_cast<int>(scale.keep), first + c) != 0;
-          }
+        for (int c = 0; c < 2; ++c) {
+          inv[c] = __shfl_sync(0xffffffffU, scale.inv, first + c);
+          keep[c] = __shfl_sync(0xffffffffU, static_cast<int>(scale.keep), first + c) != 0;
+        }
 #pragma unroll 1
-          for (int step = 0; step < live_steps; ++step) {
-            const std::int64_t g = (unit * unit_steps(kind) + step) * lane_groups + lane_group;
-            float v[at_once][group_k];
-            project<kind, Tag>(group_at(step, half), lane_draws, args.sketch_weight, c0, v);
-            if (g >= groups) continue;
+        for (int step = 0; step < live_steps; ++step) {
+          const std::int64_t g = (unit * unit_steps(kind) + step) * lane_groups + lane_group;
+          float v[2][group_k];
+          project<kind, Tag>(group_at(step, half), lane_draws, args.sketch_weight, v);
+          if (g >= groups) continue;
 #pragma unroll
-            for (int c = 0; c < at_once; ++c) {
-              if (row + c >= args.x.cols) break;
-              uint4 codes = round_group<rounding>(
-                  [&](int k) { return v[c][k] * inv[c]; }, args.key,
-                  static_cast<std::uint64_t>((row + c) * groups + g), args.bits);
-              if (!keep[c]) codes = make_uint4(0, 0, 0, 0);
-              *reinterpret_cast<uint4*>(args.codes + (row + c) * args.k_padded + g * group_k) =
-                  codes;
-            }
+          for (int c = 0; c < 2; ++c) {
+            if (row + c >= args.x.cols) break;
+            uint4 codes = round_group<rounding>([&](int k) { return v[c][k] * inv[c]; }, args.key,
+                                                static_cast<std::uint64_t>((row + c) * groups + g),
+                                                args.bits);
+            if (!keep[c]) codes = make_uint4(0, 0, 0, 0);
+            *reinterpret_cast<uint4*>(args.codes + (row + c) * args.k_padded + g * group_k) = codes;
           }
         }
       }

@@ -9,7 +9,7 @@
 //     columns  a thread block holds 4 units of 128 tokens of a strip (fp32: 8), and two warps share
 //              a unit, a half of its columns each: what takes long here is a warp's own work.
 //              Longer strips take the whole cluster, whose size is that of the longest.
-//     rows     256 threads share 256 / T rows, T lanes with a block of 16 elements each.
+//     rows     256 threads share 256 / T rows, T lanes with 2 blocks of 16 elements each.
 //     x        a warp takes a channel.
 //   One scale for a whole operand needs its largest value first: the same kernel runs once more
 //   before, over those operands alone; every thread block leaves its largest value in a slot of its
@@ -34,7 +34,7 @@ using resident::Slots;
 constexpr int threads = 32 * resident::most_warps;
 // Warps of a unit, one for 16 columns: strips of 16-bit types have 32.
 constexpr int unit_warps(int dtype_size) { return dtype_size == 2 ? 2 : 1; }
-constexpr int row_blocks = 1;  // blocks of 16 of a lane
+constexpr int row_blocks = 2;  // blocks of 16 of a lane
 // More waves of thread blocks than this hide a launch by themselves.
 constexpr int most_waves = 4;
 
