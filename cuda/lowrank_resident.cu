@@ -152,8 +152,8 @@ Plan plan_of(const Context& context, const MatrixIn& x, const Projection& p,
   const std::int64_t units = unit_count(p, kind);
   const int sm_count = device_attribute(context, cudaDevAttrMultiProcessorCount, stage);
   Plan plan;
-  if (!quant.per_tensor && context.arch() != 80 &&
-      device_attribute(context, cudaDevAttrComputeCapabilityMajor, stage) >= 9) {
+  // Only where the code that runs surely knows clusters, which is where it knows how to overlap.
+  if (!quant.per_tensor && context.arch() != 80 && kernels_overlap(context, stage)) {
     plan = cluster_plan(units, strip_count(x), sm_count);
   }
   if (plan.parts == 0) {

@@ -194,9 +194,8 @@ bool plan_operands(const Context& context, const BackwardOperands& operands, Pla
     plan.groups_blocks = ceil_div(job->out.rows, threads / 32);
   }
   const char* const stage = "backward_linear";
-  if (plan.cluster > 1 &&
-      (context.arch() == 80 ||
-       device_attribute(context, cudaDevAttrComputeCapabilityMajor, stage) < 9)) {
+  // Only where the code that runs surely knows clusters, which is where it knows how to overlap.
+  if (plan.cluster > 1 && (context.arch() == 80 || !kernels_overlap(context, stage))) {
     return false;
   }
   plan.weight_blocks =
