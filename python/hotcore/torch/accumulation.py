@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -77,14 +78,17 @@ class Shared:
         self,
         gy: Tensor,
         saved: Tensor | None,
-        in_features: int,
+        x_shape: torch.Size,
         config: str,
         key: Key,
         dtypes: Sequence[torch.dtype | None],
         need: Sequence[bool],
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """g_x, g_w and g_b; None for what is not needed, or was added to ``.grad``."""
-        shapes = ((gy.shape[0], in_features), (gy.shape[1], in_features), (gy.shape[1],))
+        outs, ins = self.weight.shape
+        few = 2 <= len(x_shape) <= 4  # as libhot takes it
+        of_gx = tuple(x_shape) if few else (math.prod(x_shape[:-1]), ins)
+        shapes = (of_gx, (outs, ins), (outs,))
         in_place = [False, need[1] and _adds(self.weight), need[2] and _adds(self.bias)]
         accumulate = any(in_place)
         results: list[Tensor | None] = [None, None, None]
@@ -101,7 +105,7 @@ class Shared:
             gy,
             self.weight.detach() if need[0] else None,
             saved if need[1] else None,
-            in_features,
+            ins,
             ops.parsed(config),
             key,
             (results[0], results[1], results[2]),
@@ -113,7 +117,8 @@ class Shared:
             if added and result is not None:
                 torch.autograd.graph.increment_version(result)
                 results[i] = None
-        return results[0], results[1], results[2]
+        gx = results[0]
+        return gx if gx is None or few else gx.view(x_shape), results[1], results[2]
 
 
 def shared(weight: Tensor, bias: Tensor | None) -> Shared | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -115,7 +114,8 @@ def conv2d(
 
 def _seed(name: str, x: Tensor, weight: Tensor) -> Tensor | None:
     """The seed of a call; None where there is nothing to differentiate."""
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+    compiling = torch.compiler.is_compiling()
+    if not compiling and torch._C._are_functorch_transforms_active():
         raise NotImplementedError(
             f"hotcore.torch.{name}: torch.func transforms (grad, vmap, jvp, ...) are not "
             "supported; use autograd, or revert() the model"
@@ -125,7 +125,7 @@ def _seed(name: str, x: Tensor, weight: Tensor) -> Tensor | None:
     seed = ops.seed_for(x, weight)
     if not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
         return None
-    if not torch.compiler.is_compiling():
+    if not compiling:
         _check(x)
     return seed
 
@@ -151,9 +151,8 @@ def _text(config: HotConfig | str) -> str:
 def _check(x: Tensor) -> None:
     if x.device.type not in ("cpu", "meta"):
         ops.context_of(x.device)  # a missing backend is said in forward, not in backward
-    dtype = _autocast_dtype(x) or x.dtype
-    if dtype not in DTYPES:
-        name = str(dtype).removeprefix("torch.")
+    if x.dtype not in DTYPES:  # autocast leaves those alone, and casts the others to one of them
+        name = str(x.dtype).removeprefix("torch.")
         raise ValueError(f"x: dtype {name}; expected float32, float16 or bfloat16")
 
 
@@ -187,7 +186,7 @@ class _HotLinear(torch.autograd.Function):
         else:
             y = F.linear(inner, matrix, plain_bias)
             if keep:
-                saved = ops.compress_activation(ops.flat(inner), seed, config)
+                saved = ops.compress_activation(inner, seed, config)
         ctx.save_for_backward(saved, weight if ctx.needs_input_grad[0] else None, seed)
         ctx.set_materialize_grads(False)
         ctx.config = config
@@ -204,29 +203,17 @@ class _HotLinear(torch.autograd.Function):
         saved, weight, seed = ctx.saved_tensors
         need = ctx.needs_input_grad
         shape = ctx.x_shape
-        grad = gy.reshape(math.prod(shape[:-1]), gy.shape[-1])
         if ctx.shared is not None:
             key = Key(int(seed.item()))
-            gx, gw, gb = ctx.shared.backward(
-                grad, saved, shape[-1], ctx.config, key, ctx.dtypes, need
-            )
-            return None if gx is None else gx.view(shape), gw, gb, None, None
-        gx, gw, gb = ops.backward_linear(
-            grad,
-            weight if need[0] else None,
-            saved if need[1] else None,
-            seed,
-            ctx.config,
-            shape[-1],
-            *(dtype if wanted else None for dtype, wanted in zip(ctx.dtypes, need, strict=False)),
+            gx, gw, gb = ctx.shared.backward(gy, saved, shape, ctx.config, key, ctx.dtypes, need)
+            return gx, gw, gb, None, None
+        dtypes = (
+            dtype if wanted else None for dtype, wanted in zip(ctx.dtypes, need, strict=False)
         )
-        return (
-            gx.view(shape) if need[0] else None,
-            gw if need[1] else None,
-            gb if need[2] else None,
-            None,
-            None,
-        )
+        kept = saved if need[1] else None
+        matrix = weight if need[0] else None
+        gx, gw, gb = ops.backward_linear(gy, matrix, kept, seed, ctx.config, shape, *dtypes)
+        return gx, gw, gb, None, None
 
 
 def _window(

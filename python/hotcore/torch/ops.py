@@ -20,7 +20,6 @@ from torch import Tensor
 
 from .. import _core, contexts
 from ..config import HotConfig, Key
-from ..saved import saved_layout
 
 _to_dlpack: Any = torch.utils.dlpack.to_dlpack  # type: ignore[attr-defined]  # ten times cheaper than Tensor.__dlpack__
 
@@ -70,8 +69,9 @@ def context_of(device: torch.device) -> _core.CoreContext:
     if device.type == "cpu":
         return contexts.cpu(torch.get_num_threads())
     if device.type == "cuda":
-        stream = torch.cuda.current_stream(device)
-        return contexts.cuda(stream.device_index, stream.cuda_stream)
+        index = torch.cuda.current_device() if device.index is None else device.index
+        # The handle alone: torch.cuda.current_stream() makes an object around it.
+        return contexts.cuda(index, torch._C._cuda_getCurrentRawStream(index))
     raise NotImplementedError(f"x: no backend of hotcore for the device {device}")
 
 
@@ -83,6 +83,11 @@ def _workspace(size: int, device: torch.device) -> object:
 
 
 # Sizes of scratch depend on a device and not on its streams; asking takes microseconds.
+@functools.lru_cache(maxsize=4096)
+def _saved_size(tokens: int, in_features: int, spec: _core.Spec) -> int:
+    return _core.saved_layout(tokens, in_features, spec)[0]
+
+
 @functools.lru_cache(maxsize=4096)
 def _compress_workspace(
     device: torch.device, spec: _core.Spec, tokens: int, in_features: int
@@ -119,16 +124,18 @@ def quantize_weight(weight: Tensor, config: HotConfig) -> Tensor:
 
 
 def compress(x: Tensor, config: HotConfig, key: Key) -> Tensor:
-    """x ``[L, I]`` as one uint8 vector, straight to libhot: no autograd, no dispatcher."""
-    tokens, in_features = x.shape
-    size = saved_layout(tokens, in_features, config).bytes
-    saved = torch.empty(size, dtype=torch.uint8, device=x.device)
-    context = context_of(x.device)
+    """x ``[..., I]`` as one uint8 vector, straight to libhot: no autograd, no dispatcher."""
+    x = collapsible(x)
+    tokens, in_features = math.prod(x.shape[:-1]), x.shape[-1]
+    device = x.device
+    size = _saved_size(tokens, in_features, config.spec)
+    saved = torch.empty(size, dtype=torch.uint8, device=device)
+    context = context_of(device)
     scratch = 0
-    if x.is_cuda:
-        scratch = _compress_workspace(x.device, config.spec, tokens, in_features)
+    if device.type == "cuda":
+        scratch = _compress_workspace(device, config.spec, tokens, in_features)
     _core.compress_activation(
-        context, _to_dlpack(x), config.spec, key, _to_dlpack(saved), _workspace(scratch, x.device)
+        context, _to_dlpack(x), config.spec, key, _to_dlpack(saved), _workspace(scratch, device)
     )
     return saved
 
@@ -146,17 +153,20 @@ def backward(
 ) -> None:
     """Write ``outputs`` (g_x, g_w, g_b; None: not wanted), straight to libhot.
 
+    gy is ``[..., O]``, and g_x ``[..., I]`` of 2 to 4 dimensions, leading ones alike or flattened.
     With ``accumulate`` g_w and g_b are added to what is there. ``quantized`` is what
     :func:`quantize_weight` made of ``weight``, which is then not looked at.
     """
-    tokens, out_features = gy.shape
+    gy = collapsible(gy)
+    tokens, out_features = math.prod(gy.shape[:-1]), gy.shape[-1]
     gx, gw, gb = outputs
-    context = context_of(gy.device)
+    device = gy.device
+    context = context_of(device)
     scratch = 0
-    if gy.is_cuda:
+    if device.type == "cuda":
         sizes = (tokens, out_features, in_features)
         wanted = (gx is not None, gw is not None)
-        scratch = _backward_workspace(gy.device, config.spec, *sizes, *wanted)
+        scratch = _backward_workspace(device, config.spec, *sizes, *wanted)
     _core.backward_linear(
         context,
         _to_dlpack(gy),
@@ -171,7 +181,7 @@ def backward(
         None if gw is None else _to_dlpack(gw),
         None if gb is None else _to_dlpack(gb),
         accumulate,
-        _workspace(scratch, gy.device),
+        _workspace(scratch, device),
         None if quantized is None else _to_dlpack(quantized),
     )
 
@@ -181,6 +191,11 @@ def flat(x: Tensor) -> Tensor:
     if x.dim() == 2:
         return x
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def collapsible(x: Tensor) -> Tensor:
+    """``[..., I]`` as libhot takes it: as it is, where its leading dimensions surely collapse."""
+    return x if 2 <= x.dim() <= 4 and x.is_contiguous() else flat(x)
 
 
 def register(*operators: tuple[str, Callable[..., Any], Callable[..., Any]]) -> None:
@@ -217,11 +232,16 @@ def _outputs(
     gb_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     tokens, out_features = gy.shape
+    device, own = gy.device, gy.dtype
     # An operator returns no None: what is not wanted is an empty vector.
-    gx = gy.new_empty((tokens, in_features) if gx_dtype else (0,), dtype=gx_dtype or gy.dtype)
-    gw = gy.new_empty((out_features, in_features) if gw_dtype else (0,), dtype=gw_dtype or gy.dtype)
-    gb = gy.new_empty((out_features,) if gb_dtype else (0,), dtype=gb_dtype or gy.dtype)
-    return gx, gw, gb
+    gx = (0,) if gx_dtype is None else (tokens, in_features)
+    gw = (0,) if gw_dtype is None else (out_features, in_features)
+    gb = (0,) if gb_dtype is None else (out_features,)
+    return (
+        torch.empty(gx, dtype=gx_dtype or own, device=device),
+        torch.empty(gw, dtype=gw_dtype or own, device=device),
+        torch.empty(gb, dtype=gb_dtype or own, device=device),
+    )
 
 
 def _backward_linear(
@@ -314,10 +334,10 @@ def _at_once(x: Tensor) -> bool:
 
 
 def compress_activation(x: Tensor, seed: Tensor, config: str) -> Tensor:
-    """x ``[L, I]`` compressed, by ``torch.ops.hotcore.compress_activation`` or as it would be."""
+    """x ``[..., I]`` compressed, by ``torch.ops.hotcore.compress_activation`` or as it would be."""
     if _at_once(x):
-        return _compress_activation(x, seed, config)
-    saved: Tensor = torch.ops.hotcore.compress_activation.default(x, seed, config)
+        return compress(x, parsed(config), Key(int(seed.item())))
+    saved: Tensor = torch.ops.hotcore.compress_activation.default(flat(x), seed, config)
     return saved
 
 
@@ -327,11 +347,30 @@ def backward_linear(
     saved: Tensor | None,
     seed: Tensor,
     config: str,
-    in_features: int,
-    *dtypes: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """g_x, g_w, g_b (empty where the dtype is None), by the operator or as it would be."""
-    run = _backward_linear if _at_once(gy) else torch.ops.hotcore.backward_linear.default
-    gradients: tuple[Tensor, Tensor, Tensor]
-    gradients = run(gy, weight, saved, seed, config, in_features, *dtypes)
-    return gradients
+    x_shape: torch.Size,
+    gx_dtype: torch.dtype | None,
+    gw_dtype: torch.dtype | None,
+    gb_dtype: torch.dtype | None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """g_x, g_w, g_b (None where the dtype is), by the operator or as it would be."""
+    in_features, out_features = x_shape[-1], gy.shape[-1]
+    gx = gw = gb = None
+    if _at_once(gy) and 2 <= len(x_shape) <= 4:
+        device = gy.device
+        if gx_dtype is not None:
+            gx = torch.empty(x_shape, dtype=gx_dtype, device=device)
+        if gw_dtype is not None:
+            gw = torch.empty((out_features, in_features), dtype=gw_dtype, device=device)
+        if gb_dtype is not None:
+            gb = torch.empty((out_features,), dtype=gb_dtype, device=device)
+        key = Key(int(seed.item()))
+        backward(gy, weight, saved, in_features, parsed(config), key, (gx, gw, gb))
+        return gx, gw, gb
+    rows = gy.reshape(math.prod(x_shape[:-1]), out_features)
+    arguments = (rows, weight, saved, seed, config, in_features, gx_dtype, gw_dtype, gb_dtype)
+    gx, gw, gb = torch.ops.hotcore.backward_linear.default(*arguments)
+    return (
+        None if gx_dtype is None else gx.view(x_shape),
+        None if gw_dtype is None else gw,
+        None if gb_dtype is None else gb,
+    )
