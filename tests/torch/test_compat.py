@@ -308,6 +308,24 @@ def test_an_optimizer_step_and_a_write_drop_the_quantised_weight() -> None:
     assert_same([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
 
 
+def test_frozen_weights_are_quantised_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, parts = converted(), list(images(4).split(2))
+    model.q.weight.requires_grad_(False)
+    seen: list[int] = []
+    ops = hot.functional.accumulation.ops
+    original = ops.quantize_weight
+    monkeypatch.setattr(
+        ops, "quantize_weight", lambda w, config: seen.append(w.data_ptr()) or original(w, config)
+    )
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
+    with hot.gradient_accumulation():
+        for part in parts * 2:
+            model(part).square().sum().backward()
+            optimizer.step()
+    assert seen.count(model.q.weight.data_ptr()) == 1
+    assert seen.count(model.k.weight.data_ptr()) == 4
+
+
 def test_in_place_leaves_hooks_and_graphs_alone() -> None:
     model, parts = converted(), list(images(6).split(2))
     seen: list[str] = []
