@@ -31,10 +31,11 @@ _active: _State | None = None
 def gradient_accumulation(*, in_place: bool = True) -> Iterator[None]:
     """Share work between the micro-batches of one optimizer step (linear layers, eager mode).
 
-    Inside, a weight is quantised for g_x by the first micro-batch alone; the codes (one byte a
-    weight) are dropped when an optimizer steps (frozen weights keep theirs: LoRA's base is
-    quantised once), when the weight is written, and at the end. The gradients are the same bits. With ``in_place`` g_w and g_b are added to ``.grad`` by the product
-    itself, in fp32 before one rounding: no g_w of its own, and no pass over it.
+    Inside, a weight is quantised for g_x by the first micro-batch alone. The codes, one byte a
+    weight, are dropped when an optimizer steps (frozen weights keep theirs: LoRA's base is
+    quantised once), when the weight is written, and at the end. The gradients are the same bits.
+    With ``in_place`` g_w and g_b are added to ``.grad`` by the product itself, in fp32 before one
+    rounding: no g_w of its own, and no pass over it.
 
     Args:
         in_place: False leaves the adding to autograd. Needed where something waits for autograd's
