@@ -47,7 +47,7 @@ def gradient_accumulation(*, in_place: bool = True) -> Iterator[None]:
     Raises:
         RuntimeError: when nested, or while compiling (torch.compile'd layers share nothing).
 
-    Source: shared/performance.md, move 5; docs/torch.md, "Gradient accumulation".
+    Source: docs/torch.md, "Gradient accumulation".
     """
     global _active
     if torch.compiler.is_compiling():
