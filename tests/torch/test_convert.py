@@ -303,6 +303,29 @@ def test_overrides() -> None:
     assert report.config == HotConfig.recipe("accurate")
 
 
+def test_overrides_leave_out() -> None:
+    model = Model()
+    report = hot.convert(model, overrides={"*.proj": None, "blocks.1.*": "fast"})  # the last counts
+    assert [layer.name for layer in report.converted] == [
+        "blocks.0.qkv",
+        *names_of("blocks.1"),
+    ]
+    skipped = {layer.name: layer.reason for layer in report.skipped}
+    assert skipped["blocks.0.proj"] == "left out by overrides"
+    assert skipped["head"] == "the output head"  # what the rule says comes first
+    with pytest.raises(ValueError, match="no layer can be converted.*left out by overrides"):
+        hot.convert(Model(), overrides={"blocks.*": None})
+    # What is converted already may be left out of the next call.
+    twin = Model()
+    hot.convert(twin, overrides={"blocks.0.*": None})
+    more = hot.convert(twin, "fast", overrides={"blocks.1.*": None})
+    assert [layer.name for layer in more.converted] == names_of("blocks.0")
+
+
+def names_of(block: str) -> list[str]:
+    return [f"{block}.{part}" for part in ("qkv", "proj")]
+
+
 @pytest.mark.parametrize(
     ("overrides", "error", "message"),
     [

@@ -18,7 +18,7 @@ from .functional import DTYPES
 from .modules import HotConv2d, HotLinear, HotModule
 
 Filter = Callable[[nn.Module, str], bool]
-Override = HotConfig | str | Mapping[str, Any]
+Override = HotConfig | str | Mapping[str, Any] | None
 
 # ---- The rule of which layers gain. Figures: benchmarks/results, one H200. ----
 
@@ -129,8 +129,8 @@ def convert(
             subclasses of the three (what they add would be lost), convolutions in groups, computed
             weights and dtypes that HOT does not take.
         overrides: name pattern (``fnmatch``) to what the layers that it matches take instead of
-            ``config``: a HotConfig, a recipe's name, or a dict of the fields that differ from
-            ``config``. Where several match, the last one counts.
+            ``config``: a HotConfig, a recipe's name, a dict of the fields that differ from
+            ``config``, or None to stay plain. Where several match, the last one counts.
 
     Returns:
         A :class:`ConversionReport`.
@@ -147,6 +147,9 @@ def convert(
         )
     layers = _layers(model)
     reasons = _reasons(model, layers, filter_fn)
+    configs = _configs(base, overrides or {}, [fqn for fqn, _ in layers], reasons)
+    left = [fqn for fqn, own in configs.items() if own is None]
+    reasons = dict.fromkeys(left, "left out by overrides") | reasons
     twice = [fqn for fqn, m in layers if isinstance(m, HotModule) and fqn not in reasons]
     if twice:
         raise ValueError(
@@ -159,7 +162,6 @@ def convert(
             f"model: {which} can be converted"
             + "".join(f"; {fqn or '(root)'}: {reason}" for fqn, reason in reasons.items())
         )
-    configs = _configs(base, overrides or {}, [fqn for fqn, _ in layers], reasons)
     rows: list[Converted | Skipped] = []
     replacements: dict[nn.Module, nn.Module] = {}
     for fqn, module in layers:
@@ -167,7 +169,7 @@ def convert(
         if fqn in reasons:
             rows.append(Skipped(*about, reasons[fqn]))
         else:
-            own = configs[fqn]
+            own = configs[fqn] or base
             replacements[module] = _hot_class(module).from_plain(module, own)  # type: ignore[assignment]
             rows.append(Converted(*about, own, _bytes_per_value(module, own)))
     converted = [row for row in rows if isinstance(row, Converted)]
@@ -319,8 +321,8 @@ def _configs(
     overrides: Mapping[str, Override],
     names: list[str],
     reasons: Mapping[str, str],
-) -> dict[str, HotConfig]:
-    configs = dict.fromkeys(names, base)
+) -> dict[str, HotConfig | None]:
+    configs: dict[str, HotConfig | None] = dict.fromkeys(names, base)
     for pattern, override in overrides.items():
         matched = [fqn for fqn in names if fnmatchcase(fqn, pattern)]
         if not matched:
@@ -336,7 +338,9 @@ def _configs(
     return configs
 
 
-def _override(base: HotConfig, pattern: str, override: Override) -> HotConfig:
+def _override(base: HotConfig, pattern: str, override: Override) -> HotConfig | None:
+    if override is None:
+        return None
     if not isinstance(override, Mapping):
         return as_config(override, f"overrides[{pattern!r}]")
     known = {field.name for field in dataclasses.fields(HotConfig)}
