@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -158,3 +160,28 @@ def fsdp(rank: int) -> None:
 @pytest.mark.parametrize("body", [ddp, fsdp], ids=lambda body: body.__name__)
 def test_two_processes(body: Callable[[int], None]) -> None:
     spawn(body)
+
+
+def test_gradient_accumulation_inside_no_sync(tmp_path: Path, seeded: None) -> None:
+    parts = torch.randn(3, 32, 64)
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    hot.convert(model, filter_fn=lambda module, fqn: True)
+
+    def gradients(shared: bool) -> list[torch.Tensor]:
+        twin = copy.deepcopy(model)
+        parallel = nn.parallel.DistributedDataParallel(twin)
+        torch.manual_seed(1)
+        around = hot.gradient_accumulation() if shared else contextlib.nullcontext()
+        with around, parallel.no_sync():
+            for part in parts[:2]:
+                parallel(part).square().sum().backward()
+        parallel(parts[2]).square().sum().backward()
+        return [p.grad for p in twin.parameters()]
+
+    store = f"file://{tmp_path / 'store'}"
+    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    try:
+        for a, b in zip(gradients(True), gradients(False), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(b.abs().max()))
+    finally:
+        dist.destroy_process_group()
