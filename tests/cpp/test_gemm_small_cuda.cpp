@@ -23,34 +23,6 @@ using hot::detail::SmallPlan;
 
 namespace {
 
-// The same bytes on both sides.
-class Array {
- public:
-  explicit Array(std::size_t bytes) : host(bytes) { check(cudaMalloc(&device_, bytes)); }
-  ~Array() { static_cast<void>(cudaFree(device_)); }
-  Array(const Array&) = delete;
-  Array& operator=(const Array&) = delete;
-
-  void push() {  // seen by streams that do not wait for the default one
-    check(cudaMemcpy(device_, host.data(), host.size(), cudaMemcpyHostToDevice));
-    check(cudaDeviceSynchronize());
-  }
-  std::vector<char> pulled() const {
-    std::vector<char> out(host.size());
-    check(cudaMemcpy(out.data(), device_, out.size(), cudaMemcpyDeviceToHost));
-    return out;
-  }
-  template <class T>
-  T* on(bool gpu) {
-    return reinterpret_cast<T*>(gpu ? device_ : host.data());
-  }
-
-  std::vector<char> host;
-
- private:
-  void* device_ = nullptr;
-};
-
 enum class Layout { rows, padded_rows, odd_rows, second_columns, transposed };
 constexpr Layout layouts[] = {Layout::rows, Layout::padded_rows, Layout::odd_rows,
                               Layout::second_columns, Layout::transposed};
@@ -66,8 +38,8 @@ struct Options {
 };
 
 // Rows of codes, 16-byte aligned; what follows the K codes of a row is not zero.
-Array* operand(std::int64_t rows, std::int64_t pitch, bool extreme) {
-  auto* array = new Array(static_cast<std::size_t>(rows * pitch));
+std::unique_ptr<Mirrored> operand(std::int64_t rows, std::int64_t pitch, bool extreme) {
+  auto array = std::make_unique<Mirrored>(static_cast<std::size_t>(rows * pitch));
   const auto values = codes(rows * pitch, 127);
   std::memcpy(array->host.data(), values.data(), values.size());
   if (extreme) std::fill(array->host.begin(), array->host.end(), static_cast<char>(127));
@@ -75,8 +47,8 @@ Array* operand(std::int64_t rows, std::int64_t pitch, bool extreme) {
   return array;
 }
 
-Array* random_floats(std::int64_t count, DType dtype, float scale) {
-  auto* array = new Array(static_cast<std::size_t>(count) * hot::dtype_size(dtype));
+std::unique_ptr<Mirrored> random_floats(std::int64_t count, DType dtype, float scale) {
+  auto array = std::make_unique<Mirrored>(static_cast<std::size_t>(count) * hot::dtype_size(dtype));
   const std::vector<float> values = normal(count, scale);
   hot::fwht(cpu(), as_vector(values, DType::f32), 0, 1,  // blocks of 1 convert
             hot::vector(static_cast<void*>(array->host.data()), dtype, count));
@@ -107,7 +79,7 @@ class Problem {
                                                                    : 0;
     row_stride_ = transposed ? 1 : n * step + gap;
     col_stride_ = transposed ? m : step;
-    out_.reset(random_floats(m * n * step + m * gap + margin, options.dtype, 1.0F));
+    out_ = random_floats(m * n * step + m * gap + margin, options.dtype, 1.0F);
   }
 
   GemmArgs args(bool gpu) {
@@ -160,7 +132,7 @@ class Problem {
   Options options_;
   std::int64_t pitch_a_, pitch_b_, row_stride_ = 0, col_stride_ = 0;
   bool one_scale_a_, one_scale_b_;
-  std::unique_ptr<Array> a_, b_, a_scale_, b_scale_, out_;
+  std::unique_ptr<Mirrored> a_, b_, a_scale_, b_scale_, out_;
 };
 
 std::string plan_text(const SmallPlan& plan) {

@@ -8,20 +8,6 @@ using namespace hot_test;
 
 namespace {
 
-class DeviceMemory {
- public:
-  explicit DeviceMemory(std::size_t bytes) {
-    check(cudaMalloc(&data_, std::max<std::size_t>(bytes, 1)));
-  }
-  ~DeviceMemory() { static_cast<void>(cudaFree(data_)); }
-  DeviceMemory(const DeviceMemory&) = delete;
-  DeviceMemory& operator=(const DeviceMemory&) = delete;
-  char* data() { return static_cast<char*>(data_); }
-
- private:
-  void* data_ = nullptr;
-};
-
 // How an array lies in memory; counts elements.
 struct Layout {
   int ndim = 0;

@@ -14,32 +14,22 @@ constexpr Rounding roundings[] = {Rounding::nearest, Rounding::stochastic,
                                   Rounding::pseudo_stochastic};
 
 // The same array on both sides: poisoned, filled or not, compared byte by byte with its margins.
-struct Mirror {
+struct Mirror : Mirrored {
   Mirror(std::int64_t rows, std::int64_t cols, DType dtype, std::int64_t gap = 0,
          std::int64_t offset = 0)
-      : rows_(rows), cols_(cols), ld_(cols + gap), offset_(offset), dtype_(dtype) {
-    host.assign((static_cast<std::size_t>(rows * ld_ + offset) + 32) * hot::dtype_size(dtype),
-                static_cast<char>(0xA5));
-    check(cudaMalloc(&device_, host.size()));
+      : Mirrored(
+            (static_cast<std::size_t>(rows * (cols + gap) + offset) + 32) * hot::dtype_size(dtype),
+            static_cast<char>(0xA5)),
+        rows_(rows),
+        cols_(cols),
+        ld_(cols + gap),
+        offset_(offset),
+        dtype_(dtype) {
     push();
   }
-  ~Mirror() { static_cast<void>(cudaFree(device_)); }
-  Mirror(const Mirror&) = delete;
-  Mirror& operator=(const Mirror&) = delete;
 
-  // A copy from pageable memory may return before its last part has landed, and the tests' stream
-  // does not wait for the default one.
-  void push() {
-    check(cudaMemcpy(device_, host.data(), host.size(), cudaMemcpyHostToDevice));
-    check(cudaDeviceSynchronize());
-  }
-  std::vector<char> pulled() const {
-    std::vector<char> out(host.size());
-    check(cudaMemcpy(out.data(), device_, out.size(), cudaMemcpyDeviceToHost));
-    return out;
-  }
   TensorView view(bool on_gpu) {
-    char* base = on_gpu ? static_cast<char*>(device_) : host.data();
+    char* base = on<char>(on_gpu);
     return hot::matrix(base + offset_ * static_cast<std::int64_t>(hot::dtype_size(dtype_)), dtype_,
                        rows_, cols_, ld_, on_gpu ? gpu : hot::Device{});
   }
@@ -82,12 +72,9 @@ struct Mirror {
     return dtype_ == DType::bf16 && (v & 0x7fffU) > 0x7f80U;
   }
 
-  std::vector<char> host;
-
  private:
   std::int64_t rows_, cols_, ld_, offset_;
   DType dtype_;
-  void* device_ = nullptr;
 };
 
 DType any_float() { return float_types[random_int(0, 2)]; }
