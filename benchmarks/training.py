@@ -83,16 +83,16 @@ class Trainer:
         """Copy ``model`` to the device of ``batch`` and convert the copy."""
         self.contender, self._batch, self._task = contender, batch, task
         self.device = next(iter(batch.values())).device
-        self.model = copy.deepcopy(model).to(self.device).train()
+        model = copy.deepcopy(model).to(self.device).train()
         self.report: hot.ConversionReport | None = None
         if contender.recipe is not None:
-            self.report = hot.convert(self.model, contender.recipe)
-            self.model = self.report.model
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE)
+            self.report = hot.convert(model, contender.recipe)
+            model = self.report.model
+        self.wrap(model)
         self._compress: Any = contextlib.nullcontext()
         if contender.saved:
             least = 1024 if quick else 65536
-            self._compress = hot.compress_saved(min_values=least, **contender.saved)  # type: ignore[arg-type]
+            self._compress = hot.compress_saved(min_values=least, **contender.saved)
 
     def wrap(self, model: nn.Module) -> None:
         """Train ``model`` from now on, what the model was put into (DDP, FSDP2)."""

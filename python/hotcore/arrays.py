@@ -8,7 +8,7 @@ device, NotImplementedError for a device without a backend.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -169,9 +169,13 @@ class Operand(NamedTuple):
         array = self.kind.empty(shape, dtype, self.device)
         return Operand("out", array, self.kind, tuple(shape), dtype, self.device)
 
-    def workspace(self, size: int) -> Any:
-        """Scratch for ``_core``: None on the CPU, where the binding has its own."""
-        if self.device < 0 or size == 0:
+    def workspace(self, size_of: Callable[..., int], *arguments: Any) -> Any:
+        """Scratch for ``_core``, of ``size_of(self.context(), *arguments)`` bytes.
+
+        None on the CPU, where the binding has its own, and nothing is asked.
+        """
+        size = 0 if self.device < 0 else size_of(self.context(), *arguments)
+        if size == 0:
             return None
         return self.kind.dlpack(self.kind.empty((size,), "uint8", self.device))
 

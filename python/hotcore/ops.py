@@ -226,7 +226,7 @@ def gemm_int8(
     shape = (left.shape[0], right.shape[0])
     scales, target = _gemm_target(left, a_scale, b_scale, shape, out_dtype, out, accumulate)
     context = left.context()
-    workspace = left.workspace(_core.gemm_workspace(context, *shape, left.shape[1]))
+    workspace = left.workspace(_core.gemm_workspace, *shape, left.shape[1])
     _core.gemm_int8(
         context, left.dlpack, right.dlpack, *scales, divisor, accumulate, target.dlpack, workspace
     )
@@ -269,7 +269,7 @@ def gemm_int4(
     depth = 2 * left.shape[1] if k is None else k
     scales, target = _gemm_target(left, a_scale, b_scale, shape, out_dtype, out, accumulate)
     context = left.context()
-    workspace = left.workspace(_core.gemm_workspace(context, *shape, depth))
+    workspace = left.workspace(_core.gemm_workspace, *shape, depth)
     _core.gemm_int4(
         context,
         left.dlpack,
@@ -304,14 +304,10 @@ def compress_activation(
     tokens, width = math.prod(source.shape[:-1]), source.shape[-1]
     full_key = as_key(key)
     data = source.empty((saved_layout(tokens, width, settings).bytes,), "uint8")
-    context = source.context()
-    size = (
-        0
-        if source.device < 0
-        else _core.compress_activation_workspace(context, tokens, width, settings.spec)
-    )
+    spec, sizes = settings.spec, (tokens, width)
+    workspace = source.workspace(_core.compress_activation_workspace, *sizes, spec)
     _core.compress_activation(
-        context, source.dlpack, settings.spec, full_key, data.dlpack, source.workspace(size)
+        source.context(), source.dlpack, spec, full_key, data.dlpack, workspace
     )
     return Saved(_result(source, data), tokens, width, settings, full_key)
 
@@ -334,15 +330,10 @@ def quantize_weight(w: Array, config: HotConfig | str | None = None) -> Quantize
     settings = HotConfig() if config is None else as_config(config)
     source = _matrix(operand(w, "w"))
     rows, columns = source.shape
-    data = source.empty((_core.quantized_weight_bytes(rows, columns, settings.spec),), "uint8")
-    context = source.context()
-    size = (
-        0
-        if source.device < 0
-        else _core.quantize_weight_workspace(context, rows, columns, settings.spec)
-    )
-    workspace = source.workspace(size)
-    _core.quantize_weight(context, source.dlpack, settings.spec, data.dlpack, workspace)
+    spec = settings.spec
+    data = source.empty((_core.quantized_weight_bytes(rows, columns, spec),), "uint8")
+    workspace = source.workspace(_core.quantize_weight_workspace, rows, columns, spec)
+    _core.quantize_weight(source.context(), source.dlpack, spec, data.dlpack, workspace)
     return QuantizedWeight(_result(source, data), rows, columns, settings)
 
 
@@ -431,22 +422,17 @@ def backward_linear(
     kept = operand(saved.data, "saved_or_x.data", ("uint8",)) if saved and gw else None
     if kept is not None and kept.device != grad.device:
         raise ValueError("saved_or_x: on another device than gy")
-    context = grad.context()
-    size = (
-        0
-        if grad.device < 0
-        else _core.backward_linear_workspace(
-            context,
-            tokens,
-            out_features,
-            in_features,
-            settings.spec,
-            gx is not None,
-            gw is not None,
-        )
+    workspace = grad.workspace(
+        _core.backward_linear_workspace,
+        tokens,
+        out_features,
+        in_features,
+        settings.spec,
+        gx is not None,
+        gw is not None,
     )
     _core.backward_linear(
-        context,
+        grad.context(),
         grad.dlpack,
         weight.dlpack if weight else None,
         kept.dlpack if kept else None,
@@ -459,7 +445,7 @@ def backward_linear(
         gw.dlpack if gw else None,
         gb.dlpack if gb else None,
         accumulate,
-        grad.workspace(size),
+        workspace,
         quantized.dlpack if quantized else None,
     )
     shaped = None

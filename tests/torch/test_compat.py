@@ -11,6 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402
+from hotcore.torch import ops  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
@@ -253,6 +254,17 @@ def test_gradient_accumulation() -> None:
     assert_same([p.grad for p in model.parameters()], total)
 
 
+@pytest.fixture
+def quantised(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Where the weights lie that are quantised on their own, one entry a time."""
+    seen: list[int] = []
+    original = ops.quantize_weight
+    monkeypatch.setattr(
+        ops, "quantize_weight", lambda w, config: seen.append(w.data_ptr()) or original(w, config)
+    )
+    return seen
+
+
 def micro_steps(model: nn.Module, parts: list[torch.Tensor], **options: bool) -> list[torch.Tensor]:
     torch.manual_seed(4)
     with hot.gradient_accumulation(**options):
@@ -262,21 +274,12 @@ def micro_steps(model: nn.Module, parts: list[torch.Tensor], **options: bool) ->
 
 
 @pytest.mark.parametrize("recipe", ["default", "fast", "paper"])
-def test_micro_batches_share_the_quantised_weight(
-    recipe: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_micro_batches_share_the_quantised_weight(recipe: str, quantised: list[int]) -> None:
     model, parts = converted(recipe), list(images(6).split(2))
     torch.manual_seed(4)
     for part in parts:
         model(part).square().sum().backward()
     expected = [p.grad.clone() for p in model.parameters()]
-    quantised: list[int] = []
-    original = hot.functional.accumulation.ops.quantize_weight
-    monkeypatch.setattr(
-        hot.functional.accumulation.ops,
-        "quantize_weight",
-        lambda w, config: quantised.append(w.data_ptr()) or original(w, config),
-    )
     model.zero_grad()
     assert_same(micro_steps(model, parts, in_place=False), expected)  # the same bits
     linears = [model.q.weight.data_ptr(), model.k.weight.data_ptr()]
@@ -308,22 +311,16 @@ def test_an_optimizer_step_and_a_write_drop_the_quantised_weight() -> None:
     assert_same([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
 
 
-def test_frozen_weights_are_quantised_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frozen_weights_are_quantised_once(quantised: list[int]) -> None:
     model, parts = converted(), list(images(4).split(2))
     model.q.weight.requires_grad_(False)
-    seen: list[int] = []
-    ops = hot.functional.accumulation.ops
-    original = ops.quantize_weight
-    monkeypatch.setattr(
-        ops, "quantize_weight", lambda w, config: seen.append(w.data_ptr()) or original(w, config)
-    )
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
     with hot.gradient_accumulation():
         for part in parts * 2:
             model(part).square().sum().backward()
             optimizer.step()
-    assert seen.count(model.q.weight.data_ptr()) == 1
-    assert seen.count(model.k.weight.data_ptr()) == 4
+    assert quantised.count(model.q.weight.data_ptr()) == 1
+    assert quantised.count(model.k.weight.data_ptr()) == 4
 
 
 def test_in_place_leaves_hooks_and_graphs_alone() -> None:

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from torch import nn  # noqa: E402
-from torch.overrides import TorchFunctionMode  # noqa: E402
+from torch.overrides import TorchFunctionMode  # noqa: E402  (after the skip)
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 module = importlib.import_module("hotcore.torch.compress_saved")  # its function has the same name

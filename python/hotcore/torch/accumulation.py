@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -33,7 +32,8 @@ def gradient_accumulation(*, in_place: bool = True) -> Iterator[None]:
 
     Inside, a weight is quantised for g_x by the first micro-batch alone. The codes, one byte a
     weight, are dropped when an optimizer steps (frozen weights keep theirs: LoRA's base is
-    quantised once), when the weight is written, and at the end. The gradients are the same bits.
+    quantised once), when the weight is written (not seen: through ``.data``), and at the end.
+    The gradients are the same bits.
     With ``in_place`` g_w and g_b are added to ``.grad`` by the product itself, in fp32 before one
     rounding: no g_w of its own, and no pass over it.
 
@@ -80,47 +80,41 @@ class Shared:
         self,
         gy: Tensor,
         saved: Tensor | None,
-        x_shape: torch.Size,
+        seed: Tensor,
         config: str,
-        key: Key,
+        x_shape: torch.Size,
         dtypes: Sequence[torch.dtype | None],
-        need: Sequence[bool],
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """g_x, g_w and g_b; None for what is not needed, or was added to ``.grad``."""
-        outs, ins = self.weight.shape
-        few = 2 <= len(x_shape) <= 4  # as libhot takes it
-        of_gx = tuple(x_shape) if few else (math.prod(x_shape[:-1]), ins)
-        shapes = (of_gx, (outs, ins), (outs,))
-        in_place = [False, need[1] and _adds(self.weight), need[2] and _adds(self.bias)]
-        accumulate = any(in_place)
-        results: list[Tensor | None] = [None, None, None]
-        for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True)):
-            if not need[i]:
-                continue
-            parameter = self.bias if i == 2 else self.weight
-            if in_place[i] and parameter is not None:
-                results[i] = parameter.grad
-            else:  # one call adds to both or to none
-                new = torch.zeros if accumulate and i > 0 else torch.empty
-                results[i] = new(shape, dtype=dtype, device=gy.device)
+        """g_x, g_w, g_b; None where the dtype is None, or where it was added to ``.grad``."""
+        of_gx, *others = dtypes
+        added = [
+            None if dtype is None else _grad_to_add_to(parameter)
+            for dtype, parameter in zip(others, (self.weight, self.bias), strict=True)
+        ]
+        others = [
+            dtype if grad is None else None for dtype, grad in zip(others, added, strict=True)
+        ]
+        gx, gw, gb = ops.new_gradients(gy, x_shape, (of_gx, *others))
+        accumulate = any(grad is not None for grad in added)
+        if accumulate:  # one call adds to both or to none
+            for new in (gw, gb):
+                if new is not None:
+                    new.zero_()
         ops.backward(
             gy,
-            self.weight.detach() if need[0] else None,
-            saved if need[1] else None,
-            ins,
+            None if gx is None else self.weight.detach(),
+            saved,
+            x_shape[-1],
             ops.parsed(config),
-            key,
-            (results[0], results[1], results[2]),
+            Key(int(seed.item())),
+            (gx, gw if added[0] is None else added[0], gb if added[1] is None else added[1]),
             accumulate,
-            _codes(self.weight, config) if need[0] else None,
+            None if gx is None else _codes(self.weight, config),
         )
-        for i, added in enumerate(in_place):
-            result = results[i]
-            if added and result is not None:
-                torch.autograd.graph.increment_version(result)
-                results[i] = None
-        gx = results[0]
-        return gx if gx is None or few else gx.view(x_shape), results[1], results[2]
+        for grad in added:
+            if grad is not None:
+                torch.autograd.graph.increment_version(grad)
+        return gx, gw, gb
 
 
 def shared(weight: Tensor, bias: Tensor | None) -> Shared | None:
@@ -143,12 +137,12 @@ def _codes(weight: Tensor, config: str) -> Tensor | None:
     return codes
 
 
-def _adds(parameter: Tensor | None) -> bool:
-    """Whether a gradient of ``parameter`` is to be added to its ``.grad`` by the product."""
+def _grad_to_add_to(parameter: Tensor | None) -> Tensor | None:
+    """The ``.grad`` of ``parameter`` that the product is to add to; None: autograd adds."""
     if _active is None or not _active.in_place or parameter is None:
-        return False
+        return None
     grad = parameter.grad
-    return (
+    adds = (
         grad is not None
         and parameter.is_leaf
         and not grad.requires_grad
@@ -159,3 +153,4 @@ def _adds(parameter: Tensor | None) -> bool:
         and not parameter._backward_hooks
         and not getattr(parameter, "_post_accumulate_grad_hooks", None)
     )
+    return grad if adds else None

@@ -169,7 +169,8 @@ def convert(
         if fqn in reasons:
             rows.append(Skipped(*about, reasons[fqn]))
         else:
-            own = configs[fqn] or base
+            own = configs[fqn]
+            assert own is not None  # those have a reason
             replacements[module] = _hot_class(module).from_plain(module, own)  # type: ignore[assignment]
             rows.append(Converted(*about, own, _bytes_per_value(module, own)))
     converted = [row for row in rows if isinstance(row, Converted)]

@@ -11,13 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..config import HotConfig, Key, as_config
+from ..config import HotConfig, as_config
 from . import accumulation, conv, ops
 from .conv import Window, is_channels_last
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """What HOT takes."""
-_PLAIN: Any = (Tensor, torch.nn.Parameter)
 _PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
 _DEFAULT = HotConfig()
 
@@ -52,7 +51,8 @@ def linear(
         seed = _seed("linear", x, weight)
         if seed is None:
             return F.linear(x, weight, bias)
-        output: Tensor = _HotLinear.apply(x, weight, bias, seed, text)  # type: ignore[no-untyped-call]
+        arguments = (x, weight, bias, seed, text)
+        output: Tensor = _HotLinear.apply(*arguments)  # type: ignore[no-untyped-call]  # so in torch
     return output
 
 
@@ -108,7 +108,7 @@ def conv2d(
         if seed is None:
             return conv.plain_conv2d(x, weight, bias, window)
         arguments = (x, weight, bias, seed, text, window)
-        output: Tensor = _HotConv2d.apply(*arguments)  # type: ignore[no-untyped-call]
+        output: Tensor = _HotConv2d.apply(*arguments)  # type: ignore[no-untyped-call]  # so in torch
     return output
 
 
@@ -136,7 +136,7 @@ def _one_operation(*tensors: Tensor) -> AbstractContextManager[Any]:
     They would be asked about some twenty attributes and calls, 2 us of the host's time each.
     Subclasses of Tensor may need to be asked: nothing is hidden from them.
     """
-    if torch.compiler.is_compiling() or any(type(t) not in _PLAIN for t in tensors):
+    if torch.compiler.is_compiling() or any(type(t) not in ops.PLAIN for t in tensors):
         return nullcontext()
     inside: AbstractContextManager[Any] = torch._C.DisableTorchFunction()
     return inside
@@ -203,14 +203,13 @@ class _HotLinear(torch.autograd.Function):
         saved, weight, seed = ctx.saved_tensors
         need = ctx.needs_input_grad
         shape = ctx.x_shape
-        if ctx.shared is not None:
-            key = Key(int(seed.item()))
-            gx, gw, gb = ctx.shared.backward(gy, saved, shape, ctx.config, key, ctx.dtypes, need)
-            return gx, gw, gb, None, None
-        dtypes = (
+        dtypes = [
             dtype if wanted else None for dtype, wanted in zip(ctx.dtypes, need, strict=False)
-        )
+        ]
         kept = saved if need[1] else None
+        if ctx.shared is not None:
+            gx, gw, gb = ctx.shared.backward(gy, kept, seed, ctx.config, shape, dtypes)
+            return gx, gw, gb, None, None
         matrix = weight if need[0] else None
         gx, gw, gb = ops.backward_linear(gy, matrix, kept, seed, ctx.config, shape, *dtypes)
         return gx, gw, gb, None, None

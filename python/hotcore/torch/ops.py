@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,10 @@ from ..config import HotConfig, Key
 
 _to_dlpack: Any = torch.utils.dlpack.to_dlpack  # type: ignore[attr-defined]  # ten times cheaper than Tensor.__dlpack__
 
-library: Any = torch.library.Library("hotcore", "DEF")  # type: ignore[no-untyped-call]
+PLAIN: Any = (Tensor, torch.nn.Parameter)
+"""Types that want no say in what a layer does inside; subclasses may."""
+
+library: Any = torch.library.Library("hotcore", "DEF")  # type: ignore[no-untyped-call]  # so in torch
 library.define(
     "draw_seed(Tensor x, Tensor weight) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,)
 )
@@ -75,51 +78,34 @@ def context_of(device: torch.device) -> _core.CoreContext:
     raise NotImplementedError(f"x: no backend of hotcore for the device {device}")
 
 
-def _workspace(size: int, device: torch.device) -> object:
-    # On the CPU the binding has scratch of its own.
-    if size == 0 or device.type == "cpu":
-        return None
-    return _to_dlpack(torch.empty(size, dtype=torch.uint8, device=device))
-
-
-# Sizes of scratch depend on a device and not on its streams; asking takes microseconds.
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=4096)  # asking takes microseconds
 def _saved_size(tokens: int, in_features: int, spec: _core.Spec) -> int:
     return _core.saved_layout(tokens, in_features, spec)[0]
 
 
-@functools.lru_cache(maxsize=4096)
-def _compress_workspace(
-    device: torch.device, spec: _core.Spec, tokens: int, in_features: int
+@functools.lru_cache(maxsize=4096)  # the same for every stream of a device
+def _workspace_size(
+    size_of: Callable[..., int], device: torch.device, arguments: tuple[Any, ...]
 ) -> int:
-    return _core.compress_activation_workspace(context_of(device), tokens, in_features, spec)
+    return size_of(context_of(device), *arguments)
 
 
-@functools.lru_cache(maxsize=4096)
-def _backward_workspace(
-    device: torch.device,
-    spec: _core.Spec,
-    tokens: int,
-    out_features: int,
-    in_features: int,
-    need_gx: bool,
-    need_gw: bool,
-) -> int:
-    sizes = (tokens, out_features, in_features)
-    return _core.backward_linear_workspace(context_of(device), *sizes, spec, need_gx, need_gw)
+def _workspace(size_of: Callable[..., int], device: torch.device, *arguments: Any) -> object:
+    """Scratch of ``size_of(context, *arguments)`` bytes."""
+    if device.type == "cpu":  # the binding has scratch of its own
+        return None
+    size = _workspace_size(size_of, device, arguments)
+    return None if size == 0 else _to_dlpack(torch.empty(size, dtype=torch.uint8, device=device))
 
 
 def quantize_weight(weight: Tensor, config: HotConfig) -> Tensor:
     """w ``[O, I]`` as one uint8 vector that :func:`backward` takes in its place."""
     rows, columns = weight.shape
-    context = context_of(weight.device)
-    size = _core.quantized_weight_bytes(rows, columns, config.spec)
-    out = torch.empty(size, dtype=torch.uint8, device=weight.device)
-    scratch = 0
-    if weight.is_cuda:
-        scratch = _core.quantize_weight_workspace(context, rows, columns, config.spec)
-    workspace = _workspace(scratch, weight.device)
-    _core.quantize_weight(context, _to_dlpack(weight), config.spec, _to_dlpack(out), workspace)
+    device, spec = weight.device, config.spec
+    size = _core.quantized_weight_bytes(rows, columns, spec)
+    out = torch.empty(size, dtype=torch.uint8, device=device)
+    workspace = _workspace(_core.quantize_weight_workspace, device, rows, columns, spec)
+    _core.quantize_weight(context_of(device), _to_dlpack(weight), spec, _to_dlpack(out), workspace)
     return out
 
 
@@ -127,15 +113,13 @@ def compress(x: Tensor, config: HotConfig, key: Key) -> Tensor:
     """x ``[..., I]`` as one uint8 vector, straight to libhot: no autograd, no dispatcher."""
     x = collapsible(x)
     tokens, in_features = math.prod(x.shape[:-1]), x.shape[-1]
-    device = x.device
-    size = _saved_size(tokens, in_features, config.spec)
+    device, spec = x.device, config.spec
+    size = _saved_size(tokens, in_features, spec)
     saved = torch.empty(size, dtype=torch.uint8, device=device)
-    context = context_of(device)
-    scratch = 0
-    if device.type == "cuda":
-        scratch = _compress_workspace(device, config.spec, tokens, in_features)
+    ask = _core.compress_activation_workspace
+    workspace = _workspace(ask, device, tokens, in_features, spec)
     _core.compress_activation(
-        context, _to_dlpack(x), config.spec, key, _to_dlpack(saved), _workspace(scratch, device)
+        context_of(device), _to_dlpack(x), spec, key, _to_dlpack(saved), workspace
     )
     return saved
 
@@ -153,22 +137,28 @@ def backward(
 ) -> None:
     """Write ``outputs`` (g_x, g_w, g_b; None: not wanted), straight to libhot.
 
-    gy is ``[..., O]``, and g_x ``[..., I]`` of 2 to 4 dimensions, leading ones alike or flattened.
+    gy is ``[..., O]`` and g_x ``[..., I]``, leading dimensions alike or flattened.
     With ``accumulate`` g_w and g_b are added to what is there. ``quantized`` is what
     :func:`quantize_weight` made of ``weight``, which is then not looked at.
     """
     gy = collapsible(gy)
     tokens, out_features = math.prod(gy.shape[:-1]), gy.shape[-1]
     gx, gw, gb = outputs
+    if gx is not None and not 2 <= gx.dim() <= 4:
+        gx = gx.view(tokens, in_features)
     device = gy.device
-    context = context_of(device)
-    scratch = 0
-    if device.type == "cuda":
-        sizes = (tokens, out_features, in_features)
-        wanted = (gx is not None, gw is not None)
-        scratch = _backward_workspace(device, config.spec, *sizes, *wanted)
+    workspace = _workspace(
+        _core.backward_linear_workspace,
+        device,
+        tokens,
+        out_features,
+        in_features,
+        config.spec,
+        gx is not None,
+        gw is not None,
+    )
     _core.backward_linear(
-        context,
+        context_of(device),
         _to_dlpack(gy),
         None if weight is None or quantized is not None else _to_dlpack(weight),
         None if saved is None else _to_dlpack(saved),
@@ -181,7 +171,7 @@ def backward(
         None if gw is None else _to_dlpack(gw),
         None if gb is None else _to_dlpack(gb),
         accumulate,
-        _workspace(scratch, device),
+        workspace,
         None if quantized is None else _to_dlpack(quantized),
     )
 
@@ -196,6 +186,19 @@ def flat(x: Tensor) -> Tensor:
 def collapsible(x: Tensor) -> Tensor:
     """``[..., I]`` as libhot takes it: as it is, where its leading dimensions surely collapse."""
     return x if 2 <= x.dim() <= 4 and x.is_contiguous() else flat(x)
+
+
+def new_gradients(
+    gy: Tensor, x_shape: Sequence[int], dtypes: Sequence[torch.dtype | None]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Uninitialised g_x, g_w and g_b for :func:`backward`; None where the dtype is."""
+    out_features = gy.shape[-1]
+    shapes = (x_shape, (out_features, x_shape[-1]), (out_features,))
+    gx, gw, gb = (
+        None if dtype is None else torch.empty(shape, dtype=dtype, device=gy.device)
+        for shape, dtype in zip(shapes, dtypes, strict=True)
+    )
+    return gx, gw, gb
 
 
 def register(*operators: tuple[str, Callable[..., Any], Callable[..., Any]]) -> None:
@@ -231,17 +234,14 @@ def _outputs(
     gw_dtype: torch.dtype | None,
     gb_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    tokens, out_features = gy.shape
-    device, own = gy.device, gy.dtype
-    # An operator returns no None: what is not wanted is an empty vector.
-    gx = (0,) if gx_dtype is None else (tokens, in_features)
-    gw = (0,) if gw_dtype is None else (out_features, in_features)
-    gb = (0,) if gb_dtype is None else (out_features,)
-    return (
-        torch.empty(gx, dtype=gx_dtype or own, device=device),
-        torch.empty(gw, dtype=gw_dtype or own, device=device),
-        torch.empty(gb, dtype=gb_dtype or own, device=device),
-    )
+    x_shape = (gy.shape[0], in_features)
+    gx, gw, gb = new_gradients(gy, x_shape, (gx_dtype, gw_dtype, gb_dtype))
+
+    def some(gradient: Tensor | None) -> Tensor:
+        # An operator returns no None: what is not wanted is an empty vector.
+        return gy.new_empty(0) if gradient is None else gradient
+
+    return some(gx), some(gw), some(gb)
 
 
 def _backward_linear(
@@ -327,7 +327,7 @@ def _at_once(x: Tensor) -> bool:
     """Whether nothing wants to see the operator itself: the dispatcher takes 5 to 10 us."""
     return (
         not torch.compiler.is_compiling()
-        and type(x) in (Tensor, torch.nn.Parameter)
+        and type(x) in PLAIN
         and x.device.type in ("cpu", "cuda")
         and torch._C._len_torch_dispatch_stack() == 0
     )
@@ -336,7 +336,7 @@ def _at_once(x: Tensor) -> bool:
 def compress_activation(x: Tensor, seed: Tensor, config: str) -> Tensor:
     """x ``[..., I]`` compressed, by ``torch.ops.hotcore.compress_activation`` or as it would be."""
     if _at_once(x):
-        return compress(x, parsed(config), Key(int(seed.item())))
+        return _compress_activation(x, seed, config)
     saved: Tensor = torch.ops.hotcore.compress_activation.default(flat(x), seed, config)
     return saved
 
@@ -348,29 +348,20 @@ def backward_linear(
     seed: Tensor,
     config: str,
     x_shape: torch.Size,
-    gx_dtype: torch.dtype | None,
-    gw_dtype: torch.dtype | None,
-    gb_dtype: torch.dtype | None,
+    *dtypes: torch.dtype | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """g_x, g_w, g_b (None where the dtype is), by the operator or as it would be."""
-    in_features, out_features = x_shape[-1], gy.shape[-1]
-    gx = gw = gb = None
-    if _at_once(gy) and 2 <= len(x_shape) <= 4:
-        device = gy.device
-        if gx_dtype is not None:
-            gx = torch.empty(x_shape, dtype=gx_dtype, device=device)
-        if gw_dtype is not None:
-            gw = torch.empty((out_features, in_features), dtype=gw_dtype, device=device)
-        if gb_dtype is not None:
-            gb = torch.empty((out_features,), dtype=gb_dtype, device=device)
+    if _at_once(gy):
+        outputs = new_gradients(gy, x_shape, dtypes)
         key = Key(int(seed.item()))
-        backward(gy, weight, saved, in_features, parsed(config), key, (gx, gw, gb))
-        return gx, gw, gb
-    rows = gy.reshape(math.prod(x_shape[:-1]), out_features)
-    arguments = (rows, weight, saved, seed, config, in_features, gx_dtype, gw_dtype, gb_dtype)
+        backward(gy, weight, saved, x_shape[-1], parsed(config), key, outputs)
+        return outputs
+    rows = gy.reshape(math.prod(x_shape[:-1]), gy.shape[-1])
+    arguments = (rows, weight, saved, seed, config, x_shape[-1], *dtypes)
     gx, gw, gb = torch.ops.hotcore.backward_linear.default(*arguments)
+    wants_gx, wants_gw, wants_gb = (dtype is not None for dtype in dtypes)
     return (
-        None if gx_dtype is None else gx.view(x_shape),
-        None if gw_dtype is None else gw,
-        None if gb_dtype is None else gb,
+        gx.view(x_shape) if wants_gx else None,
+        gw if wants_gw else None,
+        gb if wants_gb else None,
     )
