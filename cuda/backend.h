@@ -20,7 +20,7 @@ class CudaBackend final : public Backend {
                                    std::int64_t cols) const override;
   void column_sum(const Context&, const MatrixIn& x, const ColumnSum&) const override;
   void fill_zero(const Context&, const MatrixOut& out) const override;
-  std::int64_t columns_amax_words(const Context&, const MatrixIn& x, const Projection&,
+  std::int64_t columns_amax_words(const Context&, std::int64_t cols, const Projection&,
                                   const OperandQuant&) const override;
   // quantize.cu
   std::int64_t rows_amax_words(const Context&, const OperandQuant& quant) const override {

@@ -250,10 +250,10 @@ void CudaBackend::hla(const Context& context, const MatrixIn& x, const Projectio
          device_projection(p, side, sketch_key), grid.run, out);
 }
 
-std::int64_t CudaBackend::columns_amax_words(const Context& context, const MatrixIn& x,
+std::int64_t CudaBackend::columns_amax_words(const Context& context, std::int64_t cols,
                                              const Projection& p, const OperandQuant& quant) const {
-  if (p.k_padded > 0 && resident_can(p, quant) && resident_one_pass(context, x, p, quant)) return 0;
-  return quant.per_tensor ? small_slots : quant.per_k ? p.k_padded : x.cols;
+  if (p.k_padded > 0 && resident_one_pass(context, p, quant)) return 0;
+  return quant.per_tensor ? small_slots : quant.per_k ? p.k_padded : cols;
 }
 
 bool CudaBackend::quantize_columns(const Context& context, const MatrixIn& x, const Projection& p,

@@ -146,17 +146,21 @@ Plan cluster_plan(std::int64_t units, std::int64_t strips, std::int64_t sm_count
 // Parts for two passes hold 512 tokens; a ColumnSum's workspace has room for parts of 128.
 constexpr int two_pass_warps = 4;
 
+// Whether a cluster holds a strip, and surely runs: only where the code knows how to overlap.
+bool one_pass_can(const Context& context, std::int64_t units, bool per_tensor) {
+  return !per_tensor && units <= most_parts * most_warps && context.arch() != 80 &&
+         kernels_overlap(context, "backward_linear");
+}
+
 Plan plan_of(const Context& context, const MatrixIn& x, const Projection& p,
              const OperandQuant& quant, Kind kind) {
   const char* const stage = "backward_linear";
   const std::int64_t units = unit_count(p, kind);
   const int sm_count = device_attribute(context, cudaDevAttrMultiProcessorCount, stage);
   Plan plan;
-  // Only where the code that runs surely knows clusters, which is where it knows how to overlap.
-  if (!quant.per_tensor && context.arch() != 80 && kernels_overlap(context, stage)) {
+  if (one_pass_can(context, units, quant.per_tensor)) {
     plan = cluster_plan(units, strip_count(x), sm_count);
-  }
-  if (plan.parts == 0) {
+  } else {
     plan = {static_cast<int>(ceil_div(units, two_pass_warps)), two_pass_warps, false};
   }
   plan.sm_count = sm_count;
@@ -171,10 +175,10 @@ bool resident_can(const Projection& p, const OperandQuant& quant) {
          quant.rounding != Rounding::pseudo_stochastic;
 }
 
-bool resident_one_pass(const Context& context, const MatrixIn& x, const Projection& p,
-                       const OperandQuant& quant) {
+bool resident_one_pass(const Context& context, const Projection& p, const OperandQuant& quant) {
   Kind kind{};
-  return kind_of(p, kind) && plan_of(context, x, p, quant, kind).one_pass;
+  return resident_can(p, quant) && kind_of(p, kind) &&
+         one_pass_can(context, unit_count(p, kind), quant.per_tensor);
 }
 
 void resident_quantize_columns(const Context& context, const MatrixIn& x, const Projection& p,

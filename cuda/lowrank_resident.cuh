@@ -561,7 +561,7 @@ void with_kind(Kind kind, const Call& call) {
   }
 }
 
-// All but how the work is shared out: parts, cluster, clustered, slots, pass.
+// All but how the work is shared out: parts, cluster, slots, pass.
 Args make_args(const Context&, const MatrixIn& x, const Projection&, Kind, Side,
                const Key& sketch_key, const OperandQuant&, const Operand& out,
                const ColumnSum* sum);

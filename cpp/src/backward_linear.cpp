@@ -3,7 +3,7 @@
 
 #include <algorithm>
 #include <exception>
-#include <functional>
+#include <optional>
 #include <string>
 
 #include "checks.h"
@@ -40,6 +40,8 @@ const char* grad_scale_name(GradScale scale) noexcept {
 
 namespace {
 
+constexpr const char* backward_name = "backward_linear";
+
 void check_spec(const char* call, const BackwardLinearSpec& spec) {
   const int n = spec.hadamard_block;
   if (!detail::is_power_of_two(n) || n > 256) {
@@ -63,7 +65,7 @@ void check_spec(const char* call, const BackwardLinearSpec& spec) {
                               basis_name(spec.low_rank.basis) +
                               "; expected basis full (a Hadamard transform hurts INT4 storage)");
   }
-  detail::make_projection(0, spec.low_rank);
+  detail::check_low_rank(spec.low_rank);
 }
 
 // w [O, I] transformed along O: a projection that keeps all rows of its blocks.
@@ -96,139 +98,133 @@ OperandQuant activation_columns(const BackwardLinearSpec& spec) {
   return {8, spec.x_scale == Granularity::tensor, false, spec.x_rounding, Purpose::activation};
 }
 
-// What the backend wants zeroed, together and first.
+// What backends find largest values in, to be zeroed before.
 struct Zeroed {
-  std::uint32_t *gradient_rows = nullptr, *weight = nullptr, *gradient_columns = nullptr;
-  std::int64_t words = 0;
+  std::uint32_t* words;
+  std::size_t bytes;
 };
 
-std::int64_t weight_amax_words(const Context& context, const MatrixIn& w,
-                               const BackwardLinearSpec& spec) {
-  return backend_of(context).columns_amax_words(
-      context, w, hadamard_projection(w.rows, spec.hadamard_block), weight_columns(spec));
+Zeroed take_zeroed(WorkspaceCursor& cursor, std::int64_t words) {
+  auto* const at = cursor.take<std::uint32_t>(words);
+  return {at, static_cast<std::size_t>(words) * sizeof *at};
 }
 
-// What a call computes, and whether it has to quantise w for it.
-struct Needs {
-  bool gx, gw, weight;
+std::int64_t weight_words(const Context& context, std::int64_t in_features,
+                          const Projection& out_features, const BackwardLinearSpec& spec) {
+  return backend_of(context).columns_amax_words(context, in_features, out_features,
+                                                weight_columns(spec));
+}
+
+// What a call of backward_linear computes, as far as its scratch depends on it.
+struct Work {
+  LinearShape shape;
+  const Projection& tokens;        // of g_y and x for g_w
+  const Projection& out_features;  // of g_y and w for g_x
+  bool gx, gw;
+  bool weight;  // whether w is to be quantised for g_x
 };
 
-Zeroed take_zeroed(WorkspaceCursor& cursor, const Context& context, const MatrixIn& gy,
-                   const MatrixIn& w, const BackwardLinearSpec& spec, const Needs& need) {
-  const detail::Backend& backend = backend_of(context);
-  std::int64_t words[3] = {0, 0, 0};
-  if (need.gx) words[0] = backend.rows_amax_words(context, gradient_rows(spec));
-  if (need.weight) words[1] = weight_amax_words(context, w, spec);
-  if (need.gw) {
-    words[2] = backend.columns_amax_words(
-        context, gy, detail::make_projection(gy.rows, spec.low_rank), gradient_columns(spec));
-  }
-  Zeroed z;
-  z.words = words[0] + words[1] + words[2];
-  z.gradient_rows = cursor.take<std::uint32_t>(z.words);
-  if (z.gradient_rows != nullptr) {
-    z.weight = z.gradient_rows + words[0];
-    z.gradient_columns = z.weight + words[1];
-  }
-  return z;
-}
-
-struct GxScratch {
-  detail::Operand y, w;
-  char* gemm;
+// Its scratch: operands and what the products want.
+struct Scratch {
+  detail::Operand gradient_rows{}, weight{};         // g_x
+  detail::Operand gradient_columns{}, activation{};  // g_w; activation: from INT4
+  char *gx_gemm = nullptr, *gw_gemm = nullptr, *sums = nullptr;
+  Zeroed zeroed{};  // every Operand::amax
 };
-
-// Scales of w that a backend writes and reads.
-std::int64_t weight_scales(const Context& context, const LinearShape& shape,
-                           const BackwardLinearSpec& spec) {
-  const bool one =
-      spec.weight_scale == Granularity::tensor && !backend_of(context).spreads_scales();
-  return one ? 1 : shape.in_features;
-}
-
-GxScratch take_gx(WorkspaceCursor& cursor, const Context& context, const LinearShape& shape,
-                  const BackwardLinearSpec& spec, bool need_weight) {
-  const detail::Backend& backend = backend_of(context);
-  const std::int64_t k = hadamard_projection(shape.out_features, spec.hadamard_block).k_padded;
-  const bool one = !backend.spreads_scales();
-  GxScratch s{};
-  s.y = {nullptr, nullptr, shape.tokens, k,
-         one && spec.gx_scale == Granularity::tensor ? 1 : shape.tokens};
-  s.y.codes = cursor.take<std::int8_t>(s.y.rows * k);
-  s.y.scale = cursor.take<float>(s.y.scales);
-  if (need_weight) {
-    s.w = {nullptr, nullptr, shape.in_features, k, weight_scales(context, shape, spec)};
-    s.w.codes = cursor.take<std::int8_t>(s.w.rows * k);
-    s.w.scale = cursor.take<float>(s.w.scales);
-  }
-  s.gemm = cursor.take<char>(static_cast<std::int64_t>(
-      backend.gemm_workspace(context, shape.tokens, shape.in_features, k)));
-  return s;
-}
 
 char* take_gb(WorkspaceCursor& cursor, const Context& context, const LinearShape& shape) {
   return cursor.take<char>(static_cast<std::int64_t>(
       backend_of(context).column_sum_workspace(context, shape.tokens, shape.out_features)));
 }
 
-struct GwScratch {
-  detail::Operand g, x;
-  char* gemm;
-  char* sums;
-};
+// Scales of an operand that a backend writes and reads, of a possible `many`.
+std::int64_t scale_places(const Context& context, bool one, std::int64_t many) {
+  return one && !backend_of(context).spreads_scales() ? 1 : many;
+}
 
-GwScratch take_gw(WorkspaceCursor& cursor, const Context& context, const LinearShape& shape,
-                  const BackwardLinearSpec& spec, const Projection& p) {
+// Scratch of a call, in one order for the query (a cursor without memory) and the call itself.
+Scratch take_scratch(WorkspaceCursor& cursor, const Context& context,
+                     const BackwardLinearSpec& spec, const Work& work) {
   const detail::Backend& backend = backend_of(context);
-  GwScratch s;
-  const bool one = spec.gw_scale == GradScale::tensor && !backend.spreads_scales();
-  const std::int64_t scales = one                                 ? 1
-                              : spec.gw_scale == GradScale::token ? p.k_padded
-                                                                  : shape.out_features;
-  s.g = {nullptr, nullptr, shape.out_features, p.k_padded, scales};
-  s.g.codes = cursor.take<std::int8_t>(s.g.rows * p.k_padded);
-  s.g.scale = cursor.take<float>(scales);
-  s.x = {nullptr, nullptr, shape.in_features, p.k_padded, shape.in_features};
-  if (spec.storage == Storage::int4) {
-    s.x.codes = cursor.take<std::int8_t>(s.x.rows * p.k_padded);
-    s.x.scale = cursor.take<float>(s.x.scales);
+  const LinearShape& shape = work.shape;
+  const auto take_gemm = [&](std::int64_t m, std::int64_t n, std::int64_t k) {
+    return cursor.take<char>(static_cast<std::int64_t>(backend.gemm_workspace(context, m, n, k)));
+  };
+  const auto take = [&](detail::Operand& operand, std::int64_t rows, std::int64_t k,
+                        std::int64_t scales) {
+    operand.rows = rows;
+    operand.k_padded = k;
+    operand.scales = scales;
+    operand.codes = cursor.take<std::int8_t>(rows * k);
+    operand.scale = cursor.take<float>(scales);
+  };
+  Scratch s;
+  std::int64_t words[3] = {0, 0, 0};
+  if (work.gx) words[0] = backend.rows_amax_words(context, gradient_rows(spec));
+  if (work.weight) words[1] = weight_words(context, shape.in_features, work.out_features, spec);
+  if (work.gw) {
+    words[2] = backend.columns_amax_words(context, shape.out_features, work.tokens,
+                                          gradient_columns(spec));
   }
-  s.gemm = cursor.take<char>(static_cast<std::int64_t>(
-      backend.gemm_workspace(context, shape.out_features, shape.in_features, p.k_padded)));
-  s.sums = take_gb(cursor, context, shape);
+  s.zeroed = take_zeroed(cursor, words[0] + words[1] + words[2]);
+  if (work.gx) {
+    const std::int64_t k = work.out_features.k_padded;
+    take(s.gradient_rows, shape.tokens, k,
+         scale_places(context, spec.gx_scale == Granularity::tensor, shape.tokens));
+    if (work.weight) {
+      take(s.weight, shape.in_features, k,
+           scale_places(context, spec.weight_scale == Granularity::tensor, shape.in_features));
+    }
+    s.gx_gemm = take_gemm(shape.tokens, shape.in_features, k);
+  }
+  if (work.gw) {
+    const std::int64_t k = work.tokens.k_padded;
+    take(s.gradient_columns, shape.out_features, k,
+         scale_places(context, spec.gw_scale == GradScale::tensor,
+                      spec.gw_scale == GradScale::token ? k : shape.out_features));
+    if (spec.storage == Storage::int4) take(s.activation, shape.in_features, k, shape.in_features);
+    s.gw_gemm = take_gemm(shape.out_features, shape.in_features, k);
+    s.sums = take_gb(cursor, context, shape);
+  }
+  if (s.zeroed.words != nullptr) {
+    s.gradient_rows.amax = s.zeroed.words;
+    s.weight.amax = s.gradient_rows.amax + words[0];
+    s.gradient_columns.amax = s.weight.amax + words[1];
+  }
   return s;
 }
 
-detail::GemmArgs product(const detail::Operand& a, const detail::Operand& b, int divisor,
-                         const MatrixOut& out) {
-  detail::GemmArgs args{};
+// What both kinds of product are told of two operands.
+template <class Args>
+Args product_of(const detail::Operand& a, const detail::Operand& b, int divisor, bool accumulate,
+                const MatrixOut& out) {
+  Args args{};
   args.a = a.codes;
   args.b = b.codes;
   args.m = a.rows;
   args.n = b.rows;
   args.k = args.lda = args.ldb = a.k_padded;
-  args.a_scale = a.scale;
   args.b_scale = b.scale;
-  args.a_scale_step = a.scales == 1 ? 0 : 1;
   args.b_scale_step = b.scales == 1 ? 0 : 1;
   args.inv_divisor = 1.0F / static_cast<float>(divisor);
+  args.accumulate = accumulate;
   args.out = out;
   return args;
 }
 
+detail::GemmArgs product(const detail::Operand& a, const detail::Operand& b, int divisor,
+                         bool accumulate, const MatrixOut& out) {
+  auto args = product_of<detail::GemmArgs>(a, b, divisor, accumulate, out);
+  args.a_scale = a.scale;
+  args.a_scale_step = a.scales == 1 ? 0 : 1;
+  return args;
+}
+
+// With scales of a along the contraction.
 detail::GemmTokenArgs token_product(const detail::Operand& a, const detail::Operand& b, int divisor,
-                                    const MatrixOut& out) {
-  detail::GemmTokenArgs args{};
-  args.a = a.codes;
-  args.b = b.codes;
-  args.m = a.rows;
-  args.n = b.rows;
-  args.k = args.lda = args.ldb = a.k_padded;
+                                    bool accumulate, const MatrixOut& out) {
+  auto args = product_of<detail::GemmTokenArgs>(a, b, divisor, accumulate, out);
   args.k_scale = a.scale;
-  args.b_scale = b.scale;
-  args.b_scale_step = b.scales == 1 ? 0 : 1;
-  args.inv_divisor = 1.0F / static_cast<float>(divisor);
-  args.out = out;
   return args;
 }
 
@@ -254,12 +250,39 @@ detail::GroupsJob saved_groups(const ConstSavedActivation& saved, const SavedLay
 }
 
 // A quantised weight's buffer: codes [I, Kp], then room for I scales.
-detail::Operand weight_operand(const Context& context, void* data, const LinearShape& shape,
-                               const BackwardLinearSpec& spec) {
-  const std::int64_t k = hadamard_projection(shape.out_features, spec.hadamard_block).k_padded;
+std::size_t weight_bytes(std::int64_t in_features, const Projection& out_features) {
+  return static_cast<std::size_t>(in_features) *
+         (static_cast<std::size_t>(out_features.k_padded) + sizeof(float));
+}
+
+detail::Operand weight_operand(const Context& context, void* data, std::int64_t in_features,
+                               const Projection& out_features, const BackwardLinearSpec& spec) {
+  const std::int64_t k = out_features.k_padded;
   auto* bytes = static_cast<std::int8_t*>(data);
-  return {bytes, reinterpret_cast<float*>(bytes + shape.in_features * k), shape.in_features, k,
-          weight_scales(context, shape, spec)};
+  return {bytes, reinterpret_cast<float*>(bytes + in_features * k), in_features, k,
+          scale_places(context, spec.weight_scale == Granularity::tensor, in_features)};
+}
+
+SavedLayout layout_of(const Projection& p, std::int64_t in_features,
+                      const BackwardLinearSpec& spec) {
+  SavedLayout layout;
+  layout.channels = in_features;
+  layout.k = p.k;
+  layout.k_padded = p.k_padded;
+  std::size_t scale_bytes;
+  if (spec.storage == Storage::int4) {
+    layout.row_bytes = detail::round_up(p.tokens, detail::int4_k_alignment) / 2;
+    layout.scales = in_features * detail::ceil_div(p.tokens, detail::int4_group);
+    scale_bytes = sizeof(std::uint16_t);
+  } else {
+    layout.row_bytes = p.k_padded;
+    layout.scales = spec.x_scale == Granularity::tensor ? 1 : in_features;
+    scale_bytes = sizeof(float);
+  }
+  // Rows are whole multiples of 16 bytes, so the scales that follow are aligned.
+  layout.scale_offset = static_cast<std::size_t>(in_features * layout.row_bytes);
+  layout.bytes = layout.scale_offset + static_cast<std::size_t>(layout.scales) * scale_bytes;
+  return layout;
 }
 
 void check_shape(const char* call, const LinearShape& shape) {
@@ -270,12 +293,17 @@ void check_shape(const char* call, const LinearShape& shape) {
   }
 }
 
+// How long the buffer of codes and scales has to be.
+enum class Size { exact, at_least };
+
 void check_bytes(const char* call, const char* name, const void* data, std::size_t bytes,
-                 std::size_t expected) {
-  if (bytes != expected || (data == nullptr && expected > 0)) {
+                 std::size_t expected, Size size = Size::exact) {
+  const bool fits = size == Size::exact ? bytes == expected : bytes >= expected;
+  if (!fits || (data == nullptr && expected > 0)) {
     detail::invalid(call, std::string(name) + " has " +
                               std::to_string(data == nullptr ? 0 : bytes) + " bytes; expected " +
-                              std::to_string(expected) + " for this spec");
+                              std::to_string(expected) +
+                              (size == Size::exact ? " for this spec" : ""));
   }
   if (reinterpret_cast<std::uintptr_t>(data) % 16 != 0) {
     detail::invalid(call, std::string(name) + " is not aligned to 16 bytes");
@@ -302,39 +330,15 @@ SavedLayout saved_layout(std::int64_t tokens, std::int64_t in_features,
                          const BackwardLinearSpec& spec) {
   check_shape("saved_layout", {tokens, 0, in_features});
   check_spec("saved_layout", spec);
-  const Projection p = detail::make_projection(tokens, spec.low_rank);
-  SavedLayout layout;
-  layout.channels = in_features;
-  layout.k = p.k;
-  layout.k_padded = p.k_padded;
-  std::size_t scale_bytes;
-  if (spec.storage == Storage::int4) {
-    layout.row_bytes = detail::round_up(tokens, detail::int4_k_alignment) / 2;
-    layout.scales = in_features * detail::ceil_div(tokens, detail::int4_group);
-    scale_bytes = sizeof(std::uint16_t);
-  } else {
-    layout.row_bytes = p.k_padded;
-    layout.scales = spec.x_scale == Granularity::tensor ? 1 : in_features;
-    scale_bytes = sizeof(float);
-  }
-  // Rows are whole multiples of 16 bytes, so the scales that follow are aligned.
-  layout.scale_offset = static_cast<std::size_t>(in_features * layout.row_bytes);
-  layout.bytes = layout.scale_offset + static_cast<std::size_t>(layout.scales) * scale_bytes;
-  return layout;
+  return layout_of(detail::make_projection(tokens, spec.low_rank), in_features, spec);
 }
 
 namespace {
 
-std::int64_t compress_amax_words(const Context& context, const MatrixIn& x, const Projection& p,
-                                 const BackwardLinearSpec& spec) {
+std::int64_t compress_words(const Context& context, std::int64_t in_features, const Projection& p,
+                            const BackwardLinearSpec& spec) {
   if (spec.storage == Storage::int4) return 0;
-  return backend_of(context).columns_amax_words(context, x, p, activation_columns(spec));
-}
-
-// Of what shape and type a matrix will be: for queries. The type decides which way is taken, so
-// that queries, which do not know it, take what most want.
-std::size_t most_bytes(const std::function<std::size_t(DType)>& bytes) {
-  return std::max({bytes(DType::f32), bytes(DType::f16), bytes(DType::bf16)});
+  return backend_of(context).columns_amax_words(context, in_features, p, activation_columns(spec));
 }
 
 }  // namespace
@@ -344,12 +348,9 @@ std::size_t compress_activation_workspace(const Context& context, std::int64_t t
                                           const BackwardLinearSpec& spec) {
   saved_layout(tokens, in_features, spec);  // the same errors as the call itself
   const Projection p = detail::make_projection(tokens, spec.low_rank);
-  return most_bytes([&](DType dtype) {
-    WorkspaceCursor cursor;
-    cursor.take<std::uint32_t>(compress_amax_words(
-        context, {nullptr, dtype, tokens, in_features, in_features, 1}, p, spec));
-    return cursor.bytes();
-  });
+  WorkspaceCursor cursor;
+  take_zeroed(cursor, compress_words(context, in_features, p, spec));
+  return cursor.bytes();
 }
 
 void compress_activation(const Context& context, const ConstTensorView& x,
@@ -361,18 +362,14 @@ void compress_activation(const Context& context, const ConstTensorView& x,
   check.input("x", x, float_dtypes, 2, max_dims);
   const MatrixIn rows = check.collapsed("x", x);
   const Projection p = detail::make_projection(rows.rows, spec.low_rank);
-  const SavedLayout layout = saved_layout(rows.rows, rows.cols, spec);
-  if (saved.bytes < layout.bytes || (saved.data == nullptr && layout.bytes > 0)) {
-    detail::invalid(call, "saved has " + std::to_string(saved.data == nullptr ? 0 : saved.bytes) +
-                              " bytes; expected " + std::to_string(layout.bytes));
-  }
-  if (reinterpret_cast<std::uintptr_t>(saved.data) % 16 != 0) {
-    detail::invalid(call, "saved is not aligned to 16 bytes");
-  }
+  const SavedLayout layout = layout_of(p, rows.cols, spec);
+  check_bytes(call, "saved", saved.data, saved.bytes, layout.bytes, Size::at_least);
   check.disjoint("saved",
                  vector(saved.data, DType::i8, static_cast<std::int64_t>(layout.bytes), x.device),
                  "x", x);
-  check.workspace(workspace, compress_activation_workspace(context, rows.rows, rows.cols, spec));
+  WorkspaceCursor cursor(workspace.data);
+  const Zeroed zeroed = take_zeroed(cursor, compress_words(context, rows.cols, p, spec));
+  check.workspace(workspace, cursor.bytes());
   if (layout.bytes == 0) return;
   auto* bytes = static_cast<char*>(saved.data);
   const detail::Backend& backend = backend_of(context);
@@ -385,11 +382,9 @@ void compress_activation(const Context& context, const ConstTensorView& x,
   detail::Operand out{static_cast<std::int8_t*>(saved.data),
                       reinterpret_cast<float*>(bytes + layout.scale_offset), rows.cols,
                       layout.k_padded, layout.scales};
-  const std::int64_t words = compress_amax_words(context, rows, p, spec);
-  if (words > 0) {
-    WorkspaceCursor cursor(workspace.data);
-    out.amax = cursor.take<std::uint32_t>(words);
-    backend.zero(context, out.amax, static_cast<std::size_t>(words) * sizeof *out.amax);
+  if (zeroed.bytes > 0) {
+    out.amax = zeroed.words;
+    backend.zero(context, zeroed.words, zeroed.bytes);
   }
   backend.quantize_columns(context, rows, p, Side::activation, context.key(),
                            activation_columns(spec), out, nullptr);
@@ -400,19 +395,16 @@ std::size_t quantized_weight_bytes(std::int64_t out_features, std::int64_t in_fe
   const char* const call = "quantized_weight_bytes";
   check_shape(call, {0, out_features, in_features});
   check_spec(call, spec);
-  const std::int64_t k = hadamard_projection(out_features, spec.hadamard_block).k_padded;
-  return static_cast<std::size_t>(in_features) * (static_cast<std::size_t>(k) + sizeof(float));
+  return weight_bytes(in_features, hadamard_projection(out_features, spec.hadamard_block));
 }
 
 std::size_t quantize_weight_workspace(const Context& context, std::int64_t out_features,
                                       std::int64_t in_features, const BackwardLinearSpec& spec) {
   quantized_weight_bytes(out_features, in_features, spec);  // the same errors as the call itself
-  return most_bytes([&](DType dtype) {
-    WorkspaceCursor cursor;
-    cursor.take<std::uint32_t>(weight_amax_words(
-        context, {nullptr, dtype, out_features, in_features, in_features, 1}, spec));
-    return cursor.bytes();
-  });
+  const Projection p = hadamard_projection(out_features, spec.hadamard_block);
+  WorkspaceCursor cursor;
+  take_zeroed(cursor, weight_words(context, in_features, p, spec));
+  return cursor.bytes();
 }
 
 void quantize_weight(const Context& context, const ConstTensorView& w,
@@ -423,24 +415,22 @@ void quantize_weight(const Context& context, const ConstTensorView& w,
   check_spec(call, spec);
   check.input("w", w, float_dtypes, 2, 2);
   const MatrixIn weight = detail::matrix_of(w);
-  const LinearShape shape{0, weight.rows, weight.cols};
-  check_bytes(call, "out", out.data, out.bytes,
-              quantized_weight_bytes(shape.out_features, shape.in_features, spec));
+  const Projection p = hadamard_projection(weight.rows, spec.hadamard_block);
+  check_bytes(call, "out", out.data, out.bytes, weight_bytes(weight.cols, p));
   check.disjoint("out", vector(out.data, DType::i8, static_cast<std::int64_t>(out.bytes), w.device),
                  "w", w);
   WorkspaceCursor cursor(workspace.data);
-  detail::Operand operand = weight_operand(context, out.data, shape, spec);
-  const std::int64_t words = weight_amax_words(context, weight, spec);
-  operand.amax = cursor.take<std::uint32_t>(words);
+  detail::Operand operand = weight_operand(context, out.data, weight.cols, p, spec);
+  const Zeroed zeroed = take_zeroed(cursor, weight_words(context, weight.cols, p, spec));
+  operand.amax = zeroed.words;
   check.workspace(workspace, cursor.bytes());
-  if (shape.in_features == 0) return;
-  const Projection p = hadamard_projection(shape.out_features, spec.hadamard_block);
+  if (weight.cols == 0) return;
   const detail::ColumnsJob job{
       weight, &p, Side::activation, context.key(), weight_columns(spec), operand, nullptr};
   detail::BackwardOperands operands;
   operands.weight = &job;
-  operands.zeroed = operand.amax;
-  operands.zeroed_bytes = static_cast<std::size_t>(words) * sizeof(std::uint32_t);
+  operands.zeroed = zeroed.words;
+  operands.zeroed_bytes = zeroed.bytes;
   backend_of(context).quantize_operands(context, operands);
 }
 
@@ -448,106 +438,104 @@ std::size_t backward_linear_workspace(const Context& context, const LinearShape&
                                       const BackwardLinearSpec& spec, bool need_gx, bool need_gw) {
   check_shape("backward_linear_workspace", shape);
   check_spec("backward_linear_workspace", spec);
-  const Projection p = detail::make_projection(shape.tokens, spec.low_rank);
-  const std::size_t bytes = most_bytes([&](DType dtype) {
-    WorkspaceCursor cursor;
-    take_zeroed(cursor, context,
-                {nullptr, dtype, shape.tokens, shape.out_features, shape.out_features, 1},
-                {nullptr, dtype, shape.out_features, shape.in_features, shape.in_features, 1}, spec,
-                {need_gx, need_gw, need_gx});
-    if (need_gx) take_gx(cursor, context, shape, spec, true);
-    if (need_gw) take_gw(cursor, context, shape, spec, p);
-    return cursor.bytes();
-  });
+  const Projection tokens = detail::make_projection(shape.tokens, spec.low_rank);
+  const Projection out_features = hadamard_projection(shape.out_features, spec.hadamard_block);
+  WorkspaceCursor cursor;
+  take_scratch(cursor, context, spec, {shape, tokens, out_features, need_gx, need_gw, need_gx});
   WorkspaceCursor for_gb;  // on its own: nothing else is alive then
   take_gb(for_gb, context, shape);
-  return std::max(bytes, for_gb.bytes());
+  return std::max(cursor.bytes(), for_gb.bytes());
 }
 
 namespace {
 
-// backward_linear once its arguments are known to be good. `weight` has no rows where w comes
-// quantised, as `quantized`.
-void run_backward(const Context& context, const Checker& check, const MatrixIn& gy,
-                  const MatrixIn& weight, const detail::Operand* quantized,
-                  const ConstSavedActivation& saved, const LinearShape& shape,
-                  const BackwardLinearSpec& spec, const MatrixOut& gx, const MatrixOut& gw,
-                  const MatrixOut* gb, bool accumulate, const Workspace& workspace) {
+// A call of backward_linear, its arguments found good and resolved.
+struct BackwardCall {
+  const Context& context;
+  const BackwardLinearSpec& spec;
+  const ConstSavedActivation& saved;
+  bool accumulate;
+  LinearShape shape{};
+  Projection tokens{}, out_features{};         // of g_y and x for g_w; of g_y and w for g_x
+  SavedLayout layout{};                        // of `saved`, for g_w
+  MatrixIn gy{}, w{};                          // w: no rows where it comes quantised,
+  std::optional<detail::Operand> quantized{};  // as this
+  MatrixOut gx{}, gw{};                        // no data: not wanted
+  std::optional<MatrixOut> gb{};
+};
+
+bool has_elements(const MatrixOut& out) { return out.rows > 0 && out.cols > 0; }
+
+void run_backward(const BackwardCall& call, const Checker& check, const Workspace& workspace) {
+  const Context& context = call.context;
+  const BackwardLinearSpec& spec = call.spec;
+  const LinearShape& shape = call.shape;
   const detail::Backend& backend = backend_of(context);
-  const bool with_gx = gx.rows > 0 && gx.cols > 0 && shape.out_features > 0;
-  const bool with_gw = gw.rows > 0 && gw.cols > 0 && shape.tokens > 0;
-  const bool with_weight = with_gx && quantized == nullptr;
-  const Projection p = detail::make_projection(shape.tokens, spec.low_rank);
-  const Projection weight_projection = hadamard_projection(shape.out_features, spec.hadamard_block);
+  const bool with_gx = has_elements(call.gx) && shape.out_features > 0;
+  const bool with_gw = has_elements(call.gw) && shape.tokens > 0;
+  const bool with_weight = with_gx && !call.quantized;
 
   // Both operands of both products are quantised first, so that g_y is read again while a cache may
   // still hold it and a backend may overlap or join the stages; then the products.
-  WorkspaceCursor cursor(workspace.data);
-  const Zeroed zeroed =
-      take_zeroed(cursor, context, gy, weight, spec, {with_gx, with_gw, with_weight});
-  GxScratch for_gx{};
-  GwScratch for_gw{};
-  if (with_gx) for_gx = take_gx(cursor, context, shape, spec, with_weight);
-  if (with_gw) for_gw = take_gw(cursor, context, shape, spec, p);
-  WorkspaceCursor for_gb(workspace.data);
-  char* const sums = gb == nullptr ? nullptr : take_gb(for_gb, context, shape);
+  WorkspaceCursor cursor(workspace.data), for_gb(workspace.data);
+  const Scratch scratch =
+      take_scratch(cursor, context, spec,
+                   {shape, call.tokens, call.out_features, with_gx, with_gw, with_weight});
+  char* const sums = call.gb ? take_gb(for_gb, context, shape) : nullptr;
   check.workspace(workspace, std::max(cursor.bytes(), for_gb.bytes()));
-  for_gx.y.amax = zeroed.gradient_rows;
-  for_gx.w.amax = zeroed.weight;
-  for_gw.g.amax = zeroed.gradient_columns;
 
-  const SavedLayout layout =
-      with_gw ? saved_layout(shape.tokens, shape.in_features, spec) : SavedLayout{};
-  const detail::ColumnSum sum{gb == nullptr ? MatrixOut{} : *gb, accumulate, for_gw.sums};
-  const detail::RowsJob rows{gy, spec.hadamard_block, gradient_rows(spec), for_gx.y};
-  const detail::ColumnsJob columns{gy,
-                                   &p,
+  const detail::ColumnSum sum{call.gb.value_or(MatrixOut{}), call.accumulate, scratch.sums};
+  const detail::RowsJob rows{call.gy, spec.hadamard_block, gradient_rows(spec),
+                             scratch.gradient_rows};
+  const detail::ColumnsJob columns{call.gy,
+                                   &call.tokens,
                                    Side::gradient,
-                                   saved.key,
+                                   call.saved.key,
                                    gradient_columns(spec),
-                                   for_gw.g,
-                                   gb == nullptr ? nullptr : &sum};
-  const detail::ColumnsJob weights{weight,        &weight_projection,   Side::activation,
-                                   context.key(), weight_columns(spec), for_gx.w,
-                                   nullptr};
-  const detail::GroupsJob groups = saved_groups(saved, layout, spec, for_gw.x);
+                                   scratch.gradient_columns,
+                                   call.gb ? &sum : nullptr};
+  const detail::ColumnsJob weight{call.w,        &call.out_features,   Side::activation,
+                                  context.key(), weight_columns(spec), scratch.weight,
+                                  nullptr};
+  const detail::GroupsJob groups = saved_groups(call.saved, call.layout, spec, scratch.activation);
   const bool from_int4 = with_gw && spec.storage == Storage::int4;
   detail::BackwardOperands operands;
   if (with_gx) operands.gradient_rows = &rows;
   if (with_gw) operands.gradient_columns = &columns;
-  if (with_weight) operands.weight = &weights;
+  if (with_weight) operands.weight = &weight;
   if (from_int4) operands.activation = &groups;
-  operands.zeroed = zeroed.gradient_rows;
-  operands.zeroed_bytes = static_cast<std::size_t>(zeroed.words) * sizeof(std::uint32_t);
+  operands.zeroed = scratch.zeroed.words;
+  operands.zeroed_bytes = scratch.zeroed.bytes;
   const bool gb_done = backend.quantize_operands(context, operands);
 
   detail::GemmArgs products[2];
-  void* scratch[2];
+  void* gemm_scratch[2];
   int count = 0;
   if (with_gx) {
-    scratch[count] = for_gx.gemm;
-    products[count++] =
-        product(for_gx.y, quantized == nullptr ? for_gx.w : *quantized, spec.hadamard_block, gx);
-  } else if (gx.rows > 0 && gx.cols > 0) {
-    backend.fill_zero(context, gx);
+    gemm_scratch[count] = scratch.gx_gemm;
+    products[count++] = product(scratch.gradient_rows, call.quantized.value_or(scratch.weight),
+                                spec.hadamard_block, false, call.gx);
+  } else if (has_elements(call.gx)) {
+    backend.fill_zero(context, call.gx);
   }
-  const detail::Operand x = from_int4 ? for_gw.x : saved_operand(saved, layout);
+  const detail::Operand x = from_int4 ? scratch.activation : saved_operand(call.saved, call.layout);
   const bool by_token = spec.gw_scale == GradScale::token;
   if (with_gw && !by_token) {
-    scratch[count] = for_gw.gemm;
-    products[count] = product(for_gw.g, x, p.divisor, gw);
-    products[count++].accumulate = accumulate;
+    gemm_scratch[count] = scratch.gw_gemm;
+    products[count++] =
+        product(scratch.gradient_columns, x, call.tokens.divisor, call.accumulate, call.gw);
   }
-  if (count > 0) backend.gemms(context, products, scratch, count);
+  if (count > 0) backend.gemms(context, products, gemm_scratch, count);
   if (with_gw && by_token) {
-    detail::GemmTokenArgs args = token_product(for_gw.g, x, p.divisor, gw);
-    args.accumulate = accumulate;
-    backend.gemm_token(context, args, for_gw.gemm);
-  } else if (!with_gw && gw.rows > 0 && gw.cols > 0 && !accumulate) {
-    backend.fill_zero(context, gw);
+    backend.gemm_token(
+        context,
+        token_product(scratch.gradient_columns, x, call.tokens.divisor, call.accumulate, call.gw),
+        scratch.gw_gemm);
+  } else if (!with_gw && has_elements(call.gw) && !call.accumulate) {
+    backend.fill_zero(context, call.gw);
   }
-  if (gb != nullptr && !gb_done && shape.out_features > 0) {
-    backend.column_sum(context, gy, {*gb, accumulate, sums});
+  if (call.gb && !gb_done && shape.out_features > 0) {
+    backend.column_sum(context, call.gy, {*call.gb, call.accumulate, sums});
   }
 }
 
@@ -557,51 +545,67 @@ struct WeightArgument {
   const ConstQuantizedWeight* quantized;
 };
 
+// Checks w and takes it and in_features from it. Returns what outputs must not touch.
+ConstTensorView resolve_weight(BackwardCall& call, const Checker& check, const WeightArgument& w,
+                               Device device) {
+  LinearShape& shape = call.shape;
+  if (w.quantized == nullptr) {
+    check.input("w", *w.view, float_dtypes, 2, 2);
+    check.shape("w", *w.view, {shape.out_features, -1});
+    call.w = detail::matrix_of(*w.view);
+    shape.in_features = call.w.cols;
+    return *w.view;
+  }
+  const ConstQuantizedWeight& quantized = *w.quantized;
+  shape.in_features = quantized.in_features;
+  if (quantized.out_features != shape.out_features) {
+    detail::invalid(backward_name, "w has " + std::to_string(quantized.out_features) +
+                                       " out_features; expected gy's, " +
+                                       std::to_string(shape.out_features));
+  }
+  check_shape("quantized_weight_bytes", {0, shape.out_features, shape.in_features});
+  check_bytes(backward_name, "w", quantized.data, quantized.bytes,
+              weight_bytes(shape.in_features, call.out_features));
+  call.quantized = weight_operand(call.context, const_cast<void*>(quantized.data),
+                                  shape.in_features, call.out_features, call.spec);
+  return vector(quantized.data, DType::i8, static_cast<std::int64_t>(quantized.bytes), device);
+}
+
+void resolve_saved(BackwardCall& call, bool has_weight) {
+  LinearShape& shape = call.shape;
+  const ConstSavedActivation& saved = call.saved;
+  if (has_weight && saved.in_features != shape.in_features) {
+    detail::invalid(backward_name, "saved has " + std::to_string(saved.in_features) +
+                                       " in_features; expected w's, " +
+                                       std::to_string(shape.in_features));
+  }
+  shape.in_features = saved.in_features;
+  if (saved.tokens != shape.tokens) {
+    detail::invalid(backward_name, "saved has " + std::to_string(saved.tokens) +
+                                       " tokens; expected gy's, " + std::to_string(shape.tokens));
+  }
+  check_shape("saved_layout", {saved.tokens, 0, saved.in_features});
+  call.tokens = detail::make_projection(shape.tokens, call.spec.low_rank);
+  call.layout = layout_of(call.tokens, saved.in_features, call.spec);
+  check_bytes(backward_name, "saved", saved.data, saved.bytes, call.layout.bytes);
+}
+
 void check_and_run(const Context& context, const ConstTensorView& gy, const WeightArgument& w,
                    const ConstSavedActivation& saved, const BackwardLinearSpec& spec,
                    const BackwardOutputs& out, const Workspace& workspace) {
-  const char* const call = "backward_linear";
-  const Checker check(call, context);
-  check_spec(call, spec);
+  const Checker check(backward_name, context);
+  check_spec(backward_name, spec);
   check.input("gy", gy, float_dtypes, 2, max_dims);
-  const MatrixIn gradient = check.collapsed("gy", gy);
-  LinearShape shape{gradient.rows, gradient.cols, 0};
+  BackwardCall call{context, spec, saved, out.accumulate};
+  call.gy = check.collapsed("gy", gy);
+  LinearShape& shape = call.shape;
+  shape.tokens = call.gy.rows;
+  shape.out_features = call.gy.cols;
+  call.out_features = hadamard_projection(shape.out_features, spec.hadamard_block);
 
-  MatrixIn weight{};
-  detail::Operand quantized{};
-  ConstTensorView weight_memory{};  // what outputs must not touch
-  if (out.gx != nullptr && w.quantized != nullptr) {
-    shape.in_features = w.quantized->in_features;
-    if (w.quantized->out_features != shape.out_features) {
-      detail::invalid(call, "w has " + std::to_string(w.quantized->out_features) +
-                                " out_features; expected gy's, " +
-                                std::to_string(shape.out_features));
-    }
-    check_bytes(call, "w", w.quantized->data, w.quantized->bytes,
-                quantized_weight_bytes(shape.out_features, shape.in_features, spec));
-    weight_memory = vector(w.quantized->data, DType::i8,
-                           static_cast<std::int64_t>(w.quantized->bytes), gy.device);
-    quantized = weight_operand(context, const_cast<void*>(w.quantized->data), shape, spec);
-  } else if (out.gx != nullptr) {
-    check.input("w", *w.view, float_dtypes, 2, 2);
-    check.shape("w", *w.view, {shape.out_features, -1});
-    weight = detail::matrix_of(*w.view);
-    weight_memory = *w.view;
-    shape.in_features = weight.cols;
-  }
-  if (out.gw != nullptr) {
-    if (out.gx != nullptr && saved.in_features != shape.in_features) {
-      detail::invalid(call, "saved has " + std::to_string(saved.in_features) +
-                                " in_features; expected w's, " + std::to_string(shape.in_features));
-    }
-    shape.in_features = saved.in_features;
-    if (saved.tokens != shape.tokens) {
-      detail::invalid(call, "saved has " + std::to_string(saved.tokens) +
-                                " tokens; expected gy's, " + std::to_string(shape.tokens));
-    }
-    check_bytes(call, "saved", saved.data, saved.bytes,
-                saved_layout(saved.tokens, saved.in_features, spec).bytes);
-  }
+  ConstTensorView weight_memory{};
+  if (out.gx != nullptr) weight_memory = resolve_weight(call, check, w, gy.device);
+  if (out.gw != nullptr) resolve_saved(call, out.gx != nullptr);
 
   const ConstTensorView saved_bytes =
       vector(saved.data, DType::i8, static_cast<std::int64_t>(saved.bytes), gy.device);
@@ -623,26 +627,25 @@ void check_and_run(const Context& context, const ConstTensorView& gy, const Weig
       }
     }
   }
-  MatrixOut gx{}, gw{}, gb{};
   if (out.gx != nullptr) {
-    gx = check.collapsed_out("gx", *out.gx);
-    if (gx.rows != shape.tokens || gx.cols != shape.in_features) {
-      detail::invalid(call, "gx has shape " + detail::shape_text(*out.gx) + "; expected " +
-                                detail::shape_text({shape.tokens, shape.in_features}) +
-                                ", leading dimensions flattened");
+    call.gx = check.collapsed_out("gx", *out.gx);
+    if (call.gx.rows != shape.tokens || call.gx.cols != shape.in_features) {
+      detail::invalid(backward_name, "gx has shape " + detail::shape_text(*out.gx) + "; expected " +
+                                         detail::shape_text({shape.tokens, shape.in_features}) +
+                                         ", leading dimensions flattened");
     }
   }
   if (out.gw != nullptr) {
     check.shape("gw", *out.gw, {shape.out_features, shape.in_features});
-    gw = detail::matrix_out_of(*out.gw);
+    call.gw = detail::matrix_out_of(*out.gw);
   }
   if (out.gb != nullptr) {
     check.shape("gb", *out.gb, {shape.out_features});
-    gb = {out.gb->data, out.gb->dtype, 1, shape.out_features, 0, out.gb->stride[0]};
+    call.gb = {out.gb->data, out.gb->dtype, 1, shape.out_features, 0, out.gb->stride[0]};
   }
-  run_backward(context, check, gradient, weight, w.quantized == nullptr ? nullptr : &quantized,
-               saved, shape, spec, gx, gw, out.gb == nullptr ? nullptr : &gb, out.accumulate,
-               workspace);
+  // Without g_w not looked at, but for what it has to say of these tokens.
+  if (out.gw == nullptr) call.tokens = detail::make_projection(shape.tokens, spec.low_rank);
+  run_backward(call, check, workspace);
 }
 
 }  // namespace

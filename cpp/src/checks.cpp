@@ -78,54 +78,55 @@ std::string shape_text(std::initializer_list<std::int64_t> shape) {
 
 void Checker::input(const char* name, const ConstTensorView& view,
                     std::initializer_list<DType> dtypes, int min_dims, int most_dims) const {
-  const std::string argument(name);
+  const auto fail = [&](const std::string& what) { invalid(call_, std::string(name) + what); };
   if (std::find(dtypes.begin(), dtypes.end(), view.dtype) == dtypes.end()) {
     std::string expected;
     for (const DType dtype : dtypes) {
       if (!expected.empty()) expected += " or ";
       expected += dtype_name(dtype);
     }
-    invalid(call_, argument + " is " + dtype_name(view.dtype) + "; expected " + expected);
+    fail(std::string(" is ") + dtype_name(view.dtype) + "; expected " + expected);
   }
   if (view.ndim < min_dims || view.ndim > most_dims) {
-    invalid(call_, argument + " has " + std::to_string(view.ndim) + " dimensions; expected " +
-                       (min_dims == most_dims
-                            ? std::to_string(min_dims)
-                            : std::to_string(min_dims) + " to " + std::to_string(most_dims)));
+    fail(" has " + std::to_string(view.ndim) + " dimensions; expected " +
+         (min_dims == most_dims ? std::to_string(min_dims)
+                                : std::to_string(min_dims) + " to " + std::to_string(most_dims)));
   }
   for (int d = 0; d < view.ndim; ++d) {
-    if (view.shape[d] < 0) {
-      invalid(call_, argument + " has shape " + shape_text(view) + "; expected no negative size");
-    }
+    if (view.shape[d] < 0) fail(" has shape " + shape_text(view) + "; expected no negative size");
   }
   if (view.device != context_.device()) {
-    invalid(call_, argument + " is on " + device_text(view.device) + "; expected " +
-                       device_text(context_.device()) + ", the context's device");
+    fail(" is on " + device_text(view.device) + "; expected " + device_text(context_.device()) +
+         ", the context's device");
   }
   if (is_empty(view)) return;
-  if (view.data == nullptr) invalid(call_, argument + " has no data (null pointer)");
+  if (view.data == nullptr) fail(" has no data (null pointer)");
   const std::size_t size = dtype_size(view.dtype);
   if (reinterpret_cast<std::uintptr_t>(view.data) % size != 0) {
-    invalid(call_,
-            argument + " is not aligned to its element size, " + std::to_string(size) + " bytes");
+    fail(" is not aligned to its element size, " + std::to_string(size) + " bytes");
   }
 }
 
 void Checker::output(const char* name, const TensorView& view, std::initializer_list<DType> dtypes,
                      int min_dims, int most_dims) const {
   input(name, view, dtypes, min_dims, most_dims);
-  std::vector<std::pair<std::int64_t, std::int64_t>> dims;  // stride, size
+  std::pair<std::int64_t, std::int64_t> dims[max_dims];  // stride, size: ascending
+  auto* end = dims;
   for (int d = 0; d < view.ndim; ++d) {
     if (view.shape[d] == 0) return;
-    if (view.shape[d] > 1) dims.emplace_back(std::abs(view.stride[d]), view.shape[d]);
+    if (view.shape[d] == 1) continue;
+    const std::pair<std::int64_t, std::int64_t> dim(std::abs(view.stride[d]), view.shape[d]);
+    auto* const at = std::upper_bound(dims, end, dim);
+    std::move_backward(at, end, end + 1);
+    *at = dim;
+    ++end;
   }
-  std::sort(dims.begin(), dims.end());
   std::int64_t reach = 0;
-  for (const auto& [stride, size] : dims) {
-    if (stride <= reach) {
+  for (const auto* dim = dims; dim != end; ++dim) {
+    if (dim->first <= reach) {
       invalid(call_, std::string(name) + " has strides by which elements share memory");
     }
-    reach += stride * (size - 1);
+    reach += dim->first * (dim->second - 1);
   }
 }
 

@@ -3,7 +3,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <vector>
 
 #include "hot/backward_linear.h"
 #include "hot/context.h"
@@ -38,6 +37,8 @@ inline RandomKey random_key(const Key& key, Purpose purpose) {
   return random;
 }
 
+inline constexpr int max_low_rank_block = 64;
+
 // A strided matrix in or out; strides count elements.
 struct MatrixIn {
   const void* data;
@@ -50,12 +51,26 @@ struct MatrixOut {
   std::int64_t rows, cols, row_stride, col_stride;
 };
 
+// The kept rows of a block, ascending.
+class KeptRows {
+ public:
+  void add(int row) { row_[count_++] = static_cast<std::uint8_t>(row); }
+  std::size_t size() const { return count_; }
+  int operator[](std::size_t i) const { return row_[i]; }
+  std::uint8_t* begin() { return row_; }
+  std::uint8_t* end() { return row_ + count_; }
+
+ private:
+  std::uint8_t row_[max_low_rank_block] = {};
+  std::size_t count_ = 0;
+};
+
 // LowRank resolved for a number of tokens. K = blocks * rank + prefix rows.
 struct Projection {
   Basis basis = Basis::full;
   int block = 1;
   int rank = 1;
-  std::vector<int> rows;         // lowpass, sequency: kept rows, ascending
+  KeptRows rows;                 // lowpass, sequency
   int folds = 0;                 // sketch: log2(block / rank)
   float sketch_weight = 1.0F;    // sketch, gradient side: factor of every row but the first
   std::int64_t tokens = 0;       // L, prefix tokens included
@@ -68,9 +83,9 @@ struct Projection {
   float prefix_factor_x = 1.0F, prefix_factor_g = 1.0F;
 };
 
+// Both throw what is wrong with a spec, the second also what is wrong with it for these tokens.
+void check_low_rank(const LowRank& spec);
 Projection make_projection(std::int64_t tokens, const LowRank& spec);
-// The rows of H that a lowpass or sequency spec keeps, ascending.
-std::vector<int> kept_rows(const LowRank& spec);
 
 inline std::int64_t round_up(std::int64_t value, std::int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
@@ -212,7 +227,7 @@ class Backend {
 
   // Words that quantize_rows and quantize_columns want zeroed in Operand::amax.
   virtual std::int64_t rows_amax_words(const Context&, const OperandQuant&) const { return 0; }
-  virtual std::int64_t columns_amax_words(const Context&, const MatrixIn&, const Projection&,
+  virtual std::int64_t columns_amax_words(const Context&, std::int64_t /*cols*/, const Projection&,
                                           const OperandQuant&) const {
     return 0;
   }

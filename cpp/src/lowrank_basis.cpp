@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <string>
 #include <tuple>
+#include <vector>
 
 #include "hot/error.h"
 #include "hot/lowrank.h"
@@ -25,10 +26,10 @@ const char* basis_name(Basis basis) noexcept {
 
 namespace {
 
-constexpr int max_block = 64;
 constexpr int max_sketch_folds = 4;  // one Philox call holds the draws of four folds
 
 using detail::is_power_of_two;
+using detail::max_low_rank_block;
 
 int log2_of(int power) {
   int log = 0;
@@ -49,25 +50,17 @@ int sequency_of(int k, int bits) {
 }
 
 void check_block(int block) {
-  if (!is_power_of_two(block) || block < 2 || block > max_block) {
+  if (!is_power_of_two(block) || block < 2 || block > max_low_rank_block) {
     invalid("block is " + std::to_string(block) + "; expected a power of two from 2 to " +
-            std::to_string(max_block));
+            std::to_string(max_low_rank_block));
   }
 }
 
-}  // namespace
-
-std::vector<int> basis_order(Basis basis, int block) {
-  check_block(block);
-  if (basis != Basis::lowpass && basis != Basis::sequency) {
-    invalid(std::string("basis_order: basis is ") + basis_name(basis) +
-            "; expected lowpass or sequency");
-  }
-  const int bits = log2_of(block);
+std::vector<int> make_order(Basis basis, int bits) {
   const int low_bits = (bits + 1) / 2;
   const int high_bits = bits - low_bits;
   std::vector<std::tuple<int, int, int, int>> ranked;
-  for (int k = 0; k < block; ++k) {
+  for (int k = 0; k < 1 << bits; ++k) {
     const int s = sequency_of(k, bits);
     if (basis == Basis::sequency) {
       ranked.emplace_back(s, 0, 0, k);
@@ -83,79 +76,65 @@ std::vector<int> basis_order(Basis basis, int block) {
   return order;
 }
 
+// basis_order of what was checked. Worked out once: every layer's every step asks for one of these.
+const std::vector<int>& known_order(Basis basis, int block) {
+  using Orders = std::vector<std::vector<int>>;  // by log2(block)
+  const auto all = [](Basis of) {
+    Orders orders;
+    for (int bits = 0; 1 << bits <= max_low_rank_block; ++bits) {
+      orders.push_back(make_order(of, bits));
+    }
+    return orders;
+  };
+  static const Orders lowpass = all(Basis::lowpass), sequency = all(Basis::sequency);
+  return (basis == Basis::lowpass ? lowpass : sequency)[static_cast<std::size_t>(log2_of(block))];
+}
+
+}  // namespace
+
+std::vector<int> basis_order(Basis basis, int block) {
+  check_block(block);
+  if (basis != Basis::lowpass && basis != Basis::sequency) {
+    invalid(std::string("basis_order: basis is ") + basis_name(basis) +
+            "; expected lowpass or sequency");
+  }
+  return known_order(basis, block);
+}
+
 std::int64_t hla_rows(std::int64_t tokens, const LowRank& spec) {
   return detail::make_projection(tokens, spec).k;
 }
 
 namespace detail {
 
-std::vector<int> kept_rows(const LowRank& spec) {
-  std::vector<int> rows = spec.rows;
-  if (rows.empty()) {
-    rows = basis_order(spec.basis, spec.block);
-    rows.resize(static_cast<std::size_t>(spec.rank));
-  }
-  std::sort(rows.begin(), rows.end());
-  return rows;
-}
-
-Projection make_projection(std::int64_t tokens, const LowRank& spec) {
-  if (tokens < 0) invalid("tokens is " + std::to_string(tokens) + "; expected 0 or more");
-  Projection p;
-  p.basis = spec.basis;
-  p.tokens = tokens;
+void check_low_rank(const LowRank& spec) {
   if (!spec.rows.empty() && spec.basis != Basis::lowpass) {
     invalid(std::string("rows was given with basis ") + basis_name(spec.basis) +
             "; only lowpass takes a row list");
   }
-  if (spec.basis == Basis::full) {
-    p.block = 1;
-    p.rank = 1;
-    p.body_tokens = tokens;
-    p.blocks = tokens;
-    p.k = tokens;
-    p.k_padded = round_up(p.k, k_alignment);
-    return p;
-  }
-
+  if (spec.basis == Basis::full) return;
   check_block(spec.block);
-  p.block = spec.block;
-  p.divisor = spec.block;
   if (spec.rows.empty()) {
     if (spec.rank < 1 || spec.rank > spec.block) {
       invalid("rank is " + std::to_string(spec.rank) +
               "; expected 1 to block = " + std::to_string(spec.block));
     }
-    p.rank = spec.rank;
-  } else {
-    for (std::size_t i = 0; i < spec.rows.size(); ++i) {
-      const int row = spec.rows[i];
-      if (row < 0 || row >= spec.block) {
-        invalid("rows[" + std::to_string(i) + "] is " + std::to_string(row) +
-                "; expected 0 to block - 1 = " + std::to_string(spec.block - 1));
-      }
-      if (std::find(spec.rows.begin(), spec.rows.begin() + static_cast<std::ptrdiff_t>(i), row) !=
-          spec.rows.begin() + static_cast<std::ptrdiff_t>(i)) {
-        invalid("rows holds " + std::to_string(row) + " twice");
-      }
-    }
-    p.rank = static_cast<int>(spec.rows.size());
   }
-
-  if (spec.basis == Basis::sketch) {
-    if (!is_power_of_two(spec.rank) || spec.rank < 2 ||
-        log2_of(spec.block) - log2_of(spec.rank) > max_sketch_folds) {
-      invalid("rank is " + std::to_string(spec.rank) +
-              "; sketch expects a power of two from 2 to block, at least block / 16");
+  for (auto row = spec.rows.begin(); row != spec.rows.end(); ++row) {
+    if (*row < 0 || *row >= spec.block) {
+      invalid("rows[" + std::to_string(row - spec.rows.begin()) + "] is " + std::to_string(*row) +
+              "; expected 0 to block - 1 = " + std::to_string(spec.block - 1));
     }
-    p.folds = log2_of(spec.block) - log2_of(spec.rank);
-    p.sketch_weight = p.folds == 0
-                          ? 1.0F
-                          : static_cast<float>(spec.block - 1) / static_cast<float>(spec.rank - 1);
-  } else {
-    p.rows = kept_rows(spec);
+    if (std::find(spec.rows.begin(), row, *row) != row) {
+      invalid("rows holds " + std::to_string(*row) + " twice");
+    }
   }
-
+  if (spec.basis == Basis::sketch &&
+      (!is_power_of_two(spec.rank) || spec.rank < 2 ||
+       log2_of(spec.block) - log2_of(spec.rank) > max_sketch_folds)) {
+    invalid("rank is " + std::to_string(spec.rank) +
+            "; sketch expects a power of two from 2 to block, at least block / 16");
+  }
   const TokenLayout& layout = spec.layout;
   if (layout.grid_h < 0 || layout.grid_w < 0 || (layout.grid_h == 0) != (layout.grid_w == 0)) {
     invalid("token_grid is (" + std::to_string(layout.grid_h) + ", " +
@@ -165,25 +144,72 @@ Projection make_projection(std::int64_t tokens, const LowRank& spec) {
     invalid("prefix_tokens is " + std::to_string(layout.prefix_tokens) +
             "; expected 0 or more, with a token_grid");
   }
-  p.body_tokens = tokens;
-  if (layout.grid_h > 0) {
-    const std::int64_t area = std::int64_t{layout.grid_h} * layout.grid_w;
-    const std::int64_t per_sample = area + layout.prefix_tokens;
-    if (tokens % per_sample != 0) {
-      invalid(
-          "x has " + std::to_string(tokens) +
-          " tokens; expected a multiple of prefix_tokens + h * w = " + std::to_string(per_sample));
-    }
-    const int bits = log2_of(spec.block);
-    p.order.samples = tokens / per_sample;
-    p.order.grid_h = layout.grid_h;
-    p.order.grid_w = layout.grid_w;
-    p.order.prefix = layout.prefix_tokens;
-    p.order.tile_h = 1 << (bits / 2);
-    p.order.tile_w = 1 << ((bits + 1) / 2);
+}
+
+namespace {
+
+KeptRows kept_rows(const LowRank& spec) {
+  KeptRows kept;
+  if (spec.rows.empty()) {
+    const std::vector<int>& order = known_order(spec.basis, spec.block);
+    for (int i = 0; i < spec.rank; ++i) kept.add(order[static_cast<std::size_t>(i)]);
+  } else {
+    for (const int row : spec.rows) kept.add(row);
+  }
+  std::sort(kept.begin(), kept.end());
+  return kept;
+}
+
+// Where the tokens of a grid lie. Throws where they are no whole number of samples.
+TokenOrder token_order(std::int64_t tokens, const LowRank& spec) {
+  TokenOrder order;
+  const TokenLayout& layout = spec.layout;
+  if (layout.grid_h == 0) return order;
+  const std::int64_t per_sample =
+      std::int64_t{layout.grid_h} * layout.grid_w + layout.prefix_tokens;
+  if (tokens % per_sample != 0) {
+    invalid(
+        "x has " + std::to_string(tokens) +
+        " tokens; expected a multiple of prefix_tokens + h * w = " + std::to_string(per_sample));
+  }
+  const int bits = log2_of(spec.block);
+  order.samples = tokens / per_sample;
+  order.grid_h = layout.grid_h;
+  order.grid_w = layout.grid_w;
+  order.prefix = layout.prefix_tokens;
+  order.tile_h = 1 << (bits / 2);
+  order.tile_w = 1 << ((bits + 1) / 2);
+  return order;
+}
+
+}  // namespace
+
+Projection make_projection(std::int64_t tokens, const LowRank& spec) {
+  if (tokens < 0) invalid("tokens is " + std::to_string(tokens) + "; expected 0 or more");
+  check_low_rank(spec);
+  Projection p;
+  p.basis = spec.basis;
+  p.tokens = p.body_tokens = tokens;
+  if (spec.basis == Basis::full) {
+    p.blocks = p.k = tokens;
+    p.k_padded = round_up(p.k, k_alignment);
+    return p;
+  }
+  p.block = p.divisor = spec.block;
+  p.rank = spec.rows.empty() ? spec.rank : static_cast<int>(spec.rows.size());
+  if (spec.basis == Basis::sketch) {
+    p.folds = log2_of(spec.block) - log2_of(spec.rank);
+    p.sketch_weight = p.folds == 0
+                          ? 1.0F
+                          : static_cast<float>(spec.block - 1) / static_cast<float>(spec.rank - 1);
+  } else {
+    p.rows = kept_rows(spec);
+  }
+  if (spec.layout.grid_h > 0) {
+    p.order = token_order(tokens, spec);
     p.prefix_factor_x = static_cast<float>(p.order.tile_h);
     p.prefix_factor_g = static_cast<float>(p.order.tile_w);
-    p.body_tokens = p.order.samples * area;
+    p.body_tokens = tokens - p.order.prefix_rows();
   }
   p.blocks = ceil_div(p.body_tokens, p.block);
   p.k = p.blocks * p.rank + p.order.prefix_rows();
