@@ -453,12 +453,18 @@ SmallPlan small_plan(const Context& context, const GemmArgs* products, int count
   const int sm_count = device_attribute(context, cudaDevAttrMultiProcessorCount, "gemm");
   // Only where the code that runs surely knows clusters, which is where it knows how to overlap.
   const bool clusters = context.arch() != 80 && kernels_overlap(context, "gemm");
-  const int most_share = clusters ? most_cluster : 1;
+  // More than one for each step of the contraction only adds work.
+  const auto most_share = [&](const GemmArgs& gemm) {
+    int share = 1;
+    while (clusters && share < most_cluster && std::int64_t{share} * step_k < gemm.k) share *= 2;
+    return share;
+  };
+  const int most[2] = {most_share(products[0]), count == 2 ? most_share(products[1]) : 1};
   SmallPlan best{};
   double least = 0;
   for (const TileCost& cost : tile_costs) {
-    for (int first = 1; first <= most_share; first *= 2) {
-      for (int second = 1; second <= (count == 2 ? most_share : 1); second *= 2) {
+    for (int first = 1; first <= most[0]; first *= 2) {
+      for (int second = 1; second <= most[1]; second *= 2) {
         const SmallPlan plan{cost.tile_m, std::max(first, second), {first, second}};
         const double time = cost_of(products, count, plan, cost, sm_count);
         if (best.tile_m == 0 || time < least) {

@@ -69,19 +69,12 @@ __device__ inline void end_kernel(bool independent) {
 }
 #endif
 
-inline int device_attribute(const Context& context, cudaDeviceAttr attribute, const char* stage) {
-  int value = 0;
-  check_cuda(cudaDeviceGetAttribute(&value, attribute, context.device().index), stage,
-             "cudaDeviceGetAttribute");
-  return value;
-}
+// An attribute of the context's device; those that every launch wants are asked for once.
+int device_attribute(const Context& context, cudaDeviceAttr attribute, const char* stage);
 
 // Whether a kernel's start may overlap the end of the previous one (programmatic dependent launch):
 // only where the code that runs is certain to hold the wait above.
-inline bool kernels_overlap(const Context& context, const char* stage) {
-  return std::string(cuda_archs()).find("90") != std::string::npos &&
-         device_attribute(context, cudaDevAttrComputeCapabilityMajor, stage) == 9;
-}
+bool kernels_overlap(const Context& context, const char* stage);
 
 struct LaunchShape {
   std::int64_t blocks;
@@ -91,18 +84,17 @@ struct LaunchShape {
   int rows = 1;     // blockDim.y
 };
 
-// Lets a kernel have the memory and the clusters of a shape.
+// Lets a kernel have the memory and the clusters of a shape, on the context's device, which is
+// current. What it was allowed it keeps: another thread may be about to launch it with that.
+void allow_kernel(const char* stage, const Context& context, const void* kernel,
+                  const LaunchShape& shape);
+
 template <class... Params>
-void allow(const char* stage, void (*kernel)(Params...), const LaunchShape& shape) {
+void allow(const char* stage, const Context& context, void (*kernel)(Params...),
+           const LaunchShape& shape) {
   // 48 KB need no leave; a kernel may declare up to a quarter of that itself.
-  if (shape.shared_bytes > 36 * 1024) {
-    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    static_cast<int>(shape.shared_bytes)),
-               stage, "cudaFuncSetAttribute");
-  }
-  if (shape.cluster > 8) {
-    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
-               stage, "cudaFuncSetAttribute");
+  if (shape.shared_bytes > 36 * 1024 || shape.cluster > 8) {
+    allow_kernel(stage, context, reinterpret_cast<const void*>(kernel), shape);
   }
 }
 
@@ -123,24 +115,15 @@ inline cudaLaunchConfig_t launch_config(const LaunchShape& shape, cudaStream_t s
   return config;
 }
 
-// How many clusters of a shape the device runs at the same time.
+// How many clusters of a shape the device runs at the same time; asked for once.
+int clusters_at_once(const char* stage, const Context& context, const void* kernel,
+                     const LaunchShape& shape);
+
 template <class... Params>
 int clusters_at_once(const char* stage, const Context& context, void (*kernel)(Params...),
                      const LaunchShape& shape) {
-  allow(stage, kernel, shape);
-  cudaLaunchAttribute attributes[2];
-  const cudaLaunchConfig_t config = launch_config(shape, context.stream(), attributes);
-  int clusters = 0;
-  if (shape.cluster > 1) {
-    check_cuda(cudaOccupancyMaxActiveClusters(&clusters, kernel, &config), stage,
-               "cudaOccupancyMaxActiveClusters");
-  } else {
-    check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&clusters, kernel, shape.threads,
-                                                             shape.shared_bytes),
-               stage, "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
-    clusters *= device_attribute(context, cudaDevAttrMultiProcessorCount, stage);
-  }
-  return std::max(1, clusters);
+  allow(stage, context, kernel, shape);
+  return clusters_at_once(stage, context, reinterpret_cast<const void*>(kernel), shape);
 }
 
 // `kernel<<<blocks, threads, shared, stream of context>>>(args...)`, with the launch's own status:
@@ -152,7 +135,7 @@ void launch(const char* stage, const Context& context, void (*kernel)(Params...)
   if (shape.blocks > 0x7fffffff) {
     throw Error(ErrorCode::unsupported, std::string(stage) + ": too many elements for one launch");
   }
-  allow(stage, kernel, shape);
+  allow(stage, context, kernel, shape);
   cudaLaunchAttribute attributes[2];
   cudaLaunchConfig_t config = launch_config(shape, context.stream(), attributes);
   if (kernels_overlap(context, stage)) {
