@@ -205,13 +205,13 @@ std::size_t quantize_weight_workspace(const CoreContext& c, std::int64_t out_fea
 void quantize_weight(const CoreContext& c, const In& w, const Spec& s, const Out& out,
                      const Out& workspace) {
   const hot::ConstTensorView wv = view(w, "w");
-  const hot::QuantizedWeight ov = quantized_view(out, "out");
+  const hot::SavedActivation bytes = saved_view(out, "out");
   const Scratch scratch(c.context, workspace, [&]() -> std::size_t {
     if (wv.ndim != 2) return 0;  // the call below says what is wrong
     return hot::quantize_weight_workspace(c.context, wv.shape[0], wv.shape[1], s.spec);
   });
   Gil release;
-  hot::quantize_weight(c.context, wv, s.spec, ov, scratch.get());
+  hot::quantize_weight(c.context, wv, s.spec, {bytes.data, bytes.bytes}, scratch.get());
 }
 
 std::size_t backward_linear_workspace(const CoreContext& c, std::int64_t tokens,
@@ -241,9 +241,9 @@ void backward_linear(const CoreContext& c, const In& gy, const In& w, const In& 
   outputs.gw = gwv ? &*gwv : nullptr;
   outputs.gb = gbv ? &*gbv : nullptr;
   outputs.accumulate = accumulate;
-  hot::ConstQuantizedWeight qv = quantized_view(quantized_weight, "quantized_weight");
-  qv.out_features = gyv.ndim >= 2 ? gyv.shape[gyv.ndim - 1] : 0;
-  qv.in_features = in_features;
+  const hot::ConstSavedActivation bytes = saved_view(quantized_weight, "quantized_weight");
+  const hot::ConstQuantizedWeight qv{bytes.data, bytes.bytes,
+                                     gyv.ndim >= 2 ? gyv.shape[gyv.ndim - 1] : 0, in_features};
   const Scratch scratch(c.context, workspace, [&]() -> std::size_t {
     if (gyv.ndim < 2) return 0;
     const hot::LinearShape shape{leading(gyv), gyv.shape[gyv.ndim - 1], in_features};

@@ -135,18 +135,6 @@ hot::ConstSavedActivation saved_view(const In& array, const char* name) {
   return out;
 }
 
-hot::QuantizedWeight quantized_view(const Out& array, const char* name) {
-  const hot::SavedActivation bytes = saved_view(array, name);
-  return {bytes.data, bytes.bytes};
-}
-hot::ConstQuantizedWeight quantized_view(const In& array, const char* name) {
-  const hot::ConstSavedActivation bytes = saved_view(array, name);
-  hot::ConstQuantizedWeight out;
-  out.data = bytes.data;
-  out.bytes = bytes.bytes;
-  return out;
-}
-
 hot::Key key_of(const KeyTuple& key) {
   return {std::get<0>(key), std::get<1>(key), std::get<2>(key)};
 }
@@ -197,17 +185,10 @@ hot::LowRank low_rank(std::string_view basis, int block, int rank, std::vector<i
   return out;
 }
 
-Scratch::Scratch(const hot::Context& context, const Out& given,
-                 const std::function<std::size_t()>& size) {
-  if (given.is_valid()) {
-    const hot::SavedActivation array = saved_view(given, "workspace");
-    workspace_ = {array.data, array.bytes};
-    return;
-  }
-  if (context.device().type != hot::Device::Type::cpu) return;
-  constexpr std::size_t alignment = 256;
-  const std::size_t bytes = (size() + alignment - 1) / alignment * alignment;
+void Scratch::allocate(std::size_t bytes) {
   if (bytes == 0) return;
+  constexpr std::size_t alignment = 256;
+  bytes = (bytes + alignment - 1) / alignment * alignment;
   owned_ = std::aligned_alloc(alignment, bytes);
   if (owned_ == nullptr) throw std::bad_alloc();
   workspace_ = {owned_, bytes};

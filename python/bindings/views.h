@@ -6,7 +6,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <string_view>
 #include <tuple>
 #include <vector>
@@ -30,8 +29,6 @@ hot::TensorView view(const Out& array, const char* name);
 // A contiguous uint8 vector.
 hot::SavedActivation saved_view(const Out& array, const char* name);
 hot::ConstSavedActivation saved_view(const In& array, const char* name);
-hot::QuantizedWeight quantized_view(const Out& array, const char* name);
-hot::ConstQuantizedWeight quantized_view(const In& array, const char* name);
 
 hot::Key key_of(const KeyTuple& key);
 
@@ -50,13 +47,23 @@ hot::LowRank low_rank(std::string_view basis, int block, int rank, std::vector<i
 // size that is asked for only then.
 class Scratch {
  public:
-  Scratch(const hot::Context& context, const Out& given, const std::function<std::size_t()>& size);
+  template <class Size>
+  Scratch(const hot::Context& context, const Out& given, const Size& size) {
+    if (given.is_valid()) {
+      const hot::SavedActivation array = saved_view(given, "workspace");
+      workspace_ = {array.data, array.bytes};
+    } else if (context.device().type == hot::Device::Type::cpu) {
+      allocate(size());
+    }
+  }
   ~Scratch();
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
   const hot::Workspace& get() const noexcept { return workspace_; }
 
  private:
+  void allocate(std::size_t bytes);
+
   void* owned_ = nullptr;
   hot::Workspace workspace_{};
 };
