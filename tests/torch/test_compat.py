@@ -85,6 +85,7 @@ def assert_same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
 # ------------------------------------------------------------------------------------ torch.compile
 
 
+@pytest.mark.usefixtures("unshared")
 @pytest.mark.parametrize("recipe", ["default", "fast"])
 @pytest.mark.parametrize("backend", ["aot_eager", "aot_eager_decomp_partition"])
 def test_compile(backend: str, recipe: str) -> None:
@@ -149,6 +150,7 @@ def test_compile_channels_last_and_dynamic_shapes() -> None:
         assert ours[1].stride() == theirs[1].stride()
 
 
+@pytest.mark.usefixtures("unshared")
 def test_compile_with_autocast_and_checkpoint() -> None:
     model = converted(checkpointed=True)
     x = images()
@@ -178,6 +180,7 @@ def test_compiled_forward_keeps_compressed_x() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("unshared")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_compile_inductor() -> None:
     model = converted("fast")

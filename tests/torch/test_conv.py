@@ -409,8 +409,9 @@ def test_operators(kernel: int, channels_last: bool) -> None:
             ((None, saved), (None, f, None)),
         ):
             formats = (channels_last, not channels_last)
-            call = (gy, *inputs, seed, config, x.shape, *formats, *window, *dtypes)
-            torch.library.opcheck(torch.ops.hotcore.backward_conv2d, call)
+            for saved_seed in (None, torch.tensor(12)):
+                call = (gy, *inputs, saved_seed, seed, config, x.shape, *formats, *window, *dtypes)
+                torch.library.opcheck(torch.ops.hotcore.backward_conv2d, call)
 
 
 @pytest.mark.cuda
@@ -430,7 +431,7 @@ def test_cuda_equals_cpu(recipe: str, dtype: torch.dtype, kernel: int) -> None:
             fmt = torch.channels_last if channels_last else torch.contiguous_format
             inputs = [t.to(device).contiguous(memory_format=fmt) for t in (x, weight, gy)]
             saved = conv.compress_pixels(inputs[0], seed, config, *window)
-            call = (inputs[2], inputs[1], saved, seed, config, x.shape, channels_last, False)
+            call = (inputs[2], inputs[1], saved, None, seed, config, x.shape, channels_last, False)
             gx, gw, _ = conv.backward_conv2d(*call, *window, dtype, dtype, dtype)
             results.append((saved.cpu(), gx.cpu(), gw.cpu()))
     for other in results[1:]:

@@ -527,10 +527,10 @@ def test_opcheck_backward_linear() -> None:
         gy, weight = torch.randn(37, 12).to(x.dtype), torch.randn(12, 20).to(x.dtype)
         f = torch.float32
         for arguments in (
-            (gy, weight, saved, seed, config, 20, x.dtype, f, f),
-            (gy, weight, None, seed, config, 20, x.dtype, None, None),
-            (gy, None, saved, seed, config, 20, None, f, None),
-            (gy, None, None, seed, config, 20, None, None, f),
+            (gy, weight, saved, None, seed, config, 20, x.dtype, f, f),
+            (gy, weight, None, None, seed, config, 20, x.dtype, None, None),
+            (gy, None, saved, torch.tensor(12), seed, config, 20, None, f, None),
+            (gy, None, None, None, seed, config, 20, None, None, f),
         ):
             torch.library.opcheck(torch.ops.hotcore.backward_linear, arguments)
 
@@ -575,6 +575,7 @@ class Attention(nn.Module):
         return self.o(self.q(x) * self.k(x))
 
 
+@pytest.mark.usefixtures("unshared")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "aot_eager_decomp_partition"])
 def test_compiles_in_one_graph(backend: str) -> None:
     # The partitioners must neither draw a seed again in backward nor merge those of q and k.

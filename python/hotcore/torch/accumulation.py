@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..config import Key
 from . import ops
 
 
@@ -80,6 +79,7 @@ class Shared:
         self,
         gy: Tensor,
         saved: Tensor | None,
+        saved_seed: Tensor | None,
         seed: Tensor,
         config: str,
         x_shape: torch.Size,
@@ -106,7 +106,7 @@ class Shared:
             saved,
             x_shape[-1],
             ops.parsed(config),
-            Key(int(seed.item())),
+            ops.keys_of(saved_seed, seed),
             (gx, gw if added[0] is None else added[0], gb if added[1] is None else added[1]),
             accumulate,
             None if gx is None else _codes(self.weight, config),

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ from torch import Tensor
 from ..config import HotConfig, Key
 from ..ops import unpack_int4
 from ..saved import saved_layout
-from . import ops
+from . import ops, reuse
 
 CHUNK_BYTES = 1 << 26
 """fp32 bytes of the unfolded x that backward makes at a time."""
@@ -94,6 +94,14 @@ def settings(
     if config.basis != "full":
         kept = dataclasses.replace(kept, basis="full", rows=None, storage="int4", x_scale="channel")
     return kept, products
+
+
+@functools.lru_cache(maxsize=256)
+def kept_form(config: str, window: Window, dtype: torch.dtype | None) -> Hashable:
+    """What :func:`compress_pixels`'s bytes depend on, beside x; autocast casts it to ``dtype``."""
+    kept, _ = settings(ops.parsed(config), window.pointwise, None)  # x and stride give the grid
+    visits = window.stride if window.pointwise else (1, 1)
+    return ("pixels", visits, dtype, reuse.form(kept))
 
 
 def plain_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, window: Window) -> Tensor:
@@ -207,9 +215,9 @@ ops.library.define(
     " -> (Tensor, Tensor)"
 )
 ops.library.define(
-    "backward_conv2d(Tensor gy, Tensor? weight, Tensor? saved, Tensor seed, str config, "
-    f"SymInt[] x_shape, bool x_last, bool weight_last, {_WINDOW}, ScalarType? gx_dtype, "
-    "ScalarType? gw_dtype, ScalarType? gb_dtype) -> (Tensor, Tensor, Tensor)"
+    "backward_conv2d(Tensor gy, Tensor? weight, Tensor? saved, Tensor? saved_seed, Tensor seed, "
+    f"str config, SymInt[] x_shape, bool x_last, bool weight_last, {_WINDOW}, "
+    "ScalarType? gx_dtype, ScalarType? gw_dtype, ScalarType? gb_dtype) -> (Tensor, Tensor, Tensor)"
 )
 
 
@@ -287,7 +295,8 @@ class _Call(NamedTuple):
     gy: Tensor
     weight: Tensor | None
     saved: Tensor | None
-    seed: int
+    keys: tuple[Key, Key]
+    """Of ``saved``, and the layer's own."""
     config: HotConfig
     window: Window
     gx: Tensor | None
@@ -299,6 +308,7 @@ def _backward_conv2d(
     gy: Tensor,
     weight: Tensor | None,
     saved: Tensor | None,
+    saved_seed: Tensor | None,
     seed: Tensor,
     config: str,
     x_shape: Sequence[int],
@@ -309,7 +319,8 @@ def _backward_conv2d(
     window = Window.of(*rest[:5])
     results = _outputs(gy, x_shape, x_last, weight_last, window.kernel, *rest[5:])
     wanted = (out if dtype else None for out, dtype in zip(results, rest[5:], strict=True))
-    call = _Call(gy, weight, saved, int(seed.item()), ops.parsed(config), window, *wanted)
+    keys = ops.keys_of(saved_seed, seed)
+    call = _Call(gy, weight, saved, keys, ops.parsed(config), window, *wanted)
     (_backward_pointwise if window.pointwise else _backward_window)(call, tuple(x_shape))
     return results
 
@@ -327,7 +338,7 @@ def _backward_pointwise(call: _Call, x_shape: tuple[int, ...]) -> None:
         gx = gy.new_empty((n * height * width, channels), dtype=call.gx.dtype)
     outputs = (gx, gw, call.gb)
     grad = _tokens(gy.permute(0, 2, 3, 1))
-    ops.backward(grad, matrix, call.saved, channels, products, Key(call.seed), outputs)
+    ops.backward(grad, matrix, call.saved, channels, products, call.keys, outputs)
     if call.gx is not None and gx is not None:
         if window.stride != (1, 1):
             call.gx.zero_()  # pixels that the kernel passes over
@@ -346,10 +357,11 @@ def _backward_window(call: _Call, x_shape: tuple[int, ...]) -> None:
     gw = None if call.gw is None else torch.zeros((out_channels, features), **exact)
     gb = None if call.gb is None else torch.zeros((out_channels,), **exact)
     left, right, top, bottom = window.padding
+    _, own = call.keys
     frame = (top + height + bottom, left + width + right, channels)
     for chunk, (first, last) in enumerate(chunks(n, features * out_height * out_width), start=1):
         # Offset 0 drew the numbers that rounded the kept x.
-        key = Key(call.seed, offset=chunk)
+        key = Key(own.seed, offset=chunk)
         codes = columns = None
         if call.saved is not None and gw is not None:
             span = (first * height * width, last * height * width)
@@ -361,7 +373,9 @@ def _backward_window(call: _Call, x_shape: tuple[int, ...]) -> None:
         grad = _tokens(gy[first:last].permute(0, 2, 3, 1))
         if call.gx is not None:
             columns = torch.empty((grad.shape[0], features), **exact)
-        ops.backward(grad, taps, codes, features, products, key, (columns, gw, gb), accumulate=True)
+        ops.backward(
+            grad, taps, codes, features, products, (key, key), (columns, gw, gb), accumulate=True
+        )
         if columns is not None and call.gx is not None:
             columns = columns.view(-1, out_height, out_width, *window.kernel, channels)
             total = folded(columns, (last - first, *frame), window)
@@ -383,6 +397,7 @@ def _fake_backward_conv2d(
     gy: Tensor,
     weight: Tensor | None,
     saved: Tensor | None,
+    saved_seed: Tensor | None,
     seed: Tensor,
     config: str,
     x_shape: Sequence[int],

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..config import HotConfig, as_config
-from . import accumulation, conv, ops
+from . import accumulation, conv, ops, reuse
 from .conv import Window, is_channels_last
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -26,7 +26,9 @@ def linear(
 ) -> Tensor:
     """``x weight^T + bias``, bit for bit as ``F.linear``; gradients are computed with HOT.
 
-    Of x only its compressed form is kept for backward, and nothing where ``weight`` is frozen.
+    Of x only its compressed form is kept for backward, once for layers that follow each other with
+    the same x and alike configurations (:mod:`hotcore.torch.reuse`); nothing where ``weight`` is
+    frozen.
     Without anything to differentiate the result is ``F.linear``'s. Every call draws one seed from
     torch's default CPU generator, so ``torch.manual_seed`` makes a run repeatable.
 
@@ -179,20 +181,24 @@ class _HotLinear(torch.autograd.Function):
         plain_bias = None if bias is None else _cast(bias, dtype)
         keep = ctx.needs_input_grad[1]
         y: Tensor
-        saved = None
+        saved, saved_seed, last, own_seed = None, seed, None, None
         if torch.compiler.is_compiling():
             y, kept = ops.linear(inner, matrix, plain_bias, seed, config, keep)
             saved = kept if keep else None
         else:
             y = F.linear(inner, matrix, plain_bias)
+            own_seed = seed
             if keep:
-                saved = ops.compress_activation(inner, seed, config)
-        ctx.save_for_backward(saved, weight if ctx.needs_input_grad[0] else None, seed)
+                form, compress = reuse.linear_form(config, dtype), ops.compress_activation
+                last = reuse.threads.last
+                saved, saved_seed = last.compressed(ctx, x, form, compress, inner, seed, config)
+        weight_kept = weight if ctx.needs_input_grad[0] else None
+        ctx.save_for_backward(saved, saved_seed, weight_kept)
         ctx.set_materialize_grads(False)
-        ctx.config = config
-        ctx.x_shape = x.shape
-        ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        ctx.shared = accumulation.shared(weight, bias)
+        dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
+        # One attribute: a sixth would make the context's dict grow, for as much as all the others.
+        shared = accumulation.shared(weight, bias)
+        ctx.call = (config, x.shape, dtypes, shared, own_seed, last)
         return y
 
     @staticmethod
@@ -200,18 +206,18 @@ class _HotLinear(torch.autograd.Function):
     def backward(ctx: Any, gy: Tensor | None) -> tuple[Tensor | None, ...]:
         if gy is None:
             return None, None, None, None, None
-        saved, weight, seed = ctx.saved_tensors
+        saved, saved_seed, weight = ctx.saved_tensors
+        config, shape, dtypes, shared, own_seed, last = ctx.call
+        reuse.forget(last)
         need = ctx.needs_input_grad
-        shape = ctx.x_shape
-        dtypes = [
-            dtype if wanted else None for dtype, wanted in zip(ctx.dtypes, need, strict=False)
-        ]
+        wanted = [dtype if wants else None for dtype, wants in zip(dtypes, need, strict=False)]
         kept = saved if need[1] else None
-        if ctx.shared is not None:
-            gx, gw, gb = ctx.shared.backward(gy, kept, seed, ctx.config, shape, dtypes)
+        seeds = (saved_seed, saved_seed if own_seed is None else own_seed)
+        if shared is not None:
+            gx, gw, gb = shared.backward(gy, kept, *seeds, config, shape, wanted)
             return gx, gw, gb, None, None
         matrix = weight if need[0] else None
-        gx, gw, gb = ops.backward_linear(gy, matrix, kept, seed, ctx.config, shape, *dtypes)
+        gx, gw, gb = ops.backward_linear(gy, matrix, kept, *seeds, config, shape, *wanted)
         return gx, gw, gb, None, None
 
 
@@ -266,17 +272,21 @@ class _HotConv2d(torch.autograd.Function):
         plain_bias = None if bias is None else _cast(bias, dtype)
         keep = ctx.needs_input_grad[1]
         y: Tensor
-        saved = None
+        saved, saved_seed, last, own_seed = None, seed, None, None
         if torch.compiler.is_compiling():
             y, kept = conv.conv2d(inner, kernel, plain_bias, seed, config, *window, keep)
             saved = kept if keep else None
         else:
             y = conv.plain_conv2d(inner, kernel, plain_bias, window)
+            own_seed = seed
             if keep:
-                saved = conv.compress_pixels(inner, seed, config, *window)
-        ctx.save_for_backward(saved, weight if ctx.needs_input_grad[0] else None, seed)
+                form, last = conv.kept_form(config, window, dtype), reuse.threads.last
+                arguments = (conv.compress_pixels, inner, seed, config, *window)
+                saved, saved_seed = last.compressed(ctx, x, form, *arguments)
+        weight_kept = weight if ctx.needs_input_grad[0] else None
+        ctx.save_for_backward(saved, saved_seed, weight_kept)
         ctx.set_materialize_grads(False)
-        ctx.config, ctx.window = config, window
+        ctx.config, ctx.window, ctx.last, ctx.seed = config, window, last, own_seed
         ctx.x_shape = x.shape
         ctx.channels_last = (is_channels_last(x), is_channels_last(weight))
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
@@ -287,12 +297,15 @@ class _HotConv2d(torch.autograd.Function):
     def backward(ctx: Any, gy: Tensor | None) -> tuple[Tensor | None, ...]:
         if gy is None:
             return None, None, None, None, None, None
-        saved, weight, seed = ctx.saved_tensors
+        saved, saved_seed, weight = ctx.saved_tensors
+        seed = saved_seed if ctx.seed is None else ctx.seed
+        reuse.forget(ctx.last)
         need = ctx.needs_input_grad
         gx, gw, gb = conv.backward_conv2d(
             gy,
             weight if need[0] else None,
             saved if need[1] else None,
+            saved_seed,
             seed,
             ctx.config,
             ctx.x_shape,

@@ -36,7 +36,8 @@ library.define(
 )
 library.define("compress_activation(Tensor x, Tensor seed, str config) -> Tensor")
 library.define(
-    "backward_linear(Tensor gy, Tensor? weight, Tensor? saved, Tensor seed, str config, "
+    "backward_linear(Tensor gy, Tensor? weight, Tensor? saved, Tensor? saved_seed, Tensor seed, "
+    "str config, "
     "SymInt in_features, ScalarType? gx_dtype, ScalarType? gw_dtype, ScalarType? gb_dtype)"
     " -> (Tensor, Tensor, Tensor)"
 )
@@ -130,19 +131,21 @@ def backward(
     saved: Tensor | None,
     in_features: int,
     config: HotConfig,
-    key: Key,
+    keys: tuple[Key, Key],
     outputs: tuple[Tensor | None, Tensor | None, Tensor | None],
     accumulate: bool = False,
     quantized: Tensor | None = None,
 ) -> None:
     """Write ``outputs`` (g_x, g_w, g_b; None: not wanted), straight to libhot.
 
-    gy is ``[..., O]`` and g_x ``[..., I]``, leading dimensions alike or flattened.
+    gy is ``[..., O]`` and g_x ``[..., I]``, leading dimensions alike or flattened. ``keys``: the
+    one that ``saved`` was made with, and the one to round g_y with (:func:`keys_of`).
     With ``accumulate`` g_w and g_b are added to what is there. ``quantized`` is what
     :func:`quantize_weight` made of ``weight``, which is then not looked at.
     """
     gy = collapsible(gy)
     tokens, out_features = math.prod(gy.shape[:-1]), gy.shape[-1]
+    saved_key, key = keys
     gx, gw, gb = outputs
     if gx is not None and not 2 <= gx.dim() <= 4:
         gx = gx.view(tokens, in_features)
@@ -164,7 +167,7 @@ def backward(
         None if saved is None else _to_dlpack(saved),
         tokens,
         in_features,
-        key,
+        saved_key,
         config.spec,
         key,
         None if gx is None else _to_dlpack(gx),
@@ -174,6 +177,14 @@ def backward(
         workspace,
         None if quantized is None else _to_dlpack(quantized),
     )
+
+
+def keys_of(saved_seed: Tensor | None, seed: Tensor) -> tuple[Key, Key]:
+    """For :func:`backward`; without ``saved_seed`` x was compressed with the layer's own seed."""
+    key = Key(int(seed.item()))
+    if saved_seed is None or saved_seed is seed:
+        return key, key
+    return Key(int(saved_seed.item())), key
 
 
 def flat(x: Tensor) -> Tensor:
@@ -248,6 +259,7 @@ def _backward_linear(
     gy: Tensor,
     weight: Tensor | None,
     saved: Tensor | None,
+    saved_seed: Tensor | None,
     seed: Tensor,
     config: str,
     in_features: int,
@@ -257,8 +269,8 @@ def _backward_linear(
 ) -> tuple[Tensor, Tensor, Tensor]:
     gx, gw, gb = _outputs(gy, in_features, gx_dtype, gw_dtype, gb_dtype)
     outputs = (gx if gx_dtype else None, gw if gw_dtype else None, gb if gb_dtype else None)
-    key = Key(int(seed.item()))
-    backward(gy, weight, saved, in_features, parsed(config), key, outputs)
+    keys = keys_of(saved_seed, seed)
+    backward(gy, weight, saved, in_features, parsed(config), keys, outputs)
     return gx, gw, gb
 
 
@@ -276,6 +288,7 @@ def _fake_backward_linear(
     gy: Tensor,
     weight: Tensor | None,
     saved: Tensor | None,
+    saved_seed: Tensor | None,
     seed: Tensor,
     config: str,
     in_features: int,
@@ -323,19 +336,19 @@ draw_seed = torch.ops.hotcore.draw_seed.default
 linear = torch.ops.hotcore.linear.default
 
 
-def _at_once(x: Tensor) -> bool:
+def at_once(x: Tensor) -> bool:
     """Whether nothing wants to see the operator itself: the dispatcher takes 5 to 10 us."""
     return (
         not torch.compiler.is_compiling()
         and type(x) in PLAIN
-        and x.device.type in ("cpu", "cuda")
+        and (x.is_cuda or x.is_cpu)  # device.type takes three times as long
         and torch._C._len_torch_dispatch_stack() == 0
     )
 
 
 def compress_activation(x: Tensor, seed: Tensor, config: str) -> Tensor:
     """x ``[..., I]`` compressed, by ``torch.ops.hotcore.compress_activation`` or as it would be."""
-    if _at_once(x):
+    if at_once(x):
         return _compress_activation(x, seed, config)
     saved: Tensor = torch.ops.hotcore.compress_activation.default(flat(x), seed, config)
     return saved
@@ -345,19 +358,20 @@ def backward_linear(
     gy: Tensor,
     weight: Tensor | None,
     saved: Tensor | None,
+    saved_seed: Tensor | None,
     seed: Tensor,
     config: str,
     x_shape: torch.Size,
     *dtypes: torch.dtype | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """g_x, g_w, g_b (None where the dtype is), by the operator or as it would be."""
-    if _at_once(gy):
+    if at_once(gy):
         outputs = new_gradients(gy, x_shape, dtypes)
-        key = Key(int(seed.item()))
-        backward(gy, weight, saved, x_shape[-1], parsed(config), key, outputs)
+        keys = keys_of(saved_seed, seed)
+        backward(gy, weight, saved, x_shape[-1], parsed(config), keys, outputs)
         return outputs
     rows = gy.reshape(math.prod(x_shape[:-1]), gy.shape[-1])
-    arguments = (rows, weight, saved, seed, config, x_shape[-1], *dtypes)
+    arguments = (rows, weight, saved, saved_seed, seed, config, x_shape[-1], *dtypes)
     gx, gw, gb = torch.ops.hotcore.backward_linear.default(*arguments)
     wants_gx, wants_gw, wants_gb = (dtype is not None for dtype in dtypes)
     return (
