@@ -310,6 +310,15 @@ TASKS: dict[str, Task] = {
         Size(_LLAMA_BLOCKS, _hidden(1, 8192, 4096)),
         Size(_LLAMA_BLOCKS, _hidden(1, 1024, 4096)),
     ),
+    "llama_blocks_2k": Task(
+        "2 blocks of Llama-3-8B's shape, 4 sequences",
+        Size(
+            _transformers("LlamaModel", "LlamaConfig", vocab_size=16, **_LLAMA, **_LLAMA_HEADS),
+            _hidden(4, 32, 128),
+        ),
+        _blocks,
+        Size(_LLAMA_BLOCKS, _hidden(4, 2048, 4096)),
+    ),
     "resnet18": _vision(
         "ResNet-18", "resnet18", 32, _RESNET, table_batch=32, table_options=_NO_ZEROS
     ),
