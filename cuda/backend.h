@@ -26,6 +26,8 @@ class CudaBackend final : public Backend {
   std::int64_t rows_amax_words(const Context&, const OperandQuant& quant) const override {
     return quant.per_tensor ? small_slots : 0;
   }
+  // quantize_gradient.cu
+  bool quantize_gradient(const Context&, const RowsJob&, const ColumnsJob&) const override;
   // quantize_small.cu, or one after the other
   bool quantize_operands(const Context&, const BackwardOperands&) const override;
   void zero(const Context&, void* data, std::size_t bytes) const override;
@@ -57,6 +59,9 @@ class CudaBackend final : public Backend {
 
 // Adds up `runs` partial sums of every column in sum.workspace (lowrank.cu).
 void finish_sums(const Context&, std::int64_t runs, const ColumnSum& sum);
+
+// The most partial sums that CudaBackend::quantize_gradient leaves for that.
+std::int64_t gradient_sums(const Context&, std::int64_t rows);
 
 // scale[i] from the bit pattern amax[i * step] of the largest value; amax may be scale
 // (quantize.cu).

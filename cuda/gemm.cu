@@ -33,35 +33,75 @@ __global__ void spread_kernel(const float* scale, std::int64_t count, float* out
   if (i < count) out[i] = *scale;
 }
 
-// Stream-K pays where there are fewer than two waves of tiles and the contraction is long (g_w of a
-// ViT); with a third of a wave or less, cutting it into equal parts beats CUTLASS's own division.
-// Measured: docs/performance.md.
+// Which instance, and how it goes through the tiles; every number measured (docs/performance.md).
+enum class Sm90Kernel { pingpong, wide, stream_k };
+struct Sm90Choice {
+  Sm90Kernel kernel;
+  Sm90Plan plan;
+};
+
+constexpr std::int64_t tile = 128, wide_tile = 192;
 constexpr std::int64_t stream_k_least_k = 4096;
 
-int stream_k_splits(std::int64_t m, std::int64_t n, std::int64_t k, int sm_count) {
-  const std::int64_t tiles = ceil_div(m, 128) * ceil_div(n, 128);
-  if (k < stream_k_least_k || tiles >= std::int64_t{2} * sm_count) return 0;
-  return tiles * 3 <= sm_count ? static_cast<int>(std::min<std::int64_t>(sm_count / tiles, 6)) : 1;
+// Tiles per stripe: as many as the shorter side has use for twice over, where rounding both sides
+// up to whole stripes (of clusters, two tiles along N) adds no more than 3 % of tiles.
+int swizzle_of(std::int64_t tiles_m, std::int64_t tiles_n) {
+  for (int swizzle = 8; swizzle > 1; swizzle /= 2) {
+    const std::int64_t padded = round_up(tiles_m, swizzle) * round_up(tiles_n, 2 * swizzle);
+    if (std::min(tiles_m, tiles_n) >= 2 * swizzle && padded * 100 <= tiles_m * tiles_n * 103) {
+      return swizzle;
+    }
+  }
+  return 1;
+}
+
+Sm90Choice sm90_choice(std::int64_t m, std::int64_t n, std::int64_t k, int sm_count,
+                       bool has_wide) {
+  const std::int64_t tiles_m = ceil_div(m, tile), tiles_n = ceil_div(n, tile);
+  const std::int64_t tiles = tiles_m * tiles_n;
+  // Fewer than two waves of tiles, but not nearly one, and a long contraction (g_w of a ViT): it is
+  // shared out. With a third of a wave or less, equal parts beat CUTLASS's own division.
+  const bool nearly_a_wave = tiles * 4 >= std::int64_t{3} * sm_count && tiles <= sm_count;
+  if (k >= stream_k_least_k && tiles < std::int64_t{2} * sm_count && !nearly_a_wave) {
+    const int splits =
+        tiles * 3 <= sm_count ? static_cast<int>(std::min<std::int64_t>(sm_count / tiles, 6)) : 1;
+    return {Sm90Kernel::stream_k, {sm_count, splits == 1, 1, splits}};
+  }
+  // One operand is narrow (g_x of a ViT): stripes gain nothing, a wider tile does, where it does
+  // not cost more waves than its 6 % make good. Clusters are whole: two tiles along N, or along M.
+  constexpr std::int64_t narrow = 32;  // tiles
+  const auto waves = [&](std::int64_t count) { return ceil_div(count, sm_count); };
+  const std::int64_t usual = waves(tiles_m * round_up(tiles_n, 2)) * tile;
+  const std::int64_t wide = waves(round_up(tiles_m, 2) * ceil_div(n, wide_tile)) * wide_tile;
+  if (has_wide && std::min(tiles_m, tiles_n) < narrow && m >= n && wide * 94 <= usual * 100) {
+    return {Sm90Kernel::wide, {sm_count, false, 1, 1}};
+  }
+  const int swizzle = swizzle_of(tiles_m, tiles_n);
+  return {Sm90Kernel::pingpong, {sm_count, swizzle > 1 || n > m, swizzle, 1}};
 }
 
 struct Sm90Instances {
-  Sm90Pingpong* pingpong;
-  Sm90StreamK* stream_k;  // null: none
+  Sm90Pingpong *pingpong, *wide;  // wide: null: none
+  Sm90StreamK* stream_k;          // null: none
 };
 
-// Stream-K for the types that weights have; fp16 ones are rare, with autocast they are fp32.
+// Wide tiles for what g_x is, stream-K for what g_w is; fp16 ones are rare, with autocast they are
+// fp32.
 Sm90Instances sm90_instances(DType out, bool accumulate) {
   switch (out) {
     case DType::bf16:
-      return accumulate ? Sm90Instances{sm90_gemm_bf16_128x128_accumulate,
+      return accumulate ? Sm90Instances{sm90_gemm_bf16_128x128_accumulate, nullptr,
                                         sm90_gemm_bf16_stream_k_accumulate}
-                        : Sm90Instances{sm90_gemm_bf16_128x128, sm90_gemm_bf16_stream_k};
+                        : Sm90Instances{sm90_gemm_bf16_128x128, sm90_gemm_bf16_128x192,
+                                        sm90_gemm_bf16_stream_k};
     case DType::f16:
-      return {accumulate ? sm90_gemm_f16_128x128_accumulate : sm90_gemm_f16_128x128, nullptr};
+      return {accumulate ? sm90_gemm_f16_128x128_accumulate : sm90_gemm_f16_128x128, nullptr,
+              nullptr};
     default:
-      return accumulate ? Sm90Instances{sm90_gemm_f32_128x128_accumulate,
+      return accumulate ? Sm90Instances{sm90_gemm_f32_128x128_accumulate, nullptr,
                                         sm90_gemm_f32_stream_k_accumulate}
-                        : Sm90Instances{sm90_gemm_f32_128x128, sm90_gemm_f32_stream_k};
+                        : Sm90Instances{sm90_gemm_f32_128x128, sm90_gemm_f32_128x192,
+                                        sm90_gemm_f32_stream_k};
   }
 }
 
@@ -82,11 +122,14 @@ void sm90_gemm(const Context& context, const GemmArgs& args, void* workspace) {
   }
   vectors += round_up(args.n, 64);
   const Sm90Instances instances = sm90_instances(args.out.dtype, args.accumulate);
-  const int splits = stream_k_splits(args.m, args.n, args.k, sm_count);
-  if (splits > 0 && instances.stream_k != nullptr) {
-    instances.stream_k(context, spread, sm_count, splits, vectors);
+  const Sm90Choice choice =
+      sm90_choice(args.m, args.n, args.k, sm_count, instances.wide != nullptr);
+  if (choice.kernel == Sm90Kernel::stream_k && instances.stream_k != nullptr) {
+    instances.stream_k(context, spread, choice.plan, vectors);
+  } else if (choice.kernel == Sm90Kernel::wide) {
+    instances.wide(context, spread, choice.plan);
   } else {
-    instances.pingpong(context, spread, sm_count);
+    instances.pingpong(context, spread, choice.plan);
   }
 }
 
@@ -99,14 +142,14 @@ std::size_t CudaBackend::gemm_workspace(const Context& context, std::int64_t m, 
   if (sm90_built() && m > 0 && n > 0 && m < INT32_MAX && n < INT32_MAX && k <= int32_safe_k) {
     const DeviceGuard guard(context.device().index, "gemm");
     const int sm_count = device_attribute(context, cudaDevAttrMultiProcessorCount, "gemm");
-    const int splits = stream_k_splits(m, n, k, sm_count);
-    if (splits > 0) {
+    const Sm90Choice choice = sm90_choice(m, n, k, sm_count, false);
+    if (choice.kernel == Sm90Kernel::stream_k) {
       GemmArgs args{};
       args.m = m;
       args.n = n;
       args.k = args.lda = args.ldb = k;
       args.out.row_stride = n;
-      bytes += sm90_stream_k_workspace(context, args, sm_count, splits);
+      bytes += sm90_stream_k_workspace(context, args, choice.plan);
     }
   }
   return bytes;

@@ -22,11 +22,12 @@
 
 namespace hot::detail {
 
-template <class Out, bool accumulate, class MainloopSchedule, class EpilogueSchedule,
-          class Scheduler = cutlass::gemm::PersistentScheduler>
+// `tile_n`: columns of a tile. The two thread blocks of a cluster, neighbours along N or M, share
+// what both read.
+template <class Out, bool accumulate, int tile_n, class ClusterShape, class MainloopSchedule,
+          class EpilogueSchedule, class Scheduler = cutlass::gemm::PersistentScheduler>
 struct Sm90Gemm {
-  using TileShape = cute::Shape<cute::_128, cute::_128, cute::_128>;
-  using ClusterShape = cute::Shape<cute::_2, cute::_1, cute::_1>;
+  using TileShape = cute::Shape<cute::_128, cute::Int<tile_n>, cute::_128>;
   using Layout = cutlass::layout::RowMajor;
   static constexpr int out_alignment = 16 / static_cast<int>(sizeof(Out));
   static constexpr auto round = cutlass::FloatRoundStyle::round_to_nearest;
@@ -65,10 +66,9 @@ struct Sm90Gemm {
   // Stream-K's workspace depends on this and on what all instances share: one answers for all.
   static_assert(!stream_k || Epilogue::get_store_pipe_increment(TileShape{}) == 4);
 
-  // Both scales are vectors here: the caller has spread single ones. `splits` is for stream-K: 1
-  // leaves the division of the contraction to CUTLASS.
+  // Both scales are vectors here: the caller has spread single ones.
   static typename Device::Arguments arguments(const Context& context, const GemmArgs& args,
-                                              int sm_count, int splits) {
+                                              const Sm90Plan& plan) {
     const int m = static_cast<int>(args.m), n = static_cast<int>(args.n),
               k = static_cast<int>(args.k);
     const auto stride_a = cute::make_stride(args.lda, cute::Int<1>{}, std::int64_t{0});
@@ -90,23 +90,22 @@ struct Sm90Gemm {
       all.epilogue.thread = scaled;
     }
     all.hw_info.device_id = context.device().index;
-    all.hw_info.sm_count = sm_count;
-    // Measured best on nearly every shape of docs/performance.md: along N, no swizzle.
-    all.scheduler.max_swizzle_size = 1;
-    all.scheduler.raster_order = cutlass::gemm::kernel::detail::RasterOrderOptions::AlongN;
-    if constexpr (stream_k) all.scheduler.splits = splits;
+    all.hw_info.sm_count = plan.sm_count;
+    using Order = cutlass::gemm::kernel::detail::RasterOrderOptions;
+    all.scheduler.max_swizzle_size = plan.swizzle;
+    all.scheduler.raster_order = plan.along_m ? Order::AlongM : Order::AlongN;
+    if constexpr (stream_k) all.scheduler.splits = plan.splits;
     return all;
   }
 
-  static std::size_t workspace(const Context& context, const GemmArgs& args, int sm_count,
-                               int splits) {
-    return Device::get_workspace_size(arguments(context, args, sm_count, splits));
+  static std::size_t workspace(const Context& context, const GemmArgs& args, const Sm90Plan& plan) {
+    return Device::get_workspace_size(arguments(context, args, plan));
   }
 
-  static void run(const Context& context, const GemmArgs& args, int sm_count, int splits = 1,
+  static void run(const Context& context, const GemmArgs& args, const Sm90Plan& plan,
                   void* workspace = nullptr) {
     Device gemm;
-    check(gemm.initialize(arguments(context, args, sm_count, splits), workspace, context.stream()),
+    check(gemm.initialize(arguments(context, args, plan), workspace, context.stream()),
           "initialize");
     // Where kernels overlap, its producers wait for what is before, as begin_kernel does.
     const bool overlap = !stream_k && kernels_overlap(context, "gemm");
@@ -120,12 +119,19 @@ struct Sm90Gemm {
   }
 };
 
+using AlongM = cute::Shape<cute::_2, cute::_1, cute::_1>;
+using AlongN = cute::Shape<cute::_1, cute::_2, cute::_1>;
 template <class Out, bool accumulate>
-using Pingpong = Sm90Gemm<Out, accumulate, cutlass::gemm::KernelTmaWarpSpecializedPingpong,
-                          cutlass::epilogue::TmaWarpSpecialized>;
+using Pingpong =
+    Sm90Gemm<Out, accumulate, 128, AlongN, cutlass::gemm::KernelTmaWarpSpecializedPingpong,
+             cutlass::epilogue::TmaWarpSpecialized>;
+template <class Out>
+using WidePingpong =
+    Sm90Gemm<Out, false, 192, AlongM, cutlass::gemm::KernelTmaWarpSpecializedPingpong,
+             cutlass::epilogue::TmaWarpSpecialized>;
 template <class Out, bool accumulate>
 using StreamK =
-    Sm90Gemm<Out, accumulate, cutlass::gemm::KernelTmaWarpSpecializedCooperative,
+    Sm90Gemm<Out, accumulate, 128, AlongM, cutlass::gemm::KernelTmaWarpSpecializedCooperative,
              cutlass::epilogue::TmaWarpSpecializedCooperative, cutlass::gemm::StreamKScheduler>;
 
 }  // namespace hot::detail

@@ -4,8 +4,8 @@ namespace hot::detail {
 
 bool sm90_built() noexcept { return true; }
 
-void sm90_gemm_bf16_128x128(const Context& context, const GemmArgs& args, int sm_count) {
-  Pingpong<cutlass::bfloat16_t, false>::run(context, args, sm_count);
+void sm90_gemm_bf16_128x128(const Context& context, const GemmArgs& args, const Sm90Plan& plan) {
+  Pingpong<cutlass::bfloat16_t, false>::run(context, args, plan);
 }
 
 }  // namespace hot::detail

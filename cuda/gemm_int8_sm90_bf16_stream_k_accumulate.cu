@@ -2,9 +2,9 @@
 
 namespace hot::detail {
 
-void sm90_gemm_bf16_stream_k_accumulate(const Context& context, const GemmArgs& args, int sm_count,
-                                        int splits, void* workspace) {
-  StreamK<cutlass::bfloat16_t, true>::run(context, args, sm_count, splits, workspace);
+void sm90_gemm_bf16_stream_k_accumulate(const Context& context, const GemmArgs& args,
+                                        const Sm90Plan& plan, void* workspace) {
+  StreamK<cutlass::bfloat16_t, true>::run(context, args, plan, workspace);
 }
 
 }  // namespace hot::detail

@@ -2,8 +2,8 @@
 
 namespace hot::detail {
 
-void sm90_gemm_f16_128x128(const Context& context, const GemmArgs& args, int sm_count) {
-  Pingpong<cutlass::half_t, false>::run(context, args, sm_count);
+void sm90_gemm_f16_128x128(const Context& context, const GemmArgs& args, const Sm90Plan& plan) {
+  Pingpong<cutlass::half_t, false>::run(context, args, plan);
 }
 
 }  // namespace hot::detail

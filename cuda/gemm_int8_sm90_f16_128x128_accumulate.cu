@@ -2,8 +2,9 @@
 
 namespace hot::detail {
 
-void sm90_gemm_f16_128x128_accumulate(const Context& context, const GemmArgs& args, int sm_count) {
-  Pingpong<cutlass::half_t, true>::run(context, args, sm_count);
+void sm90_gemm_f16_128x128_accumulate(const Context& context, const GemmArgs& args,
+                                      const Sm90Plan& plan) {
+  Pingpong<cutlass::half_t, true>::run(context, args, plan);
 }
 
 }  // namespace hot::detail

@@ -2,8 +2,8 @@
 
 namespace hot::detail {
 
-void sm90_gemm_f32_128x128(const Context& context, const GemmArgs& args, int sm_count) {
-  Pingpong<float, false>::run(context, args, sm_count);
+void sm90_gemm_f32_128x128(const Context& context, const GemmArgs& args, const Sm90Plan& plan) {
+  Pingpong<float, false>::run(context, args, plan);
 }
 
 }  // namespace hot::detail

@@ -2,9 +2,9 @@
 
 namespace hot::detail {
 
-void sm90_gemm_f32_stream_k(const Context& context, const GemmArgs& args, int sm_count, int splits,
+void sm90_gemm_f32_stream_k(const Context& context, const GemmArgs& args, const Sm90Plan& plan,
                             void* workspace) {
-  StreamK<float, false>::run(context, args, sm_count, splits, workspace);
+  StreamK<float, false>::run(context, args, plan, workspace);
 }
 
 }  // namespace hot::detail

@@ -294,10 +294,11 @@ bool CudaBackend::quantize_columns(const Context& context, const MatrixIn& x, co
   return false;
 }
 
-// A partial sum for every 128 tokens.
-std::size_t CudaBackend::column_sum_workspace(const Context&, std::int64_t rows,
+// A partial sum for every 128 tokens, or those of quantize_gradient.
+std::size_t CudaBackend::column_sum_workspace(const Context& context, std::int64_t rows,
                                               std::int64_t cols) const {
-  return static_cast<std::size_t>(ceil_div(rows, 16 * sum_run) * cols) * sizeof(float);
+  const std::int64_t runs = std::max(ceil_div(rows, 16 * sum_run), gradient_sums(context, rows));
+  return static_cast<std::size_t>(runs * cols) * sizeof(float);
 }
 
 void CudaBackend::column_sum(const Context& context, const MatrixIn& x,

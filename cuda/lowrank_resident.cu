@@ -167,6 +167,33 @@ Plan plan_of(const Context& context, const MatrixIn& x, const Projection& p,
   return plan;
 }
 
+// One launch of a plan.
+void run_pass(const Context& context, Args& args, const Plan& plan, Kind kind, Rounding rounding,
+              Pass pass) {
+  const char* const stage = "backward_linear";
+  args.pass = pass;
+  args.parts = plan.parts;
+  args.cluster = plan.one_pass ? plan.parts : 0;
+  LaunchShape shape{args.strips * plan.parts, 32 * plan.warps,
+                    shared_bytes(plan.warps, plan.warps, args.cluster), std::max(1, args.cluster)};
+  with_kind(kind, [&](auto k) {
+    host_with_dtype(args.x.dtype, [&](auto tag) {
+      using Tag = decltype(tag);
+      constexpr Kind a_kind = decltype(k)::value;
+      const auto kernel = rounding == Rounding::nearest
+                              ? resident_kernel<a_kind, Rounding::nearest, Tag>
+                              : resident_kernel<a_kind, Rounding::stochastic, Tag>;
+      // Half of the SMs surely take what few strips there are: no need to ask.
+      if (plan.one_pass && 2 * shape.blocks > plan.sm_count) {
+        const std::int64_t clusters =
+            std::min<std::int64_t>(args.strips, clusters_at_once(stage, context, kernel, shape));
+        shape.blocks = clusters * plan.parts;
+      }
+      launch(stage, context, kernel, shape, args);
+    });
+  });
+}
+
 }  // namespace
 
 bool resident_can(const Projection& p, const OperandQuant& quant) {
@@ -184,43 +211,25 @@ bool resident_one_pass(const Context& context, const Projection& p, const Operan
 void resident_quantize_columns(const Context& context, const MatrixIn& x, const Projection& p,
                                Side side, const Key& sketch_key, const OperandQuant& quant,
                                const Operand& out, const ColumnSum* sum) {
-  const char* const stage = "backward_linear";
   Kind kind{};
   static_cast<void>(kind_of(p, kind));
   Args args = make_args(context, x, p, kind, side, sketch_key, quant, out, sum);
   const Plan plan = plan_of(context, x, p, quant, kind);
-  const bool one_pass = plan.one_pass;
-  args.parts = plan.parts;
-  args.cluster = one_pass ? plan.parts : 0;
-  LaunchShape shape{args.strips * plan.parts, 32 * plan.warps,
-                    shared_bytes(plan.warps, plan.warps, args.cluster), std::max(1, args.cluster)};
-  const auto run = [&](auto rounding, Pass pass) {
-    args.pass = pass;
-    with_kind(kind, [&](auto k) {
-      host_with_dtype(x.dtype, [&](auto tag) {
-        const auto kernel =
-            resident_kernel<decltype(k)::value, decltype(rounding)::value, decltype(tag)>;
-        // Half of the SMs surely take what few strips there are: no need to ask.
-        if (one_pass && 2 * shape.blocks > plan.sm_count) {
-          const std::int64_t clusters =
-              std::min<std::int64_t>(args.strips, clusters_at_once(stage, context, kernel, shape));
-          shape.blocks = clusters * plan.parts;
-        }
-        launch(stage, context, kernel, shape, args);
-      });
-    });
-  };
-  using Nearest = std::integral_constant<Rounding, Rounding::nearest>;
-  using Stochastic = std::integral_constant<Rounding, Rounding::stochastic>;
-  const auto codes = [&](Pass pass) {
-    quant.rounding == Rounding::nearest ? run(Nearest{}, pass) : run(Stochastic{}, pass);
-  };
-  if (one_pass) return codes(Pass::both);
-  run(Nearest{}, Pass::amax);
+  if (plan.one_pass) return run_pass(context, args, plan, kind, quant.rounding, Pass::both);
+  run_pass(context, args, plan, kind, Rounding::nearest, Pass::amax);
   args.independent = false;
   args.sum_wanted = false;
-  codes(Pass::codes);
-  if (sum != nullptr) finish_sums(context, args.parts, *sum);
+  run_pass(context, args, plan, kind, quant.rounding, Pass::codes);
+  if (sum != nullptr) finish_sums(context, plan.parts, *sum);
+}
+
+void resident_quantize_codes(const Context& context, const ColumnsJob& job) {
+  Kind kind{};
+  static_cast<void>(kind_of(*job.projection, kind));
+  Args args = make_args(context, job.x, *job.projection, kind, job.side, job.sketch_key, job.quant,
+                        job.out, nullptr);
+  const Plan plan = plan_of(context, job.x, *job.projection, job.quant, kind);
+  run_pass(context, args, plan, kind, job.quant.rounding, Pass::codes);
 }
 
 }  // namespace hot::detail

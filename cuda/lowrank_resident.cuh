@@ -210,11 +210,12 @@ __device__ void project(const LaneGroup& from, const std::uint8_t* draws, float 
 // What the first pass wants of a group's column: the largest magnitudes and the sum of the tokens.
 // The last stage of a butterfly makes a + b and a - b, the larger of which is |a| + |b|, rounded
 // alike: the pair is compared before it exists. A weight above 1 keeps the order, so that the
-// weighted rows of a sketch are weighted once, at the end: `largest[1]`.
-template <Kind kind>
+// weighted rows of a sketch are weighted once, at the end: `largest[1]`. `Sum` is what the sums of
+// groups are added up in.
+template <Kind kind, class Sum = double>
 struct Seen {
   float largest[2] = {0.0F, 0.0F};
-  double sum = 0.0;
+  Sum sum = 0;
 
   __device__ void add(float& most, float v) const { most = max_magnitude(most, v); }
 
@@ -230,7 +231,7 @@ struct Seen {
       for (int k = 0; k < 8; ++k) add(largest[0], fabsf(v[k]) + fabsf(v[k + 8]));
       total = v[0] + v[8];
     }
-    if (sum_wanted) sum += static_cast<double>(total);
+    if (sum_wanted) sum += static_cast<Sum>(total);
   }
 
   __device__ void folded(float (&v)[8], bool sum_wanted) {
@@ -240,14 +241,14 @@ struct Seen {
     add(largest[1], v[0] - v[4]);
 #pragma unroll
     for (int k = 1; k < 4; ++k) add(largest[1], fabsf(v[k]) + fabsf(v[k + 4]));
-    if (sum_wanted) sum += static_cast<double>(total);
+    if (sum_wanted) sum += static_cast<Sum>(total);
   }
 
   __device__ void rows(float (&v)[16], bool sum_wanted) {
     butterfly<1, 16>(v);
 #pragma unroll
     for (int i = 0; i < 8; ++i) add(largest[0], v[kept_row(kind, i)]);
-    if (sum_wanted) sum += static_cast<double>(v[0]);
+    if (sum_wanted) sum += static_cast<Sum>(v[0]);
   }
 
   // In the order in which row 0 of an FWHT adds them.

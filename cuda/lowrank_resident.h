@@ -15,4 +15,8 @@ void resident_quantize_columns(const Context&, const MatrixIn& x, const Projecti
                                const Key& sketch_key, const OperandQuant&, const Operand& out,
                                const ColumnSum* sum);
 
+// The codes alone, where there are two passes and the first is done: Operand::amax holds the
+// largest values.
+void resident_quantize_codes(const Context&, const ColumnsJob&);
+
 }  // namespace hot::detail

@@ -31,8 +31,7 @@
 namespace hot::detail {
 namespace {
 
-// A lane holds at most 6 blocks: 96 registers.
-constexpr int rows16_most_blocks = 6, rows16_most_lanes = 512;
+constexpr int rows16_most_lanes = 512;
 
 // threadIdx.x is the lane of a row: up to 32 of them, a power of two, with several rows
 // (threadIdx.y) in a thread block, or a row to itself.
@@ -111,12 +110,10 @@ __global__ void rows_kernel(RowsArgs args) {
   if (args.pass == RowsPass::amax && t == 0) atomic_raise(args.amax, amax);
 }
 
-// Lanes of a row and blocks of 16 of a lane: no more idle lanes than 1 in 8 where that can be (the
-// others' loads then hide the latency), a row within a warp before a row across warps.
-struct RowShare {
-  int lanes, blocks;
-};
+}  // namespace
 
+// No more idle lanes than 1 in 8 where that can be (the others' loads then hide the latency), a row
+// within a warp before a row across warps.
 RowShare row_share(std::int64_t blocks) {
   RowShare best{};
   std::int64_t best_cost = 0;
@@ -140,6 +137,8 @@ RowShare row_share(std::int64_t blocks) {
   }
   return best;
 }
+
+namespace {
 
 void run_rows(const Context& context, const RowsArgs& args, Rounding rounding) {
   const RowShare share = row_share(args.k_padded / 16);
@@ -487,8 +486,12 @@ void CudaBackend::quantize_rows(const Context& context, const MatrixIn& x, int h
   if (!quant.per_tensor) return run_rows(context, args, quant.rounding);
   args.pass = RowsPass::amax;
   run_rows(context, args, Rounding::nearest);
+  quantize_rows_codes(context, args, quant.rounding);
+}
+
+void quantize_rows_codes(const Context& context, RowsArgs args, Rounding rounding) {
   args.pass = RowsPass::codes;
-  run_rows(context, args, quant.rounding);
+  run_rows(context, args, rounding);
 }
 
 void CudaBackend::quantize_groups(const Context& context, const MatrixIn& x, Rounding rounding,

@@ -57,9 +57,38 @@ __device__ inline std::uint32_t row_max(std::uint32_t v, int T, int thread, std:
   return v;
 }
 
-// Lane `lane` of the T that share row `row`: its B blocks of 16 at most. `scale_of(amax)` turns the
-// largest value of the lane into that of the scale's whole range; false: no codes are wanted. All
-// threads of the thread block come here, past the last row too.
+// Lane `lane` of the T that share row `row`, with the values of its B blocks of 16 at most in v.
+// `scale_of(amax)` turns the largest value of the lane into that of the scale's whole range; false:
+// no codes are wanted. All threads of the thread block come here, past the last row too.
+template <Rounding rounding, int B, class ScaleOf>
+__device__ __forceinline__ void quantize_row_values(const RowsArgs& args, std::int64_t row,
+                                                    int lane, int T, float (&v)[B][16],
+                                                    const ScaleOf& scale_of) {
+  const int blocks = static_cast<int>(args.k_padded / 16);
+  float largest = 0.0F;
+#pragma unroll
+  for (int i = 0; i < B; ++i) {
+    butterfly<1, 16>(v[i]);
+#pragma unroll
+    for (int j = 0; j < 16; ++j) largest = max_magnitude(largest, v[i][j]);
+  }
+  std::uint32_t amax = abs_bits(largest);
+  if (!scale_of(amax) || row >= args.x.rows) return;
+  const DeviceScale s = device_scale(amax, args.bits);
+  if (lane == 0 && row < args.scales) args.scale[row] = s.scale;
+  const std::uint64_t first = static_cast<std::uint64_t>(row * blocks + lane);
+  auto* to = reinterpret_cast<uint4*>(args.codes + row * args.k_padded) + lane;
+#pragma unroll
+  for (int i = 0; i < B; ++i) {
+    uint4 codes = round_group<rounding>([&](int j) { return v[i][j] * s.inv; }, args.key,
+                                        first + static_cast<std::uint64_t>(i * T), args.bits);
+    if (!s.keep) codes = make_uint4(0, 0, 0, 0);
+    // No branch before this one: it would part the code of the blocks.
+    if (lane + i * T < blocks) to[i * T] = codes;
+  }
+}
+
+// The same from global memory.
 template <Rounding rounding, int B, class Tag, class ScaleOf>
 __device__ __forceinline__ void quantize_row16(const RowsArgs& args, std::int64_t row, int lane,
                                                int T, const ScaleOf& scale_of) {
@@ -91,27 +120,7 @@ __device__ __forceinline__ void quantize_row16(const RowsArgs& args, std::int64_
       }
     }
   }
-  float largest = 0.0F;
-#pragma unroll
-  for (int i = 0; i < B; ++i) {
-    butterfly<1, 16>(v[i]);
-#pragma unroll
-    for (int j = 0; j < 16; ++j) largest = max_magnitude(largest, v[i][j]);
-  }
-  std::uint32_t amax = abs_bits(largest);
-  if (!scale_of(amax) || !real) return;
-  const DeviceScale s = device_scale(amax, args.bits);
-  if (lane == 0 && row < args.scales) args.scale[row] = s.scale;
-  const std::uint64_t first = static_cast<std::uint64_t>(row * blocks + lane);
-  auto* to = reinterpret_cast<uint4*>(args.codes + row * args.k_padded) + lane;
-#pragma unroll
-  for (int i = 0; i < B; ++i) {
-    if (lane + i * T >= blocks) break;
-    uint4 codes = round_group<rounding>([&](int j) { return v[i][j] * s.inv; }, args.key,
-                                        first + static_cast<std::uint64_t>(i * T), args.bits);
-    if (!s.keep) codes = make_uint4(0, 0, 0, 0);
-    to[i * T] = codes;
-  }
+  quantize_row_values<rounding>(args, row, lane, T, v, scale_of);
 }
 
 // INT4 value j of 16, as a float: 8 more than the value, below the bits of 2^23, less 2^23 + 8.
@@ -164,6 +173,17 @@ __device__ __forceinline__ void requantize_channel(const RequantizeArgs& args, s
 
 // ---- host (quantize.cu)
 
+// A lane of rows16_kernel holds at most 6 blocks of 16: 96 registers.
+inline constexpr int rows16_most_blocks = 6;
+
+// How a row is shared out: lanes, and blocks of 16 of a lane. No lanes: too long.
+struct RowShare {
+  int lanes, blocks;
+};
+RowShare row_share(std::int64_t blocks);
+
+// The codes of rows whose one scale's largest value is known.
+void quantize_rows_codes(const Context&, RowsArgs, Rounding);
 RowsArgs rows_args(const Context&, const MatrixIn& x, int hadamard_block, const OperandQuant&,
                    const Operand& out);
 RequantizeArgs requantize_args(const Context&, const std::uint8_t* packed, std::int64_t row_bytes,

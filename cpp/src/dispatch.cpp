@@ -25,13 +25,19 @@ bool detail::Backend::quantize_operands(const Context& context,
   const auto independent = [&] { return std::exchange(started, true); };
   bool summed = false;
   if (operands.zeroed_bytes > 0) zero(context, operands.zeroed, operands.zeroed_bytes);
-  if (const RowsJob* job = operands.gradient_rows) {
+  const bool at_once =
+      operands.gradient_rows != nullptr && operands.gradient_columns != nullptr &&
+      quantize_gradient(context, *operands.gradient_rows, *operands.gradient_columns);
+  if (at_once) {
+    started = true;
+    summed = operands.gradient_columns->sum != nullptr;
+  } else if (const RowsJob* job = operands.gradient_rows) {
     OperandQuant quant = job->quant;
     quant.independent = independent();
     quantize_rows(context, job->x, job->hadamard_block, quant, job->out);
   }
   for (const ColumnsJob* job : {operands.gradient_columns, operands.weight}) {
-    if (job == nullptr) continue;
+    if (job == nullptr || (at_once && job == operands.gradient_columns)) continue;
     OperandQuant quant = job->quant;
     quant.independent = independent();
     const bool done = quantize_columns(context, job->x, *job->projection, job->side,

@@ -250,6 +250,11 @@ class Backend {
   virtual void requantize_groups(const Context&, const std::uint8_t* packed, std::int64_t row_bytes,
                                  const std::uint16_t* scale, std::int64_t tokens, Rounding,
                                  bool independent, const Operand& out) const = 0;
+  // Both operands that g_y makes, at once, and the sum: a backend that gains by it does so and
+  // returns true.
+  virtual bool quantize_gradient(const Context&, const RowsJob&, const ColumnsJob&) const {
+    return false;
+  }
   // All operands of a backward, which do not depend on each other. Returns whether the sum of
   // gradient_columns was done.
   virtual bool quantize_operands(const Context&, const BackwardOperands&) const;

@@ -1,18 +1,11 @@
 // Small products on CUDA (cuda/gemm_small.h) against the CPU, byte for byte, margins included: by
 // every plan, at the sizes of the paper's layers, with outputs of any strides. libhot does not
-// export them: tests/cpp/CMakeLists.txt links their object.
+// export them: tests/cpp/CMakeLists.txt links their object, and that of the launches.
 #include "cuda/gemm_small.h"
 
 #include <memory>
 
 #include "support_cuda.h"
-
-#ifndef HOT_STATIC
-// What that object wants of a shared libhot, which keeps it to itself.
-namespace hot::detail {
-const char* cuda_archs() noexcept { return hot::cuda_architectures(); }
-}  // namespace hot::detail
-#endif
 
 using namespace hot_test;
 using hot::detail::GemmArgs;

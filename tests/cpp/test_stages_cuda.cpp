@@ -1,5 +1,8 @@
 // Every stage on CUDA against the CPU, bit for bit: random shapes, strides, types, bases, scales,
 // roundings and storage forms. Built with CUDA only, skipped without a device.
+#include <tuple>
+#include <utility>
+
 #include "support_cuda.h"
 
 using namespace hot_test;
@@ -158,6 +161,95 @@ class StagesCuda : public CudaTest {
                      std::to_string(arch) + (accumulate ? ", accumulating" : ""));
   }
 
+  struct BackwardWork {
+    std::string name;
+    hot::BackwardLinearSpec spec;
+    hot::LinearShape shape;  // tokens, out_features, in_features
+    DType gy;
+    std::int64_t gy_gap = 0, gy_offset = 0;
+    bool accumulate = false, old_arch = false, quantized_weight = false;
+  };
+  // compress_activation and backward_linear.
+  void compare_backward(const BackwardWork& work) {
+    const auto [L, O, I] = work.shape;
+    const hot::BackwardLinearSpec& spec = work.spec;
+    Mirror gy(L, O, work.gy, work.gy_gap, work.gy_offset);
+    const DType weight_dtype = random_int(0, 1) == 0 ? gy.view(false).dtype : any_float();
+    Mirror w(O, I, weight_dtype, random_int(0, 2)), x(L, I, any_float(), random_int(0, 2));
+    gy.fill(awkward(L * O));
+    w.fill(awkward(O * I));
+    x.fill(awkward(L * I));
+    Mirror gx(L, I, any_float(), 3), gw(O, I, any_float(), 1), gb(1, O, DType::f32);
+    gw.fill(normal(O * I));
+    gb.fill(normal(O));
+    const hot::SavedLayout layout = hot::saved_layout(L, I, spec);
+    Mirror saved(1, static_cast<std::int64_t>(layout.bytes), DType::i8);
+    hot::Key key{};
+    both([&](hot::Context c, bool on_gpu) {
+      key = c.key();
+      if (on_gpu && work.old_arch) c = c.with_arch(80);
+      const std::size_t ws = hot::compress_activation_workspace(c, L, I, spec);
+      const std::size_t bytes =
+          std::max(ws, hot::backward_linear_workspace(c, {L, O, I}, spec, true, true));
+      std::vector<char> host(bytes + 64, static_cast<char>(0x5A));
+      void* memory = host.data();
+      if (on_gpu) {
+        check(cudaMalloc(&memory, bytes + 64));
+        check(cudaMemset(memory, 0x5A, bytes + 64));
+        check(cudaDeviceSynchronize());  // the stream does not wait for the default one
+      }
+      void* kept = saved.view(on_gpu).data;
+      std::vector<char> aligned_host;
+      if (!on_gpu) {  // the host vector may start anywhere
+        aligned_host.resize(layout.bytes + 16);
+        kept = aligned_host.data() +
+               (16 - reinterpret_cast<std::uintptr_t>(aligned_host.data()) % 16) % 16;
+      }
+      if (!on_gpu) std::memset(kept, 0xA5, layout.bytes);
+      hot::compress_activation(c, x.view(on_gpu), spec, {kept, layout.bytes}, {memory, bytes});
+      const TensorView vx = gx.view(on_gpu), vw = gw.view(on_gpu), vb = gb.flat(on_gpu);
+      const hot::ConstSavedActivation of_x{kept, layout.bytes, L, I, key};
+      const hot::BackwardOutputs outputs{&vx, &vw, &vb, work.accumulate};
+      if (on_gpu && work.quantized_weight) {  // w quantised before; the CPU takes w itself
+        const std::size_t weight_bytes = hot::quantized_weight_bytes(O, I, spec);
+        void* codes = nullptr;
+        check(cudaMalloc(&codes, weight_bytes + 1));
+        check(cudaMemset(codes, 0x5A, weight_bytes + 1));
+        check(cudaDeviceSynchronize());
+        ASSERT_LE(hot::quantize_weight_workspace(c, O, I, spec), bytes);
+        hot::quantize_weight(c, w.view(true), spec, {codes, weight_bytes}, {memory, bytes});
+        hot::backward_linear(c, gy.view(true), hot::ConstQuantizedWeight{codes, weight_bytes, O, I},
+                             of_x, spec, outputs, {memory, bytes});
+        check(cudaStreamSynchronize(stream_));
+        check(cudaFree(codes));
+      } else {
+        hot::backward_linear(c, gy.view(on_gpu), w.view(on_gpu), of_x, spec, outputs,
+                             {memory, bytes});
+      }
+      check(cudaStreamSynchronize(stream_));
+      if (on_gpu) check(cudaFree(memory));
+      if (!on_gpu) std::memcpy(saved.view(false).data, kept, layout.bytes);
+    });
+    const std::string what =
+        work.name + " L " + std::to_string(L) + " O " + std::to_string(O) + " I " +
+        std::to_string(I) + " " + hot::basis_name(spec.low_rank.basis) + " gw " +
+        hot::grad_scale_name(spec.gw_scale) + " n " + std::to_string(spec.hadamard_block);
+    saved.expect_equal(what + ": saved");
+    gx.expect_equal(what + ": gx");
+    gw.expect_equal(what + ": gw");
+    const std::vector<char> got = gb.pulled();
+    for (std::int64_t o = 0; o < O; ++o) {  // a sum in another order: a bound
+      float a, b;
+      std::memcpy(&a, got.data() + 4 * o, 4);
+      std::memcpy(&b, gb.host.data() + 4 * o, 4);
+      if (!std::isfinite(b)) {
+        EXPECT_FALSE(std::isfinite(a));
+        continue;
+      }
+      EXPECT_NEAR(a, b, 68 * std::ldexp(1.0, -24) * 60 * static_cast<double>(L + 1)) << what;
+    }
+  }
+
   static hot::LowRank any_low_rank(std::int64_t& tokens) {
     hot::LowRank spec;
     const int kind = static_cast<int>(random_int(0, 6));
@@ -308,6 +400,10 @@ TEST_F(StagesCuda, every_sm90_gemm_equals_cpu) {
       compare_aligned_gemm({random_int(385, 512), cut(many), long_k}, dtype, accumulate, 0);
       // Pingpong: more tiles than two waves.
       compare_aligned_gemm({random_int(385, 512), cut(most), short_k}, dtype, accumulate, 0);
+      // The same in stripes of 8 tiles, both ways of which fill them.
+      compare_aligned_gemm({random_int(1921, 2048), cut(16), short_k}, dtype, accumulate, 0);
+      // Tiles of 128 x 192 where there are such, two of them in a row.
+      compare_aligned_gemm({random_int(8833, 8960), cut(few), short_k}, dtype, accumulate, 0);
     }
   }
 }
@@ -411,82 +507,47 @@ TEST_F(StagesCuda, backward_linear_equals_cpu) {
       I = many_tokens ? random_int(1, 200) : 8 * random_int(600, 700);
     } else if (O > 1000 && L > 40)
       L = spec.low_rank.layout.grid_h == 0 ? 37 : L;
-    Mirror gy(L, O, any_float(), random_int(0, 2) * 8, random_int(0, 3) == 0 ? 1 : 0);
-    const DType weight_dtype = random_int(0, 1) == 0 ? gy.view(false).dtype : any_float();
-    Mirror w(O, I, weight_dtype, random_int(0, 2)), x(L, I, any_float(), random_int(0, 2));
-    gy.fill(awkward(L * O));
-    w.fill(awkward(O * I));
-    x.fill(awkward(L * I));
-    Mirror gx(L, I, any_float(), 3), gw(O, I, any_float(), 1), gb(1, O, DType::f32);
-    gw.fill(normal(O * I));
-    gb.fill(normal(O));
-    const hot::SavedLayout layout = hot::saved_layout(L, I, spec);
-    Mirror saved(1, static_cast<std::int64_t>(layout.bytes), DType::i8);
-    const bool accumulate = round % 3 == 0;
-    hot::Key key{};
-    both([&](hot::Context c, bool on_gpu) {
-      key = c.key();
-      if (on_gpu && round % 4 == 3) c = c.with_arch(80);
-      const std::size_t ws = hot::compress_activation_workspace(c, L, I, spec);
-      const std::size_t bytes =
-          std::max(ws, hot::backward_linear_workspace(c, {L, O, I}, spec, true, true));
-      std::vector<char> host(bytes + 64, static_cast<char>(0x5A));
-      void* memory = host.data();
-      if (on_gpu) {
-        check(cudaMalloc(&memory, bytes + 64));
-        check(cudaMemset(memory, 0x5A, bytes + 64));
-        check(cudaDeviceSynchronize());  // the stream does not wait for the default one
-      }
-      void* kept = saved.view(on_gpu).data;
-      std::vector<char> aligned_host;
-      if (!on_gpu) {  // the host vector may start anywhere
-        aligned_host.resize(layout.bytes + 16);
-        kept = aligned_host.data() +
-               (16 - reinterpret_cast<std::uintptr_t>(aligned_host.data()) % 16) % 16;
-      }
-      if (!on_gpu) std::memset(kept, 0xA5, layout.bytes);
-      hot::compress_activation(c, x.view(on_gpu), spec, {kept, layout.bytes}, {memory, bytes});
-      const TensorView vx = gx.view(on_gpu), vw = gw.view(on_gpu), vb = gb.flat(on_gpu);
-      const hot::ConstSavedActivation of_x{kept, layout.bytes, L, I, key};
-      const hot::BackwardOutputs outputs{&vx, &vw, &vb, accumulate};
-      if (on_gpu && round % 5 == 2) {  // w quantised before; the CPU takes w itself
-        const std::size_t weight_bytes = hot::quantized_weight_bytes(O, I, spec);
-        void* codes = nullptr;
-        check(cudaMalloc(&codes, weight_bytes + 1));
-        check(cudaMemset(codes, 0x5A, weight_bytes + 1));
-        check(cudaDeviceSynchronize());
-        ASSERT_LE(hot::quantize_weight_workspace(c, O, I, spec), bytes);
-        hot::quantize_weight(c, w.view(true), spec, {codes, weight_bytes}, {memory, bytes});
-        hot::backward_linear(c, gy.view(true), hot::ConstQuantizedWeight{codes, weight_bytes, O, I},
-                             of_x, spec, outputs, {memory, bytes});
-        check(cudaStreamSynchronize(stream_));
-        check(cudaFree(codes));
-      } else {
-        hot::backward_linear(c, gy.view(on_gpu), w.view(on_gpu), of_x, spec, outputs,
-                             {memory, bytes});
-      }
-      check(cudaStreamSynchronize(stream_));
-      if (on_gpu) check(cudaFree(memory));
-      if (!on_gpu) std::memcpy(saved.view(false).data, kept, layout.bytes);
-    });
-    const std::string what =
-        "round " + std::to_string(round) + " L " + std::to_string(L) + " O " + std::to_string(O) +
-        " I " + std::to_string(I) + " " + hot::basis_name(spec.low_rank.basis) + " gw " +
-        hot::grad_scale_name(spec.gw_scale) + " n " + std::to_string(spec.hadamard_block);
-    saved.expect_equal(what + ": saved");
-    gx.expect_equal(what + ": gx");
-    gw.expect_equal(what + ": gw");
-    const std::vector<char> got = gb.pulled();
-    for (std::int64_t o = 0; o < O; ++o) {  // a sum in another order: a bound
-      float a, b;
-      std::memcpy(&a, got.data() + 4 * o, 4);
-      std::memcpy(&b, gb.host.data() + 4 * o, 4);
-      if (!std::isfinite(b)) {
-        EXPECT_FALSE(std::isfinite(a));
-        continue;
-      }
-      EXPECT_NEAR(a, b, 68 * std::ldexp(1.0, -24) * 60 * static_cast<double>(L + 1)) << what;
-    }
+    compare_backward({"round " + std::to_string(round),
+                      spec,
+                      {L, O, I},
+                      any_float(),
+                      random_int(0, 2) * 8,
+                      random_int(0, 3) == 0 ? 1 : 0,
+                      round % 3 == 0,
+                      round % 4 == 3,
+                      round % 5 == 2});
+  }
+}
+
+// As cuda/quantize_gradient.cu wants them: 16-bit g_y with aligned rows of whole blocks, and more
+// tokens than stay on the chip (one scale for all: more than a few launches' worth).
+TEST_F(StagesCuda, backward_linear_of_many_tokens_equals_cpu) {
+  const std::pair<Basis, int> bases[] = {{Basis::full, 16},
+                                         {Basis::sketch, 8},
+                                         {Basis::lowpass, 8},
+                                         {Basis::sequency, 8},
+                                         {Basis::sequency, 16}};
+  constexpr int rounds = 20;
+  for (int round = 0; round < rounds; ++round) {
+    hot::BackwardLinearSpec spec = recipe(recipe_names()[static_cast<std::size_t>(round / 5) % 5]);
+    spec.low_rank = {};
+    std::tie(spec.low_rank.basis, spec.low_rank.rank) = bases[round % 5];
+    if (spec.low_rank.basis != Basis::full) spec.storage = hot::Storage::int8;
+    spec.gx_scale = random_int(0, 2) == 0 ? Granularity::tensor : Granularity::row;
+    spec.gw_scale = random_int(0, 2) == 0 ? GradScale::tensor : GradScale::channel;
+    // As long rows as a tile holds; so many tokens that a thread block leaves two partial sums.
+    const bool longest = round == 7, most = round == 12;
+    const std::int64_t O = longest ? 3072 : most ? 128 : 16 * random_int(1, 64);
+    const std::int64_t L = most ? 132 * 32 * 64 + random_int(1, 5000) : random_int(8193, 9500);
+    compare_backward({"round " + std::to_string(round),
+                      spec,
+                      {L, O, random_int(1, 24)},
+                      random_int(0, 1) == 0 ? DType::bf16 : DType::f16,
+                      8 * random_int(0, 2),
+                      0,
+                      round % 3 == 0,
+                      false,
+                      false});
   }
 }
 

@@ -1,0 +1,366 @@
+// Stage: g_y quantised for both products, more tokens than a cluster holds (lowrank_resident.cu).
+//
+// gradient_kernel reads g_y once and makes of it the rows' codes for g_x (of one scale for the
+// whole tensor only the largest value) and the largest values of the columns of P g_y, with g_b;
+// the codes of those columns are a second read (lowrank_resident.cu, Pass::codes), which starts
+// where this one ends: in the L2.
+//   tile     16 whole rows (as many times more as rows are short), kept in shared memory; one
+//            thread block of 16 warps on an SM goes from tile to tile and copies the next one
+//            (cp.async) while it works on this one.
+//   rows     as in rows16_kernel: T lanes of a warp hold a row, B blocks of 16 elements each, in
+//            registers; butterfly, largest value by shuffles, codes.
+//   columns  a thread takes 16 tokens of two neighbouring columns, folded (a sketch: which tokens
+//            meet is the same for a whole tile, and stands in a table) or butterflied; it alone
+//            keeps their largest values and sums in shared memory from tile to tile.
+//   banks    the two 16-byte pieces of a row's block of 16 are exchanged in every other group of
+//            four blocks: lanes that read whole blocks, and lanes that read a word of each token,
+//            then both meet all banks.
+//   end      a thread block raises the largest values in global memory once, and leaves a partial
+//            sum of every column for every 32 tiles: so many additions in fp32 keep the bound of
+//            g_b.
+//   2 bytes read and 1 written for an element, and 2 + 1 (rank 8: 0.5) for the columns' codes,
+//   where three kernels read 2 bytes three times.
+#include <algorithm>
+#include <cstdint>
+
+#include "cuda/backend.h"
+#include "cuda/launch.h"
+#include "cuda/lowrank_resident.cuh"
+#include "cuda/lowrank_resident.h"
+#include "cuda/quantize.cuh"
+
+namespace hot::detail {
+namespace {
+
+using resident::Kind;
+
+constexpr int threads = 512, warps = threads / 32, token_block = 16;
+constexpr unsigned tiles_a_sum = 32;
+
+struct GradientArgs {
+  RowsArgs rows;
+  resident::Args columns;
+  Kind kind;
+  int lanes;         // of a row: T
+  int token_blocks;  // of a tile
+  unsigned tiles, sums;
+};
+
+// Shared memory: two tiles, then what a thread keeps of its columns, then the folds of two tiles.
+struct Layout {
+  int row_bytes, tile_bytes, slots;
+  __host__ __device__ explicit Layout(const GradientArgs& args)
+      : row_bytes(static_cast<int>(args.rows.x.cols) * 2),
+        tile_bytes(args.token_blocks * token_block * row_bytes),
+        slots(args.token_blocks * static_cast<int>(args.rows.x.cols)) {}
+  __host__ __device__ int largest() const { return 2 * tile_bytes; }
+  __host__ __device__ int sums() const {
+    return largest() + slots * static_cast<int>(sizeof(std::uint32_t));
+  }
+  __host__ __device__ int folds() const { return sums() + slots * static_cast<int>(sizeof(float)); }
+  __host__ __device__ int bytes(int token_blocks) const {
+    return folds() + 2 * token_blocks * token_block * static_cast<int>(sizeof(int));
+  }
+};
+
+// Where a row's 16-byte piece lies.
+__device__ inline int swizzled(int piece) { return piece ^ (piece >> 3 & 1); }
+
+// Starts the copies of a tile, and writes down which tokens a sketch folds there: token i of the
+// lower half at 2 i, the one that is added to it at 2 i + 1, as offsets.
+__device__ void start_tile(const GradientArgs& args, const Layout& layout, unsigned tile, char* to,
+                           int* folds) {
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
+  const int rows = args.token_blocks * token_block, pieces = layout.row_bytes / 16;
+  const std::int64_t first = std::int64_t{tile} * rows;
+  for (int local = thread / 32; local < rows; local += warps) {
+    const std::int64_t row = first + local;
+    const bool real = row < args.rows.x.rows;
+    const char* from =
+        static_cast<const char*>(args.rows.x.data) + (real ? row : 0) * args.rows.x.row_stride * 2;
+    const unsigned place = shared_address(to) + static_cast<unsigned>(local * layout.row_bytes);
+    for (int piece = lane; piece < pieces; piece += 32) {
+      copy_async(place + static_cast<unsigned>(swizzled(piece) * 16), from + piece * 16,
+                 real ? 16 : 0);
+    }
+  }
+  commit_copies();
+  if (args.kind != Kind::sketch8 || thread >= args.token_blocks * token_block) return;
+  const auto block = static_cast<std::uint64_t>(tile) * static_cast<unsigned>(args.token_blocks) +
+                     static_cast<unsigned>(thread / token_block);
+  const int a = sketch_draw(random_words(args.columns.sketch, block), 0, token_block);
+  // i / 2 with a 0 put in at the place of a's top bit.
+  const int top = 1 << (31 - __clz(a)), i = thread % token_block / 2;
+  const int token = (i & (top - 1)) | (2 * i & ~(2 * top - 1));
+  folds[thread] = (thread % 2 == 0 ? token : token ^ a) * layout.row_bytes;
+}
+
+template <Rounding rounding, int B, class Tag>
+__device__ __forceinline__ void quantize_tile_rows(const GradientArgs& args, const Layout& layout,
+                                                   unsigned tile, const char* tokens,
+                                                   std::uint32_t& largest) {
+  const int thread = static_cast<int>(threadIdx.x), T = args.lanes, lane = thread & (T - 1);
+  const int local = thread / T;  // as many rows as the thread block has such groups of lanes
+  const int blocks = static_cast<int>(args.rows.k_padded / 16);
+  const char* from = tokens + local * layout.row_bytes;
+  unsigned words[B][8];
+#pragma unroll
+  for (int i = 0; i < B; ++i) {
+    const int block = lane + i * T;
+#pragma unroll
+    for (unsigned& word : words[i]) word = 0;
+    if (block >= blocks) continue;
+    const int turned = block >> 2 & 1;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint4 w = *reinterpret_cast<const uint4*>(from + (2 * block + (half ^ turned)) * 16);
+      words[i][4 * half] = w.x, words[i][4 * half + 1] = w.y;
+      words[i][4 * half + 2] = w.z, words[i][4 * half + 3] = w.w;
+    }
+  }
+  float v[B][16];
+#pragma unroll
+  for (int i = 0; i < B; ++i) Tag::unpack(words[i], v[i]);
+  const std::int64_t row = std::int64_t{tile} * (args.token_blocks * token_block) + local;
+  quantize_row_values<rounding>(args.rows, row, lane, T, v, [&](std::uint32_t& amax) {
+    if (args.rows.pass == RowsPass::amax) {
+      largest = max(largest, amax);
+      return false;
+    }
+    amax = row_max(amax, T, thread, nullptr);
+    return true;
+  });
+}
+
+// What is kept of two columns: the largest values of P g_y and the sums of tokens.
+template <Kind kind, class Tag>
+__device__ __forceinline__ void look_at_columns(const GradientArgs& args, const Layout& layout,
+                                                const char* tokens, const int* folds,
+                                                uint2* largest, float2* sums) {
+  const int pairs = static_cast<int>(args.rows.x.cols) / 2;
+  for (int i = static_cast<int>(threadIdx.x); i < args.token_blocks * pairs; i += threads) {
+    const int block = args.token_blocks == 1 ? 0 : i / pairs, pair = i - block * pairs;
+    const char* from =
+        tokens + block * token_block * layout.row_bytes + swizzled(pair / 4) * 16 + pair % 4 * 4;
+    resident::Seen<kind, float> seen[2];
+    if constexpr (kind == Kind::sketch8) {
+      const auto* offsets = reinterpret_cast<const int4*>(folds + block * token_block);
+      float v[2][8];
+#pragma unroll
+      for (int two = 0; two < 4; ++two) {
+        const int4 at = offsets[two];
+        float x[2], y[2];
+        resident::load_two<Tag>(from + at.x, x[0], x[1]);
+        resident::load_two<Tag>(from + at.y, y[0], y[1]);
+        v[0][2 * two] = x[0] + y[0];
+        v[1][2 * two] = x[1] + y[1];
+        resident::load_two<Tag>(from + at.z, x[0], x[1]);
+        resident::load_two<Tag>(from + at.w, y[0], y[1]);
+        v[0][2 * two + 1] = x[0] + y[0];
+        v[1][2 * two + 1] = x[1] + y[1];
+      }
+      seen[0].folded(v[0], true);
+      seen[1].folded(v[1], true);
+    } else {
+      float v[2][token_block];
+#pragma unroll
+      for (int t = 0; t < token_block; ++t) {
+        resident::load_two<Tag>(from + t * layout.row_bytes, v[0][t], v[1][t]);
+      }
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        if constexpr (kind == Kind::lowpass8 || kind == Kind::sequency8) {
+          seen[c].rows(v[c], true);
+        } else {
+          seen[c].group(v[c], args.columns.sum_wanted);
+        }
+      }
+    }
+    std::uint32_t most[2];
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      float value = seen[c].largest[0];
+      if constexpr (kind == Kind::sketch8) {
+        value = max_magnitude(value, seen[c].largest[1] * args.columns.sketch_weight);
+      }
+      most[c] = abs_bits(value);
+    }
+    const uint2 before = largest[i];
+    largest[i] = make_uint2(max(before.x, most[0]), max(before.y, most[1]));
+    if (args.columns.sum_wanted) {
+      const float2 sum = sums[i];
+      sums[i] = make_float2(sum.x + seen[0].sum, sum.y + seen[1].sum);
+    }
+  }
+}
+
+template <class Tag>
+__device__ void look_at_columns(const GradientArgs& args, const Layout& layout, const char* tokens,
+                                const int* folds, uint2* largest, float2* sums) {
+  switch (args.kind) {
+    case Kind::full:
+      return look_at_columns<Kind::full, Tag>(args, layout, tokens, folds, largest, sums);
+    case Kind::whole:
+      return look_at_columns<Kind::whole, Tag>(args, layout, tokens, folds, largest, sums);
+    case Kind::sketch8:
+      return look_at_columns<Kind::sketch8, Tag>(args, layout, tokens, folds, largest, sums);
+    case Kind::lowpass8:
+      return look_at_columns<Kind::lowpass8, Tag>(args, layout, tokens, folds, largest, sums);
+    case Kind::sequency8:
+      return look_at_columns<Kind::sequency8, Tag>(args, layout, tokens, folds, largest, sums);
+  }
+}
+
+// Leaves the sums so far as partial sums number `run`, and begins anew.
+__device__ void leave_sums(const GradientArgs& args, float* sums, unsigned run) {
+  const int columns = static_cast<int>(args.rows.x.cols);
+  __syncthreads();
+  for (int c = static_cast<int>(threadIdx.x); c < columns; c += threads) {
+    float total = 0.0F;
+    for (int block = 0; block < args.token_blocks; ++block) {
+      total += sums[block * columns + c];
+      sums[block * columns + c] = 0.0F;
+    }
+    args.columns.partial_sums[std::int64_t{run} * columns + c] = total;
+  }
+  __syncthreads();
+}
+
+template <Rounding rounding, int B, class Tag>
+__global__ void __launch_bounds__(threads, 1)
+    gradient_kernel(const __grid_constant__ GradientArgs args) {
+  extern __shared__ __align__(128) char shared[];
+  const Layout layout(args);
+  auto* const largest = reinterpret_cast<std::uint32_t*>(shared + layout.largest());
+  auto* const sums = reinterpret_cast<float*>(shared + layout.sums());
+  auto* const folds = reinterpret_cast<int*>(shared + layout.folds());
+  const int fold_words = args.token_blocks * token_block;
+  for (int i = static_cast<int>(threadIdx.x); i < layout.slots; i += threads) {
+    largest[i] = 0;
+    sums[i] = 0.0F;
+  }
+  begin_kernel();
+  unsigned tile = blockIdx.x, run = blockIdx.x;
+  if (tile < args.tiles) start_tile(args, layout, tile, shared, folds);
+  std::uint32_t rows_largest = 0;
+  for (unsigned turn = 0; tile < args.tiles; ++turn, tile += gridDim.x) {
+    const int here = static_cast<int>(turn % 2), next = here ^ 1;
+    wait_copies<0>();
+    __syncthreads();  // this tile has come, and nobody is at the one before it any more
+    if (tile + gridDim.x < args.tiles) {
+      start_tile(args, layout, tile + gridDim.x, shared + next * layout.tile_bytes,
+                 folds + next * fold_words);
+    }
+    if (args.columns.sum_wanted && turn > 0 && turn % tiles_a_sum == 0) {
+      leave_sums(args, sums, run);
+      run += gridDim.x;
+    }
+    const char* const tokens = shared + here * layout.tile_bytes;
+    quantize_tile_rows<rounding, B, Tag>(args, layout, tile, tokens, rows_largest);
+    look_at_columns<Tag>(args, layout, tokens, folds + here * fold_words,
+                         reinterpret_cast<uint2*>(largest), reinterpret_cast<float2*>(sums));
+  }
+  if (args.columns.sum_wanted) {
+    for (; run < args.sums; run += gridDim.x) leave_sums(args, sums, run);
+  }
+  __syncthreads();
+  const int columns = static_cast<int>(args.rows.x.cols);
+  std::uint32_t most = 0;
+  for (int c = static_cast<int>(threadIdx.x); c < columns; c += threads) {
+    std::uint32_t column = 0;
+    for (int block = 0; block < args.token_blocks; ++block) {
+      column = max(column, largest[block * columns + c]);
+    }
+    if (!args.columns.per_tensor) atomic_raise(args.columns.amax + c, column);
+    most = max(most, column);
+  }
+  const bool leader = threadIdx.x % 32 == 0;
+  if (args.columns.per_tensor) {
+    most = warp_max(most);
+    if (leader) atomic_raise(args.columns.amax, most);
+  }
+  if (args.rows.pass == RowsPass::amax) {
+    rows_largest = warp_max(rows_largest);
+    if (leader) atomic_raise(args.rows.amax, rows_largest);
+  }
+}
+
+bool rounding_has_kernel(const OperandQuant& quant) {
+  return quant.per_tensor || quant.rounding != Rounding::pseudo_stochastic;
+}
+
+// The arguments of a case of the kernel.
+bool plan(const Context& context, const RowsJob& rows, const ColumnsJob& columns,
+          GradientArgs& args, LaunchShape& shape, int& blocks) {
+  const char* const stage = "backward_linear";
+  const MatrixIn& x = rows.x;
+  const Projection& p = *columns.projection;
+  if (dtype_size(x.dtype) != 2 || !rows_aligned(x) || x.cols % 16 != 0 || x.cols == 0 ||
+      x.rows == 0 || x.data != columns.x.data || x.row_stride != columns.x.row_stride ||
+      rows.hadamard_block != 16 || !rounding_has_kernel(rows.quant) || p.order.samples != 0 ||
+      !resident_can(p, columns.quant) || !resident::kind_of(p, args.kind) ||
+      resident_one_pass(context, p, columns.quant)) {
+    return false;
+  }
+  const RowShare share = row_share(rows.out.k_padded / 16);
+  if (share.lanes == 0 || share.lanes > 32) return false;
+  args.rows = rows_args(context, x, 16, rows.quant, rows.out);
+  args.rows.pass = rows.quant.per_tensor ? RowsPass::amax : RowsPass::row_scales;
+  args.columns = resident::make_args(context, x, p, args.kind, columns.side, columns.sketch_key,
+                                     columns.quant, columns.out, columns.sum);
+  args.lanes = share.lanes;
+  args.token_blocks = threads / share.lanes / token_block;
+  args.tiles =
+      static_cast<unsigned>(ceil_div(x.rows, std::int64_t{args.token_blocks} * token_block));
+  const int sm_count = device_attribute(context, cudaDevAttrMultiProcessorCount, stage);
+  const std::int64_t grid = std::min<std::int64_t>(args.tiles, sm_count);
+  args.sums = static_cast<unsigned>(grid * ceil_div(args.tiles, grid * tiles_a_sum));
+  const int bytes = Layout(args).bytes(args.token_blocks);
+  if (bytes > device_attribute(context, cudaDevAttrMaxSharedMemoryPerBlockOptin, stage)) {
+    return false;
+  }
+  shape = {grid, threads, static_cast<std::size_t>(bytes)};
+  blocks = share.blocks;
+  return true;
+}
+
+void launch_gradient(const Context& context, const GradientArgs& args, const LaunchShape& shape,
+                     int blocks, Rounding rounding) {
+  const auto run = [&](auto mode) {
+    constexpr Rounding r = decltype(mode)::value;
+    host_with_dtype(args.rows.x.dtype, [&](auto tag) {
+      using Tag = decltype(tag);
+      if constexpr (Tag::size == 2) {
+        constexpr decltype(&gradient_kernel<r, 1, Tag>) kernels[rows16_most_blocks] = {
+            gradient_kernel<r, 1, Tag>, gradient_kernel<r, 2, Tag>, gradient_kernel<r, 3, Tag>,
+            gradient_kernel<r, 4, Tag>, gradient_kernel<r, 5, Tag>, gradient_kernel<r, 6, Tag>};
+        launch("backward_linear", context, kernels[blocks - 1], shape, args);
+      }
+    });
+  };
+  rounding == Rounding::stochastic ? run(std::integral_constant<Rounding, Rounding::stochastic>{})
+                                   : run(std::integral_constant<Rounding, Rounding::nearest>{});
+}
+
+}  // namespace
+
+std::int64_t gradient_sums(const Context& context, std::int64_t rows) {
+  return ceil_div(rows, std::int64_t{token_block} * tiles_a_sum) +
+         device_attribute(context, cudaDevAttrMultiProcessorCount, "backward_linear");
+}
+
+bool CudaBackend::quantize_gradient(const Context& context, const RowsJob& rows,
+                                    const ColumnsJob& columns) const {
+  const DeviceGuard guard(context.device().index, "backward_linear");
+  GradientArgs args{};
+  LaunchShape shape{};
+  int blocks = 0;
+  if (!plan(context, rows, columns, args, shape, blocks)) return false;
+  launch_gradient(context, args, shape, blocks, rows.quant.rounding);
+  if (rows.quant.per_tensor) quantize_rows_codes(context, args.rows, rows.quant.rounding);
+  resident_quantize_codes(context, columns);
+  if (columns.sum != nullptr) finish_sums(context, args.sums, *columns.sum);
+  return true;
+}
+
+}  // namespace hot::detail
