@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import hotcore
@@ -331,6 +332,21 @@ def test_backward_in_another_thread_ends_it() -> None:
     thread.start()
     thread.join()
     assert buffers(y, k(x)) == 2
+
+
+def test_a_checkpoint_repeated_in_another_thread_is_fresh() -> None:
+    q, k = layers(2, "fast")
+    x = images()
+    found = []
+    with ThreadPoolExecutor(1) as other:
+        for _ in range(2):
+            q.weight.grad = None
+            y = checkpoint(lambda x: q(x) * k(x), x, use_reentrant=False)
+            other.submit(y.sum().backward).result()
+            found.append(q.weight.grad)
+            assert other.submit(lambda: reuse.threads.last._entry).result() is None
+    assert reuse.threads.last._entry is None
+    assert not torch.equal(*found)
 
 
 # ---------------------------------------------------------------------- With what people use around

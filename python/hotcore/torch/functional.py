@@ -208,7 +208,8 @@ class _HotLinear(torch.autograd.Function):
             return None, None, None, None, None
         saved, saved_seed, weight = ctx.saved_tensors
         config, shape, dtypes, shared, own_seed, last = ctx.call
-        reuse.forget(last)
+        if last is not None:
+            last.forget()
         need = ctx.needs_input_grad
         wanted = [dtype if wants else None for dtype, wants in zip(dtypes, need, strict=False)]
         kept = saved if need[1] else None
@@ -299,7 +300,8 @@ class _HotConv2d(torch.autograd.Function):
             return None, None, None, None, None, None
         saved, saved_seed, weight = ctx.saved_tensors
         seed = saved_seed if ctx.seed is None else ctx.seed
-        reuse.forget(ctx.last)
+        if ctx.last is not None:
+            ctx.last.forget()
         need = ctx.needs_input_grad
         gx, gw, gb = conv.backward_conv2d(
             gy,

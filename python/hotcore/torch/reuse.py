@@ -95,7 +95,11 @@ class Last:
         return saved, seed
 
     def forget(self) -> None:
-        """Drop the entry."""
+        """Drop the entry; for backward, once the saved tensors are there.
+
+        It is the forward's thread that is meant: on CUDA backward runs in one of autograd's own.
+        What a checkpoint compresses there again goes with its nodes.
+        """
         self._entry = None
 
     def _died(self, ref: _Ref) -> None:
@@ -111,14 +115,3 @@ class _Threads(threading.local):
 
 threads = _Threads()
 """``threads.last``: the calling thread's."""
-
-
-def forget(forward: Last | None) -> None:
-    """Drop the entry of the thread that ran a layer's forward, and of this one.
-
-    For backward, once the saved tensors are there: on CUDA it runs in a thread of autograd's own,
-    and with it checkpoints that compute them again. None: the forward took no part.
-    """
-    if forward is not None:
-        forward.forget()
-        threads.last.forget()
