@@ -128,12 +128,13 @@ __global__ void strip_kernel(ColumnArgs args) {
   const auto finish = [&](std::int64_t g) {
     const DeviceScale column =
         args.per_k ? DeviceScale{} : device_scale(amax[args.per_tensor ? 0 : col], args.bits);
-    const uint4 codes = round_group<rounding>(
-        [&](int i) {
-          const DeviceScale s = args.per_k ? device_scale(amax[g * group + i], args.bits) : column;
-          return s.keep ? pending[i] * s.inv : 0.0F;
-        },
-        args.key, static_cast<std::uint64_t>(col * groups + g), args.bits);
+    const auto scale_at = [&](int i) {
+      return args.per_k ? device_scale(amax[g * group + i], args.bits) : column;
+    };
+    const uint4 codes =
+        round_group<rounding>([&](int i) { return scale_at(i).keep ? pending[i] : 0.0F; },
+                              [&](int i) { return scale_at(i).inv; }, args.key,
+                              static_cast<std::uint64_t>(col * groups + g), args.bits);
     *reinterpret_cast<uint4*>(args.codes + col * args.k_padded + g * group) = codes;
   };
   std::int64_t next = first;

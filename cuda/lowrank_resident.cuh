@@ -521,9 +521,9 @@ __device__ __forceinline__ void quantize_strips(const Args& args, unsigned block
 #pragma unroll
           for (int c = 0; c < 2; ++c) {
             if (row + c >= args.x.cols) break;
-            uint4 codes = round_group<rounding>([&](int k) { return v[c][k] * inv[c]; }, args.key,
-                                                static_cast<std::uint64_t>((row + c) * groups + g),
-                                                args.bits);
+            uint4 codes = round_group<rounding>(
+                [&](int k) { return v[c][k]; }, Same{inv[c]}, args.key,
+                static_cast<std::uint64_t>((row + c) * groups + g), args.bits);
             if (!keep[c]) codes = make_uint4(0, 0, 0, 0);
             *reinterpret_cast<uint4*>(args.codes + (row + c) * args.k_padded + g * group_k) = codes;
           }

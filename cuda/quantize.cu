@@ -99,7 +99,7 @@ __global__ void rows_kernel(RowsArgs args) {
         uint4 codes = make_uint4(0, 0, 0, 0);
         if (s.keep) {
           const std::int64_t blk = row * (args.k_padded / 16) + start / 16 + b;
-          codes = round_group<rounding>([&](int j) { return v[16 * b + j] * s.inv; }, args.key,
+          codes = round_group<rounding>([&](int j) { return v[16 * b + j]; }, Same{s.inv}, args.key,
                                         static_cast<std::uint64_t>(blk), args.bits);
         }
         *reinterpret_cast<uint4*>(args.codes + row * args.k_padded + start + 16 * b) = codes;
@@ -223,14 +223,18 @@ __global__ void matrix_codes_kernel(MatrixQuant args) {
   const std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if (i >= args.x.rows * groups) return;
   const std::int64_t row = i / groups, col = i % groups * 16;
-  const uint4 codes = round_group<rounding>(
-      [&](int j) {
-        if (col + j >= args.x.cols) return 0.0F;
-        const DeviceScale s =
-            device_scale(__float_as_uint(args.scale[args.scale_at(row, col + j)]), args.bits);
-        return s.keep ? load_element(args.x, row, col + j) * s.inv : 0.0F;
-      },
-      args.key, static_cast<std::uint64_t>(i), args.bits);
+  float value[16], inv[16];
+#pragma unroll
+  for (int j = 0; j < 16; ++j) {
+    value[j] = inv[j] = 0.0F;
+    if (col + j >= args.x.cols) continue;
+    const DeviceScale s =
+        device_scale(__float_as_uint(args.scale[args.scale_at(row, col + j)]), args.bits);
+    if (s.keep) value[j] = load_element(args.x, row, col + j), inv[j] = s.inv;
+  }
+  const uint4 codes =
+      round_group<rounding>([&](int j) { return value[j]; }, [&](int j) { return inv[j]; },
+                            args.key, static_cast<std::uint64_t>(i), args.bits);
   const std::uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
   const int count = static_cast<int>(min(std::int64_t{16}, args.x.cols - col));
   std::int8_t* out = args.codes + row * args.code_stride;
@@ -310,7 +314,7 @@ __device__ void finish_half(const GroupsArgs& args, std::int64_t col, std::int64
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const uint4 codes = round_group<rounding>(
-          [&](int j) { return value(i * 16 + j) * scale.inv; }, args.key,
+          [&](int j) { return value(i * 16 + j); }, Same{scale.inv}, args.key,
           static_cast<std::uint64_t>(col * row_blocks + g * 4 + half * 2 + i), 4);
       words[2 * i] = pack_nibbles(codes.x, codes.y);
       words[2 * i + 1] = pack_nibbles(codes.z, codes.w);

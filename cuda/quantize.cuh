@@ -80,7 +80,7 @@ __device__ __forceinline__ void quantize_row_values(const RowsArgs& args, std::i
   auto* to = reinterpret_cast<uint4*>(args.codes + row * args.k_padded) + lane;
 #pragma unroll
   for (int i = 0; i < B; ++i) {
-    uint4 codes = round_group<rounding>([&](int j) { return v[i][j] * s.inv; }, args.key,
+    uint4 codes = round_group<rounding>([&](int j) { return v[i][j]; }, Same{s.inv}, args.key,
                                         first + static_cast<std::uint64_t>(i * T), args.bits);
     if (!s.keep) codes = make_uint4(0, 0, 0, 0);
     // No branch before this one: it would part the code of the blocks.
@@ -166,8 +166,8 @@ __device__ __forceinline__ void requantize_channel(const RequantizeArgs& args, s
     const uint2 nibbles = from[b];
     const float factor =
         __uint_as_float(std::uint32_t{args.scale[row * args.groups + b / 4]} << 16) * s.inv;
-    to[b] = round_group<rounding>([&](int i) { return nibble(nibbles, i) * factor; }, args.key,
-                                  first + static_cast<std::uint64_t>(b), 8);
+    to[b] = round_group<rounding>([&](int i) { return nibble(nibbles, i) * factor; }, Same{1.0F},
+                                  args.key, first + static_cast<std::uint64_t>(b), 8);
   }
 }
 

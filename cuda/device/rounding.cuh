@@ -15,6 +15,12 @@ struct DeviceScale {
   bool keep;  // false: codes are 0 although the values are not finite
 };
 
+// One factor for a whole group.
+struct Same {
+  float inv;
+  __device__ float operator()(int) const { return inv; }
+};
+
 __device__ inline DeviceScale device_scale(std::uint32_t amax_bits, int bits) {
   const float q = bits == 4 ? 7.0F : 127.0F;
   const float amax = __uint_as_float(amax_bits);
@@ -38,26 +44,26 @@ struct RandomWords {
 // constant memory and cost no instruction.
 struct DeviceKey {
   std::uint32_t stream_purpose, offset_low, offset_high;
-  std::uint32_t round_low[10], round_high[10];
+  std::uint32_t round_low[philox_rounds], round_high[philox_rounds];
 };
 
 inline DeviceKey device_key(const Key& key, Purpose purpose) {
   const RandomKey random = random_key(key, purpose);
   DeviceKey d{random.stream_purpose, random.offset_low, random.offset_high, {}, {}};
-  for (std::uint32_t round = 0; round < 10; ++round) {
+  for (std::uint32_t round = 0; round < philox_rounds; ++round) {
     d.round_low[round] = random.seed_low + round * 0x9E3779B9U;
     d.round_high[round] = random.seed_high + round * 0xBB67AE85U;
   }
   return d;
 }
 
-// Philox4x32-10 of one block of 16 elements.
+// Philox4x32 of one block of 16 elements.
 __device__ inline RandomWords random_words(const DeviceKey& key, std::uint64_t blk) {
   std::uint32_t c0 = static_cast<std::uint32_t>(blk);
   std::uint32_t c1 = (static_cast<std::uint32_t>(blk >> 32) & 0xffffU) | key.stream_purpose;
   std::uint32_t c2 = key.offset_low, c3 = key.offset_high;
 #pragma unroll
-  for (int round = 0; round < 10; ++round) {
+  for (int round = 0; round < philox_rounds; ++round) {
     const std::uint64_t p0 = std::uint64_t{0xD2511F53U} * c0, p1 = std::uint64_t{0xCD9E8D57U} * c2;
     c0 = static_cast<std::uint32_t>(p1 >> 32) ^ c1 ^ key.round_low[round];
     c2 = static_cast<std::uint32_t>(p0 >> 32) ^ c3 ^ key.round_high[round];
@@ -75,42 +81,26 @@ __device__ inline std::uint32_t gather_bytes(std::uint32_t w0, std::uint32_t w1,
   return __byte_perm(__byte_perm(w0, w1, pair), __byte_perm(w2, w3, pair), 0x5410);
 }
 
-// Added to a float below 2^22, 1.5 * 2^23 leaves it, rounded to an integer, in the low bits as
-// two's complement. A conversion would run at a fraction of the rate; so would shifts and
-// comparisons, which is why the codes below are made by the floating-point pipe and by byte
-// permutations.
+// docs/numerics.md, "Rounding": a multiply-add to 1.5 * 2^23 leaves the product, rounded to an
+// integer once, in the low bits of the sum as two's complement. A conversion would run at a
+// fraction of the rate; so would shifts, which is why codes are picked as bytes of such sums.
 constexpr std::uint32_t integer_bits = 0x4b400000U;
 
-__device__ inline std::uint32_t round_nearest(const float (&v)[4]) {
-  const auto code = [](float y) {
-    return __float_as_uint(__fadd_rn(y, __uint_as_float(integer_bits)));
+__device__ inline std::uint32_t round_nearest(const float (&v)[4], const float (&inv)[4]) {
+  const auto code = [&](int i) {
+    return __float_as_uint(__fmaf_rn(v[i], inv[i], __uint_as_float(integer_bits)));
   };
-  return gather_bytes<0>(code(v[0]), code(v[1]), code(v[2]), code(v[3]));
+  return gather_bytes<0>(code(0), code(1), code(2), code(3));
 }
 
-// The signs of two floats as two bytes of ones or zeros. (__byte_perm has no such selector.)
-__device__ inline std::uint32_t signs(float a, float b) {
-  std::uint32_t out;
-  asm("prmt.b32 %0, %1, %2, 0x00fb;"
-      : "=r"(out)
-      : "r"(__float_as_uint(a)), "r"(__float_as_uint(b)));
-  return out;
-}
-
-// docs/numerics.md: |code| = (ceil(512 |v|) + 510 - 2u) >> 9, which is (d + 255 - u) >> 8 with d =
-// 256 |v| to the nearest integer, ties to zero. With signs: (d + w) >> 8 rounded down, w = u where
-// v is negative, 255 - u elsewhere. One multiply-add makes d + w, in byte 1 of which lies the code;
-// 256 (1 - 2^-24) brings the ties, and nothing else, to zero.
-__device__ inline std::uint32_t round_stochastic(const float (&v)[4], std::uint32_t u) {
-  const std::uint32_t negative =
-      __byte_perm(signs(v[0], v[1]), signs(v[2], v[3]), 0x5410);  // bytes of ones
-  std::uint32_t w;
-  asm("lop3.b32 %0, %1, %2, 0, 0xc3;" : "=r"(w) : "r"(u), "r"(negative));  // ~(u ^ negative)
+// The random byte comes with the addend: (256 v inv + u) >> 8 is byte 1 of the sum.
+__device__ inline std::uint32_t round_stochastic(const float (&v)[4], const float (&inv)[4],
+                                                 std::uint32_t u) {
   std::uint32_t sum[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const float magic = __uint_as_float(__byte_perm(w, integer_bits, 0x7650U | i));
-    sum[i] = __float_as_uint(__fmaf_rn(v[i], 0x1.fffffep+7F, magic));
+    const float magic = __uint_as_float(__byte_perm(u, integer_bits, 0x7650U | i));
+    sum[i] = __float_as_uint(__fmaf_rn(v[i], 256.0F * inv[i], magic));
   }
   return gather_bytes<1>(sum[0], sum[1], sum[2], sum[3]);
 }
@@ -126,26 +116,27 @@ __device__ inline int round_pseudo_stochastic(float v, int bits) {
   return v < 0.0F ? -code : code;
 }
 
-// Codes of 16 consecutive k as 4 words, lowest byte first. `value(i)` is value i times its inv, of
+// Codes of 16 consecutive k as 4 words, lowest byte first: of `value(i)` times `inv(i)`, of
 // magnitude at most Q (1 + 2^-22): nothing needs a clamp.
-template <Rounding rounding, class Value>
-__device__ inline uint4 round_group(const Value& value, const DeviceKey& key, std::uint64_t blk,
-                                    int bits) {
+template <Rounding rounding, class Value, class Inv>
+__device__ inline uint4 round_group(const Value& value, const Inv& inv, const DeviceKey& key,
+                                    std::uint64_t blk, int bits) {
   RandomWords random{};
   if constexpr (rounding == Rounding::stochastic) random = random_words(key, blk);
   std::uint32_t packed[4];
 #pragma unroll
   for (int w = 0; w < 4; ++w) {
     const float v[4] = {value(4 * w), value(4 * w + 1), value(4 * w + 2), value(4 * w + 3)};
+    const float by[4] = {inv(4 * w), inv(4 * w + 1), inv(4 * w + 2), inv(4 * w + 3)};
     if constexpr (rounding == Rounding::nearest) {
-      packed[w] = round_nearest(v);
+      packed[w] = round_nearest(v, by);
     } else if constexpr (rounding == Rounding::stochastic) {
-      packed[w] = round_stochastic(v, random.word[w]);
+      packed[w] = round_stochastic(v, by, random.word[w]);
     } else {
       std::uint32_t code[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        code[j] = static_cast<std::uint32_t>(round_pseudo_stochastic(v[j], bits));
+        code[j] = static_cast<std::uint32_t>(round_pseudo_stochastic(v[j] * by[j], bits));
       }
       packed[w] = gather_bytes<0>(code[0], code[1], code[2], code[3]);
     }

@@ -151,7 +151,7 @@ def bf16_values(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
 
 
 def philox4x32(counter: NDArray[Any], key: NDArray[Any]) -> NDArray[np.uint32]:
-    """Philox4x32-10 of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3".
+    """Philox4x32-7 of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3".
 
     Args:
         counter: 32-bit words, ``[..., 4]``.
@@ -166,7 +166,7 @@ def philox4x32(counter: NDArray[Any], key: NDArray[Any]) -> NDArray[np.uint32]:
     high = _u64(32)
     c0, c1, c2, c3 = np.moveaxis(np.asarray(counter).astype(_u64), -1, 0)
     k0, k1 = np.moveaxis(np.asarray(key).astype(_u64), -1, 0)
-    for _ in range(10):
+    for _ in range(7):
         product0 = c0 * _u64(0xD2511F53)
         product1 = c2 * _u64(0xCD9E8D57)
         c0, c1, c2, c3 = (
@@ -488,38 +488,56 @@ def scale_of(
 
 @_quiet
 def round_codes(
-    v: NDArray[np.float32], bits: int, rounding: str, u: NDArray[np.uint8] | None = None
+    values: NDArray[np.float32],
+    inv: NDArray[np.float32] | np.float32,
+    bits: int,
+    rounding: str,
+    u: NDArray[np.uint8] | None = None,
 ) -> Codes:
-    """Round scaled values to codes in ``[-127, 127]`` (8 bits) or ``[-7, 7]`` (4 bits).
+    """Codes of ``values * inv`` in ``[-127, 127]`` (8 bits) or ``[-7, 7]`` (4 bits).
 
     Args:
-        v: ``value * inv``, float32, finite.
+        values: float32, finite.
+        inv: float32, broadcasts against ``values``.
         bits: 8 or 4.
         rounding: ``"nearest"``, ``"stochastic"`` or ``"pseudo_stochastic"``.
-        u: random bytes of v's shape, ``"stochastic"`` only.
+        u: random bytes of the shape of ``values``, ``"stochastic"`` only.
 
     Source: spec.md, "Rounding and randomness"; docs/numerics.md, "Rounding".
     """
     _choice("rounding", rounding, _ROUNDINGS)
     q = _largest_code(bits)
+    if rounding == "pseudo_stochastic":
+        return _round_pseudo_stochastic(values * inv, bits)
+    exact = values.astype(np.float64) * np.asarray(inv, np.float64)  # 48 bits of 53
+    if rounding == "nearest":
+        codes = np.rint(exact).astype(np.int64)
+    else:
+        if u is None:
+            raise ValueError("u: stochastic rounding needs random bytes")
+        codes = _round_sum(256 * exact, u.astype(np.int64)) >> 8
+    return np.clip(codes, -q, q).astype(np.int8)
+
+
+def _round_sum(exact: NDArray[np.float64], whole: NDArray[np.int64]) -> NDArray[np.int64]:
+    """``exact + whole`` to the nearest integer, half to even, as if the sum were exact."""
+    nearest = np.rint(exact)
+    rest = exact - nearest  # exact, unlike exact + whole
+    total = nearest.astype(np.int64) + whole
+    below = total - (rest < 0)  # of a half's two neighbours
+    return np.where(np.abs(rest) == 0.5, below + below % 2, total)
+
+
+def _round_pseudo_stochastic(v: NDArray[np.float32], bits: int) -> Codes:
     a = np.abs(v)
     whole = np.floor(a)
     fraction = a - whole  # exact
-    if rounding == "nearest":
-        magnitude = np.rint(a).astype(np.int64)
-    else:
-        if rounding == "stochastic":
-            if u is None:
-                raise ValueError("u: stochastic rounding needs random bytes")
-            up = _f32(512) * fraction > (2 * u.astype(np.int64) + 1).astype(_f32)  # all exact
-        else:
-            h = 10 if bits == 4 else 8
-            digits = np.floor(fraction * _f32(1 << (2 * h + 1))).astype(np.int64)
-            probability = digits >> (h + 1)
-            draw = digits & ((1 << (h + 1)) - 1)
-            up = (2 * probability + 1 > draw) & (digits != 0)
-        magnitude = whole.astype(np.int64) + up
-    magnitude = np.minimum(magnitude, q)
+    h = 10 if bits == 4 else 8
+    digits = np.floor(fraction * _f32(1 << (2 * h + 1))).astype(np.int64)
+    probability = digits >> (h + 1)
+    draw = digits & ((1 << (h + 1)) - 1)
+    up = (2 * probability + 1 > draw) & (digits != 0)
+    magnitude = np.minimum(whole.astype(np.int64) + up, _largest_code(bits))
     return np.where(v < 0, -magnitude, magnitude).astype(np.int8)
 
 
@@ -608,10 +626,9 @@ def _round_scaled(
     purpose: int,
 ) -> Codes:
     """Codes of ``values * inv`` for a matrix; 0 wherever inv is 0, whatever stands there."""
-    scaled = np.where(inv == 0, _f32(0), values * inv)
     rows, cols = values.shape
     u = random_bytes(rows, cols, key, purpose) if rounding == "stochastic" else None
-    return round_codes(scaled, bits, rounding, u)
+    return round_codes(np.where(inv == 0, _f32(0), values), inv, bits, rounding, u)
 
 
 # --------------------------------------------------------------------------------------------- INT4
@@ -926,8 +943,8 @@ def requantize_int4(saved: Saved, key: KeyLike | None = None) -> tuple[Codes, ND
     width = _round_up(saved.tokens, 16)
     per_token = np.repeat(factor, INT4_GROUP, axis=1)[:, :width]
     codes = _round_scaled(
-        saved.codes[:, :width].astype(_f32),
-        per_token,
+        saved.codes[:, :width].astype(_f32) * per_token,
+        np.where(inv == 0, _f32(0), _f32(1)),
         8,
         "stochastic" if saved.config.x_rounding == "stochastic" else "nearest",
         saved.key if key is None else key,

@@ -68,7 +68,7 @@ void write_codes(const SimdKernels& simd, const float* v, std::int64_t count, co
   if (scale.keep == 0) {
     std::memset(out, 0, static_cast<std::size_t>(count));
   } else {
-    simd.quantize_row(v, count, scale.inv, rounder, blk, out);
+    simd.quantize_row(v, count, &scale.inv, false, rounder, blk, out);
   }
 }
 
@@ -115,29 +115,26 @@ void CpuBackend::quantize(const Context& context, const MatrixIn& x, const Quant
   const std::int64_t row_blocks = ceil_div(x.cols, group);
   context.pool()->run(tasks, [&](std::int64_t task) {
     Row row(simd, x, 1, x.cols);
-    float scaled[chunk];
+    float kept[chunk], inv[chunk];  // of columns with scales of their own
     std::int8_t codes[chunk];
     for (std::int64_t r = task * per_task; r < std::min(x.rows, (task + 1) * per_task); ++r) {
       row.chunks(r, [&](std::int64_t start, std::int64_t count, const float* v) {
-        Scale s{0.0F, 1.0F, ~0U};
+        auto* out = static_cast<std::int8_t*>(q.data) + r * q.row_stride;
+        std::int8_t* const to = packed ? codes : out + start;
+        const auto blk = static_cast<std::uint64_t>(r * row_blocks + start / group);
         if (spec.scale == Granularity::column) {
-          // The factor differs from column to column: apply it here, and 1 (exact) below.
           for (std::int64_t i = 0; i < count; ++i) {
             const Scale column = make_scale(amax[start + i], spec.bits);
-            scaled[i] = bits_float(float_bits(v[i]) & column.keep) * column.inv;
+            kept[i] = bits_float(float_bits(v[i]) & column.keep);
+            inv[i] = column.inv;
           }
-          v = scaled;
+          simd.quantize_row(kept, count, inv, true, rounder, blk, to);
         } else {
-          s = make_scale(amax[spec.scale == Granularity::row ? r : 0], spec.bits);
+          write_codes(simd, v, count,
+                      make_scale(amax[spec.scale == Granularity::row ? r : 0], spec.bits), rounder,
+                      blk, to);
         }
-        auto* out = static_cast<std::int8_t*>(q.data) + r * q.row_stride;
-        const auto blk = static_cast<std::uint64_t>(r * row_blocks + start / group);
-        if (packed) {
-          write_codes(simd, v, count, s, rounder, blk, codes);
-          pack_row(codes, count, reinterpret_cast<std::uint8_t*>(out) + start / 2);
-        } else {
-          write_codes(simd, v, count, s, rounder, blk, out + start);
-        }
+        if (packed) pack_row(codes, count, reinterpret_cast<std::uint8_t*>(out) + start / 2);
       });
     }
   });

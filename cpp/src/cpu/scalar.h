@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "random_key.h"
+
 namespace hot::detail {
 namespace {
 
@@ -73,7 +75,7 @@ struct Philox {
 
 inline Philox philox4x32(std::uint32_t c0, std::uint32_t c1, std::uint32_t c2, std::uint32_t c3,
                          std::uint32_t k0, std::uint32_t k1) {
-  for (int round = 0; round < 10; ++round) {
+  for (int round = 0; round < philox_rounds; ++round) {
     const std::uint64_t p0 = std::uint64_t{0xD2511F53U} * c0;
     const std::uint64_t p1 = std::uint64_t{0xCD9E8D57U} * c2;
     const std::uint32_t n0 = static_cast<std::uint32_t>(p1 >> 32) ^ c1 ^ k0;

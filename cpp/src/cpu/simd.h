@@ -1,5 +1,6 @@
 // The inner loops of the CPU backend, once for each instruction set. All three tables are made from
-// simd_impl.h and give the same bits: every operation is one IEEE fp32 operation or an integer one.
+// simd_impl.h and give the same bits: every operation is one IEEE fp32 operation (a fused
+// multiply-add only where one is written) or an integer one.
 #pragma once
 
 #include <cstddef>
@@ -39,9 +40,10 @@ struct SimdKernels {
   // amax[c] = max(amax[c], bits(|v[k][c]|)) for `rows` rows of strip_columns floats.
   void (*amax_strip)(const float* v, std::int64_t rows, std::uint32_t* amax);
 
-  // Codes of a contiguous run that starts at column 0 of a row whose first random block is `blk`.
-  void (*quantize_row)(const float* v, std::int64_t count, float inv, const Rounder&,
-                       std::uint64_t blk, std::int8_t* out);
+  // Codes of a contiguous run that starts at column 0 of a row whose first random block is `blk`;
+  // one inv, or one for `each`.
+  void (*quantize_row)(const float* v, std::int64_t count, const float* inv, bool each,
+                       const Rounder&, std::uint64_t blk, std::int8_t* out);
   // Codes of 16 rows (k) x strip_columns columns, transposed: out[c * ld + 0..15], c < cols.
   // inv and keep (all ones, or 0 where codes must be 0) per column; blk[c]: random block.
   void (*quantize_strip)(const float* v, int cols, const float* inv, const std::uint32_t* keep,

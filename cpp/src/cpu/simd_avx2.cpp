@@ -52,6 +52,7 @@ struct V {
   static F add(F a, F b) { return _mm256_add_ps(a, b); }
   static F sub(F a, F b) { return _mm256_sub_ps(a, b); }
   static F mul(F a, F b) { return _mm256_mul_ps(a, b); }
+  static F fused(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
   static I abs_bits(F v) { return _mm256_and_si256(_mm256_castps_si256(v), seti(0x7fffffffU)); }
   static F abs(F v) { return _mm256_castsi256_ps(abs_bits(v)); }
   static F and_bits(F v, I mask) { return _mm256_and_ps(v, _mm256_castsi256_ps(mask)); }
@@ -76,11 +77,7 @@ struct V {
   }
 
   static I trunc_int(F v) { return _mm256_cvttps_epi32(v); }
-  static I ceil_int(F v) { return _mm256_cvttps_epi32(_mm256_ceil_ps(v)); }
-  // Adding 1.5 * 2^23 leaves no fraction bits, so the addition itself rounds half to even.
-  static I round_even(F v) {
-    return subi(_mm256_castps_si256(add(v, set(12582912.0F))), seti(0x4b400000U));
-  }
+  static I bits_of(F v) { return _mm256_castps_si256(v); }
   static F to_float(I v) { return _mm256_cvtepi32_ps(v); }
   static I copy_sign_int(I code, F v) {
     const I mask = _mm256_srai_epi32(_mm256_castps_si256(v), 31);

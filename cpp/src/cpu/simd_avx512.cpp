@@ -51,6 +51,7 @@ struct V {
   static F add(F a, F b) { return _mm512_add_ps(a, b); }
   static F sub(F a, F b) { return _mm512_sub_ps(a, b); }
   static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+  static F fused(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
   static I abs_bits(F v) { return _mm512_and_si512(_mm512_castps_si512(v), seti(0x7fffffffU)); }
   static F abs(F v) { return _mm512_castsi512_ps(abs_bits(v)); }
   static F and_bits(F v, I mask) {
@@ -77,13 +78,7 @@ struct V {
   }
 
   static I trunc_int(F v) { return _mm512_cvttps_epi32(v); }
-  static I ceil_int(F v) {
-    return _mm512_cvt_roundps_epi32(v, _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC);
-  }
-  // Adding 1.5 * 2^23 leaves no fraction bits, so the addition itself rounds half to even.
-  static I round_even(F v) {
-    return subi(_mm512_castps_si512(add(v, set(12582912.0F))), seti(0x4b400000U));
-  }
+  static I bits_of(F v) { return _mm512_castps_si512(v); }
   static F to_float(I v) { return _mm512_cvtepi32_ps(v); }
   static I copy_sign_int(I code, F v) {
     const I mask = _mm512_srai_epi32(_mm512_castps_si512(v), 31);

@@ -171,7 +171,7 @@ void amax_strip(const float* v, std::int64_t rows, std::uint32_t* amax) {
 
 inline void philox(I& c0, I& c1, I& c2, I& c3, const RandomKey& key) {
   std::uint32_t k0 = key.seed_low, k1 = key.seed_high;
-  for (int round = 0; round < 10; ++round) {
+  for (int round = 0; round < philox_rounds; ++round) {
     I h0, l0, h1, l1;
     V::mul_wide(c0, 0xD2511F53U, h0, l0);
     V::mul_wide(c2, 0xCD9E8D57U, h1, l1);
@@ -211,42 +211,49 @@ inline void random_run(const RandomKey& key, std::uint64_t blk, int blocks, std:
 
 // ---- rounding ---------------------------------------------------------------------------------
 
+// Codes of value * inv: docs/numerics.md, "Rounding". 1.5 * 2^23 and the product, added with one
+// rounding, are an integer, half to even, in the low bits of the sum.
+constexpr float integer_float = 12582912.0F;
+constexpr std::uint32_t integer_bits = 0x4b400000U;
+
+inline I rounded_product(F a, F b, F magic) {
+  return V::subi(V::bits_of(V::fused(a, b, magic)), V::seti(integer_bits));
+}
+
+template <int bits>
+inline I pseudo_stochastic_code(F v) {
+  constexpr int q_max = bits == 4 ? 7 : 127, h = bits == 4 ? 10 : 8;
+  const F a = V::abs(v);
+  const I whole = V::trunc_int(a);
+  const F fraction = V::sub(a, V::to_float(whole));
+  const I f = V::trunc_int(V::mul(fraction, V::set(static_cast<float>(1 << (2 * h + 1)))));
+  const I p = V::shift_right(f, h + 1);
+  const I r = V::bit_and(f, V::seti((1U << (h + 1)) - 1));
+  const I up = V::bit_and(V::greater(V::addi(V::addi(p, p), V::seti(1)), r),
+                          V::greater(f, V::seti(0)));  // all ones where true
+  return V::copy_sign_int(V::min_i(V::subi(whole, up), V::seti(q_max)), v);
+}
+
 template <Rounding rounding, int bits>
-inline I round_code(F v, I u) {
-  constexpr int q_max = bits == 4 ? 7 : 127;
+inline I round_code(F value, F inv, I u) {
   if constexpr (rounding == Rounding::nearest) {
-    return V::min_i(V::max_i(V::round_even(v), V::seti(static_cast<std::uint32_t>(-q_max))),
-                    V::seti(q_max));
+    return rounded_product(value, inv, V::set(integer_float));
+  } else if constexpr (rounding == Rounding::stochastic) {
+    const F magic = V::add(V::to_float(u), V::set(integer_float));  // exact, as is 256 inv
+    const I sum = rounded_product(value, V::mul(inv, V::set(256.0F)), magic);
+    // An arithmetic shift, by one that is not.
+    return V::subi(V::shift_right(V::addi(sum, V::seti(1U << 16)), 8), V::seti(1U << 8));
   } else {
-    const F a = V::abs(v);
-    I code;
-    if constexpr (rounding == Rounding::stochastic) {
-      // up iff 512 f > 2u + 1, in integers: docs/numerics.md, "Rounding".
-      const I c = V::ceil_int(V::mul(a, V::set(512.0F)));
-      code = V::shift_right(V::subi(V::addi(c, V::seti(510)), V::addi(u, u)), 9);
-    } else {
-      constexpr int h = bits == 4 ? 10 : 8;
-      const I whole = V::trunc_int(a);
-      const F fraction = V::sub(a, V::to_float(whole));
-      const I f = V::trunc_int(V::mul(fraction, V::set(static_cast<float>(1 << (2 * h + 1)))));
-      const I p = V::shift_right(f, h + 1);
-      const I r = V::bit_and(f, V::seti((1U << (h + 1)) - 1));
-      const I up = V::bit_and(V::greater(V::addi(V::addi(p, p), V::seti(1)), r),
-                              V::greater(f, V::seti(0)));  // all ones where true
-      code = V::subi(whole, up);
-    }
-    code = V::min_i(code, V::seti(q_max));
-    return V::copy_sign_int(code, v);
+    return pseudo_stochastic_code<bits>(V::mul(value, inv));
   }
 }
 
 template <Rounding rounding, int bits>
-void quantize_row_as(const float* v, std::int64_t count, float inv, const RandomKey& key,
-                     std::uint64_t blk, std::int8_t* out) {
+void quantize_row_as(const float* v, std::int64_t count, const float* inv, bool each,
+                     const RandomKey& key, std::uint64_t blk, std::int8_t* out) {
   constexpr int run = 16 * W;  // elements of W random blocks
   std::uint8_t random[run] = {};
-  float tail[run];
-  const F factor = V::set(inv);
+  float tail[run], tail_inv[run];
   for (std::int64_t start = 0; start < count; start += run) {
     const std::int64_t left = count - start < run ? count - start : run;
     const int blocks = static_cast<int>((left + 15) / 16);
@@ -254,17 +261,23 @@ void quantize_row_as(const float* v, std::int64_t count, float inv, const Random
       random_run(key, blk + static_cast<std::uint64_t>(start / 16), blocks, random);
     }
     const float* in = v + start;
+    const float* factors = each ? inv + start : inv;
     std::int8_t* codes = out + start;
     std::int8_t last[run];
     const bool partial = left < run && left % W != 0;
     if (partial) {
       for (int i = 0; i < run; ++i) tail[i] = i < left ? in[i] : 0.0F;
+      if (each) {
+        for (int i = 0; i < run; ++i) tail_inv[i] = i < left ? factors[i] : 0.0F;
+        factors = tail_inv;
+      }
       in = tail;
       codes = last;
     }
     for (int i = 0; i < left; i += W) {
       const I u = rounding == Rounding::stochastic ? V::load_u8(random + i) : V::seti(0);
-      V::store_i8(codes + i, round_code<rounding, bits>(V::mul(V::load(in + i), factor), u));
+      const F factor = each ? V::load(factors + i) : V::set(*factors);
+      V::store_i8(codes + i, round_code<rounding, bits>(V::load(in + i), factor, u));
     }
     if (partial) std::memcpy(out + start, last, static_cast<std::size_t>(left));
   }
@@ -297,7 +310,7 @@ void quantize_strip_as(const float* v, int cols, const float* inv, const std::ui
         const F factor = by_k ? V::set(inv[k]) : V::load(inv + c);
         const I mask = by_k ? V::seti(keep[k]) : V::loadi(keep + c);
         const F x = V::and_bits(V::load(v + k * strip_columns + c), mask);
-        const I code = round_code<rounding, bits>(V::mul(x, factor), u);
+        const I code = round_code<rounding, bits>(x, factor, u);
         four = V::bit_or(four, V::shift_left(V::bit_and(code, V::seti(255)), 8 * j));
       }
       V::storei(packed[w], four);
@@ -334,10 +347,10 @@ inline void for_rounder(const Rounder& r, const Call& call) {
   }
 }
 
-void quantize_row(const float* v, std::int64_t count, float inv, const Rounder& r,
+void quantize_row(const float* v, std::int64_t count, const float* inv, bool each, const Rounder& r,
                   std::uint64_t blk, std::int8_t* out) {
   for_rounder(r, [&](auto rounding, auto bits) {
-    quantize_row_as<rounding(), bits()>(v, count, inv, r.key, blk, out);
+    quantize_row_as<rounding(), bits()>(v, count, inv, each, r.key, blk, out);
   });
 }
 

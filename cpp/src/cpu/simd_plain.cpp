@@ -1,4 +1,5 @@
 // The inner loops without any instruction set extension: one lane.
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -32,6 +33,7 @@ struct V {
   static F add(F a, F b) { return a + b; }
   static F sub(F a, F b) { return a - b; }
   static F mul(F a, F b) { return a * b; }
+  static F fused(F a, F b, F c) { return std::fma(a, b, c); }
   static I abs_bits(F v) { return float_bits(v) & 0x7fffffffU; }
   static F abs(F v) { return bits_float(abs_bits(v)); }
   static F and_bits(F v, I mask) { return bits_float(float_bits(v) & mask); }
@@ -54,12 +56,7 @@ struct V {
   }
 
   static I trunc_int(F v) { return unsigned_of(static_cast<std::int32_t>(v)); }
-  static I ceil_int(F v) {
-    const auto whole = static_cast<std::int32_t>(v);
-    return unsigned_of(whole + (v > static_cast<float>(whole) ? 1 : 0));
-  }
-  // Adding 1.5 * 2^23 leaves no fraction bits, so the addition itself rounds half to even.
-  static I round_even(F v) { return float_bits(v + 12582912.0F) - 0x4b400000U; }
+  static I bits_of(F v) { return float_bits(v); }
   static F to_float(I v) { return static_cast<float>(signed_of(v)); }
   static I copy_sign_int(I code, F v) {
     const I mask = (float_bits(v) >> 31) == 0 ? 0U : ~0U;
