@@ -57,8 +57,9 @@ class CudaBackend final : public Backend {
   void gemm_token(const Context&, const GemmTokenArgs&, void* workspace) const override;
 };
 
-// Adds up `runs` partial sums of every column in sum.workspace (lowrank.cu).
-void finish_sums(const Context&, std::int64_t runs, const ColumnSum& sum);
+// Adds up `runs` partial sums of every column in sum.workspace (lowrank.cu). `independent` as in
+// OperandQuant: the kernel before is not the one that left them.
+void finish_sums(const Context&, std::int64_t runs, const ColumnSum& sum, bool independent);
 
 // The most partial sums that CudaBackend::quantize_gradient leaves for that.
 std::int64_t gradient_sums(const Context&, std::int64_t rows);

@@ -209,8 +209,8 @@ __global__ void __launch_bounds__(sum_threads) partial_sum_kernel(MatrixIn x, fl
 }
 
 __global__ void final_sum_kernel(const float* partial, std::int64_t runs, bool accumulate,
-                                 MatrixOut out) {
-  begin_kernel();
+                                 MatrixOut out, bool independent) {
+  begin_kernel(independent);
   __shared__ double shared[8][32];
   const std::int64_t col = std::int64_t{blockIdx.x} * 32 + threadIdx.x % 32;
   const int part = static_cast<int>(threadIdx.x) / 32;
@@ -222,11 +222,13 @@ __global__ void final_sum_kernel(const float* partial, std::int64_t runs, bool a
   }
   shared[part][threadIdx.x % 32] = total;
   __syncthreads();
-  if (part != 0 || col >= out.cols) return;
-  for (int i = 1; i < 8; ++i) total += shared[i][threadIdx.x];
-  float sum = static_cast<float>(total);
-  if (accumulate) sum = load_out(out, 0, col) + sum;
-  store_element(out, 0, col, sum);
+  if (part == 0 && col < out.cols) {
+    for (int i = 1; i < 8; ++i) total += shared[i][threadIdx.x];
+    float sum = static_cast<float>(total);
+    if (accumulate) sum = load_out(out, 0, col) + sum;
+    store_element(out, 0, col, sum);
+  }
+  end_kernel(independent);
 }
 
 __global__ void fill_zero_kernel(MatrixOut out) {
@@ -237,9 +239,10 @@ __global__ void fill_zero_kernel(MatrixOut out) {
 
 }  // namespace
 
-void finish_sums(const Context& context, std::int64_t runs, const ColumnSum& sum) {
+void finish_sums(const Context& context, std::int64_t runs, const ColumnSum& sum,
+                 bool independent) {
   launch("backward_linear", context, final_sum_kernel, ceil_div(sum.out.cols, 32), 256, 0,
-         static_cast<const float*>(sum.workspace), runs, sum.accumulate, sum.out);
+         static_cast<const float*>(sum.workspace), runs, sum.accumulate, sum.out, independent);
 }
 
 void CudaBackend::hla(const Context& context, const MatrixIn& x, const Projection& p, Side side,
@@ -314,7 +317,7 @@ void CudaBackend::column_sum(const Context& context, const MatrixIn& x,
              static_cast<float*>(sum.workspace));
     });
   }
-  finish_sums(context, runs, sum);
+  finish_sums(context, runs, sum, false);
 }
 
 void CudaBackend::fill_zero(const Context& context, const MatrixOut& out) const {

@@ -106,11 +106,36 @@ namespace {
 
 using namespace resident;
 
-template <Kind kind, Rounding rounding, class Tag>
-__global__ void __launch_bounds__(32 * most_warps, sm_warps / most_warps)
+// Parts for two passes hold 512 tokens; a ColumnSum's workspace has room for parts of 128.
+constexpr int two_pass_warps = 4;
+
+constexpr int threads_of(Pass pass) {
+  return 32 * (pass == Pass::both ? most_warps : two_pass_warps);
+}
+// Thread blocks on an SM: six of the first of two passes fit in its shared memory, five of the
+// second and two of the only pass in its registers.
+constexpr int blocks_of(Pass pass) {
+  return pass == Pass::both ? sm_warps / most_warps : pass == Pass::amax ? 6 : 5;
+}
+
+template <Kind kind, Rounding rounding, class Tag, Pass pass>
+__global__ void __launch_bounds__(threads_of(pass), blocks_of(pass))
     resident_kernel(const __grid_constant__ Args args) {
   extern __shared__ __align__(1024) char units[];
-  quantize_strips<kind, rounding, Tag, Slots::no, 1>(args, blockIdx.x, gridDim.x, units);
+  quantize_strips<kind, rounding, Tag, Slots::no, 1, pass>(args, blockIdx.x, gridDim.x, units);
+}
+
+// The largest values do not depend on a rounding.
+template <Kind kind, class Tag>
+auto kernel_of(Pass pass, Rounding rounding) {
+  const bool nearest = rounding == Rounding::nearest;
+  if (pass == Pass::amax) return resident_kernel<kind, Rounding::nearest, Tag, Pass::amax>;
+  if (pass == Pass::codes) {
+    return nearest ? resident_kernel<kind, Rounding::nearest, Tag, Pass::codes>
+                   : resident_kernel<kind, Rounding::stochastic, Tag, Pass::codes>;
+  }
+  return nearest ? resident_kernel<kind, Rounding::nearest, Tag, Pass::both>
+                 : resident_kernel<kind, Rounding::stochastic, Tag, Pass::both>;
 }
 
 // How a strip is shared out: the division that should take least, by a model of an SM's cycles. A
@@ -142,9 +167,6 @@ Plan cluster_plan(std::int64_t units, std::int64_t strips, std::int64_t sm_count
   }
   return best;
 }
-
-// Parts for two passes hold 512 tokens; a ColumnSum's workspace has room for parts of 128.
-constexpr int two_pass_warps = 4;
 
 // Whether a cluster holds a strip, and surely runs: only where the code knows how to overlap.
 bool one_pass_can(const Context& context, std::int64_t units, bool per_tensor) {
@@ -178,11 +200,7 @@ void run_pass(const Context& context, Args& args, const Plan& plan, Kind kind, R
                     shared_bytes(plan.warps, plan.warps, args.cluster), std::max(1, args.cluster)};
   with_kind(kind, [&](auto k) {
     host_with_dtype(args.x.dtype, [&](auto tag) {
-      using Tag = decltype(tag);
-      constexpr Kind a_kind = decltype(k)::value;
-      const auto kernel = rounding == Rounding::nearest
-                              ? resident_kernel<a_kind, Rounding::nearest, Tag>
-                              : resident_kernel<a_kind, Rounding::stochastic, Tag>;
+      const auto kernel = kernel_of<decltype(k)::value, decltype(tag)>(pass, rounding);
       // Half of the SMs surely take what few strips there are: no need to ask.
       if (plan.one_pass && 2 * shape.blocks > plan.sm_count) {
         const std::int64_t clusters =
@@ -216,11 +234,11 @@ void resident_quantize_columns(const Context& context, const MatrixIn& x, const 
   Args args = make_args(context, x, p, kind, side, sketch_key, quant, out, sum);
   const Plan plan = plan_of(context, x, p, quant, kind);
   if (plan.one_pass) return run_pass(context, args, plan, kind, quant.rounding, Pass::both);
-  run_pass(context, args, plan, kind, Rounding::nearest, Pass::amax);
+  run_pass(context, args, plan, kind, quant.rounding, Pass::amax);
   args.independent = false;
   args.sum_wanted = false;
   run_pass(context, args, plan, kind, quant.rounding, Pass::codes);
-  if (sum != nullptr) finish_sums(context, plan.parts, *sum);
+  if (sum != nullptr) finish_sums(context, plan.parts, *sum, true);
 }
 
 void resident_quantize_codes(const Context& context, const ColumnsJob& job) {

@@ -19,7 +19,7 @@
 namespace hot::detail::resident {
 
 enum class Kind { full, whole, sketch8, lowpass8, sequency8 };
-enum class Pass { both, amax, codes };
+enum class Pass { both, amax, codes, any };  // any: as a template argument, args.pass
 
 constexpr int strip_bytes = 64, unit_tokens = 128, unit_bytes = unit_tokens * strip_bytes;
 constexpr int unit_blocks = unit_tokens / 16;
@@ -345,18 +345,20 @@ enum class Slots { no, yes };
 
 // What thread block `block_index` of `blocks` does. `units` is its dynamic shared memory. Begins
 // the kernel itself, after what needs nothing from the one before.
-template <Kind kind, Rounding rounding, class Tag, Slots slots, int unit_warps>
+// A `known` pass needs less code and fewer registers.
+template <Kind kind, Rounding rounding, class Tag, Slots slots, int unit_warps,
+          Pass known = Pass::any>
 __device__ __forceinline__ void quantize_strips(const Args& args, unsigned block_index,
                                                 unsigned blocks, char* units) {
+  const Pass pass = known == Pass::any ? args.pass : known;
   constexpr int columns = strip_bytes / Tag::size, halves = columns / warp_columns;
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
   const int warps = static_cast<int>(blockDim.x) / 32, unit_count = warps / unit_warps;
   // A cluster's parts are neighbours. In two passes the strips are, so that whole rows of x are
   // read at a time.
-  const bool clustered = slots == Slots::yes || args.pass == Pass::both;
+  const bool clustered = slots == Slots::yes || pass == Pass::both;
   // 32 bits: a division of 64 takes as long as a load.
-  const unsigned block =
-      args.pass == Pass::codes && !clustered ? blocks - 1 - block_index : block_index;
+  const unsigned block = pass == Pass::codes && !clustered ? blocks - 1 - block_index : block_index;
   const auto parts = static_cast<unsigned>(args.parts), strips = static_cast<unsigned>(args.strips);
   const unsigned rank_divisor = clustered ? parts : strips;
   const unsigned quotient = block / rank_divisor, rest = block - quotient * rank_divisor;
@@ -372,11 +374,10 @@ __device__ __forceinline__ void quantize_strips(const Args& args, unsigned block
   }
   // The second of two launches (Slots) needs of the first only what it reads later: its copies come
   // before the wait. What x is made by has ended: the first one waited for it.
-  const bool copies_first = slots == Slots::yes && args.pass == Pass::codes;
+  const bool copies_first = slots == Slots::yes && pass == Pass::codes;
   if (!copies_first) begin_kernel(args.independent);
   // Two passes, and Slots: all strips at once.
-  const unsigned strip_step =
-      slots == Slots::no && args.pass == Pass::both ? blocks / parts : strips;
+  const unsigned strip_step = slots == Slots::no && pass == Pass::both ? blocks / parts : strips;
   unsigned strip = clustered ? quotient : rest;
   // The last thread blocks of a strip may have more warps than there are units.
   const bool active = unit < args.units;
@@ -411,7 +412,7 @@ __device__ __forceinline__ void quantize_strips(const Args& args, unsigned block
     wait_copies<0>();
     __syncwarp();
     Exchange* const told = shared.told + turn % 2 * args.cluster;
-    if (args.pass != Pass::codes) {
+    if (pass != Pass::codes) {
 #pragma unroll 1
       for (int half = first_half; half < last_half; ++half) {
         Seen<kind> seen[2];
@@ -463,7 +464,7 @@ __device__ __forceinline__ void quantize_strips(const Args& args, unsigned block
     const bool has_column = lane < columns && column < args.x.cols;
     std::uint32_t most = 0;
     double total = 0.0;
-    if (args.pass == Pass::codes) {
+    if (pass == Pass::codes) {
       if (slots == Slots::yes) {
         most = warp_slots_max(args.amax, args.slots);
       } else if (has_column) {
@@ -475,7 +476,7 @@ __device__ __forceinline__ void quantize_strips(const Args& args, unsigned block
         for (int r = 0; r < max(1, args.cluster); ++r) total += told[r].sum[lane];
       }
     }
-    if (args.pass == Pass::amax) {
+    if (pass == Pass::amax) {
       if (slots == Slots::yes && warp == 0) {
         const std::uint32_t strip_most = __reduce_max_sync(0xffffffffU, most);
         if (lane == 0) args.amax[block] = strip_most;
@@ -491,15 +492,15 @@ __device__ __forceinline__ void quantize_strips(const Args& args, unsigned block
       if (args.sum_accumulate) sum = load_out(args.sum, 0, column) + sum;
       store_element(args.sum, 0, column, sum);
     };
-    if (slots == Slots::yes && args.pass == Pass::amax && args.sum_wanted && warp == 0 &&
-        rank == 0 && has_column) {
+    if (slots == Slots::yes && pass == Pass::amax && args.sum_wanted && warp == 0 && rank == 0 &&
+        has_column) {
       store_sum();
     }
-    if (args.pass != Pass::amax) {
+    if (pass != Pass::amax) {
       const DeviceScale scale = device_scale(most, args.bits);
       if (warp == 0 && rank == 0 && has_column) {
         if (column < args.scales) args.scale[column] = scale.scale;
-        if (args.pass == Pass::both && args.sum_wanted) store_sum();
+        if (pass == Pass::both && args.sum_wanted) store_sum();
       }
 #pragma unroll 1
       for (int half = first_half; half < last_half; ++half) {

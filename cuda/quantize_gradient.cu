@@ -5,16 +5,13 @@
 // the codes of those columns are a second read (lowrank_resident.cu, Pass::codes), which starts
 // where this one ends: in the L2.
 //   tile     16 whole rows (as many times more as rows are short), kept in shared memory; one
-//            thread block of 16 warps on an SM goes from tile to tile and copies the next one
-//            (cp.async) while it works on this one.
+//            thread block of 16 warps on an SM goes from tile to tile and copies the next one, an
+//            instruction a row (cp.async.bulk, so Hopper on), while it works on this one.
 //   rows     as in rows16_kernel: T lanes of a warp hold a row, B blocks of 16 elements each, in
 //            registers; butterfly, largest value by shuffles, codes.
 //   columns  a thread takes 16 tokens of two neighbouring columns, folded (a sketch: which tokens
 //            meet is the same for a whole tile, and stands in a table) or butterflied; it alone
 //            keeps their largest values and sums in shared memory from tile to tile.
-//   banks    the two 16-byte pieces of a row's block of 16 are exchanged in every other group of
-//            four blocks: lanes that read whole blocks, and lanes that read a word of each token,
-//            then both meet all banks.
 //   end      a thread block raises the largest values in global memory once, and leaves a partial
 //            sum of every column for every 32 tiles: so many additions in fp32 keep the bound of
 //            g_b.
@@ -34,7 +31,7 @@ namespace {
 
 using resident::Kind;
 
-constexpr int threads = 512, warps = threads / 32, token_block = 16;
+constexpr int threads = 512, token_block = 16;
 constexpr unsigned tiles_a_sum = 32;
 
 struct GradientArgs {
@@ -46,45 +43,50 @@ struct GradientArgs {
   unsigned tiles, sums;
 };
 
-// Shared memory: two tiles, then what a thread keeps of its columns, then the folds of two tiles.
+constexpr int barrier_bytes = 8;
+
+// Shared memory: two tiles, then what a thread keeps of its columns, then of two tiles the folds
+// and the barriers that count their bytes.
 struct Layout {
-  int row_bytes, tile_bytes, slots;
+  int row_bytes, tile_bytes, slots, fold_words;
   __host__ __device__ explicit Layout(const GradientArgs& args)
       : row_bytes(static_cast<int>(args.rows.x.cols) * 2),
         tile_bytes(args.token_blocks * token_block * row_bytes),
-        slots(args.token_blocks * static_cast<int>(args.rows.x.cols)) {}
+        slots(args.token_blocks * static_cast<int>(args.rows.x.cols)),
+        fold_words(args.token_blocks * token_block) {}
   __host__ __device__ int largest() const { return 2 * tile_bytes; }
   __host__ __device__ int sums() const {
     return largest() + slots * static_cast<int>(sizeof(std::uint32_t));
   }
   __host__ __device__ int folds() const { return sums() + slots * static_cast<int>(sizeof(float)); }
-  __host__ __device__ int bytes(int token_blocks) const {
-    return folds() + 2 * token_blocks * token_block * static_cast<int>(sizeof(int));
+  __host__ __device__ int barriers() const {
+    return folds() + 2 * fold_words * static_cast<int>(sizeof(int));
   }
+  __host__ __device__ int bytes() const { return barriers() + 2 * barrier_bytes; }
 };
-
-// Where a row's 16-byte piece lies.
-__device__ inline int swizzled(int piece) { return piece ^ (piece >> 3 & 1); }
 
 // Starts the copies of a tile, and writes down which tokens a sketch folds there: token i of the
 // lower half at 2 i, the one that is added to it at 2 i + 1, as offsets.
 __device__ void start_tile(const GradientArgs& args, const Layout& layout, unsigned tile, char* to,
-                           int* folds) {
-  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
-  const int rows = args.token_blocks * token_block, pieces = layout.row_bytes / 16;
+                           int* folds, unsigned barrier) {
+  const int thread = static_cast<int>(threadIdx.x);
+  const int rows = args.token_blocks * token_block;
   const std::int64_t first = std::int64_t{tile} * rows;
-  for (int local = thread / 32; local < rows; local += warps) {
-    const std::int64_t row = first + local;
-    const bool real = row < args.rows.x.rows;
-    const char* from =
-        static_cast<const char*>(args.rows.x.data) + (real ? row : 0) * args.rows.x.row_stride * 2;
-    const unsigned place = shared_address(to) + static_cast<unsigned>(local * layout.row_bytes);
-    for (int piece = lane; piece < pieces; piece += 32) {
-      copy_async(place + static_cast<unsigned>(swizzled(piece) * 16), from + piece * 16,
-                 real ? 16 : 0);
+  const auto real = static_cast<int>(min(std::int64_t{rows}, args.rows.x.rows - first));
+  if (thread < 32) {
+    if (thread == 0) expect_bulk(barrier, static_cast<unsigned>(real * layout.row_bytes));
+    __syncwarp();
+    const std::int64_t pitch = args.rows.x.row_stride * 2;
+    const char* from = static_cast<const char*>(args.rows.x.data) + first * pitch;
+    const unsigned place = shared_address(to);
+    for (int row = thread; row < real; row += 32) {
+      copy_bulk(place + static_cast<unsigned>(row * layout.row_bytes), from + row * pitch,
+                static_cast<unsigned>(layout.row_bytes), barrier);
     }
   }
-  commit_copies();
+  for (int i = real * layout.row_bytes + 16 * thread; i < layout.tile_bytes; i += 16 * threads) {
+    *reinterpret_cast<uint4*>(to + i) = make_uint4(0, 0, 0, 0);
+  }
   if (args.kind != Kind::sketch8 || thread >= args.token_blocks * token_block) return;
   const auto block = static_cast<std::uint64_t>(tile) * static_cast<unsigned>(args.token_blocks) +
                      static_cast<unsigned>(thread / token_block);
@@ -109,14 +111,7 @@ __device__ __forceinline__ void quantize_tile_rows(const GradientArgs& args, con
     const int block = lane + i * T;
 #pragma unroll
     for (unsigned& word : words[i]) word = 0;
-    if (block >= blocks) continue;
-    const int turned = block >> 2 & 1;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const uint4 w = *reinterpret_cast<const uint4*>(from + (2 * block + (half ^ turned)) * 16);
-      words[i][4 * half] = w.x, words[i][4 * half + 1] = w.y;
-      words[i][4 * half + 2] = w.z, words[i][4 * half + 3] = w.w;
-    }
+    if (block < blocks) load_words(from + block * 32, words[i]);
   }
   float v[B][16];
 #pragma unroll
@@ -140,8 +135,7 @@ __device__ __forceinline__ void look_at_columns(const GradientArgs& args, const 
   const int pairs = static_cast<int>(args.rows.x.cols) / 2;
   for (int i = static_cast<int>(threadIdx.x); i < args.token_blocks * pairs; i += threads) {
     const int block = args.token_blocks == 1 ? 0 : i / pairs, pair = i - block * pairs;
-    const char* from =
-        tokens + block * token_block * layout.row_bytes + swizzled(pair / 4) * 16 + pair % 4 * 4;
+    const char* from = tokens + block * token_block * layout.row_bytes + pair * 4;
     resident::Seen<kind, float> seen[2];
     if constexpr (kind == Kind::sketch8) {
       const auto* offsets = reinterpret_cast<const int4*>(folds + block * token_block);
@@ -234,22 +228,27 @@ __global__ void __launch_bounds__(threads, 1)
   auto* const largest = reinterpret_cast<std::uint32_t*>(shared + layout.largest());
   auto* const sums = reinterpret_cast<float*>(shared + layout.sums());
   auto* const folds = reinterpret_cast<int*>(shared + layout.folds());
-  const int fold_words = args.token_blocks * token_block;
+  const unsigned barriers = shared_address(shared + layout.barriers());
+  if (threadIdx.x == 0) {
+    start_barrier(barriers);
+    start_barrier(barriers + barrier_bytes);
+  }
   for (int i = static_cast<int>(threadIdx.x); i < layout.slots; i += threads) {
     largest[i] = 0;
     sums[i] = 0.0F;
   }
   begin_kernel();
   unsigned tile = blockIdx.x, run = blockIdx.x;
-  if (tile < args.tiles) start_tile(args, layout, tile, shared, folds);
+  if (tile < args.tiles) start_tile(args, layout, tile, shared, folds, barriers);
+  __syncthreads();
   std::uint32_t rows_largest = 0;
   for (unsigned turn = 0; tile < args.tiles; ++turn, tile += gridDim.x) {
-    const int here = static_cast<int>(turn % 2), next = here ^ 1;
-    wait_copies<0>();
+    const unsigned here = turn % 2, next = here ^ 1;
+    wait_bulk(barriers + here * barrier_bytes, turn / 2);
     __syncthreads();  // this tile has come, and nobody is at the one before it any more
     if (tile + gridDim.x < args.tiles) {
       start_tile(args, layout, tile + gridDim.x, shared + next * layout.tile_bytes,
-                 folds + next * fold_words);
+                 folds + next * layout.fold_words, barriers + next * barrier_bytes);
     }
     if (args.columns.sum_wanted && turn > 0 && turn % tiles_a_sum == 0) {
       leave_sums(args, sums, run);
@@ -257,7 +256,7 @@ __global__ void __launch_bounds__(threads, 1)
     }
     const char* const tokens = shared + here * layout.tile_bytes;
     quantize_tile_rows<rounding, B, Tag>(args, layout, tile, tokens, rows_largest);
-    look_at_columns<Tag>(args, layout, tokens, folds + here * fold_words,
+    look_at_columns<Tag>(args, layout, tokens, folds + here * layout.fold_words,
                          reinterpret_cast<uint2*>(largest), reinterpret_cast<float2*>(sums));
   }
   if (args.columns.sum_wanted) {
@@ -293,6 +292,7 @@ bool rounding_has_kernel(const OperandQuant& quant) {
 bool plan(const Context& context, const RowsJob& rows, const ColumnsJob& columns,
           GradientArgs& args, LaunchShape& shape, int& blocks) {
   const char* const stage = "backward_linear";
+  if (context.arch() == 80 || !kernels_overlap(context, stage)) return false;  // no bulk copies
   const MatrixIn& x = rows.x;
   const Projection& p = *columns.projection;
   if (dtype_size(x.dtype) != 2 || !rows_aligned(x) || x.cols % 16 != 0 || x.cols == 0 ||
@@ -315,7 +315,7 @@ bool plan(const Context& context, const RowsJob& rows, const ColumnsJob& columns
   const int sm_count = device_attribute(context, cudaDevAttrMultiProcessorCount, stage);
   const std::int64_t grid = std::min<std::int64_t>(args.tiles, sm_count);
   args.sums = static_cast<unsigned>(grid * ceil_div(args.tiles, grid * tiles_a_sum));
-  const int bytes = Layout(args).bytes(args.token_blocks);
+  const int bytes = Layout(args).bytes();
   if (bytes > device_attribute(context, cudaDevAttrMaxSharedMemoryPerBlockOptin, stage)) {
     return false;
   }
@@ -359,7 +359,7 @@ bool CudaBackend::quantize_gradient(const Context& context, const RowsJob& rows,
   launch_gradient(context, args, shape, blocks, rows.quant.rounding);
   if (rows.quant.per_tensor) quantize_rows_codes(context, args.rows, rows.quant.rounding);
   resident_quantize_codes(context, columns);
-  if (columns.sum != nullptr) finish_sums(context, args.sums, *columns.sum);
+  if (columns.sum != nullptr) finish_sums(context, args.sums, *columns.sum, true);
   return true;
 }
 

@@ -1,4 +1,6 @@
-// Copies from global to shared memory that run beside the arithmetic (cp.async, sm_80 on).
+// Copies from global to shared memory that run beside the arithmetic: by the threads, 16 bytes at a
+// time (cp.async, sm_80 on), or as many as one likes by one instruction (cp.async.bulk, sm_90 on;
+// before, nothing of that does anything), which a barrier in shared memory counts.
 #pragma once
 
 #include <cstdint>
@@ -45,6 +47,48 @@ __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" :
 template <int Pending>
 __device__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
+}
+
+// One thread, before all others know of the barrier (8 bytes).
+__device__ inline void start_barrier(unsigned barrier) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile(
+      "mbarrier.init.shared::cta.b64 [%0], 1;\n\t"
+      "fence.mbarrier_init.release.cluster;" ::"r"(barrier)
+      : "memory");
+#endif
+}
+
+// One thread, before the copies: how many bytes the barrier's next turn is to count.
+__device__ inline void expect_bulk(unsigned barrier, unsigned bytes) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+#endif
+}
+
+// Addresses and bytes are multiples of 16.
+__device__ inline void copy_bulk(unsigned to, const void* from, unsigned bytes, unsigned barrier) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(to),
+      "l"(from), "r"(bytes), "r"(barrier)
+      : "memory");
+#endif
+}
+
+// Until the barrier has counted all of turn number `turn`, from 0 on.
+__device__ inline void wait_bulk(unsigned barrier, unsigned turn) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n\t.reg .pred come;\n\t"
+      "again:\n\t"
+      "mbarrier.try_wait.parity.shared::cta.b64 come, [%0], %1;\n\t"
+      "@!come bra again;\n\t}" ::"r"(barrier),
+      "r"(turn % 2)
+      : "memory");
+#endif
 }
 
 }  // namespace hot::detail
