@@ -553,8 +553,12 @@ TEST_F(StagesCuda, backward_linear_of_many_tokens_equals_cpu) {
 
 TEST_F(StagesCuda, repeats_and_captures) {
   // Twice the same bits, and the same again from a CUDA graph.
-  const std::int64_t L = 394, O = 192, I = 160;
-  for (const std::string& name : recipe_names()) {
+  // Small, and more tokens than stay on the chip.
+  const hot::LinearShape shapes[] = {{394, 192, 160}, {8210, 48, 40}};
+  const std::vector<std::string> names = recipe_names();
+  for (std::size_t round = 0; round < 2 * names.size(); ++round) {
+    const std::string& name = names[round / 2];
+    const auto [L, O, I] = shapes[round % 2];
     const hot::BackwardLinearSpec spec = recipe(name);
     Mirror gy(L, O, DType::bf16), w(O, I, DType::bf16), x(L, I, DType::bf16);
     gy.fill(normal(L * O));
