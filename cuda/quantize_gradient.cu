@@ -31,7 +31,7 @@ namespace {
 
 using resident::Kind;
 
-constexpr int threads = 512, warps = threads / 32, token_block = 16;
+constexpr int threads = 512, token_block = 16;
 constexpr unsigned tiles_a_sum = 32;
 
 struct GradientArgs {
@@ -48,7 +48,7 @@ constexpr int barrier_bytes = 8;
 // Shared memory: two tiles, then what a thread keeps of its columns, then of two tiles the folds
 // and the barriers that count their bytes.
 struct Layout {
-  int row_bytes, tile_bytes, slots, fold_words;  // fold_words: tokens of a tile
+  int row_bytes, tile_bytes, slots, fold_words;
   __host__ __device__ explicit Layout(const GradientArgs& args)
       : row_bytes(static_cast<int>(args.rows.x.cols) * 2),
         tile_bytes(args.token_blocks * token_block * row_bytes),
@@ -62,66 +62,39 @@ struct Layout {
   __host__ __device__ int barriers() const {
     return folds() + 2 * fold_words * static_cast<int>(sizeof(int));
   }
-  __host__ __device__ int left() const { return barriers() + 2 * barrier_bytes; }
-  __host__ __device__ int bytes() const { return left() + 2 * static_cast<int>(sizeof(unsigned)); }
+  __host__ __device__ int bytes() const { return barriers() + 2 * barrier_bytes; }
 };
 
-// A tile's place in shared memory.
-struct TilePlace {
-  char* tokens;
-  int* folds;
-  unsigned barrier;
-  __device__ TilePlace(char* shared, const Layout& layout, unsigned number)
-      : tokens(shared + number * layout.tile_bytes),
-        folds(reinterpret_cast<int*>(shared + layout.folds()) + number * layout.fold_words),
-        barrier(shared_address(shared + layout.barriers()) + number * barrier_bytes) {}
-};
-
-// One warp: writes down which tokens a sketch folds in a tile (token i of the lower half at 2 i,
-// the one that is added to it at 2 i + 1, as offsets), and starts the tile's copies.
-__device__ void start_tile(const GradientArgs& args, const Layout& layout, unsigned tile,
-                           const TilePlace& to) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int rows = layout.fold_words;  // a word for each token
+// Starts the copies of a tile, and writes down which tokens a sketch folds there: token i of the
+// lower half at 2 i, the one that is added to it at 2 i + 1, as offsets.
+__device__ void start_tile(const GradientArgs& args, const Layout& layout, unsigned tile, char* to,
+                           int* folds, unsigned barrier) {
+  const int thread = static_cast<int>(threadIdx.x);
+  const int rows = args.token_blocks * token_block;
   const std::int64_t first = std::int64_t{tile} * rows;
   const auto real = static_cast<int>(min(std::int64_t{rows}, args.rows.x.rows - first));
-  for (int i = lane; args.kind == Kind::sketch8 && i < rows; i += 32) {
-    const auto block = static_cast<std::uint64_t>(tile) * static_cast<unsigned>(args.token_blocks) +
-                       static_cast<unsigned>(i / token_block);
-    const int a = sketch_draw(random_words(args.columns.sketch, block), 0, token_block);
-    // Half of i with a 0 put in at the place of a's top bit.
-    const int top = 1 << (31 - __clz(a)), half = i % token_block / 2;
-    const int token = (half & (top - 1)) | (2 * half & ~(2 * top - 1));
-    to.folds[i] = (i % 2 == 0 ? token : token ^ a) * layout.row_bytes;
-  }
-  for (int i = real * layout.row_bytes + 16 * lane; i < layout.tile_bytes; i += 16 * 32) {
-    *reinterpret_cast<uint4*>(to.tokens + i) = make_uint4(0, 0, 0, 0);
-  }
-  __syncwarp();
-  if (lane == 0) expect_bulk(to.barrier, static_cast<unsigned>(real * layout.row_bytes));
-  __syncwarp();
-  const std::int64_t pitch = args.rows.x.row_stride * 2;
-  const char* from = static_cast<const char*>(args.rows.x.data) + first * pitch;
-  const unsigned place = shared_address(to.tokens);
-  for (int row = lane; row < real; row += 32) {
-    copy_bulk(place + static_cast<unsigned>(row * layout.row_bytes), from + row * pitch,
-              static_cast<unsigned>(layout.row_bytes), to.barrier);
-  }
-}
-
-// Whether the calling warp is the last of the thread block that `left` counts.
-__device__ bool last_warp(unsigned* left) {
-  unsigned before = 0;
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) {
-    __threadfence_block();
-    before = atomicAdd(left, 1U);
-    if (before == warps - 1) {
-      *left = 0;
-      __threadfence_block();
+  if (thread < 32) {
+    if (thread == 0) expect_bulk(barrier, static_cast<unsigned>(real * layout.row_bytes));
+    __syncwarp();
+    const std::int64_t pitch = args.rows.x.row_stride * 2;
+    const char* from = static_cast<const char*>(args.rows.x.data) + first * pitch;
+    const unsigned place = shared_address(to);
+    for (int row = thread; row < real; row += 32) {
+      copy_bulk(place + static_cast<unsigned>(row * layout.row_bytes), from + row * pitch,
+                static_cast<unsigned>(layout.row_bytes), barrier);
     }
   }
-  return __shfl_sync(0xffffffffU, before, 0) == warps - 1;
+  for (int i = real * layout.row_bytes + 16 * thread; i < layout.tile_bytes; i += 16 * threads) {
+    *reinterpret_cast<uint4*>(to + i) = make_uint4(0, 0, 0, 0);
+  }
+  if (args.kind != Kind::sketch8 || thread >= args.token_blocks * token_block) return;
+  const auto block = static_cast<std::uint64_t>(tile) * static_cast<unsigned>(args.token_blocks) +
+                     static_cast<unsigned>(thread / token_block);
+  const int a = sketch_draw(random_words(args.columns.sketch, block), 0, token_block);
+  // i / 2 with a 0 put in at the place of a's top bit.
+  const int top = 1 << (31 - __clz(a)), i = thread % token_block / 2;
+  const int token = (i & (top - 1)) | (2 * i & ~(2 * top - 1));
+  folds[thread] = (thread % 2 == 0 ? token : token ^ a) * layout.row_bytes;
 }
 
 template <Rounding rounding, int B, class Tag>
@@ -254,10 +227,11 @@ __global__ void __launch_bounds__(threads, 1)
   const Layout layout(args);
   auto* const largest = reinterpret_cast<std::uint32_t*>(shared + layout.largest());
   auto* const sums = reinterpret_cast<float*>(shared + layout.sums());
-  auto* const left = reinterpret_cast<unsigned*>(shared + layout.left());
-  if (threadIdx.x < 2) {
-    start_barrier(TilePlace(shared, layout, threadIdx.x).barrier);
-    left[threadIdx.x] = 0;
+  auto* const folds = reinterpret_cast<int*>(shared + layout.folds());
+  const unsigned barriers = shared_address(shared + layout.barriers());
+  if (threadIdx.x == 0) {
+    start_barrier(barriers);
+    start_barrier(barriers + barrier_bytes);
   }
   for (int i = static_cast<int>(threadIdx.x); i < layout.slots; i += threads) {
     largest[i] = 0;
@@ -265,27 +239,25 @@ __global__ void __launch_bounds__(threads, 1)
   }
   begin_kernel();
   unsigned tile = blockIdx.x, run = blockIdx.x;
-  if (threadIdx.x < 32) {
-    if (tile < args.tiles) start_tile(args, layout, tile, {shared, layout, 0});
-    if (tile + gridDim.x < args.tiles) {
-      start_tile(args, layout, tile + gridDim.x, {shared, layout, 1});
-    }
-  }
+  if (tile < args.tiles) start_tile(args, layout, tile, shared, folds, barriers);
   __syncthreads();
   std::uint32_t rows_largest = 0;
-  // A warp may be a tile ahead of another; the one that leaves a tile last starts the next but one.
   for (unsigned turn = 0; tile < args.tiles; ++turn, tile += gridDim.x) {
-    const TilePlace here(shared, layout, turn % 2);
-    wait_bulk(here.barrier, turn / 2);
+    const unsigned here = turn % 2, next = here ^ 1;
+    wait_bulk(barriers + here * barrier_bytes, turn / 2);
+    __syncthreads();  // this tile has come, and nobody is at the one before it any more
+    if (tile + gridDim.x < args.tiles) {
+      start_tile(args, layout, tile + gridDim.x, shared + next * layout.tile_bytes,
+                 folds + next * layout.fold_words, barriers + next * barrier_bytes);
+    }
     if (args.columns.sum_wanted && turn > 0 && turn % tiles_a_sum == 0) {
       leave_sums(args, sums, run);
       run += gridDim.x;
     }
-    quantize_tile_rows<rounding, B, Tag>(args, layout, tile, here.tokens, rows_largest);
-    look_at_columns<Tag>(args, layout, here.tokens, here.folds, reinterpret_cast<uint2*>(largest),
-                         reinterpret_cast<float2*>(sums));
-    const unsigned after = tile + 2 * gridDim.x;
-    if (after < args.tiles && last_warp(left + turn % 2)) start_tile(args, layout, after, here);
+    const char* const tokens = shared + here * layout.tile_bytes;
+    quantize_tile_rows<rounding, B, Tag>(args, layout, tile, tokens, rows_largest);
+    look_at_columns<Tag>(args, layout, tokens, folds + here * layout.fold_words,
+                         reinterpret_cast<uint2*>(largest), reinterpret_cast<float2*>(sums));
   }
   if (args.columns.sum_wanted) {
     for (; run < args.sums; run += gridDim.x) leave_sums(args, sums, run);
