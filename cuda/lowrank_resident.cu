@@ -112,14 +112,16 @@ constexpr int two_pass_warps = 4;
 constexpr int threads_of(Pass pass) {
   return 32 * (pass == Pass::both ? most_warps : two_pass_warps);
 }
-// Thread blocks on an SM: six of the first of two passes fit in its shared memory, five of the
-// second and two of the only pass in its registers.
-constexpr int blocks_of(Pass pass) {
-  return pass == Pass::both ? sm_warps / most_warps : pass == Pass::amax ? 6 : 5;
+// Thread blocks on an SM, as many as its shared memory has room for (6; of the only pass 3) where
+// they spill few registers.
+constexpr int blocks_of(Kind kind, Pass pass, Rounding rounding) {
+  const bool nearest = rounding == Rounding::nearest;
+  if (pass == Pass::both) return nearest || kind == Kind::full || kind == Kind::sketch8 ? 3 : 2;
+  return pass == Pass::amax || nearest ? 6 : 5;
 }
 
 template <Kind kind, Rounding rounding, class Tag, Pass pass>
-__global__ void __launch_bounds__(threads_of(pass), blocks_of(pass))
+__global__ void __launch_bounds__(threads_of(pass), blocks_of(kind, pass, rounding))
     resident_kernel(const __grid_constant__ Args args) {
   extern __shared__ __align__(1024) char units[];
   quantize_strips<kind, rounding, Tag, Slots::no, 1, pass>(args, blockIdx.x, gridDim.x, units);
@@ -147,14 +149,15 @@ struct Plan {
   int sm_count = 0;
 };
 
-Plan cluster_plan(std::int64_t units, std::int64_t strips, std::int64_t sm_count) {
+Plan cluster_plan(std::int64_t units, std::int64_t strips, std::int64_t sm_count,
+                  std::int64_t warps_on_sm) {
   Plan best;
   std::int64_t best_cycles = 0;
   for (int parts = 1; parts <= most_parts; ++parts) {
     const std::int64_t warps = ceil_div(units, parts);
     if (warps > most_warps) continue;
     const std::int64_t at_once =
-        std::max<std::int64_t>(1, std::min(strips, sm_count * (sm_warps / warps) / parts));
+        std::max<std::int64_t>(1, std::min(strips, sm_count * (warps_on_sm / warps) / parts));
     const std::int64_t warps_per_sm = ceil_div(at_once * parts, sm_count) * warps;
     const std::int64_t cycles =
         ceil_div(strips, at_once) *
@@ -181,7 +184,8 @@ Plan plan_of(const Context& context, const MatrixIn& x, const Projection& p,
   const int sm_count = device_attribute(context, cudaDevAttrMultiProcessorCount, stage);
   Plan plan;
   if (one_pass_can(context, units, quant.per_tensor)) {
-    plan = cluster_plan(units, strip_count(x), sm_count);
+    plan = cluster_plan(units, strip_count(x), sm_count,
+                        most_warps * blocks_of(kind, Pass::both, quant.rounding));
   } else {
     plan = {static_cast<int>(ceil_div(units, two_pass_warps)), two_pass_warps, false};
   }
