@@ -25,7 +25,7 @@ constexpr int strip_bytes = 64, unit_tokens = 128, unit_bytes = unit_tokens * st
 constexpr int unit_blocks = unit_tokens / 16;
 constexpr int group_k = 16, lane_groups = 4, warp_columns = 16;
 constexpr int most_strip_columns = strip_bytes / 2;
-// 128 registers a thread: 16 warps on an SM.
+// Warps of a thread block at most, and on an SM at least (128 registers a thread).
 constexpr int most_warps = 8, sm_warps = 16, most_parts = 8;
 
 // Row i of those that a basis keeps at rank 8, ascending; kind_of compares them with the caller's.

@@ -358,7 +358,9 @@ bool CudaBackend::quantize_gradient(const Context& context, const RowsJob& rows,
   if (!plan(context, rows, columns, args, shape, blocks)) return false;
   launch_gradient(context, args, shape, blocks, rows.quant.rounding);
   if (rows.quant.per_tensor) quantize_rows_codes(context, args.rows, rows.quant.rounding);
-  resident_quantize_codes(context, columns);
+  ColumnsJob codes = columns;
+  codes.quant.independent = rows.quant.per_tensor;  // of the rows' codes, which waited for the rest
+  resident_quantize_codes(context, codes);
   if (columns.sum != nullptr) finish_sums(context, args.sums, *columns.sum, true);
   return true;
 }
