@@ -538,7 +538,7 @@ def _round_pseudo_stochastic(v: NDArray[np.float32], bits: int) -> Codes:
     draw = digits & ((1 << (h + 1)) - 1)
     up = (2 * probability + 1 > draw) & (digits != 0)
     magnitude = np.minimum(whole.astype(np.int64) + up, _largest_code(bits))
-    return np.where(v < 0, -magnitude, magnitude).astype(np.int8)
+    return np.asarray(np.where(v < 0, -magnitude, magnitude), np.int8)
 
 
 def quantize(

@@ -606,7 +606,9 @@ def test_int4_storage_by_definition(rng: np.random.Generator) -> None:
             assert scale >= amax / f32(7)
             assert ref.bf16_values(saved.scales[c, g] - np.uint16(1)) < amax / f32(7)
             bytes_ = u[c, 64 * g : 64 * g + part.size]
-            assert np.array_equal(code, ref.round_codes(part, f32(1) / scale, 4, "stochastic", bytes_))
+            assert np.array_equal(
+                code, ref.round_codes(part, f32(1) / scale, 4, "stochastic", bytes_)
+            )
     assert not saved.codes[:, tokens:].any()
     assert np.array_equal(ref.unpack_int4(saved.packed), saved.codes)
 
