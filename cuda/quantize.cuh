@@ -140,34 +140,49 @@ struct RequantizeArgs {
   DeviceKey key;
 };
 
-// Thread t of the T that share channel `row`; `all_max` makes a value the largest of theirs.
+// Thread t of the T that share channel `row`; `all_max` makes a value the largest of theirs. Codes
+// come two blocks of 16 ahead of their use, the first before the largest scale is known.
 template <Rounding rounding, class AllMax>
 __device__ __forceinline__ void requantize_channel(const RequantizeArgs& args, std::int64_t row,
                                                    int t, int T, const AllMax& all_max) {
+  constexpr int ahead = 2;
+  const int row_blocks = static_cast<int>(args.out.k_padded / 16);
+  const auto* from = reinterpret_cast<const uint2*>(args.packed + row * args.row_bytes);
+  uint2 nibbles[ahead];
+  const auto load = [&](int b) {
+#pragma unroll
+    for (int i = 0; i < ahead; ++i) {
+      nibbles[i] = b + i * T < row_blocks ? from[b + i * T] : make_uint2(0, 0);
+    }
+  };
+  load(t);
+  const std::uint16_t* const scales = args.scale + row * args.groups;
   std::uint32_t largest = 0;  // scales are positive or NaN: the pattern orders them
   for (std::int64_t g = t; g < args.groups; g += T) {
-    largest = max(largest, std::uint32_t{args.scale[row * args.groups + g]});
+    largest = max(largest, std::uint32_t{scales[g]});
   }
   largest = all_max(largest);
   const float amax = 7.0F * __uint_as_float(largest << 16);
   const DeviceScale s = device_scale(abs_bits(amax), 8);
   if (t == 0) args.out.scale[row] = s.scale;
-  const int row_blocks = static_cast<int>(args.out.k_padded / 16);
   const std::uint64_t first =
       static_cast<std::uint64_t>(row) * static_cast<std::uint64_t>(row_blocks);
-  const auto* from = reinterpret_cast<const uint2*>(args.packed + row * args.row_bytes);
   auto* to = reinterpret_cast<uint4*>(args.out.codes + row * args.out.k_padded);
   if (!s.keep) {
     for (int b = t; b < row_blocks; b += T) to[b] = make_uint4(0, 0, 0, 0);
     return;
   }
-#pragma unroll 2
-  for (int b = t; b < row_blocks; b += T) {
-    const uint2 nibbles = from[b];
-    const float factor =
-        __uint_as_float(std::uint32_t{args.scale[row * args.groups + b / 4]} << 16) * s.inv;
-    to[b] = round_group<rounding>([&](int i) { return nibble(nibbles, i) * factor; }, Same{1.0F},
-                                  args.key, first + static_cast<std::uint64_t>(b), 8);
+  for (int start = t; start < row_blocks; start += ahead * T) {
+    const uint2 now[ahead] = {nibbles[0], nibbles[1]};
+    load(start + ahead * T);
+#pragma unroll
+    for (int i = 0; i < ahead; ++i) {
+      const int b = start + i * T;
+      if (b >= row_blocks) break;
+      const float factor = __uint_as_float(std::uint32_t{scales[b / 4]} << 16) * s.inv;
+      to[b] = round_group<rounding>([&](int j) { return nibble(now[i], j); }, Same{factor},
+                                    args.key, first + static_cast<std::uint64_t>(b), 8);
+    }
   }
 }
 

@@ -943,8 +943,8 @@ def requantize_int4(saved: Saved, key: KeyLike | None = None) -> tuple[Codes, ND
     width = _round_up(saved.tokens, 16)
     per_token = np.repeat(factor, INT4_GROUP, axis=1)[:, :width]
     codes = _round_scaled(
-        saved.codes[:, :width].astype(_f32) * per_token,
-        np.where(inv == 0, _f32(0), _f32(1)),
+        saved.codes[:, :width].astype(_f32),
+        per_token,
         8,
         "stochastic" if saved.config.x_rounding == "stochastic" else "nearest",
         saved.key if key is None else key,

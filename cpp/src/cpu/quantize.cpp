@@ -278,8 +278,9 @@ void CpuBackend::requantize_groups(const Context& context, const std::uint8_t* p
   const std::int64_t groups = ceil_div(tokens, int4_group);
   const std::int64_t row_blocks = out.k_padded / group;
   const std::int64_t per_task = rows_per_task(out.k_padded);
+  constexpr float int4_values[16] = {0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1};
   context.pool()->run(ceil_div(out.rows, per_task), [&](std::int64_t task) {
-    float values[chunk];
+    float values[chunk], inv[chunk];
     for (std::int64_t r = task * per_task; r < std::min(out.rows, (task + 1) * per_task); ++r) {
       const std::uint16_t* group_scale = scale + r * groups;
       std::uint16_t largest = 0;  // scales are positive or NaN: the pattern orders them
@@ -289,19 +290,19 @@ void CpuBackend::requantize_groups(const Context& context, const std::uint8_t* p
       out.scale[r] = s.scale;
       for (std::int64_t start = 0; start < out.k_padded; start += chunk) {
         const std::int64_t count = std::min(chunk, out.k_padded - start);
-        for (std::int64_t i = 0; i < count; i += int4_group) {
-          const std::int64_t g = (start + i) / int4_group;
-          const float factor = bf16_to_float(group_scale[g]) * s.inv;
-          float table[16];
-          for (int code = 0; code < 16; ++code) {
-            table[code] = static_cast<float>(code < 8 ? code : code - 16) * factor;
-          }
-          simd.expand_int4(packed + r * row_bytes + (start + i) / 2,
-                           std::min(int4_group, count - i), table, values + i);
+        std::int8_t* const codes = out.codes + r * out.k_padded + start;
+        if (s.keep == 0) {
+          std::memset(codes, 0, static_cast<std::size_t>(count));
+          continue;
         }
-        write_codes(simd, values, count, Scale{s.scale, 1.0F, s.keep}, rounder,
-                    static_cast<std::uint64_t>(r * row_blocks + start / group),
-                    out.codes + r * out.k_padded + start);
+        for (std::int64_t i = 0; i < count; i += int4_group) {
+          const std::int64_t part = std::min(int4_group, count - i);
+          const float factor = bf16_to_float(group_scale[(start + i) / int4_group]) * s.inv;
+          std::fill(inv + i, inv + i + part, factor);
+        }
+        simd.expand_int4(packed + r * row_bytes + start / 2, count, int4_values, values);
+        simd.quantize_row(values, count, inv, true, rounder,
+                          static_cast<std::uint64_t>(r * row_blocks + start / group), codes);
       }
     }
   });
