@@ -119,7 +119,7 @@ class Shared:
 
 def shared(weight: Tensor, bias: Tensor | None) -> Shared | None:
     """What a layer keeps of its parameters; None outside of :func:`gradient_accumulation`."""
-    if torch.compiler.is_compiling() or _active is None or not weight.is_leaf:
+    if _active is None or not weight.is_leaf:
         return None
     return Shared(weight, bias)
 

@@ -23,6 +23,8 @@ from ..config import HotConfig, Key
 
 _to_dlpack: Any = torch.utils.dlpack.to_dlpack  # type: ignore[attr-defined]  # ten times cheaper than Tensor.__dlpack__
 
+_CPU = torch.device("cpu")
+
 PLAIN: Any = (Tensor, torch.nn.Parameter)
 """Types that want no say in what a layer does inside; subclasses may."""
 
@@ -50,7 +52,7 @@ def parsed(text: str) -> HotConfig:
 
 
 def _draw_seed(x: Tensor | None = None, weight: Tensor | None = None) -> Tensor:
-    return torch.randint(0x7FFF_FFFF_FFFF_FFFF, (), dtype=torch.int64, device="cpu")
+    return torch.randint(0x7FFF_FFFF_FFFF_FFFF, (), device=_CPU)  # int64 unless told otherwise
 
 
 def seed_for(x: Tensor, weight: Tensor) -> Tensor:
@@ -79,6 +81,14 @@ def context_of(device: torch.device) -> _core.CoreContext:
     raise NotImplementedError(f"x: no backend of hotcore for the device {device}")
 
 
+def context_for(x: Tensor) -> _core.CoreContext:
+    """``context_of(x.device)``, in a third of the time: a device's type is made into a string."""
+    if x.is_cuda:
+        index = x.get_device()
+        return contexts.cuda(index, torch._C._cuda_getCurrentRawStream(index))
+    return context_of(x.device)
+
+
 @functools.lru_cache(maxsize=4096)  # asking takes microseconds
 def _saved_size(tokens: int, in_features: int, spec: _core.Spec) -> int:
     return _core.saved_layout(tokens, in_features, spec)[0]
@@ -91,10 +101,11 @@ def _workspace_size(
     return size_of(context_of(device), *arguments)
 
 
-def _workspace(size_of: Callable[..., int], device: torch.device, *arguments: Any) -> object:
-    """Scratch of ``size_of(context, *arguments)`` bytes."""
-    if device.type == "cpu":  # the binding has scratch of its own
+def _workspace(size_of: Callable[..., int], x: Tensor, *arguments: Any) -> object:
+    """Scratch of ``size_of(context, *arguments)`` bytes, where x is."""
+    if x.is_cpu:  # the binding has scratch of its own
         return None
+    device = x.device
     size = _workspace_size(size_of, device, arguments)
     return None if size == 0 else _to_dlpack(torch.empty(size, dtype=torch.uint8, device=device))
 
@@ -102,25 +113,24 @@ def _workspace(size_of: Callable[..., int], device: torch.device, *arguments: An
 def quantize_weight(weight: Tensor, config: HotConfig) -> Tensor:
     """w ``[O, I]`` as one uint8 vector that :func:`backward` takes in its place."""
     rows, columns = weight.shape
-    device, spec = weight.device, config.spec
+    spec = config.spec
     size = _core.quantized_weight_bytes(rows, columns, spec)
-    out = torch.empty(size, dtype=torch.uint8, device=device)
-    workspace = _workspace(_core.quantize_weight_workspace, device, rows, columns, spec)
-    _core.quantize_weight(context_of(device), _to_dlpack(weight), spec, _to_dlpack(out), workspace)
+    out = torch.empty(size, dtype=torch.uint8, device=weight.device)
+    workspace = _workspace(_core.quantize_weight_workspace, weight, rows, columns, spec)
+    _core.quantize_weight(context_for(weight), _to_dlpack(weight), spec, _to_dlpack(out), workspace)
     return out
 
 
 def compress(x: Tensor, config: HotConfig, key: Key) -> Tensor:
     """x ``[..., I]`` as one uint8 vector, straight to libhot: no autograd, no dispatcher."""
     x = collapsible(x)
-    tokens, in_features = math.prod(x.shape[:-1]), x.shape[-1]
-    device, spec = x.device, config.spec
+    *leading, in_features = x.shape
+    tokens, spec = math.prod(leading), config.spec
     size = _saved_size(tokens, in_features, spec)
-    saved = torch.empty(size, dtype=torch.uint8, device=device)
-    ask = _core.compress_activation_workspace
-    workspace = _workspace(ask, device, tokens, in_features, spec)
+    saved = torch.empty(size, dtype=torch.uint8, device=x.device)
+    workspace = _workspace(_core.compress_activation_workspace, x, tokens, in_features, spec)
     _core.compress_activation(
-        context_of(device), _to_dlpack(x), spec, key, _to_dlpack(saved), workspace
+        context_for(x), _to_dlpack(x), spec, key, _to_dlpack(saved), workspace
     )
     return saved
 
@@ -144,31 +154,31 @@ def backward(
     :func:`quantize_weight` made of ``weight``, which is then not looked at.
     """
     gy = collapsible(gy)
-    tokens, out_features = math.prod(gy.shape[:-1]), gy.shape[-1]
+    *leading, out_features = gy.shape
+    tokens, spec = math.prod(leading), config.spec
     saved_key, key = keys
     gx, gw, gb = outputs
     if gx is not None and not 2 <= gx.dim() <= 4:
         gx = gx.view(tokens, in_features)
-    device = gy.device
     workspace = _workspace(
         _core.backward_linear_workspace,
-        device,
+        gy,
         tokens,
         out_features,
         in_features,
-        config.spec,
+        spec,
         gx is not None,
         gw is not None,
     )
     _core.backward_linear(
-        context_of(device),
+        context_for(gy),
         _to_dlpack(gy),
         None if weight is None or quantized is not None else _to_dlpack(weight),
         None if saved is None else _to_dlpack(saved),
         tokens,
         in_features,
         saved_key,
-        config.spec,
+        spec,
         key,
         None if gx is None else _to_dlpack(gx),
         None if gw is None else _to_dlpack(gw),
@@ -203,13 +213,14 @@ def new_gradients(
     gy: Tensor, x_shape: Sequence[int], dtypes: Sequence[torch.dtype | None]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Uninitialised g_x, g_w and g_b for :func:`backward`; None where the dtype is."""
-    out_features = gy.shape[-1]
-    shapes = (x_shape, (out_features, x_shape[-1]), (out_features,))
-    gx, gw, gb = (
-        None if dtype is None else torch.empty(shape, dtype=dtype, device=gy.device)
-        for shape, dtype in zip(shapes, dtypes, strict=True)
+    out_features, device = gy.shape[-1], gy.device
+    of_gx, of_gw, of_gb = dtypes
+    matrix, empty = (out_features, x_shape[-1]), torch.empty
+    return (
+        None if of_gx is None else empty(x_shape, dtype=of_gx, device=device),
+        None if of_gw is None else empty(matrix, dtype=of_gw, device=device),
+        None if of_gb is None else empty(out_features, dtype=of_gb, device=device),
     )
-    return gx, gw, gb
 
 
 def register(*operators: tuple[str, Callable[..., Any], Callable[..., Any]]) -> None:
