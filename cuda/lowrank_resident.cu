@@ -112,16 +112,16 @@ constexpr int two_pass_warps = 4;
 constexpr int threads_of(Pass pass) {
   return 32 * (pass == Pass::both ? most_warps : two_pass_warps);
 }
-// Thread blocks on an SM, as many as its shared memory has room for (6; of the only pass 3) where
-// they spill few registers.
-constexpr int blocks_of(Kind kind, Pass pass, Rounding rounding) {
+// Thread blocks on an SM: as many as its shared memory has room for (6; of the only pass 3) where
+// nothing spills for it, which random numbers do.
+constexpr int blocks_of(Pass pass, Rounding rounding) {
   const bool nearest = rounding == Rounding::nearest;
-  if (pass == Pass::both) return nearest || kind == Kind::full || kind == Kind::sketch8 ? 3 : 2;
+  if (pass == Pass::both) return nearest ? 3 : 2;
   return pass == Pass::amax || nearest ? 6 : 5;
 }
 
 template <Kind kind, Rounding rounding, class Tag, Pass pass>
-__global__ void __launch_bounds__(threads_of(pass), blocks_of(kind, pass, rounding))
+__global__ void __launch_bounds__(threads_of(pass), blocks_of(pass, rounding))
     resident_kernel(const __grid_constant__ Args args) {
   extern __shared__ __align__(1024) char units[];
   quantize_strips<kind, rounding, Tag, Slots::no, 1, pass>(args, blockIdx.x, gridDim.x, units);
@@ -185,7 +185,7 @@ Plan plan_of(const Context& context, const MatrixIn& x, const Projection& p,
   Plan plan;
   if (one_pass_can(context, units, quant.per_tensor)) {
     plan = cluster_plan(units, strip_count(x), sm_count,
-                        most_warps * blocks_of(kind, Pass::both, quant.rounding));
+                        most_warps * blocks_of(Pass::both, quant.rounding));
   } else {
     plan = {static_cast<int>(ceil_div(units, two_pass_warps)), two_pass_warps, false};
   }
