@@ -41,7 +41,8 @@ def cpu(threads: int | None = None) -> _core.CoreContext:
 
 def cuda(device: int, stream: int) -> _core.CoreContext:
     """Context of a CUDA device and stream; NotImplementedError in a build without CUDA."""
-    return _get(0, "", device, stream)
+    found = _cache.get((0, "", device, stream))  # asked for with every call of a layer
+    return _get(0, "", device, stream) if found is None else found
 
 
 def num_threads() -> int:

@@ -122,7 +122,7 @@ def _seed(name: str, x: Tensor, weight: Tensor) -> Tensor | None:
         )
     # Always, also where nothing is to be differentiated: a checkpoint may run the same region
     # first without gradients and then with them, and has to meet the same random numbers.
-    seed = ops.seed_for(x, weight)
+    seed = ops.seed_for(x, weight, compiling)
     if not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
         return None
     if not compiling:
@@ -156,11 +156,9 @@ class _Function(torch.autograd.Function):
             return cls.apply(x, weight, bias, *arguments)  # type: ignore[no-any-return, no-untyped-call]  # so in torch
         inner = None if bias is None else unwrap_if_dead(bias)
         tensors = (unwrap_if_dead(x), unwrap_if_dead(weight), inner)
-        output: Tensor = super(_PLAIN_FUNCTION, cls).apply(*tensors, *arguments)
+        base: Any = super(torch.autograd.Function, cls)
+        output: Tensor = base.apply(*tensors, *arguments)
         return output
-
-
-_PLAIN_FUNCTION: Any = torch.autograd.Function
 
 
 def _once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -243,8 +241,12 @@ class _HotLinear(_Function):
         if last is not None:
             last.forget()
         need_gx, need_gw, need_gb, *_ = ctx.needs_input_grad
-        of_gx, of_gw, of_gb = dtypes
-        wanted = (of_gx if need_gx else None, of_gw if need_gw else None, of_gb if need_gb else None)
+        gx_dtype, gw_dtype, gb_dtype = dtypes
+        wanted = (
+            gx_dtype if need_gx else None,
+            gw_dtype if need_gw else None,
+            gb_dtype if need_gb else None,
+        )
         kept = saved if need_gw else None
         seeds = (saved_seed, saved_seed if own_seed is None else own_seed)
         if shared is not None:
