@@ -113,7 +113,7 @@ constexpr int threads_of(Pass pass) {
   return 32 * (pass == Pass::both ? most_warps : two_pass_warps);
 }
 // Thread blocks on an SM: as many as its shared memory has room for (6; of the only pass 3) where
-// nothing spills for it, which random numbers do.
+// hardly a register spills for it; random numbers take more.
 constexpr int blocks_of(Pass pass, Rounding rounding) {
   const bool nearest = rounding == Rounding::nearest;
   if (pass == Pass::both) return nearest ? 3 : 2;
