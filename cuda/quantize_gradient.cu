@@ -237,10 +237,10 @@ __global__ void __launch_bounds__(threads, 1)
     largest[i] = 0;
     sums[i] = 0.0F;
   }
+  __syncthreads();
   begin_kernel();
   unsigned tile = blockIdx.x, run = blockIdx.x;
   if (tile < args.tiles) start_tile(args, layout, tile, shared, folds, barriers);
-  __syncthreads();
   std::uint32_t rows_largest = 0;
   for (unsigned turn = 0; tile < args.tiles; ++turn, tile += gridDim.x) {
     const unsigned here = turn % 2, next = here ^ 1;
