@@ -127,16 +127,22 @@ class Compression:
             raise ValueError(f"bits: {bits!r}; expected 8 or 4")
         if min_values < 0:
             raise ValueError(f"min_values: {min_values} is negative")
-        self._bits: dict[str, int | None] = dict.fromkeys(KINDS, bits)
-        self._bits.update(relu=1, linear=None, loss=None)
+        bits_of_kind: dict[str, int | None] = dict.fromkeys(KINDS, bits)
+        bits_of_kind.update(relu=1, linear=None, loss=None)
         for kind, value in kinds.items():
             if kind not in KINDS:
                 raise ValueError(f"{kind}: no such kind of operation; known: {', '.join(KINDS)}")
             allowed = (1, None) if kind == "relu" else (4, 8, None)
             if value not in allowed:
                 raise ValueError(f"{kind}: {value!r}; expected one of {allowed}")
-            self._bits[kind] = value
-        self._min_values = min_values
+            bits_of_kind[kind] = value
+        self._min_values = max(1, min_values)
+        # Looked up for every call of torch inside the context.
+        self._bits_of = {
+            name: found
+            for name, kind in _KIND_OF.items()
+            if (found := bits_of_kind[kind]) is not None
+        }
         self._rule: _Rule | None = None
         self._seed = 0
         self._counter: Iterator[int] = itertools.count()
@@ -173,11 +179,14 @@ class Compression:
     def pack(self, tensor: Tensor) -> Any:
         """What is kept of a saved tensor: itself, or something smaller (with ``.nbytes``)."""
         rule = self._rule
-        if rule is None or not rule.takes(tensor, self._min_values):
+        if rule is None or not rule.takes(tensor):
             return tensor.detach()  # with its graph it would keep itself where no backward follows
         storage = tensor.untyped_storage()
+        address = storage._cdata
+        if address in rule.exact:
+            return tensor.detach()
         key = (
-            storage._cdata,
+            address,
             tensor._version,
             tensor.storage_offset(),
             tensor.shape,
@@ -212,17 +221,16 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
         if torch.compiler.is_compiling():
-            return func(*args, **kwargs)
+            return func(*args, **(kwargs or {}))
         owner = self._owner
         name = getattr(func, "__name__", "")
-        kind = _KIND_OF.get(name)
-        bits = owner._bits[kind] if kind is not None else None
-        if bits is None and owner._rule is None:  # most calls: attributes, views, sums
-            return func(*args, **kwargs)
+        bits = owner._bits_of.get(name)
         before = owner._rule
-        owner._rule = None if bits is None else _rule(name, bits, args, kwargs)
+        if bits is None and before is None:  # most calls: attributes, views, sums
+            return func(*args, **kwargs) if kwargs else func(*args)
+        kwargs = kwargs or {}
+        owner._rule = None if bits is None else _rule(name, bits, owner._min_values, args, kwargs)
         try:
             return func(*args, **kwargs)
         finally:
@@ -232,38 +240,43 @@ class _Watch(TorchFunctionMode):
 class _Rule:
     """Which of the tensors that an operation saves are compressed."""
 
-    __slots__ = ("bits", "exact", "exact_shapes", "largest", "widths")
+    __slots__ = ("bits", "exact", "exact_shapes", "least", "widths")
 
-    def __init__(self, bits: int, tensors: list[Tensor], widths: tuple[int, ...]) -> None:
+    def __init__(
+        self, bits: int, min_values: int, tensors: list[Tensor], widths: tuple[int, ...]
+    ) -> None:
         self.bits = bits
         self.exact = set()
         exact_shapes, shapes = set(), set()
-        self.largest = 0
+        largest = 0
         for tensor in tensors:
-            self.largest = max(self.largest, tensor.numel())
+            largest = max(largest, tensor.numel())
             if _without_gradient(tensor):
                 self.exact.add(tensor.untyped_storage()._cdata)
                 exact_shapes.add(tensor.shape)
             else:
                 shapes.add(tensor.shape)
+        self.least = max(min_values, largest // 4)
         # Under autocast a parameter is saved as a copy, which has its shape.
         self.exact_shapes = exact_shapes - shapes
         self.widths = widths
 
-    def takes(self, tensor: Tensor, min_values: int) -> bool:
+    def takes(self, tensor: Tensor) -> bool:
+        """Whether all but its storage (see ``exact``) speaks for compressing it."""
         return (
             type(tensor) is Tensor
+            and tensor.numel() >= self.least
             and tensor.dtype in DTYPES
-            and tensor.numel() >= max(min_values, self.largest // 4, 1)
             and tensor.layout == torch.strided
             and not tensor.is_meta
             and tensor.shape not in self.exact_shapes
             and (not self.widths or tensor.shape[-1] in self.widths)
-            and tensor.untyped_storage()._cdata not in self.exact
         )
 
 
-def _rule(name: str, bits: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Rule | None:
+def _rule(
+    name: str, bits: int, min_values: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> _Rule | None:
     """The rule for a call; None: nothing that it saves is compressed."""
     widths: tuple[int, ...] = ()
     if name in ("pow", "__pow__") and not (len(args) == 2 and args[1] in _POWERS):
@@ -285,7 +298,7 @@ def _rule(name: str, bits: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             tensors.append(value)
         elif isinstance(value, (list, tuple)):
             tensors += [item for item in value if isinstance(item, Tensor)]
-    return _Rule(bits, tensors, widths)
+    return _Rule(bits, min_values, tensors, widths)
 
 
 def _without_gradient(tensor: Tensor) -> bool:
@@ -331,16 +344,17 @@ class _Packed:
         # Keeps the storage's address from being taken by another one, not the storage.
         source = tensor.untyped_storage()
         self._source = StorageWeakRef(source)  # type: ignore[no-untyped-call]
-        self._order, self._bits, self._dtype = order, bits, tensor.dtype
-        dense = tensor.permute(order)
+        self._bits, self._dtype = bits, tensor.dtype
+        # None: contiguous, which spares a view here and another one in restore.
+        self._order = None if tensor.is_contiguous() else order
+        dense = tensor if self._order is None else tensor.permute(order)
         self._shape = dense.shape
         width = MASK_BLOCK if bits == 1 else BLOCK
         blocks = -(-tensor.numel() // width)
-        self._codes = torch.empty(
-            (blocks, width * bits // 8), dtype=torch.uint8, device=tensor.device
-        )
-        self._ranges = torch.empty((0 if bits == 1 else blocks, 2), device=tensor.device)
-        kernels = _kernels(tensor.device)
+        device = tensor.device
+        self._codes = torch.empty((blocks, width * bits // 8), dtype=torch.uint8, device=device)
+        self._ranges = torch.empty((0 if bits == 1 else blocks, 2), device=device)
+        kernels = _kernels(device)
         if kernels is not None:
             kernels.compress(dense, self._codes, self._ranges, bits, key)
         else:
@@ -357,7 +371,7 @@ class _Packed:
             kernels.restore(self._codes, self._ranges, self._bits, dense)
         else:
             _restore(self._codes, self._ranges, self._bits, dense.view(-1))
-        if self._order == tuple(range(len(self._order))):
+        if self._order is None:
             return dense
         inverse = [0] * len(self._order)
         for place, dim in enumerate(self._order):

@@ -9,6 +9,8 @@ that no value changes its thread.
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 import triton
 import triton.language as tl
@@ -190,18 +192,18 @@ def compress(
     key: tuple[int, int],
 ) -> None:
     """Fill codes and ranges; ``dense`` has its dimensions in the order of memory."""
-    count, blocks = dense.numel(), len(codes)
+    count, blocks = dense.numel(), codes.shape[0]
     with _on(dense.device):
         if bits == 1:
             flat = dense.reshape(-1).contiguous()  # a view may have a stride
-            grid = (triton.cdiv(blocks, 4),)
+            grid = (-(-blocks // 4),)
             _compress_signs_kernel[grid](flat, codes, count, blocks, TILE=4, **_OPTIONS)
             return
-        rows = _rows(dense)
+        rows = (count, count) if dense.is_contiguous() else _rows(dense)
         if rows is None:
             dense, rows = dense.contiguous(), (count, count)
         columns, pitch = rows
-        grid = (triton.cdiv(blocks, _TILE),)
+        grid = (-(-blocks // _TILE),)
         _compress_kernel[grid](
             dense,
             codes,
@@ -222,14 +224,14 @@ def compress(
 
 def restore(codes: torch.Tensor, ranges: torch.Tensor, bits: int, out: torch.Tensor) -> None:
     """Fill ``out``, contiguous, of any shape."""
-    count, blocks = out.numel(), len(codes)
+    count, blocks = out.numel(), codes.shape[0]
     with _on(out.device):
         if bits == 1:
-            grid = (triton.cdiv(blocks, 4),)
+            grid = (-(-blocks // 4),)
             _restore_signs_kernel[grid](codes, out, count, blocks, TILE=4, **_OPTIONS)
             return
         even = count % (_BLOCK * _TILE) == 0
-        grid = (triton.cdiv(blocks, _TILE),)
+        grid = (-(-blocks // _TILE),)
         _restore_kernel[grid](
             codes, ranges, out, count, blocks, BITS=bits, TILE=_TILE, EVEN=even, **_OPTIONS
         )
@@ -260,4 +262,7 @@ def _signed(word: int) -> int:
 
 
 def _on(device: torch.device):
+    """A context in which ``device`` is the current one; cheaper where it is already."""
+    if torch.cuda.current_device() == device.index:
+        return contextlib.nullcontext()
     return torch.cuda.device(device)
