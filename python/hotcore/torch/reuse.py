@@ -43,7 +43,7 @@ def linear_form(config: str, dtype: torch.dtype | None) -> Hashable:
 
 
 class Last:
-    """What a thread compressed last. On every layer's way: a miss costs the host under 1 us."""
+    """What a thread compressed last. On every layer's way: a miss costs the host about 1 us."""
 
     __slots__ = ("_entry",)
 
