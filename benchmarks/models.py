@@ -227,6 +227,9 @@ _NO_ZEROS = {"zero_init_last": False}  # else no branch has a gradient at first
 _LLAMA = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
 _LLAMA_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 
+_SMALL_LLAMA_BLOCKS = _transformers(
+    "LlamaModel", "LlamaConfig", vocab_size=16, **_LLAMA, **_LLAMA_HEADS
+)
 _LLAMA_BLOCKS = _transformers(
     "LlamaModel",
     "LlamaConfig",
@@ -302,20 +305,14 @@ TASKS: dict[str, Task] = {
     ),
     "llama_blocks": Task(
         "2 blocks of Llama-3-8B's shape",
-        Size(
-            _transformers("LlamaModel", "LlamaConfig", vocab_size=16, **_LLAMA, **_LLAMA_HEADS),
-            _hidden(2, 64, 128),
-        ),
+        Size(_SMALL_LLAMA_BLOCKS, _hidden(2, 64, 128)),
         _blocks,
         Size(_LLAMA_BLOCKS, _hidden(1, 8192, 4096)),
         Size(_LLAMA_BLOCKS, _hidden(1, 1024, 4096)),
     ),
     "llama_blocks_2k": Task(
         "2 blocks of Llama-3-8B's shape, 4 sequences",
-        Size(
-            _transformers("LlamaModel", "LlamaConfig", vocab_size=16, **_LLAMA, **_LLAMA_HEADS),
-            _hidden(4, 32, 128),
-        ),
+        Size(_SMALL_LLAMA_BLOCKS, _hidden(4, 32, 128)),
         _blocks,
         Size(_LLAMA_BLOCKS, _hidden(4, 2048, 4096)),
     ),

@@ -41,8 +41,7 @@ def cpu(threads: int | None = None) -> _core.CoreContext:
 
 def cuda(device: int, stream: int) -> _core.CoreContext:
     """Context of a CUDA device and stream; NotImplementedError in a build without CUDA."""
-    found = _cache.get((0, "", device, stream))  # asked for with every call of a layer
-    return _get(0, "", device, stream) if found is None else found
+    return _get(0, "", device, stream)
 
 
 def num_threads() -> int:

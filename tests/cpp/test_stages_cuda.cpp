@@ -555,7 +555,7 @@ TEST_F(StagesCuda, repeats_and_captures) {
   // Twice the same bits, and the same again from a CUDA graph.
   // Small, and more tokens than stay on the chip.
   const hot::LinearShape shapes[] = {{394, 192, 160}, {8210, 48, 40}};
-  const std::vector<std::string> names = recipe_names();
+  const std::vector<std::string>& names = recipe_names();
   for (std::size_t round = 0; round < 2 * names.size(); ++round) {
     const std::string& name = names[round / 2];
     const auto [L, O, I] = shapes[round % 2];

@@ -11,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402
-from hotcore.torch import ops  # noqa: E402
+from hotcore.torch import ops  # noqa: E402  (after the skip)
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 

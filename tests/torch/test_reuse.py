@@ -15,10 +15,10 @@ from hotcore.config import RECIPES, HotConfig
 from support import equal_bits
 
 torch = pytest.importorskip("torch")
-import hotcore.torch as hot  # noqa: E402
-from hotcore.torch import ops, reuse  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
+import hotcore.torch as hot  # noqa: E402  (after the skip)
+from hotcore.torch import ops, reuse  # noqa: E402  (after the skip)
+from torch import nn  # noqa: E402  (after the skip)
+from torch.utils.checkpoint import checkpoint  # noqa: E402  (after the skip)
 
 pytestmark = pytest.mark.usefixtures("seeded")
 WIDTH = 64

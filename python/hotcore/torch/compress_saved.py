@@ -309,9 +309,12 @@ def _without_gradient(tensor: Tensor) -> bool:
 
 
 def _memory_order(tensor: Tensor) -> tuple[int, ...] | None:
-    """Dimensions from the outermost in memory to the innermost; None where elements overlap."""
+    """Dimensions from the outermost in memory to the innermost; None where elements overlap.
+
+    Empty for a contiguous tensor: nothing to permute.
+    """
     if tensor.is_contiguous():
-        return tuple(range(tensor.dim()))
+        return ()
     stride, shape = tensor.stride(), tensor.shape
     order = tuple(sorted(range(tensor.dim()), key=lambda i: (stride[i], shape[i]), reverse=True))
     extent = 1
@@ -344,10 +347,8 @@ class _Packed:
         # Keeps the storage's address from being taken by another one, not the storage.
         source = tensor.untyped_storage()
         self._source = StorageWeakRef(source)  # type: ignore[no-untyped-call]
-        self._bits, self._dtype = bits, tensor.dtype
-        # None: contiguous, which spares a view here and another one in restore.
-        self._order = None if tensor.is_contiguous() else order
-        dense = tensor if self._order is None else tensor.permute(order)
+        self._order, self._bits, self._dtype = order, bits, tensor.dtype
+        dense = tensor.permute(order) if order else tensor
         self._shape = dense.shape
         width = MASK_BLOCK if bits == 1 else BLOCK
         blocks = -(-tensor.numel() // width)
@@ -371,7 +372,7 @@ class _Packed:
             kernels.restore(self._codes, self._ranges, self._bits, dense)
         else:
             _restore(self._codes, self._ranges, self._bits, dense.view(-1))
-        if self._order is None:
+        if not self._order:
             return dense
         inverse = [0] * len(self._order)
         for place, dim in enumerate(self._order):

@@ -212,6 +212,7 @@ class _HotLinear(_Function):
             plain_bias = None if bias is None else _cast(bias, dtype)
         need_gx, keep = ctx.needs_input_grad[:2]
         y: Tensor
+        # own_seed: None while compiling, where a seed has to travel with the saved tensors.
         saved, saved_seed, last, own_seed, shared = None, seed, None, None, None
         if compiling:
             y, kept = ops.linear(inner, matrix, plain_bias, seed, config, keep)

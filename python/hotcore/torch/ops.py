@@ -39,8 +39,8 @@ library.define(
 library.define("compress_activation(Tensor x, Tensor seed, str config) -> Tensor")
 library.define(
     "backward_linear(Tensor gy, Tensor? weight, Tensor? saved, Tensor? saved_seed, Tensor seed, "
-    "str config, "
-    "SymInt in_features, ScalarType? gx_dtype, ScalarType? gw_dtype, ScalarType? gb_dtype)"
+    "str config, SymInt in_features, ScalarType? gx_dtype, ScalarType? gw_dtype, "
+    "ScalarType? gb_dtype)"
     " -> (Tensor, Tensor, Tensor)"
 )
 
@@ -250,20 +250,12 @@ def _compress_activation(x: Tensor, seed: Tensor, config: str) -> Tensor:
 
 
 def _outputs(
-    gy: Tensor,
-    in_features: int,
-    gx_dtype: torch.dtype | None,
-    gw_dtype: torch.dtype | None,
-    gb_dtype: torch.dtype | None,
+    gy: Tensor, in_features: int, dtypes: Sequence[torch.dtype | None]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    x_shape = (gy.shape[0], in_features)
-    gx, gw, gb = new_gradients(gy, x_shape, (gx_dtype, gw_dtype, gb_dtype))
-
-    def some(gradient: Tensor | None) -> Tensor:
-        # An operator returns no None: what is not wanted is an empty vector.
-        return gy.new_empty(0) if gradient is None else gradient
-
-    return some(gx), some(gw), some(gb)
+    new = new_gradients(gy, (gy.shape[0], in_features), dtypes)
+    # An operator returns no None: what is not wanted is an empty vector.
+    gx, gw, gb = (gy.new_empty(0) if gradient is None else gradient for gradient in new)
+    return gx, gw, gb
 
 
 def _backward_linear(
@@ -274,15 +266,13 @@ def _backward_linear(
     seed: Tensor,
     config: str,
     in_features: int,
-    gx_dtype: torch.dtype | None,
-    gw_dtype: torch.dtype | None,
-    gb_dtype: torch.dtype | None,
+    *dtypes: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    gx, gw, gb = _outputs(gy, in_features, gx_dtype, gw_dtype, gb_dtype)
-    outputs = (gx if gx_dtype else None, gw if gw_dtype else None, gb if gb_dtype else None)
+    results = _outputs(gy, in_features, dtypes)
+    gx, gw, gb = (out if dtype else None for out, dtype in zip(results, dtypes, strict=True))
     keys = keys_of(saved_seed, seed)
-    backward(gy, weight, saved, in_features, parsed(config), keys, outputs)
-    return gx, gw, gb
+    backward(gy, weight, saved, in_features, parsed(config), keys, (gx, gw, gb))
+    return results
 
 
 def _fake_draw_seed(x: Tensor, weight: Tensor) -> Tensor:
@@ -303,11 +293,9 @@ def _fake_backward_linear(
     seed: Tensor,
     config: str,
     in_features: int,
-    gx_dtype: torch.dtype | None,
-    gw_dtype: torch.dtype | None,
-    gb_dtype: torch.dtype | None,
+    *dtypes: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _outputs(gy, in_features, gx_dtype, gw_dtype, gb_dtype)
+    return _outputs(gy, in_features, dtypes)
 
 
 def _up(value: int, multiple: int) -> int:
@@ -347,19 +335,23 @@ draw_seed = torch.ops.hotcore.draw_seed.default
 linear = torch.ops.hotcore.linear.default
 
 
-def at_once(x: Tensor) -> bool:
+def unseen(x: Tensor) -> bool:
+    """Whether neither a subclass of Tensor nor a mode wants to see what is done with x."""
+    return type(x) in PLAIN and torch._C._len_torch_dispatch_stack() == 0
+
+
+def _at_once(x: Tensor) -> bool:
     """Whether nothing wants to see the operator itself: the dispatcher takes 5 to 10 us."""
     return (
         not torch.compiler.is_compiling()
-        and type(x) in PLAIN
         and (x.is_cuda or x.is_cpu)  # device.type takes three times as long
-        and torch._C._len_torch_dispatch_stack() == 0
+        and unseen(x)
     )
 
 
 def compress_activation(x: Tensor, seed: Tensor, config: str) -> Tensor:
     """x ``[..., I]`` compressed, by ``torch.ops.hotcore.compress_activation`` or as it would be."""
-    if at_once(x):
+    if _at_once(x):
         return _compress_activation(x, seed, config)
     saved: Tensor = torch.ops.hotcore.compress_activation.default(flat(x), seed, config)
     return saved
@@ -376,7 +368,7 @@ def backward_linear(
     *dtypes: torch.dtype | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """g_x, g_w, g_b (None where the dtype is), by the operator or as it would be."""
-    if at_once(gy):
+    if _at_once(gy):
         outputs = new_gradients(gy, x_shape, dtypes)
         keys = keys_of(saved_seed, seed)
         backward(gy, weight, saved, x_shape[-1], parsed(config), keys, outputs)

@@ -192,6 +192,7 @@ def compress(
     key: tuple[int, int],
 ) -> None:
     """Fill codes and ranges; ``dense`` has its dimensions in the order of memory."""
+    # Ceilings by hand: triton.cdiv takes 2 us of the host.
     count, blocks = dense.numel(), codes.shape[0]
     with _on(dense.device):
         if bits == 1:
