@@ -1,36 +1,33 @@
 """INT8 products with fused scales beside torch's INT8, FP8 and bf16 products.
 
-    python benchmarks/bench_gemm.py [--device cpu|cuda] [--shape M,N,K ...]
+    python benchmarks/bench_gemm.py [--device cpu|cuda] [--shape M,N,K ...] [--stock LIBRARY]
 
 Every product of the layers of layers.py: g_x (M = L, N = I, K = O), g_w of r = 8 (M = O, N = I,
 K = L / 2) and g_w in full (K = L). hotcore.gemm_int8 and torch._scaled_mm (FP8, a scale a row and a
 column) write bf16; torch._int_mm writes int32 without scales; all take both operands with the
-contraction contiguous. Tera-operations a second, 2 M N K of them.
+contraction contiguous. With --stock the two quickest of CUTLASS's stock tiles (stock_gemm/) take
+their turns, too: same operands, same result. Tera-operations a second, 2 M N K of them.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from typing import Any
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import hotcore
 import rivals
 import timing
 import torch
 from layers import CUDA_GROUPS, parse_shape
-from timing import Call, Row
+from timing import Call
 
-# The best stock CUTLASS 4.2 tile of each product on an H200, TOPS, from the project's sweep before
-# hotcore: other runs, so a guide only; what counts in one run are the rivals.
-STOCK = {
-    "ViT-B g_x": {"qkv": 1333, "proj": 952, "fc1": 1424, "fc2": 1167},
-    "ViT-B g_w, r = 8": {"qkv": 1186, "proj": 397, "fc1": 1134, "fc2": 1128},
-    "ViT-B g_w, full": {"fc1": 1286},
-    "Llama-3-8B g_x": {"qkv": 1608, "o": 1626, "up": 1514, "down": 1373},
-    "Llama-3-8B g_w, r = 8": {"qkv": 1375, "o": 1360, "up": 1417, "down": 1397},
-    "Llama-3-8B g_w, full": {"up": 1482},
-}
+# Every stock tile is tried in every order: a few launches each choose those that take part.
+SWIZZLES = (1, 2, 4, 8)  # CUTLASS knows no others
+CHOICE_ROUNDS = 3
+FINALISTS = 2  # the choice of a few launches may mistake the first for the second
 Product = tuple[int, int, int]
 """M, N, K."""
 
@@ -56,24 +53,32 @@ CPU_PRODUCTS: dict[str, dict[str, Product]] = {
 }
 
 
-def contenders(product: Product, device: str) -> dict[str, Call]:
+class Operands(NamedTuple):
+    """int8 [M, K] and [N, K], float32 [M] and [N], and where the product goes."""
+
+    codes: tuple[torch.Tensor, torch.Tensor]
+    scales: tuple[torch.Tensor, torch.Tensor]
+    out: torch.Tensor
+
+
+def operands(product: Product, device: str) -> Operands:
     m, n, k = product
-
-    def codes(rows: int) -> torch.Tensor:
-        return torch.randint(-127, 128, (rows, k), dtype=torch.int8, device=device)
-
-    a, b = codes(m), codes(n)
-    a_scale, b_scale = torch.rand(m, device=device), torch.rand(n, device=device)
+    a, b = (torch.randint(-127, 128, (rows, k), dtype=torch.int8, device=device) for rows in (m, n))
     wide = torch.float32 if device == "cpu" else torch.bfloat16
-    out = torch.empty(m, n, dtype=wide, device=device)
-    a_wide, b_wide = torch.randn(m, k, device=device).to(wide), torch.randn(n, k, device=device)
-    b_wide = b_wide.to(wide)
+    scales = torch.rand(m, device=device), torch.rand(n, device=device)
+    return Operands((a, b), scales, torch.empty(m, n, dtype=wide, device=device))
+
+
+def contenders(given: Operands) -> dict[str, Call]:
+    (a, b), (a_scale, b_scale), out = given
+    wide, device = out.dtype, out.device
+    a_wide, b_wide = (torch.randn(codes.shape, device=device).to(wide) for codes in (a, b))
     calls: dict[str, Call] = {
         "hotcore": lambda: hotcore.gemm_int8(a, b, a_scale, b_scale, out=out),
         "torch._int_mm": lambda: torch._int_mm(a, b.t()),
         f"torch {str(wide).removeprefix('torch.')}": lambda: torch.mm(a_wide, b_wide.t()),
     }
-    if device == "cuda":
+    if device.type == "cuda":
         a8, b8 = a_wide.to(rivals.FP8), b_wide.to(rivals.FP8)
         rows, columns = a_scale[:, None].contiguous(), b_scale[None, :].contiguous()
         calls["torch fp8 rowwise"] = lambda: torch._scaled_mm(
@@ -82,23 +87,78 @@ def contenders(product: Product, device: str) -> dict[str, Call]:
     return calls
 
 
-def bench(product: Product, args: argparse.Namespace) -> dict[str, Row]:
-    rows = timing.in_turns(contenders(product, args.device), args.rounds, args.device)
+def stock_finalists(
+    stock: rivals.StockGemm, given: Operands, device: str
+) -> tuple[dict[str, Call], dict[str, dict[str, Any]]]:
+    """The quickest stock tiles and orders of a few rounds; and of each tile the best order.
+
+    Raises AssertionError where a finalist's product differs from hotcore's by more than the last
+    bit of a bfloat16.
+    """
+    out = torch.empty_like(given.out)
+    calls: dict[str, Call] = {}
+    tile_of: dict[str, str] = {}
+    for tile, along_m, swizzle in itertools.product(stock.tiles, (False, True), SWIZZLES):
+        name = f"stock {tile}, along {'M' if along_m else 'N'}, swizzle {swizzle}"
+        calls[name] = stock.call(tile, along_m, swizzle, given.codes, given.scales, out)
+        tile_of[name] = tile
+    rows = timing.in_turns(calls, CHOICE_ROUNDS, device)
+    ranked = sorted(rows, key=lambda name: rows[name]["median_ms"])
+    wanted = hotcore.gemm_int8(*given.codes, *given.scales, out=given.out)
+    for name in ranked[:FINALISTS]:
+        out.fill_(torch.nan)
+        calls[name]()
+        torch.testing.assert_close(
+            out, wanted, rtol=2**-7, atol=0, msg=lambda text, name=name: f"{name}: {text}"
+        )
+    best_first = {tile_of[name]: name for name in reversed(ranked)}
+    tiles = {
+        tile: {"order": best_first[tile].removeprefix(f"stock {tile}, "), **rows[best_first[tile]]}
+        for tile in stock.tiles
+    }
+    return {name: calls[name] for name in ranked[:FINALISTS]}, tiles
+
+
+def bench(
+    product: Product, args: argparse.Namespace, stock: rivals.StockGemm | None
+) -> dict[str, Any]:
+    given = operands(product, args.device)
+    finalists, tiles = stock_finalists(stock, given, args.device) if stock else ({}, None)
+    rows = timing.in_turns(contenders(given) | finalists, args.rounds, args.device)
     operations = 2 * product[0] * product[1] * product[2]
-    for row in rows.values():
+    for row in (*rows.values(), *(tiles or {}).values()):
         row["TOPS"] = operations / row["median_ms"] / 1e9
     mine = rows["hotcore"]
     mine["faster than"] = {
         name: row["median_ms"] / mine["median_ms"] for name, row in rows.items() if row is not mine
     }
-    return rows
+    if finalists:
+        mine["of the best stock tile"] = min(mine["faster than"][name] for name in finalists)
+    return {"M, N, K": product, "rows": rows, "choice of stock tiles": tiles}
+
+
+def described(found: Mapping[str, Any]) -> str:
+    rows = found["rows"]
+    mine = rows["hotcore"]
+    words = [f"hotcore {mine['TOPS']:.4g}"]
+    words += [
+        f"{rival} {rows[rival]['TOPS']:.4g} ({faster:.2f})"
+        for rival, faster in mine["faster than"].items()
+    ]
+    return "  ".join(words)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = timing.arguments(__doc__, "gemm")
     parser.add_argument("--shape", type=parse_shape, action="append", help="M,N,K; repeatable")
     parser.add_argument("--only", help="groups whose name contains this, e.g. 'g_w'")
+    parser.add_argument("--stock", type=Path, help="libhot_stock_gemm: CUTLASS's stock tiles too")
     args = timing.begin(parser, argv)
+    if args.stock and args.device == "cpu":
+        parser.error("--stock: CUTLASS's tiles run on CUDA only")
+    stock = rivals.StockGemm(args.stock) if args.stock else None
+    if stock is None:
+        print("CUTLASS's stock tiles: left out (--stock LIBRARY takes them in)")
     groups = CPU_PRODUCTS if args.device == "cpu" else cuda_products()
     if args.shape:
         groups = {"given": {",".join(map(str, shape)): shape for shape in args.shape}}
@@ -111,19 +171,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         out[group] = {}
         print(f"\n{group}: TOPS (times faster than)")
         for name, product in products.items():
-            rows = bench(product, args)
-            stock = STOCK.get(group, {}).get(name)
-            if stock:
-                rows["hotcore"]["of stock CUTLASS"] = rows["hotcore"]["TOPS"] / stock
-            out[group][name] = {"M, N, K": product, "stock TOPS": stock, "rows": rows}
-            words = "  ".join(
-                f"{rival} {rows[rival]['TOPS']:.4g} ({faster:.2f})"
-                for rival, faster in rows["hotcore"]["faster than"].items()
-            )
-            guide = f"  stock {stock} ({rows['hotcore']['of stock CUTLASS']:.2f})" if stock else ""
-            print(
-                f"  {name:5s} {product!s:22s} hotcore {rows['hotcore']['TOPS']:.4g}  {words}{guide}"
-            )
+            out[group][name] = found = bench(product, args, stock)
+            print(f"  {name:5s} {product!s:22s} {described(found)}")
     timing.write(args, "gemm", {"products": out})
 
 
