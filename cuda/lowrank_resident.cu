@@ -3,7 +3,8 @@
 // resident_kernel. A cluster of thread blocks takes a strip of columns, 64 bytes of every token (32
 //   columns in 16-bit types, two sectors), and keeps all of it in shared memory: one read of x, the
 //   largest values exchanged through the cluster's shared memory, then the codes from the same
-//   bytes. The rows of P x are computed twice and never stored.
+//   bytes. P x of rank 8 takes the place of the tokens that it is made of (16-bit types: 16 values
+//   in fp32 for 32 tokens, by the same lane); otherwise it is computed twice.
 //     work     a warp owns a unit of 128 tokens (8 KB), from strip to strip: it waits for its own
 //              copies (cp.async), looks at the unit, meets the others at two barriers, writes the
 //              unit's codes and starts the copies of the next strip.
@@ -20,7 +21,7 @@
 //
 // Where that cannot be, the same kernel runs twice, the largest values (atomicMax), then the codes,
 // in the opposite order, which finds the end of x in the L2: no clusters before sm_90, one scale
-// for the whole tensor, or more than 8,192 tokens (clusters that hold more spill registers or fill
+// for the whole tensor, or more than 16,384 tokens (clusters that hold more spill registers or fill
 // an SM with one thread block, and take longer: docs/performance.md).
 #include <algorithm>
 #include <cstdint>
@@ -114,14 +115,17 @@ constexpr int threads_of(Pass pass) {
 }
 // Thread blocks on an SM: as many as its shared memory has room for (6; of the only pass 3) where
 // hardly a register spills for it; random numbers take more.
+template <Kind kind, class Tag>
 constexpr int blocks_of(Pass pass, Rounding rounding) {
   const bool nearest = rounding == Rounding::nearest;
-  if (pass == Pass::both) return nearest ? 3 : 2;
+  if (pass == Pass::both) {
+    return nearest || fits_in_place<kind, Tag> || (kind == Kind::full && Tag::size == 2) ? 3 : 2;
+  }
   return pass == Pass::amax || nearest ? 6 : 5;
 }
 
 template <Kind kind, Rounding rounding, class Tag, Pass pass>
-__global__ void __launch_bounds__(threads_of(pass), blocks_of(pass, rounding))
+__global__ void __launch_bounds__(threads_of(pass), blocks_of<kind, Tag>(pass, rounding))
     resident_kernel(const __grid_constant__ Args args) {
   extern __shared__ __align__(1024) char units[];
   quantize_strips<kind, rounding, Tag, Slots::no, 1, pass>(args, blockIdx.x, gridDim.x, units);
@@ -140,6 +144,10 @@ auto kernel_of(Pass pass, Rounding rounding) {
                  : resident_kernel<kind, Rounding::stochastic, Tag, Pass::both>;
 }
 
+// Thread blocks of a cluster at most: 8 surely fit every device (most_parts); 16 have to be asked
+// for, and hold 16,384 tokens.
+constexpr int large_parts = 16;
+
 // How a strip is shared out: the division that should take least, by a model of an SM's cycles. A
 // unit takes 900 of its cycles, but no less than 6000 pass from its copies to its codes (measured
 // at 2 and 16 warps on an SM); the exchange in a cluster takes 1500.
@@ -153,7 +161,7 @@ Plan cluster_plan(std::int64_t units, std::int64_t strips, std::int64_t sm_count
                   std::int64_t warps_on_sm) {
   Plan best;
   std::int64_t best_cycles = 0;
-  for (int parts = 1; parts <= most_parts; ++parts) {
+  for (int parts = 1; parts <= (best.parts == 0 ? large_parts : most_parts); ++parts) {
     const std::int64_t warps = ceil_div(units, parts);
     if (warps > most_warps) continue;
     const std::int64_t at_once =
@@ -173,7 +181,7 @@ Plan cluster_plan(std::int64_t units, std::int64_t strips, std::int64_t sm_count
 
 // Whether a cluster holds a strip, and surely runs: only where the code knows how to overlap.
 bool one_pass_can(const Context& context, std::int64_t units, bool per_tensor) {
-  return !per_tensor && units <= most_parts * most_warps && context.arch() != 80 &&
+  return !per_tensor && units <= large_parts * most_warps && context.arch() != 80 &&
          kernels_overlap(context, "backward_linear");
 }
 
@@ -184,8 +192,13 @@ Plan plan_of(const Context& context, const MatrixIn& x, const Projection& p,
   const int sm_count = device_attribute(context, cudaDevAttrMultiProcessorCount, stage);
   Plan plan;
   if (one_pass_can(context, units, quant.per_tensor)) {
-    plan = cluster_plan(units, strip_count(x), sm_count,
-                        most_warps * blocks_of(Pass::both, quant.rounding));
+    int blocks = 0;
+    with_kind(kind, [&](auto k) {
+      host_with_dtype(x.dtype, [&](auto tag) {
+        blocks = blocks_of<decltype(k)::value, decltype(tag)>(Pass::both, quant.rounding);
+      });
+    });
+    plan = cluster_plan(units, strip_count(x), sm_count, most_warps * blocks);
   } else {
     plan = {static_cast<int>(ceil_div(units, two_pass_warps)), two_pass_warps, false};
   }

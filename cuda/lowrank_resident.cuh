@@ -167,7 +167,30 @@ struct LaneGroup {
       v[1][i] = x[1] + y[1];
     }
   }
+  // The k of both columns in place of the tokens that they were made of: a word for a word.
+  __device__ char* place(int column, int k) const {
+    const int token = column * group_k + k;
+    return const_cast<char*>(token % 2 == 0 ? even : odd) + token * strip_bytes;
+  }
+  __device__ void keep(const float (&v)[2][group_k]) const {
+#pragma unroll
+    for (int k = 0; k < 2 * group_k; ++k) {
+      *reinterpret_cast<unsigned*>(place(k / group_k, k % group_k)) =
+          __float_as_uint(v[k / group_k][k % group_k]);
+    }
+  }
+  __device__ void kept(float (&v)[2][group_k]) const {
+#pragma unroll
+    for (int k = 0; k < 2 * group_k; ++k) {
+      v[k / group_k][k % group_k] =
+          __uint_as_float(*reinterpret_cast<const unsigned*>(place(k / group_k, k % group_k)));
+    }
+  }
 };
+
+// Whether the 16 k of two columns take as many bytes as the 32 tokens that they are made of.
+template <Kind kind, class Tag>
+constexpr bool fits_in_place = group_tokens(kind) == 2 * group_k && Tag::size == 2;
 
 // A group's 16 k of two neighbouring columns.
 template <Kind kind, class Tag>
@@ -249,6 +272,13 @@ struct Seen {
 #pragma unroll
     for (int i = 0; i < 8; ++i) add(largest[0], v[kept_row(kind, i)]);
     if (sum_wanted) sum += static_cast<Sum>(v[0]);
+  }
+
+  // Of two blocks of rank 8, weighted already.
+  __device__ void projected(const float (&v)[group_k], bool sum_wanted) {
+#pragma unroll
+    for (int k = 0; k < group_k; ++k) add(largest[0], v[k]);
+    if (sum_wanted) sum += static_cast<Sum>(v[0]) + static_cast<Sum>(v[8]);
   }
 
   // In the order in which row 0 of an FWHT adds them.
@@ -403,6 +433,8 @@ __device__ __forceinline__ void quantize_strips(const Args& args, unsigned block
   };
   const std::uint8_t* const lane_draws = draws + 2 * lane_group;
   const std::int64_t groups = args.k_padded / group_k;
+  // One read, and a group's results fit where its tokens were: P x is computed once.
+  constexpr bool in_place = known == Pass::both && fits_in_place<kind, Tag>;
   // Of the last unit only what holds groups.
   const auto live_steps = static_cast<int>(max(
       std::int64_t{0}, min(std::int64_t{unit_steps(kind)},
@@ -418,12 +450,21 @@ __device__ __forceinline__ void quantize_strips(const Args& args, unsigned block
         Seen<kind> seen[2];
 #pragma unroll 1
         for (int step = 0; step < live_steps; ++step) {
-          look<kind, Tag>(group_at(step, half), lane_draws, args.sum_wanted, seen);
+          const LaneGroup group = group_at(step, half);
+          if constexpr (in_place) {
+            float v[2][group_k];
+            project<kind, Tag>(group, lane_draws, args.sketch_weight, v);
+            group.keep(v);
+            seen[0].projected(v[0], args.sum_wanted);
+            seen[1].projected(v[1], args.sum_wanted);
+          } else {
+            look<kind, Tag>(group, lane_draws, args.sum_wanted, seen);
+          }
         }
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           float largest = seen[c].largest[0];
-          if constexpr (kind == Kind::sketch8) {
+          if constexpr (kind == Kind::sketch8 && !in_place) {
             largest = max_magnitude(largest, seen[c].largest[1] * args.sketch_weight);
           }
 #pragma unroll
@@ -517,7 +558,11 @@ __device__ __forceinline__ void quantize_strips(const Args& args, unsigned block
         for (int step = 0; step < live_steps; ++step) {
           const std::int64_t g = (unit * unit_steps(kind) + step) * lane_groups + lane_group;
           float v[2][group_k];
-          project<kind, Tag>(group_at(step, half), lane_draws, args.sketch_weight, v);
+          if constexpr (in_place) {
+            group_at(step, half).kept(v);
+          } else {
+            project<kind, Tag>(group_at(step, half), lane_draws, args.sketch_weight, v);
+          }
           if (g >= groups) continue;
 #pragma unroll
           for (int c = 0; c < 2; ++c) {

@@ -7,6 +7,12 @@
 //   twice, first for the largest value alone. 3 bytes an element for fp16 input and one scale a
 //   row.
 //
+// wide_rows_kernel: the same for rows that more than two warps share, from sm_90 on.
+//   A thread block goes from row to row; one instruction copies a row to shared memory
+//   (cp.async.bulk), the next one's while this one's codes are made, and the one barrier of a row
+//   is that of its largest value. Where only one thread block fits an SM, two rows are on their
+//   way.
+//
 // rows_kernel: any block and any length.
 //   A thread block takes a row through 4096 floats of shared memory, twice (largest value, codes).
 //
@@ -23,6 +29,7 @@
 #include <cstdint>
 
 #include "cuda/backend.h"
+#include "cuda/device/async_copy.cuh"
 #include "cuda/device/matrix_io.cuh"
 #include "cuda/device/rounding.cuh"
 #include "cuda/launch.h"
@@ -51,6 +58,58 @@ __global__ void __launch_bounds__(rows16_most_lanes)
     amax = args.pass == RowsPass::codes ? *args.amax : row_max(amax, T, lane, shared);
     return true;
   });
+}
+
+// A barrier of bulk copies for each of `Buffers` rows.
+template <Rounding rounding, int B, class Tag, int Buffers>
+__global__ void __launch_bounds__(rows16_most_lanes)
+    wide_rows_kernel(const __grid_constant__ RowsArgs args) {
+  extern __shared__ __align__(128) char rows[];
+  __shared__ std::uint32_t shared[2][rows16_most_lanes / 32];  // a row's last readers are late
+  __shared__ std::uint64_t barriers[Buffers];
+  const int T = static_cast<int>(blockDim.x), lane = static_cast<int>(threadIdx.x);
+  const int blocks = static_cast<int>(args.k_padded / 16), bytes = blocks * 16 * Tag::size;
+  const unsigned barrier = shared_address(barriers);
+  const auto copy_row = [&](std::int64_t row, int buffer) {
+    if (row >= args.x.rows) return;
+    const unsigned counted = barrier + static_cast<unsigned>(buffer) * 8;
+    expect_bulk(counted, static_cast<unsigned>(bytes));
+    copy_bulk(shared_address(rows + buffer * bytes),
+              static_cast<const char*>(args.x.data) + row * args.x.row_stride * Tag::size,
+              static_cast<unsigned>(bytes), counted);
+  };
+  if (lane == 0) {
+#pragma unroll
+    for (unsigned i = 0; i < Buffers; ++i) start_barrier(barrier + 8 * i);
+  }
+  __syncthreads();
+  begin_kernel();
+  const std::int64_t step = gridDim.x;
+  if (lane == 0) {
+#pragma unroll
+    for (int i = 0; i < Buffers; ++i) copy_row(blockIdx.x + i * step, i);
+  }
+  unsigned turn = 0;
+  for (std::int64_t row = blockIdx.x; row < args.x.rows; row += step, ++turn) {
+    const int buffer = static_cast<int>(turn % Buffers);
+    wait_bulk(barrier + static_cast<unsigned>(buffer) * 8, turn / Buffers);
+    unsigned words[B][4 * Tag::size];
+#pragma unroll
+    for (int i = 0; i < B; ++i) {
+#pragma unroll
+      for (unsigned& word : words[i]) word = 0;
+      const int block = lane + i * T;
+      if (block < blocks) load_words(rows + buffer * bytes + block * 16 * Tag::size, words[i]);
+    }
+    float v[B][16];
+#pragma unroll
+    for (int i = 0; i < B; ++i) Tag::unpack(words[i], v[i]);
+    quantize_row_values<rounding>(args, row, lane, T, v, [&](std::uint32_t& amax) {
+      amax = row_max(amax, T, lane, shared[turn % 2]);
+      if (lane == 0) copy_row(row + Buffers * step, buffer);  // everybody has read this row
+      return true;
+    });
+  }
 }
 
 constexpr int row_chunk = 4096;  // floats in shared memory; a multiple of every transform
@@ -140,6 +199,35 @@ RowShare row_share(std::int64_t blocks) {
 
 namespace {
 
+// More lanes than this, and rows are wide: fewer find all that they copy soon enough.
+constexpr int narrow_lanes = 64;
+
+template <Rounding rounding, int B, class Tag, int Buffers>
+void launch_wide_rows(const Context& context, const RowsArgs& args, int lanes) {
+  const auto kernel = wide_rows_kernel<rounding, B, Tag, Buffers>;
+  LaunchShape shape{1, lanes, static_cast<std::size_t>(args.k_padded * Tag::size) * Buffers};
+  const std::int64_t at_once = clusters_at_once("backward_linear", context, kernel, shape);
+  const int sm_count = device_attribute(context, cudaDevAttrMultiProcessorCount, "backward_linear");
+  if (Buffers == 1 && at_once <= sm_count) {
+    return launch_wide_rows<rounding, B, Tag, 2>(context, args, lanes);
+  }
+  shape.blocks = std::min(args.x.rows, at_once);
+  launch("backward_linear", context, kernel, shape, args);
+}
+
+template <Rounding rounding, int B, class Tag>
+void run_rows16(const Context& context, const RowsArgs& args, int lanes) {
+  if constexpr (Tag::size == 2 && rounding != Rounding::pseudo_stochastic) {
+    if (lanes > narrow_lanes && args.aligned && args.pass == RowsPass::row_scales &&
+        context.arch() != 80 && kernels_overlap(context, "backward_linear")) {
+      return launch_wide_rows<rounding, B, Tag, 1>(context, args, lanes);
+    }
+  }
+  const int rows = lanes > 32 ? 1 : 128 / lanes;
+  const LaunchShape shape{ceil_div(args.x.rows, rows), lanes, 0, 1, rows};
+  launch("backward_linear", context, rows16_kernel<rounding, B, Tag>, shape, args);
+}
+
 void run_rows(const Context& context, const RowsArgs& args, Rounding rounding) {
   const RowShare share = row_share(args.k_padded / 16);
   with_rounding(rounding, [&](auto r) {
@@ -147,27 +235,22 @@ void run_rows(const Context& context, const RowsArgs& args, Rounding rounding) {
     if (args.block != 16 || share.lanes == 0) {
       return launch("backward_linear", context, rows_kernel<mode>, args.x.rows, 256, 0, args);
     }
-    const int rows = share.lanes > 32 ? 1 : 128 / share.lanes;
-    const LaunchShape shape{ceil_div(args.x.rows, rows), share.lanes, 0, 1, rows};
     host_with_dtype(args.x.dtype, [&](auto tag) {
       using Tag = decltype(tag);
-      const auto run = [&](auto kernel) {
-        launch("backward_linear", context, kernel, shape, args);
-      };
       switch (share.blocks) {
         case 1:
-          return run(rows16_kernel<mode, 1, Tag>);
+          return run_rows16<mode, 1, Tag>(context, args, share.lanes);
         case 2:
-          return run(rows16_kernel<mode, 2, Tag>);
+          return run_rows16<mode, 2, Tag>(context, args, share.lanes);
         case 3:
-          return run(rows16_kernel<mode, 3, Tag>);
+          return run_rows16<mode, 3, Tag>(context, args, share.lanes);
         case 4:
-          return run(rows16_kernel<mode, 4, Tag>);
+          return run_rows16<mode, 4, Tag>(context, args, share.lanes);
         case 5:
-          return run(rows16_kernel<mode, 5, Tag>);
+          return run_rows16<mode, 5, Tag>(context, args, share.lanes);
         default:
           static_assert(rows16_most_blocks == 6);
-          return run(rows16_kernel<mode, 6, Tag>);
+          return run_rows16<mode, 6, Tag>(context, args, share.lanes);
       }
     });
   });

@@ -10,7 +10,7 @@ cd "$HOT_ROOT"
 export PATH="$HOT_VENV/bin:$PATH"
 
 cpp_files() {
-  find cpp cuda python/bindings tests examples -type f \
+  find cpp cuda python/bindings tests examples benchmarks -type f \
     \( -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' \) -print0
 }
 
