@@ -21,8 +21,8 @@
 //
 // Where that cannot be, the same kernel runs twice, the largest values (atomicMax), then the codes,
 // in the opposite order, which finds the end of x in the L2: no clusters before sm_90, one scale
-// for the whole tensor, or more than 8,192 tokens (of w 16,384 out features; clusters that hold more
-// spill registers or fill an SM with one thread block, and take longer: docs/performance.md).
+// for the whole tensor, or more than 8,192 tokens (of w 16,384 out features; clusters that hold
+// more spill registers or fill an SM with one thread block, and take longer: docs/performance.md).
 #include <algorithm>
 #include <cstdint>
 #include <type_traits>
@@ -144,8 +144,8 @@ auto kernel_of(Pass pass, Rounding rounding) {
                  : resident_kernel<kind, Rounding::stochastic, Tag, Pass::both>;
 }
 
-// Thread blocks of a cluster at most: 8 surely fit every device (most_parts). 16, for 16,384 tokens,
-// have to be asked for, and pay only where no random numbers are drawn (w).
+// Thread blocks of a cluster at most: 8 surely fit every device (most_parts). 16, for 16,384
+// tokens, have to be asked for, and pay only where no random numbers are drawn (w).
 constexpr int large_parts = 16;
 
 // How a strip is shared out: the division that should take least, by a model of an SM's cycles. A
