@@ -178,7 +178,9 @@ def test_bench_backward(tmp_path: Path) -> None:
     calls = report["stages"]["given"]["33,48,16"]["recipes"]["fast"]["calls"]
     assert set(calls) == {"all", "gx", "gw", "gb"}
     assert set(report["forward"]["given"]["extra"]) == {"fast"}
-    assert report["host"]["rows"]["adapter backward fast"]["median_ms"] > 0
+    host = report["host"]["rows"]
+    whole, inside = (host[f"{part}adapter backward fast"]["median_ms"] for part in ("", "inside "))
+    assert 0 < inside < whole
     works = [row["work"] for row in targets.rows(report, {}, {})]
     assert any("compress fast" in work for work in works)
 
@@ -306,7 +308,13 @@ def cuda_report() -> dict[str, Any]:
             }
         },
         "forward": {"ViT-B": {"extra": {"fast": 0.04}}},
-        "host": {"rows": {"adapter backward fast": {"median_ms": 0.07}}},
+        "host": {
+            "rows": {
+                "adapter backward fast": {"median_ms": 0.07},
+                "inside adapter backward fast": {"median_ms": 0.05},
+                "adapter forward fast": {"median_ms": 0.05},
+            }
+        },
     }
 
 
@@ -332,6 +340,8 @@ def test_targets() -> None:
     assert reached[f"{work}: worst row"] == "must"
     assert reached["ViT-B, forward fast, extra time"] == "aim"
     assert reached["host, adapter backward fast, us"] == "missed"
+    assert reached["host, inside adapter backward fast, us"] == "aim"
+    assert "host, adapter forward fast, us" not in reached
     assert found["fwht, slowest n, share of the copy"]["measured"] == 0.9
     products = {work: verdict for work, verdict in reached.items() if "INT8" in work}
     assert products == {"INT8 product, ViT-B g_w, r = 8 proj, of the best stock tile": "must"}
