@@ -63,6 +63,7 @@ __device__ void walk_rows(const MatrixIn& x, const DeviceProjection& p, std::int
                           std::int64_t begin, std::int64_t end, const SharedColumn& v,
                           const Emit& emit) {
   std::int64_t k = begin * p.rank;
+  const DeviceOffset offset = offset_of(p.sketch);
   for (std::int64_t block = begin; block < end; ++block) {
     for (int t = 0; t < p.block; ++t) {
       const std::int64_t position = block * p.block + t;
@@ -70,7 +71,7 @@ __device__ void walk_rows(const MatrixIn& x, const DeviceProjection& p, std::int
     }
     int length = p.block;
     if (p.basis == Basis::sketch && p.folds > 0) {
-      const RandomWords draw = random_words(p.sketch, static_cast<std::uint64_t>(block));
+      const RandomWords draw = random_words(p.sketch, offset, static_cast<std::uint64_t>(block));
       for (int fold = 0; fold < p.folds; ++fold, length /= 2) {
         const int a = sketch_draw(draw, fold, length);
         const int top = 1 << (31 - __clz(a));
@@ -122,6 +123,7 @@ __global__ void strip_kernel(ColumnArgs args) {
     if (!args.per_k) atomic_raise(amax + (args.per_tensor ? 0 : col), best);
     return;
   }
+  const DeviceOffset offset = offset_of(args.key);
   const std::int64_t groups = args.k_padded / group;
   const std::int64_t first = begin * args.p.rank;
   const std::int64_t last = end < args.p.blocks ? end * args.p.rank : args.k_padded;
@@ -133,7 +135,7 @@ __global__ void strip_kernel(ColumnArgs args) {
     };
     const uint4 codes =
         round_group<rounding>([&](int i) { return scale_at(i).keep ? pending[i] : 0.0F; },
-                              [&](int i) { return scale_at(i).inv; }, args.key,
+                              [&](int i) { return scale_at(i).inv; }, args.key, offset,
                               static_cast<std::uint64_t>(col * groups + g), args.bits);
     *reinterpret_cast<uint4*>(args.codes + col * args.k_padded + g * group) = codes;
   };

@@ -397,10 +397,14 @@ __device__ __forceinline__ void quantize_strips(const Args& args, unsigned block
   const std::int64_t unit = std::int64_t{rank} * unit_count + warp / unit_warps;
   char* const tokens = units + warp / unit_warps * unit_bytes;
   std::uint8_t* const draws = shared.draws + warp * unit_blocks;
+  // What the kernel before may write, as it does a counter, is waited for.
+  if (kind == Kind::sketch8 && args.sketch.counter != nullptr && !args.independent) {
+    wait_for_previous_kernel();
+  }
   if (kind == Kind::sketch8 && lane < unit_blocks) {
     const auto token_block = static_cast<std::uint64_t>(unit * unit_blocks + lane);
-    draws[lane] =
-        static_cast<std::uint8_t>(sketch_draw(random_words(args.sketch, token_block), 0, 16));
+    const RandomWords words = random_words(args.sketch, offset_of(args.sketch), token_block);
+    draws[lane] = static_cast<std::uint8_t>(sketch_draw(words, 0, 16));
   }
   // The second of two launches (Slots) needs of the first only what it reads later: its copies come
   // before the wait. What x is made by has ended: the first one waited for it.
@@ -417,6 +421,7 @@ __device__ __forceinline__ void quantize_strips(const Args& args, unsigned block
   }
   commit_copies();
   if (copies_first) begin_kernel(args.independent);
+  const DeviceOffset offset = warp_offset<rounding>(args.key);
 
   static_assert(unit_warps == 1 || unit_warps == halves);
   const int first_half = unit_warps == 1 ? 0 : warp % unit_warps;
@@ -568,7 +573,7 @@ __device__ __forceinline__ void quantize_strips(const Args& args, unsigned block
           for (int c = 0; c < 2; ++c) {
             if (row + c >= args.x.cols) break;
             uint4 codes = round_group<rounding>(
-                [&](int k) { return v[c][k]; }, Same{inv[c]}, args.key,
+                [&](int k) { return v[c][k]; }, Same{inv[c]}, args.key, offset,
                 static_cast<std::uint64_t>((row + c) * groups + g), args.bits);
             if (!keep[c]) codes = make_uint4(0, 0, 0, 0);
             *reinterpret_cast<uint4*>(args.codes + (row + c) * args.k_padded + g * group_k) = codes;

@@ -89,6 +89,7 @@ __global__ void __launch_bounds__(rows16_most_lanes)
 #pragma unroll
     for (int i = 0; i < Buffers; ++i) copy_row(blockIdx.x + i * step, i);
   }
+  const DeviceOffset offset = warp_offset<rounding>(args.key);
   unsigned turn = 0;
   for (std::int64_t row = blockIdx.x; row < args.x.rows; row += step, ++turn) {
     const int buffer = static_cast<int>(turn % Buffers);
@@ -104,7 +105,7 @@ __global__ void __launch_bounds__(rows16_most_lanes)
     float v[B][16];
 #pragma unroll
     for (int i = 0; i < B; ++i) Tag::unpack(words[i], v[i]);
-    quantize_row_values<rounding>(args, row, lane, T, v, [&](std::uint32_t& amax) {
+    quantize_row_values<rounding>(args, offset, row, lane, T, v, [&](std::uint32_t& amax) {
       amax = row_max(amax, T, lane, shared[turn % 2]);
       if (lane == 0) copy_row(row + Buffers * step, buffer);  // everybody has read this row
       return true;
@@ -121,6 +122,7 @@ __global__ void rows_kernel(RowsArgs args) {
   __shared__ std::uint32_t shared[32];
   const std::int64_t row = blockIdx.x;
   const int T = static_cast<int>(blockDim.x), t = static_cast<int>(threadIdx.x);
+  const DeviceOffset offset = warp_offset<rounding>(args.key);
   std::uint32_t amax = 0;
   DeviceScale s{};
   const int passes = args.pass == RowsPass::row_scales ? 2 : 1;
@@ -159,7 +161,7 @@ __global__ void rows_kernel(RowsArgs args) {
         if (s.keep) {
           const std::int64_t blk = row * (args.k_padded / 16) + start / 16 + b;
           codes = round_group<rounding>([&](int j) { return v[16 * b + j]; }, Same{s.inv}, args.key,
-                                        static_cast<std::uint64_t>(blk), args.bits);
+                                        offset, static_cast<std::uint64_t>(blk), args.bits);
         }
         *reinterpret_cast<uint4*>(args.codes + row * args.k_padded + start + 16 * b) = codes;
       }
@@ -302,6 +304,7 @@ __global__ void matrix_amax_kernel(MatrixQuant args) {
 template <Rounding rounding>
 __global__ void matrix_codes_kernel(MatrixQuant args) {
   begin_kernel();
+  const DeviceOffset offset = warp_offset<rounding>(args.key);
   const std::int64_t groups = (args.x.cols + 15) / 16;
   const std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if (i >= args.x.rows * groups) return;
@@ -317,7 +320,7 @@ __global__ void matrix_codes_kernel(MatrixQuant args) {
   }
   const uint4 codes =
       round_group<rounding>([&](int j) { return value[j]; }, [&](int j) { return inv[j]; },
-                            args.key, static_cast<std::uint64_t>(i), args.bits);
+                            args.key, offset, static_cast<std::uint64_t>(i), args.bits);
   const std::uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
   const int count = static_cast<int>(min(std::int64_t{16}, args.x.cols - col));
   std::int8_t* out = args.codes + row * args.code_stride;
@@ -388,8 +391,8 @@ __device__ GroupScale group_scale(std::uint32_t amax) {
 
 // Rounds and writes half a group, 32 tokens of a channel, `value(t)` each: 16 bytes.
 template <Rounding rounding, class Value>
-__device__ void finish_half(const GroupsArgs& args, std::int64_t col, std::int64_t g, int half,
-                            const GroupScale& scale, const Value& value) {
+__device__ void finish_half(const GroupsArgs& args, const DeviceOffset& offset, std::int64_t col,
+                            std::int64_t g, int half, const GroupScale& scale, const Value& value) {
   const std::int64_t at = g * 32 + half * 16, row_blocks = (args.x.rows + 15) / 16;
   if (at >= args.row_bytes) return;  // rows are whole 16 bytes
   std::uint32_t words[4] = {0, 0, 0, 0};
@@ -397,7 +400,7 @@ __device__ void finish_half(const GroupsArgs& args, std::int64_t col, std::int64
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const uint4 codes = round_group<rounding>(
-          [&](int j) { return value(i * 16 + j); }, Same{scale.inv}, args.key,
+          [&](int j) { return value(i * 16 + j); }, Same{scale.inv}, args.key, offset,
           static_cast<std::uint64_t>(col * row_blocks + g * 4 + half * 2 + i), 4);
       words[2 * i] = pack_nibbles(codes.x, codes.y);
       words[2 * i + 1] = pack_nibbles(codes.z, codes.w);
@@ -410,6 +413,7 @@ __device__ void finish_half(const GroupsArgs& args, std::int64_t col, std::int64
 template <Rounding rounding, class Tag>
 __global__ void __launch_bounds__(128) groups_kernel(GroupsArgs args) {
   begin_kernel();
+  const DeviceOffset offset = warp_offset<rounding>(args.key);
   const std::int64_t strips = (args.x.cols + 127) / 128;
   const std::int64_t col = blockIdx.x % strips * 128 + threadIdx.x;
   const std::int64_t g = blockIdx.x / strips;
@@ -429,7 +433,8 @@ __global__ void __launch_bounds__(128) groups_kernel(GroupsArgs args) {
   args.scale[col * ((args.x.rows + 63) / 64) + g] = scale.bf16;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    finish_half<rounding>(args, col, g, half, scale, [&](int t) { return v[32 * half + t]; });
+    finish_half<rounding>(args, offset, col, g, half, scale,
+                          [&](int t) { return v[32 * half + t]; });
   }
 }
 
@@ -439,6 +444,7 @@ __global__ void __launch_bounds__(128) groups_kernel(GroupsArgs args) {
 template <Rounding rounding, class Tag>
 __global__ void __launch_bounds__(128) group_pairs_kernel(GroupsArgs args) {
   begin_kernel();
+  const DeviceOffset offset = warp_offset<rounding>(args.key);
   const std::int64_t strips = (args.x.cols + 127) / 128;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const std::int64_t col = blockIdx.x % strips * 128 + warp * 32 + 2 * (lane % 16);
@@ -476,7 +482,8 @@ __global__ void __launch_bounds__(128) group_pairs_kernel(GroupsArgs args) {
   for (int c = 0; c < 2; ++c) {
     const GroupScale scale = group_scale(abs_bits(pair(most, c)));
     if (half == 0) args.scale[(col + c) * ((args.x.rows + 63) / 64) + g] = scale.bf16;
-    finish_half<rounding>(args, col + c, g, half, scale, [&](int t) { return pair(word[t], c); });
+    finish_half<rounding>(args, offset, col + c, g, half, scale,
+                          [&](int t) { return pair(word[t], c); });
   }
 }
 

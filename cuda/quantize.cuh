@@ -61,7 +61,8 @@ __device__ inline std::uint32_t row_max(std::uint32_t v, int T, int thread, std:
 // `scale_of(amax)` turns the largest value of the lane into that of the scale's whole range; false:
 // no codes are wanted. All threads of the thread block come here, past the last row too.
 template <Rounding rounding, int B, class ScaleOf>
-__device__ __forceinline__ void quantize_row_values(const RowsArgs& args, std::int64_t row,
+__device__ __forceinline__ void quantize_row_values(const RowsArgs& args,
+                                                    const DeviceOffset& offset, std::int64_t row,
                                                     int lane, int T, float (&v)[B][16],
                                                     const ScaleOf& scale_of) {
   const int blocks = static_cast<int>(args.k_padded / 16);
@@ -80,8 +81,9 @@ __device__ __forceinline__ void quantize_row_values(const RowsArgs& args, std::i
   auto* to = reinterpret_cast<uint4*>(args.codes + row * args.k_padded) + lane;
 #pragma unroll
   for (int i = 0; i < B; ++i) {
-    uint4 codes = round_group<rounding>([&](int j) { return v[i][j]; }, Same{s.inv}, args.key,
-                                        first + static_cast<std::uint64_t>(i * T), args.bits);
+    uint4 codes =
+        round_group<rounding>([&](int j) { return v[i][j]; }, Same{s.inv}, args.key, offset,
+                              first + static_cast<std::uint64_t>(i * T), args.bits);
     if (!s.keep) codes = make_uint4(0, 0, 0, 0);
     // No branch before this one: it would part the code of the blocks.
     if (lane + i * T < blocks) to[i * T] = codes;
@@ -120,7 +122,8 @@ __device__ __forceinline__ void quantize_row16(const RowsArgs& args, std::int64_
       }
     }
   }
-  quantize_row_values<rounding>(args, row, lane, T, v, scale_of);
+  const DeviceOffset offset = warp_offset<rounding>(args.key);
+  quantize_row_values<rounding>(args, offset, row, lane, T, v, scale_of);
 }
 
 // INT4 value j of 16, as a float: 8 more than the value, below the bits of 2^23, less 2^23 + 8.
@@ -156,6 +159,7 @@ __device__ __forceinline__ void requantize_channel(const RequantizeArgs& args, s
     }
   };
   load(t);
+  const DeviceOffset offset = warp_offset<rounding>(args.key);
   const std::uint16_t* const scales = args.scale + row * args.groups;
   std::uint32_t largest = 0;  // scales are positive or NaN: the pattern orders them
   for (std::int64_t g = t; g < args.groups; g += T) {
@@ -181,7 +185,7 @@ __device__ __forceinline__ void requantize_channel(const RequantizeArgs& args, s
       if (b >= row_blocks) break;
       const float factor = __uint_as_float(std::uint32_t{scales[b / 4]} << 16) * s.inv;
       to[b] = round_group<rounding>([&](int j) { return nibble(now[i], j); }, Same{factor},
-                                    args.key, first + static_cast<std::uint64_t>(b), 8);
+                                    args.key, offset, first + static_cast<std::uint64_t>(b), 8);
     }
   }
 }

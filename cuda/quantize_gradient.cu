@@ -90,7 +90,8 @@ __device__ void start_tile(const GradientArgs& args, const Layout& layout, unsig
   if (args.kind != Kind::sketch8 || thread >= args.token_blocks * token_block) return;
   const auto block = static_cast<std::uint64_t>(tile) * static_cast<unsigned>(args.token_blocks) +
                      static_cast<unsigned>(thread / token_block);
-  const int a = sketch_draw(random_words(args.columns.sketch, block), 0, token_block);
+  const int a = sketch_draw(
+      random_words(args.columns.sketch, offset_of(args.columns.sketch), block), 0, token_block);
   // i / 2 with a 0 put in at the place of a's top bit.
   const int top = 1 << (31 - __clz(a)), i = thread % token_block / 2;
   const int token = (i & (top - 1)) | (2 * i & ~(2 * top - 1));
@@ -99,8 +100,8 @@ __device__ void start_tile(const GradientArgs& args, const Layout& layout, unsig
 
 template <Rounding rounding, int B, class Tag>
 __device__ __forceinline__ void quantize_tile_rows(const GradientArgs& args, const Layout& layout,
-                                                   unsigned tile, const char* tokens,
-                                                   std::uint32_t& largest) {
+                                                   const DeviceOffset& offset, unsigned tile,
+                                                   const char* tokens, std::uint32_t& largest) {
   const int thread = static_cast<int>(threadIdx.x), T = args.lanes, lane = thread & (T - 1);
   const int local = thread / T;  // as many rows as the thread block has such groups of lanes
   const int blocks = static_cast<int>(args.rows.k_padded / 16);
@@ -117,7 +118,7 @@ __device__ __forceinline__ void quantize_tile_rows(const GradientArgs& args, con
 #pragma unroll
   for (int i = 0; i < B; ++i) Tag::unpack(words[i], v[i]);
   const std::int64_t row = std::int64_t{tile} * (args.token_blocks * token_block) + local;
-  quantize_row_values<rounding>(args.rows, row, lane, T, v, [&](std::uint32_t& amax) {
+  quantize_row_values<rounding>(args.rows, offset, row, lane, T, v, [&](std::uint32_t& amax) {
     if (args.rows.pass == RowsPass::amax) {
       largest = max(largest, amax);
       return false;
@@ -241,6 +242,7 @@ __global__ void __launch_bounds__(threads, 1)
   begin_kernel();
   unsigned tile = blockIdx.x, run = blockIdx.x;
   if (tile < args.tiles) start_tile(args, layout, tile, shared, folds, barriers);
+  const DeviceOffset offset = warp_offset<rounding>(args.rows.key);
   std::uint32_t rows_largest = 0;
   for (unsigned turn = 0; tile < args.tiles; ++turn, tile += gridDim.x) {
     const unsigned here = turn % 2, next = here ^ 1;
@@ -255,7 +257,7 @@ __global__ void __launch_bounds__(threads, 1)
       run += gridDim.x;
     }
     const char* const tokens = shared + here * layout.tile_bytes;
-    quantize_tile_rows<rounding, B, Tag>(args, layout, tile, tokens, rows_largest);
+    quantize_tile_rows<rounding, B, Tag>(args, layout, offset, tile, tokens, rows_largest);
     look_at_columns<Tag>(args, layout, tokens, folds + here * layout.fold_words,
                          reinterpret_cast<uint2*>(largest), reinterpret_cast<float2*>(sums));
   }

@@ -259,3 +259,12 @@ def saved_tensors() -> Iterator[list[torch.Tensor]]:
 
 def nbytes(kept: list[torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in kept)
+
+
+def parted_key(rng: np.random.Generator) -> tuple[hotcore.Key, hotcore.Key, np.ndarray]:
+    """A key, the same with a part of its offset in a counter, and the counter."""
+    seed, offset, value = (int(n) for n in rng.integers(1 << 64, size=3, dtype=np.uint64))
+    counter = np.array([value], np.uint64)
+    stream, address = int(rng.integers(8192)), counter.ctypes.data
+    parted = hotcore.Key(seed, (offset - value) % (1 << 64), stream, address)
+    return hotcore.Key(seed, offset, stream), parted, counter

@@ -584,6 +584,7 @@ void resolve_saved(BackwardCall& call, bool has_weight) {
     detail::invalid(backward_name, "saved has " + std::to_string(saved.tokens) +
                                        " tokens; expected gy's, " + std::to_string(shape.tokens));
   }
+  detail::check_key(backward_name, "saved.key", saved.key);
   check_shape("saved_layout", {saved.tokens, 0, saved.in_features});
   call.tokens = detail::make_projection(shape.tokens, call.spec.low_rank);
   call.layout = layout_of(call.tokens, saved.in_features, call.spec);

@@ -68,12 +68,22 @@ Context Context::cuda(int device, Stream stream) {
   return context;
 }
 
-Context Context::with_key(Key key) const {
+void detail::check_key(const char* call, const char* name, const Key& key) {
+  const std::string argument = std::string(call) + ": " + name;
   if (key.stream >= 8192) {
-    throw Error(
-        ErrorCode::invalid_argument,
-        "Context::with_key: key.stream is " + std::to_string(key.stream) + "; expected 0 to 8191");
+    throw Error(ErrorCode::invalid_argument,
+                argument + ".stream is " + std::to_string(key.stream) + "; expected 0 to 8191");
   }
+  const auto address = reinterpret_cast<std::uintptr_t>(key.counter);
+  if (address % alignof(std::uint64_t) != 0) {
+    throw Error(ErrorCode::invalid_argument, argument + ".counter is at address " +
+                                                 std::to_string(address) +
+                                                 "; expected a multiple of 8");
+  }
+}
+
+Context Context::with_key(Key key) const {
+  detail::check_key("Context::with_key", "key", key);
   Context context = *this;
   context.key_ = key;
   return context;

@@ -27,15 +27,21 @@ enum class Purpose : std::uint32_t {
   requantize = 6,
 };
 
+// Reads the key's counter: memory of the CPU, or none (cuda/device/rounding.cuh takes care of its
+// own).
 inline RandomKey random_key(const Key& key, Purpose purpose) {
+  const std::uint64_t offset = key.offset + (key.counter == nullptr ? 0 : *key.counter);
   RandomKey random;
   random.seed_low = static_cast<std::uint32_t>(key.seed);
   random.seed_high = static_cast<std::uint32_t>(key.seed >> 32);
-  random.offset_low = static_cast<std::uint32_t>(key.offset);
-  random.offset_high = static_cast<std::uint32_t>(key.offset >> 32);
+  random.offset_low = static_cast<std::uint32_t>(offset);
+  random.offset_high = static_cast<std::uint32_t>(offset >> 32);
   random.stream_purpose = (key.stream * 8 + static_cast<std::uint32_t>(purpose)) << 16;
   return random;
 }
+
+// Throws where a key has a stream or a counter that there cannot be (context.cpp).
+void check_key(const char* call, const char* name, const Key& key);
 
 inline constexpr int max_low_rank_block = 64;
 

@@ -45,11 +45,14 @@ struct RandomWords {
 struct DeviceKey {
   std::uint32_t stream_purpose, offset_low, offset_high;
   std::uint32_t round_low[philox_rounds], round_high[philox_rounds];
+  const std::uint64_t* counter;  // Key::counter, of the device
 };
 
 inline DeviceKey device_key(const Key& key, Purpose purpose) {
-  const RandomKey random = random_key(key, purpose);
-  DeviceKey d{random.stream_purpose, random.offset_low, random.offset_high, {}, {}};
+  Key on_host = key;
+  on_host.counter = nullptr;
+  const RandomKey random = random_key(on_host, purpose);
+  DeviceKey d{random.stream_purpose, random.offset_low, random.offset_high, {}, {}, key.counter};
   for (std::uint32_t round = 0; round < philox_rounds; ++round) {
     d.round_low[round] = random.seed_low + round * 0x9E3779B9U;
     d.round_high[round] = random.seed_high + round * 0xBB67AE85U;
@@ -57,11 +60,42 @@ inline DeviceKey device_key(const Key& key, Purpose purpose) {
   return d;
 }
 
+// A key's offset with its counter added, as words of the random counter.
+struct DeviceOffset {
+  std::uint32_t low, high;
+};
+
+// Reads the counter: after the wait for the kernel before (cuda/launch.h), which may write it. A
+// predicate: a branch would part the code around it.
+__device__ inline DeviceOffset offset_of(const DeviceKey& key) {
+  DeviceOffset offset{key.offset_low, key.offset_high};
+  asm volatile(
+      "{\n\t.reg .pred counted;\n\t.reg .u32 low, high;\n\t"
+      "setp.ne.u64 counted, %2, 0;\n\t"
+      "@counted ld.global.v2.u32 {low, high}, [%2];\n\t"
+      "@counted add.cc.u32 %0, %0, low;\n\t"
+      "@counted addc.u32 %1, %1, high;\n\t}"
+      : "+r"(offset.low), "+r"(offset.high)
+      : "l"(key.counter)
+      : "memory");
+  return offset;
+}
+
+// The same for a whole warp, all of whose lanes come: the result of a reduction is in uniform
+// registers, of which there are plenty, for as long as it is wanted.
+template <Rounding rounding>
+__device__ inline DeviceOffset warp_offset(const DeviceKey& key) {
+  if constexpr (rounding != Rounding::stochastic) return {};
+  const DeviceOffset offset = offset_of(key);
+  return {__reduce_max_sync(0xffffffffU, offset.low), __reduce_max_sync(0xffffffffU, offset.high)};
+}
+
 // Philox4x32 of one block of 16 elements.
-__device__ inline RandomWords random_words(const DeviceKey& key, std::uint64_t blk) {
+__device__ inline RandomWords random_words(const DeviceKey& key, const DeviceOffset& offset,
+                                           std::uint64_t blk) {
   std::uint32_t c0 = static_cast<std::uint32_t>(blk);
   std::uint32_t c1 = (static_cast<std::uint32_t>(blk >> 32) & 0xffffU) | key.stream_purpose;
-  std::uint32_t c2 = key.offset_low, c3 = key.offset_high;
+  std::uint32_t c2 = offset.low, c3 = offset.high;
 #pragma unroll
   for (int round = 0; round < philox_rounds; ++round) {
     const std::uint64_t p0 = std::uint64_t{0xD2511F53U} * c0, p1 = std::uint64_t{0xCD9E8D57U} * c2;
@@ -120,9 +154,9 @@ __device__ inline int round_pseudo_stochastic(float v, int bits) {
 // magnitude at most Q (1 + 2^-22): nothing needs a clamp.
 template <Rounding rounding, class Value, class Inv>
 __device__ inline uint4 round_group(const Value& value, const Inv& inv, const DeviceKey& key,
-                                    std::uint64_t blk, int bits) {
+                                    const DeviceOffset& offset, std::uint64_t blk, int bits) {
   RandomWords random{};
-  if constexpr (rounding == Rounding::stochastic) random = random_words(key, blk);
+  if constexpr (rounding == Rounding::stochastic) random = random_words(key, offset, blk);
   std::uint32_t packed[4];
 #pragma unroll
   for (int w = 0; w < 4; ++w) {

@@ -136,7 +136,9 @@ hot::ConstSavedActivation saved_view(const In& array, const char* name) {
 }
 
 hot::Key key_of(const KeyTuple& key) {
-  return {std::get<0>(key), std::get<1>(key), std::get<2>(key)};
+  const auto [seed, offset, stream, counter] = key;
+  return {seed, offset, stream,
+          reinterpret_cast<const std::uint64_t*>(static_cast<std::uintptr_t>(counter))};
 }
 
 hot::Basis parse_basis(std::string_view text) {

@@ -19,7 +19,8 @@ namespace nb = nanobind;
 // Arrays cross as they are: dtype and shape are looked at here, nothing is ever converted.
 using In = nb::ndarray<nb::ro>;
 using Out = nb::ndarray<>;
-using KeyTuple = std::tuple<std::uint64_t, std::uint64_t, std::uint32_t>;
+// seed, offset, stream and the counter's address
+using KeyTuple = std::tuple<std::uint64_t, std::uint64_t, std::uint32_t, std::uint64_t>;
 
 // `name` is the argument's name in messages. uint8 becomes i4x2. An absent array (None) gives ndim
 // 0 and no data.

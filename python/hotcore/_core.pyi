@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 _Array = Any
-_Key = tuple[int, int, int]
+_Key = tuple[int, int, int, int]
 
 def version() -> str: ...
 def built_with_cuda() -> bool: ...

@@ -41,12 +41,17 @@ class Key(NamedTuple):
     """Key of the counter-based random numbers; the same key and inputs give the same bits.
 
     ``seed`` and ``offset`` are 64-bit, ``stream`` (0 to 8191) tells layers apart.
+    ``counter`` is for CUDA graphs: the address of a 64-bit number (an int64 tensor's
+    ``data_ptr()``), 0 for none, which is added to ``offset`` modulo 2**64 when the work runs: on
+    CUDA at every replay, on the CPU during the call. It is memory of the device that the arrays are
+    on; the caller keeps it alive and does not change it between a compression and its backward.
     Source: docs/numerics.md, "Random bits".
     """
 
     seed: int
     offset: int = 0
     stream: int = 0
+    counter: int = 0
 
 
 def as_key(key: Key | int | tuple[int, ...], name: str = "key") -> Key:
@@ -56,9 +61,14 @@ def as_key(key: Key | int | tuple[int, ...], name: str = "key") -> Key:
         full = Key(*map(operator.index, fields))
     except TypeError:
         raise TypeError(f"{name}: expected a Key or an int seed, got {key!r}") from None
-    for field, value, bits in zip(full._fields, full, (64, 64, 13), strict=True):
+    for field, value, bits in zip(full._fields, full, (64, 64, 13, 64), strict=True):
         if not 0 <= value < 1 << bits:
             raise ValueError(f"{name}: {field} = {value} is outside 0 <= {field} < 2**{bits}")
+    if full.counter % 8:
+        raise ValueError(
+            f"{name}: counter = {full.counter} is no address of 64-bit numbers; "
+            "expected a multiple of 8"
+        )
     return full
 
 

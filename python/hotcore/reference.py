@@ -51,12 +51,16 @@ def _quiet(function: _Function) -> _Function:
 class Key(NamedTuple):
     """Key of the counter-based random numbers: 64-bit seed and offset, stream below 8192.
 
+    ``counter`` is 0: an address in a device's memory (``hotcore.Key``), of which a model in NumPy
+    knows nothing.
+
     Source: docs/numerics.md, "Random bits".
     """
 
     seed: int
     offset: int = 0
     stream: int = 0
+    counter: int = 0
 
 
 KeyLike = Key | int | tuple[int, ...]
@@ -185,7 +189,7 @@ def random_words(blocks: NDArray[Any], key: KeyLike, purpose: int) -> NDArray[np
 
     Source: docs/numerics.md, "Random bits".
     """
-    seed, offset, stream = _key(key)
+    seed, offset, stream, _ = _key(key)
     number = np.asarray(blocks).astype(_u64)
     low = _u64(0xFFFFFFFF)
     counter = np.empty((*number.shape, 4), _u64)
@@ -1126,6 +1130,11 @@ def _key(key: KeyLike) -> Key:
     full = Key(*key) if isinstance(key, tuple) else Key(int(key))
     if not (0 <= full.seed < 1 << 64 and 0 <= full.offset < 1 << 64 and 0 <= full.stream < 8192):
         raise ValueError(f"key: {full} is out of range")
+    if full.counter != 0:
+        raise ValueError(
+            f"key: counter = {full.counter}; the reference reads no memory, expected 0 and an "
+            "offset with the counter's value added"
+        )
     return full
 
 

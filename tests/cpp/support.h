@@ -158,6 +158,14 @@ inline hot::Context cpu(int threads = 2) {
   return hot::Context::cpu(threads).with_key({0x123456789ABCDEFULL, 7, 5});
 }
 
+// A key whose offset is parted between itself and a counter, beside the same key without one. The
+// sum passes 2^64 as often as not.
+struct CountedKey {
+  std::uint64_t counter = generator()();
+  hot::Key plain{generator()(), generator()(), static_cast<std::uint32_t>(random_int(0, 8191))};
+  hot::Key counted() const { return {plain.seed, plain.offset - counter, plain.stream, &counter}; }
+};
+
 // Expects hot::Error with this code and every given part in its message.
 inline void expect_error(hot::ErrorCode code, const std::vector<std::string>& parts,
                          const std::function<void()>& call) {

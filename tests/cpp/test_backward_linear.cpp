@@ -352,6 +352,23 @@ TEST(BackwardLinear, sketch_follows_the_saved_key) {
   EXPECT_GT(distance(doubles(layer.gw.values()), doubles(right)), 0.3);
 }
 
+TEST(BackwardLinear, counter_is_added_to_the_offset) {
+  for (const std::string& name : recipe_names()) {
+    Layer layer(100, 33, 17, recipe(name));
+    const CountedKey key;
+    layer.run(cpu().with_key(key.plain));
+    const std::vector<char> saved(layer.saved_data(), layer.saved_data() + layer.layout.bytes);
+    const auto gx = layer.gx.values(), gw = layer.gw.values();
+    layer.run(cpu().with_key(key.counted()));
+    EXPECT_TRUE(std::equal(saved.begin(), saved.end(), layer.saved_data())) << name;
+    EXPECT_EQ(layer.gx.values(), gx) << name;
+    EXPECT_EQ(layer.gw.values(), gw) << name;
+    layer.key = key.plain;  // the saved key and the own: each has its counter
+    layer.backward(cpu().with_key(key.counted()));
+    EXPECT_EQ(layer.gw.values(), gw) << name;
+  }
+}
+
 TEST(BackwardLinear, saved_bytes) {
   const std::int64_t L = 197 * 16, I = 768;
   const auto per_value = [&](const BackwardLinearSpec& spec) {

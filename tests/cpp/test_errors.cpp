@@ -312,6 +312,18 @@ TEST(Errors, backward_linear) {
       });
 }
 
+TEST(Errors, keys) {
+  const std::uint64_t numbers[2] = {};
+  const auto* odd = reinterpret_cast<const std::uint64_t*>(shifted(numbers, 4));
+  const auto with = [](hot::Key key) { return [key] { cpu().with_key(key); }; };
+  expect_error(invalid, {"with_key", "key.stream", "8192"}, with({1, 2, 8192}));
+  expect_error(invalid, {"with_key", "key.counter", "multiple of 8"}, with({1, 2, 3, odd}));
+  Layer layer(16, 3, 4, {});
+  layer.run(cpu());
+  layer.key.counter = odd;
+  expect_error(invalid, {"backward_linear", "saved.key.counter"}, [&] { layer.backward(cpu()); });
+}
+
 TEST(Errors, supported) {
   hot::BackwardLinearSpec spec;
   EXPECT_TRUE(hot::supported(cpu(), {20, 10, 12}, spec).ok);

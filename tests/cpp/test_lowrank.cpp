@@ -193,6 +193,16 @@ TEST(Lowrank, token_grid_tiles) {
   EXPECT_EQ(project(cpu(), floats(65, 1, tokens), spec, Side::gradient).back(), 12.0F);
 }
 
+TEST(Lowrank, counter_is_added_to_the_offset) {
+  const LowRank spec = low_rank(Basis::sketch, 8);
+  const Floats x = floats(100, 9, normal(900));
+  for (int round = 0; round < 8; ++round) {
+    const CountedKey key;
+    EXPECT_EQ(project(cpu().with_key(key.counted()), x, spec, Side::gradient),
+              project(cpu().with_key(key.plain), x, spec, Side::gradient));
+  }
+}
+
 TEST(Lowrank, same_bits_on_every_path) {
   for (const Basis basis : {Basis::full, Basis::lowpass, Basis::sequency, Basis::sketch}) {
     for (const int rank : {2, 4, 8, 16}) {

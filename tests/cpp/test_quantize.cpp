@@ -189,6 +189,19 @@ TEST(Quantize, same_key_same_bits) {
   EXPECT_NE(run_quantize(cpu().with_key({0x123456789ABCDEFULL, 7, 6}), x, spec).codes, first);
 }
 
+TEST(Quantize, counter_is_added_to_the_offset) {
+  const Floats x = floats(9, 131, normal(9 * 131));
+  const QuantSpec spec{4, Granularity::row, Rounding::stochastic};
+  for (int round = 0; round < 8; ++round) {
+    CountedKey key;
+    const hot::Context counting = cpu().with_key(key.counted());
+    const auto expected = run_quantize(cpu().with_key(key.plain), x, spec).codes;
+    EXPECT_EQ(run_quantize(counting, x, spec).codes, expected);
+    ++key.counter;  // is read at each call
+    EXPECT_NE(run_quantize(counting, x, spec).codes, expected);
+  }
+}
+
 TEST(Quantize, same_bits_on_every_path) {
   for (const int bits : {4, 8}) {
     for (const Granularity scale : granularities) {

@@ -551,61 +551,194 @@ TEST_F(StagesCuda, backward_linear_of_many_tokens_equals_cpu) {
   }
 }
 
+namespace {
+
+// A layer on the device: compress_activation and backward_linear, and all that they write.
+class Step {
+ public:
+  Step(const hot::Context& c, const hot::LinearShape& shape, const hot::BackwardLinearSpec& spec,
+       DType dtype)
+      : shape_(shape),
+        spec_(spec),
+        layout_(hot::saved_layout(shape.tokens, shape.in_features, spec)),
+        bytes_(
+            std::max(hot::compress_activation_workspace(c, shape.tokens, shape.in_features, spec),
+                     hot::backward_linear_workspace(c, shape, spec, true, true))),
+        gy_(shape.tokens, shape.out_features, dtype),
+        w_(shape.out_features, shape.in_features, dtype),
+        x_(shape.tokens, shape.in_features, dtype),
+        gx_(shape.tokens, shape.in_features, dtype),
+        gw_(shape.out_features, shape.in_features, DType::f32),
+        gb_(1, shape.out_features, DType::f32),
+        saved_(1, static_cast<std::int64_t>(layout_.bytes), DType::i8),
+        scratch_(1, static_cast<std::int64_t>(bytes_), DType::i8) {
+    gy_.fill(normal(shape.tokens * shape.out_features));
+    w_.fill(normal(shape.out_features * shape.in_features));
+    x_.fill(normal(shape.tokens * shape.in_features));
+  }
+
+  void queue(const hot::Context& c) {
+    void* const kept = saved_.view(true).data;
+    const hot::Workspace scratch{scratch_.view(true).data, bytes_};
+    const TensorView vx = gx_.view(true), vw = gw_.view(true), vb = gb_.flat(true);
+    hot::compress_activation(c, x_.view(true), spec_, {kept, layout_.bytes}, scratch);
+    hot::backward_linear(c, gy_.view(true), w_.view(true),
+                         {kept, layout_.bytes, shape_.tokens, shape_.in_features, c.key()}, spec_,
+                         {&vx, &vw, &vb, false}, scratch);
+  }
+
+  // What `launch` makes of poisoned memory: g_x, g_w, g_b and the kept x.
+  std::vector<std::vector<char>> results(cudaStream_t stream, const std::function<void()>& launch) {
+    for (Mirror* m : {&gx_, &gw_, &gb_, &saved_, &scratch_}) m->push();
+    launch();
+    check(cudaStreamSynchronize(stream));
+    return {gx_.pulled(), gw_.pulled(), gb_.pulled(), saved_.pulled()};
+  }
+
+ private:
+  hot::LinearShape shape_;
+  hot::BackwardLinearSpec spec_;
+  hot::SavedLayout layout_;
+  std::size_t bytes_;
+  Mirror gy_, w_, x_, gx_, gw_, gb_, saved_, scratch_;
+};
+
+// What `call` queues on a stream, as a CUDA graph.
+class Graph {
+ public:
+  Graph(cudaStream_t stream, const std::function<void()>& call) : stream_(stream) {
+    check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+    call();
+    check(cudaStreamEndCapture(stream, &graph_));
+    check(cudaGraphInstantiate(&executable_, graph_, 0));
+  }
+  ~Graph() {
+    static_cast<void>(cudaGraphExecDestroy(executable_));
+    static_cast<void>(cudaGraphDestroy(graph_));
+  }
+  Graph(const Graph&) = delete;
+  Graph& operator=(const Graph&) = delete;
+  void replay() const { check(cudaGraphLaunch(executable_, stream_)); }
+
+ private:
+  cudaStream_t stream_;
+  cudaGraph_t graph_ = nullptr;
+  cudaGraphExec_t executable_ = nullptr;
+};
+
+}  // namespace
+
 TEST_F(StagesCuda, repeats_and_captures) {
   // Twice the same bits, and the same again from a CUDA graph.
   // Small, and more tokens than stay on the chip.
   const hot::LinearShape shapes[] = {{394, 192, 160}, {8210, 48, 40}};
-  const std::vector<std::string>& names = recipe_names();
-  for (std::size_t round = 0; round < 2 * names.size(); ++round) {
-    const std::string& name = names[round / 2];
-    const auto [L, O, I] = shapes[round % 2];
-    const hot::BackwardLinearSpec spec = recipe(name);
-    Mirror gy(L, O, DType::bf16), w(O, I, DType::bf16), x(L, I, DType::bf16);
-    gy.fill(normal(L * O));
-    w.fill(normal(O * I));
-    x.fill(normal(L * I));
-    const hot::SavedLayout layout = hot::saved_layout(L, I, spec);
-    const hot::Context c = context(true, any_key());
-    const std::size_t bytes = hot::backward_linear_workspace(c, {L, O, I}, spec, true, true);
-    Mirror saved(1, static_cast<std::int64_t>(layout.bytes), DType::i8);
-    Mirror scratch(1, static_cast<std::int64_t>(bytes), DType::i8);
-    std::vector<std::vector<char>> results;
-    Mirror gx(L, I, DType::bf16), gw(O, I, DType::f32), gb(1, O, DType::f32);
-    const TensorView vx = gx.view(true), vw = gw.view(true), vb = gb.flat(true);
-    const auto run = [&] {
-      void* kept = saved.view(true).data;
-      hot::compress_activation(c, x.view(true), spec, {kept, layout.bytes},
-                               {scratch.view(true).data, bytes});
-      hot::backward_linear(c, gy.view(true), w.view(true), {kept, layout.bytes, L, I, c.key()},
-                           spec, {&vx, &vw, &vb, false}, {scratch.view(true).data, bytes});
-    };
-    const auto poison_and_take = [&](const std::function<void()>& launch) {
-      gx.push();
-      gw.push();
-      gb.push();
-      saved.push();
-      scratch.push();
-      launch();
+  for (const std::string& name : recipe_names()) {
+    for (const hot::LinearShape& shape : shapes) {
+      const hot::Context c = context(true, any_key());
+      Step step(c, shape, recipe(name), DType::bf16);
+      const auto run = [&] { step.queue(c); };
+      const auto first = step.results(stream_, run);
+      EXPECT_EQ(first, step.results(stream_, run)) << name;
+      const Graph graph(stream_, run);
+      EXPECT_EQ(first, step.results(stream_, [&] { graph.replay(); })) << name << ", captured";
+    }
+  }
+}
+
+TEST_F(StagesCuda, every_replay_reads_the_counter) {
+  // One launch of quantisers, kernels of their own, and more tokens than stay on the chip; the last
+  // also with short rows of many blocks (cuda/quantize_gradient.cu).
+  const hot::LinearShape shapes[] = {
+      {394, 192, 160}, {2100, 1040, 528}, {8210, 48, 40}, {8300, 768, 64}};
+  for (const std::string& name : recipe_names()) {
+    for (const hot::LinearShape& shape : shapes) {
+      const DeviceMemory numbers(16);
+      auto* const counter = reinterpret_cast<std::uint64_t*>(numbers.data());
+      hot::Key key = any_key();
+      const hot::Context direct = context(true, key);
+      key.counter = counter;
+      const hot::Context counting = context(true, key);
+      Step step(direct, shape, recipe(name), any_float());
+      const auto put = [](std::uint64_t* to, std::uint64_t value) {
+        check(cudaMemcpy(to, &value, sizeof value, cudaMemcpyHostToDevice));
+        check(cudaDeviceSynchronize());  // the stream does not wait for the default one
+      };
+      step.queue(direct);  // kernels are loaded before a capture
       check(cudaStreamSynchronize(stream_));
-      std::vector<char> all = gx.pulled();
-      for (Mirror* m : {&gw, &gb, &saved}) {
-        const auto part = m->pulled();
-        all.insert(all.end(), part.begin(), part.end());
+      // The graph takes its count itself, right before the first kernel.
+      const Graph graph(stream_, [&] {
+        check(cudaMemcpyAsync(counter, counter + 1, sizeof *counter, cudaMemcpyDeviceToDevice,
+                              stream_));
+        step.queue(counting);
+      });
+      std::vector<std::vector<char>> before;
+      for (int replay = 0; replay < 3; ++replay) {
+        const std::uint64_t value = generator()();  // the sum passes 2^64 as often as not
+        put(counter, 0);
+        put(counter + 1, value);
+        const auto got = step.results(stream_, [&] { graph.replay(); });
+        const hot::Context then = context(true, {key.seed, key.offset + value, key.stream});
+        const auto expected = step.results(stream_, [&] { step.queue(then); });
+        for (std::size_t i = 0; i < got.size(); ++i) {
+          EXPECT_EQ(got[i], expected[i])
+              << name << " " << shape.tokens << " x " << shape.out_features << ", result " << i;
+        }
+        EXPECT_NE(got[1], before.empty() ? std::vector<char>{} : before[1]) << "the same g_w";
+        before = got;
       }
-      results.push_back(all);
-    };
-    poison_and_take(run);
-    poison_and_take(run);
-    cudaGraph_t graph;
-    cudaGraphExec_t executable;
-    check(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal));
-    run();
-    check(cudaStreamEndCapture(stream_, &graph));
-    check(cudaGraphInstantiate(&executable, graph, 0));
-    poison_and_take([&] { check(cudaGraphLaunch(executable, stream_)); });
-    EXPECT_EQ(results[0], results[1]) << name;
-    EXPECT_EQ(results[0], results[2]) << name << ", captured";
-    check(cudaGraphExecDestroy(executable));
-    check(cudaGraphDestroy(graph));
+    }
+  }
+}
+
+TEST_F(StagesCuda, single_stages_read_the_counter) {
+  for (int round = 0; round < 60; ++round) {
+    std::int64_t L = any_size();
+    const hot::LowRank low_rank = any_low_rank(L);
+    const std::int64_t C = any_size();
+    Mirror x(L, C, any_float(), random_int(0, 3), random_int(0, 2));
+    x.fill(normal(L * C));
+    Mirror rows(hot::hla_rows(L, low_rank), C, any_float()), q(L, C, DType::i8);
+    Mirror scale(1, L, DType::f32);
+    const hot::QuantSpec spec{4, Granularity::row, Rounding::stochastic};
+    const CountedKey key;
+    const DeviceMemory number(sizeof key.counter);
+    check(cudaMemcpy(number.data(), &key.counter, sizeof key.counter, cudaMemcpyHostToDevice));
+    check(cudaDeviceSynchronize());
+    hot::Key on_gpu_key = key.counted();
+    on_gpu_key.counter = reinterpret_cast<const std::uint64_t*>(number.data());
+    for (const bool on_gpu : {false, true}) {
+      const hot::Context c = context(on_gpu, on_gpu ? on_gpu_key : key.plain);
+      hot::hla(c, x.view(on_gpu), low_rank, hot::Side::gradient, rows.view(on_gpu));
+      hot::quantize(c, x.view(on_gpu), spec, q.view(on_gpu), scale.flat(on_gpu));
+    }
+    check(cudaStreamSynchronize(stream_));
+    rows.expect_equal(std::string("hla ") + hot::basis_name(low_rank.basis));
+    q.expect_equal("codes");
+    scale.expect_equal("scale");
+  }
+}
+
+TEST_F(StagesCuda, any_backward_reads_the_counter) {
+  for (int round = 0; round < 40; ++round) {
+    std::int64_t L = any_size();
+    hot::BackwardLinearSpec spec;
+    spec.low_rank = any_low_rank(L);
+    spec.hadamard_block = 1 << random_int(0, 8);
+    spec.gx_scale = random_int(0, 1) == 0 ? Granularity::row : Granularity::tensor;
+    spec.gw_scale = static_cast<GradScale>(random_int(0, 2));
+    spec.storage = spec.low_rank.basis == Basis::full && random_int(0, 1) == 0 ? hot::Storage::int4
+                                                                               : hot::Storage::int8;
+    const hot::LinearShape shape{L, any_size(), any_size()};
+    const CountedKey key;
+    const DeviceMemory number(sizeof key.counter);
+    check(cudaMemcpy(number.data(), &key.counter, sizeof key.counter, cudaMemcpyHostToDevice));
+    check(cudaDeviceSynchronize());
+    hot::Key counted = key.counted();
+    counted.counter = reinterpret_cast<const std::uint64_t*>(number.data());
+    const hot::Context direct = context(true, key.plain), counting = context(true, counted);
+    Step step(direct, shape, spec, any_float());
+    const auto expected = step.results(stream_, [&] { step.queue(direct); });
+    EXPECT_EQ(step.results(stream_, [&] { step.queue(counting); }), expected)
+        << "round " << round << " " << hot::basis_name(spec.low_rank.basis);
   }
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -19,6 +20,7 @@ from support_gpu import (  # noqa: E402
     same_bits,
     whole_backward,
 )
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 pytestmark = [
     pytest.mark.cuda,
@@ -244,43 +246,185 @@ def test_backward_linear_in_a_graph(recipe: str) -> None:
         assert_equal_backward(got, whole_backward(values, recipe, "cpu", 11))
 
 
-@pytest.mark.parametrize("recipe", ("default", "fast", "paper"))
-def test_layer_in_a_graph(recipe: str) -> None:
-    """HotLinear's forward and backward captured together; replays have the eager bits.
+Gradients = tuple[torch.Tensor, ...]
 
-    The adapter draws its seed on the host, so a captured graph holds the seed of its capture: every
-    replay rounds with the same random numbers, and equals an eager step under that seed.
-    """
+
+def layer_and_inputs(recipe: str) -> tuple[hot.HotLinear, tuple[torch.Tensor, ...], torch.Tensor]:
+    """A layer, what it is differentiated by (x, weight, bias), and g_y."""
     model = hot.HotLinear.from_linear(torch.nn.Linear(96, 64).cuda(), recipe)
     leaves = (torch.randn(192, 96, device="cuda", requires_grad=True), *model.parameters())
-    gy = torch.randn(192, 64, device="cuda")
+    return model, leaves, torch.randn(192, 64, device="cuda")
 
-    def step() -> tuple[torch.Tensor, ...]:
-        y = model(leaves[0])
-        return (y, *torch.autograd.grad(y, leaves, gy))
 
+def gradients_of(
+    leaves: tuple[torch.Tensor, ...],
+    gy: torch.Tensor,
+    recipe: str,
+    key: hotcore.Key,
+    saved_key: hotcore.Key | None = None,
+) -> Gradients:
+    """g_x, g_w, g_b of a layer with these keys, without the adapter."""
+    x, w, _ = (leaf.detach() for leaf in leaves)
+    saved = hotcore.compress_activation(x, recipe, key=saved_key or key)
+    return tuple(hotcore.backward_linear(gy, w, saved, need=("gx", "gw", "gb"), key=key))
+
+
+def run_outside(step: Callable[[], object]) -> torch.cuda.Stream:
+    """Run a step as torch asks for before a capture, on the stream to capture on."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):
             step()
     stream.synchronize()
+    return stream
+
+
+def seeds_after(seed: int, count: int) -> list[int]:
+    """The seeds that layer calls draw after ``manual_seed(seed)``."""
+    torch.manual_seed(seed)
+    return [int(torch.randint(2**63 - 1, (), dtype=torch.int64)) for _ in range(count)]
+
+
+def change(*tensors: torch.Tensor) -> None:
+    with torch.no_grad():
+        for tensor in tensors:
+            tensor.copy_(torch.randn(tensor.shape))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_layer_in_a_graph(recipe: str) -> None:
+    """HotLinear's forward and backward captured together: every replay has a key of its own."""
+    model, leaves, gy = layer_and_inputs(recipe)
+
+    def step() -> tuple[torch.Tensor, ...]:
+        y = model(leaves[0])
+        return (y, *torch.autograd.grad(y, leaves, gy))
+
+    stream = run_outside(step)
     torch.manual_seed(2024)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         got = step()
-    with torch.no_grad():
-        leaves[0].copy_(torch.randn(192, 96))
-        gy.copy_(torch.randn(192, 64))
-    for _ in range(2):
+    (seed,) = seeds_after(2024, 1)
+    change(leaves[0], gy)
+    found = []
+    for replay in range(1, 5):
         with torch.no_grad():
             for result in got:
                 result.fill_(77)
         graph.replay()
         torch.cuda.synchronize()
-        replayed = [result.clone() for result in got]
-        torch.manual_seed(2024)
-        eager = step()
-        assert torch.allclose(replayed[0], eager[0], rtol=1e-4, atol=1e-4)
-        for name, a, b in zip(("gx", "gw", "gb"), replayed[1:], eager[1:], strict=True):
-            assert same_bits(a, b), name
+        y = torch.nn.functional.linear(*leaves)
+        assert torch.allclose(got[0], y, rtol=1e-4, atol=1e-4)
+        expected = gradients_of(leaves, gy, recipe, hotcore.Key(seed, replay))
+        for name, a, b in zip(("gx", "gw", "gb"), got[1:], expected, strict=True):
+            assert same_bits(a, b), (name, replay)
+        found.append(got[2].clone())
+    for i, gw in enumerate(found):
+        assert not any(same_bits(gw, other) for other in found[:i]), "two replays rounded alike"
+    if recipe == "paper":  # what its basis leaves out is no noise
+        return
+    # Fresh noise is noise that goes: the mean is closer than any of what it is the mean of.
+    exact = gy.double().t() @ leaves[0].detach().double()
+    errors = [float((gw - exact).norm()) for gw in (*found, torch.stack(found).double().mean(0))]
+    assert errors[-1] < 0.75 * min(errors[:-1])
+
+
+@pytest.mark.parametrize("recipe", ("default", "fast", "paper"))
+def test_graphed_callable(recipe: str) -> None:
+    """Forward and backward in graphs of their own (torch.cuda.make_graphed_callables)."""
+    model, leaves, gy = layer_and_inputs(recipe)
+    sample = torch.randn(192, 96, device="cuda", requires_grad=True)
+    torch.manual_seed(7)
+    graphed = torch.cuda.make_graphed_callables(model, (sample,))
+    seeds = seeds_after(7, 12)  # some for warming up, then that of the capture
+    captured = None
+    for replay in range(1, 4):
+        change(leaves[0], gy)
+        got = torch.autograd.grad(graphed(leaves[0]), leaves, gy)
+        if captured is None:
+            equal = [
+                seed
+                for seed in seeds
+                if same_bits(got[1], gradients_of(leaves, gy, recipe, hotcore.Key(seed, 1))[1])
+            ]
+            assert len(equal) == 1
+            (captured,) = equal
+        expected = gradients_of(leaves, gy, recipe, hotcore.Key(captured, replay))
+        for name, a, b in zip(("gx", "gw", "gb"), got, expected, strict=True):
+            assert same_bits(a, b), (name, replay)
+
+
+@pytest.mark.parametrize("recipe", ("default", "fast"))
+def test_checkpoint_in_a_graph(recipe: str) -> None:
+    """The recomputation counts for itself, and a sketch is the same on both sides."""
+    model, leaves, gy = layer_and_inputs(recipe)
+
+    def step() -> tuple[torch.Tensor, ...]:
+        options = {"use_reentrant": False, "preserve_rng_state": False}
+        y = checkpoint(model, leaves[0], **options)
+        return torch.autograd.grad(y, leaves, gy)
+
+    stream = run_outside(step)
+    torch.manual_seed(11)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        got = step()
+    own, again = seeds_after(11, 2)
+    for replay in range(1, 4):
+        graph.replay()
+        torch.cuda.synchronize()
+        keys = hotcore.Key(own, replay), hotcore.Key(again, replay)
+        expected = gradients_of(leaves, gy, recipe, *keys)
+        for name, a, b in zip(("gx", "gw", "gb"), got, expected, strict=True):
+            assert same_bits(a, b), (name, replay)
+
+
+@pytest.mark.parametrize("kernel", (1, 3))
+@pytest.mark.parametrize("recipe", ("default", "fast"))
+def test_convolution_in_a_graph(recipe: str, kernel: int) -> None:
+    plain = torch.nn.Conv2d(64, 32, kernel, padding=kernel // 2).cuda()
+    model = hot.HotConv2d.from_plain(plain, recipe)
+    leaves = (torch.randn(4, 64, 16, 16, device="cuda", requires_grad=True), *model.parameters())
+    gy = torch.randn(4, 32, 16, 16, device="cuda")
+
+    def step() -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(model(leaves[0]), leaves, gy)
+
+    stream = run_outside(step)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        got = step()
+    exact = torch.autograd.grad(
+        torch.nn.functional.conv2d(*leaves, padding=kernel // 2), leaves, gy
+    )
+    eager = [float((a - b).norm()) for a, b in zip(step(), exact, strict=True)]
+    found = []
+    for _ in range(3):
+        graph.replay()
+        torch.cuda.synchronize()
+        found.append([gradient.clone() for gradient in got])
+        for name, a, b, error in zip(("gx", "gw"), got, exact, eager, strict=False):
+            assert float((a - b).norm()) < 1.5 * error, name
+    for name, results in zip(("gx", "gw"), zip(*found, strict=True), strict=False):
+        first, second, third = results
+        assert not same_bits(first, second), name
+        assert not same_bits(second, third), name
+
+
+def test_a_capture_needs_a_step_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, leaves, _ = layer_and_inputs("default")
+    run_outside(lambda: model(leaves[0]))
+    monkeypatch.setattr(hot.ops, "_counters", {})  # as if nothing had
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        leaves[0].detach() * 2  # graphs without anything are warned of
+        with pytest.raises(RuntimeError, match="run one step of training before"):
+            model(leaves[0])
+    model(leaves[0])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        model(leaves[0])
+    graph.replay()
+    torch.cuda.synchronize()

@@ -23,6 +23,7 @@ from support import (
     golden,
     golden_config,
     numpy_of,
+    parted_key,
     poison,
     rounded,
     same_on_every_path,
@@ -168,7 +169,13 @@ def configs(draw: st.DrawFn) -> HotConfig:
     outs=st.integers(0, 40),
     ins=st.integers(0, 40),
     kind=st.sampled_from(KINDS),
-    key=st.builds(Key, st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1), st.integers(0, 8191)),
+    key=st.builds(
+        Key,
+        st.integers(0, 2**64 - 1),
+        st.integers(0, 2**64 - 1),
+        st.integers(0, 8191),
+        st.just(0),
+    ),
     same_key=st.booleans(),
 )
 def test_any_config_equals_reference(
@@ -631,3 +638,30 @@ def test_quantized_weight_gives_the_same_bits(rng: np.random.Generator, recipe: 
         hotcore.backward_linear(gy, hotcore.quantize_weight(w[:20], recipe), saved)
     with pytest.raises(ValueError, match="w: shape .*expected 2 dimensions"):
         hotcore.quantize_weight(w[0], recipe)
+
+
+# ------------------------------------------------------------------------- Keys with a counter
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_counter_is_added_to_the_offset(recipe: str, rng: np.random.Generator) -> None:
+    gy, w, x = (rng.standard_normal(s).astype(np.float32) for s in ((70, 33), (33, 18), (70, 18)))
+    plain, counted, counter = parted_key(rng)
+    saved = hotcore.compress_activation(x, recipe, key=plain)
+    expected = hotcore.backward_linear(gy, w, saved, key=plain)
+    also = hotcore.compress_activation(x, recipe, key=counted)
+    equal_bits(also.data, saved.data)
+    for kept, key in ((also, None), (also, plain), (saved, counted)):
+        got = hotcore.backward_linear(gy, w, kept, key=key)
+        equal_bits(got.gx, expected.gx)
+        equal_bits(got.gw, expected.gw)
+    counter += np.uint64(1)
+    assert not np.array_equal(
+        hotcore.compress_activation(x, recipe, key=counted).data, saved.data
+    ), "the counter is read at each call"
+
+
+def test_the_reference_has_no_memory_to_read(rng: np.random.Generator) -> None:
+    x = rng.standard_normal((16, 4)).astype(np.float32)
+    with pytest.raises(ValueError, match="counter = 4096; the reference reads no memory"):
+        reference.compress_activation(x, key=(1, 2, 3, 4096))

@@ -182,6 +182,16 @@ def test_keys() -> None:
     for bad in (Key(-1), Key(1 << 64), Key(0, -1), Key(0, 1 << 64), Key(0, 0, 8192), Key(0, 0, -1)):
         with pytest.raises(ValueError, match=r"key: (seed|offset|stream) = "):
             as_key(bad)
-    for wrong in ("1", 1.5, None, (1, "2"), (1, 2, 3, 4)):
+    for wrong in ("1", 1.5, None, (1, "2"), (1, 2, 3, 8, 5)):
         with pytest.raises(TypeError):
             as_key(wrong)  # type: ignore[arg-type]
+
+
+def test_counters_of_keys() -> None:
+    assert as_key((1, 2, 3, 4096)) == Key(1, 2, 3, 4096) == as_key(Key(1, 2, 3, np.uint64(4096)))
+    for bad in (-8, 1 << 64):
+        with pytest.raises(ValueError, match=r"key: counter = .* < 2\*\*64"):
+            as_key(Key(1, counter=bad))
+    for odd in (1, 4, 4097):
+        with pytest.raises(ValueError, match=f"key: counter = {odd} .*multiple of 8"):
+            as_key(Key(1, counter=odd))

@@ -412,7 +412,7 @@ def test_too_small_workspace() -> None:
     kept = hotcore.compress_activation(X)
     gx = np.empty((32, 16), F)
     size = _core.backward_linear_workspace(context, 32, 24, 16, kept.config.spec, True, False)
-    key = (0, 0, 0)
+    key = hotcore.Key(0)
     arguments = (context, GY, W, None, 32, 16, key, kept.config.spec, key, gx, None, None, False)
     with pytest.raises(RuntimeError, match=f"workspace has {size - 1} bytes; expected {size}"):
         _core.backward_linear(*arguments, np.empty(size - 1, np.uint8))
@@ -457,3 +457,13 @@ def test_every_dtype_is_checked_in_the_extension() -> None:
             _core.fwht(context, x, -1, 16, np.empty(16, F))
     with pytest.raises(ValueError, match="x is int8; expected float32"):
         _core.fwht(context, np.ones(16, np.int8), -1, 16, np.empty(16, F))
+
+
+def test_keys() -> None:
+    # The package's own checks say the rest; a caller of _core meets libhot's.
+    context, spec, out = _core.CoreContext(1), hotcore.HotConfig().spec, np.empty(1 << 12, np.uint8)
+    for key, part in (((0, 0, 8192, 0), "key.stream is 8192"), ((0, 0, 0, 4), "key.counter is at")):
+        with pytest.raises(ValueError, match=part):
+            _core.compress_activation(context, X, spec, key, out, None)
+    with pytest.raises(ValueError, match="key: counter = 4 .*multiple of 8"):
+        hotcore.compress_activation(X, key=hotcore.Key(0, counter=4))

@@ -17,6 +17,7 @@ from support import (
     equal_bits,
     golden,
     golden_options,
+    parted_key,
     poison,
     rounded,
     same_on_every_path,
@@ -319,3 +320,10 @@ def test_non_finite_values_stay_in_their_block(rng: np.random.Generator) -> None
         assert np.isnan(out[1, :, 1]).all()
         assert np.isfinite(np.delete(out, 1, axis=0)).all()
         assert np.isfinite(out[1][:, [0, 2]]).all()
+
+
+def test_counter_is_added_to_the_offset(rng: np.random.Generator) -> None:
+    x = rng.standard_normal((100, 9)).astype(np.float32)
+    plain, counted, _ = parted_key(rng)
+    options = {"basis": "sketch", "rank": 8}
+    equal_bits(hotcore.hla(x, key=counted, **options), hotcore.hla(x, key=plain, **options))

@@ -17,6 +17,7 @@ from support import (
     golden,
     golden_options,
     numpy_of,
+    parted_key,
     rounded,
     same_on_every_path,
     strided,
@@ -73,7 +74,13 @@ def test_equals_reference(
     rounding=st.sampled_from(ROUNDINGS),
     kind=st.sampled_from(KINDS),
     gaps=st.booleans(),
-    key=st.builds(Key, st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1), st.integers(0, 8191)),
+    key=st.builds(
+        Key,
+        st.integers(0, 2**64 - 1),
+        st.integers(0, 2**64 - 1),
+        st.integers(0, 8191),
+        st.just(0),
+    ),
 )
 def test_any_shape_equals_reference(
     rows: int,
@@ -261,3 +268,12 @@ def test_empty() -> None:
     assert (q.shape, s.tolist()) == ((0, 3), [0, 0, 0])
     q, s = hotcore.quantize(np.empty((0, 0), np.float32), scale="tensor")
     assert (q.shape, s.tolist()) == ((0, 0), [0])
+
+
+def test_counter_is_added_to_the_offset(rng: np.random.Generator) -> None:
+    x = rng.standard_normal((48, 21)).astype(np.float32)
+    plain, counted, counter = parted_key(rng)
+    expected, _ = hotcore.quantize(x, bits=4, key=plain)
+    equal_bits(hotcore.quantize(x, bits=4, key=counted)[0], expected)
+    counter += np.uint64(1)  # is read at each call
+    assert not np.array_equal(hotcore.quantize(x, bits=4, key=counted)[0], expected)

@@ -176,7 +176,7 @@ def test_pixels_come_back() -> None:
     tokens = x.permute(0, 2, 3, 1).reshape(-1, 5)
     for storage, step in (("int4", 7), ("int8", 127)):
         config = HotConfig(storage=storage)
-        saved = ops.compress(tokens, config, (3, 0, 0))
+        saved = ops.compress(tokens, config, hotcore.Key(3))
         for first, last in ((0, 198), (99, 198), (63, 131), (64, 65), (7, 7)):
             back = conv.decompressed(saved, 198, 5, config, first, last)
             assert back.shape == (last - first, 5)

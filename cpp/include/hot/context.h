@@ -17,10 +17,18 @@ using Stream = struct CUstream_st*;
 
 /// Key of the counter-based random numbers (docs/numerics.md, "Random bits"). The same key and
 /// inputs give the same bits on every backend. `stream` tells layers apart, 0 <= stream < 8192.
+///
+/// `counter` is for CUDA graphs, which keep the keys of their capture: the number there is added to
+/// `offset` (mod 2^64) when the work runs, so that a replay reads the value of its time. Memory of
+/// the context's device, aligned to 8 bytes, null for none. It stays the caller's, who keeps it
+/// alive as long as the work or a graph that holds it can run, and changes it only in the order of
+/// the stream: between the compression of x and its backward it must not change, as a sketch has to
+/// meet the same numbers in both. The CPU backend reads it during the call.
 struct Key {
   std::uint64_t seed = 0;
   std::uint64_t offset = 0;
   std::uint32_t stream = 0;
+  const std::uint64_t* counter = nullptr;
 };
 
 /// Instruction sets of the CPU backend, in rising order. Every one gives the same bits.
@@ -48,6 +56,7 @@ class HOT_API Context {
   /// stream). Throws `unsupported` in a build without CUDA.
   static Context cuda(int device, Stream stream);
 
+  /// Throws `invalid_argument` for a stream or a counter that a Key cannot have.
   Context with_key(Key key) const;
   /// Restrict the CPU backend to an instruction set; throws `unsupported` if the machine lacks it.
   Context with_isa(Isa isa) const;

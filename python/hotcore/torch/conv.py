@@ -226,7 +226,7 @@ def _compress_pixels(x: Tensor, seed: Tensor, config: str, *shape: Any) -> Tenso
     nhwc = visited(x, window)
     grid = (nhwc.shape[1], nhwc.shape[2])
     kept, _ = settings(ops.parsed(config), window.pointwise, grid)
-    return ops.compress(_tokens(nhwc), kept, Key(int(seed.item())))
+    return ops.compress(_tokens(nhwc), kept, ops.key_of(seed))
 
 
 def _fake_compress_pixels(x: Tensor, seed: Tensor, config: str, *shape: Any) -> Tensor:
@@ -360,8 +360,8 @@ def _backward_window(call: _Call, x_shape: tuple[int, ...]) -> None:
     _, own = call.keys
     frame = (top + height + bottom, left + width + right, channels)
     for chunk, (first, last) in enumerate(chunks(n, features * out_height * out_width), start=1):
-        # Offset 0 drew the numbers that rounded the kept x.
-        key = Key(own.seed, offset=chunk)
+        # Offset 0 drew the numbers that rounded the kept x; replays of a graph count from below.
+        key = own._replace(offset=chunk << 32)
         codes = columns = None
         if call.saved is not None and gw is not None:
             span = (first * height * width, last * height * width)

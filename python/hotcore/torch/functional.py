@@ -125,9 +125,10 @@ def _seed(name: str, x: Tensor, weight: Tensor) -> Tensor | None:
     seed = ops.seed_for(x, weight, compiling)
     if not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
         return None
-    if not compiling:
-        _check(x)
-    return seed
+    if compiling:
+        return seed
+    _check(x)
+    return ops.counted(seed, x)
 
 
 def _one_operation(x: Tensor, weight: Tensor) -> AbstractContextManager[Any]:

@@ -10,6 +10,7 @@ alone, the partitioner would move what only backward needs, with the drawing of 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -51,7 +52,7 @@ def parsed(text: str) -> HotConfig:
     return HotConfig.from_json(text)
 
 
-def _draw_seed(x: Tensor | None = None, weight: Tensor | None = None) -> Tensor:
+def _random_seed() -> Tensor:
     return torch.randint(0x7FFF_FFFF_FFFF_FFFF, (), device=_CPU)  # int64 unless told otherwise
 
 
@@ -59,12 +60,89 @@ def seed_for(x: Tensor, weight: Tensor, compiling: bool) -> Tensor:
     """A 63-bit seed from torch's default CPU generator: int64 ``[]`` on the CPU.
 
     While compiling an operator of its own that depends on the layer: torch's partitioner would draw
-    a bare ``randint`` once more in backward, and merge those of layers that share x.
+    a bare ``randint`` once more in backward, and merge those of layers that share x. That one's
+    result is ``[seed, address]`` (:func:`counted`), the address 0 where nothing is captured.
     """
     if not compiling:
-        return _draw_seed()
+        return _random_seed()
     seed: Tensor = draw_seed(x.detach(), weight.detach())
     return seed
+
+
+class Counters:
+    """Numbers on a device, one for each layer call that a CUDA graph holds: how often it ran.
+
+    All of them are made at once, outside of any capture: what a capture allocates is the graph's.
+    """
+
+    most = 1 << 16
+
+    def __init__(self, device: torch.device) -> None:
+        """Make them, all 0; the only time that the device is waited for."""
+        with torch.inference_mode(False):  # captures outside of that mode write them, too
+            self._numbers = torch.zeros(self.most, dtype=torch.int64, device=device)
+        if device.type == "cuda":  # whatever stream a graph will run on
+            torch.cuda.current_stream(device).synchronize()
+        self._taken = itertools.count()
+
+    def take(self) -> int:
+        """Address of a number that the current stream has counted up; 0: there are none left."""
+        index = next(self._taken)
+        if index >= len(self._numbers):
+            return 0
+        number = self._numbers[index]
+        number.add_(1)  # captured with the rest: once at every replay
+        return number.data_ptr()
+
+
+_counters: dict[int, Counters] = {}
+_used_up: list[Counters] = []  # graphs go on counting in them
+
+
+def _address(x: Tensor) -> int:
+    """Of a number for a layer call on x, on CUDA; 0 where nothing is being captured."""
+    device = x.get_device()
+    counters = _counters.get(device)
+    if not torch.cuda.is_current_stream_capturing():
+        if counters is None and unseen(x):
+            _counters[device] = Counters(x.device)
+        return 0
+    if counters is None:
+        raise RuntimeError(
+            f"hotcore.torch: no layer has run on cuda:{device} outside of a capture yet; run one "
+            "step of training before a CUDA graph is captured"
+        )
+    address = counters.take()
+    if address == 0:
+        _used_up.append(_counters.pop(device))
+        raise RuntimeError(
+            f"hotcore.torch: CUDA graphs have captured {counters.most} layer calls on "
+            f"cuda:{device}; run one step outside of a capture to make room for as many again"
+        )
+    return address
+
+
+def counted(seed: Tensor, x: Tensor) -> Tensor:
+    """``seed``; while a CUDA graph is captured ``[seed, address]``, int64 on the CPU.
+
+    The number at the address is 1 at the graph's first replay, 2 at the second; the layer's key
+    has it for an offset (:func:`key_of`). Its forward counts it up, its backward only reads it.
+
+    Raises:
+        RuntimeError: while capturing, where no step has run before, or after
+            :attr:`Counters.most` captured calls.
+    """
+    return _counted(seed, x) if x.is_cuda else seed
+
+
+def _counted(seed: Tensor, x: Tensor) -> Tensor:
+    address = _address(x)
+    return seed if address == 0 else torch.tensor([int(seed.item()), address], device=_CPU)
+
+
+def _draw_seed(x: Tensor, weight: Tensor) -> Tensor:
+    address = _address(x) if x.is_cuda else 0
+    return torch.tensor([int(_random_seed().item()), address], device=_CPU)
 
 
 def context_of(device: torch.device) -> _core.CoreContext:
@@ -191,10 +269,18 @@ def backward(
 
 def keys_of(saved_seed: Tensor | None, seed: Tensor) -> tuple[Key, Key]:
     """For :func:`backward`; without ``saved_seed`` x was compressed with the layer's own seed."""
-    key = Key(int(seed.item()))
+    key = key_of(seed)
     if saved_seed is None or saved_seed is seed:
         return key, key
-    return Key(int(saved_seed.item())), key
+    return key_of(saved_seed), key
+
+
+def key_of(seed: Tensor) -> Key:
+    """The key of a seed ``[]``, or of ``[seed, address]`` as :func:`counted` makes it."""
+    if seed.dim() == 0:
+        return Key(int(seed.item()))
+    value, counter = seed.tolist()
+    return Key(value, counter=counter)
 
 
 def flat(x: Tensor) -> Tensor:
@@ -246,7 +332,7 @@ def _fake_linear(
 
 
 def _compress_activation(x: Tensor, seed: Tensor, config: str) -> Tensor:
-    return compress(x, parsed(config), Key(int(seed.item())))
+    return compress(x, parsed(config), key_of(seed))
 
 
 def _outputs(
@@ -276,7 +362,7 @@ def _backward_linear(
 
 
 def _fake_draw_seed(x: Tensor, weight: Tensor) -> Tensor:
-    return torch.empty((), dtype=torch.int64, device="cpu")
+    return torch.empty(2, dtype=torch.int64, device="cpu")
 
 
 def _fake_compress_activation(x: Tensor, seed: Tensor, config: str) -> Tensor:

@@ -70,14 +70,14 @@ class Last:
             form: what else has to be, for the same bytes but for the seed.
             compress: makes them.
             inner: x as autocast casts it.
-            seed: int64 ``[]``, the layer's own.
+            seed: the layer's own, as :func:`ops.counted` gives it.
             arguments: for ``compress``.
         """
         stream = None
-        shares = ops.unseen(x)
+        # A capture (its seed has a counter) neither takes from outside nor leaves anything: replays
+        # are not seen.
+        shares = seed.dim() == 0 and ops.unseen(x)
         if shares and x.is_cuda:
-            # A capture neither takes from outside nor leaves anything: replays are not seen.
-            shares = not torch.cuda.is_current_stream_capturing()
             stream = torch._C._cuda_getCurrentRawStream(x.get_device())
         try:
             key = (x._version, stream, form) if shares else None
