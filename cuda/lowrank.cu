@@ -258,7 +258,7 @@ void CudaBackend::hla(const Context& context, const MatrixIn& x, const Projectio
 
 std::int64_t CudaBackend::columns_amax_words(const Context& context, std::int64_t cols,
                                              const Projection& p, const OperandQuant& quant) const {
-  if (p.k_padded > 0 && resident_one_pass(context, p, quant)) return 0;
+  if (p.k_padded > 0 && resident_one_pass(context, cols, p, quant)) return 0;
   return quant.per_tensor ? small_slots : quant.per_k ? p.k_padded : cols;
 }
 

@@ -21,8 +21,8 @@
 //
 // Where that cannot be, the same kernel runs twice, the largest values (atomicMax), then the codes,
 // in the opposite order, which finds the end of x in the L2: no clusters before sm_90, one scale
-// for the whole tensor, or more than 8,192 tokens (of w 16,384 out features; clusters that hold
-// more spill registers or fill an SM with one thread block, and take longer: docs/performance.md).
+// for the whole tensor, or more than 16,384 tokens (clusters that hold more spill registers or fill
+// an SM with one thread block, and take longer: docs/performance.md).
 #include <algorithm>
 #include <cstdint>
 #include <type_traits>
@@ -144,9 +144,13 @@ auto kernel_of(Pass pass, Rounding rounding) {
                  : resident_kernel<kind, Rounding::stochastic, Tag, Pass::both>;
 }
 
-// Thread blocks of a cluster at most: 8 surely fit every device (most_parts). 16, for 16,384
-// tokens, have to be asked for, and pay only where no random numbers are drawn (w).
+// Thread blocks of a cluster at most: 8 surely fit every device (most_parts); 16, for 16,384
+// tokens, have to be asked for.
 constexpr int large_parts = 16;
+
+// A g_y of more than 8,192 tokens and so many columns is better left to gradient_kernel, which
+// makes the rows' codes on the way; wider ones do not fit there.
+constexpr std::int64_t least_gradient_columns = 2048, most_gradient_columns = 3072;
 
 // How a strip is shared out: the division that should take least, by a model of an SM's cycles. A
 // unit takes 900 of its cycles, but no less than 6000 pass from its copies to its codes (measured
@@ -180,10 +184,12 @@ Plan cluster_plan(std::int64_t units, std::int64_t strips, std::int64_t sm_count
 }
 
 // Whether a cluster holds a strip, and surely runs: only where the code knows how to overlap.
-bool one_pass_can(const Context& context, std::int64_t units, const OperandQuant& quant) {
-  const int parts = quant.rounding == Rounding::nearest ? large_parts : most_parts;
-  return !quant.per_tensor && units <= parts * most_warps && context.arch() != 80 &&
-         kernels_overlap(context, "backward_linear");
+bool one_pass_can(const Context& context, std::int64_t cols, std::int64_t units,
+                  const OperandQuant& quant) {
+  const bool left = quant.purpose == Purpose::gradient_columns && cols >= least_gradient_columns &&
+                    cols <= most_gradient_columns;
+  return !quant.per_tensor && units <= (left ? most_parts : large_parts) * most_warps &&
+         context.arch() != 80 && kernels_overlap(context, "backward_linear");
 }
 
 Plan plan_of(const Context& context, const MatrixIn& x, const Projection& p,
@@ -192,7 +198,7 @@ Plan plan_of(const Context& context, const MatrixIn& x, const Projection& p,
   const std::int64_t units = unit_count(p, kind);
   const int sm_count = device_attribute(context, cudaDevAttrMultiProcessorCount, stage);
   Plan plan;
-  if (one_pass_can(context, units, quant)) {
+  if (one_pass_can(context, x.cols, units, quant)) {
     int blocks = 0;
     with_kind(kind, [&](auto k) {
       host_with_dtype(x.dtype, [&](auto tag) {
@@ -238,10 +244,11 @@ bool resident_can(const Projection& p, const OperandQuant& quant) {
          quant.rounding != Rounding::pseudo_stochastic;
 }
 
-bool resident_one_pass(const Context& context, const Projection& p, const OperandQuant& quant) {
+bool resident_one_pass(const Context& context, std::int64_t cols, const Projection& p,
+                       const OperandQuant& quant) {
   Kind kind{};
   return resident_can(p, quant) && kind_of(p, kind) &&
-         one_pass_can(context, unit_count(p, kind), quant);
+         one_pass_can(context, cols, unit_count(p, kind), quant);
 }
 
 void resident_quantize_columns(const Context& context, const MatrixIn& x, const Projection& p,

@@ -7,8 +7,8 @@ namespace hot::detail {
 
 bool resident_can(const Projection&, const OperandQuant&);
 
-// Whether it can, reads x once and needs no Operand::amax.
-bool resident_one_pass(const Context&, const Projection&, const OperandQuant&);
+// Whether it can, reads x (of so many columns) once and needs no Operand::amax.
+bool resident_one_pass(const Context&, std::int64_t cols, const Projection&, const OperandQuant&);
 
 // quantize_columns where resident_can. A `sum` (null: not wanted) is done too.
 void resident_quantize_columns(const Context&, const MatrixIn& x, const Projection&, Side,
