@@ -301,7 +301,7 @@ bool plan(const Context& context, const RowsJob& rows, const ColumnsJob& columns
       x.rows == 0 || x.data != columns.x.data || x.row_stride != columns.x.row_stride ||
       rows.hadamard_block != 16 || !rounding_has_kernel(rows.quant) || p.order.samples != 0 ||
       !resident_can(p, columns.quant) || !resident::kind_of(p, args.kind) ||
-      resident_one_pass(context, p, columns.quant)) {
+      resident_one_pass(context, x.cols, p, columns.quant)) {
     return false;
   }
   const RowShare share = row_share(rows.out.k_padded / 16);
