@@ -143,22 +143,12 @@ struct RequantizeArgs {
   DeviceKey key;
 };
 
-// Thread t of the T that share channel `row`; `all_max` makes a value the largest of theirs. Codes
-// come two blocks of 16 ahead of their use, the first before the largest scale is known.
+// Thread t of the T that share channel `row`; `all_max` makes a value the largest of theirs.
 template <Rounding rounding, class AllMax>
 __device__ __forceinline__ void requantize_channel(const RequantizeArgs& args, std::int64_t row,
                                                    int t, int T, const AllMax& all_max) {
-  constexpr int ahead = 2;
   const int row_blocks = static_cast<int>(args.out.k_padded / 16);
   const auto* from = reinterpret_cast<const uint2*>(args.packed + row * args.row_bytes);
-  uint2 nibbles[ahead];
-  const auto load = [&](int b) {
-#pragma unroll
-    for (int i = 0; i < ahead; ++i) {
-      nibbles[i] = b + i * T < row_blocks ? from[b + i * T] : make_uint2(0, 0);
-    }
-  };
-  load(t);
   const DeviceOffset offset = warp_offset<rounding>(args.key);
   const std::uint16_t* const scales = args.scale + row * args.groups;
   std::uint32_t largest = 0;  // scales are positive or NaN: the pattern orders them
@@ -172,21 +162,15 @@ __device__ __forceinline__ void requantize_channel(const RequantizeArgs& args, s
   const std::uint64_t first =
       static_cast<std::uint64_t>(row) * static_cast<std::uint64_t>(row_blocks);
   auto* to = reinterpret_cast<uint4*>(args.out.codes + row * args.out.k_padded);
-  if (!s.keep) {
-    for (int b = t; b < row_blocks; b += T) to[b] = make_uint4(0, 0, 0, 0);
-    return;
-  }
-  for (int start = t; start < row_blocks; start += ahead * T) {
-    const uint2 now[ahead] = {nibbles[0], nibbles[1]};
-    load(start + ahead * T);
-#pragma unroll
-    for (int i = 0; i < ahead; ++i) {
-      const int b = start + i * T;
-      if (b >= row_blocks) break;
+  for (int b = t; b < row_blocks; b += T) {
+    uint4 codes = make_uint4(0, 0, 0, 0);
+    if (s.keep) {
+      const uint2 packed = from[b];
       const float factor = __uint_as_float(std::uint32_t{scales[b / 4]} << 16) * s.inv;
-      to[b] = round_group<rounding>([&](int j) { return nibble(now[i], j); }, Same{factor},
+      codes = round_group<rounding>([&](int j) { return nibble(packed, j); }, Same{factor},
                                     args.key, offset, first + static_cast<std::uint64_t>(b), 8);
     }
+    to[b] = codes;
   }
 }
 
