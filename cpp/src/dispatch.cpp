@@ -36,8 +36,9 @@ bool detail::Backend::quantize_operands(const Context& context,
     quant.independent = independent();
     quantize_rows(context, job->x, job->hadamard_block, quant, job->out);
   }
-  for (const ColumnsJob* job : {operands.gradient_columns, operands.weight}) {
-    if (job == nullptr || (at_once && job == operands.gradient_columns)) continue;
+  const ColumnsJob* const left[] = {at_once ? nullptr : operands.gradient_columns, operands.weight};
+  for (const ColumnsJob* job : left) {
+    if (job == nullptr) continue;
     OperandQuant quant = job->quant;
     quant.independent = independent();
     const bool done = quantize_columns(context, job->x, *job->projection, job->side,
