@@ -142,19 +142,13 @@ class StagesCuda : public CudaTest {
     both([&](hot::Context c, bool on_gpu) {
       if (on_gpu && arch != 0) c = c.with_arch(arch);
       const std::size_t bytes = hot::gemm_workspace(c, M, N, K);
-      std::vector<char> host(bytes + 1);
-      void* memory = host.data();
-      if (on_gpu) {
-        check(cudaMalloc(&memory, bytes + 1));
-        check(cudaMemset(memory, 0x5A, bytes));
-        check(cudaDeviceSynchronize());  // the stream does not wait for the default one
-      }
+      Mirrored scratch(bytes + 1, 0x5A);
+      scratch.push();
       for (int time = 0; time < (accumulate ? 2 : 1); ++time) {
         hot::gemm_int8(c, a.view(on_gpu), b.view(on_gpu), sa.flat(on_gpu), sb.flat(on_gpu),
-                       {16, accumulate}, out.view(on_gpu), {memory, bytes});
+                       {16, accumulate}, out.view(on_gpu), {scratch.on<void>(on_gpu), bytes});
       }
-      if (on_gpu) check(cudaStreamSynchronize(stream_));
-      if (on_gpu) check(cudaFree(memory));
+      check(cudaStreamSynchronize(stream_));
     });
     out.expect_equal("gemm " + std::string(hot::dtype_name(dtype)) + " " + std::to_string(M) + " " +
                      std::to_string(N) + " " + std::to_string(K) + ", arch " +
@@ -191,13 +185,9 @@ class StagesCuda : public CudaTest {
       const std::size_t ws = hot::compress_activation_workspace(c, L, I, spec);
       const std::size_t bytes =
           std::max(ws, hot::backward_linear_workspace(c, {L, O, I}, spec, true, true));
-      std::vector<char> host(bytes + 64, static_cast<char>(0x5A));
-      void* memory = host.data();
-      if (on_gpu) {
-        check(cudaMalloc(&memory, bytes + 64));
-        check(cudaMemset(memory, 0x5A, bytes + 64));
-        check(cudaDeviceSynchronize());  // the stream does not wait for the default one
-      }
+      Mirrored memory(bytes + 64, 0x5A);
+      memory.push();
+      const hot::Workspace scratch{memory.on<void>(on_gpu), bytes};
       void* kept = saved.view(on_gpu).data;
       std::vector<char> aligned_host;
       if (!on_gpu) {  // the host vector may start anywhere
@@ -206,28 +196,24 @@ class StagesCuda : public CudaTest {
                (16 - reinterpret_cast<std::uintptr_t>(aligned_host.data()) % 16) % 16;
       }
       if (!on_gpu) std::memset(kept, 0xA5, layout.bytes);
-      hot::compress_activation(c, x.view(on_gpu), spec, {kept, layout.bytes}, {memory, bytes});
+      hot::compress_activation(c, x.view(on_gpu), spec, {kept, layout.bytes}, scratch);
       const TensorView vx = gx.view(on_gpu), vw = gw.view(on_gpu), vb = gb.flat(on_gpu);
       const hot::ConstSavedActivation of_x{kept, layout.bytes, L, I, key};
       const hot::BackwardOutputs outputs{&vx, &vw, &vb, work.accumulate};
       if (on_gpu && work.quantized_weight) {  // w quantised before; the CPU takes w itself
         const std::size_t weight_bytes = hot::quantized_weight_bytes(O, I, spec);
-        void* codes = nullptr;
-        check(cudaMalloc(&codes, weight_bytes + 1));
-        check(cudaMemset(codes, 0x5A, weight_bytes + 1));
-        check(cudaDeviceSynchronize());
+        Mirrored quantized(weight_bytes + 1, 0x5A);
+        quantized.push();
+        void* const codes = quantized.on<void>(true);
         ASSERT_LE(hot::quantize_weight_workspace(c, O, I, spec), bytes);
-        hot::quantize_weight(c, w.view(true), spec, {codes, weight_bytes}, {memory, bytes});
+        hot::quantize_weight(c, w.view(true), spec, {codes, weight_bytes}, scratch);
         hot::backward_linear(c, gy.view(true), hot::ConstQuantizedWeight{codes, weight_bytes, O, I},
-                             of_x, spec, outputs, {memory, bytes});
-        check(cudaStreamSynchronize(stream_));
-        check(cudaFree(codes));
+                             of_x, spec, outputs, scratch);
+        check(cudaStreamSynchronize(stream_));  // before `quantized` goes
       } else {
-        hot::backward_linear(c, gy.view(on_gpu), w.view(on_gpu), of_x, spec, outputs,
-                             {memory, bytes});
+        hot::backward_linear(c, gy.view(on_gpu), w.view(on_gpu), of_x, spec, outputs, scratch);
       }
       check(cudaStreamSynchronize(stream_));
-      if (on_gpu) check(cudaFree(memory));
       if (!on_gpu) std::memcpy(saved.view(false).data, kept, layout.bytes);
     });
     const std::string what =
@@ -358,16 +344,13 @@ TEST_F(StagesCuda, gemm_equals_cpu) {
     if (!bare) out.fill(normal(M * N));
     const hot::GemmSpec spec{bare ? 1 : 16, !bare && round % 3 == 0};
     both([&](const hot::Context& c, bool on_gpu) {
-      std::vector<char> host(hot::gemm_workspace(c, M, N, K) + 1);
-      void* memory = host.data();
-      if (on_gpu) check(cudaMalloc(&memory, host.size()));
+      Mirrored scratch(hot::gemm_workspace(c, M, N, K) + 1);
       const ConstTensorView none{};
       hot::gemm_int8(c, a.view(on_gpu), b.view(on_gpu),
                      bare ? none : ConstTensorView(sa.flat(on_gpu)),
                      bare ? none : ConstTensorView(sb.flat(on_gpu)), spec, out.view(on_gpu),
-                     {memory, host.size()});
+                     {scratch.on<void>(on_gpu), scratch.host.size()});
       check(cudaStreamSynchronize(stream_));
-      if (on_gpu) check(cudaFree(memory));
     });
     out.expect_equal("gemm " + std::to_string(M) + " " + std::to_string(N) + " " +
                      std::to_string(K));
@@ -429,13 +412,11 @@ TEST_F(StagesCuda, packed_gemm_equals_cpu) {
     };
     Mirror native(M, N, any_float()), unpacked(M, N, DType::f32);
     const auto run = [&](const hot::Context& c, bool on_gpu, Mirror& out) {
-      std::vector<char> host(hot::gemm_workspace(c, M, N, K) + 1);
-      void* memory = host.data();
-      if (on_gpu) check(cudaMalloc(&memory, host.size()));
+      Mirrored scratch(hot::gemm_workspace(c, M, N, K) + 1);
       hot::gemm_int4(c, packed(a.view(on_gpu)), packed(b.view(on_gpu)), K, sa.flat(on_gpu),
-                     sb.flat(on_gpu), {16, false}, out.view(on_gpu), {memory, host.size()});
-      if (on_gpu) check(cudaStreamSynchronize(stream_));
-      if (on_gpu) check(cudaFree(memory));
+                     sb.flat(on_gpu), {16, false}, out.view(on_gpu),
+                     {scratch.on<void>(on_gpu), scratch.host.size()});
+      check(cudaStreamSynchronize(stream_));
     };
     const std::string what = std::to_string(M) + " " + std::to_string(N) + " " + std::to_string(K);
     run(context(false, {}), false, native);
@@ -457,12 +438,10 @@ TEST_F(StagesCuda, contraction_beyond_int32) {
   one.fill({1.0F});
   const hot::Context c = context(true, {});
   const std::size_t bytes = hot::gemm_workspace(c, 3, 2, K);
-  void* memory = nullptr;
-  check(cudaMalloc(&memory, bytes + 1));
+  const DeviceMemory scratch(bytes);
   hot::gemm_int8(c, a.view(true), b.view(true), one.flat(true), one.flat(true), {}, out.view(true),
-                 {memory, bytes});
+                 {scratch.data(), bytes});
   check(cudaStreamSynchronize(stream_));
-  check(cudaFree(memory));
   const std::vector<char> got = out.pulled();
   for (std::size_t i = 0; i < 6; ++i) {
     float value;
