@@ -10,6 +10,7 @@
 
 #include "cuda/device/async_copy.cuh"
 #include "cuda/device/butterfly.cuh"
+#include "cuda/device/cluster.cuh"
 #include "cuda/device/matrix_io.cuh"
 #include "cuda/device/projection.cuh"
 #include "cuda/device/rounding.cuh"
@@ -409,6 +410,9 @@ __device__ __forceinline__ void quantize_strips(const Args& args, unsigned block
   // The second of two launches (Slots) needs of the first only what it reads later: its copies come
   // before the wait. What x is made by has ended: the first one waited for it.
   const bool copies_first = slots == Slots::yes && pass == Pass::codes;
+  // Nobody writes to a thread block that may not have started: all of a cluster meet before.
+  const bool tells = args.cluster > 1 && pass != Pass::codes;
+  if (tells) arrive_cluster();
   if (!copies_first) begin_kernel(args.independent);
   // Two passes, and Slots: all strips at once.
   const unsigned strip_step = slots == Slots::no && pass == Pass::both ? blocks / parts : strips;
@@ -484,6 +488,7 @@ __device__ __forceinline__ void quantize_strips(const Args& args, unsigned block
         }
       }
       __syncthreads();
+      if (tells && turn == 0) wait_cluster();
       // A thread for a column and a thread block to tell.
       for (int i = thread; i < columns * max(1, args.cluster); i += static_cast<int>(blockDim.x)) {
         const int c = i % columns, to = i / columns;

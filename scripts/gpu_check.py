@@ -164,7 +164,8 @@ def sanitize(build: Path, reports: Path) -> dict[str, str]:
             build / "tests/cpp/test_stages_cuda",
             "--gtest_filter=*gemm_equals_cpu:*repeats*:*hla*:*quantize*", log=log,
         )  # fmt: skip
-        out[tool] = "clean" if code == 0 else f"exit {code}: {log.read_text()[-300:]}"
+        said = [line for line in log.read_text().splitlines() if line.startswith("=====")]
+        out[tool] = "clean" if code == 0 else f"exit {code}: " + "\n".join(said[:12] + said[-2:])
     return out
 
 

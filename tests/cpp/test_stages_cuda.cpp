@@ -481,7 +481,8 @@ TEST_F(StagesCuda, backward_linear_equals_cpu) {
     std::int64_t I = O > 1000 ? random_int(1, 20) : any_size();
     if (round >= usual) {  // more tokens than stay on chip, or more columns than do at a time
       const bool many_tokens = round % 2 == 0;
-      L = many_tokens ? random_int(8193, 9000) : random_int(3000, 4096);
+      L = many_tokens ? random_int(1, 800) + (round % 4 == 0 ? 8192 : 16384)
+                      : random_int(3000, 4096);
       O = random_int(1, 100);
       I = many_tokens ? random_int(1, 200) : 8 * random_int(600, 700);
     } else if (O > 1000 && L > 40)
@@ -517,7 +518,9 @@ TEST_F(StagesCuda, backward_linear_of_many_tokens_equals_cpu) {
     // As long rows as a tile holds; so many tokens that a thread block leaves two partial sums.
     const bool longest = round == 7, most = round == 12;
     const std::int64_t O = longest ? 3072 : most ? 128 : 16 * random_int(1, 64);
-    const std::int64_t L = most ? 132 * 32 * 64 + random_int(1, 5000) : random_int(8193, 9500);
+    // On both sides of what the largest cluster holds.
+    const std::int64_t more = random_int(1, 1500) + (random_int(0, 1) == 0 ? 8192 : 16384);
+    const std::int64_t L = most ? 132 * 32 * 64 + random_int(1, 5000) : more;
     compare_backward({"round " + std::to_string(round),
                       spec,
                       {L, O, random_int(1, 24)},
@@ -609,8 +612,8 @@ class Graph {
 
 TEST_F(StagesCuda, repeats_and_captures) {
   // Twice the same bits, and the same again from a CUDA graph.
-  // Small, and more tokens than stay on the chip.
-  const hot::LinearShape shapes[] = {{394, 192, 160}, {8210, 48, 40}};
+  // Small, a large cluster, and more tokens than stay on the chip.
+  const hot::LinearShape shapes[] = {{394, 192, 160}, {8210, 32, 16}, {16400, 16, 16}};
   for (const std::string& name : recipe_names()) {
     for (const hot::LinearShape& shape : shapes) {
       const hot::Context c = context(true, any_key());
@@ -628,7 +631,7 @@ TEST_F(StagesCuda, every_replay_reads_the_counter) {
   // One launch of quantisers, kernels of their own, and more tokens than stay on the chip; the last
   // also with short rows of many blocks (cuda/quantize_gradient.cu).
   const hot::LinearShape shapes[] = {
-      {394, 192, 160}, {2100, 1040, 528}, {8210, 48, 40}, {8300, 768, 64}};
+      {394, 192, 160}, {2100, 1040, 528}, {16400, 48, 40}, {16500, 768, 64}};
   for (const std::string& name : recipe_names()) {
     for (const hot::LinearShape& shape : shapes) {
       const DeviceMemory numbers(16);
