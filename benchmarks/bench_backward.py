@@ -22,8 +22,9 @@ import argparse
 import re
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import hotcore
 import hotcore.torch as hot
@@ -402,22 +403,28 @@ def part_forward(args: argparse.Namespace, groups: Groups) -> dict[str, Any]:
 # ---- host ----
 
 
-def host_us(call: Call, device: str, calls: int = 40, bursts: int = 15) -> Row:
+def host_us(
+    call: Call,
+    device: str,
+    clock: Callable[[], float] = time.perf_counter,
+    calls: int = 40,
+    bursts: int = 15,
+) -> Row:
     """Host time of one call, while the device only runs behind: bursts between synchronisations."""
     for _ in range(20):
         call()
     values = []
     for _ in range(bursts):
         timing.synchronize(device)
-        start = time.perf_counter()
+        start = clock()
         for _ in range(calls):
             call()
-        values.append((time.perf_counter() - start) * 1e3 / calls)
+        values.append((clock() - start) * 1e3 / calls)
     timing.synchronize(device)
     return timing.spread(values)
 
 
-def inside_us(call: Call, device: str, calls: int = 40, bursts: int = 15) -> Row:
+def inside_us(call: Call, device: str) -> Row:
     """Host time of one backward of hotcore.torch, from the autograd engine's call to its return.
 
     ``call`` runs one. What autograd itself does before and after, in plain torch too, is left out.
@@ -432,21 +439,8 @@ def inside_us(call: Call, device: str, calls: int = 40, bursts: int = 15) -> Row
         spent += time.perf_counter() - start
         return out
 
-    for _ in range(20):
-        call()
-    values = []
-    layer.backward = staticmethod(timed)  # type: ignore[assignment]
-    try:
-        for _ in range(bursts):
-            timing.synchronize(device)
-            spent = 0.0
-            for _ in range(calls):
-                call()
-            values.append(spent * 1e3 / calls)
-    finally:
-        layer.backward = staticmethod(backward)  # type: ignore[assignment]
-    timing.synchronize(device)
-    return timing.spread(values)
+    with mock.patch.object(layer, "backward", staticmethod(timed)):
+        return host_us(call, device, clock=lambda: spent)
 
 
 def part_host(args: argparse.Namespace) -> dict[str, Any]:
