@@ -261,6 +261,18 @@ def nbytes(kept: list[torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in kept)
 
 
+def keys() -> Any:
+    """A hypothesis strategy: keys of every kind, without a counter.
+
+    Imported here: the GPU machine's tests share this file, and it has no hypothesis.
+    """
+    from hypothesis import strategies as st
+
+    words = st.integers(0, 2**64 - 1)
+    # Said for the counter too: hypothesis would make one up, and it is an address.
+    return st.builds(hotcore.Key, words, words, st.integers(0, 8191), st.just(0))
+
+
 def parted_key(rng: np.random.Generator) -> tuple[hotcore.Key, hotcore.Key, np.ndarray]:
     """A key, the same with a part of its offset in a counter, and the counter."""
     seed, offset, value = (int(n) for n in rng.integers(1 << 64, size=3, dtype=np.uint64))

@@ -585,6 +585,23 @@ class Step {
   Mirror gy_, w_, x_, gx_, gw_, gb_, saved_, scratch_;
 };
 
+// A key with its counter on the device.
+class DeviceCountedKey : public CountedKey {
+ public:
+  DeviceCountedKey() : number_(sizeof counter) {
+    std::memcpy(number_.host.data(), &counter, sizeof counter);
+    number_.push();
+  }
+  hot::Key on_gpu() {
+    hot::Key key = counted();
+    key.counter = number_.on<std::uint64_t>(true);
+    return key;
+  }
+
+ private:
+  Mirrored number_;
+};
+
 // What `call` queues on a stream, as a CUDA graph.
 class Graph {
  public:
@@ -634,17 +651,13 @@ TEST_F(StagesCuda, every_replay_reads_the_counter) {
       {394, 192, 160}, {2100, 1040, 528}, {16400, 48, 40}, {16500, 768, 64}};
   for (const std::string& name : recipe_names()) {
     for (const hot::LinearShape& shape : shapes) {
-      const DeviceMemory numbers(16);
-      auto* const counter = reinterpret_cast<std::uint64_t*>(numbers.data());
+      Mirrored numbers(2 * sizeof(std::uint64_t));
+      auto* const counter = numbers.on<std::uint64_t>(true);
       hot::Key key = any_key();
       const hot::Context direct = context(true, key);
       key.counter = counter;
       const hot::Context counting = context(true, key);
       Step step(direct, shape, recipe(name), any_float());
-      const auto put = [](std::uint64_t* to, std::uint64_t value) {
-        check(cudaMemcpy(to, &value, sizeof value, cudaMemcpyHostToDevice));
-        check(cudaDeviceSynchronize());  // the stream does not wait for the default one
-      };
       step.queue(direct);  // kernels are loaded before a capture
       check(cudaStreamSynchronize(stream_));
       // The graph takes its count itself, right before the first kernel.
@@ -656,8 +669,9 @@ TEST_F(StagesCuda, every_replay_reads_the_counter) {
       std::vector<std::vector<char>> before;
       for (int replay = 0; replay < 3; ++replay) {
         const std::uint64_t value = generator()();  // the sum passes 2^64 as often as not
-        put(counter, 0);
-        put(counter + 1, value);
+        const std::uint64_t values[] = {0, value};
+        std::memcpy(numbers.host.data(), values, sizeof values);
+        numbers.push();
         const auto got = step.results(stream_, [&] { graph.replay(); });
         const hot::Context then = context(true, {key.seed, key.offset + value, key.stream});
         const auto expected = step.results(stream_, [&] { step.queue(then); });
@@ -682,14 +696,9 @@ TEST_F(StagesCuda, single_stages_read_the_counter) {
     Mirror rows(hot::hla_rows(L, low_rank), C, any_float()), q(L, C, DType::i8);
     Mirror scale(1, L, DType::f32);
     const hot::QuantSpec spec{4, Granularity::row, Rounding::stochastic};
-    const CountedKey key;
-    const DeviceMemory number(sizeof key.counter);
-    check(cudaMemcpy(number.data(), &key.counter, sizeof key.counter, cudaMemcpyHostToDevice));
-    check(cudaDeviceSynchronize());
-    hot::Key on_gpu_key = key.counted();
-    on_gpu_key.counter = reinterpret_cast<const std::uint64_t*>(number.data());
+    DeviceCountedKey key;
     for (const bool on_gpu : {false, true}) {
-      const hot::Context c = context(on_gpu, on_gpu ? on_gpu_key : key.plain);
+      const hot::Context c = context(on_gpu, on_gpu ? key.on_gpu() : key.plain);
       hot::hla(c, x.view(on_gpu), low_rank, hot::Side::gradient, rows.view(on_gpu));
       hot::quantize(c, x.view(on_gpu), spec, q.view(on_gpu), scale.flat(on_gpu));
     }
@@ -711,13 +720,8 @@ TEST_F(StagesCuda, any_backward_reads_the_counter) {
     spec.storage = spec.low_rank.basis == Basis::full && random_int(0, 1) == 0 ? hot::Storage::int4
                                                                                : hot::Storage::int8;
     const hot::LinearShape shape{L, any_size(), any_size()};
-    const CountedKey key;
-    const DeviceMemory number(sizeof key.counter);
-    check(cudaMemcpy(number.data(), &key.counter, sizeof key.counter, cudaMemcpyHostToDevice));
-    check(cudaDeviceSynchronize());
-    hot::Key counted = key.counted();
-    counted.counter = reinterpret_cast<const std::uint64_t*>(number.data());
-    const hot::Context direct = context(true, key.plain), counting = context(true, counted);
+    DeviceCountedKey key;
+    const hot::Context direct = context(true, key.plain), counting = context(true, key.on_gpu());
     Step step(direct, shape, spec, any_float());
     const auto expected = step.results(stream_, [&] { step.queue(direct); });
     EXPECT_EQ(step.results(stream_, [&] { step.queue(counting); }), expected)

@@ -22,6 +22,7 @@ from support import (
     from_bits,
     golden,
     golden_config,
+    keys,
     numpy_of,
     parted_key,
     poison,
@@ -169,13 +170,7 @@ def configs(draw: st.DrawFn) -> HotConfig:
     outs=st.integers(0, 40),
     ins=st.integers(0, 40),
     kind=st.sampled_from(KINDS),
-    key=st.builds(
-        Key,
-        st.integers(0, 2**64 - 1),
-        st.integers(0, 2**64 - 1),
-        st.integers(0, 8191),
-        st.just(0),
-    ),
+    key=keys(),
     same_key=st.booleans(),
 )
 def test_any_config_equals_reference(

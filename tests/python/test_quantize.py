@@ -16,6 +16,7 @@ from support import (
     equal_bits,
     golden,
     golden_options,
+    keys,
     numpy_of,
     parted_key,
     rounded,
@@ -74,13 +75,7 @@ def test_equals_reference(
     rounding=st.sampled_from(ROUNDINGS),
     kind=st.sampled_from(KINDS),
     gaps=st.booleans(),
-    key=st.builds(
-        Key,
-        st.integers(0, 2**64 - 1),
-        st.integers(0, 2**64 - 1),
-        st.integers(0, 8191),
-        st.just(0),
-    ),
+    key=keys(),
 )
 def test_any_shape_equals_reference(
     rows: int,
