@@ -19,6 +19,7 @@ arrays are fp32; on CUDA hotcore takes bf16. How it is measured: timing.py.
 from __future__ import annotations
 
 import argparse
+import copy
 import re
 import statistics
 import time
@@ -424,6 +425,37 @@ def host_us(
     return timing.spread(values)
 
 
+def host_turns(
+    calls: dict[str, Call], device: str, calls_in: int = 40, bursts: int = 15
+) -> dict[str, Row]:
+    """:func:`host_us` of several calls whose bursts take turns: what is to be a ratio."""
+    values: dict[str, list[float]] = {name: [] for name in calls}
+    for name in list(calls) * bursts:
+        row = host_us(calls[name], device, calls=calls_in, bursts=1)
+        values[name].append(row["median_ms"])
+    return {name: timing.spread(times) for name, times in values.items()}
+
+
+def layer_step(layer: torch.nn.Module, x: torch.Tensor, gy: torch.Tensor) -> Call:
+    """Forward and backward of a layer, as a model runs it."""
+    leaves = (x, *layer.parameters())
+    return lambda: torch.autograd.grad(layer(x), leaves, gy)
+
+
+def draw_rows(device: str) -> dict[str, Row]:
+    """What a random seed costs: a number that Python holds, and one that stays on the device."""
+
+    def number() -> object:
+        return torch.randint(2**63 - 1, (), dtype=torch.int64).item()
+
+    def tensor() -> object:
+        return torch.randint(2**63 - 1, (), dtype=torch.int64, device=device)
+
+    calls = {"draw a seed, CPU's generator, item": number}
+    calls[f"draw a seed, {device}'s generator, a tensor there"] = tensor
+    return host_turns(calls, device)
+
+
 def inside_us(call: Call, device: str) -> Row:
     """Host time of one backward of hotcore.torch, from the autograd engine's call to its return.
 
@@ -467,6 +499,16 @@ def part_host(args: argparse.Namespace) -> dict[str, Any]:
         rows[f"adapter forward {recipe}"] = host_us(forward, args.device)
         arrays = hot_backward(gy, w.detach(), x.detach(), recipe, need=("gx", "gw"))
         rows[f"backward_linear {recipe}"] = host_us(arrays, args.device)
+    plain = torch.nn.Linear(TOY[2], TOY[1], device=args.device, dtype=x.dtype)
+    layers = {"nn.Linear, forward and backward": layer_step(plain, x, gy)}
+    for recipe in args.recipe:
+        layer = hot.HotLinear.from_linear(copy.deepcopy(plain), recipe)
+        layers[f"HotLinear {recipe}, forward and backward"] = layer_step(layer, x, gy)
+    of_layers = host_turns(layers, args.device)
+    for name, row in of_layers.items():
+        if name.startswith("HotLinear"):
+            row["of nn.Linear"] = ratio(of_layers, name, "nn.Linear, forward and backward")
+    rows |= of_layers | draw_rows(args.device)
     print(
         f"\nHost time of one call at {TOY}, us (bar inside the adapter's backward: {HOST_BAR_US:g})"
     )
@@ -476,6 +518,8 @@ def part_host(args: argparse.Namespace) -> dict[str, Any]:
             more = (row["median_ms"] - rows["plain backward"]["median_ms"]) * 1e3
             row["over torch's us"] = more
             over = f"over torch's: {more:.1f}"
+        if "of nn.Linear" in row:
+            over = f"of nn.Linear's: {row['of nn.Linear']:.2f}"
         print(timing.line(name, row, over))
     return out | {"rows": rows}
 

@@ -1,42 +1,48 @@
-"""Whole models: step time and allocator's peak, plain and with HOT, in one run.
+"""Whole models: training steps as people run them, plain, with rivals and with HOT, in one run.
 
-    python benchmarks/bench_models.py --device cuda [--models vit_b resnet50 ...] [--part ...]
+    python benchmarks/bench_models.py --device cuda [--models vit_b resnet50 ...] [--budget 600]
+    python benchmarks/bench_models.py --device cuda --contenders "*compiled" "default*" --jobs 4
     python benchmarks/bench_models.py --device cuda --part variants --models vit_b
     python benchmarks/bench_models.py --device cuda --part table --budget 300
-    python benchmarks/bench_models.py --quick              # small versions, seconds each; CPU too
+    python benchmarks/bench_models.py --quick              # small versions; CPU too
 
-Parts:
-  peak      the CUDA allocator's peak over a whole step (weights, gradients, optimizer's state and
-            activations), every contender alone on the device
-  time      whole steps (zero_grad, forward, loss, backward, AdamW), in turns, the host's clock
-            around device synchronisations
+Parts; "step" unless others are named:
+  step      bf16 eager, compiled, with memory budgets, checkpointed, under CUDA graphs; torchao's
+            FP8; HOT in the same ways. Each: time of a step, the host's share, kernel time by class,
+            the allocator's peak (steps.py measures, training.people lists them)
   saved     bytes that autograd keeps, by type of module, before and after
   gradient  cosine of the gradient of all parameters with fp32's, every recipe
   loss      30 steps on one fixed batch: the loss before and after, plain and with HOT
   codes     compress_saved's kernels alone, beside a copy
-  variants  peak, time, gradient and the host's share of a step for several settings of
-            compress_saved; only where it is named
+  variants  peak, time, gradient and the host's share of an eager step for several settings of
+            compress_saved
   table     all models of the paper at full size and small batches: report, gradients, loss
-            (model_table.py); only where it is named
+            (model_table.py)
 
-On CUDA HOT runs under bf16 autocast, as its rival does (not in gradient and table). On the CPU
-everything is fp32. The report is written after each model; with --budget no model is begun that
-would not be done in time, going by the slowest so far.
+Transformers' blocks are compiled one by one (`block.compile()`), as torch recommends; --whole
+compiles models as wholes. A contender that fails is a row with its error, one whose package is
+missing a row that says so. The report is written after each model, or wave of contenders; with
+--budget nothing is begun that would not be done in time, going by the slowest so far.
 """
 
 from __future__ import annotations
 
 import copy
 import importlib
+import json
+import os
+import shutil
 import statistics
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import hotcore.torch as hot
 import model_table
+import steps
 import timing
 import torch
 from models import TASKS, Batch, Task
@@ -50,12 +56,17 @@ from training import (
     cleaned,
     contenders,
     cosine,
+    people,
     variants,
 )
 
-PARTS = ("peak", "time", "saved", "gradient", "loss", "codes")
-NAMED = ("variants", "table")
-"""Parts that run only where they are named."""
+PARTS = ("step", "saved", "gradient", "loss", "codes", "variants", "table")
+STEP_MODELS = (
+    *("vit_b", "llama_blocks_2k", "bert", "resnet50", "gpt2", "llama_lora", "llama_blocks"),
+)
+"""Those of the part "step", by importance."""
+JOBS = 8
+"""Contenders that start beside each other on a GPU, each with two of its host's 16 cores."""
 GIB = 2**30
 
 
@@ -123,8 +134,10 @@ def saved(make: Make, device: str, task: Task, batch: Batch, quick: bool) -> dic
     trainer = make(plain)
     compress = hot.compress_saved(8, min_values=1024 if quick else 65536)
     with autocast(plain, trainer.device):
-        alone = hot.memory_report(trainer.model, batch, loss_fn=task.loss)
-        both = hot.memory_report(trainer.model, batch, loss_fn=task.loss, compress=compress)
+        alone = hot.memory_report(trainer.model, batch, loss_fn=task.loss, slower=True)
+        both = hot.memory_report(
+            trainer.model, batch, loss_fn=task.loss, compress=compress, slower=True
+        )
     rows: dict[str, list[int]] = {}
     for column, value in enumerate((alone.modules, both.modules)):
         for module in value:
@@ -275,17 +288,13 @@ def bench(name: str, args: Any) -> dict[str, Any]:
     report = hot.convert(copy.deepcopy(model), "default")
     out["converted"] = len(report.converted)
     out["plain"] = {layer.name: layer.reason for layer in report.skipped}
-    among = contenders(device)
     recipes = [Contender(recipe, recipe) for recipe in RECIPES]
     parts: dict[str, Callable[[], Any]] = {
-        "time": lambda: times(make, device, args.rounds, among),
         "saved": lambda: saved(make, device, task, batch, args.quick),
         "gradient": lambda: gradients(make, recipes),
         "loss": lambda: falling(make, device),
         "variants": lambda: varied(make, device, args.rounds),
     }
-    if device == "cuda":
-        parts = {"peak": lambda: peaks(make, device, among), **parts}
     for part, run in parts.items():
         if part in args.part:
             with cleaned(device):
@@ -293,31 +302,136 @@ def bench(name: str, args: Any) -> dict[str, Any]:
     return out
 
 
+def in_steps(args: Any, content: dict[str, Any], left_s: Callable[[], float]) -> None:
+    """The part "step", all models: fills ``content["steps"]``, and writes after each wave.
+
+    Args:
+        args: of the command line.
+        content: of the report.
+        left_s: seconds that --budget leaves.
+    """
+    setting = steps.Setting(
+        args.device,
+        quick=args.quick,
+        seed=args.seed,
+        threads=args.threads,
+        backend=args.backend,
+        whole=args.whole,
+    )
+    if args.jobs:  # the contenders' processes inherit it; each would take all cores
+        cores = max(1, (os.cpu_count() or 1) // args.jobs)
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(cores))
+    jobs = {model: steps.jobs_for(model, args.jobs, args.device) for model in args.models}
+    content["steps"] = found = earlier(args)
+    done = {
+        model: [name for name, row in entry["rows"].items() if "step" in row]
+        for model, entry in found.items()
+    }
+    content |= {"backend": args.backend, "compiled": "whole" if args.whole else "blocks"}
+    slowest = 0.0
+    for model, among in steps.waves_of(args.models, args.contenders, jobs, done):
+        task = TASKS[model]
+        start = time.perf_counter()
+        print(f"\n{task.title}: {' | '.join(c.name for c in among)}", flush=True)
+        if left_s() < slowest:
+            rows = {c.name: {"left_out": "no time left"} for c in among}
+        else:
+            patience = min(steps.START_TIMEOUT_S, left_s())
+            rows = steps.measure(model, among, setting, args.rounds, jobs[model], patience)
+        print("\n".join(steps.lines(rows)))
+        entry = found.setdefault(model, {"title": task.title, "rows": {}})
+        measured = {name: row for name, row in entry["rows"].items() if "step" in row}
+        known = entry["rows"] | rows | measured  # the reference's row is that of the first wave
+        entry["rows"] = {c.name: known[c.name] for c in people(task) if c.name in known}
+        slowest = max(slowest, time.perf_counter() - start)
+        print(f"  {time.perf_counter() - start:.0f} s", flush=True)
+        timing.write(args, args.report, content)
+    for model, entry in found.items():
+        for name, row in entry["rows"].items():
+            if "error" in row:
+                content["failed"][f"{model}, {name}"] = row["error"]
+
+
+def earlier(args: Any) -> dict[str, Any]:
+    """The models of the report that --resume names; ValueError where it is of another machine."""
+    if args.resume is None:
+        return {}
+    report = json.loads(args.resume.read_text())
+    facts = timing.machine(args)
+    here = (facts["device"], facts["torch"], args.quick)
+    there = (report["device"], report["versions"]["torch"], report["quick"])
+    if here != there:
+        raise ValueError(f"--resume: {args.resume} is of {there}, this is {here}")
+    found: dict[str, Any] = report["steps"]
+    return found
+
+
 def arguments(argv: Sequence[str] | None) -> Any:
     parser = timing.arguments(__doc__, "models")
     parser.set_defaults(rounds=None)
     parser.add_argument("--models", nargs="+", choices=tuple(TASKS), metavar="MODEL")
-    parser.add_argument("--part", nargs="+", choices=(*PARTS, *NAMED), default=PARTS)
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=("step",))
     parser.add_argument("--quick", action="store_true", help="small versions, few rounds")
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds in all")
+    step = parser.add_argument_group("part step")
+    step.add_argument("--contenders", nargs="+", metavar="PATTERN", help="names; default all")
+    step.add_argument("--list", action="store_true", help="print the contenders, and end")
+    step.add_argument(
+        "--jobs", type=int, help=f"processes that start together ({JOBS}); 0: all in this one"
+    )
+    step.add_argument(
+        "--resume", type=Path, metavar="REPORT", help="go on: keep its rows, run what it lacks"
+    )
+    step.add_argument("--whole", action="store_true", help="compile models as wholes")
+    step.add_argument("--backend", help="of torch.compile; default inductor, where it can compile")
     known, _ = parser.parse_known_args(argv)
-    table = "table" in known.part
-    if table and len(known.part) > 1:
-        parser.error("--part table: its models have sizes of their own; name no other part")
+    alone = [part for part in ("table", "step") if part in known.part and len(known.part) > 1]
+    if alone:
+        parser.error(f"--part {alone[0]}: has sizes and a report of its own; name no other part")
     if known.rounds is None:
-        parser.set_defaults(rounds=2 if known.quick else 15)
+        rounds = 6 if "step" in known.part else 15
+        parser.set_defaults(rounds=2 if known.quick else rounds)
     if known.models is None:
-        sized = {name: task.table if table else task.full for name, task in TASKS.items()}
-        parser.set_defaults(models=[name for name, size in sized.items() if size is not None])
-    return timing.begin(parser, argv)
+        sized = {name: task.table if "table" in known.part else task.full
+                 for name, task in TASKS.items() if not task.frozen}  # fmt: skip
+        models = [name for name, size in sized.items() if size is not None]
+        parser.set_defaults(models=list(STEP_MODELS) if "step" in known.part else models)
+    elif "step" not in known.part and any(TASKS[name].frozen for name in known.models):
+        parser.error("--models: LoRA's blocks have part step alone: they do not train in fp32")
+    if known.jobs is None:
+        parser.set_defaults(jobs=JOBS if known.device == "cuda" else 0)
+    if known.backend is None:
+        compiles = known.device == "cuda" or shutil.which("g++") is not None
+        parser.set_defaults(backend="inductor" if compiles else "aot_eager")
+    if known.list:
+        for name in known.models or STEP_MODELS:
+            print(f"{name}: {' | '.join(c.name for c in people(TASKS[name]))}")
+        parser.exit()
+    args = timing.begin(parser, argv)
+    reports = {("table",): "models-table", ("variants",): "models-variants", ("step",): "steps"}
+    args.report = reports.get(tuple(args.part), "models")
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     begun = time.perf_counter()
     args = arguments(argv)
-    name_of = {("table",): "models-table", ("variants",): "models-variants"}
-    report = name_of.get(tuple(args.part), "models")
     content: dict[str, Any] = {"quick": args.quick, "models": {}, "skipped": {}, "failed": {}}
+    if "step" in args.part:
+        try:
+            in_steps(args, content, lambda: args.budget - (time.perf_counter() - begun))
+        except ValueError as error:
+            sys.exit(f"bench_models.py: {error}")
+    else:
+        one_by_one(args, content, begun)
+    print(f"\n{time.perf_counter() - begun:.0f} s")
+    timing.write(args, args.report, content)
+    if content["failed"]:
+        sys.exit(f"failed: {content['failed']}")
+
+
+def one_by_one(args: Any, content: dict[str, Any], begun: float) -> None:
+    """All other parts: model after model, in this process."""
     if "codes" in args.part:
         content["codes"] = codes(args.device, args.rounds, args.quick)
     slowest = 0.0
@@ -337,11 +451,9 @@ def main(argv: Sequence[str] | None = None) -> None:
                 traceback.print_exc()
                 content["failed"][name] = f"{type(error).__name__}: {error}"
         slowest = max(slowest, time.perf_counter() - start)
-        path = timing.write(args, report, content)  # now, so that a run cut short leaves it
+        path = timing.write(args, args.report, content)  # now, so that a run cut short leaves it
         if "table" in args.part:
             model_table.write(content["models"], path)
-    if content["failed"]:
-        sys.exit(f"failed: {content['failed']}")
 
 
 if __name__ == "__main__":

@@ -115,8 +115,8 @@ def markdown(models: Mapping[str, Row]) -> str:
 
 
 def shape(row: Row) -> str:
-    """The first array of the batch, as in 32 x 3 x 224 x 224."""
-    return " x ".join(map(str, next(iter(row["batch"].values()))))
+    """The first array of the batch, as in 32 × 3 × 224 × 224."""
+    return " × ".join(map(str, next(iter(row["batch"].values()))))
 
 
 def write(models: Mapping[str, Row], path: Path) -> None:

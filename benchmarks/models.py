@@ -40,6 +40,13 @@ class Task:
     loss: Callable[[nn.Module, Batch], Tensor]
     full: Size | None = None
     table: Size | None = None
+    blocks: str = ""
+    """Where its blocks are, which are compiled and checkpointed one by one: the end of a fully
+    qualified name. Empty: the model is compiled as a whole, and is not checkpointed."""
+    peak_gib: float = 16.0
+    """About what a step of bf16 takes at full size: how many fit a device beside each other."""
+    frozen: bool = False
+    """Trains adapters beside frozen weights: FP8 and recipes that differ in g_w have no part."""
 
 
 def mend_torchvision() -> None:
@@ -100,6 +107,8 @@ def _vision(
     table_batch: int,
     full_batch: int | None = None,
     table_options: dict[str, Any] | None = None,
+    blocks: str = "",
+    peak_gib: float = 16.0,
 ) -> Task:
     images = 8 if pixels < 224 else 2
     small = Size(_timm(name, num_classes=10, **options), _images(images, pixels, 10))
@@ -107,7 +116,7 @@ def _vision(
     if full_batch is not None:
         full = Size(_timm(name), _images(full_batch, 224, 1000))
     table = Size(_timm(name, **(table_options or {})), _images(table_batch, 224, 1000))
-    return Task(title, small, _classification, full, table)
+    return Task(title, small, _classification, full, table, blocks, peak_gib)
 
 
 def _transformers(model: str, config: str, **options: Any) -> Callable[[], nn.Module]:
@@ -230,12 +239,30 @@ _LLAMA_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 _SMALL_LLAMA_BLOCKS = _transformers(
     "LlamaModel", "LlamaConfig", vocab_size=16, **_LLAMA, **_LLAMA_HEADS
 )
-_LLAMA_BLOCKS = _transformers(
-    "LlamaModel",
-    "LlamaConfig",
-    vocab_size=16, hidden_size=4096, intermediate_size=14336, num_hidden_layers=2,
-    num_attention_heads=32, num_key_value_heads=8,
-)  # fmt: skip
+
+
+def _llama_blocks(count: int) -> Callable[[], nn.Module]:
+    return _transformers(
+        "LlamaModel",
+        "LlamaConfig",
+        vocab_size=16, hidden_size=4096, intermediate_size=14336, num_hidden_layers=count,
+        num_attention_heads=32, num_key_value_heads=8,
+    )  # fmt: skip
+
+
+def _with_lora(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """Frozen bf16 weights with peft's adapters, rank 16, beside every linear layer."""
+
+    def wrapped() -> nn.Module:
+        mend_torchvision()
+        peft = importlib.import_module("peft")
+        config = peft.LoraConfig(r=16, target_modules="all-linear")
+        model: nn.Module = peft.get_peft_model(build().bfloat16(), config)
+        return model
+
+    return wrapped
+
+
 _EFFICIENTFORMER = {"depths": (1, 1, 1, 2), "embed_dims": (64, 64, 64, 128)}
 _UNDROPPED = {
     "drop_path_rate": 0.0, "hidden_dropout_prob": 0.0,
@@ -250,10 +277,12 @@ TASKS: dict[str, Task] = {
         {"img_size": 32, "patch_size": 4, "embed_dim": 128, "depth": 3, "num_heads": 4},
         table_batch=16,
         full_batch=128,
+        blocks="blocks",
+        peak_gib=9.5,
     ),
     "resnet50": _vision(
         "ResNet-50", "resnet50", 32, _RESNET,
-        table_batch=32, full_batch=128, table_options=_NO_ZEROS,
+        table_batch=32, full_batch=128, table_options=_NO_ZEROS, peak_gib=5.8,
     ),
     "efficientformer_l7": _vision(
         "EfficientFormer-L7",
@@ -276,6 +305,8 @@ TASKS: dict[str, Task] = {
         ),
         _language_model,
         Size(_transformers("GPT2LMHeadModel", "GPT2Config"), _tokens(8, 1024, 50257)),
+        blocks="transformer.h",
+        peak_gib=12.4,
     ),
     "bert": Task(
         "BERT-base",
@@ -302,19 +333,34 @@ TASKS: dict[str, Task] = {
             ),
             _labelled_tokens(8, 256, 30522),
         ),
+        blocks="encoder.layer",
+        peak_gib=7.7,
     ),
     "llama_blocks": Task(
-        "2 blocks of Llama-3-8B's shape",
+        "Llama-3-8B's blocks",
         Size(_SMALL_LLAMA_BLOCKS, _hidden(2, 64, 128)),
         _blocks,
-        Size(_LLAMA_BLOCKS, _hidden(1, 8192, 4096)),
-        Size(_LLAMA_BLOCKS, _hidden(1, 1024, 4096)),
+        Size(_llama_blocks(4), _hidden(1, 8192, 4096)),
+        Size(_llama_blocks(2), _hidden(1, 1024, 4096)),
+        blocks="layers",
+        peak_gib=20.0,
     ),
     "llama_blocks_2k": Task(
-        "2 blocks of Llama-3-8B's shape, 4 sequences",
+        "Llama-3-8B's blocks, 4 sequences",
         Size(_SMALL_LLAMA_BLOCKS, _hidden(4, 32, 128)),
         _blocks,
-        Size(_LLAMA_BLOCKS, _hidden(4, 2048, 4096)),
+        Size(_llama_blocks(4), _hidden(4, 2048, 4096)),
+        blocks="layers",
+        peak_gib=20.0,
+    ),
+    "llama_lora": Task(
+        "LoRA on Llama-3-8B's blocks",
+        Size(_with_lora(_SMALL_LLAMA_BLOCKS), _hidden(4, 32, 128)),
+        _blocks,
+        Size(_with_lora(_llama_blocks(4)), _hidden(4, 2048, 4096)),
+        blocks="layers",
+        peak_gib=14.0,
+        frozen=True,
     ),
     "resnet18": _vision(
         "ResNet-18", "resnet18", 32, _RESNET, table_batch=32, table_options=_NO_ZEROS

@@ -1,10 +1,10 @@
-"""Plots of the reports: speed-up by layer, and where the time goes.
+"""Plots of the reports: speed-up by layer, where the time goes, and steps against their memory.
 
     python benchmarks/plot.py [REPORT] [--out docs/img] [--format svg]
 
-REPORT is what bench_backward.py wrote, or gpu-check.json, which holds one; default
-benchmarks/results/cuda-backward.json. Makes speedup_by_layer and breakdown, each where the report
-has its part.
+REPORT is what bench_backward.py or bench_models.py (part step) wrote, or gpu-check.json, which
+holds both; default benchmarks/results/cuda-backward.json. Makes speedup_by_layer, breakdown and
+steps, each where the report has its part.
 """
 
 from __future__ import annotations
@@ -38,6 +38,11 @@ STAGES = {
     "between kernels": "#bbbbbb",
 }
 WIDTH = 0.8
+PLAIN, EXACT, FP8 = "#888888", "#aa55cc", "#ee8833"
+ON_ANY = "#7a7a7a"  # text and lines that are read on white and on GitHub's dark page alike
+PANEL = (3.4, 2.9)  # inches
+MOST_CONTENDERS = 24  # room for the legend
+SLOWEST = 2.5  # times the quickest step: what takes longer is named, not drawn
 
 
 def rival_of(rows: Mapping[str, Any]) -> str:
@@ -102,10 +107,107 @@ def plot_breakdown(report: Mapping[str, Any], path: Path) -> None:
     save(figure, path)
 
 
-def save(figure: Any, path: Path) -> None:
+def color_of(how: Mapping[str, Any]) -> str:
+    """Of a contender: by what computes its products."""
+    if "fp8" in how:
+        return FP8
+    if "recipe" in how:
+        return COLORS[how["recipe"]]
+    return PLAIN if how.get("autocast") else EXACT
+
+
+def marker_of(how: Mapping[str, Any]) -> str:
+    """Of a contender: by what is done to the model around the products."""
+    if "checkpointed" in how:
+        return "X" if "compiled" in how else "x"
+    if "kept" in how and how["compiled"] == "reduce-overhead":
+        return "p"
+    if "kept" in how:
+        return "D" if isinstance(how["kept"], int) else "d"
+    if "memory_budget" in how:
+        return "v" if how["memory_budget"] >= 0.5 else "<"
+    if "saved" in how:
+        return "P"
+    if how.get("fp8") == "rowwise":
+        return "*"
+    if "compiled" in how and "recipe" in how and how.get("slower", True):
+        return "h"
+    return {"default": "s", "reduce-overhead": "^"}.get(how.get("compiled", ""), "o")
+
+
+def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Those that no other beats in both figures, by the first."""
+    out: list[tuple[float, float]] = []
+    for point in sorted(points):
+        if not out or point[1] < out[-1][1]:
+            out.append(point)
+    return out
+
+
+def plot_steps(report: Mapping[str, Any], path: Path) -> None:
+    """A panel for each model: every contender's step against its peak memory.
+
+    The line joins the contenders that none beats in both. Those far slower than the others, and
+    those without figures, stand in the panel's title.
+    """
+    models = report["steps"]
+    columns = min(3, len(models))
+    lines = -(-len(models) // columns)
+    size = (PANEL[0] * columns, PANEL[1] * lines + 0.28 * MOST_CONTENDERS / (columns + 1))
+    figure, grid = plt.subplots(lines, columns, figsize=size, layout="constrained", squeeze=False)
+    handles: dict[str, Any] = {}
+    for axes, entry in zip(grid.flat, models.values(), strict=False):
+        handles |= plot_panel(axes, entry, known=handles)
+    for axes in grid.flat[len(models) :]:
+        axes.set_visible(False)
+    figure.legend(
+        handles.values(), handles, fontsize=8, frameon=False, labelcolor=ON_ANY,
+        ncols=columns + (columns > 1), loc="outside lower center",
+    )  # fmt: skip
+    save(figure, path, transparent=True)
+
+
+def plot_panel(axes: Any, entry: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    """One model; returns the handles of contenders that are not known yet."""
+    rows = entry["rows"]
+    points = {
+        name: (row["peak_gib"], row["step"]["median_ms"])
+        for name, row in rows.items()
+        if "peak_gib" in row and "step" in row
+    }
+    quickest = min(ms for _, ms in points.values())
+    notes = [
+        f"{name}: {ms:.0f} ms, {gib:.1f} GiB"
+        for name, (gib, ms) in points.items()
+        if ms > SLOWEST * quickest
+    ]
+    drawn = {name: point for name, point in points.items() if point[1] <= SLOWEST * quickest}
+    if len(points) < len(rows):
+        notes.append(f"{len(rows) - len(points)} without figures")
+    handles = {}
+    axes.plot(*zip(*frontier(list(drawn.values())), strict=True), color=ON_ANY, linewidth=0.7)
+    for name, point in drawn.items():
+        how = rows[name]["how"]
+        (handle,) = axes.plot(
+            *point, marker_of(how), color=color_of(how), label=name,
+            markersize=6.5, markeredgecolor=color_of(how), markeredgewidth=1.2,
+        )  # fmt: skip
+        if name not in known:
+            handles[name] = handle
+    axes.set_title("\n".join([entry["title"], "; ".join(notes)]), fontsize=8, color=ON_ANY)
+    axes.set_xlabel("peak, GiB", fontsize=8, color=ON_ANY)
+    axes.set_ylabel("step, ms", fontsize=8, color=ON_ANY)
+    axes.tick_params(colors=ON_ANY, labelsize=8)
+    axes.margins(0.12)
+    for spine in axes.spines.values():
+        spine.set_color(ON_ANY)
+    return handles
+
+
+def save(figure: Any, path: Path, transparent: bool = False) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     metadata = {"Date": None} if path.suffix == ".svg" else None
-    figure.savefig(path, dpi=150, metadata=metadata)
+    figure.savefig(path, dpi=150, metadata=metadata, transparent=transparent)
     plt.close(figure)
     print(f"written: {path}")
 
@@ -119,6 +221,15 @@ def has_stages(report: Mapping[str, Any]) -> bool:
     )
 
 
+def has_steps(report: Mapping[str, Any]) -> bool:
+    """Whether every model has a contender with a step and a peak (on the CPU there is none)."""
+    models = report.get("steps", {}).values()
+    return bool(models) and all(
+        any("step" in row and "peak_gib" in row for row in entry["rows"].values())
+        for entry in models
+    )
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     default = ROOT / "benchmarks/results/cuda-backward.json"
@@ -126,14 +237,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "docs/img")
     parser.add_argument("--format", choices=("svg", "png"), default="svg")
     args = parser.parse_args(argv)
-    report = json.loads(args.report.read_text())
-    report = report.get("bench_backward", report)
-    if "layers" not in report and not has_stages(report):
-        parser.error(f"{args.report}: has neither layers nor stages of CUDA kernels")
+    whole = json.loads(args.report.read_text())
+    report, steps = whole.get("bench_backward", whole), whole.get("bench_models", whole)
+    with_steps = has_steps(steps)
+    if "layers" not in report and not has_stages(report) and not with_steps:
+        parser.error(f"{args.report}: has neither layers nor stages of CUDA kernels nor steps")
     if "layers" in report:
         plot_speedups(report, args.out / f"speedup_by_layer.{args.format}")
     if has_stages(report):
         plot_breakdown(report, args.out / f"breakdown.{args.format}")
+    if with_steps:
+        plot_steps(steps, args.out / f"steps.{args.format}")
 
 
 if __name__ == "__main__":

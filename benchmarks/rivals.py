@@ -6,10 +6,11 @@ python benchmarks/rivals.py    # compiles torchao's layers into inductor's cache
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import importlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,52 @@ class TorchaoMissing(Exception):
     """Why torchao's FP8 layer cannot be timed here."""
 
 
+def _float8() -> Any:
+    """torchao.float8 of third_party/torchao, or of what is installed. Raises TorchaoMissing."""
+    # Its own C++ kernels have no part in FP8 training; loading them is a matter of luck.
+    os.environ.setdefault("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1")
+    if TORCHAO.is_dir() and str(TORCHAO) not in sys.path:
+        sys.path.insert(0, str(TORCHAO))
+    try:
+        importlib.import_module("torchao.float8.float8_linear")
+        return importlib.import_module("torchao.float8")
+    except Exception as error:  # whatever a package of another version may raise
+        raise TorchaoMissing(f"torchao does not import: {error}") from error
+
+
+def torchao_convert(
+    model: torch.nn.Module, recipe: str, names: Collection[str], emulate: bool
+) -> int:
+    """Convert linear layers to torchao's FP8 training, in place; how many.
+
+    Args:
+        model: to be compiled afterwards: torchao leaves the casts to ``torch.compile``.
+        recipe: "tensorwise" or "rowwise".
+        names: the layers; those of them that are no ``nn.Linear``, or have a number of features
+            that FP8's products do not take (no multiple of 16), stay as they are.
+        emulate: compute without FP8 hardware, which tests the way here, not the time.
+
+    Raises TorchaoMissing; also where no layer is left.
+    """
+    float8 = _float8()
+    taken = []
+
+    def chosen(module: torch.nn.Module, name: str) -> bool:
+        assert isinstance(module, torch.nn.Linear)  # torchao asks for no other
+        fits = module.in_features % 16 == 0 and module.out_features % 16 == 0
+        if name in names and fits:
+            taken.append(name)
+        return name in names and fits
+
+    config = float8.Float8LinearConfig.from_recipe_name(recipe)
+    if emulate:
+        config = dataclasses.replace(config, emulate=True)
+    float8.convert_to_float8_training(model, module_filter_fn=chosen, config=config)
+    if not taken:
+        raise TorchaoMissing("torchao takes nn.Linear alone; no layer is one that FP8 fits")
+    return len(taken)
+
+
 def torchao_layer(w: torch.Tensor, emulate: bool = False) -> tuple[Any, str]:
     """A compiled FP8 layer, tensorwise (torchao's default), that holds ``w``; and the version.
 
@@ -147,15 +194,8 @@ def torchao_layer(w: torch.Tensor, emulate: bool = False) -> tuple[Any, str]:
 
     Raises TorchaoMissing.
     """
-    # Its own C++ kernels have no part in FP8 training; loading them is a matter of luck.
-    os.environ.setdefault("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1")
-    if TORCHAO.is_dir() and str(TORCHAO) not in sys.path:
-        sys.path.insert(0, str(TORCHAO))
-    try:
-        float8 = importlib.import_module("torchao.float8")
-        layer_type = importlib.import_module("torchao.float8.float8_linear").Float8Linear
-    except Exception as error:  # whatever a package of another version may raise
-        raise TorchaoMissing(f"torchao does not import: {error}") from error
+    float8 = _float8()
+    layer_type = importlib.import_module("torchao.float8.float8_linear").Float8Linear
     linear = torch.nn.Linear(w.shape[1], w.shape[0], bias=False, device="meta", dtype=w.dtype)
     linear.weight = torch.nn.Parameter(w)
     config = float8.Float8LinearConfig(emulate=emulate)

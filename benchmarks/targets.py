@@ -73,6 +73,8 @@ def of_backward(report: Report) -> Iterator[Target]:
     for name, row in report.get("host", {}).get("rows", {}).items():
         if "adapter backward" in name:  # the whole call, and the adapter's own part
             yield Target(f"host, {name}, us", row["median_ms"] * 1e3, 60, 60, False)
+        if "of nn.Linear" in row:
+            yield Target(f"host, {name}, of nn.Linear", row["of nn.Linear"], 1.2, 1.2, False)
 
 
 def of_fwht(report: Report) -> Iterator[Target]:
@@ -94,9 +96,52 @@ def of_gemm(report: Report) -> Iterator[Target]:
                 yield Target(work, mine["of the best stock tile"], 1.0, aim)
 
 
-def rows(backward: Report, fwht: Report, gemm: Report) -> list[dict[str, Any]]:
+def of_models(report: Report) -> Iterator[Target]:
+    """A ViT-B step as people run it (bench_models.py's part step), beside compiled bf16."""
+    found = report.get("steps", {}).get("vit_b", {}).get("rows", {})
+    measured = {name: row for name, row in found.items() if "step" in row}
+    graphs = measured.get("bf16 reduce-overhead")
+    for recipe in ("default", "fast"):
+        mine = measured.get(f"{recipe} reduce-overhead")
+        if mine and graphs:
+            of = mine["host"]["median_ms"] / graphs["host"]["median_ms"]
+            yield Target(
+                f"ViT-B step, {recipe}, reduce-overhead: host, of bf16's", of, 1.1, 1, False
+            )
+        mine = measured.get(f"{recipe} compiled", {}).get("of reference")
+        if mine:
+            work = f"ViT-B step, {recipe} compiled: host, of bf16's"
+            yield Target(work, mine["host"], 1.25, 1.1, False)
+    plain = measured.get("bf16 compiled", {})
+    if "peak_gib" in plain:
+        quick = [
+            row["peak_gib"]
+            for row in measured.values()
+            if "recipe" in row["how"]
+            and "compiled" in row["how"]
+            and row.get("of reference", {}).get("step", 9) <= 1.1
+        ]
+        least = min([plain["peak_gib"], *quick]) / plain["peak_gib"]
+        work = "ViT-B, compiled: least peak at 1.1 of compiled bf16's time, of its peak"
+        yield Target(work, least, 0.45, 0.33, False)
+    eager, exact = measured.get("bf16 eager", {}), measured.get("fp32 eager", {})
+    if "peak_gib" in eager and "peak_gib" in exact:
+        most_ms = eager["step"]["median_ms"]
+        quick = [
+            row["peak_gib"]
+            for row in measured.values()
+            if "recipe" in row["how"] and row["step"]["median_ms"] <= most_ms
+        ]
+        least = min([eager["peak_gib"], *quick]) / exact["peak_gib"]
+        work = "ViT-B: least peak in eager bf16's time, of fp32's peak"
+        yield Target(work, least, 0.25, 0.20, False)
+
+
+def rows(
+    backward: Report, fwht: Report, gemm: Report, models: Report | None = None
+) -> list[dict[str, Any]]:
     """Every target that the reports have a figure for."""
-    found = [*of_backward(backward), *of_fwht(fwht), *of_gemm(gemm)]
+    found = [*of_backward(backward), *of_fwht(fwht), *of_gemm(gemm), *of_models(models or {})]
     return [
         {
             "work": target.work,

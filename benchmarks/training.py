@@ -5,17 +5,26 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import hotcore.torch as hot
+import rivals
 import torch
 from models import Batch, Task
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 RECIPES = ("default", "fast", "int4", "paper", "accurate")
 LEARNING_RATE = 1e-4
+
+
+COMPRESSED: dict[str, Any] = {"bits": 8, "activation": 4, "attention": None}
+"""compress_saved's best step for its peak (docs/torch.md)."""
+KEPT: dict[str, Any] = {"attention": 4}
+"""convert's best choice for a compiled model's peak: 8 bits else, from which x of the linear layers
+is made, too."""
 
 
 @dataclass(frozen=True)
@@ -24,10 +33,80 @@ class Contender:
 
     name: str
     recipe: str | None = None
+    """Of HOT; None: a plain model."""
     saved: Mapping[str, int | None] = field(default_factory=dict)
     """Arguments of compress_saved; empty: without it."""
     autocast: bool = False
     tf32: bool = False
+    compiled: str | None = None
+    """torch.compile's mode, "default" or "reduce-overhead"; None: eager."""
+    memory_budget: float = 1.0
+    """torch.compile's activation_memory_budget: what its partitioner may keep for backward, of
+    what it would keep by itself."""
+    checkpointed: bool = False
+    """Every block recomputed in backward (torch.utils.checkpoint)."""
+    fp8: str | None = None
+    """torchao's recipe: "tensorwise" or "rowwise"."""
+    kept: int | Mapping[str, int | None] | None = None
+    """convert's ``saved``: bits of what else is kept for backward."""
+    slower: bool = True
+    """convert's ``slower``: HOT also where its default filter expects it to lose on CUDA."""
+
+
+class Left(Exception):
+    """Why a contender is left out: something it needs is not there."""
+
+
+REFERENCE = "bf16 compiled"
+"""What the contenders of a step are timed beside."""
+
+
+def people(task: Task) -> list[Contender]:
+    """Contenders as a person would train, by importance: a run without time leaves out the last.
+
+    Everything but "fp32 eager" runs under bf16 autocast, with fp32 weights.
+    """
+
+    def one(name: str, recipe: str | None = None, **options: Any) -> Contender:
+        return Contender(name, recipe, autocast=True, **({"slower": False} | options))
+
+    compiled: dict[str, Any] = {"compiled": "default"}
+    graphs: dict[str, Any] = {"compiled": "reduce-overhead"}
+    found = [
+        one(REFERENCE, **compiled),
+        one("default compiled", "default", **compiled),
+        one("fast compiled", "fast", **compiled),
+        one("bf16 reduce-overhead", **graphs),
+        one("default reduce-overhead", "default", **graphs),
+        one("bf16 eager"),
+        one("default eager", "default"),
+        one("FP8 tensorwise compiled", fp8="tensorwise", **compiled),
+        one("bf16 compiled, budget 0.5", memory_budget=0.5, **compiled),
+        one("default compiled, budget 0.5", "default", memory_budget=0.5, **compiled),
+        one("default compiled, saved 8", "default", kept=8, **compiled),
+        one("default compiled, saved 8/4", "default", kept=KEPT, **compiled),
+        one("fast reduce-overhead", "fast", **graphs),
+        one("default reduce-overhead, saved 8/4", "default", kept=KEPT, **graphs),
+        one("FP8 rowwise compiled", fp8="rowwise", **compiled),
+        one("fast eager", "fast"),
+        one("bf16 compiled, budget 0.3", memory_budget=0.3, **compiled),
+        one("fast compiled, budget 0.5", "fast", memory_budget=0.5, **compiled),
+        one("fast compiled, saved 8/4", "fast", kept=KEPT, **compiled),
+        one("bf16 checkpointed", checkpointed=True),
+        one("bf16 checkpointed, compiled", checkpointed=True, **compiled),
+        one("default eager, compress_saved", "default", saved=COMPRESSED),
+        one("fast eager, compress_saved", "fast", saved=COMPRESSED),
+        Contender("fp32 eager"),
+    ]
+    if not task.blocks:  # convolutions, which the default filter leaves plain on CUDA
+        found = [contender for contender in found if not contender.checkpointed]
+        found.append(one("default compiled, all layers", "default", slower=True, **compiled))
+    if task.peak_gib >= 16:  # seconds a step, and nobody trains a model of that size so
+        found = [contender for contender in found if contender.autocast]
+    if task.frozen:  # no g_w, and nothing that HOT keeps or FP8's layers would train
+        found = [c for c in found if c.recipe in (None, "default") and c.fp8 is None]
+        found = [c for c in found if c.autocast]  # bf16 weights and fp32 inputs
+    return found
 
 
 def contenders(device: str) -> list[Contender]:
@@ -74,20 +153,90 @@ def variants(device: str) -> list[Contender]:
     return found
 
 
+def convert(model: nn.Module, contender: Contender) -> hot.ConversionReport:
+    """HOT's layers, and its other modules if the contender asks for them."""
+    assert contender.recipe is not None
+    return hot.convert(model, contender.recipe, slower=contender.slower, saved=contender.kept)
+
+
+def fp8_converted(model: nn.Module, recipe: str, emulate: bool) -> None:
+    """The layers that HOT would convert, expected gain or not, by torchao. Raises Left."""
+    names = {layer.name for layer in hot.convert(model, "default", slower=True).converted}
+    hot.revert(model)
+    try:
+        rivals.torchao_convert(model, recipe, names, emulate)
+    except rivals.TorchaoMissing as missing:
+        raise Left(str(missing)) from missing
+
+
+def blocks_of(model: nn.Module, path: str) -> dict[str, nn.Module]:
+    """Fully qualified name -> block. Raises ValueError where there is no such list."""
+    for name, module in model.named_modules():
+        if name == path or name.endswith(f".{path}"):
+            return {f"{name}.{index}": block for index, block in module.named_children()}
+    raise ValueError(f"model: has no blocks at {path!r}")
+
+
+def checkpoint_blocks(model: nn.Module, path: str) -> None:
+    """Every block's activations are recomputed in backward, by the wrapper that FSDP's users take.
+
+    It is torch.utils.checkpoint (not reentrant) as a module, which can be compiled.
+    """
+    for name, block in blocks_of(model, path).items():
+        above, _, last = name.rpartition(".")
+        setattr(model.get_submodule(above), last, checkpoint_wrapper(block))
+
+
+def compile_all(modules: Iterable[nn.Module], mode: str, backend: str) -> None:
+    """``torch.compile`` in place; other backends than inductor have no modes."""
+    options = {"mode": mode} if mode != "default" and backend == "inductor" else {}
+    for module in modules:
+        module.compile(backend=backend, **options)
+
+
 class Trainer:
     """A model of its own, its optimizer, and the step."""
 
     def __init__(
-        self, contender: Contender, model: nn.Module, batch: Batch, task: Task, quick: bool
+        self,
+        contender: Contender,
+        model: nn.Module,
+        batch: Batch,
+        task: Task,
+        quick: bool,
+        *,
+        own: bool = False,
+        backend: str = "inductor",
+        whole: bool = False,
     ) -> None:
-        """Copy ``model`` to the device of ``batch`` and convert the copy."""
+        """Copy ``model`` to the device of ``batch``; convert, checkpoint and compile the copy.
+
+        Args:
+            contender: what is done to it.
+            model: a plain one.
+            batch: of every step.
+            task: says the loss and where the blocks are.
+            quick: a small version: small tensors are compressed as well.
+            own: take ``model`` itself instead of a copy.
+            backend: of torch.compile.
+            whole: compile the model as a whole, not block by block.
+
+        Raises Left where something that the contender needs is missing.
+        """
         self.contender, self._batch, self._task = contender, batch, task
         self.device = next(iter(batch.values())).device
-        model = copy.deepcopy(model).to(self.device).train()
+        model = (model if own else copy.deepcopy(model)).to(self.device).train()
         self.report: hot.ConversionReport | None = None
         if contender.recipe is not None:
-            self.report = hot.convert(model, contender.recipe)
+            self.report = convert(model, contender)
             model = self.report.model
+        if contender.fp8 is not None:
+            fp8_converted(model, contender.fp8, emulate=self.device.type == "cpu")
+        if contender.checkpointed:
+            checkpoint_blocks(model, task.blocks)
+        if contender.compiled is not None:
+            parts = blocks_of(model, task.blocks) if task.blocks and not whole else {"": model}
+            compile_all(parts.values(), contender.compiled, backend)
         self.wrap(model)
         self._compress: Any = contextlib.nullcontext()
         if contender.saved:

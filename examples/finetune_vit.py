@@ -119,15 +119,16 @@ def run(options: argparse.Namespace) -> list[compare.Outcome]:
 
     def prepare(changed: nn.Module, recipe: str) -> Callable[[], None]:
         overrides = None
+        toy = options.model is None  # too small to gain time on a GPU; converted all the same
         if options.calibrate:
             order = Generator().manual_seed(options.seed + 1)
             batches = [data.batch(options.batch, order) for _ in range(options.calibrate)]
             changed.to(options.device).train()
             batches = [(x.to(options.device), y.to(options.device)) for x, y in batches]
-            plan = hot.calibrate(changed, batches, loss_of, recipe)
+            plan = hot.calibrate(changed, batches, loss_of, recipe, slower=toy)
             print(plan)
             overrides = plan.overrides(recipe)
-        print(hot.convert(changed, recipe, overrides=overrides))
+        print(hot.convert(changed, recipe, overrides=overrides, slower=toy))
         return lambda: None
 
     return compare.compare(model, data, options, prepare)

@@ -3,7 +3,8 @@
 #   hot_env_python                finds a Python >= 3.10                          -> $HOT_PYTHON
 #   hot_env_venv                  makes the environment, or takes it as it is     -> $HOT_VENV_PYTHON
 #   hot_env_install NAME ARG...   pip install ARG..., unless the last call with this NAME had the same
-#   hot_env_project [EXTRA]       builds and installs this repository, unless its sources are the same
+#   hot_env_project [EXTRA]       builds and installs this repository, unless its sources are the same; an
+#                                 environment with the same Python installs what another one has built
 #
 # HOT_PYTHON=/path/to/python and HOT_VENV=/path/to/environment override the choice (default: .venv in the
 # repository's root). pip's own settings (PIP_INDEX_URL, PIP_FIND_LINKS, ...) are respected.
@@ -109,10 +110,11 @@ hot_env_install() {
   hot_env_once "install-$name" "$*" "$HOT_VENV_PYTHON" -m pip install "$@"
 }
 
-# What the installed package is made of, in one hash; build options that change it count too.
+# What the package is made of, in one hash; the Python and build options that change it count too.
 hot_env_sources() {
   {
-    printf '%s\n' "$@" "${CMAKE_ARGS:-}" "${SKBUILD_CMAKE_ARGS:-}" "${HOT_CUDA:-}" "${CXX:-}"
+    printf '%s\n' "${CMAKE_ARGS:-}" "${SKBUILD_CMAKE_ARGS:-}" "${HOT_CUDA:-}" "${CXX:-}"
+    "$HOT_VENV_PYTHON" -c 'import sysconfig; print(sysconfig.get_config_var("SOABI"))'
     cd "$HOT_ROOT"
     find CMakeLists.txt pyproject.toml README.md LICENSE cmake cpp cuda python third_party \
       \( -path third_party/cutlass -o -name __pycache__ \) -prune -o -type f -print0 2>/dev/null |
@@ -123,15 +125,25 @@ hot_env_sources() {
 # The kernels take minutes to compile: without a GPU to run them they are left out, unless HOT_CUDA says otherwise.
 hot_env_project() {
   if [[ -z "${HOT_CUDA:-}" && ! -e /dev/nvidiactl ]]; then local -x HOT_CUDA=OFF; fi
-  local extra="${1:+[$1]}"
-  hot_env_once project "$(hot_env_sources "$extra")" hot_env_build "$extra"
+  local extra="${1:+[$1]}" sources
+  sources="$(hot_env_sources)"
+  hot_env_once project "$extra $sources" hot_env_build "$extra" "$HOT_ROOT/build/wheels/$sources"
 }
 
+# hot_env_build EXTRA FOLDER: installs the wheel in the folder; makes it where there is none yet.
 hot_env_build() {
-  local lacking
-  lacking="$(hot_env_lacking "$HOT_VENV_PYTHON")"
-  # shellcheck disable=SC2086  # a list of words
-  [[ -z "$lacking" ]] || hot_env_need $lacking
-  hot_env_say "building hotcore"
-  "$HOT_VENV_PYTHON" -m pip install "$HOT_ROOT$1"
+  local extra="$1" folder="$2" lacking wheel
+  if ! compgen -G "$folder/*.whl" >/dev/null; then
+    lacking="$(hot_env_lacking "$HOT_VENV_PYTHON")"
+    # shellcheck disable=SC2086  # a list of words
+    [[ -z "$lacking" ]] || hot_env_need $lacking
+    hot_env_say "building hotcore"
+    rm -rf "$HOT_ROOT/build/wheels" # those of older sources
+    "$HOT_VENV_PYTHON" -m pip wheel --no-deps --wheel-dir "$folder.part" "$HOT_ROOT" || return
+    mv "$folder.part" "$folder"
+  fi
+  wheel="$(compgen -G "$folder/*.whl")"
+  # What it depends on, then itself: pip takes one of the same version for the same.
+  "$HOT_VENV_PYTHON" -m pip install "$wheel$extra" &&
+    "$HOT_VENV_PYTHON" -m pip install --force-reinstall --no-deps "$wheel"
 }

@@ -3,6 +3,12 @@
 # >= 3.10 and a C++ compiler; the first call makes an environment (.venv). Ends non-zero if anything failed.
 #
 #   bash scripts/test.sh [--slow] [cpp] [python] [style]    --slow: the long training tests too; parts: default all
+#   bash scripts/test.sh [--slow] --torch VERSION           tests/torch alone, with another torch: a version, "oldest"
+#                                                           (pyproject.toml's) or "newest" (torch-newest.txt's)
+#
+# --torch makes an environment of its own, build/venv-torch-VERSION, with that torch, NumPy, pytest, hypothesis and the
+# package, as another environment has built it from the same sources. It has no timm, transformers, peft, scikit-learn
+# and matplotlib: the tests that need them are skipped, and say so. A torch with CUDA is a download of 3 GB.
 #
 # The CUDA kernels are compiled (for sm_90a) where nvcc is found; into the Python package, too, where there is a GPU to
 # run them. HOT_CUDA=OFF leaves them out, HOT_CUDA=ON wants them.
@@ -11,20 +17,39 @@ source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
 marks="not slow"
 parts=()
-for option in "$@"; do
-  case "$option" in
+version=""
+while [[ $# -gt 0 ]]; do
+  case "$1" in
     --slow) marks="" ;;
-    cpp | python | style) parts+=("$option") ;;
+    --torch)
+      [[ -n "${2:-}" ]] || hot_env_fail "--torch: a version is missing, for example 2.9.1, oldest or newest"
+      version="$2"
+      shift
+      ;;
+    cpp | python | style) parts+=("$1") ;;
     -h | --help) sed -n '2,/^set /s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" | sed '/^set /d'; exit 0 ;;
-    *) hot_env_fail "unknown option: $option (see --help)" ;;
+    *) hot_env_fail "unknown option: $1 (see --help)" ;;
   esac
+  shift
 done
+if [[ -n "$version" ]]; then
+  [[ ${#parts[@]} -eq 0 ]] || hot_env_fail "--torch runs tests/torch alone; without: ${parts[*]}"
+  parts=(torch)
+  case "$version" in
+    oldest) version="$(sed -n 's/^torch = \["torch>=\([0-9.]*\)"\]$/\1/p' "$HOT_ROOT/pyproject.toml")" ;;
+    newest) version="$(sed -n 's/^torch==//p' "$HOT_ROOT/scripts/torch-newest.txt")" ;;
+  esac
+  [[ "$version" =~ ^[0-9]+\.[0-9]+(\.[0-9]+)?$ ]] ||
+    hot_env_fail "--torch: '$version' is no version; expected for example 2.9.1, oldest or newest"
+  HOT_VENV="$HOT_ROOT/build/venv-torch-$version"
+  HOT_VENV_PYTHON="$HOT_VENV/bin/python"
+fi
 [[ ${#parts[@]} -gt 0 ]] || parts=(cpp python style)
 wanted() { [[ " ${parts[*]} " == *" $1 "* ]]; }
 
 jobs="$(nproc)"
 build="$HOT_ROOT/build/test"
-results="$build/results"
+results="$build/results${version:+-torch-$version}"
 mkdir -p "$build"
 rm -rf "$results"
 mkdir -p "$results"
@@ -42,11 +67,17 @@ if wanted cpp && ! has_gtest; then lacking+=" libgtest-dev"; fi
 [[ -z "$lacking" ]] || hot_env_need $lacking
 
 export PATH="$HOT_VENV/bin:$PATH"
-hot_env_install test 'cmake>=3.24' ninja hypothesis 'pytest>=8' -r "$HOT_ROOT/scripts/style-requirements.txt"
-hot_env_install train torch==2.13.0 numpy scikit-learn matplotlib tqdm # as in train.sh
-# Models of others, built without downloads. torch is named again, so that pip keeps it.
-(hot_env_install models torch==2.13.0 timm==1.0.31 transformers==5.23.0 peft==0.21.2) ||
-  hot_env_say "no timm, transformers, peft: the tests that need them are skipped"
+if [[ -n "$version" ]]; then
+  (hot_env_install torch "torch==$version" numpy hypothesis 'pytest>=8') ||
+    hot_env_fail "torch==$version: pip has none for $("$HOT_VENV_PYTHON" --version) on this machine, or could not" \
+      "fetch it (its message is above). hotcore takes torch >= 2.6; HOT_PYTHON=/path/to/python chooses another Python"
+else
+  hot_env_install test 'cmake>=3.24' ninja hypothesis 'pytest>=8' -r "$HOT_ROOT/scripts/style-requirements.txt"
+  hot_env_install train torch==2.13.0 numpy scikit-learn matplotlib tqdm # as in train.sh
+  # Models of others, built without downloads. torch is named again, so that pip keeps it.
+  (hot_env_install models torch==2.13.0 timm==1.0.31 transformers==5.23.0 peft==0.21.2) ||
+    hot_env_say "no timm, transformers, peft: the tests that need them are skipped"
+fi
 
 # ---- the parts; each goes on to the end, whatever the others did ----
 
@@ -70,9 +101,12 @@ test_cpp() {
 test_python() {
   hot_env_say "installing the package"
   (hot_env_project torch) || { broken "pip install"; return; }
-  (cd "$HOT_ROOT" && "$HOT_VENV_PYTHON" -m pytest -m "$marks" --durations=5 --junit-xml "$results/pytest.xml") ||
+  (cd "$HOT_ROOT" &&
+    "$HOT_VENV_PYTHON" -m pytest "$@" -m "$marks" --durations=5 --junit-xml "$results/pytest.xml") ||
     [[ -f "$results/pytest.xml" ]] || broken "pytest"
 }
+
+test_torch() { test_python tests/torch; }
 
 test_style() {
   local check
@@ -85,13 +119,13 @@ test_style() {
   done
 }
 
-for part in cpp python style; do
-  if wanted "$part"; then "test_$part"; fi
+for part in "${parts[@]}"; do
+  "test_$part"
 done
 
 # ---- the sum ----
 
-"$HOT_VENV_PYTHON" - "$results" <<'PYTHON'
+"$HOT_VENV_PYTHON" - "$results" "${version:+torch $version: }" <<'PYTHON'
 import sys
 import xml.etree.ElementTree as tree
 from pathlib import Path
@@ -120,6 +154,6 @@ passed += len(lines("style-passed"))
 failed += len(lines("broken"))
 for name in names + lines("broken"):
     print("FAILED", name)
-print(f"{passed} passed, {failed} failed, {skipped} skipped")
+print(f"{sys.argv[2]}{passed} passed, {failed} failed, {skipped} skipped")
 sys.exit(failed > 0 or passed == 0)
 PYTHON

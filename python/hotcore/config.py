@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json as _json
 import operator
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import _core
 
@@ -121,6 +122,10 @@ class HotConfig:
     x_scale: str = "channel"
     x_rounding: str = "stochastic"
 
+    if TYPE_CHECKING:
+        json: str = dataclasses.field(init=False)
+        """:meth:`to_json`, made once."""
+
     def __post_init__(self) -> None:
         """Check every field."""
         for name in ("hadamard_block", "gx_bits", "rank", "block", "prefix_tokens"):
@@ -156,6 +161,9 @@ class HotConfig:
                 raise ValueError(
                     "x_scale: 'tensor' needs storage='int8'; INT4 has groups of tokens"
                 )
+
+        # No property: torch.compile reads an attribute, and cannot follow what makes it.
+        object.__setattr__(self, "json", self.to_json())
 
     def _choice(self, name: str, values: tuple[str, ...]) -> None:
         value = getattr(self, name)
@@ -202,10 +210,21 @@ class HotConfig:
             raise ValueError("prefix_tokens: needs token_grid, which says how long a sample is")
 
     @classmethod
-    def recipe(cls, name: str, **overrides: Any) -> HotConfig:
-        """Return the named recipe, with some fields replaced; ValueError for an unknown name."""
+    def recipe(cls, name: str | None = None, **overrides: Any) -> HotConfig:
+        """Return the named recipe, with some fields replaced.
+
+        Raises ValueError for an unknown name or field.
+        """
+        fields = [field.name for field in dataclasses.fields(cls)]
+        for field in overrides:
+            if field not in fields:
+                near = difflib.get_close_matches(field, fields, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else f"; fields: {', '.join(fields)}"
+                raise ValueError(f"recipe: HotConfig has no field {field!r}{hint}")
         if name not in RECIPES:
             known = ", ".join(map(repr, RECIPES))
+            if name is None:
+                raise ValueError(f"recipe: no name given; expected one of {known}")
             raise ValueError(f"recipe: {name!r} is not one of {known}")
         return cls(**{**RECIPES[name], **overrides})
 
@@ -244,11 +263,6 @@ class HotConfig:
         rows = list(fields.pop("rows") or ())
         return _core.Spec(**fields, rows=rows, grid_h=grid_h, grid_w=grid_w)
 
-    @cached_property
-    def json(self) -> str:
-        """:meth:`to_json`, made once."""
-        return self.to_json()
-
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is cached (the libhot object cannot be pickled)."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -256,6 +270,7 @@ class HotConfig:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Put the fields back."""
         self.__dict__.update(state)
+        self.__dict__["json"] = self.to_json()
 
     def __repr__(self) -> str:
         """Show the recipe, or the fields that differ from the defaults."""
@@ -267,6 +282,10 @@ class HotConfig:
             if getattr(self, field.name) != field.default
         )
         return f"HotConfig({', '.join(changed)})"
+
+
+RECIPE_TEXTS = {name: HotConfig.recipe(name).json for name in RECIPES}
+"""Every recipe as JSON."""
 
 
 def as_config(config: HotConfig | str, name: str = "config") -> HotConfig:

@@ -5,10 +5,12 @@ Every probe is guarded: one that fails is reported as its error, and the others 
 
 from __future__ import annotations
 
+import argparse
 import importlib
+import json
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from . import _core, contexts
@@ -21,9 +23,27 @@ def collect() -> dict[str, str]:
     return {label: _guarded(probe) for label, probe in _PROBES.items()}
 
 
-def main() -> int:
-    """Print :func:`collect` as a table."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print :func:`collect` as a table, or what the options ask for."""
+    parser = argparse.ArgumentParser(
+        prog="python -m hotcore.info", description="What this installation of hotcore is."
+    )
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="the same as one JSON object")
+    form.add_argument(
+        "--cmake-dir", action="store_true", help="only the folder of its CMake package"
+    )
+    options = parser.parse_args(arguments)
+    if options.cmake_dir:
+        folder = _cmake()
+        if folder == "not installed":
+            parser.exit(1, "hotcore.info: this installation has no CMake package\n")
+        print(folder)
+        return 0
     facts = collect()
+    if options.json:
+        print(json.dumps(facts, indent=1))
+        return 0
     width = max(map(len, facts))
     for label, text in facts.items():
         print(f"{label:<{width}}  {text}")

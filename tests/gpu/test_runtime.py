@@ -280,10 +280,21 @@ def run_outside(step: Callable[[], object]) -> torch.cuda.Stream:
     return stream
 
 
-def seeds_after(seed: int, count: int) -> list[int]:
-    """The seeds that layer calls draw after ``manual_seed(seed)``."""
-    torch.manual_seed(seed)
-    return [int(torch.randint(2**63 - 1, (), dtype=torch.int64)) for _ in range(count)]
+def noted_seeds(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """The seeds that layers draw from now on; those of a graph hold a new number a replay."""
+    seeds: list[torch.Tensor] = []
+    seed_for = hot.ops.seed_for
+
+    def noted(x: torch.Tensor) -> torch.Tensor:
+        seeds.append(seed_for(x))
+        return seeds[-1]
+
+    monkeypatch.setattr(hot.ops, "seed_for", noted)
+    return seeds
+
+
+def keys_now(seeds: list[torch.Tensor]) -> list[hotcore.Key]:
+    return [hotcore.Key(0, int(seed)) for seed in seeds]
 
 
 def change(*tensors: torch.Tensor) -> None:
@@ -293,23 +304,27 @@ def change(*tensors: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_layer_in_a_graph(recipe: str) -> None:
-    """HotLinear's forward and backward captured together: every replay has a key of its own."""
+def test_layer_in_a_graph(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """HotLinear's forward and backward captured together: every replay has a key of its own.
+
+    No step has run before, and none of the layer's tensors is on the CPU.
+    """
     model, leaves, gy = layer_and_inputs(recipe)
 
     def step() -> tuple[torch.Tensor, ...]:
         y = model(leaves[0])
         return (y, *torch.autograd.grad(y, leaves, gy))
 
-    stream = run_outside(step)
-    torch.manual_seed(2024)
+    # cuBLAS wants to be called once outside of a capture, the layer does not.
+    torch.nn.functional.linear(*leaves)
+    seeds = noted_seeds(monkeypatch)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
+    with torch.cuda.graph(graph):
         got = step()
-    (seed,) = seeds_after(2024, 1)
+    assert [seed.device.type for seed in seeds] == ["cuda"]
     change(leaves[0], gy)
-    found = []
-    for replay in range(1, 5):
+    found, keys = [], []
+    for replay in range(4):
         with torch.no_grad():
             for result in got:
                 result.fill_(77)
@@ -317,10 +332,12 @@ def test_layer_in_a_graph(recipe: str) -> None:
         torch.cuda.synchronize()
         y = torch.nn.functional.linear(*leaves)
         assert torch.allclose(got[0], y, rtol=1e-4, atol=1e-4)
-        expected = gradients_of(leaves, gy, recipe, hotcore.Key(seed, replay))
+        keys += keys_now(seeds)
+        expected = gradients_of(leaves, gy, recipe, keys[-1])
         for name, a, b in zip(("gx", "gw", "gb"), got[1:], expected, strict=True):
             assert same_bits(a, b), (name, replay)
         found.append(got[2].clone())
+    assert len(set(keys)) == len(keys)
     for i, gw in enumerate(found):
         assert not any(same_bits(gw, other) for other in found[:i]), "two replays rounded alike"
     if recipe == "paper":  # what its basis leaves out is no noise
@@ -331,34 +348,46 @@ def test_layer_in_a_graph(recipe: str) -> None:
     assert errors[-1] < 0.75 * min(errors[:-1])
 
 
+def test_manual_seed_repeats_replays() -> None:
+    model, leaves, gy = layer_and_inputs("default")
+    torch.nn.functional.linear(*leaves)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = torch.autograd.grad(model(leaves[0]), leaves, gy)
+    runs: list[list[torch.Tensor]] = []
+    for _ in range(2):
+        torch.manual_seed(17)
+        runs.append([])
+        for _ in range(3):
+            graph.replay()
+            runs[-1].append(got[1].clone())
+    for a, b in zip(*runs, strict=True):
+        assert same_bits(a, b)
+    assert not same_bits(runs[0][0], runs[0][1])
+
+
 @pytest.mark.parametrize("recipe", ("default", "fast", "paper"))
-def test_graphed_callable(recipe: str) -> None:
+def test_graphed_callable(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward in graphs of their own (torch.cuda.make_graphed_callables)."""
     model, leaves, gy = layer_and_inputs(recipe)
     sample = torch.randn(192, 96, device="cuda", requires_grad=True)
-    torch.manual_seed(7)
+    seeds = noted_seeds(monkeypatch)
     graphed = torch.cuda.make_graphed_callables(model, (sample,))
-    seeds = seeds_after(7, 12)  # some for warming up, then that of the capture
-    captured = None
-    for replay in range(1, 4):
+    seeds[:] = [seed for seed in seeds if seed.is_cuda]  # the others warmed up
+    keys = []
+    for _ in range(3):
         change(leaves[0], gy)
         got = torch.autograd.grad(graphed(leaves[0]), leaves, gy)
-        if captured is None:
-            equal = [
-                seed
-                for seed in seeds
-                if same_bits(got[1], gradients_of(leaves, gy, recipe, hotcore.Key(seed, 1))[1])
-            ]
-            assert len(equal) == 1
-            (captured,) = equal
-        expected = gradients_of(leaves, gy, recipe, hotcore.Key(captured, replay))
+        keys += keys_now(seeds)
+        expected = gradients_of(leaves, gy, recipe, keys[-1])
         for name, a, b in zip(("gx", "gw", "gb"), got, expected, strict=True):
-            assert same_bits(a, b), (name, replay)
+            assert same_bits(a, b), name
+    assert len(set(keys)) == 3
 
 
 @pytest.mark.parametrize("recipe", ("default", "fast"))
-def test_checkpoint_in_a_graph(recipe: str) -> None:
-    """The recomputation counts for itself, and a sketch is the same on both sides."""
+def test_checkpoint_in_a_graph(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recomputation draws for itself, and a sketch is the same on both sides."""
     model, leaves, gy = layer_and_inputs(recipe)
 
     def step() -> tuple[torch.Tensor, ...]:
@@ -367,18 +396,17 @@ def test_checkpoint_in_a_graph(recipe: str) -> None:
         return torch.autograd.grad(y, leaves, gy)
 
     stream = run_outside(step)
-    torch.manual_seed(11)
+    seeds = noted_seeds(monkeypatch)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         got = step()
-    own, again = seeds_after(11, 2)
-    for replay in range(1, 4):
+    for _ in range(3):
         graph.replay()
         torch.cuda.synchronize()
-        keys = hotcore.Key(own, replay), hotcore.Key(again, replay)
-        expected = gradients_of(leaves, gy, recipe, *keys)
+        own, again = keys_now(seeds)
+        expected = gradients_of(leaves, gy, recipe, own, again)
         for name, a, b in zip(("gx", "gw", "gb"), got, expected, strict=True):
-            assert same_bits(a, b), (name, replay)
+            assert same_bits(a, b), name
 
 
 @pytest.mark.parametrize("kernel", (1, 3))
@@ -411,20 +439,3 @@ def test_convolution_in_a_graph(recipe: str, kernel: int) -> None:
         first, second, third = results
         assert not same_bits(first, second), name
         assert not same_bits(second, third), name
-
-
-def test_a_capture_needs_a_step_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, leaves, _ = layer_and_inputs("default")
-    run_outside(lambda: model(leaves[0]))
-    monkeypatch.setattr(hot.ops, "_counters", {})  # as if nothing had
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        leaves[0].detach() * 2  # graphs without anything are warned of
-        with pytest.raises(RuntimeError, match="run one step of training before"):
-            model(leaves[0])
-    model(leaves[0])
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        model(leaves[0])
-    graph.replay()
-    torch.cuda.synchronize()

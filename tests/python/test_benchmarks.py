@@ -17,6 +17,7 @@ torch = pytest.importorskip("torch")
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(FOLDER))
 
+import bench_autotune  # noqa: E402
 import bench_backward  # noqa: E402
 import bench_fwht  # noqa: E402
 import bench_gemm  # noqa: E402
@@ -26,6 +27,7 @@ import layers  # noqa: E402
 import rivals  # noqa: E402
 import targets  # noqa: E402
 import timing  # noqa: E402
+from hotcore.torch import gains  # noqa: E402
 
 RECIPES = ("default", "fast", "int4", "paper")
 
@@ -181,6 +183,13 @@ def test_bench_backward(tmp_path: Path) -> None:
     host = report["host"]["rows"]
     whole, inside = (host[f"{part}adapter backward fast"]["median_ms"] for part in ("", "inside "))
     assert 0 < inside < whole
+    both = host["HotLinear fast, forward and backward"]
+    plain = host["nn.Linear, forward and backward"]["median_ms"]
+    assert both["of nn.Linear"] == pytest.approx(both["median_ms"] / plain, rel=1e-4)
+    assert {
+        "draw a seed, CPU's generator, item",
+        "draw a seed, cpu's generator, a tensor there",
+    } <= set(host)  # noqa: E501
     works = [row["work"] for row in targets.rows(report, {}, {})]
     assert any("compress fast" in work for work in works)
 
@@ -313,6 +322,7 @@ def cuda_report() -> dict[str, Any]:
                 "adapter backward fast": {"median_ms": 0.07},
                 "inside adapter backward fast": {"median_ms": 0.05},
                 "adapter forward fast": {"median_ms": 0.05},
+                "HotLinear fast, forward and backward": {"median_ms": 0.2, "of nn.Linear": 1.3},
             }
         },
     }
@@ -342,6 +352,7 @@ def test_targets() -> None:
     assert reached["host, adapter backward fast, us"] == "missed"
     assert reached["host, inside adapter backward fast, us"] == "aim"
     assert "host, adapter forward fast, us" not in reached
+    assert reached["host, HotLinear fast, forward and backward, of nn.Linear"] == "missed"
     assert found["fwht, slowest n, share of the copy"]["measured"] == 0.9
     products = {work: verdict for work, verdict in reached.items() if "INT8" in work}
     assert products == {"INT8 product, ViT-B g_w, r = 8 proj, of the best stock tile": "must"}
@@ -362,3 +373,68 @@ def test_plots(tmp_path: Path) -> None:
         text = (tmp_path / name).read_text()
         assert text.startswith("<?xml")
         assert all(word in text for word in words)
+
+
+# ---- autotune ----
+
+
+def test_autotunes_fit_finds_the_costs_that_made_the_times() -> None:
+    costs = {"plain": (7e-3, 1.5, 1.8, 4e3), "accurate": (5e-3, 2.4, 2.6, 3e3)}
+    costs |= {"default": (5e-3, 2.5, 2.8, 3e3), "fast": (4e-3, 2.5, 2.9, 3e3)}
+
+    def times(ins: int, outs: int) -> dict[str, list[float]]:
+        sizes = (ins * outs, ins, outs, 1)
+        tokens = bench_autotune.FIT_TOKENS
+        return {n: [tokens * float(np.dot(c, sizes)) / 1e9, 0, 0, 0] for n, c in costs.items()}
+
+    rows = [
+        {"shape": f"Linear {o} x {i}, x [16384, {i}] bfloat16", "times": times(i, o)}
+        for i, o in bench_autotune.FEATURES
+    ]
+    few = [{"shape": "Linear 512 x 512, x [4096, 512] bfloat16", "times": times(1, 1)}]
+    cases = {"linear, 4096 tokens": few, "linear, 16384 tokens": rows}
+    content = {"grid": {name: {"rows": found} for name, found in cases.items()}}
+    fitted = bench_autotune.fit(content)
+    for name, expected in costs.items():
+        assert fitted[name]["ps"] == pytest.approx(expected)
+        assert fitted[name]["worst error"] < 1e-6
+    sizes = (768 * 3072, 768, 3072, 1)
+    ratio = np.dot(costs["fast"], sizes) / np.dot(costs["plain"], sizes)
+    (found,) = (r for r in fitted["fast"]["ratios"] if r[:2] == [768, 3072])
+    assert found[2:] == pytest.approx([ratio, ratio])
+    assert bench_autotune.fit(content, weight_trained=False) == {}
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_rule_is_the_fit_of_its_report(frozen: bool) -> None:
+    """Where this fails, ``bench_autotune.py --fit`` prints what gains.py should hold."""
+    content = json.loads((FOLDER.parent / gains.REPORT).read_text())
+    fitted = bench_autotune.fit(content, weight_trained=not frozen)
+    for recipe in bench_autotune.RECIPES:
+        config = hotcore.HotConfig.recipe(recipe)
+        assert fitted[recipe]["worst error"] < 0.08
+        for ins, outs, measured, ratio in fitted[recipe]["ratios"]:
+            expected = gains.expected_time(None, ins, outs, config, "cuda", frozen)
+            assert expected == pytest.approx(ratio, abs=0.002)
+            assert expected == pytest.approx(measured, abs=0.08)
+
+
+def test_convolutions_lose_in_the_rules_report() -> None:
+    content = json.loads((FOLDER.parent / gains.REPORT).read_text())
+    rows = [
+        row for n, case in content["grid"].items() if n.startswith("1x1") for row in case["rows"]
+    ]
+    for row in rows:
+        plain = row["times"].pop("plain")[0]
+        assert all(times[0] > 1.05 * plain for times in row["times"].values()), row["shape"]
+    for layout in content["steps"].values():
+        assert layout["default"]["of plain"] < 1.03 and layout["default"]["converted"] == "0 of 54"
+
+
+def test_autotune(tmp_path: Path) -> None:
+    report = run(bench_autotune, tmp_path / "out.json", "--part", "grid")
+    assert not report["failed"]
+    for name, case in report["grid"].items():
+        assert case["rows"], name
+        for row in case["rows"]:
+            assert set(row["times"]) == {"plain", "accurate", "default", "fast"}

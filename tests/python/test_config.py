@@ -102,8 +102,12 @@ def test_overrides() -> None:
         HotConfig.recipe("best")
     with pytest.raises(ValueError, match="storage"):
         HotConfig.recipe("fast", storage="int4")
-    with pytest.raises(TypeError):
+    with pytest.raises(ValueError, match="recipe: HotConfig has no field 'speed'; fields: hadam"):
         HotConfig.recipe("fast", speed=1)
+    with pytest.raises(ValueError, match="no field 'gx_bit'; did you mean 'gx_bits'"):
+        HotConfig.recipe(gx_bit=4)
+    with pytest.raises(ValueError, match="recipe: no name given; expected one of 'default'"):
+        HotConfig.recipe(gx_bits=4)
 
 
 def test_frozen_hashable_and_replaceable() -> None:

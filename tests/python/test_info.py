@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -32,6 +33,34 @@ def test_prints_what_this_is() -> None:
     assert facts["NumPy"] == np.__version__
     assert Path(facts["extension"]).exists()
     assert not any("unknown (" in text for label, text in facts.items() if label != "GPUs")
+
+
+def test_json_and_the_cmake_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    assert json.loads(run("-m", "hotcore.info", "--json")) == info.collect()
+    folder = info.collect()["CMake package"]
+    if folder == "not installed":
+        with pytest.raises(SystemExit, match="1"):
+            info.main(["--cmake-dir"])
+        assert "no CMake package" in capsys.readouterr().err
+    else:
+        assert run("-m", "hotcore.info", "--cmake-dir").strip() == folder
+
+
+@pytest.mark.parametrize("options", [["--jsn-"], ["everything"], ["--json", "--cmake-dir"]])
+def test_unknown_options_are_refused(options: list[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        info.main(options)
+
+
+def test_the_adapter_without_torch_names_the_extra() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "try:\n import hotcore.torch\n"
+        "except ImportError as error: assert 'pip install' in str(error) and 'hotcore[torch]' in "
+        "str(error), error\n"
+        "else: raise SystemExit('imported')"
+    )
+    run("-c", code)
 
 
 def test_paths_exist() -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
+import hotcore.torch as hot
 import numpy as np
 import pytest
 import torch
-from hotcore.torch import reuse
+from hotcore.torch import ops
 
 
 @pytest.fixture
@@ -22,12 +22,32 @@ def seeded(rng: np.random.Generator) -> Iterator[None]:
 
 
 @pytest.fixture
-def unshared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every layer compresses its own x, as in compiled graphs."""
+def unshared() -> Iterator[None]:
+    """Every layer compresses its own x."""
+    with hot.share_inputs(False):
+        yield
 
-    def compressed(
-        self: Any, node: Any, x: Any, form: Any, compress: Any, inner: Any, seed: Any, *rest: Any
-    ) -> Any:
-        return compress(inner, seed, *rest), seed
 
-    monkeypatch.setattr(reuse.Last, "compressed", compressed)
+@pytest.fixture
+def one_seed_an_x(monkeypatch: pytest.MonkeyPatch, unshared: None) -> None:
+    """Layers with the same x draw one seed and round g_y with it, as in compiled graphs."""
+    drawn: list[tuple[torch.Tensor, torch.Tensor]] = []
+    seed_for = ops.seed_for
+
+    def found(x: torch.Tensor) -> torch.Tensor:
+        if not drawn or drawn[0][0] is not x:
+            drawn[:] = [(x, seed_for(x))]
+        return drawn[0][1]
+
+    monkeypatch.setattr(ops, "seed_for", found)
+
+
+@pytest.fixture
+def quantised(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Where the weights lie that are quantised on their own, one entry a time."""
+    seen: list[int] = []
+    original = ops.quantize_weight
+    monkeypatch.setattr(
+        ops, "quantize_weight", lambda w, config: seen.append(w.data_ptr()) or original(w, config)
+    )
+    return seen

@@ -6,12 +6,12 @@ import copy
 import io
 import shutil
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402
-from hotcore.torch import ops  # noqa: E402  (after the skip)
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
@@ -85,7 +85,7 @@ def assert_same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
 # ------------------------------------------------------------------------------------ torch.compile
 
 
-@pytest.mark.usefixtures("unshared")
+@pytest.mark.usefixtures("one_seed_an_x")
 @pytest.mark.parametrize("recipe", ["default", "fast"])
 @pytest.mark.parametrize("backend", ["aot_eager", "aot_eager_decomp_partition"])
 def test_compile(backend: str, recipe: str) -> None:
@@ -114,6 +114,61 @@ def test_seeds_are_those_of_eager_where_x_is_kept_anyway() -> None:
             torch._dynamo.reset()
             compiled = torch.compile(model, backend=backend, fullgraph=True)
             assert_same(step(compiled, model, x), step(model, model, x))
+
+
+def test_compiled_functions_by_hand() -> None:
+    # A configuration made inside breaks the graph, and is right all the same.
+    weight, kernel = torch.randn(48, 64), torch.randn(48, 64, 3, 3)
+    custom = hot.HotConfig(gx_bits=4)
+
+    def inside(x: torch.Tensor) -> torch.Tensor:
+        return hot.linear(x, weight, None, config=hot.HotConfig(gx_bits=4))
+
+    functions: list[tuple[Callable[..., torch.Tensor], torch.Tensor, bool]] = [
+        (lambda x: hot.linear(x, weight, None, config=custom), torch.randn(40, 64), True),
+        (lambda x: hot.conv2d(x, kernel, None, 2, "valid", config=custom), pixels(), True),
+        (lambda x: hot.conv2d(x, kernel, padding="same", config="fast"), pixels(), True),
+        (inside, torch.randn(40, 64), False),
+    ]
+    for parameter in (weight, kernel):
+        parameter.requires_grad_()
+    for function, x, fullgraph in functions:
+        torch._dynamo.reset()
+        compiled = torch.compile(function, backend="aot_eager", fullgraph=fullgraph)
+        assert_same(*(by_hand(call, x, [weight, kernel]) for call in (compiled, function)))
+
+
+def pixels() -> torch.Tensor:
+    return torch.randn(2, 64, 8, 8)
+
+
+def by_hand(
+    call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, leaves: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    torch.manual_seed(3)
+    x = x.clone().requires_grad_()
+    y = call(x)
+    found = torch.autograd.grad(y.square().sum(), [x, *leaves], allow_unused=True)
+    return [y.detach(), *(g for g in found if g is not None)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kernel_size": 3, "padding": 1, "stride": 2, "padding_mode": "reflect"},
+        {"kernel_size": 4, "padding": "same"},
+        {"kernel_size": (3, 1), "dilation": 2},
+        {"kernel_size": 1, "stride": 2},
+    ],
+    ids=["reflect", "same", "dilated", "1x1"],
+)
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_compiled_convolutions_of_any_size(options: dict[str, Any], dynamic: bool | None) -> None:
+    module = hot.HotConv2d(64, 48, config="fast", **options)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for shape in ((2, 8, 8), (3, 8, 8), (2, 9, 7)):
+        x = torch.randn(shape[0], 64, *shape[1:])
+        assert_same(step(compiled, module, x), step(module, module, x))
 
 
 def test_a_changed_configuration_recompiles() -> None:
@@ -150,7 +205,7 @@ def test_compile_channels_last_and_dynamic_shapes() -> None:
         assert ours[1].stride() == theirs[1].stride()
 
 
-@pytest.mark.usefixtures("unshared")
+@pytest.mark.usefixtures("one_seed_an_x")
 def test_compile_with_autocast_and_checkpoint() -> None:
     model = converted(checkpointed=True)
     x = images()
@@ -180,7 +235,7 @@ def test_compiled_forward_keeps_compressed_x() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("unshared")
+@pytest.mark.usefixtures("one_seed_an_x")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_compile_inductor() -> None:
     model = converted("fast")
@@ -255,17 +310,6 @@ def test_gradient_accumulation() -> None:
         places.append(model.q.weight.grad.data_ptr())
     assert len(set(places)) == 1  # added in place
     assert_same([p.grad for p in model.parameters()], total)
-
-
-@pytest.fixture
-def quantised(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Where the weights lie that are quantised on their own, one entry a time."""
-    seen: list[int] = []
-    original = ops.quantize_weight
-    monkeypatch.setattr(
-        ops, "quantize_weight", lambda w, config: seen.append(w.data_ptr()) or original(w, config)
-    )
-    return seen
 
 
 def micro_steps(model: nn.Module, parts: list[torch.Tensor], **options: bool) -> list[torch.Tensor]:

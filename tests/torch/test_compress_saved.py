@@ -41,7 +41,7 @@ def kept(compress: hot.Compression, function: Callable[[], object]) -> list[obje
 
 
 def packed(x: torch.Tensor, bits: int, key: tuple[int, int] = (1, 2)) -> torch.Tensor:
-    order = module._memory_order(x)
+    order = module.memory_order(x)
     assert order is not None
     return module._Packed(x, order, bits, key).restore()
 
@@ -149,18 +149,18 @@ def test_layouts(bits: int) -> None:
     for x in (q, k, v, image, torch.randn(5, 6, 7).transpose(0, 2), torch.randn(9, 12)[:, ::3]):
         back = packed(x, bits)
         assert back.shape == x.shape
-        order = module._memory_order(x)
+        order = module.memory_order(x)
         assert back.permute(order).is_contiguous()  # the same order of dimensions, without gaps
         assert torch.equal(back.permute(order), packed(x.permute(order).contiguous(), bits))
     assert packed(image, bits).is_contiguous(memory_format=torch.channels_last)
-    assert module._memory_order(torch.randn(4, 1).expand(4, 6)) is None
-    assert module._memory_order(torch.randn(20).as_strided((4, 5), (2, 1))) is None
+    assert module.memory_order(torch.randn(4, 1).expand(4, 6)) is None
+    assert module.memory_order(torch.randn(20).as_strided((4, 5), (2, 1))) is None
 
 
 @pytest.mark.parametrize("bits", [8, 4, 1])
 def test_bytes(bits: int) -> None:
     x = torch.randn(64, 1024)
-    order = module._memory_order(x)
+    order = module.memory_order(x)
     nbytes = module._Packed(x, order, bits, (0, 0)).nbytes
     ranges = 0 if bits == 1 else 8 / 128
     assert nbytes == x.numel() * (bits / 8 + ranges)

@@ -131,14 +131,14 @@ def test_paper_takes_tiles_of_output_pixels(stride: int) -> None:
     torch.manual_seed(8)
     (gw,) = torch.autograd.grad(module(x), module.weight, gy)
     torch.manual_seed(8)
-    seed = int(torch.randint(2**63 - 1, (), dtype=torch.int64))
+    key = hotcore.Key(0, int(torch.randint(2**63 - 1, (), dtype=torch.int64)))
     expected = hotcore.backward_linear(
         gy.permute(0, 2, 3, 1).reshape(-1, 24),
         None,
         x[:, :, ::stride, ::stride].permute(0, 2, 3, 1).reshape(-1, 32),
         config=HotConfig.recipe("paper", token_grid=(12 // stride, 20 // stride)),
         need="gw",
-        key=seed,
+        key=key,
     )
     assert torch.equal(gw[:, :, 0, 0], expected.gw)
 
@@ -400,8 +400,8 @@ def test_operators(kernel: int, channels_last: bool) -> None:
         config = HotConfig.recipe(recipe).json
         torch.library.opcheck(torch.ops.hotcore.compress_pixels, (x, seed, config, *window))
         saved = conv.compress_pixels(x, seed, config, *window)
-        for bias, keep in ((None, True), (torch.randn(16), False)):
-            call = (x, weight, bias, seed, config, *window, keep)
+        for bias, kept in ((None, saved), (torch.randn(16), None)):
+            call = (x, weight, bias, kept, seed, config, *window)
             torch.library.opcheck(torch.ops.hotcore.conv2d, call)
         for inputs, dtypes in (
             ((weight, saved), (f, f, f)),

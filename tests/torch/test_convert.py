@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 import re
+import sys
+from pathlib import Path
 
 import pytest
 from hotcore.config import HotConfig
 
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402
-from hotcore.torch.convert import HEAD_NAMES, MIN_FEATURES  # noqa: E402
+from hotcore.torch.selection import HEAD_NAMES, MIN_FEATURES  # noqa: E402
 from torch import nn  # noqa: E402
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+import models  # noqa: E402
 
 
 class Block(nn.Module):
@@ -180,7 +186,10 @@ def test_subclasses_are_left_alone() -> None:
     class Special(nn.Linear):
         pass
 
-    attention = nn.MultiheadAttention(64, 4)
+    class Mine(nn.MultiheadAttention):
+        pass
+
+    attention = Mine(64, 4)
     model = nn.ModuleDict(
         {
             "special": Special(64, 64),
@@ -192,7 +201,8 @@ def test_subclasses_are_left_alone() -> None:
         report = hot.convert(copy.deepcopy(model), filter_fn=filter_fn)
         reasons = {layer.name: layer.reason for layer in report.skipped}
         assert reasons["special"] == "a subclass of Linear (Special)"
-        assert "subclass of Linear" in reasons["attention.out_proj"]
+        assert reasons["attention"] == "a subclass of MultiheadAttention (Mine)"
+        assert "attention.out_proj" not in reasons  # the attention's own
         assert [layer.name for layer in report.converted] == ["plain"]
 
 
@@ -251,18 +261,25 @@ def test_report_prints_as_a_table() -> None:
         r"blocks\.0\.qkv +Linear +64 -> 192 +nothing \(weight frozen\)",
         r"blocks\.0\.proj +Linear +64 -> 64 +0\.50 bytes .* HotConfig\.recipe\('fast'\)",
         r"blocks\.1\.qkv +Linear +64 -> 192 +0\.53 bytes a value \(fp32 / 7\.5\)",
-        r"blocks\.1\.small +Linear +64 -> 8 +stays plain: fewer than \d+ features",
+        r"blocks\.\*\.small \(2\) +Linear +64 -> 8 +stays plain: fewer than \d+ features",
         r"head +Linear +64 -> 50 +stays plain: the output head",
     ):
         assert sum(re.fullmatch(pattern, line) is not None for line in lines) == 1, pattern
-    assert [line.split()[0] for line in lines[1:8]] == [
+    ends = [re.search(r" -> \d+", line).end() for line in lines[1:7]]
+    assert len(set(ends)) == 1
+    assert lines[7] == "4 of 7 layers run HOT, HotConfig.recipe('default')"
+    held = 2 * sum(64 * outs + outs for outs in (192, 64))
+    share = held / sum(p.numel() for p in model.parameters())
+    assert lines[8] == f"they hold {share:.1%} of the model's parameters"
+    assert f"fewer than {MIN_FEATURES}" in lines[9]  # the rule
+    assert len(lines) == 10
+    every = report.table(grouped=False).splitlines()
+    assert [line.split()[0] for line in every[1:8]] == [
         *("blocks.0.qkv", "blocks.0.proj", "blocks.0.small"),
         *("blocks.1.qkv", "blocks.1.proj", "blocks.1.small", "head"),
     ]
-    assert lines[8] == "4 of 7 layers run HOT, HotConfig.recipe('default')"
-    assert f"fewer than {MIN_FEATURES}" in lines[9]  # the rule
-    ends = [re.search(r" -> \d+", line).end() for line in lines[1:8]]
-    assert len(set(ends)) == 1
+    filtered = hot.convert(Model(), filter_fn=lambda module, fqn: fqn != "head")
+    assert "default filter" not in str(filtered)
 
 
 def test_report_with_a_token_grid() -> None:
@@ -441,3 +458,375 @@ def test_data_parallel_is_refused() -> None:
     with pytest.raises(NotImplementedError, match="HotLinear.*DataParallel is not supported"):
         for module in model.modules():
             module._replicate_for_data_parallel()
+
+
+# ---- What the report says of a model that HOT reaches in part ----
+
+
+class Past(nn.Module):
+    """As timm's attention of swinv2, beit, eva02: its layer holds a weight, and is not called."""
+
+    def __init__(self, separate: bool = False) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(64, 192, bias=False)
+        self.proj = nn.Linear(64, 64)
+        self.bias = nn.Parameter(torch.zeros(192))
+        self.separate = separate
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.separate:
+            y = self.qkv(x) + self.bias
+        else:
+            y = nn.functional.linear(input=x, weight=self.qkv.weight, bias=self.bias)
+        return self.proj(y[..., :64])
+
+
+class OnlyPast(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.proj = nn.Linear(64, 64)
+        nn.init.xavier_uniform_(self.proj.weight)  # no use
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.proj((x @ self.q.weight.t()) * torch.matmul(x, self.k.weight))
+
+
+def hidden(model: nn.Module, name: str) -> None:
+    """Take the layer out of its parent's code: its weight is now reached by another way."""
+    layer = model.get_submodule(name)
+    model.register_forward_hook(lambda m, args, y: y + nn.functional.linear(args[0], layer.weight))
+
+
+def test_layers_whose_weight_is_used_without_them() -> None:
+    x = torch.randn(2, 8, 64)
+    never = "never called: its weight is multiplied without it, as in F.linear(x, layer.weight)"
+    # By the code of their parents.
+    report = hot.convert(OnlyPast())
+    assert {layer.name: layer.reason for layer in report.skipped} == {"q": never, "k": never}
+    assert [layer.name for layer in report.converted] == ["proj"]
+    # The code calls it in a branch: only a forward pass can tell which.
+    report = hot.convert(Past())
+    assert [layer.name for layer in report.converted] == ["qkv", "proj"]
+    assert "may be used without being called: qkv; convert(..., inputs=...)" in str(report)
+    model = Past()
+    report = hot.convert(model, inputs=x)
+    assert {layer.name: layer.reason for layer in report.skipped} == {"qkv": never}
+    assert type(model.qkv) is nn.Linear and "may be used" not in str(report)
+    report = hot.convert(Past(separate=True), inputs=x)
+    assert [layer.name for layer in report.converted] == ["qkv", "proj"]
+    assert not [layer.note for layer in report.converted if layer.note]
+    # Both, and not at all.
+    model = nn.ModuleDict({"used": nn.Linear(64, 64), "unused": nn.Linear(64, 64)})
+    model.forward = lambda x: model["used"](x)
+    hidden(model, "used")
+    notes = {layer.name: layer.note for layer in hot.convert(model, inputs=x).converted}
+    assert notes == {
+        "used": "its weight is also multiplied without it, plain",
+        "unused": "not called with these inputs",
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "part"), [("swinv2_tiny_window8_256", "qkv"), ("beit_base_patch16_224", "qkv")]
+)
+def test_timms_models_that_use_weights_without_layers(name: str, part: str) -> None:
+    models.mend_torchvision()
+    timm = pytest.importorskip("timm")
+    sizes = {"depths": (1, 1), "num_heads": (2, 4)} if "swin" in name else {"depth": 2}
+    pixels = {"swinv2_tiny_window8_256": 64, "beit_base_patch16_224": 32}[name]
+    more = {"window_size": 4} if "swin" in name else {"patch_size": 8, "num_heads": 2}
+    model = timm.create_model(
+        name, img_size=pixels, embed_dim=64, num_classes=10, **sizes, **more
+    ).train()
+    x = torch.randn(2, 3, pixels, pixels)
+    blind = hot.convert(copy.deepcopy(model))
+    report = hot.convert(model, inputs=x)
+    called: set[str] = set()
+    for fqn, module in model.named_modules():
+        if isinstance(module, hot.HotLinear):
+            module.register_forward_hook(lambda *_, fqn=fqn: called.add(fqn))
+    model(x).sum().backward()
+    assert {layer.name for layer in report.converted if not layer.note} == called
+    skipped = {layer.name for layer in report.skipped if layer.reason.startswith("never called")}
+    assert skipped and all(fqn.endswith(part) for fqn in skipped)
+    # Without inputs they are left out, or said to be in doubt.
+    sure = {layer.name for layer in blind.skipped if layer.reason.startswith("never called")}
+    assert sure == skipped or all(fqn in str(blind) for fqn in skipped)
+
+
+def test_a_dry_run_leaves_no_trace() -> None:
+    model = ConvNet()
+    model.norm = nn.BatchNorm2d(3)
+    forward = model.forward
+    model.forward = lambda x: forward(model.norm(x))
+    before = copy.deepcopy(model.state_dict())
+    torch.manual_seed(1)
+    expected = torch.rand(())
+    torch.manual_seed(1)
+    hot.convert(model, inputs=torch.randn(2, 3, 32, 32, generator=torch.Generator()))
+    assert torch.equal(torch.rand(()), expected)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_a_dry_run_compiles_nothing() -> None:
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    tokens = torch.randint(50, (2, 20))
+    whole = torch.compile(Model(), backend=backend)
+    blocks = Model()
+    for block in blocks.blocks:
+        block.compile(backend=backend)
+    for model in (whole, blocks):
+        report = hot.convert(model, inputs=tokens)
+        assert len(report.converted) == 4 and not any(layer.note for layer in report.converted)
+    assert not graphs
+    blocks(tokens).sum().backward()
+    assert graphs
+
+
+def test_shares_of_parameters_and_multiply_adds() -> None:
+    model = Model()
+    every = sum(p.numel() for p in model.parameters())
+    report = hot.convert(model, inputs=torch.randint(50, (2, 20)))
+    tokens, block = 40, 64 * 192 + 64 * 64
+    assert report.parameters == every
+    assert report.parameter_share == 2 * (block + 192 + 64) / every
+    total = tokens * (2 * (block + 64 * 8) + 64 * 50)
+    assert report.macs == total
+    assert report.mac_share == tokens * 2 * block / total
+    share = f"{report.parameter_share:.1%} of the model's parameters and do {report.mac_share:.1%}"
+    assert f"they hold {share} of its forward pass's multiply-adds" in str(report)
+    assert report.converted[0].macs == tokens * 64 * 192
+    assert hot.convert(Model()).mac_share is None
+
+
+def test_inputs_as_the_model_takes_them() -> None:
+    tokens = torch.randint(50, (2, 20))
+    for inputs in (tokens, (tokens,), {"tokens": tokens}):
+        assert hot.convert(Model(), inputs=inputs).mac_share > 0.8
+    conv = ConvNet()
+    report = hot.convert(conv, inputs=torch.randn(2, 3, 32, 32))
+    macs = {layer.name: layer.macs for layer in report.layers}
+    assert macs["stem"] == 2 * 64 * 16 * 16 * 3 * 49
+    assert macs["down"] == 2 * 96 * 8 * 8 * 64
+    assert macs["grouped"] == 2 * 96 * 8 * 8 * 24 * 9
+    assert sum(macs.values()) == report.macs
+
+
+def test_attention_counts() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.proj = nn.Linear(64, 192), nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = self.qkv(x).unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4)
+            y = nn.functional.scaled_dot_product_attention(q, k, v)
+            return self.proj(y.transpose(1, 2).flatten(2))
+
+    report = hot.convert(Attention(), inputs=torch.randn(2, 32, 64))
+    products = 2 * 2 * 4 * 32 * 32 * 16  # q k^T and p v
+    assert report.macs == 2 * 32 * 64 * 256 + products
+
+
+def test_matrices_that_are_not_taken() -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate_up_proj = nn.Parameter(torch.randn(4, 128, 64))
+            self.position = nn.Parameter(torch.randn(1, 197, 64))  # no stack
+
+    model = nn.ModuleDict(
+        {
+            "experts": Experts(),
+            "lstm": nn.LSTM(64, 96),
+            "up": nn.ConvTranspose2d(64, 96, 2),
+            "line": nn.Conv1d(64, 96, 3),
+            "plain": nn.Linear(64, 64),
+        }
+    )
+    report = hot.convert(model)
+    rows = {row.name: row for row in report.not_taken}
+    assert list(rows) == ["experts.gate_up_proj", "lstm", "up", "line"]
+    assert "a stack of 4 matrices in one Parameter (experts)" in rows["experts.gate_up_proj"].reason
+    assert (rows["lstm"].in_features, rows["lstm"].out_features) == (64, 96)
+    assert rows["line"].reason == "nn.Conv1d is of no kind that HOT takes"
+    text = str(report)
+    assert all(name in text for name in rows)
+    with pytest.raises(ValueError, match=r"no layer.*no nn.Linear.*; 0 \(LSTM\): nn.LSTM is of no"):
+        hot.convert(nn.Sequential(nn.LSTM(64, 64)))
+
+
+def test_experts_of_transformers() -> None:
+    models.mend_torchvision()
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MixtralConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_local_experts=4,
+        num_attention_heads=4, num_key_value_heads=2, vocab_size=32,
+    )  # fmt: skip
+    model = transformers.MixtralModel(config)
+    report = hot.convert(model)
+    stacks = [row for row in report.not_taken if "(experts)" in row.reason]
+    layers = [layer for layer in report.layers if "expert" in layer.name]
+    assert len(stacks) >= 2 or len(layers) >= 8  # fused, or layers of their own (older versions)
+    assert 0 < report.parameter_share < 0.5
+
+
+def test_the_last_layer_of_a_sequential_is_its_head() -> None:
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 96), nn.Softmax(-1))
+    report = hot.convert(model)
+    assert {layer.name: layer.reason for layer in report.skipped} == {"2": "the output head"}
+    # One that keeps the width is a body, which the report says.
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    report = hot.convert(model)
+    assert not report.skipped
+    assert "no output head was recognised: the last layer, 2, is converted" in str(report)
+    assert "no output head" not in str(hot.convert(Model()))
+
+
+def test_out_is_a_head_at_the_top_only() -> None:
+    model = nn.ModuleDict({"body": nn.Linear(64, 64), "out": nn.Linear(64, 64)})
+    assert [layer.name for layer in hot.convert(model).converted] == ["body"]
+    inner = nn.ModuleDict({"q": nn.Linear(64, 64), "out": nn.Linear(64, 64)})
+    model = nn.ModuleDict({"attention": inner})
+    assert len(hot.convert(model).converted) == 2
+
+
+def test_a_compiled_models_head() -> None:
+    model = torch.compile(Model())
+    names = [layer.name for layer in hot.convert(model).converted]
+    assert names == [f"_orig_mod.{name}" for name in CONVERTED]
+
+
+def test_eval_mode_is_said() -> None:
+    model = Model().eval()
+    assert "the model is in eval mode, where every layer is plain" in str(hot.convert(model))
+    model = Model()
+    model.blocks[0].eval()
+    text = str(hot.convert(model))
+    assert "in eval mode, hence plain until .train(): blocks.0.qkv, blocks.0.proj" in text
+    assert "eval mode" not in str(hot.convert(Model()))
+
+
+def test_report_as_data() -> None:
+    model = Model()
+    report = hot.convert(model, "fast", inputs=torch.randint(50, (2, 20)))
+    content = report.to_dict()
+    assert json.loads(report.to_json()) == content
+    assert content["recipe"] == "fast"
+    assert HotConfig.from_json(json.dumps(content["config"])) == HotConfig.recipe("fast")
+    assert [layer["name"] for layer in content["layers"]] == [x.name for x in report.layers]
+    first, *_, head = content["layers"]
+    assert first["converted"] and first["recipe"] == "fast" and first["macs"] == 40 * 64 * 192
+    assert not head["converted"] and head["reason"] == "the output head"
+    assert content["mac_share"] == report.mac_share
+
+
+def test_the_report_is_no_model() -> None:
+    model = Model()
+    report = hot.convert(model)
+    with pytest.raises(TypeError, match=r"returns a report: go on with the model .* report.model"):
+        report(torch.randint(50, (2, 20)))
+    with pytest.raises(AttributeError, match="no attribute 'parameters_'"):
+        report.parameters_  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute 'state_dict'; convert.. changes"):
+        report.state_dict()
+    with pytest.raises(TypeError, match="got ConversionReport; the model is its .model"):
+        hot.convert(report)
+    assert copy.deepcopy(report).converted == report.converted
+
+
+def test_what_is_no_model() -> None:
+    with pytest.raises(TypeError, match="got list; convert each of them, or .* nn.ModuleList"):
+        hot.convert([nn.Linear(64, 64)])
+    with pytest.raises(TypeError, match="got the class Linear; make one of it first"):
+        hot.convert(nn.Linear)
+    with pytest.raises(TypeError, match="expected a torch.nn.Module, got str"):
+        hot.convert("model")
+
+
+def test_a_wrong_token_grid_names_the_layer() -> None:
+    config = HotConfig.recipe("paper", token_grid=(4, 4), prefix_tokens=1)
+    tokens = torch.randint(50, (2, 20))
+    with pytest.raises(
+        ValueError, match=r"\(4, 4\) with 1 prefix .* 17 tokens; layer blocks.0.qkv is given 40"
+    ):
+        hot.convert(Model(), config, inputs=tokens)
+    model = Model()
+    hot.convert(model, config)
+    with pytest.raises(ValueError, match="layer blocks.0.qkv: .*x has 40 tokens"):
+        model(tokens)
+    conv = ConvNet()
+    hot.convert(conv)
+    with pytest.raises(ValueError, match="layer conv: x: dtype float64"):
+        conv.conv(torch.randn(1, 64, 4, 4, dtype=torch.float64))
+    # Not in layers of their own, nor once they are plain again.
+    with pytest.raises(ValueError, match=r"^low_rank"):
+        hot.HotLinear(64, 64, config=config)(torch.randn(20, 64))
+    assert "layer_name" not in vars(hot.revert(model).blocks[0].qkv)
+
+
+# ---- The rule on CUDA, asked for on the CPU ----
+
+
+def test_convolutions_stay_plain_on_cuda() -> None:
+    with pytest.warns(
+        UserWarning, match="unchanged; all 2 layers .* slower.* on CUDA; slower=True"
+    ):
+        report = hot.convert(ConvNet(), device="cuda")
+    reasons = {layer.name: layer.reason for layer in report.skipped}
+    assert not report.converted
+    assert reasons["conv"].startswith("slower on CUDA: unfolding its pixels")
+    assert reasons["down"].startswith("slower on CUDA: ")
+    assert reasons["depthwise"] == "depthwise"  # what cannot be done comes first
+    assert "2 layers stay plain as slower on CUDA, by one H200" in str(report)
+    # Asked for in three ways.
+    assert len(hot.convert(ConvNet(), device="cuda:0", slower=True).converted) == 2
+    assert len(hot.convert(ConvNet(), device="cpu").converted) == 2
+    report = hot.convert(ConvNet(), device="cuda", overrides={"conv": "fast"})
+    assert [layer.name for layer in report.converted] == ["conv"]
+    with pytest.warns(UserWarning, match="unchanged"):  # a pattern changes what, not whether
+        hot.convert(ConvNet(), device="cuda", overrides={"c*": "fast"})
+    every = hot.convert(ConvNet(), device="cuda", filter_fn=lambda module, fqn: True)
+    assert len(every.converted) == 5  # a filter is the caller's own rule
+
+
+def linears(*sizes: tuple[int, int]) -> nn.ModuleList:
+    with torch.device("meta"):
+        return nn.ModuleList(nn.Linear(ins, outs) for ins, outs in sizes)
+
+
+def test_linear_layers_by_features_on_cuda() -> None:
+    sizes = ((128, 512), (384, 1536), (512, 512), (768, 768), (768, 3072), (4096, 14336))
+    report = hot.convert(linears(*sizes), device="cuda")
+    assert [layer.in_features for layer in report.converted] == [768, 768, 4096]
+    small, *rest = [layer.expected_time for layer in report.layers]
+    assert rest == sorted(rest, reverse=True) and rest[0] > 1.05 and rest[-1] < 0.8
+    assert "fewer than 256 features the host is what it waits for" in report.skipped[0].reason
+    assert f"expected to take {rest[0]:.2f} of plain torch's time" in str(report)
+    assert re.search(r"expected on CUDA: .* take 2\d% less time .* by one H200", str(report))
+    assert f"{rest[2]:.2f} of the time" in str(report)
+    fast = hot.convert(linears(*sizes), "fast", device="cuda")
+    assert len(fast.converted) == 5
+    pairs = zip(fast.converted[-3:], report.converted, strict=True)
+    assert all(a.expected_time < b.expected_time for a, b in pairs)
+    every = hot.convert(linears(*sizes), device="cuda", slower=True)
+    assert [bool(layer.note) for layer in every.converted] == [True] * 3 + [False] * 3
+    # On the CPU and on meta as before.
+    report = hot.convert(linears(*sizes))
+    assert len(report.converted) == len(sizes)
+    assert report.expected_time is None and "CUDA" not in str(report)
+
+
+def test_frozen_layers_on_cuda() -> None:
+    model = linears((512, 512), (2048, 512), (4096, 4096)).requires_grad_(False)
+    report = hot.convert(model, device="cuda")
+    assert [layer.in_features for layer in report.converted] == [2048, 4096]  # g_x alone
+    trained = hot.convert(linears((4096, 4096)), device="cuda")
+    assert report.converted[-1].expected_time > trained.converted[0].expected_time

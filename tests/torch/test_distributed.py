@@ -157,7 +157,15 @@ def fsdp(rank: int) -> None:
         assert p.grad.dtype == torch.float32 and p.grad.full_tensor().isfinite().all(), name
 
 
-@pytest.mark.parametrize("body", [ddp, fsdp], ids=lambda body: body.__name__)
+no_fsdp = pytest.mark.skipif(
+    torch.__version__.startswith("2.6."),
+    reason="torch 2.6 has no FSDP2 on the CPU: plain models fail",
+)
+
+
+@pytest.mark.parametrize(
+    "body", [ddp, pytest.param(fsdp, marks=no_fsdp)], ids=lambda body: body.__name__
+)
 def test_two_processes(body: Callable[[int], None]) -> None:
     spawn(body)
 

@@ -54,7 +54,7 @@ def every(module: nn.Module, fqn: str) -> bool:
 def drawn_key(seed: int) -> Key:
     """The key that the first hot.linear after ``manual_seed(seed)`` draws."""
     torch.manual_seed(seed)
-    return Key(int(torch.randint(2**63 - 1, (), dtype=torch.int64)))
+    return Key(0, int(torch.randint(2**63 - 1, (), dtype=torch.int64)))
 
 
 # ------------------------------------------------------------------------------------------ Forward
@@ -511,14 +511,24 @@ def test_opcheck_compress_activation() -> None:
 def test_opcheck_linear() -> None:
     for x, seed, config in examples():
         weight, bias = torch.randn(12, 20).to(x.dtype), torch.randn(12).to(x.dtype)
-        for b, keep in ((bias, True), (None, False)):
-            torch.library.opcheck(torch.ops.hotcore.linear, (x, weight, b, seed, config, keep))
+        saved = ops.compress_activation(x, seed, config)
+        for b, kept in ((bias, saved), (None, None)):
+            torch.library.opcheck(torch.ops.hotcore.linear, (x, weight, b, kept, seed, config))
+        leaves = [t.requires_grad_() for t in (x, weight, bias)]
+        for kept in (saved, None):  # with gradients, those of libhot's products
+            torch.library.opcheck(torch.ops.hotcore.linear, (*leaves, kept, seed, config))
 
 
 def test_opcheck_draw_seed() -> None:
     tests = ("test_schema", "test_faketensor")  # random: its values differ from run to run
-    arguments = (torch.randn(2, 3), torch.randn(4, 3))
-    torch.library.opcheck(torch.ops.hotcore.draw_seed, arguments, test_utils=tests)
+    x = torch.randn(2, 3)
+    torch.library.opcheck(torch.ops.hotcore.draw_seed, (x,), test_utils=tests)
+    for recipe in ("default", "fast"):
+        config = HotConfig.recipe(recipe).json
+        torch.library.opcheck(torch.ops.hotcore.compress, (x, config), test_utils=tests)
+        for codes in (False, True):
+            call = (x, x.bfloat16(), config, codes)
+            torch.library.opcheck(torch.ops.hotcore.kept_of, call, test_utils=tests)
 
 
 def test_opcheck_backward_linear() -> None:
@@ -575,10 +585,10 @@ class Attention(nn.Module):
         return self.o(self.q(x) * self.k(x))
 
 
-@pytest.mark.usefixtures("unshared")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "aot_eager_decomp_partition"])
-def test_compiles_in_one_graph(backend: str) -> None:
-    # The partitioners must neither draw a seed again in backward nor merge those of q and k.
+def test_compiles_in_one_graph(backend: str, request: pytest.FixtureRequest) -> None:
+    # The partitioners must not draw a seed again in backward; q and k share that of their x.
+    request.getfixturevalue("unshared" if backend == "eager" else "one_seed_an_x")
     torch._dynamo.reset()
     model = Attention()
     hot.convert(model, "fast", every)

@@ -39,7 +39,8 @@ def one_thread() -> Iterator[None]:
     hotcore.set_num_threads(0)
 
 
-@pytest.fixture(params=sorted(models.TASKS))
+# Adapters beside frozen bf16 weights need autocast and have tests of their own (test_lora.py).
+@pytest.fixture(params=sorted(name for name, task in models.TASKS.items() if not task.frozen))
 def ready(request: pytest.FixtureRequest, rng: np.random.Generator) -> Ready:
     """A model with fresh random weights, and a batch."""
     task = models.TASKS[request.param]
@@ -71,7 +72,7 @@ def test_conversion_and_gradients(ready: Ready) -> None:
         report = hot.convert(changed, recipe)
         assert report.converted
         for layer in report.converted:
-            assert layer.name in str(report)
+            assert layer.name in report.table(grouped=False)
             assert changed.get_submodule(layer.name).config == hot.HotConfig.recipe(recipe)
         got = gradient(changed, batch, task)
         assert got.isfinite().all()
@@ -128,23 +129,29 @@ def test_compress_saved(ready: Ready) -> None:
     assert float(torch.nn.functional.cosine_similarity(got, exact, dim=0)) > 0.98
 
 
-def test_benchmark_at_toy_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_benchmark_at_toy_size(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("transformers")
     import bench_models
+    import training
 
+    name = "8, no attention"
+    monkeypatch.setattr(training, "VARIANTS", {name: training.VARIANTS[name]})
     path = tmp_path / "models.json"
-    options = ["--quick", "--models", "llama_blocks", "--part", "time", "saved", "gradient"]
+    options = ["--quick", "--models", "llama_blocks", "--part", "variants", "saved", "gradient"]
     bench_models.main([*options, "--threads", "1", "--json", str(path)])
     (name, rows), *others = json.loads(path.read_text())["models"].items()
     assert name == "llama_blocks" and not others
-    assert set(rows["time"]) == {c.name for c in bench_models.contenders("cpu")}
-    for row in rows["time"].values():
+    times = rows["variants"]["time"]
+    assert set(times) | {"fp32"} == {c.name for c in bench_models.variants("cpu")}
+    for row in times.values():
         assert 0 < row["q1_ms"] <= row["median_ms"] <= row["q3_ms"]
     plain, hot_alone, both = rows["saved"]["all"]
     assert both < hot_alone < plain
     assert 0.98 < rows["gradient"]["default"] < 1
     printed = capsys.readouterr().out
-    assert "default + saved 4" in printed and str(path) in printed
+    assert "default + 8, no attention" in printed and str(path) in printed
 
 
 def test_table_at_toy_size(
@@ -168,7 +175,7 @@ def test_table_at_toy_size(
         begin, end = row["loss"][name]
         assert begin == pytest.approx(first, rel=1e-5) and end < begin
     table = path.with_suffix(".md").read_text()
-    for name in ("2 blocks of Llama-3-8B's shape", "14, 0", f"{row['cosine']['fast']:.4f}"):
+    for name in ("Llama-3-8B's blocks", "14, 0", f"{row['cosine']['fast']:.4f}"):
         assert name in table
     # Without time nothing is begun, and the report says so.
     bench_models.main([*options, "--models", "llama_blocks", "bert", "--budget", "0"])
@@ -183,6 +190,11 @@ def test_table_at_toy_size(
         bench_models.main([*options, "--models", "bert"])
     assert "ZeroDivisionError" in json.loads(path.read_text())["failed"]["bert"]
     capsys.readouterr()
-    with pytest.raises(SystemExit):
-        bench_models.main(["--part", "table", "time"])
-    assert "--part table: its models have sizes of their own" in capsys.readouterr().err
+    for words, said in (
+        (["--part", "table", "loss"], "--part table: has sizes and a report of its own"),
+        (["--part", "step", "loss"], "--part step: has sizes and a report of its own"),
+        (["--part", "loss", "--models", "llama_lora"], "LoRA's blocks have part step alone"),
+    ):
+        with pytest.raises(SystemExit):
+            bench_models.main(words)
+        assert said in capsys.readouterr().err

@@ -11,7 +11,7 @@ from typing import Any
 
 import hotcore
 import pytest
-from hotcore.config import RECIPES, HotConfig
+from hotcore.config import RECIPES, HotConfig, Key
 from support import equal_bits
 
 torch = pytest.importorskip("torch")
@@ -28,8 +28,17 @@ def layers(count: int = 3, recipe: Any = "default") -> list[hot.HotLinear]:
     return [hot.HotLinear(WIDTH, 48, config=recipe) for _ in range(count)]
 
 
-def images(tokens: int = 96) -> torch.Tensor:
+def data(tokens: int = 96) -> torch.Tensor:
     return torch.randn(tokens, WIDTH)
+
+
+def images(tokens: int = 96) -> torch.Tensor:
+    """An activation: only those are shared."""
+    return data(tokens).requires_grad_() + 0
+
+
+def pixels() -> torch.Tensor:
+    return torch.randn(2, WIDTH, 8, 8).requires_grad_() + 0
 
 
 def kept(*outputs: torch.Tensor) -> list[torch.Tensor]:
@@ -46,10 +55,10 @@ def buffers(*outputs: torch.Tensor) -> int:
     return len({saved.data_ptr() for saved in kept(*outputs)})
 
 
-def drawn(seed: int, count: int) -> list[int]:
-    """The seeds that the layers draw after ``manual_seed(seed)``."""
+def drawn(seed: int, count: int) -> list[Key]:
+    """The keys of layers that draw after ``manual_seed(seed)``."""
     torch.manual_seed(seed)
-    return [int(torch.randint(2**63 - 1, (), dtype=torch.int64)) for _ in range(count)]
+    return [Key(0, int(torch.randint(2**63 - 1, (), dtype=torch.int64))) for _ in range(count)]
 
 
 # ----------------------------------------------------------------------------------- What is shared
@@ -57,7 +66,7 @@ def drawn(seed: int, count: int) -> list[int]:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_one_buffer_and_the_gradients_of_both_keys(recipe: str) -> None:
-    x = images().requires_grad_()
+    x = images()
     gy = torch.randn(96, 48)
     first, *others = drawn(5, 4)
     torch.manual_seed(5)
@@ -89,17 +98,18 @@ def test_the_bytes_depend_on_the_fields_of_the_form_alone() -> None:
         for name, value in changes.items():
             other = dataclasses.replace(base, **{name: value})
             assert reuse.form(other) == reuse.form(base)
-            one, two = (hotcore.compress_activation(x, c, key=3).data for c in (base, other))
+            one, two = (
+                hotcore.compress_activation(x.detach(), c, key=3).data for c in (base, other)
+            )
             assert torch.equal(one, two), (recipe, name)
     q, k = hot.HotLinear(WIDTH, 48), hot.HotLinear(WIDTH, 48, config="int4")  # g_x's bits differ
     accurate = hot.HotLinear(WIDTH, 48, config="accurate")
-    x.requires_grad_()
     assert buffers(q(x), k(x)) == 1
     assert buffers(q(x), accurate(x)) == 2
 
 
 def test_convolutions_that_keep_the_same_pixels() -> None:
-    x = torch.randn(2, WIDTH, 8, 8)
+    x = pixels()
     point = [hot.HotConv2d(WIDTH, 32, 1, config="fast") for _ in range(2)]
     strided = hot.HotConv2d(WIDTH, 32, 1, 2, config="fast")
     wide = [hot.HotConv2d(WIDTH, 32, k, padding=k // 2, config="fast") for k in (3, 5)]
@@ -119,14 +129,14 @@ def test_convolutions_that_keep_the_same_pixels() -> None:
 
 
 def test_a_1x1_convolution_uses_both_keys() -> None:
-    x, gy = torch.randn(2, WIDTH, 8, 8), torch.randn(2, 32, 8, 8)
+    x, gy = pixels(), torch.randn(2, 32, 8, 8)
     modules = [hot.HotConv2d(WIDTH, 32, 1, bias=False, config="fast") for _ in range(2)]
     first, second = drawn(5, 2)
     torch.manual_seed(5)
     _, y = (outputs := [module(x) for module in modules])
     assert buffers(*outputs) == 1
     (got,) = torch.autograd.grad(y, modules[1].weight, gy)
-    tokens, grads = (t.permute(0, 2, 3, 1).reshape(-1, t.shape[1]) for t in (x, gy))
+    tokens, grads = (t.detach().permute(0, 2, 3, 1).reshape(-1, t.shape[1]) for t in (x, gy))
     saved = hotcore.compress_activation(tokens, "fast", key=first)
     expected = hotcore.backward_linear(grads, None, saved, need="gw", key=second)
     equal_bits(got[:, :, 0, 0], expected.gw)
@@ -136,12 +146,14 @@ def test_memory_report_counts_it_once() -> None:
     class Three(nn.Module):
         def __init__(self) -> None:
             super().__init__()
+            self.shift = nn.Parameter(torch.zeros(WIDTH))
             self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x + self.shift
             return self.q(x) + self.k(x) + self.v(x)
 
-    x = images(128)
+    x = data(128)
     report = hot.memory_report(Three(), x, "accurate", filter_fn=lambda module, name: True)
     sizes = {module.name: module.after for module in report.modules}
     assert sizes["q"] == x.numel() + 4 * WIDTH + 8  # codes, a scale a channel, the seed
@@ -167,6 +179,93 @@ def test_another_x_a_changed_x_and_a_view() -> None:
     assert buffers(y, z) == 2
     seed = next(t for t in z.grad_fn.saved_tensors if t is not None and t.dtype == torch.int64)
     assert torch.equal(kept(z)[0], ops.compress_activation(x, seed, k.config.json))
+
+
+def fused_step(x: torch.Tensor) -> None:
+    x.grad = torch.ones_like(x)
+    torch.optim.AdamW([x], lr=0.5, fused=True).step()
+
+
+def gathered(x: torch.Tensor) -> None:
+    """What a collective does: it writes the memory, and the version stays."""
+    x.detach().data.copy_(data())
+
+
+def through_numpy(x: torch.Tensor) -> None:
+    x.detach().numpy()[:] = data().numpy()
+
+
+def through_dlpack(x: torch.Tensor) -> None:
+    torch.from_dlpack(x.detach()).copy_(data())
+
+
+def through_storage(x: torch.Tensor) -> None:
+    x.untyped_storage().copy_(data().untyped_storage())
+
+
+def new_data(x: torch.Tensor) -> None:
+    x.data = data()
+
+
+WRITES = (fused_step, gathered, through_numpy, through_dlpack, through_storage, new_data)
+
+
+def error(y: torch.Tensor, weight: torch.Tensor, x: torch.Tensor) -> float:
+    """Of g_w, beside the exact one for x as it is."""
+    gy = torch.randn(96, 48)
+    (got,) = torch.autograd.grad(y, weight, gy)
+    exact = gy.t() @ x.detach()
+    return float((got - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("kind", ["data", "parameter", "view"])
+@pytest.mark.parametrize("write", WRITES)
+def test_a_leaf_that_is_written_past_its_version(write: Any, kind: str) -> None:
+    # While an output for the old values lives. Off by 0.7 to 1.4 with the old codes.
+    q, k = layers(2)
+    leaf = data() if kind == "data" else nn.Parameter(data())
+    x = leaf.view(96, WIDTH) if kind == "view" else leaf
+    y = q(x)
+    if write is new_data:
+        write(x)
+    else:
+        write(leaf)
+    assert error(k(x), k.weight, x) < 0.2
+    assert y.grad_fn is not None
+
+
+def test_an_activation_whose_memory_is_another() -> None:
+    q, k = layers(2)
+    x = images()
+    y = q(x)
+    new_data(x)
+    z = k(x)
+    assert buffers(y, z) == 2 and error(z, k.weight, x) < 0.2
+
+
+def test_the_switch() -> None:
+    q, k, v = layers()
+    x = images()
+    assert hot.share_inputs.enabled
+    with hot.share_inputs(False):
+        y = q(x)
+        gathered(x)
+        z = k(x)
+        assert buffers(y, z, v(x)) == 3 and error(z, k.weight, x) < 0.2
+        with hot.share_inputs(True):
+            assert buffers(q(x), k(x)) == 1
+        with ThreadPoolExecutor(1) as other:  # the process's
+            assert other.submit(lambda: buffers(q(x), k(x))).result() == 2
+        assert repr(hot.share_inputs(False)) == "share_inputs(enabled=False)"
+    assert buffers(q(x), k(x)) == 1
+    hot.share_inputs(False)
+    try:
+        assert buffers(q(x), k(x)) == 2
+    finally:
+        hot.share_inputs(True)
+    with pytest.raises(ZeroDivisionError), hot.share_inputs(False):
+        raise ZeroDivisionError
+    assert hot.share_inputs.enabled
 
 
 def test_autocast_to_another_dtype() -> None:
@@ -218,7 +317,7 @@ def test_a_frozen_layer_compresses_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     )
     frozen, q, k = layers()
     frozen.weight.requires_grad_(False)
-    x = images().requires_grad_()
+    x = images()
     outputs = frozen(x), q(x), frozen(x), k(x)
     assert calls == [x.shape]
     sum(y.sum() for y in outputs).backward()
@@ -241,10 +340,22 @@ def test_the_noise_is_fresh_at_every_step() -> None:
         assert not torch.equal(found[one][1][0], found[two][1][0])
 
 
+def test_a_layer_that_comes_again_draws_afresh() -> None:
+    # Several samples before one backward: their noise has to average out.
+    q, k, v = layers(3, "fast")
+    x, gy = images(), torch.randn(96, 48)
+    samples = [[module(x) for module in (q, k, v)] for _ in range(3)]
+    assert [buffers(*outputs) for outputs in samples] == [1, 1, 1]
+    assert buffers(*(y for outputs in samples for y in outputs)) == 3
+    exact = gy.t() @ x.detach()
+    errors = [torch.autograd.grad(outputs[1], k.weight, gy)[0] - exact for outputs in samples]
+    assert sum(errors).norm() / 3 < 0.75 * min(e.norm() for e in errors)  # 0.58
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpoint_of_a_fixed_x_is_fresh_at_every_step(reentrant: bool) -> None:
     q, k = layers(2, "fast")
-    x = images().requires_grad_()
+    x = images()
     found = []
     for _ in range(2):
         y = checkpoint(lambda x: q(x) * k(x), x, use_reentrant=reentrant)
@@ -363,7 +474,7 @@ def test_checkpoint_repeats_the_bits(recipe: str, reentrant: bool) -> None:
 
     def run(wrapped: bool) -> list[torch.Tensor]:
         torch.manual_seed(7)
-        x = images().requires_grad_()
+        x = data().requires_grad_()
         y = checkpoint(block, x, use_reentrant=reentrant) if wrapped else block(x)
         weights = [module.weight for module in modules]
         for weight in weights:
@@ -378,16 +489,16 @@ def test_checkpoint_repeats_the_bits(recipe: str, reentrant: bool) -> None:
 def test_checkpoint_of_one_of_them(ended: bool) -> None:
     # The bytes that are made again come with their own seed, whatever forward had shared.
     q, k = layers(2, "fast")
-    x = images().requires_grad_()
+    x = images()
     gy = torch.randn(96, 48)
-    first, own = drawn(7, 2)
+    _, own = drawn(7, 2)
     torch.manual_seed(7)
     y = q(x)
     z = checkpoint(k, x, use_reentrant=False)
     if ended:  # the entry, by a backward before the checkpoint's
         y.sum().backward(retain_graph=True)
     (got,) = torch.autograd.grad(z, k.weight, gy)
-    saved = hotcore.compress_activation(x.detach(), "fast", key=own if ended else first)
+    saved = hotcore.compress_activation(x.detach(), "fast", key=own)
     equal_bits(got, hotcore.backward_linear(gy, None, saved, need="gw", key=own).gw)
     assert buffers(y) == 1
 

@@ -1,13 +1,20 @@
 """HOT for torch: ``import hotcore.torch as hot``, then ``hot.convert(model)``."""
 
 from ..config import HotConfig
+from . import _requirement  # noqa: F401  (first)
 from .accumulation import gradient_accumulation
+from .attention import HotMultiheadAttention
+from .autotune import autotune
 from .compress_saved import Compression, compress_saved
-from .convert import ConversionReport, Converted, Skipped, convert, revert
+from .convert import convert, revert
 from .functional import conv2d, linear
-from .lqs import LayerPlan, Plan, calibrate
+from .lqs import calibrate
 from .memory import MemoryReport, ModuleMemory, memory_report
 from .modules import HotConv2d, HotLinear
+from .plan import LayerPlan, Measured, Plan
+from .policies import keep_codes, keep_products
+from .report import ConversionReport, Converted, Skipped
+from .reuse import share_inputs
 from .schedule import PrecisionSchedule
 
 __all__ = [
@@ -17,18 +24,24 @@ __all__ = [
     "HotConfig",
     "HotConv2d",
     "HotLinear",
+    "HotMultiheadAttention",
     "LayerPlan",
+    "Measured",
     "MemoryReport",
     "ModuleMemory",
     "Plan",
     "PrecisionSchedule",
     "Skipped",
+    "autotune",
     "calibrate",
     "compress_saved",
     "conv2d",
     "convert",
     "gradient_accumulation",
+    "keep_codes",
+    "keep_products",
     "linear",
     "memory_report",
     "revert",
+    "share_inputs",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,17 +13,60 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from . import ops
+from . import _compat, ops
 
 
-@dataclasses.dataclass
 class _State:
-    in_place: bool
-    # weight -> its version, the configuration and dtype it was quantised for, the codes
-    weights: Any = dataclasses.field(default_factory=WeakTensorKeyDictionary)
+    """One ``with gradient_accumulation()``; the layers' graphs hold it, so it outlives its end."""
+
+    __slots__ = ("__weakref__", "_codes", "_ended", "_in_place", "_lock")
+
+    def __init__(self, in_place: bool) -> None:
+        self._in_place = in_place
+        self._ended = False
+        # weight -> its version, the configuration and dtype it was quantised for, the codes
+        self._codes: Any = WeakTensorKeyDictionary()
+        self._lock = threading.Lock()  # autograd has a thread for every CUDA device
+
+    @property
+    def in_place(self) -> bool:
+        """Whether gradients are still added in place."""
+        return self._in_place and not self._ended
+
+    def codes(self, weight: Tensor, config: str) -> Tensor | None:
+        """``weight`` quantised for g_x, by the first micro-batch; None after the end."""
+        wanted = (weight._version, config, weight.dtype, weight.device)
+        with self._lock:
+            if self._ended:
+                return None
+            found = self._codes.get(weight)
+            if found is None or found[0] != wanted:
+                found = (wanted, ops.quantize_weight(weight.detach(), ops.parsed(config)))
+                self._codes[weight] = found
+            codes: Tensor = found[1]
+            return codes
+
+    def stepped(self, *_: Any) -> None:
+        """Drop the codes of trained weights; fused optimizers do not raise a weight's version."""
+        with self._lock:
+            for weight in [w for w in self._codes if w.requires_grad]:
+                del self._codes[weight]
+
+    def end(self) -> None:
+        """From here on graphs that were made inside behave as any other."""
+        with self._lock:
+            self._ended = True
+            self._codes.clear()
 
 
-_active: _State | None = None
+class _Threads(threading.local):
+    state: _State | None = None
+
+
+threads = _Threads()
+"""``threads.state``: of the context that the calling thread is inside."""
+_entered = 0  # contexts open in the process: while there is none, a layer asks no further
+_count = threading.Lock()
 
 
 @contextlib.contextmanager
@@ -36,35 +80,40 @@ def gradient_accumulation(*, in_place: bool = True) -> Iterator[None]:
     With ``in_place`` g_w and g_b are added to ``.grad`` by the product itself, in fp32 before one
     rounding: no g_w of its own, and no pass over it.
 
+    It is the calling thread's: layers that this thread runs inside take part, in whichever thread
+    their backward runs. Other threads are not concerned, and may have contexts of their own: what a
+    reentrant checkpoint runs again on CUDA, in a thread of autograd's, accumulates as any other.
+    After its end the graphs that were made inside behave as any other.
+
     Args:
         in_place: False leaves the adding to autograd. Needed where something waits for autograd's
-            own accumulation (DistributedDataParallel outside of ``no_sync()``), and where gradients
-            are asked for by ``torch.autograd.grad`` instead of ``backward()``. Parameters with
-            hooks (tensor or post-accumulate) are left to autograd anyway, and so is a first
-            gradient.
+            own accumulation (DistributedDataParallel outside of ``no_sync()``), and where several
+            threads run backward for the same parameters at once. Autograd adds anyway a first
+            gradient, and those of parameters with hooks (tensor or post-accumulate).
+            ``torch.autograd.grad`` returns its gradients and leaves ``.grad`` alone.
 
     Raises:
         RuntimeError: when nested, or while compiling (torch.compile'd layers share nothing).
 
     Source: docs/torch.md, "Gradient accumulation".
     """
-    global _active
+    global _entered
     if torch.compiler.is_compiling():
         raise RuntimeError("gradient_accumulation: not inside a compiled region")
-    if _active is not None:
-        raise RuntimeError("gradient_accumulation: already inside one")
+    if threads.state is not None:
+        raise RuntimeError("gradient_accumulation: this thread is already inside one")
     state = _State(in_place)
-
-    def stepped(*_: Any) -> None:
-        for weight in [w for w in state.weights if w.requires_grad]:
-            del state.weights[weight]
-
-    hook = register_optimizer_step_post_hook(stepped)
-    _active = state
+    hook = register_optimizer_step_post_hook(state.stepped)
+    threads.state = state
+    with _count:
+        _entered += 1
     try:
         yield
     finally:
-        _active = None
+        with _count:
+            _entered -= 1
+        threads.state = None
+        state.end()
         hook.remove()
 
 
@@ -72,6 +121,7 @@ def gradient_accumulation(*, in_place: bool = True) -> Iterator[None]:
 class Shared:
     """The parameters of a layer whose forward ran inside :func:`gradient_accumulation`."""
 
+    state: _State
     weight: Tensor
     bias: Tensor | None
 
@@ -87,8 +137,12 @@ class Shared:
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """g_x, g_w, g_b; None where the dtype is None, or where it was added to ``.grad``."""
         of_gx, *others = dtypes
+        if ops.unusual(gy):
+            weight = None if of_gx is None else self.weight
+            common = (saved, saved_seed, seed, config, x_shape)
+            return ops.backward_linear(gy, weight, *common, *dtypes)
         added = [
-            None if dtype is None else _grad_to_add_to(parameter)
+            None if dtype is None else self._grad_to_add_to(parameter)
             for dtype, parameter in zip(others, (self.weight, self.bias), strict=True)
         ]
         others = [
@@ -109,48 +163,36 @@ class Shared:
             ops.keys_of(saved_seed, seed),
             (gx, gw if added[0] is None else added[0], gb if added[1] is None else added[1]),
             accumulate,
-            None if gx is None else _codes(self.weight, config),
+            None if gx is None else self.state.codes(self.weight, config),
         )
         for grad in added:
             if grad is not None:
                 torch.autograd.graph.increment_version(grad)
         return gx, gw, gb
 
+    def _grad_to_add_to(self, parameter: Tensor | None) -> Tensor | None:
+        """The ``.grad`` of ``parameter`` that the product is to add to; None: autograd adds."""
+        if not self.state.in_place or parameter is None:
+            return None
+        grad = parameter.grad
+        adds = (
+            grad is not None
+            and parameter.is_leaf
+            and not grad.requires_grad
+            and grad.layout == torch.strided
+            and grad.dtype == parameter.dtype
+            and grad.device == parameter.device
+            and grad.shape == parameter.shape
+            and not parameter._backward_hooks
+            and not getattr(parameter, "_post_accumulate_grad_hooks", None)
+            and _compat.accumulates(parameter)
+        )
+        return grad if adds else None
+
 
 def shared(weight: Tensor, bias: Tensor | None) -> Shared | None:
     """What a layer keeps of its parameters; None outside of :func:`gradient_accumulation`."""
-    if _active is None or not weight.is_leaf:
+    if not _entered or not weight.is_leaf:
         return None
-    return Shared(weight, bias)
-
-
-def _codes(weight: Tensor, config: str) -> Tensor | None:
-    state = _active
-    if state is None:
-        return None
-    wanted = (weight._version, config, weight.dtype, weight.device)
-    found = state.weights.get(weight)
-    if found is None or found[0] != wanted:
-        found = (wanted, ops.quantize_weight(weight.detach(), ops.parsed(config)))
-        state.weights[weight] = found
-    codes: Tensor = found[1]
-    return codes
-
-
-def _grad_to_add_to(parameter: Tensor | None) -> Tensor | None:
-    """The ``.grad`` of ``parameter`` that the product is to add to; None: autograd adds."""
-    if _active is None or not _active.in_place or parameter is None:
-        return None
-    grad = parameter.grad
-    adds = (
-        grad is not None
-        and parameter.is_leaf
-        and not grad.requires_grad
-        and grad.layout == torch.strided
-        and grad.dtype == parameter.dtype
-        and grad.device == parameter.device
-        and grad.shape == parameter.shape
-        and not parameter._backward_hooks
-        and not getattr(parameter, "_post_accumulate_grad_hooks", None)
-    )
-    return grad if adds else None
+    state = threads.state
+    return None if state is None else Shared(state, weight, bias)

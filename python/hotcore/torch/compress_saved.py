@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
+from . import ops
 from .functional import DTYPES
 
 BLOCK = 128
@@ -35,10 +36,10 @@ BLOCK = 128
 MASK_BLOCK = 1024
 """Values whose signs share 128 bytes (one bit each)."""
 
-_MIN_RANGE = 2.0**-100  # of a block; what is narrower counts as constant
+MIN_RANGE = 2.0**-100  # of a block; what is narrower counts as constant
 _CHUNK = 1 << 20  # values that the torch path works on at a time
-_MASK32 = 0xFFFF_FFFF
-_GOLDEN32 = 0x9E37_79B1
+MASK32 = 0xFFFF_FFFF
+GOLDEN32 = 0x9E37_79B1
 _GOLDEN64 = 0x9E37_79B9_7F4A_7C15
 
 KINDS: Mapping[str, frozenset[str]] = {
@@ -62,6 +63,10 @@ KINDS: Mapping[str, frozenset[str]] = {
 """Kind of operation -> functions of torch (by name) whose saved tensors are compressed. What is in
 none of them (divisions, roots, custom autograd Functions, ...) is never touched: its
 derivative may need exact values."""
+
+Key = tuple[int, int] | tuple[Tensor, int]
+"""Two 32-bit words; or the tensor on the device that holds them (an int64, the low word first), and
+a number that tells tensors apart which share it."""
 
 _POWERS: Any = {2, 3}  # a set, so that a tensor is not compared element by element
 _KIND_OF = {name: kind for kind, names in KINDS.items() for name in names}
@@ -109,8 +114,8 @@ def compress_saved(bits: int = 8, *, min_values: int = 65536, **kinds: int | Non
 
     Backward runs outside or inside the context. It composes with autocast, HOT's layers and
     activation checkpointing (where the checkpoint keeps nothing to compress). Inside a graph that
-    torch.compile made, nothing is compressed. A CUDA graph repeats the roundings it was captured
-    with.
+    torch.compile made, nothing is compressed (``convert(..., saved=)`` does that). In a CUDA graph
+    every tensor draws a seed of its own on the device, anew at every replay.
 
     Raises:
         ValueError: bad bits, or an unknown kind.
@@ -196,10 +201,10 @@ class Compression:
         )
         found = self._kept.get(key)
         if found is None:
-            order = _memory_order(tensor)
+            order = memory_order(tensor)
             if order is None:
                 return tensor.detach()
-            found = _Packed(tensor, order, rule.bits, self._key())
+            found = _Packed(tensor, order, rule.bits, self._key(tensor))
             self._kept[key] = found
         return found
 
@@ -207,10 +212,13 @@ class Compression:
         """The tensor again, of the same shape, dtype, device and order of dimensions in memory."""
         return kept.restore() if isinstance(kept, _Packed) else kept
 
-    def _key(self) -> tuple[int, int]:
-        """Two 32-bit words, new for every tensor."""
+    def _key(self, tensor: Tensor) -> Key:
+        """New for every tensor: two words, or a seed on the device while a graph is captured."""
+        seed = ops.captured_seed(tensor)
+        if seed is not None:
+            return seed, next(self._counter)
         value = _splitmix64(self._seed + next(self._counter) * _GOLDEN64)
-        return value & _MASK32, value >> 32
+        return value & MASK32, value >> 32
 
 
 class _Watch(TorchFunctionMode):
@@ -308,7 +316,7 @@ def _without_gradient(tensor: Tensor) -> bool:
     return tensor.is_leaf or (base is not None and base.is_leaf and base.requires_grad)
 
 
-def _memory_order(tensor: Tensor) -> tuple[int, ...] | None:
+def memory_order(tensor: Tensor) -> tuple[int, ...] | None:
     """Dimensions from the outermost in memory to the innermost; None where elements overlap.
 
     Empty for a contiguous tensor: nothing to permute.
@@ -341,43 +349,62 @@ class _Packed:
         "_source",
     )
 
-    def __init__(
-        self, tensor: Tensor, order: tuple[int, ...], bits: int, key: tuple[int, int]
-    ) -> None:
+    def __init__(self, tensor: Tensor, order: tuple[int, ...], bits: int, key: Key) -> None:
         # Keeps the storage's address from being taken by another one, not the storage.
         source = tensor.untyped_storage()
         self._source = StorageWeakRef(source)  # type: ignore[no-untyped-call]
         self._order, self._bits, self._dtype = order, bits, tensor.dtype
         dense = tensor.permute(order) if order else tensor
         self._shape = dense.shape
-        width = MASK_BLOCK if bits == 1 else BLOCK
-        blocks = -(-tensor.numel() // width)
-        device = tensor.device
-        self._codes = torch.empty((blocks, width * bits // 8), dtype=torch.uint8, device=device)
-        self._ranges = torch.empty((0 if bits == 1 else blocks, 2), device=device)
-        kernels = _kernels(device)
-        if kernels is not None:
-            kernels.compress(dense, self._codes, self._ranges, bits, key)
-        else:
-            _compress(dense.reshape(-1), self._codes, self._ranges, bits, key)
+        self._codes, self._ranges = encode_blocks(dense, bits, key)
 
     @property
     def nbytes(self) -> int:
         return self._codes.nbytes + self._ranges.nbytes
 
     def restore(self) -> Tensor:
-        dense = torch.empty(self._shape, dtype=self._dtype, device=self._codes.device)
-        kernels = _kernels(dense.device)
-        if kernels is not None:
-            kernels.restore(self._codes, self._ranges, self._bits, dense)
-        else:
-            _restore(self._codes, self._ranges, self._bits, dense.view(-1))
+        dense = decode_blocks(self._codes, self._ranges, self._bits, self._shape, self._dtype)
         if not self._order:
             return dense
         inverse = [0] * len(self._order)
         for place, dim in enumerate(self._order):
             inverse[dim] = place
         return dense.permute(inverse)
+
+
+def encode_blocks(dense: Tensor, bits: int, key: Key) -> tuple[Tensor, Tensor]:
+    """Codes ``[blocks, bytes]`` and ranges ``[blocks, 2]`` (none with one bit) of any values.
+
+    ``dense`` has its dimensions in the order of memory.
+    """
+    width = MASK_BLOCK if bits == 1 else BLOCK
+    blocks = -(-dense.numel() // width)
+    device = dense.device
+    codes = torch.empty((blocks, width * bits // 8), dtype=torch.uint8, device=device)
+    ranges = torch.empty((0 if bits == 1 else blocks, 2), dtype=torch.float32, device=device)
+    if blocks == 0:
+        return codes, ranges
+    kernels = _kernels(device)
+    if kernels is not None:
+        kernels.compress(dense, codes, ranges, bits, key)
+    else:
+        _compress(dense.reshape(-1), codes, ranges, bits, key)
+    return codes, ranges
+
+
+def decode_blocks(
+    codes: Tensor, ranges: Tensor | None, bits: int, shape: Sequence[int], dtype: torch.dtype
+) -> Tensor:
+    """The values again, contiguous; with one bit 1 where they were positive, else 0."""
+    dense = torch.empty(shape, dtype=dtype, device=codes.device)
+    if dense.numel() == 0:
+        return dense
+    kernels = _kernels(dense.device)
+    if kernels is not None:
+        kernels.restore(codes, ranges, bits, dense)
+    else:
+        _restore(codes, ranges, bits, dense.view(-1))
+    return dense
 
 
 _kernels_found: ModuleType | None = None
@@ -413,24 +440,32 @@ def _splitmix64(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def _mix32(value: Tensor) -> Tensor:
+def mix32(value: Tensor) -> Tensor:
     """A hash of 32-bit words kept in int64 (lowbias32 of Ellis, 2018)."""
     value = value ^ (value >> 16)
-    value = (value * 0x7FEB_352D) & _MASK32
+    value = (value * 0x7FEB_352D) & MASK32
     value = value ^ (value >> 15)
-    value = (value * 0x846C_A68B) & _MASK32
+    value = (value * 0x846C_A68B) & MASK32
     return value ^ (value >> 16)
 
 
-def _dither(first: int, blocks: int, key: tuple[int, int], device: torch.device) -> Tensor:
+def _words(key: Key) -> tuple[Tensor | int, Tensor | int]:
+    seed, stream = key
+    if isinstance(seed, int):
+        return seed, stream
+    return seed & MASK32, ((seed >> 32) + stream * GOLDEN32) & MASK32
+
+
+def _dither(first: int, blocks: int, key: Key, device: torch.device) -> Tensor:
     """Uniform numbers ``[blocks, 128]`` in [0, 1), multiples of 2**-23: one draw a block, shifted.
 
     With u the draw of the block, value i gets ``frac(u + i * phi)``.
     """
     block = torch.arange(first, first + blocks, dtype=torch.int64, device=device)
-    draw = _mix32(_mix32((block & _MASK32) ^ key[0]) ^ key[1]) >> 9
+    low, high = _words(key)
+    draw = mix32(mix32((block & MASK32) ^ low) ^ high) >> 9
     i = torch.arange(BLOCK, dtype=torch.int64, device=device)
-    shift = ((i * _GOLDEN32) & _MASK32) >> 9
+    shift = ((i * GOLDEN32) & MASK32) >> 9
     sums = (draw[:, None] + shift) & 0x7F_FFFF
     return sums.float() * 2.0**-23
 
@@ -441,7 +476,7 @@ def _chunks(blocks: int, width: int) -> Iterator[tuple[int, int]]:
         yield first, min(first + step, blocks)
 
 
-def _compress(flat: Tensor, codes: Tensor, ranges: Tensor, bits: int, key: tuple[int, int]) -> None:
+def _compress(flat: Tensor, codes: Tensor, ranges: Tensor, bits: int, key: Key) -> None:
     """Fill codes and ranges from flat ``[N]``, with torch operations."""
     width = MASK_BLOCK if bits == 1 else BLOCK
     for first, last in _chunks(len(codes), width):
@@ -459,7 +494,7 @@ def _compress(flat: Tensor, codes: Tensor, ranges: Tensor, bits: int, key: tuple
         lo, hi = values.aminmax(dim=1, keepdim=True)
         span = hi - lo
         # Tensor by tensor: torch multiplies by the reciprocal where one of them is a number.
-        inverse = torch.where(span < _MIN_RANGE, 0.0, torch.full_like(span, top) / span)
+        inverse = torch.where(span < MIN_RANGE, 0.0, torch.full_like(span, top) / span)
         dither = _dither(first, last - first, key, flat.device)
         code = ((values - lo) * inverse).add_(dither).floor_().clamp_(0, top).to(torch.uint8)
         if bits == 4:
@@ -468,7 +503,7 @@ def _compress(flat: Tensor, codes: Tensor, ranges: Tensor, bits: int, key: tuple
         ranges[first:last] = torch.cat([lo, hi], dim=1)
 
 
-def _restore(codes: Tensor, ranges: Tensor, bits: int, flat: Tensor) -> None:
+def _restore(codes: Tensor, ranges: Tensor | None, bits: int, flat: Tensor) -> None:
     """Fill flat ``[N]`` from codes and ranges, with torch operations."""
     width = MASK_BLOCK if bits == 1 else BLOCK
     for first, last in _chunks(len(codes), width):
@@ -479,6 +514,7 @@ def _restore(codes: Tensor, ranges: Tensor, bits: int, flat: Tensor) -> None:
         else:
             if bits == 4:
                 code = torch.cat([code & 15, code >> 4], dim=1)
+            assert ranges is not None
             top = 2**bits - 1
             lo, hi = ranges[first:last, :1], ranges[first:last, 1:]
             step = (hi - lo) / torch.full_like(hi, top)

@@ -18,12 +18,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from ..config import HotConfig, Key
 from ..ops import unpack_int4
@@ -211,9 +213,18 @@ def _sources(
 _WINDOW = "int[] kernel, int[] stride, int[] padding, int[] dilation, str padding_mode"
 ops.library.define(f"compress_pixels(Tensor x, Tensor seed, str config, {_WINDOW}) -> Tensor")
 ops.library.define(
-    f"conv2d(Tensor x, Tensor weight, Tensor? bias, Tensor seed, str config, {_WINDOW}, bool keep)"
-    " -> (Tensor, Tensor)"
+    f"compress_pixels_seeded(Tensor x, str config, {_WINDOW}) -> (Tensor, Tensor)",
+    tags=(torch.Tag.nondeterministic_seeded,),
 )
+ops.library.define(
+    f"kept_pixels_of(Tensor x, Tensor inner, str config, bool codes, {_WINDOW}) -> (Tensor, Tensor)"
+)
+_CONV2D = (
+    "(Tensor x, Tensor weight, Tensor? bias, Tensor? saved, Tensor seed, str config, "
+    f"{_WINDOW}) -> Tensor"
+)
+ops.library.define(f"conv2d{_CONV2D}")
+ops.library.define(f"convolution{_CONV2D}")
 ops.library.define(
     "backward_conv2d(Tensor gy, Tensor? weight, Tensor? saved, Tensor? saved_seed, Tensor seed, "
     f"str config, SymInt[] x_shape, bool x_last, bool weight_last, {_WINDOW}, "
@@ -237,18 +248,115 @@ def _fake_compress_pixels(x: Tensor, seed: Tensor, config: str, *shape: Any) -> 
     return torch.empty(size, dtype=torch.uint8, device=x.device)
 
 
-def _conv2d(
-    x: Tensor, weight: Tensor, bias: Tensor | None, seed: Tensor, config: str, *rest: Any
-) -> tuple[Tensor, Tensor]:
-    y = _output(x, weight, bias, Window.of(*rest[:5]))
-    return y, _compress_pixels(x, seed, config, *rest[:5]) if rest[5] else seed.new_empty(0)
+def _compress_pixels_seeded(x: Tensor, config: str, *shape: Any) -> ops.Pair:
+    seed = ops.draw_seed(x)
+    return _compress_pixels(x, seed, config, *shape), seed
 
 
-def _fake_conv2d(
-    x: Tensor, weight: Tensor, bias: Tensor | None, seed: Tensor, config: str, *rest: Any
-) -> tuple[Tensor, Tensor]:
-    y = _output(x, weight, bias, Window.of(*rest[:5]))
-    return y, _fake_compress_pixels(x, seed, config, *rest[:5]) if rest[5] else seed.new_empty(0)
+def _fake_compress_pixels_seeded(x: Tensor, config: str, *shape: Any) -> ops.Pair:
+    seed = torch.empty((), dtype=torch.int64, device=x.device)
+    return _fake_compress_pixels(x, seed, config, *shape), seed
+
+
+def _kept_pixels_of(x: Tensor, inner: Tensor, config: str, codes: bool, *shape: Any) -> ops.Pair:
+    """As ``kept_of`` of ops.py, for pixels."""
+
+    def compress(pixels: Tensor) -> ops.Pair:
+        operator = torch.ops.hotcore.compress_pixels_seeded.default
+        kept: ops.Pair = operator(pixels, config, *shape)
+        return kept
+
+    form = (config, codes, Window.of(*shape))
+    return ops.kept_once(x, inner, form, compress if codes else None)
+
+
+def _conv2d(*arguments: Any) -> Tensor:
+    y: Tensor = _Conv2d.apply(*arguments)  # type: ignore[no-untyped-call]  # so in torch
+    return y
+
+
+def _convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    saved: Tensor | None,
+    seed: Tensor,
+    config: str,
+    *shape: Any,
+) -> Tensor:
+    dtype = x.dtype  # under autocast the parameters are of another
+    plain_bias = None if bias is None else bias.to(dtype)
+    return _output(x, weight.to(dtype), plain_bias, Window.of(*shape))
+
+
+def _fake_convolution(x: Tensor, *arguments: Any) -> Tensor:
+    ops.tell_partitioner()
+    return _convolution(x, *arguments)
+
+
+class _Conv2d(torch.autograd.Function):
+    """``convolution`` and its backward, as AOTAutograd traces them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        saved: Tensor | None,
+        seed: Tensor,
+        config: str,
+        *shape: Any,
+    ) -> Tensor:
+        ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None, saved, seed)
+        ctx.config, ctx.window, ctx.x_shape = config, Window.of(*shape), x.shape
+        ctx.channels_last = (is_channels_last(x), is_channels_last(weight))
+        ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
+        operator = torch.ops.hotcore.convolution.default
+        y: Tensor = operator(x, weight, bias, saved, seed, config, *shape)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
+        weight, saved, seed = ctx.saved_tensors
+        kept = (weight, saved, seed, seed)
+        about = (ctx.config, ctx.x_shape, ctx.channels_last, ctx.window)
+        found = gradients(gy, kept, *about, ctx.needs_input_grad, ctx.dtypes)
+        return (*found, *(None,) * 8)
+
+
+def gradients(
+    gy: Tensor,
+    kept: tuple[Tensor | None, Tensor | None, Tensor, Tensor],
+    config: str,
+    x_shape: torch.Size,
+    channels_last: tuple[bool, bool],
+    window: Window,
+    needed: Sequence[bool],
+    dtypes: Sequence[torch.dtype | None],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """g_x, g_w, g_b of those that are needed, by the operator; None for the others.
+
+    ``kept``: weight, the codes, their seed, the layer's seed.
+    """
+    need_gx, need_gw, need_gb, *_ = needed
+    weight, saved, saved_seed, seed = kept
+    gx_dtype, gw_dtype, gb_dtype = dtypes
+    gx, gw, gb = backward_conv2d(
+        gy,
+        weight if need_gx else None,
+        saved if need_gw else None,
+        saved_seed,
+        seed,
+        config,
+        x_shape,
+        *channels_last,
+        *window,
+        gx_dtype if need_gx else None,
+        gw_dtype if need_gw else None,
+        gb_dtype if need_gb else None,
+    )
+    return (gx if need_gx else None, gw if need_gw else None, gb if need_gb else None)
 
 
 def _output(x: Tensor, weight: Tensor, bias: Tensor | None, window: Window) -> Tensor:
@@ -360,8 +468,8 @@ def _backward_window(call: _Call, x_shape: tuple[int, ...]) -> None:
     _, own = call.keys
     frame = (top + height + bottom, left + width + right, channels)
     for chunk, (first, last) in enumerate(chunks(n, features * out_height * out_width), start=1):
-        # Offset 0 drew the numbers that rounded the kept x; replays of a graph count from below.
-        key = own._replace(offset=chunk << 32)
+        # The key's own offset drew the numbers that rounded the kept x.
+        key = own._replace(offset=own.offset + (chunk << 32))
         codes = columns = None
         if call.saved is not None and gw is not None:
             span = (first * height * width, last * height * width)
@@ -409,11 +517,56 @@ def _fake_backward_conv2d(
 
 
 ops.register(
-    ("conv2d", _conv2d, _fake_conv2d),
     ("compress_pixels", _compress_pixels, _fake_compress_pixels),
+    ("compress_pixels_seeded", _compress_pixels_seeded, _fake_compress_pixels_seeded),
+    ("convolution", _convolution, _fake_convolution),
     ("backward_conv2d", _backward_conv2d, _fake_backward_conv2d),
 )
+for _name, _made in (("kept_pixels_of", _kept_pixels_of), ("conv2d", _conv2d)):
+    ops.library.impl(_name, _made, "CompositeImplicitAutograd")
 
 conv2d = torch.ops.hotcore.conv2d.default
+kept_pixels_of = torch.ops.hotcore.kept_pixels_of.default
 compress_pixels = torch.ops.hotcore.compress_pixels.default
 backward_conv2d = torch.ops.hotcore.backward_conv2d.default
+
+
+# Multiply-adds count twice, as torch's own; the shapes are those of the arguments.
+
+
+@register_flop_formula([torch.ops.hotcore.conv2d, torch.ops.hotcore.convolution])
+def _conv2d_flops(
+    x_shape: Sequence[int],
+    weight_shape: Sequence[int],
+    *_: Any,
+    out_shape: Sequence[int],
+    **__: Any,
+) -> int:
+    return 2 * math.prod(out_shape) * math.prod(weight_shape[1:])
+
+
+@register_flop_formula(torch.ops.hotcore.backward_conv2d)
+def _backward_conv2d_flops(
+    gy_shape: Sequence[int],
+    weight_shape: Any,
+    saved_shape: Any,
+    saved_seed_shape: Any,
+    seed_shape: Any,
+    config: str,
+    x_shape: Sequence[int],
+    x_last: bool,
+    weight_last: bool,
+    kernel: Sequence[int],
+    *rest: Any,
+    **_: Any,
+) -> int:
+    wanted = sum(dtype is not None for dtype in rest[4:6])
+    return 2 * math.prod(gy_shape) * x_shape[1] * math.prod(kernel) * wanted
+
+
+_WITHOUT = ("compress_pixels", "compress_pixels_seeded", "kept_pixels_of")
+
+
+@register_flop_formula([getattr(torch.ops.hotcore, name) for name in _WITHOUT])
+def _no_flops(*_: Any, **__: Any) -> int:
+    return 0

@@ -4,109 +4,35 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import sys
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..config import HotConfig, as_config
 from ..saved import saved_layout
+from . import gains, probe, selection, untaken
 from .conv import settings
-from .functional import DTYPES
-from .modules import HotConv2d, HotLinear, HotModule
+from .modules import HotModule
+from .report import ConversionReport, Converted, Skipped, listed
+from .saved import convert_saved, revert_saved
+from .selection import (
+    MIN_FEATURES,
+    Filter,
+    candidates,
+    features_of,
+    hot_class,
+    is_frozen,
+    kernel_of,
+    kind_of,
+    why_plain,
+)
 
-Filter = Callable[[nn.Module, str], bool]
 Override = HotConfig | str | Mapping[str, Any] | None
-
-# ---- The rule of which layers gain. Figures: benchmarks/results, one H200. ----
-
-MIN_FEATURES = 64
-"""The default filter keeps a layer with fewer in or out features plain (a convolution's in features
-are its channels times its kernel's area): its products are too small to pay for quantising their
-operands."""
-
-HEAD_NAMES = frozenset(
-    (
-        *("head", "heads", "head_dist", "lm_head", "classifier", "cls", "fc", "fc_out", "logits"),
-        *("to_logits", "score", "predictions", "output_projection", "proj_out"),
-    )
-)
-"""The output head is the model's last layer if its name, or the top-level module it is in, is one
-of these: its error goes straight into the loss, and it is one layer of many."""
-
-_WRAPPERS = frozenset(
-    ("module", "base_model", "model", "base_layer", "modules_to_save", "original_module")
-)
-"""Parts of names that DDP, peft and transformers put around a model's own."""
-
 _REPORT_TOKENS = 4096  # tokens for which the report states bytes
-
-
-@dataclasses.dataclass(frozen=True)
-class Converted:
-    """A layer that now runs HOT."""
-
-    name: str
-    kind: str
-    """``"Linear"``, ``"Conv1D"`` or, with its kernel, ``"Conv2d 3x3"``."""
-    in_features: int
-    """Channels, for a convolution."""
-    out_features: int
-    config: HotConfig
-    bytes_per_value: float
-    """Bytes kept for backward for each value of x (fp32: 4); 0 where the weight is frozen."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Skipped:
-    """A layer that was left as it was, and why."""
-
-    name: str
-    kind: str
-    in_features: int
-    out_features: int
-    reason: str
-
-
-@dataclasses.dataclass
-class ConversionReport:
-    """What :func:`convert` did; print it for a table."""
-
-    model: nn.Module
-    config: HotConfig
-    converted: list[Converted]
-    skipped: list[Skipped]
-    layers: list[Converted | Skipped]
-    """Both, in the model's order."""
-
-    def __str__(self) -> str:
-        """A table: layer, kind, in -> out, and what x costs until backward, or why it is plain."""
-        rows = [("layer", "kind", "in -> out", "x is kept in")]
-        for layer in self.layers:
-            shape = f"{layer.in_features} -> {layer.out_features}"
-            rows.append((layer.name or "(root)", layer.kind, shape, self._outcome(layer)))
-        widths = [max(len(row[i]) for row in rows) for i in range(3)]
-        lines = [
-            f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d}".rstrip()
-            for a, b, c, d in rows
-        ]
-        lines.append(f"{len(self.converted)} of {len(self.layers)} layers run HOT, {self.config}")
-        lines.append(
-            f"default filter: plain stay the output head, the first convolution, layers with fewer "
-            f"than {MIN_FEATURES} in or out features, weights tied to an embedding"
-        )
-        return "\n".join(lines)
-
-    def _outcome(self, layer: Converted | Skipped) -> str:
-        if isinstance(layer, Skipped):
-            return f"stays plain: {layer.reason}"
-        kept = "nothing (weight frozen)"
-        if layer.bytes_per_value:
-            kept = f"{layer.bytes_per_value:.2f} bytes a value (fp32 / "
-            kept += f"{4 / layer.bytes_per_value:.1f})"
-        return kept if layer.config == self.config else f"{kept}, {layer.config}"
 
 
 def convert(
@@ -114,9 +40,15 @@ def convert(
     config: HotConfig | str = "default",
     filter_fn: Filter | None = None,
     overrides: Mapping[str, Override] | None = None,
+    *,
+    inputs: Any = None,
+    device: torch.device | str | None = None,
+    slower: bool = False,
+    saved: int | Mapping[str, Any] | None = None,
 ) -> ConversionReport:
-    """Turn ``nn.Linear``, ``nn.Conv2d`` and transformers' ``Conv1D`` to HOT, in place.
+    """Turn linear layers, convolutions and attention's projections to HOT, in place.
 
+    Taken are ``nn.Linear``, ``nn.Conv2d``, ``nn.MultiheadAttention`` and transformers' ``Conv1D``.
     The new modules hold the same Parameters.
 
     Args:
@@ -124,58 +56,107 @@ def convert(
         config: a HotConfig or a recipe's name.
         filter_fn: ``filter_fn(module, fqn)`` says whether to convert. Without one, all layers but
             the output head (:data:`HEAD_NAMES`), the first convolution, those with fewer than
-            :data:`MIN_FEATURES` in or out features, those whose weight is an embedding's, and
-            peft's adapters. With or without one, what cannot be converted stays as it is:
-            subclasses of the three (what they add would be lost), convolutions in groups, computed
-            weights and dtypes that HOT does not take.
+            :data:`MIN_FEATURES` in or out features, those whose weight is an embedding's, peft's
+            adapters, and on CUDA those that are expected to take longer than plain torch's
+            (:mod:`hotcore.torch.gains`). With or without one, what cannot be converted stays as it
+            is: subclasses of the four (what they add would be lost), convolutions in groups,
+            computed weights, dtypes that HOT does not take, and layers whose weight is used without
+            the layer.
         overrides: name pattern (``fnmatch``) to what the layers that it matches take instead of
             ``config``: a HotConfig, a recipe's name, a dict of the fields that differ from
-            ``config``, or None to stay plain. Where several match, the last one counts.
+            ``config``, or None to stay plain. Where several match, the last one counts. A layer
+            that is named in full is converted even where it is expected to be slower.
+        inputs: a Tensor, a tuple of positional or a mapping of keyword arguments for ``model``. One
+            forward pass without gradients then finds layers that never run, token grids that do not
+            fit, and the share of multiply-adds. Without it the code of the layers' parents is read
+            for uses of a layer's weight. Model and random state are left as they were.
+        device: where the model will train, if not where its first weight is: its type chooses the
+            rule of which layers are slower.
+        slower: convert also the layers that are expected to take longer than plain torch's.
+        saved: bits, 8 or 4, in which activations, normalisations and attention keep what their
+            backward pass needs, also inside of torch.compile; or a mapping of kinds of operations
+            (``activation``, ``relu``, ``norm``, ``attention``, ``product``) and name patterns to
+            bits or None; see :func:`hotcore.torch.saved.convert_saved`. None: they stay plain.
 
     Returns:
-        A :class:`ConversionReport`.
+        A :class:`ConversionReport`. Where every layer was left plain for being slower it has no
+        converted layers, and a UserWarning says so.
 
     Raises:
+        TypeError: ``model`` is no module.
         ValueError: a layer is converted already, no layer was left to convert, a pattern matches
-            no layer or none that is converted, or ``model`` is an ``nn.DataParallel``.
+            no layer or none that is converted, a ``token_grid`` does not fit ``inputs``, or
+            ``model`` is an ``nn.DataParallel``.
     """
+    _check_model(model)
     base = as_config(config)
-    if isinstance(model, nn.DataParallel):
-        raise ValueError(
-            "model: torch.nn.DataParallel is not supported; use "
-            "torch.nn.parallel.DistributedDataParallel"
-        )
-    layers = _layers(model)
-    reasons = _reasons(model, layers, filter_fn)
+    layers = candidates(model)
+    seen, total = ({}, None) if inputs is None else _dry_run(model, layers, inputs)
+    reasons = why_plain(model, layers, filter_fn)
+    reasons |= _unreached(model, layers, seen, reasons)
     configs = _configs(base, overrides or {}, [fqn for fqn, _ in layers], reasons)
     left = [fqn for fqn, own in configs.items() if own is None]
     reasons = dict.fromkeys(left, "left out by overrides") | reasons
-    twice = [fqn for fqn, m in layers if isinstance(m, HotModule) and fqn not in reasons]
+    target = _device(model, device)
+    slow: dict[str, str] = {}
+    if filter_fn is None and not slower:
+        slow = selection.why_slow(layers, configs, target, {*reasons, *(overrides or {})})
+    twice = [fqn for fqn, m in layers if isinstance(m, HotModule) and fqn not in {*reasons, *slow}]
     if twice:
         raise ValueError(
-            f"model: already converted ({_listed(twice)}); revert() it first, or leave these "
+            f"model: already converted ({listed(twice)}); revert() it first, or leave these "
             "layers out with filter_fn"
         )
-    if len(reasons) == len(layers):
-        which = "no layer" if filter_fn is None else "filter_fn matched no layer that"
-        raise ValueError(
-            f"model: {which} can be converted"
-            + "".join(f"; {fqn or '(root)'}: {reason}" for fqn, reason in reasons.items())
-        )
+    others = untaken.matrices(model)
+    chosen = {fqn for fqn in left if fqn in (overrides or {})}  # by a Plan, as a rule
+    nothing = all(fqn in reasons and fqn not in chosen for fqn, _ in layers)
+    if not slow and nothing and saved is None:
+        raise ValueError(_nothing(reasons, others, filter_fn is not None))
+    reasons |= slow
     rows: list[Converted | Skipped] = []
     replacements: dict[nn.Module, nn.Module] = {}
+    counted: set[int] = set()
     for fqn, module in layers:
-        about = (fqn, _kind(module), *_features(module))
+        own = configs[fqn]
+        about = (fqn, kind_of(module), *features_of(module))
+        measures = _measures(module, fqn, own or base, seen, target, counted)
         if fqn in reasons:
-            rows.append(Skipped(*about, reasons[fqn]))
+            rows.append(Skipped(*about, reasons[fqn], **measures))
         else:
-            own = configs[fqn]
             assert own is not None  # those have a reason
-            replacements[module] = _hot_class(module).from_plain(module, own)  # type: ignore[assignment]
-            rows.append(Converted(*about, own, _bytes_per_value(module, own)))
+            _check_grid(fqn, module, own, seen)
+            new: Any = hot_class(module).from_plain(module, own)
+            new.layer_name = fqn
+            new.defer = saved is not None  # x may come from what norms and activations keep
+            replacements[module] = new
+            sizes = (kernel_of(module), *features_of(module))
+            notes = (_note(fqn, seen), gains.why_slow(*sizes, own, target, is_frozen(module)))
+            kept, note = _bytes_per_value(module, own), "; ".join(filter(None, notes))
+            rows.append(Converted(*about, own, kept, **measures, note=note))
+    beside = None if saved is None else convert_saved(model, saved)  # raises before it changes
     converted = [row for row in rows if isinstance(row, Converted)]
     skipped = [row for row in rows if isinstance(row, Skipped)]
-    return ConversionReport(_replace(model, replacements), base, converted, skipped, rows)
+    report = ConversionReport(
+        _replace(model, replacements),
+        base,
+        converted,
+        skipped,
+        rows,
+        others,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        macs=total,
+        saved=beside,
+    )
+    report.notes += _notes(report, model, layers, slow, target, filter_fn is None)
+    if not converted and saved is None:
+        why = "expected to be slower than plain torch's" if slow else "left out by overrides"
+        warnings.warn(
+            f"hotcore.torch.convert: the model is unchanged; all {len({*slow, *chosen})} layers "
+            f"that could be converted are {why}"
+            + (" on CUDA; slower=True converts them anyway, for memory" if slow else ""),
+            stacklevel=2,
+        )
+    return report
 
 
 def revert(model: nn.Module) -> nn.Module:
@@ -187,134 +168,182 @@ def revert(model: nn.Module) -> nn.Module:
     found = [(fqn, m) for fqn, m in model.named_modules() if isinstance(m, HotModule)]
     for fqn, module in found:
         assert isinstance(module, nn.Module)
-        if type(module) is not _hot_class(module):
+        if type(module) is not hot_class(module):
             raise ValueError(
                 f"model: {fqn or '(root)'} is now a {type(module).__name__}; undo what was wrapped "
                 "around it (a parametrisation, fully_shard) before revert()"
             )
+    revert_saved(model)
     hots = [module for _, module in found]
     return _replace(model, {module: module.to_plain() for module in hots})
 
 
-def _conv1d() -> type[nn.Module] | None:
-    """transformers' Conv1D; None where it is not loaded, so that no model can hold one."""
-    loaded = sys.modules.get("transformers.pytorch_utils")
-    found: type[nn.Module] | None = getattr(loaded, "Conv1D", None)
-    return found
+def _check_model(model: object) -> None:
+    if isinstance(model, nn.DataParallel):
+        raise ValueError(
+            "model: torch.nn.DataParallel is not supported; use "
+            "torch.nn.parallel.DistributedDataParallel"
+        )
+    if isinstance(model, nn.Module):
+        return
+    found = f"expected a torch.nn.Module, got {type(model).__name__}"
+    if isinstance(model, type):
+        found = f"expected a module, got the class {model.__name__}; make one of it first"
+    elif isinstance(model, list | tuple):
+        found += "; convert each of them, or put them into an nn.ModuleList"
+    elif isinstance(model, ConversionReport):
+        found += "; the model is its .model"
+    raise TypeError(f"model: {found}")
 
 
-def _layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    kinds: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv2d)
-    conv1d = _conv1d()
-    kinds = kinds if conv1d is None else (*kinds, conv1d)
-    return [(fqn, module) for fqn, module in model.named_modules() if isinstance(module, kinds)]
+def _dry_run(
+    model: nn.Module, layers: list[tuple[str, nn.Module]], inputs: Any
+) -> tuple[dict[str, probe.Seen], int]:
+    """What a forward pass does with every layer, and its multiply-adds."""
+    watch = probe.Watch(dict(layers))
+    with probe.Untouched(model), torch.no_grad(), probe.eagerly(), watch.on():
+        total = probe.total_macs(lambda: probe.output_of(model, inputs))
+    return watch.seen, total
 
 
-def _hot_class(module: nn.Module) -> type[HotModule]:
-    if isinstance(module, nn.Linear):
-        return HotLinear
-    if isinstance(module, nn.Conv2d):
-        return HotConv2d
-    from .huggingface import HotConv1D
-
-    return HotConv1D
-
-
-def _kind(module: nn.Module) -> str:
-    if isinstance(module, nn.Conv2d):
-        return f"Conv2d {'x'.join(map(str, module.kernel_size))}"
-    return "Linear" if isinstance(module, nn.Linear) else "Conv1D"
-
-
-def _features(module: nn.Module) -> tuple[int, int]:
-    if isinstance(module, nn.Conv2d):
-        return module.in_channels, module.out_channels
-    if isinstance(module, nn.Linear):
-        return module.in_features, module.out_features
-    nx, nf = module.nx, module.nf
-    assert isinstance(nx, int) and isinstance(nf, int)
-    return nx, nf
-
-
-def _reasons(
-    model: nn.Module, layers: list[tuple[str, nn.Module]], filter_fn: Filter | None
+def _unreached(
+    model: nn.Module,
+    layers: list[tuple[str, nn.Module]],
+    seen: Mapping[str, probe.Seen],
+    reasons: Mapping[str, str],
 ) -> dict[str, str]:
-    """Why layers stay plain; the others are converted."""
-    if filter_fn is not None:
-        reasons = {fqn: "left out by filter_fn" for fqn, m in layers if not filter_fn(m, fqn)}
+    """Layers that are never called: something multiplies their weight itself."""
+    if seen:
+        found = {fqn for fqn, row in seen.items() if row.past and not row.calls}
     else:
-        reasons = _default_reasons(model, layers)
-    # What cannot be done says more than what is not wanted.
-    return reasons | {fqn: why for fqn, module in layers if (why := _impossible(module))}
+        found = untaken.bypassed(model, dict(layers))
+    why = "never called: its weight is multiplied without it, as in F.linear(x, layer.weight)"
+    return {fqn: why for fqn, _ in layers if fqn in found and fqn not in reasons}
 
 
-def _impossible(module: nn.Module) -> str:
-    if isinstance(module, HotModule):
+def _note(fqn: str, seen: Mapping[str, probe.Seen]) -> str:
+    row = seen.get(fqn)
+    if row is None:
         return ""
-    plain = _hot_class(module).plain
-    if type(module) is not plain:
-        return f"a subclass of {plain.__name__} ({type(module).__name__})"
-    if isinstance(module, nn.Conv2d) and module.groups != 1:
-        depthwise = module.groups == module.in_channels
-        return "depthwise" if depthwise else f"a convolution in {module.groups} groups"
-    weight = module._parameters.get("weight")
-    if weight is None:
-        return "its weight is computed, not a Parameter"
-    if weight.dtype not in DTYPES:
-        return f"its weight is {str(weight.dtype).removeprefix('torch.')}"
-    return ""
+    if row.past:
+        return "its weight is also multiplied without it, plain"
+    return "" if row.calls else "not called with these inputs"
 
 
-def _default_reasons(model: nn.Module, layers: list[tuple[str, nn.Module]]) -> dict[str, str]:
-    reasons: dict[str, str] = {}
-    adapters = _adapters(model)
-    embeddings = {
-        id(module.weight)
-        for module in model.modules()
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+def _check_grid(
+    fqn: str, module: nn.Module, config: HotConfig, seen: Mapping[str, probe.Seen]
+) -> None:
+    if config.token_grid is None or config.basis == "full" or isinstance(module, nn.Conv2d):
+        return
+    if isinstance(module, nn.MultiheadAttention) and not module.batch_first:
+        raise ValueError(
+            f"config: token_grid {config.token_grid} needs a sample's tokens one after the other; "
+            f"{fqn or '(root)'} is an nn.MultiheadAttention with batch_first=False, which gets "
+            "[tokens, samples, features]: give it another configuration by overrides"
+        )
+    sample = config.token_grid[0] * config.token_grid[1] + config.prefix_tokens
+    for call in seen[fqn].calls if fqn in seen else ():
+        tokens = 1
+        for size in call.shape[:-1]:
+            tokens *= size
+        if tokens % sample:
+            raise ValueError(
+                f"config: token_grid {config.token_grid} with {config.prefix_tokens} prefix tokens "
+                f"makes samples of {sample} tokens; layer {fqn or '(root)'} is given {tokens} "
+                f"(x {list(call.shape)}). Other layers' grids go into overrides"
+            )
+
+
+def _device(model: nn.Module, device: torch.device | str | None) -> str:
+    if device is not None:
+        return torch.device(device).type
+    first = next(model.parameters(), None)
+    return "cpu" if first is None else first.device.type
+
+
+def _measures(
+    module: nn.Module,
+    fqn: str,
+    config: HotConfig,
+    seen: Mapping[str, probe.Seen],
+    device: str,
+    counted: set[int],
+) -> dict[str, Any]:
+    """What report rows say in numbers. Tied Parameters count once."""
+    inner = [module]
+    if isinstance(module, nn.MultiheadAttention):
+        inner.append(module.out_proj)
+    every = [p for each in inner for p in each._parameters.values() if p is not None]
+    own = [p for p in every if id(p) not in counted]
+    counted.update(map(id, own))
+    sizes = (kernel_of(module), *features_of(module))
+    return {
+        "parameters": sum(p.numel() for p in own),
+        "macs": seen[fqn].macs if fqn in seen else None,
+        "expected_time": gains.expected_time(*sizes, config, device, is_frozen(module)),
     }
-    for fqn, module in layers:
-        inputs, outputs = _features(module)
-        if isinstance(module, nn.Conv2d):
-            inputs *= module.kernel_size[0] * module.kernel_size[1]
-        if min(inputs, outputs) < MIN_FEATURES:
-            reasons[fqn] = f"fewer than {MIN_FEATURES} features"
-        if id(module._parameters.get("weight")) in embeddings:
-            reasons[fqn] = "its weight is an embedding's"
-        if id(module) in adapters:
-            reasons[fqn] = "an adapter of peft"
-    convolutions = [fqn for fqn, module in layers if isinstance(module, nn.Conv2d)]
-    if convolutions:
-        reasons[convolutions[0]] = "the first convolution"
-    own = [fqn for fqn, module in layers if id(module) not in adapters]
-    return reasons | dict.fromkeys(_heads(own), "the output head")
 
 
-def _heads(names: list[str]) -> list[str]:
-    """The last layer if it is named as a head, and heads of their own right in front of it."""
-    heads: list[str] = []
-    for fqn in reversed(names):
-        parts = [part for part in fqn.split(".") if not part.isdigit() and part not in _WRAPPERS]
-        named = bool(parts) and (parts[0] in HEAD_NAMES or parts[-1] in HEAD_NAMES)
-        if not named or (heads and len(parts) > 1):
-            break
-        heads.append(fqn)
-    return heads
+def _nothing(reasons: Mapping[str, str], others: list[Skipped], filtered: bool) -> str:
+    which = "filter_fn matched no layer that" if filtered else "no layer"
+    message = f"model: {which} can be converted"
+    if reasons:
+        message += "".join(f"; {fqn or '(root)'}: {why}" for fqn, why in reasons.items())
+    else:
+        message += "; it has no nn.Linear, nn.Conv2d, nn.MultiheadAttention or transformers Conv1D"
+    return message + "".join(f"; {row.name} ({row.kind}): {row.reason}" for row in others)
 
 
-def _adapters(model: nn.Module) -> set[int]:
-    """Modules that peft adds beside the layers it wraps; they train in full precision."""
-    loaded = sys.modules.get("peft.tuners.tuners_utils")
-    wrapper = getattr(loaded, "BaseTunerLayer", None)
-    if wrapper is None:
-        return set()
-    found: set[int] = set()
-    for module in model.modules():
-        if isinstance(module, wrapper):
-            for name, child in module.named_children():
-                if name != "base_layer":
-                    found.update(map(id, child.modules()))
-    return found
+def _notes(
+    report: ConversionReport,
+    model: nn.Module,
+    layers: list[tuple[str, nn.Module]],
+    slow: Mapping[str, str],
+    device: str,
+    default_filter: bool,
+) -> list[str]:
+    notes = []
+    resting = [layer.name for layer in report.converted if not _training(model, layer.name)]
+    if resting and len(resting) == len(report.converted):
+        notes.append("the model is in eval mode, where every layer is plain: call model.train()")
+    elif resting:
+        notes.append(f"in eval mode, hence plain until .train(): {listed(resting)}")
+    time = report.expected_time
+    if time is not None:
+        gain = f"{1 - time:.0%} less" if time < 1 else f"{time - 1:.0%} more"
+        notes.append(
+            f"expected on CUDA: the converted layers' forward and backward take {gain} time than "
+            f"plain torch's; by {gains.SOURCE}"
+        )
+    if slow:
+        notes.append(
+            f"{len(slow)} layers stay plain as slower on CUDA, by {gains.SOURCE}; slower=True, or "
+            "their full names in overrides, convert them"
+        )
+    if default_filter:
+        notes.append(
+            f"default filter: plain stay the output head, the first convolution, layers with fewer "
+            f"than {MIN_FEATURES} in or out features, weights tied to an embedding"
+            + (", what is slower on CUDA" if device == "cuda" else "")
+        )
+        last = report.layers[-1]
+        if isinstance(last, Converted):
+            notes.append(
+                f"no output head was recognised: the last layer, {last.name or '(root)'}, is "
+                "converted; leave it out by overrides if the loss reads its output"
+            )
+    maybe = untaken.bypassed(model, dict(layers), certain=False) if report.macs is None else set()
+    unsure = [layer.name for layer in report.converted if layer.name in maybe]
+    if unsure:
+        notes.append(
+            f"may be used without being called: {listed(unsure)}; "
+            "convert(..., inputs=...) finds out"
+        )
+    return notes
+
+
+def _training(model: nn.Module, name: str) -> bool:
+    return model.get_submodule(name).training
 
 
 def _configs(
@@ -330,10 +359,10 @@ def _configs(
             near = difflib.get_close_matches(pattern.strip("*."), names, n=3, cutoff=0.3)
             raise ValueError(
                 f"overrides: {pattern!r} matches no layer; "
-                + (f"near it: {', '.join(near)}" if near else f"layers: {_listed(names)}")
+                + (f"near it: {', '.join(near)}" if near else f"layers: {listed(names)}")
             )
-        if all(fqn in reasons for fqn in matched):
-            plain = _listed([f"{fqn} ({reasons[fqn]})" for fqn in matched])
+        if override is not None and all(fqn in reasons for fqn in matched):
+            plain = listed([f"{fqn} ({reasons[fqn]})" for fqn in matched])
             raise ValueError(f"overrides: {pattern!r} matches only layers that stay plain: {plain}")
         configs.update(dict.fromkeys(matched, _override(base, pattern, override)))
     return configs
@@ -352,9 +381,7 @@ def _override(base: HotConfig, pattern: str, override: Override) -> HotConfig | 
 
 
 def _bytes_per_value(module: nn.Module, config: HotConfig) -> float:
-    weight = module._parameters["weight"]
-    assert weight is not None
-    if not weight.requires_grad:
+    if is_frozen(module):
         return 0.0
     tokens, visited = _REPORT_TOKENS, 1.0
     if isinstance(module, nn.Conv2d):
@@ -365,7 +392,7 @@ def _bytes_per_value(module: nn.Module, config: HotConfig) -> float:
     elif config.token_grid is not None:
         sample = config.token_grid[0] * config.token_grid[1] + config.prefix_tokens
         tokens = max(1, tokens // sample) * sample
-    width = _features(module)[0]
+    width = features_of(module)[0]
     return visited * saved_layout(tokens, width, config).bytes / (tokens * width)
 
 
@@ -382,8 +409,3 @@ def _children(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
         for name, child in parent._modules.items():
             if child is not None:
                 yield parent, name, child
-
-
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(name or "(root)" for name in names[:8])
-    return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -10,11 +9,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._C._functorch import unwrap_if_dead
 from torch.autograd.function import once_differentiable
+from torch.overrides import handle_torch_function, has_torch_function
 
-from ..config import HotConfig, as_config
-from . import accumulation, conv, ops, reuse
+from ..config import RECIPE_TEXTS, HotConfig, as_config
+from . import _compat, accumulation, conv, ops, reuse
 from .conv import Window, is_channels_last
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -50,12 +49,39 @@ def linear(
 
     Source: spec.md, "Stages".
     """
-    text = _text(config)
+    return linear_by_text(x, weight, bias, _text(config))
+
+
+def linear_by_text(
+    x: Tensor, weight: Tensor, bias: Tensor | None, text: str, defer: bool = False
+) -> Tensor:
+    """:func:`linear` with the configuration as JSON: a constant of a compiled graph.
+
+    With ``defer`` a compiled graph's partitioner decides when x is compressed: it keeps the codes,
+    or compresses in backward an x that costs it nothing to have there (a norm of what is kept).
+    """
+    if not isinstance(x, Tensor):
+        return _noted(linear_by_text, x, weight, bias, text, defer)
+    if torch.compiler.is_compiling():
+        return _compiled_linear(x, weight, bias, text, defer)
     with _one_operation(x, weight):
         seed = _seed("linear", x, weight)
         if seed is None:
             return F.linear(x, weight, bias)
-        return _HotLinear.call(x, weight, bias, seed, text)
+        output: Tensor = _HotLinear.apply(x, weight, bias, seed, text)  # type: ignore[no-untyped-call]  # so in torch
+        return output
+
+
+def _compiled_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, text: str, defer: bool
+) -> Tensor:
+    if not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
+        return F.linear(x, weight, bias)
+    inner = _cast(x, _autocast_dtype(x))  # in the graph, so that it is fused with what makes x
+    keep = weight.requires_grad and not defer
+    saved, seed = ops.kept_of(x, inner, text, keep)
+    y: Tensor = ops.linear(inner, weight, bias, saved if keep else None, seed, text)
+    return y
 
 
 def conv2d(
@@ -95,40 +121,85 @@ def conv2d(
 
     Source: spec.md, "Stages" (L is batch x pixels); docs/torch.md, "Convolution".
     """
+    sizes = (stride, padding, dilation, padding_mode)
+    return conv2d_by_text(x, weight, bias, sizes, _text(config))
+
+
+def conv2d_by_text(
+    x: Tensor, weight: Tensor, bias: Tensor | None, sizes: tuple[Any, Any, Any, str], text: str
+) -> Tensor:
+    """:func:`conv2d` with the configuration as JSON.
+
+    ``sizes``: stride, padding, dilation and padding mode.
+    """
+    if not isinstance(x, Tensor):
+        return _noted(conv2d_by_text, x, weight, bias, sizes, text)
     if x.dim() == 3:
-        sizes = (stride, padding, dilation, padding_mode)
-        return conv2d(x.unsqueeze(0), weight, bias, *sizes, config=config).squeeze(0)
+        return conv2d_by_text(x.unsqueeze(0), weight, bias, sizes, text).squeeze(0)
     if x.dim() != 4 or weight.dim() != 4 or x.shape[1] != weight.shape[1]:
         raise ValueError(
             f"x: shape {tuple(x.shape)}, weight: shape {tuple(weight.shape)}; expected "
             "[N, C, H, W] and [O, C, kh, kw] (one group)"
         )
-    text = _text(config)
-    window = _window(weight, stride, padding, dilation, padding_mode)
+    window = _window(weight, *sizes)
+    if torch.compiler.is_compiling():
+        return _compiled_conv2d(x, weight, bias, window, text)
     with _one_operation(x, weight):
         seed = _seed("conv2d", x, weight)
         if seed is None:
             return conv.plain_conv2d(x, weight, bias, window)
-        return _HotConv2d.call(x, weight, bias, seed, text, window)
+        output: Tensor = _HotConv2d.apply(x, weight, bias, seed, text, window)  # type: ignore[no-untyped-call]  # so in torch
+        return output
+
+
+def _compiled_conv2d(
+    x: Tensor, weight: Tensor, bias: Tensor | None, window: Window, text: str
+) -> Tensor:
+    if not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
+        return conv.plain_conv2d(x, weight, bias, window)
+    inner = _cast(x, _autocast_dtype(x))
+    keep = weight.requires_grad
+    saved, seed = conv.kept_pixels_of(x, inner, text, keep, *window)
+    y: Tensor = conv.conv2d(inner, weight, bias, saved if keep else None, seed, text, *window)
+    return y
+
+
+def _noted(function: Callable[..., Tensor], x: Any, *arguments: Any) -> Tensor:
+    """What stands in for a tensor answers the call; torch.fx's proxies note it in their graph."""
+    if not has_torch_function((x,)):
+        raise TypeError(f"x: {type(x).__name__}; expected a torch.Tensor")
+    output: Tensor = handle_torch_function(function, (x,), x, *arguments)
+    return output
 
 
 def _seed(name: str, x: Tensor, weight: Tensor) -> Tensor | None:
-    """The seed of a call; None where there is nothing to differentiate."""
-    compiling = torch.compiler.is_compiling()
-    if not compiling and torch._C._are_functorch_transforms_active():
-        raise NotImplementedError(
-            f"hotcore.torch.{name}: torch.func transforms (grad, vmap, jvp, ...) are not "
-            "supported; use autograd, or revert() the model"
-        )
+    """The seed of a call in eager mode; None where there is nothing to differentiate."""
+    if _compat.transforms_active():
+        raise _unsupported_transform(name)
     # Always, also where nothing is to be differentiated: a checkpoint may run the same region
     # first without gradients and then with them, and has to meet the same random numbers.
-    seed = ops.seed_for(x, weight, compiling)
+    try:
+        seed = ops.seed_for(x)
+    except RuntimeError as error:
+        if "vmap" in str(error):  # the one of torch.autograd, which transforms_active() knows not
+            raise _unsupported_transform(name) from error
+        raise
     if not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
         return None
-    if compiling:
-        return seed
+    if _compat.jit_tracing():
+        raise NotImplementedError(
+            f"hotcore.torch.{name}: torch.jit.trace would make a constant of the random seed; "
+            "trace the model in eval mode or under no_grad, or use torch.compile to train"
+        )
     _check(x)
-    return ops.counted(seed, x)
+    return seed
+
+
+def _unsupported_transform(name: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"hotcore.torch.{name}: torch.func transforms (grad, vmap, jvp, ...) and forward mode are "
+        "not supported; use autograd, or revert() the model"
+    )
 
 
 def _one_operation(x: Tensor, weight: Tensor) -> AbstractContextManager[Any]:
@@ -137,46 +208,18 @@ def _one_operation(x: Tensor, weight: Tensor) -> AbstractContextManager[Any]:
     They would be asked about some twenty attributes and calls, 2 us of the host's time each.
     Subclasses of Tensor may need to be asked: nothing is hidden from them.
     """
-    if type(x) in ops.PLAIN and type(weight) in ops.PLAIN and not torch.compiler.is_compiling():
-        inside: AbstractContextManager[Any] = torch._C.DisableTorchFunction()
-        return inside
+    if type(x) in ops.PLAIN and type(weight) in ops.PLAIN:
+        return _compat.without_torch_function()
     return nullcontext()
 
 
-class _Function(torch.autograd.Function):
-    """An autograd function whose first three arguments are x, weight and bias."""
-
-    @classmethod
-    def call(cls, x: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
-        """What ``apply`` does, in 3 us less.
-
-        Left out is the question for torch.func transforms, which :func:`_seed` has refused; what
-        has outlived one can only be among the three.
-        """
-        if torch.compiler.is_compiling():
-            return cls.apply(x, weight, bias, *arguments)  # type: ignore[no-any-return, no-untyped-call]  # so in torch
-        inner = None if bias is None else unwrap_if_dead(bias)
-        tensors = (unwrap_if_dead(x), unwrap_if_dead(weight), inner)
-        base: Any = super(torch.autograd.Function, cls)
-        output: Tensor = base.apply(*tensors, *arguments)
-        return output
-
-
-def _once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """As torch's, whose wrapper takes 2 us: used where a graph of backward is asked for."""
-    refusing = once_differentiable(backward)
-
-    @functools.wraps(backward)
-    def either(ctx: Any, gy: Tensor | None) -> Any:
-        return refusing(ctx, gy) if torch.is_grad_enabled() else backward(ctx, gy)
-
-    return either
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _text(config: HotConfig | str) -> str:
-    """The configuration as the operators take it; torch.compile need not look inside."""
-    return as_config(config).json
+    """The configuration as the operators take it, by steps that torch.compile can follow."""
+    if isinstance(config, HotConfig):
+        return config.json
+    if isinstance(config, str) and config in RECIPE_TEXTS:
+        return RECIPE_TEXTS[config]
+    return as_config(config).json  # raises
 
 
 def _check(x: Tensor) -> None:
@@ -199,63 +242,54 @@ def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return tensor if dtype is None or tensor.dtype not in DTYPES else tensor.to(dtype)
 
 
-class _HotLinear(_Function):
+class _HotLinear(torch.autograd.Function):
+    """A linear layer in eager mode."""
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, seed: Tensor, config: str
     ) -> Tensor:
-        compiling = torch.compiler.is_compiling()
         dtype, inner, matrix, plain_bias = None, x, weight, bias
-        if compiling or torch._C._is_any_autocast_enabled():
+        if _compat.any_autocast():
             # Cast here, not by autocast: its cache would keep a weight without its graph.
             dtype = _autocast_dtype(x)
             inner, matrix = _cast(x, dtype), _cast(weight, dtype)
             plain_bias = None if bias is None else _cast(bias, dtype)
         need_gx, keep = ctx.needs_input_grad[:2]
-        y: Tensor
-        # own_seed: None while compiling, where a seed has to travel with the saved tensors.
-        saved, saved_seed, last, own_seed, shared = None, seed, None, None, None
-        if compiling:
-            y, kept = ops.linear(inner, matrix, plain_bias, seed, config, keep)
-            saved = kept if keep else None
-        else:
-            y = F.linear(inner, matrix, plain_bias)
-            own_seed = seed
-            if keep:
-                form, compress = reuse.linear_form(config, dtype), ops.compress_activation
-                last = reuse.threads.last
-                saved, saved_seed = last.compressed(ctx, x, form, compress, inner, seed, config)
-            shared = accumulation.shared(weight, bias)
+        y = F.linear(inner, matrix, plain_bias)
+        # The seed of the codes travels with them, as a checkpoint may make both anew.
+        saved, saved_seed, last = None, seed, None
+        if keep:
+            form, compress = reuse.linear_form(config, dtype), ops.compress_activation
+            last = reuse.threads.last
+            saved, saved_seed = last.compressed(ctx, x, weight, form, compress, inner, seed, config)
         ctx.save_for_backward(saved, saved_seed, weight if need_gx else None)
         ctx.set_materialize_grads(False)
-        dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        # One attribute: a sixth would make the context's dict grow, for as much as all the others.
-        ctx.call = (config, x.shape, dtypes, shared, own_seed, last)
+        ctx.config, ctx.x_shape, ctx.seed, ctx.last = config, x.shape, seed, last
+        ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
+        ctx.shared = accumulation.shared(weight, bias)
         return y
 
     @staticmethod
-    @_once_differentiable
+    @once_differentiable
     def backward(ctx: Any, gy: Tensor | None) -> tuple[Tensor | None, ...]:
         if gy is None:
             return None, None, None, None, None
         saved, saved_seed, weight = ctx.saved_tensors
-        config, shape, dtypes, shared, own_seed, last = ctx.call
-        if last is not None:
-            last.forget()
+        if ctx.last is not None:
+            ctx.last.forget()
         need_gx, need_gw, need_gb, *_ = ctx.needs_input_grad
-        gx_dtype, gw_dtype, gb_dtype = dtypes
+        gx_dtype, gw_dtype, gb_dtype = ctx.dtypes
         wanted = (
             gx_dtype if need_gx else None,
             gw_dtype if need_gw else None,
             gb_dtype if need_gb else None,
         )
-        kept = saved if need_gw else None
-        seeds = (saved_seed, saved_seed if own_seed is None else own_seed)
-        if shared is not None:
-            gx, gw, gb = shared.backward(gy, kept, *seeds, config, shape, wanted)
-            return gx, gw, gb, None, None
-        matrix = weight if need_gx else None
-        gx, gw, gb = ops.backward_linear(gy, matrix, kept, *seeds, config, shape, *wanted)
+        common = (saved if need_gw else None, saved_seed, ctx.seed, ctx.config, ctx.x_shape)
+        if ctx.shared is not None:
+            gx, gw, gb = ctx.shared.backward(gy, *common, wanted)
+        else:
+            gx, gw, gb = ops.backward_linear(gy, weight if need_gx else None, *common, *wanted)
         return gx, gw, gb, None, None
 
 
@@ -294,7 +328,9 @@ def _pair(value: int | Sequence[int], name: str) -> tuple[int, int]:
     return value[0], value[1]
 
 
-class _HotConv2d(_Function):
+class _HotConv2d(torch.autograd.Function):
+    """A convolution in eager mode."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -307,56 +343,38 @@ class _HotConv2d(_Function):
     ) -> Tensor:
         dtype = _autocast_dtype(x)
         inner, kernel = _cast(x, dtype), _cast(weight, dtype)
-        plain_bias = None if bias is None else _cast(bias, dtype)
-        keep = ctx.needs_input_grad[1]
-        y: Tensor
-        saved, saved_seed, last, own_seed = None, seed, None, None
-        if torch.compiler.is_compiling():
-            y, kept = conv.conv2d(inner, kernel, plain_bias, seed, config, *window, keep)
-            saved = kept if keep else None
-        else:
-            y = conv.plain_conv2d(inner, kernel, plain_bias, window)
-            own_seed = seed
-            if keep:
-                form, last = conv.kept_form(config, window, dtype), reuse.threads.last
-                arguments = (conv.compress_pixels, inner, seed, config, *window)
-                saved, saved_seed = last.compressed(ctx, x, form, *arguments)
-        weight_kept = weight if ctx.needs_input_grad[0] else None
-        ctx.save_for_backward(saved, saved_seed, weight_kept)
+        y = conv.plain_conv2d(inner, kernel, None if bias is None else _cast(bias, dtype), window)
+        need_gx, keep = ctx.needs_input_grad[:2]
+        saved, saved_seed, last = None, seed, None
+        if keep:
+            form, last = conv.kept_form(config, window, dtype), reuse.threads.last
+            arguments = (conv.compress_pixels, inner, seed, config, *window)
+            saved, saved_seed = last.compressed(ctx, x, weight, form, *arguments)
+        ctx.save_for_backward(saved, saved_seed, weight if need_gx else None)
         ctx.set_materialize_grads(False)
-        ctx.config, ctx.window, ctx.last, ctx.seed = config, window, last, own_seed
+        ctx.config, ctx.window, ctx.last, ctx.seed = config, window, last, seed
         ctx.x_shape = x.shape
         ctx.channels_last = (is_channels_last(x), is_channels_last(weight))
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         return y
 
     @staticmethod
-    @_once_differentiable
+    @once_differentiable
     def backward(ctx: Any, gy: Tensor | None) -> tuple[Tensor | None, ...]:
         if gy is None:
             return None, None, None, None, None, None
+        gy = ops.dense(gy)
         saved, saved_seed, weight = ctx.saved_tensors
-        seed = saved_seed if ctx.seed is None else ctx.seed
         if ctx.last is not None:
             ctx.last.forget()
-        need = ctx.needs_input_grad
-        gx, gw, gb = conv.backward_conv2d(
+        gx, gw, gb = conv.gradients(
             gy,
-            weight if need[0] else None,
-            saved if need[1] else None,
-            saved_seed,
-            seed,
+            (weight, saved, saved_seed, ctx.seed),
             ctx.config,
             ctx.x_shape,
-            *ctx.channels_last,
-            *ctx.window,
-            *(dtype if wanted else None for dtype, wanted in zip(ctx.dtypes, need, strict=False)),
+            ctx.channels_last,
+            ctx.window,
+            ctx.needs_input_grad,
+            ctx.dtypes,
         )
-        return (
-            gx if need[0] else None,
-            gw if need[1] else None,
-            gb if need[2] else None,
-            None,
-            None,
-            None,
-        )
+        return gx, gw, gb, None, None, None

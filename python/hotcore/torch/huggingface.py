@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ..config import HotConfig, as_config
-from .functional import linear
+from .functional import linear_by_text
 from .modules import HotModule
 
 # transformers is no requirement of hotcore, and need not be there for the type checker.
@@ -40,7 +40,12 @@ class HotConv1D(HotModule, _Conv1D):  # type: ignore[misc]
             output: Tensor = super().forward(x)
             return output
         # Two dimensions, as Conv1D's own addmm, so that the bits are the same.
-        y = linear(x.reshape(-1, x.shape[-1]), self.weight.t(), self.bias, self.config)
+        rows = x.reshape(-1, x.shape[-1])
+        try:
+            y = linear_by_text(rows, self.weight.t(), self.bias, self._text, self.defer)
+        except (ValueError, NotImplementedError) as error:
+            self.name_in(error)
+            raise
         return y.view(*x.shape[:-1], self.nf)
 
     def __repr__(self) -> str:

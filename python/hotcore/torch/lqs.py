@@ -1,4 +1,4 @@
-"""Layer-wise quantiser selection (LQS): :func:`calibrate` measures, a :class:`Plan` remembers.
+"""Layer-wise quantiser selection (LQS): :func:`calibrate` measures, a ``Plan`` remembers.
 
 One scale for all of g_y is cheapest, but a gradient whose outliers sit in single tokens drowns the
 other tokens in it; a layer gets the finer scale only where that pays.
@@ -9,13 +9,8 @@ Source: the paper's LQS and supplement G; spec.md, "LQS".
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
-import itertools
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,197 +19,19 @@ from torch import Tensor, nn
 
 from .. import ops as arrays_ops
 from ..config import HotConfig, Key, as_config
-from .convert import Filter, convert
+from .convert import convert
+from .plan import GW_SCALES, GX_SCALES, LayerPlan, Plan
+from .probe import Untouched
+from .report import listed
+from .selection import Filter
 
-GX_SCALES = ("tensor", "row")
-GW_SCALES = ("tensor", "channel", "token")
 PATTERN_SIZE = 32
 """Rows and columns of a stored outlier pattern."""
 
 UNFOLDED_BYTES = 1 << 28
 """Of a convolution's input, unfolded in fp32, that calibrate measures with."""
 
-_FORMAT = "hotcore plan 1"
 _AXIS = {"tensor": "tensor", "channel": "column", "token": "row"}  # of P g_y [K, O]
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerPlan:
-    """What was measured of one layer, and what was chosen for it.
-
-    ``gx_error`` and ``gw_error`` map a scale of g_y to the relative squared error of that gradient,
-    ``|g - g'|^2 / |g|^2`` over all batches. ``pattern`` holds the largest ``|g_y|`` of the cells of
-    a grid laid over the first batch's g_y: rows are tokens, columns are out features.
-    ``fields`` are the fields of HotConfig that this layer gets.
-    """
-
-    name: str
-    gx_error: Mapping[str, float]
-    gw_error: Mapping[str, float]
-    fields: Mapping[str, Any]
-    pattern: tuple[tuple[float, ...], ...] = dataclasses.field(repr=False)
-
-    def __post_init__(self) -> None:
-        """Make the mappings read-only."""
-        for name in ("gx_error", "gw_error", "fields"):
-            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """Fields of HotConfig per layer, and the measurements behind them; print it for a table."""
-
-    layers: tuple[LayerPlan, ...]
-    config: HotConfig
-    batches: int
-
-    def overrides(
-        self, config: HotConfig | str | None = None, model: nn.Module | None = None
-    ) -> dict[str, HotConfig]:
-        """Layer name -> configuration, for ``convert(model, config, overrides=...)``.
-
-        Args:
-            config: what the layers' fields are put into (None: what the plan was made with).
-            model: the model that it is meant for, to be checked.
-
-        Raises:
-            ValueError: ``model`` lacks layers of this plan; they are named.
-        """
-        base = self.config if config is None else as_config(config)
-        if model is not None:
-            self.check(model)
-        return {
-            _escape(layer.name): dataclasses.replace(base, **layer.fields) for layer in self.layers
-        }
-
-    def check(self, model: nn.Module) -> None:
-        """Raise a ValueError that names the layers of this plan which ``model`` lacks."""
-        known = {name for name, _ in model.named_modules()}
-        missing = [layer.name for layer in self.layers if layer.name not in known]
-        if missing:
-            kinds = (nn.Linear, nn.Conv2d)
-            have = [name for name, module in model.named_modules() if isinstance(module, kinds)]
-            raise ValueError(
-                f"plan: made for another model; {len(missing)} of its {len(self.layers)} layers "
-                f"are not in this one: {_some(missing)} (this one has {_some(have)})"
-            )
-
-    def override(self, pattern: str, **fields: Any) -> Plan:
-        """Return a plan where the layers that match get these fields of HotConfig, too.
-
-        ``plan.override("blocks.*.fc2", basis="sketch", rank=4, storage="int8")``. Patterns are
-        those of :mod:`fnmatch`. Raises ValueError when no layer matches, or for a bad field.
-        """
-        known = {field.name for field in dataclasses.fields(HotConfig)}
-        for name in fields:
-            if name not in known:
-                raise ValueError(f"fields: HotConfig has no field {name!r}")
-        layers = []
-        matched = False
-        for layer in self.layers:
-            if fnmatch.fnmatchcase(layer.name, pattern):
-                matched = True
-                changed = {**layer.fields, **fields}
-                dataclasses.replace(self.config, **changed)  # checks the values
-                layer = dataclasses.replace(layer, fields=changed)
-            layers.append(layer)
-        if not matched:
-            raise ValueError(
-                f"pattern: {pattern!r} matches none of {_some([p.name for p in self.layers])}"
-            )
-        return dataclasses.replace(self, layers=tuple(layers))
-
-    def save(self, path: str | Path) -> None:
-        """Write the plan as JSON."""
-        content = {
-            "format": _FORMAT,
-            "config": json.loads(self.config.to_json()),
-            "batches": self.batches,
-            "layers": [
-                {
-                    "name": layer.name,
-                    "gx_error": dict(layer.gx_error),
-                    "gw_error": dict(layer.gw_error),
-                    "fields": dict(layer.fields),
-                    "pattern": [[float(f"{v:.3g}") for v in row] for row in layer.pattern],
-                }
-                for layer in self.layers
-            ],
-        }
-        Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-
-    @classmethod
-    def load(cls, path: str | Path) -> Plan:
-        """Read what :meth:`save` wrote. Raises ValueError for any other file."""
-        try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"path: {path} is no JSON ({error})") from None
-        if not isinstance(content, dict) or content.get("format") != _FORMAT:
-            raise ValueError(f"path: {path} is no plan; expected the format {_FORMAT!r}")
-        layers = []
-        for entry in content["layers"]:
-            fields = {k: tuple(v) if isinstance(v, list) else v for k, v in entry["fields"].items()}
-            pattern = tuple(tuple(row) for row in entry["pattern"])
-            layers.append(
-                LayerPlan(entry["name"], entry["gx_error"], entry["gw_error"], fields, pattern)
-            )
-        config = HotConfig.from_json(json.dumps(content["config"]))
-        return cls(tuple(layers), config, content["batches"])
-
-    def __str__(self) -> str:
-        """A table: a layer a line, the relative error of every choice, and what was chosen."""
-        heads = [f"g_x {scale}" for scale in GX_SCALES] + [f"g_w {scale}" for scale in GW_SCALES]
-        rows = [["layer", *heads, "chosen"]]
-        for layer in self.layers:
-            errors = [layer.gx_error[scale] for scale in GX_SCALES]
-            errors += [layer.gw_error[scale] for scale in GW_SCALES]
-            chosen = ", ".join(f"{name}={value}" for name, value in layer.fields.items())
-            rows.append([layer.name, *(f"{math.sqrt(e):.4f}" for e in errors), chosen])
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
-        lines = [
-            "  ".join(
-                [f"{row[0]:<{widths[0]}}"]
-                + [f"{cell:>{width}}" for cell, width in zip(row[1:-1], widths[1:], strict=True)]
-                + [row[-1]]
-            ).rstrip()
-            for row in rows
-        ]
-        lines.append(
-            f"|error| / |gradient| of {len(self.layers)} layers over {self.batches} batches, "
-            f"{self.config}"
-        )
-        return "\n".join(lines)
-
-    def plot(self, path: str | Path) -> None:
-        """Draw where the large gradients of every layer are: ``|g_y|``, tokens by out features.
-
-        Bright rows are outlier tokens, which a scale of their own tames; single bright cells are
-        not. (The paper draws the same in its Fig. 2 of supplement G.) Raises ImportError without
-        matplotlib.
-        """
-        figure_class = matplotlib_figure()
-        columns = min(4, len(self.layers))
-        height = -(-len(self.layers) // columns)
-        figure = figure_class(figsize=(3.1 * columns, 2.9 * height), layout="constrained")
-        axes = figure.subplots(height, columns, squeeze=False)
-        for axis, layer in itertools.zip_longest(axes.flat, self.layers):
-            if layer is None:
-                axis.set_visible(False)
-                continue
-            image = axis.imshow(layer.pattern, aspect="auto", cmap="viridis", vmin=0)
-            figure.colorbar(image, ax=axis).formatter.set_powerlimits((0, 0))
-            axis.set_title(layer.name, fontsize=8)
-            chosen = ", ".join(
-                f"{key.removesuffix('_scale')}: {layer.fields[key]}"
-                for key in ("gx_scale", "gw_scale")
-                if key in layer.fields
-            )
-            axis.set_xlabel(f"out features   ({chosen})", fontsize=7)
-            axis.set_ylabel("tokens", fontsize=7)
-            axis.set_xticks([])
-            axis.set_yticks([])
-        figure.savefig(path, dpi=130)
 
 
 def calibrate(
@@ -227,6 +44,7 @@ def calibrate(
     gw_fine: str | None = None,
     gain: float = 0.5,
     seed: int = 0,
+    slower: bool = False,
 ) -> Plan:
     """Measure what coarse and fine scales of g_y cost every layer, and choose.
 
@@ -247,6 +65,7 @@ def calibrate(
             ``"tensor"`` in hotcore's products); None: ``"channel"`` where ``config`` has it.
         gain: share of the squared error that the finer scale has to save.
         seed: of the rounding that is measured.
+        slower: as for :func:`convert`.
 
     Returns:
         A :class:`Plan`.
@@ -266,7 +85,7 @@ def calibrate(
         raise ValueError(f"gain: {gain} is outside 0 <= gain < 1")
     if not torch.is_grad_enabled():
         raise ValueError("calibrate: gradients are off (torch.no_grad); LQS measures g_y")
-    names = _layers(model, settings, filter_fn)
+    names = _layers(model, settings, filter_fn, slower)
     probes = {name: _Probe(settings, Key(seed, stream=i % 8192)) for i, name in enumerate(names)}
     count = 0
     with Untouched(model):
@@ -278,7 +97,7 @@ def calibrate(
     blind = [name for name, probe in probes.items() if not probe.seen]
     if blind:
         raise ValueError(
-            f"calibrate: no gradient reached {_some(blind)}; "
+            f"calibrate: no gradient reached {listed(blind)}; "
             "leave them out with filter_fn, or let their outputs require grad"
         )
     layers = [probe.plan(name, gw_fine, gain) for name, probe in probes.items()]
@@ -345,48 +164,24 @@ class _Probe:
         return self._errors[path, scale] / norm if norm else 0.0
 
 
-class Untouched:
-    """Puts .grad, buffers, submodules and torch's random state back on leaving."""
-
-    def __init__(self, model: nn.Module) -> None:
-        """Of this model."""
-        self._model = model
-
-    def __enter__(self) -> None:
-        """Take .grad away, and a copy of the rest."""
-        self._grads = [(p, p.grad) for p in self._model.parameters()]
-        for parameter, _ in self._grads:
-            parameter.grad = None
-        self._buffers = [(b, b.detach().clone()) for b in self._model.buffers()]
-        self._children = [(m, dict(m._modules)) for m in self._model.modules()]
-        devices = {p.device for p, _ in self._grads if p.is_cuda}
-        self._random = torch.random.fork_rng(devices)
-        self._random.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        """Put it all back."""
-        self._random.__exit__(*error)
-        for module, children in self._children:
-            module._modules.update(children)
-        for parameter, grad in self._grads:
-            parameter.grad = grad
-        with torch.no_grad():
-            for buffer, value in self._buffers:
-                buffer.copy_(value)
-
-
-def _layers(model: nn.Module, config: HotConfig, filter_fn: Filter | None) -> list[str]:
+def _layers(
+    model: nn.Module, config: HotConfig, filter_fn: Filter | None, slower: bool
+) -> list[str]:
     """Names of the layers that are converted, or that convert would take."""
     converted = [
         name
         for name, module in model.named_modules()
         if isinstance(getattr(module, "config", None), HotConfig)
+        and not isinstance(module, nn.MultiheadAttention)
     ]
     if converted:
         return converted
     with Untouched(model):
-        report = convert(model, config, filter_fn)
-    return [layer.name for layer in report.converted]
+        report = convert(model, config, filter_fn, slower=slower)
+    names = [layer.name for layer in report.converted if layer.kind != "MultiheadAttention"]
+    if not names:
+        raise ValueError(f"model: no layer to measure\n{report}")
+    return names
 
 
 def _measure(
@@ -475,21 +270,3 @@ def _pattern(gy: Tensor) -> tuple[tuple[float, ...], ...]:
         return ()
     cells = F.adaptive_max_pool2d(gy.detach().float().abs()[None, None], size)[0, 0]
     return tuple(tuple(row) for row in cells.tolist())
-
-
-def _escape(name: str) -> str:
-    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
-
-
-def _some(names: list[str], most: int = 8) -> str:
-    shown = ", ".join(name or "(root)" for name in names[:most])
-    return f"{shown}, ... ({len(names)} in all)" if len(names) > most else shown or "none"
-
-
-def matplotlib_figure() -> Any:
-    """matplotlib's Figure, which needs no display; an ImportError says how to get it."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("plot needs matplotlib: pip install matplotlib") from error
-    return Figure

@@ -20,10 +20,11 @@ from torch import Tensor, nn
 
 from ..config import HotConfig, as_config
 from .compress_saved import Compression
-from .convert import Filter, convert, revert
-from .lqs import Untouched, matplotlib_figure
+from .convert import convert, revert
+from .plan import matplotlib_figure
+from .probe import LossFn, Untouched, loss_of
+from .selection import Filter
 
-LossFn = Callable[[nn.Module, Any], Tensor]
 _MIB = 2**20
 _ROWS = 40  # of the printed table
 
@@ -131,6 +132,7 @@ def memory_report(
     filter_fn: Filter | None = None,
     overrides: Mapping[str, Any] | None = None,
     compress: Compression | None = None,
+    slower: bool = False,
 ) -> MemoryReport:
     """Run the model plain and changed, and measure what autograd keeps of the forward pass.
 
@@ -149,6 +151,7 @@ def memory_report(
         filter_fn: as for :func:`convert`.
         overrides: as for :func:`convert`.
         compress: what :func:`compress_saved` made, to be used in the second run.
+        slower: as for :func:`convert`.
 
     Returns:
         A :class:`MemoryReport`. A storage is counted once, for the first module that keeps it, in
@@ -177,8 +180,7 @@ def memory_report(
         if converted:
             changes.append("as converted")
         elif config is not None:
-            options = {"overrides": overrides} if overrides is not None else {}
-            changed = convert(model, config, filter_fn, **options).model
+            changed = convert(model, config, filter_fn, overrides, slower=slower).model
             changes.append(f"convert({as_config(config)})")
         if compress is not None:
             changes.append("compress_saved")
@@ -252,7 +254,7 @@ def _measure(
         base = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         with compress or ExitStack():
-            loss = _loss(model, inputs, loss_fn)
+            loss = loss_of(model, inputs, loss_fn)
         loss.backward()  # type: ignore[no-untyped-call]
         del loss
         peak = torch.cuda.max_memory_allocated(device) - base
@@ -269,34 +271,9 @@ def _forward(model: nn.Module, inputs: Any, loss_fn: LossFn | None, ledger: _Led
             ledger._compress.draw_seed()
             stack.enter_context(ledger._compress.watch())
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(ledger.pack, ledger.unpack))
-        loss = _loss(model, inputs, loss_fn)
+        loss = loss_of(model, inputs, loss_fn)
     if not loss.requires_grad:
         raise ValueError("inputs: the output has no gradient; nothing would be kept")
-
-
-def _loss(model: nn.Module, inputs: Any, loss_fn: LossFn | None) -> Tensor:
-    if loss_fn is not None:
-        return loss_fn(model, inputs)
-    if isinstance(inputs, Mapping):
-        output = model(**inputs)
-    elif isinstance(inputs, tuple):
-        output = model(*inputs)
-    else:
-        output = model(inputs)
-    means = [tensor.float().mean() for tensor in _tensors(output) if tensor.requires_grad]
-    if not means:
-        raise ValueError("model: its output holds no tensor with a gradient; pass loss_fn")
-    return torch.stack(means).sum()
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, Mapping):  # Hugging Face's outputs are mappings
-        value = value.values()
-    if isinstance(value, list | tuple) or hasattr(value, "__iter__"):
-        return [tensor for item in value for tensor in _tensors(item)]
-    return []
 
 
 def _amounts(before: int, after: int) -> tuple[str, str, str]:

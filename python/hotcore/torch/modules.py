@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import HotConfig, as_config
-from .functional import conv2d, linear
+from .functional import conv2d_by_text, linear_by_text
 
 _Hot = TypeVar("_Hot", bound="HotModule")
 
@@ -18,7 +18,24 @@ class HotModule:
 
     plain: ClassVar[type[nn.Module]]
     """The class that it stands in for."""
-    config: HotConfig
+    defer: bool = False
+    """Of linear layers in compiled graphs: True lets the compiler decide when x is compressed. It
+    keeps the codes, or compresses in backward an x that it has there anyway (a norm of a tensor
+    that is kept): the fewest bytes, for another pass. False keeps the codes."""
+    layer_name: str = ""
+    """Its name in the model that was converted, for error messages."""
+    _config: HotConfig
+    _text: str
+
+    @property
+    def config(self) -> HotConfig:
+        """The layer's configuration; may be set."""
+        return self._config
+
+    @config.setter
+    def config(self, value: HotConfig | str) -> None:
+        self._config = as_config(value)
+        self._text = self._config.json  # what a compiled graph has for a constant
 
     @classmethod
     def from_plain(cls: type[_Hot], module: nn.Module, config: HotConfig | str = "default") -> _Hot:
@@ -40,14 +57,31 @@ class HotModule:
         """Make the plain module that holds the same Parameters and hooks."""
         assert isinstance(self, nn.Module)
         new = _same_content(self, self.plain)
-        del new.__dict__["config"]
+        for name in ("_config", "_text", "defer", "layer_name"):
+            new.__dict__.pop(name, None)
         return new
+
+    def name_in(self, error: Exception) -> None:
+        """Have the error's message begin with the layer's name, where it has one."""
+        if self.layer_name:
+            error.args = (f"layer {self.layer_name}: {error}",)
 
     def extra_repr(self) -> str:
         """The plain module's, and the recipe."""
         name = self.config.name
         shown = self.config if name == "custom" else name
-        return f"{super().extra_repr()}, config={shown}"  # type: ignore[misc]
+        own: str = super().extra_repr()  # type: ignore[misc]
+        return f"{own}, config={shown}" if own else f"config={shown}"
+
+    def __prepare_scriptable__(self) -> Any:
+        """Asked by ``torch.jit.script``: refused.
+
+        A plain module that it is given it would put into the caller's model, too.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__}: torch.jit.script is not supported; script a copy of the model "
+            "after revert(), trace it in eval mode, or use torch.compile to train"
+        )
 
     def _replicate_for_data_parallel(self) -> Any:
         # Its threads would draw their seeds from one generator in no fixed order.
@@ -103,7 +137,11 @@ class HotLinear(HotModule, nn.Linear):
         """``[..., I] -> [..., O]``; see :func:`hotcore.torch.linear`."""
         if not self.training:
             return F.linear(input, self.weight, self.bias)
-        return linear(input, self.weight, self.bias, self.config)
+        try:
+            return linear_by_text(input, self.weight, self.bias, self._text, self.defer)
+        except (ValueError, NotImplementedError) as error:
+            self.name_in(error)
+            raise
 
 
 class HotConv2d(HotModule, nn.Conv2d):
@@ -168,16 +206,12 @@ class HotConv2d(HotModule, nn.Conv2d):
         """``[N, C, H, W] -> [N, O, Ho, Wo]``; see :func:`hotcore.torch.conv2d`."""
         if not self.training:
             return super().forward(input)
-        return conv2d(
-            input,
-            self.weight,
-            self.bias,
-            self.stride,
-            self.padding,
-            self.dilation,
-            self.padding_mode,
-            self.config,
-        )
+        sizes = (self.stride, self.padding, self.dilation, self.padding_mode)
+        try:
+            return conv2d_by_text(input, self.weight, self.bias, sizes, self._text)
+        except (ValueError, NotImplementedError) as error:
+            self.name_in(error)
+            raise
 
 
 def _same_content(module: nn.Module, cls: type[Any]) -> nn.Module:

@@ -1,49 +1,73 @@
-"""The operators under the modules, ``torch.ops.hotcore.compress_activation`` and
-``torch.ops.hotcore.backward_linear``, and the seeds of their random numbers.
+"""The operators of linear layers, ``torch.ops.hotcore.*``, and the seeds of their random numbers.
 
 Low-level library operators with fakes: they cost half of what ``torch.library.custom_op`` does, and
-``torch.compile`` sees through them. The seed travels as a tensor, so that drawing it stays inside a
-compiled graph. There ``linear`` (and ``conv2d``) computes the output and what is kept in one: left
-alone, the partitioner would move what only backward needs, with the drawing of its seed, there.
+``torch.compile`` sees through them. A compiled layer calls two, which are made of others:
+
+* ``kept_of`` compresses x with a new seed (``compress``), once for all layers of a graph that take
+  the same x and configuration. They round g_y with the same random numbers, each unbiased as ever.
+* ``linear`` is ``product`` with a backward, ``backward_linear``. It takes the codes of x, which the
+  product does not need: they have to be there before it. Else the compiler puts what only backward
+  needs off to backward (:attr:`HotModule.defer`).
+
+A seed is an int64 ``[]``, the offset of the layer's key (:func:`key_of`). Compiled and captured
+work draws it with the generator of x's device, and the kernels read it there: nothing of a graph
+stands on the CPU, and every replay draws anew. Eager layers draw it on the CPU, which is cheaper.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import _core, contexts
 from ..config import HotConfig, Key
+from . import _compat
 
 _to_dlpack: Any = torch.utils.dlpack.to_dlpack  # type: ignore[attr-defined]  # ten times cheaper than Tensor.__dlpack__
 
 _CPU = torch.device("cpu")
+Pair = tuple[Tensor, Tensor]
+"""Codes of an x, and their seed."""
+
+SEEDS = 0x7FFF_FFFF_FFFF_FFFF
+"""Seeds are 0 <= seed < this."""
 
 PLAIN: Any = (Tensor, torch.nn.Parameter)
 """Types that want no say in what a layer does inside; subclasses may."""
 
 library: Any = torch.library.Library("hotcore", "DEF")  # type: ignore[no-untyped-call]  # so in torch
-library.define(
-    "draw_seed(Tensor x, Tensor weight) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,)
+
+_RANDOM = (torch.Tag.nondeterministic_seeded,)
+_ANY_STRIDES = (torch.Tag.flexible_layout,)
+"""Else inductor writes an argument once for each operator that takes it, in the strides of eager
+mode. These take any; their results are contiguous."""
+
+_LINEAR = (
+    "(Tensor x, Tensor weight, Tensor? bias, Tensor? saved, Tensor seed, str config) -> Tensor"
 )
-library.define(
-    "linear(Tensor x, Tensor weight, Tensor? bias, Tensor seed, str config, bool keep)"
-    " -> (Tensor, Tensor)"
-)
-library.define("compress_activation(Tensor x, Tensor seed, str config) -> Tensor")
-library.define(
-    "backward_linear(Tensor gy, Tensor? weight, Tensor? saved, Tensor? saved_seed, Tensor seed, "
-    "str config, SymInt in_features, ScalarType? gx_dtype, ScalarType? gw_dtype, "
-    "ScalarType? gb_dtype)"
+_BACKWARD = (
+    "(Tensor gy, Tensor? weight, Tensor? saved, Tensor? saved_seed, Tensor seed, str config, "
+    "SymInt in_features, ScalarType? gx_dtype, ScalarType? gw_dtype, ScalarType? gb_dtype)"
     " -> (Tensor, Tensor, Tensor)"
 )
+for _schema, _tags in (
+    ("draw_seed(Tensor x) -> Tensor", (*_RANDOM, *_ANY_STRIDES)),
+    ("compress_activation(Tensor x, Tensor seed, str config) -> Tensor", _ANY_STRIDES),
+    ("compress(Tensor x, str config) -> (Tensor, Tensor)", (*_RANDOM, *_ANY_STRIDES)),
+    ("kept_of(Tensor x, Tensor inner, str config, bool codes) -> (Tensor, Tensor)", ()),
+    (f"linear{_LINEAR}", ()),
+    (f"product{_LINEAR}", _ANY_STRIDES),
+    (f"backward_linear{_BACKWARD}", _ANY_STRIDES),
+):
+    library.define(_schema, tags=_tags)
 
 
 @functools.lru_cache(maxsize=256)
@@ -52,97 +76,86 @@ def parsed(text: str) -> HotConfig:
     return HotConfig.from_json(text)
 
 
-def _random_seed() -> Tensor:
-    return torch.randint(0x7FFF_FFFF_FFFF_FFFF, (), device=_CPU)  # int64 unless told otherwise
+def seed_for(x: Tensor) -> Tensor:
+    """A seed in eager mode: int64 ``[]``, on the CPU, or on x's device while a graph is captured.
 
-
-def seed_for(x: Tensor, weight: Tensor, compiling: bool) -> Tensor:
-    """A 63-bit seed from torch's default CPU generator: int64 ``[]`` on the CPU.
-
-    While compiling an operator of its own that depends on the layer: torch's partitioner would draw
-    a bare ``randint`` once more in backward, and merge those of layers that share x. That one's
-    result is ``[seed, address]`` (:func:`counted`), the address 0 where nothing is captured.
+    From the default generator of where it is.
     """
-    if not compiling:
-        return _random_seed()
-    seed: Tensor = draw_seed(x.detach(), weight.detach())
-    return seed
+    captured = captured_seed(x)
+    return torch.randint(SEEDS, (), device=_CPU) if captured is None else captured
 
 
-class Counters:
-    """Numbers on a device, one for each layer call that a CUDA graph holds: how often it ran.
+def captured_seed(x: Tensor) -> Tensor | None:
+    """A seed on x's device, which each replay draws anew; None where no CUDA graph is captured."""
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        return torch.randint(SEEDS, (), device=x.device)  # int64 unless told otherwise
+    return None
 
-    All of them are made at once, outside of any capture: what a capture allocates is the graph's.
+
+def _draw_seed(x: Tensor) -> Tensor:
+    return torch.randint(SEEDS, (), device=x.device)
+
+
+_traced: Any = WeakTensorKeyDictionary()  # x -> configuration -> its codes and their seed
+
+
+def kept_once(
+    x: Tensor, inner: Tensor, form: Hashable, compress: Callable[[Tensor], Pair] | None
+) -> Pair:
+    """Codes and seed of x by ``compress(inner)``; None: a seed alone, and no codes.
+
+    While AOTAutograd traces a graph, what was made for x and ``form`` there before: an operator
+    that is made of others runs when it is traced, on values that stand for tensors. Random
+    operators are not merged by the compiler, so each x is given its one here.
     """
 
-    most = 1 << 16
+    def make() -> Pair:
+        if compress is not None:
+            return compress(inner.detach())
+        seed = draw_seed(inner.detach())
+        return seed.new_empty(0), seed
 
-    def __init__(self, device: torch.device) -> None:
-        """Make them, all 0; the only time that the device is waited for."""
-        with torch.inference_mode(False):  # captures outside of that mode write them, too
-            self._numbers = torch.zeros(self.most, dtype=torch.int64, device=device)
-        if device.type == "cuda":  # whatever stream a graph will run on
-            torch.cuda.current_stream(device).synchronize()
-        self._taken = itertools.count()
-
-    def take(self) -> int:
-        """Address of a number that the current stream has counted up; 0: there are none left."""
-        index = next(self._taken)
-        if index >= len(self._numbers):
-            return 0
-        number = self._numbers[index]
-        number.add_(1)  # captured with the rest: once at every replay
-        return number.data_ptr()
+    if not _compat.functional(x):
+        return make()
+    made: dict[Hashable, Pair] = _traced.setdefault(x, {})
+    key = (x._version, form)
+    if key not in made:
+        made[key] = make()
+    return made[key]
 
 
-_counters: dict[int, Counters] = {}
-_used_up: list[Counters] = []  # graphs go on counting in them
+Restore = Callable[[], Tensor]
+# x -> its version, and how backward makes it from what is kept anyway. That may not hold x itself:
+# an entry goes with its x.
+_restores: Any = WeakTensorKeyDictionary()
 
 
-def _address(x: Tensor) -> int:
-    """Of a number for a layer call on x, on CUDA; 0 where nothing is being captured."""
-    device = x.get_device()
-    counters = _counters.get(device)
-    if not torch.cuda.is_current_stream_capturing():
-        if counters is None and unseen(x):
-            _counters[device] = Counters(x.device)
-        return 0
-    if counters is None:
-        raise RuntimeError(
-            f"hotcore.torch: no layer has run on cuda:{device} outside of a capture yet; run one "
-            "step of training before a CUDA graph is captured"
-        )
-    address = counters.take()
-    if address == 0:
-        _used_up.append(_counters.pop(device))
-        raise RuntimeError(
-            f"hotcore.torch: CUDA graphs have captured {counters.most} layer calls on "
-            f"cuda:{device}; run one step outside of a capture to make room for as many again"
-        )
-    return address
+def restorable(x: Tensor, restore: Restore) -> None:
+    """While AOTAutograd traces a graph: backward need not keep x, ``restore`` makes it again.
 
-
-def counted(seed: Tensor, x: Tensor) -> Tensor:
-    """``seed``; while a CUDA graph is captured ``[seed, address]``, int64 on the CPU.
-
-    The number at the address is 1 at the graph's first replay, 2 at the second; the layer's key
-    has it for an offset (:func:`key_of`). Its forward counts it up, its backward only reads it.
-
-    Raises:
-        RuntimeError: while capturing, where no step has run before, or after
-            :attr:`Counters.most` captured calls.
+    For layers that may leave it to the compiler when x is compressed (:attr:`HotModule.defer`).
     """
-    return _counted(seed, x) if x.is_cuda else seed
+    if _compat.functional(x):
+        _restores[x] = (x._version, restore)
 
 
-def _counted(seed: Tensor, x: Tensor) -> Tensor:
-    address = _address(x)
-    return seed if address == 0 else torch.tensor([int(seed.item()), address], device=_CPU)
+def _restore_of(x: Tensor) -> Restore | None:
+    """Of an x that nothing has written since; None: backward has to keep it."""
+    found: tuple[int, Restore] | None = _restores.get(x)
+    return None if found is None or found[0] != x._version else found[1]
 
 
-def _draw_seed(x: Tensor, weight: Tensor) -> Tensor:
-    address = _address(x) if x.is_cuda else 0
-    return torch.tensor([int(_random_seed().item()), address], device=_CPU)
+def _kept_of(x: Tensor, inner: Tensor, config: str, codes: bool) -> Pair:
+    """Codes (empty unless wanted) and seed of x; ``inner`` is x as autocast casts it."""
+    restore, dtype = _restore_of(x), inner.dtype
+    if restore is not None and inner is not x:
+        restorable(inner, lambda: restore().to(dtype))
+
+    def compress(rows: Tensor) -> Pair:
+        kept: Pair = compress_seeded(rows, config)
+        return kept
+
+    return kept_once(x, inner, (config, codes), compress if codes else None)
 
 
 def context_of(device: torch.device) -> _core.CoreContext:
@@ -164,7 +177,7 @@ def context_for(x: Tensor) -> _core.CoreContext:
 
 def _cuda_context(index: int) -> _core.CoreContext:
     # The handle alone: torch.cuda.current_stream() makes an object around it.
-    return contexts.cuda(index, torch._C._cuda_getCurrentRawStream(index))
+    return contexts.cuda(index, _compat.current_stream(index))
 
 
 @functools.lru_cache(maxsize=4096)  # asking takes microseconds
@@ -276,11 +289,10 @@ def keys_of(saved_seed: Tensor | None, seed: Tensor) -> tuple[Key, Key]:
 
 
 def key_of(seed: Tensor) -> Key:
-    """The key of a seed ``[]``, or of ``[seed, address]`` as :func:`counted` makes it."""
-    if seed.dim() == 0:
-        return Key(int(seed.item()))
-    value, counter = seed.tolist()
-    return Key(value, counter=counter)
+    """The key of a seed: ``Key(0, seed)``; one on a CUDA device is read there, by the kernels."""
+    if seed.is_cuda:
+        return Key(0, counter=seed.data_ptr())
+    return Key(0, int(seed.item()))
 
 
 def flat(x: Tensor) -> Tensor:
@@ -317,22 +329,81 @@ def register(*operators: tuple[str, Callable[..., Any], Callable[..., Any]]) -> 
         torch.library.register_fake(f"hotcore::{name}", fake, lib=library)
 
 
-def _linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, seed: Tensor, config: str, keep: bool
-) -> tuple[Tensor, Tensor]:
-    saved = _compress_activation(flat(x), seed, config) if keep else seed.new_empty(0)
-    return F.linear(x, weight, bias), saved
+def _product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, saved: Tensor | None, seed: Tensor, config: str
+) -> Tensor:
+    dtype = x.dtype
+    if weight.dtype != dtype:  # under autocast
+        weight = weight.to(dtype)
+    if bias is not None and bias.dtype != dtype:
+        bias = bias.to(dtype)
+    return F.linear(x, weight, bias).contiguous()
 
 
-def _fake_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, seed: Tensor, config: str, keep: bool
-) -> tuple[Tensor, Tensor]:
-    saved = _fake_compress_activation(flat(x), seed, config) if keep else seed.new_empty(0)
-    return F.linear(x, weight, bias), saved
+def _fake_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, saved: Tensor | None, seed: Tensor, config: str
+) -> Tensor:
+    tell_partitioner()
+    return _product(x, weight, bias, saved, seed, config)
+
+
+class _Linear(torch.autograd.Function):
+    """``product`` and its backward, as AOTAutograd traces them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        saved: Tensor | None,
+        seed: Tensor,
+        config: str,
+        restore: Restore | None,
+    ) -> Tensor:
+        need_gx, need_gw, need_gb, *_ = ctx.needs_input_grad
+        # Without codes the compiler decides when x is compressed: backward asks for x.
+        deferred = need_gw and saved is None
+        ctx.restore = restore if deferred else None
+        kept = x if deferred and restore is None else saved
+        ctx.save_for_backward(kept if need_gw else None, seed, weight if need_gx else None)
+        ctx.config, ctx.x_shape, ctx.deferred = config, x.shape, deferred
+        ctx.dtypes = (
+            x.dtype if need_gx else None,
+            weight.dtype if need_gw else None,
+            bias.dtype if bias is not None and need_gb else None,
+        )
+        y: Tensor = torch.ops.hotcore.product.default(x, weight, bias, saved, seed, config)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
+        kept, seed, weight = ctx.saved_tensors
+        if ctx.restore is not None:
+            kept = ctx.restore()
+        if ctx.deferred:
+            kept = compress_activation(kept, seed, ctx.config)
+        arguments = (gy, weight, kept, seed, seed, ctx.config, ctx.x_shape, *ctx.dtypes)
+        return (*backward_linear(*arguments), None, None, None, None)
+
+
+def _linear(x: Tensor, *arguments: Any) -> Tensor:
+    y: Tensor = _Linear.apply(x, *arguments, _restore_of(x))  # type: ignore[no-untyped-call]  # so in torch
+    return y
 
 
 def _compress_activation(x: Tensor, seed: Tensor, config: str) -> Tensor:
     return compress(x, parsed(config), key_of(seed))
+
+
+def _compress(x: Tensor, config: str) -> Pair:
+    seed = _draw_seed(x)
+    return compress(x, parsed(config), key_of(seed)), seed
+
+
+def _fake_compress(x: Tensor, config: str) -> Pair:
+    seed = _fake_draw_seed(x)
+    return _fake_compress_activation(flat(x), seed, config), seed
 
 
 def _outputs(
@@ -361,8 +432,8 @@ def _backward_linear(
     return results
 
 
-def _fake_draw_seed(x: Tensor, weight: Tensor) -> Tensor:
-    return torch.empty(2, dtype=torch.int64, device="cpu")
+def _fake_draw_seed(x: Tensor) -> Tensor:
+    return torch.empty((), dtype=torch.int64, device=x.device)
 
 
 def _fake_compress_activation(x: Tensor, seed: Tensor, config: str) -> Tensor:
@@ -412,18 +483,72 @@ def saved_bytes(tokens: int, in_features: int, config: HotConfig) -> int:
 
 register(
     ("draw_seed", _draw_seed, _fake_draw_seed),
-    ("linear", _linear, _fake_linear),
     ("compress_activation", _compress_activation, _fake_compress_activation),
+    ("compress", _compress, _fake_compress),
+    ("product", _product, _fake_product),
     ("backward_linear", _backward_linear, _fake_backward_linear),
 )
+for _name, _made in (("kept_of", _kept_of), ("linear", _linear)):
+    library.impl(_name, _made, "CompositeImplicitAutograd")
 
 draw_seed = torch.ops.hotcore.draw_seed.default
+compress_seeded = torch.ops.hotcore.compress.default
+kept_of = torch.ops.hotcore.kept_of.default
 linear = torch.ops.hotcore.linear.default
+
+
+@functools.cache
+def tell_partitioner() -> None:
+    """Called by fakes, that is when something is compiled: a budget may recompute products."""
+    names = ("product", "backward_linear", "convolution", "backward_conv2d")
+    _compat.count_as_products(getattr(torch.ops.hotcore, name) for name in names)
+
+
+# Multiply-adds count twice, as torch's own; the shapes are those of the arguments.
+
+
+@register_flop_formula([torch.ops.hotcore.linear, torch.ops.hotcore.product])
+def _linear_flops(x_shape: Sequence[int], weight_shape: Sequence[int], *_: Any, **__: Any) -> int:
+    return 2 * math.prod(x_shape) * weight_shape[0]
+
+
+@register_flop_formula(torch.ops.hotcore.backward_linear)
+def _backward_linear_flops(
+    gy_shape: Sequence[int],
+    weight_shape: Sequence[int] | None,
+    saved_shape: Sequence[int] | None,
+    saved_seed_shape: Any,
+    seed_shape: Any,
+    config: str,
+    in_features: int,
+    *dtypes: torch.dtype | None,
+    **_: Any,
+) -> int:
+    """Both products in full, whatever their precision: a basis of lower rank takes less time."""
+    return 2 * math.prod(gy_shape) * in_features * sum(dtype is not None for dtype in dtypes[:2])
+
+
+_WITHOUT = ("draw_seed", "kept_of", "compress", "compress_activation")
+
+
+@register_flop_formula([getattr(torch.ops.hotcore, name) for name in _WITHOUT])
+def _no_flops(*_: Any, **__: Any) -> int:
+    return 0
+
+
+def dense(gy: Tensor) -> Tensor:
+    """g_y with memory for every value: what took y may have made a sparse one."""
+    return gy if gy.layout is torch.strided else gy.to_dense()
+
+
+def unusual(gy: Tensor) -> bool:
+    """Whether g_y is sparse, or stands for many: then it has no memory for libhot to read."""
+    return gy.layout is not torch.strided or _compat.batched(gy)
 
 
 def unseen(x: Tensor) -> bool:
     """Whether neither a subclass of Tensor nor a mode wants to see what is done with x."""
-    return type(x) in PLAIN and torch._C._len_torch_dispatch_stack() == 0
+    return type(x) in PLAIN and _compat.dispatch_modes() == 0
 
 
 def _at_once(x: Tensor) -> bool:
@@ -457,9 +582,13 @@ def backward_linear(
     if _at_once(gy):
         outputs = new_gradients(gy, x_shape, dtypes)
         keys = keys_of(saved_seed, seed)
-        backward(gy, weight, saved, x_shape[-1], parsed(config), keys, outputs)
-        return outputs
-    rows = gy.reshape(math.prod(x_shape[:-1]), gy.shape[-1])
+        try:
+            backward(gy, weight, saved, x_shape[-1], parsed(config), keys, outputs)
+            return outputs
+        except RuntimeError:  # asking before would cost every other call
+            if not unusual(gy):
+                raise
+    rows = dense(gy).reshape(math.prod(x_shape[:-1]), gy.shape[-1])
     arguments = (rows, weight, saved, saved_seed, seed, config, x_shape[-1], *dtypes)
     gx, gw, gb = torch.ops.hotcore.backward_linear.default(*arguments)
     wants_gx, wants_gw, wants_gb = (dtype is not None for dtype in dtypes)

@@ -17,6 +17,7 @@ import triton.language as tl
 
 _TILE = 32
 _BLOCK = 128
+_GOLDEN32 = 0x9E3779B1
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}  # a fused multiply-add would round once less
 
 
@@ -82,8 +83,9 @@ def _load(x, base, first, i, count, EVEN: tl.constexpr):
 
 @triton.jit(do_not_specialize=["key0", "key1"])
 def _compress_kernel(
-    x, codes, ranges, count, blocks, per_row, pitch, key0, key1,
+    x, codes, ranges, seed, count, blocks, per_row, pitch, key0, key1,
     BITS: tl.constexpr, TILE: tl.constexpr, PITCHED: tl.constexpr, EVEN: tl.constexpr,
+    SEEDED: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     first = block * 128
@@ -91,7 +93,12 @@ def _compress_kernel(
     if PITCHED:
         base = (block // per_row) * pitch + (block % per_row) * 128
     known = block < blocks
-    draw = _draw(block, key0.to(tl.uint32), key1.to(tl.uint32))
+    low, high = key0.to(tl.uint32), key1.to(tl.uint32)
+    if SEEDED:  # the words are on the device; the arguments are added
+        word = tl.load(seed)
+        low += word.to(tl.uint32)
+        high += (word >> 32).to(tl.uint32)
+    draw = _draw(block, low, high)
     if BITS == 8:
         i = tl.arange(0, 128)
         values = _load(x, base, first, i, count, EVEN)
@@ -189,9 +196,15 @@ def compress(
     codes: torch.Tensor,
     ranges: torch.Tensor,
     bits: int,
-    key: tuple[int, int],
+    key: tuple[int, int] | tuple[torch.Tensor, int],
 ) -> None:
-    """Fill codes and ranges; ``dense`` has its dimensions in the order of memory."""
+    """Fill codes and ranges; ``dense`` has its dimensions in the order of memory.
+
+    ``key``: as ``compress_saved.Key``.
+    """
+    seed, stream = key
+    seeded = isinstance(seed, torch.Tensor)
+    words = (0, (stream * _GOLDEN32) & 0xFFFFFFFF) if seeded else key
     # Ceilings by hand: triton.cdiv takes 2 us of the host.
     count, blocks = dense.numel(), codes.shape[0]
     with _on(dense.device):
@@ -209,16 +222,18 @@ def compress(
             dense,
             codes,
             ranges,
+            seed if seeded else codes,
             count,
             blocks,
             max(1, columns // _BLOCK),
             pitch,
-            _signed(key[0]),
-            _signed(key[1]),
+            _signed(words[0]),
+            _signed(words[1]),
             BITS=bits,
             TILE=_TILE,
             PITCHED=columns != count,
             EVEN=count % (_BLOCK * _TILE) == 0,
+            SEEDED=seeded,
             **_OPTIONS,
         )
 

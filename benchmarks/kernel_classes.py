@@ -1,0 +1,124 @@
+"""Kernel time of a step by class: what torch's profiler saw, told apart by the kernels' names."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+PRODUCTS, QUANTISERS, POINTWISE = "products", "hotcore's quantisers", "pointwise, reductions"
+ATTENTION, OPTIMIZER, OTHER = "attention", "optimizer", "other"
+CLASSES = (PRODUCTS, QUANTISERS, POINTWISE, ATTENTION, OPTIMIZER, OTHER)
+
+_NAMES: tuple[tuple[str, str], ...] = (
+    # Inductor puts the operators that it fused into a name: only its prefix tells what runs.
+    (PRODUCTS, r"^triton_(tem|mm)_"),
+    (POINTWISE, r"^triton_"),
+    (QUANTISERS, r"^_(compress|restore)(_signs)?_kernel"),  # saved_kernels.py, called from eager
+    (
+        ATTENTION,
+        r"flash|fmha|sdpa|attention|cudnn::fusion",
+    ),  # before the products: made from CUTLASS as well
+    (PRODUCTS, r"hot::.*\b(tile|byte|token|gemm_small)_kernel"),
+    (PRODUCTS, r"cutlass|gemm|gemv|nvjet|cublas|splitKreduce|xmma"),
+    (PRODUCTS, r"[fdw](prop|grad)_|convolve|conv2d"),
+    (QUANTISERS, r"hot::"),
+    (OPTIMIZER, r"multi_tensor_apply|adam"),
+    (OTHER, r"^Mem(cpy|set)"),
+    (POINTWISE, r"elementwise|vectorized|unrolled|reduce|norm|GammaBeta|softmax|\bbn_|pool"),
+    (
+        POINTWISE,
+        r"nll|loss|embedding|index|gather|scatter|cat|copy|fill|dropout|gelu|nhwc|nchw|transpose",
+    ),
+)
+_PATTERNS = tuple((name, re.compile(pattern, re.IGNORECASE)) for name, pattern in _NAMES)
+_ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of a trace; ranges are not among
+
+LONGEST = 12
+
+
+class Event(NamedTuple):
+    """One kernel, copy or fill; microseconds."""
+
+    name: str
+    start: float
+    duration: float
+
+
+def class_of(name: str) -> str:
+    """One of :data:`CLASSES`; the first pattern that is found in the name counts."""
+    return next((kind for kind, pattern in _PATTERNS if pattern.search(name)), OTHER)
+
+
+def events_of(trace: Mapping[str, Any]) -> list[Event]:
+    """What ran on the device, from a trace that torch's profiler exported."""
+    return [
+        Event(str(event["name"]), float(event["ts"]), float(event["dur"]))
+        for event in trace["traceEvents"]
+        if event.get("ph") == "X" and event.get("cat") in _ON_DEVICE
+    ]
+
+
+def busy_us(events: Sequence[Event]) -> float:
+    """Time in which at least one of them runs."""
+    total, end = 0.0, float("-inf")
+    for event in sorted(events, key=lambda event: event.start):
+        stop = event.start + event.duration
+        total += max(0.0, stop - max(end, event.start))
+        end = max(end, stop)
+    return total
+
+
+def summary(events: Sequence[Event], steps: int) -> dict[str, Any]:
+    """Milliseconds of a step by class, and the longest kernels.
+
+    Returns:
+        ``ms`` (class -> ms, every class), ``all_ms`` their sum, ``busy_ms`` (less where kernels
+        overlap), ``launches``, ``longest`` (kernels by time: name, class, ms, launches).
+    """
+    spent: dict[str, float] = defaultdict(float)
+    for event in events:
+        spent[event.name] += event.duration / 1e3 / steps
+    counts = Counter(event.name for event in events)
+    by_class = dict.fromkeys(CLASSES, 0.0)
+    for name, ms in spent.items():
+        by_class[class_of(name)] += ms
+    longest = sorted(spent, key=lambda name: -spent[name])[:LONGEST]
+    return {
+        "ms": by_class,
+        "all_ms": sum(by_class.values()),
+        "busy_ms": busy_us(events) / 1e3 / steps,
+        "launches": len(events) / steps,
+        "longest": [
+            {
+                "kernel": name[:120],
+                "class": class_of(name),
+                "ms": spent[name],
+                "launches": counts[name] / steps,
+            }
+            for name in longest
+        ],
+    }
+
+
+def profiled(step: Callable[[], object], steps: int) -> dict[str, Any]:
+    """:func:`summary` of some steps on CUDA. RuntimeError where the profiler saw no kernel."""
+    import torch  # here: the rest needs none
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events = events_of(json.loads(path.read_text()))
+    if not events:
+        raise RuntimeError("torch's profiler saw no kernel")
+    return summary(events, steps)

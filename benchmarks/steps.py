@@ -1,0 +1,534 @@
+"""Training steps of one model, contender beside contender: time, host, kernels, memory.
+
+Every contender lives in a process of its own, so that none sees another's compiled code, graphs or
+memory, and one that dies takes nobody along. They start together, which also compiles in parallel,
+give back what memory they do not need between steps, and then take turns with the reference among
+them. ``jobs`` 0 puts all of them into this process instead (toy sizes: the tests).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import kernel_classes
+import timing
+import torch
+from models import TASKS
+from timing import Row
+from training import REFERENCE, Contender, Left, Trainer, cleaned, people
+
+GIB = 2**30
+STEPS_TO_START = 5
+"""Compiling, recording CUDA graphs (the second and third step) and what else comes once."""
+STEPS_A_TURN = 3
+PROFILED_STEPS = 2
+START_TIMEOUT_S = 300.0  # of all that start together
+CALL_TIMEOUT_S = 120.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What all contenders of a run have in common."""
+
+    device: str
+    quick: bool = False
+    seed: int = 0
+    threads: int = 1
+    backend: str = "inductor"
+    """Of torch.compile."""
+    whole: bool = False
+    """Compile whole models, not block by block."""
+
+
+class Session:
+    """One contender: built, compiled, stepping. In this process."""
+
+    def __init__(self, model: str, contender: Contender, setting: Setting) -> None:
+        """Prepare nothing yet: :meth:`start` does."""
+        self._model, self.contender, self._setting = model, contender, setting
+        self._trainer: Trainer | None = None
+
+    def start(self) -> Row:
+        """Build, compile, and do the first steps.
+
+        Raises Left where something is missing, RuntimeError where the loss is not finite, and
+        whatever torch raises.
+        """
+        begun = time.perf_counter()
+        setting, task = self._setting, TASKS[self._model]
+        size = task.small if setting.quick or task.full is None else task.full
+        torch.manual_seed(setting.seed)
+        try:
+            with torch.device(setting.device):
+                model = size.build()
+        except ModuleNotFoundError as missing:
+            raise Left(str(missing)) from missing
+        batch = size.batch(torch.Generator().manual_seed(setting.seed))
+        batch = {key: value.to(setting.device) for key, value in batch.items()}
+        options = {"own": True, "backend": setting.backend, "whole": setting.whole}
+        trainer = Trainer(self.contender, model, batch, task, setting.quick, **options)
+        self._trainer = trainer
+        build_s = time.perf_counter() - begun
+        import torch._functorch.config as functorch  # the only place of torch's budget
+
+        with functorch.patch(activation_memory_budget=self.contender.memory_budget):
+            losses = []
+            for _ in range(STEPS_TO_START):
+                losses.append(float(trainer.step()))
+                if len(losses) == 1:
+                    first_s = time.perf_counter() - begun - build_s
+        if not all(map(math.isfinite, losses)):
+            raise RuntimeError(f"the loss is not finite: {losses}")
+        out: Row = {
+            "parameters": sum(p.numel() for p in trainer.model.parameters()),
+            "batch": {key: list(value.shape) for key, value in batch.items()},
+            "build_s": build_s,
+            "first_step_s": first_s,
+            "loss": [losses[0], losses[-1]],
+        }
+        if trainer.report is not None:
+            out["converted"] = len(trainer.report.converted)
+        if self.contender.compiled is not None:
+            out["compiler"] = compiler_counts()
+        self.rest()
+        return out
+
+    def rest(self) -> None:
+        """Give back the memory that only a step needs."""
+        if self._setting.device == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+
+    def turn(self) -> list[tuple[float, float]]:
+        """(host, whole) milliseconds of some steps, after one that is not measured.
+
+        Each begins on an idle device. host: until the last call has returned; whole: until the
+        device is done.
+        """
+        assert self._trainer is not None
+        step, device = self._trainer.step, self._setting.device
+        found = []
+        for index in range(1 + STEPS_A_TURN):
+            timing.synchronize(device)
+            start = time.perf_counter()
+            step()
+            queued = time.perf_counter()
+            timing.synchronize(device)
+            if index:
+                found.append(((queued - start) * 1e3, (time.perf_counter() - start) * 1e3))
+        return found
+
+    def memory(self) -> Row:
+        """Peak of the allocator over a step, and what stays between steps; GiB. CUDA only.
+
+        A CUDA graph's memory is its own while it replays, and the allocator does not see it used:
+        the graphs' pools count whole.
+        """
+        assert self._trainer is not None
+        self._trainer.step()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        static = torch.cuda.memory_allocated()
+        self._trainer.step()
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated()
+        pools = unallocated_in_pools(torch.cuda.memory_snapshot())
+        self.rest()
+        return {
+            "peak_gib": (peak + pools) / GIB,
+            "between_steps_gib": (static + pools) / GIB,
+            "graph_pools_gib": pools / GIB,
+        }
+
+    def kernels(self) -> Row:
+        """Kernel time by class. CUDA only; afterwards the host is slower by the profiler."""
+        assert self._trainer is not None
+        self._trainer.step()
+        out = kernel_classes.profiled(self._trainer.step, PROFILED_STEPS)
+        self.rest()
+        return out
+
+    def hang_up(self) -> None:
+        """As of a :class:`Remote`: :meth:`close` is all that there is to do."""
+
+    def close(self) -> None:
+        self._trainer = None
+
+
+def unallocated_in_pools(segments: Sequence[Mapping[str, Any]]) -> int:
+    """Bytes of private pools (of CUDA graphs) that the allocator does not count as allocated."""
+    private = [s for s in segments if tuple(s.get("segment_pool_id", (0, 0))) != (0, 0)]
+    return sum(s["total_size"] - s["allocated_size"] for s in private)
+
+
+def compiler_counts() -> dict[str, int]:
+    """Graphs, graph breaks, and regions that were to be CUDA graphs and are not."""
+    from torch._dynamo.utils import counters  # what TORCH_LOGS prints is made from it
+
+    return {
+        "graphs": counters["stats"]["unique_graphs"],
+        "graph breaks": sum(counters["graph_break"].values()),
+        "cudagraph skips": counters["inductor"]["cudagraph_skips"],
+    }
+
+
+# ---- in a process of its own ----
+
+
+def serve(
+    connection: Connection, log: str, model: str, contender: Contender, setting: Setting
+) -> None:
+    """Answer calls of a :class:`Remote` until it hangs up."""
+    with open(log, "w", buffering=1) as file:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(file.fileno(), stream.fileno())
+        if setting.device == "cpu":
+            torch.set_num_threads(setting.threads)
+        session = Session(model, contender, setting)
+        with contextlib.suppress(EOFError, BrokenPipeError):
+            while (name := connection.recv()) != "close":
+                try:
+                    connection.send((True, getattr(session, name)()))
+                except Left as left:
+                    connection.send((False, left))
+                except Exception as error:
+                    traceback.print_exc()
+                    connection.send((False, Said(said(error))))
+
+
+class Said(Exception):
+    """An error of another process, in words."""
+
+
+def said(error: Exception) -> str:
+    """Kind and message, in a line that a report can hold."""
+    if isinstance(error, Said):
+        return str(error)
+    words = " ".join(str(error).split())
+    return f"{type(error).__name__}: {words[:400]}"
+
+
+class Remote:
+    """A :class:`Session` in a process of its own; calls may be begun and answered later."""
+
+    def __init__(self, model: str, contender: Contender, setting: Setting, folder: Path) -> None:
+        """Start the process."""
+        context = multiprocessing.get_context("spawn")
+        self.contender = contender
+        self._log = folder / f"{model}-{contender.name}.log".replace(" ", "_").replace("/", "-")
+        self._connection, theirs = context.Pipe()
+        words = (theirs, str(self._log), model, contender, setting)
+        self._process = context.Process(target=serve, args=words)
+        self._process.start()
+        theirs.close()
+
+    def begin(self, name: str) -> None:
+        # One that has died says so when it is asked for the answer.
+        with contextlib.suppress(BrokenPipeError):
+            self._connection.send(name)
+
+    def answer(self, timeout_s: float) -> Any:
+        """What the call begun last returned. Raises what it raised, or why there is no answer."""
+        if not self._connection.poll(timeout_s):
+            self._process.kill()
+            raise Said(f"no answer within {timeout_s:.0f} s; {self._last_words()}")
+        try:
+            good, value = self._connection.recv()
+        except (EOFError, ConnectionResetError) as error:
+            self._process.join(5)
+            code = self._process.exitcode
+            raise Said(f"the process ended ({code}); {self._last_words()}") from error
+        if not good:
+            raise value
+        return value
+
+    def hang_up(self) -> None:
+        """Let the process end; :meth:`close` waits for it."""
+        with contextlib.suppress(BrokenPipeError, OSError):
+            self._connection.send("close")
+
+    def close(self) -> None:
+        self.hang_up()
+        self._process.join(5)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+        self._connection.close()
+
+    def _last_words(self) -> str:
+        lines = self._log.read_text().split("\n") if self._log.exists() else []
+        return " / ".join(line.strip() for line in lines if line.strip())[-400:] or "said nothing"
+
+
+class Local(Session):
+    """A session of this process that is asked as a :class:`Remote` is."""
+
+    _asked = ""
+
+    def begin(self, name: str) -> None:
+        self._asked = name
+
+    def answer(self, timeout_s: float) -> Any:
+        return getattr(self, self._asked)()
+
+
+# ---- all contenders of a model ----
+
+
+class Wave:
+    """Some contenders of a model, alive together until the end of the context.
+
+    Args:
+        model: a name of ``models.TASKS``.
+        among: the reference first, if the others are to be compared with it.
+        setting: of all of them.
+        jobs: 0: in this process; else each in one of its own.
+    """
+
+    def __init__(self, model: str, among: Sequence[Contender], setting: Setting, jobs: int) -> None:
+        self._model, self._setting, self._remote = model, setting, jobs > 0
+        self._contenders = {c.name: c for c in among}
+        self.rows: dict[str, Row] = {c.name: {"how": described(c)} for c in among}
+        self._alive: dict[str, Remote | Local] = {}
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Wave:
+        with contextlib.ExitStack() as stack:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="steps-"))
+            self._folder = Path(folder)
+            if not self._remote:
+                stack.enter_context(cleaned(self._setting.device))
+                stack.enter_context(many_recompilations())
+            stack.callback(self._close)
+            for name in self._contenders:
+                self._open(name)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def _open(self, name: str) -> None:
+        words = (self._model, self._contenders[name], self._setting)
+        session = Remote(*words, self._folder) if self._remote else Local(*words)
+        self._alive[name] = session
+        session.begin("start")
+
+    def _close(self) -> None:
+        for session in self._alive.values():
+            session.hang_up()  # all of them before the first is waited for
+        for session in self._alive.values():
+            session.close()
+
+    def __iter__(self) -> Iterator[str]:
+        """Names of those that have not failed."""
+        return iter(list(self._alive))
+
+    def start(self, patience_s: float) -> None:
+        """Wait until all are ready: their rows say how it went."""
+        end = time.monotonic() + patience_s
+        for name in self:
+            self.rows[name] |= self._answer(name, end - time.monotonic()) or {}
+        if not self._remote:
+            return
+        lacking = [n for n, row in self.rows.items() if "OutOfMemory" in row.get("error", "")]
+        for name in lacking:  # the others have ended their first steps, which take the most
+            print(f"    {name}: no memory beside the others, tried again", flush=True)
+            del self.rows[name]["error"]
+            self._open(name)
+            self.rows[name] |= self._answer(name, end - time.monotonic()) or {}
+
+    def call(self, name: str, what: str, *, fatal: bool = True) -> Any:
+        """A session's answer; None where it fails, which its row then says.
+
+        ``fatal``: it takes no further part, and what it has measured so far does not count.
+        """
+        self._alive[name].begin(what)
+        return self._answer(name, CALL_TIMEOUT_S, fatal)
+
+    def _answer(self, name: str, timeout_s: float, fatal: bool = True) -> Any:
+        try:
+            return self._alive[name].answer(max(timeout_s, 0.0))
+        except Left as left:
+            self.rows[name]["left_out"] = str(left)
+        except Exception as error:
+            if not self._remote:
+                traceback.print_exc()
+            self.rows[name]["error" if fatal else "warning"] = said(error)
+        if fatal:
+            self._alive.pop(name).close()
+        return None
+
+
+def measure(
+    model: str,
+    among: Sequence[Contender],
+    setting: Setting,
+    rounds: int,
+    jobs: int,
+    patience_s: float = START_TIMEOUT_S,
+) -> dict[str, Row]:
+    """Rows of some contenders, which are alive together; see the module.
+
+    Returns:
+        Contender -> its row: ``how``, and either ``error`` or ``left_out``, or the figures.
+    """
+    begun = time.perf_counter()
+    times: dict[str, list[tuple[float, float]]] = {c.name: [] for c in among}
+    spent = dict.fromkeys(times, 0.0)
+    with Wave(model, among, setting, jobs) as wave:
+        rows = wave.rows
+        wave.start(patience_s)
+        started_s = time.perf_counter() - begun
+        if setting.device == "cuda":
+            for name in wave:
+                rows[name] |= wave.call(name, "memory") or {}
+        for _ in range(rounds):
+            for name in wave:
+                start = time.perf_counter()
+                times[name] += wave.call(name, "turn") or []
+                spent[name] += time.perf_counter() - start
+        for name in wave:
+            host, whole = zip(*times[name], strict=True)
+            rows[name] |= {"host": timing.spread(host), "step": timing.spread(whole)}
+            rows[name]["seconds"] = {"started together": started_s, "turns": spent[name]}
+        if setting.device == "cuda":
+            for name in wave:  # last: the profiler leaves the host slower
+                rows[name]["kernels"] = wave.call(name, "kernels", fatal=False)
+    compare(rows)
+    return rows
+
+
+@contextlib.contextmanager
+def many_recompilations() -> Iterator[None]:
+    """In one process all contenders compile the same code: dynamo would give up after eight."""
+    import torch._dynamo.config as dynamo
+
+    name = "recompile_limit" if hasattr(dynamo, "recompile_limit") else "cache_size_limit"
+    with dynamo.patch({name: 256}):
+        yield
+
+
+def described(contender: Contender) -> dict[str, Any]:
+    """The fields that differ from a plain eager step in fp32, its name apart."""
+    plain = Contender(contender.name)
+    return {
+        field.name: getattr(contender, field.name)
+        for field in dataclasses.fields(contender)
+        if getattr(contender, field.name) != getattr(plain, field.name)
+    }
+
+
+def compare(rows: dict[str, Row]) -> None:
+    """Add what each is of the reference's, which took turns with it."""
+    reference = rows.get(REFERENCE, {})
+    if "step" not in reference:
+        return
+    for row in rows.values():
+        if "step" not in row:
+            continue
+        of = {key: row[key]["median_ms"] / reference[key]["median_ms"] for key in ("step", "host")}
+        if "peak_gib" in row and "peak_gib" in reference:
+            of["peak"] = row["peak_gib"] / reference["peak_gib"]
+        if row.get("kernels") and reference.get("kernels"):
+            of["kernels"] = row["kernels"]["all_ms"] / reference["kernels"]["all_ms"]
+        row["of reference"] = of
+        row["reference"] = {key: reference[key]["median_ms"] for key in ("step", "host")}
+
+
+def lines(rows: Mapping[str, Row]) -> Iterator[str]:
+    """What is printed of a wave."""
+    short = {name: name.split(",")[0].split()[-1] for name in kernel_classes.CLASSES}
+    yield "    step ms [quartiles] of reference | host ms, of it | peak GiB, of it | kernel ms"
+    for name, row in rows.items():
+        if "step" not in row:
+            why = row.get("error") or f"left out: {row.get('left_out')}"
+            yield f"  {name:34s} {why}"
+            continue
+        step, of = row["step"], row.get("of reference", {})
+        words = [
+            f"{step['median_ms']:8.2f} [{step['q1_ms']:.2f}, {step['q3_ms']:.2f}]",
+            f"{of.get('step', math.nan):.3f}",
+            f"| {row['host']['median_ms']:7.2f} {of.get('host', math.nan):.3f}",
+        ]
+        if "peak_gib" in row:
+            words.append(f"| {row['peak_gib']:6.2f} {of.get('peak', math.nan):.3f}")
+        if row.get("kernels"):
+            found = row["kernels"]
+            parts = "  ".join(f"{short[k]} {v:.1f}" for k, v in found["ms"].items())
+            words.append(f"| {found['all_ms']:.1f} = {parts}")
+        if "warning" in row:
+            words.append(f"| {row['warning']}")
+        if row.get("converted") == 0:
+            words.append("| no layer converted")
+        skips = row.get("compiler", {}).get("cudagraph skips", 0)
+        if skips:
+            words.append(f"| {skips} regions are NO CUDA graphs")
+        start_s = row["build_s"] + row["first_step_s"]
+        words.append(f"| {start_s:.0f} s to start, {row['seconds']['turns']:.0f} s of turns")
+        yield f"  {name:34s} " + " ".join(words)
+
+
+# ---- all models ----
+
+
+def waves_of(
+    models: Sequence[str],
+    patterns: Sequence[str] | None,
+    jobs: Mapping[str, int],
+    done: Mapping[str, Collection[str]] | None = None,
+) -> list[tuple[str, list[Contender]]]:
+    """In what order to measure: the most important contenders of all models, then the next.
+
+    Args:
+        models: by importance.
+        patterns: names of contenders (``fnmatch``); None: all. The reference is always among them.
+        jobs: model -> how many contenders live together; 0: all.
+        done: model -> contenders that need not run again.
+
+    Raises ValueError where a pattern fits no contender of any model.
+    """
+    used: set[str] = set()
+    found: list[tuple[int, int, str, list[Contender]]] = []
+    for order, model in enumerate(models):
+        among = people(TASKS[model])
+        reference = next(c for c in among if c.name == REFERENCE)
+        others = []
+        for contender in among:
+            fitting = [p for p in patterns or ["*"] if fnmatchcase(contender.name, p)]
+            used.update(fitting)
+            known = contender.name in (done or {}).get(model, ())
+            if fitting and contender is not reference and not known:
+                others.append(contender)
+        if not others and done and model in done:
+            continue
+        size = (jobs[model] - 1) if jobs[model] else max(1, len(others))
+        parts = [others[i : i + size] for i in range(0, len(others), size)] or [[]]
+        found += [(tier, order, model, [reference, *part]) for tier, part in enumerate(parts)]
+    unused = sorted(set(patterns or ()) - used)
+    if unused:
+        raise ValueError(f"--contenders: {unused} fit none of these models' contenders")
+    return [(model, part) for _, _, model, part in sorted(found, key=lambda item: item[:2])]
+
+
+def jobs_for(model: str, jobs: int, device: str) -> int:
+    """How many contenders start beside each other: at most ``jobs``, as many as memory holds."""
+    if jobs == 0 or device == "cpu":
+        return jobs
+    free, _ = torch.cuda.mem_get_info()
+    context_gib = 1.0  # of a process, beside its tensors
+    return max(2, min(jobs, int(0.9 * free / GIB / (TASKS[model].peak_gib + context_gib))))

@@ -1,0 +1,8 @@
+"""Imported before anything else here: says what to install where there is no torch."""
+
+try:
+    import torch  # noqa: F401
+except ModuleNotFoundError as error:
+    raise ImportError(
+        "hotcore.torch needs torch 2.6 or newer: pip install 'hotcore[torch]'"
+    ) from error

@@ -1,0 +1,198 @@
+"""``HotMultiheadAttention``: an ``nn.MultiheadAttention`` that trains its projections with HOT."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..config import HotConfig, as_config
+from .functional import linear_by_text
+from .modules import HotModule
+
+
+class HotMultiheadAttention(HotModule, nn.MultiheadAttention):
+    """``nn.MultiheadAttention`` with the same parameters and keys; its projections are HOT layers.
+
+    in_proj (one product where query, key and value are one tensor, else two or three) and out_proj
+    keep their x compressed; attention itself is torch's. In eval mode it is
+    ``nn.MultiheadAttention``, fast path included. ``bias_k``, ``bias_v`` and ``add_zero_attn`` are
+    not taken.
+
+    Args:
+        embed_dim: E.
+        num_heads: of E / num_heads features each.
+        dropout: of the attention weights.
+        bias: in both projections.
+        add_bias_kv: must be False.
+        add_zero_attn: must be False.
+        kdim: features of key, if not E.
+        vdim: features of value, if not E.
+        batch_first: inputs are ``[N, L, E]`` instead of ``[L, N, E]``.
+        device: as ``nn.MultiheadAttention``.
+        dtype: as ``nn.MultiheadAttention``.
+        config: a HotConfig or a recipe's name.
+    """
+
+    plain = nn.MultiheadAttention
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        config: HotConfig | str = "default",
+    ) -> None:
+        """Make a layer with new parameters, initialised as ``nn.MultiheadAttention`` does."""
+        if add_bias_kv or add_zero_attn:
+            raise ValueError("HotMultiheadAttention takes no add_bias_kv and no add_zero_attn")
+        sizes = (embed_dim, num_heads, dropout, bias, False, False, kdim, vdim, batch_first)
+        super().__init__(*sizes, device, dtype)
+        self.config = as_config(config)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As ``nn.MultiheadAttention``: the output, and the weights if they are wanted."""
+        if not self.training:
+            return super().forward(
+                query,
+                key,
+                value,
+                key_padding_mask,
+                need_weights,
+                attn_mask,
+                average_attn_weights,
+                is_causal,
+            )
+        if is_causal and attn_mask is None:
+            raise RuntimeError("attn_mask: needed beside is_causal, as by nn.MultiheadAttention")
+        if query.dim() not in (2, 3) or query.shape[-1] != self.embed_dim:
+            raise ValueError(
+                f"query: shape {list(query.shape)}; expected two or three sizes, the last "
+                f"{self.embed_dim}"
+            )
+        batched = query.dim() == 3
+        # Samples before tokens, or tokens before samples: the projections take either.
+        samples, tokens = (0, 1) if self.batch_first or not batched else (1, 0)
+        if not batched:
+            same = key is value, query is key
+            query, key, value = (x.unsqueeze(0) for x in (query, key, value))
+            value = key if same[0] else value
+            query = key if same[1] else query
+            if key_padding_mask is not None:
+                key_padding_mask = key_padding_mask.unsqueeze(0)
+        try:
+            q, k, v = self._projected(query, key, value, samples, tokens)
+            causal = is_causal and key_padding_mask is None and not need_weights
+            mask = None if causal else _merged(attn_mask, key_padding_mask, q, k)
+            y, weights = _attention(q, k, v, mask, self.dropout, causal, need_weights)
+            y = y.permute(0, 2, 1, 3) if samples == 0 else y.permute(2, 0, 1, 3)
+            out = self.out_proj
+            y = linear_by_text(y.flatten(2), out.weight, out.bias, self._text, self.defer)
+        except (ValueError, NotImplementedError) as error:
+            self.name_in(error)
+            raise
+        if weights is not None and average_attn_weights:
+            weights = weights.mean(1)
+        if not batched:
+            return y.squeeze(0), None if weights is None else weights.squeeze(0)
+        return y, weights
+
+    def _projected(
+        self, query: Tensor, key: Tensor, value: Tensor, samples: int, tokens: int
+    ) -> list[Tensor]:
+        """q, k and v, ``[N, heads, tokens, features of a head]`` each."""
+        width, bias = self.embed_dim, self.in_proj_bias
+        weight: Tensor | None = self.in_proj_weight
+        weights: Sequence[Tensor]
+        if weight is None:  # key or value have other features
+            weights = [self.q_proj_weight, self.k_proj_weight, self.v_proj_weight]
+            inputs = [query, key, value]
+        elif query is key and key is value:
+            weights, inputs = [weight], [query]
+        elif key is value:
+            weights, inputs = torch.split(weight, [width, 2 * width]), [query, key]
+        else:
+            weights, inputs = torch.chunk(weight, 3), [query, key, value]
+        biases: Sequence[Tensor | None] = [None] * len(weights)
+        if bias is not None:
+            biases = torch.split(bias, [w.shape[0] for w in weights])
+        found: list[Tensor] = []
+        for x, w, b in zip(inputs, weights, biases, strict=True):
+            y = linear_by_text(x, w, b, self._text, self.defer)
+            heads = y.view(*y.shape[:-1], -1, self.num_heads, self.head_dim)
+            found += heads.permute(2, samples, 3, tokens, 4).unbind(0)
+        return found
+
+
+def _merged(
+    attn_mask: Tensor | None, key_padding_mask: Tensor | None, q: Tensor, k: Tensor
+) -> Tensor | None:
+    """Both masks as one that is added, ``[N or 1, heads or 1, L or 1, S]``."""
+    samples, heads, length, source = q.shape[0], q.shape[1], q.shape[2], k.shape[2]
+    mask = None
+    if attn_mask is not None:
+        shapes = {2: (length, source), 3: (samples * heads, length, source)}
+        if tuple(attn_mask.shape) != shapes.get(attn_mask.dim()):
+            raise ValueError(
+                f"attn_mask: shape {list(attn_mask.shape)}; expected {list(shapes[2])} or "
+                f"{list(shapes[3])}"
+            )
+        mask = _added(attn_mask, "attn_mask", q)
+        mask = mask[None, None] if mask.dim() == 2 else mask.view(samples, heads, length, source)
+    if key_padding_mask is not None:
+        if tuple(key_padding_mask.shape) != (samples, source):
+            raise ValueError(
+                f"key_padding_mask: shape {list(key_padding_mask.shape)}; expected "
+                f"{[samples, source]}"
+            )
+        padding = _added(key_padding_mask, "key_padding_mask", q)[:, None, None]
+        mask = padding if mask is None else mask + padding
+    return mask
+
+
+def _added(mask: Tensor, name: str, q: Tensor) -> Tensor:
+    if mask.is_floating_point():
+        return mask.to(q.dtype)
+    if mask.dtype != torch.bool:
+        raise ValueError(f"{name}: {mask.dtype}; expected bool or a floating type")
+    return q.new_zeros(mask.shape).masked_fill_(mask, -math.inf)
+
+
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    causal: bool,
+    need_weights: bool,
+) -> tuple[Tensor, Tensor | None]:
+    if not need_weights:
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal), None
+    scores = (q * math.sqrt(1.0 / q.shape[-1])) @ k.transpose(-2, -1)
+    weights = F.softmax(scores if mask is None else scores + mask, -1)
+    weights = F.dropout(weights, dropout) if dropout > 0 else weights
+    return weights @ v, weights

@@ -1,0 +1,650 @@
+"""``autotune``: time every layer plain and under each recipe, and choose per layer.
+
+One forward pass under hooks shows how each layer is called: shape and dtype of x, autocast, memory
+format. Layers that are called alike are measured once, on a copy of their own with fresh weights,
+forward and backward, in turns with plain torch. A choice has to win by more than its spread.
+
+Clocks. On the CPU the host's. On CUDA a small layer's kernels take less time than the host needs to
+queue them, and which of the two counts depends on the rest of the model. So the whole step is
+watched first: where the device is what is waited for, layers are timed by events behind enough
+queued work that the host is ahead; where the host is, by bursts against the host's clock.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import time
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..config import RECIPES, HotConfig, as_config
+from ._compat import is_compiled
+from .convert import convert
+from .modules import HotModule
+from .plan import PLAIN, LayerPlan, Measured, Plan
+from .probe import Call, LossFn, Seen, Untouched, Watch, autocast_dtype, eagerly, loss_of
+from .report import listed
+from .selection import Filter, hot_class
+
+ACCURACY = ("accurate", "default", "int4", "fast", "paper")
+"""Recipes, the most accurate first (cosine with fp32's gradient: docs/torch.md)."""
+
+OBJECTIVES = ("time", "memory")
+HOST_SHARE = 0.8
+"""A CUDA step is the device's where the host has queued it in less than this share of its time."""
+
+_COVER_BYTES = 1 << 28  # written before each measurement on CUDA: beyond the L2, 0.1 ms or less
+_LEAST_ROUNDS = 5
+_BURST = 8  # calls between two readings of the host's clock on CUDA
+_STEP_ROUNDS = 5
+
+Step = Callable[[], object]
+
+
+def autotune(
+    model: nn.Module,
+    inputs: Any,
+    loss_fn: LossFn | None = None,
+    objective: str = "time",
+    *,
+    allow: Sequence[str | HotConfig] = ("accurate", "default"),
+    filter_fn: Filter | None = None,
+    compiled: bool | Mapping[str, Any] | None = None,
+    slowdown: float = 1.1,
+    rounds: int = 15,
+    budget_ms: float = 400.0,
+    verify: bool = True,
+    clock: str | None = None,
+) -> Plan:
+    """Measure every layer plain and under each allowed recipe, and choose.
+
+    Wrap the call in ``torch.autocast`` as the training loop is. Parameters, ``.grad``, buffers and
+    torch's random state are left as they were. ``hot.convert(model, overrides=plan.overrides())``
+    applies the plan (with the same ``filter_fn``, if one was given).
+
+    Args:
+        model: plain, in training mode, on the device that it trains on.
+        inputs: a Tensor, a tuple of positional arguments or a dict of keyword arguments for the
+            model; with ``loss_fn`` anything that it takes. Of the size that it trains with.
+        loss_fn: ``loss_fn(model, inputs)`` -> loss, a scalar; without one, the mean of every
+            floating output is taken.
+        objective: ``"time"``: the fastest choice, which has to beat plain torch by more than the
+            spread; among choices that are no further apart than that the most accurate.
+            ``"memory"``: what keeps least for backward at up to ``slowdown`` times plain torch's
+            time.
+        allow: recipes (:data:`ACCURACY` orders them) or HotConfigs (then in this order, the most
+            accurate first) that may be chosen.
+        filter_fn: which layers, as for :func:`convert`; without one its default filter, without the
+            rule of what is slower on CUDA.
+        compiled: measure layers under ``torch.compile``; a mapping are its options. None: whether
+            ``model`` or a part of it is compiled.
+        slowdown: for ``"memory"``: a layer's time, as a multiple of plain torch's.
+        rounds: turns of each choice.
+        budget_ms: a choice stops taking turns when it has used that much, after 5 at least.
+        verify: time forward and backward of the whole model, plain and as planned, for
+            :attr:`Plan.steps`. A compiled model is compiled for both.
+        clock: on CUDA ``"device"`` or ``"host"``; None: what the whole step waits for.
+
+    Returns:
+        A :class:`Plan`; every layer that :func:`convert` could take, the times of all choices,
+        what was chosen, and why a layer stays plain. ``nn.MultiheadAttention`` is not measured:
+        :func:`convert`'s rule goes for it.
+
+    Raises:
+        ValueError: a bad argument, a model that is converted, in eval mode or on the meta device,
+            no layer to choose for, or a loss without a gradient.
+
+    Source: issue 11, item 6.
+    """
+    configs = _allowed(allow)
+    if objective not in OBJECTIVES:
+        raise ValueError(f"objective: {objective!r} is not one of 'time', 'memory'")
+    if slowdown < 1:
+        raise ValueError(f"slowdown: {slowdown} is below 1")
+    if rounds < _LEAST_ROUNDS:
+        raise ValueError(f"rounds: {rounds}; expected at least {_LEAST_ROUNDS}")
+    if clock not in (None, "device", "host"):
+        raise ValueError(f"clock: {clock!r} is not one of 'device', 'host', None")
+    device = _check(model)
+    options = _compile_options(model, compiled)
+    with Untouched(model):
+        layers = _layers(model, filter_fn)
+        seen = _observe(model, inputs, loss_fn, layers)
+        watch, words = _clock(model, inputs, loss_fn, device, clock)
+        bench = _Bench(configs, watch, options, rounds, budget_ms)
+        plans = [
+            _plan(name, layers[name], seen[name], bench, objective, slowdown) for name in layers
+        ]
+        steps = {}
+        if verify:
+            steps = _verify(model, inputs, loss_fn, device, plans, filter_fn)
+    how = "compiled" if options is not None else "eager"
+    machine = f"{_device_name(device)}, torch {torch.__version__}, {how}, {words}"
+    base = next(iter(configs.values()))
+    return Plan(tuple(plans), base, 0, objective, machine, steps)
+
+
+# ---- What is measured, and on what ----
+
+
+def _allowed(allow: Sequence[str | HotConfig]) -> dict[str, HotConfig]:
+    """Name -> configuration, the most accurate first."""
+    given: Sequence[str | HotConfig] = [allow] if isinstance(allow, str | HotConfig) else allow
+    if not given:
+        raise ValueError("allow: empty; expected recipes or HotConfigs, e.g. ('default', 'fast')")
+    found: dict[str, HotConfig] = {}
+    for i, entry in enumerate(given):
+        config = as_config(entry, f"allow[{i}]")
+        found[config.name if config.name != "custom" else f"custom {i}"] = config
+    if all(name in ACCURACY for name in found):
+        return {name: found[name] for name in ACCURACY if name in found}
+    return found
+
+
+def _check(model: nn.Module) -> torch.device:
+    if not model.training:
+        raise ValueError("model: in eval mode, where HOT's layers are plain; call model.train()")
+    if not torch.is_grad_enabled():
+        raise ValueError("autotune: gradients are off (torch.no_grad); it times backward passes")
+    hot = [name for name, module in model.named_modules() if isinstance(module, HotModule)]
+    if hot:
+        raise ValueError(f"model: converted already ({listed(hot)}); revert() it first")
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    if device.type == "meta":
+        raise ValueError("model: on the meta device; autotune measures, so it needs a real one")
+    return device
+
+
+def _compile_options(
+    model: nn.Module, compiled: bool | Mapping[str, Any] | None
+) -> dict[str, Any] | None:
+    """Options for torch.compile; None: eager."""
+    if isinstance(compiled, Mapping):
+        return dict(compiled)
+    if compiled is None:
+        compiled = any(is_compiled(module) for module in model.modules())
+    return {} if compiled else None
+
+
+def _layers(model: nn.Module, filter_fn: Filter | None) -> dict[str, nn.Module]:
+    """The layers that convert would take."""
+    modules = dict(model.named_modules())
+    with Untouched(model):
+        report = convert(model, "default", filter_fn, slower=True)
+    found = {layer.name: modules[layer.name] for layer in report.converted}
+    return {n: m for n, m in found.items() if not isinstance(m, nn.MultiheadAttention)}
+
+
+def _observe(
+    model: nn.Module, inputs: Any, loss_fn: LossFn | None, layers: Mapping[str, nn.Module]
+) -> dict[str, Seen]:
+    watch = Watch(layers, saved=True)
+    with eagerly(), watch.on():
+        loss = loss_of(model, inputs, loss_fn)
+    if not isinstance(loss, Tensor) or not loss.requires_grad:
+        raise ValueError(
+            "loss_fn: returned nothing that requires grad; autotune times backward, which needs a "
+            "loss with a graph (no torch.no_grad, no detach, no .item())"
+        )
+    return watch.seen
+
+
+@dataclasses.dataclass(frozen=True)
+class _Work:
+    """What a measurement depends on; layers of equal work share it."""
+
+    kind: type[nn.Module]
+    geometry: tuple[Any, ...]
+    dtype: torch.dtype
+    device: torch.device
+    trained: tuple[tuple[str, bool], ...]
+    """Parameters, and whether their gradients are wanted."""
+    call: Call
+
+    @classmethod
+    def of(cls, layer: nn.Module, call: Call) -> _Work:
+        weight = layer.weight
+        assert isinstance(weight, Tensor)
+        geometry: tuple[Any, ...] = tuple(weight.shape)
+        if isinstance(layer, nn.Conv2d):
+            geometry += (layer.stride, layer.padding, layer.dilation, layer.padding_mode)
+        trained = tuple(
+            (name, p.requires_grad) for name, p in layer._parameters.items() if p is not None
+        )
+        return cls(type(layer), geometry, weight.dtype, weight.device, trained, call)
+
+    def layer(self, original: nn.Module) -> nn.Module:
+        """A layer of its own with random weights, no hooks and no wrappers."""
+        new: nn.Module
+        trained = dict(self.trained)
+        if isinstance(original, nn.Conv2d):
+            new = nn.Conv2d(
+                original.in_channels,
+                original.out_channels,
+                original.kernel_size,  # type: ignore[arg-type]
+                original.stride,  # type: ignore[arg-type]
+                original.padding,  # type: ignore[arg-type]
+                original.dilation,  # type: ignore[arg-type]
+                1,
+                "bias" in trained,
+                original.padding_mode,
+            )
+        elif isinstance(original, nn.Linear):
+            new = nn.Linear(original.in_features, original.out_features, "bias" in trained)
+        else:
+            new = type(original)(original.nf, original.nx)
+        new = new.to(self.device, self.dtype)
+        if self.call.channels_last:
+            new = new.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        for name, wanted in trained.items():
+            new._parameters[name].requires_grad_(wanted)  # type: ignore[union-attr]
+        return new
+
+
+class _Bench:
+    """Measures works, each once."""
+
+    def __init__(
+        self,
+        configs: Mapping[str, HotConfig],
+        clock: _Clock,
+        options: Mapping[str, Any] | None,
+        rounds: int,
+        budget_ms: float,
+    ) -> None:
+        self.configs = configs
+        self._clock = clock
+        self._options = options
+        self._rounds = rounds
+        self._budget = budget_ms
+        self._found: dict[_Work, dict[str, Measured]] = {}
+
+    def times(self, layer: nn.Module, call: Call) -> dict[str, Measured]:
+        """Plain and every configuration."""
+        work = _Work.of(layer, call)
+        if work not in self._found:
+            self._found[work] = self._measure(work, layer)
+        return self._found[work]
+
+    def _measure(self, work: _Work, original: nn.Module) -> dict[str, Measured]:
+        plain = work.layer(original)
+        call = work.call
+        x = torch.randn(call.shape, device=work.device).to(call.dtype)
+        if call.channels_last:
+            x = x.contiguous(memory_format=torch.channels_last)
+        x.requires_grad_(call.requires_grad)
+        layers = {PLAIN: plain}
+        for name, config in self.configs.items():
+            hot = hot_class(plain).from_plain(plain, config)
+            assert isinstance(hot, nn.Module)
+            layers[name] = hot
+        kept = {name: _kept_bytes(each, x, call.autocast) for name, each in layers.items()}
+        steps = {name: self._step(each, x, call.autocast) for name, each in layers.items()}
+        times = in_turns(steps, self._clock, self._rounds, self._budget)
+        return {name: _spread(values, kept[name]) for name, values in times.items()}
+
+    def _step(self, layer: nn.Module, x: Tensor, autocast: torch.dtype | None) -> Step:
+        forward = layer.forward if self._options is None else _compiled(layer, self._options)
+        wanted = [t for t in (x, *layer.parameters()) if t.requires_grad]
+        with _casting(x, autocast):
+            gy = torch.randn_like(forward(x))
+
+        def step() -> None:
+            with _casting(x, autocast):
+                y = forward(x)
+            if wanted:
+                torch.autograd.grad(y, wanted, gy)
+
+        return step
+
+
+def _compiled(layer: nn.Module, options: Mapping[str, Any]) -> Callable[[Tensor], Tensor]:
+    """The layer's forward under torch.compile, with a cache of its own.
+
+    Dynamo keeps a few graphs for a code object and then falls back to eager without a word; layers
+    of one class share theirs, so each gets a copy of this one's.
+    """
+
+    def call(x: Tensor) -> Tensor:
+        result: Tensor = layer.forward(x)
+        return result
+
+    own = types.FunctionType(
+        call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__
+    )
+    compiled: Callable[[Tensor], Tensor] = torch.compile(own, **options)
+    return compiled
+
+
+def _casting(x: Tensor, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    if dtype is None:
+        if autocast_dtype(x.device.type) is None:
+            return nullcontext()
+        return torch.autocast(x.device.type, enabled=False)
+    return torch.autocast(x.device.type, dtype)
+
+
+def _kept_bytes(layer: nn.Module, x: Tensor, autocast: torch.dtype | None) -> int:
+    """What one forward keeps for backward; Parameters are there anyway."""
+    ours = {p.untyped_storage().data_ptr() for p in layer.parameters()}
+    sizes: dict[int, int] = {}
+    alive = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept = tensor.detach()
+        storage = kept.untyped_storage()
+        if storage.data_ptr() not in ours:
+            alive.append(kept)
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return kept
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept), _casting(x, autocast):
+        layer.forward(x)
+    return sum(sizes.values())
+
+
+# ---- Clocks ----
+
+
+class _Clock:
+    """Milliseconds of one call. On the CPU: the host's clock around it."""
+
+    unmeasured = 1
+    """Calls before each measurement: thread pools spin on after the one before."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def begin(self, steps: Iterable[Step]) -> None:
+        """Warm up."""
+        for step in steps:
+            step()
+            step()
+        self._wait()
+
+    def measure(self, step: Step) -> float:
+        start = time.perf_counter()
+        step()
+        return (time.perf_counter() - start) * 1e3
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+class _HostClock(_Clock):
+    """On CUDA where the host is what is waited for: bursts of calls, until the device is done."""
+
+    unmeasured = 0
+
+    def measure(self, step: Step) -> float:
+        self._wait()
+        start = time.perf_counter()
+        for _ in range(_BURST):
+            step()
+        self._wait()
+        return (time.perf_counter() - start) * 1e3 / _BURST
+
+
+class _DeviceClock(_Clock):
+    """On CUDA: events around a call that was queued before the device got to it.
+
+    What keeps the device busy meanwhile is writing a buffer larger than the L2, which also leaves
+    no contender its inputs there.
+    """
+
+    unmeasured = 0
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        with torch.cuda.device(device):
+            event: Any = torch.cuda.Event
+            self._start, self._end = event(enable_timing=True), event(enable_timing=True)
+        self._buffer = torch.empty(_COVER_BYTES, dtype=torch.uint8, device=device)
+        self._writes = 1
+
+    def begin(self, steps: Iterable[Step]) -> None:
+        """Warm up, and find out how many writes last longer than the slowest call's queueing."""
+        each = []
+        for step in steps:
+            step()
+            self._wait()
+            start = time.perf_counter()
+            step()
+            each.append((time.perf_counter() - start) * 1e3)
+        self._writes = 1
+        write = statistics.median(self._elapsed(self._buffer.zero_) for _ in range(5))
+        self._writes = max(1, math.ceil(1.5 * max(each, default=0.0) / max(write, 1e-3)))
+
+    def measure(self, step: Step) -> float:
+        for _ in range(self._writes):
+            self._buffer.zero_()
+        return self._elapsed(step)
+
+    def _elapsed(self, step: Step) -> float:
+        stream = torch.cuda.current_stream(self.device)
+        self._start.record(stream)
+        step()
+        self._end.record(stream)
+        self._end.synchronize()
+        return float(self._start.elapsed_time(self._end))
+
+
+def _clock(
+    model: nn.Module, inputs: Any, loss_fn: LossFn | None, device: torch.device, wanted: str | None
+) -> tuple[_Clock, str]:
+    """What layers are timed by, and its name."""
+    if device.type != "cuda":
+        return _Clock(device), "the host's clock"
+    if wanted == "device":
+        return _DeviceClock(device), "device time"
+    if wanted == "host":
+        return _HostClock(device), "host and device"
+    step = _whole(model, inputs, loss_fn)
+    shares = []
+    for _ in range(4):
+        torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        step()
+        queued = time.perf_counter() - start
+        torch.cuda.synchronize(device)
+        shares.append(queued / (time.perf_counter() - start))
+    share = min(shares[1:])  # the first compiles and chooses algorithms
+    if share < HOST_SHARE:
+        return _DeviceClock(device), f"device time (the host needs {share:.0%} of the step)"
+    return _HostClock(device), f"host and device ({share:.0%} of the step is the host's)"
+
+
+def in_turns(
+    steps: Mapping[str, Step], clock: _Clock, rounds: int, budget_ms: float
+) -> dict[str, list[float]]:
+    """Milliseconds of every step, one turn each a round, so that a slow moment hits all of them."""
+    clock.begin(steps.values())
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(rounds):
+        for name, step in steps.items():
+            if turn >= _LEAST_ROUNDS and sum(times[name]) > budget_ms:
+                continue
+            for _ in range(clock.unmeasured):
+                step()
+            times[name].append(clock.measure(step))
+    return times
+
+
+def _spread(values: Sequence[float], kept_bytes: int) -> Measured:
+    q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive")
+    return Measured(median, q1, q3, kept_bytes)
+
+
+# ---- Choosing ----
+
+
+def _plan(
+    name: str, layer: nn.Module, seen: Seen, bench: _Bench, objective: str, slowdown: float
+) -> LayerPlan:
+    shape = _shape(layer, seen.calls)
+    if not seen.calls:
+        why = "never called with these inputs"
+        if seen.past:
+            why = "never called: its weight is multiplied without it"
+        return LayerPlan(name, fields=None, choice=PLAIN, reason=why, shape=shape)
+    times = _summed([bench.times(layer, call) for call in seen.calls], seen)
+    if objective == "time":
+        choice, reason = fastest(times)
+    else:
+        choice, reason = smallest(times, slowdown)
+    fields = None if choice == PLAIN else _fields(bench.configs[choice])
+    return LayerPlan(name, fields=fields, times=times, choice=choice, reason=reason, shape=shape)
+
+
+def _summed(calls: Sequence[Mapping[str, Measured]], seen: Seen) -> dict[str, Measured]:
+    """All calls of a layer in a step. Plain torch keeps what the forward pass was seen to keep.
+
+    Layers with one x keep it once, in plain torch and, with one configuration, in HOT.
+    """
+    sums = {}
+    for name in calls[0]:
+        rows = [call[name] for call in calls]
+        kept = seen.kept_bytes
+        if name != PLAIN:
+            kept = sum(row.kept_bytes for row in rows) / seen.sharers
+        sums[name] = Measured(
+            sum(row.median_ms for row in rows),
+            sum(row.q1_ms for row in rows),
+            sum(row.q3_ms for row in rows),
+            round(kept),
+        )
+    return sums
+
+
+def fastest(times: Mapping[str, Measured]) -> tuple[str, str]:
+    """The choice for ``"time"``, and why. ``times``: plain, and the most accurate recipe first."""
+    plain = times[PLAIN]
+    winners = [name for name, row in times.items() if name != PLAIN and row.beats(plain)]
+    if not winners:
+        name, best = min(_others(times), key=lambda entry: entry[1].median_ms)
+        ratio = best.median_ms / plain.median_ms
+        if plain.beats(best):
+            return PLAIN, f"{name} takes {ratio:.2f} of its time"
+        return PLAIN, f"{name} takes {ratio:.2f} of its time, within the spread"
+    best = min((times[name] for name in winners), key=lambda row: row.median_ms)
+    choice = next(name for name in winners if not best.beats(times[name]))
+    return choice, f"{times[choice].median_ms / plain.median_ms:.2f} of plain's time"
+
+
+def smallest(times: Mapping[str, Measured], slowdown: float) -> tuple[str, str]:
+    """The choice for ``"memory"``, and why."""
+    plain = times[PLAIN]
+    within = [n for n, row in _others(times) if row.median_ms <= slowdown * plain.median_ms]
+    if not within:
+        name, best = min(_others(times), key=lambda entry: entry[1].median_ms)
+        return PLAIN, f"{name} takes {best.median_ms / plain.median_ms:.2f} of its time"
+    choice = min(within, key=lambda name: times[name].kept_bytes)
+    if times[choice].kept_bytes >= plain.kept_bytes:
+        return PLAIN, f"{choice} keeps no less: something else keeps x, or nothing is kept"
+    return choice, (
+        f"{times[choice].kept_bytes / plain.kept_bytes:.2f} of plain's bytes, "
+        f"{times[choice].median_ms / plain.median_ms:.2f} of its time"
+    )
+
+
+def _others(times: Mapping[str, Measured]) -> list[tuple[str, Measured]]:
+    return [(name, row) for name, row in times.items() if name != PLAIN]
+
+
+def _fields(config: HotConfig) -> dict[str, Any]:
+    """What makes a layer's configuration this one, whatever it is put into.
+
+    Of a recipe the fields that recipes set, so that a caller's token grid and roundings stay.
+    """
+    own = dataclasses.asdict(config)
+    if config.name == "custom":
+        return own
+    recipes = {field for fields in RECIPES.values() for field in fields}
+    return {name: value for name, value in own.items() if name in recipes}
+
+
+def _shape(layer: nn.Module, calls: Sequence[Call]) -> str:
+    weight = layer.weight
+    assert isinstance(weight, Tensor)
+    kind = type(layer).__name__
+    if isinstance(layer, nn.Conv2d):
+        kind += " " + "x".join(map(str, layer.kernel_size))
+    sizes = f"{kind} {' x '.join(map(str, weight.shape[:2]))}"
+    if not calls:
+        return sizes
+    call = calls[0]
+    dtype = str(call.dtype if call.autocast is None else call.autocast).removeprefix("torch.")
+    more = f", {len(calls)} calls" if len(calls) > 1 else ""
+    return f"{sizes}, x {list(call.shape)} {dtype}{more}"
+
+
+# ---- The whole step ----
+
+
+def _whole(model: nn.Module, inputs: Any, loss_fn: LossFn | None) -> Step:
+    def step() -> None:
+        loss_of(model, inputs, loss_fn).backward()  # type: ignore[no-untyped-call]
+        for parameter in model.parameters():
+            parameter.grad = None
+
+    return step
+
+
+def _verify(
+    model: nn.Module,
+    inputs: Any,
+    loss_fn: LossFn | None,
+    device: torch.device,
+    plans: Sequence[LayerPlan],
+    filter_fn: Filter | None,
+) -> dict[str, Measured]:
+    """Forward and backward of the model, plain and as planned, in turns."""
+    plan = Plan(tuple(plans), HotConfig())
+    if all(layer.fields is None for layer in plans):
+        return {}
+    if any(layer.name == "" for layer in plans):  # the model is the layer: measured already
+        return {}
+
+    @contextmanager
+    def planned() -> Iterator[None]:
+        with Untouched(model):
+            convert(model, overrides=plan.overrides(), filter_fn=filter_fn)
+            yield
+
+    times: dict[str, list[float]] = {PLAIN: [], "planned": []}
+    step = _whole(model, inputs, loss_fn)
+    for turn in range(_STEP_ROUNDS + 1):
+        for name, context in ((PLAIN, nullcontext), ("planned", planned)):
+            with context():
+                if turn == 0:  # compiles, chooses algorithms
+                    step()
+                for _ in range(2):
+                    value = _timed(step, device)
+                if turn:
+                    times[name].append(value)
+    return {name: _spread(values, 0) for name, values in times.items()}
+
+
+def _timed(step: Step, device: torch.device) -> float:
+    cuda = device.type == "cuda"
+    if cuda:
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    step()
+    if cuda:
+        torch.cuda.synchronize(device)
+    return (time.perf_counter() - start) * 1e3
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type}, {torch.get_num_threads()} threads"

@@ -1,0 +1,109 @@
+"""What a layer's forward and backward are expected to take on CUDA, as a multiple of plain torch's.
+
+The rule behind :func:`hotcore.torch.convert`'s default filter there. A linear layer's time per
+token is fitted by ``a I O + b I + c O + d``: the products, what reading, quantising and writing its
+x and g_y costs, and launches. It holds for many tokens in bf16; with few the host decides, which
+:func:`hotcore.torch.autotune` measures on the machine at hand.
+
+Source: one H200, bf16 autocast, torch 2.11, 16384 tokens, device time: :data:`REPORT`, part grid
+(each time within 8 %). ``benchmarks/bench_autotune.py --fit`` prints the numbers; a test compares.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..config import HotConfig
+
+SLOWER = 1.05
+"""The default filter leaves a linear layer plain on CUDA that is expected to take more than this:
+up to 512 features by ``default``. A ViT-B's layers of 768 features gain a little, or nothing but
+memory (768 x 768: 0.97 measured, 1.04 by the fit)."""
+
+LEAST_FEATURES = 256
+"""Layers with fewer in or out features stay plain on CUDA. Their kernels gain (0.8 to 1.0 of plain
+torch's time) but take less time than the host needs to queue them, and that is 1.2 to 1.3 times
+plain torch's in eager mode (gpu-check's host rows)."""
+
+REPORT = "benchmarks/results/cuda-autotune.json"
+SOURCE = "one H200, bf16, 16384 tokens (hotcore.torch.autotune measures yours)"
+
+
+class _Fit(NamedTuple):
+    """Picoseconds per token: each in x out feature, each in feature, each out feature, the rest."""
+
+    products: float
+    ins: float
+    outs: float
+    rest: float
+
+    def per_token(self, ins: int, outs: int) -> float:
+        return self.products * ins * outs + self.ins * ins + self.outs * outs + self.rest
+
+
+_TRAINED = {
+    "plain": _Fit(0.00757, 0.2347, 0.6734, 3555),
+    "accurate": _Fit(0.005258, 1.524, 1.916, 3575),
+    "default": _Fit(0.005207, 1.422, 2.035, 3312),
+    "fast": _Fit(0.004652, 1.178, 1.868, 3363),
+}
+_FROZEN = {
+    "plain": _Fit(0.005107, 0.202, 0.644, 2831),
+    "accurate": _Fit(0.003955, 0.2153, 1.356, 3118),
+    "default": _Fit(0.003938, 0.2345, 1.391, 3111),
+    "fast": _Fit(0.003968, 0.2076, 1.339, 3139),
+}
+
+
+def expected_time(
+    kernel: tuple[int, int] | None,
+    in_features: int,
+    out_features: int,
+    config: HotConfig,
+    device: str,
+    frozen: bool = False,
+) -> float | None:
+    """Forward and backward, HOT over plain torch; None where there is no fit.
+
+    Args:
+        kernel: of a convolution, which has none; None: a linear layer.
+        in_features: I, or channels.
+        out_features: O.
+        config: the layer's.
+        device: type of the device that it trains on; only ``"cuda"`` has a fit.
+        frozen: whether its weight is not trained.
+    """
+    if device != "cuda" or kernel is not None:
+        return None
+    name = "fast" if config.basis != "full" else "default"
+    if name == "default" and config.storage == "int8":
+        name = "accurate"
+    fits = _FROZEN if frozen else _TRAINED
+    plain = fits["plain"].per_token(in_features, out_features)
+    return fits[name].per_token(in_features, out_features) / plain
+
+
+def why_slow(
+    kernel: tuple[int, int] | None,
+    in_features: int,
+    out_features: int,
+    config: HotConfig,
+    device: str,
+    frozen: bool = False,
+) -> str:
+    """Why the default filter leaves the layer plain on this device; empty: it does not."""
+    if device != "cuda":
+        return ""
+    if kernel is not None and kernel != (1, 1):
+        return "slower on CUDA: unfolding its pixels costs more than the integers save"
+    if kernel is not None:  # 1.05 to 1.9 times plain torch's, 9 to 21 for 56 x 56 pixels of 128
+        return "slower on CUDA: quantising its pixels costs more than the integers save"
+    if min(in_features, out_features) < LEAST_FEATURES:
+        return (
+            f"slower on CUDA in eager mode: with fewer than {LEAST_FEATURES} features the host is "
+            "what it waits for"
+        )
+    time = expected_time(kernel, in_features, out_features, config, device, frozen)
+    if time is not None and time > SLOWER:
+        return f"slower on CUDA: expected to take {time:.2f} of plain torch's time"
+    return ""

@@ -1,0 +1,273 @@
+"""What a forward pass does with a model's layers, seen by hooks; the model is left as it was."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
+
+LossFn = Callable[[nn.Module, Any], Tensor]
+"""``loss_fn(model, inputs)`` -> loss, a scalar."""
+
+_PRODUCTS = frozenset(
+    ("linear", "conv2d", "matmul", "mm", "addmm", "bmm", "einsum", "__matmul__", "__rmatmul__")
+)
+"""torch functions that use a weight; its shape or dtype may be asked for without a use."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """How a layer was called: what its time depends on, beside the layer itself."""
+
+    shape: tuple[int, ...]
+    """Of x."""
+    dtype: torch.dtype
+    """Of x, before autocast's cast."""
+    requires_grad: bool
+    """Whether x's gradient is wanted."""
+    channels_last: bool
+    autocast: torch.dtype | None
+    """What autocast computes in; None: it is off."""
+
+
+@dataclasses.dataclass
+class Seen:
+    """What one forward pass did with one layer."""
+
+    calls: list[Call] = dataclasses.field(default_factory=list)
+    macs: int = 0
+    """Multiply-adds."""
+    past: bool = False
+    """Its weight was multiplied outside of the layer's own forward."""
+    kept_bytes: float = 0.0
+    """Kept for backward by this layer alone; where layers keep one tensor, each its part of it."""
+    sharers: int = 1
+    """Layers with the same x, this one counted."""
+
+
+class Watch:
+    """Follows the layers of a model through what is run inside :meth:`on`."""
+
+    def __init__(self, layers: Mapping[str, nn.Module], *, saved: bool = False) -> None:
+        """Of these layers by name; ``saved``: count what autograd keeps, too."""
+        self._layers = layers
+        self._saved = saved
+        self.seen = {name: Seen() for name in layers}
+        self._inside: list[str] = []
+        self._tensors: list[Tensor] = []  # alive, so that no address comes twice
+        self._keepers: dict[int, tuple[int, set[str]]] = {}
+        self._parameters = {
+            p.untyped_storage().data_ptr()
+            for layer in layers.values()
+            for p in layer._parameters.values()
+            if p is not None
+        }
+        self._inputs: dict[int, set[str]] = {}
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Watch what is run inside."""
+        with ExitStack() as stack:
+            for name, layer in self._layers.items():
+                before = layer.register_forward_pre_hook(self._enter(name), with_kwargs=True)
+                after = layer.register_forward_hook(self._leave(name), always_call=True)
+                stack.callback(before.remove)
+                stack.callback(after.remove)
+            if self._saved:
+                hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _same)
+                stack.enter_context(hooks)
+            stack.enter_context(_Uses(self))
+            yield
+        self._share_bytes()
+
+    def used(self, tensors: tuple[Any, ...]) -> None:
+        """A product of these tensors was made."""
+        ids = {id(tensor) for tensor in tensors if tensor is not None}
+        for name, layer in self._layers.items():
+            if id(layer._parameters.get("weight")) in ids and name not in self._inside:
+                self.seen[name].past = True
+
+    def _enter(self, name: str) -> Callable[..., None]:
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._inside.append(name)
+            x = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
+            if x is None:
+                return
+            four = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
+            call = Call(
+                tuple(x.shape),
+                x.dtype,
+                x.requires_grad,
+                four and not x.is_contiguous(),
+                autocast_dtype(x.device.type),
+            )
+            self.seen[name].calls.append(call)
+            if self._saved:
+                self._tensors.append(x)
+                self._inputs.setdefault(x.untyped_storage().data_ptr(), set()).add(name)
+
+        return enter
+
+    def _leave(self, name: str) -> Callable[..., None]:
+        def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            self._inside.pop()
+            first = output[0] if isinstance(output, tuple) else output
+            if isinstance(first, Tensor):
+                self.seen[name].macs += macs(module, first)
+
+        return leave
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        kept = tensor.detach()
+        storage = kept.untyped_storage()
+        if storage.data_ptr() in self._parameters:  # there anyway, as a view, too
+            return kept
+        self._tensors.append(kept)
+        entry = self._keepers.setdefault(storage.data_ptr(), (storage.nbytes(), set()))
+        entry[1].add(self._inside[-1] if self._inside else "")
+        return kept
+
+    def _share_bytes(self) -> None:
+        for size, keepers in self._keepers.values():
+            if "" not in keepers:  # what something else keeps is there with or without the layer
+                for name in keepers:
+                    self.seen[name].kept_bytes += size / len(keepers)
+        for names in self._inputs.values():
+            for name in names:
+                self.seen[name].sharers = max(self.seen[name].sharers, len(names))
+        self._tensors.clear()
+
+
+class _Uses(TorchFunctionMode):
+    """Tells a :class:`Watch` of the products that are made."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in _PRODUCTS:
+            self._watch.used((*args, *kwargs.values()))
+        return func(*args, **kwargs)
+
+
+def macs(layer: nn.Module, output: Tensor) -> int:
+    """Multiply-adds of the layer that made ``output``.
+
+    An attention's are its projections', of as many keys as queries.
+    """
+    if isinstance(layer, nn.MultiheadAttention):
+        own = (*layer._parameters.values(), layer.out_proj._parameters.get("weight"))
+        values = [p.numel() for p in own if p is not None and p.dim() == 2]
+        return output.numel() // int(layer.embed_dim) * sum(values)
+    weight = layer._parameters.get("weight")
+    if weight is None or not weight.numel():
+        return 0
+    outs = layer.out_channels if isinstance(layer, nn.Conv2d) else output.shape[-1]
+    assert isinstance(outs, int)
+    return output.numel() * weight.numel() // outs if outs else 0
+
+
+def total_macs(run: Callable[[], object]) -> int:
+    """Multiply-adds of everything that ``run`` computes, by torch's own count."""
+    attention = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+    mapping = {} if attention is None else {attention: _attention_flops}
+    counter = FlopCounterMode(display=False, custom_mapping=mapping)
+    with warnings.catch_warnings(), counter:
+        # The counter's hooks are global; nothing is compiled here.
+        warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global")
+        run()
+    return int(counter.get_total_flops()) // 2
+
+
+def _attention_flops(
+    query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any
+) -> int:
+    """For the CPU's operator, which torch does not count."""
+    batch, heads, queries, width = query
+    return int(2 * batch * heads * queries * key[-2] * (width + value[-1]))
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """What autocast computes in on such a device; None where it is off."""
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
+
+
+def eagerly() -> AbstractContextManager[Any]:
+    """Compiled modules run eagerly inside, so that hooks and modes see every call."""
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
+def _same(kept: Tensor) -> Tensor:
+    return kept
+
+
+def output_of(model: nn.Module, inputs: Any) -> Any:
+    """Call the model: a mapping are keyword arguments, a tuple positional ones."""
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+
+
+def loss_of(model: nn.Module, inputs: Any, loss_fn: LossFn | None) -> Tensor:
+    """``loss_fn``'s result; without one the sum of the means of the model's floating outputs."""
+    if loss_fn is not None:
+        return loss_fn(model, inputs)
+    output = output_of(model, inputs)
+    means = [tensor.float().mean() for tensor in _tensors(output) if tensor.requires_grad]
+    if not means:
+        raise ValueError("model: its output holds no tensor with a gradient; pass loss_fn")
+    return torch.stack(means).sum()
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, Mapping):  # Hugging Face's outputs are mappings
+        value = value.values()
+    if isinstance(value, list | tuple) or hasattr(value, "__iter__"):
+        return [tensor for item in value for tensor in _tensors(item)]
+    return []
+
+
+class Untouched:
+    """Puts .grad, buffers, submodules and torch's random state back on leaving."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Of this model."""
+        self._model = model
+
+    def __enter__(self) -> None:
+        """Take .grad away, and a copy of the rest."""
+        self._grads = [(p, p.grad) for p in self._model.parameters()]
+        for parameter, _ in self._grads:
+            parameter.grad = None
+        self._buffers = [(b, b.detach().clone()) for b in self._model.buffers()]
+        self._children = [(m, dict(m._modules)) for m in self._model.modules()]
+        devices = {p.device for p, _ in self._grads if p.is_cuda}
+        self._random = torch.random.fork_rng(devices)
+        self._random.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        """Put it all back."""
+        self._random.__exit__(*error)
+        for module, children in self._children:
+            module._modules.update(children)
+        for parameter, grad in self._grads:
+            parameter.grad = grad
+        with torch.no_grad():
+            for buffer, value in self._buffers:
+                buffer.copy_(value)

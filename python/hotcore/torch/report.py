@@ -1,0 +1,237 @@
+"""What :func:`hotcore.torch.convert` did, layer by layer: :class:`ConversionReport`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+from torch import nn
+
+from ..config import HotConfig
+from .saved import SavedReport
+
+
+@dataclasses.dataclass(frozen=True)
+class Converted:
+    """A layer that now runs HOT."""
+
+    name: str
+    kind: str
+    """``"Linear"``, ``"Conv1D"``, ``"MultiheadAttention"``, or ``"Conv2d 3x3"`` with its kernel."""
+    in_features: int
+    """Channels, for a convolution; of an attention the two sizes are its in_proj's."""
+    out_features: int
+    config: HotConfig
+    bytes_per_value: float
+    """Bytes kept for backward for each value of x (fp32: 4); 0 where the weight is frozen."""
+    parameters: int = 0
+    """Values of weight and bias."""
+    macs: int | None = None
+    """Multiply-adds of its forward pass over ``inputs``; None: convert was given none."""
+    expected_time: float | None = None
+    """Forward and backward, as a multiple of plain torch's; None: no measurement to go by."""
+    note: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Skipped:
+    """A layer, or a matrix that is no layer, that was left as it was, and why."""
+
+    name: str
+    kind: str
+    in_features: int
+    out_features: int
+    reason: str
+    parameters: int = 0
+    macs: int | None = None
+    expected_time: float | None = None
+    """Forward and backward, had it been converted, as a multiple of plain torch's."""
+
+
+@dataclasses.dataclass
+class ConversionReport:
+    """What :func:`convert` did; print it for a table.
+
+    The model is changed in place. Where it is itself a layer that was converted, the new one is
+    :attr:`model`.
+    """
+
+    model: nn.Module
+    config: HotConfig
+    converted: list[Converted]
+    skipped: list[Skipped]
+    layers: list[Converted | Skipped]
+    """Both, in the model's order."""
+    not_taken: list[Skipped] = dataclasses.field(default_factory=list)
+    """Matrices that belong to no layer of a kind that HOT takes: experts in one Parameter,
+    recurrent layers, other convolutions."""
+    notes: list[str] = dataclasses.field(default_factory=list)
+    """Sentences below the table."""
+    parameters: int = 0
+    """Values of all Parameters of the model."""
+    macs: int | None = None
+    """Multiply-adds of the whole forward pass over ``inputs``; None: convert was given none."""
+    saved: SavedReport | None = None
+    """With ``saved``: which modules keep codes of what backward needs beside these layers."""
+
+    @property
+    def parameter_share(self) -> float:
+        """Share of the model's parameters that converted layers hold."""
+        return _share(sum(layer.parameters for layer in self.converted), self.parameters)
+
+    @property
+    def mac_share(self) -> float | None:
+        """Share of the forward pass's multiply-adds that converted layers do; None: not known."""
+        if self.macs is None:
+            return None
+        return _share(sum(layer.macs or 0 for layer in self.converted), self.macs)
+
+    @property
+    def expected_time(self) -> float | None:
+        """Forward and backward of the converted layers together, as a multiple of plain torch's.
+
+        Layers are weighted by their multiply-adds (by their parameters, where convert was given no
+        inputs). None where there is no measurement to go by (on a CPU).
+        """
+        timed = [layer for layer in self.converted if layer.expected_time is not None]
+        weights = [layer.parameters if layer.macs is None else layer.macs for layer in timed]
+        if not sum(weights):
+            return None
+        pairs = zip(timed, weights, strict=True)
+        return sum((layer.expected_time or 0) * weight for layer, weight in pairs) / sum(weights)
+
+    def __str__(self) -> str:
+        """A table: layers that are alike in one line, names with ``*`` for their numbers."""
+        return self.table()
+
+    def table(self, grouped: bool = True) -> str:
+        """Layer, kind, in -> out, and what x costs until backward, or why it is plain.
+
+        Args:
+            grouped: one line for layers whose names differ in numbers only and that are otherwise
+                alike, with their count in brackets; False: every layer by itself.
+        """
+        rows = [("layer", "kind", "in -> out", "x is kept in")]
+        rows += _grouped(self._rows(self.layers)) if grouped else self._rows(self.layers)
+        lines = _aligned(rows)
+        if self.not_taken:
+            others = self._rows(self.not_taken)
+            lines.append("matrices in no layer of a kind that HOT takes:")
+            lines += ["  " + line for line in _aligned(_grouped(others) if grouped else others)]
+        lines.append(f"{len(self.converted)} of {len(self.layers)} layers run HOT, {self.config}")
+        if self.parameters:
+            covered = f"they hold {self.parameter_share:.1%} of the model's parameters"
+            if self.mac_share is not None:
+                covered += f" and do {self.mac_share:.1%} of its forward pass's multiply-adds"
+            lines.append(covered)
+        if self.saved is not None:
+            lines.append(str(self.saved))
+        return "\n".join([*lines, *self.notes])
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it but the model: numbers, strings, lists and dicts."""
+        return {
+            "config": json.loads(self.config.to_json()),
+            "recipe": self.config.name,
+            "layers": [_as_dict(layer) for layer in self.layers],
+            "not_taken": [_as_dict(layer) for layer in self.not_taken],
+            "notes": list(self.notes),
+            "parameters": self.parameters,
+            "parameter_share": self.parameter_share,
+            "macs": self.macs,
+            "mac_share": self.mac_share,
+            "expected_time": self.expected_time,
+            "saved": None if self.saved is None else dataclasses.asdict(self.saved),
+        }
+
+    def to_json(self) -> str:
+        """:meth:`to_dict` as JSON."""
+        return json.dumps(self.to_dict(), indent=1)
+
+    def _rows(self, layers: Iterable[Converted | Skipped]) -> list[tuple[str, str, str, str]]:
+        return [
+            (
+                layer.name or "(root)",
+                layer.kind,
+                f"{layer.in_features} -> {layer.out_features}",
+                self._outcome(layer),
+            )
+            for layer in layers
+        ]
+
+    def _outcome(self, layer: Converted | Skipped) -> str:
+        if isinstance(layer, Skipped):
+            return f"stays plain: {layer.reason}"
+        kept = "nothing (weight frozen)"
+        if layer.bytes_per_value:
+            kept = f"{layer.bytes_per_value:.2f} bytes a value (fp32 / "
+            kept += f"{4 / layer.bytes_per_value:.1f})"
+        parts = [kept]
+        if layer.config != self.config:
+            parts.append(str(layer.config))
+        if layer.expected_time is not None:
+            parts.append(f"{layer.expected_time:.2f} of the time")
+        if layer.note:
+            parts.append(layer.note)
+        return ", ".join(parts)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Say that this is no model; it raises TypeError."""
+        raise TypeError(_NO_MODEL)
+
+    def __getattr__(self, name: str) -> Any:
+        """Say, where something of the model is asked for, that this is no model."""
+        if not name.startswith("_") and hasattr(self.__dict__.get("model"), name):
+            raise AttributeError(f"ConversionReport has no attribute {name!r}; {_NO_MODEL}")
+        raise AttributeError(f"ConversionReport has no attribute {name!r}")
+
+
+_NO_MODEL = (
+    "convert() changes the model in place and returns a report: go on with the model that you gave "
+    "it, or with report.model"
+)
+
+
+def listed(names: Sequence[str], limit: int = 8) -> str:
+    """Names in one line, at most ``limit`` of them."""
+    shown = ", ".join(name or "(root)" for name in names[:limit])
+    if len(names) > limit:
+        return f"{shown} and {len(names) - limit} more"
+    return shown or "none"
+
+
+def pattern_of(name: str) -> str:
+    """The name with ``*`` for every number that stands between dots, as ``overrides`` takes it."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+
+
+def _grouped(rows: list[tuple[str, str, str, str]]) -> list[tuple[str, str, str, str]]:
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name, *rest in rows:
+        groups.setdefault((pattern_of(name), *rest), []).append(name)
+    return [
+        (names[0] if len(names) == 1 else f"{pattern} ({len(names)})", kind, shape, outcome)
+        for (pattern, kind, shape, outcome), names in groups.items()
+    ]
+
+
+def _aligned(rows: list[tuple[str, str, str, str]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    return [
+        f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d}".rstrip() for a, b, c, d in rows
+    ]
+
+
+def _share(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0
+
+
+def _as_dict(layer: Converted | Skipped) -> dict[str, Any]:
+    entry = {field.name: getattr(layer, field.name) for field in dataclasses.fields(layer)}
+    if isinstance(layer, Converted):
+        entry["config"] = json.loads(layer.config.to_json())
+        entry["recipe"] = layer.config.name
+    return {"converted": isinstance(layer, Converted), **entry}

@@ -1,0 +1,597 @@
+"""Modules whose backward pass uses codes, made of plain ones in place.
+
+A module keeps its Parameters, its hooks and its place in the model: only its class changes, to a
+subclass with another forward pass. In eval mode that is the plain one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import dis
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from . import functions
+from .attention import scaled_dot_product_attention
+
+Saved = int | Mapping[str, Any]
+
+KINDS: Mapping[str, tuple[int | None, ...]] = {
+    "activation": (8, 4, None),
+    "relu": (1, None),
+    "norm": (8, 4, None),
+    "attention": (8, 4, None),
+    "product": (8, 4, None),
+}
+"""Kinds of operations, and the bits that each can be kept in; None: as they are.
+
+``product``: the two factors of a gated unit (SwiGLU, GeGLU). The names are those of
+:func:`hotcore.torch.compress_saved`.
+"""
+
+_ELSEWHERE = ("softmax", "pool", "linear", "loss")  # compress_saved has them
+
+Bits = dict[str, "int | None"]
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedModule:
+    """A module that keeps codes."""
+
+    name: str
+    kind: str
+    """The plain class's name."""
+    bits: Mapping[str, int]
+    """Kind of operation -> bits."""
+
+
+@dataclasses.dataclass
+class SavedReport:
+    """What :func:`convert_saved` did; print it for a table."""
+
+    converted: list[SavedModule]
+    left: dict[str, str]
+    """Name of a module that does such an operation and was left as it was -> why."""
+
+    def __str__(self) -> str:
+        """One row for modules of one class, kinds and bits; then what was left, and why."""
+        rows: dict[tuple[str, str], list[str]] = {}
+        for module in self.converted:
+            bits = ", ".join(f"{kind} {value}" for kind, value in module.bits.items())
+            rows.setdefault((module.kind, bits), []).append(module.name)
+        lines = [
+            f"{kind}: kept in bits: {bits} ({_listed(names)})"
+            for (kind, bits), names in rows.items()
+        ]
+        reasons: dict[str, list[str]] = {}
+        for name, reason in self.left.items():
+            reasons.setdefault(reason, []).append(name)
+        lines += [f"as it was: {_listed(names)}: {reason}" for reason, names in reasons.items()]
+        count = len(self.converted)
+        lines.append(
+            f"{count} modules keep codes for backward ({len(self.left)} left as they were)"
+        )
+        return "\n".join(lines)
+
+
+def _listed(names: list[str]) -> str:
+    shown = [name or "(root)" for name in names[:3]]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(shown) + more
+
+
+# ---- The classes ----
+
+
+class SavedCodes:
+    """Base of the classes that :func:`convert_saved` gives to modules."""
+
+    plain: ClassVar[type[nn.Module]]
+    saved_bits: Bits
+    """Kind of operation -> bits; None: as it is."""
+
+    def extra_repr(self) -> str:
+        """The plain module's, and the bits."""
+        base: str = super().extra_repr()  # type: ignore[misc]
+        bits = ", ".join(f"{kind}={value}" for kind, value in self.saved_bits.items() if value)
+        return f"{base}, saved({bits})" if base else f"saved({bits})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """The class is made at run time: pickle and deepcopy make it anew from the plain one."""
+        return _new, (self.plain, _recipe(type(self))), self.__dict__
+
+
+def _new(plain: type[nn.Module], forward: str) -> nn.Module:
+    cls = _class(plain, forward)
+    return cls.__new__(cls)
+
+
+def _recipe(cls: type) -> str:
+    return str(cls.__dict__["_hot_forward"])
+
+
+_classes: dict[tuple[type[nn.Module], str], type[nn.Module]] = {}
+
+
+def _class(plain: type[nn.Module], forward: str) -> type[nn.Module]:
+    """The subclass of ``plain`` whose training forward is ``_FORWARDS[forward]``."""
+    found = _classes.get((plain, forward))
+    if found is None:
+        body = {
+            "plain": plain,
+            "_hot_forward": forward,
+            "forward": _training(plain, _FORWARDS[forward]),
+            "__module__": plain.__module__,
+            "__doc__": plain.__doc__,
+        }
+        found = type(f"Saved{plain.__name__}", (SavedCodes, plain), body)
+        _classes[plain, forward] = found
+    return found
+
+
+def _training(plain: type[nn.Module], forward: Callable[..., Any]) -> Callable[..., Any]:
+    def either(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.training:
+            return plain.forward(self, *args, **kwargs)
+        return forward(self, *args, **kwargs)
+
+    either.__signature__ = inspect.signature(plain.forward)  # type: ignore[attr-defined]  # libraries look
+    return either
+
+
+def _gelu(self: Any, input: Tensor) -> Tensor:
+    name = "gelu" if self.approximate == "none" else "gelu_tanh"
+    return functions.activation(input, name, self.saved_bits["activation"])
+
+
+def _named(name: str) -> Callable[[Any, Tensor], Tensor]:
+    def forward(self: Any, input: Tensor) -> Tensor:
+        return functions.activation(input, name, self.saved_bits["activation"])
+
+    return forward
+
+
+def _relu(self: Any, input: Tensor) -> Tensor:
+    return functions.relu(input, self.inplace)
+
+
+def _relu_squared(self: Any, input: Tensor) -> Tensor:
+    return functions.relu_squared(input, self.saved_bits["activation"])
+
+
+def _layer_norm(self: Any, input: Tensor) -> Tensor:
+    shape, bits = self.normalized_shape, self.saved_bits["norm"]
+    return functions.layer_norm(input, shape, self.weight, self.bias, self.eps, bits)
+
+
+def _rms_norm(self: Any, x: Tensor) -> Tensor:
+    shape, bits = self.normalized_shape, self.saved_bits["norm"]
+    return functions.rms_norm(x, shape, self.weight, self.eps, bits)
+
+
+def _llama_norm(self: Any, hidden_states: Tensor) -> Tensor:
+    shape, bits = self.weight.shape, self.saved_bits["norm"]
+    return functions.rms_norm(
+        hidden_states, shape, self.weight, self.variance_epsilon, bits, "llama"
+    )
+
+
+def _timm_norm(self: Any, x: Tensor) -> Tensor:
+    shape, bits = self.normalized_shape, self.saved_bits["norm"]
+    return functions.rms_norm(x, shape, self.weight, self.eps, bits, "timm")
+
+
+def _llama_mlp(self: Any, x: Tensor) -> Tensor:
+    gate, up = self.gate_proj(x), self.up_proj(x)
+    product = functions.gated(gate, up, self.saved_gate, self.saved_bits["product"])
+    output: Tensor = self.down_proj(product)
+    return output
+
+
+class _Watch(TorchFunctionMode):
+    """Puts the functions that keep codes in the place of torch's, for the calls inside."""
+
+    def __init__(self, bits: Bits) -> None:
+        super().__init__()
+        self.bits = bits
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        bits: dict[str, Any] = self.bits
+        if func is F.scaled_dot_product_attention and bits.get("attention"):
+            return scaled_dot_product_attention(*args, **kwargs, bits=bits["attention"])
+        if func is F.gelu and bits.get("activation"):
+            return _called_gelu(bits["activation"], *args, **kwargs)
+        if func is F.silu and bits.get("activation"):
+            return _called("silu", F.silu, bits["activation"], *args, **kwargs)
+        if func is F.mish and bits.get("activation"):
+            return _called("mish", F.mish, bits["activation"], *args, **kwargs)
+        if func is F.hardswish and bits.get("activation"):
+            return _called("hardswish", F.hardswish, bits["activation"], *args, **kwargs)
+        if func is F.relu and bits.get("relu"):
+            return functions.relu(*args, **kwargs)
+        if func is F.layer_norm and bits.get("norm"):
+            return _called_layer_norm(bits["norm"], *args, **kwargs)
+        if func is F.rms_norm and bits.get("norm"):
+            return _called_rms_norm(bits["norm"], *args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _called_gelu(bits: Any, input: Tensor, approximate: str = "none") -> Tensor:
+    return functions.activation(input, "gelu" if approximate == "none" else "gelu_tanh", bits)
+
+
+def _called(name: str, plain: Any, bits: Any, input: Tensor, inplace: bool = False) -> Tensor:
+    if inplace:
+        y: Tensor = plain(input, inplace=True)
+        return y
+    return functions.activation(input, name, bits)
+
+
+def _called_layer_norm(
+    bits: Any,
+    input: Tensor,
+    normalized_shape: Any,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    return functions.layer_norm(input, normalized_shape, weight, bias, eps, bits)
+
+
+def _called_rms_norm(
+    bits: Any,
+    input: Tensor,
+    normalized_shape: Any,
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor:
+    return functions.rms_norm(input, normalized_shape, weight, eps, bits)
+
+
+def _watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+    with _Watch(self.saved_bits):
+        return self.plain.forward(self, *args, **kwargs)
+
+
+_FORWARDS: dict[str, Callable[..., Any]] = {
+    "gelu": _gelu,
+    **{name: _named(name) for name in functions.ACTIVATIONS if name != "gelu"},
+    "relu": _relu,
+    "relu_squared": _relu_squared,
+    "layer_norm": _layer_norm,
+    "rms_norm": _rms_norm,
+    "llama_norm": _llama_norm,
+    "timm_norm": _timm_norm,
+    "llama_mlp": _llama_mlp,
+    "watched": _watched,
+}
+
+
+# ---- Which module does what ----
+
+
+class _Templates:
+    """Forward passes that many classes of transformers share word for word."""
+
+    def llama_norm(self: Any, hidden_states: Any) -> Any:
+        input_dtype = hidden_states.dtype
+        hidden_states = hidden_states.to(torch.float32)
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+        return self.weight * hidden_states.to(input_dtype)
+
+    def llama_mlp(self: Any, x: Any) -> Any:
+        down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        return down_proj
+
+    def gelu_new(self: Any, input: Any) -> Any:
+        return (
+            0.5
+            * input
+            * (
+                1.0
+                + torch.tanh(math.sqrt(2.0 / math.pi) * (input + 0.044715 * torch.pow(input, 3.0)))
+            )
+        )
+
+    def gelu_fast(self: Any, input: Any) -> Any:
+        return (
+            0.5
+            * input
+            * (1.0 + torch.tanh(input * 0.7978845608 * (1.0 + 0.044715 * input * input)))
+        )
+
+    def gelu_quick(self: Any, input: Any) -> Any:
+        return input * torch.sigmoid(1.702 * input)
+
+    def relu_squared(self: Any, input: Any) -> Any:
+        relu_applied = nn.functional.relu(input)
+        squared = torch.square(relu_applied)
+        return squared
+
+
+def _text(function: Any) -> tuple[Any, ...] | None:
+    """What a function does: equal for equal source texts, up to names of variables."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None:
+        return None
+    consts = tuple(c for c in code.co_consts if not isinstance(c, str) or c != function.__doc__)
+    return code.co_code, code.co_names, tuple(c for c in consts if c is not None)
+
+
+_TEMPLATES = {
+    _text(function): name
+    for name, function in vars(_Templates).items()
+    if inspect.isfunction(function)
+}
+
+_EXACT: dict[type[nn.Module], tuple[str, str]] = {
+    nn.GELU: ("gelu", "activation"),
+    nn.SiLU: ("silu", "activation"),
+    nn.Mish: ("mish", "activation"),
+    nn.Hardswish: ("hardswish", "activation"),
+    nn.ReLU: ("relu", "relu"),
+    nn.LayerNorm: ("layer_norm", "norm"),
+    nn.RMSNorm: ("rms_norm", "norm"),
+}
+
+_KIND_OF_TEMPLATE = {"llama_norm": "norm", "llama_mlp": "product"}  # others: activation
+
+_CALLS: dict[str, str] = {
+    "scaled_dot_product_attention": "attention",
+    "gelu": "activation",
+    "silu": "activation",
+    "mish": "activation",
+    "hardswish": "activation",
+    "relu": "relu",
+    "layer_norm": "norm",
+    "fast_layer_norm": "norm",
+    "rms_norm": "norm",
+    "fast_rms_norm": "norm",
+}
+"""Names in a forward pass -> kind of operation."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Found:
+    """What a module does, and how to convert it."""
+
+    forward: str
+    kinds: tuple[str, ...]
+    reason: str = ""
+    """Why it cannot be converted; empty: it can."""
+
+
+def _gate_name(activation: nn.Module) -> str | None:
+    """The key of functions.ACTIVATIONS that a module computes; None: another function."""
+    activation_class = getattr(activation, "plain", type(activation))
+    if isinstance(activation, nn.GELU):
+        return "gelu" if activation.approximate == "none" else "gelu_tanh"
+    exact = _EXACT.get(activation_class)
+    if exact is not None:
+        return exact[0] if exact[0] in functions.ACTIVATIONS else None
+    if _from(activation_class, "transformers.activations"):
+        if activation_class.__name__ == "SiLUActivation":
+            return "silu"
+        return _called_by_act(activation)
+    name = _TEMPLATES.get(_text(activation_class.forward))
+    return name if name in functions.ACTIVATIONS else None
+
+
+def _called_by_act(module: nn.Module) -> str | None:
+    """transformers' modules that hold the function that they call as ``act``."""
+    act = getattr(module, "act", None)
+    if act is F.gelu:
+        return "gelu"
+    if act is not None and getattr(act, "func", None) is F.gelu:
+        approximate = act.keywords.get("approximate")
+        return "gelu" if approximate in (None, "none") else "gelu_tanh"
+    return None
+
+
+def _from(cls: type, package: str) -> bool:
+    return cls.__module__ == package or cls.__module__.startswith(package + ".")
+
+
+def _look(module: nn.Module) -> _Found | None:
+    """What a module does with activations; None: nothing that could be kept in codes."""
+    cls = type(module)
+    exact = _EXACT.get(cls)
+    if exact is not None:
+        if isinstance(module, (nn.SiLU, nn.Mish, nn.Hardswish)) and module.inplace:
+            return _Found("", (exact[1],), "it works in place")
+        return _Found(exact[0], (exact[1],))
+    if cls.__module__.startswith("torch."):
+        if isinstance(module, nn.MultiheadAttention):
+            return _Found("", ("attention",), "nn.MultiheadAttention is not taken")
+        return None
+    if _from(cls, "timm.layers") and cls.__name__ == "RmsNorm" and not module._fast_norm:
+        return _Found("timm_norm", ("norm",))
+    template = _TEMPLATES.get(_text(cls.forward))
+    if template == "llama_mlp":
+        if _gate_name(module.act_fn) is None:  # type: ignore[arg-type]
+            return _Found("", ("product",), f"its activation is {type(module.act_fn).__name__}")
+        return _Found(template, ("product",))
+    if template is not None:
+        return _Found(template, (_KIND_OF_TEMPLATE.get(template, "activation"),))
+    if _from(cls, "transformers.activations") and _called_by_act(module) is not None:
+        return _Found("watched", ("activation",))
+    return _calls(module)
+
+
+def _called_names(function: Any) -> set[str]:
+    """Functions that a forward pass names, by themselves or in a module; not attributes of self."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None:
+        return set()
+    names, before = set(), ""
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_DEREF") or (
+            instruction.opname in ("LOAD_ATTR", "LOAD_METHOD")
+            and not before.startswith("LOAD_FAST")
+        ):
+            names.add(str(instruction.argval))
+        before = instruction.opname
+    return names
+
+
+def _calls(module: nn.Module) -> _Found | None:
+    """By the functions that a module's own forward pass calls."""
+    names = _called_names(type(module).forward)
+    kinds = {kind for name, kind in _CALLS.items() if name in names}
+    if "scaled_dot_product_attention" in names and getattr(module, "fused_attn", True) is False:
+        return _Found("", ("attention",), "its attention is made of products (fused_attn is off)")
+    if "ALL_ATTENTION_FUNCTIONS" in names:
+        chosen = getattr(getattr(module, "config", None), "_attn_implementation", None)
+        if chosen != "sdpa":
+            return _Found("", ("attention",), f"its attention is {chosen!r}, not 'sdpa'")
+        kinds.add("attention")
+    return _Found("watched", tuple(sorted(kinds))) if kinds else None
+
+
+# ---- The switch ----
+
+
+def _value(kind: str, value: Any, where: str) -> int | None:
+    if kind not in KINDS:
+        hint = (
+            "convert does not keep it in codes; use compress_saved"
+            if kind in _ELSEWHERE
+            else f"no such kind of operation; known: {', '.join(KINDS)}"
+        )
+        raise ValueError(f"{where}: {kind!r}: {hint}")
+    allowed = KINDS[kind]
+    if isinstance(value, bool) or value not in allowed:
+        raise ValueError(f"{where}: {kind}: {value!r}; expected one of {allowed}")
+    found: int | None = value
+    return found
+
+
+def _all(value: Any, where: str) -> Bits:
+    """Bits of every kind, of one number."""
+    if value is None:
+        return dict.fromkeys(KINDS)
+    if isinstance(value, bool) or value not in (4, 8):
+        raise ValueError(f"{where}: {value!r}; expected 8, 4, None or a mapping")
+    return {kind: 1 if kind == "relu" else value for kind in KINDS}
+
+
+def _bits(saved: Saved, names: list[str]) -> dict[str, Bits]:
+    """Name of a module -> bits of every kind there.
+
+    ``names``: of the modules that do something which codes could be kept of.
+    """
+    if not isinstance(saved, Mapping):
+        base = _all(saved, "saved")
+        return {name: dict(base) for name in names}
+    bits = {name: _all(8, "saved") for name in names}
+    patterns = []
+    for key, value in saved.items():
+        if key in KINDS or key in _ELSEWHERE:
+            checked = _value(key, value, "saved")
+            for own in bits.values():
+                own[key] = checked
+        else:
+            patterns.append((key, value))
+    for pattern, value in patterns:  # after the kinds, whatever their order: they say more
+        matched = [name for name in names if fnmatchcase(name, pattern)]
+        if not matched:
+            near = difflib.get_close_matches(pattern.strip("*."), [*KINDS, *names], 3, 0.3)
+            known = f"; near it: {', '.join(near)}" if near else ""
+            raise ValueError(
+                f"saved: {pattern!r} is no kind of operation ({', '.join(KINDS)}) and matches no "
+                f"module that does one{known}"
+            )
+        for name in matched:
+            if isinstance(value, Mapping):
+                where = f"saved[{pattern!r}]"
+                bits[name].update({kind: _value(kind, v, where) for kind, v in value.items()})
+            else:
+                bits[name] = _all(value, f"saved[{pattern!r}]")
+    return bits
+
+
+def convert_saved(model: nn.Module, saved: Saved = 8) -> SavedReport:
+    """Have the operations beside the linear layers keep codes for backward, in place.
+
+    ``hot.convert(model, recipe, saved=...)`` calls this. The report says what was found.
+
+    Args:
+        model: any module.
+        saved: 8 or 4, the bits of every kind; or a mapping of kinds (:data:`KINDS`) to bits or None
+            (kept as they are; 8 where a kind is not named), and of name patterns (``fnmatch``) to
+            bits, None, or such a mapping of kinds, for the modules that they match.
+
+    Taken are, by class: ``nn.GELU``, ``nn.SiLU``, ``nn.Mish``, ``nn.Hardswish``, ``nn.ReLU`` (one
+    bit, exact), ``nn.LayerNorm``, ``nn.RMSNorm``; by the text of their forward pass: the
+    activations, RMSNorms and gated MLPs of transformers that equal Llama's or GPT-2's, and timm's;
+    and modules whose own forward calls ``F.gelu``, ``F.silu``, ``F.mish``, ``F.hardswish``,
+    ``F.relu``, ``F.layer_norm``, ``F.rms_norm`` or ``F.scaled_dot_product_attention`` (timm's
+    attention; transformers' with ``attn_implementation="sdpa"``): for the time of their forward
+    pass a TorchFunctionMode, which torch.compile follows, puts the function with codes in place.
+
+    Raises:
+        ValueError: bad bits; a key that is no kind and matches nothing; or a module that was
+            converted before.
+    """
+    found = [(name, module, what) for name, module, what in _walk(model) if what is not None]
+    twice = [name for name, module in model.named_modules() if isinstance(module, SavedCodes)]
+    if twice:
+        raise ValueError(
+            f"model: keeps codes already ({_listed(twice)}); revert() it first, or change the "
+            "bits of a module by its saved_bits"
+        )
+    bits = _bits(saved, [name for name, _, _ in found])
+    report = SavedReport([], {})
+    for name, module, what in found:
+        own = {kind: value for kind in what.kinds if (value := bits[name][kind]) is not None}
+        if what.reason:
+            if any(bits[name][kind] is not None for kind in what.kinds):
+                report.left[name] = what.reason
+            continue
+        if not own:
+            continue
+        plain = type(module)
+        if what.forward == "llama_mlp":
+            module.saved_gate = _gate_name(module.act_fn)  # type: ignore[arg-type, assignment]
+        module.saved_bits = dict(own)  # type: ignore[assignment]
+        module.__class__ = _class(plain, what.forward)
+        report.converted.append(SavedModule(name, plain.__name__, own))
+    return report
+
+
+def _walk(model: nn.Module) -> Iterator[tuple[str, nn.Module, _Found | None]]:
+    for name, module in model.named_modules():
+        yield name, module, None if isinstance(module, SavedCodes) else _look(module)
+
+
+def revert_saved(model: nn.Module) -> int:
+    """Give every module its plain class again; return how many there were.
+
+    Raises ValueError where something has made a subclass of one since (a parametrisation,
+    ``fully_shard``): undo that first.
+    """
+    found = [(name, m) for name, m in model.named_modules() if isinstance(m, SavedCodes)]
+    for name, module in found:
+        if "_hot_forward" not in type(module).__dict__:
+            raise ValueError(
+                f"model: {name or '(root)'} is now a {type(module).__name__}; undo what was "
+                "wrapped around it (a parametrisation, fully_shard) before revert()"
+            )
+    for _, module in found:
+        module.__class__ = module.plain  # type: ignore[assignment]
+        for attribute in ("saved_bits", "saved_gate"):
+            module.__dict__.pop(attribute, None)
+    return len(found)

@@ -1,0 +1,236 @@
+"""Which layers ``convert`` takes, and why the others stay plain."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+
+from torch import nn
+
+from ..config import HotConfig
+from . import gains
+from .attention import HotMultiheadAttention
+from .functional import DTYPES
+from .modules import HotConv2d, HotLinear, HotModule
+
+Filter = Callable[[nn.Module, str], bool]
+
+# ---- The rule of which layers gain. Figures: benchmarks/results, one H200. ----
+
+MIN_FEATURES = 64
+"""The default filter keeps a layer with fewer in or out features plain (a convolution's in features
+are its channels times its kernel's area): its products are too small to pay for quantising their
+operands."""
+
+HEAD_NAMES = frozenset(
+    (
+        *("head", "heads", "head_dist", "lm_head", "classifier", "cls", "fc", "fc_out", "logits"),
+        *("to_logits", "score", "predictions", "output_projection", "proj_out"),
+    )
+)
+"""The output head is the model's last layer if its name, or the top-level module it is in, is one
+of these: its error goes straight into the loss, and it is one layer of many."""
+
+_TOP_HEAD_NAMES = frozenset(("out", "output"))
+"""Heads where the model itself has them; deeper they are an attention's or a block's."""
+
+_WRAPPERS = frozenset(
+    (
+        *("module", "base_model", "model", "base_layer", "modules_to_save", "original_module"),
+        *("_orig_mod", "_checkpoint_wrapped_module"),
+    )
+)
+"""Parts of names that DDP, peft, transformers, torch.compile and checkpoint wrappers put around a
+model's own."""
+
+
+def _conv1d() -> type[nn.Module] | None:
+    """transformers' Conv1D; None where it is not loaded, so that no model can hold one."""
+    loaded = sys.modules.get("transformers.pytorch_utils")
+    found: type[nn.Module] | None = getattr(loaded, "Conv1D", None)
+    return found
+
+
+def candidates(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Name and module of every layer of the kinds that HOT takes, in the model's order."""
+    kinds: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv2d, nn.MultiheadAttention)
+    conv1d = _conv1d()
+    kinds = kinds if conv1d is None else (*kinds, conv1d)
+    found = [(fqn, module) for fqn, module in model.named_modules() if isinstance(module, kinds)]
+    # An attention's out_proj is its own: it takes the weight and never calls the layer.
+    own = {id(m.out_proj) for _, m in found if isinstance(m, nn.MultiheadAttention)}
+    return [(fqn, module) for fqn, module in found if id(module) not in own]
+
+
+def weights_of(module: nn.Module) -> list[nn.Parameter]:
+    """The matrices of a layer; empty where they are computed and no Parameters."""
+    if not isinstance(module, nn.MultiheadAttention):
+        weight = module._parameters.get("weight")
+        return [] if weight is None else [weight]
+    found = [p for n, p in module._parameters.items() if n.endswith("weight") and p is not None]
+    last = module.out_proj._parameters.get("weight")
+    return [*found, last] if found and last is not None else []
+
+
+def hot_class(module: nn.Module) -> type[HotModule]:
+    """The HOT class that stands in for such a layer."""
+    if isinstance(module, nn.Linear):
+        return HotLinear
+    if isinstance(module, nn.Conv2d):
+        return HotConv2d
+    if isinstance(module, nn.MultiheadAttention):
+        return HotMultiheadAttention
+    from .huggingface import HotConv1D
+
+    return HotConv1D
+
+
+def kind_of(module: nn.Module) -> str:
+    """The kind in words; of a convolution with its kernel."""
+    if isinstance(module, nn.Conv2d):
+        return f"Conv2d {'x'.join(map(str, module.kernel_size))}"
+    if isinstance(module, nn.MultiheadAttention):
+        return "MultiheadAttention"
+    return "Linear" if isinstance(module, nn.Linear) else "Conv1D"
+
+
+def features_of(module: nn.Module) -> tuple[int, int]:
+    """In and out features; channels, for a convolution; of an attention its in_proj's."""
+    if isinstance(module, nn.Conv2d):
+        return module.in_channels, module.out_channels
+    if isinstance(module, nn.Linear):
+        return module.in_features, module.out_features
+    if isinstance(module, nn.MultiheadAttention):
+        return module.embed_dim, 3 * module.embed_dim
+    nx, nf = module.nx, module.nf
+    assert isinstance(nx, int) and isinstance(nf, int)
+    return nx, nf
+
+
+def kernel_of(module: nn.Module) -> tuple[int, int] | None:
+    """Height and width of a convolution's kernel; None for other layers."""
+    if not isinstance(module, nn.Conv2d):
+        return None
+    height, width = module.kernel_size
+    return height, width
+
+
+def is_frozen(module: nn.Module) -> bool:
+    """Whether no weight is trained."""
+    weights = weights_of(module)
+    return bool(weights) and not any(weight.requires_grad for weight in weights)
+
+
+def why_plain(
+    model: nn.Module, layers: list[tuple[str, nn.Module]], filter_fn: Filter | None
+) -> dict[str, str]:
+    """Why layers stay plain; the others are converted."""
+    if filter_fn is not None:
+        reasons = {fqn: "left out by filter_fn" for fqn, m in layers if not filter_fn(m, fqn)}
+    else:
+        reasons = _default_reasons(model, layers)
+    # What cannot be done says more than what is not wanted.
+    return reasons | {fqn: why for fqn, module in layers if (why := _impossible(module))}
+
+
+def _impossible(module: nn.Module) -> str:
+    if isinstance(module, HotModule):
+        return ""
+    plain = hot_class(module).plain
+    if type(module) is not plain:
+        return f"a subclass of {plain.__name__} ({type(module).__name__})"
+    if isinstance(module, nn.Conv2d) and module.groups != 1:
+        depthwise = module.groups == module.in_channels
+        return "depthwise" if depthwise else f"a convolution in {module.groups} groups"
+    if isinstance(module, nn.MultiheadAttention) and (
+        module.add_zero_attn or module.bias_k is not None
+    ):
+        return "add_bias_kv and add_zero_attn are not taken"
+    weights = weights_of(module)
+    if not weights:
+        return "its weight is computed, not a Parameter"
+    for weight in weights:
+        if weight.dtype not in DTYPES:
+            return f"its weight is {str(weight.dtype).removeprefix('torch.')}"
+    return ""
+
+
+def _default_reasons(model: nn.Module, layers: list[tuple[str, nn.Module]]) -> dict[str, str]:
+    reasons: dict[str, str] = {}
+    adapters = _adapters(model)
+    embeddings = {
+        id(module.weight)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+    }
+    for fqn, module in layers:
+        inputs, outputs = features_of(module)
+        if isinstance(module, nn.Conv2d):
+            inputs *= module.kernel_size[0] * module.kernel_size[1]
+        if min(inputs, outputs) < MIN_FEATURES:
+            reasons[fqn] = f"fewer than {MIN_FEATURES} features"
+        if id(module._parameters.get("weight")) in embeddings:
+            reasons[fqn] = "its weight is an embedding's"
+        if id(module) in adapters:
+            reasons[fqn] = "an adapter of peft"
+    convolutions = [fqn for fqn, module in layers if isinstance(module, nn.Conv2d)]
+    if convolutions:
+        reasons[convolutions[0]] = "the first convolution"
+    own = [fqn for fqn, module in layers if id(module) not in adapters]
+    return reasons | dict.fromkeys(_heads(model, own), "the output head")
+
+
+def _heads(model: nn.Module, names: list[str]) -> list[str]:
+    """The last layer if it is named as a head, and heads of their own right in front of it.
+
+    In an ``nn.Sequential`` names are numbers: there the last layer is the head if it is linear and
+    of another width than what it is given.
+    """
+    if type(model) is nn.Sequential and len(names) > 1:
+        *_, last = (m for m in model.modules() if m._parameters or m._buffers)
+        wide = isinstance(last, nn.Linear) and last.in_features != last.out_features
+        if wide and last is model.get_submodule(names[-1]) and "." not in names[-1]:
+            return names[-1:]
+    heads: list[str] = []
+    for fqn in reversed(names):
+        parts = [part for part in fqn.split(".") if not part.isdigit() and part not in _WRAPPERS]
+        named = bool(parts) and (parts[0] in HEAD_NAMES or parts[-1] in HEAD_NAMES)
+        named = named or (len(parts) == 1 and parts[0] in _TOP_HEAD_NAMES)
+        if not named or (heads and len(parts) > 1):
+            break
+        heads.append(fqn)
+    return heads
+
+
+def _adapters(model: nn.Module) -> set[int]:
+    """Modules that peft adds beside the layers it wraps; they train in full precision."""
+    loaded = sys.modules.get("peft.tuners.tuners_utils")
+    wrapper = getattr(loaded, "BaseTunerLayer", None)
+    if wrapper is None:
+        return set()
+    found: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, wrapper):
+            for name, child in module.named_children():
+                if name != "base_layer":
+                    found.update(map(id, child.modules()))
+    return found
+
+
+def why_slow(
+    layers: list[tuple[str, nn.Module]],
+    configs: Mapping[str, HotConfig | None],
+    device: str,
+    but: set[str],
+) -> dict[str, str]:
+    """Why layers are expected to be slower than plain here; not those named in ``but``."""
+    found = {}
+    for fqn, module in layers:
+        own = configs[fqn]
+        if own is None or fqn in but or isinstance(module, HotModule):
+            continue
+        sizes = features_of(module)
+        why = gains.why_slow(kernel_of(module), *sizes, own, device, is_frozen(module))
+        if why:
+            found[fqn] = why
+    return found

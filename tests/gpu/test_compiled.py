@@ -1,0 +1,346 @@
+"""Training as people run it on a GPU: compiled, captured, graphed, under reduce-overhead.
+
+Each beside eager: the gradient of the whole model may be as far from the plain model's as HOT's
+noise puts it in eager, neither farther nor nearer (HOT has to have run), and every replay of a
+graph has to draw its noise anew.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import hotcore.torch as hot  # noqa: E402  (after the skip)
+from torch import Tensor, nn  # noqa: E402
+from torch._dynamo.utils import counters  # noqa: E402  (whether regions became CUDA graphs)
+
+DEVICE = "cuda"
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+RECIPES = ("default", "fast")
+WIDTH, HEADS, CLASSES, BATCH = 128, 4, 10, 16
+STEPS = 10
+Gradients = dict[str, Tensor]
+
+
+class Block(nn.Module):
+    """A transformer's, as timm writes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.fc1, self.fc2 = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.act = nn.GELU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        qkv = self.qkv(self.norm1(x)).reshape(batch, length, 3, HEADS, WIDTH // HEADS)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v)
+        x = x + self.proj(mixed.transpose(1, 2).reshape(batch, length, WIDTH))
+        return x + self.fc2(self.act(self.fc1(self.norm2(x))))
+
+
+class Vit(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, WIDTH, 4, 4)
+        self.blocks = nn.Sequential(Block(), Block())
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.patches(images).flatten(2).transpose(1, 2)
+        logits: Tensor = self.head(self.blocks(x).mean(1))
+        return logits
+
+
+def mlp() -> nn.Sequential:
+    layers = (nn.Flatten(), nn.Linear(3 * 32 * 32, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU())
+    return nn.Sequential(*layers, nn.Linear(256, CLASSES))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"vit": Vit, "mlp": mlp}
+
+
+@pytest.fixture(autouse=True)
+def compiler(prepared: None) -> Iterator[None]:
+    """Nothing compiled before counts, no TF32: the plain gradient is the exact one."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def images() -> Tensor:
+    return torch.randn(BATCH, 3, 32, 32, device=DEVICE)
+
+
+@pytest.fixture
+def labels() -> Tensor:
+    return torch.randint(CLASSES, (BATCH,), device=DEVICE)
+
+
+def build(name: str) -> nn.Module:
+    return MODELS[name]().to(DEVICE).train()
+
+
+def converted(model: nn.Module, recipe: str, saved: int | None = None) -> nn.Module:
+    """A copy; every linear layer but the head, and with ``saved`` GELU and the norms."""
+    model = copy.deepcopy(model)
+    last = [fqn for fqn, m in model.named_modules() if isinstance(m, nn.Linear)][-1]
+    report = hot.convert(
+        model,
+        recipe,
+        filter_fn=lambda m, fqn: isinstance(m, nn.Linear) and fqn != last,
+        saved=None if saved is None else {"activation": saved, "norm": saved, "attention": None},
+    )
+    return report.model
+
+
+def loss_of(model: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(images).float(), labels)
+
+
+def gradients(model: nn.Module, images: Tensor, labels: Tensor) -> Gradients:
+    """Copies: a graph's memory is written again by its next replay."""
+    model.zero_grad(set_to_none=True)
+    loss_of(model, images, labels).backward()
+    return {n: p.grad.double() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def flat(found: Gradients) -> Tensor:
+    return torch.cat([found[name].flatten() for name in sorted(found)])
+
+
+def error(got: Gradients, exact: Gradients) -> float:
+    assert got.keys() == exact.keys()
+    return float((flat(got) - flat(exact)).norm() / flat(exact).norm())
+
+
+def assert_as_in_eager(draws: list[Gradients], eager: list[Gradients], exact: Gradients) -> None:
+    """As far off as in eager, every time, with noise of its own: the mean is closer."""
+    size = np.mean([error(got, exact) for got in eager])
+    assert size > 1e-4, "HOT's noise is not there in eager"
+    errors = [error(got, exact) for got in draws]
+    assert all(0.6 * size < value < 1.6 * size for value in errors), (errors, size)
+    for i, got in enumerate(draws):
+        assert not any(torch.equal(flat(got), flat(b)) for b in draws[:i]), "two steps drew alike"
+    mean = {name: torch.stack([got[name] for got in draws]).mean(0) for name in exact}
+    assert error(mean, exact) < 0.8 * min(errors)
+
+
+def draws_of(step: Callable[[], Gradients], count: int = 6) -> list[Gradients]:
+    return [step() for _ in range(count)]
+
+
+def falls(step: Callable[[], Tensor]) -> list[float]:
+    """Losses of some steps; read at the end, so that the host may run ahead."""
+    return torch.stack([step().detach().clone() for _ in range(STEPS)]).tolist()
+
+
+def trained(model: nn.Module, images: Tensor, labels: Tensor) -> list[float]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step() -> Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        loss = loss_of(model, images, labels)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return falls(step)
+
+
+def assert_falls_alike(got: list[float], eager: list[float]) -> None:
+    fall = eager[0] - eager[-1]
+    assert fall > 0.1
+    assert got[0] == pytest.approx(eager[0], rel=2e-2)
+    assert got[0] - got[-1] == pytest.approx(fall, rel=0.25)
+
+
+# ---- compiled ----
+
+
+@pytest.mark.parametrize("way", ["blocks", "whole"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_compiled_step(recipe: str, way: str, images: Tensor, labels: Tensor) -> None:
+    plain = build("vit")
+    model, exact = converted(plain, recipe), gradients(plain, images, labels)
+    eager = draws_of(lambda: gradients(model, images, labels))
+    losses = trained(copy.deepcopy(model), images, labels)
+    parts = model.blocks if way == "blocks" else [model]
+    for part in parts:
+        part.compile(fullgraph=True)
+    assert_as_in_eager(draws_of(lambda: gradients(model, images, labels)), eager, exact)
+    assert counters["stats"]["unique_graphs"] > 0
+    assert_falls_alike(trained(model, images, labels), losses)
+
+
+def test_compiled_step_under_autocast(images: Tensor, labels: Tensor) -> None:
+    """bf16 rounds, too: less than INT4 and INT8 do, so that HOT's noise is what shows."""
+    plain = build("vit")
+    model, exact = converted(plain, "fast"), gradients(plain, images, labels)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        eager = draws_of(lambda: gradients(model, images, labels))
+        model.compile(fullgraph=True)
+        assert_as_in_eager(draws_of(lambda: gradients(model, images, labels)), eager, exact)
+
+
+# ---- reduce-overhead ----
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_reduce_overhead_step(recipe: str, name: str, images: Tensor, labels: Tensor) -> None:
+    plain = build(name)
+    model, exact = converted(plain, recipe), gradients(plain, images, labels)
+    eager = draws_of(lambda: gradients(model, images, labels))
+    losses = trained(copy.deepcopy(model), images, labels)
+    model.compile(mode="reduce-overhead")
+    for _ in range(3):  # warms up, records, replays
+        gradients(model, images, labels)
+    draws = draws_of(lambda: gradients(model, images, labels))
+    assert counters["inductor"]["cudagraph_skips"] == 0, "a region was compiled without a graph"
+    assert_as_in_eager(draws, eager, exact)
+    assert_falls_alike(trained(model, images, labels), losses)
+
+
+def test_max_autotune_step(images: Tensor, labels: Tensor) -> None:
+    """Graphs as above, and kernels chosen by timing; HOT's own are what they are."""
+    plain = build("mlp")
+    model, exact = converted(plain, "default"), gradients(plain, images, labels)
+    eager = draws_of(lambda: gradients(model, images, labels))
+    model.compile(mode="max-autotune")
+    for _ in range(3):
+        gradients(model, images, labels)
+    draws = draws_of(lambda: gradients(model, images, labels))
+    assert_as_in_eager(draws, eager, exact)
+
+
+def test_reduce_overhead_block_by_block(images: Tensor, labels: Tensor) -> None:
+    plain = build("vit")
+    model, exact = converted(plain, "default"), gradients(plain, images, labels)
+    eager = draws_of(lambda: gradients(model, images, labels))
+    for block in model.blocks:
+        block.compile(mode="reduce-overhead")
+    for _ in range(3):
+        gradients(model, images, labels)
+    draws = draws_of(lambda: gradients(model, images, labels))
+    assert counters["inductor"]["cudagraph_skips"] == 0, "a region was compiled without a graph"
+    assert_as_in_eager(draws, eager, exact)
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_codes_kept_in_compiled_graphs(mode: str, images: Tensor, labels: Tensor) -> None:
+    """convert's ``saved``: 4 bits, so that their noise is among what is compared."""
+    plain = build("vit")
+    model, exact = converted(plain, "accurate", saved=4), gradients(plain, images, labels)
+    alone = np.mean([
+        error(got, exact)
+        for got in draws_of(lambda: gradients(converted(plain, "accurate"), images, labels))
+    ])  # fmt: skip
+    eager = draws_of(lambda: gradients(model, images, labels))
+    assert min(error(got, exact) for got in eager) > 1.3 * alone, "no codes of GELU and the norms"
+    model.compile(mode=mode)
+    for _ in range(3):
+        gradients(model, images, labels)
+    draws = draws_of(lambda: gradients(model, images, labels))
+    assert counters["inductor"]["cudagraph_skips"] == 0, "a region was compiled without a graph"
+    assert_as_in_eager(draws, eager, exact)
+
+
+# ---- captured ----
+
+
+def on_a_side_stream(call: Callable[[], object], times: int = 3) -> None:
+    """Before a capture, as torch asks for."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(times):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+@pytest.mark.parametrize("way", ["eager", "compiled"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_captured_step(recipe: str, way: str, images: Tensor, labels: Tensor) -> None:
+    """Forward, loss and backward in one graph: gradients of replays, with weights unchanged."""
+    plain = build("vit")
+    model, exact = converted(plain, recipe), gradients(plain, images, labels)
+    eager = draws_of(lambda: gradients(model, images, labels))
+    if way == "compiled":
+        model.compile()
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        loss_of(model, images, labels).backward()
+
+    on_a_side_stream(step)
+    model.zero_grad(set_to_none=True)  # so that backward makes them in the graph's memory
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss_of(model, images, labels).backward()
+
+    def replayed() -> Gradients:
+        graph.replay()
+        return {n: p.grad.double() for n, p in model.named_parameters() if p.grad is not None}
+
+    assert_as_in_eager(draws_of(replayed), eager, exact)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_captured_training(recipe: str, images: Tensor, labels: Tensor) -> None:
+    """The optimizer in the graph as well: the loss falls as in eager."""
+    model = converted(build("vit"), recipe)
+    losses = trained(copy.deepcopy(model), images, labels)
+    start = copy.deepcopy(model.state_dict())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, capturable=True, fused=True)
+
+    def step() -> Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        loss = loss_of(model, images, labels)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    on_a_side_stream(step)
+    optimizer.zero_grad(set_to_none=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = step()
+    with torch.no_grad():  # back to the start: the steps before the capture have trained
+        model.load_state_dict(start)
+        for state in optimizer.state.values():
+            for value in state.values():
+                value.zero_()
+
+    def replayed() -> Tensor:
+        graph.replay()
+        return loss
+
+    assert_falls_alike(falls(replayed), losses)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_graphed_callables(recipe: str, images: Tensor, labels: Tensor) -> None:
+    plain = build("vit")
+    model, exact = converted(plain, recipe), gradients(plain, images, labels)
+    eager = draws_of(lambda: gradients(model, images, labels))
+    losses = trained(copy.deepcopy(model), images, labels)
+    model = torch.cuda.make_graphed_callables(model, (torch.randn_like(images),))
+    assert_as_in_eager(draws_of(lambda: gradients(model, images, labels)), eager, exact)
+    assert_falls_alike(trained(model, images, labels), losses)

@@ -1,0 +1,475 @@
+"""Training steps as people run them (benchmarks/steps.py): contenders, kernels, the report."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import bench_models  # noqa: E402
+import doc_tables  # noqa: E402
+import hotcore  # noqa: E402
+import kernel_classes  # noqa: E402
+import models  # noqa: E402
+import steps  # noqa: E402
+import targets  # noqa: E402
+import training  # noqa: E402
+from kernel_classes import Event  # noqa: E402
+from training import REFERENCE, Contender  # noqa: E402
+
+SETTING = steps.Setting("cpu", quick=True, backend="aot_eager")
+Rows = dict[str, dict[str, Any]]
+
+
+def needs(*packages: str) -> None:
+    """Skips without them; not by importing: torchvision may want models.mend_torchvision first."""
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"no {package}")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    """Small models: more threads would only wait. What a test has compiled is forgotten."""
+    before = hotcore.num_threads(), torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    hotcore.set_num_threads(before[0])  # the scripts set it
+    torch.set_num_threads(before[1])
+    torch._dynamo.reset()
+
+
+# ---- kernels ----
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("_ZN7cutlass13device_kernelINS_4gemm6kernel13GemmUniversalIN4cute5tuple", "products"),
+        ("void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<...>>", "products"),
+        ("nvjet_sm90_tst_128x256_64x4_1x2_h_bz_coopA_NTN", "products"),
+        ("void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16>", "products"),
+        ("sm90_xmma_fprop_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc_nhwc", "products"),
+        ("triton_tem_fused_mm_2", "products"),
+        ("void hot::detail::(anonymous namespace)::tile_kernel<hot::Mma, true>", "products"),
+        ("void hot::detail::(anonymous namespace)::gemm_small_kernel<...>(Args)", "products"),
+        (
+            "void hot::detail::(anonymous namespace)::rows16_kernel<(hot::Rounding)1, 4>",
+            "hotcore's quantisers",
+        ),
+        ("hot::detail::(anonymous namespace)::final_sum_kernel(float const*, long)",
+         "hotcore's quantisers"),
+        ("void hot::detail::(anonymous namespace)::quantize_small_kernel<...>",
+         "hotcore's quantisers"),
+        ("_compress_kernel", "hotcore's quantisers"),
+        ("_restore_signs_kernel", "hotcore's quantisers"),
+        ("triton_per_fused__to_copy_native_layer_norm_0", "pointwise, reductions"),
+        ("triton_poi_fused__scaled_dot_product_flash_attention_transpose_3",
+         "pointwise, reductions"),
+        ("triton_red_fused__scaled_mm_abs_max_1", "pointwise, reductions"),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>",
+         "pointwise, reductions"),
+        ("void at::native::(anonymous namespace)::cunn_SoftMaxForward<4, float>",
+         "pointwise, reductions"),
+        ("void cudnn::bn_fw_tr_1C11_kernel_NHWC<__nv_bfloat16>", "pointwise, reductions"),
+        ("void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<cutlass::half>",
+         "attention"),
+        ("fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention::...)", "attention"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_6", "attention"),
+        ("void cudnn::fusion::compute_dot_do_o_specialized<true, 64>(void const*)", "attention"),
+        ("void cutlass__5x_cudnn::Kernel<cutlass_tensorop_bf16_s16816fprop_optimized>", "products"),
+        ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMath>",
+         "optimizer"),
+        ("Memcpy DtoD (Device -> Device)", "other"),
+        ("some_kernel_of_tomorrow", "other"),
+    ],
+)  # fmt: skip
+def test_classes(name: str, kind: str) -> None:
+    assert kind in kernel_classes.CLASSES
+    assert kernel_classes.class_of(name) == kind
+
+
+def test_events_of_a_trace() -> None:
+    """Kernels, copies and fills count; what the host did, and ranges around kernels, do not."""
+    step = {"ph": "X", "ts": 10.0, "dur": 99.0}
+    trace = {
+        "traceEvents": [
+            {**step, "cat": "kernel", "name": "nvjet"},
+            {**step, "cat": "gpu_memset", "name": "Memset (Device)"},
+            {**step, "cat": "gpu_user_annotation", "name": "Optimizer.step#AdamW.step"},
+            {**step, "cat": "cuda_runtime", "name": "cudaLaunchKernel"},
+            {**step, "cat": "cpu_op", "name": "aten::mm"},
+            {"ph": "s", "cat": "ac2g", "name": "ac2g", "ts": 1.0},
+            {"ph": "M", "name": "process_name"},
+        ]
+    }
+    assert kernel_classes.events_of(trace) == [
+        Event("nvjet", 10.0, 99.0), Event("Memset (Device)", 10.0, 99.0),
+    ]  # fmt: skip
+
+
+def test_summary_of_kernels() -> None:
+    events = [
+        Event("nvjet", 0.0, 3000.0),
+        Event("nvjet", 5000.0, 1000.0),
+        Event("triton_poi_fused_add_0", 2000.0, 2000.0),  # half of it beside the first
+    ]
+    found = kernel_classes.summary(events, steps=2)
+    assert found["ms"]["products"] == 2.0
+    assert found["ms"]["pointwise, reductions"] == 1.0
+    assert set(found["ms"]) == set(kernel_classes.CLASSES)
+    assert (found["all_ms"], found["busy_ms"], found["launches"]) == (3.0, 2.5, 1.5)
+    assert found["longest"][0] == {
+        "kernel": "nvjet", "class": "products", "ms": 2.0, "launches": 1.0,
+    }  # fmt: skip
+
+
+def test_memory_of_graphs() -> None:
+    segments = [
+        {"segment_pool_id": (0, 0), "total_size": 100, "allocated_size": 10},
+        {"segment_pool_id": (0, 1), "total_size": 64, "allocated_size": 24},
+        {"segment_pool_id": (0, 2), "total_size": 8, "allocated_size": 8},
+    ]
+    assert steps.unallocated_in_pools(segments) == 40
+
+
+# ---- contenders ----
+
+
+def test_contenders_by_importance() -> None:
+    names = [c.name for c in training.people(models.TASKS["vit_b"])]
+    assert names[0] == REFERENCE and len(set(names)) == len(names)
+    for wanted in ("fast reduce-overhead", "FP8 rowwise compiled", "bf16 compiled, budget 0.3",
+                   "bf16 checkpointed, compiled", "default eager, compress_saved"):  # fmt: skip
+        assert wanted in names
+    whole = [c.name for c in training.people(models.TASKS["resnet50"])]
+    assert not [name for name in whole if "checkpointed" in name]
+    lora = training.people(models.TASKS["llama_lora"])
+    assert {c.recipe for c in lora} == {None, "default"} and not any(c.fp8 for c in lora)
+
+
+def test_waves() -> None:
+    """The reference is in each; the first contenders of all models come before anyone's next."""
+    found = steps.waves_of(["vit_b", "bert"], None, {"vit_b": 8, "bert": 12})
+    names = [model for model, _ in found]
+    assert names[:4] == ["vit_b", "bert", "vit_b", "bert"]
+    assert all(among[0].name == REFERENCE for _, among in found)
+    assert [len(among) for _, among in found[:2]] == [8, 12]
+    for model in ("vit_b", "bert"):
+        measured = [c.name for name, among in found if name == model for c in among[1:]]
+        assert [REFERENCE, *measured] == [c.name for c in training.people(models.TASKS[model])]
+    (only,) = steps.waves_of(["vit_b"], ["fast e*", "bf16 eager"], {"vit_b": 0})
+    assert [c.name for c in only[1]] == [REFERENCE, "bf16 eager", "fast eager", "fast eager, compress_saved"]  # fmt: skip  # noqa: E501
+    done = {
+        "vit_b": ["bf16 eager"],
+        "bert": [c.name for c in training.people(models.TASKS["bert"])],
+    }
+    jobs = {"vit_b": 0, "bert": 0, "gpt2": 0}
+    left = steps.waves_of(["vit_b", "bert", "gpt2"], ["bf16 e*", "fp32*"], jobs, done)
+    assert [(model, [c.name for c in among]) for model, among in left] == [
+        ("vit_b", [REFERENCE, "fp32 eager"]),
+        ("gpt2", [REFERENCE, "bf16 eager", "fp32 eager"]),
+    ]
+    with pytest.raises(ValueError, match=r"\['bf17\*'\] fit none"):
+        steps.waves_of(["vit_b"], ["bf16*", "bf17*"], {"vit_b": 0})
+
+
+def test_described() -> None:
+    assert steps.described(Contender("x")) == {}
+    contender = Contender("x", "fast", autocast=True, compiled="default", memory_budget=0.5)
+    assert steps.described(contender) == {
+        "recipe": "fast", "autocast": True, "compiled": "default", "memory_budget": 0.5,
+    }  # fmt: skip
+
+
+class Toy(torch.nn.Module):
+    """Two blocks, with a call that says how often each ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(2)
+        )
+        self.head = torch.nn.Linear(64, 10)
+        self.runs = 0
+        for layer in self.layers:
+            layer.register_forward_pre_hook(self._count)
+
+    def _count(self, *_: object) -> None:
+        self.runs += 1
+
+    def forward(self, x: Any) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def toy_trainer(contender: Contender, build: Any = Toy) -> training.Trainer:
+    batch = {"x": torch.randn(32, 64), "y": torch.randint(10, (32,))}
+    task = models.Task("toy", None, models._classification, blocks="layers")
+    return training.Trainer(contender, build(), batch, task, True, own=True, backend="aot_eager")
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_checkpointed_blocks_run_twice(checkpointed: bool) -> None:
+    trainer = toy_trainer(Contender("x", checkpointed=checkpointed))
+    trainer.step()
+    assert trainer.model.runs == (4 if checkpointed else 2)
+
+
+def test_compiled_blocks() -> None:
+    """All blocks, nothing else; the head stays as it is."""
+    trainer = toy_trainer(Contender("x", compiled="default"))
+    compiled = [n for n, m in trainer.model.named_modules() if m._compiled_call_impl is not None]
+    assert compiled == ["layers.0", "layers.1"]
+    with pytest.raises(ValueError, match="no blocks at 'h'"):
+        training.blocks_of(trainer.model, "h")
+
+
+def test_fp8_takes_the_layers_that_hot_would() -> None:
+    try:
+        toy_trainer(Contender("x", fp8="tensorwise"))
+    except training.Left as left:
+        assert "torchao does not import" in str(left)
+        pytest.skip(str(left))
+    for recipe in ("tensorwise", "rowwise"):
+        trainer = toy_trainer(Contender("x", fp8=recipe))
+        found = {n: type(m).__name__ for n, m in trainer.model.named_modules() if "Linear" in
+                 type(m).__name__}  # fmt: skip
+        assert found == {
+            "layers.0.0": "Float8Linear", "layers.1.0": "Float8Linear", "head": "Linear",
+        }  # fmt: skip
+        trainer.step()
+    with pytest.raises(training.Left, match="no layer is one that FP8 fits"):
+        toy_trainer(Contender("x", fp8="rowwise"), Sevens)
+
+
+class Sevens(torch.nn.Module):
+    """A layer that HOT takes and FP8's products do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = torch.nn.Linear(64, 72), torch.nn.Linear(72, 10)
+
+
+def test_what_else_is_kept() -> None:
+    """convert's ``saved`` reaches the model: GELU keeps codes."""
+    trainer = toy_trainer(Contender("x", "default", kept=8))
+    assert [type(layer[1]).__name__ for layer in trainer.model.layers] == ["SavedGELU"] * 2
+    trainer.step()
+
+
+# ---- the script ----
+
+
+def test_steps_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Eager, compiled, with a budget, checkpointed; in this process."""
+    needs("transformers", "peft")
+    path = tmp_path / "steps.json"
+    words = ["--quick", "--models", "llama_lora", "--backend", "aot_eager", "--threads", "1"]
+    some = ["default compiled", "default eager", "bf16 compiled, budget 0.5", "bf16 checkpointed"]
+    bench_models.main([*words, "--contenders", *some, "--json", str(path)])
+    report = json.loads(path.read_text())
+    rows = report["steps"]["llama_lora"]["rows"]
+    assert list(rows) == [REFERENCE, "default compiled", "default eager",
+                          "bf16 compiled, budget 0.5", "bf16 checkpointed"]  # fmt: skip
+    for row in rows.values():
+        assert 0 < row["host"]["median_ms"] <= row["step"]["q3_ms"]
+        assert row["step"]["measurements"] == 2 * steps.STEPS_A_TURN
+        assert 0 < row["loss"][1] < row["loss"][0]
+        reference = rows[REFERENCE]["step"]["median_ms"]
+        of = row["step"]["median_ms"] / reference
+        assert row["of reference"]["step"] == pytest.approx(of, rel=1e-4)
+    assert rows["default compiled"]["converted"] > 0
+    assert rows["default compiled"]["compiler"]["graphs"] > 0
+    assert rows["default eager"]["how"] == {"recipe": "default", "autocast": True, "slower": False}
+    printed = capsys.readouterr().out
+    assert "bf16 checkpointed" in printed and str(path) in printed
+    # Without time nothing is begun, and the report says so; what an earlier one has stays.
+    more = [*words, "--json", str(path), "--resume", str(path), "--contenders", "default eager"]
+    bench_models.main([*more, "bf16 eager", "--budget", "-1"])
+    again = json.loads(path.read_text())["steps"]["llama_lora"]["rows"]
+    assert again.pop("bf16 eager")["left_out"] == "no time left"
+    assert again == rows
+    report["device"] = "another"
+    path.write_text(json.dumps(report))
+    with pytest.raises(SystemExit, match=r"--resume: .* is of \('another', "):
+        bench_models.main(more)
+
+
+def test_a_contender_that_fails_is_a_row(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def build() -> Any:
+        raise ZeroDivisionError("nothing to\ndivide by")
+
+    broken = models.Size(build, lambda generator: {})
+    monkeypatch.setitem(models.TASKS, "bert", models.Task("broken", broken, lambda m, b: None))
+    words = ["--quick", "--models", "bert", "--contenders", "bf16 eager", "--jobs", "0"]
+    path = tmp_path / "steps.json"
+    with pytest.raises(SystemExit, match="ZeroDivisionError"):
+        bench_models.main([*words, "--json", str(path)])
+    row = json.loads(path.read_text())["steps"]["bert"]["rows"]["bf16 eager"]
+    assert row["error"] == "ZeroDivisionError: nothing to divide by"
+    assert "nothing to divide by" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="fit none"):
+        bench_models.main(["--quick", "--models", "bert", "--contenders", "x", "--json", str(path)])
+
+
+def test_contenders_in_processes_of_their_own(tmp_path: Path) -> None:
+    """One answers, one fails, one dies: the others are not taken along."""
+    needs("timm")
+    among = [Contender("bf16 eager", autocast=True), Contender("bad", "no such recipe")]
+    rows = steps.measure("vit_s", among, SETTING, rounds=2, jobs=2)
+    assert rows["bf16 eager"]["step"]["measurements"] == 2 * steps.STEPS_A_TURN
+    assert "no such recipe" in rows["bad"]["error"] and "step" not in rows["bad"]
+    dying = steps.Remote("vit_s", among[0], SETTING, tmp_path)
+    dying._process.kill()
+    dying.begin("start")
+    with pytest.raises(steps.Said, match=r"the process ended \(-9\)"):
+        dying.answer(60)
+    dying.close()
+    slow = steps.Remote("vit_s", among[0], SETTING, tmp_path)
+    slow.begin("start")
+    with pytest.raises(steps.Said, match="no answer within 0 s; said nothing"):
+        slow.answer(0)
+    slow.close()
+
+
+# ---- targets ----
+
+
+def step_rows() -> Rows:
+    """What a GPU's report holds of ViT-B, with invented figures."""
+
+    def row(how: dict[str, Any], step: float, host: float, peak: float) -> dict[str, Any]:
+        return {
+            "how": how,
+            "step": {"median_ms": step, "q1_ms": step, "q3_ms": step},
+            "host": {"median_ms": host, "q1_ms": host, "q3_ms": host},
+            "peak_gib": peak,
+            "between_steps_gib": 1.3,
+        }
+
+    default, compiled = {"recipe": "default", "slower": False}, {"compiled": "default"}
+    graphs = {"compiled": "reduce-overhead"}
+    rows = {
+        REFERENCE: row(compiled, 40, 28, 9),
+        "default compiled": row(default | compiled, 42, 33.6, 7),
+        "bf16 reduce-overhead": row(graphs, 38, 2, 9),
+        "default reduce-overhead": row(default | graphs, 39, 2.1, 7),
+        "bf16 eager": row({}, 50, 30, 9.5),
+        "default compiled, budget 0.5": row(default | compiled, 60, 40, 2),  # too slow
+        "default compiled, saved 8": row(default | compiled, 43, 34, 3.6),
+        "fast compiled": {"how": {"recipe": "fast"} | compiled, "error": "none"},
+        "fp32 eager": row({}, 300, 30, 15),
+    }
+    steps.compare(rows)
+    return rows
+
+
+def test_targets_of_the_step() -> None:
+    report = {"steps": {"vit_b": {"title": "ViT-B/16", "rows": step_rows()}}}
+    found = {row["work"]: row for row in targets.rows({}, {}, {}, report)}
+    graphs = found.pop("ViT-B step, default, reduce-overhead: host, of bf16's")
+    assert (graphs["measured"], graphs["reached"]) == (pytest.approx(1.05), "must")
+    compiled = found.pop("ViT-B step, default compiled: host, of bf16's")
+    assert (compiled["measured"], compiled["reached"]) == (pytest.approx(1.2), "must")
+    least = found.pop("ViT-B, compiled: least peak at 1.1 of compiled bf16's time, of its peak")
+    assert (least["measured"], least["reached"]) == (pytest.approx(0.4), "must")
+    eager = found.pop("ViT-B: least peak in eager bf16's time, of fp32's peak")
+    assert (eager["measured"], eager["reached"]) == (pytest.approx(0.24), "must")
+    assert not found
+
+
+# ---- plots and pages ----
+
+
+def written(folder: Path) -> Path:
+    """A report of two models."""
+    entry = {"title": "ViT-B/16", "rows": step_rows()}
+    path = folder / "cuda-steps.json"
+    path.write_text(json.dumps({"steps": {"vit_b": entry, "bert": entry | {"title": "BERT"}}}))
+    return path
+
+
+def test_plot_of_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every contender with figures is in the legend; what is not drawn is said."""
+    pytest.importorskip("matplotlib")
+    import plot
+
+    plot.main([str(written(tmp_path)), "--out", str(tmp_path)])
+    text = (tmp_path / "steps.svg").read_text()
+    for name, row in step_rows().items():
+        drawn = "step" in row and name != "fp32 eager"
+        assert (f"<!-- {name} -->" in text) == drawn, name
+    for words in ("ViT-B/16", "BERT", "fp32 eager: 300 ms, 15.0 GiB; 1 without figures"):
+        assert words in text
+    assert "fill: #ffffff" not in text  # the page's own background
+    empty = tmp_path / "empty.json"
+    empty.write_text(json.dumps({"steps": {"vit_b": {"title": "x", "rows": {}}}}))
+    with pytest.raises(SystemExit):
+        plot.main([str(empty), "--out", str(tmp_path)])
+    assert "nor steps" in capsys.readouterr().err
+
+
+def test_marks_differ() -> None:
+    """No two contenders of a model look alike."""
+    pytest.importorskip("matplotlib")
+    import plot
+
+    for name in ("vit_b", "resnet50", "llama_lora"):
+        hows = [steps.described(c) for c in training.people(models.TASKS[name])]
+        marks = [(plot.color_of(how), plot.marker_of(how)) for how in hows]
+        assert len(set(marks)) == len(marks) <= plot.MOST_CONTENDERS
+
+
+def test_frontier() -> None:
+    pytest.importorskip("matplotlib")
+    import plot
+
+    points = [(2.0, 50.0), (1.0, 60.0), (3.0, 55.0), (4.0, 40.0), (2.0, 70.0)]
+    assert plot.frontier(points) == [(1.0, 60.0), (2.0, 50.0), (4.0, 40.0)]
+
+
+def test_tables_of_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written(tmp_path)
+    page = tmp_path / "page.md"
+    blocks = "before\n<!-- table: steps vit_b -->\nold\n<!-- end -->\n<!-- table: summary -->\n<!-- end -->\n"  # noqa: E501
+    page.write_text(blocks)
+    options = [str(page), "--results", str(tmp_path)]
+    with pytest.raises(SystemExit, match="stale: .*page.md"):
+        doc_tables.main([*options, "--check"])
+    assert page.read_text() == blocks
+    doc_tables.main(options)
+    text = page.read_text()
+    assert "old" not in text and text.startswith("before\n")
+    assert "| default compiled, saved 8 | 43.0 | 1.07 | 34.0 | 3.60 | 0.40 |" in text
+    assert "| fast compiled | failed |" in text
+    assert "| BERT | 40.0 (9.00) |  |  | 1.05 (0.78) | failed | 0.97 (0.78) |  |" in text
+    doc_tables.main([*options, "--check"])
+    for words, said in (
+        ("steps bart", "no bart"),
+        ("stops vit_b", "'stops' is none of"),
+        ("steps", "missing 1 required positional argument"),
+        ("losses", "cuda-models-table.json is not there"),
+        ("eager", "a report's name is not there"),
+    ):
+        page.write_text(f"<!-- table: {words} -->\n<!-- end -->\n")
+        with pytest.raises(SystemExit, match=said):
+            doc_tables.main(options)
+
+
+@pytest.mark.parametrize("page", doc_tables.PAGES, ids=lambda page: page.name)
+def test_pages_are_as_the_reports(page: Path) -> None:
+    """Stale: run python benchmarks/doc_tables.py."""
+    text = page.read_text()
+    assert text.count("<!-- table: ") == len(doc_tables.BLOCK.findall(text)) > 0
+    assert doc_tables.rewritten(text) == text

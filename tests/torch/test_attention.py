@@ -1,0 +1,260 @@
+"""HotMultiheadAttention beside nn.MultiheadAttention: outputs, gradients, masks, kept bytes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hotcore.config import HotConfig
+
+torch = pytest.importorskip("torch")
+import hotcore.torch as hot  # noqa: E402
+import support  # noqa: E402
+from torch import nn  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("seeded")
+
+SAMPLES, TOKENS, SOURCE, WIDTH, HEADS = 4, 24, 40, 64, 4
+EXACT = "accurate"
+
+
+def pair(config: Any = EXACT, **options: Any) -> tuple[nn.Module, nn.Module]:
+    """A plain attention, and a converted copy."""
+    plain = nn.MultiheadAttention(WIDTH, HEADS, **options)
+    if plain.in_proj_bias is not None:  # zeros would hide what happens to them
+        nn.init.normal_(plain.in_proj_bias)
+        nn.init.normal_(plain.out_proj.bias)
+    report = hot.convert(copy.deepcopy(plain), config)
+    assert type(report.model) is hot.HotMultiheadAttention
+    return plain, report.model
+
+
+def inputs(kind: str, batch_first: bool, kdim: int = WIDTH, vdim: int = WIDTH) -> list[Any]:
+    def tokens(count: int, width: int) -> torch.Tensor:
+        shape = (SAMPLES, count, width) if batch_first else (count, SAMPLES, width)
+        return torch.randn(shape, requires_grad=True)
+
+    query = tokens(TOKENS, WIDTH)
+    if kind == "self":
+        return [query, query, query]
+    key = tokens(SOURCE, kdim)
+    return [query, key, key if kind == "memory" else tokens(SOURCE, vdim)]
+
+
+def gradients(module: nn.Module, call: Callable[[nn.Module], Any], given: list[Any]) -> list[Any]:
+    """Outputs, then the gradients of everything."""
+    module.zero_grad()
+    for x in given:
+        x.grad = None
+    y, weights = call(module)
+    torch.manual_seed(5)
+    loss = (y * torch.randn(y.shape)).sum()
+    if weights is not None:
+        loss = loss + (weights * torch.randn(weights.shape)).sum()
+    loss.backward()
+    leaves = {id(x): x for x in given}.values()
+    found = [x.grad.clone() for x in (*leaves, *module.parameters())]
+    return [y.detach(), weights if weights is None else weights.detach(), *found]
+
+
+def compare(plain: nn.Module, module: nn.Module, given: list[Any], **options: Any) -> None:
+    call = lambda m: m(*given, **options)  # noqa: E731
+    expected, got = gradients(plain, call, given), gradients(module, call, given)
+    for a, b in zip(got[:2], expected[:2], strict=True):  # another order in memory
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    for a, b in zip(got[2:], expected[2:], strict=True):
+        assert a.shape == b.shape
+        cosine = torch.nn.functional.cosine_similarity(a.flatten(), b.flatten(), dim=0)
+        assert cosine > 0.99
+    assert any(not torch.equal(a, b) for a, b in zip(got[2:], expected[2:], strict=True))
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("kind", ["self", "memory", "apart"])
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_equals_the_plain_one(kind: str, batch_first: bool, need_weights: bool) -> None:
+    plain, module = pair(batch_first=batch_first)
+    compare(plain, module, inputs(kind, batch_first), need_weights=need_weights)
+
+
+def test_without_bias_and_with_other_features() -> None:
+    plain, module = pair(batch_first=True, bias=False)
+    compare(plain, module, inputs("self", True))
+    plain, module = pair(batch_first=True, kdim=72, vdim=80)
+    compare(plain, module, inputs("apart", True, 72, 80))
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("floating", [True, False])
+@pytest.mark.parametrize("which", ["attn", "heads", "padding", "both"])
+def test_masks(which: str, floating: bool, need_weights: bool) -> None:
+    plain, module = pair(batch_first=True)
+    options: dict[str, Any] = {"need_weights": need_weights}
+    shape = (SAMPLES * HEADS, TOKENS, SOURCE) if which == "heads" else (TOKENS, SOURCE)
+    if which != "padding":
+        options["attn_mask"] = torch.rand(shape) < 0.3
+    if which in ("padding", "both"):
+        options["key_padding_mask"] = torch.zeros(SAMPLES, SOURCE, dtype=torch.bool)
+        options["key_padding_mask"][:, -5:] = True
+    if floating:
+        for name in set(options) - {"need_weights"}:
+            options[name] = torch.zeros(options[name].shape).masked_fill(options[name], -9.0)
+    compare(plain, module, inputs("memory", True), **options)
+
+
+def test_causal_unbatched_and_weights_of_each_head() -> None:
+    plain, module = pair()
+    mask = nn.Transformer.generate_square_subsequent_mask(TOKENS)
+    given = inputs("self", False)
+    for need_weights in (True, False):
+        options = {"attn_mask": mask, "is_causal": True, "need_weights": need_weights}
+        compare(plain, module, given, **options)
+    compare(plain, module, given, average_attn_weights=False)
+    x = torch.randn(TOKENS, WIDTH, requires_grad=True)
+    padding = torch.zeros(TOKENS, dtype=torch.bool)
+    padding[-1] = True
+    compare(plain, module, [x, x, x], key_padding_mask=padding)
+
+
+def test_eval_mode_is_the_plain_one_bit_for_bit() -> None:
+    plain, module = pair(batch_first=True)
+    x = torch.randn(SAMPLES, TOKENS, WIDTH)
+    plain.eval(), module.eval()
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            for a, b in zip(module(x, x, x), plain(x, x, x), strict=True):
+                assert torch.equal(a, b)
+
+
+def test_what_is_kept() -> None:
+    plain, module = pair("default", batch_first=True)
+    x = torch.randn(SAMPLES, TOKENS, WIDTH)
+    sizes = []
+    for each in (plain, module):
+        with support.saved_tensors() as kept:
+            each(x, x, x, need_weights=False)
+        sizes.append(support.nbytes(kept))
+    values = 4 * SAMPLES * TOKENS * WIDTH
+    assert sizes[0] - sizes[1] > 0.6 * values  # in_proj's x; out_proj's is attention's result
+
+
+def test_keys_parameters_and_the_way_back() -> None:
+    plain, module = pair()
+    assert list(module.state_dict()) == list(plain.state_dict())
+    plain.load_state_dict(module.state_dict())
+    back = hot.revert(module)
+    assert type(back) is nn.MultiheadAttention
+    assert vars(back).keys() == vars(plain).keys()
+    assert all(a is b for a, b in zip(back.parameters(), module.parameters(), strict=True))
+    new = hot.HotMultiheadAttention(WIDTH, HEADS, batch_first=True, config="fast")
+    assert new.config == HotConfig.recipe("fast")
+    x = torch.randn(SAMPLES, TOKENS, WIDTH)
+    new(x, x, x)[0].sum().backward()
+    assert new.in_proj_weight.grad is not None
+    with pytest.raises(ValueError, match="no add_bias_kv"):
+        hot.HotMultiheadAttention(WIDTH, HEADS, add_bias_kv=True)
+
+
+def test_the_report() -> None:
+    model = nn.ModuleDict(
+        {
+            "mixed": nn.MultiheadAttention(WIDTH, HEADS, batch_first=True),
+            "extra": nn.MultiheadAttention(WIDTH, HEADS, add_bias_kv=True),
+            "zero": nn.MultiheadAttention(WIDTH, HEADS, add_zero_attn=True),
+            "last": nn.Linear(WIDTH, WIDTH),
+        }
+    )
+    model.forward = lambda x: model["mixed"](x, x, x)[0]
+    report = hot.convert(model, inputs=torch.randn(SAMPLES, TOKENS, WIDTH))
+    rows = {layer.name: layer for layer in report.converted}
+    assert list(rows) == ["mixed", "last"]
+    reasons = {layer.name: layer.reason for layer in report.skipped}
+    assert reasons == dict.fromkeys(
+        ("extra", "zero"), "add_bias_kv and add_zero_attn are not taken"
+    )
+    row = rows["mixed"]
+    assert (row.kind, row.in_features, row.out_features) == ("MultiheadAttention", 64, 192)
+    assert row.macs == SAMPLES * TOKENS * 4 * WIDTH**2
+    assert row.parameters == 4 * WIDTH**2 + 4 * WIDTH
+    assert not report.not_taken
+    frozen = nn.MultiheadAttention(WIDTH, HEADS).requires_grad_(False)
+    assert "weight frozen" in str(hot.convert(frozen))
+
+
+def test_a_token_grid_needs_batch_first() -> None:
+    config = HotConfig.recipe("paper", token_grid=(4, 6))
+    with pytest.raises(ValueError, match="batch_first=False"):
+        hot.convert(nn.MultiheadAttention(WIDTH, HEADS), config)
+    _, module = pair(config, batch_first=True)
+    x = torch.randn(SAMPLES, TOKENS, WIDTH)
+    module(x, x, x)[0].sum().backward()
+
+
+def test_bad_inputs() -> None:
+    _, module = pair(batch_first=True)
+    x = torch.randn(SAMPLES, TOKENS, WIDTH)
+    with pytest.raises(RuntimeError, match="attn_mask: needed beside is_causal"):
+        module(x, x, x, is_causal=True)
+    with pytest.raises(ValueError, match="query: shape .*, 32.; expected .* 64"):
+        module(x[..., :32], x, x)
+    with pytest.raises(ValueError, match=r"attn_mask: shape \[3, 3\]; expected \[24, 24\] or"):
+        module(x, x, x, attn_mask=torch.zeros(3, 3))
+    with pytest.raises(ValueError, match="attn_mask: torch.int64; expected bool"):
+        module(x, x, x, attn_mask=torch.zeros(TOKENS, TOKENS, dtype=torch.int64))
+    with pytest.raises(ValueError, match="key_padding_mask: shape"):
+        module(x, x, x, key_padding_mask=torch.zeros(3, 3, dtype=torch.bool))
+
+
+def test_a_transformer_of_torch_trains() -> None:
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 128, dropout=0.1, batch_first=True)
+    model = nn.Sequential(nn.TransformerEncoder(layer, 2), nn.Linear(WIDTH, 10))
+    report = hot.convert(model)
+    kinds = [layer.kind for layer in report.converted]
+    assert kinds == ["MultiheadAttention", "Linear", "Linear"] * 2
+    x, labels = torch.randn(16, TOKENS, WIDTH), torch.randint(10, (16,))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(12):
+        loss = nn.functional.cross_entropy(model(x).mean(1), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.5 * losses[0]
+    model.eval()
+    with torch.no_grad():
+        assert model(x).isfinite().all()
+
+
+def test_accumulation_autocast_and_compile() -> None:
+    plain, module = pair(batch_first=True)
+    x = torch.randn(SAMPLES, TOKENS, WIDTH)
+    with torch.autocast("cpu", torch.bfloat16):
+        a, b = plain(x, x, x)[0], module(x, x, x)[0]
+    assert a.dtype == b.dtype
+    torch.testing.assert_close(a, b, rtol=0.02, atol=0.02)
+    with hot.gradient_accumulation():
+        for part in x.split(2):
+            module(part, part, part)[0].square().sum().backward()
+    got = module.in_proj_weight.grad.clone()
+    plain(x, x, x)[0].square().sum().backward()
+    exact = plain.in_proj_weight.grad
+    assert torch.nn.functional.cosine_similarity(got.flatten(), exact.flatten(), dim=0) > 0.99
+    module.zero_grad()
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    compiled(x, x, x, need_weights=False)[0].square().sum().backward()
+    got = module.in_proj_weight.grad
+    assert torch.nn.functional.cosine_similarity(got.flatten(), exact.flatten(), dim=0) > 0.99
+
+
+def test_torchvisions_vit() -> None:
+    try:
+        from torchvision.models import VisionTransformer
+    except (ImportError, RuntimeError):
+        pytest.skip("no torchvision that fits this torch")
+    model = VisionTransformer(32, 8, 2, 4, 64, 128, num_classes=10)
+    report = hot.convert(model)
+    assert len(report.converted) == 6
+    model(torch.randn(2, 3, 32, 32)).sum().backward()

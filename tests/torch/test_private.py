@@ -1,0 +1,133 @@
+"""hotcore.torch._compat: every private name of torch has a public way, which does the same."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+import hotcore.torch as hot  # noqa: E402  (after the skip)
+from hotcore.torch import _compat, ops  # noqa: E402  (after the skip)
+
+PACKAGE = Path(hot.__file__).parent
+NAMES = (
+    "_are_functorch_transforms_active",
+    "_is_any_autocast_enabled",
+    "_cuda_getCurrentRawStream",
+    "_len_torch_dispatch_stack",
+    "DisableTorchFunction",
+)
+
+
+class Without:
+    """``torch._C`` without the names that the adapter asks for."""
+
+    def __getattr__(self, name: str) -> object:
+        if name in NAMES:
+            raise AttributeError(name)
+        return getattr(torch._C, name)
+
+
+def gradients(autocast: bool) -> list[torch.Tensor]:
+    torch.manual_seed(3)
+    module = hot.HotLinear(64, 48)
+    x = torch.randn(40, 64, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        y = module(x)
+    return [y.detach(), *torch.autograd.grad(y.float().square().sum(), (x, *module.parameters()))]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_layer_without_private_names(autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = gradients(autocast)
+    monkeypatch.setattr(_compat, "_C", Without())
+    assert _compat.dispatch_modes() == 1
+    assert not ops.unseen(torch.randn(2))  # so operators go through the dispatcher
+    for ours, theirs in zip(gradients(autocast), expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_what_the_private_names_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[bool] = []
+    torch.func.vmap(lambda x: (found.append(_compat.transforms_active()), x)[1])(torch.zeros(2))
+    assert found == [True] and not _compat.transforms_active()
+    assert not _compat.any_autocast()
+    with torch.autocast("cpu"):
+        assert _compat.any_autocast()
+    assert _compat.dispatch_modes() == 0
+
+    class Stream:
+        cuda_stream = 77
+
+    monkeypatch.setattr(_compat, "_C", Without())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: Stream())
+    assert _compat.current_stream(0) == 77
+
+
+def test_what_is_compiled() -> None:
+    plain, inner = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    assert not _compat.is_compiled(plain)
+    assert _compat.is_compiled(torch.compile(plain))
+    assert not _compat.is_compiled(plain)  # only what torch.compile returned
+    inner.compile()
+    assert _compat.is_compiled(inner)
+    assert not _compat.is_compiled(torch.nn.Sequential(inner))
+
+
+def test_torch_func_is_refused_without_private_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_compat, "_C", Without())
+    x, weight = torch.randn(10, 64), torch.randn(48, 64)
+    with pytest.raises(RuntimeError):  # torch's own words
+        torch.func.grad(lambda w: hot.linear(x, w).sum())(weight)
+
+
+def test_products_are_named_to_the_partitioner(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._functorch import partitioners
+
+    before = partitioners.get_default_op_list
+    monkeypatch.setattr(partitioners, "get_default_op_list", before)  # put back afterwards
+    operator = torch.ops.hotcore.draw_seed
+    assert operator not in before().compute_intensive_ops
+    assert _compat.count_as_products([operator])
+    assert operator in partitioners.get_default_op_list().compute_intensive_ops
+    monkeypatch.delattr(partitioners, "get_default_op_list")
+    assert not _compat.count_as_products([operator])
+
+
+def test_private_names_stand_in_one_file() -> None:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if path.name == "_compat.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+                names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+            elif isinstance(node, ast.Import):
+                names = [
+                    part for a in node.names for part in a.name.split(".") if "torch" in a.name
+                ]
+            elif isinstance(node, ast.Attribute):
+                names, inner = [node.attr], node.value
+                while isinstance(inner, ast.Attribute):
+                    names.append(inner.attr)
+                    inner = inner.value
+                if not (isinstance(inner, ast.Name) and inner.id == "torch"):
+                    continue
+            else:
+                continue
+            private = [n for n in names if n.startswith("_") and not n.startswith("__")]
+            assert not private, f"{path.name}:{node.lineno}: torch's {private}"
+
+
+def test_the_adapter_imports_no_compiler() -> None:
+    """It costs seconds, and is asked for where something is compiled."""
+    code = (
+        "import sys, torch; before = set(sys.modules); import hotcore.torch; "
+        "print([m for m in set(sys.modules) - before if m.startswith(('torch._dynamo', "
+        "'torch._inductor', 'torch._functorch.partitioners'))])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

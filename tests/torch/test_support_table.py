@@ -1,0 +1,188 @@
+"""Rows of docs/torch.md, "What works with it", that no other file is about."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+import hotcore.torch as hot  # noqa: E402  (after the skip)
+from hotcore.torch import _compat, ops  # noqa: E402  (after the skip)
+from torch import nn  # noqa: E402  (after the skip)
+
+pytestmark = pytest.mark.usefixtures("seeded")
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """torch warns that TorchScript is old, and that vmap goes through a loop for an operator."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def linear() -> tuple[nn.Module, torch.Tensor]:
+    return hot.HotLinear(64, 48), torch.randn(2, 48, 64)
+
+
+def pointwise() -> tuple[nn.Module, torch.Tensor]:
+    return hot.HotConv2d(64, 48, 1), torch.randn(2, 64, 6, 6)
+
+
+def window() -> tuple[nn.Module, torch.Tensor]:
+    return hot.HotConv2d(64, 48, 3, padding=1), torch.randn(2, 64, 6, 6)
+
+
+Make = Callable[[], tuple[nn.Module, torch.Tensor]]
+every_layer = pytest.mark.parametrize("make", [linear, pointwise, window])
+
+
+def gradients(
+    module: nn.Module, x: torch.Tensor, gy: torch.Tensor, **options: Any
+) -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(3)
+    x = x.clone().requires_grad_()
+    return torch.autograd.grad(module(x), (x, *module.parameters()), gy, **options)
+
+
+# ------------------------------------------------------------------------ Gradients in other forms
+
+
+@every_layer
+@pytest.mark.parametrize("private", [True, False])
+def test_batched_gradients_are_those_of_each(
+    make: Make, private: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not private:
+        monkeypatch.setattr(_compat, "_is_batched", None)
+    module, x = make()
+    gys = torch.randn(3, *module(x).shape)
+    batched = gradients(module, x, gys, is_grads_batched=True)
+    for i, gy in enumerate(gys):
+        for ours, theirs in zip(batched, gradients(module, x, gy), strict=True):
+            assert torch.equal(ours[i], theirs)
+
+
+def test_a_vectorised_jacobian() -> None:
+    module, x = linear()
+    jacobian = torch.autograd.functional.jacobian
+
+    def rows(vectorize: bool) -> torch.Tensor:
+        torch.manual_seed(3)
+        return jacobian(lambda x: module(x)[0, :, :3].sum(0), x, vectorize=vectorize)
+
+    assert torch.equal(rows(True), rows(False))
+    assert float(rows(True).norm()) > 0
+    with pytest.raises(NotImplementedError, match="hotcore.torch.linear: .*forward mode.* revert"):
+        jacobian(lambda x: module(x).sum(0), x, vectorize=True, strategy="forward-mode")
+
+
+def test_batched_and_sparse_gradients_while_accumulating() -> None:
+    module, x = hot.HotLinear(64, 48), torch.randn(96, 64)
+    gys = torch.randn(3, 96, 48)
+    module(x).sum().backward()
+    before = [p.grad.clone() for p in module.parameters()]
+    for gy, options in ((gys, {"is_grads_batched": True}), (gys[0].to_sparse(), {})):
+        expected = gradients(module, x, gy, **options)
+        with hot.gradient_accumulation():
+            got = gradients(module, x, gy, **options)
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    after = [p.grad for p in module.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+
+
+@every_layer
+def test_a_sparse_gradient(make: Make) -> None:
+    module, x = make()
+    gy = torch.randn_like(module(x)).relu()
+    got = gradients(module, x, gy.to_sparse())
+    for ours, theirs in zip(got, gradients(module, x, gy), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_layer_whose_output_is_a_sparse_embedding() -> None:
+    module = hot.HotLinear(64, 48)
+    x, rows = torch.randn(96, 64), torch.tensor([3, 5, 3])
+
+    def step(sparse: bool) -> torch.Tensor:
+        torch.manual_seed(3)
+        table = module(x)
+        nn.functional.embedding(rows, table, sparse=sparse).square().sum().backward()
+        found, module.weight.grad = module.weight.grad, None
+        return found
+
+    assert torch.equal(step(True), step(False))
+
+
+# --------------------------------------------------------------------------- Graphs of other kinds
+
+
+@every_layer
+def test_fx_notes_the_call_in_training_mode(make: Make) -> None:
+    module, x = make()
+    model = nn.Sequential(module, nn.ReLU())
+    graph = torch.fx.symbolic_trace(model)
+    kinds = [node.op for node in graph.graph.nodes]
+    assert kinds.count("call_function") == 1  # the layer; ReLU is a module
+    for found in (graph, copy.deepcopy(graph), pickle.loads(pickle.dumps(graph))):
+        gy = torch.randn_like(model(x))
+        ours, theirs = gradients(found, x, gy), gradients(model, x, gy)
+        for a, b in zip(sorted(ours, key=len), sorted(theirs, key=len), strict=True):
+            assert a.shape == b.shape
+        assert torch.equal(ours[0], theirs[0])
+        assert any(torch.equal(ours[1], b) for b in theirs[1:])  # HOT's, by the same seed
+
+
+def test_fx_of_the_functions() -> None:
+    def call(x: torch.Tensor, w: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
+        y = hot.conv2d(image, w[:, :, None, None], config="fast")
+        return hot.linear(x, w, None, "fast").sum() + y.sum()
+
+    graph = torch.fx.symbolic_trace(call)
+    x, image = torch.randn(32, 64), torch.randn(2, 64, 4, 4)
+    w = torch.randn(48, 64, requires_grad=True)
+    found = []
+    for function in (graph, call):
+        torch.manual_seed(3)
+        found.append(torch.autograd.grad(function(x, w, image), w)[0])
+    assert torch.equal(*found)
+
+
+def test_no_tensor_is_an_error_that_says_so() -> None:
+    weight = torch.randn(48, 64, requires_grad=True)
+    with pytest.raises(TypeError, match=r"x: ndarray; expected a torch\.Tensor"):
+        hot.linear(torch.randn(4, 64).numpy(), weight)
+    with pytest.raises(TypeError, match=r"x: list; expected a torch\.Tensor"):
+        hot.conv2d([1.0], weight)
+
+
+@every_layer
+def test_script(make: Make) -> None:
+    module, x = make()
+    model = nn.Sequential(module, nn.ReLU())
+    name = type(module).__name__
+    for training in (True, False):
+        for scripted in (model.train(training), module):
+            with pytest.raises(NotImplementedError, match=rf"{name}: torch.jit.script .* revert"):
+                torch.jit.script(scripted)
+    assert model[0] is module
+    plain = copy.deepcopy(model)
+    hot.revert(plain)
+    assert torch.equal(torch.jit.script(plain)(x), model(x))
+
+
+@every_layer
+def test_trace(make: Make) -> None:
+    module, x = make()
+    with pytest.raises(NotImplementedError, match=r"torch\.jit\.trace .* eval mode"):
+        torch.jit.trace(module, x)
+    with torch.no_grad():
+        assert torch.equal(torch.jit.trace(module, x)(x), module(x))
+    module.eval()
+    assert torch.equal(torch.jit.trace(module, x)(x), module(x))
+    assert ops.unseen(x)
