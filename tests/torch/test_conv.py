@@ -399,10 +399,17 @@ def test_operators(kernel: int, channels_last: bool) -> None:
     for recipe in ("default", "fast", "paper"):
         config = HotConfig.recipe(recipe).json
         torch.library.opcheck(torch.ops.hotcore.compress_pixels, (x, seed, config, *window))
+        drawn = ("test_schema", "test_faketensor")  # random: the values differ from run to run
+        call = (x, config, *window)
+        torch.library.opcheck(torch.ops.hotcore.compress_pixels_seeded, call, test_utils=drawn)
+        for codes in (False, True):
+            call = (x, x.bfloat16(), config, codes, *window)
+            torch.library.opcheck(torch.ops.hotcore.kept_pixels_of, call, test_utils=drawn)
         saved = conv.compress_pixels(x, seed, config, *window)
         for bias, kept in ((None, saved), (torch.randn(16), None)):
             call = (x, weight, bias, kept, seed, config, *window)
             torch.library.opcheck(torch.ops.hotcore.conv2d, call)
+            torch.library.opcheck(torch.ops.hotcore.convolution, call)
         for inputs, dtypes in (
             ((weight, saved), (f, f, f)),
             ((weight, None), (f, None, None)),

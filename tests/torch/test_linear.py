@@ -514,6 +514,7 @@ def test_opcheck_linear() -> None:
         saved = ops.compress_activation(x, seed, config)
         for b, kept in ((bias, saved), (None, None)):
             torch.library.opcheck(torch.ops.hotcore.linear, (x, weight, b, kept, seed, config))
+            torch.library.opcheck(torch.ops.hotcore.product, (x, weight, b, kept, seed, config))
         leaves = [t.requires_grad_() for t in (x, weight, bias)]
         for kept in (saved, None):  # with gradients, those of libhot's products
             torch.library.opcheck(torch.ops.hotcore.linear, (*leaves, kept, seed, config))
