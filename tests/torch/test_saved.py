@@ -699,3 +699,24 @@ def test_seeds_are_drawn_where_nothing_is_differentiated(monkeypatch: pytest.Mon
     without = len(drawn)
     model(x.requires_grad_())
     assert without == 2 and len(drawn) == 4
+
+
+def test_opcheck() -> None:
+    namespace = torch.ops.hotcore
+    x = torch.randn(2, 2, 8, 64)
+    weight, seed = torch.randn(64), torch.tensor(3)
+    drawn = ("test_schema", "test_faketensor")  # random: the values differ from run to run
+    for bits in (8, 4):
+        torch.library.opcheck(namespace.encode_saved, (x, bits, seed, 0))
+        codes, lo, hi = namespace.encode_saved(x, bits, seed, 0)
+        call = (codes, lo, hi, bits, list(x.shape), x.dtype)
+        torch.library.opcheck(namespace.decode_saved, call)
+        for leaf in (x, x.clone().requires_grad_()):
+            for name, arguments in (
+                ("saved_activation", (leaf, "gelu", bits)),
+                ("saved_layer_norm", (leaf, [64], weight, None, 1e-5, bits)),
+                ("saved_rms_norm", (leaf, [64], weight, None, bits, "torch")),
+                ("saved_attention", (leaf, x, x, None, 0.0, True, None, False, bits)),
+            ):
+                operator = getattr(namespace, name)
+                torch.library.opcheck(operator, arguments, test_utils=drawn)
