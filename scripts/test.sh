@@ -3,6 +3,8 @@
 # >= 3.10 and a C++ compiler; the first call makes an environment (.venv). Ends non-zero if anything failed.
 #
 #   bash scripts/test.sh [--slow] [cpp] [python] [style]    --slow: the long training tests too; parts: default all
+#   bash scripts/test.sh sanitizers                         the C++ tests under AddressSanitizer and UBSan, and under
+#                                                           ThreadSanitizer (a build each; only where asked for)
 #   bash scripts/test.sh [--slow] --torch VERSION           tests/torch alone, with another torch: a version, "oldest"
 #                                                           (pyproject.toml's) or "newest" (torch-newest.txt's)
 #
@@ -26,7 +28,7 @@ while [[ $# -gt 0 ]]; do
       version="$2"
       shift
       ;;
-    cpp | python | style) parts+=("$1") ;;
+    cpp | python | style | sanitizers) parts+=("$1") ;;
     -h | --help) sed -n '2,/^set /s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" | sed '/^set /d'; exit 0 ;;
     *) hot_env_fail "unknown option: $1 (see --help)" ;;
   esac
@@ -62,7 +64,7 @@ has_gtest() {
     printf '#include <gtest/gtest.h>\n' | "${CXX:-c++}" -std=c++17 -E -x c++ - >/dev/null 2>&1
 }
 lacking="$(hot_env_lacking "$HOT_VENV_PYTHON")"
-if wanted cpp && ! has_gtest; then lacking+=" libgtest-dev"; fi
+if { wanted cpp || wanted sanitizers; } && ! has_gtest; then lacking+=" libgtest-dev"; fi
 # shellcheck disable=SC2086  # a list of words
 [[ -z "$lacking" ]] || hot_env_need $lacking
 
@@ -96,6 +98,19 @@ test_cpp() {
   cmake --build "$build" -j "$jobs" || { broken "C++ build"; return; }
   ctest --test-dir "$build" -j "$jobs" --no-tests=error --output-on-failure --output-junit "$results/ctest.xml" ||
     [[ -f "$results/ctest.xml" ]] || broken "ctest"
+}
+
+# A race, a leak or undefined behaviour ends a test; -fno-sanitize-recover stands in the preset.
+test_sanitizers() {
+  local preset
+  for preset in asan tsan; do
+    hot_env_say "building the C++ tests in build/$preset"
+    (cd "$HOT_ROOT" && cmake --preset "$preset" -DHOT_WERROR=ON >"$results/$preset.log" 2>&1) ||
+      { cat "$results/$preset.log"; broken "$preset: cmake"; continue; }
+    cmake --build "$HOT_ROOT/build/$preset" -j "$jobs" || { broken "$preset: build"; continue; }
+    ctest --test-dir "$HOT_ROOT/build/$preset" -LE consumer -j "$jobs" --no-tests=error --output-on-failure \
+      --output-junit "$results/$preset.xml" || [[ -f "$results/$preset.xml" ]] || broken "$preset: ctest"
+  done
 }
 
 test_python() {

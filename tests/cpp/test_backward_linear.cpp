@@ -435,3 +435,26 @@ TEST(BackwardLinear, two_callers_share_a_context) {
   EXPECT_EQ(a.gw.values(), gw_a);
   EXPECT_EQ(b.gw.values(), gw_b);
 }
+
+TEST(BackwardLinear, callers_come_and_go) {
+  const hot::Context shared = cpu(3);
+  const char* const recipes[] = {"default", "fast", "int4", "paper", "accurate"};
+  std::vector<Layer> layers;
+  std::vector<std::vector<float>> alone;
+  for (int i = 0; i < 8; ++i) {
+    layers.emplace_back(any_size() + 16, any_size(), any_size(), recipe(recipes[i % 5]));
+    layers.back().run(shared);
+    alone.push_back(layers.back().gw.values());
+  }
+  std::vector<std::thread> callers;
+  for (std::size_t i = 0; i < layers.size(); ++i) {
+    callers.emplace_back([&, i] {
+      for (int round = 0; round < 10; ++round) {
+        // Every other caller makes a pool of threads for each call, and ends it.
+        layers[i].run(i % 2 == 0 ? shared : cpu(3));
+        EXPECT_EQ(layers[i].gw.values(), alone[i]) << recipes[i % 5];
+      }
+    });
+  }
+  for (std::thread& caller : callers) caller.join();
+}

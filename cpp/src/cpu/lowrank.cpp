@@ -189,7 +189,7 @@ bool CpuBackend::quantize_columns(const Context& context, const MatrixIn& x, con
                                   const Operand& out, const ColumnSum*) const {
   // The scales' memory holds the bit patterns of the largest values until the codes are written.
   auto* amax = reinterpret_cast<std::uint32_t*>(out.scale);
-  std::memset(amax, 0, static_cast<std::size_t>(out.scales) * sizeof *amax);
+  std::fill_n(amax, out.scales, 0U);
   if (x.cols == 0) return false;
   const SimdKernels& simd = simd_kernels(context.isa());
   const RandomKey sketch = random_key(sketch_key, Purpose::sketch);

@@ -85,7 +85,7 @@ void CpuBackend::quantize(const Context& context, const MatrixIn& x, const Quant
                           const MatrixOut& q, float* scale) const {
   const std::int64_t scales = scale_count(x.rows, x.cols, spec.scale);
   auto* amax = reinterpret_cast<std::uint32_t*>(scale);  // bit patterns until the codes are written
-  std::memset(amax, 0, static_cast<std::size_t>(scales) * sizeof *amax);
+  std::fill_n(amax, scales, 0U);
   if (x.rows == 0 || x.cols == 0) return;
   const SimdKernels& simd = simd_kernels(context.isa());
   const Rounder rounder{spec.rounding, spec.bits, random_key(context.key(), Purpose::quantize)};
