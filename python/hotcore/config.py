@@ -19,24 +19,6 @@ _ROUNDINGS = ("stochastic", "nearest", "pseudo_stochastic")
 _BASES = ("full", "lowpass", "sequency", "sketch")
 _STORAGES = ("int8", "int4")
 
-RECIPES: dict[str, dict[str, Any]] = {
-    "default": {},
-    "fast": {"basis": "sketch", "rank": 8, "storage": "int8"},
-    "int4": {"gx_bits": 4},
-    "paper": {
-        "gx_bits": 4,
-        "gx_scale": "tensor",
-        "weight_scale": "tensor",
-        "basis": "lowpass",
-        "rank": 8,
-        "gw_scale": "tensor",
-        "storage": "int8",
-        "x_scale": "tensor",
-    },
-    "accurate": {"storage": "int8"},
-}
-"""Named settings: what each one changes from the defaults (spec.md, "Recipes")."""
-
 
 class Key(NamedTuple):
     """Key of the counter-based random numbers; the same key and inputs give the same bits.
@@ -283,6 +265,21 @@ class HotConfig:
         )
         return f"HotConfig({', '.join(changed)})"
 
+
+def _recipes() -> dict[str, dict[str, Any]]:
+    default = HotConfig()
+    return {
+        name: {
+            field: value
+            for field, value in _core.recipe(name).items()
+            if value != getattr(default, field)
+        }
+        for name in _core.recipe_names()
+    }
+
+
+RECIPES = _recipes()
+"""Named settings: what each one changes from the defaults (libhot's ``hot::recipe``)."""
 
 RECIPE_TEXTS = {name: HotConfig.recipe(name).json for name in RECIPES}
 """Every recipe as JSON."""
