@@ -57,9 +57,8 @@ void init_spec(Spec* self, int hadamard_block, int gx_bits, Text gx_scale, Text 
   new (self) Spec{std::move(s)};
 }
 
-// The fields of a recipe by the names of HotConfig's, but for rows and the token layout.
-nb::dict recipe(Text name) {
-  const hot::BackwardLinearSpec s = hot::recipe(name);
+// A spec by the names of HotConfig's fields, but for rows and the token layout.
+nb::dict fields_of(const hot::BackwardLinearSpec& s) {
   nb::dict fields;
   fields["hadamard_block"] = s.hadamard_block;
   fields["gx_bits"] = s.gx_bits;
@@ -72,10 +71,20 @@ nb::dict recipe(Text name) {
   fields["gw_scale"] = hot::grad_scale_name(s.gw_scale);
   fields["gw_rounding"] = hot::rounding_name(s.gw_rounding);
   fields["storage"] = hot::storage_name(s.storage);
-  fields["x_scale"] =
-      s.x_scale == hot::Granularity::row ? "channel" : hot::granularity_name(s.x_scale);
+  const bool channel = s.x_scale == hot::Granularity::row;  // Python's name for it
+  fields["x_scale"] = channel ? "channel" : hot::granularity_name(s.x_scale);
   fields["x_rounding"] = hot::rounding_name(s.x_rounding);
   return fields;
+}
+
+// What a recipe changes from the defaults.
+nb::dict recipe(Text name) {
+  const nb::dict defaults = fields_of({});
+  nb::dict changed;
+  for (const auto& [field, value] : fields_of(hot::recipe(name))) {
+    if (!value.equal(defaults[field])) changed[field] = value;
+  }
+  return changed;
 }
 
 // Tokens of x [..., I]: what its leading dimensions hold.

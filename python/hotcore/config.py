@@ -20,6 +20,10 @@ _BASES = ("full", "lowpass", "sequency", "sketch")
 _STORAGES = ("int8", "int4")
 
 
+RECIPES: dict[str, dict[str, Any]] = {name: _core.recipe(name) for name in _core.recipe_names()}
+"""Named settings: what each one changes from the defaults. libhot has the table (hot::recipe)."""
+
+
 class Key(NamedTuple):
     """Key of the counter-based random numbers; the same key and inputs give the same bits.
 
@@ -265,21 +269,6 @@ class HotConfig:
         )
         return f"HotConfig({', '.join(changed)})"
 
-
-def _recipes() -> dict[str, dict[str, Any]]:
-    default = HotConfig()
-    return {
-        name: {
-            field: value
-            for field, value in _core.recipe(name).items()
-            if value != getattr(default, field)
-        }
-        for name in _core.recipe_names()
-    }
-
-
-RECIPES = _recipes()
-"""Named settings: what each one changes from the defaults (libhot's ``hot::recipe``)."""
 
 RECIPE_TEXTS = {name: HotConfig.recipe(name).json for name in RECIPES}
 """Every recipe as JSON."""

@@ -538,8 +538,7 @@ class Step {
  public:
   Step(const hot::Context& c, const hot::LinearShape& shape, const hot::BackwardLinearSpec& spec,
        DType dtype)
-      : shape_(shape),
-        spec_(spec),
+      : spec_(spec),
         layout_(hot::saved_layout(shape.tokens, shape.in_features, spec)),
         bytes_(
             std::max(hot::compress_activation_workspace(c, shape.tokens, shape.in_features, spec),
@@ -576,7 +575,6 @@ class Step {
   }
 
  private:
-  hot::LinearShape shape_;
   hot::BackwardLinearSpec spec_;
   hot::SavedLayout layout_;
   std::size_t bytes_;

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import hotcore
 import pytest
 from hotcore import _core
 
 ROOT = Path(__file__).resolve().parents[2]
+CONSUMER = ROOT / "tests" / "consumer"
 INSTALLED = Path(_core.__file__).parent  # hotcore/ in site-packages
 
 
@@ -38,6 +41,8 @@ def test_wheel_holds_what_it_should() -> None:
         "hotcore/include/hot/hot.h",
         "hotcore/lib/libhot.so",
         "hotcore/lib/cmake/hotcore/hotcoreConfig.cmake",
+        "hotcore/lib/pkgconfig/hotcore.pc",
+        "hotcore/include/hot/hot_c.h",
     ):
         assert name in files, name
     known = re.compile(r"(hotcore|hotcore-[\d.]+\.dist-info)/")
@@ -52,6 +57,13 @@ def test_stub_names_what_the_module_has() -> None:
     assert declared == actual
 
 
+def run(*command: object, **options: Any) -> str:
+    words = [str(word) for word in command]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 def test_find_package_from_the_wheel(tmp_path: Path) -> None:
     cmake = shutil.which("cmake")
     if cmake is None:
@@ -60,13 +72,24 @@ def test_find_package_from_the_wheel(tmp_path: Path) -> None:
     (point,) = importlib.metadata.entry_points(group="cmake.prefix", name="hotcore")
     assert point.value == "hotcore"
 
-    def run(*command: str) -> str:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    source = ROOT / "tests" / "consumer"
     prefix = f"-DCMAKE_PREFIX_PATH={INSTALLED}"
-    run(cmake, "-S", str(source), "-B", str(tmp_path), "-DCMAKE_BUILD_TYPE=Release", prefix)
-    run(cmake, "--build", str(tmp_path))
-    assert f"libhot {hotcore.__version__}" in run(str(tmp_path / "consumer"))
+    run(cmake, "-S", CONSUMER, "-B", tmp_path, "-DCMAKE_BUILD_TYPE=Release", prefix)
+    run(cmake, "--build", tmp_path)
+    for program in ("consumer", "consumer_c"):
+        assert f"libhot {hotcore.__version__}" in run(tmp_path / program)
+
+
+def test_pkg_config_from_the_wheel(tmp_path: Path) -> None:
+    tool, compiler = shutil.which("pkg-config"), shutil.which("cc")
+    if tool is None or compiler is None:
+        pytest.skip("needs pkg-config and cc")
+    library = INSTALLED / "lib"
+    found = os.environ | {
+        "PKG_CONFIG_PATH": str(library / "pkgconfig"),
+        "LD_LIBRARY_PATH": str(library),
+    }
+    assert run(tool, "--modversion", "hotcore", env=found).strip() == hotcore.__version__
+    flags = run(tool, "--cflags", "--libs", "hotcore", env=found).split()
+    program = tmp_path / "consumer_c"
+    run(compiler, "-std=c99", CONSUMER / "main.c", "-o", program, *flags, "-lm")
+    assert f"libhot {hotcore.__version__}" in run(program, env=found)
