@@ -5,18 +5,11 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import re
-import shutil
-import subprocess
 from pathlib import Path
-from typing import Any
 
 import hotcore
-import pytest
+from cpp_projects import CONSUMER, INSTALLED, ROOT, build, run, tool
 from hotcore import _core
-
-ROOT = Path(__file__).resolve().parents[2]
-CONSUMER = ROOT / "tests" / "consumer"
-INSTALLED = Path(_core.__file__).parent  # hotcore/ in site-packages
 
 
 def test_one_version() -> None:
@@ -57,39 +50,25 @@ def test_stub_names_what_the_module_has() -> None:
     assert declared == actual
 
 
-def run(*command: object, **options: Any) -> str:
-    words = [str(word) for word in command]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, **options)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 def test_find_package_from_the_wheel(tmp_path: Path) -> None:
-    cmake = shutil.which("cmake")
-    if cmake is None:
-        pytest.skip("needs cmake")
     # The way scikit-build-core finds it: the entry point names the module that is the prefix.
     (point,) = importlib.metadata.entry_points(group="cmake.prefix", name="hotcore")
     assert point.value == "hotcore"
 
-    prefix = f"-DCMAKE_PREFIX_PATH={INSTALLED}"
-    run(cmake, "-S", CONSUMER, "-B", tmp_path, "-DCMAKE_BUILD_TYPE=Release", prefix)
-    run(cmake, "--build", tmp_path)
+    folder = build(CONSUMER, tmp_path)
     for program in ("consumer", "consumer_c"):
-        assert f"libhot {hotcore.__version__}" in run(tmp_path / program)
+        assert f"libhot {hotcore.__version__}" in run(folder / program)
 
 
 def test_pkg_config_from_the_wheel(tmp_path: Path) -> None:
-    tool, compiler = shutil.which("pkg-config"), shutil.which("cc")
-    if tool is None or compiler is None:
-        pytest.skip("needs pkg-config and cc")
+    pkg_config, compiler = tool("pkg-config", "pkgconf"), tool("cc")
     library = INSTALLED / "lib"
     found = os.environ | {
         "PKG_CONFIG_PATH": str(library / "pkgconfig"),
         "LD_LIBRARY_PATH": str(library),
     }
-    assert run(tool, "--modversion", "hotcore", env=found).strip() == hotcore.__version__
-    flags = run(tool, "--cflags", "--libs", "hotcore", env=found).split()
+    assert run(pkg_config, "--modversion", "hotcore", env=found).strip() == hotcore.__version__
+    flags = run(pkg_config, "--cflags", "--libs", "hotcore", env=found).split()
     program = tmp_path / "consumer_c"
     run(compiler, "-std=c99", CONSUMER / "main.c", "-o", program, *flags, "-lm")
     assert f"libhot {hotcore.__version__}" in run(program, env=found)
