@@ -54,7 +54,7 @@ def structs() -> dict[str, type[ctypes.Structure]]:
     for body, name in re.findall(r"typedef struct \w+ \{(.*?)\} (\w+);", _text(), re.DOTALL):
         fields = []
         for member in filter(None, map(str.strip, body.split(";"))):
-            kind, names = re.fullmatch(r"((?:const )?\w+\*?) (.+)", member, re.DOTALL).groups()
+            kind, names = re.fullmatch(r"((?:const )?\w+\*?)\s+(.+)", member, re.DOTALL).groups()
             for field in names.split(","):
                 base, _, count = field.strip().rstrip("]").partition("[")
                 one = _type(kind)

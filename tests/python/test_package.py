@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import os
 import re
 from pathlib import Path
 
 import hotcore
+from c_api import STRUCTS
 from cpp_projects import CONSUMER, INSTALLED, ROOT, build, run, tool
 from hotcore import _core
 
@@ -57,7 +59,13 @@ def test_find_package_from_the_wheel(tmp_path: Path) -> None:
 
     folder = build(CONSUMER, tmp_path)
     for program in ("consumer", "consumer_c"):
-        assert f"libhot {hotcore.__version__}" in run(folder / program)
+        said = run(folder / program)
+        assert f"libhot {hotcore.__version__}" in said
+    # The structs as a C compiler lays them out, and as test_c_api.py does.
+    sizes = re.findall(r" (hot_\w+) (\d+)", said[said.index("sizes:") :])
+    assert {name: int(size) for name, size in sizes} == {
+        name: ctypes.sizeof(struct) for name, struct in STRUCTS.items()
+    }
 
 
 def test_pkg_config_from_the_wheel(tmp_path: Path) -> None:

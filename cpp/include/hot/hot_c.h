@@ -153,8 +153,7 @@ typedef struct hot_spec {
   int32_t basis;
   int32_t block;
   int32_t rank;
-  const int32_t*
-      rows; /* HOT_BASIS_LOWPASS only, optional: the rows to keep; read during the call */
+  const int32_t* rows; /* of basis lowpass, optional: the rows to keep */
   size_t row_count;
   int32_t grid_h, grid_w, prefix_tokens; /* 0: one flat sequence */
   int32_t gw_scale;                      /* HOT_GRAD_SCALE_* */
