@@ -36,6 +36,8 @@ def run(*command: object, **options: Any) -> str:
 def build(source: Path, folder: Path, **definitions: object) -> Path:
     """Configure and build a CMake project that finds hotcore in the package; its folder."""
     cmake = tool("cmake")
+    if not (INSTALLED / "include").exists():  # test_package.py wants it of a wheel
+        pytest.skip(f"needs an installed hotcore; {INSTALLED} has no headers")
     options = {"CMAKE_BUILD_TYPE": "Release", "CMAKE_PREFIX_PATH": INSTALLED, **definitions}
     run(
         cmake, "-S", source, "-B", folder, *(f"-D{name}={value}" for name, value in options.items())

@@ -344,6 +344,8 @@ hot_status hot_context_set_key(hot_context* context, uint64_t seed, uint64_t off
   });
 }
 
+int32_t hot_best_isa(void) { return static_cast<std::int32_t>(hot::best_isa()); }
+
 hot_status hot_context_set_isa(hot_context* context, int32_t isa) {
   const char* const call = "context_set_isa";
   return change_context(call, context, [&](const hot::Context& c) {

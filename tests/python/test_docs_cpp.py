@@ -6,6 +6,9 @@ import re
 import subprocess
 from pathlib import Path
 
+import hotcore
+import numpy as np
+import pytest
 from cpp_projects import INSTALLED, ROOT, build, run, tool
 
 PAGE = (ROOT / "docs" / "cpp.md").read_text(encoding="utf-8")
@@ -43,6 +46,8 @@ def test_programs_build_and_run(tmp_path: Path) -> None:
 def test_pkg_config_line(tmp_path: Path) -> None:
     (line,) = re.findall(r"^ *(c\+\+ .*pkg-config.*)$", PAGE, re.MULTILINE)
     tool("pkg-config"), tool("c++")
+    if not (INSTALLED / "include").exists():
+        pytest.skip(f"needs an installed hotcore; {INSTALLED} has no headers")
     (tmp_path / "trainer.cpp").write_text(blocks("cpp")[0])
     library = INSTALLED / "lib"
     subprocess.run(
@@ -51,3 +56,20 @@ def test_pkg_config_line(tmp_path: Path) -> None:
         env={"PATH": "/usr/bin:/bin", "PKG_CONFIG_PATH": str(library / "pkgconfig")},
         check=True,
     )
+
+
+def test_rust(tmp_path: Path) -> None:
+    rustc = tool("rustc", str(Path.home() / ".cargo/bin/rustc"))
+    (source,) = re.findall(r"^```rust\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    (tmp_path / "layer.rs").write_text(source)
+    (library,) = (file for file in (INSTALLED / "lib").glob("libhot.so*") if not file.is_symlink())
+    (tmp_path / "libhot.so").symlink_to(library)  # a wheel has it by its soname alone
+    words = ["--edition", "2021", "-L", f"native={tmp_path}", "-l", "hot", "-o", tmp_path / "layer"]
+    run(rustc, tmp_path / "layer.rs", *words)
+    said = run(tmp_path / "layer", env={"LD_LIBRARY_PATH": f"{library.parent}:{tmp_path}"})
+    x, gy = (
+        (np.arange(r * c, dtype=np.int64) ** 2 % 997).reshape(r, c).astype(np.float32) / 500 - 1
+        for r, c in ((64, 80), (64, 48))
+    )
+    gw = hotcore.backward_linear(gy, None, x, need="gw", key=1).gw
+    assert said == f"g_w[0]: {gw[0, 0]:.6f}\n"

@@ -123,8 +123,9 @@ HOT_API void hot_context_destroy(hot_context* context);
 HOT_API hot_status hot_context_set_key(hot_context* context, uint64_t seed, uint64_t offset,
                                        uint32_t stream, const uint64_t* counter);
 
-/* Restrict the CPU to an instruction set. */
+/* Restrict the CPU to an instruction set, up to the best of this machine and build. */
 enum { HOT_ISA_PLAIN = 0, HOT_ISA_AVX2 = 1, HOT_ISA_AVX512 = 2 };
+HOT_API int32_t hot_best_isa(void);
 HOT_API hot_status hot_context_set_isa(hot_context* context, int32_t isa);
 
 /* Restrict CUDA to the kernels of an architecture: 80, or 0 for the best of the device. */
