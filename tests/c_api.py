@@ -101,7 +101,14 @@ class HotError(Exception):
         self.status = status
 
 
-DTYPES = {"float32": "F32", "float16": "F16", "int8": "I8", "int32": "I32", "uint8": "I4X2"}
+DTYPES = {
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int8": "I8",
+    "int32": "I32",
+    "uint8": "I4X2",
+}
 
 
 def make(name: str, **fields: Any) -> ctypes.Structure:
