@@ -131,7 +131,7 @@ void Mlp::backward_hot(std::size_t index, const Matrix& gy, const Matrix* gx) {
                                  &layer.gb.view(), /*accumulate=*/false};
   const bool with_gx = gx != nullptr, with_gw = true;
   hot::backward_linear(
-      context, input(gy, where), std::as_const(layer.w).view(), layer.saved, *spec_, out,
+      context, input(gy, where), layer.w.view(), layer.saved, *spec_, out,
       scratch_.at_least(hot::backward_linear_workspace(context, shape, *spec_, with_gx, with_gw)));
 }
 

@@ -21,8 +21,10 @@ set(common -G "${generator}" "-DCMAKE_MAKE_PROGRAM=${make_program}"
   -DCMAKE_BUILD_TYPE=Release)
 
 set(is_shared OFF)
+set(target_type STATIC_LIBRARY)
 if(kind STREQUAL "shared")
   set(is_shared ON)
+  set(target_type SHARED_LIBRARY)
 endif()
 
 if((is_shared AND built_shared) OR (NOT is_shared AND NOT built_shared))
@@ -50,7 +52,7 @@ endif()
 file(RENAME "${work}/first" "${work}/installed")
 
 run("${CMAKE_COMMAND}" ${common} -S "${source}/tests/consumer" -B "${work}/consumer"
-  "-DCMAKE_PREFIX_PATH=${work}/installed")
+  "-DCMAKE_PREFIX_PATH=${work}/installed" "-DEXPECTED_KIND=${target_type}")
 run("${CMAKE_COMMAND}" --build "${work}/consumer")
 run_programs("${work}/consumer")
 
