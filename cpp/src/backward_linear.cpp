@@ -326,6 +326,51 @@ Support supported(const Context& context, const LinearShape& shape,
   }
 }
 
+namespace {
+
+// FNV-1a over numbers.
+class Fingerprint {
+ public:
+  template <class Number>
+  Fingerprint& add(Number number) {
+    auto bits = static_cast<std::uint64_t>(number);
+    for (int byte = 0; byte < 8; ++byte, bits >>= 8) {
+      value_ = (value_ ^ (bits & 0xFF)) * 0x100000001B3ULL;
+    }
+    return *this;
+  }
+  std::uint64_t value() const { return value_ == 0 ? 1 : value_; }
+
+ private:
+  std::uint64_t value_ = 0xCBF29CE484222325ULL;
+};
+
+}  // namespace
+
+std::uint64_t saved_format(const BackwardLinearSpec& spec) {
+  check_spec("saved_format", spec);
+  Fingerprint print;
+  print.add('x').add(spec.storage).add(spec.x_rounding);
+  if (spec.storage == Storage::int8) print.add(spec.x_scale);
+  const LowRank& p = spec.low_rank;
+  print.add(p.basis);
+  if (p.basis == Basis::full) return print.value();  // which looks at nothing else
+  print.add(p.block).add(p.rows.empty() ? p.rank : 0).add(p.rows.size());
+  for (const int row : p.rows) print.add(row);
+  print.add(p.layout.grid_h).add(p.layout.grid_w).add(p.layout.prefix_tokens);
+  return print.value();
+}
+
+std::uint64_t weight_format(const BackwardLinearSpec& spec) {
+  check_spec("weight_format", spec);
+  return Fingerprint()
+      .add('w')
+      .add(spec.hadamard_block)
+      .add(spec.gx_bits)
+      .add(spec.weight_scale)
+      .value();
+}
+
 SavedLayout saved_layout(std::int64_t tokens, std::int64_t in_features,
                          const BackwardLinearSpec& spec) {
   check_shape("saved_layout", {tokens, 0, in_features});
@@ -353,9 +398,9 @@ std::size_t compress_activation_workspace(const Context& context, std::int64_t t
   return cursor.bytes();
 }
 
-void compress_activation(const Context& context, const ConstTensorView& x,
-                         const BackwardLinearSpec& spec, const SavedActivation& saved,
-                         const Workspace& workspace) {
+ConstSavedActivation compress_activation(const Context& context, const ConstTensorView& x,
+                                         const BackwardLinearSpec& spec,
+                                         const SavedActivation& saved, const Workspace& workspace) {
   const char* const call = "compress_activation";
   const Checker check(call, context);
   check_spec(call, spec);
@@ -370,14 +415,18 @@ void compress_activation(const Context& context, const ConstTensorView& x,
   WorkspaceCursor cursor(workspace.data);
   const Zeroed zeroed = take_zeroed(cursor, compress_words(context, rows.cols, p, spec));
   check.workspace(workspace, cursor.bytes());
-  if (layout.bytes == 0) return;
+  const ConstSavedActivation kept{saved.data, layout.bytes,  rows.rows,
+                                  rows.cols,  context.key(), saved_format(spec)};
+  if (layout.bytes == 0) return kept;
   auto* bytes = static_cast<char*>(saved.data);
   const detail::Backend& backend = backend_of(context);
   if (spec.storage == Storage::int4) {
-    if (rows.rows == 0) return;
-    return backend.quantize_groups(context, rows, spec.x_rounding,
-                                   static_cast<std::uint8_t*>(saved.data), layout.row_bytes,
-                                   reinterpret_cast<std::uint16_t*>(bytes + layout.scale_offset));
+    if (rows.rows > 0) {
+      backend.quantize_groups(context, rows, spec.x_rounding,
+                              static_cast<std::uint8_t*>(saved.data), layout.row_bytes,
+                              reinterpret_cast<std::uint16_t*>(bytes + layout.scale_offset));
+    }
+    return kept;
   }
   detail::Operand out{static_cast<std::int8_t*>(saved.data),
                       reinterpret_cast<float*>(bytes + layout.scale_offset), rows.cols,
@@ -388,6 +437,7 @@ void compress_activation(const Context& context, const ConstTensorView& x,
   }
   backend.quantize_columns(context, rows, p, Side::activation, context.key(),
                            activation_columns(spec), out, nullptr);
+  return kept;
 }
 
 std::size_t quantized_weight_bytes(std::int64_t out_features, std::int64_t in_features,
@@ -407,9 +457,9 @@ std::size_t quantize_weight_workspace(const Context& context, std::int64_t out_f
   return cursor.bytes();
 }
 
-void quantize_weight(const Context& context, const ConstTensorView& w,
-                     const BackwardLinearSpec& spec, const QuantizedWeight& out,
-                     const Workspace& workspace) {
+ConstQuantizedWeight quantize_weight(const Context& context, const ConstTensorView& w,
+                                     const BackwardLinearSpec& spec, const QuantizedWeight& out,
+                                     const Workspace& workspace) {
   const char* const call = "quantize_weight";
   const Checker check(call, context);
   check_spec(call, spec);
@@ -424,7 +474,9 @@ void quantize_weight(const Context& context, const ConstTensorView& w,
   const Zeroed zeroed = take_zeroed(cursor, weight_words(context, weight.cols, p, spec));
   operand.amax = zeroed.words;
   check.workspace(workspace, cursor.bytes());
-  if (weight.cols == 0) return;
+  const ConstQuantizedWeight quantized{out.data, out.bytes, weight.rows, weight.cols,
+                                       weight_format(spec)};
+  if (weight.cols == 0) return quantized;
   const detail::ColumnsJob job{
       weight, &p, Side::activation, context.key(), weight_columns(spec), operand, nullptr};
   detail::BackwardOperands operands;
@@ -432,6 +484,7 @@ void quantize_weight(const Context& context, const ConstTensorView& w,
   operands.zeroed = zeroed.words;
   operands.zeroed_bytes = zeroed.bytes;
   backend_of(context).quantize_operands(context, operands);
+  return quantized;
 }
 
 std::size_t backward_linear_workspace(const Context& context, const LinearShape& shape,
@@ -539,6 +592,18 @@ void run_backward(const BackwardCall& call, const Checker& check, const Workspac
   }
 }
 
+// That what was kept was made with this spec, as far as its bytes depend on one.
+void check_format(const char* name, const char* made_by, std::uint64_t format,
+                  std::uint64_t expected) {
+  if (format == expected) return;
+  const std::string call = made_by;
+  detail::invalid(backward_name,
+                  format == 0
+                      ? std::string(name) + ".format is 0; expected what " + call + " returned"
+                      : std::string(name) + " was made by " + call +
+                            " with another spec; expected the one given here");
+}
+
 // w of a call: floats (`view`), or quantised before (`quantized`).
 struct WeightArgument {
   const ConstTensorView* view;
@@ -564,6 +629,7 @@ ConstTensorView resolve_weight(BackwardCall& call, const Checker& check, const W
                                        std::to_string(shape.out_features));
   }
   check_shape("quantized_weight_bytes", {0, shape.out_features, shape.in_features});
+  check_format("w", "quantize_weight", quantized.format, weight_format(call.spec));
   check_bytes(backward_name, "w", quantized.data, quantized.bytes,
               weight_bytes(shape.in_features, call.out_features));
   call.quantized = weight_operand(call.context, const_cast<void*>(quantized.data),
@@ -574,6 +640,7 @@ ConstTensorView resolve_weight(BackwardCall& call, const Checker& check, const W
 void resolve_saved(BackwardCall& call, bool has_weight) {
   LinearShape& shape = call.shape;
   const ConstSavedActivation& saved = call.saved;
+  check_format("saved", "compress_activation", saved.format, saved_format(call.spec));
   if (has_weight && saved.in_features != shape.in_features) {
     detail::invalid(backward_name, "saved has " + std::to_string(saved.in_features) +
                                        " in_features; expected w's, " +
@@ -596,6 +663,9 @@ void check_and_run(const Context& context, const ConstTensorView& gy, const Weig
                    const BackwardOutputs& out, const Workspace& workspace) {
   const Checker check(backward_name, context);
   check_spec(backward_name, spec);
+  if (out.gx == nullptr && out.gw == nullptr && out.gb == nullptr) {
+    detail::invalid(backward_name, "out wants nothing; expected gx, gw or gb, one at least");
+  }
   check.input("gy", gy, float_dtypes, 2, max_dims);
   BackwardCall call{context, spec, saved, out.accumulate};
   call.gy = check.collapsed("gy", gy);

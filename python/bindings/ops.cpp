@@ -57,6 +57,36 @@ void init_spec(Spec* self, int hadamard_block, int gx_bits, Text gx_scale, Text 
   new (self) Spec{std::move(s)};
 }
 
+// A spec by the names of HotConfig's fields, but for rows and the token layout.
+nb::dict fields_of(const hot::BackwardLinearSpec& s) {
+  nb::dict fields;
+  fields["hadamard_block"] = s.hadamard_block;
+  fields["gx_bits"] = s.gx_bits;
+  fields["gx_scale"] = hot::granularity_name(s.gx_scale);
+  fields["weight_scale"] = hot::granularity_name(s.weight_scale);
+  fields["gx_rounding"] = hot::rounding_name(s.gx_rounding);
+  fields["basis"] = hot::basis_name(s.low_rank.basis);
+  fields["rank"] = s.low_rank.rank;
+  fields["block"] = s.low_rank.block;
+  fields["gw_scale"] = hot::grad_scale_name(s.gw_scale);
+  fields["gw_rounding"] = hot::rounding_name(s.gw_rounding);
+  fields["storage"] = hot::storage_name(s.storage);
+  const bool channel = s.x_scale == hot::Granularity::row;  // Python's name for it
+  fields["x_scale"] = channel ? "channel" : hot::granularity_name(s.x_scale);
+  fields["x_rounding"] = hot::rounding_name(s.x_rounding);
+  return fields;
+}
+
+// What a recipe changes from the defaults.
+nb::dict recipe(Text name) {
+  const nb::dict defaults = fields_of({});
+  nb::dict changed;
+  for (const auto& [field, value] : fields_of(hot::recipe(name))) {
+    if (!value.equal(defaults[field])) changed[field] = value;
+  }
+  return changed;
+}
+
 // Tokens of x [..., I]: what its leading dimensions hold.
 std::int64_t leading(const hot::ConstTensorView& x) {
   std::int64_t tokens = 1;
@@ -232,6 +262,9 @@ void backward_linear(const CoreContext& c, const In& gy, const In& w, const In& 
   sv.tokens = tokens;
   sv.in_features = in_features;
   sv.key = key_of(saved_key);
+  // The buffers come without one: who calls from Python keeps the configuration beside them, and
+  // hotcore.backward_linear compares it.
+  sv.format = hot::saved_format(s.spec);
   std::optional<hot::TensorView> gxv, gwv, gbv;
   if (gx.is_valid()) gxv = view(gx, "gx");
   if (gw.is_valid()) gwv = view(gw, "gw");
@@ -243,7 +276,8 @@ void backward_linear(const CoreContext& c, const In& gy, const In& w, const In& 
   outputs.accumulate = accumulate;
   const hot::ConstSavedActivation bytes = saved_view(quantized_weight, "quantized_weight");
   const hot::ConstQuantizedWeight qv{bytes.data, bytes.bytes,
-                                     gyv.ndim >= 2 ? gyv.shape[gyv.ndim - 1] : 0, in_features};
+                                     gyv.ndim >= 2 ? gyv.shape[gyv.ndim - 1] : 0, in_features,
+                                     hot::weight_format(s.spec)};
   const Scratch scratch(c.context, workspace, [&]() -> std::size_t {
     if (gyv.ndim < 2) return 0;
     const hot::LinearShape shape{leading(gyv), gyv.shape[gyv.ndim - 1], in_features};
@@ -291,6 +325,11 @@ void bind_ops(nb::module_& m) {
            "weight_scale"_a, "gx_rounding"_a, "basis"_a, "rank"_a, "block"_a, "rows"_a, "grid_h"_a,
            "grid_w"_a, "prefix_tokens"_a, "gw_scale"_a, "gw_rounding"_a, "storage"_a, "x_scale"_a,
            "x_rounding"_a);
+
+  m.def("recipe", &recipe, "name"_a);
+  m.def("recipe_names", &hot::recipe_names);
+  m.def("saved_format", [](const Spec& s) { return hot::saved_format(s.spec); }, "spec"_a);
+  m.def("weight_format", [](const Spec& s) { return hot::weight_format(s.spec); }, "spec"_a);
 
   // Every array is .noconvert(): nanobind would otherwise copy a wrong-typed output, have it
   // written, and drop it.

@@ -19,23 +19,9 @@ _ROUNDINGS = ("stochastic", "nearest", "pseudo_stochastic")
 _BASES = ("full", "lowpass", "sequency", "sketch")
 _STORAGES = ("int8", "int4")
 
-RECIPES: dict[str, dict[str, Any]] = {
-    "default": {},
-    "fast": {"basis": "sketch", "rank": 8, "storage": "int8"},
-    "int4": {"gx_bits": 4},
-    "paper": {
-        "gx_bits": 4,
-        "gx_scale": "tensor",
-        "weight_scale": "tensor",
-        "basis": "lowpass",
-        "rank": 8,
-        "gw_scale": "tensor",
-        "storage": "int8",
-        "x_scale": "tensor",
-    },
-    "accurate": {"storage": "int8"},
-}
-"""Named settings: what each one changes from the defaults (spec.md, "Recipes")."""
+
+RECIPES: dict[str, dict[str, Any]] = {name: _core.recipe(name) for name in _core.recipe_names()}
+"""Named settings: what each one changes from the defaults. libhot has the table (hot::recipe)."""
 
 
 class Key(NamedTuple):

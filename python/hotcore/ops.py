@@ -368,7 +368,7 @@ def backward_linear(
             compressed first; None where ``"gw"`` is not needed.
         config: a :class:`HotConfig` or a recipe's name; None: that of ``saved_or_x``, or
             ``HotConfig()``.
-        need: which of ``"gx"``, ``"gw"``, ``"gb"`` to compute.
+        need: which of ``"gx"``, ``"gw"``, ``"gb"`` to compute, one at least.
         key: random key; None: that of ``saved_or_x``, or 0.
         out_dtype: dtype of new results; None: gy's.
         gw_out: ``[O, I]`` array to write.
@@ -535,6 +535,8 @@ def _need(need: Collection[str]) -> frozenset[str]:
     unknown = wanted - {"gx", "gw", "gb"}
     if unknown:
         raise ValueError(f"need: {min(unknown)!r} is not one of 'gx', 'gw', 'gb'")
+    if not wanted:
+        raise ValueError("need: nothing is wanted; expected 'gx', 'gw' or 'gb', one at least")
     return wanted
 
 

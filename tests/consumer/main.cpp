@@ -1,20 +1,31 @@
-// Backward of one linear layer through an installed libhot, checked against the plain products.
+// Backward of one linear layer through an installed libhot, checked against the plain products;
+// with
+// --cuda the same on a GPU, to the bit.
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
+#include <cstring>
 #include <exception>
+#include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <hot/hot.h>
 
+#ifdef CONSUMER_CUDA
+#include <cuda_runtime_api.h>
+#endif
+
 namespace {
+
+using Floats = std::vector<float>;
 
 constexpr std::int64_t L = 50, O = 24, I = 40;
 
-std::vector<float> waves(std::int64_t count, double step) {
-  std::vector<float> values;
+Floats waves(std::int64_t count, double step) {
+  Floats values;
   for (std::int64_t i = 0; i < count; ++i) {
     values.push_back(static_cast<float>(std::sin(step * static_cast<double>(i * i % 1009))));
   }
@@ -23,8 +34,7 @@ std::vector<float> waves(std::int64_t count, double step) {
 
 // |got - expected| / |expected| in the Euclidean norm; `expected(row, col)` in fp64.
 template <class Expected>
-double distance(const std::vector<float>& got, std::int64_t rows, std::int64_t cols,
-                const Expected& expected) {
+double distance(const Floats& got, std::int64_t rows, std::int64_t cols, const Expected& expected) {
   double error = 0, norm = 0;
   for (std::int64_t r = 0; r < rows; ++r) {
     for (std::int64_t c = 0; c < cols; ++c) {
@@ -37,56 +47,64 @@ double distance(const std::vector<float>& got, std::int64_t rows, std::int64_t c
   return std::sqrt(error / norm);
 }
 
+bool expect(bool fine, const char* what) {
+  if (!fine) std::printf("FAILED: %s\n", what);
+  return fine;
+}
+
 bool expect_below(const char* what, double value, double limit) {
   std::printf("%-4s relative error %.5f (limit %.5f)\n", what, value, limit);
   return value < limit;
 }
 
-// Scratch for one call; 256-byte aligned, as workspaces are to be.
-class Scratch {
- public:
-  explicit Scratch(std::size_t bytes) : memory_(bytes + 256), bytes_(bytes) {}
-  hot::Workspace workspace() {
-    const auto address = reinterpret_cast<std::uintptr_t>(memory_.data());
-    return {memory_.data() + (256 - address % 256) % 256, bytes_};
-  }
+// Where the arrays of a run lie.
+struct Place {
+  hot::Context context;
+  hot::Allocator allocator;
+  void (*copy)(void* to, const void* from, std::size_t bytes);  // in either direction
 
- private:
-  std::vector<unsigned char> memory_;
-  std::size_t bytes_;
+  hot::Tensor tensor(std::initializer_list<std::int64_t> shape) const {
+    return hot::Tensor(hot::DType::f32, shape, allocator);
+  }
+  hot::Tensor tensor(std::initializer_list<std::int64_t> shape, const Floats& values) const {
+    hot::Tensor made = tensor(shape);
+    copy(made.data<void>(), values.data(), made.bytes());
+    return made;
+  }
+  Floats values(const hot::Tensor& tensor) const {
+    Floats out(static_cast<std::size_t>(tensor.size()));
+    copy(out.data(), tensor.data<void>(), tensor.bytes());
+    return out;
+  }
 };
 
-bool run() {
-  const std::vector<float> gy = waves(L * O, 0.37), x = waves(L * I, 0.53), w = waves(O * I, 0.71);
-  std::vector<float> gx(L * I, NAN), gw(O * I, NAN), gb(O, NAN);
+struct Gradients {
+  Floats gx, gw, gb;
+};
 
-  hot::BackwardLinearSpec spec;
-  spec.storage = hot::Storage::int8;
-  const hot::Context context = hot::Context::cpu(2).with_key({1, 2, 3});
+Gradients backward(const Place& place, const hot::BackwardLinearSpec& spec, const Floats& gy_values,
+                   const Floats& w_values, const Floats& x_values) {
+  const hot::Context& context = place.context;
+  const hot::Tensor gy = place.tensor({L, O}, gy_values), w = place.tensor({O, I}, w_values),
+                    x = place.tensor({L, I}, x_values);
+  hot::ScratchBuffer scratch(place.allocator);
+  hot::SavedBuffer saved(place.allocator);
+  saved.compress(context, x.view(), spec, scratch);  // forward: keep x compressed
 
-  // Forward: keep x compressed.
-  const hot::SavedLayout layout = hot::saved_layout(L, I, spec);
-  alignas(16) static unsigned char saved[1 << 16];
-  if (layout.bytes > sizeof saved) return false;
-  Scratch forward(hot::compress_activation_workspace(context, L, I, spec));
-  hot::compress_activation(context, hot::matrix(x.data(), hot::DType::f32, L, I), spec,
-                           {saved, layout.bytes}, forward.workspace());
+  hot::Tensor gx = place.tensor({L, I}), gw = place.tensor({O, I}), gb = place.tensor({O});
+  hot::backward_linear(
+      context, gy.view(), w.view(), saved, spec, {&gx.view(), &gw.view(), &gb.view(), false},
+      scratch.at_least(hot::backward_linear_workspace(context, {L, O, I}, spec, true, true)));
+  return {place.values(gx), place.values(gw), place.values(gb)};
+}
 
-  // Backward.
-  Scratch backward(hot::backward_linear_workspace(context, {L, O, I}, spec, true, true));
-  const hot::TensorView to_gx = hot::matrix(gx.data(), hot::DType::f32, L, I);
-  const hot::TensorView to_gw = hot::matrix(gw.data(), hot::DType::f32, O, I);
-  const hot::TensorView to_gb = hot::vector(gb.data(), hot::DType::f32, O);
-  hot::backward_linear(context, hot::matrix(gy.data(), hot::DType::f32, L, O),
-                       hot::matrix(w.data(), hot::DType::f32, O, I),
-                       {saved, layout.bytes, L, I, context.key()}, spec,
-                       {&to_gx, &to_gw, &to_gb, false}, backward.workspace());
-
-  const auto at = [](const std::vector<float>& v, std::int64_t i) {
+bool run(const Place& place, const Floats& gy, const Floats& w, const Floats& x) {
+  const Gradients got = backward(place, hot::recipe("accurate"), gy, w, x);
+  const auto at = [](const Floats& v, std::int64_t i) {
     return static_cast<double>(v[static_cast<std::size_t>(i)]);
   };
   bool ok = expect_below("g_x",
-                         distance(gx, L, I,
+                         distance(got.gx, L, I,
                                   [&](std::int64_t l, std::int64_t i) {
                                     double sum = 0;
                                     for (std::int64_t o = 0; o < O; ++o)
@@ -95,7 +113,7 @@ bool run() {
                                   }),
                          0.03);
   ok &= expect_below("g_w",
-                     distance(gw, O, I,
+                     distance(got.gw, O, I,
                               [&](std::int64_t o, std::int64_t i) {
                                 double sum = 0;
                                 for (std::int64_t l = 0; l < L; ++l)
@@ -104,32 +122,140 @@ bool run() {
                               }),
                      0.03);
   ok &= expect_below("g_b",
-                     distance(gb, 1, O,
+                     distance(got.gb, 1, O,
                               [&](std::int64_t, std::int64_t o) {
                                 double sum = 0;
                                 for (std::int64_t l = 0; l < L; ++l) sum += at(gy, l * O + o);
                                 return sum;
                               }),
                      1e-5);
+  return ok;
+}
 
-  // Exceptions of the library arrive here as what they are.
-  try {
-    hot::fwht(context, hot::vector(gy.data(), hot::DType::f32, L * O), 0, 7,
-              hot::vector(gx.data(), hot::DType::f32, L * O));
-    ok = false;
+template <class Call>
+bool refuses(const char* what, const char* words, const Call& call) {
+  try {  // exceptions of the library arrive here as what they are
+    call();
   } catch (const hot::Error& error) {
-    ok &= error.code() == hot::ErrorCode::invalid_argument;
     std::printf("expected error: %s\n", error.what());
+    return expect(error.code() == hot::ErrorCode::invalid_argument &&
+                      std::strstr(error.what(), words) != nullptr,
+                  what);
+  }
+  return expect(false, what);
+}
+
+bool errors(const Place& place) {
+  hot::Tensor x = place.tensor({16});
+  hot::ScratchBuffer scratch(place.allocator);
+  bool ok = refuses("a block of 7", "block is 7",
+                    [&] { hot::fwht(place.context, x.view(), 0, 7, x.view()); });
+  ok &= refuses("an unknown recipe", "expected one of 'default'", [] { hot::recipe("best"); });
+  ok &= refuses("an empty SavedBuffer", "saved.format is 0", [&] {
+    hot::Tensor gw = place.tensor({4, 4}), gy = place.tensor({4, 4});
+    hot::backward_linear(place.context, gy.view(), hot::ConstTensorView{}, hot::SavedBuffer(), {},
+                         {nullptr, &gw.view(), nullptr}, {});
+  });
+  ok &= refuses("a negative size", "shape[1] is -2", [] { hot::Tensor(hot::DType::f32, {3, -2}); });
+  ok &= refuses("five dimensions", "5 dimensions",
+                [] { hot::Tensor(hot::DType::i8, {1, 1, 1, 1, 1}); });
+  return ok;
+}
+
+// Owning memory: given back once, whoever holds it last; null is an error.
+bool ownership() {
+  int held = 0, taken = 0;
+  const hot::Allocator host = hot::host_allocator();
+  const hot::Allocator counting{hot::Device{},
+                                [&](std::size_t bytes) {
+                                  ++held, ++taken;
+                                  return host.allocate(bytes);
+                                },
+                                [&](void* data) {
+                                  --held;
+                                  host.release(data);
+                                }};
+  bool ok = true;
+  {
+    hot::Tensor a(hot::DType::bf16, {2, 3}, counting), b(hot::DType::f32, {0, 5}, counting);
+    ok &= expect(a.bytes() == 12 && a.size() == 6 && a.view().stride[0] == 3 && held == 1, "sizes");
+    ok &= expect(b.bytes() == 0 && b.data<float>() == nullptr, "nothing takes nothing");
+    const void* const data = a.data<void>();
+    hot::Tensor c = std::move(a);
+    b = std::move(c);
+    ok &= expect(b.view().data == data && a.view().data == nullptr && held == 1, "moves");
+    hot::ScratchBuffer scratch(counting);
+    scratch.at_least(100);
+    scratch.at_least(50);
+    ok &= expect(scratch.at_least(1000).bytes == 1000 && taken == 3 && held == 2, "scratch grows");
+    hot::SavedBuffer saved(counting);
+    const hot::Tensor x(hot::DType::f32, {64, 8});
+    for (int step = 0; step < 3; ++step)
+      saved.compress(hot::Context::cpu(1), x.view(), {}, scratch);
+    const hot::ConstSavedActivation& kept = saved;
+    ok &= expect(taken == 4 && kept.tokens == 64 && kept.format == hot::saved_format({}), "saved");
+  }
+  ok &= expect(held == 0, "all is given back");
+  try {
+    hot::Buffer(8, {hot::Device{}, [](std::size_t) { return nullptr; }, [](void*) {}});
+    ok &= expect(false, "null is an error");
+  } catch (const std::bad_alloc&) {
   }
   return ok;
 }
 
+#ifdef CONSUMER_CUDA
+void check(cudaError_t error) {
+  if (error != cudaSuccess) throw std::runtime_error(cudaGetErrorString(error));
+}
+
+bool same_on_cuda(const Place& cpu, const Floats& gy, const Floats& w, const Floats& x) {
+  cudaStream_t stream = nullptr;
+  check(cudaStreamCreate(&stream));
+  const Place gpu{hot::Context::cuda(0, stream).with_key(cpu.context.key()),
+                  {hot::Device{hot::Device::Type::cuda, 0},
+                   [](std::size_t bytes) {
+                     void* data = nullptr;
+                     check(cudaMalloc(&data, bytes));
+                     return data;
+                   },
+                   [](void* data) { static_cast<void>(cudaFree(data)); }},
+                  [](void* to, const void* from, std::size_t bytes) {
+                    check(cudaDeviceSynchronize());
+                    check(cudaMemcpy(to, from, bytes, cudaMemcpyDefault));
+                  }};
+  bool ok = true;
+  for (const std::string& name : hot::recipe_names()) {
+    const Gradients a = backward(cpu, hot::recipe(name), gy, w, x);
+    const Gradients b = backward(gpu, hot::recipe(name), gy, w, x);
+    ok &= expect(a.gx == b.gx && a.gw == b.gw, ("the GPU's bits, " + name).c_str());
+  }
+  check(cudaStreamDestroy(stream));
+  std::printf("GPU: g_x and g_w as on the CPU\n");
+  return ok;
+}
+#endif
+
 }  // namespace
 
-int main() {
+int main(int count, char** arguments) {
   std::printf("libhot %s\n", hot::version());
   try {
-    return run() ? 0 : 1;
+    const Floats gy = waves(L * O, 0.37), w = waves(O * I, 0.71), x = waves(L * I, 0.53);
+    const Place cpu{
+        hot::Context::cpu(2).with_key({1, 2, 3}), hot::host_allocator(),
+        [](void* to, const void* from, std::size_t bytes) { std::memcpy(to, from, bytes); }};
+    bool ok = run(cpu, gy, w, x);
+    ok &= errors(cpu);
+    ok &= ownership();
+    if (count > 1 && std::strcmp(arguments[1], "--cuda") == 0) {
+#ifdef CONSUMER_CUDA
+      ok &= same_on_cuda(cpu, gy, w, x);
+#else
+      throw std::runtime_error("--cuda: built without CONSUMER_CUDA");
+#endif
+    }
+    return ok ? 0 : 1;
   } catch (const std::exception& error) {
     std::fprintf(stderr, "%s\n", error.what());
     return 1;

@@ -223,8 +223,7 @@ struct GoldenSaved {
         memory(layout.bytes + 16, static_cast<char>(0xA5)) {
     const auto address = reinterpret_cast<std::uintptr_t>(memory.data());
     data = memory.data() + (16 - address % 16) % 16;
-    hot::compress_activation(context, x, spec, {data, layout.bytes}, {});
-    view = {data, layout.bytes, x.shape[0], x.shape[1], context.key()};
+    view = hot::compress_activation(context, x, spec, {data, layout.bytes}, {});
   }
   hot::SavedLayout layout;
   std::vector<char> memory;

@@ -20,6 +20,8 @@ namespace hot_test {
 
 using hot::ConstTensorView;
 using hot::DType;
+using hot::recipe;
+using hot::recipe_names;
 using hot::TensorView;
 
 // A fresh seed each run, printed; HOT_TEST_SEED repeats one.
@@ -191,6 +193,7 @@ struct Layer {
   std::vector<char> saved;
   hot::SavedLayout layout;
   hot::Key key{};
+  std::uint64_t format = 0;  // of what was compressed last
 
   Layer(std::int64_t tokens, std::int64_t out, std::int64_t in, hot::BackwardLinearSpec s)
       : L(tokens),
@@ -211,14 +214,15 @@ struct Layer {
     const auto address = reinterpret_cast<std::uintptr_t>(saved.data());
     return saved.data() + (16 - address % 16) % 16;
   }
-  hot::ConstSavedActivation saved_view() { return {saved_data(), layout.bytes, L, I, key}; }
+  hot::ConstSavedActivation saved_view() { return {saved_data(), layout.bytes, L, I, key, format}; }
 
   void compress(const hot::Context& context) {
     Scratch scratch(hot::compress_activation_workspace(context, L, I, spec));
     key = context.key();
     const Floats& input = x;
-    hot::compress_activation(context, input.view(), spec, {saved_data(), layout.bytes},
-                             scratch.workspace());
+    format = hot::compress_activation(context, input.view(), spec, {saved_data(), layout.bytes},
+                                      scratch.workspace())
+                 .format;
   }
 
   void backward(const hot::Context& context, bool accumulate = false) {
@@ -234,36 +238,6 @@ struct Layer {
     backward(context);
   }
 };
-
-inline hot::BackwardLinearSpec recipe(const std::string& name) {
-  hot::BackwardLinearSpec spec;
-  if (name == "fast") {
-    spec.low_rank.basis = hot::Basis::sketch;
-    spec.low_rank.rank = 8;
-    spec.storage = hot::Storage::int8;
-  } else if (name == "int4") {
-    spec.gx_bits = 4;
-  } else if (name == "accurate") {
-    spec.storage = hot::Storage::int8;
-  } else if (name == "paper") {
-    spec.gx_bits = 4;
-    spec.gx_scale = hot::Granularity::tensor;
-    spec.weight_scale = hot::Granularity::tensor;
-    spec.low_rank.basis = hot::Basis::lowpass;
-    spec.low_rank.rank = 8;
-    spec.gw_scale = hot::GradScale::tensor;
-    spec.storage = hot::Storage::int8;
-    spec.x_scale = hot::Granularity::tensor;
-  } else if (name != "default") {
-    ADD_FAILURE() << "unknown recipe " << name;
-  }
-  return spec;
-}
-
-inline const std::vector<std::string>& recipe_names() {
-  static const std::vector<std::string> names{"default", "fast", "int4", "paper", "accurate"};
-  return names;
-}
 
 // Relative distance |a - b| / |b| in the Euclidean norm.
 inline double distance(const std::vector<double>& a, const std::vector<double>& b) {

@@ -223,6 +223,8 @@ TEST(BackwardLinear, each_output_alone) {
                          {nullptr, &vw, nullptr, false}, for_gw.workspace());
     hot::backward_linear(cpu(), gy.view(), nothing, {}, all.spec, {nullptr, nullptr, &vb, false},
                          {});
+    expect_error(hot::ErrorCode::invalid_argument, {"backward_linear", "out wants nothing"},
+                 [&] { hot::backward_linear(cpu(), gy.view(), nothing, {}, all.spec, {}, {}); });
     EXPECT_EQ(gx.values(), all.gx.values());
     EXPECT_EQ(gw.values(), all.gw.values());
     EXPECT_EQ(gb, all.gb);
@@ -240,7 +242,8 @@ TEST(BackwardLinear, quantized_weight_gives_the_same_bits) {
     char* const codes =
         memory.data() + (16 - reinterpret_cast<std::uintptr_t>(memory.data()) % 16) % 16;
     Scratch for_weight(hot::quantize_weight_workspace(cpu(), O, I, layer.spec));
-    hot::quantize_weight(cpu(), w.view(), layer.spec, {codes, bytes}, for_weight.workspace());
+    const hot::ConstQuantizedWeight quantized =
+        hot::quantize_weight(cpu(), w.view(), layer.spec, {codes, bytes}, for_weight.workspace());
     EXPECT_EQ(codes[bytes], static_cast<char>(0xA5));  // nothing behind its end
     const auto gx = layer.gx.values(), gw = layer.gw.values();
     layer.gx.fill(std::vector<float>(gx.size(), -7.0F));
@@ -248,8 +251,8 @@ TEST(BackwardLinear, quantized_weight_gives_the_same_bits) {
     const TensorView vx = layer.gx.view(), vw = layer.gw.view();
     Scratch scratch(hot::backward_linear_workspace(cpu(), {layer.L, O, I}, layer.spec, true, true));
     const hot::BackwardOutputs outputs{&vx, &vw, nullptr, false};
-    hot::backward_linear(cpu(), gy.view(), hot::ConstQuantizedWeight{codes, bytes, O, I},
-                         layer.saved_view(), layer.spec, outputs, scratch.workspace());
+    hot::backward_linear(cpu(), gy.view(), quantized, layer.saved_view(), layer.spec, outputs,
+                         scratch.workspace());
     EXPECT_EQ(layer.gx.values(), gx) << name;
     EXPECT_EQ(layer.gw.values(), gw) << name;
 
@@ -259,14 +262,79 @@ TEST(BackwardLinear, quantized_weight_gives_the_same_bits) {
                              scratch.workspace());
       });
     };
-    refused({codes, bytes - 1, O, I}, "w has");
-    refused({codes + 1, bytes, O, I}, "w is not aligned");
-    refused({codes, bytes, O + 1, I}, "out_features; expected gy's");
+    const std::uint64_t format = quantized.format;
+    refused({codes, bytes - 1, O, I, format}, "w has");
+    refused({codes + 1, bytes, O, I, format}, "w is not aligned");
+    refused({codes, bytes, O + 1, I, format}, "out_features; expected gy's");
     expect_error(hot::ErrorCode::invalid_argument, {"out has"}, [&] {
       hot::quantize_weight(cpu(), w.view(), layer.spec, {codes, bytes + 1}, for_weight.workspace());
     });
     EXPECT_EQ(layer.gx.values(), gx) << name << ": written although refused";
   }
+}
+
+// Codes of one spec, read as those of another, would give gradients that are merely wrong.
+TEST(BackwardLinear, another_spec_is_refused) {
+  using Change = std::function<void(hot::BackwardLinearSpec&)>;
+  const auto refused = [](Layer& layer, bool quantized, const Change& change,
+                          const std::string& words) {
+    Scratch scratch(1 << 20);
+    const TensorView vx = layer.gx.view(), vw = layer.gw.view();
+    const Floats &gy = layer.gy, &w = layer.w;
+    const std::size_t bytes = hot::quantized_weight_bytes(layer.O, layer.I, layer.spec);
+    std::vector<char> memory(bytes + 16);
+    char* const codes =
+        memory.data() + (16 - reinterpret_cast<std::uintptr_t>(memory.data()) % 16) % 16;
+    const hot::ConstQuantizedWeight weight =
+        hot::quantize_weight(cpu(), w.view(), layer.spec, {codes, bytes}, scratch.workspace());
+    hot::BackwardLinearSpec spec = layer.spec;
+    change(spec);
+    const auto run = [&] {
+      if (quantized) {
+        hot::backward_linear(cpu(), gy.view(), weight, {}, spec, {&vx, nullptr, nullptr, false},
+                             scratch.workspace());
+      } else {
+        hot::backward_linear(cpu(), gy.view(), ConstTensorView{}, layer.saved_view(), spec,
+                             {nullptr, &vw, nullptr, false}, scratch.workspace());
+      }
+    };
+    if (words.empty()) return run();
+    const auto gx = layer.gx.values(), gw = layer.gw.values();
+    expect_error(hot::ErrorCode::invalid_argument, {"backward_linear", words}, run);
+    EXPECT_EQ(layer.gx.values(), gx);
+    EXPECT_EQ(layer.gw.values(), gw);
+  };
+  const auto basis = [](hot::Basis to) { return [to](auto& s) { s.low_rank.basis = to; }; };
+  const std::string saved = "saved was made", w = "w was made";
+  {
+    Layer layer(64, 6, 5, recipe("accurate"));  // every change below keeps the sizes
+    layer.run(cpu());
+    for (const hot::Basis to : {hot::Basis::lowpass, hot::Basis::sequency, hot::Basis::sketch}) {
+      refused(layer, false, basis(to), saved);
+    }
+    refused(layer, false, [](auto& s) { s.x_rounding = hot::Rounding::nearest; }, saved);
+    // What only backward looks at may change between the two.
+    refused(layer, false, [](auto& s) { s.gx_bits = 4; }, "");
+    refused(layer, false, [](auto& s) { s.gw_scale = hot::GradScale::tensor; }, "");
+    refused(layer, false, [](auto& s) { s.low_rank.rank = 3; }, "");  // not read with basis full
+    refused(layer, true, [](auto& s) { s.gx_bits = 4; }, w);
+    refused(layer, true, [](auto& s) { s.hadamard_block = 1; }, w);
+    refused(layer, true, [](auto& s) { s.weight_scale = hot::Granularity::tensor; }, w);
+    refused(layer, true, [](auto& s) { s.storage = hot::Storage::int4; }, "");
+  }
+  {
+    hot::BackwardLinearSpec spec = recipe("paper");
+    spec.low_rank.rows = {0, 3, 5, 6};
+    Layer layer(64, 6, 5, spec);
+    layer.run(cpu());
+    refused(layer, false, [](auto& s) { s.low_rank.rows = {0, 3, 5, 7}; }, saved);
+    refused(layer, false, [](auto& s) { s.low_rank.rows = {3, 0, 5, 6}; }, saved);
+    refused(layer, false, [](auto& s) { s.low_rank.layout = {8, 8, 0}; }, saved);
+    refused(layer, false, [](auto& s) { s.x_scale = hot::Granularity::row; }, saved);
+    refused(layer, false, [](auto& s) { s.low_rank.rank = 3; }, "");  // not read beside rows
+  }
+  Layer unknown(4, 3, 2, {});
+  refused(unknown, false, [](auto&) {}, "saved.format is 0");
 }
 
 TEST(BackwardLinear, empty_sizes) {

@@ -44,6 +44,7 @@ struct Arguments {
   ConstTensorView w =
       hot::matrix(static_cast<const void*>(memory.data() + 1000), DType::f32, 10, 12);
   std::int64_t saved_tokens = 20, saved_features = 12;
+  std::uint64_t saved_format = hot::saved_format(spec);
   alignas(16) char saved_memory[4096] = {};
   std::size_t saved_bytes = hot::saved_layout(20, 12, spec).bytes;
   char* saved_data = saved_memory;
@@ -295,6 +296,9 @@ TEST(Errors, backward_linear) {
         [](Arguments& t) { t.saved_features = 13; }},
        {{"backward_linear", "saved", "bytes"}, [](Arguments& t) { ++t.saved_bytes; }},
        {{"backward_linear", "saved", "0 bytes"}, [](Arguments& t) { t.saved_data = nullptr; }},
+       {{"backward_linear", "saved.format", "0"}, [](Arguments& t) { t.saved_format = 0; }},
+       {{"backward_linear", "saved was made", "another spec"},
+        [](Arguments& t) { t.spec.x_rounding = hot::Rounding::nearest; }},
        {{"backward_linear", "gx", "(20, 11)"}, [](Arguments& t) { t.gx.shape[1] = 11; }},
        {{"backward_linear", "gw", "int8"}, [](Arguments& t) { t.gw.dtype = DType::i8; }},
        {{"backward_linear", "gb", "(9,)"}, [](Arguments& t) { t.gb.shape[0] = 9; }},
@@ -306,10 +310,18 @@ TEST(Errors, backward_linear) {
         [](Arguments& t) { t.workspace_bytes = 100; },
         ErrorCode::workspace_too_small}},
       [](Arguments& t) {
-        hot::backward_linear(t.context, t.gy, t.w,
-                             {t.saved_data, t.saved_bytes, t.saved_tokens, t.saved_features, {}},
-                             t.spec, {&t.gx, &t.gw, &t.gb, false}, t.workspace());
+        hot::backward_linear(
+            t.context, t.gy, t.w,
+            {t.saved_data, t.saved_bytes, t.saved_tokens, t.saved_features, {}, t.saved_format},
+            t.spec, {&t.gx, &t.gw, &t.gb, false}, t.workspace());
       });
+}
+
+TEST(Errors, recipes) {
+  for (const char* name : {"best", "", "Default", "default "}) {
+    expect_error(invalid, {"recipe", std::string("'") + name + "'", "'fast'"},
+                 [&] { hot::recipe(name); });
+  }
 }
 
 TEST(Errors, keys) {

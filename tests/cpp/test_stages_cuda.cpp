@@ -178,9 +178,7 @@ class StagesCuda : public CudaTest {
     gb.fill(normal(O));
     const hot::SavedLayout layout = hot::saved_layout(L, I, spec);
     Mirror saved(1, static_cast<std::int64_t>(layout.bytes), DType::i8);
-    hot::Key key{};
     both([&](hot::Context c, bool on_gpu) {
-      key = c.key();
       if (on_gpu && work.old_arch) c = c.with_arch(80);
       const std::size_t ws = hot::compress_activation_workspace(c, L, I, spec);
       const std::size_t bytes =
@@ -196,9 +194,9 @@ class StagesCuda : public CudaTest {
                (16 - reinterpret_cast<std::uintptr_t>(aligned_host.data()) % 16) % 16;
       }
       if (!on_gpu) std::memset(kept, 0xA5, layout.bytes);
-      hot::compress_activation(c, x.view(on_gpu), spec, {kept, layout.bytes}, scratch);
+      const hot::ConstSavedActivation of_x =
+          hot::compress_activation(c, x.view(on_gpu), spec, {kept, layout.bytes}, scratch);
       const TensorView vx = gx.view(on_gpu), vw = gw.view(on_gpu), vb = gb.flat(on_gpu);
-      const hot::ConstSavedActivation of_x{kept, layout.bytes, L, I, key};
       const hot::BackwardOutputs outputs{&vx, &vw, &vb, work.accumulate};
       if (on_gpu && work.quantized_weight) {  // w quantised before; the CPU takes w itself
         const std::size_t weight_bytes = hot::quantized_weight_bytes(O, I, spec);
@@ -206,9 +204,9 @@ class StagesCuda : public CudaTest {
         quantized.push();
         void* const codes = quantized.on<void>(true);
         ASSERT_LE(hot::quantize_weight_workspace(c, O, I, spec), bytes);
-        hot::quantize_weight(c, w.view(true), spec, {codes, weight_bytes}, scratch);
-        hot::backward_linear(c, gy.view(true), hot::ConstQuantizedWeight{codes, weight_bytes, O, I},
-                             of_x, spec, outputs, scratch);
+        const hot::ConstQuantizedWeight of_w =
+            hot::quantize_weight(c, w.view(true), spec, {codes, weight_bytes}, scratch);
+        hot::backward_linear(c, gy.view(true), of_w, of_x, spec, outputs, scratch);
         check(cudaStreamSynchronize(stream_));  // before `quantized` goes
       } else {
         hot::backward_linear(c, gy.view(on_gpu), w.view(on_gpu), of_x, spec, outputs, scratch);
@@ -540,8 +538,7 @@ class Step {
  public:
   Step(const hot::Context& c, const hot::LinearShape& shape, const hot::BackwardLinearSpec& spec,
        DType dtype)
-      : shape_(shape),
-        spec_(spec),
+      : spec_(spec),
         layout_(hot::saved_layout(shape.tokens, shape.in_features, spec)),
         bytes_(
             std::max(hot::compress_activation_workspace(c, shape.tokens, shape.in_features, spec),
@@ -563,10 +560,10 @@ class Step {
     void* const kept = saved_.view(true).data;
     const hot::Workspace scratch{scratch_.view(true).data, bytes_};
     const TensorView vx = gx_.view(true), vw = gw_.view(true), vb = gb_.flat(true);
-    hot::compress_activation(c, x_.view(true), spec_, {kept, layout_.bytes}, scratch);
-    hot::backward_linear(c, gy_.view(true), w_.view(true),
-                         {kept, layout_.bytes, shape_.tokens, shape_.in_features, c.key()}, spec_,
-                         {&vx, &vw, &vb, false}, scratch);
+    const hot::ConstSavedActivation of_x =
+        hot::compress_activation(c, x_.view(true), spec_, {kept, layout_.bytes}, scratch);
+    hot::backward_linear(c, gy_.view(true), w_.view(true), of_x, spec_, {&vx, &vw, &vb, false},
+                         scratch);
   }
 
   // What `launch` makes of poisoned memory: g_x, g_w, g_b and the kept x.
@@ -578,7 +575,6 @@ class Step {
   }
 
  private:
-  hot::LinearShape shape_;
   hot::BackwardLinearSpec spec_;
   hot::SavedLayout layout_;
   std::size_t bytes_;

@@ -8,7 +8,7 @@ import threading
 import hotcore
 import numpy as np
 import pytest
-from hotcore import HotConfig, Key, reference
+from hotcore import HotConfig, Key, _core, reference
 from hotcore.config import RECIPES
 from hypothesis import given
 from hypothesis import strategies as st
@@ -395,7 +395,9 @@ def test_each_output_alone(rng: np.random.Generator, recipe: str) -> None:
         got = hotcore.backward_linear(*three, config=recipe, need=name, key=4)
         equal_bits(getattr(got, name), getattr(everything, name))
         assert [value is None for value in got] == [other != name for other in ALL]
-    assert hotcore.backward_linear(gy, None, None, need=()) == (None, None, None)
+    for nothing in ((), [], set()):
+        with pytest.raises(ValueError, match="need: nothing is wanted"):
+            hotcore.backward_linear(gy, None, None, config=recipe, need=nothing)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -660,3 +662,27 @@ def test_the_reference_has_no_memory_to_read(rng: np.random.Generator) -> None:
     x = rng.standard_normal((16, 4)).astype(np.float32)
     with pytest.raises(ValueError, match="counter = 4096; the reference reads no memory"):
         reference.compress_activation(x, key=(1, 2, 3, 4096))
+
+
+def test_another_spec_is_refused(rng: np.random.Generator) -> None:
+    # Codes of one spec, read as those of another, would give gradients that are merely wrong.
+    gy, w, x = layer(rng, 64, 6, 5)
+    config = HotConfig.recipe("accurate")
+    saved, weight = hotcore.compress_activation(x, config), hotcore.quantize_weight(w, config)
+    for change in (
+        {"basis": "lowpass"},
+        {"basis": "sequency"},
+        {"basis": "sketch"},
+        {"x_rounding": "nearest"},
+        {"x_scale": "tensor"},
+    ):
+        other = dataclasses.replace(config, **change)
+        assert _core.saved_format(other.spec) != _core.saved_format(config.spec)
+        with pytest.raises(ValueError, match="saved_or_x was made with"):
+            hotcore.backward_linear(gy, w, saved, config=other)
+    for change in ({"gx_bits": 4}, {"hadamard_block": 1}, {"weight_scale": "tensor"}):
+        other = dataclasses.replace(config, **change)
+        assert _core.weight_format(other.spec) != _core.weight_format(config.spec)
+        assert _core.saved_format(other.spec) == _core.saved_format(config.spec)
+        with pytest.raises(ValueError, match="w: quantised with"):
+            hotcore.backward_linear(gy, weight, x, config=other)

@@ -459,6 +459,14 @@ def test_every_dtype_is_checked_in_the_extension() -> None:
         _core.fwht(context, np.ones(16, np.int8), -1, 16, np.empty(16, F))
 
 
+def test_recipes() -> None:
+    for name in ("best", "", "Default", "default "):
+        with pytest.raises(ValueError, match=rf"recipe: name is '{name}'; expected .*'fast'"):
+            _core.recipe(name)
+        with pytest.raises(ValueError, match=rf"recipe: '{name}' is not one of .*'fast'"):
+            hotcore.HotConfig.recipe(name)
+
+
 def test_keys() -> None:
     # The package's own checks say the rest; a caller of _core meets libhot's.
     context, spec, out = _core.CoreContext(1), hotcore.HotConfig().spec, np.empty(1 << 12, np.uint8)

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from c_api import prototypes
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADERS = ROOT / "cpp" / "include" / "hot"
@@ -13,8 +14,9 @@ CPU = ROOT / "cpp" / "src" / "cpu"
 CPP_TESTS = ROOT / "tests" / "cpp"
 PYTHON_TESTS = ROOT / "tests" / "python"
 
-# Headers that are no stage, and stages that are composed of others and have no file in a backend.
-INFRASTRUCTURE = {"api", "context", "error", "hot", "tensor"}
+# Headers that are no stage (of these hot_c is tested by test_c_api.py, memory by test_docs_cpp.py
+# and the consumer), and stages that are composed of others and have no file in a backend.
+INFRASTRUCTURE = {"api", "context", "error", "hot", "hot_c", "memory", "tensor"}
 COMPOSED = {"backward_linear"}
 
 STAGES = sorted(path.stem for path in HEADERS.glob("*.h") if path.stem not in INFRASTRUCTURE)
@@ -69,3 +71,25 @@ def test_every_public_function_is_bound() -> None:
             if name.endswith("_name") or name == "scale_count":
                 continue
             assert f'm.def("{name}"' in bound, f"{name} of {stage}.h"
+
+
+# Functions of C that have another name, and what C needs no function for: a hot_saved and a
+# hot_weight come filled in.
+IN_C = {
+    "saved_layout": "hot_saved_layout_of",
+    "recipe": "hot_spec_recipe",
+    "recipe_names": "hot_recipe_name",
+    "saved_format": None,
+    "weight_format": None,
+    "scale_count": None,
+}
+
+
+def test_every_public_function_has_a_c_function() -> None:
+    declared = set(prototypes())
+    for stage in STAGES:
+        text = (HEADERS / f"{stage}.h").read_text()
+        for name in re.findall(r"^HOT_API [\w:<>* ]+?(\w+)\(", text, re.MULTILINE):
+            wanted = IN_C.get(name, f"hot_{name}")
+            if wanted is not None and not name.endswith("_name"):
+                assert wanted in declared, f"{name} of {stage}.h"

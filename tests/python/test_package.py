@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
+import os
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import hotcore
-import pytest
+from c_api import STRUCTS
+from cpp_projects import CONSUMER, INSTALLED, ROOT, build, run, tool
 from hotcore import _core
-
-ROOT = Path(__file__).resolve().parents[2]
-INSTALLED = Path(_core.__file__).parent  # hotcore/ in site-packages
 
 
 def test_one_version() -> None:
@@ -38,6 +36,8 @@ def test_wheel_holds_what_it_should() -> None:
         "hotcore/include/hot/hot.h",
         "hotcore/lib/libhot.so",
         "hotcore/lib/cmake/hotcore/hotcoreConfig.cmake",
+        "hotcore/lib/pkgconfig/hotcore.pc",
+        "hotcore/include/hot/hot_c.h",
     ):
         assert name in files, name
     known = re.compile(r"(hotcore|hotcore-[\d.]+\.dist-info)/")
@@ -53,20 +53,30 @@ def test_stub_names_what_the_module_has() -> None:
 
 
 def test_find_package_from_the_wheel(tmp_path: Path) -> None:
-    cmake = shutil.which("cmake")
-    if cmake is None:
-        pytest.skip("needs cmake")
     # The way scikit-build-core finds it: the entry point names the module that is the prefix.
     (point,) = importlib.metadata.entry_points(group="cmake.prefix", name="hotcore")
     assert point.value == "hotcore"
 
-    def run(*command: str) -> str:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+    folder = build(CONSUMER, tmp_path)
+    for program in ("consumer", "consumer_c"):
+        said = run(folder / program)
+        assert f"libhot {hotcore.__version__}" in said
+    # The structs as a C compiler lays them out, and as test_c_api.py does.
+    sizes = re.findall(r" (hot_\w+) (\d+)", said[said.index("sizes:") :])
+    assert {name: int(size) for name, size in sizes} == {
+        name: ctypes.sizeof(struct) for name, struct in STRUCTS.items()
+    }
 
-    source = ROOT / "tests" / "consumer"
-    prefix = f"-DCMAKE_PREFIX_PATH={INSTALLED}"
-    run(cmake, "-S", str(source), "-B", str(tmp_path), "-DCMAKE_BUILD_TYPE=Release", prefix)
-    run(cmake, "--build", str(tmp_path))
-    assert f"libhot {hotcore.__version__}" in run(str(tmp_path / "consumer"))
+
+def test_pkg_config_from_the_wheel(tmp_path: Path) -> None:
+    pkg_config, compiler = tool("pkg-config", "pkgconf"), tool("cc")
+    library = INSTALLED / "lib"
+    found = os.environ | {
+        "PKG_CONFIG_PATH": str(library / "pkgconfig"),
+        "LD_LIBRARY_PATH": str(library),
+    }
+    assert run(pkg_config, "--modversion", "hotcore", env=found).strip() == hotcore.__version__
+    flags = run(pkg_config, "--cflags", "--libs", "hotcore", env=found).split()
+    program = tmp_path / "consumer_c"
+    run(compiler, "-std=c99", CONSUMER / "main.c", "-o", program, *flags, "-lm")
+    assert f"libhot {hotcore.__version__}" in run(program, env=found)

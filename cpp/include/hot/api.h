@@ -1,5 +1,6 @@
-// Export macro and version. Included by every public header.
-#pragma once
+/* Export macro and version. Included by every public header, the C one too. */
+#ifndef HOT_API_H
+#define HOT_API_H
 
 #if defined(HOT_STATIC)
 #define HOT_API
@@ -7,9 +8,13 @@
 #define HOT_API __attribute__((visibility("default")))
 #endif
 
+#ifdef __cplusplus
 namespace hot {
 
 /// Version of the library that was linked, "major.minor.patch".
 HOT_API const char* version() noexcept;
 
 }  // namespace hot
+#endif
+
+#endif

@@ -4,6 +4,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <string_view>
+#include <vector>
 
 #include "hot/api.h"
 #include "hot/context.h"
@@ -47,6 +49,13 @@ struct BackwardLinearSpec {
   Rounding x_rounding = Rounding::stochastic;
 };
 
+/// A published set of these fields, by name: "default", "fast", "int4", "paper" or "accurate".
+/// Throws `invalid_argument` for another name. spec: "Recipes".
+HOT_API BackwardLinearSpec recipe(std::string_view name);
+
+/// The names that `recipe` knows, "default" first.
+HOT_API std::vector<std::string> recipe_names();
+
 struct LinearShape {
   std::int64_t tokens = 0;        // L
   std::int64_t out_features = 0;  // O
@@ -76,18 +85,25 @@ struct SavedLayout {
 HOT_API SavedLayout saved_layout(std::int64_t tokens, std::int64_t in_features,
                                  const BackwardLinearSpec& spec);
 
-/// The compressed activation: a buffer of saved_layout(...).bytes bytes, 16-byte aligned, and the
-/// key it was made with.
+/// Number of what the bytes of a compressed activation mean: of `low_rank`, `storage`, `x_scale`
+/// and `x_rounding`, as far as they matter. Never 0. Backward refuses what was kept under another
+/// one.
+HOT_API std::uint64_t saved_format(const BackwardLinearSpec& spec);
+
+/// Memory for a compressed activation: saved_layout(...).bytes bytes, 16-byte aligned.
 struct SavedActivation {
   void* data = nullptr;
   std::size_t bytes = 0;
 };
+/// A compressed activation, as compress_activation returns it: the bytes and what they are. Who
+/// stores the bytes elsewhere keeps the other fields with them.
 struct ConstSavedActivation {
   const void* data = nullptr;
   std::size_t bytes = 0;
   std::int64_t tokens = 0;
   std::int64_t in_features = 0;
-  Key key{};  // `sketch` draws the same subspaces in backward from it
+  Key key{};                 // `sketch` draws the same subspaces in backward from it
+  std::uint64_t format = 0;  // saved_format of the spec it was made with
 };
 
 HOT_API std::size_t compress_activation_workspace(const Context& context, std::int64_t tokens,
@@ -95,10 +111,16 @@ HOT_API std::size_t compress_activation_workspace(const Context& context, std::i
                                                   const BackwardLinearSpec& spec);
 
 /// Forward: keep x [L, I] (f32, f16, bf16; 2 to 4 dimensions whose leading ones collapse) as
-/// `saved`, with the context's key. spec: "ABC".
-HOT_API void compress_activation(const Context& context, const ConstTensorView& x,
-                                 const BackwardLinearSpec& spec, const SavedActivation& saved,
-                                 const Workspace& workspace);
+/// `saved`, with the context's key. Returns what backward_linear takes: `saved` and how to read it.
+/// spec: "ABC".
+HOT_API ConstSavedActivation compress_activation(const Context& context, const ConstTensorView& x,
+                                                 const BackwardLinearSpec& spec,
+                                                 const SavedActivation& saved,
+                                                 const Workspace& workspace);
+
+/// Number of what the bytes of a quantised weight mean: of `hadamard_block`, `gx_bits` and
+/// `weight_scale`. Never 0.
+HOT_API std::uint64_t weight_format(const BackwardLinearSpec& spec);
 
 /// w [O, I] as backward_linear wants it for g_x: transformed along O, quantised, transposed. Good
 /// for as long as w is, whatever g_y: one for all micro-batches of a step.
@@ -106,11 +128,13 @@ struct QuantizedWeight {
   void* data = nullptr;  // quantized_weight_bytes bytes, 16-byte aligned
   std::size_t bytes = 0;
 };
+/// A quantised weight, as quantize_weight returns it.
 struct ConstQuantizedWeight {
   const void* data = nullptr;
   std::size_t bytes = 0;
   std::int64_t out_features = 0;
   std::int64_t in_features = 0;
+  std::uint64_t format = 0;  // weight_format of the spec it was made with
 };
 
 HOT_API std::size_t quantized_weight_bytes(std::int64_t out_features, std::int64_t in_features,
@@ -122,12 +146,13 @@ HOT_API std::size_t quantize_weight_workspace(const Context& context, std::int64
 
 /// Quantises w (f32, f16, bf16, any strides) once for several calls of backward_linear with the
 /// same spec, which then give the same bits as with w itself: w is rounded to nearest, with no
-/// draws.
-HOT_API void quantize_weight(const Context& context, const ConstTensorView& w,
-                             const BackwardLinearSpec& spec, const QuantizedWeight& out,
-                             const Workspace& workspace);
+/// draws. Returns what backward_linear takes.
+HOT_API ConstQuantizedWeight quantize_weight(const Context& context, const ConstTensorView& w,
+                                             const BackwardLinearSpec& spec,
+                                             const QuantizedWeight& out,
+                                             const Workspace& workspace);
 
-/// Which gradients are computed; g_w and g_b can be added to what their arrays hold.
+/// Which gradients are computed, one at least; g_w and g_b can be added to what their arrays hold.
 struct BackwardOutputs {
   const TensorView* gx = nullptr;  // [L, I], null: not wanted, not computed
   const TensorView* gw = nullptr;  // [O, I]
@@ -144,9 +169,11 @@ HOT_API std::size_t backward_linear_workspace(const Context& context, const Line
 ///
 /// @param gy     [L, O] f32, f16 or bf16, 2 to 4 dimensions whose leading ones collapse.
 /// @param w      [O, I], needed for gx only (else ndim 0).
-/// @param saved  needed for gw only (else data null), made with the same spec.
+/// @param saved  needed for gw only (else data null), what compress_activation returned for a spec
+///               of the same saved_format.
 /// @param out    outputs f32, f16 or bf16, any row stride, no overlap with inputs or each other.
-/// Rounding draws from the context's key. spec: "Stages"; docs/numerics.md.
+/// Rounding draws from the context's key. `invalid_argument` if no output is wanted. spec:
+/// "Stages"; docs/numerics.md.
 HOT_API void backward_linear(const Context& context, const ConstTensorView& gy,
                              const ConstTensorView& w, const ConstSavedActivation& saved,
                              const BackwardLinearSpec& spec, const BackwardOutputs& out,

@@ -8,6 +8,7 @@
 #include "hot/gemm.h"
 #include "hot/hadamard.h"
 #include "hot/lowrank.h"
+#include "hot/memory.h"
 #include "hot/pack.h"
 #include "hot/quantize.h"
 #include "hot/tensor.h"

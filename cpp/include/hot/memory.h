@@ -1,0 +1,215 @@
+// Memory that owns itself, for programs without tensors of their own. Header only, and optional:
+// every call of the library takes plain views, and allocates no device memory. What is allocated
+// here comes from functions that the program gives (on the CPU, unless told otherwise, from the C
+// library).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <initializer_list>
+#include <new>
+#include <string>
+#include <utility>
+
+#include "hot/backward_linear.h"
+#include "hot/context.h"
+#include "hot/error.h"
+#include "hot/tensor.h"
+
+namespace hot {
+
+/// Alignment of every Buffer; the CUDA allocators give it too.
+inline constexpr std::size_t buffer_alignment = 256;
+
+/// Gives and takes memory of one device. `allocate` gets a size above 0 and returns memory aligned
+/// to 256 bytes, or throws, or returns null; `release` gets what it returned and must not throw.
+/// With CUDA for example cudaMalloc and cudaFree, or a pool's functions for the stream of the
+/// calls.
+struct Allocator {
+  Device device{};
+  std::function<void*(std::size_t bytes)> allocate;
+  std::function<void(void* data)> release;
+};
+
+/// Zeroed memory of the C library.
+inline Allocator host_allocator() {
+  return {Device{},
+          [](std::size_t bytes) {
+            const std::size_t whole =
+                (bytes + buffer_alignment - 1) / buffer_alignment * buffer_alignment;
+            void* const data = std::aligned_alloc(buffer_alignment, whole);
+            if (data != nullptr) std::memset(data, 0, whole);
+            return data;
+          },
+          [](void* data) { std::free(data); }};
+}
+
+/// Bytes of one device, freed with the object. Moves, never copies.
+class Buffer {
+ public:
+  Buffer() = default;
+  /// Throws std::bad_alloc where the allocator returns null.
+  explicit Buffer(std::size_t bytes, Allocator allocator = host_allocator())
+      : bytes_(bytes), allocator_(std::move(allocator)) {
+    if (bytes_ == 0) return;
+    data_ = allocator_.allocate(bytes_);
+    if (data_ == nullptr) throw std::bad_alloc();
+  }
+  Buffer(Buffer&& other) noexcept { swap(other); }
+  Buffer& operator=(Buffer&& other) noexcept {
+    Buffer(std::move(other)).swap(*this);
+    return *this;
+  }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+  ~Buffer() {
+    if (data_ != nullptr) allocator_.release(data_);
+  }
+
+  void* data() noexcept { return data_; }
+  const void* data() const noexcept { return data_; }
+  std::size_t bytes() const noexcept { return bytes_; }
+  Device device() const noexcept { return allocator_.device; }
+
+ private:
+  void swap(Buffer& other) noexcept {
+    std::swap(data_, other.data_);
+    std::swap(bytes_, other.bytes_);
+    std::swap(allocator_, other.allocator_);
+  }
+
+  void* data_ = nullptr;
+  std::size_t bytes_ = 0;
+  Allocator allocator_{};
+};
+
+/// A contiguous row-major array of 1 to 4 dimensions. Zero on the CPU; with another allocator what
+/// that one gives.
+class Tensor {
+ public:
+  Tensor() = default;
+  /// Throws `invalid_argument` for no dimensions, more than four, or a negative one.
+  Tensor(DType dtype, std::initializer_list<std::int64_t> shape,
+         Allocator allocator = host_allocator()) {
+    if (shape.size() < 1 || shape.size() > static_cast<std::size_t>(max_dims)) {
+      throw Error(ErrorCode::invalid_argument, "Tensor: shape has " + std::to_string(shape.size()) +
+                                                   " dimensions; expected 1 to " +
+                                                   std::to_string(max_dims));
+    }
+    view_.dtype = dtype;
+    view_.device = allocator.device;
+    size_ = 1;
+    for (const std::int64_t size : shape) {
+      if (size < 0) {
+        throw Error(ErrorCode::invalid_argument, "Tensor: shape[" + std::to_string(view_.ndim) +
+                                                     "] is " + std::to_string(size) +
+                                                     "; expected no negative size");
+      }
+      view_.shape[view_.ndim++] = size;
+      size_ *= size;
+    }
+    std::int64_t stride = 1;
+    for (int d = view_.ndim - 1; d >= 0; --d) {
+      view_.stride[d] = stride;
+      stride *= view_.shape[d];
+    }
+    buffer_ = Buffer(static_cast<std::size_t>(size_) * dtype_size(dtype), std::move(allocator));
+    view_.data = buffer_.data();
+  }
+  Tensor(Tensor&& other) noexcept { swap(other); }
+  Tensor& operator=(Tensor&& other) noexcept {
+    Tensor(std::move(other)).swap(*this);
+    return *this;
+  }
+  Tensor(const Tensor&) = delete;
+  Tensor& operator=(const Tensor&) = delete;
+  ~Tensor() = default;
+
+  /// What the calls of the library take and write; it lives as long as the tensor stays in place.
+  const TensorView& view() noexcept { return view_; }
+  ConstTensorView view() const noexcept { return view_; }
+
+  /// The elements, of whatever type the dtype means.
+  template <class T>
+  T* data() noexcept {
+    return static_cast<T*>(buffer_.data());
+  }
+  template <class T>
+  const T* data() const noexcept {
+    return static_cast<const T*>(buffer_.data());
+  }
+  std::int64_t size() const noexcept { return size_; }
+  std::size_t bytes() const noexcept { return buffer_.bytes(); }
+
+ private:
+  void swap(Tensor& other) noexcept {
+    std::swap(buffer_, other.buffer_);
+    std::swap(view_, other.view_);
+    std::swap(size_, other.size_);
+  }
+
+  Buffer buffer_;
+  TensorView view_{};
+  std::int64_t size_ = 0;
+};
+
+/// Scratch that grows to the largest call. One serves calls that run one after the other: on one
+/// stream, or on the CPU in one thread. It frees the smaller one when it grows; on CUDA the
+/// allocator has to keep that memory until the work on it is done, as cudaFree and cudaFreeAsync on
+/// the stream of the calls do.
+class ScratchBuffer {
+ public:
+  explicit ScratchBuffer(Allocator allocator = host_allocator())
+      : allocator_(std::move(allocator)) {}
+
+  /// At least `bytes` bytes, for the next call.
+  Workspace at_least(std::size_t bytes) {
+    if (bytes > buffer_.bytes()) {
+      buffer_ = Buffer();
+      buffer_ = Buffer(bytes, allocator_);
+    }
+    return {buffer_.data(), buffer_.bytes()};
+  }
+
+ private:
+  Allocator allocator_;
+  Buffer buffer_;
+};
+
+/// x of one layer between forward and backward: the bytes, and what they are. Its memory is used
+/// again by every step of the same size.
+class SavedBuffer {
+ public:
+  explicit SavedBuffer(Allocator allocator = host_allocator()) : allocator_(std::move(allocator)) {}
+
+  /// compress_activation of x [.., I]; the key is the context's.
+  void compress(const Context& context, const ConstTensorView& x, const BackwardLinearSpec& spec,
+                ScratchBuffer& scratch) {
+    std::int64_t tokens = 1;
+    for (int d = 0; d + 1 < x.ndim; ++d) tokens *= x.shape[d];
+    const std::int64_t in_features = x.ndim > 0 ? x.shape[x.ndim - 1] : 0;
+    const SavedLayout layout = saved_layout(tokens, in_features, spec);
+    saved_ = {};
+    if (layout.bytes > buffer_.bytes()) {
+      buffer_ = Buffer();
+      buffer_ = Buffer(layout.bytes, allocator_);
+    }
+    saved_ = compress_activation(
+        context, x, spec, {buffer_.data(), layout.bytes},
+        scratch.at_least(compress_activation_workspace(context, tokens, in_features, spec)));
+  }
+
+  /// For backward_linear; before the first compress it holds nothing, and backward_linear says so.
+  operator const ConstSavedActivation&() const noexcept { return saved_; }
+  std::size_t bytes() const noexcept { return saved_.bytes; }
+
+ private:
+  Allocator allocator_;
+  Buffer buffer_;
+  ConstSavedActivation saved_{};
+};
+
+}  // namespace hot

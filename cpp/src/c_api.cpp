@@ -1,0 +1,619 @@
+// The C ABI: structs and handles in, the C++ API called, exceptions turned into status codes.
+#include <cstring>
+#include <exception>
+#include <new>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "checks.h"
+#include "hot/hot.h"
+#include "hot/hot_c.h"
+
+struct hot_context {
+  hot::Context context;
+};
+
+namespace {
+
+using hot::ConstTensorView;
+using hot::TensorView;
+using hot::detail::invalid;
+
+// ---- errors ------------------------------------------------------------------------------------
+
+// Of this thread: what hot_last_error returns, and the memory behind it.
+thread_local const char* error_text = "";
+thread_local std::string error_memory;
+
+hot_status fail(hot_status status, const char* text) noexcept {
+  try {
+    error_memory = text;
+    error_text = error_memory.c_str();
+  } catch (...) {
+    error_text = "out of memory while keeping the text of an error";
+  }
+  return status;
+}
+
+hot_status status_of(hot::ErrorCode code) noexcept {
+  switch (code) {
+    case hot::ErrorCode::invalid_argument:
+      return HOT_INVALID_ARGUMENT;
+    case hot::ErrorCode::unsupported:
+      return HOT_UNSUPPORTED;
+    case hot::ErrorCode::workspace_too_small:
+      return HOT_WORKSPACE_TOO_SMALL;
+    case hot::ErrorCode::cuda:
+      return HOT_CUDA_ERROR;
+  }
+  return HOT_INTERNAL_ERROR;
+}
+
+template <class Call>
+hot_status guarded(const Call& call) noexcept {
+  try {
+    call();
+    return HOT_OK;
+  } catch (const hot::Error& error) {
+    return fail(status_of(error.code()), error.what());
+  } catch (const std::bad_alloc&) {
+    return fail(HOT_OUT_OF_MEMORY, "out of memory");
+  } catch (const std::exception& error) {
+    return fail(HOT_INTERNAL_ERROR, error.what());
+  } catch (...) {
+    return fail(HOT_INTERNAL_ERROR, "an exception of an unknown type");
+  }
+}
+
+// ---- structs with a size -----------------------------------------------------------------------
+
+// Size of a struct in the first version that had it. It never changes: members are added behind it,
+// and a caller of that version does not have them.
+template <class T>
+constexpr std::size_t first_size = 0;
+template <>
+constexpr std::size_t first_size<hot_tensor> = 96;
+template <>
+constexpr std::size_t first_size<hot_spec> = 88;
+template <>
+constexpr std::size_t first_size<hot_saved_layout> = 64;
+template <>
+constexpr std::size_t first_size<hot_saved> = 80;
+template <>
+constexpr std::size_t first_size<hot_weight> = 48;
+template <>
+constexpr std::size_t first_size<hot_gradients> = 40;
+
+template <class T>
+void check_given(const char* call, const char* name, const T* given) {
+  static_assert(first_size<T> != 0 && sizeof(T) >= first_size<T>);
+  if (given == nullptr) invalid(call, std::string(name) + " is null");
+  if (given->struct_size < first_size<T>) {
+    invalid(call, std::string(name) + ".struct_size is " + std::to_string(given->struct_size) +
+                      "; expected the size of the struct, " + std::to_string(sizeof(T)));
+  }
+}
+
+// The caller's struct, whatever version it was compiled with.
+template <class T>
+T read(const char* call, const char* name, const T* given) {
+  check_given(call, name, given);
+  const std::size_t size = given->struct_size;
+  const auto* bytes = reinterpret_cast<const char*>(given);
+  for (std::size_t i = sizeof(T); i < size; ++i) {
+    if (bytes[i] != 0) {
+      invalid(call, std::string(name) + ".struct_size is " + std::to_string(size) +
+                        " and uses members that libhot " + hot::version() +
+                        " does not have; it knows " + std::to_string(sizeof(T)) + " bytes");
+    }
+  }
+  T out{};
+  std::memcpy(&out, bytes, size < sizeof(T) ? size : sizeof(T));
+  return out;
+}
+
+// Fills the caller's struct, as far as it goes; its size stays.
+template <class T>
+void write(T* out, T value) noexcept {
+  value.struct_size = out->struct_size;
+  std::memcpy(out, &value, value.struct_size < sizeof(T) ? value.struct_size : sizeof(T));
+}
+
+template <class T>
+T& place(const char* call, const char* name, T* out) {
+  if (out == nullptr) invalid(call, std::string(name) + " is null");
+  return *out;
+}
+
+// ---- arguments ---------------------------------------------------------------------------------
+
+template <class E>
+E choice(const char* call, const char* name, std::int32_t value, E last) {
+  if (value < 0 || value > static_cast<std::int32_t>(last)) {
+    invalid(call, std::string(name) + " is " + std::to_string(value) + "; expected 0 to " +
+                      std::to_string(static_cast<std::int32_t>(last)));
+  }
+  return static_cast<E>(value);
+}
+
+template <class E>
+constexpr bool same(int constant, E value) {
+  return constant == static_cast<int>(value);
+}
+static_assert(same(HOT_F32, hot::DType::f32) && same(HOT_F16, hot::DType::f16) &&
+              same(HOT_BF16, hot::DType::bf16) && same(HOT_I8, hot::DType::i8) &&
+              same(HOT_I32, hot::DType::i32) && same(HOT_I4X2, hot::DType::i4x2));
+static_assert(same(HOT_CPU, hot::Device::Type::cpu) && same(HOT_CUDA, hot::Device::Type::cuda) &&
+              HOT_MAX_DIMS == hot::max_dims);
+static_assert(same(HOT_ISA_PLAIN, hot::Isa::plain) && same(HOT_ISA_AVX2, hot::Isa::avx2) &&
+              same(HOT_ISA_AVX512, hot::Isa::avx512));
+static_assert(same(HOT_SCALE_TENSOR, hot::Granularity::tensor) &&
+              same(HOT_SCALE_ROW, hot::Granularity::row) &&
+              same(HOT_SCALE_COLUMN, hot::Granularity::column));
+static_assert(same(HOT_NEAREST, hot::Rounding::nearest) &&
+              same(HOT_STOCHASTIC, hot::Rounding::stochastic) &&
+              same(HOT_PSEUDO_STOCHASTIC, hot::Rounding::pseudo_stochastic));
+static_assert(same(HOT_BASIS_FULL, hot::Basis::full) &&
+              same(HOT_BASIS_LOWPASS, hot::Basis::lowpass) &&
+              same(HOT_BASIS_SEQUENCY, hot::Basis::sequency) &&
+              same(HOT_BASIS_SKETCH, hot::Basis::sketch));
+static_assert(same(HOT_GRAD_SCALE_TENSOR, hot::GradScale::tensor) &&
+              same(HOT_GRAD_SCALE_CHANNEL, hot::GradScale::channel) &&
+              same(HOT_GRAD_SCALE_TOKEN, hot::GradScale::token));
+static_assert(same(HOT_STORAGE_INT8, hot::Storage::int8) &&
+              same(HOT_STORAGE_INT4, hot::Storage::int4));
+static_assert(same(HOT_SIDE_ACTIVATION, hot::Side::activation) &&
+              same(HOT_SIDE_GRADIENT, hot::Side::gradient));
+
+const hot::Context& context_of(const char* call, const hot_context* context) {
+  if (context == nullptr) {
+    invalid(call, "context is null; expected one of hot_context_cpu or hot_context_cuda");
+  }
+  return context->context;
+}
+
+TensorView view(const char* call, const char* name, const hot_tensor* given) {
+  const hot_tensor t = read(call, name, given);
+  const std::string which = name;
+  TensorView out;
+  out.data = t.data;
+  out.dtype = choice(call, (which + ".dtype").c_str(), t.dtype, hot::DType::i4x2);
+  out.device.type =
+      choice(call, (which + ".device_type").c_str(), t.device_type, hot::Device::Type::cuda);
+  out.device.index = t.device_index;
+  if (t.ndim < 0 || t.ndim > hot::max_dims) {
+    invalid(call, which + ".ndim is " + std::to_string(t.ndim) + "; expected 0 to " +
+                      std::to_string(hot::max_dims));
+  }
+  out.ndim = t.ndim;
+  for (int d = 0; d < t.ndim; ++d) {
+    out.shape[d] = t.shape[d];
+    out.stride[d] = t.stride[d];
+  }
+  return out;
+}
+
+// What a call takes in place of an array that it does not need.
+ConstTensorView optional(const char* call, const char* name, const hot_tensor* given) {
+  return given == nullptr ? ConstTensorView{} : ConstTensorView(view(call, name, given));
+}
+
+hot::BackwardLinearSpec spec_of(const char* call, const hot_spec* given) {
+  const hot_spec s = read(call, "spec", given);
+  const auto granularity = [&](const char* name, std::int32_t value) {
+    return choice(call, name, value, hot::Granularity::column);
+  };
+  const auto rounding = [&](const char* name, std::int32_t value) {
+    return choice(call, name, value, hot::Rounding::pseudo_stochastic);
+  };
+  hot::BackwardLinearSpec out;
+  out.hadamard_block = s.hadamard_block;
+  out.gx_bits = s.gx_bits;
+  out.gx_scale = granularity("spec.gx_scale", s.gx_scale);
+  out.weight_scale = granularity("spec.weight_scale", s.weight_scale);
+  out.gx_rounding = rounding("spec.gx_rounding", s.gx_rounding);
+  out.low_rank.basis = choice(call, "spec.basis", s.basis, hot::Basis::sketch);
+  out.low_rank.block = s.block;
+  out.low_rank.rank = s.rank;
+  if (s.row_count > static_cast<std::size_t>(hot::detail::max_low_rank_block)) {
+    invalid(call, "spec.row_count is " + std::to_string(s.row_count) + "; expected at most " +
+                      std::to_string(hot::detail::max_low_rank_block));
+  }
+  if (s.row_count > 0) {
+    const std::int32_t* const rows = &place(call, "spec.rows", s.rows);
+    out.low_rank.rows.assign(rows, rows + s.row_count);
+  }
+  out.low_rank.layout = {s.grid_h, s.grid_w, s.prefix_tokens};
+  out.gw_scale = choice(call, "spec.gw_scale", s.gw_scale, hot::GradScale::token);
+  out.gw_rounding = rounding("spec.gw_rounding", s.gw_rounding);
+  out.storage = choice(call, "spec.storage", s.storage, hot::Storage::int4);
+  out.x_scale = granularity("spec.x_scale", s.x_scale);
+  out.x_rounding = rounding("spec.x_rounding", s.x_rounding);
+  return out;
+}
+
+hot::ConstSavedActivation saved_of(const char* call, const hot_saved* given) {
+  if (given == nullptr) return {};
+  const hot_saved s = read(call, "saved", given);
+  return {s.data,
+          s.bytes,
+          s.tokens,
+          s.in_features,
+          {s.key_seed, s.key_offset, s.key_stream, s.key_counter},
+          s.format};
+}
+
+// hot_backward_linear with either kind of w.
+template <class Weight>
+void backward(const hot_context* context, const hot_tensor* gy, const Weight& w,
+              const hot_saved* saved, const hot_spec* spec, const hot_gradients* gradients,
+              const hot::Workspace& workspace) {
+  const char* const call = "backward_linear";
+  const hot::Context& c = context_of(call, context);
+  const hot_gradients g = read(call, "out", gradients);
+  TensorView gx, gw, gb;
+  hot::BackwardOutputs out;
+  const auto wanted = [&](const char* name, const hot_tensor* given, TensorView& to) {
+    if (given == nullptr) return static_cast<const TensorView*>(nullptr);
+    to = view(call, name, given);
+    return static_cast<const TensorView*>(&to);
+  };
+  out.gx = wanted("gx", g.gx, gx);
+  out.gw = wanted("gw", g.gw, gw);
+  out.gb = wanted("gb", g.gb, gb);
+  out.accumulate = g.accumulate != 0;
+  hot::backward_linear(c, view(call, "gy", gy), w, saved_of(call, saved), spec_of(call, spec), out,
+                       workspace);
+}
+
+const std::vector<std::string>& known_recipes() {
+  static const std::vector<std::string> names = hot::recipe_names();
+  return names;
+}
+
+template <class Make>
+hot_status make_context(const char* call, hot_context** out, const Make& make) noexcept {
+  return guarded([&] {
+    hot_context*& target = place(call, "out", out);
+    target = new hot_context{make()};
+  });
+}
+
+template <class Change>
+hot_status change_context(const char* call, hot_context* context, const Change& change) noexcept {
+  return guarded([&] {
+    const hot::Context changed = change(context_of(call, context));
+    context->context = changed;
+  });
+}
+
+// A function that returns a number.
+template <class T, class Ask>
+hot_status answer(const char* call, const char* name, T* out, const Ask& ask) noexcept {
+  return guarded([&] { place(call, name, out) = ask(); });
+}
+
+}  // namespace
+
+extern "C" {
+
+// ---- errors and the build ----------------------------------------------------------------------
+
+const char* hot_status_name(hot_status status) {
+  static constexpr const char* names[] = {
+      "ok",         "invalid_argument", "unsupported",   "workspace_too_small",
+      "cuda_error", "out_of_memory",    "internal_error"};
+  return status < HOT_OK || status > HOT_INTERNAL_ERROR ? "unknown" : names[status];
+}
+
+const char* hot_last_error(void) { return error_text; }
+
+const char* hot_version(void) { return hot::version(); }
+
+int32_t hot_built_with_cuda(void) { return hot::built_with_cuda() ? 1 : 0; }
+
+const char* hot_cuda_architectures(void) { return hot::cuda_architectures(); }
+
+size_t hot_dtype_size(int32_t dtype) {
+  const bool known = dtype >= HOT_F32 && dtype <= HOT_I4X2;
+  return known ? hot::dtype_size(static_cast<hot::DType>(dtype)) : 0;
+}
+
+// ---- contexts ----------------------------------------------------------------------------------
+
+hot_status hot_context_cpu(int32_t threads, hot_context** out) {
+  return make_context("context_cpu", out, [&] { return hot::Context::cpu(threads); });
+}
+
+hot_status hot_context_cuda(int32_t device, void* stream, hot_context** out) {
+  return make_context("context_cuda", out,
+                      [&] { return hot::Context::cuda(device, static_cast<hot::Stream>(stream)); });
+}
+
+hot_status hot_context_copy(const hot_context* context, hot_context** out) {
+  return make_context("context_copy", out, [&] { return context_of("context_copy", context); });
+}
+
+void hot_context_destroy(hot_context* context) { delete context; }
+
+hot_status hot_context_set_key(hot_context* context, uint64_t seed, uint64_t offset,
+                               uint32_t stream, const uint64_t* counter) {
+  return change_context("context_set_key", context, [&](const hot::Context& c) {
+    return c.with_key({seed, offset, stream, counter});
+  });
+}
+
+int32_t hot_best_isa(void) { return static_cast<std::int32_t>(hot::best_isa()); }
+
+hot_status hot_context_set_isa(hot_context* context, int32_t isa) {
+  const char* const call = "context_set_isa";
+  return change_context(call, context, [&](const hot::Context& c) {
+    return c.with_isa(choice(call, "isa", isa, hot::Isa::avx512));
+  });
+}
+
+hot_status hot_context_set_arch(hot_context* context, int32_t arch) {
+  return change_context("context_set_arch", context,
+                        [&](const hot::Context& c) { return c.with_arch(arch); });
+}
+
+int32_t hot_context_threads(const hot_context* context) {
+  return context == nullptr ? 0 : context->context.threads();
+}
+
+// ---- what a layer computes ---------------------------------------------------------------------
+
+hot_status hot_spec_recipe(const char* name, hot_spec* spec) {
+  const char* const call = "recipe";
+  return guarded([&] {
+    place(call, "name", name);
+    check_given(call, "spec", spec);
+    const hot::BackwardLinearSpec r = hot::recipe(name);
+    hot_spec out{};
+    out.hadamard_block = r.hadamard_block;
+    out.gx_bits = r.gx_bits;
+    out.gx_scale = static_cast<std::int32_t>(r.gx_scale);
+    out.weight_scale = static_cast<std::int32_t>(r.weight_scale);
+    out.gx_rounding = static_cast<std::int32_t>(r.gx_rounding);
+    out.basis = static_cast<std::int32_t>(r.low_rank.basis);
+    out.block = r.low_rank.block;
+    out.rank = r.low_rank.rank;
+    out.gw_scale = static_cast<std::int32_t>(r.gw_scale);
+    out.gw_rounding = static_cast<std::int32_t>(r.gw_rounding);
+    out.storage = static_cast<std::int32_t>(r.storage);
+    out.x_scale = static_cast<std::int32_t>(r.x_scale);
+    out.x_rounding = static_cast<std::int32_t>(r.x_rounding);
+    write(spec, out);
+  });
+}
+
+const char* hot_recipe_name(int32_t index) {
+  try {
+    const std::vector<std::string>& names = known_recipes();
+    const bool known = index >= 0 && static_cast<std::size_t>(index) < names.size();
+    return known ? names[static_cast<std::size_t>(index)].c_str() : nullptr;
+  } catch (...) {  // no memory for the names
+    return nullptr;
+  }
+}
+
+hot_status hot_supported(const hot_context* context, int64_t tokens, int64_t out_features,
+                         int64_t in_features, const hot_spec* spec) {
+  const char* const call = "supported";
+  return guarded([&] {
+    const hot::Support support = hot::supported(
+        context_of(call, context), {tokens, out_features, in_features}, spec_of(call, spec));
+    if (!support.ok) throw hot::Error(hot::ErrorCode::unsupported, support.why);
+  });
+}
+
+// ---- single stages -----------------------------------------------------------------------------
+
+hot_status hot_fwht(const hot_context* context, const hot_tensor* x, int32_t axis, int32_t block,
+                    const hot_tensor* out) {
+  const char* const call = "fwht";
+  return guarded([&] {
+    hot::fwht(context_of(call, context), view(call, "x", x), axis, block, view(call, "out", out));
+  });
+}
+
+hot_status hot_basis_order(int32_t basis, int32_t block, int32_t* rows) {
+  const char* const call = "basis_order";
+  return guarded([&] {
+    const std::vector<int> order =
+        hot::basis_order(choice(call, "basis", basis, hot::Basis::sketch), block);
+    std::int32_t* const to = &place(call, "rows", rows);
+    for (std::size_t i = 0; i < order.size(); ++i) to[i] = order[i];
+  });
+}
+
+hot_status hot_hla_rows(int64_t tokens, const hot_spec* spec, int64_t* rows) {
+  const char* const call = "hla_rows";
+  return answer(call, "rows", rows,
+                [&] { return hot::hla_rows(tokens, spec_of(call, spec).low_rank); });
+}
+
+hot_status hot_hla(const hot_context* context, const hot_tensor* x, const hot_spec* spec,
+                   int32_t side, const hot_tensor* out) {
+  const char* const call = "hla";
+  return guarded([&] {
+    hot::hla(context_of(call, context), view(call, "x", x), spec_of(call, spec).low_rank,
+             choice(call, "side", side, hot::Side::gradient), view(call, "out", out));
+  });
+}
+
+hot_status hot_quantize(const hot_context* context, const hot_tensor* x, int32_t bits,
+                        int32_t granularity, int32_t rounding, const hot_tensor* q,
+                        const hot_tensor* scale) {
+  const char* const call = "quantize";
+  return guarded([&] {
+    const hot::QuantSpec spec{bits,
+                              choice(call, "granularity", granularity, hot::Granularity::column),
+                              choice(call, "rounding", rounding, hot::Rounding::pseudo_stochastic)};
+    hot::quantize(context_of(call, context), view(call, "x", x), spec, view(call, "q", q),
+                  view(call, "scale", scale));
+  });
+}
+
+hot_status hot_dequantize(const hot_context* context, const hot_tensor* q, const hot_tensor* scale,
+                          int32_t granularity, const hot_tensor* out) {
+  const char* const call = "dequantize";
+  return guarded([&] {
+    hot::dequantize(context_of(call, context), view(call, "q", q), view(call, "scale", scale),
+                    choice(call, "granularity", granularity, hot::Granularity::column),
+                    view(call, "out", out));
+  });
+}
+
+hot_status hot_pack_int4(const hot_context* context, const hot_tensor* q, const hot_tensor* out) {
+  const char* const call = "pack_int4";
+  return guarded([&] {
+    hot::pack_int4(context_of(call, context), view(call, "q", q), view(call, "out", out));
+  });
+}
+
+hot_status hot_unpack_int4(const hot_context* context, const hot_tensor* packed,
+                           const hot_tensor* out) {
+  const char* const call = "unpack_int4";
+  return guarded([&] {
+    hot::unpack_int4(context_of(call, context), view(call, "packed", packed),
+                     view(call, "out", out));
+  });
+}
+
+hot_status hot_gemm_workspace(const hot_context* context, int64_t m, int64_t n, int64_t k,
+                              size_t* bytes) {
+  const char* const call = "gemm_workspace";
+  return answer(call, "bytes", bytes,
+                [&] { return hot::gemm_workspace(context_of(call, context), m, n, k); });
+}
+
+hot_status hot_gemm_int8(const hot_context* context, const hot_tensor* a, const hot_tensor* b,
+                         const hot_tensor* a_scale, const hot_tensor* b_scale, int32_t divisor,
+                         int32_t accumulate, const hot_tensor* out, void* workspace,
+                         size_t workspace_bytes) {
+  const char* const call = "gemm_int8";
+  return guarded([&] {
+    hot::gemm_int8(context_of(call, context), view(call, "a", a), view(call, "b", b),
+                   optional(call, "a_scale", a_scale), optional(call, "b_scale", b_scale),
+                   {divisor, accumulate != 0}, view(call, "out", out),
+                   {workspace, workspace_bytes});
+  });
+}
+
+hot_status hot_gemm_int4(const hot_context* context, const hot_tensor* a, const hot_tensor* b,
+                         int64_t k, const hot_tensor* a_scale, const hot_tensor* b_scale,
+                         int32_t divisor, int32_t accumulate, const hot_tensor* out,
+                         void* workspace, size_t workspace_bytes) {
+  const char* const call = "gemm_int4";
+  return guarded([&] {
+    hot::gemm_int4(context_of(call, context), view(call, "a", a), view(call, "b", b), k,
+                   optional(call, "a_scale", a_scale), optional(call, "b_scale", b_scale),
+                   {divisor, accumulate != 0}, view(call, "out", out),
+                   {workspace, workspace_bytes});
+  });
+}
+
+// ---- a linear layer ----------------------------------------------------------------------------
+
+hot_status hot_saved_layout_of(int64_t tokens, int64_t in_features, const hot_spec* spec,
+                               hot_saved_layout* layout) {
+  const char* const call = "saved_layout";
+  return guarded([&] {
+    check_given(call, "layout", layout);
+    const hot::SavedLayout l = hot::saved_layout(tokens, in_features, spec_of(call, spec));
+    write(layout, {0, l.bytes, l.channels, l.k, l.k_padded, l.row_bytes, l.scales, l.scale_offset});
+  });
+}
+
+hot_status hot_compress_activation_workspace(const hot_context* context, int64_t tokens,
+                                             int64_t in_features, const hot_spec* spec,
+                                             size_t* bytes) {
+  const char* const call = "compress_activation_workspace";
+  return answer(call, "bytes", bytes, [&] {
+    return hot::compress_activation_workspace(context_of(call, context), tokens, in_features,
+                                              spec_of(call, spec));
+  });
+}
+
+hot_status hot_compress_activation(const hot_context* context, const hot_tensor* x,
+                                   const hot_spec* spec, void* data, size_t bytes, void* workspace,
+                                   size_t workspace_bytes, hot_saved* saved) {
+  const char* const call = "compress_activation";
+  return guarded([&] {
+    check_given(call, "saved", saved);
+    const hot::ConstSavedActivation s =
+        hot::compress_activation(context_of(call, context), view(call, "x", x), spec_of(call, spec),
+                                 {data, bytes}, {workspace, workspace_bytes});
+    write(saved, {0, s.data, s.bytes, s.tokens, s.in_features, s.key.seed, s.key.offset,
+                  s.key.counter, s.key.stream, 0, s.format});
+  });
+}
+
+hot_status hot_quantized_weight_bytes(int64_t out_features, int64_t in_features,
+                                      const hot_spec* spec, size_t* bytes) {
+  const char* const call = "quantized_weight_bytes";
+  return answer(call, "bytes", bytes, [&] {
+    return hot::quantized_weight_bytes(out_features, in_features, spec_of(call, spec));
+  });
+}
+
+hot_status hot_quantize_weight_workspace(const hot_context* context, int64_t out_features,
+                                         int64_t in_features, const hot_spec* spec, size_t* bytes) {
+  const char* const call = "quantize_weight_workspace";
+  return answer(call, "bytes", bytes, [&] {
+    return hot::quantize_weight_workspace(context_of(call, context), out_features, in_features,
+                                          spec_of(call, spec));
+  });
+}
+
+hot_status hot_quantize_weight(const hot_context* context, const hot_tensor* w,
+                               const hot_spec* spec, void* data, size_t bytes, void* workspace,
+                               size_t workspace_bytes, hot_weight* weight) {
+  const char* const call = "quantize_weight";
+  return guarded([&] {
+    check_given(call, "weight", weight);
+    const hot::ConstQuantizedWeight q =
+        hot::quantize_weight(context_of(call, context), view(call, "w", w), spec_of(call, spec),
+                             {data, bytes}, {workspace, workspace_bytes});
+    write(weight, {0, q.data, q.bytes, q.out_features, q.in_features, q.format});
+  });
+}
+
+hot_status hot_backward_linear_workspace(const hot_context* context, int64_t tokens,
+                                         int64_t out_features, int64_t in_features,
+                                         const hot_spec* spec, int32_t need_gx, int32_t need_gw,
+                                         size_t* bytes) {
+  const char* const call = "backward_linear_workspace";
+  return answer(call, "bytes", bytes, [&] {
+    return hot::backward_linear_workspace(context_of(call, context),
+                                          {tokens, out_features, in_features}, spec_of(call, spec),
+                                          need_gx != 0, need_gw != 0);
+  });
+}
+
+hot_status hot_backward_linear(const hot_context* context, const hot_tensor* gy,
+                               const hot_tensor* w, const hot_saved* saved, const hot_spec* spec,
+                               const hot_gradients* out, void* workspace, size_t workspace_bytes) {
+  return guarded([&] {
+    backward(context, gy, optional("backward_linear", "w", w), saved, spec, out,
+             {workspace, workspace_bytes});
+  });
+}
+
+hot_status hot_backward_linear_quantized(const hot_context* context, const hot_tensor* gy,
+                                         const hot_weight* weight, const hot_saved* saved,
+                                         const hot_spec* spec, const hot_gradients* out,
+                                         void* workspace, size_t workspace_bytes) {
+  return guarded([&] {
+    hot::ConstQuantizedWeight q;
+    if (weight != nullptr) {
+      const hot_weight w = read("backward_linear", "weight", weight);
+      q = {w.data, w.bytes, w.out_features, w.in_features, w.format};
+    }
+    backward(context, gy, q, saved, spec, out, {workspace, workspace_bytes});
+  });
+}
+
+}  // extern "C"

@@ -1,0 +1,62 @@
+// The recipes: the one table of them. Python's HotConfig.recipe and the C ABI ask here.
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "hot/backward_linear.h"
+#include "hot/error.h"
+
+namespace hot {
+namespace {
+
+struct Recipe {
+  const char* name;
+  void (*change)(BackwardLinearSpec&);  // from the defaults of the fields
+};
+
+constexpr Recipe recipes[] = {
+    {"default", [](BackwardLinearSpec&) {}},
+    {"fast",
+     [](BackwardLinearSpec& spec) {
+       spec.low_rank.basis = Basis::sketch;
+       spec.low_rank.rank = 8;
+       spec.storage = Storage::int8;
+     }},
+    {"int4", [](BackwardLinearSpec& spec) { spec.gx_bits = 4; }},
+    {"paper",
+     [](BackwardLinearSpec& spec) {
+       spec.gx_bits = 4;
+       spec.gx_scale = Granularity::tensor;
+       spec.weight_scale = Granularity::tensor;
+       spec.low_rank.basis = Basis::lowpass;
+       spec.low_rank.rank = 8;
+       spec.gw_scale = GradScale::tensor;
+       spec.storage = Storage::int8;
+       spec.x_scale = Granularity::tensor;
+     }},
+    {"accurate", [](BackwardLinearSpec& spec) { spec.storage = Storage::int8; }},
+};
+
+}  // namespace
+
+BackwardLinearSpec recipe(std::string_view name) {
+  std::string known;
+  for (const Recipe& entry : recipes) {
+    if (name == entry.name) {
+      BackwardLinearSpec spec;
+      entry.change(spec);
+      return spec;
+    }
+    known += (known.empty() ? "'" : ", '") + std::string(entry.name) + "'";
+  }
+  throw Error(ErrorCode::invalid_argument,
+              "recipe: name is '" + std::string(name) + "'; expected one of " + known);
+}
+
+std::vector<std::string> recipe_names() {
+  std::vector<std::string> names;
+  for (const Recipe& entry : recipes) names.emplace_back(entry.name);
+  return names;
+}
+
+}  // namespace hot

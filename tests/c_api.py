@@ -1,0 +1,383 @@
+"""hot/hot_c.h through ctypes: its structs, constants and prototypes, read from the header itself.
+
+:class:`CApi` has functions of the names and arguments of ``hotcore``'s own, for NumPy arrays.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import re
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import hotcore
+import numpy as np
+import pytest
+from hotcore import HotConfig, Key, info
+
+HEADER = Path(__file__).resolve().parents[1] / "cpp/include/hot/hot_c.h"
+NUMBERS: dict[str, Any] = {
+    "int32_t": ctypes.c_int32,
+    "int64_t": ctypes.c_int64,
+    "uint32_t": ctypes.c_uint32,
+    "uint64_t": ctypes.c_uint64,
+    "size_t": ctypes.c_size_t,
+    "hot_status": ctypes.c_int32,
+}
+
+
+def _text() -> str:
+    return re.sub(r"/\*.*?\*/", "", HEADER.read_text(), flags=re.DOTALL)
+
+
+def constants() -> dict[str, int]:
+    """Every enumerator."""
+    found = re.findall(r"\b(HOT_\w+) = (\d+)", _text())
+    return {name: int(value) for name, value in found}
+
+
+CONSTANTS = constants()
+
+
+def _type(words: str) -> Any:
+    if words.endswith("*"):
+        return ctypes.c_char_p if words == "const char*" else ctypes.c_void_p
+    return NUMBERS[words.removeprefix("const ")]
+
+
+def structs() -> dict[str, type[ctypes.Structure]]:
+    """Every struct of the header, in the order of its members."""
+    found: dict[str, type[ctypes.Structure]] = {}
+    for body, name in re.findall(r"typedef struct \w+ \{(.*?)\} (\w+);", _text(), re.DOTALL):
+        fields = []
+        for member in filter(None, map(str.strip, body.split(";"))):
+            kind, names = re.fullmatch(r"((?:const )?\w+\*?)\s+(.+)", member, re.DOTALL).groups()
+            for field in names.split(","):
+                base, _, count = field.strip().rstrip("]").partition("[")
+                one = _type(kind)
+                fields.append((base.strip(" *"), one * CONSTANTS[count] if count else one))
+        found[name] = type(name, (ctypes.Structure,), {"_fields_": fields})
+    return found
+
+
+STRUCTS = structs()
+
+
+def prototypes() -> dict[str, tuple[str, list[str]]]:
+    """Every exported function: what it returns, and the types of its arguments."""
+    found = {}
+    for result, name, arguments in re.findall(
+        r"^HOT_API ([\w ]+?\*?) (\w+)\(([^)]*)\);", _text(), re.MULTILINE
+    ):
+        kinds = [re.sub(r"\s*\w+$", "", one.strip()) for one in arguments.split(",")]
+        found[name] = (result, [] if arguments == "void" else kinds)
+    return found
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """libhot with the header's prototypes; skips the test where it is inside the extension."""
+    path = info.collect()["library"]
+    if not Path(path).is_file():
+        pytest.skip(f"libhot is {path}")
+    lib = ctypes.CDLL(path)
+    for name, (result, arguments) in prototypes().items():
+        function = getattr(lib, name)
+        function.restype = None if result == "void" else _type(result)
+        function.argtypes = [
+            ctypes.c_char_p if kind == "const char*" else _type(kind) for kind in arguments
+        ]
+    return lib
+
+
+class HotError(Exception):
+    """A call that did not return HOT_OK: its status and text."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+DTYPES = {
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int8": "I8",
+    "int32": "I32",
+    "uint8": "I4X2",
+}
+
+
+def make(name: str, **fields: Any) -> ctypes.Structure:
+    """A struct with its size and these fields."""
+    return STRUCTS[name](struct_size=ctypes.sizeof(STRUCTS[name]), **fields)
+
+
+def tensor(array: np.ndarray) -> ctypes.Structure:
+    """The view of an array."""
+    made = make("hot_tensor", data=array.ctypes.data, ndim=array.ndim)
+    made.dtype = CONSTANTS["HOT_" + DTYPES[array.dtype.name]]
+    for axis in range(array.ndim):
+        made.shape[axis] = array.shape[axis]
+        made.stride[axis] = array.strides[axis] // array.itemsize
+    return made
+
+
+def aligned(count: int) -> np.ndarray:
+    """``count`` bytes, 16-byte aligned."""
+    memory = np.full(count + 16, 0xA5, np.uint8)
+    return memory[-memory.ctypes.data % 16 :][:count]
+
+
+class CApi:
+    """The stages through the C ABI, on the CPU, with a context of their own."""
+
+    def __init__(self, threads: int = 2) -> None:
+        self.lib = library()
+        self._context = ctypes.c_void_p()
+        self.call("hot_context_cpu", threads, ctypes.byref(self._context))
+
+    def close(self) -> None:
+        """Destroy the context."""
+        self.lib.hot_context_destroy(self._context)
+        self._context = ctypes.c_void_p()
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """Call a function that returns a status; structs are passed by address."""
+        passed = [
+            ctypes.byref(one) if isinstance(one, ctypes.Structure) else one for one in arguments
+        ]
+        status = getattr(self.lib, name)(*passed)
+        if status != CONSTANTS["HOT_OK"]:
+            raise HotError(status, self.lib.hot_last_error().decode())
+
+    def on(self, name: str, *arguments: Any) -> None:
+        """The same with the context in front."""
+        self.call(name, self._context, *arguments)
+
+    def number(self, name: str, *arguments: Any, kind: Any = ctypes.c_size_t) -> int:
+        """What a function answers by its last argument."""
+        out = kind()
+        self.call(name, *arguments, ctypes.byref(out))
+        return out.value
+
+    def key(self, key: Key | int) -> None:
+        """The key of the calls that follow."""
+        self.on("hot_context_set_key", *(key if isinstance(key, tuple) else Key(key)))
+
+    def spec(self, config: HotConfig | str) -> ctypes.Structure:
+        """A spec: of a recipe by its name, or of a configuration by its fields."""
+        made = make("hot_spec")
+        if isinstance(config, str):
+            self.call("hot_spec_recipe", config.encode(), made)
+            return made
+        for name in ("hadamard_block", "gx_bits", "rank", "block", "prefix_tokens"):
+            setattr(made, name, getattr(config, name))
+        for name in ("gx_scale", "weight_scale", "x_scale"):
+            value = "row" if (value := getattr(config, name)) == "channel" else value
+            setattr(made, name, CONSTANTS[f"HOT_SCALE_{value.upper()}"])
+        for name in ("gx_rounding", "gw_rounding", "x_rounding"):
+            setattr(made, name, CONSTANTS[f"HOT_{getattr(config, name).upper()}"])
+        made.basis = CONSTANTS[f"HOT_BASIS_{config.basis.upper()}"]
+        made.gw_scale = CONSTANTS[f"HOT_GRAD_SCALE_{config.gw_scale.upper()}"]
+        made.storage = CONSTANTS[f"HOT_STORAGE_{config.storage.upper()}"]
+        made.grid_h, made.grid_w = config.token_grid or (0, 0)
+        if config.rows:
+            made.kept_rows = np.array(config.rows, np.int32)  # lives as long as the struct
+            made.rows, made.row_count = made.kept_rows.ctypes.data, len(config.rows)
+        return made
+
+    def fwht(
+        self, x: np.ndarray, *, axis: int = -1, block: int = 16, out: np.ndarray | None = None
+    ) -> np.ndarray:
+        out = np.empty(x.shape, x.dtype) if out is None else out
+        self.on("hot_fwht", tensor(x), axis, block, tensor(out))
+        return out
+
+    def basis_order(self, basis: str, block: int) -> list[int]:
+        order = np.full(max(block, 1), -1, np.int32)
+        self.call(
+            "hot_basis_order", CONSTANTS[f"HOT_BASIS_{basis.upper()}"], block, order.ctypes.data
+        )
+        return order.tolist()
+
+    def hla(
+        self, x: np.ndarray, *, side: str = "activation", key: Key | int = 0, **options: Any
+    ) -> np.ndarray:
+        spec = self.spec(HotConfig(storage="int8", **options))
+        self.key(key)
+        rows = self.number("hot_hla_rows", x.shape[0], spec, kind=ctypes.c_int64)
+        out = np.empty((rows, x.shape[1]), np.float32)
+        self.on("hot_hla", tensor(x), spec, CONSTANTS[f"HOT_SIDE_{side.upper()}"], tensor(out))
+        return out
+
+    def quantize(
+        self,
+        x: np.ndarray,
+        *,
+        bits: int = 8,
+        scale: str = "row",
+        rounding: str = "stochastic",
+        key: Key | int = 0,
+        packed: bool = False,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        rows, columns = x.shape
+        q = np.empty((rows, (columns + 1) // 2 if packed else columns), np.int8)
+        q = q.view(np.uint8) if packed else q
+        scales = np.empty({"row": rows, "column": columns, "tensor": 1}[scale], np.float32)
+        self.key(key)
+        self.on(
+            "hot_quantize",
+            tensor(x),
+            bits,
+            CONSTANTS[f"HOT_SCALE_{scale.upper()}"],
+            CONSTANTS[f"HOT_{rounding.upper()}"],
+            tensor(q),
+            tensor(scales),
+        )
+        return q, scales
+
+    def dequantize(
+        self, q: np.ndarray, scale: np.ndarray, *, granularity: str = "row"
+    ) -> np.ndarray:
+        out = np.empty(q.shape, np.float32)
+        which = CONSTANTS[f"HOT_SCALE_{granularity.upper()}"]
+        self.on("hot_dequantize", tensor(q), tensor(scale), which, tensor(out))
+        return out
+
+    def pack_int4(self, q: np.ndarray) -> np.ndarray:
+        out = np.empty((q.shape[0], (q.shape[1] + 1) // 2), np.uint8)
+        self.on("hot_pack_int4", tensor(q), tensor(out))
+        return out
+
+    def unpack_int4(self, packed: np.ndarray, columns: int) -> np.ndarray:
+        out = np.empty((packed.shape[0], columns), np.int8)
+        self.on("hot_unpack_int4", tensor(packed), tensor(out))
+        return out
+
+    def gemm(
+        self,
+        a: np.ndarray,
+        b: np.ndarray,
+        a_scale: np.ndarray | None = None,
+        b_scale: np.ndarray | None = None,
+        *,
+        k: int | None = None,
+        divisor: int = 1,
+        out_dtype: Any = "float32",
+        out: np.ndarray | None = None,
+        accumulate: bool = False,
+    ) -> np.ndarray:
+        """gemm_int8, or with uint8 operands gemm_int4."""
+        m, n, packed = len(a), len(b), a.dtype == np.uint8
+        depth = [] if not packed else [2 * a.shape[1] if k is None else k]
+        size = self.number(
+            "hot_gemm_workspace", self._context, m, n, depth[0] if packed else a.shape[1]
+        )
+        workspace = aligned(size)
+        if out is None:
+            out = np.empty((m, n), np.int32 if a_scale is None else np.dtype(out_dtype))
+        self.on(
+            "hot_gemm_int4" if packed else "hot_gemm_int8",
+            tensor(a),
+            tensor(b),
+            *depth,
+            None if a_scale is None else tensor(a_scale),
+            None if b_scale is None else tensor(b_scale),
+            divisor,
+            int(accumulate),
+            tensor(out),
+            workspace.ctypes.data,
+            size,
+        )
+        return out
+
+    def compress_activation(
+        self, x: np.ndarray, spec: ctypes.Structure, *, key: Key | int = 0
+    ) -> tuple[np.ndarray, ctypes.Structure]:
+        """The bytes, and the hot_saved that says what they are."""
+        tokens, width = math.prod(x.shape[:-1]), x.shape[-1]
+        layout, saved = make("hot_saved_layout"), make("hot_saved")
+        self.call("hot_saved_layout_of", tokens, width, spec, layout)
+        size = self.number("hot_compress_activation_workspace", self._context, tokens, width, spec)
+        memory, workspace = aligned(layout.bytes), aligned(size)
+        self.key(key)
+        self.on(
+            "hot_compress_activation",
+            tensor(x),
+            spec,
+            memory.ctypes.data,
+            layout.bytes,
+            workspace.ctypes.data,
+            size,
+            saved,
+        )
+        return memory, saved
+
+    def quantize_weight(
+        self, w: np.ndarray, spec: ctypes.Structure
+    ) -> tuple[np.ndarray, ctypes.Structure]:
+        count = self.number("hot_quantized_weight_bytes", *w.shape, spec)
+        size = self.number("hot_quantize_weight_workspace", self._context, *w.shape, spec)
+        memory, workspace, weight = aligned(count), aligned(size), make("hot_weight")
+        self.on(
+            "hot_quantize_weight",
+            tensor(w),
+            spec,
+            memory.ctypes.data,
+            count,
+            workspace.ctypes.data,
+            size,
+            weight,
+        )
+        return memory, weight
+
+    def backward_linear(
+        self,
+        gy: np.ndarray,
+        w: np.ndarray | ctypes.Structure | None,
+        saved: ctypes.Structure | None,
+        spec: ctypes.Structure,
+        *,
+        in_features: int,
+        need: Collection[str] = ("gx", "gw"),
+        key: Key | int = 0,
+        out_dtype: Any = None,
+        outputs: dict[str, np.ndarray] | None = None,
+        accumulate: bool = False,
+    ) -> hotcore.Gradients:
+        tokens, outs = gy.shape
+        shapes = {"gx": (tokens, in_features), "gw": (outs, in_features), "gb": (outs,)}
+        out = {name: np.empty(shapes[name], out_dtype or gy.dtype) for name in need}
+        out.update(outputs or {})
+        views = {name: tensor(array) for name, array in out.items()}
+        gradients = make("hot_gradients", accumulate=int(accumulate))
+        for name, one in views.items():
+            setattr(gradients, name, ctypes.addressof(one))
+        size = self.number(
+            "hot_backward_linear_workspace",
+            self._context,
+            tokens,
+            outs,
+            in_features,
+            spec,
+            int("gx" in out),
+            int("gw" in out),
+        )
+        workspace = aligned(size)
+        quantized = isinstance(w, ctypes.Structure)
+        self.key(key)
+        self.on(
+            "hot_backward_linear_quantized" if quantized else "hot_backward_linear",
+            tensor(gy),
+            tensor(w) if isinstance(w, np.ndarray) else w,
+            saved,
+            spec,
+            gradients,
+            workspace.ctypes.data,
+            size,
+        )
+        return hotcore.Gradients(*(out.get(name) for name in shapes))

@@ -1,0 +1,116 @@
+"""C and C++ on a GPU: a consumer of the package and of a static libhot, cpp_trainer, the C ABI."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import hotcore  # noqa: E402  (after the skip: hotcore itself needs no torch)
+from c_api import CONSTANTS, DTYPES, CApi, make  # noqa: E402
+from cpp_projects import CONSUMER, TRAINER, build, check_curves, curves, run  # noqa: E402
+from hotcore import Key, _core  # noqa: E402
+from support_gpu import RECIPES  # noqa: E402
+
+pytestmark = pytest.mark.cuda
+ARCHS = _core.cuda_architectures()
+
+
+def test_consumer_of_the_package(tmp_path: Path) -> None:
+    folder = build(CONSUMER, tmp_path, CONSUMER_CUDA="ON")
+    assert "GPU: g_x and g_w as on the CPU" in run(folder / "consumer", "--cuda")
+    run(folder / "consumer_c")
+
+
+def test_consumer_of_a_static_library(tmp_path: Path) -> None:
+    # Built here, inside the consumer; without CUTLASS, whose kernels take minutes.
+    folder = build(
+        CONSUMER,
+        tmp_path / "build",
+        HOTCORE_FROM="subdirectory",
+        HOT_SHARED="OFF",
+        HOT_INSTALL="ON",
+        HOT_CUDA="ON",
+        HOT_CUTLASS="OFF",
+        CMAKE_CUDA_ARCHITECTURES=ARCHS,
+        CONSUMER_CUDA="ON",
+    )
+    assert "GPU: g_x and g_w as on the CPU" in run(folder / "consumer", "--cuda")
+    # And from a prefix, whose package has to name what a static libhot needs.
+    prefix = tmp_path / "prefix"
+    run("cmake", "--install", folder, "--prefix", prefix, "--component", "devel")
+    other = build(CONSUMER, tmp_path / "other", CONSUMER_CUDA="ON", CMAKE_PREFIX_PATH=prefix)
+    assert "GPU: g_x and g_w as on the CPU" in run(other / "consumer", "--cuda")
+
+
+def test_trainer(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    digits = tmp_path / "digits.bin"
+    run(sys.executable, TRAINER / "export_digits.py", digits)
+    folder = build(TRAINER, tmp_path / "build", TRAINER_CUDA="ON", CMAKE_CUDA_ARCHITECTURES=ARCHS)
+    program = folder / "cpp_trainer"
+    for recipe in ("default", "fast"):
+        text = run(program, digits, "--epochs", 8, "--device", "cuda", "--recipe", recipe)
+        assert "on cuda" in text
+        check_curves(curves(text))
+        on_cpu = curves(run(program, digits, "--epochs", 8, "--recipe", recipe))
+        # The sums of fp32 go in another order; the integers are the same.
+        assert abs(curves(text)[0][3] - on_cpu[0][3]) < 0.01
+
+
+def view(value: torch.Tensor) -> ctypes.Structure:
+    """The view of a contiguous tensor on CUDA device 0."""
+    made = make("hot_tensor", data=value.data_ptr(), ndim=value.dim(), device_index=0)
+    made.device_type = CONSTANTS["HOT_CUDA"]
+    made.dtype = CONSTANTS["HOT_" + DTYPES[str(value.dtype).removeprefix("torch.")]]
+    for axis in range(value.dim()):
+        made.shape[axis], made.stride[axis] = value.shape[axis], value.stride(axis)
+    return made
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_c_abi(recipe: str) -> None:
+    tokens, outs, ins, key = 200, 64, 96, Key(1, 2, 3)
+    gy, w, x = (
+        torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+        for shape in ((tokens, outs), (outs, ins), (tokens, ins))
+    )
+    model = hotcore.compress_activation(x, recipe, key=key)
+    need = ("gx", "gw", "gb")
+    expected = hotcore.backward_linear(gy, w, model, need=need, key=key)
+
+    api, context = CApi(), ctypes.c_void_p()
+    stream = torch.cuda.current_stream().cuda_stream
+    api.call("hot_context_cuda", 0, stream, ctypes.byref(context))
+    api.call("hot_context_set_key", context, *key)
+    spec, layout, saved = api.spec(recipe), make("hot_saved_layout"), make("hot_saved")
+    api.call("hot_supported", context, tokens, outs, ins, spec)
+    api.call("hot_saved_layout_of", tokens, ins, spec, layout)
+    forward = api.number("hot_compress_activation_workspace", context, tokens, ins, spec)
+    backward = api.number("hot_backward_linear_workspace", context, tokens, outs, ins, spec, 1, 1)
+    kept = torch.empty(layout.bytes, dtype=torch.uint8, device="cuda")
+    scratch = torch.empty(max(forward, backward, 1), dtype=torch.uint8, device="cuda")
+    api.call(
+        *("hot_compress_activation", context, view(x), spec, kept.data_ptr(), layout.bytes),
+        *(scratch.data_ptr(), forward, saved),
+    )
+    assert torch.equal(kept, model.data)
+
+    out = {name: torch.empty_like(value) for name, value in zip(need, expected, strict=True)}
+    views = {name: view(value) for name, value in out.items()}
+    gradients = make(
+        "hot_gradients", **{name: ctypes.addressof(one) for name, one in views.items()}
+    )
+    api.call(
+        *("hot_backward_linear", context, view(gy), view(w), saved, spec, gradients),
+        *(scratch.data_ptr(), backward),
+    )
+    torch.cuda.synchronize()
+    for name, wanted in zip(need, expected, strict=True):
+        assert torch.equal(out[name], wanted), name
+    api.lib.hot_context_destroy(context)
+    api.close()

@@ -1,0 +1,431 @@
+"""The C ABI: every stage gives the bits of the binding, and every error comes back as a status."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import re
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import hotcore
+import numpy as np
+import pytest
+from c_api import CONSTANTS, STRUCTS, CApi, HotError, aligned, library, make, prototypes, tensor
+from hotcore import HotConfig, Key, _core
+from hotcore.config import RECIPES
+from support import data, equal_bits, golden, golden_config, golden_options, parted_key
+
+ALL = ("gx", "gw", "gb")
+KEY, OTHER_KEY = Key(0x1234_5678_9ABC_DEF0, 0xFEDC_BA98_7654_3210, 8191), Key(42, 43, 44)
+INVALID, UNSUPPORTED = CONSTANTS["HOT_INVALID_ARGUMENT"], CONSTANTS["HOT_UNSUPPORTED"]
+
+
+@pytest.fixture
+def api() -> Iterator[CApi]:
+    made = CApi()
+    yield made
+    made.close()
+
+
+def numpy_cases(stage: str, *arrays: str) -> list[str]:
+    """Golden cases without bfloat16 (which NumPy has not) that have these arrays."""
+    return [
+        name
+        for name, case in golden(stage).items()
+        if all(part in case for part in arrays)
+        and not any(isinstance(v, np.ndarray) and v.dtype == np.uint16 for v in case.values())
+    ]
+
+
+# ---- the stages ----
+
+
+@pytest.mark.parametrize("name", numpy_cases("hadamard", "x"))
+def test_fwht(api: CApi, name: str) -> None:
+    case = golden("hadamard")[name]
+    out = np.empty(case["out"].shape, case["out"].dtype)
+    got = api.fwht(case["x"], axis=case["axis"], block=case["block"], out=out)
+    equal_bits(got, case["out"])
+    turned = np.asfortranarray(case["x"])
+    equal_bits(
+        api.fwht(turned, axis=case["axis"], block=case["block"]),
+        hotcore.fwht(case["x"], axis=case["axis"], block=case["block"]),
+    )
+
+
+@pytest.mark.parametrize("name", numpy_cases("lowrank"))
+def test_hla(api: CApi, name: str) -> None:
+    case = golden("lowrank")[name]
+    if "order" in case:
+        assert api.basis_order(case["basis"], case["block"]) == case["order"]
+    elif "out" in case:
+        names = ("basis", "rank", "block", "rows", "token_grid", "prefix_tokens", "side", "key")
+        equal_bits(api.hla(case["x"], **golden_options(case, *names)), case["out"])
+
+
+@pytest.mark.parametrize("name", numpy_cases("quantize", "codes"))
+def test_quantize(api: CApi, name: str) -> None:
+    case = golden("quantize")[name]
+    options = golden_options(case, "bits", "rounding", "key")
+    q, s = api.quantize(case["x"], scale=case["scale_of"], **options)
+    equal_bits(q, case["codes"])
+    equal_bits(s, case["scale"])
+    equal_bits(
+        api.dequantize(q, s, granularity=case["scale_of"]),
+        hotcore.dequantize(q, s, granularity=case["scale_of"]),
+    )
+    if "packed" in case:
+        packed, _ = api.quantize(case["x"], scale=case["scale_of"], packed=True, **options)
+        equal_bits(packed, case["packed"])
+
+
+@pytest.mark.parametrize("name", numpy_cases("pack"))
+def test_pack_int4(api: CApi, name: str) -> None:
+    case = golden("pack")[name]
+    packed, columns = api.pack_int4(case["codes"]), case["codes"].shape[1]
+    equal_bits(packed, case["packed"])
+    equal_bits(api.unpack_int4(packed, columns), hotcore.unpack_int4(packed, columns))
+
+
+@pytest.mark.parametrize("name", numpy_cases("gemm", "a"))
+def test_gemm(api: CApi, name: str) -> None:
+    case = golden("gemm")[name]
+    given_k = {"k": case["k"]} if "k" in case else {}
+    equal_bits(api.gemm(case["a"], case["b"], **given_k), case["sums"])
+    if "out" in case:
+        options: dict[str, Any] = {"out_dtype": case["out"].dtype}
+        if "c" in case:
+            options = {"out": case["c"].copy(), "accumulate": True}
+        operands = [case[part] for part in ("a", "b", "a_scale", "b_scale")]
+        got = api.gemm(*operands, divisor=case["divisor"], **given_k, **options)
+        equal_bits(got, case["out"])
+
+
+@pytest.mark.parametrize("name", numpy_cases("backward_linear", "key"))
+def test_backward_linear(api: CApi, name: str) -> None:
+    case = golden("backward_linear")[name]
+    spec = api.spec(golden_config(case))
+    kept, saved = api.compress_activation(case["x"], spec, key=Key(*case["saved_key"]))
+    expected = {part: case[part] for part in ALL if part in case}
+    outputs, options = {}, {}
+    if "gw_before" in case:
+        outputs = {part: case[f"{part}_before"].copy() for part in ("gw", "gb")}
+        options = {"accumulate": True}
+    got = api.backward_linear(
+        case["gy"],
+        case["w"],
+        saved,
+        spec,
+        in_features=case["x"].shape[-1],
+        need=list(expected),
+        key=Key(*case["key"]),
+        out_dtype=next(iter(expected.values())).dtype,
+        outputs=outputs,
+        **options,
+    )
+    for part, wanted in expected.items():
+        equal_bits(getattr(got, part), wanted, part)
+    assert len(kept) == saved.bytes
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_layer_by_recipe(api: CApi, rng: np.random.Generator, recipe: str) -> None:
+    gy, w, x = (data(rng, shape) for shape in ((50, 21), (21, 35), (50, 35)))
+    model = hotcore.compress_activation(x, recipe, key=KEY)
+    expected = hotcore.backward_linear(gy, w, model, need=ALL, key=OTHER_KEY)
+    spec = api.spec(recipe)
+    bytes_of_fields = [bytes(one) for one in (spec, api.spec(HotConfig.recipe(recipe)))]
+    assert bytes_of_fields[0] == bytes_of_fields[1]
+    kept, saved = api.compress_activation(x, spec, key=KEY)
+    equal_bits(kept, model.data)
+    assert (saved.tokens, saved.in_features) == (50, 35)
+    assert Key(saved.key_seed, saved.key_offset, saved.key_stream) == KEY
+    codes, weight = api.quantize_weight(w, spec)
+    written = len(codes) - 4 * 34 * (recipe == "paper")  # one scale of a room for 35
+    equal_bits(codes[:written], hotcore.quantize_weight(w, recipe).data[:written])
+    for operand in (w, weight):
+        got = api.backward_linear(gy, operand, saved, spec, in_features=35, need=ALL, key=OTHER_KEY)
+        for name, ours, theirs in zip(ALL, got, expected, strict=True):
+            equal_bits(ours, theirs, name)
+    for name in ALL:  # each alone, without what it does not need
+        got = api.backward_linear(
+            gy,
+            w if name == "gx" else None,
+            saved if name == "gw" else None,
+            spec,
+            in_features=35,
+            need=[name],
+            key=OTHER_KEY,
+        )
+        equal_bits(getattr(got, name), getattr(expected, name), name)
+
+
+def test_layouts_and_sizes(api: CApi) -> None:
+    for recipe in RECIPES:
+        spec, layout = api.spec(recipe), make("hot_saved_layout")
+        api.call("hot_saved_layout_of", 197, 48, spec, layout)
+        wanted = _core.saved_layout(197, 48, HotConfig.recipe(recipe).spec)
+        assert tuple(getattr(layout, name) for name, _ in layout._fields_[1:]) == wanted
+
+
+def test_counters(api: CApi, rng: np.random.Generator) -> None:
+    x = data(rng, (48, 21))
+    plain, counted, counter = parted_key(rng)
+    expected, _ = api.quantize(x, bits=4, key=plain)
+    equal_bits(api.quantize(x, bits=4, key=counted)[0], expected)
+    assert counter.size == 1  # alive to here
+
+
+def test_contexts(api: CApi, rng: np.random.Generator) -> None:
+    x, other = data(rng, (9, 131)), CApi(3)
+    assert (api.lib.hot_context_threads(api._context), other.lib.hot_context_threads(None)) == (
+        2,
+        0,
+    )
+    api.key(KEY)
+    copied = ctypes.c_void_p()
+    api.on("hot_context_copy", ctypes.byref(copied))
+    api.key(OTHER_KEY)  # is not the copy's
+    api._context, first = copied, api._context
+    q, s = np.empty((9, 131), np.int8), np.empty(9, np.float32)
+    row, stochastic = CONSTANTS["HOT_SCALE_ROW"], CONSTANTS["HOT_STOCHASTIC"]
+    api.on("hot_quantize", tensor(x), 8, row, stochastic, tensor(q), tensor(s))
+    equal_bits(q, hotcore.quantize(x, key=KEY)[0])
+    api._context = first
+    api.lib.hot_context_destroy(copied)
+    best = api.lib.hot_best_isa()
+    assert ("plain", "avx2", "avx512")[best] == _core.best_isa()
+    for isa in range(best + 1):
+        other.on("hot_context_set_isa", isa)
+        equal_bits(other.fwht(x[:, :128]), hotcore.fwht(x[:, :128]))
+    other.close()
+    other.lib.hot_context_destroy(None)
+
+
+# ---- errors ----
+
+
+def refused(call: Callable[[], object], status: int, *words: str) -> None:
+    with pytest.raises(HotError) as error:
+        call()
+    assert error.value.status == status, error.value
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_the_bindings_errors(api: CApi) -> None:
+    x = np.zeros((8, 24), np.float32)
+    calls = {
+        "x has 24 elements along axis -1": lambda: api.fwht(x, block=16),
+        "axis is 2": lambda: api.fwht(x, axis=2, block=8),
+        "out has": lambda: api.fwht(x, block=8, out=np.empty((8, 23), np.float32)),
+        "bits is 5": lambda: api.quantize(x, bits=5),
+        "basis_order: basis is sketch": lambda: api.basis_order("sketch", 16),
+        "expected int": lambda: api.pack_int4(x),
+        "recipe: name is 'best'": lambda: api.spec("best"),
+    }
+    for words, call in calls.items():
+        refused(call, INVALID, words)
+    refused(lambda: api.on("hot_context_set_key", 1, 2, 8192, None), INVALID, "8192")
+    refused(lambda: api.on("hot_context_set_key", 1, 2, 3, 4), INVALID, "multiple of 8")
+    refused(lambda: api.on("hot_context_set_arch", 70), INVALID, "arch is 70")
+    if not _core.built_with_cuda():
+        out = ctypes.c_void_p()
+        refused(
+            lambda: api.call("hot_context_cuda", 0, None, ctypes.byref(out)),
+            UNSUPPORTED,
+            "no CUDA backend",
+        )
+        assert out.value is None
+    a = np.ones((4, 32), np.int8)
+    small = CONSTANTS["HOT_WORKSPACE_TOO_SMALL"]
+    packed = api.pack_int4(a)
+    sums = np.zeros((4, 4), np.int32)
+    views = (tensor(packed), tensor(packed), 32, None, None, 1, 0, tensor(sums))
+    if api.number("hot_gemm_workspace", api._context, 4, 4, 32):
+        refused(lambda: api.on("hot_gemm_int4", *views, None, 0), small, "workspace", "expected")
+
+
+def test_wrong_numbers_and_nulls(api: CApi) -> None:
+    x = np.zeros((8, 16), np.float32)
+    good, fine = tensor(x), tensor(np.empty((8, 16), np.float32))
+    on = api.on
+    for field, value, words in (
+        ("dtype", 6, "x.dtype is 6; expected 0 to 5"),
+        ("dtype", -1, "x.dtype is -1"),
+        ("device_type", 2, "x.device_type is 2"),
+        ("device_type", 1, "x"),  # CUDA memory in a CPU context
+        ("ndim", 5, "x.ndim is 5; expected 0 to 4"),
+        ("ndim", -1, "x.ndim is -1"),
+        ("ndim", 0, "x"),
+        ("data", None, "x"),
+        ("struct_size", 0, "x.struct_size is 0; expected the size of the struct, 96"),
+        ("struct_size", 95, "x.struct_size is 95"),
+    ):
+        bad = tensor(x)
+        setattr(bad, field, value)
+        refused(lambda bad=bad: on("hot_fwht", bad, -1, 16, fine), INVALID, "fwht", words)
+    refused(lambda: on("hot_fwht", None, -1, 16, fine), INVALID, "x is null")
+    refused(lambda: on("hot_fwht", good, -1, 16, None), INVALID, "out is null")
+    refused(lambda: api.call("hot_fwht", None, good, -1, 16, fine), INVALID, "context is null")
+    refused(lambda: on("hot_context_copy", None), INVALID, "out is null")
+    refused(lambda: on("hot_context_set_isa", 3), INVALID, "isa is 3; expected 0 to 2")
+    refused(
+        lambda: api.call("hot_context_set_key", None, 0, 0, 0, None), INVALID, "context is null"
+    )
+    refused(lambda: api.call("hot_context_cpu", -1, ctypes.byref(ctypes.c_void_p())), INVALID, "-1")
+    refused(lambda: api.call("hot_basis_order", 1, 16, None), INVALID, "rows is null")
+    refused(lambda: on("hot_gemm_workspace", 1, 1, 1, None), INVALID, "bytes is null")
+    refused(lambda: api.call("hot_spec_recipe", None, make("hot_spec")), INVALID, "name is null")
+    refused(lambda: api.call("hot_spec_recipe", b"fast", None), INVALID, "spec is null")
+    numbers = (("basis", 4), ("gx_scale", 3), ("storage", 2), ("gw_scale", -1), ("x_rounding", 3))
+    for field, value in (*numbers, ("row_count", 65), ("gx_bits", 5), ("hadamard_block", 0)):
+        spec = api.spec("default")
+        setattr(spec, field, value)
+        refused(lambda s=spec: api.compress_activation(x, s), INVALID, f"{field} is {value}")
+    spec = api.spec("paper")
+    spec.row_count = 2
+    refused(lambda: api.compress_activation(x, spec), INVALID, "spec.rows is null")
+    for wrong in ("granularity", "rounding"):
+        codes = {"granularity": 1, "rounding": 0, wrong: 9}
+        q = tensor(np.empty((8, 16), np.int8))
+        refused(
+            lambda c=codes, q=q: on("hot_quantize", good, 8, *c.values(), q, fine),
+            INVALID,
+            f"{wrong} is 9",
+        )
+
+
+def test_nothing_wanted_and_another_spec(api: CApi, rng: np.random.Generator) -> None:
+    gy, w, x = (data(rng, shape) for shape in ((64, 6), (6, 5), (64, 5)))
+    spec = api.spec("accurate")
+    _, saved = api.compress_activation(x, spec)
+    _, weight = api.quantize_weight(w, spec)
+
+    def run(change: dict[str, Any], operand: Any = None, need: tuple[str, ...] = ("gw",)) -> None:
+        config = dataclasses.replace(HotConfig.recipe("accurate"), **change)
+        api.backward_linear(gy, operand, saved, api.spec(config), in_features=5, need=need)
+
+    refused(lambda: run({}, need=()), INVALID, "out wants nothing")
+    for change in ({"basis": "sketch"}, {"x_scale": "tensor"}, {"x_rounding": "nearest"}):
+        refused(lambda c=change: run(c), INVALID, "saved was made", "another spec")
+    refused(lambda: run({"gx_bits": 4}, weight, ("gx",)), INVALID, "w was made", "another spec")
+    run({"gx_bits": 4})  # which x has nothing to do with
+    saved.format = 0
+    refused(lambda: run({}), INVALID, "saved.format is 0")
+    saved.struct_size = 8
+    refused(lambda: run({}), INVALID, "saved.struct_size is 8")
+
+
+def test_nothing_is_written_before_the_error(api: CApi) -> None:
+    spec, x = api.spec("default"), np.ones((64, 8), np.float32)
+    memory, saved = aligned(4096), make("hot_saved")
+    before = memory.copy(), bytes(saved)
+
+    def compress(count: int) -> None:
+        where = memory.ctypes.data
+        api.on("hot_compress_activation", tensor(x), spec, where, count, None, 0, saved)
+
+    refused(
+        lambda: compress(10),
+        INVALID,
+        "saved has 10 bytes",
+    )
+    saved.struct_size = 1
+    refused(
+        lambda: compress(4096),
+        INVALID,
+        "saved.struct_size is 1",
+    )
+    saved.struct_size = ctypes.sizeof(saved)
+    equal_bits(memory, before[0])
+    assert bytes(saved) == before[1]
+
+
+def test_supported_says_why(api: CApi) -> None:
+    spec = api.spec("paper")
+    spec.grid_h = spec.grid_w = 14
+    spec.prefix_tokens = 1
+    api.on("hot_supported", 197, 64, 48, spec)
+    refused(lambda: api.on("hot_supported", 196, 64, 48, spec), UNSUPPORTED, "196")
+    refused(lambda: api.on("hot_supported", 197, 64, 48, None), INVALID, "spec is null")
+
+
+def test_errors_are_of_their_thread(api: CApi) -> None:
+    refused(lambda: api.spec("best"), INVALID, "best")
+    seen = []
+    thread = threading.Thread(target=lambda: seen.append(api.lib.hot_last_error()))
+    thread.start()
+    thread.join()
+    assert seen == [b""]
+    assert b"best" in api.lib.hot_last_error()
+    api.fwht(np.zeros((1, 16), np.float32))  # a call that works leaves the text
+    assert b"best" in api.lib.hot_last_error()
+
+
+# ---- versions ----
+
+
+def test_longer_structs_of_a_later_header(api: CApi) -> None:
+    x, out = np.arange(16, dtype=np.float32), np.empty(16, np.float32)
+
+    class Longer(ctypes.Structure):
+        _fields_ = [("tensor", STRUCTS["hot_tensor"]), ("later", ctypes.c_int64)]
+
+    longer = Longer(tensor(x), 0)
+    longer.tensor.struct_size = ctypes.sizeof(Longer)
+    api.on("hot_fwht", longer, -1, 16, tensor(out))
+    equal_bits(out, hotcore.fwht(x))
+    longer.later = 1
+    refused(
+        lambda: api.on("hot_fwht", longer, -1, 16, tensor(out)),
+        INVALID,
+        "x.struct_size is 104",
+        hotcore.__version__,
+    )
+    # What the library fills in, it fills as far as it knows.
+    made = ctypes.create_string_buffer(b"\x5a" * 256)
+    size = ctypes.sizeof(STRUCTS["hot_spec"])
+    ctypes.cast(made, ctypes.POINTER(ctypes.c_size_t))[0] = 256
+    api.call("hot_spec_recipe", b"fast", made)
+    assert made.raw[8:size] == bytes(api.spec("fast"))[8:]
+    assert made.raw[size:256] == b"\x5a" * (256 - size)
+
+
+def test_names_and_the_build() -> None:
+    lib = library()
+    assert lib.hot_version().decode() == hotcore.__version__ == _core.version()
+    assert bool(lib.hot_built_with_cuda()) == _core.built_with_cuda()
+    assert lib.hot_cuda_architectures().decode() == _core.cuda_architectures()
+    names = [lib.hot_recipe_name(i) for i in range(-1, len(RECIPES) + 1)]
+    assert names == [None, *(name.encode() for name in RECIPES), None]
+    for name in _STATUSES:
+        assert lib.hot_status_name(CONSTANTS[f"HOT_{name}"]).decode() == name.lower()
+    assert lib.hot_status_name(-1) == lib.hot_status_name(7) == b"unknown"
+    sizes = {"F32": 4, "F16": 2, "BF16": 2, "I8": 1, "I32": 4, "I4X2": 1}
+    assert {n: lib.hot_dtype_size(CONSTANTS[f"HOT_{n}"]) for n in sizes} == sizes
+    assert lib.hot_dtype_size(6) == lib.hot_dtype_size(-1) == 0
+
+
+_STATUSES = (
+    *("OK", "INVALID_ARGUMENT", "UNSUPPORTED", "WORKSPACE_TOO_SMALL"),
+    *("CUDA_ERROR", "OUT_OF_MEMORY", "INTERNAL_ERROR"),
+)
+
+
+def test_libhot_exports_its_own_names_alone() -> None:
+    nm = shutil.which("nm")
+    if nm is None:
+        pytest.skip("needs nm")
+    listed = subprocess.run(
+        [nm, "-D", "--defined-only", library()._name], capture_output=True, text=True, check=True
+    ).stdout
+    symbols = {line.split()[-1] for line in listed.splitlines()}
+    plain = {name for name in symbols if not re.match(r"_Z(N|NK|TIN|TSN|TVN)3hot", name)}
+    assert plain == set(prototypes())
+    # Of C++ the public headers' names: nothing of hot::detail.
+    assert not [name for name in symbols if "3hot6detail" in name]

@@ -1,0 +1,57 @@
+"""examples/cpp_trainer on the CPU: built as its README section says, and it learns."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cpp_projects import TRAINER, build, check_curves, curves, run
+
+pytest.importorskip("sklearn")
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The program and its data."""
+    folder = tmp_path_factory.mktemp("trainer")
+    digits = folder / "digits.bin"
+    run(sys.executable, TRAINER / "export_digits.py", digits)
+    return build(TRAINER, folder / "build", TRAINER_CUDA="OFF") / "cpp_trainer", digits
+
+
+@pytest.mark.parametrize("recipe", ["default", "fast"])
+def test_learns_like_fp32(trainer: tuple[Path, Path], recipe: str) -> None:
+    text = run(*trainer, "--epochs", 6, "--recipe", recipe)
+    check_curves(curves(text))
+    kept = [int(line.split()[-2]) for line in text.splitlines() if "kept for backward" in line]
+    assert kept[0] == 4 * 128 * (64 + 128 + 128)
+    assert kept[1] <= 0.15 * kept[0]
+    assert run(*trainer, "--epochs", 6, "--recipe", recipe) == text  # the same seed, the same bits
+
+
+def test_errors(trainer: tuple[Path, Path], tmp_path: Path) -> None:
+    program, digits = trainer
+    cut = tmp_path / "cut.bin"
+    cut.write_bytes(digits.read_bytes()[:-1])
+    other = tmp_path / "other.bin"
+    other.write_bytes(b"something else that is long enough")
+    for words, message in (
+        ([], "usage: cpp_trainer DIGITS"),
+        ([tmp_path / "none.bin"], "none.bin: cannot be read"),
+        ([cut], "cut.bin: is cut off"),
+        ([other], "other.bin: no file of export_digits.py"),
+        ([digits, "--device", "tpu"], "--device: 'tpu'; expected cpu or cuda"),
+        ([digits, "--device", "cuda"], "built without CUDA"),
+        ([digits, "--recipe", "best"], "recipe: name is 'best'; expected one of 'default'"),
+        ([digits, "--epochs", "0"], "--epochs: '0'; expected 1 to 10000"),
+        ([digits, "--epochs", "3x"], "--epochs: '3x'"),
+        ([digits, "--epochs"], "--epochs: a value is missing"),
+        ([digits, "--speed", "1"], "unknown option: --speed"),
+        ([digits, digits], "two files"),
+    ):
+        done = subprocess.run([program, *words], capture_output=True, text=True, check=False)
+        assert done.returncode == 1
+        assert message in done.stderr
+        assert done.stdout == ""
