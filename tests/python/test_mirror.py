@@ -14,7 +14,7 @@ CPP_TESTS = ROOT / "tests" / "cpp"
 PYTHON_TESTS = ROOT / "tests" / "python"
 
 # Headers that are no stage, and stages that are composed of others and have no file in a backend.
-INFRASTRUCTURE = {"api", "context", "error", "hot", "tensor"}
+INFRASTRUCTURE = {"api", "context", "device", "error", "hot", "tensor"}
 COMPOSED = {"backward_linear"}
 
 STAGES = sorted(path.stem for path in HEADERS.glob("*.h") if path.stem not in INFRASTRUCTURE)
