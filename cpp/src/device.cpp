@@ -114,10 +114,10 @@ DeviceVerdict judge_device(int major, int minor, const std::string& architecture
                              " alone" + again};
   }
   // The driver prefers machine code.
-  const std::string kernels = machine_code != nullptr
-                                  ? "kernels of " + name_of(*machine_code)
-                                  : "PTX of " + name_of(*ptx) +
-                                        ", which the driver compiles when it is first used";
+  const std::string kernels =
+      machine_code != nullptr
+          ? "kernels of " + name_of(*machine_code)
+          : "PTX of " + name_of(*ptx) + ", which the driver compiles when it is first used";
   if (code == 90 && !wgmma) {
     return {Level::slow,
             gpu + ": " + kernels +

@@ -836,8 +836,9 @@ def test_frozen_layers_on_cuda() -> None:
 
 @pytest.mark.skipif(hotcore._core.built_with_cuda(), reason="built with CUDA")
 def test_a_model_on_cuda_without_the_backend_is_refused_at_once() -> None:
+    model = linears((64, 64), (64, 64))
     with FakeTensorMode():
-        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64, device="cuda"))
+        model[1].weight = nn.Parameter(torch.empty(64, 64, device="cuda"))
     before = [type(module) for module in model.modules()]
     why = "model: it is on cuda:0; .*no CUDA backend.*HOT_CUDA=ON pip install"
     with pytest.raises(NotImplementedError, match=why):
