@@ -140,7 +140,7 @@ def test_info_says_what_nvidia_smi_said(tmp_path: Path, monkeypatch: pytest.Monk
 def test_info_prints_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     smi(tmp_path, monkeypatch, ["NVIDIA H200, 9.0"])
     code = (
-        "import sys; sys.modules['torch'] = None; from hotcore import info; info.main(['--json'])"
+        "import sys; sys.modules['torch'] = None\nfrom hotcore import info; info.main(['--json'])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     facts: dict[str, Any] = json.loads(done.stdout)
