@@ -25,6 +25,9 @@ def program(path: Path, body: str) -> Path:
     return path
 
 
+SCRIPT = f'cmake_minimum_required(VERSION 3.24)\ninclude("{ROOT}/cmake/HotCudaFind.cmake")\n'
+
+
 class Machine:
     """A folder in place of a machine: what is in it is all that a build can find."""
 
@@ -119,8 +122,7 @@ def test_the_order_in_which_a_compiler_is_looked_for(machine: Machine) -> None:
     places["PATH"].rename(machine.root / "hidden")
     script = machine.root / "find.cmake"
     script.write_text(
-        f'include("{ROOT}/cmake/HotCudaFind.cmake")\nhot_find_cuda_compiler(found from)\n'
-        'message("found: ${found} from: ${from}.")'
+        f'{SCRIPT}hot_find_cuda_compiler(found from)\nmessage("found: ${{found}} from: ${{from}}.")'
     )
     machine.options["hot_cuda_default"] = machine.root / "default"
     machine.environment["CUDA_HOME"] = str(machine.root / "empty")  # names no toolkit: passed over
@@ -162,7 +164,7 @@ def test_architectures_are_those_of_the_gpus(
         machine.gpus(*gpus)
     script = machine.root / "choose.cmake"
     script.write_text(
-        f'include("{ROOT}/cmake/HotCudaFind.cmake")\nhot_find_gpus(gpus sign)\n'
+        f"{SCRIPT}hot_find_gpus(gpus sign)\n"
         f'hot_choose_archs("{nvcc}" "${{gpus}}" archs why)\n'
         'message("archs: ${archs}. why: ${why}.")'
     )
