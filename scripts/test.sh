@@ -62,7 +62,13 @@ has_gtest() {
     printf '#include <gtest/gtest.h>\n' | "${CXX:-c++}" -std=c++17 -E -x c++ - >/dev/null 2>&1
 }
 lacking="$(hot_env_lacking "$HOT_VENV_PYTHON")"
-if wanted cpp && ! has_gtest; then lacking+=" libgtest-dev"; fi
+if wanted cpp && ! has_gtest; then
+  if [[ "${HOT_APT:-}" != 1 ]] && folder="$(hot_env_deb libgtest-dev)" && [[ -d "$folder/usr" ]]; then
+    export GTest_ROOT="$folder/usr"
+  else
+    lacking+=" libgtest-dev"
+  fi
+fi
 # shellcheck disable=SC2086  # a list of words
 [[ -z "$lacking" ]] || hot_env_need $lacking
 
@@ -89,6 +95,7 @@ broken() {
 
 test_cpp() {
   hot_env_say "building the library and the C++ tests in build/test"
+  hot_env_cuda
   cmake -S "$HOT_ROOT" -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DHOT_BUILD_TESTS=ON -DHOT_WERROR=ON \
     -DHOT_CUDA="${HOT_CUDA:-AUTO}" -DHOT_CUTLASS=ON -DCMAKE_CUDA_ARCHITECTURES=90a-real >"$results/cmake.log" 2>&1 ||
     { cat "$results/cmake.log"; broken "cmake"; return; }
