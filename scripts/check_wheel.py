@@ -36,6 +36,10 @@ def problems(wheel: Path, any_platform: bool) -> tuple[str, list[str]]:
         soname = "libhot.so." + ".".join(version.split(".")[:2])
         if libraries != [f"hotcore/lib/{soname}"]:
             found.append(f"holds {libraries or 'no libhot'}; expected hotcore/lib/{soname} alone")
+        # A second one was lying in the source tree, for another Python perhaps.
+        modules = [n for n in names if re.fullmatch(r"hotcore/_core\..*so", n)]
+        if len(modules) != 1:
+            found.append(f"holds {len(modules)} extension modules: {', '.join(modules)}")
         flavour = "CPU"
         for library in libraries:
             content = archive.read(library)
