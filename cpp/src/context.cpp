@@ -1,9 +1,5 @@
 #include "hot/context.h"
 
-#if HOT_X86
-#include <cpuid.h>
-#endif
-
 #include <string>
 
 #include "cpu/thread_pool.h"
@@ -13,18 +9,6 @@
 #include "kernels.h"
 
 namespace hot {
-
-#if HOT_X86
-namespace {
-
-// GCC 10's __builtin_cpu_supports does not know the name.
-bool has_f16c() {
-  unsigned int eax = 0, ebx = 0, ecx = 0, edx = 0;
-  return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
-}
-
-}  // namespace
-#endif
 
 const char* isa_name(Isa isa) noexcept {
   switch (isa) {
@@ -47,7 +31,8 @@ Isa best_isa() noexcept {
         __builtin_cpu_supports("avx512vnni")) {
       return Isa::avx512;
     }
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c()) {
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+        __builtin_cpu_supports("f16c")) {
       return Isa::avx2;
     }
     return Isa::plain;
