@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Make everything that a release has, check it, and publish nothing.
 
-    python scripts/release.py [--out dist] [--python PYTHON ...] [--wheels FOLDER] [--cuda] [--final]
+    python scripts/release.py [--out dist] [--python PYTHON] [--wheels FOLDER] [--cuda] [--final]
 
-Into --out: the source distribution, wheels, SHA256SUMS and an SBOM (CycloneDX), each checked. Wheels
+Into --out: the source distribution, wheels, SHA256SUMS and SBOMs (CycloneDX), all checked. Wheels
 are built from the source distribution, one for each --python (3.10, 3.11 and 3.12 make the full
 set; default: this one), with the compiler of scripts/old_glibc.sh; --wheels takes those that
 cibuildwheel has made instead. --cuda adds wheels with CUDA (see cmake/cibuildwheel-cuda.toml): for
