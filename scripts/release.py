@@ -35,7 +35,6 @@ PLATFORM = "manylinux_2_28_x86_64"
 RELEASE_ARCHS = "80-real;86-real;89-real;90a-real;100-real;120-real;120-virtual"
 
 # What is inside the binaries and no Python package says: name, version, licence, where it is from.
-NANOBIND = ("nanobind", "2.9 or newer", "BSD-3-Clause", "pkg:pypi/nanobind")
 ROBIN_MAP = ("robin-map", "with nanobind", "MIT", "pkg:github/Tessil/robin-map")
 CUTLASS = ("CUTLASS", "4.2.0", "BSD-3-Clause", "pkg:pypi/nvidia-cutlass@4.2.0.0")
 CUDART = ("CUDA runtime (static)", "of the toolkit", "LicenseRef-NVIDIA-CUDA-EULA", "")
@@ -98,6 +97,8 @@ def build(
 ) -> Path:
     """One wheel, from the source distribution."""
     env = os.environ | (old or {}) | {"HOT_CUDA": "ON" if cuda else "OFF"}
+    # The first is for pip before 25.3.
+    env |= dict.fromkeys(("PIP_CONSTRAINT", "PIP_BUILD_CONSTRAINT"), str(REQUIREMENTS))
     options: list[str] = []
     if cuda:
         env.setdefault("CUDAARCHS", RELEASE_ARCHS)
@@ -115,8 +116,10 @@ def build(
         return Path(shutil.copy(repaired, out))
 
 
-def sbom(wheel: Path, cuda: bool, bin_: Path, target: Path) -> None:
+def sbom(wheel: Path, cuda: bool, nanobind: str, bin_: Path, target: Path) -> None:
     """CycloneDX of an environment that holds the wheel, and of what is linked into it."""
+    purl = "pkg:pypi/nanobind" + (f"@{nanobind}" if nanobind[0].isdigit() else "")
+    linked = ("nanobind", nanobind, "BSD-3-Clause", purl)
     with tempfile.TemporaryDirectory() as name:
         python = Path(name) / "bin" / "python"
         run(sys.executable, "-m", "venv", "--without-pip", name)
@@ -127,7 +130,7 @@ def sbom(wheel: Path, cuda: bool, bin_: Path, target: Path) -> None:
         )
     document: dict[str, Any] = json.loads(target.read_text())
     main = document["metadata"]["component"]
-    inside = (NANOBIND, ROBIN_MAP, *((CUTLASS, CUDART) if cuda else ()))
+    inside = (linked, ROBIN_MAP, *((CUTLASS, CUDART) if cuda else ()))
     for component, version, licence, purl in inside:
         entry: dict[str, Any] = {
             "type": "library",
@@ -193,11 +196,13 @@ def main() -> int:
     for python, wheel in [] if options.wheels else zip(pythons * 2, wheels, strict=False):
         run(python, ROOT / "scripts/check_wheel.py", "--try", *anywhere, wheel)
     mine = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    pinned = re.search(r"^nanobind==(.+)$", REQUIREMENTS.read_text(), re.MULTILINE)
+    nanobind = pinned[1] if pinned and not options.wheels else "as cibuildwheel found it"
     for cuda in (False, True):
         same = [w for w in wheels if mine in w.name and ("-1cu" in w.name) == cuda]
         if same:
             name = f"hotcore-{version}{'-cuda' if cuda else ''}.cdx.json"
-            sbom(same[0], cuda, bin_, out / name)
+            sbom(same[0], cuda, nanobind, bin_, out / name)
     sums = [
         f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n"
         for path in sorted(out.iterdir())
