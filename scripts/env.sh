@@ -138,10 +138,10 @@ hot_env_install() {
 # What the package is made of, in one hash; the Python and build options that change it count too.
 hot_env_sources() {
   {
-    printf '%s\n' "${CMAKE_ARGS:-}" "${SKBUILD_CMAKE_ARGS:-}" "${HOT_CUDA:-}" "${CXX:-}" \
-      "${HOT_CUTLASS:-}" "${CUDAARCHS:-}"
+    printf '%s\n' "${CMAKE_ARGS:-}" "${SKBUILD_CMAKE_ARGS:-}" "${HOT_CUDA:-}" "${CXX:-}"
     "$HOT_VENV_PYTHON" -c 'import sysconfig; print(sysconfig.get_config_var("SOABI"))'
     cd "$HOT_ROOT"
+    printf '%s\n' "${HOT_CUTLASS:-}" "${CUDAARCHS:-}"
     find CMakeLists.txt pyproject.toml README.md LICENSE cmake cpp cuda python third_party \
       \( -path third_party/cutlass -o -name __pycache__ \) -prune -o -type f -print0 2>/dev/null |
       LC_ALL=C sort -z | xargs -0 sha256sum
