@@ -1,31 +1,94 @@
 # HOT_CUDA=AUTO|ON|OFF. Sets HOT_CUDA_BUILT; where it is ON, enables the language CUDA and finds
 # CUDAToolkit. Included, not called: enable_language must run at directory scope.
+#
+# AUTO builds the CUDA backend where there is a CUDA compiler. It leaves it out in silence only
+# where there is no sign of CUDA: a GPU without a compiler, or a compiler that fails, is an error
+# that names the option to go on. A warning would not do, for pip shows CMake's output of a failed
+# build only.
 
 set(HOT_CUDA AUTO CACHE STRING "CUDA backend: AUTO (if a CUDA compiler is found), ON or OFF")
 set_property(CACHE HOT_CUDA PROPERTY STRINGS AUTO ON OFF)
-
-# Architectures: for development the two that differ in code, sm_80 and sm_90a. A release takes
-#   80-real;86-real;89-real;90a-real;100-real;120-real;120-virtual   (preset "release")
-# Elsewhere: -DCMAKE_CUDA_ARCHITECTURES=... or the environment variable CUDAARCHS.
-if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES AND NOT DEFINED ENV{CUDAARCHS})
-  set(CMAKE_CUDA_ARCHITECTURES "80-real;90a-real")
+if(NOT HOT_CUDA MATCHES "^(AUTO|ON|OFF|TRUE|FALSE|YES|NO|1|0|on|off|true|false)$")
+  message(FATAL_ERROR "HOT_CUDA is ${HOT_CUDA}; expected AUTO, ON or OFF")
 endif()
+
+set(hot_cuda_minimum 12.0)
+set(hot_cuda_go_on "to build for the CPU alone, set HOT_CUDA=OFF: \"HOT_CUDA=OFF pip install ...\" or \
+\"cmake -DHOT_CUDA=OFF ...\"")
+
+include("${CMAKE_CURRENT_LIST_DIR}/HotCudaFind.cmake")
 
 set(HOT_CUDA_BUILT OFF)
 set(hot_cuda_why "HOT_CUDA=${HOT_CUDA}")
 if(HOT_CUDA STREQUAL "AUTO" OR HOT_CUDA)
-  include(CheckLanguage)
-  check_language(CUDA)
-  if(CMAKE_CUDA_COMPILER)
-    enable_language(CUDA)
-    if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 12.0)
-      find_package(CUDAToolkit REQUIRED)
-      set(HOT_CUDA_BUILT ON)
-    else()
-      set(hot_cuda_why "nvcc ${CMAKE_CUDA_COMPILER_VERSION} is older than 12.0")
+  hot_find_cuda_compiler(hot_nvcc hot_nvcc_from)
+  hot_find_gpus(hot_gpu_capabilities hot_gpu_sign)
+  if(NOT hot_nvcc)
+    set(hot_cuda_why "no CUDA compiler: looked in ${hot_nvcc_from}")
+    if(hot_gpu_sign AND HOT_CUDA STREQUAL "AUTO")
+      message(FATAL_ERROR "hotcore: this machine has a GPU (${hot_gpu_sign}), but ${hot_cuda_why}. "
+        "Install the CUDA toolkit ${hot_cuda_minimum} or newer, or set CUDA_HOME or CUDACXX; "
+        "${hot_cuda_go_on}")
     endif()
   else()
-    set(hot_cuda_why "no working CUDA compiler found")
+    include(CheckLanguage)
+    if(NOT CMAKE_CUDA_COMPILER)
+      set(hot_cudacxx "$ENV{CUDACXX}")
+      set(ENV{CUDACXX} "${hot_nvcc}")
+      unset(CMAKE_CUDA_COMPILER CACHE)  # an earlier NOTFOUND would stay
+      check_language(CUDA)
+      set(ENV{CUDACXX} "${hot_cudacxx}")
+    endif()
+    if(NOT CMAKE_CUDA_COMPILER)
+      unset(CMAKE_CUDA_COMPILER CACHE)
+      set(hot_probe "${CMAKE_CURRENT_BINARY_DIR}/CMakeFiles/hot_cuda_probe")
+      file(WRITE "${hot_probe}.cu" "__global__ void kernel() {}\nint main() { return 0; }\n")
+      set(hot_ccbin "")
+      if(DEFINED ENV{CUDAHOSTCXX})
+        set(hot_ccbin -ccbin "$ENV{CUDAHOSTCXX}")
+      endif()
+      execute_process(COMMAND "${hot_nvcc}" ${hot_ccbin} -c "${hot_probe}.cu" -o "${hot_probe}.o"
+        OUTPUT_VARIABLE hot_said ERROR_VARIABLE hot_said RESULT_VARIABLE hot_probe_result)
+      string(STRIP "${hot_said}" hot_said)
+      set(hot_cuda_why "the CUDA compiler ${hot_nvcc} (from ${hot_nvcc_from}) cannot compile a \
+program (${hot_probe_result}): ${hot_said}")
+      message(FATAL_ERROR "hotcore: ${hot_cuda_why}\nMend or replace it (CUDACXX, CUDA_HOME; the "
+        "host compiler: CUDAHOSTCXX), or, ${hot_cuda_go_on}")
+    endif()
+    if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES AND NOT DEFINED ENV{CUDAARCHS})
+      hot_choose_archs("${CMAKE_CUDA_COMPILER}" "${hot_gpu_capabilities}" hot_archs hot_archs_why)
+      if(NOT hot_archs)
+        message(FATAL_ERROR "hotcore: ${hot_archs_why}. To build for others, set "
+          "CUDAARCHS=\"${hot_release_archs}\"; ${hot_cuda_go_on}")
+      endif()
+      set(CMAKE_CUDA_ARCHITECTURES "${hot_archs}")
+      message(STATUS "hotcore: CUDA architectures chosen: ${hot_archs} (${hot_archs_why})")
+    endif()
+    enable_language(CUDA)
+    if(CMAKE_CUDA_COMPILER_ID STREQUAL "NVIDIA" AND
+       CMAKE_CUDA_COMPILER_VERSION VERSION_LESS hot_cuda_minimum)
+      message(FATAL_ERROR "hotcore: nvcc ${CMAKE_CUDA_COMPILER_VERSION} (${CMAKE_CUDA_COMPILER}) is "
+        "older than ${hot_cuda_minimum}. Install a newer CUDA toolkit; ${hot_cuda_go_on}")
+    endif()
+    find_package(CUDAToolkit REQUIRED)
+    set(HOT_CUDA_BUILT ON)
+    # What the build holds is compared with a GPU at run time: numbers, not CMake's words for them.
+    if(CMAKE_CUDA_ARCHITECTURES STREQUAL "native")
+      set(CMAKE_CUDA_ARCHITECTURES "${CMAKE_CUDA_ARCHITECTURES_NATIVE}")
+    elseif(CMAKE_CUDA_ARCHITECTURES MATCHES "^all(-major)?$")
+      set(hot_archs "${CMAKE_CUDA_ARCHITECTURES_ALL}")
+      if(CMAKE_CUDA_ARCHITECTURES STREQUAL "all-major")
+        set(hot_archs "${CMAKE_CUDA_ARCHITECTURES_ALL_MAJOR}")
+      endif()
+      list(FILTER hot_archs EXCLUDE REGEX "^[5-7][0-9]")  # older than the kernels can serve
+      set(CMAKE_CUDA_ARCHITECTURES "${hot_archs}")
+    endif()
+    set(hot_archs ${CMAKE_CUDA_ARCHITECTURES})
+    list(FILTER hot_archs INCLUDE REGEX "^[1-7][0-9]([^0-9]|$)")
+    if(hot_archs)
+      message(FATAL_ERROR "hotcore: CMAKE_CUDA_ARCHITECTURES is ${CMAKE_CUDA_ARCHITECTURES}; the "
+        "kernels need 80 or newer. Set it, or CUDAARCHS, for example to native")
+    endif()
   endif()
   if(NOT HOT_CUDA_BUILT AND NOT HOT_CUDA STREQUAL "AUTO")
     message(FATAL_ERROR "HOT_CUDA=${HOT_CUDA}, but: ${hot_cuda_why}")
@@ -33,7 +96,7 @@ if(HOT_CUDA STREQUAL "AUTO" OR HOT_CUDA)
 endif()
 
 if(HOT_CUDA_BUILT)
-  message(STATUS "hotcore: CUDA backend ON, nvcc ${CMAKE_CUDA_COMPILER_VERSION}, "
+  message(STATUS "hotcore: CUDA backend ON, ${CMAKE_CUDA_COMPILER} ${CMAKE_CUDA_COMPILER_VERSION}, "
                  "architectures ${CMAKE_CUDA_ARCHITECTURES}")
 else()
   message(STATUS "hotcore: CUDA backend OFF (${hot_cuda_why})")

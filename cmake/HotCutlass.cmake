@@ -1,26 +1,37 @@
 # HOT_CUTLASS=AUTO|ON|OFF: the CUTLASS headers as the interface target hot_cutlass. Nothing of them
 # is in this repository (third_party/README.md). Looked for in HOT_CUTLASS_DIR, then in
-# third_party/cutlass; ON fetches them into third_party/cutlass if they are in neither, AUTO goes
-# on without them and without the kernels that need them. Sets HOT_CUTLASS_FOUND.
+# third_party/cutlass; where they are in neither they are fetched into third_party/cutlass, and a
+# fetch that fails stops the build: without them an H100 would run slower kernels, and nobody would
+# know. AUTO fetches for the architecture 90a alone, which is what they serve; ON for any; OFF goes
+# on without. Sets HOT_CUTLASS_FOUND, and HOT_WGMMA_BUILT where the kernels for wgmma are built.
 
-set(HOT_CUTLASS AUTO CACHE STRING "CUTLASS headers: AUTO (if they are there), ON (fetch), OFF")
+set(HOT_CUTLASS AUTO CACHE STRING
+  "CUTLASS headers: AUTO (found or fetched for sm_90a), ON (for any architecture), OFF")
 set_property(CACHE HOT_CUTLASS PROPERTY STRINGS AUTO ON OFF)
 set(HOT_CUTLASS_DIR "" CACHE PATH "A CUTLASS tree: the folder that holds include/cutlass")
 set(hot_cutlass_minimum 4.2.0)
 
 set(HOT_CUTLASS_FOUND OFF)
-if(HOT_CUDA_BUILT AND (HOT_CUTLASS STREQUAL "AUTO" OR HOT_CUTLASS))
+set(HOT_WGMMA_BUILT OFF)
+set(hot_wgmma_why "HOT_CUTLASS=${HOT_CUTLASS}")
+if(HOT_CUDA_BUILT AND HOT_CUTLASS STREQUAL "AUTO" AND NOT CMAKE_CUDA_ARCHITECTURES MATCHES "90a")
+  set(hot_wgmma_why "90a is not among the architectures")
+elseif(HOT_CUDA_BUILT AND (HOT_CUTLASS STREQUAL "AUTO" OR HOT_CUTLASS))
   set(hot_cutlass_dir "${CMAKE_CURRENT_SOURCE_DIR}/third_party/cutlass")
   if(HOT_CUTLASS_DIR)
     set(hot_cutlass_dir "${HOT_CUTLASS_DIR}")
-  elseif(NOT HOT_CUTLASS STREQUAL "AUTO" AND NOT EXISTS "${hot_cutlass_dir}/include")
+  elseif(NOT EXISTS "${hot_cutlass_dir}/include/cutlass/version.h")
     find_package(Python3 REQUIRED COMPONENTS Interpreter)
-    execute_process(
-      COMMAND "${Python3_EXECUTABLE}" "${CMAKE_CURRENT_SOURCE_DIR}/scripts/fetch_cutlass.py"
-      RESULT_VARIABLE hot_fetch_result)
-    if(hot_fetch_result)
-      message(FATAL_ERROR "HOT_CUTLASS=ON: the headers could not be fetched; run "
-        "scripts/fetch_cutlass.py where there is a network, or set HOT_CUTLASS_DIR")
+    message(STATUS "hotcore: fetching the CUTLASS headers")
+    set(hot_fetch "${CMAKE_CURRENT_SOURCE_DIR}/scripts/fetch_cutlass.py")
+    execute_process(COMMAND "${Python3_EXECUTABLE}" "${hot_fetch}"
+      RESULT_VARIABLE hot_fetch_result OUTPUT_VARIABLE hot_fetch_said ERROR_VARIABLE hot_fetch_said)
+    if(NOT hot_fetch_result EQUAL 0)
+      message(FATAL_ERROR "hotcore: the kernels for sm_90a need the CUTLASS headers, and these could "
+        "not be fetched:\n${hot_fetch_said}\nWhere there is a network, run\n"
+        "  python3 ${hot_fetch}\n(--wheel FILE takes a wheel that was brought here), or set "
+        "HOT_CUTLASS_DIR. To go on without them, with slower products on an H100 or H200, set "
+        "HOT_CUTLASS=OFF: \"HOT_CUTLASS=OFF pip install ...\" or \"cmake -DHOT_CUTLASS=OFF ...\"")
     endif()
   endif()
 
@@ -45,9 +56,17 @@ if(HOT_CUDA_BUILT AND (HOT_CUTLASS STREQUAL "AUTO" OR HOT_CUTLASS))
       $<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=-fno-strict-aliasing>)
     set(HOT_CUTLASS_FOUND ON)
     message(STATUS "hotcore: CUTLASS ${hot_cutlass_version} in ${hot_cutlass_dir}")
-  elseif(HOT_CUTLASS_DIR)
-    message(FATAL_ERROR "HOT_CUTLASS_DIR is ${HOT_CUTLASS_DIR}; it holds no include/cutlass/version.h")
   else()
-    message(STATUS "hotcore: no CUTLASS headers (scripts/fetch_cutlass.py gets them)")
+    message(FATAL_ERROR "HOT_CUTLASS_DIR is ${HOT_CUTLASS_DIR}; it holds no include/cutlass/version.h")
   endif()
+  if(CMAKE_CUDA_ARCHITECTURES MATCHES "90a")
+    set(HOT_WGMMA_BUILT ON)
+  else()
+    set(hot_wgmma_why "90a is not among the architectures")
+  endif()
+endif()
+if(HOT_WGMMA_BUILT)
+  message(STATUS "hotcore: wgmma kernels (sm_90a) ON")
+elseif(HOT_CUDA_BUILT)
+  message(STATUS "hotcore: wgmma kernels (sm_90a) OFF (${hot_wgmma_why})")
 endif()

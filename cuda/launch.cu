@@ -10,6 +10,8 @@
 #include <utility>
 #include <vector>
 
+#include "cuda_device.h"
+
 namespace hot::detail {
 namespace {
 
@@ -109,6 +111,11 @@ int clusters_at_once(const char* stage, const Context& context, const void* kern
 }
 
 const char* cuda_archs() noexcept { return HOT_CUDA_ARCHS; }
+
+Capability cuda_capability(int device) {
+  return {ask_device(device, cudaDevAttrComputeCapabilityMajor, "cuda_capability"),
+          ask_device(device, cudaDevAttrComputeCapabilityMinor, "cuda_capability")};
+}
 
 int cuda_device_count() noexcept {
   int count = 0;

@@ -7,7 +7,8 @@
 #                                 environment with the same Python installs what another one has built
 #
 # HOT_PYTHON=/path/to/python and HOT_VENV=/path/to/environment override the choice (default: .venv in the
-# repository's root). pip's own settings (PIP_INDEX_URL, PIP_FIND_LINKS, ...) are respected.
+# repository's root). pip's own settings (PIP_INDEX_URL, PIP_FIND_LINKS, ...) are respected. Nothing is installed
+# outside the repository, unless HOT_APT=1 asks for it: then root installs what is missing with apt-get.
 
 HOT_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 HOT_VENV="${HOT_VENV:-$HOT_ROOT/.venv}"
@@ -17,9 +18,9 @@ export PIP_DISABLE_PIP_VERSION_CHECK=1
 hot_env_say() { printf '%s: %s\n' "$(basename "$0" .sh)" "$*" >&2; }
 hot_env_fail() { hot_env_say "error: $*"; exit 1; }
 
-# The system is only touched by root, who is alone in a container more often than not; others are told what to do.
 hot_env_apt() {
-  [[ "$(id -u)" == 0 ]] && command -v apt-get >/dev/null || return 1
+  [[ "${HOT_APT:-}" == 1 ]] || return 1
+  [[ "$(id -u)" == 0 ]] && command -v apt-get >/dev/null || hot_env_fail "HOT_APT=1, but this is not root with apt-get"
   hot_env_say "installing with apt-get: $*"
   export DEBIAN_FRONTEND=noninteractive
   apt-get install -y --no-upgrade --no-install-recommends "$@" >&2 ||
@@ -57,7 +58,27 @@ hot_env_lacking() {
 
 # Installs packages or says how to: one message for all of them.
 hot_env_need() {
-  hot_env_apt "$@" || hot_env_fail "missing on this machine; please run: sudo apt-get install $*"
+  hot_env_apt "$@" ||
+    hot_env_fail "missing on this machine; please run: sudo apt-get install $* (or, as root, this again with HOT_APT=1)"
+}
+
+# hot_env_deb PACKAGE: the folder that the files of a distribution's package are unpacked in, below build/; the system
+# stays as it is, and root is not needed. Fails where there is no apt-get or no network.
+hot_env_deb() {
+  local folder="$HOT_ROOT/build/deb/$1" state="$HOT_ROOT/build/deb/apt" log
+  if [[ ! -d "$folder" ]]; then
+    command -v apt-get >/dev/null && command -v dpkg-deb >/dev/null || return 1
+    hot_env_say "fetching the package $1 into build/deb (nothing is installed)"
+    mkdir -p "$state/lists/partial" "$state/fetched"
+    log="$state/log"
+    # Own lists: the system's may be empty, and only root could fill them.
+    (cd "$state/fetched" && rm -f "$1"_*.deb &&
+      { apt-get -o Dir::State::lists="$state/lists" -o APT::Sandbox::User=root update &&
+        apt-get -o Dir::State::lists="$state/lists" -o APT::Sandbox::User=root download "$1" &&
+        rm -rf "$folder.part" && dpkg-deb -x "$1"_*.deb "$folder.part" && mv "$folder.part" "$folder"; } >"$log" 2>&1) ||
+      { tail -n 3 "$log" >&2; return 1; }
+  fi
+  printf '%s\n' "$folder"
 }
 
 hot_env_venv_works() { hot_env_is_python "$HOT_VENV_PYTHON" && "$HOT_VENV_PYTHON" -m pip --version >/dev/null 2>&1; }
@@ -69,8 +90,8 @@ hot_env_venv() {
   local log lacking
   log="$(mktemp)"
   "$HOT_PYTHON" -m venv "$HOT_VENV" >"$log" 2>&1 || true
-  # Debian's python3 comes without ensurepip. virtualenv does without it, and where there is no pip to get
-  # virtualenv with, the distribution's package remains.
+  # Debian's python3 comes without ensurepip, and maybe without pip. virtualenv does without them, and pip's own
+  # wheel, of the distribution, gets it.
   hot_env_venv_works || hot_env_virtualenv >>"$log" 2>&1 || true
   lacking="$(hot_env_lacking "$HOT_PYTHON")"
   hot_env_venv_works || lacking="$(hot_env_package "$HOT_PYTHON" venv) $lacking"
@@ -86,9 +107,13 @@ hot_env_venv() {
 
 # --target leaves the system's Python alone.
 hot_env_virtualenv() {
-  local folder status=0
+  local folder status=0 pip=""
+  if ! "$HOT_PYTHON" -m pip --version >/dev/null 2>&1; then
+    folder="$(hot_env_deb python3-pip-whl)" || return
+    pip="$(compgen -G "$folder/usr/share/python-wheels/pip-*.whl")" || return
+  fi
   folder="$(mktemp -d)"
-  "$HOT_PYTHON" -m pip install --quiet --target "$folder" virtualenv &&
+  PYTHONPATH="$pip" "$HOT_PYTHON" -m pip install --quiet --target "$folder" virtualenv &&
     PYTHONPATH="$folder" "$HOT_PYTHON" -m virtualenv --quiet "$HOT_VENV" || status=1
   rm -rf "$folder"
   return "$status"
@@ -116,14 +141,29 @@ hot_env_sources() {
     printf '%s\n' "${CMAKE_ARGS:-}" "${SKBUILD_CMAKE_ARGS:-}" "${HOT_CUDA:-}" "${CXX:-}"
     "$HOT_VENV_PYTHON" -c 'import sysconfig; print(sysconfig.get_config_var("SOABI"))'
     cd "$HOT_ROOT"
+    printf '%s\n' "${HOT_CUTLASS:-}" "${CUDAARCHS:-}"
     find CMakeLists.txt pyproject.toml README.md LICENSE cmake cpp cuda python third_party \
       \( -path third_party/cutlass -o -name __pycache__ \) -prune -o -type f -print0 2>/dev/null |
       LC_ALL=C sort -z | xargs -0 sha256sum
   } | sha256sum | cut -d ' ' -f 1
 }
 
+hot_env_has_nvcc() {
+  [[ -n "${CUDACXX:-}" ]] || command -v nvcc >/dev/null ||
+    [[ -x "${CUDA_HOME:-}/bin/nvcc" || -x "${CUDA_PATH:-}/bin/nvcc" || -x /usr/local/cuda/bin/nvcc ]]
+}
+
+# CMake refuses a GPU without a compiler, for pip would hide what it says. These scripts print it and go on.
+hot_env_cuda() {
+  if [[ -z "${HOT_CUDA:-}" && -e /dev/nvidiactl ]] && ! hot_env_has_nvcc; then
+    hot_env_say "this machine has a GPU, but no CUDA compiler (nvcc): building for the CPU alone"
+    export HOT_CUDA=OFF
+  fi
+}
+
 # The kernels take minutes to compile: without a GPU to run them they are left out, unless HOT_CUDA says otherwise.
 hot_env_project() {
+  hot_env_cuda
   if [[ -z "${HOT_CUDA:-}" && ! -e /dev/nvidiactl ]]; then local -x HOT_CUDA=OFF; fi
   local extra="${1:+[$1]}" sources
   sources="$(hot_env_sources)"

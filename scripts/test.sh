@@ -64,7 +64,13 @@ has_gtest() {
     printf '#include <gtest/gtest.h>\n' | "${CXX:-c++}" -std=c++17 -E -x c++ - >/dev/null 2>&1
 }
 lacking="$(hot_env_lacking "$HOT_VENV_PYTHON")"
-if { wanted cpp || wanted sanitizers; } && ! has_gtest; then lacking+=" libgtest-dev"; fi
+if { wanted cpp || wanted sanitizers; } && ! has_gtest; then
+  if [[ "${HOT_APT:-}" != 1 ]] && folder="$(hot_env_deb libgtest-dev)" && [[ -d "$folder/usr" ]]; then
+    export GTest_ROOT="$folder/usr"
+  else
+    lacking+=" libgtest-dev"
+  fi
+fi
 # shellcheck disable=SC2086  # a list of words
 [[ -z "$lacking" ]] || hot_env_need $lacking
 
@@ -83,7 +89,9 @@ fi
 
 # ---- the parts; each goes on to the end, whatever the others did ----
 
-# Counts as one test more in the summary: a suite that did not get as far as writing its results.
+# Each counts as one test more in the summary: a check that is no suite, or a suite that did not get as far as writing
+# its results.
+passed() { printf '%s\n' "$1" >>"$results/passed"; }
 broken() {
   hot_env_say "FAILED: $1"
   printf '%s\n' "$1" >>"$results/broken"
@@ -91,6 +99,7 @@ broken() {
 
 test_cpp() {
   hot_env_say "building the library and the C++ tests in build/test"
+  hot_env_cuda
   cmake -S "$HOT_ROOT" -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DHOT_BUILD_TESTS=ON -DHOT_WERROR=ON \
     -DHOT_CUDA="${HOT_CUDA:-AUTO}" -DHOT_CUTLASS=ON -DCMAKE_CUDA_ARCHITECTURES=90a-real >"$results/cmake.log" 2>&1 ||
     { cat "$results/cmake.log"; broken "cmake"; return; }
@@ -116,6 +125,7 @@ test_sanitizers() {
 test_python() {
   hot_env_say "installing the package"
   (hot_env_project torch) || { broken "pip install"; return; }
+  [[ -n "$version" ]] || test_wheel
   (cd "$HOT_ROOT" &&
     "$HOT_VENV_PYTHON" -m pytest "$@" -m "$marks" --durations=5 --junit-xml "$results/pytest.xml") ||
     [[ -f "$results/pytest.xml" ]] || broken "pytest"
@@ -123,11 +133,23 @@ test_python() {
 
 test_torch() { test_python tests/torch; }
 
+test_wheel() {
+  local wheel
+  wheel="$(compgen -G "$HOT_ROOT/build/wheels/*/*.whl")" ||
+    { hot_env_say "no wheel in build/wheels (it is installed already): not tried in an empty environment"; return 0; }
+  hot_env_say "installing the wheel into an empty environment"
+  if "$HOT_VENV_PYTHON" "$HOT_ROOT/scripts/check_wheel.py" --any-platform --try "$wheel"; then
+    passed "wheel"
+  else
+    broken "the wheel in an empty environment"
+  fi
+}
+
 test_style() {
   local check
   for check in clang-format ruff-check ruff-format mypy shell; do
     if bash "$HOT_ROOT/scripts/check_style.sh" "$check"; then
-      printf '%s\n' "$check" >>"$results/style-passed"
+      passed "style: $check"
     else
       broken "style: $check"
     fi
@@ -165,7 +187,7 @@ for report in sorted(results.glob("*.xml")):
             skipped += 1
         else:
             passed += 1
-passed += len(lines("style-passed"))
+passed += len(lines("passed"))
 failed += len(lines("broken"))
 for name in names + lines("broken"):
     print("FAILED", name)

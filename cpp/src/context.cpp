@@ -3,6 +3,8 @@
 #include <string>
 
 #include "cpu/thread_pool.h"
+#include "cuda_device.h"
+#include "hot/device.h"
 #include "hot/error.h"
 #include "kernels.h"
 
@@ -53,19 +55,26 @@ Context Context::cpu(int threads) {
 }
 
 Context Context::cuda(int device, Stream stream) {
-  if (!built_with_cuda()) {
-    throw Error(ErrorCode::unsupported, "Context::cuda: this build of hotcore has no CUDA backend");
-  }
-  const int count = detail::cuda_device_count();
-  if (device < 0 || device >= count) {
-    throw Error(ErrorCode::invalid_argument, "Context::cuda: device is " + std::to_string(device) +
-                                                 "; this process sees " + std::to_string(count) +
-                                                 " CUDA device(s)");
+  detail::check_cuda_device("Context::cuda", device);
+  // Else the first launch would fail, with "no kernel image is available".
+  const DeviceVerdict verdict = cuda_device_verdict(device);
+  if (verdict.level == DeviceVerdict::Level::none) {
+    throw Error(ErrorCode::unsupported,
+                "Context::cuda: device " + std::to_string(device) + " has " + verdict.text);
   }
   Context context;
   context.device_ = Device{Device::Type::cuda, device};
   context.stream_ = stream;
   return context;
+}
+
+void detail::check_cuda_device(const char* call, int device) {
+  cuda_backend();  // throws in a build without CUDA
+  const int count = cuda_device_count();
+  if (device >= 0 && device < count) return;
+  throw Error(ErrorCode::invalid_argument, std::string(call) + ": device is " +
+                                               std::to_string(device) + "; this process sees " +
+                                               std::to_string(count) + " CUDA device(s)");
 }
 
 void detail::check_key(const char* call, const char* name, const Key& key) {

@@ -301,12 +301,26 @@ std::pair<bool, std::string> supported(const CoreContext& c, std::int64_t tokens
   return {support.ok, support.why};
 }
 
+std::pair<std::string, std::string> verdict(const hot::DeviceVerdict& found) {
+  return {hot::level_name(found.level), found.text};
+}
+
 }  // namespace
 
 void bind_ops(nb::module_& m) {
   m.def("version", [] { return std::string(hot::version()); });
   m.def("built_with_cuda", [] { return hot::built_with_cuda(); });
   m.def("cuda_architectures", [] { return std::string(hot::cuda_architectures()); });
+  m.def("cuda_wgmma", [] { return hot::cuda_wgmma(); });
+  m.def(
+      "judge_device",
+      [](int major, int minor, const std::string& architectures, bool wgmma) {
+        return verdict(hot::judge_device(major, minor, architectures, wgmma));
+      },
+      "major"_a, "minor"_a, "architectures"_a, "wgmma"_a);
+  m.def(
+      "cuda_device_verdict", [](int device) { return verdict(hot::cuda_device_verdict(device)); },
+      "device"_a);
   m.def("best_isa", [] { return std::string(hot::isa_name(hot::best_isa())); });
 
   nb::class_<CoreContext>(m, "CoreContext",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+import warnings
 from collections import OrderedDict
 
 from . import _core
@@ -18,6 +19,7 @@ _lock = threading.Lock()
 _cache: OrderedDict[tuple[int, str, int, int], _core.CoreContext] = OrderedDict()
 _threads = 0
 _isa = ""
+_judged: set[int] = set()  # CUDA devices
 
 
 def _get(threads: int, isa: str, device: int, stream: int) -> _core.CoreContext:
@@ -40,8 +42,20 @@ def cpu(threads: int | None = None) -> _core.CoreContext:
 
 
 def cuda(device: int, stream: int) -> _core.CoreContext:
-    """Context of a CUDA device and stream; NotImplementedError in a build without CUDA."""
-    return _get(0, "", device, stream)
+    """Context of a CUDA device and stream.
+
+    Raises NotImplementedError in a build without CUDA, or without kernels for that device, and
+    ValueError where there is no such device. Warns once a device where a better build would be
+    faster.
+    """
+    context = _get(0, "", device, stream)
+    if device not in _judged:
+        _judged.add(device)
+        level, text = _core.cuda_device_verdict(device)
+        if level == "slow":
+            message = f"hotcore: cuda:{device} is slower than it could be: {text}"
+            warnings.warn(message, RuntimeWarning, stacklevel=3)
+    return context
 
 
 def num_threads() -> int:

@@ -9,24 +9,49 @@ import argparse
 import importlib
 import json
 import platform
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from . import _core, contexts
 
+Probe = Callable[[], str | dict[str, str]]
+"""One line's text, or several lines."""
+Gpu = tuple[str, int, int]
+"""Name and compute capability."""
+
 _ISAS = ("plain", "avx2", "avx512")
+_VERDICTS = {"none": "cannot be used", "slow": "usable, but slower than it could be", "full": "ok"}
 
 
 def collect() -> dict[str, str]:
     """Return what is known, label to text, in the order it is printed."""
-    return {label: _guarded(probe) for label, probe in _PROBES.items()}
+    facts: dict[str, str] = {}
+    for label, probe in _PROBES.items():
+        facts |= _guarded(label, probe)
+    return facts
+
+
+def verdict(major: int, minor: int) -> str:
+    """Say in a line how this build runs on a GPU of compute capability ``major.minor``."""
+    if not _core.built_with_cuda():
+        return (
+            f"{_VERDICTS['none']}: compute capability {major}.{minor}, and this build has no CUDA "
+            "backend; where there is a CUDA compiler: HOT_CUDA=ON pip install --force-reinstall "
+            "--no-deps . (docs/quickstart.md)"
+        )
+    archs, wgmma = _core.cuda_architectures(), _core.cuda_wgmma()
+    level, text = _core.judge_device(major, minor, archs, wgmma)
+    return f"{_VERDICTS[level]}: {text}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print :func:`collect` as a table, or what the options ask for."""
     parser = argparse.ArgumentParser(
-        prog="python -m hotcore.info", description="What this installation of hotcore is."
+        prog="python -m hotcore.info",
+        description="What this installation of hotcore is.",
+        allow_abbrev=False,
     )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="the same as one JSON object")
@@ -50,15 +75,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _guarded(probe: Callable[[], str]) -> str:
+def _guarded(label: str, probe: Probe) -> dict[str, str]:
     try:
-        return probe()
+        found = probe()
     except Exception as error:  # a diagnosis must not fail
-        return f"unknown ({type(error).__name__}: {error})"
+        found = f"unknown ({type(error).__name__}: {error})"
+    return {label: found} if isinstance(found, str) else found
+
+
+def _cuda() -> bool:
+    return _core.built_with_cuda()
 
 
 def _backends() -> str:
-    return "cpu, cuda" if _core.built_with_cuda() else "cpu (built without CUDA)"
+    return "cpu, cuda" if _cuda() else "cpu (built without CUDA)"
 
 
 def _usable_isas() -> str:
@@ -80,9 +110,16 @@ def _cuda_archs() -> str:
     return _core.cuda_architectures() or "none"
 
 
+def _wgmma() -> str:
+    if _core.cuda_wgmma():
+        return "yes"
+    return "no (built without the CUTLASS headers, or not for 90a)" if _cuda() else "no"
+
+
 def _cuda_tested() -> str:
     # What runs in make gpu-check, and what has only been compiled.
-    tested = {"80": "its kernels tested on an H200", "90a": "tested on an H200"}
+    tested = {"80": "its kernels tested on an H200"}
+    tested["90a"] = "tested on an H200" if _core.cuda_wgmma() else "compiled only, without wgmma"
     archs = dict.fromkeys(arch.split("-")[0] for arch in _core.cuda_architectures().split(";"))
     return ", ".join(f"sm_{a}: {tested.get(a, 'compiled only')}" for a in archs if a) or "none"
 
@@ -122,27 +159,57 @@ def _version_of(name: str) -> Callable[[], str]:
     return probe
 
 
-def _gpus() -> str:
+def _gpus() -> dict[str, str]:
+    found, source = _gpus_of_torch(), "torch"
+    if not found:
+        found, source = _gpus_of_driver(), "nvidia-smi"
+    if not found:
+        driver = Path("/dev/nvidiactl").exists()
+        return {"GPUs": "none" + (", but a driver (/dev/nvidiactl)" if driver else "")}
+    facts = {"GPUs": f"{len(found)}, by {source}"}
+    for index, (name, major, minor) in enumerate(found):
+        facts[f"GPU {index}"] = f"{name}: {verdict(major, minor)}"
+    return facts
+
+
+def _gpus_of_torch() -> list[Gpu]:
+    # Those that this process may use, in its order.
     try:
-        torch = importlib.import_module("torch")
+        cuda = importlib.import_module("torch").cuda
     except ModuleNotFoundError:
-        return "unknown (asked through torch, which is not installed)"
-    if not torch.cuda.is_available():
-        return "none"
-    names = []
-    for index in range(torch.cuda.device_count()):
-        major, minor = torch.cuda.get_device_capability(index)
-        names.append(f"{torch.cuda.get_device_name(index)} (sm_{major}{minor})")
-    return ", ".join(names)
+        return []
+    if not cuda.is_available():
+        return []
+    return [
+        (str(cuda.get_device_name(index)), *cuda.get_device_capability(index))
+        for index in range(cuda.device_count())
+    ]
 
 
-_PROBES: dict[str, Callable[[], str]] = {
+def _gpus_of_driver() -> list[Gpu]:
+    query = ["nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, check=True, timeout=60)
+    except FileNotFoundError:
+        return []
+    except subprocess.CalledProcessError as error:
+        raise RuntimeError(f"nvidia-smi: {(error.stdout + error.stderr).strip()}") from None
+    found = []
+    for line in done.stdout.splitlines():
+        name, _, capability = line.rpartition(",")
+        major, _, minor = capability.strip().partition(".")
+        found.append((name.strip(), int(major), int(minor)))
+    return found
+
+
+_PROBES: dict[str, Probe] = {
     "hotcore": _core.version,
     "backends": _backends,
     "instruction sets": _usable_isas,
     "instruction set used": _used_isa,
     "CUDA architectures": _cuda_archs,
     "of these": _cuda_tested,
+    "wgmma kernels": _wgmma,
     "GPUs": _gpus,
     "extension": _extension,
     "library": _library,

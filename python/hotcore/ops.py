@@ -467,7 +467,8 @@ def supported(
 ) -> tuple[bool, str]:
     """Whether this build and device can run a layer, and if not, why.
 
-    ``device`` is ``"cpu"``, ``"cuda"``, ``"cuda:1"`` or a torch device.
+    On CUDA that includes whether the build has kernels for that GPU. ``device`` is ``"cpu"``,
+    ``"cuda"``, ``"cuda:1"`` or a torch device.
     """
     settings = HotConfig() if config is None else as_config(config)
     where, _, index = str(device).partition(":")

@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 
 import hotcore  # noqa: E402  (after the skip: hotcore itself needs no torch)
 import hotcore.torch as hot  # noqa: E402
+from hotcore import _core, info  # noqa: E402
 from support_gpu import (  # noqa: E402
     RECIPES,
     assert_equal_backward,
@@ -137,6 +138,16 @@ def test_works_on_the_device_of_its_arrays() -> None:
     gy, w, x = arrays
     with pytest.raises(ValueError, match="w"):
         hotcore.backward_linear(gy.cuda(0), w.cuda(1), x.cuda(0))
+
+
+def test_the_build_is_for_this_gpu() -> None:
+    for index in range(torch.cuda.device_count()):
+        capability = torch.cuda.get_device_capability(index)
+        archs, wgmma = _core.cuda_architectures(), _core.cuda_wgmma()
+        level, text = _core.cuda_device_verdict(index)
+        assert (level, text) == _core.judge_device(*capability, archs, wgmma)
+        assert level == "full", text
+        assert text in info.collect()[f"GPU {index}"]
 
 
 def test_a_device_that_is_not_there() -> None:

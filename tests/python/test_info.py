@@ -46,7 +46,9 @@ def test_json_and_the_cmake_folder(capsys: pytest.CaptureFixture[str]) -> None:
         assert run("-m", "hotcore.info", "--cmake-dir").strip() == folder
 
 
-@pytest.mark.parametrize("options", [["--jsn-"], ["everything"], ["--json", "--cmake-dir"]])
+@pytest.mark.parametrize(
+    "options", [["--jsn-"], ["--js"], ["everything"], ["--json", "--cmake-dir"]]
+)
 def test_unknown_options_are_refused(options: list[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         info.main(options)

@@ -34,7 +34,7 @@ def test_wheel_holds_what_it_should() -> None:
         "hotcore/py.typed",
         "hotcore/_core.pyi",
         "hotcore/include/hot/hot.h",
-        "hotcore/lib/libhot.so",
+        "hotcore/lib/libhot.so." + ".".join(hotcore.__version__.split(".")[:2]),
         "hotcore/lib/cmake/hotcore/hotcoreConfig.cmake",
         "hotcore/lib/pkgconfig/hotcore.pc",
         "hotcore/include/hot/hot_c.h",
@@ -50,6 +50,15 @@ def test_stub_names_what_the_module_has() -> None:
     declared = set(re.findall(r"^(?:def|class) ([A-Za-z]\w*)", stub, re.MULTILINE))
     actual = {name for name in dir(_core) if not name.startswith("_")}
     assert declared == actual
+
+
+def test_the_library_has_a_versioned_soname() -> None:
+    # The name that _core and other programs ask the loader for is the one file's, in the wheel.
+    (library,) = (INSTALLED / "lib").glob("libhot.so*")
+    wanted = "libhot.so." + ".".join(hotcore.__version__.split(".")[:2])
+    assert library.name == wanted
+    for binary in (library, Path(_core.__file__)):
+        assert wanted.encode() + b"\0" in binary.read_bytes()
 
 
 def test_find_package_from_the_wheel(tmp_path: Path) -> None:

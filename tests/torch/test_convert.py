@@ -9,6 +9,7 @@ import re
 import sys
 from pathlib import Path
 
+import hotcore
 import pytest
 from hotcore.config import HotConfig
 
@@ -16,6 +17,7 @@ torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402
 from hotcore.torch.selection import HEAD_NAMES, MIN_FEATURES  # noqa: E402
 from torch import nn  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import models  # noqa: E402
@@ -830,3 +832,18 @@ def test_frozen_layers_on_cuda() -> None:
     assert [layer.in_features for layer in report.converted] == [2048, 4096]  # g_x alone
     trained = hot.convert(linears((4096, 4096)), device="cuda")
     assert report.converted[-1].expected_time > trained.converted[0].expected_time
+
+
+@pytest.mark.skipif(hotcore._core.built_with_cuda(), reason="built with CUDA")
+def test_a_model_on_cuda_without_the_backend_is_refused_at_once() -> None:
+    model = linears((64, 64), (64, 64))
+    with FakeTensorMode():
+        model[1].weight = nn.Parameter(torch.empty(64, 64, device="cuda"))
+    before = [type(module) for module in model.modules()]
+    why = "model: it is on cuda:0; .*no CUDA backend.*HOT_CUDA=ON pip install"
+    with pytest.raises(NotImplementedError, match=why):
+        hot.convert(model)
+    assert [type(module) for module in model.modules()] == before
+    # One that is still on the CPU may be looked at.
+    assert "no CUDA backend" in str(hot.convert(linears((4096, 4096)), device="cuda"))
+    assert "CUDA" not in str(hot.convert(linears((4096, 4096))))

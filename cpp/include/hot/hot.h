@@ -4,6 +4,7 @@
 #include "hot/api.h"
 #include "hot/backward_linear.h"
 #include "hot/context.h"
+#include "hot/device.h"
 #include "hot/error.h"
 #include "hot/gemm.h"
 #include "hot/hadamard.h"

@@ -1,15 +1,22 @@
 // Linked in place of cuda/ in a build without CUDA.
+#include "cuda_device.h"
 #include "hot/error.h"
 #include "kernels.h"
 
 namespace hot::detail {
 
 const Backend& cuda_backend() {
-  throw Error(ErrorCode::unsupported, "this build of hotcore has no CUDA backend");
+  throw Error(ErrorCode::unsupported,
+              "this build of hotcore has no CUDA backend; build it again where there is a CUDA "
+              "compiler (nvcc 12.0 or newer): in its source tree, HOT_CUDA=ON pip install "
+              "--force-reinstall --no-deps . (C++: cmake -DHOT_CUDA=ON). "
+              "python -m hotcore.info shows what a build has");
 }
 
 const char* cuda_archs() noexcept { return ""; }
 
 int cuda_device_count() noexcept { return 0; }
+
+Capability cuda_capability(int /*device*/) { return {0, 0}; }
 
 }  // namespace hot::detail

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import _core, contexts
 from ..config import HotConfig, as_config
 from ..saved import saved_layout
 from . import gains, probe, selection, untaken
@@ -87,8 +88,11 @@ def convert(
         ValueError: a layer is converted already, no layer was left to convert, a pattern matches
             no layer or none that is converted, a ``token_grid`` does not fit ``inputs``, or
             ``model`` is an ``nn.DataParallel``.
+        NotImplementedError: ``model`` is on CUDA, and this build of hotcore has no CUDA backend, or
+            no kernels for that GPU.
     """
     _check_model(model)
+    _check_devices(model)
     base = as_config(config)
     layers = candidates(model)
     seen, total = ({}, None) if inputs is None else _dry_run(model, layers, inputs)
@@ -194,6 +198,15 @@ def _check_model(model: object) -> None:
     elif isinstance(model, ConversionReport):
         found += "; the model is its .model"
     raise TypeError(f"model: {found}")
+
+
+def _check_devices(model: nn.Module) -> None:
+    # Else the first backward would be the one to find out.
+    for device in {p.device for p in model.parameters() if p.device.type == "cuda"}:
+        try:
+            contexts.cuda(device.index or 0, 0)
+        except NotImplementedError as error:
+            raise NotImplementedError(f"model: it is on {device}; {error}") from None
 
 
 def _dry_run(
@@ -319,6 +332,11 @@ def _notes(
         notes.append(
             f"{len(slow)} layers stay plain as slower on CUDA, by {gains.SOURCE}; slower=True, or "
             "their full names in overrides, convert them"
+        )
+    if device == "cuda" and not _core.built_with_cuda():
+        notes.append(
+            "this build of hotcore has no CUDA backend, which training on CUDA needs: "
+            "python -m hotcore.info"
         )
     if default_filter:
         notes.append(

@@ -1,0 +1,140 @@
+#include "hot/device.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <vector>
+
+#include "cuda_device.h"
+#include "kernels.h"
+
+namespace hot {
+namespace {
+
+constexpr int oldest = 80;  // the kernels' mma.sync of 8-bit integers and cp.async
+
+// One of CMake's architectures: 90a-real is {90, 'a', true, false}. Others have code 0.
+struct Arch {
+  int code = 0;
+  char family = ' ';  // 'a': that very GPU; 'f': its family; ' ': what is newer, too
+  bool machine_code = true, ptx = true;
+};
+
+Arch parse_arch(const std::string& text) {
+  Arch arch;
+  std::size_t at = 0;
+  for (; at < text.size() && at < 4 && text[at] >= '0' && text[at] <= '9'; ++at) {
+    arch.code = arch.code * 10 + (text[at] - '0');
+  }
+  if (at < text.size() && (text[at] == 'a' || text[at] == 'f')) arch.family = text[at++];
+  const std::string rest = text.substr(at);
+  if (rest == "-real") {
+    arch.ptx = false;
+  } else if (rest == "-virtual") {
+    arch.machine_code = false;
+  } else if (!rest.empty()) {
+    arch.code = 0;
+  }
+  return arch;
+}
+
+std::vector<Arch> parse_archs(const std::string& text) {
+  std::vector<Arch> found;
+  for (std::size_t start = 0; start <= text.size();) {
+    const std::size_t end = std::min(text.find(';', start), text.size());
+    const Arch arch = parse_arch(text.substr(start, end - start));
+    if (arch.code != 0) found.push_back(arch);
+    start = end + 1;
+  }
+  return found;
+}
+
+// Machine code runs on its own GPU and later ones of the same major number.
+bool runs_code(const Arch& arch, int code) {
+  if (!arch.machine_code) return false;
+  if (arch.family == 'a') return arch.code == code;
+  return arch.code / 10 == code / 10 && arch.code <= code;
+}
+
+// The driver compiles PTX for every later GPU, unless it is of one GPU or one family alone.
+bool runs_ptx(const Arch& arch, int code) {
+  if (!arch.ptx) return false;
+  if (arch.family == 'a') return arch.code == code;
+  if (arch.family == 'f') return arch.code / 10 == code / 10 && arch.code <= code;
+  return arch.code <= code;
+}
+
+std::string name_of(const Arch& arch) {
+  std::string name = "sm_" + std::to_string(arch.code);
+  if (arch.family != ' ') name += arch.family;
+  return name;
+}
+
+const Arch* best(const std::vector<Arch>& archs, int code, bool (*runs)(const Arch&, int)) {
+  const Arch* found = nullptr;
+  for (const Arch& arch : archs) {
+    // A letter beats none: 90a holds what 90 does not.
+    const auto rank = [](const Arch& a) { return 2 * a.code + (a.family == ' ' ? 0 : 1); };
+    if (runs(arch, code) && (found == nullptr || rank(arch) > rank(*found))) found = &arch;
+  }
+  return found;
+}
+
+}  // namespace
+
+const char* level_name(DeviceVerdict::Level level) noexcept {
+  switch (level) {
+    case DeviceVerdict::Level::none:
+      return "none";
+    case DeviceVerdict::Level::slow:
+      return "slow";
+    case DeviceVerdict::Level::full:
+      return "full";
+  }
+  return "unknown";
+}
+
+DeviceVerdict judge_device(int major, int minor, const std::string& architectures, bool wgmma) {
+  using Level = DeviceVerdict::Level;
+  const int code = major * 10 + minor;
+  const std::string gpu =
+      "compute capability " + std::to_string(major) + "." + std::to_string(minor);
+  if (code < oldest) {
+    return {Level::none, gpu + ", and the kernels need 8.0 (Ampere) or newer"};
+  }
+  const std::vector<Arch> archs = parse_archs(architectures);
+  // wgmma is in 90a alone; that a build for one GPU takes no other is no matter here.
+  const std::string wanted = std::to_string(code) + (code == 90 ? "a" : "") + "-real";
+  const std::string again = "; build it again where this GPU is, or with CUDAARCHS=" + wanted;
+  if (archs.empty()) return {Level::none, gpu + ", and this build has no kernels" + again};
+
+  const Arch* const machine_code = best(archs, code, runs_code);
+  const Arch* const ptx = best(archs, code, runs_ptx);
+  if (machine_code == nullptr && ptx == nullptr) {
+    return {Level::none, gpu + ", and this build of hotcore has kernels for " + architectures +
+                             " alone" + again};
+  }
+  // The driver prefers machine code.
+  const std::string kernels =
+      machine_code != nullptr
+          ? "kernels of " + name_of(*machine_code)
+          : "PTX of " + name_of(*ptx) + ", which the driver compiles when it is first used";
+  if (code == 90 && !wgmma) {
+    return {Level::slow,
+            gpu + ": " + kernels +
+                ", with mma.sync products: this build lacks the wgmma kernels, which need the "
+                "CUTLASS headers (scripts/fetch_cutlass.py) and the architecture 90a" +
+                again};
+  }
+  if (machine_code == nullptr) return {Level::slow, gpu + ": " + kernels + again};
+  return {Level::full, gpu + ": " + kernels + (code == 90 ? ", wgmma products" : "")};
+}
+
+DeviceVerdict cuda_device_verdict(int device) {
+  detail::check_cuda_device("cuda_device_verdict", device);
+  const detail::Capability found = detail::cuda_capability(device);
+  return judge_device(found.major, found.minor, detail::cuda_archs(), cuda_wgmma());
+}
+
+bool cuda_wgmma() noexcept { return HOT_WGMMA; }
+
+}  // namespace hot

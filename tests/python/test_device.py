@@ -1,0 +1,149 @@
+"""The verdict on a GPU: by a table, in `info`, and at the first call. No GPU is needed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import types
+import warnings
+from pathlib import Path
+from typing import Any
+
+import hotcore
+import pytest
+from hotcore import _core, contexts, info
+
+RELEASE = "80-real;86-real;89-real;90a-real;100-real;120-real;120-virtual"
+PAIR = "80-real;90a-real"
+
+
+@pytest.mark.parametrize(
+    ("capability", "architectures", "wgmma", "level", "words"),
+    [
+        ((7, 5), RELEASE, True, "none", "need 8.0"),
+        ((8, 9), RELEASE, True, "full", "kernels of sm_89"),
+        ((9, 0), RELEASE, True, "full", "kernels of sm_90a, wgmma"),
+        ((9, 0), RELEASE, False, "slow", "fetch_cutlass.py"),
+        ((12, 1), RELEASE, True, "full", "kernels of sm_120"),
+        ((13, 0), RELEASE, True, "slow", "PTX of sm_120"),
+        ((10, 0), PAIR, True, "none", "kernels for 80-real;90a-real alone"),
+        ((9, 0), "80-real", False, "none", "CUDAARCHS=90a-real"),
+        ((10, 0), "80", False, "slow", "PTX of sm_80"),
+        ((10, 3), "100f-real", False, "full", "kernels of sm_100f"),
+        ((8, 0), "", False, "none", "no kernels"),
+    ],
+)
+def test_verdicts(
+    capability: tuple[int, int], architectures: str, wgmma: bool, level: str, words: str
+) -> None:
+    found, text = _core.judge_device(*capability, architectures, wgmma)
+    assert (found, words in text) == (level, True), text
+    assert text.startswith(f"compute capability {capability[0]}.{capability[1]}")
+
+
+def test_missing_devices() -> None:
+    missing = "no CUDA backend.*HOT_CUDA=ON pip install.*hotcore.info"
+    if _core.built_with_cuda():
+        with pytest.raises(ValueError, match="device is 999"):
+            _core.cuda_device_verdict(999)
+        return
+    assert not _core.cuda_wgmma()
+    with pytest.raises(NotImplementedError, match=missing):
+        _core.cuda_device_verdict(0)
+    with pytest.raises(NotImplementedError, match=missing):
+        contexts.cuda(0, 0)
+    assert "HOT_CUDA=ON" in hotcore.supported(32, 24, 16, device="cuda")[1]
+
+
+class FakeCore(types.SimpleNamespace):
+    """A build with CUDA on a machine with GPUs, as far as Python asks for them."""
+
+    def __init__(self, capabilities: list[tuple[int, int]], architectures: str, wgmma: bool):
+        super().__init__(capabilities=capabilities)
+        self.built_with_cuda = lambda: True
+        self.cuda_architectures = lambda: architectures
+        self.cuda_wgmma = lambda: wgmma
+        self.judge_device = _core.judge_device
+        self.CoreContext = lambda threads, isa, device, stream: object()
+
+    def cuda_device_verdict(self, device: int) -> tuple[str, str]:
+        archs, wgmma = self.cuda_architectures(), self.cuda_wgmma()
+        level, text = self.judge_device(*self.capabilities[device], archs, wgmma)
+        return level, text
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contexts, "_judged", set())
+    monkeypatch.setattr(contexts, "_cache", type(contexts._cache)())
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_slow_gpu_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contexts, "_core", FakeCore([(9, 0), (8, 0), (9, 0)], PAIR, wgmma=False))
+    with pytest.warns(RuntimeWarning, match=r"cuda:0 is slower .*mma\.sync.*fetch_cutlass"):
+        contexts.cuda(0, 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        contexts.cuda(0, 0)
+        contexts.cuda(0, 7)  # another stream
+        contexts.cuda(1, 0)  # full speed
+    with pytest.warns(RuntimeWarning, match="cuda:2 is slower"):
+        contexts.cuda(2, 0)
+
+
+def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[str], code: int = 0) -> None:
+    """An nvidia-smi that prints these lines."""
+    script = tmp_path / "nvidia-smi"
+    body = "".join(f"echo '{line}'\n" for line in lines)
+    script.write_text(f"#!/bin/sh\n[ $# = 2 ] || exit 9\n{body}exit {code}\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+
+
+@pytest.fixture
+def no_torch_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(info, "_gpus_of_torch", list)
+
+
+@pytest.mark.usefixtures("no_torch_gpus")
+def test_info_has_a_verdict_for_each_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    smi(tmp_path, monkeypatch, ["NVIDIA H200, 9.0", "Tesla T4, 7.5", "NVIDIA L4, 8.9"])
+    monkeypatch.setattr(info, "_core", fake := FakeCore([], PAIR, wgmma=True))
+    facts = info._gpus()
+    assert facts["GPUs"] == "3, by nvidia-smi"
+    assert facts["GPU 0"].startswith("NVIDIA H200: ok: ") and "wgmma" in facts["GPU 0"]
+    assert facts["GPU 1"].startswith("Tesla T4: cannot be used: ")
+    assert facts["GPU 2"].startswith("NVIDIA L4: ok: ")
+    assert (info._wgmma(), "tested on an H200" in info._cuda_tested()) == ("yes", True)
+
+    fake.cuda_wgmma = lambda: False
+    assert info._gpus()["GPU 0"].startswith("NVIDIA H200: usable, but slower than it could be: ")
+    assert info._wgmma().startswith("no (")
+    assert "sm_90a: tested" not in info._cuda_tested()
+
+    fake.built_with_cuda = lambda: False
+    facts = info._gpus()
+    for gpu in ("GPU 0", "GPU 2"):
+        assert "cannot be used" in facts[gpu] and "HOT_CUDA=ON" in facts[gpu]
+
+
+@pytest.mark.usefixtures("no_torch_gpus")
+def test_info_says_what_nvidia_smi_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    smi(tmp_path, monkeypatch, ["Failed to initialize NVML"], code=9)
+    found = info.collect()
+    assert "unknown (RuntimeError: nvidia-smi: Failed to initialize NVML" in found["GPUs"]
+
+
+@pytest.mark.usefixtures("no_torch_gpus")
+def test_info_prints_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    smi(tmp_path, monkeypatch, ["NVIDIA H200, 9.0"])
+    code = (
+        "import sys; sys.modules['torch'] = None\nfrom hotcore import info; info.main(['--json'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    facts: dict[str, Any] = json.loads(done.stdout)
+    assert facts["GPUs"] == "1, by nvidia-smi"
+    assert facts["GPU 0"] == f"NVIDIA H200: {info.verdict(9, 0)}"
+    assert list(facts).index("GPU 0") == list(facts).index("GPUs") + 1

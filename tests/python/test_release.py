@@ -1,0 +1,157 @@
+"""Wheels are checked before they are released, and files that must agree do."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PLATFORM = "manylinux_2_17_x86_64.manylinux_2_28_x86_64"
+
+
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+check_wheel, release = script("check_wheel"), script("release")
+
+CUDA = b"libhot.so.0.1\0.nv_fatbin" + bytes(4 << 20)
+GOOD = {
+    "hotcore/__init__.py": b"",
+    "hotcore/_core.abi3.so": b"\x7fELF",
+    "hotcore/lib/libhot.so.0.1": b"\x7fELF libhot.so.0.1\0",
+    "hotcore-0.1.0.dist-info/WHEEL": b"",
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "platform", "problem"),
+    [
+        ({}, PLATFORM, None),
+        ({}, "linux_x86_64", "is for linux_x86_64"),
+        ({}, "manylinux_2_34_x86_64", "is for manylinux_2_34"),
+        ({"hotcore/lib/libhot.so": b""}, PLATFORM, r"expected hotcore/lib/libhot\.so\.0\.1 alone"),
+        ({"hotcore/lib/libhot.so.0.1": b"libhot.so\0"}, PLATFORM, "another soname"),
+        ({"hotcore/_core.cpython-311.so": b""}, PLATFORM, "holds 2 extension modules"),
+        ({"tests/test_gemm.py": b""}, PLATFORM, "holds tests/test_gemm.py"),
+        ({"hotcore/ballast": bytes(3_000_001)}, PLATFORM, "3.0 MB is more than 3, .* CPU"),
+        ({"hotcore/ballast": bytes(2_990_000)}, PLATFORM, None),
+        # what is allowed with CUDA
+        ({"hotcore/lib/libhot.so.0.1": CUDA}, PLATFORM, None),
+    ],
+)  # fmt: skip
+def test_what_a_wheel_may_be(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, bytes],
+    platform: str,
+    problem: str | None,
+) -> None:
+    wheel = tmp_path / f"hotcore-0.1.0-cp312-abi3-{platform}.whl"
+    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_STORED) as archive:
+        for name, content in (GOOD | changes).items():
+            archive.writestr(name, content)
+    monkeypatch.setattr(sys, "argv", ["check_wheel.py", str(wheel)])
+    code = check_wheel.main()
+    printed = capsys.readouterr().out
+    assert code == (problem is not None), printed
+    assert printed.startswith(f"{wheel.name}: {wheel.stat().st_size / 1e6:.2f} MB (C")
+    if problem is not None:
+        assert re.search(problem, printed), printed
+
+
+def test_a_release_names_what_blocks_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(release, "ROOT", tmp_path)
+    monkeypatch.setattr(release, "said", lambda *words: "v1.2.3" if "tag" in words else "")
+    project, changes = tmp_path / "pyproject.toml", tmp_path / "CHANGELOG.md"
+    project.write_text('version = "1.2.3"\n[project.urls]\nRepository = "somewhere"\n')
+    changes.write_text("## [1.2.3] – 2026-11-22\n\n## [1.2.2] – 2026-01-01\n")
+    assert release.blockers() == ("1.2.3", [])
+    changes.write_text("## [1.2.3] – unreleased\n")
+    assert release.blockers()[1] == ["CHANGELOG.md has no date for 1.2.3: unreleased"]
+    changes.write_text("## [1.2.2] – 2026-11-22\n")
+    (problem,) = release.blockers()[1]
+    assert problem == "CHANGELOG.md's newest version is 1.2.2; pyproject.toml's is 1.2.3"
+    monkeypatch.setattr(release, "said", lambda *words: " M file" if "status" in words else "")
+    found = "; ".join(release.blockers()[1])
+    assert "not committed" in found and "no tag v1.2.3" in found
+
+
+def test_a_release_does_not_write_over_another(tmp_path: Path) -> None:
+    (tmp_path / "hotcore-0.1.0.tar.gz").touch()
+    words = [sys.executable, str(ROOT / "scripts/release.py"), "--out", str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode != 0 and "is not empty" in done.stderr
+
+
+def test_the_changelog_has_the_version() -> None:
+    found = [text for text in release.blockers()[1] if "newest version" in text]
+    assert not found
+
+
+def test_a_release_has_one_list_of_architectures() -> None:
+    presets = json.loads((ROOT / "CMakePresets.json").read_text())["configurePresets"]
+    (preset,) = [row for row in presets if row["name"] == "release"]
+    archs = preset["cacheVariables"]["CMAKE_CUDA_ARCHITECTURES"]
+    assert archs == release.RELEASE_ARCHS
+    for path in ("cmake/HotCudaFind.cmake", "cmake/cibuildwheel-cuda.toml"):
+        assert f'"{archs}"' in (ROOT / path).read_text(), path
+
+
+def test_the_page_of_the_package_has_no_relative_links() -> None:
+    tomllib = pytest.importorskip("tomllib")  # Python 3.11
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    hook = project["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]
+    text = (ROOT / "README.md").read_text()
+    assert "](docs/quickstart.md" in text
+    for substitution in hook["substitutions"]:
+        text = re.sub(substitution["pattern"], substitution["replacement"], text)
+    assert re.findall(r"\]\((?!https://)[^)]*\)", text) == []
+    assert "`docs/torch.md`" in text and "](https://arxiv.org/" in text
+
+
+def test_smoke_refuses_the_source_tree() -> None:
+    code = f"import sys; sys.path.insert(0, {str(ROOT / 'python')!r}); sys.argv = ['smoke.py']\n"
+    if not list((ROOT / "python/hotcore").glob("_core*.so")):
+        pytest.skip("needs an extension module in the source tree")
+    code += f"import runpy; runpy.run_path({str(ROOT / 'scripts/smoke.py')!r}, run_name='__main__')"
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "this is the source tree" in done.stderr
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_scripts_install_nothing_unasked(tmp_path: Path) -> None:
+    # With an apt-get on the path that would tell, as root or not.
+    apt = tmp_path / "apt-get"
+    apt.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/called\n')
+    apt.chmod(0o755)
+
+    def need(**environment: str) -> tuple[int, str]:
+        code = f". {ROOT}/scripts/env.sh; id() {{ echo 0; }}; hot_env_need g++ python3-dev"
+        env = {"PATH": f"{tmp_path}:/usr/bin:/bin", **environment}
+        done = subprocess.run(
+            ["bash", "-c", code], env=env, capture_output=True, text=True, check=False
+        )
+        return done.returncode, done.stderr
+
+    code, said = need()
+    assert code == 1 and "please run: sudo apt-get install g++ python3-dev" in said
+    assert not (tmp_path / "called").exists()
+    code, _ = need(HOT_APT="1")
+    assert code == 0
+    assert "install -y" in (tmp_path / "called").read_text()
