@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 
 from . import _core
 
@@ -18,6 +19,7 @@ _lock = threading.Lock()
 _cache: OrderedDict[tuple[int, str, int, int], _core.CoreContext] = OrderedDict()
 _threads = 0
 _isa = ""
+_followers: list[Callable[[int, str], None]] = []
 
 
 def _get(threads: int, isa: str, device: int, stream: int) -> _core.CoreContext:
@@ -58,6 +60,7 @@ def set_num_threads(threads: int) -> None:
         raise ValueError(f"threads: {threads} is negative")
     _get(threads, _isa, -1, 0)  # fails before anything is changed
     _threads = threads
+    _tell_followers()
 
 
 def isa() -> str:
@@ -74,6 +77,22 @@ def set_isa(name: str | None) -> None:
     wanted = name or ""
     _get(_threads, wanted, -1, 0)
     _isa = wanted
+    _tell_followers()
+
+
+def follow_cpu(follower: Callable[[int, str], None]) -> None:
+    """Tell ``follower`` the default's threads and instruction set: now, and when they change.
+
+    For calls of others that never come here, such as XLA's. A forked child is told anew, as it has
+    no threads yet.
+    """
+    follower(_threads, _isa)
+    _followers.append(follower)
+
+
+def _tell_followers() -> None:
+    for follower in _followers:
+        follower(_threads, _isa)
 
 
 def _forget_after_fork() -> None:
@@ -81,6 +100,7 @@ def _forget_after_fork() -> None:
     global _lock
     _lock = threading.Lock()
     _cache.clear()
+    _tell_followers()
 
 
 if hasattr(os, "register_at_fork"):
