@@ -3,8 +3,8 @@
 
     python scripts/fetch_xla_ffi.py [--wheel FILE] [--force]
 
-Downloads one pinned wheel of jaxlib with pip, without its dependencies, checks its SHA-256 and keeps
-three headers. `--wheel` takes a wheel that is already here, for machines without a network.
+Downloads one pinned wheel of jaxlib with pip, without its dependencies, checks its SHA-256 and
+keeps three headers. `--wheel` takes a wheel that is already here, for machines without a network.
 """
 
 from __future__ import annotations

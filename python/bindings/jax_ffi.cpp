@@ -61,8 +61,7 @@ struct CtxDecoding<hotpy::Cuda> {
   template <class Call>
   static std::optional<Type> Decode(const XLA_FFI_Api* api, Call* call,
                                     DiagnosticEngine& diagnostic) {
-    const auto stream =
-        CtxDecoding<PlatformStream<hot::Stream>>::Decode(api, call, diagnostic);
+    const auto stream = CtxDecoding<PlatformStream<hot::Stream>>::Decode(api, call, diagnostic);
     const auto device = CtxDecoding<DeviceOrdinal>::Decode(api, call, diagnostic);
     if (!stream || !device) return std::nullopt;
     return Type{*stream, *device};
@@ -148,7 +147,10 @@ std::optional<hot::TensorView> wanted(Output& output, hot::Device device, const 
   return view<hot::TensorView>(*output, device, name);
 }
 
-hot::Workspace workspace_of(Output& scratch) {
+// On the CPU memory of the call's own, since its size goes with the number of threads, which may
+// have changed; on CUDA what XLA was asked for.
+hot::Workspace workspace_of(const Scratch& own, Output& scratch) {
+  if (own.get().data != nullptr) return own.get();
   return {scratch->untyped_data(), scratch->size_bytes()};
 }
 
@@ -172,9 +174,7 @@ T attribute(const ffi::Dictionary& attributes, const char* name) {
 
 // HotConfig's fields, as the call's attributes.
 hot::BackwardLinearSpec spec_of(const ffi::Dictionary& attributes) {
-  const auto text = [&](const char* name) {
-    return attribute<std::string_view>(attributes, name);
-  };
+  const auto text = [&](const char* name) { return attribute<std::string_view>(attributes, name); };
   const auto number = [&](const char* name) {
     return static_cast<int>(attribute<std::int64_t>(attributes, name));
   };
@@ -220,9 +220,13 @@ ffi::Error compress_activation(Where where, ffi::Dictionary attributes, Buffer x
                                Output saved, Output scratch) {
   return guarded([&] {
     const hot::Context context = where.context().with_key(key_of(seed));
-    hot::compress_activation(context, view<hot::ConstTensorView>(x, context.device(), "x"),
-                             spec_of(attributes), {saved->untyped_data(), saved->size_bytes()},
-                             workspace_of(scratch));
+    const hot::BackwardLinearSpec spec = spec_of(attributes);
+    const auto xv = view<hot::ConstTensorView>(x, context.device(), "x");
+    const Scratch own(context, {}, [&] {
+      return hot::compress_activation_workspace(context, xv.shape[0], xv.shape[1], spec);
+    });
+    hot::compress_activation(context, xv, spec, {saved->untyped_data(), saved->size_bytes()},
+                             workspace_of(own, scratch));
   });
 }
 
@@ -232,6 +236,7 @@ ffi::Error backward_linear(Where where, ffi::Dictionary attributes, Buffer gy, B
                            Output scratch) {
   return guarded([&] {
     const hot::Context context = where.context().with_key(key_of(seed));
+    const hot::BackwardLinearSpec spec = spec_of(attributes);
     const hot::Device device = context.device();
     const auto gyv = view<hot::ConstTensorView>(gy, device, "gy");
     const auto gxv = wanted(gx, device, "gx");
@@ -241,15 +246,18 @@ ffi::Error backward_linear(Where where, ffi::Dictionary attributes, Buffer gy, B
     if (gxv) wv = view<hot::ConstTensorView>(w, device, "w");
     hot::ConstSavedActivation kept;
     if (gwv) {
-      kept = {saved.untyped_data(), saved.size_bytes(), gyv.shape[0], gwv->shape[1],
-              context.key()};
+      kept = {saved.untyped_data(), saved.size_bytes(), gyv.shape[0], gwv->shape[1], context.key()};
     }
     hot::BackwardOutputs outputs;
     outputs.gx = gxv ? &*gxv : nullptr;
     outputs.gw = gwv ? &*gwv : nullptr;
     outputs.gb = gbv ? &*gbv : nullptr;
-    hot::backward_linear(context, gyv, wv, kept, spec_of(attributes), outputs,
-                         workspace_of(scratch));
+    const hot::LinearShape shape{gyv.shape[0], gyv.shape[1],
+                                 gxv ? gxv->shape[1] : kept.in_features};
+    const Scratch own(context, {}, [&] {
+      return hot::backward_linear_workspace(context, shape, spec, gxv.has_value(), gwv.has_value());
+    });
+    hot::backward_linear(context, gyv, wv, kept, spec, outputs, workspace_of(own, scratch));
   });
 }
 

@@ -41,10 +41,10 @@ void init_spec(Spec* self, int hadamard_block, int gx_bits, Text gx_scale, Text 
                Text gx_rounding, Text basis, int rank, int block, std::vector<int> rows, int grid_h,
                int grid_w, int prefix_tokens, Text gw_scale, Text gw_rounding, Text storage,
                Text x_scale, Text x_rounding) {
-  hot::BackwardLinearSpec s = make_spec(
-      hadamard_block, gx_bits, gx_scale, weight_scale, gx_rounding, basis, rank, block,
-      std::move(rows), grid_h, grid_w, prefix_tokens, gw_scale, gw_rounding, storage, x_scale,
-      x_rounding);
+  hot::BackwardLinearSpec s =
+      make_spec(hadamard_block, gx_bits, gx_scale, weight_scale, gx_rounding, basis, rank, block,
+                std::move(rows), grid_h, grid_w, prefix_tokens, gw_scale, gw_rounding, storage,
+                x_scale, x_rounding);
   new (self) Spec{std::move(s)};
 }
 

@@ -1,7 +1,7 @@
 """libhot's calls as JAX sees them: operands in, results out, settings as attributes.
 
-XLA calls the handlers of ``_jax_ffi`` while a program runs; nothing here is called then. Scratch is
-one more result, whose size is asked when a call is traced.
+XLA calls the handlers of ``_jax_ffi`` while a program runs; nothing here is called then. Scratch on
+CUDA is one more result, whose size is asked when a call is traced.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ..config import HotConfig
 Array = Any
 """A jax.Array, or what stands for one while a function is traced."""
 
+_result: Any = jax.ShapeDtypeStruct
 _NOTHING = (0,)  # the shape of an operand or result that is not there
 
 
@@ -132,24 +133,16 @@ def _call(
 
     Under vmap it is one call after another: a layer's scales and random numbers are its own.
     """
-
-    def on(context: _core.CoreContext) -> Callable[..., tuple[Array, ...]]:
-        scratch = ((workspace(context),), np.uint8)
-        call: Any = jax.ffi.ffi_call(
-            _target(name),
-            tuple(jax.ShapeDtypeStruct(*result) for result in (*results, scratch)),
-            vmap_method="sequential",
-        )
-        return lambda *operands: tuple(call(*operands, **_attributes(config))[:-1])
-
-    # An FFI call has operands of one kind, and knows nothing of what its results vary over.
-    axes = varying(*operands)
-    operands = spread(operands, axes)
     cuda = _cuda_context()
-    on_cpu = on(contexts.cpu())
-    if cuda is None:
-        return spread(on_cpu(*operands), axes)
-    return spread(jax.lax.platform_dependent(*operands, cpu=on_cpu, cuda=on(cuda)), axes)
+    scratch = ((0 if cuda is None else workspace(cuda),), np.uint8)
+    call: Any = jax.ffi.ffi_call(
+        _target(name),
+        tuple(_result(*result) for result in (*results, scratch)),
+        vmap_method="sequential",
+    )
+    # Its operands are of one kind, and it knows nothing of what its results vary over.
+    axes = varying(*operands)
+    return spread(call(*spread(operands, axes), **_attributes(config))[:-1], axes)
 
 
 @functools.lru_cache(maxsize=256)
@@ -166,7 +159,7 @@ def _attributes(config: HotConfig) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=1)
 def _cuda_context() -> _core.CoreContext | None:
-    """For sizes of scratch on CUDA; None where JAX or this build of hotcore has none of it."""
+    """For the size of scratch; None where JAX or this build of hotcore has no CUDA."""
     if not _core.built_with_cuda():
         return None
     try:

@@ -63,10 +63,9 @@ def linear(
             raise ValueError(f"b: shape {b.shape}; w has {w.shape[0]} out features")
     seed = _seed(key)
     # Inside a shard_map devices share w and b but not x: their gradients are to be added up.
-    axes = varying(x, w, seed, *([] if b is None else [b]))
-    x, w, seed = spread((x, w, seed), axes)
-    if b is not None:
-        (b,) = spread((b,), axes)
+    arrays = (x, w, seed) if b is None else (x, w, seed, b)
+    x, w, seed, *rest = spread(arrays, varying(*arrays))
+    b = rest[0] if rest else None
     output: Array = _linear(settings, x, w, b, seed)
     return output
 
@@ -90,13 +89,12 @@ def _seed(key: Array) -> Array:
         )
     if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.key_data(key)
-    words = jnp.asarray(key)
-    if words.shape == (2,) and words.dtype == np.uint32:  # jax.random's: the high word first
-        return jnp.flip(words)
-    if words.shape == () and jnp.issubdtype(words.dtype, jnp.integer):
-        low_bits = min(words.dtype.itemsize * 8, 32)
-        high = words >> np.array(low_bits, words.dtype) if words.dtype.itemsize > 4 else words * 0
-        return jnp.stack([words.astype(np.uint32), high.astype(np.uint32)])
+    if key.shape == (2,) and key.dtype == np.uint32:  # jax.random's: the high word first
+        return jnp.flip(jnp.asarray(key))
+    if key.shape == () and jnp.issubdtype(key.dtype, jnp.integer):
+        # Not by jnp, which may make 32 bits of NumPy's 64 before they are looked at.
+        high = key >> 32 if key.dtype.itemsize > 4 else key * 0
+        return jnp.stack([key.astype(np.uint32), high.astype(np.uint32)])
     raise ValueError(
         f"key: {key.dtype} {key.shape}; expected one key of jax.random of two 32-bit words "
         "(threefry), or one integer"
@@ -125,20 +123,22 @@ class _Kept:
     """Of g_x, g_w and g_b; None: not wanted."""
 
 
-def _linear(config: HotConfig, x: Array, w: Array, b: Array | None, seed: Array) -> Array:
-    return _product(x, w, b)
-
-
-def _forward(config: HotConfig, *arguments: Any) -> tuple[Array, _Kept]:
-    """``arguments``: x, w, b and seed as values that know whether they are differentiated."""
-    x, w, b, seed = (None if a is None else a.value for a in arguments)
-    dtypes = tuple(
-        None if a is None or not a.perturbed else a.value.dtype for a in arguments[:3]
+def _forward(config: HotConfig, x: Any, w: Any, b: Any | None, seed: Any) -> tuple[Array, _Kept]:
+    """Each argument is a value and whether it is differentiated."""
+    gx_dtype, gw_dtype, gb_dtype = (
+        a.value.dtype if a is not None and a.perturbed else None for a in (x, w, b)
     )
-    need_gx, need_gw, _ = (dtype is not None for dtype in dtypes)
-    saved = compress_activation(_matrix(x), seed, config) if need_gw else None
-    kept = _Kept(saved, w if need_gx else None, seed, x.shape, dtypes)
-    return _product(x, w, b), kept
+    saved = None
+    if gw_dtype is not None:
+        saved = compress_activation(_matrix(x.value), seed.value, config)
+    kept = _Kept(
+        saved,
+        None if gx_dtype is None else w.value,
+        seed.value,
+        x.value.shape,
+        (gx_dtype, gw_dtype, gb_dtype),
+    )
+    return _product(x.value, w.value, None if b is None else b.value), kept
 
 
 def _backward(config: HotConfig, kept: _Kept, gy: Array) -> tuple[Array | None, ...]:
@@ -154,5 +154,5 @@ def _matrix(x: Array) -> Array:
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-_linear = jax.custom_vjp(_linear, nondiff_argnums=(0,))
+_linear: Any = jax.custom_vjp(lambda config, x, w, b, seed: _product(x, w, b), nondiff_argnums=(0,))
 _linear.defvjp(_forward, _backward, symbolic_zeros=True)
