@@ -13,7 +13,7 @@ import hotcore
 import numpy as np
 import pytest
 from hotcore import contexts
-from support import data, equal_bits, running, same_on_every_path
+from support import data, equal_bits, running, same_on_every_path, torch
 
 try:
     import hotcore.jax as hot
@@ -23,11 +23,6 @@ except ImportError as error:
 import jax
 import jax.numpy as jnp
 from hotcore.jax import calls
-
-try:
-    import torch
-except ImportError:
-    torch = None
 
 RECIPES = ("default", "fast", "int4", "paper", "accurate")
 SEED = 2**40 + 7
