@@ -84,18 +84,25 @@ using Output = ffi::Result<ffi::AnyBuffer>;
 // own, so it is read under a lock; a call in flight keeps the threads it began with.
 class CpuChoice {
  public:
-  void set(const hot::Context& context) {
+  void set(int threads, std::optional<hot::Isa> isa) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    context_ = context;
+    threads_ = threads;
+    isa_ = isa;
+    context_.reset();
   }
   hot::Context get() {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (!context_) context_ = hot::Context::cpu();
+    if (!context_) {  // threads are started by the first call that needs them
+      context_ = hot::Context::cpu(threads_);
+      if (isa_) context_ = context_->with_isa(*isa_);
+    }
     return *context_;
   }
 
  private:
   std::mutex mutex_;
+  int threads_ = 0;
+  std::optional<hot::Isa> isa_;
   std::optional<hot::Context> context_;
 };
 
@@ -300,8 +307,8 @@ NB_MODULE(_jax_ffi, module) {
   module.def(
       "set_cpu",
       [](int threads, std::string_view isa) {
-        const hot::Context context = hot::Context::cpu(threads);
-        cpu_choice().set(isa.empty() ? context : context.with_isa(parse_isa(isa)));
+        cpu_choice().set(threads,
+                         isa.empty() ? std::nullopt : std::optional<hot::Isa>(parse_isa(isa)));
       },
       nb::arg("threads"), nb::arg("isa"));
 }

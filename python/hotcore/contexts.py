@@ -19,7 +19,6 @@ _lock = threading.Lock()
 _cache: OrderedDict[tuple[int, str, int, int], _core.CoreContext] = OrderedDict()
 _threads = 0
 _isa = ""
-_followers: list[Callable[[int, str], None]] = []
 
 
 def _get(threads: int, isa: str, device: int, stream: int) -> _core.CoreContext:
@@ -80,11 +79,13 @@ def set_isa(name: str | None) -> None:
     _tell_followers()
 
 
+_followers: list[Callable[[int, str], None]] = []
+
+
 def follow_cpu(follower: Callable[[int, str], None]) -> None:
     """Tell ``follower`` the default's threads and instruction set: now, and when they change.
 
-    For calls of others that never come here, such as XLA's. A forked child is told anew, as it has
-    no threads yet.
+    For calls that never come here, such as XLA's.
     """
     follower(_threads, _isa)
     _followers.append(follower)
@@ -100,7 +101,6 @@ def _forget_after_fork() -> None:
     global _lock
     _lock = threading.Lock()
     _cache.clear()
-    _tell_followers()
 
 
 if hasattr(os, "register_at_fork"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -296,6 +297,21 @@ def test_threads_and_instruction_sets(rng: np.random.Generator) -> None:
     same_on_every_path(lambda: tuple(map(np.asarray, step(*arrays, key_of(3)))))
 
 
+def test_threads_are_those_of_hotcore(rng: np.random.Generator) -> None:
+    """XLA's calls follow set_num_threads, also in a program that was compiled before."""
+    arrays = layer(rng, 256)
+    step = jax.jit(jax.grad(lambda *a: weighted(*a)[0], (1, 2, 3)))
+
+    def threads() -> int:
+        jax.block_until_ready(step(*arrays, key_of(3)))
+        return len(os.listdir("/proc/self/task"))
+
+    with running(6):
+        six = threads()
+    with running(1):  # hotcore keeps the six for its own calls; those of XLA's calls have gone
+        assert threads() <= six - 5
+
+
 def test_followers_are_told_of_every_change(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contexts, "_followers", [])
     told: list[tuple[int, str]] = []
@@ -303,8 +319,6 @@ def test_followers_are_told_of_every_change(monkeypatch: pytest.MonkeyPatch) -> 
     with running(3, "plain"):
         assert told[-2:] == [(3, ""), (3, "plain")]
     assert told[-1][1] == ""
-    contexts._forget_after_fork()  # a child's own threads
-    assert told[-1] == told[-2]
 
 
 def test_grid_of_tokens(rng: np.random.Generator) -> None:
