@@ -249,6 +249,7 @@ ffi::Error backward_linear(Where where, ffi::Dictionary attributes, Buffer gy, B
     const auto gxv = wanted(gx, device, "gx");
     const auto gwv = wanted(gw, device, "gw");
     const auto gbv = wanted(gb, device, "gb");
+    if (!gxv && !gwv && !gbv) return;  // no tokens, and g_x alone
     hot::ConstTensorView wv;
     if (gxv) wv = view<hot::ConstTensorView>(w, device, "w");
     hot::ConstSavedActivation kept;

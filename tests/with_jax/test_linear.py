@@ -344,6 +344,8 @@ def test_no_tokens(rng: np.random.Generator, shape: tuple[int, ...]) -> None:
     gx, gw, gb, y = gradients(gy, x, w, b, key_of(3))
     assert gx.shape == shape and y.shape == gy.shape
     assert not gw.any() and gw.shape == w.shape and not gb.any()
+    alone = jax.jit(jax.grad(lambda x: weighted(gy, x, w, b, key_of(3))[0]))(x)
+    assert alone.shape == shape
 
 
 def test_one_vector(rng: np.random.Generator) -> None:
