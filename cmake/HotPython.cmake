@@ -9,18 +9,31 @@ if(NOT nanobind_ROOT)
 endif()
 find_package(nanobind CONFIG REQUIRED)
 
-# STABLE_ABI: one binary from Python 3.12 on; older ones get a module of their own.
-nanobind_add_module(_core STABLE_ABI NB_STATIC NB_DOMAIN hotcore
+# hot_python_module(NAME SOURCE...). STABLE_ABI: one binary from Python 3.12 on; older ones get a
+# module of their own.
+function(hot_python_module name)
+  nanobind_add_module(${name} STABLE_ABI NB_STATIC NB_DOMAIN hotcore ${ARGN})
+  target_link_libraries(${name} PRIVATE hotcore::hot)
+  target_compile_options(${name} PRIVATE -Wall -Wextra $<$<BOOL:${HOT_WERROR}>:-Werror>)
+  # Otherwise the module names libhot alone, and auditwheel cannot tell its C library.
+  target_link_options(${name} PRIVATE -Wl,--no-as-needed)
+  if(UNIX AND NOT APPLE)
+    target_link_options(${name} PRIVATE
+      "LINKER:--version-script=${CMAKE_CURRENT_FUNCTION_LIST_DIR}/module.map")
+  endif()
+  set_target_properties(${name} PROPERTIES INSTALL_RPATH "$ORIGIN/${CMAKE_INSTALL_LIBDIR}")
+  install(TARGETS ${name} LIBRARY DESTINATION . COMPONENT python)
+endfunction()
+
+hot_python_module(_core
   python/bindings/module.cpp
   python/bindings/ops.cpp
   python/bindings/views.cpp)
-target_link_libraries(_core PRIVATE hotcore::hot)
-target_compile_options(_core PRIVATE -Wall -Wextra $<$<BOOL:${HOT_WERROR}>:-Werror>)
-# Otherwise the module names libhot alone, and auditwheel cannot tell its C library.
-target_link_options(_core PRIVATE -Wl,--no-as-needed)
-if(UNIX AND NOT APPLE)
-  target_link_options(_core PRIVATE
-    "LINKER:--version-script=${CMAKE_CURRENT_LIST_DIR}/module.map")
+
+include(HotXlaFfi)  # HOT_JAX -> target hot_xla_ffi
+if(TARGET hot_xla_ffi)
+  hot_python_module(_jax_ffi
+    python/bindings/jax_ffi.cpp
+    python/bindings/views.cpp)
+  target_link_libraries(_jax_ffi PRIVATE hot_xla_ffi)
 endif()
-set_target_properties(_core PROPERTIES INSTALL_RPATH "$ORIGIN/${CMAKE_INSTALL_LIBDIR}")
-install(TARGETS _core LIBRARY DESTINATION . COMPONENT python)

@@ -138,7 +138,7 @@ hot_env_install() {
 # What the package is made of, in one hash; the Python and build options that change it count too.
 hot_env_sources() {
   {
-    printf '%s\n' "${CMAKE_ARGS:-}" "${SKBUILD_CMAKE_ARGS:-}" "${HOT_CUDA:-}" "${CXX:-}"
+    printf '%s\n' "${CMAKE_ARGS:-}" "${SKBUILD_CMAKE_ARGS:-}" "${HOT_CUDA:-}" "${HOT_JAX:-}" "${CXX:-}"
     "$HOT_VENV_PYTHON" -c 'import sysconfig; print(sysconfig.get_config_var("SOABI"))'
     cd "$HOT_ROOT"
     printf '%s\n' "${HOT_CUTLASS:-}" "${CUDAARCHS:-}"

@@ -85,6 +85,9 @@ else
   # Models of others, built without downloads. torch is named again, so that pip keeps it.
   (hot_env_install models torch==2.13.0 timm==1.0.31 transformers==5.23.0 peft==0.21.2) ||
     hot_env_say "no timm, transformers, peft: the tests that need them are skipped"
+  # hotcore.jax: JAX, and the headers that its part of the package is built from.
+  (hot_env_install jax jax==0.10.2 && "$HOT_VENV_PYTHON" "$HOT_ROOT/scripts/fetch_xla_ffi.py" >&2) ||
+    hot_env_say "no JAX: the tests of hotcore.jax are skipped"
 fi
 
 # ---- the parts; each goes on to the end, whatever the others did ----

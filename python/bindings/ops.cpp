@@ -41,19 +41,10 @@ void init_spec(Spec* self, int hadamard_block, int gx_bits, Text gx_scale, Text 
                Text gx_rounding, Text basis, int rank, int block, std::vector<int> rows, int grid_h,
                int grid_w, int prefix_tokens, Text gw_scale, Text gw_rounding, Text storage,
                Text x_scale, Text x_rounding) {
-  hot::BackwardLinearSpec s;
-  s.hadamard_block = hadamard_block;
-  s.gx_bits = gx_bits;
-  s.gx_scale = parse_granularity("gx_scale", gx_scale);
-  s.weight_scale = parse_granularity("weight_scale", weight_scale);
-  s.gx_rounding = parse_rounding("gx_rounding", gx_rounding);
-  s.low_rank = low_rank(basis, block, rank, std::move(rows), grid_h, grid_w, prefix_tokens);
-  s.gw_scale = parse_grad_scale("gw_scale", gw_scale);
-  s.gw_rounding = parse_rounding("gw_rounding", gw_rounding);
-  s.storage = parse_storage("storage", storage);
-  // "channel" is what Python calls it; in the stored matrix a channel is a row.
-  s.x_scale = x_scale == "channel" ? hot::Granularity::row : parse_granularity("x_scale", x_scale);
-  s.x_rounding = parse_rounding("x_rounding", x_rounding);
+  hot::BackwardLinearSpec s =
+      make_spec(hadamard_block, gx_bits, gx_scale, weight_scale, gx_rounding, basis, rank, block,
+                std::move(rows), grid_h, grid_w, prefix_tokens, gw_scale, gw_rounding, storage,
+                x_scale, x_rounding);
   new (self) Spec{std::move(s)};
 }
 

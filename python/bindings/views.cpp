@@ -187,6 +187,29 @@ hot::LowRank low_rank(std::string_view basis, int block, int rank, std::vector<i
   return out;
 }
 
+hot::BackwardLinearSpec make_spec(int hadamard_block, int gx_bits, std::string_view gx_scale,
+                                  std::string_view weight_scale, std::string_view gx_rounding,
+                                  std::string_view basis, int rank, int block,
+                                  std::vector<int> rows, int grid_h, int grid_w, int prefix_tokens,
+                                  std::string_view gw_scale, std::string_view gw_rounding,
+                                  std::string_view storage, std::string_view x_scale,
+                                  std::string_view x_rounding) {
+  hot::BackwardLinearSpec s;
+  s.hadamard_block = hadamard_block;
+  s.gx_bits = gx_bits;
+  s.gx_scale = parse_granularity("gx_scale", gx_scale);
+  s.weight_scale = parse_granularity("weight_scale", weight_scale);
+  s.gx_rounding = parse_rounding("gx_rounding", gx_rounding);
+  s.low_rank = low_rank(basis, block, rank, std::move(rows), grid_h, grid_w, prefix_tokens);
+  s.gw_scale = parse_grad_scale("gw_scale", gw_scale);
+  s.gw_rounding = parse_rounding("gw_rounding", gw_rounding);
+  s.storage = parse_storage("storage", storage);
+  // "channel" is what Python calls it; in the stored matrix a channel is a row.
+  s.x_scale = x_scale == "channel" ? hot::Granularity::row : parse_granularity("x_scale", x_scale);
+  s.x_rounding = parse_rounding("x_rounding", x_rounding);
+  return s;
+}
+
 void Scratch::allocate(std::size_t bytes) {
   if (bytes == 0) return;
   constexpr std::size_t alignment = 256;

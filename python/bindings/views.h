@@ -44,6 +44,15 @@ hot::Isa parse_isa(std::string_view text);
 hot::LowRank low_rank(std::string_view basis, int block, int rank, std::vector<int> rows,
                       int grid_h, int grid_w, int prefix_tokens);
 
+// A spec from HotConfig's fields.
+hot::BackwardLinearSpec make_spec(int hadamard_block, int gx_bits, std::string_view gx_scale,
+                                  std::string_view weight_scale, std::string_view gx_rounding,
+                                  std::string_view basis, int rank, int block,
+                                  std::vector<int> rows, int grid_h, int grid_w, int prefix_tokens,
+                                  std::string_view gw_scale, std::string_view gw_rounding,
+                                  std::string_view storage, std::string_view x_scale,
+                                  std::string_view x_rounding);
+
 // Scratch of one call: the caller's array, or on the CPU, without one, memory of its own, of the
 // size that is asked for only then.
 class Scratch {

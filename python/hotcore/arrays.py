@@ -215,6 +215,8 @@ def operand(array: Array, name: str, dtypes: Sequence[str] = FLOATS) -> Operand:
 def output(array: Array, name: str, like: Operand, dtypes: Sequence[str] = FLOATS) -> Operand:
     """Look at an array that is to be written: of ``like``'s framework and device, and writable."""
     found = operand(array, name, dtypes)
+    if found.kind.name == "dlpack":
+        raise ValueError(f"{name}: only NumPy, torch and CuPy arrays can be written")
     if found.kind is not like.kind:
         raise ValueError(
             f"{name}: a {found.kind.name} array; {like.name} is a {like.kind.name} array"
@@ -225,8 +227,6 @@ def output(array: Array, name: str, like: Operand, dtypes: Sequence[str] = FLOAT
         )
     if isinstance(array, np.ndarray) and not array.flags.writeable:
         raise ValueError(f"{name}: the array is read-only")
-    if found.kind.name == "dlpack":
-        raise ValueError(f"{name}: only NumPy, torch and CuPy arrays can be written")
     return found
 
 
@@ -294,6 +294,12 @@ def _cupy_operand(array: Any, name: str) -> Operand:
 
 
 def _foreign_operand(array: Any, name: str) -> Operand:
+    jax_core = sys.modules.get("jax.core")
+    if jax_core is not None and isinstance(array, jax_core.Tracer):
+        raise TypeError(
+            f"{name}: traced by JAX; these functions take arrays with values, outside of jit, grad "
+            "and vmap. Inside of them there is hotcore.jax.linear"
+        )
     if not (hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__")):
         raise TypeError(
             f"{name}: expected an array (NumPy, torch, CuPy, or anything with __dlpack__), got "

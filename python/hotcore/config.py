@@ -241,13 +241,17 @@ class HotConfig:
                 fields[name] = tuple(fields[name])
         return cls(**fields)
 
-    @cached_property
-    def spec(self) -> _core.Spec:
-        """The same settings as libhot takes them (made once)."""
+    def spec_fields(self) -> dict[str, Any]:
+        """All fields as the bindings take them: texts, numbers and lists of numbers."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         grid_h, grid_w = fields.pop("token_grid") or (0, 0)
         rows = list(fields.pop("rows") or ())
-        return _core.Spec(**fields, rows=rows, grid_h=grid_h, grid_w=grid_w)
+        return {**fields, "rows": rows, "grid_h": grid_h, "grid_w": grid_w}
+
+    @cached_property
+    def spec(self) -> _core.Spec:
+        """The same settings as libhot takes them (made once)."""
+        return _core.Spec(**self.spec_fields())
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is cached (the libhot object cannot be pickled)."""

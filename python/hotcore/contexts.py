@@ -10,6 +10,7 @@ import os
 import threading
 import warnings
 from collections import OrderedDict
+from collections.abc import Callable
 
 from . import _core
 
@@ -72,6 +73,7 @@ def set_num_threads(threads: int) -> None:
         raise ValueError(f"threads: {threads} is negative")
     _get(threads, _isa, -1, 0)  # fails before anything is changed
     _threads = threads
+    _tell_followers()
 
 
 def isa() -> str:
@@ -88,6 +90,24 @@ def set_isa(name: str | None) -> None:
     wanted = name or ""
     _get(_threads, wanted, -1, 0)
     _isa = wanted
+    _tell_followers()
+
+
+_followers: list[Callable[[int, str], None]] = []
+
+
+def follow_cpu(follower: Callable[[int, str], None]) -> None:
+    """Tell ``follower`` the default's threads and instruction set: now, and when they change.
+
+    For calls that never come here, such as XLA's.
+    """
+    follower(_threads, _isa)
+    _followers.append(follower)
+
+
+def _tell_followers() -> None:
+    for follower in _followers:
+        follower(_threads, _isa)
 
 
 def _forget_after_fork() -> None:

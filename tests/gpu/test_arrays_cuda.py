@@ -79,6 +79,43 @@ def test_cupy_on_its_current_stream(cupy: Any, rng: np.random.Generator) -> None
     np.testing.assert_array_equal(cupy.asnumpy(got.gw), wanted.gw)
 
 
+@pytest.mark.parametrize("dtype", ("float32", "float16"))
+def test_cupy_stages(cupy: Any, dtype: str, rng: np.random.Generator) -> None:
+    """Every stage gives CuPy arrays with the CPU's bits."""
+    x = rng.standard_normal((48, 32)).astype(dtype)
+    for function in (
+        hotcore.fwht,
+        lambda x: hotcore.hla(x, key=3),
+        lambda x: hotcore.quantize(x, bits=4, packed=True, key=3)[0],
+        lambda x: hotcore.quantize(x, scale="column", key=3)[1],
+        lambda x: hotcore.dequantize(*hotcore.quantize(x, key=3), dtype=dtype),
+        lambda x: hotcore.gemm_int8(hotcore.quantize(x)[0], hotcore.quantize(x)[0]),
+        lambda x: hotcore.unpack_int4(hotcore.pack_int4(hotcore.quantize(x, bits=4)[0])),
+        lambda x: hotcore.compress_activation(x, key=3).codes(),
+        lambda x: hotcore.compress_activation(x, key=3).scales(),
+        lambda x: hotcore.quantize_weight(x).data,
+    ):
+        got = function(cupy.asarray(x))
+        assert isinstance(got, cupy.ndarray)
+        np.testing.assert_array_equal(cupy.asnumpy(got), function(x))
+
+
+def test_cupy_arrays_are_written(cupy: Any, rng: np.random.Generator) -> None:
+    gy, w, x = map(cupy.asarray, numpy_layer(rng))
+    alone = hotcore.backward_linear(gy, w, x, need="gw", key=5).gw
+    total = cupy.ones_like(alone)
+    got = hotcore.backward_linear(gy, w, x, need="gw", key=5, gw_out=total, accumulate=True)
+    assert got.gw is total
+    np.testing.assert_array_equal(cupy.asnumpy(total), cupy.asnumpy(alone) + np.float32(1))
+    out = cupy.empty(x.shape, cupy.float16)
+    assert hotcore.fwht(x, out=out) is out
+    np.testing.assert_array_equal(cupy.asnumpy(out), cupy.asnumpy(hotcore.fwht(x)).astype("f2"))
+    with pytest.raises(ValueError, match="out: a numpy array; x is a cupy array"):
+        hotcore.fwht(x, out=np.empty(x.shape, np.float32))
+    with pytest.raises(ValueError, match="dtype: CuPy has no bfloat16"):
+        hotcore.dequantize(*hotcore.quantize(x), dtype="bfloat16")
+
+
 @pytest.mark.parametrize("recipe", ("default", "fast"))
 def test_jax(jax: Any, recipe: str, rng: np.random.Generator) -> None:
     """JAX arrays in, JAX arrays on the same device out."""

@@ -90,6 +90,13 @@ def test_any_dlpack_array_through_a_layer(rng: np.random.Generator) -> None:
         equal_bits(ours.values, theirs)
 
 
+@pytest.mark.parametrize("kind", [Foreign, Namespaced])
+def test_only_known_frameworks_are_written(kind: type[Foreign]) -> None:
+    x = np.ones((4, 16), np.float32)
+    with pytest.raises(ValueError, match="out: only NumPy, torch and CuPy arrays can be written"):
+        hotcore.fwht(kind(x), out=kind(x.copy()))
+
+
 @needs_torch
 def test_capsules(rng: np.random.Generator) -> None:
     x = torch.from_numpy(data(rng, (4, 16)))

@@ -12,7 +12,7 @@ pytest.importorskip("torch")
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
-@pytest.mark.parametrize("page", ["python.md", "quickstart.md", "torch.md"])
+@pytest.mark.parametrize("page", ["paper.md", "python.md", "quickstart.md", "torch.md"])
 def test_code_runs(page: str) -> None:
     text = (DOCS / page).read_text(encoding="utf-8")
     blocks = list(re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))

@@ -1,0 +1,316 @@
+// The extension module hotcore._jax_ffi: what XLA calls for hotcore.jax. A handler makes views of
+// XLA's buffers, calls libhot once and hands its error on; the same one serves CPU and CUDA, which
+// differ in where they run. XLA's own headers say how a call looks (third_party/README.md).
+#include <nanobind/stl/string_view.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <mutex>
+#include <new>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "views.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace hotpy {
+
+namespace ffi = xla::ffi;
+
+// Where a call runs: the context that Python chose last, or XLA's stream.
+struct Cpu {
+  hot::Context context() const;
+};
+struct Cuda {
+  hot::Stream stream = nullptr;
+  int device = 0;
+  hot::Context context() const { return hot::Context::cuda(device, stream); }
+};
+
+}  // namespace hotpy
+
+namespace xla::ffi {
+
+template <>
+struct CtxBinding<hotpy::Cpu> {
+  using Ctx = hotpy::Cpu;
+};
+template <>
+struct CtxBinding<hotpy::Cuda> {
+  using Ctx = hotpy::Cuda;
+};
+
+// The type of a call's context has another name from one version of the headers to the next.
+template <>
+struct CtxDecoding<hotpy::Cpu> {
+  using Type = hotpy::Cpu;
+  template <class Call>
+  static std::optional<Type> Decode(const XLA_FFI_Api* /*api*/, Call* /*call*/,
+                                    DiagnosticEngine& /*diagnostic*/) {
+    return Type{};
+  }
+};
+
+template <>
+struct CtxDecoding<hotpy::Cuda> {
+  using Type = hotpy::Cuda;
+  template <class Call>
+  static std::optional<Type> Decode(const XLA_FFI_Api* api, Call* call,
+                                    DiagnosticEngine& diagnostic) {
+    const auto stream = CtxDecoding<PlatformStream<hot::Stream>>::Decode(api, call, diagnostic);
+    const auto device = CtxDecoding<DeviceOrdinal>::Decode(api, call, diagnostic);
+    if (!stream || !device) return std::nullopt;
+    return Type{*stream, *device};
+  }
+};
+
+}  // namespace xla::ffi
+
+namespace hotpy {
+namespace {
+
+using Buffer = ffi::AnyBuffer;
+using Output = ffi::Result<ffi::AnyBuffer>;
+
+[[noreturn]] void invalid(const std::string& message) {
+  throw hot::Error(hot::ErrorCode::invalid_argument, message);
+}
+
+// Threads and instruction set of hotcore.set_num_threads and set_isa. XLA calls from threads of its
+// own, so it is read under a lock; a call in flight keeps the threads it began with.
+class CpuChoice {
+ public:
+  void set(int threads, std::optional<hot::Isa> isa) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    threads_ = threads;
+    isa_ = isa;
+    context_.reset();
+  }
+  hot::Context get() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!context_) {  // threads are started by the first call that needs them
+      context_ = hot::Context::cpu(threads_);
+      if (isa_) context_ = context_->with_isa(*isa_);
+    }
+    return *context_;
+  }
+
+ private:
+  std::mutex mutex_;
+  int threads_ = 0;
+  std::optional<hot::Isa> isa_;
+  std::optional<hot::Context> context_;
+};
+
+// Never destroyed: XLA's threads may still call while the process ends.
+CpuChoice& cpu_choice() {
+  static CpuChoice& choice = *new CpuChoice;
+  return choice;
+}
+
+hot::DType dtype_of(const Buffer& buffer, const char* name) {
+  switch (buffer.element_type()) {
+    case ffi::DataType::F32:
+      return hot::DType::f32;
+    case ffi::DataType::F16:
+      return hot::DType::f16;
+    case ffi::DataType::BF16:
+      return hot::DType::bf16;
+    default:
+      invalid(std::string(name) + ": XLA's data type " +
+              std::to_string(static_cast<int>(buffer.element_type())) +
+              " is not one of float32, float16, bfloat16");
+  }
+}
+
+// XLA's buffers are dense and row-major unless something else is asked for.
+template <class View>
+View view(const Buffer& buffer, hot::Device device, const char* name) {
+  const auto dims = buffer.dimensions();
+  if (dims.size() > static_cast<std::size_t>(hot::max_dims)) {
+    invalid(std::string(name) + ": " + std::to_string(dims.size()) + " dimensions");
+  }
+  View out;
+  out.data = buffer.untyped_data();
+  out.dtype = dtype_of(buffer, name);
+  out.device = device;
+  out.ndim = static_cast<int>(dims.size());
+  std::int64_t stride = 1;
+  for (int i = out.ndim - 1; i >= 0; --i) {
+    out.shape[i] = dims[static_cast<std::size_t>(i)];
+    out.stride[i] = stride;
+    stride *= out.shape[i];
+  }
+  return out;
+}
+
+// An output without elements is one that is not wanted; there is nothing to write in either case.
+std::optional<hot::TensorView> wanted(Output& output, hot::Device device, const char* name) {
+  if (output->element_count() == 0) return std::nullopt;
+  return view<hot::TensorView>(*output, device, name);
+}
+
+// On the CPU memory of the call's own, since its size goes with the number of threads, which may
+// have changed; on CUDA what XLA was asked for.
+hot::Workspace workspace_of(const Scratch& own, Output& scratch) {
+  if (own.get().data != nullptr) return own.get();
+  return {scratch->untyped_data(), scratch->size_bytes()};
+}
+
+// The two words of a seed, low one first, are the number that is added to a key's offset. They are
+// read where they are, when the work runs: nothing is copied from a device.
+hot::Key key_of(const Buffer& seed) {
+  if (seed.element_type() != ffi::DataType::U32 || seed.element_count() != 2) {
+    invalid("seed: expected two uint32 words");
+  }
+  hot::Key key;
+  key.counter = static_cast<const std::uint64_t*>(seed.untyped_data());
+  return key;
+}
+
+template <class T>
+T attribute(const ffi::Dictionary& attributes, const char* name) {
+  const auto value = attributes.get<T>(name);
+  if (!value.has_value()) invalid(std::string(name) + ": " + value.error().message());
+  return *value;
+}
+
+// HotConfig's fields, as the call's attributes.
+hot::BackwardLinearSpec spec_of(const ffi::Dictionary& attributes) {
+  const auto text = [&](const char* name) { return attribute<std::string_view>(attributes, name); };
+  const auto number = [&](const char* name) {
+    return static_cast<int>(attribute<std::int64_t>(attributes, name));
+  };
+  std::vector<int> rows;
+  for (const std::int64_t row : attribute<ffi::Span<const std::int64_t>>(attributes, "rows")) {
+    rows.push_back(static_cast<int>(row));
+  }
+  return make_spec(number("hadamard_block"), number("gx_bits"), text("gx_scale"),
+                   text("weight_scale"), text("gx_rounding"), text("basis"), number("rank"),
+                   number("block"), std::move(rows), number("grid_h"), number("grid_w"),
+                   number("prefix_tokens"), text("gw_scale"), text("gw_rounding"), text("storage"),
+                   text("x_scale"), text("x_rounding"));
+}
+
+ffi::ErrorCode code_of(hot::ErrorCode code) {
+  switch (code) {
+    case hot::ErrorCode::invalid_argument:
+      return ffi::ErrorCode::kInvalidArgument;
+    case hot::ErrorCode::unsupported:
+      return ffi::ErrorCode::kUnimplemented;
+    default:
+      return ffi::ErrorCode::kInternal;
+  }
+}
+
+// XLA is no place for exceptions.
+template <class Call>
+ffi::Error guarded(const Call& call) {
+  try {
+    call();
+    return ffi::Error::Success();
+  } catch (const hot::Error& error) {
+    return {code_of(error.code()), error.what()};
+  } catch (const std::bad_alloc&) {
+    return {ffi::ErrorCode::kResourceExhausted, "hotcore: out of memory"};
+  } catch (const std::exception& error) {
+    return ffi::Error::Internal(error.what());
+  }
+}
+
+template <class Where>
+ffi::Error compress_activation(Where where, ffi::Dictionary attributes, Buffer x, Buffer seed,
+                               Output saved, Output scratch) {
+  return guarded([&] {
+    const hot::Context context = where.context().with_key(key_of(seed));
+    const hot::BackwardLinearSpec spec = spec_of(attributes);
+    const auto xv = view<hot::ConstTensorView>(x, context.device(), "x");
+    const Scratch own(context, {}, [&] {
+      return hot::compress_activation_workspace(context, xv.shape[0], xv.shape[1], spec);
+    });
+    hot::compress_activation(context, xv, spec, {saved->untyped_data(), saved->size_bytes()},
+                             workspace_of(own, scratch));
+  });
+}
+
+template <class Where>
+ffi::Error backward_linear(Where where, ffi::Dictionary attributes, Buffer gy, Buffer w,
+                           Buffer saved, Buffer seed, Output gx, Output gw, Output gb,
+                           Output scratch) {
+  return guarded([&] {
+    const hot::Context context = where.context().with_key(key_of(seed));
+    const hot::BackwardLinearSpec spec = spec_of(attributes);
+    const hot::Device device = context.device();
+    const auto gyv = view<hot::ConstTensorView>(gy, device, "gy");
+    const auto gxv = wanted(gx, device, "gx");
+    const auto gwv = wanted(gw, device, "gw");
+    const auto gbv = wanted(gb, device, "gb");
+    if (!gxv && !gwv && !gbv) return;  // no tokens, and g_x alone
+    hot::ConstTensorView wv;
+    if (gxv) wv = view<hot::ConstTensorView>(w, device, "w");
+    hot::ConstSavedActivation kept;
+    if (gwv) {
+      kept = {saved.untyped_data(), saved.size_bytes(), gyv.shape[0],
+              gwv->shape[1],        context.key(),      hot::saved_format(spec)};
+    }
+    hot::BackwardOutputs outputs;
+    outputs.gx = gxv ? &*gxv : nullptr;
+    outputs.gw = gwv ? &*gwv : nullptr;
+    outputs.gb = gbv ? &*gbv : nullptr;
+    const hot::LinearShape shape{gyv.shape[0], gyv.shape[1],
+                                 gxv ? gxv->shape[1] : kept.in_features};
+    const Scratch own(context, {}, [&] {
+      return hot::backward_linear_workspace(context, shape, spec, gxv.has_value(), gwv.has_value());
+    });
+    hot::backward_linear(context, gyv, wv, kept, spec, outputs, workspace_of(own, scratch));
+  });
+}
+
+// The order of a function's parameters says what XLA passes.
+template <auto function>
+XLA_FFI_Error* handler(XLA_FFI_CallFrame* frame) {
+  static const ffi::Ffi& bound = *ffi::Ffi::BindTo(function).release();  // as cpu_choice()
+  return bound.Call(frame);
+}
+
+nb::capsule capsule(XLA_FFI_Handler* pointer) {
+  return nb::capsule(reinterpret_cast<const void*>(pointer));
+}
+
+// Name of a call -> its handler, for one of JAX's platforms.
+template <class Where>
+nb::dict handlers() {
+  nb::dict out;
+  out["compress_activation"] = capsule(&handler<&compress_activation<Where>>);
+  out["backward_linear"] = capsule(&handler<&backward_linear<Where>>);
+  return out;
+}
+
+}  // namespace
+
+hot::Context Cpu::context() const { return cpu_choice().get(); }
+
+}  // namespace hotpy
+
+NB_MODULE(_jax_ffi, module) {
+  using namespace hotpy;
+  module.doc() = "Handlers of XLA's foreign function interface, for hotcore.jax.";
+  module.attr("API_VERSION") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
+  module.def("handlers", [] {
+    nb::dict out;
+    out["cpu"] = handlers<Cpu>();
+    out["CUDA"] = handlers<Cuda>();
+    return out;
+  });
+  module.def(
+      "set_cpu",
+      [](int threads, std::string_view isa) {
+        cpu_choice().set(threads,
+                         isa.empty() ? std::nullopt : std::optional<hot::Isa>(parse_isa(isa)));
+      },
+      nb::arg("threads"), nb::arg("isa"));
+}

@@ -1,0 +1,169 @@
+"""libhot's calls as JAX sees them: operands in, results out, settings as attributes.
+
+XLA calls the handlers of ``_jax_ffi`` while a program runs; nothing here is called then. Scratch on
+CUDA is one more result, whose size is asked when a call is traced.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import _core, _jax_ffi, contexts
+from ..config import HotConfig
+
+Array = Any
+"""A jax.Array, or what stands for one while a function is traced."""
+
+_result: Any = jax.ShapeDtypeStruct
+_NOTHING = (0,)  # the shape of an operand or result that is not there
+
+
+def _target(name: str) -> str:
+    return f"hotcore_{name}"
+
+
+def _register() -> None:
+    for platform, handlers in _jax_ffi.handlers().items():
+        for name, handler in handlers.items():
+            jax.ffi.register_ffi_target(_target(name), handler, platform=platform)
+
+
+try:
+    _register()
+except Exception as error:  # of XLA's own, not the same one in every version
+    version = ".".join(map(str, _jax_ffi.API_VERSION))
+    raise ImportError(
+        f"hotcore.jax: jax {jax.__version__} does not take handlers for version {version} of XLA's "
+        f"foreign function interface, for which this hotcore was built: {error}"
+    ) from error
+contexts.follow_cpu(_jax_ffi.set_cpu)
+
+
+def compress_activation(x: Array, seed: Array, config: HotConfig) -> Array:
+    """x ``[L, I]`` as one uint8 vector; ``seed`` is uint32 ``[2]``, the low word first."""
+    tokens, in_features = x.shape
+    size = _core.saved_layout(tokens, in_features, config.spec)[0]
+    (saved,) = _call(
+        "compress_activation",
+        config,
+        (x, seed),
+        [((size,), np.uint8)],
+        lambda context: _core.compress_activation_workspace(
+            context, tokens, in_features, config.spec
+        ),
+    )
+    return saved
+
+
+def backward_linear(
+    gy: Array,
+    w: Array | None,
+    saved: Array | None,
+    seed: Array,
+    config: HotConfig,
+    in_features: int,
+    dtypes: tuple[Any, Any, Any],
+) -> tuple[Array | None, Array | None, Array | None]:
+    """g_x ``[L, I]``, g_w ``[O, I]`` and g_b ``[O]`` of gy ``[L, O]``; None where the dtype is.
+
+    ``w`` is needed for g_x alone, ``saved`` (of :func:`compress_activation`, with the same seed)
+    for g_w alone.
+    """
+    tokens, out_features = gy.shape
+    shapes = ((tokens, in_features), (out_features, in_features), (out_features,))
+    need_gx, need_gw, _ = wanted = [dtype is not None for dtype in dtypes]
+    results = _call(
+        "backward_linear",
+        config,
+        (
+            gy,
+            jnp.zeros(_NOTHING, gy.dtype) if w is None else w,
+            jnp.zeros(_NOTHING, np.uint8) if saved is None else saved,
+            seed,
+        ),
+        [
+            (_NOTHING, gy.dtype) if dtype is None else (shape, dtype)
+            for shape, dtype in zip(shapes, dtypes, strict=True)
+        ],
+        lambda context: _core.backward_linear_workspace(
+            context, tokens, out_features, in_features, config.spec, need_gx, need_gw
+        ),
+    )
+    gx, gw, gb = (
+        result if is_wanted else None for result, is_wanted in zip(results, wanted, strict=True)
+    )
+    return gx, gw, gb
+
+
+def varying(*arrays: Array) -> tuple[Any, ...]:
+    """The mesh axes of a ``shard_map`` over which any of these arrays has values of its own."""
+    axes: frozenset[Any] = frozenset()
+    for array in arrays:
+        axes |= jax.typeof(array).manual_axis_type.varying
+    return tuple(sorted(axes, key=str))
+
+
+def spread(arrays: Sequence[Array], axes: Sequence[Any]) -> tuple[Array, ...]:
+    """The same values, of the type of arrays that vary over ``axes``.
+
+    Where that is differentiated, the gradients of the devices are added up.
+    """
+
+    def one(array: Array) -> Array:
+        more = tuple(axis for axis in axes if axis not in varying(array))
+        return jax.lax.pcast(array, more, to="varying") if more else array
+
+    return tuple(map(one, arrays))
+
+
+def _call(
+    name: str,
+    config: HotConfig,
+    operands: Sequence[Array],
+    results: Sequence[tuple[Sequence[int], Any]],
+    workspace: Callable[[_core.CoreContext], int],
+) -> tuple[Array, ...]:
+    """One call of libhot, on whatever platform the program will run.
+
+    Under vmap it is one call after another: a layer's scales and random numbers are its own.
+    """
+    cuda = _cuda_context()
+    scratch = ((0 if cuda is None else workspace(cuda),), np.uint8)
+    call: Any = jax.ffi.ffi_call(
+        _target(name),
+        tuple(_result(*result) for result in (*results, scratch)),
+        vmap_method="sequential",
+    )
+    # Its operands are of one kind, and it knows nothing of what its results vary over.
+    axes = varying(*operands)
+    return spread(call(*spread(operands, axes), **_attributes(config))[:-1], axes)
+
+
+@functools.lru_cache(maxsize=256)
+def _attributes(config: HotConfig) -> dict[str, Any]:
+    """The fields as XLA's attributes, whose integers have a width."""
+
+    def attribute(value: Any) -> Any:
+        if isinstance(value, str):
+            return value
+        return np.asarray(value, np.int64) if isinstance(value, list) else np.int64(value)
+
+    return {name: attribute(value) for name, value in config.spec_fields().items()}
+
+
+@functools.lru_cache(maxsize=1)
+def _cuda_context() -> _core.CoreContext | None:
+    """For the size of scratch; None where JAX or this build of hotcore has no CUDA."""
+    if not _core.built_with_cuda():
+        return None
+    try:
+        device = jax.local_devices(backend="cuda")[0]
+    except RuntimeError:
+        return None
+    return contexts.cuda(device.local_hardware_id, 0)

@@ -1,0 +1,119 @@
+"""hotcore.jax on CUDA: the bits of the CPU, under jit, on XLA's stream and in its memory."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import hotcore  # noqa: E402  (after the skip)
+from support_gpu import RECIPES  # noqa: E402
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leave memory for torch
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+SEED = 2**40 + 7
+
+
+@pytest.fixture(scope="module")
+def jax() -> Any:
+    module = pytest.importorskip("jax", reason="JAX is not installed")
+    try:
+        module.devices("cuda")
+    except RuntimeError as error:
+        pytest.skip(f"JAX sees no GPU: {error}")
+    return module
+
+
+@pytest.fixture(scope="module")
+def hot(jax: Any) -> Any:
+    try:
+        import hotcore.jax
+    except ImportError as error:
+        pytest.skip(str(error))
+    return hotcore.jax
+
+
+def layer(rng: np.random.Generator, tokens: int, outs: int, ins: int) -> list[np.ndarray]:
+    """gy, x, w, b."""
+    shapes = ((tokens, outs), (tokens, ins), (outs, ins), (outs,))
+    return [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
+
+
+def key_of(jax: Any, number: int) -> Any:
+    words = np.array([number >> 32, number & 0xFFFFFFFF], np.uint32)
+    return jax.random.wrap_key_data(words)
+
+
+def loss(hot: Any, gy: Any, x: Any, w: Any, b: Any, key: Any, config: str = "default") -> Any:
+    y = hot.linear(x, w, b, key=key, config=config)
+    return (y.astype("float32") * gy.astype("float32")).sum()
+
+
+def gradients(jax: Any, hot: Any, device: Any, arrays: Any, key: Any, config: str) -> list[Any]:
+    """g_x, g_w and g_b, computed on a device."""
+    step = jax.jit(jax.grad(functools.partial(loss, hot, config=config), (1, 2, 3)))
+    return list(step(*(jax.device_put(array, device) for array in (*arrays, key))))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_bits_of_the_cpu(
+    jax: Any, hot: Any, recipe: str, dtype: str, rng: np.random.Generator
+) -> None:
+    cpu, cuda = jax.devices("cpu")[0], jax.devices("cuda")[0]
+    for sizes in ((130, 48, 64), (4096, 512, 768), (1, 16, 16)):
+        arrays = [jax.numpy.asarray(array, dtype) for array in layer(rng, *sizes)]
+        key = key_of(jax, SEED)
+        got = gradients(jax, hot, cuda, arrays, key, recipe)
+        wanted = gradients(jax, hot, cpu, arrays, key, recipe)
+        assert all(result.devices() == {cuda} for result in got)
+        gx, gw, gb = (np.asarray(result, np.float32) for result in got)
+        np.testing.assert_array_equal(gx, np.asarray(wanted[0], np.float32), f"gx {sizes}")
+        np.testing.assert_array_equal(gw, np.asarray(wanted[1], np.float32), f"gw {sizes}")
+        np.testing.assert_allclose(gb, np.asarray(wanted[2], np.float32), rtol=1e-2, atol=1e-3)
+
+
+def test_bits_of_hotcore(jax: Any, hot: Any, rng: np.random.Generator) -> None:
+    arrays = gy, x, w, _ = layer(rng, 130, 48, 64)
+    cuda = jax.devices("cuda")[0]
+    gx, gw, _ = gradients(jax, hot, cuda, arrays, key_of(jax, SEED), "default")
+    wanted = hotcore.backward_linear(gy, w, x, key=hotcore.Key(0, offset=SEED))
+    np.testing.assert_array_equal(np.asarray(gx), wanted.gx)
+    np.testing.assert_array_equal(np.asarray(gw), wanted.gw)
+
+
+def test_steps_draw_anew_and_none_waits(jax: Any, hot: Any, rng: np.random.Generator) -> None:
+    """Many layers in flight: seeds are read where they are, when the kernels run."""
+    gy, x, w, b = (jax.device_put(array) for array in layer(rng, 512, 256, 256))
+    keys = jax.random.split(jax.random.key(1), 24)
+
+    @jax.jit
+    def all_steps(w: Any, keys: Any) -> Any:
+        step = jax.grad(functools.partial(loss, hot), 2)
+        return jax.lax.map(lambda key: step(gy, x, w, b, key), keys)
+
+    together = np.asarray(all_steps(w, keys))
+    one = jax.jit(jax.grad(functools.partial(loss, hot), 2))
+    alone = [one(gy, x, w, b, key) for key in keys]  # queued, and looked at afterwards
+    for i, result in enumerate(alone):
+        np.testing.assert_array_equal(together[i], np.asarray(result), f"step {i}")
+    assert len({result.tobytes() for result in together}) == len(keys)
+
+
+def test_what_is_frozen(jax: Any, hot: Any, rng: np.random.Generator) -> None:
+    arrays = [jax.device_put(array) for array in layer(rng, 130, 48, 64)]
+    key = key_of(jax, SEED)
+    whole = gradients(jax, hot, jax.devices("cuda")[0], arrays, key, "default")
+    for i, wanted in enumerate(whole, start=1):
+        got = jax.jit(jax.grad(functools.partial(loss, hot), i))(*arrays, key)
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(wanted))

@@ -1,0 +1,62 @@
+"""JAX arrays in hotcore's own functions, outside of jit: through DLPack, on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hotcore
+import numpy as np
+import pytest
+from support import data, equal_bits
+
+jax = pytest.importorskip("jax")
+
+import jax.numpy as jnp  # noqa: E402
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_stages(rng: np.random.Generator, dtype: str) -> None:
+    x = data(rng, (48, 32)).astype(dtype)
+    for function in (
+        hotcore.fwht,
+        lambda x: hotcore.hla(x, key=3),
+        lambda x: hotcore.quantize(x, bits=4, packed=True, key=3)[0],
+        lambda x: hotcore.quantize(x, scale="column", key=3)[1],
+        lambda x: hotcore.dequantize(*hotcore.quantize(x, key=3), dtype=dtype),
+        lambda x: hotcore.gemm_int8(hotcore.quantize(x)[0], hotcore.quantize(x)[0]),
+        lambda x: hotcore.unpack_int4(hotcore.pack_int4(hotcore.quantize(x, bits=4)[0])),
+        lambda x: hotcore.compress_activation(x, key=3).data,
+        lambda x: hotcore.quantize_weight(x).data,
+    ):
+        got = function(jnp.asarray(x))
+        assert isinstance(got, jax.Array)
+        equal_bits(np.asarray(got), function(x))
+
+
+@pytest.mark.parametrize("recipe", ["default", "fast", "paper"])
+def test_a_layer(rng: np.random.Generator, recipe: str) -> None:
+    gy, w, x = data(rng, (3, 33, 20)), data(rng, (20, 24)), data(rng, (3, 33, 24))
+    wanted = hotcore.backward_linear(gy, w, x, config=recipe, need=("gx", "gw", "gb"), key=2)
+    saved = hotcore.compress_activation(jnp.asarray(x), recipe, key=2)
+    jaxs = (jnp.asarray(gy), hotcore.quantize_weight(jnp.asarray(w), recipe))
+    got = hotcore.backward_linear(*jaxs, saved, need=("gx", "gw", "gb"))
+    for ours, theirs in zip(got, wanted, strict=True):
+        assert isinstance(ours, jax.Array)
+        equal_bits(np.asarray(ours), theirs)
+
+
+@pytest.mark.parametrize("transform", [jax.jit, jax.vmap, jax.grad])
+def test_a_traced_array_is_sent_to_hotcore_jax(transform: Any) -> None:
+    x = jnp.ones((4, 16, 16))
+    with pytest.raises(TypeError, match=r"x: traced by JAX; .* hotcore\.jax\.linear"):
+        transform(lambda x: hotcore.fwht(x).sum())(x)
+
+
+def test_what_is_not_taken() -> None:
+    x = jnp.ones((4, 16))
+    with pytest.raises(ValueError, match="x: NumPy cannot look at this ArrayImpl"):
+        hotcore.fwht(x.astype(jnp.bfloat16))
+    with pytest.raises(ValueError, match="x: NumPy arrays of bfloat16 are not taken"):
+        hotcore.fwht(np.asarray(x.astype(jnp.bfloat16)))
+    with pytest.raises(ValueError, match="out: only NumPy, torch and CuPy arrays can be written"):
+        hotcore.fwht(x, out=x)

@@ -1,0 +1,455 @@
+"""hotcore.jax.linear: jnp's product forward; backward the bits of hotcore and hotcore.torch."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import hotcore
+import numpy as np
+import pytest
+from hotcore import contexts
+from support import data, equal_bits, running, same_on_every_path, torch
+
+try:
+    import hotcore.jax as hot
+except ImportError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+import jax
+import jax.numpy as jnp
+from hotcore.jax import calls
+
+RECIPES = ("default", "fast", "int4", "paper", "accurate")
+SEED = 2**40 + 7
+Layer = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+
+
+def layer(rng: np.random.Generator, *leading: int, outs: int = 40, ins: int = 48) -> Layer:
+    """gy, x, w, b."""
+    shapes = ((*leading, outs), (*leading, ins), (outs, ins), (outs,))
+    gy, x, w, b = (data(rng, shape) for shape in shapes)
+    return gy, x, w, b
+
+
+def key_of(number: int) -> jax.Array:
+    return jax.random.wrap_key_data(jnp.array([number >> 32, number & 0xFFFFFFFF], jnp.uint32))
+
+
+def weighted(
+    gy: Any, x: Any, w: Any, b: Any, key: Any, config: Any = "default"
+) -> tuple[jax.Array, jax.Array]:
+    """A loss whose gradient of y is gy, and y."""
+    y = hot.linear(x, w, b, key=key, config=config)
+    return jnp.sum(y.astype(jnp.float32) * gy.astype(jnp.float32)), y
+
+
+def gradients(gy: Any, x: Any, w: Any, b: Any, key: Any, config: Any = "default") -> Any:
+    """g_x, g_w and g_b under jit, and y."""
+    loss = functools.partial(weighted, config=config)
+    found, y = jax.jit(jax.grad(loss, (1, 2, 3), has_aux=True))(gy, x, w, b, key)
+    return (*found, y)
+
+
+def numpy_of(value: Any) -> np.ndarray:
+    return np.asarray(value, np.float32) if value.dtype == jnp.bfloat16 else np.asarray(value)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("leading", [(130,), (3, 50), (2, 3, 5, 7), (1,)])
+def test_bits_of_hotcore(rng: np.random.Generator, recipe: str, leading: tuple[int, ...]) -> None:
+    gy, x, w, b = layer(rng, *leading)
+    *found, y = gradients(gy, x, w, b, key_of(SEED), recipe)
+    np.testing.assert_allclose(y, jnp.matmul(x, w.T) + b, rtol=1e-5, atol=1e-4)
+    flat_gy, flat_x = gy.reshape(-1, gy.shape[-1]), x.reshape(-1, x.shape[-1])
+    key = hotcore.Key(0, offset=SEED)
+    wanted = hotcore.backward_linear(
+        flat_gy, w, flat_x, config=recipe, need=("gx", "gw", "gb"), key=key
+    )
+    for name, got in zip(("gx", "gw", "gb"), found, strict=True):
+        expected = getattr(wanted, name)
+        equal_bits(np.asarray(got), expected.reshape(got.shape), name)
+
+
+@pytest.mark.skipif(torch is None, reason="needs torch")
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_bits_of_torch(rng: np.random.Generator, recipe: str, dtype: str) -> None:
+    from hotcore.torch import ops
+
+    arrays = layer(rng, 130)
+    *found, _ = gradients(*(jnp.asarray(a, dtype) for a in arrays), key_of(SEED), recipe)
+    gy, x, w, b = (torch.from_numpy(a).to(getattr(torch, dtype)) for a in arrays)
+    text, seed = hotcore.HotConfig.recipe(recipe).json, torch.tensor(SEED)
+    saved = ops.compress_activation(x, seed, text)
+    # As a layer's autograd calls it: x, w and b have one dtype here.
+    wanted = ops.backward_linear(gy, w, saved, seed, seed, text, x.shape, *[x.dtype] * 3)
+    for name, got, expected in zip(("gx", "gw", "gb"), found, wanted, strict=True):
+        assert got.dtype == dtype
+        equal_bits(numpy_of(got), expected.float().numpy().astype(numpy_of(got).dtype), name)
+    codes = jax.jit(calls.compress_activation, static_argnums=2)(
+        jnp.asarray(arrays[1], dtype),
+        jnp.array([SEED & 0xFFFFFFFF, SEED >> 32], jnp.uint32),
+        hotcore.HotConfig.recipe(recipe),
+    )
+    equal_bits(np.asarray(codes), saved.numpy(), "codes")
+
+
+def test_gradients_have_the_dtypes_of_their_arrays(rng: np.random.Generator) -> None:
+    gy, x, w, b = layer(rng, 30)
+    mixed = jnp.asarray(x, jnp.bfloat16), w, jnp.asarray(b, jnp.float16)
+    gx, gw, gb, y = gradients(gy, *mixed, key_of(1))
+    assert (gx.dtype, gw.dtype, gb.dtype, y.dtype) == ("bfloat16", "float32", "float16", "float32")
+    rounded = np.asarray(mixed[0], np.float32)
+    key = hotcore.Key(0, offset=1)
+    wanted = hotcore.backward_linear(gy, w, rounded, need=("gx", "gw"), key=key)
+    equal_bits(np.asarray(gw), wanted.gw)
+    equal_bits(numpy_of(gx), numpy_of(jnp.asarray(wanted.gx, jnp.bfloat16)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_forward_is_the_product_of_jnp(rng: np.random.Generator, dtype: str) -> None:
+    x, w, b = (jnp.asarray(array, dtype) for array in layer(rng, 3, 50)[1:])
+    ours = functools.partial(hot.linear, key=key_of(1))
+    for run in (jax.jit, lambda function: function):
+        got, wanted = run(ours)(x, w, b), run(lambda x, w, b: jnp.matmul(x, w.T) + b)(x, w, b)
+        assert got.dtype == wanted.dtype == dtype
+        equal_bits(numpy_of(got), numpy_of(wanted))
+        equal_bits(numpy_of(run(ours)(x, w)), numpy_of(run(jnp.matmul)(x, w.T)))
+
+
+def test_without_bias(rng: np.random.Generator) -> None:
+    gy, x, w, b = layer(rng, 30)
+    *with_bias, _ = gradients(gy, x, w, b, key_of(1))
+    loss = jax.grad(lambda x, w: weighted(gy, x, w, None, key_of(1))[0], (0, 1))
+    for got, wanted in zip(jax.jit(loss)(x, w), with_bias, strict=False):
+        equal_bits(np.asarray(got), np.asarray(wanted))
+
+
+def test_keys_of_every_kind_stand_for_their_number(rng: np.random.Generator) -> None:
+    arrays = layer(rng, 30)
+    wanted = gradients(*arrays, key_of(7))
+    for key in (
+        jax.random.key(7),
+        jax.random.PRNGKey(7),
+        np.array([0, 7], np.uint32),
+        np.int64(7),
+        np.array(7, np.uint8),
+        jnp.int32(7),
+        jnp.uint32(7),
+    ):
+        for got, expected in zip(gradients(*arrays, key), wanted, strict=True):
+            equal_bits(np.asarray(got), np.asarray(expected), repr(key))
+    got = jax.grad(lambda w: weighted(*arrays[:2], w, arrays[3], np.int64(SEED))[0])(arrays[2])
+    equal_bits(np.asarray(got), np.asarray(gradients(*arrays, key_of(SEED))[1]), "64 bits")
+    other = gradients(*arrays, key_of(8))
+    assert not np.array_equal(other[0], wanted[0]) and not np.array_equal(other[1], wanted[1])
+
+
+def test_a_key_is_an_operand(rng: np.random.Generator) -> None:
+    """Steps draw anew without being compiled anew."""
+    gy, x, w, b = layer(rng, 30)
+    traced = []
+
+    def loss(w: Any, key: Any) -> Any:
+        traced.append(key)
+        return weighted(gy, x, w, b, key)[0]
+
+    step = jax.jit(jax.grad(loss))
+    keys = jax.random.split(jax.random.key(0), 3)
+    found = [np.asarray(step(w, key)) for key in keys]
+    assert len(traced) == 1
+    assert not np.array_equal(found[0], found[1]) and not np.array_equal(found[1], found[2])
+    equal_bits(np.asarray(step(w, keys[0])), found[0])
+
+
+def count(name: str, function: Callable[..., Any], *arguments: Any) -> int:
+    return str(jax.make_jaxpr(function)(*arguments)).count(f"target_name=hotcore_{name}")
+
+
+def test_what_is_not_differentiated_is_not_kept(rng: np.random.Generator) -> None:
+    gy, x, w, b = layer(rng, 512, ins=256)
+    key = jax.random.key(0)
+    x_bytes, w_bytes = x.nbytes, w.nbytes
+
+    def kept(function: Callable[..., Any], *arguments: Any) -> int:
+        leaves = jax.tree.leaves(jax.vjp(function, *arguments)[1])
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves if leaf is not key)
+
+    def all_of_it(x: Any, w: Any, b: Any) -> Any:
+        return hot.linear(x, w, b, key=key)
+
+    assert w_bytes < kept(all_of_it, *map(jnp.asarray, (x, w, b))) < w_bytes + 0.15 * x_bytes
+    frozen = [
+        (lambda w: hot.linear(x, w, b, key=key), w, 1, 0, 0.15 * x_bytes),
+        (lambda x: hot.linear(x, w, b, key=key), x, 0, w_bytes, w_bytes + 100),
+        (lambda b: hot.linear(x, w, b, key=key), b, 0, 0, 100),
+    ]
+    for function, argument, compressed, least, most in frozen:
+        assert least <= kept(function, jnp.asarray(argument)) <= most
+        gradient = jax.grad(lambda a, function=function: (function(a) * gy).sum())
+        assert count("compress_activation", gradient, argument) == compressed
+        assert count("backward_linear", gradient, argument) == 1
+    assert count("", lambda x: hot.linear(x, w, b, key=key), x) == 0  # forward alone
+
+    *wanted, _ = gradients(gy, x, w, b, key)
+    for (function, argument, *_), expected in zip(
+        frozen, (wanted[1], wanted[0], wanted[2]), strict=True
+    ):
+        gradient = jax.jit(jax.grad(lambda a, function=function: (function(a) * gy).sum()))
+        equal_bits(np.asarray(gradient(argument)), np.asarray(expected))
+
+
+def test_vmap_is_one_call_after_another(rng: np.random.Generator) -> None:
+    gy, x, w, b = layer(rng, 3, 33)
+    keys = jax.random.split(jax.random.key(5), 3)
+    gradient = jax.grad(lambda gy, x, w, b, key: weighted(gy, x, w, b, key)[0], (1, 2, 3))
+    together = jax.jit(jax.vmap(gradient, (0, 0, None, None, 0)))(gy, x, w, b, keys)
+    for i in range(3):
+        for got, wanted in zip(together, gradients(gy[i], x[i], w, b, keys[i]), strict=False):
+            equal_bits(np.asarray(got[i]), np.asarray(wanted))
+
+    def summed(x: Any, w: Any) -> Any:  # the gradient of a vmap
+        ys = jax.vmap(lambda x, key: hot.linear(x, w, b, key=key))(x, keys)
+        return (ys * gy).sum()
+
+    gx, gw = jax.jit(jax.grad(summed, (0, 1)))(x, w)
+    equal_bits(np.asarray(gx), np.asarray(together[0]))
+    np.testing.assert_allclose(gw, np.asarray(together[1]).sum(0), rtol=1e-5, atol=1e-5)
+
+
+def test_checkpoint_and_scan(rng: np.random.Generator) -> None:
+    gy, x, w, _ = layer(rng, 33, outs=48)
+    keys = jax.random.split(jax.random.key(5), 2)
+
+    def straight(w: Any) -> Any:
+        return (hot.linear(hot.linear(x, w, key=keys[0]), w, key=keys[1]) * gy).sum()
+
+    def scanned(w: Any, wrap: Callable[[Any], Any]) -> Any:
+        step = wrap(lambda x, key: (hot.linear(x, w, key=key), None))
+        return (jax.lax.scan(step, jnp.asarray(x), keys)[0] * gy).sum()
+
+    wanted = jax.jit(jax.grad(straight))(w)
+    for wrap in (lambda step: step, jax.checkpoint):
+        got = jax.jit(jax.grad(functools.partial(scanned, wrap=wrap)))(w)
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_shard_map_adds_up_what_devices_share(rng: np.random.Generator, check: bool) -> None:
+    if len(jax.devices()) < 2:
+        pytest.skip("JAX found its devices before this test could ask for two")
+    gy, x, w, b = layer(rng, 64)
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=auto, devices=jax.devices()[:2])
+    shared, parted = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("data")
+    keys = jax.random.split(jax.random.key(5), 2)
+
+    def step(gy: Any, x: Any, w: Any, b: Any, key: Any) -> Any:
+        gx, gw, gb = jax.grad(lambda *a: weighted(gy, *a, key[0])[0], (0, 1, 2))(x, w, b)
+        return gx, *((gw, gb) if check else jax.lax.psum((gw, gb), "data"))
+
+    specs = (parted, parted, shared, shared, parted)
+    sharded = jax.shard_map(
+        step, mesh=mesh, in_specs=specs, out_specs=(parted, shared, shared), check_vma=check
+    )
+    gx, gw, gb = jax.jit(sharded)(gy, x, w, b, keys)
+    halves = [
+        gradients(gy[p], x[p], w, b, k)
+        for p, k in zip((slice(32), slice(32, 64)), keys, strict=True)
+    ]
+    equal_bits(np.asarray(gx), np.concatenate([half[0] for half in halves]))
+    np.testing.assert_allclose(gw, halves[0][1] + halves[1][1], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(gb, halves[0][2] + halves[1][2], rtol=1e-5, atol=1e-5)
+
+
+def test_a_program_for_cuda_has_scratch(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where JAX has CUDA devices, a call brings as much scratch as the device asks for."""
+    arrays = layer(rng, 30)
+    wanted = gradients(*arrays, key_of(3))
+
+    def scratch() -> int:
+        gradient = jax.jit(jax.grad(lambda *a: weighted(*a)[0], 2)).trace(*arrays, key_of(3))
+        text = gradient.lower(lowering_platforms=("cuda",)).as_text()
+        (line,) = [line for line in text.splitlines() if "@hotcore_backward_linear" in line]
+        return int(re.findall(r"tensor<(\d+)xui8>", line)[-1])
+
+    assert scratch() == 0
+    context = contexts.cpu(1)  # in place of a device's
+    monkeypatch.setattr(calls, "_cuda_context", lambda: context)
+    spec = hotcore.HotConfig().spec
+    needed = calls._core.backward_linear_workspace(context, 30, 40, 48, spec, False, True)
+    assert scratch() == needed > 0
+    for got, expected in zip(gradients(*arrays, key_of(3)), wanted, strict=True):
+        equal_bits(np.asarray(got), np.asarray(expected))
+
+
+def test_threads_and_instruction_sets(rng: np.random.Generator) -> None:
+    arrays = layer(rng, 130)
+    step = jax.jit(jax.grad(lambda *a: weighted(*a)[0], (1, 2, 3)))
+    same_on_every_path(lambda: tuple(map(np.asarray, step(*arrays, key_of(3)))))
+
+
+def test_threads_are_those_of_hotcore(rng: np.random.Generator) -> None:
+    """XLA's calls follow set_num_threads, also in a program that was compiled before."""
+    arrays = layer(rng, 256)
+    step = jax.jit(jax.grad(lambda *a: weighted(*a)[0], (1, 2, 3)))
+
+    def threads() -> int:
+        jax.block_until_ready(step(*arrays, key_of(3)))
+        return len(os.listdir("/proc/self/task"))
+
+    threads()  # XLA starts its own
+    with running(6):
+        six = threads()
+    with running(1):  # hotcore keeps the six for its own calls; those of XLA's calls have gone
+        assert threads() <= six - 5
+
+
+def test_followers_are_told_of_every_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contexts, "_followers", [])
+    told: list[tuple[int, str]] = []
+    contexts.follow_cpu(lambda threads, isa: told.append((threads, isa)))
+    with running(3, "plain"):
+        assert told[-2:] == [(3, ""), (3, "plain")]
+    assert told[-1][1] == ""
+
+
+def test_grid_of_tokens(rng: np.random.Generator) -> None:
+    gy, x, w, b = layer(rng, 2, 1 + 16)
+    config = hotcore.HotConfig.recipe("paper", token_grid=(4, 4), prefix_tokens=1)
+    gx, gw, *_ = gradients(gy, x, w, b, key_of(3), config)
+    key = hotcore.Key(0, offset=3)
+    flat = (gy.reshape(34, -1), w, x.reshape(34, -1))
+    wanted = hotcore.backward_linear(*flat, config=config, key=key)
+    equal_bits(np.asarray(gx).reshape(34, -1), wanted.gx)
+    equal_bits(np.asarray(gw), wanted.gw)
+    rows = hotcore.HotConfig.recipe("paper", rows=(0, 1, 4))
+    gw = gradients(gy, x, w, b, key_of(3), rows)[1]
+    equal_bits(np.asarray(gw), hotcore.backward_linear(*flat, config=rows, key=key).gw)
+    with pytest.raises(ValueError, match="token"):  # while it is traced
+        gradients(gy[:, :9], x[:, :9], w, b, key_of(3), config)
+
+
+@pytest.mark.parametrize("shape", [(0, 48), (2, 0, 48)])
+def test_no_tokens(rng: np.random.Generator, shape: tuple[int, ...]) -> None:
+    _, _, w, b = layer(rng, 1)
+    gy, x = np.zeros((*shape[:-1], 40), np.float32), np.zeros(shape, np.float32)
+    gx, gw, gb, y = gradients(gy, x, w, b, key_of(3))
+    assert gx.shape == shape and y.shape == gy.shape
+    assert not gw.any() and gw.shape == w.shape and not gb.any()
+    alone = jax.jit(jax.grad(lambda x: weighted(gy, x, w, b, key_of(3))[0]))(x)
+    assert alone.shape == shape
+
+
+def test_one_vector(rng: np.random.Generator) -> None:
+    gy, x, w, b = layer(rng, 1)
+    alone, row = gradients(gy[0], x[0], w, b, key_of(3)), gradients(gy, x, w, b, key_of(3))
+    for got, wanted in zip(alone, row, strict=True):
+        equal_bits(np.asarray(got).ravel(), np.asarray(wanted).ravel())
+
+
+X, W, B = np.zeros((5, 8), np.float32), np.zeros((6, 8), np.float32), np.zeros(6, np.float32)
+KEY = np.uint32(1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "kind", "message"),
+    [
+        ((X.astype(np.int32), W), {}, ValueError, "x: dtype int32; expected float32, float16 or b"),
+        ((X, W.astype(np.int8)), {}, ValueError, "w: dtype int8"),
+        ((X, W, B.astype(np.int8)), {}, ValueError, "b: dtype int8"),
+        (("text", W), {}, TypeError, "x: "),
+        ((X[0, 0], W), {}, ValueError, "x: shape ()"),
+        ((X, W.T), {}, ValueError, r"w: shape \(8, 6\); expected \[O, 8\]"),
+        ((X, W[0]), {}, ValueError, r"w: shape \(8,\)"),
+        ((X, W, B[:5]), {}, ValueError, r"b: shape \(5,\); w has 6 out features"),
+        ((X, W), {"key": 7}, TypeError, "key: int; expected jax.random.key"),
+        ((X, W), {"key": np.float32(7)}, ValueError, r"key: float32 \(\)"),
+        ((X, W), {"key": np.zeros((3, 2), np.uint32)}, ValueError, r"key: uint32 \(3, 2\)"),
+        ((X, W), {"config": "best"}, ValueError, "'best' is not one of"),
+        ((X, W), {"config": 8}, TypeError, "config: expected a HotConfig"),
+    ],
+)
+def test_wrong_arguments_are_named(
+    arguments: Any, options: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        hot.linear(*arguments, **{"key": KEY, **options})
+
+
+def test_other_random_keys_are_refused() -> None:
+    for key in (jax.random.key(1, impl="rbg"), jax.random.split(jax.random.key(1), 3)):
+        with pytest.raises(ValueError, match="key: uint32"):
+            hot.linear(X, W, key=key)
+
+
+def test_double_precision_is_refused() -> None:
+    with jax.enable_x64(True), pytest.raises(ValueError, match="x: dtype float64"):
+        hot.linear(X.astype(np.float64), W, key=KEY)
+
+
+def test_no_second_derivative_and_no_forward_mode() -> None:
+    def loss(w: Any) -> Any:
+        return (hot.linear(X, w, key=KEY) ** 2).sum()
+
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(loss, (W,), (W,))
+    with pytest.raises(ValueError, match="cannot be differentiated"):
+        jax.grad(lambda w: jax.grad(loss)(w).sum())(W)
+
+
+def test_an_error_of_libhot_comes_through() -> None:
+    result = jax.ShapeDtypeStruct((16,), np.uint8)
+    call = jax.ffi.ffi_call("hotcore_compress_activation", (result, result))
+    attributes = calls._attributes(hotcore.HotConfig())
+    seed = np.zeros(2, np.uint32)
+    failed = jax.errors.JaxRuntimeError
+    with pytest.raises(failed, match=r"INVALID_ARGUMENT: .*saved.*16"):  # too small
+        jax.block_until_ready(call(X, seed, **attributes))
+    with pytest.raises(failed, match="INVALID_ARGUMENT: x: .*expected one of|is not one of"):
+        jax.block_until_ready(call(X.astype(np.int32), seed, **attributes))
+    with pytest.raises(failed, match="INVALID_ARGUMENT: basis: 'best' is not one of"):
+        jax.block_until_ready(call(X, seed, **{**attributes, "basis": "best"}))
+    with pytest.raises(failed, match="INVALID_ARGUMENT: seed"):
+        jax.block_until_ready(call(X, seed[:1], **attributes))
+    del attributes["rows"]
+    with pytest.raises(failed, match="INVALID_ARGUMENT: rows"):
+        jax.block_until_ready(call(X, seed, **attributes))
+
+
+def imported_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("hotcore.jax")]:
+        monkeypatch.delitem(sys.modules, name)
+    importlib.import_module("hotcore.jax")
+
+
+def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "jax", None)
+        with pytest.raises(ImportError, match=r"pip install 'hotcore\[jax\]'"):
+            imported_anew(patch)
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "__version_info__", (0, 9, 2))
+        with pytest.raises(ImportError, match=r"needs jax 0.10 or newer.*\(jax is"):
+            imported_anew(patch)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "hotcore._jax_ffi", None)
+        patch.delattr(hotcore, "_jax_ffi")
+        with pytest.raises(ImportError, match="HOT_JAX=ON pip install"):
+            imported_anew(patch)
+
+    def refused(*arguments: Any, **options: Any) -> None:
+        raise RuntimeError("version 0.1 is incompatible")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(jax.ffi, "register_ffi_target", refused)
+        with pytest.raises(ImportError, match=r"does not take handlers for version 0\.\d"):
+            imported_anew(patch)
