@@ -19,12 +19,12 @@ import time
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from ..config import RECIPES, HotConfig, as_config
+from ..config import RECIPES, ConfigLike, HotConfig, as_config
 from ._compat import is_compiled
 from .convert import convert
 from .modules import HotModule
@@ -52,9 +52,9 @@ def autotune(
     model: nn.Module,
     inputs: Any,
     loss_fn: LossFn | None = None,
-    objective: str = "time",
+    objective: Literal["time", "memory"] = "time",
     *,
-    allow: Sequence[str | HotConfig] = ("accurate", "default"),
+    allow: Sequence[ConfigLike] = ("accurate", "default"),
     filter_fn: Filter | None = None,
     compiled: bool | Mapping[str, Any] | None = None,
     slowdown: float = 1.1,
@@ -134,9 +134,10 @@ def autotune(
 # ---- What is measured, and on what ----
 
 
-def _allowed(allow: Sequence[str | HotConfig]) -> dict[str, HotConfig]:
+def _allowed(allow: Sequence[ConfigLike]) -> dict[str, HotConfig]:
     """Name -> configuration, the most accurate first."""
-    given: Sequence[str | HotConfig] = [allow] if isinstance(allow, str | HotConfig) else allow
+    # One name is a sequence, too, of letters.
+    given: Sequence[Any] = [allow] if isinstance(allow, str | HotConfig) else allow
     if not given:
         raise ValueError("allow: empty; expected recipes or HotConfigs, e.g. ('default', 'fast')")
     found: dict[str, HotConfig] = {}

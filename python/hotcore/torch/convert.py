@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..config import HotConfig, as_config
+from ..config import ConfigLike, HotConfig, HotConfigFields, as_config
 from ..saved import saved_layout
 from . import gains, probe, selection, untaken
 from .conv import settings
@@ -31,13 +31,13 @@ from .selection import (
     why_plain,
 )
 
-Override = HotConfig | str | Mapping[str, Any] | None
+Override = ConfigLike | HotConfigFields | None
 _REPORT_TOKENS = 4096  # tokens for which the report states bytes
 
 
 def convert(
     model: nn.Module,
-    config: HotConfig | str = "default",
+    config: ConfigLike = "default",
     filter_fn: Filter | None = None,
     overrides: Mapping[str, Override] | None = None,
     *,

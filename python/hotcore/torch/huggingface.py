@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..config import HotConfig, as_config
+from ..config import ConfigLike, as_config
 from .functional import linear_by_text
 from .modules import HotModule
 
@@ -29,7 +29,7 @@ class HotConv1D(HotModule, _Conv1D):  # type: ignore[misc]
 
     plain = _Conv1D
 
-    def __init__(self, nf: int, nx: int, *, config: HotConfig | str = "default") -> None:
+    def __init__(self, nf: int, nx: int, *, config: ConfigLike = "default") -> None:
         """Make a layer with new parameters, initialised as ``Conv1D`` does."""
         super().__init__(nf, nx)
         self.config = as_config(config)
