@@ -111,7 +111,7 @@ class HotMultiheadAttention(HotModule, nn.MultiheadAttention):
             y = y.permute(0, 2, 1, 3) if samples == 0 else y.permute(2, 0, 1, 3)
             out = self.out_proj
             y = linear_by_text(y.flatten(2), out.weight, out.bias, self._text, self.defer)
-        except (ValueError, NotImplementedError) as error:
+        except (ValueError, RuntimeError) as error:
             self.name_in(error)
             raise
         if weights is not None and average_attn_weights:

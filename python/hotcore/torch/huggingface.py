@@ -43,7 +43,7 @@ class HotConv1D(HotModule, _Conv1D):  # type: ignore[misc]
         rows = x.reshape(-1, x.shape[-1])
         try:
             y = linear_by_text(rows, self.weight.t(), self.bias, self._text, self.defer)
-        except (ValueError, NotImplementedError) as error:
+        except (ValueError, RuntimeError) as error:
             self.name_in(error)
             raise
         return y.view(*x.shape[:-1], self.nf)

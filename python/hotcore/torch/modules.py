@@ -139,7 +139,7 @@ class HotLinear(HotModule, nn.Linear):
             return F.linear(input, self.weight, self.bias)
         try:
             return linear_by_text(input, self.weight, self.bias, self._text, self.defer)
-        except (ValueError, NotImplementedError) as error:
+        except (ValueError, RuntimeError) as error:
             self.name_in(error)
             raise
 
@@ -209,7 +209,7 @@ class HotConv2d(HotModule, nn.Conv2d):
         sizes = (self.stride, self.padding, self.dilation, self.padding_mode)
         try:
             return conv2d_by_text(input, self.weight, self.bias, sizes, self._text)
-        except (ValueError, NotImplementedError) as error:
+        except (ValueError, RuntimeError) as error:
             self.name_in(error)
             raise
 

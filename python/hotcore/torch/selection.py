@@ -130,10 +130,11 @@ def why_plain(
     else:
         reasons = _default_reasons(model, layers)
     # What cannot be done says more than what is not wanted.
-    return reasons | {fqn: why for fqn, module in layers if (why := _impossible(module))}
+    return reasons | {fqn: why for fqn, module in layers if (why := why_impossible(module))}
 
 
-def _impossible(module: nn.Module) -> str:
+def why_impossible(module: nn.Module) -> str:
+    """Why this layer stays plain whatever is asked for; empty if it can be converted."""
     if isinstance(module, HotModule):
         return ""
     plain = hot_class(module).plain
