@@ -800,7 +800,7 @@ def test_a_wrong_token_grid_names_the_layer() -> None:
     hot.convert(conv)
     with pytest.raises(ValueError, match="layer conv: x: dtype float64"):
         conv.conv(torch.randn(1, 64, 4, 4, dtype=torch.float64))
-    with pytest.raises(RuntimeError, match="^layer blocks.1.qkv: mat1 and mat2 shapes"):
+    with pytest.raises(RuntimeError, match="^layer blocks.1.qkv: .*mat1 and mat2 shapes"):
         model.blocks[1].qkv(torch.randn(17, 32))  # torch's own
     # Not in layers of their own, nor once they are plain again.
     with pytest.raises(ValueError, match=r"^low_rank"):
