@@ -8,7 +8,7 @@
 #
 # --torch makes an environment of its own, build/venv-torch-VERSION, with that torch, NumPy, pytest, hypothesis and the
 # package, as another environment has built it from the same sources. It has no timm, transformers, peft, accelerate,
-# lightning, scikit-learn and matplotlib: the tests that need them are skipped, and say so. A torch with CUDA is a
+# lightning, bitsandbytes, scikit-learn and matplotlib: the tests that need them are skipped, and say so. A torch with CUDA is a
 # download of 3 GB.
 #
 # The CUDA kernels are compiled (for sm_90a) where nvcc is found; into the Python package, too, where there is a GPU to
@@ -77,8 +77,8 @@ else
   hot_env_install train torch==2.13.0 numpy scikit-learn matplotlib tqdm # as in train.sh
   # Models of others, built without downloads. torch is named again, so that pip keeps it.
   (hot_env_install models torch==2.13.0 timm==1.0.31 transformers==5.23.0 peft==0.21.2 accelerate==1.15.0 \
-    lightning==2.6.6) ||
-    hot_env_say "no timm, transformers, peft, accelerate, lightning: the tests that need them are skipped"
+    lightning==2.6.6 bitsandbytes==0.50.2) ||
+    hot_env_say "no timm, transformers, peft, accelerate, lightning, bitsandbytes: what needs them is skipped"
 fi
 
 # ---- the parts; each goes on to the end, whatever the others did ----

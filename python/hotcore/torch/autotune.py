@@ -31,7 +31,7 @@ from .modules import HotModule
 from .plan import PLAIN, LayerPlan, Measured, Plan
 from .probe import Call, LossFn, Seen, Untouched, Watch, autocast_dtype, eagerly, loss_of
 from .report import listed
-from .selection import Filter, hot_class
+from .selection import Filter, hot_class, is_8bit
 
 ACCURACY = ("accurate", "default", "int4", "fast", "paper")
 """Recipes, the most accurate first (cosine with fp32's gradient: docs/torch.md)."""
@@ -180,7 +180,11 @@ def _layers(model: nn.Module, filter_fn: Filter | None) -> dict[str, nn.Module]:
     with Untouched(model):
         report = convert(model, "default", filter_fn, slower=True)
     found = {layer.name: modules[layer.name] for layer in report.converted}
-    return {n: m for n, m in found.items() if not isinstance(m, nn.MultiheadAttention)}
+    return {
+        name: module
+        for name, module in found.items()
+        if not isinstance(module, nn.MultiheadAttention) and not is_8bit(module)
+    }
 
 
 def _observe(

@@ -25,6 +25,7 @@ from .selection import (
     candidates,
     features_of,
     hot_class,
+    is_8bit,
     is_frozen,
     kernel_of,
     kind_of,
@@ -50,7 +51,8 @@ def convert(
 ) -> ConversionReport:
     """Turn linear layers, convolutions and attention's projections to HOT, in place.
 
-    Taken are ``nn.Linear``, ``nn.Conv2d``, ``nn.MultiheadAttention`` and transformers' ``Conv1D``.
+    Taken are ``nn.Linear``, ``nn.Conv2d``, ``nn.MultiheadAttention``, transformers' ``Conv1D`` and
+    bitsandbytes' ``Linear8bitLt``.
     The new modules hold the same Parameters.
 
     Args:
@@ -61,7 +63,7 @@ def convert(
             :data:`MIN_FEATURES` in or out features, those whose weight is an embedding's, peft's
             adapters, and on CUDA those that are expected to take longer than plain torch's
             (:mod:`hotcore.torch.gains`). With or without one, what cannot be converted stays as it
-            is: subclasses of the four (what they add would be lost), convolutions in groups,
+            is: subclasses of these (what they add would be lost), convolutions in groups,
             computed weights, dtypes that HOT does not take, and layers whose weight is used without
             the layer.
         overrides: name pattern (``fnmatch``) to what the layers that it matches take instead of
@@ -132,7 +134,10 @@ def convert(
             new.defer = saved is not None  # x may come from what norms and activations keep
             replacements[module] = new
             sizes = (kernel_of(module), *features_of(module))
-            notes = (_note(fqn, seen), gains.why_slow(*sizes, own, target, is_frozen(module)))
+            slowly = (
+                "" if is_8bit(module) else gains.why_slow(*sizes, own, target, is_frozen(module))
+            )
+            notes = (_note(fqn, seen), slowly)
             kept, note = _bytes_per_value(module, own), "; ".join(filter(None, notes))
             rows.append(Converted(*about, own, kept, **measures, note=note))
     beside = None if saved is None else convert_saved(model, saved)  # raises before it changes
@@ -283,7 +288,9 @@ def _measures(
     return {
         "parameters": sum(p.numel() for p in own),
         "macs": seen[fqn].macs if fqn in seen else None,
-        "expected_time": gains.expected_time(*sizes, config, device, is_frozen(module)),
+        "expected_time": None
+        if is_8bit(module)  # not measured
+        else gains.expected_time(*sizes, config, device, is_frozen(module)),
     }
 
 

@@ -65,7 +65,7 @@ def linear_by_text(
     if torch.compiler.is_compiling():
         return _compiled_linear(x, weight, bias, text, defer)
     with _one_operation(x, weight):
-        seed = _seed("linear", x, weight)
+        seed = seed_of_call("linear", x, weight)
         if seed is None:
             return F.linear(x, weight, bias)
         output: Tensor = _HotLinear.apply(x, weight, bias, seed, text)  # type: ignore[no-untyped-call]  # so in torch
@@ -145,7 +145,7 @@ def conv2d_by_text(
     if torch.compiler.is_compiling():
         return _compiled_conv2d(x, weight, bias, window, text)
     with _one_operation(x, weight):
-        seed = _seed("conv2d", x, weight)
+        seed = seed_of_call("conv2d", x, weight)
         if seed is None:
             return conv.plain_conv2d(x, weight, bias, window)
         output: Tensor = _HotConv2d.apply(x, weight, bias, seed, text, window)  # type: ignore[no-untyped-call]  # so in torch
@@ -172,7 +172,7 @@ def _noted(function: Callable[..., Tensor], x: Any, *arguments: Any) -> Tensor:
     return output
 
 
-def _seed(name: str, x: Tensor, weight: Tensor) -> Tensor | None:
+def seed_of_call(name: str, x: Tensor, weight: Tensor) -> Tensor | None:
     """The seed of a call in eager mode; None where there is nothing to differentiate."""
     if _compat.transforms_active():
         raise _unsupported_transform(name)

@@ -24,7 +24,7 @@ from .convert import convert
 from .plan import GW_SCALES, GX_SCALES, LayerPlan, Plan
 from .probe import Untouched
 from .report import listed
-from .selection import Filter
+from .selection import Filter, is_8bit
 
 PATTERN_SIZE = 32
 """Rows and columns of a stored outlier pattern."""
@@ -174,13 +174,14 @@ def _layers(
         name
         for name, module in model.named_modules()
         if isinstance(getattr(module, "config", None), HotConfig)
-        and not isinstance(module, nn.MultiheadAttention)
+        and not (isinstance(module, nn.MultiheadAttention) or is_8bit(module))
     ]
     if converted:
         return converted
     with Untouched(model):
         report = convert(model, config, filter_fn, slower=slower)
-    names = [layer.name for layer in report.converted if layer.kind != "MultiheadAttention"]
+    others = ("MultiheadAttention", "Linear8bitLt")
+    names = [layer.name for layer in report.converted if layer.kind not in others]
     if not names:
         raise ValueError(f"model: no layer to measure\n{report}")
     return names

@@ -1,9 +1,9 @@
 """``NoiseMonitor``: how large the noise of HOT's arithmetic is beside the gradient, while training.
 
 Of a layer's gradient g (g_w or g_x; exact, in fp32, from the same x, weight and g_y) and what HOT
-computes instead, g', the noise to gradient ratio is ``|g' - g|^2 / |g|^2``. The noise is random
-with mean about 0, so the ratio says how much longer g' is than g, squared, and adds up with other
-noise: that of a mini-batch, for one.
+computes instead, g', the noise to gradient ratio is ``|g' - g|^2 / |g|^2``: the power of what is
+wrong beside that of the gradient. Most of it is rounded stochastically, hence noise of mean 0 whose
+power adds up with that of other noise, a mini-batch's for one.
 
 Source: docs/torch.md, "Noise to gradient ratio".
 """
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from .modules import HotModule
 from .probe import autocast_dtype, eagerly
 from .report import listed
+from .selection import is_8bit
 
 _KINDS = ("gw", "gx")
 
@@ -183,7 +184,8 @@ class NoiseMonitor:
 
 
 def _measurable(module: nn.Module) -> bool:
-    return isinstance(module, HotModule) and not isinstance(module, nn.MultiheadAttention)
+    attention = isinstance(module, nn.MultiheadAttention)
+    return isinstance(module, HotModule) and not attention and not is_8bit(module)
 
 
 def _gradients(
