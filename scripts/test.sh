@@ -8,8 +8,8 @@
 #
 # --torch makes an environment of its own, build/venv-torch-VERSION, with that torch, NumPy, pytest, hypothesis and the
 # package, as another environment has built it from the same sources. It has no timm, transformers, peft, accelerate,
-# lightning, bitsandbytes, scikit-learn and matplotlib: the tests that need them are skipped, and say so. A torch with CUDA is a
-# download of 3 GB.
+# lightning, bitsandbytes, scikit-learn and matplotlib: the tests that need them are skipped, and say so. A torch with
+# CUDA is a download of 3 GB.
 #
 # The CUDA kernels are compiled (for sm_90a) where nvcc is found; into the Python package, too, where there is a GPU to
 # run them. HOT_CUDA=OFF leaves them out, HOT_CUDA=ON wants them.

@@ -205,6 +205,41 @@ def test_epochs_and_going_on() -> None:
         assert bits(model) == {8}
 
 
+def test_entered_again() -> None:
+    """A schedule goes on where it was."""
+    model = converted()
+    for warmup in (2, hot.PrecisionSchedule(model, 2)):
+        loop = HotLoop(model, sgd(model), warmup=warmup)
+        with loop:
+            train(model, 1)
+        assert bits(model) == {8}
+        with loop:
+            train(model, 1)
+            assert bits(model) == {4} and loop.steps == 2
+        with loop:
+            assert bits(model) == {4}
+        assert no_trace(model)
+
+
+def test_compiled_model() -> None:
+    """Schedule and noise work; what cannot be measured in a graph is said."""
+    model = converted()
+    compiled = torch.compile(model, backend="eager")
+    loop = HotLoop(model, sgd(model), compress=8, memory=True)
+    with loop, pytest.warns(UserWarning, match="no memory report: the step did not call the mod"):
+        compiled(**batches(1)[0][0])["loss"].backward()
+        train.optimizers[0].step()
+    assert loop.memory is None
+    model.zero_grad()
+    with HotLoop(
+        model, sgd(model), warmup=1, noise_every=2, noise_layers="body.0", memory=True
+    ) as loop:
+        train(compiled, 3)
+        assert bits(model) == {4} and "hot/noise_gw/body.0" in loop.scalars
+    assert loop.memory is not None  # a step whose noise is measured runs eagerly
+    assert no_trace(model)
+
+
 def test_an_error_leaves_no_trace() -> None:
     model = converted()
     options: dict[str, Any] = {"warmup": 0, "accumulate": True, "noise_every": 1, "memory": True}

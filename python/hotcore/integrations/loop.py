@@ -91,7 +91,7 @@ class HotLoop:
         self._wants_memory = memory
         self._noise = hot.NoiseMonitor(model, noise_every, noise_layers) if noise_every else None
         self._log = scalar_logger(log)
-        self._start = start
+        self._count = start  # of the schedule's units
         self._steps = start if unit == "step" else 0
         self._bits: int | None = None
         self._measuring = False
@@ -114,8 +114,7 @@ class HotLoop:
                 if isinstance(schedule, int):
                     schedule = hot.PrecisionSchedule(self._model, schedule)
                 self.schedule = stack.enter_context(schedule)
-                if self._start:
-                    schedule.load_state_dict({"count": self._start})
+                schedule.load_state_dict({"count": self._count or schedule.count})
             if self._accumulate:
                 stack.enter_context(hot.gradient_accumulation(in_place=self._adds_in_place()))
             if self._compress is not None:
@@ -147,7 +146,12 @@ class HotLoop:
 
     def end_epoch(self) -> None:
         """An epoch is over: the schedule counts it where ``unit="epoch"``."""
-        if self._unit == "epoch" and self.schedule is not None:
+        if self._unit == "epoch":
+            self._advance()
+
+    def _advance(self) -> None:
+        self._count += 1
+        if self.schedule is not None:
             self.schedule.step()
 
     def _adds_in_place(self) -> bool:
@@ -162,19 +166,21 @@ class HotLoop:
         entered: list[bool] = []
 
         def before(module: nn.Module, args: Any) -> None:
+            if torch.compiler.is_compiling():
+                return  # the context does nothing in a graph
             entered.append(module.training and torch.is_grad_enabled() and not self._measuring)
             if entered[-1]:
                 compress.__enter__()
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
-            if entered.pop():
+            if not torch.compiler.is_compiling() and entered.pop():
                 compress.__exit__(None, None, None)
 
         stack.callback(self._model.register_forward_pre_hook(before).remove)
         stack.callback(self._model.register_forward_hook(after, always_call=True).remove)
 
     def _keep_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        wanted = self._wants_memory and not self._measuring
+        wanted = self._wants_memory and not self._measuring and not torch.compiler.is_compiling()
         if wanted and module.training and torch.is_grad_enabled():
             device = next((p.device.type for p in module.parameters()), "cpu")
             self._inputs = (args, kwargs, (device, autocast_dtype(device)))
@@ -185,13 +191,19 @@ class HotLoop:
             scalars.update(self._noise.end())
         if self._inputs is not None:
             scalars.update(self._measure_memory(*self._inputs))
+        elif self._wants_memory:
+            self._wants_memory = False
+            warnings.warn(
+                "HotLoop: no memory report: the step did not call the model itself, in training "
+                "mode and outside of a compiled graph; call hot.memory_report",
+                stacklevel=2,
+            )
         self._steps += 1
-        if self.schedule is not None:
-            if self.schedule.bits not in (None, self._bits):
-                self._bits = self.schedule.bits
-                scalars["hot/gx_bits"] = float(self._bits or 0)
-            if self._unit == "step":
-                self.schedule.step()
+        if self.schedule is not None and self.schedule.bits not in (None, self._bits):
+            self._bits = self.schedule.bits
+            scalars["hot/gx_bits"] = float(self._bits or 0)
+        if self._unit == "step":
+            self._advance()
         if scalars:
             self.report(scalars)
         if self._noise is not None and self._stack is not None:
@@ -252,8 +264,8 @@ def scalar_logger(target: Any) -> Callable[[Scalars, int], None]:
 
     Args:
         target: TensorBoard's ``SummaryWriter`` (``add_scalar``), a logger of Lightning
-            (``log_metrics``), a run of W&B or an ``Accelerator`` (``log``), any function of
-            (scalars, step), or None for nowhere.
+            (``log_metrics``), a ``Fabric`` (``log_dict``), a run of W&B or an ``Accelerator``
+            (``log``), any function of (scalars, step), or None for nowhere.
 
     Raises:
         TypeError: it is none of these.
@@ -267,7 +279,7 @@ def scalar_logger(target: Any) -> Callable[[Scalars, int], None]:
                 target.add_scalar(name, value, step)
 
         return write
-    for method in ("log_metrics", "log"):
+    for method in ("log_metrics", "log_dict", "log"):
         if hasattr(target, method):
             return lambda scalars, step: getattr(target, method)(dict(scalars), step=step)
     if callable(target):
