@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypedDict, TypeVar, overload
 
 from . import _core, arrays, contexts
 from .arrays import FLOATS, Array, Operand, operand, output
 from .config import Basis, ConfigLike, HotConfig, Key, Rounding, as_config, as_key
 from .saved import QuantizedWeight, Saved, saved_layout
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 KeyLike = Key | int
 Granularity = Literal["row", "column", "tensor"]
@@ -351,6 +354,14 @@ if TYPE_CHECKING:
         gw: _Gw
         gb: _Gb
 
+    class _Options(TypedDict, total=False):
+        config: ConfigLike | None
+        key: KeyLike | None
+        out_dtype: Any
+        gw_out: Array | None
+        gb_out: Array | None
+        accumulate: bool
+
 else:
 
     class Gradients(NamedTuple):
@@ -367,13 +378,8 @@ def backward_linear(
     w: Array | QuantizedWeight | None,
     saved_or_x: Saved | Array | None,
     *,
-    config: ConfigLike | None = None,
-    need: Literal["gx"] | tuple[Literal["gx"]],
-    key: KeyLike | None = None,
-    out_dtype: Any = None,
-    gw_out: Array | None = None,
-    gb_out: Array | None = None,
-    accumulate: bool = False,
+    need: Literal["gx"],
+    **options: Unpack[_Options],
 ) -> Gradients[Array, None, None]: ...
 @overload
 def backward_linear(
@@ -381,13 +387,8 @@ def backward_linear(
     w: Array | QuantizedWeight | None,
     saved_or_x: Saved | Array | None,
     *,
-    config: ConfigLike | None = None,
-    need: Literal["gw"] | tuple[Literal["gw"]],
-    key: KeyLike | None = None,
-    out_dtype: Any = None,
-    gw_out: Array | None = None,
-    gb_out: Array | None = None,
-    accumulate: bool = False,
+    need: Literal["gw"],
+    **options: Unpack[_Options],
 ) -> Gradients[None, Array, None]: ...
 @overload
 def backward_linear(
@@ -395,41 +396,8 @@ def backward_linear(
     w: Array | QuantizedWeight | None,
     saved_or_x: Saved | Array | None,
     *,
-    config: ConfigLike | None = None,
-    need: Literal["gb"] | tuple[Literal["gb"]],
-    key: KeyLike | None = None,
-    out_dtype: Any = None,
-    gw_out: Array | None = None,
-    gb_out: Array | None = None,
-    accumulate: bool = False,
-) -> Gradients[None, None, Array]: ...
-@overload
-def backward_linear(
-    gy: Array,
-    w: Array | QuantizedWeight | None,
-    saved_or_x: Saved | Array | None,
-    *,
-    config: ConfigLike | None = None,
-    need: tuple[Literal["gw"], Literal["gb"]],
-    key: KeyLike | None = None,
-    out_dtype: Any = None,
-    gw_out: Array | None = None,
-    gb_out: Array | None = None,
-    accumulate: bool = False,
-) -> Gradients[None, Array, Array]: ...
-@overload
-def backward_linear(
-    gy: Array,
-    w: Array | QuantizedWeight | None,
-    saved_or_x: Saved | Array | None,
-    *,
-    config: ConfigLike | None = None,
     need: tuple[Literal["gx"], Literal["gw"]] = ...,
-    key: KeyLike | None = None,
-    out_dtype: Any = None,
-    gw_out: Array | None = None,
-    gb_out: Array | None = None,
-    accumulate: bool = False,
+    **options: Unpack[_Options],
 ) -> Gradients[Array, Array, None]: ...
 @overload
 def backward_linear(
@@ -437,13 +405,8 @@ def backward_linear(
     w: Array | QuantizedWeight | None,
     saved_or_x: Saved | Array | None,
     *,
-    config: ConfigLike | None = None,
     need: tuple[Literal["gx"], Literal["gw"], Literal["gb"]],
-    key: KeyLike | None = None,
-    out_dtype: Any = None,
-    gw_out: Array | None = None,
-    gb_out: Array | None = None,
-    accumulate: bool = False,
+    **options: Unpack[_Options],
 ) -> Gradients[Array, Array, Array]: ...
 @overload
 def backward_linear(
@@ -451,13 +414,8 @@ def backward_linear(
     w: Array | QuantizedWeight | None,
     saved_or_x: Saved | Array | None,
     *,
-    config: ConfigLike | None = None,
     need: Need | Collection[Need],
-    key: KeyLike | None = None,
-    out_dtype: Any = None,
-    gw_out: Array | None = None,
-    gb_out: Array | None = None,
-    accumulate: bool = False,
+    **options: Unpack[_Options],
 ) -> Gradients[Array | None, Array | None, Array | None]: ...
 def backward_linear(
     gy: Array,
