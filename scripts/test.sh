@@ -9,8 +9,9 @@
 #                                                           (pyproject.toml's) or "newest" (torch-newest.txt's)
 #
 # --torch makes an environment of its own, build/venv-torch-VERSION, with that torch, NumPy, pytest, hypothesis and the
-# package, as another environment has built it from the same sources. It has no timm, transformers, peft, scikit-learn
-# and matplotlib: the tests that need them are skipped, and say so. A torch with CUDA is a download of 3 GB.
+# package, as another environment has built it from the same sources. It has no timm, transformers, peft, accelerate,
+# lightning, bitsandbytes, scikit-learn and matplotlib: the tests that need them are skipped, and say so. A torch with
+# CUDA is a download of 3 GB.
 #
 # The CUDA kernels are compiled (for sm_90a) where nvcc is found; into the Python package, too, where there is a GPU to
 # run them. HOT_CUDA=OFF leaves them out, HOT_CUDA=ON wants them.
@@ -83,8 +84,9 @@ else
   hot_env_install test 'cmake>=3.24' ninja hypothesis 'pytest>=8' -r "$HOT_ROOT/scripts/style-requirements.txt"
   hot_env_install train torch==2.13.0 numpy scikit-learn matplotlib tqdm # as in train.sh
   # Models of others, built without downloads. torch is named again, so that pip keeps it.
-  (hot_env_install models torch==2.13.0 timm==1.0.31 transformers==5.23.0 peft==0.21.2) ||
-    hot_env_say "no timm, transformers, peft: the tests that need them are skipped"
+  (hot_env_install models torch==2.13.0 timm==1.0.31 transformers==5.23.0 peft==0.21.2 accelerate==1.15.0 \
+    lightning==2.6.6 bitsandbytes==0.50.2) ||
+    hot_env_say "no timm, transformers, peft, accelerate, lightning, bitsandbytes: what needs them is skipped"
   # hotcore.jax: JAX, and the headers that its part of the package is built from.
   (hot_env_install jax jax==0.10.2 && "$HOT_VENV_PYTHON" "$HOT_ROOT/scripts/fetch_xla_ffi.py" >&2) ||
     hot_env_say "no JAX: the tests of hotcore.jax are skipped"

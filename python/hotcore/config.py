@@ -7,20 +7,49 @@ import difflib
 import json as _json
 import operator
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, cast, get_args
 
 from . import _core
 
-_GX_SCALES = ("row", "tensor")
-_WEIGHT_SCALES = ("column", "tensor")
-_GW_SCALES = ("channel", "tensor", "token")
-_X_SCALES = ("channel", "tensor")
-_ROUNDINGS = ("stochastic", "nearest", "pseudo_stochastic")
-_BASES = ("full", "lowpass", "sequency", "sketch")
-_STORAGES = ("int8", "int4")
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+# What editors and type checkers know, and what is checked when a configuration is made.
+RecipeName = Literal["default", "fast", "int4", "paper", "accurate"]
+Basis = Literal["full", "lowpass", "sequency", "sketch"]
+Rounding = Literal["stochastic", "nearest", "pseudo_stochastic"]
+GxScale = Literal["row", "tensor"]
+WeightScale = Literal["column", "tensor"]
+GwScale = Literal["channel", "tensor", "token"]
+XScale = Literal["channel", "tensor"]
+Storage = Literal["int8", "int4"]
 
 
-RECIPES: dict[str, dict[str, Any]] = {name: _core.recipe(name) for name in _core.recipe_names()}
+class HotConfigFields(TypedDict, total=False):
+    """Some fields of a :class:`HotConfig`: what a recipe or an override changes."""
+
+    hadamard_block: int
+    gx_bits: Literal[4, 8]
+    gx_scale: GxScale
+    weight_scale: WeightScale
+    gx_rounding: Rounding
+    basis: Basis
+    rank: int
+    block: int
+    rows: tuple[int, ...] | None
+    token_grid: tuple[int, int] | None
+    prefix_tokens: int
+    gw_scale: GwScale
+    gw_rounding: Rounding
+    storage: Storage
+    x_scale: XScale
+    x_rounding: Rounding
+
+
+RECIPES = cast(
+    "dict[RecipeName, HotConfigFields]",
+    {name: _core.recipe(name) for name in _core.recipe_names()},
+)
 """Named settings: what each one changes from the defaults. libhot has the table (hot::recipe)."""
 
 
@@ -92,21 +121,21 @@ class HotConfig:
     """
 
     hadamard_block: int = 16
-    gx_bits: int = 8
-    gx_scale: str = "row"
-    weight_scale: str = "column"
-    gx_rounding: str = "stochastic"
-    basis: str = "full"
+    gx_bits: Literal[4, 8] = 8
+    gx_scale: GxScale = "row"
+    weight_scale: WeightScale = "column"
+    gx_rounding: Rounding = "stochastic"
+    basis: Basis = "full"
     rank: int = 16
     block: int = 16
     rows: tuple[int, ...] | None = None
     token_grid: tuple[int, int] | None = None
     prefix_tokens: int = 0
-    gw_scale: str = "channel"
-    gw_rounding: str = "stochastic"
-    storage: str = "int4"
-    x_scale: str = "channel"
-    x_rounding: str = "stochastic"
+    gw_scale: GwScale = "channel"
+    gw_rounding: Rounding = "stochastic"
+    storage: Storage = "int4"
+    x_scale: XScale = "channel"
+    x_rounding: Rounding = "stochastic"
 
     if TYPE_CHECKING:
         json: str = dataclasses.field(init=False)
@@ -118,15 +147,15 @@ class HotConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool):
                 raise TypeError(f"{name}: expected an int, got {value!r}")
-        self._choice("gx_scale", _GX_SCALES)
-        self._choice("weight_scale", _WEIGHT_SCALES)
-        self._choice("gx_rounding", _ROUNDINGS)
-        self._choice("basis", _BASES)
-        self._choice("gw_scale", _GW_SCALES)
-        self._choice("gw_rounding", _ROUNDINGS)
-        self._choice("storage", _STORAGES)
-        self._choice("x_scale", _X_SCALES)
-        self._choice("x_rounding", _ROUNDINGS)
+        self._choice("gx_scale", get_args(GxScale))
+        self._choice("weight_scale", get_args(WeightScale))
+        self._choice("gx_rounding", get_args(Rounding))
+        self._choice("basis", get_args(Basis))
+        self._choice("gw_scale", get_args(GwScale))
+        self._choice("gw_rounding", get_args(Rounding))
+        self._choice("storage", get_args(Storage))
+        self._choice("x_scale", get_args(XScale))
+        self._choice("x_rounding", get_args(Rounding))
         if not (_is_power_of_two(self.hadamard_block) and self.hadamard_block <= 256):
             raise ValueError(
                 f"hadamard_block: {self.hadamard_block} is no power of two from 1 to 256"
@@ -196,7 +225,9 @@ class HotConfig:
             raise ValueError("prefix_tokens: needs token_grid, which says how long a sample is")
 
     @classmethod
-    def recipe(cls, name: str | None = None, **overrides: Any) -> HotConfig:
+    def recipe(
+        cls, name: RecipeName | None = None, **overrides: Unpack[HotConfigFields]
+    ) -> HotConfig:
         """Return the named recipe, with some fields replaced.
 
         Raises ValueError for an unknown name or field.
@@ -212,10 +243,11 @@ class HotConfig:
             if name is None:
                 raise ValueError(f"recipe: no name given; expected one of {known}")
             raise ValueError(f"recipe: {name!r} is not one of {known}")
-        return cls(**{**RECIPES[name], **overrides})
+        chosen: HotConfigFields = {**RECIPES[name], **overrides}
+        return cls(**chosen)
 
     @property
-    def name(self) -> str:
+    def name(self) -> RecipeName | Literal["custom"]:
         """The recipe that equals this configuration, or ``"custom"``."""
         for name, fields in RECIPES.items():
             if self == HotConfig(**fields):
@@ -274,7 +306,10 @@ class HotConfig:
         return f"HotConfig({', '.join(changed)})"
 
 
-RECIPE_TEXTS = {name: HotConfig.recipe(name).json for name in RECIPES}
+ConfigLike = HotConfig | RecipeName
+"""A configuration, or the name of a recipe."""
+
+RECIPE_TEXTS: dict[str, str] = {name: HotConfig.recipe(name).json for name in RECIPES}
 """Every recipe as JSON."""
 
 
@@ -283,5 +318,5 @@ def as_config(config: HotConfig | str, name: str = "config") -> HotConfig:
     if isinstance(config, HotConfig):
         return config
     if isinstance(config, str):
-        return HotConfig.recipe(config)
+        return HotConfig.recipe(config)  # type: ignore[arg-type]  # which says whether there is one
     raise TypeError(f"{name}: expected a HotConfig or a recipe's name, got {type(config).__name__}")

@@ -11,14 +11,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypedDict, TypeVar, overload
 
 from . import _core, arrays, contexts
 from .arrays import FLOATS, Array, Operand, operand, output
-from .config import HotConfig, Key, as_config, as_key
+from .config import Basis, ConfigLike, HotConfig, Key, Rounding, as_config, as_key
 from .saved import QuantizedWeight, Saved, saved_layout
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 KeyLike = Key | int
+Granularity = Literal["row", "column", "tensor"]
+Need = Literal["gx", "gw", "gb"]
 
 
 def fwht(x: Array, *, axis: int = -1, block: int = 16, out: Array | None = None) -> Array:
@@ -45,12 +50,12 @@ def hla(
     x: Array,
     *,
     rank: int = 8,
-    basis: str = "sketch",
+    basis: Basis = "sketch",
     block: int = 16,
     rows: Sequence[int] | None = None,
     token_grid: tuple[int, int] | None = None,
     prefix_tokens: int = 0,
-    side: str = "activation",
+    side: Literal["activation", "gradient"] = "activation",
     key: KeyLike = 0,
     out: Array | None = None,
 ) -> Array:
@@ -88,7 +93,7 @@ def hla(
     return _result(source, target, out)
 
 
-def basis_order(basis: str, block: int = 16) -> list[int]:
+def basis_order(basis: Literal["lowpass", "sequency"], block: int = 16) -> list[int]:
     """Row order of ``"lowpass"`` or ``"sequency"``: its first r entries are kept at rank r.
 
     Source: spec.md, "HLA"; docs/numerics.md, "Low rank".
@@ -99,9 +104,9 @@ def basis_order(basis: str, block: int = 16) -> list[int]:
 def quantize(
     x: Array,
     *,
-    bits: int = 8,
-    scale: str = "row",
-    rounding: str = "stochastic",
+    bits: Literal[4, 8] = 8,
+    scale: Granularity = "row",
+    rounding: Rounding = "stochastic",
     key: KeyLike = 0,
     packed: bool = False,
 ) -> tuple[Array, Array]:
@@ -143,7 +148,7 @@ def dequantize(
     q: Array,
     scale: Array,
     *,
-    granularity: str = "row",
+    granularity: Granularity = "row",
     dtype: Any = "float32",
     packed: bool = False,
     columns: int | None = None,
@@ -284,9 +289,7 @@ def gemm_int4(
     return _result(left, target, out)
 
 
-def compress_activation(
-    x: Array, config: HotConfig | str | None = None, *, key: KeyLike = 0
-) -> Saved:
+def compress_activation(x: Array, config: ConfigLike | None = None, *, key: KeyLike = 0) -> Saved:
     """Keep x ``[..., I]`` compressed for the backward pass.
 
     Args:
@@ -312,7 +315,7 @@ def compress_activation(
     return Saved(_result(source, data), tokens, width, settings, full_key)
 
 
-def quantize_weight(w: Array, config: HotConfig | str | None = None) -> QuantizedWeight:
+def quantize_weight(w: Array, config: ConfigLike | None = None) -> QuantizedWeight:
     """Quantise w ``[O, I]`` once for several calls of :func:`backward_linear`.
 
     They then give the same bits as with w itself: weights are rounded to nearest, with no draws.
@@ -337,27 +340,96 @@ def quantize_weight(w: Array, config: HotConfig | str | None = None) -> Quantize
     return QuantizedWeight(_result(source, data), rows, columns, settings)
 
 
-class Gradients(NamedTuple):
-    """Gradients of :func:`backward_linear`; None where not asked for."""
+if TYPE_CHECKING:
+    # Generic, so that a type checker knows which of the three are None. Python 3.10 has no such
+    # NamedTuple at run time.
+    _Gx = TypeVar("_Gx")
+    _Gw = TypeVar("_Gw")
+    _Gb = TypeVar("_Gb")
 
-    gx: Array | None
-    gw: Array | None
-    gb: Array | None
+    class Gradients(NamedTuple, Generic[_Gx, _Gw, _Gb]):
+        """Gradients of :func:`backward_linear`; None where not asked for."""
+
+        gx: _Gx
+        gw: _Gw
+        gb: _Gb
+
+    class _Options(TypedDict, total=False):
+        config: ConfigLike | None
+        key: KeyLike | None
+        out_dtype: Any
+        gw_out: Array | None
+        gb_out: Array | None
+        accumulate: bool
+
+else:
+
+    class Gradients(NamedTuple):
+        """Gradients of :func:`backward_linear`; None where not asked for."""
+
+        gx: Array | None
+        gw: Array | None
+        gb: Array | None
 
 
+@overload
 def backward_linear(
     gy: Array,
     w: Array | QuantizedWeight | None,
     saved_or_x: Saved | Array | None,
     *,
-    config: HotConfig | str | None = None,
-    need: Collection[str] = ("gx", "gw"),
+    need: Literal["gx"],
+    **options: Unpack[_Options],
+) -> Gradients[Array, None, None]: ...
+@overload
+def backward_linear(
+    gy: Array,
+    w: Array | QuantizedWeight | None,
+    saved_or_x: Saved | Array | None,
+    *,
+    need: Literal["gw"],
+    **options: Unpack[_Options],
+) -> Gradients[None, Array, None]: ...
+@overload
+def backward_linear(
+    gy: Array,
+    w: Array | QuantizedWeight | None,
+    saved_or_x: Saved | Array | None,
+    *,
+    need: tuple[Literal["gx"], Literal["gw"]] = ...,
+    **options: Unpack[_Options],
+) -> Gradients[Array, Array, None]: ...
+@overload
+def backward_linear(
+    gy: Array,
+    w: Array | QuantizedWeight | None,
+    saved_or_x: Saved | Array | None,
+    *,
+    need: tuple[Literal["gx"], Literal["gw"], Literal["gb"]],
+    **options: Unpack[_Options],
+) -> Gradients[Array, Array, Array]: ...
+@overload
+def backward_linear(
+    gy: Array,
+    w: Array | QuantizedWeight | None,
+    saved_or_x: Saved | Array | None,
+    *,
+    need: Need | Collection[Need],
+    **options: Unpack[_Options],
+) -> Gradients[Array | None, Array | None, Array | None]: ...
+def backward_linear(
+    gy: Array,
+    w: Array | QuantizedWeight | None,
+    saved_or_x: Saved | Array | None,
+    *,
+    config: ConfigLike | None = None,
+    need: Need | Collection[Need] = ("gx", "gw"),
     key: KeyLike | None = None,
     out_dtype: Any = None,
     gw_out: Array | None = None,
     gb_out: Array | None = None,
     accumulate: bool = False,
-) -> Gradients:
+) -> Gradients[Array | None, Array | None, Array | None]:
     """Backward of ``y = x w^T + b``: ``gx = gy w``, ``gw = gy^T x``, ``gb`` = sums of gy.
 
     Args:
@@ -462,7 +534,7 @@ def supported(
     tokens: int,
     out_features: int,
     in_features: int,
-    config: HotConfig | str | None = None,
+    config: ConfigLike | None = None,
     device: Any = "cpu",
 ) -> tuple[bool, str]:
     """Whether this build and device can run a layer, and if not, why.
@@ -541,7 +613,7 @@ def _need(need: Collection[str]) -> frozenset[str]:
     return wanted
 
 
-def _settings(saved: Saved | None, config: HotConfig | str | None) -> HotConfig:
+def _settings(saved: Saved | None, config: ConfigLike | None) -> HotConfig:
     if config is None:
         return saved.config if saved else HotConfig()
     settings = as_config(config)
@@ -550,7 +622,7 @@ def _settings(saved: Saved | None, config: HotConfig | str | None) -> HotConfig:
     return settings
 
 
-def _compressed(x: Array | None, config: HotConfig | str | None, key: KeyLike | None) -> Saved:
+def _compressed(x: Array | None, config: ConfigLike | None, key: KeyLike | None) -> Saved:
     if x is None:
         raise TypeError("saved_or_x: expected a Saved or an array for 'gw', got None")
     operand(x, "saved_or_x")  # so that messages have its name

@@ -129,12 +129,26 @@ def test_filter_fn() -> None:
 
 
 def test_filter_that_matches_nothing() -> None:
-    with pytest.raises(ValueError, match="filter_fn matched no layer"):
+    """The error says what was looked at, and what could be converted."""
+    with pytest.raises(
+        ValueError,
+        match=r"filter_fn matched no layer .* x 2 \(Linear 64 -> 192\): left out by filter_fn; .*; "
+        r"a filter_fn .* could have converted: blocks.\*.qkv x 2, .*, head$",
+    ):
         hot.convert(Model(), filter_fn=lambda module, fqn: False)
-    with pytest.raises(ValueError, match="no layer can be converted"):
+    with pytest.raises(ValueError, match=r"no layer can .*; its modules: ReLU, Sequential$"):
         hot.convert(nn.Sequential(nn.ReLU()))
-    with pytest.raises(ValueError, match=f"0: fewer than {MIN_FEATURES} features"):
+    few = rf"0 \(Linear 4 -> 4\): fewer than {MIN_FEATURES} features; a filter_fn .* converted: 0$"
+    with pytest.raises(ValueError, match=few):
         hot.convert(nn.Sequential(nn.Linear(4, 4)))
+    double = r"0 x? ?.*\(Linear 64 -> 64\): its weight is float64$"  # nothing could be converted
+    with pytest.raises(ValueError, match=double):
+        hot.convert(nn.Sequential(nn.Linear(64, 64)).double())
+    # However many layers there are, the message is one that can be read.
+    many = nn.ModuleList(nn.ModuleList(Model() for _ in range(10)) for _ in range(10))
+    with pytest.raises(ValueError, match=r"\*.\*.blocks.\*.qkv x 200 ") as caught:
+        hot.convert(many, filter_fn=lambda module, fqn: False)
+    assert len(str(caught.value)) < 700
 
 
 def test_twice_is_refused() -> None:
@@ -282,6 +296,9 @@ def test_report_prints_as_a_table() -> None:
     ]
     filtered = hot.convert(Model(), filter_fn=lambda module, fqn: fqn != "head")
     assert "default filter" not in str(filtered)
+    # Nor where it left nothing out: by overrides, or as what cannot be converted.
+    body = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64).double())
+    assert "default filter" not in str(hot.convert(body, overrides={"0": None}))
 
 
 def test_report_with_a_token_grid() -> None:
@@ -597,7 +614,7 @@ def test_shares_of_parameters_and_multiply_adds() -> None:
     every = sum(p.numel() for p in model.parameters())
     report = hot.convert(model, inputs=torch.randint(50, (2, 20)))
     tokens, block = 40, 64 * 192 + 64 * 64
-    assert report.parameters == every
+    assert report.parameter_count == every
     assert report.parameter_share == 2 * (block + 192 + 64) / every
     total = tokens * (2 * (block + 64 * 8) + 64 * 50)
     assert report.macs == total
@@ -708,10 +725,16 @@ def test_a_compiled_models_head() -> None:
 
 def test_eval_mode_is_said() -> None:
     model = Model().eval()
-    assert "the model is in eval mode, where every layer is plain" in str(hot.convert(model))
+    report = hot.convert(model)
+    assert "the model is in eval mode, where every layer is plain" in str(report)
+    assert "\n0 of 7 layers run HOT, HotConfig.recipe('default'); 4 more after .train()" in str(
+        report
+    )
+    assert report.resting == report.to_dict()["resting"] == CONVERTED
     model = Model()
     model.blocks[0].eval()
     text = str(hot.convert(model))
+    assert "\n2 of 7 layers run HOT, HotConfig.recipe('default'); 2 more after .train()" in text
     assert "in eval mode, hence plain until .train(): blocks.0.qkv, blocks.0.proj" in text
     assert "eval mode" not in str(hot.convert(Model()))
 
@@ -737,6 +760,17 @@ def test_the_report_is_no_model() -> None:
         report(torch.randint(50, (2, 20)))
     with pytest.raises(AttributeError, match="no attribute 'parameters_'"):
         report.parameters_  # noqa: B018
+    # What a script does first with its model, one thing or the other.
+    for first_use in (
+        lambda: torch.optim.AdamW(report.parameters()),
+        lambda: report.to("cpu"),
+        lambda: report.train(),
+        lambda: torch.compile(report)(torch.randint(50, (2, 20))),
+        lambda: report[0],
+        lambda: list(report),
+    ):
+        with pytest.raises((AttributeError, TypeError), match="convert.. changes the model in pl"):
+            first_use()
     with pytest.raises(AttributeError, match="no attribute 'state_dict'; convert.. changes"):
         report.state_dict()
     with pytest.raises(TypeError, match="got ConversionReport; the model is its .model"):
@@ -768,6 +802,8 @@ def test_a_wrong_token_grid_names_the_layer() -> None:
     hot.convert(conv)
     with pytest.raises(ValueError, match="layer conv: x: dtype float64"):
         conv.conv(torch.randn(1, 64, 4, 4, dtype=torch.float64))
+    with pytest.raises(RuntimeError, match="^layer blocks.1.qkv: .*mat1 and mat2 shapes"):
+        model.blocks[1].qkv(torch.randn(17, 32))  # torch's own
     # Not in layers of their own, nor once they are plain again.
     with pytest.raises(ValueError, match=r"^low_rank"):
         hot.HotLinear(64, 64, config=config)(torch.randn(20, 64))

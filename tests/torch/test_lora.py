@@ -102,6 +102,16 @@ def test_only_base_layers_are_converted(order: str) -> None:
         assert "nothing (weight frozen)" in str(report)
 
 
+def test_the_report_of_a_deep_model_is_short() -> None:
+    """As many lines for 64 blocks as for 2."""
+    model = Model()
+    model.blocks = nn.Sequential(*(Block(64) for _ in range(64)))
+    report = hot.convert(with_lora(model, None))
+    lines = str(report).splitlines()
+    assert len(report.layers) == 64 * 6 + 1 and len(lines) == 11, lines
+    assert "base_model.model.blocks.*.up.base_layer (64)" in lines[1]
+
+
 @pytest.mark.parametrize("order", ORDERS)
 def test_adapter_gradients(order: str) -> None:
     base = Model()

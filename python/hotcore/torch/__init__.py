@@ -11,6 +11,7 @@ from .functional import conv2d, linear
 from .lqs import calibrate
 from .memory import MemoryReport, ModuleMemory, memory_report
 from .modules import HotConv2d, HotLinear
+from .noise import NoiseMonitor
 from .plan import LayerPlan, Measured, Plan
 from .policies import keep_codes, keep_products
 from .report import ConversionReport, Converted, Skipped
@@ -29,6 +30,7 @@ __all__ = [
     "Measured",
     "MemoryReport",
     "ModuleMemory",
+    "NoiseMonitor",
     "Plan",
     "PrecisionSchedule",
     "Skipped",

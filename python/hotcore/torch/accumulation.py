@@ -172,12 +172,11 @@ class Shared:
 
     def _grad_to_add_to(self, parameter: Tensor | None) -> Tensor | None:
         """The ``.grad`` of ``parameter`` that the product is to add to; None: autograd adds."""
-        if not self.state.in_place or parameter is None:
-            return None
+        if not self.state.in_place or parameter is None or not parameter.is_leaf:
+            return None  # an attention's bias is a slice; to read its .grad makes torch warn
         grad = parameter.grad
         adds = (
             grad is not None
-            and parameter.is_leaf
             and not grad.requires_grad
             and grad.layout == torch.strided
             and grad.dtype == parameter.dtype

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..config import HotConfig, as_config
+from ..config import ConfigLike, as_config
 from .functional import linear_by_text
 from .modules import HotModule
 
@@ -54,7 +54,7 @@ class HotMultiheadAttention(HotModule, nn.MultiheadAttention):
         device: Any = None,
         dtype: Any = None,
         *,
-        config: HotConfig | str = "default",
+        config: ConfigLike = "default",
     ) -> None:
         """Make a layer with new parameters, initialised as ``nn.MultiheadAttention`` does."""
         if add_bias_kv or add_zero_attn:
@@ -111,7 +111,7 @@ class HotMultiheadAttention(HotModule, nn.MultiheadAttention):
             y = y.permute(0, 2, 1, 3) if samples == 0 else y.permute(2, 0, 1, 3)
             out = self.out_proj
             y = linear_by_text(y.flatten(2), out.weight, out.bias, self._text, self.defer)
-        except (ValueError, NotImplementedError) as error:
+        except (ValueError, RuntimeError) as error:
             self.name_in(error)
             raise
         if weights is not None and average_attn_weights:

@@ -19,19 +19,19 @@ import time
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from ..config import RECIPES, HotConfig, as_config
+from ..config import RECIPES, ConfigLike, HotConfig, as_config
 from ._compat import is_compiled
 from .convert import convert
 from .modules import HotModule
 from .plan import PLAIN, LayerPlan, Measured, Plan
 from .probe import Call, LossFn, Seen, Untouched, Watch, autocast_dtype, eagerly, loss_of
 from .report import listed
-from .selection import Filter, hot_class
+from .selection import Filter, hot_class, is_8bit
 
 ACCURACY = ("accurate", "default", "int4", "fast", "paper")
 """Recipes, the most accurate first (cosine with fp32's gradient: docs/torch.md)."""
@@ -52,9 +52,9 @@ def autotune(
     model: nn.Module,
     inputs: Any,
     loss_fn: LossFn | None = None,
-    objective: str = "time",
+    objective: Literal["time", "memory"] = "time",
     *,
-    allow: Sequence[str | HotConfig] = ("accurate", "default"),
+    allow: Sequence[ConfigLike] = ("accurate", "default"),
     filter_fn: Filter | None = None,
     compiled: bool | Mapping[str, Any] | None = None,
     slowdown: float = 1.1,
@@ -134,9 +134,10 @@ def autotune(
 # ---- What is measured, and on what ----
 
 
-def _allowed(allow: Sequence[str | HotConfig]) -> dict[str, HotConfig]:
+def _allowed(allow: Sequence[ConfigLike]) -> dict[str, HotConfig]:
     """Name -> configuration, the most accurate first."""
-    given: Sequence[str | HotConfig] = [allow] if isinstance(allow, str | HotConfig) else allow
+    # One name is a sequence, too, of letters.
+    given: Sequence[Any] = [allow] if isinstance(allow, str | HotConfig) else allow
     if not given:
         raise ValueError("allow: empty; expected recipes or HotConfigs, e.g. ('default', 'fast')")
     found: dict[str, HotConfig] = {}
@@ -179,7 +180,11 @@ def _layers(model: nn.Module, filter_fn: Filter | None) -> dict[str, nn.Module]:
     with Untouched(model):
         report = convert(model, "default", filter_fn, slower=True)
     found = {layer.name: modules[layer.name] for layer in report.converted}
-    return {n: m for n, m in found.items() if not isinstance(m, nn.MultiheadAttention)}
+    return {
+        name: module
+        for name, module in found.items()
+        if not isinstance(module, nn.MultiheadAttention) and not is_8bit(module)
+    }
 
 
 def _observe(

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from .. import _core, contexts
-from ..config import HotConfig, as_config
+from ..config import ConfigLike, HotConfig, HotConfigFields, as_config
 from ..saved import saved_layout
 from . import gains, probe, selection, untaken
 from .conv import settings
 from .modules import HotModule
-from .report import ConversionReport, Converted, Skipped, listed
+from .report import ConversionReport, Converted, Skipped, listed, pattern_of
 from .saved import convert_saved, revert_saved
 from .selection import (
     MIN_FEATURES,
@@ -26,19 +26,22 @@ from .selection import (
     candidates,
     features_of,
     hot_class,
+    is_8bit,
     is_frozen,
     kernel_of,
     kind_of,
     why_plain,
 )
 
-Override = HotConfig | str | Mapping[str, Any] | None
+Override = ConfigLike | HotConfigFields | None
 _REPORT_TOKENS = 4096  # tokens for which the report states bytes
+_NEVER_CALLED = "never called"
+_LEFT_OUT = "left out by overrides"
 
 
 def convert(
     model: nn.Module,
-    config: HotConfig | str = "default",
+    config: ConfigLike = "default",
     filter_fn: Filter | None = None,
     overrides: Mapping[str, Override] | None = None,
     *,
@@ -49,7 +52,8 @@ def convert(
 ) -> ConversionReport:
     """Turn linear layers, convolutions and attention's projections to HOT, in place.
 
-    Taken are ``nn.Linear``, ``nn.Conv2d``, ``nn.MultiheadAttention`` and transformers' ``Conv1D``.
+    Taken are ``nn.Linear``, ``nn.Conv2d``, ``nn.MultiheadAttention``, transformers' ``Conv1D`` and
+    bitsandbytes' ``Linear8bitLt``.
     The new modules hold the same Parameters.
 
     Args:
@@ -60,7 +64,7 @@ def convert(
             :data:`MIN_FEATURES` in or out features, those whose weight is an embedding's, peft's
             adapters, and on CUDA those that are expected to take longer than plain torch's
             (:mod:`hotcore.torch.gains`). With or without one, what cannot be converted stays as it
-            is: subclasses of the four (what they add would be lost), convolutions in groups,
+            is: subclasses of these (what they add would be lost), convolutions in groups,
             computed weights, dtypes that HOT does not take, and layers whose weight is used without
             the layer.
         overrides: name pattern (``fnmatch``) to what the layers that it matches take instead of
@@ -100,7 +104,7 @@ def convert(
     reasons |= _unreached(model, layers, seen, reasons)
     configs = _configs(base, overrides or {}, [fqn for fqn, _ in layers], reasons)
     left = [fqn for fqn, own in configs.items() if own is None]
-    reasons = dict.fromkeys(left, "left out by overrides") | reasons
+    reasons = dict.fromkeys(left, _LEFT_OUT) | reasons
     target = _device(model, device)
     slow: dict[str, str] = {}
     if filter_fn is None and not slower:
@@ -115,7 +119,7 @@ def convert(
     chosen = {fqn for fqn in left if fqn in (overrides or {})}  # by a Plan, as a rule
     nothing = all(fqn in reasons and fqn not in chosen for fqn, _ in layers)
     if not slow and nothing and saved is None:
-        raise ValueError(_nothing(reasons, others, filter_fn is not None))
+        raise ValueError(_nothing(model, layers, reasons, others, filter_fn is not None))
     reasons |= slow
     rows: list[Converted | Skipped] = []
     replacements: dict[nn.Module, nn.Module] = {}
@@ -134,7 +138,10 @@ def convert(
             new.defer = saved is not None  # x may come from what norms and activations keep
             replacements[module] = new
             sizes = (kernel_of(module), *features_of(module))
-            notes = (_note(fqn, seen), gains.why_slow(*sizes, own, target, is_frozen(module)))
+            slowly = (
+                "" if is_8bit(module) else gains.why_slow(*sizes, own, target, is_frozen(module))
+            )
+            notes = (_note(fqn, seen), slowly)
             kept, note = _bytes_per_value(module, own), "; ".join(filter(None, notes))
             rows.append(Converted(*about, own, kept, **measures, note=note))
     beside = None if saved is None else convert_saved(model, saved)  # raises before it changes
@@ -147,11 +154,12 @@ def convert(
         skipped,
         rows,
         others,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        parameter_count=sum(parameter.numel() for parameter in model.parameters()),
         macs=total,
         saved=beside,
+        resting=[row.name for row in converted if not model.get_submodule(row.name).training],
     )
-    report.notes += _notes(report, model, layers, slow, target, filter_fn is None)
+    report.notes += _notes(report, model, layers, reasons, slow, target, filter_fn is None)
     if not converted and saved is None:
         why = "expected to be slower than plain torch's" if slow else "left out by overrides"
         warnings.warn(
@@ -230,7 +238,7 @@ def _unreached(
         found = {fqn for fqn, row in seen.items() if row.past and not row.calls}
     else:
         found = untaken.bypassed(model, dict(layers))
-    why = "never called: its weight is multiplied without it, as in F.linear(x, layer.weight)"
+    why = f"{_NEVER_CALLED}: its weight is multiplied without it, as in F.linear(x, layer.weight)"
     return {fqn: why for fqn, _ in layers if fqn in found and fqn not in reasons}
 
 
@@ -293,34 +301,84 @@ def _measures(
     return {
         "parameters": sum(p.numel() for p in own),
         "macs": seen[fqn].macs if fqn in seen else None,
-        "expected_time": gains.expected_time(*sizes, config, device, is_frozen(module)),
+        "expected_time": None
+        if is_8bit(module)  # not measured
+        else gains.expected_time(*sizes, config, device, is_frozen(module)),
     }
 
 
-def _nothing(reasons: Mapping[str, str], others: list[Skipped], filtered: bool) -> str:
+def _nothing(
+    model: nn.Module,
+    layers: list[tuple[str, nn.Module]],
+    reasons: Mapping[str, str],
+    others: list[Skipped],
+    filtered: bool,
+) -> str:
+    """What was looked at, why none of it is taken, and what could be."""
     which = "filter_fn matched no layer that" if filtered else "no layer"
-    message = f"model: {which} can be converted"
-    if reasons:
-        message += "".join(f"; {fqn or '(root)'}: {why}" for fqn, why in reasons.items())
+    parts = [f"model: {which} can be converted"]
+    if layers:
+        looked = [(fqn, f"({_about(module)}): {reasons[fqn]}") for fqn, module in layers]
+        parts += [f"{names} {why}" for names, why in _alike(looked)]
     else:
-        message += "; it has no nn.Linear, nn.Conv2d, nn.MultiheadAttention or transformers Conv1D"
-    return message + "".join(f"; {row.name} ({row.kind}): {row.reason}" for row in others)
+        kinds = listed(sorted({type(module).__name__ for module in model.modules()}))
+        parts.append(
+            "it has no nn.Linear, nn.Conv2d, nn.MultiheadAttention or transformers Conv1D; its "
+            f"modules: {kinds}"
+        )
+    parts += [
+        f"{names} {why}"
+        for names, why in _alike([(row.name, f"({row.kind}): {row.reason}") for row in others])
+    ]
+    able = [
+        (fqn, "")
+        for fqn, module in layers
+        if reasons[fqn] == _LEFT_OUT or _by_choice(reasons[fqn], module)
+    ]
+    if able:
+        names = ", ".join(name for name, _ in _alike(able))
+        parts.append(f"a filter_fn (without overrides to None) could have converted: {names}")
+    return "; ".join(parts)
+
+
+def _by_choice(reason: str, module: nn.Module) -> bool:
+    """Whether a filter, the default one or the caller's, left the layer out."""
+    if reason == _LEFT_OUT or reason.startswith(_NEVER_CALLED):
+        return False
+    return not selection.why_impossible(module)
+
+
+def _about(module: nn.Module) -> str:
+    ins, outs = features_of(module)
+    return f"{kind_of(module)} {ins} -> {outs}"
+
+
+def _alike(entries: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Names in patterns, with their count, by what is said of them; a dozen of them at most."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, said in entries:
+        groups.setdefault((pattern_of(name), said), []).append(name)
+    rows = [
+        (f"{pattern} x {len(names)}" if len(names) > 1 else names[0] or "(root)", said)
+        for (pattern, said), names in groups.items()
+    ]
+    return rows if len(rows) <= 12 else [*rows[:12], (f"{len(rows) - 12} more", "alike")]
 
 
 def _notes(
     report: ConversionReport,
     model: nn.Module,
     layers: list[tuple[str, nn.Module]],
+    reasons: Mapping[str, str],
     slow: Mapping[str, str],
     device: str,
     default_filter: bool,
 ) -> list[str]:
     notes = []
-    resting = [layer.name for layer in report.converted if not _training(model, layer.name)]
-    if resting and len(resting) == len(report.converted):
+    if report.resting and len(report.resting) == len(report.converted):
         notes.append("the model is in eval mode, where every layer is plain: call model.train()")
-    elif resting:
-        notes.append(f"in eval mode, hence plain until .train(): {listed(resting)}")
+    elif report.resting:
+        notes.append(f"in eval mode, hence plain until .train(): {listed(report.resting)}")
     time = report.expected_time
     if time is not None:
         gain = f"{1 - time:.0%} less" if time < 1 else f"{time - 1:.0%} more"
@@ -339,11 +397,12 @@ def _notes(
             "python -m hotcore.info"
         )
     if default_filter:
-        notes.append(
-            f"default filter: plain stay the output head, the first convolution, layers with fewer "
-            f"than {MIN_FEATURES} in or out features, weights tied to an embedding"
-            + (", what is slower on CUDA" if device == "cuda" else "")
-        )
+        if any(_by_choice(reasons.get(fqn, _LEFT_OUT), module) for fqn, module in layers):
+            notes.append(
+                "default filter: plain stay the output head, the first convolution, layers with "
+                f"fewer than {MIN_FEATURES} in or out features, weights tied to an embedding"
+                + (", what is slower on CUDA" if slow else "")
+            )
         last = report.layers[-1]
         if isinstance(last, Converted):
             notes.append(
@@ -358,10 +417,6 @@ def _notes(
             "convert(..., inputs=...) finds out"
         )
     return notes
-
-
-def _training(model: nn.Module, name: str) -> bool:
-    return model.get_submodule(name).training
 
 
 def _configs(

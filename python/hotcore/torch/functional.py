@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
-from ..config import RECIPE_TEXTS, HotConfig, as_config
+from ..config import RECIPE_TEXTS, ConfigLike, HotConfig, as_config
 from . import _compat, accumulation, conv, ops, reuse
 from .conv import Window, is_channels_last
 
@@ -23,7 +23,7 @@ _DEFAULT = HotConfig()
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, config: HotConfig | str = _DEFAULT
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, config: ConfigLike = _DEFAULT
 ) -> Tensor:
     """``x weight^T + bias``, bit for bit as ``F.linear``; gradients are computed with HOT.
 
@@ -65,7 +65,7 @@ def linear_by_text(
     if torch.compiler.is_compiling():
         return _compiled_linear(x, weight, bias, text, defer)
     with _one_operation(x, weight):
-        seed = _seed("linear", x, weight)
+        seed = seed_of_call("linear", x, weight)
         if seed is None:
             return F.linear(x, weight, bias)
         output: Tensor = _HotLinear.apply(x, weight, bias, seed, text)  # type: ignore[no-untyped-call]  # so in torch
@@ -92,7 +92,7 @@ def conv2d(
     padding: int | Sequence[int] | str = 0,
     dilation: int | Sequence[int] = 1,
     padding_mode: str = "zeros",
-    config: HotConfig | str = _DEFAULT,
+    config: ConfigLike = _DEFAULT,
 ) -> Tensor:
     """A convolution in one group, bit for bit as ``F.conv2d``; gradients are computed with HOT.
 
@@ -145,7 +145,7 @@ def conv2d_by_text(
     if torch.compiler.is_compiling():
         return _compiled_conv2d(x, weight, bias, window, text)
     with _one_operation(x, weight):
-        seed = _seed("conv2d", x, weight)
+        seed = seed_of_call("conv2d", x, weight)
         if seed is None:
             return conv.plain_conv2d(x, weight, bias, window)
         output: Tensor = _HotConv2d.apply(x, weight, bias, seed, text, window)  # type: ignore[no-untyped-call]  # so in torch
@@ -172,7 +172,7 @@ def _noted(function: Callable[..., Tensor], x: Any, *arguments: Any) -> Tensor:
     return output
 
 
-def _seed(name: str, x: Tensor, weight: Tensor) -> Tensor | None:
+def seed_of_call(name: str, x: Tensor, weight: Tensor) -> Tensor | None:
     """The seed of a call in eager mode; None where there is nothing to differentiate."""
     if _compat.transforms_active():
         raise _unsupported_transform(name)
@@ -213,7 +213,7 @@ def _one_operation(x: Tensor, weight: Tensor) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-def _text(config: HotConfig | str) -> str:
+def _text(config: ConfigLike) -> str:
     """The configuration as the operators take it, by steps that torch.compile can follow."""
     if isinstance(config, HotConfig):
         return config.json

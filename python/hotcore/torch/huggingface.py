@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..config import HotConfig, as_config
+from ..config import ConfigLike, as_config
 from .functional import linear_by_text
 from .modules import HotModule
 
@@ -29,7 +29,7 @@ class HotConv1D(HotModule, _Conv1D):  # type: ignore[misc]
 
     plain = _Conv1D
 
-    def __init__(self, nf: int, nx: int, *, config: HotConfig | str = "default") -> None:
+    def __init__(self, nf: int, nx: int, *, config: ConfigLike = "default") -> None:
         """Make a layer with new parameters, initialised as ``Conv1D`` does."""
         super().__init__(nf, nx)
         self.config = as_config(config)
@@ -43,7 +43,7 @@ class HotConv1D(HotModule, _Conv1D):  # type: ignore[misc]
         rows = x.reshape(-1, x.shape[-1])
         try:
             y = linear_by_text(rows, self.weight.t(), self.bias, self._text, self.defer)
-        except (ValueError, NotImplementedError) as error:
+        except (ValueError, RuntimeError) as error:
             self.name_in(error)
             raise
         return y.view(*x.shape[:-1], self.nf)

@@ -11,19 +11,20 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import ops as arrays_ops
-from ..config import HotConfig, Key, as_config
+from ..config import ConfigLike, HotConfig, Key, Rounding, as_config
+from ..ops import Granularity
 from .convert import convert
 from .plan import GW_SCALES, GX_SCALES, LayerPlan, Plan
 from .probe import Untouched
 from .report import listed
-from .selection import Filter
+from .selection import Filter, is_8bit
 
 PATTERN_SIZE = 32
 """Rows and columns of a stored outlier pattern."""
@@ -31,17 +32,18 @@ PATTERN_SIZE = 32
 UNFOLDED_BYTES = 1 << 28
 """Of a convolution's input, unfolded in fp32, that calibrate measures with."""
 
-_AXIS = {"tensor": "tensor", "channel": "column", "token": "row"}  # of P g_y [K, O]
+# Of P g_y [K, O].
+_AXIS: dict[str, Granularity] = {"tensor": "tensor", "channel": "column", "token": "row"}
 
 
 def calibrate(
     model: nn.Module,
     batches: Iterable[Any],
     loss_fn: Callable[[nn.Module, Any], Tensor],
-    config: HotConfig | str = "paper",
+    config: ConfigLike = "paper",
     *,
     filter_fn: Filter | None = None,
-    gw_fine: str | None = None,
+    gw_fine: Literal["token", "channel"] | None = None,
     gain: float = 0.5,
     seed: int = 0,
     slower: bool = False,
@@ -141,9 +143,9 @@ class _Probe:
         kept = arrays_ops.hla(gy, **options, side="gradient", key=key)
         kept_x = arrays_ops.hla(x, **options, side="activation", key=key)
         self._norms["gw"] += _square(kept.T @ kept_x)
-        for scale in GW_SCALES:
-            rounded = _rounded(kept, 8, _AXIS[scale], config.gw_rounding, key)
-            self._add("gw", scale, (rounded - kept).T @ kept_x)
+        for choice in GW_SCALES:
+            rounded = _rounded(kept, 8, _AXIS[choice], config.gw_rounding, key)
+            self._add("gw", choice, (rounded - kept).T @ kept_x)
         self._key = key._replace(offset=key.offset + 1)
 
     def _add(self, path: str, scale: str, error: Tensor) -> None:
@@ -151,7 +153,7 @@ class _Probe:
         self._errors[entry] = self._errors.get(entry, 0.0) + _square(error)
 
     def plan(self, name: str, gw_fine: str, gain: float) -> LayerPlan:
-        gx = {scale: self._relative("gx", scale) for scale in GX_SCALES}
+        gx: dict[str, float] = {scale: self._relative("gx", scale) for scale in GX_SCALES}
         gw = {scale: self._relative("gw", scale) for scale in GW_SCALES}
         fields = {
             "gx_scale": "row" if gx["tensor"] - gx["row"] > gain * gx["tensor"] else "tensor",
@@ -172,13 +174,14 @@ def _layers(
         name
         for name, module in model.named_modules()
         if isinstance(getattr(module, "config", None), HotConfig)
-        and not isinstance(module, nn.MultiheadAttention)
+        and not (isinstance(module, nn.MultiheadAttention) or is_8bit(module))
     ]
     if converted:
         return converted
     with Untouched(model):
         report = convert(model, config, filter_fn, slower=slower)
-    names = [layer.name for layer in report.converted if layer.kind != "MultiheadAttention"]
+    others = ("MultiheadAttention", "Linear8bitLt")
+    names = [layer.name for layer in report.converted if layer.kind not in others]
     if not names:
         raise ValueError(f"model: no layer to measure\n{report}")
     return names
@@ -254,7 +257,9 @@ def _as_linear(
     )
 
 
-def _rounded(values: Tensor, bits: int, scale: str, rounding: str, key: Key) -> Tensor:
+def _rounded(
+    values: Tensor, bits: Literal[4, 8], scale: Granularity, rounding: Rounding, key: Key
+) -> Tensor:
     codes, scales = arrays_ops.quantize(values, bits=bits, scale=scale, rounding=rounding, key=key)
     result: Tensor = arrays_ops.dequantize(codes, scales, granularity=scale)
     return result

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..config import HotConfig, as_config
+from ..config import ConfigLike, HotConfig, as_config
 from .compress_saved import Compression
 from .convert import convert, revert
 from .plan import matplotlib_figure
@@ -126,7 +126,7 @@ class MemoryReport:
 def memory_report(
     model: nn.Module,
     inputs: Any,
-    config: HotConfig | str | None = "default",
+    config: ConfigLike | None = "default",
     *,
     loss_fn: LossFn | None = None,
     filter_fn: Filter | None = None,

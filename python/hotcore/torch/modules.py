@@ -7,7 +7,7 @@ from typing import Any, ClassVar, TypeVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..config import HotConfig, as_config
+from ..config import ConfigLike, HotConfig, as_config
 from .functional import conv2d_by_text, linear_by_text
 
 _Hot = TypeVar("_Hot", bound="HotModule")
@@ -33,12 +33,12 @@ class HotModule:
         return self._config
 
     @config.setter
-    def config(self, value: HotConfig | str) -> None:
+    def config(self, value: ConfigLike) -> None:
         self._config = as_config(value)
         self._text = self._config.json  # what a compiled graph has for a constant
 
     @classmethod
-    def from_plain(cls: type[_Hot], module: nn.Module, config: HotConfig | str = "default") -> _Hot:
+    def from_plain(cls: type[_Hot], module: nn.Module, config: ConfigLike = "default") -> _Hot:
         """Make one that holds ``module``'s own Parameters and hooks; nothing is allocated.
 
         Raises TypeError unless ``module`` is exactly of class :attr:`plain` (or this one): what a
@@ -116,14 +116,14 @@ class HotLinear(HotModule, nn.Linear):
         device: Any = None,
         dtype: Any = None,
         *,
-        config: HotConfig | str = "default",
+        config: ConfigLike = "default",
     ) -> None:
         """Make a layer with new parameters, initialised as ``nn.Linear`` does."""
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
         self.config = as_config(config)
 
     @classmethod
-    def from_linear(cls, module: nn.Linear, config: HotConfig | str = "default") -> HotLinear:
+    def from_linear(cls, module: nn.Linear, config: ConfigLike = "default") -> HotLinear:
         """Make a HotLinear that holds ``module``'s own Parameters; see :meth:`from_plain`."""
         return cls.from_plain(module, config)
 
@@ -139,7 +139,7 @@ class HotLinear(HotModule, nn.Linear):
             return F.linear(input, self.weight, self.bias)
         try:
             return linear_by_text(input, self.weight, self.bias, self._text, self.defer)
-        except (ValueError, NotImplementedError) as error:
+        except (ValueError, RuntimeError) as error:
             self.name_in(error)
             raise
 
@@ -179,7 +179,7 @@ class HotConv2d(HotModule, nn.Conv2d):
         device: Any = None,
         dtype: Any = None,
         *,
-        config: HotConfig | str = "default",
+        config: ConfigLike = "default",
     ) -> None:
         """Make a layer with new parameters, initialised as ``nn.Conv2d`` does."""
         sizes = (in_channels, out_channels, kernel_size, stride, padding, dilation, 1)
@@ -187,7 +187,7 @@ class HotConv2d(HotModule, nn.Conv2d):
         self.config = as_config(config)
 
     @classmethod
-    def from_conv(cls, module: nn.Conv2d, config: HotConfig | str = "default") -> HotConv2d:
+    def from_conv(cls, module: nn.Conv2d, config: ConfigLike = "default") -> HotConv2d:
         """Make a HotConv2d that holds ``module``'s own Parameters; see :meth:`from_plain`.
 
         Raises ValueError, too, where ``module`` has several groups.
@@ -209,7 +209,7 @@ class HotConv2d(HotModule, nn.Conv2d):
         sizes = (self.stride, self.padding, self.dilation, self.padding_mode)
         try:
             return conv2d_by_text(input, self.weight, self.bias, sizes, self._text)
-        except (ValueError, NotImplementedError) as error:
+        except (ValueError, RuntimeError) as error:
             self.name_in(error)
             raise
 

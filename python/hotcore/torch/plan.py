@@ -14,14 +14,14 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
-from ..config import HotConfig, as_config
+from ..config import ConfigLike, HotConfig, as_config
 from .report import listed, pattern_of
 
-GX_SCALES = ("tensor", "row")
+GX_SCALES: tuple[Literal["tensor", "row"], ...] = ("tensor", "row")
 GW_SCALES = ("tensor", "channel", "token")
 PLAIN = "plain"
 """The name of the layer as it is in torch, beside the recipes' names, in a plan of times."""
@@ -103,7 +103,7 @@ class Plan:
         object.__setattr__(self, "steps", MappingProxyType(dict(self.steps)))
 
     def overrides(
-        self, config: HotConfig | str | None = None, model: nn.Module | None = None
+        self, config: ConfigLike | None = None, model: nn.Module | None = None
     ) -> dict[str, HotConfig | None]:
         """Layer name -> configuration, for ``convert(model, config, overrides=...)``.
 

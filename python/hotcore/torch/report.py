@@ -70,17 +70,19 @@ class ConversionReport:
     recurrent layers, other convolutions."""
     notes: list[str] = dataclasses.field(default_factory=list)
     """Sentences below the table."""
-    parameters: int = 0
+    parameter_count: int = 0
     """Values of all Parameters of the model."""
     macs: int | None = None
     """Multiply-adds of the whole forward pass over ``inputs``; None: convert was given none."""
     saved: SavedReport | None = None
     """With ``saved``: which modules keep codes of what backward needs beside these layers."""
+    resting: list[str] = dataclasses.field(default_factory=list)
+    """Converted layers that were in eval mode: plain, gradients too, until ``.train()``."""
 
     @property
     def parameter_share(self) -> float:
         """Share of the model's parameters that converted layers hold."""
-        return _share(sum(layer.parameters for layer in self.converted), self.parameters)
+        return _share(sum(layer.parameters for layer in self.converted), self.parameter_count)
 
     @property
     def mac_share(self) -> float | None:
@@ -121,8 +123,11 @@ class ConversionReport:
             others = self._rows(self.not_taken)
             lines.append("matrices in no layer of a kind that HOT takes:")
             lines += ["  " + line for line in _aligned(_grouped(others) if grouped else others)]
-        lines.append(f"{len(self.converted)} of {len(self.layers)} layers run HOT, {self.config}")
-        if self.parameters:
+        running = len(self.converted) - len(self.resting)
+        lines.append(f"{running} of {len(self.layers)} layers run HOT, {self.config}")
+        if self.resting:
+            lines[-1] += f"; {len(self.resting)} more after .train()"
+        if self.parameter_count:
             covered = f"they hold {self.parameter_share:.1%} of the model's parameters"
             if self.mac_share is not None:
                 covered += f" and do {self.mac_share:.1%} of its forward pass's multiply-adds"
@@ -139,7 +144,8 @@ class ConversionReport:
             "layers": [_as_dict(layer) for layer in self.layers],
             "not_taken": [_as_dict(layer) for layer in self.not_taken],
             "notes": list(self.notes),
-            "parameters": self.parameters,
+            "resting": list(self.resting),
+            "parameters": self.parameter_count,
             "parameter_share": self.parameter_share,
             "macs": self.macs,
             "mac_share": self.mac_share,
@@ -180,6 +186,10 @@ class ConversionReport:
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Say that this is no model; it raises TypeError."""
+        raise TypeError(_NO_MODEL)
+
+    def __getitem__(self, key: Any) -> NoReturn:
+        """Say that this is no model, no nn.Sequential either; it raises TypeError."""
         raise TypeError(_NO_MODEL)
 
     def __getattr__(self, name: str) -> Any:

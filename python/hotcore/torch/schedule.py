@@ -6,11 +6,13 @@ Source: spec.md, "Precision schedule"; the paper's supplement B (25 epochs of 20
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
 from ..config import HotConfig
+
+Bits = Literal[4, 8]
 
 
 class PrecisionSchedule:
@@ -44,7 +46,12 @@ class PrecisionSchedule:
     """
 
     def __init__(
-        self, model: nn.Module, warmup: int, *, bits: int = 8, then_bits: int | None = 4
+        self,
+        model: nn.Module,
+        warmup: int,
+        *,
+        bits: Bits = 8,
+        then_bits: Bits | None = 4,
     ) -> None:
         """Set the first phase's bits."""
         if isinstance(warmup, bool) or not isinstance(warmup, int):
@@ -63,7 +70,7 @@ class PrecisionSchedule:
         self._apply()
 
     @property
-    def bits(self) -> int | None:
+    def bits(self) -> Bits | None:
         """Bits of g_x in the present phase; None: each layer's own."""
         return self._bits if self._count < self._warmup else self._then_bits
 

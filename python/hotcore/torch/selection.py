@@ -51,6 +51,19 @@ def _conv1d() -> type[nn.Module] | None:
     return found
 
 
+def _bitsandbytes(name: str) -> type[nn.Module] | None:
+    """A layer class of bitsandbytes; None where it is not loaded."""
+    loaded = sys.modules.get("bitsandbytes.nn")
+    found: type[nn.Module] | None = getattr(loaded, name, None)
+    return found
+
+
+def is_8bit(module: nn.Module) -> bool:
+    """Whether it is bitsandbytes' Linear8bitLt: its weight is int8 codes, never trained here."""
+    kind = _bitsandbytes("Linear8bitLt")
+    return kind is not None and isinstance(module, kind)
+
+
 def candidates(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Name and module of every layer of the kinds that HOT takes, in the model's order."""
     kinds: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv2d, nn.MultiheadAttention)
@@ -74,6 +87,10 @@ def weights_of(module: nn.Module) -> list[nn.Parameter]:
 
 def hot_class(module: nn.Module) -> type[HotModule]:
     """The HOT class that stands in for such a layer."""
+    if is_8bit(module):
+        from .bitsandbytes import HotLinear8bitLt
+
+        return HotLinear8bitLt
     if isinstance(module, nn.Linear):
         return HotLinear
     if isinstance(module, nn.Conv2d):
@@ -91,6 +108,8 @@ def kind_of(module: nn.Module) -> str:
         return f"Conv2d {'x'.join(map(str, module.kernel_size))}"
     if isinstance(module, nn.MultiheadAttention):
         return "MultiheadAttention"
+    if is_8bit(module):
+        return "Linear8bitLt"
     return "Linear" if isinstance(module, nn.Linear) else "Conv1D"
 
 
@@ -130,12 +149,19 @@ def why_plain(
     else:
         reasons = _default_reasons(model, layers)
     # What cannot be done says more than what is not wanted.
-    return reasons | {fqn: why for fqn, module in layers if (why := _impossible(module))}
+    return reasons | {fqn: why for fqn, module in layers if (why := why_impossible(module))}
 
 
-def _impossible(module: nn.Module) -> str:
+def why_impossible(module: nn.Module) -> str:
+    """Why this layer stays plain whatever is asked for; empty if it can be converted."""
     if isinstance(module, HotModule):
         return ""
+    four = _bitsandbytes("Linear4bit")
+    if four is not None and isinstance(module, four):
+        return (
+            "bitsandbytes' Linear4bit, which keeps nothing of x either; its weight would be "
+            "dequantised, then quantised again, in every backward"
+        )
     plain = hot_class(module).plain
     if type(module) is not plain:
         return f"a subclass of {plain.__name__} ({type(module).__name__})"
@@ -146,6 +172,9 @@ def _impossible(module: nn.Module) -> str:
         module.add_zero_attn or module.bias_k is not None
     ):
         return "add_bias_kv and add_zero_attn are not taken"
+    if is_8bit(module):
+        trained = "bitsandbytes' Linear8bitLt with has_fp16_weights"
+        return "" if is_frozen(module) else trained
     weights = weights_of(module)
     if not weights:
         return "its weight is computed, not a Parameter"
@@ -227,8 +256,8 @@ def why_slow(
     found = {}
     for fqn, module in layers:
         own = configs[fqn]
-        if own is None or fqn in but or isinstance(module, HotModule):
-            continue
+        if own is None or fqn in but or isinstance(module, HotModule) or is_8bit(module):
+            continue  # of 8-bit layers no time has been measured; they gain memory
         sizes = features_of(module)
         why = gains.why_slow(kernel_of(module), *sizes, own, device, is_frozen(module))
         if why:

@@ -1,0 +1,70 @@
+"""Train with Lightning's Trainer and HOT: HotCallback has the schedule and the measurements.
+
+    python lightning_trainer.py
+
+An MLP on scikit-learn's digits; the Trainer's loggers get HOT's scalars. Nothing is downloaded.
+"""
+
+import argparse
+
+import hotcore.torch as hot
+import lightning.pytorch as pl
+import torch
+from hotcore.integrations.lightning import HotCallback
+from lightning.pytorch.loggers import CSVLogger
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Digits(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU()]
+        self.model = nn.Sequential(*layers, nn.Linear(256, 10))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
+        images, labels = batch
+        loss = nn.functional.cross_entropy(self.model(images), labels)
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def main(arguments: list[str] | None = None) -> HotCallback:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--recipe", default="default", help="of HOT")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--warmup", type=int, default=100, help="steps with g_x in 8 bits, then 4")
+    parser.add_argument("--out", default="out", help="where the scalars go (CSV)")
+    options = parser.parse_args(arguments)
+    pl.seed_everything(0)
+    digits = load_digits()
+    images = torch.tensor(digits.images, dtype=torch.float32).flatten(1) / 8 - 1
+    data = TensorDataset(images, torch.tensor(digits.target))
+    module = Digits()
+    print(hot.convert(module, options.recipe))
+    callback = HotCallback(
+        warmup=options.warmup,
+        compress=hot.compress_saved(8, min_values=4096),  # what GELU keeps
+        accumulate=True,  # the micro-batches of a step share the quantised weights
+        memory=True,
+        noise_every=50,
+    )
+    trainer = pl.Trainer(
+        max_steps=options.steps,
+        accumulate_grad_batches=2,
+        callbacks=[callback],
+        logger=CSVLogger(options.out),
+        log_every_n_steps=10,
+        enable_checkpointing=False,
+    )
+    trainer.fit(module, DataLoader(data, 64, shuffle=True))
+    print(callback.loop.memory)
+    return callback
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""``HotCallback`` for Lightning's ``Trainer``. Imports lightning, or pytorch_lightning."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import warnings
+from typing import Any
+
+import hotcore.torch as hot
+
+from .loop import HotLoop, checked_options, scalar_logger
+
+
+def _callback_class() -> Any:
+    """The Callback of the Lightning that is in use: it comes in two packages, each its own."""
+    names = ["lightning.pytorch", "pytorch_lightning"]
+    if names[0] not in sys.modules and names[1] in sys.modules:
+        names.reverse()
+    try:
+        return importlib.import_module(names[0]).Callback
+    except ModuleNotFoundError as error:
+        if error.name not in (names[0], names[0].split(".")[0]):
+            raise  # it is there, and lacks something itself
+        return importlib.import_module(names[1]).Callback
+
+
+class HotCallback(_callback_class()):  # type: ignore[misc]
+    """What :class:`hotcore.integrations.HotLoop` does, for Lightning's ``Trainer``.
+
+    ::
+
+        hot.convert(module, "default")
+        trainer = Trainer(callbacks=[HotCallback(warmup=1000, noise_every=100)])
+        trainer.fit(module, data)
+
+    The first optimizer's steps count. ``compress`` is in force in ``training_step``. The memory
+    report calls ``training_step`` once more with the first batch, plain and with HOT, without
+    logging; it is left out, with a warning, under manual optimization. A run that goes on from a
+    checkpoint goes on in the schedule, too.
+
+    Args:
+        **options: :class:`~hotcore.integrations.HotLoop`'s but ``start``. Without ``log`` scalars
+            go to the Trainer's loggers.
+
+    Raises:
+        TypeError: an option that HotLoop does not have.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        """Keep the options until training begins."""
+        self._options = checked_options(options)
+        self._compress: hot.Compression | None = None
+        self._inside = False
+        self.loop: HotLoop | None = None
+        """Of the present training, or the last one."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Enter the loop."""
+        options = dict(self._options)
+        compress = options.pop("compress", None)
+        self._compress = hot.compress_saved(compress) if isinstance(compress, int) else compress
+        epochs = options.get("unit") == "epoch"
+        options["start"] = trainer.current_epoch if epochs else trainer.global_step
+        if options.get("log") is None:
+            loggers = [scalar_logger(logger) for logger in trainer.loggers]
+            options["log"] = lambda scalars, step: [log(scalars, step) for log in loggers]
+        self._memory = options.pop("memory", False)
+        if self._memory and not pl_module.automatic_optimization:
+            self._memory = False
+            warnings.warn(
+                "HotCallback: no memory report under manual optimization: training_step would "
+                "step the optimizer",
+                stacklevel=2,
+            )
+        self.loop = HotLoop(pl_module, trainer.optimizers[0], **options)
+        self.loop.__enter__()
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Measure memory on the first batch; from here on ``compress`` is in force."""
+        assert self.loop is not None
+        if self._memory:
+            self._memory = False
+            self._measure_memory(trainer, pl_module, batch, batch_idx)
+        if self._compress is not None:
+            self._compress.__enter__()
+            self._inside = True
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
+        """The forward pass is over."""
+        self._leave()
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """The batch is over, also where ``training_step`` returned no loss."""
+        self._leave()
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Count the epoch."""
+        if self.loop is not None:
+            self.loop.end_epoch()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Leave the loop."""
+        self.close()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Leave the loop."""
+        self.close()
+
+    def close(self) -> None:
+        """Undo everything."""
+        self._leave()
+        if self.loop is not None:
+            self.loop.close()
+
+    def _leave(self) -> None:
+        if self._inside and self._compress is not None:
+            self._inside = False
+            self._compress.__exit__(None, None, None)
+
+    def _measure_memory(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        def loss_fn(module: Any, inputs: Any) -> Any:
+            with trainer.precision_plugin.train_step_context():
+                output = module.training_step(inputs, batch_idx)
+            return output["loss"] if isinstance(output, dict) else output
+
+        assert self.loop is not None
+        pl_module.log = pl_module.log_dict = lambda *_, **__: None
+        try:
+            scalars = self.loop.measure_memory(batch, loss_fn, self._compress)
+        finally:
+            del pl_module.log, pl_module.log_dict
+        if scalars:
+            self.loop.report(scalars)

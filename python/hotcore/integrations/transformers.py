@@ -1,0 +1,86 @@
+"""``HotCallback`` for transformers' ``Trainer``. Imports transformers."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from .loop import HotLoop, checked_options
+
+# transformers is no requirement of hotcore, and need not be there for the type checker.
+_TrainerCallback: Any = importlib.import_module("transformers.trainer_callback").TrainerCallback
+
+
+class HotCallback(_TrainerCallback):  # type: ignore[misc]
+    """What :class:`hotcore.integrations.HotLoop` does, for a ``Trainer``.
+
+    ::
+
+        hot.convert(model, "default")
+        trainer = Trainer(model, arguments, train_dataset=data)
+        HotCallback.add_to(trainer, warmup=1000, noise_every=100)
+        trainer.train()
+
+    A run that goes on from a checkpoint goes on in the schedule, too. Training that an error ended
+    is closed by the next ``train()``, or by :meth:`close`.
+
+    Args:
+        **options: :class:`~hotcore.integrations.HotLoop`'s but ``start``. Without ``log`` scalars
+            go to the Trainer's history alone (``trainer.state.log_history``); :meth:`add_to` sends
+            them to all that the Trainer reports to.
+
+    Raises:
+        TypeError: an option that HotLoop does not have.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        """Keep the options until training begins."""
+        self._options = checked_options(options)
+        self._send: Callable[[dict[str, float]], object] | None = None
+        self._pending: dict[str, float] = {}
+        self.loop: HotLoop | None = None
+        """Of the present training, or the last one."""
+
+    @classmethod
+    def add_to(cls, trainer: Any, **options: Any) -> HotCallback:
+        """Make a callback whose scalars the Trainer logs with its own, add it, return it."""
+        callback = cls(**options)
+        callback._send = trainer.log
+        trainer.add_callback(callback)
+        return callback
+
+    def close(self) -> None:
+        """Undo everything; for a training that an error has ended."""
+        if self.loop is not None:
+            self.loop.close()
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: Any, optimizer: Any, **_: Any
+    ) -> None:
+        """Enter the loop."""
+        self.close()
+        options = dict(self._options)
+        epochs = options.get("unit") == "epoch"
+        options["start"] = int(state.epoch or 0) if epochs else state.global_step
+        if options.get("log") is None:
+            options["log"] = lambda scalars, step: self._pending.update(scalars)
+        self.loop = HotLoop(model, optimizer, **options)
+        self.loop.__enter__()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Log what the step has measured; the Trainer has counted it by now."""
+        scalars, self._pending = self._pending, {}
+        if scalars and self._send is not None:
+            self._send(scalars)
+        elif scalars:
+            state.log_history.append({**scalars, "step": state.global_step})
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Count the epoch."""
+        if self.loop is not None:
+            self.loop.end_epoch()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Leave the loop."""
+        self.close()

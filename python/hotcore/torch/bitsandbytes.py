@@ -1,0 +1,112 @@
+"""``HotLinear8bitLt``, for bitsandbytes' ``Linear8bitLt`` (adapters on an 8-bit model).
+
+bitsandbytes keeps the whole x of such a layer until backward, although its weight is frozen. Here
+nothing is kept but the seed. Imports bitsandbytes.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..config import ConfigLike, as_config
+from . import ops
+from .functional import seed_of_call
+from .modules import HotModule
+
+# bitsandbytes is no requirement of hotcore, and need not be there for the type checker.
+_Linear8bitLt: Any = importlib.import_module("bitsandbytes").nn.Linear8bitLt
+
+
+class HotLinear8bitLt(HotModule, _Linear8bitLt):  # type: ignore[misc]
+    """``Linear8bitLt`` with a frozen 8-bit weight, whose g_x is computed through HOT.
+
+    The forward pass is bitsandbytes'. In backward the weight is brought back from its codes, as
+    bitsandbytes does it, and the product ``g_y w`` is made in integers. Inside torch.compile the
+    layer runs eagerly (a graph break). Made by :func:`hotcore.torch.convert`.
+
+    Args:
+        in_features: I.
+        out_features: O.
+        config: a HotConfig or a recipe's name.
+        **options: as ``Linear8bitLt``; ``has_fp16_weights`` is False.
+    """
+
+    plain = _Linear8bitLt
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        config: ConfigLike = "default",
+        **options: Any,
+    ) -> None:
+        """Make a layer with new parameters; ``.to(device)`` quantises them."""
+        super().__init__(in_features, out_features, **{"has_fp16_weights": False, **options})
+        self.config = as_config(config)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # so in torch
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., I] -> [..., O]``."""
+        bias: Tensor | None = self.bias
+        needed = x.requires_grad or (bias is not None and bias.requires_grad)
+        if not (self.training and torch.is_grad_enabled() and needed):
+            output: Tensor = super().forward(x)
+            return output
+        try:
+            seed = seed_of_call("linear", x, x)
+            output = _Frozen8bit.apply(x, bias, self, seed)  # type: ignore[no-untyped-call]
+        except (ValueError, RuntimeError) as error:
+            self.name_in(error)
+            raise
+        return output
+
+    def plain_forward(self, x: Tensor) -> Tensor:
+        """bitsandbytes' own."""
+        output: Tensor = super().forward(x)
+        return output
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """The weight ``[O, I]`` as bitsandbytes' backward takes it."""
+        codes, scales = self.state.CB, self.state.SCB
+        weight: Tensor = codes.to(dtype, copy=True).mul_(scales.unsqueeze(1).mul(1.0 / 127.0))
+        return weight
+
+
+class _Frozen8bit(torch.autograd.Function):
+    """Nothing of x is kept: the weight has no gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, bias: Tensor | None, layer: HotLinear8bitLt, seed: Tensor
+    ) -> Tensor:
+        ctx.layer, ctx.seed, ctx.text = layer, seed, layer._text
+        ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.set_materialize_grads(False)
+        return layer.plain_forward(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gy: Tensor | None) -> tuple[Tensor | None, ...]:
+        if gy is None:
+            return None, None, None, None
+        need_gx, need_gb = ctx.needs_input_grad[:2]
+        gx, _, gb = ops.backward_linear(
+            gy,
+            ctx.layer.dequantized(gy.dtype) if need_gx else None,
+            None,
+            ctx.seed,
+            ctx.seed,
+            ctx.text,
+            ctx.x_shape,
+            ctx.x_dtype if need_gx else None,
+            None,
+            ctx.bias_dtype if need_gb else None,
+        )
+        return gx, gb, None, None

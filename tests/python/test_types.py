@@ -1,0 +1,77 @@
+"""What a type checker, and with it an editor, knows of the package: mypy on a small file."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import get_args
+
+import hotcore
+import hotcore._core as _core
+import pytest
+from hotcore.config import RecipeName
+
+api = pytest.importorskip("mypy.api")
+
+# Code and what mypy says of the line: a type, a part of an error, or nothing.
+LINES = [
+    (
+        'reveal_type(hotcore.HotConfig.recipe("fast").basis)',
+        "'full'.*'lowpass'.*'sequency'.*'sketch'",
+    ),
+    ("reveal_type(hotcore.HotConfig().gx_bits)", r"Literal\[4\].*Literal\[8\]|Literal\[4, 8\]"),
+    ("reveal_type(hotcore.HotConfig().name)", "'accurate'.*'custom'"),
+    ('hotcore.HotConfig.recipe("quick")', "incompatible type"),
+    ('hotcore.HotConfig.recipe("fast", gx_bit=4)', 'Unexpected keyword argument "gx_bit"'),
+    ('hotcore.HotConfig.recipe("fast", rank=4, token_grid=(4, 4))', ""),
+    ('hotcore.HotConfig(basis="high")', "incompatible type"),
+    ('hotcore.hla(x, basis="sketsh")', "incompatible type"),
+    ("reveal_type(hotcore.backward_linear(x, x, x).gb)", "None"),
+    ('reveal_type(hotcore.backward_linear(x, x, x, need="gw").gw)', "Any"),
+    ('reveal_type(hotcore.backward_linear(x, x, x, need="gw").gx)', "None"),
+    ('reveal_type(hotcore.backward_linear(x, x, x, need=("gx", "gw", "gb")).gb)', "Any"),
+    ("reveal_type(hotcore.backward_linear(x, x, x, need=some).gx)", r"Any \| None"),
+    ('hotcore.backward_linear(x, x, x, need="wg")', "expected.*gx.*gw.*gb"),
+    ('hot.convert(model, "fast", overrides={"head": None, "*": {"gx_bits": 4}})', ""),
+    ("reveal_type(hot.convert(model))", "ConversionReport"),
+    ('hot.convert(model, "quick")', "incompatible type"),
+    ('hot.convert(model, overrides={"*": {"gx_bit": 4}})', "incompatible type"),
+    ('hot.HotLinear(64, 64, config="quick")', "incompatible type"),
+    ("hot.PrecisionSchedule(model, 10, bits=6)", "incompatible type"),
+]
+HEAD = """from typing import Any, Literal
+import hotcore
+import hotcore._core as _core
+import hotcore.torch as hot
+x: Any = 0
+model: Any = 0
+some: set[Literal["gx", "gw"]] = {"gx"}
+"""
+
+
+def test_what_mypy_knows(tmp_path: Path) -> None:
+    script, settings = tmp_path / "uses.py", tmp_path / "mypy.ini"
+    script.write_text(HEAD + "".join(f"{code}\n" for code, _ in LINES))
+    # torch and numpy are Any here: they take mypy half a minute, and nothing is asked of them.
+    settings.write_text(
+        "[mypy]\n"
+        + "[mypy-torch.*,numpy.*]\nfollow_imports = skip\nfollow_imports_for_stubs = True\n"
+    )
+    package = Path(hotcore.__file__).parent
+    options = ["--config-file", str(settings), "--cache-dir", str(tmp_path / "cache")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MYPYPATH", str(package.parent))
+        printed, errors, _ = api.run([*options, str(script)])
+    assert not errors, errors
+    said: dict[int, str] = {}
+    for number, text in re.findall(r"^\S*uses\.py:(\d+): (.*)$", printed, re.MULTILINE):
+        said[int(number)] = said.get(int(number), "") + text
+    first = HEAD.count("\n") + 1
+    for number, (code, expected) in enumerate(LINES, first):
+        if expected:
+            assert re.search(expected, said.pop(number, "")), f"{code}\n{printed}"
+    assert not said, said
+
+
+def test_the_names_of_recipes_are_those_of_libhot() -> None:
+    assert list(get_args(RecipeName)) == _core.recipe_names()

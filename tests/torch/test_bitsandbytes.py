@@ -1,0 +1,171 @@
+"""Base layers of bitsandbytes: Linear8bitLt is converted, Linear4bit stays plain and says why."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import warnings
+import weakref
+
+import pytest
+from support import cosine, without_broken_torchvision
+
+torch = pytest.importorskip("torch")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    bnb = pytest.importorskip("bitsandbytes")
+import hotcore.torch as hot  # noqa: E402
+from torch import nn  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("seeded")
+
+
+def linear8(ins: int = 128, outs: int = 192, bias: bool = True) -> nn.Module:
+    layer = bnb.nn.Linear8bitLt(ins, outs, bias=bias, has_fp16_weights=False)
+    layer.weight.data.normal_(0, 0.05)
+    return layer.to("cpu")  # quantised by this
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 128)
+        self.up, self.down = linear8(), linear8(192, 128)
+        self.head = nn.Linear(128, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.down(torch.relu(self.up(self.first(x)))))
+
+
+def gx_of(layer: nn.Module, x: torch.Tensor, gy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    leaf = x.clone().requires_grad_()
+    y = layer(leaf)
+    y.backward(gy)
+    return y.detach(), leaf.grad
+
+
+def test_convert_and_revert() -> None:
+    model = Model()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    report = hot.convert(model)
+    rows = {layer.name: layer for layer in report.converted}
+    assert {name: row.kind for name, row in rows.items()} == {
+        "first": "Linear",
+        "up": "Linear8bitLt",
+        "down": "Linear8bitLt",
+    }
+    assert rows["up"].bytes_per_value == 0 and "nothing (weight frozen)" in str(report)
+    assert isinstance(model.up, bnb.nn.Linear8bitLt)
+    assert {k: v.tolist() for k, v in model.state_dict().items()} == {
+        k: v.tolist() for k, v in state.items()
+    }
+    hot.revert(model)
+    assert type(model.up) is bnb.nn.Linear8bitLt
+    # On CUDA there is no measurement to go by; it is converted, for memory.
+    layers = nn.ModuleList([linear8(), linear8()])
+    assert len(hot.convert(layers, device="cuda").converted) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradient(dtype: torch.dtype) -> None:
+    """The forward pass is bitsandbytes' to the bit; g_x is the product with its weight, rounded."""
+    layer = linear8()
+    layer.bias.requires_grad_(True)
+    x, gy = torch.randn(2, 40, 128, dtype=dtype), torch.randn(2, 40, 192, dtype=dtype)
+    plain, exact = gx_of(layer, x, gy)
+    bias_grad, layer.bias.grad = layer.bias.grad, None
+    model = nn.Sequential(layer)
+    assert len(hot.convert(model, filter_fn=lambda module, name: True).converted) == 1
+    y, ours = gx_of(model[0], x, gy)
+    assert torch.equal(y, plain) and ours.dtype == exact.dtype == dtype
+    assert 0.999 < cosine(ours.float().numpy(), exact.float().numpy()) < 1
+    assert torch.allclose(model[0].bias.grad.float(), bias_grad.float(), rtol=0.02, atol=0.2)
+    # The mean over the roundings of g_y is nearer; w is rounded to nearest, which stays.
+    runs = [gx_of(model[0], x, gy)[1].float() for _ in range(16)]
+    error = [(g - exact.float()).norm() for g in (runs[0], sum(runs) / len(runs))]
+    assert error[1] < 0.7 * error[0]
+
+
+def test_nothing_is_kept() -> None:
+    """bitsandbytes keeps x until backward, HOT does not."""
+    kept = {}
+    for convert in (False, True):
+        model = Model()
+        if convert:
+            hot.convert(model)
+        alive: list[weakref.ref] = []
+        model.up.register_forward_pre_hook(
+            lambda m, args, alive=alive: alive.append(weakref.ref(args[0]))
+        )
+        y = model(torch.randn(16, 64))
+        gc.collect()
+        kept[convert] = alive[0]() is not None
+        y.sum().backward()
+        assert model.first.weight.grad is not None
+    assert kept == {False: True, True: False}
+
+
+def test_eval_no_grad_and_compile() -> None:
+    model = Model()
+    plain = copy.deepcopy(model)
+    hot.convert(model)
+    x = torch.randn(16, 64)
+    model.eval()
+    plain.eval()
+    a, b = (m(x).sum() for m in (model, plain))
+    a.backward()
+    b.backward()
+    assert torch.equal(model.first.weight.grad, plain.first.weight.grad)  # plain in eval mode
+    model.train()
+    plain.train()
+    with torch.no_grad():
+        assert torch.equal(model(x), plain(x))
+    model.zero_grad()
+    compiled = torch.compile(model, backend="eager")
+    torch.manual_seed(3)
+    compiled(x).sum().backward()
+    assert 0.99 < cosine(model.first.weight.grad.numpy(), plain.first.weight.grad.numpy()) < 1
+    with pytest.raises(RuntimeError, match="^layer up: "):
+        model.up(torch.randn(16, 5, requires_grad=True))
+
+
+def test_what_stays_plain() -> None:
+    four = bnb.nn.Linear4bit(128, 128, quant_type="nf4").to("cpu")
+    trained = bnb.nn.Linear8bitLt(128, 128, has_fp16_weights=True)
+    report = hot.convert(nn.ModuleList([four, trained, linear8()]))
+    assert [row.name for row in report.converted] == ["2"]
+    reasons = {row.name: row.reason for row in report.skipped}
+    assert reasons["0"].startswith("bitsandbytes' Linear4bit, which keeps nothing of x either")
+    assert reasons["1"] == "bitsandbytes' Linear8bitLt with has_fp16_weights"
+    with pytest.raises(ValueError, match="no layer can be .*: bitsandbytes' Linear4bit, which"):
+        hot.convert(four)
+    with pytest.raises(ValueError, match="no layer of it is converted"):  # nothing to measure
+        hot.NoiseMonitor(nn.ModuleList([report.model[2]]))
+    with pytest.raises(ValueError, match="no layer to measure"):
+        hot.calibrate(nn.ModuleList([linear8()]), [1], lambda model, batch: None)
+
+
+@pytest.mark.parametrize("first", ["peft", "hot"])
+def test_lora(first: str) -> None:
+    with without_broken_torchvision(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        peft = pytest.importorskip("peft")
+    model = Model()
+    x = torch.randn(32, 64)
+    lora = peft.LoraConfig(r=4, target_modules=["up", "down"])
+    if first == "hot":
+        hot.convert(model)
+    model = peft.get_peft_model(model, lora)
+    if first == "peft":
+        hot.convert(model)
+    base = model.base_model.model.up.base_layer
+    assert type(base).__name__ == "HotLinear8bitLt"
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.02)
+    losses = []
+    for _ in range(15):
+        loss = (model(x) - 1).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.7 * losses[0]

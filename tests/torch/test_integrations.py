@@ -1,0 +1,537 @@
+"""``hotcore.integrations``: the loop by hand and with accelerate, transformers' and Lightning's."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import without_broken_torchvision
+
+torch = pytest.importorskip("torch")
+import hotcore.torch as hot  # noqa: E402
+from hotcore.integrations import HotLoop, scalar_logger  # noqa: E402
+from hotcore.torch import accumulation  # noqa: E402
+from torch import nn  # noqa: E402
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))  # models.py
+
+pytestmark = pytest.mark.usefixtures("seeded")
+
+MICRO = 2  # micro-batches of a step
+
+
+class Net(nn.Module):
+    """Takes and returns what models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, Any]:
+        logits = self.head(x + self.body(x))
+        if labels is None:
+            return {"logits": logits}
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def converted() -> Net:
+    model = Net()
+    hot.convert(model)
+    return model
+
+
+def data(count: int) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    images = torch.randn(count, 64, generator=generator)
+    labels = torch.randint(10, (count,), generator=generator)
+    return [{"x": x, "labels": label} for x, label in zip(images, labels, strict=True)]
+
+
+def batches(steps: int) -> list[list[dict[str, torch.Tensor]]]:
+    """Steps of micro-batches of 16."""
+    rows = iter(data(16 * MICRO * steps))
+    return [
+        [torch.utils.data.default_collate([next(rows) for _ in range(16)]) for _ in range(MICRO)]
+        for _ in range(steps)
+    ]
+
+
+def bits(model: nn.Module) -> set[int]:
+    return {m.config.gx_bits for m in model.modules() if isinstance(m, hot.HotLinear)}
+
+
+def train(model: nn.Module, steps: int, seen: list | None = None) -> torch.optim.Optimizer:
+    """A loop that knows nothing of HOT."""
+    optimizer = next(iter(train.optimizers))
+    torch.manual_seed(1)
+    for step in batches(steps):
+        for micro in step:
+            model(**micro)["loss"].backward()
+            if seen is not None:
+                seen.append((bits(model), accumulation.threads.state is not None))
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    train.optimizers = [torch.optim.SGD(model.parameters(), lr=0.1)]
+    return train.optimizers[0]
+
+
+def no_trace(model: nn.Module) -> bool:
+    """Nothing of a loop is left: hooks, an accumulation, a schedule's bits."""
+    hooks = any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    return not hooks and accumulation.threads.state is None and bits(model) == {8}
+
+
+# ---- By hand ----
+
+
+def test_schedule_accumulation_and_noise() -> None:
+    model = converted()
+    logged: list[tuple[int, dict]] = []
+    seen: list[tuple] = []
+    loop = HotLoop(
+        model,
+        sgd(model),
+        warmup=2,
+        accumulate=True,
+        noise_every=3,
+        noise_layers="body.2",
+        log=lambda scalars, step: logged.append((step, scalars)),
+    )
+    assert no_trace(model)  # before it is entered
+    with loop:
+        train(model, 4, seen)
+    assert seen == [({8}, True)] * 4 + [({4}, True)] * 4
+    assert no_trace(model)
+    noise = {f"hot/noise_{kind}/{of}" for kind in ("gw", "gx") for of in ("body.2", "all")}
+    assert [(step, set(scalars)) for step, scalars in logged] == [
+        (1, noise | {"hot/gx_bits"}),
+        (3, {"hot/gx_bits"}),
+        (4, noise),
+    ]
+    assert [scalars.get("hot/gx_bits") for _, scalars in logged] == [8.0, 4.0, None]
+    assert logged[2][1]["hot/noise_gx/body.2"] > 10 * logged[0][1]["hot/noise_gx/body.2"]
+
+
+def test_measuring_changes_nothing() -> None:
+    """A loop with reports gives the weights of a loop without, bit for bit."""
+    model = converted()
+    twin = copy.deepcopy(model)
+    with HotLoop(model, sgd(model), noise_every=2, memory=True) as loop:
+        train(model, 3)
+    sgd(twin)
+    train(twin, 3)
+    for ours, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(ours, other)
+    report = loop.memory
+    assert report is not None and report.after < 0.7 * report.before
+    plain = hot.memory_report(model, batches(1)[0][0], None)
+    assert (report.before, report.after) == (plain.before, plain.after)
+
+
+def test_compressed_saved_tensors() -> None:
+    model = converted()
+    small = hot.compress_saved(8, min_values=256)
+    kept = {}
+    for compress in (None, small):
+        logged: list[dict] = []
+        with HotLoop(
+            model,
+            sgd(model),
+            compress=compress,
+            memory=True,
+            log=lambda scalars, step, logged=logged: logged.append(scalars),
+        ) as loop:
+            train(model, 1)
+        kept[compress] = loop.memory.after
+        assert logged == [
+            {
+                "hot/kept_plain_mib": loop.memory.before / 2**20,
+                "hot/kept_mib": loop.memory.after / 2**20,
+            }
+        ]
+        assert no_trace(model)
+    assert kept[small] < 0.6 * kept[None]  # GELU's input in 8 bits instead of 32
+    # In force in the loop's own forward passes: the gradients differ, by rounding.
+    grads = []
+    for compress in (None, small):
+        torch.manual_seed(0)
+        model.zero_grad()
+        with HotLoop(model, sgd(model), compress=compress):
+            model(**batches(1)[0][0])["loss"].backward()
+            with torch.no_grad():
+                model(batches(1)[0][0]["x"])
+        grads.append(model.body[0].weight.grad.clone())
+    assert not torch.equal(*grads)
+    assert torch.nn.functional.cosine_similarity(*(g.flatten() for g in grads), dim=0) > 0.98
+
+
+def test_memory_under_autocast() -> None:
+    """The report is made as the step ran."""
+    model = converted()
+    with HotLoop(model, sgd(model), memory=True) as loop:
+        optimizer = train.optimizers[0]
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(**batches(1)[0][0])["loss"]
+        loss.backward()
+        optimizer.step()
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = hot.memory_report(model, batches(1)[0][0], None)
+    full = hot.memory_report(model, batches(1)[0][0], None)
+    assert loop.memory.before == cast.before != full.before
+
+
+def test_epochs_and_going_on() -> None:
+    model = converted()
+    with HotLoop(model, sgd(model), warmup=2, unit="epoch", start=1) as loop:
+        train(model, 1)
+        assert bits(model) == {8}
+        loop.end_epoch()
+        assert bits(model) == {4}
+    with HotLoop(model, sgd(model), warmup=2, start=5) as loop:
+        assert bits(model) == {4} and loop.steps == 5
+    schedule = hot.PrecisionSchedule(model, 1, bits=4, then_bits=None)
+    with HotLoop(model, sgd(model), warmup=schedule):
+        assert bits(model) == {4}
+        train(model, 1)
+        assert bits(model) == {8}
+
+
+def test_entered_again() -> None:
+    """A schedule goes on where it was."""
+    model = converted()
+    for warmup in (2, hot.PrecisionSchedule(model, 2)):
+        loop = HotLoop(model, sgd(model), warmup=warmup)
+        with loop:
+            train(model, 1)
+        assert bits(model) == {8}
+        with loop:
+            train(model, 1)
+            assert bits(model) == {4} and loop.steps == 2
+        with loop:
+            assert bits(model) == {4}
+        assert no_trace(model)
+
+
+def test_compiled_model() -> None:
+    """Schedule and noise work; what cannot be measured in a graph is said."""
+    model = converted()
+    compiled = torch.compile(model, backend="eager")
+    loop = HotLoop(model, sgd(model), compress=8, memory=True)
+    with loop, pytest.warns(UserWarning, match="no memory report: the step did not call the mod"):
+        compiled(**batches(1)[0][0])["loss"].backward()
+        train.optimizers[0].step()
+    assert loop.memory is None
+    model.zero_grad()
+    with HotLoop(
+        model, sgd(model), warmup=1, noise_every=2, noise_layers="body.0", memory=True
+    ) as loop:
+        train(compiled, 3)
+        assert bits(model) == {4} and "hot/noise_gw/body.0" in loop.scalars
+    assert loop.memory is not None  # a step whose noise is measured runs eagerly
+    assert no_trace(model)
+
+
+def test_an_error_leaves_no_trace() -> None:
+    model = converted()
+    options: dict[str, Any] = {"warmup": 0, "accumulate": True, "noise_every": 1, "memory": True}
+    with (
+        pytest.raises(RuntimeError, match="mat1 and mat2"),
+        HotLoop(model, sgd(model), compress=8, **options),
+    ):
+        model(torch.randn(3, 5), torch.zeros(3, dtype=torch.long))
+    assert no_trace(model)
+    with (
+        hot.gradient_accumulation(),
+        pytest.raises(RuntimeError, match="already inside one"),
+        HotLoop(model, sgd(model), **options),
+    ):
+        pass
+    assert no_trace(model)
+
+
+def test_no_memory_report_is_said() -> None:
+    model = converted()
+    sgd(model).register_step_pre_hook(lambda *_: model.eval() and None)
+    with (
+        pytest.warns(UserWarning, match="no memory report: model: in eval mode"),
+        HotLoop(model, train.optimizers[0], memory=True),
+    ):
+        train(model, 1)
+
+
+def test_bad_arguments() -> None:
+    model = converted()
+    optimizer = sgd(model)
+    with pytest.raises(ValueError, match="unit: 'batch' is not one of"):
+        HotLoop(model, optimizer, unit="batch")
+    with pytest.raises(TypeError, match="optimizer: expected a torch.optim.Optimizer, got Net"):
+        HotLoop(model, model)
+    with pytest.raises(ValueError, match="layers: 'x' matches none of"):
+        HotLoop(model, optimizer, noise_every=1, noise_layers="x")
+    with pytest.raises(ValueError, match="model: no layer of it is converted"):
+        HotLoop(Net(), optimizer, warmup=1).__enter__()
+    with pytest.raises(TypeError, match="log: int is no logger"):
+        HotLoop(model, optimizer, log=3)
+    with HotLoop(model, optimizer) as loop, pytest.raises(RuntimeError, match="entered already"):
+        loop.__enter__()
+
+
+def test_loggers() -> None:
+    class Writer:
+        def __init__(self) -> None:
+            self.got: list = []
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            self.got.append((name, value, step))
+
+    class Run:
+        def __init__(self) -> None:
+            self.got: list = []
+
+        def log(self, scalars: dict, step: int | None = None) -> None:
+            self.got.append((scalars, step))
+
+    writer, run = Writer(), Run()
+    scalar_logger(writer)({"a": 1.0, "b": 2.0}, 7)
+    scalar_logger(run)({"a": 1.0}, 8)
+    scalar_logger(None)({"a": 1.0}, 8)
+    assert writer.got == [("a", 1.0, 7), ("b", 2.0, 7)] and run.got == [({"a": 1.0}, 8)]
+
+
+# ---- accelerate ----
+
+
+def test_accelerate(tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=MICRO)
+    model = converted()
+    rows = [micro for step in batches(3) for micro in step]
+    loader = torch.utils.data.DataLoader(rows, batch_size=None)
+    model, optimizer, loader = accelerator.prepare(model, sgd(model), loader)
+    logged = []
+    with HotLoop(
+        model,
+        optimizer,
+        warmup=2,
+        accumulate=True,
+        noise_every=2,
+        log=lambda scalars, step: logged.append(step),
+    ) as loop:
+        for micro in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(**micro)["loss"])
+                optimizer.step()
+                optimizer.zero_grad()
+        assert loop.steps == 3 and bits(model) == {4}
+    assert logged == [1, 3] and no_trace(model)
+
+
+# ---- transformers ----
+
+
+def trainer_of(tmp_path: Path, model: nn.Module, steps: int, **options: Any) -> Any:
+    with without_broken_torchvision(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        transformers = pytest.importorskip("transformers")
+        pytest.importorskip("accelerate")
+        from transformers import Trainer, TrainingArguments
+    assert transformers
+    arguments = TrainingArguments(
+        str(tmp_path),
+        per_device_train_batch_size=16,
+        gradient_accumulation_steps=MICRO,
+        max_steps=steps,
+        logging_steps=1,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        **{"save_strategy": "no", **options},
+    )
+    return Trainer(model, arguments, train_dataset=data(64))
+
+
+def test_transformers_trainer(tmp_path: Path) -> None:
+    model = converted()
+    trainer = trainer_of(tmp_path, model, 4)
+    from hotcore.integrations.transformers import HotCallback
+
+    callback = HotCallback.add_to(
+        trainer,
+        warmup=2,
+        accumulate=True,
+        compress=hot.compress_saved(8, min_values=256),
+        memory=True,
+        noise_every=2,
+        noise_layers=["body.0"],
+    )
+    trainer.train()
+    assert callback.loop.steps == 4 and no_trace(model)
+    history = trainer.state.log_history
+    assert [e["step"] for e in history if "hot/noise_gw/body.0" in e] == [1, 3]
+    assert [e["hot/gx_bits"] for e in history if "hot/gx_bits" in e] == [8.0, 4.0]
+    (memory,) = [e for e in history if "hot/kept_mib" in e]
+    assert 0 < memory["hot/kept_mib"] < 0.4 * memory["hot/kept_plain_mib"]
+    assert memory["hot/kept_mib"] == callback.loop.memory.after / 2**20
+
+
+def test_transformers_checkpoint_and_error(tmp_path: Path) -> None:
+    model = converted()
+    trainer = trainer_of(tmp_path, model, 2, save_strategy="steps", save_steps=2)
+    from hotcore.integrations.transformers import HotCallback
+
+    trainer.add_callback(HotCallback(warmup=3))
+    trainer.train()
+    seen: list[Any] = []
+    model = converted()
+    again = trainer_of(tmp_path, model, 4)
+    callback = HotCallback(warmup=3, accumulate=True)
+    again.add_callback(callback)
+    model.body[0].register_forward_hook(lambda *_: seen.append(bits(model)))
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert seen == [{8}] * MICRO + [{4}] * MICRO  # the third step, the fourth
+    entries = [e for e in again.state.log_history if "hot/gx_bits" in e]  # without add_to, too
+    assert entries == [{"hot/gx_bits": b, "step": s} for s, b in ((1, 8.0), (3, 8.0), (4, 4.0))]
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("on purpose")
+
+    handle = model.body[0].register_forward_hook(fails)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        again.train()
+    handle.remove()
+    assert accumulation.threads.state is not None
+    callback.close()
+    assert accumulation.threads.state is None and bits(model) == {8}
+    with pytest.raises(TypeError, match="no option warm_up; expected some of accumulate, "):
+        HotCallback(warm_up=3)
+
+
+# ---- Lightning ----
+
+
+def lightning() -> Any:
+    from models import mend_torchvision
+
+    mend_torchvision()  # torchmetrics takes what is installed for what can be imported
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return pytest.importorskip("lightning.pytorch")
+
+
+def module_of(pl: Any, model: nn.Module, manual: bool = False) -> Any:
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.calls = model, 0
+            self.automatic_optimization = not manual
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            self.calls += 1
+            loss = self.model(**batch)["loss"]
+            self.log("loss", loss)
+            if manual:
+                optimizer = self.optimizers()
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                optimizer.step()
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    return Module()
+
+
+def lightning_trainer(pl: Any, path: Path, callback: Any, **options: Any) -> Any:
+    return pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        callbacks=[callback],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=options.pop("enable_checkpointing", False),
+        log_every_n_steps=1,
+        default_root_dir=path,
+        **{"logger": pl.loggers.CSVLogger(path), **options},
+    )
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lightning(tmp_path: Path) -> None:
+    pl = lightning()
+    from hotcore.integrations.lightning import HotCallback
+
+    model = converted()
+    module = module_of(pl, model)
+    callback = HotCallback(
+        warmup=2,
+        accumulate=True,
+        compress=hot.compress_saved(8, min_values=256),
+        memory=True,
+        noise_every=2,
+        noise_layers="model.body.0",
+    )
+    logged: list[tuple[int, dict]] = []
+    logger = pl.loggers.CSVLogger(tmp_path)
+    logger.log_metrics = lambda metrics, step=None: logged.append((step, metrics))
+    trainer = lightning_trainer(
+        pl, tmp_path, callback, max_steps=4, accumulate_grad_batches=MICRO, logger=logger
+    )
+    loader = torch.utils.data.DataLoader(data(16 * MICRO * 4), batch_size=16)
+    trainer.fit(module, loader)
+    assert callback.loop.steps == trainer.global_step == 4 and no_trace(model)
+    assert module.calls == MICRO * 4 + 2  # once plain, once with HOT
+    ours = [
+        (step, set(found)) for step, found in logged if any(k.startswith("hot/") for k in found)
+    ]
+    noise = {f"hot/noise_{kind}/{of}" for kind in ("gw", "gx") for of in ("model.body.0", "all")}
+    noise -= {"hot/noise_gx/model.body.0", "hot/noise_gx/all"}  # x is the data
+    assert ours == [
+        (0, {"hot/kept_plain_mib", "hot/kept_mib"}),
+        (1, noise | {"hot/gx_bits"}),
+        (3, noise | {"hot/gx_bits"}),
+    ]
+    report = callback.loop.memory
+    assert 0 < report.after < 0.4 * report.before
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lightning_checkpoint_error_and_manual(tmp_path: Path) -> None:
+    pl = lightning()
+    from hotcore.integrations.lightning import HotCallback
+
+    loader = torch.utils.data.DataLoader(data(64), batch_size=16)
+    trainer = lightning_trainer(pl, tmp_path, HotCallback(warmup=3), max_steps=2)
+    trainer.fit(module_of(pl, converted()), loader)
+    trainer.save_checkpoint(tmp_path / "two.ckpt")
+    model = converted()
+    seen: list[set[int]] = []
+    model.body[0].register_forward_hook(lambda *_: seen.append(bits(model)))
+    callback = HotCallback(warmup=3, compress=8, accumulate=True)
+    trainer = lightning_trainer(pl, tmp_path, callback, max_steps=4)
+    trainer.fit(module_of(pl, model), loader, ckpt_path=tmp_path / "two.ckpt")
+    assert seen == [{8}, {4}]
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("on purpose")
+
+    failing = model.head.register_forward_hook(fails)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        lightning_trainer(pl, tmp_path, callback, max_steps=4).fit(module_of(pl, model), loader)
+    failing.remove()
+    assert accumulation.threads.state is None and bits(model) == {8}
+    manual = HotCallback(warmup=1, memory=True)
+    trainer = lightning_trainer(pl, tmp_path, manual, max_steps=2)
+    with pytest.warns(UserWarning, match="no memory report under manual optimization"):
+        trainer.fit(module_of(pl, converted(), manual=True), loader)
+    assert manual.loop.steps == 2 and manual.loop.memory is None

@@ -1,0 +1,157 @@
+"""``NoiseMonitor``: the ratio is what it says, and measuring changes nothing."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+torch = pytest.importorskip("torch")
+import hotcore.torch as hot  # noqa: E402
+from torch import nn  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("seeded")
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(3, 64, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(64, 64, 3, padding=1),
+        nn.Flatten(2),
+        nn.Linear(64, 96),
+        nn.GELU(),
+        nn.Linear(96, 64),
+    )
+
+
+def converted(recipe: str = "default") -> nn.Sequential:
+    model = net()
+    hot.convert(model, recipe, filter_fn=lambda module, name: name != "0")
+    return model
+
+
+def batches(count: int) -> list[torch.Tensor]:
+    return list(torch.randn(count, 2, 3, 8, 8))
+
+
+def train(model: nn.Module, data: list[torch.Tensor], monitor: hot.NoiseMonitor | None) -> list:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    logged = []
+    torch.manual_seed(1)
+    for x in data:
+        if monitor is not None:
+            monitor.begin()
+        model(x).square().mean().backward()
+        logged.append(monitor.end() if monitor is not None else {})
+        optimizer.step()
+        optimizer.zero_grad()
+    return logged
+
+
+def test_ratio_is_that_of_the_gradients() -> None:
+    """Of the gradients that backward leaves, over many keys, beside plain torch's."""
+    x = torch.randn(64, 64)
+    gy = torch.randn(64, 96) * torch.rand(64, 1) ** 4  # tokens of different size
+    plain = nn.Linear(64, 96)
+    layer = hot.HotLinear.from_linear(plain, "fast")
+
+    def gradients(module: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+        leaf = x.clone().requires_grad_()
+        module.zero_grad()
+        module(leaf).backward(gy)
+        return module.weight.grad.clone(), leaf.grad
+
+    exact = gradients(plain)
+    wanted = torch.zeros(2, dtype=torch.double)
+    runs = 40
+    for _ in range(runs):
+        for i, (got, true) in enumerate(zip(gradients(layer), exact, strict=True)):
+            wanted[i] += (got - true).double().square().sum() / true.double().square().sum() / runs
+    monitor = hot.NoiseMonitor(layer, every=1)
+    found = torch.zeros(2, dtype=torch.double)
+    for _ in range(runs):
+        with monitor:
+            gradients(layer)
+        ratios = monitor.scalars
+        assert set(ratios) == {
+            f"hot/noise_{kind}/{of}" for kind in ("gw", "gx") for of in ("(root)", "all")
+        }
+        found += torch.tensor([ratios["hot/noise_gw/all"], ratios["hot/noise_gx/all"]]) / runs
+    assert wanted[0] > 0.1 > wanted[1] > 0  # half the rank is lost in g_w; g_x has 8 bits
+    assert torch.allclose(found, wanted, rtol=0.1)
+
+
+def test_training_goes_on_bit_for_bit() -> None:
+    data = batches(5)
+    model = converted()
+    twin = copy.deepcopy(model)
+    monitor = hot.NoiseMonitor(model, every=2)
+    logged = train(model, data, monitor)
+    assert [bool(scalars) for scalars in logged] == [True, False, True, False, True]
+    assert set(logged[0]) == {
+        f"hot/noise_{kind}/{of}" for kind in ("gw", "gx") for of in ("2", "4", "6", "all")
+    }
+    assert all(0 < ratio < 0.1 for ratio in logged[0].values())
+    train(twin, data, None)
+    for ours, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(ours, other)
+
+
+def test_fewer_bits_more_noise() -> None:
+    data = batches(1)
+    ratios = {}
+    for recipe in ("accurate", "default", "int4", "fast"):
+        torch.manual_seed(0)
+        model = converted(recipe)
+        ratios[recipe] = train(model, data, hot.NoiseMonitor(model))[0]
+    gx = {name: found["hot/noise_gx/all"] for name, found in ratios.items()}
+    gw = {name: found["hot/noise_gw/all"] for name, found in ratios.items()}
+    assert gx["int4"] > 20 * gx["default"]
+    assert gw["accurate"] < gw["default"] < gw["fast"]
+
+
+def test_layers_frozen_inputs_and_micro_batches() -> None:
+    model = converted()
+    model[4].weight.requires_grad_(False)
+    monitor = hot.NoiseMonitor(model, every=1, layers=["4", "2"])
+    assert monitor.layers == ["2", "4"]
+    with monitor:
+        for x in batches(2):
+            model(x).square().mean().backward()
+    assert set(monitor.scalars) == {
+        *("hot/noise_gw/2", "hot/noise_gw/all", "hot/noise_gx/2", "hot/noise_gx/4"),
+        "hot/noise_gx/all",
+    }
+    with monitor, torch.no_grad():
+        model(batches(1)[0])
+    assert monitor.scalars == {}
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_autocast_and_compiled() -> None:
+    model = converted()
+    plain = dict(train(model, batches(1), hot.NoiseMonitor(model))[0])
+    compiled = torch.compile(model, backend="eager")
+    with torch.autocast("cpu", torch.bfloat16):
+        compiled(batches(1)[0])  # compiled before a hook is there
+        monitor = hot.NoiseMonitor(compiled)
+        with monitor:
+            compiled(batches(1)[0]).square().mean().backward()
+    found = monitor.scalars
+    assert set(found) == set(map(_wrapped, plain))
+    assert found["hot/noise_gx/all"] == pytest.approx(plain["hot/noise_gx/all"], rel=0.5)
+
+
+def _wrapped(name: str) -> str:
+    head, _, layer = name.rpartition("/")
+    return name if layer == "all" else f"{head}/_orig_mod.{layer}"
+
+
+def test_bad_arguments() -> None:
+    with pytest.raises(ValueError, match="model: no layer of it is converted"):
+        hot.NoiseMonitor(net())
+    with pytest.raises(ValueError, match="layers: 'blocks.*' matches none of 2, 4, 6"):
+        hot.NoiseMonitor(converted(), layers="blocks.*")
+    with pytest.raises(ValueError, match="every: 0; expected a number of steps"):
+        hot.NoiseMonitor(converted(), every=0)
