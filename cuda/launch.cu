@@ -117,6 +117,14 @@ Capability cuda_capability(int device) {
           ask_device(device, cudaDevAttrComputeCapabilityMinor, "cuda_capability")};
 }
 
+const char* cuda_device_trouble() noexcept {
+  int count = 0;
+  const cudaError_t status = cudaGetDeviceCount(&count);
+  if (status == cudaSuccess) return "";
+  cudaGetLastError();  // an answer, as below
+  return cudaGetErrorString(status);
+}
+
 int cuda_device_count() noexcept {
   int count = 0;
   if (cudaGetDeviceCount(&count) != cudaSuccess) {

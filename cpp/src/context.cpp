@@ -72,9 +72,11 @@ void detail::check_cuda_device(const char* call, int device) {
   cuda_backend();  // throws in a build without CUDA
   const int count = cuda_device_count();
   if (device >= 0 && device < count) return;
+  const std::string trouble = count == 0 ? cuda_device_trouble() : "";
   throw Error(ErrorCode::invalid_argument, std::string(call) + ": device is " +
                                                std::to_string(device) + "; this process sees " +
-                                               std::to_string(count) + " CUDA device(s)");
+                                               std::to_string(count) + " CUDA device(s)" +
+                                               (trouble.empty() ? "" : ": " + trouble));
 }
 
 void detail::check_key(const char* call, const char* name, const Key& key) {

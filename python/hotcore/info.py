@@ -159,6 +159,17 @@ def _version_of(name: str) -> Callable[[], str]:
     return probe
 
 
+def _runtime() -> str:
+    # A driver that is too old for the build, or hidden devices.
+    if not _cuda():
+        return "none"
+    try:
+        _core.cuda_device_verdict(0)
+    except (RuntimeError, ValueError) as error:
+        return f"finds no GPU: {error}"
+    return "finds GPUs"
+
+
 def _gpus() -> dict[str, str]:
     found, source = _gpus_of_torch(), "torch"
     if not found:
@@ -210,6 +221,7 @@ _PROBES: dict[str, Probe] = {
     "CUDA architectures": _cuda_archs,
     "of these": _cuda_tested,
     "wgmma kernels": _wgmma,
+    "CUDA runtime": _runtime,
     "GPUs": _gpus,
     "extension": _extension,
     "library": _library,

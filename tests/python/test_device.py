@@ -129,6 +129,19 @@ def test_info_has_a_verdict_for_each_gpu(tmp_path: Path, monkeypatch: pytest.Mon
         assert "cannot be used" in facts[gpu] and "HOT_CUDA=ON" in facts[gpu]
 
 
+def test_info_says_what_the_runtime_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(info, "_core", fake := FakeCore([(9, 0)], PAIR, wgmma=True))
+    assert info._runtime() == "finds GPUs"
+
+    def none(device: int) -> tuple[str, str]:
+        raise ValueError("this process sees 0 CUDA device(s): the driver is too old")
+
+    fake.__dict__["cuda_device_verdict"] = none
+    assert info._runtime().endswith("sees 0 CUDA device(s): the driver is too old")
+    fake.built_with_cuda = lambda: False
+    assert info._runtime() == "none"
+
+
 @pytest.mark.usefixtures("no_torch_gpus")
 def test_info_says_what_nvidia_smi_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     smi(tmp_path, monkeypatch, ["Failed to initialize NVML"], code=9)

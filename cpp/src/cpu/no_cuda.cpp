@@ -17,6 +17,8 @@ const char* cuda_archs() noexcept { return ""; }
 
 int cuda_device_count() noexcept { return 0; }
 
+const char* cuda_device_trouble() noexcept { return ""; }
+
 Capability cuda_capability(int /*device*/) { return {0, 0}; }
 
 }  // namespace hot::detail

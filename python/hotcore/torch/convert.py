@@ -213,8 +213,8 @@ def _check_devices(model: nn.Module) -> None:
     for device in {p.device for p in model.parameters() if p.device.type == "cuda"}:
         try:
             contexts.cuda(device.index or 0, 0)
-        except NotImplementedError as error:
-            raise NotImplementedError(f"model: it is on {device}; {error}") from None
+        except (NotImplementedError, ValueError) as error:
+            raise type(error)(f"model: it is on {device}; {error}") from None
 
 
 def _dry_run(
