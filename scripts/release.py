@@ -96,7 +96,7 @@ def build(
     python: str, sdist: Path, out: Path, bin_: Path, old: dict[str, str] | None, cuda: bool
 ) -> Path:
     """One wheel, from the source distribution."""
-    env = os.environ | (old or {}) | {"HOT_CUDA": "ON" if cuda else "OFF"}
+    env = os.environ | (old or {}) | {"HOT_CUDA": "ON" if cuda else "OFF", "HOT_JAX": "ON"}
     # The first is for pip before 25.3.
     env |= dict.fromkeys(("PIP_CONSTRAINT", "PIP_BUILD_CONSTRAINT"), str(REQUIREMENTS))
     options: list[str] = []
