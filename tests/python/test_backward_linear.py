@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import hotcore
 import numpy as np
@@ -578,6 +579,28 @@ def test_two_callers_share_a_context(rng: np.random.Generator) -> None:
         assert len(got) == 30
         for one in got:
             equal_bits(one, wanted)
+
+
+def test_callers_come_and_go(rng: np.random.Generator) -> None:
+    recipes = ("default", "fast", "int4", "paper", "accurate")
+    sizes = [(int(n), int(m), int(k)) for n, m, k in rng.integers(16, 100, (8, 3))]
+    layers = [(layer(rng, *size), recipes[i % 5]) for i, size in enumerate(sizes)]
+    alone = [hotcore.backward_linear(*arrays, config=recipe).gw for arrays, recipe in layers]
+    threads = hotcore.num_threads()
+
+    def run(index: int) -> None:
+        arrays, recipe = layers[index]
+        for turn in range(10):
+            if index % 2 == 1:  # another pool of threads for the calls that begin from here on
+                hotcore.set_num_threads(1 + (turn + index) % 3)
+            equal_bits(hotcore.backward_linear(*arrays, config=recipe).gw, alone[index])
+
+    try:
+        with ThreadPoolExecutor(len(layers)) as pool:
+            for done in [pool.submit(run, index) for index in range(len(layers))]:
+                done.result()
+    finally:
+        hotcore.set_num_threads(threads)
 
 
 def test_key_and_config_of_the_saved_are_the_default(rng: np.random.Generator) -> None:
