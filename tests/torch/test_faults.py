@@ -11,6 +11,7 @@ import contextlib
 import copy
 import gc
 import hashlib
+import json
 import os
 import signal
 import subprocess
@@ -27,7 +28,9 @@ import hotcore.torch as hot
 import pytest
 import torch
 from hotcore import _core
+from hotcore.config import RECIPES
 from hotcore.torch import accumulation, ops, reuse
+from support import GOLDEN, isas, running, saved_tensors
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -214,6 +217,45 @@ def test_a_step_that_fails_anywhere(
     if kind == "accumulated" and stride == 1:
         assert "quantize_weight" in places
     assert len(places) > 30 // stride
+
+
+def numbers(rows: int, columns: int, salt: int) -> torch.Tensor:
+    """As in tests/python/test_faults.py."""
+    index = torch.arange(rows * columns, dtype=torch.int64) + salt * 1_000_003
+    words = (index * 2_654_435_761 >> 7) % (1 << 16)
+    return ((words - (1 << 15)).float() / 4096).reshape(rows, columns)
+
+
+@pytest.mark.parametrize("backend", ["eager mode", "aot_eager"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_one_hash(recipe: str, backend: str) -> None:
+    # Gradients of a layer from a seed: under every torch, eager and compiled, by any number of
+    # threads and instruction set those of hotcore in NumPy (tests/python/test_faults.py).
+    expected = json.loads((GOLDEN / "hashes.json").read_text())
+    layer = hot.HotLinear(56, 72, config=recipe)
+    with torch.no_grad():
+        layer.weight.copy_(numbers(72, 56, 2))
+    x, gy = numbers(197, 56, 3).requires_grad_(), numbers(197, 72, 1)
+    call: Any = layer
+    if backend != "eager mode":
+        torch._dynamo.reset()
+        call = torch.compile(layer, backend=backend, fullgraph=True)
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3, 7):
+            torch.set_num_threads(threads)
+            for isa in isas():
+                with running(0, isa), saved_tensors() as kept:
+                    torch.manual_seed(11)
+                    y = call(x)
+                    grads = torch.autograd.grad(y, (x, layer.weight, layer.bias), gy)
+                (codes,) = (t for t in kept if t.dtype == torch.uint8)
+                bits = b"".join(t.numpy().tobytes() for t in (codes, *grads))
+                assert hashlib.sha256(bits).hexdigest() == expected[recipe], (threads, isa)
+    finally:
+        torch.set_num_threads(before)
+    torch.manual_seed(11)
+    assert int(ops.seed_for(x)) == expected["seed"]
 
 
 def test_a_micro_batch_that_fails(faults: Faults, seeded: None) -> None:
