@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import hashlib
 import json
 import os
@@ -192,7 +191,7 @@ def test_a_step_that_fails_anywhere(
     expected = state(model, optimizer)
 
     places = []
-    stride = 1 if error is MemoryError else 7
+    stride = 7 if error is not MemoryError else 3 if kind == "compress_saved" else 1
     for n in range(0, 10_000, stride):
         model.load_state_dict(start[0])
         optimizer.load_state_dict(copy.deepcopy(start[1]))
@@ -226,8 +225,10 @@ def numbers(rows: int, columns: int, salt: int) -> torch.Tensor:
     return ((words - (1 << 15)).float() / 4096).reshape(rows, columns)
 
 
-@pytest.mark.parametrize("backend", ["eager mode", "aot_eager"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("recipe", "backend"),
+    [*((recipe, "eager mode") for recipe in RECIPES), ("fast", "aot_eager")],
+)
 def test_one_hash(recipe: str, backend: str) -> None:
     # Gradients of a layer from a seed: under every torch, eager and compiled, by any number of
     # threads and instruction set those of hotcore in NumPy (tests/python/test_faults.py).
@@ -329,7 +330,6 @@ def test_nothing_of_a_failed_step_is_held(faults: Faults, seeded: None) -> None:
             pass
         assert faults.where
         del x
-        gc.collect()
         assert [ref() for ref in alive] == [None] * len(alive), faults.where
 
 
@@ -414,8 +414,6 @@ def test_the_interpreter_ends_with_live_graphs(tmp_path: Path, seeded: None) -> 
         accumulation.__enter__()
         model(images).backward()
         inside = model(images)
-        compiled = torch.compile(hot.HotLinear(8, 8), backend="aot_eager")
-        open_graph = compiled(rows)
         raise SystemExit(0)
         """,
     )
@@ -438,7 +436,7 @@ def test_memory_that_really_runs_out(tmp_path: Path) -> None:
         torch.manual_seed(0)
         model = torch.nn.Sequential(hot.HotLinear(256, 512), hot.HotLinear(512, 256))
         small = torch.randn(64, 256)
-        large = torch.randn(40_000, 256, requires_grad=True)   # 41 MB
+        large = torch.randn(20_000, 256, requires_grad=True)   # 20 MB
 
         def step(x):
             torch.manual_seed(1)
@@ -449,7 +447,7 @@ def test_memory_that_really_runs_out(tmp_path: Path) -> None:
         expected = step(small)
         no_limit = resource.getrlimit(resource.RLIMIT_AS)
         failed = set()
-        for megabytes in range(20, 600, 20):
+        for megabytes in range(10, 600, 15):
             resource.setrlimit(resource.RLIMIT_AS, (used() + (megabytes << 20), no_limit[1]))
             try:
                 step(large)
