@@ -355,7 +355,15 @@ def test_the_largest_numbers(recipe: str) -> None:
         ):  # fmt: skip
             assert (np.abs(ours - target) <= error).all()
 
-    # Above, a sum that is no number is NaN, never a wrong number.
+    # Above, a product on the way that overflows is Inf, never a wrong number.
+    values = gy * down, w * top, x * top
+    got = run(*values, config)
+    bounds = gx_bound(*values[:2], config), gw_bound(values[0], values[2], config)
+    for ours, (target, error) in zip(got, bounds, strict=False):
+        assert np.isinf(ours).any()
+        assert (np.abs(ours - target) <= error)[np.isfinite(ours)].all()
+
+    # So is a sum before there is a scale: NaN.
     gy, w, x = layer()
     gy[13] = 3e38
     got = run(gy, w, x, config)
