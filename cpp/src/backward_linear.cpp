@@ -6,6 +6,7 @@
 #include <optional>
 #include <string>
 
+#include "arithmetic.h"
 #include "checks.h"
 #include "hot/error.h"
 #include "kernels.h"
@@ -321,8 +322,14 @@ Support supported(const Context& context, const LinearShape& shape,
     backend_of(context).gemm_workspace(context, shape.tokens, shape.in_features,
                                        shape.out_features);
     return {true, ""};
+  } catch (const std::bad_alloc&) {
+    return {false, "out of memory"};  // short enough to take none itself
   } catch (const std::exception& error) {
-    return {false, error.what()};
+    try {
+      return {false, error.what()};
+    } catch (const std::bad_alloc&) {
+      return {false, "not supported"};
+    }
   }
 }
 
@@ -401,6 +408,7 @@ std::size_t compress_activation_workspace(const Context& context, std::int64_t t
 ConstSavedActivation compress_activation(const Context& context, const ConstTensorView& x,
                                          const BackwardLinearSpec& spec,
                                          const SavedActivation& saved, const Workspace& workspace) {
+  const detail::StandardArithmetic arithmetic;
   const char* const call = "compress_activation";
   const Checker check(call, context);
   check_spec(call, spec);
@@ -460,6 +468,7 @@ std::size_t quantize_weight_workspace(const Context& context, std::int64_t out_f
 ConstQuantizedWeight quantize_weight(const Context& context, const ConstTensorView& w,
                                      const BackwardLinearSpec& spec, const QuantizedWeight& out,
                                      const Workspace& workspace) {
+  const detail::StandardArithmetic arithmetic;
   const char* const call = "quantize_weight";
   const Checker check(call, context);
   check_spec(call, spec);
@@ -596,11 +605,10 @@ void run_backward(const BackwardCall& call, const Checker& check, const Workspac
 void check_format(const char* name, const char* made_by, std::uint64_t format,
                   std::uint64_t expected) {
   if (format == expected) return;
-  const std::string call = made_by;
   detail::invalid(backward_name,
                   format == 0
-                      ? std::string(name) + ".format is 0; expected what " + call + " returned"
-                      : std::string(name) + " was made by " + call +
+                      ? std::string(name) + ".format is 0; expected what " + made_by + " returned"
+                      : std::string(name) + " was made by " + made_by +
                             " with another spec; expected the one given here");
 }
 
@@ -661,6 +669,7 @@ void resolve_saved(BackwardCall& call, bool has_weight) {
 void check_and_run(const Context& context, const ConstTensorView& gy, const WeightArgument& w,
                    const ConstSavedActivation& saved, const BackwardLinearSpec& spec,
                    const BackwardOutputs& out, const Workspace& workspace) {
+  const detail::StandardArithmetic arithmetic;
   const Checker check(backward_name, context);
   check_spec(backward_name, spec);
   if (out.gx == nullptr && out.gw == nullptr && out.gb == nullptr) {

@@ -80,16 +80,15 @@ void detail::check_cuda_device(const char* call, int device) {
 }
 
 void detail::check_key(const char* call, const char* name, const Key& key) {
-  const std::string argument = std::string(call) + ": " + name;
+  const auto fail = [&](const std::string& what) {
+    throw Error(ErrorCode::invalid_argument, std::string(call) + ": " + name + what);
+  };
   if (key.stream >= 8192) {
-    throw Error(ErrorCode::invalid_argument,
-                argument + ".stream is " + std::to_string(key.stream) + "; expected 0 to 8191");
+    fail(".stream is " + std::to_string(key.stream) + "; expected 0 to 8191");
   }
   const auto address = reinterpret_cast<std::uintptr_t>(key.counter);
   if (address % alignof(std::uint64_t) != 0) {
-    throw Error(ErrorCode::invalid_argument, argument + ".counter is at address " +
-                                                 std::to_string(address) +
-                                                 "; expected a multiple of 8");
+    fail(".counter is at address " + std::to_string(address) + "; expected a multiple of 8");
   }
 }
 

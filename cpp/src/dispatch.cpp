@@ -3,6 +3,7 @@
 #include <string>
 #include <utility>
 
+#include "arithmetic.h"
 #include "checks.h"
 #include "hot/hot.h"
 #include "kernels.h"
@@ -112,6 +113,7 @@ std::int64_t scale_count(std::int64_t rows, std::int64_t cols, Granularity scale
 
 void fwht(const Context& context, const ConstTensorView& x, int axis, int block,
           const TensorView& out) {
+  const detail::StandardArithmetic arithmetic;
   const Checker check("fwht", context);
   check.input("x", x, float_dtypes, 1, max_dims);
   check.output("out", out, float_dtypes, 1, max_dims);
@@ -162,6 +164,7 @@ void fwht(const Context& context, const ConstTensorView& x, int axis, int block,
 
 void hla(const Context& context, const ConstTensorView& x, const LowRank& spec, Side side,
          const TensorView& out) {
+  const detail::StandardArithmetic arithmetic;
   const Checker check("hla", context);
   check.input("x", x, float_dtypes, 2, 2);
   check.output("out", out, float_dtypes, 2, 2);
@@ -174,6 +177,7 @@ void hla(const Context& context, const ConstTensorView& x, const LowRank& spec, 
 
 void quantize(const Context& context, const ConstTensorView& x, const QuantSpec& spec,
               const TensorView& q, const TensorView& scale) {
+  const detail::StandardArithmetic arithmetic;
   const Checker check("quantize", context);
   check_bits("quantize", "bits", spec.bits);
   check_rounding("quantize", "rounding", spec.rounding);
@@ -197,6 +201,7 @@ void quantize(const Context& context, const ConstTensorView& x, const QuantSpec&
 
 void dequantize(const Context& context, const ConstTensorView& q, const ConstTensorView& scale,
                 Granularity granularity, const TensorView& out) {
+  const detail::StandardArithmetic arithmetic;
   const Checker check("dequantize", context);
   check.input("q", q, {DType::i8, DType::i4x2}, 2, 2);
   check.input("scale", scale, {DType::f32}, 1, 1);
@@ -317,6 +322,7 @@ struct GemmCall {
 void gemm_int8(const Context& context, const ConstTensorView& a, const ConstTensorView& b,
                const ConstTensorView& a_scale, const ConstTensorView& b_scale, const GemmSpec& spec,
                const TensorView& out, const Workspace& workspace) {
+  const detail::StandardArithmetic arithmetic;
   const Checker check("gemm_int8", context);
   check.input("a", a, {DType::i8}, 2, 2);
   check.input("b", b, {DType::i8}, 2, 2);
@@ -341,6 +347,7 @@ void gemm_int8(const Context& context, const ConstTensorView& a, const ConstTens
 void gemm_int4(const Context& context, const ConstTensorView& a, const ConstTensorView& b,
                std::int64_t k, const ConstTensorView& a_scale, const ConstTensorView& b_scale,
                const GemmSpec& spec, const TensorView& out, const Workspace& workspace) {
+  const detail::StandardArithmetic arithmetic;
   const Checker check("gemm_int4", context);
   check.input("a", a, {DType::i4x2}, 2, 2);
   check.input("b", b, {DType::i4x2}, 2, 2);

@@ -4,6 +4,10 @@
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
+#include <unistd.h>
+#if __has_include(<cxxabi.h>)
+#include <cxxabi.h>
+#endif
 
 #include <cstdint>
 #include <optional>
@@ -20,7 +24,30 @@ namespace {
 
 using namespace nb::literals;
 using Text = std::string_view;
-using Gil = nb::gil_scoped_release;
+
+// Lets other threads of the interpreter run while it lives. Before Python 3.14 a daemon thread that
+// comes back when the interpreter has ended is ended by pthread_exit, which unwinds its stack; from
+// here the process would be aborted. It waits for the end of the process instead, as from 3.14 on.
+class Gil {
+ public:
+  Gil() : state_(PyEval_SaveThread()) {}
+  ~Gil() {
+#if defined(__GLIBCXX__)
+    try {
+      PyEval_RestoreThread(state_);
+    } catch (const abi::__forced_unwind&) {
+      for (;;) pause();
+    }
+#else
+    PyEval_RestoreThread(state_);
+#endif
+  }
+  Gil(const Gil&) = delete;
+  Gil& operator=(const Gil&) = delete;
+
+ private:
+  PyThreadState* state_;
+};
 
 // hot::Context as Python holds it: made once for a device, a stream and a number of threads.
 struct CoreContext {

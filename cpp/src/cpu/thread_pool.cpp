@@ -9,6 +9,8 @@
 #include <thread>
 #include <vector>
 
+#include "arithmetic.h"
+
 namespace hot {
 
 int default_thread_count() {
@@ -45,6 +47,7 @@ struct ThreadPool::State {
   }
 
   void loop() {
+    const detail::StandardArithmetic arithmetic;
     std::uint64_t seen = 0;
     std::unique_lock<std::mutex> lock(mutex);
     for (;;) {
@@ -57,11 +60,25 @@ struct ThreadPool::State {
       if (--working == 0) done.notify_one();
     }
   }
+
+  void join() {
+    {
+      const std::lock_guard<std::mutex> lock(mutex);
+      stop = true;
+    }
+    wake.notify_all();
+    for (std::thread& thread : threads) thread.join();
+  }
 };
 
 ThreadPool::ThreadPool(int threads) : threads_(threads), state_(std::make_unique<State>()) {
-  for (int i = 1; i < threads; ++i) {
-    state_->threads.emplace_back([state = state_.get()] { state->loop(); });
+  try {
+    for (int i = 1; i < threads; ++i) {
+      state_->threads.emplace_back([state = state_.get()] { state->loop(); });
+    }
+  } catch (...) {  // no memory, or no more threads: those that run have to end before their State
+    state_->join();
+    throw;
   }
 }
 
@@ -72,12 +89,7 @@ ThreadPool::~ThreadPool() {
     static_cast<void>(state_.release());  // its locks may be held by threads that are gone
     return;
   }
-  {
-    const std::lock_guard<std::mutex> lock(state_->mutex);
-    state_->stop = true;
-  }
-  state_->wake.notify_all();
-  for (std::thread& thread : state_->threads) thread.join();
+  state_->join();
 }
 
 void ThreadPool::run_erased(std::int64_t count, Call call, const void* task) {

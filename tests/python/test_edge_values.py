@@ -1,0 +1,431 @@
+"""Values at the edges, for every recipe: a bound, or what docs/reliability.md says happens.
+
+That libhot has the bits of the reference for such values is in test_backward_linear.py (KINDS).
+``python tests/python/test_edge_values.py`` prints the table of docs/reliability.md.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import hotcore
+import numpy as np
+import pytest
+from hotcore import HotConfig, reference
+from hotcore.config import RECIPES
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script
+from support import equal_bits, same_on_every_path, torch
+
+ALL = ("gx", "gw", "gb")
+SAMPLES, GRID = 4, (4, 4)
+TOKENS, OUTS, INS = SAMPLES * (1 + GRID[0] * GRID[1]), 48, 40
+KEY = 3
+Matrix = np.ndarray
+Edge = Callable[[Matrix, Matrix, Matrix, np.random.Generator], None]
+
+
+def config_of(recipe: str) -> HotConfig:
+    """The recipe, told of the class token where it takes tokens together."""
+    config = HotConfig.recipe(recipe)
+    if config.basis == "full":
+        return config
+    return HotConfig.recipe(recipe, token_grid=GRID, prefix_tokens=1)
+
+
+def layer(seed: int = 5) -> tuple[Matrix, Matrix, Matrix]:
+    rng = np.random.default_rng(seed)
+    return tuple(  # type: ignore[return-value]
+        rng.standard_normal(shape).astype(np.float32)
+        for shape in ((TOKENS, OUTS), (OUTS, INS), (TOKENS, INS))
+    )
+
+
+def run(gy: Matrix, w: Matrix, x: Matrix, config: HotConfig) -> hotcore.Gradients:
+    return hotcore.backward_linear(gy, w, x, config=config, need=ALL, key=KEY)
+
+
+class Bound(NamedTuple):
+    """What a gradient would be without rounding, and how far from it rounding can bring it."""
+
+    target: Matrix
+    error: Matrix
+
+
+def gx_bound(gy: Matrix, w: Matrix, config: HotConfig) -> Bound:
+    """docs/numerics.md, "Bounds on floating-point results"."""
+    n, q = config.hadamard_block, 127 if config.gx_bits == 8 else 7
+    y_hat = reference.fwht(gy, block=n).astype(np.float64)
+    w_hat = reference.fwht(w, axis=0, block=n).astype(np.float64)
+    s_y = np.abs(y_hat).max(1 if config.gx_scale == "row" else None, keepdims=True) / q
+    s_w = np.abs(w_hat).max(0 if config.weight_scale == "column" else None, keepdims=True) / q
+    error = s_y * np.abs(w_hat).sum(0) + s_w / 2 * np.abs(y_hat).sum(1, keepdims=True)
+    error = (error + w_hat.shape[0] * s_y * s_w / 2) / n
+    exact = gy.astype(np.float64) @ w
+    rest = 1e-5 * (np.abs(gy).astype(np.float64) @ np.abs(w))  # fp32 of transform and product
+    return Bound(exact, error * (1 + 1e-5) + rest)
+
+
+def gw_bound(gy: Matrix, x: Matrix, config: HotConfig) -> Bound:
+    """One step of each operand's scale a value; of an INT4 x two, as it comes back to INT8.
+
+    The target is the product that the basis keeps, the plain one for basis "full".
+    """
+    options = {
+        "basis": config.basis, "rank": config.rank, "block": config.block, "rows": config.rows,
+        "token_grid": config.token_grid, "prefix_tokens": config.prefix_tokens, "key": KEY,
+    }  # fmt: skip
+    left = reference.hla(gy, side="gradient", **options).astype(np.float64)
+    right = reference.hla(x, side="activation", **options).astype(np.float64)
+    divisor = 1 if config.basis == "full" else config.block
+    one = None if config.gw_scale == "tensor" else 0
+    s_g = np.abs(left).max(one, keepdims=True) / 127
+    if config.storage == "int4":
+        starts = range(0, len(right), 64)
+        amax = np.stack([np.abs(right[start : start + 64]).max(0) for start in starts])
+        of_group = amax / 7 * (1 + 2**-7)  # rounded up to bf16
+        s_x = np.repeat(of_group, 64, 0)[: len(right)] + 7 * of_group.max(0) / 127
+    else:
+        one = None if config.x_scale == "tensor" else 0
+        s_x = np.abs(right).max(one, keepdims=True) / 127
+    s_g, s_x = np.broadcast_to(s_g, left.shape), np.broadcast_to(s_x, right.shape)
+    error = s_g.T @ np.abs(right) + np.abs(left).T @ s_x + s_g.T @ s_x
+    error = error + 1e-5 * (np.abs(left).T @ np.abs(right))
+    return Bound(left.T @ right / divisor, error * (1 + 1e-5) / divisor)
+
+
+def denormals(gy: Matrix, w: Matrix, x: Matrix, rng: np.random.Generator) -> None:
+    for values in (gy, w, x):
+        values[rng.random(values.shape) < 0.5] *= np.float32(2.0**-135)
+
+
+def tiny(gy: Matrix, w: Matrix, x: Matrix, rng: np.random.Generator) -> None:
+    gy *= np.float32(2.0**-90)
+
+
+def huge(gy: Matrix, w: Matrix, x: Matrix, rng: np.random.Generator) -> None:
+    gy *= np.float32(2.0**110)
+
+
+def opposite(gy: Matrix, w: Matrix, x: Matrix, rng: np.random.Generator) -> None:
+    gy *= np.float32(2.0**80)
+    w *= np.float32(2.0**-80)
+    x *= np.float32(2.0**-80)
+
+
+def wide(gy: Matrix, w: Matrix, x: Matrix, rng: np.random.Generator) -> None:
+    gy *= np.exp2(rng.integers(-30, 31, (TOKENS, 1))).astype(np.float32)
+
+
+def outlier(gy: Matrix, w: Matrix, x: Matrix, rng: np.random.Generator) -> None:
+    gy[20, 7] = x[21, 3] = w[5, 9] = 1e6
+
+
+def zero_block(gy: Matrix, w: Matrix, x: Matrix, rng: np.random.Generator) -> None:
+    gy[17:49] = 0
+    x[30:64] = 0
+    w[16:32] = 0
+
+
+def all_zero(gy: Matrix, w: Matrix, x: Matrix, rng: np.random.Generator) -> None:
+    gy[:] = 0
+
+
+def masked(gy: Matrix, w: Matrix, x: Matrix, rng: np.random.Generator) -> None:
+    gy[rng.random(TOKENS) < 0.8] = 0
+
+
+def one_token(gy: Matrix, w: Matrix, x: Matrix, rng: np.random.Generator) -> None:
+    kept = gy[23].copy()
+    gy[:] = 0
+    gy[23] = kept
+
+
+def one_hot(gy: Matrix, w: Matrix, x: Matrix, rng: np.random.Generator) -> None:
+    gy[:] = 0
+    gy[23, 7] = 1
+
+
+def one_hot_rows(gy: Matrix, w: Matrix, x: Matrix, rng: np.random.Generator) -> None:
+    gy[:] = 0
+    gy[np.arange(TOKENS), rng.integers(0, OUTS, TOKENS)] = 1
+
+
+def class_token(gy: Matrix, w: Matrix, x: Matrix, rng: np.random.Generator) -> None:
+    gy[np.arange(TOKENS) % 17 != 0] = 0
+
+
+def plain(gy: Matrix, w: Matrix, x: Matrix, rng: np.random.Generator) -> None:
+    pass
+
+
+EDGES: dict[str, Edge] = {
+    "normal numbers": plain,
+    "half of all values denormal": denormals,
+    "g_y times 2^-90": tiny,
+    "g_y times 2^110": huge,
+    "g_y times 2^80, w and x times 2^-80": opposite,
+    "tokens of g_y from 2^-30 to 2^30": wide,
+    "one value of 10^6 in each operand": outlier,
+    "all-zero blocks in each operand": zero_block,
+    "g_y all zero": all_zero,
+    "loss-masked tokens, 80 % of g_y's rows zero": masked,
+    "one token with a gradient": one_token,
+    "one value of g_y": one_hot,
+    "a one-hot g_y for each token": one_hot_rows,
+    "class tokens alone with a gradient": class_token,
+}
+
+
+def edge(name: str) -> tuple[Matrix, Matrix, Matrix]:
+    gy, w, x = layer()
+    EDGES[name](gy, w, x, np.random.default_rng(7))
+    return gy, w, x
+
+
+@pytest.mark.parametrize("name", EDGES)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_within_bound(recipe: str, name: str) -> None:
+    config, (gy, w, x) = config_of(recipe), edge(name)
+    got = run(gy, w, x, config)
+    for ours, (target, error) in zip(
+        got, (gx_bound(gy, w, config), gw_bound(gy, x, config)), strict=False
+    ):
+        assert np.isfinite(ours).all()
+        assert (np.abs(ours - target) <= error).all()
+    sums = np.abs(gy.astype(np.float64)).sum(0)
+    assert (np.abs(got.gb - gy.astype(np.float64).sum(0)) <= 68 * 2.0**-24 * sums).all()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_zero_rows_give_zero(recipe: str) -> None:
+    # Exactly +0, whatever the other rows and the random numbers are: a masked token gets nothing.
+    for name in EDGES:
+        gy, w, x = edge(name)
+        got = run(gy, w, x, config_of(recipe))
+        tokens, outs = ~gy.any(1), ~gy.any(0)
+        equal_bits(got.gx[tokens], np.zeros((tokens.sum(), INS), np.float32), name)
+        equal_bits(got.gw[outs], np.zeros((outs.sum(), INS), np.float32), name)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_power_of_two_changes_exponents_alone(recipe: str) -> None:
+    # The codes are the same: no scale is better than another, between the limits tested below.
+    config, (gy, w, x) = config_of(recipe), layer()
+    expected = run(gy, w, x, config)
+    for a, b, c in ((-90, 0, 0), (110, 0, 0), (0, -90, -90), (60, -50, -70), (-60, 50, 60)):
+        scaled = (v * np.float32(2.0**e) for v, e in zip((gy, w, x), (a, b, c), strict=True))
+        got = run(*scaled, config)
+        for ours, theirs, power in zip(got, expected, (a + b, a + c, a), strict=True):
+            equal_bits(ours, theirs * np.float32(2.0**power), f"{a} {b} {c}")
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("power", [-115, -128, -140])
+def test_too_small_for_a_scale_is_zero(recipe: str, power: int) -> None:
+    # Below 2^-100 after the transform; g_b has no scale, and keeps denormals too.
+    config = config_of(recipe)
+    for operand in range(3):
+        values = list(layer())
+        values[operand] = np.ldexp(values[operand], power)
+        got = run(*values, config)
+        if operand != 2:
+            assert not got.gx.any()
+        if operand != 1:
+            assert not got.gw.any()
+        gy = values[0].astype(np.float64)
+        error = 68 * 2.0**-24 * np.abs(gy).sum(0) + 2.0**-149
+        assert got.gb.all() and (np.abs(got.gb - gy.sum(0)) <= error).all()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_smallest_scale(recipe: str) -> None:
+    gy, w, x = layer()
+    limit = np.float32(2.0**-100)
+    for value, kept in ((limit, True), (np.nextafter(limit, np.float32(0)), False)):
+        gy[:] = 0
+        gy[23, 7] = value  # one value: the transform leaves its magnitude
+        got = run(gy, w, x, config_of(recipe))
+        assert got.gx.any() == kept
+        if config_of(recipe).basis == "full":
+            assert got.gw.any() == kept
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_denormal_results_are_rounded_not_flushed(recipe: str) -> None:
+    config, (gy, w, x) = config_of(recipe), layer()
+    expected = run(gy, w, x, config)
+    small = [np.ldexp(v, e) for v, e in zip((gy, w, x), (-72, -66, -66), strict=True)]
+    got = run(*small, config)
+    for ours, theirs in ((got.gx, expected.gx), (got.gw, expected.gw)):
+        exact = np.ldexp(theirs.astype(np.float64), -138)
+        assert (np.abs(ours - exact) <= 2 * 2.0**-149).all()
+        assert ours.any() and np.abs(ours).max() < 2.0**-126
+    same_on_every_path(lambda: run(*small, config))
+
+
+def test_a_caller_that_flushes_denormals_changes_nothing() -> None:
+    if torch is None or not torch.set_flush_denormal(False):
+        pytest.skip("set_flush_denormal needs torch, and a processor that can")
+    gy, w, x = (np.ldexp(v, -69) for v in layer())
+    expected = {recipe: run(gy, w, x, config_of(recipe)) for recipe in RECIPES}
+    torch.set_flush_denormal(True)
+    try:
+        for recipe, wanted in expected.items():
+            same_on_every_path(lambda recipe=recipe: run(gy, w, x, config_of(recipe)))
+            for ours, theirs in zip(run(gy, w, x, config_of(recipe)), wanted, strict=True):
+                bits = ours.view(np.uint32), theirs.view(np.uint32)  # NumPy flushes here, too
+                np.testing.assert_array_equal(*bits)
+    finally:
+        torch.set_flush_denormal(False)
+
+
+def rows(*which: int) -> Callable[[Matrix], Matrix]:
+    return lambda like: (
+        np.isin(np.arange(like.shape[0]), which)[:, None] | np.zeros(like.shape, bool)
+    )
+
+
+def columns(*which: int) -> Callable[[Matrix], Matrix]:
+    return lambda like: rows(*which)(like.T).T
+
+
+def everywhere(like: Matrix) -> Matrix:
+    return np.ones(like.shape, bool)
+
+
+def nowhere(like: Matrix) -> Matrix:
+    return np.zeros(like.shape, bool)
+
+
+# Where a value that is no number shows: in g_x, in g_w, for a recipe with a scale a row or channel,
+# and for one with a scale a tensor ("paper").
+SPREAD = {
+    "gy": ((rows(13), rows(7)), (everywhere, everywhere)),
+    "w": ((columns(5), nowhere), (everywhere, nowhere)),
+    "x": ((nowhere, columns(3)), (nowhere, everywhere)),
+}
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("operand", SPREAD)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_where_it_is_nan(recipe: str, operand: str, bad: float) -> None:
+    values = dict(zip(("gy", "w", "x"), layer(), strict=True))
+    place = {"gy": (13, 7), "w": (4, 5), "x": (22, 3)}[operand]
+    values[operand][place] = bad
+    got = run(*values.values(), config_of(recipe))
+    by_tensor = config_of(recipe).gx_scale == "tensor"
+    for ours, expected in zip(got, SPREAD[operand][by_tensor], strict=False):
+        np.testing.assert_array_equal(np.isnan(ours), expected(ours))
+        assert not np.isinf(ours).any()
+    # g_b is a plain sum.
+    with np.errstate(invalid="ignore"):
+        np.testing.assert_array_equal(np.isfinite(got.gb), np.isfinite(values["gy"].sum(0)))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_an_x_that_is_nan_under_a_mask_shows(recipe: str) -> None:
+    # As 0 * NaN does in a plain product: padding must hold numbers.
+    gy, w, x = edge("loss-masked tokens, 80 % of g_y's rows zero")
+    token = int(np.flatnonzero(~gy.any(1))[0])
+    x[token, 3] = np.nan
+    got = run(gy, w, x, config_of(recipe))
+    assert np.isnan(got.gw[:, 3]).all() and np.isfinite(got.gx).all()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_largest_numbers(recipe: str) -> None:
+    # A transform adds up to 16 values, and a sketch multiplies by 15/7: safe below 2^122. Sums of
+    # codes, up to 127^2 K, are multiplied by the scale of w or x first: 127 * 16 * K less of those.
+    config, (gy, w, x) = config_of(recipe), layer()
+    top, down = np.float32(2.0**122), np.float32(2.0**-90)
+    less = np.float32(2.0**108)
+    for values in (gy, w, x):
+        values[:] = np.sign(values)
+        values[:, ::3] = 1
+    for scaled in ((gy * top, w * down, x * down), (gy * down, w * less, x * less)):
+        got = run(*scaled, config)
+        for ours, (target, error) in zip(
+            got, (gx_bound(*scaled[:2], config), gw_bound(scaled[0], scaled[2], config)),
+            strict=False,
+        ):  # fmt: skip
+            assert (np.abs(ours - target) <= error).all()
+
+    # Above, a product on the way that overflows is Inf, never a wrong number.
+    values = gy * down, w * top, x * top
+    got = run(*values, config)
+    bounds = gx_bound(*values[:2], config), gw_bound(values[0], values[2], config)
+    for ours, (target, error) in zip(got, bounds, strict=False):
+        assert np.isinf(ours).any()
+        assert (np.abs(ours - target) <= error)[np.isfinite(ours)].all()
+
+    # So is a sum before there is a scale: NaN.
+    gy, w, x = layer()
+    gy[13] = 3e38
+    got = run(gy, w, x, config)
+    by_tensor = config.gx_scale == "tensor"
+    expected = everywhere(got.gx) if by_tensor else rows(13)(got.gx)
+    np.testing.assert_array_equal(np.isnan(got.gx), expected)
+    if config.basis == "sketch":  # 15/7 of it is Inf
+        assert np.isnan(got.gw).all()
+    else:
+        target, error = gw_bound(gy, x, config)
+        finite = np.isfinite(got.gw)
+        assert finite.any() and not np.isnan(got.gw).any()
+        assert (np.abs(got.gw - target)[finite] <= error[finite]).all()
+    gy[16:32] = 3e38  # a whole tile: what takes tokens together adds them up
+    got = run(gy, w, x, config)
+    assert np.isnan(got.gw).all() == (config.basis != "full")
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_half_precision(recipe: str) -> None:
+    # Denormal halves are ordinary fp32 numbers; what is too large for a half is Inf, rounded once.
+    config, (gy, w, x) = config_of(recipe), layer()
+    small = np.ldexp(gy, -22).astype(np.float16)
+    assert (np.abs(small) < 2.0**-14).all() and small.any(1).all()
+    got = run(small, w.astype(np.float16), x.astype(np.float16), config)
+    wide_inputs = [
+        v.astype(np.float32) for v in (small, w.astype(np.float16), x.astype(np.float16))
+    ]
+    for ours, theirs in zip(got, run(*wide_inputs, config), strict=True):
+        equal_bits(ours, theirs.astype(np.float16))
+
+    large = [v.astype(np.float16) for v in (gy * 1024, w * 64, x * 64)]
+    got = run(*large, config)
+    with np.errstate(over="ignore"):
+        for ours, theirs in zip(got, run(*(v.astype(np.float32) for v in large), config),
+                                strict=True):  # fmt: skip
+            equal_bits(ours, theirs.astype(np.float16))
+    assert np.isinf(got.gx).any() and not np.isnan(got.gx).any()
+
+
+def relative(ours: Matrix, exact: Matrix) -> float:
+    norm = np.linalg.norm(exact)
+    return float(np.linalg.norm(ours - exact) / norm) if norm else float(np.abs(ours).max())
+
+
+def table() -> str:
+    """Relative errors (Frobenius) to the plain products, by recipe: g_x, g_w; mean of ten keys."""
+    lines = ["| | " + " | ".join(f"`{recipe}`" for recipe in RECIPES) + " |"]
+    lines.append("|---" * (len(RECIPES) + 1) + "|")
+    for name in EDGES:
+        gy, w, x = edge(name)
+        exact = gy.astype(np.float64) @ w, gy.T.astype(np.float64) @ x
+        cells = []
+        for recipe in RECIPES:
+            errors = []
+            for key in range(10):
+                got = hotcore.backward_linear(gy, w, x, config=config_of(recipe), key=key)
+                errors.append([relative(a, b) for a, b in zip(got, exact, strict=False)])
+            cells.append(", ".join(f"{value:.2g}" for value in np.mean(errors, 0)))
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table())

@@ -1,0 +1,403 @@
+"""Faults without torch: memory, Ctrl-C, forks, the interpreter's end; memory that cannot be used.
+
+And reproducibility: one hash for every process, number of threads and instruction set.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import hotcore
+import numpy as np
+import pytest
+from hotcore import Key, _core
+from hotcore.config import RECIPES
+from support import GOLDEN, equal_bits, isas, running, torch
+
+ALL = ("gx", "gw", "gb")
+HASHES = json.loads((GOLDEN / "hashes.json").read_text())
+F = np.float32
+
+
+def numbers(rows: int, columns: int, salt: int) -> np.ndarray:
+    """Multiples of 2^-12 that every machine makes alike."""
+    index = np.arange(rows * columns, dtype=np.uint64) + np.uint64(salt * 1_000_003)
+    words = (index * np.uint64(2_654_435_761) >> np.uint64(7)) % np.uint64(1 << 16)
+    return ((words.astype(np.int64) - (1 << 15)).astype(F) / F(4096)).reshape(rows, columns)
+
+
+def layer() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    return numbers(197, 72, 1), numbers(72, 56, 2), numbers(197, 56, 3)
+
+
+def digest(recipe: str) -> str:
+    """Of a layer's compressed x and its three gradients."""
+    gy, w, x = layer()
+    saved = hotcore.compress_activation(x, recipe, key=Key(0, HASHES["seed"]))
+    got = hotcore.backward_linear(gy, w, saved, need=ALL)
+    return hashlib.sha256(b"".join(v.tobytes() for v in (saved.data, *got))).hexdigest()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 7])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_one_hash(recipe: str, threads: int) -> None:
+    for isa in isas():
+        with running(threads, isa):
+            assert digest(recipe) == HASHES[recipe], isa
+
+
+def run_script(text: str) -> str:
+    """What a program prints that ends well and has nothing to complain of."""
+    paths = [str(Path(hotcore.__file__).parents[1]), str(Path(__file__).parent), *sys.path]
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(text)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout
+
+
+def test_the_interpreter_ends_with_live_objects() -> None:
+    out = run_script(
+        """
+        import numpy as np, hotcore, threading
+        x = np.ones((64, 48), np.float32)
+        hotcore.set_num_threads(3)
+        saved = hotcore.compress_activation(x)
+        weight = hotcore.quantize_weight(np.ones((32, 48), np.float32), "default")
+        context = hotcore.contexts.cpu(2)
+        spec = hotcore.HotConfig().spec
+        class Cycle:
+            def __del__(self, hotcore=hotcore):
+                self.context = None
+        cycle = Cycle()
+        cycle.itself, cycle.saved, cycle.context = cycle, saved, hotcore.contexts.cpu(3)
+        print("ends")
+        raise SystemExit
+        """
+    )
+    assert out.split() == ["ends"]
+
+
+def test_the_interpreter_ends_under_daemon_threads() -> None:
+    # They are in libhot, without the interpreter's lock, when it goes.
+    for _ in range(2):
+        run_script(
+            """
+            import numpy as np, hotcore, threading, time
+            x = np.ones((512, 256), np.float32)
+            started = threading.Barrier(3)
+            def work():
+                started.wait()
+                while True:
+                    hotcore.backward_linear(x, None, x, need="gw")
+            for _ in range(2):
+                threading.Thread(target=work, daemon=True).start()
+            started.wait()
+            time.sleep(0.05)
+            """
+        )
+
+
+def in_child(call: Callable[[], bool]) -> int:
+    """Exit status of a forked child: 0 where ``call`` returned True."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # fork beside threads, 3.12 warns
+        child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            signal.alarm(60)  # a child that waits for ever is a failure
+            code = 0 if call() else 1
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+
+
+@needs_fork
+@pytest.mark.parametrize("threads", [1, 3])
+def test_fork_after_use_and_again(threads: int) -> None:
+    def child() -> bool:
+        return digest("fast") == HASHES["fast"] and in_child(lambda: True) == 0
+
+    with running(threads):
+        assert digest("fast") == HASHES["fast"]
+        assert in_child(child) == 0
+        assert digest("fast") == HASHES["fast"]
+
+
+@needs_fork
+def test_fork_before_use() -> None:
+    run_script(
+        """
+        import os, hotcore
+        import numpy as np
+        hotcore.set_num_threads(3)  # makes threads, and gives them nothing to do
+        x = (np.arange(64 * 48) % 7).astype(np.float32).reshape(64, 48)
+        child = os.fork()
+        got = hotcore.backward_linear(x, None, x, need="gw", key=1).gw.tobytes()
+        if child == 0:
+            os._exit(sum(got) % 251)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == sum(got) % 251
+        """
+    )
+
+
+@needs_fork
+def test_fork_while_others_compute() -> None:
+    # Locks that another thread holds at that moment are held for ever in the child.
+    stop = threading.Event()
+
+    def work() -> None:
+        while not stop.is_set():
+            digest("default")
+
+    with running(3):
+        threads = [threading.Thread(target=work) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        try:
+            for _ in range(20):
+                assert in_child(lambda: digest("default") == HASHES["default"]) == 0
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join()
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="no signals for threads")
+def test_interrupts_at_any_time() -> None:
+    # Ctrl-C: a call ends, then KeyboardInterrupt comes; the next call is as ever.
+    main = threading.main_thread().ident
+    assert main is not None
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        for delay in range(20):
+            timer = threading.Timer(0.001 + delay * 0.0007, signal.pthread_kill, (main, 2))
+            until = time.monotonic() + 5
+            with pytest.raises(KeyboardInterrupt):
+                timer.start()
+                while time.monotonic() < until:
+                    digest("default")
+                # Python drops an exception of a finalizer or a weak reference's callback.
+                signal.raise_signal(signal.SIGINT)
+            timer.join()
+            assert digest("default") == HASHES["default"]
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_memory_that_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    gy, w, x = layer()
+    left = [0]
+
+    def failing(call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*arguments: Any, **options: Any) -> Any:
+            left[0] -= 1
+            if left[0] == -1:
+                raise MemoryError
+            return call(*arguments, **options)
+
+        return wrapped
+
+    for name in ("compress_activation", "backward_linear"):  # which take scratch
+        monkeypatch.setattr(_core, name, failing(getattr(_core, name)))
+    monkeypatch.setattr(np, "empty", failing(np.empty))
+    gw, gb = np.full((72, 56), 3, F), np.full(72, 5, F)
+    options: Any = dict(config="default", need=ALL, key=7, accumulate=True)
+    for n in range(50):
+        left[0] = n
+        try:
+            hotcore.backward_linear(gy, w, x, gw_out=gw, gb_out=gb, **options)
+        except MemoryError:
+            assert (gw == 3).all() and (gb == 5).all()
+            left[0] = -2
+            assert digest("default") == HASHES["default"]
+        else:
+            break
+    assert n >= 4  # saved, its call, g_x, the call
+
+
+def test_threads_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = hotcore.num_threads()
+
+    def refuse(*_: Any) -> Any:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_core, "CoreContext", refuse)
+        with pytest.raises(MemoryError):
+            hotcore.set_num_threads(before + 11)
+    assert hotcore.num_threads() == before
+
+
+# ---- memory that cannot be used, or can --------------------------------------------------------
+
+
+def read_only(values: np.ndarray) -> np.ndarray:
+    view = values.copy()
+    view.flags.writeable = False
+    return view
+
+
+def unaligned(values: np.ndarray) -> np.ndarray:
+    memory = np.zeros(values.nbytes + 1, np.uint8)
+    view = memory[1:].view(values.dtype).reshape(values.shape)
+    view[...] = values
+    return view
+
+
+def unaligned_stride(values: np.ndarray) -> np.ndarray:
+    """Rows that begin at odd addresses, all but the first."""
+    rows, columns = values.shape
+    packed = np.zeros(rows, [("row", values.dtype, columns), ("odd", np.uint8)])
+    packed["row"] = values
+    return packed["row"]
+
+
+def swapped(values: np.ndarray) -> np.ndarray:
+    return values.astype(values.dtype.newbyteorder())
+
+
+def reversed_rows(values: np.ndarray) -> np.ndarray:
+    return values[::-1].copy()[::-1]
+
+
+def transposed(values: np.ndarray) -> np.ndarray:
+    return np.asfortranarray(values)
+
+
+def spread(values: np.ndarray) -> np.ndarray:
+    memory = np.full((values.shape[0], 2 * values.shape[1] + 3), np.nan, values.dtype)
+    view = memory[:, 1:-2:2]
+    view[...] = values
+    return view
+
+
+def mapped(values: np.ndarray) -> np.ndarray:
+    with tempfile.NamedTemporaryFile() as file:
+        values.tofile(file)
+        file.flush()
+        return np.memmap(file.name, values.dtype, "r", shape=values.shape)
+
+
+class Memory(NamedTuple):
+    make: Callable[[np.ndarray], np.ndarray]
+    as_input: str  # "" : taken, with the bits of a plain array; else the error
+    as_output: str
+
+
+MEMORY = {
+    "read-only": Memory(read_only, "", "the array is read-only"),
+    "a file mapped read-only": Memory(mapped, "", "the array is read-only"),
+    "unaligned": Memory(unaligned, "not aligned", "not aligned"),
+    "unaligned rows": Memory(unaligned_stride, "not aligned", "not aligned"),
+    "byte-swapped": Memory(swapped, "byte-swapped", "byte-swapped"),
+    "rows reversed": Memory(reversed_rows, "", ""),
+    "with gaps": Memory(spread, "", ""),
+    "transposed": Memory(transposed, "", ""),
+}
+
+
+@pytest.mark.parametrize("name", MEMORY)
+@pytest.mark.parametrize("operand", ["gy", "w", "saved_or_x"])
+def test_inputs(operand: str, name: str) -> None:
+    values: dict[str, Any] = dict(zip(("gy", "w", "saved_or_x"), layer(), strict=True))
+    expected = hotcore.backward_linear(*values.values(), need=ALL, key=1)
+    kept = values[operand].copy()
+    values[operand] = MEMORY[name].make(values[operand])
+    if MEMORY[name].as_input:
+        with pytest.raises(ValueError, match=f"^{operand}: .*{MEMORY[name].as_input}"):
+            hotcore.backward_linear(*values.values(), need=ALL, key=1)
+        return
+    for ours, theirs in zip(
+        hotcore.backward_linear(*values.values(), need=ALL, key=1), expected, strict=True
+    ):
+        equal_bits(ours, theirs)
+    equal_bits(values[operand], kept)
+
+
+@pytest.mark.parametrize("name", MEMORY)
+def test_outputs(name: str) -> None:
+    gy, w, x = layer()
+    expected = hotcore.backward_linear(gy, w, x, need="gw", key=1).gw
+    before = np.full_like(expected, 3)
+    out = MEMORY[name].make(before)
+    error = MEMORY[name].as_output
+    if error:
+        with pytest.raises(ValueError, match=f"^gw_out: .*{error}"):
+            hotcore.backward_linear(gy, w, x, need="gw", key=1, gw_out=out)
+        np.testing.assert_array_equal(out, before)
+        return
+    hotcore.backward_linear(gy, w, x, need="gw", key=1, gw_out=out)
+    equal_bits(np.ascontiguousarray(out), expected)
+
+
+def test_overlaps() -> None:
+    # An output may share memory with nothing that the call reads or writes; inputs may.
+    gy, w, x = (numbers(64, 64, i) for i in range(3))
+    saved = hotcore.compress_activation(x, "accurate", key=1)
+    whole = np.zeros((65, 64), F)
+    shared: dict[str, tuple[Any, Any, Any, np.ndarray]] = {
+        "gy": (whole[:64], w, saved, whole[1:]),
+        "w": (gy, whole[:64], saved, whole[1:]),
+    }
+    for name, (a, b, c, out) in shared.items():
+        with pytest.raises(ValueError, match=f"gw overlaps {name}"):
+            hotcore.backward_linear(a, b, c, config="accurate", need=ALL, gw_out=out)
+        assert not whole.any()
+    memory = np.zeros(saved.data.nbytes + 64 * 64 * 4, np.uint8)
+    inside = memory[: saved.data.nbytes]
+    inside[:] = saved.data
+    with pytest.raises(ValueError, match="gw overlaps saved"):
+        hotcore.backward_linear(
+            gy, w, dataclasses.replace(saved, data=inside), need="gw",
+            gw_out=memory[: 64 * 64 * 4].view(F).reshape(64, 64),
+        )  # fmt: skip
+    np.testing.assert_array_equal(inside, saved.data)
+    one_value = np.lib.stride_tricks.as_strided(np.zeros(1, F), (64, 64), (0, 0))
+    with pytest.raises(ValueError, match="gw.*share memory"):
+        hotcore.backward_linear(gy, w, saved, need="gw", gw_out=one_value)
+
+    # One array for all three.
+    same = hotcore.backward_linear(gy, gy, gy, need=ALL, key=1)
+    for ours, theirs in zip(
+        same, hotcore.backward_linear(gy, gy.copy(), gy.copy(), need=ALL, key=1), strict=True
+    ):
+        equal_bits(ours, theirs)
+
+
+def test_unaligned_tensors() -> None:
+    if torch is None:
+        pytest.skip("needs torch")
+    gy, w, x = map(torch.from_numpy, layer())
+    memory = bytearray(4 * 197 * 72 + 1)
+    odd = torch.frombuffer(memory, dtype=torch.float32, offset=1).reshape(197, 72)
+    with pytest.raises(ValueError, match="gy is not aligned to its element size"):
+        hotcore.backward_linear(odd, w, x)
+    out = torch.frombuffer(bytearray(4 * 72 * 56 + 1), dtype=torch.float32, offset=1)
+    with pytest.raises(ValueError, match="gw is not aligned to its element size"):
+        hotcore.backward_linear(gy, w, x, need="gw", gw_out=out.reshape(72, 56))
+    assert not out.numpy().view(np.uint8).any()

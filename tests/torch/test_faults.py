@@ -1,0 +1,516 @@
+"""What a step that fails leaves behind: memory that runs out, Ctrl-C, forks, the interpreter's end.
+
+Faults are injected at every place where hotcore takes memory or computes: the n-th of them raises,
+for every n. Afterwards everything is as it was, and the next step has the bits of a process in
+which nothing failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import hotcore.torch as hot
+import pytest
+import torch
+from hotcore import _core
+from hotcore.config import RECIPES
+from hotcore.torch import accumulation, ops, reuse
+from support import GOLDEN, isas, running, saved_tensors
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+SMALL, LARGE = 2, 6  # images of a step
+
+
+class Block(nn.Module):
+    """Layers that share an x, a convolution, a frozen layer, a checkpoint."""
+
+    def __init__(self, recipe: str = "default") -> None:
+        super().__init__()
+        self.conv = hot.HotConv2d(3, 16, 3, padding=1, config=recipe)
+        self.q, self.k = (hot.HotLinear(16, 16, config=recipe) for _ in range(2))
+        self.frozen = hot.HotLinear(16, 16, config=recipe).requires_grad_(False)
+        self.mlp = nn.Sequential(
+            hot.HotLinear(16, 40, config=recipe), nn.GELU(), hot.HotLinear(40, 16, config=recipe)
+        )
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = self.conv(images).flatten(2).transpose(1, 2).contiguous()
+        x = x + self.q(x) * self.k(x).tanh()
+        x = self.frozen(self.drop(x))
+        y: torch.Tensor = checkpoint(self.mlp, x, use_reentrant=False)
+        return (x + y).square().mean()
+
+
+Made = tuple[nn.Module, torch.optim.Optimizer]
+Step = Callable[[nn.Module, torch.optim.Optimizer, int], None]
+
+
+def make(recipe: str = "default") -> Made:
+    torch.manual_seed(1)
+    model = Block(recipe)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return model, torch.optim.AdamW(trained, lr=1e-2)
+
+
+def images(count: int) -> torch.Tensor:
+    return torch.randn(count, 3, 8, 8, generator=torch.Generator().manual_seed(count))
+
+
+def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> None:
+    optimizer.zero_grad()
+    model(images(count)).backward()
+    optimizer.step()
+
+
+def accumulated_step(model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> None:
+    optimizer.zero_grad()
+    with hot.gradient_accumulation():
+        for _ in range(2):
+            model(images(count)).backward()
+        optimizer.step()
+
+
+def saved_step(model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> None:
+    optimizer.zero_grad()
+    with hot.compress_saved(8, min_values=1):
+        loss = model(images(count))
+    loss.backward()
+    optimizer.step()
+
+
+STEPS: dict[str, Step] = {
+    "plain": plain_step,
+    "accumulated": accumulated_step,
+    "compress_saved": saved_step,
+}
+
+
+def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Copies of parameters and buffers, and of everything that the optimizer keeps."""
+    kept: list[Any] = [*model.state_dict().values()]
+    for values in optimizer.state_dict()["state"].values():
+        kept += [value for value in values.values() if isinstance(value, torch.Tensor)]
+    return [value.clone() for value in kept]
+
+
+def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+    return len(left) == len(right) and all(map(torch.equal, left, right))
+
+
+def digest(recipe: str = "default", steps: tuple[int, ...] = (SMALL, LARGE, SMALL)) -> str:
+    """Of a few steps from a seed: what other processes have to come to, too."""
+    model, optimizer = make(recipe)
+    torch.manual_seed(2)
+    for count in steps:
+        plain_step(model, optimizer, count)
+    bits = b"".join(value.numpy().tobytes() for value in state(model, optimizer))
+    return hashlib.sha256(bits).hexdigest()
+
+
+class Faults:
+    """Raises at the n-th place where hotcore takes memory or starts to compute."""
+
+    def __init__(self) -> None:
+        self.left = -1
+        self.error: Callable[[], BaseException] = MemoryError
+        self.where = ""
+
+    def wrap(self, name: str, call: Callable[..., Any], after: bool = False) -> Callable[..., Any]:
+        def wrapped(*arguments: Any, **options: Any) -> Any:
+            if not after:
+                self.pass_by(name)
+            result = call(*arguments, **options)
+            if after:
+                self.pass_by(f"after {name}")
+            return result
+
+        return wrapped
+
+    def pass_by(self, name: str) -> None:
+        if self.left == 0:
+            self.left, self.where = -1, name
+            raise self.error()
+        self.left -= self.left > 0
+
+    @contextlib.contextmanager
+    def at(self, n: int, error: Callable[[], BaseException]) -> Iterator[None]:
+        self.left, self.error, self.where = n, error, ""
+        try:
+            yield
+        finally:
+            self.left = -1
+
+
+CALLS = (
+    "compress_activation", "quantize_weight", "backward_linear",
+)  # fmt: skip
+
+
+@pytest.fixture
+def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
+    injected = Faults()
+    for name in CALLS:  # before, as scratch is taken; after, as Ctrl-C comes when a call is done
+        call = injected.wrap(name, getattr(_core, name), after=True)
+        monkeypatch.setattr(_core, name, injected.wrap(name, call))
+    monkeypatch.setattr(torch, "empty", injected.wrap("torch.empty", torch.empty))
+    return injected
+
+
+def out_of_memory() -> BaseException:
+    return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+
+@pytest.mark.parametrize("error", [MemoryError, out_of_memory, KeyboardInterrupt])
+@pytest.mark.parametrize("kind", STEPS)
+def test_a_step_that_fails_anywhere(
+    faults: Faults, seeded: None, kind: str, error: Callable[[], BaseException]
+) -> None:
+    step = STEPS[kind]
+    model, optimizer = make()
+    torch.manual_seed(2)
+    step(model, optimizer, SMALL)
+    before, seed = state(model, optimizer), torch.get_rng_state()
+    start = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    step(model, optimizer, SMALL)
+    expected = state(model, optimizer)
+
+    places = []
+    stride = 7 if error is not MemoryError else 1 if kind == "plain" else 2
+    for n in range(0, 10_000, stride):
+        model.load_state_dict(start[0])
+        optimizer.load_state_dict(copy.deepcopy(start[1]))
+        torch.set_rng_state(seed)
+        with faults.at(n, error):
+            try:
+                step(model, optimizer, LARGE)
+            except type(error()):
+                pass
+        if not faults.where:
+            break
+        places.append(faults.where)
+        # Nothing of the step is left: model, optimizer, shared x, accumulation.
+        assert same(state(model, optimizer), before), faults.where
+        assert reuse.threads.last._entry is None, faults.where
+        assert accumulation.threads.state is None and accumulation._entered == 0, faults.where
+        # With the generator where it was, the next step is as if nothing had been.
+        torch.set_rng_state(seed)
+        step(model, optimizer, SMALL)
+        assert same(state(model, optimizer), expected), faults.where
+    assert {"compress_activation", "backward_linear", "torch.empty"} <= set(places) or stride > 1
+    if kind == "accumulated" and error is MemoryError:
+        assert {"quantize_weight", "after quantize_weight"} & set(places)
+    assert len(places) > 30 // stride
+
+
+def numbers(rows: int, columns: int, salt: int) -> torch.Tensor:
+    """As in tests/python/test_faults.py."""
+    index = torch.arange(rows * columns, dtype=torch.int64) + salt * 1_000_003
+    words = (index * 2_654_435_761 >> 7) % (1 << 16)
+    return ((words - (1 << 15)).float() / 4096).reshape(rows, columns)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "backend"),
+    [*((recipe, "eager mode") for recipe in RECIPES), ("fast", "aot_eager")],
+)
+def test_one_hash(recipe: str, backend: str) -> None:
+    # Gradients of a layer from a seed: under every torch, eager and compiled, by any number of
+    # threads and instruction set those of hotcore in NumPy (tests/python/test_faults.py).
+    expected = json.loads((GOLDEN / "hashes.json").read_text())
+    layer = hot.HotLinear(56, 72, config=recipe)
+    with torch.no_grad():
+        layer.weight.copy_(numbers(72, 56, 2))
+    x, gy = numbers(197, 56, 3).requires_grad_(), numbers(197, 72, 1)
+    call: Any = layer
+    if backend != "eager mode":
+        torch._dynamo.reset()
+        call = torch.compile(layer, backend=backend, fullgraph=True)
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3, 7):
+            torch.set_num_threads(threads)
+            for isa in isas():
+                with running(0, isa), saved_tensors() as kept:
+                    torch.manual_seed(11)
+                    y = call(x)
+                    grads = torch.autograd.grad(y, (x, layer.weight, layer.bias), gy)
+                (codes,) = (t for t in kept if t.dtype == torch.uint8)
+                bits = b"".join(t.numpy().tobytes() for t in (codes, *grads))
+                assert hashlib.sha256(bits).hexdigest() == expected[recipe], (threads, isa)
+    finally:
+        torch.set_num_threads(before)
+    torch.manual_seed(11)
+    assert int(ops.seed_for(x)) == expected["seed"]
+
+
+def test_a_micro_batch_that_fails(faults: Faults, seeded: None) -> None:
+    # Inside one context: what it keeps is whole, and .grad has no half of a layer's gradient.
+    layer = hot.HotLinear(40, 24)
+    batches = [torch.randn(n, 40) for n in (16, 64, 16)]
+
+    def run(n: int | None) -> tuple[str, list[torch.Tensor]]:
+        """With a second batch whose n-th place fails; None: without it."""
+        torch.manual_seed(3)
+        layer.zero_grad()
+        with hot.gradient_accumulation():
+            layer(batches[0].clone().requires_grad_()).square().sum().backward()
+            seed, grads = torch.get_rng_state(), [p.grad.clone() for p in layer.parameters()]
+            if n is not None:
+                with faults.at(n, MemoryError), contextlib.suppress(MemoryError):
+                    layer(batches[1].clone().requires_grad_()).square().sum().backward()
+                if not faults.where or faults.where == "after backward_linear":
+                    return faults.where, []  # the batch is added: there is nothing to repeat
+                assert same([p.grad for p in layer.parameters()], grads), faults.where
+                torch.set_rng_state(seed)
+            layer(batches[2].clone().requires_grad_()).square().sum().backward()
+        return faults.where, [p.grad.clone() for p in layer.parameters()]
+
+    _, expected = run(None)
+    seen = set()
+    for n in range(100):
+        where, got = run(n)
+        if not where:
+            break
+        seen.add(where)
+        assert not got or same(got, expected), where
+    assert {"compress_activation", "backward_linear", "torch.empty"} <= seen
+
+
+def test_a_compiled_step_that_fails(faults: Faults, seeded: None) -> None:
+    torch._dynamo.reset()
+    model = nn.Sequential(hot.HotLinear(40, 24), nn.GELU(), hot.HotLinear(24, 40))
+    compiled = torch.compile(model, backend="aot_eager")
+    x = torch.randn(48, 40)
+
+    def grads(rows: torch.Tensor) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        model.zero_grad()
+        compiled(rows).square().sum().backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    expected = grads(x)
+    places = []
+    for n in range(100):
+        with faults.at(n, MemoryError), contextlib.suppress(MemoryError):
+            grads(x)
+        if not faults.where:
+            break
+        places.append(faults.where)
+        assert same(grads(x), expected), faults.where
+    assert {"compress_activation", "backward_linear"} <= set(places)
+
+
+def test_nothing_of_a_failed_step_is_held(faults: Faults, seeded: None) -> None:
+    # Compressed bytes, and x itself, go when the exception does.
+    layers = [hot.HotLinear(40, 40) for _ in range(2)]
+    alive: list[weakref.ref[torch.Tensor]] = []
+    for n in range(6):
+        try:
+            with faults.at(n, MemoryError):
+                x = torch.randn(64, 40, requires_grad=True) * 1
+                alive.append(weakref.ref(x))
+                (layers[0](x) + layers[1](x)).sum().backward()
+        except MemoryError:
+            pass
+        assert faults.where
+        del x
+        assert [ref() for ref in alive] == [None] * len(alive), faults.where
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="no signals for threads")
+def test_interrupts_at_any_time(seeded: None) -> None:
+    # A real SIGINT, a few milliseconds into endless steps.
+    model, optimizer = make()
+    torch.manual_seed(2)
+    plain_step(model, optimizer, SMALL)
+    seed = torch.get_rng_state()
+    start = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    plain_step(model, optimizer, SMALL)
+    expected = state(model, optimizer)
+    main = threading.main_thread().ident
+    assert main is not None
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        for delay in range(12):
+            pressed = threading.Timer(
+                0.003 + delay * 0.0013, signal.pthread_kill, (main, signal.SIGINT)
+            )
+            until = time.monotonic() + 5
+            with pytest.raises(KeyboardInterrupt):
+                pressed.start()
+                while time.monotonic() < until:
+                    plain_step(model, optimizer, LARGE)
+                # Python drops an exception of a finalizer or a weak reference's callback.
+                signal.raise_signal(signal.SIGINT)
+            pressed.join()
+            model.load_state_dict(start[0])
+            optimizer.load_state_dict(copy.deepcopy(start[1]))
+            torch.set_rng_state(seed)
+            plain_step(model, optimizer, SMALL)
+            assert same(state(model, optimizer), expected)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def run_script(tmp_path: Path, text: str, *arguments: str) -> str:
+    """What a program prints that ends well and has nothing to complain of."""
+    script = tmp_path / "program.py"
+    script.write_text(textwrap.dedent(text))
+    paths = [str(Path(hot.__file__).parents[2]), str(Path(__file__).parent), *sys.path]
+    done = subprocess.run(
+        [sys.executable, str(script), *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout
+
+
+def test_the_interpreter_ends_with_live_graphs(tmp_path: Path, seeded: None) -> None:
+    # And a process of its own has the bits of this one.
+    out = run_script(
+        tmp_path,
+        """
+        import torch
+        torch.set_num_threads(1)
+        import hotcore.torch as hot
+        import test_faults
+
+        print(test_faults.digest())
+        torch.set_num_threads(3)
+        model, optimizer = test_faults.make()
+        images = test_faults.images(2)
+        whole = model(images)                          # with all of its graph
+        half = model(images)
+        half.backward(retain_graph=True)
+        with hot.compress_saved(8, min_values=1):
+            compressed = model(images)
+        class Cycle:
+            def __del__(self, hot=hot):
+                pass
+        cycle = Cycle()
+        cycle.itself, cycle.graph = cycle, model(images)
+        layer, rows = hot.HotLinear(8, 8), torch.ones(4, 8)
+        by_hand = layer(rows)
+        accumulation = hot.gradient_accumulation()
+        accumulation.__enter__()
+        model(images).backward()
+        inside = model(images)
+        raise SystemExit(0)
+        """,
+    )
+    assert out.split() == [digest()]
+
+
+def test_memory_that_really_runs_out(tmp_path: Path) -> None:
+    if not sys.platform.startswith("linux"):
+        pytest.skip("limits a process's memory as Linux does")
+    out = run_script(
+        tmp_path,
+        """
+        import re, resource, torch
+        torch.set_num_threads(1)
+        import hotcore.torch as hot
+
+        def used():
+            return int(open("/proc/self/statm").read().split()[0]) * 4096
+
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(hot.HotLinear(256, 512), hot.HotLinear(512, 256))
+        small = torch.randn(64, 256)
+        large = torch.randn(20_000, 256, requires_grad=True)   # 20 MB
+
+        def step(x):
+            torch.manual_seed(1)
+            model.zero_grad()
+            model(x).square().sum().backward()
+            return [p.grad.clone() for p in model.parameters()]
+
+        expected = step(small)
+        no_limit = resource.getrlimit(resource.RLIMIT_AS)
+        failed = set()
+        for megabytes in range(10, 600, 15):
+            resource.setrlimit(resource.RLIMIT_AS, (used() + (megabytes << 20), no_limit[1]))
+            try:
+                step(large)
+                ended = True
+            except (MemoryError, RuntimeError) as error:
+                assert re.search("memory|^$|bad_alloc", str(error)), error
+                trace, ended = error.__traceback__, False
+                while trace.tb_next:
+                    trace = trace.tb_next
+                failed.add(trace.tb_frame.f_code.co_name)
+                del error, trace
+            finally:
+                resource.setrlimit(resource.RLIMIT_AS, no_limit)
+            large.grad = None
+            assert all(map(torch.equal, step(small), expected))
+            if ended:
+                break
+        assert ended and len(failed) >= 3, failed
+        print(*sorted(failed))
+        """,
+    )
+    assert {"compress", "new_gradients"} & set(out.split()), out
+
+
+def test_data_loaders_beside_a_model(tmp_path: Path, seeded: None) -> None:
+    # Workers made by fork after hotcore's threads ran, and by spawn; they use hotcore themselves.
+    out = run_script(
+        tmp_path,
+        """
+        import sys, torch, hotcore, hotcore.torch as hot
+        from torch.utils.data import DataLoader, Dataset
+
+        class Rows(Dataset):
+            def __len__(self):
+                return 12
+            def __getitem__(self, i):
+                torch.manual_seed(i)
+                layer, x = hot.HotLinear(64, 32), torch.randn(48, 64)
+                layer(x).sum().backward()
+                turned = hotcore.fwht(x.numpy())          # the pool of the process's default
+                return layer.weight.grad + torch.from_numpy(turned).sum()
+
+        def main():
+            rows = Rows()
+            hotcore.set_num_threads(3)
+            expected = torch.stack([rows[i] for i in range(12)])     # the first use, before forks
+            model = hot.HotLinear(64, 8)
+            for method, workers in (("fork", 2), ("spawn", 1)):
+                got = []
+                loader = DataLoader(
+                    rows, batch_size=4, num_workers=workers, multiprocessing_context=method
+                )
+                for batch in loader:
+                    model(batch).sum().backward()
+                    got.append(batch)
+                assert torch.equal(torch.cat(got), expected), method
+            print("same")
+
+        if __name__ == "__main__":
+            torch.set_num_threads(1)
+            main()
+        """,
+    )
+    assert out.split() == ["same"]
