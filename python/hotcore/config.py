@@ -298,7 +298,7 @@ class HotConfig:
                 fields[name] = tuple(fields[name])
         try:
             return cls(**fields)
-        except TypeError as error:  # of a value; the names are known
+        except (TypeError, ValueError) as error:  # of a value; the names are known
             raise ValueError(f"text: {error}") from None
 
     def spec_fields(self) -> dict[str, Any]:

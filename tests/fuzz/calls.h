@@ -120,6 +120,7 @@ class Calls {
     const TensorView x = memory_.array(shape, some_float(input_), false);
     const TensorView out = input_.rarely(8) ? memory_.same_place(x)
                                             : memory_.array(shape, some_float(input_), true);
+    memory_.in_place_is_allowed();
     check([&] { return api_.fwht(x, axis, block, out); });
   }
 

@@ -211,7 +211,10 @@ class Plan:
             raise ValueError(f"{where} is no plan; expected the format {_ERRORS!r} or {_TIMES!r}")
         fields = Fields(content, where)
         times = fields.take("format", str) == _TIMES
-        config = HotConfig.from_json(json.dumps(fields.take("config", dict)))
+        try:
+            config = HotConfig.from_json(json.dumps(fields.take("config", dict)))
+        except ValueError as error:
+            raise ValueError(f"{where}: config: {str(error).removeprefix('text: ')}") from None
         layers = [
             _layer(Fields(entry, f"{where}: layers[{i}]"), f"{where}: layers[{i}]", config, times)
             for i, entry in enumerate(fields.take("layers", list))
