@@ -37,7 +37,8 @@ void check_sizes(const char* call, std::initializer_list<const char*> names,
 void check_rounding(const char* call, const char* name, Rounding rounding) {
   if (rounding != Rounding::nearest && rounding != Rounding::stochastic &&
       rounding != Rounding::pseudo_stochastic) {
-    invalid(call, std::string(name) + " is unknown; expected nearest, stochastic or pseudo_stochastic");
+    invalid(call,
+            std::string(name) + " is unknown; expected nearest, stochastic or pseudo_stochastic");
   }
 }
 

@@ -47,8 +47,7 @@ Isa best_isa() noexcept {
         __builtin_cpu_supports("avx512vnni")) {
       return Isa::avx512;
     }
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-        has_f16c()) {
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c()) {
       return Isa::avx2;
     }
     return Isa::plain;

@@ -357,16 +357,15 @@ TEST(Errors, sizes_beyond_memory) {
   EXPECT_FALSE(hot::supported(context, {far, far, far}, spec).ok);
   EXPECT_TRUE(hot::supported(context, {std::int64_t{1} << 24, 1 << 15, 1 << 15}, spec).ok);
 
-  check_table(
-      {{{"fwht", "x", "2^58"}, [&](Arguments& t) { t.x.stride[0] = most; }},
-       {{"fwht", "x", "2^58"}, [&](Arguments& t) { t.x.stride[0] = -most - 1; }},
-       {{"fwht", "out", "2^58"}, [&](Arguments& t) { t.out.stride[1] = -most - 1; }},
-       {{"fwht", "x", "2^52"},
-        [&](Arguments& t) {  // a broadcast of one number, 2^80 times
-          t.x.shape[0] = t.x.shape[1] = far;
-          t.x.stride[0] = t.x.stride[1] = 0;
-        }}},
-      [](Arguments& t) { hot::fwht(t.context, t.x, t.axis, t.block, t.out); });
+  check_table({{{"fwht", "x", "2^58"}, [&](Arguments& t) { t.x.stride[0] = most; }},
+               {{"fwht", "x", "2^58"}, [&](Arguments& t) { t.x.stride[0] = -most - 1; }},
+               {{"fwht", "out", "2^58"}, [&](Arguments& t) { t.out.stride[1] = -most - 1; }},
+               {{"fwht", "x", "2^52"},
+                [&](Arguments& t) {  // a broadcast of one number, 2^80 times
+                  t.x.shape[0] = t.x.shape[1] = far;
+                  t.x.stride[0] = t.x.stride[1] = 0;
+                }}},
+              [](Arguments& t) { hot::fwht(t.context, t.x, t.axis, t.block, t.out); });
   Arguments last;  // INT64_MAX + 1 was formed before k was found wrong
   expect_error(invalid, {"gemm_int4", "k"}, [&] {
     hot::gemm_int4(last.context, last.packed_a, last.packed_b, most, last.a_scale, last.b_scale,

@@ -118,8 +118,8 @@ class Calls {
       shape[static_cast<std::size_t>(along)] = block * input_.from(0, 3);
     }
     const TensorView x = memory_.array(shape, some_float(input_), false);
-    const TensorView out = input_.rarely(8) ? memory_.same_place(x)
-                                            : memory_.array(shape, some_float(input_), true);
+    const TensorView out =
+        input_.rarely(8) ? memory_.same_place(x) : memory_.array(shape, some_float(input_), true);
     memory_.in_place_is_allowed();
     check([&] { return api_.fwht(x, axis, block, out); });
   }
@@ -127,8 +127,8 @@ class Calls {
   void hla() {
     const auto spec = some_spec(input_);
     const std::int64_t tokens = some_tokens(input_, spec), cols = input_.size();
-    const auto rows = static_cast<std::int64_t>(
-        asked([&] { return hot::hla_rows(tokens, spec.low_rank); }, 4));
+    const auto rows =
+        static_cast<std::int64_t>(asked([&] { return hot::hla_rows(tokens, spec.low_rank); }, 4));
     const TensorView x = memory_.array({tokens, cols}, some_float(input_), false);
     const TensorView out = memory_.array({rows, cols}, some_float(input_), true);
     const auto side = static_cast<hot::Side>(input_.from(0, 1));
@@ -169,8 +169,8 @@ class Calls {
     const std::int64_t rows = input_.size(), cols = input_.size();
     const bool unpack = input_.flip();
     const std::vector<std::int64_t> bytes = {rows, (cols + 1) / 2}, values = {rows, cols};
-    const TensorView from = memory_.array(unpack ? bytes : values,
-                                          unpack ? DType::i4x2 : DType::i8, false);
+    const TensorView from =
+        memory_.array(unpack ? bytes : values, unpack ? DType::i4x2 : DType::i8, false);
     const TensorView to =
         memory_.array(unpack ? values : bytes, unpack ? DType::i8 : DType::i4x2, true);
     check([&] { return unpack ? api_.unpack_int4(from, to) : api_.pack_int4(from, to); });
@@ -194,7 +194,10 @@ class Calls {
     spec.accumulate = !bare && input_.flip();
     const std::int64_t said = input_.rarely() ? input_.wild() : k;
     // By what the views say, since one of them may have been spoiled.
-    const auto needed = asked([&] { return hot::gemm_workspace(api_.context(), a.shape[0], b.shape[0], packed ? said : a.shape[1]); });
+    const auto needed = asked([&] {
+      return hot::gemm_workspace(api_.context(), a.shape[0], b.shape[0],
+                                 packed ? said : a.shape[1]);
+    });
     const hot::Workspace workspace = memory_.workspace(needed);
     check([&] {
       return packed ? api_.gemm_int4(a, b, said, a_scale, b_scale, spec, out, workspace)
@@ -219,9 +222,8 @@ class Calls {
     if (size > 0 && input_.rarely()) size = input_.from<std::size_t>(0, size - 1);
     hot::SavedActivation saved{memory_.bytes(size + more, true, align), size + more};
     if (input_.rarely(40)) saved.data = nullptr;
-    const auto needed = asked([&] {
-      return hot::compress_activation_workspace(api_.context(), tokens, in, spec);
-    });
+    const auto needed =
+        asked([&] { return hot::compress_activation_workspace(api_.context(), tokens, in, spec); });
     const hot::Workspace workspace = memory_.workspace(needed);
     check([&] { return api_.compress_activation(x, spec, saved, workspace); });
   }
@@ -252,9 +254,9 @@ class Calls {
     if (want_gx && !quantized) {
       w = memory_.array({shape.out_features, shape.in_features}, some_float(input_), false);
     } else if (want_gx) {
-      kept.bytes = asked([&] {
-        return hot::quantized_weight_bytes(shape.out_features, shape.in_features, spec);
-      }, 64);
+      kept.bytes = asked(
+          [&] { return hot::quantized_weight_bytes(shape.out_features, shape.in_features, spec); },
+          64);
       kept.data = memory_.bytes(kept.bytes, false, 16);
       kept.out_features = shape.out_features;
       kept.in_features = shape.in_features;
@@ -277,8 +279,8 @@ class Calls {
     }
     hot::ConstSavedActivation saved{};
     if (want_gw) {
-      saved.bytes = asked(
-          [&] { return hot::saved_layout(shape.tokens, shape.in_features, spec).bytes; }, 64);
+      saved.bytes =
+          asked([&] { return hot::saved_layout(shape.tokens, shape.in_features, spec).bytes; }, 64);
       saved.data = memory_.bytes(saved.bytes, false, 16);
       saved.tokens = shape.tokens;
       saved.in_features = shape.in_features;
@@ -339,7 +341,8 @@ class Calls {
       if (!outcome.ok() && bytes != poison) broken("a size was written before the error");
       return outcome;
     };
-    Outcome outcome = ask([&] { return api_.gemm_workspace(s.tokens, s.out_features, s.in_features, bytes); });
+    Outcome outcome =
+        ask([&] { return api_.gemm_workspace(s.tokens, s.out_features, s.in_features, bytes); });
     holds("gemm_workspace", outcome, bytes, tokens * in + out * in);
     outcome = ask([&] { return api_.weight_bytes(s.out_features, s.in_features, spec, bytes); });
     holds("quantized_weight_bytes", outcome, bytes, in * (out + 4));
@@ -385,8 +388,8 @@ class Calls {
     const hot::Key key{input_.any<std::uint64_t>(), input_.any<std::uint64_t>(),
                        input_.flip() ? input_.any<std::uint32_t>() : input_.from(0U, 8191U),
                        input_.flip() ? nullptr
-                                     : reinterpret_cast<const std::uint64_t*>(
-                                           memory_.bytes(32, false, input_.from<std::size_t>(1, 16)))};
+                                     : reinterpret_cast<const std::uint64_t*>(memory_.bytes(
+                                           32, false, input_.from<std::size_t>(1, 16)))};
     const bool good_key =
         key.stream < 8192 && reinterpret_cast<std::uintptr_t>(key.counter) % 8 == 0;
     if (check([&] { return api_.with_key(key); }).ok() != good_key) {

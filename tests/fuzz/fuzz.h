@@ -111,8 +111,9 @@ class Memory {
   std::uint8_t* bytes(std::size_t size, bool writable, std::size_t align = 1) {
     Block& block = add(size + align);
     std::uint8_t* const start = block.data.get() + align;
-    if (writable) std::fill(block.writable.begin() + static_cast<long>(align),
-                            block.writable.end(), std::uint8_t{1});
+    if (writable)
+      std::fill(block.writable.begin() + static_cast<long>(align), block.writable.end(),
+                std::uint8_t{1});
     return start;
   }
 
@@ -146,7 +147,8 @@ class Memory {
     for (const Array& array : arrays_) {
       if (array.output) mark(array.view);
     }
-    for (auto& block : blocks_) block->before.assign(block->data.get(), block->data.get() + block->size);
+    for (auto& block : blocks_)
+      block->before.assign(block->data.get(), block->data.get() + block->size);
     const Outcome outcome = call();
     if (outcome.ok() && refused_ != nullptr) broken(refused_);
     if (outcome.ok() && shared_) check_shared();
@@ -154,7 +156,8 @@ class Memory {
     for (const auto& block : blocks_) {
       if (std::memcmp(block->data.get(), block->before.data(), block->size) == 0) continue;
       for (std::size_t i = 0; i < block->size; ++i) {
-        if (block->data[i] == block->before[i] || (outcome.ok() && block->writable[i] != 0)) continue;
+        if (block->data[i] == block->before[i] || (outcome.ok() && block->writable[i] != 0))
+          continue;
         broken(outcome.ok() ? "a byte outside of the outputs was written"
                             : "a byte was written before the error: " + outcome.text);
       }
@@ -236,7 +239,8 @@ class Memory {
   bool place(TensorView& view, bool misaligned) {
     view.data = nullptr;
     const std::size_t element = std::max<std::size_t>(hot::dtype_size(view.dtype), 1);
-    if (view.ndim < 0 || view.ndim > hot::max_dims) return give(view, 16, 0, "a wrong ndim was taken");
+    if (view.ndim < 0 || view.ndim > hot::max_dims)
+      return give(view, 16, 0, "a wrong ndim was taken");
     Wide low = 0, high = 0, count = 1;
     bool empty = false;
     for (int d = 0; d < view.ndim; ++d) {
@@ -367,8 +371,8 @@ inline hot::BackwardLinearSpec good_spec(Input& input) {
   spec.gw_scale = static_cast<hot::GradScale>(input.from(0, 2));
   hot::LowRank& p = spec.low_rank;
   p.basis = static_cast<hot::Basis>(input.from(0, 3));
-  spec.storage = p.basis == hot::Basis::full && input.flip() ? hot::Storage::int4
-                                                             : hot::Storage::int8;
+  spec.storage =
+      p.basis == hot::Basis::full && input.flip() ? hot::Storage::int4 : hot::Storage::int8;
   spec.x_scale = spec.storage == hot::Storage::int8 && input.flip() ? hot::Granularity::tensor
                                                                     : hot::Granularity::row;
   const int bits = input.from(1, 6);

@@ -1,4 +1,5 @@
-// libFuzzer target: the same calls through the C ABI, with null pointers and structs of other sizes.
+// libFuzzer target: the same calls through the C ABI, with null pointers and structs of other
+// sizes.
 #include "calls.h"
 #include "hot/hot_c.h"
 
@@ -28,8 +29,7 @@ class CApi {
   }
   Outcome hla(const TensorView& x, const hot::BackwardLinearSpec& spec, hot::Side side,
               const TensorView& out) {
-    return ended(
-        hot_hla(handle(), tensor(x), spec_of(spec), static_cast<int>(side), tensor(out)));
+    return ended(hot_hla(handle(), tensor(x), spec_of(spec), static_cast<int>(side), tensor(out)));
   }
   Outcome quantize(const TensorView& x, const hot::QuantSpec& spec, const TensorView& q,
                    const TensorView& scale) {
@@ -50,14 +50,13 @@ class CApi {
   Outcome gemm_int8(const TensorView& a, const TensorView& b, const TensorView& a_scale,
                     const TensorView& b_scale, const hot::GemmSpec& spec, const TensorView& out,
                     const hot::Workspace& workspace) {
-    return ended(hot_gemm_int8(handle(), tensor(a), tensor(b), optional(a_scale),
-                               optional(b_scale), spec.divisor, spec.accumulate, tensor(out),
-                               workspace.data, workspace.bytes));
+    return ended(hot_gemm_int8(handle(), tensor(a), tensor(b), optional(a_scale), optional(b_scale),
+                               spec.divisor, spec.accumulate, tensor(out), workspace.data,
+                               workspace.bytes));
   }
   Outcome gemm_int4(const TensorView& a, const TensorView& b, std::int64_t k,
-                    const TensorView& a_scale, const TensorView& b_scale,
-                    const hot::GemmSpec& spec, const TensorView& out,
-                    const hot::Workspace& workspace) {
+                    const TensorView& a_scale, const TensorView& b_scale, const hot::GemmSpec& spec,
+                    const TensorView& out, const hot::Workspace& workspace) {
     return ended(hot_gemm_int4(handle(), tensor(a), tensor(b), k, optional(a_scale),
                                optional(b_scale), spec.divisor, spec.accumulate, tensor(out),
                                workspace.data, workspace.bytes));
@@ -90,8 +89,8 @@ class CApi {
                    const hot::BackwardOutputs& out, const hot::Workspace& workspace) {
     const hot_weight* weight = nullptr;
     if (out.gx != nullptr) {
-      weight = put(hot_weight{sizeof(hot_weight), w.data, w.bytes, w.out_features, w.in_features,
-                              w.format});
+      weight = put(
+          hot_weight{sizeof(hot_weight), w.data, w.bytes, w.out_features, w.in_features, w.format});
     }
     return ended(hot_backward_linear_quantized(handle(), tensor(gy), weight, saved_of(saved, out),
                                                spec_of(spec), gradients(out), workspace.data,
@@ -111,8 +110,7 @@ class CApi {
   }
   Outcome compress_workspace(std::int64_t tokens, std::int64_t in,
                              const hot::BackwardLinearSpec& spec, std::size_t& bytes) {
-    return ended(
-        hot_compress_activation_workspace(handle(), tokens, in, spec_of(spec), &bytes));
+    return ended(hot_compress_activation_workspace(handle(), tokens, in, spec_of(spec), &bytes));
   }
   Outcome backward_workspace(const hot::LinearShape& shape, const hot::BackwardLinearSpec& spec,
                              bool gx, bool gw, std::size_t& bytes) {
@@ -125,15 +123,15 @@ class CApi {
   Outcome saved_layout(std::int64_t tokens, std::int64_t in, const hot::BackwardLinearSpec& spec,
                        hot::SavedLayout& layout) {
     hot_saved_layout out = HOT_SAVED_LAYOUT_INIT;
-    const Outcome outcome = filled(
-        out, [&] { return hot_saved_layout_of(tokens, in, spec_of(spec), &out); });
-    layout = {out.bytes, out.channels, out.k, out.k_padded, out.row_bytes, out.scales,
-              out.scale_offset};
+    const Outcome outcome =
+        filled(out, [&] { return hot_saved_layout_of(tokens, in, spec_of(spec), &out); });
+    layout = {out.bytes,     out.channels, out.k,           out.k_padded,
+              out.row_bytes, out.scales,   out.scale_offset};
     return outcome;
   }
   Outcome supported(const hot::LinearShape& shape, const hot::BackwardLinearSpec& spec) {
-    return ended(hot_supported(handle_, shape.tokens, shape.out_features, shape.in_features,
-                               plain(spec)));
+    return ended(
+        hot_supported(handle_, shape.tokens, shape.out_features, shape.in_features, plain(spec)));
   }
 
   Outcome with_key(const hot::Key& key) {

@@ -51,9 +51,8 @@ class CppApi {
         [&] { hot::gemm_int8(context_, a, b, a_scale, b_scale, spec, out, workspace); });
   }
   Outcome gemm_int4(const TensorView& a, const TensorView& b, std::int64_t k,
-                    const TensorView& a_scale, const TensorView& b_scale,
-                    const hot::GemmSpec& spec, const TensorView& out,
-                    const hot::Workspace& workspace) {
+                    const TensorView& a_scale, const TensorView& b_scale, const hot::GemmSpec& spec,
+                    const TensorView& out, const hot::Workspace& workspace) {
     return outcome_of(
         [&] { hot::gemm_int4(context_, a, b, k, a_scale, b_scale, spec, out, workspace); });
   }
@@ -69,8 +68,7 @@ class CppApi {
   Outcome backward(const TensorView& gy, const Weight& w, const hot::ConstSavedActivation& saved,
                    const hot::BackwardLinearSpec& spec, const hot::BackwardOutputs& out,
                    const hot::Workspace& workspace) {
-    return outcome_of(
-        [&] { hot::backward_linear(context_, gy, w, saved, spec, out, workspace); });
+    return outcome_of([&] { hot::backward_linear(context_, gy, w, saved, spec, out, workspace); });
   }
 
   Outcome gemm_workspace(std::int64_t m, std::int64_t n, std::int64_t k, std::size_t& bytes) {

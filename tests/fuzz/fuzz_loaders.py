@@ -252,6 +252,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    if PACKAGE.is_dir() and not any("hotcore" in path for path in sys.path):
+    try:
+        import hotcore  # noqa: F401  # the installed one, else the sources with what was built in them
+    except ImportError:
         sys.path.insert(0, str(PACKAGE))
     sys.exit(main())

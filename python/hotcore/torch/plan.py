@@ -421,10 +421,8 @@ def _plain(times: Mapping[str, Measured]) -> dict[str, dict[str, float]]:
 def _layer(fields: Fields, where: str, config: HotConfig, times: bool) -> LayerPlan:
     """A layer of a file, all of it checked: also that ``config`` takes its fields."""
     name = fields.take("name", str)
-    errors = [
-        _errors_of(fields.take(gradient, dict), known, f"{where}: {gradient}")
-        for gradient, known in (("gx_error", GX_SCALES), ("gw_error", GW_SCALES))
-    ]
+    gx_error = _errors_of(fields.take("gx_error", dict), GX_SCALES, f"{where}: gx_error")
+    gw_error = _errors_of(fields.take("gw_error", dict), GW_SCALES, f"{where}: gw_error")
     chosen = fields.take("fields", (dict, type(None)))
     if chosen is not None:
         known = {field.name for field in dataclasses.fields(HotConfig)}
@@ -453,7 +451,7 @@ def _layer(fields: Fields, where: str, config: HotConfig, times: bool) -> LayerP
         if measured and not {PLAIN, choice} <= measured.keys():
             raise ValueError(f"{where}: times: expected {PLAIN!r} and the choice, {choice!r}")
     fields.end()
-    return LayerPlan(name, *errors, chosen, pattern, measured, choice, reason, shape)
+    return LayerPlan(name, gx_error, gw_error, chosen, pattern, measured, choice, reason, shape)
 
 
 def _errors_of(errors: dict[str, Any], known: Sequence[str], where: str) -> dict[str, float]:
@@ -472,7 +470,9 @@ def _measured(entries: dict[str, Any], where: str) -> dict[str, Measured]:
     for name, entry in entries.items():
         fields = Fields(entry, f"{where}: {name}")
         found[name] = Measured(
-            *(float(fields.take(time, (int, float))) for time in ("median_ms", "q1_ms", "q3_ms")),
+            float(fields.take("median_ms", (int, float))),
+            float(fields.take("q1_ms", (int, float))),
+            float(fields.take("q3_ms", (int, float))),
             fields.take("kept_bytes", int),
         )
         fields.end()
