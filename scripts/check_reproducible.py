@@ -22,12 +22,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def build(folder: Path, epoch: str) -> Path:
+def build(folder: Path, commit: str, epoch: str) -> Path:
     """The wheel of the commit, built in ``folder``."""
     sources, out = folder / "sources", folder / "out"
     sources.mkdir(parents=True)
     archive = subprocess.run(
-        ["git", "-C", ROOT, "archive", "HEAD"], check=True, stdout=subprocess.PIPE
+        ["git", "-C", ROOT, "archive", commit], check=True, stdout=subprocess.PIPE
     )
     subprocess.run(["tar", "-x", "-C", sources], check=True, input=archive.stdout)
     env = {
@@ -57,12 +57,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, help="keep both builds there")
     options = parser.parse_args()
-    epoch = subprocess.run(
-        ["git", "-C", ROOT, "log", "-1", "--format=%ct"], check=True, capture_output=True, text=True
-    ).stdout.strip()
+    said = subprocess.run(
+        ["git", "-C", ROOT, "log", "-1", "--format=%H %ct"],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    source = said.stdout.split()  # the commit and its date
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.out or Path(scratch)
-        first, second = build(folder / "one", epoch), build(folder / "another-folder", epoch)
+        first, second = (build(folder / name, *source) for name in ("one", "another-folder"))
         for wheel in (first, second):
             print(f"{hashlib.sha256(wheel.read_bytes()).hexdigest()}  {wheel.name}")
         if first.read_bytes() == second.read_bytes():
