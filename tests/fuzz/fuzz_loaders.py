@@ -12,6 +12,7 @@ the argument, or gives an object that is written and read back as the same one.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import random
 import sys
@@ -252,8 +253,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    try:
-        import hotcore  # noqa: F401  # the installed one, else the sources with what was built in them
-    except ImportError:
+    # The installed one, else the sources with what was built in them. Not imported: atheris has to.
+    if importlib.util.find_spec("hotcore") is None:
         sys.path.insert(0, str(PACKAGE))
     sys.exit(main())
