@@ -21,7 +21,10 @@ function(hot_python_module name)
     target_link_options(${name} PRIVATE
       "LINKER:--version-script=${CMAKE_CURRENT_FUNCTION_LIST_DIR}/module.map")
   endif()
-  set_target_properties(${name} PROPERTIES INSTALL_RPATH "$ORIGIN/${CMAKE_INSTALL_LIBDIR}")
+  # From the link on: the build folder's path, rewritten at the install, would leave its length behind
+  # and two builds would differ.
+  set_target_properties(${name} PROPERTIES
+    INSTALL_RPATH "$ORIGIN/${CMAKE_INSTALL_LIBDIR}" BUILD_WITH_INSTALL_RPATH ON)
   install(TARGETS ${name} LIBRARY DESTINATION . COMPONENT python)
 endfunction()
 

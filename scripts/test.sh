@@ -5,6 +5,8 @@
 #   bash scripts/test.sh [--slow] [cpp] [python] [style]    --slow: the long training tests too; parts: default all
 #   bash scripts/test.sh sanitizers                         the C++ tests under AddressSanitizer and UBSan, and under
 #                                                           ThreadSanitizer (a build each; only where asked for)
+#   bash scripts/test.sh fuzz                               a minute of fuzzing: C++ calls, C ABI (libFuzzer, clang), and
+#                                                           what reads files (only where asked for; HOT_FUZZ_SECONDS)
 #   bash scripts/test.sh [--slow] --torch VERSION           tests/torch alone, with another torch: a version, "oldest"
 #                                                           (pyproject.toml's) or "newest" (torch-newest.txt's)
 #
@@ -29,7 +31,7 @@ while [[ $# -gt 0 ]]; do
       version="$2"
       shift
       ;;
-    cpp | python | style | sanitizers) parts+=("$1") ;;
+    cpp | python | style | sanitizers | fuzz) parts+=("$1") ;;
     -h | --help) sed -n '2,/^set /s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" | sed '/^set /d'; exit 0 ;;
     *) hot_env_fail "unknown option: $1 (see --help)" ;;
   esac
@@ -125,6 +127,37 @@ test_sanitizers() {
     ctest --test-dir "$HOT_ROOT/build/$preset" -LE consumer -j "$jobs" --no-tests=error --output-on-failure \
       --output-junit "$results/$preset.xml" || [[ -f "$results/$preset.xml" ]] || broken "$preset: ctest"
   done
+}
+
+# HOT_FUZZ_SECONDS in all (default 60), a third for each target. What was found stays in build/fuzz/found.
+test_fuzz() {
+  local target each=$((${HOT_FUZZ_SECONDS:-60} / 3)) build_fuzz="$HOT_ROOT/build/fuzz"
+  local compiler="${HOT_CLANG:-clang++-14}"
+  command -v "$compiler" >/dev/null ||
+    { broken "fuzz: no $compiler (apt-get install clang-14 libclang-rt-14-dev, or HOT_CLANG)"; return; }
+  hot_env_say "building the fuzz targets in build/fuzz"
+  (cd "$HOT_ROOT" && cmake --preset fuzz -DCMAKE_CXX_COMPILER="$compiler" -DHOT_WERROR=ON >"$results/fuzz.log" 2>&1) ||
+    { cat "$results/fuzz.log"; broken "fuzz: cmake"; return; }
+  cmake --build "$build_fuzz" -j "$jobs" || { broken "fuzz: build"; return; }
+  mkdir -p "$build_fuzz/found"
+  for target in fuzz_cpp fuzz_c; do
+    mkdir -p "$build_fuzz/corpus/$target"
+    if ASAN_OPTIONS=malloc_context_size=1 UBSAN_OPTIONS=print_stacktrace=1 \
+      "$build_fuzz/tests/fuzz/$target" -max_total_time="$each" -max_len=160 -len_control=0 -verbosity=0 \
+      -print_final_stats=1 -artifact_prefix="$build_fuzz/found/" "$build_fuzz/corpus/$target" \
+      >"$results/$target.log" 2>&1; then
+      passed "fuzz: $target"
+      grep 'number_of_executed_units' "$results/$target.log"
+    else
+      cat "$results/$target.log"
+      broken "fuzz: $target"
+    fi
+  done
+  if (hot_env_project torch) && "$HOT_VENV_PYTHON" "$HOT_ROOT/tests/fuzz/fuzz_loaders.py" --seconds "$each"; then
+    passed "fuzz: loaders"
+  else
+    broken "fuzz: loaders"
+  fi
 }
 
 test_python() {

@@ -52,15 +52,28 @@ void check_spec(const char* call, const BackwardLinearSpec& spec) {
   if (spec.gx_bits != 4 && spec.gx_bits != 8) {
     detail::invalid(call, "gx_bits is " + std::to_string(spec.gx_bits) + "; expected 4 or 8");
   }
-  if (spec.gx_scale == Granularity::column) {
-    detail::invalid(call, "gx_scale is column; expected row (per token) or tensor");
+  if (spec.gx_scale != Granularity::row && spec.gx_scale != Granularity::tensor) {
+    detail::invalid(call, std::string("gx_scale is ") + granularity_name(spec.gx_scale) +
+                              "; expected row (per token) or tensor");
   }
-  if (spec.weight_scale == Granularity::row) {
-    detail::invalid(call, "weight_scale is row; expected column (of in_features) or tensor");
+  if (spec.weight_scale != Granularity::column && spec.weight_scale != Granularity::tensor) {
+    detail::invalid(call, std::string("weight_scale is ") + granularity_name(spec.weight_scale) +
+                              "; expected column (of in_features) or tensor");
   }
-  if (spec.x_scale == Granularity::column) {
-    detail::invalid(call, "x_scale is column; expected row (per channel) or tensor");
+  if (spec.x_scale != Granularity::row && spec.x_scale != Granularity::tensor) {
+    detail::invalid(call, std::string("x_scale is ") + granularity_name(spec.x_scale) +
+                              "; expected row (per channel) or tensor");
   }
+  if (spec.gw_scale != GradScale::tensor && spec.gw_scale != GradScale::channel &&
+      spec.gw_scale != GradScale::token) {
+    detail::invalid(call, "gw_scale is unknown; expected tensor, channel or token");
+  }
+  if (spec.storage != Storage::int8 && spec.storage != Storage::int4) {
+    detail::invalid(call, "storage is unknown; expected int8 or int4");
+  }
+  detail::check_rounding(call, "gx_rounding", spec.gx_rounding);
+  detail::check_rounding(call, "gw_rounding", spec.gw_rounding);
+  detail::check_rounding(call, "x_rounding", spec.x_rounding);
   if (spec.storage == Storage::int4 && spec.low_rank.basis != Basis::full) {
     detail::invalid(call, std::string("storage is int4 with basis ") +
                               basis_name(spec.low_rank.basis) +
@@ -287,11 +300,8 @@ SavedLayout layout_of(const Projection& p, std::int64_t in_features,
 }
 
 void check_shape(const char* call, const LinearShape& shape) {
-  if (shape.tokens < 0 || shape.out_features < 0 || shape.in_features < 0) {
-    detail::invalid(call, "tokens is " + std::to_string(shape.tokens) + ", out_features " +
-                              std::to_string(shape.out_features) + ", in_features " +
-                              std::to_string(shape.in_features) + "; expected no negative size");
-  }
+  detail::check_sizes(call, {"tokens", "out_features", "in_features"},
+                      {shape.tokens, shape.out_features, shape.in_features});
 }
 
 // How long the buffer of codes and scales has to be.

@@ -85,11 +85,15 @@ constexpr std::size_t first_size<hot_weight> = 48;
 template <>
 constexpr std::size_t first_size<hot_gradients> = 40;
 
+// Far more than any version will need: a number above it is not a size, and what it would have
+// `read` look at is not the caller's.
+constexpr std::size_t largest_struct = 1024;
+
 template <class T>
 void check_given(const char* call, const char* name, const T* given) {
   static_assert(first_size<T> != 0 && sizeof(T) >= first_size<T>);
   if (given == nullptr) invalid(call, std::string(name) + " is null");
-  if (given->struct_size < first_size<T>) {
+  if (given->struct_size < first_size<T> || given->struct_size > largest_struct) {
     invalid(call, std::string(name) + ".struct_size is " + std::to_string(given->struct_size) +
                       "; expected the size of the struct, " + std::to_string(sizeof(T)));
   }

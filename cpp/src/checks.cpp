@@ -13,6 +13,42 @@ void unsupported(const char* call, const std::string& what) {
   throw Error(ErrorCode::unsupported, std::string(call) + ": " + what);
 }
 
+void check_sizes(const char* call, std::initializer_list<const char*> names,
+                 std::initializer_list<std::int64_t> sizes) {
+  const auto fail = [&](const char* expected) {
+    std::string text;
+    for (std::size_t i = 0; i < sizes.size(); ++i) {
+      text += (i == 0 ? "" : ", ") + std::string(names.begin()[i]) + (i == 0 ? " is " : " ") +
+              std::to_string(sizes.begin()[i]);
+    }
+    invalid(call, text + "; expected " + expected);
+  };
+  for (const std::int64_t size : sizes) {
+    if (size < 0) fail("no negative size");
+    if (size > largest_size) fail("sizes of at most 2^48");
+  }
+  for (auto a = sizes.begin(); a != sizes.end(); ++a) {
+    for (auto b = sizes.begin(); b != a; ++b) {
+      if (*b > 0 && *a > largest_product / *b) fail("matrices of at most 2^52 elements");
+    }
+  }
+}
+
+void check_rounding(const char* call, const char* name, Rounding rounding) {
+  if (rounding != Rounding::nearest && rounding != Rounding::stochastic &&
+      rounding != Rounding::pseudo_stochastic) {
+    invalid(call,
+            std::string(name) + " is unknown; expected nearest, stochastic or pseudo_stochastic");
+  }
+}
+
+void check_granularity(const char* call, const char* name, Granularity granularity) {
+  if (granularity != Granularity::tensor && granularity != Granularity::row &&
+      granularity != Granularity::column) {
+    invalid(call, std::string(name) + " is unknown; expected tensor, row or column");
+  }
+}
+
 namespace {
 
 template <class Get>
@@ -37,6 +73,29 @@ bool is_empty(const ConstTensorView& view) {
   return false;
 }
 
+// Elements beyond which no stride is followed; with an element's size still exact in 64 bits.
+constexpr std::int64_t largest_reach = std::int64_t{1} << 58;
+
+// Whether sizes and strides are ones that memory can have. Where not, products of them would not
+// fit 64 bits, and no check that uses them would mean anything.
+bool addressable(const ConstTensorView& view) {
+  std::int64_t count = 1;
+  for (int d = 0; d < view.ndim; ++d) {
+    const std::int64_t size = std::max<std::int64_t>(view.shape[d], 1);
+    if (size > largest_size || size > largest_product / count) return false;
+    count *= size;
+  }
+  if (is_empty(view)) return true;
+  std::int64_t left = largest_reach;
+  for (int d = 0; d < view.ndim; ++d) {
+    if (view.shape[d] < 2) continue;
+    const std::int64_t most = left / (view.shape[d] - 1);
+    if (view.stride[d] > most || view.stride[d] < -most) return false;
+    left -= (view.shape[d] - 1) * std::abs(view.stride[d]);
+  }
+  return true;
+}
+
 // First and one past the last byte that a view touches.
 std::pair<std::uintptr_t, std::uintptr_t> extent(const ConstTensorView& view) {
   auto first = reinterpret_cast<std::uintptr_t>(view.data);
@@ -54,8 +113,11 @@ bool interleaved(const ConstTensorView& a, const ConstTensorView& b) {
   if (a.ndim != 2 || b.ndim != 2 || a.stride[1] != 1 || b.stride[1] != 1) return false;
   const auto size_a = static_cast<std::int64_t>(dtype_size(a.dtype));
   const auto size_b = static_cast<std::int64_t>(dtype_size(b.dtype));
+  // A view of one row may have any stride there.
+  if (std::min(a.stride[0], b.stride[0]) <= 0) return false;
+  if (std::max(a.stride[0], b.stride[0]) > largest_reach) return false;
   const std::int64_t pitch = a.stride[0] * size_a;
-  if (pitch <= 0 || pitch != b.stride[0] * size_b) return false;
+  if (pitch != b.stride[0] * size_b) return false;
   const std::int64_t width_a = a.shape[1] * size_a, width_b = b.shape[1] * size_b;
   const auto difference = static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(b.data) -
                                                     reinterpret_cast<std::uintptr_t>(a.data));
@@ -76,6 +138,14 @@ std::string shape_text(std::initializer_list<std::int64_t> shape) {
   });
 }
 
+namespace {
+
+std::string stride_text(const ConstTensorView& view) {
+  return list_text(view.ndim, [&](int i) { return std::to_string(view.stride[i]); });
+}
+
+}  // namespace
+
 void Checker::input(const char* name, const ConstTensorView& view,
                     std::initializer_list<DType> dtypes, int min_dims, int most_dims) const {
   const auto fail = [&](const std::string& what) { invalid(call_, std::string(name) + what); };
@@ -94,6 +164,10 @@ void Checker::input(const char* name, const ConstTensorView& view,
   }
   for (int d = 0; d < view.ndim; ++d) {
     if (view.shape[d] < 0) fail(" has shape " + shape_text(view) + "; expected no negative size");
+  }
+  if (!addressable(view)) {
+    fail(" has shape " + shape_text(view) + " and strides " + stride_text(view) +
+         "; expected at most 2^52 elements, within 2^58 elements of memory");
   }
   if (view.device != context_.device()) {
     fail(" is on " + device_text(view.device) + "; expected " + device_text(context_.device()) +

@@ -6,6 +6,7 @@
 
 #include "hot/context.h"
 #include "hot/error.h"
+#include "hot/quantize.h"
 #include "hot/tensor.h"
 #include "kernels.h"
 
@@ -13,6 +14,14 @@ namespace hot::detail {
 
 [[noreturn]] void invalid(const char* call, const std::string& what);
 [[noreturn]] void unsupported(const char* call, const std::string& what);
+
+// Refuses a negative size, and sizes beyond largest_size and largest_product; `names` as they are
+// called, in order.
+void check_sizes(const char* call, std::initializer_list<const char*> names,
+                 std::initializer_list<std::int64_t> sizes);
+// Refuse what C++ lets be cast to an enumeration.
+void check_rounding(const char* call, const char* name, Rounding rounding);
+void check_granularity(const char* call, const char* name, Granularity granularity);
 
 std::string shape_text(const ConstTensorView& view);
 std::string shape_text(std::initializer_list<std::int64_t> shape);  // -1 prints as *

@@ -2,6 +2,10 @@
 
 #include <string>
 
+#if HOT_X86
+#include <cpuid.h>
+#endif
+
 #include "cpu/thread_pool.h"
 #include "cuda_device.h"
 #include "hot/device.h"
@@ -22,6 +26,18 @@ const char* isa_name(Isa isa) noexcept {
   return "unknown";
 }
 
+#if HOT_X86
+namespace {
+
+// clang's __builtin_cpu_supports has known "f16c" since version 16 only.
+bool has_f16c() noexcept {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
+}
+
+}  // namespace
+#endif
+
 Isa best_isa() noexcept {
 #if HOT_X86
   static const Isa best = [] {
@@ -31,8 +47,7 @@ Isa best_isa() noexcept {
         __builtin_cpu_supports("avx512vnni")) {
       return Isa::avx512;
     }
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-        __builtin_cpu_supports("f16c")) {
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c()) {
       return Isa::avx2;
     }
     return Isa::plain;

@@ -68,13 +68,6 @@ bool same_elements(const ConstTensorView& a, const ConstTensorView& b) {
   return true;
 }
 
-void check_rounding(const char* call, const char* name, Rounding rounding) {
-  if (rounding != Rounding::nearest && rounding != Rounding::stochastic &&
-      rounding != Rounding::pseudo_stochastic) {
-    detail::invalid(call, std::string(name) + " is no known rounding");
-  }
-}
-
 void check_bits(const char* call, const char* name, int bits) {
   if (bits != 4 && bits != 8) {
     detail::invalid(call, std::string(name) + " is " + std::to_string(bits) + "; expected 4 or 8");
@@ -180,7 +173,8 @@ void quantize(const Context& context, const ConstTensorView& x, const QuantSpec&
   const detail::StandardArithmetic arithmetic;
   const Checker check("quantize", context);
   check_bits("quantize", "bits", spec.bits);
-  check_rounding("quantize", "rounding", spec.rounding);
+  detail::check_rounding("quantize", "rounding", spec.rounding);
+  detail::check_granularity("quantize", "scale", spec.scale);
   check.input("x", x, float_dtypes, 2, 2);
   check.output("q", q, {DType::i8, DType::i4x2}, 2, 2);
   if (q.dtype == DType::i4x2 && spec.bits != 4) {
@@ -203,6 +197,7 @@ void dequantize(const Context& context, const ConstTensorView& q, const ConstTen
                 Granularity granularity, const TensorView& out) {
   const detail::StandardArithmetic arithmetic;
   const Checker check("dequantize", context);
+  detail::check_granularity("dequantize", "granularity", granularity);
   check.input("q", q, {DType::i8, DType::i4x2}, 2, 2);
   check.input("scale", scale, {DType::f32}, 1, 1);
   check.output("out", out, float_dtypes, 2, 2);
@@ -244,11 +239,7 @@ void unpack_int4(const Context& context, const ConstTensorView& packed, const Te
 }
 
 std::size_t gemm_workspace(const Context& context, std::int64_t m, std::int64_t n, std::int64_t k) {
-  if (m < 0 || n < 0 || k < 0) {
-    detail::invalid("gemm_workspace", "m is " + std::to_string(m) + ", n " + std::to_string(n) +
-                                          ", k " + std::to_string(k) +
-                                          "; expected no negative size");
-  }
+  detail::check_sizes("gemm_workspace", {"m", "n", "k"}, {m, n, k});
   detail::WorkspaceCursor cursor;
   cursor.take<char>(
       static_cast<std::int64_t>(backend_of(context).gemm_workspace(context, m, n, k)));
@@ -351,7 +342,7 @@ void gemm_int4(const Context& context, const ConstTensorView& a, const ConstTens
   const Checker check("gemm_int4", context);
   check.input("a", a, {DType::i4x2}, 2, 2);
   check.input("b", b, {DType::i4x2}, 2, 2);
-  if (k < 0 || (k + 1) / 2 != a.shape[1]) {
+  if (k < 0 || k / 2 + k % 2 != a.shape[1]) {
     detail::invalid("gemm_int4",
                     "k is " + std::to_string(k) + "; expected " + std::to_string(2 * a.shape[1]) +
                         ", or one less, for rows of " + std::to_string(a.shape[1]) + " bytes");

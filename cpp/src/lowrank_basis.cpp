@@ -108,6 +108,10 @@ std::int64_t hla_rows(std::int64_t tokens, const LowRank& spec) {
 namespace detail {
 
 void check_low_rank(const LowRank& spec) {
+  if (spec.basis != Basis::full && spec.basis != Basis::lowpass && spec.basis != Basis::sequency &&
+      spec.basis != Basis::sketch) {
+    invalid("basis is unknown; expected full, lowpass, sequency or sketch");
+  }
   if (!spec.rows.empty() && spec.basis != Basis::lowpass) {
     invalid(std::string("rows was given with basis ") + basis_name(spec.basis) +
             "; only lowpass takes a row list");
@@ -185,7 +189,9 @@ TokenOrder token_order(std::int64_t tokens, const LowRank& spec) {
 }  // namespace
 
 Projection make_projection(std::int64_t tokens, const LowRank& spec) {
-  if (tokens < 0) invalid("tokens is " + std::to_string(tokens) + "; expected 0 or more");
+  if (tokens < 0 || tokens > largest_size) {
+    invalid("tokens is " + std::to_string(tokens) + "; expected 0 to 2^48");
+  }
   check_low_rank(spec);
   Projection p;
   p.basis = spec.basis;

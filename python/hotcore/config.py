@@ -9,7 +9,7 @@ import operator
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, cast, get_args
 
-from . import _core
+from . import _core, _strict_json
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -88,6 +88,19 @@ def as_key(key: Key | int | tuple[int, ...], name: str = "key") -> Key:
     return full
 
 
+def _check_width(name: str, value: int) -> None:
+    """Refuse what libhot has no room for."""
+    if not -(1 << 31) <= value < 1 << 31:
+        raise ValueError(f"{name}: {value} does not fit 32 bits")
+
+
+def _tuple(name: str, value: Any, expected: str) -> tuple[Any, ...]:
+    try:
+        return tuple(value)
+    except TypeError:
+        raise TypeError(f"{name}: expected {expected}, got {value!r}") from None
+
+
 def _is_power_of_two(value: int) -> bool:
     return value > 0 and value & (value - 1) == 0
 
@@ -147,6 +160,7 @@ class HotConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool):
                 raise TypeError(f"{name}: expected an int, got {value!r}")
+            _check_width(name, value)
         self._choice("gx_scale", get_args(GxScale))
         self._choice("weight_scale", get_args(WeightScale))
         self._choice("gx_rounding", get_args(Rounding))
@@ -190,7 +204,7 @@ class HotConfig:
         if self.rows is not None:
             if self.basis != "lowpass":
                 raise ValueError(f"rows: a row list needs basis 'lowpass', not {self.basis!r}")
-            rows = tuple(self.rows)
+            rows = _tuple("rows", self.rows, "ints")
             if not all(isinstance(row, int) and not isinstance(row, bool) for row in rows):
                 raise TypeError(f"rows: expected ints, got {self.rows!r}")
             if (
@@ -213,11 +227,15 @@ class HotConfig:
 
     def _check_layout(self) -> None:
         if self.token_grid is not None:
-            grid = tuple(self.token_grid)
-            if len(grid) != 2 or not all(isinstance(side, int) for side in grid):
+            grid = _tuple("token_grid", self.token_grid, "(height, width)")
+            if len(grid) != 2 or not all(
+                isinstance(side, int) and not isinstance(side, bool) for side in grid
+            ):
                 raise TypeError(f"token_grid: expected (height, width), got {self.token_grid!r}")
             if min(grid) < 1:
                 raise ValueError(f"token_grid: {grid}; both sides are at least 1")
+            for side in grid:
+                _check_width("token_grid", side)
             object.__setattr__(self, "token_grid", grid)
         if self.prefix_tokens < 0:
             raise ValueError(f"prefix_tokens: {self.prefix_tokens} is negative")
@@ -260,8 +278,15 @@ class HotConfig:
 
     @classmethod
     def from_json(cls, text: str) -> HotConfig:
-        """Make a configuration from :meth:`to_json`'s text; ValueError names an unknown field."""
-        fields = _json.loads(text)
+        """Make a configuration from :meth:`to_json`'s text, at most 1 MiB.
+
+        Raises ValueError for anything else; it names an unknown field or a bad value.
+        """
+        if not isinstance(text, str):
+            raise TypeError(f"text: expected a str, got {type(text).__name__}")
+        if len(text) > _strict_json.LARGEST_TEXT:
+            raise ValueError(f"text: longer than {_strict_json.LARGEST_TEXT} characters")
+        fields = _strict_json.parse(text, "text")
         if not isinstance(fields, dict):
             raise ValueError(f"text: expected a JSON object, got {type(fields).__name__}")
         known = {field.name for field in dataclasses.fields(cls)}
@@ -271,7 +296,10 @@ class HotConfig:
         for name in ("rows", "token_grid"):
             if isinstance(fields.get(name), list):
                 fields[name] = tuple(fields[name])
-        return cls(**fields)
+        try:
+            return cls(**fields)
+        except (TypeError, ValueError) as error:  # of a value; the names are known
+            raise ValueError(f"text: {error}") from None
 
     def spec_fields(self) -> dict[str, Any]:
         """All fields as the bindings take them: texts, numbers and lists of numbers."""
@@ -290,9 +318,12 @@ class HotConfig:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Put the fields back."""
+        """Put the fields back, and check them as any others."""
+        unknown = state.keys() - {field.name for field in dataclasses.fields(self)}
+        if unknown:
+            raise ValueError(f"state: HotConfig has no field {min(unknown)!r}")
         self.__dict__.update(state)
-        self.__dict__["json"] = self.to_json()
+        self.__post_init__()
 
     def __repr__(self) -> str:
         """Show the recipe, or the fields that differ from the defaults."""

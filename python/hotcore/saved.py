@@ -52,7 +52,8 @@ class Saved:
         The contraction (tokens, or kept rows of their blocks) runs along the columns and is padded
         with zeros.
         """
-        layout, source = self.layout, self._operand()
+        layout = self.layout
+        source = self._operand(layout.bytes)
         flat = source.array[: layout.channels * layout.row_bytes]
         if self.config.storage == "int8":
             flat = source.kind.view(flat, "int8")
@@ -63,7 +64,8 @@ class Saved:
 
         A view for INT8 storage; for INT4 storage a copy, since they are kept as bfloat16.
         """
-        layout, source = self.layout, self._operand()
+        layout = self.layout
+        source = self._operand(layout.bytes)
         kind, width = source.kind, 4 if self.config.storage == "int8" else 2
         end = layout.scale_offset + width * layout.scales
         stored = source.array[layout.scale_offset : end]
@@ -74,8 +76,14 @@ class Saved:
         shape = (layout.channels, -(-self.tokens // 64))
         return kind.reshape(kind.view(kind.reshape(words, (-1,)), "float32"), shape)
 
-    def _operand(self) -> arrays.Operand:
-        return arrays.operand(self.data, "saved.data", ("uint8",))
+    def _operand(self, expected: int) -> arrays.Operand:
+        operand = arrays.operand(self.data, "saved.data", ("uint8",))
+        if tuple(operand.shape) != (expected,):
+            raise ValueError(
+                f"saved.data: shape {tuple(operand.shape)}; expected ({expected},) for "
+                f"{self.tokens} tokens, {self.in_features} in_features and this config"
+            )
+        return operand
 
 
 @dataclasses.dataclass(frozen=True)

@@ -336,6 +336,79 @@ TEST(Errors, keys) {
   expect_error(invalid, {"backward_linear", "saved.key.counter"}, [&] { layer.backward(cpu()); });
 }
 
+// Found by tests/fuzz: products of sizes and strides that do not fit 64 bits came out small.
+TEST(Errors, sizes_beyond_memory) {
+  const std::int64_t most = std::numeric_limits<std::int64_t>::max();
+  const std::int64_t far = std::int64_t{1} << 40;
+  const hot::Context context = cpu();
+  const hot::BackwardLinearSpec spec{};
+  expect_error(invalid, {"saved_layout", "tokens", "2^48"},
+               [&] { hot::saved_layout(most, 1, spec); });
+  // 2^40 rows of 2^40 / 2 bytes: 2^79, of which 64 bits keep 0.
+  expect_error(invalid, {"saved_layout", "in_features", "2^52"},
+               [&] { hot::saved_layout(far, far, spec); });
+  expect_error(invalid, {"quantized_weight_bytes", "2^52"},
+               [&] { hot::quantized_weight_bytes(far, far, spec); });
+  expect_error(invalid, {"gemm_workspace", "m", "k", "2^52"},
+               [&] { hot::gemm_workspace(context, far, 1, far); });
+  expect_error(invalid, {"backward_linear_workspace", "2^52"},
+               [&] { hot::backward_linear_workspace(context, {far, far, 1}, spec, true, true); });
+  expect_error(invalid, {"low_rank", "tokens"}, [&] { hot::hla_rows(most, {}); });
+  EXPECT_FALSE(hot::supported(context, {far, far, far}, spec).ok);
+  EXPECT_TRUE(hot::supported(context, {std::int64_t{1} << 24, 1 << 15, 1 << 15}, spec).ok);
+
+  check_table({{{"fwht", "x", "2^58"}, [&](Arguments& t) { t.x.stride[0] = most; }},
+               {{"fwht", "x", "2^58"}, [&](Arguments& t) { t.x.stride[0] = -most - 1; }},
+               {{"fwht", "out", "2^58"}, [&](Arguments& t) { t.out.stride[1] = -most - 1; }},
+               {{"fwht", "x", "2^52"},
+                [&](Arguments& t) {  // a broadcast of one number, 2^80 times
+                  t.x.shape[0] = t.x.shape[1] = far;
+                  t.x.stride[0] = t.x.stride[1] = 0;
+                }}},
+              [](Arguments& t) { hot::fwht(t.context, t.x, t.axis, t.block, t.out); });
+  Arguments last;  // INT64_MAX + 1 was formed before k was found wrong
+  expect_error(invalid, {"gemm_int4", "k"}, [&] {
+    hot::gemm_int4(last.context, last.packed_a, last.packed_b, most, last.a_scale, last.b_scale,
+                   last.gemm, last.product, last.workspace());
+  });
+}
+
+// Any stride goes where there is but one row.
+TEST(Errors, a_stride_that_is_not_used) {
+  const std::int64_t most = std::numeric_limits<std::int64_t>::max();
+  Arguments t;
+  t.x = hot::matrix(t.memory.data(), DType::f32, 1, 16, most);
+  t.out = hot::matrix(t.out_memory.data(), DType::f32, 1, 16, most);
+  EXPECT_NO_THROW(hot::fwht(t.context, t.x, 1, 16, t.out));
+}
+
+// Numbers that are no enumeration's: `unknown` before, or taken for another.
+TEST(Errors, unknown_enumerations) {
+  const auto refused = [](const char* name, const Spoil& spoil) {
+    Arguments t;
+    spoil(t);
+    expect_error(invalid, {name, "unknown"}, [&] { hot::saved_layout(20, 12, t.spec); });
+    EXPECT_FALSE(hot::supported(t.context, {20, 10, 12}, t.spec).ok) << name;
+  };
+  refused("gx_scale", [](Arguments& t) { t.spec.gx_scale = static_cast<hot::Granularity>(9); });
+  refused("weight_scale",
+          [](Arguments& t) { t.spec.weight_scale = static_cast<hot::Granularity>(9); });
+  refused("x_scale", [](Arguments& t) { t.spec.x_scale = static_cast<hot::Granularity>(9); });
+  refused("gw_scale", [](Arguments& t) { t.spec.gw_scale = static_cast<hot::GradScale>(9); });
+  refused("storage", [](Arguments& t) { t.spec.storage = static_cast<hot::Storage>(9); });
+  refused("basis", [](Arguments& t) {
+    t.spec.storage = hot::Storage::int8;
+    t.spec.low_rank.basis = static_cast<hot::Basis>(9);
+  });
+  refused("gx_rounding", [](Arguments& t) { t.spec.gx_rounding = static_cast<hot::Rounding>(9); });
+  refused("gw_rounding", [](Arguments& t) { t.spec.gw_rounding = static_cast<hot::Rounding>(9); });
+  refused("x_rounding", [](Arguments& t) { t.spec.x_rounding = static_cast<hot::Rounding>(9); });
+
+  check_table({{{"quantize", "scale", "unknown"},
+                [](Arguments& t) { t.quant.scale = static_cast<hot::Granularity>(9); }}},
+              [](Arguments& t) { hot::quantize(t.context, t.x, t.quant, t.q, t.scale); });
+}
+
 TEST(Errors, supported) {
   hot::BackwardLinearSpec spec;
   EXPECT_TRUE(hot::supported(cpu(), {20, 10, 12}, spec).ok);

@@ -709,3 +709,14 @@ def test_another_spec_is_refused(rng: np.random.Generator) -> None:
         assert _core.saved_format(other.spec) == _core.saved_format(config.spec)
         with pytest.raises(ValueError, match="w: quantised with"):
             hotcore.backward_linear(gy, weight, x, config=other)
+
+
+def test_a_saved_buffer_of_another_length(rng: np.random.Generator) -> None:
+    """Codes and scales of a buffer that was cut came out short, or as an error of NumPy's."""
+    saved = hotcore.compress_activation(rng.standard_normal((32, 8), np.float32), key=1)
+    short = dataclasses.replace(saved, data=saved.data[:-2])
+    other = dataclasses.replace(saved, tokens=40)
+    for bad in (short, other):
+        for read in (bad.codes, bad.scales):
+            with pytest.raises(ValueError, match=r"saved.data: shape \(\d+,\); expected \(\d+,\)"):
+                read()

@@ -475,3 +475,33 @@ def test_keys() -> None:
             _core.compress_activation(context, X, spec, key, out, None)
     with pytest.raises(ValueError, match="key: counter = 4 .*multiple of 8"):
         hotcore.compress_activation(X, key=hotcore.Key(0, counter=4))
+
+
+def test_sizes_beyond_memory() -> None:
+    """Found by tests/fuzz: products that do not fit 64 bits came out as small sizes."""
+    spec = HotConfig().spec
+    most, far = 2**63 - 1, 2**40
+    for tokens, features, message in (
+        (most, 1, r"tokens.*2\^48"),
+        (far, far, r"in_features.*2\^52"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            _core.saved_layout(tokens, features, spec)
+    supported, why = hotcore.supported(far, far, far)
+    assert not supported and "2^52" in why
+
+
+def test_a_stride_that_is_not_used() -> None:
+    """Any stride goes where there is but one row."""
+    x = np.lib.stride_tricks.as_strided(np.ones(16, np.float32), (1, 16), (2**62, 4))
+    np.testing.assert_array_equal(hotcore.fwht(x, block=16), [[16.0] + [0.0] * 15])
+
+
+def test_unknown_enumerations() -> None:
+    """Python passes names: none but those of HotConfig gets as far as libhot."""
+    for field in ("gx_scale", "gx_rounding", "basis", "gw_scale", "storage", "x_rounding"):
+        with pytest.raises(ValueError, match=f"{field}: 'unknown'"):
+            HotConfig(**{field: "unknown"})
+        fields = {**HotConfig().spec_fields(), field: "unknown"}
+        with pytest.raises(ValueError, match="unknown"):
+            _core.Spec(**fields)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -335,6 +336,18 @@ def test_save_load_and_plot(x: torch.Tensor, measured: Times, tmp_path: Path) ->
     loaded = hot.Plan.load(path)
     assert loaded == plan
     assert str(loaded) == str(plan)
+    for spoil, message in (
+        (lambda plan: plan["layers"][0]["times"].pop("plain"), "times: expected 'plain'"),
+        (lambda plan: plan["layers"][0].update(choice="other"), "the choice, 'other'"),
+        (lambda plan: plan["layers"][0]["times"]["plain"].update(speed=1), "unknown field 'speed'"),
+        (lambda plan: plan.update(objective="speed"), "objective: 'speed'"),
+        (lambda plan: plan.update(steps={"plain": plan["layers"][0]["times"]["plain"]}), "planned"),
+    ):
+        content = json.loads(path.read_text())
+        spoil(content)
+        (tmp_path / "bad.json").write_text(json.dumps(content))
+        with pytest.raises(ValueError, match=message):
+            hot.Plan.load(tmp_path / "bad.json")
     changed = loaded.override("past", gx_bits=4)
     assert changed.overrides()["past"].gx_bits == 4
     assert dataclasses.replace(changed, layers=plan.layers) == plan

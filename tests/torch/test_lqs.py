@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -284,6 +285,77 @@ def test_load_something_else(text: str, message: str, tmp_path: Path) -> None:
     path.write_text(text)
     with pytest.raises(ValueError, match=message):
         hot.Plan.load(path)
+
+
+def spoil(content: Any, path: str, value: Any) -> None:
+    """Put ``value`` at ``path`` ("layers.0.name"); an Ellipsis takes it out."""
+    *way, last = (int(step) if step.isdigit() else step for step in path.split("."))
+    for step in way:
+        content = content[step]
+    if value is ...:
+        del content[last]
+    else:
+        content[last] = value
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("speed", 1, "unknown field 'speed'"),
+        ("objective", "time", "unknown field 'objective'"),  # of the other format
+        ("config", ..., "'config' is missing"),
+        ("config", [], "config: expected an object, got a list"),
+        ("config.rank", 400000000000, "config: rank: 400000000000 does not fit"),
+        ("config.speed", 1, "config: HotConfig has no field 'speed'"),
+        ("batches", True, "batches: expected an integer, got a bool"),
+        ("batches", -1, "batches: -1 is negative"),
+        ("layers", {}, "layers: expected a list, got an object"),
+        ("layers.0", 5, r"layers\[0\]: expected a JSON object, got an integer"),
+        ("layers.0.name", None, r"layers\[0\]: name: expected a text, got null"),
+        ("layers.0.speed", 1, r"layers\[0\]: unknown field 'speed'"),
+        ("layers.0.gx_error.row", ..., "gx_error: 'row' is missing"),
+        ("layers.0.gx_error.row", "0", "gx_error: row: expected an integer or a number"),
+        ("layers.0.gw_error.token", -1.0, "gw_error: token: -1.0 is negative"),
+        ("layers.0.fields", {"speed": 1}, "HotConfig has no field 'speed'"),
+        ("layers.0.fields", {"gx_bits": 5}, "fields: gx_bits: 5"),
+        ("layers.0.fields", {"gx_bits": "8"}, "fields: gx_bits: expected an int"),
+        ("layers.0.pattern", [[1.0], [1.0, 2.0]], "pattern: its rows differ"),
+        ("layers.0.pattern", [["x"]], "pattern: expected an integer or a number, got a text"),
+        ("layers.0.pattern", [[[[[[[[[[[[[[[[[]]]]]]]]]]]]]]]]], "nested deeper than 16"),
+    ],
+)
+def test_load_is_strict(
+    plan: hot.Plan, path: str, value: Any, message: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "plan.json"
+    plan.save(file)
+    content = json.loads(file.read_text())
+    spoil(content, path, value)
+    file.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=message) as raised:
+        hot.Plan.load(file)
+    assert str(raised.value).startswith(f"path: {file}")
+
+
+def test_load_has_limits(plan: hot.Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "plan.json"
+    plan.save(file)
+    size = file.stat().st_size
+    monkeypatch.setattr("hotcore._strict_json.LARGEST_FILE", size)
+    assert hot.Plan.load(file).config == plan.config
+    monkeypatch.setattr("hotcore._strict_json.LARGEST_FILE", size - 1)
+    with pytest.raises(ValueError, match=f"larger than {size - 1} bytes"):
+        hot.Plan.load(file)
+    file.write_text("kept")
+    with pytest.raises(ValueError, match=f"plan: .* make {size} bytes"):
+        plan.save(file)
+    assert file.read_text() == "kept"
+    file.write_bytes(b"\xff")
+    with pytest.raises(ValueError, match="is no JSON"):
+        hot.Plan.load(file)
+    file.write_text('{"format": "hotcore plan 1", "format": "hotcore plan 1"}')
+    with pytest.raises(ValueError, match="'format' occurs twice"):
+        hot.Plan.load(file)
 
 
 def test_plan_for_another_model(plan: hot.Plan) -> None:

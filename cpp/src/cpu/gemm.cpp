@@ -76,8 +76,14 @@ std::size_t CpuBackend::gemm_workspace(const Context& context, std::int64_t m, s
   return std::max(aligned(packed) + aligned(bias), transposed);
 }
 
-void CpuBackend::gemm(const Context& context, const GemmArgs& args, void* workspace) const {
+void CpuBackend::gemm(const Context& context, const GemmArgs& given, void* workspace) const {
+  GemmArgs args = given;
   if (args.m == 0 || args.n == 0) return;
+  if (args.k == 0) {  // operands without elements may have no memory, and any stride
+    static constexpr std::int8_t nothing = 0;
+    args.a = args.b = &nothing;
+    args.lda = args.ldb = 0;
+  }
   const SimdKernels& simd = simd_kernels(context.isa());
   const std::int64_t chunks = chunks_of(args.k);
   const std::int64_t panels = ceil_div(args.n, simd.gemm_nr);

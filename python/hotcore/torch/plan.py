@@ -18,6 +18,8 @@ from typing import Any, Literal
 
 from torch import nn
 
+from .. import _strict_json
+from .._strict_json import Fields
 from ..config import ConfigLike, HotConfig, as_config
 from .report import listed, pattern_of
 
@@ -166,7 +168,7 @@ class Plan:
         return dataclasses.replace(self, layers=tuple(layers))
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON."""
+        """Write the plan as JSON. Raises ValueError for one larger than :meth:`load` takes."""
         content: dict[str, Any] = {
             "format": _TIMES if self.objective else _ERRORS,
             "config": json.loads(self.config.to_json()),
@@ -188,43 +190,54 @@ class Plan:
             for entry, layer in zip(content["layers"], self.layers, strict=True):
                 entry["times"] = _plain(layer.times)
                 entry |= {"choice": layer.choice, "reason": layer.reason, "shape": layer.shape}
-        Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        text = json.dumps(content, indent=1) + "\n"
+        if len(text) > _strict_json.LARGEST_FILE:
+            raise ValueError(
+                f"plan: {len(self.layers)} layers make {len(text)} bytes of JSON; Plan.load takes "
+                f"{_strict_json.LARGEST_FILE}"
+            )
+        Path(path).write_text(text, encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read what :meth:`save` wrote. Raises ValueError for any other file."""
-        try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"path: {path} is no JSON ({error})") from None
+        """Read what :meth:`save` wrote, at most 64 MiB.
+
+        Raises ValueError for any other file: it names what is unknown, missing, of a wrong type or
+        no setting of HotConfig. OSError where the file cannot be read.
+        """
+        where = f"path: {path}"
+        content = _strict_json.read(path, where)
         if not isinstance(content, dict) or content.get("format") not in (_ERRORS, _TIMES):
-            raise ValueError(
-                f"path: {path} is no plan; expected the format {_ERRORS!r} or {_TIMES!r}"
-            )
-        layers = []
-        for entry in content["layers"]:
-            fields = entry["fields"]
-            if fields is not None:
-                fields = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
-            layers.append(
-                LayerPlan(
-                    entry["name"],
-                    entry["gx_error"],
-                    entry["gw_error"],
-                    fields,
-                    tuple(tuple(row) for row in entry["pattern"]),
-                    _measured(entry.get("times", {})),
-                    *(entry.get(name, "") for name in ("choice", "reason", "shape")),
+            raise ValueError(f"{where} is no plan; expected the format {_ERRORS!r} or {_TIMES!r}")
+        fields = Fields(content, where)
+        times = fields.take("format", str) == _TIMES
+        try:
+            config = HotConfig.from_json(json.dumps(fields.take("config", dict)))
+        except ValueError as error:
+            raise ValueError(f"{where}: config: {str(error).removeprefix('text: ')}") from None
+        layers = [
+            _layer(Fields(entry, f"{where}: layers[{i}]"), f"{where}: layers[{i}]", config, times)
+            for i, entry in enumerate(fields.take("layers", list))
+        ]
+        names = [layer.name for layer in layers]
+        if len(set(names)) != len(names):
+            raise ValueError(f"{where}: two layers have one name")
+        batches = fields.take("batches", int)
+        if batches < 0:
+            raise ValueError(f"{where}: batches: {batches} is negative")
+        objective, machine, steps = "", "", {}
+        if times:
+            objective = fields.take("objective", str)
+            if objective not in ("time", "memory"):
+                raise ValueError(
+                    f"{where}: objective: {objective!r} is neither 'time' nor 'memory'"
                 )
-            )
-        return cls(
-            tuple(layers),
-            HotConfig.from_json(json.dumps(content["config"])),
-            content["batches"],
-            content.get("objective", ""),
-            content.get("machine", ""),
-            _measured(content.get("steps", {})),
-        )
+            machine = fields.take("machine", str)
+            steps = _measured(fields.take("steps", dict), f"{where}: steps")
+            if steps and not {PLAIN, "planned"} <= steps.keys():
+                raise ValueError(f"{where}: steps: expected {PLAIN!r} and 'planned'")
+        fields.end()
+        return cls(tuple(layers), config, batches, objective, machine, steps)
 
     def __str__(self) -> str:
         """A table: a layer a line, what was measured of every choice, and what was chosen.
@@ -238,8 +251,8 @@ class Plan:
         heads = [f"g_x {scale}" for scale in GX_SCALES] + [f"g_w {scale}" for scale in GW_SCALES]
         rows = [["layer", *heads, "chosen"]]
         for layer in self.layers:
-            errors = [layer.gx_error[scale] for scale in GX_SCALES]
-            errors += [layer.gw_error[scale] for scale in GW_SCALES]
+            errors = [layer.gx_error.get(scale, math.nan) for scale in GX_SCALES]
+            errors += [layer.gw_error.get(scale, math.nan) for scale in GW_SCALES]
             chosen = ", ".join(f"{name}={value}" for name, value in (layer.fields or {}).items())
             rows.append([layer.name, *(f"{math.sqrt(e):.4f}" for e in errors), chosen])
         lines = _aligned(rows)
@@ -405,8 +418,65 @@ def _plain(times: Mapping[str, Measured]) -> dict[str, dict[str, float]]:
     return {name: dataclasses.asdict(row) for name, row in times.items()}
 
 
-def _measured(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Measured]:
-    return {name: Measured(**entry) for name, entry in entries.items()}
+def _layer(fields: Fields, where: str, config: HotConfig, times: bool) -> LayerPlan:
+    """A layer of a file, all of it checked: also that ``config`` takes its fields."""
+    name = fields.take("name", str)
+    gx_error = _errors_of(fields.take("gx_error", dict), GX_SCALES, f"{where}: gx_error")
+    gw_error = _errors_of(fields.take("gw_error", dict), GW_SCALES, f"{where}: gw_error")
+    chosen = fields.take("fields", (dict, type(None)))
+    if chosen is not None:
+        known = {field.name for field in dataclasses.fields(HotConfig)}
+        for field in chosen:
+            if field not in known:
+                raise ValueError(f"{where}: fields: HotConfig has no field {field!r}")
+        chosen = {k: tuple(v) if isinstance(v, list) else v for k, v in chosen.items()}
+        try:
+            dataclasses.replace(config, **chosen)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{where}: fields: {error}") from None
+    pattern = tuple(
+        tuple(
+            float(_strict_json.expect(value, (int, float), f"{where}: pattern"))
+            for value in _strict_json.expect(row, list, f"{where}: pattern")
+        )
+        for row in fields.take("pattern", list)
+    )
+    if len({len(row) for row in pattern}) > 1:
+        raise ValueError(f"{where}: pattern: its rows differ in length")
+    measured: dict[str, Measured] = {}
+    choice = reason = shape = ""
+    if times:
+        measured = _measured(fields.take("times", dict), f"{where}: times")
+        choice, reason, shape = (fields.take(text, str) for text in ("choice", "reason", "shape"))
+        if measured and not {PLAIN, choice} <= measured.keys():
+            raise ValueError(f"{where}: times: expected {PLAIN!r} and the choice, {choice!r}")
+    fields.end()
+    return LayerPlan(name, gx_error, gw_error, chosen, pattern, measured, choice, reason, shape)
+
+
+def _errors_of(errors: dict[str, Any], known: Sequence[str], where: str) -> dict[str, float]:
+    """Relative errors by scale: all scales or, where none were measured, none."""
+    fields = Fields(errors, where)
+    found = {scale: fields.take(scale, (int, float)) for scale in known} if errors else {}
+    fields.end()
+    for scale, error in found.items():
+        if error < 0:
+            raise ValueError(f"{where}: {scale}: {error} is negative")
+    return found
+
+
+def _measured(entries: dict[str, Any], where: str) -> dict[str, Measured]:
+    found = {}
+    for name, entry in entries.items():
+        fields = Fields(entry, f"{where}: {name}")
+        found[name] = Measured(
+            float(fields.take("median_ms", (int, float))),
+            float(fields.take("q1_ms", (int, float))),
+            float(fields.take("q3_ms", (int, float))),
+            fields.take("kept_bytes", int),
+        )
+        fields.end()
+    return found
 
 
 def matplotlib_figure() -> Any:

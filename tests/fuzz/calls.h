@@ -1,0 +1,443 @@
+// Every call of libhot on what fuzz.h makes. `Api` is the C++ functions or the C ABI: two targets,
+// the same arguments and the same properties.
+#pragma once
+
+#include "fuzz.h"
+
+namespace hot_fuzz {
+
+// A compressed activation or a quantised weight that was kept: any bytes, and how they are read.
+template <class Kept>
+void spoil_bytes(Input& input, Memory& memory, Kept& kept) {
+  switch (input.from(0, 2)) {
+    case 0:
+      kept.bytes = static_cast<std::size_t>(input.wild());
+      break;
+    case 1:
+      kept.data = nullptr;
+      break;
+    default:
+      if (kept.bytes == 0) return;
+      kept.data = memory.bytes(kept.bytes, false, 17);
+      memory.must_fail("kept bytes that are not aligned were taken");
+  }
+}
+
+inline void spoil_saved(Input& input, Memory& memory, hot::ConstSavedActivation& saved) {
+  switch (input.from(0, 6)) {
+    case 0:
+      saved.tokens = input.wild();
+      break;
+    case 1:
+      saved.in_features = input.wild();
+      break;
+    case 2:
+      saved.format = input.any<std::uint64_t>();
+      break;
+    case 3:
+      saved.key.stream = input.any<std::uint32_t>();
+      break;
+    case 4:
+      saved.key.counter = reinterpret_cast<const std::uint64_t*>(memory.bytes(16, false, 17));
+      memory.must_fail("a counter that is not aligned was taken");
+      break;
+    default:
+      spoil_bytes(input, memory, saved);
+  }
+}
+
+template <class Api>
+class Calls {
+ public:
+  explicit Calls(Input& input) : input_(input), api_(input), memory_(input) {}
+
+  void run() {
+    switch (input_.from(0, 12)) {
+      case 0:
+        return fwht();
+      case 1:
+        return hla();
+      case 2:
+        return quantize();
+      case 3:
+        return dequantize();
+      case 4:
+        return pack();
+      case 5:
+        return gemm();
+      case 6:
+        return compress();
+      case 7:
+        return quantize_weight();
+      case 8:
+      case 9:
+      case 10:
+        return backward();
+      case 11:
+        return sizes();
+      default:
+        return contexts();
+    }
+  }
+
+ private:
+  Outcome check(const std::function<Outcome()>& call) {
+    return memory_.check([&] {
+      api_.begin();
+      const Outcome outcome = call();
+      // Of an argument that the API itself could not pass on.
+      if (outcome.ok() && api_.refused() != nullptr) broken(api_.refused());
+      return outcome;
+    });
+  }
+
+  // What a call of its own, with good memory, says; a size of `failed` where it says no.
+  template <class Ask>
+  std::size_t asked(const Ask& ask, std::size_t failed = 0) {
+    try {
+      return static_cast<std::size_t>(ask());
+    } catch (const hot::Error&) {
+      return failed;
+    }
+  }
+
+  // Without the name of the call.
+  static std::string reason(const std::string& text) {
+    const std::size_t colon = text.find(": ");
+    return colon == std::string::npos ? text : text.substr(colon);
+  }
+
+  void fwht() {
+    const int dims = input_.from(1, 4);
+    const int block = input_.rarely() ? input_.wild_int() : 1 << input_.from(0, 7);
+    const int axis = input_.rarely() ? input_.wild_int() : input_.from(-dims, dims - 1);
+    std::vector<std::int64_t> shape;
+    for (int d = 0; d < dims; ++d) shape.push_back(input_.from(0, 6));
+    const int along = axis < 0 ? axis + dims : axis;
+    if (axis >= -dims && axis < dims && block > 0 && block <= 128) {
+      shape[static_cast<std::size_t>(along)] = block * input_.from(0, 3);
+    }
+    const TensorView x = memory_.array(shape, some_float(input_), false);
+    const TensorView out =
+        input_.rarely(8) ? memory_.same_place(x) : memory_.array(shape, some_float(input_), true);
+    memory_.in_place_is_allowed();
+    check([&] { return api_.fwht(x, axis, block, out); });
+  }
+
+  void hla() {
+    const auto spec = some_spec(input_);
+    const std::int64_t tokens = some_tokens(input_, spec), cols = input_.size();
+    const auto rows =
+        static_cast<std::int64_t>(asked([&] { return hot::hla_rows(tokens, spec.low_rank); }, 4));
+    const TensorView x = memory_.array({tokens, cols}, some_float(input_), false);
+    const TensorView out = memory_.array({rows, cols}, some_float(input_), true);
+    const auto side = static_cast<hot::Side>(input_.from(0, 1));
+    check([&] { return api_.hla(x, spec, side, out); });
+  }
+
+  void quantize() {
+    hot::QuantSpec spec;
+    spec.bits = input_.rarely() ? input_.wild_int() : input_.flip() ? 4 : 8;
+    spec.scale = static_cast<hot::Granularity>(input_.rarely() ? input_.any<std::uint8_t>()
+                                                               : input_.from(0, 2));
+    spec.rounding = static_cast<hot::Rounding>(input_.rarely() ? input_.any<std::uint8_t>()
+                                                               : input_.from(0, 2));
+    const std::int64_t rows = input_.size(), cols = input_.size();
+    const bool packed = input_.flip();
+    const TensorView x = memory_.array({rows, cols}, some_float(input_), false);
+    const TensorView q = memory_.array({rows, packed ? (cols + 1) / 2 : cols},
+                                       packed ? DType::i4x2 : DType::i8, true);
+    const TensorView scale =
+        memory_.array({hot::scale_count(rows, cols, spec.scale)}, DType::f32, true);
+    check([&] { return api_.quantize(x, spec, q, scale); });
+  }
+
+  void dequantize() {
+    const std::int64_t rows = input_.size(), cols = input_.size();
+    const bool packed = input_.flip();
+    const auto granularity = static_cast<hot::Granularity>(
+        input_.rarely() ? input_.any<std::uint8_t>() : input_.from(0, 2));
+    const TensorView q = memory_.array({rows, packed ? (cols + 1) / 2 : cols},
+                                       packed ? DType::i4x2 : DType::i8, false);
+    const TensorView scale =
+        memory_.array({hot::scale_count(rows, cols, granularity)}, DType::f32, false);
+    const TensorView out = memory_.array({rows, cols}, some_float(input_), true);
+    check([&] { return api_.dequantize(q, scale, granularity, out); });
+  }
+
+  void pack() {
+    const std::int64_t rows = input_.size(), cols = input_.size();
+    const bool unpack = input_.flip();
+    const std::vector<std::int64_t> bytes = {rows, (cols + 1) / 2}, values = {rows, cols};
+    const TensorView from =
+        memory_.array(unpack ? bytes : values, unpack ? DType::i4x2 : DType::i8, false);
+    const TensorView to =
+        memory_.array(unpack ? values : bytes, unpack ? DType::i8 : DType::i4x2, true);
+    check([&] { return unpack ? api_.unpack_int4(from, to) : api_.pack_int4(from, to); });
+  }
+
+  void gemm() {
+    const std::int64_t m = input_.size(), n = input_.size(), k = input_.size();
+    const bool packed = input_.flip(), bare = input_.rarely(4);
+    const std::int64_t width = packed ? (k + 1) / 2 : k;
+    const DType dtype = packed ? DType::i4x2 : DType::i8;
+    const TensorView a = memory_.array({m, width}, dtype, false);
+    const TensorView b = memory_.array({n, width}, dtype, false);
+    TensorView a_scale{}, b_scale{};
+    if (!bare || input_.rarely()) {
+      a_scale = memory_.array({input_.flip() ? 1 : m}, DType::f32, false);
+      b_scale = memory_.array({input_.flip() ? 1 : n}, DType::f32, false);
+    }
+    const TensorView out = memory_.array({m, n}, bare ? DType::i32 : some_float(input_), true);
+    hot::GemmSpec spec;
+    spec.divisor = input_.rarely() ? input_.wild_int() : bare ? 1 : 1 << input_.from(0, 8);
+    spec.accumulate = !bare && input_.flip();
+    const std::int64_t said = input_.rarely() ? input_.wild() : k;
+    // By what the views say, since one of them may have been spoiled.
+    const auto needed = asked([&] {
+      return hot::gemm_workspace(api_.context(), a.shape[0], b.shape[0],
+                                 packed ? said : a.shape[1]);
+    });
+    const hot::Workspace workspace = memory_.workspace(needed);
+    check([&] {
+      return packed ? api_.gemm_int4(a, b, said, a_scale, b_scale, spec, out, workspace)
+                    : api_.gemm_int8(a, b, a_scale, b_scale, spec, out, workspace);
+    });
+  }
+
+  // [rows, cols], or the rows split into two or three dimensions.
+  std::vector<std::int64_t> batched(std::int64_t rows, std::int64_t cols) {
+    if (rows % 2 != 0 || !input_.rarely(3)) return {rows, cols};
+    if (input_.flip()) return {2, rows / 2, cols};
+    return {rows / 2, 1, 2, cols};
+  }
+
+  void compress() {
+    const auto spec = some_spec(input_);
+    const std::int64_t tokens = some_tokens(input_, spec), in = input_.size();
+    const TensorView x = memory_.array(batched(tokens, in), some_float(input_), false);
+    std::size_t size = asked([&] { return hot::saved_layout(tokens, in, spec).bytes; }, 64);
+    const std::size_t align = input_.rarely() ? 1 : 16;
+    const std::size_t more = input_.rarely() ? 5 : 0;
+    if (size > 0 && input_.rarely()) size = input_.from<std::size_t>(0, size - 1);
+    hot::SavedActivation saved{memory_.bytes(size + more, true, align), size + more};
+    if (input_.rarely(40)) saved.data = nullptr;
+    const auto needed =
+        asked([&] { return hot::compress_activation_workspace(api_.context(), tokens, in, spec); });
+    const hot::Workspace workspace = memory_.workspace(needed);
+    check([&] { return api_.compress_activation(x, spec, saved, workspace); });
+  }
+
+  void quantize_weight() {
+    const auto spec = some_spec(input_);
+    const std::int64_t out = input_.size(), in = input_.size();
+    const TensorView w = memory_.array({out, in}, some_float(input_), false);
+    std::size_t size = asked([&] { return hot::quantized_weight_bytes(out, in, spec); }, 64);
+    if (input_.rarely()) size = input_.from<std::size_t>(0, size);
+    hot::QuantizedWeight kept{memory_.bytes(size, true, input_.rarely() ? 1 : 16), size};
+    if (input_.rarely(40)) kept.data = nullptr;
+    const auto needed =
+        asked([&] { return hot::quantize_weight_workspace(api_.context(), out, in, spec); });
+    const hot::Workspace workspace = memory_.workspace(needed);
+    check([&] { return api_.quantize_weight(w, spec, kept, workspace); });
+  }
+
+  void backward() {
+    const auto spec = some_spec(input_);
+    const hot::LinearShape shape{some_tokens(input_, spec), input_.size(), input_.size()};
+    const bool want_gx = input_.flip(), want_gw = input_.flip(), want_gb = input_.flip();
+    const bool quantized = input_.rarely(3), twist = input_.rarely(12);
+    const TensorView gy =
+        memory_.array(batched(shape.tokens, shape.out_features), some_float(input_), false);
+    TensorView w{};
+    hot::ConstQuantizedWeight kept{};
+    if (want_gx && !quantized) {
+      w = memory_.array({shape.out_features, shape.in_features}, some_float(input_), false);
+    } else if (want_gx) {
+      kept.bytes = asked(
+          [&] { return hot::quantized_weight_bytes(shape.out_features, shape.in_features, spec); },
+          64);
+      kept.data = memory_.bytes(kept.bytes, false, 16);
+      kept.out_features = shape.out_features;
+      kept.in_features = shape.in_features;
+      kept.format = asked([&] { return hot::weight_format(spec); }, 1);
+      if (twist && input_.flip()) {
+        switch (input_.from(0, 3)) {
+          case 0:
+            kept.out_features = input_.wild();
+            break;
+          case 1:
+            kept.in_features = input_.wild();
+            break;
+          case 2:
+            kept.format = input_.any<std::uint64_t>();
+            break;
+          default:
+            spoil_bytes(input_, memory_, kept);
+        }
+      }
+    }
+    hot::ConstSavedActivation saved{};
+    if (want_gw) {
+      saved.bytes =
+          asked([&] { return hot::saved_layout(shape.tokens, shape.in_features, spec).bytes; }, 64);
+      saved.data = memory_.bytes(saved.bytes, false, 16);
+      saved.tokens = shape.tokens;
+      saved.in_features = shape.in_features;
+      saved.key = {7, input_.any<std::uint8_t>(), 3, nullptr};
+      saved.format = asked([&] { return hot::saved_format(spec); }, 1);
+      if (twist && input_.flip()) spoil_saved(input_, memory_, saved);
+    }
+    TensorView gx{}, gw{}, gb{};
+    hot::BackwardOutputs out;
+    if (want_gx) {
+      gx = memory_.array(batched(shape.tokens, shape.in_features), some_float(input_), true);
+      out.gx = &gx;
+    }
+    if (want_gw) {
+      gw = memory_.array({shape.out_features, shape.in_features}, some_float(input_), true);
+      out.gw = &gw;
+    }
+    if (want_gb) {
+      gb = memory_.array({shape.out_features}, some_float(input_), true);
+      out.gb = &gb;
+    }
+    out.accumulate = input_.flip();
+    const auto needed = asked([&] {
+      return hot::backward_linear_workspace(api_.context(), shape, spec, want_gx, want_gw);
+    });
+    const hot::Workspace workspace = memory_.workspace(needed, false);
+    const Outcome support = api_.supported(shape, spec);
+    const Outcome outcome = check([&] {
+      return quantized ? api_.backward(gy, kept, saved, spec, out, workspace)
+                       : api_.backward(gy, w, saved, spec, out, workspace);
+    });
+    if (memory_.spoiled() || workspace.bytes < needed || twist || api_.refused() != nullptr) return;
+    // Nothing but the spec and the shape can be wrong: the call says what `supported` said.
+    if (!want_gx && !want_gw && !want_gb) {
+      if (outcome.ok()) broken("a call without an output was carried out");
+    } else if (outcome.ok() != support.ok()) {
+      broken("supported says \"" + support.text + "\", backward_linear \"" + outcome.text + "\"");
+    } else if (!support.ok() && !want_gw && !quantized &&
+               reason(outcome.text) != reason(support.text)) {
+      broken("supported says \"" + support.text + "\", backward_linear \"" + outcome.text + "\"");
+    }
+  }
+
+  // Any numbers: an error, or a size that holds what it is for.
+  void sizes() {
+    const auto spec = some_spec(input_);
+    const auto number = [&] { return input_.flip() ? input_.wild() : input_.size(); };
+    const hot::LinearShape s{number(), number(), number()};
+    const Wide tokens = s.tokens, out = s.out_features, in = s.in_features;
+    const auto holds = [](const char* what, const Outcome& outcome, Wide got, Wide least) {
+      if (outcome.ok() && got < least) broken(std::string(what) + " is too small");
+    };
+    std::size_t bytes = 0;
+    const auto ask = [&](const std::function<Outcome()>& call) {
+      constexpr std::size_t poison = 0xA5A5A5A5A5A5A5A5;
+      bytes = poison;
+      const Outcome outcome = check(call);
+      if (!outcome.ok() && bytes != poison) broken("a size was written before the error");
+      return outcome;
+    };
+    Outcome outcome =
+        ask([&] { return api_.gemm_workspace(s.tokens, s.out_features, s.in_features, bytes); });
+    holds("gemm_workspace", outcome, bytes, tokens * in + out * in);
+    outcome = ask([&] { return api_.weight_bytes(s.out_features, s.in_features, spec, bytes); });
+    holds("quantized_weight_bytes", outcome, bytes, in * (out + 4));
+    ask([&] { return api_.weight_workspace(s.out_features, s.in_features, spec, bytes); });
+    ask([&] { return api_.compress_workspace(s.tokens, s.in_features, spec, bytes); });
+    const bool gx = input_.flip(), gw = input_.flip();
+    outcome = ask([&] { return api_.backward_workspace(s, spec, gx, gw, bytes); });
+    holds("backward_linear_workspace", outcome, bytes, gx ? tokens * out + in * out : 0);
+
+    std::int64_t rows = -1;
+    outcome = check([&] { return api_.hla_rows(s.tokens, spec, rows); });
+    if (outcome.ok() && (spec.low_rank.basis == hot::Basis::full
+                             ? rows != s.tokens
+                             : rows < 0 || Wide{rows} * spec.low_rank.block < tokens)) {
+      broken("hla_rows does not fit");
+    }
+    if (gw && outcome.ok()) {
+      const Wide k = rows;
+      outcome = ask([&] { return api_.backward_workspace(s, spec, false, true, bytes); });
+      holds("backward_linear_workspace of g_w", outcome, bytes, out * k);
+    }
+    hot::SavedLayout l;
+    outcome = check([&] { return api_.saved_layout(s.tokens, s.in_features, spec, l); });
+    if (outcome.ok()) {
+      const bool int4 = spec.storage == hot::Storage::int4;
+      const Wide row = int4 ? (tokens + 1) / 2 : Wide{rows};
+      if (Wide{l.channels} != in || l.row_bytes < row || l.row_bytes % 16 != 0 ||
+          Wide{l.scale_offset} != in * l.row_bytes || l.k > l.k_padded ||
+          Wide{l.bytes} != Wide{l.scale_offset} + Wide{l.scales} * (int4 ? 2 : 4) ||
+          (int4 && Wide{l.scales} != in * ((tokens + 63) / 64))) {
+        broken("saved_layout does not fit");
+      }
+    }
+    const Outcome supported = check([&] { return api_.supported(s, spec); });
+    outcome = ask([&] { return api_.backward_workspace(s, spec, true, true, bytes); });
+    if (supported.ok() != outcome.ok()) {
+      broken("supported says \"" + supported.text + "\", backward_linear_workspace \"" +
+             outcome.text + "\"");
+    }
+  }
+
+  void contexts() {
+    const hot::Key key{input_.any<std::uint64_t>(), input_.any<std::uint64_t>(),
+                       input_.flip() ? input_.any<std::uint32_t>() : input_.from(0U, 8191U),
+                       input_.flip() ? nullptr
+                                     : reinterpret_cast<const std::uint64_t*>(memory_.bytes(
+                                           32, false, input_.from<std::size_t>(1, 16)))};
+    const bool good_key =
+        key.stream < 8192 && reinterpret_cast<std::uintptr_t>(key.counter) % 8 == 0;
+    if (check([&] { return api_.with_key(key); }).ok() != good_key) {
+      broken("a key that cannot be was taken, or a good one refused");
+    }
+    const int isa = input_.rarely(3) ? input_.wild_int() : input_.from(0, 3);
+    const bool good_isa = isa >= 0 && isa <= static_cast<int>(hot::best_isa());
+    if (isa >= 0 && isa < 256 && check([&] { return api_.with_isa(isa); }).ok() != good_isa) {
+      broken("with_isa");
+    }
+    check([&] { return api_.with_arch(input_.wild_int()); });
+    const int threads = input_.wild_int();
+    if (threads < 0 || threads > 1024) {  // none is started
+      if (check([&] { return api_.cpu(threads); }).ok()) broken("a wild number of threads");
+    }
+    const std::string name = input_.flip() ? input_.text(12) : "paper";
+    const bool known = contains(hot::recipe_names(), name.c_str());  // C's idea of a text
+    const Outcome outcome = check([&] { return api_.recipe(name.c_str()); });
+    if (api_.refused() == nullptr && outcome.ok() != known) broken("recipe");
+    check([&] {
+      return api_.basis_order(static_cast<hot::Basis>(input_.from(0, 5)),
+                              input_.flip() ? input_.wild_int() : 1 << input_.from(0, 7));
+    });
+  }
+
+  Input& input_;
+  Api api_;
+  Memory memory_;
+};
+
+template <class Api>
+int run(const std::uint8_t* data, std::size_t size) {
+  Input input(data, size);
+  Calls<Api>(input).run();
+  return 0;
+}
+
+// One context for each instruction set, with one thread: what is looked for is not a race.
+inline const hot::Context& context_with(int isa) {
+  static const std::vector<hot::Context> all = [] {
+    std::vector<hot::Context> made;
+    const hot::Context base = hot::Context::cpu(1);
+    for (int i = 0; i <= static_cast<int>(hot::best_isa()); ++i) {
+      made.push_back(base.with_isa(static_cast<hot::Isa>(i)));
+    }
+    return made;
+  }();
+  return all[static_cast<std::size_t>(isa) % all.size()];
+}
+
+}  // namespace hot_fuzz

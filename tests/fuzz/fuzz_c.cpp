@@ -1,0 +1,333 @@
+// libFuzzer target: the same calls through the C ABI, with null pointers and structs of other
+// sizes.
+#include "calls.h"
+#include "hot/hot_c.h"
+
+namespace {
+
+using namespace hot_fuzz;
+
+class CApi {
+ public:
+  explicit CApi(Input& input) : input_(input), context_(context_with(0)) {
+    const int isa = input.from(0, static_cast<int>(hot::best_isa()));
+    context_ = context_with(isa);
+    expect(hot_context_copy(base(), &handle_));
+    expect(hot_context_set_isa(handle_, isa));
+  }
+  CApi(const CApi&) = delete;
+  CApi& operator=(const CApi&) = delete;
+  ~CApi() { hot_context_destroy(handle_); }
+
+  const hot::Context& context() const { return context_; }
+  // Before a call; afterwards `refused` says why it must have failed, or null.
+  void begin() { refused_ = nullptr; }
+  const char* refused() const { return refused_; }
+
+  Outcome fwht(const TensorView& x, int axis, int block, const TensorView& out) {
+    return ended(hot_fwht(handle(), tensor(x), axis, block, tensor(out)));
+  }
+  Outcome hla(const TensorView& x, const hot::BackwardLinearSpec& spec, hot::Side side,
+              const TensorView& out) {
+    return ended(hot_hla(handle(), tensor(x), spec_of(spec), static_cast<int>(side), tensor(out)));
+  }
+  Outcome quantize(const TensorView& x, const hot::QuantSpec& spec, const TensorView& q,
+                   const TensorView& scale) {
+    return ended(hot_quantize(handle(), tensor(x), spec.bits, static_cast<int>(spec.scale),
+                              static_cast<int>(spec.rounding), tensor(q), tensor(scale)));
+  }
+  Outcome dequantize(const TensorView& q, const TensorView& scale, hot::Granularity granularity,
+                     const TensorView& out) {
+    return ended(hot_dequantize(handle(), tensor(q), tensor(scale), static_cast<int>(granularity),
+                                tensor(out)));
+  }
+  Outcome pack_int4(const TensorView& q, const TensorView& out) {
+    return ended(hot_pack_int4(handle(), tensor(q), tensor(out)));
+  }
+  Outcome unpack_int4(const TensorView& packed, const TensorView& out) {
+    return ended(hot_unpack_int4(handle(), tensor(packed), tensor(out)));
+  }
+  Outcome gemm_int8(const TensorView& a, const TensorView& b, const TensorView& a_scale,
+                    const TensorView& b_scale, const hot::GemmSpec& spec, const TensorView& out,
+                    const hot::Workspace& workspace) {
+    return ended(hot_gemm_int8(handle(), tensor(a), tensor(b), optional(a_scale), optional(b_scale),
+                               spec.divisor, spec.accumulate, tensor(out), workspace.data,
+                               workspace.bytes));
+  }
+  Outcome gemm_int4(const TensorView& a, const TensorView& b, std::int64_t k,
+                    const TensorView& a_scale, const TensorView& b_scale, const hot::GemmSpec& spec,
+                    const TensorView& out, const hot::Workspace& workspace) {
+    return ended(hot_gemm_int4(handle(), tensor(a), tensor(b), k, optional(a_scale),
+                               optional(b_scale), spec.divisor, spec.accumulate, tensor(out),
+                               workspace.data, workspace.bytes));
+  }
+  Outcome compress_activation(const TensorView& x, const hot::BackwardLinearSpec& spec,
+                              const hot::SavedActivation& saved, const hot::Workspace& workspace) {
+    hot_saved out = HOT_SAVED_INIT;
+    return filled(out, [&] {
+      return hot_compress_activation(handle(), tensor(x), spec_of(spec), saved.data, saved.bytes,
+                                     workspace.data, workspace.bytes, &out);
+    });
+  }
+  Outcome quantize_weight(const TensorView& w, const hot::BackwardLinearSpec& spec,
+                          const hot::QuantizedWeight& to, const hot::Workspace& workspace) {
+    hot_weight out = HOT_WEIGHT_INIT;
+    return filled(out, [&] {
+      return hot_quantize_weight(handle(), tensor(w), spec_of(spec), to.data, to.bytes,
+                                 workspace.data, workspace.bytes, &out);
+    });
+  }
+  Outcome backward(const TensorView& gy, const TensorView& w,
+                   const hot::ConstSavedActivation& saved, const hot::BackwardLinearSpec& spec,
+                   const hot::BackwardOutputs& out, const hot::Workspace& workspace) {
+    return ended(hot_backward_linear(handle(), tensor(gy), optional(w), saved_of(saved, out),
+                                     spec_of(spec), gradients(out), workspace.data,
+                                     workspace.bytes));
+  }
+  Outcome backward(const TensorView& gy, const hot::ConstQuantizedWeight& w,
+                   const hot::ConstSavedActivation& saved, const hot::BackwardLinearSpec& spec,
+                   const hot::BackwardOutputs& out, const hot::Workspace& workspace) {
+    const hot_weight* weight = nullptr;
+    if (out.gx != nullptr) {
+      weight = put(
+          hot_weight{sizeof(hot_weight), w.data, w.bytes, w.out_features, w.in_features, w.format});
+    }
+    return ended(hot_backward_linear_quantized(handle(), tensor(gy), weight, saved_of(saved, out),
+                                               spec_of(spec), gradients(out), workspace.data,
+                                               workspace.bytes));
+  }
+
+  Outcome gemm_workspace(std::int64_t m, std::int64_t n, std::int64_t k, std::size_t& bytes) {
+    return ended(hot_gemm_workspace(handle(), m, n, k, &bytes));
+  }
+  Outcome weight_bytes(std::int64_t out, std::int64_t in, const hot::BackwardLinearSpec& spec,
+                       std::size_t& bytes) {
+    return ended(hot_quantized_weight_bytes(out, in, spec_of(spec), &bytes));
+  }
+  Outcome weight_workspace(std::int64_t out, std::int64_t in, const hot::BackwardLinearSpec& spec,
+                           std::size_t& bytes) {
+    return ended(hot_quantize_weight_workspace(handle(), out, in, spec_of(spec), &bytes));
+  }
+  Outcome compress_workspace(std::int64_t tokens, std::int64_t in,
+                             const hot::BackwardLinearSpec& spec, std::size_t& bytes) {
+    return ended(hot_compress_activation_workspace(handle(), tokens, in, spec_of(spec), &bytes));
+  }
+  Outcome backward_workspace(const hot::LinearShape& shape, const hot::BackwardLinearSpec& spec,
+                             bool gx, bool gw, std::size_t& bytes) {
+    return ended(hot_backward_linear_workspace(handle_, shape.tokens, shape.out_features,
+                                               shape.in_features, plain(spec), gx, gw, &bytes));
+  }
+  Outcome hla_rows(std::int64_t tokens, const hot::BackwardLinearSpec& spec, std::int64_t& rows) {
+    return ended(hot_hla_rows(tokens, spec_of(spec), &rows));
+  }
+  Outcome saved_layout(std::int64_t tokens, std::int64_t in, const hot::BackwardLinearSpec& spec,
+                       hot::SavedLayout& layout) {
+    hot_saved_layout out = HOT_SAVED_LAYOUT_INIT;
+    const Outcome outcome =
+        filled(out, [&] { return hot_saved_layout_of(tokens, in, spec_of(spec), &out); });
+    layout = {out.bytes,     out.channels, out.k,           out.k_padded,
+              out.row_bytes, out.scales,   out.scale_offset};
+    return outcome;
+  }
+  Outcome supported(const hot::LinearShape& shape, const hot::BackwardLinearSpec& spec) {
+    return ended(
+        hot_supported(handle_, shape.tokens, shape.out_features, shape.in_features, plain(spec)));
+  }
+
+  Outcome with_key(const hot::Key& key) {
+    return ended(hot_context_set_key(handle_, key.seed, key.offset, key.stream, key.counter));
+  }
+  Outcome with_isa(int isa) { return ended(hot_context_set_isa(handle_, isa)); }
+  Outcome with_arch(int arch) { return ended(hot_context_set_arch(handle_, arch)); }
+  Outcome cpu(int threads) {
+    hot_context* out = nullptr;
+    const Outcome outcome = ended(hot_context_cpu(threads, &out));
+    hot_context_destroy(out);
+    return outcome;
+  }
+  Outcome recipe(const std::string& name) {
+    hot_spec out = HOT_SPEC_INIT;
+    return filled(out, [&] { return hot_spec_recipe(name.c_str(), &out); });
+  }
+  Outcome basis_order(hot::Basis basis, int block) {
+    std::int32_t rows[64];
+    return ended(hot_basis_order(static_cast<int>(basis), block, rows));
+  }
+
+ private:
+  static void expect(hot_status status) {
+    if (status != HOT_OK) broken(hot_last_error());
+  }
+  static const hot_context* base() {
+    static const hot_context* const made = [] {
+      hot_context* context = nullptr;
+      expect(hot_context_cpu(1, &context));
+      return context;
+    }();
+    return made;
+  }
+
+  static Outcome ended(hot_status status) {
+    if (status == HOT_OK) return {};
+    if (status != HOT_INVALID_ARGUMENT && status != HOT_UNSUPPORTED &&
+        status != HOT_WORKSPACE_TOO_SMALL) {
+      broken("status " + std::to_string(status) + ": " + hot_last_error());
+    }
+    return {status, hot_last_error()};
+  }
+
+  // A struct that the call fills: as it was after an error.
+  template <class T, class Call>
+  Outcome filled(T& out, const Call& call) {
+    T before = out;
+    if (input_.rarely(40)) {
+      out.struct_size = input_.from<std::size_t>(0, 8);
+      before = out;
+      refused_ = "a struct that is too short was filled";
+    }
+    const Outcome outcome = ended(call());
+    if (!outcome.ok() && std::memcmp(&before, &out, sizeof out) != 0) {
+      broken("a struct was filled before the error: " + outcome.text);
+    }
+    if (out.struct_size != before.struct_size) broken("a struct_size was changed");
+    return outcome;
+  }
+
+  const hot_context* handle() {
+    if (!input_.rarely(100)) return handle_;
+    refused_ = "a context of null was taken";
+    return nullptr;
+  }
+
+  // The struct in memory of its own size, of another version at times.
+  template <class T>
+  const T* put(T value) {
+    if (input_.rarely(60)) {
+      if (input_.rarely(2)) {
+        refused_ = "a struct of null was taken";
+        return nullptr;
+      }
+      switch (input_.from(0, 2)) {
+        case 0:
+          value.struct_size = input_.from<std::size_t>(0, 39);
+          refused_ = "a struct that is too short was taken";
+          break;
+        case 1: {
+          const std::size_t size = sizeof(T) + input_.from<std::size_t>(1, 64);
+          value.struct_size = size;
+          const bool used = input_.flip();
+          if (used) refused_ = "a struct with members that nobody knows was taken";
+          return keep(value, size, used);
+        }
+        default:
+          value.struct_size = std::size_t{1} << input_.from(12, 63);
+          refused_ = "a struct of a size that cannot be was taken";
+      }
+    }
+    return keep(value, sizeof(T), false);
+  }
+  template <class T>
+  const T* keep(const T& value, std::size_t size, bool used) {
+    kept_.emplace_back(new unsigned char[size]());
+    unsigned char* const at = kept_.back().get();
+    std::memcpy(at, &value, sizeof value);
+    if (used) at[size - 1] = 1;
+    return reinterpret_cast<const T*>(at);
+  }
+
+  static hot_tensor converted(const TensorView& view) {
+    hot_tensor t = HOT_TENSOR_INIT;
+    t.data = view.data;
+    t.dtype = static_cast<int>(view.dtype);
+    t.device_type = static_cast<int>(view.device.type);
+    t.device_index = view.device.index;
+    t.ndim = view.ndim;
+    for (int d = 0; d < hot::max_dims; ++d) {
+      t.shape[d] = view.shape[d];
+      t.stride[d] = view.stride[d];
+    }
+    return t;
+  }
+  const hot_tensor* tensor(const TensorView& view) { return put(converted(view)); }
+  // Null where C++ takes a view without dimensions.
+  const hot_tensor* optional(const TensorView& view) {
+    return view.ndim == 0 ? nullptr : keep(converted(view), sizeof(hot_tensor), false);
+  }
+
+  const hot_saved* saved_of(const hot::ConstSavedActivation& s, const hot::BackwardOutputs& out) {
+    if (out.gw == nullptr) return nullptr;
+    return put(hot_saved{sizeof(hot_saved), s.data, s.bytes, s.tokens, s.in_features, s.key.seed,
+                         s.key.offset, s.key.counter, s.key.stream, 0, s.format});
+  }
+
+  const hot_gradients* gradients(const hot::BackwardOutputs& out) {
+    const auto one = [&](const TensorView* view) -> const hot_tensor* {
+      return view == nullptr ? nullptr : keep(converted(*view), sizeof(hot_tensor), false);
+    };
+    return put(hot_gradients{sizeof(hot_gradients), one(out.gx), one(out.gw), one(out.gb),
+                             out.accumulate ? 1 : 0, 0});
+  }
+
+  hot_spec converted(const hot::BackwardLinearSpec& spec) {
+    hot_spec s = HOT_SPEC_INIT;
+    const hot::LowRank& p = spec.low_rank;
+    s.hadamard_block = spec.hadamard_block;
+    s.gx_bits = spec.gx_bits;
+    s.gx_scale = static_cast<int>(spec.gx_scale);
+    s.weight_scale = static_cast<int>(spec.weight_scale);
+    s.gx_rounding = static_cast<int>(spec.gx_rounding);
+    s.basis = static_cast<int>(p.basis);
+    s.block = p.block;
+    s.rank = p.rank;
+    if (!p.rows.empty()) {
+      rows_.assign(p.rows.begin(), p.rows.end());
+      s.rows = rows_.data();
+      s.row_count = rows_.size();
+    }
+    s.grid_h = p.layout.grid_h;
+    s.grid_w = p.layout.grid_w;
+    s.prefix_tokens = p.layout.prefix_tokens;
+    s.gw_scale = static_cast<int>(spec.gw_scale);
+    s.gw_rounding = static_cast<int>(spec.gw_rounding);
+    s.storage = static_cast<int>(spec.storage);
+    s.x_scale = static_cast<int>(spec.x_scale);
+    s.x_rounding = static_cast<int>(spec.x_rounding);
+    return s;
+  }
+  const hot_spec* plain(const hot::BackwardLinearSpec& spec) {
+    return keep(converted(spec), sizeof(hot_spec), false);
+  }
+  const hot_spec* spec_of(const hot::BackwardLinearSpec& spec) {
+    hot_spec s = converted(spec);
+    if (input_.rarely(60)) {
+      switch (input_.from(0, 2)) {
+        case 0:
+          s.rows = nullptr;
+          s.row_count = static_cast<std::size_t>(input_.wild());
+          if (s.row_count > 0) refused_ = "rows of null were taken";
+          break;
+        case 1:
+          s.row_count = rows_.size() + 65 + static_cast<std::size_t>(input_.from(0, 9));
+          refused_ = "more rows than there can be were taken";
+          break;
+        default:
+          s.x_rounding = -1;
+          refused_ = "a rounding of -1 was taken";
+      }
+    }
+    return put(s);
+  }
+
+  Input& input_;
+  hot::Context context_;
+  hot_context* handle_ = nullptr;
+  const char* refused_ = nullptr;
+  std::vector<std::unique_ptr<unsigned char[]>> kept_;
+  std::vector<std::int32_t> rows_;
+};
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
+  return hot_fuzz::run<CApi>(data, size);
+}

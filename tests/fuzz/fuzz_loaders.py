@@ -1,0 +1,259 @@
+"""Fuzz of what reads files and texts: HotConfig.from_json, Plan.load and a Saved's buffer.
+
+    python tests/fuzz/fuzz_loaders.py [--seconds 20] [--seed N]     in turns, one seed printed
+    python tests/fuzz/fuzz_loaders.py --atheris FOLDER [libFuzzer's options]
+                                        the same by coverage (pip install atheris); FOLDER: a corpus
+
+Every text is what a loader wrote, spoiled (bytes changed, cut, doubled, fields of other types,
+other numbers, deeper), or no JSON at all. A loader either refuses it with a ValueError that names
+the argument, or gives an object that is written and read back as the same one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+PACKAGE = Path(__file__).resolve().parents[2] / "python"
+
+
+def loaders() -> dict[str, Callable[[bytes], bool]]:
+    """Name -> what takes bytes and returns whether they were read. Raises what is a defect."""
+    import hotcore
+    from hotcore import HotConfig, Key
+    from hotcore.saved import Saved, saved_layout
+
+    def config(data: bytes) -> bool:
+        text = data.decode("utf-8", "surrogateescape")
+        try:
+            found = HotConfig.from_json(text)
+        except ValueError as error:
+            assert str(error).startswith("text"), error
+            return False
+        assert HotConfig.from_json(found.to_json()) == found
+        assert found.spec is not None  # libhot takes what was accepted
+        return True
+
+    def saved(data: bytes) -> bool:
+        """Sizes that do not fit the buffer, and any bytes where they do."""
+        if len(data) < 6:
+            return False
+        tokens, features = data[0] % 70, data[1] % 9
+        settings = HotConfig.recipe(("default", "fast", "int4", "paper", "accurate")[data[2] % 5])
+        kept = np.frombuffer(data[6:], np.uint8)
+        if data[3] % 2 and tokens * features:  # as long as it has to be
+            size = saved_layout(tokens, features, settings).bytes
+            kept = np.resize(kept if kept.size else np.zeros(1, np.uint8), size)
+        value = Saved(kept, tokens, features, settings, Key(data[4]))
+        try:
+            value.codes(), value.scales()
+        except ValueError as error:
+            assert str(error).startswith("saved"), error
+            return False
+        gradient = np.ones((tokens, 4), np.float32)
+        weight = np.ones((4, features), np.float32)
+        try:
+            hotcore.backward_linear(gradient, weight, value, config=settings, key=Key(1))
+        except ValueError as error:
+            assert "saved" in str(error) or "aligned" in str(error), error
+        return True
+
+    found: dict[str, Callable[[bytes], bool]] = {"config": config, "saved": saved}
+    try:
+        from hotcore.torch.plan import Plan
+    except ImportError:
+        print("no torch: Plan.load is left out", file=sys.stderr)
+        return found
+
+    folder = tempfile.mkdtemp(prefix="hot-fuzz-")
+    path, again = Path(folder) / "plan.json", Path(folder) / "again.json"
+
+    def plan(data: bytes) -> bool:
+        path.write_bytes(data)
+        try:
+            read = Plan.load(path)
+        except ValueError as error:
+            assert str(error).startswith("path"), error
+            return False
+        str(read)
+        read.overrides()
+        read.save(again)
+        first = again.read_bytes()
+        Plan.load(again).save(again)
+        assert again.read_bytes() == first
+        return True
+
+    return {**found, "plan": plan}
+
+
+def seeds() -> dict[str, list[bytes]]:
+    """What the loaders' own writers make."""
+    from hotcore import HotConfig
+    from hotcore.config import RECIPES
+
+    rows = HotConfig.recipe("paper", rows=(0, 3, 5), token_grid=(2, 8), prefix_tokens=2)
+    configs = [HotConfig.recipe(name).to_json().encode() for name in RECIPES]
+    layer = {
+        "name": "blocks.0.fc1",
+        "gx_error": {"tensor": 0.01, "row": 0.005},
+        "gw_error": {"tensor": 0.01, "channel": 0.005, "token": 0.001},
+        "fields": {"gx_scale": "tensor", "gw_scale": "token"},
+        "pattern": [[0.5, 1e-3], [2, 0]],
+    }
+    plan: dict[str, Any] = {
+        "format": "hotcore plan 1",
+        "config": json.loads(configs[0]),
+        "batches": 2,
+        "layers": [layer, {**layer, "name": "head", "fields": None}],
+    }
+    row = {"median_ms": 1.5, "q1_ms": 1.4, "q3_ms": 1.6, "kept_bytes": 4096}
+    timed = {
+        **layer,
+        "gx_error": {},
+        "gw_error": {},
+        "times": {"plain": row, "default": row},
+        "choice": "default",
+        "reason": "",
+        "shape": "Linear 8 -> 8",
+    }
+    times = {
+        **plan,
+        "format": "hotcore plan 2",
+        "layers": [timed],
+        "objective": "time",
+        "machine": "cpu",
+        "steps": {"plain": row, "planned": row},
+    }
+    return {
+        "config": [*configs, rows.to_json().encode()],
+        "plan": [json.dumps(one, indent=1).encode() for one in (plan, times)],
+        "saved": [bytes(range(256)), bytes([64, 8, 0, 1, 0, 0]), bytes([32, 4, 3, 1, 9, 0, 7])],
+    }
+
+
+ODD = [
+    *(None, True, False, 0, -1, 1, 2**31, -(2**31) - 1, 2**63, 10**30, 1.5, 1e308, "", "row"),
+    *("full", [], {}, [1], [[1]], [None, 1], {"a": 1}, float("nan"), float("inf"), "\ud800", 16),
+]
+
+
+def spoiled(data: bytes, rng: random.Random) -> bytes:
+    """The same bytes with one to three changes, of values or of the text."""
+    for _ in range(rng.randint(1, 3)):
+        if rng.random() < 0.6:
+            try:
+                value = json.loads(data)
+            except (ValueError, RecursionError):
+                value = None
+            if isinstance(value, dict | list):
+                data = json.dumps(changed(value, rng)).encode("utf-8", "surrogatepass")
+                continue
+        at = rng.randrange(len(data) + 1)
+        match rng.randrange(6):
+            case 0:
+                data = data[:at]
+            case 1:
+                data = data[:at] + bytes([rng.randrange(256)]) + data[at + 1 :]
+            case 2:
+                data = data[:at] + rng.choice([b"[", b"{", b'"', b"\\", b"NaN", b"1e9"]) + data[at:]
+            case 3:
+                data = data[:at] + data[max(0, at - rng.randrange(40)) : at] + data[at:]
+            case 4:
+                data = data[:at] + b"[" * rng.choice([10, 20, 5000]) + data[at:]
+            case _:
+                data = data[:at] + b"9" * rng.choice([5, 25, 5000]) + data[at:]
+    return data
+
+
+def changed(value: Any, rng: random.Random) -> Any:
+    """JSON with one value, somewhere, another one; or gone, or beside a new name."""
+    if not isinstance(value, dict | list) or not value or rng.random() < 0.1:
+        return rng.choice(ODD)
+    key: Any = rng.choice(list(value)) if isinstance(value, dict) else rng.randrange(len(value))
+    copy: Any = value.copy()
+    action = rng.random()
+    if action < 0.08:
+        del copy[key]
+    elif action < 0.16 and isinstance(copy, dict):
+        copy[rng.choice(["speed", "", "rank", str(key) + "x"])] = copy[key]
+    elif action < 0.2 and isinstance(copy, list):
+        copy.append(copy[key])
+    else:
+        copy[key] = changed(value[key], rng)
+    return copy
+
+
+def in_turns(seconds: float, seed: int) -> dict[str, tuple[int, int]]:
+    """Run all loaders for that long; executions and how many of them were read, by loader."""
+    known, start = loaders(), seeds()
+    counts = {name: [0, 0] for name in known}
+    rng = random.Random(seed)
+    end = time.monotonic() + seconds
+    for name, load in known.items():
+        for data in start[name]:
+            assert load(data) or name == "saved", f"{name}: its own text is refused"
+    while time.monotonic() < end:
+        for name, load in known.items():
+            for _ in range(50):
+                data = spoiled(rng.choice(start[name]), rng)
+                try:
+                    read = load(data)
+                except BaseException:
+                    print(f"{name} broke on {data!r}", file=sys.stderr)
+                    raise
+                counts[name][0] += 1
+                counts[name][1] += read
+    return {name: (runs, read) for name, (runs, read) in counts.items()}
+
+
+def by_coverage(folder: str, options: list[str]) -> None:
+    """Hand all loaders to atheris; the first byte chooses one."""
+    import atheris
+
+    with atheris.instrument_imports(include=["hotcore", "json"]):
+        known = list(loaders().values())
+    corpus = Path(folder)
+    corpus.mkdir(parents=True, exist_ok=True)
+    for number, texts in enumerate(seeds().get(name, []) for name in loaders()):
+        for i, text in enumerate(texts):
+            (corpus / f"seed-{number}-{i}").write_bytes(bytes([number]) + text)
+
+    def one(data: bytes) -> None:
+        if data:
+            known[data[0] % len(known)](data[1:])
+
+    atheris.Setup([sys.argv[0], folder, *options], one)
+    atheris.Fuzz()
+
+
+def main() -> int:
+    """Run what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--seconds", type=float, default=20)
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
+    parser.add_argument("--atheris", metavar="FOLDER")
+    options, rest = parser.parse_known_args()
+    if options.atheris is not None:
+        by_coverage(options.atheris, rest)
+        return 0
+    print(f"seed {options.seed}", flush=True)
+    for name, (runs, read) in in_turns(options.seconds, options.seed).items():
+        print(f"{name}: {runs} executions, {read} of them read")
+    return 0
+
+
+if __name__ == "__main__":
+    # The installed one, else the sources with what was built in them. Not imported: atheris has to.
+    if importlib.util.find_spec("hotcore") is None:
+        sys.path.insert(0, str(PACKAGE))
+    sys.exit(main())

@@ -1,0 +1,181 @@
+"""What SECURITY.md promises: no pickle, no code from data, no network, strict parsing, pins."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hotcore import HotConfig, _strict_json
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "python" / "hotcore"
+
+# Modules that run code from data, or reach the network.
+MODULES = {
+    *("pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"),
+    *("runpy", "code", "codeop", "socket", "ssl", "http", "urllib", "urllib3", "requests"),
+    *("httpx", "aiohttp", "ftplib", "smtplib", "xmlrpc", "telnetlib", "huggingface_hub", "wget"),
+}
+CALLS = frozenset(["eval", "exec", "compile", "__import__", "input", "execfile"])
+ATTRIBUTES = frozenset(
+    [
+        *("os.system", "os.popen", "os.execv", "os.execvp", "os.spawnv"),
+        *("torch.hub.load", "torch.hub.download_url_to_file", "torch.package.PackageImporter"),
+    ]
+)
+# The one program that is run: nvidia-smi, by python -m hotcore.info.
+SUBPROCESS = {"info.py"}
+
+
+def dotted(node: ast.expr) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else "?"
+
+
+def findings(tree: ast.AST) -> Iterator[str]:
+    """What the promises forbid, with its line."""
+    for node in ast.walk(tree):
+        line = getattr(node, "lineno", 0)
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [alias.name for alias in node.names]
+            if isinstance(node, ast.ImportFrom) and node.level == 0:
+                names = [node.module or ""]
+            for name in names:
+                if name.split(".")[0] in MODULES and not getattr(node, "level", 0):
+                    yield f"{line}: import {name}"
+                if name.split(".")[0] == "subprocess":
+                    yield f"{line}: subprocess"
+        if not isinstance(node, ast.Call):
+            continue
+        name = dotted(node.func)
+        words = {keyword.arg: keyword.value for keyword in node.keywords}
+        if name in CALLS or name in ATTRIBUTES:
+            yield f"{line}: {name}"
+        if name in ("torch.load", "numpy.load", "np.load"):
+            safe = words.get("weights_only") or words.get("allow_pickle")
+            wanted = name == "torch.load"
+            if not (isinstance(safe, ast.Constant) and safe.value is wanted):
+                yield f"{line}: {name} that may unpickle"
+        shell = words.get("shell")
+        if shell is not None and not (isinstance(shell, ast.Constant) and shell.value is False):
+            yield f"{line}: shell"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "import pickle",
+            "from pickle import loads",
+            "import urllib.request",
+            "import subprocess",
+        ),
+        *(
+            "def f():\n    import socket",
+            "eval('1')",
+            "exec(x)",
+            "torch.load(path)",
+            "os.system(x)",
+        ),
+        *("torch.load(path, weights_only=False)", "run(x, shell=True)", "np.load(path)"),
+        "__import__('x')",
+    ],
+)
+def test_the_search_finds(text: str) -> None:
+    assert list(findings(ast.parse(text)))
+
+
+@pytest.mark.parametrize(
+    "text", ["torch.load(path, weights_only=True)", "from .code import x", "model.eval()"]
+)
+def test_the_search_lets_pass(text: str) -> None:
+    assert not list(findings(ast.parse(text)))
+
+
+def test_the_package_runs_no_data_and_reaches_no_network() -> None:
+    files = sorted(PACKAGE.rglob("*.py"))
+    assert len(files) > 30
+    found = {
+        f"{file.relative_to(PACKAGE)}:{what}"
+        for file in files
+        for what in findings(ast.parse(file.read_text()))
+        if not (file.name in SUBPROCESS and what.endswith("subprocess"))
+    }
+    assert not found
+
+
+def test_every_fetched_wheel_has_a_checksum() -> None:
+    sys.path.insert(0, str(ROOT / "scripts"))
+    try:
+        import fetch_cutlass
+        import fetch_torchao
+        import fetch_xla_ffi
+        from pinned_wheel import Wheel
+    finally:
+        sys.path.remove(str(ROOT / "scripts"))
+    modules = {module.__name__: module for module in (fetch_cutlass, fetch_torchao, fetch_xla_ffi)}
+    assert {path.stem for path in ROOT.glob("scripts/fetch_*.py")} == set(modules)
+    page = (ROOT / "third_party" / "README.md").read_text()
+    for module in modules.values():
+        wheel: Wheel = module.WHEEL
+        assert re.fullmatch(r"[0-9a-f]{64}", wheel.sha256), wheel.title
+        assert re.fullmatch(r"[\w-]+==[\d.]+", wheel.requirement), wheel.title
+        assert wheel.sha256 in page, f"third_party/README.md lacks the checksum of {wheel.title}"
+
+
+# ---- parsing ----
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "text is no JSON"),
+        ('{"rank": 4', "text is no JSON"),
+        ("[" * 100_000, "nested deeper than 16"),
+        ('{"rows": ' * 17 + "1" + "}" * 17, "nested deeper than 16"),
+        ('{"rank": 4, "rank": 5}', "'rank' occurs twice"),
+        ('{"rank": 1' + "0" * 5000 + "}", "a number of 5001 digits"),
+        ('{"rank": 4294967296}', "rank: 4294967296 does not fit 32 bits"),
+        ('{"token_grid": [4294967296, 1]}', "token_grid: 4294967296 does not fit"),
+        ('{"prefix_tokens": 4294967296}', "prefix_tokens: 4294967296 does not fit"),
+        ('{"token_grid": [true, 2]}', "token_grid"),
+        ('{"token_grid": 5}', "token_grid: expected"),
+        ('{"basis": "lowpass", "storage": "int8", "rows": 5}', "rows: expected ints"),
+        ('{"rank": "4"}', "rank: expected an int"),
+        ('{"rank": NaN}', "rank: expected an int"),
+        ('{"gx_scale": ["row"]}', "gx_scale"),
+        ('{"json": "{}"}', "no field 'json'"),
+        ("null", "expected a JSON object"),
+    ],
+)
+def test_bad_texts_of_a_config(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as raised:
+        HotConfig.from_json(text)
+    assert str(raised.value).startswith("text")
+
+
+def test_a_text_of_a_config_has_a_limit() -> None:
+    text = HotConfig().to_json()
+    fill = " " * (_strict_json.LARGEST_TEXT - len(text))
+    assert HotConfig.from_json(text + fill) == HotConfig()
+    with pytest.raises(ValueError, match="text: longer than 1048576 characters"):
+        HotConfig.from_json(text + fill + " ")
+    with pytest.raises(TypeError, match="text: expected a str, got bytes"):
+        HotConfig.from_json(text.encode())  # type: ignore[arg-type]
+
+
+def test_brackets_inside_of_texts_are_no_depth() -> None:
+    assert _strict_json.parse('["' + "[" * 50 + '\\"' + "{" * 50 + '"]', "text")
+
+
+def test_a_config_out_of_a_pickle_is_checked() -> None:
+    config = object.__new__(HotConfig)
+    with pytest.raises(ValueError, match="rank: 400"):
+        config.__setstate__({"basis": "lowpass", "storage": "int8", "rank": 400})
+    with pytest.raises(ValueError, match="no field 'speed'"):
+        config.__setstate__({"speed": 1})
