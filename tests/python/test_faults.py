@@ -165,28 +165,6 @@ def test_fork_before_use() -> None:
     )
 
 
-@needs_fork
-def test_fork_while_others_compute() -> None:
-    # Locks that another thread holds at that moment are held for ever in the child.
-    stop = threading.Event()
-
-    def work() -> None:
-        while not stop.is_set():
-            digest("default")
-
-    with running(3):
-        threads = [threading.Thread(target=work) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        try:
-            for _ in range(20):
-                assert in_child(lambda: digest("default") == HASHES["default"]) == 0
-        finally:
-            stop.set()
-            for thread in threads:
-                thread.join()
-
-
 @pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="no signals for threads")
 def test_interrupts_at_any_time() -> None:
     # Ctrl-C: a call ends, then KeyboardInterrupt comes; the next call is as ever.
