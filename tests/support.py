@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -43,6 +45,25 @@ def without_broken_torchvision() -> Iterator[None]:
             del sys.modules["torchvision"]
     else:
         yield
+
+
+def output_of(*arguments: str, folder: Path, timeout: float) -> str:
+    """What a Python program prints that ends well and has nothing to complain of.
+
+    It finds the package, and what the tests import, as this process does; and modules in `folder`.
+    """
+    paths = [str(Path(hotcore.__file__).parents[1]), str(folder), *sys.path]
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout
 
 
 def isas() -> list[str]:

@@ -10,8 +10,6 @@ import hashlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import textwrap
 import threading
@@ -26,7 +24,7 @@ import numpy as np
 import pytest
 from hotcore import Key, _core
 from hotcore.config import RECIPES
-from support import GOLDEN, equal_bits, isas, running, torch
+from support import GOLDEN, equal_bits, isas, output_of, running, torch
 
 ALL = ("gx", "gw", "gb")
 HASHES = json.loads((GOLDEN / "hashes.json").read_text())
@@ -61,19 +59,7 @@ def test_one_hash(recipe: str, threads: int) -> None:
 
 
 def run_script(text: str) -> str:
-    """What a program prints that ends well and has nothing to complain of."""
-    paths = [str(Path(hotcore.__file__).parents[1]), str(Path(__file__).parent), *sys.path]
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(text)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    return done.stdout
+    return output_of("-c", textwrap.dedent(text), folder=Path(__file__).parent, timeout=120)
 
 
 def test_the_interpreter_ends_with_live_objects() -> None:

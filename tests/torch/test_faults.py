@@ -11,9 +11,7 @@ import contextlib
 import copy
 import hashlib
 import json
-import os
 import signal
-import subprocess
 import sys
 import textwrap
 import threading
@@ -29,7 +27,7 @@ import torch
 from hotcore import _core
 from hotcore.config import RECIPES
 from hotcore.torch import accumulation, ops, reuse
-from support import GOLDEN, isas, running, saved_tensors
+from support import GOLDEN, isas, output_of, running, saved_tensors
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -369,21 +367,9 @@ def test_interrupts_at_any_time(seeded: None) -> None:
 
 
 def run_script(tmp_path: Path, text: str, *arguments: str) -> str:
-    """What a program prints that ends well and has nothing to complain of."""
     script = tmp_path / "program.py"
     script.write_text(textwrap.dedent(text))
-    paths = [str(Path(hot.__file__).parents[2]), str(Path(__file__).parent), *sys.path]
-    done = subprocess.run(
-        [sys.executable, str(script), *arguments],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    return done.stdout
+    return output_of(str(script), *arguments, folder=Path(__file__).parent, timeout=300)
 
 
 def test_the_interpreter_ends_with_live_graphs(tmp_path: Path, seeded: None) -> None:
