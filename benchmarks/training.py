@@ -14,7 +14,6 @@ import rivals
 import torch
 from models import Batch, Task
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 RECIPES = ("default", "fast", "int4", "paper", "accurate")
 LEARNING_RATE = 1e-4
@@ -45,6 +44,8 @@ class Contender:
     what it would keep by itself."""
     checkpointed: bool = False
     """Every block recomputed in backward (torch.utils.checkpoint)."""
+    attention_kept: bool = False
+    """``checkpointed``, but for attention's results (hot.keep_attention)."""
     fp8: str | None = None
     """torchao's recipe: "tensorwise" or "rowwise"."""
     kept: int | Mapping[str, int | None] | None = None
@@ -72,6 +73,7 @@ def people(task: Task) -> list[Contender]:
 
     compiled: dict[str, Any] = {"compiled": "default"}
     graphs: dict[str, Any] = {"compiled": "reduce-overhead"}
+    again: dict[str, Any] = {"checkpointed": True, "attention_kept": True}
     found = [
         one(REFERENCE, **compiled),
         one("default compiled", "default", **compiled),
@@ -94,6 +96,13 @@ def people(task: Task) -> list[Contender]:
         one("fast compiled, saved 8/4", "fast", kept=KEPT, **compiled),
         one("bf16 checkpointed", checkpointed=True),
         one("bf16 checkpointed, compiled", checkpointed=True, **compiled),
+        one("bf16 compiled, attention kept", **again, **compiled),
+        one("default compiled, attention kept", "default", **again, **compiled),
+        one("fast compiled, attention kept", "fast", **again, **compiled),
+        one("bf16 reduce-overhead, attention kept", **again, **graphs),
+        one("default reduce-overhead, attention kept", "default", **again, **graphs),
+        one("fast reduce-overhead, attention kept", "fast", **again, **graphs),
+        one("fast checkpointed, compiled", "fast", checkpointed=True, **compiled),
         one("default eager, compress_saved", "default", saved=COMPRESSED),
         one("fast eager, compress_saved", "fast", saved=COMPRESSED),
         Contender("fp32 eager"),
@@ -177,14 +186,9 @@ def blocks_of(model: nn.Module, path: str) -> dict[str, nn.Module]:
     raise ValueError(f"model: has no blocks at {path!r}")
 
 
-def checkpoint_blocks(model: nn.Module, path: str) -> None:
-    """Every block's activations are recomputed in backward, by the wrapper that FSDP's users take.
-
-    It is torch.utils.checkpoint (not reentrant) as a module, which can be compiled.
-    """
-    for name, block in blocks_of(model, path).items():
-        above, _, last = name.rpartition(".")
-        setattr(model.get_submodule(above), last, checkpoint_wrapper(block))
+def checkpoint_blocks(model: nn.Module, path: str, attention_kept: bool) -> None:
+    """Every block's activations are recomputed in backward, attention's results as well or not."""
+    hot.recompute(blocks_of(model, path).values(), hot.keep_attention if attention_kept else None)
 
 
 def compile_all(modules: Iterable[nn.Module], mode: str, backend: str) -> None:
@@ -233,7 +237,7 @@ class Trainer:
         if contender.fp8 is not None:
             fp8_converted(model, contender.fp8, emulate=self.device.type == "cpu")
         if contender.checkpointed:
-            checkpoint_blocks(model, task.blocks)
+            checkpoint_blocks(model, task.blocks, contender.attention_kept)
         if contender.compiled is not None:
             parts = blocks_of(model, task.blocks) if task.blocks and not whole else {"": model}
             compile_all(parts.values(), contender.compiled, backend)

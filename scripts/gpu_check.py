@@ -7,6 +7,8 @@ Needs nvcc, CMake, ninja, GoogleTest, and a Python with torch, nanobind and pyte
 CUTLASS headers must lie in third_party/cutlass (scripts/fetch_cutlass.py, where there is one);
 torchao, if it is to be compared with, in third_party/torchao (scripts/fetch_torchao.py).
 `--skip-tests` and `--skip-bench` leave out a half; the report then says so and counts as failed.
+`--build-only` needs no GPU: it builds, and a later check of the same sources in the same folder (also
+on another machine, at the same path) builds nothing again.
 """
 
 from __future__ import annotations
@@ -30,6 +32,11 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import targets  # noqa: E402  (needs neither torch nor hotcore)
 
 HASHED = ("cpp", "cuda", "python/bindings", "python/hotcore/torch")
+BUILT = (
+    *("CMakeLists.txt", "cmake", "cpp", "cuda", "python/bindings", "tests/cpp"),
+    "benchmarks/stock_gemm",
+)
+"""What the build is made from, HOT's own sources."""
 BENCHMARKS: dict[str, tuple[str, ...]] = {
     "backward": (
         *("--short", "--rounds", "10"),
@@ -46,11 +53,12 @@ BENCHMARKS: dict[str, tuple[str, ...]] = {
 }
 
 
-def source_hash() -> str:
-    """One hash over the files below `HASHED`, names and contents."""
+def source_hash(names: tuple[str, ...] = HASHED) -> str:
+    """One hash over the files at or below some paths, names and contents."""
     total = hashlib.sha256()
-    for folder in HASHED:
-        for path in sorted((ROOT / folder).rglob("*")):
+    for name in names:
+        top = ROOT / name
+        for path in [top] if top.is_file() else sorted(top.rglob("*")):
             if path.is_file() and "__pycache__" not in path.parts:
                 total.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
     return total.hexdigest()
@@ -112,9 +120,16 @@ def compile_torchao(log: Path) -> subprocess.Popen[bytes] | None:
 
 
 def build_all(build: Path, reports: Path) -> dict[str, int]:
-    """Configure, build, and install the package into build/site; exit codes by step."""
+    """Configure, build and install into build/prefix; exit codes by step.
+
+    Nothing is done where build/built-from says that it has been, from these sources.
+    """
+    stamp, prefix = build / "built-from", build / "prefix"
+    if stamp.exists() and stamp.read_text() == source_hash(BUILT):
+        print(f"built before, from the same sources: {build}", flush=True)
+        return {"built before": 0}
+    stamp.unlink(missing_ok=True)
     steps: dict[str, int] = {}
-    site = build / "site"
     steps["configure"] = run(
         "cmake", "-S", ROOT, "-B", build, "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release",
         "-DHOT_CUDA=ON", "-DHOT_CUTLASS=ON", "-DCMAKE_CUDA_ARCHITECTURES=90a-real",
@@ -125,14 +140,25 @@ def build_all(build: Path, reports: Path) -> dict[str, int]:
     steps["build"] = run("cmake", "--build", build, log=reports / "build.log")
     if steps["build"] != 0:
         print((reports / "build.log").read_text()[-4000:])
-    shutil.rmtree(site, ignore_errors=True)
-    shutil.copytree(ROOT / "python/hotcore", site / "hotcore")
+    shutil.rmtree(prefix, ignore_errors=True)
     for component in ("python", "devel"):
         steps[f"install {component}"] = run(
-            "cmake", "--install", build, "--prefix", site / "hotcore", "--component", component,
+            "cmake", "--install", build, "--prefix", prefix, "--component", component,
             log=reports / f"install-{component}.log",
         )  # fmt: skip
+    if not any(steps.values()):
+        stamp.write_text(source_hash(BUILT))
     return steps
+
+
+def package(build: Path) -> Path:
+    """build/site, with today's Python sources and what was built: a folder for PYTHONPATH."""
+    site = build / "site"
+    shutil.rmtree(site, ignore_errors=True)
+    shutil.copytree(ROOT / "python/hotcore", site / "hotcore")
+    if (build / "prefix").is_dir():
+        shutil.copytree(build / "prefix", site / "hotcore", dirs_exist_ok=True)
+    return site
 
 
 def test_all(build: Path, reports: Path, env: dict[str, str]) -> dict[str, dict[str, int]]:
@@ -241,12 +267,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/gpu-check.json")
     parser.add_argument("--build", type=Path, default=ROOT / "build/gpu")
+    parser.add_argument("--build-only", action="store_true")
     parser.add_argument("--skip-tests", action="store_true")
     parser.add_argument("--skip-bench", action="store_true")
     args = parser.parse_args()
     build: Path = args.build.resolve()
     reports = build / "reports"
     reports.mkdir(parents=True, exist_ok=True)
+    if args.build_only:
+        return max(build_all(build, reports).values())
 
     import torch
 
@@ -267,7 +296,7 @@ def main() -> int:
     compiling = None if args.skip_bench else compile_torchao(reports / "torchao.log")
     steps |= build_all(build, reports)
     done("build")
-    env = {**os.environ, "PYTHONPATH": str(build / "site"), "PYTHONUNBUFFERED": "1"}
+    env = {**os.environ, "PYTHONPATH": str(package(build)), "PYTHONUNBUFFERED": "1"}
     if args.skip_tests:
         steps["tests: skipped"] = 1
     else:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,12 +15,9 @@ from hotcore.config import RECIPES  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
+from torch_graphs import Graphs, converted, every, gradients  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("seeded")
-
-
-def every(module: nn.Module, fqn: str) -> bool:
-    return True
 
 
 class Attention(nn.Module):
@@ -47,52 +41,6 @@ class Mlp(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.fc2(F.gelu(self.fc1(self.norm(x))))
-
-
-def converted(model: nn.Module, recipe: str = "default", **fields: Any) -> nn.Module:
-    hot.convert(model, recipe, every)
-    for module in model.modules():
-        if isinstance(module, hot.HotLinear):
-            for name, value in fields.items():
-                setattr(module, name, value)
-    return model
-
-
-class Graphs:
-    """A backend that keeps the partitioned graphs: calls by operator, what is kept between."""
-
-    def __init__(self) -> None:
-        self.calls: dict[str, Counter[str]] = {"forward": Counter(), "backward": Counter()}
-        self.kept: list[torch.Tensor] = []
-
-    def __call__(self, module: Any, example: Any) -> Any:
-        from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-        from torch._dynamo.backends.common import aot_autograd
-
-        def noted(stage: str) -> Callable[..., Any]:
-            def compiler(graph: Any, inputs: Any) -> Any:
-                names = (str(n.target) for n in graph.graph.nodes if n.op == "call_function")
-                self.calls[stage].update(names)
-                if stage == "backward":
-                    self.kept += [t for t in inputs if isinstance(t, torch.Tensor)]
-                return make_boxed_func(graph.forward)
-
-            return compiler
-
-        return aot_autograd(
-            fw_compiler=noted("forward"),
-            bw_compiler=noted("backward"),
-            partition_fn=min_cut_rematerialization_partition,
-        )(module, example)
-
-    def run(self, call: Callable[..., torch.Tensor], x: torch.Tensor) -> Graphs:
-        torch._dynamo.reset()
-        compiled = torch.compile(call, backend=self, fullgraph=True)
-        compiled(x).float().square().sum().backward()
-        return self
-
-    def count(self, stage: str, name: str) -> int:
-        return self.calls[stage][f"hotcore.{name}.default"]
 
 
 # ------------------------------------------------------------------------------------------- FLOPs
@@ -305,14 +253,6 @@ def test_a_memory_budget_knows_what_a_product_costs(budget: float) -> None:
     full = Graphs().run(model, torch.randn(512, 64, requires_grad=True))
     assert full.count("backward", "product") == 0
     assert sum(t.nbytes for t in graphs.kept) < sum(t.nbytes for t in full.kept)
-
-
-def gradients(model: nn.Module, call: Callable[..., torch.Tensor], x: torch.Tensor) -> Any:
-    torch.manual_seed(11)
-    model.zero_grad()
-    x = x.clone().requires_grad_()
-    call(x).square().sum().backward()
-    return [x.grad, *(p.grad.clone() for p in model.parameters())]
 
 
 @pytest.mark.parametrize(("policy", "products"), [("keep_products", 0), ("keep_codes", 2)])

@@ -13,7 +13,8 @@ from .memory import MemoryReport, ModuleMemory, memory_report
 from .modules import HotConv2d, HotLinear
 from .noise import NoiseMonitor
 from .plan import LayerPlan, Measured, Plan
-from .policies import keep_codes, keep_products
+from .policies import keep_attention, keep_codes, keep_products
+from .recompute import Recomputed, recompute
 from .report import ConversionReport, Converted, Skipped
 from .reuse import share_inputs
 from .schedule import PrecisionSchedule
@@ -33,6 +34,7 @@ __all__ = [
     "NoiseMonitor",
     "Plan",
     "PrecisionSchedule",
+    "Recomputed",
     "Skipped",
     "autotune",
     "calibrate",
@@ -40,10 +42,12 @@ __all__ = [
     "conv2d",
     "convert",
     "gradient_accumulation",
+    "keep_attention",
     "keep_codes",
     "keep_products",
     "linear",
     "memory_report",
+    "recompute",
     "revert",
     "share_inputs",
 ]

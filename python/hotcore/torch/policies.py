@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 _aten: Any = torch.ops.aten
 _hot: Any = torch.ops.hotcore
@@ -16,6 +17,9 @@ CODES = frozenset(
 )
 """What HOT's layers keep of x, in eager and in compiled regions."""
 
+SEEDS = frozenset((_hot.draw_seed.default,))
+"""Eight bytes each. With them kept, no state of a generator has to be."""
+
 PRODUCTS = frozenset(
     (
         *(_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default),
@@ -24,6 +28,18 @@ PRODUCTS = frozenset(
     )
 )
 """Matrix products and convolutions, plain and HOT's."""
+
+ATTENTION = frozenset(
+    getattr(_aten, name).default
+    for name in (
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+    )
+    if hasattr(_aten, name)
+)
+"""What ``F.scaled_dot_product_attention`` becomes, by device and shape."""
 
 
 def keep_codes(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -47,6 +63,22 @@ def keep_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPol
     :func:`keep_codes`.
     """
     return _kept(op in CODES or op in PRODUCTS)
+
+
+def keep_attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Keep attention's results and the region's inputs; recompute everything else.
+
+    Attention costs most to recompute for what it keeps. HOT's layers keep no codes: in compiled
+    graphs x is compressed once, in backward (in eager mode twice). As :func:`keep_codes`.
+    """
+    return _kept(op in ATTENTION or op in SEEDS)
+
+
+def keeps_codes(policy: Callable[..., CheckpointPolicy]) -> bool:
+    """Whether a policy keeps the codes of x that HOT's layers make in the forward pass."""
+    context = SelectiveCheckpointContext(is_recompute=False)
+    found = policy(context, _hot.compress.default)
+    return found in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 
 
 def _kept(wanted: bool) -> CheckpointPolicy:

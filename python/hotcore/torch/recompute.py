@@ -1,0 +1,130 @@
+"""Activation checkpointing of blocks with HOT's layers inside, for compiled graphs above all."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from .modules import HotModule
+from .policies import keep_attention, keeps_codes
+
+Policy = Callable[..., CheckpointPolicy]
+_NAME = "forward"
+
+
+class Recomputed:
+    """What :func:`recompute` has changed; :meth:`remove` makes the blocks as they were."""
+
+    def __init__(self) -> None:
+        """Nothing yet."""
+        self._undo: list[Callable[[], None]] = []
+
+    def remove(self) -> None:
+        """Undo it. A second call does nothing."""
+        while self._undo:
+            self._undo.pop()()
+
+
+def recompute(
+    blocks: nn.Module | Iterable[nn.Module], policy: Policy | None = keep_attention
+) -> Recomputed:
+    """Keep of every block its inputs and what ``policy`` says; recompute the rest in backward.
+
+    ::
+
+        hot.convert(model, "fast")
+        hot.recompute(model.blocks)                # a list of blocks, or one block
+        for block in model.blocks:
+            block.compile()
+
+    It is ``torch.utils.checkpoint`` (not reentrant) around each block's forward, with a selective
+    policy. Call it after ``convert`` and before ``torch.compile``, DDP or ``fully_shard``.
+    Parameters, ``state_dict`` and names of modules stay. In eval mode nothing is recomputed.
+
+    In compiled graphs HOT's layers inside compress x once: in backward, where it has been made
+    again, or in forward if the policy keeps the codes. In eager mode they do in both passes unless
+    the policy keeps the codes, and torch's selective checkpoints take much of the host's time.
+
+    Args:
+        blocks: a block (an ``nn.ModuleList`` or ``nn.Sequential`` stands for its children), or
+            several.
+        policy: :func:`keep_attention`, :func:`keep_codes`, :func:`keep_products` or your own, as
+            ``create_selective_checkpoint_contexts`` takes it; None: keep nothing but the inputs.
+
+    Returns:
+        A handle whose ``remove()`` undoes it.
+
+    Raises:
+        TypeError: something is not a module.
+        ValueError: a block is recomputed already, or inside of another one that is.
+    """
+    options: dict[str, Any] = {"use_reentrant": False}
+    if policy is not None:
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
+    found = _blocks(blocks)
+    inside = {id(module) for block in found for module in block.modules() if module is not block}
+    for block in found:
+        if id(block) in inside or any(_is_recomputed(module) for module in block.modules()):
+            raise ValueError(
+                f"blocks: {type(block).__name__} is recomputed already, or holds a block that is"
+            )
+    handle = Recomputed()
+    defer = policy is None or not keeps_codes(policy)
+    for block in found:
+        _wrap(block, options, defer, handle)
+    return handle
+
+
+def _blocks(blocks: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
+    if isinstance(blocks, nn.ModuleList | nn.Sequential):
+        return list(blocks.children())
+    if isinstance(blocks, nn.Module):
+        return [blocks]
+    found = list(blocks) if isinstance(blocks, Iterable) else [blocks]
+    for block in found:
+        if not isinstance(block, nn.Module):
+            raise TypeError(f"blocks: {type(block).__name__}; expected a module or several")
+    return found
+
+
+def _is_recomputed(module: nn.Module) -> bool:
+    return isinstance(module.__dict__.get(_NAME), _Checkpointed)
+
+
+class _Checkpointed:
+    """A block's forward under ``torch.utils.checkpoint``."""
+
+    def __init__(self, block: nn.Module, forward: Callable[..., Any], options: Any) -> None:
+        self.block, self.forward, self.options = block, forward, options
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.block.training:
+            return self.forward(*args, **kwargs)
+        return checkpoint(self.forward, *args, **self.options, **kwargs)
+
+
+def _wrap(block: nn.Module, options: Any, defer: bool, handle: Recomputed) -> None:
+    before = block.__dict__.get(_NAME)
+    block.__dict__[_NAME] = _Checkpointed(block, block.forward, options)
+    layers = [m for m in block.modules() if defer and isinstance(m, HotModule)]
+    deferred = [(layer, layer.defer) for layer in layers]
+    for layer in layers:
+        layer.defer = True
+
+    def undo() -> None:
+        if before is None:
+            del block.__dict__[_NAME]
+        else:
+            block.__dict__[_NAME] = before
+        for layer, value in deferred:
+            layer.defer = value
+
+    handle._undo.append(undo)

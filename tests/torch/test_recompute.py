@@ -1,0 +1,143 @@
+"""hot.recompute: what a block keeps, what it computes again, and that gradients stay."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import hotcore.torch as hot
+import pytest
+import torch
+from hotcore.torch import policies
+from torch import nn
+from torch_graphs import Graphs, converted, gradients
+
+SDPA = "aten._scaled_dot_product_flash_attention_for_cpu.default"
+
+
+class Block(nn.Module):
+    """Attention between two linear layers, then a third and a fourth; residual sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(64)
+        self.qkv, self.out = nn.Linear(64, 192), nn.Linear(64, 64)
+        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm(x)).reshape(4, 64, 3, 2, 32).permute(2, 0, 3, 1, 4).unbind(0)
+        found = nn.functional.scaled_dot_product_attention(q, k, v)
+        x = x + self.out(found.transpose(1, 2).reshape(4, 64, 64))
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+@pytest.fixture
+def x(seeded: None) -> torch.Tensor:
+    return torch.randn(4, 64, 64)
+
+
+def equal(ours: Any, theirs: Any) -> None:
+    for got, wanted in zip(ours, theirs, strict=True):
+        assert torch.equal(got, wanted)
+
+
+POLICIES = [None, hot.keep_attention, hot.keep_codes, hot.keep_products]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_eager_gradients_are_the_same_bits(x: torch.Tensor, policy: Any) -> None:
+    model = converted(nn.Sequential(Block(), Block()), "fast")
+    expected = gradients(model, model, x)
+    names = list(model.state_dict())
+    handle = hot.recompute(model, policy)
+    assert list(model.state_dict()) == names
+    equal(gradients(model, model, x), expected)
+    handle.remove()
+    handle.remove()
+    assert not any("forward" in m.__dict__ or getattr(m, "defer", False) for m in model.modules())
+    equal(gradients(model, model, x), expected)
+
+
+@pytest.mark.parametrize(
+    ("policy", "forward", "backward", "attention"),
+    [
+        (None, (4, 0), (3, 4), 1),
+        (hot.keep_attention, (4, 0), (3, 4), 0),
+        (hot.keep_codes, (4, 4), (3, 0), 1),
+        (hot.keep_products, (4, 4), (0, 0), 1),
+    ],
+    ids=["nothing", "attention", "codes", "products"],
+)
+def test_compiled_graphs(
+    x: torch.Tensor,
+    policy: Any,
+    forward: tuple[int, int],
+    backward: tuple[int, int],
+    attention: int,
+) -> None:
+    """(products, compressions) of each graph: x is compressed once, wherever that is."""
+    model = converted(Block(), "fast")
+    full = Graphs().run(model, x.requires_grad_())
+    hot.recompute(model, policy)
+    graphs = Graphs().run(model, x)
+    for stage, wanted in (("forward", forward), ("backward", backward)):
+        made = graphs.count(stage, "compress") + graphs.count(stage, "compress_activation")
+        assert (graphs.count(stage, "product"), made) == wanted, stage
+    assert (graphs.calls["forward"][SDPA], graphs.calls["backward"][SDPA]) == (1, attention)
+    # No state of a generator is among what is kept where the seeds are.
+    if policy is hot.keep_attention:
+        assert not any(t.dtype == torch.uint8 for t in graphs.kept)
+    kept = sum(t.nbytes for t in graphs.kept if isinstance(t.numel(), int))
+    assert kept < sum(t.nbytes for t in full.kept)
+
+
+def test_compiled_gradients(x: torch.Tensor) -> None:
+    model = converted(Block(), "accurate")
+    plain = hot.revert(copy.deepcopy(model))
+    exact = gradients(plain, plain, x)
+    hot.recompute(model)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for got, wanted in zip(gradients(model, compiled, x), exact, strict=True):
+        cosine = nn.functional.cosine_similarity(got.flatten(), wanted.flatten(), dim=0)
+        assert cosine > 0.999
+
+
+def test_eval_and_copies(x: torch.Tensor) -> None:
+    model = nn.Sequential(Block())
+    hot.convert(model, "default", lambda module, name: True)
+    hot.recompute(model)
+    twin = copy.deepcopy(model)
+    assert twin[0].forward.block is twin[0]
+    model.eval()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        y = model(x.requires_grad_())
+    assert y.grad_fn is not None
+    assert torch.equal(y, twin.eval()(x))
+
+
+def test_own_policies() -> None:
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    def prefers(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        kept = op in policies.CODES
+        return CheckpointPolicy.PREFER_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    for policy, deferred in ((prefers, False), (hot.keep_attention, True), (None, True)):
+        model = converted(Block(), "default")
+        hot.recompute(model, policy)
+        assert model.up.defer is deferred
+
+
+def test_errors() -> None:
+    model = nn.Sequential(Block(), nn.Sequential(Block()))
+    with pytest.raises(TypeError, match="blocks: str; expected a module"):
+        hot.recompute([model[0], "blocks"])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match="blocks: int; expected a module"):
+        hot.recompute(3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="or holds a block that is"):
+        hot.recompute([model[1], model[1][0]])
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    hot.recompute(model[1][0])
+    with pytest.raises(ValueError, match="recomputed already"):
+        hot.recompute(model[1])

@@ -1,0 +1,73 @@
+"""What tests of torch's compiler share: partitioned graphs, a model's gradients."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import hotcore.torch as hot
+import torch
+from torch import nn
+from torch._ops import OpOverload
+
+
+def every(module: nn.Module, fqn: str) -> bool:
+    return True
+
+
+def converted(model: nn.Module, recipe: str = "default", **fields: Any) -> nn.Module:
+    hot.convert(model, recipe, every)
+    for module in model.modules():
+        if isinstance(module, hot.HotLinear):
+            for name, value in fields.items():
+                setattr(module, name, value)
+    return model
+
+
+class Graphs:
+    """A backend that keeps the partitioned graphs: calls by operator, what is kept between."""
+
+    def __init__(self) -> None:
+        self.calls: dict[str, Counter[str]] = {"forward": Counter(), "backward": Counter()}
+        self.kept: list[torch.Tensor] = []
+
+    def __call__(self, module: Any, example: Any) -> Any:
+        from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+        from torch._dynamo.backends.common import aot_autograd
+
+        def noted(stage: str) -> Callable[..., Any]:
+            def compiler(graph: Any, inputs: Any) -> Any:
+                for node in graph.graph.nodes:
+                    if node.op == "call_function":
+                        inner = next((a for a in node.args if isinstance(a, OpOverload)), None)
+                        # An operator with its generator's state is an argument of another.
+                        self.calls[stage][str(inner or node.target)] += 1
+                if stage == "backward":
+                    self.kept += [t for t in inputs if isinstance(t, torch.Tensor)]
+                return make_boxed_func(graph.forward)
+
+            return compiler
+
+        return aot_autograd(
+            fw_compiler=noted("forward"),
+            bw_compiler=noted("backward"),
+            partition_fn=min_cut_rematerialization_partition,
+        )(module, example)
+
+    def run(self, call: Callable[..., torch.Tensor], x: torch.Tensor) -> Graphs:
+        torch._dynamo.reset()
+        compiled = torch.compile(call, backend=self, fullgraph=True)
+        compiled(x).float().square().sum().backward()
+        return self
+
+    def count(self, stage: str, name: str) -> int:
+        return self.calls[stage][f"hotcore.{name}.default"]
+
+
+def gradients(model: nn.Module, call: Callable[..., torch.Tensor], x: torch.Tensor) -> Any:
+    torch.manual_seed(11)
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    call(x).square().sum().backward()
+    return [x.grad, *(p.grad.clone() for p in model.parameters())]
