@@ -7,8 +7,8 @@ Needs nvcc, CMake, ninja, GoogleTest, and a Python with torch, nanobind and pyte
 CUTLASS headers must lie in third_party/cutlass (scripts/fetch_cutlass.py, where there is one);
 torchao, if it is to be compared with, in third_party/torchao (scripts/fetch_torchao.py).
 `--skip-tests` and `--skip-bench` leave out a half; the report then says so and counts as failed.
-`--build-only` needs no GPU: it builds, and a later check of the same sources in the same folder (also
-on another machine, at the same path) builds nothing again.
+`--build-only` needs no GPU: it builds, and a later check of the same sources in the same folder
+(also on another machine, at the same path) builds nothing again.
 """
 
 from __future__ import annotations

@@ -57,6 +57,14 @@ def test_backward_linear_equals_cpu(recipe: str, dtype: torch.dtype) -> None:
         )
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("shape", [(8, 0), (0, 8), (0, 0)])
+def test_an_empty_x_is_kept_as_on_the_cpu(recipe: str, shape: tuple[int, int]) -> None:
+    x = torch.zeros(shape)
+    kept = [hotcore.compress_activation(x.to(device), recipe) for device in ("cpu", "cuda")]
+    assert same_bits(kept[0].data, kept[1].data)  # `paper` has one scale all the same: 0
+
+
 def test_stages_equal_cpu() -> None:
     x = torch.randn(64, 96)
     for device_x in (x.cuda(),):
