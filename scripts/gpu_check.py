@@ -146,6 +146,8 @@ def build_all(build: Path, reports: Path) -> dict[str, int]:
             "cmake", "--install", build, "--prefix", prefix, "--component", component,
             log=reports / f"install-{component}.log",
         )  # fmt: skip
+    # Lists the tests' cases now: CMake is not asked for them again.
+    steps["list tests"] = run("ctest", "--test-dir", build, "-N", log=reports / "list.log")
     if not any(steps.values()):
         stamp.write_text(source_hash(BUILT))
     return steps
