@@ -115,5 +115,8 @@ def test_what_is_frozen(jax: Any, hot: Any, rng: np.random.Generator) -> None:
     key = key_of(jax, SEED)
     whole = gradients(jax, hot, jax.devices("cuda")[0], arrays, key, "default")
     for i, wanted in enumerate(whole, start=1):
-        got = jax.jit(jax.grad(functools.partial(loss, hot), i))(*arrays, key)
-        np.testing.assert_array_equal(np.asarray(got), np.asarray(wanted))
+        got = np.asarray(jax.jit(jax.grad(functools.partial(loss, hot), i))(*arrays, key))
+        if i == len(whole):  # g_b: alone it is a plain sum in another order
+            np.testing.assert_allclose(got, np.asarray(wanted), rtol=1e-4, atol=1e-4)
+        else:
+            np.testing.assert_array_equal(got, np.asarray(wanted))

@@ -1,0 +1,363 @@
+"""A GPT of 91 M parameters trained on text: bf16 beside HOT's recipes and what saves memory.
+
+    python benchmarks/bench_gpt.py --device cuda                       # goes on where it broke off
+    python benchmarks/bench_gpt.py --device cuda --contenders bf16 default "* saved*" --steps 450
+    python benchmarks/bench_gpt.py --device cuda --seeds 0 1 2 --budget 600
+    python benchmarks/bench_gpt.py --quick                             # a toy; CPU too
+
+The text is the source of the installed Python packages, files in a fixed pseudo-random order, each
+content once; every 50th file is for validation. A byte-level BPE of 8192 tokens is made from a part
+of it (the package `tokenizers`). Nothing is downloaded. Other packages give another text: compare
+losses within a report only.
+
+Per seed all contenders start from the same weights and see the same batches in the same order, once
+(at 900 steps 29.5 M tokens). Blocks are compiled one by one under bf16 autocast. Two runs of bf16,
+with other seeds, say how much a difference means.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import random
+import statistics
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import hotcore.torch as hot
+import timing
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+from train_lib.models import SmallGPT  # noqa: E402
+from train_lib.training import in_blocks  # noqa: E402
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Contender:
+    """How the model is trained."""
+
+    name: str
+    recipe: str | None = None
+    saved: int | Mapping[str, int | None] | None = None
+    """convert's ``saved``."""
+    recomputed: bool = False
+    """Blocks under hot.recompute, attention's results kept."""
+
+
+CONTENDERS = (
+    Contender("bf16"),
+    Contender("default", "default"),
+    Contender("fast", "fast"),
+    Contender("default, saved 8", "default", 8),
+    Contender("default, saved 8/4", "default", {"attention": 4}),
+    Contender("default, saved 4", "default", 4),
+    Contender("default, attention kept", "default", recomputed=True),
+    Contender("fast, attention kept", "fast", recomputed=True),
+    Contender("accurate", "accurate"),
+    Contender("int4", "int4"),
+    Contender("paper", "paper"),
+)
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of the model, its batches and its text."""
+
+    width: int
+    depth: int
+    heads: int
+    context: int
+    batch: int
+    vocabulary: int
+    learning_rate: float
+    warmup: int
+    validation_batches: int
+
+
+FULL = Size(768, 12, 12, 512, 64, 8192, 6e-4, 60, 8)
+QUICK = Size(64, 2, 2, 32, 4, 300, 3e-3, 2, 1)
+
+
+# ---- the text ----
+
+
+def sources(least_bytes: int) -> Iterator[str]:
+    """Texts of installed .py files, each once, in an order that names alone decide."""
+    roots = sorted({sysconfig.get_paths()[key] for key in ("purelib", "platlib", "stdlib")})
+    files = sorted({path for root in roots for path in Path(root).rglob("*.py")})
+    random.Random(0).shuffle(files)
+    seen: set[bytes] = set()
+    total = 0
+    for path in files:
+        try:
+            text = path.read_text("utf-8")
+        except (OSError, UnicodeDecodeError):
+            continue
+        digest = hashlib.sha256(text.encode()).digest()
+        if len(text) < 256 or digest in seen:
+            continue
+        seen.add(digest)
+        total += len(text)
+        yield text
+        if total >= least_bytes:
+            return
+
+
+def tokens(size: Size, wanted: int, cache: Path) -> tuple[Tensor, Tensor]:
+    """int16 tokens for training, at least ``wanted``, and for validation. Kept in ``cache``.
+
+    Raises ValueError where the installed packages hold too little text.
+    """
+    name = cache / f"gpt-{size.vocabulary}-{wanted}.pt"
+    if name.exists():
+        found: dict[str, Tensor] = torch.load(name, weights_only=True)
+        return found["training"], found["validation"]
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    texts = list(sources(int(4.5 * wanted)))  # bytes; a token is 3.3 to 4 of them
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size.vocabulary,
+        special_tokens=["<end>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts[:: max(1, len(texts) // 1500)], trainer)
+    parts: dict[str, list[Tensor]] = {"training": [], "validation": []}
+    for first in range(0, len(texts), 512):
+        for index, code in enumerate(tokenizer.encode_batch(texts[first : first + 512]), first):
+            part = "validation" if index % 50 == 0 else "training"
+            parts[part].append(torch.tensor([0, *code.ids], dtype=torch.int16))
+    joined = {key: torch.cat(value) for key, value in parts.items()}
+    if len(joined["training"]) < wanted:
+        raise ValueError(
+            f"the installed packages give {len(joined['training'])} tokens; {wanted} are wanted "
+            "(fewer --steps)"
+        )
+    cache.mkdir(parents=True, exist_ok=True)
+    torch.save(joined, name)
+    return joined["training"], joined["validation"]
+
+
+def batches(text: Tensor, size: Size, order: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
+    """Inputs and targets ``[batch, context]``, every window of the text once."""
+    windows = text[: (len(text) - 1) // size.context * size.context].view(-1, size.context)
+    after = text[1 : windows.numel() + 1].view(-1, size.context)
+    for rows in torch.randperm(len(windows), generator=order).split(size.batch):
+        if len(rows) == size.batch:
+            yield windows[rows].long(), after[rows].long()
+
+
+# ---- one run ----
+
+
+def model_of(size: Size, contender: Contender, device: str, backend: str) -> SmallGPT:
+    """From torch's seed; on ``device``, converted and compiled."""
+    model = SmallGPT(size.vocabulary, size.width, size.depth, size.heads, size.context)
+    model.head.weight = model.embed.weight
+    with torch.no_grad():  # GPT-2's: the residual stream must not grow with the depth
+        for block in model.blocks:
+            for layer in (block.proj, block.fc2):
+                layer.weight /= math.sqrt(2 * size.depth)
+    model.to(device).train()
+    if contender.recipe is not None:
+        report = hot.convert(model, contender.recipe, in_blocks, saved=contender.saved)
+        assert len(report.converted) == 4 * size.depth, report
+    if contender.recomputed:
+        hot.recompute(model.blocks)
+    for block in model.blocks:
+        block.compile(backend=backend)
+    return model
+
+
+def loss_of(model: SmallGPT, batch: tuple[Tensor, Tensor], device: str) -> Tensor:
+    inputs, targets = (part.to(device, non_blocking=True) for part in batch)
+    with torch.autocast(device, torch.bfloat16):
+        logits = model(inputs)
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def rate(step: int, steps: int, size: Size) -> float:
+    """Of the learning rate: linear warm-up, then a cosine to a tenth."""
+    warm = min(1.0, (step + 1) / size.warmup)
+    return warm * (0.55 + 0.45 * math.cos(math.pi * step / steps))
+
+
+def train(
+    contender: Contender,
+    seed: int,
+    steps: int,
+    size: Size,
+    text: tuple[Tensor, Tensor],
+    device: str,
+    backend: str,
+) -> dict[str, Any]:
+    """One run: its curve, its last validation loss, time of a step, peak memory."""
+    torch._dynamo.reset()
+    torch.manual_seed(seed)
+    model = model_of(size, contender, device, backend)
+    torch.manual_seed(1000 + seed)  # HOT's rounding; weights have drawn theirs
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=size.learning_rate,
+        betas=(0.9, 0.95),
+        weight_decay=0.1,
+        fused=device == "cuda",
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: rate(s, steps, size))
+
+    def validation() -> float:
+        model.eval()
+        every = batches(text[1], size, torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            found = [
+                float(loss_of(model, next(every), device)) for _ in range(size.validation_batches)
+            ]
+        model.train()
+        return statistics.mean(found)
+
+    order = torch.Generator().manual_seed(seed)
+    curve: list[tuple[int, float]] = []
+    losses: list[Tensor] = []
+    times: list[float] = []
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    began = last = time.perf_counter()
+    every = max(1, steps // 10)
+    for step, batch in enumerate(batches(text[0], size, order)):
+        if step % every == 0 or step == steps:
+            curve.append((step, validation()))
+            timing.synchronize(device)
+            last = time.perf_counter()
+        if step == steps:
+            break
+        loss = loss_of(model, batch, device)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        losses.append(loss.detach())
+        if step % every == every - 1:
+            timing.synchronize(device)
+            times.append((time.perf_counter() - last) / every * 1e3)
+    out = {
+        "validation_loss": curve[-1][1],
+        "curve": curve,
+        "training": [float(value) for value in losses[:: max(1, steps // 100)]],
+        "step_ms": statistics.median(times),
+        "seconds": time.perf_counter() - began,
+    }
+    if device == "cuda":
+        out["peak_gib"] = torch.cuda.max_memory_allocated() / GIB
+    return out
+
+
+# ---- all runs ----
+
+
+def key_of(contender: Contender, seed: int) -> str:
+    return f"{contender.name}/{seed}"
+
+
+def lines(runs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """A table: losses by seed, the mean difference to bf16 with the same seed."""
+    yield f"{'':26s} {'validation loss by seed':32s} {'- bf16':>8s} {'step ms':>8s} {'peak GiB':>9s}"
+    for contender in CONTENDERS:
+        found = {
+            int(key.rpartition("/")[2]): run
+            for key, run in runs.items()
+            if key.rpartition("/")[0] == contender.name
+        }
+        if not found:
+            continue
+        gaps = [
+            run["validation_loss"] - runs[f"bf16/{seed}"]["validation_loss"]
+            for seed, run in found.items()
+            if f"bf16/{seed}" in runs
+        ]
+        losses = ", ".join(f"{run['validation_loss']:.4f}" for run in found.values())
+        gap = f"{statistics.mean(gaps):+8.4f}" if gaps else " " * 8
+        step = statistics.median(run["step_ms"] for run in found.values())
+        peak = max(run.get("peak_gib", math.nan) for run in found.values())
+        yield f"{contender.name:26s} {losses:32s} {gap} {step:8.1f} {peak:9.2f}"
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = timing.arguments(__doc__, "gpt")
+    parser.add_argument("--contenders", nargs="+", metavar="PATTERN", help="default: all")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--steps", type=int, default=900, help="of 32,768 tokens (default: 900)")
+    parser.add_argument("--quick", action="store_true", help="a toy model, for a test")
+    parser.add_argument(
+        "--budget", type=float, default=math.inf, help="seconds; no run is begun that takes longer"
+    )
+    parser.add_argument("--backend", default="inductor", help="of torch.compile")
+    default = Path(__file__).resolve().parent.parent / "build/text"
+    parser.add_argument("--cache", type=Path, default=default, help="folder of the tokens")
+    args = timing.begin(parser, argv)
+    for pattern in args.contenders or ():
+        if not any(fnmatchcase(c.name, pattern) for c in CONTENDERS):
+            parser.error(f"--contenders: {pattern!r} fits none of {[c.name for c in CONTENDERS]}")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    begun = time.perf_counter()
+    args = arguments(argv)
+    left: Callable[[], float] = lambda: args.budget - (time.perf_counter() - begun)  # noqa: E731
+    size = QUICK if args.quick else FULL
+    steps = min(args.steps, 4) if args.quick else args.steps
+    settings = {"steps": steps, "size": vars(size) | {}, "device": args.device}
+    path = timing.RESULTS / f"{args.device}-gpt.json" if args.json is None else args.json
+    runs: dict[str, Any] = {}
+    if path.exists():
+        earlier = json.loads(path.read_text())
+        if earlier.get("settings") != json.loads(json.dumps(settings)):
+            sys.exit(f"bench_gpt.py: {path} was made with other settings; name another --json")
+        runs = earlier["runs"]
+    wanted = (steps + 2) * size.batch * size.context
+    text = tokens(size, wanted, args.cache)
+    print(f"{len(text[0])} tokens, {len(text[1])} for validation", flush=True)
+    chosen = [
+        c for c in CONTENDERS if any(fnmatchcase(c.name, p) for p in args.contenders or ["*"])
+    ]
+    slowest = 0.0
+    content = {"settings": settings, "runs": runs, "tokens": len(text[0])}
+    for seed in args.seeds:
+        for contender in chosen:
+            if key_of(contender, seed) in runs:
+                continue
+            if left() < 1.1 * slowest:
+                print(f"{contender.name}, seed {seed}: left out, no time left")
+                continue
+            start = time.perf_counter()
+            run = train(contender, seed, steps, size, text, args.device, args.backend)
+            runs[key_of(contender, seed)] = run
+            slowest = max(slowest, time.perf_counter() - start)
+            print(
+                f"{contender.name:26s} seed {seed}: {run['validation_loss']:.4f}, "
+                f"{run['step_ms']:.1f} ms a step, {time.perf_counter() - start:.0f} s",
+                flush=True,
+            )
+            timing.write(args, "gpt", content)
+    print("\n".join(lines(runs)))
+
+
+if __name__ == "__main__":
+    main()
