@@ -277,7 +277,8 @@ def key_of(contender: Contender, seed: int) -> str:
 
 def lines(runs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     """A table: losses by seed, the mean difference to bf16 with the same seed."""
-    yield f"{'':26s} {'validation loss by seed':32s} {'- bf16':>8s} {'step ms':>8s} {'peak GiB':>9s}"
+    titles = ("- bf16", "step ms", "peak GiB")
+    yield f"{'':26s} {'validation loss by seed':32s} " + " ".join(f"{t:>8s}" for t in titles)
     for contender in CONTENDERS:
         found = {
             int(key.rpartition("/")[2]): run
@@ -295,7 +296,7 @@ def lines(runs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         gap = f"{statistics.mean(gaps):+8.4f}" if gaps else " " * 8
         step = statistics.median(run["step_ms"] for run in found.values())
         peak = max(run.get("peak_gib", math.nan) for run in found.values())
-        yield f"{contender.name:26s} {losses:32s} {gap} {step:8.1f} {peak:9.2f}"
+        yield f"{contender.name:26s} {losses:32s} {gap} {step:8.1f} {peak:8.2f}"
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
