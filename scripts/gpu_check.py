@@ -7,6 +7,7 @@ Needs nvcc, CMake, ninja, GoogleTest, and a Python with torch, nanobind and pyte
 CUTLASS headers must lie in third_party/cutlass (scripts/fetch_cutlass.py, where there is one);
 torchao, if it is to be compared with, in third_party/torchao (scripts/fetch_torchao.py).
 `--skip-tests` and `--skip-bench` leave out a half; the report then says so and counts as failed.
+`--fail-fast` leaves out the benchmarks where a test fails.
 `--build-only` needs no GPU: it builds, and a later check of the same sources in the same folder
 (also on another machine, at the same path) builds nothing again.
 """
@@ -272,6 +273,7 @@ def main() -> int:
     parser.add_argument("--build-only", action="store_true")
     parser.add_argument("--skip-tests", action="store_true")
     parser.add_argument("--skip-bench", action="store_true")
+    parser.add_argument("--fail-fast", action="store_true")
     args = parser.parse_args()
     build: Path = args.build.resolve()
     reports = build / "reports"
@@ -308,7 +310,10 @@ def main() -> int:
             done("tests")
             sanitizer = sanitized.result()
         done("sanitizer, after the tests")
-    if args.skip_bench:
+    failed = any(part["failed"] for part in tests.values()) or any(
+        word != "clean" for word in sanitizer.values()
+    )
+    if args.skip_bench or (args.fail_fast and failed):
         steps["benchmarks: skipped"] = 1
     else:
         if compiling is not None:
