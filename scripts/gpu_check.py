@@ -315,6 +315,8 @@ def main() -> int:
     )
     if args.skip_bench or (args.fail_fast and failed):
         steps["benchmarks: skipped"] = 1
+        if compiling is not None:
+            compiling.terminate()
     else:
         if compiling is not None:
             compiling.wait()
