@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Check wheels before anybody installs them, and print their sizes; ends with 1 if one is wrong.
 
-    python scripts/check_wheel.py [--try] [--any-platform] WHEEL...
+    python scripts/check_wheel.py [--try] [--any-platform] [--flavour CPU|CUDA] WHEEL...
 
 A wheel may hold 3 MB without CUDA and 80 MB with it, runs on glibc 2.28 (manylinux_2_28; left out
 with --any-platform, for what is built on this machine for this machine), and holds one libhot whose
@@ -26,8 +26,8 @@ GLIBC = 28  # manylinux_2_*
 SMOKE = Path(__file__).resolve().parent / "smoke.py"
 
 
-def problems(wheel: Path, any_platform: bool) -> tuple[str, list[str]]:
-    """A line about the wheel, and what is wrong with it."""
+def problems(wheel: Path, any_platform: bool, wanted: str | None) -> tuple[str, list[str]]:
+    """A line about the wheel, and what is wrong with it; ``wanted``: "CPU" or "CUDA"."""
     name, version, *_, platform = wheel.stem.split("-")
     found: list[str] = []
     with zipfile.ZipFile(wheel) as archive:
@@ -49,6 +49,8 @@ def problems(wheel: Path, any_platform: bool) -> tuple[str, list[str]]:
                 flavour = "CUDA"
         if unexpected := [n for n in names if not n.startswith(("hotcore/", f"{name}-{version}."))]:
             found.append(f"holds {', '.join(unexpected[:3])}")
+    if wanted not in (None, flavour):
+        found.append(f"is for {flavour}; expected {wanted}")
     size = wheel.stat().st_size / 1e6
     if size > LIMITS[flavour]:
         found.append(f"{size:.1f} MB is more than {LIMITS[flavour]:g}, the limit with {flavour}")
@@ -79,11 +81,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("wheels", nargs="+", type=Path, metavar="WHEEL")
     parser.add_argument("--try", action="store_true", dest="run", help="install and run each")
+    parser.add_argument("--flavour", choices=tuple(LIMITS), help="what it has to be")
     parser.add_argument("--any-platform", action="store_true", help="for this machine alone")
     options = parser.parse_args()
     failed = False
     for wheel in options.wheels:
-        line, found = problems(wheel, options.any_platform)
+        line, found = problems(wheel, options.any_platform, options.flavour)
         print(line, flush=True)
         if options.run and not found:
             found = try_out(wheel)

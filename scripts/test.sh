@@ -172,14 +172,34 @@ test_python() {
 test_torch() { test_python tests/torch; }
 
 test_wheel() {
-  local wheel
-  wheel="$(compgen -G "$HOT_ROOT/build/wheels/*/*.whl")" ||
-    { hot_env_say "no wheel in build/wheels (it is installed already): not tried in an empty environment"; return 0; }
-  hot_env_say "installing the wheel into an empty environment"
-  if "$HOT_VENV_PYTHON" "$HOT_ROOT/scripts/check_wheel.py" --any-platform --try "$wheel"; then
-    passed "wheel"
+  local wheel folder="$HOT_ROOT/build/wheels-cuda"
+  if wheel="$(compgen -G "$HOT_ROOT/build/wheels/*/*.whl")"; then
+    try_wheel "wheel" "$wheel"
   else
-    broken "the wheel in an empty environment"
+    hot_env_say "no wheel in build/wheels (it is installed already): not tried in an empty environment"
+  fi
+  hot_env_has_nvcc || { hot_env_say "no CUDA compiler: no wheel with CUDA is tried"; return 0; }
+  # Without a GPU it shows that such a wheel builds, is complete, and runs on the CPU. One architecture, no CUTLASS:
+  # a release's wheel takes half an hour.
+  hot_env_say "building a wheel with CUDA for sm_80"
+  rm -rf "$folder"
+  if HOT_CUDA=ON HOT_CUTLASS=OFF CUDAARCHS=80-real \
+    "$HOT_VENV_PYTHON" -m pip wheel --quiet --no-deps --wheel-dir "$folder" "$HOT_ROOT"; then
+    try_wheel "wheel with CUDA" --flavour CUDA "$folder"/*.whl
+  else
+    broken "the wheel with CUDA"
+  fi
+}
+
+# try_wheel WHAT [OPTION...] WHEEL
+try_wheel() {
+  local what="$1"
+  shift
+  hot_env_say "installing the $what into an empty environment"
+  if "$HOT_VENV_PYTHON" "$HOT_ROOT/scripts/check_wheel.py" --any-platform --try "$@"; then
+    passed "$what"
+  else
+    broken "the $what in an empty environment"
   fi
 }
 
