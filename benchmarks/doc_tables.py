@@ -55,7 +55,6 @@ RESULTS = ROOT / "benchmarks/results"
 BLOCK = re.compile(r"^<!-- table: (?P<words>.+?) -->\n(?P<body>.*?)^<!-- end -->$", re.S | re.M)
 
 
-
 def pages() -> list[Path]:
     """Those with a table of measurements."""
     found = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
@@ -520,7 +519,9 @@ def trained(folders: Sequence[Path]) -> dict[str, Any]:
             "difference": {name: mean(task, name, "val_loss") - exact for name in recipes},
             "kept": {name: mean(task, name, "linear_saved_bytes") / kept for name in recipes},
         }
-    about = {key: value for key, value in runs[0].items() if key != "results"}
+    about = {
+        key: value for key, value in runs[0].items() if key not in ("data", "python", "results")
+    }
     seeds = sorted({row["seed"] for row in rows})
     return {**about, "seeds": seeds, "recipes": recipes, "tasks": tasks}
 

@@ -141,7 +141,7 @@ def way_of_gy() -> Drawing:
     rows = draw.box(200, 84, 270, ["rows", "a warp or bulk copies for each row"], INTEGER)
     both = draw.box(200, 148, 270, ["both, many tokens", "rows' codes, columns' maxima"], INTEGER)
     cluster = draw.box(200, 212, 270, ["columns, one pass", "a cluster holds all tokens"], INTEGER)
-    second = draw.box(200, 276, 270, ["columns, second pass", "codes, backwards through L2"], INTEGER)
+    second = draw.box(200, 276, 270, ["columns, second pass", "codes, backwards in L2"], INTEGER)
     for index, box in enumerate((small, rows, both, cluster, second)):
         draw.arrow(gy.right(0.2 + 0.15 * index), box.left())
     a_gx = draw.box(560, 84, 150, ["codes [L, O]", "a scale for each row"], FLOAT)
