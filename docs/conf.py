@@ -51,7 +51,7 @@ autodoc_default_options = {"members": True, "show-inheritance": True}
 autodoc_preserve_defaults = True
 napoleon_numpy_docstring = False
 
-# References that lead nowhere are warnings, but for types of other packages and for hotcore's own names
+# References that lead nowhere are warnings, except types of other packages and hotcore's own names
 # that have no entry in the reference.
 nitpicky = True
 nitpick_ignore_regex = [
