@@ -71,8 +71,10 @@ def test_public_headers_are_listed() -> None:
     headers = sorted((ROOT / "cpp/include/hot").glob("*.h"))
     assert headers
     for header in headers:
+        found = re.search(rf"^\| \[`hot/{re.escape(header.name)}`\].*$", page, re.MULTILINE)
+        assert found, f"docs/api/cpp.md has no row for hot/{header.name}"
+        row = found[0]
         assert f"{{literalinclude}} ../../cpp/include/hot/{header.name}\n" in page
-        (row,) = re.findall(rf"^\| \[`hot/{re.escape(header.name)}`\].*$", page, re.MULTILINE)
         functions = re.findall(r"^HOT_API [^;{]*?(\w+)\(", text_of(header), re.MULTILINE)
         missing = [function for function in functions if f"`{function}`" not in row]
         assert not missing, f"docs/api/cpp.md, {header.name}: {missing}"
