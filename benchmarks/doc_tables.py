@@ -26,6 +26,7 @@ comes from here. Every page of the repository that has such a line is looked at.
   summary          one line for each model: compiled bf16, and its rivals beside it (the same)
   variants MODEL   eager steps with compress_saved's settings (cuda-models-variants.json)
   eager FILE MODEL...  eager steps of some contenders (parts peak and time of FILE)
+  gpt              a GPT trained on text (cuda-gpt.json)
   autotune         layers by features, of plain bf16's time (cuda-autotune.json)
   convolutions     steps of ResNet-50 (the same)
   distributed      DDP and FSDP2 by NCCL (nccl.json)
@@ -302,6 +303,21 @@ def train(report: Report) -> Iterator[str]:
         yield line([f"{task}: kept by the linear layers", "100 %", *kept])
 
 
+def gpt(report: Report) -> Iterator[str]:
+    """Validation loss, step and peak of every run, beside bf16's of the same seed."""
+    head = ["", "seed", "validation loss", "less bf16's", "step, ms", "of bf16's"]
+    yield from header([*head, "peak, GiB", "of bf16's"])
+    for title, row in report["runs"].items():
+        name, seed = title.rsplit("/", 1)
+        plain = report["runs"].get(f"bf16/{seed}")
+        figures = [f"{row['validation_loss']:.3f}"]
+        figures += [f"{row['validation_loss'] - plain['validation_loss']:+.3f}" if plain else ""]
+        for key, digits in (("step_ms", 1), ("peak_gib", 2)):
+            ratio = row[key] / plain[key] if plain and plain.get(key) and row.get(key) else None
+            figures += [number(row.get(key), digits), number(ratio, 2)]
+        yield line([name, seed, *figures])
+
+
 def autotune(report: Report) -> Iterator[str]:
     """Forward and backward of a layer by `default` and `fast`, of plain bf16's time."""
     kinds = report["grid"]
@@ -462,6 +478,7 @@ KINDS: dict[str, tuple[str | None, Callable[..., Iterator[str]]]] = {
     "steps": ("cuda-steps.json", steps),
     "all-steps": ("cuda-steps.json", all_steps),
     "summary": ("cuda-steps.json", summary),
+    "gpt": ("cuda-gpt.json", gpt),
     "autotune": (AUTOTUNE, autotune),
     "convolutions": (AUTOTUNE, convolutions),
     "distributed": ("nccl.json", distributed),
