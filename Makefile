@@ -1,5 +1,5 @@
 # Short names for the commands of the README and of CONTRIBUTING.md.
-.PHONY: train test style format bench gpu-check
+.PHONY: train test style docs format bench gpu-check
 
 train:
 	bash scripts/train.sh
@@ -9,6 +9,9 @@ test:
 
 style:
 	bash scripts/check_style.sh
+
+docs:
+	bash scripts/docs.sh
 
 format:
 	bash scripts/check_style.sh --fix

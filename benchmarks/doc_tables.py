@@ -2,15 +2,38 @@
 
     python benchmarks/doc_tables.py            # rewrite what is out of date
     python benchmarks/doc_tables.py --check    # say what is, and fail
+    python benchmarks/doc_tables.py --train FOLDER...   # cpu-train.json from runs of train.sh
 
 A page has the lines ``<!-- table: KIND ARGUMENT... -->`` and ``<!-- end -->``; what is between them
-comes from here. Kinds:
+comes from here. Every page of the repository that has such a line is looked at. Kinds:
+
+  about FILE       one line: device, versions and date of a report
+  pays             when HOT gains and when not, one line for each kind of work (several reports)
+  cpu              backward of layers on a CPU (cpu-backward.json)
+  train            losses of scripts/train.sh, mean of seeds (cpu-train.json)
+  layers           sums of a model's layers beside their rivals (gpu-check.json)
+  each-layer       every layer of those (the same)
+  floor            the sums beside the floor (the same)
+  forward          compressing x, and the forward pass with it (the same)
+  small            the paper's layers in a CUDA graph (the same)
+  fwht             fwht's share of a copy's speed (the same)
+  products         INT8 products beside their rivals (the same)
+  host             the host's time for a small layer (the same)
+  targets          bars and what was measured (the same)
+  tests            tests of that run (the same)
   steps MODEL      every contender of a model (cuda-steps.json)
+  all-steps        the same of all models, each under its name
   summary          one line for each model: compiled bf16, and its rivals beside it (the same)
   variants MODEL   eager steps with compress_saved's settings (cuda-models-variants.json)
   eager FILE MODEL...  eager steps of some contenders (parts peak and time of FILE)
-  gradients        cosine with fp32's gradient, by recipe (cuda-models-table.json)
+  gpt              a GPT trained on text (cuda-gpt.json)
+  autotune         layers by features, of plain bf16's time (cuda-autotune.json)
+  convolutions     steps of ResNet-50 (the same)
+  distributed      DDP and FSDP2 by NCCL (nccl.json)
+  gradients [MODEL...]  cosine with fp32's gradient, by recipe (cuda-models-table.json)
   losses           the loss after some steps on one batch (the same)
+  earlier NAME     figures of runs whose scripts are not in the repository (earlier.json)
+
 A test keeps the pages as the reports are.
 """
 
@@ -19,8 +42,9 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +53,16 @@ import model_table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results"
-PAGES = (ROOT / "docs/torch.md",)
 BLOCK = re.compile(r"^<!-- table: (?P<words>.+?) -->\n(?P<body>.*?)^<!-- end -->$", re.S | re.M)
 
+
+def pages() -> list[Path]:
+    """Those with a table of measurements."""
+    found = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    return [page for page in sorted(found) if BLOCK.search(page.read_text(encoding="utf-8"))]
+
+
+PAGES = tuple(pages())
 Report = Mapping[str, Any]
 RIVALS = (
     *("FP8 tensorwise compiled", "FP8 rowwise compiled", "default compiled", "fast compiled"),
@@ -50,10 +81,16 @@ def steps(report: Report, model: str) -> Iterator[str]:
     rows = report["steps"][model]["rows"]
     head = ["", "step, ms", "of bf16's", "host, ms", "peak, GiB", "of bf16's", "kernels, ms"]
     head += kernel_classes.CLASSES
-    yield line(head)
-    yield "|---" * len(head) + "|"
-    for name, row in rows.items():
-        yield line([name, *cells(row)])
+    yield from table_of(head, ([name, *cells(row)] for name, row in rows.items()))
+
+
+def all_steps(report: Report) -> Iterator[str]:
+    """The same for every model that was measured."""
+    for model, entry in report["steps"].items():
+        yield f"**{entry['title']}**"
+        yield ""
+        yield from steps(report, model)
+        yield ""
 
 
 def cells(row: Report) -> list[str]:
@@ -81,8 +118,7 @@ def number(value: float | None, digits: int) -> str:
 def summary(report: Report) -> Iterator[str]:
     """A line for each model."""
     head = ["time (peak) of compiled bf16's", "bf16, ms (GiB)", *RIVALS]
-    yield line(head)
-    yield "|---" * len(head) + "|"
+    yield from header(head)
     for entry in report["steps"].values():
         rows = entry["rows"]
         plain = rows["bf16 compiled"]
@@ -103,8 +139,7 @@ def variants(report: Report, model: str) -> Iterator[str]:
     """Eager steps of HOT with compress_saved in several settings."""
     found = report["models"][model]["variants"]
     head = ["", "peak, GiB", "of bf16's", "of fp32's", "step, ms", "of bf16's", "cosine"]
-    yield line(head)
-    yield "|---" * len(head) + "|"
+    yield from header(head)
     for name, peak in found["peak"].items():
         time, cosine = found["time"].get(name, {}), found["gradient"].get(name)
         figures = [f"{peak['peak_gib']:.2f}", f"{peak['of bf16']:.3f}", f"{peak['of fp32']:.3f}"]
@@ -115,8 +150,7 @@ def variants(report: Report, model: str) -> Iterator[str]:
 def eager(report: Report, *models: str) -> Iterator[str]:
     """Eager steps of several models, some contenders."""
     head = ["", "contender", "peak, GiB", "of bf16's", "step, ms", "of bf16's"]
-    yield line(head)
-    yield "|---" * len(head) + "|"
+    yield from header(head)
     for model in models:
         found = report["models"][model]
         batch = " × ".join(map(str, next(iter(found["batch"].values()))))
@@ -128,22 +162,331 @@ def eager(report: Report, *models: str) -> Iterator[str]:
             yield line([title, name, *figures])
 
 
+# ---- layers and products ----
+
+HOTCORE = ("default", "fast", "paper")
+
+
+def about(report: Report) -> Iterator[str]:
+    """Where and when a report was made."""
+    versions = report.get("versions", report)
+    day = report.get("date", report.get("bench_backward", {}).get("date", ""))[:10]
+    words = [report.get("device", report.get("machine", ""))]
+    if "threads" in report:
+        words += [f"{report['isa']}, {report['threads']} threads"]
+    words += [f"torch {versions['torch']}", day]
+    yield f"*{', '.join(word for word in words if word)}*"
+
+
+def layers(report: Report) -> Iterator[str]:
+    """Microseconds of a model's four layers, and how many times faster than each rival."""
+    rivals = {
+        "torch bf16": "torch bf16",
+        "bf16 products": "bf16, products only",
+        "torch tf32": "torch tf32",
+        "torch fp32": "torch fp32",
+        "torchao both - forward": "torchao FP8, both less forward",
+        "torchao backward": "torchao FP8, backward alone",
+    }
+    yield from header(["sum of four layers", "µs", *rivals.values()])
+    for group, found in report["bench_backward"]["layers"].items():
+        for recipe, row in found["recipes"].items():
+            of = row["faster than"]
+            figures = [times(of.get(name)) for name in rivals]
+            yield line([f"{group}, `{recipe}`", f"{1e3 * row['sum_ms']:.0f}", *figures])
+
+
+def each_layer(report: Report) -> Iterator[str]:
+    """Microseconds of each layer."""
+    rivals = ("torch bf16", "bf16 products", "fp8 products", "int8 products")
+    yield from header(["layer", "L, O, I", *rivals, *(f"`{recipe}`" for recipe in HOTCORE)])
+    for group, found in report["bench_backward"]["layers"].items():
+        for name, layer in found["layers"].items():
+            rows = layer["rows"]
+            mine = [rows[f"hotcore {recipe}"] for recipe in HOTCORE]
+            figures = [micro(row) for row in [*(rows.get(rival) for rival in rivals), *mine]]
+            yield line([f"{group} {name}", ", ".join(map(str, layer["shape"])), *figures])
+
+
+def floor(report: Report) -> Iterator[str]:
+    """Sums, floors, and their ratio."""
+    yield from header(["sum of four layers", "µs", "floor, µs", "of the floor"])
+    for group, found in report["bench_backward"]["layers"].items():
+        for recipe, row in found["recipes"].items():
+            figures = [f"{1e3 * row['sum_ms']:.0f}", f"{1e3 * row['floor_ms']:.0f}"]
+            yield line([f"{group}, `{recipe}`", *figures, f"{row['times the floor']:.2f}"])
+
+
+def forward(report: Report) -> Iterator[str]:
+    """Compressing x, in copies of x; what it adds to a plain bf16 layer's forward pass."""
+    found = report["bench_backward"]
+    yield from header(["", "recipe", "compress, copies of x", "extra time of the forward pass"])
+    for group, entry in found["layers"].items():
+        extra = found["forward"][group]["extra"]
+        for recipe, row in entry["recipes"].items():
+            figures = [f"{row['compress of a copy']:.2f}", f"{100 * extra[recipe]:.0f} %"]
+            yield line([group, f"`{recipe}`", *figures])
+
+
+def small(report: Report) -> Iterator[str]:
+    """The paper's layers, one image each, in a CUDA graph."""
+    yield from header(["16 layers, one image", "geometric mean", "worst layer"])
+    for name, row in report["bench_backward"]["paper"]["rotating"]["means"].items():
+        if name != "fp32":
+            yield line([name, times(row["geomean"]), times(row["worst"])])
+
+
+def fwht(report: Report) -> Iterator[str]:
+    """Of a copy's speed, by block."""
+    found = report["bench_fwht"]["n"]
+    yield from header(["n", *found])
+    shares = [f"{row['hotcore']['of the copy']:.2f}" for row in found.values()]
+    yield line(["share of a copy's speed", *shares])
+
+
+def products(report: Report) -> Iterator[str]:
+    """TOPS of each product, and times faster than its rivals."""
+    rivals = ("torch._int_mm", "torch fp8 rowwise")
+    head = ["product", "M, N, K", "TOPS", *(f"of {rival}" for rival in rivals)]
+    yield from header([*head, "of the best stock tile"])
+    for group, entries in report["bench_gemm"]["products"].items():
+        for name, entry in entries.items():
+            row = entry["rows"]["hotcore"]
+            figures = [number(row["faster than"].get(rival), 2) for rival in rivals]
+            figures += [number(row.get("of the best stock tile"), 2)]
+            shape = ", ".join(map(str, entry["M, N, K"]))
+            yield line([f"{group} {name}", shape, f"{row['TOPS']:.0f}", *figures])
+
+
+def host(report: Report) -> Iterator[str]:
+    """The host's microseconds for one small layer."""
+    yield from header(["", "µs a call"])
+    for name, row in report["bench_backward"]["host"]["rows"].items():
+        yield line([name, micro(row)])
+
+
+def bars(report: Report) -> Iterator[str]:
+    """The bars that the project set itself."""
+    yield from header(["", "measured", "bar", "aim", "reached"])
+    for row in report["targets"]:
+        figures = [f"{row[name]:.3g}" for name in ("measured", "must", "aim")]
+        yield line([row["work"], *figures, row["reached"]])
+
+
+def tests(report: Report) -> Iterator[str]:
+    """What ran on the GPU machine."""
+    yield from header(["", "passed", "failed", "skipped"])
+    for name, row in report["tests"].items():
+        yield line([name, *(str(row[key]) for key in ("passed", "failed", "skipped"))])
+
+
+def cpu(report: Report) -> Iterator[str]:
+    """Milliseconds of a layer's backward, and how many times faster than fp32."""
+    yield from header(["L, O, I", "torch fp32", *(f"`{recipe}`" for recipe in HOTCORE)])
+    for shape, rows in report["shapes"].items():
+        found = [f"{rows['torch fp32']['median_ms']:.1f}"]
+        for recipe in HOTCORE:
+            row = rows[f"hotcore {recipe}"]
+            found.append(f"{row['median_ms']:.1f} ({row['vs torch fp32']:.1f}×)")
+        yield line([shape.replace(",", ", "), *found])
+
+
+def train(report: Report) -> Iterator[str]:
+    """Final validation loss less fp32's, mean of the seeds; bytes kept by the linear layers."""
+    names = report["recipes"]
+    yield from header(["", "fp32's loss", *(f"`{name}`" for name in names)])
+    for task, entry in report["tasks"].items():
+        differences = [f"{entry['difference'][name]:+.3f}" for name in names]
+        yield line([f"{task}: loss less fp32's", f"{entry['fp32']:.2f}", *differences])
+    for task, entry in report["tasks"].items():
+        kept = [f"{100 * entry['kept'][name]:.1f} %" for name in names]
+        yield line([f"{task}: kept by the linear layers", "100 %", *kept])
+
+
+def gpt(report: Report) -> Iterator[str]:
+    """Validation loss, step and peak of every run, beside bf16's of the same seed."""
+    head = ["", "seed", "validation loss", "less bf16's", "step, ms", "of bf16's"]
+    yield from header([*head, "peak, GiB", "of bf16's"])
+    for title, row in report["runs"].items():
+        name, seed = title.rsplit("/", 1)
+        plain = report["runs"].get(f"bf16/{seed}")
+        figures = [f"{row['validation_loss']:.3f}"]
+        figures += [f"{row['validation_loss'] - plain['validation_loss']:+.3f}" if plain else ""]
+        for key, digits in (("step_ms", 1), ("peak_gib", 2)):
+            ratio = row[key] / plain[key] if plain and plain.get(key) and row.get(key) else None
+            figures += [number(row.get(key), digits), number(ratio, 2)]
+        yield line([name, seed, *figures])
+
+
+def autotune(report: Report) -> Iterator[str]:
+    """Forward and backward of a layer by `default` and `fast`, of plain bf16's time."""
+    kinds = report["grid"]
+    found: dict[str, dict[str, str]] = {}
+    for kind, entry in kinds.items():
+        for row in entry["rows"]:
+            plain = row["times"]["plain"][0]
+            ratios = [row["times"][name][0] / plain for name in ("default", "fast")]
+            shape = row["shape"].split(", x [")[0]
+            found.setdefault(shape, {})[kind] = " / ".join(f"{ratio:.2f}" for ratio in ratios)
+    linear = [kind for kind in kinds if kind.startswith("linear")]
+    for chosen in (linear, [kind for kind in kinds if kind not in linear]):
+        rows = {shape: cells for shape, cells in found.items() if cells.keys() & set(chosen)}
+        yield from table_of(
+            ["`default` / `fast`", *chosen],
+            ([shape, *(cells.get(kind, "") for kind in chosen)] for shape, cells in rows.items()),
+        )
+        yield ""
+
+
+def convolutions(report: Report) -> Iterator[str]:
+    """Forward and backward of ResNet-50 as `convert` leaves it and with everything converted."""
+    yield from header(["ResNet-50, 128 images", "", "layers converted", "ms", "of plain's"])
+    for layout, entry in report["steps"].items():
+        for name, row in entry.items():
+            figures = [f"{row['median_ms']:.1f}", f"{row['of plain']:.2f}"]
+            yield line([layout, name, row["converted"], *figures])
+
+
+def distributed(report: Report) -> Iterator[str]:
+    """A step and the loss, plain and by recipe."""
+    head = ["", "", "step, ms", "loss", "cosine with the mean gradient", "replicas equal"]
+    yield from header(head)
+    for way in ("DDP", "FSDP2"):
+        for name, row in report[way].items():
+            equal = "yes" if row["same parameters"] else "no"
+            figures = [f"{row['step_ms']:.1f}", f"{row['loss'][-1]:.3f}", f"{row['cosine']:.4f}"]
+            yield line([way, name, *figures, equal])
+
+
+PAYS_MODELS = ("llama_blocks_2k", "vit_b", "bert", "gpt2")
+
+
+def pays(results: Path) -> Iterator[str]:
+    """Times faster than the rival, and in brackets the peak memory beside the rival's."""
+
+    def report(name: str) -> Report:
+        return json.loads((results / name).read_text())
+
+    check, models = report("gpu-check.json"), report("cuda-steps.json")["steps"]
+    tuned, processor = report("cuda-autotune.json")["steps"], report("cpu-backward.json")["shapes"]
+    yield from header(["times faster (peak memory)", "than", "`default`", "`fast`"])
+
+    def backward(group: str, rival: str) -> list[str]:
+        recipes = check["bench_backward"]["layers"][group]["recipes"]
+        return [times(recipes[name]["faster than"].get(rival)) for name in ("default", "fast")]
+
+    def step(model: str, name: str, rival: str) -> str:
+        """Both figures are of compiled bf16 in their own waves, so their ratio is fair."""
+        rows = models[model]["rows"]
+        mine, theirs = (rows.get(one, {}).get("of reference") for one in (name, rival))
+        if not mine or not theirs:
+            return ""
+        return f"{theirs['step'] / mine['step']:.2f}× ({mine['peak'] / theirs['peak']:.2f})"
+
+    def on_cpu(rows: list[Report]) -> list[str]:
+        found = []
+        for name in ("default", "fast"):
+            ratios = [row[f"hotcore {name}"]["vs torch fp32"] for row in rows]
+            low, high = f"{min(ratios):.1f}", f"{max(ratios):.1f}"
+            found.append(f"{low}×" if low == high else f"{low} to {high}×")
+        return found
+
+    llama, vit = "Llama-3-8B", "ViT-B"
+    title = f"backward of {llama}'s layers, 8192 tokens"
+    yield line([title, "bf16", *backward(llama, "torch bf16")])
+    yield line(["the same", "torchao FP8", *backward(llama, "torchao both - forward")])
+    yield line([f"backward of {vit}'s layers, batch 128", "bf16", *backward(vit, "torch bf16")])
+    for model in (name for name in PAYS_MODELS if name in models):
+        title = f"step of {models[model]['title']}"
+        for how, words in (("reduce-overhead", ", CUDA graphs"), ("compiled", "")):
+            figures = [step(model, f"{name} {how}", f"bf16 {how}") for name in ("default", "fast")]
+            if any(figures):
+                yield line([f"{title}{words}", f"compiled bf16{words}", *figures])
+                break
+    fewer = [
+        step("vit_b", f"{name} compiled, saved 8/4", "bf16 compiled")
+        for name in ("default", "fast")
+    ]
+    title = 'step of ViT-B/16, `saved={"attention": 4}`'
+    yield line([title, "compiled bf16", *fewer])
+    means = check["bench_backward"]["paper"]["rotating"]["means"]
+    ratios = [means[f"hotcore {name}"]["geomean"] for name in ("default", "fast")]
+    title = "backward of small layers, 49 to 3136 tokens"
+    yield line([title, "fp32", *map(times, ratios)])
+    bf16 = means["bf16"]["geomean"]
+    yield line(["the same", "bf16", *(times(ratio / bf16) for ratio in ratios)])
+    convolved = times(1 / tuned["channels_last"]["default, slower=True"]["of plain"])
+    yield line(["step of ResNet-50, convolutions converted", "bf16", convolved, ""])
+    *large, tiny = processor.values()
+    yield line([f"CPU: backward of {vit}'s layers, 8 images", "fp32", *on_cpu(large)])
+    yield line(["CPU: backward of one layer, one image", "fp32", *on_cpu([tiny])])
+
+
+# ---- tables of all kinds ----
+
+
 def line(words: Sequence[str]) -> str:
     return f"| {' | '.join(words)} |"
 
 
-def _of_models(report: Report, index: int) -> Iterator[str]:
-    yield from model_table.markdown(report["models"]).strip().split("\n\n")[index].split("\n")
+def header(words: Sequence[str]) -> Iterator[str]:
+    yield line(words)
+    yield "|---" * len(words) + "|"
 
 
+def table_of(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    yield from header(head)
+    yield from map(line, rows)
+
+
+def times(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.2f}×"
+
+
+def micro(row: Report | None) -> str:
+    return "" if row is None else f"{1e3 * row['median_ms']:.0f}"
+
+
+def _of_models(report: Report, index: int, models: Sequence[str] = ()) -> Iterator[str]:
+    chosen = {name: report["models"][name] for name in models or report["models"]}
+    yield from model_table.markdown(chosen).strip().split("\n\n")[index].split("\n")
+
+
+def earlier(report: Report, name: str) -> Iterator[str]:
+    """Figures that were written down: no script of the repository makes them again."""
+    yield from table_of(report[name]["columns"], report[name]["rows"])
+
+
+CHECK, AUTOTUNE, MODELS = "gpu-check.json", "cuda-autotune.json", "cuda-models-table.json"
 KINDS: dict[str, tuple[str | None, Callable[..., Iterator[str]]]] = {
+    "about": (None, about),
+    "pays": ("", pays),
+    "cpu": ("cpu-backward.json", cpu),
+    "train": ("cpu-train.json", train),
+    "layers": (CHECK, layers),
+    "each-layer": (CHECK, each_layer),
+    "floor": (CHECK, floor),
+    "forward": (CHECK, forward),
+    "small": (CHECK, small),
+    "fwht": (CHECK, fwht),
+    "products": (CHECK, products),
+    "host": (CHECK, host),
+    "targets": (CHECK, bars),
+    "tests": (CHECK, tests),
     "variants": ("cuda-models-variants.json", variants),
     "eager": (None, eager),
     "steps": ("cuda-steps.json", steps),
+    "all-steps": ("cuda-steps.json", all_steps),
     "summary": ("cuda-steps.json", summary),
-    "gradients": ("cuda-models-table.json", lambda report: _of_models(report, 0)),
-    "losses": ("cuda-models-table.json", lambda report: _of_models(report, 1)),
+    "gpt": ("cuda-gpt.json", gpt),
+    "autotune": (AUTOTUNE, autotune),
+    "convolutions": (AUTOTUNE, convolutions),
+    "distributed": ("nccl.json", distributed),
+    "gradients": (MODELS, lambda report, *models: _of_models(report, 0, models)),
+    "losses": (MODELS, lambda report, *models: _of_models(report, 1, models)),
+    "earlier": ("earlier.json", earlier),
 }
+"""Kind -> the report (None: the first argument names it, "": several), and what makes the lines."""
 
 
 def table(words: str, results: Path) -> str:
@@ -154,11 +497,13 @@ def table(words: str, results: Path) -> str:
     file, make = KINDS[kind]
     if file is None:
         file = arguments.pop(0) if arguments else "a report's name"
-    if not (results / file).is_file():
-        raise Unknown(f"{results / file} is not there")
-    report = json.loads((results / file).read_text())
     try:
+        if not file:
+            return "".join(f"{line}\n" for line in make(results, *arguments))
+        report = json.loads((results / file).read_text())
         return "".join(f"{line}\n" for line in make(report, *arguments))
+    except FileNotFoundError as error:
+        raise Unknown(f"{error.filename} is not there") from error
     except TypeError as error:  # another number of arguments
         raise Unknown(str(error)) from error
     except KeyError as error:
@@ -178,12 +523,43 @@ def rewritten(text: str, results: Path = RESULTS) -> str:
     return BLOCK.sub(replace, text)
 
 
+def trained(folders: Sequence[Path]) -> dict[str, Any]:
+    """cpu-train.json: several runs of scripts/train.sh, which differ in their seeds alone."""
+    runs = [json.loads((folder / "train.json").read_text()) for folder in folders]
+    rows = [row for run in runs for row in run["results"]]
+    recipes = [name for name in dict.fromkeys(row["recipe"] for row in rows) if name != "fp32"]
+
+    def mean(task: str, recipe: str, key: str) -> float:
+        return statistics.mean(
+            row[key] for row in rows if (row["task"], row["recipe"]) == (task, recipe)
+        )
+
+    tasks = {}
+    for task in dict.fromkeys(row["task"] for row in rows):
+        exact = mean(task, "fp32", "val_loss")
+        kept = mean(task, "fp32", "linear_saved_bytes")
+        tasks[task] = {
+            "fp32": exact,
+            "difference": {name: mean(task, name, "val_loss") - exact for name in recipes},
+            "kept": {name: mean(task, name, "linear_saved_bytes") / kept for name in recipes},
+        }
+    about = {
+        key: value for key, value in runs[0].items() if key not in ("data", "python", "results")
+    }
+    seeds = sorted({row["seed"] for row in rows})
+    return {**about, "seeds": seeds, "recipes": recipes, "tasks": tasks}
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("pages", type=Path, nargs="*", default=list(PAGES))
     parser.add_argument("--check", action="store_true", help="change nothing; fail if stale")
     parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--train", type=Path, nargs="+", metavar="FOLDER", help="train.sh's --out")
     args = parser.parse_args(argv)
+    if args.train:
+        report = json.dumps(trained(args.train), indent=1) + "\n"
+        (args.results / "cpu-train.json").write_text(report)
     stale = []
     for page in args.pages:
         before = page.read_text()

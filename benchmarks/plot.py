@@ -75,14 +75,15 @@ def plot_speedups(report: Mapping[str, Any], path: Path) -> None:
     for index, (recipe, heights) in enumerate(values.items()):
         left = [place - WIDTH / 2 + (index + 0.5) * width for place in range(len(names))]
         bars = axes.bar(left, heights, width, label=recipe, color=COLORS[recipe])
-        axes.bar_label(bars, fmt="%.2g", fontsize=6)
+        axes.bar_label(bars, fmt="%.2g", fontsize=6, color=ON_ANY)
     axes.margins(y=0.18)  # room for the legend
-    axes.axhline(1, color="black", linewidth=0.8)
+    axes.axhline(1, color=ON_ANY, linewidth=0.8)
     axes.set_xticks(range(len(names)), names, fontsize=8)
-    axes.set_ylabel(f"times faster than torch\n({rival})")
-    axes.set_title(f"Backward of a linear layer, {report['device']}", fontsize=10)
-    axes.legend(fontsize=8, frameon=False, ncols=len(values))
-    save(figure, path)
+    axes.set_ylabel(f"times faster than torch\n({rival})", color=ON_ANY)
+    axes.set_title(f"Backward of a linear layer, {report['device']}", fontsize=10, color=ON_ANY)
+    axes.legend(fontsize=8, frameon=False, ncols=len(values), labelcolor=ON_ANY)
+    on_any_page(axes)
+    save(figure, path, transparent=True)
 
 
 def plot_breakdown(report: Mapping[str, Any], path: Path) -> None:
@@ -101,10 +102,14 @@ def plot_breakdown(report: Mapping[str, Any], path: Path) -> None:
         left = [start + width for start, width in zip(left, widths, strict=True)]
     axes.invert_yaxis()
     axes.tick_params(axis="y", labelsize=8)
-    axes.set_xlabel("µs of one backward")
-    axes.set_title(f"Where the time goes, {report['device']}", fontsize=10)
-    axes.legend(fontsize=8, frameon=False, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.22))
-    save(figure, path)
+    axes.set_xlabel("µs of one backward", color=ON_ANY)
+    axes.set_title(f"Where the time goes, {report['device']}", fontsize=10, color=ON_ANY)
+    axes.legend(
+        fontsize=8, frameon=False, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.22),
+        labelcolor=ON_ANY,
+    )  # fmt: skip
+    on_any_page(axes)
+    save(figure, path, transparent=True)
 
 
 def color_of(how: Mapping[str, Any]) -> str:
@@ -197,11 +202,17 @@ def plot_panel(axes: Any, entry: Mapping[str, Any], known: Mapping[str, Any]) ->
     axes.set_title("\n".join([entry["title"], "; ".join(notes)]), fontsize=8, color=ON_ANY)
     axes.set_xlabel("peak, GiB", fontsize=8, color=ON_ANY)
     axes.set_ylabel("step, ms", fontsize=8, color=ON_ANY)
-    axes.tick_params(colors=ON_ANY, labelsize=8)
+    axes.tick_params(labelsize=8)
     axes.margins(0.12)
+    on_any_page(axes)
+    return handles
+
+
+def on_any_page(axes: Any) -> None:
+    """Ticks and frame that are read on a light and on a dark page."""
+    axes.tick_params(colors=ON_ANY)
     for spine in axes.spines.values():
         spine.set_color(ON_ANY)
-    return handles
 
 
 def save(figure: Any, path: Path, transparent: bool = False) -> None:

@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
-# Builds everything and runs all tests: C++ (gtest and a consumer project, through ctest), Python, style. Takes Python
-# >= 3.10 and a C++ compiler; the first call makes an environment (.venv). Ends non-zero if anything failed.
+# Builds everything and runs all tests: C++ (gtest and a consumer project, through ctest), Python, style, and the site
+# of the docs. Takes Python >= 3.10 and a C++ compiler; the first call makes an environment (.venv). Ends non-zero if
+# anything failed.
 #
-#   bash scripts/test.sh [--slow] [cpp] [python] [style]    --slow: the long training tests too; parts: default all
+#   bash scripts/test.sh [--slow] [cpp] [python] [style] [docs]
+#                                                           --slow: the long training tests too; parts: default all
 #   bash scripts/test.sh sanitizers                         the C++ tests under AddressSanitizer and UBSan, and under
 #                                                           ThreadSanitizer (a build each; only where asked for)
 #   bash scripts/test.sh fuzz                               a minute of fuzzing: C++ calls, C ABI (libFuzzer, clang), and
@@ -31,7 +33,7 @@ while [[ $# -gt 0 ]]; do
       version="$2"
       shift
       ;;
-    cpp | python | style | sanitizers | fuzz) parts+=("$1") ;;
+    cpp | python | style | docs | sanitizers | fuzz) parts+=("$1") ;;
     -h | --help) sed -n '2,/^set /s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" | sed '/^set /d'; exit 0 ;;
     *) hot_env_fail "unknown option: $1 (see --help)" ;;
   esac
@@ -49,7 +51,7 @@ if [[ -n "$version" ]]; then
   HOT_VENV="$HOT_ROOT/build/venv-torch-$version"
   HOT_VENV_PYTHON="$HOT_VENV/bin/python"
 fi
-[[ ${#parts[@]} -gt 0 ]] || parts=(cpp python style)
+[[ ${#parts[@]} -gt 0 ]] || parts=(cpp python style docs)
 wanted() { [[ " ${parts[*]} " == *" $1 "* ]]; }
 
 jobs="$(nproc)"
@@ -212,6 +214,15 @@ test_style() {
       broken "style: $check"
     fi
   done
+}
+
+test_docs() {
+  hot_env_say "building the site of the docs in build/site"
+  if bash "$HOT_ROOT/scripts/docs.sh"; then
+    passed "docs: site"
+  else
+    broken "docs: site"
+  fi
 }
 
 for part in "${parts[@]}"; do

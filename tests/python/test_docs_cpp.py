@@ -1,4 +1,4 @@
-"""The C++, C and CMake of docs/cpp.md build as they stand, and run."""
+"""The C++, C and CMake of docs/cpp.md, and the README's C++, build as they stand, and run."""
 
 from __future__ import annotations
 
@@ -11,6 +11,17 @@ import numpy as np
 import pytest
 from cpp_projects import INSTALLED, ROOT, build, run, tool
 
+AROUND_THE_README = """
+#include <hot/hot.h>
+int main() {
+  const std::int64_t L = 32, I = 64, O = 48;
+  hot::Tensor x(hot::DType::f32, {L, I}), w(hot::DType::f32, {O, I}), gy(hot::DType::f32, {L, O});
+  hot::Tensor gx(hot::DType::f32, {L, I}), gw(hot::DType::f32, {O, I}), gb(hot::DType::f32, {O});
+  const hot::BackwardLinearSpec spec = hot::recipe("default");
+  const hot::Context context = hot::Context::cpu();
+  hot::ScratchBuffer scratch;
+  hot::SavedBuffer saved;
+"""
 PAGE = (ROOT / "docs" / "cpp.md").read_text(encoding="utf-8")
 
 
@@ -23,6 +34,9 @@ def blocks(language: str) -> list[str]:
 def test_programs_build_and_run(tmp_path: Path) -> None:
     programs = {"cpp": blocks("cpp"), "c": blocks("c")}
     assert [len(found) for found in programs.values()] == [2, 1]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (lines_of_readme,) = re.findall(r"^```cpp\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
+    programs["cpp"].append(f"{AROUND_THE_README}{lines_of_readme}}}\n")
     (project,) = re.findall(r"^```cmake\n(find_package.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     lines = ["cmake_minimum_required(VERSION 3.24)", "project(page LANGUAGES C CXX)"]
     lines += ["set(CMAKE_C_STANDARD 99)", "set(CMAKE_C_EXTENSIONS OFF)"]

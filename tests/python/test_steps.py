@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -467,9 +468,30 @@ def test_tables_of_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
             doc_tables.main(options)
 
 
+def test_runs_of_train_are_averaged(tmp_path: Path) -> None:
+    for seed, (exact, ours) in enumerate(((2.0, 2.5), (1.0, 1.25))):
+        rows = [
+            {"task": "vit", "recipe": "fp32", "val_loss": exact, "linear_saved_bytes": 400},
+            {"task": "vit", "recipe": "fast", "val_loss": ours, "linear_saved_bytes": 50},
+        ]
+        run = {"torch": "2.13", "results": [{**row, "seed": seed} for row in rows]}
+        (tmp_path / str(seed)).mkdir()
+        (tmp_path / str(seed) / "train.json").write_text(json.dumps(run))
+    report = doc_tables.trained([tmp_path / "1", tmp_path / "0"])
+    assert report["seeds"] == [0, 1] and report["recipes"] == ["fast"]
+    assert report["tasks"]["vit"] == {
+        "fp32": 1.5, "difference": {"fast": 0.375}, "kept": {"fast": 0.125},
+    }  # fmt: skip
+    assert list(doc_tables.train(report))[2:] == [
+        "| vit: loss less fp32's | 1.50 | +0.375 |",
+        "| vit: kept by the linear layers | 100 % | 12.5 % |",
+    ]
+
+
 @pytest.mark.parametrize("page", doc_tables.PAGES, ids=lambda page: page.name)
 def test_pages_are_as_the_reports(page: Path) -> None:
     """Stale: run python benchmarks/doc_tables.py."""
     text = page.read_text()
-    assert text.count("<!-- table: ") == len(doc_tables.BLOCK.findall(text)) > 0
+    begun = re.findall("^<!-- table: ", text, re.MULTILINE)
+    assert len(begun) == len(doc_tables.BLOCK.findall(text)) > 0
     assert doc_tables.rewritten(text) == text

@@ -1,4 +1,4 @@
-"""The Python of the documentation runs as it stands."""
+"""The Python of the README and of every page runs as it stands."""
 
 from __future__ import annotations
 
@@ -9,16 +9,26 @@ import pytest
 
 pytest.importorskip("torch")
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+ROOT = Path(__file__).resolve().parents[2]
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+OTHERS = {"docs/jax.md"}  # tests/with_jax/test_examples.py
 
 
-@pytest.mark.parametrize("page", ["paper.md", "python.md", "quickstart.md", "torch.md"])
+def _pages() -> list[str]:
+    found = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    names = [page.relative_to(ROOT).as_posix() for page in found if BLOCK.search(page.read_text())]
+    return [name for name in names if name not in OTHERS]
+
+
+@pytest.mark.parametrize("page", _pages())
 def test_code_runs(page: str) -> None:
-    text = (DOCS / page).read_text(encoding="utf-8")
-    blocks = list(re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
-    assert blocks
+    text = (ROOT / page).read_text(encoding="utf-8")
     names: dict[str, object] = {"__name__": page}
-    for block in blocks:
+    for block in BLOCK.finditer(text):
         # Blank lines in front, so that a traceback has the page's own line numbers.
         lines = text[: block.start(1)].count("\n")
-        exec(compile("\n" * lines + block.group(1), str(DOCS / page), "exec"), names)
+        exec(compile("\n" * lines + block.group(1), str(ROOT / page), "exec"), names)
+
+
+def test_pages_with_code_are_found() -> None:
+    assert {"README.md", "docs/quickstart.md", "docs/torch.md", "docs/paper.md"} <= set(_pages())

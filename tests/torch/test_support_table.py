@@ -1,4 +1,4 @@
-"""Rows of docs/torch.md, "What works with it", that no other file is about."""
+"""Rows of docs/torch/support.md, "What works with it", that no other file is about."""
 
 from __future__ import annotations
 

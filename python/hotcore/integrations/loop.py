@@ -55,7 +55,7 @@ class HotLoop:
         ValueError: no layer of the model is converted, or a bad argument.
         RuntimeError: entered twice, or inside another ``gradient_accumulation()``.
 
-    Source: docs/torch.md, "Integrations".
+    Source: docs/torch/integrations.md, "Integrations".
     """
 
     def __init__(

@@ -95,7 +95,7 @@ def gradient_accumulation(*, in_place: bool = True) -> Iterator[None]:
     Raises:
         RuntimeError: when nested, or while compiling (torch.compile'd layers share nothing).
 
-    Source: docs/torch.md, "Gradient accumulation".
+    Source: docs/torch/accumulation.md, "Gradient accumulation".
     """
     global _entered
     if torch.compiler.is_compiling():

@@ -34,7 +34,7 @@ from .report import listed
 from .selection import Filter, hot_class, is_8bit
 
 ACCURACY = ("accurate", "default", "int4", "fast", "paper")
-"""Recipes, the most accurate first (cosine with fp32's gradient: docs/torch.md)."""
+"""Recipes, the most accurate first (cosine with fp32's gradient: docs/results.md)."""
 
 OBJECTIVES = ("time", "memory")
 HOST_SHARE = 0.8

@@ -119,7 +119,7 @@ def conv2d(
         ValueError, NotImplementedError, RuntimeError: as :func:`linear`; ValueError, too, where
             weight has not x's channels (several groups are not taken).
 
-    Source: spec.md, "Stages" (L is batch x pixels); docs/torch.md, "Convolution".
+    Source: spec.md, "Stages" (L is batch x pixels); docs/torch/convolution.md, "Convolution".
     """
     sizes = (stride, padding, dilation, padding_mode)
     return conv2d_by_text(x, weight, bias, sizes, _text(config))

@@ -5,7 +5,7 @@ computes instead, g', the noise to gradient ratio is ``|g' - g|^2 / |g|^2``: the
 wrong beside that of the gradient. Most of it is rounded stochastically, hence noise of mean 0 whose
 power adds up with that of other noise, a mini-batch's for one.
 
-Source: docs/torch.md, "Noise to gradient ratio".
+Source: docs/torch/integrations.md, "Noise to gradient ratio".
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class NoiseMonitor:
     Raises:
         ValueError: no converted layer matches ``layers``, or ``every`` is not positive.
 
-    Source: docs/torch.md, "Noise to gradient ratio".
+    Source: docs/torch/integrations.md, "Noise to gradient ratio".
     """
 
     def __init__(

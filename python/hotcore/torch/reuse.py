@@ -56,7 +56,7 @@ class share_inputs:
             past torch's version counter (through NumPy, DLPack, ``.data``) between two layers that
             take it. It costs the memory and the time of a compressed x for every layer.
 
-    Source: docs/torch.md, "Layers with one x".
+    Source: docs/torch/accumulation.md, "Layers with one x".
     """
 
     enabled: ClassVar[bool] = True

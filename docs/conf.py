@@ -1,0 +1,96 @@
+"""Sphinx's configuration of the site; ``bash scripts/docs.sh`` builds it.
+
+The source folder is the repository's root, so that a link from one page to another is the same on
+the site and in the repository. Warnings are errors: a broken link, an unknown anchor, or a
+docstring that Sphinx cannot read stops the build.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+
+project = "hotcore"
+author = "The hotcore authors"
+project_copyright = "The hotcore authors"
+(release,) = re.findall(r'^version = "([^"]+)"', (ROOT / "pyproject.toml").read_text(), re.M)
+version = release
+
+root_doc = "docs/index"
+include_patterns = [
+    "*.md",
+    "docs/**",
+    "third_party/README.md",
+]
+exclude_patterns = [
+    *(".*", "build", "out", "cpp", "cuda", "examples", "python", "scripts", "tests"),
+    "third_party/*/**",
+    "docs/performance.md",  # a pointer, for who comes with an old link
+]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+]
+myst_heading_anchors = 4
+
+html_theme = "furo"
+html_title = f"hotcore {release}"
+html_copy_source = False
+html_show_sourcelink = False
+html_extra_path = ["site"]  # index.html, which leads from the site's root to docs/
+
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+autodoc_default_options = {"members": True, "show-inheritance": True}
+autodoc_preserve_defaults = True
+napoleon_numpy_docstring = False
+
+# References that lead nowhere are warnings, except types of other packages and hotcore's own names
+# that have no entry in the reference.
+nitpicky = True
+nitpick_ignore_regex = [
+    (r"py:.*", r"(collections|fnmatch|lightning|numpy|pathlib|torch|transformers|typing)(\..*)?"),
+    (r"py:class", r"NDArray|(hotcore\..*\.)?(Array|Bits|HotConfigFields|Layout|RecipeName)"),
+    (r"py:class", r"(hotcore\..*\.)?(Share|Spec)"),
+    (r"py:class", r"hotcore\.torch\.(modules\.HotModule|saved\.modules\.SavedReport)"),
+    (r"py:(func|mod)", r"hotcore\.torch\.(conv|gains|reuse|saved\.convert_saved)"),
+    (
+        r"py:(attr|data|func|meth)",
+        r"ACCURACY|HEAD_NAMES|KINDS|MIN_FEATURES|backward_bops|from_plain|model",
+    ),
+]
+
+# The callbacks' libraries: stand-ins, so that the site needs neither of them and builds in seconds.
+autodoc_mock_imports = ["transformers", "lightning"]
+try:
+    import hotcore.jax  # noqa: F401
+except ImportError as error:
+    exclude_patterns.append("docs/api/jax.rst")
+    suppress_warnings = ["toc.excluded"]
+    print(f"docs: no page of hotcore.jax: {error}", file=sys.stderr)
+
+
+# Napoleon takes the words before a colon in an attribute's docstring for its type. They are not.
+_aside: dict[str, list[str]] = {}
+
+
+def _put_aside(app: Any, what: str, name: str, found: Any, options: Any, lines: list[str]) -> None:
+    if what in ("attribute", "data", "property"):
+        _aside[name] = lines[:]
+        lines.clear()
+
+
+def _put_back(app: Any, what: str, name: str, found: Any, options: Any, lines: list[str]) -> None:
+    lines[:] = _aside.pop(name, lines)
+
+
+def setup(app: Any) -> None:
+    """Sphinx's hook."""
+    app.connect("autodoc-process-docstring", _put_aside, priority=400)
+    app.connect("autodoc-process-docstring", _put_back, priority=600)
