@@ -6,9 +6,10 @@ stand in ``methods`` and ``lbp_wht``, their quantisers in ``quantizers``. docs/d
 their sources.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from .calls import FP8, Call, StockGemm, backward, fp8_products, int8_products, products
-from .conversion import METHODS, Converted, convert, method_of
-from .methods import Method
 from .torchao_layers import (
     TorchaoMissing,
     torchao_calls,
@@ -16,6 +17,16 @@ from .torchao_layers import (
     torchao_int8_convert,
     torchao_layer,
 )
+
+if TYPE_CHECKING:
+    from .conversion import METHODS, Converted, convert, method_of
+    from .methods import Method
+
+# Loaded when asked for: compile_torchao.py runs while hotcore, which they need, is being built.
+_LATER = {
+    **dict.fromkeys(("METHODS", "Converted", "convert", "method_of"), "conversion"),
+    "Method": "methods",
+}
 
 __all__ = [
     "FP8",
@@ -36,3 +47,9 @@ __all__ = [
     "torchao_int8_convert",
     "torchao_layer",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -217,6 +218,16 @@ def test_same_layers_as_hotcore() -> None:
         rivals.convert(model, "best")
     with pytest.raises(ValueError, match="takes none"):
         rivals.convert(nn.Sequential(nn.Conv2d(64, 64, 3, padding="same")), "luq", everything)
+
+
+def test_torchao_compiles_without_hotcore() -> None:
+    """scripts/gpu_check.py starts compile_torchao.py while hotcore is being built."""
+    code = "import sys; sys.modules['hotcore'] = None; import compile_torchao"
+    folder = Path(rivals.__file__).resolve().parents[1]
+    assert (folder / "compile_torchao.py").is_file()
+    subprocess.run([sys.executable, "-c", code], cwd=folder, check=True)
+    script = folder.parent / "scripts/gpu_check.py"
+    assert "benchmarks/compile_torchao.py" in script.read_text()
 
 
 # ---- INT4 ----
