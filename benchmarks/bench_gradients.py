@@ -9,7 +9,7 @@ its x, w and g_y to every method, many times, and g_x and g_w are held against t
 * error: root mean square of ``|g' - g| / |g|``; cosine: mean over the draws;
 * noise: spread of the draws around their own mean, over ``|g|``;
 * bias: ``|mean - g| / |g|`` without the share that the noise leaves in a mean of so many draws;
-  below ``resolution``, the noise over the root of the draws, it is nothing;
+  what is below the noise over the root of the draws is nothing;
 * batch: the same layer's exact g_w over other batches, spread over the norm of the mean: the noise
   that training has anyway.
 
@@ -124,7 +124,6 @@ def quality(contender: Contender, capture: Capture, draws: int) -> dict[str, Any
             "cosine": cosines[kind] / count,
             "noise": variance**0.5 / norm,
             "bias": max(0.0, mean - variance / count) ** 0.5 / norm,
-            "resolution": (variance / count) ** 0.5 / norm,
         }
     return out
 
@@ -267,10 +266,10 @@ def measure(args: argparse.Namespace, report: dict[str, Any], task_name: str, se
         small_tasks.save(args.json, report)
 
 
-def median_over(
+def over_layers(
     report: Mapping[str, Any], task: str, step: int | None, method: str, *path: str
 ) -> float:
-    """Median over layers, seeds and, for None, steps."""
+    """Over layers, seeds and, for None, steps: the root mean square of errors, else the mean."""
     values = []
     for key, point in report["points"].items():
         name, _, when = key.split("/")
@@ -280,6 +279,21 @@ def median_over(
                 for part in path if entry is not None else ():
                     entry = entry[part]
                 values += [] if entry is None else [entry]
+    if not values:
+        return float("nan")
+    if path[-1] in ("error", "noise", "bias"):
+        return statistics.fmean(value**2 for value in values) ** 0.5
+    return statistics.fmean(values)
+
+
+def batch_noise_of(report: Mapping[str, Any], task: str, step: int | None = None) -> float:
+    """Median over layers: where a mean gradient is lost in noise, the ratio has no bound."""
+    values = [
+        layer["batch"]
+        for key, point in report["points"].items()
+        if key.startswith(f"{task}/") and step in (None, int(key.rpartition("/")[2]))
+        for layer in point["layers"].values()
+    ]
     return statistics.median(values) if values else float("nan")
 
 
@@ -294,29 +308,23 @@ def methods_of(report: Mapping[str, Any], task: str) -> list[str]:
 
 def print_tables(report: Mapping[str, Any]) -> None:
     for task in report["settings"]["tasks"]:
-        print(f"\n{task}: medians over layers, steps and seeds")
+        print(f"\n{task}: over layers, steps and seeds: root mean square, cosine mean")
         heads = [
             f"{kind} {value}" for kind in KINDS for value in ("error", "cosine", "noise", "bias")
         ]
         print(f"  {'':14s}" + "".join(f"{head:>11s}" for head in heads) + "      cost bytes")
         for name in methods_of(report, task):
             cells = [
-                median_over(report, task, None, name, kind, value)
+                over_layers(report, task, None, name, kind, value)
                 for kind in KINDS
                 for value in ("error", "cosine", "noise", "bias")
             ]
-            tail = [median_over(report, task, None, name, key) for key in ("cost", "bytes")]
+            tail = [over_layers(report, task, None, name, key) for key in ("cost", "bytes")]
             print(
                 f"  {name:14s}" + "".join(f"{cell:11.4f}" for cell in cells)
                 + f"{tail[0]:10.4f}{tail[1]:6.2f}"
             )  # fmt: skip
-        noise = [
-            layer["batch"]
-            for key, point in report["points"].items()
-            if key.startswith(f"{task}/")
-            for layer in point["layers"].values()
-        ]
-        print(f"  batches: noise {statistics.median(noise):.3f} of g_w")
+        print(f"  batches: noise {batch_noise_of(report, task):.3f} of g_w, median")
 
 
 def plot(report: Mapping[str, Any], path: Path) -> None:
@@ -324,22 +332,23 @@ def plot(report: Mapping[str, Any], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "hotcore"
+    matplotlib.rcParams.update({"svg.hashsalt": "hotcore", "svg.fonttype": "none"})
     import matplotlib.pyplot as plt
 
     tasks = report["settings"]["tasks"]
     figure, axes = plt.subplots(
         len(tasks), 4, figsize=(17, 3.9 * len(tasks)), layout="constrained", squeeze=False
     )
+    every = list(dict.fromkeys(name for task in tasks for name in methods_of(report, task)))
+    colours = {name: plt.get_cmap("tab20")(i % 20) for i, name in enumerate(every)}
     for row, task in zip(axes, tasks, strict=True):
         names = methods_of(report, task)
-        colours = {name: plt.get_cmap("tab20")(i % 20) for i, name in enumerate(names)}
         labels = ("bit operations of backward, of full precision's", "bytes kept a value of x")
         for axis, key, label in zip(row[:2], ("cost", "bytes"), labels, strict=True):
             for name in names:
-                at = median_over(report, task, None, name, key)
+                at = over_layers(report, task, None, name, key)
                 error, noise = (
-                    median_over(report, task, None, name, "gw", value)
+                    over_layers(report, task, None, name, "gw", value)
                     for value in ("error", "noise")
                 )
                 filled = noise > 0.9 * error
@@ -357,10 +366,13 @@ def plot(report: Mapping[str, Any], path: Path) -> None:
             axis.set_xlabel(label)
             axis.set_ylabel("relative error of g_w")
             axis.margins(x=0.25)
+            if key == "bytes":
+                axis.set_xticks([0.25, 0.5, 1, 2, 4], ["1/4", "1/2", "1", "2", "4"])
+                axis.minorticks_off()
         row[0].set_title(f"{task}: filled: noise alone; hollow: biased", fontsize=9)
         bars, places = row[2], range(len(names))
         for offset, value, colour in ((0.2, "noise", "#888888"), (-0.2, "bias", "#cc3311")):
-            widths = [median_over(report, task, None, name, "gw", value) for name in names]
+            widths = [over_layers(report, task, None, name, "gw", value) for name in names]
             bars.barh([p + offset for p in places], widths, 0.38, label=value, color=colour)
         bars.set_yticks(list(places), names, fontsize=7)
         bars.set_xlabel("of the norm of g_w")
@@ -368,22 +380,14 @@ def plot(report: Mapping[str, Any], path: Path) -> None:
         run_axis = row[3]
         steps = report["settings"]["at"]
         for name in names:
-            values = [median_over(report, task, step, name, "gw", "error") for step in steps]
+            values = [over_layers(report, task, step, name, "gw", "error") for step in steps]
             run_axis.plot(steps, values, marker=".", color=colours[name], label=name, lw=1)
-        noise = []
-        for step in steps:
-            found = [
-                layer["batch"]
-                for key, point in report["points"].items()
-                if key.startswith(f"{task}/") and key.endswith(f"/{step}")
-                for layer in point["layers"].values()
-            ]
-            noise.append(statistics.median(found) if found else float("nan"))
+        noise = [batch_noise_of(report, task, step) for step in steps]
         run_axis.plot(steps, noise, "k--", label="other batches", lw=1.5)
         run_axis.set_yscale("log")
         run_axis.set_xlabel("step")
         run_axis.set_ylabel("relative error of g_w")
-        run_axis.legend(fontsize=6, ncol=2)
+        run_axis.legend(fontsize=6, loc="upper left", bbox_to_anchor=(1.0, 1.0))
         for axis in row:
             axis.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -111,7 +111,7 @@ def plot(report: Mapping[str, Any], task: str, path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "hotcore"
+    matplotlib.rcParams.update({"svg.hashsalt": "hotcore", "svg.fonttype": "none"})
     import matplotlib.pyplot as plt
 
     figure, axis = plt.subplots(figsize=(9, 5.5), layout="constrained")

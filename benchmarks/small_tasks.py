@@ -64,8 +64,20 @@ def save(path: Path, content: Mapping[str, Any]) -> None:
     """Write the report so that a break leaves the old or the new one, never half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.part")
-    part.write_text(json.dumps(rounded(content), indent=1) + "\n")
+    part.write_text(_text(rounded(content)))
     os.replace(part, path)
+
+
+def _text(content: Mapping[str, Any]) -> str:
+    """JSON with a line for each entry of its inner mappings: the files are committed."""
+    lines = []
+    for key, value in content.items():
+        if isinstance(value, Mapping) and value:
+            inner = (f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in value.items())
+            lines.append(f" {json.dumps(key)}: {{\n" + ",\n".join(inner) + "\n }")
+        else:
+            lines.append(f" {json.dumps(key)}: {json.dumps(value)}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def resumed(path: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
