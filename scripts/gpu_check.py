@@ -114,7 +114,7 @@ def compile_torchao(log: Path) -> subprocess.Popen[bytes] | None:
     """Start compiling the rival's layers into inductor's cache, beside the build."""
     if not (ROOT / "third_party/torchao").is_dir():
         return None
-    command = ["nice", sys.executable, str(ROOT / "benchmarks/rivals.py"), "Llama-3-8B"]
+    command = ["nice", sys.executable, str(ROOT / "benchmarks/compile_torchao.py"), "Llama-3-8B"]
     print("+", *command, "&", flush=True)
     with log.open("w") as file:
         return subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)

@@ -172,8 +172,29 @@ def learning_rate_factor(step: int, steps: int) -> float:
     return warmup * 0.5 * (1.0 + math.cos(math.pi * step / steps))
 
 
-def train(task: Task, recipe: str, seed: int, steps: int, device: torch.device) -> Result:
+def optimizer_of(
+    task: Task, model: nn.Module, steps: int
+) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR]:
+    """AdamW and the schedule of its learning rate."""
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=task.learning_rate, betas=(0.9, 0.95), weight_decay=0.05
+    )
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: learning_rate_factor(step, steps)
+    )
+
+
+def train(
+    task: Task,
+    recipe: str,
+    seed: int,
+    steps: int,
+    device: torch.device,
+    convert: Callable[[nn.Module, str], None] = convert_blocks,
+) -> Result:
     """Train ``task`` in plain fp32 (recipe ``fp32``) or with a HOT recipe.
+
+    ``convert(model, recipe)`` changes the model's layers in place; benchmarks put in other methods.
 
     The seed fixes the initial weights, the order of the data and, through torch's generator, HOT's
     rounding; the first two are the same for every recipe.
@@ -181,14 +202,9 @@ def train(task: Task, recipe: str, seed: int, steps: int, device: torch.device) 
     torch.manual_seed(seed)
     model = task.build().to(device)
     if recipe != "fp32":
-        convert_blocks(model, recipe)
+        convert(model, recipe)
     order = Generator().manual_seed(seed)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=task.learning_rate, betas=(0.9, 0.95), weight_decay=0.05
-    )
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: learning_rate_factor(step, steps)
-    )
+    optimizer, schedule = optimizer_of(task, model, steps)
     result = Result(task.name, recipe, seed, steps)
     saved = SavedBytes(model)
     times: list[float] = []

@@ -6,6 +6,7 @@ from .accumulation import gradient_accumulation
 from .attention import HotMultiheadAttention
 from .autotune import autotune
 from .compress_saved import Compression, compress_saved
+from .compute import ComputeReport, LayerCompute, compute_report
 from .convert import convert, revert
 from .functional import conv2d, linear
 from .lqs import calibrate
@@ -21,12 +22,14 @@ from .schedule import PrecisionSchedule
 
 __all__ = [
     "Compression",
+    "ComputeReport",
     "ConversionReport",
     "Converted",
     "HotConfig",
     "HotConv2d",
     "HotLinear",
     "HotMultiheadAttention",
+    "LayerCompute",
     "LayerPlan",
     "Measured",
     "MemoryReport",
@@ -39,6 +42,7 @@ __all__ = [
     "autotune",
     "calibrate",
     "compress_saved",
+    "compute_report",
     "conv2d",
     "convert",
     "gradient_accumulation",

@@ -1,0 +1,460 @@
+"""How good every method's gradients are along a real training run.
+
+    python benchmarks/bench_gradients.py                   # minutes on a CPU; goes on after a break
+    python benchmarks/bench_gradients.py --plot            # also draws docs/img/gradients.svg
+
+Trains the README's small ViT and GPT in fp32. At some steps every linear layer of the blocks gives
+its x, w and g_y to every method, many times, and g_x and g_w are held against the exact products:
+
+* error: root mean square of ``|g' - g| / |g|``; cosine: mean over the draws;
+* noise: spread of the draws around their own mean, over ``|g|``;
+* bias: ``|mean - g| / |g|`` without the share that the noise leaves in a mean of so many draws;
+  what is below the noise over the root of the draws is nothing;
+* batch: the same layer's exact g_w over other batches, spread over the norm of the mean: the noise
+  that training has anyway.
+
+Cost is in bit operations of the backward pass over full precision's, bytes are what a layer keeps
+of a value of x. LoRA has no gradients of these weights and no part in this.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import time
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import hotcore
+import rivals
+import small_tasks
+import torch
+from hotcore.torch.compute import PLAIN, backward_bops
+from rivals.methods import power_of_two_factor, triangle_rows
+from small_tasks import Contender, training
+from timing import RESULTS
+from torch import Tensor, nn
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parent.parent
+KINDS = ("gx", "gw")
+Capture = tuple[Tensor, Tensor, Tensor]
+"""x, w, g_y of a layer."""
+SIMULATED_BYTES = {"naive_int4": 0.5}
+"""Bytes a value where the simulation keeps a code a byte."""
+
+
+def everything(module: nn.Module, name: str) -> bool:
+    return True
+
+
+def layer_of(contender: Contender, w: Tensor) -> nn.Sequential:
+    """A layer that holds a copy of w, converted."""
+    layer = nn.Linear(w.shape[1], w.shape[0], bias=False)
+    layer.weight = nn.Parameter(w.clone())
+    model = nn.Sequential(layer)
+    rivals.convert(model, contender.method, everything, **contender.settings)
+    return model
+
+
+def draw(contender: Contender, capture: Capture) -> dict[str, Tensor]:
+    """One g_x and g_w."""
+    x, w, gy = capture
+    model = layer_of(contender, w)
+    leaf = x.clone().requires_grad_()
+    model(leaf).backward(gy)
+    weight = next(iter(model.parameters()))
+    assert leaf.grad is not None and weight.grad is not None
+    return {"gx": leaf.grad, "gw": weight.grad}
+
+
+def bytes_a_value(contender: Contender, capture: Capture) -> float:
+    """What a layer keeps more for twice the samples, of a value of x: nothing of the weight's."""
+    if contender.method in SIMULATED_BYTES:
+        return SIMULATED_BYTES[contender.method]
+    x, w, _ = capture
+    model = layer_of(contender, w)
+    sizes = []
+    for samples in (x, torch.cat([x, x])):
+        kept: dict[int, int] = {}
+
+        def pack(tensor: Tensor, kept: dict[int, int] = kept) -> Tensor:
+            storage = tensor.untyped_storage()
+            kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            y = model(samples.clone().requires_grad_())
+        del y
+        sizes.append(sum(kept.values()))
+    return (sizes[1] - sizes[0]) / x.numel()
+
+
+def quality(contender: Contender, capture: Capture, draws: int) -> dict[str, Any]:
+    """Error, cosine, noise and bias of both gradients; bytes a value."""
+    x, w, gy = (tensor.double() for tensor in capture)
+    exact = {"gx": gy @ w, "gw": gy.flatten(0, -2).t() @ x.flatten(0, -2)}
+    sums = {kind: torch.zeros_like(value) for kind, value in exact.items()}
+    squares, cosines = dict.fromkeys(KINDS, 0.0), dict.fromkeys(KINDS, 0.0)
+    first: dict[str, Tensor] = {}
+    for count in range(1, draws + 1):
+        found = draw(contender, capture)
+        for kind in KINDS:
+            value = found[kind].double()
+            error = value - exact[kind]
+            sums[kind] += error
+            squares[kind] += float(error.square().sum())
+            norm = value.norm() * exact[kind].norm()
+            cosines[kind] += float((value * exact[kind]).sum() / norm) if norm else 0.0
+        if count == 1:
+            first = found
+        elif count == 2 and all(torch.equal(first[kind], found[kind]) for kind in KINDS):
+            break  # nothing is left to chance
+    out: dict[str, Any] = {"draws": count, "bytes": bytes_a_value(contender, capture)}
+    for kind in KINDS:
+        norm = float(exact[kind].norm())
+        mean = float((sums[kind] / count).square().sum())
+        # Sum of the elements' variances, without bias; all draws alike have none.
+        variance = max(0.0, (squares[kind] - count * mean) / (count - 1)) if count > 1 else 0.0
+        out[kind] = {
+            "error": (squares[kind] / count) ** 0.5 / norm,
+            "cosine": cosines[kind] / count,
+            "noise": variance**0.5 / norm,
+            "bias": max(0.0, mean - variance / count) ** 0.5 / norm,
+        }
+    return out
+
+
+def cost(contender: Contender, shape: tuple[int, int, int], samples: int) -> float:
+    """Bit operations of the backward pass over those in full precision."""
+    tokens, outs, ins = shape
+    gy, w, x, product = tokens * outs, outs * ins, tokens * ins, tokens * outs * ins
+    plain, method = backward_bops(*shape, PLAIN), contender.method
+    if method in hotcore.config.RECIPES:
+        config = hotcore.HotConfig.recipe(method, **contender.settings)
+        return backward_bops(*shape, config) / plain
+    names = {
+        "naive_int4": "naive INT4",
+        "luq": "LUQ",
+        "lbp_wht": "LBP-WHT",
+        "lbp_wht_flat": "LBP-WHT",
+    }
+    if method in names:
+        return backward_bops(*shape, names[method]) / plain
+    scaled = (2 * gy + 2 * w + 2 * x) * 1024  # both products' operands rounded, results scaled
+    if method == "authors_hot":
+        n, side = power_of_two_factor(tokens // samples), power_of_two_factor(outs, 16)
+        share = len(triangle_rows(n)) / n
+        transforms = (gy + w) * (side.bit_length() - 1) + (gy + x) * (n.bit_length() - 1)
+        rounding = gy + w + (gy + x) * share + w + x
+        return ((transforms + rounding) * 1024 + product * (16 + 32 * share)) / plain
+    own = {
+        "bf16": 2 * product * 16 * 16,
+        "torchao_fp8": 2 * product * 8 * 8 + scaled,
+        "torchao_int8": 2 * product * 8 * 8 + scaled,
+        "actnn_2bit": plain + 2 * x * 1024,
+    }
+    return own[method] / plain
+
+
+def layers_of(model: nn.Module) -> dict[str, nn.Linear]:
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and training.in_blocks(module, name)
+    }
+
+
+def captured(model: nn.Module, batch: Any) -> dict[str, Capture]:
+    """x, w and g_y of every layer of the blocks on one batch; no gradient is left."""
+    seen: dict[str, list[Tensor]] = {name: [] for name in layers_of(model)}
+    hooks = []
+    for name, layer in layers_of(model).items():
+
+        def hook(_: nn.Module, args: Any, y: Tensor, into: list[Tensor] = seen[name]) -> None:
+            into.append(args[0].detach())
+            y.register_hook(lambda g: into.append(g.detach()))
+
+        hooks.append(layer.register_forward_hook(hook))
+    training.loss_of(model, batch).backward()
+    for handle in hooks:
+        handle.remove()
+    model.zero_grad(set_to_none=True)
+    weights = {name: layer.weight.detach().clone() for name, layer in layers_of(model).items()}
+    return {name: (x, weights[name], gy) for name, (x, gy) in seen.items()}
+
+
+def batch_noise(model: nn.Module, task: training.Task, seed: int, count: int) -> dict[str, float]:
+    """Spread of the exact g_w over batches, over the norm of its mean, by layer."""
+    generator = torch.Generator().manual_seed(10_000 + seed)
+    sums: dict[str, Tensor] = {}
+    squares: dict[str, float] = {}
+    for _ in range(count):
+        training.loss_of(model, task.data.batch(task.batch_size, generator)).backward()
+        for name, layer in layers_of(model).items():
+            assert layer.weight.grad is not None
+            grad = layer.weight.grad.double()
+            sums[name] = sums.get(name, torch.zeros_like(grad)) + grad
+            squares[name] = squares.get(name, 0.0) + float(grad.square().sum())
+        model.zero_grad(set_to_none=True)
+    out = {}
+    for name, total in sums.items():
+        mean = float((total / count).square().sum())
+        variance = (squares[name] - count * mean) / (count - 1)
+        signal = max(mean - variance / count, 0.0)  # the mean's norm without the noise in it
+        out[name] = (variance / signal) ** 0.5 if signal else float("inf")
+    return out
+
+
+def run(
+    task_name: str, seed: int, steps: int, at: Sequence[int]
+) -> Iterator[tuple[int, Any, Any, Any]]:
+    """Train in fp32; step, model, batch and task at every step of ``at``."""
+    task = small_tasks.load_task(task_name)
+    torch.manual_seed(seed)
+    model = task.build()
+    order = torch.Generator().manual_seed(seed)
+    optimizer, schedule = training.optimizer_of(task, model, steps)
+    for step in range(max(at) + 1):
+        batch = task.data.batch(task.batch_size, order)
+        if step in at:
+            yield step, model, batch, task
+        optimizer.zero_grad(set_to_none=True)
+        training.loss_of(model, batch).backward()
+        optimizer.step()
+        schedule.step()
+
+
+def measure(args: argparse.Namespace, report: dict[str, Any], task_name: str, seed: int) -> None:
+    points = report["points"]
+    left = [step for step in args.at if f"{task_name}/{seed}/{step}" not in points]
+    if not left:
+        return
+    methods = small_tasks.chosen(task_name, args.methods)
+    for step, model, batch, task in run(task_name, seed, args.steps, left):
+        began = time.perf_counter()
+        key = f"{task_name}/{seed}/{step}"
+        with torch.random.fork_rng():
+            captures = captured(model, batch)
+            noise = batch_noise(model, task, seed, args.batches)
+            point: dict[str, Any] = {"layers": {}}
+            bar = tqdm(total=len(captures) * len(methods), desc=key, mininterval=5.0)
+            with bar:
+                for name, capture in captures.items():
+                    x, w, _ = capture
+                    shape = (x.numel() // x.shape[-1], *w.shape)
+                    rows: dict[str, Any] = {}
+                    for contender in methods:
+                        torch.manual_seed(zlib.crc32(f"{key}/{name}/{contender.name}".encode()))
+                        try:
+                            rows[contender.name] = quality(contender, capture, args.draws)
+                        except rivals.TorchaoMissing as missing:
+                            report["left out"][contender.name] = str(missing)
+                            continue
+                        finally:
+                            bar.update()
+                        rows[contender.name]["cost"] = cost(contender, shape, len(x))
+                    point["layers"][name] = {
+                        "shape": list(shape), "batch": noise[name], "methods": rows,
+                    }  # fmt: skip
+        point["seconds"] = time.perf_counter() - began
+        points[key] = point
+        report["seconds"] = sum(entry["seconds"] for entry in points.values())
+        small_tasks.save(args.json, report)
+
+
+def over_layers(
+    report: Mapping[str, Any], task: str, step: int | None, method: str, *path: str
+) -> float:
+    """Over layers, seeds and, for None, steps: the root mean square of errors, else the mean."""
+    values = []
+    for key, point in report["points"].items():
+        name, _, when = key.split("/")
+        if name == task and step in (None, int(when)):
+            for layer in point["layers"].values():
+                entry: Any = layer["methods"].get(method)
+                for part in path if entry is not None else ():
+                    entry = entry[part]
+                values += [] if entry is None else [entry]
+    if not values:
+        return float("nan")
+    if path[-1] in ("error", "noise", "bias"):
+        return statistics.fmean(value**2 for value in values) ** 0.5
+    return statistics.fmean(values)
+
+
+def batch_noise_of(report: Mapping[str, Any], task: str, step: int | None = None) -> float:
+    """Median over layers: where a mean gradient is lost in noise, the ratio has no bound."""
+    values = [
+        layer["batch"]
+        for key, point in report["points"].items()
+        if key.startswith(f"{task}/") and step in (None, int(key.rpartition("/")[2]))
+        for layer in point["layers"].values()
+    ]
+    return statistics.median(values) if values else float("nan")
+
+
+def methods_of(report: Mapping[str, Any], task: str) -> list[str]:
+    found: dict[str, None] = {}
+    for key, point in report["points"].items():
+        if key.startswith(f"{task}/"):
+            for layer in point["layers"].values():
+                found |= dict.fromkeys(layer["methods"])
+    return list(found)
+
+
+def print_tables(report: Mapping[str, Any]) -> None:
+    for task in report["settings"]["tasks"]:
+        print(f"\n{task}: over layers, steps and seeds: root mean square, cosine mean")
+        heads = [
+            f"{kind} {value}" for kind in KINDS for value in ("error", "cosine", "noise", "bias")
+        ]
+        print(f"  {'':14s}" + "".join(f"{head:>11s}" for head in heads) + "      cost bytes")
+        for name in methods_of(report, task):
+            cells = [
+                over_layers(report, task, None, name, kind, value)
+                for kind in KINDS
+                for value in ("error", "cosine", "noise", "bias")
+            ]
+            tail = [over_layers(report, task, None, name, key) for key in ("cost", "bytes")]
+            print(
+                f"  {name:14s}" + "".join(f"{cell:11.4f}" for cell in cells)
+                + f"{tail[0]:10.4f}{tail[1]:6.2f}"
+            )  # fmt: skip
+        print(f"  batches: noise {batch_noise_of(report, task):.3f} of g_w, median")
+
+
+def plot(report: Mapping[str, Any], path: Path) -> None:
+    """Error of g_w against cost and bytes, its parts, and the error over the run."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams.update({"svg.hashsalt": "hotcore", "svg.fonttype": "none"})
+    import matplotlib.pyplot as plt
+
+    tasks = report["settings"]["tasks"]
+    figure, axes = plt.subplots(
+        len(tasks), 4, figsize=(17, 3.9 * len(tasks)), layout="constrained", squeeze=False
+    )
+    every = list(dict.fromkeys(name for task in tasks for name in methods_of(report, task)))
+    colours = {name: plt.get_cmap("tab20")(i % 20) for i, name in enumerate(every)}
+    for row, task in zip(axes, tasks, strict=True):
+        names = methods_of(report, task)
+        labels = ("bit operations of backward, of full precision's", "bytes kept a value of x")
+        for axis, key, label in zip(row[:2], ("cost", "bytes"), labels, strict=True):
+            for name in names:
+                at = over_layers(report, task, None, name, key)
+                error, noise = (
+                    over_layers(report, task, None, name, "gw", value)
+                    for value in ("error", "noise")
+                )
+                filled = noise > 0.9 * error
+                axis.plot(
+                    at,
+                    error,
+                    "o",
+                    color=colours[name],
+                    ms=7,
+                    mfc=colours[name] if filled else "none",
+                )
+                axis.annotate(name, (at, error), (4, 3), textcoords="offset points", fontsize=7)
+            axis.set_xscale("log")
+            axis.set_yscale("log")
+            axis.set_xlabel(label)
+            axis.set_ylabel("relative error of g_w")
+            axis.margins(x=0.25)
+            if key == "bytes":
+                axis.set_xticks([0.25, 0.5, 1, 2, 4], ["1/4", "1/2", "1", "2", "4"])
+                axis.minorticks_off()
+        row[0].set_title(f"{task}: filled: noise alone; hollow: biased", fontsize=9)
+        bars, places = row[2], range(len(names))
+        for offset, value, colour in ((0.2, "noise", "#888888"), (-0.2, "bias", "#cc3311")):
+            widths = [over_layers(report, task, None, name, "gw", value) for name in names]
+            bars.barh([p + offset for p in places], widths, 0.38, label=value, color=colour)
+        bars.set_yticks(list(places), names, fontsize=7)
+        bars.set_xlabel("of the norm of g_w")
+        bars.legend(fontsize=7)
+        run_axis = row[3]
+        steps = report["settings"]["at"]
+        for name in names:
+            values = [over_layers(report, task, step, name, "gw", "error") for step in steps]
+            run_axis.plot(steps, values, marker=".", color=colours[name], label=name, lw=1)
+        noise = [batch_noise_of(report, task, step) for step in steps]
+        run_axis.plot(steps, noise, "k--", label="other batches", lw=1.5)
+        run_axis.set_yscale("log")
+        run_axis.set_xlabel("step")
+        run_axis.set_ylabel("relative error of g_w")
+        run_axis.legend(fontsize=6, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+        for axis in row:
+            axis.spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    plt.close(figure)
+
+
+def numbers(text: str) -> list[int]:
+    try:
+        found = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers") from None
+    if not found or found[0] < 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected numbers from 0")
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--tasks", default="vit,gpt")
+    parser.add_argument("--methods", help="names with semicolons; default: all")
+    parser.add_argument("--at", type=numbers, default=[0, 30, 100, 299], help="steps to measure at")
+    parser.add_argument("--steps", type=int, default=300, help="that the schedule is made for")
+    parser.add_argument("--seeds", type=numbers, default=[0])
+    parser.add_argument("--draws", type=int, default=32)
+    parser.add_argument("--batches", type=int, default=16, help="for the noise of batches")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--json", type=Path, default=RESULTS / "gradients.json")
+    parser.add_argument("--plot", nargs="?", type=Path, const=ROOT / "docs/img/gradients.svg")
+    args = parser.parse_args(argv)
+    tasks = args.tasks.split(",")
+    if not set(tasks) <= set(small_tasks.TASKS) or args.draws < 2 or args.batches < 2:
+        parser.error(f"--tasks: of {', '.join(small_tasks.TASKS)}; --draws, --batches: from 2")
+    if max(args.at) >= args.steps:
+        parser.error(f"--at: {max(args.at)} is past the {args.steps} --steps")
+    small_tasks.use_threads(args.threads)
+    settings = {
+        "tasks": tasks, "methods": args.methods, "at": args.at, "steps": args.steps,
+        "seeds": args.seeds, "draws": args.draws, "batches": args.batches,
+    }  # fmt: skip
+    try:
+        for task in tasks:
+            small_tasks.chosen(task, args.methods)
+        report = small_tasks.resumed(args.json, settings)
+    except ValueError as error:
+        parser.error(str(error))
+    if report is None:
+        report = {
+            "benchmark": "gradients",
+            "device": platform.processor() or platform.machine(),
+            "versions": {
+                "hotcore": hotcore.__version__, "torch": torch.__version__, "isa": hotcore.isa(),
+                "threads": args.threads,
+            },
+            "settings": settings,
+            "left out": {"lora": "no gradients of the layers' own weights"},
+            "points": {},
+        }  # fmt: skip
+    for task in tasks:
+        for seed in args.seeds:
+            measure(args, report, task, seed)
+    print_tables(report)
+    print(f"\n{report['seconds']:.0f} s of measuring; written: {args.json}")
+    if args.plot is not None:
+        plot(report, args.plot)
+        print(f"drawn: {args.plot}")
+
+
+if __name__ == "__main__":
+    main()

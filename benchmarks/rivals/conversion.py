@@ -1,0 +1,170 @@
+"""``convert``: a rival's method, or one of hotcore's recipes, into a model's layers."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import hotcore.torch as hot
+from hotcore.config import RECIPES
+from models import mend_torchvision
+from torch import nn
+
+from .lbp_wht import LbpWht
+from .methods import (
+    AuthorsHot,
+    BFloat16,
+    Luq,
+    Method,
+    NaiveInt4,
+    RivalConv2d,
+    RivalLinear,
+    TwoBitActivations,
+)
+from .torchao_layers import torchao_convert, torchao_int8_convert
+
+Filter = Callable[[nn.Module, str], bool]
+
+_SIMULATED: dict[str, Callable[..., Method]] = {
+    "bf16": BFloat16,
+    "naive_int4": NaiveInt4,
+    "luq": Luq,
+    "luq_forward": lambda: Luq(forward=True),
+    "lbp_wht": LbpWht,
+    "lbp_wht_flat": lambda rank=8: LbpWht(rank, tiles=False),
+    "authors_hot": AuthorsHot,
+    "actnn_2bit": TwoBitActivations,
+}
+_OTHERS = ("fp32", "lora", "torchao_fp8", "torchao_int8")
+
+METHODS: tuple[str, ...] = (*_OTHERS[:1], *_SIMULATED, *_OTHERS[1:], *RECIPES)
+"""What :func:`convert` takes; the last ones are hotcore's recipes."""
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What :func:`convert` did."""
+
+    method: str
+    names: tuple[str, ...]
+    """Layers that have the method now."""
+    left: dict[str, str] = field(default_factory=dict)
+    """Layers that hotcore would take and the method does not, each with the reason."""
+
+
+def method_of(name: str, **settings: Any) -> Method:
+    """The simulated method of that name. Raises ValueError for another name."""
+    if name not in _SIMULATED:
+        raise ValueError(f"method: {name!r} is none of {', '.join(_SIMULATED)}")
+    return _SIMULATED[name](**settings)
+
+
+def convert(
+    model: nn.Module, method: str, filter_fn: Filter | None = None, **settings: Any
+) -> Converted:
+    """Give the layers that hotcore would convert a rival's backward, in place.
+
+    Parameters stay the same objects, so an optimizer made before goes on.
+
+    Args:
+        model: a plain one.
+        method: one of :data:`METHODS`. "fp32" changes nothing.
+        filter_fn: which layers, as for :func:`hotcore.torch.convert`.
+        settings: the method's: ``rank``, ``token_grid``, ``prefix_tokens`` (lbp_wht), ``rank``
+            (lbp_wht_flat, lora), ``gw_bits`` (authors_hot), ``emulate``, ``recipe`` (torchao_fp8),
+            those of a recipe's HotConfig.
+
+    Raises ValueError for an unknown method or where no layer can be taken; TorchaoMissing.
+    """
+    if method not in METHODS:
+        raise ValueError(f"method: {method!r} is none of {', '.join(METHODS)}")
+    if method in RECIPES:
+        config = hot.HotConfig.recipe(method, **settings)
+        report = hot.convert(model, config, filter_fn, slower=True)
+        return Converted(method, tuple(row.name for row in report.converted))
+    names = taken_by_hotcore(model, filter_fn)
+    if method in _SIMULATED:
+        return _simulated(model, method, names, method_of(method, **settings))
+    if method == "lora":
+        return _lora(model, names, **settings)
+    if method == "fp32":
+        if settings:
+            raise TypeError(f"fp32: unexpected settings {', '.join(settings)}")
+        return Converted(method, tuple(names))
+    return _torchao(model, method, names, **settings)
+
+
+def taken_by_hotcore(model: nn.Module, filter_fn: Filter | None = None) -> list[str]:
+    """Names of the layers that :func:`hotcore.torch.convert` would take, slower or not."""
+    names = [row.name for row in hot.convert(model, "default", filter_fn, slower=True).converted]
+    hot.revert(model)
+    return names
+
+
+def _simulated(model: nn.Module, name: str, names: list[str], method: Method) -> Converted:
+    taken, left = [], {}
+    for fqn in names:
+        layer = model.get_submodule(fqn)
+        why = _why_not(layer)
+        if why:
+            left[fqn] = why
+            continue
+        layer.__class__ = RivalLinear if type(layer) is nn.Linear else RivalConv2d
+        layer.method = method
+        taken.append(fqn)
+    return _some(name, taken, left)
+
+
+def _why_not(layer: nn.Module) -> str:
+    if type(layer) is nn.Linear:
+        return ""
+    if type(layer) is not nn.Conv2d:
+        return f"a {type(layer).__name__}; nn.Linear and nn.Conv2d are taken"
+    if layer.padding_mode != "zeros" or isinstance(layer.padding, str):
+        return f"padding {layer.padding!r}, {layer.padding_mode}; numbers and zeros are taken"
+    return ""
+
+
+def _some(method: str, taken: list[str], left: dict[str, str]) -> Converted:
+    if not taken:
+        raise ValueError(f"model: {method} takes none of its layers: {left}")
+    return Converted(method, tuple(taken), left)
+
+
+def _lora(model: nn.Module, names: list[str], rank: int = 16) -> Converted:
+    """peft's adapters beside the layers, whose own parameters are frozen; the rest trains on."""
+    mend_torchvision()  # peft imports transformers, which imports it
+    peft = importlib.import_module("peft")
+    trained = [p for p in model.parameters() if p.requires_grad]
+    layers = {id(p) for fqn in names for p in model.get_submodule(fqn).parameters()}
+    config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(names))
+    peft.inject_adapter_in_model(config, model)
+    for parameter in trained:  # peft freezes everything that is no adapter
+        if id(parameter) not in layers:
+            parameter.requires_grad_(True)
+    return Converted("lora", tuple(names))
+
+
+def _torchao(
+    model: nn.Module,
+    method: str,
+    names: list[str],
+    recipe: str = "tensorwise",
+    emulate: bool | None = None,
+) -> Converted:
+    before = {fqn: model.get_submodule(fqn) for fqn in names}
+    if method == "torchao_fp8":
+        device = next(model.parameters()).device.type
+        torchao_convert(model, recipe, names, device == "cpu" if emulate is None else emulate)
+    else:
+        torchao_int8_convert(model, names)
+    kinds = {fqn: type(model.get_submodule(fqn)) for fqn in before}
+    taken = [fqn for fqn, kind in kinds.items() if kind.__module__.startswith("torchao.")]
+    left = {
+        fqn: "torchao takes nn.Linear with features of a multiple of 16 alone"
+        for fqn in before
+        if fqn not in taken
+    }
+    return _some(method, taken, left)

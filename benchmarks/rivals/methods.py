@@ -1,0 +1,348 @@
+"""The rivals' backward passes, and the modules that have them.
+
+A method works on samples of tokens: x ``[B, T, I]``, g_y ``[B, T, O]``, w ``[O, I]``. A linear
+layer's samples are its first axis, its tokens all others but the last; a convolution is unfolded,
+its tokens are the output pixels (as in the code of HOT's authors). Everything is simulated in
+float32: values and bytes are the method's, time is not.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+import hotcore
+import torch
+import torch.nn.functional as F
+from hotcore import reference
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from . import quantizers
+from .quantizers import TwoBits, int_values, luq_values, sawb_values
+
+Kept = tuple[Tensor, ...]
+
+
+class Method:
+    """Exact backward in float32, and what others change of it."""
+
+    elementwise: ClassVar[bool] = True
+    """What is kept of x stands for x, value by value; False: for a projection of its tokens. Of a
+    convolution the first keeps the pixels, the second the unfolded pixels."""
+
+    def forward_operands(self, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        """What the forward pass multiplies; x is kept after it."""
+        return x, w
+
+    def on_grid(self, grid: tuple[int, int]) -> Method:
+        """The method for tokens that are the pixels of such an output."""
+        return self
+
+    def keep(self, x: Tensor) -> Kept:
+        """What is kept of x ``[B, T, I]`` until backward."""
+        return (x,)
+
+    def unkeep(self, kept: Kept, shape: torch.Size) -> Tensor:
+        """Stand-in for x, of x's shape (``elementwise``), or its projection ``[B, T', I]``."""
+        return kept[0]
+
+    def gw_gradient(self, gy: Tensor) -> Tensor:
+        """Stand-in for g_y ``[B, T, O]`` in g_w, of as many tokens as :meth:`unkeep` has."""
+        return gy
+
+    def g_x(self, gy: Tensor, w: Tensor) -> Tensor:
+        """``g_y w``, ``[B, T, I]``."""
+        return gy @ w
+
+    def g_w(self, gy: Tensor, x: Tensor) -> Tensor:
+        """``g_y^T x`` summed over the samples, ``[O, I]``; x as :meth:`unkeep` gives it."""
+        return torch.einsum("bto,bti->oi", self.gw_gradient(gy), x)
+
+
+class BFloat16(Method):
+    """Both products, and the forward one, in bfloat16 with float32 sums; x kept in bfloat16."""
+
+    def forward_operands(self, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        return x.bfloat16(), w.bfloat16()
+
+    def keep(self, x: Tensor) -> Kept:
+        return (x.bfloat16(),)
+
+    def g_x(self, gy: Tensor, w: Tensor) -> Tensor:
+        return (gy.bfloat16() @ w.bfloat16()).float()
+
+    def g_w(self, gy: Tensor, x: Tensor) -> Tensor:
+        return (gy.bfloat16().flatten(0, 1).t() @ x.bfloat16().flatten(0, 1)).float()
+
+
+class NaiveInt4(Method):
+    """INT4 by the largest value of the tensor, for g_y, w and x alike, without any transform.
+
+    g_y is rounded by chance, w and x to nearest. x is kept in INT4 (here one code a byte).
+    """
+
+    def keep(self, x: Tensor) -> Kept:
+        codes, scale = quantizers.int_codes(x, 4)
+        return codes.to(torch.int8), scale
+
+    def unkeep(self, kept: Kept, shape: torch.Size) -> Tensor:
+        return kept[0].float() * kept[1]
+
+    def gw_gradient(self, gy: Tensor) -> Tensor:
+        return int_values(gy, 4, rounding="stochastic")
+
+    def g_x(self, gy: Tensor, w: Tensor) -> Tensor:
+        return int_values(gy, 4, rounding="stochastic") @ int_values(w, 4)
+
+
+class Luq(Method):
+    """LUQ: g_y in logarithmic FP4 without bias, w and x in INT4 by SAWB, to nearest.
+
+    Each product draws its own g_y. x is kept as it is: the method saves no memory.
+
+    Args:
+        forward: the forward product in INT4, too, as in LUQ's paper; False: exact, as the code of
+            HOT's authors and their comparison have it.
+    """
+
+    def __init__(self, forward: bool = False) -> None:
+        self._forward = forward
+
+    def forward_operands(self, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        return (sawb_values(x), sawb_values(w)) if self._forward else (x, w)
+
+    def unkeep(self, kept: Kept, shape: torch.Size) -> Tensor:
+        return sawb_values(kept[0])
+
+    def gw_gradient(self, gy: Tensor) -> Tensor:
+        return luq_values(gy)
+
+    def g_x(self, gy: Tensor, w: Tensor) -> Tensor:
+        return luq_values(gy) @ sawb_values(w)
+
+
+class TwoBitActivations(Method):
+    """Exact products of an x that is kept in two bits a value, without bias, after ActNN."""
+
+    def keep(self, x: Tensor) -> Kept:
+        return tuple(quantizers.pack_two_bits(x))
+
+    def unkeep(self, kept: Kept, shape: torch.Size) -> Tensor:
+        return quantizers.unpack_two_bits(TwoBits(*kept), shape)
+
+
+def power_of_two_factor(n: int, most: int | None = None) -> int:
+    """Largest power of two that divides ``n``, at most ``most``."""
+    factor = n & -n
+    return factor if most is None else min(factor, most)
+
+
+def triangle_rows(n: int) -> list[int]:
+    """Natural indices of the Hadamard rows that the code of HOT's authors keeps of ``n``.
+
+    The rows by sequency fill a square of side s, s^2 the largest power of four up to n, to and fro;
+    the triangle i + j < s is kept: 10 of 16 rows, 36 of 64, 36 of 128, 3 of 4, all of 1.
+    """
+    side = 2 ** (int(math.log2(n)) // 2)
+    by_sequency = sorted(range(n), key=lambda k: reference.sequency(k, n.bit_length() - 1))
+    kept = []
+    for i in range(side):
+        columns = range(side - i) if i % 2 == 0 else range(i, side)
+        kept += [by_sequency[side * i + j] for j in columns]
+    return kept
+
+
+def hadamard(n: int, like: Tensor) -> Tensor:
+    """Sylvester's matrix ``[n, n]``, unnormalised."""
+    return hotcore.fwht(torch.eye(n), block=n).to(like.device, torch.float32)
+
+
+class AuthorsHot(Method):
+    """HOT as the fake-quantised training code of its authors computes it.
+
+    Not the paper's recipe (that is hotcore's ``paper``), in these points:
+
+    * blocks of tokens are of the largest power of two that divides T, sample by sample: 197 or 49
+      tokens get no transform and lose no row; of 16 it keeps 10 rows, not 8;
+    * x (8 bits) and w are clipped by SAWB's coefficients for 4 bits, and rounded to nearest;
+    * g_y of g_x has a scale for each token; x and the g_y of g_w one for each sample, the latter in
+      4 bits (the code's layer-wise quantiser selection passes the bits of g_x there).
+
+    Args:
+        gw_bits: of g_y in g_w; 8 is what the paper says.
+
+    Source: github.com/sungonuni/HOT at 460db09, utils/quant_matmul.py, utils/hadamard_matmul.py.
+    """
+
+    elementwise = False
+    _EPSILON = 1e-11
+
+    def __init__(self, gw_bits: int = 4) -> None:
+        self._gw_bits = gw_bits
+
+    def _project(self, x: Tensor) -> Tensor:
+        n = power_of_two_factor(x.shape[1])
+        rows = hadamard(n, x)[triangle_rows(n)]
+        blocks = x.reshape(x.shape[0], -1, n, x.shape[2])
+        return torch.einsum("rn,bknc->bkrc", rows, blocks).flatten(1, 2)
+
+    def _sawb(self, x: Tensor, bits: int, dims: tuple[int, ...] | None = None) -> Kept:
+        clip = quantizers.sawb_clip(x, dims)
+        scale = clip / (2 ** (bits - 1) - 1)
+        inside = torch.minimum(torch.maximum(x, -clip), clip)  # the upper bound wins, as in clamp
+        return (inside / (scale + self._EPSILON)).round(), scale
+
+    def _by_chance(self, x: Tensor, bits: int, dims: tuple[int, ...]) -> Tensor:
+        scale = x.abs().amax(dims, keepdim=True) / (2 ** (bits - 1) - 1)
+        return quantizers.stochastic(x / (scale + self._EPSILON)) * scale
+
+    def keep(self, x: Tensor) -> Kept:
+        codes, scale = self._sawb(self._project(x), 8, (1, 2))
+        return codes.to(torch.int8), scale
+
+    def unkeep(self, kept: Kept, shape: torch.Size) -> Tensor:
+        return kept[0].float() * kept[1] / power_of_two_factor(shape[1])
+
+    def gw_gradient(self, gy: Tensor) -> Tensor:
+        return self._by_chance(self._project(gy), self._gw_bits, (1, 2))
+
+    def g_x(self, gy: Tensor, w: Tensor) -> Tensor:
+        n = power_of_two_factor(w.shape[0], 16)
+        matrix = hadamard(n, w)
+        blocks = gy.reshape(*gy.shape[:2], -1, n) @ matrix
+        turned = torch.einsum("nm,kmi->kni", matrix, w.reshape(-1, n, w.shape[1])).flatten(0, 1)
+        codes, scale = self._sawb(turned, 4)
+        return self._by_chance(blocks.flatten(2), 4, (2,)) @ (codes * scale) / n
+
+
+class _Backward(torch.autograd.Function):
+    """The product of x ``[B, T, I]`` and w, and a method's backward.
+
+    With ``windows`` x is an image ``[N, C, H, W]``, to be unfolded.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, method: Method, windows: _Windows | None) -> Tensor:
+        ctx.method, ctx.windows, ctx.dtypes = method, windows, (x.dtype, w.dtype)
+        image, x = x, x if windows is None else windows.unfold(x)
+        left, right = method.forward_operands(x, w)
+        y = (left @ right.t()).to(x.dtype)
+        kept: Kept = ()
+        if ctx.needs_input_grad[1]:
+            pixels = windows is not None and method.elementwise
+            source = image.flatten(2).mT if pixels else x
+            ctx.shape = source.shape
+            # x itself, where that is what is kept, and no copy of it: others may keep it, too.
+            kept = (image,) if type(method).keep is Method.keep else method.keep(source.float())
+        ctx.save_for_backward(w, *kept)
+        ctx.image = image.shape
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        w, *kept = ctx.saved_tensors
+        method, windows = ctx.method, ctx.windows
+        gy = gy.float()
+        gx = gw = None
+        if ctx.needs_input_grad[0]:
+            gx = method.g_x(gy, w.float())
+            if windows is not None:
+                gx = windows.fold(gx, ctx.image)
+            gx = gx.to(ctx.dtypes[0])
+        if ctx.needs_input_grad[1]:
+            if type(method).keep is Method.keep:
+                flat = kept[0].float()
+                kept = [flat if windows is None else flat.flatten(2).mT]
+            x = method.unkeep(tuple(kept), ctx.shape)
+            if windows is not None and method.elementwise:
+                x = windows.unfold(x.mT.reshape(ctx.image).float())
+            gw = method.g_w(gy, x.float()).to(ctx.dtypes[1])
+        return gx, gw, None, None
+
+
+class _Windows:
+    """A convolution's unfolding: ``[N, C, H, W]`` to ``[N, Ho Wo, C kh kw]`` and back."""
+
+    def __init__(self, conv: nn.Conv2d) -> None:
+        assert not isinstance(conv.padding, str)
+        self._sizes = {
+            "kernel_size": conv.kernel_size,
+            "dilation": conv.dilation,
+            "padding": conv.padding,
+            "stride": conv.stride,
+        }
+
+    def unfold(self, image: Tensor) -> Tensor:
+        return F.unfold(image, **self._sizes).mT
+
+    def fold(self, columns: Tensor, shape: torch.Size) -> Tensor:
+        return F.fold(columns.mT, tuple(shape[2:]), **self._sizes)
+
+
+def _cast(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """As autocast casts the operands of a product."""
+    if not torch.is_autocast_enabled(x.device.type):
+        return x, w
+    dtype = torch.get_autocast_dtype(x.device.type)
+    return x.to(dtype), w.to(dtype)
+
+
+class RivalLinear(nn.Linear):
+    """``nn.Linear`` with a rival's backward in training mode, plain in eval mode."""
+
+    method: Method
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training:
+            return F.linear(input, self.weight, self.bias)
+        if not input.numel() or input.dim() == 1:
+            raise ValueError(f"input: shape {tuple(input.shape)}; expected [..., tokens, features]")
+        input, weight = _cast(input, self.weight)
+        samples = input.unsqueeze(0) if input.dim() == 2 else input.flatten(1, -2)
+        with torch.autocast(input.device.type, enabled=False):
+            y: Tensor = _Backward.apply(samples, weight, self.method, None)
+        y = y.reshape(*input.shape[:-1], self.out_features)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, method={type(self.method).__name__}"
+
+
+class RivalConv2d(nn.Conv2d):
+    """``nn.Conv2d`` of one group, as :class:`RivalLinear`."""
+
+    method: Method
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(input)
+        windows = _Windows(self)
+        input, weight = _cast(input, self.weight.flatten(1))
+        with torch.autocast(input.device.type, enabled=False):
+            y: Tensor = _Backward.apply(
+                input, weight, self.method.on_grid(self.output_size(input)), windows
+            )
+        height, width = self.output_size(input)
+        y = y.mT.reshape(len(input), self.out_channels, height, width)
+        return y if self.bias is None else y + self.bias.view(-1, 1, 1).to(y.dtype)
+
+    def output_size(self, input: Tensor) -> tuple[int, int]:
+        """Height and width of the output."""
+        assert not isinstance(self.padding, str)
+        height, width = (
+            (
+                input.shape[2 + i]
+                + 2 * self.padding[i]
+                - self.dilation[i] * (self.kernel_size[i] - 1)
+                - 1
+            )
+            // self.stride[i]
+            + 1
+            for i in range(2)
+        )
+        return height, width
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, method={type(self.method).__name__}"

@@ -1,0 +1,105 @@
+"""The README's two tasks (examples/train_lib), and every method that they are run with."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from timing import rounded
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+from train_lib import training  # noqa: E402
+
+TASKS = ("vit", "gpt")
+VIT_TILES: dict[str, Any] = {"token_grid": (8, 8), "prefix_tokens": 1}
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A method of ``rivals.convert``, as it is run and shown."""
+
+    name: str
+    method: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+def contenders(task: str) -> list[Contender]:
+    """Every method by its name; tiles of tokens where there are images."""
+    plain = ("bf16", "torchao_fp8", "torchao_int8", "naive_int4", "luq", "lbp_wht_flat")
+    found = [Contender(name, name) for name in plain]
+    if task == "vit":
+        found.append(Contender("lbp_wht", "lbp_wht", VIT_TILES))
+    found += [Contender(name, name) for name in ("authors_hot", "actnn_2bit")]
+    found += [Contender(name, name) for name in ("default", "fast", "int4", "paper", "accurate")]
+    if task == "vit":
+        found.append(Contender("paper, tiles", "paper", VIT_TILES))
+    return found
+
+
+def chosen(task: str, names: str | None, more: tuple[Contender, ...] = ()) -> list[Contender]:
+    """Those named in a list with semicolons; all for None. Raises ValueError for another name."""
+    every = {contender.name: contender for contender in (*more, *contenders(task))}
+    if names is None:
+        return list(every.values())
+    wanted = [name.strip() for name in names.split(";")]
+    known = {c.name for t in TASKS for c in (*more, *contenders(t))}
+    unknown = [name for name in wanted if name not in known]
+    if unknown:
+        raise ValueError(f"methods: {', '.join(unknown)}: none of {', '.join(sorted(known))}")
+    return [contender for name, contender in every.items() if name in wanted]
+
+
+def load_task(name: str) -> training.Task:
+    """As examples/train.py has it."""
+    return training.load_task(name)
+
+
+def save(path: Path, content: Mapping[str, Any]) -> None:
+    """Write the report so that a break leaves the old or the new one, never half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(_text(rounded(content)))
+    os.replace(part, path)
+
+
+def _text(content: Mapping[str, Any]) -> str:
+    """JSON with a line for each entry of its inner mappings: the files are committed."""
+    lines = []
+    for key, value in content.items():
+        if isinstance(value, Mapping) and value:
+            inner = (f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in value.items())
+            lines.append(f" {json.dumps(key)}: {{\n" + ",\n".join(inner) + "\n }")
+        else:
+            lines.append(f" {json.dumps(key)}: {json.dumps(value)}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def resumed(path: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The report at ``path``, to go on with; None where there is none.
+
+    Raises ValueError where it was made with other settings.
+    """
+    if not path.exists():
+        return None
+    found: dict[str, Any] = json.loads(path.read_text())
+    same = json.loads(json.dumps(settings))
+    if found.get("settings") != same:
+        raise ValueError(
+            f"json: {path} was made with {found.get('settings')}, not {same}: name another file, "
+            "or remove it"
+        )
+    return found
+
+
+def use_threads(count: int) -> None:
+    """Of torch and of hotcore."""
+    import hotcore
+
+    torch.set_num_threads(count)
+    hotcore.set_num_threads(count)

@@ -1,0 +1,322 @@
+"""``compute_report``: what the products of a model cost, in bit operations, by method.
+
+A multiply-add of an a-bit by a b-bit number is a * b bit operations (BOPs); every other operation
+(an addition of a transform, rounding, scaling) is one in 32 bits, 1024 BOPs. It is the measure of
+the paper and of its authors' code, and says nothing of time.
+
+Source: the paper, Appendix D, Table 5 (in FLOPs: two a multiply-add in 32 bits) and Table 2.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..config import ConfigLike, HotConfig, as_config
+from . import probe
+from .convert import convert
+from .plan import matplotlib_figure
+from .probe import Untouched
+from .selection import Filter, candidates, features_of, is_frozen, weights_of
+
+PLAIN = "full precision"
+RIVALS = ("LBP-WHT", "LUQ", "naive INT4")
+_FULL = 32 * 32
+_GIGA = 1e9
+_ROWS = 40  # of the printed table
+_LUQ_OPERATIONS = 3  # a value: what the authors' code counts for logarithmic rounding
+_BLOCK, _RANK = 16, 8  # of LBP-WHT
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerCompute:
+    """One weight: its products' shape and their BOPs.
+
+    ``tokens``, ``outs``, ``ins`` are the paper's (L, O, I); L counts the batch. ``taken`` says
+    whether a method applies; else every method computes the layer in full precision. ``trained``:
+    g_w is computed.
+    """
+
+    name: str
+    type: str
+    tokens: int
+    outs: int
+    ins: int
+    taken: bool
+    trained: bool
+    forward: int
+    backward: Mapping[str, int]
+    """By method."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ComputeReport:
+    """What :func:`compute_report` counted; print it for a table. All figures are BOPs."""
+
+    layers: tuple[LayerCompute, ...]
+    methods: tuple[str, ...]
+    """Keys of every layer's ``backward``; the first is full precision."""
+
+    @property
+    def forward(self) -> int:
+        """Of all forward products, in 32 bits."""
+        return sum(layer.forward for layer in self.layers)
+
+    def backward(self, method: str = PLAIN) -> int:
+        """Of a backward pass. Raises KeyError for a method that was not counted."""
+        return sum(layer.backward[method] for layer in self.layers)
+
+    def flops(self, method: str = PLAIN) -> float:
+        """A backward pass in the unit of the paper's Table 5: 1024 BOPs are two FLOPs."""
+        return 2 * self.backward(method) / _FULL
+
+    def __str__(self) -> str:
+        """A table of the largest layers and the sums, in 10^9 BOPs."""
+        largest = sorted(self.layers, key=lambda row: row.forward, reverse=True)
+        shown = {row.name for row in largest[:_ROWS]}
+        table = [("layer", "type", "L", "O", "I", "forward", *self.methods)]
+        for row in self.layers:
+            if row.name in shown:
+                notes = [] if row.taken else ["plain"]
+                notes += [] if row.trained else ["frozen"]
+                kind = f"{row.type} ({', '.join(notes)})" if notes else row.type
+                shape = (str(row.tokens), str(row.outs), str(row.ins))
+                costs = (row.backward[method] for method in self.methods)
+                table.append(
+                    (row.name or "(root)", kind, *shape, *map(_giga, (row.forward, *costs)))
+                )
+        rest = [row for row in self.layers if row.name not in shown]
+        if rest:
+            sums = [sum(row.backward[method] for row in rest) for method in self.methods]
+            forward = sum(row.forward for row in rest)
+            table.append((f"{len(rest)} more", "", "", "", "", *map(_giga, (forward, *sums))))
+        totals = [self.backward(method) for method in self.methods]
+        table.append(("backward", "", "", "", "", "", *map(_giga, totals)))
+        shares = [f"{total / totals[0]:.3f}" if totals[0] else "-" for total in totals]
+        table.append((f"of {PLAIN}", "", "", "", "", "", *shares))
+        both = [self.forward + total for total in totals]
+        table.append(("forward and backward", "", "", "", "", "", *map(_giga, both)))
+        widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
+        lines = [
+            "  ".join(
+                cell.ljust(width) if i < 2 else cell.rjust(width)
+                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in table
+        ]
+        return "\n".join([*lines, "10^9 bit operations: bits x bits of every multiply-add"])
+
+    def to_json(self) -> str:
+        """All figures, in BOPs, as JSON."""
+        totals = {method: self.backward(method) for method in self.methods}
+        content = {**dataclasses.asdict(self), "forward": self.forward, "backward": totals}
+        return json.dumps(content, indent=1)
+
+    def plot(self, path: str | Path) -> None:
+        """Draw forward and backward of every method as a bar.
+
+        Raises ImportError without matplotlib.
+        """
+        figure = matplotlib_figure()(
+            figsize=(7, 1.4 + 0.42 * len(self.methods)), layout="constrained"
+        )
+        axis = figure.subplots()
+        names = self.methods[::-1]
+        forward = [self.forward / _GIGA] * len(names)
+        backward = [self.backward(method) / _GIGA for method in names]
+        axis.barh(names, forward, 0.6, label="forward", color="#888888")
+        bars = axis.barh(names, backward, 0.6, left=forward, label="backward", color="#0072b2")
+        axis.bar_label(bars, [f"{a + b:.4g}" for a, b in zip(forward, backward, strict=True)])
+        axis.set_xlabel("10^9 bit operations")
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.margins(x=0.12)
+        axis.legend(loc="lower right")
+        figure.savefig(path, dpi=130)
+
+
+def compute_report(
+    model: nn.Module,
+    inputs: Any,
+    config: ConfigLike = "default",
+    *,
+    filter_fn: Filter | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    slower: bool = False,
+) -> ComputeReport:
+    """Count the bit operations of every layer's products, in full precision and by method.
+
+    One forward pass without gradients finds the shapes; a model and inputs on the ``meta`` device
+    cost nothing. Counted are linear layers, convolutions and attention's projections; not products
+    without a weight (attention itself), nor anything else. g_x is counted for every layer, also
+    where its input needs none; g_w where the weight is trained.
+
+    The methods: "full precision", "LBP-WHT" (rank 8 of 16 on both paths), "LUQ", "naive INT4",
+    "HOT" (the paper's: INT4 g_x, INT8 g_w of 8 rows of 16), and the configuration's own name. The
+    formulas stand at :func:`backward_bops`.
+
+    Args:
+        model: plain, or one that :func:`convert` has converted, which is counted as it is; left as
+            it was.
+        inputs: a Tensor, a tuple of positional arguments or a dict of keyword arguments.
+        config: for a plain model, what to convert with.
+        filter_fn: as for :func:`convert`. ``lambda module, name: True`` counts every layer that
+            HOT can take, as the paper does.
+        overrides: as for :func:`convert`.
+        slower: as for :func:`convert`.
+
+    Returns:
+        A :class:`ComputeReport`.
+
+    Raises:
+        ValueError: nothing in the model can be converted, or the configuration does not fit it.
+
+    Source: the paper, Appendix D, Table 5. Its worked example, (49, 448, 1792) from 137.3 to 11.5
+    MFLOPs, does not come out: docs/dev/rivals.md.
+    """
+    layers = dict(candidates(model))
+    watch = probe.Watch(layers)
+    with Untouched(model), torch.no_grad(), probe.eagerly(), watch.on():
+        probe.output_of(model, inputs)
+    configs = _configs(layers)
+    last = "as converted"
+    if not configs:
+        chosen = as_config(config)
+        last = "HOT, custom" if chosen.name == "custom" else chosen.name
+        with ExitStack() as stack:
+            stack.enter_context(Untouched(model))
+            report = convert(model, chosen, filter_fn, overrides, slower=slower)
+            configs = _configs(dict(candidates(report.model)))
+    methods = (PLAIN, *RIVALS, "HOT", last)
+    rows = []
+    for name, layer in layers.items():
+        for part, tokens, outs, ins in _shapes(layer, watch.seen[name].macs):
+            trained = not is_frozen(layer)
+            taken = configs.get(name)
+            shape = (tokens, outs, ins)
+            plain = backward_bops(*shape, PLAIN, trained=trained)
+            costs = dict.fromkeys(methods, plain)
+            if taken is not None:
+                for method in methods[1:-1]:
+                    costs[method] = backward_bops(*shape, method, trained=trained)
+                costs[last] = backward_bops(*shape, taken, trained=trained)
+            rows.append(
+                LayerCompute(
+                    f"{name}{part}".lstrip("."),
+                    type(layer).__name__,
+                    *shape,
+                    taken is not None,
+                    trained,
+                    tokens * outs * ins * _FULL,
+                    costs,
+                )  # fmt: skip
+            )
+    return ComputeReport(tuple(rows), methods)
+
+
+def backward_bops(
+    tokens: int, outs: int, ins: int, method: str | HotConfig, *, trained: bool = True
+) -> int:
+    """BOPs of one layer's backward pass, g_x and, where ``trained``, g_w.
+
+    With (L, O, I), operations in 32 bits (1024 BOPs each) and products:
+
+    * full precision: two products of LOI in 32 bits;
+    * LBP-WHT: LO log n + 2 LI log n transforms, two products of LOI r/n in 32 bits (n = 16, r = 8);
+    * LUQ: three operations for each g_y, one for each w and x, LI + OI to scale the results; two
+      products of LOI in 4 bits;
+    * naive INT4: as LUQ with one operation a g_y;
+    * HOT: LO log n + IO log n transforms, LO + IO roundings, a product of LOI in 4 bits; LI log n +
+      LO log n transforms, (LI + LO) r/n roundings, a product of LOI r/n in 8 bits; IO + LI to scale
+      the results. That is half of Table 5's FLOPs each, which count two an operation;
+    * a configuration: the same with its bits, blocks and rows. Basis ``full`` has no transform
+      along L, the sketch n - r additions a block and a transform of r; x kept in INT4 is brought to
+      INT8 by LI operations.
+
+    Args:
+        tokens: L, batch included.
+        outs: O.
+        ins: I; of a convolution, its unfolded channels.
+        method: a configuration, or "full precision", "LBP-WHT", "LUQ", "naive INT4", "HOT".
+        trained: False: no g_w.
+
+    Raises ValueError for another method.
+
+    Source: the paper, Appendix D, Table 5; the products' bits as in its authors' code.
+    """
+    if isinstance(method, HotConfig):
+        gx, gw = _config_bops(tokens, outs, ins, method)
+    else:
+        gx, gw = _named_bops(tokens, outs, ins, method)
+    return round(gx + gw) if trained else round(gx)
+
+
+def _named_bops(tokens: int, outs: int, ins: int, method: str) -> tuple[float, float]:
+    gy, w, x, product = tokens * outs, outs * ins, tokens * ins, tokens * outs * ins
+    if method == PLAIN:
+        return product * _FULL, product * _FULL
+    if method == "LBP-WHT":
+        steps, share = math.log2(_BLOCK), _RANK / _BLOCK
+        low = product * share
+        return ((gy + x) * steps + low) * _FULL, (x * steps + low) * _FULL
+    if method in ("LUQ", "naive INT4"):
+        each = _LUQ_OPERATIONS if method == "LUQ" else 1
+        small = product * 4 * 4
+        return (each * gy + w + x) * _FULL + small, (each * gy + x + w) * _FULL + small
+    if method == "HOT":
+        return _config_bops(tokens, outs, ins, HotConfig.recipe("paper"))
+    known = ", ".join((PLAIN, *RIVALS, "HOT"))
+    raise ValueError(f"method: {method!r} is none of {known}, and no HotConfig")
+
+
+def _config_bops(tokens: int, outs: int, ins: int, config: HotConfig) -> tuple[float, float]:
+    gy, w, x, product = tokens * outs, outs * ins, tokens * ins, tokens * outs * ins
+    steps = math.log2(config.hadamard_block)
+    gx = ((gy + w) * steps + gy + w + x) * _FULL + product * config.gx_bits**2
+    share, transform = _low_rank(config)
+    unpack = x if config.storage == "int4" else 0
+    operations = (gy + x) * transform + (gy + x) * share + unpack + w
+    return gx, operations * _FULL + product * share * 8 * 8
+
+
+def _low_rank(config: HotConfig) -> tuple[float, float]:
+    """Rows kept of a token's one, and operations a value to make them."""
+    if config.basis == "full":
+        return 1.0, 0.0
+    block, rank = config.block, config.rank if config.rows is None else len(config.rows)
+    if config.basis == "sketch":  # folds to rank tokens, then a transform of those
+        return rank / block, (block - rank + rank * math.log2(rank)) / block
+    return rank / block, math.log2(block)
+
+
+def _configs(layers: Mapping[str, nn.Module]) -> dict[str, HotConfig]:
+    found = {name: getattr(layer, "config", None) for name, layer in layers.items()}
+    return {name: config for name, config in found.items() if isinstance(config, HotConfig)}
+
+
+def _shapes(layer: nn.Module, macs: int) -> list[tuple[str, int, int, int]]:
+    """Suffix of the name, L, O and I of every weight that the forward pass multiplied."""
+    weights = weights_of(layer)
+    total = sum(weight.numel() for weight in weights)
+    if not total or not macs:
+        return []
+    tokens = macs // total
+    if len(weights) == 1:
+        outs = features_of(layer)[1]
+        return [("", tokens, outs, weights[0].numel() // outs)]
+    names = [n for n, p in layer.named_parameters() if any(p is weight for weight in weights)]
+    return [
+        (f".{name.removesuffix('_weight').removesuffix('.weight')}", tokens, *weight.shape)
+        for name, weight in zip(names, weights, strict=True)
+    ]
+
+
+def _giga(count: float) -> str:
+    return f"{count / _GIGA:.4g}"
