@@ -359,6 +359,7 @@ def distributed(report: Report) -> Iterator[str]:
 
 
 PAYS_MODELS = ("llama_blocks_2k", "vit_b", "bert", "gpt2")
+PAYS_FP8 = PAYS_MODELS[:2]
 
 
 def pays(results: Path) -> Iterator[str]:
@@ -403,12 +404,18 @@ def pays(results: Path) -> Iterator[str]:
             if any(figures):
                 yield line([f"{title}{words}", f"compiled bf16{words}", *figures])
                 break
-    fewer = [
-        step("vit_b", f"{name} compiled, saved 8/4", "bf16 compiled")
-        for name in ("default", "fast")
-    ]
-    title = 'step of ViT-B/16, `saved={"attention": 4}`'
-    yield line([title, "compiled bf16", *fewer])
+        if model not in PAYS_FP8:
+            continue
+        eight = "FP8 tensorwise compiled"
+        figures = [step(model, f"{name} compiled", eight) for name in ("default", "fast")]
+        if any(figures):
+            yield line([f"{title}, compiled", f"torchao {eight}", *figures])
+    for words, suffix in (
+        ('`saved={"attention": 4}`', "compiled, saved 8/4"),
+        ("`hot.recompute`, CUDA graphs", "reduce-overhead, attention kept"),
+    ):
+        fewer = [step("vit_b", f"{name} {suffix}", "bf16 compiled") for name in ("default", "fast")]
+        yield line([f"step of ViT-B/16, {words}", "compiled bf16", *fewer])
     means = check["bench_backward"]["paper"]["rotating"]["means"]
     ratios = [means[f"hotcore {name}"]["geomean"] for name in ("default", "fast")]
     title = "backward of small layers, 49 to 3136 tokens"
