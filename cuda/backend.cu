@@ -5,6 +5,7 @@
 
 #include "cuda/launch.h"
 #include "cuda/launchers.h"
+#include "cuda_device.h"
 
 namespace hot::detail {
 
@@ -46,6 +47,12 @@ std::size_t CudaDevice::stream_k_workspace(std::int64_t m, std::int64_t n, std::
   args.k = args.lda = args.ldb = k;
   args.out.row_stride = n;
   return sm90_stream_k_workspace(context_, args, plan);
+}
+
+void with_device_facts(const Context& context,
+                       const std::function<void(const plan::DeviceFacts&)>& call) {
+  const DeviceGuard guard(context.device().index, "explain");
+  call(CudaDevice(context).facts());
 }
 
 // ---- executing a plan --------------------------------------------------------------------------

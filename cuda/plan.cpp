@@ -508,13 +508,29 @@ struct GroupsShape {
   Rounding rounding;
 };
 
+// Words of Operand::amax, to be zeroed.
+struct AmaxWords {
+  std::int64_t rows = 0, weight = 0, columns = 0;
+  std::int64_t all() const { return rows + weight + columns; }
+};
+
+void add_zero(Plan& plan, const AmaxWords& words) {
+  if (words.all() == 0) return;
+  Buffers writes;
+  if (words.rows > 0) writes |= Buffer::rows_amax;
+  if (words.weight > 0) writes |= Buffer::weight_amax;
+  if (words.columns > 0) writes |= Buffer::columns_amax;
+  plan.add(Kernel::zero, {}, {}, writes).work =
+      ZeroStep{static_cast<std::size_t>(words.all()) * sizeof(std::uint32_t)};
+}
+
 // Null: not wanted.
 struct OperandShapes {
   const RowsShape* rows = nullptr;
   const ColumnsShape* columns = nullptr;
   const ColumnsShape* weight = nullptr;
   const GroupsShape* groups = nullptr;
-  std::size_t zeroed_bytes = 0;
+  AmaxWords zeroed{};
 };
 
 // Whether all that has one has the same.
@@ -708,10 +724,7 @@ bool add_operands(Plan& plan, const DeviceFacts& facts, const OperandShapes& ope
     small.add_to(plan);
     return sum;
   }
-  if (operands.zeroed_bytes > 0) {
-    plan.add(Kernel::zero, {}, {}, Buffer::rows_amax | Buffer::columns_amax | Buffer::weight_amax)
-        .work = ZeroStep{operands.zeroed_bytes};
-  }
+  add_zero(plan, operands.zeroed);
   bool summed = false;
   if (operands.rows != nullptr && operands.columns != nullptr &&
       add_gradient(plan, facts, *operands.rows, *operands.columns)) {
@@ -965,11 +978,6 @@ std::int64_t rows_amax_words(const OperandQuant& quant) {
   return quant.per_tensor ? small_quantize::slots : 0;
 }
 
-struct AmaxWords {
-  std::int64_t rows = 0, weight = 0, columns = 0;
-  std::int64_t all() const { return rows + weight + columns; }
-};
-
 AmaxWords amax_words(const DeviceFacts& facts, const BackwardWork& work) {
   AmaxWords words;
   if (work.gx) words.rows = rows_amax_words(gradient_rows_quant(work.spec));
@@ -1027,8 +1035,7 @@ Plan plan_backward(const DeviceFacts& facts, const BackwardWork& work,
   if (work.gw) operands.columns = &columns;
   if (work.weight) operands.weight = &weight;
   if (from_int4) operands.groups = &groups;
-  operands.zeroed_bytes =
-      static_cast<std::size_t>(amax_words(facts, work).all()) * sizeof(std::uint32_t);
+  operands.zeroed = amax_words(facts, work);
   const bool summed = add_operands(plan, facts, operands);
 
   ProductShape products[2];
@@ -1093,10 +1100,7 @@ Plan plan_backward(const DeviceFacts& facts, const BackwardWork& work,
 Plan plan_compress(const DeviceFacts& facts, const ArrayFacts& x, std::int64_t cols,
                    const Projection& p, const OperandQuant& quant, std::int64_t scales) {
   Plan plan;
-  if (const std::int64_t words = columns_amax_words(facts, cols, p, quant); words > 0) {
-    plan.add(Kernel::zero, {}, {}, Buffer::columns_amax).work =
-        ZeroStep{static_cast<std::size_t>(words) * sizeof(std::uint32_t)};
-  }
+  add_zero(plan, {0, 0, columns_amax_words(facts, cols, p, quant)});
   add_columns(
       plan, facts,
       {Job::activation, x, Buffer::x, Buffer::saved, Buffer::columns_amax, cols, p, quant, scales});
@@ -1120,8 +1124,7 @@ Plan plan_weight(const DeviceFacts& facts, const ArrayFacts& w, std::int64_t col
   const ColumnsShape weight = weight_shape(w, cols, p, quant, scales, Buffer::quantized_w);
   OperandShapes operands;
   operands.weight = &weight;
-  operands.zeroed_bytes =
-      static_cast<std::size_t>(columns_amax_words(facts, cols, p, quant)) * sizeof(std::uint32_t);
+  operands.zeroed.weight = columns_amax_words(facts, cols, p, quant);
   add_operands(plan, facts, operands);
   return plan;
 }

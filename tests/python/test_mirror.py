@@ -16,7 +16,7 @@ PYTHON_TESTS = ROOT / "tests" / "python"
 
 # Headers that are no stage (of these hot_c is tested by test_c_api.py, memory by test_docs_cpp.py
 # and the consumer), and stages that are composed of others and have no file in a backend.
-INFRASTRUCTURE = {"api", "context", "device", "error", "hot", "hot_c", "memory", "tensor"}
+INFRASTRUCTURE = {"api", "context", "device", "error", "explain", "hot", "hot_c", "memory", "tensor"}
 COMPOSED = {"backward_linear"}
 
 STAGES = sorted(path.stem for path in HEADERS.glob("*.h") if path.stem not in INFRASTRUCTURE)
