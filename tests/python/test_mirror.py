@@ -15,7 +15,8 @@ CPP_TESTS = ROOT / "tests" / "cpp"
 PYTHON_TESTS = ROOT / "tests" / "python"
 
 # Headers that are no stage (of these explain is tested by test_plan, hot_c by test_c_api.py, memory
-# by test_docs_cpp.py and the consumer), and stages that are composed of others and have no file in a backend.
+# by test_docs_cpp.py and the consumer), and stages that are composed of others: in a backend they
+# have no file, or one that only calls the others.
 INFRASTRUCTURE = {
     "api",
     "context",
