@@ -1,11 +1,358 @@
-// The CUDA backend as a whole; its stages are in the files named after them.
+// The CUDA backend as a whole: what its device is, and the plans of plan.cpp, made and executed.
 #include "cuda/backend.h"
+
+#include <algorithm>
+
+#include "cuda/launch.h"
+#include "cuda/launchers.h"
+#include "cuda_device.h"
 
 namespace hot::detail {
 
 const Backend& cuda_backend() {
   static const CudaBackend backend;
   return backend;
+}
+
+// ---- the device --------------------------------------------------------------------------------
+
+CudaDevice::CudaDevice(const Context& context) : context_(context) {
+  const char* const stage = "plan";
+  const int major = device_attribute(context, cudaDevAttrComputeCapabilityMajor, stage);
+  const bool restricted = context.arch() == 80;
+  facts_.arch = 10 * major + device_attribute(context, cudaDevAttrComputeCapabilityMinor, stage);
+  facts_.sm_count = device_attribute(context, cudaDevAttrMultiProcessorCount, stage);
+  facts_.shared_bytes = device_attribute(context, cudaDevAttrMaxSharedMemoryPerBlockOptin, stage);
+  facts_.hopper = !restricted && kernels_overlap(context, stage);
+  facts_.wgmma_built = sm90_built();
+  facts_.wgmma = facts_.wgmma_built && !restricted && major == 9;
+  // sm_90 runs the instruction at a thirtieth of its INT8 rate and later ones have none.
+  facts_.int4_units = restricted || major == 8;
+  facts_.queries = this;
+}
+
+std::int64_t CudaDevice::at_once(const plan::WideRows& of, const LaunchShape& shape) const {
+  return clusters_at_once(context_, of, shape);
+}
+std::int64_t CudaDevice::at_once(const plan::ColumnClusters& of, const LaunchShape& shape) const {
+  return clusters_at_once(context_, of, shape);
+}
+
+std::size_t CudaDevice::stream_k_workspace(std::int64_t m, std::int64_t n, std::int64_t k,
+                                           const Sm90Plan& plan) const {
+  const DeviceGuard guard(context_.device().index, "gemm");
+  GemmArgs args{};
+  args.m = m;
+  args.n = n;
+  args.k = args.lda = args.ldb = k;
+  args.out.row_stride = n;
+  return sm90_stream_k_workspace(context_, args, plan);
+}
+
+void with_device_facts(const Context& context,
+                       const std::function<void(const plan::DeviceFacts&)>& call) {
+  const DeviceGuard guard(context.device().index, "explain");
+  call(CudaDevice(context).facts());
+}
+
+// ---- executing a plan --------------------------------------------------------------------------
+
+namespace {
+
+using plan::Kernel;
+using plan::Step;
+
+// The memory of a call: what is null is in no step of its plan.
+struct Memory {
+  plan::Zeroed zeroed{};
+  MatrixIn gy{};
+  const RowsJob* rows = nullptr;
+  const ColumnsJob* columns = nullptr;     // P g_y
+  const ColumnsJob* weight = nullptr;      // w
+  const ColumnsJob* activation = nullptr;  // P x
+  const GroupsJob* groups = nullptr;       // x from INT4
+  const ColumnSum* sum = nullptr;          // g_b on the way, and
+  const ColumnSum* sum_alone = nullptr;    // on its own
+  GemmArgs product[2]{};                   // g_x, g_w
+  void* scratch[2] = {nullptr, nullptr};   // of each
+  const GemmTokenArgs* token = nullptr;
+  MatrixIn packed[2]{};     // INT4 operands, and
+  MatrixOut unpacked[2]{};  // their INT8
+};
+
+const ColumnsJob& job_of(const Memory& memory, plan::Job job) {
+  return *(job == plan::Job::gradient_columns ? memory.columns
+           : job == plan::Job::weight         ? memory.weight
+                                              : memory.activation);
+}
+
+// Where single scales are spread out, and what follows them.
+struct SpreadScales {
+  float *a, *b;
+  void* rest;
+  SpreadScales(const GemmArgs& args, void* scratch)
+      : a(static_cast<float*>(scratch)),
+        b(a + round_up(args.m, 64)),
+        rest(b + round_up(args.n, 64)) {}
+};
+
+void run_wgmma(const Context& context, const Step& step, const Memory& memory) {
+  const int index = step.as<plan::ProductStep>().product;
+  GemmArgs args = memory.product[index];
+  const SpreadScales spread(args, memory.scratch[index]);
+  if (args.a_scale_step == 0) args.a_scale = spread.a;
+  if (args.b_scale_step == 0) args.b_scale = spread.b;
+  launch_wgmma(context, step, args, spread.rest);
+}
+
+void run_spread(const Context& context, const Step& step, const Memory& memory) {
+  const auto& work = step.as<plan::SpreadStep>();
+  const GemmArgs& args = memory.product[work.product];
+  const SpreadScales spread(args, memory.scratch[work.product]);
+  if (work.of_b) {
+    launch_spread(context, step, args.b_scale, args.n, spread.b);
+  } else {
+    launch_spread(context, step, args.a_scale, args.m, spread.a);
+  }
+}
+
+void run_small_gemms(const Context& context, const Step& step, const Memory& memory) {
+  GemmArgs products[2];
+  int count = 0;
+  for (const GemmArgs& product : memory.product) {
+    if (product.a != nullptr) products[count++] = product;
+  }
+  launch_small_gemms(context, step, products, count);
+}
+
+void run(const Context& context, const Step& step, const Memory& memory) {
+  switch (step.kernel) {
+    case Kernel::zero:
+      return check_cuda(cudaMemsetAsync(memory.zeroed.words, 0, step.as<plan::ZeroStep>().bytes,
+                                        context.stream()),
+                        "backward_linear", "cudaMemsetAsync");
+    case Kernel::rows16:
+    case Kernel::wide_rows:
+    case Kernel::rows:
+      return launch_rows(context, step, *memory.rows);
+    case Kernel::gradient:
+      return launch_gradient(context, step, *memory.rows, *memory.columns, memory.sum);
+    case Kernel::column_clusters:
+    case Kernel::column_amax:
+    case Kernel::column_codes: {
+      const plan::Job job = step.as<plan::ColumnsStep>().job;
+      return launch_columns(context, step, job_of(memory, job),
+                            job == plan::Job::gradient_columns ? memory.sum : nullptr);
+    }
+    case Kernel::strip_amax:
+    case Kernel::strip_codes:
+      return launch_strips(context, step, job_of(memory, step.as<plan::StripStep>().job));
+    case Kernel::finish_scales:
+      return launch_finish_scales(context, step, job_of(memory, step.as<plan::FinishStep>().job));
+    case Kernel::small_amax:
+    case Kernel::small_codes:
+      return launch_small(context, step,
+                          {memory.rows, memory.columns, memory.weight, memory.groups, memory.sum});
+    case Kernel::groups:
+    case Kernel::group_pairs:
+      return;  // compress_groups alone
+    case Kernel::requantize:
+      return launch_requantize(context, step, *memory.groups);
+    case Kernel::partial_sum:
+      return launch_partial_sum(context, step, memory.gy, memory.sum_alone->workspace);
+    case Kernel::final_sum:
+      return launch_final_sum(context, step,
+                              step.reads.has(plan::Buffer::sums) ? *memory.sum : *memory.sum_alone);
+    case Kernel::fill_zero:
+      return launch_fill_zero(context, step,
+                              memory.product[step.as<plan::ProductStep>().product].out);
+    case Kernel::spread:
+      return run_spread(context, step, memory);
+    case Kernel::unpack: {
+      const int of = step.as<plan::UnpackStep>().of_b ? 1 : 0;
+      return launch_unpack(context, step, memory.packed[of], memory.unpacked[of]);
+    }
+    case Kernel::gemm_small:
+      return run_small_gemms(context, step, memory);
+    case Kernel::wgmma_128x128:
+    case Kernel::wgmma_128x192:
+    case Kernel::wgmma_stream_k:
+      return run_wgmma(context, step, memory);
+    case Kernel::tile_int8:
+    case Kernel::tile_int8_long:
+    case Kernel::byte:
+      return launch_sm80(context, step, memory.product[step.as<plan::ProductStep>().product]);
+    case Kernel::tile_int4:
+      return launch_sm80_int4(context, step, memory.product[0]);
+    case Kernel::token:
+      return launch_token(context, step, *memory.token);
+  }
+}
+
+void run(const Context& context, const plan::Plan& plan, const Memory& memory) {
+  for (const Step& step : plan) run(context, step, memory);
+}
+
+}  // namespace
+
+// ---- calls -------------------------------------------------------------------------------------
+
+std::size_t CudaBackend::gemm_workspace(const Context& context, std::int64_t m, std::int64_t n,
+                                        std::int64_t k) const {
+  return plan::gemm_workspace(CudaDevice(context).facts(), m, n, k);
+}
+
+void CudaBackend::gemm(const Context& context, const GemmArgs& args, void* workspace) const {
+  const DeviceGuard guard(context.device().index, "gemm");
+  const CudaDevice device(context);
+  Memory memory;
+  memory.product[0] = args;
+  memory.scratch[0] = workspace;
+  run(context, plan::plan_gemm(device.facts(), plan::product_shape(args)), memory);
+}
+
+void CudaBackend::gemm_int4(const Context& context, const GemmArgs& args, std::int8_t* a,
+                            std::int8_t* b, void* workspace) const {
+  const DeviceGuard guard(context.device().index, "gemm_int4");
+  const CudaDevice device(context);
+  GemmArgs unpacked = args;
+  unpacked.a = a;
+  unpacked.b = b;
+  unpacked.lda = unpacked.ldb = args.k;
+  const plan::Plan plan = plan::plan_gemm_int4(device.facts(), plan::product_shape(unpacked),
+                                               plan::product_shape(args).rows_aligned);
+  Memory memory;
+  memory.scratch[0] = workspace;
+  const bool packed = plan.size() > 0 && plan[0].kernel == Kernel::tile_int4;
+  memory.product[0] = packed ? args : unpacked;
+  const std::int64_t bytes = ceil_div(args.k, 2);
+  memory.packed[0] = {args.a, DType::i4x2, args.m, bytes, args.lda, 1};
+  memory.packed[1] = {args.b, DType::i4x2, args.n, bytes, args.ldb, 1};
+  memory.unpacked[0] = {a, DType::i8, args.m, args.k, args.k, 1};
+  memory.unpacked[1] = {b, DType::i8, args.n, args.k, args.k, 1};
+  run(context, plan, memory);
+}
+
+std::size_t CudaBackend::columns_workspace(const Context& context, std::int64_t cols,
+                                           const Projection& p, const OperandQuant& quant) const {
+  WorkspaceCursor cursor;
+  plan::take_zeroed(cursor, plan::columns_amax_words(CudaDevice(context).facts(), cols, p, quant));
+  return cursor.bytes();
+}
+
+namespace {
+
+// A job whose largest values lie in its workspace.
+ColumnsJob with_amax(const plan::DeviceFacts& facts, const ColumnsJob& job, void* workspace,
+                     plan::Zeroed& zeroed) {
+  WorkspaceCursor cursor(workspace);
+  zeroed = plan::take_zeroed(
+      cursor, plan::columns_amax_words(facts, job.x.cols, *job.projection, job.quant));
+  ColumnsJob with = job;
+  with.out.amax = zeroed.words;
+  return with;
+}
+
+}  // namespace
+
+void CudaBackend::compress_columns(const Context& context, const ColumnsJob& job,
+                                   void* workspace) const {
+  const DeviceGuard guard(context.device().index, "compress_activation");
+  const CudaDevice device(context);
+  Memory memory;
+  const ColumnsJob with = with_amax(device.facts(), job, workspace, memory.zeroed);
+  memory.activation = &with;
+  run(context,
+      plan::plan_compress(device.facts(), plan::array_facts(job.x), job.x.cols, *job.projection,
+                          job.quant, job.out.scales),
+      memory);
+}
+
+void CudaBackend::compress_groups(const Context& context, const MatrixIn& x, Rounding rounding,
+                                  std::uint8_t* packed, std::int64_t row_bytes,
+                                  std::uint16_t* scale) const {
+  const DeviceGuard guard(context.device().index, "compress_activation");
+  for (const Step& step : plan::plan_groups(plan::array_facts(x), x.rows, x.cols, rounding)) {
+    launch_groups(context, step, x, packed, row_bytes, scale);
+  }
+}
+
+void CudaBackend::quantize_weight(const Context& context, const ColumnsJob& job,
+                                  void* workspace) const {
+  const DeviceGuard guard(context.device().index, "quantize_weight");
+  const CudaDevice device(context);
+  Memory memory;
+  const ColumnsJob with = with_amax(device.facts(), job, workspace, memory.zeroed);
+  memory.weight = &with;
+  run(context,
+      plan::plan_weight(device.facts(), plan::array_facts(job.x), job.x.cols, *job.projection,
+                        job.quant, job.out.scales),
+      memory);
+}
+
+std::size_t CudaBackend::backward_workspace(const Context& context,
+                                            const BackwardWork& work) const {
+  return plan::backward_workspace(CudaDevice(context).facts(), work);
+}
+
+void CudaBackend::backward(const Context& context, const BackwardCall& call,
+                           void* workspace) const {
+  const DeviceGuard guard(context.device().index, "backward_linear");
+  const CudaDevice device(context);
+  const BackwardWork& work = call.work;
+  const BackwardLinearSpec& spec = work.spec;
+  WorkspaceCursor cursor(workspace), for_sums(workspace);
+  const plan::Scratch scratch = plan::take_scratch(cursor, device.facts(), work);
+
+  const RowsJob rows{call.gy, spec.hadamard_block, gradient_rows_quant(spec),
+                     scratch.gradient_rows};
+  const ColumnsJob columns{call.gy,
+                           &work.tokens,
+                           Side::gradient,
+                           call.sketch_key,
+                           gradient_columns_quant(spec),
+                           scratch.gradient_columns};
+  const ColumnsJob weight{call.w,        &work.out_features, Side::activation,
+                          context.key(), weight_quant(spec), scratch.weight};
+  GroupsJob groups = call.groups;
+  groups.out = scratch.activation;
+  const ColumnSum sum{call.gb, work.accumulate, scratch.sums};
+  const ColumnSum sum_alone{call.gb, work.accumulate,
+                            plan::take_sums(for_sums, device.facts(), work.shape)};
+  Memory memory;
+  memory.zeroed = scratch.zeroed;
+  memory.gy = call.gy;
+  if (work.gx) memory.rows = &rows;
+  if (work.gw) memory.columns = &columns;
+  if (work.weight) memory.weight = &weight;
+  const bool from_int4 = work.gw && spec.storage == Storage::int4;
+  if (from_int4) memory.groups = &groups;
+  if (work.gb) memory.sum = &sum;
+  memory.sum_alone = &sum_alone;
+  memory.scratch[0] = scratch.gx_gemm;
+  memory.scratch[1] = scratch.gw_gemm;
+  memory.product[0].out = call.gx;
+  memory.product[1].out = call.gw;
+  if (work.gx) {
+    memory.product[0] =
+        product(scratch.gradient_rows, work.weight ? scratch.weight : call.quantized,
+                spec.hadamard_block, false, call.gx);
+  }
+  const Operand& x = from_int4 ? scratch.activation : call.saved;
+  GemmTokenArgs token{};
+  if (work.gw && spec.gw_scale == GradScale::token) {
+    token =
+        token_product(scratch.gradient_columns, x, work.tokens.divisor, work.accumulate, call.gw);
+    memory.token = &token;
+  } else if (work.gw) {
+    memory.product[1] =
+        product(scratch.gradient_columns, x, work.tokens.divisor, work.accumulate, call.gw);
+  }
+  run(context,
+      plan::plan_backward(device.facts(), work,
+                          {plan::array_facts(call.gy), plan::array_facts(call.w),
+                           plan::out_facts(call.gx), plan::out_facts(call.gw)}),
+      memory);
 }
 
 }  // namespace hot::detail

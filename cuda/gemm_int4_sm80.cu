@@ -3,8 +3,8 @@
 // there operands are unpacked.)
 //
 // tile_kernel (gemm_sm80.cuh) with mma.m16n8k64: a step of 64 bytes is 128 values.
-#include "cuda/backend.h"
 #include "cuda/gemm_sm80.cuh"
+#include "cuda/launchers.h"
 
 namespace hot::detail {
 namespace {
@@ -19,23 +19,12 @@ struct MmaInt4 {
   }
 };
 
-constexpr std::int64_t int32_safe_k4 = 43826196;  // 49 K <= 2^31 - 1
-
 }  // namespace
 
-bool CudaBackend::gemm_int4(const Context& context, const GemmArgs& args) const {
-  const bool units = context.arch() == 80 ||
-                     device_attribute(context, cudaDevAttrComputeCapabilityMajor, "gemm_int4") == 8;
-  if (!units || args.k % 2 != 0 || args.k > int32_safe_k4 || !aligned_rows(args.a, args.lda) ||
-      !aligned_rows(args.b, args.ldb)) {
-    return false;
-  }
-  if (args.m == 0 || args.n == 0) return true;
-  const DeviceGuard guard(context.device().index, "gemm_int4");
+void launch_sm80_int4(const Context& context, const plan::Step& step, const GemmArgs& args) {
   GemmArgs bytes = args;
   bytes.k = args.k / 2;
-  launch_tiles<MmaInt4, false>(context, bytes);
-  return true;
+  launch_tiles<MmaInt4, false>(context, step.shape, bytes);
 }
 
 }  // namespace hot::detail

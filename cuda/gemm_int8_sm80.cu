@@ -3,9 +3,8 @@
 // tile_kernel (gemm_sm80.cuh) with mma.m16n8k32.
 // byte_kernel: any alignment; one thread for one result. Correct and slow.
 // token_kernel: the fp32 product with a scale for each k (LQS), k in ascending order as on the CPU.
-#include "cuda/gemm_int8_sm80.h"
-
 #include "cuda/gemm_sm80.cuh"
+#include "cuda/launchers.h"
 
 namespace hot::detail {
 namespace {
@@ -43,19 +42,19 @@ __global__ void token_kernel(GemmTokenArgs args) {
 
 }  // namespace
 
-void sm80_gemm(const Context& context, const GemmArgs& args) {
-  if (!aligned_rows(args.a, args.lda) || !aligned_rows(args.b, args.ldb)) {
-    return launch("gemm", context, byte_kernel, ceil_div(args.m * args.n, 256), 256, 0, args);
+void launch_sm80(const Context& context, const plan::Step& step, const GemmArgs& args) {
+  if (step.kernel == plan::Kernel::byte) {
+    return launch("gemm", context, byte_kernel, step.shape, args);
   }
-  if (args.k <= int32_safe_k) {
-    launch_tiles<MmaInt8, false>(context, args);
+  if (step.kernel == plan::Kernel::tile_int8) {
+    launch_tiles<MmaInt8, false>(context, step.shape, args);
   } else {
-    launch_tiles<MmaInt8, true>(context, args);
+    launch_tiles<MmaInt8, true>(context, step.shape, args);
   }
 }
 
-void sm80_gemm_token(const Context& context, const GemmTokenArgs& args) {
-  launch("gemm", context, token_kernel, ceil_div(args.m * args.n, 256), 256, 0, args);
+void launch_token(const Context& context, const plan::Step& step, const GemmTokenArgs& args) {
+  launch("gemm", context, token_kernel, step.shape, args);
 }
 
 }  // namespace hot::detail

@@ -14,13 +14,13 @@
 #include "cuda/device/matrix_io.cuh"
 #include "cuda/device/mma.cuh"
 #include "cuda/launch.h"
+#include "cuda/plan.h"
 #include "kernels.h"
 
 namespace hot::detail {
 namespace {
 
-constexpr int tile_m = 128, tile_n = 128, tile_k = 64, stages = 4, threads = 256;
-constexpr int stage_bytes = (tile_m + tile_n) * tile_k;
+using namespace sm80;
 constexpr std::int64_t int32_steps = 131072 / tile_k;  // 127^2 * 131072 < 2^31
 
 __device__ inline void finish(const GemmArgs& args, std::int64_t m, std::int64_t n, float acc) {
@@ -142,10 +142,8 @@ __global__ void __launch_bounds__(threads, split ? 1 : 2) tile_kernel(GemmArgs a
 }
 
 template <class Mma, bool split>
-void launch_tiles(const Context& context, const GemmArgs& args) {
-  const std::int64_t tiles = ceil_div(args.m, tile_m) * ceil_div(args.n, tile_n);
-  launch("gemm", context, tile_kernel<Mma, split>, tiles, threads,
-         std::size_t{stages} * stage_bytes, args);
+void launch_tiles(const Context& context, const LaunchShape& shape, const GemmArgs& args) {
+  launch("gemm", context, tile_kernel<Mma, split>, shape, args);
 }
 
 }  // namespace

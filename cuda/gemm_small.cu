@@ -15,33 +15,29 @@
 //     output   sums through shared memory, pieces swizzled, so that rows are stored by 16 bytes,
 //              where they are aligned, or one element at a time.
 //   Bytes moved: (tile_m + 64) of both operands for a tile's step of K, out of the L2; the output
-//   once. small_plan chooses by a model of two sums (below).
+//   once. plan.cpp chooses by a model of two sums.
 #include <algorithm>
-#include <climits>
-#include <cmath>
 #include <cstdint>
 
 #include "cuda/device/async_copy.cuh"
 #include "cuda/device/cluster.cuh"
 #include "cuda/device/matrix_io.cuh"
 #include "cuda/device/mma.cuh"
-#include "cuda/gemm_small.h"
 #include "cuda/launch.h"
+#include "cuda/launchers.h"
 
 namespace hot::detail {
 namespace {
 
-constexpr int threads = 128, tile_n = 64, step_k = 128;
+using small_gemm::most_stages;
+using small_gemm::stage_bytes;
+using small_gemm::step_k;
+using small_gemm::sum_row_bytes;
+using small_gemm::threads;
+using small_gemm::tile_n;
 constexpr int mma_k = 32, step_mmas = step_k / mma_k;
 constexpr int row_pieces = step_k / 16;             // of a row in a stage
 constexpr int rows_at_once = threads / row_pieces;  // that all threads copy together
-constexpr int sum_row_bytes = tile_n * static_cast<int>(sizeof(int));
-constexpr int most_cluster = 8;  // the largest that every sm_90 runs
-
-constexpr int most_stages = 3;  // 4 thread blocks on an SM of 227 KB, or 3 with 128 rows
-
-constexpr int stage_bytes(int tile_m) { return (tile_m + tile_n) * step_k; }
-
 struct Product {
   GemmArgs gemm;
   unsigned tiles_n;
@@ -369,128 +365,29 @@ __global__ void __launch_bounds__(threads, TileM == 64 ? 5 : 4)
              [&](auto tag) { finish_rows<TileM, decltype(tag)>(work, sums, scales); });
 }
 
-// What small_plan weighs, in clock cycles: fitted to the times of every plan of the paper's 16
-// layers at both ranks on an H200 (in a CUDA graph). The plans that it chooses take 1.02 times
-// those of the best, in geometric mean, and 1.21 at most.
-struct TileCost {
-  int tile_m;
-  double block;          // of an SM, for a thread block: start, output
-  double step;           // of an SM, for 128 k of a tile
-  double wait;           // what those 128 k take a thread block that is alone
-  double exchange;       // of an SM, for a thread block's sums, where a tile is shared
-  double exchange_wait;  // what that takes a thread block that is alone
-};
-constexpr TileCost tile_costs[] = {{64, 1190, 400, 300, 1260, 140},
-                                   {128, 2240, 530, 730, 2520, 700}};
-
-std::int64_t tiles_of(const GemmArgs& gemm, int tile_m) {
-  return ceil_div(gemm.m, tile_m) * ceil_div(gemm.n, tile_n);
-}
-
-// A block takes what its tile takes: longest block plus the mean load of an SM (the bound of list
-// scheduling). Products meet in both sums, so that each one's share is chosen beside the other's.
-double cost_of(const GemmArgs* products, int count, const SmallPlan& plan, const TileCost& cost,
-               int sm_count) {
-  double work = 0, longest = 0;
-  for (int p = 0; p < count; ++p) {
-    const int share = plan.share[p];
-    const double steps = static_cast<double>(products[p].k) / step_k;
-    const double tiles = static_cast<double>(tiles_of(products[p], cost.tile_m));
-    const bool shared = share > 1;
-    work += tiles * (share * (cost.block + (shared ? cost.exchange : 0.0)) + steps * cost.step);
-    longest = std::max(longest,
-                       std::ceil(steps / share) * cost.wait + (shared ? cost.exchange_wait : 0.0));
-  }
-  return longest + work / sm_count;
-}
+}  // namespace
 
 // The products in the order of their thread blocks.
-Args arguments(const GemmArgs* products, int count, const SmallPlan& plan, unsigned& blocks) {
-  const auto block_k = [&](int p) { return products[p].k / plan.share[p]; };
-  const bool swap = count == 2 && block_k(1) > block_k(0);
+void launch_small_gemms(const Context& context, const plan::Step& step, const GemmArgs* products,
+                        int count) {
+  const auto& work = step.as<plan::SmallGemmStep>();
   Args args{};
-  std::int64_t steps = 1;
-  blocks = 0;
-  args.second_block = UINT_MAX;
+  args.second_block = work.second_block;
+  args.stages = work.stages;
   for (int place = 0; place < count; ++place) {
-    if (place == 1) args.second_block = blocks;
-    const int p = swap ? 1 - place : place;
+    const int p = work.swapped ? 1 - place : place;
     const GemmArgs& gemm = products[p];
     Product& product = args.product[place];
     product.gemm = gemm;
     product.tiles_n = static_cast<unsigned>(ceil_div(gemm.n, tile_n));
-    product.share = plan.share[p];
+    product.share = work.plan.share[p];
     while (1 << product.share_log2 < product.share) ++product.share_log2;
     const auto size = static_cast<std::int64_t>(dtype_size(gemm.out.dtype));
     product.vectors =
         gemm.out.col_stride == 1 && aligned_rows(gemm.out.data, gemm.out.row_stride * size);
-    blocks +=
-        static_cast<unsigned>(round_up(tiles_of(gemm, plan.tile_m) * product.share, plan.cluster));
-    steps = std::max(steps, ceil_div(ceil_div(gemm.k, step_k), product.share));
   }
-  args.stages = static_cast<int>(std::min<std::int64_t>(steps, most_stages));
-  return args;
-}
-
-}  // namespace
-
-bool small_gemms_can(const Context&, const GemmArgs* products, int count) {
-  if (count < 1 || count > 2) return false;
-  std::int64_t blocks = 0;
-  for (int p = 0; p < count; ++p) {
-    const GemmArgs& gemm = products[p];
-    if (gemm.m <= 0 || gemm.n <= 0 || gemm.k <= 0 || gemm.k > int32_safe_k || gemm.m > 1 << 30 ||
-        gemm.n > 1 << 30 || gemm.a_scale == nullptr || gemm.b_scale == nullptr ||
-        !aligned_rows(gemm.a, gemm.lda) || !aligned_rows(gemm.b, gemm.ldb)) {
-      return false;
-    }
-    blocks += (tiles_of(gemm, tile_costs[0].tile_m) + 1) * most_cluster;
-  }
-  return blocks <= INT32_MAX;
-}
-
-SmallPlan small_plan(const Context& context, const GemmArgs* products, int count) {
-  const int sm_count = device_attribute(context, cudaDevAttrMultiProcessorCount, "gemm");
-  // Only where the code that runs surely knows clusters, which is where it knows how to overlap.
-  const bool clusters = context.arch() != 80 && kernels_overlap(context, "gemm");
-  // More than one for each step of the contraction only adds work.
-  const auto most_share = [&](const GemmArgs& gemm) {
-    int share = 1;
-    while (clusters && share < most_cluster && std::int64_t{share} * step_k < gemm.k) share *= 2;
-    return share;
-  };
-  const int most[2] = {most_share(products[0]), count == 2 ? most_share(products[1]) : 1};
-  SmallPlan best{};
-  double least = 0;
-  for (const TileCost& cost : tile_costs) {
-    for (int first = 1; first <= most[0]; first *= 2) {
-      for (int second = 1; second <= most[1]; second *= 2) {
-        const SmallPlan plan{cost.tile_m, std::max(first, second), {first, second}};
-        const double time = cost_of(products, count, plan, cost, sm_count);
-        if (best.tile_m == 0 || time < least) {
-          best = plan;
-          least = time;
-        }
-      }
-    }
-  }
-  return best;
-}
-
-void small_gemms(const Context& context, const GemmArgs* products, int count,
-                 const SmallPlan& plan) {
-  const DeviceGuard guard(context.device().index, "gemm");
-  unsigned blocks = 0;
-  const Args args = arguments(products, count, plan, blocks);
-  const int ring = args.stages * stage_bytes(plan.tile_m), sums = plan.tile_m * sum_row_bytes;
-  const bool shares = std::max(plan.share[0], count == 2 ? plan.share[1] : 1) > 1;
-  const auto shared = static_cast<std::size_t>(shares ? ring + sums : std::max(ring, sums));
-  launch("gemm", context, plan.tile_m == 64 ? gemm_small_kernel<64> : gemm_small_kernel<128>,
-         LaunchShape{blocks, threads, shared, plan.cluster}, args);
-}
-
-void small_gemms(const Context& context, const GemmArgs* products, int count) {
-  small_gemms(context, products, count, small_plan(context, products, count));
+  launch("gemm", context, work.plan.tile_m == 64 ? gemm_small_kernel<64> : gemm_small_kernel<128>,
+         step.shape, args);
 }
 
 }  // namespace hot::detail

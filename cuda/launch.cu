@@ -16,7 +16,7 @@ namespace hot::detail {
 namespace {
 
 struct DeviceFacts {
-  int major = 0, sm_count = 0;
+  int major = 0, minor = 0, sm_count = 0, shared_bytes = 0;
   bool overlap = false;
 };
 
@@ -34,7 +34,9 @@ const DeviceFacts& device_facts(const Context& context, const char* stage) {
     int device = 0;
     for (DeviceFacts& one : facts) {
       one.major = ask_device(device, cudaDevAttrComputeCapabilityMajor, stage);
+      one.minor = ask_device(device, cudaDevAttrComputeCapabilityMinor, stage);
       one.sm_count = ask_device(device, cudaDevAttrMultiProcessorCount, stage);
+      one.shared_bytes = ask_device(device, cudaDevAttrMaxSharedMemoryPerBlockOptin, stage);
       one.overlap = built && one.major == 9;
       ++device;
     }
@@ -55,8 +57,12 @@ int device_attribute(const Context& context, cudaDeviceAttr attribute, const cha
   switch (attribute) {
     case cudaDevAttrComputeCapabilityMajor:
       return device_facts(context, stage).major;
+    case cudaDevAttrComputeCapabilityMinor:
+      return device_facts(context, stage).minor;
     case cudaDevAttrMultiProcessorCount:
       return device_facts(context, stage).sm_count;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
+      return device_facts(context, stage).shared_bytes;
     default:
       return ask_device(context.device().index, attribute, stage);
   }

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <string>
 
+#include "cuda/launch_shape.h"
 #include "hot/context.h"
 #include "hot/error.h"
 #include "kernels.h"
@@ -75,14 +76,6 @@ int device_attribute(const Context& context, cudaDeviceAttr attribute, const cha
 // Whether a kernel's start may overlap the end of the previous one (programmatic dependent launch):
 // only where the code that runs is certain to hold the wait above.
 bool kernels_overlap(const Context& context, const char* stage);
-
-struct LaunchShape {
-  std::int64_t blocks;
-  int threads;
-  std::size_t shared_bytes = 0;
-  int cluster = 1;  // thread blocks that share their memory; above 1 from sm_90 on
-  int rows = 1;     // blockDim.y
-};
 
 // Lets a kernel have the memory and the clusters of a shape, on the context's device, which is
 // current. What it was allowed it keeps: another thread may be about to launch it with that.

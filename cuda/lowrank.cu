@@ -16,12 +16,14 @@
 #include "cuda/device/projection.cuh"
 #include "cuda/device/rounding.cuh"
 #include "cuda/launch.h"
-#include "cuda/lowrank_resident.h"
+#include "cuda/launchers.h"
 
 namespace hot::detail {
 namespace {
 
-constexpr int group = 16;
+using strip::group;
+using strip::sum_run;
+using strip::sum_threads;
 
 enum class Pass { amax, codes };
 
@@ -164,26 +166,7 @@ __global__ void hla_kernel(MatrixIn x, DeviceProjection p, std::int64_t run, Mat
             [&](std::int64_t k, float value) { store_element(out, k, col, value); });
 }
 
-struct Grid {
-  std::int64_t run, blocks;
-  int threads;
-  std::size_t shared;
-};
-
-Grid strip_grid(const Projection& p, std::int64_t cols, int extra) {
-  Grid grid{};
-  grid.threads = p.block <= 64 ? 128 : 32;
-  grid.shared = static_cast<std::size_t>((p.block + extra) * grid.threads) * sizeof(float);
-  const std::int64_t cut = blocks_per_cut(p.rank);
-  grid.run = round_up(std::max<std::int64_t>(1, 64 / p.block), cut);
-  grid.blocks =
-      ceil_div(cols, grid.threads) * std::max<std::int64_t>(1, ceil_div(p.blocks, grid.run));
-  return grid;
-}
-
 // Blocks of 16 tokens as row 0 of their FWHT adds them; a thread adds up the blocks of its run.
-constexpr int sum_threads = 128, sum_run = 8;  // 128 tokens of a column for a thread
-
 template <class Tag>
 __global__ void __launch_bounds__(sum_threads) partial_sum_kernel(MatrixIn x, float* partial) {
   begin_kernel();
@@ -241,91 +224,48 @@ __global__ void fill_zero_kernel(MatrixOut out) {
 
 }  // namespace
 
-void finish_sums(const Context& context, std::int64_t runs, const ColumnSum& sum,
-                 bool independent) {
-  launch("backward_linear", context, final_sum_kernel, ceil_div(sum.out.cols, 32), 256, 0,
-         static_cast<const float*>(sum.workspace), runs, sum.accumulate, sum.out, independent);
-}
-
 void CudaBackend::hla(const Context& context, const MatrixIn& x, const Projection& p, Side side,
                       const Key& sketch_key, const MatrixOut& out) const {
   if (p.k == 0 || x.cols == 0) return;
   const DeviceGuard guard(context.device().index, "hla");
-  const Grid grid = strip_grid(p, x.cols, 0);
-  launch("hla", context, hla_kernel, grid.blocks, grid.threads, grid.shared, x,
+  const plan::StripGrid grid = plan::strip_grid(p, x.cols, 0);
+  launch("hla", context, hla_kernel, grid.blocks, grid.threads, grid.shared_bytes, x,
          device_projection(p, side, sketch_key), grid.run, out);
 }
 
-std::int64_t CudaBackend::columns_amax_words(const Context& context, std::int64_t cols,
-                                             const Projection& p, const OperandQuant& quant) const {
-  if (p.k_padded > 0 && resident_one_pass(context, cols, p, quant)) return 0;
-  return quant.per_tensor ? small_slots : quant.per_k ? p.k_padded : cols;
-}
-
-bool CudaBackend::quantize_columns(const Context& context, const MatrixIn& x, const Projection& p,
-                                   Side side, const Key& sketch_key, const OperandQuant& quant,
-                                   const Operand& out, const ColumnSum* sum) const {
-  const char* const stage = "backward_linear";
-  const DeviceGuard guard(context.device().index, stage);
-  if (x.cols > 0 && out.k_padded > 0 && resident_can(p, quant)) {
-    resident_quantize_columns(context, x, p, side, sketch_key, quant, out, sum);
-    return sum != nullptr;
-  }
-  if (x.cols == 0) return false;
-  const int step = quant.per_tensor ? 0 : 1;
-  if (out.k_padded == 0) {  // no tokens: no codes, and scales of 0
-    finish_scales(context, out.amax, step, out.scale, out.scales, quant.bits);
-    return false;
-  }
-  const Grid grid = strip_grid(p, x.cols, group);
-  ColumnArgs args{x,
-                  device_projection(p, side, sketch_key),
-                  out.codes,
-                  out.amax,
-                  out.k_padded,
-                  grid.run,
-                  quant.bits,
-                  quant.per_tensor,
-                  quant.per_k,
-                  device_key(context.key(), quant.purpose),
-                  Pass::amax};
-  with_rounding(quant.rounding, [&](auto r) {
-    launch(stage, context, strip_kernel<Rounding::nearest>, grid.blocks, grid.threads, grid.shared,
-           args);
-    args.pass = Pass::codes;
-    launch(stage, context, strip_kernel<decltype(r)::value>, grid.blocks, grid.threads, grid.shared,
-           args);
+void launch_strips(const Context& context, const plan::Step& step, const ColumnsJob& job) {
+  const ColumnArgs args{job.x,
+                        device_projection(*job.projection, job.side, job.sketch_key),
+                        job.out.codes,
+                        job.out.amax,
+                        job.out.k_padded,
+                        step.as<plan::StripStep>().run,
+                        job.quant.bits,
+                        job.quant.per_tensor,
+                        job.quant.per_k,
+                        device_key(context.key(), job.quant.purpose),
+                        step.kernel == plan::Kernel::strip_amax ? Pass::amax : Pass::codes};
+  with_rounding(step.rounding, [&](auto r) {
+    launch("backward_linear", context, strip_kernel<decltype(r)::value>, step.shape, args);
   });
-  finish_scales(context, out.amax, step, out.scale, out.scales, quant.bits);
-  return false;
 }
 
-// A partial sum for every 128 tokens, or those of quantize_gradient.
-std::size_t CudaBackend::column_sum_workspace(const Context& context, std::int64_t rows,
-                                              std::int64_t cols) const {
-  const std::int64_t runs = std::max(ceil_div(rows, 16 * sum_run), gradient_sums(context, rows));
-  return static_cast<std::size_t>(runs * cols) * sizeof(float);
+void launch_partial_sum(const Context& context, const plan::Step& step, const MatrixIn& x,
+                        void* sums) {
+  host_with_dtype(step.dtype, [&](auto tag) {
+    launch("backward_linear", context, partial_sum_kernel<decltype(tag)>, step.shape, x,
+           static_cast<float*>(sums));
+  });
 }
 
-void CudaBackend::column_sum(const Context& context, const MatrixIn& x,
-                             const ColumnSum& sum) const {
-  const char* const stage = "backward_linear";
-  const DeviceGuard guard(context.device().index, stage);
-  const std::int64_t runs = ceil_div(x.rows, 16 * sum_run);
-  if (runs > 0) {
-    host_with_dtype(x.dtype, [&](auto tag) {
-      launch(stage, context, partial_sum_kernel<decltype(tag)>,
-             runs * ceil_div(x.cols, sum_threads), sum_threads, 0, x,
-             static_cast<float*>(sum.workspace));
-    });
-  }
-  finish_sums(context, runs, sum, false);
+void launch_final_sum(const Context& context, const plan::Step& step, const ColumnSum& sum) {
+  launch("backward_linear", context, final_sum_kernel, step.shape,
+         static_cast<const float*>(sum.workspace), step.as<plan::SumsStep>().runs, sum.accumulate,
+         sum.out, step.independent);
 }
 
-void CudaBackend::fill_zero(const Context& context, const MatrixOut& out) const {
-  const DeviceGuard guard(context.device().index, "backward_linear");
-  launch("backward_linear", context, fill_zero_kernel, ceil_div(out.rows * out.cols, 256), 256, 0,
-         out);
+void launch_fill_zero(const Context& context, const plan::Step& step, const MatrixOut& out) {
+  launch("backward_linear", context, fill_zero_kernel, step.shape, out);
 }
 
 }  // namespace hot::detail

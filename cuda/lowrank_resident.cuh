@@ -15,31 +15,10 @@
 #include "cuda/device/projection.cuh"
 #include "cuda/device/rounding.cuh"
 #include "cuda/launch.h"
+#include "cuda/plan.h"
 #include "kernels.h"
 
 namespace hot::detail::resident {
-
-enum class Kind { full, whole, sketch8, lowpass8, sequency8 };
-enum class Pass { both, amax, codes, any };  // any: as a template argument, args.pass
-
-constexpr int strip_bytes = 64, unit_tokens = 128, unit_bytes = unit_tokens * strip_bytes;
-constexpr int unit_blocks = unit_tokens / 16;
-constexpr int group_k = 16, lane_groups = 4, warp_columns = 16;
-constexpr int most_strip_columns = strip_bytes / 2;
-// Warps of a thread block at most, and on an SM at least (128 registers a thread).
-constexpr int most_warps = 8, sm_warps = 16, most_parts = 8;
-
-// Row i of those that a basis keeps at rank 8, ascending; kind_of compares them with the caller's.
-constexpr int kept_row(Kind kind, int i) {
-  constexpr int lowpass[8] = {0, 2, 3, 8, 10, 11, 12, 14};
-  return kind == Kind::lowpass8 ? lowpass[i] : 2 * i;
-}
-
-constexpr int group_tokens(Kind kind) {
-  return kind == Kind::full || kind == Kind::whole ? 16 : 32;
-}
-// Steps of four groups in a unit.
-constexpr int unit_steps(Kind kind) { return unit_tokens / (lane_groups * group_tokens(kind)); }
 
 // Where the swizzle puts the bytes of a group: 16-bit types are read 32 bytes of a token by a lane
 // group, four groups at once; fp32 is read 64 bytes, two groups at once.
@@ -191,7 +170,7 @@ struct LaneGroup {
 
 // Whether the 16 k of two columns take as many bytes as the 32 tokens that they are made of.
 template <Kind kind, class Tag>
-constexpr bool fits_in_place = group_tokens(kind) == 2 * group_k && Tag::size == 2;
+constexpr bool fits_in_place = in_place(kind, Tag::size);
 
 // A group's 16 k of two neighbouring columns.
 template <Kind kind, class Tag>
@@ -327,6 +306,7 @@ struct Exchange {
   double sum[most_strip_columns];
   std::uint32_t amax[most_strip_columns];
 };
+static_assert(sizeof(Exchange) == exchange_bytes);
 
 // Shared memory: the units, then this. Two of what is told: a thread block may be one strip ahead
 // of another.
@@ -339,12 +319,6 @@ struct SharedTail {
         seen(told + 2 * max(1, cluster)),
         draws(reinterpret_cast<std::uint8_t*>(seen + warps)) {}
 };
-
-inline std::size_t shared_bytes(int units, int warps, int cluster) {
-  return static_cast<std::size_t>(units) * unit_bytes +
-         static_cast<std::size_t>(warps) * (sizeof(Exchange) + unit_blocks) +
-         2 * static_cast<std::size_t>(cluster > 1 ? cluster : 1) * sizeof(Exchange);
-}
 
 // Writes `value` of this thread block to the same place of thread block `rank` of the `cluster`
 // that tell each other; alone, to its own.
@@ -599,9 +573,6 @@ __device__ __forceinline__ void quantize_strips(const Args& args, unsigned block
 
 // ---- host (lowrank_resident.cu)
 
-// Whether there is a kernel for a projection, and which.
-bool kind_of(const Projection&, Kind& kind);
-
 template <class Call>
 void with_kind(Kind kind, const Call& call) {
   switch (kind) {
@@ -618,9 +589,7 @@ void with_kind(Kind kind, const Call& call) {
   }
 }
 
-// All but how the work is shared out: parts, cluster, slots, pass.
-Args make_args(const Context&, const MatrixIn& x, const Projection&, Kind, Side,
-               const Key& sketch_key, const OperandQuant&, const Operand& out,
-               const ColumnSum* sum);
+// All but how the work is shared out: parts, cluster, slots, pass. `sum`: g_b, null: not wanted.
+Args make_args(const Context&, const ColumnsJob&, Kind, const ColumnSum* sum);
 
 }  // namespace hot::detail::resident

@@ -1,6 +1,7 @@
 // Stage: INT4 packing. A thread makes or takes one byte; bound by memory, off the training path.
 #include "cuda/backend.h"
 #include "cuda/launch.h"
+#include "cuda/launchers.h"
 
 namespace hot::detail {
 namespace {
@@ -39,6 +40,11 @@ void CudaBackend::unpack_int4(const Context& context, const MatrixIn& packed,
   const DeviceGuard guard(context.device().index, "unpack_int4");
   launch("unpack_int4", context, unpack_kernel, ceil_div(out.rows * out.cols, 256), 256, 0, packed,
          out);
+}
+
+void launch_unpack(const Context& context, const plan::Step& step, const MatrixIn& packed,
+                   const MatrixOut& out) {
+  launch("gemm_int4", context, unpack_kernel, step.shape, packed, out);
 }
 
 }  // namespace hot::detail

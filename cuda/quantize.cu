@@ -33,12 +33,11 @@
 #include "cuda/device/matrix_io.cuh"
 #include "cuda/device/rounding.cuh"
 #include "cuda/launch.h"
+#include "cuda/launchers.h"
 #include "cuda/quantize.cuh"
 
 namespace hot::detail {
 namespace {
-
-constexpr int rows16_most_lanes = 512;
 
 // threadIdx.x is the lane of a row: up to 32 of them, a power of two, with several rows
 // (threadIdx.y) in a thread block, or a row to itself.
@@ -171,89 +170,52 @@ __global__ void rows_kernel(RowsArgs args) {
   if (args.pass == RowsPass::amax && t == 0) atomic_raise(args.amax, amax);
 }
 
-}  // namespace
+template <int value>
+using Constant = std::integral_constant<int, value>;
 
-// No more idle lanes than 1 in 8 where that can be (the others' loads then hide the latency), a row
-// within a warp before a row across warps.
-RowShare row_share(std::int64_t blocks) {
-  RowShare best{};
-  std::int64_t best_cost = 0;
-  for (int per_lane = 1; per_lane <= rows16_most_blocks; ++per_lane) {
-    std::int64_t lanes = ceil_div(blocks, per_lane);
-    if (lanes > rows16_most_lanes || (per_lane > 1 && lanes < 8)) continue;
-    if (lanes > 32) {
-      lanes = round_up(lanes, 32);
-    } else {
-      std::int64_t power = 1;
-      while (power < lanes) power *= 2;
-      lanes = power;
-    }
-    // Slots that stand for time: idle ones, and an eighth more where warps wait for each other.
-    const std::int64_t slots = 8 * lanes * per_lane;
-    const std::int64_t cost = lanes > 32 ? slots + slots / 8 : slots;
-    if (best.lanes == 0 || cost <= best_cost) {
-      best = {static_cast<int>(lanes), per_lane};
-      best_cost = cost;
-    }
+template <class Call>
+void with_lane_blocks(int blocks, const Call& call) {
+  switch (blocks) {
+    case 1:
+      return call(Constant<1>{});
+    case 2:
+      return call(Constant<2>{});
+    case 3:
+      return call(Constant<3>{});
+    case 4:
+      return call(Constant<4>{});
+    case 5:
+      return call(Constant<5>{});
+    default:
+      static_assert(rows16_most_blocks == 6);
+      return call(Constant<6>{});
   }
-  return best;
 }
 
-namespace {
-
-// More lanes than this, and rows are wide: fewer find all that they copy soon enough.
-constexpr int narrow_lanes = 64;
-
-template <Rounding rounding, int B, class Tag, int Buffers>
-void launch_wide_rows(const Context& context, const RowsArgs& args, int lanes) {
-  const auto kernel = wide_rows_kernel<rounding, B, Tag, Buffers>;
-  LaunchShape shape{1, lanes, static_cast<std::size_t>(args.k_padded * Tag::size) * Buffers};
-  const std::int64_t at_once = clusters_at_once("backward_linear", context, kernel, shape);
-  const int sm_count = device_attribute(context, cudaDevAttrMultiProcessorCount, "backward_linear");
-  if (Buffers == 1 && at_once <= sm_count) {
-    return launch_wide_rows<rounding, B, Tag, 2>(context, args, lanes);
-  }
-  shape.blocks = std::min(args.x.rows, at_once);
-  launch("backward_linear", context, kernel, shape, args);
+// Calls call(kernel) with the kernel of an instance.
+template <class Call>
+void with_wide_rows(const plan::WideRows& of, const Call& call) {
+  with_rounding(of.rounding, [&](auto r) {
+    host_with_dtype(of.dtype, [&](auto tag) {
+      with_lane_blocks(of.lane_blocks, [&](auto b) {
+        using Tag = decltype(tag);
+        constexpr Rounding rounding = decltype(r)::value;
+        if constexpr (Tag::size == 2 && rounding != Rounding::pseudo_stochastic) {
+          call(of.buffers == 1 ? wide_rows_kernel<rounding, decltype(b)::value, Tag, 1>
+                               : wide_rows_kernel<rounding, decltype(b)::value, Tag, 2>);
+        }
+      });
+    });
+  });
 }
 
-template <Rounding rounding, int B, class Tag>
-void run_rows16(const Context& context, const RowsArgs& args, int lanes) {
-  if constexpr (Tag::size == 2 && rounding != Rounding::pseudo_stochastic) {
-    if (lanes > narrow_lanes && args.aligned && args.pass == RowsPass::row_scales &&
-        context.arch() != 80 && kernels_overlap(context, "backward_linear")) {
-      return launch_wide_rows<rounding, B, Tag, 1>(context, args, lanes);
-    }
-  }
-  const int rows = lanes > 32 ? 1 : 128 / lanes;
-  const LaunchShape shape{ceil_div(args.x.rows, rows), lanes, 0, 1, rows};
-  launch("backward_linear", context, rows16_kernel<rounding, B, Tag>, shape, args);
-}
-
-void run_rows(const Context& context, const RowsArgs& args, Rounding rounding) {
-  const RowShare share = row_share(args.k_padded / 16);
+template <class Call>
+void with_rows16(Rounding rounding, DType dtype, int lane_blocks, const Call& call) {
   with_rounding(rounding, [&](auto r) {
-    constexpr Rounding mode = decltype(r)::value;
-    if (args.block != 16 || share.lanes == 0) {
-      return launch("backward_linear", context, rows_kernel<mode>, args.x.rows, 256, 0, args);
-    }
-    host_with_dtype(args.x.dtype, [&](auto tag) {
-      using Tag = decltype(tag);
-      switch (share.blocks) {
-        case 1:
-          return run_rows16<mode, 1, Tag>(context, args, share.lanes);
-        case 2:
-          return run_rows16<mode, 2, Tag>(context, args, share.lanes);
-        case 3:
-          return run_rows16<mode, 3, Tag>(context, args, share.lanes);
-        case 4:
-          return run_rows16<mode, 4, Tag>(context, args, share.lanes);
-        case 5:
-          return run_rows16<mode, 5, Tag>(context, args, share.lanes);
-        default:
-          static_assert(rows16_most_blocks == 6);
-          return run_rows16<mode, 6, Tag>(context, args, share.lanes);
-      }
+    host_with_dtype(dtype, [&](auto tag) {
+      with_lane_blocks(lane_blocks, [&](auto b) {
+        call(rows16_kernel<decltype(r)::value, decltype(b)::value, decltype(tag)>);
+      });
     });
   });
 }
@@ -499,46 +461,55 @@ __global__ void requantize_kernel(const __grid_constant__ RequantizeArgs args, b
 
 }  // namespace
 
-void finish_scales(const Context& context, const std::uint32_t* amax, int step, float* scale,
-                   std::int64_t count, int bits) {
-  launch("quantize", context, finish_scales_kernel, ceil_div(count, 256), 256, 0, amax, step, scale,
-         count, bits);
+std::int64_t clusters_at_once(const Context& context, const plan::WideRows& of,
+                              const LaunchShape& shape) {
+  std::int64_t blocks = 0;
+  with_wide_rows(of, [&](auto kernel) {
+    blocks = clusters_at_once("backward_linear", context, kernel, shape);
+  });
+  return blocks;
 }
 
-RowsArgs rows_args(const Context& context, const MatrixIn& x, int hadamard_block,
-                   const OperandQuant& quant, const Operand& out) {
-  return {x,
-          out.codes,
-          out.scale,
-          out.scales,
-          out.amax,
-          out.k_padded,
-          quant.bits,
-          hadamard_block,
-          device_key(context.key(), quant.purpose),
+void launch_rows(const Context& context, const plan::Step& step, const RowsJob& job) {
+  const auto& work = step.as<plan::RowsStep>();
+  RowsArgs args = rows_args(context, job);
+  args.pass = work.pass;
+  const auto run = [&](auto kernel) {
+    launch("backward_linear", context, kernel, step.shape, args);
+  };
+  if (step.kernel == plan::Kernel::rows) {
+    with_rounding(step.rounding, [&](auto r) { run(rows_kernel<decltype(r)::value>); });
+  } else if (step.kernel == plan::Kernel::wide_rows) {
+    with_wide_rows({step.rounding, work.lane_blocks, step.dtype, work.buffers}, run);
+  } else {
+    with_rows16(step.rounding, step.dtype, work.lane_blocks, run);
+  }
+}
+
+void launch_finish_scales(const Context& context, const plan::Step& step, const ColumnsJob& job) {
+  const std::uint32_t* const amax = job.out.amax;
+  launch("quantize", context, finish_scales_kernel, step.shape, amax, job.quant.per_tensor ? 0 : 1,
+         job.out.scale, job.out.scales, job.quant.bits);
+}
+
+RowsArgs rows_args(const Context& context, const RowsJob& job) {
+  return {job.x,
+          job.out.codes,
+          job.out.scale,
+          job.out.scales,
+          job.out.amax,
+          job.out.k_padded,
+          job.quant.bits,
+          job.hadamard_block,
+          device_key(context.key(), job.quant.purpose),
           RowsPass::row_scales,
-          rows_aligned(x) && x.cols % 16 == 0};
+          rows_aligned(job.x) && job.x.cols % 16 == 0};
 }
 
-RequantizeArgs requantize_args(const Context& context, const std::uint8_t* packed,
-                               std::int64_t row_bytes, const std::uint16_t* scale,
-                               std::int64_t tokens, const Operand& out) {
-  return {packed, row_bytes,
-          scale,  ceil_div(tokens, int4_group),
-          out,    device_key(context.key(), Purpose::requantize)};
-}
-
-void CudaBackend::zero(const Context& context, void* data, std::size_t bytes) const {
-  const DeviceGuard guard(context.device().index, "backward_linear");
-  check_cuda(cudaMemsetAsync(data, 0, bytes, context.stream()), "backward_linear",
-             "cudaMemsetAsync");
-}
-
-bool CudaBackend::quantize_operands(const Context& context,
-                                    const BackwardOperands& operands) const {
-  const DeviceGuard guard(context.device().index, "backward_linear");
-  if (!quantize_small(context, operands)) return Backend::quantize_operands(context, operands);
-  return operands.gradient_columns != nullptr && operands.gradient_columns->sum != nullptr;
+RequantizeArgs requantize_args(const Context& context, const GroupsJob& job) {
+  return {job.packed, job.row_bytes,
+          job.scale,  ceil_div(job.tokens, int4_group),
+          job.out,    device_key(context.key(), Purpose::requantize)};
 }
 
 void CudaBackend::quantize(const Context& context, const MatrixIn& x, const QuantSpec& spec,
@@ -562,8 +533,8 @@ void CudaBackend::quantize(const Context& context, const MatrixIn& x, const Quan
   with_rounding(spec.rounding, [&](auto r) {
     launch("quantize", context, matrix_codes_kernel<decltype(r)::value>, grid, 256, 0, args);
   });
-  finish_scales(context, reinterpret_cast<const std::uint32_t*>(scale), 1, scale, scales,
-                spec.bits);
+  launch("quantize", context, finish_scales_kernel, ceil_div(scales, 256), 256, 0,
+         reinterpret_cast<const std::uint32_t*>(scale), 1, scale, scales, spec.bits);
 }
 
 void CudaBackend::dequantize(const Context& context, const MatrixIn& q, const float* scale,
@@ -573,52 +544,29 @@ void CudaBackend::dequantize(const Context& context, const MatrixIn& q, const fl
          scale, granularity, q.dtype == DType::i4x2, out);
 }
 
-void CudaBackend::quantize_rows(const Context& context, const MatrixIn& x, int hadamard_block,
-                                const OperandQuant& quant, const Operand& out) const {
-  const DeviceGuard guard(context.device().index, "backward_linear");
-  RowsArgs args = rows_args(context, x, hadamard_block, quant, out);
-  if (!quant.per_tensor) return run_rows(context, args, quant.rounding);
-  args.pass = RowsPass::amax;
-  run_rows(context, args, Rounding::nearest);
-  quantize_rows_codes(context, args, quant.rounding);
-}
-
-void quantize_rows_codes(const Context& context, RowsArgs args, Rounding rounding) {
-  args.pass = RowsPass::codes;
-  run_rows(context, args, rounding);
-}
-
-void CudaBackend::quantize_groups(const Context& context, const MatrixIn& x, Rounding rounding,
-                                  std::uint8_t* packed, std::int64_t row_bytes,
-                                  std::uint16_t* scale) const {
-  const DeviceGuard guard(context.device().index, "compress_activation");
-  if (x.cols == 0) return;
-  const std::int64_t grid = ceil_div(x.cols, 128) * ceil_div(x.rows, int4_group);
+void launch_groups(const Context& context, const plan::Step& step, const MatrixIn& x,
+                   std::uint8_t* packed, std::int64_t row_bytes, std::uint16_t* scale) {
   const GroupsArgs args{x, packed, row_bytes, scale,
                         device_key(context.key(), Purpose::activation)};
-  const char* const stage = "compress_activation";
-  with_rounding(rounding, [&](auto r) {
+  const auto run = [&](auto kernel) {
+    launch("compress_activation", context, kernel, step.shape, args);
+  };
+  with_rounding(step.rounding, [&](auto r) {
     constexpr Rounding mode = decltype(r)::value;
-    host_with_dtype(x.dtype, [&](auto tag) {
+    host_with_dtype(step.dtype, [&](auto tag) {
       using Tag = decltype(tag);
       if constexpr (Tag::size == 2) {
-        if (pairs_aligned(x)) {
-          return launch(stage, context, group_pairs_kernel<mode, Tag>, grid, 128, 0, args);
-        }
+        if (step.kernel == plan::Kernel::group_pairs) return run(group_pairs_kernel<mode, Tag>);
       }
-      launch(stage, context, groups_kernel<mode, Tag>, grid, 128, 0, args);
+      run(groups_kernel<mode, Tag>);
     });
   });
 }
 
-void CudaBackend::requantize_groups(const Context& context, const std::uint8_t* packed,
-                                    std::int64_t row_bytes, const std::uint16_t* scale,
-                                    std::int64_t tokens, Rounding rounding, bool independent,
-                                    const Operand& out) const {
-  const DeviceGuard guard(context.device().index, "backward_linear");
-  with_rounding(rounding, [&](auto r) {
-    launch("backward_linear", context, requantize_kernel<decltype(r)::value>, out.rows, 256, 0,
-           requantize_args(context, packed, row_bytes, scale, tokens, out), independent);
+void launch_requantize(const Context& context, const plan::Step& step, const GroupsJob& job) {
+  with_rounding(step.rounding, [&](auto r) {
+    launch("backward_linear", context, requantize_kernel<decltype(r)::value>, step.shape,
+           requantize_args(context, job), step.independent);
   });
 }
 

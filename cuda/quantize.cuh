@@ -7,11 +7,10 @@
 #include "cuda/device/butterfly.cuh"
 #include "cuda/device/matrix_io.cuh"
 #include "cuda/device/rounding.cuh"
+#include "cuda/plan.h"
 #include "kernels.h"
 
 namespace hot::detail {
-
-enum class RowsPass { row_scales, amax, codes };  // codes: `amax` is known
 
 struct RowsArgs {
   MatrixIn x;
@@ -176,20 +175,8 @@ __device__ __forceinline__ void requantize_channel(const RequantizeArgs& args, s
 
 // ---- host (quantize.cu)
 
-// A lane of rows16_kernel holds at most 6 blocks of 16: 96 registers.
-inline constexpr int rows16_most_blocks = 6;
-
-// How a row is shared out: lanes, and blocks of 16 of a lane. No lanes: too long.
-struct RowShare {
-  int lanes, blocks;
-};
-RowShare row_share(std::int64_t blocks);
-
-// The codes of rows whose one scale's largest value is known.
-void quantize_rows_codes(const Context&, RowsArgs, Rounding);
-RowsArgs rows_args(const Context&, const MatrixIn& x, int hadamard_block, const OperandQuant&,
-                   const Operand& out);
-RequantizeArgs requantize_args(const Context&, const std::uint8_t* packed, std::int64_t row_bytes,
-                               const std::uint16_t* scale, std::int64_t tokens, const Operand& out);
+// All but the pass.
+RowsArgs rows_args(const Context&, const RowsJob&);
+RequantizeArgs requantize_args(const Context&, const GroupsJob&);
 
 }  // namespace hot::detail

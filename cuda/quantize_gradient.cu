@@ -20,10 +20,9 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "cuda/backend.h"
 #include "cuda/launch.h"
+#include "cuda/launchers.h"
 #include "cuda/lowrank_resident.cuh"
-#include "cuda/lowrank_resident.h"
 #include "cuda/quantize.cuh"
 
 namespace hot::detail {
@@ -31,8 +30,11 @@ namespace {
 
 using resident::Kind;
 
-constexpr int threads = 512, token_block = 16;
-constexpr unsigned tiles_a_sum = 32;
+using gradient::barrier_bytes;
+using gradient::Layout;
+using gradient::threads;
+using gradient::tiles_a_sum;
+using gradient::token_block;
 
 struct GradientArgs {
   RowsArgs rows;
@@ -41,28 +43,6 @@ struct GradientArgs {
   int lanes;         // of a row: T
   int token_blocks;  // of a tile
   unsigned tiles, sums;
-};
-
-constexpr int barrier_bytes = 8;
-
-// Shared memory: two tiles, then what a thread keeps of its columns, then of two tiles the folds
-// and the barriers that count their bytes.
-struct Layout {
-  int row_bytes, tile_bytes, slots, fold_words;
-  __host__ __device__ explicit Layout(const GradientArgs& args)
-      : row_bytes(static_cast<int>(args.rows.x.cols) * 2),
-        tile_bytes(args.token_blocks * token_block * row_bytes),
-        slots(args.token_blocks * static_cast<int>(args.rows.x.cols)),
-        fold_words(args.token_blocks * token_block) {}
-  __host__ __device__ int largest() const { return 2 * tile_bytes; }
-  __host__ __device__ int sums() const {
-    return largest() + slots * static_cast<int>(sizeof(std::uint32_t));
-  }
-  __host__ __device__ int folds() const { return sums() + slots * static_cast<int>(sizeof(float)); }
-  __host__ __device__ int barriers() const {
-    return folds() + 2 * fold_words * static_cast<int>(sizeof(int));
-  }
-  __host__ __device__ int bytes() const { return barriers() + 2 * barrier_bytes; }
 };
 
 // Starts the copies of a tile, and writes down which tokens a sketch folds there: token i of the
@@ -225,7 +205,7 @@ template <Rounding rounding, int B, class Tag>
 __global__ void __launch_bounds__(threads, 1)
     gradient_kernel(const __grid_constant__ GradientArgs args) {
   extern __shared__ __align__(128) char shared[];
-  const Layout layout(args);
+  const Layout layout(args.rows.x.cols, args.token_blocks);
   auto* const largest = reinterpret_cast<std::uint32_t*>(shared + layout.largest());
   auto* const sums = reinterpret_cast<float*>(shared + layout.sums());
   auto* const folds = reinterpret_cast<int*>(shared + layout.folds());
@@ -286,85 +266,39 @@ __global__ void __launch_bounds__(threads, 1)
   }
 }
 
-bool rounding_has_kernel(const OperandQuant& quant) {
-  return quant.per_tensor || quant.rounding != Rounding::pseudo_stochastic;
-}
-
-// The arguments of a case of the kernel.
-bool plan(const Context& context, const RowsJob& rows, const ColumnsJob& columns,
-          GradientArgs& args, LaunchShape& shape, int& blocks) {
-  const char* const stage = "backward_linear";
-  if (context.arch() == 80 || !kernels_overlap(context, stage)) return false;  // no bulk copies
-  const MatrixIn& x = rows.x;
-  const Projection& p = *columns.projection;
-  if (dtype_size(x.dtype) != 2 || !rows_aligned(x) || x.cols % 16 != 0 || x.cols == 0 ||
-      x.rows == 0 || x.data != columns.x.data || x.row_stride != columns.x.row_stride ||
-      rows.hadamard_block != 16 || !rounding_has_kernel(rows.quant) || p.order.samples != 0 ||
-      !resident_can(p, columns.quant) || !resident::kind_of(p, args.kind) ||
-      resident_one_pass(context, x.cols, p, columns.quant)) {
-    return false;
-  }
-  const RowShare share = row_share(rows.out.k_padded / 16);
-  if (share.lanes == 0 || share.lanes > 32) return false;
-  args.rows = rows_args(context, x, 16, rows.quant, rows.out);
-  args.rows.pass = rows.quant.per_tensor ? RowsPass::amax : RowsPass::row_scales;
-  args.columns = resident::make_args(context, x, p, args.kind, columns.side, columns.sketch_key,
-                                     columns.quant, columns.out, columns.sum);
-  args.lanes = share.lanes;
-  args.token_blocks = threads / share.lanes / token_block;
-  args.tiles =
-      static_cast<unsigned>(ceil_div(x.rows, std::int64_t{args.token_blocks} * token_block));
-  const int sm_count = device_attribute(context, cudaDevAttrMultiProcessorCount, stage);
-  const std::int64_t grid = std::min<std::int64_t>(args.tiles, sm_count);
-  args.sums = static_cast<unsigned>(grid * ceil_div(args.tiles, grid * tiles_a_sum));
-  const int bytes = Layout(args).bytes();
-  if (bytes > device_attribute(context, cudaDevAttrMaxSharedMemoryPerBlockOptin, stage)) {
-    return false;
-  }
-  shape = {grid, threads, static_cast<std::size_t>(bytes)};
-  blocks = share.blocks;
-  return true;
-}
-
-void launch_gradient(const Context& context, const GradientArgs& args, const LaunchShape& shape,
-                     int blocks, Rounding rounding) {
-  const auto run = [&](auto mode) {
-    constexpr Rounding r = decltype(mode)::value;
-    host_with_dtype(args.rows.x.dtype, [&](auto tag) {
-      using Tag = decltype(tag);
-      if constexpr (Tag::size == 2) {
-        constexpr decltype(&gradient_kernel<r, 1, Tag>) kernels[rows16_most_blocks] = {
-            gradient_kernel<r, 1, Tag>, gradient_kernel<r, 2, Tag>, gradient_kernel<r, 3, Tag>,
-            gradient_kernel<r, 4, Tag>, gradient_kernel<r, 5, Tag>, gradient_kernel<r, 6, Tag>};
-        launch("backward_linear", context, kernels[blocks - 1], shape, args);
-      }
-    });
-  };
-  rounding == Rounding::stochastic ? run(std::integral_constant<Rounding, Rounding::stochastic>{})
-                                   : run(std::integral_constant<Rounding, Rounding::nearest>{});
+template <Rounding rounding, class Tag>
+auto kernel_of(int lane_blocks) {
+  constexpr decltype(&gradient_kernel<rounding, 1, Tag>) kernels[rows16_most_blocks] = {
+      gradient_kernel<rounding, 1, Tag>, gradient_kernel<rounding, 2, Tag>,
+      gradient_kernel<rounding, 3, Tag>, gradient_kernel<rounding, 4, Tag>,
+      gradient_kernel<rounding, 5, Tag>, gradient_kernel<rounding, 6, Tag>};
+  return kernels[lane_blocks - 1];
 }
 
 }  // namespace
 
-std::int64_t gradient_sums(const Context& context, std::int64_t rows) {
-  return ceil_div(rows, std::int64_t{token_block} * tiles_a_sum) +
-         device_attribute(context, cudaDevAttrMultiProcessorCount, "backward_linear");
-}
-
-bool CudaBackend::quantize_gradient(const Context& context, const RowsJob& rows,
-                                    const ColumnsJob& columns) const {
-  const DeviceGuard guard(context.device().index, "backward_linear");
+void launch_gradient(const Context& context, const plan::Step& step, const RowsJob& rows,
+                     const ColumnsJob& columns, const ColumnSum* sum) {
+  const auto& work = step.as<plan::GradientStep>();
   GradientArgs args{};
-  LaunchShape shape{};
-  int blocks = 0;
-  if (!plan(context, rows, columns, args, shape, blocks)) return false;
-  launch_gradient(context, args, shape, blocks, rows.quant.rounding);
-  if (rows.quant.per_tensor) quantize_rows_codes(context, args.rows, rows.quant.rounding);
-  ColumnsJob codes = columns;
-  codes.quant.independent = rows.quant.per_tensor;  // of the rows' codes, which waited for the rest
-  resident_quantize_codes(context, codes);
-  if (columns.sum != nullptr) finish_sums(context, args.sums, *columns.sum, true);
-  return true;
+  args.rows = rows_args(context, rows);
+  args.rows.pass = work.pass;
+  args.columns = resident::make_args(context, columns, work.kind, sum);
+  args.kind = work.kind;
+  args.lanes = work.lanes;
+  args.token_blocks = work.token_blocks;
+  args.tiles = work.tiles;
+  args.sums = work.sums;
+  host_with_dtype(step.dtype, [&](auto tag) {
+    using Tag = decltype(tag);
+    if constexpr (Tag::size == 2) {
+      launch("backward_linear", context,
+             step.rounding == Rounding::stochastic
+                 ? kernel_of<Rounding::stochastic, Tag>(work.lane_blocks)
+                 : kernel_of<Rounding::nearest, Tag>(work.lane_blocks),
+             step.shape, args);
+    }
+  });
 }
 
 }  // namespace hot::detail

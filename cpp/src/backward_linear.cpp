@@ -7,6 +7,7 @@
 #include <string>
 
 #include "arithmetic.h"
+#include "backward_work.h"
 #include "checks.h"
 #include "hot/error.h"
 #include "kernels.h"
@@ -20,8 +21,6 @@ using detail::MatrixIn;
 using detail::MatrixOut;
 using detail::OperandQuant;
 using detail::Projection;
-using detail::Purpose;
-using detail::WorkspaceCursor;
 
 const char* storage_name(Storage storage) noexcept {
   return storage == Storage::int8 ? "int8" : storage == Storage::int4 ? "int4" : "unknown";
@@ -82,166 +81,6 @@ void check_spec(const char* call, const BackwardLinearSpec& spec) {
   detail::check_low_rank(spec.low_rank);
 }
 
-// w [O, I] transformed along O: a projection that keeps all rows of its blocks.
-Projection hadamard_projection(std::int64_t out_features, int block) {
-  Projection p;
-  p.tokens = p.body_tokens = out_features;
-  p.block = p.rank = p.divisor = block;
-  p.basis = block == 1 ? Basis::full : Basis::sequency;
-  p.blocks = detail::ceil_div(out_features, block);
-  p.k = p.blocks * block;
-  p.k_padded = detail::round_up(p.k, detail::k_alignment);
-  return p;
-}
-
-// How each operand is quantised. Weights are rounded to nearest: they are the same for every token,
-// so noise would not average.
-OperandQuant gradient_rows(const BackwardLinearSpec& spec) {
-  return {spec.gx_bits, spec.gx_scale == Granularity::tensor, false, spec.gx_rounding,
-          Purpose::gradient_rows};
-}
-OperandQuant weight_columns(const BackwardLinearSpec& spec) {
-  return {spec.gx_bits, spec.weight_scale == Granularity::tensor, false, Rounding::nearest,
-          Purpose::weight};
-}
-OperandQuant gradient_columns(const BackwardLinearSpec& spec) {
-  return {8, spec.gw_scale == GradScale::tensor, spec.gw_scale == GradScale::token,
-          spec.gw_rounding, Purpose::gradient_columns};
-}
-OperandQuant activation_columns(const BackwardLinearSpec& spec) {
-  return {8, spec.x_scale == Granularity::tensor, false, spec.x_rounding, Purpose::activation};
-}
-
-// What backends find largest values in, to be zeroed before.
-struct Zeroed {
-  std::uint32_t* words;
-  std::size_t bytes;
-};
-
-Zeroed take_zeroed(WorkspaceCursor& cursor, std::int64_t words) {
-  auto* const at = cursor.take<std::uint32_t>(words);
-  return {at, static_cast<std::size_t>(words) * sizeof *at};
-}
-
-std::int64_t weight_words(const Context& context, std::int64_t in_features,
-                          const Projection& out_features, const BackwardLinearSpec& spec) {
-  return backend_of(context).columns_amax_words(context, in_features, out_features,
-                                                weight_columns(spec));
-}
-
-// What a call of backward_linear computes, as far as its scratch depends on it.
-struct Work {
-  LinearShape shape;
-  const Projection& tokens;        // of g_y and x for g_w
-  const Projection& out_features;  // of g_y and w for g_x
-  bool gx, gw;
-  bool weight;  // whether w is to be quantised for g_x
-};
-
-// Its scratch: operands and what the products want.
-struct Scratch {
-  detail::Operand gradient_rows{}, weight{};         // g_x
-  detail::Operand gradient_columns{}, activation{};  // g_w; activation: from INT4
-  char *gx_gemm = nullptr, *gw_gemm = nullptr, *sums = nullptr;
-  Zeroed zeroed{};  // every Operand::amax
-};
-
-char* take_gb(WorkspaceCursor& cursor, const Context& context, const LinearShape& shape) {
-  return cursor.take<char>(static_cast<std::int64_t>(
-      backend_of(context).column_sum_workspace(context, shape.tokens, shape.out_features)));
-}
-
-// Scales of an operand that a backend writes and reads, of a possible `many`.
-std::int64_t scale_places(const Context& context, bool one, std::int64_t many) {
-  return one && !backend_of(context).spreads_scales() ? 1 : many;
-}
-
-// Scratch of a call, in one order for the query (a cursor without memory) and the call itself.
-Scratch take_scratch(WorkspaceCursor& cursor, const Context& context,
-                     const BackwardLinearSpec& spec, const Work& work) {
-  const detail::Backend& backend = backend_of(context);
-  const LinearShape& shape = work.shape;
-  const auto take_gemm = [&](std::int64_t m, std::int64_t n, std::int64_t k) {
-    return cursor.take<char>(static_cast<std::int64_t>(backend.gemm_workspace(context, m, n, k)));
-  };
-  const auto take = [&](detail::Operand& operand, std::int64_t rows, std::int64_t k,
-                        std::int64_t scales) {
-    operand.rows = rows;
-    operand.k_padded = k;
-    operand.scales = scales;
-    operand.codes = cursor.take<std::int8_t>(rows * k);
-    operand.scale = cursor.take<float>(scales);
-  };
-  Scratch s;
-  std::int64_t words[3] = {0, 0, 0};
-  if (work.gx) words[0] = backend.rows_amax_words(context, gradient_rows(spec));
-  if (work.weight) words[1] = weight_words(context, shape.in_features, work.out_features, spec);
-  if (work.gw) {
-    words[2] = backend.columns_amax_words(context, shape.out_features, work.tokens,
-                                          gradient_columns(spec));
-  }
-  s.zeroed = take_zeroed(cursor, words[0] + words[1] + words[2]);
-  if (work.gx) {
-    const std::int64_t k = work.out_features.k_padded;
-    take(s.gradient_rows, shape.tokens, k,
-         scale_places(context, spec.gx_scale == Granularity::tensor, shape.tokens));
-    if (work.weight) {
-      take(s.weight, shape.in_features, k,
-           scale_places(context, spec.weight_scale == Granularity::tensor, shape.in_features));
-    }
-    s.gx_gemm = take_gemm(shape.tokens, shape.in_features, k);
-  }
-  if (work.gw) {
-    const std::int64_t k = work.tokens.k_padded;
-    take(s.gradient_columns, shape.out_features, k,
-         scale_places(context, spec.gw_scale == GradScale::tensor,
-                      spec.gw_scale == GradScale::token ? k : shape.out_features));
-    if (spec.storage == Storage::int4) take(s.activation, shape.in_features, k, shape.in_features);
-    s.gw_gemm = take_gemm(shape.out_features, shape.in_features, k);
-    s.sums = take_gb(cursor, context, shape);
-  }
-  if (s.zeroed.words != nullptr) {
-    s.gradient_rows.amax = s.zeroed.words;
-    s.weight.amax = s.gradient_rows.amax + words[0];
-    s.gradient_columns.amax = s.weight.amax + words[1];
-  }
-  return s;
-}
-
-// What both kinds of product are told of two operands.
-template <class Args>
-Args product_of(const detail::Operand& a, const detail::Operand& b, int divisor, bool accumulate,
-                const MatrixOut& out) {
-  Args args{};
-  args.a = a.codes;
-  args.b = b.codes;
-  args.m = a.rows;
-  args.n = b.rows;
-  args.k = args.lda = args.ldb = a.k_padded;
-  args.b_scale = b.scale;
-  args.b_scale_step = b.scales == 1 ? 0 : 1;
-  args.inv_divisor = 1.0F / static_cast<float>(divisor);
-  args.accumulate = accumulate;
-  args.out = out;
-  return args;
-}
-
-detail::GemmArgs product(const detail::Operand& a, const detail::Operand& b, int divisor,
-                         bool accumulate, const MatrixOut& out) {
-  auto args = product_of<detail::GemmArgs>(a, b, divisor, accumulate, out);
-  args.a_scale = a.scale;
-  args.a_scale_step = a.scales == 1 ? 0 : 1;
-  return args;
-}
-
-// With scales of a along the contraction.
-detail::GemmTokenArgs token_product(const detail::Operand& a, const detail::Operand& b, int divisor,
-                                    bool accumulate, const MatrixOut& out) {
-  auto args = product_of<detail::GemmTokenArgs>(a, b, divisor, accumulate, out);
-  args.k_scale = a.scale;
-  return args;
-}
-
 // x for g_w as it was saved in INT8. Operands are written by the backends and read by the products;
 // this one is only read.
 detail::Operand saved_operand(const ConstSavedActivation& saved, const SavedLayout& layout) {
@@ -252,15 +91,14 @@ detail::Operand saved_operand(const ConstSavedActivation& saved, const SavedLayo
 }
 
 detail::GroupsJob saved_groups(const ConstSavedActivation& saved, const SavedLayout& layout,
-                               const BackwardLinearSpec& spec, const detail::Operand& out) {
+                               const BackwardLinearSpec& spec) {
   const auto* bytes = static_cast<const char*>(saved.data);
-  // Codes on a grid have no low bits to round by: what is not stochastic goes to the nearest.
   return {static_cast<const std::uint8_t*>(saved.data),
           layout.row_bytes,
           reinterpret_cast<const std::uint16_t*>(bytes + layout.scale_offset),
           saved.tokens,
-          spec.x_rounding == Rounding::stochastic ? Rounding::stochastic : Rounding::nearest,
-          out};
+          detail::requantize_rounding(spec),
+          {}};
 }
 
 // A quantised weight's buffer: codes [I, Kp], then room for I scales.
@@ -269,12 +107,11 @@ std::size_t weight_bytes(std::int64_t in_features, const Projection& out_feature
          (static_cast<std::size_t>(out_features.k_padded) + sizeof(float));
 }
 
-detail::Operand weight_operand(const Context& context, void* data, std::int64_t in_features,
-                               const Projection& out_features, const BackwardLinearSpec& spec) {
+detail::Operand weight_operand(void* data, std::int64_t in_features,
+                               const Projection& out_features) {
   const std::int64_t k = out_features.k_padded;
   auto* bytes = static_cast<std::int8_t*>(data);
-  return {bytes, reinterpret_cast<float*>(bytes + in_features * k), in_features, k,
-          scale_places(context, spec.weight_scale == Granularity::tensor, in_features)};
+  return {bytes, reinterpret_cast<float*>(bytes + in_features * k), in_features, k, in_features};
 }
 
 SavedLayout layout_of(const Projection& p, std::int64_t in_features,
@@ -397,10 +234,11 @@ SavedLayout saved_layout(std::int64_t tokens, std::int64_t in_features,
 
 namespace {
 
-std::int64_t compress_words(const Context& context, std::int64_t in_features, const Projection& p,
-                            const BackwardLinearSpec& spec) {
+std::size_t compress_workspace(const Context& context, std::int64_t in_features,
+                               const Projection& p, const BackwardLinearSpec& spec) {
   if (spec.storage == Storage::int4) return 0;
-  return backend_of(context).columns_amax_words(context, in_features, p, activation_columns(spec));
+  return backend_of(context).columns_workspace(context, in_features, p,
+                                               detail::activation_quant(spec));
 }
 
 }  // namespace
@@ -409,10 +247,8 @@ std::size_t compress_activation_workspace(const Context& context, std::int64_t t
                                           std::int64_t in_features,
                                           const BackwardLinearSpec& spec) {
   saved_layout(tokens, in_features, spec);  // the same errors as the call itself
-  const Projection p = detail::make_projection(tokens, spec.low_rank);
-  WorkspaceCursor cursor;
-  take_zeroed(cursor, compress_words(context, in_features, p, spec));
-  return cursor.bytes();
+  return compress_workspace(context, in_features, detail::make_projection(tokens, spec.low_rank),
+                            spec);
 }
 
 ConstSavedActivation compress_activation(const Context& context, const ConstTensorView& x,
@@ -430,9 +266,7 @@ ConstSavedActivation compress_activation(const Context& context, const ConstTens
   check.disjoint("saved",
                  vector(saved.data, DType::i8, static_cast<std::int64_t>(layout.bytes), x.device),
                  "x", x);
-  WorkspaceCursor cursor(workspace.data);
-  const Zeroed zeroed = take_zeroed(cursor, compress_words(context, rows.cols, p, spec));
-  check.workspace(workspace, cursor.bytes());
+  check.workspace(workspace, compress_workspace(context, rows.cols, p, spec));
   const ConstSavedActivation kept{saved.data, layout.bytes,  rows.rows,
                                   rows.cols,  context.key(), saved_format(spec)};
   if (layout.bytes == 0) return kept;
@@ -440,21 +274,18 @@ ConstSavedActivation compress_activation(const Context& context, const ConstTens
   const detail::Backend& backend = backend_of(context);
   if (spec.storage == Storage::int4) {
     if (rows.rows > 0) {
-      backend.quantize_groups(context, rows, spec.x_rounding,
+      backend.compress_groups(context, rows, spec.x_rounding,
                               static_cast<std::uint8_t*>(saved.data), layout.row_bytes,
                               reinterpret_cast<std::uint16_t*>(bytes + layout.scale_offset));
     }
     return kept;
   }
-  detail::Operand out{static_cast<std::int8_t*>(saved.data),
-                      reinterpret_cast<float*>(bytes + layout.scale_offset), rows.cols,
-                      layout.k_padded, layout.scales};
-  if (zeroed.bytes > 0) {
-    out.amax = zeroed.words;
-    backend.zero(context, zeroed.words, zeroed.bytes);
-  }
-  backend.quantize_columns(context, rows, p, Side::activation, context.key(),
-                           activation_columns(spec), out, nullptr);
+  const detail::Operand out{static_cast<std::int8_t*>(saved.data),
+                            reinterpret_cast<float*>(bytes + layout.scale_offset), rows.cols,
+                            layout.k_padded, layout.scales};
+  backend.compress_columns(
+      context, {rows, &p, Side::activation, context.key(), detail::activation_quant(spec), out},
+      workspace.data);
   return kept;
 }
 
@@ -463,16 +294,15 @@ std::size_t quantized_weight_bytes(std::int64_t out_features, std::int64_t in_fe
   const char* const call = "quantized_weight_bytes";
   check_shape(call, {0, out_features, in_features});
   check_spec(call, spec);
-  return weight_bytes(in_features, hadamard_projection(out_features, spec.hadamard_block));
+  return weight_bytes(in_features, detail::hadamard_projection(out_features, spec.hadamard_block));
 }
 
 std::size_t quantize_weight_workspace(const Context& context, std::int64_t out_features,
                                       std::int64_t in_features, const BackwardLinearSpec& spec) {
   quantized_weight_bytes(out_features, in_features, spec);  // the same errors as the call itself
-  const Projection p = hadamard_projection(out_features, spec.hadamard_block);
-  WorkspaceCursor cursor;
-  take_zeroed(cursor, weight_words(context, in_features, p, spec));
-  return cursor.bytes();
+  return backend_of(context).columns_workspace(
+      context, in_features, detail::hadamard_projection(out_features, spec.hadamard_block),
+      detail::weight_quant(spec));
 }
 
 ConstQuantizedWeight quantize_weight(const Context& context, const ConstTensorView& w,
@@ -484,25 +314,20 @@ ConstQuantizedWeight quantize_weight(const Context& context, const ConstTensorVi
   check_spec(call, spec);
   check.input("w", w, float_dtypes, 2, 2);
   const MatrixIn weight = detail::matrix_of(w);
-  const Projection p = hadamard_projection(weight.rows, spec.hadamard_block);
+  const Projection p = detail::hadamard_projection(weight.rows, spec.hadamard_block);
   check_bytes(call, "out", out.data, out.bytes, weight_bytes(weight.cols, p));
   check.disjoint("out", vector(out.data, DType::i8, static_cast<std::int64_t>(out.bytes), w.device),
                  "w", w);
-  WorkspaceCursor cursor(workspace.data);
-  detail::Operand operand = weight_operand(context, out.data, weight.cols, p, spec);
-  const Zeroed zeroed = take_zeroed(cursor, weight_words(context, weight.cols, p, spec));
-  operand.amax = zeroed.words;
-  check.workspace(workspace, cursor.bytes());
+  const detail::Backend& backend = backend_of(context);
+  const OperandQuant quant = detail::weight_quant(spec);
+  check.workspace(workspace, backend.columns_workspace(context, weight.cols, p, quant));
   const ConstQuantizedWeight quantized{out.data, out.bytes, weight.rows, weight.cols,
                                        weight_format(spec)};
   if (weight.cols == 0) return quantized;
-  const detail::ColumnsJob job{
-      weight, &p, Side::activation, context.key(), weight_columns(spec), operand, nullptr};
-  detail::BackwardOperands operands;
-  operands.weight = &job;
-  operands.zeroed = zeroed.words;
-  operands.zeroed_bytes = zeroed.bytes;
-  backend_of(context).quantize_operands(context, operands);
+  backend.quantize_weight(context,
+                          {weight, &p, Side::activation, context.key(), quant,
+                           weight_operand(out.data, weight.cols, p)},
+                          workspace.data);
   return quantized;
 }
 
@@ -511,18 +336,17 @@ std::size_t backward_linear_workspace(const Context& context, const LinearShape&
   check_shape("backward_linear_workspace", shape);
   check_spec("backward_linear_workspace", spec);
   const Projection tokens = detail::make_projection(shape.tokens, spec.low_rank);
-  const Projection out_features = hadamard_projection(shape.out_features, spec.hadamard_block);
-  WorkspaceCursor cursor;
-  take_scratch(cursor, context, spec, {shape, tokens, out_features, need_gx, need_gw, need_gx});
-  WorkspaceCursor for_gb;  // on its own: nothing else is alive then
-  take_gb(for_gb, context, shape);
-  return std::max(cursor.bytes(), for_gb.bytes());
+  const Projection out_features =
+      detail::hadamard_projection(shape.out_features, spec.hadamard_block);
+  detail::BackwardWork work{spec, shape, tokens, out_features, need_gx, need_gw, need_gx};
+  work.gb = true;
+  return backend_of(context).backward_workspace(context, work);
 }
 
 namespace {
 
-// A call of backward_linear, its arguments found good and resolved.
-struct BackwardCall {
+// The arguments of backward_linear, found good and resolved.
+struct BackwardArguments {
   const Context& context;
   const BackwardLinearSpec& spec;
   const ConstSavedActivation& saved;
@@ -538,77 +362,29 @@ struct BackwardCall {
 
 bool has_elements(const MatrixOut& out) { return out.rows > 0 && out.cols > 0; }
 
-void run_backward(const BackwardCall& call, const Checker& check, const Workspace& workspace) {
-  const Context& context = call.context;
-  const BackwardLinearSpec& spec = call.spec;
-  const LinearShape& shape = call.shape;
-  const detail::Backend& backend = backend_of(context);
-  const bool with_gx = has_elements(call.gx) && shape.out_features > 0;
-  const bool with_gw = has_elements(call.gw) && shape.tokens > 0;
-  const bool with_weight = with_gx && !call.quantized;
-
-  // Both operands of both products are quantised first, so that g_y is read again while a cache may
-  // still hold it and a backend may overlap or join the stages; then the products.
-  WorkspaceCursor cursor(workspace.data), for_gb(workspace.data);
-  const Scratch scratch =
-      take_scratch(cursor, context, spec,
-                   {shape, call.tokens, call.out_features, with_gx, with_gw, with_weight});
-  char* const sums = call.gb ? take_gb(for_gb, context, shape) : nullptr;
-  check.workspace(workspace, std::max(cursor.bytes(), for_gb.bytes()));
-
-  const detail::ColumnSum sum{call.gb.value_or(MatrixOut{}), call.accumulate, scratch.sums};
-  const detail::RowsJob rows{call.gy, spec.hadamard_block, gradient_rows(spec),
-                             scratch.gradient_rows};
-  const detail::ColumnsJob columns{call.gy,
-                                   &call.tokens,
-                                   Side::gradient,
-                                   call.saved.key,
-                                   gradient_columns(spec),
-                                   scratch.gradient_columns,
-                                   call.gb ? &sum : nullptr};
-  const detail::ColumnsJob weight{call.w,        &call.out_features,   Side::activation,
-                                  context.key(), weight_columns(spec), scratch.weight,
-                                  nullptr};
-  const detail::GroupsJob groups = saved_groups(call.saved, call.layout, spec, scratch.activation);
-  const bool from_int4 = with_gw && spec.storage == Storage::int4;
-  detail::BackwardOperands operands;
-  if (with_gx) operands.gradient_rows = &rows;
-  if (with_gw) operands.gradient_columns = &columns;
-  if (with_weight) operands.weight = &weight;
-  if (from_int4) operands.activation = &groups;
-  operands.zeroed = scratch.zeroed.words;
-  operands.zeroed_bytes = scratch.zeroed.bytes;
-  const bool gb_done = backend.quantize_operands(context, operands);
-
-  detail::GemmArgs products[2];
-  void* gemm_scratch[2];
-  int count = 0;
-  if (with_gx) {
-    gemm_scratch[count] = scratch.gx_gemm;
-    products[count++] = product(scratch.gradient_rows, call.quantized.value_or(scratch.weight),
-                                spec.hadamard_block, false, call.gx);
-  } else if (has_elements(call.gx)) {
-    backend.fill_zero(context, call.gx);
-  }
-  const detail::Operand x = from_int4 ? scratch.activation : saved_operand(call.saved, call.layout);
-  const bool by_token = spec.gw_scale == GradScale::token;
-  if (with_gw && !by_token) {
-    gemm_scratch[count] = scratch.gw_gemm;
-    products[count++] =
-        product(scratch.gradient_columns, x, call.tokens.divisor, call.accumulate, call.gw);
-  }
-  if (count > 0) backend.gemms(context, products, gemm_scratch, count);
-  if (with_gw && by_token) {
-    backend.gemm_token(
-        context,
-        token_product(scratch.gradient_columns, x, call.tokens.divisor, call.accumulate, call.gw),
-        scratch.gw_gemm);
-  } else if (!with_gw && has_elements(call.gw) && !call.accumulate) {
-    backend.fill_zero(context, call.gw);
-  }
-  if (call.gb && !gb_done && shape.out_features > 0) {
-    backend.column_sum(context, call.gy, {*call.gb, call.accumulate, sums});
-  }
+void run_backward(const BackwardArguments& given, const Checker& check,
+                  const Workspace& workspace) {
+  const LinearShape& shape = given.shape;
+  const bool gx = has_elements(given.gx) && shape.out_features > 0;
+  const bool gw = has_elements(given.gw) && shape.tokens > 0;
+  detail::BackwardCall call{
+      {given.spec, shape, given.tokens, given.out_features, gx, gw, gx && !given.quantized}};
+  call.work.gb = given.gb.has_value();
+  call.work.accumulate = given.accumulate;
+  call.work.clear_gx = !gx && has_elements(given.gx);
+  call.work.clear_gw = !gw && has_elements(given.gw) && !given.accumulate;
+  const detail::Backend& backend = backend_of(given.context);
+  check.workspace(workspace, backend.backward_workspace(given.context, call.work));
+  call.gy = given.gy;
+  call.w = given.w;
+  call.quantized = given.quantized.value_or(detail::Operand{});
+  call.saved = saved_operand(given.saved, given.layout);
+  call.groups = saved_groups(given.saved, given.layout, given.spec);
+  call.sketch_key = given.saved.key;
+  call.gx = given.gx;
+  call.gw = given.gw;
+  call.gb = given.gb.value_or(MatrixOut{});
+  backend.backward(given.context, call, workspace.data);
 }
 
 // That what was kept was made with this spec, as far as its bytes depend on one.
@@ -629,8 +405,8 @@ struct WeightArgument {
 };
 
 // Checks w and takes it and in_features from it. Returns what outputs must not touch.
-ConstTensorView resolve_weight(BackwardCall& call, const Checker& check, const WeightArgument& w,
-                               Device device) {
+ConstTensorView resolve_weight(BackwardArguments& call, const Checker& check,
+                               const WeightArgument& w, Device device) {
   LinearShape& shape = call.shape;
   if (w.quantized == nullptr) {
     check.input("w", *w.view, float_dtypes, 2, 2);
@@ -650,12 +426,12 @@ ConstTensorView resolve_weight(BackwardCall& call, const Checker& check, const W
   check_format("w", "quantize_weight", quantized.format, weight_format(call.spec));
   check_bytes(backward_name, "w", quantized.data, quantized.bytes,
               weight_bytes(shape.in_features, call.out_features));
-  call.quantized = weight_operand(call.context, const_cast<void*>(quantized.data),
-                                  shape.in_features, call.out_features, call.spec);
+  call.quantized =
+      weight_operand(const_cast<void*>(quantized.data), shape.in_features, call.out_features);
   return vector(quantized.data, DType::i8, static_cast<std::int64_t>(quantized.bytes), device);
 }
 
-void resolve_saved(BackwardCall& call, bool has_weight) {
+void resolve_saved(BackwardArguments& call, bool has_weight) {
   LinearShape& shape = call.shape;
   const ConstSavedActivation& saved = call.saved;
   check_format("saved", "compress_activation", saved.format, saved_format(call.spec));
@@ -686,12 +462,12 @@ void check_and_run(const Context& context, const ConstTensorView& gy, const Weig
     detail::invalid(backward_name, "out wants nothing; expected gx, gw or gb, one at least");
   }
   check.input("gy", gy, float_dtypes, 2, max_dims);
-  BackwardCall call{context, spec, saved, out.accumulate};
+  BackwardArguments call{context, spec, saved, out.accumulate};
   call.gy = check.collapsed("gy", gy);
   LinearShape& shape = call.shape;
   shape.tokens = call.gy.rows;
   shape.out_features = call.gy.cols;
-  call.out_features = hadamard_projection(shape.out_features, spec.hadamard_block);
+  call.out_features = detail::hadamard_projection(shape.out_features, spec.hadamard_block);
 
   ConstTensorView weight_memory{};
   if (out.gx != nullptr) weight_memory = resolve_weight(call, check, w, gy.device);

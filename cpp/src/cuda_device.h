@@ -2,6 +2,10 @@
 // without CUDA.
 #pragma once
 
+#include <functional>
+
+#include "hot/context.h"
+
 namespace hot::detail {
 
 struct Capability {
@@ -17,5 +21,12 @@ const char* cuda_device_trouble() noexcept;
 
 // Throws `invalid_argument` where this process does not see the device (context.cpp).
 void check_cuda_device(const char* call, int device);
+
+namespace plan {
+struct DeviceFacts;
+}
+// Calls `call` with what plans know of a context's device (cuda/plan.h), which is current.
+void with_device_facts(const Context& context,
+                       const std::function<void(const plan::DeviceFacts&)>& call);
 
 }  // namespace hot::detail

@@ -1,7 +1,6 @@
 // The public functions of the single stages: check, pick the backend, call. Nothing is written
 // before every argument was found good.
 #include <string>
-#include <utility>
 
 #include "arithmetic.h"
 #include "checks.h"
@@ -17,45 +16,6 @@ using detail::is_power_of_two;
 
 const detail::Backend& detail::backend_of(const Context& context) {
   return context.device().type == Device::Type::cpu ? cpu_backend() : cuda_backend();
-}
-
-// One after the other: a backend that can does better.
-bool detail::Backend::quantize_operands(const Context& context,
-                                        const BackwardOperands& operands) const {
-  bool started = false;
-  const auto independent = [&] { return std::exchange(started, true); };
-  bool summed = false;
-  if (operands.zeroed_bytes > 0) zero(context, operands.zeroed, operands.zeroed_bytes);
-  const bool at_once =
-      operands.gradient_rows != nullptr && operands.gradient_columns != nullptr &&
-      quantize_gradient(context, *operands.gradient_rows, *operands.gradient_columns);
-  if (at_once) {
-    started = true;
-    summed = operands.gradient_columns->sum != nullptr;
-  } else if (const RowsJob* job = operands.gradient_rows) {
-    OperandQuant quant = job->quant;
-    quant.independent = independent();
-    quantize_rows(context, job->x, job->hadamard_block, quant, job->out);
-  }
-  const ColumnsJob* const left[] = {at_once ? nullptr : operands.gradient_columns, operands.weight};
-  for (const ColumnsJob* job : left) {
-    if (job == nullptr) continue;
-    OperandQuant quant = job->quant;
-    quant.independent = independent();
-    const bool done = quantize_columns(context, job->x, *job->projection, job->side,
-                                       job->sketch_key, quant, job->out, job->sum);
-    if (job == operands.gradient_columns) summed = done;
-  }
-  if (const GroupsJob* job = operands.activation) {
-    requantize_groups(context, job->packed, job->row_bytes, job->scale, job->tokens, job->rounding,
-                      independent(), job->out);
-  }
-  return summed;
-}
-
-void detail::Backend::gemms(const Context& context, const GemmArgs* products,
-                            void* const* workspaces, int count) const {
-  for (int i = 0; i < count; ++i) gemm(context, products[i], workspaces[i]);
 }
 
 namespace {
@@ -243,7 +203,7 @@ std::size_t gemm_workspace(const Context& context, std::int64_t m, std::int64_t 
   detail::WorkspaceCursor cursor;
   cursor.take<char>(
       static_cast<std::int64_t>(backend_of(context).gemm_workspace(context, m, n, k)));
-  cursor.take<std::int8_t>(m * k);  // gemm_int4 unpacks both operands where it must
+  cursor.take<std::int8_t>(m * k);  // gemm_int4's operands, where they are unpacked
   cursor.take<std::int8_t>(n * k);
   return cursor.bytes();
 }
@@ -359,22 +319,12 @@ void gemm_int4(const Context& context, const ConstTensorView& a, const ConstTens
   args.b = static_cast<const std::int8_t*>(b.data);
   args.lda = a.stride[0];
   args.ldb = b.stride[0];
-  if (backend.gemm_int4(context, args)) return;
   detail::WorkspaceCursor cursor(workspace.data);
-  char* scratch =
+  char* const scratch =
       cursor.take<char>(static_cast<std::int64_t>(backend.gemm_workspace(context, m, n, k)));
-  auto* a8 = cursor.take<std::int8_t>(m * k);
-  auto* b8 = cursor.take<std::int8_t>(n * k);
-  if (m > 0 && k > 0) {
-    backend.unpack_int4(context, detail::matrix_of(a), {a8, DType::i8, m, k, k, 1});
-  }
-  if (n > 0 && k > 0) {
-    backend.unpack_int4(context, detail::matrix_of(b), {b8, DType::i8, n, k, k, 1});
-  }
-  args.a = a8;
-  args.b = b8;
-  args.lda = args.ldb = k;
-  backend.gemm(context, args, scratch);
+  auto* const a8 = cursor.take<std::int8_t>(m * k);
+  auto* const b8 = cursor.take<std::int8_t>(n * k);
+  backend.gemm_int4(context, args, a8, b8, scratch);
 }
 
 }  // namespace hot

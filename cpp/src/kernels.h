@@ -123,9 +123,10 @@ struct Operand {
   std::int8_t* codes;
   float* scale;
   std::int64_t rows, k_padded;
-  // 1, rows, or k_padded (token). One scale for all is written to every place there is.
+  // 1, rows, or k_padded (token). One scale for all has room for as many: CUDA writes it to every
+  // place, which serves its products better, the CPU to the first.
   std::int64_t scales;
-  std::uint32_t* amax = nullptr;  // scratch of a backend: Backend::amax_words of them, zeroed
+  std::uint32_t* amax = nullptr;  // scratch of the CUDA backend: largest values
 };
 
 struct OperandQuant {
@@ -134,9 +135,6 @@ struct OperandQuant {
   bool per_k;  // one scale for each column of the K-contiguous matrix ("token")
   Rounding rounding;
   Purpose purpose;
-  // Neither reads nor overwrites what the calls since the last one that is not independent write: a
-  // backend may run them at the same time.
-  bool independent = false;
 };
 
 // The sums of a matrix's columns, g_b.
@@ -146,13 +144,14 @@ struct ColumnSum {
   void* workspace;  // column_sum_workspace bytes
 };
 
-// The arguments of quantize_rows, quantize_columns and requantize_groups (below).
+// Rows of x [L, O] transformed along O and quantised: [L, roundup(O, block) -> Kp].
 struct RowsJob {
   MatrixIn x;
   int hadamard_block;
   OperandQuant quant;
   Operand out;
 };
+// P x for x [L, C], transposed and quantised: [C, Kp].
 struct ColumnsJob {
   MatrixIn x;
   const Projection* projection;
@@ -160,8 +159,8 @@ struct ColumnsJob {
   Key sketch_key;
   OperandQuant quant;
   Operand out;
-  const ColumnSum* sum;
 };
+// x as packed INT4, groups of 64 tokens per channel, to INT8 with one scale per channel.
 struct GroupsJob {
   const std::uint8_t* packed;
   std::int64_t row_bytes;
@@ -169,16 +168,6 @@ struct GroupsJob {
   std::int64_t tokens;
   Rounding rounding;
   Operand out;
-};
-
-// What a backward quantises before its products; null: not wanted.
-struct BackwardOperands {
-  const RowsJob* gradient_rows = nullptr;
-  const ColumnsJob* gradient_columns = nullptr;
-  const ColumnsJob* weight = nullptr;
-  const GroupsJob* activation = nullptr;
-  void* zeroed = nullptr;  // where the jobs' Operand::amax lie, still to be zeroed
-  std::size_t zeroed_bytes = 0;
 };
 
 struct FwhtArgs {
@@ -214,6 +203,9 @@ struct GemmTokenArgs {
   MatrixOut out;
 };
 
+struct BackwardWork;  // backward_work.h
+struct BackwardCall;
+
 class Backend {
  public:
   virtual ~Backend() = default;
@@ -231,51 +223,22 @@ class Backend {
   virtual std::size_t gemm_workspace(const Context&, std::int64_t m, std::int64_t n,
                                      std::int64_t k) const = 0;
   virtual void gemm(const Context&, const GemmArgs&, void* workspace) const = 0;
-  // The same on packed INT4: lda and ldb count bytes, k values. False, and nothing done, where
-  // there is no such product: the caller unpacks.
-  virtual bool gemm_int4(const Context&, const GemmArgs&) const = 0;
-  virtual void gemm_token(const Context&, const GemmTokenArgs&, void* workspace) const = 0;
+  // The same on packed INT4: lda and ldb count bytes, k values. There is room for the operands as
+  // INT8 [m, k] and [n, k], should they be unpacked.
+  virtual void gemm_int4(const Context&, const GemmArgs&, std::int8_t* a, std::int8_t* b,
+                         void* workspace) const = 0;
 
-  // Words that quantize_rows and quantize_columns want zeroed in Operand::amax.
-  virtual std::int64_t rows_amax_words(const Context&, const OperandQuant&) const { return 0; }
-  virtual std::int64_t columns_amax_words(const Context&, std::int64_t /*cols*/, const Projection&,
-                                          const OperandQuant&) const {
-    return 0;
-  }
-  virtual void zero(const Context&, void*, std::size_t) const {}
-  // Whether a scale for a whole operand serves the product better as a vector of equal ones.
-  virtual bool spreads_scales() const { return false; }
-
-  // Rows of x [L, O] transformed along O and quantised: [L, roundup(O, block) -> Kp].
-  virtual void quantize_rows(const Context&, const MatrixIn& x, int hadamard_block,
-                             const OperandQuant&, const Operand& out) const = 0;
-  // P x for x [L, C], transposed and quantised: [C, Kp]. Row 0 of a block is the sum of its tokens:
-  // a backend that meets it on the way does `sum` (null: not wanted) too, and returns true.
-  virtual bool quantize_columns(const Context&, const MatrixIn& x, const Projection&, Side,
-                                const Key& sketch_key, const OperandQuant&, const Operand& out,
-                                const ColumnSum* sum) const = 0;
-  // x [L, C] as packed INT4, groups of 64 tokens per channel.
-  virtual void quantize_groups(const Context&, const MatrixIn& x, Rounding, std::uint8_t* packed,
+  // Scratch of compress_columns and of quantize_weight.
+  virtual std::size_t columns_workspace(const Context&, std::int64_t cols, const Projection&,
+                                        const OperandQuant&) const = 0;
+  // x [L, C] as INT8 and as packed INT4.
+  virtual void compress_columns(const Context&, const ColumnsJob&, void* workspace) const = 0;
+  virtual void compress_groups(const Context&, const MatrixIn& x, Rounding, std::uint8_t* packed,
                                std::int64_t row_bytes, std::uint16_t* scale) const = 0;
-  // The packed form to INT8 with one scale per channel.
-  virtual void requantize_groups(const Context&, const std::uint8_t* packed, std::int64_t row_bytes,
-                                 const std::uint16_t* scale, std::int64_t tokens, Rounding,
-                                 bool independent, const Operand& out) const = 0;
-  // Both operands that g_y makes, at once, and the sum: a backend that gains by it does so and
-  // returns true.
-  virtual bool quantize_gradient(const Context&, const RowsJob&, const ColumnsJob&) const {
-    return false;
-  }
-  // All operands of a backward, which do not depend on each other. Returns whether the sum of
-  // gradient_columns was done.
-  virtual bool quantize_operands(const Context&, const BackwardOperands&) const;
-  // Up to two products that do not depend on each other.
-  virtual void gemms(const Context&, const GemmArgs* products, void* const* workspaces,
-                     int count) const;
-  virtual void fill_zero(const Context&, const MatrixOut& out) const = 0;
-  virtual std::size_t column_sum_workspace(const Context&, std::int64_t rows,
-                                           std::int64_t cols) const = 0;
-  virtual void column_sum(const Context&, const MatrixIn& x, const ColumnSum&) const = 0;
+  virtual void quantize_weight(const Context&, const ColumnsJob&, void* workspace) const = 0;
+
+  virtual std::size_t backward_workspace(const Context&, const BackwardWork&) const = 0;
+  virtual void backward(const Context&, const BackwardCall&, void* workspace) const = 0;
 };
 
 const Backend& backend_of(const Context&);  // dispatch.cpp

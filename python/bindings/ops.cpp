@@ -319,6 +319,55 @@ std::pair<bool, std::string> supported(const CoreContext& c, std::int64_t tokens
   return {support.ok, support.why};
 }
 
+hot::DType float_of(Text name) {
+  for (const hot::DType dtype : {hot::DType::f32, hot::DType::f16, hot::DType::bf16}) {
+    if (name == hot::dtype_name(dtype)) return dtype;
+  }
+  throw hot::Error(hot::ErrorCode::invalid_argument,
+                   "dtype: " + std::string(name) + "; expected float32, float16 or bfloat16");
+}
+
+nb::dict explain(Text device, std::int64_t tokens, std::int64_t out_features,
+                 std::int64_t in_features, const Spec& s, Text dtype, Text gw_dtype, bool compress,
+                 bool gx, bool gw, bool gb, bool accumulate, bool quantized_weight, bool wgmma) {
+  const hot::ExplainOptions options{float_of(dtype), float_of(gw_dtype), compress, gx, gw, gb,
+                                    accumulate,      quantized_weight,   wgmma};
+  const hot::Explanation e =
+      hot::explain(device, {tokens, out_features, in_features}, s.spec, options);
+  nb::list steps;
+  for (const hot::ExplainedStep& step : e.steps) {
+    nb::dict d;
+    d["call"] = step.call;
+    d["kernel"] = step.kernel;
+    d["file"] = step.file;
+    d["blocks"] = step.blocks;
+    d["threads"] = step.threads;
+    d["cluster"] = step.cluster;
+    d["shared_bytes"] = step.shared_bytes;
+    d["reads"] = nb::tuple(nb::cast(step.reads));
+    d["writes"] = nb::tuple(nb::cast(step.writes));
+    d["bytes_read"] = step.bytes_read;
+    d["bytes_written"] = step.bytes_written;
+    d["operations"] = step.operations;
+    d["independent"] = step.independent;
+    d["slow"] = step.slow;
+    steps.append(d);
+  }
+  nb::dict d;
+  d["device"] = e.device;
+  d["steps"] = steps;
+  d["workspace"] = e.workspace;
+  d["gy_passes"] = e.gy_passes;
+  d["bytes_read"] = e.bytes_read;
+  d["bytes_written"] = e.bytes_written;
+  d["operations"] = e.operations;
+  d["floor_us"] = e.floor_us;
+  d["rates"] = e.rates;
+  d["slow"] = nb::tuple(nb::cast(e.slow));
+  d["text"] = e.text;
+  return d;
+}
+
 std::pair<std::string, std::string> verdict(const hot::DeviceVerdict& found) {
   return {hot::level_name(found.level), found.text};
 }
@@ -402,6 +451,10 @@ void bind_ops(nb::module_& m) {
         "saved_key"_a, "spec"_a, "key"_a, "gx"_a.noconvert().none(), "gw"_a.noconvert().none(),
         "gb"_a.noconvert().none(), "accumulate"_a, "workspace"_a.noconvert().none() = nb::none(),
         "quantized_weight"_a.noconvert().none() = nb::none());
+  m.def("explain_devices", &hot::explain_devices);
+  m.def("explain", &explain, "device"_a, "tokens"_a, "out_features"_a, "in_features"_a, "spec"_a,
+        "dtype"_a, "gw_dtype"_a, "compress"_a, "gx"_a, "gw"_a, "gb"_a, "accumulate"_a,
+        "quantized_weight"_a, "wgmma"_a);
   m.def("supported", &supported, "context"_a, "tokens"_a, "out_features"_a, "in_features"_a,
         "spec"_a);
 }

@@ -22,11 +22,13 @@ from .ops import (
     supported,
     unpack_int4,
 )
+from .plans import Explanation, explain
 from .saved import QuantizedWeight, Saved
 
 __version__: str = _core.version()
 
 __all__ = [
+    "Explanation",
     "Gradients",
     "HotConfig",
     "Key",
@@ -37,6 +39,7 @@ __all__ = [
     "basis_order",
     "compress_activation",
     "dequantize",
+    "explain",
     "fwht",
     "gemm_int4",
     "gemm_int8",

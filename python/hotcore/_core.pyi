@@ -169,3 +169,20 @@ def backward_linear(
 def supported(
     context: CoreContext, tokens: int, out_features: int, in_features: int, spec: Spec
 ) -> tuple[bool, str]: ...
+def explain_devices() -> list[str]: ...
+def explain(
+    device: str,
+    tokens: int,
+    out_features: int,
+    in_features: int,
+    spec: Spec,
+    dtype: str,
+    gw_dtype: str,
+    compress: bool,
+    gx: bool,
+    gw: bool,
+    gb: bool,
+    accumulate: bool,
+    quantized_weight: bool,
+    wgmma: bool,
+) -> dict[str, Any]: ...

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from . import _core, contexts
+from . import _core, contexts, plans
 
 Probe = Callable[[], str | dict[str, str]]
 """One line's text, or several lines."""
@@ -58,7 +58,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     form.add_argument(
         "--cmake-dir", action="store_true", help="only the folder of its CMake package"
     )
+    form.add_argument(
+        "--explain",
+        nargs=3,
+        type=int,
+        metavar=("TOKENS", "OUT", "IN"),
+        help="the kernels of a linear layer on a GPU, which need not be there",
+    )
+    parser.add_argument(
+        "--device", help="with --explain: sm_90 (the default), sm_80, ... or cuda:0"
+    )
+    parser.add_argument("--recipe", help="with --explain: default, fast, int4, paper or accurate")
     options = parser.parse_args(arguments)
+    if options.explain:
+        return _explain(parser, options)
+    if options.device or options.recipe:
+        parser.error("--device and --recipe are for --explain")
     if options.cmake_dir:
         folder = _cmake()
         if folder == "not installed":
@@ -72,6 +87,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     width = max(map(len, facts))
     for label, text in facts.items():
         print(f"{label:<{width}}  {text}")
+    return 0
+
+
+def _explain(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    tokens, out_features, in_features = options.explain
+    try:
+        explanation = plans.explain(
+            tokens,
+            out_features,
+            in_features,
+            options.recipe or "default",
+            device=options.device or "sm_90",
+        )
+    except (ValueError, NotImplementedError) as error:
+        parser.error(str(error))
+    print(explanation.text, end="")
     return 0
 
 

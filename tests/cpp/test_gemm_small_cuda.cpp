@@ -1,20 +1,36 @@
-// Small products on CUDA (cuda/gemm_small.h) against the CPU, byte for byte, margins included: by
+// Small products on CUDA (cuda/gemm_small.cu) against the CPU, byte for byte, margins included: by
 // every plan, at the sizes of the paper's layers, with outputs of any strides. libhot does not
-// export them: tests/cpp/CMakeLists.txt links their object, and that of the launches.
-#include "cuda/gemm_small.h"
-
+// export them: tests/cpp/CMakeLists.txt links their object, and those of plans and launches.
 #include <memory>
+
+#include "cuda/launchers.h"
+#include "cuda/plan.h"
 
 #include "support_cuda.h"
 
 using namespace hot_test;
 using hot::detail::GemmArgs;
-using hot::detail::small_gemms;
-using hot::detail::small_gemms_can;
-using hot::detail::small_plan;
 using hot::detail::SmallPlan;
+namespace plan = hot::detail::plan;
 
 namespace {
+
+bool small_gemms_can(const GemmArgs* products, int count) {
+  std::vector<plan::ProductShape> shapes;
+  for (int i = 0; i < count; ++i) shapes.push_back(plan::product_shape(products[i]));
+  return plan::small_gemms_can(shapes.data(), count);
+}
+
+void small_gemms(const hot::Context& context, const std::vector<GemmArgs>& products,
+                 const SmallPlan& by) {
+  std::vector<plan::ProductShape> shapes;
+  for (const GemmArgs& product : products) shapes.push_back(plan::product_shape(product));
+  const int count = static_cast<int>(products.size());
+  plan::Plan steps;
+  plan::add_small_gemms(steps, shapes.data(), count, by, plan::Buffer::a | plan::Buffer::b,
+                        plan::Buffer::out);
+  launch_small_gemms(context, steps[0], products.data(), count);
+}
 
 enum class Layout { rows, padded_rows, odd_rows, second_columns, transposed };
 constexpr Layout layouts[] = {Layout::rows, Layout::padded_rows, Layout::odd_rows,
@@ -149,27 +165,36 @@ class GemmSmallCuda : public CudaTest {
 
   // Twice in a row, the second time on what the first has left: an accumulating product that
   // started too early would lose a sum.
-  void expect_as_cpu(const hot::Context& context, const Problems& problems, const SmallPlan& plan) {
+  void expect_as_cpu(const hot::Context& context, const Problems& problems, const SmallPlan& by) {
     const std::vector<GemmArgs> products = gpu_args(problems);
-    const int count = static_cast<int>(products.size());
-    ASSERT_TRUE(small_gemms_can(context, products.data(), count));
+    ASSERT_TRUE(small_gemms_can(products.data(), static_cast<int>(products.size())));
     for (int time = 0; time < 2; ++time) {
-      small_gemms(context, products.data(), count, plan);
+      small_gemms(context, products, by);
       for (const auto& problem : problems) problem->run_cpu();
     }
     check(cudaStreamSynchronize(stream_));
-    for (const auto& problem : problems) problem->expect_equal(plan_text(plan));
+    for (const auto& problem : problems) problem->expect_equal(plan_text(by));
   }
 
   void expect_as_cpu(const hot::Context& context, const Problems& problems) {
-    const std::vector<GemmArgs> products = gpu_args(problems);
-    expect_as_cpu(context, problems,
-                  small_plan(context, products.data(), static_cast<int>(products.size())));
+    expect_as_cpu(context, problems, small_plan(context, gpu_args(problems)));
   }
 
   static std::unique_ptr<Problem> problem(std::int64_t m, std::int64_t n, std::int64_t k,
                                           Options options = Options::any()) {
     return std::make_unique<Problem>(m, n, k, options);
+  }
+
+  // What the backend would choose.
+  static SmallPlan small_plan(const hot::Context& context, const std::vector<GemmArgs>& products) {
+    plan::DeviceFacts facts;
+    int sm_count = 0;
+    check(cudaDeviceGetAttribute(&sm_count, cudaDevAttrMultiProcessorCount, 0));
+    facts.sm_count = sm_count;
+    facts.hopper = clusters() && context.arch() != 80;
+    std::vector<plan::ProductShape> shapes;
+    for (const GemmArgs& product : products) shapes.push_back(plan::product_shape(product));
+    return plan::small_plan(facts, shapes.data(), static_cast<int>(shapes.size()));
   }
 
   static bool clusters() {
@@ -258,9 +283,9 @@ TEST_F(GemmSmallCuda, arch_80_has_no_clusters) {
   Problems problems;
   problems.push_back(problem(64, 64, 4096));
   const std::vector<GemmArgs> products = gpu_args(problems);
-  EXPECT_EQ(small_plan(context(80), products.data(), 1).cluster, 1);
+  EXPECT_EQ(small_plan(context(80), products).cluster, 1);
   if (clusters()) {
-    EXPECT_GT(small_plan(context(), products.data(), 1).cluster, 1);
+    EXPECT_GT(small_plan(context(), products).cluster, 1);
   }
 }
 
@@ -269,14 +294,14 @@ TEST_F(GemmSmallCuda, what_it_cannot_do) {
   problems.push_back(problem(4, 4, 32));
   const GemmArgs good = gpu_args(problems)[0];
   const GemmArgs two[3] = {good, good, good};
-  EXPECT_TRUE(small_gemms_can(context(), two, 2));
-  EXPECT_FALSE(small_gemms_can(context(), two, 0));
-  EXPECT_FALSE(small_gemms_can(context(), two, 3));
+  EXPECT_TRUE(small_gemms_can(two, 2));
+  EXPECT_FALSE(small_gemms_can(two, 0));
+  EXPECT_FALSE(small_gemms_can(two, 3));
   const auto cannot = [&](void (*change)(GemmArgs&)) {
     GemmArgs changed[2] = {good, good};
     change(changed[1]);
-    EXPECT_TRUE(small_gemms_can(context(), changed, 1));
-    EXPECT_FALSE(small_gemms_can(context(), changed, 2));
+    EXPECT_TRUE(small_gemms_can(changed, 1));
+    EXPECT_FALSE(small_gemms_can(changed, 2));
   };
   cannot([](GemmArgs& g) { g.a += 8; });
   cannot([](GemmArgs& g) { g.b += 1; });

@@ -1,8 +1,10 @@
 // Every stage on CUDA against the CPU, bit for bit: random shapes, strides, types, bases, scales,
 // roundings and storage forms. Built with CUDA only, skipped without a device.
+#include <set>
 #include <tuple>
 #include <utility>
 
+#include "plan_cases.h"
 #include "support_cuda.h"
 
 using namespace hot_test;
@@ -162,18 +164,22 @@ class StagesCuda : public CudaTest {
     DType gy;
     std::int64_t gy_gap = 0, gy_offset = 0;
     bool accumulate = false, old_arch = false, quantized_weight = false;
+    bool plain = false;  // contiguous arrays of gy's type, g_w in fp32, as hot::explain takes them
   };
   // compress_activation and backward_linear.
   void compare_backward(const BackwardWork& work) {
     const auto [L, O, I] = work.shape;
     const hot::BackwardLinearSpec& spec = work.spec;
     Mirror gy(L, O, work.gy, work.gy_gap, work.gy_offset);
-    const DType weight_dtype = random_int(0, 1) == 0 ? gy.view(false).dtype : any_float();
-    Mirror w(O, I, weight_dtype, random_int(0, 2)), x(L, I, any_float(), random_int(0, 2));
+    const auto any_type = [&] { return work.plain ? work.gy : any_float(); };
+    const auto gap = [&](std::int64_t most) { return work.plain ? 0 : random_int(0, most); };
+    const DType weight_dtype = random_int(0, 1) == 0 ? gy.view(false).dtype : any_type();
+    Mirror w(O, I, weight_dtype, gap(2)), x(L, I, any_type(), gap(2));
     gy.fill(awkward(L * O));
     w.fill(awkward(O * I));
     x.fill(awkward(L * I));
-    Mirror gx(L, I, any_float(), 3), gw(O, I, any_float(), 1), gb(1, O, DType::f32);
+    Mirror gx(L, I, any_type(), work.plain ? 0 : 3), gb(1, O, DType::f32);
+    Mirror gw(O, I, work.plain ? DType::f32 : any_float(), work.plain ? 0 : 1);
     gw.fill(normal(O * I));
     gb.fill(normal(O));
     const hot::SavedLayout layout = hot::saved_layout(L, I, spec);
@@ -497,6 +503,29 @@ TEST_F(StagesCuda, backward_linear_equals_cpu) {
   }
 }
 
+// Every plan of the table of test_plan.cpp, whatever this device makes of it; an H200 with the
+// wgmma kernels runs every kernel of the table.
+TEST_F(StagesCuda, every_plan_equals_cpu) {
+  std::set<std::string> expected, reached;
+  for (const PlanCase& layer : plan_cases()) {
+    hot::ExplainOptions options;
+    options.dtype = layer.dtype;
+    const hot::Explanation plan = hot::explain("cuda:0", layer.shape, layer.spec, options);
+    for (const hot::ExplainedStep& step : plan.steps) reached.insert(step.kernel);
+    expected.insert(layer.kernels.begin(), layer.kernels.end());
+    BackwardWork work{layer.name, layer.spec, layer.shape, layer.dtype};
+    work.plain = true;
+    SCOPED_TRACE(plan.text);
+    compare_backward(work);
+  }
+  int sm_count = 0, major = 0;
+  check(cudaDeviceGetAttribute(&sm_count, cudaDevAttrMultiProcessorCount, 0));
+  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0));
+  if (major == 9 && sm_count == 132 && hot::cuda_wgmma()) {
+    EXPECT_EQ(reached, expected);
+  }
+}
+
 // As cuda/quantize_gradient.cu wants them: 16-bit g_y with aligned rows of whole blocks, and more
 // tokens than stay on the chip (one scale for all: more than a few launches' worth).
 TEST_F(StagesCuda, backward_linear_of_many_tokens_equals_cpu) {
@@ -506,6 +535,7 @@ TEST_F(StagesCuda, backward_linear_of_many_tokens_equals_cpu) {
                                          {Basis::sequency, 8},
                                          {Basis::sequency, 16}};
   constexpr int rounds = 20;
+  int by_gradient_kernel = 0;
   for (int round = 0; round < rounds; ++round) {
     hot::BackwardLinearSpec spec = recipe(recipe_names()[static_cast<std::size_t>(round / 5) % 5]);
     spec.low_rank = {};
@@ -519,15 +549,24 @@ TEST_F(StagesCuda, backward_linear_of_many_tokens_equals_cpu) {
     // On both sides of what the largest cluster holds.
     const std::int64_t more = random_int(1, 1500) + (random_int(0, 1) == 0 ? 8192 : 16384);
     const std::int64_t L = most ? 132 * 32 * 64 + random_int(1, 5000) : more;
+    const std::int64_t I = random_int(1, 24);
+    for (const auto& step : hot::explain("cuda:0", {L, O, I}, spec).steps) {
+      if (step.kernel == "gradient_kernel") ++by_gradient_kernel;
+    }
     compare_backward({"round " + std::to_string(round),
                       spec,
-                      {L, O, random_int(1, 24)},
+                      {L, O, I},
                       random_int(0, 1) == 0 ? DType::bf16 : DType::f16,
                       8 * random_int(0, 2),
                       0,
                       round % 3 == 0,
                       false,
                       false});
+  }
+  int major = 0;
+  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0));
+  if (major == 9) {
+    EXPECT_GE(by_gradient_kernel, rounds / 4);
   }
 }
 

@@ -14,9 +14,20 @@ CPU = ROOT / "cpp" / "src" / "cpu"
 CPP_TESTS = ROOT / "tests" / "cpp"
 PYTHON_TESTS = ROOT / "tests" / "python"
 
-# Headers that are no stage (of these hot_c is tested by test_c_api.py, memory by test_docs_cpp.py
-# and the consumer), and stages that are composed of others and have no file in a backend.
-INFRASTRUCTURE = {"api", "context", "device", "error", "hot", "hot_c", "memory", "tensor"}
+# Headers that are no stage (of these explain is tested by test_plan, hot_c by test_c_api.py, memory
+# by test_docs_cpp.py and the consumer), and stages that are composed of others: in a backend they
+# have no file, or one that only calls the others.
+INFRASTRUCTURE = {
+    "api",
+    "context",
+    "device",
+    "error",
+    "explain",
+    "hot",
+    "hot_c",
+    "memory",
+    "tensor",
+}
 COMPOSED = {"backward_linear"}
 
 STAGES = sorted(path.stem for path in HEADERS.glob("*.h") if path.stem not in INFRASTRUCTURE)

@@ -6,6 +6,7 @@
 #include "hot/context.h"
 #include "hot/device.h"
 #include "hot/error.h"
+#include "hot/explain.h"
 #include "hot/gemm.h"
 #include "hot/hadamard.h"
 #include "hot/lowrank.h"

@@ -19,7 +19,7 @@ const SimdKernels& simd_kernels([[maybe_unused]] Isa isa) {
   return simd_plain();
 }
 
-void CpuBackend::fill_zero(const Context& context, const MatrixOut& out) const {
+void fill_zero(const Context& context, const MatrixOut& out) {
   const SimdKernels& simd = simd_kernels(context.isa());
   constexpr std::int64_t chunk = 4096;
   context.pool()->run(out.rows, [&](std::int64_t row) {

@@ -15,36 +15,41 @@ class CpuBackend final : public Backend {
   // lowrank.cpp
   void hla(const Context&, const MatrixIn& x, const Projection&, Side, const Key& sketch_key,
            const MatrixOut& out) const override;
-  bool quantize_columns(const Context&, const MatrixIn& x, const Projection&, Side,
-                        const Key& sketch_key, const OperandQuant&, const Operand& out,
-                        const ColumnSum* sum) const override;
-  std::size_t column_sum_workspace(const Context&, std::int64_t rows,
-                                   std::int64_t cols) const override;
-  void column_sum(const Context&, const MatrixIn& x, const ColumnSum&) const override;
+  void compress_columns(const Context&, const ColumnsJob&, void* workspace) const override;
+  void quantize_weight(const Context&, const ColumnsJob&, void* workspace) const override;
   // quantize.cpp
   void quantize(const Context&, const MatrixIn& x, const QuantSpec&, const MatrixOut& q,
                 float* scale) const override;
   void dequantize(const Context&, const MatrixIn& q, const float* scale, Granularity,
                   const MatrixOut& out) const override;
-  void quantize_rows(const Context&, const MatrixIn& x, int hadamard_block, const OperandQuant&,
-                     const Operand& out) const override;
-  void quantize_groups(const Context&, const MatrixIn& x, Rounding, std::uint8_t* packed,
+  void compress_groups(const Context&, const MatrixIn& x, Rounding, std::uint8_t* packed,
                        std::int64_t row_bytes, std::uint16_t* scale) const override;
-  void requantize_groups(const Context&, const std::uint8_t* packed, std::int64_t row_bytes,
-                         const std::uint16_t* scale, std::int64_t tokens, Rounding,
-                         bool independent, const Operand& out) const override;
   // pack.cpp
   void pack_int4(const Context&, const MatrixIn& q, const MatrixOut& out) const override;
   void unpack_int4(const Context&, const MatrixIn& packed, const MatrixOut& out) const override;
-  // backend.cpp
-  void fill_zero(const Context&, const MatrixOut& out) const override;
   // gemm.cpp
   std::size_t gemm_workspace(const Context&, std::int64_t m, std::int64_t n,
                              std::int64_t k) const override;
   void gemm(const Context&, const GemmArgs&, void* workspace) const override;
-  bool gemm_int4(const Context&, const GemmArgs&) const override { return false; }
-  void gemm_token(const Context&, const GemmTokenArgs&, void* workspace) const override;
+  void gemm_int4(const Context&, const GemmArgs&, std::int8_t* a, std::int8_t* b,
+                 void* workspace) const override;
+  // backward_linear.cpp
+  std::size_t columns_workspace(const Context&, std::int64_t, const Projection&,
+                                const OperandQuant&) const override {
+    return 0;
+  }
+  std::size_t backward_workspace(const Context&, const BackwardWork&) const override;
+  void backward(const Context&, const BackwardCall&, void* workspace) const override;
 };
+
+// The stages of a backward. One scale for all of an operand is in the first place of its scales.
+void quantize_rows(const Context&, const RowsJob&);        // quantize.cpp
+void requantize_groups(const Context&, const GroupsJob&);  // quantize.cpp
+void quantize_columns(const Context&, const ColumnsJob&);  // lowrank.cpp
+void column_sum(const Context&, const MatrixIn& x, const MatrixOut& out,
+                bool accumulate);                                        // lowrank.cpp
+void gemm_token(const Context&, const GemmTokenArgs&, void* workspace);  // gemm.cpp
+void fill_zero(const Context&, const MatrixOut& out);                    // backend.cpp
 
 // Elements [col, col + count) of a row as fp32, and back; contiguous or not.
 void load_row(const SimdKernels&, const MatrixIn&, std::int64_t row, std::int64_t col,

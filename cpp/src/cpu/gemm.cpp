@@ -153,9 +153,26 @@ void CpuBackend::gemm(const Context& context, const GemmArgs& given, void* works
   });
 }
 
+void CpuBackend::gemm_int4(const Context& context, const GemmArgs& packed, std::int8_t* a,
+                           std::int8_t* b, void* workspace) const {
+  const std::int64_t m = packed.m, n = packed.n, k = packed.k, bytes = ceil_div(k, 2);
+  if (m > 0 && k > 0) {
+    unpack_int4(context, {packed.a, DType::i4x2, m, bytes, packed.lda, 1},
+                {a, DType::i8, m, k, k, 1});
+  }
+  if (n > 0 && k > 0) {
+    unpack_int4(context, {packed.b, DType::i4x2, n, bytes, packed.ldb, 1},
+                {b, DType::i8, n, k, k, 1});
+  }
+  GemmArgs args = packed;
+  args.a = a;
+  args.b = b;
+  args.lda = args.ldb = k;
+  gemm(context, args, workspace);
+}
+
 // b is transposed first (workspace), so that one k of a row of results is one pass over a row.
-void CpuBackend::gemm_token(const Context& context, const GemmTokenArgs& args,
-                            void* workspace) const {
+void gemm_token(const Context& context, const GemmTokenArgs& args, void* workspace) {
   if (args.m == 0 || args.n == 0) return;
   const SimdKernels& simd = simd_kernels(context.isa());
   auto* transposed = static_cast<std::int8_t*>(workspace);

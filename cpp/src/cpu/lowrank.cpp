@@ -184,15 +184,19 @@ void CpuBackend::hla(const Context& context, const MatrixIn& x, const Projection
             });
 }
 
-bool CpuBackend::quantize_columns(const Context& context, const MatrixIn& x, const Projection& p,
-                                  Side side, const Key& sketch_key, const OperandQuant& quant,
-                                  const Operand& out, const ColumnSum*) const {
+void quantize_columns(const Context& context, const ColumnsJob& job) {
+  const MatrixIn& x = job.x;
+  const Projection& p = *job.projection;
+  const Side side = job.side;
+  const OperandQuant& quant = job.quant;
+  const Operand& out = job.out;
+  const std::int64_t scales = quant.per_tensor ? 1 : out.scales;
   // The scales' memory holds the bit patterns of the largest values until the codes are written.
   auto* amax = reinterpret_cast<std::uint32_t*>(out.scale);
-  std::fill_n(amax, out.scales, 0U);
-  if (x.cols == 0) return false;
+  std::fill_n(amax, scales, 0U);
+  if (x.cols == 0) return;
   const SimdKernels& simd = simd_kernels(context.isa());
-  const RandomKey sketch = random_key(sketch_key, Purpose::sketch);
+  const RandomKey sketch = random_key(job.sketch_key, Purpose::sketch);
   const Tasks tasks(context, x, p);
   tasks.run(context, simd, x, p, side, sketch,
             [&](Strip& strip, std::int64_t col, std::int64_t begin, std::int64_t end) {
@@ -246,22 +250,23 @@ bool CpuBackend::quantize_columns(const Context& context, const MatrixIn& x, con
         });
       });
 
-  for (std::int64_t i = 0; i < out.scales; ++i) {
+  for (std::int64_t i = 0; i < scales; ++i) {
     std::uint32_t bits;
     std::memcpy(&bits, amax + i, sizeof bits);
     const float scale = make_scale(bits, quant.bits).scale;
     std::memcpy(out.scale + i, &scale, sizeof scale);
   }
-  return false;
 }
 
-std::size_t CpuBackend::column_sum_workspace(const Context&, std::int64_t, std::int64_t) const {
-  return 0;
+void CpuBackend::compress_columns(const Context& context, const ColumnsJob& job, void*) const {
+  quantize_columns(context, job);
+}
+void CpuBackend::quantize_weight(const Context& context, const ColumnsJob& job, void*) const {
+  quantize_columns(context, job);
 }
 
 // Blocks of 16 tokens as row 0 of their FWHT adds them; runs of 64 blocks in fp32, runs in fp64.
-void CpuBackend::column_sum(const Context& context, const MatrixIn& x,
-                            const ColumnSum& sums) const {
+void column_sum(const Context& context, const MatrixIn& x, const MatrixOut& out, bool accumulate) {
   constexpr int run_blocks = 64;
   const SimdKernels& simd = simd_kernels(context.isa());
   context.pool()->run(ceil_div(x.cols, strip_columns), [&](std::int64_t strip) {
@@ -288,13 +293,12 @@ void CpuBackend::column_sum(const Context& context, const MatrixIn& x,
     }
     float sum[strip_columns], before[strip_columns];
     for (int c = 0; c < strip_columns; ++c) sum[c] = static_cast<float>(total[c]);
-    if (sums.accumulate) {
-      const MatrixIn current{sums.out.data,      sums.out.dtype, 1, sums.out.cols, 0,
-                             sums.out.col_stride};
+    if (accumulate) {
+      const MatrixIn current{out.data, out.dtype, 1, out.cols, 0, out.col_stride};
       load_row(simd, current, 0, col, cols, before);
       for (std::int64_t c = 0; c < cols; ++c) sum[c] = before[c] + sum[c];
     }
-    store_row(simd, sum, 0, col, cols, sums.out);
+    store_row(simd, sum, 0, col, cols, out);
   });
 }
 

@@ -21,4 +21,8 @@ const char* cuda_device_trouble() noexcept { return ""; }
 
 Capability cuda_capability(int /*device*/) { return {0, 0}; }
 
+void with_device_facts(const Context&, const std::function<void(const plan::DeviceFacts&)>&) {
+  cuda_backend();  // throws
+}
+
 }  // namespace hot::detail

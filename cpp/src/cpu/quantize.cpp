@@ -174,8 +174,11 @@ void CpuBackend::dequantize(const Context& context, const MatrixIn& q, const flo
 }
 
 // One pass over a row that fits the stack buffer, two over a longer one or with one scale for all.
-void CpuBackend::quantize_rows(const Context& context, const MatrixIn& x, int hadamard_block,
-                               const OperandQuant& quant, const Operand& out) const {
+void quantize_rows(const Context& context, const RowsJob& job) {
+  const MatrixIn& x = job.x;
+  const int hadamard_block = job.hadamard_block;
+  const OperandQuant& quant = job.quant;
+  const Operand& out = job.out;
   auto* amax = reinterpret_cast<std::uint32_t*>(out.scale);
   if (quant.per_tensor) std::memset(amax, 0, sizeof *amax);
   const SimdKernels& simd = simd_kernels(context.isa());
@@ -215,7 +218,7 @@ void CpuBackend::quantize_rows(const Context& context, const MatrixIn& x, int ha
 }
 
 // A task holds a group of 64 tokens of 64 channels: one pass over x.
-void CpuBackend::quantize_groups(const Context& context, const MatrixIn& x, Rounding rounding,
+void CpuBackend::compress_groups(const Context& context, const MatrixIn& x, Rounding rounding,
                                  std::uint8_t* packed, std::int64_t row_bytes,
                                  std::uint16_t* scale) const {
   const SimdKernels& simd = simd_kernels(context.isa());
@@ -269,13 +272,14 @@ void CpuBackend::quantize_groups(const Context& context, const MatrixIn& x, Roun
   });
 }
 
-void CpuBackend::requantize_groups(const Context& context, const std::uint8_t* packed,
-                                   std::int64_t row_bytes, const std::uint16_t* scale,
-                                   std::int64_t tokens, Rounding rounding, bool,
-                                   const Operand& out) const {
+void requantize_groups(const Context& context, const GroupsJob& job) {
+  const std::uint8_t* const packed = job.packed;
+  const std::int64_t row_bytes = job.row_bytes;
+  const std::uint16_t* const scale = job.scale;
+  const Operand& out = job.out;
   const SimdKernels& simd = simd_kernels(context.isa());
-  const Rounder rounder{rounding, 8, random_key(context.key(), Purpose::requantize)};
-  const std::int64_t groups = ceil_div(tokens, int4_group);
+  const Rounder rounder{job.rounding, 8, random_key(context.key(), Purpose::requantize)};
+  const std::int64_t groups = ceil_div(job.tokens, int4_group);
   const std::int64_t row_blocks = out.k_padded / group;
   const std::int64_t per_task = rows_per_task(out.k_padded);
   constexpr float int4_values[16] = {0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1};

@@ -1,0 +1,102 @@
+// A backward and its parts as backends take them: arguments checked and resolved
+// (backward_linear.cpp).
+#pragma once
+
+#include <cstdint>
+
+#include "hot/backward_linear.h"
+#include "kernels.h"
+
+namespace hot::detail {
+
+// What a backward computes, as far as its kernels and its scratch depend on it.
+struct BackwardWork {
+  const BackwardLinearSpec& spec;
+  LinearShape shape;
+  const Projection& tokens;        // of g_y and x for g_w
+  const Projection& out_features;  // of g_y and w for g_x
+  bool gx, gw;                     // the products
+  bool weight;                     // whether w is to be quantised for g_x
+  bool gb = false, accumulate = false;
+  bool clear_gx = false, clear_gw = false;  // empty sums: only zeros
+};
+
+// A call, with its memory.
+struct BackwardCall {
+  BackwardWork work;
+  MatrixIn gy{}, w{};
+  Operand quantized{};  // w, where it comes quantised
+  Operand saved{};      // x, INT8
+  GroupsJob groups{};   // x, INT4; `out` is the backend's
+  Key sketch_key{};     // that x was projected with
+  MatrixOut gx{}, gw{}, gb{};
+};
+
+// How each operand is quantised. Weights are rounded to nearest: they are the same for every token,
+// so noise would not average.
+inline OperandQuant gradient_rows_quant(const BackwardLinearSpec& spec) {
+  return {spec.gx_bits, spec.gx_scale == Granularity::tensor, false, spec.gx_rounding,
+          Purpose::gradient_rows};
+}
+inline OperandQuant weight_quant(const BackwardLinearSpec& spec) {
+  return {spec.gx_bits, spec.weight_scale == Granularity::tensor, false, Rounding::nearest,
+          Purpose::weight};
+}
+inline OperandQuant gradient_columns_quant(const BackwardLinearSpec& spec) {
+  return {8, spec.gw_scale == GradScale::tensor, spec.gw_scale == GradScale::token,
+          spec.gw_rounding, Purpose::gradient_columns};
+}
+inline OperandQuant activation_quant(const BackwardLinearSpec& spec) {
+  return {8, spec.x_scale == Granularity::tensor, false, spec.x_rounding, Purpose::activation};
+}
+// Of x from INT4 to INT8. Codes on a grid have no low bits to round by: what is not stochastic goes
+// to the nearest.
+inline Rounding requantize_rounding(const BackwardLinearSpec& spec) {
+  return spec.x_rounding == Rounding::stochastic ? Rounding::stochastic : Rounding::nearest;
+}
+
+// w [O, I] transformed along O: a projection that keeps all rows of its blocks.
+inline Projection hadamard_projection(std::int64_t out_features, int block) {
+  Projection p;
+  p.tokens = p.body_tokens = out_features;
+  p.block = p.rank = p.divisor = block;
+  p.basis = block == 1 ? Basis::full : Basis::sequency;
+  p.blocks = ceil_div(out_features, block);
+  p.k = p.blocks * block;
+  p.k_padded = round_up(p.k, k_alignment);
+  return p;
+}
+
+// What both kinds of product are told of two operands.
+template <class Args>
+Args product_of(const Operand& a, const Operand& b, int divisor, bool accumulate,
+                const MatrixOut& out) {
+  Args args{};
+  args.a = a.codes;
+  args.b = b.codes;
+  args.m = a.rows;
+  args.n = b.rows;
+  args.k = args.lda = args.ldb = a.k_padded;
+  args.b_scale = b.scale;
+  args.b_scale_step = b.scales == 1 ? 0 : 1;
+  args.inv_divisor = 1.0F / static_cast<float>(divisor);
+  args.accumulate = accumulate;
+  args.out = out;
+  return args;
+}
+inline GemmArgs product(const Operand& a, const Operand& b, int divisor, bool accumulate,
+                        const MatrixOut& out) {
+  auto args = product_of<GemmArgs>(a, b, divisor, accumulate, out);
+  args.a_scale = a.scale;
+  args.a_scale_step = a.scales == 1 ? 0 : 1;
+  return args;
+}
+// With scales of a along the contraction.
+inline GemmTokenArgs token_product(const Operand& a, const Operand& b, int divisor, bool accumulate,
+                                   const MatrixOut& out) {
+  auto args = product_of<GemmTokenArgs>(a, b, divisor, accumulate, out);
+  args.k_scale = a.scale;
+  return args;
+}
+
+}  // namespace hot::detail

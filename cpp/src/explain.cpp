@@ -1,0 +1,512 @@
+// Plans as something to read: hot::explain.
+#include "hot/explain.h"
+
+#include <algorithm>
+#include <array>
+#include <cstdio>
+#include <functional>
+
+#include "backward_work.h"
+#include "checks.h"
+#include "cuda/plan.h"
+#include "cuda_device.h"
+#include "kernels.h"
+
+namespace hot {
+
+using detail::OperandQuant;
+using detail::Projection;
+using detail::plan::Buffer;
+using detail::plan::Buffers;
+using detail::plan::DeviceFacts;
+using detail::plan::Kernel;
+using detail::plan::Plan;
+using detail::plan::Step;
+
+namespace {
+
+constexpr const char* call_name = "explain";
+
+// ---- devices that are not there ----------------------------------------------------------------
+
+// What is published of a GPU, and the rates of a floor: INT8 products and bytes in a second.
+struct NamedDevice {
+  int arch;
+  const char* gpu;
+  int sm_count;
+  std::int64_t shared_bytes;  // of a thread block, at most
+  int sm_shared_bytes;        // of an SM
+  int sm_threads;
+  double operations, bandwidth;
+  const char* rates;
+};
+
+constexpr NamedDevice named_devices[] = {
+    {80, "A100 80 GB", 108, 166912, 167936, 2048, 624e12, 2.04e12, "published"},
+    {86, "RTX 3090", 82, 101376, 102400, 1536, 284e12, 0.936e12, "published"},
+    {89, "RTX 4090", 128, 101376, 102400, 1536, 661e12, 1.008e12, "published"},
+    {90, "H200", 132, 232448, 233472, 2048, 1450e12, 4.3e12, "measured (docs/dev/kernels.md)"},
+    {100, "B200", 148, 232448, 233472, 2048, 4500e12, 8e12, "published"},
+    {120, "RTX 5090", 170, 101376, 102400, 1536, 838e12, 1.79e12, "published"},
+};
+
+const NamedDevice* find_device(int arch) {
+  for (const NamedDevice& device : named_devices) {
+    if (device.arch == arch) return &device;
+  }
+  return nullptr;
+}
+
+std::string name_of(int arch) { return "sm_" + std::to_string(arch); }
+
+// Occupancy by threads, shared memory and registers; the CUDA runtime is asked on a device that is
+// there.
+class Model final : public detail::plan::DeviceQueries {
+ public:
+  explicit Model(const NamedDevice& device) : device_(device) {}
+
+  std::int64_t at_once(const detail::plan::WideRows& of,
+                       const detail::LaunchShape& shape) const override {
+    const int registers = 40 + 24 * of.lane_blocks;  // of a thread, about
+    return device_.sm_count * sm_blocks(shape, registers);
+  }
+  std::int64_t at_once(const detail::plan::ColumnClusters& of,
+                       const detail::LaunchShape& shape) const override {
+    namespace resident = detail::resident;
+    const int warps =
+        resident::most_warps * resident::sm_blocks(of.kind, static_cast<int>(detail_size(of.dtype)),
+                                                   resident::Pass::both, of.rounding);
+    const std::int64_t blocks =
+        std::min<std::int64_t>(sm_blocks(shape, 0), warps / (shape.threads / 32));
+    return std::max<std::int64_t>(1, device_.sm_count * blocks / shape.cluster);
+  }
+  // Tiles of 128 x 128 INT32 sums.
+  std::size_t stream_k_workspace(std::int64_t m, std::int64_t n, std::int64_t,
+                                 const detail::Sm90Plan&) const override {
+    return static_cast<std::size_t>(detail::ceil_div(m, 128) * detail::ceil_div(n, 128)) * 65536;
+  }
+
+ private:
+  static std::size_t detail_size(DType dtype) { return dtype_size(dtype); }
+  std::int64_t sm_blocks(const detail::LaunchShape& shape, int registers) const {
+    std::int64_t blocks = device_.sm_threads / shape.threads;
+    blocks = std::min<std::int64_t>(
+        blocks, device_.sm_shared_bytes / (static_cast<std::int64_t>(shape.shared_bytes) + 1024));
+    if (registers > 0) blocks = std::min<std::int64_t>(blocks, 65536 / (registers * shape.threads));
+    return std::max<std::int64_t>(1, blocks);
+  }
+  const NamedDevice& device_;
+};
+
+DeviceFacts facts_of(const NamedDevice& device, const detail::plan::DeviceQueries& queries,
+                     bool wgmma) {
+  DeviceFacts facts;
+  facts.arch = device.arch;
+  facts.sm_count = device.sm_count;
+  facts.shared_bytes = device.shared_bytes;
+  facts.hopper = device.arch == 90;
+  facts.wgmma_built = wgmma;
+  facts.wgmma = wgmma && device.arch == 90;
+  facts.int4_units = device.arch / 10 == 8;
+  facts.queries = &queries;
+  return facts;
+}
+
+// ---- a plan's steps in words and bytes ---------------------------------------------------------
+
+struct Layer {
+  LinearShape shape;
+  const BackwardLinearSpec& spec;
+  const ExplainOptions& options;
+  Projection tokens, out_features;
+  const DeviceFacts& facts;
+
+  bool aligned(std::int64_t columns, DType dtype) const {
+    return columns * static_cast<std::int64_t>(dtype_size(dtype)) % 16 == 0;
+  }
+  detail::plan::ArrayFacts array(std::int64_t columns) const {
+    return {options.dtype, aligned(columns, options.dtype), columns % 2 == 0};
+  }
+  detail::plan::OutFacts out(std::int64_t columns, DType dtype) const {
+    return {dtype, true, aligned(columns, dtype)};
+  }
+};
+
+std::int64_t buffer_bytes(const Layer& layer, Buffer buffer, std::int64_t sum_runs) {
+  const auto [L, O, I] = layer.shape;
+  const std::int64_t size = static_cast<std::int64_t>(dtype_size(layer.options.dtype));
+  const std::int64_t kx = layer.out_features.k_padded, kw = layer.tokens.k_padded;
+  const bool by_token = layer.spec.gw_scale == GradScale::token;
+  switch (buffer) {
+    case Buffer::gy:
+      return L * O * size;
+    case Buffer::w:
+      return O * I * size;
+    case Buffer::x:
+    case Buffer::gx:
+      return L * I * size;
+    case Buffer::saved:
+      return static_cast<std::int64_t>(saved_layout(L, I, layer.spec).bytes);
+    case Buffer::quantized_w:
+    case Buffer::weight:
+      return I * (kx + 4);
+    case Buffer::gw:
+      return O * I * static_cast<std::int64_t>(dtype_size(layer.options.gw_dtype));
+    case Buffer::gb:
+      return O * 4;
+    case Buffer::rows:
+      return L * (kx + 4);
+    case Buffer::columns:
+      return O * kw + 4 * (by_token ? kw : O);
+    case Buffer::activation:
+      return I * (kw + 4);
+    case Buffer::rows_amax:
+      return 4;
+    case Buffer::columns_amax:
+      return layer.spec.gw_scale == GradScale::tensor ? 4 : 4 * (by_token ? kw : O);
+    case Buffer::weight_amax:
+      return layer.spec.weight_scale == Granularity::tensor ? 4 : 4 * I;
+    case Buffer::sums:
+    case Buffer::all_scratch:
+      return 4 * O * sum_runs;
+    case Buffer::spread_a:
+      return 4 * std::max(L, O);
+    case Buffer::spread_b:
+      return 4 * I;
+    default:
+      return 0;  // stream-K's sums stay in the L2
+  }
+}
+
+// How often a step goes over what it reads of g_y.
+int gy_passes_of(const Step& step) {
+  if (!step.reads.has(Buffer::gy)) return 0;
+  if (step.kernel == Kernel::rows) {
+    return step.as<detail::plan::RowsStep>().pass == detail::RowsPass::row_scales ? 2 : 1;
+  }
+  if (step.kernel == Kernel::small_amax || step.kernel == Kernel::small_codes) {
+    const auto& small = step.as<detail::plan::SmallStep>();
+    return (small.rows.blocks > 0 ? 1 : 0) + (small.gradient.blocks > 0 ? 1 : 0);
+  }
+  return 1;
+}
+
+std::int64_t operations_of(const Layer& layer, const Step& step) {
+  const auto [L, O, I] = layer.shape;
+  const std::int64_t gx = 2 * L * I * layer.out_features.k_padded,
+                     gw = 2 * O * I * layer.tokens.k_padded;
+  const auto* const product = std::get_if<detail::plan::ProductStep>(&step.work);
+  if (product != nullptr && step.kernel != Kernel::fill_zero)
+    return product->product == 0 ? gx : gw;
+  if (step.kernel != Kernel::gemm_small) return 0;
+  return (step.writes.has(Buffer::gx) ? gx : 0) + (step.writes.has(Buffer::gw) ? gw : 0);
+}
+
+std::string not_aligned(const char* array, const char* size_name, std::int64_t columns,
+                        DType dtype) {
+  return "rows of " + std::string(array) + " are not a multiple of 16 bytes (" + size_name + " " +
+         std::to_string(columns) + ", " + dtype_name(dtype) + ")";
+}
+
+// Why strip_kernel has to do it.
+std::string why_strips(const Projection& p, const OperandQuant& quant) {
+  if (quant.per_k) return "gw_scale is token";
+  if (p.order.prefix_rows() > 0) return "there are prefix tokens";
+  if (quant.rounding == Rounding::pseudo_stochastic) return "rounding is pseudo_stochastic";
+  if (p.basis == Basis::full || p.rank == p.block) {
+    return "blocks of " + std::to_string(p.block) + ", where 16 has a fast kernel";
+  }
+  return "basis " + std::string(basis_name(p.basis)) + " keeps " + std::to_string(p.rank) + " of " +
+         std::to_string(p.block) + " rows, where the basis' own 8 of 16 have a fast kernel";
+}
+
+std::string slow_strips(const Layer& layer, const Step& step) {
+  const auto job = step.as<detail::plan::StripStep>().job;
+  const BackwardLinearSpec& spec = layer.spec;
+  const std::string why = job == detail::plan::Job::weight
+                              ? why_strips(layer.out_features, detail::weight_quant(spec))
+                          : job == detail::plan::Job::activation
+                              ? why_strips(layer.tokens, detail::activation_quant(spec))
+                              : why_strips(layer.tokens, detail::gradient_columns_quant(spec));
+  return "a thread walks a column, twice: " + why;
+}
+
+std::string slow_tiles(const Layer& layer, const Step& step) {
+  if (layer.facts.arch / 10 != 9) return "";
+  if (!layer.facts.wgmma_built) {
+    return "mma.sync: the build has no wgmma kernels (CUTLASS headers and the architecture 90a)";
+  }
+  const bool gx = step.as<detail::plan::ProductStep>().product == 0;
+  const DType dtype = gx ? layer.options.dtype : layer.options.gw_dtype;
+  const std::int64_t columns = layer.shape.in_features;
+  if (!layer.aligned(columns, dtype)) {
+    return "mma.sync: " + not_aligned(gx ? "g_x" : "g_w", "in_features", columns, dtype);
+  }
+  return "mma.sync: the contraction is longer than INT32 sums hold, or empty";
+}
+
+std::string slow_of(const Layer& layer, const Step& step) {
+  const auto [L, O, I] = layer.shape;
+  const DType dtype = layer.options.dtype;
+  switch (step.kernel) {
+    case Kernel::rows:
+      return layer.spec.hadamard_block != 16
+                 ? "a row goes through shared memory, twice: hadamard_block is " +
+                       std::to_string(layer.spec.hadamard_block) + ", where 16 has a fast kernel"
+                 : "a row goes through shared memory, twice: out_features is too long for "
+                   "registers";
+    case Kernel::rows16:
+      return layer.aligned(O, dtype) && O % 16 == 0
+                 ? ""
+                 : "g_y is read element by element: out_features " + std::to_string(O) +
+                       " is not a multiple of 16";
+    case Kernel::strip_amax:
+    case Kernel::strip_codes:
+      return slow_strips(layer, step);
+    case Kernel::column_clusters:
+    case Kernel::column_amax:
+    case Kernel::column_codes: {
+      const auto job = step.as<detail::plan::ColumnsStep>().job;
+      if (job != detail::plan::Job::weight && layer.tokens.order.samples != 0) {
+        return "tokens are read element by element: they lie in a token_grid";
+      }
+      const bool gradient = job == detail::plan::Job::gradient_columns;
+      const std::int64_t columns = gradient ? O : I;
+      if (layer.aligned(columns, dtype)) return "";
+      return "read element by element: " + not_aligned(gradient                           ? "g_y"
+                                                       : job == detail::plan::Job::weight ? "w"
+                                                                                          : "x",
+                                                       gradient ? "out_features" : "in_features",
+                                                       columns, dtype);
+    }
+    case Kernel::groups:
+      return dtype_size(dtype) == 2
+                 ? "x is read one column a thread: in_features " + std::to_string(I) + " is odd"
+                 : "";
+    case Kernel::tile_int8:
+    case Kernel::tile_int8_long:
+      return slow_tiles(layer, step);
+    case Kernel::byte:
+      return "one thread a result: rows of the operands are not aligned to 16 bytes";
+    case Kernel::token:
+      return "fp32 product, one thread a result: gw_scale is token";
+    default:
+      return "";
+  }
+}
+
+struct Rates {
+  double operations = 0, bandwidth = 0;
+};
+
+void add_steps(Explanation& all, const Layer& layer, const char* call, const Plan& plan,
+               const Rates& rates) {
+  std::int64_t runs = 0;
+  for (const Step& step : plan) {
+    if (step.kernel == Kernel::final_sum) runs = step.as<detail::plan::SumsStep>().runs;
+  }
+  for (const Step& step : plan) {
+    ExplainedStep e;
+    e.call = call;
+    e.kernel = info(step.kernel).name;
+    e.file = info(step.kernel).file;
+    e.blocks = step.shape.blocks;
+    e.threads = step.shape.threads * step.shape.rows;
+    e.cluster = step.shape.cluster;
+    e.shared_bytes = step.shape.shared_bytes;
+    e.independent = step.independent;
+    e.operations = operations_of(layer, step);
+    e.slow = slow_of(layer, step);
+    const int passes = gy_passes_of(step);
+    for (int b = 0; b < detail::plan::buffer_count; ++b) {
+      const auto buffer = static_cast<Buffer>(b);
+      const std::int64_t bytes = buffer_bytes(layer, buffer, runs);
+      if (step.reads.has(buffer)) {
+        e.reads.emplace_back(detail::plan::buffer_name(buffer));
+        e.bytes_read += bytes * (buffer == Buffer::gy ? passes : 1);
+      }
+      if (step.writes.has(buffer)) {
+        if (step.kernel != Kernel::zero) e.bytes_written += bytes;
+        e.writes.emplace_back(detail::plan::buffer_name(buffer));
+      }
+    }
+    if (step.kernel == Kernel::spread) e.bytes_read = 4;  // the one scale of an operand
+    if (step.kernel == Kernel::zero) {
+      e.bytes_written = static_cast<std::int64_t>(step.as<detail::plan::ZeroStep>().bytes);
+    }
+    all.gy_passes += passes;
+    all.bytes_read += e.bytes_read;
+    all.bytes_written += e.bytes_written;
+    all.operations += e.operations;
+    if (rates.bandwidth > 0) {
+      const double bytes = static_cast<double>(e.bytes_read + e.bytes_written) / rates.bandwidth;
+      all.floor_us += 1e6 * std::max(bytes, static_cast<double>(e.operations) / rates.operations);
+    }
+    if (!e.slow.empty() && std::find(all.slow.begin(), all.slow.end(), e.slow) == all.slow.end()) {
+      all.slow.push_back(e.slow);
+    }
+    all.steps.push_back(std::move(e));
+  }
+}
+
+// ---- text --------------------------------------------------------------------------------------
+
+std::string fixed(double value, const char* unit) {
+  std::array<char, 48> text{};
+  std::snprintf(text.data(), text.size(), "%.*f%s", value < 100 ? 1 : 0, value, unit);
+  return text.data();
+}
+
+std::string bytes_text(std::int64_t bytes) {
+  const auto b = static_cast<double>(bytes);
+  return bytes < 1000      ? std::to_string(bytes) + " B"
+         : bytes < 1000000 ? fixed(b / 1e3, " kB")
+                           : fixed(b / 1e6, " MB");
+}
+
+std::string joined(const std::vector<std::string>& words) {
+  std::string text;
+  for (const std::string& word : words) text += (text.empty() ? "" : ", ") + word;
+  return text.empty() ? "nothing" : text;
+}
+
+std::string padded(std::string text, std::size_t width) {
+  if (text.size() < width) text.append(width - text.size(), ' ');
+  return text;
+}
+
+std::string text_of(const Explanation& e, const LinearShape& shape, const ExplainOptions& options) {
+  std::string text = std::to_string(shape.tokens) + " tokens, " +
+                     std::to_string(shape.in_features) + " -> " +
+                     std::to_string(shape.out_features) + " features, " +
+                     dtype_name(options.dtype) + ", on " + e.device + "\n";
+  std::string call;
+  int number = 0;
+  for (const ExplainedStep& step : e.steps) {
+    if (step.call != call) text += "\n" + (call = step.call) + "\n";
+    const std::string grid =
+        step.blocks == 0 ? "" : std::to_string(step.blocks) + " x " + std::to_string(step.threads);
+    text += padded(padded(" " + std::to_string(++number), 4) + step.kernel, 44) + padded(grid, 14) +
+            padded(step.cluster > 1 ? "clusters of " + std::to_string(step.cluster) : "", 16) +
+            padded("reads " + bytes_text(step.bytes_read), 16) +
+            padded("writes " + bytes_text(step.bytes_written), 17) + joined(step.reads) + " -> " +
+            joined(step.writes) + (step.independent ? "  (overlaps)" : "") + "\n";
+    if (!step.slow.empty()) text += "    slow: " + step.slow + "\n";
+  }
+  text += "\ng_y is read " + std::to_string(e.gy_passes) + (e.gy_passes == 1 ? " time" : " times") +
+          "; in all " + bytes_text(e.bytes_read) + " read, " + bytes_text(e.bytes_written) +
+          " written, " + fixed(static_cast<double>(e.operations) / 1e9, "") +
+          " billion operations\nworkspace of the backward: " +
+          bytes_text(static_cast<std::int64_t>(e.workspace)) + "\n";
+  if (e.floor_us > 0) text += "floor: " + fixed(e.floor_us, " us") + " at " + e.rates + "\n";
+  return text;
+}
+
+// ---- the call ----------------------------------------------------------------------------------
+
+// Calls call(facts, name, named): of a device that is there or is named; `named` may be null.
+void with_device(std::string_view device, bool wgmma,
+                 const std::function<void(const DeviceFacts&, const NamedDevice*)>& call) {
+  for (const NamedDevice& named : named_devices) {
+    if (device != name_of(named.arch)) continue;
+    const Model model(named);
+    return call(facts_of(named, model, wgmma), &named);
+  }
+  const std::string_view prefix = "cuda:";
+  const std::string_view digits =
+      device.substr(0, prefix.size()) == prefix ? device.substr(prefix.size()) : "";
+  const bool number =
+      !digits.empty() && digits.size() < 4 &&
+      std::all_of(digits.begin(), digits.end(), [](char c) { return c >= '0' && c <= '9'; });
+  if (!number) {
+    detail::invalid(call_name, "device is '" + std::string(device) +
+                                   "'; expected cuda:0, cuda:1, " + "... or one of " +
+                                   joined(explain_devices()));
+  }
+  const Context context = Context::cuda(std::stoi(std::string(digits)), nullptr);
+  detail::with_device_facts(
+      context, [&](const DeviceFacts& facts) { call(facts, find_device(facts.arch)); });
+}
+
+}  // namespace
+
+std::vector<std::string> explain_devices() {
+  std::vector<std::string> names;
+  for (const NamedDevice& device : named_devices) names.push_back(name_of(device.arch));
+  return names;
+}
+
+Explanation explain(std::string_view device, const LinearShape& shape,
+                    const BackwardLinearSpec& spec, const ExplainOptions& options) {
+  if (!options.compress && !options.gx && !options.gw && !options.gb) {
+    detail::invalid(call_name,
+                    "options want nothing; expected compress, gx, gw or gb, one at least");
+  }
+  for (const DType dtype : {options.dtype, options.gw_dtype}) {
+    if (dtype != DType::f32 && dtype != DType::f16 && dtype != DType::bf16) {
+      detail::invalid(call_name, "dtype is " + std::string(dtype_name(dtype)) +
+                                     "; expected float32, float16 or bfloat16");
+    }
+  }
+  // The checks of the calls themselves.
+  quantized_weight_bytes(shape.out_features, shape.in_features, spec);
+  saved_layout(shape.tokens, shape.in_features, spec);
+  detail::check_sizes(call_name, {"tokens", "out_features", "in_features"},
+                      {shape.tokens, shape.out_features, shape.in_features});
+
+  Explanation all;
+  with_device(device, options.wgmma, [&](const DeviceFacts& facts, const NamedDevice* named) {
+    const Layer layer{shape,
+                      spec,
+                      options,
+                      detail::make_projection(shape.tokens, spec.low_rank),
+                      detail::hadamard_projection(shape.out_features, spec.hadamard_block),
+                      facts};
+    const auto [L, O, I] = shape;
+    all.device = name_of(facts.arch) + " (" +
+                 (named == nullptr ? std::string() : named->gpu + std::string(", ")) +
+                 std::to_string(facts.sm_count) + " SMs)";
+    if (device != name_of(facts.arch)) all.device = std::string(device) + ", " + all.device;
+    Rates rates;
+    if (named != nullptr) {
+      rates = {named->operations, named->bandwidth};
+      all.rates = fixed(rates.operations / 1e12, " TOPS") + " and " +
+                  fixed(rates.bandwidth / 1e12, " TB/s") + ", " + named->rates;
+    }
+    const bool elements = L > 0 && I > 0;
+    if (options.compress && elements && spec.storage == Storage::int4) {
+      add_steps(all, layer, "compress_activation",
+                detail::plan::plan_groups(layer.array(I), L, I, spec.x_rounding), rates);
+    } else if (options.compress && elements) {
+      const OperandQuant quant = detail::activation_quant(spec);
+      add_steps(all, layer, "compress_activation",
+                detail::plan::plan_compress(facts, layer.array(I), I, layer.tokens, quant,
+                                            quant.per_tensor ? 1 : I),
+                rates);
+    }
+    const bool gx = options.gx && elements && O > 0, gw = options.gw && elements && O > 0;
+    if (options.quantized_weight && gx) {
+      add_steps(all, layer, "quantize_weight",
+                detail::plan::plan_weight(facts, layer.array(I), I, layer.out_features,
+                                          detail::weight_quant(spec), I),
+                rates);
+    }
+    detail::BackwardWork work{
+        spec, shape, layer.tokens, layer.out_features, gx, gw, gx && !options.quantized_weight};
+    work.gb = options.gb;
+    work.accumulate = options.accumulate;
+    work.clear_gx = options.gx && !gx && elements;
+    work.clear_gw = options.gw && !gw && O > 0 && I > 0 && !options.accumulate;
+    add_steps(
+        all, layer, "backward_linear",
+        detail::plan::plan_backward(facts, work,
+                                    {layer.array(O), layer.array(I), layer.out(I, options.dtype),
+                                     layer.out(I, options.gw_dtype)}),
+        rates);
+    all.workspace = detail::plan::backward_workspace(facts, work);
+  });
+  all.text = text_of(all, shape, options);
+  return all;
+}
+
+}  // namespace hot

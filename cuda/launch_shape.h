@@ -1,0 +1,17 @@
+// The shape of a kernel's launch.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace hot::detail {
+
+struct LaunchShape {
+  std::int64_t blocks = 0;
+  int threads = 0;
+  std::size_t shared_bytes = 0;
+  int cluster = 1;  // thread blocks that share their memory; above 1 from sm_90 on
+  int rows = 1;     // blockDim.y
+};
+
+}  // namespace hot::detail

@@ -1,0 +1,55 @@
+// The steps of a plan as launches, each in the file of its kernel: what was decided is in the step,
+// the memory in the other arguments, and nothing is decided here. The device is current.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/plan.h"
+#include "kernels.h"
+
+namespace hot::detail {
+
+// quantize.cu
+void launch_rows(const Context&, const plan::Step&, const RowsJob&);
+void launch_groups(const Context&, const plan::Step&, const MatrixIn& x, std::uint8_t* packed,
+                   std::int64_t row_bytes, std::uint16_t* scale);
+void launch_requantize(const Context&, const plan::Step&, const GroupsJob&);
+void launch_finish_scales(const Context&, const plan::Step&, const ColumnsJob&);
+// quantize_gradient.cu; `sum`: null: not wanted, as below
+void launch_gradient(const Context&, const plan::Step&, const RowsJob&, const ColumnsJob&,
+                     const ColumnSum* sum);
+// lowrank_resident.cu
+void launch_columns(const Context&, const plan::Step&, const ColumnsJob&, const ColumnSum* sum);
+// lowrank.cu
+void launch_strips(const Context&, const plan::Step&, const ColumnsJob&);
+void launch_partial_sum(const Context&, const plan::Step&, const MatrixIn& x, void* sums);
+void launch_final_sum(const Context&, const plan::Step&, const ColumnSum&);
+void launch_fill_zero(const Context&, const plan::Step&, const MatrixOut&);
+// quantize_small.cu; null: not wanted
+struct SmallJobs {
+  const RowsJob* rows = nullptr;
+  const ColumnsJob* columns = nullptr;
+  const ColumnsJob* weight = nullptr;
+  const GroupsJob* groups = nullptr;
+  const ColumnSum* sum = nullptr;
+};
+void launch_small(const Context&, const plan::Step&, const SmallJobs&);
+// pack.cu
+void launch_unpack(const Context&, const plan::Step&, const MatrixIn& packed, const MatrixOut& out);
+// gemm.cu
+void launch_spread(const Context&, const plan::Step&, const float* scale, std::int64_t count,
+                   float* vector);
+void launch_wgmma(const Context&, const plan::Step&, const GemmArgs&, void* workspace);
+// gemm_small.cu; the products in the order of the plan
+void launch_small_gemms(const Context&, const plan::Step&, const GemmArgs* products, int count);
+// gemm_int8_sm80.cu: Kernel::tile_int8, tile_int8_long, byte; token
+void launch_sm80(const Context&, const plan::Step&, const GemmArgs&);
+void launch_token(const Context&, const plan::Step&, const GemmTokenArgs&);
+// gemm_int4_sm80.cu; args.k counts values
+void launch_sm80_int4(const Context&, const plan::Step&, const GemmArgs&);
+
+// How many of a kernel's thread blocks or clusters the device runs at the same time.
+std::int64_t clusters_at_once(const Context&, const plan::WideRows&, const LaunchShape&);
+std::int64_t clusters_at_once(const Context&, const plan::ColumnClusters&, const LaunchShape&);
+
+}  // namespace hot::detail

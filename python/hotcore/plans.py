@@ -1,0 +1,141 @@
+"""Which kernels a layer gets on a GPU, without running them: :func:`explain`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from . import _core, arrays
+from .config import ConfigLike, HotConfig, as_config
+
+Needed = Literal["x", "gx", "gw", "gb"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A launch of a kernel, or a memset."""
+
+    call: str
+    """The function that does it: compress_activation, quantize_weight or backward_linear."""
+    kernel: str
+    file: str
+    """Where the kernel is, in cuda/."""
+    blocks: int
+    """Thread blocks of the grid; 0: a memset."""
+    threads: int
+    """Of a thread block."""
+    cluster: int
+    """Thread blocks of a cluster."""
+    shared_bytes: int
+    """Dynamic shared memory of a thread block."""
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    bytes_read: int
+    """Each operand as often as the kernel goes over it."""
+    bytes_written: int
+    operations: int
+    """Of a product: 2 M N K."""
+    independent: bool
+    """Whether it may start before the kernel before it has ended."""
+    slow: str
+    """Why there is no faster kernel for this; empty where this is a fast one."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The kernels of a layer, in order; ``print`` shows them as a table."""
+
+    device: str
+    steps: tuple[Step, ...]
+    workspace: int
+    """Bytes of the backward's scratch; an estimate where the device is not there."""
+    gy_passes: int
+    """How often g_y is read."""
+    bytes_read: int
+    bytes_written: int
+    operations: int
+    floor_us: float
+    """The least time of these steps in microseconds: bytes at the device's bandwidth, products at
+    its INT8 rate where that takes longer; no launches, no latency. 0 where ``rates`` is empty."""
+    rates: str
+    """What the floor goes by."""
+    slow: tuple[str, ...]
+    """Why steps are slow, each reason once."""
+    text: str
+
+    def __str__(self) -> str:
+        """Return ``text``."""
+        return self.text
+
+
+def explain(
+    tokens: int,
+    out_features: int,
+    in_features: int,
+    config: ConfigLike | None = None,
+    *,
+    device: Any = "sm_90",
+    need: Needed | Collection[Needed] = ("x", "gx", "gw", "gb"),
+    dtype: Any = "bfloat16",
+    gw_dtype: Any = "float32",
+    accumulate: bool = False,
+    quantized_weight: bool = False,
+    wgmma: bool | None = None,
+) -> Explanation:
+    """Say which kernels a linear layer runs on a GPU, what they move, and why any is slow.
+
+    Nothing runs, and no GPU is needed: the plan is made as the CUDA backend makes it. Where a grid
+    depends on how much of a kernel a device runs at once, a device that is not there is modelled.
+
+    Args:
+        tokens: L, rows of x and g_y.
+        out_features: O.
+        in_features: I.
+        config: configuration or name of a recipe; None: the default recipe.
+        device: ``"sm_80"``, ``"sm_86"``, ``"sm_89"``, ``"sm_90"``, ``"sm_100"``, ``"sm_120"``, or
+            a GPU of this machine: ``"cuda"``, ``"cuda:1"`` or a torch device.
+        need: which of ``"x"`` (its compression), ``"gx"``, ``"gw"``, ``"gb"``, one at least.
+        dtype: float32, float16 or bfloat16, of g_y, w, x and g_x; arrays are taken to be
+            contiguous and aligned to 16 bytes.
+        gw_dtype: of g_w.
+        accumulate: g_w and g_b are added to what their arrays hold.
+        quantized_weight: w is quantised on its own (:func:`hotcore.quantize_weight`).
+        wgmma: whether the build has the wgmma kernels, for a device by name; None: as this build,
+            and yes where this build has no CUDA. A GPU of this machine has those of this build.
+
+    Returns:
+        The steps, with bytes, operations and a floor time.
+
+    Raises:
+        ValueError: an argument that there cannot be; the message names it.
+        NotImplementedError: a GPU of this machine, in a build without CUDA.
+    """
+    settings = HotConfig() if config is None else as_config(config)
+    wanted = frozenset([need] if isinstance(need, str) else need)
+    unknown = wanted - set(get_args(Needed))
+    if unknown:
+        raise ValueError(f"need: {min(unknown)!r} is not one of 'x', 'gx', 'gw', 'gb'")
+    if not wanted:
+        raise ValueError("need: nothing is wanted; expected 'x', 'gx', 'gw' or 'gb', one at least")
+    where = str(device)
+    if wgmma is None:
+        wgmma = _core.cuda_wgmma() or not _core.built_with_cuda()
+    found = _core.explain(
+        "cuda:0" if where == "cuda" else where,
+        tokens,
+        out_features,
+        in_features,
+        settings.spec,
+        arrays.dtype_name(dtype, "dtype", arrays.FLOATS),
+        arrays.dtype_name(gw_dtype, "gw_dtype", arrays.FLOATS),
+        "x" in wanted,
+        "gx" in wanted,
+        "gw" in wanted,
+        "gb" in wanted,
+        accumulate,
+        quantized_weight,
+        wgmma,
+    )
+    steps = tuple(Step(**step) for step in found.pop("steps"))
+    return Explanation(steps=steps, **found)

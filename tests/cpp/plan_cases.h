@@ -1,0 +1,110 @@
+// A table of layers and the kernels that an H200 runs for them: together every kernel of a
+// backward. test_plan.cpp compares it with hot::explain, without a GPU; test_stages_cuda.cpp runs
+// each.
+#pragma once
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "hot/hot.h"
+
+namespace hot_test {
+
+struct PlanCase {
+  std::string name;
+  hot::LinearShape shape;  // tokens, out_features, in_features
+  hot::BackwardLinearSpec spec;
+  hot::DType dtype;
+  std::vector<std::string> kernels;  // of compress_activation and backward_linear, in order
+};
+
+inline hot::BackwardLinearSpec changed(
+    const char* recipe, const std::function<void(hot::BackwardLinearSpec&)>& change) {
+  hot::BackwardLinearSpec spec = hot::recipe(recipe);
+  change(spec);
+  return spec;
+}
+
+inline std::vector<PlanCase> plan_cases() {
+  using hot::DType;
+  const std::string codes = "resident_kernel, codes", amax = "resident_kernel, largest values";
+  const std::string strip_codes = "strip_kernel, codes";
+  const std::string strip_amax = "strip_kernel, largest values", clusters = "resident_kernel";
+  return {
+      {"small layer",
+       {197, 768, 64},
+       hot::recipe("default"),
+       DType::bf16,
+       {"group_pairs_kernel", "quantize_small_kernel", "gemm_small_kernel"}},
+      {"small layer, one scale a tensor",
+       {196, 256, 128},
+       hot::recipe("paper"),
+       DType::bf16,
+       {"memset", amax, codes, "quantize_small_kernel, largest values", "quantize_small_kernel",
+        "gemm_small_kernel"}},
+      {"clusters",
+       {6000, 512, 768},
+       hot::recipe("fast"),
+       DType::bf16,
+       {clusters, "rows16_kernel", clusters, clusters, "wgmma 128x192", "wgmma 128x128"}},
+      {"more tokens than a cluster holds",
+       {16500, 768, 64},
+       hot::recipe("default"),
+       DType::bf16,
+       {"group_pairs_kernel", "memset", "gradient_kernel", codes, "final_sum_kernel", clusters,
+        "requantize_kernel", "wgmma 128x192", "wgmma stream-K"}},
+      {"fp32, two passes",
+       {16500, 768, 64},
+       hot::recipe("default"),
+       DType::f32,
+       {"groups_kernel", "memset", "rows16_kernel", amax, codes, "final_sum_kernel", clusters,
+        "requantize_kernel", "wgmma 128x192", "wgmma stream-K"}},
+      {"many tokens, one scale a tensor",
+       {8400, 1024, 128},
+       hot::recipe("paper"),
+       DType::bf16,
+       {"memset", amax, codes, "memset", "gradient_kernel", "rows16_kernel", codes,
+        "final_sum_kernel", amax, codes, "wgmma 128x128", "spread_kernel", "wgmma stream-K"}},
+      {"wide rows",
+       {160, 14336, 16},
+       hot::recipe("fast"),
+       DType::bf16,
+       {clusters, "wide_rows_kernel", clusters, clusters, "gemm_small_kernel"}},
+      {"another Hadamard block",
+       {1000, 96, 64},
+       changed("fast", [](auto& spec) { spec.hadamard_block = 32; }),
+       DType::bf16,
+       {clusters, "memset", "rows_kernel", clusters, strip_amax, strip_codes,
+        "finish_scales_kernel", "gemm_small_kernel"}},
+      {"another rank, scales by token",
+       {300, 64, 48},
+       changed("fast",
+               [](auto& spec) {
+                 spec.low_rank.rank = 4;
+                 spec.gw_scale = hot::GradScale::token;
+               }),
+       DType::f16,
+       {"memset", strip_amax, strip_codes, "finish_scales_kernel", "memset", "rows16_kernel",
+        strip_amax, strip_codes, "finish_scales_kernel", clusters, "gemm_small_kernel",
+        "token_kernel", "partial_sum_kernel", "final_sum_kernel"}},
+      {"a contraction longer than INT32 sums hold",
+       {140000, 16, 16},
+       hot::recipe("default"),
+       DType::bf16,
+       {"group_pairs_kernel", "memset", "gradient_kernel", codes, "final_sum_kernel", clusters,
+        "requantize_kernel", "wgmma 128x192", "tile_kernel, long contraction"}},
+      {"unaligned rows of g_x",
+       {6000, 512, 770},
+       hot::recipe("fast"),
+       DType::bf16,
+       {clusters, "rows16_kernel", clusters, clusters, "tile_kernel", "tile_kernel"}},
+      {"no tokens",
+       {0, 64, 32},
+       hot::recipe("fast"),
+       DType::bf16,
+       {"fill_zero_kernel", "final_sum_kernel"}},
+  };
+}
+
+}  // namespace hot_test

@@ -1,0 +1,263 @@
+// Plans of CUDA calls (cuda/plan.h) and hot::explain, without a GPU: which kernels a layer gets,
+// that steps' reads and writes fit together, and that every kernel there is can be reached.
+#include <algorithm>
+#include <map>
+#include <set>
+
+#include "cuda/plan.h"
+#include "plan_cases.h"
+#include "support.h"
+
+using namespace hot_test;
+using hot::ExplainedStep;
+using hot::Explanation;
+namespace plan = hot::detail::plan;
+
+namespace {
+
+hot::ExplainOptions as(DType dtype) {
+  hot::ExplainOptions options;
+  options.dtype = dtype;
+  return options;
+}
+
+std::vector<std::string> kernels_of(const Explanation& explanation) {
+  std::vector<std::string> kernels;
+  for (const ExplainedStep& step : explanation.steps) kernels.push_back(step.kernel);
+  return kernels;
+}
+
+bool meets(const std::vector<std::string>& a, const std::vector<std::string>& b) {
+  return std::any_of(a.begin(), a.end(), [&](const std::string& name) {
+    return std::find(b.begin(), b.end(), name) != b.end();
+  });
+}
+
+// A layer of any shape and spec, on any device.
+struct AnyLayer {
+  std::string device = hot::explain_devices()[static_cast<std::size_t>(random_int(0, 5))];
+  hot::LinearShape shape{any_size(), any_size(), any_size()};
+  hot::BackwardLinearSpec spec;
+  hot::ExplainOptions options;
+
+  AnyLayer() {
+    const auto names = hot::recipe_names();
+    spec = hot::recipe(names[static_cast<std::size_t>(random_int(0, 4))]);
+    if (random_int(0, 3) == 0) spec.hadamard_block = 1 << random_int(0, 8);
+    if (random_int(0, 3) == 0) spec.gx_scale = hot::Granularity::tensor;
+    if (random_int(0, 3) == 0) spec.weight_scale = hot::Granularity::tensor;
+    if (random_int(0, 3) == 0) spec.gw_scale = static_cast<hot::GradScale>(random_int(0, 2));
+    if (random_int(0, 3) == 0) spec.gw_rounding = hot::Rounding::pseudo_stochastic;
+    const DType types[] = {DType::f32, DType::f16, DType::bf16};
+    options.dtype = types[random_int(0, 2)];
+    options.gw_dtype = types[random_int(0, 2)];
+    options.gx = random_int(0, 4) > 0;
+    options.gw = random_int(0, 4) > 0;
+    options.gb = random_int(0, 1) == 0 || !(options.gx || options.gw);
+    options.compress = random_int(0, 1) == 0;
+    options.accumulate = random_int(0, 1) == 0;
+    options.quantized_weight = random_int(0, 3) == 0;
+    options.wgmma = random_int(0, 3) > 0;
+  }
+  Explanation explanation() const { return hot::explain(device, shape, spec, options); }
+  std::string text() const { return explanation().text; }
+
+ private:
+  static std::int64_t any_size() {
+    const std::int64_t sizes[] = {0, 1, 48, 64, 197, 768, 770, 2304, 3136, 10000, 16500, 25216};
+    return random_int(0, 1) == 0 ? sizes[random_int(0, 11)] : random_int(1, 20000);
+  }
+};
+
+}  // namespace
+
+TEST(Plan, layers_get_their_kernels) {
+  for (const PlanCase& layer : plan_cases()) {
+    const Explanation explanation = hot::explain("sm_90", layer.shape, layer.spec, as(layer.dtype));
+    EXPECT_EQ(kernels_of(explanation), layer.kernels) << layer.name << "\n" << explanation.text;
+  }
+}
+
+TEST(Plan, nothing_is_read_before_it_is_written) {
+  for (int round = 0; round < 2000; ++round) {
+    const AnyLayer layer;
+    std::string call;
+    std::set<std::string> known;
+    for (const ExplainedStep& step : layer.explanation().steps) {
+      if (step.call != call) {  // its arguments
+        known = {"g_y", "w", "x"};
+        if (step.call == "backward_linear") known.insert({"saved x", "quantised w"});
+        if (layer.options.accumulate) known.insert({"g_w", "g_b"});
+        call = step.call;
+      }
+      for (const std::string& name : step.reads) {
+        // Partial sums of no tokens are none.
+        EXPECT_TRUE(known.count(name) == 1) << step.kernel << " reads " << name << "\n"
+                                            << layer.text();
+      }
+      known.insert(step.writes.begin(), step.writes.end());
+    }
+  }
+}
+
+TEST(Plan, what_is_wanted_is_written) {
+  for (int round = 0; round < 500; ++round) {
+    const AnyLayer layer;
+    const auto [L, O, I] = layer.shape;
+    const hot::ExplainOptions& o = layer.options;
+    std::map<std::string, int> written;
+    for (const ExplainedStep& step : layer.explanation().steps) {
+      for (const std::string& name : step.writes) ++written[name];
+    }
+    EXPECT_EQ(written["g_x"], o.gx && L > 0 && I > 0 ? 1 : 0) << layer.text();
+    const bool adds_nothing = L == 0 && o.accumulate;
+    EXPECT_EQ(written["g_w"], o.gw && O > 0 && I > 0 && !adds_nothing ? 1 : 0) << layer.text();
+    EXPECT_EQ(written["g_b"], o.gb && O > 0 ? 1 : 0) << layer.text();
+  }
+}
+
+// Kernels overlap where one does not wait for the one before. What may still run then: the last
+// kernel that waited, and all since.
+TEST(Plan, kernels_that_overlap_share_nothing) {
+  int overlaps = 0;
+  for (int round = 0; round < 2000; ++round) {
+    const AnyLayer layer;
+    const Explanation explanation = layer.explanation();
+    std::vector<const ExplainedStep*> running;
+    std::string call;
+    for (const ExplainedStep& step : explanation.steps) {
+      if (step.call != call) {
+        EXPECT_FALSE(step.independent) << "the first step knows nothing of what is before it";
+        call = step.call;
+      }
+      if (!step.independent) running.clear();
+      for (const ExplainedStep* before : running) {
+        ++overlaps;
+        EXPECT_FALSE(meets(before->writes, step.reads) || meets(before->writes, step.writes) ||
+                     meets(before->reads, step.writes))
+            << step.kernel << " beside " << before->kernel << "\n"
+            << explanation.text;
+      }
+      running.push_back(&step);
+    }
+  }
+  EXPECT_GT(overlaps, 100);
+}
+
+TEST(Plan, every_kernel_is_reached) {
+  std::set<std::string> reached;
+  for (const std::string& device : hot::explain_devices()) {
+    for (const PlanCase& layer : plan_cases()) {
+      for (const std::string& kernel :
+           kernels_of(hot::explain(device, layer.shape, layer.spec, as(layer.dtype)))) {
+        reached.insert(kernel);
+      }
+    }
+  }
+  plan::DeviceFacts facts;
+  facts.sm_count = 108;
+  plan::ProductShape product;
+  product.m = product.n = product.k = 512;
+  const auto add = [&](const plan::Plan& steps) {
+    for (const plan::Step& step : steps) reached.insert(info(step.kernel).name);
+  };
+  add(plan::plan_gemm_int4(facts, product, true));  // no INT4 units: unpacked
+  facts.int4_units = true;
+  add(plan::plan_gemm_int4(facts, product, true));
+  product.rows_aligned = false;
+  add(plan::plan_gemm(facts, product));
+  for (int kernel = 0; kernel < plan::kernel_count; ++kernel) {
+    const char* const name = info(static_cast<plan::Kernel>(kernel)).name;
+    EXPECT_EQ(reached.count(name), 1U) << name << " is in no plan";
+  }
+  EXPECT_EQ(reached.size(), static_cast<std::size_t>(plan::kernel_count)) << "two of one name";
+}
+
+TEST(Plan, slow_paths_say_why) {
+  const auto reasons = [](const std::string& device, const hot::LinearShape& shape,
+                          const hot::BackwardLinearSpec& spec, const hot::ExplainOptions& options) {
+    std::string all;
+    for (const std::string& reason : hot::explain(device, shape, spec, options).slow) {
+      all += reason + "; ";
+    }
+    return all;
+  };
+  const auto has = [](const std::string& text, const std::string& part) {
+    EXPECT_NE(text.find(part), std::string::npos) << part << " is not in: " << text;
+  };
+  const hot::LinearShape large{25216, 3072, 768};
+  hot::ExplainOptions options;
+  EXPECT_EQ(reasons("sm_90", large, hot::recipe("default"), options), "");
+  EXPECT_EQ(reasons("sm_80", large, hot::recipe("default"), options), "");
+  options.wgmma = false;
+  has(reasons("sm_90", large, hot::recipe("default"), options), "no wgmma kernels");
+  options.wgmma = true;
+  has(reasons("sm_90", {25216, 3072, 770}, hot::recipe("default"), options),
+      "mma.sync: rows of g_x are not a multiple of 16 bytes (in_features 770, bfloat16)");
+  has(reasons("sm_90", {25216, 3070, 768}, hot::recipe("default"), options),
+      "g_y is read element by element: out_features 3070");
+  hot::BackwardLinearSpec spec = hot::recipe("fast");
+  spec.gw_scale = hot::GradScale::token;
+  has(reasons("sm_90", large, spec, options), "fp32 product, one thread a result");
+  has(reasons("sm_90", large, spec, options), "gw_scale is token");
+  spec = hot::recipe("fast");
+  spec.hadamard_block = 64;
+  has(reasons("sm_90", large, spec, options), "hadamard_block is 64");
+  has(reasons("sm_90", large, spec, options), "blocks of 64");
+}
+
+TEST(Plan, explains_bytes_and_floor) {
+  const Explanation e =
+      hot::explain("sm_90", {25216, 3072, 768}, hot::recipe("default"), as(DType::bf16));
+  EXPECT_EQ(e.gy_passes, 2);
+  EXPECT_EQ(e.operations, 2 * (2 * std::int64_t{25216} * 3072 * 768));
+  const std::int64_t gy = std::int64_t{2} * 25216 * 3072;
+  EXPECT_GT(e.bytes_read, 2 * gy);
+  EXPECT_LT(e.bytes_read, 4 * gy);
+  std::int64_t read = 0, written = 0;
+  for (const ExplainedStep& step : e.steps) {
+    read += step.bytes_read;
+    written += step.bytes_written;
+    EXPECT_NE(e.text.find(step.kernel), std::string::npos);
+  }
+  EXPECT_EQ(e.bytes_read, read);
+  EXPECT_EQ(e.bytes_written, written);
+  // The products alone, and the slowest that bytes and products one after the other could be.
+  EXPECT_GT(e.floor_us, 1e6 * 2.38e11 / 1450e12);
+  EXPECT_LT(e.floor_us, 1e6 * (2.38e11 / 1450e12 + static_cast<double>(read + written) / 4.3e12));
+  EXPECT_NE(e.text.find("g_y is read 2 times"), std::string::npos);
+  // One scale a tensor is known only after a pass of its own.
+  EXPECT_EQ(
+      hot::explain("sm_90", {25216, 3072, 768}, hot::recipe("paper"), as(DType::bf16)).gy_passes,
+      3);
+}
+
+TEST(Plan, what_cannot_be_explained_is_refused) {
+  const hot::LinearShape shape{64, 64, 64};
+  const hot::BackwardLinearSpec spec = hot::recipe("default");
+  const auto expect = [](const std::function<void()>& call, const std::string& part) {
+    try {
+      call();
+      ADD_FAILURE() << "expected an error with: " << part;
+    } catch (const hot::Error& error) {
+      EXPECT_NE(std::string(error.what()).find(part), std::string::npos) << error.what();
+    }
+  };
+  for (const char* device : {"sm_70", "cuda", "cuda:", "cuda:-1", "cuda:x", "cuda:12345", ""}) {
+    expect([&] { hot::explain(device, shape, spec); },
+           "explain: device is '" + std::string(device) + "'; expected cuda:0");
+  }
+  if (!hot::built_with_cuda()) {
+    expect([&] { hot::explain("cuda:0", shape, spec); }, "no CUDA backend");
+  }
+  expect([&] { hot::explain("sm_90", {-1, 64, 64}, spec); }, "tokens");
+  hot::ExplainOptions options;
+  options.compress = options.gx = options.gw = options.gb = false;
+  expect([&] { hot::explain("sm_90", shape, spec, options); }, "want nothing");
+  options = {};
+  options.dtype = DType::i8;
+  expect([&] { hot::explain("sm_90", shape, spec, options); }, "dtype is int8");
+  hot::BackwardLinearSpec bad = spec;
+  bad.gx_bits = 5;
+  expect([&] { hot::explain("sm_90", shape, bad); }, "gx_bits is 5");
+}

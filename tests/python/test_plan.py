@@ -1,0 +1,245 @@
+"""Plans of CUDA calls, as hotcore.explain tells them: no GPU is needed."""
+
+from __future__ import annotations
+
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import hotcore
+import pytest
+from hotcore import HotConfig, _core, info
+from hotcore.plans import Explanation
+
+ROOT = Path(__file__).resolve().parents[2]
+CLUSTERS, CODES, AMAX = (f"resident_kernel{what}" for what in ("", ", codes", ", largest values"))
+STRIPS = ("strip_kernel, largest values", "strip_kernel, codes", "finish_scales_kernel")
+
+# (tokens, out_features, in_features), configuration, dtype, kernels on an H200; as plan_cases.h.
+LAYERS: list[tuple[tuple[int, int, int], HotConfig, str, tuple[str, ...]]] = [
+    (
+        (197, 768, 64),
+        HotConfig.recipe("default"),
+        "bfloat16",
+        ("group_pairs_kernel", "quantize_small_kernel", "gemm_small_kernel"),
+    ),
+    (
+        (6000, 512, 768),
+        HotConfig.recipe("fast"),
+        "bfloat16",
+        (CLUSTERS, "rows16_kernel", CLUSTERS, CLUSTERS, "wgmma 128x192", "wgmma 128x128"),
+    ),
+    (
+        (16500, 768, 64),
+        HotConfig.recipe("default"),
+        "float32",
+        ("groups_kernel", "memset", "rows16_kernel", AMAX, CODES, "final_sum_kernel", CLUSTERS)
+        + ("requantize_kernel", "wgmma 128x192", "wgmma stream-K"),
+    ),
+    (
+        (8400, 1024, 128),
+        HotConfig.recipe("paper"),
+        "bfloat16",
+        ("memset", AMAX, CODES, "memset", "gradient_kernel", "rows16_kernel", CODES)
+        + ("final_sum_kernel", AMAX, CODES, "wgmma 128x128", "spread_kernel", "wgmma stream-K"),
+    ),
+    (
+        (196, 256, 128),
+        HotConfig.recipe("paper"),
+        "bfloat16",
+        ("memset", AMAX, CODES, "quantize_small_kernel, largest values", "quantize_small_kernel")
+        + ("gemm_small_kernel",),
+    ),
+    (
+        (160, 14336, 16),
+        HotConfig.recipe("fast"),
+        "bfloat16",
+        (CLUSTERS, "wide_rows_kernel", CLUSTERS, CLUSTERS, "gemm_small_kernel"),
+    ),
+    (
+        (1000, 96, 64),
+        HotConfig.recipe("fast", hadamard_block=32),
+        "bfloat16",
+        (CLUSTERS, "memset", "rows_kernel", CLUSTERS, *STRIPS, "gemm_small_kernel"),
+    ),
+    (
+        (300, 64, 48),
+        HotConfig.recipe("fast", rank=4, gw_scale="token"),
+        "float16",
+        ("memset", *STRIPS, "memset", "rows16_kernel", *STRIPS, CLUSTERS, "gemm_small_kernel")
+        + ("token_kernel", "partial_sum_kernel", "final_sum_kernel"),
+    ),
+    (
+        (140000, 16, 16),
+        HotConfig.recipe("default"),
+        "bfloat16",
+        ("group_pairs_kernel", "memset", "gradient_kernel", CODES, "final_sum_kernel", CLUSTERS)
+        + ("requantize_kernel", "wgmma 128x192", "tile_kernel, long contraction"),
+    ),
+    (
+        (6000, 512, 770),
+        HotConfig.recipe("fast"),
+        "bfloat16",
+        (CLUSTERS, "rows16_kernel", CLUSTERS, CLUSTERS, "tile_kernel", "tile_kernel"),
+    ),
+    (
+        (0, 64, 32),
+        HotConfig.recipe("fast"),
+        "bfloat16",
+        ("fill_zero_kernel", "final_sum_kernel"),
+    ),
+]
+
+
+def explain(*shape: int, **options: Any) -> Explanation:
+    """With the wgmma kernels, whatever this build has."""
+    return hotcore.explain(*shape, **{"wgmma": True, **options})
+
+
+def any_layer(draw: random.Random) -> tuple[Explanation, dict[str, Any]]:
+    shape = [draw.choice([0, 1, 64, 197, 770, 3136, 16500, draw.randint(1, 20000)]) for _ in "LOI"]
+    changes: dict[str, Any] = {}
+    if draw.random() < 0.3:
+        changes["hadamard_block"] = 2 ** draw.randint(0, 8)
+    if draw.random() < 0.3:
+        changes["gx_scale"] = changes["weight_scale"] = "tensor"
+    if draw.random() < 0.3:
+        changes["gw_scale"] = draw.choice(["tensor", "channel", "token"])
+    options: dict[str, Any] = {
+        "config": HotConfig.recipe(draw.choice(["default", "fast", "paper"]), **changes),
+        "device": draw.choice(_core.explain_devices()),
+        "need": draw.sample(["x", "gx", "gw", "gb"], draw.randint(1, 4)),
+        "dtype": draw.choice(["float32", "float16", "bfloat16"]),
+        "accumulate": draw.random() < 0.5,
+        "quantized_weight": draw.random() < 0.3,
+        "wgmma": draw.random() < 0.7,
+    }
+    return explain(*shape, **options), {**options, "shape": shape}
+
+
+@pytest.mark.parametrize(("shape", "config", "dtype", "kernels"), LAYERS)
+def test_layers_get_their_kernels(
+    shape: tuple[int, int, int], config: HotConfig, dtype: str, kernels: tuple[str, ...]
+) -> None:
+    found = explain(*shape, config=config, dtype=dtype, device="sm_90")
+    assert tuple(step.kernel for step in found.steps) == kernels, found.text
+
+
+def test_nothing_is_read_before_it_is_written() -> None:
+    draw = random.Random(1)
+    for _ in range(300):
+        found, options = any_layer(draw)
+        call, known = "", set()
+        for step in found.steps:
+            if step.call != call:
+                call, known = step.call, {"g_y", "w", "x"}
+                if call == "backward_linear":
+                    known |= {"saved x", "quantised w"}
+                if options["accumulate"]:
+                    known |= {"g_w", "g_b"}
+            assert known.issuperset(step.reads), (step, found.text)
+            known |= set(step.writes)
+
+
+def test_what_is_wanted_is_written() -> None:
+    draw = random.Random(2)
+    for _ in range(300):
+        found, options = any_layer(draw)
+        (tokens, outs, ins), need = options["shape"], options["need"]
+        written = [name for step in found.steps for name in step.writes]
+        assert written.count("g_x") == ("gx" in need and tokens * ins > 0)
+        nothing_to_add = tokens == 0 and options["accumulate"]
+        assert written.count("g_w") == ("gw" in need and outs * ins > 0 and not nothing_to_add)
+        assert written.count("g_b") == ("gb" in need and outs > 0)
+
+
+def test_kernels_that_overlap_share_nothing() -> None:
+    draw = random.Random(3)
+    overlaps = 0
+    for _ in range(300):
+        found, _ = any_layer(draw)
+        call, running = "", []
+        for step in found.steps:
+            if step.call != call:
+                assert not step.independent
+                call = step.call
+            if not step.independent:
+                running.clear()
+            for before in running:
+                overlaps += 1
+                touched = set(step.reads) | set(step.writes)
+                assert not touched & set(before.writes), found.text
+                assert not set(step.writes) & set(before.reads), found.text
+            running.append(step)
+    assert overlaps > 20
+
+
+def test_every_kernel_is_reached() -> None:
+    source = (ROOT / "cuda" / "plan.cpp").read_text(encoding="utf-8")
+    names = set(re.findall(r'^ +\{"([^"]+)", "\w+\.cuh?", (?:true|false)\}', source, re.MULTILINE))
+    assert len(names) > 20
+    reached = {
+        step.kernel
+        for shape, config, dtype, _ in LAYERS
+        for device in _core.explain_devices()
+        for step in explain(*shape, config=config, dtype=dtype, device=device).steps
+    }
+    # Those of products on their own: test_plan.cpp.
+    assert names - reached == {"unpack_kernel", "tile_kernel, INT4", "byte_kernel"} - reached
+    assert not reached - names
+
+
+def test_slow_paths_say_why() -> None:
+    shape = (25216, 3072, 768)
+    assert explain(*shape).slow == ()
+    (why,) = explain(*shape, wgmma=False).slow
+    assert "no wgmma kernels" in why
+    (why,) = {w for w in explain(25216, 3072, 770).slow if w.startswith("mma.sync")} - {
+        w for w in explain(25216, 3072, 770).slow if "g_w" in w
+    }
+    assert "in_features 770, bfloat16" in why
+    slow = explain(*shape, config=HotConfig.recipe("fast", hadamard_block=64)).slow
+    assert any("hadamard_block is 64" in why for why in slow)
+
+
+def test_explains_bytes_and_floor() -> None:
+    found = explain(25216, 3072, 768, need=("gx", "gw"))
+    assert found.gy_passes == 2
+    assert found.operations == 2 * 2 * 25216 * 3072 * 768
+    assert found.bytes_read == sum(step.bytes_read for step in found.steps)
+    assert 1e6 * found.operations / 1450e12 < found.floor_us < 400
+    assert str(found) == found.text
+    assert "g_y is read 2 times" in found.text
+    assert explain(25216, 3072, 768, need="x").operations == 0
+
+
+def test_what_cannot_be_explained_is_refused() -> None:
+    for device in ("sm_70", "cpu", "cuda:x"):
+        with pytest.raises(ValueError, match="device"):
+            hotcore.explain(64, 64, 64, device=device)
+    if not _core.built_with_cuda():
+        with pytest.raises(NotImplementedError, match="no CUDA backend"):
+            hotcore.explain(64, 64, 64, device="cuda")
+    with pytest.raises(ValueError, match="tokens"):
+        hotcore.explain(-1, 64, 64)
+    with pytest.raises(ValueError, match="need: nothing"):
+        hotcore.explain(64, 64, 64, need=())
+    with pytest.raises(ValueError, match="need: 'w'"):
+        hotcore.explain(64, 64, 64, need=("gx", "w"))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="dtype"):
+        hotcore.explain(64, 64, 64, dtype="int8")
+
+
+def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
+    command = [sys.executable, "-m", "hotcore.info", "--explain", "25216", "3072", "768"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == hotcore.explain(25216, 3072, 768).text
+    assert info.main(["--explain", "64", "32", "16", "--device", "sm_80", "--recipe", "fast"]) == 0
+    expected = hotcore.explain(64, 32, 16, "fast", device="sm_80").text
+    assert capsys.readouterr().out == expected
+    for wrong in (["--explain", "64", "32", "16", "--device", "sm_1"], ["--device", "sm_90"]):
+        with pytest.raises(SystemExit, match="2"):
+            info.main(wrong)
