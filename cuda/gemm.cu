@@ -1,24 +1,27 @@
 // Stage: integer product on CUDA, the choice of a kernel. The instances for sm_90a (wgmma, by
 // CUTLASS) take what the tensor memory accelerator can move; everything else, and every other
-// architecture, goes to the mma.sync kernels of gemm_int8_sm80.cu.
+// architecture, goes to the mma.sync kernels of gemm_sm80.cu.
 #include <algorithm>
 #include <cstdint>
 
 #include "cuda/backend.h"
 #include "cuda/device/async_copy.cuh"
-#include "cuda/gemm_int8_sm80.h"
 #include "cuda/gemm_int8_sm90.h"
+#include "cuda/gemm_sm80.h"
 #include "cuda/gemm_small.h"
 #include "cuda/launch.h"
 
 namespace hot::detail {
 namespace {
 
+// Whether products go to wgmma where they can; the others then have no workspace.
+bool sm90_here(const Context& context) {
+  return sm90_built() && context.arch() != 80 &&
+         device_attribute(context, cudaDevAttrComputeCapabilityMajor, "gemm") == 9;
+}
+
 bool sm90_can(const Context& context, const GemmArgs& args) {
-  if (!sm90_built() || context.arch() == 80 ||
-      device_attribute(context, cudaDevAttrComputeCapabilityMajor, "gemm") != 9) {
-    return false;
-  }
+  if (!sm90_here(context)) return false;
   const auto out_size = static_cast<std::int64_t>(dtype_size(args.out.dtype));
   return args.a_scale != nullptr && args.k > 0 && args.k <= int32_safe_k && args.m < INT32_MAX &&
          args.n < INT32_MAX && args.out.col_stride == 1 && aligned_rows(args.a, args.lda) &&
@@ -135,22 +138,25 @@ void sm90_gemm(const Context& context, const GemmArgs& args, void* workspace) {
 
 }  // namespace
 
-// The scales as vectors, where they are single numbers, and what stream-K adds up in.
+// wgmma: the scales as vectors, where they are single numbers, and what stream-K adds up in.
+// mma.sync: the sums of tiles that thread blocks share.
 std::size_t CudaBackend::gemm_workspace(const Context& context, std::int64_t m, std::int64_t n,
                                         std::int64_t k) const {
+  if (m <= 0 || n <= 0 || m >= INT32_MAX || n >= INT32_MAX || k > int32_safe_k) return 0;
+  const DeviceGuard guard(context.device().index, "gemm");
+  if (!sm90_here(context)) {
+    return mma_workspace(mma_choose(mma_device(context), {m, n, k, true, false}, true));
+  }
   std::size_t bytes = static_cast<std::size_t>(round_up(m, 64) + round_up(n, 64)) * sizeof(float);
-  if (sm90_built() && m > 0 && n > 0 && m < INT32_MAX && n < INT32_MAX && k <= int32_safe_k) {
-    const DeviceGuard guard(context.device().index, "gemm");
-    const int sm_count = device_attribute(context, cudaDevAttrMultiProcessorCount, "gemm");
-    const Sm90Choice choice = sm90_choice(m, n, k, sm_count, false);
-    if (choice.kernel == Sm90Kernel::stream_k) {
-      GemmArgs args{};
-      args.m = m;
-      args.n = n;
-      args.k = args.lda = args.ldb = k;
-      args.out.row_stride = n;
-      bytes += sm90_stream_k_workspace(context, args, choice.plan);
-    }
+  const int sm_count = device_attribute(context, cudaDevAttrMultiProcessorCount, "gemm");
+  const Sm90Choice choice = sm90_choice(m, n, k, sm_count, false);
+  if (choice.kernel == Sm90Kernel::stream_k) {
+    GemmArgs args{};
+    args.m = m;
+    args.n = n;
+    args.k = args.lda = args.ldb = k;
+    args.out.row_stride = n;
+    bytes += sm90_stream_k_workspace(context, args, choice.plan);
   }
   return bytes;
 }
@@ -158,11 +164,11 @@ std::size_t CudaBackend::gemm_workspace(const Context& context, std::int64_t m, 
 void CudaBackend::gemm(const Context& context, const GemmArgs& args, void* workspace) const {
   if (args.m == 0 || args.n == 0) return;
   const DeviceGuard guard(context.device().index, "gemm");
-  if (sm90_can(context, args)) {
-    sm90_gemm(context, args, workspace);
-  } else {
-    sm80_gemm(context, args);
-  }
+  if (sm90_can(context, args)) return sm90_gemm(context, args, workspace);
+  const MmaProduct product = mma_product(args, MmaCodes::int8);
+  const bool may_share = !sm90_here(context) && args.m < INT32_MAX && args.n < INT32_MAX;
+  mma_gemm(context, args, MmaCodes::int8, mma_choose(mma_device(context), product, may_share),
+           workspace);
 }
 
 // Above this many multiply-adds the kernels for large products are as fast, launch by launch.
