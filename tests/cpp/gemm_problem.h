@@ -80,20 +80,20 @@ class Problem {
     out_ = random_numbers(m * n * step + m * gap + margin, options.dtype, 1.0F);
   }
 
-  hot::detail::GemmArgs args(bool gpu) {
+  hot::detail::GemmArgs args(bool on_gpu) {
     hot::detail::GemmArgs args{};
-    args.a = a_->on<std::int8_t>(gpu) + offset_a_;
-    args.b = b_->on<std::int8_t>(gpu) + offset_b_;
+    args.a = a_->on<std::int8_t>(on_gpu) + offset_a_;
+    args.b = b_->on<std::int8_t>(on_gpu) + offset_b_;
     args.m = m_, args.n = n_, args.k = k_, args.lda = pitch_a_, args.ldb = pitch_b_;
     if (options_.dtype != DType::i32) {
-      args.a_scale = a_scale_->on<float>(gpu);
-      args.b_scale = b_scale_->on<float>(gpu);
+      args.a_scale = a_scale_->on<float>(on_gpu);
+      args.b_scale = b_scale_->on<float>(on_gpu);
     }
     args.a_scale_step = one_scale_a_ ? 0 : 1;
     args.b_scale_step = one_scale_b_ ? 0 : 1;
     args.inv_divisor = 1.0F / 16.0F;
     args.accumulate = options_.accumulate;
-    args.out = {out_->on<char>(gpu), options_.dtype, m_, n_, row_stride_, col_stride_};
+    args.out = {out_->on<char>(on_gpu), options_.dtype, m_, n_, row_stride_, col_stride_};
     return args;
   }
 

@@ -36,8 +36,8 @@ class GemmMmaCuda : public CudaTest {
   hot::Context context() const { return hot::Context::cuda(0, stream_); }
 
   // Twice in a row, the second time on what the first has left.
-  void expect_as_cpu(Problem& problem, bool int4, const MmaPlan& plan) {
-    const MmaCodes codes = int4 ? MmaCodes::int4 : MmaCodes::int8;
+  void expect_as_cpu(Problem& problem, bool packed, const MmaPlan& plan) {
+    const MmaCodes codes = packed ? MmaCodes::int4 : MmaCodes::int8;
     const GemmArgs args = problem.args(true);
     ASSERT_TRUE(mma_can(mma_device(context()), mma_product(args, codes), plan.tile));
     const Mirrored workspace(mma_workspace(plan), static_cast<char>(0x5A));
@@ -75,12 +75,12 @@ class GemmMmaCuda : public CudaTest {
     }
   }
 
-  static Options any_options(bool int4) {
+  static Options any_options(bool packed) {
     Options options;
     options.dtype = out_types[random_int(0, 3)];
     options.accumulate = options.dtype != DType::i32 && random_int(0, 1) == 0;
     options.layout = random_int(0, 1) == 0 ? Layout::rows : Layout::padded_rows;
-    options.int4 = int4;
+    options.int4 = packed;
     return options;
   }
 
@@ -96,11 +96,11 @@ class GemmMmaCuda : public CudaTest {
 
 TEST_F(GemmMmaCuda, every_tile_equals_cpu) {
   for (int tile = 0; tile < mma_tile_count; ++tile) {
-    for (const bool int4 : {false, true}) {
-      if (int4 && !mma_tiles[tile].int4) continue;
+    for (const bool packed : {false, true}) {
+      if (packed && !mma_tiles[tile].int4) continue;
       for (int round = 0; round < 6; ++round) {
-        const std::int64_t k = int4 ? 2 * random_int(1, 1000) : random_int(1, 1500);
-        expect_as_cpu(any_size(), whole_columns(), k, any_options(int4), tile);
+        const std::int64_t k = packed ? 2 * random_int(1, 1000) : random_int(1, 1500);
+        expect_as_cpu(any_size(), whole_columns(), k, any_options(packed), tile);
       }
     }
   }
