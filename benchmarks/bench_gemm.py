@@ -88,9 +88,11 @@ def contenders(given: Operands) -> dict[str, Call]:
 
 
 def stock_finalists(
-    stock: rivals.StockGemm, given: Operands, device: str
+    stock: rivals.StockGemm, given: Operands, device: str, *, mma_sync: bool = False
 ) -> tuple[dict[str, Call], dict[str, dict[str, Any]]]:
     """The quickest stock tiles and orders of a few rounds; and of each tile the best order.
+
+    ``mma_sync``: of those for sm_80, instead of the others.
 
     Raises AssertionError where a finalist's product differs from hotcore's by more than the last
     bit of a bfloat16.
@@ -98,7 +100,10 @@ def stock_finalists(
     out = torch.empty_like(given.out)
     calls: dict[str, Call] = {}
     tile_of: dict[str, str] = {}
-    for tile, along_m, swizzle in itertools.product(stock.tiles, (False, True), SWIZZLES):
+    wanted_tiles = [tile for tile in stock.tiles if tile.startswith("mma.sync") == mma_sync]
+    for tile, along_m, swizzle in itertools.product(
+        wanted_tiles, (True,) if mma_sync else (False, True), SWIZZLES
+    ):
         name = f"stock {tile}, along {'M' if along_m else 'N'}, swizzle {swizzle}"
         calls[name] = stock.call(tile, along_m, swizzle, given.codes, given.scales, out)
         tile_of[name] = tile
@@ -114,7 +119,7 @@ def stock_finalists(
     best_first = {tile_of[name]: name for name in reversed(ranked)}
     tiles = {
         tile: {"order": best_first[tile].removeprefix(f"stock {tile}, "), **rows[best_first[tile]]}
-        for tile in stock.tiles
+        for tile in wanted_tiles
     }
     return {name: calls[name] for name in ranked[:FINALISTS]}, tiles
 

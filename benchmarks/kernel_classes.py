@@ -23,7 +23,7 @@ _NAMES: tuple[tuple[str, str], ...] = (
         ATTENTION,
         r"flash|fmha|sdpa|attention|cudnn::fusion",
     ),  # before the products: made from CUTLASS as well
-    (PRODUCTS, r"hot::.*\b(tile|byte|token|gemm_small)_kernel"),
+    (PRODUCTS, r"hot::.*\b(tile|fixup|token|gemm_small)_kernel"),
     (PRODUCTS, r"cutlass|gemm|gemv|nvjet|cublas|splitKreduce|xmma"),
     (PRODUCTS, r"[fdw](prop|grad)_|convolve|conv2d"),
     (QUANTISERS, r"hot::"),

@@ -178,12 +178,16 @@ void run(const Context& context, const Step& step, const Memory& memory) {
     case Kernel::wgmma_128x192:
     case Kernel::wgmma_stream_k:
       return run_wgmma(context, step, memory);
-    case Kernel::tile_int8:
-    case Kernel::tile_int8_long:
-    case Kernel::byte:
-      return launch_sm80(context, step, memory.product[step.as<plan::ProductStep>().product]);
-    case Kernel::tile_int4:
-      return launch_sm80_int4(context, step, memory.product[0]);
+    case Kernel::mma_128x256x128:
+    case Kernel::mma_256x128x128:
+    case Kernel::mma_128x256x64:
+    case Kernel::mma_128x128x64:
+    case Kernel::mma_64x64x64:
+    case Kernel::mma_any:
+    case Kernel::mma_fixup: {
+      const int index = step.as<plan::ProductStep>().product;
+      return launch_mma(context, step, memory.product[index], memory.scratch[index]);
+    }
     case Kernel::token:
       return launch_token(context, step, *memory.token);
   }
@@ -223,7 +227,7 @@ void CudaBackend::gemm_int4(const Context& context, const GemmArgs& args, std::i
                                                plan::product_shape(args).rows_aligned);
   Memory memory;
   memory.scratch[0] = workspace;
-  const bool packed = plan.size() > 0 && plan[0].kernel == Kernel::tile_int4;
+  const bool packed = plan.size() > 0 && plan[0].kernel != Kernel::unpack;
   memory.product[0] = packed ? args : unpacked;
   const std::int64_t bytes = ceil_div(args.k, 2);
   memory.packed[0] = {args.a, DType::i4x2, args.m, bytes, args.lda, 1};

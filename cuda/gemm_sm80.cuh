@@ -1,150 +1,678 @@
-// The tile of the products with mma.sync, for INT8 and for packed INT4 operands.
+// The products with mma.sync, for INT8 and for packed INT4 operands: the kernel, one instance a
+// tile (gemm_sm80_plan.h has the list, and chooses).
 //
-// tile_kernel: tile 128 x 128 of the result, 8 warps of 64 x 32, contraction in steps of 64 bytes
-//   through a ring of 4 stages of cp.async (64 KB of shared memory); fragments by ldmatrix from
-//   rows of 64 bytes whose 16-byte pieces are swizzled by (row / 2) % 4, which is free of bank
-//   conflicts. INT32 sums; where they could overflow they are moved to fp32 and start again. Needs
-//   16-byte aligned rows; tails of M, N and K are filled with zeros by cp.async itself.
+// tile_kernel: a persistent grid. A thread block goes through tiles in the plan's order and takes
+//   its steps of the contraction through a ring of stages of cp.async, which runs on over the end
+//   of a tile: the next one's operands come while this one's results are written. A warp multiplies
+//   fragments that ldmatrix reads a step ahead from rows whose 16-byte pieces are swizzled, free of
+//   bank conflicts. Tails of K are filled with zeros by cp.async itself; rows beyond M or N repeat
+//   the last one, and nothing of theirs is written.
+//   The last tiles may be shared: thread blocks that work on one leave their INT32 sums in the
+//   workspace, and fixup_kernel adds them. They are exact, so the bits do not depend on the division.
+// The epilogue turns the fragments of four neighbouring lanes into 16 contiguous bytes a lane by
+//   shuffles, needs neither shared memory nor a barrier, and so runs beside the copies.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/device/async_copy.cuh"
 #include "cuda/device/matrix_io.cuh"
 #include "cuda/device/mma.cuh"
+#include "cuda/gemm_sm80.h"
 #include "cuda/launch.h"
-#include "cuda/plan.h"
 #include "kernels.h"
 
 namespace hot::detail {
 namespace {
 
-using namespace sm80;
-constexpr std::int64_t int32_steps = 131072 / tile_k;  // 127^2 * 131072 < 2^31
+// What a launch works on; `k` and the strides of the operands count bytes.
+struct MmaWork {
+  GemmArgs gemm;
+  int tiles_m, tiles_n, band;
+  int steps;                   // of the contraction of a tile
+  int whole, shared, sharers;  // as in MmaPlan
+  int alignment;               // of the operands' rows: 16, 4 or 1 bytes
+  bool split;                  // the sums may pass INT32: parts of them are added in fp32
+  int4* sums;                  // of shared tiles
+};
 
-__device__ inline void finish(const GemmArgs& args, std::int64_t m, std::int64_t n, float acc) {
-  if (m >= args.m || n >= args.n) return;
-  float v = dequantised(acc, args.a_scale[m * args.a_scale_step],
-                        args.b_scale[n * args.b_scale_step], args.inv_divisor);
-  if (args.accumulate) v = load_out(args.out, m, n) + v;
-  store_element(args.out, m, n, v);
+// Tiles in bands of rows, each band gone through column by column: neighbours in time share rows of
+// both operands in the L2.
+__device__ inline void tile_place(const MmaWork& work, int tile, int& row, int& column) {
+  const int in_band = work.band * work.tiles_n, band = tile / in_band;
+  const int height = min(work.band, work.tiles_m - band * work.band), at = tile - band * in_band;
+  column = at / height;
+  row = band * work.band + at - column * height;
 }
 
-__device__ inline void finish_int(const GemmArgs& args, std::int64_t m, std::int64_t n, int acc) {
-  if (m >= args.m || n >= args.n) return;
-  static_cast<std::int32_t*>(args.out.data)[m * args.out.row_stride + n * args.out.col_stride] =
-      acc;
+// The steps of the shared tiles, in the tiles' order, are cut into equal ranges.
+__device__ inline int first_unit(const MmaWork& work, int sharer) {
+  return static_cast<int>(std::int64_t{work.shared} * work.steps * sharer / work.sharers);
+}
+__device__ inline int sharer_of_unit(const MmaWork& work, int unit) {
+  const auto units = std::int64_t{work.shared} * work.steps;
+  return static_cast<int>(((unit + std::int64_t{1}) * work.sharers - 1) / units);
 }
 
-// Address of a 16-byte piece of a row in a stage.
-__device__ inline unsigned piece(unsigned base, int row, int chunk) {
-  return base + static_cast<unsigned>(row * tile_k + ((chunk ^ ((row >> 1) & 3)) << 4));
+// What a thread block does one after the other: steps [first, end) of a tile.
+struct Segments {
+  const MmaWork& work;
+  int next_whole, unit, last_unit;
+  int tile = 0, first = 0, end = 0;
+
+  __device__ explicit Segments(const MmaWork& w)
+      : work(w), next_whole(static_cast<int>(blockIdx.x)), unit(0), last_unit(0) {
+    if (next_whole < w.sharers) {
+      unit = first_unit(w, static_cast<int>(blockIdx.x));
+      last_unit = first_unit(w, static_cast<int>(blockIdx.x) + 1);
+    }
+  }
+
+  __device__ bool next() {
+    if (next_whole < work.whole) {
+      tile = next_whole;
+      next_whole += static_cast<int>(gridDim.x);
+      first = 0;
+      end = work.steps;
+      return true;
+    }
+    if (unit >= last_unit) return false;
+    const int shared = unit / work.steps;
+    tile = work.whole + shared;
+    first = unit - shared * work.steps;
+    end = min(work.steps, first + last_unit - unit);
+    unit += end - first;
+    return true;
+  }
+
+  // Which sums in the workspace are this segment's; those of one tile follow each other.
+  __device__ int place() const { return static_cast<int>(blockIdx.x) + tile - work.whole; }
+};
+
+// Where a 16-byte piece of a row lies in a stage. Rows that lie 8 apart are swizzled alike.
+template <class T>
+__device__ inline unsigned piece_place(int row, int piece) {
+  const int swizzle = T::step == 64 ? (row >> 1) & 3 : row & 7;
+  return static_cast<unsigned>(row * T::step + ((piece ^ swizzle) << 4));
 }
 
-// `split`: the contraction may pass what INT32 holds. Everything counts bytes of a row, whatever
-// they hold: the fragments of both instructions are the same 32-bit words.
-template <class Mma, bool split>
-__global__ void __launch_bounds__(threads, split ? 1 : 2) tile_kernel(GemmArgs args) {
-  begin_kernel();
-  extern __shared__ __align__(128) unsigned char shared[];
-  const unsigned base = shared_address(shared);
-  const std::int64_t tiles_n = (args.n + tile_n - 1) / tile_n;
-  const std::int64_t m0 = blockIdx.x / tiles_n * tile_m, n0 = blockIdx.x % tiles_n * tile_n;
-  const int t = static_cast<int>(threadIdx.x), lane = t % 32, warp = t / 32;
-  const int warp_m = warp / 4 * 64, warp_n = warp % 4 * 32;
-  const std::int64_t steps = (args.k + tile_k - 1) / tile_k;
+// A thread's copies from global memory, `unit` bytes of some rows in each step.
+template <class T, int unit>
+class UnitCopies {
+ public:
+  __device__ UnitCopies(const MmaWork& work, unsigned ring)
+      : segments_(work),
+        k_(work.gemm.k),
+        to_(ring + piece_place<T>(first_row(), place() / 16) + static_cast<unsigned>(place() % 16)),
+        stage_(0) {
+    open();
+  }
 
-  // A stage is 256 rows of 4 pieces; each thread brings 4.
-  const auto bring = [&](std::int64_t step) {
-    if (step < steps) {
-      const unsigned to = base + static_cast<unsigned>(step % stages) * stage_bytes;
+  // Calls copy(to, from, bytes) for those of the next step, if there is one: `bytes` of a unit, the
+  // rest is zeros. In any case a group of copies ends here.
+  template <class Copy>
+  __device__ void bring(const Copy& copy) {
+    if (step_ < segments_.end) {
+      const std::int64_t left = k_ - std::int64_t{step_} * T::step - place();
+      const auto bytes = static_cast<int>(max(std::int64_t{0}, min(std::int64_t{unit}, left)));
+      const unsigned to = to_ + static_cast<unsigned>(stage_ * T::stage_bytes);
+      const GemmArgs& gemm = segments_.work.gemm;
+      const auto lda = static_cast<Stride>(gemm.lda), ldb = static_cast<Stride>(gemm.ldb);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int row = t / 4 + i * 64, chunk = t % 4;
-        const bool of_a = i < 2;
-        const std::int64_t r = of_a ? m0 + row : n0 + row - tile_m;
-        const std::int64_t k = step * tile_k + chunk * 16;
-        const std::int8_t* from = (of_a ? args.a + r * args.lda : args.b + r * args.ldb) + k;
-        const bool real = r < (of_a ? args.m : args.n) && k < args.k;
-        const int bytes = real ? static_cast<int>(min(std::int64_t{16}, args.k - k)) : 0;
-        copy_async(piece(to, row, chunk), real ? from : args.a, bytes);
+      for (int row = 0; row < T::m; row += rows_at_once) {
+        copy(to + static_cast<unsigned>(row * T::step),
+             a_ + std::uint64_t{min(static_cast<unsigned>(row), a_rows_)} * lda, bytes);
       }
+#pragma unroll
+      for (int row = 0; row < T::n; row += rows_at_once) {
+        copy(to + static_cast<unsigned>((T::m + row) * T::step),
+             b_ + std::uint64_t{min(static_cast<unsigned>(row), b_rows_)} * ldb, bytes);
+      }
+      a_ += T::step;
+      b_ += T::step;
+      if (++stage_ == T::stages) stage_ = 0;
+      if (++step_ == segments_.end) open();
     }
     commit_copies();
-  };
+  }
 
-  int acc[4][4][4] = {};
-  float total[split ? 4 : 1][4][4] = {};
-  const auto flush = [&] {
-    if constexpr (split) {
+ private:
+  using Stride = std::conditional_t<T::any, std::uint64_t, unsigned>;  // see mma_product
+  static constexpr int row_units = T::step / unit, rows_at_once = T::threads / row_units;
+  static_assert(T::m % rows_at_once == 0 && T::n % rows_at_once == 0 && rows_at_once % 8 == 0);
+
+  __device__ static int first_row() { return static_cast<int>(threadIdx.x) / row_units; }
+  __device__ static int place() { return static_cast<int>(threadIdx.x) % row_units * unit; }
+
+  __device__ void open() {
+    if (!segments_.next()) {
+      step_ = segments_.end = 0;
+      return;
+    }
+    const MmaWork& work = segments_.work;
+    int row = 0, column = 0;
+    tile_place(work, segments_.tile, row, column);
+    step_ = segments_.first;
+    const std::int64_t k = std::int64_t{step_} * T::step + place();
+    const std::int64_t m = min(std::int64_t{row} * T::m + first_row(), work.gemm.m - 1);
+    const std::int64_t n = min(std::int64_t{column} * T::n + first_row(), work.gemm.n - 1);
+    a_ = work.gemm.a + m * work.gemm.lda + k;
+    b_ = work.gemm.b + n * work.gemm.ldb + k;
+    a_rows_ = static_cast<unsigned>(min(work.gemm.m - 1 - m, std::int64_t{T::m}));
+    b_rows_ = static_cast<unsigned>(min(work.gemm.n - 1 - n, std::int64_t{T::n}));
+  }
+
+  Segments segments_;
+  std::int64_t k_;
+  unsigned to_;
+  int stage_, step_ = 0;
+  const std::int8_t *a_ = nullptr, *b_ = nullptr;  // of the first row
+  unsigned a_rows_ = 0, b_rows_ = 0;               // that follow
+};
+
+// Of rows that are aligned to 16 bytes.
+template <class T>
+class PieceCopies {
+ public:
+  __device__ PieceCopies(const MmaWork& work, unsigned ring) : pieces_(work, ring) {}
+  __device__ void bring() {
+    pieces_.bring([](unsigned to, const std::int8_t* from, int bytes) {
+      copy_async(to, from, bytes);
+    });
+  }
+
+ private:
+  UnitCopies<T, 16> pieces_;
+};
+
+// The first `bytes` of a word that starts anywhere, then zeros. Reads only aligned words that hold
+// one of them.
+__device__ inline unsigned word_at(const std::int8_t* from, int bytes) {
+  if (bytes == 0) return 0;
+  const auto address = reinterpret_cast<std::uintptr_t>(from);
+  const auto* aligned = reinterpret_cast<const unsigned*>(address & ~std::uintptr_t{3});
+  const int shift = static_cast<int>(address & 3);
+  const unsigned low = aligned[0], high = shift + bytes > 4 ? aligned[1] : 0;
+  const unsigned value = __funnelshift_r(low, high, static_cast<unsigned>(8 * shift));
+  return bytes == 4 ? value : value & ((1U << (8 * bytes)) - 1);
+}
+
+// Of rows that start anywhere: in 32-bit words where they are not aligned to 16 bytes, by cp.async
+// where those are aligned, through registers and a funnel shift where they are not.
+template <class T>
+class AnyCopies {
+ public:
+  __device__ AnyCopies(const MmaWork& work, unsigned ring)
+      : alignment_(work.alignment), pieces_(work, ring), words_(work, ring) {}
+  __device__ void bring() {
+    if (alignment_ == 16) {
+      pieces_.bring();
+    } else if (alignment_ == 4) {
+      words_.bring([](unsigned to, const std::int8_t* from, int bytes) {
+        copy_word_async(to, from, bytes);
+      });
+    } else {
+      words_.bring([](unsigned to, const std::int8_t* from, int bytes) {
+        store_shared(to, word_at(from, bytes));
+      });
+    }
+  }
+
+ private:
+  int alignment_;
+  PieceCopies<T> pieces_;
+  UnitCopies<T, 4> words_;
+};
+
+// A warp's fragments of an operand, of part `part`, 32 bytes, of a stage.
+template <class T, int count>
+__device__ void load_fragments(unsigned (&r)[count][4], unsigned stage, unsigned place, int part) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
+  for (int i = 0; i < count; ++i) {
+    load_matrices(r[i], stage + (place ^ static_cast<unsigned>(part * 32)) +
+                            static_cast<unsigned>(i * 16 * T::step));
+  }
+}
+
+// Starts the copies of a tile's scales, of rows then of columns.
+template <class T>
+__device__ void bring_scales(const GemmArgs& gemm, int row, int column, float* scales) {
+  if (gemm.a_scale == nullptr) return;
+#pragma unroll
+  for (int first = 0; first < T::m + T::n; first += T::threads) {
+    const int t = first + static_cast<int>(threadIdx.x);
+    if (t < T::m) {
+      const std::int64_t m = min(std::int64_t{row} * T::m + t, gemm.m - 1);
+      copy_word_async(shared_address(scales + t), gemm.a_scale + m * gemm.a_scale_step);
+    } else if (t < T::m + T::n) {
+      const std::int64_t n = min(std::int64_t{column} * T::n + t - T::m, gemm.n - 1);
+      copy_word_async(shared_address(scales + t), gemm.b_scale + n * gemm.b_scale_step);
+    }
+  }
+}
+
+// Words w[0..3] of four neighbouring lanes: lane q gets word q of all, in the lanes' order. Its own
+// inverse.
+__device__ inline void transpose_quad(unsigned (&w)[4]) {
+  const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
+  const unsigned x = __shfl_xor_sync(~0U, odd ? w[0] : w[1], 1);
+  const unsigned y = __shfl_xor_sync(~0U, odd ? w[2] : w[3], 1);
+  if (odd) {
+    w[0] = x, w[2] = y;
+  } else {
+    w[1] = x, w[3] = y;
+  }
+  const unsigned u = __shfl_xor_sync(~0U, high ? w[0] : w[2], 2);
+  const unsigned v = __shfl_xor_sync(~0U, high ? w[1] : w[3], 2);
+  if (high) {
+    w[0] = u, w[1] = v;
+  } else {
+    w[2] = u, w[3] = v;
+  }
+}
+
+// Words w[0..1], w[2..3] of two neighbouring lanes: the even lane gets both first pairs, the odd one
+// both second pairs, in the lanes' order. Its own inverse.
+__device__ inline void transpose_pair(unsigned (&w)[4]) {
+  const bool odd = threadIdx.x & 1;
+  const unsigned x = __shfl_xor_sync(~0U, odd ? w[0] : w[2], 1);
+  const unsigned y = __shfl_xor_sync(~0U, odd ? w[1] : w[3], 1);
+  if (odd) {
+    w[0] = x, w[1] = y;
+  } else {
+    w[2] = x, w[3] = y;
+  }
+}
+
+// Bare sums, beside the three float types.
+struct I32 {
+  static constexpr int size = 4;
+};
+
+// Calls f(tag of the output's type, whether to add to what is there): one kernel serves all.
+template <class F>
+__device__ void with_output(const GemmArgs& gemm, const F& f) {
+  if (gemm.a_scale == nullptr) {
+    f(I32{}, std::false_type{});
+  } else if (gemm.accumulate) {
+    with_dtype(gemm.out.dtype, [&](auto tag) { f(tag, std::true_type{}); });
+  } else {
+    with_dtype(gemm.out.dtype, [&](auto tag) { f(tag, std::false_type{}); });
+  }
+}
+
+// Writes 16 rows x 32 columns of the output. Of 4 fragments of 8 columns a lane holds two
+// neighbouring columns of rows lane / 4 and lane / 4 + 8. `vectors`: as 16 contiguous bytes a lane,
+// which its quad exchanges. Nothing branches on the way, so that loads need not wait for stores.
+template <class Tag, bool vectors, bool accumulate>
+class Writer {
+ public:
+  static constexpr int columns = 32;
+
+  __device__ Writer(const GemmArgs& gemm, std::int64_t m0, std::int64_t n0)
+      : gemm_(gemm), m0_(m0), n0_(n0), lane_(static_cast<int>(threadIdx.x) % 32) {}
+
+  // `sum(j, e)`: of fragment j, element e as mma.sync has them; int, or float. `a_scale`: of the two
+  // rows; `b_scale(j)`: of the two columns of fragment j.
+  template <class Sum, class BScale>
+  __device__ void write(const Sum& sum, const float (&a_scale)[2], const BScale& b_scale) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const std::int64_t m = m0_ + half * 8 + lane_ / 4;
+      unsigned word[words];
+      if constexpr (bare) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          word[i] = static_cast<unsigned>(static_cast<int>(sum(i / 2, half * 2 + i % 2)));
+        }
+      } else {
+        float v[8];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
+          const float2 b = b_scale(j);
+          v[2 * j] = dequantised(static_cast<float>(sum(j, half * 2)), a_scale[half], b.x,
+                                 gemm_.inv_divisor);
+          v[2 * j + 1] = dequantised(static_cast<float>(sum(j, half * 2 + 1)), a_scale[half], b.y,
+                                     gemm_.inv_divisor);
+        }
+        if constexpr (accumulate) {
+          float before[8] = {};
+          load_row(m, before);
 #pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            total[i][j][e] += static_cast<float>(acc[i][j][e]);
-            acc[i][j][e] = 0;
+          for (int i = 0; i < 8; ++i) v[i] = before[i] + v[i];
+        }
+        Tag::pack(v, word);
+      }
+      store_row(m, word);
+    }
+  }
+
+ private:
+  static constexpr bool bare = std::is_same_v<Tag, I32>;
+  static constexpr int words = 8 * Tag::size / 4, pieces = words / 4;
+
+  // Of the lane's element number i of a row.
+  __device__ std::int64_t own_column(int i) const {
+    return n0_ + i / 2 * 8 + lane_ % 4 * 2 + i % 2;
+  }
+  // The first of the lane's piece of 16 bytes, after the exchange.
+  __device__ std::int64_t piece_column(int piece) const {
+    return n0_ + (Tag::size == 2 ? lane_ % 4 * 8
+                                 : piece * 16 + lane_ % 2 * 8 + lane_ % 4 / 2 * 4);
+  }
+  __device__ static void exchange(unsigned (&piece)[4]) {
+    if constexpr (Tag::size == 2) {
+      transpose_quad(piece);
+    } else {
+      transpose_pair(piece);
+    }
+  }
+
+  __device__ void load_row(std::int64_t m, float (&v)[8]) const {
+    if constexpr (vectors) {
+      unsigned word[words] = {};
+#pragma unroll
+      for (int p = 0; p < pieces; ++p) {
+        unsigned piece[4] = {};
+        const std::int64_t n = piece_column(p);
+        if (m < gemm_.m && n < gemm_.n) load_words(place(m, n), piece);
+        exchange(piece);
+#pragma unroll
+        for (int w = 0; w < 4; ++w) word[p * 4 + w] = piece[w];
+      }
+      Tag::unpack(word, v);
+    } else if (m < gemm_.m) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const std::int64_t n = own_column(i);
+        if (n < gemm_.n) {
+          v[i] = Tag::load(gemm_.out.data, m * gemm_.out.row_stride + n * gemm_.out.col_stride);
+        }
+      }
+    }
+  }
+
+  __device__ void store_row(std::int64_t m, const unsigned (&word)[words]) const {
+    if constexpr (vectors) {
+#pragma unroll
+      for (int p = 0; p < pieces; ++p) {
+        unsigned piece[4] = {word[p * 4], word[p * 4 + 1], word[p * 4 + 2], word[p * 4 + 3]};
+        exchange(piece);
+        const std::int64_t n = piece_column(p);
+        if (m < gemm_.m && n < gemm_.n) store_words(piece, place(m, n));
+      }
+    } else if (m < gemm_.m) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const std::int64_t n = own_column(i);
+        if (n >= gemm_.n) continue;
+        const std::int64_t at = m * gemm_.out.row_stride + n * gemm_.out.col_stride;
+        if constexpr (Tag::size == 2) {
+          static_cast<unsigned short*>(gemm_.out.data)[at] =
+              static_cast<unsigned short>(word[i / 2] >> (i % 2 * 16));
+        } else {
+          static_cast<unsigned*>(gemm_.out.data)[at] = word[i];
+        }
+      }
+    }
+  }
+
+  // Of contiguous rows.
+  __device__ void* place(std::int64_t m, std::int64_t n) const {
+    return static_cast<char*>(gemm_.out.data) + (m * gemm_.out.row_stride + n) * Tag::size;
+  }
+
+  const GemmArgs& gemm_;
+  std::int64_t m0_, n0_;
+  int lane_;
+};
+
+// A warp's place in a tile.
+template <class T>
+__device__ int warp_row() {
+  return static_cast<int>(threadIdx.x) / 32 / T::warps_n * T::warp_m;
+}
+template <class T>
+__device__ int warp_column() {
+  return static_cast<int>(threadIdx.x) / 32 % T::warps_n * T::warp_n;
+}
+
+template <class Mma, class T>
+__device__ void multiply_tiles(const MmaWork& work) {
+  constexpr int parts = T::step / 32, rows = T::warp_m / 16, columns = T::warp_n / 8,
+                pairs = columns / 2;
+  constexpr bool any = T::any;
+  constexpr int int32_steps = 131072 / T::step;  // 127^2 * 131072 < 2^31
+  extern __shared__ __align__(128) unsigned char shared[];
+  const unsigned ring = shared_address(shared);
+  auto* const scales = reinterpret_cast<float*>(shared + T::stages * T::stage_bytes);
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const unsigned a_place = piece_place<T>(warp_row<T>() + lane % 16, lane / 16);
+  const unsigned b_place = static_cast<unsigned>(T::m * T::step) +
+                           piece_place<T>(warp_column<T>() + lane % 8 + lane / 16 * 8, lane / 8 % 2);
+
+  std::conditional_t<any, AnyCopies<T>, PieceCopies<T>> copies(work, ring);
+#pragma unroll
+  for (int s = 0; s < T::stages - 1; ++s) copies.bring();
+  int stage = 0;
+  unsigned here = ring;
+  unsigned a[2][rows][4], b[2][pairs][4];
+  wait_copies<T::stages - 2>();
+  __syncthreads();
+
+  Segments segments(work);
+  while (segments.next()) {
+    int row = 0, column = 0;
+    tile_place(work, segments.tile, row, column);
+    load_fragments<T>(a[0], here, a_place, 0);
+    load_fragments<T>(b[0], here, b_place, 0);
+    int sum[rows][columns][4] = {};
+    float total[any ? rows : 1][any ? columns : 1][4] = {};
+    for (int step = segments.first; step < segments.end; ++step) {
+#pragma unroll
+      for (int part = 0; part < parts; ++part) {
+        if (part == parts - 1) {
+          // The next stage has come for all, and all have read the last of this one.
+          if (++stage == T::stages) stage = 0;
+          here = ring + static_cast<unsigned>(stage * T::stage_bytes);
+          wait_copies<T::stages - 2>();
+          __syncthreads();
+          if (step == segments.first) bring_scales<T>(work.gemm, row, column, scales);
+        }
+        const int now = part % 2, other = (part + 1) % 2;
+        load_fragments<T>(a[other], here, a_place, (part + 1) % parts);
+        load_fragments<T>(b[other], here, b_place, (part + 1) % parts);
+        if (part == 0) copies.bring();
+#pragma unroll
+        for (int i = 0; i < rows; ++i) {
+#pragma unroll
+          for (int c = 0; c < columns; ++c) {
+            const int j = i % 2 == 0 ? c : columns - 1 - c;
+            Mma::run(sum[i][j], a[now][i], b[now][j / 2][j % 2 * 2], b[now][j / 2][j % 2 * 2 + 1]);
+          }
+        }
+      }
+      if constexpr (any) {
+        if (work.split && (step + 1) % int32_steps == 0) {
+#pragma unroll
+          for (int i = 0; i < rows; ++i) {
+#pragma unroll
+            for (int j = 0; j < columns; ++j) {
+#pragma unroll
+              for (int e = 0; e < 4; ++e) {
+                total[i][j][e] += static_cast<float>(sum[i][j][e]);
+                sum[i][j][e] = 0;
+              }
+            }
           }
         }
       }
     }
-  };
 
+    if (segments.end - segments.first < work.steps) {
+      constexpr int warp_sums = rows * columns * 32;
+      int4* const to = work.sums + std::int64_t{segments.place()} * (T::m * T::n / 4) +
+                       static_cast<int>(threadIdx.x) / 32 * warp_sums + lane;
 #pragma unroll
-  for (int s = 0; s < stages - 1; ++s) bring(s);
-  for (std::int64_t step = 0; step < steps; ++step) {
-    wait_copies<stages - 2>();
-    __syncthreads();  // the stage has come for all; the one that `bring` overwrites is done with
-    bring(step + stages - 1);
-    const unsigned a_base = base + static_cast<unsigned>(step % stages) * stage_bytes;
-    const unsigned b_base = a_base + tile_m * tile_k;
+      for (int i = 0; i < rows; ++i) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {  // 32 of the 64 bytes
-      unsigned a[4][4], b[2][4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        load_matrices(a[i], piece(a_base, warp_m + i * 16 + lane % 16, half * 2 + lane / 16));
+        for (int j = 0; j < columns; ++j) {
+          to[(i * columns + j) * 32] =
+              make_int4(sum[i][j][0], sum[i][j][1], sum[i][j][2], sum[i][j][3]);
+        }
       }
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {  // two n8 fragments: rows 0-7 byte 0, 16, rows 8-15 byte 0, 16
-        load_matrices(b[j], piece(b_base, warp_n + j * 16 + lane % 8 + lane / 16 * 8,
-                                  half * 2 + lane / 8 % 2));
-      }
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j)
-          Mma::run(acc[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
-      }
+      continue;
     }
-    if (split && (step + 1) % int32_steps == 0) flush();
-  }
-  flush();
-
+    if (segments.end - segments.first < T::stages) {  // else they have come with the steps
+      if (segments.end == segments.first) {
+        __syncthreads();  // all are done with the last tile's
+        bring_scales<T>(work.gemm, row, column, scales);
+      }
+      wait_all_copies();
+      __syncthreads();
+    }
+    if constexpr (any) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
+      for (int i = 0; i < rows; ++i) {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
+        for (int j = 0; j < columns; ++j) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const std::int64_t m = m0 + warp_m + i * 16 + lane / 4 + e / 2 * 8;
-        const std::int64_t n = n0 + warp_n + j * 8 + lane % 4 * 2 + e % 2;
-        if (args.a_scale == nullptr) {
-          finish_int(args, m, n, acc[i][j][e]);
-        } else {
-          finish(args, m, n, split ? total[split ? i : 0][j][e] : static_cast<float>(acc[i][j][e]));
+          for (int e = 0; e < 4; ++e) total[i][j][e] += static_cast<float>(sum[i][j][e]);
         }
       }
     }
+    const std::int64_t m0 = std::int64_t{row} * T::m + warp_row<T>();
+    const std::int64_t n0 = std::int64_t{column} * T::n + warp_column<T>();
+    const float* const a_scale = scales + warp_row<T>() + lane / 4;
+    const float* const b_scale = scales + T::m + warp_column<T>() + lane % 4 * 2;
+    with_output(work.gemm, [&](auto tag, auto accumulate) {
+      using Tag = decltype(tag);
+#pragma unroll
+      for (int i = 0; i < rows; ++i) {
+#pragma unroll
+        for (int j0 = 0; j0 < columns; j0 += 4) {
+          const Writer<Tag, !any, decltype(accumulate)::value> writer(work.gemm, m0 + i * 16,
+                                                                      n0 + j0 * 8);
+          const auto result = [&](int j, int e) {
+            if constexpr (any && !std::is_same_v<Tag, I32>) {
+              return total[i][j0 + j][e];
+            } else {
+              return sum[i][j0 + j][e];
+            }
+          };
+          writer.write(result, {a_scale[i * 16], a_scale[i * 16 + 8]}, [&](int j) {
+            return *reinterpret_cast<const float2*>(b_scale + (j0 + j) * 8);
+          });
+        }
+      }
+    });
   }
 }
 
-template <class Mma, bool split>
-void launch_tiles(const Context& context, const LaunchShape& shape, const GemmArgs& args) {
-  launch("gemm", context, tile_kernel<Mma, split>, shape, args);
+template <class Mma, class T>
+__global__ void __launch_bounds__(T::threads, T::blocks)
+    tile_kernel(const __grid_constant__ MmaWork work) {
+  begin_kernel();
+#if defined(__CUDA_ARCH__)  // for a GPU that cannot hold it there is no code
+  if constexpr (T::shared_bytes <= mma_shared_block(__CUDA_ARCH__ / 10)) {
+    multiply_tiles<Mma, T>(work);
+  }
+#endif
+}
+
+// Adds up the sums of shared tiles, 16 rows of a warp of tile_kernel in each warp here.
+constexpr int fixup_threads = mma_fixup_threads;
+template <class T>
+__global__ void __launch_bounds__(fixup_threads) fixup_kernel(const __grid_constant__ MmaWork work) {
+  begin_kernel();
+  constexpr int rows = T::warp_m / 16, columns = T::warp_n / 8;
+  constexpr int tile_strips = T::threads / 32 * rows;
+  const int strip = static_cast<int>((blockIdx.x * fixup_threads + threadIdx.x) / 32);
+  const int shared = strip / tile_strips, at = strip - shared * tile_strips;
+  if (shared >= work.shared) return;
+  const int first = sharer_of_unit(work, shared * work.steps);
+  const int last = sharer_of_unit(work, (shared + 1) * work.steps - 1);
+  if (first == last) return;  // that thread block has finished the tile
+  const int4* from = work.sums + std::int64_t{first + shared} * (T::m * T::n / 4) +
+                     at * columns * 32 + static_cast<int>(threadIdx.x) % 32;
+  int sum[columns][4] = {};
+  for (int sharer = first; sharer <= last; ++sharer, from += T::m * T::n / 4) {
+#pragma unroll
+    for (int j = 0; j < columns; ++j) {
+      const int4 part = from[j * 32];
+      sum[j][0] += part.x, sum[j][1] += part.y, sum[j][2] += part.z, sum[j][3] += part.w;
+    }
+  }
+  int row = 0, column = 0;
+  tile_place(work, work.whole + shared, row, column);
+  const int warp = at / rows;
+  const std::int64_t m0 = std::int64_t{row} * T::m + warp / T::warps_n * T::warp_m + at % rows * 16;
+  const std::int64_t n0 = std::int64_t{column} * T::n + warp % T::warps_n * T::warp_n;
+  const GemmArgs& gemm = work.gemm;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  with_output(gemm, [&](auto tag, auto accumulate) {
+    using Tag = decltype(tag);
+    float a_scale[2] = {};
+    if constexpr (!std::is_same_v<Tag, I32>) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const std::int64_t m = min(m0 + half * 8 + lane / 4, gemm.m - 1);
+        a_scale[half] = gemm.a_scale[m * gemm.a_scale_step];
+      }
+    }
+#pragma unroll
+    for (int j0 = 0; j0 < columns; j0 += 4) {
+      const Writer<Tag, true, decltype(accumulate)::value> writer(gemm, m0, n0 + j0 * 8);
+      writer.write([&](int j, int e) { return sum[j0 + j][e]; }, a_scale, [&](int j) {
+        const std::int64_t n = n0 + (j0 + j) * 8 + lane % 4 * 2;
+        return make_float2(gemm.b_scale[min(n, gemm.n - 1) * gemm.b_scale_step],
+                           gemm.b_scale[min(n + 1, gemm.n - 1) * gemm.b_scale_step]);
+      });
+    }
+  });
+}
+
+// ---- the host's side ------------------------------------------------------------------------------
+
+template <class T>
+MmaWork mma_work(const GemmArgs& args, std::int64_t k, const MmaPlan& plan, void* workspace) {
+  MmaWork work{};
+  work.gemm = args;
+  work.gemm.k = k;
+  work.tiles_m = static_cast<int>(ceil_div(args.m, T::m));
+  work.tiles_n = static_cast<int>(ceil_div(args.n, T::n));
+  work.band = plan.band;
+  work.steps = static_cast<int>(ceil_div(k, T::step));
+  work.whole = plan.whole;
+  work.shared = plan.shared;
+  work.sharers = plan.sharers;
+  const auto bits = reinterpret_cast<std::uintptr_t>(args.a) | static_cast<std::uintptr_t>(args.lda) |
+                    reinterpret_cast<std::uintptr_t>(args.b) | static_cast<std::uintptr_t>(args.ldb);
+  work.alignment = bits % 16 == 0 ? 16 : bits % 4 == 0 ? 4 : 1;
+  work.split = args.k > int32_safe_k && k == args.k;
+  work.sums = static_cast<int4*>(workspace);
+  return work;
 }
 
 }  // namespace
+
+template <class T>
+void mma_run(const Context& context, const GemmArgs& args, MmaCodes codes, const MmaPlan& plan,
+             MmaPart part, void* workspace) {
+  const bool int8 = codes == MmaCodes::int8;
+  const MmaWork work = mma_work<T>(args, int8 ? args.k : ceil_div(args.k, 2), plan, workspace);
+  if (part == MmaPart::fixup) {
+    if constexpr (!T::any) {
+      launch("gemm", context, fixup_kernel<T>, mma_fixup_blocks(plan), fixup_threads, 0, work);
+    }
+  } else if (int8) {
+    launch("gemm", context, tile_kernel<MmaInt8, T>, plan.blocks, T::threads, T::shared_bytes,
+           work);
+  } else if constexpr (T::int4) {
+    launch("gemm", context, tile_kernel<MmaInt4, T>, plan.blocks, T::threads, T::shared_bytes,
+           work);
+  }
+}
+
 }  // namespace hot::detail

@@ -42,11 +42,9 @@ void launch_spread(const Context&, const plan::Step&, const float* scale, std::i
 void launch_wgmma(const Context&, const plan::Step&, const GemmArgs&, void* workspace);
 // gemm_small.cu; the products in the order of the plan
 void launch_small_gemms(const Context&, const plan::Step&, const GemmArgs* products, int count);
-// gemm_int8_sm80.cu: Kernel::tile_int8, tile_int8_long, byte; token
-void launch_sm80(const Context&, const plan::Step&, const GemmArgs&);
+// gemm_sm80.cu: the kernels mma_*; of INT4 operands args.k counts values. token
+void launch_mma(const Context&, const plan::Step&, const GemmArgs&, void* workspace);
 void launch_token(const Context&, const plan::Step&, const GemmTokenArgs&);
-// gemm_int4_sm80.cu; args.k counts values
-void launch_sm80_int4(const Context&, const plan::Step&, const GemmArgs&);
 
 // How many of a kernel's thread blocks or clusters the device runs at the same time.
 std::int64_t clusters_at_once(const Context&, const plan::WideRows&, const LaunchShape&);

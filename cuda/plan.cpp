@@ -100,11 +100,14 @@ constexpr KernelInfo kernels[kernel_count] = {
     {"wgmma 128x128", "gemm_int8_sm90.cuh", false},
     {"wgmma 128x192", "gemm_int8_sm90.cuh", false},
     {"wgmma stream-K", "gemm_int8_sm90.cuh", false},
-    {"tile_kernel", "gemm_sm80.cuh", false},
-    {"tile_kernel, long contraction", "gemm_sm80.cuh", false},
-    {"tile_kernel, INT4", "gemm_int4_sm80.cu", false},
-    {"byte_kernel", "gemm_int8_sm80.cu", false},
-    {"token_kernel", "gemm_int8_sm80.cu", false},
+    {"tile_kernel 128x256x128", "gemm_sm80.cuh", false},
+    {"tile_kernel 256x128x128", "gemm_sm80.cuh", false},
+    {"tile_kernel 128x256x64", "gemm_sm80.cuh", false},
+    {"tile_kernel 128x128x64", "gemm_sm80.cuh", false},
+    {"tile_kernel 64x64x64", "gemm_sm80.cuh", false},
+    {"tile_kernel any", "gemm_sm80.cuh", false},
+    {"fixup_kernel", "gemm_sm80.cuh", false},
+    {"token_kernel", "gemm_sm80.cu", false},
 };
 
 constexpr const char* buffer_names[buffer_count] = {
@@ -130,7 +133,7 @@ constexpr const char* buffer_names[buffer_count] = {
     "partial sums",
     "scales of a",
     "scales of b",
-    "stream-K sums",
+    "sums of shared tiles",
     "a as INT8",
     "b as INT8",
 };
@@ -820,6 +823,30 @@ struct ProductBuffers {
   Buffer out;
 };
 
+MmaDevice mma_device(const DeviceFacts& facts) { return {facts.sm_count, facts.arch}; }
+
+// A tile's kernel, and the sums of what its thread blocks share. They share where there is a
+// workspace for that: not for what wgmma cannot do beside it.
+void add_mma(Plan& plan, const DeviceFacts& facts, const ProductShape& p, int index, bool int4,
+             Buffers reads, Buffers writes) {
+  const bool may_share = !int4 && !facts.wgmma && p.m < INT32_MAX && p.n < INT32_MAX;
+  ProductStep work{index, {}, mma_choose(mma_device(facts), mma_product(p, int4), may_share), int4};
+  const MmaTileFacts& tile = mma_tiles[work.mma.tile];
+  const bool shared = work.mma.shared > 0;
+  const auto add = [&](Kernel kernel, const LaunchShape& shape, Buffers from, Buffers to) {
+    Step& step = plan.add(kernel, shape, from, to);
+    step.dtype = p.out.dtype;
+    step.work = work;
+  };
+  const auto kernel = static_cast<Kernel>(static_cast<int>(Kernel::mma_128x256x128) + work.mma.tile);
+  add(kernel,
+      {work.mma.blocks, tile.threads, static_cast<std::size_t>(tile.shared_bytes)}, reads,
+      shared ? writes | Buffer::stream_k : writes);
+  if (!shared) return;
+  add(Kernel::mma_fixup, {mma_fixup_blocks(work.mma), mma_fixup_threads},
+      reads | Buffer::stream_k, writes);
+}
+
 // Number `index` of a call's products.
 void add_product(Plan& plan, const DeviceFacts& facts, const ProductShape& p, int index,
                  const ProductBuffers& buffers) {
@@ -851,10 +878,7 @@ void add_product(Plan& plan, const DeviceFacts& facts, const ProductShape& p, in
     // shape).
     return add(choice.kernel, {facts.sm_count, 384, 0, 2});
   }
-  if (!p.rows_aligned) return add(Kernel::byte, {ceil_div(p.m * p.n, 256), 256});
-  const LaunchShape tiles{ceil_div(p.m, sm80::tile_m) * ceil_div(p.n, sm80::tile_n), sm80::threads,
-                          std::size_t{sm80::stages} * sm80::stage_bytes};
-  add(p.k <= int32_safe_k ? Kernel::tile_int8 : Kernel::tile_int8_long, tiles);
+  add_mma(plan, facts, p, index, false, reads, writes);
 }
 
 std::int64_t small_tiles(const ProductShape& p, int tile_m) {
@@ -1139,15 +1163,10 @@ Plan plan_gemm_int4(const DeviceFacts& facts, const ProductShape& shape, bool pa
   Plan plan;
   const std::int64_t m = shape.m, n = shape.n, k = shape.k;
   if (m == 0 || n == 0) return plan;
-  if (facts.int4_units && k % 2 == 0 && k <= sm80::int32_safe_k4 && packed_aligned) {
+  if (facts.int4_units && k % 2 == 0 && k <= int32_safe_k4 && packed_aligned) {
     Buffers reads = Buffer::a | Buffer::b;
     if (shape.accumulate) reads |= Buffer::out;
-    Step& step = plan.add(Kernel::tile_int4,
-                          {ceil_div(m, sm80::tile_m) * ceil_div(n, sm80::tile_n), sm80::threads,
-                           std::size_t{sm80::stages} * sm80::stage_bytes},
-                          reads, Buffer::out);
-    step.dtype = shape.out.dtype;
-    step.work = ProductStep{0, {}};
+    add_mma(plan, facts, shape, 0, true, reads, Buffer::out);
     return plan;
   }
   plan.add(Kernel::unpack, {ceil_div(m * k, 256), 256}, Buffer::a, Buffer::unpacked_a).work =
@@ -1201,12 +1220,20 @@ ProductShape product_shape(const GemmArgs& args) {
   p.n = args.n;
   p.k = args.k;
   p.rows_aligned = aligned(args.a, args.lda) && aligned(args.b, args.ldb);
+  p.rows_near = args.lda < UINT32_MAX && args.ldb < UINT32_MAX;
   p.scaled = args.a_scale != nullptr && args.b_scale != nullptr;
   p.one_scale_a = args.a_scale_step == 0;
   p.one_scale_b = args.b_scale_step == 0;
   p.accumulate = args.accumulate;
   p.out = out_facts(args.out);
   return p;
+}
+
+MmaProduct mma_product(const ProductShape& p, bool int4) {
+  const auto size = static_cast<std::int64_t>(dtype_size(p.out.dtype));
+  const bool aligned = p.rows_aligned && p.rows_near && p.out.dense_rows && p.out.rows_aligned &&
+                       p.n * size % 16 == 0;
+  return {p.m, p.n, int4 ? ceil_div(p.k, 2) : p.k, aligned, !int4 && p.k > int32_safe_k, int4};
 }
 
 // ---- workspaces --------------------------------------------------------------------------------
@@ -1222,9 +1249,14 @@ std::int64_t columns_amax_words(const DeviceFacts& facts, std::int64_t cols, con
   return quant.per_tensor ? small_quantize::slots : quant.per_k ? p.k_padded : cols;
 }
 
-// The scales as vectors, where they are single numbers, and what stream-K adds up in.
+// wgmma: the scales as vectors, where they are single numbers, and what stream-K adds up in.
+// mma.sync: the sums of tiles that thread blocks share.
 std::size_t gemm_workspace(const DeviceFacts& facts, std::int64_t m, std::int64_t n,
                            std::int64_t k) {
+  if (!facts.wgmma) {
+    if (m <= 0 || n <= 0 || m >= INT32_MAX || n >= INT32_MAX || k > int32_safe_k) return 0;
+    return mma_workspace(mma_choose(mma_device(facts), {m, n, k, true, false}, true));
+  }
   std::size_t bytes = static_cast<std::size_t>(round_up(m, 64) + round_up(n, 64)) * sizeof(float);
   if (facts.wgmma_built && m > 0 && n > 0 && m < INT32_MAX && n < INT32_MAX && k <= int32_safe_k) {
     const WgmmaChoice choice = wgmma_choice(facts, m, n, k, false);

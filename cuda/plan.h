@@ -12,6 +12,7 @@
 #include "backward_work.h"
 #include "checks.h"
 #include "cuda/gemm_int8_sm90.h"
+#include "cuda/gemm_sm80_plan.h"
 #include "cuda/launch_shape.h"
 #include "kernels.h"
 
@@ -154,14 +155,7 @@ struct SmallPlan {
   int share[2];  // of them that divide the contraction of one tile; a power of two, <= cluster
 };
 
-// The tile of the mma.sync products (gemm_sm80.cuh).
-namespace sm80 {
-
-constexpr int tile_m = 128, tile_n = 128, tile_k = 64, stages = 4, threads = 256;
-constexpr int stage_bytes = (tile_m + tile_n) * tile_k;
-constexpr std::int64_t int32_safe_k4 = 43826196;  // of INT4: 49 K <= 2^31 - 1
-
-}  // namespace sm80
+inline constexpr std::int64_t int32_safe_k4 = 43826196;  // of INT4: 49 K <= 2^31 - 1
 
 namespace plan {
 
@@ -240,13 +234,18 @@ enum class Kernel : std::uint8_t {
   wgmma_128x128,
   wgmma_128x192,
   wgmma_stream_k,
-  tile_int8,
-  tile_int8_long,
-  tile_int4,
-  byte,
+  mma_128x256x128,  // mma.sync: the tiles of gemm_sm80_plan.h, in their order
+  mma_256x128x128,
+  mma_128x256x64,
+  mma_128x128x64,
+  mma_64x64x64,
+  mma_any,
+  mma_fixup,  // adds up the sums of tiles that thread blocks have shared
   token,
 };
 inline constexpr int kernel_count = static_cast<int>(Kernel::token) + 1;
+static_assert(static_cast<int>(Kernel::mma_fixup) - static_cast<int>(Kernel::mma_128x256x128) ==
+              mma_tile_count);
 
 struct KernelInfo {
   const char* name;  // of the __global__ function
@@ -280,7 +279,7 @@ enum class Buffer : std::uint8_t {
   all_scratch,  // the same on their own, from the start of the workspace
   spread_a,     // scales as vectors
   spread_b,
-  stream_k,
+  stream_k,  // sums of tiles that thread blocks share: stream-K's, and those of mma.sync
   unpacked_a,  // INT4 operands as INT8
   unpacked_b,
 };
@@ -374,7 +373,9 @@ struct SmallGemmStep {
 // One of up to two products.
 struct ProductStep {
   int product;
-  Sm90Plan wgmma;  // of the wgmma kernels
+  Sm90Plan wgmma{};   // of the wgmma kernels
+  MmaPlan mma{};      // of the mma.sync kernels
+  bool int4 = false;  // their operands
 };
 
 struct Step {
@@ -448,12 +449,15 @@ Plan plan_weight(const DeviceFacts&, const ArrayFacts& w, std::int64_t cols, con
 struct ProductShape {
   std::int64_t m = 0, n = 0, k = 0;
   bool rows_aligned = true;  // of both operands, to 16 bytes
+  bool rows_near = true;     // less than 2^32 bytes apart
   bool scaled = true;        // or bare INT32 sums
   bool one_scale_a = false, one_scale_b = false;
   bool accumulate = false;
   OutFacts out{};
 };
 ProductShape product_shape(const GemmArgs&);
+// What the choice of a tile depends on; `shape.k` counts values, of packed INT4 as well.
+MmaProduct mma_product(const ProductShape& shape, bool int4);
 Plan plan_gemm(const DeviceFacts&, const ProductShape&);
 // Of packed INT4 operands; `packed`: rows of theirs are aligned (`shape`: of unpacked ones).
 Plan plan_gemm_int4(const DeviceFacts&, const ProductShape&, bool packed_aligned);

@@ -67,7 +67,8 @@ class StockGemm:
         path: the library.
 
     Attributes:
-        tiles: schedule, tile and cluster of each instance.
+        tiles: schedule, tile and cluster of each instance; of those for sm_80 "mma.sync" and the
+            tile.
 
     Raises OSError: it is no such library.
     """

@@ -232,17 +232,19 @@ std::string slow_strips(const Layer& layer, const Step& step) {
 }
 
 std::string slow_tiles(const Layer& layer, const Step& step) {
-  if (layer.facts.arch / 10 != 9) return "";
-  if (!layer.facts.wgmma_built) {
-    return "mma.sync: the build has no wgmma kernels (CUTLASS headers and the architecture 90a)";
-  }
   const bool gx = step.as<detail::plan::ProductStep>().product == 0;
   const DType dtype = gx ? layer.options.dtype : layer.options.gw_dtype;
   const std::int64_t columns = layer.shape.in_features;
-  if (!layer.aligned(columns, dtype)) {
-    return "mma.sync: " + not_aligned(gx ? "g_x" : "g_w", "in_features", columns, dtype);
+  const std::string why = layer.aligned(columns, dtype)
+                              ? "the contraction is longer than INT32 sums hold, or empty"
+                              : not_aligned(gx ? "g_x" : "g_w", "in_features", columns, dtype);
+  if (layer.facts.arch / 10 != 9) {
+    return step.kernel == Kernel::mma_any ? "a tile at half the speed: " + why : "";
   }
-  return "mma.sync: the contraction is longer than INT32 sums hold, or empty";
+  if (!layer.facts.wgmma_built) {
+    return "mma.sync: the build has no wgmma kernels (CUTLASS headers and the architecture 90a)";
+  }
+  return "mma.sync: " + why;
 }
 
 std::string slow_of(const Layer& layer, const Step& step) {
@@ -283,11 +285,13 @@ std::string slow_of(const Layer& layer, const Step& step) {
       return dtype_size(dtype) == 2
                  ? "x is read one column a thread: in_features " + std::to_string(I) + " is odd"
                  : "";
-    case Kernel::tile_int8:
-    case Kernel::tile_int8_long:
+    case Kernel::mma_128x256x128:
+    case Kernel::mma_256x128x128:
+    case Kernel::mma_128x256x64:
+    case Kernel::mma_128x128x64:
+    case Kernel::mma_64x64x64:
+    case Kernel::mma_any:
       return slow_tiles(layer, step);
-    case Kernel::byte:
-      return "one thread a result: rows of the operands are not aligned to 16 bytes";
     case Kernel::token:
       return "fp32 product, one thread a result: gw_scale is token";
     default:

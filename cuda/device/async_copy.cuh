@@ -41,6 +41,16 @@ __device__ inline void copy_word_async(unsigned to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 
+// `bytes` of one, zeros for the rest.
+__device__ inline void copy_word_async(unsigned to, const void* from, int bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(bytes)
+               : "memory");
+}
+
+__device__ inline void store_shared(unsigned to, unsigned word) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(word) : "memory");
+}
+
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Waits until all but the last `Pending` groups of this thread's copies have arrived.
@@ -48,6 +58,9 @@ template <int Pending>
 __device__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
+
+// Until all of this thread's copies have arrived, those of the group still open, too.
+__device__ inline void wait_all_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // One thread, before all others know of the barrier (8 bytes).
 __device__ inline void start_barrier(unsigned barrier) {

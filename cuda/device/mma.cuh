@@ -21,6 +21,17 @@ struct MmaInt8 {
   }
 };
 
+// Packed INT4: the same words of the fragments, twice as many values.
+struct MmaInt4 {
+  __device__ static void run(int (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k64.row.col.s32.s4.s4.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%0,%1,%2,%3};"
+        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  }
+};
+
 // Three roundings, in this order (docs/numerics.md, "Integer GEMM and dequantisation").
 __device__ inline float dequantised(float acc, float a_scale, float b_scale, float inv_divisor) {
   return acc * b_scale * (a_scale * inv_divisor);

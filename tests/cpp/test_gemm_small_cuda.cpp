@@ -1,12 +1,10 @@
 // Small products on CUDA (cuda/gemm_small.cu) against the CPU, byte for byte, margins included: by
 // every plan, at the sizes of the paper's layers, with outputs of any strides. libhot does not
 // export them: tests/cpp/CMakeLists.txt links their object, and those of plans and launches.
-#include <memory>
-
 #include "cuda/launchers.h"
 #include "cuda/plan.h"
 
-#include "support_cuda.h"
+#include "gemm_problem.h"
 
 using namespace hot_test;
 using hot::detail::GemmArgs;
@@ -31,118 +29,6 @@ void small_gemms(const hot::Context& context, const std::vector<GemmArgs>& produ
                         plan::Buffer::out);
   launch_small_gemms(context, steps[0], products.data(), count);
 }
-
-enum class Layout { rows, padded_rows, odd_rows, second_columns, transposed };
-constexpr Layout layouts[] = {Layout::rows, Layout::padded_rows, Layout::odd_rows,
-                              Layout::second_columns, Layout::transposed};
-
-struct Options {
-  DType dtype = DType::bf16;
-  Layout layout = Layout::rows;
-  bool accumulate = false, extreme = false;
-
-  static Options any() {
-    return {float_types[random_int(0, 2)], layouts[random_int(0, 4)], random_int(0, 1) == 0, false};
-  }
-};
-
-// Rows of codes, 16-byte aligned; what follows the K codes of a row is not zero.
-std::unique_ptr<Mirrored> operand(std::int64_t rows, std::int64_t pitch, bool extreme) {
-  auto array = std::make_unique<Mirrored>(static_cast<std::size_t>(rows * pitch));
-  const auto values = codes(rows * pitch, 127);
-  std::memcpy(array->host.data(), values.data(), values.size());
-  if (extreme) std::fill(array->host.begin(), array->host.end(), static_cast<char>(127));
-  array->push();
-  return array;
-}
-
-std::unique_ptr<Mirrored> random_floats(std::int64_t count, DType dtype, float scale) {
-  auto array = std::make_unique<Mirrored>(static_cast<std::size_t>(count) * hot::dtype_size(dtype));
-  const std::vector<float> values = normal(count, scale);
-  hot::fwht(cpu(), as_vector(values, DType::f32), 0, 1,  // blocks of 1 convert
-            hot::vector(static_cast<void*>(array->host.data()), dtype, count));
-  array->push();
-  return array;
-}
-
-// One product with its arrays; the output's memory, gaps and margin too, holds random numbers.
-class Problem {
- public:
-  Problem(std::int64_t m, std::int64_t n, std::int64_t k, Options options)
-      : m_(m),
-        n_(n),
-        k_(k),
-        options_(options),
-        pitch_a_(hot::detail::round_up(k, 16) + 16 * random_int(0, 1)),
-        pitch_b_(hot::detail::round_up(k, 16) + 16 * random_int(0, 1)),
-        one_scale_a_(random_int(0, 3) == 0),
-        one_scale_b_(random_int(0, 3) == 0),
-        a_(operand(m, pitch_a_, options.extreme)),
-        b_(operand(n, pitch_b_, options.extreme)),
-        a_scale_(random_floats(one_scale_a_ ? 1 : m, DType::f32, 0.1F)),
-        b_scale_(random_floats(one_scale_b_ ? 1 : n, DType::f32, 0.01F)) {
-    const bool transposed = options.layout == Layout::transposed;
-    const std::int64_t step = options.layout == Layout::second_columns ? 2 : 1;
-    const std::int64_t gap = options.layout == Layout::padded_rows ? 16
-                             : options.layout == Layout::odd_rows  ? 1 + n % 2
-                                                                   : 0;
-    row_stride_ = transposed ? 1 : n * step + gap;
-    col_stride_ = transposed ? m : step;
-    out_ = random_floats(m * n * step + m * gap + margin, options.dtype, 1.0F);
-  }
-
-  GemmArgs args(bool gpu) {
-    GemmArgs args{};
-    args.a = a_->on<std::int8_t>(gpu);
-    args.b = b_->on<std::int8_t>(gpu);
-    args.m = m_, args.n = n_, args.k = k_, args.lda = pitch_a_, args.ldb = pitch_b_;
-    args.a_scale = a_scale_->on<float>(gpu);
-    args.b_scale = b_scale_->on<float>(gpu);
-    args.a_scale_step = one_scale_a_ ? 0 : 1;
-    args.b_scale_step = one_scale_b_ ? 0 : 1;
-    args.inv_divisor = 1.0F / 16.0F;
-    args.accumulate = options_.accumulate;
-    args.out = {out_->on<char>(gpu), options_.dtype, m_, n_, row_stride_, col_stride_};
-    return args;
-  }
-
-  void run_cpu() {
-    const GemmArgs g = args(false);
-    const hot::Context context = cpu(2);
-    std::vector<char> scratch(hot::gemm_workspace(context, m_, n_, k_) + 1);
-    TensorView out = hot::matrix(g.out.data, g.out.dtype, m_, n_, row_stride_);
-    out.stride[1] = col_stride_;
-    hot::gemm_int8(context, hot::matrix(g.a, DType::i8, m_, k_, pitch_a_),
-                   hot::matrix(g.b, DType::i8, n_, k_, pitch_b_),
-                   hot::vector(g.a_scale, DType::f32, one_scale_a_ ? 1 : m_),
-                   hot::vector(g.b_scale, DType::f32, one_scale_b_ ? 1 : n_),
-                   {16, options_.accumulate}, out, {scratch.data(), scratch.size()});
-  }
-
-  // The output on the GPU is that of the CPU, gaps and margin too.
-  void expect_equal(const std::string& plan) const {
-    const std::vector<char> got = out_->pulled();
-    if (got == out_->host) return;
-    const std::size_t size = hot::dtype_size(options_.dtype);
-    std::size_t first = 0, different = 0;
-    for (std::size_t i = 0; i + size <= got.size(); i += size) {
-      if (std::memcmp(&got[i], &out_->host[i], size) != 0 && different++ == 0) first = i / size;
-    }
-    ADD_FAILURE() << plan << ": " << m_ << " " << n_ << " " << k_ << " "
-                  << hot::dtype_name(options_.dtype) << " layout "
-                  << static_cast<int>(options_.layout) << " accumulate " << options_.accumulate
-                  << ": " << different << " of " << got.size() / size
-                  << " elements differ, the first is element " << first;
-  }
-
- private:
-  static constexpr std::int64_t margin = 32;
-  std::int64_t m_, n_, k_;
-  Options options_;
-  std::int64_t pitch_a_, pitch_b_, row_stride_ = 0, col_stride_ = 0;
-  bool one_scale_a_, one_scale_b_;
-  std::unique_ptr<Mirrored> a_, b_, a_scale_, b_scale_, out_;
-};
 
 std::string plan_text(const SmallPlan& plan) {
   return "tile " + std::to_string(plan.tile_m) + ", cluster " + std::to_string(plan.cluster) +

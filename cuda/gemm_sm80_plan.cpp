@@ -1,0 +1,190 @@
+#include "cuda/gemm_sm80_plan.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+
+namespace hot::detail {
+namespace {
+
+// What the choice knows of a generation of GPUs, of one multiprocessor. The H200's figures are
+// measured (docs/dev/mma-sync.md), with its clock at 1.75 GHz; the others' are its rates by the
+// data sheets, and their memory's beside it.
+struct Generation {
+  int shared_bytes;
+  double rate;     // multiply-adds of INT8 in a cycle
+  double finish;   // bytes of the result in a cycle
+  double partial;  // bytes of shared tiles' sums in a cycle, written and read again
+};
+
+Generation generation_of(int capability) {
+  constexpr int kb = 1024;
+  const int block = mma_shared_block(capability);
+  if (block < 100 * kb) return {100 * kb, 1024, 5, 3};
+  if (block < 200 * kb) return {164 * kb, 2048, 10, 4.5};
+  return {228 * kb, 2200, 14, 5.3};
+}
+
+constexpr int block_reserved_bytes = 1024;  // of shared memory, by the system
+constexpr double start_cycles = 8000;       // of a launch, until the first results are written
+constexpr double second_launch_cycles = 2000;
+constexpr double least_gain = 1.03;  // by sharing tiles: it takes memory and a launch
+constexpr int out_bytes = 2;         // of a result; its type does not change the choice
+
+// Thread blocks of a tile's kernel on a multiprocessor; 0: it does not fit.
+int blocks_per_sm(int capability, const MmaTileFacts& tile) {
+  if (tile.shared_bytes > mma_shared_block(capability)) return 0;
+  const int held = tile.shared_bytes + block_reserved_bytes;
+  return std::min(tile.blocks, generation_of(capability).shared_bytes / held);
+}
+
+std::int64_t ceil_of(std::int64_t value, std::int64_t divisor) {
+  return (value + divisor - 1) / divisor;
+}
+
+// What part of its full time a multiprocessor needs for `blocks` of the `at_once` thread blocks
+// that it could run: fewer are quicker, not in proportion.
+double part_of_full(std::int64_t blocks, int at_once) {
+  if (blocks >= at_once) return 1.0;
+  constexpr double alone = 0.45;  // one of four; of two: 0.65
+  return at_once == 2 ? 0.65 : alone + 0.2 * static_cast<double>(blocks - 1);
+}
+
+struct Division {
+  MmaPlan plan;
+  double cycles;
+};
+
+class Divider {
+ public:
+  Divider(const MmaDevice& device, const MmaProduct& product, int tile)
+      : number_(tile),
+        tile_(mma_tiles[tile]),
+        gpu_(generation_of(device.capability)),
+        sm_count_(device.sm_count),
+        at_once_(std::max(1, blocks_per_sm(device.capability, tile_))),
+        tiles_m_(ceil_of(product.m, tile_.m)),
+        tiles_(tiles_m_ * ceil_of(product.n, tile_.n)),
+        steps_(ceil_of(product.k, tile_.step)),
+        slots_(std::int64_t{at_once_} * sm_count_),
+        rest_(tiles_ % slots_),
+        area_(static_cast<double>(tile_.m) * tile_.n),
+        step_cycles_(area_ * tile_.step / (gpu_.rate * tile_.rate)),
+        finish_cycles_(area_ * out_bytes / gpu_.finish) {}
+
+  // A thread block for each tile. Where a multiprocessor holds one, it goes through all that fall
+  // to it; of several, whichever is done makes room for the next.
+  Division whole() const {
+    Division out = start();
+    out.plan.blocks = static_cast<int>(at_once_ == 1 ? std::min(tiles_, slots_) : tiles_);
+    out.plan.whole = static_cast<int>(tiles_);
+    if (rest_ != 0) {
+      out.cycles += full_cycles() * part_of_full(ceil_of(rest_, sm_count_), at_once_);
+    }
+    return out;
+  }
+
+  // The tiles that do not fill the GPU are shared out, evenly, or each among as many thread blocks
+  // as there are for it, which leaves fewer sums.
+  Division shared() const {
+    if (rest_ == 0 || steps_ == 0) return whole();
+    const Division even = shared_among(std::min(slots_, rest_ * steps_));
+    const Division split =
+        shared_among(rest_ * std::clamp<std::int64_t>(slots_ / rest_, 1, steps_));
+    return split.cycles < even.cycles ? split : even;
+  }
+
+ private:
+  double full_cycles() const {
+    return at_once_ * (static_cast<double>(steps_) * step_cycles_ + finish_cycles_);
+  }
+
+  Division start() const {
+    Division out{};
+    out.plan.tile = number_;
+    // The tiles in work at a time should be about as high as wide.
+    const double side = std::sqrt(static_cast<double>(slots_) * tile_.n / tile_.m);
+    out.plan.band = static_cast<int>(std::clamp<std::int64_t>(std::llround(side), 1, tiles_m_));
+    out.cycles = start_cycles + static_cast<double>(tiles_ / slots_) * full_cycles();
+    return out;
+  }
+
+  Division shared_among(std::int64_t sharers) const {
+    Division out = start();
+    out.plan.blocks = static_cast<int>(tiles_ > slots_ ? slots_ : sharers);
+    out.plan.whole = static_cast<int>(tiles_ - rest_);
+    out.plan.shared = static_cast<int>(rest_);
+    out.plan.sharers = static_cast<int>(sharers);
+    const bool aligned = sharers % rest_ == 0;  // no thread block works on two tiles
+    const double sums = static_cast<double>(sharers + (aligned ? 0 : rest_)) * area_ * 4;
+    out.cycles += at_once_ * static_cast<double>(ceil_of(rest_ * steps_, sharers)) * step_cycles_ +
+                  sums / (gpu_.partial * sm_count_) + second_launch_cycles;
+    return out;
+  }
+
+  int number_;
+  const MmaTileFacts& tile_;
+  Generation gpu_;
+  int sm_count_, at_once_;
+  std::int64_t tiles_m_, tiles_, steps_, slots_, rest_;
+  double area_, step_cycles_, finish_cycles_;
+};
+
+}  // namespace
+
+int mma_tile(std::string_view name) {
+  for (int i = 0; i < mma_tile_count; ++i) {
+    if (mma_tiles[i].name == name) return i;
+  }
+  return -1;
+}
+
+bool mma_can(const MmaDevice& device, const MmaProduct& product, int tile) {
+  const MmaTileFacts& facts = mma_tiles[tile];
+  if (blocks_per_sm(device.capability, facts) == 0 || (product.int4 && !facts.int4)) return false;
+  if (ceil_of(product.m, facts.m) * ceil_of(product.n, facts.n) > INT32_MAX) return false;
+  return facts.any || (product.aligned && !product.long_k);
+}
+
+MmaPlan mma_plan_of(const MmaDevice& device, const MmaProduct& product, int tile, bool share) {
+  const Divider divider(device, product, tile);
+  return share && !mma_tiles[tile].any ? divider.shared().plan : divider.whole().plan;
+}
+
+MmaPlan mma_choose(const MmaDevice& device, const MmaProduct& product, bool may_share) {
+  const int any = mma_tile("any");
+  if (!mma_can(device, product, any)) return {};  // too many tiles
+  Division best = Divider(device, product, any).whole();
+  best.cycles = INFINITY;
+  for (int tile = 0; tile < any; ++tile) {
+    if (!mma_can(device, product, tile)) continue;
+    const Divider divider(device, product, tile);
+    Division found = divider.whole();
+    if (may_share) {
+      const Division shared = divider.shared();
+      if (shared.cycles * least_gain < found.cycles) found = shared;
+    }
+    // Of two tiles that are each other's mirror image the one whose longer side lies along the
+    // shorter side of the product.
+    const bool along = (mma_tiles[tile].m > mma_tiles[tile].n) == (product.m < product.n);
+    if (!along) found.cycles *= 1.001;
+    if (found.cycles < best.cycles) best = found;
+  }
+  return best.plan;
+}
+
+std::size_t mma_workspace(const MmaPlan& plan) {
+  if (plan.shared == 0) return 0;
+  const MmaTileFacts& tile = mma_tiles[plan.tile];
+  return static_cast<std::size_t>(plan.sharers + plan.shared) *
+         static_cast<std::size_t>(tile.m * tile.n) * sizeof(std::int32_t);
+}
+
+std::int64_t mma_fixup_blocks(const MmaPlan& plan) {
+  const MmaTileFacts& tile = mma_tiles[plan.tile];
+  // A warp for each 16 rows of a warp of the tile's kernel.
+  const std::int64_t strips = std::int64_t{plan.shared} * (tile.threads / 32) * (tile.warp_m / 16);
+  return ceil_of(strips, mma_fixup_threads / 32);
+}
+
+}  // namespace hot::detail

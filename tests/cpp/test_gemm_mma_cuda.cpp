@@ -1,0 +1,204 @@
+// The mma.sync products (cuda/gemm_sm80.h) against the CPU, byte for byte, margins included: every
+// tile by name, with tiles of their own and shared out, on any GPU. libhot does not export them:
+// tests/cpp/CMakeLists.txt links their objects.
+#include "cuda/gemm_sm80.h"
+#include "cuda/launch.h"
+#include "cuda/plan.h"
+#include "gemm_problem.h"
+
+using namespace hot_test;
+using hot::detail::GemmArgs;
+using hot::detail::mma_can;
+using hot::detail::mma_choose;
+using hot::detail::mma_plan_of;
+using hot::detail::mma_tile_count;
+using hot::detail::mma_tiles;
+using hot::detail::mma_workspace;
+using hot::detail::MmaCodes;
+using hot::detail::MmaDevice;
+using hot::detail::MmaPart;
+using hot::detail::MmaPlan;
+using hot::detail::MmaProduct;
+
+namespace {
+
+namespace plan = hot::detail::plan;
+
+MmaDevice mma_device(const hot::Context& context) {
+  const auto ask = [&](cudaDeviceAttr attribute) {
+    return hot::detail::device_attribute(context, attribute, "test");
+  };
+  return {ask(cudaDevAttrMultiProcessorCount), 10 * ask(cudaDevAttrComputeCapabilityMajor) +
+                                                   ask(cudaDevAttrComputeCapabilityMinor)};
+}
+
+MmaProduct mma_product(const GemmArgs& args, MmaCodes codes) {
+  return plan::mma_product(plan::product_shape(args), codes == MmaCodes::int4);
+}
+
+void mma_gemm(const hot::Context& context, const GemmArgs& args, MmaCodes codes,
+              const MmaPlan& plan, void* workspace) {
+  for (const MmaPart part : {MmaPart::tiles, MmaPart::fixup}) {
+    if (part == MmaPart::tiles || plan.shared > 0) {
+      hot::detail::mma_gemm(context, args, codes, plan, part, workspace);
+    }
+  }
+}
+
+constexpr DType out_types[] = {DType::f32, DType::f16, DType::bf16, DType::i32};
+
+std::string plan_text(const MmaPlan& plan) {
+  return std::string(mma_tiles[plan.tile].name) + ", " + std::to_string(plan.blocks) +
+         " thread blocks, band " + std::to_string(plan.band) + ", " + std::to_string(plan.whole) +
+         " tiles whole, " + std::to_string(plan.shared) + " shared by " +
+         std::to_string(plan.sharers);
+}
+
+class GemmMmaCuda : public CudaTest {
+ protected:
+  hot::Context context() const { return hot::Context::cuda(0, stream_); }
+
+  // Twice in a row, the second time on what the first has left.
+  void expect_as_cpu(Problem& problem, bool packed, const MmaPlan& plan) {
+    const MmaCodes codes = packed ? MmaCodes::int4 : MmaCodes::int8;
+    const GemmArgs args = problem.args(true);
+    ASSERT_TRUE(mma_can(mma_device(context()), mma_product(args, codes), plan.tile));
+    const Mirrored workspace(mma_workspace(plan), static_cast<char>(0x5A));
+    for (int time = 0; time < 2; ++time) {
+      mma_gemm(context(), args, codes, plan, const_cast<Mirrored&>(workspace).on<void>(true));
+      problem.run_cpu();
+    }
+    check(cudaStreamSynchronize(stream_));
+    problem.expect_equal(plan_text(plan));
+  }
+
+  // By one tile, and by all divisions that it knows.
+  void expect_as_cpu(std::int64_t m, std::int64_t n, std::int64_t k, const Options& options,
+                     int tile) {
+    for (const bool share : {false, true}) {
+      Problem problem(m, n, k, options);
+      const MmaProduct product =
+          mma_product(problem.args(true), options.int4 ? MmaCodes::int4 : MmaCodes::int8);
+      MmaPlan plan = mma_plan_of(mma_device(context()), product, tile, share);
+      expect_as_cpu(problem, options.int4, plan);
+      // Fewer thread blocks than tiles, in narrow bands: each goes through several tiles.
+      const int tiles = plan.whole + plan.shared;
+      plan.band = static_cast<int>(random_int(1, 3));
+      plan.blocks = static_cast<int>(random_int(1, 3));
+      if (share && !mma_tiles[tile].any) {
+        plan.shared = static_cast<int>(random_int(1, tiles));
+        plan.whole = tiles - plan.shared;
+        plan.sharers = 1;  // and as many as there are thread blocks, where there are steps for them
+        const std::int64_t steps = (product.k + mma_tiles[tile].step - 1) / mma_tiles[tile].step;
+        if (plan.shared * steps >= plan.blocks) plan.sharers = plan.blocks;
+      }
+      Problem again(m, n, k, options);
+      expect_as_cpu(again, options.int4, plan);
+      if (mma_tiles[tile].any) break;
+    }
+  }
+
+  static Options any_options(bool packed) {
+    Options options;
+    options.dtype = out_types[random_int(0, 3)];
+    options.accumulate = options.dtype != DType::i32 && random_int(0, 1) == 0;
+    options.layout = random_int(0, 1) == 0 ? Layout::rows : Layout::padded_rows;
+    options.int4 = packed;
+    return options;
+  }
+
+  static std::int64_t any_size() {
+    const std::int64_t sizes[] = {1, 2, 7, 16, 31, 64, 127, 128, 129, 251, 256, 257, 509, 640};
+    return sizes[random_int(0, 13)];
+  }
+  // Columns whose rows take 16-byte accesses in every type.
+  static std::int64_t whole_columns() { return 8 * random_int(1, 80); }
+};
+
+}  // namespace
+
+TEST_F(GemmMmaCuda, every_tile_equals_cpu) {
+  for (int tile = 0; tile < mma_tile_count; ++tile) {
+    for (const bool packed : {false, true}) {
+      if (packed && !mma_tiles[tile].int4) continue;
+      for (int round = 0; round < 6; ++round) {
+        const std::int64_t k = packed ? 2 * random_int(1, 1000) : random_int(1, 1500);
+        expect_as_cpu(any_size(), whole_columns(), k, any_options(packed), tile);
+      }
+    }
+  }
+}
+
+TEST_F(GemmMmaCuda, shortest_contractions) {
+  for (int tile = 0; tile < mma_tile_count; ++tile) {
+    for (const std::int64_t k : {1, 2, 15, 16, 17, 32, 63, 64, 65, 128, 192}) {
+      Options options;
+      options.dtype = DType::f32;
+      expect_as_cpu(65, 72, k, options, tile);
+    }
+  }
+}
+
+TEST_F(GemmMmaCuda, any_rows_and_outputs_equal_cpu) {
+  const int tile = hot::detail::mma_tile("any");
+  for (int round = 0; round < 30; ++round) {
+    Options options = any_options(round % 5 == 4);
+    options.layout = layouts[random_int(0, 4)];
+    options.aligned = options.int4 || round % 3 == 0;
+    const std::int64_t k = options.int4 ? 2 * random_int(1, 700) : random_int(1, 1500);
+    expect_as_cpu(any_size(), random_int(1, 300), k, options, tile);
+  }
+}
+
+TEST_F(GemmMmaCuda, longest_contraction_is_exact) {
+  // 127 * 127 * K is the largest sum that 32 bits hold.
+  for (int tile = 0; tile < mma_tile_count; ++tile) {
+    Options options;
+    options.dtype = DType::f32;
+    options.extreme = true;
+    expect_as_cpu(3, 8, hot::detail::int32_safe_k, options, tile);
+  }
+}
+
+TEST_F(GemmMmaCuda, choice_equals_cpu) {
+  for (int round = 0; round < 20; ++round) {
+    const Options options = any_options(false);
+    Problem problem(any_size(), round % 4 == 0 ? random_int(1, 300) : whole_columns(),
+                    random_int(1, round % 5 == 0 ? 20000 : 2000), options);
+    const MmaProduct product = mma_product(problem.args(true), MmaCodes::int8);
+    for (const bool may_share : {false, true}) {
+      const MmaPlan plan = mma_choose(mma_device(context()), product, may_share);
+      if (!may_share) {
+        EXPECT_EQ(mma_workspace(plan), 0U);
+      }
+      expect_as_cpu(problem, false, plan);
+    }
+  }
+}
+
+TEST_F(GemmMmaCuda, what_a_tile_cannot_do) {
+  Problem problem(64, 64, 64, {});
+  const MmaDevice device = mma_device(context());
+  const GemmArgs good = problem.args(true);
+  const auto can = [&](const GemmArgs& args, int tile) {
+    return mma_can(device, mma_product(args, MmaCodes::int8), tile);
+  };
+  const int any = hot::detail::mma_tile("any"), usual = hot::detail::mma_tile("128x128");
+  EXPECT_TRUE(can(good, usual));
+  const auto cannot = [&](void (*change)(GemmArgs&)) {
+    GemmArgs changed = good;
+    change(changed);
+    EXPECT_FALSE(can(changed, usual));
+    EXPECT_TRUE(can(changed, any));
+  };
+  cannot([](GemmArgs& g) { g.a += 8; });
+  cannot([](GemmArgs& g) { g.b += 1; });
+  cannot([](GemmArgs& g) { g.lda += 8; });
+  cannot([](GemmArgs& g) { g.ldb += 4; });
+  cannot([](GemmArgs& g) { g.ldb = std::int64_t{1} << 40; });
+  cannot([](GemmArgs& g) { g.k = hot::detail::int32_safe_k + 1; });
+  cannot([](GemmArgs& g) { g.n -= 1; });
+  cannot([](GemmArgs& g) { g.out.row_stride += 1; });
+  cannot([](GemmArgs& g) { g.out.col_stride = 2; });
+  cannot([](GemmArgs& g) { g.out.data = static_cast<char*>(g.out.data) + 2; });
+}

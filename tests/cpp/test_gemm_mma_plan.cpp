@@ -1,0 +1,129 @@
+// How products are divided among thread blocks (cuda/gemm_sm80_plan.h): host code, for any GPU.
+#include "cuda/gemm_sm80_plan.h"
+#include "support.h"
+
+using namespace hot_test;
+using hot::detail::mma_can;
+using hot::detail::mma_choose;
+using hot::detail::mma_plan_of;
+using hot::detail::mma_tile;
+using hot::detail::mma_tile_count;
+using hot::detail::mma_tiles;
+using hot::detail::mma_workspace;
+using hot::detail::MmaDevice;
+using hot::detail::MmaPlan;
+using hot::detail::MmaProduct;
+using hot::detail::MmaTileFacts;
+
+namespace {
+
+// A100, A40, RTX 3090, Orin, RTX 4090, H200, B200, RTX 5090.
+constexpr MmaDevice devices[] = {{108, 80}, {84, 86},  {82, 86},   {16, 87},
+                                 {128, 89}, {132, 90}, {148, 100}, {170, 120}};
+
+// The most shared memory of a thread block, bytes: CUDA's programming guide.
+int most_shared(int capability) {
+  const int kb = capability == 80 || capability == 87    ? 163
+                 : capability == 90 || capability == 100 ? 227
+                                                         : 99;
+  return kb * 1024;
+}
+
+void expect_sound(const MmaDevice& device, const MmaProduct& product, const MmaPlan& plan) {
+  ASSERT_GE(plan.tile, 0);
+  ASSERT_LT(plan.tile, mma_tile_count);
+  const MmaTileFacts& tile = mma_tiles[plan.tile];
+  EXPECT_TRUE(mma_can(device, product, plan.tile)) << tile.name;
+  EXPECT_LE(tile.shared_bytes, most_shared(device.capability)) << tile.name;
+  const std::int64_t high = (product.m + tile.m - 1) / tile.m;
+  EXPECT_EQ(std::int64_t{plan.whole} + plan.shared, high * ((product.n + tile.n - 1) / tile.n));
+  EXPECT_GE(plan.band, 1);
+  EXPECT_LE(plan.band, high);
+  EXPECT_GE(plan.blocks, 1);
+  EXPECT_GE(plan.whole, 0);
+  if (plan.shared == 0) {
+    EXPECT_LE(plan.blocks, plan.whole);
+    EXPECT_EQ(mma_workspace(plan), 0U);
+    return;
+  }
+  const std::int64_t steps = (product.k + tile.step - 1) / tile.step;
+  // No sharer is without a step: fixup_kernel would read sums that nobody wrote.
+  EXPECT_GE(plan.sharers, 1);
+  EXPECT_LE(plan.sharers, plan.blocks);
+  EXPECT_LE(plan.sharers, plan.shared * steps);
+  // A sharer leaves sums of each tile that it works on; one more for each tile that begins.
+  EXPECT_EQ(mma_workspace(plan), static_cast<std::size_t>(plan.sharers + plan.shared) *
+                                     static_cast<std::size_t>(tile.m * tile.n) * 4);
+}
+
+MmaPlan chosen(const MmaDevice& device, std::int64_t m, std::int64_t n, std::int64_t k,
+               bool may_share = true) {
+  return mma_choose(device, {m, n, k, true, false}, may_share);
+}
+
+}  // namespace
+
+TEST(MmaPlan, every_choice_is_sound) {
+  for (const MmaDevice& device : devices) {
+    for (int round = 0; round < 300; ++round) {
+      const auto size = [&] { return random_int(1, round % 3 == 0 ? 300 : 30000); };
+      const MmaProduct product{size(), size(), round % 10 == 0 ? random_int(0, 3) : size(),
+                               random_int(0, 3) != 0, random_int(0, 9) == 0};
+      for (const bool may_share : {false, true}) {
+        const MmaPlan plan = mma_choose(device, product, may_share);
+        expect_sound(device, product, plan);
+        if (!may_share) {
+          EXPECT_EQ(plan.shared, 0);
+        }
+        EXPECT_EQ(mma_tiles[plan.tile].any, !product.aligned || product.long_k);
+      }
+      for (int tile = 0; tile < mma_tile_count; ++tile) {
+        if (!mma_can(device, product, tile)) continue;
+        for (const bool share : {false, true}) {
+          expect_sound(device, product, mma_plan_of(device, product, tile, share));
+        }
+      }
+    }
+  }
+}
+
+TEST(MmaPlan, tiles_have_names) {
+  for (int tile = 0; tile < mma_tile_count; ++tile) {
+    EXPECT_EQ(mma_tile(mma_tiles[tile].name), tile);
+  }
+  EXPECT_EQ(mma_tile("96x96"), -1);
+}
+
+TEST(MmaPlan, any_tile_takes_everything_everywhere) {
+  for (const MmaDevice& device : devices) {
+    EXPECT_TRUE(mma_can(device, {1, 1, 1, false, true}, mma_tile("any")));
+  }
+}
+
+TEST(MmaPlan, few_tiles_of_a_long_contraction_are_shared) {
+  // g_w of a ViT's proj: 36 tiles of 128 x 128.
+  for (const MmaDevice& device : devices) {
+    if (device.sm_count < 80) continue;
+    const MmaPlan plan = chosen(device, 768, 768, 12608);
+    EXPECT_GT(plan.shared, 0);
+    EXPECT_EQ(chosen(device, 768, 768, 12608, false).shared, 0);
+  }
+}
+
+TEST(MmaPlan, many_tiles_are_not_shared) {
+  for (const MmaDevice& device : devices) {
+    const MmaPlan plan = chosen(device, 32768, 4096, 256);
+    EXPECT_EQ(plan.shared, 0);
+  }
+}
+
+TEST(MmaPlan, small_products_take_small_tiles) {
+  for (const MmaDevice& device : devices) {
+    const MmaTileFacts& tile = mma_tiles[chosen(device, 49, 64, 512, false).tile];
+    EXPECT_LE(tile.m * tile.n, 64 * 128) << tile.name;
+  }
+}
+
+TEST(MmaPlan, what_shared_memory_does_not_hold) {
+  for (const MmaTileFacts& tile : mma_tiles) EXPECT_LE(tile.shared_bytes, 227 * 1024) << tile.name;
+}
