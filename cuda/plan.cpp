@@ -4,6 +4,8 @@
 #include <climits>
 #include <cmath>
 #include <cstdint>
+#include <new>
+#include <type_traits>
 
 #include "hot/error.h"
 
@@ -69,8 +71,19 @@ constexpr Thresholds h200 = {64,
                              8,
                              3};
 
-// Measured on sm_90 alone (one H200). Every other device takes these until it is measured.
-const Thresholds& thresholds(const DeviceFacts&) { return h200; }
+struct Measured {
+  int arch;
+  Thresholds thresholds;
+};
+constexpr Measured measured[] = {{90, h200}};  // docs: one H200
+
+// An architecture that was not measured takes the first one's.
+const Thresholds& thresholds(const DeviceFacts& facts) {
+  for (const Measured& of : measured) {
+    if (of.arch == facts.arch) return of.thresholds;
+  }
+  return measured[0].thresholds;
+}
 
 // ---- names -------------------------------------------------------------------------------------
 
@@ -157,15 +170,16 @@ bool Buffers::meets(Buffers other) const {
   return overlaps(*this, other) || overlaps(other, *this);
 }
 
+static_assert(std::is_trivially_copyable_v<Step>);  // as Plan's slots are
+
 // A step that waits starts when all before it has ended, and one that does not starts when every
 // thread block of the one before has started. So what may still run is the last one that waited and
 // all since; the first step of a call knows nothing of what is before it.
 Step& Plan::add(Kernel kernel, const LaunchShape& shape, Buffers reads, Buffers writes) {
-  if (static_cast<std::size_t>(count_) == most_steps) {
+  if (count_ == most_steps) {
     throw Error(ErrorCode::unsupported, "plan: more steps than a plan has");
   }
-  Step& step = steps_[static_cast<std::size_t>(count_)];
-  step = Step{};
+  Step& step = *::new (&slots_.steps[count_]) Step{};
   step.kernel = kernel;
   step.shape = shape;
   step.reads = reads;
@@ -913,7 +927,7 @@ bool small_gemms_can(const ProductShape* products, int count) {
         !p.scaled || !p.rows_aligned) {
       return false;
     }
-    blocks += (small_tiles(p, h200.tile_costs[0].tile_m) + 1) * small_gemm::most_cluster;
+    blocks += (small_tiles(p, small_gemm::least_tile_m) + 1) * small_gemm::most_cluster;
   }
   return blocks <= INT32_MAX;
 }

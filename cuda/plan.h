@@ -4,7 +4,6 @@
 // and their launches and decide nothing.
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <variant>
@@ -140,7 +139,7 @@ constexpr int sum_threads = 128, sum_run = 8;
 // Up to two products in one launch (gemm_small.cu).
 namespace small_gemm {
 
-constexpr int threads = 128, tile_n = 64, step_k = 128;
+constexpr int threads = 128, least_tile_m = 64, tile_n = 64, step_k = 128;
 constexpr int most_cluster = 8;  // the largest that every sm_90 runs
 constexpr int most_stages = 3;   // 4 thread blocks on an SM of 227 KB, or 3 with 128 rows
 constexpr int sum_row_bytes = tile_n * static_cast<int>(sizeof(int));
@@ -399,16 +398,20 @@ struct Step {
 // The steps of a call, in the order of their launches.
 class Plan {
  public:
-  const Step* begin() const { return steps_.data(); }
-  const Step* end() const { return steps_.data() + count_; }
+  const Step* begin() const { return slots_.steps; }
+  const Step* end() const { return slots_.steps + count_; }
   int size() const { return count_; }
-  const Step& operator[](int i) const { return steps_[static_cast<std::size_t>(i)]; }
+  const Step& operator[](int i) const { return slots_.steps[i]; }
   Step& add(Kernel kernel, const LaunchShape& shape, Buffers reads, Buffers writes);
 
  private:
   // zero; rows 2; columns 3; weight 3; requantize; products 2 of 3; fill_zero 2; sums 2
-  static constexpr std::size_t most_steps = 20;
-  std::array<Step, most_steps> steps_{};
+  static constexpr int most_steps = 20;
+  union Slots {  // made when they are filled: a plan is made for every call
+    Slots() {}
+    Step steps[most_steps];
+  };
+  Slots slots_;
   int count_ = 0;
   int last_waiting_ = -1;
 };
