@@ -857,8 +857,9 @@ void add_mma(Plan& plan, const DeviceFacts& facts, const ProductShape& p, int in
       {work.mma.blocks, tile.threads, static_cast<std::size_t>(tile.shared_bytes)}, reads,
       shared ? writes | Buffer::stream_k : writes);
   if (!shared) return;
-  add(Kernel::mma_fixup, {mma_fixup_blocks(work.mma), mma_fixup_threads},
-      reads | Buffer::stream_k, writes);
+  Buffers sums = Buffer::stream_k;  // and scales, which have been there since before the tiles
+  if (p.accumulate) sums |= writes;
+  add(Kernel::mma_fixup, {mma_fixup_blocks(work.mma), mma_fixup_threads}, sums, writes);
 }
 
 // Number `index` of a call's products.

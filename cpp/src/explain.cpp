@@ -192,6 +192,7 @@ int gy_passes_of(const Step& step) {
 }
 
 std::int64_t operations_of(const Layer& layer, const Step& step) {
+  if (step.kernel == Kernel::mma_fixup) return 0;  // those of the tiles are counted
   const auto [L, O, I] = layer.shape;
   const std::int64_t gx = 2 * L * I * layer.out_features.k_padded,
                      gw = 2 * O * I * layer.tokens.k_padded;
