@@ -1,4 +1,4 @@
-"""The INT8 product by mma.sync, what sm_80 to sm_89 and sm_120 run, beside CUTLASS's tiles for sm_80.
+"""The INT8 product by mma.sync (sm_80 to sm_89, sm_120) beside CUTLASS's tiles for sm_80.
 
     python benchmarks/bench_mma_sync.py --device cuda --stock LIBRARY [--shape M,N,K ...]
 

@@ -8,7 +8,8 @@
 //   bank conflicts. Tails of K are filled with zeros by cp.async itself; rows beyond M or N repeat
 //   the last one, and nothing of theirs is written.
 //   The last tiles may be shared: thread blocks that work on one leave their INT32 sums in the
-//   workspace, and fixup_kernel adds them. They are exact, so the bits do not depend on the division.
+//   workspace, and fixup_kernel adds them. They are exact, so the bits do not depend on the
+//   division.
 // The epilogue turns the fragments of four neighbouring lanes into 16 contiguous bytes a lane by
 //   shuffles, needs neither shared memory nor a barrier, and so runs beside the copies.
 #pragma once
@@ -103,7 +104,6 @@ class UnitCopies {
  public:
   __device__ UnitCopies(const MmaWork& work, unsigned ring)
       : segments_(work),
-        k_(work.gemm.k),
         to_(ring + piece_place<T>(first_row(), place() / 16) + static_cast<unsigned>(place() % 16)),
         stage_(0) {
     open();
@@ -114,7 +114,7 @@ class UnitCopies {
   template <class Copy>
   __device__ void bring(const Copy& copy) {
     if (step_ < segments_.end) {
-      const std::int64_t left = k_ - std::int64_t{step_} * T::step - place();
+      const std::int64_t left = segments_.work.gemm.k - std::int64_t{step_} * T::step - place();
       const auto bytes = static_cast<int>(max(std::int64_t{0}, min(std::int64_t{unit}, left)));
       const unsigned to = to_ + static_cast<unsigned>(stage_ * T::stage_bytes);
       const GemmArgs& gemm = segments_.work.gemm;
@@ -164,7 +164,6 @@ class UnitCopies {
   }
 
   Segments segments_;
-  std::int64_t k_;
   unsigned to_;
   int stage_, step_ = 0;
   const std::int8_t *a_ = nullptr, *b_ = nullptr;  // of the first row
@@ -177,9 +176,8 @@ class PieceCopies {
  public:
   __device__ PieceCopies(const MmaWork& work, unsigned ring) : pieces_(work, ring) {}
   __device__ void bring() {
-    pieces_.bring([](unsigned to, const std::int8_t* from, int bytes) {
-      copy_async(to, from, bytes);
-    });
+    pieces_.bring(
+        [](unsigned to, const std::int8_t* from, int bytes) { copy_async(to, from, bytes); });
   }
 
  private:
@@ -237,8 +235,11 @@ __device__ void load_fragments(unsigned (&r)[count][4], unsigned stage, unsigned
 
 // Starts the copies of a tile's scales, of rows then of columns.
 template <class T>
-__device__ void bring_scales(const GemmArgs& gemm, int row, int column, float* scales) {
+__device__ void bring_scales(const MmaWork& work, int tile, float* scales) {
+  const GemmArgs& gemm = work.gemm;
   if (gemm.a_scale == nullptr) return;
+  int row = 0, column = 0;
+  tile_place(work, tile, row, column);
 #pragma unroll
   for (int first = 0; first < T::m + T::n; first += T::threads) {
     const int t = first + static_cast<int>(threadIdx.x);
@@ -272,8 +273,8 @@ __device__ inline void transpose_quad(unsigned (&w)[4]) {
   }
 }
 
-// Words w[0..1], w[2..3] of two neighbouring lanes: the even lane gets both first pairs, the odd one
-// both second pairs, in the lanes' order. Its own inverse.
+// Words w[0..1], w[2..3] of two neighbouring lanes: the even lane gets both first pairs, the odd
+// one both second pairs, in the lanes' order. Its own inverse.
 __device__ inline void transpose_pair(unsigned (&w)[4]) {
   const bool odd = threadIdx.x & 1;
   const unsigned x = __shfl_xor_sync(~0U, odd ? w[0] : w[2], 1);
@@ -313,8 +314,8 @@ class Writer {
   __device__ Writer(const GemmArgs& gemm, std::int64_t m0, std::int64_t n0)
       : gemm_(gemm), m0_(m0), n0_(n0), lane_(static_cast<int>(threadIdx.x) % 32) {}
 
-  // `sum(j, e)`: of fragment j, element e as mma.sync has them; int, or float. `a_scale`: of the two
-  // rows; `b_scale(j)`: of the two columns of fragment j.
+  // `sum(j, e)`: of fragment j, element e as mma.sync has them; int, or float. `a_scale`: of the
+  // two rows; `b_scale(j)`: of the two columns of fragment j.
   template <class Sum, class BScale>
   __device__ void write(const Sum& sum, const float (&a_scale)[2], const BScale& b_scale) const {
 #pragma unroll
@@ -358,8 +359,7 @@ class Writer {
   }
   // The first of the lane's piece of 16 bytes, after the exchange.
   __device__ std::int64_t piece_column(int piece) const {
-    return n0_ + (Tag::size == 2 ? lane_ % 4 * 8
-                                 : piece * 16 + lane_ % 2 * 8 + lane_ % 4 / 2 * 4);
+    return n0_ + (Tag::size == 2 ? lane_ % 4 * 8 : piece * 16 + lane_ % 2 * 8 + lane_ % 4 / 2 * 4);
   }
   __device__ static void exchange(unsigned (&piece)[4]) {
     if constexpr (Tag::size == 2) {
@@ -449,8 +449,9 @@ __device__ void multiply_tiles(const MmaWork& work) {
   auto* const scales = reinterpret_cast<float*>(shared + T::stages * T::stage_bytes);
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const unsigned a_place = piece_place<T>(warp_row<T>() + lane % 16, lane / 16);
-  const unsigned b_place = static_cast<unsigned>(T::m * T::step) +
-                           piece_place<T>(warp_column<T>() + lane % 8 + lane / 16 * 8, lane / 8 % 2);
+  const unsigned b_place =
+      static_cast<unsigned>(T::m * T::step) +
+      piece_place<T>(warp_column<T>() + lane % 8 + lane / 16 * 8, lane / 8 % 2);
 
   std::conditional_t<any, AnyCopies<T>, PieceCopies<T>> copies(work, ring);
 #pragma unroll
@@ -463,8 +464,6 @@ __device__ void multiply_tiles(const MmaWork& work) {
 
   Segments segments(work);
   while (segments.next()) {
-    int row = 0, column = 0;
-    tile_place(work, segments.tile, row, column);
     load_fragments<T>(a[0], here, a_place, 0);
     load_fragments<T>(b[0], here, b_place, 0);
     int sum[rows][columns][4] = {};
@@ -478,7 +477,7 @@ __device__ void multiply_tiles(const MmaWork& work) {
           here = ring + static_cast<unsigned>(stage * T::stage_bytes);
           wait_copies<T::stages - 2>();
           __syncthreads();
-          if (step == segments.first) bring_scales<T>(work.gemm, row, column, scales);
+          if (step == segments.first) bring_scales<T>(work, segments.tile, scales);
         }
         const int now = part % 2, other = (part + 1) % 2;
         load_fragments<T>(a[other], here, a_place, (part + 1) % parts);
@@ -527,7 +526,7 @@ __device__ void multiply_tiles(const MmaWork& work) {
     if (segments.end - segments.first < T::stages) {  // else they have come with the steps
       if (segments.end == segments.first) {
         __syncthreads();  // all are done with the last tile's
-        bring_scales<T>(work.gemm, row, column, scales);
+        bring_scales<T>(work, segments.tile, scales);
       }
       wait_all_copies();
       __syncthreads();
@@ -542,6 +541,8 @@ __device__ void multiply_tiles(const MmaWork& work) {
         }
       }
     }
+    int row = 0, column = 0;
+    tile_place(work, segments.tile, row, column);
     const std::int64_t m0 = std::int64_t{row} * T::m + warp_row<T>();
     const std::int64_t n0 = std::int64_t{column} * T::n + warp_column<T>();
     const float* const a_scale = scales + warp_row<T>() + lane / 4;
@@ -584,7 +585,8 @@ __global__ void __launch_bounds__(T::threads, T::blocks)
 // Adds up the sums of shared tiles, 16 rows of a warp of tile_kernel in each warp here.
 constexpr int fixup_threads = mma_fixup_threads;
 template <class T>
-__global__ void __launch_bounds__(fixup_threads) fixup_kernel(const __grid_constant__ MmaWork work) {
+__global__ void __launch_bounds__(fixup_threads)
+    fixup_kernel(const __grid_constant__ MmaWork work) {
   begin_kernel();
   constexpr int rows = T::warp_m / 16, columns = T::warp_n / 8;
   constexpr int tile_strips = T::threads / 32 * rows;
@@ -624,16 +626,18 @@ __global__ void __launch_bounds__(fixup_threads) fixup_kernel(const __grid_const
 #pragma unroll
     for (int j0 = 0; j0 < columns; j0 += 4) {
       const Writer<Tag, true, decltype(accumulate)::value> writer(gemm, m0, n0 + j0 * 8);
-      writer.write([&](int j, int e) { return sum[j0 + j][e]; }, a_scale, [&](int j) {
-        const std::int64_t n = n0 + (j0 + j) * 8 + lane % 4 * 2;
-        return make_float2(gemm.b_scale[min(n, gemm.n - 1) * gemm.b_scale_step],
-                           gemm.b_scale[min(n + 1, gemm.n - 1) * gemm.b_scale_step]);
-      });
+      writer.write([&](int j, int e) { return sum[j0 + j][e]; }, a_scale,
+                   [&](int j) {
+                     const std::int64_t n = n0 + (j0 + j) * 8 + lane % 4 * 2;
+                     return make_float2(gemm.b_scale[min(n, gemm.n - 1) * gemm.b_scale_step],
+                                        gemm.b_scale[min(n + 1, gemm.n - 1) * gemm.b_scale_step]);
+                   });
     }
   });
 }
 
-// ---- the host's side ------------------------------------------------------------------------------
+// ---- the host's side
+// ------------------------------------------------------------------------------
 
 template <class T>
 MmaWork mma_work(const GemmArgs& args, std::int64_t k, const MmaPlan& plan, void* workspace) {
@@ -647,14 +651,29 @@ MmaWork mma_work(const GemmArgs& args, std::int64_t k, const MmaPlan& plan, void
   work.whole = plan.whole;
   work.shared = plan.shared;
   work.sharers = plan.sharers;
-  const auto bits = reinterpret_cast<std::uintptr_t>(args.a) | static_cast<std::uintptr_t>(args.lda) |
-                    reinterpret_cast<std::uintptr_t>(args.b) | static_cast<std::uintptr_t>(args.ldb);
+  const auto bits =
+      reinterpret_cast<std::uintptr_t>(args.a) | static_cast<std::uintptr_t>(args.lda) |
+      reinterpret_cast<std::uintptr_t>(args.b) | static_cast<std::uintptr_t>(args.ldb);
   work.alignment = bits % 16 == 0 ? 16 : bits % 4 == 0 ? 4 : 1;
   work.split = args.k > int32_safe_k && k == args.k;
   work.sums = static_cast<int4*>(workspace);
   return work;
 }
 
+<<<<<<< HEAD
+=======
+template <class Mma, class T>
+void run_tile(const Context& context, int blocks, const MmaWork& work) {
+  launch("gemm", context, tile_kernel<Mma, T>, blocks, T::threads, T::shared_bytes, work);
+  if constexpr (!T::any) {
+    constexpr int tile_strips = T::threads / 32 * (T::warp_m / 16);
+    const std::int64_t strips = std::int64_t{work.shared} * tile_strips;
+    launch("gemm", context, fixup_kernel<T>, ceil_div(strips, fixup_threads / 32), fixup_threads, 0,
+           work);
+  }
+}
+
+>>>>>>> sm80
 }  // namespace
 
 template <class T>
@@ -670,8 +689,13 @@ void mma_run(const Context& context, const GemmArgs& args, MmaCodes codes, const
     launch("gemm", context, tile_kernel<MmaInt8, T>, plan.blocks, T::threads, T::shared_bytes,
            work);
   } else if constexpr (T::int4) {
+<<<<<<< HEAD
     launch("gemm", context, tile_kernel<MmaInt4, T>, plan.blocks, T::threads, T::shared_bytes,
            work);
+=======
+    run_tile<MmaInt4, T>(context, plan.blocks,
+                         mma_work<T>(args, ceil_div(args.k, 2), plan, workspace));
+>>>>>>> sm80
   }
 }
 

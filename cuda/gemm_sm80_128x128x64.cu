@@ -3,6 +3,6 @@
 namespace hot::detail {
 
 template void mma_run<Mma128x128x64>(const Context&, const GemmArgs&, MmaCodes, const MmaPlan&,
-                                      MmaPart, void*);
+                                     MmaPart, void*);
 
 }  // namespace hot::detail

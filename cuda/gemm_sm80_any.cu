@@ -2,7 +2,7 @@
 
 namespace hot::detail {
 
-template void mma_run<MmaAny>(const Context&, const GemmArgs&, MmaCodes, const MmaPlan&,
-                                      MmaPart, void*);
+template void mma_run<MmaAny>(const Context&, const GemmArgs&, MmaCodes, const MmaPlan&, MmaPart,
+                              void*);
 
 }  // namespace hot::detail

@@ -47,8 +47,8 @@ struct MmaTileFacts {
 
 template <class T>
 constexpr MmaTileFacts mma_facts(std::string_view name, double rate) {
-  return {name,     T::m,      T::n,            T::threads, T::warp_m, T::step,
-          T::blocks, T::shared_bytes, T::any,     T::int4,   rate};
+  return {name,   T::m,    T::n, T::threads, T::warp_m, T::step, T::blocks, T::shared_bytes,
+          T::any, T::int4, rate};
 }
 
 inline constexpr MmaTileFacts mma_tiles[] = {

@@ -852,9 +852,9 @@ void add_mma(Plan& plan, const DeviceFacts& facts, const ProductShape& p, int in
     step.dtype = p.out.dtype;
     step.work = work;
   };
-  const auto kernel = static_cast<Kernel>(static_cast<int>(Kernel::mma_128x256x128) + work.mma.tile);
-  add(kernel,
-      {work.mma.blocks, tile.threads, static_cast<std::size_t>(tile.shared_bytes)}, reads,
+  const auto kernel =
+      static_cast<Kernel>(static_cast<int>(Kernel::mma_128x256x128) + work.mma.tile);
+  add(kernel, {work.mma.blocks, tile.threads, static_cast<std::size_t>(tile.shared_bytes)}, reads,
       shared ? writes | Buffer::stream_k : writes);
   if (!shared) return;
   Buffers sums = Buffer::stream_k;  // and scales, which have been there since before the tiles

@@ -278,7 +278,7 @@ enum class Buffer : std::uint8_t {
   all_scratch,  // the same on their own, from the start of the workspace
   spread_a,     // scales as vectors
   spread_b,
-  stream_k,  // sums of tiles that thread blocks share: stream-K's, and those of mma.sync
+  stream_k,    // sums of tiles that thread blocks share: stream-K's, and those of mma.sync
   unpacked_a,  // INT4 operands as INT8
   unpacked_b,
 };

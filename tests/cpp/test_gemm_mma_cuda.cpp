@@ -28,8 +28,8 @@ MmaDevice mma_device(const hot::Context& context) {
   const auto ask = [&](cudaDeviceAttr attribute) {
     return hot::detail::device_attribute(context, attribute, "test");
   };
-  return {ask(cudaDevAttrMultiProcessorCount), 10 * ask(cudaDevAttrComputeCapabilityMajor) +
-                                                   ask(cudaDevAttrComputeCapabilityMinor)};
+  return {ask(cudaDevAttrMultiProcessorCount),
+          10 * ask(cudaDevAttrComputeCapabilityMajor) + ask(cudaDevAttrComputeCapabilityMinor)};
 }
 
 MmaProduct mma_product(const GemmArgs& args, MmaCodes codes) {

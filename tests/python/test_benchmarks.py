@@ -21,6 +21,7 @@ import bench_autotune  # noqa: E402
 import bench_backward  # noqa: E402
 import bench_fwht  # noqa: E402
 import bench_gemm  # noqa: E402
+import bench_mma_sync  # noqa: E402
 import bench_quantize  # noqa: E402
 import hotcore  # noqa: E402
 import layers  # noqa: E402
@@ -257,6 +258,61 @@ def test_stock_library(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     with pytest.raises(SystemExit):
         bench_gemm.main(["--stock", "any.so"])
     assert "--stock" in capsys.readouterr().err
+
+
+class MmaSync:
+    """In the place of libhot's own tiles: computes the same on the CPU; one tile does not do it."""
+
+    tiles = ("large", "small", "none")
+
+    def __init__(self, error: float = 0.0) -> None:
+        self.error = error
+
+    def call(self, tile: int, share: bool, given: Any, out: Any) -> Any:
+        if tile == 2:
+            return None
+
+        def call() -> None:
+            hotcore.gemm_int8(*given.codes, *given.scales, out=out)
+            out.mul_(1 + self.error)
+
+        return self.tiles[max(tile, 0)] + (", shared" if share else ""), call
+
+
+class MmaSyncStock(StockGemm):
+    tiles = ("small 1x1", "mma.sync 128x256", "mma.sync 256x128")
+
+
+def test_own_tiles_beside_the_stock_tiles_for_sm_80() -> None:
+    args = argparse.Namespace(device="cpu", rounds=2)
+    found = bench_mma_sync.bench((16, 32, 48), args, MmaSync(), MmaSyncStock())
+    rows = found["rows"]
+    own = {"chosen", "large", "large, shared", "small", "small, shared"}
+    stock = {name for name in rows if name.startswith("stock mma.sync ")}
+    assert len(stock) == bench_gemm.FINALISTS
+    assert set(rows) == own | stock | {"torch._int_mm"}
+    assert set(found["choice of stock tiles"]) == set(MmaSyncStock.tiles[1:])
+    chosen = rows["chosen"]
+    best = min(rows[name]["median_ms"] for name in stock)
+    assert chosen["of the best stock tile"] == pytest.approx(best / chosen["median_ms"])
+    assert chosen["of our best tile"] <= 1
+    with pytest.raises(AssertionError):  # one bit of a result is enough
+        bench_mma_sync.own_calls(MmaSync(2**-23), bench_gemm.operands((16, 32, 48), "cpu"))
+
+
+def test_stock_tiles_for_sm_80_have_no_part_in_the_other_comparison() -> None:
+    given = bench_gemm.operands((16, 32, 48), "cpu")
+    names, tiles = bench_gemm.stock_finalists(MmaSyncStock(), given, "cpu")
+    assert set(tiles) == {"small 1x1"}
+    assert all("mma.sync" not in name for name in names)
+
+
+def test_mma_sync_library(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(OSError, match="no libhot_stock_gemm"):
+        bench_mma_sync.MmaSync(Path(hotcore._core.__file__))
+    with pytest.raises(SystemExit):
+        bench_mma_sync.main(["--stock", str(tmp_path / "any.so")])
+    assert "CUDA only" in capsys.readouterr().err
 
 
 def test_products_of_the_layers() -> None:
