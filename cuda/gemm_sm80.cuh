@@ -636,8 +636,7 @@ __global__ void __launch_bounds__(fixup_threads)
   });
 }
 
-// ---- the host's side
-// ------------------------------------------------------------------------------
+// ---- the host's side ---------------------------------------------------------------------------
 
 template <class T>
 MmaWork mma_work(const GemmArgs& args, std::int64_t k, const MmaPlan& plan, void* workspace) {
@@ -660,20 +659,6 @@ MmaWork mma_work(const GemmArgs& args, std::int64_t k, const MmaPlan& plan, void
   return work;
 }
 
-<<<<<<< HEAD
-=======
-template <class Mma, class T>
-void run_tile(const Context& context, int blocks, const MmaWork& work) {
-  launch("gemm", context, tile_kernel<Mma, T>, blocks, T::threads, T::shared_bytes, work);
-  if constexpr (!T::any) {
-    constexpr int tile_strips = T::threads / 32 * (T::warp_m / 16);
-    const std::int64_t strips = std::int64_t{work.shared} * tile_strips;
-    launch("gemm", context, fixup_kernel<T>, ceil_div(strips, fixup_threads / 32), fixup_threads, 0,
-           work);
-  }
-}
-
->>>>>>> sm80
 }  // namespace
 
 template <class T>
@@ -689,13 +674,8 @@ void mma_run(const Context& context, const GemmArgs& args, MmaCodes codes, const
     launch("gemm", context, tile_kernel<MmaInt8, T>, plan.blocks, T::threads, T::shared_bytes,
            work);
   } else if constexpr (T::int4) {
-<<<<<<< HEAD
     launch("gemm", context, tile_kernel<MmaInt4, T>, plan.blocks, T::threads, T::shared_bytes,
            work);
-=======
-    run_tile<MmaInt4, T>(context, plan.blocks,
-                         mma_work<T>(args, ceil_div(args.k, 2), plan, workspace));
->>>>>>> sm80
   }
 }
 
