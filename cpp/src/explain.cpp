@@ -203,6 +203,9 @@ std::int64_t operations_of(const Layer& layer, const Step& step) {
   return (step.writes.has(Buffer::gx) ? gx : 0) + (step.writes.has(Buffer::gw) ? gw : 0);
 }
 
+constexpr const char* no_wgmma =
+    "mma.sync: the build has no wgmma kernels (CUTLASS headers and the architecture 90a)";
+
 std::string not_aligned(const char* array, const char* size_name, std::int64_t columns,
                         DType dtype) {
   return "rows of " + std::string(array) + " are not a multiple of 16 bytes (" + size_name + " " +
@@ -242,9 +245,7 @@ std::string slow_tiles(const Layer& layer, const Step& step) {
   if (layer.facts.arch / 10 != 9) {
     return step.kernel == Kernel::mma_any ? "a tile at half the speed: " + why : "";
   }
-  if (!layer.facts.wgmma_built) {
-    return "mma.sync: the build has no wgmma kernels (CUTLASS headers and the architecture 90a)";
-  }
+  if (!layer.facts.wgmma_built) return no_wgmma;
   return "mma.sync: " + why;
 }
 
@@ -300,19 +301,38 @@ std::string slow_of(const Layer& layer, const Step& step) {
   }
 }
 
+std::string fixed(double value, const char* unit) {
+  std::array<char, 48> text{};
+  std::snprintf(text.data(), text.size(), "%.*f%s", value < 100 ? 1 : 0, value, unit);
+  return text.data();
+}
+
 struct Rates {
   double operations = 0, bandwidth = 0;
 };
 
-void add_steps(Explanation& all, const Layer& layer, const char* call, const Plan& plan,
-               const Rates& rates) {
+// What is to be said of the steps of a call.
+struct Words {
+  const char* call;
+  std::function<std::int64_t(Buffer)> bytes;
+  std::function<std::int64_t(const Step&)> operations;
+  std::function<std::string(const Step&)> slow;
+};
+
+Words words_of(const Layer& layer, const char* call, const Plan& plan) {
   std::int64_t runs = 0;
   for (const Step& step : plan) {
     if (step.kernel == Kernel::final_sum) runs = step.as<detail::plan::SumsStep>().runs;
   }
+  return {call, [&layer, runs](Buffer buffer) { return buffer_bytes(layer, buffer, runs); },
+          [&layer](const Step& step) { return operations_of(layer, step); },
+          [&layer](const Step& step) { return slow_of(layer, step); }};
+}
+
+void add_steps(Explanation& all, const Words& words, const Plan& plan, const Rates& rates) {
   for (const Step& step : plan) {
     ExplainedStep e;
-    e.call = call;
+    e.call = words.call;
     e.kernel = info(step.kernel).name;
     e.file = info(step.kernel).file;
     e.blocks = step.shape.blocks;
@@ -320,19 +340,19 @@ void add_steps(Explanation& all, const Layer& layer, const char* call, const Pla
     e.cluster = step.shape.cluster;
     e.shared_bytes = step.shape.shared_bytes;
     e.independent = step.independent;
-    e.operations = operations_of(layer, step);
-    e.slow = slow_of(layer, step);
+    e.operations = words.operations(step);
+    e.slow = words.slow(step);
     const int passes = gy_passes_of(step);
     for (int b = 0; b < detail::plan::buffer_count; ++b) {
       const auto buffer = static_cast<Buffer>(b);
-      const std::int64_t bytes = buffer_bytes(layer, buffer, runs);
+      const std::int64_t bytes = words.bytes(buffer);
       if (step.reads.has(buffer)) {
         e.reads.emplace_back(detail::plan::buffer_name(buffer));
         e.bytes_read += bytes * (buffer == Buffer::gy ? passes : 1);
       }
       if (step.writes.has(buffer)) {
-        if (step.kernel != Kernel::zero) e.bytes_written += bytes;
         e.writes.emplace_back(detail::plan::buffer_name(buffer));
+        e.bytes_written += bytes;
       }
     }
     if (step.kernel == Kernel::spread) e.bytes_read = 4;  // the one scale of an operand
@@ -354,13 +374,25 @@ void add_steps(Explanation& all, const Layer& layer, const char* call, const Pla
   }
 }
 
-// ---- text --------------------------------------------------------------------------------------
-
-std::string fixed(double value, const char* unit) {
-  std::array<char, 48> text{};
-  std::snprintf(text.data(), text.size(), "%.*f%s", value < 100 ? 1 : 0, value, unit);
-  return text.data();
+void add_steps(Explanation& all, const Layer& layer, const char* call, const Plan& plan,
+               const Rates& rates) {
+  add_steps(all, words_of(layer, call, plan), plan, rates);
 }
+
+// Names the device and the rates of a floor.
+Rates introduce(Explanation& all, std::string_view device, const DeviceFacts& facts,
+                const NamedDevice* named) {
+  all.device = name_of(facts.arch) + " (" +
+               (named == nullptr ? std::string() : named->gpu + std::string(", ")) +
+               std::to_string(facts.sm_count) + " SMs)";
+  if (device != name_of(facts.arch)) all.device = std::string(device) + ", " + all.device;
+  if (named == nullptr) return {};
+  all.rates = fixed(named->operations / 1e12, " TOPS") + " and " +
+              fixed(named->bandwidth / 1e12, " TB/s") + ", " + named->rates;
+  return {named->operations, named->bandwidth};
+}
+
+// ---- text --------------------------------------------------------------------------------------
 
 std::string bytes_text(std::int64_t bytes) {
   const auto b = static_cast<double>(bytes);
@@ -380,11 +412,8 @@ std::string padded(std::string text, std::size_t width) {
   return text;
 }
 
-std::string text_of(const Explanation& e, const LinearShape& shape, const ExplainOptions& options) {
-  std::string text = std::to_string(shape.tokens) + " tokens, " +
-                     std::to_string(shape.in_features) + " -> " +
-                     std::to_string(shape.out_features) + " features, " +
-                     dtype_name(options.dtype) + ", on " + e.device + "\n";
+std::string text_of(const Explanation& e, const std::string& title) {
+  std::string text = title + ", on " + e.device + "\n";
   std::string call;
   int number = 0;
   for (const ExplainedStep& step : e.steps) {
@@ -398,11 +427,15 @@ std::string text_of(const Explanation& e, const LinearShape& shape, const Explai
             joined(step.writes) + (step.independent ? "  (overlaps)" : "") + "\n";
     if (!step.slow.empty()) text += "    slow: " + step.slow + "\n";
   }
-  text += "\ng_y is read " + std::to_string(e.gy_passes) + (e.gy_passes == 1 ? " time" : " times") +
-          "; in all " + bytes_text(e.bytes_read) + " read, " + bytes_text(e.bytes_written) +
+  text += "\n";
+  if (e.gy_passes > 0) {
+    text +=
+        "g_y is read " + std::to_string(e.gy_passes) + (e.gy_passes == 1 ? " time; " : " times; ");
+  }
+  text += "in all " + bytes_text(e.bytes_read) + " read, " + bytes_text(e.bytes_written) +
           " written, " + fixed(static_cast<double>(e.operations) / 1e9, "") +
-          " billion operations\nworkspace of the backward: " +
-          bytes_text(static_cast<std::int64_t>(e.workspace)) + "\n";
+          " billion operations\nworkspace: " + bytes_text(static_cast<std::int64_t>(e.workspace)) +
+          "\n";
   if (e.floor_us > 0) text += "floor: " + fixed(e.floor_us, " us") + " at " + e.rates + "\n";
   return text;
 }
@@ -468,16 +501,7 @@ Explanation explain(std::string_view device, const LinearShape& shape,
                       detail::hadamard_projection(shape.out_features, spec.hadamard_block),
                       facts};
     const auto [L, O, I] = shape;
-    all.device = name_of(facts.arch) + " (" +
-                 (named == nullptr ? std::string() : named->gpu + std::string(", ")) +
-                 std::to_string(facts.sm_count) + " SMs)";
-    if (device != name_of(facts.arch)) all.device = std::string(device) + ", " + all.device;
-    Rates rates;
-    if (named != nullptr) {
-      rates = {named->operations, named->bandwidth};
-      all.rates = fixed(rates.operations / 1e12, " TOPS") + " and " +
-                  fixed(rates.bandwidth / 1e12, " TB/s") + ", " + named->rates;
-    }
+    const Rates rates = introduce(all, device, facts, named);
     const bool elements = L > 0 && I > 0;
     if (options.compress && elements && spec.storage == Storage::int4) {
       add_steps(all, layer, "compress_activation",
@@ -510,7 +534,104 @@ Explanation explain(std::string_view device, const LinearShape& shape,
         rates);
     all.workspace = detail::plan::backward_workspace(facts, work);
   });
-  all.text = text_of(all, shape, options);
+  all.text = text_of(
+      all, std::to_string(shape.tokens) + " tokens, " + std::to_string(shape.in_features) + " -> " +
+               std::to_string(shape.out_features) + " features, " + dtype_name(options.dtype));
+  return all;
+}
+
+namespace {
+
+std::string slow_product(const DeviceFacts& facts, const detail::plan::ProductShape& p,
+                         const Step& step) {
+  switch (step.kernel) {
+    case Kernel::byte:
+      return "one thread a result: rows of the operands are not a multiple of 16 bytes (K " +
+             std::to_string(p.k) + ")";
+    case Kernel::unpack:
+      return facts.int4_units
+                 ? "unpacked to INT8: rows of the packed operands are not a multiple "
+                   "of 16 bytes, or K is odd or too long"
+                 : "unpacked to INT8: no INT4 units at full speed on " + name_of(facts.arch);
+    case Kernel::tile_int8:
+    case Kernel::tile_int8_long:
+      if (facts.arch / 10 != 9) return "";
+      if (!facts.wgmma_built) return no_wgmma;
+      if (!p.scaled) return "mma.sync: bare INT32 sums";
+      if (p.k > detail::int32_safe_k) {
+        return "mma.sync: K " + std::to_string(p.k) + " is longer than INT32 sums hold";
+      }
+      return "mma.sync: " + not_aligned("out", "N", p.n, p.out.dtype);
+    default:
+      return "";
+  }
+}
+
+}  // namespace
+
+Explanation explain_gemm(std::string_view device, std::int64_t m, std::int64_t n, std::int64_t k,
+                         const ExplainGemmOptions& options) {
+  const char* const call = "explain_gemm";
+  detail::check_sizes(call, {"m", "n", "k"}, {m, n, k});
+  const bool bare = options.out_dtype == DType::i32;
+  if (!bare && options.out_dtype != DType::f32 && options.out_dtype != DType::f16 &&
+      options.out_dtype != DType::bf16) {
+    detail::invalid(call, "out_dtype is " + std::string(dtype_name(options.out_dtype)) +
+                              "; expected float32, float16, bfloat16 or int32");
+  }
+  Explanation all;
+  with_device(device, options.wgmma, [&](const DeviceFacts& facts, const NamedDevice* named) {
+    const auto size = static_cast<std::int64_t>(dtype_size(options.out_dtype));
+    const std::int64_t row_bytes = options.int4 ? (k + 1) / 2 : k;
+    detail::plan::ProductShape p;
+    p.m = m;
+    p.n = n;
+    p.k = k;
+    p.rows_aligned = k % 16 == 0;
+    p.scaled = !bare;
+    p.one_scale_a = m == 1;
+    p.one_scale_b = n == 1;
+    p.accumulate = options.accumulate;
+    p.out = {options.out_dtype, true, n * size % 16 == 0};
+    const Rates rates = introduce(all, device, facts, named);
+    const Plan plan = options.int4 ? detail::plan::plan_gemm_int4(facts, p, row_bytes % 16 == 0)
+                                   : detail::plan::plan_gemm(facts, p);
+    const auto bytes = [&](Buffer buffer) -> std::int64_t {
+      switch (buffer) {
+        case Buffer::a:
+          return m * row_bytes;
+        case Buffer::b:
+          return n * row_bytes;
+        case Buffer::unpacked_a:
+          return m * k;
+        case Buffer::unpacked_b:
+          return n * k;
+        case Buffer::out:
+          return m * n * size;
+        case Buffer::spread_a:
+          return 4 * m;
+        case Buffer::spread_b:
+          return 4 * n;
+        default:
+          return 0;
+      }
+    };
+    const auto operations = [&](const Step& step) {
+      return step.writes.has(Buffer::out) ? 2 * m * n * k : 0;
+    };
+    add_steps(all,
+              {options.int4 ? "gemm_int4" : "gemm_int8", bytes, operations,
+               [&](const Step& step) { return slow_product(facts, p, step); }},
+              plan, rates);
+    detail::WorkspaceCursor cursor;
+    cursor.take<char>(static_cast<std::int64_t>(detail::plan::gemm_workspace(facts, m, n, k)));
+    cursor.take<std::int8_t>(m * k);
+    cursor.take<std::int8_t>(n * k);
+    all.workspace = cursor.bytes();
+  });
+  all.text = text_of(all, std::to_string(m) + " x " + std::to_string(n) + " x " +
+                              std::to_string(k) + (options.int4 ? ", INT4, " : ", INT8, ") +
+                              dtype_name(options.out_dtype) + " out");
   return all;
 }
 

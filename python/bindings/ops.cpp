@@ -327,13 +327,7 @@ hot::DType float_of(Text name) {
                    "dtype: " + std::string(name) + "; expected float32, float16 or bfloat16");
 }
 
-nb::dict explain(Text device, std::int64_t tokens, std::int64_t out_features,
-                 std::int64_t in_features, const Spec& s, Text dtype, Text gw_dtype, bool compress,
-                 bool gx, bool gw, bool gb, bool accumulate, bool quantized_weight, bool wgmma) {
-  const hot::ExplainOptions options{float_of(dtype), float_of(gw_dtype), compress, gx, gw, gb,
-                                    accumulate,      quantized_weight,   wgmma};
-  const hot::Explanation e =
-      hot::explain(device, {tokens, out_features, in_features}, s.spec, options);
+nb::dict explanation(const hot::Explanation& e) {
   nb::list steps;
   for (const hot::ExplainedStep& step : e.steps) {
     nb::dict d;
@@ -366,6 +360,20 @@ nb::dict explain(Text device, std::int64_t tokens, std::int64_t out_features,
   d["slow"] = nb::tuple(nb::cast(e.slow));
   d["text"] = e.text;
   return d;
+}
+
+nb::dict explain(Text device, std::int64_t tokens, std::int64_t out_features,
+                 std::int64_t in_features, const Spec& s, Text dtype, Text gw_dtype, bool compress,
+                 bool gx, bool gw, bool gb, bool accumulate, bool quantized_weight, bool wgmma) {
+  const hot::ExplainOptions options{float_of(dtype), float_of(gw_dtype), compress, gx, gw, gb,
+                                    accumulate,      quantized_weight,   wgmma};
+  return explanation(hot::explain(device, {tokens, out_features, in_features}, s.spec, options));
+}
+
+nb::dict explain_gemm(Text device, std::int64_t m, std::int64_t n, std::int64_t k, Text out_dtype,
+                      bool int4, bool accumulate, bool wgmma) {
+  return explanation(
+      hot::explain_gemm(device, m, n, k, {float_of(out_dtype), int4, accumulate, wgmma}));
 }
 
 std::pair<std::string, std::string> verdict(const hot::DeviceVerdict& found) {
@@ -455,6 +463,8 @@ void bind_ops(nb::module_& m) {
   m.def("explain", &explain, "device"_a, "tokens"_a, "out_features"_a, "in_features"_a, "spec"_a,
         "dtype"_a, "gw_dtype"_a, "compress"_a, "gx"_a, "gw"_a, "gb"_a, "accumulate"_a,
         "quantized_weight"_a, "wgmma"_a);
+  m.def("explain_gemm", &explain_gemm, "device"_a, "m"_a, "n"_a, "k"_a, "out_dtype"_a, "int4"_a,
+        "accumulate"_a, "wgmma"_a);
   m.def("supported", &supported, "context"_a, "tokens"_a, "out_features"_a, "in_features"_a,
         "spec"_a);
 }

@@ -22,7 +22,7 @@ from .ops import (
     supported,
     unpack_int4,
 )
-from .plans import Explanation, explain
+from .plans import Explanation, explain, explain_gemm
 from .saved import QuantizedWeight, Saved
 
 __version__: str = _core.version()
@@ -40,6 +40,7 @@ __all__ = [
     "compress_activation",
     "dequantize",
     "explain",
+    "explain_gemm",
     "fwht",
     "gemm_int4",
     "gemm_int8",

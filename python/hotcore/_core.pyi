@@ -186,3 +186,13 @@ def explain(
     quantized_weight: bool,
     wgmma: bool,
 ) -> dict[str, Any]: ...
+def explain_gemm(
+    device: str,
+    m: int,
+    n: int,
+    k: int,
+    out_dtype: str,
+    int4: bool,
+    accumulate: bool,
+    wgmma: bool,
+) -> dict[str, Any]: ...

@@ -1,4 +1,4 @@
-"""Which kernels a layer gets on a GPU, without running them: :func:`explain`."""
+"""Which kernels a layer or a product gets on a GPU, without running them."""
 
 from __future__ import annotations
 
@@ -118,11 +118,8 @@ def explain(
         raise ValueError(f"need: {min(unknown)!r} is not one of 'x', 'gx', 'gw', 'gb'")
     if not wanted:
         raise ValueError("need: nothing is wanted; expected 'x', 'gx', 'gw' or 'gb', one at least")
-    where = str(device)
-    if wgmma is None:
-        wgmma = _core.cuda_wgmma() or not _core.built_with_cuda()
     found = _core.explain(
-        "cuda:0" if where == "cuda" else where,
+        _device(device),
         tokens,
         out_features,
         in_features,
@@ -135,7 +132,56 @@ def explain(
         "gb" in wanted,
         accumulate,
         quantized_weight,
-        wgmma,
+        _wgmma(wgmma),
     )
+    return _explanation(found)
+
+
+def explain_gemm(
+    m: int,
+    n: int,
+    k: int,
+    *,
+    int4: bool = False,
+    device: Any = "sm_90",
+    out_dtype: Any = "float32",
+    accumulate: bool = False,
+    wgmma: bool | None = None,
+) -> Explanation:
+    """Say which kernels :func:`hotcore.gemm_int8` or ``gemm_int4`` runs on a GPU.
+
+    Args:
+        m: rows of a.
+        n: rows of b.
+        k: the contraction. Arrays are taken to be contiguous and aligned to 16 bytes, with a scale
+            for each row.
+        int4: the operands are packed INT4.
+        device: as of :func:`explain`.
+        out_dtype: float32, float16 or bfloat16.
+        accumulate: the product is added to what ``out`` holds.
+        wgmma: as of :func:`explain`.
+
+    Returns:
+        The steps, with bytes, operations and a floor time.
+
+    Raises:
+        ValueError: an argument that there cannot be; the message names it.
+        NotImplementedError: a GPU of this machine, in a build without CUDA.
+    """
+    out = arrays.dtype_name(out_dtype, "out_dtype", arrays.FLOATS)
+    return _explanation(
+        _core.explain_gemm(_device(device), m, n, k, out, int4, accumulate, _wgmma(wgmma))
+    )
+
+
+def _device(device: Any) -> str:
+    return "cuda:0" if str(device) == "cuda" else str(device)
+
+
+def _wgmma(wgmma: bool | None) -> bool:
+    return _core.cuda_wgmma() or not _core.built_with_cuda() if wgmma is None else wgmma
+
+
+def _explanation(found: dict[str, Any]) -> Explanation:
     steps = tuple(Step(**step) for step in found.pop("steps"))
     return Explanation(steps=steps, **found)

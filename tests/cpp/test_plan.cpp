@@ -155,31 +155,22 @@ TEST(Plan, every_kernel_is_reached) {
       }
     }
   }
-  plan::DeviceFacts facts;
-  facts.arch = 80;
-  facts.sm_count = 108;
-  plan::ProductShape product;
-  for (const std::int64_t m : {64, 512, 3072, 8192}) {
+  hot::ExplainGemmOptions int4;
+  int4.int4 = true;
+  for (const Explanation& product : {hot::explain_gemm("sm_90", 512, 512, 512, int4),
+                                     hot::explain_gemm("sm_80", 512, 512, 512, int4),
+                                     hot::explain_gemm("sm_90", 512, 512, 500)}) {
+    for (const std::string& kernel : kernels_of(product)) reached.insert(kernel);
+  }
+  for (const std::int64_t m : {64, 512, 3072, 8192}) {  // every tile is some device's choice
     for (const std::int64_t n : {64, 512, 3072, 8192}) {
-      for (const int arch : {80, 86, 90}) {  // every tile of mma.sync is some device's choice
-        facts.arch = arch;
-        product.m = m, product.n = n, product.k = 4096;
-        for (const plan::Step& step : plan::plan_gemm(facts, product)) {
-          reached.insert(info(step.kernel).name);
+      for (const char* const device : {"sm_80", "sm_86"}) {
+        for (const std::string& kernel : kernels_of(hot::explain_gemm(device, m, n, 4096))) {
+          reached.insert(kernel);
         }
       }
     }
   }
-  facts.arch = 80;
-  product.m = product.n = product.k = 512;
-  const auto add = [&](const plan::Plan& steps) {
-    for (const plan::Step& step : steps) reached.insert(info(step.kernel).name);
-  };
-  add(plan::plan_gemm_int4(facts, product, true));  // no INT4 units: unpacked
-  facts.int4_units = true;
-  add(plan::plan_gemm_int4(facts, product, true));
-  product.rows_aligned = false;
-  add(plan::plan_gemm(facts, product));
   for (int kernel = 0; kernel < plan::kernel_count; ++kernel) {
     const char* const name = info(static_cast<plan::Kernel>(kernel)).name;
     EXPECT_EQ(reached.count(name), 1U) << name << " is in no plan";
@@ -218,6 +209,34 @@ TEST(Plan, slow_paths_say_why) {
   spec.hadamard_block = 64;
   has(reasons("sm_90", large, spec, options), "hadamard_block is 64");
   has(reasons("sm_90", large, spec, options), "blocks of 64");
+}
+
+TEST(Plan, slow_products_say_why) {
+  const auto reason = [](const char* device, std::int64_t n, std::int64_t k,
+                         const hot::ExplainGemmOptions& options) {
+    const Explanation e = hot::explain_gemm(device, 256, n, k, options);
+    EXPECT_EQ(e.operations, 2 * 256 * n * k);
+    return e.slow.empty() ? std::string() : e.slow[0];
+  };
+  const auto has = [](const std::string& text, const std::string& part) {
+    EXPECT_NE(text.find(part), std::string::npos) << part << " is not in: " << text;
+  };
+  hot::ExplainGemmOptions options;
+  EXPECT_EQ(reason("sm_90", 256, 256, options), "");
+  EXPECT_EQ(reason("sm_80", 250, 256, options), "");
+  has(reason("sm_80", 256, 250, options), "one thread a result: rows of the operands");
+  has(reason("sm_90", 255, 256, options), "mma.sync: rows of out are not a multiple of 16 bytes");
+  has(reason("sm_90", 256, 140000, options), "longer than INT32 sums hold");
+  options.wgmma = false;
+  has(reason("sm_90", 256, 256, options), "no wgmma kernels");
+  options = {};
+  options.out_dtype = DType::i32;
+  has(reason("sm_90", 256, 256, options), "bare INT32 sums");
+  options = {};
+  options.int4 = true;
+  EXPECT_EQ(reason("sm_86", 256, 256, options), "");
+  has(reason("sm_86", 256, 250, options), "rows of the packed operands");
+  has(reason("sm_120", 256, 256, options), "no INT4 units at full speed on sm_120");
 }
 
 TEST(Plan, explains_bytes_and_floor) {

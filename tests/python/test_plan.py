@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 import subprocess
@@ -189,9 +190,14 @@ def test_every_kernel_is_reached() -> None:
         for device in _core.explain_devices()
         for step in explain(*shape, config=config, dtype=dtype, device=device).steps
     }
-    # Those of products on their own: test_plan.cpp.
-    assert {name for name in names - reached if "tile_kernel" not in name} <= {"unpack_kernel"}
-    assert not reached - names
+    for device, k, int4 in (("sm_90", 512, True), ("sm_80", 512, True), ("sm_90", 500, False)):
+        product = hotcore.explain_gemm(512, 512, k, int4=int4, device=device)
+        reached |= {step.kernel for step in product.steps}
+    for m, n in itertools.product((64, 512, 3072, 8192), repeat=2):  # every tile is some choice
+        for device in ("sm_80", "sm_86"):
+            product = hotcore.explain_gemm(m, n, 4096, device=device)
+            reached |= {step.kernel for step in product.steps}
+    assert reached == names
 
 
 def test_slow_paths_say_why() -> None:
@@ -205,6 +211,21 @@ def test_slow_paths_say_why() -> None:
     assert "in_features 770, bfloat16" in why
     slow = explain(*shape, config=HotConfig.recipe("fast", hadamard_block=64)).slow
     assert any("hadamard_block is 64" in why for why in slow)
+
+
+def test_slow_products_say_why() -> None:
+    def slow(n: int, k: int, **options: Any) -> str:
+        found = hotcore.explain_gemm(256, n, k, **{"wgmma": True, **options})
+        assert found.operations == 2 * 256 * n * k
+        return "".join(found.slow)
+
+    assert slow(256, 256) == ""
+    assert "one thread a result: rows of the operands" in slow(256, 250, device="sm_80")
+    assert "rows of out are not a multiple of 16 bytes" in slow(255, 256)
+    assert "longer than INT32 sums hold" in slow(256, 140000)
+    assert "no wgmma kernels" in slow(256, 256, wgmma=False)
+    assert slow(256, 256, int4=True, device="sm_86") == ""
+    assert "no INT4 units at full speed on sm_120" in slow(256, 256, int4=True, device="sm_120")
 
 
 def test_explains_bytes_and_floor() -> None:

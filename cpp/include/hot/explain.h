@@ -16,9 +16,9 @@ namespace hot {
 /// A launch. Its numbers are those that the CUDA backend launches with; where a grid depends on how
 /// much of a kernel a device runs at once, a device that is not there is modelled.
 struct ExplainedStep {
-  std::string call;    // the public function: compress_activation, quantize_weight, backward_linear
-  std::string kernel;  // e.g. "rows16_kernel"
-  std::string file;    // in cuda/
+  std::string call;                // the public function, e.g. backward_linear
+  std::string kernel;              // e.g. "rows16_kernel"
+  std::string file;                // in cuda/
   std::int64_t blocks = 0;         // thread blocks; 0: a memset
   int threads = 0;                 // of a thread block
   int cluster = 1;                 // thread blocks of a cluster
@@ -70,5 +70,17 @@ HOT_API std::vector<std::string> explain_devices();
 /// `unsupported` for a CUDA device in a build without CUDA.
 HOT_API Explanation explain(std::string_view device, const LinearShape& shape,
                             const BackwardLinearSpec& spec, const ExplainOptions& options = {});
+
+struct ExplainGemmOptions {
+  DType out_dtype = DType::f32;  // or i32: the bare sums
+  bool int4 = false;             // gemm_int4: packed operands
+  bool accumulate = false;
+  bool wgmma = true;  // as ExplainOptions::wgmma
+};
+
+/// The kernels of gemm_int8 or gemm_int4 on contiguous arrays [M, K], [N, K] and [M, N] that start
+/// on 16 bytes, with a scale for each row. Errors as of `explain`.
+HOT_API Explanation explain_gemm(std::string_view device, std::int64_t m, std::int64_t n,
+                                 std::int64_t k, const ExplainGemmOptions& options = {});
 
 }  // namespace hot
