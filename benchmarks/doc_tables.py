@@ -172,8 +172,8 @@ def about(report: Report) -> Iterator[str]:
     versions = report.get("versions", report)
     day = report.get("date", report.get("bench_backward", {}).get("date", ""))[:10]
     words = [report.get("device", report.get("machine", ""))]
-    if "threads" in report:
-        words += [f"{report['isa']}, {report['threads']} threads"]
+    words += [report["isa"]] if "isa" in report else []
+    words += [f"{report['threads']} threads"] if "threads" in report else []
     words += [f"torch {versions['torch']}", day]
     yield f"*{', '.join(word for word in words if word)}*"
 
@@ -291,16 +291,19 @@ def cpu(report: Report) -> Iterator[str]:
         yield line([shape.replace(",", ", "), *found])
 
 
+TASKS = {"vit": "small ViT, scikit-learn's digits", "gpt": "small GPT, Python's standard library"}
+
+
 def train(report: Report) -> Iterator[str]:
     """Final validation loss less fp32's, mean of the seeds; bytes kept by the linear layers."""
     names = report["recipes"]
     yield from header(["", "fp32's loss", *(f"`{name}`" for name in names)])
     for task, entry in report["tasks"].items():
         differences = [f"{entry['difference'][name]:+.3f}" for name in names]
-        yield line([f"{task}: loss less fp32's", f"{entry['fp32']:.2f}", *differences])
+        yield line([f"{TASKS[task]}: less fp32's", f"{entry['fp32']:.2f}", *differences])
     for task, entry in report["tasks"].items():
         kept = [f"{100 * entry['kept'][name]:.1f} %" for name in names]
-        yield line([f"{task}: kept by the linear layers", "100 %", *kept])
+        yield line([f"{TASKS[task]}: kept by the linear layers", "100 %", *kept])
 
 
 def gpt(report: Report) -> Iterator[str]:

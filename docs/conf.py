@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "docs"))
+
+import headers  # noqa: E402
 
 project = "hotcore"
 author = "The hotcore authors"
@@ -57,7 +60,7 @@ nitpicky = True
 nitpick_ignore_regex = [
     (r"py:.*", r"(collections|fnmatch|lightning|numpy|pathlib|torch|transformers|typing)(\..*)?"),
     (r"py:class", r"NDArray|(hotcore\..*\.)?(Array|Bits|HotConfigFields|Layout|RecipeName)"),
-    (r"py:class", r"(hotcore\..*\.)?(Share|Spec)"),
+    (r"py:class", r"(hotcore\..*\.)?(Share|Spec|Step)"),
     (r"py:class", r"hotcore\.torch\.(modules\.HotModule|saved\.modules\.SavedReport)"),
     (r"py:(func|mod)", r"hotcore\.torch\.(conv|gains|reuse|saved\.convert_saved)"),
     (
@@ -90,7 +93,13 @@ def _put_back(app: Any, what: str, name: str, found: Any, options: Any, lines: l
     lines[:] = _aside.pop(name, lines)
 
 
+def _read(app: Any, page: str, text: list[str]) -> None:
+    if page == "docs/api/cpp":
+        text[0] = text[0].replace("<!-- headers -->", headers.markdown())
+
+
 def setup(app: Any) -> None:
     """Sphinx's hook."""
+    app.connect("source-read", _read)
     app.connect("autodoc-process-docstring", _put_aside, priority=400)
     app.connect("autodoc-process-docstring", _put_back, priority=600)

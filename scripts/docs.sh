@@ -20,10 +20,10 @@ hot_env_install train torch==2.13.0 numpy scikit-learn matplotlib tqdm # as in t
 hot_env_install docs -r "$HOT_ROOT/scripts/docs-requirements.txt"
 hot_env_project torch
 
-# A page that is gone leaves its file: the site begins empty. What was read of the pages is kept beside it.
+# Every call begins anew (-E, an empty folder): what is gone leaves nothing, and pages are also made of headers and code.
 site="$HOT_ROOT/build/site"
 rm -rf "$site"
 cd "$HOT_ROOT"
-"$HOT_VENV_PYTHON" -m sphinx -b "$builder" -W --keep-going -q -d "$HOT_ROOT/build/site-cache" \
+"$HOT_VENV_PYTHON" -m sphinx -b "$builder" -E -W --keep-going -q -d "$HOT_ROOT/build/site-cache" \
   -c docs . "$site" || hot_env_fail "the documentation has warnings (above)"
 hot_env_say "written: $site/index.html"

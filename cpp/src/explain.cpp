@@ -243,7 +243,7 @@ std::string slow_tiles(const Layer& layer, const Step& step) {
                               ? "the contraction is longer than INT32 sums hold, or empty"
                               : not_aligned(gx ? "g_x" : "g_w", "in_features", columns, dtype);
   if (layer.facts.arch / 10 != 9) {
-    return step.kernel == Kernel::mma_any ? "a tile at half the speed: " + why : "";
+    return step.kernel == Kernel::mma_any ? "mma.sync, a tile at half the speed: " + why : "";
   }
   if (!layer.facts.wgmma_built) return no_wgmma;
   return "mma.sync: " + why;
@@ -545,23 +545,28 @@ namespace {
 std::string slow_product(const DeviceFacts& facts, const detail::plan::ProductShape& p,
                          const Step& step) {
   switch (step.kernel) {
-    case Kernel::byte:
-      return "one thread a result: rows of the operands are not a multiple of 16 bytes (K " +
-             std::to_string(p.k) + ")";
     case Kernel::unpack:
       return facts.int4_units
                  ? "unpacked to INT8: rows of the packed operands are not a multiple "
                    "of 16 bytes, or K is odd or too long"
                  : "unpacked to INT8: no INT4 units at full speed on " + name_of(facts.arch);
-    case Kernel::tile_int8:
-    case Kernel::tile_int8_long:
-      if (facts.arch / 10 != 9) return "";
-      if (!facts.wgmma_built) return no_wgmma;
-      if (!p.scaled) return "mma.sync: bare INT32 sums";
-      if (p.k > detail::int32_safe_k) {
-        return "mma.sync: K " + std::to_string(p.k) + " is longer than INT32 sums hold";
-      }
-      return "mma.sync: " + not_aligned("out", "N", p.n, p.out.dtype);
+    case Kernel::mma_128x256x128:
+    case Kernel::mma_256x128x128:
+    case Kernel::mma_128x256x64:
+    case Kernel::mma_128x128x64:
+    case Kernel::mma_64x64x64:
+    case Kernel::mma_any: {
+      const std::string why =
+          !p.rows_aligned
+              ? "rows of the operands are not a multiple of 16 bytes (K " + std::to_string(p.k) +
+                    ")"
+          : p.k > detail::int32_safe_k
+              ? "K " + std::to_string(p.k) + " is longer than INT32 sums hold"
+              : not_aligned("out", "N", p.n, p.out.dtype);
+      if (facts.arch / 10 == 9 && !facts.wgmma_built) return no_wgmma;
+      if (step.kernel == Kernel::mma_any) return "mma.sync, a tile at half the speed: " + why;
+      return facts.arch / 10 == 9 && !p.scaled ? "mma.sync: bare INT32 sums" : "";
+    }
     default:
       return "";
   }

@@ -483,8 +483,8 @@ def test_runs_of_train_are_averaged(tmp_path: Path) -> None:
         "fp32": 1.5, "difference": {"fast": 0.375}, "kept": {"fast": 0.125},
     }  # fmt: skip
     assert list(doc_tables.train(report))[2:] == [
-        "| vit: loss less fp32's | 1.50 | +0.375 |",
-        "| vit: kept by the linear layers | 100 % | 12.5 % |",
+        "| small ViT, scikit-learn's digits: less fp32's | 1.50 | +0.375 |",
+        "| small ViT, scikit-learn's digits: kept by the linear layers | 100 % | 12.5 % |",
     ]
 
 
