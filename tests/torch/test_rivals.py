@@ -419,7 +419,7 @@ def test_authors_gw(tokens: int, n: int) -> None:
     """E[g_w] = (P g_y)^T q(P x), sample by sample; 49 and 197 tokens are not transformed at all."""
     x, w, gy = operands(tokens=tokens, ins=12, outs=16)
     matrix = hotcore.fwht(torch.eye(n), block=n)
-    rows = matrix[triangle_rows(n)]
+    rows = matrix[list(triangle_rows(n))]
     assert len(rows) == {1: 1, 16: 10, 64: 36}[n]
     total = torch.zeros(16, 12)
     for i in range(2):
