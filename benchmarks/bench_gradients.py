@@ -20,7 +20,6 @@ of a value of x. LoRA has no gradients of these weights and no part in this.
 from __future__ import annotations
 
 import argparse
-import platform
 import statistics
 import time
 import zlib
@@ -431,21 +430,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         for task in tasks:
             small_tasks.chosen(task, args.methods)
-        report = small_tasks.resumed(args.json, settings)
+        why = "no gradients of the layers' own weights"
+        report = small_tasks.begun(args.json, "gradients", settings, args.threads, why, "points")
     except ValueError as error:
         parser.error(str(error))
-    if report is None:
-        report = {
-            "benchmark": "gradients",
-            "device": platform.processor() or platform.machine(),
-            "versions": {
-                "hotcore": hotcore.__version__, "torch": torch.__version__, "isa": hotcore.isa(),
-                "threads": args.threads,
-            },
-            "settings": settings,
-            "left out": {"lora": "no gradients of the layers' own weights"},
-            "points": {},
-        }  # fmt: skip
     for task in tasks:
         for seed in args.seeds:
             measure(args, report, task, seed)

@@ -14,14 +14,12 @@ from __future__ import annotations
 
 import argparse
 import math
-import platform
 import statistics
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import hotcore
 import rivals
 import small_tasks
 import torch
@@ -165,21 +163,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings = {"tasks": tasks, "methods": args.methods, "seeds": args.seeds, "steps": args.steps}
     try:
         methods = {task: small_tasks.chosen(task, args.methods, (FULL,)) for task in tasks}
-        report = small_tasks.resumed(args.json, settings)
+        why = "for fine-tuning"
+        report = small_tasks.begun(args.json, "training", settings, args.threads, why, "runs")
     except ValueError as error:
         parser.error(str(error))
-    if report is None:
-        report = {
-            "benchmark": "training",
-            "device": platform.processor() or platform.machine(),
-            "versions": {
-                "hotcore": hotcore.__version__, "torch": torch.__version__, "isa": hotcore.isa(),
-                "threads": args.threads,
-            },
-            "settings": settings,
-            "left out": {"lora": "for fine-tuning"},
-            "runs": {},
-        }  # fmt: skip
     runs = report["runs"]
     wanted = [
         (task, contender, seed)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import hotcore
 import torch
 from timing import rounded
 
@@ -80,26 +82,42 @@ def _text(content: Mapping[str, Any]) -> str:
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
-def resumed(path: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The report at ``path``, to go on with; None where there is none.
+def begun(
+    path: Path, benchmark: str, settings: Mapping[str, Any], threads: int, lora: str, entries: str
+) -> dict[str, Any]:
+    """The report at ``path``, to go on with; a new one where there is none.
+
+    Args:
+        path: of the report.
+        benchmark: its name.
+        settings: what the figures depend on.
+        threads: of the CPU.
+        lora: why LoRA is left out.
+        entries: key of what is filled in bit by bit.
 
     Raises ValueError where it was made with other settings.
     """
-    if not path.exists():
-        return None
-    found: dict[str, Any] = json.loads(path.read_text())
-    same = json.loads(json.dumps(settings))
-    if found.get("settings") != same:
-        raise ValueError(
-            f"json: {path} was made with {found.get('settings')}, not {same}: name another file, "
-            "or remove it"
-        )
-    return found
+    if path.exists():
+        found: dict[str, Any] = json.loads(path.read_text())
+        same = json.loads(json.dumps(settings))
+        if found.get("settings") != same:
+            raise ValueError(
+                f"json: {path} was made with {found.get('settings')}, not {same}: name another "
+                "file, or remove it"
+            )
+        return found
+    versions = {"hotcore": hotcore.__version__, "torch": torch.__version__, "isa": hotcore.isa()}
+    return {
+        "benchmark": benchmark,
+        "device": platform.processor() or platform.machine(),
+        "versions": {**versions, "threads": threads},
+        "settings": settings,
+        "left out": {"lora": lora},
+        entries: {},
+    }
 
 
 def use_threads(count: int) -> None:
     """Of torch and of hotcore."""
-    import hotcore
-
     torch.set_num_threads(count)
     hotcore.set_num_threads(count)

@@ -22,7 +22,8 @@ SIDE = 4
 
 def _rows(rank: int, like: Tensor) -> Tensor:
     """The ``rank`` lowest rows by LP_L1 order, ``[rank, 16]``."""
-    return hadamard(BLOCK, like)[reference.basis_order("lowpass", BLOCK)[:rank]]
+    order = reference.basis_order("lowpass", BLOCK)
+    return hadamard(BLOCK, like.device, tuple(order[:rank]))
 
 
 class LbpWht(Method):

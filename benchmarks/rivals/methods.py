@@ -8,6 +8,7 @@ float32: values and bytes are the method's, time is not.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, ClassVar
 
@@ -138,7 +139,8 @@ def power_of_two_factor(n: int, most: int | None = None) -> int:
     return factor if most is None else min(factor, most)
 
 
-def triangle_rows(n: int) -> list[int]:
+@functools.cache
+def triangle_rows(n: int) -> tuple[int, ...]:
     """Natural indices of the Hadamard rows that the code of HOT's authors keeps of ``n``.
 
     The rows by sequency fill a square of side s, s^2 the largest power of four up to n, to and fro;
@@ -150,12 +152,14 @@ def triangle_rows(n: int) -> list[int]:
     for i in range(side):
         columns = range(side - i) if i % 2 == 0 else range(i, side)
         kept += [by_sequency[side * i + j] for j in columns]
-    return kept
+    return tuple(kept)
 
 
-def hadamard(n: int, like: Tensor) -> Tensor:
-    """Sylvester's matrix ``[n, n]``, unnormalised."""
-    return hotcore.fwht(torch.eye(n), block=n).to(like.device, torch.float32)
+@functools.cache
+def hadamard(n: int, device: torch.device, rows: tuple[int, ...] | None = None) -> Tensor:
+    """Sylvester's matrix ``[n, n]``, unnormalised, or some rows; float32, not to be written to."""
+    matrix = hotcore.fwht(torch.eye(n), block=n)
+    return (matrix if rows is None else matrix[list(rows)]).to(device)
 
 
 class AuthorsHot(Method):
@@ -183,7 +187,7 @@ class AuthorsHot(Method):
 
     def _project(self, x: Tensor) -> Tensor:
         n = power_of_two_factor(x.shape[1])
-        rows = hadamard(n, x)[triangle_rows(n)]
+        rows = hadamard(n, x.device, triangle_rows(n))
         blocks = x.reshape(x.shape[0], -1, n, x.shape[2])
         return torch.einsum("rn,bknc->bkrc", rows, blocks).flatten(1, 2)
 
@@ -209,7 +213,7 @@ class AuthorsHot(Method):
 
     def g_x(self, gy: Tensor, w: Tensor) -> Tensor:
         n = power_of_two_factor(w.shape[0], 16)
-        matrix = hadamard(n, w)
+        matrix = hadamard(n, w.device)
         blocks = gy.reshape(*gy.shape[:2], -1, n) @ matrix
         turned = torch.einsum("nm,kmi->kni", matrix, w.reshape(-1, n, w.shape[1])).flatten(0, 1)
         codes, scale = self._sawb(turned, 4)

@@ -414,12 +414,13 @@ def test_authors_rows() -> None:
     assert power_of_two_factor(768, 16) == 16 and power_of_two_factor(100, 16) == 4
 
 
-@pytest.mark.parametrize("tokens", [16, 48, 49, 197])
-def test_authors_gw(tokens: int) -> None:
+@pytest.mark.parametrize(("tokens", "n"), [(16, 16), (48, 16), (64, 64), (49, 1), (197, 1)])
+def test_authors_gw(tokens: int, n: int) -> None:
     """E[g_w] = (P g_y)^T q(P x), sample by sample; 49 and 197 tokens are not transformed at all."""
     x, w, gy = operands(tokens=tokens, ins=12, outs=16)
-    n = 16 if tokens % 16 == 0 else 1
-    rows = hotcore.fwht(torch.eye(16), block=16)[triangle_rows(16)] if n == 16 else torch.eye(1)
+    matrix = hotcore.fwht(torch.eye(n), block=n)
+    rows = matrix[list(triangle_rows(n))]
+    assert len(rows) == {1: 1, 16: 10, 64: 36}[n]
     total = torch.zeros(16, 12)
     for i in range(2):
         low_x, low_gy = (

@@ -25,6 +25,7 @@ from . import probe
 from .convert import convert
 from .plan import matplotlib_figure
 from .probe import Untouched
+from .report import aligned
 from .selection import Filter, candidates, features_of, is_frozen, weights_of
 
 PLAIN = "full precision"
@@ -104,15 +105,8 @@ class ComputeReport:
         table.append((f"of {PLAIN}", "", "", "", "", "", *shares))
         both = [self.forward + total for total in totals]
         table.append(("forward and backward", "", "", "", "", "", *map(_giga, both)))
-        widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
-        lines = [
-            "  ".join(
-                cell.ljust(width) if i < 2 else cell.rjust(width)
-                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in table
-        ]
-        return "\n".join([*lines, "10^9 bit operations: bits x bits of every multiply-add"])
+        unit = "10^9 bit operations: bits x bits of every multiply-add"
+        return "\n".join([*aligned(table), unit])
 
     def to_json(self) -> str:
         """All figures, in BOPs, as JSON."""

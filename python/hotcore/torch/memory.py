@@ -23,6 +23,7 @@ from .compress_saved import Compression
 from .convert import convert, revert
 from .plan import matplotlib_figure
 from .probe import LossFn, Untouched, loss_of
+from .report import aligned
 from .selection import Filter
 
 _MIB = 2**20
@@ -79,15 +80,8 @@ class MemoryReport:
         rows.append(("kept for backward", "", *_amounts(self.before, self.after)))
         if self.peak_before is not None and self.peak_after is not None:
             rows.append(("allocator's peak", "", *_amounts(self.peak_before, self.peak_after)))
-        widths = [max(len(row[i]) for row in rows) for i in range(5)]
-        lines = [
-            "  ".join(
-                cell.ljust(width) if i < 2 else cell.rjust(width)
-                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in rows
-        ]
-        return "\n".join([*lines, f"after: {self.changes}; parameters and buffers not counted"])
+        notes = f"after: {self.changes}; parameters and buffers not counted"
+        return "\n".join([*aligned(rows), notes])
 
     def to_json(self) -> str:
         """All figures, in bytes, as JSON."""

@@ -245,3 +245,15 @@ def _as_dict(layer: Converted | Skipped) -> dict[str, Any]:
         entry["config"] = json.loads(layer.config.to_json())
         entry["recipe"] = layer.config.name
     return {"converted": isinstance(layer, Converted), **entry}
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table: two columns of names to the left, the figures to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if i < 2 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
