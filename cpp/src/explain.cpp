@@ -556,13 +556,12 @@ std::string slow_product(const DeviceFacts& facts, const detail::plan::ProductSh
     case Kernel::mma_128x128x64:
     case Kernel::mma_64x64x64:
     case Kernel::mma_any: {
-      const std::string why =
-          !p.rows_aligned
-              ? "rows of the operands are not a multiple of 16 bytes (K " + std::to_string(p.k) +
-                    ")"
-          : p.k > detail::int32_safe_k
-              ? "K " + std::to_string(p.k) + " is longer than INT32 sums hold"
-              : not_aligned("out", "N", p.n, p.out.dtype);
+      const std::string why = !p.rows_aligned
+                                  ? "rows of the operands are not a multiple of 16 bytes (K " +
+                                        std::to_string(p.k) + ")"
+                              : p.k > detail::int32_safe_k
+                                  ? "K " + std::to_string(p.k) + " is longer than INT32 sums hold"
+                                  : not_aligned("out", "N", p.n, p.out.dtype);
       if (facts.arch / 10 == 9 && !facts.wgmma_built) return no_wgmma;
       if (step.kernel == Kernel::mma_any) return "mma.sync, a tile at half the speed: " + why;
       return facts.arch / 10 == 9 && !p.scaled ? "mma.sync: bare INT32 sums" : "";

@@ -220,7 +220,7 @@ def test_slow_products_say_why() -> None:
         return "".join(found.slow)
 
     assert slow(256, 256) == ""
-    assert "one thread a result: rows of the operands" in slow(256, 250, device="sm_80")
+    assert "half the speed: rows of the operands" in slow(256, 250, device="sm_80")
     assert "rows of out are not a multiple of 16 bytes" in slow(255, 256)
     assert "longer than INT32 sums hold" in slow(256, 140000)
     assert "no wgmma kernels" in slow(256, 256, wgmma=False)
