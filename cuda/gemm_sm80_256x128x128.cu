@@ -2,6 +2,7 @@
 
 namespace hot::detail {
 
-template void mma_run<Mma256x128x128>(const Context&, const GemmArgs&, MmaCodes, const MmaPlan&, void*);
+template void mma_run<Mma256x128x128>(const Context&, const GemmArgs&, MmaCodes, const MmaPlan&,
+                                      void*);
 
 }  // namespace hot::detail

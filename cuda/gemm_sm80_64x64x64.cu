@@ -2,6 +2,7 @@
 
 namespace hot::detail {
 
-template void mma_run<Mma64x64x64>(const Context&, const GemmArgs&, MmaCodes, const MmaPlan&, void*);
+template void mma_run<Mma64x64x64>(const Context&, const GemmArgs&, MmaCodes, const MmaPlan&,
+                                   void*);
 
 }  // namespace hot::detail
