@@ -575,8 +575,10 @@ template <class Mma, class T>
 __global__ void __launch_bounds__(T::threads, T::blocks)
     tile_kernel(const __grid_constant__ MmaWork work) {
   begin_kernel();
-#if defined(__CUDA_ARCH__)  // for a GPU that cannot hold it there is no code
-  if constexpr (T::shared_bytes <= mma_shared_block(__CUDA_ARCH__ / 10)) {
+#if defined(__CUDA_ARCH__)  // no code where mma_can says no
+  constexpr int capability = __CUDA_ARCH__ / 10;
+  if constexpr (T::shared_bytes <= mma_shared_block(capability) &&
+                (std::is_same_v<Mma, MmaInt8> || mma_int4(capability))) {
     multiply_tiles<Mma, T>(work);
   }
 #endif

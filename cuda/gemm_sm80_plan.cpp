@@ -141,7 +141,8 @@ int mma_tile(std::string_view name) {
 
 bool mma_can(const MmaDevice& device, const MmaProduct& product, int tile) {
   const MmaTileFacts& facts = mma_tiles[tile];
-  if (blocks_per_sm(device.capability, facts) == 0 || (product.int4 && !facts.int4)) return false;
+  if (blocks_per_sm(device.capability, facts) == 0) return false;
+  if (product.int4 && !(facts.int4 && mma_int4(device.capability))) return false;
   if (ceil_of(product.m, facts.m) * ceil_of(product.n, facts.n) > INT32_MAX) return false;
   return facts.any || (product.aligned && !product.long_k);
 }

@@ -14,6 +14,10 @@ constexpr int mma_shared_block(int capability) {
   return 1024 * (small ? 99 : capability < 90 ? 163 : 227);
 }
 
+// Whether there is code for INT4: from sm_100 on mma.sync has none, sm_90 runs it slowly, for
+// tests.
+constexpr bool mma_int4(int capability) { return capability < 100; }
+
 // A tile of the result as a type, for the kernel (gemm_sm80.cuh). `step`: bytes of K in a stage of
 // its ring; `blocks`: thread blocks of a multiprocessor that its registers must allow; `any`: takes
 // what the others do not, rows that start anywhere and contractions that pass what INT32 holds.

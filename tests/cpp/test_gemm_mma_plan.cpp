@@ -124,6 +124,18 @@ TEST(MmaPlan, small_products_take_small_tiles) {
   }
 }
 
+TEST(MmaPlan, int4_has_tiles_where_there_is_code) {
+  for (const MmaDevice& device : devices) {
+    const MmaProduct product{4096, 4096, 2048, true, false, true};
+    const MmaTileFacts& tile = mma_tiles[mma_choose(device, product, false).tile];
+    if (device.capability < 100) {
+      EXPECT_TRUE(tile.int4 && !tile.any) << tile.name;
+    }
+    EXPECT_EQ(mma_can(device, product, mma_tile("any")), device.capability < 100);
+    EXPECT_FALSE(mma_can(device, product, mma_tile("64x64x64")));
+  }
+}
+
 TEST(MmaPlan, what_shared_memory_does_not_hold) {
   for (const MmaTileFacts& tile : mma_tiles) EXPECT_LE(tile.shared_bytes, 227 * 1024) << tile.name;
 }
