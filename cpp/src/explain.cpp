@@ -506,7 +506,7 @@ Explanation explain(std::string_view device, const LinearShape& shape,
     if (options.compress && elements && spec.storage == Storage::int4) {
       add_steps(all, layer, "compress_activation",
                 detail::plan::plan_groups(layer.array(I), L, I, spec.x_rounding), rates);
-    } else if (options.compress && elements) {
+    } else if (options.compress && I > 0 && spec.storage == Storage::int8) {
       const OperandQuant quant = detail::activation_quant(spec);
       add_steps(all, layer, "compress_activation",
                 detail::plan::plan_compress(facts, layer.array(I), I, layer.tokens, quant,

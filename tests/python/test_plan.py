@@ -90,7 +90,7 @@ LAYERS: list[tuple[tuple[int, int, int], HotConfig, str, tuple[str, ...]]] = [
         (0, 64, 32),
         HotConfig.recipe("fast"),
         "bfloat16",
-        ("fill_zero_kernel", "final_sum_kernel"),
+        ("memset", "finish_scales_kernel", "fill_zero_kernel", "final_sum_kernel"),
     ),
 ]
 
