@@ -313,7 +313,8 @@ void decompress_activation(const Context& context, const ConstSavedActivation& s
                                   ", which keeps projected rows and not x; expected basis full");
   }
   check_format(call, "saved", "compress_activation", saved.format, saved_format(spec));
-  check_shape(call, {saved.tokens, 0, saved.in_features});
+  detail::check_sizes(call, {"saved.tokens", "saved.in_features"},
+                      {saved.tokens, saved.in_features});
   const SavedLayout layout =
       layout_of(detail::make_projection(saved.tokens, spec.low_rank), saved.in_features, spec);
   check_bytes(call, "saved", saved.data, saved.bytes, layout.bytes);

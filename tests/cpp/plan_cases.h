@@ -103,7 +103,7 @@ inline std::vector<PlanCase> plan_cases() {
        {0, 64, 32},
        hot::recipe("fast"),
        DType::bf16,
-       {"fill_zero_kernel", "final_sum_kernel"}},
+       {"memset", "finish_scales_kernel", "fill_zero_kernel", "final_sum_kernel"}},
   };
 }
 

@@ -285,7 +285,7 @@ TEST(Errors, decompress_activation) {
        {{"decompress_activation", "saved", "0 bytes"},
         [](Arguments& t) { t.saved_data = nullptr; }},
        {{"decompress_activation", "saved", "16 bytes"}, [](Arguments& t) { t.saved_data += 4; }},
-       {{"decompress_activation", "saved", "tokens"}, [](Arguments& t) { t.saved_tokens = -1; }},
+       {{"decompress_activation", "saved.tokens is -1"}, [](Arguments& t) { t.saved_tokens = -1; }},
        {{"decompress_activation", "saved.format", "0"}, [](Arguments& t) { t.saved_format = 0; }},
        {{"decompress_activation", "saved was made", "another spec"},
         [](Arguments& t) { t.spec.x_rounding = hot::Rounding::nearest; }},

@@ -180,7 +180,9 @@ def test_decompress_activation(api: CApi, rng: np.random.Generator, recipe: str)
     refused(lambda: api.decompress_activation(saved, 98, 98, spec), INVALID, "first is 98")
     out = tensor(np.empty((97, 35), np.float32))
     refused(
-        lambda: api.on("hot_decompress_activation", None, 0, 97, spec, out), INVALID, "saved is null"
+        lambda: api.on("hot_decompress_activation", None, 0, 97, spec, out),
+        INVALID,
+        "saved is null",
     )
     assert len(kept) == saved.bytes
 

@@ -326,13 +326,17 @@ CASES: dict[str, list[Case]] = {
         Case("decompress x", lambda: decompress(X), "saved: expected what.*ndarray", TypeError),
         Case("decompress dtype", lambda: decompress(saved(), dtype="int8"), "dtype: 'int8'"),
         Case("decompress bf16", lambda: decompress(saved(), dtype="bfloat16"), "no bfloat16"),
-        Case("decompress out", lambda: decompress(saved(), out=X[:31]), r"out has shape \(31, 16\)"),
+        Case(
+            "decompress out", lambda: decompress(saved(), out=X[:31]), r"out has shape \(31, 16\)"
+        ),
         Case(
             "decompress out dtype",
             lambda: decompress(saved(), out=X.astype(np.int8)),
             "out: dtype int8",
         ),
-        Case("decompress out read-only", lambda: decompress(saved(), out=read_only(X)), "out: .*read"),
+        Case(
+            "decompress out read-only", lambda: decompress(saved(), out=read_only(X)), "out: .*read"
+        ),
         Case(
             "decompress out shares",
             lambda: decompress(saved(), 0, 4, out=shared_elements()),

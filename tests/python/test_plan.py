@@ -90,7 +90,7 @@ LAYERS: list[tuple[tuple[int, int, int], HotConfig, str, tuple[str, ...]]] = [
         (0, 64, 32),
         HotConfig.recipe("fast"),
         "bfloat16",
-        ("fill_zero_kernel", "final_sum_kernel"),
+        ("memset", "finish_scales_kernel", "fill_zero_kernel", "final_sum_kernel"),
     ),
 ]
 
@@ -134,7 +134,7 @@ def test_an_empty_x_gets_the_scales_that_it_has() -> None:
         for recipe, scales in (("paper", 1), ("accurate", ins), ("default", 0)):
             saved = hotcore.compress_activation(np.zeros((tokens, ins), np.float32), recipe)
             assert saved.scales().size == scales and not saved.scales().any()
-            plan = hotcore.explain(tokens, 16, ins, recipe, need=("gw",), device="sm_90")
+            plan = hotcore.explain(tokens, 16, ins, recipe, need=("x", "gw"), device="sm_90")
             kernels = [s.kernel for s in plan.steps if s.call == "compress_activation"]
             assert (kernels[-1:] == ["finish_scales_kernel"]) == (scales > 0), kernels
 
