@@ -26,7 +26,6 @@ CudaDevice::CudaDevice(const Context& context) : context_(context) {
   facts_.hopper = !restricted && kernels_overlap(context, stage);
   facts_.wgmma_built = sm90_built();
   facts_.wgmma = facts_.wgmma_built && !restricted && major == 9;
-  // sm_90 runs the instruction at a thirtieth of its INT8 rate and later ones have none.
   // sm_90 runs the instruction at a thirtieth of its INT8 rate, for tests of sm_80's kernels.
   facts_.int4_units = major == 8 || (restricted && mma_int4(10 * major));
   facts_.queries = this;

@@ -19,6 +19,8 @@ class CudaBackend final : public Backend {
                 float* scale) const override;
   void dequantize(const Context&, const MatrixIn& q, const float* scale, Granularity,
                   const MatrixOut& out) const override;
+  // decompress.cu
+  void decompress(const Context&, const DecompressJob&) const override;
   // pack.cu
   void pack_int4(const Context&, const MatrixIn& q, const MatrixOut& out) const override;
   void unpack_int4(const Context&, const MatrixIn& packed, const MatrixOut& out) const override;

@@ -454,9 +454,8 @@ void add_strips(Plan& plan, const ColumnsShape& job) {
 // Whether the sum was done on the way.
 bool add_columns(Plan& plan, const DeviceFacts& facts, const ColumnsShape& job) {
   Kind kind{};
-  if (job.cols == 0) return false;
-  if (job.p.k_padded == 0) {  // no tokens: no codes, and scales of 0
-    add_finish_scales(plan, job);
+  if (job.cols == 0 || job.p.k_padded == 0) {  // no codes; a scale, where there is one, is 0
+    if (job.scales > 0) add_finish_scales(plan, job);
     return false;
   }
   if (!resident_can(job.p, job.quant, kind)) {

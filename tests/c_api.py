@@ -317,6 +317,13 @@ class CApi:
         )
         return memory, saved
 
+    def decompress_activation(
+        self, saved: ctypes.Structure, first: int, last: int, spec: ctypes.Structure
+    ) -> np.ndarray:
+        out = np.empty((max(0, last - first), saved.in_features), np.float32)
+        self.on("hot_decompress_activation", saved, first, last, spec, tensor(out))
+        return out
+
     def quantize_weight(
         self, w: np.ndarray, spec: ctypes.Structure
     ) -> tuple[np.ndarray, ctypes.Structure]:

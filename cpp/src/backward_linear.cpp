@@ -158,6 +158,18 @@ void check_bytes(const char* call, const char* name, const void* data, std::size
   }
 }
 
+bool has_elements(const MatrixOut& out) { return out.rows > 0 && out.cols > 0; }
+
+// That what was kept was made with this spec, as far as its bytes depend on one.
+void check_format(const char* call, const char* name, const char* made_by, std::uint64_t format,
+                  std::uint64_t expected) {
+  if (format == expected) return;
+  detail::invalid(
+      call, format == 0 ? std::string(name) + ".format is 0; expected what " + made_by + " returned"
+                        : std::string(name) + " was made by " + made_by +
+                              " with another spec; expected the one given here");
+}
+
 }  // namespace
 
 Support supported(const Context& context, const LinearShape& shape,
@@ -289,6 +301,47 @@ ConstSavedActivation compress_activation(const Context& context, const ConstTens
   return kept;
 }
 
+void decompress_activation(const Context& context, const ConstSavedActivation& saved,
+                           std::int64_t first, std::int64_t last, const BackwardLinearSpec& spec,
+                           const TensorView& out) {
+  const detail::StandardArithmetic arithmetic;
+  const char* const call = "decompress_activation";
+  const Checker check(call, context);
+  check_spec(call, spec);
+  if (spec.low_rank.basis != Basis::full) {
+    detail::unsupported(call, std::string("saved has basis ") + basis_name(spec.low_rank.basis) +
+                                  ", which keeps projected rows and not x; expected basis full");
+  }
+  check_format(call, "saved", "compress_activation", saved.format, saved_format(spec));
+  detail::check_sizes(call, {"saved.tokens", "saved.in_features"},
+                      {saved.tokens, saved.in_features});
+  const SavedLayout layout =
+      layout_of(detail::make_projection(saved.tokens, spec.low_rank), saved.in_features, spec);
+  check_bytes(call, "saved", saved.data, saved.bytes, layout.bytes);
+  if (first < 0 || first > saved.tokens) {
+    detail::invalid(call, "first is " + std::to_string(first) + "; expected 0 to " +
+                              std::to_string(saved.tokens) + ", saved's tokens");
+  }
+  if (last < first || last > saved.tokens) {
+    detail::invalid(call, "last is " + std::to_string(last) + "; expected first, " +
+                              std::to_string(first) + ", to " + std::to_string(saved.tokens) +
+                              ", saved's tokens");
+  }
+  check.output("out", out, float_dtypes, 2, 2);
+  check.shape("out", out, {last - first, saved.in_features});
+  check.disjoint("out", out, "saved",
+                 vector(saved.data, DType::i8, static_cast<std::int64_t>(saved.bytes), out.device));
+  const MatrixOut rows = detail::matrix_out_of(out);
+  if (!has_elements(rows)) return;
+  const bool int4 = spec.storage == Storage::int4;
+  std::int64_t scale_step = layout.scales == 1 ? 0 : 1;
+  if (int4) scale_step = detail::ceil_div(saved.tokens, detail::int4_group);
+  backend_of(context).decompress(
+      context,
+      {saved.data, layout.row_bytes, static_cast<const char*>(saved.data) + layout.scale_offset,
+       int4, scale_step, first, rows});
+}
+
 std::size_t quantized_weight_bytes(std::int64_t out_features, std::int64_t in_features,
                                    const BackwardLinearSpec& spec) {
   const char* const call = "quantized_weight_bytes";
@@ -360,8 +413,6 @@ struct BackwardArguments {
   std::optional<MatrixOut> gb{};
 };
 
-bool has_elements(const MatrixOut& out) { return out.rows > 0 && out.cols > 0; }
-
 void run_backward(const BackwardArguments& given, const Checker& check,
                   const Workspace& workspace) {
   const LinearShape& shape = given.shape;
@@ -385,17 +436,6 @@ void run_backward(const BackwardArguments& given, const Checker& check,
   call.gw = given.gw;
   call.gb = given.gb.value_or(MatrixOut{});
   backend.backward(given.context, call, workspace.data);
-}
-
-// That what was kept was made with this spec, as far as its bytes depend on one.
-void check_format(const char* name, const char* made_by, std::uint64_t format,
-                  std::uint64_t expected) {
-  if (format == expected) return;
-  detail::invalid(backward_name,
-                  format == 0
-                      ? std::string(name) + ".format is 0; expected what " + made_by + " returned"
-                      : std::string(name) + " was made by " + made_by +
-                            " with another spec; expected the one given here");
 }
 
 // w of a call: floats (`view`), or quantised before (`quantized`).
@@ -423,7 +463,7 @@ ConstTensorView resolve_weight(BackwardArguments& call, const Checker& check,
                                        std::to_string(shape.out_features));
   }
   check_shape("quantized_weight_bytes", {0, shape.out_features, shape.in_features});
-  check_format("w", "quantize_weight", quantized.format, weight_format(call.spec));
+  check_format(backward_name, "w", "quantize_weight", quantized.format, weight_format(call.spec));
   check_bytes(backward_name, "w", quantized.data, quantized.bytes,
               weight_bytes(shape.in_features, call.out_features));
   call.quantized =
@@ -434,7 +474,8 @@ ConstTensorView resolve_weight(BackwardArguments& call, const Checker& check,
 void resolve_saved(BackwardArguments& call, bool has_weight) {
   LinearShape& shape = call.shape;
   const ConstSavedActivation& saved = call.saved;
-  check_format("saved", "compress_activation", saved.format, saved_format(call.spec));
+  check_format(backward_name, "saved", "compress_activation", saved.format,
+               saved_format(call.spec));
   if (has_weight && saved.in_features != shape.in_features) {
     detail::invalid(backward_name, "saved has " + std::to_string(saved.in_features) +
                                        " in_features; expected w's, " +

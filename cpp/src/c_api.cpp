@@ -555,6 +555,17 @@ hot_status hot_compress_activation(const hot_context* context, const hot_tensor*
   });
 }
 
+hot_status hot_decompress_activation(const hot_context* context, const hot_saved* saved,
+                                     int64_t first, int64_t last, const hot_spec* spec,
+                                     const hot_tensor* out) {
+  const char* const call = "decompress_activation";
+  return guarded([&] {
+    check_given(call, "saved", saved);
+    hot::decompress_activation(context_of(call, context), saved_of(call, saved), first, last,
+                               spec_of(call, spec), view(call, "out", out));
+  });
+}
+
 hot_status hot_quantized_weight_bytes(int64_t out_features, int64_t in_features,
                                       const hot_spec* spec, size_t* bytes) {
   const char* const call = "quantized_weight_bytes";

@@ -506,11 +506,12 @@ Explanation explain(std::string_view device, const LinearShape& shape,
     if (options.compress && elements && spec.storage == Storage::int4) {
       add_steps(all, layer, "compress_activation",
                 detail::plan::plan_groups(layer.array(I), L, I, spec.x_rounding), rates);
-    } else if (options.compress && I > 0 && spec.storage == Storage::int8) {
-      const OperandQuant quant = detail::activation_quant(spec);
+    }
+    const OperandQuant quant = detail::activation_quant(spec);
+    const std::int64_t scales = quant.per_tensor ? 1 : I;
+    if (options.compress && scales > 0 && spec.storage == Storage::int8) {  // also of an empty x
       add_steps(all, layer, "compress_activation",
-                detail::plan::plan_compress(facts, layer.array(I), I, layer.tokens, quant,
-                                            quant.per_tensor ? 1 : I),
+                detail::plan::plan_compress(facts, layer.array(I), I, layer.tokens, quant, scales),
                 rates);
     }
     const bool gx = options.gx && elements && O > 0, gw = options.gw && elements && O > 0;

@@ -170,6 +170,17 @@ struct GroupsJob {
   Operand out;
 };
 
+// Tokens [first, first + out.rows) of an x of basis full as it was kept, back to floats.
+struct DecompressJob {
+  const void* codes;  // [channels, row_bytes], INT8 or packed INT4
+  std::int64_t row_bytes;
+  const void* scale;  // INT4: bf16, `groups` for a channel; INT8: f32
+  bool int4;
+  std::int64_t scale_step;  // scales from a channel to the next; 0: one for all
+  std::int64_t first;
+  MatrixOut out;  // [tokens, channels], not empty
+};
+
 struct FwhtArgs {
   const void* x;
   DType x_dtype;
@@ -235,6 +246,7 @@ class Backend {
   virtual void compress_columns(const Context&, const ColumnsJob&, void* workspace) const = 0;
   virtual void compress_groups(const Context&, const MatrixIn& x, Rounding, std::uint8_t* packed,
                                std::int64_t row_bytes, std::uint16_t* scale) const = 0;
+  virtual void decompress(const Context&, const DecompressJob&) const = 0;
   virtual void quantize_weight(const Context&, const ColumnsJob&, void* workspace) const = 0;
 
   virtual std::size_t backward_workspace(const Context&, const BackwardWork&) const = 0;

@@ -227,6 +227,17 @@ std::size_t compress_activation_workspace(const CoreContext& c, std::int64_t tok
   return hot::compress_activation_workspace(c.context, tokens, in_features, s.spec);
 }
 
+// A compressed activation of these sizes. Its buffer comes without a format: who calls from Python
+// keeps the configuration beside it, and hotcore.backward_linear compares it.
+hot::ConstSavedActivation kept_view(const In& array, const char* name, std::int64_t tokens,
+                                    std::int64_t in_features, const hot::BackwardLinearSpec& spec) {
+  hot::ConstSavedActivation out = saved_view(array, name);
+  out.tokens = tokens;
+  out.in_features = in_features;
+  out.format = hot::saved_format(spec);
+  return out;
+}
+
 void compress_activation(const CoreContext& c, const In& x, const Spec& s, const KeyTuple& key,
                          const Out& saved, const Out& workspace) {
   const hot::ConstTensorView xv = view(x, "x");
@@ -238,6 +249,15 @@ void compress_activation(const CoreContext& c, const In& x, const Spec& s, const
   });
   Gil release;
   hot::compress_activation(c.context.with_key(key_of(key)), xv, s.spec, saved_out, scratch.get());
+}
+
+void decompress_activation(const CoreContext& c, const In& saved, std::int64_t tokens,
+                           std::int64_t in_features, std::int64_t first, std::int64_t last,
+                           const Spec& s, const Out& out) {
+  const hot::ConstSavedActivation sv = kept_view(saved, "saved", tokens, in_features, s.spec);
+  const hot::TensorView ov = view(out, "out");
+  Gil release;
+  hot::decompress_activation(c.context, sv, first, last, s.spec, ov);
 }
 
 std::size_t quantized_weight_bytes(std::int64_t out_features, std::int64_t in_features,
@@ -276,13 +296,8 @@ void backward_linear(const CoreContext& c, const In& gy, const In& w, const In& 
                      const In& quantized_weight) {
   const hot::ConstTensorView gyv = view(gy, "gy");
   const hot::ConstTensorView wv = view(w, "w");
-  hot::ConstSavedActivation sv = saved_view(saved, "saved");
-  sv.tokens = tokens;
-  sv.in_features = in_features;
+  hot::ConstSavedActivation sv = kept_view(saved, "saved", tokens, in_features, s.spec);
   sv.key = key_of(saved_key);
-  // The buffers come without one: who calls from Python keeps the configuration beside them, and
-  // hotcore.backward_linear compares it.
-  sv.format = hot::saved_format(s.spec);
   std::optional<hot::TensorView> gxv, gwv, gbv;
   if (gx.is_valid()) gxv = view(gx, "gx");
   if (gw.is_valid()) gwv = view(gw, "gw");
@@ -446,6 +461,8 @@ void bind_ops(nb::module_& m) {
         "in_features"_a, "spec"_a);
   m.def("compress_activation", &compress_activation, "context"_a, "x"_a.noconvert(), "spec"_a,
         "key"_a, "saved"_a.noconvert(), "workspace"_a.noconvert().none() = nb::none());
+  m.def("decompress_activation", &decompress_activation, "context"_a, "saved"_a.noconvert(),
+        "tokens"_a, "in_features"_a, "first"_a, "last"_a, "spec"_a, "out"_a.noconvert());
   m.def("quantized_weight_bytes", &quantized_weight_bytes, "out_features"_a, "in_features"_a,
         "spec"_a);
   m.def("quantize_weight_workspace", &quantize_weight_workspace, "context"_a, "out_features"_a,

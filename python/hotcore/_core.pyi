@@ -133,6 +133,16 @@ def compress_activation(
     saved: _Array,
     workspace: _Array | None = None,
 ) -> None: ...
+def decompress_activation(
+    context: CoreContext,
+    saved: _Array,
+    tokens: int,
+    in_features: int,
+    first: int,
+    last: int,
+    spec: Spec,
+    out: _Array,
+) -> None: ...
 def quantized_weight_bytes(out_features: int, in_features: int, spec: Spec) -> int: ...
 def quantize_weight_workspace(
     context: CoreContext, out_features: int, in_features: int, spec: Spec

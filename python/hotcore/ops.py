@@ -315,6 +315,57 @@ def compress_activation(x: Array, config: ConfigLike | None = None, *, key: KeyL
     return Saved(_result(source, data), tokens, width, settings, full_key)
 
 
+def decompress_activation(
+    saved: Saved,
+    first: int = 0,
+    last: int | None = None,
+    dtype: Any = "float32",
+    *,
+    out: Array | None = None,
+) -> Array:
+    """Tokens ``first`` to ``last`` of a compressed x of basis ``"full"``, back as floats.
+
+    Args:
+        saved: what :func:`compress_activation` kept; its configuration has basis ``"full"``.
+        first: first token, 0 to ``saved.tokens``.
+        last: one past the last token, ``first`` to ``saved.tokens``; None: ``saved.tokens``.
+        dtype: float32, float16 or bfloat16.
+        out: ``[last - first, I]`` array to write, of any of the three dtypes (``dtype`` is not
+            looked at).
+
+    Returns:
+        ``out``, or a new ``[last - first, I]`` in ``dtype``: code times scale in fp32, rounded
+        once. A scale of NaN gives NaN.
+
+    Raises:
+        NotImplementedError: of another basis, projected rows are kept and not x.
+
+    Source: spec.md, "ABC"; docs/numerics.md, "INT4".
+    """
+    if not isinstance(saved, Saved):
+        raise TypeError(
+            f"saved: expected what compress_activation returned, got {type(saved).__name__}"
+        )
+    source = operand(saved.data, "saved.data", ("uint8",))
+    end = saved.tokens if last is None else last
+    if out is None:
+        name = arrays.dtype_name(dtype, "dtype", FLOATS)
+        target = source.empty((max(0, end - first), saved.in_features), name)
+    else:
+        target = output(out, "out", source)
+    _core.decompress_activation(
+        source.context(),
+        source.dlpack,
+        saved.tokens,
+        saved.in_features,
+        first,
+        end,
+        saved.config.spec,
+        target.dlpack,
+    )
+    return _result(source, target, out)
+
+
 def quantize_weight(w: Array, config: ConfigLike | None = None) -> QuantizedWeight:
     """Quantise w ``[O, I]`` once for several calls of :func:`backward_linear`.
 

@@ -935,6 +935,22 @@ def _quantize_groups(
 
 
 @_quiet
+def decompress_activation(
+    saved: Saved, first: int = 0, last: int | None = None
+) -> NDArray[np.float32]:
+    """Tokens ``first`` to ``last`` (None: all) of an x of basis ``"full"``: ``[last - first, I]``.
+
+    Source: docs/numerics.md, "INT4" ("Back to x").
+    """
+    _choice("basis", saved.config.basis, ("full",))
+    scales = saved.scales.reshape(-1, 1)
+    if saved.packed is not None:
+        scales = np.repeat(bf16_values(saved.scales), INT4_GROUP, axis=1)[:, : saved.tokens]
+    values = saved.codes[:, : saved.tokens].astype(_f32) * scales
+    return np.ascontiguousarray(values.T[first:last])
+
+
+@_quiet
 def requantize_int4(saved: Saved, key: KeyLike | None = None) -> tuple[Codes, NDArray[np.float32]]:
     """Bring INT4 storage to INT8: codes int8 ``[I, Kp]`` and scales float32 ``[I]``.
 

@@ -73,7 +73,8 @@ class Saved:
             return kind.view(stored, "float32")
         words = kind.zeros((layout.scales, 4), "uint8", source.device)
         words[:, 2:] = kind.reshape(stored, (layout.scales, 2))  # bfloat16: float32's upper half
-        shape = (layout.channels, -(-self.tokens // 64))
+        groups = saved_layout(self.tokens, 1, self.config).scales  # of a channel
+        shape = (layout.channels, groups)
         return kind.reshape(kind.view(kind.reshape(words, (-1,)), "float32"), shape)
 
     def _operand(self, expected: int) -> arrays.Operand:

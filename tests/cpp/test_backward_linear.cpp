@@ -448,6 +448,110 @@ TEST(BackwardLinear, saved_bytes) {
   EXPECT_LE(per_value(recipe("accurate")), 1.01);
 }
 
+// Token l of channel i, read from the bytes one at a time (docs/numerics.md, "INT4").
+float kept_value(Layer& layer, std::int64_t l, std::int64_t i) {
+  const hot::SavedLayout& layout = layer.layout;
+  const char* const row = layer.saved_data() + i * layout.row_bytes;
+  const char* const scales = layer.saved_data() + layout.scale_offset;
+  float scale = 0;
+  if (layer.spec.storage == Storage::int8) {
+    std::memcpy(&scale, scales + (layout.scales == 1 ? 0 : i) * 4, 4);
+    return static_cast<float>(static_cast<signed char>(row[l])) * scale;
+  }
+  std::uint16_t half = 0;
+  std::memcpy(&half, scales + (i * ((layer.L + 63) / 64) + l / 64) * 2, 2);
+  const std::uint32_t bits = std::uint32_t{half} << 16;
+  std::memcpy(&scale, &bits, 4);
+  const int nibble = (row[l / 2] >> (l % 2 * 4)) & 15;
+  return static_cast<float>(nibble > 7 ? nibble - 16 : nibble) * scale;
+}
+
+bool same_values(const std::vector<float>& a, const std::vector<float>& b) {
+  if (a.size() != b.size()) return false;
+  for (std::size_t i = 0; i < a.size(); ++i) {
+    if (std::isnan(a[i]) && std::isnan(b[i])) continue;
+    if (std::memcmp(&a[i], &b[i], sizeof a[i]) != 0) return false;
+  }
+  return true;
+}
+
+// Every way in which x itself is kept.
+std::vector<BackwardLinearSpec> full_specs() {
+  std::vector<BackwardLinearSpec> all;
+  for (const std::string& name : recipe_names()) {
+    BackwardLinearSpec spec = recipe(name);
+    spec.low_rank = {};
+    all.push_back(spec);
+    if (name == "accurate") {
+      spec.x_scale = hot::Granularity::tensor;
+      all.push_back(spec);
+    }
+  }
+  return all;
+}
+
+TEST(BackwardLinear, decompresses_to_code_times_scale) {
+  for (const BackwardLinearSpec& spec : full_specs()) {
+    for (const std::int64_t L : {1, 31, 64, 97, 197}) {
+      const std::int64_t I = any_size();
+      Layer layer(L, 1, I, spec);
+      if (L == 97) layer.x.at(70, I / 2) = std::numeric_limits<float>::quiet_NaN();
+      layer.compress(cpu());
+      const std::int64_t first = random_int(0, L);
+      const std::int64_t ranges[][2] = {{0, L}, {first, random_int(first, L)}, {L / 2, L / 2}};
+      for (const auto& [from, to] : ranges) {
+        std::vector<float> expected;
+        bool lost = false;
+        for (std::int64_t l = from; l < to; ++l) {
+          for (std::int64_t i = 0; i < I; ++i) {
+            expected.push_back(kept_value(layer, l, i));
+            lost = lost || std::isnan(expected.back());
+          }
+        }
+        // A NaN spoils its group of 64 tokens, or all that shares a scale.
+        const bool reached = spec.storage == Storage::int8 || to > 64;
+        EXPECT_EQ(lost, L == 97 && to > from && reached);
+        for (const hot::Isa isa : isas()) {
+          for (const DType dtype : {DType::f32, DType::f16, DType::bf16}) {
+            Floats wide(to - from, I, DType::f32, 3);
+            Matrix<std::uint16_t> narrow(to - from, I, dtype, 5);
+            const bool exact = dtype == DType::f32;
+            const TensorView out = exact ? wide.view() : narrow.view();
+            hot::decompress_activation(cpu(3).with_isa(isa), layer.saved_view(), from, to, spec,
+                                       out);
+            EXPECT_TRUE(wide.margins_intact() && narrow.margins_intact());
+            if (exact) {
+              EXPECT_TRUE(same_values(wide.values(), expected)) << from << " " << to;
+              continue;
+            }
+            const Floats wanted = floats(to - from, I, expected);
+            Matrix<std::uint16_t> rounded(to - from, I, dtype);
+            hot::fwht(cpu(), wanted.view(), 1, 1, rounded.view());  // block 1 rounds alone
+            EXPECT_EQ(narrow.values(), rounded.values()) << hot::dtype_name(dtype);
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(BackwardLinear, decompresses_into_any_strides) {
+  for (const BackwardLinearSpec& spec : full_specs()) {
+    Layer layer(150, 1, 67, spec);
+    layer.compress(cpu());
+    Floats rows(99, 67, DType::f32), columns(67, 99, DType::f32, 2);
+    TensorView turned = columns.view();
+    std::swap(turned.shape[0], turned.shape[1]);
+    std::swap(turned.stride[0], turned.stride[1]);
+    hot::decompress_activation(cpu(), layer.saved_view(), 31, 130, spec, rows.view());
+    hot::decompress_activation(cpu(), layer.saved_view(), 31, 130, spec, turned);
+    EXPECT_TRUE(columns.margins_intact());
+    for (std::int64_t l = 0; l < 99; ++l) {
+      for (std::int64_t i = 0; i < 67; ++i) ASSERT_EQ(columns.at(i, l), rows.at(l, i));
+    }
+  }
+}
+
 TEST(BackwardLinear, strided_and_many_dimensional) {
   Layer layer(24, 18, 20, recipe("default"));
   layer.run(cpu());

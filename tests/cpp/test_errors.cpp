@@ -52,6 +52,9 @@ struct Arguments {
   TensorView gw = hot::matrix(out_memory.data() + 1000, DType::f32, 10, 12);
   TensorView gb = hot::vector(out_memory.data() + 2000, DType::f32, 10);
 
+  std::int64_t first = 3, last = 20;
+  TensorView part = hot::matrix(out_memory.data(), DType::f32, 17, 12);
+
   Scratch scratch{1 << 20};
   std::size_t workspace_bytes = 1 << 20;
   hot::Context context = cpu();
@@ -268,6 +271,44 @@ TEST(Errors, compress_activation) {
         [](Arguments& t) { t.spec.x_scale = hot::Granularity::column; }}},
       [](Arguments& t) {
         hot::compress_activation(t.context, t.w, t.spec, {t.saved_data, t.saved_bytes}, {});
+      });
+}
+
+TEST(Errors, decompress_activation) {
+  check_table(
+      {{{"decompress_activation", "first is -1", "0 to 20"}, [](Arguments& t) { t.first = -1; }},
+       {{"decompress_activation", "first is 21", "0 to 20"}, [](Arguments& t) { t.first = 21; }},
+       {{"decompress_activation", "last is 2", "first, 3, to 20"},
+        [](Arguments& t) { t.last = 2; }},
+       {{"decompress_activation", "last is 21", "to 20"}, [](Arguments& t) { t.last = 21; }},
+       {{"decompress_activation", "saved", "bytes"}, [](Arguments& t) { ++t.saved_bytes; }},
+       {{"decompress_activation", "saved", "0 bytes"},
+        [](Arguments& t) { t.saved_data = nullptr; }},
+       {{"decompress_activation", "saved", "16 bytes"}, [](Arguments& t) { t.saved_data += 4; }},
+       {{"decompress_activation", "saved.tokens is -1"}, [](Arguments& t) { t.saved_tokens = -1; }},
+       {{"decompress_activation", "saved.format", "0"}, [](Arguments& t) { t.saved_format = 0; }},
+       {{"decompress_activation", "saved was made", "another spec"},
+        [](Arguments& t) { t.spec.x_rounding = hot::Rounding::nearest; }},
+       {{"decompress_activation", "out", "(12, 12)", "(17, 12)"},
+        [](Arguments& t) { t.part.shape[0] = 12; }},
+       {{"decompress_activation", "out", "int8"}, [](Arguments& t) { t.part.dtype = DType::i8; }},
+       {{"decompress_activation", "out", "cuda:0"},
+        [](Arguments& t) { t.part.device = {hot::Device::Type::cuda, 0}; }},
+       {{"decompress_activation", "out", "share memory"},
+        [](Arguments& t) { t.part.stride[0] = 1; }},
+       {{"decompress_activation", "out", "overlaps saved"},
+        [](Arguments& t) { t.part.data = t.saved_data; }},
+       {{"decompress_activation", "saved", "basis sketch", "expected basis full"},
+        [](Arguments& t) {
+          t.spec = hot::recipe("fast");
+          t.saved_format = hot::saved_format(t.spec);
+        },
+        ErrorCode::unsupported}},
+      [](Arguments& t) {
+        hot::decompress_activation(
+            t.context,
+            {t.saved_data, t.saved_bytes, t.saved_tokens, t.saved_features, {}, t.saved_format},
+            t.first, t.last, t.spec, t.part);
       });
 }
 

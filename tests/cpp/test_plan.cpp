@@ -78,6 +78,27 @@ TEST(Plan, layers_get_their_kernels) {
   }
 }
 
+TEST(Plan, an_empty_x_gets_the_scales_that_it_has) {
+  for (const auto& [tokens, ins, one] : {std::tuple<std::int64_t, std::int64_t, bool>{8, 0, true},
+                                         {0, 0, true},
+                                         {0, 8, true},
+                                         {0, 8, false},
+                                         {8, 0, false},
+                                         {0, 0, false}}) {
+    hot::BackwardLinearSpec spec = recipe("accurate");
+    spec.x_scale = one ? hot::Granularity::tensor : hot::Granularity::row;
+    const std::int64_t scales = hot::saved_layout(tokens, ins, spec).scales;
+    ASSERT_EQ(scales, one ? 1 : ins);
+    const hot::detail::Projection p = hot::detail::make_projection(tokens, spec.low_rank);
+    const plan::Plan plan = plan::plan_compress(plan::DeviceFacts{}, {}, ins, p,
+                                                hot::detail::activation_quant(spec), scales);
+    const bool written = std::any_of(plan.begin(), plan.end(), [](const plan::Step& step) {
+      return step.kernel == plan::Kernel::finish_scales;
+    });
+    EXPECT_EQ(written, scales > 0) << tokens << " " << ins;
+  }
+}
+
 TEST(Plan, nothing_is_read_before_it_is_written) {
   for (int round = 0; round < 2000; ++round) {
     const AnyLayer layer;

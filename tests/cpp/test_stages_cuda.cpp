@@ -327,6 +327,44 @@ TEST_F(StagesCuda, pack_equals_cpu) {
   }
 }
 
+TEST_F(StagesCuda, decompress_activation_equals_cpu) {
+  for (int round = 0; round < 120; ++round) {
+    hot::BackwardLinearSpec spec;
+    spec.storage = round % 2 == 0 ? hot::Storage::int4 : hot::Storage::int8;
+    spec.x_scale = random_int(0, 2) == 0 && round % 2 != 0 ? Granularity::tensor : Granularity::row;
+    const std::int64_t L = round < 100 ? any_size() : random_int(0, 5000), I = any_size();
+    const std::int64_t first = random_int(0, 2) == 0 ? 0 : random_int(0, L);
+    const std::int64_t last = random_int(0, 2) == 0 ? L : random_int(first, L);
+    Mirror x(L, I, any_float());
+    x.fill(awkward(L * I));
+    const hot::SavedLayout layout = hot::saved_layout(L, I, spec);
+    // The CPU keeps x, and both read the same bytes back. Columns in pairs or not, rows anywhere.
+    Mirrored kept(layout.bytes + 16, 0x5A);
+    const auto address = reinterpret_cast<std::uintptr_t>(kept.on<char>(false));
+    const std::size_t shift = (16 - address % 16) % 16;
+    hot::ConstSavedActivation of_x = hot::compress_activation(
+        cpu(), x.view(false), spec, {kept.on<char>(false) + shift, layout.bytes}, {});
+    Mirrored aligned(layout.bytes + 1, 0x5A);
+    std::memcpy(aligned.host.data(), kept.on<char>(false) + shift, layout.bytes);
+    aligned.push();
+    Mirror out(last - first, I, any_float(), random_int(0, 3), random_int(0, 1));
+    Mirror turned(I, last - first, any_float(), random_int(0, 1));
+    both([&](const hot::Context& c, bool on_gpu) {
+      if (on_gpu) of_x.data = aligned.on<void>(true);
+      hot::decompress_activation(c, of_x, first, last, spec, out.view(on_gpu));
+      TensorView columns = turned.view(on_gpu);
+      std::swap(columns.shape[0], columns.shape[1]);
+      std::swap(columns.stride[0], columns.stride[1]);
+      hot::decompress_activation(c, of_x, first, last, spec, columns);
+    });
+    const std::string what = std::string(" ") + hot::storage_name(spec.storage) + " L " +
+                             std::to_string(L) + " I " + std::to_string(I) + " from " +
+                             std::to_string(first) + " to " + std::to_string(last);
+    out.expect_equal("decompressed" + what);
+    turned.expect_equal("decompressed, transposed" + what);
+  }
+}
+
 TEST_F(StagesCuda, gemm_equals_cpu) {
   for (int round = 0; round < 60; ++round) {
     const std::int64_t M = any_size(), N = any_size(),

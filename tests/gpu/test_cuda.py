@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import subprocess
 import sys
 
@@ -63,6 +64,28 @@ def test_an_empty_x_is_kept_as_on_the_cpu(recipe: str, shape: tuple[int, int]) -
     x = torch.zeros(shape)
     kept = [hotcore.compress_activation(x.to(device), recipe) for device in ("cpu", "cuda")]
     assert same_bits(kept[0].data, kept[1].data)  # `paper` has one scale all the same: 0
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_decompress_activation_equals_cpu(recipe: str) -> None:
+    config = dataclasses.replace(hotcore.HotConfig.recipe(recipe), basis="full")
+    for tokens, ins in ((197, 96), (64, 64), (31, 17), (4099, 130), (5, 0), (0, 5)):
+        saved = hotcore.compress_activation(torch.randn(tokens, ins), config, key=3)
+        on_gpu = dataclasses.replace(saved, data=saved.data.cuda())
+        for first, last in ((0, tokens), (tokens // 3, tokens - tokens // 5), (0, 0)):
+            for dtype in ("float32", "float16", "bfloat16"):
+                wanted = hotcore.decompress_activation(saved, first, last, dtype)
+                got = hotcore.decompress_activation(on_gpu, first, last, dtype)
+                assert got.is_cuda
+                assert same_bits(wanted, got), f"{tokens} {ins} {first} {last} {dtype}"
+            room = torch.full((last - first, ins + 7), 7.0, device="cuda")  # odd rows: no pairs
+            hotcore.decompress_activation(on_gpu, first, last, out=room[:, 3 : 3 + ins])
+            assert same_bits(wanted.float(), room[:, 3 : 3 + ins].bfloat16().float())
+            assert bool((room[:, :3] == 7).all()) and bool((room[:, 3 + ins :] == 7).all())
+    if recipe == "fast":
+        sketched = hotcore.compress_activation(torch.randn(64, 16, device="cuda"), recipe)
+        with pytest.raises(NotImplementedError, match="basis sketch"):
+            hotcore.decompress_activation(sketched)
 
 
 def test_stages_equal_cpu() -> None:

@@ -209,6 +209,83 @@ def test_output_dtypes(rng: np.random.Generator, recipe: str, dtype: str) -> Non
         equal_bits(widened(ours), rounded(theirs, dtype))
 
 
+def full_configs() -> list[HotConfig]:
+    """Every way in which x itself is kept."""
+    full = {"basis": "full", "rows": None}
+    recipes = [dataclasses.replace(HotConfig.recipe(name), **full) for name in RECIPES]
+    return [*recipes, HotConfig.recipe("accurate", x_scale="tensor")]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("config", full_configs(), ids=lambda config: config.storage)
+def test_decompresses_to_code_times_scale(
+    rng: np.random.Generator, config: HotConfig, dtype: str
+) -> None:
+    for tokens, ins in ((1, 1), (31, 17), (64, 64), (97, 67), (197, 130)):
+        x = data(rng, (tokens, ins), "outliers")
+        if tokens == 97:
+            x[70, 3] = np.nan
+        saved = hotcore.compress_activation(x, config, key=KEY)
+        model = reference.compress_activation(x, config, key=KEY)
+        if dtype == "bfloat16":
+            if torch is None:
+                pytest.skip("bfloat16 needs torch")
+            saved = dataclasses.replace(saved, data=torch.from_numpy(saved.data))
+        whole = hotcore.decompress_activation(saved, dtype=dtype)
+        assert str(whole.dtype).endswith(dtype)
+        expected = reference.decompress_activation(model)
+        assert np.isnan(expected).any() == (tokens == 97)
+        equal_bits(widened(whole), rounded(expected, dtype))
+        first = int(rng.integers(0, tokens + 1))
+        for begin, end in ((first, tokens), (tokens // 2, tokens // 2), (0, first)):
+            part = hotcore.decompress_activation(saved, begin, end, dtype)
+            equal_bits(widened(part), rounded(expected[begin:end], dtype), f"{begin} {end}")
+    same_on_every_path(lambda: hotcore.decompress_activation(saved, 3, dtype=dtype))
+
+
+@given(
+    tokens=st.integers(0, 300),
+    ins=st.integers(0, 150),
+    ends=st.tuples(st.integers(0, 300), st.integers(0, 300)),
+    config=st.sampled_from(full_configs()),
+    kind=st.sampled_from(KINDS),
+    dtype=st.sampled_from(["float32", "float16"]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_any_tokens_decompress(
+    tokens: int,
+    ins: int,
+    ends: tuple[int, int],
+    config: HotConfig,
+    kind: str,
+    dtype: str,
+    seed: int,
+) -> None:
+    x = data(np.random.default_rng(seed), (tokens, ins), kind)
+    first, last = sorted(min(end, tokens) for end in ends)
+    saved = hotcore.compress_activation(x, config, key=seed)
+    expected = reference.decompress_activation(
+        reference.compress_activation(x, config, key=seed), first, last
+    )
+    out = poison((last - first, ins), dtype)
+    assert hotcore.decompress_activation(saved, first, last, out=out) is out
+    equal_bits(widened(out), rounded(expected, dtype))
+
+
+def test_decompresses_into_any_strides(rng: np.random.Generator) -> None:
+    for config in full_configs():
+        saved = hotcore.compress_activation(data(rng, (150, 67)), config, key=3)
+        expected = hotcore.decompress_activation(saved, 31, 130)
+        for shape in ((99, 67), (67, 99)):
+            room = poison((2 * shape[0] + 1, shape[1] + 3), "float32")
+            before = room.copy()
+            view = room[1::2, 2:-1] if shape[0] == 99 else room[1::2, 2:-1].T
+            hotcore.decompress_activation(saved, 31, 130, out=view)
+            equal_bits(np.ascontiguousarray(view), expected)
+            view[...] = before[1::2, 2:-1] if shape[0] == 99 else before[1::2, 2:-1].T
+            equal_bits(room.view(np.uint32), before.view(np.uint32))  # nothing beside it
+
+
 def test_close_to_the_plain_product(rng: np.random.Generator) -> None:
     gy, w, x = layer(rng, 160, 67, 50)
     bounds = {

@@ -164,6 +164,29 @@ def test_a_layer_by_recipe(api: CApi, rng: np.random.Generator, recipe: str) -> 
         equal_bits(getattr(got, name), getattr(expected, name), name)
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_decompress_activation(api: CApi, rng: np.random.Generator, recipe: str) -> None:
+    x, spec = data(rng, (97, 35)), api.spec(recipe)
+    kept, saved = api.compress_activation(x, spec, key=KEY)
+    if HotConfig.recipe(recipe).basis != "full":
+        call = lambda: api.decompress_activation(saved, 0, 97, spec)  # noqa: E731
+        refused(call, UNSUPPORTED, "decompress_activation: saved has basis")
+        return
+    model = hotcore.compress_activation(x, recipe, key=KEY)
+    for first, last in ((0, 97), (63, 66), (5, 5)):
+        got = api.decompress_activation(saved, first, last, spec)
+        equal_bits(got, hotcore.decompress_activation(model, first, last))
+    refused(lambda: api.decompress_activation(saved, 3, 98, spec), INVALID, "last is 98")
+    refused(lambda: api.decompress_activation(saved, 98, 98, spec), INVALID, "first is 98")
+    out = tensor(np.empty((97, 35), np.float32))
+    refused(
+        lambda: api.on("hot_decompress_activation", None, 0, 97, spec, out),
+        INVALID,
+        "saved is null",
+    )
+    assert len(kept) == saved.bytes
+
+
 def test_layouts_and_sizes(api: CApi) -> None:
     for recipe in RECIPES:
         spec, layout = api.spec(recipe), make("hot_saved_layout")

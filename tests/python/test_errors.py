@@ -75,6 +75,7 @@ def back(**changes: Any) -> object:
 
 
 fwht, hla, quantize, dequantize = hotcore.fwht, hotcore.hla, hotcore.quantize, hotcore.dequantize
+decompress = hotcore.decompress_activation
 gemm8, gemm4 = hotcore.gemm_int8, hotcore.gemm_int4
 
 # What every function that takes a float array refuses, whichever argument it is.
@@ -317,6 +318,45 @@ CASES: dict[str, list[Case]] = {
             "gb_out shape", lambda: back(need="gb", gb_out=np.ones(23, F)), r"gb has shape \(23,\)"
         ),
     ],
+    "decompress_activation": [
+        Case("decompress first", lambda: decompress(saved(), -1), "first is -1; expected 0 to 32"),
+        Case("decompress past", lambda: decompress(saved(), 33), "first is 33; expected 0 to 32"),
+        Case("decompress last", lambda: decompress(saved(), 3, 2), "last is 2; .*3, to 32"),
+        Case("decompress end", lambda: decompress(saved(), 0, 33), "last is 33; expected first, 0"),
+        Case("decompress x", lambda: decompress(X), "saved: expected what.*ndarray", TypeError),
+        Case("decompress dtype", lambda: decompress(saved(), dtype="int8"), "dtype: 'int8'"),
+        Case("decompress bf16", lambda: decompress(saved(), dtype="bfloat16"), "no bfloat16"),
+        Case(
+            "decompress out", lambda: decompress(saved(), out=X[:31]), r"out has shape \(31, 16\)"
+        ),
+        Case(
+            "decompress out dtype",
+            lambda: decompress(saved(), out=X.astype(np.int8)),
+            "out: dtype int8",
+        ),
+        Case(
+            "decompress out read-only", lambda: decompress(saved(), out=read_only(X)), "out: .*read"
+        ),
+        Case(
+            "decompress out shares",
+            lambda: decompress(saved(), 0, 4, out=shared_elements()),
+            "out has strides by which elements share memory",
+        ),
+        Case(
+            "decompress bytes",
+            lambda: decompress(saved(data=np.zeros(10, np.uint8))),
+            "saved has 10 bytes; expected",
+        ),
+        Case(
+            "decompress saved dtype", lambda: decompress(saved(data=X)), "saved.data: dtype float32"
+        ),
+        Case(
+            "decompress basis",
+            lambda: decompress(hotcore.compress_activation(X, "fast")),
+            "saved has basis sketch.*expected basis full",
+            NotImplementedError,
+        ),
+    ],
     "supported": [
         Case("device", lambda: hotcore.supported(1, 1, 1, device="tpu"), "device: 'tpu'"),
     ],
@@ -365,6 +405,10 @@ def test_gemm_int4() -> None:
 
 def test_compress_activation() -> None:
     check("compress_activation")
+
+
+def test_decompress_activation() -> None:
+    check("decompress_activation")
 
 
 def test_backward_linear() -> None:

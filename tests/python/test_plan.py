@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import hotcore
+import numpy as np
 import pytest
 from hotcore import HotConfig, _core, info
 from hotcore.plans import Explanation
@@ -127,6 +128,16 @@ def test_layers_get_their_kernels(
 ) -> None:
     found = explain(*shape, config=config, dtype=dtype, device="sm_90")
     assert tuple(step.kernel for step in found.steps) == kernels, found.text
+
+
+def test_an_empty_x_gets_the_scales_that_it_has() -> None:
+    for tokens, ins in ((8, 0), (0, 0), (0, 8)):
+        for recipe, scales in (("paper", 1), ("accurate", ins), ("default", 0)):
+            saved = hotcore.compress_activation(np.zeros((tokens, ins), np.float32), recipe)
+            assert saved.scales().size == scales and not saved.scales().any()
+            plan = hotcore.explain(tokens, 16, ins, recipe, need=("x", "gw"), device="sm_90")
+            kernels = [s.kernel for s in plan.steps if s.call == "compress_activation"]
+            assert (kernels[-1:] == ["finish_scales_kernel"]) == (scales > 0), kernels
 
 
 def test_nothing_is_read_before_it_is_written() -> None:

@@ -178,7 +178,7 @@ def test_pixels_come_back() -> None:
         config = HotConfig(storage=storage)
         saved = ops.compress(tokens, config, hotcore.Key(3))
         for first, last in ((0, 198), (99, 198), (63, 131), (64, 65), (7, 7)):
-            back = conv.decompressed(saved, 198, 5, config, first, last)
+            back = ops.decompress(saved, 198, 5, config, first, last)
             assert back.shape == (last - first, 5)
             part = tokens[first:last]
             assert ((back - part).abs() <= tokens.abs().amax(0) * 1.01 / step).all()

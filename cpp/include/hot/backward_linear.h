@@ -118,6 +118,18 @@ HOT_API ConstSavedActivation compress_activation(const Context& context, const C
                                                  const SavedActivation& saved,
                                                  const Workspace& workspace);
 
+/// Rows (tokens) `first` to `last` of a compressed x of basis `full`, back as `out`
+/// [last - first, I] (f32, f16 or bf16; any strides without overlap): code * scale in fp32, rounded
+/// once to out's type. A scale of NaN gives NaN.
+///
+/// @param saved  what compress_activation returned for a spec of the same saved_format.
+/// @param first  0 <= first <= last <= saved.tokens; none of them where both are equal.
+/// `unsupported` for another basis, which keeps projected rows and not x. spec: "ABC";
+/// docs/numerics.md, "INT4".
+HOT_API void decompress_activation(const Context& context, const ConstSavedActivation& saved,
+                                   std::int64_t first, std::int64_t last,
+                                   const BackwardLinearSpec& spec, const TensorView& out);
+
 /// Number of what the bytes of a quantised weight mean: of `hadamard_block`, `gx_bits` and
 /// `weight_scale`. Never 0.
 HOT_API std::uint64_t weight_format(const BackwardLinearSpec& spec);

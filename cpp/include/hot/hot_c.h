@@ -286,6 +286,11 @@ HOT_API hot_status hot_compress_activation(const hot_context* context, const hot
                                            void* workspace, size_t workspace_bytes,
                                            hot_saved* saved);
 
+/* Tokens `first` to `last` of what was kept with basis full, as `out` [last - first, I]. */
+HOT_API hot_status hot_decompress_activation(const hot_context* context, const hot_saved* saved,
+                                             int64_t first, int64_t last, const hot_spec* spec,
+                                             const hot_tensor* out);
+
 HOT_API hot_status hot_quantized_weight_bytes(int64_t out_features, int64_t in_features,
                                               const hot_spec* spec, size_t* bytes);
 HOT_API hot_status hot_quantize_weight_workspace(const hot_context* context, int64_t out_features,

@@ -24,6 +24,7 @@ class CpuBackend final : public Backend {
                   const MatrixOut& out) const override;
   void compress_groups(const Context&, const MatrixIn& x, Rounding, std::uint8_t* packed,
                        std::int64_t row_bytes, std::uint16_t* scale) const override;
+  void decompress(const Context&, const DecompressJob&) const override;
   // pack.cpp
   void pack_int4(const Context&, const MatrixIn& q, const MatrixOut& out) const override;
   void unpack_int4(const Context&, const MatrixIn& packed, const MatrixOut& out) const override;

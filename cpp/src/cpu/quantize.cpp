@@ -10,6 +10,7 @@ namespace {
 
 constexpr std::int64_t chunk = 4096;  // floats of a row on the stack; a multiple of any transform
 constexpr std::int64_t group = 16;    // elements of one block of random bits
+constexpr float int4_values[16] = {0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1};
 
 std::int64_t rows_per_task(std::int64_t cols) {
   return std::max<std::int64_t>(1, task_elements / std::max<std::int64_t>(1, cols));
@@ -272,6 +273,45 @@ void CpuBackend::compress_groups(const Context& context, const MatrixIn& x, Roun
   });
 }
 
+// A task holds a group of 64 tokens of 64 channels: codes are contiguous along the tokens, rows of
+// the result along the channels.
+void CpuBackend::decompress(const Context& context, const DecompressJob& job) const {
+  const SimdKernels& simd = simd_kernels(context.isa());
+  const MatrixOut& out = job.out;
+  const std::int64_t strips = ceil_div(out.cols, strip_columns);
+  const std::int64_t end = job.first + out.rows;
+  const std::int64_t first_group = job.first / int4_group;
+  const std::int64_t groups = ceil_div(end, int4_group) - first_group;
+  context.pool()->run(strips * groups, [&](std::int64_t task) {
+    const std::int64_t col = task % strips * strip_columns;
+    const std::int64_t cols = std::min<std::int64_t>(strip_columns, out.cols - col);
+    const std::int64_t g = first_group + task / strips;
+    // Codes come in pairs; rows hold an even number of them.
+    const std::int64_t start = g * int4_group;
+    const std::int64_t from = std::max(job.first, start), to = std::min(end, start + int4_group);
+    const std::int64_t begin = from / 2 * 2, count = round_up(to, 2) - begin;
+    alignas(64) float rows[int4_group * strip_columns];
+    for (std::int64_t c = 0; c < cols; ++c) {
+      const auto* codes = static_cast<const std::uint8_t*>(job.codes) + (col + c) * job.row_bytes;
+      const std::int64_t at = (col + c) * job.scale_step;
+      float values[int4_group], scale;
+      if (job.int4) {
+        scale = bf16_to_float(static_cast<const std::uint16_t*>(job.scale)[at + g]);
+        simd.expand_int4(codes + begin / 2, count, int4_values, values);
+      } else {
+        scale = static_cast<const float*>(job.scale)[at];
+        for (std::int64_t i = 0; i < count; ++i) {
+          values[i] = static_cast<float>(static_cast<std::int8_t>(codes[begin + i]));
+        }
+      }
+      for (std::int64_t i = 0; i < count; ++i) rows[i * strip_columns + c] = values[i] * scale;
+    }
+    for (std::int64_t token = from; token < to; ++token) {
+      store_row(simd, rows + (token - begin) * strip_columns, token - job.first, col, cols, out);
+    }
+  });
+}
+
 void requantize_groups(const Context& context, const GroupsJob& job) {
   const std::uint8_t* const packed = job.packed;
   const std::int64_t row_bytes = job.row_bytes;
@@ -282,7 +322,6 @@ void requantize_groups(const Context& context, const GroupsJob& job) {
   const std::int64_t groups = ceil_div(job.tokens, int4_group);
   const std::int64_t row_blocks = out.k_padded / group;
   const std::int64_t per_task = rows_per_task(out.k_padded);
-  constexpr float int4_values[16] = {0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1};
   context.pool()->run(ceil_div(out.rows, per_task), [&](std::int64_t task) {
     float values[chunk], inv[chunk];
     for (std::int64_t r = task * per_task; r < std::min(out.rows, (task + 1) * per_task); ++r) {

@@ -28,14 +28,10 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ..config import HotConfig, Key
-from ..ops import unpack_int4
-from ..saved import saved_layout
 from . import ops, reuse
 
 CHUNK_BYTES = 1 << 26
 """fp32 bytes of the unfolded x that backward makes at a time."""
-
-_INT4_GROUP = 64  # tokens that share a scale; docs/numerics.md, "INT4"
 
 
 class Window(NamedTuple):
@@ -129,28 +125,6 @@ def visited(x: Tensor, window: Window) -> Tensor:
     if window.pointwise:
         x = x[:, :, :: window.stride[0], :: window.stride[1]]
     return x.permute(0, 2, 3, 1)
-
-
-def decompressed(
-    saved: Tensor, tokens: int, channels: int, config: HotConfig, first: int, last: int
-) -> Tensor:
-    """Tokens ``first`` to ``last`` of a compressed x ``[tokens, channels]`` as fp32 ``[n, C]``.
-
-    Only for basis ``"full"``, which keeps x itself.
-    """
-    layout = saved_layout(tokens, channels, config)
-    rows = saved[: layout.channels * layout.row_bytes].view(channels, layout.row_bytes)
-    stored = saved[layout.scale_offset :]
-    if config.storage == "int8":
-        scale = stored[: 4 * layout.scales].view(torch.float32)
-        return (rows.view(torch.int8)[:, first:last].float() * scale[:, None]).t()
-    start = first // 2 * 2
-    packed = rows[:, start // 2 : (last + 1) // 2]
-    codes = unpack_int4(packed.contiguous())[:, first - start : last - start]
-    scales = stored[: 2 * layout.scales].view(torch.bfloat16).view(channels, -1).float()
-    group = torch.arange(first, last, device=saved.device) // _INT4_GROUP
-    x: Tensor = codes * scales[:, group]
-    return x.t()
 
 
 def unfolded(x: Tensor, window: Window) -> Tensor:
@@ -473,7 +447,7 @@ def _backward_window(call: _Call, x_shape: tuple[int, ...]) -> None:
         codes = columns = None
         if call.saved is not None and gw is not None:
             span = (first * height * width, last * height * width)
-            x = decompressed(call.saved, n * height * width, channels, kept, *span)
+            x = ops.decompress(call.saved, n * height * width, channels, kept, *span)
             seen = unfolded(padded(x.reshape(-1, height, width, channels), window), window)
             del x
             codes = ops.compress(seen, products, key)

@@ -226,6 +226,27 @@ def compress(x: Tensor, config: HotConfig, key: Key) -> Tensor:
     return saved
 
 
+def decompress(
+    saved: Tensor, tokens: int, in_features: int, config: HotConfig, first: int, last: int
+) -> Tensor:
+    """Tokens ``first`` to ``last`` of what :func:`compress` kept, fp32 ``[last - first, I]``.
+
+    Only for basis ``"full"``, which keeps x itself. Straight to libhot.
+    """
+    out = torch.empty((last - first, in_features), dtype=torch.float32, device=saved.device)
+    _core.decompress_activation(
+        context_for(saved),
+        _to_dlpack(saved),
+        tokens,
+        in_features,
+        first,
+        last,
+        config.spec,
+        _to_dlpack(out),
+    )
+    return out
+
+
 def backward(
     gy: Tensor,
     weight: Tensor | None,

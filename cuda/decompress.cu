@@ -1,0 +1,142 @@
+// Stage: x as it was kept (basis full), back to floats.
+//
+// decompress_kernel
+//   A thread block takes 64 channels of a group of 64 tokens. Codes are contiguous along the
+//   tokens: four threads read a channel's part, whole sectors of 32 bytes, into shared memory. Rows
+//   of the result are contiguous along the channels: a warp takes a word of each of the 64 channels
+//   there (8 INT4 or 4 INT8 tokens, two channels a lane) and writes whole rows of 64 elements, in
+//   pairs where those are aligned. 0.53 (INT4) or 1 byte read for an element, 4 or 2 written.
+#include <cstdint>
+
+#include "cuda/backend.h"
+#include "cuda/device/matrix_io.cuh"
+#include "cuda/launch.h"
+
+namespace hot::detail {
+namespace {
+
+constexpr int tile_channels = 64, threads = 256, warps = threads / 32;
+constexpr int parts = threads / tile_channels;  // threads that read a channel
+static_assert(int4_group == 64 && parts == 4);
+
+struct DecompressArgs {
+  const void* codes;
+  std::int64_t row_bytes;
+  const void* scale;
+  std::int64_t scale_step;
+  std::int64_t first;
+  MatrixOut out;
+  bool pairs;  // rows of `out` can be written by pairs of neighbouring columns
+};
+
+// Two neighbouring elements, aligned as one.
+template <class Tag>
+__device__ void store_pair(const MatrixOut& out, std::int64_t row, std::int64_t col,
+                           const float (&v)[2]) {
+  void* const to = static_cast<char*>(out.data) + (row * out.row_stride + col) * Tag::size;
+  if constexpr (Tag::size == 4) {
+    *static_cast<float2*>(to) = make_float2(v[0], v[1]);
+  } else {
+    unsigned word[1];
+    Tag::pack(v, word);
+    *static_cast<unsigned*>(to) = word[0];
+  }
+}
+
+template <bool int4, class Tag>
+__global__ void __launch_bounds__(threads)
+    decompress_kernel(const __grid_constant__ DecompressArgs args) {
+  constexpr int word_tokens = int4 ? 8 : 4;
+  constexpr int words = int4_group / word_tokens;  // of a channel
+  constexpr int part_words = words / parts;        // 8 or 16 bytes
+  constexpr int pitch = words + 1;                 // odd: channels of a warp in different banks
+  __shared__ unsigned tile[tile_channels * pitch];
+  begin_kernel();
+  const MatrixOut& out = args.out;
+  const std::int64_t strips = (out.cols + tile_channels - 1) / tile_channels;
+  const std::int64_t first_channel = blockIdx.x % strips * tile_channels;
+  const std::int64_t group = args.first / int4_group + blockIdx.x / strips;
+  const int thread = static_cast<int>(threadIdx.x);
+  {
+    const int channel = thread / parts, part = thread % parts;
+    const std::int64_t at = group * words * 4 + part * part_words * 4;  // bytes of the row
+    if (first_channel + channel < out.cols && at < args.row_bytes) {
+      const char* const from =
+          static_cast<const char*>(args.codes) + (first_channel + channel) * args.row_bytes + at;
+      unsigned word[part_words];
+      load_words(from, word);
+#pragma unroll
+      for (int i = 0; i < part_words; ++i) tile[channel * pitch + part * part_words + i] = word[i];
+    }
+  }
+  __syncthreads();
+  const int lane = thread % 32;
+  const int channel[2] = {args.pairs ? 2 * lane : lane, args.pairs ? 2 * lane + 1 : lane + 32};
+  bool there[2];
+  float scale[2] = {0.0F, 0.0F};
+#pragma unroll
+  for (int c = 0; c < 2; ++c) {
+    const std::int64_t global = first_channel + channel[c];
+    there[c] = global < out.cols;
+    if (!there[c]) continue;
+    const std::int64_t at = global * args.scale_step;
+    if constexpr (int4) {
+      const unsigned half = static_cast<const std::uint16_t*>(args.scale)[at + group];
+      scale[c] = __uint_as_float(half << 16);
+    } else {
+      scale[c] = static_cast<const float*>(args.scale)[at];
+    }
+  }
+  for (int w = thread / 32; w < words; w += warps) {
+    // Not read before: what is not there is not written either.
+    const unsigned word[2] = {tile[channel[0] * pitch + w], tile[channel[1] * pitch + w]};
+#pragma unroll
+    for (int t = 0; t < word_tokens; ++t) {
+      const std::int64_t row = group * int4_group + w * word_tokens + t - args.first;
+      if (row < 0 || row >= out.rows) continue;
+      float v[2];
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        constexpr int bits = 32 / word_tokens;
+        // To the top, then back with its sign.
+        const int code = static_cast<int>(word[c] << (32 - bits * (t + 1))) >> (32 - bits);
+        v[c] = static_cast<float>(code) * scale[c];
+      }
+      if (args.pairs) {
+        if (there[1]) store_pair<Tag>(out, row, first_channel + channel[0], v);
+        continue;
+      }
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        if (there[c]) {
+          Tag::store(out.data, row * out.row_stride + (first_channel + channel[c]) * out.col_stride,
+                     v[c]);
+        }
+      }
+    }
+  }
+}
+
+// Whether every row can be written by pairs of neighbouring columns.
+bool pairs_aligned(const MatrixOut& out) {
+  return detail::pairs_aligned(
+      MatrixIn{out.data, out.dtype, out.rows, out.cols, out.row_stride, out.col_stride});
+}
+
+}  // namespace
+
+void CudaBackend::decompress(const Context& context, const DecompressJob& job) const {
+  const DeviceGuard guard(context.device().index, "decompress_activation");
+  const MatrixOut& out = job.out;
+  const DecompressArgs args{job.codes, job.row_bytes, job.scale,         job.scale_step,
+                            job.first, out,           pairs_aligned(out)};
+  const std::int64_t groups = ceil_div(job.first + out.rows, int4_group) - job.first / int4_group;
+  const LaunchShape shape{ceil_div(out.cols, tile_channels) * groups, threads};
+  host_with_dtype(out.dtype, [&](auto tag) {
+    using Tag = decltype(tag);
+    launch("decompress_activation", context,
+           job.int4 ? decompress_kernel<true, Tag> : decompress_kernel<false, Tag>, shape, args);
+  });
+}
+
+}  // namespace hot::detail
