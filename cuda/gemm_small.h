@@ -19,7 +19,7 @@ bool small_gemms_can(const Context&, const GemmArgs* products, int count);
 // The plan that small_gemms follows, for products that it can do.
 SmallPlan small_plan(const Context&, const GemmArgs* products, int count);
 
-// All products, as sm80_gemm computes them, bit for bit. Neither may write what the other touches.
+// All products, with the bits of gemm_sm80.h. Neither may write what the other touches.
 void small_gemms(const Context&, const GemmArgs* products, int count);
 // The same by another plan, with the same results.
 void small_gemms(const Context&, const GemmArgs* products, int count, const SmallPlan&);
