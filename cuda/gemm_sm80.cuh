@@ -109,8 +109,8 @@ class UnitCopies {
     open();
   }
 
-  // Calls copy(to, from, bytes) for those of the next step, if there is one: `bytes` of a unit, the
-  // rest is zeros. In any case a group of copies ends here.
+  // Calls copy(to, from, bytes, left) for those of the next step, if there is one: `bytes` of a
+  // unit, the rest is zeros; `left`: of the row. In any case a group of copies ends here.
   template <class Copy>
   __device__ void bring(const Copy& copy) {
     if (step_ < segments_.end) {
@@ -122,12 +122,12 @@ class UnitCopies {
 #pragma unroll
       for (int row = 0; row < T::m; row += rows_at_once) {
         copy(to + static_cast<unsigned>(row * T::step),
-             a_ + std::uint64_t{min(static_cast<unsigned>(row), a_rows_)} * lda, bytes);
+             a_ + std::uint64_t{min(static_cast<unsigned>(row), a_rows_)} * lda, bytes, left);
       }
 #pragma unroll
       for (int row = 0; row < T::n; row += rows_at_once) {
         copy(to + static_cast<unsigned>((T::m + row) * T::step),
-             b_ + std::uint64_t{min(static_cast<unsigned>(row), b_rows_)} * ldb, bytes);
+             b_ + std::uint64_t{min(static_cast<unsigned>(row), b_rows_)} * ldb, bytes, left);
       }
       a_ += T::step;
       b_ += T::step;
@@ -176,24 +176,31 @@ class PieceCopies {
  public:
   __device__ PieceCopies(const MmaWork& work, unsigned ring) : pieces_(work, ring) {}
   __device__ void bring() {
-    pieces_.bring(
-        [](unsigned to, const std::int8_t* from, int bytes) { copy_async(to, from, bytes); });
+    pieces_.bring([](unsigned to, const std::int8_t* from, int bytes, std::int64_t) {
+      copy_async(to, from, bytes);
+    });
   }
 
  private:
   UnitCopies<T, 16> pieces_;
 };
 
-// The first `bytes` of a word that starts anywhere, then zeros. Reads only aligned words that hold
-// one of them.
-__device__ inline unsigned word_at(const std::int8_t* from, int bytes) {
-  if (bytes == 0) return 0;
+// A word that starts anywhere in a row of which `left` bytes are left; zeros after them. What lies
+// behind the row's end is not read, it may be nobody's memory.
+__device__ inline unsigned word_at(const std::int8_t* from, std::int64_t left) {
+  if (left < 8) {
+    unsigned value = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i < left) value |= static_cast<unsigned>(static_cast<unsigned char>(from[i])) << (8 * i);
+    }
+    return value;
+  }
   const auto address = reinterpret_cast<std::uintptr_t>(from);
   const auto* aligned = reinterpret_cast<const unsigned*>(address & ~std::uintptr_t{3});
-  const int shift = static_cast<int>(address & 3);
-  const unsigned low = aligned[0], high = shift + bytes > 4 ? aligned[1] : 0;
-  const unsigned value = __funnelshift_r(low, high, static_cast<unsigned>(8 * shift));
-  return bytes == 4 ? value : value & ((1U << (8 * bytes)) - 1);
+  const auto shift = static_cast<unsigned>(address & 3);
+  const unsigned high = shift != 0 ? aligned[1] : 0;
+  return __funnelshift_r(aligned[0], high, 8 * shift);
 }
 
 // Of rows that start anywhere: in 32-bit words where they are not aligned to 16 bytes, by cp.async
@@ -207,12 +214,12 @@ class AnyCopies {
     if (alignment_ == 16) {
       pieces_.bring();
     } else if (alignment_ == 4) {
-      words_.bring([](unsigned to, const std::int8_t* from, int bytes) {
+      words_.bring([](unsigned to, const std::int8_t* from, int bytes, std::int64_t) {
         copy_word_async(to, from, bytes);
       });
     } else {
-      words_.bring([](unsigned to, const std::int8_t* from, int bytes) {
-        store_shared(to, word_at(from, bytes));
+      words_.bring([](unsigned to, const std::int8_t* from, int, std::int64_t left) {
+        store_shared(to, word_at(from, left));
       });
     }
   }
