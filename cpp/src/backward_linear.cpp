@@ -313,6 +313,7 @@ void decompress_activation(const Context& context, const ConstSavedActivation& s
                                   ", which keeps projected rows and not x; expected basis full");
   }
   check_format(call, "saved", "compress_activation", saved.format, saved_format(spec));
+  detail::check_key(call, "saved.key", saved.key);
   detail::check_sizes(call, {"saved.tokens", "saved.in_features"},
                       {saved.tokens, saved.in_features});
   const SavedLayout layout =

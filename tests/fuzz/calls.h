@@ -52,7 +52,7 @@ class Calls {
   explicit Calls(Input& input) : input_(input), api_(input), memory_(input) {}
 
   void run() {
-    switch (input_.from(0, 12)) {
+    switch (input_.from(0, 13)) {
       case 0:
         return fwht();
       case 1:
@@ -75,6 +75,8 @@ class Calls {
         return backward();
       case 11:
         return sizes();
+      case 12:
+        return decompress();
       default:
         return contexts();
     }
@@ -228,6 +230,31 @@ class Calls {
     check([&] { return api_.compress_activation(x, spec, saved, workspace); });
   }
 
+  hot::ConstSavedActivation some_saved(std::int64_t tokens, std::int64_t in,
+                                       const hot::BackwardLinearSpec& spec) {
+    hot::ConstSavedActivation saved{};
+    saved.bytes = asked([&] { return hot::saved_layout(tokens, in, spec).bytes; }, 64);
+    saved.data = memory_.bytes(saved.bytes, false, 16);
+    saved.tokens = tokens;
+    saved.in_features = in;
+    saved.key = {7, input_.any<std::uint8_t>(), 3, nullptr};
+    saved.format = asked([&] { return hot::saved_format(spec); }, 1);
+    return saved;
+  }
+
+  void decompress() {
+    auto spec = some_spec(input_);
+    if (!input_.rarely()) spec.low_rank = {};
+    const std::int64_t tokens = some_tokens(input_, spec), in = input_.size();
+    hot::ConstSavedActivation saved = some_saved(tokens, in, spec);
+    std::int64_t first = input_.from<std::int64_t>(0, tokens);
+    std::int64_t last = input_.from<std::int64_t>(first, tokens);
+    const TensorView out = memory_.array({last - first, in}, some_float(input_), true);
+    if (input_.rarely()) (input_.flip() ? first : last) = input_.wild();
+    if (input_.rarely(12)) spoil_saved(input_, memory_, saved);
+    check([&] { return api_.decompress_activation(saved, first, last, spec, out); });
+  }
+
   void quantize_weight() {
     const auto spec = some_spec(input_);
     const std::int64_t out = input_.size(), in = input_.size();
@@ -279,13 +306,7 @@ class Calls {
     }
     hot::ConstSavedActivation saved{};
     if (want_gw) {
-      saved.bytes =
-          asked([&] { return hot::saved_layout(shape.tokens, shape.in_features, spec).bytes; }, 64);
-      saved.data = memory_.bytes(saved.bytes, false, 16);
-      saved.tokens = shape.tokens;
-      saved.in_features = shape.in_features;
-      saved.key = {7, input_.any<std::uint8_t>(), 3, nullptr};
-      saved.format = asked([&] { return hot::saved_format(spec); }, 1);
+      saved = some_saved(shape.tokens, shape.in_features, spec);
       if (twist && input_.flip()) spoil_saved(input_, memory_, saved);
     }
     TensorView gx{}, gw{}, gb{};

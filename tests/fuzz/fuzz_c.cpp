@@ -69,6 +69,12 @@ class CApi {
                                      workspace.data, workspace.bytes, &out);
     });
   }
+  Outcome decompress_activation(const hot::ConstSavedActivation& saved, std::int64_t first,
+                                std::int64_t last, const hot::BackwardLinearSpec& spec,
+                                const TensorView& out) {
+    return ended(hot_decompress_activation(handle(), saved_of(saved), first, last, spec_of(spec),
+                                           tensor(out)));
+  }
   Outcome quantize_weight(const TensorView& w, const hot::BackwardLinearSpec& spec,
                           const hot::QuantizedWeight& to, const hot::Workspace& workspace) {
     hot_weight out = HOT_WEIGHT_INIT;
@@ -255,7 +261,9 @@ class CApi {
   }
 
   const hot_saved* saved_of(const hot::ConstSavedActivation& s, const hot::BackwardOutputs& out) {
-    if (out.gw == nullptr) return nullptr;
+    return out.gw == nullptr ? nullptr : saved_of(s);
+  }
+  const hot_saved* saved_of(const hot::ConstSavedActivation& s) {
     return put(hot_saved{sizeof(hot_saved), s.data, s.bytes, s.tokens, s.in_features, s.key.seed,
                          s.key.offset, s.key.counter, s.key.stream, 0, s.format});
   }

@@ -60,6 +60,11 @@ class CppApi {
                               const hot::SavedActivation& saved, const hot::Workspace& workspace) {
     return outcome_of([&] { hot::compress_activation(context_, x, spec, saved, workspace); });
   }
+  Outcome decompress_activation(const hot::ConstSavedActivation& saved, std::int64_t first,
+                                std::int64_t last, const hot::BackwardLinearSpec& spec,
+                                const TensorView& out) {
+    return outcome_of([&] { hot::decompress_activation(context_, saved, first, last, spec, out); });
+  }
   Outcome quantize_weight(const TensorView& w, const hot::BackwardLinearSpec& spec,
                           const hot::QuantizedWeight& out, const hot::Workspace& workspace) {
     return outcome_of([&] { hot::quantize_weight(context_, w, spec, out, workspace); });
