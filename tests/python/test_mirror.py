@@ -31,12 +31,13 @@ INFRASTRUCTURE = {
 COMPOSED = {"backward_linear"}
 
 STAGES = sorted(path.stem for path in HEADERS.glob("*.h") if path.stem not in INFRASTRUCTURE)
-# Tests of one backend's kernels (test_<stage>_cuda.cpp) have no counterpart here, nor have those of
-# an operator new that fails (test_faults.cpp).
+# Tests of one backend's kernels (test_<stage>_cuda.cpp) and of the choice among them have no
+# counterpart here, nor have those of an operator new that fails (test_faults.cpp).
+ALONE = {"test_faults", "test_gemm_mma_plan"}
 CPP_FILES = sorted(
     path.stem
     for path in CPP_TESTS.glob("test_*.cpp")
-    if not path.stem.endswith("_cuda") and path.stem != "test_faults"
+    if not path.stem.endswith("_cuda") and path.stem not in ALONE
 )
 
 
