@@ -93,6 +93,7 @@ def test_cupy_stages(cupy: Any, dtype: str, rng: np.random.Generator) -> None:
         lambda x: hotcore.unpack_int4(hotcore.pack_int4(hotcore.quantize(x, bits=4)[0])),
         lambda x: hotcore.compress_activation(x, key=3).codes(),
         lambda x: hotcore.compress_activation(x, key=3).scales(),
+        lambda x: hotcore.decompress_activation(hotcore.compress_activation(x, key=3), 1),
         lambda x: hotcore.quantize_weight(x).data,
     ):
         got = function(cupy.asarray(x))

@@ -88,6 +88,10 @@ def test_any_dlpack_array_through_a_layer(rng: np.random.Generator) -> None:
     for ours, theirs in zip(got[:2], expected[:2], strict=True):
         assert isinstance(ours, Namespaced)
         equal_bits(ours.values, theirs)
+    back = hotcore.decompress_activation(hotcore.compress_activation(Namespaced(x), key=2), 5, 30)
+    assert isinstance(back, Namespaced)
+    kept = hotcore.compress_activation(x, key=2)
+    equal_bits(back.values, hotcore.decompress_activation(kept, 5, 30))
 
 
 @pytest.mark.parametrize("kind", [Foreign, Namespaced])

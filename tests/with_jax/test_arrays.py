@@ -26,6 +26,7 @@ def test_stages(rng: np.random.Generator, dtype: str) -> None:
         lambda x: hotcore.gemm_int8(hotcore.quantize(x)[0], hotcore.quantize(x)[0]),
         lambda x: hotcore.unpack_int4(hotcore.pack_int4(hotcore.quantize(x, bits=4)[0])),
         lambda x: hotcore.compress_activation(x, key=3).data,
+        lambda x: hotcore.decompress_activation(hotcore.compress_activation(x, key=3), 1),
         lambda x: hotcore.quantize_weight(x).data,
     ):
         got = function(jnp.asarray(x))
