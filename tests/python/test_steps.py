@@ -201,7 +201,7 @@ class Toy(torch.nn.Module):
         self.head = torch.nn.Linear(64, 10)
         self.runs = 0
         for layer in self.layers:
-            layer.register_forward_pre_hook(self._count)
+            layer[0].register_forward_pre_hook(self._count)
 
     def _count(self, *_: object) -> None:
         self.runs += 1
