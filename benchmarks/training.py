@@ -20,7 +20,7 @@ LEARNING_RATE = 1e-4
 
 
 COMPRESSED: dict[str, Any] = {"bits": 8, "activation": 4, "attention": None}
-"""compress_saved's best step for its peak (docs/torch.md)."""
+"""compress_saved's best step for its peak (docs/results.md)."""
 KEPT: dict[str, Any] = {"attention": 4}
 """convert's best choice for a compiled model's peak: 8 bits else, from which x of the linear layers
 is made, too."""

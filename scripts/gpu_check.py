@@ -176,7 +176,7 @@ def test_all(build: Path, reports: Path, env: dict[str, str]) -> dict[str, dict[
     tests["C++"] = counts(ctest_report)
     code = run(
         sys.executable, "-m", "pytest", "-q", "tests/gpu", "tests/torch", "-m", "cuda",
-        "--durations=5", *(("-n", "6") if importlib.util.find_spec("xdist") else ()),
+        "--durations=5", *(("-n", "10") if importlib.util.find_spec("xdist") else ()),
         "--junit-xml", pytest_report, env=env, log=reports / "pytest.log",
     )  # fmt: skip
     tests["Python"] = counts(pytest_report)
