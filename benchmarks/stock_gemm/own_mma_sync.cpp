@@ -1,17 +1,20 @@
 // The C ABI of libhot's own mma.sync product beside the stock tiles, any tile by its number on any
-// GPU: libhot exports none of it, and takes wgmma where it can. benchmarks/mma_sync.py loads it.
+// GPU: libhot exports none of it, and takes wgmma where it can. benchmarks/bench_mma_sync.py loads
+// it.
 #include <cuda_runtime_api.h>
 
 #include <exception>
 #include <string>
 
 #include "cuda/gemm_sm80.h"
+#include "cuda/launch.h"
 #include "hot/context.h"
 
 namespace {
 
 using hot::detail::GemmArgs;
 using hot::detail::MmaCodes;
+using hot::detail::MmaPart;
 using hot::detail::MmaPlan;
 using hot::detail::MmaProduct;
 
@@ -21,6 +24,14 @@ hot::Context context_of(cudaStream_t stream) {
   int device = 0;
   static_cast<void>(cudaGetDevice(&device));
   return hot::Context::cuda(device, stream);
+}
+
+hot::detail::MmaDevice device_of(const hot::Context& context) {
+  const auto ask = [&](cudaDeviceAttr attribute) {
+    return hot::detail::device_attribute(context, attribute, "bench_mma_sync");
+  };
+  return {ask(cudaDevAttrMultiProcessorCount),
+          10 * ask(cudaDevAttrComputeCapabilityMajor) + ask(cudaDevAttrComputeCapabilityMinor)};
 }
 
 }  // namespace
@@ -41,7 +52,7 @@ HOT_STOCK_API const char* hot_mma_sync_error() { return error.c_str(); }
 // bytes of workspace it needs; -1: the tile does not do this product.
 HOT_STOCK_API long long hot_mma_sync_plan(int tile, int share, long long m, long long n,
                                           long long k, MmaPlan* plan) {
-  const hot::detail::MmaDevice device = hot::detail::mma_device(context_of(nullptr));
+  const hot::detail::MmaDevice device = device_of(context_of(nullptr));
   const MmaProduct product{m, n, k, k % 16 == 0 && n % 8 == 0, k > hot::detail::int32_safe_k};
   if (tile >= 0 && !hot::detail::mma_can(device, product, tile)) return -1;
   *plan = tile < 0 ? hot::detail::mma_choose(device, product, share != 0)
@@ -58,7 +69,11 @@ HOT_STOCK_API int hot_mma_sync_run(const MmaPlan* plan, long long m, long long n
   try {
     const GemmArgs args{a,       b,       m, n, k,    k,     k,
                         a_scale, b_scale, 1, 1, 1.0F, false, {out, hot::DType::bf16, m, n, n, 1}};
-    hot::detail::mma_gemm(context_of(stream), args, MmaCodes::int8, *plan, workspace);
+    const hot::Context context = context_of(stream);
+    mma_gemm(context, args, MmaCodes::int8, *plan, MmaPart::tiles, workspace);
+    if (plan->shared > 0) {
+      mma_gemm(context, args, MmaCodes::int8, *plan, MmaPart::fixup, workspace);
+    }
     return 0;
   } catch (const std::exception& caught) {
     error = caught.what();
