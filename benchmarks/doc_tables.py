@@ -17,8 +17,8 @@ comes from here. Every page of the repository that has such a line is looked at.
   forward          compressing x, and the forward pass with it (the same)
   small            the paper's layers in a CUDA graph (the same)
   fwht             fwht's share of a copy's speed (the same)
-  products         INT8 products beside their rivals (the same)
-  host             the host's time for a small layer (the same)
+  products         INT8 products beside their rivals (cuda-gemm.json)
+  host             the host's time for a small layer (gpu-check.json)
   targets          bars and what was measured (the same)
   tests            tests of that run (the same)
   steps MODEL      every contender of a model (cuda-steps.json)
@@ -249,7 +249,7 @@ def products(report: Report) -> Iterator[str]:
     rivals = ("torch._int_mm", "torch fp8 rowwise")
     head = ["product", "M, N, K", "TOPS", *(f"of {rival}" for rival in rivals)]
     yield from header([*head, "of the best stock tile"])
-    for group, entries in report["bench_gemm"]["products"].items():
+    for group, entries in report["products"].items():
         for name, entry in entries.items():
             row = entry["rows"]["hotcore"]
             figures = [number(row["faster than"].get(rival), 2) for rival in rivals]
@@ -479,7 +479,7 @@ KINDS: dict[str, tuple[str | None, Callable[..., Iterator[str]]]] = {
     "forward": (CHECK, forward),
     "small": (CHECK, small),
     "fwht": (CHECK, fwht),
-    "products": (CHECK, products),
+    "products": ("cuda-gemm.json", products),
     "host": (CHECK, host),
     "targets": (CHECK, bars),
     "tests": (CHECK, tests),
