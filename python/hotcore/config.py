@@ -130,7 +130,7 @@ class HotConfig:
         x_scale: scale of an INT8 x, ``"channel"`` or ``"tensor"``.
         x_rounding: rounding of x.
 
-    Source: spec.md, "Stages" and "Recipes".
+    Source: docs/numerics.md; docs/recipes.md.
     """
 
     hadamard_block: int = 16

@@ -38,7 +38,7 @@ def fwht(x: Array, *, axis: int = -1, block: int = 16, out: Array | None = None)
     Returns:
         ``out``, or a new array with x's shape and dtype. Computed in fp32, rounded once.
 
-    Source: spec.md, "FWHT"; docs/numerics.md, "FWHT".
+    Source: docs/numerics.md, "FWHT".
     """
     source = operand(x, "x")
     target = source.empty(source.shape, source.dtype) if out is None else output(out, "out", source)
@@ -76,7 +76,7 @@ def hla(
     Returns:
         ``[K, C]``, float32 unless ``out`` says otherwise.
 
-    Source: spec.md, "HLA"; docs/numerics.md, "Low rank".
+    Source: docs/numerics.md, "Low rank".
     """
     source = _matrix(operand(x, "x"))
     grid_h, grid_w = (0, 0) if token_grid is None else token_grid
@@ -96,7 +96,7 @@ def hla(
 def basis_order(basis: Literal["lowpass", "sequency"], block: int = 16) -> list[int]:
     """Row order of ``"lowpass"`` or ``"sequency"``: its first r entries are kept at rank r.
 
-    Source: spec.md, "HLA"; docs/numerics.md, "Low rank".
+    Source: docs/numerics.md, "Low rank".
     """
     return _core.basis_order(basis, block)
 
@@ -124,7 +124,7 @@ def quantize(
         Codes (int8 ``[R, C]``, packed uint8 ``[R, ceil(C/2)]``) and float32 scales ``[R]``,
         ``[C]`` or ``[1]``. A set with NaN or Inf gets scale NaN and codes 0.
 
-    Source: spec.md, "Rounding and randomness"; docs/numerics.md, "Scales", "Rounding".
+    Source: docs/numerics.md, "Scales", "Rounding".
     """
     source = _matrix(operand(x, "x"))
     height, width = source.shape
@@ -224,7 +224,7 @@ def gemm_int8(
     Returns:
         ``[M, N]``; without scales the int32 sums (K up to 133,143).
 
-    Source: spec.md, "Integer GEMM"; docs/numerics.md, "Integer GEMM and dequantisation".
+    Source: docs/numerics.md, "Integer GEMM and dequantisation".
     """
     left = _matrix(operand(a, "a", ("int8",)))
     right = _matrix(operand(b, "b", ("int8",)))
@@ -266,7 +266,7 @@ def gemm_int4(
     Returns:
         ``[M, N]``; without scales the int32 sums.
 
-    Source: spec.md, "Integer GEMM"; docs/numerics.md, "INT4".
+    Source: docs/numerics.md, "INT4".
     """
     left = _matrix(operand(a, "a", ("uint8",)))
     right = _matrix(operand(b, "b", ("uint8",)))
@@ -300,7 +300,7 @@ def compress_activation(x: Array, config: ConfigLike | None = None, *, key: KeyL
     Returns:
         A :class:`Saved`: one uint8 vector, about 0.53 bytes a value with recipe ``"default"``.
 
-    Source: spec.md, "ABC"; docs/numerics.md.
+    Source: docs/numerics.md.
     """
     settings = HotConfig() if config is None else as_config(config)
     source = _matrix(operand(x, "x"), at_least=True)
@@ -340,7 +340,7 @@ def decompress_activation(
     Raises:
         NotImplementedError: of another basis, projected rows are kept and not x.
 
-    Source: spec.md, "ABC"; docs/numerics.md, "INT4".
+    Source: docs/numerics.md, "INT4".
     """
     if not isinstance(saved, Saved):
         raise TypeError(
@@ -379,7 +379,7 @@ def quantize_weight(w: Array, config: ConfigLike | None = None) -> QuantizedWeig
     Returns:
         A :class:`QuantizedWeight`: about one byte a value.
 
-    Source: spec.md, "Stages"; docs/numerics.md.
+    Source: docs/numerics.md.
     """
     settings = HotConfig() if config is None else as_config(config)
     source = _matrix(operand(w, "w"))
@@ -501,7 +501,7 @@ def backward_linear(
     Returns:
         :class:`Gradients`; gx has gy's leading dimensions.
 
-    Source: spec.md, "Stages"; docs/numerics.md.
+    Source: docs/numerics.md.
     """
     grad = _matrix(operand(gy, "gy"), at_least=True)
     wanted = _need(need)

@@ -70,7 +70,7 @@ KeyLike = Key | int | tuple[int, ...]
 class Config:
     """The fields of ``hotcore.HotConfig``, unchecked; ``Config()`` is the recipe ``"default"``.
 
-    Source: spec.md, "Stages" and "Recipes".
+    Source: docs/numerics.md; docs/recipes.md.
     """
 
     hadamard_block: int = 16
@@ -92,7 +92,7 @@ class Config:
 
 
 def recipe(name: str, **overrides: Any) -> Config:
-    """Return the named recipe of spec.md, "Recipes", with some fields replaced."""
+    """Return the named recipe (docs/recipes.md) with some fields replaced."""
     fields: dict[str, dict[str, Any]] = {
         "default": {},
         "fast": {"basis": "sketch", "rank": 8, "storage": "int8"},
@@ -228,7 +228,7 @@ def fwht(
     Returns:
         The shape of x. Computed in fp32, rounded once at the end.
 
-    Source: spec.md, "FWHT"; docs/numerics.md, "FWHT".
+    Source: docs/numerics.md, "FWHT".
     """
     _power_of_two("block", block, 1, 32768)
     values = np.moveaxis(_widen(x, "x"), axis, -1)
@@ -283,7 +283,7 @@ def sequency(k: int, bits: int) -> int:
 def basis_order(basis: str, block: int = 16) -> list[int]:
     """Row order of ``"lowpass"`` or ``"sequency"``: its first r entries are kept at rank r.
 
-    Source: spec.md, "HLA"; docs/numerics.md, "Low rank".
+    Source: docs/numerics.md, "Low rank".
     """
     _choice("basis", basis, ("lowpass", "sequency"))
     m = _power_of_two("block", block, 2, 64)
@@ -421,7 +421,7 @@ def hla(
     Returns:
         ``[K, C]``; ``(P_gradient g)^T (P_activation x) / block`` is the (approximate) product.
 
-    Source: spec.md, "HLA"; docs/numerics.md, "Low rank".
+    Source: docs/numerics.md, "Low rank".
     """
     spec = _low_rank(basis, rank, block, rows, token_grid, prefix_tokens)
     return _store(_project(_widen(x, "x"), spec, side, key), out_dtype)
@@ -507,7 +507,7 @@ def round_codes(
         rounding: ``"nearest"``, ``"stochastic"`` or ``"pseudo_stochastic"``.
         u: random bytes of the shape of ``values``, ``"stochastic"`` only.
 
-    Source: spec.md, "Rounding and randomness"; docs/numerics.md, "Rounding".
+    Source: docs/numerics.md, "Rounding".
     """
     _choice("rounding", rounding, _ROUNDINGS)
     q = _largest_code(bits)
@@ -889,7 +889,7 @@ def compress_activation(x: Floats, config: ConfigLike = None, *, key: KeyLike = 
     Returns:
         A :class:`Saved`.
 
-    Source: spec.md, "ABC"; docs/numerics.md, "Shapes" (purpose 3) and "INT4".
+    Source: docs/numerics.md, "Shapes" (purpose 3) and "INT4".
     """
     settings = Config() if config is None else config
     _choice("storage", settings.storage, ("int8", "int4"))
@@ -1005,7 +1005,7 @@ def backward_linear(
     Returns:
         :class:`Gradients`: gx ``[..., I]``, gw ``[O, I]``, gb ``[O]``.
 
-    Source: spec.md, "Stages"; docs/numerics.md.
+    Source: docs/numerics.md.
     """
     grad = _flat(gy, "gy")
     dtype = _dtype_name(gy, out_dtype)
