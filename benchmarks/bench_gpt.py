@@ -94,13 +94,20 @@ QUICK = Size(64, 2, 2, 32, 4, 300, 3e-3, 2, 1)
 # ---- the text ----
 
 
+EVERY = 50
+"""One of so many files is for validation, the first among them."""
+
+
 def sources(least_bytes: int) -> Iterator[str]:
-    """Texts of installed .py files, each once, in an order that names alone decide."""
+    """Texts of installed .py files, each once, in an order that names alone decide.
+
+    They end when those for training have ``least_bytes``.
+    """
     roots = sorted({sysconfig.get_paths()[key] for key in ("purelib", "platlib", "stdlib")})
     files = sorted({path for root in roots for path in Path(root).rglob("*.py")})
     random.Random(0).shuffle(files)
     seen: set[bytes] = set()
-    total = 0
+    training = 0
     for path in files:
         try:
             text = path.read_text("utf-8")
@@ -109,10 +116,10 @@ def sources(least_bytes: int) -> Iterator[str]:
         digest = hashlib.sha256(text.encode()).digest()
         if len(text) < 256 or digest in seen:
             continue
+        training += len(text) if len(seen) % EVERY else 0
         seen.add(digest)
-        total += len(text)
         yield text
-        if total >= least_bytes:
+        if training >= least_bytes:
             return
 
 
@@ -141,7 +148,7 @@ def tokens(size: Size, wanted: int, cache: Path) -> tuple[Tensor, Tensor]:
     parts: dict[str, list[Tensor]] = {"training": [], "validation": []}
     for first in range(0, len(texts), 512):
         for index, code in enumerate(tokenizer.encode_batch(texts[first : first + 512]), first):
-            part = "validation" if index % 50 == 0 else "training"
+            part = "training" if index % EVERY else "validation"
             parts[part].append(torch.tensor([0, *code.ids], dtype=torch.int16))
     joined = {key: torch.cat(value) for key, value in parts.items()}
     if len(joined["training"]) < wanted:

@@ -51,7 +51,10 @@ def test_a_run_is_paired_resumed_and_guarded(tmp_path: Path) -> None:
 
 def test_validation_text_is_apart(tmp_path: Path) -> None:
     training, validation = bench_gpt.tokens(bench_gpt.QUICK, 20000, tmp_path)
-    assert len(training) >= 20000 and 0 < len(validation) < len(training) / 5
+    assert len(training) >= 20000 and len(validation) > 0
+    texts = list(bench_gpt.sources(90000))
+    assert len(set(texts)) == len(texts) >= 2
+    assert sum(len(text) for i, text in enumerate(texts) if i % bench_gpt.EVERY) >= 90000
     assert training.max() < bench_gpt.QUICK.vocabulary
     again = bench_gpt.tokens(bench_gpt.QUICK, 20000, tmp_path)
     assert torch.equal(again[0], training)
