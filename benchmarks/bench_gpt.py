@@ -19,15 +19,14 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import math
 import random
 import statistics
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -328,17 +327,15 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     begun = time.perf_counter()
     args = arguments(argv)
-    left: Callable[[], float] = lambda: args.budget - (time.perf_counter() - begun)  # noqa: E731
     size = QUICK if args.quick else FULL
     steps = min(args.steps, 4) if args.quick else args.steps
-    settings = {"steps": steps, "size": vars(size) | {}, "device": args.device}
+    settings = {"steps": steps, "size": asdict(size), "device": args.device}
     path = timing.RESULTS / f"{args.device}-gpt.json" if args.json is None else args.json
-    runs: dict[str, Any] = {}
-    if path.exists():
-        earlier = json.loads(path.read_text())
-        if earlier.get("settings") != json.loads(json.dumps(settings)):
-            sys.exit(f"bench_gpt.py: {path} was made with other settings; name another --json")
-        runs = earlier["runs"]
+    try:
+        earlier = timing.resumed(path, settings)
+    except ValueError as error:
+        sys.exit(f"bench_gpt.py: {error}")
+    runs: dict[str, Any] = earlier["runs"] if earlier else {}
     wanted = (steps + 2) * size.batch * size.context
     text = tokens(size, wanted, args.cache)
     print(f"{len(text[0])} tokens, {len(text[1])} for validation", flush=True)
@@ -351,7 +348,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for contender in chosen:
             if key_of(contender, seed) in runs:
                 continue
-            if left() < 1.1 * slowest:
+            if time.perf_counter() - begun + 1.1 * slowest > args.budget:
                 print(f"{contender.name}, seed {seed}: left out, no time left")
                 continue
             start = time.perf_counter()

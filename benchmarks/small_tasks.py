@@ -13,7 +13,7 @@ from typing import Any
 
 import hotcore
 import torch
-from timing import rounded
+from timing import resumed, rounded
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from train_lib import training  # noqa: E402
@@ -97,14 +97,8 @@ def begun(
 
     Raises ValueError where it was made with other settings.
     """
-    if path.exists():
-        found: dict[str, Any] = json.loads(path.read_text())
-        same = json.loads(json.dumps(settings))
-        if found.get("settings") != same:
-            raise ValueError(
-                f"json: {path} was made with {found.get('settings')}, not {same}: name another "
-                "file, or remove it"
-            )
+    found = resumed(path, settings)
+    if found is not None:
         return found
     versions = {"hotcore": hotcore.__version__, "torch": torch.__version__, "isa": hotcore.isa()}
     return {

@@ -230,6 +230,23 @@ def write(args: argparse.Namespace, benchmark: str, content: Mapping[str, Any]) 
     return path
 
 
+def resumed(path: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The report at ``path``, to go on with; None where there is none.
+
+    Raises ValueError where it was made with other settings.
+    """
+    if not path.exists():
+        return None
+    found: dict[str, Any] = json.loads(path.read_text())
+    same = json.loads(json.dumps(settings))  # as a report holds them
+    if found.get("settings") != same:
+        raise ValueError(
+            f"json: {path} was made with other settings, {found.get('settings')}, not {same}: name "
+            "another file, or remove it"
+        )
+    return found
+
+
 def rounded(value: Any) -> Any:
     """Floats with six significant digits: more is noise, and the files are committed."""
     if isinstance(value, float):
