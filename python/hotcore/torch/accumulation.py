@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,17 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from . import _compat, ops
 
 
+def kept(
+    table: Any, weight: Tensor, what: Hashable, state: Hashable, make: Callable[[], Tensor]
+) -> Tensor:
+    """Codes of ``weight`` in a table of weights; made where there are none, or of another state."""
+    entry: dict[Hashable, tuple[Hashable, Tensor]] = table.setdefault(weight, {})
+    found = entry.get(what)
+    if found is None or found[0] != state:
+        found = entry[what] = (state, make())
+    return found[1]
+
+
 class _State:
     """One ``with gradient_accumulation()``; the layers' graphs hold it, so it outlives its end."""
 
@@ -24,7 +35,7 @@ class _State:
     def __init__(self, in_place: bool) -> None:
         self._in_place = in_place
         self._ended = False
-        # weight -> its version, the configuration and dtype it was quantised for, the codes
+        # weight -> for g_x or for y -> what it was then, the codes
         self._codes: Any = WeakTensorKeyDictionary()
         self._lock = threading.Lock()  # autograd has a thread for every CUDA device
 
@@ -35,16 +46,19 @@ class _State:
 
     def codes(self, weight: Tensor, config: str) -> Tensor | None:
         """``weight`` quantised for g_x, by the first micro-batch; None after the end."""
-        wanted = (weight._version, config, weight.dtype, weight.device)
+        now = (weight._version, config, weight.dtype, weight.device)
+
+        def make() -> Tensor:
+            return ops.quantize_weight(weight.detach(), ops.parsed(config))
+
+        return self.kept(weight, "gx", now, make)
+
+    def kept(
+        self, weight: Tensor, what: Hashable, state: Hashable, make: Callable[[], Tensor]
+    ) -> Tensor | None:
+        """Codes of ``weight`` by ``make``, of the first micro-batch; None after the end."""
         with self._lock:
-            if self._ended:
-                return None
-            found = self._codes.get(weight)
-            if found is None or found[0] != wanted:
-                found = (wanted, ops.quantize_weight(weight.detach(), ops.parsed(config)))
-                self._codes[weight] = found
-            codes: Tensor = found[1]
-            return codes
+            return None if self._ended else kept(self._codes, weight, what, state, make)
 
     def stepped(self, *_: Any) -> None:
         """Drop the codes of trained weights; fused optimizers do not raise a weight's version."""
@@ -73,8 +87,8 @@ _count = threading.Lock()
 def gradient_accumulation(*, in_place: bool = True) -> Iterator[None]:
     """Share work between the micro-batches of one optimizer step (linear layers, eager mode).
 
-    Inside, a weight is quantised for g_x by the first micro-batch alone. The codes, one byte a
-    weight, are dropped when an optimizer steps (frozen weights keep theirs: LoRA's base is
+    Inside, a weight is quantised for g_x, and for an 8-bit forward, by the first micro-batch alone.
+    The codes, one byte a weight for each, are dropped when an optimizer steps (frozen weights keep theirs: LoRA's base is
     quantised once), when the weight is written (not seen: through ``.data``), and at the end.
     The gradients are the same bits.
     With ``in_place`` g_w and g_b are added to ``.grad`` by the product itself, in fp32 before one
@@ -189,9 +203,12 @@ class Shared:
         return grad if adds else None
 
 
+def current() -> _State | None:
+    """What the calling thread is inside of."""
+    return threads.state if _entered else None
+
+
 def shared(weight: Tensor, bias: Tensor | None) -> Shared | None:
     """What a layer keeps of its parameters; None outside of :func:`gradient_accumulation`."""
-    if not _entered or not weight.is_leaf:
-        return None
-    state = threads.state
-    return None if state is None else Shared(state, weight, bias)
+    state = current()
+    return None if state is None or not weight.is_leaf else Shared(state, weight, bias)

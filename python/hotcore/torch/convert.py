@@ -17,7 +17,7 @@ from ..config import ConfigLike, HotConfig, HotConfigFields, as_config
 from ..saved import saved_layout
 from . import gains, probe, selection, untaken
 from .conv import settings
-from .modules import HotModule
+from .modules import HotModule, is_pointwise
 from .report import ConversionReport, Converted, Skipped, listed, pattern_of
 from .saved import convert_saved, revert_saved
 from .selection import (
@@ -141,7 +141,7 @@ def convert(
             slowly = (
                 "" if is_8bit(module) else gains.why_slow(*sizes, own, target, is_frozen(module))
             )
-            notes = (_note(fqn, seen), slowly)
+            notes = (_note(fqn, seen), _forward_note(module, own), slowly)
             kept, note = _bytes_per_value(module, own), "; ".join(filter(None, notes))
             rows.append(Converted(*about, own, kept, **measures, note=note))
     beside = None if saved is None else convert_saved(model, saved)  # raises before it changes
@@ -249,6 +249,17 @@ def _note(fqn: str, seen: Mapping[str, probe.Seen]) -> str:
     if row.past:
         return "its weight is also multiplied without it, plain"
     return "" if row.calls else "not called with these inputs"
+
+
+def _forward_note(module: nn.Module, config: HotConfig) -> str:
+    """What an 8-bit forward is not for."""
+    if config.forward == "plain":
+        return ""
+    if is_8bit(module):
+        return "its forward stays bitsandbytes'"
+    if isinstance(module, nn.Conv2d) and not is_pointwise(module):
+        return "its forward stays plain: 8 bits are for 1x1 kernels without padding"
+    return ""
 
 
 def _check_grid(
@@ -458,7 +469,7 @@ def _bytes_per_value(module: nn.Module, config: HotConfig) -> float:
         return 0.0
     tokens, visited = _REPORT_TOKENS, 1.0
     if isinstance(module, nn.Conv2d):
-        pointwise = module.kernel_size == (1, 1) and module.padding in ((0, 0), "same", "valid")
+        pointwise = is_pointwise(module)
         config, _ = settings(config, pointwise, None)
         if pointwise:
             visited = 1 / (module.stride[0] * module.stride[1])

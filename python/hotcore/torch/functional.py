@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -13,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
 from ..config import RECIPE_TEXTS, ConfigLike, HotConfig, as_config
-from . import _compat, accumulation, conv, ops, reuse
+from . import _compat, accumulation, conv, forward, ops, reuse
 from .conv import Window, is_channels_last
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -27,10 +28,12 @@ def linear(
 ) -> Tensor:
     """``x weight^T + bias``, bit for bit as ``F.linear``; gradients are computed with HOT.
 
+    With ``forward="int8"`` in the configuration it is :func:`hotcore.forward_linear` of x, as
+    autocast casts it, and of the parameters as they are; the gradients are the same.
     Of x only its compressed form is kept for backward, once for layers that follow each other with
     the same x and alike configurations (:mod:`hotcore.torch.reuse`); nothing where ``weight`` is
     frozen.
-    Without anything to differentiate the result is ``F.linear``'s. Every call draws one seed from
+    Without anything to differentiate the result is the same. Every call draws one seed from
     torch's default CPU generator, so ``torch.manual_seed`` makes a run repeatable.
 
     Args:
@@ -65,19 +68,73 @@ def linear_by_text(
     if torch.compiler.is_compiling():
         return _compiled_linear(x, weight, bias, text, defer)
     with _one_operation(x, weight):
-        seed = seed_of_call("linear", x, weight)
+        seed = seed_of_call("linear", x, weight, bias, text)
         if seed is None:
-            return F.linear(x, weight, bias)
+            return _without_gradients(x, weight, bias, text)
         output: Tensor = _HotLinear.apply(x, weight, bias, seed, text)  # type: ignore[no-untyped-call]  # so in torch
         return output
+
+
+def evaluated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, text: str) -> Tensor:
+    """:func:`linear_by_text` for layers in eval mode that keep their 8-bit forward.
+
+    It draws a seed only where gradients are wanted, which are HOT's.
+    """
+    if not isinstance(x, Tensor):
+        return _noted(evaluated_linear, x, weight, bias, text)
+    if _wants_gradients(x, weight, bias, text):
+        return linear_by_text(x, weight, bias, text)
+    if torch.compiler.is_compiling():
+        return _without_gradients(x, weight, bias, text)
+    with _one_operation(x, weight):
+        return _without_gradients(x, weight, bias, text)
+
+
+def _without_gradients(x: Tensor, weight: Tensor, bias: Tensor | None, text: str) -> Tensor:
+    if not forward.is_int8(text):
+        return F.linear(x, weight, bias)
+    dtype = _autocast_dtype(x)
+    _check_dtypes(x, weight, bias, dtype)
+    if torch.compiler.is_compiling():
+        operator = torch.ops.hotcore.forward_linear.default
+        output: Tensor = operator(_cast(x, dtype), weight, bias, text)
+        return output
+    return forward.linear(_cast(x, dtype), weight, bias, text, followed=False)
+
+
+def _wants_gradients(x: Tensor, weight: Tensor, bias: Tensor | None, text: str) -> bool:
+    """Whether HOT's backward is wanted. A plain forward leaves a bias alone to autograd."""
+    if not torch.is_grad_enabled():
+        return False
+    if x.requires_grad or weight.requires_grad:
+        return True
+    return bias is not None and bias.requires_grad and forward.is_int8(text)
+
+
+def _check_dtypes(
+    x: Tensor, weight: Tensor, bias: Tensor | None, autocast: torch.dtype | None
+) -> None:
+    """What ``F.linear`` would refuse, an 8-bit forward refuses, too."""
+    if not torch.compiler.is_compiling():
+        _check(x)
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is None:
+            continue
+        if tensor.dtype not in DTYPES or (autocast is None and tensor.dtype != x.dtype):
+            found = str(tensor.dtype).removeprefix("torch.")
+            expected = str(x.dtype).removeprefix("torch.")
+            raise ValueError(f"{name}: dtype {found}; x has {expected}, and autocast is off")
 
 
 def _compiled_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, text: str, defer: bool
 ) -> Tensor:
-    if not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
-        return F.linear(x, weight, bias)
-    inner = _cast(x, _autocast_dtype(x))  # in the graph, so that it is fused with what makes x
+    if not _wants_gradients(x, weight, bias, text):
+        return _without_gradients(x, weight, bias, text)
+    dtype = _autocast_dtype(x)
+    if forward.is_int8(text):
+        _check_dtypes(x, weight, bias, dtype)
+    inner = _cast(x, dtype)  # in the graph, so that it is fused with what makes x
     keep = weight.requires_grad and not defer
     saved, seed = ops.kept_of(x, inner, text, keep)
     y: Tensor = ops.linear(inner, weight, bias, saved if keep else None, seed, text)
@@ -96,6 +153,8 @@ def conv2d(
 ) -> Tensor:
     """A convolution in one group, bit for bit as ``F.conv2d``; gradients are computed with HOT.
 
+    With ``forward="int8"`` in the configuration a 1x1 kernel without padding is
+    :func:`hotcore.forward_linear` over pixels; other kernels keep ``F.conv2d``.
     Of x only its pixels are kept, compressed (never the unfolded x); a 1x1 kernel keeps those that
     it visits, and is a linear layer over pixels in backward. The tokens of the configuration are
     the output pixels; their grid replaces its ``token_grid`` and ``prefix_tokens``. Any other
@@ -145,19 +204,60 @@ def conv2d_by_text(
     if torch.compiler.is_compiling():
         return _compiled_conv2d(x, weight, bias, window, text)
     with _one_operation(x, weight):
-        seed = seed_of_call("conv2d", x, weight)
+        seed = seed_of_call("conv2d", x, weight, bias, text if window.pointwise else "")
         if seed is None:
-            return conv.plain_conv2d(x, weight, bias, window)
+            return _conv2d_without_gradients(x, weight, bias, window, text)
         output: Tensor = _HotConv2d.apply(x, weight, bias, seed, text, window)  # type: ignore[no-untyped-call]  # so in torch
         return output
+
+
+def evaluated_conv2d(
+    x: Tensor, weight: Tensor, bias: Tensor | None, sizes: tuple[Any, Any, Any, str], text: str
+) -> Tensor:
+    """As :func:`evaluated_linear`; for a kernel with an 8-bit forward."""
+    if not isinstance(x, Tensor):
+        return _noted(evaluated_conv2d, x, weight, bias, sizes, text)
+    if x.dim() == 3:
+        return evaluated_conv2d(x.unsqueeze(0), weight, bias, sizes, text).squeeze(0)
+    if x.dim() != 4 or _wants_gradients(x, weight, bias, text):
+        return conv2d_by_text(x, weight, bias, sizes, text)
+    window = _window(weight, *sizes)
+    if torch.compiler.is_compiling():
+        return _conv2d_without_gradients(x, weight, bias, window, text)
+    with _one_operation(x, weight):
+        return _conv2d_without_gradients(x, weight, bias, window, text)
+
+
+def _conv2d_without_gradients(
+    x: Tensor, weight: Tensor, bias: Tensor | None, window: Window, text: str
+) -> Tensor:
+    if not (window.pointwise and forward.is_int8(text)):
+        return conv.plain_conv2d(x, weight, bias, window)
+    dtype = _autocast_dtype(x)
+    _check_dtypes(x, weight, bias, dtype)
+    inner = _cast(x, dtype)
+    if torch.compiler.is_compiling():
+        product = functools.partial(torch.ops.hotcore.forward_linear.default, config=text)
+        return conv.by_pixels(inner, weight, bias, window, product)
+    return conv.by_pixels(inner, weight, bias, window, _pixel_product(weight, text, False))
+
+
+def _pixel_product(weight: Tensor, text: str, followed: bool) -> Callable[..., Tensor]:
+    def product(rows: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+        return forward.linear(rows, weight, bias, text, matrix=matrix, followed=followed)
+
+    return product
 
 
 def _compiled_conv2d(
     x: Tensor, weight: Tensor, bias: Tensor | None, window: Window, text: str
 ) -> Tensor:
-    if not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
-        return conv.plain_conv2d(x, weight, bias, window)
-    inner = _cast(x, _autocast_dtype(x))
+    if not _wants_gradients(x, weight, bias, text if window.pointwise else ""):
+        return _conv2d_without_gradients(x, weight, bias, window, text)
+    dtype = _autocast_dtype(x)
+    if window.pointwise and forward.is_int8(text):
+        _check_dtypes(x, weight, bias, dtype)
+    inner = _cast(x, dtype)
     keep = weight.requires_grad
     saved, seed = conv.kept_pixels_of(x, inner, text, keep, *window)
     y: Tensor = conv.conv2d(inner, weight, bias, saved if keep else None, seed, text, *window)
@@ -172,7 +272,9 @@ def _noted(function: Callable[..., Tensor], x: Any, *arguments: Any) -> Tensor:
     return output
 
 
-def seed_of_call(name: str, x: Tensor, weight: Tensor) -> Tensor | None:
+def seed_of_call(
+    name: str, x: Tensor, weight: Tensor, bias: Tensor | None = None, text: str = ""
+) -> Tensor | None:
     """The seed of a call in eager mode; None where there is nothing to differentiate."""
     if _compat.transforms_active():
         raise _unsupported_transform(name)
@@ -184,7 +286,7 @@ def seed_of_call(name: str, x: Tensor, weight: Tensor) -> Tensor | None:
         if "vmap" in str(error):  # the one of torch.autograd, which transforms_active() knows not
             raise _unsupported_transform(name) from error
         raise
-    if not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
+    if not _wants_gradients(x, weight, bias, text):
         return None
     if _compat.jit_tracing():
         raise NotImplementedError(
@@ -250,13 +352,20 @@ class _HotLinear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, seed: Tensor, config: str
     ) -> Tensor:
         dtype, inner, matrix, plain_bias = None, x, weight, bias
+        int8 = forward.is_int8(config)
         if _compat.any_autocast():
             # Cast here, not by autocast: its cache would keep a weight without its graph.
             dtype = _autocast_dtype(x)
-            inner, matrix = _cast(x, dtype), _cast(weight, dtype)
-            plain_bias = None if bias is None else _cast(bias, dtype)
+            inner = _cast(x, dtype)
+            if not int8:  # which takes the parameters as they are
+                matrix = _cast(weight, dtype)
+                plain_bias = None if bias is None else _cast(bias, dtype)
         need_gx, keep = ctx.needs_input_grad[:2]
-        y = F.linear(inner, matrix, plain_bias)
+        if int8:
+            _check_dtypes(x, weight, bias, dtype)
+            y = forward.linear(inner, weight, bias, config, followed=True)
+        else:
+            y = F.linear(inner, matrix, plain_bias)
         # The seed of the codes travels with them, as a checkpoint may make both anew.
         saved, saved_seed, last = None, seed, None
         if keep:
@@ -342,8 +451,14 @@ class _HotConv2d(torch.autograd.Function):
         window: Window,
     ) -> Tensor:
         dtype = _autocast_dtype(x)
-        inner, kernel = _cast(x, dtype), _cast(weight, dtype)
-        y = conv.plain_conv2d(inner, kernel, None if bias is None else _cast(bias, dtype), window)
+        inner = _cast(x, dtype)
+        if window.pointwise and forward.is_int8(config):
+            _check_dtypes(x, weight, bias, dtype)
+            product = _pixel_product(weight, config, True)
+            y = conv.by_pixels(inner, weight, bias, window, product)
+        else:
+            plain_bias = None if bias is None else _cast(bias, dtype)
+            y = conv.plain_conv2d(inner, _cast(weight, dtype), plain_bias, window)
         need_gx, keep = ctx.needs_input_grad[:2]
         saved, saved_seed, last = None, seed, None
         if keep:

@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor
 
 from ..config import ConfigLike, as_config
-from .functional import linear_by_text
 from .modules import HotModule
 
 # transformers is no requirement of hotcore, and need not be there for the type checker.
@@ -36,16 +35,12 @@ class HotConv1D(HotModule, _Conv1D):  # type: ignore[misc]
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., nx] -> [..., nf]``; see :func:`hotcore.torch.linear`."""
-        if not self.training:
+        if not self.training and self._rests:
             output: Tensor = super().forward(x)
             return output
         # Two dimensions, as Conv1D's own addmm, so that the bits are the same.
         rows = x.reshape(-1, x.shape[-1])
-        try:
-            y = linear_by_text(rows, self.weight.t(), self.bias, self._text, self.defer)
-        except (ValueError, RuntimeError) as error:
-            self.name_in(error)
-            raise
+        y = self._linear(rows, self.weight.t(), self.bias)
         return y.view(*x.shape[:-1], self.nf)
 
     def __repr__(self) -> str:

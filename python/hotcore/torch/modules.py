@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import ConfigLike, HotConfig, as_config
-from .functional import conv2d_by_text, linear_by_text
+from .functional import conv2d_by_text, evaluated_conv2d, evaluated_linear, linear_by_text
 
 _Hot = TypeVar("_Hot", bound="HotModule")
 
@@ -26,6 +26,8 @@ class HotModule:
     """Its name in the model that was converted, for error messages."""
     _config: HotConfig
     _text: str
+    _rests: bool = True
+    """Whether it is plain in eval mode."""
 
     @property
     def config(self) -> HotConfig:
@@ -36,6 +38,7 @@ class HotModule:
     def config(self, value: ConfigLike) -> None:
         self._config = as_config(value)
         self._text = self._config.json  # what a compiled graph has for a constant
+        self._rests = not self._config.forward_in_eval
 
     @classmethod
     def from_plain(cls: type[_Hot], module: nn.Module, config: ConfigLike = "default") -> _Hot:
@@ -57,9 +60,23 @@ class HotModule:
         """Make the plain module that holds the same Parameters and hooks."""
         assert isinstance(self, nn.Module)
         new = _same_content(self, self.plain)
-        for name in ("_config", "_text", "defer", "layer_name"):
+        for name in ("_config", "_text", "_rests", "defer", "layer_name"):
             new.__dict__.pop(name, None)
         return new
+
+    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The linear layer that :attr:`config` says, in training and in eval mode."""
+        if not self.training:  # type: ignore[attr-defined]  # a module has it
+            return evaluated_linear(x, weight, bias, self._text)
+        return linear_by_text(x, weight, bias, self._text, self.defer)
+
+    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The same; errors begin with the layer's name."""
+        try:
+            return self._product(x, weight, bias)
+        except (ValueError, RuntimeError) as error:
+            self.name_in(error)
+            raise
 
     def name_in(self, error: Exception) -> None:
         """Have the error's message begin with the layer's name, where it has one."""
@@ -95,7 +112,9 @@ class HotLinear(HotModule, nn.Linear):
     """``nn.Linear`` with the same parameters and state_dict keys, trained through HOT.
 
     In eval mode it is ``nn.Linear``: plain forward, plain autograd. In training mode the forward is
-    bit-equal, and gradients are those of :func:`hotcore.torch.linear`.
+    bit-equal (with ``config.forward == "int8"`` that of :func:`hotcore.forward_linear`, which
+    ``forward_in_eval`` keeps in eval mode), and gradients are those of
+    :func:`hotcore.torch.linear`.
 
     Args:
         in_features: I.
@@ -135,20 +154,17 @@ class HotLinear(HotModule, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """``[..., I] -> [..., O]``; see :func:`hotcore.torch.linear`."""
-        if not self.training:
+        if not self.training and self._rests:
             return F.linear(input, self.weight, self.bias)
-        try:
-            return linear_by_text(input, self.weight, self.bias, self._text, self.defer)
-        except (ValueError, RuntimeError) as error:
-            self.name_in(error)
-            raise
+        return self._linear(input, self.weight, self.bias)
 
 
 class HotConv2d(HotModule, nn.Conv2d):
     """``nn.Conv2d`` of one group with the same parameters and keys, trained through HOT.
 
     In eval mode it is ``nn.Conv2d``. In training mode the forward is bit-equal, x is kept
-    compressed (never unfolded), and gradients are those of :func:`hotcore.torch.conv2d`.
+    compressed (never unfolded), and gradients are those of :func:`hotcore.torch.conv2d`. An 8-bit
+    forward is that of 1x1 kernels, as of :class:`HotLinear`.
 
     Args:
         in_channels: C.
@@ -204,14 +220,21 @@ class HotConv2d(HotModule, nn.Conv2d):
 
     def forward(self, input: Tensor) -> Tensor:
         """``[N, C, H, W] -> [N, O, Ho, Wo]``; see :func:`hotcore.torch.conv2d`."""
-        if not self.training:
-            return super().forward(input)
         sizes = (self.stride, self.padding, self.dilation, self.padding_mode)
+        if not self.training and (self._rests or not is_pointwise(self)):
+            return super().forward(input)
         try:
+            if not self.training:
+                return evaluated_conv2d(input, self.weight, self.bias, sizes, self._text)
             return conv2d_by_text(input, self.weight, self.bias, sizes, self._text)
         except (ValueError, RuntimeError) as error:
             self.name_in(error)
             raise
+
+
+def is_pointwise(module: nn.Conv2d) -> bool:
+    """Whether it is a linear layer over pixels: a 1x1 kernel without padding."""
+    return module.kernel_size == (1, 1) and module.padding in ((0, 0), "same", "valid")
 
 
 def _same_content(module: nn.Module, cls: type[Any]) -> nn.Module:
