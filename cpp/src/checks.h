@@ -4,6 +4,7 @@
 #include <initializer_list>
 #include <string>
 
+#include "hot/backward_linear.h"
 #include "hot/context.h"
 #include "hot/error.h"
 #include "hot/quantize.h"
@@ -22,6 +23,27 @@ void check_sizes(const char* call, std::initializer_list<const char*> names,
 // Refuse what C++ lets be cast to an enumeration.
 void check_rounding(const char* call, const char* name, Rounding rounding);
 void check_granularity(const char* call, const char* name, Granularity granularity);
+
+// How long a buffer of codes and scales has to be.
+enum class BufferSize { exact, at_least };
+void check_bytes(const char* call, const char* name, const void* data, std::size_t bytes,
+                 std::size_t expected, BufferSize size = BufferSize::exact);
+// Refuses kept bytes that another spec made; `made_by` is the function that makes them.
+void check_format(const char* call, const char* name, const char* made_by, std::uint64_t format,
+                  std::uint64_t expected);
+
+// The exception that is being handled, as an answer.
+Support refusal() noexcept;
+// Runs checks that throw; what they throw becomes the answer.
+template <class Check>
+Support answer_supported(const Check& check) noexcept {
+  try {
+    check();
+    return {true, ""};
+  } catch (...) {
+    return refusal();
+  }
+}
 
 std::string shape_text(const ConstTensorView& view);
 std::string shape_text(std::initializer_list<std::int64_t> shape);  // -1 prints as *
@@ -74,6 +96,11 @@ class WorkspaceCursor {
     const std::size_t bytes = static_cast<std::size_t>(count) * sizeof(T);
     used_ += (bytes + alignment - 1) / alignment * alignment;
     return at;
+  }
+
+  Operand take_operand(std::int64_t rows, std::int64_t k_padded, std::int64_t scales) {
+    auto* const codes = take<std::int8_t>(rows * k_padded);
+    return {codes, take<float>(scales), rows, k_padded, scales};
   }
 
   // Room to align the start included.
