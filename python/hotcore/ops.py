@@ -411,8 +411,7 @@ def quantize_forward_weight(w: Array, config: ConfigLike | None = None) -> Quant
     rows, columns = source.shape
     spec = settings.forward_spec
     data = source.empty((_core.forward_weight_bytes(rows, columns, spec),), "uint8")
-    workspace = source.workspace(_core.quantize_forward_weight_workspace, rows, columns, spec)
-    _core.quantize_forward_weight(source.context(), source.dlpack, spec, data.dlpack, workspace)
+    _core.quantize_forward_weight(source.context(), source.dlpack, spec, data.dlpack)
     return QuantizedForwardWeight(_result(source, data), rows, columns, settings)
 
 
@@ -482,6 +481,9 @@ def forward_linear(
         target = source.empty((*source.shape[:-1], shape[0]), name)
     else:
         target = output(out, "out", source)
+        expected = (*source.shape[:-1], shape[0])
+        if target.shape not in (expected, (tokens, shape[0])):
+            raise ValueError(f"out: shape {target.shape}; expected {expected}")
     spec = settings.forward_spec
     sizes = (tokens, *shape, spec, quantized)
     _core.forward_linear(
@@ -696,7 +698,7 @@ def supported(
 ) -> tuple[bool, str]:
     """Whether this build and device can run a layer, and if not, why.
 
-    On CUDA that includes whether the build has kernels for that GPU. ``device`` is ``"cpu"``,
+    Its backward, and its forward where the configuration has one of its own. On CUDA that includes whether the build has kernels for that GPU. ``device`` is ``"cpu"``,
     ``"cuda"``, ``"cuda:1"`` or a torch device.
     """
     settings = HotConfig() if config is None else as_config(config)
@@ -707,7 +709,11 @@ def supported(
         context = contexts.cpu() if where == "cpu" else contexts.cuda(int(index or 0), 0)
     except (NotImplementedError, RuntimeError, ValueError) as error:  # ValueError: no such device
         return False, str(error)
-    return _core.supported(context, tokens, out_features, in_features, settings.spec)
+    sizes = (tokens, out_features, in_features)
+    runs, why = _core.supported(context, *sizes, settings.spec)
+    if runs and settings.forward == "int8":
+        runs, why = _core.forward_supported(context, *sizes, settings.forward_spec)
+    return runs, why
 
 
 def _result(source: Operand, target: Operand, given: Array | None = None) -> Array:

@@ -425,7 +425,8 @@ def forward_linear_stage() -> Cases:
         x, w = arrays[kind]
         config = ref.Config(forward_block=block)
         case: Case = {"forward_block": block}
-        case |= {"x": x, "w": w} if kind not in cases else {"input": kind}
+        shared = kind in cases and biased  # with its bias
+        case |= {"input": kind} if shared else {"x": x, "w": w}
         for which, operand in (("x", x), ("w", w)):
             codes, scale = ref.quantize_forward_operand(operand, block)
             case |= {f"{which}_codes": codes, f"{which}_scale": scale}

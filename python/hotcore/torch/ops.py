@@ -219,12 +219,7 @@ def quantize_forward_weight(weight: Tensor, config: HotConfig) -> Tensor:
     spec = config.forward_spec
     size = _core.forward_weight_bytes(rows, columns, spec)
     out = torch.empty(size, dtype=torch.uint8, device=weight.device)
-    workspace = _workspace(
-        _core.quantize_forward_weight_workspace, weight, rows, columns, spec
-    )
-    _core.quantize_forward_weight(
-        context_for(weight), _to_dlpack(weight), spec, _to_dlpack(out), workspace
-    )
+    _core.quantize_forward_weight(context_for(weight), _to_dlpack(weight), spec, _to_dlpack(out))
     return out
 
 
