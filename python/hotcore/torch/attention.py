@@ -74,7 +74,7 @@ class HotMultiheadAttention(HotModule, nn.MultiheadAttention):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """As ``nn.MultiheadAttention``: the output, and the weights if they are wanted."""
-        if not self.training and self._rests:
+        if self.rests:
             return super().forward(
                 query,
                 key,

@@ -15,7 +15,7 @@ from torch import nn
 from .. import _core, contexts
 from ..config import ConfigLike, HotConfig, HotConfigFields, as_config
 from ..saved import saved_layout
-from . import gains, probe, selection, untaken
+from . import forward, gains, probe, selection, untaken
 from .conv import settings
 from .modules import HotModule, is_pointwise
 from .report import ConversionReport, Converted, Skipped, listed, pattern_of
@@ -124,6 +124,7 @@ def convert(
     rows: list[Converted | Skipped] = []
     replacements: dict[nn.Module, nn.Module] = {}
     counted: set[int] = set()
+    resting: list[str] = []
     for fqn, module in layers:
         own = configs[fqn]
         about = (fqn, kind_of(module), *features_of(module))
@@ -136,6 +137,8 @@ def convert(
             new: Any = hot_class(module).from_plain(module, own)
             new.layer_name = fqn
             new.defer = saved is not None  # x may come from what norms and activations keep
+            if new.rests:
+                resting.append(fqn)
             replacements[module] = new
             sizes = (kernel_of(module), *features_of(module))
             slowly = (
@@ -157,7 +160,7 @@ def convert(
         parameter_count=sum(parameter.numel() for parameter in model.parameters()),
         macs=total,
         saved=beside,
-        resting=[row.name for row in converted if not model.get_submodule(row.name).training],
+        resting=resting,
     )
     report.notes += _notes(report, model, layers, reasons, slow, target, filter_fn is None)
     if not converted and saved is None:
@@ -186,6 +189,7 @@ def revert(model: nn.Module) -> nn.Module:
                 "around it (a parametrisation, fully_shard) before revert()"
             )
     revert_saved(model)
+    forward.forget(model.parameters())
     hots = [module for _, module in found]
     return _replace(model, {module: module.to_plain() for module in hots})
 
@@ -396,6 +400,7 @@ def _notes(
         notes.append(
             f"expected on CUDA: the converted layers' forward and backward take {gain} time than "
             f"plain torch's; by {gains.SOURCE}"
+            + ("" if report.config.forward == "plain" else "; with a plain forward")
         )
     if slow:
         notes.append(

@@ -82,6 +82,11 @@ class _Frozen:
             for weight in [w for w in self._codes if w.requires_grad]:
                 del self._codes[weight]
 
+    def forget(self, weights: Iterable[Tensor]) -> None:
+        with self._lock:
+            for weight in weights:
+                self._codes.pop(weight, None)
+
     def bytes(self, weights: Iterable[Tensor]) -> int:
         with self._lock:
             found = [self._codes.get(weight) or {} for weight in weights]
@@ -94,6 +99,11 @@ _frozen = _Frozen()
 def kept_bytes(weights: Iterable[Tensor]) -> int:
     """Bytes of the codes that are kept of these frozen weights."""
     return _frozen.bytes(weights)
+
+
+def forget(weights: Iterable[Tensor]) -> None:
+    """Drop the codes that are kept of these frozen weights."""
+    _frozen.forget(weights)
 
 
 def _codes_of(weight: Tensor, rows: Tensor, config: str, followed: bool) -> Tensor | None:

@@ -35,7 +35,7 @@ class HotConv1D(HotModule, _Conv1D):  # type: ignore[misc]
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., nx] -> [..., nf]``; see :func:`hotcore.torch.linear`."""
-        if not self.training and self._rests:
+        if self.rests:
             output: Tensor = super().forward(x)
             return output
         # Two dimensions, as Conv1D's own addmm, so that the bits are the same.

@@ -64,6 +64,11 @@ class HotModule:
             new.__dict__.pop(name, None)
         return new
 
+    @property
+    def rests(self) -> bool:
+        """Whether it is now the plain layer: in eval mode, unless its 8-bit forward is kept."""
+        return self._rests and not self.training  # type: ignore[attr-defined]  # a module has it
+
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The linear layer that :attr:`config` says, in training and in eval mode."""
         if not self.training:  # type: ignore[attr-defined]  # a module has it
@@ -154,7 +159,7 @@ class HotLinear(HotModule, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """``[..., I] -> [..., O]``; see :func:`hotcore.torch.linear`."""
-        if not self.training and self._rests:
+        if self.rests:
             return F.linear(input, self.weight, self.bias)
         return self._linear(input, self.weight, self.bias)
 
@@ -218,10 +223,15 @@ class HotConv2d(HotModule, nn.Conv2d):
         assert isinstance(new, nn.Conv2d)
         return new
 
+    @property
+    def rests(self) -> bool:
+        """As of any; only 1x1 kernels have an 8-bit forward to keep."""
+        return not self.training and (self._rests or not is_pointwise(self))
+
     def forward(self, input: Tensor) -> Tensor:
         """``[N, C, H, W] -> [N, O, Ho, Wo]``; see :func:`hotcore.torch.conv2d`."""
         sizes = (self.stride, self.padding, self.dilation, self.padding_mode)
-        if not self.training and (self._rests or not is_pointwise(self)):
+        if self.rests:
             return super().forward(input)
         try:
             if not self.training:
