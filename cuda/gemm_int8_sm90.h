@@ -2,7 +2,7 @@
 // no_sm90.cpp stands in for them in a build without CUTLASS or without sm_90a. Tiles of 128 x 128
 // and 128 x 192: pingpong (two tiles in turns, the epilogue of one behind the products of the
 // other), and stream-K, where the tiles do not fill the GPU and the contraction is shared out
-// instead (INT32 sums: exact in any order). *_accumulate add to what is there.
+// instead (INT32 sums: exact in any order). *_accumulate add to what is there, *_bias a bias.
 #pragma once
 
 #include <cstddef>
@@ -21,12 +21,17 @@ struct Sm90Plan {
   int swizzle, splits;
 };
 
+// What happens to the scaled sums.
+enum class Sm90Output { store, accumulate, bias };
+
 // Both scales are vectors; see sm90_can in gemm.cu for what else is needed.
 using Sm90Pingpong = void(const Context&, const GemmArgs&, const Sm90Plan&);
 Sm90Pingpong sm90_gemm_bf16_128x128, sm90_gemm_bf16_128x128_accumulate;
 Sm90Pingpong sm90_gemm_f16_128x128, sm90_gemm_f16_128x128_accumulate;
 Sm90Pingpong sm90_gemm_f32_128x128, sm90_gemm_f32_128x128_accumulate;
 Sm90Pingpong sm90_gemm_bf16_128x192, sm90_gemm_f32_128x192;
+Sm90Pingpong sm90_gemm_bf16_128x128_bias, sm90_gemm_f16_128x128_bias, sm90_gemm_f32_128x128_bias;
+Sm90Pingpong sm90_gemm_bf16_128x192_bias;
 
 using Sm90StreamK = void(const Context&, const GemmArgs&, const Sm90Plan&, void* workspace);
 Sm90StreamK sm90_gemm_bf16_stream_k, sm90_gemm_bf16_stream_k_accumulate;

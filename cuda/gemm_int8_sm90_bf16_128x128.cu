@@ -5,7 +5,7 @@ namespace hot::detail {
 bool sm90_built() noexcept { return true; }
 
 void sm90_gemm_bf16_128x128(const Context& context, const GemmArgs& args, const Sm90Plan& plan) {
-  Pingpong<cutlass::bfloat16_t, false>::run(context, args, plan);
+  Pingpong<cutlass::bfloat16_t, Sm90Output::store>::run(context, args, plan);
 }
 
 }  // namespace hot::detail

@@ -4,7 +4,7 @@ namespace hot::detail {
 
 void sm90_gemm_bf16_128x128_accumulate(const Context& context, const GemmArgs& args,
                                        const Sm90Plan& plan) {
-  Pingpong<cutlass::bfloat16_t, true>::run(context, args, plan);
+  Pingpong<cutlass::bfloat16_t, Sm90Output::accumulate>::run(context, args, plan);
 }
 
 }  // namespace hot::detail

@@ -4,7 +4,7 @@ namespace hot::detail {
 
 void sm90_gemm_bf16_stream_k_accumulate(const Context& context, const GemmArgs& args,
                                         const Sm90Plan& plan, void* workspace) {
-  StreamK<cutlass::bfloat16_t, true>::run(context, args, plan, workspace);
+  StreamK<cutlass::bfloat16_t, Sm90Output::accumulate>::run(context, args, plan, workspace);
 }
 
 }  // namespace hot::detail

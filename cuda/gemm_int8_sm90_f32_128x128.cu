@@ -3,7 +3,7 @@
 namespace hot::detail {
 
 void sm90_gemm_f32_128x128(const Context& context, const GemmArgs& args, const Sm90Plan& plan) {
-  Pingpong<float, false>::run(context, args, plan);
+  Pingpong<float, Sm90Output::store>::run(context, args, plan);
 }
 
 }  // namespace hot::detail

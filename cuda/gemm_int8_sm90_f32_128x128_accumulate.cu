@@ -4,7 +4,7 @@ namespace hot::detail {
 
 void sm90_gemm_f32_128x128_accumulate(const Context& context, const GemmArgs& args,
                                       const Sm90Plan& plan) {
-  Pingpong<float, true>::run(context, args, plan);
+  Pingpong<float, Sm90Output::accumulate>::run(context, args, plan);
 }
 
 }  // namespace hot::detail

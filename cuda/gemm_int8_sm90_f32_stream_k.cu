@@ -4,7 +4,7 @@ namespace hot::detail {
 
 void sm90_gemm_f32_stream_k(const Context& context, const GemmArgs& args, const Sm90Plan& plan,
                             void* workspace) {
-  StreamK<float, false>::run(context, args, plan, workspace);
+  StreamK<float, Sm90Output::store>::run(context, args, plan, workspace);
 }
 
 }  // namespace hot::detail

@@ -27,6 +27,10 @@ void sm90_gemm_f32_128x128_accumulate(const Context&, const GemmArgs&, const Sm9
 }
 void sm90_gemm_bf16_128x192(const Context&, const GemmArgs&, const Sm90Plan&) { missing(); }
 void sm90_gemm_f32_128x192(const Context&, const GemmArgs&, const Sm90Plan&) { missing(); }
+void sm90_gemm_bf16_128x128_bias(const Context&, const GemmArgs&, const Sm90Plan&) { missing(); }
+void sm90_gemm_f16_128x128_bias(const Context&, const GemmArgs&, const Sm90Plan&) { missing(); }
+void sm90_gemm_f32_128x128_bias(const Context&, const GemmArgs&, const Sm90Plan&) { missing(); }
+void sm90_gemm_bf16_128x192_bias(const Context&, const GemmArgs&, const Sm90Plan&) { missing(); }
 
 std::size_t sm90_stream_k_workspace(const Context&, const GemmArgs&, const Sm90Plan&) { return 0; }
 void sm90_gemm_bf16_stream_k(const Context&, const GemmArgs&, const Sm90Plan&, void*) { missing(); }

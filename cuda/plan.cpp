@@ -108,6 +108,7 @@ constexpr KernelInfo kernels[kernel_count] = {
     {"final_sum_kernel", "lowrank.cu", true},
     {"fill_zero_kernel", "lowrank.cu", false},
     {"spread_kernel", "gemm.cu", false},
+    {"widen_kernel", "gemm.cu", false},
     {"unpack_kernel", "pack.cu", false},
     {"gemm_small_kernel", "gemm_small.cu", false},
     {"wgmma 128x128", "gemm_int8_sm90.cuh", false},
@@ -149,11 +150,18 @@ constexpr const char* buffer_names[buffer_count] = {
     "sums of shared tiles",
     "a as INT8",
     "b as INT8",
+    "bias",
+    "y",
+    "x codes (rows)",
+    "w codes (rows)",
+    "quantised w",
+    "bias as fp32",
 };
 
 constexpr Buffers scratch = Buffer::rows | Buffer::columns | Buffer::weight | Buffer::activation |
                             Buffer::rows_amax | Buffer::columns_amax | Buffer::weight_amax |
-                            Buffer::sums | Buffer::spread_a | Buffer::spread_b | Buffer::stream_k;
+                            Buffer::sums | Buffer::spread_a | Buffer::spread_b | Buffer::stream_k |
+                            Buffer::x_rows | Buffer::weight_rows | Buffer::wide_bias;
 
 }  // namespace
 
@@ -237,6 +245,8 @@ RowShare row_share(std::int64_t blocks) {
 }
 
 struct RowsShape {
+  RowsOf of;
+  Buffer from, codes;
   ArrayFacts x;
   std::int64_t rows, cols;
   int hadamard_block;
@@ -244,10 +254,16 @@ struct RowsShape {
   std::int64_t k_padded;
 };
 
+// Transforms that rows16_kernel and wide_rows_kernel have instances of.
+bool rows16_can(int hadamard_block, Rounding rounding) {
+  return hadamard_block == 16 ||
+         (rounding == Rounding::nearest && (hadamard_block == 64 || hadamard_block == 128));
+}
+
 void add_rows_pass(Plan& plan, const DeviceFacts& facts, const RowsShape& job, RowsPass pass) {
   const RowShare share = row_share(job.k_padded / 16);
   const Rounding rounding = pass == RowsPass::amax ? Rounding::nearest : job.quant.rounding;
-  Buffers reads = Buffer::gy, writes = Buffer::rows;
+  Buffers reads = job.from, writes = job.codes;
   if (pass == RowsPass::amax) {
     reads |= Buffer::rows_amax;  // raised by atomics
     writes = Buffer::rows_amax;
@@ -258,9 +274,9 @@ void add_rows_pass(Plan& plan, const DeviceFacts& facts, const RowsShape& job, R
     Step& step = plan.add(kernel, shape, reads, writes);
     step.dtype = job.x.dtype;
     step.rounding = rounding;
-    step.work = RowsStep{pass, share.lanes, share.blocks, buffers};
+    step.work = RowsStep{job.of, pass, share.lanes, share.blocks, buffers};
   };
-  if (job.hadamard_block != 16 || share.lanes == 0) {
+  if (!rows16_can(job.hadamard_block, rounding) || share.lanes == 0) {
     return add(Kernel::rows, {job.rows, 256}, 0);
   }
   const bool aligned = job.x.rows_aligned && job.cols % 16 == 0;
@@ -273,8 +289,8 @@ void add_rows_pass(Plan& plan, const DeviceFacts& facts, const RowsShape& job, R
     do {  // two rows on their way where only one thread block fits an SM
       ++buffers;
       shape.shared_bytes = static_cast<std::size_t>(job.k_padded * size * buffers);
-      at_once =
-          facts.queries->at_once(WideRows{rounding, share.blocks, job.x.dtype, buffers}, shape);
+      at_once = facts.queries->at_once(
+          WideRows{rounding, job.hadamard_block, share.blocks, job.x.dtype, buffers}, shape);
     } while (buffers == 1 && at_once <= facts.sm_count);
     shape.blocks = std::min(job.rows, at_once);
     return add(Kernel::wide_rows, shape, buffers);
@@ -819,8 +835,10 @@ WgmmaChoice wgmma_choice(const DeviceFacts& facts, std::int64_t m, std::int64_t 
 
 // Wide tiles for what g_x is, stream-K for what g_w is; fp16 ones are rare, with autocast they are
 // fp32.
-bool has_wide(const ProductShape& p) { return p.out.dtype != DType::f16 && !p.accumulate; }
-bool has_stream_k(const ProductShape& p) { return p.out.dtype != DType::f16; }
+bool has_wide(const ProductShape& p) {
+  return p.out.dtype != DType::f16 && !p.accumulate && !(p.bias && p.out.dtype == DType::f32);
+}
+bool has_stream_k(const ProductShape& p) { return p.out.dtype != DType::f16 && !p.bias; }
 
 WgmmaChoice wgmma_choice(const DeviceFacts& facts, const ProductShape& p) {
   const WgmmaChoice choice = wgmma_choice(facts, p.m, p.n, p.k, has_wide(p));
@@ -1050,9 +1068,15 @@ Plan plan_backward(const DeviceFacts& facts, const BackwardWork& work,
 
   // Both operands of both products are quantised first, so that g_y is read again while a cache may
   // still hold it and kernels overlap; then the products.
-  const RowsShape rows{
-      arrays.gy, shape.tokens, shape.out_features, spec.hadamard_block, gradient_rows_quant(spec),
-      kx};
+  const RowsShape rows{RowsOf::gy,
+                       Buffer::gy,
+                       Buffer::rows,
+                       arrays.gy,
+                       shape.tokens,
+                       shape.out_features,
+                       spec.hadamard_block,
+                       gradient_rows_quant(spec),
+                       kx};
   const OperandQuant columns_quant = gradient_columns_quant(spec);
   const ColumnsShape columns{Job::gradient_columns,
                              arrays.gy,
@@ -1164,6 +1188,63 @@ Plan plan_weight(const DeviceFacts& facts, const ArrayFacts& w, std::int64_t col
   operands.weight = &weight;
   operands.zeroed.weight = columns_amax_words(facts, cols, p, quant);
   add_operands(plan, facts, operands);
+  return plan;
+}
+
+namespace {
+
+RowsShape forward_rows(RowsOf of, Buffer from, Buffer codes, const ArrayFacts& array,
+                       std::int64_t rows, std::int64_t cols, const ForwardLinearSpec& spec) {
+  return {of,
+          from,
+          codes,
+          array,
+          rows,
+          cols,
+          spec.hadamard_block,
+          forward_quant,
+          forward_k(cols, spec)};
+}
+
+}  // namespace
+
+Plan plan_forward(const DeviceFacts& facts, const ForwardWork& work, const ForwardArrays& arrays) {
+  const LinearShape& shape = work.shape;
+  Plan plan;
+  add_rows(plan, facts,
+           forward_rows(RowsOf::x, Buffer::x, Buffer::x_rows, arrays.x, shape.tokens,
+                        shape.in_features, work.spec));
+  if (work.weight) {
+    add_rows(plan, facts,
+             forward_rows(RowsOf::weight, Buffer::w, Buffer::weight_rows, arrays.w,
+                          shape.out_features, shape.in_features, work.spec));
+  }
+  if (work.wide) {
+    plan.add(Kernel::widen, {ceil_div(shape.out_features, 256), 256}, Buffer::bias,
+             Buffer::wide_bias);
+  }
+  ProductShape p;
+  p.m = shape.tokens;
+  p.n = shape.out_features;
+  p.k = forward_k(shape.in_features, work.spec);
+  p.one_scale_a = p.m == 1;
+  p.one_scale_b = p.n == 1;
+  p.bias = work.bias;
+  p.out = arrays.y;
+  Buffers b = work.weight ? Buffer::weight_rows : Buffer::forward_w;
+  if (work.bias) b |= work.wide ? Buffer::wide_bias : Buffer::bias;
+  const ProductBuffers buffers{Buffer::x_rows, b, Buffer::y};
+  const int index = 0;
+  add_products(plan, facts, &p, &buffers, &index, 1);
+  return plan;
+}
+
+Plan plan_forward_weight(const DeviceFacts& facts, const ArrayFacts& w, std::int64_t rows,
+                         std::int64_t cols, int hadamard_block) {
+  Plan plan;
+  add_rows(
+      plan, facts,
+      forward_rows(RowsOf::weight, Buffer::w, Buffer::forward_w, w, rows, cols, {hadamard_block}));
   return plan;
 }
 
@@ -1287,27 +1368,22 @@ Scratch take_scratch(WorkspaceCursor& cursor, const DeviceFacts& facts, const Ba
   const auto take_gemm = [&](std::int64_t m, std::int64_t n, std::int64_t k) {
     return cursor.take<char>(static_cast<std::int64_t>(gemm_workspace(facts, m, n, k)));
   };
-  const auto take = [&](Operand& operand, std::int64_t rows, std::int64_t k, std::int64_t scales) {
-    operand.rows = rows;
-    operand.k_padded = k;
-    operand.scales = scales;
-    operand.codes = cursor.take<std::int8_t>(rows * k);
-    operand.scale = cursor.take<float>(scales);
-  };
   Scratch s;
   const AmaxWords words = amax_words(facts, work);
   s.zeroed = take_zeroed(cursor, words.all());
   if (work.gx) {
     const std::int64_t k = work.out_features.k_padded;
-    take(s.gradient_rows, shape.tokens, k, shape.tokens);
-    if (work.weight) take(s.weight, shape.in_features, k, shape.in_features);
+    s.gradient_rows = cursor.take_operand(shape.tokens, k, shape.tokens);
+    if (work.weight) s.weight = cursor.take_operand(shape.in_features, k, shape.in_features);
     s.gx_gemm = take_gemm(shape.tokens, shape.in_features, k);
   }
   if (work.gw) {
     const std::int64_t k = work.tokens.k_padded;
-    take(s.gradient_columns, shape.out_features, k,
-         spec.gw_scale == GradScale::token ? k : shape.out_features);
-    if (spec.storage == Storage::int4) take(s.activation, shape.in_features, k, shape.in_features);
+    s.gradient_columns = cursor.take_operand(
+        shape.out_features, k, spec.gw_scale == GradScale::token ? k : shape.out_features);
+    if (spec.storage == Storage::int4) {
+      s.activation = cursor.take_operand(shape.in_features, k, shape.in_features);
+    }
     s.gw_gemm = take_gemm(shape.out_features, shape.in_features, k);
     s.sums = take_sums(cursor, facts, shape);
   }
@@ -1316,6 +1392,19 @@ Scratch take_scratch(WorkspaceCursor& cursor, const DeviceFacts& facts, const Ba
     s.weight.amax = s.gradient_rows.amax + words.rows;
     s.gradient_columns.amax = s.weight.amax + words.weight;
   }
+  return s;
+}
+
+ForwardScratch take_forward_scratch(WorkspaceCursor& cursor, const DeviceFacts& facts,
+                                    const ForwardWork& work) {
+  const LinearShape& shape = work.shape;
+  const std::int64_t k = forward_k(shape.in_features, work.spec);
+  ForwardScratch s;
+  s.x = cursor.take_operand(shape.tokens, k, shape.tokens);
+  if (work.weight) s.weight = cursor.take_operand(shape.out_features, k, shape.out_features);
+  if (work.wide) s.bias = cursor.take<float>(shape.out_features);
+  s.gemm = cursor.take<char>(
+      static_cast<std::int64_t>(gemm_workspace(facts, shape.tokens, shape.out_features, k)));
   return s;
 }
 

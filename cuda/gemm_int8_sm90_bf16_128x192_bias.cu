@@ -1,0 +1,10 @@
+#include "cuda/gemm_int8_sm90.cuh"
+
+namespace hot::detail {
+
+void sm90_gemm_bf16_128x192_bias(const Context& context, const GemmArgs& args,
+                                 const Sm90Plan& plan) {
+  WidePingpong<cutlass::bfloat16_t, Sm90Output::bias>::run(context, args, plan);
+}
+
+}  // namespace hot::detail

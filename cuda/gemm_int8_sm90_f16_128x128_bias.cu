@@ -1,0 +1,10 @@
+#include "cuda/gemm_int8_sm90.cuh"
+
+namespace hot::detail {
+
+void sm90_gemm_f16_128x128_bias(const Context& context, const GemmArgs& args,
+                                const Sm90Plan& plan) {
+  Pingpong<cutlass::half_t, Sm90Output::bias>::run(context, args, plan);
+}
+
+}  // namespace hot::detail
