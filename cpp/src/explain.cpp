@@ -219,7 +219,7 @@ std::string not_aligned(const char* array, const char* size_name, std::int64_t c
 }
 
 // Why strip_kernel has to do it.
-std::string why_strips(const Projection& p, const OperandQuant& quant) {
+std::string reason_for_strips(const Projection& p, const OperandQuant& quant) {
   if (quant.per_k) return "gw_scale is token";
   if (p.order.prefix_rows() > 0) return "there are prefix tokens";
   if (quant.rounding == Rounding::pseudo_stochastic) return "rounding is pseudo_stochastic";
@@ -230,18 +230,19 @@ std::string why_strips(const Projection& p, const OperandQuant& quant) {
          std::to_string(p.block) + " rows, where the basis' own 8 of 16 have a fast kernel";
 }
 
-std::string slow_strips(const Layer& layer, const Step& step) {
+std::string slow_strips_reason(const Layer& layer, const Step& step) {
   const auto job = step.as<detail::plan::StripStep>().job;
   const BackwardLinearSpec& spec = layer.spec;
-  const std::string why = job == detail::plan::Job::weight
-                              ? why_strips(layer.out_features, detail::weight_quant(spec))
-                          : job == detail::plan::Job::activation
-                              ? why_strips(layer.tokens, detail::activation_quant(spec))
-                              : why_strips(layer.tokens, detail::gradient_columns_quant(spec));
+  const std::string why =
+      job == detail::plan::Job::weight
+          ? reason_for_strips(layer.out_features, detail::weight_quant(spec))
+      : job == detail::plan::Job::activation
+          ? reason_for_strips(layer.tokens, detail::activation_quant(spec))
+          : reason_for_strips(layer.tokens, detail::gradient_columns_quant(spec));
   return "a thread walks a column, twice: " + why;
 }
 
-std::string slow_tiles(const Layer& layer, const Step& step) {
+std::string slow_tiles_reason(const Layer& layer, const Step& step) {
   const bool gx = step.as<detail::plan::ProductStep>().product == 0;
   const DType dtype = gx ? layer.options.dtype : layer.options.gw_dtype;
   const std::int64_t columns = layer.shape.in_features;
@@ -255,7 +256,7 @@ std::string slow_tiles(const Layer& layer, const Step& step) {
   return "mma.sync: " + why;
 }
 
-std::string slow_of(const Layer& layer, const Step& step) {
+std::string slow_path_reason(const Layer& layer, const Step& step) {
   const auto [L, O, I] = layer.shape;
   const DType dtype = layer.options.dtype;
   switch (step.kernel) {
@@ -272,7 +273,7 @@ std::string slow_of(const Layer& layer, const Step& step) {
                        " is not a multiple of 16";
     case Kernel::strip_amax:
     case Kernel::strip_codes:
-      return slow_strips(layer, step);
+      return slow_strips_reason(layer, step);
     case Kernel::column_clusters:
     case Kernel::column_amax:
     case Kernel::column_codes: {
@@ -299,7 +300,7 @@ std::string slow_of(const Layer& layer, const Step& step) {
     case Kernel::mma_128x128x64:
     case Kernel::mma_64x64x64:
     case Kernel::mma_any:
-      return slow_tiles(layer, step);
+      return slow_tiles_reason(layer, step);
     case Kernel::token:
       return "fp32 product, one thread a result: gw_scale is token";
     default:
@@ -332,7 +333,7 @@ Words words_of(const Layer& layer, const char* call, const Plan& plan) {
   }
   return {call, [&layer, runs](Buffer buffer) { return buffer_bytes(layer, buffer, runs); },
           [&layer](const Step& step) { return operations_of(layer, step); },
-          [&layer](const Step& step) { return slow_of(layer, step); }};
+          [&layer](const Step& step) { return slow_path_reason(layer, step); }};
 }
 
 void add_steps(Explanation& all, const Words& words, const Plan& plan, const Rates& rates) {
@@ -388,7 +389,7 @@ void add_steps(Explanation& all, const Layer& layer, const char* call, const Pla
 
 // ---- the forward product -----------------------------------------------------------------------
 
-std::string slow_forward(const Layer& layer, const Step& step) {
+std::string slow_forward_reason(const Layer& layer, const Step& step) {
   const std::int64_t I = layer.shape.in_features, O = layer.shape.out_features;
   const DType dtype = layer.options.dtype;
   const int block = layer.options.forward.hadamard_block;
@@ -450,7 +451,7 @@ void add_forward(Explanation& all, const Layer& layer, const Rates& rates) {
     words.operations = [&](const Step& step) {
       return step.writes.has(Buffer::y) ? 2 * L * O * k : 0;
     };
-    words.slow = [&](const Step& step) { return slow_forward(layer, step); };
+    words.slow = [&](const Step& step) { return slow_forward_reason(layer, step); };
     add_steps(all, words, plan, rates);
   };
   if (options.quantized_forward_weight && O > 0) {
@@ -470,8 +471,8 @@ void add_forward(Explanation& all, const Layer& layer, const Rates& rates) {
 }
 
 // Names the device and the rates of a floor.
-Rates introduce(Explanation& all, std::string_view device, const DeviceFacts& facts,
-                const NamedDevice* named) {
+Rates set_device(Explanation& all, std::string_view device, const DeviceFacts& facts,
+                 const NamedDevice* named) {
   all.device = name_of(facts.arch) + " (" +
                (named == nullptr ? std::string() : named->gpu + std::string(", ")) +
                std::to_string(facts.sm_count) + " SMs)";
@@ -592,7 +593,7 @@ Explanation explain(std::string_view device, const LinearShape& shape,
                       detail::hadamard_projection(shape.out_features, spec.hadamard_block),
                       facts};
     const auto [L, O, I] = shape;
-    const Rates rates = introduce(all, device, facts, named);
+    const Rates rates = set_device(all, device, facts, named);
     if (options.y) add_forward(all, layer, rates);
     const bool elements = L > 0 && I > 0;
     if (options.compress && elements && spec.storage == Storage::int4) {
@@ -691,7 +692,7 @@ Explanation explain_gemm(std::string_view device, std::int64_t m, std::int64_t n
     p.one_scale_b = n == 1;
     p.accumulate = options.accumulate;
     p.out = {options.out_dtype, true, n * size % 16 == 0};
-    const Rates rates = introduce(all, device, facts, named);
+    const Rates rates = set_device(all, device, facts, named);
     const Plan plan = options.int4 ? detail::plan::plan_gemm_int4(facts, p, row_bytes % 16 == 0)
                                    : detail::plan::plan_gemm(facts, p);
     const auto bytes = [&](Buffer buffer) -> std::int64_t {

@@ -65,7 +65,7 @@ class _Threads(threading.local):
 
 threads = _Threads()
 """``threads.state``: of the context that the calling thread is inside."""
-_entered = 0  # contexts open in the process: while there is none, a layer asks no further
+_open_contexts = 0  # contexts open in the process: while there is none, a layer asks no further
 _count = threading.Lock()
 
 
@@ -97,7 +97,7 @@ def gradient_accumulation(*, in_place: bool = True) -> Iterator[None]:
 
     Source: docs/torch/accumulation.md, "Gradient accumulation".
     """
-    global _entered
+    global _open_contexts
     if torch.compiler.is_compiling():
         raise RuntimeError("gradient_accumulation: not inside a compiled region")
     if threads.state is not None:
@@ -106,12 +106,12 @@ def gradient_accumulation(*, in_place: bool = True) -> Iterator[None]:
     hook = register_optimizer_step_post_hook(state.stepped)
     threads.state = state
     with _count:
-        _entered += 1
+        _open_contexts += 1
     try:
         yield
     finally:
         with _count:
-            _entered -= 1
+            _open_contexts -= 1
         threads.state = None
         state.end()
         hook.remove()
@@ -137,7 +137,7 @@ class Shared:
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """g_x, g_w, g_b; None where the dtype is None, or where it was added to ``.grad``."""
         of_gx, *others = dtypes
-        if ops.unusual(gy):
+        if ops.is_sparse_or_batched(gy):
             weight = None if of_gx is None else self.weight
             common = (saved, saved_seed, seed, config, x_shape)
             return ops.backward_linear(gy, weight, *common, *dtypes)
@@ -191,7 +191,7 @@ class Shared:
 
 def shared(weight: Tensor, bias: Tensor | None) -> Shared | None:
     """What a layer keeps of its parameters; None outside of :func:`gradient_accumulation`."""
-    if not _entered or not weight.is_leaf:
+    if not _open_contexts or not weight.is_leaf:
         return None
     state = threads.state
     return None if state is None else Shared(state, weight, bias)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import ConfigLike, as_config
-from .functional import linear_by_text
+from .functional import linear_from_json
 from .modules import HotModule
 
 
@@ -110,9 +110,9 @@ class HotMultiheadAttention(HotModule, nn.MultiheadAttention):
             y, weights = _attention(q, k, v, mask, self.dropout, causal, need_weights)
             y = y.permute(0, 2, 1, 3) if samples == 0 else y.permute(2, 0, 1, 3)
             out = self.out_proj
-            y = linear_by_text(y.flatten(2), out.weight, out.bias, self._text, self.defer)
+            y = linear_from_json(y.flatten(2), out.weight, out.bias, self._config_json, self.defer)
         except (ValueError, RuntimeError) as error:
-            self.name_in(error)
+            self.prefix_layer_name(error)
             raise
         if weights is not None and average_attn_weights:
             weights = weights.mean(1)
@@ -141,7 +141,7 @@ class HotMultiheadAttention(HotModule, nn.MultiheadAttention):
             biases = torch.split(bias, [w.shape[0] for w in weights])
         found: list[Tensor] = []
         for x, w, b in zip(inputs, weights, biases, strict=True):
-            y = linear_by_text(x, w, b, self._text, self.defer)
+            y = linear_from_json(x, w, b, self._config_json, self.defer)
             heads = y.view(*y.shape[:-1], -1, self.num_heads, self.head_dim)
             found += heads.permute(2, samples, 3, tokens, 4).unbind(0)
         return found

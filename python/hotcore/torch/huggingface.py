@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ..config import ConfigLike, as_config
-from .functional import linear_by_text
+from .functional import linear_from_json
 from .modules import HotModule
 
 # transformers is no requirement of hotcore, and need not be there for the type checker.
@@ -42,9 +42,9 @@ class HotConv1D(HotModule, _Conv1D):  # type: ignore[misc]
         # Two dimensions, as Conv1D's own addmm, so that the bits are the same.
         rows = x.reshape(-1, x.shape[-1])
         try:
-            y = linear_by_text(rows, self.weight.t(), self.bias, self._text, self.defer)
+            y = linear_from_json(rows, self.weight.t(), self.bias, self._config_json, self.defer)
         except (ValueError, RuntimeError) as error:
-            self.name_in(error)
+            self.prefix_layer_name(error)
             raise
         return y.view(*x.shape[:-1], self.nf)
 

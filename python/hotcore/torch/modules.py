@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import ConfigLike, HotConfig, as_config
-from .functional import conv2d_by_text, linear_by_text
+from .functional import conv2d_from_json, linear_from_json
 
 _Hot = TypeVar("_Hot", bound="HotModule")
 
@@ -25,7 +25,7 @@ class HotModule:
     layer_name: str = ""
     """Its name in the model that was converted, for error messages."""
     _config: HotConfig
-    _text: str
+    _config_json: str
 
     @property
     def config(self) -> HotConfig:
@@ -35,7 +35,7 @@ class HotModule:
     @config.setter
     def config(self, value: ConfigLike) -> None:
         self._config = as_config(value)
-        self._text = self._config.json  # what a compiled graph has for a constant
+        self._config_json = self._config.json  # what a compiled graph has for a constant
 
     @classmethod
     def from_plain(cls: type[_Hot], module: nn.Module, config: ConfigLike = "default") -> _Hot:
@@ -48,7 +48,7 @@ class HotModule:
             found = type(module).__name__
             raise TypeError(f"module: expected a plain {cls.plain.__name__}, got {found}")
         settings = as_config(config)
-        new: Any = _same_content(module, cls)
+        new: Any = _copy_content(module, cls)
         new.config = settings
         assert isinstance(new, cls)
         return new
@@ -56,12 +56,12 @@ class HotModule:
     def to_plain(self) -> nn.Module:
         """Make the plain module that holds the same Parameters and hooks."""
         assert isinstance(self, nn.Module)
-        new = _same_content(self, self.plain)
-        for name in ("_config", "_text", "defer", "layer_name"):
+        new = _copy_content(self, self.plain)
+        for name in ("_config", "_config_json", "defer", "layer_name"):
             new.__dict__.pop(name, None)
         return new
 
-    def name_in(self, error: Exception) -> None:
+    def prefix_layer_name(self, error: Exception) -> None:
         """Have the error's message begin with the layer's name, where it has one."""
         if self.layer_name:
             error.args = (f"layer {self.layer_name}: {error}",)
@@ -138,9 +138,9 @@ class HotLinear(HotModule, nn.Linear):
         if not self.training:
             return F.linear(input, self.weight, self.bias)
         try:
-            return linear_by_text(input, self.weight, self.bias, self._text, self.defer)
+            return linear_from_json(input, self.weight, self.bias, self._config_json, self.defer)
         except (ValueError, RuntimeError) as error:
-            self.name_in(error)
+            self.prefix_layer_name(error)
             raise
 
 
@@ -208,13 +208,13 @@ class HotConv2d(HotModule, nn.Conv2d):
             return super().forward(input)
         sizes = (self.stride, self.padding, self.dilation, self.padding_mode)
         try:
-            return conv2d_by_text(input, self.weight, self.bias, sizes, self._text)
+            return conv2d_from_json(input, self.weight, self.bias, sizes, self._config_json)
         except (ValueError, RuntimeError) as error:
-            self.name_in(error)
+            self.prefix_layer_name(error)
             raise
 
 
-def _same_content(module: nn.Module, cls: type[Any]) -> nn.Module:
+def _copy_content(module: nn.Module, cls: type[Any]) -> nn.Module:
     """A ``cls`` with everything ``module`` holds: Parameters, buffers, hooks, training mode."""
     new: nn.Module = object.__new__(cls)
     new.__dict__.update(module.__dict__)
