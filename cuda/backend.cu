@@ -46,7 +46,8 @@ std::size_t CudaDevice::stream_k_workspace(std::int64_t m, std::int64_t n, std::
   args.n = n;
   args.k = args.lda = args.ldb = k;
   args.out.row_stride = n;
-  return sm90_stream_k_workspace(context_, args, plan);
+  // The same for every instance.
+  return sm90_instance(Sm90Kernel::stream_k, DType::bf16, false).workspace(context_, args, plan);
 }
 
 void with_device_facts(const Context& context,

@@ -16,30 +16,15 @@ __global__ void spread_kernel(const float* scale, std::int64_t count, float* out
   if (i < count) out[i] = *scale;
 }
 
-struct Sm90Instances {
-  Sm90Pingpong *pingpong, *wide;  // wide: null: none
-  Sm90StreamK* stream_k;          // null: none
-};
-
-Sm90Instances sm90_instances(DType out, bool accumulate) {
-  switch (out) {
-    case DType::bf16:
-      return accumulate ? Sm90Instances{sm90_gemm_bf16_128x128_accumulate, nullptr,
-                                        sm90_gemm_bf16_stream_k_accumulate}
-                        : Sm90Instances{sm90_gemm_bf16_128x128, sm90_gemm_bf16_128x192,
-                                        sm90_gemm_bf16_stream_k};
-    case DType::f16:
-      return {accumulate ? sm90_gemm_f16_128x128_accumulate : sm90_gemm_f16_128x128, nullptr,
-              nullptr};
-    default:
-      return accumulate ? Sm90Instances{sm90_gemm_f32_128x128_accumulate, nullptr,
-                                        sm90_gemm_f32_stream_k_accumulate}
-                        : Sm90Instances{sm90_gemm_f32_128x128, sm90_gemm_f32_128x192,
-                                        sm90_gemm_f32_stream_k};
-  }
-}
-
 }  // namespace
+
+const Sm90Instance& sm90_instance(Sm90Kernel kernel, DType out, bool accumulate) {
+  for (const Sm90Instance* const* at = sm90_instances; *at != nullptr; ++at) {
+    const Sm90Instance& of = **at;
+    if (of.kernel == kernel && of.out == out && of.accumulate == accumulate) return of;
+  }
+  throw Error(ErrorCode::unsupported, "gemm: this build has no such sm_90a kernel");
+}
 
 void launch_spread(const Context& context, const plan::Step& step, const float* scale,
                    std::int64_t count, float* vector) {
@@ -48,15 +33,11 @@ void launch_spread(const Context& context, const plan::Step& step, const float* 
 
 void launch_wgmma(const Context& context, const plan::Step& step, const GemmArgs& args,
                   void* workspace) {
-  const Sm90Plan& plan = step.as<plan::ProductStep>().wgmma;
-  const Sm90Instances instances = sm90_instances(args.out.dtype, args.accumulate);
-  if (step.kernel == plan::Kernel::wgmma_stream_k) {
-    instances.stream_k(context, args, plan, workspace);
-  } else if (step.kernel == plan::Kernel::wgmma_128x192) {
-    instances.wide(context, args, plan);
-  } else {
-    instances.pingpong(context, args, plan);
-  }
+  const Sm90Kernel kernel = step.kernel == plan::Kernel::wgmma_stream_k  ? Sm90Kernel::stream_k
+                            : step.kernel == plan::Kernel::wgmma_128x192 ? Sm90Kernel::tile_128x192
+                                                                         : Sm90Kernel::tile_128x128;
+  sm90_instance(kernel, args.out.dtype, args.accumulate)
+      .run(context, args, step.as<plan::ProductStep>().wgmma, workspace);
 }
 
 }  // namespace hot::detail

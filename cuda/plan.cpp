@@ -927,7 +927,7 @@ bool small_gemms_can(const ProductShape* products, int count) {
         !p.scaled || !p.rows_aligned) {
       return false;
     }
-    blocks += (small_tiles(p, small_gemm::least_tile_m) + 1) * small_gemm::most_cluster;
+    blocks += (small_tiles(p, small_gemm::min_tile_m) + 1) * small_gemm::max_cluster;
   }
   return blocks <= INT32_MAX;
 }
@@ -936,7 +936,7 @@ SmallPlan small_plan(const DeviceFacts& facts, const ProductShape* products, int
   // More than one for each step of the contraction only adds work.
   const auto most_share = [&](const ProductShape& p) {
     int share = 1;
-    while (facts.hopper && share < small_gemm::most_cluster &&
+    while (facts.hopper && share < small_gemm::max_cluster &&
            std::int64_t{share} * small_gemm::step_k < p.k) {
       share *= 2;
     }
@@ -974,7 +974,7 @@ void add_small_gemms(Plan& plan, const ProductShape* products, int count, const 
     steps = std::max(steps, ceil_div(ceil_div(products[p].k, small_gemm::step_k), share));
     shares = shares || share > 1;
   }
-  work.stages = static_cast<int>(std::min<std::int64_t>(steps, small_gemm::most_stages));
+  work.stages = static_cast<int>(std::min<std::int64_t>(steps, small_gemm::max_stages));
   const int ring = work.stages * small_gemm::stage_bytes(by.tile_m);
   const int sums = by.tile_m * small_gemm::sum_row_bytes;
   const auto shared = static_cast<std::size_t>(shares ? ring + sums : std::max(ring, sums));
