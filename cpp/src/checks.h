@@ -85,4 +85,11 @@ class WorkspaceCursor {
   std::size_t used_ = 0;
 };
 
+// Codes and scales of an operand; `amax` stays null.
+inline Operand take_operand(WorkspaceCursor& cursor, std::int64_t rows, std::int64_t k_padded,
+                            std::int64_t scales) {
+  auto* const codes = cursor.take<std::int8_t>(rows * k_padded);
+  return {codes, cursor.take<float>(scales), rows, k_padded, scales};
+}
+
 }  // namespace hot::detail
