@@ -46,7 +46,9 @@ std::size_t CudaDevice::stream_k_workspace(std::int64_t m, std::int64_t n, std::
   args.n = n;
   args.k = args.lda = args.ldb = k;
   args.out.row_stride = n;
-  return sm90_stream_k_workspace(context_, args, plan);
+  // The same for every instance.
+  return sm90_instance(Sm90Kernel::stream_k, DType::bf16, Sm90Output::store)
+      .workspace(context_, args, plan);
 }
 
 void with_device_facts(const Context& context,
@@ -258,30 +260,35 @@ std::size_t CudaBackend::columns_workspace(const Context& context, std::int64_t 
 
 namespace {
 
-// A job whose largest values lie in its workspace.
-ColumnsJob with_amax(const plan::DeviceFacts& facts, const ColumnsJob& job, void* workspace,
-                     plan::Zeroed& zeroed) {
+// Quantises a matrix that is neither g_y nor part of a backward: x, by plan_compress, or w, by
+// plan_weight. Its largest values lie in the workspace.
+using PlanColumns = plan::Plan(const plan::DeviceFacts&, const plan::ArrayFacts&, std::int64_t cols,
+                               const Projection&, const OperandQuant&, std::int64_t scales);
+
+void quantize_alone(const char* stage, const Context& context, const ColumnsJob& job,
+                    PlanColumns* plan_of, const ColumnsJob* Memory::* place, void* workspace) {
+  const DeviceGuard guard(context.device().index, stage);
+  const CudaDevice device(context);
+  const plan::DeviceFacts& facts = device.facts();
   WorkspaceCursor cursor(workspace);
-  zeroed = plan::take_zeroed(
+  Memory memory;
+  memory.zeroed = plan::take_zeroed(
       cursor, plan::columns_amax_words(facts, job.x.cols, *job.projection, job.quant));
-  ColumnsJob with = job;
-  with.out.amax = zeroed.words;
-  return with;
+  ColumnsJob with_amax = job;
+  with_amax.out.amax = memory.zeroed.words;
+  memory.*place = &with_amax;
+  run(context,
+      plan_of(facts, plan::array_facts(job.x), job.x.cols, *job.projection, job.quant,
+              job.out.scales),
+      memory);
 }
 
 }  // namespace
 
 void CudaBackend::compress_columns(const Context& context, const ColumnsJob& job,
                                    void* workspace) const {
-  const DeviceGuard guard(context.device().index, "compress_activation");
-  const CudaDevice device(context);
-  Memory memory;
-  const ColumnsJob with = with_amax(device.facts(), job, workspace, memory.zeroed);
-  memory.activation = &with;
-  run(context,
-      plan::plan_compress(device.facts(), plan::array_facts(job.x), job.x.cols, *job.projection,
-                          job.quant, job.out.scales),
-      memory);
+  quantize_alone("compress_activation", context, job, plan::plan_compress, &Memory::activation,
+                 workspace);
 }
 
 void CudaBackend::compress_groups(const Context& context, const MatrixIn& x, Rounding rounding,
@@ -295,15 +302,7 @@ void CudaBackend::compress_groups(const Context& context, const MatrixIn& x, Rou
 
 void CudaBackend::quantize_weight(const Context& context, const ColumnsJob& job,
                                   void* workspace) const {
-  const DeviceGuard guard(context.device().index, "quantize_weight");
-  const CudaDevice device(context);
-  Memory memory;
-  const ColumnsJob with = with_amax(device.facts(), job, workspace, memory.zeroed);
-  memory.weight = &with;
-  run(context,
-      plan::plan_weight(device.facts(), plan::array_facts(job.x), job.x.cols, *job.projection,
-                        job.quant, job.out.scales),
-      memory);
+  quantize_alone("quantize_weight", context, job, plan::plan_weight, &Memory::weight, workspace);
 }
 
 std::size_t CudaBackend::backward_workspace(const Context& context,

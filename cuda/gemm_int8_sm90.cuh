@@ -6,7 +6,7 @@
 // What is there already comes by TMA, as CUTLASS's C, each piece of a tile before that piece is
 // written, by the thread block that writes it: in stream-K the one that ends the tile. Compiled
 // with --fmad=false, since the order of these roundings is fixed (docs/numerics.md). One instance a
-// file (it compiles for a minute); gemm.cu chooses among them.
+// file (it compiles for a minute), made from gemm_int8_sm90_instance.cu.in.
 #pragma once
 
 #include <cstddef>
@@ -111,13 +111,23 @@ struct Sm90Gemm {
   }
 
   static void run(const Context& context, const GemmArgs& args, const Sm90Plan& plan,
-                  void* workspace = nullptr) {
+                  void* workspace) {
     Device gemm;
     check(gemm.initialize(arguments(context, args, plan), workspace, context.stream()),
           "initialize");
     // Where kernels overlap, its producers wait for what is before, as begin_kernel does.
     const bool overlap = !stream_k && kernels_overlap(context, "gemm");
     check(gemm.run(context.stream(), nullptr, overlap), "run");
+  }
+
+  static constexpr Sm90Instance instance() {
+    constexpr Sm90Kernel kernel = stream_k        ? Sm90Kernel::stream_k
+                                  : tile_n == 192 ? Sm90Kernel::tile_128x192
+                                                  : Sm90Kernel::tile_128x128;
+    constexpr DType out = cute::is_same_v<Out, float>             ? DType::f32
+                          : cute::is_same_v<Out, cutlass::half_t> ? DType::f16
+                                                                  : DType::bf16;
+    return {kernel, out, output, run, workspace};
   }
 
   static void check(cutlass::Status status, const char* call) {

@@ -112,7 +112,7 @@ class UnitCopies {
   // Calls copy(to, from, bytes, left) for those of the next step, if there is one: `bytes` of a
   // unit, the rest is zeros; `left`: of the row. In any case a group of copies ends here.
   template <class Copy>
-  __device__ void bring(const Copy& copy) {
+  __device__ void load(const Copy& copy) {
     if (step_ < segments_.end) {
       const std::int64_t left = segments_.work.gemm.k - std::int64_t{step_} * T::step - place();
       const auto bytes = static_cast<int>(max(std::int64_t{0}, min(std::int64_t{unit}, left)));
@@ -175,8 +175,8 @@ template <class T>
 class PieceCopies {
  public:
   __device__ PieceCopies(const MmaWork& work, unsigned ring) : pieces_(work, ring) {}
-  __device__ void bring() {
-    pieces_.bring([](unsigned to, const std::int8_t* from, int bytes, std::int64_t) {
+  __device__ void load() {
+    pieces_.load([](unsigned to, const std::int8_t* from, int bytes, std::int64_t) {
       copy_async(to, from, bytes);
     });
   }
@@ -210,15 +210,15 @@ class AnyCopies {
  public:
   __device__ AnyCopies(const MmaWork& work, unsigned ring)
       : alignment_(work.alignment), pieces_(work, ring), words_(work, ring) {}
-  __device__ void bring() {
+  __device__ void load() {
     if (alignment_ == 16) {
-      pieces_.bring();
+      pieces_.load();
     } else if (alignment_ == 4) {
-      words_.bring([](unsigned to, const std::int8_t* from, int bytes, std::int64_t) {
+      words_.load([](unsigned to, const std::int8_t* from, int bytes, std::int64_t) {
         copy_word_async(to, from, bytes);
       });
     } else {
-      words_.bring([](unsigned to, const std::int8_t* from, int, std::int64_t left) {
+      words_.load([](unsigned to, const std::int8_t* from, int, std::int64_t left) {
         store_shared(to, word_at(from, left));
       });
     }
@@ -230,19 +230,19 @@ class AnyCopies {
   UnitCopies<T, 4> words_;
 };
 
-// A warp's fragments of an operand, of part `part`, 32 bytes, of a stage.
+// A warp's fragments of an operand, of 32 bytes of K, number `k32` of a stage.
 template <class T, int count>
-__device__ void load_fragments(unsigned (&r)[count][4], unsigned stage, unsigned place, int part) {
+__device__ void load_fragments(unsigned (&r)[count][4], unsigned stage, unsigned place, int k32) {
 #pragma unroll
   for (int i = 0; i < count; ++i) {
-    load_matrices(r[i], stage + (place ^ static_cast<unsigned>(part * 32)) +
+    load_matrices(r[i], stage + (place ^ static_cast<unsigned>(k32 * 32)) +
                             static_cast<unsigned>(i * 16 * T::step));
   }
 }
 
 // Starts the copies of a tile's scales, of rows then of columns.
 template <class T>
-__device__ void bring_scales(const MmaWork& work, int tile, float* scales) {
+__device__ void load_scales(const MmaWork& work, int tile, float* scales) {
   const GemmArgs& gemm = work.gemm;
   if (gemm.a_scale == nullptr) return;
   int row = 0, column = 0;
@@ -458,7 +458,7 @@ __device__ int warp_column() {
 
 template <class Mma, class T>
 __device__ void multiply_tiles(const MmaWork& work) {
-  constexpr int parts = T::step / 32, rows = T::warp_m / 16, columns = T::warp_n / 8,
+  constexpr int k32s = T::step / 32, rows = T::warp_m / 16, columns = T::warp_n / 8,
                 pairs = columns / 2;
   constexpr bool any = T::any;
   constexpr int int32_steps = 131072 / T::step;  // 127^2 * 131072 < 2^31
@@ -473,7 +473,7 @@ __device__ void multiply_tiles(const MmaWork& work) {
 
   std::conditional_t<any, AnyCopies<T>, PieceCopies<T>> copies(work, ring);
 #pragma unroll
-  for (int s = 0; s < T::stages - 1; ++s) copies.bring();
+  for (int s = 0; s < T::stages - 1; ++s) copies.load();
   int stage = 0;
   unsigned here = ring;
   unsigned a[2][rows][4], b[2][pairs][4];
@@ -488,19 +488,19 @@ __device__ void multiply_tiles(const MmaWork& work) {
     float total[any ? rows : 1][any ? columns : 1][4] = {};
     for (int step = segments.first; step < segments.end; ++step) {
 #pragma unroll
-      for (int part = 0; part < parts; ++part) {
-        if (part == parts - 1) {
+      for (int k32 = 0; k32 < k32s; ++k32) {
+        if (k32 == k32s - 1) {
           // The next stage has come for all, and all have read the last of this one.
           if (++stage == T::stages) stage = 0;
           here = ring + static_cast<unsigned>(stage * T::stage_bytes);
           wait_copies<T::stages - 2>();
           __syncthreads();
-          if (step == segments.first) bring_scales<T>(work, segments.tile, scales);
+          if (step == segments.first) load_scales<T>(work, segments.tile, scales);
         }
-        const int now = part % 2, other = (part + 1) % 2;
-        load_fragments<T>(a[other], here, a_place, (part + 1) % parts);
-        load_fragments<T>(b[other], here, b_place, (part + 1) % parts);
-        if (part == 0) copies.bring();
+        const int now = k32 % 2, other = (k32 + 1) % 2;
+        load_fragments<T>(a[other], here, a_place, (k32 + 1) % k32s);
+        load_fragments<T>(b[other], here, b_place, (k32 + 1) % k32s);
+        if (k32 == 0) copies.load();
 #pragma unroll
         for (int i = 0; i < rows; ++i) {
 #pragma unroll
@@ -544,7 +544,7 @@ __device__ void multiply_tiles(const MmaWork& work) {
     if (segments.end - segments.first < T::stages) {  // else they have come with the steps
       if (segments.end == segments.first) {
         __syncthreads();  // all are done with the last tile's
-        bring_scales<T>(work, segments.tile, scales);
+        load_scales<T>(work, segments.tile, scales);
       }
       wait_all_copies();
       __syncthreads();
@@ -609,9 +609,9 @@ __global__ void __launch_bounds__(fixup_threads)
     fixup_kernel(const __grid_constant__ MmaWork work) {
   begin_kernel();
   constexpr int rows = T::warp_m / 16, columns = T::warp_n / 8;
-  constexpr int tile_strips = T::threads / 32 * rows;
-  const int strip = static_cast<int>((blockIdx.x * fixup_threads + threadIdx.x) / 32);
-  const int shared = strip / tile_strips, at = strip - shared * tile_strips;
+  constexpr int tile_fragments = T::threads / 32 * rows;
+  const int fragment = static_cast<int>((blockIdx.x * fixup_threads + threadIdx.x) / 32);
+  const int shared = fragment / tile_fragments, at = fragment - shared * tile_fragments;
   if (shared >= work.shared) return;
   const int first = sharer_of_unit(work, shared * work.steps);
   const int last = sharer_of_unit(work, (shared + 1) * work.steps - 1);
@@ -622,8 +622,9 @@ __global__ void __launch_bounds__(fixup_threads)
   for (int sharer = first; sharer <= last; ++sharer, from += T::m * T::n / 4) {
 #pragma unroll
     for (int j = 0; j < columns; ++j) {
-      const int4 part = from[j * 32];
-      sum[j][0] += part.x, sum[j][1] += part.y, sum[j][2] += part.z, sum[j][3] += part.w;
+      const int4 partial = from[j * 32];
+      sum[j][0] += partial.x, sum[j][1] += partial.y, sum[j][2] += partial.z,
+          sum[j][3] += partial.w;
     }
   }
   int row = 0, column = 0;

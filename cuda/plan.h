@@ -140,9 +140,9 @@ constexpr int sum_threads = 128, sum_run = 8;
 // Up to two products in one launch (gemm_small.cu).
 namespace small_gemm {
 
-constexpr int threads = 128, least_tile_m = 64, tile_n = 64, step_k = 128;
-constexpr int most_cluster = 8;  // the largest that every sm_90 runs
-constexpr int most_stages = 3;   // 4 thread blocks on an SM of 227 KB, or 3 with 128 rows
+constexpr int threads = 128, min_tile_m = 64, tile_n = 64, step_k = 128;
+constexpr int max_cluster = 8;  // the largest that every sm_90 runs
+constexpr int max_stages = 3;   // 4 thread blocks on an SM of 227 KB, or 3 with 128 rows
 constexpr int sum_row_bytes = tile_n * static_cast<int>(sizeof(int));
 constexpr int stage_bytes(int tile_m) { return (tile_m + tile_n) * step_k; }
 

@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(rows16_most_lanes)
   quantize_row16<rounding, hadamard, B, Tag>(args, row, lane, T, [&](std::uint32_t& amax) {
     if (args.pass == RowsPass::amax) {
       amax = warp_max(amax);
-      if ((threadIdx.y * blockDim.x + threadIdx.x) % 32 == 0) atomic_raise(args.amax, amax);
+      if ((threadIdx.y * blockDim.x + threadIdx.x) % 32 == 0) atomic_max(args.amax, amax);
       return false;
     }
     amax = args.pass == RowsPass::codes ? *args.amax : row_max(amax, T, lane, shared);
@@ -168,7 +168,7 @@ __global__ void rows_kernel(RowsArgs args) {
     }
     if (find) amax = block_max(amax, shared);
   }
-  if (args.pass == RowsPass::amax && t == 0) atomic_raise(args.amax, amax);
+  if (args.pass == RowsPass::amax && t == 0) atomic_max(args.amax, amax);
 }
 
 template <int value>
@@ -273,12 +273,12 @@ __global__ void matrix_amax_kernel(MatrixQuant args) {
   for (std::int64_t c = col; c < min(col + 16, args.x.cols); ++c) {
     const std::uint32_t bits = abs_bits(load_element(args.x, row, c));
     if (args.granularity == Granularity::column) {
-      atomic_raise(amax + c, bits);
+      atomic_max(amax + c, bits);
     } else {
       best = max(best, bits);
     }
   }
-  if (args.granularity != Granularity::column) atomic_raise(amax + args.scale_at(row, col), best);
+  if (args.granularity != Granularity::column) atomic_max(amax + args.scale_at(row, col), best);
 }
 
 template <Rounding rounding>

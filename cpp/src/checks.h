@@ -98,11 +98,6 @@ class WorkspaceCursor {
     return at;
   }
 
-  Operand take_operand(std::int64_t rows, std::int64_t k_padded, std::int64_t scales) {
-    auto* const codes = take<std::int8_t>(rows * k_padded);
-    return {codes, take<float>(scales), rows, k_padded, scales};
-  }
-
   // Room to align the start included.
   std::size_t bytes() const { return used_ == 0 ? 0 : used_ + alignment; }
 
@@ -111,5 +106,12 @@ class WorkspaceCursor {
   char* base_ = nullptr;
   std::size_t used_ = 0;
 };
+
+// Codes and scales of an operand; `amax` stays null.
+inline Operand take_operand(WorkspaceCursor& cursor, std::int64_t rows, std::int64_t k_padded,
+                            std::int64_t scales) {
+  auto* const codes = cursor.take<std::int8_t>(rows * k_padded);
+  return {codes, cursor.take<float>(scales), rows, k_padded, scales};
+}
 
 }  // namespace hot::detail
