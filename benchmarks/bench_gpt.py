@@ -97,10 +97,10 @@ EVERY = 50
 """One of so many files is for validation, the first among them."""
 
 
-def sources(least_bytes: int) -> Iterator[str]:
+def sources(min_bytes: int) -> Iterator[str]:
     """Texts of installed .py files, each once, in an order that names alone decide.
 
-    They end when those for training have ``least_bytes``.
+    They end when those for training have ``min_bytes``.
     """
     roots = sorted({sysconfig.get_paths()[key] for key in ("purelib", "platlib", "stdlib")})
     files = sorted({path for root in roots for path in Path(root).rglob("*.py")})
@@ -118,7 +118,7 @@ def sources(least_bytes: int) -> Iterator[str]:
         training += len(text) if len(seen) % EVERY else 0
         seen.add(digest)
         yield text
-        if training >= least_bytes:
+        if training >= min_bytes:
             return
 
 

@@ -454,11 +454,11 @@ void check_and_run(const Context& context, const ConstTensorView& gy, const Weig
   const struct {
     const char* name;
     const TensorView* view;
-    int min_dims, most_dims;
+    int min_ndim, max_ndim;
   } outputs[] = {{"gx", out.gx, 2, max_dims}, {"gw", out.gw, 2, 2}, {"gb", out.gb, 1, 1}};
   for (const auto& output : outputs) {
     if (output.view == nullptr) continue;
-    check.output(output.name, *output.view, float_dtypes, output.min_dims, output.most_dims);
+    check.output(output.name, *output.view, float_dtypes, output.min_ndim, output.max_ndim);
     check.disjoint(output.name, *output.view, "gy", gy);
     if (out.gx != nullptr) check.disjoint(output.name, *output.view, "w", weight_memory);
     if (out.gw != nullptr) check.disjoint(output.name, *output.view, "saved", saved_bytes);

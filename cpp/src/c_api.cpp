@@ -89,13 +89,13 @@ constexpr std::size_t first_size<hot_forward_spec> = 16;
 
 // Far more than any version will need: a number above it is not a size, and what it would have
 // `read` look at is not the caller's.
-constexpr std::size_t largest_struct = 1024;
+constexpr std::size_t max_struct_size = 1024;
 
 template <class T>
-void check_given(const char* call, const char* name, const T* given) {
+void check_struct(const char* call, const char* name, const T* given) {
   static_assert(first_size<T> != 0 && sizeof(T) >= first_size<T>);
   if (given == nullptr) invalid(call, std::string(name) + " is null");
-  if (given->struct_size < first_size<T> || given->struct_size > largest_struct) {
+  if (given->struct_size < first_size<T> || given->struct_size > max_struct_size) {
     invalid(call, std::string(name) + ".struct_size is " + std::to_string(given->struct_size) +
                       "; expected the size of the struct, " + std::to_string(sizeof(T)));
   }
@@ -104,7 +104,7 @@ void check_given(const char* call, const char* name, const T* given) {
 // The caller's struct, whatever version it was compiled with.
 template <class T>
 T read(const char* call, const char* name, const T* given) {
-  check_given(call, name, given);
+  check_struct(call, name, given);
   const std::size_t size = given->struct_size;
   const auto* bytes = reinterpret_cast<const char*>(given);
   for (std::size_t i = sizeof(T); i < size; ++i) {
@@ -322,7 +322,7 @@ hot_status change_context(const char* call, hot_context* context, const Change& 
 
 // A function that returns a number.
 template <class T, class Ask>
-hot_status answer(const char* call, const char* name, T* out, const Ask& ask) noexcept {
+hot_status write_result(const char* call, const char* name, T* out, const Ask& ask) noexcept {
   return guarded([&] { place(call, name, out) = ask(); });
 }
 
@@ -400,7 +400,7 @@ hot_status hot_spec_recipe(const char* name, hot_spec* spec) {
   const char* const call = "recipe";
   return guarded([&] {
     place(call, "name", name);
-    check_given(call, "spec", spec);
+    check_struct(call, "spec", spec);
     const hot::BackwardLinearSpec r = hot::recipe(name);
     hot_spec out{};
     out.hadamard_block = r.hadamard_block;
@@ -461,8 +461,8 @@ hot_status hot_basis_order(int32_t basis, int32_t block, int32_t* rows) {
 
 hot_status hot_hla_rows(int64_t tokens, const hot_spec* spec, int64_t* rows) {
   const char* const call = "hla_rows";
-  return answer(call, "rows", rows,
-                [&] { return hot::hla_rows(tokens, spec_of(call, spec).low_rank); });
+  return write_result(call, "rows", rows,
+                      [&] { return hot::hla_rows(tokens, spec_of(call, spec).low_rank); });
 }
 
 hot_status hot_hla(const hot_context* context, const hot_tensor* x, const hot_spec* spec,
@@ -516,8 +516,8 @@ hot_status hot_unpack_int4(const hot_context* context, const hot_tensor* packed,
 hot_status hot_gemm_workspace(const hot_context* context, int64_t m, int64_t n, int64_t k,
                               size_t* bytes) {
   const char* const call = "gemm_workspace";
-  return answer(call, "bytes", bytes,
-                [&] { return hot::gemm_workspace(context_of(call, context), m, n, k); });
+  return write_result(call, "bytes", bytes,
+                      [&] { return hot::gemm_workspace(context_of(call, context), m, n, k); });
 }
 
 hot_status hot_gemm_int8(const hot_context* context, const hot_tensor* a, const hot_tensor* b,
@@ -552,7 +552,7 @@ hot_status hot_saved_layout_of(int64_t tokens, int64_t in_features, const hot_sp
                                hot_saved_layout* layout) {
   const char* const call = "saved_layout";
   return guarded([&] {
-    check_given(call, "layout", layout);
+    check_struct(call, "layout", layout);
     const hot::SavedLayout l = hot::saved_layout(tokens, in_features, spec_of(call, spec));
     write(layout, {0, l.bytes, l.channels, l.k, l.k_padded, l.row_bytes, l.scales, l.scale_offset});
   });
@@ -562,7 +562,7 @@ hot_status hot_compress_activation_workspace(const hot_context* context, int64_t
                                              int64_t in_features, const hot_spec* spec,
                                              size_t* bytes) {
   const char* const call = "compress_activation_workspace";
-  return answer(call, "bytes", bytes, [&] {
+  return write_result(call, "bytes", bytes, [&] {
     return hot::compress_activation_workspace(context_of(call, context), tokens, in_features,
                                               spec_of(call, spec));
   });
@@ -573,7 +573,7 @@ hot_status hot_compress_activation(const hot_context* context, const hot_tensor*
                                    size_t workspace_bytes, hot_saved* saved) {
   const char* const call = "compress_activation";
   return guarded([&] {
-    check_given(call, "saved", saved);
+    check_struct(call, "saved", saved);
     const hot::ConstSavedActivation s =
         hot::compress_activation(context_of(call, context), view(call, "x", x), spec_of(call, spec),
                                  {data, bytes}, {workspace, workspace_bytes});
@@ -587,7 +587,7 @@ hot_status hot_decompress_activation(const hot_context* context, const hot_saved
                                      const hot_tensor* out) {
   const char* const call = "decompress_activation";
   return guarded([&] {
-    check_given(call, "saved", saved);
+    check_struct(call, "saved", saved);
     hot::decompress_activation(context_of(call, context), saved_of(call, saved), first, last,
                                spec_of(call, spec), view(call, "out", out));
   });
@@ -596,7 +596,7 @@ hot_status hot_decompress_activation(const hot_context* context, const hot_saved
 hot_status hot_quantized_weight_bytes(int64_t out_features, int64_t in_features,
                                       const hot_spec* spec, size_t* bytes) {
   const char* const call = "quantized_weight_bytes";
-  return answer(call, "bytes", bytes, [&] {
+  return write_result(call, "bytes", bytes, [&] {
     return hot::quantized_weight_bytes(out_features, in_features, spec_of(call, spec));
   });
 }
@@ -604,7 +604,7 @@ hot_status hot_quantized_weight_bytes(int64_t out_features, int64_t in_features,
 hot_status hot_quantize_weight_workspace(const hot_context* context, int64_t out_features,
                                          int64_t in_features, const hot_spec* spec, size_t* bytes) {
   const char* const call = "quantize_weight_workspace";
-  return answer(call, "bytes", bytes, [&] {
+  return write_result(call, "bytes", bytes, [&] {
     return hot::quantize_weight_workspace(context_of(call, context), out_features, in_features,
                                           spec_of(call, spec));
   });
@@ -615,7 +615,7 @@ hot_status hot_quantize_weight(const hot_context* context, const hot_tensor* w,
                                size_t workspace_bytes, hot_weight* weight) {
   const char* const call = "quantize_weight";
   return guarded([&] {
-    check_given(call, "weight", weight);
+    check_struct(call, "weight", weight);
     const hot::ConstQuantizedWeight q =
         hot::quantize_weight(context_of(call, context), view(call, "w", w), spec_of(call, spec),
                              {data, bytes}, {workspace, workspace_bytes});
@@ -628,7 +628,7 @@ hot_status hot_backward_linear_workspace(const hot_context* context, int64_t tok
                                          const hot_spec* spec, int32_t need_gx, int32_t need_gw,
                                          size_t* bytes) {
   const char* const call = "backward_linear_workspace";
-  return answer(call, "bytes", bytes, [&] {
+  return write_result(call, "bytes", bytes, [&] {
     return hot::backward_linear_workspace(context_of(call, context),
                                           {tokens, out_features, in_features}, spec_of(call, spec),
                                           need_gx != 0, need_gw != 0);
@@ -666,7 +666,7 @@ hot_status hot_forward_supported(const hot_context* context, int64_t tokens, int
 hot_status hot_forward_weight_bytes(int64_t out_features, int64_t in_features,
                                     const hot_forward_spec* spec, size_t* bytes) {
   const char* const call = "forward_weight_bytes";
-  return answer(call, "bytes", bytes, [&] {
+  return write_result(call, "bytes", bytes, [&] {
     return hot::forward_weight_bytes(out_features, in_features, spec_of(call, spec));
   });
 }
@@ -676,7 +676,7 @@ hot_status hot_quantize_forward_weight(const hot_context* context, const hot_ten
                                        hot_weight* weight) {
   const char* const call = "quantize_forward_weight";
   return guarded([&] {
-    check_given(call, "weight", weight);
+    check_struct(call, "weight", weight);
     const hot::ConstQuantizedWeight q = hot::quantize_forward_weight(
         context_of(call, context), view(call, "w", w), spec_of(call, spec), {data, bytes});
     write(weight, {0, q.data, q.bytes, q.out_features, q.in_features, q.format});
@@ -688,7 +688,7 @@ hot_status hot_forward_linear_workspace(const hot_context* context, int64_t toke
                                         const hot_forward_spec* spec, int32_t quantized_weight,
                                         size_t* bytes) {
   const char* const call = "forward_linear_workspace";
-  return answer(call, "bytes", bytes, [&] {
+  return write_result(call, "bytes", bytes, [&] {
     return hot::forward_linear_workspace(context_of(call, context),
                                          {tokens, out_features, in_features}, spec_of(call, spec),
                                          quantized_weight != 0);
@@ -709,7 +709,7 @@ hot_status hot_forward_linear_quantized(const hot_context* context, const hot_te
                                         const hot_forward_spec* spec, const hot_tensor* y,
                                         void* workspace, size_t workspace_bytes) {
   return guarded([&] {
-    check_given("forward_linear", "weight", weight);
+    check_struct("forward_linear", "weight", weight);
     forward(context, x, weight_of("forward_linear", weight), bias, spec, y,
             {workspace, workspace_bytes});
   });

@@ -27,11 +27,11 @@ void check_sizes(const char* call, std::initializer_list<const char*> names,
   };
   for (const std::int64_t size : sizes) {
     if (size < 0) fail("no negative size");
-    if (size > largest_size) fail("sizes of at most 2^48");
+    if (size > max_size) fail("sizes of at most 2^48");
   }
   for (auto a = sizes.begin(); a != sizes.end(); ++a) {
     for (auto b = sizes.begin(); b != a; ++b) {
-      if (*b > 0 && *a > largest_product / *b) fail("matrices of at most 2^52 elements");
+      if (*b > 0 && *a > max_product / *b) fail("matrices of at most 2^52 elements");
     }
   }
 }
@@ -84,7 +84,7 @@ bool addressable(const ConstTensorView& view) {
   std::int64_t count = 1;
   for (int d = 0; d < view.ndim; ++d) {
     const std::int64_t size = std::max<std::int64_t>(view.shape[d], 1);
-    if (size > largest_size || size > largest_product / count) return false;
+    if (size > max_size || size > max_product / count) return false;
     count *= size;
   }
   if (is_empty(view)) return true;
@@ -185,7 +185,7 @@ std::string stride_text(const ConstTensorView& view) {
 }  // namespace
 
 void Checker::input(const char* name, const ConstTensorView& view,
-                    std::initializer_list<DType> dtypes, int min_dims, int most_dims) const {
+                    std::initializer_list<DType> dtypes, int min_ndim, int max_ndim) const {
   const auto fail = [&](const std::string& what) { invalid(call_, std::string(name) + what); };
   if (std::find(dtypes.begin(), dtypes.end(), view.dtype) == dtypes.end()) {
     std::string expected;
@@ -195,10 +195,10 @@ void Checker::input(const char* name, const ConstTensorView& view,
     }
     fail(std::string(" is ") + dtype_name(view.dtype) + "; expected " + expected);
   }
-  if (view.ndim < min_dims || view.ndim > most_dims) {
+  if (view.ndim < min_ndim || view.ndim > max_ndim) {
     fail(" has " + std::to_string(view.ndim) + " dimensions; expected " +
-         (min_dims == most_dims ? std::to_string(min_dims)
-                                : std::to_string(min_dims) + " to " + std::to_string(most_dims)));
+         (min_ndim == max_ndim ? std::to_string(min_ndim)
+                               : std::to_string(min_ndim) + " to " + std::to_string(max_ndim)));
   }
   for (int d = 0; d < view.ndim; ++d) {
     if (view.shape[d] < 0) fail(" has shape " + shape_text(view) + "; expected no negative size");
@@ -220,8 +220,8 @@ void Checker::input(const char* name, const ConstTensorView& view,
 }
 
 void Checker::output(const char* name, const TensorView& view, std::initializer_list<DType> dtypes,
-                     int min_dims, int most_dims) const {
-  input(name, view, dtypes, min_dims, most_dims);
+                     int min_ndim, int max_ndim) const {
+  input(name, view, dtypes, min_ndim, max_ndim);
   std::pair<std::int64_t, std::int64_t> dims[max_dims];  // stride, size: ascending
   auto* end = dims;
   for (int d = 0; d < view.ndim; ++d) {

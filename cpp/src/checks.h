@@ -16,7 +16,7 @@ namespace hot::detail {
 [[noreturn]] void invalid(const char* call, const std::string& what);
 [[noreturn]] void unsupported(const char* call, const std::string& what);
 
-// Refuses a negative size, and sizes beyond largest_size and largest_product; `names` as they are
+// Refuses a negative size, and sizes beyond max_size and max_product; `names` as they are
 // called, in order.
 void check_sizes(const char* call, std::initializer_list<const char*> names,
                  std::initializer_list<std::int64_t> sizes);
@@ -57,10 +57,10 @@ class Checker {
 
   // Dtype, number of dimensions, device, data, alignment.
   void input(const char* name, const ConstTensorView& view, std::initializer_list<DType> dtypes,
-             int min_dims, int max_dims) const;
+             int min_ndim, int max_ndim) const;
   // The same, and that no two elements share memory.
   void output(const char* name, const TensorView& view, std::initializer_list<DType> dtypes,
-              int min_dims, int max_dims) const;
+              int min_ndim, int max_ndim) const;
   void shape(const char* name, const ConstTensorView& view,
              std::initializer_list<std::int64_t> expected) const;
   void rows_contiguous(const char* name, const ConstTensorView& view) const;
@@ -98,11 +98,6 @@ class WorkspaceCursor {
     return at;
   }
 
-  Operand take_operand(std::int64_t rows, std::int64_t k_padded, std::int64_t scales) {
-    auto* const codes = take<std::int8_t>(rows * k_padded);
-    return {codes, take<float>(scales), rows, k_padded, scales};
-  }
-
   // Room to align the start included.
   std::size_t bytes() const { return used_ == 0 ? 0 : used_ + alignment; }
 
@@ -111,5 +106,12 @@ class WorkspaceCursor {
   char* base_ = nullptr;
   std::size_t used_ = 0;
 };
+
+// Codes and scales of an operand; `amax` stays null.
+inline Operand take_operand(WorkspaceCursor& cursor, std::int64_t rows, std::int64_t k_padded,
+                            std::int64_t scales) {
+  auto* const codes = cursor.take<std::int8_t>(rows * k_padded);
+  return {codes, cursor.take<float>(scales), rows, k_padded, scales};
+}
 
 }  // namespace hot::detail

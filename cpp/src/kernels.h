@@ -95,8 +95,8 @@ Projection make_projection(std::int64_t tokens, const LowRank& spec);
 
 // Limits of a size and of the product of two. No memory holds more, and below them padded sizes,
 // buffers and scratch of several of them are exact in 64 bits.
-inline constexpr std::int64_t largest_size = std::int64_t{1} << 48;
-inline constexpr std::int64_t largest_product = std::int64_t{1} << 52;
+inline constexpr std::int64_t max_size = std::int64_t{1} << 48;
+inline constexpr std::int64_t max_product = std::int64_t{1} << 52;
 
 inline std::int64_t round_up(std::int64_t value, std::int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;

@@ -189,7 +189,7 @@ TokenOrder token_order(std::int64_t tokens, const LowRank& spec) {
 }  // namespace
 
 Projection make_projection(std::int64_t tokens, const LowRank& spec) {
-  if (tokens < 0 || tokens > largest_size) {
+  if (tokens < 0 || tokens > max_size) {
     invalid("tokens is " + std::to_string(tokens) + "; expected 0 to 2^48");
   }
   check_low_rank(spec);

@@ -20,7 +20,7 @@ class Mlp {
  public:
   /// Layers sizes[0] -> sizes[1] -> ...; `spec` absent: fp32. The same seed gives the same weights.
   Mlp(Device& device, const std::vector<std::int64_t>& sizes,
-      std::optional<hot::BackwardLinearSpec> spec, std::int64_t most_rows, std::uint64_t seed);
+      std::optional<hot::BackwardLinearSpec> spec, std::int64_t max_rows, std::uint64_t seed);
 
   /// One step on x [rows, sizes[0]]; both in the device's memory.
   Score train(const float* x, const std::uint8_t* labels, std::int64_t rows, float rate);

@@ -6,7 +6,7 @@ Functions take and return arrays of any DLPack framework; ``hotcore.torch`` has 
 from . import _core
 from .config import HotConfig, Key
 from .contexts import isa, num_threads, set_isa, set_num_threads
-from .ops import (
+from .functions import (
     Gradients,
     backward_linear,
     basis_order,

@@ -230,6 +230,9 @@ def explain(
     accumulate: bool,
     quantized_weight: bool,
     wgmma: bool,
+    forward: ForwardLinearSpec | None = None,
+    bias: bool = True,
+    quantized_forward_weight: bool = False,
 ) -> dict[str, Any]: ...
 def explain_gemm(
     device: str,

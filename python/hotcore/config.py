@@ -305,8 +305,8 @@ class HotConfig:
         """
         if not isinstance(text, str):
             raise TypeError(f"text: expected a str, got {type(text).__name__}")
-        if len(text) > _strict_json.LARGEST_TEXT:
-            raise ValueError(f"text: longer than {_strict_json.LARGEST_TEXT} characters")
+        if len(text) > _strict_json.MAX_TEXT_LENGTH:
+            raise ValueError(f"text: longer than {_strict_json.MAX_TEXT_LENGTH} characters")
         fields = _strict_json.parse(text, "text")
         if not isinstance(fields, dict):
             raise ValueError(f"text: expected a JSON object, got {type(fields).__name__}")

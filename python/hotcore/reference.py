@@ -1076,9 +1076,7 @@ def bias_gradient(gy: Floats) -> NDArray[np.float32]:
 # -------------------------------------------------------------------------------- The 8-bit forward
 
 
-def quantize_forward_operand(
-    values: Floats, block: int = 64
-) -> tuple[Codes, NDArray[np.float32]]:
+def quantize_forward_operand(values: Floats, block: int = 64) -> tuple[Codes, NDArray[np.float32]]:
     """x ``[..., I]`` or w ``[O, I]`` for y: codes int8 ``[R, Kp]``, scales ``[R]``; to nearest.
 
     Source: docs/numerics.md, "Forward".
@@ -1120,9 +1118,7 @@ def forward_linear(
 
 
 @_quiet
-def _add_bias(
-    product: NDArray[np.float32], bias: NDArray[np.float32]
-) -> NDArray[np.float32]:
+def _add_bias(product: NDArray[np.float32], bias: NDArray[np.float32]) -> NDArray[np.float32]:
     return product + bias[None, :]
 
 

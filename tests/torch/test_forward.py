@@ -327,8 +327,8 @@ def test_what_the_plain_layer_refuses(compiled: bool) -> None:
 def test_opcheck() -> None:
     x, weight, bias = torch.randn(50, 70), torch.randn(48, 70), torch.randn(48)
     text = INT8.json
-    for arguments in ((x, weight, bias), (x.bfloat16(), weight, None), (x, weight.t().contiguous().t(),
-                      bias.half())):  # fmt: skip
+    turned = weight.t().contiguous().t()
+    for arguments in ((x, weight, bias), (x.bfloat16(), weight, None), (x, turned, bias.half())):
         torch.library.opcheck(torch.ops.hotcore.forward_linear.default, (*arguments, text))
     saved, seed = torch.ops.hotcore.compress(x, text)
     arguments = (x, weight, bias, saved, seed, text)

@@ -68,7 +68,7 @@ void store_run(const SimdKernels&, const float* src, std::int64_t count, void* d
                std::int64_t first, std::int64_t stride);
 
 // Raises a bit pattern to at least `value`, from several threads.
-void raise(std::uint32_t* pattern, std::uint32_t value);
+void atomic_max(std::uint32_t* pattern, std::uint32_t value);
 
 // Tasks of about this many elements: small enough to share, large enough to be worth a hand-over.
 inline constexpr std::int64_t task_elements = 32768;

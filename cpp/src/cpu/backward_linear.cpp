@@ -29,24 +29,23 @@ Scratch take_scratch(WorkspaceCursor& cursor, const Backend& backend, const Cont
   Scratch s;
   if (work.gx) {
     const std::int64_t k = work.out_features.k_padded;
-    s.gradient_rows = cursor.take_operand(
-        shape.tokens, k, scale_places(spec.gx_scale == Granularity::tensor, shape.tokens));
+    s.gradient_rows = take_operand(
+        cursor, shape.tokens, k, scale_places(spec.gx_scale == Granularity::tensor, shape.tokens));
     if (work.weight) {
-      s.weight = cursor.take_operand(
-          shape.in_features, k,
-          scale_places(spec.weight_scale == Granularity::tensor, shape.in_features));
+      s.weight =
+          take_operand(cursor, shape.in_features, k,
+                       scale_places(spec.weight_scale == Granularity::tensor, shape.in_features));
     }
     s.gx_gemm = take_gemm(shape.tokens, shape.in_features, k);
   }
   if (work.gw) {
     const std::int64_t k = work.tokens.k_padded;
-    s.gradient_columns = cursor.take_operand(
-        shape.out_features, k,
-        scale_places(spec.gw_scale == GradScale::tensor,
-                     spec.gw_scale == GradScale::token ? k : shape.out_features));
-    if (spec.storage == Storage::int4) {
-      s.activation = cursor.take_operand(shape.in_features, k, shape.in_features);
-    }
+    s.gradient_columns =
+        take_operand(cursor, shape.out_features, k,
+                     scale_places(spec.gw_scale == GradScale::tensor,
+                                  spec.gw_scale == GradScale::token ? k : shape.out_features));
+    if (spec.storage == Storage::int4)
+      s.activation = take_operand(cursor, shape.in_features, k, shape.in_features);
     s.gw_gemm = take_gemm(shape.out_features, shape.in_features, k);
   }
   return s;

@@ -19,8 +19,8 @@ Scratch take_scratch(WorkspaceCursor& cursor, const Backend& backend, const Cont
   const LinearShape& shape = work.shape;
   const std::int64_t k = forward_k(shape.in_features, work.spec);
   Scratch s;
-  s.x = cursor.take_operand(shape.tokens, k, shape.tokens);
-  if (work.weight) s.weight = cursor.take_operand(shape.out_features, k, shape.out_features);
+  s.x = take_operand(cursor, shape.tokens, k, shape.tokens);
+  if (work.weight) s.weight = take_operand(cursor, shape.out_features, k, shape.out_features);
   if (work.wide) s.bias = cursor.take<float>(shape.out_features);
   s.gemm = cursor.take<char>(static_cast<std::int64_t>(
       backend.gemm_workspace(context, shape.tokens, shape.out_features, k)));

@@ -205,7 +205,7 @@ void quantize_columns(const Context& context, const ColumnsJob& job) {
               strip.groups(begin, end, [&](std::int64_t k, const float* rows) {
                 if (quant.per_k) {
                   for (int i = 0; i < group; ++i) {
-                    raise(amax + k + i, simd.amax(rows + i * strip_columns, strip_columns, 0));
+                    atomic_max(amax + k + i, simd.amax(rows + i * strip_columns, strip_columns, 0));
                   }
                 } else if (quant.per_tensor) {
                   largest = simd.amax(rows, group * strip_columns, largest);
@@ -214,9 +214,9 @@ void quantize_columns(const Context& context, const ColumnsJob& job) {
                 }
               });
               if (quant.per_tensor) {
-                raise(amax, largest);
+                atomic_max(amax, largest);
               } else if (!quant.per_k) {
-                for (int c = 0; c < strip.cols(); ++c) raise(amax + col + c, best[c]);
+                for (int c = 0; c < strip.cols(); ++c) atomic_max(amax + col + c, best[c]);
               }
             });
 

@@ -325,7 +325,7 @@ void quantize_strip_as(const float* v, int cols, const float* inv, const std::ui
 
 // Rounding and bits are known before a loop starts: one instance of it for each pair.
 template <class Call>
-inline void for_rounder(const Rounder& r, const Call& call) {
+inline void dispatch_rounder(const Rounder& r, const Call& call) {
   using std::integral_constant;
   const bool four = r.bits == 4;
   switch (r.rounding) {
@@ -349,14 +349,14 @@ inline void for_rounder(const Rounder& r, const Call& call) {
 
 void quantize_row(const float* v, std::int64_t count, const float* inv, bool each, const Rounder& r,
                   std::uint64_t blk, std::int8_t* out) {
-  for_rounder(r, [&](auto rounding, auto bits) {
+  dispatch_rounder(r, [&](auto rounding, auto bits) {
     quantize_row_as<rounding(), bits()>(v, count, inv, each, r.key, blk, out);
   });
 }
 
 void quantize_strip(const float* v, int cols, const float* inv, const std::uint32_t* keep,
                     const Rounder& r, const std::uint64_t* blk, std::int8_t* out, std::int64_t ld) {
-  for_rounder(r, [&](auto rounding, auto bits) {
+  dispatch_rounder(r, [&](auto rounding, auto bits) {
     quantize_strip_as<false, rounding(), bits()>(v, cols, inv, keep, r.key, blk, out, ld);
   });
 }
@@ -364,7 +364,7 @@ void quantize_strip(const float* v, int cols, const float* inv, const std::uint3
 void quantize_strip_by_k(const float* v, int cols, const float* inv, const std::uint32_t* keep,
                          const Rounder& r, const std::uint64_t* blk, std::int8_t* out,
                          std::int64_t ld) {
-  for_rounder(r, [&](auto rounding, auto bits) {
+  dispatch_rounder(r, [&](auto rounding, auto bits) {
     quantize_strip_as<true, rounding(), bits()>(v, cols, inv, keep, r.key, blk, out, ld);
   });
 }

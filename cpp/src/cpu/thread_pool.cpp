@@ -48,12 +48,12 @@ struct ThreadPool::State {
 
   void loop() {
     const detail::StandardArithmetic arithmetic;
-    std::uint64_t seen = 0;
+    std::uint64_t handled = 0;
     std::unique_lock<std::mutex> lock(mutex);
     for (;;) {
-      wake.wait(lock, [&] { return stop || generation != seen; });
+      wake.wait(lock, [&] { return stop || generation != handled; });
       if (stop) return;
-      seen = generation;
+      handled = generation;
       lock.unlock();
       drain();
       lock.lock();

@@ -79,7 +79,7 @@ class _Threads(threading.local):
 
 threads = _Threads()
 """``threads.state``: of the context that the calling thread is inside."""
-_entered = 0  # contexts open in the process: while there is none, a layer asks no further
+_open_contexts = 0  # contexts open in the process: while there is none, a layer asks no further
 _count = threading.Lock()
 
 
@@ -88,9 +88,9 @@ def gradient_accumulation(*, in_place: bool = True) -> Iterator[None]:
     """Share work between the micro-batches of one optimizer step (linear layers, eager mode).
 
     Inside, a weight is quantised for g_x, and for an 8-bit forward, by the first micro-batch alone.
-    The codes, one byte a weight for each, are dropped when an optimizer steps (frozen weights keep theirs: LoRA's base is
-    quantised once), when the weight is written (not seen: through ``.data``), and at the end.
-    The gradients are the same bits.
+    The codes, one byte a weight for each, are dropped when an optimizer steps (frozen weights keep
+    theirs: LoRA's base is quantised once), when the weight is written (not seen: through
+    ``.data``), and at the end. The gradients are the same bits.
     With ``in_place`` g_w and g_b are added to ``.grad`` by the product itself, in fp32 before one
     rounding: no g_w of its own, and no pass over it.
 
@@ -111,7 +111,7 @@ def gradient_accumulation(*, in_place: bool = True) -> Iterator[None]:
 
     Source: docs/torch/accumulation.md, "Gradient accumulation".
     """
-    global _entered
+    global _open_contexts
     if torch.compiler.is_compiling():
         raise RuntimeError("gradient_accumulation: not inside a compiled region")
     if threads.state is not None:
@@ -120,12 +120,12 @@ def gradient_accumulation(*, in_place: bool = True) -> Iterator[None]:
     hook = register_optimizer_step_post_hook(state.stepped)
     threads.state = state
     with _count:
-        _entered += 1
+        _open_contexts += 1
     try:
         yield
     finally:
         with _count:
-            _entered -= 1
+            _open_contexts -= 1
         threads.state = None
         state.end()
         hook.remove()
@@ -151,7 +151,7 @@ class Shared:
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """g_x, g_w, g_b; None where the dtype is None, or where it was added to ``.grad``."""
         of_gx, *others = dtypes
-        if ops.unusual(gy):
+        if ops.is_sparse_or_batched(gy):
             weight = None if of_gx is None else self.weight
             common = (saved, saved_seed, seed, config, x_shape)
             return ops.backward_linear(gy, weight, *common, *dtypes)
@@ -205,7 +205,7 @@ class Shared:
 
 def current() -> _State | None:
     """What the calling thread is inside of."""
-    return threads.state if _entered else None
+    return threads.state if _open_contexts else None
 
 
 def shared(weight: Tensor, bias: Tensor | None) -> Shared | None:

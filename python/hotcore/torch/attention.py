@@ -112,7 +112,7 @@ class HotMultiheadAttention(HotModule, nn.MultiheadAttention):
             out = self.out_proj
             y = self._product(y.flatten(2), out.weight, out.bias)
         except (ValueError, RuntimeError) as error:
-            self.name_in(error)
+            self.prefix_layer_name(error)
             raise
         if weights is not None and average_attn_weights:
             weights = weights.mean(1)

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from ..config import ConfigLike, as_config
 from . import ops
-from .functional import seed_of_call
+from .functional import seed_for_call
 from .modules import HotModule
 
 # bitsandbytes is no requirement of hotcore, and need not be there for the type checker.
@@ -64,10 +64,10 @@ class HotLinear8bitLt(HotModule, _Linear8bitLt):  # type: ignore[misc]
             output: Tensor = super().forward(x)
             return output
         try:
-            seed = seed_of_call("linear", x, x)
+            seed = seed_for_call("linear", x, x)
             output = _Frozen8bit.apply(x, bias, self, seed)  # type: ignore[no-untyped-call]
         except (ValueError, RuntimeError) as error:
-            self.name_in(error)
+            self.prefix_layer_name(error)
             raise
         return output
 
@@ -90,7 +90,7 @@ class _Frozen8bit(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, bias: Tensor | None, layer: HotLinear8bitLt, seed: Tensor
     ) -> Tensor:
-        ctx.layer, ctx.seed, ctx.text = layer, seed, layer._text
+        ctx.layer, ctx.seed, ctx.config_json = layer, seed, layer._config_json
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.set_materialize_grads(False)
@@ -108,7 +108,7 @@ class _Frozen8bit(torch.autograd.Function):
             None,
             ctx.seed,
             ctx.seed,
-            ctx.text,
+            ctx.config_json,
             ctx.x_shape,
             ctx.x_dtype if need_gx else None,
             None,

@@ -5,10 +5,10 @@ then what the others keep: inputs of GELU and normalisation, attention's q, k, v
 they are cut into blocks of 128 values; a block keeps its smallest and largest value, and each value
 a code between them, rounded stochastically.
 
-On CUDA Triton kernels do it (``saved_kernels.py``): they read a value once and write it once, which
-keeps this near the memory's bandwidth; eager torch operations would pass over the data about ten
-times, and compiled ones need a compilation for every shape. On the CPU, and on CUDA without Triton,
-torch operations compute the same bits.
+On CUDA, Triton kernels (``compress_saved_triton.py``) read every value once and write it once, near
+the bandwidth of the memory. Eager torch operations would pass over the data about ten times, and
+compiled ones need a compilation for every shape. On the CPU, and on CUDA without Triton, torch
+operations compute the same bits.
 
 Source: blockwise min-max codes with stochastic rounding as in ActNN (Chen et al., ICML 2021).
 """
@@ -418,7 +418,7 @@ def _kernels(device: torch.device) -> ModuleType | None:
         return None
     if _kernels_found is None:
         try:
-            from . import saved_kernels
+            from . import compress_saved_triton
         except ImportError as error:
             _kernels_missing = True
             warnings.warn(
@@ -428,7 +428,7 @@ def _kernels(device: torch.device) -> ModuleType | None:
                 stacklevel=2,
             )
             return None
-        _kernels_found = saved_kernels
+        _kernels_found = compress_saved_triton
     return _kernels_found
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ..config import HotConfig, Key
-from . import ops, reuse
+from . import input_cache, ops
 
 CHUNK_BYTES = 1 << 26
 """fp32 bytes of the unfolded x that backward makes at a time."""
@@ -95,11 +95,11 @@ def settings(
 
 
 @functools.lru_cache(maxsize=256)
-def kept_form(config: str, window: Window, dtype: torch.dtype | None) -> Hashable:
+def pixels_key(config: str, window: Window, dtype: torch.dtype | None) -> Hashable:
     """What :func:`compress_pixels`'s bytes depend on, beside x; autocast casts it to ``dtype``."""
     kept, _ = settings(ops.parsed(config), window.pointwise, None)  # x and stride give the grid
     visits = window.stride if window.pointwise else (1, 1)
-    return ("pixels", visits, dtype, reuse.form(kept))
+    return ("pixels", visits, dtype, input_cache.config_key(kept))
 
 
 def plain_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, window: Window) -> Tensor:
@@ -257,8 +257,8 @@ def _kept_pixels_of(x: Tensor, inner: Tensor, config: str, codes: bool, *shape: 
         kept: ops.Pair = operator(pixels, config, *shape)
         return kept
 
-    form = (config, codes, Window.of(*shape))
-    return ops.kept_once(x, inner, form, compress if codes else None)
+    key = (config, codes, Window.of(*shape))
+    return ops.compress_once(x, inner, key, compress if codes else None)
 
 
 def _conv2d(*arguments: Any) -> Tensor:
@@ -285,9 +285,7 @@ def _convolution(
     return _plain_convolution(x, weight, bias, window)
 
 
-def _plain_convolution(
-    x: Tensor, weight: Tensor, bias: Tensor | None, window: Window
-) -> Tensor:
+def _plain_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, window: Window) -> Tensor:
     dtype = x.dtype  # under autocast the parameters are of another
     plain_bias = None if bias is None else bias.to(dtype)
     return _output(x, weight.to(dtype), plain_bias, window)
@@ -296,7 +294,7 @@ def _plain_convolution(
 def _fake_convolution(
     x: Tensor, weight: Tensor, bias: Tensor | None, saved: Any, seed: Any, config: str, *shape: Any
 ) -> Tensor:
-    ops.tell_partitioner()
+    ops.register_with_partitioner()
     return _plain_convolution(x, weight, bias, Window.of(*shape))
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from .. import _core, contexts
 from ..config import ConfigLike, HotConfig, HotConfigFields, as_config
 from ..saved import saved_layout
-from . import forward, gains, probe, selection, untaken
+from . import forward, gains, probe, selection, unconverted
 from .conv import settings
 from .modules import HotModule, is_pointwise
 from .report import ConversionReport, Converted, Skipped, listed, pattern_of
@@ -99,9 +99,9 @@ def convert(
     _check_devices(model)
     base = as_config(config)
     layers = candidates(model)
-    seen, total = ({}, None) if inputs is None else _dry_run(model, layers, inputs)
+    uses, total = ({}, None) if inputs is None else _dry_run(model, layers, inputs)
     reasons = why_plain(model, layers, filter_fn)
-    reasons |= _unreached(model, layers, seen, reasons)
+    reasons |= _unreached(model, layers, uses, reasons)
     configs = _configs(base, overrides or {}, [fqn for fqn, _ in layers], reasons)
     left = [fqn for fqn, own in configs.items() if own is None]
     reasons = dict.fromkeys(left, _LEFT_OUT) | reasons
@@ -115,7 +115,7 @@ def convert(
             f"model: already converted ({listed(twice)}); revert() it first, or leave these "
             "layers out with filter_fn"
         )
-    others = untaken.matrices(model)
+    others = unconverted.matrices(model)
     chosen = {fqn for fqn in left if fqn in (overrides or {})}  # by a Plan, as a rule
     nothing = all(fqn in reasons and fqn not in chosen for fqn, _ in layers)
     if not slow and nothing and saved is None:
@@ -128,12 +128,12 @@ def convert(
     for fqn, module in layers:
         own = configs[fqn]
         about = (fqn, kind_of(module), *features_of(module))
-        measures = _measures(module, fqn, own or base, seen, target, counted)
+        measures = _measures(module, fqn, own or base, uses, target, counted)
         if fqn in reasons:
             rows.append(Skipped(*about, reasons[fqn], **measures))
         else:
             assert own is not None  # those have a reason
-            _check_grid(fqn, module, own, seen)
+            _check_grid(fqn, module, own, uses)
             new: Any = hot_class(module).from_plain(module, own)
             new.layer_name = fqn
             new.defer = saved is not None  # x may come from what norms and activations keep
@@ -144,7 +144,7 @@ def convert(
             slowly = (
                 "" if is_8bit(module) else gains.why_slow(*sizes, own, target, is_frozen(module))
             )
-            notes = (_note(fqn, seen), _forward_note(module, own), slowly)
+            notes = (_note(fqn, uses), _forward_note(module, own), slowly)
             kept, note = _bytes_per_value(module, own), "; ".join(filter(None, notes))
             rows.append(Converted(*about, own, kept, **measures, note=note))
     beside = None if saved is None else convert_saved(model, saved)  # raises before it changes
@@ -223,34 +223,34 @@ def _check_devices(model: nn.Module) -> None:
 
 def _dry_run(
     model: nn.Module, layers: list[tuple[str, nn.Module]], inputs: Any
-) -> tuple[dict[str, probe.Seen], int]:
+) -> tuple[dict[str, probe.LayerUse], int]:
     """What a forward pass does with every layer, and its multiply-adds."""
     watch = probe.Watch(dict(layers))
-    with probe.Untouched(model), torch.no_grad(), probe.eagerly(), watch.on():
+    with probe.preserve_state(model), torch.no_grad(), probe.eagerly(), watch.on():
         total = probe.total_macs(lambda: probe.output_of(model, inputs))
-    return watch.seen, total
+    return watch.uses, total
 
 
 def _unreached(
     model: nn.Module,
     layers: list[tuple[str, nn.Module]],
-    seen: Mapping[str, probe.Seen],
+    uses: Mapping[str, probe.LayerUse],
     reasons: Mapping[str, str],
 ) -> dict[str, str]:
     """Layers that are never called: something multiplies their weight itself."""
-    if seen:
-        found = {fqn for fqn, row in seen.items() if row.past and not row.calls}
+    if uses:
+        found = {fqn for fqn, row in uses.items() if row.bypassed and not row.calls}
     else:
-        found = untaken.bypassed(model, dict(layers))
+        found = unconverted.bypassed(model, dict(layers))
     why = f"{_NEVER_CALLED}: its weight is multiplied without it, as in F.linear(x, layer.weight)"
     return {fqn: why for fqn, _ in layers if fqn in found and fqn not in reasons}
 
 
-def _note(fqn: str, seen: Mapping[str, probe.Seen]) -> str:
-    row = seen.get(fqn)
+def _note(fqn: str, uses: Mapping[str, probe.LayerUse]) -> str:
+    row = uses.get(fqn)
     if row is None:
         return ""
-    if row.past:
+    if row.bypassed:
         return "its weight is also multiplied without it, plain"
     return "" if row.calls else "not called with these inputs"
 
@@ -267,7 +267,7 @@ def _forward_note(module: nn.Module, config: HotConfig) -> str:
 
 
 def _check_grid(
-    fqn: str, module: nn.Module, config: HotConfig, seen: Mapping[str, probe.Seen]
+    fqn: str, module: nn.Module, config: HotConfig, uses: Mapping[str, probe.LayerUse]
 ) -> None:
     if config.token_grid is None or config.basis == "full" or isinstance(module, nn.Conv2d):
         return
@@ -278,7 +278,7 @@ def _check_grid(
             "[tokens, samples, features]: give it another configuration by overrides"
         )
     sample = config.token_grid[0] * config.token_grid[1] + config.prefix_tokens
-    for call in seen[fqn].calls if fqn in seen else ():
+    for call in uses[fqn].calls if fqn in uses else ():
         tokens = 1
         for size in call.shape[:-1]:
             tokens *= size
@@ -301,7 +301,7 @@ def _measures(
     module: nn.Module,
     fqn: str,
     config: HotConfig,
-    seen: Mapping[str, probe.Seen],
+    uses: Mapping[str, probe.LayerUse],
     device: str,
     counted: set[int],
 ) -> dict[str, Any]:
@@ -315,7 +315,7 @@ def _measures(
     sizes = (kernel_of(module), *features_of(module))
     return {
         "parameters": sum(p.numel() for p in own),
-        "macs": seen[fqn].macs if fqn in seen else None,
+        "macs": uses[fqn].macs if fqn in uses else None,
         "expected_time": None
         if is_8bit(module)  # not measured
         else gains.expected_time(*sizes, config, device, is_frozen(module)),
@@ -425,7 +425,9 @@ def _notes(
                 f"no output head was recognised: the last layer, {last.name or '(root)'}, is "
                 "converted; leave it out by overrides if the loss reads its output"
             )
-    maybe = untaken.bypassed(model, dict(layers), certain=False) if report.macs is None else set()
+    maybe = (
+        unconverted.bypassed(model, dict(layers), certain=False) if report.macs is None else set()
+    )
     unsure = [layer.name for layer in report.converted if layer.name in maybe]
     if unsure:
         notes.append(

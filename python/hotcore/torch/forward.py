@@ -55,7 +55,7 @@ def linear(
         followed: whether autograd follows the call, which may then take a frozen weight's codes.
     """
     rows = weight if matrix is None else matrix
-    codes = _codes_of(weight, rows, config, followed) if ops.at_once(x, rows) else None
+    codes = _codes_of(weight, rows, config, followed) if ops.bypasses_dispatcher(x, rows) else None
     return ops.forward_linear(x, rows, bias, config, codes)
 
 

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
 from ..config import RECIPE_TEXTS, ConfigLike, HotConfig, as_config
-from . import _compat, accumulation, conv, forward, ops, reuse
+from . import _compat, accumulation, conv, forward, input_cache, ops
 from .conv import Window, is_channels_last
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -30,11 +30,12 @@ def linear(
 
     With ``forward="int8"`` in the configuration it is :func:`hotcore.forward_linear` of x, as
     autocast casts it, and of the parameters as they are; the gradients are the same.
-    Of x only its compressed form is kept for backward, once for layers that follow each other with
-    the same x and alike configurations (:mod:`hotcore.torch.reuse`); nothing where ``weight`` is
-    frozen.
-    Without anything to differentiate the result is the same. Every call draws one seed from
-    torch's default CPU generator, so ``torch.manual_seed`` makes a run repeatable.
+
+    Backward keeps only the compressed x, and nothing of x where ``weight`` is frozen. Consecutive
+    layers with the same x and configurations that compress it alike share one compressed x
+    (:mod:`hotcore.torch.input_cache`). Without anything to differentiate the result is the same.
+    Every call draws one seed from torch's default CPU generator, so ``torch.manual_seed`` makes a
+    run repeatable.
 
     Args:
         x: ``[..., I]`` float32, float16 or bfloat16 (under autocast, what it casts to that).
@@ -52,11 +53,11 @@ def linear(
 
     Source: spec.md, "Stages".
     """
-    return linear_by_text(x, weight, bias, _text(config))
+    return linear_from_json(x, weight, bias, _config_json(config))
 
 
-def linear_by_text(
-    x: Tensor, weight: Tensor, bias: Tensor | None, text: str, defer: bool = False
+def linear_from_json(
+    x: Tensor, weight: Tensor, bias: Tensor | None, config_json: str, defer: bool = False
 ) -> Tensor:
     """:func:`linear` with the configuration as JSON: a constant of a compiled graph.
 
@@ -64,51 +65,51 @@ def linear_by_text(
     or compresses in backward an x that costs it nothing to have there (a norm of what is kept).
     """
     if not isinstance(x, Tensor):
-        return _noted(linear_by_text, x, weight, bias, text, defer)
+        return _handle_overrides(linear_from_json, x, weight, bias, config_json, defer)
     if torch.compiler.is_compiling():
-        return _compiled_linear(x, weight, bias, text, defer)
-    with _one_operation(x, weight):
-        seed = seed_of_call("linear", x, weight, bias, text)
+        return _compiled_linear(x, weight, bias, config_json, defer)
+    with _hide_from_modes(x, weight):
+        seed = seed_for_call("linear", x, weight, bias, config_json)
         if seed is None:
-            return _without_gradients(x, weight, bias, text)
-        output: Tensor = _HotLinear.apply(x, weight, bias, seed, text)  # type: ignore[no-untyped-call]  # so in torch
+            return _without_gradients(x, weight, bias, config_json)
+        output: Tensor = _HotLinear.apply(x, weight, bias, seed, config_json)  # type: ignore[no-untyped-call]  # so in torch
         return output
 
 
-def evaluated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, text: str) -> Tensor:
-    """:func:`linear_by_text` for layers in eval mode that keep their 8-bit forward.
+def evaluated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, config_json: str) -> Tensor:
+    """:func:`linear_from_json` for layers in eval mode that keep their 8-bit forward.
 
     It draws a seed only where gradients are wanted, which are HOT's.
     """
     if not isinstance(x, Tensor):
-        return _noted(evaluated_linear, x, weight, bias, text)
-    if _wants_gradients(x, weight, bias, text):
-        return linear_by_text(x, weight, bias, text)
+        return _handle_overrides(evaluated_linear, x, weight, bias, config_json)
+    if _wants_gradients(x, weight, bias, config_json):
+        return linear_from_json(x, weight, bias, config_json)
     if torch.compiler.is_compiling():
-        return _without_gradients(x, weight, bias, text)
-    with _one_operation(x, weight):
-        return _without_gradients(x, weight, bias, text)
+        return _without_gradients(x, weight, bias, config_json)
+    with _hide_from_modes(x, weight):
+        return _without_gradients(x, weight, bias, config_json)
 
 
-def _without_gradients(x: Tensor, weight: Tensor, bias: Tensor | None, text: str) -> Tensor:
-    if not forward.is_int8(text):
+def _without_gradients(x: Tensor, weight: Tensor, bias: Tensor | None, config_json: str) -> Tensor:
+    if not forward.is_int8(config_json):
         return F.linear(x, weight, bias)
     dtype = _autocast_dtype(x)
     _check_dtypes(x, weight, bias, dtype)
     if torch.compiler.is_compiling():
         operator = torch.ops.hotcore.forward_linear.default
-        output: Tensor = operator(_cast(x, dtype), weight, bias, text)
+        output: Tensor = operator(_cast(x, dtype), weight, bias, config_json)
         return output
-    return forward.linear(_cast(x, dtype), weight, bias, text, followed=False)
+    return forward.linear(_cast(x, dtype), weight, bias, config_json, followed=False)
 
 
-def _wants_gradients(x: Tensor, weight: Tensor, bias: Tensor | None, text: str) -> bool:
+def _wants_gradients(x: Tensor, weight: Tensor, bias: Tensor | None, config_json: str) -> bool:
     """Whether HOT's backward is wanted. A plain forward leaves a bias alone to autograd."""
     if not torch.is_grad_enabled():
         return False
     if x.requires_grad or weight.requires_grad:
         return True
-    return bias is not None and bias.requires_grad and forward.is_int8(text)
+    return bias is not None and bias.requires_grad and forward.is_int8(config_json)
 
 
 def _check_dtypes(
@@ -127,17 +128,17 @@ def _check_dtypes(
 
 
 def _compiled_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, text: str, defer: bool
+    x: Tensor, weight: Tensor, bias: Tensor | None, config_json: str, defer: bool
 ) -> Tensor:
-    if not _wants_gradients(x, weight, bias, text):
-        return _without_gradients(x, weight, bias, text)
+    if not _wants_gradients(x, weight, bias, config_json):
+        return _without_gradients(x, weight, bias, config_json)
     dtype = _autocast_dtype(x)
-    if forward.is_int8(text):
+    if forward.is_int8(config_json):
         _check_dtypes(x, weight, bias, dtype)
     inner = _cast(x, dtype)  # in the graph, so that it is fused with what makes x
     keep = weight.requires_grad and not defer
-    saved, seed = ops.kept_of(x, inner, text, keep)
-    y: Tensor = ops.linear(inner, weight, bias, saved if keep else None, seed, text)
+    saved, seed = ops.kept_of(x, inner, config_json, keep)
+    y: Tensor = ops.linear(inner, weight, bias, saved if keep else None, seed, config_json)
     return y
 
 
@@ -181,20 +182,24 @@ def conv2d(
     Source: spec.md, "Stages" (L is batch x pixels); docs/torch/convolution.md, "Convolution".
     """
     sizes = (stride, padding, dilation, padding_mode)
-    return conv2d_by_text(x, weight, bias, sizes, _text(config))
+    return conv2d_from_json(x, weight, bias, sizes, _config_json(config))
 
 
-def conv2d_by_text(
-    x: Tensor, weight: Tensor, bias: Tensor | None, sizes: tuple[Any, Any, Any, str], text: str
+def conv2d_from_json(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    sizes: tuple[Any, Any, Any, str],
+    config_json: str,
 ) -> Tensor:
     """:func:`conv2d` with the configuration as JSON.
 
     ``sizes``: stride, padding, dilation and padding mode.
     """
     if not isinstance(x, Tensor):
-        return _noted(conv2d_by_text, x, weight, bias, sizes, text)
+        return _handle_overrides(conv2d_from_json, x, weight, bias, sizes, config_json)
     if x.dim() == 3:
-        return conv2d_by_text(x.unsqueeze(0), weight, bias, sizes, text).squeeze(0)
+        return conv2d_from_json(x.unsqueeze(0), weight, bias, sizes, config_json).squeeze(0)
     if x.dim() != 4 or weight.dim() != 4 or x.shape[1] != weight.shape[1]:
         raise ValueError(
             f"x: shape {tuple(x.shape)}, weight: shape {tuple(weight.shape)}; expected "
@@ -202,69 +207,75 @@ def conv2d_by_text(
         )
     window = _window(weight, *sizes)
     if torch.compiler.is_compiling():
-        return _compiled_conv2d(x, weight, bias, window, text)
-    with _one_operation(x, weight):
-        seed = seed_of_call("conv2d", x, weight, bias, text if window.pointwise else "")
+        return _compiled_conv2d(x, weight, bias, window, config_json)
+    with _hide_from_modes(x, weight):
+        seed = seed_for_call("conv2d", x, weight, bias, config_json if window.pointwise else "")
         if seed is None:
-            return _conv2d_without_gradients(x, weight, bias, window, text)
-        output: Tensor = _HotConv2d.apply(x, weight, bias, seed, text, window)  # type: ignore[no-untyped-call]  # so in torch
+            return _conv2d_without_gradients(x, weight, bias, window, config_json)
+        output: Tensor = _HotConv2d.apply(x, weight, bias, seed, config_json, window)  # type: ignore[no-untyped-call]  # so in torch
         return output
 
 
 def evaluated_conv2d(
-    x: Tensor, weight: Tensor, bias: Tensor | None, sizes: tuple[Any, Any, Any, str], text: str
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    sizes: tuple[Any, Any, Any, str],
+    config_json: str,
 ) -> Tensor:
     """As :func:`evaluated_linear`; for a kernel with an 8-bit forward."""
     if not isinstance(x, Tensor):
-        return _noted(evaluated_conv2d, x, weight, bias, sizes, text)
+        return _handle_overrides(evaluated_conv2d, x, weight, bias, sizes, config_json)
     if x.dim() == 3:
-        return evaluated_conv2d(x.unsqueeze(0), weight, bias, sizes, text).squeeze(0)
-    if x.dim() != 4 or _wants_gradients(x, weight, bias, text):
-        return conv2d_by_text(x, weight, bias, sizes, text)
+        return evaluated_conv2d(x.unsqueeze(0), weight, bias, sizes, config_json).squeeze(0)
+    if x.dim() != 4 or _wants_gradients(x, weight, bias, config_json):
+        return conv2d_from_json(x, weight, bias, sizes, config_json)
     window = _window(weight, *sizes)
     if torch.compiler.is_compiling():
-        return _conv2d_without_gradients(x, weight, bias, window, text)
-    with _one_operation(x, weight):
-        return _conv2d_without_gradients(x, weight, bias, window, text)
+        return _conv2d_without_gradients(x, weight, bias, window, config_json)
+    with _hide_from_modes(x, weight):
+        return _conv2d_without_gradients(x, weight, bias, window, config_json)
 
 
 def _conv2d_without_gradients(
-    x: Tensor, weight: Tensor, bias: Tensor | None, window: Window, text: str
+    x: Tensor, weight: Tensor, bias: Tensor | None, window: Window, config_json: str
 ) -> Tensor:
-    if not (window.pointwise and forward.is_int8(text)):
+    if not (window.pointwise and forward.is_int8(config_json)):
         return conv.plain_conv2d(x, weight, bias, window)
     dtype = _autocast_dtype(x)
     _check_dtypes(x, weight, bias, dtype)
     inner = _cast(x, dtype)
     if torch.compiler.is_compiling():
-        product = functools.partial(torch.ops.hotcore.forward_linear.default, config=text)
+        product = functools.partial(torch.ops.hotcore.forward_linear.default, config=config_json)
         return conv.by_pixels(inner, weight, bias, window, product)
-    return conv.by_pixels(inner, weight, bias, window, _pixel_product(weight, text, False))
+    return conv.by_pixels(inner, weight, bias, window, _pixel_product(weight, config_json, False))
 
 
-def _pixel_product(weight: Tensor, text: str, followed: bool) -> Callable[..., Tensor]:
+def _pixel_product(weight: Tensor, config_json: str, followed: bool) -> Callable[..., Tensor]:
     def product(rows: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
-        return forward.linear(rows, weight, bias, text, matrix=matrix, followed=followed)
+        return forward.linear(rows, weight, bias, config_json, matrix=matrix, followed=followed)
 
     return product
 
 
 def _compiled_conv2d(
-    x: Tensor, weight: Tensor, bias: Tensor | None, window: Window, text: str
+    x: Tensor, weight: Tensor, bias: Tensor | None, window: Window, config_json: str
 ) -> Tensor:
-    if not _wants_gradients(x, weight, bias, text if window.pointwise else ""):
-        return _conv2d_without_gradients(x, weight, bias, window, text)
+    if not _wants_gradients(x, weight, bias, config_json if window.pointwise else ""):
+        return _conv2d_without_gradients(x, weight, bias, window, config_json)
     dtype = _autocast_dtype(x)
-    if window.pointwise and forward.is_int8(text):
+    if window.pointwise and forward.is_int8(config_json):
         _check_dtypes(x, weight, bias, dtype)
     inner = _cast(x, dtype)
     keep = weight.requires_grad
-    saved, seed = conv.kept_pixels_of(x, inner, text, keep, *window)
-    y: Tensor = conv.conv2d(inner, weight, bias, saved if keep else None, seed, text, *window)
+    saved, seed = conv.kept_pixels_of(x, inner, config_json, keep, *window)
+    y: Tensor = conv.conv2d(
+        inner, weight, bias, saved if keep else None, seed, config_json, *window
+    )
     return y
 
 
-def _noted(function: Callable[..., Tensor], x: Any, *arguments: Any) -> Tensor:
+def _handle_overrides(function: Callable[..., Tensor], x: Any, *arguments: Any) -> Tensor:
     """What stands in for a tensor answers the call; torch.fx's proxies note it in their graph."""
     if not has_torch_function((x,)):
         raise TypeError(f"x: {type(x).__name__}; expected a torch.Tensor")
@@ -272,8 +283,8 @@ def _noted(function: Callable[..., Tensor], x: Any, *arguments: Any) -> Tensor:
     return output
 
 
-def seed_of_call(
-    name: str, x: Tensor, weight: Tensor, bias: Tensor | None = None, text: str = ""
+def seed_for_call(
+    name: str, x: Tensor, weight: Tensor, bias: Tensor | None = None, config_json: str = ""
 ) -> Tensor | None:
     """The seed of a call in eager mode; None where there is nothing to differentiate."""
     if _compat.transforms_active():
@@ -286,7 +297,7 @@ def seed_of_call(
         if "vmap" in str(error):  # the one of torch.autograd, which transforms_active() knows not
             raise _unsupported_transform(name) from error
         raise
-    if not _wants_gradients(x, weight, bias, text):
+    if not _wants_gradients(x, weight, bias, config_json):
         return None
     if _compat.jit_tracing():
         raise NotImplementedError(
@@ -304,18 +315,18 @@ def _unsupported_transform(name: str) -> NotImplementedError:
     )
 
 
-def _one_operation(x: Tensor, weight: Tensor) -> AbstractContextManager[Any]:
+def _hide_from_modes(x: Tensor, weight: Tensor) -> AbstractContextManager[Any]:
     """Hides what a layer does inside from torch-function modes, compress_saved's among them.
 
     They would be asked about some twenty attributes and calls, 2 us of the host's time each.
     Subclasses of Tensor may need to be asked: nothing is hidden from them.
     """
-    if type(x) in ops.PLAIN and type(weight) in ops.PLAIN:
+    if type(x) in ops.PLAIN_TYPES and type(weight) in ops.PLAIN_TYPES:
         return _compat.without_torch_function()
     return nullcontext()
 
 
-def _text(config: ConfigLike) -> str:
+def _config_json(config: ConfigLike) -> str:
     """The configuration as the operators take it, by steps that torch.compile can follow."""
     if isinstance(config, HotConfig):
         return config.json
@@ -367,14 +378,14 @@ class _HotLinear(torch.autograd.Function):
         else:
             y = F.linear(inner, matrix, plain_bias)
         # The seed of the codes travels with them, as a checkpoint may make both anew.
-        saved, saved_seed, last = None, seed, None
+        saved, saved_seed, cache = None, seed, None
         if keep:
-            form, compress = reuse.linear_form(config, dtype), ops.compress_activation
-            last = reuse.threads.last
-            saved, saved_seed = last.compressed(ctx, x, weight, form, compress, inner, seed, config)
+            cache, key = input_cache.current(), input_cache.linear_key(config, dtype)
+            arguments = (ops.compress_activation, inner, seed, config)
+            saved, saved_seed = cache.get_or_compress(ctx, x, weight, key, *arguments)
         ctx.save_for_backward(saved, saved_seed, weight if need_gx else None)
         ctx.set_materialize_grads(False)
-        ctx.config, ctx.x_shape, ctx.seed, ctx.last = config, x.shape, seed, last
+        ctx.config, ctx.x_shape, ctx.seed, ctx.cache = config, x.shape, seed, cache
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.shared = accumulation.shared(weight, bias)
         return y
@@ -385,8 +396,8 @@ class _HotLinear(torch.autograd.Function):
         if gy is None:
             return None, None, None, None, None
         saved, saved_seed, weight = ctx.saved_tensors
-        if ctx.last is not None:
-            ctx.last.forget()
+        if ctx.cache is not None:
+            ctx.cache.clear()
         need_gx, need_gw, need_gb, *_ = ctx.needs_input_grad
         gx_dtype, gw_dtype, gb_dtype = ctx.dtypes
         wanted = (
@@ -460,14 +471,14 @@ class _HotConv2d(torch.autograd.Function):
             plain_bias = None if bias is None else _cast(bias, dtype)
             y = conv.plain_conv2d(inner, _cast(weight, dtype), plain_bias, window)
         need_gx, keep = ctx.needs_input_grad[:2]
-        saved, saved_seed, last = None, seed, None
+        saved, saved_seed, cache = None, seed, None
         if keep:
-            form, last = conv.kept_form(config, window, dtype), reuse.threads.last
+            cache, key = input_cache.current(), conv.pixels_key(config, window, dtype)
             arguments = (conv.compress_pixels, inner, seed, config, *window)
-            saved, saved_seed = last.compressed(ctx, x, weight, form, *arguments)
+            saved, saved_seed = cache.get_or_compress(ctx, x, weight, key, *arguments)
         ctx.save_for_backward(saved, saved_seed, weight if need_gx else None)
         ctx.set_materialize_grads(False)
-        ctx.config, ctx.window, ctx.last, ctx.seed = config, window, last, seed
+        ctx.config, ctx.window, ctx.cache, ctx.seed = config, window, cache, seed
         ctx.x_shape = x.shape
         ctx.channels_last = (is_channels_last(x), is_channels_last(weight))
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
@@ -480,8 +491,8 @@ class _HotConv2d(torch.autograd.Function):
             return None, None, None, None, None, None
         gy = ops.dense(gy)
         saved, saved_seed, weight = ctx.saved_tensors
-        if ctx.last is not None:
-            ctx.last.forget()
+        if ctx.cache is not None:
+            ctx.cache.clear()
         gx, gw, gb = conv.gradients(
             gy,
             (weight, saved, saved_seed, ctx.seed),

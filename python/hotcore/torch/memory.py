@@ -23,7 +23,7 @@ from . import forward
 from .compress_saved import Compression
 from .convert import convert, revert
 from .plan import matplotlib_figure
-from .probe import LossFn, Untouched, loss_of
+from .probe import LossFn, loss_of, preserve_state
 from .report import aligned
 from .selection import Filter
 
@@ -171,10 +171,10 @@ def memory_report(
     if not converted and config is None and compress is None:
         raise ValueError("config: None, and no compress: there is nothing to compare with")
     changes = []
-    with Untouched(model):
+    with preserve_state(model):
         plain = revert(model) if converted else model
         before, peak_before = _measure(plain, inputs, loss_fn, None)
-    with Untouched(model):
+    with preserve_state(model):
         changed = model
         if converted:
             changes.append("as converted")

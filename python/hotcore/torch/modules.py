@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import ConfigLike, HotConfig, as_config
-from .functional import conv2d_by_text, evaluated_conv2d, evaluated_linear, linear_by_text
+from .functional import conv2d_from_json, evaluated_conv2d, evaluated_linear, linear_from_json
 
 _Hot = TypeVar("_Hot", bound="HotModule")
 
@@ -25,7 +25,7 @@ class HotModule:
     layer_name: str = ""
     """Its name in the model that was converted, for error messages."""
     _config: HotConfig
-    _text: str
+    _config_json: str
     _rests: bool = True
     """Whether it is plain in eval mode."""
 
@@ -37,7 +37,7 @@ class HotModule:
     @config.setter
     def config(self, value: ConfigLike) -> None:
         self._config = as_config(value)
-        self._text = self._config.json  # what a compiled graph has for a constant
+        self._config_json = self._config.json  # what a compiled graph has for a constant
         self._rests = not self._config.forward_in_eval
 
     @classmethod
@@ -51,7 +51,7 @@ class HotModule:
             found = type(module).__name__
             raise TypeError(f"module: expected a plain {cls.plain.__name__}, got {found}")
         settings = as_config(config)
-        new: Any = _same_content(module, cls)
+        new: Any = _copy_content(module, cls)
         new.config = settings
         assert isinstance(new, cls)
         return new
@@ -59,8 +59,8 @@ class HotModule:
     def to_plain(self) -> nn.Module:
         """Make the plain module that holds the same Parameters and hooks."""
         assert isinstance(self, nn.Module)
-        new = _same_content(self, self.plain)
-        for name in ("_config", "_text", "_rests", "defer", "layer_name"):
+        new = _copy_content(self, self.plain)
+        for name in ("_config", "_config_json", "_rests", "defer", "layer_name"):
             new.__dict__.pop(name, None)
         return new
 
@@ -72,18 +72,18 @@ class HotModule:
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The linear layer that :attr:`config` says, in training and in eval mode."""
         if not self.training:  # type: ignore[attr-defined]  # a module has it
-            return evaluated_linear(x, weight, bias, self._text)
-        return linear_by_text(x, weight, bias, self._text, self.defer)
+            return evaluated_linear(x, weight, bias, self._config_json)
+        return linear_from_json(x, weight, bias, self._config_json, self.defer)
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The same; errors begin with the layer's name."""
         try:
             return self._product(x, weight, bias)
         except (ValueError, RuntimeError) as error:
-            self.name_in(error)
+            self.prefix_layer_name(error)
             raise
 
-    def name_in(self, error: Exception) -> None:
+    def prefix_layer_name(self, error: Exception) -> None:
         """Have the error's message begin with the layer's name, where it has one."""
         if self.layer_name:
             error.args = (f"layer {self.layer_name}: {error}",)
@@ -235,10 +235,10 @@ class HotConv2d(HotModule, nn.Conv2d):
             return super().forward(input)
         try:
             if not self.training:
-                return evaluated_conv2d(input, self.weight, self.bias, sizes, self._text)
-            return conv2d_by_text(input, self.weight, self.bias, sizes, self._text)
+                return evaluated_conv2d(input, self.weight, self.bias, sizes, self._config_json)
+            return conv2d_from_json(input, self.weight, self.bias, sizes, self._config_json)
         except (ValueError, RuntimeError) as error:
-            self.name_in(error)
+            self.prefix_layer_name(error)
             raise
 
 
@@ -247,7 +247,7 @@ def is_pointwise(module: nn.Conv2d) -> bool:
     return module.kernel_size == (1, 1) and module.padding in ((0, 0), "same", "valid")
 
 
-def _same_content(module: nn.Module, cls: type[Any]) -> nn.Module:
+def _copy_content(module: nn.Module, cls: type[Any]) -> nn.Module:
     """A ``cls`` with everything ``module`` holds: Parameters, buffers, hooks, training mode."""
     new: nn.Module = object.__new__(cls)
     new.__dict__.update(module.__dict__)

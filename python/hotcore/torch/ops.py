@@ -5,9 +5,10 @@ Low-level library operators with fakes: they cost half of what ``torch.library.c
 
 * ``kept_of`` compresses x with a new seed (``compress``), once for all layers of a graph that take
   the same x and configuration. They round g_y with the same random numbers, each unbiased as ever.
-* ``linear`` is ``product`` (in INT8 where the configuration says so) with a backward, ``backward_linear``. It takes the codes of x, which the
-  product does not need: they have to be there before it. Else the compiler puts what only backward
-  needs off to backward (:attr:`HotModule.defer`).
+* ``linear`` is ``product`` (``F.linear``, or libhot's with ``forward="int8"``) with a backward,
+  ``backward_linear``. It takes the codes of x, which the product does not need: they have to be
+  there before it. Else the compiler puts what only backward needs off to backward
+  (:attr:`HotModule.defer`).
 
 A seed is an int64 ``[]``, the offset of the layer's key (:func:`key_of`). Compiled and captured
 work draws it with the generator of x's device, and the kernels read it there: nothing of a graph
@@ -40,7 +41,7 @@ Pair = tuple[Tensor, Tensor]
 SEEDS = 0x7FFF_FFFF_FFFF_FFFF
 """Seeds are 0 <= seed < this."""
 
-PLAIN: Any = (Tensor, torch.nn.Parameter)
+PLAIN_TYPES: Any = (Tensor, torch.nn.Parameter)
 """Types that want no say in what a layer does inside; subclasses may."""
 
 library: Any = torch.library.Library("hotcore", "DEF")  # type: ignore[no-untyped-call]  # so in torch
@@ -100,12 +101,12 @@ def _draw_seed(x: Tensor) -> Tensor:
 _traced: Any = WeakTensorKeyDictionary()  # x -> configuration -> its codes and their seed
 
 
-def kept_once(
-    x: Tensor, inner: Tensor, form: Hashable, compress: Callable[[Tensor], Pair] | None
+def compress_once(
+    x: Tensor, inner: Tensor, key: Hashable, compress: Callable[[Tensor], Pair] | None
 ) -> Pair:
     """Codes and seed of x by ``compress(inner)``; None: a seed alone, and no codes.
 
-    While AOTAutograd traces a graph, what was made for x and ``form`` there before: an operator
+    While AOTAutograd traces a graph, what was made for x and ``key`` there before: an operator
     that is made of others runs when it is traced, on values that stand for tensors. Random
     operators are not merged by the compiler, so each x is given its one here.
     """
@@ -119,10 +120,10 @@ def kept_once(
     if not _compat.functional(x):
         return make()
     made: dict[Hashable, Pair] = _traced.setdefault(x, {})
-    key = (x._version, form)
-    if key not in made:
-        made[key] = make()
-    return made[key]
+    versioned = (x._version, key)
+    if versioned not in made:
+        made[versioned] = make()
+    return made[versioned]
 
 
 Restore = Callable[[], Tensor]
@@ -131,7 +132,7 @@ Restore = Callable[[], Tensor]
 _restores: Any = WeakTensorKeyDictionary()
 
 
-def restorable(x: Tensor, restore: Restore) -> None:
+def register_restore(x: Tensor, restore: Restore) -> None:
     """While AOTAutograd traces a graph: backward need not keep x, ``restore`` makes it again.
 
     For layers that may leave it to the compiler when x is compressed (:attr:`HotModule.defer`).
@@ -150,13 +151,13 @@ def _kept_of(x: Tensor, inner: Tensor, config: str, codes: bool) -> Pair:
     """Codes (empty unless wanted) and seed of x; ``inner`` is x as autocast casts it."""
     restore, dtype = _restore_of(x), inner.dtype
     if restore is not None and inner is not x:
-        restorable(inner, lambda: restore().to(dtype))
+        register_restore(inner, lambda: restore().to(dtype))
 
     def compress(rows: Tensor) -> Pair:
         kept: Pair = compress_seeded(rows, config)
         return kept
 
-    return kept_once(x, inner, (config, codes), compress if codes else None)
+    return compress_once(x, inner, (config, codes), compress if codes else None)
 
 
 def context_of(device: torch.device) -> _core.CoreContext:
@@ -420,7 +421,7 @@ def _forward_linear(x: Tensor, weight: Tensor, bias: Tensor | None, config: str)
 
 
 def _fake_forward_linear(x: Tensor, weight: Tensor, bias: Tensor | None, config: str) -> Tensor:
-    tell_partitioner()
+    register_with_partitioner()
     return _plain_product(x, weight, bias)  # which checks the shapes
 
 
@@ -576,7 +577,7 @@ linear = torch.ops.hotcore.linear.default
 
 
 @functools.cache
-def tell_partitioner() -> None:
+def register_with_partitioner() -> None:
     """Called by fakes, that is when something is compiled: a budget may recompute products."""
     names = ("product", "forward_linear", "backward_linear", "convolution", "backward_conv2d")
     _compat.count_as_products(getattr(torch.ops.hotcore, name) for name in names)
@@ -621,28 +622,28 @@ def dense(gy: Tensor) -> Tensor:
     return gy if gy.layout is torch.strided else gy.to_dense()
 
 
-def unusual(gy: Tensor) -> bool:
+def is_sparse_or_batched(gy: Tensor) -> bool:
     """Whether g_y is sparse, or stands for many: then it has no memory for libhot to read."""
     return gy.layout is not torch.strided or _compat.batched(gy)
 
 
-def unseen(x: Tensor) -> bool:
-    """Whether neither a subclass of Tensor nor a mode wants to see what is done with x."""
-    return type(x) in PLAIN and _compat.dispatch_modes() == 0
+def is_intercepted(x: Tensor) -> bool:
+    """Whether a subclass of Tensor or a dispatch mode intercepts operations on x."""
+    return type(x) not in PLAIN_TYPES or _compat.dispatch_modes() != 0
 
 
-def _at_once(x: Tensor) -> bool:
-    """Whether nothing wants to see the operator itself: the dispatcher takes 5 to 10 us."""
+def _bypasses_dispatcher(x: Tensor) -> bool:
+    """Whether nothing intercepts the operator: the dispatcher then only costs 5 to 10 us."""
     return (
         not torch.compiler.is_compiling()
         and (x.is_cuda or x.is_cpu)  # device.type takes three times as long
-        and unseen(x)
+        and not is_intercepted(x)
     )
 
 
-def at_once(x: Tensor, weight: Tensor) -> bool:
+def bypasses_dispatcher(x: Tensor, weight: Tensor) -> bool:
     """Whether :func:`forward_linear` of these goes past the dispatcher."""
-    return _at_once(x) and type(weight) in PLAIN
+    return _bypasses_dispatcher(x) and type(weight) in PLAIN_TYPES
 
 
 def forward_linear(
@@ -650,9 +651,10 @@ def forward_linear(
 ) -> Tensor:
     """``x weight^T + bias`` in INT8, by the operator or as it would be; no gradients.
 
-    ``codes`` of the weight (:func:`quantize_forward_weight`) are for calls :func:`at_once`.
+    ``codes`` of the weight (:func:`quantize_forward_weight`): only where the call
+    :func:`bypasses_dispatcher`.
     """
-    if codes is not None or at_once(x, weight):
+    if codes is not None or bypasses_dispatcher(x, weight):
         return forward(x, weight, bias, parsed(config), codes)
     y: Tensor = torch.ops.hotcore.forward_linear.default(x, weight, bias, config)
     return y
@@ -660,7 +662,7 @@ def forward_linear(
 
 def compress_activation(x: Tensor, seed: Tensor, config: str) -> Tensor:
     """x ``[..., I]`` compressed, by ``torch.ops.hotcore.compress_activation`` or as it would be."""
-    if _at_once(x):
+    if _bypasses_dispatcher(x):
         return _compress_activation(x, seed, config)
     saved: Tensor = torch.ops.hotcore.compress_activation.default(flat(x), seed, config)
     return saved
@@ -677,14 +679,14 @@ def backward_linear(
     *dtypes: torch.dtype | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """g_x, g_w, g_b (None where the dtype is), by the operator or as it would be."""
-    if _at_once(gy):
+    if _bypasses_dispatcher(gy):
         outputs = new_gradients(gy, x_shape, dtypes)
         keys = keys_of(saved_seed, seed)
         try:
             backward(gy, weight, saved, x_shape[-1], parsed(config), keys, outputs)
             return outputs
         except RuntimeError:  # asking before would cost every other call
-            if not unusual(gy):
+            if not is_sparse_or_batched(gy):
                 raise
     rows = dense(gy).reshape(math.prod(x_shape[:-1]), gy.shape[-1])
     arguments = (rows, weight, saved, saved_seed, seed, config, x_shape[-1], *dtypes)

@@ -191,10 +191,10 @@ class Plan:
                 entry["times"] = _plain(layer.times)
                 entry |= {"choice": layer.choice, "reason": layer.reason, "shape": layer.shape}
         text = json.dumps(content, indent=1) + "\n"
-        if len(text) > _strict_json.LARGEST_FILE:
+        if len(text) > _strict_json.MAX_FILE_BYTES:
             raise ValueError(
                 f"plan: {len(self.layers)} layers make {len(text)} bytes of JSON; Plan.load takes "
-                f"{_strict_json.LARGEST_FILE}"
+                f"{_strict_json.MAX_FILE_BYTES}"
             )
         Path(path).write_text(text, encoding="utf-8")
 

@@ -38,13 +38,13 @@ class Call:
 
 
 @dataclasses.dataclass
-class Seen:
+class LayerUse:
     """What one forward pass did with one layer."""
 
     calls: list[Call] = dataclasses.field(default_factory=list)
     macs: int = 0
     """Multiply-adds."""
-    past: bool = False
+    bypassed: bool = False
     """Its weight was multiplied outside of the layer's own forward."""
     kept_bytes: float = 0.0
     """Kept for backward by this layer alone; where layers keep one tensor, each its part of it."""
@@ -59,7 +59,7 @@ class Watch:
         """Of these layers by name; ``saved``: count what autograd keeps, too."""
         self._layers = layers
         self._saved = saved
-        self.seen = {name: Seen() for name in layers}
+        self.uses = {name: LayerUse() for name in layers}
         self._inside: list[str] = []
         self._tensors: list[Tensor] = []  # alive, so that no address comes twice
         self._keepers: dict[int, tuple[int, set[str]]] = {}
@@ -92,7 +92,7 @@ class Watch:
         ids = {id(tensor) for tensor in tensors if tensor is not None}
         for name, layer in self._layers.items():
             if id(layer._parameters.get("weight")) in ids and name not in self._inside:
-                self.seen[name].past = True
+                self.uses[name].bypassed = True
 
     def _enter(self, name: str) -> Callable[..., None]:
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -108,7 +108,7 @@ class Watch:
                 four and not x.is_contiguous(),
                 autocast_dtype(x.device.type),
             )
-            self.seen[name].calls.append(call)
+            self.uses[name].calls.append(call)
             if self._saved:
                 self._tensors.append(x)
                 self._inputs.setdefault(x.untyped_storage().data_ptr(), set()).add(name)
@@ -120,7 +120,7 @@ class Watch:
             self._inside.pop()
             first = output[0] if isinstance(output, tuple) else output
             if isinstance(first, Tensor):
-                self.seen[name].macs += macs(module, first)
+                self.uses[name].macs += macs(module, first)
 
         return leave
 
@@ -138,10 +138,10 @@ class Watch:
         for size, keepers in self._keepers.values():
             if "" not in keepers:  # what something else keeps is there with or without the layer
                 for name in keepers:
-                    self.seen[name].kept_bytes += size / len(keepers)
+                    self.uses[name].kept_bytes += size / len(keepers)
         for names in self._inputs.values():
             for name in names:
-                self.seen[name].sharers = max(self.seen[name].sharers, len(names))
+                self.uses[name].sharers = max(self.uses[name].sharers, len(names))
         self._tensors.clear()
 
 
@@ -243,7 +243,7 @@ def _tensors(value: Any) -> list[Tensor]:
     return []
 
 
-class Untouched:
+class preserve_state:
     """Puts .grad, buffers, submodules and torch's random state back on leaving."""
 
     def __init__(self, model: nn.Module) -> None:

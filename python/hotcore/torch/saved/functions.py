@@ -146,7 +146,7 @@ def _activation(x: Tensor, name: str, bits: int) -> Tensor:
     kept: _Kept = []
     y: Tensor = _Activation.apply(x, seed, name, bits, kept)  # type: ignore[no-untyped-call]  # so in torch
     if bits == EXACT_ENOUGH:
-        ops.restorable(y, lambda: ACTIVATIONS[name][0](decode(*kept[-1])))
+        ops.register_restore(y, lambda: ACTIVATIONS[name][0](decode(*kept[-1])))
     return y
 
 
@@ -328,7 +328,7 @@ def _layer_norm(
         return again.to(dtype)
 
     if bits == EXACT_ENOUGH:
-        ops.restorable(y, restore)
+        ops.register_restore(y, restore)
     return y
 
 
@@ -448,7 +448,7 @@ def _rms_norm(
         return again.to(dtype)
 
     if bits == EXACT_ENOUGH:
-        ops.restorable(y, restore)
+        ops.register_restore(y, restore)
     return y
 
 

@@ -17,12 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import ops as arrays_ops
+from .. import functions
 from ..config import ConfigLike, HotConfig, Key, Rounding, as_config
-from ..ops import Granularity
+from ..functions import Granularity
 from .convert import convert
 from .plan import GW_SCALES, GX_SCALES, LayerPlan, Plan
-from .probe import Untouched
+from .probe import preserve_state
 from .report import listed
 from .selection import Filter, is_8bit
 
@@ -90,7 +90,7 @@ def calibrate(
     names = _layers(model, settings, filter_fn, slower)
     probes = {name: _Probe(settings, Key(seed, stream=i % 8192)) for i, name in enumerate(names)}
     count = 0
-    with Untouched(model):
+    with preserve_state(model):
         for batch in batches:
             _measure(model, batch, loss_fn, probes)
             count += 1
@@ -130,8 +130,8 @@ class _Probe:
         x, weight, gy = x.float(), weight.float(), gy.float().contiguous()
         block = config.hadamard_block
         pad = -gy.shape[1] % block
-        turned = arrays_ops.fwht(F.pad(gy, (0, pad)), block=block)
-        turned_weight = arrays_ops.fwht(F.pad(weight, (0, 0, 0, pad)), axis=0, block=block)
+        turned = functions.fwht(F.pad(gy, (0, pad)), block=block)
+        turned_weight = functions.fwht(F.pad(weight, (0, 0, 0, pad)), axis=0, block=block)
         self._norms["gx"] += _square(turned @ turned_weight)
         for scale in GX_SCALES:
             rounded = _rounded(turned, config.gx_bits, scale, config.gx_rounding, key)
@@ -140,8 +140,8 @@ class _Probe:
             name: getattr(config, name)
             for name in ("rank", "basis", "block", "rows", "token_grid", "prefix_tokens")
         }
-        kept = arrays_ops.hla(gy, **options, side="gradient", key=key)
-        kept_x = arrays_ops.hla(x, **options, side="activation", key=key)
+        kept = functions.hla(gy, **options, side="gradient", key=key)
+        kept_x = functions.hla(x, **options, side="activation", key=key)
         self._norms["gw"] += _square(kept.T @ kept_x)
         for choice in GW_SCALES:
             rounded = _rounded(kept, 8, _AXIS[choice], config.gw_rounding, key)
@@ -178,7 +178,7 @@ def _layers(
     ]
     if converted:
         return converted
-    with Untouched(model):
+    with preserve_state(model):
         report = convert(model, config, filter_fn, slower=slower)
     others = ("MultiheadAttention", "Linear8bitLt")
     names = [layer.name for layer in report.converted if layer.kind not in others]
@@ -260,8 +260,8 @@ def _as_linear(
 def _rounded(
     values: Tensor, bits: Literal[4, 8], scale: Granularity, rounding: Rounding, key: Key
 ) -> Tensor:
-    codes, scales = arrays_ops.quantize(values, bits=bits, scale=scale, rounding=rounding, key=key)
-    result: Tensor = arrays_ops.dequantize(codes, scales, granularity=scale)
+    codes, scales = functions.quantize(values, bits=bits, scale=scale, rounding=rounding, key=key)
+    result: Tensor = functions.dequantize(codes, scales, granularity=scale)
     return result
 
 

@@ -698,8 +698,9 @@ def supported(
 ) -> tuple[bool, str]:
     """Whether this build and device can run a layer, and if not, why.
 
-    Its backward, and its forward where the configuration has one of its own. On CUDA that includes whether the build has kernels for that GPU. ``device`` is ``"cpu"``,
-    ``"cuda"``, ``"cuda:1"`` or a torch device.
+    Its backward, and its forward where the configuration has one of its own. On CUDA that includes
+    whether the build has kernels for that GPU. ``device`` is ``"cpu"``, ``"cuda"``, ``"cuda:1"`` or
+    a torch device.
     """
     settings = HotConfig() if config is None else as_config(config)
     where, _, index = str(device).partition(":")
