@@ -434,6 +434,7 @@ void add_forward(Explanation& all, const Layer& layer, const Rates& rates) {
         case Buffer::y:
           return L * O * static_cast<std::int64_t>(dtype_size(options.dtype));
         case Buffer::bias:
+          return O * static_cast<std::int64_t>(dtype_size(options.bias_dtype));
         case Buffer::wide_bias:
         case Buffer::spread_b:
           return 4 * O;
@@ -461,7 +462,7 @@ void add_forward(Explanation& all, const Layer& layer, const Rates& rates) {
   }
   if (L == 0 || O == 0) return;
   const detail::ForwardWork work{options.forward, layer.shape, !options.quantized_forward_weight,
-                                 options.bias};
+                                 options.bias, options.bias && options.bias_dtype != DType::f32};
   add("forward_linear",
       detail::plan::plan_forward(layer.facts, work,
                                  {layer.array(I), layer.array(I), layer.out(O, options.dtype)}));
@@ -571,7 +572,7 @@ Explanation explain(std::string_view device, const LinearShape& shape,
     detail::invalid(call_name,
                     "options want nothing; expected y, compress, gx, gw or gb, one at least");
   }
-  for (const DType dtype : {options.dtype, options.gw_dtype}) {
+  for (const DType dtype : {options.dtype, options.gw_dtype, options.bias_dtype}) {
     if (dtype != DType::f32 && dtype != DType::f16 && dtype != DType::bf16) {
       detail::invalid(call_name, "dtype is " + std::string(dtype_name(dtype)) +
                                      "; expected float32, float16 or bfloat16");
