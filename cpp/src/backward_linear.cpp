@@ -81,8 +81,7 @@ void check_spec(const char* call, const BackwardLinearSpec& spec) {
   detail::check_low_rank(spec.low_rank);
 }
 
-// x for g_w as it was saved in INT8. Operands are written by the backends and read by the products;
-// this one is only read.
+// The saved INT8 x as the operand of g_w. An Operand is writable; this one is only read.
 detail::Operand saved_operand(const ConstSavedActivation& saved, const SavedLayout& layout) {
   const auto* bytes = static_cast<const char*>(saved.data);
   return {const_cast<std::int8_t*>(static_cast<const std::int8_t*>(saved.data)),
@@ -101,7 +100,7 @@ detail::GroupsJob saved_groups(const ConstSavedActivation& saved, const SavedLay
           {}};
 }
 
-// A quantised weight's buffer: codes [I, Kp], then room for I scales.
+// Bytes of a quantised weight: codes [I, Kp], then I scales.
 std::size_t weight_bytes(std::int64_t in_features, const Projection& out_features) {
   return static_cast<std::size_t>(in_features) *
          (static_cast<std::size_t>(out_features.k_padded) + sizeof(float));
@@ -141,7 +140,7 @@ void check_shape(const char* call, const LinearShape& shape) {
                       {shape.tokens, shape.out_features, shape.in_features});
 }
 
-// How long the buffer of codes and scales has to be.
+// Whether a buffer may be longer than its codes and scales.
 enum class Size { exact, at_least };
 
 void check_bytes(const char* call, const char* name, const void* data, std::size_t bytes,
@@ -160,7 +159,7 @@ void check_bytes(const char* call, const char* name, const void* data, std::size
 
 bool has_elements(const MatrixOut& out) { return out.rows > 0 && out.cols > 0; }
 
-// That what was kept was made with this spec, as far as its bytes depend on one.
+// Refuses data that was made with another spec, as far as its bytes depend on the spec.
 void check_format(const char* call, const char* name, const char* made_by, std::uint64_t format,
                   std::uint64_t expected) {
   if (format == expected) return;
@@ -182,7 +181,7 @@ Support supported(const Context& context, const LinearShape& shape,
                                        shape.out_features);
     return {true, ""};
   } catch (const std::bad_alloc&) {
-    return {false, "out of memory"};  // short enough to take none itself
+    return {false, "out of memory"};  // short enough for std::string's own buffer
   } catch (const std::exception& error) {
     try {
       return {false, error.what()};
@@ -194,7 +193,7 @@ Support supported(const Context& context, const LinearShape& shape,
 
 namespace {
 
-// FNV-1a over numbers.
+// FNV-1a hash of numbers.
 class Fingerprint {
  public:
   template <class Number>
@@ -220,7 +219,7 @@ std::uint64_t saved_format(const BackwardLinearSpec& spec) {
   if (spec.storage == Storage::int8) print.add(spec.x_scale);
   const LowRank& p = spec.low_rank;
   print.add(p.basis);
-  if (p.basis == Basis::full) return print.value();  // which looks at nothing else
+  if (p.basis == Basis::full) return print.value();  // other fields do not matter
   print.add(p.block).add(p.rows.empty() ? p.rank : 0).add(p.rows.size());
   for (const int row : p.rows) print.add(row);
   print.add(p.layout.grid_h).add(p.layout.grid_w).add(p.layout.prefix_tokens);
@@ -399,7 +398,7 @@ std::size_t backward_linear_workspace(const Context& context, const LinearShape&
 
 namespace {
 
-// The arguments of backward_linear, found good and resolved.
+// The arguments of backward_linear, checked and resolved.
 struct BackwardArguments {
   const Context& context;
   const BackwardLinearSpec& spec;
@@ -408,7 +407,7 @@ struct BackwardArguments {
   LinearShape shape{};
   Projection tokens{}, out_features{};         // of g_y and x for g_w; of g_y and w for g_x
   SavedLayout layout{};                        // of `saved`, for g_w
-  MatrixIn gy{}, w{};                          // w: no rows where it comes quantised,
+  MatrixIn gy{}, w{};                          // w: no rows if it comes quantised,
   std::optional<detail::Operand> quantized{};  // as this
   MatrixOut gx{}, gw{};                        // no data: not wanted
   std::optional<MatrixOut> gb{};
@@ -445,7 +444,7 @@ struct WeightArgument {
   const ConstQuantizedWeight* quantized;
 };
 
-// Checks w and takes it and in_features from it. Returns what outputs must not touch.
+// Checks w, and takes it and in_features from it. Returns the memory that outputs must not overlap.
 ConstTensorView resolve_weight(BackwardArguments& call, const Checker& check,
                                const WeightArgument& w, Device device) {
   LinearShape& shape = call.shape;
@@ -551,7 +550,7 @@ void check_and_run(const Context& context, const ConstTensorView& gy, const Weig
     check.shape("gb", *out.gb, {shape.out_features});
     call.gb = {out.gb->data, out.gb->dtype, 1, shape.out_features, 0, out.gb->stride[0]};
   }
-  // Without g_w not looked at, but for what it has to say of these tokens.
+  // Unused without g_w; built only to check low_rank against the number of tokens.
   if (out.gw == nullptr) call.tokens = detail::make_projection(shape.tokens, spec.low_rank);
   run_backward(call, check, workspace);
 }
