@@ -195,7 +195,7 @@ def test_a_token_grid_needs_batch_first() -> None:
 def test_bad_inputs() -> None:
     _, module = pair(batch_first=True)
     x = torch.randn(SAMPLES, TOKENS, WIDTH)
-    with pytest.raises(RuntimeError, match="attn_mask: needed beside is_causal"):
+    with pytest.raises(RuntimeError, match="attn_mask: is_causal needs it"):
         module(x, x, x, is_causal=True)
     with pytest.raises(ValueError, match="query: shape .*, 32.; expected .* 64"):
         module(x[..., :32], x, x)

@@ -18,10 +18,10 @@ from .modules import HotModule
 class HotMultiheadAttention(HotModule, nn.MultiheadAttention):
     """``nn.MultiheadAttention`` with the same parameters and keys; its projections are HOT layers.
 
-    in_proj (one product where query, key and value are one tensor, else two or three) and out_proj
-    keep their x compressed; attention itself is torch's. In eval mode it is
+    in_proj (one product if query, key and value are the same tensor, otherwise two or three) and
+    out_proj save their x compressed; attention itself is torch's. In eval mode it is
     ``nn.MultiheadAttention``, fast path included. ``bias_k``, ``bias_v`` and ``add_zero_attn`` are
-    not taken.
+    not supported.
 
     Args:
         embed_dim: E.
@@ -58,7 +58,7 @@ class HotMultiheadAttention(HotModule, nn.MultiheadAttention):
     ) -> None:
         """Make a layer with new parameters, initialised as ``nn.MultiheadAttention`` does."""
         if add_bias_kv or add_zero_attn:
-            raise ValueError("HotMultiheadAttention takes no add_bias_kv and no add_zero_attn")
+            raise ValueError("HotMultiheadAttention supports neither add_bias_kv nor add_zero_attn")
         sizes = (embed_dim, num_heads, dropout, bias, False, False, kdim, vdim, batch_first)
         super().__init__(*sizes, device, dtype)
         self.config = as_config(config)
@@ -74,7 +74,7 @@ class HotMultiheadAttention(HotModule, nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As ``nn.MultiheadAttention``: the output, and the weights if they are wanted."""
+        """As ``nn.MultiheadAttention``: the output, and the weights if ``need_weights``."""
         if not self.training:
             return super().forward(
                 query,
@@ -87,14 +87,14 @@ class HotMultiheadAttention(HotModule, nn.MultiheadAttention):
                 is_causal,
             )
         if is_causal and attn_mask is None:
-            raise RuntimeError("attn_mask: needed beside is_causal, as by nn.MultiheadAttention")
+            raise RuntimeError("attn_mask: is_causal needs it, as in nn.MultiheadAttention")
         if query.dim() not in (2, 3) or query.shape[-1] != self.embed_dim:
             raise ValueError(
                 f"query: shape {list(query.shape)}; expected two or three sizes, the last "
                 f"{self.embed_dim}"
             )
         batched = query.dim() == 3
-        # Samples before tokens, or tokens before samples: the projections take either.
+        # The projections take either order of samples and tokens.
         samples, tokens = (0, 1) if self.batch_first or not batched else (1, 0)
         if not batched:
             same = key is value, query is key
@@ -127,7 +127,7 @@ class HotMultiheadAttention(HotModule, nn.MultiheadAttention):
         width, bias = self.embed_dim, self.in_proj_bias
         weight: Tensor | None = self.in_proj_weight
         weights: Sequence[Tensor]
-        if weight is None:  # key or value have other features
+        if weight is None:  # key or value differ in features
             weights = [self.q_proj_weight, self.k_proj_weight, self.v_proj_weight]
             inputs = [query, key, value]
         elif query is key and key is value:
@@ -150,7 +150,7 @@ class HotMultiheadAttention(HotModule, nn.MultiheadAttention):
 def _merged(
     attn_mask: Tensor | None, key_padding_mask: Tensor | None, q: Tensor, k: Tensor
 ) -> Tensor | None:
-    """Both masks as one that is added, ``[N or 1, heads or 1, L or 1, S]``."""
+    """Both masks as one additive mask, ``[N or 1, heads or 1, L or 1, S]``."""
     samples, heads, length, source = q.shape[0], q.shape[1], q.shape[2], k.shape[2]
     mask = None
     if attn_mask is not None:

@@ -50,49 +50,48 @@ def convert(
     slower: bool = False,
     saved: int | Mapping[str, Any] | None = None,
 ) -> ConversionReport:
-    """Turn linear layers, convolutions and attention's projections to HOT, in place.
+    """Convert linear layers, convolutions and attention's projections to HOT, in place.
 
-    Taken are ``nn.Linear``, ``nn.Conv2d``, ``nn.MultiheadAttention``, transformers' ``Conv1D`` and
-    bitsandbytes' ``Linear8bitLt``.
-    The new modules hold the same Parameters.
+    Supported are ``nn.Linear``, ``nn.Conv2d``, ``nn.MultiheadAttention``, transformers' ``Conv1D``
+    and bitsandbytes' ``Linear8bitLt``. The new modules hold the same Parameters.
 
     Args:
-        model: any module; if it is itself such a layer, take the new one from ``.model``.
+        model: any module. If it is itself such a layer, the result's ``.model`` is the new one.
         config: a HotConfig or a recipe's name.
-        filter_fn: ``filter_fn(module, fqn)`` says whether to convert. Without one, all layers but
-            the output head (:data:`HEAD_NAMES`), the first convolution, those with fewer than
-            :data:`MIN_FEATURES` in or out features, those whose weight is an embedding's, peft's
-            adapters, and on CUDA those that are expected to take longer than plain torch's
-            (:mod:`hotcore.torch.gains`). With or without one, what cannot be converted stays as it
-            is: subclasses of these (what they add would be lost), convolutions in groups,
-            computed weights, dtypes that HOT does not take, and layers whose weight is used without
-            the layer.
-        overrides: name pattern (``fnmatch``) to what the layers that it matches take instead of
-            ``config``: a HotConfig, a recipe's name, a dict of the fields that differ from
-            ``config``, or None to stay plain. Where several match, the last one counts. A layer
-            that is named in full is converted even where it is expected to be slower.
+        filter_fn: ``filter_fn(module, fqn)`` decides whether to convert a layer. The default
+            leaves out the output head (:data:`HEAD_NAMES`), the first convolution, layers with
+            fewer than :data:`MIN_FEATURES` in or out features, layers whose weight is an
+            embedding's, peft's adapters, and on CUDA layers that are expected to be slower than
+            plain torch (:mod:`hotcore.torch.gains`). With any filter these stay plain, because they
+            cannot be converted: subclasses of supported layers (their additions would be lost),
+            convolutions in groups, computed weights, unsupported dtypes, and layers whose weight is
+            used without the layer.
+        overrides: maps name patterns (``fnmatch``) to the configuration of the matching layers: a
+            HotConfig, a recipe's name, a dict of the fields that differ from ``config``, or None to
+            stay plain. If several patterns match, the last one counts. A layer that is named in
+            full is converted even if it is expected to be slower.
         inputs: a Tensor, a tuple of positional or a mapping of keyword arguments for ``model``. One
             forward pass without gradients then finds layers that never run, token grids that do not
-            fit, and the share of multiply-adds. Without it the code of the layers' parents is read
-            for uses of a layer's weight. Model and random state are left as they were.
-        device: where the model will train, if not where its first weight is: its type chooses the
-            rule of which layers are slower.
-        slower: convert also the layers that are expected to take longer than plain torch's.
-        saved: bits, 8 or 4, in which activations, normalisations and attention keep what their
-            backward pass needs, also inside of torch.compile; or a mapping of kinds of operations
+            fit, and the share of multiply-adds. Without inputs, the source code of the layers'
+            parents is searched for uses of a layer's weight. Model and random state do not change.
+        device: the device of training, if it is not that of the first weight. Its type selects the
+            rule by which layers are slower.
+        slower: also convert layers that are expected to be slower than plain torch.
+        saved: number of bits, 8 or 4, in which activations, normalisations and attention save their
+            tensors for backward, in eager and compiled mode; or a mapping of kinds of operations
             (``activation``, ``relu``, ``norm``, ``attention``, ``product``) and name patterns to
             bits or None; see :func:`hotcore.torch.saved.convert_saved`. None: they stay plain.
 
     Returns:
-        A :class:`ConversionReport`. Where every layer was left plain for being slower it has no
-        converted layers, and a UserWarning says so.
+        A :class:`ConversionReport`. If every layer was left plain because it would be slower, there
+        are no converted layers and a UserWarning is issued.
 
     Raises:
         TypeError: ``model`` is no module.
-        ValueError: a layer is converted already, no layer was left to convert, a pattern matches
-            no layer or none that is converted, a ``token_grid`` does not fit ``inputs``, or
-            ``model`` is an ``nn.DataParallel``.
-        NotImplementedError: ``model`` is on CUDA, and this build of hotcore has no CUDA backend, or
+        ValueError: a layer is already converted, no layer can be converted, a pattern matches no
+            layer or no converted one, a ``token_grid`` does not fit ``inputs``, or ``model`` is an
+            ``nn.DataParallel``.
+        NotImplementedError: ``model`` is on CUDA, but this build of hotcore has no CUDA backend or
             no kernels for that GPU.
     """
     _check_model(model)
@@ -135,7 +134,9 @@ def convert(
             _check_grid(fqn, module, own, uses)
             new: Any = hot_class(module).from_plain(module, own)
             new.layer_name = fqn
-            new.defer = saved is not None  # x may come from what norms and activations keep
+            new.defer = (
+                saved is not None
+            )  # x may be recomputed from what norms and activations save
             replacements[module] = new
             sizes = (kernel_of(module), *features_of(module))
             slowly = (
@@ -157,7 +158,7 @@ def convert(
         parameter_count=sum(parameter.numel() for parameter in model.parameters()),
         macs=total,
         saved=beside,
-        resting=[row.name for row in converted if not model.get_submodule(row.name).training],
+        in_eval_mode=[row.name for row in converted if not model.get_submodule(row.name).training],
     )
     report.notes += _notes(report, model, layers, reasons, slow, target, filter_fn is None)
     if not converted and saved is None:
@@ -172,9 +173,9 @@ def convert(
 
 
 def revert(model: nn.Module) -> nn.Module:
-    """Turn every HOT module back into the plain one it was, in place; return the model.
+    """Turn every HOT module back into its plain class, in place; return the model.
 
-    Raises ValueError where something has made a subclass of a HOT module since (a parametrisation,
+    Raises ValueError if a HOT module has become a subclass in the meantime (a parametrisation,
     ``fully_shard``): undo that first.
     """
     found = [(fqn, m) for fqn, m in model.named_modules() if isinstance(m, HotModule)]
@@ -209,7 +210,7 @@ def _check_model(model: object) -> None:
 
 
 def _check_devices(model: nn.Module) -> None:
-    # Else the first backward would be the one to find out.
+    # Otherwise the first backward would fail.
     for device in {p.device for p in model.parameters() if p.device.type == "cuda"}:
         try:
             contexts.cuda(device.index or 0, 0)
@@ -220,7 +221,7 @@ def _check_devices(model: nn.Module) -> None:
 def _dry_run(
     model: nn.Module, layers: list[tuple[str, nn.Module]], inputs: Any
 ) -> tuple[dict[str, probe.LayerUse], int]:
-    """What a forward pass does with every layer, and its multiply-adds."""
+    """How a forward pass uses every layer, and the pass's multiply-adds."""
     watch = probe.Watch(dict(layers))
     with probe.preserve_state(model), torch.no_grad(), probe.eagerly(), watch.on():
         total = probe.total_macs(lambda: probe.output_of(model, inputs))
@@ -233,7 +234,7 @@ def _unreached(
     uses: Mapping[str, probe.LayerUse],
     reasons: Mapping[str, str],
 ) -> dict[str, str]:
-    """Layers that are never called: something multiplies their weight itself."""
+    """Layers that are never called because other code multiplies their weight."""
     if uses:
         found = {fqn for fqn, row in uses.items() if row.bypassed and not row.calls}
     else:
@@ -290,7 +291,7 @@ def _measures(
     device: str,
     counted: set[int],
 ) -> dict[str, Any]:
-    """What report rows say in numbers. Tied Parameters count once."""
+    """The numbers of a report row. Tied Parameters count once."""
     inner = [module]
     if isinstance(module, nn.MultiheadAttention):
         inner.append(module.out_proj)
@@ -314,7 +315,7 @@ def _nothing(
     others: list[Skipped],
     filtered: bool,
 ) -> str:
-    """What was looked at, why none of it is taken, and what could be."""
+    """Error text: why no layer can be converted, and which filter could allow some."""
     which = "filter_fn matched no layer that" if filtered else "no layer"
     parts = [f"model: {which} can be converted"]
     if layers:
@@ -354,7 +355,7 @@ def _about(module: nn.Module) -> str:
 
 
 def _alike(entries: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Names in patterns, with their count, by what is said of them; a dozen of them at most."""
+    """Groups entries of alike names and equal text, with counts; at most a dozen groups."""
     groups: dict[tuple[str, str], list[str]] = {}
     for name, said in entries:
         groups.setdefault((pattern_of(name), said), []).append(name)
@@ -375,10 +376,10 @@ def _notes(
     default_filter: bool,
 ) -> list[str]:
     notes = []
-    if report.resting and len(report.resting) == len(report.converted):
+    if report.in_eval_mode and len(report.in_eval_mode) == len(report.converted):
         notes.append("the model is in eval mode, where every layer is plain: call model.train()")
-    elif report.resting:
-        notes.append(f"in eval mode, hence plain until .train(): {listed(report.resting)}")
+    elif report.in_eval_mode:
+        notes.append(f"in eval mode, hence plain until .train(): {listed(report.in_eval_mode)}")
     time = report.expected_time
     if time is not None:
         gain = f"{1 - time:.0%} less" if time < 1 else f"{time - 1:.0%} more"
@@ -479,7 +480,7 @@ def _replace(model: nn.Module, replacements: Mapping[Any, nn.Module]) -> nn.Modu
 
 
 def _children(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    # A module that stands in two places is replaced in both, by the same new one.
+    # A module that is registered in two places is replaced in both by the same new one.
     for parent in model.modules():
         for name, child in parent._modules.items():
             if child is not None:
