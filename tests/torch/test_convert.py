@@ -671,7 +671,7 @@ def test_matrices_that_are_not_taken() -> None:
         }
     )
     report = hot.convert(model)
-    rows = {row.name: row for row in report.not_taken}
+    rows = {row.name: row for row in report.unsupported}
     assert list(rows) == ["experts.gate_up_proj", "lstm", "up", "line"]
     assert "a stack of 4 matrices in one Parameter (experts)" in rows["experts.gate_up_proj"].reason
     assert (rows["lstm"].in_features, rows["lstm"].out_features) == (64, 96)
@@ -691,7 +691,7 @@ def test_experts_of_transformers() -> None:
     )  # fmt: skip
     model = transformers.MixtralModel(config)
     report = hot.convert(model)
-    stacks = [row for row in report.not_taken if "(experts)" in row.reason]
+    stacks = [row for row in report.unsupported if "(experts)" in row.reason]
     layers = [layer for layer in report.layers if "expert" in layer.name]
     assert len(stacks) >= 2 or len(layers) >= 8  # fused, or layers of their own (older versions)
     assert 0 < report.parameter_share < 0.5

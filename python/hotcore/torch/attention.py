@@ -106,7 +106,7 @@ class HotMultiheadAttention(HotModule, nn.MultiheadAttention):
         try:
             q, k, v = self._projected(query, key, value, samples, tokens)
             causal = is_causal and key_padding_mask is None and not need_weights
-            mask = None if causal else _merged(attn_mask, key_padding_mask, q, k)
+            mask = None if causal else _merge_masks(attn_mask, key_padding_mask, q, k)
             y, weights = _attention(q, k, v, mask, self.dropout, causal, need_weights)
             y = y.permute(0, 2, 1, 3) if samples == 0 else y.permute(2, 0, 1, 3)
             out = self.out_proj
@@ -147,7 +147,7 @@ class HotMultiheadAttention(HotModule, nn.MultiheadAttention):
         return found
 
 
-def _merged(
+def _merge_masks(
     attn_mask: Tensor | None, key_padding_mask: Tensor | None, q: Tensor, k: Tensor
 ) -> Tensor | None:
     """Both masks as one additive mask, ``[N or 1, heads or 1, L or 1, S]``."""
@@ -160,7 +160,7 @@ def _merged(
                 f"attn_mask: shape {list(attn_mask.shape)}; expected {list(shapes[2])} or "
                 f"{list(shapes[3])}"
             )
-        mask = _added(attn_mask, "attn_mask", q)
+        mask = _additive(attn_mask, "attn_mask", q)
         mask = mask[None, None] if mask.dim() == 2 else mask.view(samples, heads, length, source)
     if key_padding_mask is not None:
         if tuple(key_padding_mask.shape) != (samples, source):
@@ -168,12 +168,12 @@ def _merged(
                 f"key_padding_mask: shape {list(key_padding_mask.shape)}; expected "
                 f"{[samples, source]}"
             )
-        padding = _added(key_padding_mask, "key_padding_mask", q)[:, None, None]
+        padding = _additive(key_padding_mask, "key_padding_mask", q)[:, None, None]
         mask = padding if mask is None else mask + padding
     return mask
 
 
-def _added(mask: Tensor, name: str, q: Tensor) -> Tensor:
+def _additive(mask: Tensor, name: str, q: Tensor) -> Tensor:
     if mask.is_floating_point():
         return mask.to(q.dtype)
     if mask.dtype != torch.bool:

@@ -319,8 +319,8 @@ def _nothing(
     which = "filter_fn matched no layer that" if filtered else "no layer"
     parts = [f"model: {which} can be converted"]
     if layers:
-        looked = [(fqn, f"({_about(module)}): {reasons[fqn]}") for fqn, module in layers]
-        parts += [f"{names} {why}" for names, why in _alike(looked)]
+        described = [(fqn, f"({_describe(module)}): {reasons[fqn]}") for fqn, module in layers]
+        parts += [f"{names} {why}" for names, why in _group_alike(described)]
     else:
         kinds = listed(sorted({type(module).__name__ for module in model.modules()}))
         parts.append(
@@ -329,7 +329,9 @@ def _nothing(
         )
     parts += [
         f"{names} {why}"
-        for names, why in _alike([(row.name, f"({row.kind}): {row.reason}") for row in others])
+        for names, why in _group_alike(
+            [(row.name, f"({row.kind}): {row.reason}") for row in others]
+        )
     ]
     able = [
         (fqn, "")
@@ -337,7 +339,7 @@ def _nothing(
         if reasons[fqn] == _LEFT_OUT or _by_choice(reasons[fqn], module)
     ]
     if able:
-        names = ", ".join(name for name, _ in _alike(able))
+        names = ", ".join(name for name, _ in _group_alike(able))
         parts.append(f"a filter_fn (without overrides to None) could have converted: {names}")
     return "; ".join(parts)
 
@@ -349,12 +351,12 @@ def _by_choice(reason: str, module: nn.Module) -> bool:
     return not selection.why_impossible(module)
 
 
-def _about(module: nn.Module) -> str:
+def _describe(module: nn.Module) -> str:
     ins, outs = features_of(module)
     return f"{kind_of(module)} {ins} -> {outs}"
 
 
-def _alike(entries: list[tuple[str, str]]) -> list[tuple[str, str]]:
+def _group_alike(entries: list[tuple[str, str]]) -> list[tuple[str, str]]:
     """Groups entries of alike names and equal text, with counts; at most a dozen groups."""
     groups: dict[tuple[str, str], list[str]] = {}
     for name, said in entries:

@@ -38,12 +38,12 @@ class NoiseMonitor:
             optimizer.step()
             log(noise.scalars)                # empty except on measured steps
 
-    A measured step repeats every call of a chosen layer, with its own x and g_y, in HOT (with another
-    random key) and in plain torch in fp32. The gradients of the step, the parameters and torch's
-    random state do not change: an eager run continues with the same bits as without a monitor. In a
-    compiled model the measured step runs eagerly, because hooks see no call inside a graph. Several
-    calls of a layer (micro-batches, weights that are used twice) are summed: the sum of
-    ``|g' - g|^2`` over the sum of ``|g|^2``.
+    A measured step repeats every call of a chosen layer, with its own x and g_y, in HOT (with
+    another random key) and in plain torch in fp32. The gradients of the step, the parameters and
+    torch's random state do not change: an eager run continues with the same bits as without a
+    monitor. In a compiled model the measured step runs eagerly, because hooks see no call inside a
+    graph. Several calls of a layer (micro-batches, weights that are used twice) are summed: the sum
+    of ``|g' - g|^2`` over the sum of ``|g|^2``.
 
     Args:
         model: a converted model.

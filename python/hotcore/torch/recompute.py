@@ -45,13 +45,13 @@ def recompute(
         for block in model.blocks:
             block.compile()
 
-    Each block's forward runs in a ``torch.utils.checkpoint`` (not reentrant) with a selective policy.
-    Call it after ``convert`` and before ``torch.compile``, DDP or ``fully_shard``. Parameters,
-    ``state_dict`` and names of modules stay. In eval mode nothing is recomputed.
+    Each block's forward runs in a ``torch.utils.checkpoint`` (not reentrant) with a selective
+    policy. Call it after ``convert`` and before ``torch.compile``, DDP or ``fully_shard``.
+    Parameters, ``state_dict`` and names of modules stay. In eval mode nothing is recomputed.
 
     In compiled graphs HOT's layers compress x once: in forward if the policy keeps the codes,
-    otherwise in backward from the recomputed x. In eager mode they compress it in both passes unless
-    the policy keeps the codes, and torch's selective checkpoints cost much host time.
+    otherwise in backward from the recomputed x. In eager mode they compress it in both passes
+    unless the policy keeps the codes, and torch's selective checkpoints cost much host time.
 
     Args:
         blocks: a block (an ``nn.ModuleList`` or ``nn.Sequential`` stands for its children), or

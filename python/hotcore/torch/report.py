@@ -65,7 +65,7 @@ class ConversionReport:
     skipped: list[Skipped]
     layers: list[Converted | Skipped]
     """Both, in the model's order."""
-    not_taken: list[Skipped] = dataclasses.field(default_factory=list)
+    unsupported: list[Skipped] = dataclasses.field(default_factory=list)
     """Matrices that belong to no layer of a kind that HOT takes: experts in one Parameter,
     recurrent layers, other convolutions."""
     notes: list[str] = dataclasses.field(default_factory=list)
@@ -119,8 +119,8 @@ class ConversionReport:
         rows = [("layer", "kind", "in -> out", "x is kept in")]
         rows += _grouped(self._rows(self.layers)) if grouped else self._rows(self.layers)
         lines = _aligned(rows)
-        if self.not_taken:
-            others = self._rows(self.not_taken)
+        if self.unsupported:
+            others = self._rows(self.unsupported)
             lines.append("matrices in no layer of a kind that HOT takes:")
             lines += ["  " + line for line in _aligned(_grouped(others) if grouped else others)]
         running = len(self.converted) - len(self.in_eval_mode)
@@ -142,7 +142,7 @@ class ConversionReport:
             "config": json.loads(self.config.to_json()),
             "recipe": self.config.name,
             "layers": [_as_dict(layer) for layer in self.layers],
-            "not_taken": [_as_dict(layer) for layer in self.not_taken],
+            "unsupported": [_as_dict(layer) for layer in self.unsupported],
             "notes": list(self.notes),
             "in_eval_mode": list(self.in_eval_mode),
             "parameters": self.parameter_count,

@@ -1,12 +1,12 @@
 """Codes in blocks of 128 values for tensors that backward needs: 8, 4 or 1 bit per value.
 
-The format is that of :mod:`hotcore.torch.compress_saved`. A block keeps its minimum and maximum, and
-for each value a code between them, rounded up or down at random so that its expectation is the value.
-One bit is the exact sign (x > 0).
+The format is that of :mod:`hotcore.torch.compress_saved`. A block keeps its minimum and maximum,
+and for each value a code between them, rounded up or down at random so that its expectation is the
+value. One bit is the exact sign (x > 0).
 
 Eager mode runs the same Triton kernels on CUDA, and the same torch operations elsewhere. A compiled
-graph holds ordinary torch operations instead. The compiler fuses them into the kernel that makes the
-tensor, and its partitioner keeps the codes, because they are the fewest bytes that restore it.
+graph holds ordinary torch operations instead. The compiler fuses them into the kernel that makes
+the tensor, and its partitioner keeps the codes, because they are the fewest bytes that restore it.
 
 Source: blockwise min-max codes with stochastic rounding as in ActNN (Chen et al., ICML 2021).
 """
@@ -54,8 +54,8 @@ def in_graph(x: Tensor) -> bool:
 def draw_seed(x: Tensor) -> Tensor:
     """Draw the seed of one call: int64 ``[]``.
 
-    Eager calls draw it from torch's default CPU generator; compiled and captured ones draw it on x's
-    device, from the generator there.
+    Eager calls draw it from torch's default CPU generator; compiled and captured ones draw it on
+    x's device, from the generator there.
     """
     if in_graph(x):
         seed: Tensor = ops.draw_seed(x.detach())
@@ -191,7 +191,7 @@ def _graph_encode(
         codes = signs[:, 0]
         for k in range(1, 8):
             codes = codes | (signs[:, k] << k)
-        codes = _worth_keeping(codes)
+        codes = _as_stored_tensor(codes)
         return codes, codes.new_empty(0), codes.new_empty(0)
     assert seed is not None
     top = 2**bits - 1
@@ -200,7 +200,7 @@ def _graph_encode(
     if bits == 8:
         lo, hi = values.amin(1, keepdim=True), values.amax(1, keepdim=True)
         inverse = _inverse(lo, hi, top)
-        codes = _worth_keeping(_code(values, lo, inverse, _shifted(draw, shift), top))
+        codes = _as_stored_tensor(_code(values, lo, inverse, _shifted(draw, shift), top))
         return codes, lo, hi
     # Low and high nibbles separately: one pass over 64 pairs for range and codes.
     half = BLOCK // 2
@@ -210,16 +210,16 @@ def _graph_encode(
     inverse = _inverse(lo, hi, top)
     low = _code(left, lo, inverse, _shifted(draw, shift[:, :half]), top)
     high = _code(right, lo, inverse, _shifted(draw, shift[:, half:]), top)
-    codes = _worth_keeping(low | (high << 4))
+    codes = _as_stored_tensor(low | (high << 4))
     return codes, lo, hi
 
 
-def _worth_keeping(codes: Tensor) -> Tensor:
+def _as_stored_tensor(codes: Tensor) -> Tensor:
     """The same codes, through an operator that the partitioner treats as a tensor in memory.
 
-    The partitioner counts fusible tensors twice, so 8-bit codes would lose against the 16-bit values
-    that they encode. amin is not on its list of fusible operators. Over one element it is the
-    identity: inductor makes no reduction of it and fuses it like a pointwise operator.
+    The partitioner counts fusible tensors twice, so 8-bit codes would lose against the 16-bit
+    values that they encode. amin is not on its list of fusible operators. Over one element it is
+    the identity: inductor makes no reduction of it and fuses it like a pointwise operator.
     """
     return codes.unsqueeze(2).amin(2)
 
