@@ -28,8 +28,8 @@ Generation generation_of(int capability) {
 constexpr int block_reserved_bytes = 1024;  // of shared memory, by the system
 constexpr double start_cycles = 8000;       // of a launch, until the first results are written
 constexpr double second_launch_cycles = 2000;
-constexpr double least_gain = 1.03;  // by sharing tiles: it takes memory and a launch
-constexpr int out_bytes = 2;         // of a result; its type does not change the choice
+constexpr double min_gain = 1.03;  // by sharing tiles: it takes memory and a launch
+constexpr int out_bytes = 2;       // of a result; its type does not change the choice
 
 // Thread blocks of a tile's kernel on a multiprocessor; 0: it does not fit.
 int blocks_per_sm(int capability, const MmaTileFacts& tile) {
@@ -163,7 +163,7 @@ MmaPlan mma_choose(const MmaDevice& device, const MmaProduct& product, bool may_
     Division found = divider.whole();
     if (may_share) {
       const Division shared = divider.shared();
-      if (shared.cycles * least_gain < found.cycles) found = shared;
+      if (shared.cycles * min_gain < found.cycles) found = shared;
     }
     // Of two tiles that are each other's mirror image the one whose longer side lies along the
     // shorter side of the product.
@@ -184,8 +184,9 @@ std::size_t mma_workspace(const MmaPlan& plan) {
 std::int64_t mma_fixup_blocks(const MmaPlan& plan) {
   const MmaTileFacts& tile = mma_tiles[plan.tile];
   // A warp for each 16 rows of a warp of the tile's kernel.
-  const std::int64_t strips = std::int64_t{plan.shared} * (tile.threads / 32) * (tile.warp_m / 16);
-  return ceil_of(strips, mma_fixup_threads / 32);
+  const std::int64_t fragments =
+      std::int64_t{plan.shared} * (tile.threads / 32) * (tile.warp_m / 16);
+  return ceil_of(fragments, mma_fixup_threads / 32);
 }
 
 }  // namespace hot::detail

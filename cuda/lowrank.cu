@@ -117,12 +117,12 @@ __global__ void strip_kernel(ColumnArgs args) {
     std::uint32_t best = 0;
     walk_rows(args.x, args.p, col, begin, end, v, [&](std::int64_t k, float value) {
       if (args.per_k) {
-        atomic_raise(amax + k, abs_bits(value));
+        atomic_max(amax + k, abs_bits(value));
       } else {
         best = max(best, abs_bits(value));
       }
     });
-    if (!args.per_k) atomic_raise(amax + (args.per_tensor ? 0 : col), best);
+    if (!args.per_k) atomic_max(amax + (args.per_tensor ? 0 : col), best);
     return;
   }
   const DeviceOffset offset = offset_of(args.key);

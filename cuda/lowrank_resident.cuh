@@ -506,7 +506,7 @@ __device__ __forceinline__ void quantize_strips(const Args& args, unsigned block
         const std::uint32_t strip_most = __reduce_max_sync(0xffffffffU, most);
         if (lane == 0) args.amax[block] = strip_most;
       } else if (warp == 0 && has_column) {
-        atomic_raise(args.amax + (args.per_tensor ? 0 : column), most);
+        atomic_max(args.amax + (args.per_tensor ? 0 : column), most);
       }
       if (warp == 0 && has_column && args.sum_wanted && !clustered) {
         args.partial_sums[rank * args.x.cols + column] = static_cast<float>(total);

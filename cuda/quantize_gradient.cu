@@ -98,7 +98,7 @@ __device__ __forceinline__ void quantize_tile_rows(const GradientArgs& args, con
 #pragma unroll
   for (int i = 0; i < B; ++i) Tag::unpack(words[i], v[i]);
   const std::int64_t row = std::int64_t{tile} * (args.token_blocks * token_block) + local;
-  quantize_row_values<rounding>(args.rows, offset, row, lane, T, v, [&](std::uint32_t& amax) {
+  quantize_row_values<rounding, 16>(args.rows, offset, row, lane, T, v, [&](std::uint32_t& amax) {
     if (args.rows.pass == RowsPass::amax) {
       largest = max(largest, amax);
       return false;
@@ -252,17 +252,17 @@ __global__ void __launch_bounds__(threads, 1)
     for (int block = 0; block < args.token_blocks; ++block) {
       column = max(column, largest[block * columns + c]);
     }
-    if (!args.columns.per_tensor) atomic_raise(args.columns.amax + c, column);
+    if (!args.columns.per_tensor) atomic_max(args.columns.amax + c, column);
     most = max(most, column);
   }
   const bool leader = threadIdx.x % 32 == 0;
   if (args.columns.per_tensor) {
     most = warp_max(most);
-    if (leader) atomic_raise(args.columns.amax, most);
+    if (leader) atomic_max(args.columns.amax, most);
   }
   if (args.rows.pass == RowsPass::amax) {
     rows_largest = warp_max(rows_largest);
-    if (leader) atomic_raise(args.rows.amax, rows_largest);
+    if (leader) atomic_max(args.rows.amax, rows_largest);
   }
 }
 

@@ -84,6 +84,8 @@ template <>
 constexpr std::size_t first_size<hot_weight> = 48;
 template <>
 constexpr std::size_t first_size<hot_gradients> = 40;
+template <>
+constexpr std::size_t first_size<hot_forward_spec> = 16;
 
 // Far more than any version will need. A larger number is no size, and `read` would look at memory
 // past the caller's struct.
@@ -248,6 +250,17 @@ hot::ConstSavedActivation saved_of(const char* call, const hot_saved* given) {
           s.format};
 }
 
+hot::ForwardLinearSpec spec_of(const char* call, const hot_forward_spec* given) {
+  return {read(call, "spec", given).hadamard_block};
+}
+
+// A quantised w; null: none.
+hot::ConstQuantizedWeight weight_of(const char* call, const hot_weight* given) {
+  if (given == nullptr) return {};
+  const hot_weight w = read(call, "weight", given);
+  return {w.data, w.bytes, w.out_features, w.in_features, w.format};
+}
+
 // hot_backward_linear with a plain or a quantised w.
 template <class Weight>
 void backward(const hot_context* context, const hot_tensor* gy, const Weight& w,
@@ -269,6 +282,21 @@ void backward(const hot_context* context, const hot_tensor* gy, const Weight& w,
   out.accumulate = g.accumulate != 0;
   hot::backward_linear(c, view(call, "gy", gy), w, saved_of(call, saved), spec_of(call, spec), out,
                        workspace);
+}
+
+// hot_forward_linear with either kind of w.
+template <class Weight>
+void forward(const hot_context* context, const hot_tensor* x, const Weight& w,
+             const hot_tensor* bias, const hot_forward_spec* spec, const hot_tensor* y,
+             const hot::Workspace& workspace) {
+  const char* const call = "forward_linear";
+  hot::forward_linear(context_of(call, context), view(call, "x", x), w,
+                      optional(call, "bias", bias), spec_of(call, spec), view(call, "y", y),
+                      workspace);
+}
+
+void check_supported(const hot::Support& support) {
+  if (!support.ok) throw hot::Error(hot::ErrorCode::unsupported, support.why);
 }
 
 const std::vector<std::string>& known_recipes() {
@@ -406,9 +434,8 @@ hot_status hot_supported(const hot_context* context, int64_t tokens, int64_t out
                          int64_t in_features, const hot_spec* spec) {
   const char* const call = "supported";
   return guarded([&] {
-    const hot::Support support = hot::supported(
-        context_of(call, context), {tokens, out_features, in_features}, spec_of(call, spec));
-    if (!support.ok) throw hot::Error(hot::ErrorCode::unsupported, support.why);
+    check_supported(hot::supported(context_of(call, context), {tokens, out_features, in_features},
+                                   spec_of(call, spec)));
   });
 }
 
@@ -622,12 +649,69 @@ hot_status hot_backward_linear_quantized(const hot_context* context, const hot_t
                                          const hot_spec* spec, const hot_gradients* out,
                                          void* workspace, size_t workspace_bytes) {
   return guarded([&] {
-    hot::ConstQuantizedWeight q;
-    if (weight != nullptr) {
-      const hot_weight w = read("backward_linear", "weight", weight);
-      q = {w.data, w.bytes, w.out_features, w.in_features, w.format};
-    }
-    backward(context, gy, q, saved, spec, out, {workspace, workspace_bytes});
+    backward(context, gy, weight_of("backward_linear", weight), saved, spec, out,
+             {workspace, workspace_bytes});
+  });
+}
+
+hot_status hot_forward_supported(const hot_context* context, int64_t tokens, int64_t out_features,
+                                 int64_t in_features, const hot_forward_spec* spec) {
+  const char* const call = "forward_supported";
+  return guarded([&] {
+    check_supported(hot::forward_supported(
+        context_of(call, context), {tokens, out_features, in_features}, spec_of(call, spec)));
+  });
+}
+
+hot_status hot_forward_weight_bytes(int64_t out_features, int64_t in_features,
+                                    const hot_forward_spec* spec, size_t* bytes) {
+  const char* const call = "forward_weight_bytes";
+  return write_result(call, "bytes", bytes, [&] {
+    return hot::forward_weight_bytes(out_features, in_features, spec_of(call, spec));
+  });
+}
+
+hot_status hot_quantize_forward_weight(const hot_context* context, const hot_tensor* w,
+                                       const hot_forward_spec* spec, void* data, size_t bytes,
+                                       hot_weight* weight) {
+  const char* const call = "quantize_forward_weight";
+  return guarded([&] {
+    check_struct(call, "weight", weight);
+    const hot::ConstQuantizedWeight q = hot::quantize_forward_weight(
+        context_of(call, context), view(call, "w", w), spec_of(call, spec), {data, bytes});
+    write(weight, {0, q.data, q.bytes, q.out_features, q.in_features, q.format});
+  });
+}
+
+hot_status hot_forward_linear_workspace(const hot_context* context, int64_t tokens,
+                                        int64_t out_features, int64_t in_features,
+                                        const hot_forward_spec* spec, int32_t quantized_weight,
+                                        size_t* bytes) {
+  const char* const call = "forward_linear_workspace";
+  return write_result(call, "bytes", bytes, [&] {
+    return hot::forward_linear_workspace(context_of(call, context),
+                                         {tokens, out_features, in_features}, spec_of(call, spec),
+                                         quantized_weight != 0);
+  });
+}
+
+hot_status hot_forward_linear(const hot_context* context, const hot_tensor* x, const hot_tensor* w,
+                              const hot_tensor* bias, const hot_forward_spec* spec,
+                              const hot_tensor* y, void* workspace, size_t workspace_bytes) {
+  return guarded([&] {
+    forward(context, x, ConstTensorView(view("forward_linear", "w", w)), bias, spec, y,
+            {workspace, workspace_bytes});
+  });
+}
+
+hot_status hot_forward_linear_quantized(const hot_context* context, const hot_tensor* x,
+                                        const hot_weight* weight, const hot_tensor* bias,
+                                        const hot_forward_spec* spec, const hot_tensor* y,
+                                        void* workspace, size_t workspace_bytes) {
+  return guarded([&] {
+    check_struct("forward_linear", "weight", weight);
+    forward(context, x, weight_of("forward_linear", weight), bias, spec, y,
+            {workspace, workspace_bytes});
   });
 }
 

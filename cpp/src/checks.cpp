@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <exception>
+#include <new>
 #include <utility>
 
 namespace hot::detail {
@@ -126,6 +128,42 @@ bool interleaved(const ConstTensorView& a, const ConstTensorView& b) {
 }
 
 }  // namespace
+
+void check_bytes(const char* call, const char* name, const void* data, std::size_t bytes,
+                 std::size_t expected, BufferSize size) {
+  const bool fits = size == BufferSize::exact ? bytes == expected : bytes >= expected;
+  if (!fits || (data == nullptr && expected > 0)) {
+    invalid(call, std::string(name) + " has " + std::to_string(data == nullptr ? 0 : bytes) +
+                      " bytes; expected " + std::to_string(expected) +
+                      (size == BufferSize::exact ? " for this spec" : ""));
+  }
+  if (reinterpret_cast<std::uintptr_t>(data) % 16 != 0) {
+    invalid(call, std::string(name) + " is not aligned to 16 bytes");
+  }
+}
+
+void check_format(const char* call, const char* name, const char* made_by, std::uint64_t format,
+                  std::uint64_t expected) {
+  if (format == expected) return;
+  invalid(call, format == 0
+                    ? std::string(name) + ".format is 0; expected what " + made_by + " returned"
+                    : std::string(name) + " was made by " + made_by +
+                          " with another spec; expected the one given here");
+}
+
+Support refusal() noexcept {
+  try {
+    throw;
+  } catch (const std::bad_alloc&) {
+    return {false, "out of memory"};  // short enough to take none itself
+  } catch (const std::exception& error) {
+    try {
+      return {false, error.what()};
+    } catch (const std::bad_alloc&) {
+      return {false, "not supported"};
+    }
+  }
+}
 
 std::string shape_text(const ConstTensorView& view) {
   return list_text(view.ndim, [&](int i) { return std::to_string(view.shape[i]); });

@@ -4,6 +4,7 @@
 #include <initializer_list>
 #include <string>
 
+#include "hot/backward_linear.h"
 #include "hot/context.h"
 #include "hot/error.h"
 #include "hot/quantize.h"
@@ -22,6 +23,27 @@ void check_sizes(const char* call, std::initializer_list<const char*> names,
 // Refuse values that are no enumerator: C++ allows the cast.
 void check_rounding(const char* call, const char* name, Rounding rounding);
 void check_granularity(const char* call, const char* name, Granularity granularity);
+
+// How long a buffer of codes and scales has to be.
+enum class BufferSize { exact, at_least };
+void check_bytes(const char* call, const char* name, const void* data, std::size_t bytes,
+                 std::size_t expected, BufferSize size = BufferSize::exact);
+// Refuses kept bytes that another spec made; `made_by` is the function that makes them.
+void check_format(const char* call, const char* name, const char* made_by, std::uint64_t format,
+                  std::uint64_t expected);
+
+// The exception that is being handled, as an answer.
+Support refusal() noexcept;
+// Runs checks that throw; what they throw becomes the answer.
+template <class Check>
+Support answer_supported(const Check& check) noexcept {
+  try {
+    check();
+    return {true, ""};
+  } catch (...) {
+    return refusal();
+  }
+}
 
 std::string shape_text(const ConstTensorView& view);
 std::string shape_text(std::initializer_list<std::int64_t> shape);  // -1 prints as *
@@ -84,5 +106,12 @@ class WorkspaceCursor {
   char* base_ = nullptr;
   std::size_t used_ = 0;
 };
+
+// Codes and scales of an operand; `amax` stays null.
+inline Operand take_operand(WorkspaceCursor& cursor, std::int64_t rows, std::int64_t k_padded,
+                            std::int64_t scales) {
+  auto* const codes = cursor.take<std::int8_t>(rows * k_padded);
+  return {codes, cursor.take<float>(scales), rows, k_padded, scales};
+}
 
 }  // namespace hot::detail

@@ -10,6 +10,7 @@
 #include "checks.h"
 #include "cuda/plan.h"
 #include "cuda_device.h"
+#include "forward_work.h"
 #include "kernels.h"
 
 namespace hot {
@@ -178,12 +179,17 @@ std::int64_t buffer_bytes(const Layer& layer, Buffer buffer, std::int64_t sum_ru
   }
 }
 
+// How often a quantiser of rows goes over them.
+int row_passes_of(const Step& step) {
+  const bool twice = step.kernel == Kernel::rows &&
+                     step.as<detail::plan::RowsStep>().pass == detail::RowsPass::row_scales;
+  return twice ? 2 : 1;
+}
+
 // How often a step reads its part of g_y.
 int gy_passes_of(const Step& step) {
   if (!step.reads.has(Buffer::gy)) return 0;
-  if (step.kernel == Kernel::rows) {
-    return step.as<detail::plan::RowsStep>().pass == detail::RowsPass::row_scales ? 2 : 1;
-  }
+  if (step.kernel == Kernel::rows) return row_passes_of(step);
   if (step.kernel == Kernel::small_amax || step.kernel == Kernel::small_codes) {
     const auto& small = step.as<detail::plan::SmallStep>();
     return (small.rows.blocks > 0 ? 1 : 0) + (small.gradient.blocks > 0 ? 1 : 0);
@@ -349,7 +355,8 @@ void add_steps(Explanation& all, const Words& words, const Plan& plan, const Rat
       const std::int64_t bytes = words.bytes(buffer);
       if (step.reads.has(buffer)) {
         e.reads.emplace_back(detail::plan::buffer_name(buffer));
-        e.bytes_read += bytes * (buffer == Buffer::gy ? passes : 1);
+        const bool is_x = buffer == Buffer::x || buffer == Buffer::w;
+        e.bytes_read += bytes * (buffer == Buffer::gy ? passes : is_x ? row_passes_of(step) : 1);
       }
       if (step.writes.has(buffer)) {
         e.writes.emplace_back(detail::plan::buffer_name(buffer));
@@ -378,6 +385,89 @@ void add_steps(Explanation& all, const Words& words, const Plan& plan, const Rat
 void add_steps(Explanation& all, const Layer& layer, const char* call, const Plan& plan,
                const Rates& rates) {
   add_steps(all, words_of(layer, call, plan), plan, rates);
+}
+
+// ---- the forward product -----------------------------------------------------------------------
+
+std::string slow_forward_reason(const Layer& layer, const Step& step) {
+  const std::int64_t I = layer.shape.in_features, O = layer.shape.out_features;
+  const DType dtype = layer.options.dtype;
+  const int block = layer.options.forward.hadamard_block;
+  switch (step.kernel) {
+    case Kernel::rows:
+      return block != 16 && block != 64 && block != 128
+                 ? "a row goes through shared memory, twice: forward's hadamard_block is " +
+                       std::to_string(block) + ", where 16, 64 and 128 have a fast kernel"
+                 : "a row goes through shared memory, twice: in_features is too long for registers";
+    case Kernel::rows16:
+      return layer.aligned(I, dtype) && I % 16 == 0
+                 ? ""
+                 : "x and w are read element by element: in_features " + std::to_string(I) +
+                       " is not a multiple of 16";
+    case Kernel::mma_128x256x128:
+    case Kernel::mma_256x128x128:
+    case Kernel::mma_128x256x64:
+    case Kernel::mma_128x128x64:
+    case Kernel::mma_64x64x64:
+    case Kernel::mma_any: {
+      const std::string why = layer.aligned(O, dtype)
+                                  ? "the contraction is longer than INT32 sums hold, or empty"
+                                  : not_aligned("y", "out_features", O, dtype);
+      if (layer.facts.arch / 10 != 9) {
+        return step.kernel == Kernel::mma_any ? "mma.sync, a tile at half the speed: " + why : "";
+      }
+      return layer.facts.wgmma_built ? "mma.sync: " + why : no_wgmma;
+    }
+    default:
+      return "";
+  }
+}
+
+void add_forward(Explanation& all, const Layer& layer, const Rates& rates) {
+  const auto [L, O, I] = layer.shape;
+  const ExplainOptions& options = layer.options;
+  const std::int64_t k = detail::forward_k(I, options.forward);
+  const auto add = [&](const char* call, const Plan& plan) {
+    Words words = words_of(layer, call, plan);
+    words.bytes = [&](Buffer buffer) -> std::int64_t {
+      switch (buffer) {
+        case Buffer::y:
+          return L * O * static_cast<std::int64_t>(dtype_size(options.dtype));
+        case Buffer::bias:
+        case Buffer::wide_bias:
+        case Buffer::spread_b:
+          return 4 * O;
+        case Buffer::spread_a:
+          return 4 * L;
+        case Buffer::x_rows:
+          return L * (k + 4);
+        case Buffer::weight_rows:
+        case Buffer::forward_w:
+          return O * (k + 4);
+        default:
+          return buffer_bytes(layer, buffer, 0);
+      }
+    };
+    words.operations = [&](const Step& step) {
+      return step.writes.has(Buffer::y) ? 2 * L * O * k : 0;
+    };
+    words.slow = [&](const Step& step) { return slow_forward_reason(layer, step); };
+    add_steps(all, words, plan, rates);
+  };
+  if (options.quantized_forward_weight && O > 0) {
+    add("quantize_forward_weight",
+        detail::plan::plan_forward_weight(layer.facts, layer.array(I), O, I,
+                                          options.forward.hadamard_block));
+  }
+  if (L == 0 || O == 0) return;
+  const detail::ForwardWork work{options.forward, layer.shape, !options.quantized_forward_weight,
+                                 options.bias};
+  add("forward_linear",
+      detail::plan::plan_forward(layer.facts, work,
+                                 {layer.array(I), layer.array(I), layer.out(O, options.dtype)}));
+  detail::WorkspaceCursor cursor;
+  detail::plan::take_forward_scratch(cursor, layer.facts, work);
+  all.workspace = cursor.bytes();
 }
 
 // Writes the device and the rates of the floor into `all` and returns the rates.
@@ -478,9 +568,9 @@ std::vector<std::string> explain_devices() {
 
 Explanation explain(std::string_view device, const LinearShape& shape,
                     const BackwardLinearSpec& spec, const ExplainOptions& options) {
-  if (!options.compress && !options.gx && !options.gw && !options.gb) {
+  if (!options.y && !options.compress && !options.gx && !options.gw && !options.gb) {
     detail::invalid(call_name,
-                    "options want nothing; expected compress, gx, gw or gb, one at least");
+                    "options want nothing; expected y, compress, gx, gw or gb, one at least");
   }
   for (const DType dtype : {options.dtype, options.gw_dtype}) {
     if (dtype != DType::f32 && dtype != DType::f16 && dtype != DType::bf16) {
@@ -491,6 +581,7 @@ Explanation explain(std::string_view device, const LinearShape& shape,
   // The same checks as in the calls.
   quantized_weight_bytes(shape.out_features, shape.in_features, spec);
   saved_layout(shape.tokens, shape.in_features, spec);
+  if (options.y) forward_weight_bytes(shape.out_features, shape.in_features, options.forward);
   detail::check_sizes(call_name, {"tokens", "out_features", "in_features"},
                       {shape.tokens, shape.out_features, shape.in_features});
 
@@ -504,6 +595,7 @@ Explanation explain(std::string_view device, const LinearShape& shape,
                       facts};
     const auto [L, O, I] = shape;
     const Rates rates = set_device(all, device, facts, named);
+    if (options.y) add_forward(all, layer, rates);
     const bool elements = L > 0 && I > 0;
     if (options.compress && elements && spec.storage == Storage::int4) {
       add_steps(all, layer, "compress_activation",
@@ -529,13 +621,14 @@ Explanation explain(std::string_view device, const LinearShape& shape,
     work.accumulate = options.accumulate;
     work.clear_gx = options.gx && !gx && elements;
     work.clear_gw = options.gw && !gw && O > 0 && I > 0 && !options.accumulate;
+    if (!options.gx && !options.gw && !options.gb) return;
     add_steps(
         all, layer, "backward_linear",
         detail::plan::plan_backward(facts, work,
                                     {layer.array(O), layer.array(I), layer.out(I, options.dtype),
                                      layer.out(I, options.gw_dtype)}),
         rates);
-    all.workspace = detail::plan::backward_workspace(facts, work);
+    all.workspace = std::max(all.workspace, detail::plan::backward_workspace(facts, work));
   });
   all.text = text_of(
       all, std::to_string(shape.tokens) + " tokens, " + std::to_string(shape.in_features) + " -> " +

@@ -131,6 +131,15 @@ struct Operand {
   std::uint32_t* amax = nullptr;  // scratch of the CUDA backend: maxima
 };
 
+// A quantised weight's buffer: codes [rows, k_padded], then room for a scale of each row.
+inline std::size_t weight_bytes(std::int64_t rows, std::int64_t k_padded) {
+  return static_cast<std::size_t>(rows) * (static_cast<std::size_t>(k_padded) + sizeof(float));
+}
+inline Operand weight_operand(void* data, std::int64_t rows, std::int64_t k_padded) {
+  auto* bytes = static_cast<std::int8_t*>(data);
+  return {bytes, reinterpret_cast<float*>(bytes + rows * k_padded), rows, k_padded, rows};
+}
+
 struct OperandQuant {
   int bits;
   bool per_tensor;
@@ -203,6 +212,7 @@ struct GemmArgs {
   float inv_divisor;
   bool accumulate;
   MatrixOut out;
+  const float* bias = nullptr;  // [n], added to the scaled sums; never together with `accumulate`
 };
 
 // A product whose a has scales along the contraction: fp32, k ascending (docs/numerics.md,
@@ -219,6 +229,8 @@ struct GemmTokenArgs {
 
 struct BackwardWork;  // backward_work.h
 struct BackwardCall;
+struct ForwardWork;  // forward_work.h
+struct ForwardCall;
 
 class Backend {
  public:
@@ -254,6 +266,11 @@ class Backend {
 
   virtual std::size_t backward_workspace(const Context&, const BackwardWork&) const = 0;
   virtual void backward(const Context&, const BackwardCall&, void* workspace) const = 0;
+
+  // Rows with a scale each, nothing random: w for the forward product.
+  virtual void quantize_forward_weight(const Context&, const RowsJob&) const = 0;
+  virtual std::size_t forward_workspace(const Context&, const ForwardWork&) const = 0;
+  virtual void forward(const Context&, const ForwardCall&, void* workspace) const = 0;
 };
 
 const Backend& backend_of(const Context&);  // dispatch.cpp

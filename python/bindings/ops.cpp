@@ -328,6 +328,61 @@ void backward_linear(const CoreContext& c, const In& gy, const In& w, const In& 
   }
 }
 
+std::size_t forward_weight_bytes(std::int64_t out_features, std::int64_t in_features,
+                                 const hot::ForwardLinearSpec& spec) {
+  return hot::forward_weight_bytes(out_features, in_features, spec);
+}
+
+void quantize_forward_weight(const CoreContext& c, const In& w, const hot::ForwardLinearSpec& spec,
+                             const Out& out) {
+  const hot::ConstTensorView wv = view(w, "w");
+  const hot::SavedActivation bytes = saved_view(out, "out");
+  Gil release;
+  hot::quantize_forward_weight(c.context, wv, spec, {bytes.data, bytes.bytes});
+}
+
+std::size_t forward_linear_workspace(const CoreContext& c, std::int64_t tokens,
+                                     std::int64_t out_features, std::int64_t in_features,
+                                     const hot::ForwardLinearSpec& spec, bool quantized_weight) {
+  return hot::forward_linear_workspace(c.context, {tokens, out_features, in_features}, spec,
+                                       quantized_weight);
+}
+
+// w, or in its place what quantize_forward_weight left (`quantized_weight`).
+void forward_linear(const CoreContext& c, const In& x, const In& w, const In& bias,
+                    const hot::ForwardLinearSpec& spec, const Out& y, const Out& workspace,
+                    const In& quantized_weight) {
+  const hot::ConstTensorView xv = view(x, "x");
+  const hot::ConstTensorView wv = view(w, "w");
+  const hot::ConstTensorView bv = view(bias, "bias");
+  const hot::TensorView yv = view(y, "y");
+  const bool quantized = quantized_weight.is_valid();
+  const std::int64_t in_features = xv.ndim >= 2 ? xv.shape[xv.ndim - 1] : 0;
+  const std::int64_t out_features = yv.ndim >= 2 ? yv.shape[yv.ndim - 1] : 0;
+  const hot::ConstSavedActivation bytes = saved_view(quantized_weight, "quantized_weight");
+  const Scratch scratch(c.context, workspace, [&]() -> std::size_t {
+    if (xv.ndim < 2 || yv.ndim < 2) return 0;  // the call below says what is wrong
+    return hot::forward_linear_workspace(c.context, {leading(xv), out_features, in_features}, spec,
+                                         quantized);
+  });
+  Gil release;
+  if (quantized) {
+    const hot::ConstQuantizedWeight qv{bytes.data, bytes.bytes, out_features, in_features,
+                                       hot::forward_weight_format(spec)};
+    hot::forward_linear(c.context, xv, qv, bv, spec, yv, scratch.get());
+  } else {
+    hot::forward_linear(c.context, xv, wv, bv, spec, yv, scratch.get());
+  }
+}
+
+std::pair<bool, std::string> forward_supported(const CoreContext& c, std::int64_t tokens,
+                                               std::int64_t out_features, std::int64_t in_features,
+                                               const hot::ForwardLinearSpec& spec) {
+  const hot::Support support =
+      hot::forward_supported(c.context, {tokens, out_features, in_features}, spec);
+  return {support.ok, support.why};
+}
+
 std::pair<bool, std::string> supported(const CoreContext& c, std::int64_t tokens,
                                        std::int64_t out_features, std::int64_t in_features,
                                        const Spec& s) {
@@ -381,9 +436,22 @@ nb::dict explanation(const hot::Explanation& e) {
 
 nb::dict explain(Text device, std::int64_t tokens, std::int64_t out_features,
                  std::int64_t in_features, const Spec& s, Text dtype, Text gw_dtype, bool compress,
-                 bool gx, bool gw, bool gb, bool accumulate, bool quantized_weight, bool wgmma) {
-  const hot::ExplainOptions options{float_of(dtype), float_of(gw_dtype), compress, gx, gw, gb,
-                                    accumulate,      quantized_weight,   wgmma};
+                 bool gx, bool gw, bool gb, bool accumulate, bool quantized_weight, bool wgmma,
+                 const hot::ForwardLinearSpec* forward, bool bias, bool quantized_forward_weight) {
+  hot::ExplainOptions options;
+  options.dtype = float_of(dtype);
+  options.gw_dtype = float_of(gw_dtype);
+  options.compress = compress;
+  options.gx = gx;
+  options.gw = gw;
+  options.gb = gb;
+  options.accumulate = accumulate;
+  options.quantized_weight = quantized_weight;
+  options.wgmma = wgmma;
+  options.y = forward != nullptr;
+  if (forward != nullptr) options.forward = *forward;
+  options.bias = bias;
+  options.quantized_forward_weight = quantized_forward_weight;
   return explanation(hot::explain(device, {tokens, out_features, in_features}, s.spec, options));
 }
 
@@ -432,6 +500,15 @@ void bind_ops(nb::module_& m) {
            "grid_w"_a, "prefix_tokens"_a, "gw_scale"_a, "gw_rounding"_a, "storage"_a, "x_scale"_a,
            "x_rounding"_a);
 
+  nb::class_<hot::ForwardLinearSpec>(m, "ForwardLinearSpec", "How forward_linear quantises.")
+      .def(
+          "__init__",
+          [](hot::ForwardLinearSpec* self, int hadamard_block) {
+            new (self) hot::ForwardLinearSpec{hadamard_block};
+          },
+          nb::kw_only(), "hadamard_block"_a = hot::ForwardLinearSpec{}.hadamard_block)
+      .def_ro("hadamard_block", &hot::ForwardLinearSpec::hadamard_block);
+
   m.def("recipe", &recipe, "name"_a);
   m.def("recipe_names", &hot::recipe_names);
   m.def("saved_format", [](const Spec& s) { return hot::saved_format(s.spec); }, "spec"_a);
@@ -478,10 +555,23 @@ void bind_ops(nb::module_& m) {
         "saved_key"_a, "spec"_a, "key"_a, "gx"_a.noconvert().none(), "gw"_a.noconvert().none(),
         "gb"_a.noconvert().none(), "accumulate"_a, "workspace"_a.noconvert().none() = nb::none(),
         "quantized_weight"_a.noconvert().none() = nb::none());
+  m.def("forward_weight_format", &hot::forward_weight_format, "spec"_a);
+  m.def("forward_weight_bytes", &forward_weight_bytes, "out_features"_a, "in_features"_a, "spec"_a);
+  m.def("quantize_forward_weight", &quantize_forward_weight, "context"_a, "w"_a.noconvert(),
+        "spec"_a, "out"_a.noconvert());
+  m.def("forward_linear_workspace", &forward_linear_workspace, "context"_a, "tokens"_a,
+        "out_features"_a, "in_features"_a, "spec"_a, "quantized_weight"_a);
+  m.def("forward_linear", &forward_linear, "context"_a, "x"_a.noconvert(), "w"_a.noconvert().none(),
+        "bias"_a.noconvert().none(), "spec"_a, "y"_a.noconvert(),
+        "workspace"_a.noconvert().none() = nb::none(),
+        "quantized_weight"_a.noconvert().none() = nb::none());
+  m.def("forward_supported", &forward_supported, "context"_a, "tokens"_a, "out_features"_a,
+        "in_features"_a, "spec"_a);
   m.def("explain_devices", &hot::explain_devices);
   m.def("explain", &explain, "device"_a, "tokens"_a, "out_features"_a, "in_features"_a, "spec"_a,
         "dtype"_a, "gw_dtype"_a, "compress"_a, "gx"_a, "gw"_a, "gb"_a, "accumulate"_a,
-        "quantized_weight"_a, "wgmma"_a);
+        "quantized_weight"_a, "wgmma"_a, "forward"_a.none() = nb::none(), "bias"_a = true,
+        "quantized_forward_weight"_a = false);
   m.def("explain_gemm", &explain_gemm, "device"_a, "m"_a, "n"_a, "k"_a, "out_dtype"_a, "int4"_a,
         "accumulate"_a, "wgmma"_a);
   m.def("supported", &supported, "context"_a, "tokens"_a, "out_features"_a, "in_features"_a,

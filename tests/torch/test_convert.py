@@ -678,7 +678,7 @@ def test_matrices_that_are_not_taken() -> None:
     assert rows["line"].reason == "nn.Conv1d is not a kind of layer that HOT supports"
     text = str(report)
     assert all(name in text for name in rows)
-    with pytest.raises(ValueError, match=r"no layer.*no nn.Linear.*; 0 \(LSTM\): nn.LSTM is of no"):
+    with pytest.raises(ValueError, match=r"no layer.*no nn.Linear.*; 0 \(LSTM\): nn.LSTM is not a"):
         hot.convert(nn.Sequential(nn.LSTM(64, 64)))
 
 

@@ -9,6 +9,7 @@
 
 #include "hot/api.h"
 #include "hot/backward_linear.h"
+#include "hot/forward_linear.h"
 #include "hot/tensor.h"
 
 namespace hot {
@@ -35,7 +36,7 @@ struct ExplainedStep {
 struct Explanation {
   std::string device;  // e.g. "sm_90 (H200, 132 SMs)"
   std::vector<ExplainedStep> steps;
-  std::size_t workspace = 0;  // bytes of backward_linear_workspace; an estimate without the device
+  std::size_t workspace = 0;  // bytes of the largest *_workspace; an estimate without the device
   int gy_passes = 0;          // how often g_y is read
   std::int64_t bytes_read = 0, bytes_written = 0, operations = 0;
   /// The least time of these steps in microseconds: bytes at the device's bandwidth, products at
@@ -47,7 +48,7 @@ struct Explanation {
 };
 
 struct ExplainOptions {
-  /// Dtypes of g_y, w, x and g_x, and of g_w. Arrays are assumed contiguous and aligned to 16
+  /// Of g_y, w, x, y and g_x, and of g_w. Arrays are taken to be contiguous and aligned to 16
   /// bytes.
   DType dtype = DType::bf16;
   DType gw_dtype = DType::f32;
@@ -55,6 +56,10 @@ struct ExplainOptions {
   bool gx = true, gw = true, gb = true;
   bool accumulate = false;        // into g_w and g_b
   bool quantized_weight = false;  // w quantised once, by quantize_weight
+  bool y = false;                 // forward_linear too, y as `dtype`, by `forward`,
+  ForwardLinearSpec forward{};
+  bool bias = true;                       // with a bias of fp32,
+  bool quantized_forward_weight = false;  // and w quantised once, by quantize_forward_weight
   /// Whether the build has the wgmma kernels. For named architectures only; a present device uses
   /// this build's.
   bool wgmma = true;

@@ -316,6 +316,43 @@ HOT_API hot_status hot_backward_linear_quantized(const hot_context* context, con
                                                  const hot_spec* spec, const hot_gradients* out,
                                                  void* workspace, size_t workspace_bytes);
 
+/* hot::ForwardLinearSpec. */
+typedef struct hot_forward_spec {
+  size_t struct_size;
+  int32_t hadamard_block;
+  int32_t reserved; /* 0 */
+} hot_forward_spec;
+
+#define HOT_FORWARD_SPEC_INIT {sizeof(hot_forward_spec), 64, 0}
+
+/* HOT_OK, or HOT_UNSUPPORTED with the reason as hot_last_error(). */
+HOT_API hot_status hot_forward_supported(const hot_context* context, int64_t tokens,
+                                         int64_t out_features, int64_t in_features,
+                                         const hot_forward_spec* spec);
+
+HOT_API hot_status hot_forward_weight_bytes(int64_t out_features, int64_t in_features,
+                                            const hot_forward_spec* spec, size_t* bytes);
+/* `data` 16-byte aligned, of exactly hot_forward_weight_bytes. */
+HOT_API hot_status hot_quantize_forward_weight(const hot_context* context, const hot_tensor* w,
+                                               const hot_forward_spec* spec, void* data,
+                                               size_t bytes, hot_weight* weight);
+
+/* `quantized_weight` not 0: for hot_forward_linear_quantized. */
+HOT_API hot_status hot_forward_linear_workspace(const hot_context* context, int64_t tokens,
+                                                int64_t out_features, int64_t in_features,
+                                                const hot_forward_spec* spec,
+                                                int32_t quantized_weight, size_t* bytes);
+
+/* `bias` may be null: none. */
+HOT_API hot_status hot_forward_linear(const hot_context* context, const hot_tensor* x,
+                                      const hot_tensor* w, const hot_tensor* bias,
+                                      const hot_forward_spec* spec, const hot_tensor* y,
+                                      void* workspace, size_t workspace_bytes);
+HOT_API hot_status hot_forward_linear_quantized(const hot_context* context, const hot_tensor* x,
+                                                const hot_weight* weight, const hot_tensor* bias,
+                                                const hot_forward_spec* spec, const hot_tensor* y,
+                                                void* workspace, size_t workspace_bytes);
+
 #ifdef __cplusplus
 }
 #endif

@@ -41,6 +41,10 @@ class CpuBackend final : public Backend {
   }
   std::size_t backward_workspace(const Context&, const BackwardWork&) const override;
   void backward(const Context&, const BackwardCall&, void* workspace) const override;
+  // forward_linear.cpp
+  void quantize_forward_weight(const Context&, const RowsJob&) const override;
+  std::size_t forward_workspace(const Context&, const ForwardWork&) const override;
+  void forward(const Context&, const ForwardCall&, void* workspace) const override;
 };
 
 // The stages of a backward pass. The single scale of a whole operand is its scales' first element.

@@ -36,6 +36,7 @@ struct Epilogue {
     simd.dequantize(acc, count, args.b_scale + n * args.b_scale_step, args.b_scale_step,
                     args.a_scale[m * args.a_scale_step] * args.inv_divisor,
                     args.accumulate ? before : nullptr, values);
+    add_bias(n, count, values);
     store_row(simd, values, m, n, count, args.out);
   }
 
@@ -54,7 +55,13 @@ struct Epilogue {
       values[i] = static_cast<float>(acc[i]) * b * a;
       if (args.accumulate) values[i] = before[i] + values[i];
     }
+    add_bias(n, count, values);
     store_row(simd, values, m, n, count, args.out);
+  }
+
+  void add_bias(std::int64_t n, std::int64_t count, float* values) const {
+    if (args.bias == nullptr) return;
+    for (std::int64_t i = 0; i < count; ++i) values[i] += args.bias[n + i];
   }
 
   MatrixIn current() const {
