@@ -8,8 +8,8 @@ composite operators:
   the same x and configuration. These layers round g_y with the same random numbers; every gradient
   is still unbiased.
 * ``linear`` is ``product`` (``F.linear``, or libhot's with ``forward="int8"``) with the backward
-  ``backward_linear``. It takes the codes of x, although the product does not need them, so that they
-  exist before it. Otherwise the partitioner would move the compression and its seed into backward
+  ``backward_linear``. It takes the codes of x, although the product does not need them, so that
+  they exist before it. Otherwise the partitioner would move the compression and its seed into backward
   (:attr:`HotModule.defer` allows that).
 
 A seed is an int64 ``[]``, the offset of the layer's key (:func:`key_of`). Compiled and captured
