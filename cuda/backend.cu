@@ -34,7 +34,7 @@ CudaDevice::CudaDevice(const Context& context) : context_(context) {
 std::int64_t CudaDevice::at_once(const plan::WideRows& of, const LaunchShape& shape) const {
   return clusters_at_once(context_, of, shape);
 }
-std::int64_t CudaDevice::at_once(const plan::ColumnClusters& of, const LaunchShape& shape) const {
+std::int64_t CudaDevice::at_once(const plan::ColumnsOnePass& of, const LaunchShape& shape) const {
   return clusters_at_once(context_, of, shape);
 }
 
@@ -147,24 +147,25 @@ void run(const Context& context, const Step& step, const Memory& memory) {
     case Kernel::wide_rows:
     case Kernel::rows:
       return launch_rows(context, step, job_of(memory, step.as<plan::RowsStep>().of));
-    case Kernel::gradient:
-      return launch_gradient(context, step, *memory.rows, *memory.columns, memory.sum);
-    case Kernel::column_clusters:
+    case Kernel::rows_column_amax:
+      return launch_rows_column_amax(context, step, *memory.rows, *memory.columns, memory.sum);
+    case Kernel::columns_one_pass:
     case Kernel::column_amax:
     case Kernel::column_codes: {
       const plan::Job job = step.as<plan::ColumnsStep>().job;
       return launch_columns(context, step, job_of(memory, job),
                             job == plan::Job::gradient_columns ? memory.sum : nullptr);
     }
-    case Kernel::strip_amax:
-    case Kernel::strip_codes:
-      return launch_strips(context, step, job_of(memory, step.as<plan::StripStep>().job));
+    case Kernel::generic_amax:
+    case Kernel::generic_codes:
+      return launch_generic_columns(context, step,
+                                    job_of(memory, step.as<plan::GenericColumnsStep>().job));
     case Kernel::finish_scales:
       return launch_finish_scales(context, step, job_of(memory, step.as<plan::FinishStep>().job));
-    case Kernel::small_amax:
-    case Kernel::small_codes:
-      return launch_small(context, step,
-                          {memory.rows, memory.columns, memory.weight, memory.groups, memory.sum});
+    case Kernel::grouped_amax:
+    case Kernel::grouped_codes:
+      return launch_grouped(
+          context, step, {memory.rows, memory.columns, memory.weight, memory.groups, memory.sum});
     case Kernel::groups:
     case Kernel::group_pairs:
       return;  // compress_groups alone

@@ -8,7 +8,7 @@
 //   T grows past 8 only where C would pass 8. A thread takes 4 / C blocks: 64 bytes in flight.
 // fwht_exchange, n = 1024 to 32768, contiguous and aligned: n / 64 threads for each transform, 64
 //   elements a thread, 96 registers: 640 threads on a multiprocessor, so that the loads of some
-//   thread blocks hide behind the arithmetic of others. cp.async copies the raw elements, 16 bytes
+//   CTAs hide behind the arithmetic of others. cp.async copies the raw elements, 16 bytes
 //   a lane. Index bits 0-5 in registers (a thread reads 64 neighbours), exchange through n floats
 //   of shared memory in the raw elements' place, bits 6 and up; above n = 4096 these in two steps,
 //   with another exchange between. Groups of 4 floats are swizzled so that no access has bank
@@ -147,7 +147,7 @@ struct VectorPlan {
   static constexpr int lanes = 1 << log_lanes;
   static constexpr int chunks = 1 << (log_vectors - log_lanes);
   static constexpr int slots = chunks < 4 ? 4 / chunks : 1;
-  static constexpr int groups = vector_threads / lanes;  // that a thread block holds
+  static constexpr int groups = vector_threads / lanes;  // that a CTA holds
   static constexpr int per_cta = groups * slots;
   static_assert(log_lanes <= 5);
 };
@@ -235,7 +235,7 @@ struct ExchangePlan {
   static constexpr int threads = n < 64 * each ? 64 : n / each;
   static constexpr int words = threads * each;  // floats of the tile
   static constexpr int transforms = words / n;
-  // Thread blocks on a multiprocessor: 5 warps a scheduler, which leave each thread 96 registers.
+  // CTAs on a multiprocessor: 5 warps a scheduler, which leave each thread 96 registers.
   static constexpr int blocks_per_sm = threads < 640 ? 640 / threads : 1;
   // Index bits of the second and of the third step.
   static constexpr int log_second = LogN <= 12 ? LogN - 6 : (LogN - 5) / 2;
@@ -346,7 +346,7 @@ struct ExchangeStep {
   }
 };
 
-// Prefetch, for elements of 16 bits: the raw ones have a place of their own; a thread block takes
+// Prefetch, for elements of 16 bits: the raw ones have a place of their own; a CTA takes
 // every gridDim.x-th transform and the next one comes meanwhile.
 template <int LogN, bool Prefetch>
 __global__ void __launch_bounds__(ExchangePlan<LogN>::threads, ExchangePlan<LogN>::blocks_per_sm)
@@ -573,7 +573,7 @@ void launch_tile(const Context& context, int log_n, const Job& job) {
   const bool halves = log_n > tile_log_limit;
   TileShape shape{};
   shape.log_n = std::min(log_n, tile_log_limit);
-  // 8192 elements, 33 KB: several thread blocks share a multiprocessor.
+  // 8192 elements, 33 KB: several CTAs share a multiprocessor.
   shape.log_fibres = std::min(
       {std::max(0, tile_log_limit - 1 - log_n), fibre_log_limit, log2_ceil(job.blocks.count)});
   const int fibres = 1 << shape.log_fibres, words = fibres << shape.log_n;

@@ -22,7 +22,7 @@ bool wgmma_can(const DeviceFacts& facts, const ProductShape& p) {
 // Tiles per stripe: as many as the shorter side has use for twice over, where rounding both sides
 // up to whole stripes (of clusters, two tiles along N) adds few tiles.
 int swizzle_of(const Thresholds& t, std::int64_t tiles_m, std::int64_t tiles_n) {
-  for (int swizzle = t.most_swizzle; swizzle > 1; swizzle /= 2) {
+  for (int swizzle = t.max_swizzle; swizzle > 1; swizzle /= 2) {
     const std::int64_t padded = round_up(tiles_m, swizzle) * round_up(tiles_n, 2 * swizzle);
     if (std::min(tiles_m, tiles_n) >= 2 * swizzle &&
         padded * 100 <= tiles_m * tiles_n * (100 + t.stripe_waste)) {
@@ -44,12 +44,12 @@ WgmmaChoice wgmma_choice(const DeviceFacts& facts, std::int64_t m, std::int64_t 
   const std::int64_t tiles_m = ceil_div(m, wgmma_tile), tiles_n = ceil_div(n, wgmma_tile);
   const std::int64_t tiles = tiles_m * tiles_n;
   // Fewer than two waves of tiles, but not nearly one, and a long contraction (g_w of a ViT): it is
-  // shared out. With a third of a wave or less, equal parts beat CUTLASS's own division.
+  // shared out. With a third of a wave or less, equal shares beat CUTLASS's own division.
   const bool nearly_a_wave = tiles * 4 >= std::int64_t{3} * sm_count && tiles <= sm_count;
-  if (k >= t.stream_k_least_k && tiles < std::int64_t{2} * sm_count && !nearly_a_wave) {
+  if (k >= t.stream_k_min_k && tiles < std::int64_t{2} * sm_count && !nearly_a_wave) {
     const int splits =
         tiles * 3 <= sm_count
-            ? static_cast<int>(std::min<std::int64_t>(sm_count / tiles, t.most_splits))
+            ? static_cast<int>(std::min<std::int64_t>(sm_count / tiles, t.max_splits))
             : 1;
     return {Kernel::wgmma_stream_k, {sm_count, splits == 1, 1, splits}};
   }
@@ -87,7 +87,7 @@ WgmmaChoice wgmma_choice(const DeviceFacts& facts, const ProductShape& p) {
 
 MmaDevice mma_device(const DeviceFacts& facts) { return {facts.sm_count, facts.arch}; }
 
-// A tile's kernel, and the sums of what its thread blocks share. They share where there is a
+// A tile's kernel, and the sums of what its CTAs share. They share where there is a
 // workspace for that: not for what wgmma cannot do beside it.
 void add_mma(Plan& plan, const DeviceFacts& facts, const ProductShape& p, int index, bool int4,
              Buffers reads, Buffers writes) {
@@ -137,7 +137,7 @@ void add_product(Plan& plan, const DeviceFacts& facts, const ProductShape& p, in
     const WgmmaChoice choice = wgmma_choice(facts, p);
     work.wgmma = choice.plan;
     if (choice.kernel == Kernel::wgmma_stream_k) writes |= Buffer::stream_k;
-    // A persistent grid: three warp groups a thread block, one on an SM (CUTLASS has its own
+    // A persistent grid: three warp groups a CTA, one on an SM (CUTLASS has its own
     // shape).
     return add(choice.kernel, {facts.sm_count, 384, 0, 2});
   }
@@ -183,7 +183,7 @@ bool small_gemms_can(const ProductShape* products, int count) {
 
 SmallPlan small_plan(const DeviceFacts& facts, const ProductShape* products, int count) {
   // More than one for each step of the contraction only adds work.
-  const auto most_share = [&](const ProductShape& p) {
+  const auto max_share = [&](const ProductShape& p) {
     int share = 1;
     while (facts.hopper && share < small_gemm::max_cluster &&
            std::int64_t{share} * small_gemm::step_k < p.k) {
@@ -191,12 +191,12 @@ SmallPlan small_plan(const DeviceFacts& facts, const ProductShape* products, int
     }
     return share;
   };
-  const int most[2] = {most_share(products[0]), count == 2 ? most_share(products[1]) : 1};
+  const int max_shares[2] = {max_share(products[0]), count == 2 ? max_share(products[1]) : 1};
   SmallPlan best{};
   double least = 0;
   for (const TileCost& cost : thresholds(facts).tile_costs) {
-    for (int first = 1; first <= most[0]; first *= 2) {
-      for (int second = 1; second <= most[1]; second *= 2) {
+    for (int first = 1; first <= max_shares[0]; first *= 2) {
+      for (int second = 1; second <= max_shares[1]; second *= 2) {
         const SmallPlan plan{cost.tile_m, std::max(first, second), {first, second}};
         const double time = cost_of(products, count, plan, cost, facts.sm_count);
         if (best.tile_m == 0 || time < least) {
@@ -284,7 +284,7 @@ MmaProduct mma_product(const ProductShape& p, bool int4) {
 }
 
 // wgmma: the scales as vectors, where they are single numbers, and what stream-K adds up in.
-// mma.sync: the sums of tiles that thread blocks share.
+// mma.sync: the sums of tiles that CTAs share.
 std::size_t gemm_workspace(const DeviceFacts& facts, std::int64_t m, std::int64_t n,
                            std::int64_t k) {
   if (!facts.wgmma) {

@@ -84,8 +84,7 @@ void check_spec(const char* call, const BackwardLinearSpec& spec) {
   detail::check_low_rank(spec.low_rank);
 }
 
-// x for g_w as it was saved in INT8. Operands are written by the backends and read by the products;
-// this one is only read.
+// The saved INT8 x as the operand of g_w. An Operand is writable; this one is only read.
 detail::Operand saved_operand(const ConstSavedActivation& saved, const SavedLayout& layout) {
   const auto* bytes = static_cast<const char*>(saved.data);
   return {const_cast<std::int8_t*>(static_cast<const std::int8_t*>(saved.data)),
@@ -153,7 +152,7 @@ std::uint64_t saved_format(const BackwardLinearSpec& spec) {
   if (spec.storage == Storage::int8) print.add(spec.x_scale);
   const LowRank& p = spec.low_rank;
   print.add(p.basis);
-  if (p.basis == Basis::full) return print.value();  // which looks at nothing else
+  if (p.basis == Basis::full) return print.value();  // other fields do not matter
   print.add(p.block).add(p.rows.empty() ? p.rank : 0).add(p.rows.size());
   for (const int row : p.rows) print.add(row);
   print.add(p.layout.grid_h).add(p.layout.grid_w).add(p.layout.prefix_tokens);
@@ -333,7 +332,7 @@ std::size_t backward_linear_workspace(const Context& context, const LinearShape&
 
 namespace {
 
-// The arguments of backward_linear, found good and resolved.
+// The arguments of backward_linear, checked and resolved.
 struct BackwardArguments {
   const Context& context;
   const BackwardLinearSpec& spec;
@@ -342,7 +341,7 @@ struct BackwardArguments {
   LinearShape shape{};
   Projection tokens{}, out_features{};         // of g_y and x for g_w; of g_y and w for g_x
   SavedLayout layout{};                        // of `saved`, for g_w
-  MatrixIn gy{}, w{};                          // w: no rows where it comes quantised,
+  MatrixIn gy{}, w{};                          // w: no rows if it comes quantised,
   std::optional<detail::Operand> quantized{};  // as this
   MatrixOut gx{}, gw{};                        // no data: not wanted
   std::optional<MatrixOut> gb{};
@@ -379,7 +378,7 @@ struct WeightArgument {
   const ConstQuantizedWeight* quantized;
 };
 
-// Checks w and takes it and in_features from it. Returns what outputs must not touch.
+// Checks w, and takes it and in_features from it. Returns the memory that outputs must not overlap.
 ConstTensorView resolve_weight(BackwardArguments& call, const Checker& check,
                                const WeightArgument& w, Device device) {
   LinearShape& shape = call.shape;
@@ -485,7 +484,7 @@ void check_and_run(const Context& context, const ConstTensorView& gy, const Weig
     check.shape("gb", *out.gb, {shape.out_features});
     call.gb = {out.gb->data, out.gb->dtype, 1, shape.out_features, 0, out.gb->stride[0]};
   }
-  // Without g_w not looked at, but for what it has to say of these tokens.
+  // Unused without g_w; built only to check low_rank against the number of tokens.
   if (out.gw == nullptr) call.tokens = detail::make_projection(shape.tokens, spec.low_rank);
   run_backward(call, check, workspace);
 }

@@ -22,7 +22,7 @@ using hot::detail::invalid;
 
 // ---- errors ------------------------------------------------------------------------------------
 
-// Of this thread: what hot_last_error returns, and the memory behind it.
+// Thread-local: the text that hot_last_error returns, and its memory.
 thread_local const char* error_text = "";
 thread_local std::string error_memory;
 
@@ -68,8 +68,8 @@ hot_status guarded(const Call& call) noexcept {
 
 // ---- structs with a size -----------------------------------------------------------------------
 
-// Size of a struct in the first version that had it. It never changes: members are added behind it,
-// and a caller of that version does not have them.
+// Size of a struct in the first version that had it. It never changes: new members follow it, and
+// callers compiled against that version do not have them.
 template <class T>
 constexpr std::size_t first_size = 0;
 template <>
@@ -87,8 +87,8 @@ constexpr std::size_t first_size<hot_gradients> = 40;
 template <>
 constexpr std::size_t first_size<hot_forward_spec> = 16;
 
-// Far more than any version will need: a number above it is not a size, and what it would have
-// `read` look at is not the caller's.
+// Far more than any version will need. A larger number is no size, and `read` would look at memory
+// past the caller's struct.
 constexpr std::size_t max_struct_size = 1024;
 
 template <class T>
@@ -101,7 +101,7 @@ void check_struct(const char* call, const char* name, const T* given) {
   }
 }
 
-// The caller's struct, whatever version it was compiled with.
+// The caller's struct, of any version, as one of this version.
 template <class T>
 T read(const char* call, const char* name, const T* given) {
   check_struct(call, name, given);
@@ -119,7 +119,7 @@ T read(const char* call, const char* name, const T* given) {
   return out;
 }
 
-// Fills the caller's struct, as far as it goes; its size stays.
+// Fills the members that the caller's struct has; struct_size stays.
 template <class T>
 void write(T* out, T value) noexcept {
   value.struct_size = out->struct_size;
@@ -200,7 +200,7 @@ TensorView view(const char* call, const char* name, const hot_tensor* given) {
   return out;
 }
 
-// What a call takes in place of an array that it does not need.
+// Stands for an array that a call does not need.
 ConstTensorView optional(const char* call, const char* name, const hot_tensor* given) {
   return given == nullptr ? ConstTensorView{} : ConstTensorView(view(call, name, given));
 }
@@ -261,7 +261,7 @@ hot::ConstQuantizedWeight weight_of(const char* call, const hot_weight* given) {
   return {w.data, w.bytes, w.out_features, w.in_features, w.format};
 }
 
-// hot_backward_linear with either kind of w.
+// hot_backward_linear with a plain or a quantised w.
 template <class Weight>
 void backward(const hot_context* context, const hot_tensor* gy, const Weight& w,
               const hot_saved* saved, const hot_spec* spec, const hot_gradients* gradients,
@@ -320,7 +320,7 @@ hot_status change_context(const char* call, hot_context* context, const Change& 
   });
 }
 
-// A function that returns a number.
+// Runs a function that returns a number and writes it to `out`.
 template <class T, class Ask>
 hot_status write_result(const char* call, const char* name, T* out, const Ask& ask) noexcept {
   return guarded([&] { place(call, name, out) = ask(); });
@@ -425,7 +425,7 @@ const char* hot_recipe_name(int32_t index) {
     const std::vector<std::string>& names = known_recipes();
     const bool known = index >= 0 && static_cast<std::size_t>(index) < names.size();
     return known ? names[static_cast<std::size_t>(index)].c_str() : nullptr;
-  } catch (...) {  // no memory for the names
+  } catch (...) {  // out of memory for the names
     return nullptr;
   }
 }

@@ -75,11 +75,11 @@ bool is_empty(const ConstTensorView& view) {
   return false;
 }
 
-// Elements beyond which no stride is followed; with an element's size still exact in 64 bits.
+// Largest stride in elements; times an element's size it is still exact in 64 bits.
 constexpr std::int64_t largest_reach = std::int64_t{1} << 58;
 
-// Whether sizes and strides are ones that memory can have. Where not, products of them would not
-// fit 64 bits, and no check that uses them would mean anything.
+// Whether memory can have these sizes and strides. If not, their products would overflow 64 bits,
+// and checks that use them would mean nothing.
 bool addressable(const ConstTensorView& view) {
   std::int64_t count = 1;
   for (int d = 0; d < view.ndim; ++d) {
@@ -98,7 +98,7 @@ bool addressable(const ConstTensorView& view) {
   return true;
 }
 
-// First and one past the last byte that a view touches.
+// The first byte of a view and the one past its last.
 std::pair<std::uintptr_t, std::uintptr_t> extent(const ConstTensorView& view) {
   auto first = reinterpret_cast<std::uintptr_t>(view.data);
   auto last = first;
@@ -110,12 +110,12 @@ std::pair<std::uintptr_t, std::uintptr_t> extent(const ConstTensorView& view) {
   return {first, last + static_cast<std::uintptr_t>(size)};
 }
 
-// Side by side in the rows of one larger matrix: the ranges interleave, the elements do not.
+// Two views side by side in the rows of a larger matrix: the ranges overlap, the elements do not.
 bool interleaved(const ConstTensorView& a, const ConstTensorView& b) {
   if (a.ndim != 2 || b.ndim != 2 || a.stride[1] != 1 || b.stride[1] != 1) return false;
   const auto size_a = static_cast<std::int64_t>(dtype_size(a.dtype));
   const auto size_b = static_cast<std::int64_t>(dtype_size(b.dtype));
-  // A view of one row may have any stride there.
+  // The row stride of a one-row view may be anything.
   if (std::min(a.stride[0], b.stride[0]) <= 0) return false;
   if (std::max(a.stride[0], b.stride[0]) > largest_reach) return false;
   const std::int64_t pitch = a.stride[0] * size_a;
@@ -222,7 +222,7 @@ void Checker::input(const char* name, const ConstTensorView& view,
 void Checker::output(const char* name, const TensorView& view, std::initializer_list<DType> dtypes,
                      int min_ndim, int max_ndim) const {
   input(name, view, dtypes, min_ndim, max_ndim);
-  std::pair<std::int64_t, std::int64_t> dims[max_dims];  // stride, size: ascending
+  std::pair<std::int64_t, std::int64_t> dims[max_dims];  // stride and size, ascending
   auto* end = dims;
   for (int d = 0; d < view.ndim; ++d) {
     if (view.shape[d] == 0) return;
@@ -284,7 +284,7 @@ void Checker::workspace(const Workspace& workspace, std::size_t needed) const {
 
 namespace {
 
-// Rows of a view whose leading dimensions lie one after the other; false if they do not.
+// The rows of a view whose leading dimensions collapse into one; false if they do not.
 bool collapse(const ConstTensorView& view, std::int64_t& rows, std::int64_t& row_stride) {
   rows = 1;
   row_stride = 0;

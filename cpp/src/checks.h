@@ -1,4 +1,4 @@
-// Argument checks: one wording of every message, "call: argument is this; expected that".
+// Argument checks. Every message reads "call: argument is this; expected that".
 #pragma once
 
 #include <initializer_list>
@@ -16,11 +16,11 @@ namespace hot::detail {
 [[noreturn]] void invalid(const char* call, const std::string& what);
 [[noreturn]] void unsupported(const char* call, const std::string& what);
 
-// Refuses a negative size, and sizes beyond max_size and max_product; `names` as they are
-// called, in order.
+// Refuses negative sizes, sizes above max_size, and products of two above max_product. `names` are
+// the arguments' names, in order.
 void check_sizes(const char* call, std::initializer_list<const char*> names,
                  std::initializer_list<std::int64_t> sizes);
-// Refuse what C++ lets be cast to an enumeration.
+// Refuse values that are no enumerator: C++ allows the cast.
 void check_rounding(const char* call, const char* name, Rounding rounding);
 void check_granularity(const char* call, const char* name, Granularity granularity);
 
@@ -58,7 +58,7 @@ class Checker {
   // Dtype, number of dimensions, device, data, alignment.
   void input(const char* name, const ConstTensorView& view, std::initializer_list<DType> dtypes,
              int min_ndim, int max_ndim) const;
-  // The same, and that no two elements share memory.
+  // As `input`, and no two elements share memory.
   void output(const char* name, const TensorView& view, std::initializer_list<DType> dtypes,
               int min_ndim, int max_ndim) const;
   void shape(const char* name, const ConstTensorView& view,
@@ -68,7 +68,7 @@ class Checker {
                 const ConstTensorView& other) const;
   void workspace(const Workspace& workspace, std::size_t needed) const;
 
-  // A matrix of which all but the last dimension collapse into rows.
+  // Views as matrices: all dimensions but the last collapse into rows.
   MatrixIn collapsed(const char* name, const ConstTensorView& view) const;
   MatrixOut collapsed_out(const char* name, const TensorView& view) const;
 
@@ -80,8 +80,8 @@ class Checker {
 MatrixIn matrix_of(const ConstTensorView& view);  // 2 dimensions
 MatrixOut matrix_out_of(const TensorView& view);
 
-// Walks a workspace. Without memory it only counts, so that the size of a workspace and its layout
-// come from the same code and cannot disagree.
+// Carves a workspace into arrays. Without memory it only counts, so the size of a workspace and its
+// layout come from the same code and cannot disagree.
 class WorkspaceCursor {
  public:
   WorkspaceCursor() = default;
@@ -98,7 +98,7 @@ class WorkspaceCursor {
     return at;
   }
 
-  // Room to align the start included.
+  // Includes room to align the start.
   std::size_t bytes() const { return used_ == 0 ? 0 : used_ + alignment; }
 
  private:

@@ -1,4 +1,4 @@
-// Plans as something to read: hot::explain.
+// Plans as text: hot::explain.
 #include "hot/explain.h"
 
 #include <algorithm>
@@ -28,9 +28,9 @@ namespace {
 
 constexpr const char* call_name = "explain";
 
-// ---- devices that are not there ----------------------------------------------------------------
+// ---- modelled devices --------------------------------------------------------------------------
 
-// What is published of a GPU, and the rates of a floor: INT8 products and bytes in a second.
+// A GPU's published figures; the floor uses its INT8 operations and bytes per second.
 struct NamedDevice {
   int arch;
   const char* gpu;
@@ -60,8 +60,8 @@ const NamedDevice* find_device(int arch) {
 
 std::string name_of(int arch) { return "sm_" + std::to_string(arch); }
 
-// Occupancy by threads, shared memory and registers; the CUDA runtime is asked on a device that is
-// there.
+// Occupancy from threads, shared memory and registers, for a device that is not present. A present
+// device asks the CUDA runtime.
 class Model final : public detail::plan::DeviceQueries {
  public:
   explicit Model(const NamedDevice& device) : device_(device) {}
@@ -71,12 +71,12 @@ class Model final : public detail::plan::DeviceQueries {
     const int registers = 40 + 24 * of.lane_blocks;  // of a thread, about
     return device_.sm_count * sm_blocks(shape, registers);
   }
-  std::int64_t at_once(const detail::plan::ColumnClusters& of,
+  std::int64_t at_once(const detail::plan::ColumnsOnePass& of,
                        const detail::LaunchShape& shape) const override {
-    namespace resident = detail::resident;
+    namespace columns = detail::columns;
     const int warps =
-        resident::most_warps * resident::sm_blocks(of.kind, static_cast<int>(detail_size(of.dtype)),
-                                                   resident::Pass::both, of.rounding);
+        columns::max_warps * columns::sm_ctas(of.kind, static_cast<int>(detail_size(of.dtype)),
+                                              columns::Pass::both, of.rounding);
     const std::int64_t blocks =
         std::min<std::int64_t>(sm_blocks(shape, 0), warps / (shape.threads / 32));
     return std::max<std::int64_t>(1, device_.sm_count * blocks / shape.cluster);
@@ -113,7 +113,7 @@ DeviceFacts facts_of(const NamedDevice& device, const detail::plan::DeviceQuerie
   return facts;
 }
 
-// ---- a plan's steps in words and bytes ---------------------------------------------------------
+// ---- steps of a plan: words and bytes ----------------------------------------------------------
 
 struct Layer {
   LinearShape shape;
@@ -175,7 +175,7 @@ std::int64_t buffer_bytes(const Layer& layer, Buffer buffer, std::int64_t sum_ru
     case Buffer::spread_b:
       return 4 * I;
     default:
-      return 0;  // stream-K's sums stay in the L2
+      return 0;  // the partial sums of stream-K stay in the L2
   }
 }
 
@@ -186,19 +186,19 @@ int row_passes_of(const Step& step) {
   return twice ? 2 : 1;
 }
 
-// How often a step goes over what it reads of g_y.
+// How often a step reads its part of g_y.
 int gy_passes_of(const Step& step) {
   if (!step.reads.has(Buffer::gy)) return 0;
   if (step.kernel == Kernel::rows) return row_passes_of(step);
-  if (step.kernel == Kernel::small_amax || step.kernel == Kernel::small_codes) {
-    const auto& small = step.as<detail::plan::SmallStep>();
+  if (step.kernel == Kernel::grouped_amax || step.kernel == Kernel::grouped_codes) {
+    const auto& small = step.as<detail::plan::GroupedStep>();
     return (small.rows.blocks > 0 ? 1 : 0) + (small.gradient.blocks > 0 ? 1 : 0);
   }
   return 1;
 }
 
 std::int64_t operations_of(const Layer& layer, const Step& step) {
-  if (step.kernel == Kernel::mma_fixup) return 0;  // those of the tiles are counted
+  if (step.kernel == Kernel::mma_fixup) return 0;  // counted with the tiles
   const auto [L, O, I] = layer.shape;
   const std::int64_t gx = 2 * L * I * layer.out_features.k_padded,
                      gw = 2 * O * I * layer.tokens.k_padded;
@@ -218,8 +218,8 @@ std::string not_aligned(const char* array, const char* size_name, std::int64_t c
          std::to_string(columns) + ", " + dtype_name(dtype) + ")";
 }
 
-// Why strip_kernel has to do it.
-std::string reason_for_strips(const Projection& p, const OperandQuant& quant) {
+// The reason why no kernel faster than generic_columns_kernel fits.
+std::string reason_for_generic(const Projection& p, const OperandQuant& quant) {
   if (quant.per_k) return "gw_scale is token";
   if (p.order.prefix_rows() > 0) return "there are prefix tokens";
   if (quant.rounding == Rounding::pseudo_stochastic) return "rounding is pseudo_stochastic";
@@ -230,15 +230,15 @@ std::string reason_for_strips(const Projection& p, const OperandQuant& quant) {
          std::to_string(p.block) + " rows, where the basis' own 8 of 16 have a fast kernel";
 }
 
-std::string slow_strips_reason(const Layer& layer, const Step& step) {
-  const auto job = step.as<detail::plan::StripStep>().job;
+std::string slow_columns_reason(const Layer& layer, const Step& step) {
+  const auto job = step.as<detail::plan::GenericColumnsStep>().job;
   const BackwardLinearSpec& spec = layer.spec;
   const std::string why =
       job == detail::plan::Job::weight
-          ? reason_for_strips(layer.out_features, detail::weight_quant(spec))
+          ? reason_for_generic(layer.out_features, detail::weight_quant(spec))
       : job == detail::plan::Job::activation
-          ? reason_for_strips(layer.tokens, detail::activation_quant(spec))
-          : reason_for_strips(layer.tokens, detail::gradient_columns_quant(spec));
+          ? reason_for_generic(layer.tokens, detail::activation_quant(spec))
+          : reason_for_generic(layer.tokens, detail::gradient_columns_quant(spec));
   return "a thread walks a column, twice: " + why;
 }
 
@@ -271,10 +271,10 @@ std::string slow_path_reason(const Layer& layer, const Step& step) {
                  ? ""
                  : "g_y is read element by element: out_features " + std::to_string(O) +
                        " is not a multiple of 16";
-    case Kernel::strip_amax:
-    case Kernel::strip_codes:
-      return slow_strips_reason(layer, step);
-    case Kernel::column_clusters:
+    case Kernel::generic_amax:
+    case Kernel::generic_codes:
+      return slow_columns_reason(layer, step);
+    case Kernel::columns_one_pass:
     case Kernel::column_amax:
     case Kernel::column_codes: {
       const auto job = step.as<detail::plan::ColumnsStep>().job;
@@ -318,7 +318,7 @@ struct Rates {
   double operations = 0, bandwidth = 0;
 };
 
-// What is to be said of the steps of a call.
+// The words for the steps of a call.
 struct Words {
   const char* call;
   std::function<std::int64_t(Buffer)> bytes;
@@ -471,7 +471,7 @@ void add_forward(Explanation& all, const Layer& layer, const Rates& rates) {
   all.workspace = cursor.bytes();
 }
 
-// Names the device and the rates of a floor.
+// Writes the device and the rates of the floor into `all` and returns the rates.
 Rates set_device(Explanation& all, std::string_view device, const DeviceFacts& facts,
                  const NamedDevice* named) {
   all.device = name_of(facts.arch) + " (" +
@@ -534,7 +534,8 @@ std::string text_of(const Explanation& e, const std::string& title) {
 
 // ---- the call ----------------------------------------------------------------------------------
 
-// Calls call(facts, name, named): of a device that is there or is named; `named` may be null.
+// Calls call(facts, name, named) for a present or a named device; `named` is null for a present
+// one.
 void with_device(std::string_view device, bool wgmma,
                  const std::function<void(const DeviceFacts&, const NamedDevice*)>& call) {
   for (const NamedDevice& named : named_devices) {
@@ -578,7 +579,7 @@ Explanation explain(std::string_view device, const LinearShape& shape,
                                      "; expected float32, float16 or bfloat16");
     }
   }
-  // The checks of the calls themselves.
+  // The same checks as in the calls.
   quantized_weight_bytes(shape.out_features, shape.in_features, spec);
   saved_layout(shape.tokens, shape.in_features, spec);
   if (options.y) forward_weight_bytes(shape.out_features, shape.in_features, options.forward);
@@ -603,7 +604,7 @@ Explanation explain(std::string_view device, const LinearShape& shape,
     }
     const OperandQuant quant = detail::activation_quant(spec);
     const std::int64_t scales = quant.per_tensor ? 1 : I;
-    if (options.compress && scales > 0 && spec.storage == Storage::int8) {  // also of an empty x
+    if (options.compress && scales > 0 && spec.storage == Storage::int8) {  // also for an empty x
       add_steps(all, layer, "compress_activation",
                 detail::plan::plan_compress(facts, layer.array(I), I, layer.tokens, quant, scales),
                 rates);

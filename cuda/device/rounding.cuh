@@ -16,7 +16,7 @@ struct DeviceScale {
 };
 
 // One factor for a whole group.
-struct Same {
+struct UniformScale {
   float inv;
   __device__ float operator()(int) const { return inv; }
 };
@@ -66,7 +66,7 @@ struct DeviceOffset {
 };
 
 // Reads the counter: after the wait for the kernel before (cuda/launch.h), which may write it. A
-// predicate: a branch would part the code around it.
+// predicate: a branch would divide the code around it.
 __device__ inline DeviceOffset offset_of(const DeviceKey& key) {
   DeviceOffset offset{key.offset_low, key.offset_high};
   asm volatile(

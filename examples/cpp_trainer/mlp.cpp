@@ -69,7 +69,7 @@ Score Mlp::forward(const float* x, const std::uint8_t* labels, std::int64_t rows
     device_.multiply(in, matrix(layer.w, layer.out, layer.in).transposed(), out);
     device_.add_bias(out, layer.b.data<float>(), layer.mask.data<std::uint8_t>());
     if (training && spec_) {
-      // From here on x itself is not needed: backward reads the compressed one.
+      // x itself is no longer needed: backward reads the compressed one.
       const hot::Key key{seed_, step_, static_cast<std::uint32_t>(i)};
       layer.saved.compress(device_.context().with_key(key), input(in, where), *spec_, scratch_);
       kept += layer.saved.bytes();

@@ -1,4 +1,5 @@
-// One function of libhot, one binding. Views are made with the GIL held, the work runs without it.
+// One binding for each function of libhot. Views are made with the GIL held; the work runs without
+// it.
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
@@ -25,9 +26,10 @@ namespace {
 using namespace nb::literals;
 using Text = std::string_view;
 
-// Lets other threads of the interpreter run while it lives. Before Python 3.14 a daemon thread that
-// comes back when the interpreter has ended is ended by pthread_exit, which unwinds its stack; from
-// here the process would be aborted. It waits for the end of the process instead, as from 3.14 on.
+// Releases the GIL while it lives. Before Python 3.14 a daemon thread that takes the GIL again
+// after the interpreter has ended is ended by pthread_exit, which unwinds its stack; unwinding
+// through this code would abort the process. The thread blocks until the process ends instead, as
+// in 3.14.
 class Gil {
  public:
   Gil() : state_(PyEval_SaveThread()) {}
@@ -49,7 +51,7 @@ class Gil {
   PyThreadState* state_;
 };
 
-// hot::Context as Python holds it: made once for a device, a stream and a number of threads.
+// Python's hot::Context: made once for a device, a stream and a number of threads.
 struct CoreContext {
   hot::Context context;
 
@@ -75,7 +77,7 @@ void init_spec(Spec* self, int hadamard_block, int gx_bits, Text gx_scale, Text 
   new (self) Spec{std::move(s)};
 }
 
-// A spec by the names of HotConfig's fields, but for rows and the token layout.
+// The fields of a spec by HotConfig's names, except rows and the token layout.
 nb::dict fields_of(const hot::BackwardLinearSpec& s) {
   nb::dict fields;
   fields["hadamard_block"] = s.hadamard_block;
@@ -89,13 +91,13 @@ nb::dict fields_of(const hot::BackwardLinearSpec& s) {
   fields["gw_scale"] = hot::grad_scale_name(s.gw_scale);
   fields["gw_rounding"] = hot::rounding_name(s.gw_rounding);
   fields["storage"] = hot::storage_name(s.storage);
-  const bool channel = s.x_scale == hot::Granularity::row;  // Python's name for it
+  const bool channel = s.x_scale == hot::Granularity::row;  // Python calls it "channel"
   fields["x_scale"] = channel ? "channel" : hot::granularity_name(s.x_scale);
   fields["x_rounding"] = hot::rounding_name(s.x_rounding);
   return fields;
 }
 
-// What a recipe changes from the defaults.
+// The fields that a recipe changes from the defaults.
 nb::dict recipe(Text name) {
   const nb::dict defaults = fields_of({});
   nb::dict changed;
@@ -105,7 +107,7 @@ nb::dict recipe(Text name) {
   return changed;
 }
 
-// Tokens of x [..., I]: what its leading dimensions hold.
+// Tokens of x [..., I]: the product of its leading dimensions.
 std::int64_t leading(const hot::ConstTensorView& x) {
   std::int64_t tokens = 1;
   for (int i = 0; i + 1 < x.ndim; ++i) tokens *= x.shape[i];
@@ -190,7 +192,7 @@ void gemm(const CoreContext& c, const In& a, const In& b, std::int64_t k, const 
   const hot::TensorView ov = view(out, "out");
   const hot::GemmSpec spec{divisor, accumulate};
   const Scratch scratch(c.context, workspace, [&]() -> std::size_t {
-    // 0 where the call below says what is wrong
+    // 0 if the arguments are bad: the call below raises
     if (av.ndim != 2 || bv.ndim != 2 || (k >= 0 && (k + 1) / 2 != av.shape[1])) return 0;
     return hot::gemm_workspace(c.context, av.shape[0], bv.shape[0], k < 0 ? av.shape[1] : k);
   });
@@ -227,8 +229,8 @@ std::size_t compress_activation_workspace(const CoreContext& c, std::int64_t tok
   return hot::compress_activation_workspace(c.context, tokens, in_features, s.spec);
 }
 
-// A compressed activation of these sizes. Its buffer comes without a format: who calls from Python
-// keeps the configuration beside it, and hotcore.backward_linear compares it.
+// A compressed activation of these sizes. Its buffer has no format of its own: Python keeps the
+// configuration beside it, and hotcore.backward_linear compares that.
 hot::ConstSavedActivation kept_view(const In& array, const char* name, std::int64_t tokens,
                                     std::int64_t in_features, const hot::BackwardLinearSpec& spec) {
   hot::ConstSavedActivation out = saved_view(array, name);
@@ -243,7 +245,7 @@ void compress_activation(const CoreContext& c, const In& x, const Spec& s, const
   const hot::ConstTensorView xv = view(x, "x");
   const hot::SavedActivation saved_out = saved_view(saved, "saved");
   const Scratch scratch(c.context, workspace, [&]() -> std::size_t {
-    if (xv.ndim < 2) return 0;  // the call below says what is wrong
+    if (xv.ndim < 2) return 0;  // the call below raises
     return hot::compress_activation_workspace(c.context, leading(xv), xv.shape[xv.ndim - 1],
                                               s.spec);
   });
@@ -275,7 +277,7 @@ void quantize_weight(const CoreContext& c, const In& w, const Spec& s, const Out
   const hot::ConstTensorView wv = view(w, "w");
   const hot::SavedActivation bytes = saved_view(out, "out");
   const Scratch scratch(c.context, workspace, [&]() -> std::size_t {
-    if (wv.ndim != 2) return 0;  // the call below says what is wrong
+    if (wv.ndim != 2) return 0;  // the call below raises
     return hot::quantize_weight_workspace(c.context, wv.shape[0], wv.shape[1], s.spec);
   });
   Gil release;
@@ -512,8 +514,8 @@ void bind_ops(nb::module_& m) {
   m.def("saved_format", [](const Spec& s) { return hot::saved_format(s.spec); }, "spec"_a);
   m.def("weight_format", [](const Spec& s) { return hot::weight_format(s.spec); }, "spec"_a);
 
-  // Every array is .noconvert(): nanobind would otherwise copy a wrong-typed output, have it
-  // written, and drop it.
+  // Every array is .noconvert(): otherwise nanobind would copy an output of the wrong type, have
+  // the copy written, and drop it.
   m.def("fwht", &fwht, "context"_a, "x"_a.noconvert(), "axis"_a, "block"_a, "out"_a.noconvert());
   m.def("hla", &hla, "context"_a, "x"_a.noconvert(), "basis"_a, "block"_a, "rank"_a, "rows"_a,
         "grid_h"_a, "grid_w"_a, "prefix_tokens"_a, "side"_a, "key"_a, "out"_a.noconvert());

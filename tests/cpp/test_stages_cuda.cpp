@@ -428,7 +428,7 @@ TEST_F(StagesCuda, backward_linear_equals_cpu) {
       spec.gx_rounding = roundings[random_int(0, 2)];
       spec.gw_rounding = roundings[random_int(0, 2)];
       spec.x_rounding = roundings[random_int(0, 2)];
-      if (round % 2 == 0) {  // as quantize_small.cu wants them
+      if (round % 2 == 0) {  // as quantize_grouped.cu needs them
         spec.hadamard_block = 16;
         spec.gw_rounding = spec.x_rounding = spec.gx_rounding = roundings[random_int(0, 1)];
       }
@@ -478,8 +478,8 @@ TEST_F(StagesCuda, every_plan_equals_cpu) {
   }
 }
 
-// As cuda/quantize_gradient.cu wants them: 16-bit g_y with aligned rows of whole blocks, and more
-// tokens than stay on the chip (one scale for all: more than a few launches' worth).
+// As cuda/quantize_rows_column_amax.cu needs them: 16-bit g_y with aligned rows of whole blocks,
+// and more tokens than stay on the chip (one scale for all: more than a few launches' worth).
 TEST_F(StagesCuda, backward_linear_of_many_tokens_equals_cpu) {
   const std::pair<Basis, int> bases[] = {{Basis::full, 16},
                                          {Basis::sketch, 8},
@@ -487,7 +487,7 @@ TEST_F(StagesCuda, backward_linear_of_many_tokens_equals_cpu) {
                                          {Basis::sequency, 8},
                                          {Basis::sequency, 16}};
   constexpr int rounds = 20;
-  int by_gradient_kernel = 0;
+  int by_one_read = 0;
   for (int round = 0; round < rounds; ++round) {
     hot::BackwardLinearSpec spec = recipe(recipe_names()[static_cast<std::size_t>(round / 5) % 5]);
     spec.low_rank = {};
@@ -503,7 +503,7 @@ TEST_F(StagesCuda, backward_linear_of_many_tokens_equals_cpu) {
     const std::int64_t L = most ? 132 * 32 * 64 + random_int(1, 5000) : more;
     const std::int64_t I = random_int(1, 24);
     for (const auto& step : hot::explain("cuda:0", {L, O, I}, spec).steps) {
-      if (step.kernel == "gradient_kernel") ++by_gradient_kernel;
+      if (step.kernel == "rows_column_amax_kernel") ++by_one_read;
     }
     compare_backward({"round " + std::to_string(round),
                       spec,
@@ -518,7 +518,7 @@ TEST_F(StagesCuda, backward_linear_of_many_tokens_equals_cpu) {
   int major = 0;
   check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0));
   if (major == 9) {
-    EXPECT_GE(by_gradient_kernel, rounds / 4);
+    EXPECT_GE(by_one_read, rounds / 4);
   }
 }
 
@@ -633,7 +633,7 @@ TEST_F(StagesCuda, repeats_and_captures) {
 
 TEST_F(StagesCuda, every_replay_reads_the_counter) {
   // One launch of quantisers, kernels of their own, and more tokens than stay on the chip; the last
-  // also with short rows of many blocks (cuda/quantize_gradient.cu).
+  // also with short rows of many blocks (cuda/quantize_rows_column_amax.cu).
   const hot::LinearShape shapes[] = {
       {394, 192, 160}, {2100, 1040, 528}, {16400, 48, 40}, {16500, 768, 64}};
   for (const std::string& name : recipe_names()) {

@@ -252,7 +252,7 @@ def test_eval_mode_is_plain_unless_it_is_kept() -> None:
     layer = hot.HotLinear(70, 48, config=INT8).eval()
     x = torch.randn(50, 70)
     plain = F.linear(x, layer.weight, layer.bias)
-    assert layer.rests and torch.equal(layer(x), plain)
+    assert layer.runs_plain and torch.equal(layer(x), plain)
     layer.config = int8(forward_in_eval=True)
     found = expected(x, layer.weight, layer.bias)
     before = torch.get_rng_state()
@@ -265,7 +265,7 @@ def test_eval_mode_is_plain_unless_it_is_kept() -> None:
     assert torch.equal(y, found)
     y.sum().backward()
     assert layer.weight.grad is not None  # HOT's
-    assert type(layer.to_plain()) is nn.Linear and "_rests" not in vars(layer.to_plain())
+    assert type(layer.to_plain()) is nn.Linear and "_plain_in_eval" not in vars(layer.to_plain())
 
 
 def test_the_report_knows_what_rests() -> None:

@@ -1,4 +1,4 @@
-// Single values: 16-bit floats, Philox, rounding. The meaning of docs/numerics.md in scalar form.
+// Scalar forms of docs/numerics.md: 16-bit floats, Philox, rounding.
 // Everything is static: files compiled for different instruction sets must not share these.
 #pragma once
 
@@ -91,8 +91,8 @@ inline Philox philox4x32(std::uint32_t c0, std::uint32_t c1, std::uint32_t c2, s
   return {{c0, c1, c2, c3}};
 }
 
-// Scale and its inverse from the bit pattern of amax; `keep` is 0 where codes must be 0 although
-// the values are not finite.
+// The scale and its inverse from the bit pattern of amax; `keep` is 0 where codes must be 0 because
+// values are not finite.
 struct Scale {
   float scale, inv;
   std::uint32_t keep;

@@ -1,4 +1,4 @@
-// The inner loops without any instruction set extension: one lane.
+// The inner loops without instruction set extensions: one lane.
 #include <cmath>
 #include <cstddef>
 #include <cstdint>

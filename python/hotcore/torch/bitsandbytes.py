@@ -1,7 +1,7 @@
 """``HotLinear8bitLt``, for bitsandbytes' ``Linear8bitLt`` (adapters on an 8-bit model).
 
-bitsandbytes keeps the whole x of such a layer until backward, although its weight is frozen. Here
-nothing is kept but the seed. Imports bitsandbytes.
+bitsandbytes keeps the whole x of such a layer until backward, although its weight is frozen. This
+layer keeps only the seed. The module imports bitsandbytes.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from . import ops
 from .functional import seed_for_call
 from .modules import HotModule
 
-# bitsandbytes is no requirement of hotcore, and need not be there for the type checker.
+# hotcore does not require bitsandbytes; the type checker runs without it.
 _Linear8bitLt: Any = importlib.import_module("bitsandbytes").nn.Linear8bitLt
 
 
 class HotLinear8bitLt(HotModule, _Linear8bitLt):  # type: ignore[misc]
     """``Linear8bitLt`` with a frozen 8-bit weight, whose g_x is computed through HOT.
 
-    The forward pass is bitsandbytes'. In backward the weight is brought back from its codes, as
-    bitsandbytes does it, and the product ``g_y w`` is made in integers. Inside torch.compile the
-    layer runs eagerly (a graph break). Made by :func:`hotcore.torch.convert`.
+    The forward pass is that of bitsandbytes. Backward dequantises the weight as bitsandbytes does
+    and computes the product ``g_y w`` in integers. Inside torch.compile the layer runs eagerly (a
+    graph break). :func:`hotcore.torch.convert` makes these layers.
 
     Args:
         in_features: I.
@@ -51,7 +51,7 @@ class HotLinear8bitLt(HotModule, _Linear8bitLt):  # type: ignore[misc]
         self.config = as_config(config)
 
     @property
-    def rests(self) -> bool:
+    def runs_plain(self) -> bool:
         """In eval mode always; its forward is bitsandbytes'."""
         return not self.training
 
@@ -72,19 +72,19 @@ class HotLinear8bitLt(HotModule, _Linear8bitLt):  # type: ignore[misc]
         return output
 
     def plain_forward(self, x: Tensor) -> Tensor:
-        """bitsandbytes' own."""
+        """The forward pass of bitsandbytes."""
         output: Tensor = super().forward(x)
         return output
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """The weight ``[O, I]`` as bitsandbytes' backward takes it."""
+        """The weight ``[O, I]``, dequantised as in the backward of bitsandbytes."""
         codes, scales = self.state.CB, self.state.SCB
         weight: Tensor = codes.to(dtype, copy=True).mul_(scales.unsqueeze(1).mul(1.0 / 127.0))
         return weight
 
 
 class _Frozen8bit(torch.autograd.Function):
-    """Nothing of x is kept: the weight has no gradient."""
+    """Saves nothing of x: the weight has no gradient."""
 
     @staticmethod
     def forward(

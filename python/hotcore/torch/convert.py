@@ -50,49 +50,48 @@ def convert(
     slower: bool = False,
     saved: int | Mapping[str, Any] | None = None,
 ) -> ConversionReport:
-    """Turn linear layers, convolutions and attention's projections to HOT, in place.
+    """Convert linear layers, convolutions and attention's projections to HOT, in place.
 
-    Taken are ``nn.Linear``, ``nn.Conv2d``, ``nn.MultiheadAttention``, transformers' ``Conv1D`` and
-    bitsandbytes' ``Linear8bitLt``.
-    The new modules hold the same Parameters.
+    Supported are ``nn.Linear``, ``nn.Conv2d``, ``nn.MultiheadAttention``, transformers' ``Conv1D``
+    and bitsandbytes' ``Linear8bitLt``. The new modules hold the same Parameters.
 
     Args:
-        model: any module; if it is itself such a layer, take the new one from ``.model``.
+        model: any module. If it is itself such a layer, the result's ``.model`` is the new one.
         config: a HotConfig or a recipe's name.
-        filter_fn: ``filter_fn(module, fqn)`` says whether to convert. Without one, all layers but
-            the output head (:data:`HEAD_NAMES`), the first convolution, those with fewer than
-            :data:`MIN_FEATURES` in or out features, those whose weight is an embedding's, peft's
-            adapters, and on CUDA those that are expected to take longer than plain torch's
-            (:mod:`hotcore.torch.gains`). With or without one, what cannot be converted stays as it
-            is: subclasses of these (what they add would be lost), convolutions in groups,
-            computed weights, dtypes that HOT does not take, and layers whose weight is used without
-            the layer.
-        overrides: name pattern (``fnmatch``) to what the layers that it matches take instead of
-            ``config``: a HotConfig, a recipe's name, a dict of the fields that differ from
-            ``config``, or None to stay plain. Where several match, the last one counts. A layer
-            that is named in full is converted even where it is expected to be slower.
+        filter_fn: ``filter_fn(module, fqn)`` decides whether to convert a layer. The default
+            leaves out the output head (:data:`HEAD_NAMES`), the first convolution, layers with
+            fewer than :data:`MIN_FEATURES` in or out features, layers whose weight is an
+            embedding's, peft's adapters, and on CUDA layers that are expected to be slower than
+            plain torch (:mod:`hotcore.torch.gains`). With any filter these stay plain, because they
+            cannot be converted: subclasses of supported layers (their additions would be lost),
+            convolutions in groups, computed weights, unsupported dtypes, and layers whose weight is
+            used without the layer.
+        overrides: maps name patterns (``fnmatch``) to the configuration of the matching layers: a
+            HotConfig, a recipe's name, a dict of the fields that differ from ``config``, or None to
+            stay plain. If several patterns match, the last one counts. A layer that is named in
+            full is converted even if it is expected to be slower.
         inputs: a Tensor, a tuple of positional or a mapping of keyword arguments for ``model``. One
             forward pass without gradients then finds layers that never run, token grids that do not
-            fit, and the share of multiply-adds. Without it the code of the layers' parents is read
-            for uses of a layer's weight. Model and random state are left as they were.
-        device: where the model will train, if not where its first weight is: its type chooses the
-            rule of which layers are slower.
-        slower: convert also the layers that are expected to take longer than plain torch's.
-        saved: bits, 8 or 4, in which activations, normalisations and attention keep what their
-            backward pass needs, also inside of torch.compile; or a mapping of kinds of operations
+            fit, and the share of multiply-adds. Without inputs, the source code of the layers'
+            parents is searched for uses of a layer's weight. Model and random state do not change.
+        device: the device of training, if it is not that of the first weight. Its type selects the
+            rule by which layers are slower.
+        slower: also convert layers that are expected to be slower than plain torch.
+        saved: number of bits, 8 or 4, in which activations, normalisations and attention save their
+            tensors for backward, in eager and compiled mode; or a mapping of kinds of operations
             (``activation``, ``relu``, ``norm``, ``attention``, ``product``) and name patterns to
             bits or None; see :func:`hotcore.torch.saved.convert_saved`. None: they stay plain.
 
     Returns:
-        A :class:`ConversionReport`. Where every layer was left plain for being slower it has no
-        converted layers, and a UserWarning says so.
+        A :class:`ConversionReport`. If every layer was left plain because it would be slower, there
+        are no converted layers and a UserWarning is issued.
 
     Raises:
         TypeError: ``model`` is no module.
-        ValueError: a layer is converted already, no layer was left to convert, a pattern matches
-            no layer or none that is converted, a ``token_grid`` does not fit ``inputs``, or
-            ``model`` is an ``nn.DataParallel``.
-        NotImplementedError: ``model`` is on CUDA, and this build of hotcore has no CUDA backend, or
+        ValueError: a layer is already converted, no layer can be converted, a pattern matches no
+            layer or no converted one, a ``token_grid`` does not fit ``inputs``, or ``model`` is an
+            ``nn.DataParallel``.
+        NotImplementedError: ``model`` is on CUDA, but this build of hotcore has no CUDA backend or
             no kernels for that GPU.
     """
     _check_model(model)
@@ -124,7 +123,7 @@ def convert(
     rows: list[Converted | Skipped] = []
     replacements: dict[nn.Module, nn.Module] = {}
     counted: set[int] = set()
-    resting: list[str] = []
+    in_eval_mode: list[str] = []
     for fqn, module in layers:
         own = configs[fqn]
         about = (fqn, kind_of(module), *features_of(module))
@@ -136,9 +135,10 @@ def convert(
             _check_grid(fqn, module, own, uses)
             new: Any = hot_class(module).from_plain(module, own)
             new.layer_name = fqn
-            new.defer = saved is not None  # x may come from what norms and activations keep
-            if new.rests:
-                resting.append(fqn)
+            # x may be recomputed from what norms and activations save.
+            new.defer = saved is not None
+            if new.runs_plain:
+                in_eval_mode.append(fqn)
             replacements[module] = new
             sizes = (kernel_of(module), *features_of(module))
             slowly = (
@@ -160,7 +160,7 @@ def convert(
         parameter_count=sum(parameter.numel() for parameter in model.parameters()),
         macs=total,
         saved=beside,
-        resting=resting,
+        in_eval_mode=in_eval_mode,
     )
     report.notes += _notes(report, model, layers, reasons, slow, target, filter_fn is None)
     if not converted and saved is None:
@@ -175,9 +175,9 @@ def convert(
 
 
 def revert(model: nn.Module) -> nn.Module:
-    """Turn every HOT module back into the plain one it was, in place; return the model.
+    """Turn every HOT module back into its plain class, in place; return the model.
 
-    Raises ValueError where something has made a subclass of a HOT module since (a parametrisation,
+    Raises ValueError if a HOT module has become a subclass in the meantime (a parametrisation,
     ``fully_shard``): undo that first.
     """
     found = [(fqn, m) for fqn, m in model.named_modules() if isinstance(m, HotModule)]
@@ -213,7 +213,7 @@ def _check_model(model: object) -> None:
 
 
 def _check_devices(model: nn.Module) -> None:
-    # Else the first backward would be the one to find out.
+    # Otherwise the first backward would fail.
     for device in {p.device for p in model.parameters() if p.device.type == "cuda"}:
         try:
             contexts.cuda(device.index or 0, 0)
@@ -224,7 +224,7 @@ def _check_devices(model: nn.Module) -> None:
 def _dry_run(
     model: nn.Module, layers: list[tuple[str, nn.Module]], inputs: Any
 ) -> tuple[dict[str, probe.LayerUse], int]:
-    """What a forward pass does with every layer, and its multiply-adds."""
+    """How a forward pass uses every layer, and the pass's multiply-adds."""
     watch = probe.Watch(dict(layers))
     with probe.preserve_state(model), torch.no_grad(), probe.eagerly(), watch.on():
         total = probe.total_macs(lambda: probe.output_of(model, inputs))
@@ -237,7 +237,7 @@ def _unreached(
     uses: Mapping[str, probe.LayerUse],
     reasons: Mapping[str, str],
 ) -> dict[str, str]:
-    """Layers that are never called: something multiplies their weight itself."""
+    """Layers that are never called because other code multiplies their weight."""
     if uses:
         found = {fqn for fqn, row in uses.items() if row.bypassed and not row.calls}
     else:
@@ -305,7 +305,7 @@ def _measures(
     device: str,
     counted: set[int],
 ) -> dict[str, Any]:
-    """What report rows say in numbers. Tied Parameters count once."""
+    """The numbers of a report row. Tied Parameters count once."""
     inner = [module]
     if isinstance(module, nn.MultiheadAttention):
         inner.append(module.out_proj)
@@ -329,12 +329,12 @@ def _nothing(
     others: list[Skipped],
     filtered: bool,
 ) -> str:
-    """What was looked at, why none of it is taken, and what could be."""
+    """Error text: why no layer can be converted, and which filter could allow some."""
     which = "filter_fn matched no layer that" if filtered else "no layer"
     parts = [f"model: {which} can be converted"]
     if layers:
-        looked = [(fqn, f"({_about(module)}): {reasons[fqn]}") for fqn, module in layers]
-        parts += [f"{names} {why}" for names, why in _alike(looked)]
+        described = [(fqn, f"({_describe(module)}): {reasons[fqn]}") for fqn, module in layers]
+        parts += [f"{names} {why}" for names, why in _group_alike(described)]
     else:
         kinds = listed(sorted({type(module).__name__ for module in model.modules()}))
         parts.append(
@@ -343,7 +343,9 @@ def _nothing(
         )
     parts += [
         f"{names} {why}"
-        for names, why in _alike([(row.name, f"({row.kind}): {row.reason}") for row in others])
+        for names, why in _group_alike(
+            [(row.name, f"({row.kind}): {row.reason}") for row in others]
+        )
     ]
     able = [
         (fqn, "")
@@ -351,7 +353,7 @@ def _nothing(
         if reasons[fqn] == _LEFT_OUT or _by_choice(reasons[fqn], module)
     ]
     if able:
-        names = ", ".join(name for name, _ in _alike(able))
+        names = ", ".join(name for name, _ in _group_alike(able))
         parts.append(f"a filter_fn (without overrides to None) could have converted: {names}")
     return "; ".join(parts)
 
@@ -363,13 +365,13 @@ def _by_choice(reason: str, module: nn.Module) -> bool:
     return not selection.why_impossible(module)
 
 
-def _about(module: nn.Module) -> str:
+def _describe(module: nn.Module) -> str:
     ins, outs = features_of(module)
     return f"{kind_of(module)} {ins} -> {outs}"
 
 
-def _alike(entries: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Names in patterns, with their count, by what is said of them; a dozen of them at most."""
+def _group_alike(entries: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Groups entries of alike names and equal text, with counts; at most a dozen groups."""
     groups: dict[tuple[str, str], list[str]] = {}
     for name, said in entries:
         groups.setdefault((pattern_of(name), said), []).append(name)
@@ -390,10 +392,10 @@ def _notes(
     default_filter: bool,
 ) -> list[str]:
     notes = []
-    if report.resting and len(report.resting) == len(report.converted):
+    if report.in_eval_mode and len(report.in_eval_mode) == len(report.converted):
         notes.append("the model is in eval mode, where every layer is plain: call model.train()")
-    elif report.resting:
-        notes.append(f"in eval mode, hence plain until .train(): {listed(report.resting)}")
+    elif report.in_eval_mode:
+        notes.append(f"in eval mode, hence plain until .train(): {listed(report.in_eval_mode)}")
     time = report.expected_time
     if time is not None:
         gain = f"{1 - time:.0%} less" if time < 1 else f"{time - 1:.0%} more"
@@ -495,7 +497,7 @@ def _replace(model: nn.Module, replacements: Mapping[Any, nn.Module]) -> nn.Modu
 
 
 def _children(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    # A module that stands in two places is replaced in both, by the same new one.
+    # A module that is registered in two places is replaced in both by the same new one.
     for parent in model.modules():
         for name, child in parent._modules.items():
             if child is not None:

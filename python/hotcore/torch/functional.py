@@ -18,7 +18,7 @@ from . import _compat, accumulation, conv, forward, input_cache, ops
 from .conv import Window, is_channels_last
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""What HOT takes."""
+"""Dtypes that HOT supports."""
 _PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
 _DEFAULT = HotConfig()
 
@@ -51,7 +51,7 @@ def linear(
         NotImplementedError: inside a ``torch.func`` transform, or on a device without a backend.
         RuntimeError: when differentiated twice.
 
-    Source: spec.md, "Stages".
+    Source: docs/numerics.md.
     """
     return linear_from_json(x, weight, bias, _config_json(config))
 
@@ -59,10 +59,10 @@ def linear(
 def linear_from_json(
     x: Tensor, weight: Tensor, bias: Tensor | None, config_json: str, defer: bool = False
 ) -> Tensor:
-    """:func:`linear` with the configuration as JSON: a constant of a compiled graph.
+    """:func:`linear` with the configuration as JSON, which compiled graphs hold as a constant.
 
-    With ``defer`` a compiled graph's partitioner decides when x is compressed: it keeps the codes,
-    or compresses in backward an x that costs it nothing to have there (a norm of what is kept).
+    With ``defer`` the partitioner of a compiled graph decides when x is compressed. It keeps the
+    codes, or has backward compress an x that is available there anyway (a norm of a kept tensor).
     """
     if not isinstance(x, Tensor):
         return _handle_overrides(linear_from_json, x, weight, bias, config_json, defer)
@@ -135,7 +135,7 @@ def _compiled_linear(
     dtype = _autocast_dtype(x)
     if forward.is_int8(config_json):
         _check_dtypes(x, weight, bias, dtype)
-    inner = _cast(x, dtype)  # in the graph, so that it is fused with what makes x
+    inner = _cast(x, dtype)  # in the graph, where the compiler fuses it with the producer of x
     keep = weight.requires_grad and not defer
     saved, seed = ops.kept_of(x, inner, config_json, keep)
     y: Tensor = ops.linear(inner, weight, bias, saved if keep else None, seed, config_json)
@@ -173,13 +173,13 @@ def conv2d(
         config: a HotConfig or a recipe's name.
 
     Returns:
-        ``[N, O, Ho, Wo]``; it and g_x have the memory format that ``F.conv2d`` gives, and x's.
+        ``[N, O, Ho, Wo]`` in the memory format of ``F.conv2d``; g_x has that of x.
 
     Raises:
-        ValueError, NotImplementedError, RuntimeError: as :func:`linear`; ValueError, too, where
-            weight has not x's channels (several groups are not taken).
+        ValueError, NotImplementedError, RuntimeError: as :func:`linear`; also ValueError if the
+            channels of weight and x differ (only one group is supported).
 
-    Source: spec.md, "Stages" (L is batch x pixels); docs/torch/convolution.md, "Convolution".
+    Source: docs/numerics.md, with L = batch x output pixels; docs/torch/convolution.md.
     """
     sizes = (stride, padding, dilation, padding_mode)
     return conv2d_from_json(x, weight, bias, sizes, _config_json(config))
@@ -276,7 +276,7 @@ def _compiled_conv2d(
 
 
 def _handle_overrides(function: Callable[..., Tensor], x: Any, *arguments: Any) -> Tensor:
-    """What stands in for a tensor answers the call; torch.fx's proxies note it in their graph."""
+    """Pass the call to the ``__torch_function__`` of x; torch.fx's proxies record it so."""
     if not has_torch_function((x,)):
         raise TypeError(f"x: {type(x).__name__}; expected a torch.Tensor")
     output: Tensor = handle_torch_function(function, (x,), x, *arguments)
@@ -286,22 +286,22 @@ def _handle_overrides(function: Callable[..., Tensor], x: Any, *arguments: Any) 
 def seed_for_call(
     name: str, x: Tensor, weight: Tensor, bias: Tensor | None = None, config_json: str = ""
 ) -> Tensor | None:
-    """The seed of a call in eager mode; None where there is nothing to differentiate."""
+    """The seed of a call in eager mode; None if there is nothing to differentiate."""
     if _compat.transforms_active():
         raise _unsupported_transform(name)
-    # Always, also where nothing is to be differentiated: a checkpoint may run the same region
-    # first without gradients and then with them, and has to meet the same random numbers.
+    # A seed is drawn even if nothing is differentiated: a checkpoint may run a region without and
+    # then with gradients, and must see the same random numbers.
     try:
         seed = ops.seed_for(x)
     except RuntimeError as error:
-        if "vmap" in str(error):  # the one of torch.autograd, which transforms_active() knows not
+        if "vmap" in str(error):  # torch.autograd's vmap, which transforms_active() does not report
             raise _unsupported_transform(name) from error
         raise
     if not _wants_gradients(x, weight, bias, config_json):
         return None
     if _compat.jit_tracing():
         raise NotImplementedError(
-            f"hotcore.torch.{name}: torch.jit.trace would make a constant of the random seed; "
+            f"hotcore.torch.{name}: torch.jit.trace would turn the random seed into a constant; "
             "trace the model in eval mode or under no_grad, or use torch.compile to train"
         )
     _check(x)
@@ -316,10 +316,10 @@ def _unsupported_transform(name: str) -> NotImplementedError:
 
 
 def _hide_from_modes(x: Tensor, weight: Tensor) -> AbstractContextManager[Any]:
-    """Hides what a layer does inside from torch-function modes, compress_saved's among them.
+    """Hide a layer's inner calls from torch-function modes, compress_saved's among them.
 
-    They would be asked about some twenty attributes and calls, 2 us of the host's time each.
-    Subclasses of Tensor may need to be asked: nothing is hidden from them.
+    A mode would see about twenty attributes and calls, at 2 us of host time each. Nothing is hidden
+    from subclasses of Tensor, which may need to see the calls.
     """
     if type(x) in ops.PLAIN_TYPES and type(weight) in ops.PLAIN_TYPES:
         return _compat.without_torch_function()
@@ -327,7 +327,7 @@ def _hide_from_modes(x: Tensor, weight: Tensor) -> AbstractContextManager[Any]:
 
 
 def _config_json(config: ConfigLike) -> str:
-    """The configuration as the operators take it, by steps that torch.compile can follow."""
+    """The configuration as the operators take it; torch.compile can trace this function."""
     if isinstance(config, HotConfig):
         return config.json
     if isinstance(config, str) and config in RECIPE_TEXTS:
@@ -337,14 +337,16 @@ def _config_json(config: ConfigLike) -> str:
 
 def _check(x: Tensor) -> None:
     if not (x.is_cpu or x.is_meta):
-        ops.context_for(x)  # a missing backend is said in forward, not in backward
-    if x.dtype not in DTYPES:  # autocast leaves those alone, and casts the others to one of them
+        ops.context_for(x)  # reports a missing backend in forward, not in backward
+    if (
+        x.dtype not in DTYPES
+    ):  # autocast leaves such dtypes alone, and casts others to a supported one
         name = str(x.dtype).removeprefix("torch.")
         raise ValueError(f"x: dtype {name}; expected float32, float16 or bfloat16")
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """What autocast would cast x to; None: it would leave x alone."""
+    """The dtype that autocast would cast x to; None if it would leave x alone."""
     device = x.device.type
     if x.dtype not in DTYPES or device == "meta" or not torch.is_autocast_enabled(device):
         return None
@@ -365,7 +367,7 @@ class _HotLinear(torch.autograd.Function):
         dtype, inner, matrix, plain_bias = None, x, weight, bias
         int8 = forward.is_int8(config)
         if _compat.any_autocast():
-            # Cast here, not by autocast: its cache would keep a weight without its graph.
+            # Cast here, because autocast's cache would keep a weight without its graph.
             dtype = _autocast_dtype(x)
             inner = _cast(x, dtype)
             if not int8:  # which takes the parameters as they are
@@ -377,7 +379,7 @@ class _HotLinear(torch.autograd.Function):
             y = forward.linear(inner, weight, bias, config, followed=True)
         else:
             y = F.linear(inner, matrix, plain_bias)
-        # The seed of the codes travels with them, as a checkpoint may make both anew.
+        # The codes' seed is saved with them: a checkpoint may recompute both.
         saved, saved_seed, cache = None, seed, None
         if keep:
             cache, key = input_cache.current(), input_cache.linear_key(config, dtype)
