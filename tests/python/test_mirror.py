@@ -54,7 +54,15 @@ def cpp_tests(stem: str) -> list[tuple[str, str]]:
 
 
 def test_the_stages_are_known() -> None:
-    assert STAGES == ["backward_linear", "gemm", "hadamard", "lowrank", "pack", "quantize"]
+    assert STAGES == [
+        "backward_linear",
+        "forward_linear",
+        "gemm",
+        "hadamard",
+        "lowrank",
+        "pack",
+        "quantize",
+    ]
     assert set(CPP_FILES) >= {f"test_{stage}" for stage in STAGES}
 
 
@@ -96,6 +104,7 @@ IN_C = {
     "recipe_names": "hot_recipe_name",
     "saved_format": None,
     "weight_format": None,
+    "forward_weight_format": None,
     "scale_count": None,
 }
 

@@ -116,6 +116,7 @@ def any_layer(draw: random.Random) -> tuple[Explanation, dict[str, Any]]:
     changes: dict[str, Any] = {}
     if draw.random() < 0.3:
         changes["hadamard_block"] = 2 ** draw.randint(0, 8)
+    changes["forward_block"] = 2 ** draw.randint(0, 8)
     if draw.random() < 0.3:
         changes["gx_scale"] = changes["weight_scale"] = "tensor"
     if draw.random() < 0.3:
@@ -123,9 +124,10 @@ def any_layer(draw: random.Random) -> tuple[Explanation, dict[str, Any]]:
     options: dict[str, Any] = {
         "config": HotConfig.recipe(draw.choice(["default", "fast", "paper"]), **changes),
         "device": draw.choice(_core.explain_devices()),
-        "need": draw.sample(["x", "gx", "gw", "gb"], draw.randint(1, 4)),
+        "need": draw.sample(["y", "x", "gx", "gw", "gb"], draw.randint(1, 5)),
         "dtype": draw.choice(["float32", "float16", "bfloat16"]),
         "accumulate": draw.random() < 0.5,
+        "bias": draw.random() < 0.5,
         "quantized_weight": draw.random() < 0.3,
         "wgmma": draw.random() < 0.7,
     }
@@ -138,6 +140,34 @@ def test_layers_get_their_kernels(
 ) -> None:
     found = explain(*shape, config=config, dtype=dtype, device="sm_90")
     assert tuple(step.kernel for step in found.steps) == kernels, found.text
+
+
+# (tokens, out_features, in_features), forward_block, dtype, whether w is quantised before, kernels
+# on an H200; as forward_plan_cases of plan_cases.h.
+ROWS16 = ("rows16_kernel", "rows16_kernel")
+FORWARDS = [
+    ((25216, 3072, 768), 64, "bfloat16", False, (*ROWS16, "wgmma 128x192")),
+    ((8192, 4096, 4096), 64, "bfloat16", True, (*ROWS16, "wgmma 128x128")),
+    ((197, 768, 768), 64, "float16", False, (*ROWS16, "gemm_small_kernel")),
+    ((6000, 1000, 700), 32, "float32", False, ("rows_kernel", "rows_kernel", "wgmma 128x128")),
+    ((6000, 770, 512), 16, "bfloat16", False, (*ROWS16, "tile_kernel any")),
+    ((40, 16, 0), 64, "bfloat16", False, (*ROWS16, "tile_kernel 64x64x64")),
+]
+
+
+@pytest.mark.parametrize(("shape", "block", "dtype", "quantized", "kernels"), FORWARDS)
+def test_forward_products_get_their_kernels(
+    shape: tuple[int, int, int], block: int, dtype: str, quantized: bool, kernels: tuple[str, ...]
+) -> None:
+    config = HotConfig(forward="int8", forward_block=block)
+    options = {"config": config, "dtype": dtype, "quantized_weight": quantized, "device": "sm_90"}
+    found = explain(*shape, need="y", **options)
+    assert tuple(step.kernel for step in found.steps) == kernels, found.text
+    # Asked for nothing in particular, a configuration's forward is there if it has one.
+    assert "forward_linear" in {step.call for step in explain(*shape, **options).steps}
+    assert explain(*shape, device="sm_90").text == explain(
+        *shape, device="sm_90", need=("x", "gx", "gw", "gb")
+    ).text  # fmt: skip
 
 
 def test_an_empty_x_gets_the_scales_that_it_has() -> None:
@@ -160,6 +190,8 @@ def test_nothing_is_read_before_it_is_written() -> None:
                 call, known = step.call, {"g_y", "w", "x"}
                 if call == "backward_linear":
                     known |= {"saved x", "quantised w"}
+                if call == "forward_linear":
+                    known |= {"quantised w", "bias"}
                 if options["accumulate"]:
                     known |= {"g_w", "g_b"}
             assert known.issuperset(step.reads), (step, found.text)
@@ -175,6 +207,7 @@ def test_what_is_wanted_is_written() -> None:
         steps = [step for step in found.steps if step.kernel != "fixup_kernel"]
         written = [name for step in steps for name in step.writes]
         assert written.count("g_x") == ("gx" in need and tokens * ins > 0)
+        assert written.count("y") == ("y" in need and tokens * outs > 0)
         nothing_to_add = tokens == 0 and options["accumulate"]
         assert written.count("g_w") == ("gw" in need and outs * ins > 0 and not nothing_to_add)
         assert written.count("g_b") == ("gb" in need and outs > 0)
@@ -284,6 +317,17 @@ def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert info.main(["--explain", "64", "32", "16", "--device", "sm_80", "--recipe", "fast"]) == 0
     expected = hotcore.explain(64, 32, 16, "fast", device="sm_80").text
     assert capsys.readouterr().out == expected
-    for wrong in (["--explain", "64", "32", "16", "--device", "sm_1"], ["--device", "sm_90"]):
+    command = ["--explain", "64", "32", "16", "--device", "sm_80", "--forward", "int8"]
+    assert info.main(command) == 0
+    printed = capsys.readouterr().out
+    config = HotConfig(forward="int8")
+    assert printed == hotcore.explain(64, 32, 16, config, device="sm_80").text
+    assert "forward_linear" in printed
+    for wrong in (
+        ["--explain", "64", "32", "16", "--device", "sm_1"],
+        ["--device", "sm_90"],
+        ["--explain", "1", "1", "1", "--forward", "fp8"],
+        ["--forward", "int8"],
+    ):
         with pytest.raises(SystemExit, match="2"):
             info.main(wrong)
