@@ -82,7 +82,7 @@ def explain(
     gw_dtype: Any = "float32",
     accumulate: bool = False,
     quantized_weight: bool = False,
-    bias: bool = True,
+    bias_dtype: Any = "float32",
     wgmma: bool | None = None,
 ) -> Explanation:
     """Say which kernels a linear layer runs on a GPU, what they move, and why any is slow.
@@ -106,7 +106,7 @@ def explain(
         accumulate: g_w and g_b are added to what their arrays hold.
         quantized_weight: w is quantised on its own (:func:`hotcore.quantize_weight`,
             :func:`hotcore.quantize_forward_weight`).
-        bias: y has a bias, in fp32.
+        bias_dtype: of y's bias; None: it has none.
         wgmma: whether the build has the wgmma kernels, for a device by name; None: as this build,
             and yes where this build has no CUDA. A GPU of this machine has those of this build.
 
@@ -143,7 +143,7 @@ def explain(
         quantized_weight,
         _wgmma(wgmma),
         settings.forward_spec if "y" in wanted else None,
-        bias,
+        "" if bias_dtype is None else arrays.dtype_name(bias_dtype, "bias_dtype", arrays.FLOATS),
         quantized_weight,
     )
     return _explanation(found)

@@ -127,7 +127,7 @@ def any_layer(draw: random.Random) -> tuple[Explanation, dict[str, Any]]:
         "need": draw.sample(["y", "x", "gx", "gw", "gb"], draw.randint(1, 5)),
         "dtype": draw.choice(["float32", "float16", "bfloat16"]),
         "accumulate": draw.random() < 0.5,
-        "bias": draw.random() < 0.5,
+        "bias_dtype": draw.choice([None, "float32", "float16", "bfloat16"]),
         "quantized_weight": draw.random() < 0.3,
         "wgmma": draw.random() < 0.7,
     }
@@ -144,10 +144,12 @@ def test_layers_get_their_kernels(
 
 # (tokens, out_features, in_features), forward_block, dtype, whether w is quantised before, kernels
 # on an H200; as forward_plan_cases of plan_cases.h.
+WIDE = ("wide_rows_kernel", "wide_rows_kernel", "widen_kernel")
 ROWS16 = ("rows16_kernel", "rows16_kernel")
 FORWARDS = [
     ((25216, 3072, 768), 64, "bfloat16", False, (*ROWS16, "wgmma 128x192")),
     ((8192, 4096, 4096), 64, "bfloat16", True, (*ROWS16, "wgmma 128x128")),
+    ((4096, 4096, 14336), 64, "bfloat16", False, (*WIDE, "wgmma 128x128")),
     ((197, 768, 768), 64, "float16", False, (*ROWS16, "gemm_small_kernel")),
     ((6000, 1000, 700), 32, "float32", False, ("rows_kernel", "rows_kernel", "wgmma 128x128")),
     ((6000, 770, 512), 16, "bfloat16", False, (*ROWS16, "tile_kernel any")),
@@ -161,6 +163,7 @@ def test_forward_products_get_their_kernels(
 ) -> None:
     config = HotConfig(forward="int8", forward_block=block)
     options = {"config": config, "dtype": dtype, "quantized_weight": quantized, "device": "sm_90"}
+    options["bias_dtype"] = "bfloat16" if "widen_kernel" in kernels else "float32"
     found = explain(*shape, need="y", **options)
     assert tuple(step.kernel for step in found.steps) == kernels, found.text
     # Asked for nothing in particular, a configuration's forward is there if it has one.
@@ -244,6 +247,7 @@ def test_every_kernel_is_reached() -> None:
         for device in _core.explain_devices()
         for step in explain(*shape, config=config, dtype=dtype, device=device).steps
     }
+    reached |= {kernel for *_, kernels in FORWARDS for kernel in kernels}
     for device, k, int4 in (("sm_90", 512, True), ("sm_80", 512, True), ("sm_90", 500, False)):
         product = hotcore.explain_gemm(512, 512, k, int4=int4, device=device)
         reached |= {step.kernel for step in product.steps}
