@@ -58,6 +58,30 @@ def test_golden(name: str) -> None:
     equal_bits(got, expected)
 
 
+def test_equals_its_stages(rng: np.random.Generator) -> None:
+    for block, (tokens, outs, ins) in ((1, (5, 7, 33)), (64, (31, 12, 200)), (256, (9, 40, 300))):
+        x, w, bias = layer(rng, tokens, outs, ins)
+        codes, scales = [], []
+        for rows in (x, w):
+            padded = np.zeros((len(rows), -(-ins // block) * block), np.float32)
+            padded[:, :ins] = rows
+            transformed_rows = hotcore.fwht(padded, axis=1, block=block)
+            q, s = hotcore.quantize(transformed_rows, bits=8, scale="row", rounding="nearest")
+            codes.append(q)
+            scales.append(s)
+        product = hotcore.gemm_int8(*codes, *scales, divisor=block, out_dtype="float32")
+        got = hotcore.forward_linear(x, w, bias, config=HotConfig(forward_block=block))
+        equal_bits(got, product + bias)
+
+
+def test_a_quantised_weight_gives_the_same_bits(rng: np.random.Generator) -> None:
+    x, w, bias = layer(rng, 30, 20, 130)
+    codes = hotcore.quantize_forward_weight(w)
+    equal_bits(hotcore.forward_linear(x, codes, bias), hotcore.forward_linear(x, w, bias))
+    with pytest.raises(ValueError, match="forward_block"):
+        hotcore.forward_linear(x, codes, bias, config=HotConfig(forward_block=16))
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("block", [1, 16, 64, 256])
 def test_equals_reference(rng: np.random.Generator, block: int, dtype: str) -> None:
