@@ -54,7 +54,8 @@ template <Rounding rounding, int B, class Tag, int Buffers>
 __global__ void __launch_bounds__(rows16_max_lanes)
     wide_rows_kernel(const __grid_constant__ RowsArgs args) {
   extern __shared__ __align__(128) char rows[];
-  __shared__ std::uint32_t shared[2][rows16_max_lanes / 32];  // a row's last readers are late
+  // Two: the last readers of a row may be late.
+  __shared__ std::uint32_t shared[2][rows16_max_lanes / 32];
   __shared__ std::uint64_t barriers[Buffers];
   const int T = static_cast<int>(blockDim.x), lane = static_cast<int>(threadIdx.x);
   const int blocks = static_cast<int>(args.k_padded / 16), bytes = blocks * 16 * Tag::size;
@@ -96,7 +97,7 @@ __global__ void __launch_bounds__(rows16_max_lanes)
     for (int i = 0; i < B; ++i) Tag::unpack(words[i], v[i]);
     quantize_row_values<rounding>(args, offset, row, lane, T, v, [&](std::uint32_t& amax) {
       amax = row_max(amax, T, lane, shared[turn % 2]);
-      if (lane == 0) copy_row(row + Buffers * step, buffer);  // everybody has read this row
+      if (lane == 0) copy_row(row + Buffers * step, buffer);  // all threads have read this row
       return true;
     });
   }
