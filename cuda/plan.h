@@ -132,12 +132,6 @@ constexpr int cta_tiles(int dtype_size) { return columns::max_warps / tile_warps
 
 }  // namespace grouped
 
-namespace generic_columns {
-
-constexpr int k16 = 16;
-
-}  // namespace generic_columns
-
 // Partial sums of g_b on its own: a thread adds up 8 blocks of 16 tokens.
 namespace bias {
 

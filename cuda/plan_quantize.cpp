@@ -237,7 +237,7 @@ void add_finish_scales(Plan& plan, const ColumnsShape& job) {
 }
 
 void add_generic_columns(Plan& plan, const ColumnsShape& job) {
-  const GenericGrid grid = generic_grid(job.p, job.cols, generic_columns::k16);
+  const GenericGrid grid = generic_grid(job.p, job.cols, columns::k16);
   const LaunchShape shape{grid.blocks, grid.threads, grid.shared_bytes};
   for (const bool amax : {true, false}) {
     Step& step = plan.add(amax ? Kernel::generic_amax : Kernel::generic_codes, shape,
