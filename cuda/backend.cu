@@ -47,7 +47,8 @@ std::size_t CudaDevice::stream_k_workspace(std::int64_t m, std::int64_t n, std::
   args.k = args.lda = args.ldb = k;
   args.out.row_stride = n;
   // The same for every instance.
-  return sm90_instance(Sm90Kernel::stream_k, DType::bf16, false).workspace(context_, args, plan);
+  return sm90_instance(Sm90Kernel::stream_k, DType::bf16, Sm90Output::store)
+      .workspace(context_, args, plan);
 }
 
 void with_device_facts(const Context& context,
@@ -67,7 +68,11 @@ using plan::Step;
 struct Memory {
   plan::Zeroed zeroed{};
   MatrixIn gy{};
-  const RowsJob* rows = nullptr;
+  const RowsJob* rows = nullptr;           // g_y for g_x
+  const RowsJob* x_rows = nullptr;         // x and
+  const RowsJob* weight_rows = nullptr;    // w for the forward product
+  MatrixIn bias{};                         // and its bias,
+  float* wide_bias = nullptr;              // as a vector of fp32
   const ColumnsJob* columns = nullptr;     // P g_y
   const ColumnsJob* weight = nullptr;      // w
   const ColumnsJob* activation = nullptr;  // P x
@@ -85,6 +90,12 @@ const ColumnsJob& job_of(const Memory& memory, plan::Job job) {
   return *(job == plan::Job::gradient_columns ? memory.columns
            : job == plan::Job::weight         ? memory.weight
                                               : memory.activation);
+}
+
+const RowsJob& job_of(const Memory& memory, plan::RowsOf of) {
+  return *(of == plan::RowsOf::gy  ? memory.rows
+           : of == plan::RowsOf::x ? memory.x_rows
+                                   : memory.weight_rows);
 }
 
 // Single scales as vectors in the workspace, and the rest of it.
@@ -135,7 +146,7 @@ void run(const Context& context, const Step& step, const Memory& memory) {
     case Kernel::rows16:
     case Kernel::wide_rows:
     case Kernel::rows:
-      return launch_rows(context, step, *memory.rows);
+      return launch_rows(context, step, job_of(memory, step.as<plan::RowsStep>().of));
     case Kernel::rows_column_amax:
       return launch_rows_column_amax(context, step, *memory.rows, *memory.columns, memory.sum);
     case Kernel::columns_one_pass:
@@ -170,6 +181,8 @@ void run(const Context& context, const Step& step, const Memory& memory) {
                               memory.product[step.as<plan::ProductStep>().product].out);
     case Kernel::spread:
       return run_spread(context, step, memory);
+    case Kernel::widen:
+      return launch_widen(context, step, memory.bias, memory.wide_bias);
     case Kernel::unpack: {
       const int of = step.as<plan::UnpackStep>().of_b ? 1 : 0;
       return launch_unpack(context, step, memory.packed[of], memory.unpacked[of]);
@@ -355,6 +368,50 @@ void CudaBackend::backward(const Context& context, const BackwardCall& call,
       plan::plan_backward(device.facts(), work,
                           {plan::array_facts(call.gy), plan::array_facts(call.w),
                            plan::out_facts(call.gx), plan::out_facts(call.gw)}),
+      memory);
+}
+
+void CudaBackend::quantize_forward_weight(const Context& context, const RowsJob& job) const {
+  const DeviceGuard guard(context.device().index, "quantize_forward_weight");
+  const CudaDevice device(context);
+  Memory memory;
+  memory.weight_rows = &job;
+  run(context,
+      plan::plan_forward_weight(device.facts(), plan::array_facts(job.x), job.x.rows, job.x.cols,
+                                job.hadamard_block),
+      memory);
+}
+
+std::size_t CudaBackend::forward_workspace(const Context& context, const ForwardWork& work) const {
+  WorkspaceCursor cursor;
+  plan::take_forward_scratch(cursor, CudaDevice(context).facts(), work);
+  return cursor.bytes();
+}
+
+void CudaBackend::forward(const Context& context, const ForwardCall& call, void* workspace) const {
+  const DeviceGuard guard(context.device().index, "forward_linear");
+  const CudaDevice device(context);
+  const ForwardWork& work = call.work;
+  const int block = work.spec.hadamard_block;
+  WorkspaceCursor cursor(workspace);
+  const plan::ForwardScratch scratch = plan::take_forward_scratch(cursor, device.facts(), work);
+  const RowsJob x{call.x, block, forward_quant, scratch.x};
+  const RowsJob weight{call.w, block, forward_quant, scratch.weight};
+  Memory memory;
+  memory.x_rows = &x;
+  if (work.weight) memory.weight_rows = &weight;
+  memory.bias = call.bias;
+  memory.wide_bias = scratch.bias;
+  memory.scratch[0] = scratch.gemm;
+  memory.product[0] =
+      product(scratch.x, work.weight ? scratch.weight : call.quantized, block, false, call.y);
+  if (work.bias) {
+    memory.product[0].bias = work.wide ? scratch.bias : static_cast<const float*>(call.bias.data);
+  }
+  run(context,
+      plan::plan_forward(
+          device.facts(), work,
+          {plan::array_facts(call.x), plan::array_facts(call.w), plan::out_facts(call.y)}),
       memory);
 }
 

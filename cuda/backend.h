@@ -38,6 +38,9 @@ class CudaBackend final : public Backend {
   void quantize_weight(const Context&, const ColumnsJob&, void* workspace) const override;
   std::size_t backward_workspace(const Context&, const BackwardWork&) const override;
   void backward(const Context&, const BackwardCall&, void* workspace) const override;
+  void quantize_forward_weight(const Context&, const RowsJob&) const override;
+  std::size_t forward_workspace(const Context&, const ForwardWork&) const override;
+  void forward(const Context&, const ForwardCall&, void* workspace) const override;
 };
 
 // Facts about a context's device for plans; answers queries during its life.

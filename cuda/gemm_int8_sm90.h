@@ -22,10 +22,13 @@ struct Sm90Plan {
   int swizzle, splits;
 };
 
+// What happens to the scaled sums.
+enum class Sm90Output : std::uint8_t { store, accumulate, bias };
+
 struct Sm90Instance {
   Sm90Kernel kernel;
   DType out;
-  bool accumulate;  // adds to what is there
+  Sm90Output output;
   // Both scales are vectors; wgmma_can (plan_gemm.cpp) says what else is needed. `workspace`:
   // of stream-K alone.
   void (*run)(const Context&, const GemmArgs&, const Sm90Plan&, void* workspace);
@@ -36,6 +39,6 @@ struct Sm90Instance {
 extern const Sm90Instance* const sm90_instances[];
 
 inline bool sm90_built() { return sm90_instances[0] != nullptr; }
-const Sm90Instance& sm90_instance(Sm90Kernel, DType out, bool accumulate);
+const Sm90Instance& sm90_instance(Sm90Kernel, DType out, Sm90Output);
 
 }  // namespace hot::detail

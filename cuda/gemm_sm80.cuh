@@ -298,22 +298,29 @@ struct I32 {
   static constexpr int size = 4;
 };
 
-// Calls f(tag of the output's type, whether to add to what is there): one kernel serves all.
+// What happens to the scaled sums.
+enum class Output { store, accumulate, bias };
+template <Output output>
+using OutputConstant = std::integral_constant<Output, output>;
+
+// Calls f(tag of the output's type, what happens to the sums): one kernel serves all.
 template <class F>
 __device__ void with_output(const GemmArgs& gemm, const F& f) {
   if (gemm.a_scale == nullptr) {
-    f(I32{}, std::false_type{});
+    f(I32{}, OutputConstant<Output::store>{});
   } else if (gemm.accumulate) {
-    with_dtype(gemm.out.dtype, [&](auto tag) { f(tag, std::true_type{}); });
+    with_dtype(gemm.out.dtype, [&](auto tag) { f(tag, OutputConstant<Output::accumulate>{}); });
+  } else if (gemm.bias != nullptr) {
+    with_dtype(gemm.out.dtype, [&](auto tag) { f(tag, OutputConstant<Output::bias>{}); });
   } else {
-    with_dtype(gemm.out.dtype, [&](auto tag) { f(tag, std::false_type{}); });
+    with_dtype(gemm.out.dtype, [&](auto tag) { f(tag, OutputConstant<Output::store>{}); });
   }
 }
 
 // Writes 16 rows x 32 columns of the output. Of 4 fragments of 8 columns a lane holds two
 // neighbouring columns of rows lane / 4 and lane / 4 + 8. `vectors`: as 16 contiguous bytes a lane,
 // which its quad exchanges. Nothing branches on the way, so that loads need not wait for stores.
-template <class Tag, bool vectors, bool accumulate>
+template <class Tag, bool vectors, Output output>
 class Writer {
  public:
   static constexpr int columns = 32;
@@ -344,7 +351,11 @@ class Writer {
           v[2 * j + 1] = dequantised(static_cast<float>(sum(j, half * 2 + 1)), a_scale[half], b.y,
                                      gemm_.inv_divisor);
         }
-        if constexpr (accumulate) {
+        if constexpr (output == Output::bias) {
+#pragma unroll
+          for (int i = 0; i < 8; ++i) v[i] += gemm_.bias[min(own_column(i), gemm_.n - 1)];
+        }
+        if constexpr (output == Output::accumulate) {
           float before[8] = {};
           load_row(m, before);
 #pragma unroll
@@ -554,14 +565,14 @@ __device__ void multiply_tiles(const MmaWork& work) {
     const std::int64_t n0 = std::int64_t{column} * T::n + warp_column<T>();
     const float* const a_scale = scales + warp_row<T>() + lane / 4;
     const float* const b_scale = scales + T::m + warp_column<T>() + lane % 4 * 2;
-    with_output(work.gemm, [&](auto tag, auto accumulate) {
+    with_output(work.gemm, [&](auto tag, auto output) {
       using Tag = decltype(tag);
 #pragma unroll
       for (int i = 0; i < rows; ++i) {
 #pragma unroll
         for (int j0 = 0; j0 < columns; j0 += 4) {
-          const Writer<Tag, !any, decltype(accumulate)::value> writer(work.gemm, m0 + i * 16,
-                                                                      n0 + j0 * 8);
+          const Writer<Tag, !any, decltype(output)::value> writer(work.gemm, m0 + i * 16,
+                                                                  n0 + j0 * 8);
           const auto result = [&](int j, int e) {
             if constexpr (any && !std::is_same_v<Tag, I32>) {
               return total[i][j0 + j][e];
@@ -623,7 +634,7 @@ __global__ void __launch_bounds__(fixup_threads)
   const std::int64_t n0 = std::int64_t{column} * T::n + warp % T::warps_n * T::warp_n;
   const GemmArgs& gemm = work.gemm;
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  with_output(gemm, [&](auto tag, auto accumulate) {
+  with_output(gemm, [&](auto tag, auto output) {
     using Tag = decltype(tag);
     float a_scale[2] = {};
     if constexpr (!std::is_same_v<Tag, I32>) {
@@ -635,7 +646,7 @@ __global__ void __launch_bounds__(fixup_threads)
     }
 #pragma unroll
     for (int j0 = 0; j0 < columns; j0 += 4) {
-      const Writer<Tag, true, decltype(accumulate)::value> writer(gemm, m0, n0 + j0 * 8);
+      const Writer<Tag, true, decltype(output)::value> writer(gemm, m0, n0 + j0 * 8);
       writer.write([&](int j, int e) { return sum[j0 + j][e]; }, a_scale,
                    [&](int j) {
                      const std::int64_t n = n0 + (j0 + j) * 8 + lane % 4 * 2;

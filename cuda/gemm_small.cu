@@ -254,6 +254,11 @@ __device__ void finish_rows(const Work<TileM>& work, const unsigned char* sums,
       v[c] = dequantised(static_cast<float>(sum[c]), scales.a[row], scales.b[column + c],
                          gemm.inv_divisor);
     }
+    if (gemm.bias != nullptr) {
+      const float* const bias = gemm.bias + n0 + column;
+#pragma unroll
+      for (int c = 0; c < columns; ++c) v[c] += bias[min(c, live - 1)];
+    }
     const std::int64_t first = std::int64_t{m0 + row} * gemm.out.row_stride +
                                std::int64_t{n0 + column} * gemm.out.col_stride;
     if (product.vectors && live == columns) {

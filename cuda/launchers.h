@@ -42,6 +42,7 @@ void launch_unpack(const Context&, const plan::Step&, const MatrixIn& packed, co
 // gemm.cu
 void launch_spread(const Context&, const plan::Step&, const float* scale, std::int64_t count,
                    float* vector);
+void launch_widen(const Context&, const plan::Step&, const MatrixIn& bias, float* out);
 void launch_wgmma(const Context&, const plan::Step&, const GemmArgs&, void* workspace);
 // gemm_small.cu; the products in the order of the plan
 void launch_small_gemms(const Context&, const plan::Step&, const GemmArgs* products, int count);

@@ -70,6 +70,7 @@ constexpr KernelInfo kernels[kernel_count] = {
     {"final_sum_kernel", "bias.cu", true},
     {"fill_zero_kernel", "bias.cu", false},
     {"spread_kernel", "gemm.cu", false},
+    {"widen_kernel", "gemm.cu", false},
     {"unpack_kernel", "pack.cu", false},
     {"gemm_small_kernel", "gemm_small.cu", false},
     {"wgmma 128x128", "gemm_int8_sm90.cuh", false},
@@ -111,11 +112,18 @@ constexpr const char* buffer_names[buffer_count] = {
     "sums of shared tiles",
     "a as INT8",
     "b as INT8",
+    "bias",
+    "y",
+    "x codes (rows)",
+    "w codes (rows)",
+    "quantised w",
+    "bias as fp32",
 };
 
 constexpr Buffers scratch = Buffer::rows | Buffer::columns | Buffer::weight | Buffer::activation |
                             Buffer::rows_amax | Buffer::columns_amax | Buffer::weight_amax |
-                            Buffer::sums | Buffer::spread_a | Buffer::spread_b | Buffer::stream_k;
+                            Buffer::sums | Buffer::spread_a | Buffer::spread_b | Buffer::stream_k |
+                            Buffer::x_rows | Buffer::weight_rows | Buffer::wide_bias;
 
 }  // namespace
 
@@ -199,9 +207,15 @@ Plan plan_backward(const DeviceFacts& facts, const BackwardWork& work,
 
   // All operands are quantised before the products: g_y is read again while the L2 may still hold
   // it, and kernels overlap.
-  const RowsShape rows{
-      arrays.gy, shape.tokens, shape.out_features, spec.hadamard_block, gradient_rows_quant(spec),
-      kx};
+  const RowsShape rows{RowsOf::gy,
+                       Buffer::gy,
+                       Buffer::rows,
+                       arrays.gy,
+                       shape.tokens,
+                       shape.out_features,
+                       spec.hadamard_block,
+                       gradient_rows_quant(spec),
+                       kx};
   const OperandQuant columns_quant = gradient_columns_quant(spec);
   const ColumnsShape columns{Job::gradient_columns,
                              arrays.gy,
@@ -316,6 +330,63 @@ Plan plan_weight(const DeviceFacts& facts, const ArrayFacts& w, std::int64_t col
   return plan;
 }
 
+namespace {
+
+RowsShape forward_rows(RowsOf of, Buffer from, Buffer codes, const ArrayFacts& array,
+                       std::int64_t rows, std::int64_t cols, const ForwardLinearSpec& spec) {
+  return {of,
+          from,
+          codes,
+          array,
+          rows,
+          cols,
+          spec.hadamard_block,
+          forward_quant,
+          forward_k(cols, spec)};
+}
+
+}  // namespace
+
+Plan plan_forward(const DeviceFacts& facts, const ForwardWork& work, const ForwardArrays& arrays) {
+  const LinearShape& shape = work.shape;
+  Plan plan;
+  add_rows(plan, facts,
+           forward_rows(RowsOf::x, Buffer::x, Buffer::x_rows, arrays.x, shape.tokens,
+                        shape.in_features, work.spec));
+  if (work.weight) {
+    add_rows(plan, facts,
+             forward_rows(RowsOf::weight, Buffer::w, Buffer::weight_rows, arrays.w,
+                          shape.out_features, shape.in_features, work.spec));
+  }
+  if (work.wide) {
+    plan.add(Kernel::widen, {ceil_div(shape.out_features, 256), 256}, Buffer::bias,
+             Buffer::wide_bias);
+  }
+  ProductShape p;
+  p.m = shape.tokens;
+  p.n = shape.out_features;
+  p.k = forward_k(shape.in_features, work.spec);
+  p.one_scale_a = p.m == 1;
+  p.one_scale_b = p.n == 1;
+  p.bias = work.bias;
+  p.out = arrays.y;
+  Buffers b = work.weight ? Buffer::weight_rows : Buffer::forward_w;
+  if (work.bias) b |= work.wide ? Buffer::wide_bias : Buffer::bias;
+  const ProductBuffers buffers{Buffer::x_rows, b, Buffer::y};
+  const int index = 0;
+  add_products(plan, facts, &p, &buffers, &index, 1);
+  return plan;
+}
+
+Plan plan_forward_weight(const DeviceFacts& facts, const ArrayFacts& w, std::int64_t rows,
+                         std::int64_t cols, int hadamard_block) {
+  Plan plan;
+  add_rows(
+      plan, facts,
+      forward_rows(RowsOf::weight, Buffer::w, Buffer::forward_w, w, rows, cols, {hadamard_block}));
+  return plan;
+}
+
 // ---- what plans know of arrays -----------------------------------------------------------------
 
 namespace {
@@ -391,6 +462,19 @@ Scratch take_scratch(WorkspaceCursor& cursor, const DeviceFacts& facts, const Ba
     s.weight.amax = s.gradient_rows.amax + words.rows;
     s.gradient_columns.amax = s.weight.amax + words.weight;
   }
+  return s;
+}
+
+ForwardScratch take_forward_scratch(WorkspaceCursor& cursor, const DeviceFacts& facts,
+                                    const ForwardWork& work) {
+  const LinearShape& shape = work.shape;
+  const std::int64_t k = forward_k(shape.in_features, work.spec);
+  ForwardScratch s;
+  s.x = take_operand(cursor, shape.tokens, k, shape.tokens);
+  if (work.weight) s.weight = take_operand(cursor, shape.out_features, k, shape.out_features);
+  if (work.wide) s.bias = cursor.take<float>(shape.out_features);
+  s.gemm = cursor.take<char>(
+      static_cast<std::int64_t>(gemm_workspace(facts, shape.tokens, shape.out_features, k)));
   return s;
 }
 

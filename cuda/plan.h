@@ -13,6 +13,7 @@
 #include "cuda/gemm_int8_sm90.h"
 #include "cuda/gemm_sm80_plan.h"
 #include "cuda/launch_shape.h"
+#include "forward_work.h"
 #include "kernels.h"
 
 namespace hot::detail {
@@ -166,6 +167,7 @@ namespace plan {
 // An instance of a kernel whose grid depends on how much of it a device runs at once.
 struct WideRows {
   Rounding rounding;
+  int hadamard;
   int lane_blocks;
   DType dtype;
   int buffers;
@@ -206,7 +208,7 @@ struct DeviceFacts {
 
 enum class Kernel : std::uint8_t {
   zero,  // a memset
-  // rows of g_y
+  // rows of g_y, x and w
   rows16,
   wide_rows,
   rows,
@@ -231,6 +233,7 @@ enum class Kernel : std::uint8_t {
   // products
   fill_zero,
   spread,
+  widen,  // a bias
   unpack,
   gemm_small,
   wgmma_128x128,
@@ -284,8 +287,15 @@ enum class Buffer : std::uint8_t {
   stream_k,    // sums of tiles that CTAs share: stream-K's, and those of mma.sync
   unpacked_a,  // INT4 operands as INT8
   unpacked_b,
+  bias,  // of the forward product
+  y,
+  x_rows,       // codes and scales of x and
+  weight_rows,  // of w for it;
+  forward_w,    // w as quantize_forward_weight kept it
+  wide_bias,    // the bias as fp32
 };
-inline constexpr int buffer_count = static_cast<int>(Buffer::unpacked_b) + 1;
+inline constexpr int buffer_count = static_cast<int>(Buffer::wide_bias) + 1;
+static_assert(buffer_count <= 32);  // bits of a Buffers
 const char* buffer_name(Buffer buffer);
 
 class Buffers {
@@ -313,7 +323,11 @@ constexpr Buffers operator|(Buffer a, Buffer b) { return Buffers(a) | Buffers(b)
 // The operand that a step makes.
 enum class Job : std::uint8_t { gradient_columns, weight, activation };
 
+// What rows are made of.
+enum class RowsOf : std::uint8_t { gy, x, weight };
+
 struct RowsStep {
+  RowsOf of;
   RowsPass pass;
   int lanes, lane_blocks;  // rows16, wide_rows: of a row; blocks of 16 of a lane
   int buffers;             // wide_rows: rows in flight
@@ -452,6 +466,16 @@ Plan plan_groups(const ArrayFacts& x, std::int64_t rows, std::int64_t cols, Roun
 Plan plan_weight(const DeviceFacts&, const ArrayFacts& w, std::int64_t cols, const Projection&,
                  const OperandQuant&, std::int64_t scales);
 
+struct ForwardArrays {
+  ArrayFacts x{}, w{};
+  OutFacts y{};
+};
+// forward_linear: quantisers of x and w, the product.
+Plan plan_forward(const DeviceFacts&, const ForwardWork&, const ForwardArrays&);
+// quantize_forward_weight.
+Plan plan_forward_weight(const DeviceFacts&, const ArrayFacts& w, std::int64_t rows,
+                         std::int64_t cols, int hadamard_block);
+
 // A product on its own.
 struct ProductShape {
   std::int64_t m = 0, n = 0, k = 0;
@@ -460,6 +484,7 @@ struct ProductShape {
   bool scaled = true;        // or bare INT32 sums
   bool one_scale_a = false, one_scale_b = false;
   bool accumulate = false;
+  bool bias = false;
   OutFacts out{};
 };
 ProductShape product_shape(const GemmArgs&);
@@ -510,6 +535,14 @@ Scratch take_scratch(WorkspaceCursor&, const DeviceFacts&, const BackwardWork&);
 // Partial sums of g_b on its own: nothing else is alive then.
 char* take_sums(WorkspaceCursor&, const DeviceFacts&, const LinearShape&);
 std::size_t backward_workspace(const DeviceFacts&, const BackwardWork&);
+
+// What a forward product takes of its workspace; one order, as above.
+struct ForwardScratch {
+  Operand x{}, weight{};
+  float* bias = nullptr;
+  char* gemm = nullptr;
+};
+ForwardScratch take_forward_scratch(WorkspaceCursor&, const DeviceFacts&, const ForwardWork&);
 
 }  // namespace plan
 }  // namespace hot::detail

@@ -70,8 +70,11 @@ WgmmaChoice wgmma_choice(const DeviceFacts& facts, std::int64_t m, std::int64_t 
 
 // Wide tiles serve g_x, stream-K serves g_w. There are none for fp16 outputs, which are rare: with
 // autocast g_w is fp32.
-bool has_wide(const ProductShape& p) { return p.out.dtype != DType::f16 && !p.accumulate; }
-bool has_stream_k(const ProductShape& p) { return p.out.dtype != DType::f16; }
+bool has_wide(const ProductShape& p) {
+  return p.out.dtype == DType::bf16 ? !p.accumulate
+                                    : p.out.dtype == DType::f32 && !p.accumulate && !p.bias;
+}
+bool has_stream_k(const ProductShape& p) { return p.out.dtype != DType::f16 && !p.bias; }
 
 WgmmaChoice wgmma_choice(const DeviceFacts& facts, const ProductShape& p) {
   const WgmmaChoice choice = wgmma_choice(facts, p.m, p.n, p.k, has_wide(p));

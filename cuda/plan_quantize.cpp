@@ -45,10 +45,16 @@ RowShare row_share(std::int64_t blocks) {
   return best;
 }
 
+// Transforms that rows16_kernel and wide_rows_kernel have instances of.
+bool rows16_can(int hadamard_block, Rounding rounding) {
+  return hadamard_block == 16 ||
+         (rounding == Rounding::nearest && (hadamard_block == 64 || hadamard_block == 128));
+}
+
 void add_rows_pass(Plan& plan, const DeviceFacts& facts, const RowsShape& job, RowsPass pass) {
   const RowShare share = row_share(job.k_padded / 16);
   const Rounding rounding = pass == RowsPass::amax ? Rounding::nearest : job.quant.rounding;
-  Buffers reads = Buffer::gy, writes = Buffer::rows;
+  Buffers reads = job.from, writes = job.codes;
   if (pass == RowsPass::amax) {
     reads |= Buffer::rows_amax;  // by atomicMax
     writes = Buffer::rows_amax;
@@ -59,9 +65,9 @@ void add_rows_pass(Plan& plan, const DeviceFacts& facts, const RowsShape& job, R
     Step& step = plan.add(kernel, shape, reads, writes);
     step.dtype = job.x.dtype;
     step.rounding = rounding;
-    step.work = RowsStep{pass, share.lanes, share.blocks, buffers};
+    step.work = RowsStep{job.of, pass, share.lanes, share.blocks, buffers};
   };
-  if (job.hadamard_block != 16 || share.lanes == 0) {
+  if (!rows16_can(job.hadamard_block, rounding) || share.lanes == 0) {
     return add(Kernel::rows, {job.rows, 256}, 0);
   }
   const bool aligned = job.x.rows_aligned && job.cols % 16 == 0;
@@ -74,8 +80,8 @@ void add_rows_pass(Plan& plan, const DeviceFacts& facts, const RowsShape& job, R
     do {  // two rows in flight where only one CTA fits an SM
       ++buffers;
       shape.shared_bytes = static_cast<std::size_t>(job.k_padded * size * buffers);
-      at_once =
-          facts.queries->at_once(WideRows{rounding, share.blocks, job.x.dtype, buffers}, shape);
+      at_once = facts.queries->at_once(
+          WideRows{rounding, job.hadamard_block, share.blocks, job.x.dtype, buffers}, shape);
     } while (buffers == 1 && at_once <= facts.sm_count);
     shape.blocks = std::min(job.rows, at_once);
     return add(Kernel::wide_rows, shape, buffers);
@@ -84,11 +90,15 @@ void add_rows_pass(Plan& plan, const DeviceFacts& facts, const RowsShape& job, R
   add(Kernel::rows16, {ceil_div(job.rows, rows), share.lanes, 0, 1, rows}, 0);
 }
 
+}  // namespace
+
 void add_rows(Plan& plan, const DeviceFacts& facts, const RowsShape& job) {
   if (!job.quant.per_tensor) return add_rows_pass(plan, facts, job, RowsPass::row_scales);
   add_rows_pass(plan, facts, job, RowsPass::amax);
   add_rows_pass(plan, facts, job, RowsPass::codes);
 }
+
+namespace {
 
 // ---- columns -----------------------------------------------------------------------------------
 

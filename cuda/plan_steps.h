@@ -55,6 +55,8 @@ const Thresholds& thresholds(const DeviceFacts&);
 // ---- operands (plan_quantize.cpp) --------------------------------------------------------------
 
 struct RowsShape {
+  RowsOf of;
+  Buffer from, codes;
   ArrayFacts x;
   std::int64_t rows, cols;
   int hadamard_block;
@@ -98,6 +100,7 @@ struct OperandShapes {
 
 // All operands of a backward. Returns whether these steps also make g_b.
 bool add_operands(Plan&, const DeviceFacts&, const OperandShapes&);
+void add_rows(Plan&, const DeviceFacts&, const RowsShape&);
 // Returns whether these steps also make the sum.
 bool add_columns(Plan&, const DeviceFacts&, const ColumnsShape&);
 // g_b from `runs` partial sums of each column.

@@ -110,7 +110,7 @@ __device__ __forceinline__ void rows_block(const GroupedArgs& args, unsigned blo
   if (rows.pass != RowsPass::codes) begin_kernel();  // codes: loads first, as in columns_block
   const std::int64_t row =
       std::int64_t{block} * (threads >> args.row_lanes_log2) + (thread >> args.row_lanes_log2);
-  quantize_row16<rounding, row_blocks, Tag>(
+  quantize_row16<rounding, 16, row_blocks, Tag>(
       rows, row, thread & (T - 1), T, [&](std::uint32_t& amax) {
         if (rows.pass == RowsPass::amax) {
           amax = block_max(amax, shared);

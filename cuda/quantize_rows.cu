@@ -31,14 +31,14 @@ namespace {
 
 // threadIdx.x is the lane of a row: up to 32 of them, a power of two, with several rows
 // (threadIdx.y) in a CTA, or a row to itself.
-template <Rounding rounding, int B, class Tag>
+template <Rounding rounding, int hadamard, int B, class Tag>
 __global__ void __launch_bounds__(rows16_max_lanes)
     rows16_kernel(const __grid_constant__ RowsArgs args) {
   __shared__ std::uint32_t shared[rows16_max_lanes / 32];
   begin_kernel();
   const int T = static_cast<int>(blockDim.x), lane = static_cast<int>(threadIdx.x);
   const std::int64_t row = std::int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
-  quantize_row16<rounding, B, Tag>(args, row, lane, T, [&](std::uint32_t& amax) {
+  quantize_row16<rounding, hadamard, B, Tag>(args, row, lane, T, [&](std::uint32_t& amax) {
     if (args.pass == RowsPass::amax) {
       amax = warp_max(amax);
       if ((threadIdx.y * blockDim.x + threadIdx.x) % 32 == 0) atomic_max(args.amax, amax);
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(rows16_max_lanes)
 }
 
 // A barrier of bulk copies for each of `Buffers` rows.
-template <Rounding rounding, int B, class Tag, int Buffers>
+template <Rounding rounding, int hadamard, int B, class Tag, int Buffers>
 __global__ void __launch_bounds__(rows16_max_lanes)
     wide_rows_kernel(const __grid_constant__ RowsArgs args) {
   extern __shared__ __align__(128) char rows[];
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(rows16_max_lanes)
   __shared__ std::uint32_t shared[2][rows16_max_lanes / 32];
   __shared__ std::uint64_t barriers[Buffers];
   const int T = static_cast<int>(blockDim.x), lane = static_cast<int>(threadIdx.x);
-  const int blocks = static_cast<int>(args.k_padded / 16), bytes = blocks * 16 * Tag::size;
+  const int blocks = args.live_blocks, bytes = blocks * 16 * Tag::size;
   const unsigned barrier = shared_address(barriers);
   const auto copy_row = [&](std::int64_t row, int buffer) {
     if (row >= args.x.rows) return;
@@ -95,11 +95,12 @@ __global__ void __launch_bounds__(rows16_max_lanes)
     float v[B][16];
 #pragma unroll
     for (int i = 0; i < B; ++i) Tag::unpack(words[i], v[i]);
-    quantize_row_values<rounding>(args, offset, row, lane, T, v, [&](std::uint32_t& amax) {
-      amax = row_max(amax, T, lane, shared[turn % 2]);
-      if (lane == 0) copy_row(row + Buffers * step, buffer);  // all threads have read this row
-      return true;
-    });
+    quantize_row_values<rounding, hadamard>(
+        args, offset, row, lane, T, v, [&](std::uint32_t& amax) {
+          amax = row_max(amax, T, lane, shared[turn % 2]);
+          if (lane == 0) copy_row(row + Buffers * step, buffer);  // all threads have read it
+          return true;
+        });
   }
 }
 
@@ -184,6 +185,17 @@ void with_lane_blocks(int blocks, const Call& call) {
   }
 }
 
+// Calls call(block): of the transforms that have instances. Longer ones than 16 are the forward
+// pass's, whose codes are rounded to nearest.
+template <Rounding rounding, class Call>
+void with_hadamard(int block, const Call& call) {
+  if constexpr (rounding == Rounding::nearest) {
+    if (block == 64) return call(Constant<64>{});
+    if (block == 128) return call(Constant<128>{});
+  }
+  call(Constant<16>{});
+}
+
 // Calls call(kernel) with the kernel of an instance.
 template <class Call>
 void with_wide_rows(const plan::WideRows& of, const Call& call) {
@@ -193,8 +205,11 @@ void with_wide_rows(const plan::WideRows& of, const Call& call) {
         using Tag = decltype(tag);
         constexpr Rounding rounding = decltype(r)::value;
         if constexpr (Tag::size == 2 && rounding != Rounding::pseudo_stochastic) {
-          call(of.buffers == 1 ? wide_rows_kernel<rounding, decltype(b)::value, Tag, 1>
-                               : wide_rows_kernel<rounding, decltype(b)::value, Tag, 2>);
+          with_hadamard<rounding>(of.hadamard, [&](auto h) {
+            constexpr int hadamard = decltype(h)::value, blocks = decltype(b)::value;
+            call(of.buffers == 1 ? wide_rows_kernel<rounding, hadamard, blocks, Tag, 1>
+                                 : wide_rows_kernel<rounding, hadamard, blocks, Tag, 2>);
+          });
         }
       });
     });
@@ -202,11 +217,14 @@ void with_wide_rows(const plan::WideRows& of, const Call& call) {
 }
 
 template <class Call>
-void with_rows16(Rounding rounding, DType dtype, int lane_blocks, const Call& call) {
+void with_rows16(Rounding rounding, int hadamard, DType dtype, int lane_blocks, const Call& call) {
   with_rounding(rounding, [&](auto r) {
     host_with_dtype(dtype, [&](auto tag) {
       with_lane_blocks(lane_blocks, [&](auto b) {
-        call(rows16_kernel<decltype(r)::value, decltype(b)::value, decltype(tag)>);
+        with_hadamard<decltype(r)::value>(hadamard, [&](auto h) {
+          call(rows16_kernel<decltype(r)::value, decltype(h)::value, decltype(b)::value,
+                             decltype(tag)>);
+        });
       });
     });
   });
@@ -233,9 +251,10 @@ void launch_rows(const Context& context, const plan::Step& step, const RowsJob& 
   if (step.kernel == plan::Kernel::rows) {
     with_rounding(step.rounding, [&](auto r) { run(rows_kernel<decltype(r)::value>); });
   } else if (step.kernel == plan::Kernel::wide_rows) {
-    with_wide_rows({step.rounding, work.lane_blocks, step.dtype, work.buffers}, run);
+    with_wide_rows({step.rounding, job.hadamard_block, work.lane_blocks, step.dtype, work.buffers},
+                   run);
   } else {
-    with_rows16(step.rounding, step.dtype, work.lane_blocks, run);
+    with_rows16(step.rounding, job.hadamard_block, step.dtype, work.lane_blocks, run);
   }
 }
 
@@ -246,6 +265,7 @@ RowsArgs rows_args(const Context& context, const RowsJob& job) {
           job.out.scales,
           job.out.amax,
           job.out.k_padded,
+          static_cast<int>(ceil_div(job.x.cols, 16)),
           job.quant.bits,
           job.hadamard_block,
           device_key(context.key(), job.quant.purpose),

@@ -20,6 +20,7 @@ struct RowsArgs {
   std::int64_t scales;
   std::uint32_t* amax;
   std::int64_t k_padded;
+  int live_blocks;  // of 16, of a row of x; zeros follow up to k_padded
   int bits, block;
   DeviceKey key;
   RowsPass pass;
@@ -27,9 +28,10 @@ struct RowsArgs {
 };
 
 // Lane `lane` of the T that share row `row`, with the values of its B blocks of 16 at most in v.
+// `hadamard`: block of the transform, 16 or more; neighbouring lanes share one of more than 16.
 // `scale_of(amax)` turns the largest value of the lane into that of the scale's whole range; false:
 // no codes are wanted. All threads of the CTA call it, also past the last row.
-template <Rounding rounding, int B, class ScaleOf>
+template <Rounding rounding, int hadamard, int B, class ScaleOf>
 __device__ __forceinline__ void quantize_row_values(const RowsArgs& args,
                                                     const DeviceOffset& offset, std::int64_t row,
                                                     int lane, int T, float (&v)[B][16],
@@ -39,6 +41,7 @@ __device__ __forceinline__ void quantize_row_values(const RowsArgs& args,
 #pragma unroll
   for (int i = 0; i < B; ++i) {
     butterfly<1, 16>(v[i]);
+    butterfly_lanes<hadamard / 16>(v[i], static_cast<unsigned>(lane));
 #pragma unroll
     for (int j = 0; j < 16; ++j) largest = max_magnitude(largest, v[i][j]);
   }
@@ -60,11 +63,10 @@ __device__ __forceinline__ void quantize_row_values(const RowsArgs& args,
 }
 
 // The same from global memory.
-template <Rounding rounding, int B, class Tag, class ScaleOf>
+template <Rounding rounding, int hadamard, int B, class Tag, class ScaleOf>
 __device__ __forceinline__ void quantize_row16(const RowsArgs& args, std::int64_t row, int lane,
                                                int T, const ScaleOf& scale_of) {
   const bool real = row < args.x.rows;
-  const int blocks = static_cast<int>(args.k_padded / 16);
   float v[B][16];
   if (args.aligned) {
     unsigned words[B][4 * Tag::size];  // all of a lane's loads first
@@ -74,7 +76,8 @@ __device__ __forceinline__ void quantize_row16(const RowsArgs& args, std::int64_
     for (int i = 0; i < B; ++i) {
 #pragma unroll
       for (unsigned& word : words[i]) word = 0;
-      if (real && lane + i * T < blocks) load_words(from + i * T * 16 * Tag::size, words[i]);
+      if (real && lane + i * T < args.live_blocks)
+        load_words(from + i * T * 16 * Tag::size, words[i]);
     }
 #pragma unroll
     for (int i = 0; i < B; ++i) Tag::unpack(words[i], v[i]);
@@ -92,7 +95,7 @@ __device__ __forceinline__ void quantize_row16(const RowsArgs& args, std::int64_
     }
   }
   const DeviceOffset offset = warp_offset<rounding>(args.key);
-  quantize_row_values<rounding>(args, offset, row, lane, T, v, scale_of);
+  quantize_row_values<rounding, hadamard>(args, offset, row, lane, T, v, scale_of);
 }
 
 // ---- host (quantize_rows.cu)

@@ -100,7 +100,7 @@ __device__ __forceinline__ void quantize_tile_rows(const RowsColumnAmaxArgs& arg
 #pragma unroll
   for (int i = 0; i < B; ++i) Tag::unpack(words[i], v[i]);
   const std::int64_t row = std::int64_t{tile} * (args.token_blocks * token_block) + local;
-  quantize_row_values<rounding>(args.rows, offset, row, lane, T, v, [&](std::uint32_t& amax) {
+  quantize_row_values<rounding, 16>(args.rows, offset, row, lane, T, v, [&](std::uint32_t& amax) {
     if (args.rows.pass == RowsPass::amax) {
       largest = max(largest, amax);
       return false;

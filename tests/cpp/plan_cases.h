@@ -108,4 +108,69 @@ inline std::vector<PlanCase> plan_cases() {
   };
 }
 
+// The same of quantize_forward_weight, where w is quantised before, and forward_linear.
+struct ForwardPlanCase {
+  std::string name;
+  hot::LinearShape shape;
+  int hadamard_block;
+  hot::DType dtype, bias_dtype;
+  bool quantized_weight;
+  std::vector<std::string> kernels;
+};
+
+inline std::vector<ForwardPlanCase> forward_plan_cases() {
+  using hot::DType;
+  return {
+      {"many tokens",
+       {25216, 3072, 768},
+       64,
+       DType::bf16,
+       DType::f32,
+       false,
+       {"rows16_kernel", "rows16_kernel", "wgmma 128x192"}},
+      {"w quantised before",
+       {8192, 4096, 4096},
+       64,
+       DType::bf16,
+       DType::f32,
+       true,
+       {"rows16_kernel", "rows16_kernel", "wgmma 128x128"}},
+      {"wide rows, a bias of bf16",
+       {4096, 4096, 14336},
+       64,
+       DType::bf16,
+       DType::bf16,
+       false,
+       {"wide_rows_kernel", "wide_rows_kernel", "widen_kernel", "wgmma 128x128"}},
+      {"a small layer",
+       {197, 768, 768},
+       64,
+       DType::f16,
+       DType::f32,
+       false,
+       {"rows16_kernel", "rows16_kernel", "gemm_small_kernel"}},
+      {"another block, fp32",
+       {6000, 1000, 700},
+       32,
+       DType::f32,
+       DType::f32,
+       false,
+       {"rows_kernel", "rows_kernel", "wgmma 128x128"}},
+      {"unaligned rows of y",
+       {6000, 770, 512},
+       16,
+       DType::bf16,
+       DType::f32,
+       false,
+       {"rows16_kernel", "rows16_kernel", "tile_kernel any"}},
+      {"no features",
+       {40, 16, 0},
+       64,
+       DType::bf16,
+       DType::f32,
+       false,
+       {"rows16_kernel", "rows16_kernel", "tile_kernel 64x64x64"}},
+  };
+}
+
 }  // namespace hot_test

@@ -1,4 +1,4 @@
-// A backward on the CPU: its stages, one after the other.
+// A backward pass on the CPU: its stages in order.
 #include "backward_work.h"
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 namespace hot::detail {
 namespace {
 
-// Operands and what the products want.
+// The operands of both products.
 struct Scratch {
   Operand gradient_rows{}, weight{};         // g_x
   Operand gradient_columns{}, activation{};  // g_w; activation: from INT4

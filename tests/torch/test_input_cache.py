@@ -16,7 +16,7 @@ from support import equal_bits
 
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402  (after the skip)
-from hotcore.torch import ops, reuse  # noqa: E402  (after the skip)
+from hotcore.torch import input_cache, ops  # noqa: E402  (after the skip)
 from torch import nn  # noqa: E402  (after the skip)
 from torch.utils.checkpoint import checkpoint  # noqa: E402  (after the skip)
 
@@ -91,13 +91,13 @@ def test_the_bytes_depend_on_the_fields_of_the_form_alone() -> None:
         "gx_rounding": "nearest", "gw_scale": "tensor", "gw_rounding": "nearest",
     }  # fmt: skip
     names = {field.name for field in dataclasses.fields(HotConfig)}
-    assert names == set(changes) | set(reuse._FIELDS)
+    assert names == set(changes) | set(input_cache._FIELDS)
     x = images()
     for recipe in RECIPES:
         base = HotConfig.recipe(recipe)
         for name, value in changes.items():
             other = dataclasses.replace(base, **{name: value})
-            assert reuse.form(other) == reuse.form(base)
+            assert input_cache.config_key(other) == input_cache.config_key(base)
             one, two = (
                 hotcore.compress_activation(x.detach(), c, key=3).data for c in (base, other)
             )
@@ -362,7 +362,7 @@ def test_a_checkpoint_of_a_fixed_x_is_fresh_at_every_step(reentrant: bool) -> No
         q.weight.grad = None
         y.sum().backward()
         found.append(q.weight.grad)
-        assert reuse.threads.last._entry is None
+        assert input_cache.current().entry is None
     assert not torch.equal(*found)
 
 
@@ -373,7 +373,7 @@ def test_a_forward_that_was_thrown_away_leaves_nothing() -> None:
     held = weakref.ref(kept(y)[0])
     assert held() is not None
     del y
-    assert held() is None and reuse.threads.last._entry is None
+    assert held() is None and input_cache.current().entry is None
 
 
 def test_x_lives_no_longer_and_takes_the_entry_along() -> None:
@@ -382,9 +382,9 @@ def test_x_lives_no_longer_and_takes_the_entry_along() -> None:
     x = source * 1
     gone = weakref.ref(x)
     y = q(x)
-    assert reuse.threads.last._entry is not None
+    assert input_cache.current().entry is not None
     del x
-    assert gone() is None and reuse.threads.last._entry is None
+    assert gone() is None and input_cache.current().entry is None
     # The graph still has the bytes, and alone.
     held = weakref.ref(kept(y)[0])
     assert held() is not None
@@ -401,12 +401,12 @@ def test_an_x_that_only_autograd_holds_is_still_the_same() -> None:
     y = q(x)
     del x
     gc.collect()
-    assert reuse.threads.last._entry is not None
+    assert input_cache.current().entry is not None
     again = twice.grad_fn._saved_self
     assert buffers(y, k(again)) == 1
     del again, twice
     gc.collect()
-    assert reuse.threads.last._entry is None
+    assert input_cache.current().entry is None
 
 
 def test_threads_have_entries_of_their_own() -> None:
@@ -455,8 +455,8 @@ def test_a_checkpoint_repeated_in_another_thread_is_fresh() -> None:
             y = checkpoint(lambda x: q(x) * k(x), x, use_reentrant=False)
             other.submit(y.sum().backward).result()
             found.append(q.weight.grad)
-            assert other.submit(lambda: reuse.threads.last._entry).result() is None
-    assert reuse.threads.last._entry is None
+            assert other.submit(lambda: input_cache.current().entry).result() is None
+    assert input_cache.current().entry is None
     assert not torch.equal(*found)
 
 
@@ -540,12 +540,12 @@ def test_streams_and_captures_keep_their_own() -> None:
         assert buffers(y, other) == 2 and buffers(other, q(x)) == 1
     torch.cuda.current_stream().wait_stream(side)
     y = q(x)
-    entry = reuse.threads.last._entry
+    entry = input_cache.current().entry
     assert entry is not None
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = q(x), k(x)
-    assert reuse.threads.last._entry is entry
+    assert input_cache.current().entry is entry
     assert buffers(y, *captured) == 3
 
 
@@ -560,5 +560,5 @@ def test_backward_on_cuda_ends_it() -> None:
             y = checkpoint(lambda x: q(x) * k(x), x, use_reentrant=False) if wrapped else q(x)
             y.sum().backward()
             found.append(q.weight.grad)
-            assert reuse.threads.last._entry is None
+            assert input_cache.current().entry is None
         assert not torch.equal(*found), wrapped

@@ -207,7 +207,7 @@ def compress(
     words = (0, (stream * _GOLDEN32) & 0xFFFFFFFF) if seeded else key
     # Ceilings by hand: triton.cdiv takes 2 us of the host.
     count, blocks = dense.numel(), codes.shape[0]
-    with _on(dense.device):
+    with _current_device(dense.device):
         if bits == 1:
             flat = dense.reshape(-1).contiguous()  # a view may have a stride
             grid = (-(-blocks // 4),)
@@ -241,7 +241,7 @@ def compress(
 def restore(codes: torch.Tensor, ranges: torch.Tensor, bits: int, out: torch.Tensor) -> None:
     """Fill ``out``, contiguous, of any shape."""
     count, blocks = out.numel(), codes.shape[0]
-    with _on(out.device):
+    with _current_device(out.device):
         if bits == 1:
             grid = (-(-blocks // 4),)
             _restore_signs_kernel[grid](codes, out, count, blocks, TILE=4, **_OPTIONS)
@@ -277,7 +277,7 @@ def _signed(word: int) -> int:
     return word - (1 << 32) if word >= 1 << 31 else word
 
 
-def _on(device: torch.device):
+def _current_device(device: torch.device):
     """A context in which ``device`` is the current one; cheaper where it is already."""
     if torch.cuda.current_device() == device.index:
         return contextlib.nullcontext()

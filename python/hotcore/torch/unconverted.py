@@ -1,4 +1,4 @@
-"""What ``convert`` does not reach: weights used without their layer, and matrices in no layer."""
+"""Finds what ``convert`` cannot reach: weights used without their layer, matrices in no layer."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ _KINDS: tuple[type[nn.Module], ...] = (
 
 
 def matrices(model: nn.Module) -> list[Skipped]:
-    """Matrices that no Linear, Conv2d or Conv1D holds, and why they are not taken.
+    """Matrices outside of Linear, Conv2d and Conv1D, and why they are not converted.
 
-    Experts of a mixture in one Parameter, and layers of other kinds: other convolutions, recurrent
-    layers, ``nn.Bilinear``.
+    These are experts of a mixture in one Parameter, and layers of other kinds: other convolutions,
+    recurrent layers, ``nn.Bilinear``.
     """
     found = []
     for fqn, module in model.named_modules():
         kind = type(module).__name__
         if isinstance(module, _KINDS):
             sizes = _sizes(module)
-            why = f"nn.{_base(module).__name__} is of no kind that HOT takes"
+            why = f"nn.{_base(module).__name__} is not a kind of layer that HOT supports"
             found.append(Skipped(fqn, kind, *sizes, why, _values(module)))
         elif not isinstance(module, nn.Conv2d):
             found += _stacks(fqn, module)
@@ -54,8 +54,8 @@ def _stacks(fqn: str, module: nn.Module) -> list[Skipped]:
         count, rows, columns = parameter.shape
         if min(rows, columns) < MIN_SIDE:
             continue
-        why = f"a stack of {count} matrices in one Parameter (experts); only layers are taken"
-        size = (columns, rows, why, parameter.numel())  # as F.linear takes its weight
+        why = f"a stack of {count} matrices in one Parameter (experts); only layers are converted"
+        size = (columns, rows, why, parameter.numel())  # the layout of F.linear's weight
         found.append(Skipped(_join(fqn, name), type(module).__name__, *size))
     return found
 
@@ -92,9 +92,9 @@ def bypassed(
 ) -> set[str]:
     """Names of layers whose parent's code multiplies ``self.NAME.weight``.
 
-    The source of the parent's class is read; nothing is run. ``certain``: and never calls
-    ``self.NAME(...)``. Otherwise: does both, one of them in a branch. Code that reaches a weight in
-    another way is not seen.
+    Reads the source of the parent's class and runs nothing. With ``certain`` the parent never calls
+    ``self.NAME(...)``; otherwise it does both, one of them in a branch. Code that reaches a weight
+    in another way is not found.
     """
     found = set()
     for fqn in layers:
@@ -110,11 +110,11 @@ def bypassed(
 
 @functools.lru_cache(maxsize=4096)
 def _uses(cls: Any) -> tuple[frozenset[str], frozenset[str]]:
-    """Attributes of self whose weight the class multiplies, and those that it calls."""
+    """Attributes of self whose weight the class multiplies, and attributes that it calls."""
     multiplied: set[str] = set()
     called: set[str] = set()
     for part in cls.__mro__:
-        if part.__module__.startswith("torch.nn."):  # Module and the layers themselves
+        if part.__module__.startswith("torch.nn."):  # torch's own modules
             continue
         try:
             tree = ast.parse(textwrap.dedent(inspect.getsource(part)))

@@ -181,7 +181,7 @@ def test_convolutions(recipe: str, rng: np.random.Generator) -> None:
 
 
 def test_unfolded_pixels_are_the_convolution(rng: np.random.Generator) -> None:
-    from hotcore.torch.lqs import _as_linear
+    from hotcore.torch.calibrate import _as_linear
 
     torch.manual_seed(int(rng.integers(2**31)))
     for layer in (
@@ -341,9 +341,9 @@ def test_load_has_limits(plan: hot.Plan, tmp_path: Path, monkeypatch: pytest.Mon
     file = tmp_path / "plan.json"
     plan.save(file)
     size = file.stat().st_size
-    monkeypatch.setattr("hotcore._strict_json.LARGEST_FILE", size)
+    monkeypatch.setattr("hotcore._strict_json.MAX_FILE_BYTES", size)
     assert hot.Plan.load(file).config == plan.config
-    monkeypatch.setattr("hotcore._strict_json.LARGEST_FILE", size - 1)
+    monkeypatch.setattr("hotcore._strict_json.MAX_FILE_BYTES", size - 1)
     with pytest.raises(ValueError, match=f"larger than {size - 1} bytes"):
         hot.Plan.load(file)
     file.write_text("kept")

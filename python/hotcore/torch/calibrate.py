@@ -1,9 +1,9 @@
-"""Layer-wise quantiser selection (LQS): :func:`calibrate` measures, a ``Plan`` remembers.
+"""Layer-wise quantiser selection (LQS): :func:`calibrate` measures and returns a ``Plan``.
 
-One scale for all of g_y is cheapest, but a gradient whose outliers sit in single tokens drowns the
-other tokens in it; a layer gets the finer scale only where that pays.
+One scale for all of g_y is cheapest. If a gradient's outliers sit in single tokens, that scale
+rounds the other tokens to almost nothing; a layer gets the finer scale only where it pays.
 
-Source: the paper's LQS and supplement G; spec.md, "LQS".
+Source: LQS of the paper and its supplement G; docs/paper.md.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import ops as arrays_ops
+from .. import functions
 from ..config import ConfigLike, HotConfig, Key, Rounding, as_config
-from ..ops import Granularity
+from ..functions import Granularity
 from .convert import convert
 from .plan import GW_SCALES, GX_SCALES, LayerPlan, Plan
-from .probe import Untouched
+from .probe import preserve_state
 from .report import listed
 from .selection import Filter, is_8bit
 
@@ -30,9 +30,9 @@ PATTERN_SIZE = 32
 """Rows and columns of a stored outlier pattern."""
 
 UNFOLDED_BYTES = 1 << 28
-"""Of a convolution's input, unfolded in fp32, that calibrate measures with."""
+"""Bytes of a convolution's unfolded fp32 input that calibrate uses."""
 
-# Of P g_y [K, O].
+# Granularity of the scales of P g_y [K, O].
 _AXIS: dict[str, Granularity] = {"tensor": "tensor", "channel": "column", "token": "row"}
 
 
@@ -48,25 +48,25 @@ def calibrate(
     seed: int = 0,
     slower: bool = False,
 ) -> Plan:
-    """Measure what coarse and fine scales of g_y cost every layer, and choose.
+    """Measure the error of coarse and fine scales of g_y for every layer, and choose.
 
-    Runs forward and backward on every batch (a few are enough), with plain gradients where the
-    model is plain. Of each layer that :func:`convert` would take, or has taken, g_y is quantised by
-    each choice and the error of g_x and of g_w is measured against the same product of the
-    unquantised g_y: the transformed one for g_x; for g_w after the basis of ``config``, so that its
-    loss of rank is not counted. The fine scale is chosen where it cuts the squared error by more
-    than ``gain``. Parameters, their ``.grad`` and buffers are left as they were.
+    Runs forward and backward on every batch (a few are enough); a plain model has plain gradients.
+    For each layer that :func:`convert` would convert, or has converted, g_y is quantised with each
+    choice. The error of g_x and g_w is measured against the same product of the unquantised g_y:
+    the transformed g_y for g_x, and for g_w the g_y projected on the basis of ``config``, so that
+    the loss of rank does not count. The fine scale is chosen where it cuts the squared error by
+    more than ``gain``. Parameters, their ``.grad`` and buffers do not change.
 
     Args:
         model: plain or converted.
-        batches: what ``loss_fn`` takes, one after the other.
+        batches: arguments of ``loss_fn``, one batch each.
         loss_fn: ``loss_fn(model, batch)`` -> loss, a scalar.
-        config: bits, blocks, basis and rounding to measure with.
+        config: bits, blocks, basis and rounding of the measurement.
         filter_fn: which layers of a plain model, as for :func:`convert`.
         gw_fine: the finer choice for g_w: ``"token"`` (the paper's) or ``"channel"`` (as cheap as
             ``"tensor"`` in hotcore's products); None: ``"channel"`` where ``config`` has it.
         gain: share of the squared error that the finer scale has to save.
-        seed: of the rounding that is measured.
+        seed: seed of the measured rounding.
         slower: as for :func:`convert`.
 
     Returns:
@@ -76,7 +76,7 @@ def calibrate(
         ValueError: no batch, no gradient (``torch.no_grad``, a loss without a graph, frozen
             layers), a bad argument.
 
-    Source: spec.md, "LQS"; supplement G of the paper.
+    Source: LQS of the paper and its supplement G; docs/paper.md.
     """
     settings = as_config(config)
     if gw_fine is None:
@@ -90,16 +90,16 @@ def calibrate(
     names = _layers(model, settings, filter_fn, slower)
     probes = {name: _Probe(settings, Key(seed, stream=i % 8192)) for i, name in enumerate(names)}
     count = 0
-    with Untouched(model):
+    with preserve_state(model):
         for batch in batches:
             _measure(model, batch, loss_fn, probes)
             count += 1
     if count == 0:
         raise ValueError("batches: empty; calibrate needs at least one")
-    blind = [name for name, probe in probes.items() if not probe.seen]
-    if blind:
+    unreached = [name for name, probe in probes.items() if not probe.measured]
+    if unreached:
         raise ValueError(
-            f"calibrate: no gradient reached {listed(blind)}; "
+            f"calibrate: no gradient reached {listed(unreached)}; "
             "leave them out with filter_fn, or let their outputs require grad"
         )
     layers = [probe.plan(name, gw_fine, gain) for name, probe in probes.items()]
@@ -107,7 +107,7 @@ def calibrate(
 
 
 class _Probe:
-    """Adds up, over batches, the squared errors of one layer."""
+    """Sums the squared errors of one layer over batches."""
 
     def __init__(self, config: HotConfig, key: Key) -> None:
         self._config = config
@@ -117,12 +117,12 @@ class _Probe:
         self._pattern: tuple[tuple[float, ...], ...] | None = None
 
     @property
-    def seen(self) -> bool:
+    def measured(self) -> bool:
         return self._pattern is not None
 
     @torch.no_grad()
     def add(self, module: nn.Module, x: Tensor, gy: Tensor) -> None:
-        """Input and gradient of the output of one call of the layer."""
+        """Add one call of the layer, given its input and the gradient of its output."""
         x, weight, gy, config = _as_linear(module, x, gy, self._config)
         if self._pattern is None:
             self._pattern = _pattern(gy)
@@ -130,18 +130,18 @@ class _Probe:
         x, weight, gy = x.float(), weight.float(), gy.float().contiguous()
         block = config.hadamard_block
         pad = -gy.shape[1] % block
-        turned = arrays_ops.fwht(F.pad(gy, (0, pad)), block=block)
-        turned_weight = arrays_ops.fwht(F.pad(weight, (0, 0, 0, pad)), axis=0, block=block)
-        self._norms["gx"] += _square(turned @ turned_weight)
+        transformed = functions.fwht(F.pad(gy, (0, pad)), block=block)
+        transformed_weight = functions.fwht(F.pad(weight, (0, 0, 0, pad)), axis=0, block=block)
+        self._norms["gx"] += _square(transformed @ transformed_weight)
         for scale in GX_SCALES:
-            rounded = _rounded(turned, config.gx_bits, scale, config.gx_rounding, key)
-            self._add("gx", scale, (rounded - turned) @ turned_weight)
+            rounded = _rounded(transformed, config.gx_bits, scale, config.gx_rounding, key)
+            self._add("gx", scale, (rounded - transformed) @ transformed_weight)
         options: dict[str, Any] = {
             name: getattr(config, name)
             for name in ("rank", "basis", "block", "rows", "token_grid", "prefix_tokens")
         }
-        kept = arrays_ops.hla(gy, **options, side="gradient", key=key)
-        kept_x = arrays_ops.hla(x, **options, side="activation", key=key)
+        kept = functions.hla(gy, **options, side="gradient", key=key)
+        kept_x = functions.hla(x, **options, side="activation", key=key)
         self._norms["gw"] += _square(kept.T @ kept_x)
         for choice in GW_SCALES:
             rounded = _rounded(kept, 8, _AXIS[choice], config.gw_rounding, key)
@@ -169,7 +169,7 @@ class _Probe:
 def _layers(
     model: nn.Module, config: HotConfig, filter_fn: Filter | None, slower: bool
 ) -> list[str]:
-    """Names of the layers that are converted, or that convert would take."""
+    """Names of the converted layers, or of those that convert would convert."""
     converted = [
         name
         for name, module in model.named_modules()
@@ -178,7 +178,7 @@ def _layers(
     ]
     if converted:
         return converted
-    with Untouched(model):
+    with preserve_state(model):
         report = convert(model, config, filter_fn, slower=slower)
     others = ("MultiheadAttention", "Linear8bitLt")
     names = [layer.name for layer in report.converted if layer.kind not in others]
@@ -231,8 +231,8 @@ def _as_linear(
 ) -> tuple[Tensor, Tensor, Tensor, HotConfig]:
     """x ``[L, I]``, weight ``[O, I]``, gy ``[L, O]`` and the settings of the layer's products.
 
-    Of a convolution, whose tokens are the output's pixels, the first images alone: as many as
-    unfold into :data:`UNFOLDED_BYTES`, one at least.
+    The tokens of a convolution are its output pixels, of as many images as unfold into
+    :data:`UNFOLDED_BYTES`, at least one.
     """
     weight = module.weight
     assert isinstance(weight, Tensor)
@@ -260,8 +260,8 @@ def _as_linear(
 def _rounded(
     values: Tensor, bits: Literal[4, 8], scale: Granularity, rounding: Rounding, key: Key
 ) -> Tensor:
-    codes, scales = arrays_ops.quantize(values, bits=bits, scale=scale, rounding=rounding, key=key)
-    result: Tensor = arrays_ops.dequantize(codes, scales, granularity=scale)
+    codes, scales = functions.quantize(values, bits=bits, scale=scale, rounding=rounding, key=key)
+    result: Tensor = functions.dequantize(codes, scales, granularity=scale)
     return result
 
 
