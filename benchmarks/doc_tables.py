@@ -33,6 +33,7 @@ comes from here. Every page of the repository that has such a line is looked at.
   distributed      DDP and FSDP2 by NCCL (nccl.json)
   gradients [MODEL...]  cosine with fp32's gradient, by recipe (cuda-models-table.json)
   losses           the loss after some steps on one batch (the same)
+  forward-error    error of an 8-bit forward, beside FP8 (forward-error.json)
   earlier NAME     figures of runs whose scripts are not in the repository (earlier.json)
 
 A test keeps the pages as the reports are.
@@ -466,6 +467,19 @@ def times(ratio: float | None) -> str:
     return "" if ratio is None else f"{ratio:.2f}×"
 
 
+def forward_error(report: Report) -> Iterator[str]:
+    """Percent, by activations and product."""
+    names = list(report["rows"][0]["error"])
+    yield from table_of(
+        ["activations", "in features", *names],
+        (
+            [row["activation"], str(row["width"])]
+            + [f"{100 * row['error'][name]:.2f} %" for name in names]
+            for row in report["rows"]
+        ),
+    )
+
+
 def micro(row: Report | None) -> str:
     return "" if row is None else f"{1e3 * row['median_ms']:.0f}"
 
@@ -508,6 +522,7 @@ KINDS: dict[str, tuple[str | None, Callable[..., Iterator[str]]]] = {
     "distributed": ("nccl.json", distributed),
     "gradients": (MODELS, lambda report, *models: _of_models(report, 0, models)),
     "losses": (MODELS, lambda report, *models: _of_models(report, 1, models)),
+    "forward-error": ("forward-error.json", forward_error),
     "earlier": ("earlier.json", earlier),
 }
 """Kind -> the report (None: the first argument names it, "": several), and what makes the lines."""

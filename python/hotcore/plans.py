@@ -17,7 +17,8 @@ class Step:
     """A launch of a kernel, or a memset."""
 
     call: str
-    """The function that does it: compress_activation, quantize_weight or backward_linear."""
+    """The function that does it: quantize_forward_weight, forward_linear, compress_activation,
+    quantize_weight or backward_linear."""
     kernel: str
     file: str
     """Where the kernel is, in cuda/."""

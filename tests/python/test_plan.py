@@ -231,6 +231,7 @@ def test_what_is_wanted_is_written() -> None:
         steps = [step for step in found.steps if step.kernel != "fixup_kernel"]
         written = [name for step in steps for name in step.writes]
         assert written.count("g_x") == ("gx" in need and tokens * ins > 0)
+        assert written.count("y") == ("y" in need and tokens * outs > 0)
         nothing_to_add = tokens == 0 and options["accumulate"]
         assert written.count("g_w") == ("gw" in need and outs * ins > 0 and not nothing_to_add)
         assert written.count("g_b") == ("gb" in need and outs > 0)
@@ -346,6 +347,17 @@ def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert info.main(["--explain", "64", "32", "16", "--device", "sm_80", "--recipe", "fast"]) == 0
     expected = hotcore.explain(64, 32, 16, "fast", device="sm_80").text
     assert capsys.readouterr().out == expected
-    for wrong in (["--explain", "64", "32", "16", "--device", "sm_1"], ["--device", "sm_90"]):
+    command = ["--explain", "64", "32", "16", "--device", "sm_80", "--forward", "int8"]
+    assert info.main(command) == 0
+    printed = capsys.readouterr().out
+    config = HotConfig(forward="int8")
+    assert printed == hotcore.explain(64, 32, 16, config, device="sm_80").text
+    assert "forward_linear" in printed
+    for wrong in (
+        ["--explain", "64", "32", "16", "--device", "sm_1"],
+        ["--device", "sm_90"],
+        ["--explain", "1", "1", "1", "--forward", "fp8"],
+        ["--forward", "int8"],
+    ):
         with pytest.raises(SystemExit, match="2"):
             info.main(wrong)
