@@ -119,7 +119,7 @@ TEST(ForwardLinear, equals_its_stages) {
 }
 
 // docs/numerics.md, "Bounds on floating-point results".
-TEST(ForwardLinear, within_the_bound) {
+TEST(ForwardLinear, is_near_the_plain_product) {
   for (const int block : {1, 16, 64, 128}) {
     const Forward layer(40, 30, 200, block);
     const Floats y = layer.result(cpu());
@@ -154,7 +154,7 @@ TEST(ForwardLinear, within_the_bound) {
   }
 }
 
-TEST(ForwardLinear, output_dtypes) {
+TEST(ForwardLinear, types_are_rounded_once) {
   const Forward layer(33, 40, 130, 64);
   const Floats exact = layer.result(cpu());
   for (const DType dtype : {DType::f16, DType::bf16}) {
@@ -212,7 +212,7 @@ TEST(ForwardLinear, a_quantised_weight_gives_the_same_bits) {
   }
 }
 
-TEST(ForwardLinear, a_nan_is_its_row_or_column) {
+TEST(ForwardLinear, nan_and_infinity_are_seen) {
   Forward layer(20, 30, 100, 64);
   layer.x.at(3, 7) = std::numeric_limits<float>::infinity();
   layer.x.at(5, 99) = std::numeric_limits<float>::quiet_NaN();
@@ -228,7 +228,7 @@ TEST(ForwardLinear, a_nan_is_its_row_or_column) {
   }
 }
 
-TEST(ForwardLinear, empty) {
+TEST(ForwardLinear, empty_arrays) {
   const Forward no_features(3, 4, 0, 64);
   for (const float value : no_features.result(cpu(), false).values()) EXPECT_EQ(value, 0.0F);
   const Floats y = no_features.result(cpu());
@@ -239,7 +239,7 @@ TEST(ForwardLinear, empty) {
   Forward(4, 0, 8, 16).result(cpu());
 }
 
-TEST(ForwardLinear, errors_name_the_argument) {
+TEST(ForwardLinear, bad_arguments_are_named) {
   const Forward layer(6, 5, 32, 16);
   Floats y(6, 5, DType::f32);
   const auto code = hot::ErrorCode::invalid_argument;
@@ -271,7 +271,7 @@ TEST(ForwardLinear, errors_name_the_argument) {
   EXPECT_EQ(untouched.values(), Floats(6, 5, DType::f32).values());
 }
 
-TEST(ForwardLinear, supported) {
+TEST(ForwardLinear, supported_says_why_not) {
   EXPECT_TRUE(hot::forward_supported(cpu(), {8, 8, 8}, {}).ok);
   const hot::Support block = hot::forward_supported(cpu(), {8, 8, 8}, {48});
   EXPECT_FALSE(block.ok);
