@@ -112,9 +112,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for row in rows:
         print(f"{row['activation']}, {row['width']} in features")
         for product, error in row["error"].items():
-            print(
-                f"  {product:16s} {error:.5f}  (largest less smallest {row['spread'][product]:.5f})"
-            )
+            spread = row["spread"][product]
+            print(f"  {product:16s} {error:.5f}  (largest less smallest {spread:.5f})")
     report = {
         "benchmark": "forward-error",
         "device": platform.processor() or platform.machine(),

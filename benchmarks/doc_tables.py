@@ -12,6 +12,7 @@ comes from here. Every page of the repository that has such a line is looked at.
   cpu              backward of layers on a CPU (cpu-backward.json)
   train            losses of scripts/train.sh, mean of seeds (cpu-train.json)
   layers           sums of a model's layers beside their rivals (gpu-check.json)
+  both             forward and backward of those layers together (the same)
   each-layer       every layer of those (the same)
   floor            the sums beside the floor (the same)
   forward          compressing x, and the forward pass with it (the same)
@@ -195,6 +196,18 @@ def layers(report: Report) -> Iterator[str]:
             of = row["faster than"]
             figures = [times(of.get(name)) for name in rivals]
             yield line([f"{group}, `{recipe}`", f"{1e3 * row['sum_ms']:.0f}", *figures])
+
+
+def both(report: Report) -> Iterator[str]:
+    """Forward and backward of a model's four layers together."""
+    rivals = {"torch bf16 both": "torch bf16", "torchao both": "torchao FP8 (no bias)"}
+    yield from header(["sum of four layers", "µs", *rivals.values()])
+    for group, found in report["bench_backward"]["layers"].items():
+        for name, row in found["both"].items():
+            recipe = name.removesuffix(" both").removesuffix(" int8")
+            forward = ", 8-bit forward" if " int8" in name else ", bf16 forward"
+            figures = [times(row["faster than"].get(rival)) for rival in rivals]
+            yield line([f"{group}, `{recipe}`{forward}", f"{1e3 * row['sum_ms']:.0f}", *figures])
 
 
 def each_layer(report: Report) -> Iterator[str]:
@@ -488,6 +501,7 @@ KINDS: dict[str, tuple[str | None, Callable[..., Iterator[str]]]] = {
     "cpu": ("cpu-backward.json", cpu),
     "train": ("cpu-train.json", train),
     "layers": (CHECK, layers),
+    "both": (CHECK, both),
     "each-layer": (CHECK, each_layer),
     "floor": (CHECK, floor),
     "forward": (CHECK, forward),

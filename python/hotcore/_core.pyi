@@ -231,6 +231,7 @@ def explain(
     quantized_weight: bool,
     wgmma: bool,
     forward: ForwardLinearSpec | None = None,
+    bias: bool = True,
     bias_dtype: str = "float32",
     quantized_forward_weight: bool = False,
 ) -> dict[str, Any]: ...

@@ -97,16 +97,16 @@ def explain(
         config: configuration or name of a recipe; None: the default recipe.
         device: ``"sm_80"``, ``"sm_86"``, ``"sm_89"``, ``"sm_90"``, ``"sm_100"``, ``"sm_120"``, or
             a GPU of this machine: ``"cuda"``, ``"cuda:1"`` or a torch device.
-        need: which of ``"y"`` (:func:`hotcore.forward_linear`), ``"x"`` (its compression),
-            ``"gx"``, ``"gw"``, ``"gb"``, one at least; None: all, y only where the configuration
-            has an 8-bit forward.
+        need: which of ``"y"`` (the 8-bit forward product), ``"x"`` (its compression), ``"gx"``,
+            ``"gw"``, ``"gb"``, one at least; None: all, ``"y"`` where ``config.forward`` is
+            ``"int8"``.
         dtype: float32, float16 or bfloat16, of g_y, w, x, y and g_x; arrays are taken to be
             contiguous and aligned to 16 bytes.
         gw_dtype: of g_w.
         accumulate: g_w and g_b are added to what their arrays hold.
-        quantized_weight: w is quantised on its own (:func:`hotcore.quantize_weight`,
-            :func:`hotcore.quantize_forward_weight`).
-        bias_dtype: of y's bias; None: it has none.
+        quantized_weight: w is quantised on its own (:func:`hotcore.quantize_weight`, and
+            :func:`hotcore.quantize_forward_weight` for y).
+        bias_dtype: of the forward product's bias; None: there is none.
         wgmma: whether the build has the wgmma kernels, for a device by name; None: as this build,
             and yes where this build has no CUDA. A GPU of this machine has those of this build.
 
@@ -119,14 +119,16 @@ def explain(
     """
     settings = HotConfig() if config is None else as_config(config)
     if need is None:
-        need = get_args(Needed)[0 if settings.forward == "int8" else 1 :]
+        product: tuple[Needed, ...] = ("y",) if settings.forward == "int8" else ()
+        need = (*product, "x", "gx", "gw", "gb")
     wanted = frozenset([need] if isinstance(need, str) else need)
     unknown = wanted - set(get_args(Needed))
     if unknown:
         raise ValueError(f"need: {min(unknown)!r} is not one of 'y', 'x', 'gx', 'gw', 'gb'")
     if not wanted:
-        known = "'y', 'x', 'gx', 'gw' or 'gb'"
-        raise ValueError(f"need: nothing is wanted; expected {known}, one at least")
+        raise ValueError(
+            "need: nothing is wanted; expected 'y', 'x', 'gx', 'gw' or 'gb', one at least"
+        )
     found = _core.explain(
         _device(device),
         tokens,
@@ -143,7 +145,10 @@ def explain(
         quantized_weight,
         _wgmma(wgmma),
         settings.forward_spec if "y" in wanted else None,
-        "" if bias_dtype is None else arrays.dtype_name(bias_dtype, "bias_dtype", arrays.FLOATS),
+        bias_dtype is not None,
+        "float32"
+        if bias_dtype is None
+        else arrays.dtype_name(bias_dtype, "bias_dtype", arrays.FLOATS),
         quantized_weight,
     )
     return _explanation(found)

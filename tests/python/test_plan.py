@@ -106,6 +106,39 @@ LAYERS: list[tuple[tuple[int, int, int], HotConfig, str, tuple[str, ...]]] = [
 ]
 
 
+# (tokens, out_features, in_features), block, dtype, the bias', w quantised before, kernels.
+FORWARDS: list[tuple[tuple[int, int, int], int, str, str, bool, tuple[str, ...]]] = [
+    (
+        *((25216, 3072, 768), 64, "bfloat16", "float32", False),
+        ("rows16_kernel", "rows16_kernel", "wgmma 128x192"),
+    ),
+    (
+        *((8192, 4096, 4096), 64, "bfloat16", "float32", True),
+        ("rows16_kernel", "rows16_kernel", "wgmma 128x128"),
+    ),
+    (
+        *((4096, 4096, 14336), 64, "bfloat16", "bfloat16", False),
+        ("wide_rows_kernel", "wide_rows_kernel", "widen_kernel", "wgmma 128x128"),
+    ),
+    (
+        *((197, 768, 768), 64, "float16", "float32", False),
+        ("rows16_kernel", "rows16_kernel", "gemm_small_kernel"),
+    ),
+    (
+        *((6000, 1000, 700), 32, "float32", "float32", False),
+        ("rows_kernel", "rows_kernel", "wgmma 128x128"),
+    ),
+    (
+        *((6000, 770, 512), 16, "bfloat16", "float32", False),
+        ("rows16_kernel", "rows16_kernel", "tile_kernel any"),
+    ),
+    (
+        *((40, 16, 0), 64, "bfloat16", "float32", False),
+        ("rows16_kernel", "rows16_kernel", "tile_kernel 64x64x64"),
+    ),
+]
+
+
 def explain(*shape: int, **options: Any) -> Explanation:
     """With the wgmma kernels, whatever this build has."""
     return hotcore.explain(*shape, **{"wgmma": True, **options})
@@ -116,7 +149,8 @@ def any_layer(draw: random.Random) -> tuple[Explanation, dict[str, Any]]:
     changes: dict[str, Any] = {}
     if draw.random() < 0.3:
         changes["hadamard_block"] = 2 ** draw.randint(0, 8)
-    changes["forward_block"] = 2 ** draw.randint(0, 8)
+    if draw.random() < 0.3:
+        changes["forward_block"] = 2 ** draw.randint(0, 8)
     if draw.random() < 0.3:
         changes["gx_scale"] = changes["weight_scale"] = "tensor"
     if draw.random() < 0.3:
@@ -125,9 +159,9 @@ def any_layer(draw: random.Random) -> tuple[Explanation, dict[str, Any]]:
         "config": HotConfig.recipe(draw.choice(["default", "fast", "paper"]), **changes),
         "device": draw.choice(_core.explain_devices()),
         "need": draw.sample(["y", "x", "gx", "gw", "gb"], draw.randint(1, 5)),
+        "bias_dtype": draw.choice([None, "float32", "bfloat16"]),
         "dtype": draw.choice(["float32", "float16", "bfloat16"]),
         "accumulate": draw.random() < 0.5,
-        "bias_dtype": draw.choice([None, "float32", "float16", "bfloat16"]),
         "quantized_weight": draw.random() < 0.3,
         "wgmma": draw.random() < 0.7,
     }
@@ -142,35 +176,22 @@ def test_layers_get_their_kernels(
     assert tuple(step.kernel for step in found.steps) == kernels, found.text
 
 
-# (tokens, out_features, in_features), forward_block, dtype, whether w is quantised before, kernels
-# on an H200; as forward_plan_cases of plan_cases.h.
-WIDE = ("wide_rows_kernel", "wide_rows_kernel", "widen_kernel")
-ROWS16 = ("rows16_kernel", "rows16_kernel")
-FORWARDS = [
-    ((25216, 3072, 768), 64, "bfloat16", False, (*ROWS16, "wgmma 128x192")),
-    ((8192, 4096, 4096), 64, "bfloat16", True, (*ROWS16, "wgmma 128x128")),
-    ((4096, 4096, 14336), 64, "bfloat16", False, (*WIDE, "wgmma 128x128")),
-    ((197, 768, 768), 64, "float16", False, (*ROWS16, "gemm_small_kernel")),
-    ((6000, 1000, 700), 32, "float32", False, ("rows_kernel", "rows_kernel", "wgmma 128x128")),
-    ((6000, 770, 512), 16, "bfloat16", False, (*ROWS16, "tile_kernel any")),
-    ((40, 16, 0), 64, "bfloat16", False, (*ROWS16, "tile_kernel 64x64x64")),
-]
-
-
-@pytest.mark.parametrize(("shape", "block", "dtype", "quantized", "kernels"), FORWARDS)
+@pytest.mark.parametrize(("shape", "block", "dtype", "bias", "quantized", "kernels"), FORWARDS)
 def test_forward_products_get_their_kernels(
-    shape: tuple[int, int, int], block: int, dtype: str, quantized: bool, kernels: tuple[str, ...]
+    shape: tuple[int, int, int],
+    block: int,
+    dtype: str,
+    bias: str,
+    quantized: bool,
+    kernels: tuple[str, ...],
 ) -> None:
     config = HotConfig(forward="int8", forward_block=block)
-    options = {"config": config, "dtype": dtype, "quantized_weight": quantized, "device": "sm_90"}
-    options["bias_dtype"] = "bfloat16" if "widen_kernel" in kernels else "float32"
-    found = explain(*shape, need="y", **options)
+    options = {"dtype": dtype, "bias_dtype": bias, "quantized_weight": quantized}
+    found = explain(*shape, config=config, need="y", device="sm_90", **options)
     assert tuple(step.kernel for step in found.steps) == kernels, found.text
-    # Asked for nothing in particular, a configuration's forward is there if it has one.
-    assert "forward_linear" in {step.call for step in explain(*shape, **options).steps}
-    assert explain(*shape, device="sm_90").text == explain(
-        *shape, device="sm_90", need=("x", "gx", "gw", "gb")
-    ).text  # fmt: skip
+    whole = {step.call for step in explain(*shape, config=config, device="sm_90").steps}
+    assert "forward_linear" in whole
+    assert "backward_linear" in whole
 
 
 def test_an_empty_x_gets_the_scales_that_it_has() -> None:
@@ -194,7 +215,7 @@ def test_nothing_is_read_before_it_is_written() -> None:
                 if call == "backward_linear":
                     known |= {"saved x", "quantised w"}
                 if call == "forward_linear":
-                    known |= {"quantised w", "bias"}
+                    known |= {"bias", "quantised w"}
                 if options["accumulate"]:
                     known |= {"g_w", "g_b"}
             assert known.issuperset(step.reads), (step, found.text)
@@ -214,6 +235,7 @@ def test_what_is_wanted_is_written() -> None:
         nothing_to_add = tokens == 0 and options["accumulate"]
         assert written.count("g_w") == ("gw" in need and outs * ins > 0 and not nothing_to_add)
         assert written.count("g_b") == ("gb" in need and outs > 0)
+        assert written.count("y") == ("y" in need and tokens * outs > 0)
 
 
 def test_kernels_that_overlap_share_nothing() -> None:
@@ -247,7 +269,11 @@ def test_every_kernel_is_reached() -> None:
         for device in _core.explain_devices()
         for step in explain(*shape, config=config, dtype=dtype, device=device).steps
     }
-    reached |= {kernel for *_, kernels in FORWARDS for kernel in kernels}
+    for shape, block, dtype, bias, quantized, _ in FORWARDS:
+        config = HotConfig(forward_block=block)
+        options = {"dtype": dtype, "bias_dtype": bias, "quantized_weight": quantized}
+        found = explain(*shape, config=config, need="y", **options)
+        reached |= {step.kernel for step in found.steps}
     for device, k, int4 in (("sm_90", 512, True), ("sm_80", 512, True), ("sm_90", 500, False)):
         product = hotcore.explain_gemm(512, 512, k, int4=int4, device=device)
         reached |= {step.kernel for step in product.steps}

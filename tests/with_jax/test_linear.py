@@ -313,13 +313,16 @@ def test_threads_are_those_of_hotcore(rng: np.random.Generator) -> None:
         assert threads() <= six - 5
 
 
-def test_followers_are_told_of_every_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contexts, "_followers", [])
-    told: list[tuple[int, str]] = []
-    contexts.follow_cpu(lambda threads, isa: told.append((threads, isa)))
+def test_followers_hear_of_every_change() -> None:
+    calls: list[tuple[int, str]] = []
+    stop = contexts.follow_cpu(lambda threads, isa: calls.append((threads, isa)))
     with running(3, "plain"):
-        assert told[-2:] == [(3, ""), (3, "plain")]
-    assert told[-1][1] == ""
+        assert calls[-2:] == [(3, ""), (3, "plain")]
+    assert calls[-1][1] == ""
+    stop()
+    count = len(calls)
+    with running(2):
+        assert len(calls) == count
 
 
 def test_grid_of_tokens(rng: np.random.Generator) -> None:
