@@ -648,7 +648,8 @@ def _bypasses_dispatcher(x: Tensor) -> bool:
 
 def bypasses_dispatcher(x: Tensor, weight: Tensor) -> bool:
     """Whether :func:`forward_linear` of these goes past the dispatcher."""
-    return _bypasses_dispatcher(x) and type(weight) in PLAIN_TYPES
+    # torch.jit.trace would note an empty y, and nothing that fills it.
+    return _bypasses_dispatcher(x) and type(weight) in PLAIN_TYPES and not _compat.jit_tracing()
 
 
 def forward_linear(
