@@ -322,6 +322,23 @@ def test_what_the_plain_layer_refuses(compiled: bool) -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("kind", ["linear", "1x1"])
+@pytest.mark.parametrize("training", [True, False])
+def test_transforms_are_refused(training: bool, kind: str) -> None:
+    """Also where nothing is differentiated by autograd: a result without its tangent is wrong."""
+    make, shape = LAYERS[kind]
+    layer = converted(make(), int8(forward_in_eval=True)).train(training).requires_grad_(False)
+    x = torch.randn(shape)
+    with pytest.raises(NotImplementedError, match="forward mode are not supported"):
+        torch.func.jvp(layer, (x,), (x,))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, x)
+        with pytest.raises(NotImplementedError, match="forward mode are not supported"):
+            layer(dual)
+    with pytest.raises(NotImplementedError, match="torch.func transforms"):
+        torch.vmap(layer)(x[None])
+
+
 # ------------------------------------------------------------------------------------ The compiler
 
 
