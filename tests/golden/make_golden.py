@@ -330,7 +330,7 @@ def compress_activation_stage() -> Cases:
             case["codes"] = saved.codes
         else:
             case["packed"] = saved.packed
-            case["codes8"], case["scale8"] = ref.requantize_int4(saved)
+            case["codes8"], case["scale8"] = ref.requantize(saved)
         cases[name] = case
     return cases
 
@@ -399,7 +399,7 @@ def backward_linear_stage() -> Cases:
             case["gw_a"], case["gw_a_scale"] = ref.quantize_gradient_columns(
                 gy, config, KEY, SKETCH_KEY
             )
-            right = ref.requantize_int4(saved, KEY) if saved.packed is not None else None
+            right = ref.requantize(saved, KEY) if saved.packed is not None else None
             case["gw_b"], case["gw_b_scale"] = right or (saved.codes, saved.scales)
         cases[name] = case | {part: typed(getattr(grads, part), dtype) for part in need}
     return cases

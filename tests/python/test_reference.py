@@ -621,7 +621,7 @@ def test_back_to_int8_by_definition(rng: np.random.Generator, rounding: str) -> 
     x[:, 3] = 0
     config = ref.recipe("default", x_rounding=rounding)
     saved = ref.compress_activation(x, config, key=8)
-    codes, scale = ref.requantize_int4(saved, (9, 9, 9))
+    codes, scale = ref.requantize(saved, (9, 9, 9))
     assert codes.shape == (channels, 160)
     u = ref.random_bytes(channels, 160, (9, 9, 9), 6)
     groups = ref.bf16_values(saved.scales)
@@ -633,7 +633,7 @@ def test_back_to_int8_by_definition(rng: np.random.Generator, rounding: str) -> 
         how = "stochastic" if rounding == "stochastic" else "nearest"
         assert np.array_equal(codes[c], ref.round_codes(values, factor, 8, how, u[c]))
     assert np.isnan(scale[2]) and scale[3] == 0 and not codes[2:].any()
-    assert np.array_equal(ref.requantize_int4(saved)[0], ref.requantize_int4(saved, 8)[0])
+    assert np.array_equal(ref.requantize(saved)[0], ref.requantize(saved, 8)[0])
 
 
 def test_int4_storage_error(rng: np.random.Generator) -> None:
@@ -772,7 +772,7 @@ def test_operands_are_padded_with_zeros(rng: np.random.Generator, name: str, tok
     weight, weight_scales = ref.quantize_weight(w, config)
     columns, column_scales = ref.quantize_gradient_columns(gy, config, 1)
     saved = ref.compress_activation(x, config, key=1)
-    right = saved.codes if saved.packed is None else ref.requantize_int4(saved)[0]
+    right = saved.codes if saved.packed is None else ref.requantize(saved)[0]
     k = tokens if config.basis == "full" else -(-tokens // 16) * config.rank
     padded = -(-k // 16) * 16
     assert rows.shape == (tokens, 32) and weight.shape == (7, 32)
@@ -821,7 +821,7 @@ def test_products_of_the_integers(rng: np.random.Generator, name: str) -> None:
     a, s_a = ref.quantize_gradient_columns(gy, config, 2, 1)
     b, s_b = (saved.codes, saved.scales)
     if saved.packed is not None:
-        b, s_b = ref.requantize_int4(saved, 2)
+        b, s_b = ref.requantize(saved, 2)
     divisor = 1 if config.basis == "full" else 16
     assert np.array_equal(grads.gw, ref.gemm_int8(a, b, s_a, s_b, divisor=divisor))
     only = ref.backward_linear(gy, None, saved, need=("gw",), key=2)
@@ -848,7 +848,7 @@ def test_scale_per_token(rng: np.random.Generator) -> None:
         got = ref.backward_linear(gy, w, saved, need=("gw",), key=3).gw
         a, s_a = ref.quantize_gradient_columns(gy, config, 3)
         b, s_b = (
-            (saved.codes, saved.scales) if saved.packed is None else ref.requantize_int4(saved, 3)
+            (saved.codes, saved.scales) if saved.packed is None else ref.requantize(saved, 3)
         )
         assert s_a.shape == (a.shape[1],)
         divisor = f32(1 if config.basis == "full" else 16)
@@ -959,7 +959,7 @@ def test_activation_near_the_largest_float() -> None:
     """7 * S overflows within 0.2 % of the largest float: the channel is NaN, not wrong."""
     top = np.finfo(f32).max
     x = np.array([[top, top * f32(0.99)]], f32)
-    codes, scale = ref.requantize_int4(ref.compress_activation(x, ref.recipe("default")))
+    codes, scale = ref.requantize(ref.compress_activation(x, ref.recipe("default")))
     assert np.isnan(scale[0]) and np.isfinite(scale[1])
     assert not codes[0].any() and codes[1, 0] != 0
 
