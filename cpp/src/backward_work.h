@@ -27,9 +27,10 @@ struct BackwardCall {
   MatrixIn gy{}, w{};
   Operand quantized{};  // w, where it comes quantised
   Operand saved{};      // x, INT8
-  GroupsJob groups{};   // x, INT4; `out` is the backend's
-  Key sketch_key{};     // that x was projected with
+  GroupsJob groups{};   // x, packed; `out` and `offsets` are the backend's
+  Key sketch_key{};     // that x was projected or rotated with
   MatrixOut gx{}, gw{}, gb{};
+  const std::uint8_t* exponents = nullptr;  // of x's tokens, where they were equalised
 };
 
 // How each operand is quantised. Weights are rounded to nearest: they are the same for every token,
@@ -64,6 +65,19 @@ inline Projection hadamard_projection(std::int64_t out_features, int block) {
   p.blocks = ceil_div(out_features, block);
   p.k = p.blocks * block;
   p.k_padded = round_up(p.k, k_alignment);
+  return p;
+}
+
+// Bits of a code of rht4 and rht2, 0 of the other storages.
+inline int rotated_bits(Storage storage) {
+  return storage == Storage::rht4 ? 4 : storage == Storage::rht2 ? 2 : 0;
+}
+
+// What is done to g_y and x along the tokens for g_w.
+inline Projection token_projection(std::int64_t tokens, const BackwardLinearSpec& spec) {
+  if (rotated_bits(spec.storage) == 0) return make_projection(tokens, spec.low_rank);
+  Projection p = hadamard_projection(tokens, rotated_block);
+  p.signs = true;
   return p;
 }
 
