@@ -304,8 +304,7 @@ std::size_t compress_activation_workspace(const Context& context, std::int64_t t
                                           const BackwardLinearSpec& spec) {
   saved_layout(tokens, in_features, spec);  // the same errors as the call itself
   check_device("compress_activation_workspace", context, spec);
-  return compress_workspace(context, in_features, detail::token_projection(tokens, spec),
-                            spec);
+  return compress_workspace(context, in_features, detail::token_projection(tokens, spec), spec);
 }
 
 ConstSavedActivation compress_activation(const Context& context, const ConstTensorView& x,
@@ -343,8 +342,9 @@ ConstSavedActivation compress_activation(const Context& context, const ConstTens
     if (spec.storage == Storage::int4) {
       backend.compress_groups(context, rows, spec.x_rounding, packed, layout.row_bytes, scale);
     } else {
-      backend.compress_rotated(context, {rows, &p, context.key(), detail::rotated_bits(spec.storage),
-                                         packed, layout.row_bytes, scale});
+      backend.compress_rotated(context,
+                               {rows, &p, context.key(), detail::rotated_bits(spec.storage), packed,
+                                layout.row_bytes, scale});
     }
     return kept;
   }

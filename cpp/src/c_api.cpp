@@ -237,8 +237,8 @@ hot::BackwardLinearSpec spec_of(const char* call, const hot_spec* given) {
   out.x_scale = granularity("spec.x_scale", s.x_scale);
   out.x_rounding = rounding("spec.x_rounding", s.x_rounding);
   if (s.equalize_tokens != 0 && s.equalize_tokens != 1) {
-    invalid(call, "spec.equalize_tokens is " + std::to_string(s.equalize_tokens) +
-                      "; expected 0 or 1");
+    invalid(call,
+            "spec.equalize_tokens is " + std::to_string(s.equalize_tokens) + "; expected 0 or 1");
   }
   out.equalize_tokens = s.equalize_tokens == 1;
   return out;

@@ -19,10 +19,10 @@ const detail::Backend& detail::backend_of(const Context& context) {
 }
 
 void detail::Backend::token_exponents(const Context&, const MatrixIn&, std::uint8_t*) const {
-  throw Error(ErrorCode::internal_error, "token_exponents: not of this device");
+  throw Error(ErrorCode::unsupported, "token_exponents: of the CPU only");
 }
 void detail::Backend::compress_rotated(const Context&, const RotateJob&) const {
-  throw Error(ErrorCode::internal_error, "compress_rotated: not of this device");
+  throw Error(ErrorCode::unsupported, "compress_rotated: of the CPU only");
 }
 
 namespace {

@@ -194,7 +194,7 @@ hot::BackwardLinearSpec spec_of(const ffi::Dictionary& attributes) {
                    number("block"), std::move(rows), number("grid_h"), number("grid_w"),
                    number("prefix_tokens"), text("gw_scale"), text("gw_rounding"), text("storage"),
                    text("x_scale"), text("x_rounding"),
-                   attribute<bool>(attributes, "equalize_tokens"));
+                   number("equalize_tokens") != 0);
 }
 
 ffi::ErrorCode code_of(hot::ErrorCode code) {

@@ -220,8 +220,8 @@ std::tuple<std::size_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t, 
            std::size_t, std::size_t>
 saved_layout(std::int64_t tokens, std::int64_t in_features, const Spec& s) {
   const hot::SavedLayout l = hot::saved_layout(tokens, in_features, s.spec);
-  return {l.bytes,     l.channels, l.k,           l.k_padded,
-          l.row_bytes, l.scales,   l.scale_offset, l.exponent_offset};
+  return {l.bytes,        l.channels,       l.k, l.k_padded, l.row_bytes, l.scales,
+          l.scale_offset, l.exponent_offset};
 }
 
 std::size_t compress_activation_workspace(const CoreContext& c, std::int64_t tokens,
@@ -254,9 +254,10 @@ void compress_activation(const CoreContext& c, const In& x, const Spec& s, const
 }
 
 void decompress_activation(const CoreContext& c, const In& saved, std::int64_t tokens,
-                           std::int64_t in_features, std::int64_t first, std::int64_t last,
-                           const Spec& s, const Out& out) {
-  const hot::ConstSavedActivation sv = kept_view(saved, "saved", tokens, in_features, s.spec);
+                           std::int64_t in_features, const KeyTuple& saved_key, std::int64_t first,
+                           std::int64_t last, const Spec& s, const Out& out) {
+  hot::ConstSavedActivation sv = kept_view(saved, "saved", tokens, in_features, s.spec);
+  sv.key = key_of(saved_key);
   const hot::TensorView ov = view(out, "out");
   Gil release;
   hot::decompress_activation(c.context, sv, first, last, s.spec, ov);
@@ -464,7 +465,7 @@ void bind_ops(nb::module_& m) {
   m.def("compress_activation", &compress_activation, "context"_a, "x"_a.noconvert(), "spec"_a,
         "key"_a, "saved"_a.noconvert(), "workspace"_a.noconvert().none() = nb::none());
   m.def("decompress_activation", &decompress_activation, "context"_a, "saved"_a.noconvert(),
-        "tokens"_a, "in_features"_a, "first"_a, "last"_a, "spec"_a, "out"_a.noconvert());
+        "tokens"_a, "in_features"_a, "saved_key"_a, "first"_a, "last"_a, "spec"_a, "out"_a.noconvert());
   m.def("quantized_weight_bytes", &quantized_weight_bytes, "out_features"_a, "in_features"_a,
         "spec"_a);
   m.def("quantize_weight_workspace", &quantize_weight_workspace, "context"_a, "out_features"_a,

@@ -139,6 +139,7 @@ def decompress_activation(
     saved: _Array,
     tokens: int,
     in_features: int,
+    saved_key: _Key,
     first: int,
     last: int,
     spec: Spec,

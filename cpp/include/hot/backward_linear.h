@@ -96,8 +96,8 @@ HOT_API SavedLayout saved_layout(std::int64_t tokens, std::int64_t in_features,
                                  const BackwardLinearSpec& spec);
 
 /// Number of what the bytes of a compressed activation mean: of `low_rank`, `storage`, `x_scale`,
-/// `x_rounding` and `equalize_tokens`, as far as they matter. Never 0. Backward refuses what was kept under another
-/// one.
+/// `x_rounding` and `equalize_tokens`, as far as they matter. Never 0. Backward refuses what was
+/// kept under another one.
 HOT_API std::uint64_t saved_format(const BackwardLinearSpec& spec);
 
 /// Memory for a compressed activation: saved_layout(...).bytes bytes, 16-byte aligned.
@@ -129,8 +129,8 @@ HOT_API ConstSavedActivation compress_activation(const Context& context, const C
                                                  const Workspace& workspace);
 
 /// Rows (tokens) `first` to `last` of a compressed x of basis `full`, back as `out`
-/// [last - first, I] (f32, f16 or bf16; any strides without overlap): in fp32, rounded once to out's
-/// type. A scale of NaN gives NaN.
+/// [last - first, I] (f32, f16 or bf16; any strides without overlap): in fp32, rounded once to
+/// out's type. A scale of NaN gives NaN.
 ///
 /// @param saved  what compress_activation returned for a spec of the same saved_format.
 /// @param first  0 <= first <= last <= saved.tokens; none of them where both are equal.

@@ -201,8 +201,7 @@ void quantize_columns(const Context& context, const ColumnsJob& job) {
   std::fill_n(amax, scales, 0U);
   if (x.cols == 0) return;
   const SimdKernels& simd = simd_kernels(context.isa());
-  const RandomKey sketch =
-      random_key(job.sketch_key, p.signs ? Purpose::signs : Purpose::sketch);
+  const RandomKey sketch = random_key(job.sketch_key, p.signs ? Purpose::signs : Purpose::sketch);
   const Tasks tasks(context, x, p);
   tasks.run(context, simd, x, p, side, sketch,
             [&](Strip& strip, std::int64_t col, std::int64_t begin, std::int64_t end) {
@@ -279,8 +278,8 @@ class RotatedBlock {
     std::uint32_t amax[strip_columns] = {};
     simd_.amax_strip(rows, rotated_block, amax);
     for (int c = 0; c < strip_columns; ++c) {
-      const bool used = c < cols && amax[c] < float_infinity_bits &&
-                        bits_float(amax[c]) >= 0x1p-100F;
+      const bool used =
+          c < cols && amax[c] < float_infinity_bits && bits_float(amax[c]) >= 0x1p-100F;
       keep_[c] = used ? ~0U : 0U;
       scale_[c] = amax[c] >= float_infinity_bits ? bf16_nan : std::uint16_t{0};
       inv_[c] = 0.0F;

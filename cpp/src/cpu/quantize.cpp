@@ -347,7 +347,8 @@ void decompress_rotated(const Context& context, const DecompressJob& job) {
     alignas(64) float rows[rotated_block * strip_columns] = {};
     for (std::int64_t c = 0; c < cols; ++c) {
       const auto* const codes = static_cast<const std::uint8_t*>(job.codes) +
-                                (col + c) * job.row_bytes + b * rotated_block * job.rotated_bits / 8;
+                                (col + c) * job.row_bytes +
+                                b * rotated_block * job.rotated_bits / 8;
       const float scale = bf16_to_float(
           static_cast<const std::uint16_t*>(job.scale)[(col + c) * job.scale_step + b]);
       expand_rotated(simd, codes, job.rotated_bits, rotated_block, offsets, values);

@@ -227,9 +227,11 @@ def compress(x: Tensor, config: HotConfig, key: Key) -> Tensor:
 
 
 def decompress(
-    saved: Tensor, tokens: int, in_features: int, config: HotConfig, first: int, last: int
+    saved: Tensor, tokens: int, in_features: int, config: HotConfig, key: Key, first: int, last: int
 ) -> Tensor:
     """Tokens ``first`` to ``last`` of what :func:`compress` kept, fp32 ``[last - first, I]``.
+
+    ``key`` is the one that it was kept with.
 
     Only for basis ``"full"``, which keeps x itself. Straight to libhot.
     """
@@ -239,6 +241,7 @@ def decompress(
         _to_dlpack(saved),
         tokens,
         in_features,
+        key,
         first,
         last,
         config.spec,
@@ -482,8 +485,9 @@ def _up(value: int, multiple: int) -> int:
 
 def saved_bytes(tokens: int, in_features: int, config: HotConfig) -> int:
     """``saved_layout(...).bytes`` in arithmetic that symbolic shapes can follow."""
-    if config.storage == "int4":
-        row = _up(tokens, 32) // 2
+    if config.storage != "int8":
+        bits = 2 if config.storage == "rht2" else 4
+        row = _up(tokens, 32 if config.storage == "int4" else 64) * bits // 8
         scales = 2 * in_features * ((tokens + 63) // 64)
     else:
         kept = tokens
@@ -499,7 +503,8 @@ def saved_bytes(tokens: int, in_features: int, config: HotConfig) -> int:
             kept = (body + config.block - 1) // config.block * rank + prefix
         row = _up(kept, 16)
         scales = 4 * (in_features if config.x_scale == "channel" else 1)
-    return _up(in_features * row, 16) + scales
+    exponents = tokens if config.equalize_tokens else 0
+    return _up(in_features * row, 16) + scales + exponents
 
 
 register(
