@@ -214,7 +214,7 @@ def token_sizes(x: Array, measure: str) -> Array:
         "mean": lambda: magnitude.mean(axis=1),
         "largest": lambda: magnitude.max(axis=1),
     }[measure]()
-    return np.asarray(np.exp2(np.round(np.log2(np.where(size > 0, size, 1))))[:, None])
+    return np.asarray(np.exp2(np.floor(np.log2(np.where(size > 0, size, 1))))[:, None])
 
 
 def to_int8(y: Array, rng: np.random.Generator) -> Array:
