@@ -324,13 +324,12 @@ def compress_activation_stage() -> Cases:
         ("int4_37", "x_37", ref.recipe("default", x_rounding="nearest")),
         ("int4_70", "x_70", ref.recipe("default", x_rounding="pseudo_stochastic")),
         ("int4_197", "x_197", ref.recipe("default")),
-        ("int8_equalized_70", "x_70", ref.recipe("accurate", equalize_tokens=True)),
-        ("sketch_equalized_197", "x_197", ref.recipe("fast", **grid, equalize_tokens=True)),
-        ("int4_equalized_70", "x_70", ref.recipe("default", equalize_tokens=True)),
+        ("int8_equalized_21", "x_21", ref.recipe("accurate", equalize_tokens=True)),
+        ("int4_equalized_37", "x_37", ref.recipe("default", equalize_tokens=True)),
         ("rht4_21", "x_21", ref.recipe("default", storage="rht4")),
-        ("rht4_197", "x_197", ref.recipe("compact", storage="rht4")),
+        ("rht4_equalized_70", "x_70", ref.recipe("compact", storage="rht4")),
         ("rht2_70", "x_70", ref.recipe("default", storage="rht2")),
-        ("rht2_197", "x_197", ref.recipe("compact")),
+        ("rht2_equalized_21", "x_21", ref.recipe("compact")),
     ):
         saved = ref.compress_activation(cases[source]["x"], config, key=KEY)
         case = {"input": source, "key": KEY, **config_params(config), "scale": saved.scales}
@@ -386,10 +385,8 @@ def backward_linear_stage() -> Cases:
         ("block_1_37", "layer_37", ref.recipe("accurate", hadamard_block=1), every, "bfloat16"),
         ("broken", "layer_broken", ref.recipe("default"), every, "float32"),
         ("broken_fast", "layer_broken", ref.recipe("fast"), every, "float32"),
-        ("compact_37", "layer_37", ref.recipe("compact"), every, "float32"),
         ("rht4_197", "layer_197", ref.recipe("default", storage="rht4"), weight, "float32"),
-        ("compact_token_21", "layer_21", ref.recipe("compact", gw_scale="token"), weight, "float32"),
-        ("fast_equalized_37", "layer_37", ref.recipe("fast", equalize_tokens=True), weight, "float32"),
+        ("fast_equal_21", "layer_21", ref.recipe("fast", equalize_tokens=True), weight, "float32"),
         ("broken_compact", "layer_broken", ref.recipe("compact"), every, "float32"),
     ):
         gy, w, x = (cases[source][part] for part in ("gy", "w", "x"))

@@ -959,7 +959,7 @@ def test_products_of_the_integers(rng: np.random.Generator, name: str) -> None:
     a, s_a = ref.quantize_gradient_rows(gy, config, 2)
     b, s_b = ref.quantize_weight(w, config)
     assert np.array_equal(grads.gx, ref.gemm_int8(a, b, s_a, s_b, divisor=16))
-    a, s_a = ref.quantize_gradient_columns(gy, config, 2, 1)
+    a, s_a = ref.quantize_gradient_columns(gy, config, 2, 1, saved.exponents)
     b, s_b = (saved.codes, saved.scales)
     if saved.packed is not None:
         b, s_b = ref.requantize(saved, 2)
@@ -1184,4 +1184,4 @@ def test_text_goldens_read_as_documented(stage: str) -> None:
 def test_goldens_are_small() -> None:
     files = [*make_golden.FOLDER.glob("*.npz"), *make_golden.FOLDER.glob("*.txt")]
     assert len(files) == 2 * len(make_golden.STAGES)
-    assert sum(file.stat().st_size for file in files) < 400_000
+    assert sum(file.stat().st_size for file in files) < 480_000
