@@ -249,7 +249,7 @@ def samples(content: dict[str, Any], weight_trained: bool = True) -> list[Any]:
     for row in content["grid"][case]["rows"] if case in content["grid"] else ():
         sizes = row["shape"].removeprefix("Linear ").split(", x [")[0]
         outs, ins = (int(n) for n in sizes.split(" x "))
-        if min(ins, outs) >= gains.LEAST_FEATURES:
+        if min(ins, outs) >= gains.MIN_CUDA_FEATURES:
             found.append((ins, outs, {name: times[0] for name, times in row["times"].items()}))
     return found
 

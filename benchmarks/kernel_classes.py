@@ -18,7 +18,10 @@ _NAMES: tuple[tuple[str, str], ...] = (
     # Inductor puts the operators that it fused into a name: only its prefix tells what runs.
     (PRODUCTS, r"^triton_(tem|mm)_"),
     (POINTWISE, r"^triton_"),
-    (QUANTISERS, r"^_(compress|restore)(_signs)?_kernel"),  # saved_kernels.py, called from eager
+    (
+        QUANTISERS,
+        r"^_(compress|restore)(_signs)?_kernel",
+    ),  # compress_saved_triton.py, called from eager
     (
         ATTENTION,
         r"flash|fmha|sdpa|attention|cudnn::fusion",

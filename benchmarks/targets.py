@@ -126,11 +126,11 @@ def of_models(report: Report) -> Iterator[Target]:
         yield Target(work, least, 0.45, 0.33, False)
     eager, exact = measured.get("bf16 eager", {}), measured.get("fp32 eager", {})
     if "peak_gib" in eager and "peak_gib" in exact:
-        most_ms = eager["step"]["median_ms"]
+        max_ms = eager["step"]["median_ms"]
         quick = [
             row["peak_gib"]
             for row in measured.values()
-            if "recipe" in row["how"] and row["step"]["median_ms"] <= most_ms
+            if "recipe" in row["how"] and row["step"]["median_ms"] <= max_ms
         ]
         least = min([eager["peak_gib"], *quick]) / exact["peak_gib"]
         work = "ViT-B: least peak in eager bf16's time, of fp32's peak"

@@ -34,7 +34,7 @@ CudaDevice::CudaDevice(const Context& context) : context_(context) {
 std::int64_t CudaDevice::at_once(const plan::WideRows& of, const LaunchShape& shape) const {
   return clusters_at_once(context_, of, shape);
 }
-std::int64_t CudaDevice::at_once(const plan::ColumnClusters& of, const LaunchShape& shape) const {
+std::int64_t CudaDevice::at_once(const plan::ColumnsOnePass& of, const LaunchShape& shape) const {
   return clusters_at_once(context_, of, shape);
 }
 
@@ -46,7 +46,9 @@ std::size_t CudaDevice::stream_k_workspace(std::int64_t m, std::int64_t n, std::
   args.n = n;
   args.k = args.lda = args.ldb = k;
   args.out.row_stride = n;
-  return sm90_stream_k_workspace(context_, args, plan);
+  // The same for every instance.
+  return sm90_instance(Sm90Kernel::stream_k, DType::bf16, Sm90Output::store)
+      .workspace(context_, args, plan);
 }
 
 void with_device_facts(const Context& context,
@@ -66,7 +68,11 @@ using plan::Step;
 struct Memory {
   plan::Zeroed zeroed{};
   MatrixIn gy{};
-  const RowsJob* rows = nullptr;
+  const RowsJob* rows = nullptr;           // g_y for g_x
+  const RowsJob* x_rows = nullptr;         // x and
+  const RowsJob* weight_rows = nullptr;    // w for the forward product
+  MatrixIn bias{};                         // and its bias,
+  float* wide_bias = nullptr;              // as a vector of fp32
   const ColumnsJob* columns = nullptr;     // P g_y
   const ColumnsJob* weight = nullptr;      // w
   const ColumnsJob* activation = nullptr;  // P x
@@ -84,6 +90,12 @@ const ColumnsJob& job_of(const Memory& memory, plan::Job job) {
   return *(job == plan::Job::gradient_columns ? memory.columns
            : job == plan::Job::weight         ? memory.weight
                                               : memory.activation);
+}
+
+const RowsJob& job_of(const Memory& memory, plan::RowsOf of) {
+  return *(of == plan::RowsOf::gy  ? memory.rows
+           : of == plan::RowsOf::x ? memory.x_rows
+                                   : memory.weight_rows);
 }
 
 // Where single scales are spread out, and what follows them.
@@ -134,25 +146,26 @@ void run(const Context& context, const Step& step, const Memory& memory) {
     case Kernel::rows16:
     case Kernel::wide_rows:
     case Kernel::rows:
-      return launch_rows(context, step, *memory.rows);
-    case Kernel::gradient:
-      return launch_gradient(context, step, *memory.rows, *memory.columns, memory.sum);
-    case Kernel::column_clusters:
+      return launch_rows(context, step, job_of(memory, step.as<plan::RowsStep>().of));
+    case Kernel::rows_column_amax:
+      return launch_rows_column_amax(context, step, *memory.rows, *memory.columns, memory.sum);
+    case Kernel::columns_one_pass:
     case Kernel::column_amax:
     case Kernel::column_codes: {
       const plan::Job job = step.as<plan::ColumnsStep>().job;
       return launch_columns(context, step, job_of(memory, job),
                             job == plan::Job::gradient_columns ? memory.sum : nullptr);
     }
-    case Kernel::strip_amax:
-    case Kernel::strip_codes:
-      return launch_strips(context, step, job_of(memory, step.as<plan::StripStep>().job));
+    case Kernel::generic_amax:
+    case Kernel::generic_codes:
+      return launch_generic_columns(context, step,
+                                    job_of(memory, step.as<plan::GenericColumnsStep>().job));
     case Kernel::finish_scales:
       return launch_finish_scales(context, step, job_of(memory, step.as<plan::FinishStep>().job));
-    case Kernel::small_amax:
-    case Kernel::small_codes:
-      return launch_small(context, step,
-                          {memory.rows, memory.columns, memory.weight, memory.groups, memory.sum});
+    case Kernel::grouped_amax:
+    case Kernel::grouped_codes:
+      return launch_grouped(
+          context, step, {memory.rows, memory.columns, memory.weight, memory.groups, memory.sum});
     case Kernel::groups:
     case Kernel::group_pairs:
       return;  // compress_groups alone
@@ -168,6 +181,8 @@ void run(const Context& context, const Step& step, const Memory& memory) {
                               memory.product[step.as<plan::ProductStep>().product].out);
     case Kernel::spread:
       return run_spread(context, step, memory);
+    case Kernel::widen:
+      return launch_widen(context, step, memory.bias, memory.wide_bias);
     case Kernel::unpack: {
       const int of = step.as<plan::UnpackStep>().of_b ? 1 : 0;
       return launch_unpack(context, step, memory.packed[of], memory.unpacked[of]);
@@ -246,30 +261,35 @@ std::size_t CudaBackend::columns_workspace(const Context& context, std::int64_t 
 
 namespace {
 
-// A job whose largest values lie in its workspace.
-ColumnsJob with_amax(const plan::DeviceFacts& facts, const ColumnsJob& job, void* workspace,
-                     plan::Zeroed& zeroed) {
+// Quantises a matrix that is neither g_y nor part of a backward: x, by plan_compress, or w, by
+// plan_weight. Its largest values lie in the workspace.
+using PlanColumns = plan::Plan(const plan::DeviceFacts&, const plan::ArrayFacts&, std::int64_t cols,
+                               const Projection&, const OperandQuant&, std::int64_t scales);
+
+void quantize_alone(const char* stage, const Context& context, const ColumnsJob& job,
+                    PlanColumns* plan_of, const ColumnsJob* Memory::* place, void* workspace) {
+  const DeviceGuard guard(context.device().index, stage);
+  const CudaDevice device(context);
+  const plan::DeviceFacts& facts = device.facts();
   WorkspaceCursor cursor(workspace);
-  zeroed = plan::take_zeroed(
+  Memory memory;
+  memory.zeroed = plan::take_zeroed(
       cursor, plan::columns_amax_words(facts, job.x.cols, *job.projection, job.quant));
-  ColumnsJob with = job;
-  with.out.amax = zeroed.words;
-  return with;
+  ColumnsJob with_amax = job;
+  with_amax.out.amax = memory.zeroed.words;
+  memory.*place = &with_amax;
+  run(context,
+      plan_of(facts, plan::array_facts(job.x), job.x.cols, *job.projection, job.quant,
+              job.out.scales),
+      memory);
 }
 
 }  // namespace
 
 void CudaBackend::compress_columns(const Context& context, const ColumnsJob& job,
                                    void* workspace) const {
-  const DeviceGuard guard(context.device().index, "compress_activation");
-  const CudaDevice device(context);
-  Memory memory;
-  const ColumnsJob with = with_amax(device.facts(), job, workspace, memory.zeroed);
-  memory.activation = &with;
-  run(context,
-      plan::plan_compress(device.facts(), plan::array_facts(job.x), job.x.cols, *job.projection,
-                          job.quant, job.out.scales),
-      memory);
+  quantize_alone("compress_activation", context, job, plan::plan_compress, &Memory::activation,
+                 workspace);
 }
 
 void CudaBackend::compress_groups(const Context& context, const MatrixIn& x, Rounding rounding,
@@ -283,15 +303,7 @@ void CudaBackend::compress_groups(const Context& context, const MatrixIn& x, Rou
 
 void CudaBackend::quantize_weight(const Context& context, const ColumnsJob& job,
                                   void* workspace) const {
-  const DeviceGuard guard(context.device().index, "quantize_weight");
-  const CudaDevice device(context);
-  Memory memory;
-  const ColumnsJob with = with_amax(device.facts(), job, workspace, memory.zeroed);
-  memory.weight = &with;
-  run(context,
-      plan::plan_weight(device.facts(), plan::array_facts(job.x), job.x.cols, *job.projection,
-                        job.quant, job.out.scales),
-      memory);
+  quantize_alone("quantize_weight", context, job, plan::plan_weight, &Memory::weight, workspace);
 }
 
 std::size_t CudaBackend::backward_workspace(const Context& context,
@@ -356,6 +368,50 @@ void CudaBackend::backward(const Context& context, const BackwardCall& call,
       plan::plan_backward(device.facts(), work,
                           {plan::array_facts(call.gy), plan::array_facts(call.w),
                            plan::out_facts(call.gx), plan::out_facts(call.gw)}),
+      memory);
+}
+
+void CudaBackend::quantize_forward_weight(const Context& context, const RowsJob& job) const {
+  const DeviceGuard guard(context.device().index, "quantize_forward_weight");
+  const CudaDevice device(context);
+  Memory memory;
+  memory.weight_rows = &job;
+  run(context,
+      plan::plan_forward_weight(device.facts(), plan::array_facts(job.x), job.x.rows, job.x.cols,
+                                job.hadamard_block),
+      memory);
+}
+
+std::size_t CudaBackend::forward_workspace(const Context& context, const ForwardWork& work) const {
+  WorkspaceCursor cursor;
+  plan::take_forward_scratch(cursor, CudaDevice(context).facts(), work);
+  return cursor.bytes();
+}
+
+void CudaBackend::forward(const Context& context, const ForwardCall& call, void* workspace) const {
+  const DeviceGuard guard(context.device().index, "forward_linear");
+  const CudaDevice device(context);
+  const ForwardWork& work = call.work;
+  const int block = work.spec.hadamard_block;
+  WorkspaceCursor cursor(workspace);
+  const plan::ForwardScratch scratch = plan::take_forward_scratch(cursor, device.facts(), work);
+  const RowsJob x{call.x, block, forward_quant, scratch.x};
+  const RowsJob weight{call.w, block, forward_quant, scratch.weight};
+  Memory memory;
+  memory.x_rows = &x;
+  if (work.weight) memory.weight_rows = &weight;
+  memory.bias = call.bias;
+  memory.wide_bias = scratch.bias;
+  memory.scratch[0] = scratch.gemm;
+  memory.product[0] =
+      product(scratch.x, work.weight ? scratch.weight : call.quantized, block, false, call.y);
+  if (work.bias) {
+    memory.product[0].bias = work.wide ? scratch.bias : static_cast<const float*>(call.bias.data);
+  }
+  run(context,
+      plan::plan_forward(
+          device.facts(), work,
+          {plan::array_facts(call.x), plan::array_facts(call.w), plan::out_facts(call.y)}),
       memory);
 }
 

@@ -38,6 +38,9 @@ class CudaBackend final : public Backend {
   void quantize_weight(const Context&, const ColumnsJob&, void* workspace) const override;
   std::size_t backward_workspace(const Context&, const BackwardWork&) const override;
   void backward(const Context&, const BackwardCall&, void* workspace) const override;
+  void quantize_forward_weight(const Context&, const RowsJob&) const override;
+  std::size_t forward_workspace(const Context&, const ForwardWork&) const override;
+  void forward(const Context&, const ForwardCall&, void* workspace) const override;
 };
 
 // What plans know of a context's device; it answers as long as it lives.
@@ -46,7 +49,7 @@ class CudaDevice final : public plan::DeviceQueries {
   explicit CudaDevice(const Context&);
   const plan::DeviceFacts& facts() const { return facts_; }
   std::int64_t at_once(const plan::WideRows&, const LaunchShape&) const override;
-  std::int64_t at_once(const plan::ColumnClusters&, const LaunchShape&) const override;
+  std::int64_t at_once(const plan::ColumnsOnePass&, const LaunchShape&) const override;
   std::size_t stream_k_workspace(std::int64_t m, std::int64_t n, std::int64_t k,
                                  const Sm90Plan&) const override;
 

@@ -1,8 +1,8 @@
 // Stage: x as it was kept (basis full), back to floats.
 //
 // decompress_kernel
-//   A thread block takes 64 channels of a group of 64 tokens. Codes are contiguous along the
-//   tokens: four threads read a channel's part, whole sectors of 32 bytes, into shared memory. Rows
+//   A CTA takes 64 channels of a group of 64 tokens. Codes are contiguous along the
+//   tokens: four threads read a channel, whole sectors of 32 bytes, into shared memory. Rows
 //   of the result are contiguous along the channels: a warp takes a word of each of the 64 channels
 //   there (8 INT4 or 4 INT8 tokens, two channels a lane) and writes whole rows of 64 elements, in
 //   pairs where those are aligned. 0.53 (INT4) or 1 byte read for an element, 4 or 2 written.
@@ -16,8 +16,8 @@ namespace hot::detail {
 namespace {
 
 constexpr int tile_channels = 64, threads = 256, warps = threads / 32;
-constexpr int parts = threads / tile_channels;  // threads that read a channel
-static_assert(int4_group == 64 && parts == 4);
+constexpr int readers = threads / tile_channels;  // threads that read a channel
+static_assert(int4_group == 64 && readers == 4);
 
 struct DecompressArgs {
   const void* codes;
@@ -48,25 +48,26 @@ __global__ void __launch_bounds__(threads)
     decompress_kernel(const __grid_constant__ DecompressArgs args) {
   constexpr int word_tokens = int4 ? 8 : 4;
   constexpr int words = int4_group / word_tokens;  // of a channel
-  constexpr int part_words = words / parts;        // 8 or 16 bytes
+  constexpr int reader_words = words / readers;    // 8 or 16 bytes
   constexpr int pitch = words + 1;                 // odd: channels of a warp in different banks
   __shared__ unsigned tile[tile_channels * pitch];
   begin_kernel();
   const MatrixOut& out = args.out;
-  const std::int64_t strips = (out.cols + tile_channels - 1) / tile_channels;
-  const std::int64_t first_channel = blockIdx.x % strips * tile_channels;
-  const std::int64_t group = args.first / int4_group + blockIdx.x / strips;
+  const std::int64_t tiles = (out.cols + tile_channels - 1) / tile_channels;
+  const std::int64_t first_channel = blockIdx.x % tiles * tile_channels;
+  const std::int64_t group = args.first / int4_group + blockIdx.x / tiles;
   const int thread = static_cast<int>(threadIdx.x);
   {
-    const int channel = thread / parts, part = thread % parts;
-    const std::int64_t at = group * words * 4 + part * part_words * 4;  // bytes of the row
+    const int channel = thread / readers, reader = thread % readers;
+    const std::int64_t at = group * words * 4 + reader * reader_words * 4;  // bytes of the row
     if (first_channel + channel < out.cols && at < args.row_bytes) {
       const char* const from =
           static_cast<const char*>(args.codes) + (first_channel + channel) * args.row_bytes + at;
-      unsigned word[part_words];
+      unsigned word[reader_words];
       load_words(from, word);
 #pragma unroll
-      for (int i = 0; i < part_words; ++i) tile[channel * pitch + part * part_words + i] = word[i];
+      for (int i = 0; i < reader_words; ++i)
+        tile[channel * pitch + reader * reader_words + i] = word[i];
     }
   }
   __syncthreads();

@@ -2,6 +2,7 @@
 // the tensor memory accelerator can move. plan.cpp chooses among them and the mma.sync kernels.
 #include <cstdint>
 
+#include "cuda/device/matrix_io.cuh"
 #include "cuda/gemm_int8_sm90.h"
 #include "cuda/launch.h"
 #include "cuda/launchers.h"
@@ -16,47 +17,43 @@ __global__ void spread_kernel(const float* scale, std::int64_t count, float* out
   if (i < count) out[i] = *scale;
 }
 
-struct Sm90Instances {
-  Sm90Pingpong *pingpong, *wide;  // wide: null: none
-  Sm90StreamK* stream_k;          // null: none
-};
-
-Sm90Instances sm90_instances(DType out, bool accumulate) {
-  switch (out) {
-    case DType::bf16:
-      return accumulate ? Sm90Instances{sm90_gemm_bf16_128x128_accumulate, nullptr,
-                                        sm90_gemm_bf16_stream_k_accumulate}
-                        : Sm90Instances{sm90_gemm_bf16_128x128, sm90_gemm_bf16_128x192,
-                                        sm90_gemm_bf16_stream_k};
-    case DType::f16:
-      return {accumulate ? sm90_gemm_f16_128x128_accumulate : sm90_gemm_f16_128x128, nullptr,
-              nullptr};
-    default:
-      return accumulate ? Sm90Instances{sm90_gemm_f32_128x128_accumulate, nullptr,
-                                        sm90_gemm_f32_stream_k_accumulate}
-                        : Sm90Instances{sm90_gemm_f32_128x128, sm90_gemm_f32_128x192,
-                                        sm90_gemm_f32_stream_k};
-  }
+// A bias as the products take it: a contiguous vector of fp32.
+__global__ void widen_kernel(MatrixIn bias, float* out) {
+  begin_kernel();
+  const std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  if (i < bias.cols) out[i] = load_element(bias, 0, i);
 }
 
 }  // namespace
+
+const Sm90Instance& sm90_instance(Sm90Kernel kernel, DType out, Sm90Output output) {
+  for (const Sm90Instance* const* at = sm90_instances; *at != nullptr; ++at) {
+    const Sm90Instance& of = **at;
+    if (of.kernel == kernel && of.out == out && of.output == output) return of;
+  }
+  throw Error(ErrorCode::unsupported, "gemm: this build has no such sm_90a kernel");
+}
 
 void launch_spread(const Context& context, const plan::Step& step, const float* scale,
                    std::int64_t count, float* vector) {
   launch("gemm", context, spread_kernel, step.shape, scale, count, vector);
 }
 
+void launch_widen(const Context& context, const plan::Step& step, const MatrixIn& bias,
+                  float* out) {
+  launch("forward_linear", context, widen_kernel, step.shape, bias, out);
+}
+
 void launch_wgmma(const Context& context, const plan::Step& step, const GemmArgs& args,
                   void* workspace) {
-  const Sm90Plan& plan = step.as<plan::ProductStep>().wgmma;
-  const Sm90Instances instances = sm90_instances(args.out.dtype, args.accumulate);
-  if (step.kernel == plan::Kernel::wgmma_stream_k) {
-    instances.stream_k(context, args, plan, workspace);
-  } else if (step.kernel == plan::Kernel::wgmma_128x192) {
-    instances.wide(context, args, plan);
-  } else {
-    instances.pingpong(context, args, plan);
-  }
+  const Sm90Kernel kernel = step.kernel == plan::Kernel::wgmma_stream_k  ? Sm90Kernel::stream_k
+                            : step.kernel == plan::Kernel::wgmma_128x192 ? Sm90Kernel::tile_128x192
+                                                                         : Sm90Kernel::tile_128x128;
+  const Sm90Output output = args.accumulate        ? Sm90Output::accumulate
+                            : args.bias != nullptr ? Sm90Output::bias
+                                                   : Sm90Output::store;
+  sm90_instance(kernel, args.out.dtype, output)
+      .run(context, args, step.as<plan::ProductStep>().wgmma, workspace);
 }
 
 }  // namespace hot::detail

@@ -1,11 +1,12 @@
 // Stage: integer product for sm_90a with CUTLASS's collective builder: wgmma on INT8, operands by
 // TMA, persistent grid, INT32 sums, and in the epilogue
-//   out[m, n] = (sum * b_scale[n]) * (a_scale[m] * inv_divisor), or out[m, n] + that
+//   out[m, n] = (sum * b_scale[n]) * (a_scale[m] * inv_divisor), or out[m, n] + that, or that +
+//   bias[n]
 // as a visitor tree, so that the sums never leave the registers: one rounding to the type of out.
 // What is there already comes by TMA, as CUTLASS's C, each piece of a tile before that piece is
 // written, by the thread block that writes it: in stream-K the one that ends the tile. Compiled
 // with --fmad=false, since the order of these roundings is fixed (docs/numerics.md). One instance a
-// file (it compiles for a minute); gemm.cu chooses among them.
+// file (it compiles for a minute), made from gemm_int8_sm90_instance.cu.in.
 #pragma once
 
 #include <cstddef>
@@ -24,9 +25,11 @@ namespace hot::detail {
 
 // `tile_n`: columns of a tile. The two thread blocks of a cluster, neighbours along N or M, share
 // what both read.
-template <class Out, bool accumulate, int tile_n, class ClusterShape, class MainloopSchedule,
+template <class Out, Sm90Output output, int tile_n, class ClusterShape, class MainloopSchedule,
           class EpilogueSchedule, class Scheduler = cutlass::gemm::PersistentScheduler>
 struct Sm90Gemm {
+  static constexpr bool accumulate = output == Sm90Output::accumulate;
+  static constexpr bool bias = output == Sm90Output::bias;
   using TileShape = cute::Shape<cute::_128, cute::Int<tile_n>, cute::_128>;
   using Layout = cutlass::layout::RowMajor;
   static constexpr int out_alignment = 16 / static_cast<int>(sizeof(Out));
@@ -40,13 +43,16 @@ struct Sm90Gemm {
   using ColumnScale = cutlass::epilogue::fusion::Sm90RowBroadcast<0, TileShape, float>;
   using Divisor = cutlass::epilogue::fusion::Sm90ScalarBroadcast<float>;
   using Sum = cutlass::epilogue::fusion::Sm90AccFetch;
-  using Scaled = Tree<Compute<cutlass::multiplies, std::conditional_t<accumulate, float, Out>>,
-                      Tree<Compute<cutlass::multiplies, float>, ColumnScale, Sum>,
-                      Tree<Compute<cutlass::multiplies, float>, RowScale, Divisor>>;
+  using Scaled =
+      Tree<Compute<cutlass::multiplies, std::conditional_t<accumulate || bias, float, Out>>,
+           Tree<Compute<cutlass::multiplies, float>, ColumnScale, Sum>,
+           Tree<Compute<cutlass::multiplies, float>, RowScale, Divisor>>;
   using Before = std::conditional_t<accumulate, Out, void>;  // CUTLASS's C
   using Added =
       Tree<Compute<cutlass::plus, Out>, cutlass::epilogue::fusion::Sm90SrcFetch<Before>, Scaled>;
-  using Fusion = std::conditional_t<accumulate, Added, Scaled>;
+  using Bias = cutlass::epilogue::fusion::Sm90RowBroadcast<0, TileShape, float>;
+  using Biased = Tree<Compute<cutlass::plus, Out>, Scaled, Bias>;
+  using Fusion = std::conditional_t<accumulate, Added, std::conditional_t<bias, Biased, Scaled>>;
 
   using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, TileShape, ClusterShape,
@@ -86,6 +92,8 @@ struct Sm90Gemm {
     if constexpr (accumulate) {
       all.epilogue.ptr_C = out;
       all.epilogue.thread = {{}, scaled, {}};
+    } else if constexpr (bias) {
+      all.epilogue.thread = {scaled, {args.bias, 0.0F, {}}, {}};
     } else {
       all.epilogue.thread = scaled;
     }
@@ -103,13 +111,23 @@ struct Sm90Gemm {
   }
 
   static void run(const Context& context, const GemmArgs& args, const Sm90Plan& plan,
-                  void* workspace = nullptr) {
+                  void* workspace) {
     Device gemm;
     check(gemm.initialize(arguments(context, args, plan), workspace, context.stream()),
           "initialize");
     // Where kernels overlap, its producers wait for what is before, as begin_kernel does.
     const bool overlap = !stream_k && kernels_overlap(context, "gemm");
     check(gemm.run(context.stream(), nullptr, overlap), "run");
+  }
+
+  static constexpr Sm90Instance instance() {
+    constexpr Sm90Kernel kernel = stream_k        ? Sm90Kernel::stream_k
+                                  : tile_n == 192 ? Sm90Kernel::tile_128x192
+                                                  : Sm90Kernel::tile_128x128;
+    constexpr DType out = cute::is_same_v<Out, float>             ? DType::f32
+                          : cute::is_same_v<Out, cutlass::half_t> ? DType::f16
+                                                                  : DType::bf16;
+    return {kernel, out, output, run, workspace};
   }
 
   static void check(cutlass::Status status, const char* call) {
@@ -121,17 +139,16 @@ struct Sm90Gemm {
 
 using AlongM = cute::Shape<cute::_2, cute::_1, cute::_1>;
 using AlongN = cute::Shape<cute::_1, cute::_2, cute::_1>;
-template <class Out, bool accumulate>
-using Pingpong =
-    Sm90Gemm<Out, accumulate, 128, AlongN, cutlass::gemm::KernelTmaWarpSpecializedPingpong,
-             cutlass::epilogue::TmaWarpSpecialized>;
-template <class Out>
+template <class Out, Sm90Output output>
+using Pingpong = Sm90Gemm<Out, output, 128, AlongN, cutlass::gemm::KernelTmaWarpSpecializedPingpong,
+                          cutlass::epilogue::TmaWarpSpecialized>;
+template <class Out, Sm90Output output>
 using WidePingpong =
-    Sm90Gemm<Out, false, 192, AlongM, cutlass::gemm::KernelTmaWarpSpecializedPingpong,
+    Sm90Gemm<Out, output, 192, AlongM, cutlass::gemm::KernelTmaWarpSpecializedPingpong,
              cutlass::epilogue::TmaWarpSpecialized>;
-template <class Out, bool accumulate>
+template <class Out, Sm90Output output>
 using StreamK =
-    Sm90Gemm<Out, accumulate, 128, AlongM, cutlass::gemm::KernelTmaWarpSpecializedCooperative,
+    Sm90Gemm<Out, output, 128, AlongM, cutlass::gemm::KernelTmaWarpSpecializedCooperative,
              cutlass::epilogue::TmaWarpSpecializedCooperative, cutlass::gemm::StreamKScheduler>;
 
 }  // namespace hot::detail

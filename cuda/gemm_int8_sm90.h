@@ -1,37 +1,44 @@
-// The instances of the sm_90a product (gemm_int8_sm90.cuh), one in each gemm_int8_sm90_*.cu;
-// no_sm90.cpp stands in for them in a build without CUTLASS or without sm_90a. Tiles of 128 x 128
-// and 128 x 192: pingpong (two tiles in turns, the epilogue of one behind the products of the
-// other), and stream-K, where the tiles do not fill the GPU and the contraction is shared out
-// instead (INT32 sums: exact in any order). *_accumulate add to what is there.
+// The instances of the sm_90a product (gemm_int8_sm90.cuh). cuda/CMakeLists.txt lists them and
+// makes a file of each, and the table below; a build without CUTLASS or without sm_90a has none.
+// Tiles of 128 x 128 and 128 x 192 are pingpong: two tiles in turns, the epilogue of one behind the
+// products of the other. Stream-K divides the contraction where the tiles do not fill the GPU
+// (INT32 sums: exact in any order).
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 
 #include "kernels.h"
 
 namespace hot::detail {
 
-bool sm90_built() noexcept;
+enum class Sm90Kernel : std::uint8_t { tile_128x128, tile_128x192, stream_k };
 
 // How the tiles of a product are gone through: along M or N, in stripes of `swizzle` tiles; for
-// stream-K in how many parts the contraction is cut, 1: as CUTLASS would.
+// stream-K in how many shares the contraction is divided, 1: as CUTLASS would.
 struct Sm90Plan {
   int sm_count;
   bool along_m;
   int swizzle, splits;
 };
 
-// Both scales are vectors; see sm90_can in gemm.cu for what else is needed.
-using Sm90Pingpong = void(const Context&, const GemmArgs&, const Sm90Plan&);
-Sm90Pingpong sm90_gemm_bf16_128x128, sm90_gemm_bf16_128x128_accumulate;
-Sm90Pingpong sm90_gemm_f16_128x128, sm90_gemm_f16_128x128_accumulate;
-Sm90Pingpong sm90_gemm_f32_128x128, sm90_gemm_f32_128x128_accumulate;
-Sm90Pingpong sm90_gemm_bf16_128x192, sm90_gemm_f32_128x192;
+// What happens to the scaled sums.
+enum class Sm90Output : std::uint8_t { store, accumulate, bias };
 
-using Sm90StreamK = void(const Context&, const GemmArgs&, const Sm90Plan&, void* workspace);
-Sm90StreamK sm90_gemm_bf16_stream_k, sm90_gemm_bf16_stream_k_accumulate;
-Sm90StreamK sm90_gemm_f32_stream_k, sm90_gemm_f32_stream_k_accumulate;
-// Bytes, for each of them the same.
-std::size_t sm90_stream_k_workspace(const Context&, const GemmArgs&, const Sm90Plan&);
+struct Sm90Instance {
+  Sm90Kernel kernel;
+  DType out;
+  Sm90Output output;
+  // Both scales are vectors; wgmma_can (plan_gemm.cpp) says what else is needed. `workspace`:
+  // of stream-K alone.
+  void (*run)(const Context&, const GemmArgs&, const Sm90Plan&, void* workspace);
+  std::size_t (*workspace)(const Context&, const GemmArgs&, const Sm90Plan&);
+};
+
+// Ends with null.
+extern const Sm90Instance* const sm90_instances[];
+
+inline bool sm90_built() { return sm90_instances[0] != nullptr; }
+const Sm90Instance& sm90_instance(Sm90Kernel, DType out, Sm90Output);
 
 }  // namespace hot::detail

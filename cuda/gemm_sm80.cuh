@@ -112,7 +112,7 @@ class UnitCopies {
   // Calls copy(to, from, bytes, left) for those of the next step, if there is one: `bytes` of a
   // unit, the rest is zeros; `left`: of the row. In any case a group of copies ends here.
   template <class Copy>
-  __device__ void bring(const Copy& copy) {
+  __device__ void load(const Copy& copy) {
     if (step_ < segments_.end) {
       const std::int64_t left = segments_.work.gemm.k - std::int64_t{step_} * T::step - place();
       const auto bytes = static_cast<int>(max(std::int64_t{0}, min(std::int64_t{unit}, left)));
@@ -175,8 +175,8 @@ template <class T>
 class PieceCopies {
  public:
   __device__ PieceCopies(const MmaWork& work, unsigned ring) : pieces_(work, ring) {}
-  __device__ void bring() {
-    pieces_.bring([](unsigned to, const std::int8_t* from, int bytes, std::int64_t) {
+  __device__ void load() {
+    pieces_.load([](unsigned to, const std::int8_t* from, int bytes, std::int64_t) {
       copy_async(to, from, bytes);
     });
   }
@@ -210,15 +210,15 @@ class AnyCopies {
  public:
   __device__ AnyCopies(const MmaWork& work, unsigned ring)
       : alignment_(work.alignment), pieces_(work, ring), words_(work, ring) {}
-  __device__ void bring() {
+  __device__ void load() {
     if (alignment_ == 16) {
-      pieces_.bring();
+      pieces_.load();
     } else if (alignment_ == 4) {
-      words_.bring([](unsigned to, const std::int8_t* from, int bytes, std::int64_t) {
+      words_.load([](unsigned to, const std::int8_t* from, int bytes, std::int64_t) {
         copy_word_async(to, from, bytes);
       });
     } else {
-      words_.bring([](unsigned to, const std::int8_t* from, int, std::int64_t left) {
+      words_.load([](unsigned to, const std::int8_t* from, int, std::int64_t left) {
         store_shared(to, word_at(from, left));
       });
     }
@@ -230,19 +230,19 @@ class AnyCopies {
   UnitCopies<T, 4> words_;
 };
 
-// A warp's fragments of an operand, of part `part`, 32 bytes, of a stage.
+// A warp's fragments of an operand, of 32 bytes of K, number `k32` of a stage.
 template <class T, int count>
-__device__ void load_fragments(unsigned (&r)[count][4], unsigned stage, unsigned place, int part) {
+__device__ void load_fragments(unsigned (&r)[count][4], unsigned stage, unsigned place, int k32) {
 #pragma unroll
   for (int i = 0; i < count; ++i) {
-    load_matrices(r[i], stage + (place ^ static_cast<unsigned>(part * 32)) +
+    load_matrices(r[i], stage + (place ^ static_cast<unsigned>(k32 * 32)) +
                             static_cast<unsigned>(i * 16 * T::step));
   }
 }
 
 // Starts the copies of a tile's scales, of rows then of columns.
 template <class T>
-__device__ void bring_scales(const MmaWork& work, int tile, float* scales) {
+__device__ void load_scales(const MmaWork& work, int tile, float* scales) {
   const GemmArgs& gemm = work.gemm;
   if (gemm.a_scale == nullptr) return;
   int row = 0, column = 0;
@@ -298,22 +298,29 @@ struct I32 {
   static constexpr int size = 4;
 };
 
-// Calls f(tag of the output's type, whether to add to what is there): one kernel serves all.
+// What happens to the scaled sums.
+enum class Output { store, accumulate, bias };
+template <Output output>
+using OutputConstant = std::integral_constant<Output, output>;
+
+// Calls f(tag of the output's type, what happens to the sums): one kernel serves all.
 template <class F>
 __device__ void with_output(const GemmArgs& gemm, const F& f) {
   if (gemm.a_scale == nullptr) {
-    f(I32{}, std::false_type{});
+    f(I32{}, OutputConstant<Output::store>{});
   } else if (gemm.accumulate) {
-    with_dtype(gemm.out.dtype, [&](auto tag) { f(tag, std::true_type{}); });
+    with_dtype(gemm.out.dtype, [&](auto tag) { f(tag, OutputConstant<Output::accumulate>{}); });
+  } else if (gemm.bias != nullptr) {
+    with_dtype(gemm.out.dtype, [&](auto tag) { f(tag, OutputConstant<Output::bias>{}); });
   } else {
-    with_dtype(gemm.out.dtype, [&](auto tag) { f(tag, std::false_type{}); });
+    with_dtype(gemm.out.dtype, [&](auto tag) { f(tag, OutputConstant<Output::store>{}); });
   }
 }
 
 // Writes 16 rows x 32 columns of the output. Of 4 fragments of 8 columns a lane holds two
 // neighbouring columns of rows lane / 4 and lane / 4 + 8. `vectors`: as 16 contiguous bytes a lane,
 // which its quad exchanges. Nothing branches on the way, so that loads need not wait for stores.
-template <class Tag, bool vectors, bool accumulate>
+template <class Tag, bool vectors, Output output>
 class Writer {
  public:
   static constexpr int columns = 32;
@@ -344,7 +351,11 @@ class Writer {
           v[2 * j + 1] = dequantised(static_cast<float>(sum(j, half * 2 + 1)), a_scale[half], b.y,
                                      gemm_.inv_divisor);
         }
-        if constexpr (accumulate) {
+        if constexpr (output == Output::bias) {
+#pragma unroll
+          for (int i = 0; i < 8; ++i) v[i] += gemm_.bias[min(own_column(i), gemm_.n - 1)];
+        }
+        if constexpr (output == Output::accumulate) {
           float before[8] = {};
           load_row(m, before);
 #pragma unroll
@@ -447,7 +458,7 @@ __device__ int warp_column() {
 
 template <class Mma, class T>
 __device__ void multiply_tiles(const MmaWork& work) {
-  constexpr int parts = T::step / 32, rows = T::warp_m / 16, columns = T::warp_n / 8,
+  constexpr int k32s = T::step / 32, rows = T::warp_m / 16, columns = T::warp_n / 8,
                 pairs = columns / 2;
   constexpr bool any = T::any;
   constexpr int int32_steps = 131072 / T::step;  // 127^2 * 131072 < 2^31
@@ -462,7 +473,7 @@ __device__ void multiply_tiles(const MmaWork& work) {
 
   std::conditional_t<any, AnyCopies<T>, PieceCopies<T>> copies(work, ring);
 #pragma unroll
-  for (int s = 0; s < T::stages - 1; ++s) copies.bring();
+  for (int s = 0; s < T::stages - 1; ++s) copies.load();
   int stage = 0;
   unsigned here = ring;
   unsigned a[2][rows][4], b[2][pairs][4];
@@ -477,19 +488,19 @@ __device__ void multiply_tiles(const MmaWork& work) {
     float total[any ? rows : 1][any ? columns : 1][4] = {};
     for (int step = segments.first; step < segments.end; ++step) {
 #pragma unroll
-      for (int part = 0; part < parts; ++part) {
-        if (part == parts - 1) {
+      for (int k32 = 0; k32 < k32s; ++k32) {
+        if (k32 == k32s - 1) {
           // The next stage has come for all, and all have read the last of this one.
           if (++stage == T::stages) stage = 0;
           here = ring + static_cast<unsigned>(stage * T::stage_bytes);
           wait_copies<T::stages - 2>();
           __syncthreads();
-          if (step == segments.first) bring_scales<T>(work, segments.tile, scales);
+          if (step == segments.first) load_scales<T>(work, segments.tile, scales);
         }
-        const int now = part % 2, other = (part + 1) % 2;
-        load_fragments<T>(a[other], here, a_place, (part + 1) % parts);
-        load_fragments<T>(b[other], here, b_place, (part + 1) % parts);
-        if (part == 0) copies.bring();
+        const int now = k32 % 2, other = (k32 + 1) % 2;
+        load_fragments<T>(a[other], here, a_place, (k32 + 1) % k32s);
+        load_fragments<T>(b[other], here, b_place, (k32 + 1) % k32s);
+        if (k32 == 0) copies.load();
 #pragma unroll
         for (int i = 0; i < rows; ++i) {
 #pragma unroll
@@ -533,7 +544,7 @@ __device__ void multiply_tiles(const MmaWork& work) {
     if (segments.end - segments.first < T::stages) {  // else they have come with the steps
       if (segments.end == segments.first) {
         __syncthreads();  // all are done with the last tile's
-        bring_scales<T>(work, segments.tile, scales);
+        load_scales<T>(work, segments.tile, scales);
       }
       wait_all_copies();
       __syncthreads();
@@ -554,14 +565,14 @@ __device__ void multiply_tiles(const MmaWork& work) {
     const std::int64_t n0 = std::int64_t{column} * T::n + warp_column<T>();
     const float* const a_scale = scales + warp_row<T>() + lane / 4;
     const float* const b_scale = scales + T::m + warp_column<T>() + lane % 4 * 2;
-    with_output(work.gemm, [&](auto tag, auto accumulate) {
+    with_output(work.gemm, [&](auto tag, auto output) {
       using Tag = decltype(tag);
 #pragma unroll
       for (int i = 0; i < rows; ++i) {
 #pragma unroll
         for (int j0 = 0; j0 < columns; j0 += 4) {
-          const Writer<Tag, !any, decltype(accumulate)::value> writer(work.gemm, m0 + i * 16,
-                                                                      n0 + j0 * 8);
+          const Writer<Tag, !any, decltype(output)::value> writer(work.gemm, m0 + i * 16,
+                                                                  n0 + j0 * 8);
           const auto result = [&](int j, int e) {
             if constexpr (any && !std::is_same_v<Tag, I32>) {
               return total[i][j0 + j][e];
@@ -598,9 +609,9 @@ __global__ void __launch_bounds__(fixup_threads)
     fixup_kernel(const __grid_constant__ MmaWork work) {
   begin_kernel();
   constexpr int rows = T::warp_m / 16, columns = T::warp_n / 8;
-  constexpr int tile_strips = T::threads / 32 * rows;
-  const int strip = static_cast<int>((blockIdx.x * fixup_threads + threadIdx.x) / 32);
-  const int shared = strip / tile_strips, at = strip - shared * tile_strips;
+  constexpr int tile_fragments = T::threads / 32 * rows;
+  const int fragment = static_cast<int>((blockIdx.x * fixup_threads + threadIdx.x) / 32);
+  const int shared = fragment / tile_fragments, at = fragment - shared * tile_fragments;
   if (shared >= work.shared) return;
   const int first = sharer_of_unit(work, shared * work.steps);
   const int last = sharer_of_unit(work, (shared + 1) * work.steps - 1);
@@ -611,8 +622,9 @@ __global__ void __launch_bounds__(fixup_threads)
   for (int sharer = first; sharer <= last; ++sharer, from += T::m * T::n / 4) {
 #pragma unroll
     for (int j = 0; j < columns; ++j) {
-      const int4 part = from[j * 32];
-      sum[j][0] += part.x, sum[j][1] += part.y, sum[j][2] += part.z, sum[j][3] += part.w;
+      const int4 partial = from[j * 32];
+      sum[j][0] += partial.x, sum[j][1] += partial.y, sum[j][2] += partial.z,
+          sum[j][3] += partial.w;
     }
   }
   int row = 0, column = 0;
@@ -622,7 +634,7 @@ __global__ void __launch_bounds__(fixup_threads)
   const std::int64_t n0 = std::int64_t{column} * T::n + warp % T::warps_n * T::warp_n;
   const GemmArgs& gemm = work.gemm;
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  with_output(gemm, [&](auto tag, auto accumulate) {
+  with_output(gemm, [&](auto tag, auto output) {
     using Tag = decltype(tag);
     float a_scale[2] = {};
     if constexpr (!std::is_same_v<Tag, I32>) {
@@ -634,7 +646,7 @@ __global__ void __launch_bounds__(fixup_threads)
     }
 #pragma unroll
     for (int j0 = 0; j0 < columns; j0 += 4) {
-      const Writer<Tag, true, decltype(accumulate)::value> writer(gemm, m0, n0 + j0 * 8);
+      const Writer<Tag, true, decltype(output)::value> writer(gemm, m0, n0 + j0 * 8);
       writer.write([&](int j, int e) { return sum[j0 + j][e]; }, a_scale,
                    [&](int j) {
                      const std::int64_t n = n0 + (j0 + j) * 8 + lane % 4 * 2;

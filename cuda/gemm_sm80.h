@@ -1,5 +1,5 @@
 // The products with mma.sync, for every architecture from sm_80 on. gemm_sm80_plan.h has their
-// tiles and chooses; each is compiled in a gemm_sm80_<tile>.cu of its own.
+// tiles and chooses; each is compiled in a file of its own, made from gemm_sm80_tile.cu.in.
 #pragma once
 
 #include "cuda/gemm_sm80_plan.h"

@@ -29,7 +29,7 @@
 namespace hot::detail {
 namespace {
 
-using small_gemm::most_stages;
+using small_gemm::max_stages;
 using small_gemm::stage_bytes;
 using small_gemm::step_k;
 using small_gemm::sum_row_bytes;
@@ -71,7 +71,7 @@ __device__ inline void wait_oldest(int stages) {
   } else if (stages == 2) {
     wait_copies<1>();
   } else {
-    wait_copies<most_stages - 1>();
+    wait_copies<max_stages - 1>();
   }
 }
 
@@ -95,7 +95,7 @@ struct Work {
   // Thread blocks that only fill up the last cluster lie beyond the last row.
   __device__ bool none() const { return m0 >= product.gemm.m; }
   // Of 32 k, in a step.
-  __device__ int parts(int step) const {
+  __device__ int mmas(int step) const {
     return min(step_mmas, (k - (first_step + step) * step_k + mma_k - 1) / mma_k);
   }
 };
@@ -127,7 +127,7 @@ struct Copies {
   }
 
   // Starts those of a step. Where K ends, zeros follow up to the next multiple of 32.
-  __device__ void bring(int step, unsigned char* stage) const {
+  __device__ void load(int step, unsigned char* stage) const {
     const int left = work.k - (work.first_step + step) * step_k - piece * 16;
     unsigned char* const to = stage + operand_place(row, piece);
     const unsigned address = shared_address(to);
@@ -150,7 +150,7 @@ struct Copies {
                      of_a ? from_a + r * gemm.lda : from_b + (r - TileM) * gemm.ldb, left);
         }
       }
-    } else if (piece < 2 * work.parts(step)) {
+    } else if (piece < 2 * work.mmas(step)) {
 #pragma unroll
       for (int r = 0; r < TileM + tile_n; r += rows_at_once) {
         *reinterpret_cast<int4*>(to + r * step_k) = int4{};
@@ -158,7 +158,7 @@ struct Copies {
     }
   }
 
-  __device__ void bring_scales(Scales<TileM>& scales) const {
+  __device__ void load_scales(Scales<TileM>& scales) const {
     static_assert(TileM <= threads && tile_n <= threads);
     const auto t = static_cast<int>(threadIdx.x);
     if (t < rows_a) {
@@ -181,19 +181,19 @@ struct WarpTile {
   __device__ static int row() { return static_cast<int>(threadIdx.x / 64) * (TileM / 2); }
   __device__ static int column() { return static_cast<int>(threadIdx.x / 32 % 2) * 32; }
 
-  // Adds the products of 32 k, number `part` of a stage.
-  __device__ void multiply(unsigned stage, int part) {
+  // Adds the products of 32 k, number `k32` of a stage.
+  __device__ void multiply(unsigned stage, int k32) {
     const int lane = static_cast<int>(threadIdx.x % 32);
     unsigned a[fragments_m][4], b[2][4];
 #pragma unroll
     for (int i = 0; i < fragments_m; ++i) {
-      load_matrices(a[i], stage + operand_place(row() + i * 16 + lane % 16, part * 2 + lane / 16));
+      load_matrices(a[i], stage + operand_place(row() + i * 16 + lane % 16, k32 * 2 + lane / 16));
     }
 #pragma unroll
     for (int j = 0; j < 2; ++j) {  // two n8 fragments: rows 0-7 byte 0, 16, rows 8-15 byte 0, 16
       load_matrices(b[j],
                     stage + operand_place(TileM + column() + j * 16 + lane % 8 + lane / 16 * 8,
-                                          part * 2 + lane / 8 % 2));
+                                          k32 * 2 + lane / 8 % 2));
     }
 #pragma unroll
     for (int i = 0; i < fragments_m; ++i) {
@@ -240,10 +240,10 @@ __device__ void finish_rows(const Work<TileM>& work, const unsigned char* sums,
     const unsigned char* const own = sums + (row & (rows - 1)) * sum_row_bytes;
     int sum[columns] = {};
 #pragma unroll 2
-    for (int part = 0; part < product.share; ++part) {
+    for (int peer = 0; peer < product.share; ++peer) {
 #pragma unroll
       for (int c = 0; c < columns; c += 4) {
-        const int4 v = *reinterpret_cast<const int4*>(own + part * rows * sum_row_bytes +
+        const int4 v = *reinterpret_cast<const int4*>(own + peer * rows * sum_row_bytes +
                                                       sum_place(row, column + c));
         sum[c] += v.x, sum[c + 1] += v.y, sum[c + 2] += v.z, sum[c + 3] += v.w;
       }
@@ -253,6 +253,11 @@ __device__ void finish_rows(const Work<TileM>& work, const unsigned char* sums,
     for (int c = 0; c < columns; ++c) {
       v[c] = dequantised(static_cast<float>(sum[c]), scales.a[row], scales.b[column + c],
                          gemm.inv_divisor);
+    }
+    if (gemm.bias != nullptr) {
+      const float* const bias = gemm.bias + n0 + column;
+#pragma unroll
+      for (int c = 0; c < columns; ++c) v[c] += bias[min(c, live - 1)];
     }
     const std::int64_t first = std::int64_t{m0 + row} * gemm.out.row_stride +
                                std::int64_t{n0 + column} * gemm.out.col_stride;
@@ -288,17 +293,17 @@ __device__ void multiply_steps(const Work<TileM>& work, const Copies<TileM>& cop
   for (int step = 0; step < work.steps; ++step) {
     wait_oldest(stages);
     __syncthreads();
-    const int parts = work.parts(step);
-    if (parts == step_mmas) {  // fragments of two (of 64 rows: four) at a time fit the registers
+    const int mmas = work.mmas(step);
+    if (mmas == step_mmas) {  // fragments of two (of 64 rows: four) at a time fit the registers
 #pragma unroll(TileM == 64 ? step_mmas : 2)
-      for (int part = 0; part < step_mmas; ++part) tile.multiply(shared_address(stage), part);
+      for (int k32 = 0; k32 < step_mmas; ++k32) tile.multiply(shared_address(stage), k32);
     } else {
 #pragma unroll 1
-      for (int part = 0; part < parts; ++part) tile.multiply(shared_address(stage), part);
+      for (int k32 = 0; k32 < mmas; ++k32) tile.multiply(shared_address(stage), k32);
     }
     if (step + stages < work.steps) {
       __syncthreads();  // everyone is done with the stage
-      copies.bring(step + stages, stage);
+      copies.load(step + stages, stage);
     }
     commit_copies();
     stage += stage_bytes(TileM);
@@ -341,8 +346,8 @@ __global__ void __launch_bounds__(threads, TileM == 64 ? 5 : 4)
   begin_kernel();
 
   for (int s = 0; s < args.stages; ++s) {
-    if (s < work.steps) copies.bring(s, ring + s * stage_bytes(TileM));
-    if (s == 0) copies.bring_scales(scales);
+    if (s < work.steps) copies.load(s, ring + s * stage_bytes(TileM));
+    if (s == 0) copies.load_scales(scales);
     commit_copies();
   }
   if (shared_tile) wait_cluster();

@@ -8,7 +8,7 @@
 //   T grows past 8 only where C would pass 8. A thread takes 4 / C blocks: 64 bytes in flight.
 // fwht_exchange, n = 1024 to 32768, contiguous and aligned: n / 64 threads for each transform, 64
 //   elements a thread, 96 registers: 640 threads on a multiprocessor, so that the loads of some
-//   thread blocks hide behind the arithmetic of others. cp.async brings the raw elements, 16 bytes
+//   CTAs hide behind the arithmetic of others. cp.async copies the raw elements, 16 bytes
 //   a lane. Index bits 0-5 in registers (a thread reads 64 neighbours), exchange through n floats
 //   of shared memory in the raw elements' place, bits 6 and up; above n = 4096 these in two steps,
 //   with another exchange between. Groups of 4 floats are swizzled so that no access has bank
@@ -147,7 +147,7 @@ struct VectorPlan {
   static constexpr int lanes = 1 << log_lanes;
   static constexpr int chunks = 1 << (log_vectors - log_lanes);
   static constexpr int slots = chunks < 4 ? 4 / chunks : 1;
-  static constexpr int groups = vector_threads / lanes;  // that a thread block holds
+  static constexpr int groups = vector_threads / lanes;  // that a CTA holds
   static constexpr int per_cta = groups * slots;
   static_assert(log_lanes <= 5);
 };
@@ -235,8 +235,8 @@ struct ExchangePlan {
   static constexpr int threads = n < 64 * each ? 64 : n / each;
   static constexpr int words = threads * each;  // floats of the tile
   static constexpr int transforms = words / n;
-  // Thread blocks on a multiprocessor: 5 warps a scheduler, which leave each thread 96 registers.
-  static constexpr int resident = threads < 640 ? 640 / threads : 1;
+  // CTAs on a multiprocessor: 5 warps a scheduler, which leave each thread 96 registers.
+  static constexpr int blocks_per_sm = threads < 640 ? 640 / threads : 1;
   // Index bits of the second and of the third step.
   static constexpr int log_second = LogN <= 12 ? LogN - 6 : (LogN - 5) / 2;
   static constexpr int log_third = LogN - 6 - log_second;
@@ -251,7 +251,7 @@ __device__ constexpr int own_swap(int owner) { return owner & 7; }
 // memory, each by the n / 64 threads that have it first. Past the last one it comes again, and is
 // not stored.
 template <int LogN, int size>
-__device__ void bring(const Job& job, std::int64_t first, const unsigned char* raw) {
+__device__ void copy_raw(const Job& job, std::int64_t first, const unsigned char* raw) {
   using P = ExchangePlan<LogN>;
   constexpr int team = P::n / each, v = 16 / size;
   const int thread = static_cast<int>(threadIdx.x), transform = thread / team;
@@ -346,10 +346,10 @@ struct ExchangeStep {
   }
 };
 
-// Prefetch, for elements of 16 bits: the raw ones have a place of their own; a thread block takes
+// Prefetch, for elements of 16 bits: the raw ones have a place of their own; a CTA takes
 // every gridDim.x-th transform and the next one comes meanwhile.
 template <int LogN, bool Prefetch>
-__global__ void __launch_bounds__(ExchangePlan<LogN>::threads, ExchangePlan<LogN>::resident)
+__global__ void __launch_bounds__(ExchangePlan<LogN>::threads, ExchangePlan<LogN>::blocks_per_sm)
     fwht_exchange(const Job job) {
   begin_kernel();
   using P = ExchangePlan<LogN>;
@@ -361,9 +361,9 @@ __global__ void __launch_bounds__(ExchangePlan<LogN>::threads, ExchangePlan<LogN
 
   std::int64_t first = std::int64_t{blockIdx.x} * P::transforms;
   if (Prefetch || job.x_dtype != DType::f32) {
-    bring<LogN, 2>(job, first, raw);
+    copy_raw<LogN, 2>(job, first, raw);
   } else {
-    bring<LogN, 4>(job, first, raw);
+    copy_raw<LogN, 4>(job, first, raw);
   }
   do {
     wait_copies<0>();
@@ -389,7 +389,7 @@ __global__ void __launch_bounds__(ExchangePlan<LogN>::threads, ExchangePlan<LogN
       }
     }
     const std::int64_t next = first + std::int64_t{gridDim.x} * P::transforms;
-    if (Prefetch && next < job.blocks.count) bring<LogN, 2>(job, next, raw);
+    if (Prefetch && next < job.blocks.count) copy_raw<LogN, 2>(job, next, raw);
     __syncthreads();
     if constexpr (P::log_third == 0) {
       Second::template finish<LogN>(tile, P::threads, job, first);
@@ -425,11 +425,11 @@ bool try_exchange(const Context& context, int log_n, const Job& job) {
         device_attribute(context, cudaDevAttrMaxSharedMemoryPerBlockOptin, "fwht"));
     if (tile > limit) return false;
     const std::int64_t blocks = ceil_div(job.blocks.count, P::transforms);
-    if constexpr (P::resident <= 2) {
+    if constexpr (P::blocks_per_sm <= 2) {
       const std::size_t both = tile + P::words * dtype_size(job.x_dtype);
-      if (dtype_size(job.x_dtype) == 2 && P::resident * both <= limit) {
+      if (dtype_size(job.x_dtype) == 2 && P::blocks_per_sm * both <= limit) {
         const int sms = device_attribute(context, cudaDevAttrMultiProcessorCount, "fwht");
-        launch_exchange<LogN, true>(context, std::min(blocks, std::int64_t{sms} * P::resident),
+        launch_exchange<LogN, true>(context, std::min(blocks, std::int64_t{sms} * P::blocks_per_sm),
                                     both, job);
         return true;
       }
@@ -573,7 +573,7 @@ void launch_tile(const Context& context, int log_n, const Job& job) {
   const bool halves = log_n > tile_log_limit;
   TileShape shape{};
   shape.log_n = std::min(log_n, tile_log_limit);
-  // 8192 elements, 33 KB: several thread blocks share a multiprocessor.
+  // 8192 elements, 33 KB: several CTAs share a multiprocessor.
   shape.log_fibres = std::min(
       {std::max(0, tile_log_limit - 1 - log_n), fibre_log_limit, log2_ceil(job.blocks.count)});
   const int fibres = 1 << shape.log_fibres, words = fibres << shape.log_n;

@@ -13,6 +13,7 @@
 #include "cuda/gemm_int8_sm90.h"
 #include "cuda/gemm_sm80_plan.h"
 #include "cuda/launch_shape.h"
+#include "forward_work.h"
 #include "kernels.h"
 
 namespace hot::detail {
@@ -22,31 +23,35 @@ namespace hot::detail {
 enum class RowsPass { row_scales, amax, codes };  // codes: `amax` is known
 
 // A lane of rows16_kernel holds at most 6 blocks of 16: 96 registers.
-inline constexpr int rows16_most_blocks = 6;
-inline constexpr int rows16_most_lanes = 512;
+inline constexpr int rows16_max_blocks = 6;
+inline constexpr int rows16_max_lanes = 512;
 
-namespace resident {
+namespace columns {
 
-enum class Kind { full, whole, sketch8, lowpass8, sequency8 };
-enum class Pass { both, amax, codes, any };  // any: as a template argument, args.pass
+// What becomes of 16 tokens of a column: as they are, an FWHT of all 16 rows, or the 8 rows that a
+// basis keeps.
+enum class Kind { full, hadamard, sketch8, lowpass8, sequency8 };
+enum class Pass { both, amax, codes };
 
-constexpr int strip_bytes = 64, unit_tokens = 128, unit_bytes = unit_tokens * strip_bytes;
-constexpr int unit_blocks = unit_tokens / 16;
-constexpr int group_k = 16, lane_groups = 4, warp_columns = 16;
-constexpr int most_strip_columns = strip_bytes / 2;
-// Warps of a thread block at most, and on an SM at least (128 registers a thread).
-constexpr int most_warps = 8, sm_warps = 16, most_parts = 8;
-// Thread blocks of a cluster at most: 8 surely fit every device (most_parts); 16, for 16,384
-// tokens, have to be asked for.
-constexpr int large_parts = 16;
-// Parts for two passes hold 512 tokens; a ColumnSum's workspace has room for parts of 128.
+// A column tile is 64 bytes of every token. A warp takes a token tile of it, 128 tokens.
+constexpr int tile_row_bytes = 64, tile_tokens = 128, tile_bytes = tile_tokens * tile_row_bytes;
+constexpr int tile_blocks = tile_tokens / 16;
+// A lane takes 16 consecutive k (a k16) of two columns at a time; a warp takes 4 k16 of 16 columns.
+constexpr int k16 = 16, warp_k16s = 4, warp_columns = 16;
+constexpr int max_tile_columns = tile_row_bytes / 2;
+// Warps of a CTA at most, and on an SM at least (128 registers a thread).
+constexpr int max_warps = 8, min_sm_warps = 16;
+// CTAs of a cluster at most: 8 on every device; 16, for 16,384 tokens, need an opt-in.
+constexpr int max_portable_cluster = 8, max_cluster = 16;
+// A CTA of two passes takes 512 tokens; a ColumnSum's workspace has room for CTAs of 128.
 constexpr int two_pass_warps = 4;
 
-constexpr int group_tokens(Kind kind) {
-  return kind == Kind::full || kind == Kind::whole ? 16 : 32;
+// Tokens that a k16 is made from.
+constexpr int k16_tokens(Kind kind) {
+  return kind == Kind::full || kind == Kind::hadamard ? 16 : 32;
 }
-// Steps of four groups in a unit.
-constexpr int unit_steps(Kind kind) { return unit_tokens / (lane_groups * group_tokens(kind)); }
+// Steps of a warp through a token tile, 4 k16 each.
+constexpr int tile_steps(Kind kind) { return tile_tokens / (warp_k16s * k16_tokens(kind)); }
 
 // Row i of those that a basis keeps at rank 8, ascending; kind_of compares them with the caller's.
 constexpr int kept_row(Kind kind, int i) {
@@ -54,46 +59,47 @@ constexpr int kept_row(Kind kind, int i) {
   return kind == Kind::lowpass8 ? lowpass[i] : 2 * i;
 }
 
-inline std::int64_t unit_count(const Projection& p, Kind kind) {
-  return ceil_div(p.k_padded, group_k * lane_groups * unit_steps(kind));
+inline std::int64_t token_tiles(const Projection& p, Kind kind) {
+  return ceil_div(p.k_padded, k16 * warp_k16s * tile_steps(kind));
 }
-inline std::int64_t strip_count(std::int64_t cols, DType dtype) {
-  return ceil_div(cols, strip_bytes / static_cast<int>(dtype_size(dtype)));
-}
-
-// Whether the 16 k of two columns take as many bytes as the 32 tokens that they are made of.
-constexpr bool in_place(Kind kind, int dtype_size) {
-  return group_tokens(kind) == 2 * group_k && dtype_size == 2;
+inline std::int64_t column_tiles(std::int64_t cols, DType dtype) {
+  return ceil_div(cols, tile_row_bytes / static_cast<int>(dtype_size(dtype)));
 }
 
-// Thread blocks on an SM: as many as its shared memory has room for (6; of the only pass 3) where
-// hardly a register spills for it; random numbers take more.
-constexpr int sm_blocks(Kind kind, int dtype_size, Pass pass, Rounding rounding) {
+// Whether the 16 k of two columns take as many bytes as the 32 tokens that they are made from.
+constexpr bool fits_in_place(Kind kind, int dtype_size) {
+  return k16_tokens(kind) == 2 * k16 && dtype_size == 2;
+}
+
+// CTAs on an SM: as many as its shared memory has room for (6; of one pass 3) where hardly a
+// register spills for it; random numbers take more.
+constexpr int sm_ctas(Kind kind, int dtype_size, Pass pass, Rounding rounding) {
   const bool nearest = rounding == Rounding::nearest;
   if (pass == Pass::both) {
-    return nearest || in_place(kind, dtype_size) || (kind == Kind::full && dtype_size == 2) ? 3 : 2;
+    const bool few = fits_in_place(kind, dtype_size) || (kind == Kind::full && dtype_size == 2);
+    return nearest || few ? 3 : 2;
   }
   return pass == Pass::amax || nearest ? 6 : 5;
 }
 
-// A thread block's message to the others of its cluster: a sum and a largest value a column.
-constexpr int exchange_bytes = most_strip_columns * (8 + 4);
+// Largest values and sums of a column tile, of one warp or one CTA.
+constexpr int partials_bytes = max_tile_columns * (8 + 4);
 
-constexpr std::size_t shared_bytes(int units, int warps, int cluster) {
-  return static_cast<std::size_t>(units) * unit_bytes +
-         static_cast<std::size_t>(warps) * (exchange_bytes + unit_blocks) +
-         2 * static_cast<std::size_t>(cluster > 1 ? cluster : 1) * exchange_bytes;
+constexpr std::size_t shared_bytes(int token_tiles, int warps, int cluster) {
+  return static_cast<std::size_t>(token_tiles) * tile_bytes +
+         static_cast<std::size_t>(warps) * (partials_bytes + tile_blocks) +
+         2 * static_cast<std::size_t>(cluster > 1 ? cluster : 1) * partials_bytes;
 }
 
-}  // namespace resident
+}  // namespace columns
 
-namespace gradient {
+namespace rows_column_amax {
 
 constexpr int threads = 512, token_block = 16, barrier_bytes = 8;
 constexpr unsigned tiles_a_sum = 32;
 
-// Shared memory: two tiles, then what a thread keeps of its columns, then of two tiles the folds
-// and the barriers that count their bytes.
+// Shared memory: two tiles, then what a thread keeps of its columns, then of two tiles the offsets
+// that a sketch folds by and the barriers that count their bytes.
 struct Layout {
   int row_bytes, tile_bytes, slots, fold_words;
   HOT_HOST_DEVICE Layout(std::int64_t columns, int token_blocks)
@@ -112,36 +118,40 @@ struct Layout {
   HOT_HOST_DEVICE int bytes() const { return barriers() + 2 * barrier_bytes; }
 };
 
-}  // namespace gradient
+}  // namespace rows_column_amax
 
-namespace small_quantize {
+namespace grouped {
 
-constexpr int threads = 32 * resident::most_warps;
-// Warps of a unit, one for 16 columns: strips of 16-bit types have 32.
-constexpr int unit_warps(int dtype_size) { return dtype_size == 2 ? 2 : 1; }
+constexpr int threads = 32 * columns::max_warps;
+// Warps of a token tile, one for 16 columns: column tiles of 16-bit types have 32.
+constexpr int tile_warps(int dtype_size) { return dtype_size == 2 ? 2 : 1; }
 constexpr int row_blocks = 2;  // blocks of 16 of a lane
-// Words that two launches use of an Operand::amax with one scale for all: the most thread blocks of
-// an operand.
-constexpr std::int64_t slots = 1024;
-// Units that a thread block holds.
-constexpr int block_units(int dtype_size) { return resident::most_warps / unit_warps(dtype_size); }
+// Words of an Operand::amax with one scale for all: one for each CTA of the first of two launches.
+constexpr std::int64_t max_amax_slots = 1024;
+// Token tiles of a CTA.
+constexpr int cta_tiles(int dtype_size) { return columns::max_warps / tile_warps(dtype_size); }
 
-}  // namespace small_quantize
+}  // namespace grouped
 
-namespace strip {
+namespace generic_columns {
 
-constexpr int group = 16;
+constexpr int k16 = 16;
+
+}  // namespace generic_columns
+
 // Partial sums of g_b on its own: a thread adds up 8 blocks of 16 tokens.
+namespace bias {
+
 constexpr int sum_threads = 128, sum_run = 8;
 
-}  // namespace strip
+}  // namespace bias
 
 // Up to two products in one launch (gemm_small.cu).
 namespace small_gemm {
 
-constexpr int threads = 128, least_tile_m = 64, tile_n = 64, step_k = 128;
-constexpr int most_cluster = 8;  // the largest that every sm_90 runs
-constexpr int most_stages = 3;   // 4 thread blocks on an SM of 227 KB, or 3 with 128 rows
+constexpr int threads = 128, min_tile_m = 64, tile_n = 64, step_k = 128;
+constexpr int max_cluster = 8;  // the largest that every sm_90 runs
+constexpr int max_stages = 3;   // 4 CTAs on an SM of 227 KB, or 3 with 128 rows
 constexpr int sum_row_bytes = tile_n * static_cast<int>(sizeof(int));
 constexpr int stage_bytes(int tile_m) { return (tile_m + tile_n) * step_k; }
 
@@ -150,7 +160,7 @@ constexpr int stage_bytes(int tile_m) { return (tile_m + tile_n) * step_k; }
 // How such a launch divides its work.
 struct SmallPlan {
   int tile_m;    // rows of a tile, 64 or 128 (it has 64 columns)
-  int cluster;   // thread blocks of a cluster: 1, 2, 4 or 8; 1 before sm_90
+  int cluster;   // CTAs of a cluster: 1, 2, 4 or 8; 1 before sm_90
   int share[2];  // of them that divide the contraction of one tile; a power of two, <= cluster
 };
 
@@ -163,12 +173,13 @@ namespace plan {
 // An instance of a kernel whose grid depends on how much of it a device runs at once.
 struct WideRows {
   Rounding rounding;
+  int hadamard;
   int lane_blocks;
   DType dtype;
   int buffers;
 };
-struct ColumnClusters {
-  resident::Kind kind;
+struct ColumnsOnePass {
+  columns::Kind kind;
   Rounding rounding;
   DType dtype;
 };
@@ -178,9 +189,9 @@ struct ColumnClusters {
 class DeviceQueries {
  public:
   virtual ~DeviceQueries() = default;
-  // Thread blocks or clusters that run at the same time, 1 at least.
+  // CTAs or clusters that run at the same time, 1 at least.
   virtual std::int64_t at_once(const WideRows&, const LaunchShape&) const = 0;
-  virtual std::int64_t at_once(const ColumnClusters&, const LaunchShape&) const = 0;
+  virtual std::int64_t at_once(const ColumnsOnePass&, const LaunchShape&) const = 0;
   // Bytes that stream-K adds up in.
   virtual std::size_t stream_k_workspace(std::int64_t m, std::int64_t n, std::int64_t k,
                                          const Sm90Plan&) const = 0;
@@ -189,7 +200,7 @@ class DeviceQueries {
 struct DeviceFacts {
   int arch = 0;  // compute capability times 10
   int sm_count = 0;
-  std::int64_t shared_bytes = 0;  // of a thread block, at most
+  std::int64_t shared_bytes = 0;  // of a CTA, at most
   // Whether code of sm_90 runs: clusters, bulk copies, kernels that overlap. Never where a context
   // is restricted to the kernels of sm_80.
   bool hopper = false;
@@ -203,21 +214,21 @@ struct DeviceFacts {
 
 enum class Kernel : std::uint8_t {
   zero,  // a memset
-  // rows of g_y, and what goes with them
+  // rows of g_y, x and w, and what goes with them
   rows16,
   wide_rows,
   rows,
-  gradient,  // rows, and the largest values of columns
+  rows_column_amax,  // rows, and the largest values of columns
   // columns of P g_y and of w
-  column_clusters,
+  columns_one_pass,
   column_amax,
   column_codes,
-  strip_amax,
-  strip_codes,
+  generic_amax,
+  generic_codes,
   finish_scales,
   // all operands of a small layer
-  small_amax,
-  small_codes,
+  grouped_amax,
+  grouped_codes,
   // x
   groups,
   group_pairs,
@@ -228,6 +239,7 @@ enum class Kernel : std::uint8_t {
   // products
   fill_zero,
   spread,
+  widen,  // a bias
   unpack,
   gemm_small,
   wgmma_128x128,
@@ -239,7 +251,7 @@ enum class Kernel : std::uint8_t {
   mma_128x128x64,
   mma_64x64x64,
   mma_any,
-  mma_fixup,  // adds up the sums of tiles that thread blocks have shared
+  mma_fixup,  // adds up the sums of tiles that CTAs have shared
   token,
 };
 inline constexpr int kernel_count = static_cast<int>(Kernel::token) + 1;
@@ -254,7 +266,7 @@ struct KernelInfo {
 };
 const KernelInfo& info(Kernel kernel);
 
-// What steps read and write: arrays of the caller, and parts of the workspace.
+// What steps read and write: arrays of the caller, and ranges of the workspace.
 enum class Buffer : std::uint8_t {
   gy,
   w,
@@ -278,11 +290,18 @@ enum class Buffer : std::uint8_t {
   all_scratch,  // the same on their own, from the start of the workspace
   spread_a,     // scales as vectors
   spread_b,
-  stream_k,    // sums of tiles that thread blocks share: stream-K's, and those of mma.sync
+  stream_k,    // sums of tiles that CTAs share: stream-K's, and those of mma.sync
   unpacked_a,  // INT4 operands as INT8
   unpacked_b,
+  bias,  // of the forward product
+  y,
+  x_rows,       // codes and scales of x and
+  weight_rows,  // of w for it;
+  forward_w,    // w as quantize_forward_weight kept it
+  wide_bias,    // the bias as fp32
 };
-inline constexpr int buffer_count = static_cast<int>(Buffer::unpacked_b) + 1;
+inline constexpr int buffer_count = static_cast<int>(Buffer::wide_bias) + 1;
+static_assert(buffer_count <= 32);  // bits of a Buffers
 const char* buffer_name(Buffer buffer);
 
 class Buffers {
@@ -310,44 +329,48 @@ constexpr Buffers operator|(Buffer a, Buffer b) { return Buffers(a) | Buffers(b)
 // The operand that a step makes.
 enum class Job : std::uint8_t { gradient_columns, weight, activation };
 
+// What rows are made of.
+enum class RowsOf : std::uint8_t { gy, x, weight };
+
 struct RowsStep {
+  RowsOf of;
   RowsPass pass;
   int lanes, lane_blocks;  // rows16, wide_rows: of a row; blocks of 16 of a lane
   int buffers;             // wide_rows: rows on their way
 };
 struct ColumnsStep {
   Job job;
-  resident::Kind kind;
-  resident::Pass pass;
-  int parts;    // thread blocks of a strip
-  int cluster;  // of them that tell each other: all, or 0 for none
+  columns::Kind kind;
+  columns::Pass pass;
+  int ctas;     // of a column tile
+  int cluster;  // of them that reduce to one scale: all, or 0 for none
 };
-struct StripStep {
+struct GenericColumnsStep {
   Job job;
   std::int64_t run;  // blocks of one thread
 };
 struct FinishStep {
   Job job;
 };
-struct GradientStep {
+struct RowsColumnAmaxStep {
   RowsPass pass;
-  resident::Kind kind;
+  columns::Kind kind;
   int lanes, lane_blocks;  // of a row
   int token_blocks;        // of a tile
   unsigned tiles, sums;    // sums: partial sums of a column
 };
-// A range of the thread blocks of quantize_small_kernel: whole clusters, `blocks` of which work.
-struct SmallRange {
+// A range of the CTAs of quantize_grouped_kernel: whole clusters, `blocks` of which work.
+struct GroupedRange {
   unsigned blocks = 0, end = 0;
 };
-struct SmallStep {
-  resident::Kind kind;
-  SmallRange weight, gradient, rows, groups;
-  resident::Pass weight_pass, gradient_pass;
+struct GroupedStep {
+  columns::Kind kind;
+  GroupedRange weight, gradient, rows, groups;
+  columns::Pass weight_pass, gradient_pass;
   RowsPass rows_pass;
-  int weight_parts, gradient_parts;      // thread blocks of a strip
-  int weight_cluster, gradient_cluster;  // of them that tell each other
-  int weight_slots, gradient_slots;      // words that the launch before left
+  int weight_ctas, gradient_ctas;              // of a column tile
+  int weight_cluster, gradient_cluster;        // of them that reduce to one scale
+  int weight_amax_slots, gradient_amax_slots;  // words that the launch before left
   int row_lanes_log2;
 };
 struct SumsStep {
@@ -366,7 +389,7 @@ struct UnpackStep {
 struct SmallGemmStep {
   SmallPlan plan;
   int stages;
-  bool swapped;  // the second product's thread blocks come first
+  bool swapped;  // the second product's CTAs come first
   unsigned second_block;
 };
 // One of up to two products.
@@ -385,8 +408,9 @@ struct Step {
   bool independent = false;
   DType dtype{};        // of what is read, or of a product's result
   Rounding rounding{};  // of the kernel's instance
-  std::variant<std::monostate, RowsStep, ColumnsStep, StripStep, FinishStep, GradientStep,
-               SmallStep, SumsStep, ZeroStep, SpreadStep, UnpackStep, SmallGemmStep, ProductStep>
+  std::variant<std::monostate, RowsStep, ColumnsStep, GenericColumnsStep, FinishStep,
+               RowsColumnAmaxStep, GroupedStep, SumsStep, ZeroStep, SpreadStep, UnpackStep,
+               SmallGemmStep, ProductStep>
       work{};
 
   template <class T>
@@ -406,10 +430,10 @@ class Plan {
 
  private:
   // zero; rows 2; columns 3; weight 3; requantize; products 2 of 3; fill_zero 2; sums 2
-  static constexpr int most_steps = 20;
+  static constexpr int max_steps = 20;
   union Slots {  // made when they are filled: a plan is made for every call
     Slots() {}
-    Step steps[most_steps];
+    Step steps[max_steps];
   };
   Slots slots_;
   int count_ = 0;
@@ -448,6 +472,16 @@ Plan plan_groups(const ArrayFacts& x, std::int64_t rows, std::int64_t cols, Roun
 Plan plan_weight(const DeviceFacts&, const ArrayFacts& w, std::int64_t cols, const Projection&,
                  const OperandQuant&, std::int64_t scales);
 
+struct ForwardArrays {
+  ArrayFacts x{}, w{};
+  OutFacts y{};
+};
+// forward_linear: quantisers of x and w, the product.
+Plan plan_forward(const DeviceFacts&, const ForwardWork&, const ForwardArrays&);
+// quantize_forward_weight.
+Plan plan_forward_weight(const DeviceFacts&, const ArrayFacts& w, std::int64_t rows,
+                         std::int64_t cols, int hadamard_block);
+
 // A product on its own.
 struct ProductShape {
   std::int64_t m = 0, n = 0, k = 0;
@@ -456,6 +490,7 @@ struct ProductShape {
   bool scaled = true;        // or bare INT32 sums
   bool one_scale_a = false, one_scale_b = false;
   bool accumulate = false;
+  bool bias = false;
   OutFacts out{};
 };
 ProductShape product_shape(const GemmArgs&);
@@ -473,13 +508,13 @@ SmallPlan small_plan(const DeviceFacts&, const ProductShape* products, int count
 void add_small_gemms(Plan&, const ProductShape* products, int count, const SmallPlan&,
                      Buffers reads, Buffers writes);
 
-// The division of columns that strip_kernel and hla_kernel follow.
-struct StripGrid {
+// The division of columns that generic_columns_kernel and hla_kernel follow.
+struct GenericGrid {
   std::int64_t run, blocks;
   int threads;
   std::size_t shared_bytes;
 };
-StripGrid strip_grid(const Projection&, std::int64_t cols, int extra);
+GenericGrid generic_grid(const Projection&, std::int64_t cols, int extra);
 
 // ---- workspaces --------------------------------------------------------------------------------
 
@@ -506,6 +541,14 @@ Scratch take_scratch(WorkspaceCursor&, const DeviceFacts&, const BackwardWork&);
 // Partial sums of g_b on its own: nothing else is alive then.
 char* take_sums(WorkspaceCursor&, const DeviceFacts&, const LinearShape&);
 std::size_t backward_workspace(const DeviceFacts&, const BackwardWork&);
+
+// What a forward product takes of its workspace; one order, as above.
+struct ForwardScratch {
+  Operand x{}, weight{};
+  float* bias = nullptr;
+  char* gemm = nullptr;
+};
+ForwardScratch take_forward_scratch(WorkspaceCursor&, const DeviceFacts&, const ForwardWork&);
 
 }  // namespace plan
 }  // namespace hot::detail

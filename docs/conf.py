@@ -32,7 +32,6 @@ include_patterns = [
 exclude_patterns = [
     *(".*", "build", "out", "cpp", "cuda", "examples", "python", "scripts", "tests"),
     "third_party/*/**",
-    "docs/performance.md",  # a pointer, for who comes with an old link
 ]
 extensions = [
     "myst_parser",
@@ -62,7 +61,7 @@ nitpick_ignore_regex = [
     (r"py:class", r"NDArray|(hotcore\..*\.)?(Array|Bits|HotConfigFields|Layout|RecipeName)"),
     (r"py:class", r"(hotcore\..*\.)?(Share|Spec|Step)"),
     (r"py:class", r"hotcore\.torch\.(modules\.HotModule|saved\.modules\.SavedReport)"),
-    (r"py:(func|mod)", r"hotcore\.torch\.(conv|gains|reuse|saved\.convert_saved)"),
+    (r"py:(func|mod)", r"hotcore\.torch\.(conv|gains|input_cache|saved\.convert_saved)"),
     (
         r"py:(attr|data|func|meth)",
         r"ACCURACY|HEAD_NAMES|KINDS|MIN_FEATURES|backward_bops|from_plain|model",

@@ -2,20 +2,23 @@
 #include "hot/backward_linear.h"
 
 #include <algorithm>
-#include <exception>
 #include <optional>
 #include <string>
 
 #include "arithmetic.h"
 #include "backward_work.h"
 #include "checks.h"
+#include "fingerprint.h"
 #include "hot/error.h"
 #include "kernels.h"
 
 namespace hot {
 
 using detail::backend_of;
+using detail::check_bytes;
+using detail::check_format;
 using detail::Checker;
+using detail::Fingerprint;
 using detail::float_dtypes;
 using detail::MatrixIn;
 using detail::MatrixOut;
@@ -108,8 +111,7 @@ void check_device(const char* call, const Context& context, const BackwardLinear
   }
 }
 
-// x for g_w as it was saved in INT8. Operands are written by the backends and read by the products;
-// this one is only read.
+// The saved INT8 x as the operand of g_w. An Operand is writable; this one is only read.
 detail::Operand saved_operand(const ConstSavedActivation& saved, const SavedLayout& layout) {
   const auto* bytes = static_cast<const char*>(saved.data);
   return {const_cast<std::int8_t*>(static_cast<const std::int8_t*>(saved.data)),
@@ -134,19 +136,6 @@ const std::uint8_t* saved_exponents(const ConstSavedActivation& saved, const Sav
                                     const BackwardLinearSpec& spec) {
   if (!spec.equalize_tokens) return nullptr;
   return static_cast<const std::uint8_t*>(saved.data) + layout.exponent_offset;
-}
-
-// A quantised weight's buffer: codes [I, Kp], then room for I scales.
-std::size_t weight_bytes(std::int64_t in_features, const Projection& out_features) {
-  return static_cast<std::size_t>(in_features) *
-         (static_cast<std::size_t>(out_features.k_padded) + sizeof(float));
-}
-
-detail::Operand weight_operand(void* data, std::int64_t in_features,
-                               const Projection& out_features) {
-  const std::int64_t k = out_features.k_padded;
-  auto* bytes = static_cast<std::int8_t*>(data);
-  return {bytes, reinterpret_cast<float*>(bytes + in_features * k), in_features, k, in_features};
 }
 
 SavedLayout layout_of(const Projection& p, std::int64_t in_features,
@@ -183,78 +172,21 @@ void check_shape(const char* call, const LinearShape& shape) {
                       {shape.tokens, shape.out_features, shape.in_features});
 }
 
-// How long the buffer of codes and scales has to be.
-enum class Size { exact, at_least };
-
-void check_bytes(const char* call, const char* name, const void* data, std::size_t bytes,
-                 std::size_t expected, Size size = Size::exact) {
-  const bool fits = size == Size::exact ? bytes == expected : bytes >= expected;
-  if (!fits || (data == nullptr && expected > 0)) {
-    detail::invalid(call, std::string(name) + " has " +
-                              std::to_string(data == nullptr ? 0 : bytes) + " bytes; expected " +
-                              std::to_string(expected) +
-                              (size == Size::exact ? " for this spec" : ""));
-  }
-  if (reinterpret_cast<std::uintptr_t>(data) % 16 != 0) {
-    detail::invalid(call, std::string(name) + " is not aligned to 16 bytes");
-  }
-}
-
 bool has_elements(const MatrixOut& out) { return out.rows > 0 && out.cols > 0; }
-
-// That what was kept was made with this spec, as far as its bytes depend on one.
-void check_format(const char* call, const char* name, const char* made_by, std::uint64_t format,
-                  std::uint64_t expected) {
-  if (format == expected) return;
-  detail::invalid(
-      call, format == 0 ? std::string(name) + ".format is 0; expected what " + made_by + " returned"
-                        : std::string(name) + " was made by " + made_by +
-                              " with another spec; expected the one given here");
-}
 
 }  // namespace
 
 Support supported(const Context& context, const LinearShape& shape,
                   const BackwardLinearSpec& spec) noexcept {
-  try {
+  return detail::answer_supported([&] {
     check_shape("backward_linear", shape);
     check_spec("backward_linear", spec);
     check_device("backward_linear", context, spec);
     detail::token_projection(shape.tokens, spec);
     backend_of(context).gemm_workspace(context, shape.tokens, shape.in_features,
                                        shape.out_features);
-    return {true, ""};
-  } catch (const std::bad_alloc&) {
-    return {false, "out of memory"};  // short enough to take none itself
-  } catch (const std::exception& error) {
-    try {
-      return {false, error.what()};
-    } catch (const std::bad_alloc&) {
-      return {false, "not supported"};
-    }
-  }
+  });
 }
-
-namespace {
-
-// FNV-1a over numbers.
-class Fingerprint {
- public:
-  template <class Number>
-  Fingerprint& add(Number number) {
-    auto bits = static_cast<std::uint64_t>(number);
-    for (int byte = 0; byte < 8; ++byte, bits >>= 8) {
-      value_ = (value_ ^ (bits & 0xFF)) * 0x100000001B3ULL;
-    }
-    return *this;
-  }
-  std::uint64_t value() const { return value_ == 0 ? 1 : value_; }
-
- private:
-  std::uint64_t value_ = 0xCBF29CE484222325ULL;
-};
-
-}  // namespace
 
 std::uint64_t saved_format(const BackwardLinearSpec& spec) {
   check_spec("saved_format", spec);
@@ -264,7 +196,7 @@ std::uint64_t saved_format(const BackwardLinearSpec& spec) {
   if (spec.equalize_tokens) print.add('t');
   const LowRank& p = spec.low_rank;
   print.add(p.basis);
-  if (p.basis == Basis::full) return print.value();  // which looks at nothing else
+  if (p.basis == Basis::full) return print.value();  // other fields do not matter
   print.add(p.block).add(p.rows.empty() ? p.rank : 0).add(p.rows.size());
   for (const int row : p.rows) print.add(row);
   print.add(p.layout.grid_h).add(p.layout.grid_w).add(p.layout.prefix_tokens);
@@ -319,7 +251,7 @@ ConstSavedActivation compress_activation(const Context& context, const ConstTens
   MatrixIn rows = check.collapsed("x", x);
   const Projection p = detail::token_projection(rows.rows, spec);
   const SavedLayout layout = layout_of(p, rows.cols, spec);
-  check_bytes(call, "saved", saved.data, saved.bytes, layout.bytes, Size::at_least);
+  check_bytes(call, "saved", saved.data, saved.bytes, layout.bytes, detail::BufferSize::at_least);
   check.disjoint("saved",
                  vector(saved.data, DType::i8, static_cast<std::int64_t>(layout.bytes), x.device),
                  "x", x);
@@ -408,7 +340,8 @@ std::size_t quantized_weight_bytes(std::int64_t out_features, std::int64_t in_fe
   const char* const call = "quantized_weight_bytes";
   check_shape(call, {0, out_features, in_features});
   check_spec(call, spec);
-  return weight_bytes(in_features, detail::hadamard_projection(out_features, spec.hadamard_block));
+  return detail::weight_bytes(
+      in_features, detail::hadamard_projection(out_features, spec.hadamard_block).k_padded);
 }
 
 std::size_t quantize_weight_workspace(const Context& context, std::int64_t out_features,
@@ -429,7 +362,7 @@ ConstQuantizedWeight quantize_weight(const Context& context, const ConstTensorVi
   check.input("w", w, float_dtypes, 2, 2);
   const MatrixIn weight = detail::matrix_of(w);
   const Projection p = detail::hadamard_projection(weight.rows, spec.hadamard_block);
-  check_bytes(call, "out", out.data, out.bytes, weight_bytes(weight.cols, p));
+  check_bytes(call, "out", out.data, out.bytes, detail::weight_bytes(weight.cols, p.k_padded));
   check.disjoint("out", vector(out.data, DType::i8, static_cast<std::int64_t>(out.bytes), w.device),
                  "w", w);
   const detail::Backend& backend = backend_of(context);
@@ -440,7 +373,7 @@ ConstQuantizedWeight quantize_weight(const Context& context, const ConstTensorVi
   if (weight.cols == 0) return quantized;
   backend.quantize_weight(context,
                           {weight, &p, Side::activation, context.key(), quant,
-                           weight_operand(out.data, weight.cols, p)},
+                           detail::weight_operand(out.data, weight.cols, p.k_padded)},
                           workspace.data);
   return quantized;
 }
@@ -460,7 +393,7 @@ std::size_t backward_linear_workspace(const Context& context, const LinearShape&
 
 namespace {
 
-// The arguments of backward_linear, found good and resolved.
+// The arguments of backward_linear, checked and resolved.
 struct BackwardArguments {
   const Context& context;
   const BackwardLinearSpec& spec;
@@ -469,7 +402,7 @@ struct BackwardArguments {
   LinearShape shape{};
   Projection tokens{}, out_features{};         // of g_y and x for g_w; of g_y and w for g_x
   SavedLayout layout{};                        // of `saved`, for g_w
-  MatrixIn gy{}, w{};                          // w: no rows where it comes quantised,
+  MatrixIn gy{}, w{};                          // w: no rows if it comes quantised,
   std::optional<detail::Operand> quantized{};  // as this
   MatrixOut gx{}, gw{};                        // no data: not wanted
   std::optional<MatrixOut> gb{};
@@ -507,7 +440,7 @@ struct WeightArgument {
   const ConstQuantizedWeight* quantized;
 };
 
-// Checks w and takes it and in_features from it. Returns what outputs must not touch.
+// Checks w, and takes it and in_features from it. Returns the memory that outputs must not overlap.
 ConstTensorView resolve_weight(BackwardArguments& call, const Checker& check,
                                const WeightArgument& w, Device device) {
   LinearShape& shape = call.shape;
@@ -528,9 +461,9 @@ ConstTensorView resolve_weight(BackwardArguments& call, const Checker& check,
   check_shape("quantized_weight_bytes", {0, shape.out_features, shape.in_features});
   check_format(backward_name, "w", "quantize_weight", quantized.format, weight_format(call.spec));
   check_bytes(backward_name, "w", quantized.data, quantized.bytes,
-              weight_bytes(shape.in_features, call.out_features));
-  call.quantized =
-      weight_operand(const_cast<void*>(quantized.data), shape.in_features, call.out_features);
+              detail::weight_bytes(shape.in_features, call.out_features.k_padded));
+  call.quantized = detail::weight_operand(const_cast<void*>(quantized.data), shape.in_features,
+                                          call.out_features.k_padded);
   return vector(quantized.data, DType::i8, static_cast<std::int64_t>(quantized.bytes), device);
 }
 
@@ -583,11 +516,11 @@ void check_and_run(const Context& context, const ConstTensorView& gy, const Weig
   const struct {
     const char* name;
     const TensorView* view;
-    int min_dims, most_dims;
+    int min_ndim, max_ndim;
   } outputs[] = {{"gx", out.gx, 2, max_dims}, {"gw", out.gw, 2, 2}, {"gb", out.gb, 1, 1}};
   for (const auto& output : outputs) {
     if (output.view == nullptr) continue;
-    check.output(output.name, *output.view, float_dtypes, output.min_dims, output.most_dims);
+    check.output(output.name, *output.view, float_dtypes, output.min_ndim, output.max_ndim);
     check.disjoint(output.name, *output.view, "gy", gy);
     if (out.gx != nullptr) check.disjoint(output.name, *output.view, "w", weight_memory);
     if (out.gw != nullptr) check.disjoint(output.name, *output.view, "saved", saved_bytes);
@@ -614,7 +547,7 @@ void check_and_run(const Context& context, const ConstTensorView& gy, const Weig
     check.shape("gb", *out.gb, {shape.out_features});
     call.gb = {out.gb->data, out.gb->dtype, 1, shape.out_features, 0, out.gb->stride[0]};
   }
-  // Without g_w not looked at, but for what it has to say of these tokens.
+  // Unused without g_w; built only to check low_rank against the number of tokens.
   if (out.gw == nullptr) call.tokens = detail::token_projection(shape.tokens, spec);
   run_backward(call, check, workspace);
 }

@@ -1,5 +1,4 @@
-// A backward and its parts as backends take them: arguments checked and resolved
-// (backward_linear.cpp).
+// A backward pass as backends take it: arguments checked and resolved (backward_linear.cpp).
 #pragma once
 
 #include <cstdint>
@@ -9,7 +8,7 @@
 
 namespace hot::detail {
 
-// What a backward computes, as far as its kernels and its scratch depend on it.
+// What a backward pass computes: everything that its kernels and scratch depend on.
 struct BackwardWork {
   const BackwardLinearSpec& spec;
   LinearShape shape;
@@ -25,16 +24,16 @@ struct BackwardWork {
 struct BackwardCall {
   BackwardWork work;
   MatrixIn gy{}, w{};
-  Operand quantized{};  // w, where it comes quantised
+  Operand quantized{};  // w, if it comes quantised
   Operand saved{};      // x, INT8
   GroupsJob groups{};   // x, packed; `out` and `offsets` are the backend's
-  Key sketch_key{};     // that x was projected or rotated with
+  Key sketch_key{};     // x was projected or rotated with it
   MatrixOut gx{}, gw{}, gb{};
   const std::uint8_t* exponents = nullptr;  // of x's tokens, where they were equalised
 };
 
-// How each operand is quantised. Weights are rounded to nearest: they are the same for every token,
-// so noise would not average.
+// How each operand is quantised. Weights are rounded to nearest: all tokens share them, so rounding
+// noise would not average out.
 inline OperandQuant gradient_rows_quant(const BackwardLinearSpec& spec) {
   return {spec.gx_bits, spec.gx_scale == Granularity::tensor, false, spec.gx_rounding,
           Purpose::gradient_rows};
@@ -50,8 +49,8 @@ inline OperandQuant gradient_columns_quant(const BackwardLinearSpec& spec) {
 inline OperandQuant activation_quant(const BackwardLinearSpec& spec) {
   return {8, spec.x_scale == Granularity::tensor, false, spec.x_rounding, Purpose::activation};
 }
-// Of x from INT4 to INT8. Codes on a grid have no low bits to round by: what is not stochastic goes
-// to the nearest.
+// Rounding of x from INT4 to INT8. Pseudo-stochastic rounding needs low bits, which codes on a grid
+// do not have: everything but stochastic rounds to nearest.
 inline Rounding requantize_rounding(const BackwardLinearSpec& spec) {
   return spec.x_rounding == Rounding::stochastic ? Rounding::stochastic : Rounding::nearest;
 }
@@ -81,7 +80,7 @@ inline Projection token_projection(std::int64_t tokens, const BackwardLinearSpec
   return p;
 }
 
-// What both kinds of product are told of two operands.
+// The fields that both kinds of product share.
 template <class Args>
 Args product_of(const Operand& a, const Operand& b, int divisor, bool accumulate,
                 const MatrixOut& out) {
@@ -105,7 +104,7 @@ inline GemmArgs product(const Operand& a, const Operand& b, int divisor, bool ac
   args.a_scale_step = a.scales == 1 ? 0 : 1;
   return args;
 }
-// With scales of a along the contraction.
+// The scales of a run along the contraction.
 inline GemmTokenArgs token_product(const Operand& a, const Operand& b, int divisor, bool accumulate,
                                    const MatrixOut& out) {
   auto args = product_of<GemmTokenArgs>(a, b, divisor, accumulate, out);

@@ -22,7 +22,7 @@ using hot::detail::invalid;
 
 // ---- errors ------------------------------------------------------------------------------------
 
-// Of this thread: what hot_last_error returns, and the memory behind it.
+// Thread-local: the text that hot_last_error returns, and its memory.
 thread_local const char* error_text = "";
 thread_local std::string error_memory;
 
@@ -68,8 +68,8 @@ hot_status guarded(const Call& call) noexcept {
 
 // ---- structs with a size -----------------------------------------------------------------------
 
-// Size of a struct in the first version that had it. It never changes: members are added behind it,
-// and a caller of that version does not have them.
+// Size of a struct in the first version that had it. It never changes: new members follow it, and
+// callers compiled against that version do not have them.
 template <class T>
 constexpr std::size_t first_size = 0;
 template <>
@@ -84,25 +84,27 @@ template <>
 constexpr std::size_t first_size<hot_weight> = 48;
 template <>
 constexpr std::size_t first_size<hot_gradients> = 40;
+template <>
+constexpr std::size_t first_size<hot_forward_spec> = 16;
 
-// Far more than any version will need: a number above it is not a size, and what it would have
-// `read` look at is not the caller's.
-constexpr std::size_t largest_struct = 1024;
+// Far more than any version will need. A larger number is no size, and `read` would look at memory
+// past the caller's struct.
+constexpr std::size_t max_struct_size = 1024;
 
 template <class T>
-void check_given(const char* call, const char* name, const T* given) {
+void check_struct(const char* call, const char* name, const T* given) {
   static_assert(first_size<T> != 0 && sizeof(T) >= first_size<T>);
   if (given == nullptr) invalid(call, std::string(name) + " is null");
-  if (given->struct_size < first_size<T> || given->struct_size > largest_struct) {
+  if (given->struct_size < first_size<T> || given->struct_size > max_struct_size) {
     invalid(call, std::string(name) + ".struct_size is " + std::to_string(given->struct_size) +
                       "; expected the size of the struct, " + std::to_string(sizeof(T)));
   }
 }
 
-// The caller's struct, whatever version it was compiled with.
+// The caller's struct, of any version, as one of this version.
 template <class T>
 T read(const char* call, const char* name, const T* given) {
-  check_given(call, name, given);
+  check_struct(call, name, given);
   const std::size_t size = given->struct_size;
   const auto* bytes = reinterpret_cast<const char*>(given);
   for (std::size_t i = sizeof(T); i < size; ++i) {
@@ -117,7 +119,7 @@ T read(const char* call, const char* name, const T* given) {
   return out;
 }
 
-// Fills the caller's struct, as far as it goes; its size stays.
+// Fills the members that the caller's struct has; struct_size stays.
 template <class T>
 void write(T* out, T value) noexcept {
   value.struct_size = out->struct_size;
@@ -200,7 +202,7 @@ TensorView view(const char* call, const char* name, const hot_tensor* given) {
   return out;
 }
 
-// What a call takes in place of an array that it does not need.
+// Stands for an array that a call does not need.
 ConstTensorView optional(const char* call, const char* name, const hot_tensor* given) {
   return given == nullptr ? ConstTensorView{} : ConstTensorView(view(call, name, given));
 }
@@ -255,7 +257,18 @@ hot::ConstSavedActivation saved_of(const char* call, const hot_saved* given) {
           s.format};
 }
 
-// hot_backward_linear with either kind of w.
+hot::ForwardLinearSpec spec_of(const char* call, const hot_forward_spec* given) {
+  return {read(call, "spec", given).hadamard_block};
+}
+
+// A quantised w; null: none.
+hot::ConstQuantizedWeight weight_of(const char* call, const hot_weight* given) {
+  if (given == nullptr) return {};
+  const hot_weight w = read(call, "weight", given);
+  return {w.data, w.bytes, w.out_features, w.in_features, w.format};
+}
+
+// hot_backward_linear with a plain or a quantised w.
 template <class Weight>
 void backward(const hot_context* context, const hot_tensor* gy, const Weight& w,
               const hot_saved* saved, const hot_spec* spec, const hot_gradients* gradients,
@@ -276,6 +289,21 @@ void backward(const hot_context* context, const hot_tensor* gy, const Weight& w,
   out.accumulate = g.accumulate != 0;
   hot::backward_linear(c, view(call, "gy", gy), w, saved_of(call, saved), spec_of(call, spec), out,
                        workspace);
+}
+
+// hot_forward_linear with either kind of w.
+template <class Weight>
+void forward(const hot_context* context, const hot_tensor* x, const Weight& w,
+             const hot_tensor* bias, const hot_forward_spec* spec, const hot_tensor* y,
+             const hot::Workspace& workspace) {
+  const char* const call = "forward_linear";
+  hot::forward_linear(context_of(call, context), view(call, "x", x), w,
+                      optional(call, "bias", bias), spec_of(call, spec), view(call, "y", y),
+                      workspace);
+}
+
+void check_supported(const hot::Support& support) {
+  if (!support.ok) throw hot::Error(hot::ErrorCode::unsupported, support.why);
 }
 
 const std::vector<std::string>& known_recipes() {
@@ -299,9 +327,9 @@ hot_status change_context(const char* call, hot_context* context, const Change& 
   });
 }
 
-// A function that returns a number.
+// Runs a function that returns a number and writes it to `out`.
 template <class T, class Ask>
-hot_status answer(const char* call, const char* name, T* out, const Ask& ask) noexcept {
+hot_status write_result(const char* call, const char* name, T* out, const Ask& ask) noexcept {
   return guarded([&] { place(call, name, out) = ask(); });
 }
 
@@ -379,7 +407,7 @@ hot_status hot_spec_recipe(const char* name, hot_spec* spec) {
   const char* const call = "recipe";
   return guarded([&] {
     place(call, "name", name);
-    check_given(call, "spec", spec);
+    check_struct(call, "spec", spec);
     const hot::BackwardLinearSpec r = hot::recipe(name);
     hot_spec out{};
     out.hadamard_block = r.hadamard_block;
@@ -405,7 +433,7 @@ const char* hot_recipe_name(int32_t index) {
     const std::vector<std::string>& names = known_recipes();
     const bool known = index >= 0 && static_cast<std::size_t>(index) < names.size();
     return known ? names[static_cast<std::size_t>(index)].c_str() : nullptr;
-  } catch (...) {  // no memory for the names
+  } catch (...) {  // out of memory for the names
     return nullptr;
   }
 }
@@ -414,9 +442,8 @@ hot_status hot_supported(const hot_context* context, int64_t tokens, int64_t out
                          int64_t in_features, const hot_spec* spec) {
   const char* const call = "supported";
   return guarded([&] {
-    const hot::Support support = hot::supported(
-        context_of(call, context), {tokens, out_features, in_features}, spec_of(call, spec));
-    if (!support.ok) throw hot::Error(hot::ErrorCode::unsupported, support.why);
+    check_supported(hot::supported(context_of(call, context), {tokens, out_features, in_features},
+                                   spec_of(call, spec)));
   });
 }
 
@@ -442,8 +469,8 @@ hot_status hot_basis_order(int32_t basis, int32_t block, int32_t* rows) {
 
 hot_status hot_hla_rows(int64_t tokens, const hot_spec* spec, int64_t* rows) {
   const char* const call = "hla_rows";
-  return answer(call, "rows", rows,
-                [&] { return hot::hla_rows(tokens, spec_of(call, spec).low_rank); });
+  return write_result(call, "rows", rows,
+                      [&] { return hot::hla_rows(tokens, spec_of(call, spec).low_rank); });
 }
 
 hot_status hot_hla(const hot_context* context, const hot_tensor* x, const hot_spec* spec,
@@ -497,8 +524,8 @@ hot_status hot_unpack_int4(const hot_context* context, const hot_tensor* packed,
 hot_status hot_gemm_workspace(const hot_context* context, int64_t m, int64_t n, int64_t k,
                               size_t* bytes) {
   const char* const call = "gemm_workspace";
-  return answer(call, "bytes", bytes,
-                [&] { return hot::gemm_workspace(context_of(call, context), m, n, k); });
+  return write_result(call, "bytes", bytes,
+                      [&] { return hot::gemm_workspace(context_of(call, context), m, n, k); });
 }
 
 hot_status hot_gemm_int8(const hot_context* context, const hot_tensor* a, const hot_tensor* b,
@@ -533,7 +560,7 @@ hot_status hot_saved_layout_of(int64_t tokens, int64_t in_features, const hot_sp
                                hot_saved_layout* layout) {
   const char* const call = "saved_layout";
   return guarded([&] {
-    check_given(call, "layout", layout);
+    check_struct(call, "layout", layout);
     const hot::SavedLayout l = hot::saved_layout(tokens, in_features, spec_of(call, spec));
     write(layout, {0, l.bytes, l.channels, l.k, l.k_padded, l.row_bytes, l.scales, l.scale_offset,
                    l.exponent_offset});
@@ -544,7 +571,7 @@ hot_status hot_compress_activation_workspace(const hot_context* context, int64_t
                                              int64_t in_features, const hot_spec* spec,
                                              size_t* bytes) {
   const char* const call = "compress_activation_workspace";
-  return answer(call, "bytes", bytes, [&] {
+  return write_result(call, "bytes", bytes, [&] {
     return hot::compress_activation_workspace(context_of(call, context), tokens, in_features,
                                               spec_of(call, spec));
   });
@@ -555,7 +582,7 @@ hot_status hot_compress_activation(const hot_context* context, const hot_tensor*
                                    size_t workspace_bytes, hot_saved* saved) {
   const char* const call = "compress_activation";
   return guarded([&] {
-    check_given(call, "saved", saved);
+    check_struct(call, "saved", saved);
     const hot::ConstSavedActivation s =
         hot::compress_activation(context_of(call, context), view(call, "x", x), spec_of(call, spec),
                                  {data, bytes}, {workspace, workspace_bytes});
@@ -569,7 +596,7 @@ hot_status hot_decompress_activation(const hot_context* context, const hot_saved
                                      const hot_tensor* out) {
   const char* const call = "decompress_activation";
   return guarded([&] {
-    check_given(call, "saved", saved);
+    check_struct(call, "saved", saved);
     hot::decompress_activation(context_of(call, context), saved_of(call, saved), first, last,
                                spec_of(call, spec), view(call, "out", out));
   });
@@ -578,7 +605,7 @@ hot_status hot_decompress_activation(const hot_context* context, const hot_saved
 hot_status hot_quantized_weight_bytes(int64_t out_features, int64_t in_features,
                                       const hot_spec* spec, size_t* bytes) {
   const char* const call = "quantized_weight_bytes";
-  return answer(call, "bytes", bytes, [&] {
+  return write_result(call, "bytes", bytes, [&] {
     return hot::quantized_weight_bytes(out_features, in_features, spec_of(call, spec));
   });
 }
@@ -586,7 +613,7 @@ hot_status hot_quantized_weight_bytes(int64_t out_features, int64_t in_features,
 hot_status hot_quantize_weight_workspace(const hot_context* context, int64_t out_features,
                                          int64_t in_features, const hot_spec* spec, size_t* bytes) {
   const char* const call = "quantize_weight_workspace";
-  return answer(call, "bytes", bytes, [&] {
+  return write_result(call, "bytes", bytes, [&] {
     return hot::quantize_weight_workspace(context_of(call, context), out_features, in_features,
                                           spec_of(call, spec));
   });
@@ -597,7 +624,7 @@ hot_status hot_quantize_weight(const hot_context* context, const hot_tensor* w,
                                size_t workspace_bytes, hot_weight* weight) {
   const char* const call = "quantize_weight";
   return guarded([&] {
-    check_given(call, "weight", weight);
+    check_struct(call, "weight", weight);
     const hot::ConstQuantizedWeight q =
         hot::quantize_weight(context_of(call, context), view(call, "w", w), spec_of(call, spec),
                              {data, bytes}, {workspace, workspace_bytes});
@@ -610,7 +637,7 @@ hot_status hot_backward_linear_workspace(const hot_context* context, int64_t tok
                                          const hot_spec* spec, int32_t need_gx, int32_t need_gw,
                                          size_t* bytes) {
   const char* const call = "backward_linear_workspace";
-  return answer(call, "bytes", bytes, [&] {
+  return write_result(call, "bytes", bytes, [&] {
     return hot::backward_linear_workspace(context_of(call, context),
                                           {tokens, out_features, in_features}, spec_of(call, spec),
                                           need_gx != 0, need_gw != 0);
@@ -631,12 +658,69 @@ hot_status hot_backward_linear_quantized(const hot_context* context, const hot_t
                                          const hot_spec* spec, const hot_gradients* out,
                                          void* workspace, size_t workspace_bytes) {
   return guarded([&] {
-    hot::ConstQuantizedWeight q;
-    if (weight != nullptr) {
-      const hot_weight w = read("backward_linear", "weight", weight);
-      q = {w.data, w.bytes, w.out_features, w.in_features, w.format};
-    }
-    backward(context, gy, q, saved, spec, out, {workspace, workspace_bytes});
+    backward(context, gy, weight_of("backward_linear", weight), saved, spec, out,
+             {workspace, workspace_bytes});
+  });
+}
+
+hot_status hot_forward_supported(const hot_context* context, int64_t tokens, int64_t out_features,
+                                 int64_t in_features, const hot_forward_spec* spec) {
+  const char* const call = "forward_supported";
+  return guarded([&] {
+    check_supported(hot::forward_supported(
+        context_of(call, context), {tokens, out_features, in_features}, spec_of(call, spec)));
+  });
+}
+
+hot_status hot_forward_weight_bytes(int64_t out_features, int64_t in_features,
+                                    const hot_forward_spec* spec, size_t* bytes) {
+  const char* const call = "forward_weight_bytes";
+  return write_result(call, "bytes", bytes, [&] {
+    return hot::forward_weight_bytes(out_features, in_features, spec_of(call, spec));
+  });
+}
+
+hot_status hot_quantize_forward_weight(const hot_context* context, const hot_tensor* w,
+                                       const hot_forward_spec* spec, void* data, size_t bytes,
+                                       hot_weight* weight) {
+  const char* const call = "quantize_forward_weight";
+  return guarded([&] {
+    check_struct(call, "weight", weight);
+    const hot::ConstQuantizedWeight q = hot::quantize_forward_weight(
+        context_of(call, context), view(call, "w", w), spec_of(call, spec), {data, bytes});
+    write(weight, {0, q.data, q.bytes, q.out_features, q.in_features, q.format});
+  });
+}
+
+hot_status hot_forward_linear_workspace(const hot_context* context, int64_t tokens,
+                                        int64_t out_features, int64_t in_features,
+                                        const hot_forward_spec* spec, int32_t quantized_weight,
+                                        size_t* bytes) {
+  const char* const call = "forward_linear_workspace";
+  return write_result(call, "bytes", bytes, [&] {
+    return hot::forward_linear_workspace(context_of(call, context),
+                                         {tokens, out_features, in_features}, spec_of(call, spec),
+                                         quantized_weight != 0);
+  });
+}
+
+hot_status hot_forward_linear(const hot_context* context, const hot_tensor* x, const hot_tensor* w,
+                              const hot_tensor* bias, const hot_forward_spec* spec,
+                              const hot_tensor* y, void* workspace, size_t workspace_bytes) {
+  return guarded([&] {
+    forward(context, x, ConstTensorView(view("forward_linear", "w", w)), bias, spec, y,
+            {workspace, workspace_bytes});
+  });
+}
+
+hot_status hot_forward_linear_quantized(const hot_context* context, const hot_tensor* x,
+                                        const hot_weight* weight, const hot_tensor* bias,
+                                        const hot_forward_spec* spec, const hot_tensor* y,
+                                        void* workspace, size_t workspace_bytes) {
+  return guarded([&] {
+    check_struct("forward_linear", "weight", weight);
+    forward(context, x, weight_of("forward_linear", weight), bias, spec, y,
+            {workspace, workspace_bytes});
   });
 }
 

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <exception>
+#include <new>
 #include <utility>
 
 namespace hot::detail {
@@ -25,11 +27,11 @@ void check_sizes(const char* call, std::initializer_list<const char*> names,
   };
   for (const std::int64_t size : sizes) {
     if (size < 0) fail("no negative size");
-    if (size > largest_size) fail("sizes of at most 2^48");
+    if (size > max_size) fail("sizes of at most 2^48");
   }
   for (auto a = sizes.begin(); a != sizes.end(); ++a) {
     for (auto b = sizes.begin(); b != a; ++b) {
-      if (*b > 0 && *a > largest_product / *b) fail("matrices of at most 2^52 elements");
+      if (*b > 0 && *a > max_product / *b) fail("matrices of at most 2^52 elements");
     }
   }
 }
@@ -73,16 +75,16 @@ bool is_empty(const ConstTensorView& view) {
   return false;
 }
 
-// Elements beyond which no stride is followed; with an element's size still exact in 64 bits.
+// Largest stride in elements; times an element's size it is still exact in 64 bits.
 constexpr std::int64_t largest_reach = std::int64_t{1} << 58;
 
-// Whether sizes and strides are ones that memory can have. Where not, products of them would not
-// fit 64 bits, and no check that uses them would mean anything.
+// Whether memory can have these sizes and strides. If not, their products would overflow 64 bits,
+// and checks that use them would mean nothing.
 bool addressable(const ConstTensorView& view) {
   std::int64_t count = 1;
   for (int d = 0; d < view.ndim; ++d) {
     const std::int64_t size = std::max<std::int64_t>(view.shape[d], 1);
-    if (size > largest_size || size > largest_product / count) return false;
+    if (size > max_size || size > max_product / count) return false;
     count *= size;
   }
   if (is_empty(view)) return true;
@@ -96,7 +98,7 @@ bool addressable(const ConstTensorView& view) {
   return true;
 }
 
-// First and one past the last byte that a view touches.
+// The first byte of a view and the one past its last.
 std::pair<std::uintptr_t, std::uintptr_t> extent(const ConstTensorView& view) {
   auto first = reinterpret_cast<std::uintptr_t>(view.data);
   auto last = first;
@@ -108,12 +110,12 @@ std::pair<std::uintptr_t, std::uintptr_t> extent(const ConstTensorView& view) {
   return {first, last + static_cast<std::uintptr_t>(size)};
 }
 
-// Side by side in the rows of one larger matrix: the ranges interleave, the elements do not.
+// Two views side by side in the rows of a larger matrix: the ranges overlap, the elements do not.
 bool interleaved(const ConstTensorView& a, const ConstTensorView& b) {
   if (a.ndim != 2 || b.ndim != 2 || a.stride[1] != 1 || b.stride[1] != 1) return false;
   const auto size_a = static_cast<std::int64_t>(dtype_size(a.dtype));
   const auto size_b = static_cast<std::int64_t>(dtype_size(b.dtype));
-  // A view of one row may have any stride there.
+  // The row stride of a one-row view may be anything.
   if (std::min(a.stride[0], b.stride[0]) <= 0) return false;
   if (std::max(a.stride[0], b.stride[0]) > largest_reach) return false;
   const std::int64_t pitch = a.stride[0] * size_a;
@@ -126,6 +128,42 @@ bool interleaved(const ConstTensorView& a, const ConstTensorView& b) {
 }
 
 }  // namespace
+
+void check_bytes(const char* call, const char* name, const void* data, std::size_t bytes,
+                 std::size_t expected, BufferSize size) {
+  const bool fits = size == BufferSize::exact ? bytes == expected : bytes >= expected;
+  if (!fits || (data == nullptr && expected > 0)) {
+    invalid(call, std::string(name) + " has " + std::to_string(data == nullptr ? 0 : bytes) +
+                      " bytes; expected " + std::to_string(expected) +
+                      (size == BufferSize::exact ? " for this spec" : ""));
+  }
+  if (reinterpret_cast<std::uintptr_t>(data) % 16 != 0) {
+    invalid(call, std::string(name) + " is not aligned to 16 bytes");
+  }
+}
+
+void check_format(const char* call, const char* name, const char* made_by, std::uint64_t format,
+                  std::uint64_t expected) {
+  if (format == expected) return;
+  invalid(call, format == 0
+                    ? std::string(name) + ".format is 0; expected what " + made_by + " returned"
+                    : std::string(name) + " was made by " + made_by +
+                          " with another spec; expected the one given here");
+}
+
+Support refusal() noexcept {
+  try {
+    throw;
+  } catch (const std::bad_alloc&) {
+    return {false, "out of memory"};  // short enough to take none itself
+  } catch (const std::exception& error) {
+    try {
+      return {false, error.what()};
+    } catch (const std::bad_alloc&) {
+      return {false, "not supported"};
+    }
+  }
+}
 
 std::string shape_text(const ConstTensorView& view) {
   return list_text(view.ndim, [&](int i) { return std::to_string(view.shape[i]); });
@@ -147,7 +185,7 @@ std::string stride_text(const ConstTensorView& view) {
 }  // namespace
 
 void Checker::input(const char* name, const ConstTensorView& view,
-                    std::initializer_list<DType> dtypes, int min_dims, int most_dims) const {
+                    std::initializer_list<DType> dtypes, int min_ndim, int max_ndim) const {
   const auto fail = [&](const std::string& what) { invalid(call_, std::string(name) + what); };
   if (std::find(dtypes.begin(), dtypes.end(), view.dtype) == dtypes.end()) {
     std::string expected;
@@ -157,10 +195,10 @@ void Checker::input(const char* name, const ConstTensorView& view,
     }
     fail(std::string(" is ") + dtype_name(view.dtype) + "; expected " + expected);
   }
-  if (view.ndim < min_dims || view.ndim > most_dims) {
+  if (view.ndim < min_ndim || view.ndim > max_ndim) {
     fail(" has " + std::to_string(view.ndim) + " dimensions; expected " +
-         (min_dims == most_dims ? std::to_string(min_dims)
-                                : std::to_string(min_dims) + " to " + std::to_string(most_dims)));
+         (min_ndim == max_ndim ? std::to_string(min_ndim)
+                               : std::to_string(min_ndim) + " to " + std::to_string(max_ndim)));
   }
   for (int d = 0; d < view.ndim; ++d) {
     if (view.shape[d] < 0) fail(" has shape " + shape_text(view) + "; expected no negative size");
@@ -182,9 +220,9 @@ void Checker::input(const char* name, const ConstTensorView& view,
 }
 
 void Checker::output(const char* name, const TensorView& view, std::initializer_list<DType> dtypes,
-                     int min_dims, int most_dims) const {
-  input(name, view, dtypes, min_dims, most_dims);
-  std::pair<std::int64_t, std::int64_t> dims[max_dims];  // stride, size: ascending
+                     int min_ndim, int max_ndim) const {
+  input(name, view, dtypes, min_ndim, max_ndim);
+  std::pair<std::int64_t, std::int64_t> dims[max_dims];  // stride and size, ascending
   auto* end = dims;
   for (int d = 0; d < view.ndim; ++d) {
     if (view.shape[d] == 0) return;
@@ -246,7 +284,7 @@ void Checker::workspace(const Workspace& workspace, std::size_t needed) const {
 
 namespace {
 
-// Rows of a view whose leading dimensions lie one after the other; false if they do not.
+// The rows of a view whose leading dimensions collapse into one; false if they do not.
 bool collapse(const ConstTensorView& view, std::int64_t& rows, std::int64_t& row_stride) {
   rows = 1;
   row_stride = 0;

@@ -1,9 +1,10 @@
-// Argument checks: one wording of every message, "call: argument is this; expected that".
+// Argument checks. Every message reads "call: argument is this; expected that".
 #pragma once
 
 #include <initializer_list>
 #include <string>
 
+#include "hot/backward_linear.h"
 #include "hot/context.h"
 #include "hot/error.h"
 #include "hot/quantize.h"
@@ -15,13 +16,34 @@ namespace hot::detail {
 [[noreturn]] void invalid(const char* call, const std::string& what);
 [[noreturn]] void unsupported(const char* call, const std::string& what);
 
-// Refuses a negative size, and sizes beyond largest_size and largest_product; `names` as they are
-// called, in order.
+// Refuses negative sizes, sizes above max_size, and products of two above max_product. `names` are
+// the arguments' names, in order.
 void check_sizes(const char* call, std::initializer_list<const char*> names,
                  std::initializer_list<std::int64_t> sizes);
-// Refuse what C++ lets be cast to an enumeration.
+// Refuse values that are no enumerator: C++ allows the cast.
 void check_rounding(const char* call, const char* name, Rounding rounding);
 void check_granularity(const char* call, const char* name, Granularity granularity);
+
+// How long a buffer of codes and scales has to be.
+enum class BufferSize { exact, at_least };
+void check_bytes(const char* call, const char* name, const void* data, std::size_t bytes,
+                 std::size_t expected, BufferSize size = BufferSize::exact);
+// Refuses kept bytes that another spec made; `made_by` is the function that makes them.
+void check_format(const char* call, const char* name, const char* made_by, std::uint64_t format,
+                  std::uint64_t expected);
+
+// The exception that is being handled, as an answer.
+Support refusal() noexcept;
+// Runs checks that throw; what they throw becomes the answer.
+template <class Check>
+Support answer_supported(const Check& check) noexcept {
+  try {
+    check();
+    return {true, ""};
+  } catch (...) {
+    return refusal();
+  }
+}
 
 std::string shape_text(const ConstTensorView& view);
 std::string shape_text(std::initializer_list<std::int64_t> shape);  // -1 prints as *
@@ -35,10 +57,10 @@ class Checker {
 
   // Dtype, number of dimensions, device, data, alignment.
   void input(const char* name, const ConstTensorView& view, std::initializer_list<DType> dtypes,
-             int min_dims, int max_dims) const;
-  // The same, and that no two elements share memory.
+             int min_ndim, int max_ndim) const;
+  // As `input`, and no two elements share memory.
   void output(const char* name, const TensorView& view, std::initializer_list<DType> dtypes,
-              int min_dims, int max_dims) const;
+              int min_ndim, int max_ndim) const;
   void shape(const char* name, const ConstTensorView& view,
              std::initializer_list<std::int64_t> expected) const;
   void rows_contiguous(const char* name, const ConstTensorView& view) const;
@@ -46,7 +68,7 @@ class Checker {
                 const ConstTensorView& other) const;
   void workspace(const Workspace& workspace, std::size_t needed) const;
 
-  // A matrix of which all but the last dimension collapse into rows.
+  // Views as matrices: all dimensions but the last collapse into rows.
   MatrixIn collapsed(const char* name, const ConstTensorView& view) const;
   MatrixOut collapsed_out(const char* name, const TensorView& view) const;
 
@@ -58,8 +80,8 @@ class Checker {
 MatrixIn matrix_of(const ConstTensorView& view);  // 2 dimensions
 MatrixOut matrix_out_of(const TensorView& view);
 
-// Walks a workspace. Without memory it only counts, so that the size of a workspace and its layout
-// come from the same code and cannot disagree.
+// Carves a workspace into arrays. Without memory it only counts, so the size of a workspace and its
+// layout come from the same code and cannot disagree.
 class WorkspaceCursor {
  public:
   WorkspaceCursor() = default;
@@ -76,7 +98,7 @@ class WorkspaceCursor {
     return at;
   }
 
-  // Room to align the start included.
+  // Includes room to align the start.
   std::size_t bytes() const { return used_ == 0 ? 0 : used_ + alignment; }
 
  private:
@@ -84,5 +106,12 @@ class WorkspaceCursor {
   char* base_ = nullptr;
   std::size_t used_ = 0;
 };
+
+// Codes and scales of an operand; `amax` stays null.
+inline Operand take_operand(WorkspaceCursor& cursor, std::int64_t rows, std::int64_t k_padded,
+                            std::int64_t scales) {
+  auto* const codes = cursor.take<std::int8_t>(rows * k_padded);
+  return {codes, cursor.take<float>(scales), rows, k_padded, scales};
+}
 
 }  // namespace hot::detail

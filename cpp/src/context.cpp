@@ -29,7 +29,7 @@ const char* isa_name(Isa isa) noexcept {
 #if HOT_X86
 namespace {
 
-// clang's __builtin_cpu_supports has known "f16c" since version 16 only.
+// clang's __builtin_cpu_supports knows "f16c" only since version 16.
 bool has_f16c() noexcept {
   unsigned a = 0, b = 0, c = 0, d = 0;
   return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
@@ -71,7 +71,7 @@ Context Context::cpu(int threads) {
 
 Context Context::cuda(int device, Stream stream) {
   detail::check_cuda_device("Context::cuda", device);
-  // Else the first launch would fail, with "no kernel image is available".
+  // Otherwise the first launch would fail with "no kernel image is available".
   const DeviceVerdict verdict = cuda_device_verdict(device);
   if (verdict.level == DeviceVerdict::Level::none) {
     throw Error(ErrorCode::unsupported,

@@ -1,5 +1,5 @@
-// What the CUDA runtime says about a device. In cuda/launch.cu, or cpu/no_cuda.cpp in a build
-// without CUDA.
+// Queries of the CUDA runtime, defined in cuda/launch.cu, or in cpu/no_cuda.cpp for a build without
+// CUDA.
 #pragma once
 
 #include <functional>
@@ -12,20 +12,22 @@ struct Capability {
   int major, minor;
 };
 
-// Of a device that there is.
+// The device must exist.
 Capability cuda_capability(int device);
 
-// The runtime's words for why it counts no devices (a driver that is older than the runtime, say);
-// "" where it counts them.
+// The runtime's error text where it counts no devices (a driver older than the runtime, for
+// example);
+// "" otherwise.
 const char* cuda_device_trouble() noexcept;
 
-// Throws `invalid_argument` where this process does not see the device (context.cpp).
+// Throws `invalid_argument` if this process does not see the device (context.cpp).
 void check_cuda_device(const char* call, int device);
 
 namespace plan {
 struct DeviceFacts;
 }
-// Calls `call` with what plans know of a context's device (cuda/plan.h), which is current.
+// Calls `call` with the facts that plans need about the context's device (cuda/plan.h), made
+// current.
 void with_device_facts(const Context& context,
                        const std::function<void(const plan::DeviceFacts&)>& call);
 

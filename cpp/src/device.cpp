@@ -10,12 +10,12 @@
 namespace hot {
 namespace {
 
-constexpr int oldest = 80;  // the kernels' mma.sync of 8-bit integers and cp.async
+constexpr int oldest = 80;  // the kernels need mma.sync for 8-bit integers and cp.async
 
 // One of CMake's architectures: 90a-real is {90, 'a', true, false}. Others have code 0.
 struct Arch {
   int code = 0;
-  char family = ' ';  // 'a': that very GPU; 'f': its family; ' ': what is newer, too
+  char family = ' ';  // 'a': this GPU only; 'f': its family; ' ': newer ones too
   bool machine_code = true, ptx = true;
 };
 
@@ -48,14 +48,14 @@ std::vector<Arch> parse_archs(const std::string& text) {
   return found;
 }
 
-// Machine code runs on its own GPU and later ones of the same major number.
+// Machine code runs on its own GPU and on later ones of the same major number.
 bool runs_code(const Arch& arch, int code) {
   if (!arch.machine_code) return false;
   if (arch.family == 'a') return arch.code == code;
   return arch.code / 10 == code / 10 && arch.code <= code;
 }
 
-// The driver compiles PTX for every later GPU, unless it is of one GPU or one family alone.
+// The driver compiles PTX for every later GPU, unless it was made for one GPU or one family.
 bool runs_ptx(const Arch& arch, int code) {
   if (!arch.ptx) return false;
   if (arch.family == 'a') return arch.code == code;
@@ -72,7 +72,7 @@ std::string name_of(const Arch& arch) {
 const Arch* best(const std::vector<Arch>& archs, int code, bool (*runs)(const Arch&, int)) {
   const Arch* found = nullptr;
   for (const Arch& arch : archs) {
-    // A letter beats none: 90a holds what 90 does not.
+    // An architecture with a letter is preferred: 90a has instructions that 90 does not.
     const auto rank = [](const Arch& a) { return 2 * a.code + (a.family == ' ' ? 0 : 1); };
     if (runs(arch, code) && (found == nullptr || rank(arch) > rank(*found))) found = &arch;
   }
@@ -102,7 +102,7 @@ DeviceVerdict judge_device(int major, int minor, const std::string& architecture
     return {Level::none, gpu + ", and the kernels need 8.0 (Ampere) or newer"};
   }
   const std::vector<Arch> archs = parse_archs(architectures);
-  // wgmma is in 90a alone; that a build for one GPU takes no other is no matter here.
+  // Only 90a has wgmma.
   const std::string wanted = std::to_string(code) + (code == 90 ? "a" : "") + "-real";
   const std::string again = "; build it again where this GPU is, or with CUDAARCHS=" + wanted;
   if (archs.empty()) return {Level::none, gpu + ", and this build has no kernels" + again};

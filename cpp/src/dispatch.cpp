@@ -1,5 +1,5 @@
-// The public functions of the single stages: check, pick the backend, call. Nothing is written
-// before every argument was found good.
+// The public functions of the single stages: check, pick the backend, call. Every argument is
+// checked before anything is written.
 #include <string>
 
 #include "arithmetic.h"
@@ -210,7 +210,7 @@ std::size_t gemm_workspace(const Context& context, std::int64_t m, std::int64_t 
   detail::WorkspaceCursor cursor;
   cursor.take<char>(
       static_cast<std::int64_t>(backend_of(context).gemm_workspace(context, m, n, k)));
-  cursor.take<std::int8_t>(m * k);  // gemm_int4's operands, where they are unpacked
+  cursor.take<std::int8_t>(m * k);  // gemm_int4's operands, if they are unpacked
   cursor.take<std::int8_t>(n * k);
   return cursor.bytes();
 }
@@ -224,7 +224,7 @@ struct GemmCall {
   const GemmSpec& spec;
   const TensorView& out;
 
-  // Everything but the operands' own dtype and shape.
+  // Checks everything but the dtype and shape of the operands.
   detail::GemmArgs checked(std::int64_t m, std::int64_t n, std::int64_t k) const {
     const Checker check(name, context);
     const bool bare = out.dtype == DType::i32;

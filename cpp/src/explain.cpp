@@ -1,4 +1,4 @@
-// Plans as something to read: hot::explain.
+// Plans as text: hot::explain.
 #include "hot/explain.h"
 
 #include <algorithm>
@@ -10,6 +10,7 @@
 #include "checks.h"
 #include "cuda/plan.h"
 #include "cuda_device.h"
+#include "forward_work.h"
 #include "kernels.h"
 
 namespace hot {
@@ -27,9 +28,9 @@ namespace {
 
 constexpr const char* call_name = "explain";
 
-// ---- devices that are not there ----------------------------------------------------------------
+// ---- modelled devices --------------------------------------------------------------------------
 
-// What is published of a GPU, and the rates of a floor: INT8 products and bytes in a second.
+// A GPU's published figures; the floor uses its INT8 operations and bytes per second.
 struct NamedDevice {
   int arch;
   const char* gpu;
@@ -59,8 +60,8 @@ const NamedDevice* find_device(int arch) {
 
 std::string name_of(int arch) { return "sm_" + std::to_string(arch); }
 
-// Occupancy by threads, shared memory and registers; the CUDA runtime is asked on a device that is
-// there.
+// Occupancy from threads, shared memory and registers, for a device that is not present. A present
+// device asks the CUDA runtime.
 class Model final : public detail::plan::DeviceQueries {
  public:
   explicit Model(const NamedDevice& device) : device_(device) {}
@@ -70,12 +71,12 @@ class Model final : public detail::plan::DeviceQueries {
     const int registers = 40 + 24 * of.lane_blocks;  // of a thread, about
     return device_.sm_count * sm_blocks(shape, registers);
   }
-  std::int64_t at_once(const detail::plan::ColumnClusters& of,
+  std::int64_t at_once(const detail::plan::ColumnsOnePass& of,
                        const detail::LaunchShape& shape) const override {
-    namespace resident = detail::resident;
+    namespace columns = detail::columns;
     const int warps =
-        resident::most_warps * resident::sm_blocks(of.kind, static_cast<int>(detail_size(of.dtype)),
-                                                   resident::Pass::both, of.rounding);
+        columns::max_warps * columns::sm_ctas(of.kind, static_cast<int>(detail_size(of.dtype)),
+                                              columns::Pass::both, of.rounding);
     const std::int64_t blocks =
         std::min<std::int64_t>(sm_blocks(shape, 0), warps / (shape.threads / 32));
     return std::max<std::int64_t>(1, device_.sm_count * blocks / shape.cluster);
@@ -112,7 +113,7 @@ DeviceFacts facts_of(const NamedDevice& device, const detail::plan::DeviceQuerie
   return facts;
 }
 
-// ---- a plan's steps in words and bytes ---------------------------------------------------------
+// ---- steps of a plan: words and bytes ----------------------------------------------------------
 
 struct Layer {
   LinearShape shape;
@@ -174,25 +175,30 @@ std::int64_t buffer_bytes(const Layer& layer, Buffer buffer, std::int64_t sum_ru
     case Buffer::spread_b:
       return 4 * I;
     default:
-      return 0;  // stream-K's sums stay in the L2
+      return 0;  // the partial sums of stream-K stay in the L2
   }
 }
 
-// How often a step goes over what it reads of g_y.
+// How often a quantiser of rows goes over them.
+int row_passes_of(const Step& step) {
+  const bool twice = step.kernel == Kernel::rows &&
+                     step.as<detail::plan::RowsStep>().pass == detail::RowsPass::row_scales;
+  return twice ? 2 : 1;
+}
+
+// How often a step reads its part of g_y.
 int gy_passes_of(const Step& step) {
   if (!step.reads.has(Buffer::gy)) return 0;
-  if (step.kernel == Kernel::rows) {
-    return step.as<detail::plan::RowsStep>().pass == detail::RowsPass::row_scales ? 2 : 1;
-  }
-  if (step.kernel == Kernel::small_amax || step.kernel == Kernel::small_codes) {
-    const auto& small = step.as<detail::plan::SmallStep>();
+  if (step.kernel == Kernel::rows) return row_passes_of(step);
+  if (step.kernel == Kernel::grouped_amax || step.kernel == Kernel::grouped_codes) {
+    const auto& small = step.as<detail::plan::GroupedStep>();
     return (small.rows.blocks > 0 ? 1 : 0) + (small.gradient.blocks > 0 ? 1 : 0);
   }
   return 1;
 }
 
 std::int64_t operations_of(const Layer& layer, const Step& step) {
-  if (step.kernel == Kernel::mma_fixup) return 0;  // those of the tiles are counted
+  if (step.kernel == Kernel::mma_fixup) return 0;  // counted with the tiles
   const auto [L, O, I] = layer.shape;
   const std::int64_t gx = 2 * L * I * layer.out_features.k_padded,
                      gw = 2 * O * I * layer.tokens.k_padded;
@@ -212,8 +218,8 @@ std::string not_aligned(const char* array, const char* size_name, std::int64_t c
          std::to_string(columns) + ", " + dtype_name(dtype) + ")";
 }
 
-// Why strip_kernel has to do it.
-std::string why_strips(const Projection& p, const OperandQuant& quant) {
+// The reason why no kernel faster than generic_columns_kernel fits.
+std::string reason_for_generic(const Projection& p, const OperandQuant& quant) {
   if (quant.per_k) return "gw_scale is token";
   if (p.order.prefix_rows() > 0) return "there are prefix tokens";
   if (quant.rounding == Rounding::pseudo_stochastic) return "rounding is pseudo_stochastic";
@@ -224,18 +230,19 @@ std::string why_strips(const Projection& p, const OperandQuant& quant) {
          std::to_string(p.block) + " rows, where the basis' own 8 of 16 have a fast kernel";
 }
 
-std::string slow_strips(const Layer& layer, const Step& step) {
-  const auto job = step.as<detail::plan::StripStep>().job;
+std::string slow_columns_reason(const Layer& layer, const Step& step) {
+  const auto job = step.as<detail::plan::GenericColumnsStep>().job;
   const BackwardLinearSpec& spec = layer.spec;
-  const std::string why = job == detail::plan::Job::weight
-                              ? why_strips(layer.out_features, detail::weight_quant(spec))
-                          : job == detail::plan::Job::activation
-                              ? why_strips(layer.tokens, detail::activation_quant(spec))
-                              : why_strips(layer.tokens, detail::gradient_columns_quant(spec));
+  const std::string why =
+      job == detail::plan::Job::weight
+          ? reason_for_generic(layer.out_features, detail::weight_quant(spec))
+      : job == detail::plan::Job::activation
+          ? reason_for_generic(layer.tokens, detail::activation_quant(spec))
+          : reason_for_generic(layer.tokens, detail::gradient_columns_quant(spec));
   return "a thread walks a column, twice: " + why;
 }
 
-std::string slow_tiles(const Layer& layer, const Step& step) {
+std::string slow_tiles_reason(const Layer& layer, const Step& step) {
   const bool gx = step.as<detail::plan::ProductStep>().product == 0;
   const DType dtype = gx ? layer.options.dtype : layer.options.gw_dtype;
   const std::int64_t columns = layer.shape.in_features;
@@ -249,7 +256,7 @@ std::string slow_tiles(const Layer& layer, const Step& step) {
   return "mma.sync: " + why;
 }
 
-std::string slow_of(const Layer& layer, const Step& step) {
+std::string slow_path_reason(const Layer& layer, const Step& step) {
   const auto [L, O, I] = layer.shape;
   const DType dtype = layer.options.dtype;
   switch (step.kernel) {
@@ -264,10 +271,10 @@ std::string slow_of(const Layer& layer, const Step& step) {
                  ? ""
                  : "g_y is read element by element: out_features " + std::to_string(O) +
                        " is not a multiple of 16";
-    case Kernel::strip_amax:
-    case Kernel::strip_codes:
-      return slow_strips(layer, step);
-    case Kernel::column_clusters:
+    case Kernel::generic_amax:
+    case Kernel::generic_codes:
+      return slow_columns_reason(layer, step);
+    case Kernel::columns_one_pass:
     case Kernel::column_amax:
     case Kernel::column_codes: {
       const auto job = step.as<detail::plan::ColumnsStep>().job;
@@ -293,7 +300,7 @@ std::string slow_of(const Layer& layer, const Step& step) {
     case Kernel::mma_128x128x64:
     case Kernel::mma_64x64x64:
     case Kernel::mma_any:
-      return slow_tiles(layer, step);
+      return slow_tiles_reason(layer, step);
     case Kernel::token:
       return "fp32 product, one thread a result: gw_scale is token";
     default:
@@ -311,7 +318,7 @@ struct Rates {
   double operations = 0, bandwidth = 0;
 };
 
-// What is to be said of the steps of a call.
+// The words for the steps of a call.
 struct Words {
   const char* call;
   std::function<std::int64_t(Buffer)> bytes;
@@ -326,7 +333,7 @@ Words words_of(const Layer& layer, const char* call, const Plan& plan) {
   }
   return {call, [&layer, runs](Buffer buffer) { return buffer_bytes(layer, buffer, runs); },
           [&layer](const Step& step) { return operations_of(layer, step); },
-          [&layer](const Step& step) { return slow_of(layer, step); }};
+          [&layer](const Step& step) { return slow_path_reason(layer, step); }};
 }
 
 void add_steps(Explanation& all, const Words& words, const Plan& plan, const Rates& rates) {
@@ -348,7 +355,8 @@ void add_steps(Explanation& all, const Words& words, const Plan& plan, const Rat
       const std::int64_t bytes = words.bytes(buffer);
       if (step.reads.has(buffer)) {
         e.reads.emplace_back(detail::plan::buffer_name(buffer));
-        e.bytes_read += bytes * (buffer == Buffer::gy ? passes : 1);
+        const bool is_x = buffer == Buffer::x || buffer == Buffer::w;
+        e.bytes_read += bytes * (buffer == Buffer::gy ? passes : is_x ? row_passes_of(step) : 1);
       }
       if (step.writes.has(buffer)) {
         e.writes.emplace_back(detail::plan::buffer_name(buffer));
@@ -379,9 +387,93 @@ void add_steps(Explanation& all, const Layer& layer, const char* call, const Pla
   add_steps(all, words_of(layer, call, plan), plan, rates);
 }
 
-// Names the device and the rates of a floor.
-Rates introduce(Explanation& all, std::string_view device, const DeviceFacts& facts,
-                const NamedDevice* named) {
+// ---- the forward product -----------------------------------------------------------------------
+
+std::string slow_forward_reason(const Layer& layer, const Step& step) {
+  const std::int64_t I = layer.shape.in_features, O = layer.shape.out_features;
+  const DType dtype = layer.options.dtype;
+  const int block = layer.options.forward.hadamard_block;
+  switch (step.kernel) {
+    case Kernel::rows:
+      return block != 16 && block != 64 && block != 128
+                 ? "a row goes through shared memory, twice: forward's hadamard_block is " +
+                       std::to_string(block) + ", where 16, 64 and 128 have a fast kernel"
+                 : "a row goes through shared memory, twice: in_features is too long for registers";
+    case Kernel::rows16:
+      return layer.aligned(I, dtype) && I % 16 == 0
+                 ? ""
+                 : "x and w are read element by element: in_features " + std::to_string(I) +
+                       " is not a multiple of 16";
+    case Kernel::mma_128x256x128:
+    case Kernel::mma_256x128x128:
+    case Kernel::mma_128x256x64:
+    case Kernel::mma_128x128x64:
+    case Kernel::mma_64x64x64:
+    case Kernel::mma_any: {
+      const std::string why = layer.aligned(O, dtype)
+                                  ? "the contraction is longer than INT32 sums hold, or empty"
+                                  : not_aligned("y", "out_features", O, dtype);
+      if (layer.facts.arch / 10 != 9) {
+        return step.kernel == Kernel::mma_any ? "mma.sync, a tile at half the speed: " + why : "";
+      }
+      return layer.facts.wgmma_built ? "mma.sync: " + why : no_wgmma;
+    }
+    default:
+      return "";
+  }
+}
+
+void add_forward(Explanation& all, const Layer& layer, const Rates& rates) {
+  const auto [L, O, I] = layer.shape;
+  const ExplainOptions& options = layer.options;
+  const std::int64_t k = detail::forward_k(I, options.forward);
+  const auto add = [&](const char* call, const Plan& plan) {
+    Words words = words_of(layer, call, plan);
+    words.bytes = [&](Buffer buffer) -> std::int64_t {
+      switch (buffer) {
+        case Buffer::y:
+          return L * O * static_cast<std::int64_t>(dtype_size(options.dtype));
+        case Buffer::bias:
+          return O * static_cast<std::int64_t>(dtype_size(options.bias_dtype));
+        case Buffer::wide_bias:
+        case Buffer::spread_b:
+          return 4 * O;
+        case Buffer::spread_a:
+          return 4 * L;
+        case Buffer::x_rows:
+          return L * (k + 4);
+        case Buffer::weight_rows:
+        case Buffer::forward_w:
+          return O * (k + 4);
+        default:
+          return buffer_bytes(layer, buffer, 0);
+      }
+    };
+    words.operations = [&](const Step& step) {
+      return step.writes.has(Buffer::y) ? 2 * L * O * k : 0;
+    };
+    words.slow = [&](const Step& step) { return slow_forward_reason(layer, step); };
+    add_steps(all, words, plan, rates);
+  };
+  if (options.quantized_forward_weight && O > 0) {
+    add("quantize_forward_weight",
+        detail::plan::plan_forward_weight(layer.facts, layer.array(I), O, I,
+                                          options.forward.hadamard_block));
+  }
+  if (L == 0 || O == 0) return;
+  const detail::ForwardWork work{options.forward, layer.shape, !options.quantized_forward_weight,
+                                 options.bias, options.bias && options.bias_dtype != DType::f32};
+  add("forward_linear",
+      detail::plan::plan_forward(layer.facts, work,
+                                 {layer.array(I), layer.array(I), layer.out(O, options.dtype)}));
+  detail::WorkspaceCursor cursor;
+  detail::plan::take_forward_scratch(cursor, layer.facts, work);
+  all.workspace = cursor.bytes();
+}
+
+// Writes the device and the rates of the floor into `all` and returns the rates.
+Rates set_device(Explanation& all, std::string_view device, const DeviceFacts& facts,
+                 const NamedDevice* named) {
   all.device = name_of(facts.arch) + " (" +
                (named == nullptr ? std::string() : named->gpu + std::string(", ")) +
                std::to_string(facts.sm_count) + " SMs)";
@@ -442,7 +534,8 @@ std::string text_of(const Explanation& e, const std::string& title) {
 
 // ---- the call ----------------------------------------------------------------------------------
 
-// Calls call(facts, name, named): of a device that is there or is named; `named` may be null.
+// Calls call(facts, name, named) for a present or a named device; `named` is null for a present
+// one.
 void with_device(std::string_view device, bool wgmma,
                  const std::function<void(const DeviceFacts&, const NamedDevice*)>& call) {
   for (const NamedDevice& named : named_devices) {
@@ -476,17 +569,17 @@ std::vector<std::string> explain_devices() {
 
 Explanation explain(std::string_view device, const LinearShape& shape,
                     const BackwardLinearSpec& spec, const ExplainOptions& options) {
-  if (!options.compress && !options.gx && !options.gw && !options.gb) {
+  if (!options.y && !options.compress && !options.gx && !options.gw && !options.gb) {
     detail::invalid(call_name,
-                    "options want nothing; expected compress, gx, gw or gb, one at least");
+                    "options want nothing; expected y, compress, gx, gw or gb, one at least");
   }
-  for (const DType dtype : {options.dtype, options.gw_dtype}) {
+  for (const DType dtype : {options.dtype, options.gw_dtype, options.bias_dtype}) {
     if (dtype != DType::f32 && dtype != DType::f16 && dtype != DType::bf16) {
       detail::invalid(call_name, "dtype is " + std::string(dtype_name(dtype)) +
                                      "; expected float32, float16 or bfloat16");
     }
   }
-  // The checks of the calls themselves.
+  // The same checks as in the calls.
   quantized_weight_bytes(shape.out_features, shape.in_features, spec);
   saved_layout(shape.tokens, shape.in_features, spec);
   if (detail::rotated_bits(spec.storage) != 0 || spec.equalize_tokens) {
@@ -496,6 +589,7 @@ Explanation explain(std::string_view device, const LinearShape& shape,
                                        : "storage is " + std::string(storage_name(spec.storage)) +
                                              ", which has no CUDA kernels yet");
   }
+  if (options.y) forward_weight_bytes(shape.out_features, shape.in_features, options.forward);
   detail::check_sizes(call_name, {"tokens", "out_features", "in_features"},
                       {shape.tokens, shape.out_features, shape.in_features});
 
@@ -508,7 +602,8 @@ Explanation explain(std::string_view device, const LinearShape& shape,
                       detail::hadamard_projection(shape.out_features, spec.hadamard_block),
                       facts};
     const auto [L, O, I] = shape;
-    const Rates rates = introduce(all, device, facts, named);
+    const Rates rates = set_device(all, device, facts, named);
+    if (options.y) add_forward(all, layer, rates);
     const bool elements = L > 0 && I > 0;
     if (options.compress && elements && spec.storage == Storage::int4) {
       add_steps(all, layer, "compress_activation",
@@ -516,7 +611,7 @@ Explanation explain(std::string_view device, const LinearShape& shape,
     }
     const OperandQuant quant = detail::activation_quant(spec);
     const std::int64_t scales = quant.per_tensor ? 1 : I;
-    if (options.compress && scales > 0 && spec.storage == Storage::int8) {  // also of an empty x
+    if (options.compress && scales > 0 && spec.storage == Storage::int8) {  // also for an empty x
       add_steps(all, layer, "compress_activation",
                 detail::plan::plan_compress(facts, layer.array(I), I, layer.tokens, quant, scales),
                 rates);
@@ -534,13 +629,14 @@ Explanation explain(std::string_view device, const LinearShape& shape,
     work.accumulate = options.accumulate;
     work.clear_gx = options.gx && !gx && elements;
     work.clear_gw = options.gw && !gw && O > 0 && I > 0 && !options.accumulate;
+    if (!options.gx && !options.gw && !options.gb) return;
     add_steps(
         all, layer, "backward_linear",
         detail::plan::plan_backward(facts, work,
                                     {layer.array(O), layer.array(I), layer.out(I, options.dtype),
                                      layer.out(I, options.gw_dtype)}),
         rates);
-    all.workspace = detail::plan::backward_workspace(facts, work);
+    all.workspace = std::max(all.workspace, detail::plan::backward_workspace(facts, work));
   });
   all.text = text_of(
       all, std::to_string(shape.tokens) + " tokens, " + std::to_string(shape.in_features) + " -> " +
@@ -605,7 +701,7 @@ Explanation explain_gemm(std::string_view device, std::int64_t m, std::int64_t n
     p.one_scale_b = n == 1;
     p.accumulate = options.accumulate;
     p.out = {options.out_dtype, true, n * size % 16 == 0};
-    const Rates rates = introduce(all, device, facts, named);
+    const Rates rates = set_device(all, device, facts, named);
     const Plan plan = options.int4 ? detail::plan::plan_gemm_int4(facts, p, row_bytes % 16 == 0)
                                    : detail::plan::plan_gemm(facts, p);
     const auto bytes = [&](Buffer buffer) -> std::int64_t {

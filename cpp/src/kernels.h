@@ -1,4 +1,5 @@
-// What a backend does. Arguments are checked and resolved by dispatch.cpp; nothing here validates.
+// The interface of a backend. dispatch.cpp has checked and resolved the arguments; nothing here
+// validates.
 #pragma once
 
 #include <cstddef>
@@ -28,8 +29,8 @@ enum class Purpose : std::uint32_t {
   signs = 7,
 };
 
-// Reads the key's counter: memory of the CPU, or none (cuda/device/rounding.cuh takes care of its
-// own).
+// Reads the key's counter from CPU memory, if it has one (CUDA kernels read theirs in
+// cuda/device/rounding.cuh).
 inline RandomKey random_key(const Key& key, Purpose purpose) {
   const std::uint64_t offset = key.offset + (key.counter == nullptr ? 0 : *key.counter);
   RandomKey random;
@@ -41,12 +42,12 @@ inline RandomKey random_key(const Key& key, Purpose purpose) {
   return random;
 }
 
-// Throws where a key has a stream or a counter that there cannot be (context.cpp).
+// Throws for a stream or a counter that no Key may have (context.cpp).
 void check_key(const char* call, const char* name, const Key& key);
 
 inline constexpr int max_low_rank_block = 64;
 
-// A strided matrix in or out; strides count elements.
+// A strided input or output matrix; strides count elements.
 struct MatrixIn {
   const void* data;
   DType dtype;
@@ -75,7 +76,7 @@ class KeptRows {
   std::size_t count_ = 0;
 };
 
-// LowRank resolved for a number of tokens. K = blocks * rank + prefix rows.
+// A LowRank resolved for a number of tokens. K = blocks * rank + prefix rows.
 struct Projection {
   Basis basis = Basis::full;
   int block = 1;
@@ -94,14 +95,14 @@ struct Projection {
   bool signs = false;  // each token times a random sign before the transform (rht4, rht2)
 };
 
-// Both throw what is wrong with a spec, the second also what is wrong with it for these tokens.
+// Both throw for a bad spec, make_projection also for one that does not fit the tokens.
 void check_low_rank(const LowRank& spec);
 Projection make_projection(std::int64_t tokens, const LowRank& spec);
 
-// Limits of a size and of the product of two. No memory holds more, and below them padded sizes,
-// buffers and scratch of several of them are exact in 64 bits.
-inline constexpr std::int64_t largest_size = std::int64_t{1} << 48;
-inline constexpr std::int64_t largest_product = std::int64_t{1} << 52;
+// Largest size and largest product of two sizes. No memory holds more; within these limits padded
+// sizes, buffers and scratch are exact in 64 bits.
+inline constexpr std::int64_t max_size = std::int64_t{1} << 48;
+inline constexpr std::int64_t max_product = std::int64_t{1} << 52;
 
 inline std::int64_t round_up(std::int64_t value, std::int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
@@ -111,7 +112,8 @@ inline std::int64_t ceil_div(std::int64_t value, std::int64_t divisor) {
 }
 inline bool is_power_of_two(int value) { return value > 0 && (value & (value - 1)) == 0; }
 
-// Blocks of `rank` rows after which K can be cut for separate tasks: whole groups of 16 rows.
+// Number of blocks of `rank` rows that make whole groups of 16 rows: tasks split K at multiples of
+// it.
 inline std::int64_t blocks_per_cut(int rank) {
   std::int64_t blocks = 1;
   while (blocks * rank % 16 != 0) ++blocks;
@@ -129,11 +131,20 @@ struct Operand {
   std::int8_t* codes;
   float* scale;
   std::int64_t rows, k_padded;
-  // 1, rows, or k_padded (token). One scale for all has room for as many: CUDA writes it to every
-  // place, which serves its products better, the CPU to the first.
+  // 1, rows, or k_padded (token). A single scale still has room for that many: CUDA writes it to
+  // every element, which its products read faster; the CPU writes the first one.
   std::int64_t scales;
-  std::uint32_t* amax = nullptr;  // scratch of the CUDA backend: largest values
+  std::uint32_t* amax = nullptr;  // scratch of the CUDA backend: maxima
 };
+
+// A quantised weight's buffer: codes [rows, k_padded], then room for a scale of each row.
+inline std::size_t weight_bytes(std::int64_t rows, std::int64_t k_padded) {
+  return static_cast<std::size_t>(rows) * (static_cast<std::size_t>(k_padded) + sizeof(float));
+}
+inline Operand weight_operand(void* data, std::int64_t rows, std::int64_t k_padded) {
+  auto* bytes = static_cast<std::int8_t*>(data);
+  return {bytes, reinterpret_cast<float*>(bytes + rows * k_padded), rows, k_padded, rows};
+}
 
 struct OperandQuant {
   int bits;
@@ -143,7 +154,7 @@ struct OperandQuant {
   Purpose purpose;
 };
 
-// The sums of a matrix's columns, g_b.
+// The column sums of a matrix, g_b.
 struct ColumnSum {
   MatrixOut out;  // one row
   bool accumulate;
@@ -189,7 +200,7 @@ struct RotateJob {
   std::uint16_t* scale;
 };
 
-// Tokens [first, first + out.rows) of an x of basis full as it was kept, back to floats.
+// Decodes tokens [first, first + out.rows) of a saved x of basis full.
 struct DecompressJob {
   const void* codes;  // [channels, row_bytes], INT8 or packed INT4
   std::int64_t row_bytes;
@@ -223,9 +234,11 @@ struct GemmArgs {
   float inv_divisor;
   bool accumulate;
   MatrixOut out;
+  const float* bias = nullptr;  // [n], added to the scaled sums; never together with `accumulate`
 };
 
-// Product whose a is scaled along the contraction: fp32, k ascending (docs/numerics.md, "token").
+// A product whose a has scales along the contraction: fp32, k ascending (docs/numerics.md,
+// "token").
 struct GemmTokenArgs {
   const std::int8_t *a, *b;
   std::int64_t m, n, k, lda, ldb;
@@ -238,6 +251,8 @@ struct GemmTokenArgs {
 
 struct BackwardWork;  // backward_work.h
 struct BackwardCall;
+struct ForwardWork;  // forward_work.h
+struct ForwardCall;
 
 class Backend {
  public:
@@ -256,8 +271,8 @@ class Backend {
   virtual std::size_t gemm_workspace(const Context&, std::int64_t m, std::int64_t n,
                                      std::int64_t k) const = 0;
   virtual void gemm(const Context&, const GemmArgs&, void* workspace) const = 0;
-  // The same on packed INT4: lda and ldb count bytes, k values. There is room for the operands as
-  // INT8 [m, k] and [n, k], should they be unpacked.
+  // The same on packed INT4: lda and ldb count bytes, k counts values. `a` and `b` have room for
+  // the operands as INT8 [m, k] and [n, k], if the backend unpacks them.
   virtual void gemm_int4(const Context&, const GemmArgs&, std::int8_t* a, std::int8_t* b,
                          void* workspace) const = 0;
 
@@ -276,13 +291,18 @@ class Backend {
 
   virtual std::size_t backward_workspace(const Context&, const BackwardWork&) const = 0;
   virtual void backward(const Context&, const BackwardCall&, void* workspace) const = 0;
+
+  // Rows with a scale each, nothing random: w for the forward product.
+  virtual void quantize_forward_weight(const Context&, const RowsJob&) const = 0;
+  virtual std::size_t forward_workspace(const Context&, const ForwardWork&) const = 0;
+  virtual void forward(const Context&, const ForwardCall&, void* workspace) const = 0;
 };
 
 const Backend& backend_of(const Context&);  // dispatch.cpp
 
 const Backend& cpu_backend();
-// cuda/backend.cu, or cpu/no_cuda.cpp in a build without CUDA, where the backend throws, the
-// architectures are "" and there are no devices.
+// Defined in cuda/backend.cu, or in cpu/no_cuda.cpp for a build without CUDA: there the backend
+// throws, the architectures are "" and the device count is 0.
 const Backend& cuda_backend();
 const char* cuda_archs() noexcept;
 int cuda_device_count() noexcept;

@@ -1,4 +1,4 @@
-// Which rows a basis keeps, and where the tokens of a block lie: shared by all backends.
+// The rows that a basis keeps and the order of the tokens, for all backends.
 #include <algorithm>
 #include <string>
 #include <tuple>
@@ -76,7 +76,7 @@ std::vector<int> make_order(Basis basis, int bits) {
   return order;
 }
 
-// basis_order of what was checked. Worked out once: every layer's every step asks for one of these.
+// basis_order of checked arguments. Computed once: every step of every layer asks for it.
 const std::vector<int>& known_order(Basis basis, int block) {
   using Orders = std::vector<std::vector<int>>;  // by log2(block)
   const auto all = [](Basis of) {
@@ -164,7 +164,7 @@ KeptRows kept_rows(const LowRank& spec) {
   return kept;
 }
 
-// Where the tokens of a grid lie. Throws where they are no whole number of samples.
+// The token order of a grid. Throws if the tokens are not a whole number of samples.
 TokenOrder token_order(std::int64_t tokens, const LowRank& spec) {
   TokenOrder order;
   const TokenLayout& layout = spec.layout;
@@ -189,7 +189,7 @@ TokenOrder token_order(std::int64_t tokens, const LowRank& spec) {
 }  // namespace
 
 Projection make_projection(std::int64_t tokens, const LowRank& spec) {
-  if (tokens < 0 || tokens > largest_size) {
+  if (tokens < 0 || tokens > max_size) {
     invalid("tokens is " + std::to_string(tokens) + "; expected 0 to 2^48");
   }
   check_low_rank(spec);

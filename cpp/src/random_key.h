@@ -1,11 +1,11 @@
-// The words of the random counter that are the same for a whole operand.
+// The words of the Philox counter that a whole operand shares.
 #pragma once
 
 #include <cstdint>
 
 namespace hot::detail {
 
-// Of Philox4x32: the fewest that pass every test of BigCrush (Salmon et al. 2011, table 2).
+// Rounds of Philox4x32: the fewest that pass all of BigCrush (Salmon et al. 2011, table 2).
 inline constexpr int philox_rounds = 7;
 
 // A key and a purpose: docs/numerics.md, "Random bits".

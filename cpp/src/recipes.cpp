@@ -1,4 +1,4 @@
-// The recipes: the one table of them. Python's HotConfig.recipe and the C ABI ask here.
+// The one table of recipes; Python's HotConfig.recipe and the C ABI read it.
 #include <string>
 #include <string_view>
 #include <vector>
@@ -11,7 +11,7 @@ namespace {
 
 struct Recipe {
   const char* name;
-  void (*change)(BackwardLinearSpec&);  // from the defaults of the fields
+  void (*change)(BackwardLinearSpec&);  // changes the defaults of the fields
 };
 
 constexpr Recipe recipes[] = {

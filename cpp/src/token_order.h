@@ -1,5 +1,5 @@
-// Where in memory the tokens of the transformed sequence lie (docs/numerics.md, "Token layout").
-// Used by the CPU backend and, as it is, by the CUDA kernels.
+// Maps positions of the transformed sequence to tokens in memory (docs/numerics.md, "Token
+// layout"). The CPU backend and the CUDA kernels share it.
 #pragma once
 
 #include <cstdint>
@@ -19,8 +19,8 @@ struct TokenOrder {
 
   HOT_HOST_DEVICE std::int64_t prefix_rows() const { return samples * prefix; }
 
-  // The token at a position of the transformed sequence: all complete tiles of all samples, then
-  // what lies outside tiles in raster order.
+  // The token at a position of the transformed sequence: first the complete tiles of all samples,
+  // then the tokens outside tiles in raster order.
   HOT_HOST_DEVICE std::int64_t body(std::int64_t position) const {
     if (samples == 0) return position;
     const std::int64_t tiles_h = grid_h / tile_h, tiles_w = grid_w / tile_w;
@@ -39,7 +39,7 @@ struct TokenOrder {
       const std::int64_t left = area - tiled;  // tokens of a sample outside tiles
       sample = rest / left;
       std::int64_t index = rest % left;
-      const std::int64_t right = grid_w - tiles_w * tile_w;  // such tokens in a row that has tiles
+      const std::int64_t right = grid_w - tiles_w * tile_w;  // of them in a row that has tiles
       const std::int64_t tiled_rows = tiles_w == 0 ? 0 : tiles_h * tile_h;
       if (index < tiled_rows * right) {
         y = index / right;

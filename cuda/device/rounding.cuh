@@ -16,7 +16,7 @@ struct DeviceScale {
 };
 
 // One factor for a whole group.
-struct Same {
+struct UniformScale {
   float inv;
   __device__ float operator()(int) const { return inv; }
 };
@@ -31,8 +31,8 @@ __device__ inline DeviceScale device_scale(std::uint32_t amax_bits, int bits) {
 
 __device__ inline std::uint32_t abs_bits(float v) { return __float_as_uint(v) & 0x7fffffffU; }
 
-// atomicMax, but for the many that come too late to raise it: at one address atomics queue.
-__device__ inline void atomic_raise(std::uint32_t* amax, std::uint32_t v) {
+// atomicMax, without the atomic where the value is no larger: at one address atomics queue.
+__device__ inline void atomic_max(std::uint32_t* amax, std::uint32_t v) {
   if (__ldcg(amax) < v) atomicMax(amax, v);
 }
 
@@ -66,7 +66,7 @@ struct DeviceOffset {
 };
 
 // Reads the counter: after the wait for the kernel before (cuda/launch.h), which may write it. A
-// predicate: a branch would part the code around it.
+// predicate: a branch would divide the code around it.
 __device__ inline DeviceOffset offset_of(const DeviceKey& key) {
   DeviceOffset offset{key.offset_low, key.offset_high};
   asm volatile(

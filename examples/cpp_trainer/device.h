@@ -1,5 +1,5 @@
-// Where a model lives and computes what is not libhot's. A trainer has this already: its tensors,
-// its matrix product, its memory pool. device_cpu.cpp and device_cuda.cu are the smallest that do.
+// A device's memory and the computations that libhot does not do. Real trainers have their own
+// tensors, matrix product and memory pool; device_cpu.cpp and device_cuda.cu are minimal versions.
 #pragma once
 
 #include <hot/hot.h>
@@ -25,12 +25,12 @@ class Device {
   /// Device, stream or threads for libhot's calls, without a key.
   virtual const hot::Context& context() const = 0;
   virtual const hot::Allocator& allocator() const = 0;
-  /// Copies to or from the host, and waits.
+  /// Copies to or from the host and waits for the copy.
   virtual void copy(void* to, const void* from, std::size_t bytes) = 0;
 
   /// c = a b.
   virtual void multiply(const Matrix& a, const Matrix& b, const Matrix& c) = 0;
-  /// y += bias; with `mask` (one byte a value) also ReLU, and where it let through.
+  /// y += bias; with `mask` (one byte a value) also ReLU, whose mask is stored.
   virtual void add_bias(const Matrix& y, const float* bias, std::uint8_t* mask) = 0;
   /// g *= mask.
   virtual void apply_mask(const Matrix& g, const std::uint8_t* mask) = 0;

@@ -25,7 +25,7 @@ void Score::add(const Score& other) {
 }
 
 Mlp::Mlp(Device& device, const std::vector<std::int64_t>& sizes,
-         std::optional<hot::BackwardLinearSpec> spec, std::int64_t most_rows, std::uint64_t seed)
+         std::optional<hot::BackwardLinearSpec> spec, std::int64_t max_rows, std::uint64_t seed)
     : device_(device), spec_(std::move(spec)), seed_(seed), scratch_(device.allocator()) {
   std::mt19937_64 generator(seed);
   for (std::size_t i = 0; i + 1 < sizes.size(); ++i) {
@@ -39,8 +39,8 @@ Mlp::Mlp(Device& device, const std::vector<std::int64_t>& sizes,
                 tensor({out}),
                 tensor({out, in}),
                 tensor({out}),
-                last ? hot::Tensor() : tensor({most_rows, out}, hot::DType::i8),
-                spec_ ? hot::Tensor() : tensor({most_rows, in}),
+                last ? hot::Tensor() : tensor({max_rows, out}, hot::DType::i8),
+                spec_ ? hot::Tensor() : tensor({max_rows, in}),
                 hot::SavedBuffer(device.allocator())};
     std::normal_distribution<float> he(0.0F, std::sqrt(2.0F / static_cast<float>(in)));
     std::vector<float> weights(static_cast<std::size_t>(out * in));
@@ -49,10 +49,10 @@ Mlp::Mlp(Device& device, const std::vector<std::int64_t>& sizes,
     layers_.push_back(std::move(layer));
   }
   const std::int64_t widest = *std::max_element(sizes.begin(), sizes.end());
-  front_ = tensor({most_rows, widest});
-  back_ = tensor({most_rows, widest});
-  losses_ = tensor({most_rows});
-  hits_ = tensor({most_rows});
+  front_ = tensor({max_rows, widest});
+  back_ = tensor({max_rows, widest});
+  losses_ = tensor({max_rows});
+  hits_ = tensor({max_rows});
 }
 
 hot::Tensor Mlp::tensor(std::initializer_list<std::int64_t> shape, hot::DType dtype) const {
@@ -69,7 +69,7 @@ Score Mlp::forward(const float* x, const std::uint8_t* labels, std::int64_t rows
     device_.multiply(in, matrix(layer.w, layer.out, layer.in).transposed(), out);
     device_.add_bias(out, layer.b.data<float>(), layer.mask.data<std::uint8_t>());
     if (training && spec_) {
-      // From here on x itself is not needed: backward reads the compressed one.
+      // x itself is no longer needed: backward reads the compressed one.
       const hot::Key key{seed_, step_, static_cast<std::uint32_t>(i)};
       layer.saved.compress(device_.context().with_key(key), input(in, where), *spec_, scratch_);
       kept += layer.saved.bytes();

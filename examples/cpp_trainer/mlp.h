@@ -11,7 +11,7 @@ namespace trainer {
 
 struct Score {
   double loss = 0;  // sum over the rows
-  double hits = 0;  // rows that are classified right
+  double hits = 0;  // rows classified correctly
   std::int64_t rows = 0;
   void add(const Score& other);
 };
@@ -20,20 +20,20 @@ class Mlp {
  public:
   /// Layers sizes[0] -> sizes[1] -> ...; `spec` absent: fp32. The same seed gives the same weights.
   Mlp(Device& device, const std::vector<std::int64_t>& sizes,
-      std::optional<hot::BackwardLinearSpec> spec, std::int64_t most_rows, std::uint64_t seed);
+      std::optional<hot::BackwardLinearSpec> spec, std::int64_t max_rows, std::uint64_t seed);
 
-  /// One step on x [rows, sizes[0]]; both in the device's memory.
+  /// One step on x [rows, sizes[0]]; x and labels are in the device's memory.
   Score train(const float* x, const std::uint8_t* labels, std::int64_t rows, float rate);
   Score test(const float* x, const std::uint8_t* labels, std::int64_t rows);
 
-  /// Bytes of x that the linear layers kept from forward to backward, at most in any step.
+  /// The most bytes of x that the linear layers kept between forward and backward of a step.
   std::size_t kept_bytes() const { return kept_; }
 
  private:
   struct Layer {
     std::int64_t in, out;
     hot::Tensor w, b, gw, gb, w_velocity, b_velocity;
-    hot::Tensor mask;        // of the ReLU behind it; none behind the last
+    hot::Tensor mask;        // of the ReLU after the layer; the last has none
     hot::Tensor kept;        // fp32: x itself
     hot::SavedBuffer saved;  // HOT: x compressed
   };

@@ -1,6 +1,6 @@
-// The extension module hotcore._jax_ffi: what XLA calls for hotcore.jax. A handler makes views of
-// XLA's buffers, calls libhot once and hands its error on; the same one serves CPU and CUDA, which
-// differ in where they run. XLA's own headers say how a call looks (third_party/README.md).
+// The extension module hotcore._jax_ffi: XLA's handlers for hotcore.jax. A handler makes views of
+// XLA's buffers, calls libhot once and returns its error. CPU and CUDA share the handlers and
+// differ only in the context. XLA's headers define the calling convention (third_party/README.md).
 #include <nanobind/stl/string_view.h>
 
 #include <cstddef>
@@ -21,7 +21,7 @@ namespace hotpy {
 
 namespace ffi = xla::ffi;
 
-// Where a call runs: the context that Python chose last, or XLA's stream.
+// The context of a call: on the CPU the one Python chose last, on CUDA one on XLA's stream.
 struct Cpu {
   hot::Context context() const;
 };
@@ -44,7 +44,7 @@ struct CtxBinding<hotpy::Cuda> {
   using Ctx = hotpy::Cuda;
 };
 
-// The type of a call's context has another name from one version of the headers to the next.
+// The name of the type of a call's context depends on the version of the headers.
 template <>
 struct CtxDecoding<hotpy::Cpu> {
   using Type = hotpy::Cpu;
@@ -80,8 +80,8 @@ using Output = ffi::Result<ffi::AnyBuffer>;
   throw hot::Error(hot::ErrorCode::invalid_argument, message);
 }
 
-// Threads and instruction set of hotcore.set_num_threads and set_isa. XLA calls from threads of its
-// own, so it is read under a lock; a call in flight keeps the threads it began with.
+// Threads and instruction set from hotcore.set_num_threads and set_isa. XLA calls from its own
+// threads, so a lock guards them; a running call keeps the threads it began with.
 class CpuChoice {
  public:
   void set(int threads, std::optional<hot::Isa> isa) {
@@ -92,7 +92,7 @@ class CpuChoice {
   }
   hot::Context get() {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (!context_) {  // threads are started by the first call that needs them
+    if (!context_) {  // the first call that needs threads starts them
       context_ = hot::Context::cpu(threads_);
       if (isa_) context_ = context_->with_isa(*isa_);
     }
@@ -127,7 +127,7 @@ hot::DType dtype_of(const Buffer& buffer, const char* name) {
   }
 }
 
-// XLA's buffers are dense and row-major unless something else is asked for.
+// XLA's buffers are dense and row-major unless a handler asks for another layout.
 template <class View>
 View view(const Buffer& buffer, hot::Device device, const char* name) {
   const auto dims = buffer.dimensions();
@@ -148,21 +148,21 @@ View view(const Buffer& buffer, hot::Device device, const char* name) {
   return out;
 }
 
-// An output without elements is one that is not wanted; there is nothing to write in either case.
+// An empty output means that it is not wanted; either way there is nothing to write.
 std::optional<hot::TensorView> wanted(Output& output, hot::Device device, const char* name) {
   if (output->element_count() == 0) return std::nullopt;
   return view<hot::TensorView>(*output, device, name);
 }
 
-// On the CPU memory of the call's own, since its size goes with the number of threads, which may
-// have changed; on CUDA what XLA was asked for.
+// Scratch. On the CPU the call allocates it, because its size depends on the number of threads,
+// which may have changed; on CUDA XLA has allocated it.
 hot::Workspace workspace_of(const Scratch& own, Output& scratch) {
   if (own.get().data != nullptr) return own.get();
   return {scratch->untyped_data(), scratch->size_bytes()};
 }
 
-// The two words of a seed, low one first, are the number that is added to a key's offset. They are
-// read where they are, when the work runs: nothing is copied from a device.
+// The two words of a seed, low word first, are added to a key's offset. They are read in place when
+// the work runs: nothing is copied from the device.
 hot::Key key_of(const Buffer& seed) {
   if (seed.element_type() != ffi::DataType::U32 || seed.element_count() != 2) {
     invalid("seed: expected two uint32 words");
@@ -179,7 +179,7 @@ T attribute(const ffi::Dictionary& attributes, const char* name) {
   return *value;
 }
 
-// HotConfig's fields, as the call's attributes.
+// The fields of HotConfig are attributes of the call.
 hot::BackwardLinearSpec spec_of(const ffi::Dictionary& attributes) {
   const auto text = [&](const char* name) { return attribute<std::string_view>(attributes, name); };
   const auto number = [&](const char* name) {
@@ -208,7 +208,7 @@ ffi::ErrorCode code_of(hot::ErrorCode code) {
   }
 }
 
-// XLA is no place for exceptions.
+// Exceptions must not reach XLA.
 template <class Call>
 ffi::Error guarded(const Call& call) {
   try {
@@ -250,7 +250,7 @@ ffi::Error backward_linear(Where where, ffi::Dictionary attributes, Buffer gy, B
     const auto gxv = wanted(gx, device, "gx");
     const auto gwv = wanted(gw, device, "gw");
     const auto gbv = wanted(gb, device, "gb");
-    if (!gxv && !gwv && !gbv) return;  // no tokens, and g_x alone
+    if (!gxv && !gwv && !gbv) return;  // no tokens, and only g_x is wanted
     hot::ConstTensorView wv;
     if (gxv) wv = view<hot::ConstTensorView>(w, device, "w");
     hot::ConstSavedActivation kept;
@@ -271,10 +271,11 @@ ffi::Error backward_linear(Where where, ffi::Dictionary attributes, Buffer gy, B
   });
 }
 
-// The order of a function's parameters says what XLA passes.
+// A function's parameters, in order, are what XLA passes.
 template <auto function>
 XLA_FFI_Error* handler(XLA_FFI_CallFrame* frame) {
-  static const ffi::Ffi& bound = *ffi::Ffi::BindTo(function).release();  // as cpu_choice()
+  static const ffi::Ffi& bound =
+      *ffi::Ffi::BindTo(function).release();  // never destroyed, as cpu_choice()
   return bound.Call(frame);
 }
 

@@ -1,4 +1,5 @@
-// One function of libhot, one binding. Views are made with the GIL held, the work runs without it.
+// One binding for each function of libhot. Views are made with the GIL held; the work runs without
+// it.
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
@@ -25,9 +26,10 @@ namespace {
 using namespace nb::literals;
 using Text = std::string_view;
 
-// Lets other threads of the interpreter run while it lives. Before Python 3.14 a daemon thread that
-// comes back when the interpreter has ended is ended by pthread_exit, which unwinds its stack; from
-// here the process would be aborted. It waits for the end of the process instead, as from 3.14 on.
+// Releases the GIL while it lives. Before Python 3.14 a daemon thread that takes the GIL again
+// after the interpreter has ended is ended by pthread_exit, which unwinds its stack; unwinding
+// through this code would abort the process. The thread blocks until the process ends instead, as
+// in 3.14.
 class Gil {
  public:
   Gil() : state_(PyEval_SaveThread()) {}
@@ -49,7 +51,7 @@ class Gil {
   PyThreadState* state_;
 };
 
-// hot::Context as Python holds it: made once for a device, a stream and a number of threads.
+// Python's hot::Context: made once for a device, a stream and a number of threads.
 struct CoreContext {
   hot::Context context;
 
@@ -75,7 +77,7 @@ void init_spec(Spec* self, int hadamard_block, int gx_bits, Text gx_scale, Text 
   new (self) Spec{std::move(s)};
 }
 
-// A spec by the names of HotConfig's fields, but for rows and the token layout.
+// The fields of a spec by HotConfig's names, except rows and the token layout.
 nb::dict fields_of(const hot::BackwardLinearSpec& s) {
   nb::dict fields;
   fields["hadamard_block"] = s.hadamard_block;
@@ -89,14 +91,14 @@ nb::dict fields_of(const hot::BackwardLinearSpec& s) {
   fields["gw_scale"] = hot::grad_scale_name(s.gw_scale);
   fields["gw_rounding"] = hot::rounding_name(s.gw_rounding);
   fields["storage"] = hot::storage_name(s.storage);
-  const bool channel = s.x_scale == hot::Granularity::row;  // Python's name for it
+  const bool channel = s.x_scale == hot::Granularity::row;  // Python calls it "channel"
   fields["x_scale"] = channel ? "channel" : hot::granularity_name(s.x_scale);
   fields["x_rounding"] = hot::rounding_name(s.x_rounding);
   fields["equalize_tokens"] = s.equalize_tokens;
   return fields;
 }
 
-// What a recipe changes from the defaults.
+// The fields that a recipe changes from the defaults.
 nb::dict recipe(Text name) {
   const nb::dict defaults = fields_of({});
   nb::dict changed;
@@ -106,7 +108,7 @@ nb::dict recipe(Text name) {
   return changed;
 }
 
-// Tokens of x [..., I]: what its leading dimensions hold.
+// Tokens of x [..., I]: the product of its leading dimensions.
 std::int64_t leading(const hot::ConstTensorView& x) {
   std::int64_t tokens = 1;
   for (int i = 0; i + 1 < x.ndim; ++i) tokens *= x.shape[i];
@@ -191,7 +193,7 @@ void gemm(const CoreContext& c, const In& a, const In& b, std::int64_t k, const 
   const hot::TensorView ov = view(out, "out");
   const hot::GemmSpec spec{divisor, accumulate};
   const Scratch scratch(c.context, workspace, [&]() -> std::size_t {
-    // 0 where the call below says what is wrong
+    // 0 if the arguments are bad: the call below raises
     if (av.ndim != 2 || bv.ndim != 2 || (k >= 0 && (k + 1) / 2 != av.shape[1])) return 0;
     return hot::gemm_workspace(c.context, av.shape[0], bv.shape[0], k < 0 ? av.shape[1] : k);
   });
@@ -229,8 +231,8 @@ std::size_t compress_activation_workspace(const CoreContext& c, std::int64_t tok
   return hot::compress_activation_workspace(c.context, tokens, in_features, s.spec);
 }
 
-// A compressed activation of these sizes. Its buffer comes without a format: who calls from Python
-// keeps the configuration beside it, and hotcore.backward_linear compares it.
+// A compressed activation of these sizes. Its buffer has no format of its own: Python keeps the
+// configuration beside it, and hotcore.backward_linear compares that.
 hot::ConstSavedActivation kept_view(const In& array, const char* name, std::int64_t tokens,
                                     std::int64_t in_features, const hot::BackwardLinearSpec& spec) {
   hot::ConstSavedActivation out = saved_view(array, name);
@@ -245,7 +247,7 @@ void compress_activation(const CoreContext& c, const In& x, const Spec& s, const
   const hot::ConstTensorView xv = view(x, "x");
   const hot::SavedActivation saved_out = saved_view(saved, "saved");
   const Scratch scratch(c.context, workspace, [&]() -> std::size_t {
-    if (xv.ndim < 2) return 0;  // the call below says what is wrong
+    if (xv.ndim < 2) return 0;  // the call below raises
     return hot::compress_activation_workspace(c.context, leading(xv), xv.shape[xv.ndim - 1],
                                               s.spec);
   });
@@ -278,7 +280,7 @@ void quantize_weight(const CoreContext& c, const In& w, const Spec& s, const Out
   const hot::ConstTensorView wv = view(w, "w");
   const hot::SavedActivation bytes = saved_view(out, "out");
   const Scratch scratch(c.context, workspace, [&]() -> std::size_t {
-    if (wv.ndim != 2) return 0;  // the call below says what is wrong
+    if (wv.ndim != 2) return 0;  // the call below raises
     return hot::quantize_weight_workspace(c.context, wv.shape[0], wv.shape[1], s.spec);
   });
   Gil release;
@@ -327,6 +329,61 @@ void backward_linear(const CoreContext& c, const In& gy, const In& w, const In& 
   } else {
     hot::backward_linear(context, gyv, wv, sv, s.spec, outputs, scratch.get());
   }
+}
+
+std::size_t forward_weight_bytes(std::int64_t out_features, std::int64_t in_features,
+                                 const hot::ForwardLinearSpec& spec) {
+  return hot::forward_weight_bytes(out_features, in_features, spec);
+}
+
+void quantize_forward_weight(const CoreContext& c, const In& w, const hot::ForwardLinearSpec& spec,
+                             const Out& out) {
+  const hot::ConstTensorView wv = view(w, "w");
+  const hot::SavedActivation bytes = saved_view(out, "out");
+  Gil release;
+  hot::quantize_forward_weight(c.context, wv, spec, {bytes.data, bytes.bytes});
+}
+
+std::size_t forward_linear_workspace(const CoreContext& c, std::int64_t tokens,
+                                     std::int64_t out_features, std::int64_t in_features,
+                                     const hot::ForwardLinearSpec& spec, bool quantized_weight) {
+  return hot::forward_linear_workspace(c.context, {tokens, out_features, in_features}, spec,
+                                       quantized_weight);
+}
+
+// w, or in its place what quantize_forward_weight left (`quantized_weight`).
+void forward_linear(const CoreContext& c, const In& x, const In& w, const In& bias,
+                    const hot::ForwardLinearSpec& spec, const Out& y, const Out& workspace,
+                    const In& quantized_weight) {
+  const hot::ConstTensorView xv = view(x, "x");
+  const hot::ConstTensorView wv = view(w, "w");
+  const hot::ConstTensorView bv = view(bias, "bias");
+  const hot::TensorView yv = view(y, "y");
+  const bool quantized = quantized_weight.is_valid();
+  const std::int64_t in_features = xv.ndim >= 2 ? xv.shape[xv.ndim - 1] : 0;
+  const std::int64_t out_features = yv.ndim >= 2 ? yv.shape[yv.ndim - 1] : 0;
+  const hot::ConstSavedActivation bytes = saved_view(quantized_weight, "quantized_weight");
+  const Scratch scratch(c.context, workspace, [&]() -> std::size_t {
+    if (xv.ndim < 2 || yv.ndim < 2) return 0;  // the call below says what is wrong
+    return hot::forward_linear_workspace(c.context, {leading(xv), out_features, in_features}, spec,
+                                         quantized);
+  });
+  Gil release;
+  if (quantized) {
+    const hot::ConstQuantizedWeight qv{bytes.data, bytes.bytes, out_features, in_features,
+                                       hot::forward_weight_format(spec)};
+    hot::forward_linear(c.context, xv, qv, bv, spec, yv, scratch.get());
+  } else {
+    hot::forward_linear(c.context, xv, wv, bv, spec, yv, scratch.get());
+  }
+}
+
+std::pair<bool, std::string> forward_supported(const CoreContext& c, std::int64_t tokens,
+                                               std::int64_t out_features, std::int64_t in_features,
+                                               const hot::ForwardLinearSpec& spec) {
+  const hot::Support support =
+      hot::forward_supported(c.context, {tokens, out_features, in_features}, spec);
+  return {support.ok, support.why};
 }
 
 std::pair<bool, std::string> supported(const CoreContext& c, std::int64_t tokens,
@@ -382,9 +439,22 @@ nb::dict explanation(const hot::Explanation& e) {
 
 nb::dict explain(Text device, std::int64_t tokens, std::int64_t out_features,
                  std::int64_t in_features, const Spec& s, Text dtype, Text gw_dtype, bool compress,
-                 bool gx, bool gw, bool gb, bool accumulate, bool quantized_weight, bool wgmma) {
-  const hot::ExplainOptions options{float_of(dtype), float_of(gw_dtype), compress, gx, gw, gb,
-                                    accumulate,      quantized_weight,   wgmma};
+                 bool gx, bool gw, bool gb, bool accumulate, bool quantized_weight, bool wgmma,
+                 const hot::ForwardLinearSpec* forward, bool bias, bool quantized_forward_weight) {
+  hot::ExplainOptions options;
+  options.dtype = float_of(dtype);
+  options.gw_dtype = float_of(gw_dtype);
+  options.compress = compress;
+  options.gx = gx;
+  options.gw = gw;
+  options.gb = gb;
+  options.accumulate = accumulate;
+  options.quantized_weight = quantized_weight;
+  options.wgmma = wgmma;
+  options.y = forward != nullptr;
+  if (forward != nullptr) options.forward = *forward;
+  options.bias = bias;
+  options.quantized_forward_weight = quantized_forward_weight;
   return explanation(hot::explain(device, {tokens, out_features, in_features}, s.spec, options));
 }
 
@@ -433,13 +503,22 @@ void bind_ops(nb::module_& m) {
            "grid_w"_a, "prefix_tokens"_a, "gw_scale"_a, "gw_rounding"_a, "storage"_a, "x_scale"_a,
            "x_rounding"_a, "equalize_tokens"_a);
 
+  nb::class_<hot::ForwardLinearSpec>(m, "ForwardLinearSpec", "How forward_linear quantises.")
+      .def(
+          "__init__",
+          [](hot::ForwardLinearSpec* self, int hadamard_block) {
+            new (self) hot::ForwardLinearSpec{hadamard_block};
+          },
+          nb::kw_only(), "hadamard_block"_a = hot::ForwardLinearSpec{}.hadamard_block)
+      .def_ro("hadamard_block", &hot::ForwardLinearSpec::hadamard_block);
+
   m.def("recipe", &recipe, "name"_a);
   m.def("recipe_names", &hot::recipe_names);
   m.def("saved_format", [](const Spec& s) { return hot::saved_format(s.spec); }, "spec"_a);
   m.def("weight_format", [](const Spec& s) { return hot::weight_format(s.spec); }, "spec"_a);
 
-  // Every array is .noconvert(): nanobind would otherwise copy a wrong-typed output, have it
-  // written, and drop it.
+  // Every array is .noconvert(): otherwise nanobind would copy an output of the wrong type, have
+  // the copy written, and drop it.
   m.def("fwht", &fwht, "context"_a, "x"_a.noconvert(), "axis"_a, "block"_a, "out"_a.noconvert());
   m.def("hla", &hla, "context"_a, "x"_a.noconvert(), "basis"_a, "block"_a, "rank"_a, "rows"_a,
         "grid_h"_a, "grid_w"_a, "prefix_tokens"_a, "side"_a, "key"_a, "out"_a.noconvert());
@@ -479,10 +558,23 @@ void bind_ops(nb::module_& m) {
         "saved_key"_a, "spec"_a, "key"_a, "gx"_a.noconvert().none(), "gw"_a.noconvert().none(),
         "gb"_a.noconvert().none(), "accumulate"_a, "workspace"_a.noconvert().none() = nb::none(),
         "quantized_weight"_a.noconvert().none() = nb::none());
+  m.def("forward_weight_format", &hot::forward_weight_format, "spec"_a);
+  m.def("forward_weight_bytes", &forward_weight_bytes, "out_features"_a, "in_features"_a, "spec"_a);
+  m.def("quantize_forward_weight", &quantize_forward_weight, "context"_a, "w"_a.noconvert(),
+        "spec"_a, "out"_a.noconvert());
+  m.def("forward_linear_workspace", &forward_linear_workspace, "context"_a, "tokens"_a,
+        "out_features"_a, "in_features"_a, "spec"_a, "quantized_weight"_a);
+  m.def("forward_linear", &forward_linear, "context"_a, "x"_a.noconvert(), "w"_a.noconvert().none(),
+        "bias"_a.noconvert().none(), "spec"_a, "y"_a.noconvert(),
+        "workspace"_a.noconvert().none() = nb::none(),
+        "quantized_weight"_a.noconvert().none() = nb::none());
+  m.def("forward_supported", &forward_supported, "context"_a, "tokens"_a, "out_features"_a,
+        "in_features"_a, "spec"_a);
   m.def("explain_devices", &hot::explain_devices);
   m.def("explain", &explain, "device"_a, "tokens"_a, "out_features"_a, "in_features"_a, "spec"_a,
         "dtype"_a, "gw_dtype"_a, "compress"_a, "gx"_a, "gw"_a, "gb"_a, "accumulate"_a,
-        "quantized_weight"_a, "wgmma"_a);
+        "quantized_weight"_a, "wgmma"_a, "forward"_a.none() = nb::none(), "bias"_a = true,
+        "quantized_forward_weight"_a = false);
   m.def("explain_gemm", &explain_gemm, "device"_a, "m"_a, "n"_a, "k"_a, "out_dtype"_a, "int4"_a,
         "accumulate"_a, "wgmma"_a);
   m.def("supported", &supported, "context"_a, "tokens"_a, "out_features"_a, "in_features"_a,

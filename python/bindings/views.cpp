@@ -13,7 +13,7 @@ namespace {
   throw hot::Error(hot::ErrorCode::invalid_argument, message);
 }
 
-// DLPack's numbers, written out: nanobind's own names for them moved between versions.
+// DLPack's numbers as literals: nanobind's names for them differ between versions.
 constexpr int code_int = 0, code_uint = 1, code_float = 2, code_bfloat = 4, code_complex = 5,
               code_bool = 6;
 constexpr int device_cpu = 1, device_cuda = 2, device_cuda_host = 3, device_cuda_managed = 13;
@@ -128,7 +128,7 @@ hot::ConstSavedActivation saved_view(const In& array, const char* name) {
   if (!array.is_valid()) return out;
   const hot::ConstTensorView v = view(array, name);
   check_bytes(v, name);
-  // An empty torch tensor has no address, but "nothing was kept" is not "nothing was passed".
+  // An empty torch tensor has a null address, but it must not count as an absent argument.
   alignas(16) static constexpr unsigned char nothing[16] = {};
   out.data = v.data != nullptr ? v.data : nothing;
   out.bytes = static_cast<std::size_t>(v.shape[0]);
@@ -205,7 +205,7 @@ hot::BackwardLinearSpec make_spec(int hadamard_block, int gx_bits, std::string_v
   s.gw_scale = parse_grad_scale("gw_scale", gw_scale);
   s.gw_rounding = parse_rounding("gw_rounding", gw_rounding);
   s.storage = parse_storage("storage", storage);
-  // "channel" is what Python calls it; in the stored matrix a channel is a row.
+  // Python says "channel"; a channel is a row of the stored matrix.
   s.x_scale = x_scale == "channel" ? hot::Granularity::row : parse_granularity("x_scale", x_scale);
   s.x_rounding = parse_rounding("x_rounding", x_rounding);
   s.equalize_tokens = equalize_tokens;

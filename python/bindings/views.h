@@ -1,4 +1,4 @@
-// From what Python passes (any DLPack array or capsule, names, keys) to what libhot takes.
+// Conversions from Python's arguments (DLPack arrays or capsules, names, keys) to libhot's types.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -16,7 +16,7 @@ namespace hotpy {
 
 namespace nb = nanobind;
 
-// Arrays cross as they are: dtype and shape are looked at here, nothing is ever converted.
+// Arrays are passed on as they are: dtype and shape are checked here, nothing is converted.
 using In = nb::ndarray<nb::ro>;
 using Out = nb::ndarray<>;
 // seed, offset, stream and the counter's address
@@ -53,8 +53,8 @@ hot::BackwardLinearSpec make_spec(int hadamard_block, int gx_bits, std::string_v
                                   std::string_view storage, std::string_view x_scale,
                                   std::string_view x_rounding, bool equalize_tokens);
 
-// Scratch of one call: the caller's array, or on the CPU, without one, memory of its own, of the
-// size that is asked for only then.
+// Scratch of one call: the caller's array or, on the CPU without one, its own memory, whose size is
+// computed only then.
 class Scratch {
  public:
   template <class Size>

@@ -51,6 +51,11 @@ class Spec:
         equalize_tokens: bool,
     ) -> None: ...
 
+class ForwardLinearSpec:
+    def __init__(self, *, hadamard_block: int = 64) -> None: ...
+    @property
+    def hadamard_block(self) -> int: ...
+
 def recipe(name: str) -> dict[str, Any]: ...
 def recipe_names() -> list[str]: ...
 def saved_format(spec: Spec) -> int: ...
@@ -181,6 +186,36 @@ def backward_linear(
 def supported(
     context: CoreContext, tokens: int, out_features: int, in_features: int, spec: Spec
 ) -> tuple[bool, str]: ...
+def forward_weight_format(spec: ForwardLinearSpec) -> int: ...
+def forward_weight_bytes(out_features: int, in_features: int, spec: ForwardLinearSpec) -> int: ...
+def quantize_forward_weight(
+    context: CoreContext, w: _Array, spec: ForwardLinearSpec, out: _Array
+) -> None: ...
+def forward_linear_workspace(
+    context: CoreContext,
+    tokens: int,
+    out_features: int,
+    in_features: int,
+    spec: ForwardLinearSpec,
+    quantized_weight: bool,
+) -> int: ...
+def forward_linear(
+    context: CoreContext,
+    x: _Array,
+    w: _Array | None,
+    bias: _Array | None,
+    spec: ForwardLinearSpec,
+    y: _Array,
+    workspace: _Array | None = None,
+    quantized_weight: _Array | None = None,
+) -> None: ...
+def forward_supported(
+    context: CoreContext,
+    tokens: int,
+    out_features: int,
+    in_features: int,
+    spec: ForwardLinearSpec,
+) -> tuple[bool, str]: ...
 def explain_devices() -> list[str]: ...
 def explain(
     device: str,
@@ -197,6 +232,9 @@ def explain(
     accumulate: bool,
     quantized_weight: bool,
     wgmma: bool,
+    forward: ForwardLinearSpec | None = None,
+    bias: bool = True,
+    quantized_forward_weight: bool = False,
 ) -> dict[str, Any]: ...
 def explain_gemm(
     device: str,

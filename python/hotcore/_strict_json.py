@@ -14,13 +14,13 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-LARGEST_TEXT = 1 << 20
+MAX_TEXT_LENGTH = 1 << 20
 """Bytes of a configuration's text."""
 
-LARGEST_FILE = 64 << 20
+MAX_FILE_BYTES = 64 << 20
 """Bytes of a plan's file: some 4,000 layers with their patterns."""
 
-DEEPEST = 16
+MAX_DEPTH = 16
 """Lists and objects inside each other."""
 
 _DIGITS = 20  # of a 64-bit number with its sign
@@ -34,8 +34,8 @@ def parse(text: str, name: str) -> Any:
         bracket = token.group()
         if bracket in ("[", "{"):
             depth += 1
-            if depth > DEEPEST:
-                raise ValueError(f"{name}: JSON nested deeper than {DEEPEST} at {token.start()}")
+            if depth > MAX_DEPTH:
+                raise ValueError(f"{name}: JSON nested deeper than {MAX_DEPTH} at {token.start()}")
         elif bracket in ("]", "}"):
             depth -= 1
 
@@ -59,11 +59,11 @@ def parse(text: str, name: str) -> Any:
 
 
 def read(path: str | Path, name: str) -> Any:
-    """Return what a file of at most :data:`LARGEST_FILE` bytes holds."""
+    """Return what a file of at most :data:`MAX_FILE_BYTES` bytes holds."""
     with Path(path).open("rb") as file:
-        content = file.read(LARGEST_FILE + 1)
-    if len(content) > LARGEST_FILE:
-        raise ValueError(f"{name}: larger than {LARGEST_FILE} bytes")
+        content = file.read(MAX_FILE_BYTES + 1)
+    if len(content) > MAX_FILE_BYTES:
+        raise ValueError(f"{name}: larger than {MAX_FILE_BYTES} bytes")
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -23,6 +23,7 @@ WeightScale = Literal["column", "tensor"]
 GwScale = Literal["channel", "tensor", "token"]
 XScale = Literal["channel", "tensor"]
 Storage = Literal["int8", "int4", "rht4", "rht2"]
+Forward = Literal["plain", "int8"]
 
 
 class HotConfigFields(TypedDict, total=False):
@@ -45,6 +46,9 @@ class HotConfigFields(TypedDict, total=False):
     x_scale: XScale
     x_rounding: Rounding
     equalize_tokens: bool
+    forward: Forward
+    forward_block: int
+    forward_in_eval: bool
 
 
 RECIPES = cast(
@@ -102,6 +106,11 @@ def _tuple(name: str, value: Any, expected: str) -> tuple[Any, ...]:
         raise TypeError(f"{name}: expected {expected}, got {value!r}") from None
 
 
+_INTS = ("hadamard_block", "gx_bits", "rank", "block", "prefix_tokens", "forward_block")
+_FORWARD = ("forward", "forward_block", "forward_in_eval")
+"""Fields of the forward pass, of which a backward pass knows nothing."""
+
+
 def _is_power_of_two(value: int) -> bool:
     return value > 0 and value & (value - 1) == 0
 
@@ -133,6 +142,10 @@ class HotConfig:
         x_rounding: rounding of x; ``"stochastic"`` for rht4 and rht2.
         equalize_tokens: divide every token of x by a power of two of about its size before it is
             kept, and multiply that of g_y by it for g_w: exact.
+        forward: how ``y = x w^T + b`` is computed: ``"plain"``, by the framework's own product, or
+            ``"int8"``, by :func:`hotcore.forward_linear`. Gradients pass straight through it.
+        forward_block: block of its Hadamard transform along I; power of two, 1 (none) to 256.
+        forward_in_eval: whether modules keep ``forward`` in eval mode, where they are else plain.
 
     Storage rht4 and rht2 and ``equalize_tokens`` run on the CPU only.
 
@@ -156,6 +169,9 @@ class HotConfig:
     x_scale: XScale = "channel"
     x_rounding: Rounding = "stochastic"
     equalize_tokens: bool = False
+    forward: Forward = "plain"
+    forward_block: int = 64
+    forward_in_eval: bool = False
 
     if TYPE_CHECKING:
         json: str = dataclasses.field(init=False)
@@ -163,7 +179,7 @@ class HotConfig:
 
     def __post_init__(self) -> None:
         """Check every field."""
-        for name in ("hadamard_block", "gx_bits", "rank", "block", "prefix_tokens"):
+        for name in _INTS:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool):
                 raise TypeError(f"{name}: expected an int, got {value!r}")
@@ -177,10 +193,15 @@ class HotConfig:
         self._choice("storage", get_args(Storage))
         self._choice("x_scale", get_args(XScale))
         self._choice("x_rounding", get_args(Rounding))
-        if not (_is_power_of_two(self.hadamard_block) and self.hadamard_block <= 256):
-            raise ValueError(
-                f"hadamard_block: {self.hadamard_block} is no power of two from 1 to 256"
-            )
+        self._choice("forward", get_args(Forward))
+        for name in ("hadamard_block", "forward_block"):
+            value = getattr(self, name)
+            if not (_is_power_of_two(value) and value <= 256):
+                raise ValueError(f"{name}: {value} is no power of two from 1 to 256")
+        if not isinstance(self.forward_in_eval, bool):
+            raise TypeError(f"forward_in_eval: expected a bool, got {self.forward_in_eval!r}")
+        if self.forward_in_eval and self.forward == "plain":
+            raise ValueError("forward_in_eval: needs forward='int8'; a plain forward is plain")
         if self.gx_bits not in (4, 8):
             raise ValueError(f"gx_bits: {self.gx_bits}; expected 4 or 8")
         if not (_is_power_of_two(self.block) and 2 <= self.block <= 64):
@@ -301,8 +322,8 @@ class HotConfig:
         """
         if not isinstance(text, str):
             raise TypeError(f"text: expected a str, got {type(text).__name__}")
-        if len(text) > _strict_json.LARGEST_TEXT:
-            raise ValueError(f"text: longer than {_strict_json.LARGEST_TEXT} characters")
+        if len(text) > _strict_json.MAX_TEXT_LENGTH:
+            raise ValueError(f"text: longer than {_strict_json.MAX_TEXT_LENGTH} characters")
         fields = _strict_json.parse(text, "text")
         if not isinstance(fields, dict):
             raise ValueError(f"text: expected a JSON object, got {type(fields).__name__}")
@@ -319,8 +340,12 @@ class HotConfig:
             raise ValueError(f"text: {error}") from None
 
     def spec_fields(self) -> dict[str, Any]:
-        """All fields as the bindings take them: texts, numbers and lists of numbers."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        """The backward's fields as bindings take them: texts, numbers and lists of numbers."""
+        fields = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name not in _FORWARD
+        }
         grid_h, grid_w = fields.pop("token_grid") or (0, 0)
         rows = list(fields.pop("rows") or ())
         return {**fields, "rows": rows, "grid_h": grid_h, "grid_w": grid_w}
@@ -329,6 +354,11 @@ class HotConfig:
     def spec(self) -> _core.Spec:
         """The same settings as libhot takes them (made once)."""
         return _core.Spec(**self.spec_fields())
+
+    @cached_property
+    def forward_spec(self) -> _core.ForwardLinearSpec:
+        """The forward's settings as libhot takes them (made once)."""
+        return _core.ForwardLinearSpec(hadamard_block=self.forward_block)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is cached (the libhot object cannot be pickled)."""
@@ -346,12 +376,19 @@ class HotConfig:
         """Show the recipe, or the fields that differ from the defaults."""
         if self.name != "custom":
             return f"HotConfig.recipe({self.name!r})"
-        changed = (
+        backward = dataclasses.replace(
+            self, forward="plain", forward_block=HotConfig.forward_block, forward_in_eval=False
+        )
+        recipe = backward.name
+        base = HotConfig() if recipe == "custom" else HotConfig.recipe(recipe)
+        changed = [
             f"{field.name}={getattr(self, field.name)!r}"
             for field in dataclasses.fields(self)
-            if getattr(self, field.name) != field.default
-        )
-        return f"HotConfig({', '.join(changed)})"
+            if getattr(self, field.name) != getattr(base, field.name)
+        ]
+        if recipe == "custom":
+            return f"HotConfig({', '.join(changed)})"
+        return f"HotConfig.recipe({', '.join([repr(recipe), *changed])})"
 
 
 ConfigLike = HotConfig | RecipeName

@@ -73,7 +73,7 @@ def set_num_threads(threads: int) -> None:
         raise ValueError(f"threads: {threads} is negative")
     _get(threads, _isa, -1, 0)  # fails before anything is changed
     _threads = threads
-    _tell_followers()
+    _notify_followers()
 
 
 def isa() -> str:
@@ -90,7 +90,7 @@ def set_isa(name: str | None) -> None:
     wanted = name or ""
     _get(_threads, wanted, -1, 0)
     _isa = wanted
-    _tell_followers()
+    _notify_followers()
 
 
 _followers: list[Callable[[int, str], None]] = []
@@ -105,7 +105,7 @@ def follow_cpu(follower: Callable[[int, str], None]) -> None:
     _followers.append(follower)
 
 
-def _tell_followers() -> None:
+def _notify_followers() -> None:
     for follower in _followers:
         follower(_threads, _isa)
 

@@ -1,4 +1,6 @@
-"""What :func:`hotcore.compress_activation` keeps of x, and :func:`hotcore.quantize_weight` of w."""
+"""What :func:`hotcore.compress_activation` keeps of x, and :func:`hotcore.quantize_weight` and
+:func:`hotcore.quantize_forward_weight` of w.
+"""
 
 from __future__ import annotations
 
@@ -101,6 +103,19 @@ class Saved:
 @dataclasses.dataclass(frozen=True)
 class QuantizedWeight:
     """w as the product of g_x takes it: codes ``[I, Kp]`` and I scales, as one uint8 vector.
+
+    Good for as long as w keeps its values.
+    """
+
+    data: arrays.Array
+    out_features: int
+    in_features: int
+    config: HotConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedForwardWeight:
+    """w as the product of y takes it: codes of its rows and O scales, as one uint8 vector.
 
     Good for as long as w keeps its values.
     """

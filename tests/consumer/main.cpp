@@ -1,6 +1,6 @@
-// Backward of one linear layer through an installed libhot, checked against the plain products;
-// with
-// --cuda the same on a GPU, to the bit.
+// Backward of one linear layer through an installed libhot, checked against the plain products.
+// With
+// --cuda the same on a GPU, compared bit for bit.
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -134,7 +134,7 @@ bool run(const Place& place, const Floats& gy, const Floats& w, const Floats& x)
 
 template <class Call>
 bool refuses(const char* what, const char* words, const Call& call) {
-  try {  // exceptions of the library arrive here as what they are
+  try {  // the library's exceptions keep their type across the boundary
     call();
   } catch (const hot::Error& error) {
     std::printf("expected error: %s\n", error.what());
@@ -162,7 +162,7 @@ bool errors(const Place& place) {
   return ok;
 }
 
-// Owning memory: given back once, whoever holds it last; null is an error.
+// Owning memory: freed once, by the last owner; null is an error.
 bool ownership() {
   int held = 0, taken = 0;
   const hot::Allocator host = hot::host_allocator();

@@ -1,5 +1,5 @@
-// Golden vectors: made by tests/golden/make_golden.py from hotcore.reference, which is written from
-// docs/numerics.md and not from this library. The script describes the files' format.
+// Golden vectors. tests/golden/make_golden.py makes them with hotcore.reference, which was written
+// from docs/numerics.md and not from this library. The script describes the file format.
 #pragma once
 
 #include <fstream>

@@ -1,4 +1,4 @@
-// What the C++ tests share: seeded inputs, arrays with poisoned margins, plain products.
+// Shared by the C++ tests: seeded inputs, arrays with poisoned margins, plain products.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -64,8 +64,8 @@ inline std::vector<std::int8_t> codes(std::int64_t count, int limit) {
   return values;
 }
 
-// A float matrix inside poisoned memory: rows `ld` apart, a margin before and after. What a call
-// writes outside of the matrix is found by `margins_intact`.
+// A float matrix inside poisoned memory: rows `ld` apart, a margin before and after it.
+// `margins_intact` finds writes outside of the matrix.
 template <class T>
 class Matrix {
  public:
@@ -160,8 +160,8 @@ inline hot::Context cpu(int threads = 2) {
   return hot::Context::cpu(threads).with_key({0x123456789ABCDEFULL, 7, 5});
 }
 
-// A key whose offset is parted between itself and a counter, beside the same key without one. The
-// sum passes 2^64 as often as not.
+// A key whose offset is split between itself and a counter, and the equal key without a counter.
+// The sum overflows 2^64 in half of the runs.
 struct CountedKey {
   std::uint64_t counter = generator()();
   hot::Key plain{generator()(), generator()(), static_cast<std::uint32_t>(random_int(0, 8191))};
@@ -193,7 +193,7 @@ struct Layer {
   std::vector<char> saved;
   hot::SavedLayout layout;
   hot::Key key{};
-  std::uint64_t format = 0;  // of what was compressed last
+  std::uint64_t format = 0;  // of the last compression
 
   Layer(std::int64_t tokens, std::int64_t out, std::int64_t in, hot::BackwardLinearSpec s)
       : L(tokens),

@@ -61,7 +61,8 @@ TEST(BackwardLinear, golden) {
                          scratch.workspace());
     if (need_gx) gx.check("gx");
     gw.check("gw");
-    // A sum has a bound, not bits: a few roundings of it and one of the output's type.
+    // A floating-point sum has a bound, not exact bits: a few roundings and one of the output's
+    // type.
     const GoldenInput expected(gb.expected);
     std::vector<float> sums(static_cast<std::size_t>(shape.out_features)), right = sums;
     hot::fwht(context, gb.view, 0, 1, as_vector(sums, DType::f32));
@@ -80,7 +81,7 @@ TEST(BackwardLinear, golden) {
 }
 
 TEST(BackwardLinear, close_to_the_plain_product) {
-  // Relative error of a Gaussian layer; one-step bounds with room, they find a wrong factor or row.
+  // Relative error of a Gaussian layer. The bounds are loose but find a wrong factor or row.
   const struct {
     const char* name;
     double gx, gw;
@@ -271,7 +272,7 @@ TEST(BackwardLinear, quantized_weight_gives_the_same_bits) {
     Scratch for_weight(hot::quantize_weight_workspace(cpu(), O, I, layer.spec));
     const hot::ConstQuantizedWeight quantized =
         hot::quantize_weight(cpu(), w.view(), layer.spec, {codes, bytes}, for_weight.workspace());
-    EXPECT_EQ(codes[bytes], static_cast<char>(0xA5));  // nothing behind its end
+    EXPECT_EQ(codes[bytes], static_cast<char>(0xA5));  // nothing past its end
     const auto gx = layer.gx.values(), gw = layer.gw.values();
     layer.gx.fill(std::vector<float>(gx.size(), -7.0F));
     layer.gw.fill(std::vector<float>(gw.size(), -7.0F));
@@ -300,7 +301,7 @@ TEST(BackwardLinear, quantized_weight_gives_the_same_bits) {
   }
 }
 
-// Codes of one spec, read as those of another, would give gradients that are merely wrong.
+// Codes of one spec, read with another, would give wrong gradients without an error.
 TEST(BackwardLinear, another_spec_is_refused) {
   using Change = std::function<void(hot::BackwardLinearSpec&)>;
   const auto refused = [](Layer& layer, bool quantized, const Change& change,
@@ -341,7 +342,7 @@ TEST(BackwardLinear, another_spec_is_refused) {
     }
     refused(layer, false, [](auto& s) { s.x_rounding = hot::Rounding::nearest; }, saved);
     refused(layer, false, [](auto& s) { s.equalize_tokens = true; }, saved);
-    // What only backward looks at may change between the two.
+    // Fields that only backward reads may change between the two.
     refused(layer, false, [](auto& s) { s.gx_bits = 4; }, "");
     refused(layer, false, [](auto& s) { s.gw_scale = hot::GradScale::tensor; }, "");
     refused(layer, false, [](auto& s) { s.low_rank.rank = 3; }, "");  // not read with basis full
@@ -376,14 +377,14 @@ TEST(BackwardLinear, empty_sizes) {
         EXPECT_EQ(layer.gb, std::vector<float>(6, 0.0F));
       }
     }
-    Layer featureless(5, 6, 0, recipe(name));  // the one scale of `paper` is written all the same
+    Layer featureless(5, 6, 0, recipe(name));  // the single scale of `paper` is still written
     featureless.compress(cpu());
     if (featureless.layout.scales > 0) {
       float scale;
       std::memcpy(&scale, featureless.saved_data() + featureless.layout.scale_offset, 4);
       EXPECT_EQ(scale, 0.0F);
     }
-    // Nothing to add: what is there stays.
+    // Nothing to add: the values there stay.
     Layer kept(0, 4, 3, recipe(name));
     kept.compress(cpu());
     kept.gw.fill(std::vector<float>(12, 2.0F));
@@ -459,7 +460,7 @@ TEST(BackwardLinear, counter_is_added_to_the_offset) {
     EXPECT_TRUE(std::equal(saved.begin(), saved.end(), layer.saved_data())) << name;
     EXPECT_EQ(layer.gx.values(), gx) << name;
     EXPECT_EQ(layer.gw.values(), gw) << name;
-    layer.key = key.plain;  // the saved key and the own: each has its counter
+    layer.key = key.plain;  // the saved key and the call's own key each have a counter
     layer.backward(cpu().with_key(key.counted()));
     EXPECT_EQ(layer.gw.values(), gw) << name;
   }
@@ -507,7 +508,7 @@ bool same_values(const std::vector<float>& a, const std::vector<float>& b) {
   return true;
 }
 
-// Every way in which x itself is kept.
+// Every configuration that keeps x itself.
 std::vector<BackwardLinearSpec> full_specs() {
   std::vector<BackwardLinearSpec> all;
   for (const std::string& name : recipe_names()) {
@@ -549,7 +550,7 @@ TEST(BackwardLinear, decompresses_to_code_times_scale) {
             lost = lost || std::isnan(expected.back());
           }
         }
-        // A NaN spoils its group of 64 tokens, or all that shares a scale.
+        // A NaN makes its group of 64 tokens NaN, or everything that shares its scale.
         const bool reached = spec.storage == Storage::int8 || to > 64;
         EXPECT_EQ(lost, L == 97 && to > from && reached);
         for (const hot::Isa isa : isas()) {
@@ -693,7 +694,7 @@ TEST(BackwardLinear, any_block_size) {
       spec.low_rank.basis = Basis::lowpass;
       spec.low_rank.block = spec.low_rank.rank = block;
     }
-    // Of a handful of results the sums may nearly cancel, and the relative error says nothing.
+    // With few results the sums may nearly cancel: the relative error means nothing.
     Layer layer(any_size() + 15, any_size() + 30, any_size() + 15, spec);
     layer.run(cpu());
     EXPECT_LT(distance(doubles(layer.gx.values()), plain_gx(layer)), 0.03) << block;
@@ -730,7 +731,7 @@ TEST(BackwardLinear, callers_come_and_go) {
   for (std::size_t i = 0; i < layers.size(); ++i) {
     callers.emplace_back([&, i] {
       for (int round = 0; round < 10; ++round) {
-        // Every other caller makes a pool of threads for each call, and ends it.
+        // Every second caller makes and destroys a thread pool for each call.
         layers[i].run(i % 2 == 0 ? shared : cpu(3));
         EXPECT_EQ(layers[i].gw.values(), alone[i]) << recipes[i % 6];
       }

@@ -1,4 +1,4 @@
-// The verdict on a GPU, by a table: no GPU is needed to know what would run on it.
+// The verdict on a GPU, as a table; no GPU is needed.
 #include <gtest/gtest.h>
 
 #include <string>
@@ -24,7 +24,7 @@ struct Case {
 };
 
 const Case cases[] = {
-    // a release serves everything from 8.0 on
+    // a release build runs on everything from 8.0 on
     {7, 5, release, true, Level::none, "need 8.0"},
     {8, 0, release, true, Level::full, "kernels of sm_80"},
     {8, 6, release, true, Level::full, "kernels of sm_86"},
@@ -37,20 +37,20 @@ const Case cases[] = {
     {12, 0, release, true, Level::full, "kernels of sm_120"},
     {12, 1, release, true, Level::full, "kernels of sm_120"},
     {13, 0, release, true, Level::slow, "PTX of sm_120"},
-    // a build for two
+    // a build for two architectures
     {8, 0, pair, true, Level::full, "kernels of sm_80"},
     {8, 9, pair, true, Level::full, "kernels of sm_80"},
     {9, 0, pair, true, Level::full, "wgmma products"},
     {10, 0, pair, true, Level::none, "CUDAARCHS=100-real"},
     {12, 0, pair, true, Level::none, "kernels for 80-real;90a-real alone"},
-    // 90a is for 9.0 and nothing else; machine code never serves an older GPU or another major
+    // 90a runs on 9.0 only; machine code never runs on an older GPU or another major version
     {9, 0, "80-real", false, Level::none, "CUDAARCHS=90a-real"},
     {8, 0, "86-real", false, Level::none, "CUDAARCHS=80-real"},
     {10, 0, "90a", true, Level::none, "kernels for 90a alone"},
     {9, 0, "90a", true, Level::full, "kernels of sm_90a"},
     {9, 0, "90", false, Level::slow, "mma.sync"},
     {9, 0, "90-real;90a-real", true, Level::full, "kernels of sm_90a"},
-    // PTX: an older one serves, slowly, unless it is of one GPU or one family
+    // PTX: an older one runs after compilation, unless it is for one GPU or one family
     {9, 0, "80", false, Level::slow, "PTX of sm_80"},
     {12, 0, "80-virtual", false, Level::slow, "CUDAARCHS=120-real"},
     {10, 0, "80;90", false, Level::slow, "PTX of sm_90"},
@@ -59,7 +59,7 @@ const Case cases[] = {
     {10, 3, "100f-real", false, Level::full, "kernels of sm_100f"},
     {10, 3, "100a", false, Level::none, "100a alone"},
     {8, 6, "89-virtual", false, Level::none, "89-virtual alone"},
-    // what is no architecture is none
+    // unknown text is no architecture
     {8, 0, "", false, Level::none, "no kernels"},
     {8, 0, "native", false, Level::none, "no kernels"},
     {8, 0, ";80-real;", false, Level::full, "kernels of sm_80"},

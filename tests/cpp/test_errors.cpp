@@ -7,7 +7,7 @@ namespace {
 
 constexpr ErrorCode invalid = ErrorCode::invalid_argument;
 
-// Good arguments of every call; a case spoils one and names what the message must hold.
+// Valid arguments of every call. A case breaks one and names what the message must contain.
 struct Arguments {
   std::vector<float> memory = normal(1 << 14);
   std::vector<std::int8_t> code_memory = codes(1 << 14, 7);
@@ -70,7 +70,7 @@ struct Case {
   ErrorCode code = invalid;
 };
 
-// Every case fails with its message and leaves the outputs as they were.
+// Every case fails with its message and leaves the outputs unchanged.
 void check_table(const std::vector<Case>& table, const std::function<void(Arguments&)>& call) {
   Arguments good;
   EXPECT_NO_THROW(call(good));
@@ -387,7 +387,7 @@ TEST(Errors, keys) {
   expect_error(invalid, {"backward_linear", "saved.key.counter"}, [&] { layer.backward(cpu()); });
 }
 
-// Found by tests/fuzz: products of sizes and strides that do not fit 64 bits came out small.
+// Found by tests/fuzz: products of sizes and strides overflowed 64 bits and became small.
 TEST(Errors, sizes_beyond_memory) {
   const std::int64_t most = std::numeric_limits<std::int64_t>::max();
   const std::int64_t far = std::int64_t{1} << 40;
@@ -417,14 +417,14 @@ TEST(Errors, sizes_beyond_memory) {
                   t.x.stride[0] = t.x.stride[1] = 0;
                 }}},
               [](Arguments& t) { hot::fwht(t.context, t.x, t.axis, t.block, t.out); });
-  Arguments last;  // INT64_MAX + 1 was formed before k was found wrong
+  Arguments last;  // INT64_MAX + 1 was computed before k was checked
   expect_error(invalid, {"gemm_int4", "k"}, [&] {
     hot::gemm_int4(last.context, last.packed_a, last.packed_b, most, last.a_scale, last.b_scale,
                    last.gemm, last.product, last.workspace());
   });
 }
 
-// Any stride goes where there is but one row.
+// A single row may have any stride.
 TEST(Errors, a_stride_that_is_not_used) {
   const std::int64_t most = std::numeric_limits<std::int64_t>::max();
   Arguments t;
@@ -433,7 +433,7 @@ TEST(Errors, a_stride_that_is_not_used) {
   EXPECT_NO_THROW(hot::fwht(t.context, t.x, 1, 16, t.out));
 }
 
-// Numbers that are no enumeration's: `unknown` before, or taken for another.
+// Numbers that are no enumerator were once printed as `unknown` or taken for another value.
 TEST(Errors, unknown_enumerations) {
   const auto refused = [](const char* name, const Spoil& spoil) {
     Arguments t;

@@ -1,5 +1,5 @@
-// What fails on the way: memory of the host that runs out at any allocation, and a caller whose
-// floating-point unit flushes subnormals or rounds another way.
+// Faults: every host allocation fails once, and callers set the floating-point unit to flush
+// subnormals or to round another way.
 #include <cfenv>
 #include <cstdlib>
 #include <new>
@@ -29,8 +29,8 @@ void* allocate(std::size_t bytes) {
   return memory;
 }
 
-// Runs `call` with its first allocation failing, then with its second, ... until none of its
-// allocations fails; `after` has to hold after each. Returns how many there were.
+// Runs `call` with its first allocation failing, then its second, and so on until none fails.
+// `after` must hold after each. Returns the number of allocations.
 template <class Call, class After>
 std::int64_t fail_at_every_allocation(const Call& call, const After& after) {
   for (std::int64_t n = 0; n < 1000; ++n) {
@@ -52,7 +52,7 @@ std::int64_t fail_at_every_allocation(const Call& call, const After& after) {
   return 1000;
 }
 
-// The caller's floating-point environment, put back at the end.
+// Saves the caller's floating-point environment and restores it.
 class Environment {
  public:
   Environment() { std::fegetenv(&before_); }
@@ -64,7 +64,7 @@ class Environment {
   std::fenv_t before_{};
 };
 
-// Of everything but the address: what a layer computes.
+// Bits of everything that a layer computes, addresses excluded.
 std::vector<float> results(Layer& layer, const hot::Context& context) {
   layer.run(context);
   std::vector<float> all = layer.gx.values();
@@ -98,7 +98,7 @@ void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
 void operator delete[](void* memory, std::size_t) noexcept { std::free(memory); }
 
 TEST(Faults, context_without_memory) {
-  // Some of its threads run already when the next cannot be made: they have to end.
+  // Some threads run already when the next cannot be made: they must end.
   std::optional<hot::Context> context;
   const std::int64_t count =
       fail_at_every_allocation([&] { context.emplace(hot::Context::cpu(4)); }, [] {});
@@ -130,7 +130,7 @@ TEST(Faults, context_without_memory_in_c) {
 }
 
 TEST(Faults, calls_without_memory) {
-  // No call of a layer takes memory of the host but for its error: scratch is the caller's.
+  // Calls of a layer allocate host memory only for an error: the caller provides scratch.
   const hot::Context context = cpu(2);
   for (const std::string& name : recipe_names()) {
     Layer layer(70, 33, 40, recipe(name));
@@ -154,7 +154,7 @@ TEST(Faults, calls_without_memory) {
 }
 
 TEST(Faults, errors_without_memory) {
-  // An error needs memory for its text; where there is none, bad_alloc comes in its place.
+  // An error needs memory for its text; without memory bad_alloc is thrown instead.
   std::vector<float> values(24, 1.0F), out(24, 7.0F);
   const hot::Context context = cpu(1);
   const TensorView target = as_vector(out, DType::f32);
@@ -174,7 +174,7 @@ TEST(Faults, errors_without_memory) {
 }
 
 TEST(Faults, supported_without_memory) {
-  // It throws nothing, so it has to answer even where there is no memory for its reason.
+  // It is noexcept: it must return even without memory for its reason.
   hot::BackwardLinearSpec spec = recipe("default");
   spec.hadamard_block = 3;
   const hot::Context context = cpu(1);
@@ -205,9 +205,9 @@ TEST(Faults, callers_that_flush_subnormals) {
       _mm_setcsr(_mm_getcsr() | flush_to_zero | denormals_are_zero);
       const unsigned mine = _mm_getcsr() & ~0x3FU;
       const std::vector<float> got = results(layer, outside);
-      // Threads take the environment of the one that makes them.
+      // New threads inherit the environment of their creator.
       const std::vector<float> inside = results(layer, hot::Context::cpu(threads));
-      EXPECT_EQ(_mm_getcsr() & ~0x3FU, mine);  // the caller's, but for the flags of exceptions
+      EXPECT_EQ(_mm_getcsr() & ~0x3FU, mine);  // the caller's, except exception flags
       _mm_setcsr(_mm_getcsr() & ~(flush_to_zero | denormals_are_zero));
       EXPECT_EQ(got, expected) << name << ", " << threads << " threads";
       EXPECT_EQ(inside, expected) << name << ", " << threads << " threads";

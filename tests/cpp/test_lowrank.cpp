@@ -161,8 +161,8 @@ TEST(Lowrank, sketch_is_unbiased) {
 }
 
 TEST(Lowrank, token_grid_is_a_bijection) {
-  // With all rows kept, any order of the tokens gives the same product; with one token alone
-  // non-zero, exactly one block (or prefix row) sees it.
+  // With all rows kept, any order of the tokens gives the same product. If only one token is
+  // non-zero, exactly one block (or prefix row) contains it.
   LowRank spec = low_rank(Basis::lowpass, 16);
   const int grids[][3] = {{14, 14, 1}, {8, 8, 0}, {3, 5, 2}, {4, 9, 1}, {9, 4, 0}, {1, 1, 1}};
   for (const auto& grid : grids) {

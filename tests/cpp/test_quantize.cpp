@@ -85,8 +85,8 @@ TEST(Quantize, largest_value_is_the_largest_code) {
         for (std::size_t c = 0; c < 33; ++c) {
           largest = std::max(largest, std::abs(int{q.codes[static_cast<std::size_t>(r) * 33 + c]}));
         }
-        // fl(amax * fl(Q / amax)) may lie one ulp below Q: a fraction just short of a whole step,
-        // which the low bits of the value itself may still round down.
+        // fl(amax * fl(Q / amax)) may be one ulp below Q, a fraction just below a whole step, which
+        // the value's low bits may still round down.
         const int q_max = bits == 4 ? 7 : 127;
         EXPECT_LE(largest, q_max);
         EXPECT_GE(largest, rounding == Rounding::pseudo_stochastic ? q_max - 1 : q_max);

@@ -1,12 +1,12 @@
-// Every call of libhot on what fuzz.h makes. `Api` is the C++ functions or the C ABI: two targets,
-// the same arguments and the same properties.
+// Every call of libhot with the arguments of fuzz.h. `Api` is the C++ functions or the C ABI: two
+// targets with the same arguments and the same properties.
 #pragma once
 
 #include "fuzz.h"
 
 namespace hot_fuzz {
 
-// A compressed activation or a quantised weight that was kept: any bytes, and how they are read.
+// A compressed activation or a quantised weight: any bytes, and their description.
 template <class Kept>
 void spoil_bytes(Input& input, Memory& memory, Kept& kept) {
   switch (input.from(0, 2)) {
@@ -87,13 +87,13 @@ class Calls {
     return memory_.check([&] {
       api_.begin();
       const Outcome outcome = call();
-      // Of an argument that the API itself could not pass on.
+      // The API itself could not pass the argument on.
       if (outcome.ok() && api_.refused() != nullptr) broken(api_.refused());
       return outcome;
     });
   }
 
-  // What a call of its own, with good memory, says; a size of `failed` where it says no.
+  // The result of a separate call with valid memory; `failed` as the size if it refuses.
   template <class Ask>
   std::size_t asked(const Ask& ask, std::size_t failed = 0) {
     try {
@@ -195,7 +195,7 @@ class Calls {
     spec.divisor = input_.rarely() ? input_.wild_int() : bare ? 1 : 1 << input_.from(0, 8);
     spec.accumulate = !bare && input_.flip();
     const std::int64_t said = input_.rarely() ? input_.wild() : k;
-    // By what the views say, since one of them may have been spoiled.
+    // By the views' own fields, since one of them may be broken.
     const auto needed = asked([&] {
       return hot::gemm_workspace(api_.context(), a.shape[0], b.shape[0],
                                  packed ? said : a.shape[1]);
@@ -334,7 +334,7 @@ class Calls {
                        : api_.backward(gy, w, saved, spec, out, workspace);
     });
     if (memory_.spoiled() || workspace.bytes < needed || twist || api_.refused() != nullptr) return;
-    // Nothing but the spec and the shape can be wrong: the call says what `supported` said.
+    // Only the spec and the shape can be wrong: the call agrees with `supported`.
     if (!want_gx && !want_gw && !want_gb) {
       if (outcome.ok()) broken("a call without an output was carried out");
     } else if (outcome.ok() != support.ok()) {
@@ -345,7 +345,7 @@ class Calls {
     }
   }
 
-  // Any numbers: an error, or a size that holds what it is for.
+  // Any numbers give an error or a sufficient size.
   void sizes() {
     const auto spec = some_spec(input_);
     const auto number = [&] { return input_.flip() ? input_.wild() : input_.size(); };
@@ -430,7 +430,7 @@ class Calls {
       if (check([&] { return api_.cpu(threads); }).ok()) broken("a wild number of threads");
     }
     const std::string name = input_.flip() ? input_.text(12) : "paper";
-    const bool known = contains(hot::recipe_names(), name.c_str());  // C's idea of a text
+    const bool known = contains(hot::recipe_names(), name.c_str());  // as a C string
     const Outcome outcome = check([&] { return api_.recipe(name.c_str()); });
     if (api_.refused() == nullptr && outcome.ok() != known) broken("recipe");
     check([&] {
@@ -451,7 +451,7 @@ int run(const std::uint8_t* data, std::size_t size) {
   return 0;
 }
 
-// One context for each instruction set, with one thread: what is looked for is not a race.
+// One context for each instruction set, with one thread: the target does not look for races.
 inline const hot::Context& context_with(int isa) {
   static const std::vector<hot::Context> all = [] {
     std::vector<hot::Context> made;

@@ -1,10 +1,10 @@
-// What the fuzz targets share: arguments made from the fuzzer's bytes, in memory of exactly the
-// size that they claim, and what has to hold after every call.
+// Shared by the fuzz targets: arguments made from the fuzzer's bytes, in memory of exactly the size
+// that they claim, and the properties that must hold after every call.
 //
-// An argument is good most of the time, then one field of it is spoiled. What it claims is either
-// true (the memory is there, to the byte, and AddressSanitizer watches its ends), or cannot be true
-// on any machine (more bytes than an address space has) and must be refused. Claims between are not
-// made: no library could tell them from true ones.
+// Most arguments are valid; sometimes one field is broken. A claimed size is either true (the
+// memory exists to the byte, and AddressSanitizer watches its ends) or impossible on any machine
+// (more bytes than an address space has), and then it must be refused. Sizes between these are not
+// claimed: no library could distinguish them from true ones.
 #pragma once
 
 #include <fuzzer/FuzzedDataProvider.h>

@@ -17,8 +17,11 @@ from hotcore import HotConfig, _core, info
 from hotcore.plans import Explanation
 
 ROOT = Path(__file__).resolve().parents[2]
-CLUSTERS, CODES, AMAX = (f"resident_kernel{what}" for what in ("", ", codes", ", largest values"))
-STRIPS = ("strip_kernel, largest values", "strip_kernel, codes", "finish_scales_kernel")
+ONE_PASS, AMAX, CODES = "columns_one_pass_kernel", "column_amax_kernel", "column_codes_kernel"
+GENERIC = (
+    *("generic_columns_kernel, amax", "generic_columns_kernel, codes"),
+    "finish_scales_kernel",
+)
 
 # (tokens, out_features, in_features), configuration, dtype, kernels on an H200; as plan_cases.h.
 LAYERS: list[tuple[tuple[int, int, int], HotConfig, str, tuple[str, ...]]] = [
@@ -26,66 +29,73 @@ LAYERS: list[tuple[tuple[int, int, int], HotConfig, str, tuple[str, ...]]] = [
         (197, 768, 64),
         HotConfig.recipe("default"),
         "bfloat16",
-        ("group_pairs_kernel", "quantize_small_kernel", "gemm_small_kernel"),
+        ("group_pairs_kernel", "quantize_grouped_kernel", "gemm_small_kernel"),
     ),
     (
         (6000, 512, 768),
         HotConfig.recipe("fast"),
         "bfloat16",
-        (CLUSTERS, "rows16_kernel", CLUSTERS, CLUSTERS, "wgmma 128x192", "wgmma 128x128"),
+        (ONE_PASS, "rows16_kernel", ONE_PASS, ONE_PASS, "wgmma 128x192", "wgmma 128x128"),
     ),
     (
         (16500, 768, 64),
         HotConfig.recipe("default"),
         "float32",
-        ("groups_kernel", "memset", "rows16_kernel", AMAX, CODES, "final_sum_kernel", CLUSTERS)
+        ("groups_kernel", "memset", "rows16_kernel", AMAX, CODES, "final_sum_kernel", ONE_PASS)
         + ("requantize_kernel", "wgmma 128x192", "wgmma stream-K"),
     ),
     (
         (8400, 1024, 128),
         HotConfig.recipe("paper"),
         "bfloat16",
-        ("memset", AMAX, CODES, "memset", "gradient_kernel", "rows16_kernel", CODES)
+        ("memset", AMAX, CODES, "memset", "rows_column_amax_kernel", "rows16_kernel", CODES)
         + ("final_sum_kernel", AMAX, CODES, "wgmma 128x128", "spread_kernel", "wgmma stream-K"),
     ),
     (
         (196, 256, 128),
         HotConfig.recipe("paper"),
         "bfloat16",
-        ("memset", AMAX, CODES, "quantize_small_kernel, largest values", "quantize_small_kernel")
+        ("memset", AMAX, CODES, "quantize_grouped_kernel, amax", "quantize_grouped_kernel")
         + ("gemm_small_kernel",),
     ),
     (
         (160, 14336, 16),
         HotConfig.recipe("fast"),
         "bfloat16",
-        (CLUSTERS, "wide_rows_kernel", CLUSTERS, CLUSTERS, "gemm_small_kernel"),
+        (ONE_PASS, "wide_rows_kernel", ONE_PASS, ONE_PASS, "gemm_small_kernel"),
     ),
     (
         (1000, 96, 64),
         HotConfig.recipe("fast", hadamard_block=32),
         "bfloat16",
-        (CLUSTERS, "memset", "rows_kernel", CLUSTERS, *STRIPS, "gemm_small_kernel"),
+        (ONE_PASS, "memset", "rows_kernel", ONE_PASS, *GENERIC, "gemm_small_kernel"),
     ),
     (
         (300, 64, 48),
         HotConfig.recipe("fast", rank=4, gw_scale="token"),
         "float16",
-        ("memset", *STRIPS, "memset", "rows16_kernel", *STRIPS, CLUSTERS, "gemm_small_kernel")
+        ("memset", *GENERIC, "memset", "rows16_kernel", *GENERIC, ONE_PASS, "gemm_small_kernel")
         + ("token_kernel", "partial_sum_kernel", "final_sum_kernel"),
     ),
     (
         (140000, 16, 16),
         HotConfig.recipe("default"),
         "bfloat16",
-        ("group_pairs_kernel", "memset", "gradient_kernel", CODES, "final_sum_kernel", CLUSTERS)
+        (
+            "group_pairs_kernel",
+            "memset",
+            "rows_column_amax_kernel",
+            CODES,
+            "final_sum_kernel",
+            ONE_PASS,
+        )
         + ("requantize_kernel", "wgmma 128x192", "tile_kernel any"),
     ),
     (
         (6000, 512, 770),
         HotConfig.recipe("fast"),
         "bfloat16",
-        (CLUSTERS, "rows16_kernel", CLUSTERS, CLUSTERS, "tile_kernel any", "tile_kernel any"),
+        (ONE_PASS, "rows16_kernel", ONE_PASS, ONE_PASS, "tile_kernel any", "tile_kernel any"),
     ),
     (
         (0, 64, 32),

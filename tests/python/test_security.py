@@ -161,7 +161,7 @@ def test_bad_texts_of_a_config(text: str, message: str) -> None:
 
 def test_a_text_of_a_config_has_a_limit() -> None:
     text = HotConfig().to_json()
-    fill = " " * (_strict_json.LARGEST_TEXT - len(text))
+    fill = " " * (_strict_json.MAX_TEXT_LENGTH - len(text))
     assert HotConfig.from_json(text + fill) == HotConfig()
     with pytest.raises(ValueError, match="text: longer than 1048576 characters"):
         HotConfig.from_json(text + fill + " ")

@@ -178,7 +178,7 @@ def test_the_report() -> None:
     assert (row.kind, row.in_features, row.out_features) == ("MultiheadAttention", 64, 192)
     assert row.macs == SAMPLES * TOKENS * 4 * WIDTH**2
     assert row.parameters == 4 * WIDTH**2 + 4 * WIDTH
-    assert not report.not_taken
+    assert not report.unsupported
     frozen = nn.MultiheadAttention(WIDTH, HEADS).requires_grad_(False)
     assert "weight frozen" in str(hot.convert(frozen))
 
@@ -195,7 +195,7 @@ def test_a_token_grid_needs_batch_first() -> None:
 def test_bad_inputs() -> None:
     _, module = pair(batch_first=True)
     x = torch.randn(SAMPLES, TOKENS, WIDTH)
-    with pytest.raises(RuntimeError, match="attn_mask: needed beside is_causal"):
+    with pytest.raises(RuntimeError, match="attn_mask: is_causal needs it"):
         module(x, x, x, is_causal=True)
     with pytest.raises(ValueError, match="query: shape .*, 32.; expected .* 64"):
         module(x[..., :32], x, x)

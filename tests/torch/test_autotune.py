@@ -233,7 +233,7 @@ def test_autocast_and_formats_are_seen(measured: Times) -> None:
     watch = tuning.Watch({"point": model.point})
     with watch.on(), torch.autocast("cpu", torch.bfloat16):
         model(x)
-    (call,) = watch.seen["point"].calls
+    (call,) = watch.uses["point"].calls
     assert call.channels_last and call.requires_grad and call.autocast == torch.bfloat16
     work = tuning._Work.of(model.point, call)
     layer = work.layer(model.point)

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import bench_compute  # noqa: E402
 import hotcore.torch as hot  # noqa: E402
 import models  # noqa: E402
-from hotcore.torch.compute import PLAIN, backward_bops  # noqa: E402
+from hotcore.torch.compute import FULL_PRECISION, backward_bops  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 
@@ -41,7 +41,7 @@ def test_table_5(rng: np.random.Generator) -> None:
     for _ in range(20):
         tokens, outs, ins = shape = tuple(int(v) for v in rng.integers(1, 5000, 3))
         product = tokens * outs * ins
-        assert backward_bops(*shape, PLAIN) == 4 * product / 2 * 1024
+        assert backward_bops(*shape, FULL_PRECISION) == 4 * product / 2 * 1024
         wanted = table_5(*shape) / 2 * 1024 + product * 4 * 4 + product // 2 * 8 * 8
         assert backward_bops(*shape, "HOT") == pytest.approx(wanted, abs=64)
         assert backward_bops(*shape, "HOT") == backward_bops(*shape, hot.HotConfig.recipe("paper"))

@@ -671,14 +671,14 @@ def test_matrices_that_are_not_taken() -> None:
         }
     )
     report = hot.convert(model)
-    rows = {row.name: row for row in report.not_taken}
+    rows = {row.name: row for row in report.unsupported}
     assert list(rows) == ["experts.gate_up_proj", "lstm", "up", "line"]
     assert "a stack of 4 matrices in one Parameter (experts)" in rows["experts.gate_up_proj"].reason
     assert (rows["lstm"].in_features, rows["lstm"].out_features) == (64, 96)
-    assert rows["line"].reason == "nn.Conv1d is of no kind that HOT takes"
+    assert rows["line"].reason == "nn.Conv1d is not a kind of layer that HOT supports"
     text = str(report)
     assert all(name in text for name in rows)
-    with pytest.raises(ValueError, match=r"no layer.*no nn.Linear.*; 0 \(LSTM\): nn.LSTM is of no"):
+    with pytest.raises(ValueError, match=r"no layer.*no nn.Linear.*; 0 \(LSTM\): nn.LSTM is not a"):
         hot.convert(nn.Sequential(nn.LSTM(64, 64)))
 
 
@@ -691,7 +691,7 @@ def test_experts_of_transformers() -> None:
     )  # fmt: skip
     model = transformers.MixtralModel(config)
     report = hot.convert(model)
-    stacks = [row for row in report.not_taken if "(experts)" in row.reason]
+    stacks = [row for row in report.unsupported if "(experts)" in row.reason]
     layers = [layer for layer in report.layers if "expert" in layer.name]
     assert len(stacks) >= 2 or len(layers) >= 8  # fused, or layers of their own (older versions)
     assert 0 < report.parameter_share < 0.5
@@ -730,7 +730,7 @@ def test_eval_mode_is_said() -> None:
     assert "\n0 of 7 layers run HOT, HotConfig.recipe('default'); 4 more after .train()" in str(
         report
     )
-    assert report.resting == report.to_dict()["resting"] == CONVERTED
+    assert report.in_eval_mode == report.to_dict()["in_eval_mode"] == CONVERTED
     model = Model()
     model.blocks[0].eval()
     text = str(hot.convert(model))
@@ -846,7 +846,7 @@ def test_linear_layers_by_features_on_cuda() -> None:
     assert [layer.in_features for layer in report.converted] == [768, 768, 4096]
     small, *rest = [layer.expected_time for layer in report.layers]
     assert rest == sorted(rest, reverse=True) and rest[0] > 1.05 and rest[-1] < 0.8
-    assert "fewer than 256 features the host is what it waits for" in report.skipped[0].reason
+    assert "fewer than 256 features the host limits the speed" in report.skipped[0].reason
     assert f"expected to take {rest[0]:.2f} of plain torch's time" in str(report)
     assert re.search(r"expected on CUDA: .* take 2\d% less time .* by one H200", str(report))
     assert f"{rest[2]:.2f} of the time" in str(report)

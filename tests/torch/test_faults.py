@@ -26,7 +26,7 @@ import pytest
 import torch
 from hotcore import _core
 from hotcore.config import RECIPES
-from hotcore.torch import accumulation, ops, reuse
+from hotcore.torch import accumulation, input_cache, ops
 from support import GOLDEN, isas, output_of, running, saved_tensors
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -204,8 +204,8 @@ def test_a_step_that_fails_anywhere(
         places.append(faults.where)
         # Nothing of the step is left: model, optimizer, shared x, accumulation.
         assert same(state(model, optimizer), before), faults.where
-        assert reuse.threads.last._entry is None, faults.where
-        assert accumulation.threads.state is None and accumulation._entered == 0, faults.where
+        assert input_cache.current().entry is None, faults.where
+        assert accumulation.threads.state is None and accumulation._open_contexts == 0, faults.where
         # With the generator where it was, the next step is as if nothing had been.
         torch.set_rng_state(seed)
         step(model, optimizer, SMALL)

@@ -16,7 +16,7 @@ from hotcore.config import RECIPES
 
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402  (after the skip)
-from hotcore.torch import conv, ops, reuse  # noqa: E402  (after the skip)
+from hotcore.torch import conv, input_cache, ops  # noqa: E402  (after the skip)
 from torch.utils.checkpoint import checkpoint  # noqa: E402  (after the skip)
 
 pytestmark = pytest.mark.usefixtures("seeded")
@@ -178,7 +178,7 @@ def test_a_checkpoint_that_preserves_no_seed(recipe: str, captured: list[torch.T
 
 def test_captured_layers_share_no_x() -> None:
     """A later capture would take codes that its own replays do not make."""
-    last = reuse.Last()
+    cache = input_cache.InputCache()
 
     class Seed:
         is_cpu = False
@@ -189,6 +189,6 @@ def test_captured_layers_share_no_x() -> None:
         seed = Seed()
         weight = torch.randn(4, 64)
         make = lambda x, seed: calls.append(x) or x  # noqa: E731
-        made = last.compressed(x, x, weight, "form", make, x, seed)
+        made = cache.get_or_compress(x, x, weight, "key", make, x, seed)
         assert made[1] is seed
     assert len(calls) == 2

@@ -15,7 +15,7 @@
 
 namespace hot {
 
-/// How x is kept between forward and backward.
+/// Storage of x between forward and backward.
 enum class Storage : std::uint8_t {
   int8,  // codes of P x, one scale per channel or one for all
   int4,  // basis `full` only: packed codes of x, groups of 64 tokens per channel
@@ -57,7 +57,7 @@ struct BackwardLinearSpec {
 };
 
 /// A published set of these fields, by name: "default", "fast", "int4", "paper", "accurate" or
-/// "compact". Throws `invalid_argument` for another name. spec: "Recipes".
+/// "compact". Throws `invalid_argument` for any other name. docs/recipes.md compares them.
 HOT_API BackwardLinearSpec recipe(std::string_view name);
 
 /// The names that `recipe` knows, "default" first.
@@ -78,7 +78,7 @@ struct Support {
 HOT_API Support supported(const Context& context, const LinearShape& shape,
                           const BackwardLinearSpec& spec) noexcept;
 
-/// Where things lie inside a compressed activation: one buffer, `bytes` long.
+/// Layout of a compressed activation, one buffer of `bytes` bytes.
 struct SavedLayout {
   std::size_t bytes = 0;
   std::int64_t channels = 0;     // I: rows of q
@@ -95,9 +95,9 @@ struct SavedLayout {
 HOT_API SavedLayout saved_layout(std::int64_t tokens, std::int64_t in_features,
                                  const BackwardLinearSpec& spec);
 
-/// Number of what the bytes of a compressed activation mean: of `low_rank`, `storage`, `x_scale`,
-/// `x_rounding` and `equalize_tokens`, as far as they matter. Never 0. Backward refuses what was
-/// kept under another one.
+/// Identifies the format of a compressed activation: a hash of `low_rank`, `storage`, `x_scale`,
+/// `x_rounding` and `equalize_tokens`, as far as the bytes depend on them. Never 0. Backward refuses
+/// any other format.
 HOT_API std::uint64_t saved_format(const BackwardLinearSpec& spec);
 
 /// Memory for a compressed activation: saved_layout(...).bytes bytes, 16-byte aligned.
@@ -105,8 +105,8 @@ struct SavedActivation {
   void* data = nullptr;
   std::size_t bytes = 0;
 };
-/// A compressed activation, as compress_activation returns it: the bytes and what they are. Who
-/// stores the bytes elsewhere keeps the other fields with them.
+/// A compressed activation, as compress_activation returns it: the bytes and their description. A
+/// caller that stores the bytes elsewhere keeps the other fields with them.
 struct ConstSavedActivation {
   const void* data = nullptr;
   std::size_t bytes = 0;
@@ -120,32 +120,32 @@ HOT_API std::size_t compress_activation_workspace(const Context& context, std::i
                                                   std::int64_t in_features,
                                                   const BackwardLinearSpec& spec);
 
-/// Forward: keep x [L, I] (f32, f16, bf16; 2 to 4 dimensions whose leading ones collapse) as
-/// `saved`, with the context's key. Returns what backward_linear takes: `saved` and how to read it.
-/// spec: "ABC".
+/// Forward: compresses x [L, I] (f32, f16, bf16; 2 to 4 dimensions whose leading ones collapse)
+/// into `saved` with the context's key. Returns `saved` and its description, for backward_linear.
+/// Source: "Activation buffer compression" (ABC) of the paper; docs/numerics.md.
 HOT_API ConstSavedActivation compress_activation(const Context& context, const ConstTensorView& x,
                                                  const BackwardLinearSpec& spec,
                                                  const SavedActivation& saved,
                                                  const Workspace& workspace);
 
-/// Rows (tokens) `first` to `last` of a compressed x of basis `full`, back as `out`
+/// Decodes rows (tokens) `first` to `last` of a compressed x of basis `full` into `out`
 /// [last - first, I] (f32, f16 or bf16; any strides without overlap): in fp32, rounded once to
 /// out's type. A scale of NaN gives NaN.
 ///
 /// @param saved  what compress_activation returned for a spec of the same saved_format.
-/// @param first  0 <= first <= last <= saved.tokens; none of them where both are equal.
-/// `unsupported` for another basis, which keeps projected rows and not x. spec: "ABC";
-/// docs/numerics.md, "Back to x".
+/// @param first  0 <= first <= last <= saved.tokens; no rows if both are equal.
+/// `unsupported` for another basis, which keeps projected rows and not x. docs/numerics.md,
+/// "Back to x".
 HOT_API void decompress_activation(const Context& context, const ConstSavedActivation& saved,
                                    std::int64_t first, std::int64_t last,
                                    const BackwardLinearSpec& spec, const TensorView& out);
 
-/// Number of what the bytes of a quantised weight mean: of `hadamard_block`, `gx_bits` and
+/// Identifies the format of a quantised weight: a hash of `hadamard_block`, `gx_bits` and
 /// `weight_scale`. Never 0.
 HOT_API std::uint64_t weight_format(const BackwardLinearSpec& spec);
 
-/// w [O, I] as backward_linear wants it for g_x: transformed along O, quantised, transposed. Good
-/// for as long as w is, whatever g_y: one for all micro-batches of a step.
+/// w [O, I] prepared for g_x: transformed along O, quantised, transposed. It does not depend on g_y
+/// and stays valid until w changes, so all micro-batches of a step can share it.
 struct QuantizedWeight {
   void* data = nullptr;  // quantized_weight_bytes bytes, 16-byte aligned
   std::size_t bytes = 0;
@@ -167,16 +167,16 @@ HOT_API std::size_t quantize_weight_workspace(const Context& context, std::int64
                                               const BackwardLinearSpec& spec);
 
 /// Quantises w (f32, f16, bf16, any strides) once for several calls of backward_linear with the
-/// same spec, which then give the same bits as with w itself: w is rounded to nearest, with no
-/// draws. Returns what backward_linear takes.
+/// same spec. They give the same bits as with w itself: w is rounded to nearest, without random
+/// numbers. Returns the argument of backward_linear.
 HOT_API ConstQuantizedWeight quantize_weight(const Context& context, const ConstTensorView& w,
                                              const BackwardLinearSpec& spec,
                                              const QuantizedWeight& out,
                                              const Workspace& workspace);
 
-/// Which gradients are computed, one at least; g_w and g_b can be added to what their arrays hold.
+/// The gradients to compute, at least one. g_w and g_b can be added to the values in their arrays.
 struct BackwardOutputs {
-  const TensorView* gx = nullptr;  // [L, I], null: not wanted, not computed
+  const TensorView* gx = nullptr;  // [L, I]; null: not computed
   const TensorView* gw = nullptr;  // [O, I]
   const TensorView* gb = nullptr;  // [O]
   bool accumulate = false;         // g_w and g_b are added to
@@ -190,18 +190,18 @@ HOT_API std::size_t backward_linear_workspace(const Context& context, const Line
 /// Backward of y = x w^T + b: g_x = g_y w, g_w = g_y^T x, g_b = column sums of g_y.
 ///
 /// @param gy     [L, O] f32, f16 or bf16, 2 to 4 dimensions whose leading ones collapse.
-/// @param w      [O, I], needed for gx only (else ndim 0).
-/// @param saved  needed for gw only (else data null), what compress_activation returned for a spec
-///               of the same saved_format.
+/// @param w      [O, I], needed for gx only (otherwise ndim 0).
+/// @param saved  needed for gw only (otherwise data null), as compress_activation returned it for a
+///               spec of the same saved_format.
 /// @param out    outputs f32, f16 or bf16, any row stride, no overlap with inputs or each other.
-/// Rounding draws from the context's key. `invalid_argument` if no output is wanted. spec:
-/// "Stages"; docs/numerics.md.
+/// Rounding draws from the context's key. `invalid_argument` if all outputs are null.
+/// docs/numerics.md defines the bits.
 HOT_API void backward_linear(const Context& context, const ConstTensorView& gy,
                              const ConstTensorView& w, const ConstSavedActivation& saved,
                              const BackwardLinearSpec& spec, const BackwardOutputs& out,
                              const Workspace& workspace);
 
-/// The same with w quantised before (quantize_weight), needed for gx only (else data null).
+/// The same with a w that quantize_weight has quantised, needed for gx only (otherwise data null).
 HOT_API void backward_linear(const Context& context, const ConstTensorView& gy,
                              const ConstQuantizedWeight& w, const ConstSavedActivation& saved,
                              const BackwardLinearSpec& spec, const BackwardOutputs& out,

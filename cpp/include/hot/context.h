@@ -18,12 +18,12 @@ using Stream = struct CUstream_st*;
 /// Key of the counter-based random numbers (docs/numerics.md, "Random bits"). The same key and
 /// inputs give the same bits on every backend. `stream` tells layers apart, 0 <= stream < 8192.
 ///
-/// `counter` is for CUDA graphs, which keep the keys of their capture: the number there is added to
-/// `offset` (mod 2^64) when the work runs, so that a replay reads the value of its time. Memory of
-/// the context's device, aligned to 8 bytes, null for none. It stays the caller's, who keeps it
-/// alive as long as the work or a graph that holds it can run, and changes it only in the order of
-/// the stream: between the compression of x and its backward it must not change, as a sketch has to
-/// meet the same numbers in both. The CPU backend reads it during the call.
+/// `counter` is for CUDA graphs, which replay the keys of their capture: kernels add its value to
+/// `offset` (mod 2^64) when they run, so every replay reads the current value. It points to memory
+/// of the context's device, aligned to 8 bytes, or is null. The caller owns it, keeps it alive as
+/// long as the work or a graph that holds it can run, and changes it only in stream order. It must
+/// not change between the compression of x and its backward: `sketch` needs the same numbers in
+/// both. The CPU backend reads it during the call.
 struct Key {
   std::uint64_t seed = 0;
   std::uint64_t offset = 0;
@@ -31,7 +31,7 @@ struct Key {
   const std::uint64_t* counter = nullptr;
 };
 
-/// Instruction sets of the CPU backend, in rising order. Every one gives the same bits.
+/// Instruction sets of the CPU backend, in ascending order. All give the same bits.
 enum class Isa : std::uint8_t { plain, avx2, avx512 };
 
 HOT_API const char* isa_name(Isa isa) noexcept;
@@ -62,7 +62,7 @@ class HOT_API Context {
   Context with_isa(Isa isa) const;
 
   /// Restrict the CUDA backend to the kernels of an architecture, for tests and comparisons: 80
-  /// keeps to mma.sync on any GPU; 0, the default, takes the best for the device.
+  /// uses mma.sync on any GPU; 0, the default, chooses the best for the device.
   Context with_arch(int arch) const;
 
   Device device() const noexcept { return device_; }

@@ -1,4 +1,4 @@
-// What runs where: the kernels of a linear layer's calls on a CUDA device, without running them.
+// Lists the kernels of a linear layer's calls on a CUDA device, without running them.
 #pragma once
 
 #include <cstddef>
@@ -9,12 +9,13 @@
 
 #include "hot/api.h"
 #include "hot/backward_linear.h"
+#include "hot/forward_linear.h"
 #include "hot/tensor.h"
 
 namespace hot {
 
-/// A launch. Its numbers are those that the CUDA backend launches with; where a grid depends on how
-/// much of a kernel a device runs at once, a device that is not there is modelled.
+/// A launch, with the numbers that the CUDA backend uses. Where a grid depends on occupancy, a
+/// device that is not present is modelled.
 struct ExplainedStep {
   std::string call;                // the public function, e.g. backward_linear
   std::string kernel;              // e.g. "rows16_kernel"
@@ -25,37 +26,43 @@ struct ExplainedStep {
   std::size_t shared_bytes = 0;    // dynamic, of a thread block
   std::vector<std::string> reads;  // arrays and parts of the workspace
   std::vector<std::string> writes;
-  std::int64_t bytes_read = 0;  // each operand as often as the kernel goes over it
+  std::int64_t bytes_read = 0;  // each operand as often as the kernel reads it
   std::int64_t bytes_written = 0;
   std::int64_t operations = 0;  // of a product: 2 M N K
-  bool independent = false;     // may start before the kernel before it has ended
-  std::string slow;             // why there is no faster kernel for this; empty where there is none
+  bool independent = false;     // may start before the previous kernel has ended
+  std::string slow;             // why no faster kernel fits; empty if the kernel is not slow
 };
 
 struct Explanation {
   std::string device;  // e.g. "sm_90 (H200, 132 SMs)"
   std::vector<ExplainedStep> steps;
-  std::size_t workspace = 0;  // bytes of backward_linear_workspace; an estimate without the device
+  std::size_t workspace = 0;  // bytes of the largest *_workspace; an estimate without the device
   int gy_passes = 0;          // how often g_y is read
   std::int64_t bytes_read = 0, bytes_written = 0, operations = 0;
   /// The least time of these steps in microseconds: bytes at the device's bandwidth, products at
   /// its INT8 rate where that takes longer; no launches, no latency.
   double floor_us = 0;
-  std::string rates;              // what the floor goes by, and where that is from
-  std::vector<std::string> slow;  // every reason of a slow step, once
-  std::string text;               // all of this for a person, lines ending in '\n'
+  std::string rates;              // the rates behind the floor, and their source
+  std::vector<std::string> slow;  // every reason for a slow step, once
+  std::string text;               // the whole explanation for a reader, lines ending in '\n'
 };
 
 struct ExplainOptions {
-  /// Of g_y, w, x and g_x, and of g_w. Arrays are taken to be contiguous and aligned to 16 bytes.
+  /// Of g_y, w, x, y and g_x, and of g_w. Arrays are taken to be contiguous and aligned to 16
+  /// bytes.
   DType dtype = DType::bf16;
   DType gw_dtype = DType::f32;
   bool compress = true;  // compress_activation too
   bool gx = true, gw = true, gb = true;
   bool accumulate = false;        // into g_w and g_b
   bool quantized_weight = false;  // w quantised once, by quantize_weight
-  /// Whether the wgmma kernels are in the build; for a named architecture only, a device that is
-  /// there has those of this build.
+  bool y = false;                 // forward_linear too, by `forward`,
+  ForwardLinearSpec forward{};
+  bool bias = true;  // with a bias of this type,
+  DType bias_dtype = DType::f32;
+  bool quantized_forward_weight = false;  // and w quantised once, by quantize_forward_weight
+  /// Whether the build has the wgmma kernels. For named architectures only; a present device uses
+  /// this build's.
   bool wgmma = true;
 };
 
@@ -66,7 +73,7 @@ HOT_API std::vector<std::string> explain_devices();
 /// The kernels of a layer's forward and backward, in order.
 ///
 /// @param device  one of explain_devices(), or "cuda:0" and so on for a device of this process.
-/// Throws `invalid_argument` for what is no device, shape or spec, or where nothing is wanted;
+/// Throws `invalid_argument` for a bad device, shape or spec, or if no output is wanted;
 /// `unsupported` for a CUDA device in a build without CUDA.
 HOT_API Explanation explain(std::string_view device, const LinearShape& shape,
                             const BackwardLinearSpec& spec, const ExplainOptions& options = {});
@@ -79,7 +86,7 @@ struct ExplainGemmOptions {
 };
 
 /// The kernels of gemm_int8 or gemm_int4 on contiguous arrays [M, K], [N, K] and [M, N] that start
-/// on 16 bytes, with a scale for each row. Errors as of `explain`.
+/// on 16 bytes, with a scale for each row. Errors as for `explain`.
 HOT_API Explanation explain_gemm(std::string_view device, std::int64_t m, std::int64_t n,
                                  std::int64_t k, const ExplainGemmOptions& options = {});
 

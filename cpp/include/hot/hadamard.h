@@ -17,7 +17,7 @@ inline constexpr int max_fwht_block = 32768;
 /// @param block power of two, 1 to 32768.
 /// @param out   the shape of x, f32, f16 or bf16, any strides; may be x itself, no other overlap.
 ///
-/// Computed in fp32, rounded once. spec: "FWHT"; docs/numerics.md: "FWHT".
+/// Computed in fp32, rounded once. docs/numerics.md, "FWHT".
 HOT_API void fwht(const Context& context, const ConstTensorView& x, int axis, int block,
                   const TensorView& out);
 

@@ -7,6 +7,7 @@
 #include "hot/device.h"
 #include "hot/error.h"
 #include "hot/explain.h"
+#include "hot/forward_linear.h"
 #include "hot/gemm.h"
 #include "hot/hadamard.h"
 #include "hot/lowrank.h"

@@ -1,12 +1,13 @@
-/* libhot for C and for every language that can call C. The same core as hot/hot.h, whose headers
- * say what each stage computes, with shapes, dtypes and errors; docs/numerics.md has the bits.
+/* libhot for C and for every language that can call C: the same core as hot/hot.h. Those headers
+ * state what each stage computes, with shapes, dtypes and errors; docs/numerics.md defines the
+ * bits.
  *
- * - Every function that can fail returns a hot_status: HOT_OK, or the reason, and then
- *   hot_last_error() has the text, and nothing was written. No C++ exception leaves the library.
+ * - Every function that can fail returns a hot_status: HOT_OK or the kind of error. After an error
+ *   hot_last_error() has the text, and no output was written. No C++ exception leaves the library.
  * - Contexts are opaque handles. All other arguments are plain structs of the caller, with
- *   struct_size = sizeof the struct as the first member (the HOT_*_INIT macros set it): a later
- *   version adds members at the end, and takes shorter structs of earlier ones as before. A longer
- *   one, of a later header, is refused unless what this library does not know is all zero.
+ *   struct_size = sizeof the struct as the first member (the HOT_*_INIT macros set it). A later
+ *   version adds members at the end and still takes the shorter structs of earlier ones. A longer
+ *   struct, from a later header, is refused unless the members that this library lacks are zero.
  * - Enumerations are int32_t in structs and arguments; a value out of range is an error.
  * - Memory is the caller's. A pointer that is not said to be optional must not be null. The library
  *   allocates no device memory; sizes of scratch come from the *_workspace functions.
@@ -29,7 +30,7 @@ extern "C" {
 
 enum {
   HOT_OK = 0,
-  HOT_INVALID_ARGUMENT = 1,    /* the text names the argument, what came and what was expected */
+  HOT_INVALID_ARGUMENT = 1,    /* the text names the argument, its value and the expected one */
   HOT_UNSUPPORTED = 2,         /* valid, but not on this device, in this build or so combined */
   HOT_WORKSPACE_TOO_SMALL = 3, /* the text says how many bytes are needed */
   HOT_CUDA_ERROR = 4,          /* a CUDA call failed; the text has CUDA's own */
@@ -41,8 +42,7 @@ typedef int32_t hot_status;
 /* "invalid_argument" and so on; "unknown" for another number. */
 HOT_API const char* hot_status_name(hot_status status);
 
-/* Text of the last call of this thread that failed; "" before one. It stays until the next call of
- * this thread that fails. */
+/* Error text of this thread's last failed call, valid until its next failed call; "" before any. */
 HOT_API const char* hot_last_error(void);
 
 /* "major.minor.patch" of the library that was linked. */
@@ -114,11 +114,11 @@ HOT_API hot_status hot_context_cuda(int32_t device, void* stream, hot_context** 
  */
 HOT_API hot_status hot_context_copy(const hot_context* context, hot_context** out);
 
-/* Null is allowed. */
+/* `context` may be null. */
 HOT_API void hot_context_destroy(hot_context* context);
 
-/* The random key of the calls that follow. `stream` tells layers apart, 0 to 8191. `counter` is
- * optional: a number in memory of the context's device, aligned to 8 bytes, that is added to
+/* Sets the random key of the following calls. `stream`, 0 to 8191, distinguishes layers. `counter`
+ * is optional: a number in memory of the context's device, aligned to 8 bytes, which is added to
  * `offset` when the work runs (hot::Key in hot/context.h). */
 HOT_API hot_status hot_context_set_key(hot_context* context, uint64_t seed, uint64_t offset,
                                        uint32_t stream, const uint64_t* counter);
@@ -134,7 +134,7 @@ HOT_API hot_status hot_context_set_arch(hot_context* context, int32_t arch);
 /* Threads of a CPU context; 0 for CUDA and for null. */
 HOT_API int32_t hot_context_threads(const hot_context* context);
 
-/* ---- what a layer computes ------------------------------------------------------------------- */
+/* ---- configuration of a layer ---------------------------------------------------------------- */
 
 enum { HOT_SCALE_TENSOR = 0, HOT_SCALE_ROW = 1, HOT_SCALE_COLUMN = 2 };
 enum { HOT_NEAREST = 0, HOT_STOCHASTIC = 1, HOT_PSEUDO_STOCHASTIC = 2 };
@@ -171,7 +171,7 @@ typedef struct hot_spec {
  * spec->struct_size is read. */
 HOT_API hot_status hot_spec_recipe(const char* name, hot_spec* spec);
 
-/* Name of recipe `index`, null behind the last. */
+/* Name of recipe `index`; null past the last. */
 HOT_API const char* hot_recipe_name(int32_t index);
 
 /* HOT_OK, or HOT_UNSUPPORTED with the reason as hot_last_error(). */
@@ -186,7 +186,7 @@ HOT_API hot_status hot_fwht(const hot_context* context, const hot_tensor* x, int
 /* `rows` gets `block` numbers. HOT_BASIS_LOWPASS and HOT_BASIS_SEQUENCY only. */
 HOT_API hot_status hot_basis_order(int32_t basis, int32_t block, int32_t* rows);
 
-/* Of `spec`, basis to prefix_tokens. */
+/* Reads the fields from basis to prefix_tokens of `spec`. */
 HOT_API hot_status hot_hla_rows(int64_t tokens, const hot_spec* spec, int64_t* rows);
 HOT_API hot_status hot_hla(const hot_context* context, const hot_tensor* x, const hot_spec* spec,
                            int32_t side, const hot_tensor* out);
@@ -204,7 +204,7 @@ HOT_API hot_status hot_pack_int4(const hot_context* context, const hot_tensor* q
 HOT_API hot_status hot_unpack_int4(const hot_context* context, const hot_tensor* packed,
                                    const hot_tensor* out);
 
-/* Scales are null, both, for the bare sums in an int32 `out`. */
+/* Both scales are null for the bare sums in an int32 `out`. */
 HOT_API hot_status hot_gemm_workspace(const hot_context* context, int64_t m, int64_t n, int64_t k,
                                       size_t* bytes);
 HOT_API hot_status hot_gemm_int8(const hot_context* context, const hot_tensor* a,
@@ -218,7 +218,7 @@ HOT_API hot_status hot_gemm_int4(const hot_context* context, const hot_tensor* a
 
 /* ---- a linear layer -------------------------------------------------------------------------- */
 
-/* Where things lie inside a compressed activation (hot::SavedLayout). */
+/* Layout of a compressed activation (hot::SavedLayout). */
 typedef struct hot_saved_layout {
   size_t struct_size;
   size_t bytes;
@@ -261,19 +261,19 @@ typedef struct hot_weight {
 
 #define HOT_WEIGHT_INIT {sizeof(hot_weight), 0, 0, 0, 0, 0}
 
-/* Where the gradients go. Null: not wanted, not computed; one at least is wanted. */
+/* Outputs of a backward pass. A null gradient is not computed; at least one is not null. */
 typedef struct hot_gradients {
   size_t struct_size;
   const hot_tensor* gx; /* [L, I] */
   const hot_tensor* gw; /* [O, I] */
   const hot_tensor* gb; /* [O] */
-  int32_t accumulate;   /* not 0: g_w and g_b are added to what is there */
+  int32_t accumulate;   /* not 0: g_w and g_b are added to the values there */
   int32_t reserved;     /* 0 */
 } hot_gradients;
 
 #define HOT_GRADIENTS_INIT {sizeof(hot_gradients), 0, 0, 0, 0, 0}
 
-/* layout->struct_size is read; `layout` filled. */
+/* Fills `layout`; reads its struct_size. */
 HOT_API hot_status hot_saved_layout_of(int64_t tokens, int64_t in_features, const hot_spec* spec,
                                        hot_saved_layout* layout);
 
@@ -281,14 +281,14 @@ HOT_API hot_status hot_compress_activation_workspace(const hot_context* context,
                                                      int64_t in_features, const hot_spec* spec,
                                                      size_t* bytes);
 
-/* Keeps x in `data`, 16-byte aligned, of `bytes` bytes, at least those of the layout. `saved` (its
- * struct_size is read) says what is there. */
+/* Compresses x into `data`, 16-byte aligned, of at least the layout's bytes, and fills `saved` (its
+ * struct_size is read). */
 HOT_API hot_status hot_compress_activation(const hot_context* context, const hot_tensor* x,
                                            const hot_spec* spec, void* data, size_t bytes,
                                            void* workspace, size_t workspace_bytes,
                                            hot_saved* saved);
 
-/* Tokens `first` to `last` of what was kept with basis full, as `out` [last - first, I]. */
+/* Decodes tokens `first` to `last` of an x saved with basis full into `out` [last - first, I]. */
 HOT_API hot_status hot_decompress_activation(const hot_context* context, const hot_saved* saved,
                                              int64_t first, int64_t last, const hot_spec* spec,
                                              const hot_tensor* out);
@@ -308,7 +308,7 @@ HOT_API hot_status hot_backward_linear_workspace(const hot_context* context, int
                                                  const hot_spec* spec, int32_t need_gx,
                                                  int32_t need_gw, size_t* bytes);
 
-/* `w` (or `weight`) is needed for gx only, `saved` for gw only; else they may be null. */
+/* `w` (or `weight`) is needed for gx only, `saved` for gw only; otherwise they may be null. */
 HOT_API hot_status hot_backward_linear(const hot_context* context, const hot_tensor* gy,
                                        const hot_tensor* w, const hot_saved* saved,
                                        const hot_spec* spec, const hot_gradients* out,
@@ -317,6 +317,43 @@ HOT_API hot_status hot_backward_linear_quantized(const hot_context* context, con
                                                  const hot_weight* weight, const hot_saved* saved,
                                                  const hot_spec* spec, const hot_gradients* out,
                                                  void* workspace, size_t workspace_bytes);
+
+/* hot::ForwardLinearSpec. */
+typedef struct hot_forward_spec {
+  size_t struct_size;
+  int32_t hadamard_block;
+  int32_t reserved; /* 0 */
+} hot_forward_spec;
+
+#define HOT_FORWARD_SPEC_INIT {sizeof(hot_forward_spec), 64, 0}
+
+/* HOT_OK, or HOT_UNSUPPORTED with the reason as hot_last_error(). */
+HOT_API hot_status hot_forward_supported(const hot_context* context, int64_t tokens,
+                                         int64_t out_features, int64_t in_features,
+                                         const hot_forward_spec* spec);
+
+HOT_API hot_status hot_forward_weight_bytes(int64_t out_features, int64_t in_features,
+                                            const hot_forward_spec* spec, size_t* bytes);
+/* `data` 16-byte aligned, of exactly hot_forward_weight_bytes. */
+HOT_API hot_status hot_quantize_forward_weight(const hot_context* context, const hot_tensor* w,
+                                               const hot_forward_spec* spec, void* data,
+                                               size_t bytes, hot_weight* weight);
+
+/* `quantized_weight` not 0: for hot_forward_linear_quantized. */
+HOT_API hot_status hot_forward_linear_workspace(const hot_context* context, int64_t tokens,
+                                                int64_t out_features, int64_t in_features,
+                                                const hot_forward_spec* spec,
+                                                int32_t quantized_weight, size_t* bytes);
+
+/* `bias` may be null: none. */
+HOT_API hot_status hot_forward_linear(const hot_context* context, const hot_tensor* x,
+                                      const hot_tensor* w, const hot_tensor* bias,
+                                      const hot_forward_spec* spec, const hot_tensor* y,
+                                      void* workspace, size_t workspace_bytes);
+HOT_API hot_status hot_forward_linear_quantized(const hot_context* context, const hot_tensor* x,
+                                                const hot_weight* weight, const hot_tensor* bias,
+                                                const hot_forward_spec* spec, const hot_tensor* y,
+                                                void* workspace, size_t workspace_bytes);
 
 #ifdef __cplusplus
 }

@@ -19,8 +19,8 @@ enum class Basis : std::uint8_t {
 
 HOT_API const char* basis_name(Basis basis) noexcept;
 
-/// How the L tokens lie: samples of `prefix_tokens` class tokens and a grid of `grid_h` x `grid_w`
-/// patches. All zero: one flat sequence.
+/// Layout of the L tokens: samples of `prefix_tokens` class tokens and a grid of `grid_h` x
+/// `grid_w` patches. All zero: one flat sequence.
 struct TokenLayout {
   int grid_h = 0;
   int grid_w = 0;
@@ -35,7 +35,7 @@ struct LowRank {
   TokenLayout layout{};
 };
 
-/// Which operand of the product is projected: `gradient` carries the weights of `sketch` and the
+/// The operand of the product that is projected. `gradient` carries the weights of `sketch` and the
 /// larger part of the prefix factor.
 enum class Side : std::uint8_t { activation, gradient };
 
@@ -50,7 +50,7 @@ HOT_API std::int64_t hla_rows(std::int64_t tokens, const LowRank& spec);
 ///
 /// @param x     f32, f16 or bf16, any strides.
 /// @param out   [hla_rows(L), C], f32, f16 or bf16; no overlap with x.
-/// `sketch` draws its subspaces from the context's key. spec: "HLA"; docs/numerics.md: "Low rank".
+/// `sketch` draws its subspaces from the context's key. docs/numerics.md, "Low rank".
 HOT_API void hla(const Context& context, const ConstTensorView& x, const LowRank& spec, Side side,
                  const TensorView& out);
 

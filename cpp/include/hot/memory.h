@@ -1,7 +1,6 @@
-// Memory that owns itself, for programs without tensors of their own. Header only, and optional:
-// every call of the library takes plain views, and allocates no device memory. What is allocated
-// here comes from functions that the program gives (on the CPU, unless told otherwise, from the C
-// library).
+// Owning tensors and buffers, for programs without their own. Header only and optional: every call
+// of the library takes plain views and allocates no device memory. These classes allocate by
+// functions that the program passes (on the CPU by default the C library's).
 #pragma once
 
 #include <cstddef>
@@ -24,10 +23,10 @@ namespace hot {
 /// Alignment of every Buffer; the CUDA allocators give it too.
 inline constexpr std::size_t buffer_alignment = 256;
 
-/// Gives and takes memory of one device. `allocate` gets a size above 0 and returns memory aligned
-/// to 256 bytes, or throws, or returns null; `release` gets what it returned and must not throw.
-/// With CUDA for example cudaMalloc and cudaFree, or a pool's functions for the stream of the
-/// calls.
+/// Allocates and frees memory of one device. `allocate` gets a size above 0 and returns memory
+/// aligned to 256 bytes, throws, or returns null; `release` gets the returned pointer and must not
+/// throw. With CUDA use, for example, cudaMalloc and cudaFree, or a pool's functions on the stream
+/// of the calls.
 struct Allocator {
   Device device{};
   std::function<void*(std::size_t bytes)> allocate;
@@ -51,7 +50,7 @@ inline Allocator host_allocator() {
 class Buffer {
  public:
   Buffer() = default;
-  /// Throws std::bad_alloc where the allocator returns null.
+  /// Throws std::bad_alloc if the allocator returns null.
   explicit Buffer(std::size_t bytes, Allocator allocator = host_allocator())
       : bytes_(bytes), allocator_(std::move(allocator)) {
     if (bytes_ == 0) return;
@@ -86,8 +85,8 @@ class Buffer {
   Allocator allocator_{};
 };
 
-/// A contiguous row-major array of 1 to 4 dimensions. Zero on the CPU; with another allocator what
-/// that one gives.
+/// A contiguous row-major array of 1 to 4 dimensions. Zeroed on the CPU; another allocator decides
+/// for itself.
 class Tensor {
  public:
   Tensor() = default;
@@ -128,11 +127,11 @@ class Tensor {
   Tensor& operator=(const Tensor&) = delete;
   ~Tensor() = default;
 
-  /// What the calls of the library take and write; it lives as long as the tensor stays in place.
+  /// A view for calls of the library, valid until the tensor is moved or destroyed.
   const TensorView& view() noexcept { return view_; }
   ConstTensorView view() const noexcept { return view_; }
 
-  /// The elements, of whatever type the dtype means.
+  /// The elements, of the type that the dtype means.
   template <class T>
   T* data() noexcept {
     return static_cast<T*>(buffer_.data());
@@ -156,10 +155,10 @@ class Tensor {
   std::int64_t size_ = 0;
 };
 
-/// Scratch that grows to the largest call. One serves calls that run one after the other: on one
-/// stream, or on the CPU in one thread. It frees the smaller one when it grows; on CUDA the
-/// allocator has to keep that memory until the work on it is done, as cudaFree and cudaFreeAsync on
-/// the stream of the calls do.
+/// Scratch that grows to the largest call. One object serves calls that run in order: on one
+/// stream, or in one CPU thread. Growing frees the smaller buffer; on CUDA the allocator must keep
+/// that memory until queued work is done, as cudaFree and cudaFreeAsync on the stream of the calls
+/// do.
 class ScratchBuffer {
  public:
   explicit ScratchBuffer(Allocator allocator = host_allocator())
@@ -179,8 +178,8 @@ class ScratchBuffer {
   Buffer buffer_;
 };
 
-/// x of one layer between forward and backward: the bytes, and what they are. Its memory is used
-/// again by every step of the same size.
+/// x of one layer between forward and backward: the bytes and their description. Every step of the
+/// same size reuses the memory.
 class SavedBuffer {
  public:
   explicit SavedBuffer(Allocator allocator = host_allocator()) : allocator_(std::move(allocator)) {}
@@ -202,7 +201,7 @@ class SavedBuffer {
         scratch.at_least(compress_activation_workspace(context, tokens, in_features, spec)));
   }
 
-  /// For backward_linear; before the first compress it holds nothing, and backward_linear says so.
+  /// For backward_linear, which refuses it before the first compress.
   operator const ConstSavedActivation&() const noexcept { return saved_; }
   std::size_t bytes() const noexcept { return saved_.bytes; }
 

@@ -30,12 +30,11 @@ HOT_API std::int64_t scale_count(std::int64_t rows, std::int64_t cols, Granulari
 /// @param q      i8 [R, C], or for 4 bits i4x2 [R, ceil(C/2)]; rows contiguous.
 /// @param scale  f32 vector of scale_count(R, C) elements.
 /// `stochastic` uses the context's key. A set with NaN or Inf gets scale NaN and codes 0.
-/// spec: "Rounding and randomness"; docs/numerics.md: "Scales", "Rounding".
+/// docs/numerics.md, "Scales", "Rounding".
 HOT_API void quantize(const Context& context, const ConstTensorView& x, const QuantSpec& spec,
                       const TensorView& q, const TensorView& scale);
 
-/// out = q * scale, f32, f16 or bf16, [R, C]. `scale` is recognised by its length: `granularity`
-/// says whether it runs along rows or columns.
+/// out = q * scale, [R, C], f32, f16 or bf16. `scale` has scale_count(R, C, granularity) elements.
 HOT_API void dequantize(const Context& context, const ConstTensorView& q,
                         const ConstTensorView& scale, Granularity granularity,
                         const TensorView& out);

@@ -30,10 +30,10 @@ void fill_zero(const Context& context, const MatrixOut& out) {
   });
 }
 
-void raise(std::uint32_t* pattern, std::uint32_t value) {
-  std::uint32_t seen = __atomic_load_n(pattern, __ATOMIC_RELAXED);
-  while (value > seen && !__atomic_compare_exchange_n(pattern, &seen, value, true, __ATOMIC_RELAXED,
-                                                      __ATOMIC_RELAXED)) {
+void atomic_max(std::uint32_t* pattern, std::uint32_t value) {
+  std::uint32_t current = __atomic_load_n(pattern, __ATOMIC_RELAXED);
+  while (value > current && !__atomic_compare_exchange_n(pattern, &current, value, true,
+                                                         __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
   }
 }
 

@@ -1,5 +1,5 @@
-// The CPU backend: the spec, executable. One file for each stage; the inner loops are in
-// simd_*.cpp.
+// The CPU backend, the executable definition of docs/numerics.md. One file for each stage; the
+// inner loops are in simd_*.cpp.
 #pragma once
 
 #include "cpu/simd.h"
@@ -43,9 +43,13 @@ class CpuBackend final : public Backend {
   }
   std::size_t backward_workspace(const Context&, const BackwardWork&) const override;
   void backward(const Context&, const BackwardCall&, void* workspace) const override;
+  // forward_linear.cpp
+  void quantize_forward_weight(const Context&, const RowsJob&) const override;
+  std::size_t forward_workspace(const Context&, const ForwardWork&) const override;
+  void forward(const Context&, const ForwardCall&, void* workspace) const override;
 };
 
-// The stages of a backward. One scale for all of an operand is in the first place of its scales.
+// The stages of a backward pass. The single scale of a whole operand is its scales' first element.
 void quantize_rows(const Context&, const RowsJob&);        // quantize.cpp
 void requantize_groups(const Context&, const GroupsJob&);  // quantize.cpp
 // What is added to the codes' values of so many blocks of rht4 or rht2. quantize.cpp
@@ -56,7 +60,7 @@ void column_sum(const Context&, const MatrixIn& x, const MatrixOut& out,
 void gemm_token(const Context&, const GemmTokenArgs&, void* workspace);  // gemm.cpp
 void fill_zero(const Context&, const MatrixOut& out);                    // backend.cpp
 
-// Elements [col, col + count) of a row as fp32, and back; contiguous or not.
+// Load and store elements [col, col + count) of a row as fp32, with any stride.
 void load_row(const SimdKernels&, const MatrixIn&, std::int64_t row, std::int64_t col,
               std::int64_t count, float* dst);
 void store_row(const SimdKernels&, const float* src, std::int64_t row, std::int64_t col,
@@ -67,10 +71,10 @@ void load_run(const SimdKernels&, const void* data, DType, std::int64_t first, s
 void store_run(const SimdKernels&, const float* src, std::int64_t count, void* data, DType,
                std::int64_t first, std::int64_t stride);
 
-// Raises a bit pattern to at least `value`, from several threads.
-void raise(std::uint32_t* pattern, std::uint32_t value);
+// *pattern = max(*pattern, value), atomically.
+void atomic_max(std::uint32_t* pattern, std::uint32_t value);
 
-// Tasks of about this many elements: small enough to share, large enough to be worth a hand-over.
+// Elements of a task: few enough to balance the threads, enough to pay for the hand-over.
 inline constexpr std::int64_t task_elements = 32768;
 
 }  // namespace hot::detail

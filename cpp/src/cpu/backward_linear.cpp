@@ -1,4 +1,4 @@
-// A backward on the CPU: its stages, one after the other.
+// A backward pass on the CPU: its stages in order.
 #include "backward_work.h"
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 namespace hot::detail {
 namespace {
 
-// Operands and what the products want.
+// The operands of both products.
 struct Scratch {
   Operand gradient_rows{}, weight{};         // g_x
   Operand gradient_columns{}, activation{};  // g_w; activation: from packed codes
@@ -27,30 +27,26 @@ Scratch take_scratch(WorkspaceCursor& cursor, const Backend& backend, const Cont
   const auto take_gemm = [&](std::int64_t m, std::int64_t n, std::int64_t k) {
     return cursor.take<char>(static_cast<std::int64_t>(backend.gemm_workspace(context, m, n, k)));
   };
-  const auto take = [&](Operand& operand, std::int64_t rows, std::int64_t k, std::int64_t scales) {
-    operand.rows = rows;
-    operand.k_padded = k;
-    operand.scales = scales;
-    operand.codes = cursor.take<std::int8_t>(rows * k);
-    operand.scale = cursor.take<float>(scales);
-  };
   Scratch s;
   if (work.gx) {
     const std::int64_t k = work.out_features.k_padded;
-    take(s.gradient_rows, shape.tokens, k,
-         scale_places(spec.gx_scale == Granularity::tensor, shape.tokens));
+    s.gradient_rows = take_operand(
+        cursor, shape.tokens, k, scale_places(spec.gx_scale == Granularity::tensor, shape.tokens));
     if (work.weight) {
-      take(s.weight, shape.in_features, k,
-           scale_places(spec.weight_scale == Granularity::tensor, shape.in_features));
+      s.weight =
+          take_operand(cursor, shape.in_features, k,
+                       scale_places(spec.weight_scale == Granularity::tensor, shape.in_features));
     }
     s.gx_gemm = take_gemm(shape.tokens, shape.in_features, k);
   }
   if (work.gw) {
     const std::int64_t k = work.tokens.k_padded;
-    take(s.gradient_columns, shape.out_features, k,
-         scale_places(spec.gw_scale == GradScale::tensor,
-                      spec.gw_scale == GradScale::token ? k : shape.out_features));
-    if (spec.storage != Storage::int8) take(s.activation, shape.in_features, k, shape.in_features);
+    s.gradient_columns =
+        take_operand(cursor, shape.out_features, k,
+                     scale_places(spec.gw_scale == GradScale::tensor,
+                                  spec.gw_scale == GradScale::token ? k : shape.out_features));
+    if (spec.storage != Storage::int8)
+      s.activation = take_operand(cursor, shape.in_features, k, shape.in_features);
     if (rotated_bits(spec.storage) != 0) s.offsets = cursor.take<float>(k);
     s.gw_gemm = take_gemm(shape.out_features, shape.in_features, k);
   }

@@ -1,6 +1,6 @@
-// Stage: integer product. b is packed once into panels of gemm_nr rows (workspace); a is read where
-// it lies. A task takes `rows_per_task` rows of a against all panels of a slice, tile by tile; sums
-// stay in registers for the whole contraction, and the tile is dequantised as it leaves.
+// Stage: integer product. b is packed once into panels of gemm_nr rows (workspace); a is read in
+// place. A task multiplies `rows_per_task` rows of a by all panels of a slice, tile by tile. Sums
+// stay in registers for the whole contraction; the epilogue dequantises the tile.
 #include <algorithm>
 #include <cstring>
 
@@ -9,7 +9,7 @@
 namespace hot::detail {
 namespace {
 
-// INT32 holds the sum of this many products of any two INT8 values, -128 included.
+// An INT32 holds the sum of this many products of any two INT8 values, -128 included.
 constexpr std::int64_t k_chunk = 131008;
 constexpr int max_tile = 6 * 64;
 constexpr std::int64_t rows_per_task = 96;  // 96 rows of a with K = 1024 stay in a core's L2
@@ -18,7 +18,7 @@ std::int64_t chunks_of(std::int64_t k) { return std::max<std::int64_t>(1, ceil_d
 
 std::size_t aligned(std::size_t bytes) { return (bytes + 63) / 64 * 64; }
 
-// One row of a tile, finished: scales, accumulation, output type.
+// The epilogue of a tile's row: scales, accumulation, output type.
 struct Epilogue {
   const SimdKernels& simd;
   const GemmArgs& args;
@@ -36,10 +36,11 @@ struct Epilogue {
     simd.dequantize(acc, count, args.b_scale + n * args.b_scale_step, args.b_scale_step,
                     args.a_scale[m * args.a_scale_step] * args.inv_divisor,
                     args.accumulate ? before : nullptr, values);
+    add_bias(n, count, values);
     store_row(simd, values, m, n, count, args.out);
   }
 
-  // Contractions too long for one INT32 sum.
+  // For contractions too long for one INT32 sum.
   void long_row(std::int64_t m, std::int64_t n, std::int64_t count, const std::int64_t* acc) const {
     std::int32_t narrow[64];
     if (args.a_scale == nullptr) {
@@ -54,7 +55,13 @@ struct Epilogue {
       values[i] = static_cast<float>(acc[i]) * b * a;
       if (args.accumulate) values[i] = before[i] + values[i];
     }
+    add_bias(n, count, values);
     store_row(simd, values, m, n, count, args.out);
+  }
+
+  void add_bias(std::int64_t n, std::int64_t count, float* values) const {
+    if (args.bias == nullptr) return;
+    for (std::int64_t i = 0; i < count; ++i) values[i] += args.bias[n + i];
   }
 
   MatrixIn current() const {
@@ -79,7 +86,7 @@ std::size_t CpuBackend::gemm_workspace(const Context& context, std::int64_t m, s
 void CpuBackend::gemm(const Context& context, const GemmArgs& given, void* workspace) const {
   GemmArgs args = given;
   if (args.m == 0 || args.n == 0) return;
-  if (args.k == 0) {  // operands without elements may have no memory, and any stride
+  if (args.k == 0) {  // empty operands may have no memory and any stride
     static constexpr std::int8_t nothing = 0;
     args.a = args.b = &nothing;
     args.lda = args.ldb = 0;
@@ -117,7 +124,7 @@ void CpuBackend::gemm(const Context& context, const GemmArgs& given, void* works
     }
   });
 
-  // Few rows: share the panels among tasks too.
+  // With few rows, tasks also split the panels.
   const std::int64_t row_tasks = ceil_div(args.m, rows_per_task);
   const std::int64_t slices =
       std::min(panels, ceil_div(std::int64_t{4} * context.threads(), row_tasks));
@@ -171,7 +178,7 @@ void CpuBackend::gemm_int4(const Context& context, const GemmArgs& packed, std::
   gemm(context, args, workspace);
 }
 
-// b is transposed first (workspace), so that one k of a row of results is one pass over a row.
+// b is transposed first (workspace): each k of a result row then reads one contiguous row.
 void gemm_token(const Context& context, const GemmTokenArgs& args, void* workspace) {
   if (args.m == 0 || args.n == 0) return;
   const SimdKernels& simd = simd_kernels(context.isa());

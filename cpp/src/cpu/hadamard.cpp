@@ -1,5 +1,5 @@
-// Stage: FWHT along any axis. A contiguous axis is transformed row by row; another one in strips of
-// `strip_columns` neighbouring fibres, so that memory is still read along cache lines.
+// Stage: FWHT along any axis. A contiguous axis is transformed row by row, any other axis in strips
+// of `strip_columns` neighbouring fibres, which reads memory along cache lines.
 #include <algorithm>
 
 #include "cpu/backend.h"
@@ -28,7 +28,7 @@ void fwht_fibres(const Context& context, const SimdKernels& simd, const FwhtArgs
   std::int64_t fibres = 1;
   for (int d = 0; d < args.outer_dims; ++d) fibres *= args.outer_shape[d];
   const std::int64_t blocks = args.axis_length / args.block;
-  // A run of blocks is handled at once, up to what the buffer holds.
+  // As many blocks at once as the buffer holds.
   constexpr std::int64_t buffer_size = max_fwht_block;
   const std::int64_t run = std::min(blocks, std::max<std::int64_t>(1, 4096 / args.block));
   const std::int64_t runs = ceil_div(blocks, run);
@@ -49,7 +49,7 @@ void fwht_fibres(const Context& context, const SimdKernels& simd, const FwhtArgs
   });
 }
 
-// The last outer axis is contiguous; its neighbours are the lanes of a strip.
+// The last outer axis is contiguous: neighbouring fibres are the lanes of a strip.
 void fwht_strips(const Context& context, const SimdKernels& simd, const FwhtArgs& args) {
   const int last = args.outer_dims - 1;
   const std::int64_t width = args.outer_shape[last];

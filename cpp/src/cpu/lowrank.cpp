@@ -1,7 +1,7 @@
-// Stage: HLA along the tokens, and what is made from its rows. Columns are taken in strips of
-// `strip_columns`; a strip's rows of P x are produced block by block into a small buffer and handed
-// on in groups of 16, the unit of the random bits and of the transposed stores. Quantising makes
-// two passes over x: the rows are computed twice rather than kept, which would cost more traffic.
+// Stage: HLA along the tokens, and the quantisation of its rows. Work goes by strips of
+// `strip_columns` columns. A small buffer receives a strip's rows of P x block by block and passes
+// them on in groups of 16, the unit of the random bits and of the transposed stores. Quantisation
+// makes two passes over x: computing the rows twice costs less traffic than storing them.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -15,7 +15,7 @@ namespace {
 constexpr int max_strip_block = 256;  // the largest hadamard_block
 constexpr int group = 16;
 
-// Produces the rows of P x for one strip of columns.
+// Computes the rows of P x for one strip of columns.
 class Strip {
  public:
   Strip(const SimdKernels& simd, const MatrixIn& x, const Projection& p, Side side,
@@ -42,8 +42,8 @@ class Strip {
     return rows_;
   }
 
-  // Calls visit(k, rows) with `group` rows that start at row k of P x, for blocks [begin, end); the
-  // last blocks' range also carries the prefix rows and the padding.
+  // Calls visit(k, rows) for every `group` rows of P x, starting at row k, of blocks [begin, end).
+  // The last range of blocks also covers the prefix rows and the padding.
   template <class Visit>
   void groups(std::int64_t begin, std::int64_t end, const Visit& visit) {
     std::int64_t k = begin * p_.rank;
@@ -123,7 +123,7 @@ class Strip {
         const auto nonzero = static_cast<std::uint64_t>(length - 1);
         const int a = 1 + static_cast<int>((draw.word[j] * nonzero) >> 32);
         const bool last = j + 1 == p_.folds;
-        // Folding in place is safe: result i comes from rows i and above.
+        // Folding in place is safe: result i reads only rows i and above.
         float* half = last ? to : folded_;
         simd_.fold_strip(j == 0 ? raw_ : folded_, length, a, half);
       }
@@ -147,7 +147,7 @@ class Strip {
   alignas(64) float rows_[(group + max_strip_block) * strip_columns];
 };
 
-// Tasks of a pass over P x: strips of columns times ranges of blocks, enough for all threads.
+// The tasks of a pass over P x: strips of columns times ranges of blocks, enough for all threads.
 struct Tasks {
   std::int64_t strips, ranges, range_blocks;
 
@@ -196,7 +196,7 @@ void quantize_columns(const Context& context, const ColumnsJob& job) {
   const OperandQuant& quant = job.quant;
   const Operand& out = job.out;
   const std::int64_t scales = quant.per_tensor ? 1 : out.scales;
-  // The scales' memory holds the bit patterns of the largest values until the codes are written.
+  // Until the codes are written, the scales' memory holds the bit patterns of the maxima.
   auto* amax = reinterpret_cast<std::uint32_t*>(out.scale);
   std::fill_n(amax, scales, 0U);
   if (x.cols == 0) return;
@@ -210,7 +210,7 @@ void quantize_columns(const Context& context, const ColumnsJob& job) {
               strip.groups(begin, end, [&](std::int64_t k, const float* rows) {
                 if (quant.per_k) {
                   for (int i = 0; i < group; ++i) {
-                    raise(amax + k + i, simd.amax(rows + i * strip_columns, strip_columns, 0));
+                    atomic_max(amax + k + i, simd.amax(rows + i * strip_columns, strip_columns, 0));
                   }
                 } else if (quant.per_tensor) {
                   largest = simd.amax(rows, group * strip_columns, largest);
@@ -219,9 +219,9 @@ void quantize_columns(const Context& context, const ColumnsJob& job) {
                 }
               });
               if (quant.per_tensor) {
-                raise(amax, largest);
+                atomic_max(amax, largest);
               } else if (!quant.per_k) {
-                for (int c = 0; c < strip.cols(); ++c) raise(amax + col + c, best[c]);
+                for (int c = 0; c < strip.cols(); ++c) atomic_max(amax + col + c, best[c]);
               }
             });
 
@@ -368,7 +368,8 @@ void CpuBackend::quantize_weight(const Context& context, const ColumnsJob& job, 
   quantize_columns(context, job);
 }
 
-// Blocks of 16 tokens as row 0 of their FWHT adds them; runs of 64 blocks in fp32, runs in fp64.
+// Adds blocks of 16 tokens in the order of row 0 of their FWHT; 64 blocks in fp32, their sums in
+// fp64.
 void column_sum(const Context& context, const MatrixIn& x, const MatrixOut& out, bool accumulate) {
   constexpr int run_blocks = 64;
   const SimdKernels& simd = simd_kernels(context.isa());

@@ -1,4 +1,4 @@
-// Linked in place of cuda/ in a build without CUDA.
+// Replaces cuda/ in a build without CUDA.
 #include "cuda_device.h"
 #include "hot/error.h"
 #include "kernels.h"

@@ -119,12 +119,12 @@ void CpuBackend::quantize(const Context& context, const MatrixIn& x, const Quant
       } else {
         row.chunks(r, [&](std::int64_t start, std::int64_t count, const float* v) {
           for (std::int64_t i = 0; i < count; ++i) {
-            raise(amax + start + i, float_bits(v[i]) & 0x7fffffffU);
+            atomic_max(amax + start + i, float_bits(v[i]) & 0x7fffffffU);
           }
         });
       }
     }
-    if (spec.scale == Granularity::tensor) raise(amax, largest);
+    if (spec.scale == Granularity::tensor) atomic_max(amax, largest);
   });
 
   const std::int64_t row_blocks = ceil_div(x.cols, group);
@@ -140,7 +140,7 @@ void CpuBackend::quantize(const Context& context, const MatrixIn& x, const Quant
         if (spec.scale == Granularity::column) {
           for (std::int64_t i = 0; i < count; ++i) {
             const Scale column = make_scale(amax[start + i], spec.bits);
-            kept[i] = bits_float(float_bits(v[i]) & column.keep);
+            kept[i] = float_from_bits(float_bits(v[i]) & column.keep);
             inv[i] = column.inv;
           }
           simd.quantize_row(kept, count, inv, true, rounder, blk, to);
@@ -209,7 +209,7 @@ void quantize_rows(const Context& context, const RowsJob& job) {
       for (std::int64_t r = task * per_task; r < std::min(x.rows, (task + 1) * per_task); ++r) {
         largest = row.amax(r, largest);
       }
-      raise(amax, largest);
+      atomic_max(amax, largest);
     });
   }
   context.pool()->run(tasks, [&](std::int64_t task) {
@@ -262,8 +262,8 @@ void CpuBackend::compress_groups(const Context& context, const MatrixIn& x, Roun
         half = bf16_nan;
       } else {
         keep[c] = ~0U;
-        if (bits_float(amax[c]) >= 0x1p-100F) {
-          half = float_to_bf16_up(bits_float(amax[c]) / 7.0F);
+        if (float_from_bits(amax[c]) >= 0x1p-100F) {
+          half = float_to_bf16_up(float_from_bits(amax[c]) / 7.0F);
           inv[c] = 1.0F / bf16_to_float(half);
         }
       }

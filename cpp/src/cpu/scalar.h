@@ -1,4 +1,4 @@
-// Single values: 16-bit floats, Philox, rounding. The meaning of docs/numerics.md in scalar form.
+// Scalar forms of docs/numerics.md: 16-bit floats, Philox, rounding.
 // Everything is static: files compiled for different instruction sets must not share these.
 #pragma once
 
@@ -15,7 +15,7 @@ inline std::uint32_t float_bits(float value) {
   std::memcpy(&bits, &value, sizeof bits);
   return bits;
 }
-inline float bits_float(std::uint32_t bits) {
+inline float float_from_bits(std::uint32_t bits) {
   float value;
   std::memcpy(&value, &bits, sizeof value);
   return value;
@@ -25,7 +25,7 @@ inline constexpr std::uint32_t float_infinity_bits = 0x7f800000U;
 inline constexpr std::uint16_t bf16_nan = 0x7fc0U;
 
 inline float bf16_to_float(std::uint16_t half) {
-  return bits_float(static_cast<std::uint32_t>(half) << 16);
+  return float_from_bits(static_cast<std::uint32_t>(half) << 16);
 }
 
 inline std::uint16_t float_to_bf16(float value) {
@@ -46,10 +46,11 @@ inline float f16_to_float(std::uint16_t half) {
   const std::uint32_t magnitude = half & 0x7fffU;
   if (magnitude >= 0x7c00U) {  // infinity, NaN (made quiet, as the hardware does)
     const std::uint32_t quiet = magnitude > 0x7c00U ? 0x400000U : 0U;
-    return bits_float(sign | float_infinity_bits | quiet | ((magnitude & 0x3ffU) << 13));
+    return float_from_bits(sign | float_infinity_bits | quiet | ((magnitude & 0x3ffU) << 13));
   }
   // 2^112 moves the exponent bias from 15 to 127; exact, subnormals included.
-  return bits_float(sign | float_bits(bits_float(magnitude << 13) * bits_float(0x77800000U)));
+  return float_from_bits(
+      sign | float_bits(float_from_bits(magnitude << 13) * float_from_bits(0x77800000U)));
 }
 
 inline std::uint16_t float_to_f16(float value) {
@@ -62,7 +63,7 @@ inline std::uint16_t float_to_f16(float value) {
   } else if (magnitude >= 0x477ff000U) {  // rounds to 65536 or more
     half = 0x7c00U;
   } else if (magnitude < 0x38800000U) {  // subnormal: let an fp32 addition do the rounding
-    half = float_bits(bits_float(magnitude) + 0.5F) - 0x3f000000U;
+    half = float_bits(float_from_bits(magnitude) + 0.5F) - 0x3f000000U;
   } else {
     half = (magnitude + 0xfffU + ((magnitude >> 13) & 1U) - 0x38000000U) >> 13;
   }
@@ -112,8 +113,8 @@ inline void dither_bytes(const RandomKey& key, std::int64_t block, std::uint8_t*
 // What is added to the value of a code of rht4 or rht2: its dither comes off again.
 inline float dither_offset(std::uint8_t u) { return static_cast<float>(511 - 2 * u) / 512.0F; }
 
-// Scale and its inverse from the bit pattern of amax; `keep` is 0 where codes must be 0 although
-// the values are not finite.
+// The scale and its inverse from the bit pattern of amax; `keep` is 0 where codes must be 0 because
+// values are not finite.
 struct Scale {
   float scale, inv;
   std::uint32_t keep;
@@ -121,8 +122,8 @@ struct Scale {
 
 inline Scale make_scale(std::uint32_t amax_bits, int bits) {
   const float q = bits == 4 ? 7.0F : 127.0F;
-  const float amax = bits_float(amax_bits);
-  if (amax_bits >= float_infinity_bits) return {bits_float(0x7fc00000U), 0.0F, 0U};
+  const float amax = float_from_bits(amax_bits);
+  if (amax_bits >= float_infinity_bits) return {float_from_bits(0x7fc00000U), 0.0F, 0U};
   if (amax < 0x1p-100F) return {0.0F, 0.0F, ~0U};
   return {amax / q, q / amax, ~0U};
 }

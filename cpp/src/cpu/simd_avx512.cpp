@@ -1,6 +1,6 @@
 // The inner loops with AVX-512 (F, BW, VL, DQ) and VNNI: 16 lanes. vpdpbusd multiplies unsigned by
 // signed bytes: b is stored plus 128, and a row of sums starts at -128 * sum(a), modulo 2^32.
-// GCC 12's own intrinsics pass "undefined" registers and are then warned about.
+// GCC 12 warns about the "undefined" registers that its own intrinsics pass.
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wuninitialized"

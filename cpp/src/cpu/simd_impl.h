@@ -1,6 +1,6 @@
 // The inner loops, written once over a vector type `V` of V::width lanes. Included by simd_*.cpp
-// after they define V. Everything has internal linkage, and nothing of the standard library's
-// templates is used: code compiled for AVX-512 must never be linked into the plain path.
+// after they define V. Everything has internal linkage and no template of the standard library is
+// used: the linker must never put code compiled for AVX-512 into the plain path.
 #pragma once
 
 #include <type_traits>
@@ -57,7 +57,7 @@ inline void butterfly(float* a, float* b, int count) {
   }
 }
 
-// One row: distances below the vector width by shuffles, the rest between vectors.
+// One row: butterflies closer than a vector's width by shuffles, the others between vectors.
 void fwht_row(float* row, std::int64_t count, int block) {
   for (std::int64_t start = 0; start < count; start += block) {
     float* v = row + start;
@@ -211,8 +211,8 @@ inline void random_run(const RandomKey& key, std::uint64_t blk, int blocks, std:
 
 // ---- rounding ---------------------------------------------------------------------------------
 
-// Codes of value * inv: docs/numerics.md, "Rounding". 1.5 * 2^23 and the product, added with one
-// rounding, are an integer, half to even, in the low bits of the sum.
+// Codes of value * inv: docs/numerics.md, "Rounding". Adding 1.5 * 2^23 to the product with one
+// rounding leaves the integer (half to even) in the low bits of the sum.
 constexpr float integer_float = 12582912.0F;
 constexpr std::uint32_t integer_bits = 0x4b400000U;
 
@@ -241,7 +241,7 @@ inline I round_code(F value, F inv, I u) {
   } else if constexpr (rounding == Rounding::stochastic) {
     const F magic = V::add(V::to_float(u), V::set(integer_float));  // exact, as is 256 inv
     const I sum = rounded_product(value, V::mul(inv, V::set(256.0F)), magic);
-    // An arithmetic shift, by one that is not.
+    // An arithmetic shift made of a logical one.
     return V::subi(V::shift_right(V::addi(sum, V::seti(1U << 16)), 8), V::seti(1U << 8));
   } else {
     return pseudo_stochastic_code<bits>(V::mul(value, inv));
@@ -323,9 +323,9 @@ void quantize_strip_as(const float* v, int cols, const float* inv, const std::ui
   }
 }
 
-// Rounding and bits are known before a loop starts: one instance of it for each pair.
+// Calls `call` with rounding and bits as constants: one instance of the loop for each pair.
 template <class Call>
-inline void for_rounder(const Rounder& r, const Call& call) {
+inline void dispatch_rounder(const Rounder& r, const Call& call) {
   using std::integral_constant;
   const bool four = r.bits == 4;
   switch (r.rounding) {
@@ -349,14 +349,14 @@ inline void for_rounder(const Rounder& r, const Call& call) {
 
 void quantize_row(const float* v, std::int64_t count, const float* inv, bool each, const Rounder& r,
                   std::uint64_t blk, std::int8_t* out) {
-  for_rounder(r, [&](auto rounding, auto bits) {
+  dispatch_rounder(r, [&](auto rounding, auto bits) {
     quantize_row_as<rounding(), bits()>(v, count, inv, each, r.key, blk, out);
   });
 }
 
 void quantize_strip(const float* v, int cols, const float* inv, const std::uint32_t* keep,
                     const Rounder& r, const std::uint64_t* blk, std::int8_t* out, std::int64_t ld) {
-  for_rounder(r, [&](auto rounding, auto bits) {
+  dispatch_rounder(r, [&](auto rounding, auto bits) {
     quantize_strip_as<false, rounding(), bits()>(v, cols, inv, keep, r.key, blk, out, ld);
   });
 }
@@ -364,7 +364,7 @@ void quantize_strip(const float* v, int cols, const float* inv, const std::uint3
 void quantize_strip_by_k(const float* v, int cols, const float* inv, const std::uint32_t* keep,
                          const Rounder& r, const std::uint64_t* blk, std::int8_t* out,
                          std::int64_t ld) {
-  for_rounder(r, [&](auto rounding, auto bits) {
+  dispatch_rounder(r, [&](auto rounding, auto bits) {
     quantize_strip_as<true, rounding(), bits()>(v, cols, inv, keep, r.key, blk, out, ld);
   });
 }

@@ -1,4 +1,4 @@
-// The inner loops without any instruction set extension: one lane.
+// The inner loops without instruction set extensions: one lane.
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -35,8 +35,8 @@ struct V {
   static F mul(F a, F b) { return a * b; }
   static F fused(F a, F b, F c) { return std::fma(a, b, c); }
   static I abs_bits(F v) { return float_bits(v) & 0x7fffffffU; }
-  static F abs(F v) { return bits_float(abs_bits(v)); }
-  static F and_bits(F v, I mask) { return bits_float(float_bits(v) & mask); }
+  static F abs(F v) { return float_from_bits(abs_bits(v)); }
+  static F and_bits(F v, I mask) { return float_from_bits(float_bits(v) & mask); }
 
   static I max_u(I a, I b) { return a > b ? a : b; }
   static I max_i(I a, I b) { return signed_of(a) > signed_of(b) ? a : b; }

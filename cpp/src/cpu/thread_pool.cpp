@@ -48,12 +48,12 @@ struct ThreadPool::State {
 
   void loop() {
     const detail::StandardArithmetic arithmetic;
-    std::uint64_t seen = 0;
+    std::uint64_t handled = 0;
     std::unique_lock<std::mutex> lock(mutex);
     for (;;) {
-      wake.wait(lock, [&] { return stop || generation != seen; });
+      wake.wait(lock, [&] { return stop || generation != handled; });
       if (stop) return;
-      seen = generation;
+      handled = generation;
       lock.unlock();
       drain();
       lock.lock();
@@ -76,7 +76,7 @@ ThreadPool::ThreadPool(int threads) : threads_(threads), state_(std::make_unique
     for (int i = 1; i < threads; ++i) {
       state_->threads.emplace_back([state = state_.get()] { state->loop(); });
     }
-  } catch (...) {  // no memory, or no more threads: those that run have to end before their State
+  } catch (...) {  // no memory or no thread: join those that run before their State is destroyed
     state_->join();
     throw;
   }
@@ -84,9 +84,9 @@ ThreadPool::ThreadPool(int threads) : threads_(threads), state_(std::make_unique
 
 ThreadPool::~ThreadPool() {
   if (state_->owner != getpid()) {
-    // A forked child: the threads do not exist here; joining them would wait for ever.
+    // In a forked child the threads do not exist; joining them would never return.
     for (std::thread& thread : state_->threads) thread.detach();
-    static_cast<void>(state_.release());  // its locks may be held by threads that are gone
+    static_cast<void>(state_.release());  // threads that no longer exist may hold its locks
     return;
   }
   state_->join();

@@ -9,9 +9,9 @@ namespace hot {
 int default_thread_count();
 
 // Runs tasks [0, count) of a call on its threads and the caller's. Every task writes its own part
-// of the result, so the number of threads changes nothing but the time. Several callers may share
-// a pool: one uses its threads, the others run their tasks themselves. A forked child, which has
-// none of the threads, does the same.
+// of the result, so only the time depends on the number of threads. Several callers may share a
+// pool: one uses its threads, the others run their tasks themselves, as does a forked child, which
+// has no threads.
 class ThreadPool {
  public:
   explicit ThreadPool(int threads);
@@ -21,7 +21,7 @@ class ThreadPool {
 
   int size() const noexcept { return threads_; }
 
-  // `task(index)` for every index; returns when all are done. A task must not throw.
+  // Calls `task(index)` for every index and returns when all are done. A task must not throw.
   template <class Task>
   void run(std::int64_t count, const Task& task) {
     run_erased(

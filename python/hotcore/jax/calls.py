@@ -101,7 +101,7 @@ def backward_linear(
     return gx, gw, gb
 
 
-def varying(*arrays: Array) -> tuple[Any, ...]:
+def varying_axes(*arrays: Array) -> tuple[Any, ...]:
     """The mesh axes of a ``shard_map`` over which any of these arrays has values of its own."""
     axes: frozenset[Any] = frozenset()
     for array in arrays:
@@ -109,14 +109,14 @@ def varying(*arrays: Array) -> tuple[Any, ...]:
     return tuple(sorted(axes, key=str))
 
 
-def spread(arrays: Sequence[Array], axes: Sequence[Any]) -> tuple[Array, ...]:
+def pcast_to_varying(arrays: Sequence[Array], axes: Sequence[Any]) -> tuple[Array, ...]:
     """The same values, of the type of arrays that vary over ``axes``.
 
     Where that is differentiated, the gradients of the devices are added up.
     """
 
     def one(array: Array) -> Array:
-        more = tuple(axis for axis in axes if axis not in varying(array))
+        more = tuple(axis for axis in axes if axis not in varying_axes(array))
         return jax.lax.pcast(array, more, to="varying") if more else array
 
     return tuple(map(one, arrays))
@@ -141,8 +141,10 @@ def _call(
         vmap_method="sequential",
     )
     # Its operands are of one kind, and it knows nothing of what its results vary over.
-    axes = varying(*operands)
-    return spread(call(*spread(operands, axes), **_attributes(config))[:-1], axes)
+    axes = varying_axes(*operands)
+    return pcast_to_varying(
+        call(*pcast_to_varying(operands, axes), **_attributes(config))[:-1], axes
+    )
 
 
 @functools.lru_cache(maxsize=256)

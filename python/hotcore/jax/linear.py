@@ -13,7 +13,7 @@ import numpy as np
 
 from ..arrays import FLOATS
 from ..config import HotConfig, as_config
-from .calls import Array, backward_linear, compress_activation, spread, varying
+from .calls import Array, backward_linear, compress_activation, pcast_to_varying, varying_axes
 
 
 def linear(
@@ -50,6 +50,11 @@ def linear(
     Source: docs/jax.md; docs/numerics.md.
     """
     settings = as_config(config)
+    if settings.forward != "plain":
+        raise NotImplementedError(
+            f"config: forward = {settings.forward!r} is not built for JAX; use forward='plain' "
+            "(hotcore.forward_linear takes JAX's arrays, outside of jit and grad)"
+        )
     x, w = _floats(x, "x"), _floats(w, "w")
     if x.ndim < 1:
         raise ValueError("x: shape (); expected [..., I]")
@@ -64,7 +69,7 @@ def linear(
     seed = _seed(key)
     # Inside a shard_map devices share w and b but not x: their gradients are to be added up.
     arrays = (x, w, seed) if b is None else (x, w, seed, b)
-    x, w, seed, *rest = spread(arrays, varying(*arrays))
+    x, w, seed, *rest = pcast_to_varying(arrays, varying_axes(*arrays))
     b = rest[0] if rest else None
     output: Array = _linear(settings, x, w, b, seed)
     return output

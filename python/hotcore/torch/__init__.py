@@ -5,11 +5,12 @@ from . import _requirement  # noqa: F401  (first)
 from .accumulation import gradient_accumulation
 from .attention import HotMultiheadAttention
 from .autotune import autotune
+from .calibrate import calibrate
 from .compress_saved import Compression, compress_saved
 from .compute import ComputeReport, LayerCompute, compute_report
 from .convert import convert, revert
 from .functional import conv2d, linear
-from .lqs import calibrate
+from .input_cache import share_inputs
 from .memory import MemoryReport, ModuleMemory, memory_report
 from .modules import HotConv2d, HotLinear
 from .noise import NoiseMonitor
@@ -17,7 +18,6 @@ from .plan import LayerPlan, Measured, Plan
 from .policies import keep_attention, keep_codes, keep_products
 from .recompute import Recomputed, recompute
 from .report import ConversionReport, Converted, Skipped
-from .reuse import share_inputs
 from .schedule import PrecisionSchedule
 
 __all__ = [

@@ -1,7 +1,7 @@
-"""Every private name of torch that the adapter uses, each with a public way where it is missing.
+"""Every private name of torch that the adapter uses, each with a public fallback.
 
-The private ones are faster, or know what no public function tells. tests/torch/test_private.py runs
-each function with and without its private name.
+The private names are faster, or give information that no public function gives.
+tests/torch/test_private.py runs each function with and without its private name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _C: Any = torch._C
 def transforms_active() -> bool:
     """Whether a ``torch.func`` transform (grad, vmap, ...) is running.
 
-    Without the private name False: torch's own error of autograd functions then says it.
+    False without the private name: torch's own error for autograd functions is then raised.
     """
     active = getattr(_C, "_are_functorch_transforms_active", None)
     return False if active is None else bool(active())
@@ -35,7 +35,7 @@ def any_autocast() -> bool:
 def current_stream(index: int) -> int:
     """Handle of the current stream of CUDA device ``index``.
 
-    The private function does not make an object around it.
+    The private function does not wrap it in an object.
     """
     raw = getattr(_C, "_cuda_getCurrentRawStream", None)
     if raw is None:
@@ -44,18 +44,18 @@ def current_stream(index: int) -> int:
 
 
 def dispatch_modes() -> int:
-    """How many modes watch every operator (``TorchDispatchMode``).
+    """Number of active ``TorchDispatchMode``s, which intercept every operator.
 
-    Without the private name 1, as if there were one: calls then go through the dispatcher.
+    1 without the private name, so that calls go through the dispatcher.
     """
     count = getattr(_C, "_len_torch_dispatch_stack", None)
     return 1 if count is None else int(count())
 
 
 def without_torch_function() -> AbstractContextManager[Any]:
-    """Hides what is done inside from ``TorchFunctionMode``; does nothing without the private name.
+    """Hide the calls inside from ``TorchFunctionMode``; does nothing without the private name.
 
-    A mode would be asked about every attribute and call of a layer.
+    A mode would otherwise intercept every attribute and call of a layer.
     """
     disabled = getattr(_C, "DisableTorchFunction", None)
     return nullcontext() if disabled is None else disabled()
@@ -63,7 +63,7 @@ def without_torch_function() -> AbstractContextManager[Any]:
 
 @functools.cache
 def _class(module: str, name: str) -> Any:
-    """A class of torch, or one without instances where there is none of that name."""
+    """A class of torch, or a class without instances if torch has none of that name."""
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError):
@@ -71,20 +71,20 @@ def _class(module: str, name: str) -> Any:
 
 
 def functional(x: torch.Tensor) -> bool:
-    """Whether x stands for a value of a graph that AOTAutograd is tracing; False if unknown."""
+    """Whether x is a value of a graph that AOTAutograd is tracing; False if unknown."""
     return isinstance(x, _class("torch._subclasses.functional_tensor", "FunctionalTensor"))
 
 
 def symbolic(x: torch.Tensor) -> bool:
-    """Whether x has no values, as while something is compiled; False if unknown."""
+    """Whether x has no values, as during compilation; False if unknown."""
     return functional(x) or isinstance(x, _class("torch._subclasses.fake_tensor", "FakeTensor"))
 
 
 @functools.cache
 def prefers_cudnn_attention(index: int, dtype: torch.dtype, width: int, causal: bool) -> bool:
-    """Whether torch takes cuDNN's kernel for an attention without mask and dropout.
+    """Whether torch uses cuDNN's kernel for an attention without mask and dropout.
 
-    False where torch does not tell: flash attention gives the same, on Hopper in twice the time.
+    False if unknown: flash attention gives the same result, on Hopper in twice the time.
     """
     choice = getattr(torch, "_fused_sdp_choice", None)
     if choice is None:
@@ -98,7 +98,7 @@ _CUDNN = 3  # torch.nn.attention.SDPBackend.CUDNN_ATTENTION
 
 
 def _no_modes() -> AbstractContextManager[Any]:
-    """Real tensors are made inside, also while something is compiled."""
+    """Make real tensors inside, even during compilation."""
     try:
         modes: Any = importlib.import_module("torch.utils._python_dispatch")
         return modes._disable_current_modes()  # type: ignore[no-any-return]
@@ -107,11 +107,11 @@ def _no_modes() -> AbstractContextManager[Any]:
 
 
 def count_as_products(operators: Iterable[Any]) -> bool:
-    """Have the compiler's partitioner treat operators as it treats ``mm``: dear to recompute.
+    """Mark operators as expensive to recompute, like ``mm``, for the compiler's partitioner.
 
-    Told nothing, it takes them for free under an ``activation_memory_budget`` below 1, and repeats
-    every product in backward. Returns whether it could be told. Imports the partitioner, which
-    takes seconds: for the time of a compilation.
+    Otherwise it treats them as free under an ``activation_memory_budget`` below 1 and repeats every
+    product in backward. Returns whether the marking worked. Call it only during compilation: it
+    imports the partitioner, which takes seconds.
     """
     try:
         partitioners: Any = importlib.import_module("torch._functorch.partitioners")
@@ -140,7 +140,7 @@ def jit_tracing() -> bool:
 
 
 def accumulates(leaf: torch.Tensor) -> bool:
-    """Whether the backward pass at hand adds to ``leaf.grad``; False without the private name.
+    """Whether the running backward pass adds to ``leaf.grad``; False without the private name.
 
     ``backward()`` does; ``torch.autograd.grad`` does not, nor does ``backward(inputs=...)`` of
     others.
@@ -150,15 +150,15 @@ def accumulates(leaf: torch.Tensor) -> bool:
         return False
     try:
         return bool(will_run(torch.autograd.graph.get_gradient_edge(leaf).node))
-    except RuntimeError:  # torch's answer for what autograd.grad was asked for
+    except RuntimeError:  # torch raises it for a leaf that autograd.grad returns
         return False
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
     """Whether this module, not its children, runs under ``torch.compile``.
 
-    Both ways to it leave a private attribute: ``torch.compile(module)`` and ``module.compile()``.
-    Without them False: ``autotune(compiled=True)`` says it.
+    ``torch.compile(module)`` and ``module.compile()`` both set a private attribute. False without
+    these names; ``autotune(compiled=True)`` overrides it.
     """
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
@@ -167,9 +167,9 @@ _is_batched: Any = getattr(getattr(_C, "_functorch", None), "is_legacy_batchedte
 
 
 def batched(gradient: torch.Tensor) -> bool:
-    """Whether it stands for many: ``autograd.grad(is_grads_batched=True)``, vectorised jacobians.
+    """Whether vmap batches it: ``autograd.grad(is_grads_batched=True)``, vectorised jacobians.
 
-    Without the private name, whether it has no memory of its own.
+    Without the private name: whether it has no memory of its own.
     """
     if _is_batched is not None:
         return bool(_is_batched(gradient))

@@ -1,11 +1,11 @@
-"""``gradient_accumulation``: what the micro-batches of one optimizer step can share."""
+"""``gradient_accumulation``: work that the micro-batches of one optimizer step share."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,35 +16,49 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from . import _compat, ops
 
 
+def kept(
+    table: Any, weight: Tensor, what: Hashable, state: Hashable, make: Callable[[], Tensor]
+) -> Tensor:
+    """Codes of ``weight`` in a table of weights; made where there are none, or of another state."""
+    entry: dict[Hashable, tuple[Hashable, Tensor]] = table.setdefault(weight, {})
+    found = entry.get(what)
+    if found is None or found[0] != state:
+        found = entry[what] = (state, make())
+    return found[1]
+
+
 class _State:
-    """One ``with gradient_accumulation()``; the layers' graphs hold it, so it outlives its end."""
+    """State of one ``with gradient_accumulation()``; graphs made inside keep it alive."""
 
     __slots__ = ("__weakref__", "_codes", "_ended", "_in_place", "_lock")
 
     def __init__(self, in_place: bool) -> None:
         self._in_place = in_place
         self._ended = False
-        # weight -> its version, the configuration and dtype it was quantised for, the codes
+        # weight -> for g_x or for y -> what it was then, the codes
         self._codes: Any = WeakTensorKeyDictionary()
         self._lock = threading.Lock()  # autograd has a thread for every CUDA device
 
     @property
     def in_place(self) -> bool:
-        """Whether gradients are still added in place."""
+        """Whether gradients are added in place; False after the end."""
         return self._in_place and not self._ended
 
     def codes(self, weight: Tensor, config: str) -> Tensor | None:
         """``weight`` quantised for g_x, by the first micro-batch; None after the end."""
-        wanted = (weight._version, config, weight.dtype, weight.device)
+        now = (weight._version, config, weight.dtype, weight.device)
+
+        def make() -> Tensor:
+            return ops.quantize_weight(weight.detach(), ops.parsed(config))
+
+        return self.kept(weight, "gx", now, make)
+
+    def kept(
+        self, weight: Tensor, what: Hashable, state: Hashable, make: Callable[[], Tensor]
+    ) -> Tensor | None:
+        """Codes of ``weight`` by ``make``, of the first micro-batch; None after the end."""
         with self._lock:
-            if self._ended:
-                return None
-            found = self._codes.get(weight)
-            if found is None or found[0] != wanted:
-                found = (wanted, ops.quantize_weight(weight.detach(), ops.parsed(config)))
-                self._codes[weight] = found
-            codes: Tensor = found[1]
-            return codes
+            return None if self._ended else kept(self._codes, weight, what, state, make)
 
     def stepped(self, *_: Any) -> None:
         """Drop the codes of trained weights; fused optimizers do not raise a weight's version."""
@@ -53,7 +67,7 @@ class _State:
                 del self._codes[weight]
 
     def end(self) -> None:
-        """From here on graphs that were made inside behave as any other."""
+        """End: graphs that were made inside now behave like any other."""
         with self._lock:
             self._ended = True
             self._codes.clear()
@@ -64,8 +78,8 @@ class _Threads(threading.local):
 
 
 threads = _Threads()
-"""``threads.state``: of the context that the calling thread is inside."""
-_entered = 0  # contexts open in the process: while there is none, a layer asks no further
+"""``threads.state``: the state of the context that the calling thread is inside."""
+_open_contexts = 0  # open contexts in the process; layers return early if there is none
 _count = threading.Lock()
 
 
@@ -73,31 +87,31 @@ _count = threading.Lock()
 def gradient_accumulation(*, in_place: bool = True) -> Iterator[None]:
     """Share work between the micro-batches of one optimizer step (linear layers, eager mode).
 
-    Inside, a weight is quantised for g_x by the first micro-batch alone. The codes, one byte a
-    weight, are dropped when an optimizer steps (frozen weights keep theirs: LoRA's base is
-    quantised once), when the weight is written (not seen: through ``.data``), and at the end.
-    The gradients are the same bits.
-    With ``in_place`` g_w and g_b are added to ``.grad`` by the product itself, in fp32 before one
-    rounding: no g_w of its own, and no pass over it.
+    Inside, only the first micro-batch quantises a weight for g_x, and for an 8-bit forward. The
+    codes, one byte per weight for each, are dropped when an optimizer steps (frozen weights keep
+    theirs: LoRA's base is quantised once), when the weight is written (writes through ``.data`` go
+    unnoticed), and at the end. Gradients are the same bits. With ``in_place`` the product itself
+    adds g_w and g_b to ``.grad``, in fp32 before one rounding, without a temporary g_w and a pass
+    over it.
 
-    It is the calling thread's: layers that this thread runs inside take part, in whichever thread
-    their backward runs. Other threads are not concerned, and may have contexts of their own: what a
-    reentrant checkpoint runs again on CUDA, in a thread of autograd's, accumulates as any other.
-    After its end the graphs that were made inside behave as any other.
+    The context belongs to the calling thread: layers that this thread runs inside take part,
+    whichever thread runs their backward. Other threads are not affected and may have their own
+    contexts. A reentrant checkpoint on CUDA recomputes in one of autograd's threads and accumulates
+    there as if outside. After the end, graphs that were made inside behave like any other.
 
     Args:
-        in_place: False leaves the adding to autograd. Needed where something waits for autograd's
-            own accumulation (DistributedDataParallel outside of ``no_sync()``), and where several
-            threads run backward for the same parameters at once. Autograd adds anyway a first
-            gradient, and those of parameters with hooks (tensor or post-accumulate).
+        in_place: False leaves accumulation to autograd. This is needed if something waits for
+            autograd's accumulation (DistributedDataParallel outside of ``no_sync()``), and if
+            several threads run backward for the same parameters at once. Autograd always adds a
+            first gradient, and gradients of parameters with hooks (tensor or post-accumulate).
             ``torch.autograd.grad`` returns its gradients and leaves ``.grad`` alone.
 
     Raises:
-        RuntimeError: when nested, or while compiling (torch.compile'd layers share nothing).
+        RuntimeError: when nested, or while compiling (compiled layers share nothing).
 
     Source: docs/torch/accumulation.md, "Gradient accumulation".
     """
-    global _entered
+    global _open_contexts
     if torch.compiler.is_compiling():
         raise RuntimeError("gradient_accumulation: not inside a compiled region")
     if threads.state is not None:
@@ -106,12 +120,12 @@ def gradient_accumulation(*, in_place: bool = True) -> Iterator[None]:
     hook = register_optimizer_step_post_hook(state.stepped)
     threads.state = state
     with _count:
-        _entered += 1
+        _open_contexts += 1
     try:
         yield
     finally:
         with _count:
-            _entered -= 1
+            _open_contexts -= 1
         threads.state = None
         state.end()
         hook.remove()
@@ -135,9 +149,9 @@ class Shared:
         x_shape: torch.Size,
         dtypes: Sequence[torch.dtype | None],
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """g_x, g_w, g_b; None where the dtype is None, or where it was added to ``.grad``."""
+        """g_x, g_w, g_b; None for a dtype of None and for gradients added to ``.grad``."""
         of_gx, *others = dtypes
-        if ops.unusual(gy):
+        if ops.is_sparse_or_batched(gy):
             weight = None if of_gx is None else self.weight
             common = (saved, saved_seed, seed, config, x_shape)
             return ops.backward_linear(gy, weight, *common, *dtypes)
@@ -150,7 +164,7 @@ class Shared:
         ]
         gx, gw, gb = ops.new_gradients(gy, x_shape, (of_gx, *others))
         accumulate = any(grad is not None for grad in added)
-        if accumulate:  # one call adds to both or to none
+        if accumulate:  # a call adds to both gradients or to none
             for new in (gw, gb):
                 if new is not None:
                     new.zero_()
@@ -171,9 +185,9 @@ class Shared:
         return gx, gw, gb
 
     def _grad_to_add_to(self, parameter: Tensor | None) -> Tensor | None:
-        """The ``.grad`` of ``parameter`` that the product is to add to; None: autograd adds."""
+        """The ``.grad`` of ``parameter`` that the product adds to; None: autograd adds."""
         if not self.state.in_place or parameter is None or not parameter.is_leaf:
-            return None  # an attention's bias is a slice; to read its .grad makes torch warn
+            return None  # an attention's bias is a slice, and reading a non-leaf's .grad warns
         grad = parameter.grad
         adds = (
             grad is not None
@@ -189,9 +203,12 @@ class Shared:
         return grad if adds else None
 
 
+def current() -> _State | None:
+    """What the calling thread is inside of."""
+    return threads.state if _open_contexts else None
+
+
 def shared(weight: Tensor, bias: Tensor | None) -> Shared | None:
-    """What a layer keeps of its parameters; None outside of :func:`gradient_accumulation`."""
-    if not _entered or not weight.is_leaf:
-        return None
-    state = threads.state
-    return None if state is None else Shared(state, weight, bias)
+    """The layer's parameters for backward; None outside of :func:`gradient_accumulation`."""
+    state = current()
+    return None if state is None or not weight.is_leaf else Shared(state, weight, bias)

@@ -11,17 +11,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import ConfigLike, as_config
-from .functional import linear_by_text
 from .modules import HotModule
 
 
 class HotMultiheadAttention(HotModule, nn.MultiheadAttention):
     """``nn.MultiheadAttention`` with the same parameters and keys; its projections are HOT layers.
 
-    in_proj (one product where query, key and value are one tensor, else two or three) and out_proj
-    keep their x compressed; attention itself is torch's. In eval mode it is
+    in_proj (one product if query, key and value are the same tensor, otherwise two or three) and
+    out_proj save their x compressed; attention itself is torch's. In eval mode it is
     ``nn.MultiheadAttention``, fast path included. ``bias_k``, ``bias_v`` and ``add_zero_attn`` are
-    not taken.
+    not supported.
 
     Args:
         embed_dim: E.
@@ -58,7 +57,7 @@ class HotMultiheadAttention(HotModule, nn.MultiheadAttention):
     ) -> None:
         """Make a layer with new parameters, initialised as ``nn.MultiheadAttention`` does."""
         if add_bias_kv or add_zero_attn:
-            raise ValueError("HotMultiheadAttention takes no add_bias_kv and no add_zero_attn")
+            raise ValueError("HotMultiheadAttention supports neither add_bias_kv nor add_zero_attn")
         sizes = (embed_dim, num_heads, dropout, bias, False, False, kdim, vdim, batch_first)
         super().__init__(*sizes, device, dtype)
         self.config = as_config(config)
@@ -74,8 +73,8 @@ class HotMultiheadAttention(HotModule, nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As ``nn.MultiheadAttention``: the output, and the weights if they are wanted."""
-        if not self.training:
+        """As ``nn.MultiheadAttention``: the output, and the weights if ``need_weights``."""
+        if self.runs_plain:
             return super().forward(
                 query,
                 key,
@@ -87,14 +86,14 @@ class HotMultiheadAttention(HotModule, nn.MultiheadAttention):
                 is_causal,
             )
         if is_causal and attn_mask is None:
-            raise RuntimeError("attn_mask: needed beside is_causal, as by nn.MultiheadAttention")
+            raise RuntimeError("attn_mask: is_causal needs it, as in nn.MultiheadAttention")
         if query.dim() not in (2, 3) or query.shape[-1] != self.embed_dim:
             raise ValueError(
                 f"query: shape {list(query.shape)}; expected two or three sizes, the last "
                 f"{self.embed_dim}"
             )
         batched = query.dim() == 3
-        # Samples before tokens, or tokens before samples: the projections take either.
+        # The projections take either order of samples and tokens.
         samples, tokens = (0, 1) if self.batch_first or not batched else (1, 0)
         if not batched:
             same = key is value, query is key
@@ -106,13 +105,14 @@ class HotMultiheadAttention(HotModule, nn.MultiheadAttention):
         try:
             q, k, v = self._projected(query, key, value, samples, tokens)
             causal = is_causal and key_padding_mask is None and not need_weights
-            mask = None if causal else _merged(attn_mask, key_padding_mask, q, k)
-            y, weights = _attention(q, k, v, mask, self.dropout, causal, need_weights)
+            mask = None if causal else _merge_masks(attn_mask, key_padding_mask, q, k)
+            dropout = self.dropout if self.training else 0.0
+            y, weights = _attention(q, k, v, mask, dropout, causal, need_weights)
             y = y.permute(0, 2, 1, 3) if samples == 0 else y.permute(2, 0, 1, 3)
             out = self.out_proj
-            y = linear_by_text(y.flatten(2), out.weight, out.bias, self._text, self.defer)
+            y = self._product(y.flatten(2), out.weight, out.bias)
         except (ValueError, RuntimeError) as error:
-            self.name_in(error)
+            self.prefix_layer_name(error)
             raise
         if weights is not None and average_attn_weights:
             weights = weights.mean(1)
@@ -127,7 +127,7 @@ class HotMultiheadAttention(HotModule, nn.MultiheadAttention):
         width, bias = self.embed_dim, self.in_proj_bias
         weight: Tensor | None = self.in_proj_weight
         weights: Sequence[Tensor]
-        if weight is None:  # key or value have other features
+        if weight is None:  # key or value differ in features
             weights = [self.q_proj_weight, self.k_proj_weight, self.v_proj_weight]
             inputs = [query, key, value]
         elif query is key and key is value:
@@ -141,16 +141,16 @@ class HotMultiheadAttention(HotModule, nn.MultiheadAttention):
             biases = torch.split(bias, [w.shape[0] for w in weights])
         found: list[Tensor] = []
         for x, w, b in zip(inputs, weights, biases, strict=True):
-            y = linear_by_text(x, w, b, self._text, self.defer)
+            y = self._product(x, w, b)
             heads = y.view(*y.shape[:-1], -1, self.num_heads, self.head_dim)
             found += heads.permute(2, samples, 3, tokens, 4).unbind(0)
         return found
 
 
-def _merged(
+def _merge_masks(
     attn_mask: Tensor | None, key_padding_mask: Tensor | None, q: Tensor, k: Tensor
 ) -> Tensor | None:
-    """Both masks as one that is added, ``[N or 1, heads or 1, L or 1, S]``."""
+    """Both masks as one additive mask, ``[N or 1, heads or 1, L or 1, S]``."""
     samples, heads, length, source = q.shape[0], q.shape[1], q.shape[2], k.shape[2]
     mask = None
     if attn_mask is not None:
@@ -160,7 +160,7 @@ def _merged(
                 f"attn_mask: shape {list(attn_mask.shape)}; expected {list(shapes[2])} or "
                 f"{list(shapes[3])}"
             )
-        mask = _added(attn_mask, "attn_mask", q)
+        mask = _additive(attn_mask, "attn_mask", q)
         mask = mask[None, None] if mask.dim() == 2 else mask.view(samples, heads, length, source)
     if key_padding_mask is not None:
         if tuple(key_padding_mask.shape) != (samples, source):
@@ -168,12 +168,12 @@ def _merged(
                 f"key_padding_mask: shape {list(key_padding_mask.shape)}; expected "
                 f"{[samples, source]}"
             )
-        padding = _added(key_padding_mask, "key_padding_mask", q)[:, None, None]
+        padding = _additive(key_padding_mask, "key_padding_mask", q)[:, None, None]
         mask = padding if mask is None else mask + padding
     return mask
 
 
-def _added(mask: Tensor, name: str, q: Tensor) -> Tensor:
+def _additive(mask: Tensor, name: str, q: Tensor) -> Tensor:
     if mask.is_floating_point():
         return mask.to(q.dtype)
     if mask.dtype != torch.bool:

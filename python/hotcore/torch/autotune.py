@@ -29,7 +29,7 @@ from ._compat import is_compiled
 from .convert import convert
 from .modules import HotModule
 from .plan import PLAIN, LayerPlan, Measured, Plan
-from .probe import Call, LossFn, Seen, Untouched, Watch, autocast_dtype, eagerly, loss_of
+from .probe import Call, LayerUse, LossFn, Watch, autocast_dtype, eagerly, loss_of, preserve_state
 from .report import listed
 from .selection import Filter, hot_class, is_8bit
 
@@ -41,7 +41,7 @@ HOST_SHARE = 0.8
 """A CUDA step is the device's where the host has queued it in less than this share of its time."""
 
 _COVER_BYTES = 1 << 28  # written before each measurement on CUDA: beyond the L2, 0.1 ms or less
-_LEAST_ROUNDS = 5
+_MIN_ROUNDS = 5
 _BURST = 8  # calls between two readings of the host's clock on CUDA
 _STEP_ROUNDS = 5
 
@@ -108,19 +108,19 @@ def autotune(
         raise ValueError(f"objective: {objective!r} is not one of 'time', 'memory'")
     if slowdown < 1:
         raise ValueError(f"slowdown: {slowdown} is below 1")
-    if rounds < _LEAST_ROUNDS:
-        raise ValueError(f"rounds: {rounds}; expected at least {_LEAST_ROUNDS}")
+    if rounds < _MIN_ROUNDS:
+        raise ValueError(f"rounds: {rounds}; expected at least {_MIN_ROUNDS}")
     if clock not in (None, "device", "host"):
         raise ValueError(f"clock: {clock!r} is not one of 'device', 'host', None")
     device = _check(model)
     options = _compile_options(model, compiled)
-    with Untouched(model):
+    with preserve_state(model):
         layers = _layers(model, filter_fn)
-        seen = _observe(model, inputs, loss_fn, layers)
+        uses = _observe(model, inputs, loss_fn, layers)
         watch, words = _clock(model, inputs, loss_fn, device, clock)
         bench = _Bench(configs, watch, options, rounds, budget_ms)
         plans = [
-            _plan(name, layers[name], seen[name], bench, objective, slowdown) for name in layers
+            _plan(name, layers[name], uses[name], bench, objective, slowdown) for name in layers
         ]
         steps = {}
         if verify:
@@ -177,7 +177,7 @@ def _compile_options(
 def _layers(model: nn.Module, filter_fn: Filter | None) -> dict[str, nn.Module]:
     """The layers that convert would take."""
     modules = dict(model.named_modules())
-    with Untouched(model):
+    with preserve_state(model):
         report = convert(model, "default", filter_fn, slower=True)
     found = {layer.name: modules[layer.name] for layer in report.converted}
     return {
@@ -189,7 +189,7 @@ def _layers(model: nn.Module, filter_fn: Filter | None) -> dict[str, nn.Module]:
 
 def _observe(
     model: nn.Module, inputs: Any, loss_fn: LossFn | None, layers: Mapping[str, nn.Module]
-) -> dict[str, Seen]:
+) -> dict[str, LayerUse]:
     watch = Watch(layers, saved=True)
     with eagerly(), watch.on():
         loss = loss_of(model, inputs, loss_fn)
@@ -198,7 +198,7 @@ def _observe(
             "loss_fn: returned nothing that requires grad; autotune times backward, which needs a "
             "loss with a graph (no torch.no_grad, no detach, no .item())"
         )
-    return watch.seen
+    return watch.uses
 
 
 @dataclasses.dataclass(frozen=True)
@@ -475,7 +475,7 @@ def in_turns(
     times: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(rounds):
         for name, step in steps.items():
-            if turn >= _LEAST_ROUNDS and sum(times[name]) > budget_ms:
+            if turn >= _MIN_ROUNDS and sum(times[name]) > budget_ms:
                 continue
             for _ in range(clock.unmeasured):
                 step()
@@ -492,15 +492,15 @@ def _spread(values: Sequence[float], kept_bytes: int) -> Measured:
 
 
 def _plan(
-    name: str, layer: nn.Module, seen: Seen, bench: _Bench, objective: str, slowdown: float
+    name: str, layer: nn.Module, use: LayerUse, bench: _Bench, objective: str, slowdown: float
 ) -> LayerPlan:
-    shape = _shape(layer, seen.calls)
-    if not seen.calls:
+    shape = _shape(layer, use.calls)
+    if not use.calls:
         why = "never called with these inputs"
-        if seen.past:
+        if use.bypassed:
             why = "never called: its weight is multiplied without it"
         return LayerPlan(name, fields=None, choice=PLAIN, reason=why, shape=shape)
-    times = _summed([bench.times(layer, call) for call in seen.calls], seen)
+    times = _sum_calls([bench.times(layer, call) for call in use.calls], use)
     if objective == "time":
         choice, reason = fastest(times)
     else:
@@ -509,7 +509,7 @@ def _plan(
     return LayerPlan(name, fields=fields, times=times, choice=choice, reason=reason, shape=shape)
 
 
-def _summed(calls: Sequence[Mapping[str, Measured]], seen: Seen) -> dict[str, Measured]:
+def _sum_calls(calls: Sequence[Mapping[str, Measured]], use: LayerUse) -> dict[str, Measured]:
     """All calls of a layer in a step. Plain torch keeps what the forward pass was seen to keep.
 
     Layers with one x keep it once, in plain torch and, with one configuration, in HOT.
@@ -517,9 +517,9 @@ def _summed(calls: Sequence[Mapping[str, Measured]], seen: Seen) -> dict[str, Me
     sums = {}
     for name in calls[0]:
         rows = [call[name] for call in calls]
-        kept = seen.kept_bytes
+        kept = use.kept_bytes
         if name != PLAIN:
-            kept = sum(row.kept_bytes for row in rows) / seen.sharers
+            kept = sum(row.kept_bytes for row in rows) / use.sharers
         sums[name] = Measured(
             sum(row.median_ms for row in rows),
             sum(row.q1_ms for row in rows),
@@ -620,7 +620,7 @@ def _verify(
 
     @contextmanager
     def planned() -> Iterator[None]:
-        with Untouched(model):
+        with preserve_state(model):
             convert(model, overrides=plan.overrides(), filter_fn=filter_fn)
             yield
 

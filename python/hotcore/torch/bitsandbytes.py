@@ -1,7 +1,7 @@
 """``HotLinear8bitLt``, for bitsandbytes' ``Linear8bitLt`` (adapters on an 8-bit model).
 
-bitsandbytes keeps the whole x of such a layer until backward, although its weight is frozen. Here
-nothing is kept but the seed. Imports bitsandbytes.
+bitsandbytes keeps the whole x of such a layer until backward, although its weight is frozen. This
+layer keeps only the seed. The module imports bitsandbytes.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from torch.autograd.function import once_differentiable
 
 from ..config import ConfigLike, as_config
 from . import ops
-from .functional import seed_of_call
+from .functional import seed_for_call
 from .modules import HotModule
 
-# bitsandbytes is no requirement of hotcore, and need not be there for the type checker.
+# hotcore does not require bitsandbytes; the type checker runs without it.
 _Linear8bitLt: Any = importlib.import_module("bitsandbytes").nn.Linear8bitLt
 
 
 class HotLinear8bitLt(HotModule, _Linear8bitLt):  # type: ignore[misc]
     """``Linear8bitLt`` with a frozen 8-bit weight, whose g_x is computed through HOT.
 
-    The forward pass is bitsandbytes'. In backward the weight is brought back from its codes, as
-    bitsandbytes does it, and the product ``g_y w`` is made in integers. Inside torch.compile the
-    layer runs eagerly (a graph break). Made by :func:`hotcore.torch.convert`.
+    The forward pass is that of bitsandbytes. Backward dequantises the weight as bitsandbytes does
+    and computes the product ``g_y w`` in integers. Inside torch.compile the layer runs eagerly (a
+    graph break). :func:`hotcore.torch.convert` makes these layers.
 
     Args:
         in_features: I.
@@ -50,6 +50,11 @@ class HotLinear8bitLt(HotModule, _Linear8bitLt):  # type: ignore[misc]
         super().__init__(in_features, out_features, **{"has_fp16_weights": False, **options})
         self.config = as_config(config)
 
+    @property
+    def runs_plain(self) -> bool:
+        """In eval mode always; its forward is bitsandbytes'."""
+        return not self.training
+
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # so in torch
     def forward(self, x: Tensor) -> Tensor:
         """``[..., I] -> [..., O]``."""
@@ -59,33 +64,33 @@ class HotLinear8bitLt(HotModule, _Linear8bitLt):  # type: ignore[misc]
             output: Tensor = super().forward(x)
             return output
         try:
-            seed = seed_of_call("linear", x, x)
+            seed = seed_for_call("linear", x, x)
             output = _Frozen8bit.apply(x, bias, self, seed)  # type: ignore[no-untyped-call]
         except (ValueError, RuntimeError) as error:
-            self.name_in(error)
+            self.prefix_layer_name(error)
             raise
         return output
 
     def plain_forward(self, x: Tensor) -> Tensor:
-        """bitsandbytes' own."""
+        """The forward pass of bitsandbytes."""
         output: Tensor = super().forward(x)
         return output
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """The weight ``[O, I]`` as bitsandbytes' backward takes it."""
+        """The weight ``[O, I]``, dequantised as in the backward of bitsandbytes."""
         codes, scales = self.state.CB, self.state.SCB
         weight: Tensor = codes.to(dtype, copy=True).mul_(scales.unsqueeze(1).mul(1.0 / 127.0))
         return weight
 
 
 class _Frozen8bit(torch.autograd.Function):
-    """Nothing of x is kept: the weight has no gradient."""
+    """Saves nothing of x: the weight has no gradient."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, bias: Tensor | None, layer: HotLinear8bitLt, seed: Tensor
     ) -> Tensor:
-        ctx.layer, ctx.seed, ctx.text = layer, seed, layer._text
+        ctx.layer, ctx.seed, ctx.config_json = layer, seed, layer._config_json
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.set_materialize_grads(False)
@@ -103,7 +108,7 @@ class _Frozen8bit(torch.autograd.Function):
             None,
             ctx.seed,
             ctx.seed,
-            ctx.text,
+            ctx.config_json,
             ctx.x_shape,
             ctx.x_dtype if need_gx else None,
             None,

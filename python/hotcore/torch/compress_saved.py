@@ -1,14 +1,14 @@
-"""``compress_saved``: what autograd keeps besides the inputs of HOT's layers, in 8 or 4 bits.
+"""``compress_saved``: 8- or 4-bit codes of what autograd saves for layers that are not HOT's.
 
-HOT compresses the inputs of linear layers and convolutions. In a transformer the larger part is
-then what the others keep: inputs of GELU and normalisation, attention's q, k, v and result. Here
-they are cut into blocks of 128 values; a block keeps its smallest and largest value, and each value
-a code between them, rounded stochastically.
+HOT compresses the inputs of linear layers and convolutions. In a transformer, most of the remaining
+saved memory belongs to other operations: inputs of GELU and normalisation, attention's q, k, v and
+result. This module cuts these tensors into blocks of 128 values. A block keeps its minimum and
+maximum, and for each value a stochastically rounded code between them.
 
-On CUDA Triton kernels do it (``saved_kernels.py``): they read a value once and write it once, which
-keeps this near the memory's bandwidth; eager torch operations would pass over the data about ten
-times, and compiled ones need a compilation for every shape. On the CPU, and on CUDA without Triton,
-torch operations compute the same bits.
+On CUDA, Triton kernels (``compress_saved_triton.py``) read every value once and write it once, near
+the bandwidth of the memory. Eager torch operations would pass over the data about ten times, and
+compiled ones need a compilation for every shape. On the CPU, and on CUDA without Triton, torch
+operations compute the same bits.
 
 Source: blockwise min-max codes with stochastic rounding as in ActNN (Chen et al., ICML 2021).
 """
@@ -31,13 +31,13 @@ from . import ops
 from .functional import DTYPES
 
 BLOCK = 128
-"""Values that share a smallest and a largest value."""
+"""Values that share a minimum and a maximum."""
 
 MASK_BLOCK = 1024
 """Values whose signs share 128 bytes (one bit each)."""
 
-MIN_RANGE = 2.0**-100  # of a block; what is narrower counts as constant
-_CHUNK = 1 << 20  # values that the torch path works on at a time
+MIN_RANGE = 2.0**-100  # of a block; narrower blocks count as constant
+_CHUNK = 1 << 20  # values that the torch path processes at a time
 MASK32 = 0xFFFF_FFFF
 GOLDEN32 = 0x9E37_79B1
 _GOLDEN64 = 0x9E37_79B9_7F4A_7C15
@@ -60,13 +60,13 @@ KINDS: Mapping[str, frozenset[str]] = {
         "loss": "cross_entropy log_softmax",
     }.items()
 }
-"""Kind of operation -> functions of torch (by name) whose saved tensors are compressed. What is in
-none of them (divisions, roots, custom autograd Functions, ...) is never touched: its
-derivative may need exact values."""
+"""Kind of operation -> names of torch functions whose saved tensors are compressed. Those of other
+operations (divisions, roots, custom autograd Functions, ...) are never compressed: a derivative may
+need exact values."""
 
 Key = tuple[int, int] | tuple[Tensor, int]
-"""Two 32-bit words; or the tensor on the device that holds them (an int64, the low word first), and
-a number that tells tensors apart which share it."""
+"""Two 32-bit words; or a tensor on the device that holds them (an int64, low word first), and a
+number that distinguishes the tensors that share it."""
 
 _POWERS: Any = {2, 3}  # a set, so that a tensor is not compared element by element
 _KIND_OF = {name: kind for kind, names in KINDS.items() for name in names}
@@ -94,28 +94,28 @@ def compress_saved(bits: int = 8, *, min_values: int = 65536, **kinds: int | Non
             and ``loss``, the logarithms of probabilities that cross entropy keeps (large for a
             large vocabulary; their rounding comes out multiplied by the probability).
 
-    Never touched: integer and boolean tensors, parameters, inputs and other tensors without a
-    gradient, and their views (masks, tables), statistics (mean, 1/std, logsumexp: tensors of less
-    than a quarter of the operation's largest), expanded tensors, dtypes other than float32, float16
-    and bfloat16, and what operations outside :data:`KINDS` or custom autograd Functions save
-    (HOT's layers have compressed theirs). A tensor that several operations save is kept once.
+    Never compressed: integer and boolean tensors; parameters, inputs and other tensors without a
+    gradient, and their views (masks, tables); statistics (mean, 1/std, logsumexp: tensors smaller
+    than a quarter of the operation's largest); expanded tensors; dtypes other than float32, float16
+    and bfloat16; and tensors saved by operations outside :data:`KINDS` or by custom autograd
+    Functions (HOT's layers compress their own). A tensor that several operations save is kept once.
 
     Error, of a value x of a block with ``lo = min``, ``hi = max`` and b bits: ``|x' - x| <=
     (hi - lo) / (2**b - 1)``, plus one rounding to the tensor's dtype. The expectation over the
     seed is x, within 2**-15 of that step (plus the dtype's rounding again). ``lo`` and ``hi`` are
-    exact, so that blocks of one or two values are, too. A range below 2**-100 counts as 0. A block
-    with NaN or Inf, or whose range overflows float32, comes back as NaN or Inf.
+    exact, so blocks of one or two values are exact, too. A range below 2**-100 counts as 0. A block
+    with NaN or Inf, or whose range overflows float32, decodes to NaN or Inf.
 
-    Random numbers: one 63-bit seed from torch's default CPU generator whenever the context is
-    entered, so ``torch.manual_seed`` repeats a run. Within a block the roundings share one draw,
-    shifted by multiples of the golden ratio: each is unbiased, they are not independent.
+    Random numbers: every entry of the context draws one 63-bit seed from torch's default CPU
+    generator, so ``torch.manual_seed`` repeats a run. The roundings of a block share one draw,
+    shifted by multiples of the golden ratio: each is unbiased, but they are not independent.
 
-    Memory: ``1 + 8/128`` bytes a value at 8 bits, ``0.5 + 8/128`` at 4.
+    Memory: ``1 + 8/128`` bytes per value at 8 bits, ``0.5 + 8/128`` at 4.
 
     Backward runs outside or inside the context. It composes with autocast, HOT's layers and
-    activation checkpointing (where the checkpoint keeps nothing to compress). Inside a graph that
-    torch.compile made, nothing is compressed (``convert(..., saved=)`` does that). In a CUDA graph
-    every tensor draws a seed of its own on the device, anew at every replay.
+    activation checkpointing (a checkpointed region saves nothing to compress). Nothing is
+    compressed inside of compiled graphs (``convert(..., saved=)`` does that). In a CUDA graph every
+    tensor draws its own seed on the device, again at every replay.
 
     Raises:
         ValueError: bad bits, or an unknown kind.
@@ -142,7 +142,7 @@ class Compression:
                 raise ValueError(f"{kind}: {value!r}; expected one of {allowed}")
             bits_of_kind[kind] = value
         self._min_values = max(1, min_values)
-        # Looked up for every call of torch inside the context.
+        # Every call of torch inside the context looks a name up here.
         self._bits_of = {
             name: found
             for name, kind in _KIND_OF.items()
@@ -167,25 +167,27 @@ class Compression:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """End; what was kept stays until backward or the graph's end."""
+        """End; compressed tensors live until backward or until their graph is freed."""
         mode, hooks = self._entered.pop()
         hooks.__exit__(*error)
         mode.__exit__(*error)  # type: ignore[no-untyped-call]
 
     def draw_seed(self) -> None:
-        """Draw the seed of the roundings to come from torch's default CPU generator."""
+        """Draw the seed of the following roundings from torch's default CPU generator."""
         self._seed = int(torch.randint(0x7FFF_FFFF_FFFF_FFFF, (), dtype=torch.int64, device="cpu"))
         self._counter = itertools.count()
 
     def watch(self) -> TorchFunctionMode:
-        """A context that tells :meth:`pack` which operation saves."""
+        """A context that records for :meth:`pack` which operation saves."""
         return _Watch(self)
 
     def pack(self, tensor: Tensor) -> Any:
-        """What is kept of a saved tensor: itself, or something smaller (with ``.nbytes``)."""
+        """The tensor itself (detached), or a smaller object with ``.nbytes``."""
         rule = self._rule
         if rule is None or not rule.takes(tensor):
-            return tensor.detach()  # with its graph it would keep itself where no backward follows
+            return (
+                tensor.detach()
+            )  # with its graph it would keep itself alive if no backward follows
         storage = tensor.untyped_storage()
         address = storage._cdata
         if address in rule.exact:
@@ -209,11 +211,11 @@ class Compression:
         return found
 
     def unpack(self, kept: Any) -> Tensor:
-        """The tensor again, of the same shape, dtype, device and order of dimensions in memory."""
+        """Restore a tensor of the same shape, dtype, device and memory order."""
         return kept.restore() if isinstance(kept, _Packed) else kept
 
     def _key(self, tensor: Tensor) -> Key:
-        """New for every tensor: two words, or a seed on the device while a graph is captured."""
+        """A new key: two words, or a seed on the device while a graph is captured."""
         seed = ops.captured_seed(tensor)
         if seed is not None:
             return seed, next(self._counter)
@@ -246,9 +248,9 @@ class _Watch(TorchFunctionMode):
 
 
 class _Rule:
-    """Which of the tensors that an operation saves are compressed."""
+    """Decides which of an operation's saved tensors are compressed."""
 
-    __slots__ = ("bits", "exact", "exact_shapes", "least", "widths")
+    __slots__ = ("bits", "exact", "exact_shapes", "min_values", "widths")
 
     def __init__(
         self, bits: int, min_values: int, tensors: list[Tensor], widths: tuple[int, ...]
@@ -264,16 +266,16 @@ class _Rule:
                 exact_shapes.add(tensor.shape)
             else:
                 shapes.add(tensor.shape)
-        self.least = max(min_values, largest // 4)
-        # Under autocast a parameter is saved as a copy, which has its shape.
+        self.min_values = max(min_values, largest // 4)
+        # Under autocast a copy of a parameter is saved; only its shape identifies it.
         self.exact_shapes = exact_shapes - shapes
         self.widths = widths
 
     def takes(self, tensor: Tensor) -> bool:
-        """Whether all but its storage (see ``exact``) speaks for compressing it."""
+        """Whether to compress it, as far as anything but its storage (``exact``) decides."""
         return (
             type(tensor) is Tensor
-            and tensor.numel() >= self.least
+            and tensor.numel() >= self.min_values
             and tensor.dtype in DTYPES
             and tensor.layout == torch.strided
             and not tensor.is_meta
@@ -285,13 +287,13 @@ class _Rule:
 def _rule(
     name: str, bits: int, min_values: int, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> _Rule | None:
-    """The rule for a call; None: nothing that it saves is compressed."""
+    """The rule for a call; None: none of its saved tensors is compressed."""
     widths: tuple[int, ...] = ()
     if name in ("pow", "__pow__") and not (len(args) == 2 and args[1] in _POWERS):
         return None  # negative and fractional powers have a steep derivative
     if name == "multi_head_attention_forward":
         if kwargs.get("key_padding_mask") is not None or kwargs.get("attn_mask") is not None:
-            return None  # merged into new tensors, which are not told from activations
+            return None  # merged into new tensors, which look like activations
     elif name == "scaled_dot_product_attention":
         query = args[0] if args else kwargs["query"]
         key = args[1] if len(args) > 1 else kwargs["key"]
@@ -310,16 +312,16 @@ def _rule(
 
 
 def _without_gradient(tensor: Tensor) -> bool:
-    """A parameter, a constant or a view of one: no activation."""
+    """Whether it is a parameter, a constant or a view of one, not an activation."""
     base = tensor._base
-    # What a custom Function returns may be a view of its own temporary, which is a leaf, too.
+    # A custom Function may return a view of its own temporary, which is a leaf as well.
     return tensor.is_leaf or (base is not None and base.is_leaf and base.requires_grad)
 
 
 def memory_order(tensor: Tensor) -> tuple[int, ...] | None:
-    """Dimensions from the outermost in memory to the innermost; None where elements overlap.
+    """Dimensions from the outermost in memory to the innermost; None if elements overlap.
 
-    Empty for a contiguous tensor: nothing to permute.
+    Empty for a contiguous tensor, which needs no permutation.
     """
     if tensor.is_contiguous():
         return ()
@@ -350,7 +352,7 @@ class _Packed:
     )
 
     def __init__(self, tensor: Tensor, order: tuple[int, ...], bits: int, key: Key) -> None:
-        # Keeps the storage's address from being taken by another one, not the storage.
+        # A weak reference to the storage keeps its address from being reused.
         source = tensor.untyped_storage()
         self._source = StorageWeakRef(source)  # type: ignore[no-untyped-call]
         self._order, self._bits, self._dtype = order, bits, tensor.dtype
@@ -373,9 +375,9 @@ class _Packed:
 
 
 def encode_blocks(dense: Tensor, bits: int, key: Key) -> tuple[Tensor, Tensor]:
-    """Codes ``[blocks, bytes]`` and ranges ``[blocks, 2]`` (none with one bit) of any values.
+    """Codes ``[blocks, bytes]`` and ranges ``[blocks, 2]`` (none for one bit) of any values.
 
-    ``dense`` has its dimensions in the order of memory.
+    The dimensions of ``dense`` are in memory order.
     """
     width = MASK_BLOCK if bits == 1 else BLOCK
     blocks = -(-dense.numel() // width)
@@ -395,7 +397,7 @@ def encode_blocks(dense: Tensor, bits: int, key: Key) -> tuple[Tensor, Tensor]:
 def decode_blocks(
     codes: Tensor, ranges: Tensor | None, bits: int, shape: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
-    """The values again, contiguous; with one bit 1 where they were positive, else 0."""
+    """Decode to a contiguous tensor; one-bit codes decode to 1 for positive values, else 0."""
     dense = torch.empty(shape, dtype=dtype, device=codes.device)
     if dense.numel() == 0:
         return dense
@@ -418,17 +420,17 @@ def _kernels(device: torch.device) -> ModuleType | None:
         return None
     if _kernels_found is None:
         try:
-            from . import saved_kernels
+            from . import compress_saved_triton
         except ImportError as error:
             _kernels_missing = True
             warnings.warn(
-                f"compress_saved: no Triton ({error}); torch operations do the same, several times "
-                "slower",
+                f"compress_saved: Triton is missing ({error}); torch operations give the same bits "
+                "several times slower",
                 RuntimeWarning,
                 stacklevel=2,
             )
             return None
-        _kernels_found = saved_kernels
+        _kernels_found = compress_saved_triton
     return _kernels_found
 
 
@@ -457,9 +459,9 @@ def _words(key: Key) -> tuple[Tensor | int, Tensor | int]:
 
 
 def _dither(first: int, blocks: int, key: Key, device: torch.device) -> Tensor:
-    """Uniform numbers ``[blocks, 128]`` in [0, 1), multiples of 2**-23: one draw a block, shifted.
+    """Uniform numbers ``[blocks, 128]`` in [0, 1), multiples of 2**-23.
 
-    With u the draw of the block, value i gets ``frac(u + i * phi)``.
+    Value i of a block gets ``frac(u + i * phi)``, where u is the block's draw.
     """
     block = torch.arange(first, first + blocks, dtype=torch.int64, device=device)
     low, high = _words(key)
@@ -482,7 +484,7 @@ def _compress(flat: Tensor, codes: Tensor, ranges: Tensor, bits: int, key: Key) 
     for first, last in _chunks(len(codes), width):
         part = flat[first * width : last * width].float()
         missing = (last - first) * width - len(part)
-        if missing:  # repeats the last value, which changes no range
+        if missing:  # repeating the last value changes no range
             part = torch.cat([part, part[-1:].expand(missing)])
         values = part.view(last - first, width)
         if bits == 1:
@@ -493,7 +495,7 @@ def _compress(flat: Tensor, codes: Tensor, ranges: Tensor, bits: int, key: Key) 
         top = 2**bits - 1
         lo, hi = values.aminmax(dim=1, keepdim=True)
         span = hi - lo
-        # Tensor by tensor: torch multiplies by the reciprocal where one of them is a number.
+        # Both operands are tensors: torch would multiply by the reciprocal of a number.
         inverse = torch.where(span < MIN_RANGE, 0.0, torch.full_like(span, top) / span)
         dither = _dither(first, last - first, key, flat.device)
         code = ((values - lo) * inverse).add_(dither).floor_().clamp_(0, top).to(torch.uint8)

@@ -1,17 +1,17 @@
-"""What a convolution keeps, and its gradients from integer products.
+"""The saved x of a convolution, and its gradients from integer products.
 
 The operators ``torch.ops.hotcore.compress_pixels`` and ``torch.ops.hotcore.backward_conv2d``.
 
-Everything works on pixels as tokens, ``[N, H, W, C]``. Of x only its pixels are kept, compressed
-``[N*H*W, C]``; the unfolded x (kernel height * width times as large) exists in backward alone, for
-a few images at a time. There, with K = kh*kw*C and T = output pixels:
+Pixels are tokens, ``[N, H, W, C]``. The forward pass saves the pixels of x, compressed
+``[N*H*W, C]``. The unfolded x (kernel height * width times as large) exists only in backward, for a
+few images at a time. There, with K = kh*kw*C and T = output pixels:
 
 * ``g_w [O, K] = g_y^T [O, T] unfold(x) [T, K]``, summed over the chunks in fp32;
-* ``g_x = fold(g_y [T, O] w [O, K])``, the products in integers, the overlaps added in fp32.
+* ``g_x = fold(g_y [T, O] w [O, K])``, an integer product whose overlaps are added in fp32.
 
-Beyond the results a chunk takes 5 bytes a value of ``[T, K]`` (the fp32 unfolded x and its codes,
+Beside the results a chunk takes 5 bytes per value of ``[T, K]`` (the fp32 unfolded x and its codes,
 then the codes and the fp32 columns of g_x), the fp32 padded x or g_x of its images, and libhot's
-scratch. A chunk holds :data:`CHUNK_BYTES` of fp32 ``[T, K]``, or one image where that is more.
+scratch. A chunk holds :data:`CHUNK_BYTES` of fp32 ``[T, K]``, or one image if that is more.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,10 +28,10 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ..config import HotConfig, Key
-from . import ops, reuse
+from . import input_cache, ops
 
 CHUNK_BYTES = 1 << 26
-"""fp32 bytes of the unfolded x that backward makes at a time."""
+"""fp32 bytes of the unfolded x of one chunk."""
 
 
 class Window(NamedTuple):
@@ -40,7 +40,7 @@ class Window(NamedTuple):
     kernel: tuple[int, int]
     stride: tuple[int, int]
     padding: tuple[int, int, int, int]
-    """left, right, top, bottom: what ``F.pad`` takes."""
+    """left, right, top, bottom, in the order of ``F.pad``."""
     dilation: tuple[int, int]
     padding_mode: str
 
@@ -58,7 +58,7 @@ class Window(NamedTuple):
         dilation: Sequence[int],
         padding_mode: str,
     ) -> Window:
-        """From the lists that an operator is given."""
+        """From the lists that an operator receives."""
         kh, kw = kernel
         sh, sw = stride
         left, right, top, bottom = padding
@@ -75,13 +75,13 @@ class Window(NamedTuple):
 def settings(
     config: HotConfig, pointwise: bool, grid: tuple[int, int] | None
 ) -> tuple[HotConfig, HotConfig]:
-    """How x's pixels are kept for backward, and how the products are made.
+    """The configurations that save x's pixels, and that make the products.
 
-    ``grid``, the layer's output height and width, replaces the caller's token grid, which was made
-    for a transformer's tokens; a low-pass basis takes its tiles from it. A 1x1 convolution keeps
-    what a linear layer keeps. Any other has to unfold x again, so x itself (basis ``"full"``) is
-    kept: in the storage of a full-basis recipe, otherwise in INT4, which takes about the bytes of
-    the low-rank INT8 form; unfolded it is quantised to INT8 right away.
+    ``grid``, the layer's output height and width, replaces the caller's token grid, which describes
+    a transformer's tokens; a low-pass basis takes its tiles from it. A 1x1 convolution saves the
+    same as a linear layer. Any other has to unfold x in backward, so x itself (basis ``"full"``) is
+    saved: in the storage of a full-basis recipe, otherwise in INT4, which takes about the bytes of
+    the low-rank INT8 form. The unfolded x is quantised to INT8 at once.
     """
     tiled = config.basis in ("lowpass", "sequency")
     products = dataclasses.replace(config, token_grid=grid if tiled else None, prefix_tokens=0)
@@ -95,15 +95,18 @@ def settings(
 
 
 @functools.lru_cache(maxsize=256)
-def kept_form(config: str, window: Window, dtype: torch.dtype | None) -> Hashable:
-    """What :func:`compress_pixels`'s bytes depend on, beside x; autocast casts it to ``dtype``."""
+def pixels_key(config: str, window: Window, dtype: torch.dtype | None) -> Hashable:
+    """Key of everything but x that :func:`compress_pixels`'s bytes depend on.
+
+    ``dtype`` is the one autocast casts x to.
+    """
     kept, _ = settings(ops.parsed(config), window.pointwise, None)  # x and stride give the grid
     visits = window.stride if window.pointwise else (1, 1)
-    return ("pixels", visits, dtype, reuse.form(kept))
+    return ("pixels", visits, dtype, input_cache.config_key(kept))
 
 
 def plain_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, window: Window) -> Tensor:
-    """The calls of ``nn.Conv2d``, padding of nothing included: the same bits and strides."""
+    """The same calls as ``nn.Conv2d``, empty padding included: the same bits and strides."""
     left, right, top, bottom = window.padding
     around = [top, left]
     if window.padding_mode != "zeros":
@@ -113,26 +116,43 @@ def plain_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, window: Window)
     return F.conv2d(x, weight, bias, window.stride, around, window.dilation)
 
 
+def by_pixels(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    window: Window,
+    product: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+) -> Tensor:
+    """A 1x1 convolution by ``product(rows, weight as [O, C], bias)``, rows being its pixels.
+
+    In the memory format of ``F.conv2d``'s result.
+    """
+    nhwc = visited(x, window)
+    y = product(_tokens(nhwc), weight.flatten(1), bias)
+    y = y.view(*nhwc.shape[:3], weight.shape[0]).permute(0, 3, 1, 2)
+    return y.contiguous(memory_format=_format_of(x, weight))
+
+
 def is_channels_last(x: Tensor) -> bool:
-    """Whether ``[N, C, H, W]`` lies as ``[N, H, W, C]``; by its strides where that is the same."""
+    """Whether ``[N, C, H, W]`` is stored as ``[N, H, W, C]``; ambiguous shapes go by strides."""
     if not x.is_contiguous(memory_format=torch.channels_last):
         return False
     return not x.is_contiguous() or x.stride(3) != 1
 
 
 def visited(x: Tensor, window: Window) -> Tensor:
-    """``[N, C, H, W]`` as ``[N, H, W, C]``; of a 1x1 kernel only the pixels that it visits."""
+    """``[N, C, H, W]`` as ``[N, H, W, C]``; for a 1x1 kernel only the pixels that it reads."""
     if window.pointwise:
         x = x[:, :, :: window.stride[0], :: window.stride[1]]
     return x.permute(0, 2, 3, 1)
 
 
 def unfolded(x: Tensor, window: Window) -> Tensor:
-    """Padded x ``[n, H, W, C]`` as ``[T, kh*kw*C]``: what the kernel sees at every output pixel."""
+    """Padded x ``[n, H, W, C]`` as ``[T, kh*kw*C]``: the window of every output pixel."""
     (eh, ew), (sh, sw), (dh, dw) = window.reach(), window.stride, window.dilation
-    seen = x.unfold(1, eh, sh).unfold(2, ew, sw)[..., ::dh, ::dw]  # [n, Ho, Wo, C, kh, kw]
-    seen = seen.permute(0, 1, 2, 4, 5, 3)
-    return seen.reshape(seen.shape[:3].numel(), seen.shape[3:].numel())
+    patches = x.unfold(1, eh, sh).unfold(2, ew, sw)[..., ::dh, ::dw]  # [n, Ho, Wo, C, kh, kw]
+    patches = patches.permute(0, 1, 2, 4, 5, 3)
+    return patches.reshape(patches.shape[:3].numel(), patches.shape[3:].numel())
 
 
 def folded(columns: Tensor, shape: tuple[int, int, int, int], window: Window) -> Tensor:
@@ -233,15 +253,15 @@ def _fake_compress_pixels_seeded(x: Tensor, config: str, *shape: Any) -> ops.Pai
 
 
 def _kept_pixels_of(x: Tensor, inner: Tensor, config: str, codes: bool, *shape: Any) -> ops.Pair:
-    """As ``kept_of`` of ops.py, for pixels."""
+    """``kept_of`` of ops.py for pixels."""
 
     def compress(pixels: Tensor) -> ops.Pair:
         operator = torch.ops.hotcore.compress_pixels_seeded.default
         kept: ops.Pair = operator(pixels, config, *shape)
         return kept
 
-    form = (config, codes, Window.of(*shape))
-    return ops.kept_once(x, inner, form, compress if codes else None)
+    key = (config, codes, Window.of(*shape))
+    return ops.compress_once(x, inner, key, compress if codes else None)
 
 
 def _conv2d(*arguments: Any) -> Tensor:
@@ -258,14 +278,27 @@ def _convolution(
     config: str,
     *shape: Any,
 ) -> Tensor:
+    window, settings = Window.of(*shape), ops.parsed(config)
+    if settings.forward == "int8" and window.pointwise:
+
+        def product(rows: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+            return ops.forward(rows, matrix, bias, settings)
+
+        return by_pixels(x, weight, bias, window, product)
+    return _plain_convolution(x, weight, bias, window)
+
+
+def _plain_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, window: Window) -> Tensor:
     dtype = x.dtype  # under autocast the parameters are of another
     plain_bias = None if bias is None else bias.to(dtype)
-    return _output(x, weight.to(dtype), plain_bias, Window.of(*shape))
+    return _output(x, weight.to(dtype), plain_bias, window)
 
 
-def _fake_convolution(x: Tensor, *arguments: Any) -> Tensor:
-    ops.tell_partitioner()
-    return _convolution(x, *arguments)
+def _fake_convolution(
+    x: Tensor, weight: Tensor, bias: Tensor | None, saved: Any, seed: Any, config: str, *shape: Any
+) -> Tensor:
+    ops.register_with_partitioner()
+    return _plain_convolution(x, weight, bias, Window.of(*shape))
 
 
 class _Conv2d(torch.autograd.Function):
@@ -309,7 +342,7 @@ def gradients(
     needed: Sequence[bool],
     dtypes: Sequence[torch.dtype | None],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """g_x, g_w, g_b of those that are needed, by the operator; None for the others.
+    """The needed ones of g_x, g_w and g_b, by the operator; None for the others.
 
     ``kept``: weight, the codes, their seed, the layer's seed.
     """
@@ -334,10 +367,14 @@ def gradients(
 
 
 def _output(x: Tensor, weight: Tensor, bias: Tensor | None, window: Window) -> Tensor:
-    # Real and fake tensors have to agree on the strides.
+    # Real and fake tensors must have the same strides.
     y = plain_conv2d(x, weight, bias, window)
+    return y.contiguous(memory_format=_format_of(x, weight))
+
+
+def _format_of(x: Tensor, weight: Tensor) -> torch.memory_format:
     last = is_channels_last(x) or is_channels_last(weight)
-    return y.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
+    return torch.channels_last if last else torch.contiguous_format
 
 
 def _tokens(nhwc: Tensor) -> Tensor:
@@ -355,7 +392,7 @@ def _outputs(
     gw_dtype: torch.dtype | None,
     gb_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """g_x and g_w in the memory formats of x and weight, g_b; an empty vector if not wanted."""
+    """g_x and g_w in the memory formats of x and weight, and g_b; empty vectors if not wanted."""
 
     def empty(n: int, c: int, h: int, w: int, last: bool, dtype: torch.dtype | None) -> Tensor:
         if dtype is None:
@@ -372,13 +409,13 @@ def _outputs(
 
 
 class _Call(NamedTuple):
-    """What one backward is about; the two ways of computing it share this."""
+    """The operands of one backward pass, for pointwise and other kernels."""
 
     gy: Tensor
     weight: Tensor | None
     saved: Tensor | None
     keys: tuple[Key, Key]
-    """Of ``saved``, and the layer's own."""
+    """The key of ``saved`` and the layer's own."""
     config: HotConfig
     window: Window
     gx: Tensor | None
@@ -408,7 +445,7 @@ def _backward_conv2d(
 
 
 def _backward_pointwise(call: _Call, x_shape: tuple[int, ...]) -> None:
-    """A 1x1 kernel: the linear layer over the pixels that it visits."""
+    """A 1x1 kernel: a linear layer over the pixels that it reads."""
     gy, weight, window = call.gy, call.weight, call.window
     n, channels, _, _ = x_shape
     height, width = gy.shape[2:]
@@ -423,12 +460,12 @@ def _backward_pointwise(call: _Call, x_shape: tuple[int, ...]) -> None:
     ops.backward(grad, matrix, call.saved, channels, products, call.keys, outputs)
     if call.gx is not None and gx is not None:
         if window.stride != (1, 1):
-            call.gx.zero_()  # pixels that the kernel passes over
+            call.gx.zero_()  # pixels that the kernel skips
         visited(call.gx, window).copy_(gx.view(n, height, width, channels))
 
 
 def _backward_window(call: _Call, x_shape: tuple[int, ...]) -> None:
-    """Any other kernel: unfold the kept x, fold the columns of g_x, a chunk of images at a time."""
+    """Any other kernel: unfold the saved x and fold the columns of g_x, one chunk at a time."""
     gy, weight, window = call.gy, call.weight, call.window
     n, channels, height, width = x_shape
     out_channels, out_height, out_width = gy.shape[1:]
@@ -442,16 +479,16 @@ def _backward_window(call: _Call, x_shape: tuple[int, ...]) -> None:
     kept_key, own = call.keys
     frame = (top + height + bottom, left + width + right, channels)
     for chunk, (first, last) in enumerate(chunks(n, features * out_height * out_width), start=1):
-        # The key's own offset drew the numbers that rounded the kept x.
+        # Offsets differ from the key's own, which rounded the saved x.
         key = own._replace(offset=own.offset + (chunk << 32))
         codes = columns = None
         if call.saved is not None and gw is not None:
             span = (first * height * width, last * height * width)
             x = ops.decompress(call.saved, n * height * width, channels, kept, kept_key, *span)
-            seen = unfolded(padded(x.reshape(-1, height, width, channels), window), window)
+            patches = unfolded(padded(x.reshape(-1, height, width, channels), window), window)
             del x
-            codes = ops.compress(seen, products, key)
-            del seen  # before the columns of g_x are made
+            codes = ops.compress(patches, products, key)
+            del patches  # before the columns of g_x are made
         grad = _tokens(gy[first:last].permute(0, 2, 3, 1))
         if call.gx is not None:
             columns = torch.empty((grad.shape[0], features), **exact)
@@ -538,9 +575,9 @@ def _backward_conv2d_flops(
     return 2 * math.prod(gy_shape) * x_shape[1] * math.prod(kernel) * wanted
 
 
-_WITHOUT = ("compress_pixels", "compress_pixels_seeded", "kept_pixels_of")
+_WITHOUT_FLOPS = ("compress_pixels", "compress_pixels_seeded", "kept_pixels_of")
 
 
-@register_flop_formula([getattr(torch.ops.hotcore, name) for name in _WITHOUT])
+@register_flop_formula([getattr(torch.ops.hotcore, name) for name in _WITHOUT_FLOPS])
 def _no_flops(*_: Any, **__: Any) -> int:
     return 0

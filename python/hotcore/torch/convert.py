@@ -15,9 +15,9 @@ from torch import nn
 from .. import _core, contexts
 from ..config import ConfigLike, HotConfig, HotConfigFields, as_config
 from ..saved import saved_layout
-from . import gains, probe, selection, untaken
+from . import forward, gains, probe, selection, unconverted
 from .conv import settings
-from .modules import HotModule
+from .modules import HotModule, is_pointwise
 from .report import ConversionReport, Converted, Skipped, listed, pattern_of
 from .saved import convert_saved, revert_saved
 from .selection import (
@@ -50,58 +50,57 @@ def convert(
     slower: bool = False,
     saved: int | Mapping[str, Any] | None = None,
 ) -> ConversionReport:
-    """Turn linear layers, convolutions and attention's projections to HOT, in place.
+    """Convert linear layers, convolutions and attention's projections to HOT, in place.
 
-    Taken are ``nn.Linear``, ``nn.Conv2d``, ``nn.MultiheadAttention``, transformers' ``Conv1D`` and
-    bitsandbytes' ``Linear8bitLt``.
-    The new modules hold the same Parameters.
+    Supported are ``nn.Linear``, ``nn.Conv2d``, ``nn.MultiheadAttention``, transformers' ``Conv1D``
+    and bitsandbytes' ``Linear8bitLt``. The new modules hold the same Parameters.
 
     Args:
-        model: any module; if it is itself such a layer, take the new one from ``.model``.
+        model: any module. If it is itself such a layer, the result's ``.model`` is the new one.
         config: a HotConfig or a recipe's name.
-        filter_fn: ``filter_fn(module, fqn)`` says whether to convert. Without one, all layers but
-            the output head (:data:`HEAD_NAMES`), the first convolution, those with fewer than
-            :data:`MIN_FEATURES` in or out features, those whose weight is an embedding's, peft's
-            adapters, and on CUDA those that are expected to take longer than plain torch's
-            (:mod:`hotcore.torch.gains`). With or without one, what cannot be converted stays as it
-            is: subclasses of these (what they add would be lost), convolutions in groups,
-            computed weights, dtypes that HOT does not take, and layers whose weight is used without
-            the layer.
-        overrides: name pattern (``fnmatch``) to what the layers that it matches take instead of
-            ``config``: a HotConfig, a recipe's name, a dict of the fields that differ from
-            ``config``, or None to stay plain. Where several match, the last one counts. A layer
-            that is named in full is converted even where it is expected to be slower.
+        filter_fn: ``filter_fn(module, fqn)`` decides whether to convert a layer. The default
+            leaves out the output head (:data:`HEAD_NAMES`), the first convolution, layers with
+            fewer than :data:`MIN_FEATURES` in or out features, layers whose weight is an
+            embedding's, peft's adapters, and on CUDA layers that are expected to be slower than
+            plain torch (:mod:`hotcore.torch.gains`). With any filter these stay plain, because they
+            cannot be converted: subclasses of supported layers (their additions would be lost),
+            convolutions in groups, computed weights, unsupported dtypes, and layers whose weight is
+            used without the layer.
+        overrides: maps name patterns (``fnmatch``) to the configuration of the matching layers: a
+            HotConfig, a recipe's name, a dict of the fields that differ from ``config``, or None to
+            stay plain. If several patterns match, the last one counts. A layer that is named in
+            full is converted even if it is expected to be slower.
         inputs: a Tensor, a tuple of positional or a mapping of keyword arguments for ``model``. One
             forward pass without gradients then finds layers that never run, token grids that do not
-            fit, and the share of multiply-adds. Without it the code of the layers' parents is read
-            for uses of a layer's weight. Model and random state are left as they were.
-        device: where the model will train, if not where its first weight is: its type chooses the
-            rule of which layers are slower.
-        slower: convert also the layers that are expected to take longer than plain torch's.
-        saved: bits, 8 or 4, in which activations, normalisations and attention keep what their
-            backward pass needs, also inside of torch.compile; or a mapping of kinds of operations
+            fit, and the share of multiply-adds. Without inputs, the source code of the layers'
+            parents is searched for uses of a layer's weight. Model and random state do not change.
+        device: the device of training, if it is not that of the first weight. Its type selects the
+            rule by which layers are slower.
+        slower: also convert layers that are expected to be slower than plain torch.
+        saved: number of bits, 8 or 4, in which activations, normalisations and attention save their
+            tensors for backward, in eager and compiled mode; or a mapping of kinds of operations
             (``activation``, ``relu``, ``norm``, ``attention``, ``product``) and name patterns to
             bits or None; see :func:`hotcore.torch.saved.convert_saved`. None: they stay plain.
 
     Returns:
-        A :class:`ConversionReport`. Where every layer was left plain for being slower it has no
-        converted layers, and a UserWarning says so.
+        A :class:`ConversionReport`. If every layer was left plain because it would be slower, there
+        are no converted layers and a UserWarning is issued.
 
     Raises:
         TypeError: ``model`` is no module.
-        ValueError: a layer is converted already, no layer was left to convert, a pattern matches
-            no layer or none that is converted, a ``token_grid`` does not fit ``inputs``, or
-            ``model`` is an ``nn.DataParallel``.
-        NotImplementedError: ``model`` is on CUDA, and this build of hotcore has no CUDA backend, or
+        ValueError: a layer is already converted, no layer can be converted, a pattern matches no
+            layer or no converted one, a ``token_grid`` does not fit ``inputs``, or ``model`` is an
+            ``nn.DataParallel``.
+        NotImplementedError: ``model`` is on CUDA, but this build of hotcore has no CUDA backend or
             no kernels for that GPU.
     """
     _check_model(model)
     _check_devices(model)
     base = as_config(config)
     layers = candidates(model)
-    seen, total = ({}, None) if inputs is None else _dry_run(model, layers, inputs)
+    uses, total = ({}, None) if inputs is None else _dry_run(model, layers, inputs)
     reasons = why_plain(model, layers, filter_fn)
-    reasons |= _unreached(model, layers, seen, reasons)
+    reasons |= _unreached(model, layers, uses, reasons)
     configs = _configs(base, overrides or {}, [fqn for fqn, _ in layers], reasons)
     left = [fqn for fqn, own in configs.items() if own is None]
     reasons = dict.fromkeys(left, _LEFT_OUT) | reasons
@@ -115,7 +114,7 @@ def convert(
             f"model: already converted ({listed(twice)}); revert() it first, or leave these "
             "layers out with filter_fn"
         )
-    others = untaken.matrices(model)
+    others = unconverted.matrices(model)
     chosen = {fqn for fqn in left if fqn in (overrides or {})}  # by a Plan, as a rule
     nothing = all(fqn in reasons and fqn not in chosen for fqn, _ in layers)
     if not slow and nothing and saved is None:
@@ -124,24 +123,28 @@ def convert(
     rows: list[Converted | Skipped] = []
     replacements: dict[nn.Module, nn.Module] = {}
     counted: set[int] = set()
+    in_eval_mode: list[str] = []
     for fqn, module in layers:
         own = configs[fqn]
         about = (fqn, kind_of(module), *features_of(module))
-        measures = _measures(module, fqn, own or base, seen, target, counted)
+        measures = _measures(module, fqn, own or base, uses, target, counted)
         if fqn in reasons:
             rows.append(Skipped(*about, reasons[fqn], **measures))
         else:
             assert own is not None  # those have a reason
-            _check_grid(fqn, module, own, seen)
+            _check_grid(fqn, module, own, uses)
             new: Any = hot_class(module).from_plain(module, own)
             new.layer_name = fqn
-            new.defer = saved is not None  # x may come from what norms and activations keep
+            # x may be recomputed from what norms and activations save.
+            new.defer = saved is not None
+            if new.runs_plain:
+                in_eval_mode.append(fqn)
             replacements[module] = new
             sizes = (kernel_of(module), *features_of(module))
             slowly = (
                 "" if is_8bit(module) else gains.why_slow(*sizes, own, target, is_frozen(module))
             )
-            notes = (_note(fqn, seen), slowly)
+            notes = (_note(fqn, uses), _forward_note(module, own), slowly)
             kept, note = _bytes_per_value(module, own), "; ".join(filter(None, notes))
             rows.append(Converted(*about, own, kept, **measures, note=note))
     beside = None if saved is None else convert_saved(model, saved)  # raises before it changes
@@ -157,7 +160,7 @@ def convert(
         parameter_count=sum(parameter.numel() for parameter in model.parameters()),
         macs=total,
         saved=beside,
-        resting=[row.name for row in converted if not model.get_submodule(row.name).training],
+        in_eval_mode=in_eval_mode,
     )
     report.notes += _notes(report, model, layers, reasons, slow, target, filter_fn is None)
     if not converted and saved is None:
@@ -172,9 +175,9 @@ def convert(
 
 
 def revert(model: nn.Module) -> nn.Module:
-    """Turn every HOT module back into the plain one it was, in place; return the model.
+    """Turn every HOT module back into its plain class, in place; return the model.
 
-    Raises ValueError where something has made a subclass of a HOT module since (a parametrisation,
+    Raises ValueError if a HOT module has become a subclass in the meantime (a parametrisation,
     ``fully_shard``): undo that first.
     """
     found = [(fqn, m) for fqn, m in model.named_modules() if isinstance(m, HotModule)]
@@ -186,6 +189,7 @@ def revert(model: nn.Module) -> nn.Module:
                 "around it (a parametrisation, fully_shard) before revert()"
             )
     revert_saved(model)
+    forward.forget(model.parameters())
     hots = [module for _, module in found]
     return _replace(model, {module: module.to_plain() for module in hots})
 
@@ -209,7 +213,7 @@ def _check_model(model: object) -> None:
 
 
 def _check_devices(model: nn.Module) -> None:
-    # Else the first backward would be the one to find out.
+    # Otherwise the first backward would fail.
     for device in {p.device for p in model.parameters() if p.device.type == "cuda"}:
         try:
             contexts.cuda(device.index or 0, 0)
@@ -219,40 +223,51 @@ def _check_devices(model: nn.Module) -> None:
 
 def _dry_run(
     model: nn.Module, layers: list[tuple[str, nn.Module]], inputs: Any
-) -> tuple[dict[str, probe.Seen], int]:
-    """What a forward pass does with every layer, and its multiply-adds."""
+) -> tuple[dict[str, probe.LayerUse], int]:
+    """How a forward pass uses every layer, and the pass's multiply-adds."""
     watch = probe.Watch(dict(layers))
-    with probe.Untouched(model), torch.no_grad(), probe.eagerly(), watch.on():
+    with probe.preserve_state(model), torch.no_grad(), probe.eagerly(), watch.on():
         total = probe.total_macs(lambda: probe.output_of(model, inputs))
-    return watch.seen, total
+    return watch.uses, total
 
 
 def _unreached(
     model: nn.Module,
     layers: list[tuple[str, nn.Module]],
-    seen: Mapping[str, probe.Seen],
+    uses: Mapping[str, probe.LayerUse],
     reasons: Mapping[str, str],
 ) -> dict[str, str]:
-    """Layers that are never called: something multiplies their weight itself."""
-    if seen:
-        found = {fqn for fqn, row in seen.items() if row.past and not row.calls}
+    """Layers that are never called because other code multiplies their weight."""
+    if uses:
+        found = {fqn for fqn, row in uses.items() if row.bypassed and not row.calls}
     else:
-        found = untaken.bypassed(model, dict(layers))
+        found = unconverted.bypassed(model, dict(layers))
     why = f"{_NEVER_CALLED}: its weight is multiplied without it, as in F.linear(x, layer.weight)"
     return {fqn: why for fqn, _ in layers if fqn in found and fqn not in reasons}
 
 
-def _note(fqn: str, seen: Mapping[str, probe.Seen]) -> str:
-    row = seen.get(fqn)
+def _note(fqn: str, uses: Mapping[str, probe.LayerUse]) -> str:
+    row = uses.get(fqn)
     if row is None:
         return ""
-    if row.past:
+    if row.bypassed:
         return "its weight is also multiplied without it, plain"
     return "" if row.calls else "not called with these inputs"
 
 
+def _forward_note(module: nn.Module, config: HotConfig) -> str:
+    """What an 8-bit forward is not for."""
+    if config.forward == "plain":
+        return ""
+    if is_8bit(module):
+        return "its forward stays bitsandbytes'"
+    if isinstance(module, nn.Conv2d) and not is_pointwise(module):
+        return "its forward stays plain: 8 bits are for 1x1 kernels without padding"
+    return ""
+
+
 def _check_grid(
-    fqn: str, module: nn.Module, config: HotConfig, seen: Mapping[str, probe.Seen]
+    fqn: str, module: nn.Module, config: HotConfig, uses: Mapping[str, probe.LayerUse]
 ) -> None:
     if config.token_grid is None or config.basis == "full" or isinstance(module, nn.Conv2d):
         return
@@ -263,7 +278,7 @@ def _check_grid(
             "[tokens, samples, features]: give it another configuration by overrides"
         )
     sample = config.token_grid[0] * config.token_grid[1] + config.prefix_tokens
-    for call in seen[fqn].calls if fqn in seen else ():
+    for call in uses[fqn].calls if fqn in uses else ():
         tokens = 1
         for size in call.shape[:-1]:
             tokens *= size
@@ -286,11 +301,11 @@ def _measures(
     module: nn.Module,
     fqn: str,
     config: HotConfig,
-    seen: Mapping[str, probe.Seen],
+    uses: Mapping[str, probe.LayerUse],
     device: str,
     counted: set[int],
 ) -> dict[str, Any]:
-    """What report rows say in numbers. Tied Parameters count once."""
+    """The numbers of a report row. Tied Parameters count once."""
     inner = [module]
     if isinstance(module, nn.MultiheadAttention):
         inner.append(module.out_proj)
@@ -300,7 +315,7 @@ def _measures(
     sizes = (kernel_of(module), *features_of(module))
     return {
         "parameters": sum(p.numel() for p in own),
-        "macs": seen[fqn].macs if fqn in seen else None,
+        "macs": uses[fqn].macs if fqn in uses else None,
         "expected_time": None
         if is_8bit(module)  # not measured
         else gains.expected_time(*sizes, config, device, is_frozen(module)),
@@ -314,12 +329,12 @@ def _nothing(
     others: list[Skipped],
     filtered: bool,
 ) -> str:
-    """What was looked at, why none of it is taken, and what could be."""
+    """Error text: why no layer can be converted, and which filter could allow some."""
     which = "filter_fn matched no layer that" if filtered else "no layer"
     parts = [f"model: {which} can be converted"]
     if layers:
-        looked = [(fqn, f"({_about(module)}): {reasons[fqn]}") for fqn, module in layers]
-        parts += [f"{names} {why}" for names, why in _alike(looked)]
+        described = [(fqn, f"({_describe(module)}): {reasons[fqn]}") for fqn, module in layers]
+        parts += [f"{names} {why}" for names, why in _group_alike(described)]
     else:
         kinds = listed(sorted({type(module).__name__ for module in model.modules()}))
         parts.append(
@@ -328,7 +343,9 @@ def _nothing(
         )
     parts += [
         f"{names} {why}"
-        for names, why in _alike([(row.name, f"({row.kind}): {row.reason}") for row in others])
+        for names, why in _group_alike(
+            [(row.name, f"({row.kind}): {row.reason}") for row in others]
+        )
     ]
     able = [
         (fqn, "")
@@ -336,7 +353,7 @@ def _nothing(
         if reasons[fqn] == _LEFT_OUT or _by_choice(reasons[fqn], module)
     ]
     if able:
-        names = ", ".join(name for name, _ in _alike(able))
+        names = ", ".join(name for name, _ in _group_alike(able))
         parts.append(f"a filter_fn (without overrides to None) could have converted: {names}")
     return "; ".join(parts)
 
@@ -348,13 +365,13 @@ def _by_choice(reason: str, module: nn.Module) -> bool:
     return not selection.why_impossible(module)
 
 
-def _about(module: nn.Module) -> str:
+def _describe(module: nn.Module) -> str:
     ins, outs = features_of(module)
     return f"{kind_of(module)} {ins} -> {outs}"
 
 
-def _alike(entries: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Names in patterns, with their count, by what is said of them; a dozen of them at most."""
+def _group_alike(entries: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Groups entries of alike names and equal text, with counts; at most a dozen groups."""
     groups: dict[tuple[str, str], list[str]] = {}
     for name, said in entries:
         groups.setdefault((pattern_of(name), said), []).append(name)
@@ -375,16 +392,17 @@ def _notes(
     default_filter: bool,
 ) -> list[str]:
     notes = []
-    if report.resting and len(report.resting) == len(report.converted):
+    if report.in_eval_mode and len(report.in_eval_mode) == len(report.converted):
         notes.append("the model is in eval mode, where every layer is plain: call model.train()")
-    elif report.resting:
-        notes.append(f"in eval mode, hence plain until .train(): {listed(report.resting)}")
+    elif report.in_eval_mode:
+        notes.append(f"in eval mode, hence plain until .train(): {listed(report.in_eval_mode)}")
     time = report.expected_time
     if time is not None:
         gain = f"{1 - time:.0%} less" if time < 1 else f"{time - 1:.0%} more"
         notes.append(
             f"expected on CUDA: the converted layers' forward and backward take {gain} time than "
             f"plain torch's; by {gains.SOURCE}"
+            + ("" if report.config.forward == "plain" else "; with a plain forward")
         )
     if slow:
         notes.append(
@@ -409,7 +427,9 @@ def _notes(
                 f"no output head was recognised: the last layer, {last.name or '(root)'}, is "
                 "converted; leave it out by overrides if the loss reads its output"
             )
-    maybe = untaken.bypassed(model, dict(layers), certain=False) if report.macs is None else set()
+    maybe = (
+        unconverted.bypassed(model, dict(layers), certain=False) if report.macs is None else set()
+    )
     unsure = [layer.name for layer in report.converted if layer.name in maybe]
     if unsure:
         notes.append(
@@ -458,7 +478,7 @@ def _bytes_per_value(module: nn.Module, config: HotConfig) -> float:
         return 0.0
     tokens, visited = _REPORT_TOKENS, 1.0
     if isinstance(module, nn.Conv2d):
-        pointwise = module.kernel_size == (1, 1) and module.padding in ((0, 0), "same", "valid")
+        pointwise = is_pointwise(module)
         config, _ = settings(config, pointwise, None)
         if pointwise:
             visited = 1 / (module.stride[0] * module.stride[1])
@@ -477,7 +497,7 @@ def _replace(model: nn.Module, replacements: Mapping[Any, nn.Module]) -> nn.Modu
 
 
 def _children(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    # A module that stands in two places is replaced in both, by the same new one.
+    # A module that is registered in two places is replaced in both by the same new one.
     for parent in model.modules():
         for name, child in parent._modules.items():
             if child is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -13,11 +14,11 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
 from ..config import RECIPE_TEXTS, ConfigLike, HotConfig, as_config
-from . import _compat, accumulation, conv, ops, reuse
+from . import _compat, accumulation, conv, forward, input_cache, ops
 from .conv import Window, is_channels_last
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""What HOT takes."""
+"""Dtypes that HOT supports."""
 _PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
 _DEFAULT = HotConfig()
 
@@ -27,11 +28,14 @@ def linear(
 ) -> Tensor:
     """``x weight^T + bias``, bit for bit as ``F.linear``; gradients are computed with HOT.
 
-    Of x only its compressed form is kept for backward, once for layers that follow each other with
-    the same x and alike configurations (:mod:`hotcore.torch.reuse`); nothing where ``weight`` is
-    frozen.
-    Without anything to differentiate the result is ``F.linear``'s. Every call draws one seed from
-    torch's default CPU generator, so ``torch.manual_seed`` makes a run repeatable.
+    With ``forward="int8"`` in the configuration it is :func:`hotcore.forward_linear` of x, as
+    autocast casts it, and of the parameters as they are; the gradients are the same.
+
+    Backward keeps only the compressed x, and nothing of x where ``weight`` is frozen. Consecutive
+    layers with the same x and configurations that compress it alike share one compressed x
+    (:mod:`hotcore.torch.input_cache`). Without anything to differentiate the result is the same.
+    Every call draws one seed from torch's default CPU generator, so ``torch.manual_seed`` makes a
+    run repeatable.
 
     Args:
         x: ``[..., I]`` float32, float16 or bfloat16 (under autocast, what it casts to that).
@@ -47,40 +51,94 @@ def linear(
         NotImplementedError: inside a ``torch.func`` transform, or on a device without a backend.
         RuntimeError: when differentiated twice.
 
-    Source: spec.md, "Stages".
+    Source: docs/numerics.md.
     """
-    return linear_by_text(x, weight, bias, _text(config))
+    return linear_from_json(x, weight, bias, _config_json(config))
 
 
-def linear_by_text(
-    x: Tensor, weight: Tensor, bias: Tensor | None, text: str, defer: bool = False
+def linear_from_json(
+    x: Tensor, weight: Tensor, bias: Tensor | None, config_json: str, defer: bool = False
 ) -> Tensor:
-    """:func:`linear` with the configuration as JSON: a constant of a compiled graph.
+    """:func:`linear` with the configuration as JSON, which compiled graphs hold as a constant.
 
-    With ``defer`` a compiled graph's partitioner decides when x is compressed: it keeps the codes,
-    or compresses in backward an x that costs it nothing to have there (a norm of what is kept).
+    With ``defer`` the partitioner of a compiled graph decides when x is compressed. It keeps the
+    codes, or has backward compress an x that is available there anyway (a norm of a kept tensor).
     """
     if not isinstance(x, Tensor):
-        return _noted(linear_by_text, x, weight, bias, text, defer)
+        return _handle_overrides(linear_from_json, x, weight, bias, config_json, defer)
     if torch.compiler.is_compiling():
-        return _compiled_linear(x, weight, bias, text, defer)
-    with _one_operation(x, weight):
-        seed = seed_of_call("linear", x, weight)
+        return _compiled_linear(x, weight, bias, config_json, defer)
+    with _hide_from_modes(x, weight):
+        seed = seed_for_call("linear", x, weight, bias, config_json)
         if seed is None:
-            return F.linear(x, weight, bias)
-        output: Tensor = _HotLinear.apply(x, weight, bias, seed, text)  # type: ignore[no-untyped-call]  # so in torch
+            return _without_gradients(x, weight, bias, config_json)
+        output: Tensor = _HotLinear.apply(x, weight, bias, seed, config_json)  # type: ignore[no-untyped-call]  # so in torch
         return output
 
 
-def _compiled_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, text: str, defer: bool
-) -> Tensor:
-    if not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
+def evaluated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, config_json: str) -> Tensor:
+    """:func:`linear_from_json` for layers in eval mode that keep their 8-bit forward.
+
+    It draws a seed only where gradients are wanted, which are HOT's.
+    """
+    if not isinstance(x, Tensor):
+        return _handle_overrides(evaluated_linear, x, weight, bias, config_json)
+    if _wants_gradients(x, weight, bias, config_json):
+        return linear_from_json(x, weight, bias, config_json)
+    if torch.compiler.is_compiling():
+        return _without_gradients(x, weight, bias, config_json)
+    with _hide_from_modes(x, weight):
+        return _without_gradients(x, weight, bias, config_json)
+
+
+def _without_gradients(x: Tensor, weight: Tensor, bias: Tensor | None, config_json: str) -> Tensor:
+    if not forward.is_int8(config_json):
         return F.linear(x, weight, bias)
-    inner = _cast(x, _autocast_dtype(x))  # in the graph, so that it is fused with what makes x
+    dtype = _autocast_dtype(x)
+    _check_dtypes(x, weight, bias, dtype)
+    if torch.compiler.is_compiling():
+        operator = torch.ops.hotcore.forward_linear.default
+        output: Tensor = operator(_cast(x, dtype), weight, bias, config_json)
+        return output
+    return forward.linear(_cast(x, dtype), weight, bias, config_json, followed=False)
+
+
+def _wants_gradients(x: Tensor, weight: Tensor, bias: Tensor | None, config_json: str) -> bool:
+    """Whether HOT's backward is wanted. A plain forward leaves a bias alone to autograd."""
+    if not torch.is_grad_enabled():
+        return False
+    if x.requires_grad or weight.requires_grad:
+        return True
+    return bias is not None and bias.requires_grad and forward.is_int8(config_json)
+
+
+def _check_dtypes(
+    x: Tensor, weight: Tensor, bias: Tensor | None, autocast: torch.dtype | None
+) -> None:
+    """What ``F.linear`` would refuse, an 8-bit forward refuses, too."""
+    if not torch.compiler.is_compiling():
+        _check(x)
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is None:
+            continue
+        if tensor.dtype not in DTYPES or (autocast is None and tensor.dtype != x.dtype):
+            found = str(tensor.dtype).removeprefix("torch.")
+            expected = str(x.dtype).removeprefix("torch.")
+            raise ValueError(f"{name}: dtype {found}; x has {expected}, and autocast is off")
+
+
+def _compiled_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, config_json: str, defer: bool
+) -> Tensor:
+    if not _wants_gradients(x, weight, bias, config_json):
+        return _without_gradients(x, weight, bias, config_json)
+    dtype = _autocast_dtype(x)
+    if forward.is_int8(config_json):
+        _check_dtypes(x, weight, bias, dtype)
+    inner = _cast(x, dtype)  # in the graph, where the compiler fuses it with the producer of x
     keep = weight.requires_grad and not defer
-    saved, seed = ops.kept_of(x, inner, text, keep)
-    y: Tensor = ops.linear(inner, weight, bias, saved if keep else None, seed, text)
+    saved, seed = ops.kept_of(x, inner, config_json, keep)
+    y: Tensor = ops.linear(inner, weight, bias, saved if keep else None, seed, config_json)
     return y
 
 
@@ -96,6 +154,8 @@ def conv2d(
 ) -> Tensor:
     """A convolution in one group, bit for bit as ``F.conv2d``; gradients are computed with HOT.
 
+    With ``forward="int8"`` in the configuration a 1x1 kernel without padding is
+    :func:`hotcore.forward_linear` over pixels; other kernels keep ``F.conv2d``.
     Of x only its pixels are kept, compressed (never the unfolded x); a 1x1 kernel keeps those that
     it visits, and is a linear layer over pixels in backward. The tokens of the configuration are
     the output pixels; their grid replaces its ``token_grid`` and ``prefix_tokens``. Any other
@@ -113,29 +173,33 @@ def conv2d(
         config: a HotConfig or a recipe's name.
 
     Returns:
-        ``[N, O, Ho, Wo]``; it and g_x have the memory format that ``F.conv2d`` gives, and x's.
+        ``[N, O, Ho, Wo]`` in the memory format of ``F.conv2d``; g_x has that of x.
 
     Raises:
-        ValueError, NotImplementedError, RuntimeError: as :func:`linear`; ValueError, too, where
-            weight has not x's channels (several groups are not taken).
+        ValueError, NotImplementedError, RuntimeError: as :func:`linear`; also ValueError if the
+            channels of weight and x differ (only one group is supported).
 
-    Source: spec.md, "Stages" (L is batch x pixels); docs/torch/convolution.md, "Convolution".
+    Source: docs/numerics.md, with L = batch x output pixels; docs/torch/convolution.md.
     """
     sizes = (stride, padding, dilation, padding_mode)
-    return conv2d_by_text(x, weight, bias, sizes, _text(config))
+    return conv2d_from_json(x, weight, bias, sizes, _config_json(config))
 
 
-def conv2d_by_text(
-    x: Tensor, weight: Tensor, bias: Tensor | None, sizes: tuple[Any, Any, Any, str], text: str
+def conv2d_from_json(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    sizes: tuple[Any, Any, Any, str],
+    config_json: str,
 ) -> Tensor:
     """:func:`conv2d` with the configuration as JSON.
 
     ``sizes``: stride, padding, dilation and padding mode.
     """
     if not isinstance(x, Tensor):
-        return _noted(conv2d_by_text, x, weight, bias, sizes, text)
+        return _handle_overrides(conv2d_from_json, x, weight, bias, sizes, config_json)
     if x.dim() == 3:
-        return conv2d_by_text(x.unsqueeze(0), weight, bias, sizes, text).squeeze(0)
+        return conv2d_from_json(x.unsqueeze(0), weight, bias, sizes, config_json).squeeze(0)
     if x.dim() != 4 or weight.dim() != 4 or x.shape[1] != weight.shape[1]:
         raise ValueError(
             f"x: shape {tuple(x.shape)}, weight: shape {tuple(weight.shape)}; expected "
@@ -143,52 +207,101 @@ def conv2d_by_text(
         )
     window = _window(weight, *sizes)
     if torch.compiler.is_compiling():
-        return _compiled_conv2d(x, weight, bias, window, text)
-    with _one_operation(x, weight):
-        seed = seed_of_call("conv2d", x, weight)
+        return _compiled_conv2d(x, weight, bias, window, config_json)
+    with _hide_from_modes(x, weight):
+        seed = seed_for_call("conv2d", x, weight, bias, config_json if window.pointwise else "")
         if seed is None:
-            return conv.plain_conv2d(x, weight, bias, window)
-        output: Tensor = _HotConv2d.apply(x, weight, bias, seed, text, window)  # type: ignore[no-untyped-call]  # so in torch
+            return _conv2d_without_gradients(x, weight, bias, window, config_json)
+        output: Tensor = _HotConv2d.apply(x, weight, bias, seed, config_json, window)  # type: ignore[no-untyped-call]  # so in torch
         return output
 
 
-def _compiled_conv2d(
-    x: Tensor, weight: Tensor, bias: Tensor | None, window: Window, text: str
+def evaluated_conv2d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    sizes: tuple[Any, Any, Any, str],
+    config_json: str,
 ) -> Tensor:
-    if not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
+    """As :func:`evaluated_linear`; for a kernel with an 8-bit forward."""
+    if not isinstance(x, Tensor):
+        return _handle_overrides(evaluated_conv2d, x, weight, bias, sizes, config_json)
+    if x.dim() == 3:
+        return evaluated_conv2d(x.unsqueeze(0), weight, bias, sizes, config_json).squeeze(0)
+    if x.dim() != 4 or _wants_gradients(x, weight, bias, config_json):
+        return conv2d_from_json(x, weight, bias, sizes, config_json)
+    window = _window(weight, *sizes)
+    if torch.compiler.is_compiling():
+        return _conv2d_without_gradients(x, weight, bias, window, config_json)
+    with _hide_from_modes(x, weight):
+        return _conv2d_without_gradients(x, weight, bias, window, config_json)
+
+
+def _conv2d_without_gradients(
+    x: Tensor, weight: Tensor, bias: Tensor | None, window: Window, config_json: str
+) -> Tensor:
+    if not (window.pointwise and forward.is_int8(config_json)):
         return conv.plain_conv2d(x, weight, bias, window)
-    inner = _cast(x, _autocast_dtype(x))
+    dtype = _autocast_dtype(x)
+    _check_dtypes(x, weight, bias, dtype)
+    inner = _cast(x, dtype)
+    if torch.compiler.is_compiling():
+        product = functools.partial(torch.ops.hotcore.forward_linear.default, config=config_json)
+        return conv.by_pixels(inner, weight, bias, window, product)
+    return conv.by_pixels(inner, weight, bias, window, _pixel_product(weight, config_json, False))
+
+
+def _pixel_product(weight: Tensor, config_json: str, followed: bool) -> Callable[..., Tensor]:
+    def product(rows: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+        return forward.linear(rows, weight, bias, config_json, matrix=matrix, followed=followed)
+
+    return product
+
+
+def _compiled_conv2d(
+    x: Tensor, weight: Tensor, bias: Tensor | None, window: Window, config_json: str
+) -> Tensor:
+    if not _wants_gradients(x, weight, bias, config_json if window.pointwise else ""):
+        return _conv2d_without_gradients(x, weight, bias, window, config_json)
+    dtype = _autocast_dtype(x)
+    if window.pointwise and forward.is_int8(config_json):
+        _check_dtypes(x, weight, bias, dtype)
+    inner = _cast(x, dtype)
     keep = weight.requires_grad
-    saved, seed = conv.kept_pixels_of(x, inner, text, keep, *window)
-    y: Tensor = conv.conv2d(inner, weight, bias, saved if keep else None, seed, text, *window)
+    saved, seed = conv.kept_pixels_of(x, inner, config_json, keep, *window)
+    y: Tensor = conv.conv2d(
+        inner, weight, bias, saved if keep else None, seed, config_json, *window
+    )
     return y
 
 
-def _noted(function: Callable[..., Tensor], x: Any, *arguments: Any) -> Tensor:
-    """What stands in for a tensor answers the call; torch.fx's proxies note it in their graph."""
+def _handle_overrides(function: Callable[..., Tensor], x: Any, *arguments: Any) -> Tensor:
+    """Pass the call to the ``__torch_function__`` of x; torch.fx's proxies record it so."""
     if not has_torch_function((x,)):
         raise TypeError(f"x: {type(x).__name__}; expected a torch.Tensor")
     output: Tensor = handle_torch_function(function, (x,), x, *arguments)
     return output
 
 
-def seed_of_call(name: str, x: Tensor, weight: Tensor) -> Tensor | None:
-    """The seed of a call in eager mode; None where there is nothing to differentiate."""
+def seed_for_call(
+    name: str, x: Tensor, weight: Tensor, bias: Tensor | None = None, config_json: str = ""
+) -> Tensor | None:
+    """The seed of a call in eager mode; None if there is nothing to differentiate."""
     if _compat.transforms_active():
         raise _unsupported_transform(name)
-    # Always, also where nothing is to be differentiated: a checkpoint may run the same region
-    # first without gradients and then with them, and has to meet the same random numbers.
+    # A seed is drawn even if nothing is differentiated: a checkpoint may run a region without and
+    # then with gradients, and must see the same random numbers.
     try:
         seed = ops.seed_for(x)
     except RuntimeError as error:
-        if "vmap" in str(error):  # the one of torch.autograd, which transforms_active() knows not
+        if "vmap" in str(error):  # torch.autograd's vmap, which transforms_active() does not report
             raise _unsupported_transform(name) from error
         raise
-    if not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
+    if not _wants_gradients(x, weight, bias, config_json):
         return None
     if _compat.jit_tracing():
         raise NotImplementedError(
-            f"hotcore.torch.{name}: torch.jit.trace would make a constant of the random seed; "
+            f"hotcore.torch.{name}: torch.jit.trace would turn the random seed into a constant; "
             "trace the model in eval mode or under no_grad, or use torch.compile to train"
         )
     _check(x)
@@ -202,19 +315,19 @@ def _unsupported_transform(name: str) -> NotImplementedError:
     )
 
 
-def _one_operation(x: Tensor, weight: Tensor) -> AbstractContextManager[Any]:
-    """Hides what a layer does inside from torch-function modes, compress_saved's among them.
+def _hide_from_modes(x: Tensor, weight: Tensor) -> AbstractContextManager[Any]:
+    """Hide a layer's inner calls from torch-function modes, compress_saved's among them.
 
-    They would be asked about some twenty attributes and calls, 2 us of the host's time each.
-    Subclasses of Tensor may need to be asked: nothing is hidden from them.
+    A mode would see about twenty attributes and calls, at 2 us of host time each. Nothing is hidden
+    from subclasses of Tensor, which may need to see the calls.
     """
-    if type(x) in ops.PLAIN and type(weight) in ops.PLAIN:
+    if type(x) in ops.PLAIN_TYPES and type(weight) in ops.PLAIN_TYPES:
         return _compat.without_torch_function()
     return nullcontext()
 
 
-def _text(config: ConfigLike) -> str:
-    """The configuration as the operators take it, by steps that torch.compile can follow."""
+def _config_json(config: ConfigLike) -> str:
+    """The configuration as the operators take it; torch.compile can trace this function."""
     if isinstance(config, HotConfig):
         return config.json
     if isinstance(config, str) and config in RECIPE_TEXTS:
@@ -224,14 +337,16 @@ def _text(config: ConfigLike) -> str:
 
 def _check(x: Tensor) -> None:
     if not (x.is_cpu or x.is_meta):
-        ops.context_for(x)  # a missing backend is said in forward, not in backward
-    if x.dtype not in DTYPES:  # autocast leaves those alone, and casts the others to one of them
+        ops.context_for(x)  # reports a missing backend in forward, not in backward
+    if (
+        x.dtype not in DTYPES
+    ):  # autocast leaves such dtypes alone, and casts others to a supported one
         name = str(x.dtype).removeprefix("torch.")
         raise ValueError(f"x: dtype {name}; expected float32, float16 or bfloat16")
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """What autocast would cast x to; None: it would leave x alone."""
+    """The dtype that autocast would cast x to; None if it would leave x alone."""
     device = x.device.type
     if x.dtype not in DTYPES or device == "meta" or not torch.is_autocast_enabled(device):
         return None
@@ -250,22 +365,29 @@ class _HotLinear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, seed: Tensor, config: str
     ) -> Tensor:
         dtype, inner, matrix, plain_bias = None, x, weight, bias
+        int8 = forward.is_int8(config)
         if _compat.any_autocast():
-            # Cast here, not by autocast: its cache would keep a weight without its graph.
+            # Cast here, because autocast's cache would keep a weight without its graph.
             dtype = _autocast_dtype(x)
-            inner, matrix = _cast(x, dtype), _cast(weight, dtype)
-            plain_bias = None if bias is None else _cast(bias, dtype)
+            inner = _cast(x, dtype)
+            if not int8:  # which takes the parameters as they are
+                matrix = _cast(weight, dtype)
+                plain_bias = None if bias is None else _cast(bias, dtype)
         need_gx, keep = ctx.needs_input_grad[:2]
-        y = F.linear(inner, matrix, plain_bias)
-        # The seed of the codes travels with them, as a checkpoint may make both anew.
-        saved, saved_seed, last = None, seed, None
+        if int8:
+            _check_dtypes(x, weight, bias, dtype)
+            y = forward.linear(inner, weight, bias, config, followed=True)
+        else:
+            y = F.linear(inner, matrix, plain_bias)
+        # The codes' seed is saved with them: a checkpoint may recompute both.
+        saved, saved_seed, cache = None, seed, None
         if keep:
-            form, compress = reuse.linear_form(config, dtype), ops.compress_activation
-            last = reuse.threads.last
-            saved, saved_seed = last.compressed(ctx, x, weight, form, compress, inner, seed, config)
+            cache, key = input_cache.current(), input_cache.linear_key(config, dtype)
+            arguments = (ops.compress_activation, inner, seed, config)
+            saved, saved_seed = cache.get_or_compress(ctx, x, weight, key, *arguments)
         ctx.save_for_backward(saved, saved_seed, weight if need_gx else None)
         ctx.set_materialize_grads(False)
-        ctx.config, ctx.x_shape, ctx.seed, ctx.last = config, x.shape, seed, last
+        ctx.config, ctx.x_shape, ctx.seed, ctx.cache = config, x.shape, seed, cache
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.shared = accumulation.shared(weight, bias)
         return y
@@ -276,8 +398,8 @@ class _HotLinear(torch.autograd.Function):
         if gy is None:
             return None, None, None, None, None
         saved, saved_seed, weight = ctx.saved_tensors
-        if ctx.last is not None:
-            ctx.last.forget()
+        if ctx.cache is not None:
+            ctx.cache.clear()
         need_gx, need_gw, need_gb, *_ = ctx.needs_input_grad
         gx_dtype, gw_dtype, gb_dtype = ctx.dtypes
         wanted = (
@@ -342,17 +464,23 @@ class _HotConv2d(torch.autograd.Function):
         window: Window,
     ) -> Tensor:
         dtype = _autocast_dtype(x)
-        inner, kernel = _cast(x, dtype), _cast(weight, dtype)
-        y = conv.plain_conv2d(inner, kernel, None if bias is None else _cast(bias, dtype), window)
+        inner = _cast(x, dtype)
+        if window.pointwise and forward.is_int8(config):
+            _check_dtypes(x, weight, bias, dtype)
+            product = _pixel_product(weight, config, True)
+            y = conv.by_pixels(inner, weight, bias, window, product)
+        else:
+            plain_bias = None if bias is None else _cast(bias, dtype)
+            y = conv.plain_conv2d(inner, _cast(weight, dtype), plain_bias, window)
         need_gx, keep = ctx.needs_input_grad[:2]
-        saved, saved_seed, last = None, seed, None
+        saved, saved_seed, cache = None, seed, None
         if keep:
-            form, last = conv.kept_form(config, window, dtype), reuse.threads.last
+            cache, key = input_cache.current(), conv.pixels_key(config, window, dtype)
             arguments = (conv.compress_pixels, inner, seed, config, *window)
-            saved, saved_seed = last.compressed(ctx, x, weight, form, *arguments)
+            saved, saved_seed = cache.get_or_compress(ctx, x, weight, key, *arguments)
         ctx.save_for_backward(saved, saved_seed, weight if need_gx else None)
         ctx.set_materialize_grads(False)
-        ctx.config, ctx.window, ctx.last, ctx.seed = config, window, last, seed
+        ctx.config, ctx.window, ctx.cache, ctx.seed = config, window, cache, seed
         ctx.x_shape = x.shape
         ctx.channels_last = (is_channels_last(x), is_channels_last(weight))
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
@@ -365,8 +493,8 @@ class _HotConv2d(torch.autograd.Function):
             return None, None, None, None, None, None
         gy = ops.dense(gy)
         saved, saved_seed, weight = ctx.saved_tensors
-        if ctx.last is not None:
-            ctx.last.forget()
+        if ctx.cache is not None:
+            ctx.cache.clear()
         gx, gw, gb = conv.gradients(
             gy,
             (weight, saved, saved_seed, ctx.seed),

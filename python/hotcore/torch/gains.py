@@ -20,7 +20,7 @@ SLOWER = 1.05
 up to 512 features by ``default``. A ViT-B's layers of 768 features gain a little, or nothing but
 memory (768 x 768: 0.97 measured, 1.04 by the fit)."""
 
-LEAST_FEATURES = 256
+MIN_CUDA_FEATURES = 256
 """Layers with fewer in or out features stay plain on CUDA. Their kernels gain (0.8 to 1.0 of plain
 torch's time) but take less time than the host needs to queue them, and that is 1.2 to 1.3 times
 plain torch's in eager mode (gpu-check's host rows)."""
@@ -98,10 +98,10 @@ def why_slow(
         return "slower on CUDA: unfolding its pixels costs more than the integers save"
     if kernel is not None:  # 1.05 to 1.9 times plain torch's, 9 to 21 for 56 x 56 pixels of 128
         return "slower on CUDA: quantising its pixels costs more than the integers save"
-    if min(in_features, out_features) < LEAST_FEATURES:
+    if min(in_features, out_features) < MIN_CUDA_FEATURES:
         return (
-            f"slower on CUDA in eager mode: with fewer than {LEAST_FEATURES} features the host is "
-            "what it waits for"
+            f"slower on CUDA in eager mode: with fewer than {MIN_CUDA_FEATURES} features the host "
+            "limits the speed"
         )
     time = expected_time(kernel, in_features, out_features, config, device, frozen)
     if time is not None and time > SLOWER:

@@ -1,4 +1,4 @@
-"""``HotConv1D``, for ``transformers.pytorch_utils.Conv1D`` (GPT-2). Imports transformers."""
+"""``HotConv1D`` for ``transformers.pytorch_utils.Conv1D`` (GPT-2). Imports transformers."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from typing import Any
 from torch import Tensor
 
 from ..config import ConfigLike, as_config
-from .functional import linear_by_text
 from .modules import HotModule
 
-# transformers is no requirement of hotcore, and need not be there for the type checker.
+# hotcore does not require transformers; the type checker runs without it.
 _Conv1D: Any = importlib.import_module("transformers.pytorch_utils").Conv1D
 
 
 class HotConv1D(HotModule, _Conv1D):  # type: ignore[misc]
     """``Conv1D``, a linear layer whose weight is ``[in, out]``, trained through HOT.
 
-    The weight is used as it lies, transposed by its strides; its gradient is turned when autograd
+    The weight is used in place, transposed by its strides. Autograd transposes the gradient when it
     adds it to ``weight.grad``.
 
     Args:
@@ -36,19 +35,15 @@ class HotConv1D(HotModule, _Conv1D):  # type: ignore[misc]
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., nx] -> [..., nf]``; see :func:`hotcore.torch.linear`."""
-        if not self.training:
+        if self.runs_plain:
             output: Tensor = super().forward(x)
             return output
-        # Two dimensions, as Conv1D's own addmm, so that the bits are the same.
+        # Two dimensions as in Conv1D's own addmm, for the same bits.
         rows = x.reshape(-1, x.shape[-1])
-        try:
-            y = linear_by_text(rows, self.weight.t(), self.bias, self._text, self.defer)
-        except (ValueError, RuntimeError) as error:
-            self.name_in(error)
-            raise
+        y = self._linear(rows, self.weight.t(), self.bias)
         return y.view(*x.shape[:-1], self.nf)
 
     def __repr__(self) -> str:
-        """Conv1D's, and the recipe."""
+        """The text of Conv1D, and the recipe."""
         shown = self.config if self.config.name == "custom" else self.config.name
         return f"HotConv1D(nf={self.nf}, nx={self.nx}, config={shown})"

@@ -8,24 +8,26 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import ConfigLike, HotConfig, as_config
-from .functional import conv2d_by_text, linear_by_text
+from .functional import conv2d_from_json, evaluated_conv2d, evaluated_linear, linear_from_json
 
 _Hot = TypeVar("_Hot", bound="HotModule")
 
 
 class HotModule:
-    """What every HOT module has beside its plain class: a configuration, and the way back."""
+    """Base of the HOT modules: a configuration, and conversion from and to the plain class."""
 
     plain: ClassVar[type[nn.Module]]
-    """The class that it stands in for."""
+    """The class that this one replaces."""
     defer: bool = False
-    """Of linear layers in compiled graphs: True lets the compiler decide when x is compressed. It
-    keeps the codes, or compresses in backward an x that it has there anyway (a norm of a tensor
-    that is kept): the fewest bytes, for another pass. False keeps the codes."""
+    """For linear layers in compiled graphs. True lets the compiler decide when x is compressed: it
+    keeps the codes, or has backward compress an x that is available there anyway (a norm of a kept
+    tensor), which keeps the fewest bytes and costs another pass. False keeps the codes."""
     layer_name: str = ""
-    """Its name in the model that was converted, for error messages."""
+    """The layer's name in the converted model, for error messages."""
     _config: HotConfig
-    _text: str
+    _config_json: str
+    _plain_in_eval: bool = True
+    """Whether it is plain in eval mode."""
 
     @property
     def config(self) -> HotConfig:
@@ -35,20 +37,21 @@ class HotModule:
     @config.setter
     def config(self, value: ConfigLike) -> None:
         self._config = as_config(value)
-        self._text = self._config.json  # what a compiled graph has for a constant
+        self._config_json = self._config.json  # compiled graphs hold it as a constant
+        self._plain_in_eval = not self._config.forward_in_eval
 
     @classmethod
     def from_plain(cls: type[_Hot], module: nn.Module, config: ConfigLike = "default") -> _Hot:
-        """Make one that holds ``module``'s own Parameters and hooks; nothing is allocated.
+        """Make a layer that holds ``module``'s own Parameters and hooks; allocates nothing.
 
-        Raises TypeError unless ``module`` is exactly of class :attr:`plain` (or this one): what a
-        subclass adds would be lost.
+        Raises TypeError unless ``module`` is exactly of class :attr:`plain` (or this one): the
+        additions of a subclass would be lost.
         """
         if type(module) not in (cls.plain, cls):
             found = type(module).__name__
             raise TypeError(f"module: expected a plain {cls.plain.__name__}, got {found}")
         settings = as_config(config)
-        new: Any = _same_content(module, cls)
+        new: Any = _copy_content(module, cls)
         new.config = settings
         assert isinstance(new, cls)
         return new
@@ -56,27 +59,46 @@ class HotModule:
     def to_plain(self) -> nn.Module:
         """Make the plain module that holds the same Parameters and hooks."""
         assert isinstance(self, nn.Module)
-        new = _same_content(self, self.plain)
-        for name in ("_config", "_text", "defer", "layer_name"):
+        new = _copy_content(self, self.plain)
+        for name in ("_config", "_config_json", "_plain_in_eval", "defer", "layer_name"):
             new.__dict__.pop(name, None)
         return new
 
-    def name_in(self, error: Exception) -> None:
-        """Have the error's message begin with the layer's name, where it has one."""
+    @property
+    def runs_plain(self) -> bool:
+        """Whether it is now the plain layer: in eval mode, unless its 8-bit forward is kept."""
+        return self._plain_in_eval and not self.training  # type: ignore[attr-defined]  # a module has it
+
+    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The linear layer that :attr:`config` says, in training and in eval mode."""
+        if not self.training:  # type: ignore[attr-defined]  # a module has it
+            return evaluated_linear(x, weight, bias, self._config_json)
+        return linear_from_json(x, weight, bias, self._config_json, self.defer)
+
+    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The same; errors begin with the layer's name."""
+        try:
+            return self._product(x, weight, bias)
+        except (ValueError, RuntimeError) as error:
+            self.prefix_layer_name(error)
+            raise
+
+    def prefix_layer_name(self, error: Exception) -> None:
+        """Put the layer's name, if it has one, before the error's message."""
         if self.layer_name:
             error.args = (f"layer {self.layer_name}: {error}",)
 
     def extra_repr(self) -> str:
-        """The plain module's, and the recipe."""
+        """The text of the plain module, and the recipe."""
         name = self.config.name
         shown = self.config if name == "custom" else name
         own: str = super().extra_repr()  # type: ignore[misc]
         return f"{own}, config={shown}" if own else f"config={shown}"
 
     def __prepare_scriptable__(self) -> Any:
-        """Asked by ``torch.jit.script``: refused.
+        """Refuse ``torch.jit.script``.
 
-        A plain module that it is given it would put into the caller's model, too.
+        Returning a plain module here would put it into the caller's model as well.
         """
         raise NotImplementedError(
             f"{type(self).__name__}: torch.jit.script is not supported; script a copy of the model "
@@ -84,7 +106,7 @@ class HotModule:
         )
 
     def _replicate_for_data_parallel(self) -> Any:
-        # Its threads would draw their seeds from one generator in no fixed order.
+        # The replicas' threads would draw seeds from one generator in an undefined order.
         raise NotImplementedError(
             f"{type(self).__name__}: torch.nn.DataParallel is not supported; use "
             "torch.nn.parallel.DistributedDataParallel"
@@ -95,7 +117,9 @@ class HotLinear(HotModule, nn.Linear):
     """``nn.Linear`` with the same parameters and state_dict keys, trained through HOT.
 
     In eval mode it is ``nn.Linear``: plain forward, plain autograd. In training mode the forward is
-    bit-equal, and gradients are those of :func:`hotcore.torch.linear`.
+    bit-equal (with ``config.forward == "int8"`` that of :func:`hotcore.forward_linear`, which
+    ``forward_in_eval`` keeps in eval mode), and gradients are those of
+    :func:`hotcore.torch.linear`.
 
     Args:
         in_features: I.
@@ -135,20 +159,17 @@ class HotLinear(HotModule, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """``[..., I] -> [..., O]``; see :func:`hotcore.torch.linear`."""
-        if not self.training:
+        if self.runs_plain:
             return F.linear(input, self.weight, self.bias)
-        try:
-            return linear_by_text(input, self.weight, self.bias, self._text, self.defer)
-        except (ValueError, RuntimeError) as error:
-            self.name_in(error)
-            raise
+        return self._linear(input, self.weight, self.bias)
 
 
 class HotConv2d(HotModule, nn.Conv2d):
     """``nn.Conv2d`` of one group with the same parameters and keys, trained through HOT.
 
     In eval mode it is ``nn.Conv2d``. In training mode the forward is bit-equal, x is kept
-    compressed (never unfolded), and gradients are those of :func:`hotcore.torch.conv2d`.
+    compressed (never unfolded), and gradients are those of :func:`hotcore.torch.conv2d`. An 8-bit
+    forward is that of 1x1 kernels, as of :class:`HotLinear`.
 
     Args:
         in_channels: C.
@@ -190,7 +211,7 @@ class HotConv2d(HotModule, nn.Conv2d):
     def from_conv(cls, module: nn.Conv2d, config: ConfigLike = "default") -> HotConv2d:
         """Make a HotConv2d that holds ``module``'s own Parameters; see :meth:`from_plain`.
 
-        Raises ValueError, too, where ``module`` has several groups.
+        Raises also ValueError if ``module`` has several groups.
         """
         if isinstance(module, nn.Conv2d) and module.groups != 1:
             raise ValueError(f"module: {module.groups} groups; HotConv2d takes one")
@@ -202,23 +223,35 @@ class HotConv2d(HotModule, nn.Conv2d):
         assert isinstance(new, nn.Conv2d)
         return new
 
+    @property
+    def runs_plain(self) -> bool:
+        """As of any; only 1x1 kernels have an 8-bit forward to keep."""
+        return not self.training and (self._plain_in_eval or not is_pointwise(self))
+
     def forward(self, input: Tensor) -> Tensor:
         """``[N, C, H, W] -> [N, O, Ho, Wo]``; see :func:`hotcore.torch.conv2d`."""
-        if not self.training:
-            return super().forward(input)
         sizes = (self.stride, self.padding, self.dilation, self.padding_mode)
+        if self.runs_plain:
+            return super().forward(input)
         try:
-            return conv2d_by_text(input, self.weight, self.bias, sizes, self._text)
+            if not self.training:
+                return evaluated_conv2d(input, self.weight, self.bias, sizes, self._config_json)
+            return conv2d_from_json(input, self.weight, self.bias, sizes, self._config_json)
         except (ValueError, RuntimeError) as error:
-            self.name_in(error)
+            self.prefix_layer_name(error)
             raise
 
 
-def _same_content(module: nn.Module, cls: type[Any]) -> nn.Module:
-    """A ``cls`` with everything ``module`` holds: Parameters, buffers, hooks, training mode."""
+def is_pointwise(module: nn.Conv2d) -> bool:
+    """Whether it is a linear layer over pixels: a 1x1 kernel without padding."""
+    return module.kernel_size == (1, 1) and module.padding in ((0, 0), "same", "valid")
+
+
+def _copy_content(module: nn.Module, cls: type[Any]) -> nn.Module:
+    """A ``cls`` with the content of ``module``: Parameters, buffers, hooks, training mode."""
     new: nn.Module = object.__new__(cls)
     new.__dict__.update(module.__dict__)
-    # Own tables of content; the hooks' tables stay shared, their handles remove from them.
+    # The tables of content are copied; hook tables stay shared, because handles remove from them.
     for table in ("_parameters", "_buffers", "_modules"):
         new.__dict__[table] = module.__dict__[table].copy()
     return new

@@ -1,9 +1,9 @@
-"""``NoiseMonitor``: how large the noise of HOT's arithmetic is beside the gradient, while training.
+"""``NoiseMonitor``: the noise of HOT's arithmetic relative to the gradient, while training.
 
-Of a layer's gradient g (g_w or g_x; exact, in fp32, from the same x, weight and g_y) and what HOT
-computes instead, g', the noise to gradient ratio is ``|g' - g|^2 / |g|^2``: the power of what is
-wrong beside that of the gradient. Most of it is rounded stochastically, hence noise of mean 0 whose
-power adds up with that of other noise, a mini-batch's for one.
+Let g be a layer's exact gradient (g_w or g_x in fp32, from the same x, weight and g_y) and g' the
+one that HOT computes. The noise to gradient ratio is ``|g' - g|^2 / |g|^2``, the power of the error
+over that of the gradient. Most of the error comes from stochastic rounding: it has mean 0, and its
+power adds to that of other noise, such as a mini-batch's.
 
 Source: docs/torch/integrations.md, "Noise to gradient ratio".
 """
@@ -36,20 +36,20 @@ class NoiseMonitor:
             with noise:                       # forward and backward of all micro-batches of a step
                 loss_fn(model, batch).backward()
             optimizer.step()
-            log(noise.scalars)                # empty but on measured steps
+            log(noise.scalars)                # empty except on measured steps
 
-    A measured step gives every call of a chosen layer a second time, with its own x and g_y, to HOT
-    (another random key) and to plain torch in fp32. The gradients of the step itself, parameters
-    and torch's random state are not touched: an eager run goes on bit for bit as without a monitor.
-    In a compiled model the measured step runs eagerly, since hooks see no call inside a graph.
-    Several calls of a layer (micro-batches, weights that are used twice) add up: the sum of
-    ``|g' - g|^2`` over the sum of ``|g|^2``.
+    A measured step repeats every call of a chosen layer, with its own x and g_y, in HOT (with
+    another random key) and in plain torch in fp32. The gradients of the step, the parameters and
+    torch's random state do not change: an eager run continues with the same bits as without a
+    monitor. In a compiled model the measured step runs eagerly, because hooks see no call inside a
+    graph. Several calls of a layer (micro-batches, weights that are used twice) are summed: the sum
+    of ``|g' - g|^2`` over the sum of ``|g|^2``.
 
     Args:
         model: a converted model.
-        every: steps from one measurement to the next; the first step is measured.
+        every: number of steps between measurements; the first step is measured.
         layers: name patterns (``fnmatch``) of the converted layers to measure.
-        seed: of the roundings that are measured.
+        seed: seed of the measured rounding.
 
     Raises:
         ValueError: no converted layer matches ``layers``, or ``every`` is not positive.
@@ -87,9 +87,10 @@ class NoiseMonitor:
         self._open: ExitStack | None = None
         self._sums: dict[tuple[str, str], list[float]] = {}
         self.scalars: dict[str, float] = {}
-        """Of the last step: ``hot/noise_gw/LAYER`` and ``hot/noise_gx/LAYER``, and under
-        ``hot/noise_gw/all`` the ratio of all chosen layers' gradients taken as one. A layer without
-        a g_x (or a g_w: frozen) has none. Empty where the last step was not measured."""
+        """Ratios of the last step: ``hot/noise_gw/LAYER`` and ``hot/noise_gx/LAYER``, and
+        ``hot/noise_gw/all`` and ``hot/noise_gx/all`` for the chosen layers' gradients taken as one.
+        A layer without a g_x (or g_w, if frozen) has none. Empty if the last step was not
+        measured."""
 
     @property
     def layers(self) -> list[str]:
@@ -102,11 +103,11 @@ class NoiseMonitor:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """End it."""
+        """End the step."""
         self.end()
 
     def begin(self) -> None:
-        """A step begins; it is measured if it is its turn. A step that was not ended is dropped."""
+        """Begin a step and measure every n-th one. An unfinished step is dropped."""
         self.close()
         if self._count % self._every == 0:
             self._sums.clear()
@@ -118,14 +119,14 @@ class NoiseMonitor:
         self._count += 1
 
     def end(self) -> dict[str, float]:
-        """The step's backward pass is over; return :attr:`scalars`."""
+        """End a step after its backward pass; return :attr:`scalars`."""
         measured = self._open is not None
         self.close()
         self.scalars = self._ratios() if measured else {}
         return self.scalars
 
     def close(self) -> None:
-        """Take the hooks away; what a step has measured so far is lost."""
+        """Remove the hooks; measurements of an unfinished step are lost."""
         if self._open is not None:
             self._open.close()
             self._open = None
@@ -191,7 +192,7 @@ def _measurable(module: nn.Module) -> bool:
 def _gradients(
     module: nn.Module, x: Tensor, gy: Tensor, needs_gx: bool, dtype: torch.dtype | None = None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """g_w and g_x of one call; None where it is not wanted."""
+    """g_w and g_x of one call; None for one that is not wanted."""
     own = {
         name: None if p is None else p.detach().to(p.dtype if dtype is None else dtype)
         for name, p in module._parameters.items()
@@ -205,7 +206,7 @@ def _gradients(
         return None, None
     bare = object.__new__(type(module))
     bare.__dict__.update(module.__dict__, _parameters=own)
-    y = bare.forward(x)  # not bare(x): the hooks are the model's, this monitor's among them
+    y = bare.forward(x)  # not bare(x), which would run the model's hooks and this monitor's
     found = dict(zip(map(id, wanted), torch.autograd.grad(y, wanted, gy.to(y.dtype)), strict=True))
     return found.get(id(weight)), found.get(id(x))
 

@@ -1,17 +1,20 @@
 """The operators of linear layers, ``torch.ops.hotcore.*``, and the seeds of their random numbers.
 
-Low-level library operators with fakes: they cost half of what ``torch.library.custom_op`` does, and
-``torch.compile`` sees through them. A compiled layer calls two, which are made of others:
+These are low-level library operators with fakes. They cost half as much as
+``torch.library.custom_op``, and ``torch.compile`` traces through them. A compiled layer calls two
+composite operators:
 
 * ``kept_of`` compresses x with a new seed (``compress``), once for all layers of a graph that take
-  the same x and configuration. They round g_y with the same random numbers, each unbiased as ever.
-* ``linear`` is ``product`` with a backward, ``backward_linear``. It takes the codes of x, which the
-  product does not need: they have to be there before it. Else the compiler puts what only backward
-  needs off to backward (:attr:`HotModule.defer`).
+  the same x and configuration. These layers round g_y with the same random numbers; every gradient
+  is still unbiased.
+* ``linear`` is ``product`` (``F.linear``, or libhot's with ``forward="int8"``) with the backward
+  ``backward_linear``. It takes the codes of x, although the product does not need them, so that
+  they exist before it. Otherwise the partitioner would move the compression and its seed into backward
+  (:attr:`HotModule.defer` allows that).
 
 A seed is an int64 ``[]``, the offset of the layer's key (:func:`key_of`). Compiled and captured
-work draws it with the generator of x's device, and the kernels read it there: nothing of a graph
-stands on the CPU, and every replay draws anew. Eager layers draw it on the CPU, which is cheaper.
+code draws it with the generator of x's device, where the kernels read it: a graph needs no CPU
+tensor, and every replay draws a new seed. Eager layers draw it on the CPU, which is cheaper.
 """
 
 from __future__ import annotations
@@ -35,20 +38,20 @@ _to_dlpack: Any = torch.utils.dlpack.to_dlpack  # type: ignore[attr-defined]  # 
 
 _CPU = torch.device("cpu")
 Pair = tuple[Tensor, Tensor]
-"""Codes of an x, and their seed."""
+"""Codes of an x and their seed."""
 
 SEEDS = 0x7FFF_FFFF_FFFF_FFFF
 """Seeds are 0 <= seed < this."""
 
-PLAIN: Any = (Tensor, torch.nn.Parameter)
-"""Types that want no say in what a layer does inside; subclasses may."""
+PLAIN_TYPES: Any = (Tensor, torch.nn.Parameter)
+"""Types that override no operation of torch; subclasses of Tensor may."""
 
 library: Any = torch.library.Library("hotcore", "DEF")  # type: ignore[no-untyped-call]  # so in torch
 
 _RANDOM = (torch.Tag.nondeterministic_seeded,)
 _ANY_STRIDES = (torch.Tag.flexible_layout,)
-"""Else inductor writes an argument once for each operator that takes it, in the strides of eager
-mode. These take any; their results are contiguous."""
+"""Without this tag inductor copies an argument into eager mode's strides for every operator that
+takes it. These operators take any strides; their results are contiguous."""
 
 _LINEAR = (
     "(Tensor x, Tensor weight, Tensor? bias, Tensor? saved, Tensor seed, str config) -> Tensor"
@@ -65,6 +68,7 @@ for _schema, _tags in (
     ("kept_of(Tensor x, Tensor inner, str config, bool codes) -> (Tensor, Tensor)", ()),
     (f"linear{_LINEAR}", ()),
     (f"product{_LINEAR}", _ANY_STRIDES),
+    ("forward_linear(Tensor x, Tensor weight, Tensor? bias, str config) -> Tensor", _ANY_STRIDES),
     (f"backward_linear{_BACKWARD}", _ANY_STRIDES),
 ):
     library.define(_schema, tags=_tags)
@@ -72,23 +76,23 @@ for _schema, _tags in (
 
 @functools.lru_cache(maxsize=256)
 def parsed(text: str) -> HotConfig:
-    """The configuration that an operator was given as JSON."""
+    """The configuration that an operator has received as JSON."""
     return HotConfig.from_json(text)
 
 
 def seed_for(x: Tensor) -> Tensor:
-    """A seed in eager mode: int64 ``[]``, on the CPU, or on x's device while a graph is captured.
+    """Draw a seed in eager mode: int64 ``[]`` from the default generator of its device.
 
-    From the default generator of where it is.
+    Its device is the CPU, or x's while a CUDA graph is captured.
     """
     captured = captured_seed(x)
     return torch.randint(SEEDS, (), device=_CPU) if captured is None else captured
 
 
 def captured_seed(x: Tensor) -> Tensor | None:
-    """A seed on x's device, which each replay draws anew; None where no CUDA graph is captured."""
+    """A seed on x's device, drawn again by each replay; None if no CUDA graph is being captured."""
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
-        return torch.randint(SEEDS, (), device=x.device)  # int64 unless told otherwise
+        return torch.randint(SEEDS, (), device=x.device)  # int64 by default
     return None
 
 
@@ -99,14 +103,14 @@ def _draw_seed(x: Tensor) -> Tensor:
 _traced: Any = WeakTensorKeyDictionary()  # x -> configuration -> its codes and their seed
 
 
-def kept_once(
-    x: Tensor, inner: Tensor, form: Hashable, compress: Callable[[Tensor], Pair] | None
+def compress_once(
+    x: Tensor, inner: Tensor, key: Hashable, compress: Callable[[Tensor], Pair] | None
 ) -> Pair:
-    """Codes and seed of x by ``compress(inner)``; None: a seed alone, and no codes.
+    """Codes and seed of x by ``compress(inner)``; without ``compress`` a seed and empty codes.
 
-    While AOTAutograd traces a graph, what was made for x and ``form`` there before: an operator
-    that is made of others runs when it is traced, on values that stand for tensors. Random
-    operators are not merged by the compiler, so each x is given its one here.
+    While AOTAutograd traces a graph, the result for the same x and ``key`` is reused: a composite
+    operator runs during tracing, on symbolic tensors. The compiler does not merge random operators,
+    so this function gives each x only one.
     """
 
     def make() -> Pair:
@@ -118,48 +122,48 @@ def kept_once(
     if not _compat.functional(x):
         return make()
     made: dict[Hashable, Pair] = _traced.setdefault(x, {})
-    key = (x._version, form)
-    if key not in made:
-        made[key] = make()
-    return made[key]
+    versioned = (x._version, key)
+    if versioned not in made:
+        made[versioned] = make()
+    return made[versioned]
 
 
 Restore = Callable[[], Tensor]
-# x -> its version, and how backward makes it from what is kept anyway. That may not hold x itself:
-# an entry goes with its x.
+# x -> its version, and a function that makes x in backward from tensors that are kept anyway. The
+# function must not hold x: an entry is freed with its x.
 _restores: Any = WeakTensorKeyDictionary()
 
 
-def restorable(x: Tensor, restore: Restore) -> None:
-    """While AOTAutograd traces a graph: backward need not keep x, ``restore`` makes it again.
+def register_restore(x: Tensor, restore: Restore) -> None:
+    """While AOTAutograd traces a graph: register ``restore``, which recomputes x in backward.
 
-    For layers that may leave it to the compiler when x is compressed (:attr:`HotModule.defer`).
+    For layers that let the compiler decide when x is compressed (:attr:`HotModule.defer`).
     """
     if _compat.functional(x):
         _restores[x] = (x._version, restore)
 
 
 def _restore_of(x: Tensor) -> Restore | None:
-    """Of an x that nothing has written since; None: backward has to keep it."""
+    """The function registered for an unchanged x; None: backward has to keep x."""
     found: tuple[int, Restore] | None = _restores.get(x)
     return None if found is None or found[0] != x._version else found[1]
 
 
 def _kept_of(x: Tensor, inner: Tensor, config: str, codes: bool) -> Pair:
-    """Codes (empty unless wanted) and seed of x; ``inner`` is x as autocast casts it."""
+    """Codes (empty unless ``codes``) and seed of x; ``inner`` is x as autocast casts it."""
     restore, dtype = _restore_of(x), inner.dtype
     if restore is not None and inner is not x:
-        restorable(inner, lambda: restore().to(dtype))
+        register_restore(inner, lambda: restore().to(dtype))
 
     def compress(rows: Tensor) -> Pair:
         kept: Pair = compress_seeded(rows, config)
         return kept
 
-    return kept_once(x, inner, (config, codes), compress if codes else None)
+    return compress_once(x, inner, (config, codes), compress if codes else None)
 
 
 def context_of(device: torch.device) -> _core.CoreContext:
-    """Where calls on tensors of ``device`` run: torch's number of threads, or current stream.
+    """The context for tensors of ``device``: torch's number of threads, or its current stream.
 
     Raises NotImplementedError for a device that this build has no backend for.
     """
@@ -171,16 +175,16 @@ def context_of(device: torch.device) -> _core.CoreContext:
 
 
 def context_for(x: Tensor) -> _core.CoreContext:
-    """``context_of(x.device)``; faster on CUDA, as a device's type is made into a string."""
+    """``context_of(x.device)``; faster on CUDA, where reading a device's type makes a string."""
     return _cuda_context(x.get_device()) if x.is_cuda else context_of(x.device)
 
 
 def _cuda_context(index: int) -> _core.CoreContext:
-    # The handle alone: torch.cuda.current_stream() makes an object around it.
+    # Only the handle: torch.cuda.current_stream() would wrap it in an object.
     return contexts.cuda(index, _compat.current_stream(index))
 
 
-@functools.lru_cache(maxsize=4096)  # asking takes microseconds
+@functools.lru_cache(maxsize=4096)  # a call takes microseconds
 def _saved_size(tokens: int, in_features: int, spec: _core.Spec) -> int:
     return _core.saved_layout(tokens, in_features, spec)[0]
 
@@ -193,8 +197,8 @@ def _workspace_size(
 
 
 def _workspace(size_of: Callable[..., int], x: Tensor, *arguments: Any) -> object:
-    """Scratch of ``size_of(context, *arguments)`` bytes, where x is."""
-    if x.is_cpu:  # the binding has scratch of its own
+    """Scratch of ``size_of(context, *arguments)`` bytes on x's device."""
+    if x.is_cpu:  # the binding allocates its own
         return None
     device = x.device
     size = _workspace_size(size_of, device, arguments)
@@ -202,7 +206,7 @@ def _workspace(size_of: Callable[..., int], x: Tensor, *arguments: Any) -> objec
 
 
 def quantize_weight(weight: Tensor, config: HotConfig) -> Tensor:
-    """w ``[O, I]`` as one uint8 vector that :func:`backward` takes in its place."""
+    """w ``[O, I]`` quantised, as a uint8 vector that :func:`backward` takes instead of w."""
     rows, columns = weight.shape
     spec = config.spec
     size = _core.quantized_weight_bytes(rows, columns, spec)
@@ -212,8 +216,48 @@ def quantize_weight(weight: Tensor, config: HotConfig) -> Tensor:
     return out
 
 
+def quantize_forward_weight(weight: Tensor, config: HotConfig) -> Tensor:
+    """w ``[O, I]`` as one uint8 vector that :func:`forward` takes in its place."""
+    rows, columns = weight.shape
+    spec = config.forward_spec
+    size = _core.forward_weight_bytes(rows, columns, spec)
+    out = torch.empty(size, dtype=torch.uint8, device=weight.device)
+    _core.quantize_forward_weight(context_for(weight), _to_dlpack(weight), spec, _to_dlpack(out))
+    return out
+
+
+def forward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    config: HotConfig,
+    quantized: Tensor | None = None,
+) -> Tensor:
+    """``x weight^T + bias`` in INT8, ``[..., O]`` in x's dtype, straight to libhot.
+
+    Weight and bias are of any of the three dtypes. ``quantized`` is what
+    :func:`quantize_forward_weight` made of ``weight``, whose values are then not looked at.
+    """
+    rows, spec = collapsible(x), config.forward_spec
+    *leading, in_features = rows.shape
+    tokens, out_features = math.prod(leading), weight.shape[0]
+    y = torch.empty((*x.shape[:-1], out_features), dtype=x.dtype, device=x.device)
+    sizes = (tokens, out_features, in_features, spec, quantized is not None)
+    _core.forward_linear(
+        context_for(x),
+        _to_dlpack(rows),
+        None if quantized is not None else _to_dlpack(weight),
+        None if bias is None else _to_dlpack(bias),
+        spec,
+        _to_dlpack(y if 2 <= y.dim() <= 4 else y.view(tokens, out_features)),
+        _workspace(_core.forward_linear_workspace, x, *sizes),
+        None if quantized is None else _to_dlpack(quantized),
+    )
+    return y
+
+
 def compress(x: Tensor, config: HotConfig, key: Key) -> Tensor:
-    """x ``[..., I]`` as one uint8 vector, straight to libhot: no autograd, no dispatcher."""
+    """x ``[..., I]`` compressed to a uint8 vector, by libhot without autograd or dispatcher."""
     x = collapsible(x)
     *leading, in_features = x.shape
     tokens, spec = math.prod(leading), config.spec
@@ -229,11 +273,9 @@ def compress(x: Tensor, config: HotConfig, key: Key) -> Tensor:
 def decompress(
     saved: Tensor, tokens: int, in_features: int, config: HotConfig, key: Key, first: int, last: int
 ) -> Tensor:
-    """Tokens ``first`` to ``last`` of what :func:`compress` kept, fp32 ``[last - first, I]``.
+    """Decode tokens ``first`` to ``last`` of :func:`compress`'s codes, fp32 ``[last - first, I]``.
 
-    ``key`` is the one that it was kept with.
-
-    Only for basis ``"full"``, which keeps x itself. Straight to libhot.
+    Only for basis ``"full"``, which keeps x itself; ``key`` is the one of :func:`compress`.
     """
     out = torch.empty((last - first, in_features), dtype=torch.float32, device=saved.device)
     _core.decompress_activation(
@@ -261,12 +303,12 @@ def backward(
     accumulate: bool = False,
     quantized: Tensor | None = None,
 ) -> None:
-    """Write ``outputs`` (g_x, g_w, g_b; None: not wanted), straight to libhot.
+    """Write ``outputs`` (g_x, g_w, g_b; None: not wanted) by libhot.
 
-    gy is ``[..., O]`` and g_x ``[..., I]``, leading dimensions alike or flattened. ``keys``: the
-    one that ``saved`` was made with, and the one to round g_y with (:func:`keys_of`).
-    With ``accumulate`` g_w and g_b are added to what is there. ``quantized`` is what
-    :func:`quantize_weight` made of ``weight``, which is then not looked at.
+    gy is ``[..., O]`` and g_x ``[..., I]``, with equal or flattened leading dimensions. ``keys``:
+    the key that ``saved`` was made with, and the key that rounds g_y (:func:`keys_of`). With
+    ``accumulate`` g_w and g_b are added to the values in their tensors. ``quantized``, from
+    :func:`quantize_weight`, replaces ``weight``, which is then not read.
     """
     gy = collapsible(gy)
     *leading, out_features = gy.shape
@@ -305,7 +347,7 @@ def backward(
 
 
 def keys_of(saved_seed: Tensor | None, seed: Tensor) -> tuple[Key, Key]:
-    """For :func:`backward`; without ``saved_seed`` x was compressed with the layer's own seed."""
+    """Keys for :func:`backward`; without ``saved_seed`` x was compressed with the layer's seed."""
     key = key_of(seed)
     if saved_seed is None or saved_seed is seed:
         return key, key
@@ -313,7 +355,7 @@ def keys_of(saved_seed: Tensor | None, seed: Tensor) -> tuple[Key, Key]:
 
 
 def key_of(seed: Tensor) -> Key:
-    """The key of a seed: ``Key(0, seed)``; one on a CUDA device is read there, by the kernels."""
+    """The key of a seed: ``Key(0, seed)``; kernels read a seed on a CUDA device there."""
     if seed.is_cuda:
         return Key(0, counter=seed.data_ptr())
     return Key(0, int(seed.item()))
@@ -327,14 +369,14 @@ def flat(x: Tensor) -> Tensor:
 
 
 def collapsible(x: Tensor) -> Tensor:
-    """``[..., I]`` as libhot takes it: as it is, where its leading dimensions surely collapse."""
+    """``[..., I]`` for libhot: x itself if its leading dimensions collapse, else flattened."""
     return x if 2 <= x.dim() <= 4 and x.is_contiguous() else flat(x)
 
 
 def new_gradients(
     gy: Tensor, x_shape: Sequence[int], dtypes: Sequence[torch.dtype | None]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Uninitialised g_x, g_w and g_b for :func:`backward`; None where the dtype is."""
+    """Uninitialised g_x, g_w and g_b for :func:`backward`; None for a dtype of None."""
     out_features, device = gy.shape[-1], gy.device
     of_gx, of_gw, of_gb = dtypes
     matrix, empty = (out_features, x_shape[-1]), torch.empty
@@ -346,7 +388,7 @@ def new_gradients(
 
 
 def register(*operators: tuple[str, Callable[..., Any], Callable[..., Any]]) -> None:
-    """Give operators of :data:`library` (name, implementation, fake) to CPU and CUDA tensors."""
+    """Register operators of :data:`library` (name, implementation, fake) for CPU and CUDA."""
     for name, implementation, fake in operators:
         for key in ("CPU", "CUDA"):
             library.impl(name, implementation, key)
@@ -356,6 +398,13 @@ def register(*operators: tuple[str, Callable[..., Any], Callable[..., Any]]) -> 
 def _product(
     x: Tensor, weight: Tensor, bias: Tensor | None, saved: Tensor | None, seed: Tensor, config: str
 ) -> Tensor:
+    settings = parsed(config)
+    if settings.forward == "int8":
+        return forward(x, weight, bias, settings)
+    return _plain_product(x, weight, bias)
+
+
+def _plain_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     dtype = x.dtype
     if weight.dtype != dtype:  # under autocast
         weight = weight.to(dtype)
@@ -367,8 +416,16 @@ def _product(
 def _fake_product(
     x: Tensor, weight: Tensor, bias: Tensor | None, saved: Tensor | None, seed: Tensor, config: str
 ) -> Tensor:
-    tell_partitioner()
-    return _product(x, weight, bias, saved, seed, config)
+    return _fake_forward_linear(x, weight, bias, config)
+
+
+def _forward_linear(x: Tensor, weight: Tensor, bias: Tensor | None, config: str) -> Tensor:
+    return forward(x, weight, bias, parsed(config))
+
+
+def _fake_forward_linear(x: Tensor, weight: Tensor, bias: Tensor | None, config: str) -> Tensor:
+    register_with_partitioner()
+    return _plain_product(x, weight, bias)  # which checks the shapes
 
 
 class _Linear(torch.autograd.Function):
@@ -386,7 +443,7 @@ class _Linear(torch.autograd.Function):
         restore: Restore | None,
     ) -> Tensor:
         need_gx, need_gw, need_gb, *_ = ctx.needs_input_grad
-        # Without codes the compiler decides when x is compressed: backward asks for x.
+        # Without codes the compiler decides when x is compressed: backward uses x itself.
         deferred = need_gw and saved is None
         ctx.restore = restore if deferred else None
         kept = x if deferred and restore is None else saved
@@ -434,7 +491,7 @@ def _outputs(
     gy: Tensor, in_features: int, dtypes: Sequence[torch.dtype | None]
 ) -> tuple[Tensor, Tensor, Tensor]:
     new = new_gradients(gy, (gy.shape[0], in_features), dtypes)
-    # An operator returns no None: what is not wanted is an empty vector.
+    # An operator cannot return None: unwanted gradients are empty vectors.
     gx, gw, gb = (gy.new_empty(0) if gradient is None else gradient for gradient in new)
     return gx, gw, gb
 
@@ -512,6 +569,7 @@ register(
     ("compress_activation", _compress_activation, _fake_compress_activation),
     ("compress", _compress, _fake_compress),
     ("product", _product, _fake_product),
+    ("forward_linear", _forward_linear, _fake_forward_linear),
     ("backward_linear", _backward_linear, _fake_backward_linear),
 )
 for _name, _made in (("kept_of", _kept_of), ("linear", _linear)):
@@ -524,16 +582,21 @@ linear = torch.ops.hotcore.linear.default
 
 
 @functools.cache
-def tell_partitioner() -> None:
-    """Called by fakes, that is when something is compiled: a budget may recompute products."""
-    names = ("product", "backward_linear", "convolution", "backward_conv2d")
+def register_with_partitioner() -> None:
+    """Tell the partitioner that products are expensive; fakes call this, so only compilation does.
+
+    Otherwise an activation memory budget would recompute them.
+    """
+    names = ("product", "forward_linear", "backward_linear", "convolution", "backward_conv2d")
     _compat.count_as_products(getattr(torch.ops.hotcore, name) for name in names)
 
 
-# Multiply-adds count twice, as torch's own; the shapes are those of the arguments.
+# As in torch, a multiply-add counts as two; the arguments are the shapes of the operands.
 
 
-@register_flop_formula([torch.ops.hotcore.linear, torch.ops.hotcore.product])
+@register_flop_formula(
+    [torch.ops.hotcore.linear, torch.ops.hotcore.product, torch.ops.hotcore.forward_linear]
+)
 def _linear_flops(x_shape: Sequence[int], weight_shape: Sequence[int], *_: Any, **__: Any) -> int:
     return 2 * math.prod(x_shape) * weight_shape[0]
 
@@ -550,45 +613,64 @@ def _backward_linear_flops(
     *dtypes: torch.dtype | None,
     **_: Any,
 ) -> int:
-    """Both products in full, whatever their precision: a basis of lower rank takes less time."""
+    """Both products at full rank, whatever their precision; a lower rank takes less time."""
     return 2 * math.prod(gy_shape) * in_features * sum(dtype is not None for dtype in dtypes[:2])
 
 
-_WITHOUT = ("draw_seed", "kept_of", "compress", "compress_activation")
+_WITHOUT_FLOPS = ("draw_seed", "kept_of", "compress", "compress_activation")
 
 
-@register_flop_formula([getattr(torch.ops.hotcore, name) for name in _WITHOUT])
+@register_flop_formula([getattr(torch.ops.hotcore, name) for name in _WITHOUT_FLOPS])
 def _no_flops(*_: Any, **__: Any) -> int:
     return 0
 
 
 def dense(gy: Tensor) -> Tensor:
-    """g_y with memory for every value: what took y may have made a sparse one."""
+    """g_y as a dense tensor: the consumer of y may have made a sparse one."""
     return gy if gy.layout is torch.strided else gy.to_dense()
 
 
-def unusual(gy: Tensor) -> bool:
-    """Whether g_y is sparse, or stands for many: then it has no memory for libhot to read."""
+def is_sparse_or_batched(gy: Tensor) -> bool:
+    """Whether g_y is sparse or batched by vmap: then it has no memory for libhot to read."""
     return gy.layout is not torch.strided or _compat.batched(gy)
 
 
-def unseen(x: Tensor) -> bool:
-    """Whether neither a subclass of Tensor nor a mode wants to see what is done with x."""
-    return type(x) in PLAIN and _compat.dispatch_modes() == 0
+def is_intercepted(x: Tensor) -> bool:
+    """Whether a subclass of Tensor or a dispatch mode intercepts operations on x."""
+    return type(x) not in PLAIN_TYPES or _compat.dispatch_modes() != 0
 
 
-def _at_once(x: Tensor) -> bool:
-    """Whether nothing wants to see the operator itself: the dispatcher takes 5 to 10 us."""
+def _bypasses_dispatcher(x: Tensor) -> bool:
+    """Whether nothing intercepts the operator: the dispatcher then only costs 5 to 10 us."""
     return (
         not torch.compiler.is_compiling()
         and (x.is_cuda or x.is_cpu)  # device.type takes three times as long
-        and unseen(x)
+        and not is_intercepted(x)
     )
 
 
+def bypasses_dispatcher(x: Tensor, weight: Tensor) -> bool:
+    """Whether :func:`forward_linear` of these goes past the dispatcher."""
+    return _bypasses_dispatcher(x) and type(weight) in PLAIN_TYPES
+
+
+def forward_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, config: str, codes: Tensor | None = None
+) -> Tensor:
+    """``x weight^T + bias`` in INT8, by the operator or as it would be; no gradients.
+
+    ``codes`` of the weight (:func:`quantize_forward_weight`): only where the call
+    :func:`bypasses_dispatcher`.
+    """
+    if codes is not None or bypasses_dispatcher(x, weight):
+        return forward(x, weight, bias, parsed(config), codes)
+    y: Tensor = torch.ops.hotcore.forward_linear.default(x, weight, bias, config)
+    return y
+
+
 def compress_activation(x: Tensor, seed: Tensor, config: str) -> Tensor:
-    """x ``[..., I]`` compressed, by ``torch.ops.hotcore.compress_activation`` or as it would be."""
-    if _at_once(x):
+    """x ``[..., I]`` compressed, by the operator or directly, with the same result."""
+    if _bypasses_dispatcher(x):
         return _compress_activation(x, seed, config)
     saved: Tensor = torch.ops.hotcore.compress_activation.default(flat(x), seed, config)
     return saved
@@ -604,15 +686,15 @@ def backward_linear(
     x_shape: torch.Size,
     *dtypes: torch.dtype | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """g_x, g_w, g_b (None where the dtype is), by the operator or as it would be."""
-    if _at_once(gy):
+    """g_x, g_w, g_b (None for a dtype of None), by the operator or directly, with equal results."""
+    if _bypasses_dispatcher(gy):
         outputs = new_gradients(gy, x_shape, dtypes)
         keys = keys_of(saved_seed, seed)
         try:
             backward(gy, weight, saved, x_shape[-1], parsed(config), keys, outputs)
             return outputs
-        except RuntimeError:  # asking before would cost every other call
-            if not unusual(gy):
+        except RuntimeError:  # a check in advance would slow down every other call
+            if not is_sparse_or_batched(gy):
                 raise
     rows = dense(gy).reshape(math.prod(x_shape[:-1]), gy.shape[-1])
     arguments = (rows, weight, saved, saved_seed, seed, config, x_shape[-1], *dtypes)

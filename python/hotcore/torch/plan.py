@@ -191,10 +191,10 @@ class Plan:
                 entry["times"] = _plain(layer.times)
                 entry |= {"choice": layer.choice, "reason": layer.reason, "shape": layer.shape}
         text = json.dumps(content, indent=1) + "\n"
-        if len(text) > _strict_json.LARGEST_FILE:
+        if len(text) > _strict_json.MAX_FILE_BYTES:
             raise ValueError(
                 f"plan: {len(self.layers)} layers make {len(text)} bytes of JSON; Plan.load takes "
-                f"{_strict_json.LARGEST_FILE}"
+                f"{_strict_json.MAX_FILE_BYTES}"
             )
         Path(path).write_text(text, encoding="utf-8")
 
@@ -265,7 +265,7 @@ class Plan:
     def _times(self) -> str:
         names = self._contenders()
         rows = [["layer", "kind", *(f"{name}, ms (MB)" for name in names), "chosen"]]
-        for layers in self._alike():
+        for layers in self._groups():
             first = layers[0]
             cells = []
             for name in names:
@@ -314,7 +314,7 @@ class Plan:
     def _contenders(self) -> list[str]:
         return list(dict.fromkeys(name for layer in self.layers for name in layer.times))
 
-    def _alike(self) -> list[list[LayerPlan]]:
+    def _groups(self) -> list[list[LayerPlan]]:
         groups: dict[Any, list[LayerPlan]] = {}
         for layer in self.layers:
             times = tuple(layer.times.items())
@@ -337,7 +337,7 @@ class Plan:
 
     def _plot_times(self, path: str | Path) -> None:
         names = self._contenders()
-        groups = [layers for layers in self._alike() if layers[0].times]
+        groups = [layers for layers in self._groups() if layers[0].times]
         height = 1.2 + 0.22 * len(groups) * (len(names) + 1)
         figure = matplotlib_figure()(figsize=(8, height), layout="constrained")
         axis = figure.subplots()

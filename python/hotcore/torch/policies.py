@@ -1,4 +1,4 @@
-"""Policies of selective checkpoints: which results of a region are kept instead of recomputed."""
+"""Policies for selective checkpoints: which results are kept and which are recomputed."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ CODES = frozenset(
     getattr(_hot, name).default
     for name in ("compress", "compress_activation", "compress_pixels", "compress_pixels_seeded")
 )
-"""What HOT's layers keep of x, in eager and in compiled regions."""
+"""Operators that compress x for HOT's layers, in eager and compiled regions."""
 
 SEEDS = frozenset((_hot.draw_seed.default,))
-"""Eight bytes each. With them kept, no state of a generator has to be."""
+"""Seeds take eight bytes each. If they are kept, generator states need not be."""
 
 PRODUCTS = frozenset(
     (
         *(_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default),
         *(_aten.linear.default, _aten.convolution.default),
-        *(_hot.product.default, _hot.convolution.default),
+        *(_hot.product.default, _hot.forward_linear.default, _hot.convolution.default),
     )
 )
 """Matrix products and convolutions, plain and HOT's."""
@@ -39,11 +39,11 @@ ATTENTION = frozenset(
     )
     if hasattr(_aten, name)
 )
-"""What ``F.scaled_dot_product_attention`` becomes, by device and shape."""
+"""The operators of ``F.scaled_dot_product_attention``, by device and shape."""
 
 
 def keep_codes(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Keep the codes of HOT's layers (0.53 bytes a value of x); recompute everything else.
+    """Keep the codes of HOT's layers (0.53 bytes per value of x); recompute everything else.
 
     ::
 
@@ -57,9 +57,9 @@ def keep_codes(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy
 
 
 def keep_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Keep the results of all products and the codes of HOT's layers; recompute what is cheap.
+    """Keep the results of all products and the codes of HOT's layers; recompute the rest.
 
-    Norms, activations and residual sums are recomputed; no product runs twice. As
+    Norms, activations and residual sums are recomputed; no product runs twice. Use it like
     :func:`keep_codes`.
     """
     return _kept(op in CODES or op in PRODUCTS)
@@ -68,14 +68,14 @@ def keep_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPol
 def keep_attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Keep attention's results and the region's inputs; recompute everything else.
 
-    Attention costs most to recompute for what it keeps. HOT's layers keep no codes: in compiled
-    graphs x is compressed once, in backward (in eager mode twice). As :func:`keep_codes`.
+    Attention takes the most time to recompute per kept byte. HOT's layers keep no codes: compiled
+    graphs compress x once, in backward (eager mode twice). Use it like :func:`keep_codes`.
     """
     return _kept(op in ATTENTION or op in SEEDS)
 
 
 def keeps_codes(policy: Callable[..., CheckpointPolicy]) -> bool:
-    """Whether a policy keeps the codes of x that HOT's layers make in the forward pass."""
+    """Whether a policy keeps the codes that HOT's layers make of x in the forward pass."""
     context = SelectiveCheckpointContext(is_recompute=False)
     found = policy(context, _hot.compress.default)
     return found in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)

@@ -1,4 +1,4 @@
-"""What a forward pass does with a model's layers, seen by hooks; the model is left as it was."""
+"""Records by hooks how a forward pass uses a model's layers; the model is not changed."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ LossFn = Callable[[nn.Module, Any], Tensor]
 _PRODUCTS = frozenset(
     ("linear", "conv2d", "matmul", "mm", "addmm", "bmm", "einsum", "__matmul__", "__rmatmul__")
 )
-"""torch functions that use a weight; its shape or dtype may be asked for without a use."""
+"""torch functions that multiply by a weight; reading its shape or dtype is no use."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """How a layer was called: what its time depends on, beside the layer itself."""
+    """A call of a layer: everything but the layer that its time depends on."""
 
     shape: tuple[int, ...]
     """Of x."""
@@ -34,34 +34,34 @@ class Call:
     """Whether x's gradient is wanted."""
     channels_last: bool
     autocast: torch.dtype | None
-    """What autocast computes in; None: it is off."""
+    """The dtype autocast computes in; None if it is off."""
 
 
 @dataclasses.dataclass
-class Seen:
-    """What one forward pass did with one layer."""
+class LayerUse:
+    """How one forward pass used one layer."""
 
     calls: list[Call] = dataclasses.field(default_factory=list)
     macs: int = 0
     """Multiply-adds."""
-    past: bool = False
+    bypassed: bool = False
     """Its weight was multiplied outside of the layer's own forward."""
     kept_bytes: float = 0.0
-    """Kept for backward by this layer alone; where layers keep one tensor, each its part of it."""
+    """Bytes kept for backward by this layer alone; layers that keep the same tensor share them."""
     sharers: int = 1
-    """Layers with the same x, this one counted."""
+    """Number of layers with the same x, this one included."""
 
 
 class Watch:
-    """Follows the layers of a model through what is run inside :meth:`on`."""
+    """Observes layers of a model inside of :meth:`on`."""
 
     def __init__(self, layers: Mapping[str, nn.Module], *, saved: bool = False) -> None:
-        """Of these layers by name; ``saved``: count what autograd keeps, too."""
+        """Observe these layers, by name; with ``saved`` also count the bytes autograd keeps."""
         self._layers = layers
         self._saved = saved
-        self.seen = {name: Seen() for name in layers}
+        self.uses = {name: LayerUse() for name in layers}
         self._inside: list[str] = []
-        self._tensors: list[Tensor] = []  # alive, so that no address comes twice
+        self._tensors: list[Tensor] = []  # kept alive, so that no address is reused
         self._keepers: dict[int, tuple[int, set[str]]] = {}
         self._parameters = {
             p.untyped_storage().data_ptr()
@@ -73,7 +73,7 @@ class Watch:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Watch what is run inside."""
+        """Observe everything that runs inside."""
         with ExitStack() as stack:
             for name, layer in self._layers.items():
                 before = layer.register_forward_pre_hook(self._enter(name), with_kwargs=True)
@@ -88,11 +88,11 @@ class Watch:
         self._share_bytes()
 
     def used(self, tensors: tuple[Any, ...]) -> None:
-        """A product of these tensors was made."""
+        """Record a product of these tensors."""
         ids = {id(tensor) for tensor in tensors if tensor is not None}
         for name, layer in self._layers.items():
             if id(layer._parameters.get("weight")) in ids and name not in self._inside:
-                self.seen[name].past = True
+                self.uses[name].bypassed = True
 
     def _enter(self, name: str) -> Callable[..., None]:
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -108,7 +108,7 @@ class Watch:
                 four and not x.is_contiguous(),
                 autocast_dtype(x.device.type),
             )
-            self.seen[name].calls.append(call)
+            self.uses[name].calls.append(call)
             if self._saved:
                 self._tensors.append(x)
                 self._inputs.setdefault(x.untyped_storage().data_ptr(), set()).add(name)
@@ -120,14 +120,14 @@ class Watch:
             self._inside.pop()
             first = output[0] if isinstance(output, tuple) else output
             if isinstance(first, Tensor):
-                self.seen[name].macs += macs(module, first)
+                self.uses[name].macs += macs(module, first)
 
         return leave
 
     def _pack(self, tensor: Tensor) -> Tensor:
         kept = tensor.detach()
         storage = kept.untyped_storage()
-        if storage.data_ptr() in self._parameters:  # there anyway, as a view, too
+        if storage.data_ptr() in self._parameters:  # parameters and their views exist anyway
             return kept
         self._tensors.append(kept)
         entry = self._keepers.setdefault(storage.data_ptr(), (storage.nbytes(), set()))
@@ -136,17 +136,17 @@ class Watch:
 
     def _share_bytes(self) -> None:
         for size, keepers in self._keepers.values():
-            if "" not in keepers:  # what something else keeps is there with or without the layer
+            if "" not in keepers:  # tensors that others keep exist without the layer, too
                 for name in keepers:
-                    self.seen[name].kept_bytes += size / len(keepers)
+                    self.uses[name].kept_bytes += size / len(keepers)
         for names in self._inputs.values():
             for name in names:
-                self.seen[name].sharers = max(self.seen[name].sharers, len(names))
+                self.uses[name].sharers = max(self.uses[name].sharers, len(names))
         self._tensors.clear()
 
 
 class _Uses(TorchFunctionMode):
-    """Tells a :class:`Watch` of the products that are made."""
+    """Reports products to a :class:`Watch`."""
 
     def __init__(self, watch: Watch) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class _Uses(TorchFunctionMode):
 def macs(layer: nn.Module, output: Tensor) -> int:
     """Multiply-adds of the layer that made ``output``.
 
-    An attention's are its projections', of as many keys as queries.
+    For an attention those of its projections, with as many keys as queries.
     """
     if isinstance(layer, nn.MultiheadAttention):
         own = (*layer._parameters.values(), layer.out_proj._parameters.get("weight"))
@@ -179,7 +179,7 @@ def macs(layer: nn.Module, output: Tensor) -> int:
 
 
 def total_macs(run: Callable[[], object]) -> int:
-    """Multiply-adds of everything that ``run`` computes, by torch's own count."""
+    """Multiply-adds of everything that ``run`` computes, as torch counts them."""
     attention = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
     mapping = {} if attention is None else {attention: _attention_flops}
     counter = FlopCounterMode(display=False, custom_mapping=mapping)
@@ -193,20 +193,20 @@ def total_macs(run: Callable[[], object]) -> int:
 def _attention_flops(
     query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any
 ) -> int:
-    """For the CPU's operator, which torch does not count."""
+    """FLOPs of the CPU's operator, which torch does not count."""
     batch, heads, queries, width = query
     return int(2 * batch * heads * queries * key[-2] * (width + value[-1]))
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """What autocast computes in on such a device; None where it is off."""
+    """The dtype autocast computes in on such a device; None if it is off."""
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return None
     return torch.get_autocast_dtype(device_type)
 
 
 def eagerly() -> AbstractContextManager[Any]:
-    """Compiled modules run eagerly inside, so that hooks and modes see every call."""
+    """Run compiled modules eagerly inside, so that hooks and modes see every call."""
     stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
     return stance
 
@@ -216,14 +216,14 @@ def _same(kept: Tensor) -> Tensor:
 
 
 def output_of(model: nn.Module, inputs: Any) -> Any:
-    """Call the model: a mapping are keyword arguments, a tuple positional ones."""
+    """Call the model with a mapping as keyword arguments or a tuple as positional ones."""
     if isinstance(inputs, Mapping):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
 
 
 def loss_of(model: nn.Module, inputs: Any, loss_fn: LossFn | None) -> Tensor:
-    """``loss_fn``'s result; without one the sum of the means of the model's floating outputs."""
+    """``loss_fn``'s result, or without one the sum of the means of the model's float outputs."""
     if loss_fn is not None:
         return loss_fn(model, inputs)
     output = output_of(model, inputs)
@@ -243,15 +243,15 @@ def _tensors(value: Any) -> list[Tensor]:
     return []
 
 
-class Untouched:
-    """Puts .grad, buffers, submodules and torch's random state back on leaving."""
+class preserve_state:
+    """Restores .grad, buffers, submodules and torch's random state on leaving."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Of this model."""
+        """Preserve the state of ``model``."""
         self._model = model
 
     def __enter__(self) -> None:
-        """Take .grad away, and a copy of the rest."""
+        """Detach every .grad and copy the rest."""
         self._grads = [(p, p.grad) for p in self._model.parameters()]
         for parameter, _ in self._grads:
             parameter.grad = None
@@ -262,7 +262,7 @@ class Untouched:
         self._random.__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        """Put it all back."""
+        """Restore everything."""
         self._random.__exit__(*error)
         for module, children in self._children:
             module._modules.update(children)

@@ -1,4 +1,4 @@
-"""Activation checkpointing of blocks with HOT's layers inside, for compiled graphs above all."""
+"""Activation checkpointing of blocks that contain HOT's layers, mainly for compiled graphs."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _NAME = "forward"
 
 
 class Recomputed:
-    """What :func:`recompute` has changed; :meth:`remove` makes the blocks as they were."""
+    """Handle of :func:`recompute`; :meth:`remove` restores the blocks."""
 
     def __init__(self) -> None:
-        """Nothing yet."""
+        """Begin empty."""
         self._undo: list[Callable[[], None]] = []
 
     def remove(self) -> None:
-        """Undo it. A second call does nothing."""
+        """Restore the blocks. A second call does nothing."""
         while self._undo:
             self._undo.pop()()
 
@@ -36,7 +36,7 @@ class Recomputed:
 def recompute(
     blocks: nn.Module | Iterable[nn.Module], policy: Policy | None = keep_attention
 ) -> Recomputed:
-    """Keep of every block its inputs and what ``policy`` says; recompute the rest in backward.
+    """Keep the inputs of every block and what ``policy`` selects; recompute the rest in backward.
 
     ::
 
@@ -45,13 +45,13 @@ def recompute(
         for block in model.blocks:
             block.compile()
 
-    It is ``torch.utils.checkpoint`` (not reentrant) around each block's forward, with a selective
+    Each block's forward runs in a ``torch.utils.checkpoint`` (not reentrant) with a selective
     policy. Call it after ``convert`` and before ``torch.compile``, DDP or ``fully_shard``.
     Parameters, ``state_dict`` and names of modules stay. In eval mode nothing is recomputed.
 
-    In compiled graphs HOT's layers inside compress x once: in backward, where it has been made
-    again, or in forward if the policy keeps the codes. In eager mode they do in both passes unless
-    the policy keeps the codes, and torch's selective checkpoints take much of the host's time.
+    In compiled graphs HOT's layers compress x once: in forward if the policy keeps the codes,
+    otherwise in backward from the recomputed x. In eager mode they compress it in both passes
+    unless the policy keeps the codes, and torch's selective checkpoints cost much host time.
 
     Args:
         blocks: a block (an ``nn.ModuleList`` or ``nn.Sequential`` stands for its children), or
@@ -60,11 +60,11 @@ def recompute(
             ``create_selective_checkpoint_contexts`` takes it; None: keep nothing but the inputs.
 
     Returns:
-        A handle whose ``remove()`` undoes it.
+        A handle whose ``remove()`` restores the blocks.
 
     Raises:
-        TypeError: something is not a module.
-        ValueError: a block is recomputed already, or inside of another one that is.
+        TypeError: a block is not a module.
+        ValueError: a block is already recomputed, or is inside of one that is.
     """
     options: dict[str, Any] = {"use_reentrant": False}
     if policy is not None:

@@ -65,7 +65,7 @@ class ConversionReport:
     skipped: list[Skipped]
     layers: list[Converted | Skipped]
     """Both, in the model's order."""
-    not_taken: list[Skipped] = dataclasses.field(default_factory=list)
+    unsupported: list[Skipped] = dataclasses.field(default_factory=list)
     """Matrices that belong to no layer of a kind that HOT takes: experts in one Parameter,
     recurrent layers, other convolutions."""
     notes: list[str] = dataclasses.field(default_factory=list)
@@ -76,7 +76,7 @@ class ConversionReport:
     """Multiply-adds of the whole forward pass over ``inputs``; None: convert was given none."""
     saved: SavedReport | None = None
     """With ``saved``: which modules keep codes of what backward needs beside these layers."""
-    resting: list[str] = dataclasses.field(default_factory=list)
+    in_eval_mode: list[str] = dataclasses.field(default_factory=list)
     """Converted layers that were in eval mode: plain, gradients too, until ``.train()``."""
 
     @property
@@ -119,14 +119,14 @@ class ConversionReport:
         rows = [("layer", "kind", "in -> out", "x is kept in")]
         rows += _grouped(self._rows(self.layers)) if grouped else self._rows(self.layers)
         lines = _aligned(rows)
-        if self.not_taken:
-            others = self._rows(self.not_taken)
+        if self.unsupported:
+            others = self._rows(self.unsupported)
             lines.append("matrices in no layer of a kind that HOT takes:")
             lines += ["  " + line for line in _aligned(_grouped(others) if grouped else others)]
-        running = len(self.converted) - len(self.resting)
+        running = len(self.converted) - len(self.in_eval_mode)
         lines.append(f"{running} of {len(self.layers)} layers run HOT, {self.config}")
-        if self.resting:
-            lines[-1] += f"; {len(self.resting)} more after .train()"
+        if self.in_eval_mode:
+            lines[-1] += f"; {len(self.in_eval_mode)} more after .train()"
         if self.parameter_count:
             covered = f"they hold {self.parameter_share:.1%} of the model's parameters"
             if self.mac_share is not None:
@@ -142,9 +142,9 @@ class ConversionReport:
             "config": json.loads(self.config.to_json()),
             "recipe": self.config.name,
             "layers": [_as_dict(layer) for layer in self.layers],
-            "not_taken": [_as_dict(layer) for layer in self.not_taken],
+            "unsupported": [_as_dict(layer) for layer in self.unsupported],
             "notes": list(self.notes),
-            "resting": list(self.resting),
+            "in_eval_mode": list(self.in_eval_mode),
             "parameters": self.parameter_count,
             "parameter_share": self.parameter_share,
             "macs": self.macs,

@@ -1,6 +1,6 @@
-"""``PrecisionSchedule``: 8 bits at first, then fewer for g_x.
+"""``PrecisionSchedule``: g_x in 8 bits at first, then in fewer.
 
-Source: spec.md, "Precision schedule"; the paper's supplement B (25 epochs of 200 in INT8).
+Source: the paper's supplement B (25 epochs of 200 in INT8); docs/paper.md.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ Bits = Literal[4, 8]
 
 
 class PrecisionSchedule:
-    """Lets the HOT layers of a model compute g_x in 8 bits for a while, then in 4.
+    """Makes the HOT layers of a model compute g_x in 8 bits for a while, then in 4.
 
-    As a callback, whose unit (steps, epochs) is whatever ``step()`` counts::
+    As a callback; its unit (steps or epochs) is whatever calls of ``step()`` count::
 
         schedule = hot.PrecisionSchedule(model, 25)
         for epoch in range(200):
             train(model)
             schedule.step()
 
-    As a context the layers get their own configurations back at its end::
+    As a context, which restores the layers' own configurations at its end::
 
         with hot.PrecisionSchedule(model, 1000) as schedule:
             for batch in batches:
                 train(model, batch)
                 schedule.step()
 
-    Layers keep every other field of their configuration. Parameters and state_dicts of the model
-    are untouched; put :meth:`state_dict` into a checkpoint to go on where a run stopped.
+    Layers keep every other field of their configuration. Parameters and state_dicts of the model do
+    not change. Put :meth:`state_dict` into a checkpoint to resume a run.
 
     Args:
         model: a converted model; layers that are converted later are not part of the schedule.
-        warmup: calls of ``step()`` during which ``bits`` hold; 0: ``then_bits`` from the start.
-        bits: of g_x at first, 8 or 4.
-        then_bits: of g_x after that, 8 or 4; None: what each layer's own configuration says.
+        warmup: number of calls of ``step()`` with ``bits``; 0: ``then_bits`` from the start.
+        bits: bits of g_x at first, 8 or 4.
+        then_bits: bits of g_x after that, 8 or 4; None: those of each layer's own configuration.
 
     Raises:
-        ValueError: no layer of the model is converted, or a bad number.
+        ValueError: no layer of the model is converted, or a number is out of range.
     """
 
     def __init__(
@@ -71,27 +71,27 @@ class PrecisionSchedule:
 
     @property
     def bits(self) -> Bits | None:
-        """Bits of g_x in the present phase; None: each layer's own."""
+        """Bits of g_x in the current phase; None: each layer's own."""
         return self._bits if self._count < self._warmup else self._then_bits
 
     @property
     def count(self) -> int:
-        """How often ``step()`` was called."""
+        """Number of calls of ``step()``."""
         return self._count
 
     def step(self) -> None:
-        """Count one step or epoch, and change the layers' configurations when it is time."""
+        """Count one step or epoch, and change the configurations when the warmup ends."""
         self._count += 1
         if self._count == self._warmup:
             self._apply()
 
     def close(self) -> None:
-        """Give every layer the configuration that it had before the schedule."""
+        """Restore every layer's configuration from before the schedule."""
         for module, config in self._layers:
             _set(module, config)
 
     def __enter__(self) -> PrecisionSchedule:
-        """Return the schedule; it has been in force since it was made."""
+        """Return the schedule, which is in force since its construction."""
         return self
 
     def __exit__(self, *error: Any) -> None:

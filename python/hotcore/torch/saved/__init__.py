@@ -1,7 +1,7 @@
-"""What a backward pass needs beside the inputs of linear layers, kept in codes.
+"""Codes of the tensors that operations other than linear layers save for backward.
 
-:func:`hotcore.torch.compress_saved` does that with hooks, in eager mode. Here modules and functions
-do it themselves, so that it also works, and is fused, inside graphs of torch.compile.
+:func:`hotcore.torch.compress_saved` does this with hooks, in eager mode. The modules and functions
+of this package do it themselves, so it also works, fused, in graphs of torch.compile.
 """
 
 from .attention import scaled_dot_product_attention

@@ -100,11 +100,11 @@ def _warn(reason: str) -> None:
     )
 
 
-def _repeated(x: Tensor, groups: int) -> Tensor:
+def _repeat_groups(x: Tensor, groups: int) -> Tensor:
     return x if groups == 1 else x.repeat_interleave(groups, dim=1)
 
 
-def _summed(gx: Tensor, groups: int) -> Tensor:
+def _sum_groups(gx: Tensor, groups: int) -> Tensor:
     if groups == 1:
         return gx
     batch, heads, tokens, width = gx.shape
@@ -138,7 +138,7 @@ class _Attention(torch.autograd.Function):
     ) -> Tensor:
         # Flash attention on CUDA reads the heads of k and v that a group shares where they are.
         groups = 1 if kernel == "flash" else q.shape[1] // k.shape[1]
-        keys, values = _repeated(k, groups), _repeated(v, groups)
+        keys, values = _repeat_groups(k, groups), _repeat_groups(v, groups)
         philox_seed, philox_offset = None, None
         if kernel == "cpu":
             y, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu(
@@ -179,7 +179,7 @@ class _Attention(torch.autograd.Function):
             decode(kept[i * each : (i + 1) * each], layout) for i, layout in enumerate(ctx.layouts)
         )
         groups, dropout, causal, scale = ctx.groups, ctx.dropout, ctx.causal, ctx.scale
-        keys, values = _repeated(k, groups), _repeated(v, groups)
+        keys, values = _repeat_groups(k, groups), _repeat_groups(v, groups)
         if ctx.kernel == "cpu":
             gq, gk, gv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 gy, q, keys, values, y, logsumexp, dropout, causal, attn_mask=mask, scale=scale
@@ -241,7 +241,7 @@ class _Attention(torch.autograd.Function):
                 causal,
                 scale=scale,
             )
-        gk, gv = _summed(gk, groups), _summed(gv, groups)
+        gk, gv = _sum_groups(gk, groups), _sum_groups(gv, groups)
         return gq, gk, gv, None, None, None, None, None, None, None
 
 

@@ -1,13 +1,12 @@
-"""Codes in blocks of 128 values, for tensors that a backward pass needs: 8, 4 or 1 bit a value.
+"""Codes in blocks of 128 values for tensors that backward needs: 8, 4 or 1 bit per value.
 
-The meaning is that of :mod:`hotcore.torch.compress_saved`: a block keeps its smallest and largest
-value, each value a code between them, rounded up or down at random so that its expectation is the
-value; one bit is the sign (x > 0), exact.
+The format is that of :mod:`hotcore.torch.compress_saved`. A block keeps its minimum and maximum,
+and for each value a code between them, rounded up or down at random so that its expectation is the
+value. One bit is the exact sign (x > 0).
 
-Eager mode runs the same Triton kernels on CUDA, and the same torch operations elsewhere. A graph
-that torch.compile makes holds ordinary torch operations instead: the compiler fuses them into the
-kernel that makes the tensor, and its partitioner keeps the codes, as they are fewer bytes than
-anything else that gives the tensor back.
+Eager mode runs the same Triton kernels on CUDA, and the same torch operations elsewhere. A compiled
+graph holds ordinary torch operations instead. The compiler fuses them into the kernel that makes
+the tensor, and its partitioner keeps the codes, because they are the fewest bytes that restore it.
 
 Source: blockwise min-max codes with stochastic rounding as in ActNN (Chen et al., ICML 2021).
 """
@@ -37,26 +36,26 @@ from ..compress_saved import (
 
 
 class Layout(NamedTuple):
-    """What the codes of a tensor do not say."""
+    """Everything beside the codes that decoding a tensor needs."""
 
     shape: Sequence[int]
-    """With the dimensions in the order of the blocks."""
+    """The shape, with dimensions in the order of the blocks."""
     order: tuple[int, ...]
-    """The tensor's dimensions in the order of the blocks; empty: its own order."""
+    """The tensor's dimensions in the order of the blocks; empty: unchanged order."""
     dtype: torch.dtype
     bits: int
 
 
 def in_graph(x: Tensor) -> bool:
-    """Whether x stands for a tensor of a graph that is compiled."""
+    """Whether x is a tensor of a graph that is being compiled."""
     return torch.compiler.is_compiling() or _compat.symbolic(x)
 
 
 def draw_seed(x: Tensor) -> Tensor:
-    """A seed of one call: int64 ``[]``.
+    """Draw the seed of one call: int64 ``[]``.
 
-    Eager calls draw it on the CPU, from torch's default generator there; compiled and captured ones
-    on x's device, from the generator of that device.
+    Eager calls draw it from torch's default CPU generator; compiled and captured ones draw it on
+    x's device, from the generator there.
     """
     if in_graph(x):
         seed: Tensor = ops.draw_seed(x.detach())
@@ -71,15 +70,15 @@ def encode(
     stream: int = 0,
     order: tuple[int, ...] | None = None,
 ) -> tuple[tuple[Tensor, ...], Layout]:
-    """Codes of x, and what :func:`decode` needs beside them.
+    """Codes of x, and the layout that :func:`decode` needs.
 
     Args:
         x: float32, float16 or bfloat16, of any shape.
         bits: 8, 4 or 1.
-        seed: of :func:`draw_seed`; None where bits is 1, which is exact.
-        stream: tells the tensors apart that share a seed.
+        seed: from :func:`draw_seed`; None for one bit, which is exact.
+        stream: distinguishes tensors that share a seed.
         order: dimensions in the order of the blocks, in a compiled graph; None: x's own order. In
-            eager mode blocks follow the memory wherever x's elements do not overlap.
+            eager mode blocks follow the memory, unless elements of x overlap.
 
     Error and memory: as :func:`hotcore.torch.compress_saved`.
     """
@@ -98,7 +97,7 @@ def encode(
 
 
 def decode(parts: Sequence[Tensor], layout: Layout) -> Tensor:
-    """The tensor again, up to rounding; with one bit 1 where it was positive, else 0."""
+    """Decode the tensor, up to rounding; one-bit codes give 1 for positive values, else 0."""
     if in_graph(parts[0]):
         codes, lo, hi = (parts[0], None, None) if layout.bits == 1 else parts
         dense: Tensor = _decode_graph(codes, lo, hi, layout.bits, layout.shape, layout.dtype)
@@ -114,7 +113,7 @@ def decode(parts: Sequence[Tensor], layout: Layout) -> Tensor:
 
 
 def _key(seed: Tensor | None, stream: int) -> Key:
-    """The two words of the blocks' hash; they stay on the device where the seed is on one."""
+    """The two words of the blocks' hash; they stay on the device if the seed is there."""
     if seed is None:
         return 0, 0
     if not seed.is_cpu:
@@ -125,8 +124,8 @@ def _key(seed: Tensor | None, stream: int) -> Key:
 
 # ---- In a compiled graph ----
 #
-# Two operators that are nothing but their decomposition: torch.compile's front end sees one call
-# instead of some fifty, which takes most of its time; what it compiles are the torch operations.
+# Two operators that consist of their decomposition alone: the front end of torch.compile traces one
+# call instead of about fifty, most of its time; the compiler sees the torch operations.
 
 
 def _graph_order(x: Tensor) -> tuple[int, ...]:
@@ -138,7 +137,7 @@ def _graph_order(x: Tensor) -> tuple[int, ...]:
 
 
 def _graph_blocks(dense: Tensor, width: int) -> Tensor:
-    """``[blocks, width]``; the last block is filled up with its own first value."""
+    """``[blocks, width]``; the last block is padded with its own first value."""
     flat = dense.reshape(-1)
     count = flat.shape[0]
     missing = -count % width
@@ -155,7 +154,7 @@ def _int32(word: int) -> int:
 
 
 def _graph_mix32(value: Tensor) -> Tensor:
-    """``mix32`` of int32, whose products wrap: 64-bit words take a GPU several times as long."""
+    """``mix32`` on int32, whose products wrap: 64-bit words are several times slower on a GPU."""
     value = value ^ ((value >> 16) & 0xFFFF)
     value = value * 0x7FEB_352D
     value = value ^ ((value >> 15) & 0x1_FFFF)
@@ -169,7 +168,7 @@ def _graph_dither(count: int, seed: Tensor, stream: int) -> tuple[Tensor, Tensor
     high = (seed >> 32).to(torch.int32) + _int32((stream * GOLDEN32) & MASK32)
     block = torch.arange(count, dtype=torch.int32, device=seed.device)
     draw = (_graph_mix32(_graph_mix32(block ^ low) ^ high) >> 9) & 0x7F_FFFF
-    # A zero of the data: inductor would take products of an arange alone for indices.
+    # Adds a zero made from data: inductor would treat products of a bare arange as indices.
     i = torch.arange(BLOCK, dtype=torch.int32, device=seed.device) + (low & 0)
     shift = ((i * _int32(GOLDEN32)) >> 9) & 0x7F_FFFF
     return draw.float()[:, None] * 2.0**-23, shift.float()[None, :] * 2.0**-23
@@ -184,15 +183,15 @@ def _shifted(draw: Tensor, shift: Tensor) -> Tensor:
 def _graph_encode(
     dense: Tensor, bits: int, seed: Tensor | None, stream: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, smallest and largest values (empty with one bit) of any values, in their order."""
+    """Codes, minima and maxima (empty for one bit) of values in their order."""
     if bits == 1:
         values = _graph_blocks(dense, MASK_BLOCK).view(-1, 8, BLOCK)
-        # Bit by bit, which compiles to one pass; a sum over the eight would be a reduction.
+        # ORing bit by bit compiles to one pass; a sum over the eight would be a reduction.
         signs = (values > 0).to(torch.uint8)
         codes = signs[:, 0]
         for k in range(1, 8):
             codes = codes | (signs[:, k] << k)
-        codes = _worth_keeping(codes)
+        codes = _as_stored_tensor(codes)
         return codes, codes.new_empty(0), codes.new_empty(0)
     assert seed is not None
     top = 2**bits - 1
@@ -201,9 +200,9 @@ def _graph_encode(
     if bits == 8:
         lo, hi = values.amin(1, keepdim=True), values.amax(1, keepdim=True)
         inverse = _inverse(lo, hi, top)
-        codes = _worth_keeping(_code(values, lo, inverse, _shifted(draw, shift), top))
+        codes = _as_stored_tensor(_code(values, lo, inverse, _shifted(draw, shift), top))
         return codes, lo, hi
-    # Low and high nibbles by themselves: one pass over 64 pairs, range and codes alike.
+    # Low and high nibbles separately: one pass over 64 pairs for range and codes.
     half = BLOCK // 2
     left, right = values[:, :half], values[:, half:]
     lo = torch.minimum(left, right).amin(1, keepdim=True)
@@ -211,23 +210,23 @@ def _graph_encode(
     inverse = _inverse(lo, hi, top)
     low = _code(left, lo, inverse, _shifted(draw, shift[:, :half]), top)
     high = _code(right, lo, inverse, _shifted(draw, shift[:, half:]), top)
-    codes = _worth_keeping(low | (high << 4))
+    codes = _as_stored_tensor(low | (high << 4))
     return codes, lo, hi
 
 
-def _worth_keeping(codes: Tensor) -> Tensor:
-    """The same, through an operator that the partitioner takes for a tensor in memory.
+def _as_stored_tensor(codes: Tensor) -> Tensor:
+    """The same codes, through an operator that the partitioner treats as a tensor in memory.
 
-    It counts what can be fused with its uses in backward twice, so 8-bit codes would lose against
-    the 16-bit values that they are made of. amin is not on its list of what can be fused. Over one
-    element it is the element: inductor makes no reduction of it, and fuses it like any other.
+    The partitioner counts fusible tensors twice, so 8-bit codes would lose against the 16-bit
+    values that they encode. amin is not on its list of fusible operators. Over one element it is
+    the identity: inductor makes no reduction of it and fuses it like a pointwise operator.
     """
     return codes.unsqueeze(2).amin(2)
 
 
 def _inverse(lo: Tensor, hi: Tensor, top: int) -> Tensor:
     span = hi - lo
-    # Tensor by tensor: torch multiplies by the reciprocal where one of them is a number.
+    # Both operands are tensors: torch would multiply by the reciprocal of a number.
     return torch.where(span < MIN_RANGE, 0.0, torch.full_like(span, top) / span)
 
 

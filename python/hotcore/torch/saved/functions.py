@@ -87,7 +87,7 @@ ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tenso
 """Name -> (forward, backward): backward takes g_y and x, and gives g_x."""
 
 
-def _taken(*tensors: Tensor | None) -> bool:
+def _differentiable(*tensors: Tensor | None) -> bool:
     """Whether there is something to differentiate, in a dtype that has codes."""
     given = [t for t in tensors if t is not None]
     return (
@@ -141,12 +141,12 @@ def activation(x: Tensor, name: str, bits: int) -> Tensor:
 
 def _activation(x: Tensor, name: str, bits: int) -> Tensor:
     seed = draw_seed(x)
-    if not _taken(x):
+    if not _differentiable(x):
         return ACTIVATIONS[name][0](x)
     kept: _Kept = []
     y: Tensor = _Activation.apply(x, seed, name, bits, kept)  # type: ignore[no-untyped-call]  # so in torch
     if bits == EXACT_ENOUGH:
-        ops.restorable(y, lambda: ACTIVATIONS[name][0](decode(*kept[-1])))
+        ops.register_restore(y, lambda: ACTIVATIONS[name][0](decode(*kept[-1])))
     return y
 
 
@@ -174,7 +174,7 @@ def relu(x: Tensor, inplace: bool = False) -> Tensor:
 
     The bit is x > 0: a NaN passes no gradient on (its own value has spoiled the loss by then).
     """
-    if not _taken(x):
+    if not _differentiable(x):
         return F.relu(x, inplace=inplace)
     y: Tensor = _Relu.apply(x, inplace)  # type: ignore[no-untyped-call]  # so in torch
     return y
@@ -197,7 +197,7 @@ class _ReluSquared(torch.autograd.Function):
 def relu_squared(x: Tensor, bits: int) -> Tensor:
     """``relu(x)**2``, of which codes of ``relu(x)`` are kept: zeros stay exact zeros."""
     seed = draw_seed(x)
-    if not _taken(x):
+    if not _differentiable(x):
         return x.relu().square()
     y: Tensor = _ReluSquared.apply(x, seed, bits)  # type: ignore[no-untyped-call]  # so in torch
     return y
@@ -233,7 +233,7 @@ def gated(gate: Tensor, up: Tensor, name: str, bits: int) -> Tensor:
         bits: 8 or 4.
     """
     seed = draw_seed(gate)
-    if not _taken(gate, up) or gate.shape != up.shape or gate.dtype != up.dtype:
+    if not _differentiable(gate, up) or gate.shape != up.shape or gate.dtype != up.dtype:
         return ACTIVATIONS[name][0](gate) * up
     y: Tensor = _Gated.apply(gate, up, seed, name, bits)  # type: ignore[no-untyped-call]  # so in torch
     return y
@@ -309,7 +309,7 @@ def _layer_norm(
     bits: int,
 ) -> Tensor:
     seed = draw_seed(x)
-    if not _taken(x, weight, bias):
+    if not _differentiable(x, weight, bias):
         return F.layer_norm(x, shape, weight, bias, eps)
     if _float32_under_autocast(x):
         x = x.float()
@@ -328,7 +328,7 @@ def _layer_norm(
         return again.to(dtype)
 
     if bits == EXACT_ENOUGH:
-        ops.restorable(y, restore)
+        ops.register_restore(y, restore)
     return y
 
 
@@ -434,7 +434,7 @@ def _rms_norm(
 ) -> Tensor:
     seed = draw_seed(x)
     dims = tuple(range(-len(shape), 0))
-    if not _taken(x, weight):
+    if not _differentiable(x, weight):
         return RMS_FORMS[form](x, weight, dims, eps)
     kept: _Kept = []
     y: Tensor = _RmsNorm.apply(x, weight, seed, dims, eps, form, bits, kept)  # type: ignore[no-untyped-call]  # so in torch
@@ -448,7 +448,7 @@ def _rms_norm(
         return again.to(dtype)
 
     if bits == EXACT_ENOUGH:
-        ops.restorable(y, restore)
+        ops.register_restore(y, restore)
     return y
 
 

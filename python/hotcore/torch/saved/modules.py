@@ -139,13 +139,13 @@ def _class(plain: type[nn.Module], forward: str) -> type[nn.Module]:
 
 
 def _training(plain: type[nn.Module], forward: Callable[..., Any]) -> Callable[..., Any]:
-    def either(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def train_or_plain(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.training:
             return plain.forward(self, *args, **kwargs)
         return forward(self, *args, **kwargs)
 
-    either.__signature__ = inspect.signature(plain.forward)  # type: ignore[attr-defined]  # libraries look
-    return either
+    train_or_plain.__signature__ = inspect.signature(plain.forward)  # type: ignore[attr-defined]  # libraries look
+    return train_or_plain
 
 
 def _gelu(self: Any, input: Tensor) -> Tensor:
@@ -322,7 +322,7 @@ class _Templates:
         return squared
 
 
-def _text(function: Any) -> tuple[Any, ...] | None:
+def _bytecode(function: Any) -> tuple[Any, ...] | None:
     """What a function does: equal for equal source texts, up to names of variables."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     if code is None:
@@ -332,7 +332,7 @@ def _text(function: Any) -> tuple[Any, ...] | None:
 
 
 _TEMPLATES = {
-    _text(function): name
+    _bytecode(function): name
     for name, function in vars(_Templates).items()
     if inspect.isfunction(function)
 }
@@ -382,15 +382,15 @@ def _gate_name(activation: nn.Module) -> str | None:
     exact = _EXACT.get(activation_class)
     if exact is not None:
         return exact[0] if exact[0] in functions.ACTIVATIONS else None
-    if _from(activation_class, "transformers.activations"):
+    if _is_from(activation_class, "transformers.activations"):
         if activation_class.__name__ == "SiLUActivation":
             return "silu"
-        return _called_by_act(activation)
-    name = _TEMPLATES.get(_text(activation_class.forward))
+        return _activation_of_wrapper(activation)
+    name = _TEMPLATES.get(_bytecode(activation_class.forward))
     return name if name in functions.ACTIVATIONS else None
 
 
-def _called_by_act(module: nn.Module) -> str | None:
+def _activation_of_wrapper(module: nn.Module) -> str | None:
     """transformers' modules that hold the function that they call as ``act``."""
     act = getattr(module, "act", None)
     if act is F.gelu:
@@ -401,11 +401,11 @@ def _called_by_act(module: nn.Module) -> str | None:
     return None
 
 
-def _from(cls: type, package: str) -> bool:
+def _is_from(cls: type, package: str) -> bool:
     return cls.__module__ == package or cls.__module__.startswith(package + ".")
 
 
-def _look(module: nn.Module) -> _Found | None:
+def _find_operations(module: nn.Module) -> _Found | None:
     """What a module does with activations; None: nothing that could be kept in codes."""
     cls = type(module)
     exact = _EXACT.get(cls)
@@ -417,18 +417,18 @@ def _look(module: nn.Module) -> _Found | None:
         if isinstance(module, nn.MultiheadAttention):
             return _Found("", ("attention",), "nn.MultiheadAttention is not taken")
         return None
-    if _from(cls, "timm.layers") and cls.__name__ == "RmsNorm" and not module._fast_norm:
+    if _is_from(cls, "timm.layers") and cls.__name__ == "RmsNorm" and not module._fast_norm:
         return _Found("timm_norm", ("norm",))
-    template = _TEMPLATES.get(_text(cls.forward))
+    template = _TEMPLATES.get(_bytecode(cls.forward))
     if template == "llama_mlp":
         if _gate_name(module.act_fn) is None:  # type: ignore[arg-type]
             return _Found("", ("product",), f"its activation is {type(module.act_fn).__name__}")
         return _Found(template, ("product",))
     if template is not None:
         return _Found(template, (_KIND_OF_TEMPLATE.get(template, "activation"),))
-    if _from(cls, "transformers.activations") and _called_by_act(module) is not None:
+    if _is_from(cls, "transformers.activations") and _activation_of_wrapper(module) is not None:
         return _Found("watched", ("activation",))
-    return _calls(module)
+    return _find_calls(module)
 
 
 def _called_names(function: Any) -> set[str]:
@@ -447,7 +447,7 @@ def _called_names(function: Any) -> set[str]:
     return names
 
 
-def _calls(module: nn.Module) -> _Found | None:
+def _find_calls(module: nn.Module) -> _Found | None:
     """By the functions that a module's own forward pass calls."""
     names = _called_names(type(module).forward)
     kinds = {kind for name, kind in _CALLS.items() if name in names}
@@ -574,7 +574,7 @@ def convert_saved(model: nn.Module, saved: Saved = 8) -> SavedReport:
 
 def _walk(model: nn.Module) -> Iterator[tuple[str, nn.Module, _Found | None]]:
     for name, module in model.named_modules():
-        yield name, module, None if isinstance(module, SavedCodes) else _look(module)
+        yield name, module, None if isinstance(module, SavedCodes) else _find_operations(module)
 
 
 def revert_saved(model: nn.Module) -> int:

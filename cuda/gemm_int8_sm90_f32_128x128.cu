@@ -1,9 +1,0 @@
-#include "cuda/gemm_int8_sm90.cuh"
-
-namespace hot::detail {
-
-void sm90_gemm_f32_128x128(const Context& context, const GemmArgs& args, const Sm90Plan& plan) {
-  Pingpong<float, false>::run(context, args, plan);
-}
-
-}  // namespace hot::detail

@@ -1,8 +1,0 @@
-#include "cuda/gemm_sm80.cuh"
-
-namespace hot::detail {
-
-template void mma_run<Mma128x128x64>(const Context&, const GemmArgs&, MmaCodes, const MmaPlan&,
-                                     MmaPart, void*);
-
-}  // namespace hot::detail

@@ -1,8 +1,0 @@
-#include "cuda/gemm_sm80.cuh"
-
-namespace hot::detail {
-
-template void mma_run<Mma128x256x128>(const Context&, const GemmArgs&, MmaCodes, const MmaPlan&,
-                                      MmaPart, void*);
-
-}  // namespace hot::detail

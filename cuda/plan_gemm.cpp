@@ -1,0 +1,304 @@
+// Which kernels run the products of a call.
+#include <algorithm>
+#include <climits>
+#include <cmath>
+#include <cstdint>
+
+#include "cuda/plan_steps.h"
+
+namespace hot::detail::plan {
+
+namespace {
+
+constexpr std::int64_t wgmma_tile = 128, wgmma_wide_tile = 192;
+
+bool wgmma_can(const DeviceFacts& facts, const ProductShape& p) {
+  const auto size = static_cast<std::int64_t>(dtype_size(p.out.dtype));
+  return facts.wgmma && p.scaled && p.k > 0 && p.k <= int32_safe_k && p.m < INT32_MAX &&
+         p.n < INT32_MAX && p.out.dense_rows && p.rows_aligned && p.k % 16 == 0 &&
+         p.out.rows_aligned && p.n * size % 16 == 0;
+}
+
+// Tiles per stripe: as many as the shorter side has use for twice over, where rounding both sides
+// up to whole stripes (of clusters, two tiles along N) adds few tiles.
+int swizzle_of(const Thresholds& t, std::int64_t tiles_m, std::int64_t tiles_n) {
+  for (int swizzle = t.max_swizzle; swizzle > 1; swizzle /= 2) {
+    const std::int64_t padded = round_up(tiles_m, swizzle) * round_up(tiles_n, 2 * swizzle);
+    if (std::min(tiles_m, tiles_n) >= 2 * swizzle &&
+        padded * 100 <= tiles_m * tiles_n * (100 + t.stripe_waste)) {
+      return swizzle;
+    }
+  }
+  return 1;
+}
+
+struct WgmmaChoice {
+  Kernel kernel;
+  Sm90Plan plan;
+};
+
+WgmmaChoice wgmma_choice(const DeviceFacts& facts, std::int64_t m, std::int64_t n, std::int64_t k,
+                         bool has_wide) {
+  const Thresholds& t = thresholds(facts);
+  const int sm_count = facts.sm_count;
+  const std::int64_t tiles_m = ceil_div(m, wgmma_tile), tiles_n = ceil_div(n, wgmma_tile);
+  const std::int64_t tiles = tiles_m * tiles_n;
+  // Fewer than two waves of tiles, but not nearly one, and a long contraction (g_w of a ViT): it is
+  // shared out. With a third of a wave or less, equal shares beat CUTLASS's own division.
+  const bool nearly_a_wave = tiles * 4 >= std::int64_t{3} * sm_count && tiles <= sm_count;
+  if (k >= t.stream_k_min_k && tiles < std::int64_t{2} * sm_count && !nearly_a_wave) {
+    const int splits =
+        tiles * 3 <= sm_count
+            ? static_cast<int>(std::min<std::int64_t>(sm_count / tiles, t.max_splits))
+            : 1;
+    return {Kernel::wgmma_stream_k, {sm_count, splits == 1, 1, splits}};
+  }
+  // One operand is narrow (g_x of a ViT): stripes gain nothing, a wider tile does, where it does
+  // not cost more waves than its gain makes good. Clusters are whole: two tiles along N, or along
+  // M.
+  const auto waves = [&](std::int64_t count) { return ceil_div(count, sm_count); };
+  const std::int64_t usual = waves(tiles_m * round_up(tiles_n, 2)) * wgmma_tile;
+  const std::int64_t wide =
+      waves(round_up(tiles_m, 2) * ceil_div(n, wgmma_wide_tile)) * wgmma_wide_tile;
+  if (has_wide && std::min(tiles_m, tiles_n) < t.narrow_tiles && m >= n &&
+      wide * t.wide_gain <= usual * t.wide_gain_of) {
+    return {Kernel::wgmma_128x192, {sm_count, false, 1, 1}};
+  }
+  const int swizzle = swizzle_of(t, tiles_m, tiles_n);
+  return {Kernel::wgmma_128x128, {sm_count, swizzle > 1 || n > m, swizzle, 1}};
+}
+
+// Wide tiles for what g_x is, stream-K for what g_w is; fp16 ones are rare, with autocast they are
+// fp32.
+bool has_wide(const ProductShape& p) {
+  return p.out.dtype == DType::bf16 ? !p.accumulate
+                                    : p.out.dtype == DType::f32 && !p.accumulate && !p.bias;
+}
+bool has_stream_k(const ProductShape& p) { return p.out.dtype != DType::f16 && !p.bias; }
+
+WgmmaChoice wgmma_choice(const DeviceFacts& facts, const ProductShape& p) {
+  const WgmmaChoice choice = wgmma_choice(facts, p.m, p.n, p.k, has_wide(p));
+  // Its plan is for stream-K, but the tiles go as it says.
+  if (choice.kernel == Kernel::wgmma_stream_k && !has_stream_k(p)) {
+    return {Kernel::wgmma_128x128, choice.plan};
+  }
+  return choice;
+}
+
+MmaDevice mma_device(const DeviceFacts& facts) { return {facts.sm_count, facts.arch}; }
+
+// A tile's kernel, and the sums of what its CTAs share. They share where there is a
+// workspace for that: not for what wgmma cannot do beside it.
+void add_mma(Plan& plan, const DeviceFacts& facts, const ProductShape& p, int index, bool int4,
+             Buffers reads, Buffers writes) {
+  const bool may_share = !int4 && !facts.wgmma && p.m < INT32_MAX && p.n < INT32_MAX;
+  ProductStep work{index, {}, mma_choose(mma_device(facts), mma_product(p, int4), may_share), int4};
+  const MmaTileFacts& tile = mma_tiles[work.mma.tile];
+  const bool shared = work.mma.shared > 0;
+  const auto add = [&](Kernel kernel, const LaunchShape& shape, Buffers from, Buffers to) {
+    Step& step = plan.add(kernel, shape, from, to);
+    step.dtype = p.out.dtype;
+    step.work = work;
+  };
+  const auto kernel =
+      static_cast<Kernel>(static_cast<int>(Kernel::mma_128x256x128) + work.mma.tile);
+  add(kernel, {work.mma.blocks, tile.threads, static_cast<std::size_t>(tile.shared_bytes)}, reads,
+      shared ? writes | Buffer::stream_k : writes);
+  if (!shared) return;
+  Buffers sums = Buffer::stream_k;  // and scales, which have been there since before the tiles
+  if (p.accumulate) sums |= writes;
+  add(Kernel::mma_fixup, {mma_fixup_blocks(work.mma), mma_fixup_threads}, sums, writes);
+}
+
+// Number `index` of a call's products.
+void add_product(Plan& plan, const DeviceFacts& facts, const ProductShape& p, int index,
+                 const ProductBuffers& buffers) {
+  if (p.m == 0 || p.n == 0) return;
+  Buffers reads = buffers.a | buffers.b;
+  Buffers writes = buffers.out;
+  if (p.accumulate) reads |= buffers.out;
+  ProductStep work{index, {}};
+  const auto add = [&](Kernel kernel, const LaunchShape& shape) {
+    Step& step = plan.add(kernel, shape, reads, writes);
+    step.dtype = p.out.dtype;
+    step.work = work;
+  };
+  if (wgmma_can(facts, p)) {
+    if (p.one_scale_a) {
+      plan.add(Kernel::spread, {ceil_div(p.m, 256), 256}, buffers.a, Buffer::spread_a).work =
+          SpreadStep{index, false};
+      reads |= Buffer::spread_a;
+    }
+    if (p.one_scale_b) {
+      plan.add(Kernel::spread, {ceil_div(p.n, 256), 256}, buffers.b, Buffer::spread_b).work =
+          SpreadStep{index, true};
+      reads |= Buffer::spread_b;
+    }
+    const WgmmaChoice choice = wgmma_choice(facts, p);
+    work.wgmma = choice.plan;
+    if (choice.kernel == Kernel::wgmma_stream_k) writes |= Buffer::stream_k;
+    // A persistent grid: three warp groups a CTA, one on an SM (CUTLASS has its own
+    // shape).
+    return add(choice.kernel, {facts.sm_count, 384, 0, 2});
+  }
+  add_mma(plan, facts, p, index, false, reads, writes);
+}
+
+std::int64_t small_tiles(const ProductShape& p, int tile_m) {
+  return ceil_div(p.m, tile_m) * ceil_div(p.n, small_gemm::tile_n);
+}
+
+// A block takes what its tile takes: longest block plus the mean load of an SM (the bound of list
+// scheduling). Products meet in both sums, so that each one's share is chosen beside the other's.
+double cost_of(const ProductShape* products, int count, const SmallPlan& plan, const TileCost& cost,
+               int sm_count) {
+  double work = 0, longest = 0;
+  for (int p = 0; p < count; ++p) {
+    const int share = plan.share[p];
+    const double steps = static_cast<double>(products[p].k) / small_gemm::step_k;
+    const double tiles = static_cast<double>(small_tiles(products[p], cost.tile_m));
+    const bool shared = share > 1;
+    work += tiles * (share * (cost.block + (shared ? cost.exchange : 0.0)) + steps * cost.step);
+    longest = std::max(longest,
+                       std::ceil(steps / share) * cost.wait + (shared ? cost.exchange_wait : 0.0));
+  }
+  return longest + work / sm_count;
+}
+
+}  // namespace
+
+bool small_gemms_can(const ProductShape* products, int count) {
+  if (count < 1 || count > 2) return false;
+  std::int64_t blocks = 0;
+  for (int i = 0; i < count; ++i) {
+    const ProductShape& p = products[i];
+    if (p.m <= 0 || p.n <= 0 || p.k <= 0 || p.k > int32_safe_k || p.m > 1 << 30 || p.n > 1 << 30 ||
+        !p.scaled || !p.rows_aligned) {
+      return false;
+    }
+    blocks += (small_tiles(p, small_gemm::min_tile_m) + 1) * small_gemm::max_cluster;
+  }
+  return blocks <= INT32_MAX;
+}
+
+SmallPlan small_plan(const DeviceFacts& facts, const ProductShape* products, int count) {
+  // More than one for each step of the contraction only adds work.
+  const auto max_share = [&](const ProductShape& p) {
+    int share = 1;
+    while (facts.hopper && share < small_gemm::max_cluster &&
+           std::int64_t{share} * small_gemm::step_k < p.k) {
+      share *= 2;
+    }
+    return share;
+  };
+  const int max_shares[2] = {max_share(products[0]), count == 2 ? max_share(products[1]) : 1};
+  SmallPlan best{};
+  double least = 0;
+  for (const TileCost& cost : thresholds(facts).tile_costs) {
+    for (int first = 1; first <= max_shares[0]; first *= 2) {
+      for (int second = 1; second <= max_shares[1]; second *= 2) {
+        const SmallPlan plan{cost.tile_m, std::max(first, second), {first, second}};
+        const double time = cost_of(products, count, plan, cost, facts.sm_count);
+        if (best.tile_m == 0 || time < least) {
+          best = plan;
+          least = time;
+        }
+      }
+    }
+  }
+  return best;
+}
+
+void add_small_gemms(Plan& plan, const ProductShape* products, int count, const SmallPlan& by,
+                     Buffers reads, Buffers writes) {
+  const auto block_k = [&](int p) { return products[p].k / by.share[p]; };
+  SmallGemmStep work{by, 0, count == 2 && block_k(1) > block_k(0), UINT_MAX};
+  std::int64_t steps = 1, blocks = 0;
+  bool shares = false;
+  for (int place = 0; place < count; ++place) {
+    if (place == 1) work.second_block = static_cast<unsigned>(blocks);
+    const int p = work.swapped ? 1 - place : place;
+    const int share = by.share[p];
+    blocks += round_up(small_tiles(products[p], by.tile_m) * share, by.cluster);
+    steps = std::max(steps, ceil_div(ceil_div(products[p].k, small_gemm::step_k), share));
+    shares = shares || share > 1;
+  }
+  work.stages = static_cast<int>(std::min<std::int64_t>(steps, small_gemm::max_stages));
+  const int ring = work.stages * small_gemm::stage_bytes(by.tile_m);
+  const int sums = by.tile_m * small_gemm::sum_row_bytes;
+  const auto shared = static_cast<std::size_t>(shares ? ring + sums : std::max(ring, sums));
+  Step& step = plan.add(Kernel::gemm_small, {blocks, small_gemm::threads, shared, by.cluster},
+                        reads, writes);
+  step.dtype = products[0].out.dtype;
+  step.work = work;
+}
+
+void add_products(Plan& plan, const DeviceFacts& facts, const ProductShape* products,
+                  const ProductBuffers* buffers, const int* index, int count) {
+  std::int64_t work = 0;
+  for (int i = 0; i < count; ++i) work += products[i].m * products[i].n * products[i].k;
+  if (work <= thresholds(facts).small_gemm_work && small_gemms_can(products, count)) {
+    Buffers reads, writes;
+    for (int i = 0; i < count; ++i) {
+      reads |= buffers[i].a | buffers[i].b;
+      writes |= buffers[i].out;
+      if (products[i].accumulate) reads |= buffers[i].out;
+    }
+    return add_small_gemms(plan, products, count, small_plan(facts, products, count), reads,
+                           writes);
+  }
+  for (int i = 0; i < count; ++i) add_product(plan, facts, products[i], index[i], buffers[i]);
+}
+
+Plan plan_gemm(const DeviceFacts& facts, const ProductShape& shape) {
+  Plan plan;
+  add_product(plan, facts, shape, 0, {Buffer::a, Buffer::b, Buffer::out});
+  return plan;
+}
+
+Plan plan_gemm_int4(const DeviceFacts& facts, const ProductShape& shape, bool packed_aligned) {
+  Plan plan;
+  const std::int64_t m = shape.m, n = shape.n, k = shape.k;
+  if (m == 0 || n == 0) return plan;
+  if (facts.int4_units && k % 2 == 0 && k <= int32_safe_k4 && packed_aligned) {
+    Buffers reads = Buffer::a | Buffer::b;
+    if (shape.accumulate) reads |= Buffer::out;
+    add_mma(plan, facts, shape, 0, true, reads, Buffer::out);
+    return plan;
+  }
+  plan.add(Kernel::unpack, {ceil_div(m * k, 256), 256}, Buffer::a, Buffer::unpacked_a).work =
+      UnpackStep{false};
+  plan.add(Kernel::unpack, {ceil_div(n * k, 256), 256}, Buffer::b, Buffer::unpacked_b).work =
+      UnpackStep{true};
+  // With the scales of a and b.
+  add_product(plan, facts, shape, 0,
+              {Buffer::a | Buffer::unpacked_a, Buffer::b | Buffer::unpacked_b, Buffer::out});
+  return plan;
+}
+
+MmaProduct mma_product(const ProductShape& p, bool int4) {
+  const auto size = static_cast<std::int64_t>(dtype_size(p.out.dtype));
+  const bool aligned = p.rows_aligned && p.rows_near && p.out.dense_rows && p.out.rows_aligned &&
+                       p.n * size % 16 == 0;
+  return {p.m, p.n, int4 ? ceil_div(p.k, 2) : p.k, aligned, !int4 && p.k > int32_safe_k, int4};
+}
+
+// wgmma: the scales as vectors, where they are single numbers, and what stream-K adds up in.
+// mma.sync: the sums of tiles that CTAs share.
+std::size_t gemm_workspace(const DeviceFacts& facts, std::int64_t m, std::int64_t n,
+                           std::int64_t k) {
+  if (!facts.wgmma) {
+    if (m <= 0 || n <= 0 || m >= INT32_MAX || n >= INT32_MAX || k > int32_safe_k) return 0;
+    return mma_workspace(mma_choose(mma_device(facts), {m, n, k, true, false}, true));
+  }
+  std::size_t bytes = static_cast<std::size_t>(round_up(m, 64) + round_up(n, 64)) * sizeof(float);
+  if (facts.wgmma_built && m > 0 && n > 0 && m < INT32_MAX && n < INT32_MAX && k <= int32_safe_k) {
+    const WgmmaChoice choice = wgmma_choice(facts, m, n, k, false);
+    if (choice.kernel == Kernel::wgmma_stream_k) {
+      bytes += facts.queries->stream_k_workspace(m, n, k, choice.plan);
+    }
+  }
+  return bytes;
+}
+
+}  // namespace hot::detail::plan

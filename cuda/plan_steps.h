@@ -1,0 +1,124 @@
+// What the files of the plan share: plan.cpp makes the plans of whole calls, plan_quantize.cpp adds
+// the steps that quantise operands, plan_gemm.cpp those of products.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/plan.h"
+
+namespace hot::detail::plan {
+
+// ---- thresholds: every number that was measured, by device (plan.cpp) --------------------------
+
+// Cycles of gemm_small_kernel, fitted to the times of every division of the paper's 16 layers at
+// both ranks on an H200 (in a CUDA graph). The divisions that it chooses take 1.02 times those of
+// the best, in geometric mean, and 1.21 at most.
+struct TileCost {
+  int tile_m;
+  double block;          // of an SM, for a CTA: start, output
+  double step;           // of an SM, for 128 k of a tile
+  double wait;           // what those 128 k take a CTA that is alone
+  double exchange;       // of an SM, for a CTA's sums, where a tile is shared
+  double exchange_wait;  // what that takes a CTA that is alone
+};
+
+struct Thresholds {
+  // Rows of more lanes are wide: fewer lanes find all that they copy soon enough.
+  // H200: rows of 14,336 and 28,672 by bulk copies 115 -> 93 and 248 -> 174 us.
+  int narrow_lanes;
+  // A model of an SM's cycles for a column tile in a cluster: a token tile takes `tile_cycles`, but
+  // no less than `latency_cycles` pass from its copies to its codes (H200, at 2 and 16 warps on an
+  // SM); the all-reduce of the cluster takes `reduce_cycles`.
+  std::int64_t tile_cycles, latency_cycles, reduce_cycles;
+  // A g_y of more tokens than a portable cluster holds, and so many columns, is better left to
+  // rows_column_amax_kernel, which makes the rows' codes on the way; wider ones do not fit there.
+  // H200, `default`, 12608 x 3072 x 768: 190 us, by clusters of 16 204.
+  std::int64_t rows_column_amax_min_columns, rows_column_amax_max_columns;
+  // More waves of CTAs than this hide a launch by themselves: no quantize_grouped_kernel.
+  // H200, the paper's layers.
+  int grouped_waves;
+  // Above this many multiply-adds the kernels for large products are as fast as gemm_small_kernel,
+  // launch by launch. H200.
+  std::int64_t small_gemm_work;
+  TileCost tile_costs[2];
+  // wgmma products; H200, a sweep of 14 kernels in 8 orders (docs: "Products, TOPS").
+  std::int64_t stream_k_min_k;  // shorter contractions are not shared out
+  int max_splits;               // of a contraction, in equal shares
+  std::int64_t narrow_tiles;    // an operand of fewer is narrow, where a wider tile may gain
+  int wide_gain, wide_gain_of;  // a wider tile's time for the same work, of the usual one's
+  int max_swizzle;              // tiles of a stripe
+  int stripe_waste;             // tiles added by rounding to whole stripes, in percent
+};
+
+const Thresholds& thresholds(const DeviceFacts&);
+
+// ---- operands (plan_quantize.cpp) --------------------------------------------------------------
+
+struct RowsShape {
+  RowsOf of;
+  Buffer from, codes;
+  ArrayFacts x;
+  std::int64_t rows, cols;
+  int hadamard_block;
+  OperandQuant quant;
+  std::int64_t k_padded;
+};
+
+struct ColumnsShape {
+  Job job;
+  ArrayFacts x;
+  Buffer from;
+  Buffer codes, amax;
+  std::int64_t cols;
+  const Projection& p;
+  OperandQuant quant;
+  std::int64_t scales;
+  bool sum = false, accumulate = false;  // g_b
+};
+
+struct GroupsShape {
+  std::int64_t channels, k_padded;
+  Rounding rounding;
+};
+
+// Words of Operand::amax, to be zeroed.
+struct AmaxWords {
+  std::int64_t rows = 0, weight = 0, columns = 0;
+  std::int64_t all() const { return rows + weight + columns; }
+};
+
+void add_zero(Plan&, const AmaxWords&);
+
+// Null: not wanted.
+struct OperandShapes {
+  const RowsShape* rows = nullptr;
+  const ColumnsShape* columns = nullptr;
+  const ColumnsShape* weight = nullptr;
+  const GroupsShape* groups = nullptr;
+  AmaxWords zeroed{};
+};
+
+// All operands of a backward. Returns whether g_b was done on the way.
+bool add_operands(Plan&, const DeviceFacts&, const OperandShapes&);
+void add_rows(Plan&, const DeviceFacts&, const RowsShape&);
+// Returns whether the sum was done on the way.
+bool add_columns(Plan&, const DeviceFacts&, const ColumnsShape&);
+// g_b from `runs` partial sums of each column.
+void add_final_sum(Plan&, std::int64_t runs, std::int64_t cols, bool accumulate, Buffer sums);
+// Partial sums of a column: of g_b on its own, and those that rows_column_amax_kernel leaves at
+// most.
+std::int64_t sum_runs(std::int64_t rows);
+std::int64_t rows_column_amax_sums(const DeviceFacts&, std::int64_t rows);
+
+// ---- products (plan_gemm.cpp) ------------------------------------------------------------------
+
+struct ProductBuffers {
+  Buffers a, b;
+  Buffer out;
+};
+
+// Up to two products that do not depend on each other, `index` being their numbers in the call.
+void add_products(Plan&, const DeviceFacts&, const ProductShape*, const ProductBuffers*,
+                  const int* index, int count);
+
+}  // namespace hot::detail::plan

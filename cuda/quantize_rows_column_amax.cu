@@ -1,0 +1,307 @@
+// Stage: g_y for both products, where a cluster does not hold a column tile (quantize_columns.cu).
+//
+// rows_column_amax_kernel reads g_y once. It makes the rows' codes for g_x (of one scale for the
+// whole tensor only the largest value) and the largest values of the columns of P g_y, with g_b.
+// The codes of those columns are a second read (column_codes_kernel), which starts where this one
+// ends: in the L2.
+//   tile     16 whole rows (as many times more as rows are short) in shared memory. One CTA of 16
+//            warps on an SM goes from tile to tile. It copies the next one, an instruction a row
+//            (cp.async.bulk, so Hopper on), while it works on this one.
+//   rows     As in rows16_kernel: T lanes of a warp hold a row, B blocks of 16 elements each, in
+//            registers; butterfly, largest value by shuffles, codes.
+//   columns  A thread takes 16 tokens of two neighbouring columns, folded (a sketch: a table says
+//            which tokens of the tile meet) or butterflied. It alone keeps their largest values and
+//            sums in shared memory from tile to tile.
+//   end      A CTA updates the largest values in global memory once, and leaves a partial sum of
+//            every column for every 32 tiles: so many additions in fp32 keep the bound of g_b.
+//   2 bytes read and 1 written for an element, and 2 + 1 (rank 8: 0.5) for the columns' codes,
+//   where three kernels read 2 bytes three times.
+#include <algorithm>
+#include <cstdint>
+
+#include "cuda/device/async_copy.cuh"
+#include "cuda/device/reduce.cuh"
+#include "cuda/launch.h"
+#include "cuda/launchers.h"
+#include "cuda/quantize_columns.cuh"
+#include "cuda/quantize_rows.cuh"
+
+namespace hot::detail {
+namespace {
+
+using columns::Kind;
+
+using rows_column_amax::barrier_bytes;
+using rows_column_amax::Layout;
+using rows_column_amax::threads;
+using rows_column_amax::tiles_a_sum;
+using rows_column_amax::token_block;
+
+struct RowsColumnAmaxArgs {
+  RowsArgs rows;
+  columns::Args columns;
+  Kind kind;
+  int lanes;         // of a row: T
+  int token_blocks;  // of a tile
+  unsigned tiles, sums;
+};
+
+// Starts the copies of a tile, and writes which tokens a sketch folds there, as offsets: token i of
+// the lower half at 2 i, the one that is added to it at 2 i + 1.
+__device__ void start_tile(const RowsColumnAmaxArgs& args, const Layout& layout, unsigned tile,
+                           char* to, int* folds, unsigned barrier) {
+  const int thread = static_cast<int>(threadIdx.x);
+  const int rows = args.token_blocks * token_block;
+  const std::int64_t first = std::int64_t{tile} * rows;
+  const auto real = static_cast<int>(min(std::int64_t{rows}, args.rows.x.rows - first));
+  if (thread < 32) {
+    if (thread == 0) expect_bulk(barrier, static_cast<unsigned>(real * layout.row_bytes));
+    __syncwarp();
+    const std::int64_t pitch = args.rows.x.row_stride * 2;
+    const char* from = static_cast<const char*>(args.rows.x.data) + first * pitch;
+    const unsigned place = shared_address(to);
+    for (int row = thread; row < real; row += 32) {
+      copy_bulk(place + static_cast<unsigned>(row * layout.row_bytes), from + row * pitch,
+                static_cast<unsigned>(layout.row_bytes), barrier);
+    }
+  }
+  for (int i = real * layout.row_bytes + 16 * thread; i < layout.tile_bytes; i += 16 * threads) {
+    *reinterpret_cast<uint4*>(to + i) = make_uint4(0, 0, 0, 0);
+  }
+  if (args.kind != Kind::sketch8 || thread >= args.token_blocks * token_block) return;
+  const auto block = static_cast<std::uint64_t>(tile) * static_cast<unsigned>(args.token_blocks) +
+                     static_cast<unsigned>(thread / token_block);
+  const int a = sketch_draw(
+      random_words(args.columns.sketch, offset_of(args.columns.sketch), block), 0, token_block);
+  // i / 2 with a 0 put in at the place of a's top bit.
+  const int top = 1 << (31 - __clz(a)), i = thread % token_block / 2;
+  const int token = (i & (top - 1)) | (2 * i & ~(2 * top - 1));
+  folds[thread] = (thread % 2 == 0 ? token : token ^ a) * layout.row_bytes;
+}
+
+template <Rounding rounding, int B, class Tag>
+__device__ __forceinline__ void quantize_tile_rows(const RowsColumnAmaxArgs& args,
+                                                   const Layout& layout, const DeviceOffset& offset,
+                                                   unsigned tile, const char* tokens,
+                                                   std::uint32_t& largest) {
+  const int thread = static_cast<int>(threadIdx.x), T = args.lanes, lane = thread & (T - 1);
+  const int local = thread / T;  // as many rows as the CTA has such groups of lanes
+  const int blocks = static_cast<int>(args.rows.k_padded / 16);
+  const char* from = tokens + local * layout.row_bytes;
+  unsigned words[B][8];
+#pragma unroll
+  for (int i = 0; i < B; ++i) {
+    const int block = lane + i * T;
+#pragma unroll
+    for (unsigned& word : words[i]) word = 0;
+    if (block < blocks) load_words(from + block * 32, words[i]);
+  }
+  float v[B][16];
+#pragma unroll
+  for (int i = 0; i < B; ++i) Tag::unpack(words[i], v[i]);
+  const std::int64_t row = std::int64_t{tile} * (args.token_blocks * token_block) + local;
+  quantize_row_values<rounding, 16>(args.rows, offset, row, lane, T, v, [&](std::uint32_t& amax) {
+    if (args.rows.pass == RowsPass::amax) {
+      largest = max(largest, amax);
+      return false;
+    }
+    amax = row_max(amax, T, thread, nullptr);
+    return true;
+  });
+}
+
+// Largest values of P g_y and sums of tokens, of two columns.
+template <Kind kind, class Tag>
+__device__ __forceinline__ void accumulate_columns(const RowsColumnAmaxArgs& args,
+                                                   const Layout& layout, const char* tokens,
+                                                   const int* folds, uint2* largest, float2* sums) {
+  const int pairs = static_cast<int>(args.rows.x.cols) / 2;
+  for (int i = static_cast<int>(threadIdx.x); i < args.token_blocks * pairs; i += threads) {
+    const int block = args.token_blocks == 1 ? 0 : i / pairs, pair = i - block * pairs;
+    const char* from = tokens + block * token_block * layout.row_bytes + pair * 4;
+    columns::Partial<kind, float> partial[2];
+    if constexpr (kind == Kind::sketch8) {
+      const auto* offsets = reinterpret_cast<const int4*>(folds + block * token_block);
+      float v[2][8];
+#pragma unroll
+      for (int two = 0; two < 4; ++two) {
+        const int4 at = offsets[two];
+        float x[2], y[2];
+        columns::load_two<Tag>(from + at.x, x[0], x[1]);
+        columns::load_two<Tag>(from + at.y, y[0], y[1]);
+        v[0][2 * two] = x[0] + y[0];
+        v[1][2 * two] = x[1] + y[1];
+        columns::load_two<Tag>(from + at.z, x[0], x[1]);
+        columns::load_two<Tag>(from + at.w, y[0], y[1]);
+        v[0][2 * two + 1] = x[0] + y[0];
+        v[1][2 * two + 1] = x[1] + y[1];
+      }
+      partial[0].folded(v[0], true);
+      partial[1].folded(v[1], true);
+    } else {
+      float v[2][token_block];
+#pragma unroll
+      for (int t = 0; t < token_block; ++t) {
+        columns::load_two<Tag>(from + t * layout.row_bytes, v[0][t], v[1][t]);
+      }
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        if constexpr (kind == Kind::lowpass8 || kind == Kind::sequency8) {
+          partial[c].rows(v[c], true);
+        } else {
+          partial[c].tokens(v[c], args.columns.sum_wanted);
+        }
+      }
+    }
+    std::uint32_t amax[2];
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      float value = partial[c].largest[0];
+      if constexpr (kind == Kind::sketch8) {
+        value = max_magnitude(value, partial[c].largest[1] * args.columns.sketch_weight);
+      }
+      amax[c] = abs_bits(value);
+    }
+    const uint2 before = largest[i];
+    largest[i] = make_uint2(max(before.x, amax[0]), max(before.y, amax[1]));
+    if (args.columns.sum_wanted) {
+      const float2 sum = sums[i];
+      sums[i] = make_float2(sum.x + partial[0].sum, sum.y + partial[1].sum);
+    }
+  }
+}
+
+template <class Tag>
+__device__ void accumulate_columns(const RowsColumnAmaxArgs& args, const Layout& layout,
+                                   const char* tokens, const int* folds, uint2* largest,
+                                   float2* sums) {
+  switch (args.kind) {
+    case Kind::full:
+      return accumulate_columns<Kind::full, Tag>(args, layout, tokens, folds, largest, sums);
+    case Kind::hadamard:
+      return accumulate_columns<Kind::hadamard, Tag>(args, layout, tokens, folds, largest, sums);
+    case Kind::sketch8:
+      return accumulate_columns<Kind::sketch8, Tag>(args, layout, tokens, folds, largest, sums);
+    case Kind::lowpass8:
+      return accumulate_columns<Kind::lowpass8, Tag>(args, layout, tokens, folds, largest, sums);
+    case Kind::sequency8:
+      return accumulate_columns<Kind::sequency8, Tag>(args, layout, tokens, folds, largest, sums);
+  }
+}
+
+// Writes the sums so far as partial sums number `run`, and begins anew.
+__device__ void write_partial_sums(const RowsColumnAmaxArgs& args, float* sums, unsigned run) {
+  const int columns = static_cast<int>(args.rows.x.cols);
+  __syncthreads();
+  for (int c = static_cast<int>(threadIdx.x); c < columns; c += threads) {
+    float total = 0.0F;
+    for (int block = 0; block < args.token_blocks; ++block) {
+      total += sums[block * columns + c];
+      sums[block * columns + c] = 0.0F;
+    }
+    args.columns.partial_sums[std::int64_t{run} * columns + c] = total;
+  }
+  __syncthreads();
+}
+
+template <Rounding rounding, int B, class Tag>
+__global__ void __launch_bounds__(threads, 1)
+    rows_column_amax_kernel(const __grid_constant__ RowsColumnAmaxArgs args) {
+  extern __shared__ __align__(128) char shared[];
+  const Layout layout(args.rows.x.cols, args.token_blocks);
+  auto* const largest = reinterpret_cast<std::uint32_t*>(shared + layout.largest());
+  auto* const sums = reinterpret_cast<float*>(shared + layout.sums());
+  auto* const folds = reinterpret_cast<int*>(shared + layout.folds());
+  const unsigned barriers = shared_address(shared + layout.barriers());
+  if (threadIdx.x == 0) {
+    start_barrier(barriers);
+    start_barrier(barriers + barrier_bytes);
+  }
+  for (int i = static_cast<int>(threadIdx.x); i < layout.slots; i += threads) {
+    largest[i] = 0;
+    sums[i] = 0.0F;
+  }
+  __syncthreads();
+  begin_kernel();
+  unsigned tile = blockIdx.x, run = blockIdx.x;
+  if (tile < args.tiles) start_tile(args, layout, tile, shared, folds, barriers);
+  const DeviceOffset offset = warp_offset<rounding>(args.rows.key);
+  std::uint32_t rows_largest = 0;
+  for (unsigned turn = 0; tile < args.tiles; ++turn, tile += gridDim.x) {
+    const unsigned here = turn % 2, next = here ^ 1;
+    wait_bulk(barriers + here * barrier_bytes, turn / 2);
+    __syncthreads();  // this tile is loaded, and all are done with the previous one
+    if (tile + gridDim.x < args.tiles) {
+      start_tile(args, layout, tile + gridDim.x, shared + next * layout.tile_bytes,
+                 folds + next * layout.fold_words, barriers + next * barrier_bytes);
+    }
+    if (args.columns.sum_wanted && turn > 0 && turn % tiles_a_sum == 0) {
+      write_partial_sums(args, sums, run);
+      run += gridDim.x;
+    }
+    const char* const tokens = shared + here * layout.tile_bytes;
+    quantize_tile_rows<rounding, B, Tag>(args, layout, offset, tile, tokens, rows_largest);
+    accumulate_columns<Tag>(args, layout, tokens, folds + here * layout.fold_words,
+                            reinterpret_cast<uint2*>(largest), reinterpret_cast<float2*>(sums));
+  }
+  if (args.columns.sum_wanted) {
+    for (; run < args.sums; run += gridDim.x) write_partial_sums(args, sums, run);
+  }
+  __syncthreads();
+  const int columns = static_cast<int>(args.rows.x.cols);
+  std::uint32_t all_columns = 0;
+  for (int c = static_cast<int>(threadIdx.x); c < columns; c += threads) {
+    std::uint32_t column = 0;
+    for (int block = 0; block < args.token_blocks; ++block) {
+      column = max(column, largest[block * columns + c]);
+    }
+    if (!args.columns.per_tensor) atomic_max(args.columns.amax + c, column);
+    all_columns = max(all_columns, column);
+  }
+  const bool leader = threadIdx.x % 32 == 0;
+  if (args.columns.per_tensor) {
+    all_columns = warp_max(all_columns);
+    if (leader) atomic_max(args.columns.amax, all_columns);
+  }
+  if (args.rows.pass == RowsPass::amax) {
+    rows_largest = warp_max(rows_largest);
+    if (leader) atomic_max(args.rows.amax, rows_largest);
+  }
+}
+
+template <Rounding rounding, class Tag>
+auto kernel_of(int lane_blocks) {
+  constexpr decltype(&rows_column_amax_kernel<rounding, 1, Tag>) kernels[rows16_max_blocks] = {
+      rows_column_amax_kernel<rounding, 1, Tag>, rows_column_amax_kernel<rounding, 2, Tag>,
+      rows_column_amax_kernel<rounding, 3, Tag>, rows_column_amax_kernel<rounding, 4, Tag>,
+      rows_column_amax_kernel<rounding, 5, Tag>, rows_column_amax_kernel<rounding, 6, Tag>};
+  return kernels[lane_blocks - 1];
+}
+
+}  // namespace
+
+void launch_rows_column_amax(const Context& context, const plan::Step& step, const RowsJob& rows,
+                             const ColumnsJob& columns, const ColumnSum* sum) {
+  const auto& work = step.as<plan::RowsColumnAmaxStep>();
+  RowsColumnAmaxArgs args{};
+  args.rows = rows_args(context, rows);
+  args.rows.pass = work.pass;
+  args.columns = columns::make_args(context, columns, work.kind, sum);
+  args.kind = work.kind;
+  args.lanes = work.lanes;
+  args.token_blocks = work.token_blocks;
+  args.tiles = work.tiles;
+  args.sums = work.sums;
+  host_with_dtype(step.dtype, [&](auto tag) {
+    using Tag = decltype(tag);
+    if constexpr (Tag::size == 2) {
+      launch("backward_linear", context,
+             step.rounding == Rounding::stochastic
+                 ? kernel_of<Rounding::stochastic, Tag>(work.lane_blocks)
+                 : kernel_of<Rounding::nearest, Tag>(work.lane_blocks),
+             step.shape, args);
+    }
+  });
+}
+
+}  // namespace hot::detail

@@ -1,0 +1,809 @@
+"""The stages as functions of arrays.
+
+Every function takes NumPy, torch (detached) or CuPy arrays, or any other array with
+``__dlpack__``, allocates its result in the framework of its first array, and works on the caller's
+current stream on a GPU. No input is converted or copied: what cannot be used as it is raises
+ValueError (TypeError for an object that is no array, NotImplementedError for what this build or
+device cannot do), naming the argument. Shapes, rounding and bits: docs/numerics.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypedDict, TypeVar, overload
+
+from . import _core, arrays, contexts
+from .arrays import FLOATS, Array, Operand, operand, output
+from .config import Basis, ConfigLike, HotConfig, Key, Rounding, as_config, as_key
+from .saved import QuantizedForwardWeight, QuantizedWeight, Saved, saved_layout
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+KeyLike = Key | int
+Granularity = Literal["row", "column", "tensor"]
+Need = Literal["gx", "gw", "gb"]
+
+
+def fwht(x: Array, *, axis: int = -1, block: int = 16, out: Array | None = None) -> Array:
+    """Unnormalised Walsh-Hadamard transform of consecutive blocks along one axis.
+
+    Args:
+        x: float32, float16 or bfloat16, 1 to 4 dimensions, any strides.
+        axis: transformed axis; its length is a multiple of ``block``.
+        block: power of two, 1 to 32768.
+        out: array to write, of x's shape (any of the three dtypes); x itself is allowed.
+
+    Returns:
+        ``out``, or a new array with x's shape and dtype. Computed in fp32, rounded once.
+
+    Source: docs/numerics.md, "FWHT".
+    """
+    source = operand(x, "x")
+    target = source.empty(source.shape, source.dtype) if out is None else output(out, "out", source)
+    _core.fwht(source.context(), source.dlpack, axis, block, target.dlpack)
+    return _result(source, target, out)
+
+
+def hla(
+    x: Array,
+    *,
+    rank: int = 8,
+    basis: Basis = "sketch",
+    block: int = 16,
+    rows: Sequence[int] | None = None,
+    token_grid: tuple[int, int] | None = None,
+    prefix_tokens: int = 0,
+    side: Literal["activation", "gradient"] = "activation",
+    key: KeyLike = 0,
+    out: Array | None = None,
+) -> Array:
+    """Hadamard low-rank approximation along the tokens: ``P x``, ``rank`` rows of each block.
+
+    Args:
+        x: ``[L, C]`` float32, float16 or bfloat16, any strides.
+        rank: kept rows of a block (not for basis ``"full"``, nor where ``rows`` is given).
+        basis: ``"full"``, ``"lowpass"``, ``"sequency"`` or ``"sketch"``.
+        block: tokens of a block, power of two, 2 to 64.
+        rows: ``"lowpass"`` only: natural-order rows to keep.
+        token_grid: (height, width) of a sample's patches, taken in tiles.
+        prefix_tokens: class tokens in front of each sample's grid.
+        side: ``"activation"`` or ``"gradient"`` (which carries the sketch's weights).
+        key: random key of the sketch.
+        out: ``[K, C]`` array to write.
+
+    Returns:
+        ``[K, C]``, float32 unless ``out`` says otherwise.
+
+    Source: docs/numerics.md, "Low rank".
+    """
+    source = _matrix(operand(x, "x"))
+    grid_h, grid_w = (0, 0) if token_grid is None else token_grid
+    kept = [] if rows is None else list(rows)
+    if rows is not None and not kept:
+        raise ValueError("rows: an empty list")
+    low_rank = (basis, block, rank, kept, grid_h, grid_w, prefix_tokens)
+    if out is None:
+        count = _core.hla_rows(source.shape[0], *low_rank)
+        target = source.empty((count, source.shape[1]), "float32")
+    else:
+        target = output(out, "out", source)
+    _core.hla(source.context(), source.dlpack, *low_rank, side, as_key(key), target.dlpack)
+    return _result(source, target, out)
+
+
+def basis_order(basis: Literal["lowpass", "sequency"], block: int = 16) -> list[int]:
+    """Row order of ``"lowpass"`` or ``"sequency"``: its first r entries are kept at rank r.
+
+    Source: docs/numerics.md, "Low rank".
+    """
+    return _core.basis_order(basis, block)
+
+
+def quantize(
+    x: Array,
+    *,
+    bits: Literal[4, 8] = 8,
+    scale: Granularity = "row",
+    rounding: Rounding = "stochastic",
+    key: KeyLike = 0,
+    packed: bool = False,
+) -> tuple[Array, Array]:
+    """Symmetric quantisation: codes in [-127, 127] (8 bits) or [-7, 7] (4 bits) and scales.
+
+    Args:
+        x: ``[R, C]`` float32, float16 or bfloat16, any strides.
+        bits: 8 or 4.
+        scale: ``"row"``, ``"column"`` or ``"tensor"``: what shares a scale.
+        rounding: ``"stochastic"``, ``"nearest"`` or ``"pseudo_stochastic"``.
+        key: random key of stochastic rounding.
+        packed: 4 bits only: two codes a byte.
+
+    Returns:
+        Codes (int8 ``[R, C]``, packed uint8 ``[R, ceil(C/2)]``) and float32 scales ``[R]``,
+        ``[C]`` or ``[1]``. A set with NaN or Inf gets scale NaN and codes 0.
+
+    Source: docs/numerics.md, "Scales", "Rounding".
+    """
+    source = _matrix(operand(x, "x"))
+    height, width = source.shape
+    counts = {"row": height, "column": width, "tensor": 1}
+    if scale not in counts:
+        raise ValueError(f"scale: {scale!r} is not one of 'row', 'column', 'tensor'")
+    if packed and bits != 4:
+        raise ValueError(f"packed: only 4-bit codes are packed, not bits = {bits}")
+    if packed:
+        q = source.empty((height, (width + 1) // 2), "uint8")
+    else:
+        q = source.empty((height, width), "int8")
+    scales = source.empty((counts[scale],), "float32")
+    _core.quantize(
+        source.context(), source.dlpack, bits, scale, rounding, as_key(key), q.dlpack, scales.dlpack
+    )
+    return _result(source, q), _result(source, scales)
+
+
+def dequantize(
+    q: Array,
+    scale: Array,
+    *,
+    granularity: Granularity = "row",
+    dtype: Any = "float32",
+    packed: bool = False,
+    columns: int | None = None,
+) -> Array:
+    """``q * scale``.
+
+    Args:
+        q: int8 ``[R, C]``, or with ``packed`` uint8 ``[R, ceil(C/2)]``.
+        scale: float32 vector of R (``"row"``), C (``"column"``) or 1 (``"tensor"``) elements.
+        granularity: which of the three.
+        dtype: float32, float16 or bfloat16.
+        packed: q holds two INT4 codes a byte.
+        columns: C of a packed q; ``2 * q.shape[1]`` unless given.
+
+    Returns:
+        ``[R, C]`` in ``dtype``.
+
+    Source: docs/numerics.md, "Scales".
+    """
+    source = _matrix(operand(q, "q", ("uint8",) if packed else ("int8",)))
+    scales = operand(scale, "scale", ("float32",))
+    width = _columns(source, columns) if packed else source.shape[1]
+    target = source.empty((source.shape[0], width), arrays.dtype_name(dtype, "dtype", FLOATS))
+    _core.dequantize(source.context(), source.dlpack, scales.dlpack, granularity, target.dlpack)
+    return _result(source, target)
+
+
+def pack_int4(q: Array) -> Array:
+    """Pack int8 ``[R, C]`` codes in [-8, 7] two a byte, low nibble first: uint8 ``[R, ceil(C/2)]``.
+
+    Source: docs/numerics.md, "INT4".
+    """
+    source = _matrix(operand(q, "q", ("int8",)))
+    target = source.empty((source.shape[0], (source.shape[1] + 1) // 2), "uint8")
+    _core.pack_int4(source.context(), source.dlpack, target.dlpack)
+    return _result(source, target)
+
+
+def unpack_int4(packed: Array, columns: int | None = None) -> Array:
+    """Undo :func:`pack_int4`: int8 ``[R, columns]``, ``2 * packed.shape[1]`` unless given.
+
+    Source: docs/numerics.md, "INT4".
+    """
+    source = _matrix(operand(packed, "packed", ("uint8",)))
+    target = source.empty((source.shape[0], _columns(source, columns)), "int8")
+    _core.unpack_int4(source.context(), source.dlpack, target.dlpack)
+    return _result(source, target)
+
+
+def gemm_int8(
+    a: Array,
+    b: Array,
+    a_scale: Array | None = None,
+    b_scale: Array | None = None,
+    *,
+    divisor: int = 1,
+    out_dtype: Any = "float32",
+    out: Array | None = None,
+    accumulate: bool = False,
+) -> Array:
+    """``a b^T`` of INT8 codes, summed exactly, times ``a_scale[m] * b_scale[n] / divisor``.
+
+    Args:
+        a: int8 ``[M, K]``, K contiguous.
+        b: int8 ``[N, K]``, K contiguous.
+        a_scale: float32 ``[M]`` or ``[1]``.
+        b_scale: float32 ``[N]`` or ``[1]``.
+        divisor: power of two.
+        out_dtype: float32, float16 or bfloat16.
+        out: ``[M, N]`` array to write.
+        accumulate: add to ``out`` instead.
+
+    Returns:
+        ``[M, N]``; without scales the int32 sums (K up to 133,143).
+
+    Source: docs/numerics.md, "Integer GEMM and dequantisation".
+    """
+    left = _matrix(operand(a, "a", ("int8",)))
+    right = _matrix(operand(b, "b", ("int8",)))
+    shape = (left.shape[0], right.shape[0])
+    scales, target = _gemm_target(left, a_scale, b_scale, shape, out_dtype, out, accumulate)
+    context = left.context()
+    workspace = left.workspace(_core.gemm_workspace, *shape, left.shape[1])
+    _core.gemm_int8(
+        context, left.dlpack, right.dlpack, *scales, divisor, accumulate, target.dlpack, workspace
+    )
+    return _result(left, target, out)
+
+
+def gemm_int4(
+    a: Array,
+    b: Array,
+    a_scale: Array | None = None,
+    b_scale: Array | None = None,
+    *,
+    k: int | None = None,
+    divisor: int = 1,
+    out_dtype: Any = "float32",
+    out: Array | None = None,
+    accumulate: bool = False,
+) -> Array:
+    """The same as :func:`gemm_int8` on packed operands.
+
+    Args:
+        a: uint8 ``[M, ceil(K/2)]``.
+        b: uint8 ``[N, ceil(K/2)]``.
+        a_scale: float32 ``[M]`` or ``[1]``.
+        b_scale: float32 ``[N]`` or ``[1]``.
+        k: K; ``2 * a.shape[1]`` unless given.
+        divisor: power of two.
+        out_dtype: float32, float16 or bfloat16.
+        out: ``[M, N]`` array to write.
+        accumulate: add to ``out`` instead.
+
+    Returns:
+        ``[M, N]``; without scales the int32 sums.
+
+    Source: docs/numerics.md, "INT4".
+    """
+    left = _matrix(operand(a, "a", ("uint8",)))
+    right = _matrix(operand(b, "b", ("uint8",)))
+    shape = (left.shape[0], right.shape[0])
+    depth = 2 * left.shape[1] if k is None else k
+    scales, target = _gemm_target(left, a_scale, b_scale, shape, out_dtype, out, accumulate)
+    context = left.context()
+    workspace = left.workspace(_core.gemm_workspace, *shape, depth)
+    _core.gemm_int4(
+        context,
+        left.dlpack,
+        right.dlpack,
+        depth,
+        *scales,
+        divisor,
+        accumulate,
+        target.dlpack,
+        workspace,
+    )
+    return _result(left, target, out)
+
+
+def compress_activation(x: Array, config: ConfigLike | None = None, *, key: KeyLike = 0) -> Saved:
+    """Keep x ``[..., I]`` compressed for the backward pass.
+
+    Args:
+        x: float32, float16 or bfloat16, 2 to 4 dimensions whose leading ones collapse.
+        config: a :class:`HotConfig` or a recipe's name; None: ``HotConfig()``.
+        key: random key of the rounding and the sketch.
+
+    Returns:
+        A :class:`Saved`: one uint8 vector, about 0.53 bytes a value with recipe ``"default"``.
+
+    Source: docs/numerics.md.
+    """
+    settings = HotConfig() if config is None else as_config(config)
+    source = _matrix(operand(x, "x"), at_least=True)
+    tokens, width = math.prod(source.shape[:-1]), source.shape[-1]
+    full_key = as_key(key)
+    data = source.empty((saved_layout(tokens, width, settings).bytes,), "uint8")
+    spec, sizes = settings.spec, (tokens, width)
+    workspace = source.workspace(_core.compress_activation_workspace, *sizes, spec)
+    _core.compress_activation(
+        source.context(), source.dlpack, spec, full_key, data.dlpack, workspace
+    )
+    return Saved(_result(source, data), tokens, width, settings, full_key)
+
+
+def decompress_activation(
+    saved: Saved,
+    first: int = 0,
+    last: int | None = None,
+    dtype: Any = "float32",
+    *,
+    out: Array | None = None,
+) -> Array:
+    """Tokens ``first`` to ``last`` of a compressed x of basis ``"full"``, back as floats.
+
+    Args:
+        saved: what :func:`compress_activation` kept; its configuration has basis ``"full"``.
+        first: first token, 0 to ``saved.tokens``.
+        last: one past the last token, ``first`` to ``saved.tokens``; None: ``saved.tokens``.
+        dtype: float32, float16 or bfloat16.
+        out: ``[last - first, I]`` array to write, of any of the three dtypes (``dtype`` is not
+            looked at).
+
+    Returns:
+        ``out``, or a new ``[last - first, I]`` in ``dtype``: computed in fp32, rounded once. A
+        scale of NaN gives NaN.
+
+    Raises:
+        NotImplementedError: of another basis, projected rows are kept and not x.
+
+    Source: docs/numerics.md, "Back to x".
+    """
+    if not isinstance(saved, Saved):
+        raise TypeError(
+            f"saved: expected what compress_activation returned, got {type(saved).__name__}"
+        )
+    source = operand(saved.data, "saved.data", ("uint8",))
+    end = saved.tokens if last is None else last
+    if out is None:
+        name = arrays.dtype_name(dtype, "dtype", FLOATS)
+        target = source.empty((max(0, end - first), saved.in_features), name)
+    else:
+        target = output(out, "out", source)
+    _core.decompress_activation(
+        source.context(),
+        source.dlpack,
+        saved.tokens,
+        saved.in_features,
+        saved.key,
+        first,
+        end,
+        saved.config.spec,
+        target.dlpack,
+    )
+    return _result(source, target, out)
+
+
+def quantize_weight(w: Array, config: ConfigLike | None = None) -> QuantizedWeight:
+    """Quantise w ``[O, I]`` once for several calls of :func:`backward_linear`.
+
+    They then give the same bits as with w itself: weights are rounded to nearest, with no draws.
+    One is good for all micro-batches of a step, until the optimizer changes w.
+
+    Args:
+        w: float32, float16 or bfloat16, any strides.
+        config: a :class:`HotConfig` or a recipe's name; None: ``HotConfig()``.
+
+    Returns:
+        A :class:`QuantizedWeight`: about one byte a value.
+
+    Source: docs/numerics.md.
+    """
+    settings = HotConfig() if config is None else as_config(config)
+    source = _matrix(operand(w, "w"))
+    rows, columns = source.shape
+    spec = settings.spec
+    data = source.empty((_core.quantized_weight_bytes(rows, columns, spec),), "uint8")
+    workspace = source.workspace(_core.quantize_weight_workspace, rows, columns, spec)
+    _core.quantize_weight(source.context(), source.dlpack, spec, data.dlpack, workspace)
+    return QuantizedWeight(_result(source, data), rows, columns, settings)
+
+
+def quantize_forward_weight(w: Array, config: ConfigLike | None = None) -> QuantizedForwardWeight:
+    """Quantise w ``[O, I]`` once for several calls of :func:`forward_linear`.
+
+    They then give the same bits as with w itself.
+
+    Args:
+        w: float32, float16 or bfloat16, any strides.
+        config: a :class:`HotConfig` or a recipe's name, of which ``forward_block`` counts; None:
+            ``HotConfig()``.
+
+    Returns:
+        A :class:`QuantizedForwardWeight`: about one byte a value.
+
+    Source: docs/numerics.md, "Forward".
+    """
+    settings = HotConfig() if config is None else as_config(config)
+    source = _matrix(operand(w, "w"))
+    rows, columns = source.shape
+    spec = settings.forward_spec
+    data = source.empty((_core.forward_weight_bytes(rows, columns, spec),), "uint8")
+    _core.quantize_forward_weight(source.context(), source.dlpack, spec, data.dlpack)
+    return QuantizedForwardWeight(_result(source, data), rows, columns, settings)
+
+
+def forward_linear(
+    x: Array,
+    w: Array | QuantizedForwardWeight,
+    bias: Array | None = None,
+    *,
+    config: ConfigLike | None = None,
+    out_dtype: Any = None,
+    out: Array | None = None,
+) -> Array:
+    """``y = x w^T + bias`` by an INT8 product, whatever ``config.forward`` says.
+
+    Both operands are transformed in blocks along I and rounded to nearest, x with a scale for each
+    token, w with one for each out feature. Deterministic. A row of x (of w) with NaN or Inf makes
+    that row (column) of y NaN.
+
+    Args:
+        x: ``[..., I]`` float32, float16 or bfloat16, 2 to 4 dimensions; leading ones collapse.
+        w: ``[O, I]``, or what :func:`quantize_forward_weight` made of it with the same block.
+        bias: ``[O]`` or None; added in fp32 before the one rounding.
+        config: a :class:`HotConfig` or a recipe's name, of which ``forward_block`` counts; None:
+            that of a quantised w, or ``HotConfig()``.
+        out_dtype: dtype of a new result; None: x's.
+        out: ``[L, O]`` or ``[..., O]`` array to write.
+
+    Returns:
+        ``out``, or a new ``[..., O]``.
+
+    Source: docs/numerics.md, "Forward".
+    """
+    source = _matrix(operand(x, "x"), at_least=True)
+    quantized = isinstance(w, QuantizedForwardWeight)
+    if config is not None:
+        settings = as_config(config)
+    else:
+        settings = w.config if isinstance(w, QuantizedForwardWeight) else HotConfig()
+    if isinstance(w, QuantizedForwardWeight):
+        if w.config.forward_block != settings.forward_block:
+            raise ValueError(
+                f"w: quantised with forward_block = {w.config.forward_block}; expected "
+                f"{settings.forward_block}"
+            )
+        weight = operand(w.data, "w.data", ("uint8",))
+        shape: tuple[int, ...] = (w.out_features, w.in_features)
+    elif isinstance(w, QuantizedWeight):
+        raise TypeError("w: quantised for g_x (quantize_weight); use quantize_forward_weight")
+    else:
+        weight = _matrix(operand(w, "w"))
+        shape = weight.shape
+    if weight.device != source.device:
+        raise ValueError("w: on another device than x")
+    tokens, in_features = math.prod(source.shape[:-1]), source.shape[-1]
+    if shape[1] != in_features:
+        raise ValueError(f"w: shape {shape}; x has {in_features} in features")
+    added = None if bias is None else operand(bias, "bias")
+    if added is not None:
+        if added.shape != (shape[0],):
+            raise ValueError(f"bias: shape {added.shape}; expected {(shape[0],)}")
+        if added.device != source.device:
+            raise ValueError("bias: on another device than x")
+    if out is None:
+        name = source.dtype
+        if out_dtype is not None:
+            name = arrays.dtype_name(out_dtype, "out_dtype", FLOATS)
+        target = source.empty((*source.shape[:-1], shape[0]), name)
+    else:
+        target = output(out, "out", source)
+        expected = (*source.shape[:-1], shape[0])
+        if target.shape not in (expected, (tokens, shape[0])):
+            raise ValueError(f"out: shape {target.shape}; expected {expected}")
+    spec = settings.forward_spec
+    sizes = (tokens, *shape, spec, quantized)
+    _core.forward_linear(
+        source.context(),
+        source.dlpack,
+        None if quantized else weight.dlpack,
+        None if added is None else added.dlpack,
+        spec,
+        target.dlpack,
+        source.workspace(_core.forward_linear_workspace, *sizes),
+        weight.dlpack if quantized else None,
+    )
+    return _result(source, target, out)
+
+
+if TYPE_CHECKING:
+    # Generic, so that a type checker knows which of the three are None. Python 3.10 has no such
+    # NamedTuple at run time.
+    _Gx = TypeVar("_Gx")
+    _Gw = TypeVar("_Gw")
+    _Gb = TypeVar("_Gb")
+
+    class Gradients(NamedTuple, Generic[_Gx, _Gw, _Gb]):
+        """Gradients of :func:`backward_linear`; None where not asked for."""
+
+        gx: _Gx
+        gw: _Gw
+        gb: _Gb
+
+    class _Options(TypedDict, total=False):
+        config: ConfigLike | None
+        key: KeyLike | None
+        out_dtype: Any
+        gw_out: Array | None
+        gb_out: Array | None
+        accumulate: bool
+
+else:
+
+    class Gradients(NamedTuple):
+        """Gradients of :func:`backward_linear`; None where not asked for."""
+
+        gx: Array | None
+        gw: Array | None
+        gb: Array | None
+
+
+@overload
+def backward_linear(
+    gy: Array,
+    w: Array | QuantizedWeight | None,
+    saved_or_x: Saved | Array | None,
+    *,
+    need: Literal["gx"],
+    **options: Unpack[_Options],
+) -> Gradients[Array, None, None]: ...
+@overload
+def backward_linear(
+    gy: Array,
+    w: Array | QuantizedWeight | None,
+    saved_or_x: Saved | Array | None,
+    *,
+    need: Literal["gw"],
+    **options: Unpack[_Options],
+) -> Gradients[None, Array, None]: ...
+@overload
+def backward_linear(
+    gy: Array,
+    w: Array | QuantizedWeight | None,
+    saved_or_x: Saved | Array | None,
+    *,
+    need: tuple[Literal["gx"], Literal["gw"]] = ...,
+    **options: Unpack[_Options],
+) -> Gradients[Array, Array, None]: ...
+@overload
+def backward_linear(
+    gy: Array,
+    w: Array | QuantizedWeight | None,
+    saved_or_x: Saved | Array | None,
+    *,
+    need: tuple[Literal["gx"], Literal["gw"], Literal["gb"]],
+    **options: Unpack[_Options],
+) -> Gradients[Array, Array, Array]: ...
+@overload
+def backward_linear(
+    gy: Array,
+    w: Array | QuantizedWeight | None,
+    saved_or_x: Saved | Array | None,
+    *,
+    need: Need | Collection[Need],
+    **options: Unpack[_Options],
+) -> Gradients[Array | None, Array | None, Array | None]: ...
+def backward_linear(
+    gy: Array,
+    w: Array | QuantizedWeight | None,
+    saved_or_x: Saved | Array | None,
+    *,
+    config: ConfigLike | None = None,
+    need: Need | Collection[Need] = ("gx", "gw"),
+    key: KeyLike | None = None,
+    out_dtype: Any = None,
+    gw_out: Array | None = None,
+    gb_out: Array | None = None,
+    accumulate: bool = False,
+) -> Gradients[Array | None, Array | None, Array | None]:
+    """Backward of ``y = x w^T + b``: ``gx = gy w``, ``gw = gy^T x``, ``gb`` = sums of gy.
+
+    Args:
+        gy: ``[..., O]`` float32, float16 or bfloat16, 2 to 4 dimensions; leading ones collapse.
+        w: ``[O, I]``, or what :func:`quantize_weight` made of it with the same configuration; None
+            where ``"gx"`` is not needed.
+        saved_or_x: what :func:`compress_activation` kept, or x ``[..., I]`` itself, which is then
+            compressed first; None where ``"gw"`` is not needed.
+        config: a :class:`HotConfig` or a recipe's name; None: that of ``saved_or_x``, or
+            ``HotConfig()``.
+        need: which of ``"gx"``, ``"gw"``, ``"gb"`` to compute, one at least.
+        key: random key; None: that of ``saved_or_x``, or 0.
+        out_dtype: dtype of new results; None: gy's.
+        gw_out: ``[O, I]`` array to write.
+        gb_out: ``[O]`` array to write.
+        accumulate: add to ``gw_out`` and ``gb_out`` instead.
+
+    Returns:
+        :class:`Gradients`; gx has gy's leading dimensions.
+
+    Source: docs/numerics.md.
+    """
+    grad = _matrix(operand(gy, "gy"), at_least=True)
+    wanted = _need(need)
+    tokens, out_features = math.prod(grad.shape[:-1]), grad.shape[-1]
+    saved = saved_or_x if isinstance(saved_or_x, Saved) else None
+    if saved is None and "gw" in wanted:
+        saved = _compressed(saved_or_x, config, key)
+    if saved is not None and saved.tokens != tokens:
+        raise ValueError(f"saved_or_x: {saved.tokens} tokens; gy has {tokens}")
+    settings = _settings(saved, config)
+    full_key = as_key(key) if key is not None else saved.key if saved else Key(0)
+
+    weight: Operand | None = None
+    quantized: Operand | None = None
+    in_features = saved.in_features if saved else 0
+    if "gx" in wanted:
+        if isinstance(w, QuantizedWeight):
+            quantized = operand(w.data, "w.data", ("uint8",))
+            if w.config != settings:
+                raise ValueError(f"w: quantised with {w.config}; expected {settings}")
+            if quantized.device != grad.device:
+                raise ValueError("w: on another device than gy")
+            shape: tuple[int, ...] = (w.out_features, w.in_features)
+        else:
+            weight = _matrix(operand(w, "w"))
+            shape = weight.shape
+        if shape[0] != out_features:
+            raise ValueError(f"w: shape {shape}; gy has {out_features} out features")
+        if saved is not None and shape[1] != in_features:
+            raise ValueError(f"w: shape {shape}; x has {in_features} in features")
+        in_features = shape[1]
+
+    dtype = grad.dtype if out_dtype is None else arrays.dtype_name(out_dtype, "out_dtype", FLOATS)
+    gx = grad.empty((tokens, in_features), dtype) if "gx" in wanted else None
+    gw = gb = None
+    if "gw" in wanted:
+        gw = _target(grad, gw_out, "gw_out", (out_features, in_features), dtype, accumulate)
+    if "gb" in wanted:
+        gb = _target(grad, gb_out, "gb_out", (out_features,), dtype, accumulate)
+
+    kept = operand(saved.data, "saved_or_x.data", ("uint8",)) if saved and gw else None
+    if kept is not None and kept.device != grad.device:
+        raise ValueError("saved_or_x: on another device than gy")
+    workspace = grad.workspace(
+        _core.backward_linear_workspace,
+        tokens,
+        out_features,
+        in_features,
+        settings.spec,
+        gx is not None,
+        gw is not None,
+    )
+    _core.backward_linear(
+        grad.context(),
+        grad.dlpack,
+        weight.dlpack if weight else None,
+        kept.dlpack if kept else None,
+        tokens,
+        in_features,
+        saved.key if saved else full_key,
+        settings.spec,
+        full_key,
+        gx.dlpack if gx else None,
+        gw.dlpack if gw else None,
+        gb.dlpack if gb else None,
+        accumulate,
+        workspace,
+        quantized.dlpack if quantized else None,
+    )
+    shaped = None
+    if gx is not None:
+        shaped = grad.kind.result(grad.kind.reshape(gx.array, (*grad.shape[:-1], in_features)))
+    return Gradients(
+        shaped,
+        _result(grad, gw, gw_out) if gw else None,
+        _result(grad, gb, gb_out) if gb else None,
+    )
+
+
+def supported(
+    tokens: int,
+    out_features: int,
+    in_features: int,
+    config: ConfigLike | None = None,
+    device: Any = "cpu",
+) -> tuple[bool, str]:
+    """Whether this build and device can run a layer, and if not, why.
+
+    Its backward, and its forward where the configuration has one of its own. On CUDA that includes
+    whether the build has kernels for that GPU. ``device`` is ``"cpu"``, ``"cuda"``, ``"cuda:1"`` or
+    a torch device.
+    """
+    settings = HotConfig() if config is None else as_config(config)
+    where, _, index = str(device).partition(":")
+    if where not in ("cpu", "cuda") or (index and not index.isdigit()):
+        raise ValueError(f"device: {device!r}; expected 'cpu', 'cuda' or 'cuda:<number>'")
+    try:
+        context = contexts.cpu() if where == "cpu" else contexts.cuda(int(index or 0), 0)
+    except (NotImplementedError, RuntimeError, ValueError) as error:  # ValueError: no such device
+        return False, str(error)
+    sizes = (tokens, out_features, in_features)
+    runs, why = _core.supported(context, *sizes, settings.spec)
+    if runs and settings.forward == "int8":
+        runs, why = _core.forward_supported(context, *sizes, settings.forward_spec)
+    return runs, why
+
+
+def _result(source: Operand, target: Operand, given: Array | None = None) -> Array:
+    return source.kind.result(target.array) if given is None else given
+
+
+def _matrix(found: Operand, at_least: bool = False) -> Operand:
+    rank = len(found.shape)
+    if rank != 2 and not (at_least and rank > 2):
+        expected = "2 or more dimensions" if at_least else "2 dimensions"
+        raise ValueError(f"{found.name}: shape {found.shape}; expected {expected}")
+    return found
+
+
+def _columns(packed: Operand, columns: int | None) -> int:
+    if columns is None:
+        return 2 * packed.shape[1]
+    if columns < 0 or (columns + 1) // 2 != packed.shape[1]:
+        raise ValueError(
+            f"columns: {columns} values do not take the {packed.shape[1]} bytes of a row of "
+            f"{packed.name}"
+        )
+    return columns
+
+
+def _gemm_target(
+    left: Operand,
+    a_scale: Array | None,
+    b_scale: Array | None,
+    shape: tuple[int, int],
+    out_dtype: Any,
+    out: Array | None,
+    accumulate: bool,
+) -> tuple[tuple[Any, Any], Operand]:
+    if (a_scale is None) != (b_scale is None):
+        missing = "a_scale" if a_scale is None else "b_scale"
+        raise ValueError(f"{missing}: missing; give both scales or none")
+    dtypes: tuple[str, ...] = ("int32",) if a_scale is None else FLOATS
+    scales: tuple[Any, Any] = (None, None)
+    if a_scale is not None:
+        scales = (
+            operand(a_scale, "a_scale", ("float32",)).dlpack,
+            operand(b_scale, "b_scale", ("float32",)).dlpack,
+        )
+    if out is not None:
+        return scales, output(out, "out", left, dtypes)
+    if accumulate:
+        raise ValueError("accumulate: there is no out to add to")
+    dtype = "int32" if a_scale is None else arrays.dtype_name(out_dtype, "out_dtype", FLOATS)
+    return scales, left.empty(shape, dtype)
+
+
+def _need(need: Collection[str]) -> frozenset[str]:
+    wanted = frozenset([need] if isinstance(need, str) else need)
+    unknown = wanted - {"gx", "gw", "gb"}
+    if unknown:
+        raise ValueError(f"need: {min(unknown)!r} is not one of 'gx', 'gw', 'gb'")
+    if not wanted:
+        raise ValueError("need: nothing is wanted; expected 'gx', 'gw' or 'gb', one at least")
+    return wanted
+
+
+def _settings(saved: Saved | None, config: ConfigLike | None) -> HotConfig:
+    if config is None:
+        return saved.config if saved else HotConfig()
+    settings = as_config(config)
+    if saved is not None and settings != saved.config:
+        raise ValueError(f"config: {settings}; saved_or_x was made with {saved.config}")
+    return settings
+
+
+def _compressed(x: Array | None, config: ConfigLike | None, key: KeyLike | None) -> Saved:
+    if x is None:
+        raise TypeError("saved_or_x: expected a Saved or an array for 'gw', got None")
+    operand(x, "saved_or_x")  # so that messages have its name
+    return compress_activation(x, config, key=0 if key is None else key)
+
+
+def _target(
+    grad: Operand,
+    given: Array | None,
+    name: str,
+    shape: tuple[int, ...],
+    dtype: str,
+    accumulate: bool,
+) -> Operand:
+    if given is not None:
+        return output(given, name, grad)
+    if accumulate:
+        raise ValueError(f"accumulate: there is no {name} to add to")
+    return grad.empty(shape, dtype)

@@ -1,0 +1,277 @@
+"""Layer-wise quantiser selection (LQS): :func:`calibrate` measures and returns a ``Plan``.
+
+One scale for all of g_y is cheapest. If a gradient's outliers sit in single tokens, that scale
+rounds the other tokens to almost nothing; a layer gets the finer scale only where it pays.
+
+Source: LQS of the paper and its supplement G; docs/paper.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .. import functions
+from ..config import ConfigLike, HotConfig, Key, Rounding, as_config
+from ..functions import Granularity
+from .convert import convert
+from .plan import GW_SCALES, GX_SCALES, LayerPlan, Plan
+from .probe import preserve_state
+from .report import listed
+from .selection import Filter, is_8bit
+
+PATTERN_SIZE = 32
+"""Rows and columns of a stored outlier pattern."""
+
+UNFOLDED_BYTES = 1 << 28
+"""Bytes of a convolution's unfolded fp32 input that calibrate uses."""
+
+# Granularity of the scales of P g_y [K, O].
+_AXIS: dict[str, Granularity] = {"tensor": "tensor", "channel": "column", "token": "row"}
+
+
+def calibrate(
+    model: nn.Module,
+    batches: Iterable[Any],
+    loss_fn: Callable[[nn.Module, Any], Tensor],
+    config: ConfigLike = "paper",
+    *,
+    filter_fn: Filter | None = None,
+    gw_fine: Literal["token", "channel"] | None = None,
+    gain: float = 0.5,
+    seed: int = 0,
+    slower: bool = False,
+) -> Plan:
+    """Measure the error of coarse and fine scales of g_y for every layer, and choose.
+
+    Runs forward and backward on every batch (a few are enough); a plain model has plain gradients.
+    For each layer that :func:`convert` would convert, or has converted, g_y is quantised with each
+    choice. The error of g_x and g_w is measured against the same product of the unquantised g_y:
+    the transformed g_y for g_x, and for g_w the g_y projected on the basis of ``config``, so that
+    the loss of rank does not count. The fine scale is chosen where it cuts the squared error by
+    more than ``gain``. Parameters, their ``.grad`` and buffers do not change.
+
+    Args:
+        model: plain or converted.
+        batches: arguments of ``loss_fn``, one batch each.
+        loss_fn: ``loss_fn(model, batch)`` -> loss, a scalar.
+        config: bits, blocks, basis and rounding of the measurement.
+        filter_fn: which layers of a plain model, as for :func:`convert`.
+        gw_fine: the finer choice for g_w: ``"token"`` (the paper's) or ``"channel"`` (as cheap as
+            ``"tensor"`` in hotcore's products); None: ``"channel"`` where ``config`` has it.
+        gain: share of the squared error that the finer scale has to save.
+        seed: seed of the measured rounding.
+        slower: as for :func:`convert`.
+
+    Returns:
+        A :class:`Plan`.
+
+    Raises:
+        ValueError: no batch, no gradient (``torch.no_grad``, a loss without a graph, frozen
+            layers), a bad argument.
+
+    Source: LQS of the paper and its supplement G; docs/paper.md.
+    """
+    settings = as_config(config)
+    if gw_fine is None:
+        gw_fine = "channel" if settings.gw_scale == "channel" else "token"
+    if gw_fine not in GW_SCALES[1:]:
+        raise ValueError(f"gw_fine: {gw_fine!r} is not one of 'token', 'channel'")
+    if not 0 <= gain < 1:
+        raise ValueError(f"gain: {gain} is outside 0 <= gain < 1")
+    if not torch.is_grad_enabled():
+        raise ValueError("calibrate: gradients are off (torch.no_grad); LQS measures g_y")
+    names = _layers(model, settings, filter_fn, slower)
+    probes = {name: _Probe(settings, Key(seed, stream=i % 8192)) for i, name in enumerate(names)}
+    count = 0
+    with preserve_state(model):
+        for batch in batches:
+            _measure(model, batch, loss_fn, probes)
+            count += 1
+    if count == 0:
+        raise ValueError("batches: empty; calibrate needs at least one")
+    unreached = [name for name, probe in probes.items() if not probe.measured]
+    if unreached:
+        raise ValueError(
+            f"calibrate: no gradient reached {listed(unreached)}; "
+            "leave them out with filter_fn, or let their outputs require grad"
+        )
+    layers = [probe.plan(name, gw_fine, gain) for name, probe in probes.items()]
+    return Plan(tuple(layers), settings, count)
+
+
+class _Probe:
+    """Sums the squared errors of one layer over batches."""
+
+    def __init__(self, config: HotConfig, key: Key) -> None:
+        self._config = config
+        self._key = key
+        self._errors: dict[tuple[str, str], float] = {}
+        self._norms = {"gx": 0.0, "gw": 0.0}
+        self._pattern: tuple[tuple[float, ...], ...] | None = None
+
+    @property
+    def measured(self) -> bool:
+        return self._pattern is not None
+
+    @torch.no_grad()
+    def add(self, module: nn.Module, x: Tensor, gy: Tensor) -> None:
+        """Add one call of the layer, given its input and the gradient of its output."""
+        x, weight, gy, config = _as_linear(module, x, gy, self._config)
+        if self._pattern is None:
+            self._pattern = _pattern(gy)
+        key = self._key
+        x, weight, gy = x.float(), weight.float(), gy.float().contiguous()
+        block = config.hadamard_block
+        pad = -gy.shape[1] % block
+        transformed = functions.fwht(F.pad(gy, (0, pad)), block=block)
+        transformed_weight = functions.fwht(F.pad(weight, (0, 0, 0, pad)), axis=0, block=block)
+        self._norms["gx"] += _square(transformed @ transformed_weight)
+        for scale in GX_SCALES:
+            rounded = _rounded(transformed, config.gx_bits, scale, config.gx_rounding, key)
+            self._add("gx", scale, (rounded - transformed) @ transformed_weight)
+        options: dict[str, Any] = {
+            name: getattr(config, name)
+            for name in ("rank", "basis", "block", "rows", "token_grid", "prefix_tokens")
+        }
+        kept = functions.hla(gy, **options, side="gradient", key=key)
+        kept_x = functions.hla(x, **options, side="activation", key=key)
+        self._norms["gw"] += _square(kept.T @ kept_x)
+        for choice in GW_SCALES:
+            rounded = _rounded(kept, 8, _AXIS[choice], config.gw_rounding, key)
+            self._add("gw", choice, (rounded - kept).T @ kept_x)
+        self._key = key._replace(offset=key.offset + 1)
+
+    def _add(self, path: str, scale: str, error: Tensor) -> None:
+        entry = (path, scale)
+        self._errors[entry] = self._errors.get(entry, 0.0) + _square(error)
+
+    def plan(self, name: str, gw_fine: str, gain: float) -> LayerPlan:
+        gx: dict[str, float] = {scale: self._relative("gx", scale) for scale in GX_SCALES}
+        gw = {scale: self._relative("gw", scale) for scale in GW_SCALES}
+        fields = {
+            "gx_scale": "row" if gx["tensor"] - gx["row"] > gain * gx["tensor"] else "tensor",
+            "gw_scale": gw_fine if gw["tensor"] - gw[gw_fine] > gain * gw["tensor"] else "tensor",
+        }
+        return LayerPlan(name, gx, gw, fields, self._pattern or ())
+
+    def _relative(self, path: str, scale: str) -> float:
+        norm = self._norms[path]
+        return self._errors[path, scale] / norm if norm else 0.0
+
+
+def _layers(
+    model: nn.Module, config: HotConfig, filter_fn: Filter | None, slower: bool
+) -> list[str]:
+    """Names of the converted layers, or of those that convert would convert."""
+    converted = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(getattr(module, "config", None), HotConfig)
+        and not (isinstance(module, nn.MultiheadAttention) or is_8bit(module))
+    ]
+    if converted:
+        return converted
+    with preserve_state(model):
+        report = convert(model, config, filter_fn, slower=slower)
+    others = ("MultiheadAttention", "Linear8bitLt")
+    names = [layer.name for layer in report.converted if layer.kind not in others]
+    if not names:
+        raise ValueError(f"model: no layer to measure\n{report}")
+    return names
+
+
+def _measure(
+    model: nn.Module,
+    batch: Any,
+    loss_fn: Callable[[nn.Module, Any], Tensor],
+    probes: Mapping[str, _Probe],
+) -> None:
+    handles = []
+    try:
+        for name, probe in probes.items():
+            hook = _capture(probe)
+            handles.append(model.get_submodule(name).register_forward_hook(hook))
+        loss = loss_fn(model, batch)
+        if not isinstance(loss, Tensor) or not loss.requires_grad:
+            raise ValueError(
+                "loss_fn: returned nothing that requires grad; calibrate runs backward, which "
+                "needs a loss with a graph (no torch.no_grad, no detach, no .item())"
+            )
+        loss.backward()  # type: ignore[no-untyped-call]
+    finally:
+        for handle in handles:
+            handle.remove()
+        for parameter in model.parameters():
+            parameter.grad = None
+
+
+def _capture(probe: _Probe) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
+    def hook(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        if not isinstance(output, Tensor) or not output.requires_grad:
+            return
+        x = inputs[0].detach()
+
+        def on_gradient(gy: Tensor) -> None:
+            probe.add(module, x, gy.detach())
+
+        output.register_hook(on_gradient)  # type: ignore[no-untyped-call]
+
+    return hook
+
+
+def _as_linear(
+    module: nn.Module, x: Tensor, gy: Tensor, config: HotConfig
+) -> tuple[Tensor, Tensor, Tensor, HotConfig]:
+    """x ``[L, I]``, weight ``[O, I]``, gy ``[L, O]`` and the settings of the layer's products.
+
+    The tokens of a convolution are its output pixels, of as many images as unfold into
+    :data:`UNFOLDED_BYTES`, at least one.
+    """
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    weight = weight.detach()
+    if not isinstance(module, nn.Conv2d):
+        if not isinstance(module, nn.Linear):
+            weight = weight.T  # transformers' Conv1D keeps [I, O]
+        return x.reshape(-1, x.shape[-1]), weight, gy.reshape(-1, gy.shape[-1]), config
+    grid = (gy.shape[2], gy.shape[3])
+    image = 4 * weight[0].numel() * math.prod(grid)
+    images = max(1, UNFOLDED_BYTES // max(1, image))
+    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+    padded = F.pad(x[:images].float(), module._reversed_padding_repeated_twice, mode)
+    stride, dilation = module.stride, module.dilation
+    unfolded = F.unfold(padded, module.kernel_size, dilation=dilation, stride=stride)
+    tiled = config.basis in ("lowpass", "sequency")
+    return (
+        unfolded.transpose(1, 2).reshape(-1, weight[0].numel()),
+        weight.flatten(1),
+        gy[:images].permute(0, 2, 3, 1).reshape(-1, gy.shape[1]),
+        dataclasses.replace(config, token_grid=grid if tiled else None, prefix_tokens=0),
+    )
+
+
+def _rounded(
+    values: Tensor, bits: Literal[4, 8], scale: Granularity, rounding: Rounding, key: Key
+) -> Tensor:
+    codes, scales = functions.quantize(values, bits=bits, scale=scale, rounding=rounding, key=key)
+    result: Tensor = functions.dequantize(codes, scales, granularity=scale)
+    return result
+
+
+def _square(values: Tensor) -> float:
+    return float(values.double().square().sum())
+
+
+def _pattern(gy: Tensor) -> tuple[tuple[float, ...], ...]:
+    size = (min(PATTERN_SIZE, gy.shape[0]), min(PATTERN_SIZE, gy.shape[1]))
+    if 0 in size:
+        return ()
+    cells = F.adaptive_max_pool2d(gy.detach().float().abs()[None, None], size)[0, 0]
+    return tuple(tuple(row) for row in cells.tolist())

@@ -1,0 +1,564 @@
+"""Layers that take the same x keep one compressed x, for as long as the same noise is right."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import hotcore
+import pytest
+from hotcore.config import RECIPES, HotConfig, Key
+from support import equal_bits
+
+torch = pytest.importorskip("torch")
+import hotcore.torch as hot  # noqa: E402  (after the skip)
+from hotcore.torch import input_cache, ops  # noqa: E402  (after the skip)
+from torch import nn  # noqa: E402  (after the skip)
+from torch.utils.checkpoint import checkpoint  # noqa: E402  (after the skip)
+
+pytestmark = pytest.mark.usefixtures("seeded")
+WIDTH = 64
+
+
+def layers(count: int = 3, recipe: Any = "default") -> list[hot.HotLinear]:
+    return [hot.HotLinear(WIDTH, 48, config=recipe) for _ in range(count)]
+
+
+def data(tokens: int = 96) -> torch.Tensor:
+    return torch.randn(tokens, WIDTH)
+
+
+def images(tokens: int = 96) -> torch.Tensor:
+    """An activation: only those are shared."""
+    return data(tokens).requires_grad_() + 0
+
+
+def pixels() -> torch.Tensor:
+    return torch.randn(2, WIDTH, 8, 8).requires_grad_() + 0
+
+
+def kept(*outputs: torch.Tensor) -> list[torch.Tensor]:
+    """The compressed x that each output's node keeps."""
+    found = []
+    for y in outputs:
+        (saved,) = (t for t in y.grad_fn.saved_tensors if t is not None and t.dtype == torch.uint8)
+        found.append(saved)
+    return found
+
+
+def buffers(*outputs: torch.Tensor) -> int:
+    """How many different ones those are."""
+    return len({saved.data_ptr() for saved in kept(*outputs)})
+
+
+def drawn(seed: int, count: int) -> list[Key]:
+    """The keys of layers that draw after ``manual_seed(seed)``."""
+    torch.manual_seed(seed)
+    return [Key(0, int(torch.randint(2**63 - 1, (), dtype=torch.int64))) for _ in range(count)]
+
+
+# ----------------------------------------------------------------------------------- What is shared
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_one_buffer_and_the_gradients_of_both_keys(recipe: str) -> None:
+    x = images()
+    gy = torch.randn(96, 48)
+    first, *others = drawn(5, 4)
+    torch.manual_seed(5)
+    modules = layers(4, recipe)
+    torch.manual_seed(5)
+    outputs = [module(x) for module in modules]
+    assert buffers(*outputs) == 1
+    saved = hotcore.compress_activation(x.detach(), recipe, key=first)
+    for module, y, own in zip(modules, outputs, (first, *others), strict=True):
+        got = torch.autograd.grad(y, (x, module.weight, module.bias), gy)
+        weight = module.weight.detach()
+        need = ("gx", "gw", "gb")
+        expected = hotcore.backward_linear(gy, weight, saved, need=need, key=own)
+        for ours, theirs in zip(got, expected, strict=True):
+            equal_bits(ours, theirs)
+
+
+def test_the_bytes_depend_on_the_fields_of_the_form_alone() -> None:
+    # The others may differ between layers that share; a new field has to be put on one side.
+    changes: dict[str, Any] = {
+        "hadamard_block": 32, "gx_bits": 4, "gx_scale": "tensor", "weight_scale": "tensor",
+        "gx_rounding": "nearest", "gw_scale": "tensor", "gw_rounding": "nearest",
+    }  # fmt: skip
+    names = {field.name for field in dataclasses.fields(HotConfig)}
+    assert names == set(changes) | set(input_cache._FIELDS)
+    x = images()
+    for recipe in RECIPES:
+        base = HotConfig.recipe(recipe)
+        for name, value in changes.items():
+            other = dataclasses.replace(base, **{name: value})
+            assert input_cache.config_key(other) == input_cache.config_key(base)
+            one, two = (
+                hotcore.compress_activation(x.detach(), c, key=3).data for c in (base, other)
+            )
+            assert torch.equal(one, two), (recipe, name)
+    q, k = hot.HotLinear(WIDTH, 48), hot.HotLinear(WIDTH, 48, config="int4")  # g_x's bits differ
+    accurate = hot.HotLinear(WIDTH, 48, config="accurate")
+    assert buffers(q(x), k(x)) == 1
+    assert buffers(q(x), accurate(x)) == 2
+
+
+def test_convolutions_that_keep_the_same_pixels() -> None:
+    x = pixels()
+    point = [hot.HotConv2d(WIDTH, 32, 1, config="fast") for _ in range(2)]
+    strided = hot.HotConv2d(WIDTH, 32, 1, 2, config="fast")
+    wide = [hot.HotConv2d(WIDTH, 32, k, padding=k // 2, config="fast") for k in (3, 5)]
+    outputs = [module(x) for module in (*point, strided, *wide)]
+    assert len({s.data_ptr() for s in kept(*outputs)}) == 3
+    assert buffers(*outputs[:2]) == buffers(*outputs[3:]) == 1
+    # Each is right: as good as one that kept an x of its own.
+    exact = nn.functional.conv2d
+    for module, y in zip((*point, strided, *wide), outputs, strict=True):
+        gy = torch.randn_like(y)
+        weight = module.weight.detach().requires_grad_()
+        plain = exact(x, weight, stride=module.stride, padding=module.padding)
+        (wanted,) = torch.autograd.grad(plain, weight, gy)
+        (alone,) = torch.autograd.grad(module(x), module.weight, gy)
+        (got,) = torch.autograd.grad(y, module.weight, gy)
+        assert (got - wanted).norm() < 1.3 * (alone - wanted).norm()
+
+
+def test_a_1x1_convolution_uses_both_keys() -> None:
+    x, gy = pixels(), torch.randn(2, 32, 8, 8)
+    modules = [hot.HotConv2d(WIDTH, 32, 1, bias=False, config="fast") for _ in range(2)]
+    first, second = drawn(5, 2)
+    torch.manual_seed(5)
+    _, y = (outputs := [module(x) for module in modules])
+    assert buffers(*outputs) == 1
+    (got,) = torch.autograd.grad(y, modules[1].weight, gy)
+    tokens, grads = (t.detach().permute(0, 2, 3, 1).reshape(-1, t.shape[1]) for t in (x, gy))
+    saved = hotcore.compress_activation(tokens, "fast", key=first)
+    expected = hotcore.backward_linear(grads, None, saved, need="gw", key=second)
+    equal_bits(got[:, :, 0, 0], expected.gw)
+
+
+def test_memory_report_counts_it_once() -> None:
+    class Three(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shift = nn.Parameter(torch.zeros(WIDTH))
+            self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x + self.shift
+            return self.q(x) + self.k(x) + self.v(x)
+
+    x = data(128)
+    report = hot.memory_report(Three(), x, "accurate", filter_fn=lambda module, name: True)
+    sizes = {module.name: module.after for module in report.modules}
+    assert sizes["q"] == x.numel() + 4 * WIDTH + 8  # codes, a scale a channel, the seed
+    assert not sizes.get("k") and not sizes.get("v")
+    assert report.before == x.nbytes
+
+
+# ------------------------------------------------------------------------------- What is not shared
+
+
+def test_another_x_a_changed_x_and_a_view() -> None:
+    q, k = layers(2)
+    x, other = images(), images()
+    y, x_again = q(x), x.detach()
+    assert buffers(y, k(x)) == 1
+    assert buffers(y, k(x_again)) == 2
+    y = q(x)
+    k(other)
+    assert buffers(y, k(x)) == 2  # only the last x is remembered
+    y = q(x)
+    x.mul_(2)
+    z = k(x)
+    assert buffers(y, z) == 2
+    seed = next(t for t in z.grad_fn.saved_tensors if t is not None and t.dtype == torch.int64)
+    assert torch.equal(kept(z)[0], ops.compress_activation(x, seed, k.config.json))
+
+
+def fused_step(x: torch.Tensor) -> None:
+    x.grad = torch.ones_like(x)
+    torch.optim.AdamW([x], lr=0.5, fused=True).step()
+
+
+def gathered(x: torch.Tensor) -> None:
+    """What a collective does: it writes the memory, and the version stays."""
+    x.detach().data.copy_(data())
+
+
+def through_numpy(x: torch.Tensor) -> None:
+    x.detach().numpy()[:] = data().numpy()
+
+
+def through_dlpack(x: torch.Tensor) -> None:
+    torch.from_dlpack(x.detach()).copy_(data())
+
+
+def through_storage(x: torch.Tensor) -> None:
+    x.untyped_storage().copy_(data().untyped_storage())
+
+
+def new_data(x: torch.Tensor) -> None:
+    x.data = data()
+
+
+WRITES = (fused_step, gathered, through_numpy, through_dlpack, through_storage, new_data)
+
+
+def error(y: torch.Tensor, weight: torch.Tensor, x: torch.Tensor) -> float:
+    """Of g_w, beside the exact one for x as it is."""
+    gy = torch.randn(96, 48)
+    (got,) = torch.autograd.grad(y, weight, gy)
+    exact = gy.t() @ x.detach()
+    return float((got - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("kind", ["data", "parameter", "view"])
+@pytest.mark.parametrize("write", WRITES)
+def test_a_leaf_that_is_written_past_its_version(write: Any, kind: str) -> None:
+    # While an output for the old values lives. Off by 0.7 to 1.4 with the old codes.
+    q, k = layers(2)
+    leaf = data() if kind == "data" else nn.Parameter(data())
+    x = leaf.view(96, WIDTH) if kind == "view" else leaf
+    y = q(x)
+    if write is new_data:
+        write(x)
+    else:
+        write(leaf)
+    assert error(k(x), k.weight, x) < 0.2
+    assert y.grad_fn is not None
+
+
+def test_an_activation_whose_memory_is_another() -> None:
+    q, k = layers(2)
+    x = images()
+    y = q(x)
+    new_data(x)
+    z = k(x)
+    assert buffers(y, z) == 2 and error(z, k.weight, x) < 0.2
+
+
+def test_the_switch() -> None:
+    q, k, v = layers()
+    x = images()
+    assert hot.share_inputs.enabled
+    with hot.share_inputs(False):
+        y = q(x)
+        gathered(x)
+        z = k(x)
+        assert buffers(y, z, v(x)) == 3 and error(z, k.weight, x) < 0.2
+        with hot.share_inputs(True):
+            assert buffers(q(x), k(x)) == 1
+        with ThreadPoolExecutor(1) as other:  # the process's
+            assert other.submit(lambda: buffers(q(x), k(x))).result() == 2
+        assert repr(hot.share_inputs(False)) == "share_inputs(enabled=False)"
+    assert buffers(q(x), k(x)) == 1
+    hot.share_inputs(False)
+    try:
+        assert buffers(q(x), k(x)) == 2
+    finally:
+        hot.share_inputs(True)
+    with pytest.raises(ZeroDivisionError), hot.share_inputs(False):
+        raise ZeroDivisionError
+    assert hot.share_inputs.enabled
+
+
+def test_autocast_to_another_dtype() -> None:
+    q, k, v = layers()
+    x = images()
+    y = q(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = k(x), v(x)
+    assert buffers(y, *cast) == 2 and buffers(*cast) == 1
+
+
+def test_inference_tensors_and_subclasses_keep_their_own() -> None:
+    class Watched(torch.Tensor):
+        pass
+
+    q, k = layers(2)
+    with torch.inference_mode():
+        inferred = images()
+    # A plain layer refuses the one; the other may want to see each operator.
+    for x in (inferred, images().as_subclass(Watched)):
+        assert buffers(q(x), k(x)) == 2
+
+
+def test_dispatch_modes_see_every_compression() -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen: list[str] = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    q, k = layers(2)
+    x = images()
+    y = q(x)
+    with Mode():
+        assert buffers(y, k(x), q(x)) == 3
+    assert seen.count("hotcore.compress_activation.default") == 2
+
+
+def test_a_frozen_layer_compresses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[torch.Size] = []
+    compress = ops.compress_activation
+    monkeypatch.setattr(
+        ops, "compress_activation", lambda x, *rest: calls.append(x.shape) or compress(x, *rest)
+    )
+    frozen, q, k = layers()
+    frozen.weight.requires_grad_(False)
+    x = images()
+    outputs = frozen(x), q(x), frozen(x), k(x)
+    assert calls == [x.shape]
+    sum(y.sum() for y in outputs).backward()
+    assert frozen.weight.grad is None and k.weight.grad.isfinite().all()
+
+
+# ------------------------------------------------------------------------------ How long it is kept
+
+
+def test_the_noise_is_fresh_at_every_step() -> None:
+    (q,) = layers(1, "fast")
+    x, gy = images(), torch.randn(96, 48)
+    found = []
+    for _ in range(3):
+        y = q(x)
+        found.append((kept(y)[0].clone(), torch.autograd.grad(y, q.weight, gy, retain_graph=True)))
+        assert buffers(y, q(x)) == 2  # although x and the graph are alive
+    for one, two in ((0, 1), (1, 2)):
+        assert not torch.equal(found[one][0], found[two][0])
+        assert not torch.equal(found[one][1][0], found[two][1][0])
+
+
+def test_a_layer_that_comes_again_draws_afresh() -> None:
+    # Several samples before one backward: their noise has to average out.
+    q, k, v = layers(3, "fast")
+    x, gy = images(), torch.randn(96, 48)
+    samples = [[module(x) for module in (q, k, v)] for _ in range(3)]
+    assert [buffers(*outputs) for outputs in samples] == [1, 1, 1]
+    assert buffers(*(y for outputs in samples for y in outputs)) == 3
+    exact = gy.t() @ x.detach()
+    errors = [torch.autograd.grad(outputs[1], k.weight, gy)[0] - exact for outputs in samples]
+    assert sum(errors).norm() / 3 < 0.75 * min(e.norm() for e in errors)  # 0.58
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_of_a_fixed_x_is_fresh_at_every_step(reentrant: bool) -> None:
+    q, k = layers(2, "fast")
+    x = images()
+    found = []
+    for _ in range(2):
+        y = checkpoint(lambda x: q(x) * k(x), x, use_reentrant=reentrant)
+        q.weight.grad = None
+        y.sum().backward()
+        found.append(q.weight.grad)
+        assert input_cache.current().entry is None
+    assert not torch.equal(*found)
+
+
+def test_a_forward_that_was_thrown_away_leaves_nothing() -> None:
+    (q,) = layers(1)
+    x = images()
+    y = q(x)
+    held = weakref.ref(kept(y)[0])
+    assert held() is not None
+    del y
+    assert held() is None and input_cache.current().entry is None
+
+
+def test_x_lives_no_longer_and_takes_the_entry_along() -> None:
+    (q,) = layers(1)
+    source = images().requires_grad_()
+    x = source * 1
+    gone = weakref.ref(x)
+    y = q(x)
+    assert input_cache.current().entry is not None
+    del x
+    assert gone() is None and input_cache.current().entry is None
+    # The graph still has the bytes, and alone.
+    held = weakref.ref(kept(y)[0])
+    assert held() is not None
+    del y
+    assert held() is None
+
+
+def test_an_x_that_only_autograd_holds_is_still_the_same() -> None:
+    # Its Python object is put away while C++ holds the tensor, and comes back as itself.
+    q, k = layers(2)
+    source = images().requires_grad_()
+    x = source * 1
+    twice = x * x  # saves x
+    y = q(x)
+    del x
+    gc.collect()
+    assert input_cache.current().entry is not None
+    again = twice.grad_fn._saved_self
+    assert buffers(y, k(again)) == 1
+    del again, twice
+    gc.collect()
+    assert input_cache.current().entry is None
+
+
+def test_threads_have_entries_of_their_own() -> None:
+    q, k, v = layers()
+    x = images()
+    barrier = threading.Barrier(2)
+    found: dict[int, tuple[torch.Tensor, ...]] = {}
+
+    def run(index: int) -> None:
+        y = q(x)
+        barrier.wait()
+        z = k(x)
+        barrier.wait()
+        if index == 0:
+            (y.sum() + z.sum()).backward(retain_graph=True)
+        barrier.wait()
+        found[index] = (y, z, v(x))
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert buffers(*found[0]) == 2 and buffers(*found[1]) == 1  # the one ran a backward, not both
+    assert buffers(*found[0], *found[1]) == 3
+
+
+def test_backward_in_another_thread_ends_it() -> None:
+    # As on CUDA, where autograd has threads of its own.
+    q, k = layers(2)
+    x = images()
+    y = q(x)
+    thread = threading.Thread(target=lambda: y.sum().backward(retain_graph=True))
+    thread.start()
+    thread.join()
+    assert buffers(y, k(x)) == 2
+
+
+def test_a_checkpoint_repeated_in_another_thread_is_fresh() -> None:
+    q, k = layers(2, "fast")
+    x = images()
+    found = []
+    with ThreadPoolExecutor(1) as other:
+        for _ in range(2):
+            q.weight.grad = None
+            y = checkpoint(lambda x: q(x) * k(x), x, use_reentrant=False)
+            other.submit(y.sum().backward).result()
+            found.append(q.weight.grad)
+            assert other.submit(lambda: input_cache.current().entry).result() is None
+    assert input_cache.current().entry is None
+    assert not torch.equal(*found)
+
+
+# ---------------------------------------------------------------------- With what people use around
+
+
+@pytest.mark.parametrize("recipe", ["default", "fast"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint_repeats_the_bits(recipe: str, reentrant: bool) -> None:
+    modules = layers(3, recipe)
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(x)
+        return modules[0](x) * modules[1](x) + modules[2](x)
+
+    def run(wrapped: bool) -> list[torch.Tensor]:
+        torch.manual_seed(7)
+        x = data().requires_grad_()
+        y = checkpoint(block, x, use_reentrant=reentrant) if wrapped else block(x)
+        weights = [module.weight for module in modules]
+        for weight in weights:
+            weight.grad = None
+        y.square().sum().backward()
+        return [x.grad, *(weight.grad for weight in weights)]
+
+    assert all(torch.equal(a, b) for a, b in zip(run(True), run(False), strict=True))
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_checkpoint_of_one_of_them(ended: bool) -> None:
+    # The bytes that are made again come with their own seed, whatever forward had shared.
+    q, k = layers(2, "fast")
+    x = images()
+    gy = torch.randn(96, 48)
+    _, own = drawn(7, 2)
+    torch.manual_seed(7)
+    y = q(x)
+    z = checkpoint(k, x, use_reentrant=False)
+    if ended:  # the entry, by a backward before the checkpoint's
+        y.sum().backward(retain_graph=True)
+    (got,) = torch.autograd.grad(z, k.weight, gy)
+    saved = hotcore.compress_activation(x.detach(), "fast", key=own)
+    equal_bits(got, hotcore.backward_linear(gy, None, saved, need="gw", key=own).gw)
+    assert buffers(y) == 1
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_gradient_accumulation(in_place: bool) -> None:
+    modules = layers(2, "fast")
+    parts = [images() for _ in range(3)]
+    weights = [module.weight for module in modules]
+
+    def step() -> list[torch.Tensor]:
+        torch.manual_seed(4)
+        for weight in weights:
+            weight.grad = None
+        for part in parts:
+            outputs = [module(part) for module in modules]
+            assert buffers(*outputs) == 1
+            (outputs[0] * outputs[1]).sum().backward()
+        return [weight.grad for weight in weights]
+
+    expected = step()
+    with hot.gradient_accumulation(in_place=in_place):
+        got = step()
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(b.abs().max()))
+        assert in_place or torch.equal(a, b)
+
+
+@pytest.mark.cuda
+def test_streams_and_captures_keep_their_own() -> None:
+    q, k = (module.cuda() for module in layers(2))
+    x = images().cuda()
+    y = q(x)
+    assert buffers(y, k(x)) == 1
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        other = k(x)
+        assert buffers(y, other) == 2 and buffers(other, q(x)) == 1
+    torch.cuda.current_stream().wait_stream(side)
+    y = q(x)
+    entry = input_cache.current().entry
+    assert entry is not None
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = q(x), k(x)
+    assert input_cache.current().entry is entry
+    assert buffers(y, *captured) == 3
+
+
+@pytest.mark.cuda
+def test_backward_on_cuda_ends_it() -> None:
+    q, k = (module.cuda() for module in layers(2, "fast"))
+    x = images().cuda()
+    for wrapped in (False, True):
+        found = []
+        for _ in range(2):
+            q.weight.grad = None
+            y = checkpoint(lambda x: q(x) * k(x), x, use_reentrant=False) if wrapped else q(x)
+            y.sum().backward()
+            found.append(q.weight.grad)
+            assert input_cache.current().entry is None
+        assert not torch.equal(*found), wrapped
