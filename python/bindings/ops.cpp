@@ -544,7 +544,8 @@ void bind_ops(nb::module_& m) {
   m.def("compress_activation", &compress_activation, "context"_a, "x"_a.noconvert(), "spec"_a,
         "key"_a, "saved"_a.noconvert(), "workspace"_a.noconvert().none() = nb::none());
   m.def("decompress_activation", &decompress_activation, "context"_a, "saved"_a.noconvert(),
-        "tokens"_a, "in_features"_a, "saved_key"_a, "first"_a, "last"_a, "spec"_a, "out"_a.noconvert());
+        "tokens"_a, "in_features"_a, "saved_key"_a, "first"_a, "last"_a, "spec"_a,
+        "out"_a.noconvert());
   m.def("quantized_weight_bytes", &quantized_weight_bytes, "out_features"_a, "in_features"_a,
         "spec"_a);
   m.def("quantize_weight_workspace", &quantize_weight_workspace, "context"_a, "out_features"_a,

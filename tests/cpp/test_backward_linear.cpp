@@ -85,12 +85,8 @@ TEST(BackwardLinear, close_to_the_plain_product) {
   const struct {
     const char* name;
     double gx, gw;
-  } bounds[] = {{"default", 0.02, 0.2},
-                {"fast", 0.02, 1.3},
-                {"int4", 0.3, 0.2},
-                {"paper", 0.6, 0.9},
-                {"accurate", 0.02, 0.02},
-                {"compact", 0.02, 0.5}};
+  } bounds[] = {{"default", 0.02, 0.2}, {"fast", 0.02, 1.3},      {"int4", 0.3, 0.2},
+                {"paper", 0.6, 0.9},    {"accurate", 0.02, 0.02}, {"compact", 0.02, 0.5}};
   for (const auto& bound : bounds) {
     Layer layer(160, 67, 50, recipe(bound.name));
     layer.run(cpu());
@@ -167,12 +163,10 @@ TEST(BackwardLinear, expectation_is_the_plain_product) {
   const struct {
     const char* name;
     BackwardLinearSpec spec;
-  } cases[] = {{"default", recipe("default")},
-               {"fast", recipe("fast")},
-               {"accurate", recipe("accurate")},
-               {"fast, equalised", equalized(recipe("fast"))},
-               {"rht4", rotated(Storage::rht4)},
-               {"rht4, equalised", equalized(rotated(Storage::rht4))}};
+  } cases[] = {
+      {"default", recipe("default")},   {"fast", recipe("fast")},
+      {"accurate", recipe("accurate")}, {"fast, equalised", equalized(recipe("fast"))},
+      {"rht4", rotated(Storage::rht4)}, {"rht4, equalised", equalized(rotated(Storage::rht4))}};
   for (const auto& [name, spec] : cases) {
     Layer layer(40, 3, 4, spec);
     const std::vector<double> plain = plain_gw(layer);

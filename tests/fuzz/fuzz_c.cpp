@@ -131,8 +131,8 @@ class CApi {
     hot_saved_layout out = HOT_SAVED_LAYOUT_INIT;
     const Outcome outcome =
         filled(out, [&] { return hot_saved_layout_of(tokens, in, spec_of(spec), &out); });
-    layout = {out.bytes,     out.channels, out.k,           out.k_padded,
-              out.row_bytes, out.scales,   out.scale_offset, out.exponent_offset};
+    layout = {out.bytes,        out.channels,       out.k, out.k_padded, out.row_bytes, out.scales,
+              out.scale_offset, out.exponent_offset};
     return outcome;
   }
   Outcome supported(const hot::LinearShape& shape, const hot::BackwardLinearSpec& spec) {

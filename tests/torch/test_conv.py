@@ -87,6 +87,7 @@ def test_recipes(recipe: str, kernel: int) -> None:
         "int4": (0.97, 0.98),
         "paper": (0.93, 0.6),
         "accurate": (0.999, 0.999),
+        "compact": (0.999, 0.9),
     }[recipe]
     plain = nn.Conv2d(32, 48, kernel, padding=kernel // 2)
     x = torch.randn(4, 32, 16, 16, requires_grad=True)
@@ -286,6 +287,8 @@ def test_dtypes(kernel: int, dtype: torch.dtype) -> None:
         ("fast", 3, 0.54),
         ("paper", 3, 0.54),
         ("accurate", 3, 1.01),
+        ("compact", 1, 0.3),
+        ("compact", 3, 0.3),
     ],
 )
 @pytest.mark.parametrize("channels_last", [False, True])

@@ -96,8 +96,8 @@ HOT_API SavedLayout saved_layout(std::int64_t tokens, std::int64_t in_features,
                                  const BackwardLinearSpec& spec);
 
 /// Identifies the format of a compressed activation: a hash of `low_rank`, `storage`, `x_scale`,
-/// `x_rounding` and `equalize_tokens`, as far as the bytes depend on them. Never 0. Backward refuses
-/// any other format.
+/// `x_rounding` and `equalize_tokens`, as far as the bytes depend on them. Never 0. Backward
+/// refuses any other format.
 HOT_API std::uint64_t saved_format(const BackwardLinearSpec& spec);
 
 /// Memory for a compressed activation: saved_layout(...).bytes bytes, 16-byte aligned.

@@ -83,7 +83,7 @@ void load_row(const SimdKernels& simd, const MatrixIn& x, std::int64_t row, std:
            dst);
   if (x.exponents == nullptr) return;
   const std::uint32_t biased = x.exponents[row];
-  const float power = bits_float((x.divide ? 254U - biased : biased) << 23);
+  const float power = float_from_bits((x.divide ? 254U - biased : biased) << 23);
   for (std::int64_t i = 0; i < count; ++i) dst[i] *= power;
 }
 

@@ -279,7 +279,7 @@ class RotatedBlock {
     simd_.amax_strip(rows, rotated_block, amax);
     for (int c = 0; c < strip_columns; ++c) {
       const bool used =
-          c < cols && amax[c] < float_infinity_bits && bits_float(amax[c]) >= 0x1p-100F;
+          c < cols && amax[c] < float_infinity_bits && float_from_bits(amax[c]) >= 0x1p-100F;
       keep_[c] = used ? ~0U : 0U;
       scale_[c] = amax[c] >= float_infinity_bits ? bf16_nan : std::uint16_t{0};
       inv_[c] = 0.0F;
@@ -289,7 +289,7 @@ class RotatedBlock {
     if (job_.bits == 4) {
       for (int c = 0; c < cols; ++c) {
         if (keep_[c] == 0) continue;
-        scale_[c] = float_to_bf16_up(bits_float(amax[c]) / 7.5F);
+        scale_[c] = float_to_bf16_up(float_from_bits(amax[c]) / 7.5F);
         inv_[c] = 1.0F / bf16_to_float(scale_[c]);
       }
       simd_.dither_strip(rows, cols, 4, inv_, keep_, u, nullptr, packed, job_.row_bytes);
@@ -315,7 +315,7 @@ class RotatedBlock {
                           std::uint8_t* packed) {
     float power[strip_columns] = {};  // brings the largest value to between 2 and 4
     for (int c = 0; c < cols; ++c) {
-      if (keep_[c] != 0) power[c] = bits_float((255U - (amax[c] >> 23)) << 23);
+      if (keep_[c] != 0) power[c] = float_from_bits((255U - (amax[c] >> 23)) << 23);
     }
     for (int i = 0; i < elements; ++i) rows[i] *= power[i % strip_columns];
     sum_products(rows, rows);
@@ -324,13 +324,13 @@ class RotatedBlock {
     for (int c = 0; c < cols; ++c) {
       if (keep_[c] == 0) continue;
       const float spread = std::sqrt(squares[c] / 64.0F);
-      inv_[c] = 1.5F / std::min(bits_float(amax[c]) * power[c], 1.75F * spread);
+      inv_[c] = 1.5F / std::min(float_from_bits(amax[c]) * power[c], 1.75F * spread);
     }
     simd_.dither_strip(rows, cols, 2, inv_, keep_, u, values_, packed, job_.row_bytes);
     sum_products(rows, values_);
     for (int c = 0; c < cols; ++c) {
       if (keep_[c] == 0) continue;
-      const float back = bits_float(((amax[c] >> 23) - 1U) << 23);  // 1 / power
+      const float back = float_from_bits(((amax[c] >> 23) - 1U) << 23);  // 1 / power
       scale_[c] = float_to_bf16(squares[c] / products_[c] * back);
     }
   }

@@ -300,7 +300,7 @@ void CpuBackend::token_exponents(const Context& context, const MatrixIn& x,
         exponents[r] = largest == 255 ? 127 : 27;
         continue;
       }
-      const float unit = bits_float(static_cast<std::uint32_t>(268 - largest) << 23);
+      const float unit = float_from_bits(static_cast<std::uint32_t>(268 - largest) << 23);
       std::int64_t sum = 0;
       row.chunks(r, [&](std::int64_t, std::int64_t count, const float* v) {
         sum += simd.sum_magnitudes(v, count, unit);
@@ -362,7 +362,8 @@ void decompress_rotated(const Context& context, const DecompressJob& job) {
       float* const row = rows + t * strip_columns;
       simd.scale_row(row, (negative >> t & 1U) != 0 ? -0x1p-6F : 0x1p-6F);
       if (job.exponents != nullptr) {
-        simd.scale_row(row, bits_float(static_cast<std::uint32_t>(job.exponents[token]) << 23));
+        simd.scale_row(row,
+                       float_from_bits(static_cast<std::uint32_t>(job.exponents[token]) << 23));
       }
       store_row(simd, row, token - job.first, col, cols, out);
     }
@@ -408,7 +409,7 @@ void CpuBackend::decompress(const Context& context, const DecompressJob& job) co
     for (std::int64_t token = from; token < to; ++token) {
       float* const row = rows + (token - begin) * strip_columns;
       if (job.exponents != nullptr) {
-        const float power = bits_float(static_cast<std::uint32_t>(job.exponents[token]) << 23);
+        const float power = float_from_bits(static_cast<std::uint32_t>(job.exponents[token]) << 23);
         for (std::int64_t c = 0; c < cols; ++c) row[c] *= power;
       }
       store_row(simd, row, token - job.first, col, cols, out);
