@@ -163,9 +163,10 @@ typedef struct hot_spec {
   int32_t x_scale; /* storage INT8: HOT_SCALE_ROW (per channel) or HOT_SCALE_TENSOR */
   int32_t x_rounding;
   int32_t equalize_tokens; /* 0 or 1 */
+  int32_t reserved;        /* 0 */
 } hot_spec;
 
-#define HOT_SPEC_INIT {sizeof(hot_spec), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}
+#define HOT_SPEC_INIT {sizeof(hot_spec), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}
 
 /* The recipe of that name: "default", "fast", "int4", "paper", "accurate", "compact".
  * spec->struct_size is read. */
