@@ -1,4 +1,4 @@
-// The CUDA backend as a whole: what its device is, and the plans of plan.cpp, made and executed.
+// The CUDA backend as a whole: facts about the device, and plans (plan.h), made and executed.
 #include "cuda/backend.h"
 
 #include <algorithm>
@@ -64,7 +64,7 @@ namespace {
 using plan::Kernel;
 using plan::Step;
 
-// The memory of a call: what is null is in no step of its plan.
+// The memory of a call. A null pointer is in no step of its plan.
 struct Memory {
   plan::Zeroed zeroed{};
   MatrixIn gy{};
@@ -77,7 +77,7 @@ struct Memory {
   const ColumnsJob* weight = nullptr;      // w
   const ColumnsJob* activation = nullptr;  // P x
   const GroupsJob* groups = nullptr;       // x from INT4
-  const ColumnSum* sum = nullptr;          // g_b on the way, and
+  const ColumnSum* sum = nullptr;          // g_b beside the codes of g_y, and
   const ColumnSum* sum_alone = nullptr;    // on its own
   GemmArgs product[2]{};                   // g_x, g_w
   void* scratch[2] = {nullptr, nullptr};   // of each
@@ -98,7 +98,7 @@ const RowsJob& job_of(const Memory& memory, plan::RowsOf of) {
                                    : memory.weight_rows);
 }
 
-// Where single scales are spread out, and what follows them.
+// Single scales as vectors in the workspace, and the rest of it.
 struct SpreadScales {
   float *a, *b;
   void* rest;

@@ -43,7 +43,7 @@ class CudaBackend final : public Backend {
   void forward(const Context&, const ForwardCall&, void* workspace) const override;
 };
 
-// What plans know of a context's device; it answers as long as it lives.
+// Facts about a context's device for plans; answers queries during its life.
 class CudaDevice final : public plan::DeviceQueries {
  public:
   explicit CudaDevice(const Context&);

@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(threads)
     }
   }
   for (int w = thread / 32; w < words; w += warps) {
-    // Not read before: what is not there is not written either.
+    // Past the last channel the tile is undefined, and nothing is stored.
     const unsigned word[2] = {tile[channel[0] * pitch + w], tile[channel[1] * pitch + w]};
 #pragma unroll
     for (int t = 0; t < word_tokens; ++t) {

@@ -7,9 +7,9 @@
 namespace hot::detail {
 namespace {
 
-// What the choice knows of a generation of GPUs, of one multiprocessor. The H200's figures are
-// measured (docs/dev/mma-sync.md), with its clock at 1.75 GHz; the others' are its rates by the
-// data sheets, and their memory's beside it.
+// One multiprocessor of a generation of GPUs. The H200's figures are measured at 1.75 GHz
+// (docs/dev/mma-sync.md); the others follow from them by the rates and the memory in the data
+// sheets.
 struct Generation {
   int shared_bytes;
   double rate;     // multiply-adds of INT8 in a cycle

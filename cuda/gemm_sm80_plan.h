@@ -40,7 +40,7 @@ using Mma128x128x64 = MmaTile<128, 128, 2, 2, 64, 3, 2>;
 using Mma64x64x64 = MmaTile<64, 64, 2, 2, 64, 4, 4>;
 using MmaAny = MmaTile<128, 128, 2, 4, 64, 4, 1, true>;
 
-// The same as a value. `rate`: multiply-adds, of those of the quickest tile, where tiles fill the
+// The same as a value. `rate`: multiply-adds, relative to the quickest tile, where tiles fill the
 // GPU; measured on an H200 (docs/dev/mma-sync.md).
 struct MmaTileFacts {
   std::string_view name;
@@ -79,7 +79,7 @@ struct MmaProduct {
 
 struct MmaPlan {
   int tile;    // its number in the list
-  int band;    // rows of tiles that are gone through together
+  int band;    // rows of tiles that run together
   int blocks;  // of the grid
   int whole;   // tiles done by one CTA each,
   int shared;  // and tiles after them whose steps `sharers` of the CTAs share out evenly

@@ -33,9 +33,9 @@
 namespace hot::detail {
 namespace {
 
-// ---- where things lie ---------------------------------------------------------------------------
+// ---- layouts ------------------------------------------------------------------------------------
 
-// A dimension of equal things, such as the blocks along the axis.
+// A dimension of equally spaced items, such as the blocks along the axis.
 struct Dim {
   std::int64_t size, stride_x, stride_out;
 };
@@ -248,8 +248,8 @@ struct ExchangePlan {
 __device__ constexpr int own_swap(int owner) { return owner & 7; }
 
 // Copies the raw elements, of `size` bytes, of the transforms from number `first` on to shared
-// memory, each by the n / 64 threads that have it first. Past the last one it comes again, and is
-// not stored.
+// memory, each by the n / 64 threads that take it first. Past the last transform the copy repeats
+// the last one, which is not stored.
 template <int LogN, int size>
 __device__ void copy_raw(const Job& job, std::int64_t first, const unsigned char* raw) {
   using P = ExchangePlan<LogN>;
@@ -347,7 +347,7 @@ struct ExchangeStep {
 };
 
 // Prefetch, for elements of 16 bits: the raw ones have a place of their own; a CTA takes
-// every gridDim.x-th transform and the next one comes meanwhile.
+// every gridDim.x-th transform and copies the next one meanwhile.
 template <int LogN, bool Prefetch>
 __global__ void __launch_bounds__(ExchangePlan<LogN>::threads, ExchangePlan<LogN>::blocks_per_sm)
     fwht_exchange(const Job job) {
@@ -407,7 +407,7 @@ template <int LogN, bool Prefetch>
 void launch_exchange(const Context& context, std::int64_t blocks, std::size_t shared,
                      const Job& job) {
   const auto kernel = fwht_exchange<LogN, Prefetch>;
-  // What is left to the L1 cache serves nothing here.
+  // The L1 cache has no use here: all of it is shared memory.
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                                   cudaSharedmemCarveoutMaxShared),
              "fwht", "cudaFuncSetAttribute");
@@ -448,7 +448,7 @@ constexpr int tile_threads = 512;
 
 struct TileShape {
   int log_n, log_fibres;
-  bool along_axis_x, along_axis_out;  // which way memory is walked: along the axis, across fibres
+  bool along_axis_x, along_axis_out;  // order of accesses: along the axis, across fibres
 };
 
 __device__ inline int padded(int word) { return word + (word >> 5); }

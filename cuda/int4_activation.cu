@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(128) group_pairs_kernel(GroupsArgs args) {
   const std::int64_t col = blockIdx.x % tiles * 128 + warp * 32 + 2 * (lane % 16);
   const std::int64_t g = blockIdx.x / tiles;
   const int half = lane / 16;
-  const bool live = col < args.x.cols;  // all lanes stay for the exchange
+  const bool live = col < args.x.cols;  // all lanes take part in the shuffle
   const std::int64_t first = g * 64 + half * 32;
   const auto* from =
       static_cast<const char*>(args.x.data) + (first * args.x.row_stride + col) * Tag::size;

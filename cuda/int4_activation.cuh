@@ -26,7 +26,7 @@ struct RequantizeArgs {
   DeviceKey key;
 };
 
-// Thread t of the T that share channel `row`; `all_max` makes a value the largest of theirs.
+// Thread t of the T that share channel `row`; `all_max` returns the largest of their values.
 template <Rounding rounding, class AllMax>
 __device__ __forceinline__ void requantize_channel(const RequantizeArgs& args, std::int64_t row,
                                                    int t, int T, const AllMax& all_max) {

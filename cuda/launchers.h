@@ -1,5 +1,5 @@
-// The steps of a plan as launches, each in the file of its kernel: what was decided is in the step,
-// the memory in the other arguments, and nothing is decided here. The device is current.
+// The steps of a plan as launches, each in the file of its kernel. The step holds all decisions,
+// the other arguments hold the memory. The device is current.
 #pragma once
 
 #include <cstdint>

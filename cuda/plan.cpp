@@ -142,9 +142,9 @@ bool Buffers::meets(Buffers other) const {
 
 static_assert(std::is_trivially_copyable_v<Step>);  // as Plan's slots are
 
-// A step that waits starts when all before it has ended, and one that does not starts when every
-// CTA of the one before has started. So what may still run is the last one that waited and
-// all since; the first step of a call knows nothing of what is before it.
+// A step that waits starts when all steps before it have ended. A step that does not wait starts
+// when every CTA of the previous one has started. So the last step that waited, and all since, may
+// still run. The first step of a call waits: it cannot know what runs before the call.
 Step& Plan::add(Kernel kernel, const LaunchShape& shape, Buffers reads, Buffers writes) {
   if (count_ == max_steps) {
     throw Error(ErrorCode::unsupported, "plan: more steps than a plan has");
@@ -155,7 +155,7 @@ Step& Plan::add(Kernel kernel, const LaunchShape& shape, Buffers reads, Buffers 
   step.reads = reads;
   step.writes = writes;
   if (shape.blocks == 0 && kernel != Kernel::zero)
-    return step;  // no work: the next takes its place
+    return step;  // no work: the next step takes its place
   step.independent = info(kernel).can_overlap && last_waiting_ >= 0;
   for (int i = last_waiting_; step.independent && i < count_; ++i) {
     const Step& before = (*this)[i];
@@ -205,8 +205,8 @@ Plan plan_backward(const DeviceFacts& facts, const BackwardWork& work,
   const bool by_token = spec.gw_scale == GradScale::token;
   Plan plan;
 
-  // Both operands of both products are quantised first, so that g_y is read again while a cache may
-  // still hold it and kernels overlap; then the products.
+  // All operands are quantised before the products: g_y is read again while the L2 may still hold
+  // it, and kernels overlap.
   const RowsShape rows{RowsOf::gy,
                        Buffer::gy,
                        Buffer::rows,

@@ -98,8 +98,8 @@ namespace rows_column_amax {
 constexpr int threads = 512, token_block = 16, barrier_bytes = 8;
 constexpr unsigned tiles_a_sum = 32;
 
-// Shared memory: two tiles, then what a thread keeps of its columns, then of two tiles the offsets
-// that a sketch folds by and the barriers that count their bytes.
+// Shared memory: two tiles; largest values and sums of the columns; for each tile the offsets that
+// a sketch folds by, and a barrier.
 struct Layout {
   int row_bytes, tile_bytes, slots, fold_words;
   HOT_HOST_DEVICE Layout(std::int64_t columns, int token_blocks)
@@ -132,12 +132,6 @@ constexpr std::int64_t max_amax_slots = 1024;
 constexpr int cta_tiles(int dtype_size) { return columns::max_warps / tile_warps(dtype_size); }
 
 }  // namespace grouped
-
-namespace generic_columns {
-
-constexpr int k16 = 16;
-
-}  // namespace generic_columns
 
 // Partial sums of g_b on its own: a thread adds up 8 blocks of 16 tokens.
 namespace bias {
@@ -184,15 +178,15 @@ struct ColumnsOnePass {
   DType dtype;
 };
 
-// What a device is asked for one shape at a time: the CUDA runtime and CUTLASS answer for a device
-// that is there, a model for one that is not (cpp/src/explain.cpp).
+// Queries for one shape at a time. The CUDA runtime and CUTLASS answer for a device of this
+// machine, a model for any other (cpp/src/explain.cpp).
 class DeviceQueries {
  public:
   virtual ~DeviceQueries() = default;
   // CTAs or clusters that run at the same time, 1 at least.
   virtual std::int64_t at_once(const WideRows&, const LaunchShape&) const = 0;
   virtual std::int64_t at_once(const ColumnsOnePass&, const LaunchShape&) const = 0;
-  // Bytes that stream-K adds up in.
+  // Bytes of stream-K's partial sums.
   virtual std::size_t stream_k_workspace(std::int64_t m, std::int64_t n, std::int64_t k,
                                          const Sm90Plan&) const = 0;
 };
@@ -214,7 +208,7 @@ struct DeviceFacts {
 
 enum class Kernel : std::uint8_t {
   zero,  // a memset
-  // rows of g_y, x and w, and what goes with them
+  // rows of g_y, x and w
   rows16,
   wide_rows,
   rows,
@@ -261,7 +255,7 @@ static_assert(static_cast<int>(Kernel::mma_fixup) - static_cast<int>(Kernel::mma
 struct KernelInfo {
   const char* name;  // of the __global__ function
   const char* file;
-  // Whether it can start before the kernel before it has ended (launch.h): it waits at its end.
+  // Whether it can start before the previous kernel has ended (launch.h): it waits at its end.
   bool can_overlap;
 };
 const KernelInfo& info(Kernel kernel);
@@ -336,7 +330,7 @@ struct RowsStep {
   RowsOf of;
   RowsPass pass;
   int lanes, lane_blocks;  // rows16, wide_rows: of a row; blocks of 16 of a lane
-  int buffers;             // wide_rows: rows on their way
+  int buffers;             // wide_rows: rows in flight
 };
 struct ColumnsStep {
   Job job;
@@ -370,7 +364,7 @@ struct GroupedStep {
   RowsPass rows_pass;
   int weight_ctas, gradient_ctas;              // of a column tile
   int weight_cluster, gradient_cluster;        // of them that reduce to one scale
-  int weight_amax_slots, gradient_amax_slots;  // words that the launch before left
+  int weight_amax_slots, gradient_amax_slots;  // words that the previous launch wrote
   int row_lanes_log2;
 };
 struct SumsStep {
@@ -404,7 +398,7 @@ struct Step {
   Kernel kernel{};
   LaunchShape shape{};
   Buffers reads{}, writes{};
-  // Touches nothing that kernels write which may still run when it starts (derived).
+  // No data dependency on any kernel that may still run when it starts (derived).
   bool independent = false;
   DType dtype{};        // of what is read, or of a product's result
   Rounding rounding{};  // of the kernel's instance
@@ -431,7 +425,7 @@ class Plan {
  private:
   // zero; rows 2; columns 3; weight 3; requantize; products 2 of 3; fill_zero 2; sums 2
   static constexpr int max_steps = 20;
-  union Slots {  // made when they are filled: a plan is made for every call
+  union Slots {  // not initialised: a plan is made for every call
     Slots() {}
     Step steps[max_steps];
   };
@@ -442,7 +436,7 @@ class Plan {
 
 // ---- plans -------------------------------------------------------------------------------------
 
-// What a plan has to know of an array beside its shape.
+// Properties of an array, beside its shape, that a plan depends on.
 struct ArrayFacts {
   DType dtype = DType::bf16;
   bool rows_aligned = true;   // rows of neighbouring elements that start on 16 bytes
@@ -500,8 +494,8 @@ Plan plan_gemm(const DeviceFacts&, const ProductShape&);
 // Of packed INT4 operands; `packed`: rows of theirs are aligned (`shape`: of unpacked ones).
 Plan plan_gemm_int4(const DeviceFacts&, const ProductShape&, bool packed_aligned);
 
-// Whether products can be computed in one launch, and the division of work that takes least; says
-// nothing about profit.
+// Whether one launch can compute the products, and the division of work with the least predicted
+// time; neither says whether one launch is the faster way.
 bool small_gemms_can(const ProductShape* products, int count);
 SmallPlan small_plan(const DeviceFacts&, const ProductShape* products, int count);
 // The step for any such division.
@@ -518,7 +512,7 @@ GenericGrid generic_grid(const Projection&, std::int64_t cols, int extra);
 
 // ---- workspaces --------------------------------------------------------------------------------
 
-// Largest values, to be zeroed before kernels find them.
+// Largest values, zeroed before kernels update them.
 struct Zeroed {
   std::uint32_t* words = nullptr;
   std::size_t bytes = 0;
@@ -529,14 +523,14 @@ std::int64_t columns_amax_words(const DeviceFacts&, std::int64_t cols, const Pro
                                 const OperandQuant&);
 std::size_t gemm_workspace(const DeviceFacts&, std::int64_t m, std::int64_t n, std::int64_t k);
 
-// What a backward takes of its workspace.
+// The arrays of a backward in its workspace.
 struct Scratch {
   Operand gradient_rows{}, weight{};         // for g_x
   Operand gradient_columns{}, activation{};  // for g_w; activation: from INT4
   char *gx_gemm = nullptr, *gw_gemm = nullptr, *sums = nullptr;
   Zeroed zeroed{};  // every Operand::amax
 };
-// One order for the size (a cursor without memory) and the pointers.
+// Gives the size (a cursor without memory) and the pointers, so they cannot disagree.
 Scratch take_scratch(WorkspaceCursor&, const DeviceFacts&, const BackwardWork&);
 // Partial sums of g_b on its own: nothing else is alive then.
 char* take_sums(WorkspaceCursor&, const DeviceFacts&, const LinearShape&);

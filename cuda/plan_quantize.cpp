@@ -19,8 +19,8 @@ struct RowShare {
   int lanes, blocks;  // of a row; of 16 elements of a lane. No lanes: too long
 };
 
-// No more idle lanes than 1 in 8 where that can be (the others' loads then hide the latency), a row
-// within a warp before a row across warps.
+// At most 1 idle lane in 8 where possible (the loads of the others then hide the latency); a row
+// within a warp is preferred to a row across warps.
 RowShare row_share(std::int64_t blocks) {
   RowShare best{};
   std::int64_t best_cost = 0;
@@ -34,7 +34,7 @@ RowShare row_share(std::int64_t blocks) {
       while (power < lanes) power *= 2;
       lanes = power;
     }
-    // Slots that stand for time: idle ones, and an eighth more where warps wait for each other.
+    // Slots stand for time: idle ones count, and an eighth more where warps wait for each other.
     const std::int64_t slots = 8 * lanes * per_lane;
     const std::int64_t cost = lanes > 32 ? slots + slots / 8 : slots;
     if (best.lanes == 0 || cost <= best_cost) {
@@ -134,7 +134,7 @@ bool block16_can(const Projection& p, const OperandQuant& quant, Kind& kind) {
          quant.rounding != Rounding::pseudo_stochastic;
 }
 
-// Whether a cluster holds a column tile, and surely runs.
+// Whether a cluster that the device can run holds a column tile.
 bool one_pass_can(const DeviceFacts& facts, std::int64_t cols, std::int64_t token_tile_count,
                   const OperandQuant& quant) {
   const Thresholds& t = thresholds(facts);
@@ -247,7 +247,7 @@ void add_finish_scales(Plan& plan, const ColumnsShape& job) {
 }
 
 void add_generic_columns(Plan& plan, const ColumnsShape& job) {
-  const GenericGrid grid = generic_grid(job.p, job.cols, generic_columns::k16);
+  const GenericGrid grid = generic_grid(job.p, job.cols, columns::k16);
   const LaunchShape shape{grid.blocks, grid.threads, grid.shared_bytes};
   for (const bool amax : {true, false}) {
     Step& step = plan.add(amax ? Kernel::generic_amax : Kernel::generic_codes, shape,
@@ -345,7 +345,7 @@ void add_zero(Plan& plan, const AmaxWords& words) {
 
 namespace {
 
-// Whether all that has one has the same.
+// A value that several operands must share.
 template <class T>
 class Common {
  public:
@@ -366,7 +366,7 @@ class GroupedOperands {
   GroupedOperands(const DeviceFacts& facts, const OperandShapes& operands)
       : facts_(facts), of_(operands) {}
 
-  // Whether the kernel can, and gains.
+  // Whether the kernel can quantise these operands, and is the faster way.
   bool can() {
     Kind weight_kind{};
     if (of_.weight != nullptr &&

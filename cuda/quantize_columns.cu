@@ -159,36 +159,25 @@ __global__ void __launch_bounds__(32 * two_pass_warps,
   end_kernel(args.independent);
 }
 
-// Calls call(kernel) with an instance.
+// Calls call(kind, rounding, type tag) with types for an instance of a kernel.
 template <class Call>
-void with_one_pass(Kind kind, DType dtype, Rounding rounding, const Call& call) {
+void with_instance(Kind kind, Rounding rounding, DType dtype, const Call& call) {
   with_kind(kind, [&](auto k) {
     host_with_dtype(dtype, [&](auto tag) {
-      constexpr Kind of = decltype(k)::value;
-      using Tag = decltype(tag);
-      call(rounding == Rounding::nearest ? columns_one_pass_kernel<of, Rounding::nearest, Tag>
-                                         : columns_one_pass_kernel<of, Rounding::stochastic, Tag>);
+      if (rounding == Rounding::nearest) {
+        call(k, std::integral_constant<Rounding, Rounding::nearest>{}, tag);
+      } else {
+        call(k, std::integral_constant<Rounding, Rounding::stochastic>{}, tag);
+      }
     });
   });
 }
 
+// Calls call(kernel) with the instance for one read of x.
 template <class Call>
-void with_column_amax(Kind kind, DType dtype, const Call& call) {
-  with_kind(kind, [&](auto k) {
-    host_with_dtype(dtype,
-                    [&](auto tag) { call(column_amax_kernel<decltype(k)::value, decltype(tag)>); });
-  });
-}
-
-template <class Call>
-void with_column_codes(Kind kind, DType dtype, Rounding rounding, const Call& call) {
-  with_kind(kind, [&](auto k) {
-    host_with_dtype(dtype, [&](auto tag) {
-      constexpr Kind of = decltype(k)::value;
-      using Tag = decltype(tag);
-      call(rounding == Rounding::nearest ? column_codes_kernel<of, Rounding::nearest, Tag>
-                                         : column_codes_kernel<of, Rounding::stochastic, Tag>);
-    });
+void with_one_pass(Kind kind, Rounding rounding, DType dtype, const Call& call) {
+  with_instance(kind, rounding, dtype, [&](auto k, auto r, auto tag) {
+    call(columns_one_pass_kernel<decltype(k)::value, decltype(r)::value, decltype(tag)>);
   });
 }
 
@@ -197,7 +186,7 @@ void with_column_codes(Kind kind, DType dtype, Rounding rounding, const Call& ca
 std::int64_t clusters_at_once(const Context& context, const plan::ColumnsOnePass& of,
                               const LaunchShape& shape) {
   std::int64_t clusters = 0;
-  with_one_pass(of.kind, of.dtype, of.rounding, [&](auto kernel) {
+  with_one_pass(of.kind, of.rounding, of.dtype, [&](auto kernel) {
     clusters = clusters_at_once("backward_linear", context, kernel, shape);
   });
   return clusters;
@@ -214,11 +203,17 @@ void launch_columns(const Context& context, const plan::Step& step, const Column
     launch("backward_linear", context, kernel, step.shape, args);
   };
   if (work.pass == Pass::both) {
-    with_one_pass(work.kind, step.dtype, step.rounding, run);
+    with_one_pass(work.kind, step.rounding, step.dtype, run);
   } else if (work.pass == Pass::amax) {
-    with_column_amax(work.kind, step.dtype, run);
+    with_kind(work.kind, [&](auto k) {
+      host_with_dtype(step.dtype, [&](auto tag) {
+        run(column_amax_kernel<decltype(k)::value, decltype(tag)>);
+      });
+    });
   } else {
-    with_column_codes(work.kind, step.dtype, step.rounding, run);
+    with_instance(work.kind, step.rounding, step.dtype, [&](auto k, auto r, auto tag) {
+      run(column_codes_kernel<decltype(k)::value, decltype(r)::value, decltype(tag)>);
+    });
   }
 }
 

@@ -351,7 +351,7 @@ __device__ inline Place place_in_row(const Args& args, unsigned block) {
   return {static_cast<int>(rank), block - rank * tiles};
 }
 
-// What a lane of the first 32 knows of its column of a column tile.
+// The largest value and the sum of a lane's column.
 struct ColumnTotal {
   std::uint32_t amax = 0;
   double sum = 0.0;

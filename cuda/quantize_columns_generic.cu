@@ -14,7 +14,7 @@
 namespace hot::detail {
 namespace {
 
-using generic_columns::k16;
+using columns::k16;
 
 enum class Pass { amax, codes };
 

@@ -54,7 +54,8 @@ template <Rounding rounding, int hadamard, int B, class Tag, int Buffers>
 __global__ void __launch_bounds__(rows16_max_lanes)
     wide_rows_kernel(const __grid_constant__ RowsArgs args) {
   extern __shared__ __align__(128) char rows[];
-  __shared__ std::uint32_t shared[2][rows16_max_lanes / 32];  // a row's last readers are late
+  // Two: the last readers of a row may be late.
+  __shared__ std::uint32_t shared[2][rows16_max_lanes / 32];
   __shared__ std::uint64_t barriers[Buffers];
   const int T = static_cast<int>(blockDim.x), lane = static_cast<int>(threadIdx.x);
   const int blocks = args.live_blocks, bytes = blocks * 16 * Tag::size;
@@ -97,7 +98,7 @@ __global__ void __launch_bounds__(rows16_max_lanes)
     quantize_row_values<rounding, hadamard>(
         args, offset, row, lane, T, v, [&](std::uint32_t& amax) {
           amax = row_max(amax, T, lane, shared[turn % 2]);
-          if (lane == 0) copy_row(row + Buffers * step, buffer);  // everybody has read this row
+          if (lane == 0) copy_row(row + Buffers * step, buffer);  // all threads have read it
           return true;
         });
   }

@@ -30,7 +30,7 @@ struct RowsArgs {
 // Lane `lane` of the T that share row `row`, with the values of its B blocks of 16 at most in v.
 // `hadamard`: block of the transform, 16 or more; neighbouring lanes share one of more than 16.
 // `scale_of(amax)` turns the largest value of the lane into that of the scale's whole range; false:
-// no codes are wanted. All threads of the CTA come here, past the last row too.
+// no codes are wanted. All threads of the CTA call it, also past the last row.
 template <Rounding rounding, int hadamard, int B, class ScaleOf>
 __device__ __forceinline__ void quantize_row_values(const RowsArgs& args,
                                                     const DeviceOffset& offset, std::int64_t row,

@@ -20,7 +20,7 @@ _lock = threading.Lock()
 _cache: OrderedDict[tuple[int, str, int, int], _core.CoreContext] = OrderedDict()
 _threads = 0
 _isa = ""
-_judged: set[int] = set()  # CUDA devices
+_checked: set[int] = set()  # CUDA devices that were checked for a warning
 
 
 def _get(threads: int, isa: str, device: int, stream: int) -> _core.CoreContext:
@@ -50,8 +50,8 @@ def cuda(device: int, stream: int) -> _core.CoreContext:
     faster.
     """
     context = _get(0, "", device, stream)
-    if device not in _judged:
-        _judged.add(device)
+    if device not in _checked:
+        _checked.add(device)
         level, text = _core.cuda_device_verdict(device)
         if level == "slow":
             message = f"hotcore: cuda:{device} is slower than it could be: {text}"
@@ -96,13 +96,14 @@ def set_isa(name: str | None) -> None:
 _followers: list[Callable[[int, str], None]] = []
 
 
-def follow_cpu(follower: Callable[[int, str], None]) -> None:
-    """Tell ``follower`` the default's threads and instruction set: now, and when they change.
+def follow_cpu(follower: Callable[[int, str], None]) -> Callable[[], None]:
+    """Call ``follower`` with the default's threads and instruction set, now and at every change.
 
-    For calls that never come here, such as XLA's.
+    For code that does not ask this module, such as XLA's calls. Returns a function that ends it.
     """
     follower(_threads, _isa)
     _followers.append(follower)
+    return lambda: _followers.remove(follower)
 
 
 def _notify_followers() -> None:
@@ -110,12 +111,19 @@ def _notify_followers() -> None:
         follower(_threads, _isa)
 
 
-def _forget_after_fork() -> None:
-    # The pools' threads do not exist in the child, where such a pool would work alone.
+def reset() -> None:
+    """Drop all contexts, and the record of devices that a warning was issued for."""
+    with _lock:
+        _cache.clear()
+        _checked.clear()
+
+
+def _reset_after_fork() -> None:
+    # The pools' threads do not exist in the child, where such a pool would use one thread.
     global _lock
     _lock = threading.Lock()
     _cache.clear()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_after_fork)
+    os.register_at_fork(after_in_child=_reset_after_fork)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import types
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +75,10 @@ class FakeCore(types.SimpleNamespace):
 
 
 @pytest.fixture
-def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contexts, "_judged", set())
-    monkeypatch.setattr(contexts, "_cache", type(contexts._cache)())
+def fresh() -> Iterator[None]:
+    contexts.reset()
+    yield
+    contexts.reset()
 
 
 @pytest.mark.usefixtures("fresh")

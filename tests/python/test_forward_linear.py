@@ -58,6 +58,22 @@ def test_golden(name: str) -> None:
     equal_bits(got, expected)
 
 
+def test_equals_its_stages(rng: np.random.Generator) -> None:
+    for block, (tokens, outs, ins) in ((1, (5, 7, 33)), (64, (31, 12, 200)), (256, (9, 40, 300))):
+        x, w, bias = layer(rng, tokens, outs, ins)
+        codes, scales = [], []
+        for rows in (x, w):
+            padded = np.zeros((len(rows), -(-ins // block) * block), np.float32)
+            padded[:, :ins] = rows
+            transformed_rows = hotcore.fwht(padded, axis=1, block=block)
+            q, s = hotcore.quantize(transformed_rows, bits=8, scale="row", rounding="nearest")
+            codes.append(q)
+            scales.append(s)
+        product = hotcore.gemm_int8(*codes, *scales, divisor=block, out_dtype="float32")
+        got = hotcore.forward_linear(x, w, bias, config=HotConfig(forward_block=block))
+        equal_bits(got, product + bias)
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("block", [1, 16, 64, 256])
 def test_equals_reference(rng: np.random.Generator, block: int, dtype: str) -> None:
@@ -83,6 +99,15 @@ def test_any_shape_equals_reference(
     check_against_reference(x, w, bias if biased else None, block, "float32")
 
 
+def test_a_quantised_weight_gives_the_same_bits(rng: np.random.Generator) -> None:
+    _, w, bias = layer(rng, 1, 20, 70)
+    codes = hotcore.quantize_forward_weight(w, HotConfig(forward_block=32))
+    for tokens in (1, 7, 130):
+        x = data(rng, (tokens, 70))
+        got = hotcore.forward_linear(x, codes, bias)  # by the configuration of the codes
+        equal_bits(got, hotcore.forward_linear(x, w, bias, config=HotConfig(forward_block=32)))
+
+
 def test_operands_of_different_dtypes(rng: np.random.Generator) -> None:
     if torch is None:
         pytest.skip("bfloat16 needs torch")
@@ -95,7 +120,7 @@ def test_operands_of_different_dtypes(rng: np.random.Generator) -> None:
                 check_against_reference(tensors[a][0], tensors[b][1], tensors[c][2], 64, c)
 
 
-def test_output_dtypes(rng: np.random.Generator) -> None:
+def test_types_are_rounded_once(rng: np.random.Generator) -> None:
     x, w, bias = layer(rng, 50, 20, 70)
     wide = hotcore.forward_linear(x, w, bias)
     assert wide.dtype == np.float32 and wide.shape == (50, 20)
@@ -126,7 +151,7 @@ def test_leading_dimensions_and_strides(rng: np.random.Generator) -> None:
     equal_bits(half, expected.astype(np.float16))
 
 
-def test_empty(rng: np.random.Generator) -> None:
+def test_empty_arrays(rng: np.random.Generator) -> None:
     bias = data(rng, (5,))
     for tokens, outs, ins in ((0, 5, 7), (3, 0, 7), (0, 0, 0), (3, 5, 0)):
         x, w = np.empty((tokens, ins), np.float32), np.empty((outs, ins), np.float32)
@@ -137,7 +162,7 @@ def test_empty(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_a_nan_is_its_row_or_column(rng: np.random.Generator, bad: float) -> None:
+def test_nan_and_infinity_are_seen(rng: np.random.Generator, bad: float) -> None:
     x, w, bias = layer(rng, 20, 11, 70)
     plain = hotcore.forward_linear(x, w, bias)
     for operand, where in ((x, np.s_[3]), (w, np.s_[:, 3])):
@@ -173,7 +198,7 @@ def transformed(values: np.ndarray, block: int) -> tuple[np.ndarray, np.ndarray]
 
 @pytest.mark.parametrize("kind", ["normal", "outliers", "wide"])
 @pytest.mark.parametrize("block", [1, 16, 64, 128])
-def test_within_the_bound(rng: np.random.Generator, block: int, kind: str) -> None:
+def test_is_near_the_plain_product(rng: np.random.Generator, block: int, kind: str) -> None:
     """docs/numerics.md, "Forward"."""
     for tokens, outs, ins in ((40, 30, 200), (7, 9, 65)):
         x, w, bias = layer(rng, tokens, outs, ins, kind)
@@ -233,7 +258,7 @@ def test_codes_are_a_byte_a_value() -> None:
     assert (kept.out_features, kept.in_features) == (33, 130)
 
 
-def test_errors_name_the_argument(rng: np.random.Generator) -> None:
+def test_bad_arguments_are_named(rng: np.random.Generator) -> None:
     x, w, bias = layer(rng, 8, 5, 7)
     codes = hotcore.quantize_forward_weight(w)
     for match, arguments, options in (
@@ -273,7 +298,7 @@ def test_an_error_writes_nothing(rng: np.random.Generator) -> None:
     equal_bits(out.view(np.uint32), before.view(np.uint32))
 
 
-def test_supported() -> None:
+def test_supported_says_why_not() -> None:
     config = HotConfig(forward="int8")
     assert hotcore.supported(8, 5, 7, config) == (True, "")
     assert not hotcore.supported(-1, 5, 7, config)[0]

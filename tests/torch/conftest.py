@@ -8,7 +8,7 @@ import hotcore.torch as hot
 import numpy as np
 import pytest
 import torch
-from hotcore.torch import ops
+from hotcore.torch import _compat, ops
 
 
 @pytest.fixture
@@ -25,6 +25,13 @@ def seeded(rng: np.random.Generator) -> Iterator[None]:
 def unshared() -> Iterator[None]:
     """Every layer compresses its own x."""
     with hot.share_inputs(False):
+        yield
+
+
+@pytest.fixture
+def public_names() -> Iterator[None]:
+    """A torch that has none of the private names."""
+    with _compat.without_private_names():
         yield
 
 

@@ -16,7 +16,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402  (after the skip)
-from hotcore.torch import _compat, accumulation, ops  # noqa: E402  (after the skip)
+from hotcore.torch import accumulation, ops  # noqa: E402  (after the skip)
 from torch import nn  # noqa: E402  (after the skip)
 from torch.utils.checkpoint import checkpoint  # noqa: E402  (after the skip)
 
@@ -132,7 +132,7 @@ def test_threads_have_contexts_of_their_own(quantised: list[int]) -> None:
     weights = [p.data_ptr() for model, _, _ in models for p in (model.second.weight,)]
     # first's x needs no gradient, so only second's weight is wanted: once a context, not a batch.
     assert sorted(quantised) == sorted(weights)
-    assert accumulation._entered == 0
+    assert accumulation.open_contexts() == 0
 
 
 def test_backward_in_another_thread_knows_the_context(
@@ -208,7 +208,7 @@ def test_many_contexts_one_after_another() -> None:
         with hot.gradient_accumulation():
             for _ in range(2):
                 model(x).backward()
-            states.append(weakref.ref(accumulation.threads.state))
+            states.append(weakref.ref(accumulation.current()))
             objects = [object() for _ in range(1000)]  # would take the place of what was freed
         equal([p.grad for p in parameters], [2 * g for g in expected])
         del objects
@@ -216,13 +216,8 @@ def test_many_contexts_one_after_another() -> None:
     assert not any(state() for state in states)
 
 
-def test_without_the_private_names(
-    monkeypatch: pytest.MonkeyPatch, other: Any, in_place: list[int]
-) -> None:
-    class Public:
-        """torch._C of a version that has none of them."""
-
-    monkeypatch.setattr(_compat, "_C", Public())
+@pytest.mark.usefixtures("public_names")
+def test_without_the_private_names(other: Any, in_place: list[int]) -> None:
     x = tokens()
     model, parameters, expected = with_gradients(x)
     with hot.gradient_accumulation():

@@ -153,7 +153,7 @@ def test_keys_parameters_and_the_way_back() -> None:
     x = torch.randn(SAMPLES, TOKENS, WIDTH)
     new(x, x, x)[0].sum().backward()
     assert new.in_proj_weight.grad is not None
-    with pytest.raises(ValueError, match="no add_bias_kv"):
+    with pytest.raises(ValueError, match="neither add_bias_kv"):
         hot.HotMultiheadAttention(WIDTH, HEADS, add_bias_kv=True)
 
 
@@ -226,27 +226,6 @@ def test_a_transformer_of_torch_trains() -> None:
     model.eval()
     with torch.no_grad():
         assert model(x).isfinite().all()
-
-
-def test_accumulation_autocast_and_compile() -> None:
-    plain, module = pair(batch_first=True)
-    x = torch.randn(SAMPLES, TOKENS, WIDTH)
-    with torch.autocast("cpu", torch.bfloat16):
-        a, b = plain(x, x, x)[0], module(x, x, x)[0]
-    assert a.dtype == b.dtype
-    torch.testing.assert_close(a, b, rtol=0.02, atol=0.02)
-    with hot.gradient_accumulation():
-        for part in x.split(2):
-            module(part, part, part)[0].square().sum().backward()
-    got = module.in_proj_weight.grad.clone()
-    plain(x, x, x)[0].square().sum().backward()
-    exact = plain.in_proj_weight.grad
-    assert torch.nn.functional.cosine_similarity(got.flatten(), exact.flatten(), dim=0) > 0.99
-    module.zero_grad()
-    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
-    compiled(x, x, x, need_weights=False)[0].square().sum().backward()
-    got = module.in_proj_weight.grad
-    assert torch.nn.functional.cosine_similarity(got.flatten(), exact.flatten(), dim=0) > 0.99
 
 
 def test_torchvisions_vit() -> None:

@@ -302,7 +302,9 @@ def test_compiled_layers(x: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> No
     assert len(graphs) == 9  # three works, plain and two recipes: none fell back to eager
     assert "compiled" in plan.machine
     seen = []
-    monkeypatch.setattr(tuning, "_compiled", lambda layer, options: seen.append(1) or layer.forward)
+    monkeypatch.setattr(
+        tuning, "compile_layer", lambda layer, options: seen.append(1) or layer.forward
+    )
     hot.autotune(torch.compile(Net()), x, allow=["default"], rounds=5, verify=False)
     assert len(seen) == 6
     model = Net()

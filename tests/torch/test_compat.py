@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import shutil
 from collections.abc import Callable
 from typing import Any
@@ -205,22 +204,6 @@ def test_compile_channels_last_and_dynamic_shapes() -> None:
         assert ours[1].stride() == theirs[1].stride()
 
 
-@pytest.mark.usefixtures("one_seed_an_x")
-def test_compile_with_autocast_and_checkpoint() -> None:
-    model = converted(checkpointed=True)
-    x = images()
-
-    def call(module: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def run(x: torch.Tensor) -> torch.Tensor:
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                return module(x).float()
-
-        return run
-
-    compiled = torch.compile(call(model), backend="aot_eager", fullgraph=True)
-    assert_same(step(compiled, model, x), step(call(model), model, x))
-
-
 def test_compiled_forward_keeps_compressed_x() -> None:
     layer = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
     hot.convert(layer)
@@ -247,7 +230,7 @@ def test_compile_inductor() -> None:
         assert (a - b).norm() < 0.02 * b.norm()
 
 
-# ------------------------------------------------------------------- AMP, checkpoints, accumulation
+# ----------------------------------------------------------------------- AMP, gradient accumulation
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -278,38 +261,6 @@ def test_an_overflow_inside_reaches_every_gradient_behind_it() -> None:
     y.backward(gy)
     bad = {name for name, p in model.named_parameters() if not p.grad.isfinite().all()}
     assert {"head.weight", "q.weight", "k.weight", "stages.0.conv.weight", "stem.weight"} <= bad
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoint_repeats_the_bits(reentrant: bool) -> None:
-    model = converted("fast")
-
-    def wrapped(x: torch.Tensor) -> torch.Tensor:
-        x = model.stem(x)
-        for stage in model.stages:
-            x = checkpoint(stage, x, use_reentrant=reentrant)
-        x = torch.relu(x.flatten(2).transpose(1, 2))
-        return model.head((model.q(x) * model.k(x)).mean(1))
-
-    x = images()
-    assert_same(step(wrapped, model, x), step(model, model, x))
-
-
-def test_gradient_accumulation() -> None:
-    model = converted()
-    parts = images(6).split(2)
-    torch.manual_seed(4)
-    total = [torch.zeros_like(p) for p in model.parameters()]
-    for part in parts:
-        gradients = torch.autograd.grad(model(part).square().sum(), list(model.parameters()))
-        total = [a + b for a, b in zip(total, gradients, strict=True)]
-    torch.manual_seed(4)
-    places: list[int] = []
-    for part in parts:
-        model(part).square().sum().backward()
-        places.append(model.q.weight.grad.data_ptr())
-    assert len(set(places)) == 1  # added in place
-    assert_same([p.grad for p in model.parameters()], total)
 
 
 def micro_steps(model: nn.Module, parts: list[torch.Tensor], **options: bool) -> list[torch.Tensor]:
@@ -389,56 +340,7 @@ def test_in_place_leaves_hooks_and_graphs_alone() -> None:
     assert version >= len(parts) - 1  # in-place additions are seen by autograd
 
 
-# ------------------------------------------------------------------------------------------ Refused
-
-
-def test_differentiating_twice_is_refused() -> None:
-    model = converted()
-    x = images().requires_grad_()
-    (gx,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        gx.square().sum().backward()
-
-
-def test_torch_func_is_refused() -> None:
-    model = converted()
-    state = dict(model.named_parameters())
-    x = images()
-    with pytest.raises(NotImplementedError, match="torch.func transforms .* revert"):
-        torch.func.grad(lambda s: torch.func.functional_call(model, s, (x,)).sum())(state)
-    with pytest.raises(NotImplementedError, match="torch.func transforms"):
-        torch.func.vmap(model)(x[:, None])
-    # After revert, or in eval mode, it is plain torch.
-    model.eval()
-    torch.func.grad(lambda s: torch.func.functional_call(model, s, (x,)).sum())(state)
-
-
-def test_functional_call() -> None:
-    # Without a transform this is an ordinary call with other parameters.
-    model = converted()
-    state = {name: p.detach() * 0.5 for name, p in model.named_parameters()}
-    y = torch.func.functional_call(model, state, (images(),))
-    assert y.shape == (2, 10)
-
-
 # ------------------------------------------------------------------- State, copies, devices, dtypes
-
-
-def test_state_dict_both_ways() -> None:
-    plain, model = Model(), converted()
-    assert list(plain.state_dict()) == list(model.state_dict())
-    x = images()
-    for source, target in ((plain, model), (model, Model())):
-        buffer = io.BytesIO()
-        torch.save(source.state_dict(), buffer)
-        buffer.seek(0)
-        target.load_state_dict(torch.load(buffer))
-        assert torch.equal(source(x), target(x))
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    whole = torch.load(buffer, weights_only=False)
-    assert torch.equal(whole(x), model(x)) and type(whole.q) is hot.HotLinear
 
 
 @pytest.mark.parametrize("average", ["equal", "ema"])
@@ -458,15 +360,6 @@ def test_averaged_model(average: str) -> None:
     assert not torch.equal(ema.module.q.weight, first)
     assert not torch.equal(ema.module.q.weight, model.q.weight)
     assert ema.eval()(images()).isfinite().all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half(dtype: torch.dtype) -> None:
-    model = converted().to(dtype)
-    y = model(images().to(dtype))
-    y.float().square().mean().backward()
-    assert y.dtype == dtype
-    assert all(p.grad.dtype == dtype and p.grad.isfinite().all() for p in model.parameters())
 
 
 def test_meta_device() -> None:
@@ -505,39 +398,3 @@ def test_tied_weights() -> None:
     plain(x).square().sum().backward()
     exact = plain.q.weight.grad
     assert (model.q.weight.grad - exact).norm() < 0.05 * exact.norm()
-
-
-def test_no_grad_and_inference_mode() -> None:
-    model = converted()
-    x = images()
-    expected = model(x).detach()
-    with torch.no_grad():
-        assert torch.equal(model(x), expected)
-    with torch.inference_mode():
-        y = model(x)
-    assert y.is_inference() and torch.equal(y, expected)
-    plain = hot.revert(copy.deepcopy(model)).eval()
-    model.eval()
-    assert torch.equal(model(x), plain(x))
-    for ours, theirs in zip(step(model, model, x), step(plain, plain, x), strict=True):
-        assert torch.equal(ours, theirs)
-
-
-def test_frozen_backbone() -> None:
-    model = converted()
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name.startswith(("q.", "head.")))
-    model(images()).sum().backward()
-    trained = {name for name, p in model.named_parameters() if p.grad is not None}
-    assert trained == {"q.weight", "q.bias", "head.weight", "head.bias"}
-
-
-def test_hooks() -> None:
-    model = Model()
-    seen: list[str] = []
-    model.q.register_forward_hook(lambda *_: seen.append("forward"))
-    model.q.register_full_backward_hook(lambda *_: seen.append("backward"))
-    model.stages[0].conv.weight.register_post_accumulate_grad_hook(lambda p: seen.append("grad"))
-    hot.convert(model)
-    model(images()).sum().backward()
-    assert seen == ["forward", "backward", "grad"]

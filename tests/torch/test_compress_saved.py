@@ -169,7 +169,7 @@ def test_bytes(bits: int) -> None:
 def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(5000)
     expected = [packed(x, bits) for bits in (8, 4, 1)]
-    monkeypatch.setattr(module, "_CHUNK", 2048)
+    monkeypatch.setattr(module, "CHUNK_VALUES", 2048)
     assert all(torch.equal(packed(x, bits), e) for bits, e in zip((8, 4, 1), expected, strict=True))
 
 
@@ -658,8 +658,8 @@ def test_cuda_whole_model() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is not None, reason="Triton is there")
-def test_cuda_without_triton_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_kernels_missing", False)
+def test_cuda_without_triton_warns_once() -> None:
+    module.triton_kernels.cache_clear()
     with pytest.warns(RuntimeWarning, match="Triton is missing"):
-        assert module._kernels(torch.device("cuda")) is None
-    assert module._kernels(torch.device("cuda")) is None  # said once
+        assert module.triton_kernels() is None
+    assert module.triton_kernels() is None

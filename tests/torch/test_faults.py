@@ -205,7 +205,7 @@ def test_a_step_that_fails_anywhere(
         # Nothing of the step is left: model, optimizer, shared x, accumulation.
         assert same(state(model, optimizer), before), faults.where
         assert input_cache.current().entry is None, faults.where
-        assert accumulation.threads.state is None and accumulation._open_contexts == 0, faults.where
+        assert accumulation.current() is None and accumulation.open_contexts() == 0, faults.where
         # With the generator where it was, the next step is as if nothing had been.
         torch.set_rng_state(seed)
         step(model, optimizer, SMALL)

@@ -463,28 +463,6 @@ def test_a_checkpoint_repeated_in_another_thread_is_fresh() -> None:
 # ---------------------------------------------------------------------- With what people use around
 
 
-@pytest.mark.parametrize("recipe", ["default", "fast"])
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoint_repeats_the_bits(recipe: str, reentrant: bool) -> None:
-    modules = layers(3, recipe)
-
-    def block(x: torch.Tensor) -> torch.Tensor:
-        x = torch.tanh(x)
-        return modules[0](x) * modules[1](x) + modules[2](x)
-
-    def run(wrapped: bool) -> list[torch.Tensor]:
-        torch.manual_seed(7)
-        x = data().requires_grad_()
-        y = checkpoint(block, x, use_reentrant=reentrant) if wrapped else block(x)
-        weights = [module.weight for module in modules]
-        for weight in weights:
-            weight.grad = None
-        y.square().sum().backward()
-        return [x.grad, *(weight.grad for weight in weights)]
-
-    assert all(torch.equal(a, b) for a, b in zip(run(True), run(False), strict=True))
-
-
 @pytest.mark.parametrize("ended", [False, True])
 def test_checkpoint_of_one_of_them(ended: bool) -> None:
     # The bytes that are made again come with their own seed, whatever forward had shared.

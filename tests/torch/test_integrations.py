@@ -73,7 +73,7 @@ def train(model: nn.Module, steps: int, seen: list | None = None) -> torch.optim
         for micro in step:
             model(**micro)["loss"].backward()
             if seen is not None:
-                seen.append((bits(model), accumulation.threads.state is not None))
+                seen.append((bits(model), accumulation.current() is not None))
         optimizer.step()
         optimizer.zero_grad()
     return optimizer
@@ -87,7 +87,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 def no_trace(model: nn.Module) -> bool:
     """Nothing of a loop is left: hooks, an accumulation, a schedule's bits."""
     hooks = any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-    return not hooks and accumulation.threads.state is None and bits(model) == {8}
+    return not hooks and accumulation.current() is None and bits(model) == {8}
 
 
 # ---- By hand ----
@@ -409,9 +409,9 @@ def test_transformers_checkpoint_and_error(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="on purpose"):
         again.train()
     handle.remove()
-    assert accumulation.threads.state is not None
+    assert accumulation.current() is not None
     callback.close()
-    assert accumulation.threads.state is None and bits(model) == {8}
+    assert accumulation.current() is None and bits(model) == {8}
     with pytest.raises(TypeError, match="no option warm_up; expected some of accumulate, "):
         HotCallback(warm_up=3)
 
@@ -529,7 +529,7 @@ def test_lightning_checkpoint_error_and_manual(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="on purpose"):
         lightning_trainer(pl, tmp_path, callback, max_steps=4).fit(module_of(pl, model), loader)
     failing.remove()
-    assert accumulation.threads.state is None and bits(model) == {8}
+    assert accumulation.current() is None and bits(model) == {8}
     manual = HotCallback(warmup=1, memory=True)
     trainer = lightning_trainer(pl, tmp_path, manual, max_steps=2)
     with pytest.warns(UserWarning, match="no memory report under manual optimization"):

@@ -14,22 +14,6 @@ import hotcore.torch as hot  # noqa: E402  (after the skip)
 from hotcore.torch import _compat, ops  # noqa: E402  (after the skip)
 
 PACKAGE = Path(hot.__file__).parent
-NAMES = (
-    "_are_functorch_transforms_active",
-    "_is_any_autocast_enabled",
-    "_cuda_getCurrentRawStream",
-    "_len_torch_dispatch_stack",
-    "DisableTorchFunction",
-)
-
-
-class Without:
-    """``torch._C`` without the names that the adapter asks for."""
-
-    def __getattr__(self, name: str) -> object:
-        if name in NAMES:
-            raise AttributeError(name)
-        return getattr(torch._C, name)
 
 
 def gradients(autocast: bool) -> list[torch.Tensor]:
@@ -42,12 +26,14 @@ def gradients(autocast: bool) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_a_layer_without_private_names(autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_without_private_names(autocast: bool) -> None:
     expected = gradients(autocast)
-    monkeypatch.setattr(_compat, "_C", Without())
-    assert _compat.dispatch_modes() == 1
-    assert ops.is_intercepted(torch.randn(2))  # so operators go through the dispatcher
-    for ours, theirs in zip(gradients(autocast), expected, strict=True):
+    with _compat.without_private_names():
+        assert _compat.dispatch_modes() == 1
+        assert ops.is_intercepted(torch.randn(2))  # so operators go through the dispatcher
+        found = gradients(autocast)
+    assert _compat.dispatch_modes() == 0
+    for ours, theirs in zip(found, expected, strict=True):
         assert torch.equal(ours, theirs)
 
 
@@ -63,9 +49,9 @@ def test_what_the_private_names_tell(monkeypatch: pytest.MonkeyPatch) -> None:
     class Stream:
         cuda_stream = 77
 
-    monkeypatch.setattr(_compat, "_C", Without())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda index: Stream())
-    assert _compat.current_stream(0) == 77
+    with _compat.without_private_names():
+        assert _compat.current_stream(0) == 77
 
 
 def test_what_is_compiled() -> None:
@@ -78,10 +64,9 @@ def test_what_is_compiled() -> None:
     assert not _compat.is_compiled(torch.nn.Sequential(inner))
 
 
-def test_torch_func_is_refused_without_private_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_compat, "_C", Without())
+def test_torch_func_is_refused_without_private_names() -> None:
     x, weight = torch.randn(10, 64), torch.randn(48, 64)
-    with pytest.raises(RuntimeError):  # torch's own words
+    with _compat.without_private_names(), pytest.raises(RuntimeError):  # torch's own error
         torch.func.grad(lambda w: hot.linear(x, w).sum())(weight)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402  (after the skip)
-from hotcore.torch import _compat, ops  # noqa: E402  (after the skip)
+from hotcore.torch import ops  # noqa: E402  (after the skip)
 from torch import nn  # noqa: E402  (after the skip)
 
 pytestmark = pytest.mark.usefixtures("seeded")
@@ -56,10 +56,10 @@ def gradients(
 @every_layer
 @pytest.mark.parametrize("private", [True, False])
 def test_batched_gradients_are_those_of_each(
-    make: Make, private: bool, monkeypatch: pytest.MonkeyPatch
+    make: Make, private: bool, request: pytest.FixtureRequest
 ) -> None:
     if not private:
-        monkeypatch.setattr(_compat, "_is_batched", None)
+        request.getfixturevalue("public_names")
     module, x = make()
     gys = torch.randn(3, *module(x).shape)
     batched = gradients(module, x, gys, is_grads_batched=True)

@@ -313,13 +313,16 @@ def test_threads_are_those_of_hotcore(rng: np.random.Generator) -> None:
         assert threads() <= six - 5
 
 
-def test_followers_are_told_of_every_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contexts, "_followers", [])
-    told: list[tuple[int, str]] = []
-    contexts.follow_cpu(lambda threads, isa: told.append((threads, isa)))
+def test_followers_hear_of_every_change() -> None:
+    calls: list[tuple[int, str]] = []
+    stop = contexts.follow_cpu(lambda threads, isa: calls.append((threads, isa)))
     with running(3, "plain"):
-        assert told[-2:] == [(3, ""), (3, "plain")]
-    assert told[-1][1] == ""
+        assert calls[-2:] == [(3, ""), (3, "plain")]
+    assert calls[-1][1] == ""
+    stop()
+    count = len(calls)
+    with running(2):
+        assert len(calls) == count
 
 
 def test_grid_of_tokens(rng: np.random.Generator) -> None:
@@ -375,6 +378,12 @@ KEY = np.uint32(1)
         ((X, W), {"key": np.float32(7)}, ValueError, r"key: float32 \(\)"),
         ((X, W), {"key": np.zeros((3, 2), np.uint32)}, ValueError, r"key: uint32 \(3, 2\)"),
         ((X, W), {"config": "best"}, ValueError, "'best' is not one of"),
+        (
+            (X, W),
+            {"config": hotcore.HotConfig(forward="int8")},
+            NotImplementedError,
+            "forward = 'int",
+        ),
         ((X, W), {"config": 8}, TypeError, "config: expected a HotConfig"),
     ],
 )

@@ -8,13 +8,31 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 _C: Any = torch._C
+
+
+class _PublicNames:
+    """``torch._C`` of a version of torch that has none of the names below."""
+
+
+@contextmanager
+def without_private_names() -> Iterator[None]:
+    """Use the public fallbacks inside, as on a version of torch without the private names.
+
+    For tests; it holds for the whole process.
+    """
+    global _C
+    before, _C = _C, _PublicNames()
+    try:
+        yield
+    finally:
+        _C = before
 
 
 def transforms_active() -> bool:
@@ -163,16 +181,14 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 
-_is_batched: Any = getattr(getattr(_C, "_functorch", None), "is_legacy_batchedtensor", None)
-
-
 def batched(gradient: torch.Tensor) -> bool:
     """Whether vmap batches it: ``autograd.grad(is_grads_batched=True)``, vectorised jacobians.
 
     Without the private name: whether it has no memory of its own.
     """
-    if _is_batched is not None:
-        return bool(_is_batched(gradient))
+    is_batched = getattr(getattr(_C, "_functorch", None), "is_legacy_batchedtensor", None)
+    if is_batched is not None:
+        return bool(is_batched(gradient))
     try:
         gradient.data_ptr()
     except RuntimeError:

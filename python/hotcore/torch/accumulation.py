@@ -77,10 +77,19 @@ class _Threads(threading.local):
     state: _State | None = None
 
 
-threads = _Threads()
-"""``threads.state``: the state of the context that the calling thread is inside."""
+_threads = _Threads()
 _open_contexts = 0  # open contexts in the process; layers return early if there is none
 _count = threading.Lock()
+
+
+def current() -> _State | None:
+    """The state of the context that the calling thread is inside; None outside."""
+    return _threads.state if _open_contexts else None
+
+
+def open_contexts() -> int:
+    """Number of open contexts in the process."""
+    return _open_contexts
 
 
 @contextlib.contextmanager
@@ -114,11 +123,11 @@ def gradient_accumulation(*, in_place: bool = True) -> Iterator[None]:
     global _open_contexts
     if torch.compiler.is_compiling():
         raise RuntimeError("gradient_accumulation: not inside a compiled region")
-    if threads.state is not None:
+    if _threads.state is not None:
         raise RuntimeError("gradient_accumulation: this thread is already inside one")
     state = _State(in_place)
     hook = register_optimizer_step_post_hook(state.stepped)
-    threads.state = state
+    _threads.state = state
     with _count:
         _open_contexts += 1
     try:
@@ -126,7 +135,7 @@ def gradient_accumulation(*, in_place: bool = True) -> Iterator[None]:
     finally:
         with _count:
             _open_contexts -= 1
-        threads.state = None
+        _threads.state = None
         state.end()
         hook.remove()
 
@@ -201,11 +210,6 @@ class Shared:
             and _compat.accumulates(parameter)
         )
         return grad if adds else None
-
-
-def current() -> _State | None:
-    """What the calling thread is inside of."""
-    return threads.state if _open_contexts else None
 
 
 def shared(weight: Tensor, bias: Tensor | None) -> Shared | None:

@@ -296,7 +296,7 @@ class _Bench:
         return {name: _spread(values, kept[name]) for name, values in times.items()}
 
     def _step(self, layer: nn.Module, x: Tensor, autocast: torch.dtype | None) -> Step:
-        forward = layer.forward if self._options is None else _compiled(layer, self._options)
+        forward = layer.forward if self._options is None else compile_layer(layer, self._options)
         wanted = [t for t in (x, *layer.parameters()) if t.requires_grad]
         with _casting(x, autocast):
             gy = torch.randn_like(forward(x))
@@ -310,7 +310,7 @@ class _Bench:
         return step
 
 
-def _compiled(layer: nn.Module, options: Mapping[str, Any]) -> Callable[[Tensor], Tensor]:
+def compile_layer(layer: nn.Module, options: Mapping[str, Any]) -> Callable[[Tensor], Tensor]:
     """The layer's forward under torch.compile, with a cache of its own.
 
     Dynamo keeps a few graphs for a code object and then falls back to eager without a word; layers

@@ -15,6 +15,7 @@ Source: blockwise min-max codes with stochastic rounding as in ActNN (Chen et al
 
 from __future__ import annotations
 
+import functools
 import itertools
 import warnings
 import weakref
@@ -36,8 +37,10 @@ BLOCK = 128
 MASK_BLOCK = 1024
 """Values whose signs share 128 bytes (one bit each)."""
 
+CHUNK_VALUES = 1 << 20
+"""Values that the torch path processes at a time."""
+
 MIN_RANGE = 2.0**-100  # of a block; narrower blocks count as constant
-_CHUNK = 1 << 20  # values that the torch path processes at a time
 MASK32 = 0xFFFF_FFFF
 GOLDEN32 = 0x9E37_79B1
 _GOLDEN64 = 0x9E37_79B9_7F4A_7C15
@@ -409,29 +412,25 @@ def decode_blocks(
     return dense
 
 
-_kernels_found: ModuleType | None = None
-_kernels_missing = False
-
-
 def _kernels(device: torch.device) -> ModuleType | None:
     """The Triton kernels, for CUDA; None for the torch path."""
-    global _kernels_found, _kernels_missing
-    if device.type != "cuda" or _kernels_missing:
+    return triton_kernels() if device.type == "cuda" else None
+
+
+@functools.cache
+def triton_kernels() -> ModuleType | None:
+    """The module of the Triton kernels; None without Triton, after one warning."""
+    try:
+        from . import compress_saved_triton
+    except ImportError as error:
+        warnings.warn(
+            f"compress_saved: Triton is missing ({error}); torch operations give the same bits "
+            "several times slower",
+            RuntimeWarning,
+            stacklevel=3,
+        )
         return None
-    if _kernels_found is None:
-        try:
-            from . import compress_saved_triton
-        except ImportError as error:
-            _kernels_missing = True
-            warnings.warn(
-                f"compress_saved: Triton is missing ({error}); torch operations give the same bits "
-                "several times slower",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-            return None
-        _kernels_found = compress_saved_triton
-    return _kernels_found
+    return compress_saved_triton
 
 
 def _splitmix64(value: int) -> int:
@@ -473,7 +472,7 @@ def _dither(first: int, blocks: int, key: Key, device: torch.device) -> Tensor:
 
 
 def _chunks(blocks: int, width: int) -> Iterator[tuple[int, int]]:
-    step = _CHUNK // width
+    step = CHUNK_VALUES // width
     for first in range(0, blocks, step):
         yield first, min(first + step, blocks)
 

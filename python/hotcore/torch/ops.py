@@ -9,8 +9,8 @@ composite operators:
   is still unbiased.
 * ``linear`` is ``product`` (``F.linear``, or libhot's with ``forward="int8"``) with the backward
   ``backward_linear``. It takes the codes of x, although the product does not need them, so that
-  they exist before it. Otherwise the partitioner would move the compression and its seed into backward
-  (:attr:`HotModule.defer` allows that).
+  they exist before it. Otherwise the partitioner would move the compression and its seed into
+  backward (:attr:`HotModule.defer` allows that).
 
 A seed is an int64 ``[]``, the offset of the layer's key (:func:`key_of`). Compiled and captured
 code draws it with the generator of x's device, where the kernels read it: a graph needs no CPU

@@ -1,0 +1,642 @@
+"""Features that users put around a layer, as a table: feature x kind of layer x recipe x mode.
+
+A test is a feature; its parameters are the kinds of layers (:data:`KINDS`), recipes, and eager or
+compiled mode. Behaviour of one kind alone is tested in that kind's own file.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hotcore.config import RECIPES
+from support import cosine, nbytes, saved_tensors, strided, without_broken_torchvision
+
+torch = pytest.importorskip("torch")
+import hotcore.torch as hot  # noqa: E402  (after the skip)
+from hotcore.torch import ops, saved  # noqa: E402  (after the skip)
+from torch import nn  # noqa: E402  (after the skip)
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402  (after the skip)
+from torch.utils.checkpoint import checkpoint  # noqa: E402  (after the skip)
+
+pytestmark = pytest.mark.usefixtures("seeded")
+
+Tensors = list[torch.Tensor]
+Call = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Self(nn.Module):
+    """An attention that is called with one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(64, 4, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+def frozen() -> nn.Module:
+    """A linear layer below adapters (LoRA): its weight is not trained, its bias is."""
+    layer = nn.Linear(64, 48)
+    layer.weight.requires_grad_(False)
+    return layer
+
+
+def conv1d() -> nn.Module:
+    with without_broken_torchvision():
+        utils = pytest.importorskip("transformers.pytorch_utils")
+    return utils.Conv1D(48, 64)
+
+
+KINDS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "linear": (lambda: nn.Linear(64, 48), (2, 20, 64)),
+    "frozen": (frozen, (2, 20, 64)),
+    "conv1d": (conv1d, (2, 20, 64)),
+    "1x1": (lambda: nn.Conv2d(64, 48, 1), (2, 64, 6, 6)),
+    "3x3": (lambda: nn.Conv2d(16, 24, 3, padding=1), (2, 16, 8, 8)),
+    "attention": (Self, (3, 16, 64)),
+}
+"""Name -> the plain module, the shape of x."""
+TRAINED = [kind for kind in KINDS if kind != "frozen"]
+ONE_LAYER = [kind for kind in TRAINED if kind != "attention"]
+
+
+def kinds(*names: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("kind", names or list(KINDS))
+
+
+def pair(kind: str, recipe: str = "default") -> tuple[nn.Module, nn.Module]:
+    """A plain module, and one with equal parameters that is converted."""
+    plain = KINDS[kind][0]()
+    return plain, converted(copy.deepcopy(plain), recipe)
+
+
+def converted(module: nn.Module, recipe: str = "default") -> nn.Module:
+    return hot.convert(module, recipe, lambda *_: True).model
+
+
+def inputs(kind: str, **options: Any) -> torch.Tensor:
+    return torch.randn(KINDS[kind][1], **options)
+
+
+def layer_of(module: nn.Module) -> nn.Module:
+    """The layer that holds the first weight."""
+    return module.attention if isinstance(module, Self) else module
+
+
+def weights(module: nn.Module) -> list[nn.Parameter]:
+    return [p for p in module.parameters() if p.dim() > 1]
+
+
+def leaves(module: nn.Module, x: torch.Tensor) -> Tensors:
+    return [t for t in (x, *module.parameters()) if t.requires_grad]
+
+
+def random_like(y: torch.Tensor) -> torch.Tensor:
+    """The same numbers in every call, without a draw from the default generator."""
+    generator = torch.Generator().manual_seed(6)
+    return torch.randn(y.shape, generator=generator, dtype=torch.float32).to(y.dtype)
+
+
+def step(
+    module: nn.Module, x: torch.Tensor, call: Call | None = None, gy: Any = None, seed: int = 5
+) -> Tensors:
+    """y and the gradients of x and of the trained parameters."""
+    torch.manual_seed(seed)
+    x = x.detach().requires_grad_()
+    module.zero_grad()
+    y = (module if call is None else call)(x)
+    y.backward(random_like(y) if gy is None else gy)
+    return [y.detach(), *(leaf.grad for leaf in leaves(module, x))]
+
+
+def same(ours: Tensors, theirs: Tensors) -> bool:
+    assert len(ours) == len(theirs)
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+class Operators(TorchDispatchMode):
+    """Records hotcore's operators: ``name``, or ``name gx gw gb`` with the wanted gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        space, name = func.name().split("::")
+        if space == "hotcore":
+            wanted = zip(("gx", "gw", "gb"), args[-3:], strict=True)
+            backward = name.startswith("backward")
+            self.calls.append(
+                " ".join([name, *(g for g, dtype in wanted if dtype is not None)])
+                if backward
+                else name
+            )
+        return func(*args, **(kwargs or {}))
+
+    def backwards(self) -> list[str]:
+        """The wanted gradients of every backward, in the order of the forward pass."""
+        return [c.partition(" ")[2] for c in reversed(self.calls) if c.startswith("backward")]
+
+    def compressed(self) -> int:
+        return sum(call.startswith("compress") for call in self.calls)
+
+
+# -------------------------------------------------------------------- Plain where HOT has no part
+
+
+@kinds()
+def test_eval_mode_is_plain(kind: str) -> None:
+    """Bits, gradients, saved tensors and torch's generator."""
+    plain, module = (each.eval() for each in pair(kind))
+    x = inputs(kind)
+    with saved_tensors() as kept:
+        y = module(x.clone().requires_grad_())
+    assert y.requires_grad and not any(tensor.dtype == torch.uint8 for tensor in kept)
+    assert same(step(module, x), step(plain, x))
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            assert torch.equal(module(x), plain(x))
+    state = torch.get_rng_state()
+    module(x)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@kinds()
+def test_without_gradients_it_is_plain(kind: str) -> None:
+    plain, module = pair(kind)
+    x = inputs(kind)
+    expected = plain(x)
+    with torch.no_grad():
+        y = module(x)
+    assert not y.requires_grad
+    with torch.inference_mode():
+        inference = module(x)
+    assert inference.is_inference()
+    for got in (y, inference, module(x).detach()):
+        torch.testing.assert_close(got, expected)  # an attention's sums have another order
+        assert kind == "attention" or torch.equal(got, expected)
+
+
+@kinds()
+def test_state_dict_both_ways(kind: str) -> None:
+    plain, module = pair(kind)
+    other, again = pair(kind)
+    assert list(module.state_dict()) == list(plain.state_dict())
+    x = inputs(kind)
+    for source, target in ((plain, again), (module, other)):
+        buffer = io.BytesIO()
+        torch.save(source.state_dict(), buffer)
+        buffer.seek(0)
+        target.load_state_dict(torch.load(buffer))
+        torch.testing.assert_close(target(x), plain(x))
+        assert same(list(target.parameters()), list(source.parameters()))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    ("plain", "ours", "sizes"),
+    [
+        (nn.Linear, hot.HotLinear, (40, 30)),
+        (nn.Conv2d, hot.HotConv2d, (8, 16, 3, 2, 1)),
+        (nn.MultiheadAttention, hot.HotMultiheadAttention, (64, 4)),
+    ],
+)
+def test_initialised_as_the_plain_one(plain: Any, ours: Any, sizes: Any, bias: bool) -> None:
+    states = []
+    for cls, options in ((plain, {}), (ours, {"config": "fast"})):
+        torch.manual_seed(3)
+        states.append(cls(*sizes, bias=bias, **options).state_dict())
+    assert states[0].keys() == states[1].keys()
+    assert same(list(states[0].values()), list(states[1].values()))
+
+
+# ------------------------------------------------------------------------------ Random numbers
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@kinds(*TRAINED)
+def test_manual_seed_repeats_the_bits(kind: str, recipe: str) -> None:
+    _, module = pair(kind, recipe)
+    x = inputs(kind)
+    first, again, other = (step(module, x, seed=seed) for seed in (1, 1, 2))
+    assert same(first, again)
+    torch.testing.assert_close(first[0], other[0])
+    for a, b in zip(first[1:], other[1:], strict=True):
+        assert a.dim() == 1 or not torch.equal(a, b)  # a bias has an exact gradient
+
+
+@kinds(*TRAINED)
+def test_calls_draw_different_seeds(kind: str) -> None:
+    _, module = pair(kind, "fast")
+    x = inputs(kind)
+    one, two = (torch.autograd.grad(module(x).sum(), weights(module)) for _ in range(2))
+    assert not torch.equal(one[0], two[0])
+
+
+@kinds("frozen", *ONE_LAYER)  # torch's part of an attention depends on it
+def test_number_of_threads_does_not_matter(kind: str) -> None:
+    _, module = pair(kind)
+    x, results = inputs(kind), []
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        assert ops.context_of(x.device).threads == threads
+        results.append(step(module, x)[1:])
+    assert same(results[1], results[0]) and same(results[2], results[0])
+
+
+@kinds()
+def test_backward_twice_gives_the_same_bits(kind: str) -> None:
+    _, module = pair(kind, "fast")
+    x = inputs(kind, requires_grad=True)
+    y = module(x).sum()
+    one = torch.autograd.grad(y, leaves(module, x), retain_graph=True)
+    assert same(list(one), list(torch.autograd.grad(y, leaves(module, x))))
+
+
+class SharedInput(nn.Module):
+    """Three layers with one x, which they compress once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(64, 48) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(x)
+        return self.q(x) * self.k(x) + self.v(x)
+
+
+def shared_input() -> nn.Module:
+    return SharedInput()
+
+
+def codes() -> nn.Module:
+    """No HOT layer; operations that save codes."""
+    model = nn.Sequential(nn.LayerNorm(64), nn.Dropout(0.3), nn.GELU(), nn.ReLU())
+    saved.convert_saved(model, 4)
+    return model
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("recipe", ["default", "fast"])
+@pytest.mark.parametrize("kind", [*KINDS, "shared input", "codes"])
+def test_checkpoint_repeats_the_bits(kind: str, recipe: str, reentrant: bool) -> None:
+    if kind == "codes":
+        module, x = codes(), torch.randn(8, 64)
+    elif kind == "shared input":
+        module, x = converted(shared_input(), recipe), torch.randn(40, 64)
+    else:
+        module, x = pair(kind, recipe)[1], inputs(kind)
+    # Dropout shows that forward and its repetition draw the same numbers: a reentrant checkpoint
+    # runs the first one without gradients.
+    block = nn.Sequential(module, nn.GELU(), nn.Dropout(0.1))
+    wrapped = step(block, x, lambda x: checkpoint(block, x, use_reentrant=reentrant))
+    assert same(wrapped, step(block, x))
+
+
+# ----------------------------------------------------------------------- What is saved and computed
+
+
+@kinds()
+def test_a_frozen_weight_saves_nothing_of_x(kind: str) -> None:
+    _, module = pair(kind)
+    for weight in weights(module):
+        weight.requires_grad_(False)
+    x = inputs(kind, requires_grad=True)
+    with Operators() as seen, saved_tensors() as kept:
+        y = module(x * 1)
+    if kind != "attention":  # attention itself saves q, k, v
+        own = {weight.untyped_storage().data_ptr() for weight in weights(module)}
+        others = [t for t in kept if t.untyped_storage().data_ptr() not in own]
+        assert nbytes(others) == 8  # the seed
+    with seen:
+        y.sum().backward()
+    assert seen.compressed() == 0 and set(seen.backwards()) == {"gx gb"}
+    assert x.grad is not None and all(weight.grad is None for weight in weights(module))
+    assert all(p.grad is not None for p in module.parameters() if p.dim() == 1)
+
+
+@kinds(*TRAINED)
+def test_a_frozen_input_has_no_gradient(kind: str) -> None:
+    _, module = pair(kind)
+    x = inputs(kind)
+    with Operators() as seen, saved_tensors() as kept:
+        y = module(x)
+    if kind != "attention":
+        assert sorted(t.dtype for t in kept if t.ndim) == [torch.uint8]  # not the weight
+    with seen:
+        y.sum().backward()
+    first, *others = seen.backwards()
+    assert first == "gw gb" and set(others) <= {"gx gw gb"}
+    assert x.grad is None and all(p.grad is not None for p in module.parameters())
+
+
+@kinds(*TRAINED)
+def test_a_frozen_or_missing_bias_is_not_computed(kind: str) -> None:
+    _, module = pair(kind)
+    for parameter in module.parameters():
+        parameter.requires_grad_(parameter.dim() > 1)
+    x = inputs(kind, requires_grad=True)
+    with Operators() as seen:
+        module(x).sum().backward()
+    assert set(seen.backwards()) == {"gx gw"}
+
+
+@kinds()
+def test_x_is_freed(kind: str) -> None:
+    _, module = pair(kind)
+    x = inputs(kind, requires_grad=True) * 1
+    gone = weakref.ref(x)
+    y = module(x)
+    del x
+    assert gone() is None
+    y.sum().backward()
+
+
+@kinds()
+def test_a_weight_changed_in_place_is_noticed(kind: str) -> None:
+    _, module = pair(kind)
+    y = module(inputs(kind, requires_grad=True))
+    with torch.no_grad():
+        weights(module)[0].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+# ---------------------------------------------------------------------------- Autocast and dtypes
+
+BOUNDS = {"default": 0.9, "fast": 0.5}
+"""Least cosine of a gradient with the plain one."""
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("recipe", list(BOUNDS))
+@kinds()
+def test_autocast(kind: str, recipe: str, dtype: torch.dtype) -> None:
+    plain, module = pair(kind, recipe)
+    x = inputs(kind)
+
+    def under(each: nn.Module) -> Tensors:
+        def call(x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", dtype=dtype):
+                return each(x)
+
+        return step(each, x, call)
+
+    (y, *ours), (expected, *theirs) = under(module), under(plain)
+    assert y.dtype == expected.dtype == dtype
+    assert kind == "attention" or torch.equal(y, expected)
+    torch.testing.assert_close(y, expected, rtol=0.05, atol=0.05)
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.dtype == b.dtype == torch.float32 and a.shape == b.shape
+        assert cosine(a.numpy(), b.numpy()) > BOUNDS[recipe]
+
+
+@kinds(*ONE_LAYER)
+def test_autocast_of_mixed_inputs(kind: str) -> None:
+    """x is bfloat16 already and parameters are fp32, as between two layers under autocast."""
+    plain, module = pair(kind)
+    x = inputs(kind, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = module(x)
+        assert torch.equal(y, plain(x))
+    y.float().square().sum().backward()
+    assert x.grad.dtype == torch.bfloat16
+    assert all(p.grad.dtype == torch.float32 for p in module.parameters())
+
+
+@kinds(*ONE_LAYER)
+def test_autocast_leaves_its_cache_alone(kind: str) -> None:
+    """A cached cast without its graph would lose the gradient of the second, plain use."""
+    _, module = pair(kind)
+    plain = module.to_plain()
+    x = inputs(kind)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        module(x)
+        y = plain(x)
+    y.sum().backward()
+    assert all(p.grad is not None for p in module.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@kinds()
+def test_moves_between_dtypes(kind: str, dtype: torch.dtype) -> None:
+    module = pair(kind)[1].to(dtype)
+    x = inputs(kind).to(dtype)
+    assert all(tensor.dtype == dtype and tensor.isfinite().all() for tensor in step(module, x))
+    with pytest.raises(ValueError, match="x: dtype float64"):
+        module.double()(x.double().requires_grad_())
+    assert module.eval()(x.double()).dtype == torch.float64  # the plain layer
+
+
+@kinds()
+def test_meta_tensors(kind: str) -> None:
+    _, module = pair(kind)
+    shape = module(inputs(kind)).shape
+    module = module.to("meta")
+    x = torch.empty(KINDS[kind][1], device="meta", requires_grad=True)
+    y = module(x)
+    assert y.shape == shape and y.device.type == "meta"
+    y.sum().backward()
+    assert all(leaf.grad.shape == leaf.shape for leaf in leaves(module, x))
+
+
+# ------------------------------------------------------------------------------- Shapes and strides
+
+
+@kinds(*ONE_LAYER)
+def test_strides_do_not_matter(kind: str) -> None:
+    _, module = pair(kind)
+    x = inputs(kind)
+    gy = random_like(module(x))
+    expected = step(module, x, gy=gy)[1:]
+    assert not strided(x).is_contiguous() and not strided(gy).is_contiguous()
+    assert same(step(module, strided(x), gy=strided(gy))[1:], expected)
+    ones = torch.ones_like(gy)
+    assert same(step(module, x, gy=torch.ones(()).expand_as(gy))[1:], step(module, x, gy=ones)[1:])
+    with torch.no_grad():
+        for parameter in weights(module):
+            parameter.set_(strided(parameter.detach()))
+    assert same(step(module, x, gy=gy)[1:], expected)
+
+
+@kinds(*ONE_LAYER)
+def test_empty_batch(kind: str) -> None:
+    _, module = pair(kind)
+    x = torch.empty((0, *KINDS[kind][1][1:]))
+    _, gx, *others = step(module, x)
+    assert gx.shape == x.shape
+    assert not any(gradient.any() for gradient in others)
+
+
+# --------------------------------------------------------------------------- Gradients that add up
+
+
+@kinds(*TRAINED)
+def test_gradients_accumulate(kind: str) -> None:
+    _, module = pair(kind)
+    parts = [inputs(kind) for _ in range(3)]
+    torch.manual_seed(5)
+    total = [torch.zeros_like(p) for p in module.parameters()]
+    for part in parts:
+        found = torch.autograd.grad(module(part).square().sum(), list(module.parameters()))
+        total = [a + b for a, b in zip(total, found, strict=True)]
+    torch.manual_seed(5)
+    places = set()
+    for part in parts:
+        module(part).square().sum().backward()
+        places.add(weights(module)[0].grad.data_ptr())
+    assert len(places) == 1  # added in place
+    assert same([p.grad for p in module.parameters()], total)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@kinds()
+def test_gradient_accumulation(kind: str, in_place: bool) -> None:
+    _, module = pair(kind, "fast")
+    parts = [inputs(kind) for _ in range(3)]
+
+    def micro_steps() -> Tensors:
+        torch.manual_seed(4)
+        module.zero_grad()
+        for part in parts:
+            module(part * 1).square().sum().backward()
+        return [p.grad.clone() for p in module.parameters() if p.requires_grad]
+
+    expected = micro_steps()
+    with hot.gradient_accumulation(in_place=in_place):
+        got = micro_steps()
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(b.abs().max()))
+        assert in_place or torch.equal(a, b)
+
+
+@kinds(*TRAINED)
+def test_a_layer_used_twice_on_one_x(kind: str) -> None:
+    """Each use rounds with its own seed, and autograd adds the gradients."""
+    _, module = pair(kind, "fast")
+    x = inputs(kind, requires_grad=True)
+    gy = random_like(module(x))
+    torch.manual_seed(5)
+    each = [torch.autograd.grad(module(x * 1), leaves(module, x), gy) for _ in range(2)]
+    torch.manual_seed(5)
+    activation = x * 1
+    y = module(activation) + module(activation)
+    got = torch.autograd.grad(y, leaves(module, x), gy)
+    assert same(list(got), [a + b for a, b in zip(*each, strict=True)])
+    assert not torch.equal(each[0][0], each[1][0])
+
+
+# ------------------------------------------------------------------------- Copies and hooks
+
+
+@pytest.mark.parametrize("recipe", ["default", "paper"])
+@kinds()
+def test_copies(kind: str, recipe: str) -> None:
+    _, module = pair(kind, recipe)
+    x = inputs(kind)
+    expected = step(module, x)  # the configuration's libhot object is made
+    buffer = io.BytesIO()
+    torch.save(module, buffer)
+    buffer.seek(0)
+    for again in (
+        copy.deepcopy(module),
+        pickle.loads(pickle.dumps(module)),
+        torch.load(buffer, weights_only=False),
+    ):
+        assert type(layer_of(again)) is type(layer_of(module))
+        assert layer_of(again).config == layer_of(module).config
+        assert all(a is not b for a, b in zip(weights(again), weights(module), strict=True))
+        assert same(step(again, x), expected)
+
+
+@kinds(*TRAINED)
+def test_hooks_survive_conversion(kind: str) -> None:
+    plain, _ = pair(kind)
+    calls: list[str] = []
+    layer = layer_of(plain)
+    layer.register_forward_hook(lambda *_: calls.append("forward"))
+    layer.register_full_backward_hook(lambda *_: calls.append("backward"))
+    weights(plain)[0].register_hook(lambda gradient: calls.append("gradient"))
+    weights(plain)[0].register_post_accumulate_grad_hook(lambda p: calls.append("added"))
+    module = converted(plain)
+    module(inputs(kind, requires_grad=True)).sum().backward()
+    assert calls[0] == "forward" and sorted(calls[1:]) == ["added", "backward", "gradient"]
+    assert calls.index("gradient") < calls.index("added")
+
+
+# -------------------------------------------------------------------------------------- Refused
+
+
+@kinds(*TRAINED)
+def test_differentiating_twice_is_refused(kind: str) -> None:
+    _, module = pair(kind)
+    x = inputs(kind, requires_grad=True)
+    (gx,) = torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gx.square().sum().backward()
+
+
+@kinds(*TRAINED)
+def test_torch_func_and_forward_mode_are_refused(kind: str) -> None:
+    _, module = pair(kind)
+    x, state = inputs(kind), dict(module.named_parameters())
+    refused = r"hotcore.torch.(linear|conv2d): torch.func transforms .* revert"
+
+    def loss(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.func.functional_call(module, parameters, (x,)).sum()
+
+    with pytest.raises(NotImplementedError, match=refused):
+        torch.func.grad(loss)(state)
+    with pytest.raises(NotImplementedError, match=refused):
+        torch.func.grad(lambda x: module(x).sum())(x)
+    with pytest.raises(NotImplementedError, match=refused):
+        torch.func.vmap(module)(x[:, None])
+    forward = torch.autograd.forward_ad
+    with forward.dual_level(), pytest.raises((NotImplementedError, RuntimeError)):
+        module(forward.make_dual(x.clone().requires_grad_(), torch.ones_like(x)))
+    loss(state)  # without a transform it is an ordinary call
+    module.eval()  # plain torch
+    torch.func.grad(loss)(state)
+
+
+# ------------------------------------------------------------------------------------- Compiled
+
+
+@kinds()
+def test_compiled_equals_eager(kind: str) -> None:
+    torch._dynamo.reset()
+    _, module = pair(kind, "fast")
+    x = inputs(kind)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    ours = [*step(module, x, compiled), torch.rand(())]
+    assert same(ours, [*step(module, x), torch.rand(())])
+
+
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+@kinds("linear", "3x3")
+def test_autocast_inside_a_checkpoint(kind: str, mode: str) -> None:
+    _, module = pair(kind, "fast")
+    block = nn.Sequential(module, nn.ReLU())
+    x = inputs(kind)
+
+    def plain(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return block(x).float()
+
+    def wrapped(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return checkpoint(block, x, use_reentrant=False).float()
+
+    expected = step(block, x, plain)
+    if mode == "compiled":
+        torch._dynamo.reset()
+        wrapped = torch.compile(wrapped, backend="aot_eager", fullgraph=True)
+        expected[1] = expected[1].bfloat16().float()  # x is cast in the graph, and g_x back
+    assert same(step(block, x, wrapped), expected)
