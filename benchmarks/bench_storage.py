@@ -224,9 +224,7 @@ def to_int8(y: Array, rng: np.random.Generator) -> Array:
     return np.asarray(np.floor(y / step + rng.random(y.shape)) * step)
 
 
-def weight_gradient(
-    gy: Array, x: Array, form: str, bits: int, rng: np.random.Generator
-) -> Array:
+def weight_gradient(gy: Array, x: Array, form: str, bits: int, rng: np.random.Generator) -> Array:
     """g_w with x kept as a form, or INT8 per channel."""
     if form == "int8":
         return np.asarray(to_int8(gy, rng).T @ to_int8(x, rng))

@@ -496,7 +496,9 @@ def kept(report: Report, bits: str) -> Iterator[str]:
     """Error of every form, and its bias in brackets."""
     rows = [row for row in report["blocks"] if row["block"] == 64 and row["bits"] == int(bits)]
     names = {name: name for name in rows[0]["forms"]}
-    names |= {"dither": "dither (`rht4`)"} if bits == "4" else {"dither 1.75": "dither 1.75 (`rht2`)"}
+    names |= (
+        {"dither": "dither (`rht4`)"} if bits == "4" else {"dither 1.75": "dither 1.75 (`rht2`)"}
+    )
     yield from table_of(
         ["one block of x", *names.values()],
         (

@@ -823,9 +823,9 @@ class Saved:
 
     ``codes`` is int8 ``[I, Kp]``, for INT4 storage ``[I, roundup(L, 32)]``, for rht4 and rht2
     ``[I, roundup(L, 64)]``; ``scales`` float32 ``[I]`` or ``[1]``, for the packed storages the
-    uint16 bits of bfloat16 ``[I, ceil(L/64)]``; ``packed`` their stored bytes, uint8 ``[I, bytes]``,
-    otherwise None; ``exponents`` those of the tokens' sizes, uint8 ``[L]``, None where tokens are
-    not equalised.
+    uint16 bits of bfloat16 ``[I, ceil(L/64)]``; ``packed`` their stored bytes, uint8
+    ``[I, bytes]``, otherwise None; ``exponents`` those of the tokens' sizes, uint8 ``[L]``, None
+    where tokens are not equalised.
     """
 
     codes: Codes
@@ -1048,9 +1048,7 @@ def _dithered(
     return (np.clip(np.rint(exact).astype(np.int64), -half, half) + u + half) >> 8
 
 
-def _code_values(
-    codes: NDArray[Any], u: NDArray[np.uint8], bits: int
-) -> NDArray[np.float32]:
+def _code_values(codes: NDArray[Any], u: NDArray[np.uint8], bits: int) -> NDArray[np.float32]:
     """What codes stand for, in units of their scale; the random bytes are subtracted. Exact."""
     return (512 * codes.astype(np.int64) + 511 - 2 * u.astype(np.int64) - (256 << bits)).astype(
         _f32

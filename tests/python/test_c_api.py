@@ -306,7 +306,13 @@ def test_wrong_numbers_and_nulls(api: CApi) -> None:
     refused(lambda: api.call("hot_spec_recipe", None, make("hot_spec")), INVALID, "name is null")
     refused(lambda: api.call("hot_spec_recipe", b"fast", None), INVALID, "spec is null")
     numbers = (("basis", 4), ("gx_scale", 3), ("storage", 4), ("gw_scale", -1), ("x_rounding", 3))
-    for field, value in (*numbers, ("equalize_tokens", 2), ("row_count", 65), ("gx_bits", 5), ("hadamard_block", 0)):
+    for field, value in (
+        *numbers,
+        ("equalize_tokens", 2),
+        ("row_count", 65),
+        ("gx_bits", 5),
+        ("hadamard_block", 0),
+    ):
         spec = api.spec("default")
         setattr(spec, field, value)
         refused(lambda s=spec: api.compress_activation(x, s), INVALID, f"{field} is {value}")

@@ -649,9 +649,7 @@ def test_int4_storage_error(rng: np.random.Generator) -> None:
 ROTATED = ("rht4", "rht2")
 
 
-def rotated_by_definition(
-    x: np.ndarray, tokens: int, key: tuple[int, int, int]
-) -> np.ndarray:
+def rotated_by_definition(x: np.ndarray, tokens: int, key: tuple[int, int, int]) -> np.ndarray:
     """H D x of one channel, in fp64: ``[K]``."""
     depth = -(-tokens // 64) * 64
     padded = np.zeros(depth)
@@ -988,9 +986,7 @@ def test_scale_per_token(rng: np.random.Generator) -> None:
         saved = ref.compress_activation(x, config, key=3)
         got = ref.backward_linear(gy, w, saved, need=("gw",), key=3).gw
         a, s_a = ref.quantize_gradient_columns(gy, config, 3)
-        b, s_b = (
-            (saved.codes, saved.scales) if saved.packed is None else ref.requantize(saved, 3)
-        )
+        b, s_b = (saved.codes, saved.scales) if saved.packed is None else ref.requantize(saved, 3)
         assert s_a.shape == (a.shape[1],)
         divisor = f32(1 if config.basis == "full" else 16)
         for m, n in itertools.product(range(6), range(4)):

@@ -166,7 +166,14 @@ def test_a_model_learns() -> None:
 
 @pytest.mark.parametrize(
     ("recipe", "bound"),
-    [("default", 0.54), ("int4", 0.54), ("fast", 0.505), ("paper", 0.505), ("accurate", 1.01), ("compact", 0.3)],
+    [
+        ("default", 0.54),
+        ("int4", 0.54),
+        ("fast", 0.505),
+        ("paper", 0.505),
+        ("accurate", 1.01),
+        ("compact", 0.3),
+    ],
 )
 @pytest.mark.parametrize("shape", [(16, 197), (8, 256)])
 def test_bytes_saved(recipe: str, bound: float, shape: tuple[int, int]) -> None:
