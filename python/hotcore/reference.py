@@ -1035,8 +1035,8 @@ def _quantize_rotated(
         along = _sum_pairs(y * _code_values(codes, u, bits))
         scale = round_bf16((squares / along) * ((exponent - _u32(1)) << _u32(23)).view(_f32))
     stored = np.where(finite, np.where(used, scale, _f32(0)), _f32(np.nan))
-    codes = np.where(used, codes, 0).astype(np.int8)
-    return codes.reshape(channels, depth), bf16_bits(stored).reshape(channels, blocks)
+    kept: Codes = np.where(used, codes, 0).astype(np.int8)
+    return kept.reshape(channels, depth), bf16_bits(stored).reshape(channels, blocks)
 
 
 def _dithered(

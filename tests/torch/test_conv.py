@@ -174,10 +174,18 @@ def test_pixels_come_back() -> None:
         config = HotConfig(storage=storage)
         saved = ops.compress(tokens, config, hotcore.Key(3))
         for first, last in ((0, 198), (99, 198), (63, 131), (64, 65), (7, 7)):
-            back = ops.decompress(saved, 198, 5, config, first, last)
+            back = ops.decompress(saved, 198, 5, config, hotcore.Key(3), first, last)
             assert back.shape == (last - first, 5)
             part = tokens[first:last]
             assert ((back - part).abs() <= tokens.abs().amax(0) * 1.01 / step).all()
+    for storage, error in (("rht4", 0.13), ("rht2", 0.5)):
+        config = HotConfig(storage=storage, equalize_tokens=True)
+        saved = ops.compress(tokens, config, hotcore.Key(3))
+        back = ops.decompress(saved, 198, 5, config, hotcore.Key(3), 0, 198)
+        assert (back - tokens).norm() < error * tokens.norm()
+        assert torch.equal(
+            ops.decompress(saved, 198, 5, config, hotcore.Key(3), 63, 131), back[63:131]
+        )
 
 
 def test_unfold_and_pad_have_adjoints(rng: np.random.Generator) -> None:
