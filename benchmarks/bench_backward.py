@@ -12,8 +12,10 @@ Parts (all of them, unless some are named):
 hotcore does the whole work: it quantises g_y and w, multiplies, dequantises and sums; x has been
 compressed before, and that has a row of its own. Torch's rows come twice: "torch bf16" does the
 same (g_x, g_w, g_b), "bf16 products" only the two products, as do the rows of INT8 and FP8
-products, which are given finished operands, and torchao's, whose layer has no bias. On the CPU all
-arrays are fp32; on CUDA hotcore takes bf16. How it is measured: timing.py.
+products, which are given finished operands, and torchao's, whose layer has no bias. Rows that end
+in "both" are a layer's forward pass (with a bias) and backward, one after the other: hotcore's
+compress x too, and "int8" ones have the 8-bit forward. On the CPU all arrays are fp32; on CUDA
+hotcore takes bf16. How it is measured: timing.py.
 """
 
 from __future__ import annotations
@@ -39,6 +41,8 @@ from timing import Call, Row
 RECIPES = ("default", "fast", "int4", "paper", "accurate")
 PARTS = ("layers", "paper", "stages", "forward", "host")
 ALL = ("gx", "gw", "gb")
+BOTH = ("default", "fast")
+"""Recipes whose forward and backward are timed together."""
 HOST_BAR_US = 60.0
 LEAST_STAGE_ROUNDS = 4
 TOY: Shape = (64, 64, 64)
@@ -70,6 +74,28 @@ def hot_backward(
 def hot_compress(x: torch.Tensor, recipe: str) -> Call:
     config = hotcore.HotConfig.recipe(recipe)
     return lambda: hotcore.compress_activation(x, config, key=1)
+
+
+def hot_both(arrays: Sequence[torch.Tensor], bias: torch.Tensor, recipe: str, int8: bool) -> Call:
+    """A layer's forward, x compressed, and its backward."""
+    gy, w, x = arrays
+    config = hotcore.HotConfig.recipe(recipe)
+
+    def call() -> object:
+        if int8:
+            y = hotcore.forward_linear(x, w, bias, config=config)
+        else:
+            y = torch.nn.functional.linear(x, w, bias.to(x.dtype))
+        saved = hotcore.compress_activation(x, config, key=1)
+        return y, hotcore.backward_linear(gy, w, saved, config=config, need=ALL, key=1)
+
+    return call
+
+
+def torch_both(arrays: Sequence[torch.Tensor], bias: torch.Tensor) -> Call:
+    gy, w, x = arrays
+    backward, own = rivals.backward(gy, w, x), bias.to(x.dtype)
+    return lambda: (torch.nn.functional.linear(x, w, own), backward())
 
 
 # ---- layers ----
@@ -114,6 +140,13 @@ def layer_rows(
     for recipe in recipes:
         contenders[f"hotcore {recipe}"] = hot_backward(gy, w, x, recipe)
         contenders[f"compress {recipe}"] = hot_compress(x, recipe)
+    bias = torch.randn(shape[1], device=device)  # fp32, as parameters under autocast
+    whole = f"torch {'fp32' if device == 'cpu' else 'bf16'} both"
+    contenders[whole] = torch_both((gy, w, x), bias)
+    for recipe in recipes:
+        if recipe in BOTH:
+            contenders[f"{recipe} both"] = hot_both((gy, w, x), bias, recipe, False)
+            contenders[f"{recipe} int8 both"] = hot_both((gy, w, x), bias, recipe, True)
     rows = timing.in_turns(contenders, args.rounds, device)
     if "torchao both" in rows:
         difference = rows["torchao both"]["median_ms"] - rows["torchao forward"]["median_ms"]
@@ -135,11 +168,10 @@ def ratio(rows: dict[str, Row], above: str, below: str) -> float:
 
 
 def is_rival(name: str) -> bool:
-    return (
-        name.startswith("torch")
-        and name not in ("torchao forward", "torchao both")
-        or (name.endswith("products"))
-    )
+    """Whether a row is another's backward."""
+    if name == "torchao forward" or name.endswith("both"):
+        return False
+    return name.startswith("torch") or name.endswith("products")
 
 
 def sums(of_shapes: dict[str, dict[str, Row]], recipes: Sequence[str]) -> dict[str, Any]:
@@ -158,6 +190,17 @@ def sums(of_shapes: dict[str, dict[str, Row]], recipes: Sequence[str]) -> dict[s
             "compress of a copy": total[f"compress {recipe}"] / total["copy of x"],
             "faster than": {name: total[name] / mine for name in names if is_rival(name)},
         }
+    whole = [name for name in names if name.endswith(" both")]
+    out["both"] = {
+        name: {
+            "sum_ms": total[name],
+            "faster than": {
+                rival: total[rival] / total[name] for rival in whole if rival.startswith("torch")
+            },
+        }
+        for name in whole
+        if not name.startswith("torch")
+    }
     return out
 
 
@@ -197,6 +240,9 @@ def part_layers(args: argparse.Namespace, groups: Groups) -> dict[str, Any]:
             print(f"  {recipe:9s} {row['sum_ms'] * 1e3:9.1f} us  {words}")
             floor = f"{row['times the floor']:.2f} floors, " if args.device == "cuda" else ""
             print(f"  {'':9s} {floor}compress: {row['compress of a copy']:.2f} copies")
+        for name, row in total["both"].items():
+            words = "  ".join(f"{rival} {value:.2f}" for rival, value in row["faster than"].items())
+            print(f"  {name:18s} {row['sum_ms'] * 1e3:9.1f} us  {words}")
         shapes_out = {name: {"shape": shapes[name], "rows": tables[name]} for name in shapes}
         out[group] = {"layers": shapes_out, **total}
     return out

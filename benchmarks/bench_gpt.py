@@ -50,6 +50,8 @@ class Contender:
 
     name: str
     recipe: str | None = None
+    forward: str = "plain"
+    """HOT's forward, "plain" or "int8"."""
     saved: int | Mapping[str, int | None] | None = None
     """convert's ``saved``."""
     recomputed: bool = False
@@ -60,14 +62,19 @@ CONTENDERS = (
     Contender("bf16"),
     Contender("default", "default"),
     Contender("fast", "fast"),
-    Contender("default, saved 8", "default", 8),
-    Contender("default, saved 8/4", "default", {"attention": 4}),
-    Contender("default, saved 4", "default", 4),
+    Contender("default int8-forward", "default", "int8"),
+    Contender("fast int8-forward", "fast", "int8"),
+    Contender("default, saved 8", "default", saved=8),
+    Contender("default, saved 8/4", "default", saved={"attention": 4}),
+    Contender("default, saved 4", "default", saved=4),
     Contender("default, attention kept", "default", recomputed=True),
     Contender("fast, attention kept", "fast", recomputed=True),
     Contender("accurate", "accurate"),
     Contender("int4", "int4"),
     Contender("paper", "paper"),
+    Contender("accurate int8-forward", "accurate", "int8"),
+    Contender("int4 int8-forward", "int4", "int8"),
+    Contender("paper int8-forward", "paper", "int8"),
 )
 
 
@@ -182,7 +189,8 @@ def model_of(size: Size, contender: Contender, device: str, backend: str) -> Sma
                 layer.weight /= math.sqrt(2 * size.depth)
     model.to(device).train()
     if contender.recipe is not None:
-        report = hot.convert(model, contender.recipe, in_blocks, saved=contender.saved)
+        config = hot.HotConfig.recipe(contender.recipe, forward=contender.forward)
+        report = hot.convert(model, config, in_blocks, saved=contender.saved)
         assert len(report.converted) == 4 * size.depth, report
     if contender.recomputed:
         hot.recompute(model.blocks)

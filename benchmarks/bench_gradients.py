@@ -31,7 +31,7 @@ import hotcore
 import rivals
 import small_tasks
 import torch
-from hotcore.torch.compute import PLAIN, backward_bops
+from hotcore.torch.compute import FULL_PRECISION, backward_bops
 from rivals.methods import power_of_two_factor, triangle_rows
 from small_tasks import Contender, training
 from timing import RESULTS
@@ -131,7 +131,7 @@ def cost(contender: Contender, shape: tuple[int, int, int], samples: int) -> flo
     """Bit operations of the backward pass over those in full precision."""
     tokens, outs, ins = shape
     gy, w, x, product = tokens * outs, outs * ins, tokens * ins, tokens * outs * ins
-    plain, method = backward_bops(*shape, PLAIN), contender.method
+    plain, method = backward_bops(*shape, FULL_PRECISION), contender.method
     if method in hotcore.config.RECIPES:
         config = hotcore.HotConfig.recipe(method, **contender.settings)
         return backward_bops(*shape, config) / plain

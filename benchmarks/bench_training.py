@@ -30,6 +30,10 @@ from torch import nn
 
 ROOT = Path(__file__).resolve().parent.parent
 FULL = Contender("fp32", "fp32")
+INT8_FORWARD = tuple(
+    Contender(f"{name} int8-forward", name, {"forward": "int8"}) for name in small_tasks.RECIPES
+)
+"""The recipes with an 8-bit forward."""
 
 
 def train(task: training.Task, contender: Contender, seed: int, steps: int) -> dict[str, Any]:
@@ -162,7 +166,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     small_tasks.use_threads(args.threads)
     settings = {"tasks": tasks, "methods": args.methods, "seeds": args.seeds, "steps": args.steps}
     try:
-        methods = {task: small_tasks.chosen(task, args.methods, (FULL,)) for task in tasks}
+        more = (FULL, *INT8_FORWARD)
+        methods = {task: small_tasks.chosen(task, args.methods, more) for task in tasks}
         why = "for fine-tuning"
         report = small_tasks.begun(args.json, "training", settings, args.threads, why, "runs")
     except ValueError as error:

@@ -12,6 +12,7 @@ comes from here. Every page of the repository that has such a line is looked at.
   cpu              backward of layers on a CPU (cpu-backward.json)
   train            losses of scripts/train.sh, mean of seeds (cpu-train.json)
   layers           sums of a model's layers beside their rivals (gpu-check.json)
+  both             forward and backward of those layers together (the same)
   each-layer       every layer of those (the same)
   floor            the sums beside the floor (the same)
   forward          compressing x, and the forward pass with it (the same)
@@ -32,6 +33,7 @@ comes from here. Every page of the repository that has such a line is looked at.
   distributed      DDP and FSDP2 by NCCL (nccl.json)
   gradients [MODEL...]  cosine with fp32's gradient, by recipe (cuda-models-table.json)
   losses           the loss after some steps on one batch (the same)
+  forward-error    error of an 8-bit forward, beside FP8 (forward-error.json)
   earlier NAME     figures of runs whose scripts are not in the repository (earlier.json)
 
 A test keeps the pages as the reports are.
@@ -194,6 +196,18 @@ def layers(report: Report) -> Iterator[str]:
             of = row["faster than"]
             figures = [times(of.get(name)) for name in rivals]
             yield line([f"{group}, `{recipe}`", f"{1e3 * row['sum_ms']:.0f}", *figures])
+
+
+def both(report: Report) -> Iterator[str]:
+    """Forward and backward of a model's four layers together."""
+    rivals = {"torch bf16 both": "torch bf16", "torchao both": "torchao FP8 (no bias)"}
+    yield from header(["sum of four layers", "µs", *rivals.values()])
+    for group, found in report["bench_backward"]["layers"].items():
+        for name, row in found["both"].items():
+            recipe = name.removesuffix(" both").removesuffix(" int8")
+            forward = ", 8-bit forward" if " int8" in name else ", bf16 forward"
+            figures = [times(row["faster than"].get(rival)) for rival in rivals]
+            yield line([f"{group}, `{recipe}`{forward}", f"{1e3 * row['sum_ms']:.0f}", *figures])
 
 
 def each_layer(report: Report) -> Iterator[str]:
@@ -453,6 +467,19 @@ def times(ratio: float | None) -> str:
     return "" if ratio is None else f"{ratio:.2f}×"
 
 
+def forward_error(report: Report) -> Iterator[str]:
+    """Percent, by activations and product."""
+    names = list(report["rows"][0]["error"])
+    yield from table_of(
+        ["activations", "in features", *names],
+        (
+            [row["activation"], str(row["width"])]
+            + [f"{100 * row['error'][name]:.2f} %" for name in names]
+            for row in report["rows"]
+        ),
+    )
+
+
 def micro(row: Report | None) -> str:
     return "" if row is None else f"{1e3 * row['median_ms']:.0f}"
 
@@ -474,6 +501,7 @@ KINDS: dict[str, tuple[str | None, Callable[..., Iterator[str]]]] = {
     "cpu": ("cpu-backward.json", cpu),
     "train": ("cpu-train.json", train),
     "layers": (CHECK, layers),
+    "both": (CHECK, both),
     "each-layer": (CHECK, each_layer),
     "floor": (CHECK, floor),
     "forward": (CHECK, forward),
@@ -494,6 +522,7 @@ KINDS: dict[str, tuple[str | None, Callable[..., Iterator[str]]]] = {
     "distributed": ("nccl.json", distributed),
     "gradients": (MODELS, lambda report, *models: _of_models(report, 0, models)),
     "losses": (MODELS, lambda report, *models: _of_models(report, 1, models)),
+    "forward-error": ("forward-error.json", forward_error),
     "earlier": ("earlier.json", earlier),
 }
 """Kind -> the report (None: the first argument names it, "": several), and what makes the lines."""

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from train_lib import training  # noqa: E402
 
 TASKS = ("vit", "gpt")
+RECIPES = ("default", "fast", "int4", "paper", "accurate")
 VIT_TILES: dict[str, Any] = {"token_grid": (8, 8), "prefix_tokens": 1}
 
 
@@ -38,7 +39,7 @@ def contenders(task: str) -> list[Contender]:
     if task == "vit":
         found.append(Contender("lbp_wht", "lbp_wht", VIT_TILES))
     found += [Contender(name, name) for name in ("authors_hot", "actnn_2bit")]
-    found += [Contender(name, name) for name in ("default", "fast", "int4", "paper", "accurate")]
+    found += [Contender(name, name) for name in RECIPES]
     if task == "vit":
         found.append(Contender("paper, tiles", "paper", VIT_TILES))
     return found

@@ -40,6 +40,14 @@ AGAINST = {  # group, recipe, rival -> must, aim (times faster, sum of the group
 }
 
 
+BOTH = {  # group, forward and backward with the 8-bit forward -> must, aim (faster than bf16)
+    ("Llama-3-8B", "fast"): (1.75, 1.9),
+    ("Llama-3-8B", "default"): (1.5, 1.6),
+    ("ViT-B", "fast"): (1.45, 1.7),
+    ("ViT-B", "default"): (1.25, 1.4),
+}
+
+
 OF_STOCK = {  # group of bench_gemm.py -> products: what the table of stock tiles holds
     "ViT-B g_x": ("qkv", "proj", "fc1", "fc2"),
     "ViT-B g_w, r = 8": ("qkv", "proj", "fc1", "fc2"),
@@ -56,6 +64,11 @@ def of_backward(report: Report) -> Iterator[Target]:
         if rival in found.get("faster than", {}):
             measured = found["faster than"][rival]
             yield Target(f"{group} sum, {recipe} faster than {rival}", measured, must, aim)
+    for (group, recipe), (must, aim) in BOTH.items():
+        row = report.get("layers", {}).get(group, {}).get("both", {}).get(f"{recipe} int8 both")
+        if row and "torch bf16 both" in row["faster than"]:
+            work = f"{group} sum, forward and backward, {recipe} with an 8-bit forward, of bf16"
+            yield Target(work, row["faster than"]["torch bf16 both"], must, aim)
     for group, table in report.get("layers", {}).items():
         for recipe, row in table["recipes"].items():
             work = f"{group}, compress {recipe}, copies of x"

@@ -33,6 +33,8 @@ class Contender:
     name: str
     recipe: str | None = None
     """Of HOT; None: a plain model."""
+    forward: str = "plain"
+    """HOT's forward, "plain" or "int8"."""
     saved: Mapping[str, int | None] = field(default_factory=dict)
     """Arguments of compress_saved; empty: without it."""
     autocast: bool = False
@@ -83,6 +85,10 @@ def people(task: Task) -> list[Contender]:
         one("bf16 eager"),
         one("default eager", "default"),
         one("FP8 tensorwise compiled", fp8="tensorwise", **compiled),
+        one("default int8-forward compiled", "default", forward="int8", **compiled),
+        one("fast int8-forward compiled", "fast", forward="int8", **compiled),
+        one("default int8-forward reduce-overhead", "default", forward="int8", **graphs),
+        one("fast int8-forward reduce-overhead", "fast", forward="int8", **graphs),
         one("bf16 compiled, budget 0.5", memory_budget=0.5, **compiled),
         one("default compiled, budget 0.5", "default", memory_budget=0.5, **compiled),
         one("default compiled, saved 8", "default", kept=8, **compiled),
@@ -165,7 +171,8 @@ def variants(device: str) -> list[Contender]:
 def convert(model: nn.Module, contender: Contender) -> hot.ConversionReport:
     """HOT's layers, and its other modules if the contender asks for them."""
     assert contender.recipe is not None
-    return hot.convert(model, contender.recipe, slower=contender.slower, saved=contender.kept)
+    config = hot.HotConfig.recipe(contender.recipe, forward=contender.forward)
+    return hot.convert(model, config, slower=contender.slower, saved=contender.kept)
 
 
 def fp8_converted(model: nn.Module, recipe: str, emulate: bool) -> None:

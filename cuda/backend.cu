@@ -1,4 +1,4 @@
-// The CUDA backend as a whole: what its device is, and the plans of plan.cpp, made and executed.
+// The CUDA backend as a whole: facts about the device, and plans (plan.h), made and executed.
 #include "cuda/backend.h"
 
 #include <algorithm>
@@ -34,7 +34,7 @@ CudaDevice::CudaDevice(const Context& context) : context_(context) {
 std::int64_t CudaDevice::at_once(const plan::WideRows& of, const LaunchShape& shape) const {
   return clusters_at_once(context_, of, shape);
 }
-std::int64_t CudaDevice::at_once(const plan::ColumnClusters& of, const LaunchShape& shape) const {
+std::int64_t CudaDevice::at_once(const plan::ColumnsOnePass& of, const LaunchShape& shape) const {
   return clusters_at_once(context_, of, shape);
 }
 
@@ -64,7 +64,7 @@ namespace {
 using plan::Kernel;
 using plan::Step;
 
-// The memory of a call: what is null is in no step of its plan.
+// The memory of a call. A null pointer is in no step of its plan.
 struct Memory {
   plan::Zeroed zeroed{};
   MatrixIn gy{};
@@ -77,7 +77,7 @@ struct Memory {
   const ColumnsJob* weight = nullptr;      // w
   const ColumnsJob* activation = nullptr;  // P x
   const GroupsJob* groups = nullptr;       // x from INT4
-  const ColumnSum* sum = nullptr;          // g_b on the way, and
+  const ColumnSum* sum = nullptr;          // g_b beside the codes of g_y, and
   const ColumnSum* sum_alone = nullptr;    // on its own
   GemmArgs product[2]{};                   // g_x, g_w
   void* scratch[2] = {nullptr, nullptr};   // of each
@@ -98,7 +98,7 @@ const RowsJob& job_of(const Memory& memory, plan::RowsOf of) {
                                    : memory.weight_rows);
 }
 
-// Where single scales are spread out, and what follows them.
+// Single scales as vectors in the workspace, and the rest of it.
 struct SpreadScales {
   float *a, *b;
   void* rest;
@@ -147,24 +147,25 @@ void run(const Context& context, const Step& step, const Memory& memory) {
     case Kernel::wide_rows:
     case Kernel::rows:
       return launch_rows(context, step, job_of(memory, step.as<plan::RowsStep>().of));
-    case Kernel::gradient:
-      return launch_gradient(context, step, *memory.rows, *memory.columns, memory.sum);
-    case Kernel::column_clusters:
+    case Kernel::rows_column_amax:
+      return launch_rows_column_amax(context, step, *memory.rows, *memory.columns, memory.sum);
+    case Kernel::columns_one_pass:
     case Kernel::column_amax:
     case Kernel::column_codes: {
       const plan::Job job = step.as<plan::ColumnsStep>().job;
       return launch_columns(context, step, job_of(memory, job),
                             job == plan::Job::gradient_columns ? memory.sum : nullptr);
     }
-    case Kernel::strip_amax:
-    case Kernel::strip_codes:
-      return launch_strips(context, step, job_of(memory, step.as<plan::StripStep>().job));
+    case Kernel::generic_amax:
+    case Kernel::generic_codes:
+      return launch_generic_columns(context, step,
+                                    job_of(memory, step.as<plan::GenericColumnsStep>().job));
     case Kernel::finish_scales:
       return launch_finish_scales(context, step, job_of(memory, step.as<plan::FinishStep>().job));
-    case Kernel::small_amax:
-    case Kernel::small_codes:
-      return launch_small(context, step,
-                          {memory.rows, memory.columns, memory.weight, memory.groups, memory.sum});
+    case Kernel::grouped_amax:
+    case Kernel::grouped_codes:
+      return launch_grouped(
+          context, step, {memory.rows, memory.columns, memory.weight, memory.groups, memory.sum});
     case Kernel::groups:
     case Kernel::group_pairs:
       return;  // compress_groups alone

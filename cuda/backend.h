@@ -43,13 +43,13 @@ class CudaBackend final : public Backend {
   void forward(const Context&, const ForwardCall&, void* workspace) const override;
 };
 
-// What plans know of a context's device; it answers as long as it lives.
+// Facts about a context's device for plans; answers queries during its life.
 class CudaDevice final : public plan::DeviceQueries {
  public:
   explicit CudaDevice(const Context&);
   const plan::DeviceFacts& facts() const { return facts_; }
   std::int64_t at_once(const plan::WideRows&, const LaunchShape&) const override;
-  std::int64_t at_once(const plan::ColumnClusters&, const LaunchShape&) const override;
+  std::int64_t at_once(const plan::ColumnsOnePass&, const LaunchShape&) const override;
   std::size_t stream_k_workspace(std::int64_t m, std::int64_t n, std::int64_t k,
                                  const Sm90Plan&) const override;
 

@@ -1,7 +1,7 @@
 // Stage: x as it was kept (basis full), back to floats.
 //
 // decompress_kernel
-//   A thread block takes 64 channels of a group of 64 tokens. Codes are contiguous along the
+//   A CTA takes 64 channels of a group of 64 tokens. Codes are contiguous along the
 //   tokens: four threads read a channel, whole sectors of 32 bytes, into shared memory. Rows
 //   of the result are contiguous along the channels: a warp takes a word of each of the 64 channels
 //   there (8 INT4 or 4 INT8 tokens, two channels a lane) and writes whole rows of 64 elements, in
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(threads)
     }
   }
   for (int w = thread / 32; w < words; w += warps) {
-    // Not read before: what is not there is not written either.
+    // Past the last channel the tile is undefined, and nothing is stored.
     const unsigned word[2] = {tile[channel[0] * pitch + w], tile[channel[1] * pitch + w]};
 #pragma unroll
     for (int t = 0; t < word_tokens; ++t) {

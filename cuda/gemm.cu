@@ -1,5 +1,6 @@
 // Stage: integer product on CUDA by the instances for sm_90a (wgmma, by CUTLASS), which take what
-// the tensor memory accelerator can move. plan.cpp chooses among them and the mma.sync kernels.
+// the tensor memory accelerator can move. plan_gemm.cpp chooses among them and the mma.sync
+// kernels.
 #include <cstdint>
 
 #include "cuda/device/matrix_io.cuh"
@@ -10,7 +11,7 @@
 namespace hot::detail {
 namespace {
 
-// One scale for all, as a vector.
+// Broadcasts one scale to a vector.
 __global__ void spread_kernel(const float* scale, std::int64_t count, float* out) {
   begin_kernel();
   const std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;

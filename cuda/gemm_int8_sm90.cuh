@@ -4,7 +4,7 @@
 //   bias[n]
 // as a visitor tree, so that the sums never leave the registers: one rounding to the type of out.
 // What is there already comes by TMA, as CUTLASS's C, each piece of a tile before that piece is
-// written, by the thread block that writes it: in stream-K the one that ends the tile. Compiled
+// written, by the CTA that writes it: in stream-K the one that ends the tile. Compiled
 // with --fmad=false, since the order of these roundings is fixed (docs/numerics.md). One instance a
 // file (it compiles for a minute), made from gemm_int8_sm90_instance.cu.in.
 #pragma once
@@ -23,7 +23,7 @@
 
 namespace hot::detail {
 
-// `tile_n`: columns of a tile. The two thread blocks of a cluster, neighbours along N or M, share
+// `tile_n`: columns of a tile. The two CTAs of a cluster, neighbours along N or M, share
 // what both read.
 template <class Out, Sm90Output output, int tile_n, class ClusterShape, class MainloopSchedule,
           class EpilogueSchedule, class Scheduler = cutlass::gemm::PersistentScheduler>

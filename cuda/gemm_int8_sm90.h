@@ -14,8 +14,8 @@ namespace hot::detail {
 
 enum class Sm90Kernel : std::uint8_t { tile_128x128, tile_128x192, stream_k };
 
-// How the tiles of a product are gone through: along M or N, in stripes of `swizzle` tiles; for
-// stream-K in how many parts the contraction is cut, 1: as CUTLASS would.
+// The order of the tiles of a product: along M or N, in stripes of `swizzle` tiles; for
+// stream-K in how many shares the contraction is divided, 1: as CUTLASS would.
 struct Sm90Plan {
   int sm_count;
   bool along_m;

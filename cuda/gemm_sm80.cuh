@@ -1,13 +1,13 @@
 // The products with mma.sync, for INT8 and for packed INT4 operands: the kernel, one instance a
 // tile (gemm_sm80_plan.h has the list, and chooses).
 //
-// tile_kernel: a persistent grid. A thread block goes through tiles in the plan's order and takes
+// tile_kernel: a persistent grid. A CTA goes through tiles in the plan's order and takes
 //   its steps of the contraction through a ring of stages of cp.async, which runs on over the end
 //   of a tile: the next one's operands come while this one's results are written. A warp multiplies
 //   fragments that ldmatrix reads a step ahead from rows whose 16-byte pieces are swizzled, free of
 //   bank conflicts. Tails of K are filled with zeros by cp.async itself; rows beyond M or N repeat
 //   the last one, and nothing of theirs is written.
-//   The last tiles may be shared: thread blocks that work on one leave their INT32 sums in the
+//   The last tiles may be shared: CTAs that work on one leave their INT32 sums in the
 //   workspace, and fixup_kernel adds them. They are exact, so the bits do not depend on the
 //   division.
 // The epilogue turns the fragments of four neighbouring lanes into 16 contiguous bytes a lane by
@@ -56,7 +56,7 @@ __device__ inline int sharer_of_unit(const MmaWork& work, int unit) {
   return static_cast<int>(((unit + std::int64_t{1}) * work.sharers - 1) / units);
 }
 
-// What a thread block does one after the other: steps [first, end) of a tile.
+// What a CTA does one after the other: steps [first, end) of a tile.
 struct Segments {
   const MmaWork& work;
   int next_whole, unit, last_unit;
@@ -615,7 +615,7 @@ __global__ void __launch_bounds__(fixup_threads)
   if (shared >= work.shared) return;
   const int first = sharer_of_unit(work, shared * work.steps);
   const int last = sharer_of_unit(work, (shared + 1) * work.steps - 1);
-  if (first == last) return;  // that thread block has finished the tile
+  if (first == last) return;  // that CTA has finished the tile
   const int4* from = work.sums + std::int64_t{first + shared} * (T::m * T::n / 4) +
                      at * columns * 32 + static_cast<int>(threadIdx.x) % 32;
   int sum[columns][4] = {};

@@ -7,9 +7,9 @@
 namespace hot::detail {
 namespace {
 
-// What the choice knows of a generation of GPUs, of one multiprocessor. The H200's figures are
-// measured (docs/dev/mma-sync.md), with its clock at 1.75 GHz; the others' are its rates by the
-// data sheets, and their memory's beside it.
+// One multiprocessor of a generation of GPUs. The H200's figures are measured at 1.75 GHz
+// (docs/dev/mma-sync.md); the others follow from them by the rates and the memory in the data
+// sheets.
 struct Generation {
   int shared_bytes;
   double rate;     // multiply-adds of INT8 in a cycle
@@ -31,7 +31,7 @@ constexpr double second_launch_cycles = 2000;
 constexpr double min_gain = 1.03;  // by sharing tiles: it takes memory and a launch
 constexpr int out_bytes = 2;       // of a result; its type does not change the choice
 
-// Thread blocks of a tile's kernel on a multiprocessor; 0: it does not fit.
+// CTAs of a tile's kernel on a multiprocessor; 0: it does not fit.
 int blocks_per_sm(int capability, const MmaTileFacts& tile) {
   if (tile.shared_bytes > mma_shared_block(capability)) return 0;
   const int held = tile.shared_bytes + block_reserved_bytes;
@@ -42,7 +42,7 @@ std::int64_t ceil_of(std::int64_t value, std::int64_t divisor) {
   return (value + divisor - 1) / divisor;
 }
 
-// What part of its full time a multiprocessor needs for `blocks` of the `at_once` thread blocks
+// What share of its full time a multiprocessor needs for `blocks` of the `at_once` CTAs
 // that it could run: fewer are quicker, not in proportion.
 double part_of_full(std::int64_t blocks, int at_once) {
   if (blocks >= at_once) return 1.0;
@@ -72,7 +72,7 @@ class Divider {
         step_cycles_(area_ * tile_.step / (gpu_.rate * tile_.rate)),
         finish_cycles_(area_ * out_bytes / gpu_.finish) {}
 
-  // A thread block for each tile. Where a multiprocessor holds one, it goes through all that fall
+  // A CTA for each tile. Where a multiprocessor holds one, it goes through all that fall
   // to it; of several, whichever is done makes room for the next.
   Division whole() const {
     Division out = start();
@@ -84,7 +84,7 @@ class Divider {
     return out;
   }
 
-  // The tiles that do not fill the GPU are shared out, evenly, or each among as many thread blocks
+  // The tiles that do not fill the GPU are shared out, evenly, or each among as many CTAs
   // as there are for it, which leaves fewer sums.
   Division shared() const {
     if (rest_ == 0 || steps_ == 0) return whole();
@@ -115,7 +115,7 @@ class Divider {
     out.plan.whole = static_cast<int>(tiles_ - rest_);
     out.plan.shared = static_cast<int>(rest_);
     out.plan.sharers = static_cast<int>(sharers);
-    const bool aligned = sharers % rest_ == 0;  // no thread block works on two tiles
+    const bool aligned = sharers % rest_ == 0;  // no CTA works on two tiles
     const double sums = static_cast<double>(sharers + (aligned ? 0 : rest_)) * area_ * 4;
     out.cycles += at_once_ * static_cast<double>(ceil_of(rest_ * steps_, sharers)) * step_cycles_ +
                   sums / (gpu_.partial * sm_count_) + second_launch_cycles;

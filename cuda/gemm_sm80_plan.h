@@ -8,7 +8,7 @@
 
 namespace hot::detail {
 
-// The most shared memory of a thread block, bytes; capability: 10 * major + minor.
+// The most shared memory of a CTA, bytes; capability: 10 * major + minor.
 constexpr int mma_shared_block(int capability) {
   const bool small = (capability >= 86 && capability < 90 && capability != 87) || capability >= 120;
   return 1024 * (small ? 99 : capability < 90 ? 163 : 227);
@@ -19,7 +19,7 @@ constexpr int mma_shared_block(int capability) {
 constexpr bool mma_int4(int capability) { return capability < 100; }
 
 // A tile of the result as a type, for the kernel (gemm_sm80.cuh). `step`: bytes of K in a stage of
-// its ring; `blocks`: thread blocks of a multiprocessor that its registers must allow; `any`: takes
+// its ring; `blocks`: CTAs of a multiprocessor that its registers must allow; `any`: takes
 // what the others do not, rows that start anywhere and contractions that pass what INT32 holds.
 template <int m_, int n_, int warps_m_, int warps_n_, int step_, int stages_, int blocks_,
           bool any_ = false>
@@ -40,7 +40,7 @@ using Mma128x128x64 = MmaTile<128, 128, 2, 2, 64, 3, 2>;
 using Mma64x64x64 = MmaTile<64, 64, 2, 2, 64, 4, 4>;
 using MmaAny = MmaTile<128, 128, 2, 4, 64, 4, 1, true>;
 
-// The same as a value. `rate`: multiply-adds, of those of the quickest tile, where tiles fill the
+// The same as a value. `rate`: multiply-adds, relative to the quickest tile, where tiles fill the
 // GPU; measured on an H200 (docs/dev/mma-sync.md).
 struct MmaTileFacts {
   std::string_view name;
@@ -79,10 +79,10 @@ struct MmaProduct {
 
 struct MmaPlan {
   int tile;    // its number in the list
-  int band;    // rows of tiles that are gone through together
+  int band;    // rows of tiles that run together
   int blocks;  // of the grid
-  int whole;   // tiles done by one thread block each,
-  int shared;  // and tiles after them whose steps `sharers` of the thread blocks share out evenly
+  int whole;   // tiles done by one CTA each,
+  int shared;  // and tiles after them whose steps `sharers` of the CTAs share out evenly
   int sharers;
 };
 
@@ -95,10 +95,10 @@ MmaPlan mma_choose(const MmaDevice&, const MmaProduct&, bool may_share);
 // The same with the tile given; `share`: whether the last tiles' steps are shared out.
 MmaPlan mma_plan_of(const MmaDevice&, const MmaProduct&, int tile, bool share);
 
-// Bytes: sums of the tiles that thread blocks share.
+// Bytes: sums of the tiles that CTAs share.
 std::size_t mma_workspace(const MmaPlan&);
 
-// The launch that adds them up; 0 thread blocks: nothing is shared.
+// The launch that adds them up; 0 CTAs: nothing is shared.
 inline constexpr int mma_fixup_threads = 128;
 std::int64_t mma_fixup_blocks(const MmaPlan&);
 

@@ -1,15 +1,15 @@
 // Stage: up to two independent INT8 products in one launch, where latency takes the time.
 //
-// gemm_small_kernel. The thread blocks are divided between the products, the one with the longer
-//   contraction for a thread block first.
+// gemm_small_kernel. The CTAs are divided between the products, the one with the longer
+//   contraction for a CTA first.
 //     tile     64 or 128 rows x 64 columns by 4 warps, 2 x 2, of mma.m16n8k32 (sums in registers).
 //     copies   steps of 128 bytes of K by cp.async into a ring of up to 3 stages of 16 or 24 KB,
-//              all of them requested at once: most thread blocks have no more steps. The 16-byte
+//              all of them requested at once: most CTAs have no more steps. The 16-byte
 //              pieces of a row are swizzled by row % 8: no bank conflicts, neither of cp.async nor
 //              of ldmatrix. Pieces of 32 k that K does not reach are neither copied nor multiplied;
 //              rows outside of the matrix are not copied: what lies in their place meets only
 //              results that nobody stores.
-//     cluster  a cluster of S thread blocks (sm_90) divides the contractions of S / share tiles:
+//     cluster  a cluster of S CTAs (sm_90) divides the contractions of S / share tiles:
 //              `share` of them take one tile, and each finishes 1 / share of its rows, having been
 //              sent the others' INT32 sums (exact in any order) through the cluster's network.
 //     output   sums through shared memory, pieces swizzled, so that rows are stored by 16 bytes,
@@ -47,7 +47,7 @@ struct Product {
 
 struct Args {
   Product product[2];
-  unsigned second_block;  // the first thread block of product 1; a multiple of the cluster
+  unsigned second_block;  // the first CTA of product 1; a multiple of the cluster
   int stages;
 };
 
@@ -75,7 +75,7 @@ __device__ inline void wait_oldest(int stages) {
   }
 }
 
-// What a thread block does: steps of the contraction of a tile, as number `rank` of its tile's.
+// What a CTA does: steps of the contraction of a tile, as number `rank` of its tile's.
 template <int TileM>
 struct Work {
   const Product& product;
@@ -92,7 +92,7 @@ struct Work {
     first_step = all * rank >> product.share_log2;
     steps = (all * (rank + 1) >> product.share_log2) - first_step;
   }
-  // Thread blocks that only fill up the last cluster lie beyond the last row.
+  // CTAs that only fill up the last cluster lie beyond the last row.
   __device__ bool none() const { return m0 >= product.gemm.m; }
   // Of 32 k, in a step.
   __device__ int mmas(int step) const {
@@ -222,7 +222,7 @@ struct WarpTile {
   }
 };
 
-// Dequantises and stores this thread block's share of the rows of a tile.
+// Dequantises and stores this CTA's share of the rows of a tile.
 template <int TileM, class Tag>
 __device__ void finish_rows(const Work<TileM>& work, const unsigned char* sums,
                             const Scales<TileM>& scales) {
@@ -285,7 +285,7 @@ __device__ void finish_rows(const Work<TileM>& work, const unsigned char* sums,
   }
 }
 
-// Adds up this thread block's steps, whose first copies are on their way.
+// Adds up this CTA's steps, whose first copies are on their way.
 template <int TileM>
 __device__ void multiply_steps(const Work<TileM>& work, const Copies<TileM>& copies,
                                unsigned char* ring, int stages, WarpTile<TileM>& tile) {
@@ -311,7 +311,7 @@ __device__ void multiply_steps(const Work<TileM>& work, const Copies<TileM>& cop
   }
 }
 
-// Sends every row of sums to the thread block that finishes it, which holds the rows from rank 0,
+// Sends every row of sums to the CTA that finishes it, which holds the rows from rank 0,
 // then those from rank 1, and so on.
 template <int TileM>
 __device__ void send_sums(const Work<TileM>& work, const WarpTile<TileM>& tile, unsigned char* sums,
@@ -372,7 +372,7 @@ __global__ void __launch_bounds__(threads, TileM == 64 ? 5 : 4)
 
 }  // namespace
 
-// The products in the order of their thread blocks.
+// The products in the order of their CTAs.
 void launch_small_gemms(const Context& context, const plan::Step& step, const GemmArgs* products,
                         int count) {
   const auto& work = step.as<plan::SmallGemmStep>();

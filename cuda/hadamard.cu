@@ -8,7 +8,7 @@
 //   T grows past 8 only where C would pass 8. A thread takes 4 / C blocks: 64 bytes in flight.
 // fwht_exchange, n = 1024 to 32768, contiguous and aligned: n / 64 threads for each transform, 64
 //   elements a thread, 96 registers: 640 threads on a multiprocessor, so that the loads of some
-//   thread blocks hide behind the arithmetic of others. cp.async copies the raw elements, 16 bytes
+//   CTAs hide behind the arithmetic of others. cp.async copies the raw elements, 16 bytes
 //   a lane. Index bits 0-5 in registers (a thread reads 64 neighbours), exchange through n floats
 //   of shared memory in the raw elements' place, bits 6 and up; above n = 4096 these in two steps,
 //   with another exchange between. Groups of 4 floats are swizzled so that no access has bank
@@ -33,9 +33,9 @@
 namespace hot::detail {
 namespace {
 
-// ---- where things lie ---------------------------------------------------------------------------
+// ---- layouts ------------------------------------------------------------------------------------
 
-// A dimension of equal things, such as the blocks along the axis.
+// A dimension of equally spaced items, such as the blocks along the axis.
 struct Dim {
   std::int64_t size, stride_x, stride_out;
 };
@@ -147,7 +147,7 @@ struct VectorPlan {
   static constexpr int lanes = 1 << log_lanes;
   static constexpr int chunks = 1 << (log_vectors - log_lanes);
   static constexpr int slots = chunks < 4 ? 4 / chunks : 1;
-  static constexpr int groups = vector_threads / lanes;  // that a thread block holds
+  static constexpr int groups = vector_threads / lanes;  // that a CTA holds
   static constexpr int per_cta = groups * slots;
   static_assert(log_lanes <= 5);
 };
@@ -235,7 +235,7 @@ struct ExchangePlan {
   static constexpr int threads = n < 64 * each ? 64 : n / each;
   static constexpr int words = threads * each;  // floats of the tile
   static constexpr int transforms = words / n;
-  // Thread blocks on a multiprocessor: 5 warps a scheduler, which leave each thread 96 registers.
+  // CTAs on a multiprocessor: 5 warps a scheduler, which leave each thread 96 registers.
   static constexpr int blocks_per_sm = threads < 640 ? 640 / threads : 1;
   // Index bits of the second and of the third step.
   static constexpr int log_second = LogN <= 12 ? LogN - 6 : (LogN - 5) / 2;
@@ -248,8 +248,8 @@ struct ExchangePlan {
 __device__ constexpr int own_swap(int owner) { return owner & 7; }
 
 // Copies the raw elements, of `size` bytes, of the transforms from number `first` on to shared
-// memory, each by the n / 64 threads that have it first. Past the last one it comes again, and is
-// not stored.
+// memory, each by the n / 64 threads that take it first. Past the last transform the copy repeats
+// the last one, which is not stored.
 template <int LogN, int size>
 __device__ void copy_raw(const Job& job, std::int64_t first, const unsigned char* raw) {
   using P = ExchangePlan<LogN>;
@@ -346,8 +346,8 @@ struct ExchangeStep {
   }
 };
 
-// Prefetch, for elements of 16 bits: the raw ones have a place of their own; a thread block takes
-// every gridDim.x-th transform and the next one comes meanwhile.
+// Prefetch, for elements of 16 bits: the raw ones have a place of their own; a CTA takes
+// every gridDim.x-th transform and copies the next one meanwhile.
 template <int LogN, bool Prefetch>
 __global__ void __launch_bounds__(ExchangePlan<LogN>::threads, ExchangePlan<LogN>::blocks_per_sm)
     fwht_exchange(const Job job) {
@@ -407,7 +407,7 @@ template <int LogN, bool Prefetch>
 void launch_exchange(const Context& context, std::int64_t blocks, std::size_t shared,
                      const Job& job) {
   const auto kernel = fwht_exchange<LogN, Prefetch>;
-  // What is left to the L1 cache serves nothing here.
+  // The L1 cache has no use here: all of it is shared memory.
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                                   cudaSharedmemCarveoutMaxShared),
              "fwht", "cudaFuncSetAttribute");
@@ -448,7 +448,7 @@ constexpr int tile_threads = 512;
 
 struct TileShape {
   int log_n, log_fibres;
-  bool along_axis_x, along_axis_out;  // which way memory is walked: along the axis, across fibres
+  bool along_axis_x, along_axis_out;  // order of accesses: along the axis, across fibres
 };
 
 __device__ inline int padded(int word) { return word + (word >> 5); }
@@ -573,7 +573,7 @@ void launch_tile(const Context& context, int log_n, const Job& job) {
   const bool halves = log_n > tile_log_limit;
   TileShape shape{};
   shape.log_n = std::min(log_n, tile_log_limit);
-  // 8192 elements, 33 KB: several thread blocks share a multiprocessor.
+  // 8192 elements, 33 KB: several CTAs share a multiprocessor.
   shape.log_fibres = std::min(
       {std::max(0, tile_log_limit - 1 - log_n), fibre_log_limit, log2_ceil(job.blocks.count)});
   const int fibres = 1 << shape.log_fibres, words = fibres << shape.log_n;

@@ -1,6 +1,5 @@
-// The host side of a launch, and what it asks of the runtime: what takes long to answer and is
-// never answered otherwise is remembered, by device. That is all that the library keeps, and nobody
-// sees it.
+// The host side of a launch. Caches slow, constant queries of the runtime, by device: the library's
+// only global state.
 #include "cuda/launch.h"
 
 #include <algorithm>
@@ -20,23 +19,23 @@ struct DeviceFacts {
   bool overlap = false;
 };
 
-int ask_device(int device, cudaDeviceAttr attribute, const char* stage) {
+int query_device(int device, cudaDeviceAttr attribute, const char* stage) {
   int value = 0;
   check_cuda(cudaDeviceGetAttribute(&value, attribute, device), stage, "cudaDeviceGetAttribute");
   return value;
 }
 
-// Of every device, from the first call on. Asking makes no device's context.
+// Of every device, from the first call on. The queries create no context of a device.
 const DeviceFacts& device_facts(const Context& context, const char* stage) {
   static const std::vector<DeviceFacts> all = [&] {
     std::vector<DeviceFacts> facts(static_cast<std::size_t>(cuda_device_count()));
     const bool built = std::string(cuda_archs()).find("90") != std::string::npos;
     int device = 0;
     for (DeviceFacts& one : facts) {
-      one.major = ask_device(device, cudaDevAttrComputeCapabilityMajor, stage);
-      one.minor = ask_device(device, cudaDevAttrComputeCapabilityMinor, stage);
-      one.sm_count = ask_device(device, cudaDevAttrMultiProcessorCount, stage);
-      one.shared_bytes = ask_device(device, cudaDevAttrMaxSharedMemoryPerBlockOptin, stage);
+      one.major = query_device(device, cudaDevAttrComputeCapabilityMajor, stage);
+      one.minor = query_device(device, cudaDevAttrComputeCapabilityMinor, stage);
+      one.sm_count = query_device(device, cudaDevAttrMultiProcessorCount, stage);
+      one.shared_bytes = query_device(device, cudaDevAttrMaxSharedMemoryPerBlockOptin, stage);
       one.overlap = built && one.major == 9;
       ++device;
     }
@@ -45,8 +44,8 @@ const DeviceFacts& device_facts(const Context& context, const char* stage) {
   return all[static_cast<std::size_t>(context.device().index)];
 }
 
-// What a kernel was allowed on a device.
-struct Allowed {
+// What a kernel has opted in to on a device.
+struct KernelLimits {
   std::size_t shared_bytes = 0;
   bool large_clusters = false;
 };
@@ -64,7 +63,7 @@ int device_attribute(const Context& context, cudaDeviceAttr attribute, const cha
     case cudaDevAttrMaxSharedMemoryPerBlockOptin:
       return device_facts(context, stage).shared_bytes;
     default:
-      return ask_device(context.device().index, attribute, stage);
+      return query_device(context.device().index, attribute, stage);
   }
 }
 
@@ -72,35 +71,35 @@ bool kernels_overlap(const Context& context, const char* stage) {
   return device_facts(context, stage).overlap;
 }
 
-void allow_kernel(const char* stage, const Context& context, const void* kernel,
-                  const LaunchShape& shape) {
+void set_kernel_limits(const char* stage, const Context& context, const void* kernel,
+                       const LaunchShape& shape) {
   static std::mutex mutex;
-  static std::map<std::pair<int, const void*>, Allowed> kernels;
+  static std::map<std::pair<int, const void*>, KernelLimits> kernels;
   const std::lock_guard<std::mutex> lock(mutex);
-  Allowed& allowed = kernels[{context.device().index, kernel}];
-  if (shape.shared_bytes > allowed.shared_bytes) {
+  KernelLimits& limits = kernels[{context.device().index, kernel}];
+  if (shape.shared_bytes > limits.shared_bytes) {
     check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                     static_cast<int>(shape.shared_bytes)),
                stage, "cudaFuncSetAttribute");
-    allowed.shared_bytes = shape.shared_bytes;
+    limits.shared_bytes = shape.shared_bytes;
   }
-  if (shape.cluster > 8 && !allowed.large_clusters) {
+  if (shape.cluster > 8 && !limits.large_clusters) {
     check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
                stage, "cudaFuncSetAttribute");
-    allowed.large_clusters = true;
+    limits.large_clusters = true;
   }
 }
 
 int clusters_at_once(const char* stage, const Context& context, const void* kernel,
                      const LaunchShape& shape) {
-  using Question = std::tuple<int, const void*, int, std::size_t, int>;
+  using OccupancyKey = std::tuple<int, const void*, int, std::size_t, int>;
   static std::mutex mutex;
-  static std::map<Question, int> answers;
+  static std::map<OccupancyKey, int> cache;
   const std::lock_guard<std::mutex> lock(mutex);
-  const Question question{context.device().index, kernel, shape.threads, shape.shared_bytes,
-                          shape.cluster};
-  const auto known = answers.find(question);
-  if (known != answers.end()) return known->second;
+  const OccupancyKey key{context.device().index, kernel, shape.threads, shape.shared_bytes,
+                         shape.cluster};
+  const auto known = cache.find(key);
+  if (known != cache.end()) return known->second;
   int clusters = 0;
   if (shape.cluster > 1) {
     cudaLaunchAttribute attributes[2];
@@ -113,14 +112,14 @@ int clusters_at_once(const char* stage, const Context& context, const void* kern
                stage, "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
     clusters *= device_attribute(context, cudaDevAttrMultiProcessorCount, stage);
   }
-  return answers.emplace(question, std::max(1, clusters)).first->second;
+  return cache.emplace(key, std::max(1, clusters)).first->second;
 }
 
 const char* cuda_archs() noexcept { return HOT_CUDA_ARCHS; }
 
 Capability cuda_capability(int device) {
-  return {ask_device(device, cudaDevAttrComputeCapabilityMajor, "cuda_capability"),
-          ask_device(device, cudaDevAttrComputeCapabilityMinor, "cuda_capability")};
+  return {query_device(device, cudaDevAttrComputeCapabilityMajor, "cuda_capability"),
+          query_device(device, cudaDevAttrComputeCapabilityMinor, "cuda_capability")};
 }
 
 const char* cuda_device_trouble() noexcept {

@@ -47,10 +47,10 @@ class DeviceGuard {
 };
 
 // First and last statement of every kernel that launch() starts, for all of its threads. Where
-// kernels may overlap (below), one starts as soon as every thread block of the previous one has:
-// begin_kernel waits until that one has finished. A kernel that neither reads what the previous one
-// writes nor writes what it reads is `independent`: it waits at its end instead, so that its own
-// end still means the end of all before.
+// kernels may overlap (below), a kernel starts when every CTA of the previous one has started, and
+// begin_kernel waits until that one has finished. An `independent` kernel has no data dependency on
+// any launch since the last dependent one. It waits at its end, so completion stays ordered on the
+// stream.
 #if defined(__CUDACC__)
 __device__ inline void wait_for_previous_kernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -70,24 +70,24 @@ __device__ inline void end_kernel(bool independent) {
 }
 #endif
 
-// An attribute of the context's device; those that every launch wants are asked for once.
+// An attribute of the context's device; those that every launch needs are queried once.
 int device_attribute(const Context& context, cudaDeviceAttr attribute, const char* stage);
 
 // Whether a kernel's start may overlap the end of the previous one (programmatic dependent launch):
 // only where the code that runs is certain to hold the wait above.
 bool kernels_overlap(const Context& context, const char* stage);
 
-// Lets a kernel have the memory and the clusters of a shape, on the context's device, which is
-// current. What it was allowed it keeps: another thread may be about to launch it with that.
-void allow_kernel(const char* stage, const Context& context, const void* kernel,
-                  const LaunchShape& shape);
+// Opts a kernel in to the shared memory and the clusters of a shape, on the context's device, which
+// is current. Limits only ever grow; another thread may be relying on them.
+void set_kernel_limits(const char* stage, const Context& context, const void* kernel,
+                       const LaunchShape& shape);
 
 template <class... Params>
-void allow(const char* stage, const Context& context, void (*kernel)(Params...),
-           const LaunchShape& shape) {
-  // 48 KB need no leave; a kernel may declare up to a quarter of that itself.
+void set_kernel_limits(const char* stage, const Context& context, void (*kernel)(Params...),
+                       const LaunchShape& shape) {
+  // Up to 48 KB needs no opt-in; this leaves 12 KB for static shared memory.
   if (shape.shared_bytes > 36 * 1024 || shape.cluster > 8) {
-    allow_kernel(stage, context, reinterpret_cast<const void*>(kernel), shape);
+    set_kernel_limits(stage, context, reinterpret_cast<const void*>(kernel), shape);
   }
 }
 
@@ -108,19 +108,19 @@ inline cudaLaunchConfig_t launch_config(const LaunchShape& shape, cudaStream_t s
   return config;
 }
 
-// How many clusters of a shape the device runs at the same time; asked for once.
+// How many clusters of a shape the device runs at the same time; queried once.
 int clusters_at_once(const char* stage, const Context& context, const void* kernel,
                      const LaunchShape& shape);
 
 template <class... Params>
 int clusters_at_once(const char* stage, const Context& context, void (*kernel)(Params...),
                      const LaunchShape& shape) {
-  allow(stage, context, kernel, shape);
+  set_kernel_limits(stage, context, kernel, shape);
   return clusters_at_once(stage, context, reinterpret_cast<const void*>(kernel), shape);
 }
 
 // `kernel<<<blocks, threads, shared, stream of context>>>(args...)`, with the launch's own status:
-// cudaGetLastError would also bring up what another library left behind.
+// cudaGetLastError would also return another library's earlier error.
 template <class... Params, class... Args>
 void launch(const char* stage, const Context& context, void (*kernel)(Params...),
             const LaunchShape& shape, const Args&... args) {
@@ -128,7 +128,7 @@ void launch(const char* stage, const Context& context, void (*kernel)(Params...)
   if (shape.blocks > 0x7fffffff) {
     throw Error(ErrorCode::unsupported, std::string(stage) + ": too many elements for one launch");
   }
-  allow(stage, context, kernel, shape);
+  set_kernel_limits(stage, context, kernel, shape);
   cudaLaunchAttribute attributes[2];
   cudaLaunchConfig_t config = launch_config(shape, context.stream(), attributes);
   if (kernels_overlap(context, stage)) {

@@ -1,5 +1,5 @@
-// The steps of a plan as launches, each in the file of its kernel: what was decided is in the step,
-// the memory in the other arguments, and nothing is decided here. The device is current.
+// The steps of a plan as launches, each in the file of its kernel. The step holds all decisions,
+// the other arguments hold the memory. The device is current.
 #pragma once
 
 #include <cstdint>
@@ -9,31 +9,34 @@
 
 namespace hot::detail {
 
-// quantize.cu
+// quantize_rows.cu
 void launch_rows(const Context&, const plan::Step&, const RowsJob&);
-void launch_groups(const Context&, const plan::Step&, const MatrixIn& x, std::uint8_t* packed,
-                   std::int64_t row_bytes, std::uint16_t* scale);
-void launch_requantize(const Context&, const plan::Step&, const GroupsJob&);
-void launch_finish_scales(const Context&, const plan::Step&, const ColumnsJob&);
-// quantize_gradient.cu; `sum`: null: not wanted, as below
-void launch_gradient(const Context&, const plan::Step&, const RowsJob&, const ColumnsJob&,
-                     const ColumnSum* sum);
-// lowrank_resident.cu
+// quantize_rows_column_amax.cu; `sum`: null: not wanted, as below
+void launch_rows_column_amax(const Context&, const plan::Step&, const RowsJob&, const ColumnsJob&,
+                             const ColumnSum* sum);
+// quantize_columns.cu
 void launch_columns(const Context&, const plan::Step&, const ColumnsJob&, const ColumnSum* sum);
-// lowrank.cu
-void launch_strips(const Context&, const plan::Step&, const ColumnsJob&);
-void launch_partial_sum(const Context&, const plan::Step&, const MatrixIn& x, void* sums);
-void launch_final_sum(const Context&, const plan::Step&, const ColumnSum&);
-void launch_fill_zero(const Context&, const plan::Step&, const MatrixOut&);
-// quantize_small.cu; null: not wanted
-struct SmallJobs {
+// quantize_columns_generic.cu
+void launch_generic_columns(const Context&, const plan::Step&, const ColumnsJob&);
+// quantize.cu
+void launch_finish_scales(const Context&, const plan::Step&, const ColumnsJob&);
+// quantize_grouped.cu; null: not wanted
+struct GroupedJobs {
   const RowsJob* rows = nullptr;
   const ColumnsJob* columns = nullptr;
   const ColumnsJob* weight = nullptr;
   const GroupsJob* groups = nullptr;
   const ColumnSum* sum = nullptr;
 };
-void launch_small(const Context&, const plan::Step&, const SmallJobs&);
+void launch_grouped(const Context&, const plan::Step&, const GroupedJobs&);
+// int4_activation.cu
+void launch_groups(const Context&, const plan::Step&, const MatrixIn& x, std::uint8_t* packed,
+                   std::int64_t row_bytes, std::uint16_t* scale);
+void launch_requantize(const Context&, const plan::Step&, const GroupsJob&);
+// bias.cu
+void launch_partial_sum(const Context&, const plan::Step&, const MatrixIn& x, void* sums);
+void launch_final_sum(const Context&, const plan::Step&, const ColumnSum&);
+void launch_fill_zero(const Context&, const plan::Step&, const MatrixOut&);
 // pack.cu
 void launch_unpack(const Context&, const plan::Step&, const MatrixIn& packed, const MatrixOut& out);
 // gemm.cu
@@ -47,8 +50,8 @@ void launch_small_gemms(const Context&, const plan::Step&, const GemmArgs* produ
 void launch_mma(const Context&, const plan::Step&, const GemmArgs&, void* workspace);
 void launch_token(const Context&, const plan::Step&, const GemmTokenArgs&);
 
-// How many of a kernel's thread blocks or clusters the device runs at the same time.
+// How many of a kernel's CTAs or clusters the device runs at the same time.
 std::int64_t clusters_at_once(const Context&, const plan::WideRows&, const LaunchShape&);
-std::int64_t clusters_at_once(const Context&, const plan::ColumnClusters&, const LaunchShape&);
+std::int64_t clusters_at_once(const Context&, const plan::ColumnsOnePass&, const LaunchShape&);
 
 }  // namespace hot::detail

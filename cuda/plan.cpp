@@ -51,24 +51,24 @@ namespace {
 
 constexpr KernelInfo kernels[kernel_count] = {
     {"memset", "backend.cu", false},
-    {"rows16_kernel", "quantize.cu", false},
-    {"wide_rows_kernel", "quantize.cu", false},
-    {"rows_kernel", "quantize.cu", false},
-    {"gradient_kernel", "quantize_gradient.cu", false},
-    {"resident_kernel", "lowrank_resident.cu", true},
-    {"resident_kernel, largest values", "lowrank_resident.cu", true},
-    {"resident_kernel, codes", "lowrank_resident.cu", true},
-    {"strip_kernel, largest values", "lowrank.cu", false},
-    {"strip_kernel, codes", "lowrank.cu", false},
+    {"rows16_kernel", "quantize_rows.cu", false},
+    {"wide_rows_kernel", "quantize_rows.cu", false},
+    {"rows_kernel", "quantize_rows.cu", false},
+    {"rows_column_amax_kernel", "quantize_rows_column_amax.cu", false},
+    {"columns_one_pass_kernel", "quantize_columns.cu", true},
+    {"column_amax_kernel", "quantize_columns.cu", true},
+    {"column_codes_kernel", "quantize_columns.cu", true},
+    {"generic_columns_kernel, amax", "quantize_columns_generic.cu", false},
+    {"generic_columns_kernel, codes", "quantize_columns_generic.cu", false},
     {"finish_scales_kernel", "quantize.cu", false},
-    {"quantize_small_kernel, largest values", "quantize_small.cu", false},
-    {"quantize_small_kernel", "quantize_small.cu", false},
-    {"groups_kernel", "quantize.cu", false},
-    {"group_pairs_kernel", "quantize.cu", false},
-    {"requantize_kernel", "quantize.cu", true},
-    {"partial_sum_kernel", "lowrank.cu", false},
-    {"final_sum_kernel", "lowrank.cu", true},
-    {"fill_zero_kernel", "lowrank.cu", false},
+    {"quantize_grouped_kernel, amax", "quantize_grouped.cu", false},
+    {"quantize_grouped_kernel", "quantize_grouped.cu", false},
+    {"groups_kernel", "int4_activation.cu", false},
+    {"group_pairs_kernel", "int4_activation.cu", false},
+    {"requantize_kernel", "int4_activation.cu", true},
+    {"partial_sum_kernel", "bias.cu", false},
+    {"final_sum_kernel", "bias.cu", true},
+    {"fill_zero_kernel", "bias.cu", false},
     {"spread_kernel", "gemm.cu", false},
     {"widen_kernel", "gemm.cu", false},
     {"unpack_kernel", "pack.cu", false},
@@ -134,19 +134,19 @@ const char* buffer_name(Buffer buffer) { return buffer_names[static_cast<std::si
 
 bool Buffers::meets(Buffers other) const {
   if ((bits_ & other.bits_) != 0) return true;
-  const auto overlaps = [](Buffers all, Buffers part) {
-    return all.has(Buffer::all_scratch) && (part.bits_ & scratch.bits_) != 0;
+  const auto overlaps = [](Buffers all, Buffers some) {
+    return all.has(Buffer::all_scratch) && (some.bits_ & scratch.bits_) != 0;
   };
   return overlaps(*this, other) || overlaps(other, *this);
 }
 
 static_assert(std::is_trivially_copyable_v<Step>);  // as Plan's slots are
 
-// A step that waits starts when all before it has ended, and one that does not starts when every
-// thread block of the one before has started. So what may still run is the last one that waited and
-// all since; the first step of a call knows nothing of what is before it.
+// A step that waits starts when all steps before it have ended. A step that does not wait starts
+// when every CTA of the previous one has started. So the last step that waited, and all since, may
+// still run. The first step of a call waits: it cannot know what runs before the call.
 Step& Plan::add(Kernel kernel, const LaunchShape& shape, Buffers reads, Buffers writes) {
-  if (count_ == most_steps) {
+  if (count_ == max_steps) {
     throw Error(ErrorCode::unsupported, "plan: more steps than a plan has");
   }
   Step& step = *::new (&slots_.steps[count_]) Step{};
@@ -155,7 +155,7 @@ Step& Plan::add(Kernel kernel, const LaunchShape& shape, Buffers reads, Buffers 
   step.reads = reads;
   step.writes = writes;
   if (shape.blocks == 0 && kernel != Kernel::zero)
-    return step;  // no work: the next takes its place
+    return step;  // no work: the next step takes its place
   step.independent = info(kernel).can_overlap && last_waiting_ >= 0;
   for (int i = last_waiting_; step.independent && i < count_; ++i) {
     const Step& before = (*this)[i];
@@ -170,7 +170,7 @@ Step& Plan::add(Kernel kernel, const LaunchShape& shape, Buffers reads, Buffers 
 namespace {
 
 std::int64_t rows_amax_words(const OperandQuant& quant) {
-  return quant.per_tensor ? small_quantize::slots : 0;
+  return quant.per_tensor ? grouped::max_amax_slots : 0;
 }
 
 AmaxWords amax_words(const DeviceFacts& facts, const BackwardWork& work) {
@@ -205,8 +205,8 @@ Plan plan_backward(const DeviceFacts& facts, const BackwardWork& work,
   const bool by_token = spec.gw_scale == GradScale::token;
   Plan plan;
 
-  // Both operands of both products are quantised first, so that g_y is read again while a cache may
-  // still hold it and kernels overlap; then the products.
+  // All operands are quantised before the products: g_y is read again while the L2 may still hold
+  // it, and kernels overlap.
   const RowsShape rows{RowsOf::gy,
                        Buffer::gy,
                        Buffer::rows,
@@ -289,7 +289,7 @@ Plan plan_backward(const DeviceFacts& facts, const BackwardWork& work,
     const std::int64_t runs = sum_runs(shape.tokens);
     Step& step =
         plan.add(Kernel::partial_sum,
-                 {runs * ceil_div(shape.out_features, strip::sum_threads), strip::sum_threads},
+                 {runs * ceil_div(shape.out_features, bias::sum_threads), bias::sum_threads},
                  Buffer::gy, Buffer::all_scratch);
     step.dtype = arrays.gy.dtype;
     step.work = SumsStep{runs};
@@ -478,9 +478,10 @@ ForwardScratch take_forward_scratch(WorkspaceCursor& cursor, const DeviceFacts& 
   return s;
 }
 
-// A partial sum for every 128 tokens, or those of gradient_kernel.
+// A partial sum for every 128 tokens, or those of rows_column_amax_kernel.
 char* take_sums(WorkspaceCursor& cursor, const DeviceFacts& facts, const LinearShape& shape) {
-  const std::int64_t runs = std::max(sum_runs(shape.tokens), gradient_sums(facts, shape.tokens));
+  const std::int64_t runs =
+      std::max(sum_runs(shape.tokens), rows_column_amax_sums(facts, shape.tokens));
   return cursor.take<char>(runs * shape.out_features * static_cast<std::int64_t>(sizeof(float)));
 }
 

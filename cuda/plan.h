@@ -23,31 +23,35 @@ namespace hot::detail {
 enum class RowsPass { row_scales, amax, codes };  // codes: `amax` is known
 
 // A lane of rows16_kernel holds at most 6 blocks of 16: 96 registers.
-inline constexpr int rows16_most_blocks = 6;
-inline constexpr int rows16_most_lanes = 512;
+inline constexpr int rows16_max_blocks = 6;
+inline constexpr int rows16_max_lanes = 512;
 
-namespace resident {
+namespace columns {
 
-enum class Kind { full, whole, sketch8, lowpass8, sequency8 };
-enum class Pass { both, amax, codes, any };  // any: as a template argument, args.pass
+// What becomes of 16 tokens of a column: as they are, an FWHT of all 16 rows, or the 8 rows that a
+// basis keeps.
+enum class Kind { full, hadamard, sketch8, lowpass8, sequency8 };
+enum class Pass { both, amax, codes };
 
-constexpr int strip_bytes = 64, unit_tokens = 128, unit_bytes = unit_tokens * strip_bytes;
-constexpr int unit_blocks = unit_tokens / 16;
-constexpr int group_k = 16, lane_groups = 4, warp_columns = 16;
-constexpr int most_strip_columns = strip_bytes / 2;
-// Warps of a thread block at most, and on an SM at least (128 registers a thread).
-constexpr int most_warps = 8, sm_warps = 16, most_parts = 8;
-// Thread blocks of a cluster at most: 8 surely fit every device (most_parts); 16, for 16,384
-// tokens, have to be asked for.
-constexpr int large_parts = 16;
-// Parts for two passes hold 512 tokens; a ColumnSum's workspace has room for parts of 128.
+// A column tile is 64 bytes of every token. A warp takes a token tile of it, 128 tokens.
+constexpr int tile_row_bytes = 64, tile_tokens = 128, tile_bytes = tile_tokens * tile_row_bytes;
+constexpr int tile_blocks = tile_tokens / 16;
+// A lane takes 16 consecutive k (a k16) of two columns at a time; a warp takes 4 k16 of 16 columns.
+constexpr int k16 = 16, warp_k16s = 4, warp_columns = 16;
+constexpr int max_tile_columns = tile_row_bytes / 2;
+// Warps of a CTA at most, and on an SM at least (128 registers a thread).
+constexpr int max_warps = 8, min_sm_warps = 16;
+// CTAs of a cluster at most: 8 on every device; 16, for 16,384 tokens, need an opt-in.
+constexpr int max_portable_cluster = 8, max_cluster = 16;
+// A CTA of two passes takes 512 tokens; a ColumnSum's workspace has room for CTAs of 128.
 constexpr int two_pass_warps = 4;
 
-constexpr int group_tokens(Kind kind) {
-  return kind == Kind::full || kind == Kind::whole ? 16 : 32;
+// Tokens that a k16 is made from.
+constexpr int k16_tokens(Kind kind) {
+  return kind == Kind::full || kind == Kind::hadamard ? 16 : 32;
 }
-// Steps of four groups in a unit.
-constexpr int unit_steps(Kind kind) { return unit_tokens / (lane_groups * group_tokens(kind)); }
+// Steps of a warp through a token tile, 4 k16 each.
+constexpr int tile_steps(Kind kind) { return tile_tokens / (warp_k16s * k16_tokens(kind)); }
 
 // Row i of those that a basis keeps at rank 8, ascending; kind_of compares them with the caller's.
 constexpr int kept_row(Kind kind, int i) {
@@ -55,46 +59,47 @@ constexpr int kept_row(Kind kind, int i) {
   return kind == Kind::lowpass8 ? lowpass[i] : 2 * i;
 }
 
-inline std::int64_t unit_count(const Projection& p, Kind kind) {
-  return ceil_div(p.k_padded, group_k * lane_groups * unit_steps(kind));
+inline std::int64_t token_tiles(const Projection& p, Kind kind) {
+  return ceil_div(p.k_padded, k16 * warp_k16s * tile_steps(kind));
 }
-inline std::int64_t strip_count(std::int64_t cols, DType dtype) {
-  return ceil_div(cols, strip_bytes / static_cast<int>(dtype_size(dtype)));
-}
-
-// Whether the 16 k of two columns take as many bytes as the 32 tokens that they are made of.
-constexpr bool in_place(Kind kind, int dtype_size) {
-  return group_tokens(kind) == 2 * group_k && dtype_size == 2;
+inline std::int64_t column_tiles(std::int64_t cols, DType dtype) {
+  return ceil_div(cols, tile_row_bytes / static_cast<int>(dtype_size(dtype)));
 }
 
-// Thread blocks on an SM: as many as its shared memory has room for (6; of the only pass 3) where
-// hardly a register spills for it; random numbers take more.
-constexpr int sm_blocks(Kind kind, int dtype_size, Pass pass, Rounding rounding) {
+// Whether the 16 k of two columns take as many bytes as the 32 tokens that they are made from.
+constexpr bool fits_in_place(Kind kind, int dtype_size) {
+  return k16_tokens(kind) == 2 * k16 && dtype_size == 2;
+}
+
+// CTAs on an SM: as many as its shared memory has room for (6; of one pass 3) where hardly a
+// register spills for it; random numbers take more.
+constexpr int sm_ctas(Kind kind, int dtype_size, Pass pass, Rounding rounding) {
   const bool nearest = rounding == Rounding::nearest;
   if (pass == Pass::both) {
-    return nearest || in_place(kind, dtype_size) || (kind == Kind::full && dtype_size == 2) ? 3 : 2;
+    const bool few = fits_in_place(kind, dtype_size) || (kind == Kind::full && dtype_size == 2);
+    return nearest || few ? 3 : 2;
   }
   return pass == Pass::amax || nearest ? 6 : 5;
 }
 
-// A thread block's message to the others of its cluster: a sum and a largest value a column.
-constexpr int exchange_bytes = most_strip_columns * (8 + 4);
+// Largest values and sums of a column tile, of one warp or one CTA.
+constexpr int partials_bytes = max_tile_columns * (8 + 4);
 
-constexpr std::size_t shared_bytes(int units, int warps, int cluster) {
-  return static_cast<std::size_t>(units) * unit_bytes +
-         static_cast<std::size_t>(warps) * (exchange_bytes + unit_blocks) +
-         2 * static_cast<std::size_t>(cluster > 1 ? cluster : 1) * exchange_bytes;
+constexpr std::size_t shared_bytes(int token_tiles, int warps, int cluster) {
+  return static_cast<std::size_t>(token_tiles) * tile_bytes +
+         static_cast<std::size_t>(warps) * (partials_bytes + tile_blocks) +
+         2 * static_cast<std::size_t>(cluster > 1 ? cluster : 1) * partials_bytes;
 }
 
-}  // namespace resident
+}  // namespace columns
 
-namespace gradient {
+namespace rows_column_amax {
 
 constexpr int threads = 512, token_block = 16, barrier_bytes = 8;
 constexpr unsigned tiles_a_sum = 32;
 
-// Shared memory: two tiles, then what a thread keeps of its columns, then of two tiles the folds
-// and the barriers that count their bytes.
+// Shared memory: two tiles; largest values and sums of the columns; for each tile the offsets that
+// a sketch folds by, and a barrier.
 struct Layout {
   int row_bytes, tile_bytes, slots, fold_words;
   HOT_HOST_DEVICE Layout(std::int64_t columns, int token_blocks)
@@ -113,36 +118,34 @@ struct Layout {
   HOT_HOST_DEVICE int bytes() const { return barriers() + 2 * barrier_bytes; }
 };
 
-}  // namespace gradient
+}  // namespace rows_column_amax
 
-namespace small_quantize {
+namespace grouped {
 
-constexpr int threads = 32 * resident::most_warps;
-// Warps of a unit, one for 16 columns: strips of 16-bit types have 32.
-constexpr int unit_warps(int dtype_size) { return dtype_size == 2 ? 2 : 1; }
+constexpr int threads = 32 * columns::max_warps;
+// Warps of a token tile, one for 16 columns: column tiles of 16-bit types have 32.
+constexpr int tile_warps(int dtype_size) { return dtype_size == 2 ? 2 : 1; }
 constexpr int row_blocks = 2;  // blocks of 16 of a lane
-// Words that two launches use of an Operand::amax with one scale for all: the most thread blocks of
-// an operand.
-constexpr std::int64_t slots = 1024;
-// Units that a thread block holds.
-constexpr int block_units(int dtype_size) { return resident::most_warps / unit_warps(dtype_size); }
+// Words of an Operand::amax with one scale for all: one for each CTA of the first of two launches.
+constexpr std::int64_t max_amax_slots = 1024;
+// Token tiles of a CTA.
+constexpr int cta_tiles(int dtype_size) { return columns::max_warps / tile_warps(dtype_size); }
 
-}  // namespace small_quantize
+}  // namespace grouped
 
-namespace strip {
-
-constexpr int group = 16;
 // Partial sums of g_b on its own: a thread adds up 8 blocks of 16 tokens.
+namespace bias {
+
 constexpr int sum_threads = 128, sum_run = 8;
 
-}  // namespace strip
+}  // namespace bias
 
 // Up to two products in one launch (gemm_small.cu).
 namespace small_gemm {
 
 constexpr int threads = 128, min_tile_m = 64, tile_n = 64, step_k = 128;
 constexpr int max_cluster = 8;  // the largest that every sm_90 runs
-constexpr int max_stages = 3;   // 4 thread blocks on an SM of 227 KB, or 3 with 128 rows
+constexpr int max_stages = 3;   // 4 CTAs on an SM of 227 KB, or 3 with 128 rows
 constexpr int sum_row_bytes = tile_n * static_cast<int>(sizeof(int));
 constexpr int stage_bytes(int tile_m) { return (tile_m + tile_n) * step_k; }
 
@@ -151,7 +154,7 @@ constexpr int stage_bytes(int tile_m) { return (tile_m + tile_n) * step_k; }
 // How such a launch divides its work.
 struct SmallPlan {
   int tile_m;    // rows of a tile, 64 or 128 (it has 64 columns)
-  int cluster;   // thread blocks of a cluster: 1, 2, 4 or 8; 1 before sm_90
+  int cluster;   // CTAs of a cluster: 1, 2, 4 or 8; 1 before sm_90
   int share[2];  // of them that divide the contraction of one tile; a power of two, <= cluster
 };
 
@@ -169,21 +172,21 @@ struct WideRows {
   DType dtype;
   int buffers;
 };
-struct ColumnClusters {
-  resident::Kind kind;
+struct ColumnsOnePass {
+  columns::Kind kind;
   Rounding rounding;
   DType dtype;
 };
 
-// What a device is asked for one shape at a time: the CUDA runtime and CUTLASS answer for a device
-// that is there, a model for one that is not (cpp/src/explain.cpp).
+// Queries for one shape at a time. The CUDA runtime and CUTLASS answer for a device of this
+// machine, a model for any other (cpp/src/explain.cpp).
 class DeviceQueries {
  public:
   virtual ~DeviceQueries() = default;
-  // Thread blocks or clusters that run at the same time, 1 at least.
+  // CTAs or clusters that run at the same time, 1 at least.
   virtual std::int64_t at_once(const WideRows&, const LaunchShape&) const = 0;
-  virtual std::int64_t at_once(const ColumnClusters&, const LaunchShape&) const = 0;
-  // Bytes that stream-K adds up in.
+  virtual std::int64_t at_once(const ColumnsOnePass&, const LaunchShape&) const = 0;
+  // Bytes of stream-K's partial sums.
   virtual std::size_t stream_k_workspace(std::int64_t m, std::int64_t n, std::int64_t k,
                                          const Sm90Plan&) const = 0;
 };
@@ -191,7 +194,7 @@ class DeviceQueries {
 struct DeviceFacts {
   int arch = 0;  // compute capability times 10
   int sm_count = 0;
-  std::int64_t shared_bytes = 0;  // of a thread block, at most
+  std::int64_t shared_bytes = 0;  // of a CTA, at most
   // Whether code of sm_90 runs: clusters, bulk copies, kernels that overlap. Never where a context
   // is restricted to the kernels of sm_80.
   bool hopper = false;
@@ -205,21 +208,21 @@ struct DeviceFacts {
 
 enum class Kernel : std::uint8_t {
   zero,  // a memset
-  // rows of g_y, x and w, and what goes with them
+  // rows of g_y, x and w
   rows16,
   wide_rows,
   rows,
-  gradient,  // rows, and the largest values of columns
+  rows_column_amax,  // rows, and the largest values of columns
   // columns of P g_y and of w
-  column_clusters,
+  columns_one_pass,
   column_amax,
   column_codes,
-  strip_amax,
-  strip_codes,
+  generic_amax,
+  generic_codes,
   finish_scales,
   // all operands of a small layer
-  small_amax,
-  small_codes,
+  grouped_amax,
+  grouped_codes,
   // x
   groups,
   group_pairs,
@@ -242,7 +245,7 @@ enum class Kernel : std::uint8_t {
   mma_128x128x64,
   mma_64x64x64,
   mma_any,
-  mma_fixup,  // adds up the sums of tiles that thread blocks have shared
+  mma_fixup,  // adds up the sums of tiles that CTAs have shared
   token,
 };
 inline constexpr int kernel_count = static_cast<int>(Kernel::token) + 1;
@@ -252,12 +255,12 @@ static_assert(static_cast<int>(Kernel::mma_fixup) - static_cast<int>(Kernel::mma
 struct KernelInfo {
   const char* name;  // of the __global__ function
   const char* file;
-  // Whether it can start before the kernel before it has ended (launch.h): it waits at its end.
+  // Whether it can start before the previous kernel has ended (launch.h): it waits at its end.
   bool can_overlap;
 };
 const KernelInfo& info(Kernel kernel);
 
-// What steps read and write: arrays of the caller, and parts of the workspace.
+// What steps read and write: arrays of the caller, and ranges of the workspace.
 enum class Buffer : std::uint8_t {
   gy,
   w,
@@ -281,7 +284,7 @@ enum class Buffer : std::uint8_t {
   all_scratch,  // the same on their own, from the start of the workspace
   spread_a,     // scales as vectors
   spread_b,
-  stream_k,    // sums of tiles that thread blocks share: stream-K's, and those of mma.sync
+  stream_k,    // sums of tiles that CTAs share: stream-K's, and those of mma.sync
   unpacked_a,  // INT4 operands as INT8
   unpacked_b,
   bias,  // of the forward product
@@ -327,41 +330,41 @@ struct RowsStep {
   RowsOf of;
   RowsPass pass;
   int lanes, lane_blocks;  // rows16, wide_rows: of a row; blocks of 16 of a lane
-  int buffers;             // wide_rows: rows on their way
+  int buffers;             // wide_rows: rows in flight
 };
 struct ColumnsStep {
   Job job;
-  resident::Kind kind;
-  resident::Pass pass;
-  int parts;    // thread blocks of a strip
-  int cluster;  // of them that tell each other: all, or 0 for none
+  columns::Kind kind;
+  columns::Pass pass;
+  int ctas;     // of a column tile
+  int cluster;  // of them that reduce to one scale: all, or 0 for none
 };
-struct StripStep {
+struct GenericColumnsStep {
   Job job;
   std::int64_t run;  // blocks of one thread
 };
 struct FinishStep {
   Job job;
 };
-struct GradientStep {
+struct RowsColumnAmaxStep {
   RowsPass pass;
-  resident::Kind kind;
+  columns::Kind kind;
   int lanes, lane_blocks;  // of a row
   int token_blocks;        // of a tile
   unsigned tiles, sums;    // sums: partial sums of a column
 };
-// A range of the thread blocks of quantize_small_kernel: whole clusters, `blocks` of which work.
-struct SmallRange {
+// A range of the CTAs of quantize_grouped_kernel: whole clusters, `blocks` of which work.
+struct GroupedRange {
   unsigned blocks = 0, end = 0;
 };
-struct SmallStep {
-  resident::Kind kind;
-  SmallRange weight, gradient, rows, groups;
-  resident::Pass weight_pass, gradient_pass;
+struct GroupedStep {
+  columns::Kind kind;
+  GroupedRange weight, gradient, rows, groups;
+  columns::Pass weight_pass, gradient_pass;
   RowsPass rows_pass;
-  int weight_parts, gradient_parts;      // thread blocks of a strip
-  int weight_cluster, gradient_cluster;  // of them that tell each other
-  int weight_slots, gradient_slots;      // words that the launch before left
+  int weight_ctas, gradient_ctas;              // of a column tile
+  int weight_cluster, gradient_cluster;        // of them that reduce to one scale
+  int weight_amax_slots, gradient_amax_slots;  // words that the previous launch wrote
   int row_lanes_log2;
 };
 struct SumsStep {
@@ -380,7 +383,7 @@ struct UnpackStep {
 struct SmallGemmStep {
   SmallPlan plan;
   int stages;
-  bool swapped;  // the second product's thread blocks come first
+  bool swapped;  // the second product's CTAs come first
   unsigned second_block;
 };
 // One of up to two products.
@@ -395,12 +398,13 @@ struct Step {
   Kernel kernel{};
   LaunchShape shape{};
   Buffers reads{}, writes{};
-  // Touches nothing that kernels write which may still run when it starts (derived).
+  // No data dependency on any kernel that may still run when it starts (derived).
   bool independent = false;
   DType dtype{};        // of what is read, or of a product's result
   Rounding rounding{};  // of the kernel's instance
-  std::variant<std::monostate, RowsStep, ColumnsStep, StripStep, FinishStep, GradientStep,
-               SmallStep, SumsStep, ZeroStep, SpreadStep, UnpackStep, SmallGemmStep, ProductStep>
+  std::variant<std::monostate, RowsStep, ColumnsStep, GenericColumnsStep, FinishStep,
+               RowsColumnAmaxStep, GroupedStep, SumsStep, ZeroStep, SpreadStep, UnpackStep,
+               SmallGemmStep, ProductStep>
       work{};
 
   template <class T>
@@ -420,10 +424,10 @@ class Plan {
 
  private:
   // zero; rows 2; columns 3; weight 3; requantize; products 2 of 3; fill_zero 2; sums 2
-  static constexpr int most_steps = 20;
-  union Slots {  // made when they are filled: a plan is made for every call
+  static constexpr int max_steps = 20;
+  union Slots {  // not initialised: a plan is made for every call
     Slots() {}
-    Step steps[most_steps];
+    Step steps[max_steps];
   };
   Slots slots_;
   int count_ = 0;
@@ -432,7 +436,7 @@ class Plan {
 
 // ---- plans -------------------------------------------------------------------------------------
 
-// What a plan has to know of an array beside its shape.
+// Properties of an array, beside its shape, that a plan depends on.
 struct ArrayFacts {
   DType dtype = DType::bf16;
   bool rows_aligned = true;   // rows of neighbouring elements that start on 16 bytes
@@ -490,25 +494,25 @@ Plan plan_gemm(const DeviceFacts&, const ProductShape&);
 // Of packed INT4 operands; `packed`: rows of theirs are aligned (`shape`: of unpacked ones).
 Plan plan_gemm_int4(const DeviceFacts&, const ProductShape&, bool packed_aligned);
 
-// Whether products can be computed in one launch, and the division of work that takes least; says
-// nothing about profit.
+// Whether one launch can compute the products, and the division of work with the least predicted
+// time; neither says whether one launch is the faster way.
 bool small_gemms_can(const ProductShape* products, int count);
 SmallPlan small_plan(const DeviceFacts&, const ProductShape* products, int count);
 // The step for any such division.
 void add_small_gemms(Plan&, const ProductShape* products, int count, const SmallPlan&,
                      Buffers reads, Buffers writes);
 
-// The division of columns that strip_kernel and hla_kernel follow.
-struct StripGrid {
+// The division of columns that generic_columns_kernel and hla_kernel follow.
+struct GenericGrid {
   std::int64_t run, blocks;
   int threads;
   std::size_t shared_bytes;
 };
-StripGrid strip_grid(const Projection&, std::int64_t cols, int extra);
+GenericGrid generic_grid(const Projection&, std::int64_t cols, int extra);
 
 // ---- workspaces --------------------------------------------------------------------------------
 
-// Largest values, to be zeroed before kernels find them.
+// Largest values, zeroed before kernels update them.
 struct Zeroed {
   std::uint32_t* words = nullptr;
   std::size_t bytes = 0;
@@ -519,14 +523,14 @@ std::int64_t columns_amax_words(const DeviceFacts&, std::int64_t cols, const Pro
                                 const OperandQuant&);
 std::size_t gemm_workspace(const DeviceFacts&, std::int64_t m, std::int64_t n, std::int64_t k);
 
-// What a backward takes of its workspace.
+// The arrays of a backward in its workspace.
 struct Scratch {
   Operand gradient_rows{}, weight{};         // for g_x
   Operand gradient_columns{}, activation{};  // for g_w; activation: from INT4
   char *gx_gemm = nullptr, *gw_gemm = nullptr, *sums = nullptr;
   Zeroed zeroed{};  // every Operand::amax
 };
-// One order for the size (a cursor without memory) and the pointers.
+// Gives the size (a cursor without memory) and the pointers, so they cannot disagree.
 Scratch take_scratch(WorkspaceCursor&, const DeviceFacts&, const BackwardWork&);
 // Partial sums of g_b on its own: nothing else is alive then.
 char* take_sums(WorkspaceCursor&, const DeviceFacts&, const LinearShape&);

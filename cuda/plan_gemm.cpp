@@ -19,10 +19,10 @@ bool wgmma_can(const DeviceFacts& facts, const ProductShape& p) {
          p.out.rows_aligned && p.n * size % 16 == 0;
 }
 
-// Tiles per stripe: as many as the shorter side has use for twice over, where rounding both sides
-// up to whole stripes (of clusters, two tiles along N) adds few tiles.
+// Tiles per stripe: at most half of the shorter side, where rounding both sides up to whole stripes
+// (of clusters, two tiles along N) adds few tiles.
 int swizzle_of(const Thresholds& t, std::int64_t tiles_m, std::int64_t tiles_n) {
-  for (int swizzle = t.most_swizzle; swizzle > 1; swizzle /= 2) {
+  for (int swizzle = t.max_swizzle; swizzle > 1; swizzle /= 2) {
     const std::int64_t padded = round_up(tiles_m, swizzle) * round_up(tiles_n, 2 * swizzle);
     if (std::min(tiles_m, tiles_n) >= 2 * swizzle &&
         padded * 100 <= tiles_m * tiles_n * (100 + t.stripe_waste)) {
@@ -43,19 +43,19 @@ WgmmaChoice wgmma_choice(const DeviceFacts& facts, std::int64_t m, std::int64_t 
   const int sm_count = facts.sm_count;
   const std::int64_t tiles_m = ceil_div(m, wgmma_tile), tiles_n = ceil_div(n, wgmma_tile);
   const std::int64_t tiles = tiles_m * tiles_n;
-  // Fewer than two waves of tiles, but not nearly one, and a long contraction (g_w of a ViT): it is
-  // shared out. With a third of a wave or less, equal parts beat CUTLASS's own division.
+  // Stream-K divides a long contraction among CTAs where there are fewer than two waves of tiles,
+  // but not nearly one (g_w of a ViT). With a third of a wave or less, equal shares beat CUTLASS's
+  // own division.
   const bool nearly_a_wave = tiles * 4 >= std::int64_t{3} * sm_count && tiles <= sm_count;
-  if (k >= t.stream_k_least_k && tiles < std::int64_t{2} * sm_count && !nearly_a_wave) {
+  if (k >= t.stream_k_min_k && tiles < std::int64_t{2} * sm_count && !nearly_a_wave) {
     const int splits =
         tiles * 3 <= sm_count
-            ? static_cast<int>(std::min<std::int64_t>(sm_count / tiles, t.most_splits))
+            ? static_cast<int>(std::min<std::int64_t>(sm_count / tiles, t.max_splits))
             : 1;
     return {Kernel::wgmma_stream_k, {sm_count, splits == 1, 1, splits}};
   }
-  // One operand is narrow (g_x of a ViT): stripes gain nothing, a wider tile does, where it does
-  // not cost more waves than its gain makes good. Clusters are whole: two tiles along N, or along
-  // M.
+  // With a narrow operand (g_x of a ViT) stripes gain nothing. A wider tile gains where it does not
+  // cost more waves than it saves. Clusters are whole: two tiles along N, or along M.
   const auto waves = [&](std::int64_t count) { return ceil_div(count, sm_count); };
   const std::int64_t usual = waves(tiles_m * round_up(tiles_n, 2)) * wgmma_tile;
   const std::int64_t wide =
@@ -68,8 +68,8 @@ WgmmaChoice wgmma_choice(const DeviceFacts& facts, std::int64_t m, std::int64_t 
   return {Kernel::wgmma_128x128, {sm_count, swizzle > 1 || n > m, swizzle, 1}};
 }
 
-// Wide tiles for what g_x is, stream-K for what g_w is; fp16 ones are rare, with autocast they are
-// fp32.
+// Wide tiles serve g_x, stream-K serves g_w. There are none for fp16 outputs, which are rare: with
+// autocast g_w is fp32.
 bool has_wide(const ProductShape& p) {
   return p.out.dtype == DType::bf16 ? !p.accumulate
                                     : p.out.dtype == DType::f32 && !p.accumulate && !p.bias;
@@ -78,7 +78,7 @@ bool has_stream_k(const ProductShape& p) { return p.out.dtype != DType::f16 && !
 
 WgmmaChoice wgmma_choice(const DeviceFacts& facts, const ProductShape& p) {
   const WgmmaChoice choice = wgmma_choice(facts, p.m, p.n, p.k, has_wide(p));
-  // Its plan is for stream-K, but the tiles go as it says.
+  // Without a stream-K instance the tiles keep its order.
   if (choice.kernel == Kernel::wgmma_stream_k && !has_stream_k(p)) {
     return {Kernel::wgmma_128x128, choice.plan};
   }
@@ -87,8 +87,8 @@ WgmmaChoice wgmma_choice(const DeviceFacts& facts, const ProductShape& p) {
 
 MmaDevice mma_device(const DeviceFacts& facts) { return {facts.sm_count, facts.arch}; }
 
-// A tile's kernel, and the sums of what its thread blocks share. They share where there is a
-// workspace for that: not for what wgmma cannot do beside it.
+// The kernel of a tile, and the sums of tiles that CTAs share. Tiles are shared where
+// gemm_workspace has room for that: not on a device with wgmma.
 void add_mma(Plan& plan, const DeviceFacts& facts, const ProductShape& p, int index, bool int4,
              Buffers reads, Buffers writes) {
   const bool may_share = !int4 && !facts.wgmma && p.m < INT32_MAX && p.n < INT32_MAX;
@@ -105,7 +105,7 @@ void add_mma(Plan& plan, const DeviceFacts& facts, const ProductShape& p, int in
   add(kernel, {work.mma.blocks, tile.threads, static_cast<std::size_t>(tile.shared_bytes)}, reads,
       shared ? writes | Buffer::stream_k : writes);
   if (!shared) return;
-  Buffers sums = Buffer::stream_k;  // and scales, which have been there since before the tiles
+  Buffers sums = Buffer::stream_k;  // the scales are older than the tiles' step
   if (p.accumulate) sums |= writes;
   add(Kernel::mma_fixup, {mma_fixup_blocks(work.mma), mma_fixup_threads}, sums, writes);
 }
@@ -137,7 +137,7 @@ void add_product(Plan& plan, const DeviceFacts& facts, const ProductShape& p, in
     const WgmmaChoice choice = wgmma_choice(facts, p);
     work.wgmma = choice.plan;
     if (choice.kernel == Kernel::wgmma_stream_k) writes |= Buffer::stream_k;
-    // A persistent grid: three warp groups a thread block, one on an SM (CUTLASS has its own
+    // A persistent grid: three warp groups a CTA, one on an SM (CUTLASS has its own
     // shape).
     return add(choice.kernel, {facts.sm_count, 384, 0, 2});
   }
@@ -148,8 +148,8 @@ std::int64_t small_tiles(const ProductShape& p, int tile_m) {
   return ceil_div(p.m, tile_m) * ceil_div(p.n, small_gemm::tile_n);
 }
 
-// A block takes what its tile takes: longest block plus the mean load of an SM (the bound of list
-// scheduling). Products meet in both sums, so that each one's share is chosen beside the other's.
+// Predicted time: the longest CTA plus the mean load of an SM (the bound of list scheduling). Both
+// products count in both, so the shares of one are chosen beside those of the other.
 double cost_of(const ProductShape* products, int count, const SmallPlan& plan, const TileCost& cost,
                int sm_count) {
   double work = 0, longest = 0;
@@ -182,8 +182,8 @@ bool small_gemms_can(const ProductShape* products, int count) {
 }
 
 SmallPlan small_plan(const DeviceFacts& facts, const ProductShape* products, int count) {
-  // More than one for each step of the contraction only adds work.
-  const auto most_share = [&](const ProductShape& p) {
+  // More CTAs than steps of the contraction only add work.
+  const auto max_share = [&](const ProductShape& p) {
     int share = 1;
     while (facts.hopper && share < small_gemm::max_cluster &&
            std::int64_t{share} * small_gemm::step_k < p.k) {
@@ -191,12 +191,12 @@ SmallPlan small_plan(const DeviceFacts& facts, const ProductShape* products, int
     }
     return share;
   };
-  const int most[2] = {most_share(products[0]), count == 2 ? most_share(products[1]) : 1};
+  const int max_shares[2] = {max_share(products[0]), count == 2 ? max_share(products[1]) : 1};
   SmallPlan best{};
   double least = 0;
   for (const TileCost& cost : thresholds(facts).tile_costs) {
-    for (int first = 1; first <= most[0]; first *= 2) {
-      for (int second = 1; second <= most[1]; second *= 2) {
+    for (int first = 1; first <= max_shares[0]; first *= 2) {
+      for (int second = 1; second <= max_shares[1]; second *= 2) {
         const SmallPlan plan{cost.tile_m, std::max(first, second), {first, second}};
         const double time = cost_of(products, count, plan, cost, facts.sm_count);
         if (best.tile_m == 0 || time < least) {
@@ -283,8 +283,8 @@ MmaProduct mma_product(const ProductShape& p, bool int4) {
   return {p.m, p.n, int4 ? ceil_div(p.k, 2) : p.k, aligned, !int4 && p.k > int32_safe_k, int4};
 }
 
-// wgmma: the scales as vectors, where they are single numbers, and what stream-K adds up in.
-// mma.sync: the sums of tiles that thread blocks share.
+// wgmma: single scales as vectors, and stream-K's partial sums.
+// mma.sync: the sums of tiles that CTAs share.
 std::size_t gemm_workspace(const DeviceFacts& facts, std::int64_t m, std::int64_t n,
                            std::int64_t k) {
   if (!facts.wgmma) {

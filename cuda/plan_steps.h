@@ -15,39 +15,39 @@ namespace hot::detail::plan {
 // the best, in geometric mean, and 1.21 at most.
 struct TileCost {
   int tile_m;
-  double block;          // of an SM, for a thread block: start, output
+  double block;          // of an SM, for a CTA: start, output
   double step;           // of an SM, for 128 k of a tile
-  double wait;           // what those 128 k take a thread block that is alone
-  double exchange;       // of an SM, for a thread block's sums, where a tile is shared
-  double exchange_wait;  // what that takes a thread block that is alone
+  double wait;           // for 128 k of a tile, of a CTA that is alone
+  double exchange;       // of an SM, for a CTA's sums, where a tile is shared
+  double exchange_wait;  // the same of a CTA that is alone
 };
 
 struct Thresholds {
-  // Rows of more lanes are wide: fewer lanes find all that they copy soon enough.
+  // Rows of more lanes are wide. Fewer lanes have enough loads in flight by themselves.
   // H200: rows of 14,336 and 28,672 by bulk copies 115 -> 93 and 248 -> 174 us.
   int narrow_lanes;
-  // A cluster's strip by a model of an SM's cycles: a unit takes `unit_cycles`, but no less than
-  // `latency_cycles` pass from its copies to its codes (H200, at 2 and 16 warps on an SM); the
-  // exchange in a cluster takes `exchange_cycles`.
-  std::int64_t unit_cycles, latency_cycles, exchange_cycles;
-  // A g_y of more tokens than a portable cluster holds, and so many columns, is better left to
-  // gradient_kernel, which makes the rows' codes on the way; wider ones do not fit there.
+  // A model of an SM's cycles for a column tile in a cluster: a token tile takes `tile_cycles`, but
+  // no less than `latency_cycles` pass from its copies to its codes (H200, at 2 and 16 warps on an
+  // SM); the all-reduce of the cluster takes `reduce_cycles`.
+  std::int64_t tile_cycles, latency_cycles, reduce_cycles;
+  // A g_y with more tokens than a portable cluster holds, and so many columns, goes to
+  // rows_column_amax_kernel, which also makes the rows' codes; wider rows do not fit there.
   // H200, `default`, 12608 x 3072 x 768: 190 us, by clusters of 16 204.
-  std::int64_t least_gradient_columns, most_gradient_columns;
-  // More waves of thread blocks than this hide a launch by themselves: no quantize_small_kernel.
+  std::int64_t rows_column_amax_min_columns, rows_column_amax_max_columns;
+  // More waves of CTAs than this hide a launch by themselves: no quantize_grouped_kernel.
   // H200, the paper's layers.
-  int small_waves;
+  int grouped_waves;
   // Above this many multiply-adds the kernels for large products are as fast as gemm_small_kernel,
   // launch by launch. H200.
   std::int64_t small_gemm_work;
   TileCost tile_costs[2];
   // wgmma products; H200, a sweep of 14 kernels in 8 orders (docs: "Products, TOPS").
-  std::int64_t stream_k_least_k;  // shorter contractions are not shared out
-  int most_splits;                // of a contraction in equal parts
-  std::int64_t narrow_tiles;      // an operand of fewer is narrow, where a wider tile may gain
-  int wide_gain, wide_gain_of;    // a wider tile's time for the same work, of the usual one's
-  int most_swizzle;               // tiles of a stripe
-  int stripe_waste;               // tiles added by rounding to whole stripes, in percent
+  std::int64_t stream_k_min_k;  // shorter contractions are not shared out
+  int max_splits;               // of a contraction, in equal shares
+  std::int64_t narrow_tiles;    // an operand of fewer is narrow, where a wider tile may gain
+  int wide_gain, wide_gain_of;  // a wider tile's time for the same work, of the usual one's
+  int max_swizzle;              // tiles of a stripe
+  int stripe_waste;             // tiles added by rounding to whole stripes, in percent
 };
 
 const Thresholds& thresholds(const DeviceFacts&);
@@ -98,16 +98,16 @@ struct OperandShapes {
   AmaxWords zeroed{};
 };
 
-// All operands of a backward. Returns whether g_b was done on the way.
+// All operands of a backward. Returns whether these steps also make g_b.
 bool add_operands(Plan&, const DeviceFacts&, const OperandShapes&);
 void add_rows(Plan&, const DeviceFacts&, const RowsShape&);
-// Returns whether the sum was done on the way.
+// Returns whether these steps also make the sum.
 bool add_columns(Plan&, const DeviceFacts&, const ColumnsShape&);
 // g_b from `runs` partial sums of each column.
 void add_final_sum(Plan&, std::int64_t runs, std::int64_t cols, bool accumulate, Buffer sums);
-// Partial sums of a column: of g_b on its own, and those that gradient_kernel leaves at most.
+// Partial sums of a column: of g_b on its own, and of rows_column_amax_kernel at most.
 std::int64_t sum_runs(std::int64_t rows);
-std::int64_t gradient_sums(const DeviceFacts&, std::int64_t rows);
+std::int64_t rows_column_amax_sums(const DeviceFacts&, std::int64_t rows);
 
 // ---- products (plan_gemm.cpp) ------------------------------------------------------------------
 

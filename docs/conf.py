@@ -32,7 +32,6 @@ include_patterns = [
 exclude_patterns = [
     *(".*", "build", "out", "cpp", "cuda", "examples", "python", "scripts", "tests"),
     "third_party/*/**",
-    "docs/performance.md",  # a pointer, for who comes with an old link
 ]
 extensions = [
     "myst_parser",

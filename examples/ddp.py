@@ -39,7 +39,8 @@ def train(options: argparse.Namespace, rank: int, world: int) -> None:
     model = nn.Sequential(*layers, nn.Linear(64 * 96, 10)).to(options.device)
     report = "plain fp32"
     if options.recipe != "none":  # slower: a model too small to gain time is converted all the same
-        report = hot.convert(model, options.recipe, slower=True)
+        config = hot.HotConfig.recipe(options.recipe, forward=options.forward)
+        report = hot.convert(model, config, slower=True)
     if options.fsdp:
         mesh = dist.init_device_mesh(options.device, (world,))
         for block in (model[1], model[2], model):
@@ -67,6 +68,7 @@ def train(options: argparse.Namespace, rank: int, world: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--recipe", default="default", help="HOT recipe, or none")
+    parser.add_argument("--forward", choices=("plain", "int8"), default="plain")
     parser.add_argument("--fsdp", action="store_true", help="shard by FSDP2 instead of DDP")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--batch", type=int, default=32, help="images a process (default: 32)")

@@ -36,6 +36,7 @@ def main(arguments: list[str] | None = None) -> float:
     parser.add_argument("--model", help="of timm, with --data (default: a small one)")
     parser.add_argument("--weights", default="", help="its checkpoint, a file")
     parser.add_argument("--recipe", default="default", help="of HOT, or none")
+    parser.add_argument("--forward", choices=("plain", "int8"), default="plain")
     parser.add_argument("--saved", type=int, choices=(8, 4), help="bits of what other layers keep")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--device", default="cpu")
@@ -52,7 +53,8 @@ def main(arguments: list[str] | None = None) -> float:
     model.reset_classifier(classes)
     model = model.to(options.device).train()
     if options.recipe != "none":  # slower: a model too small to gain time is converted all the same
-        print(hot.convert(model, options.recipe, saved=options.saved, slower=not options.model))
+        config = hot.HotConfig.recipe(options.recipe, forward=options.forward)
+        print(hot.convert(model, config, saved=options.saved, slower=not options.model))
     forward = torch.compile(model) if options.compile else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4 if options.weights else 2e-3)
 

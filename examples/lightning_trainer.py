@@ -36,6 +36,7 @@ class Digits(pl.LightningModule):
 def main(arguments: list[str] | None = None) -> HotCallback:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--recipe", default="default", help="of HOT")
+    parser.add_argument("--forward", choices=("plain", "int8"), default="plain")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--warmup", type=int, default=100, help="steps with g_x in 8 bits, then 4")
     parser.add_argument("--out", default="out", help="where the scalars go (CSV)")
@@ -45,7 +46,7 @@ def main(arguments: list[str] | None = None) -> HotCallback:
     images = torch.tensor(digits.images, dtype=torch.float32).flatten(1) / 8 - 1
     data = TensorDataset(images, torch.tensor(digits.target))
     module = Digits()
-    print(hot.convert(module, options.recipe))
+    print(hot.convert(module, hot.HotConfig.recipe(options.recipe, forward=options.forward)))
     callback = HotCallback(
         warmup=options.warmup,
         compress=hot.compress_saved(8, min_values=4096),  # what GELU keeps

@@ -45,6 +45,7 @@ def main(arguments: list[str] | None = None) -> dict[str, tuple[float, float]]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="a folder with a causal language model of transformers")
     parser.add_argument("--recipe", default="default", help="HOT recipe (default: default)")
+    parser.add_argument("--forward", choices=("plain", "int8"), default="plain")
     parser.add_argument("--steps", type=int, default=40, help="steps of LoRA (default: 40)")
     parser.add_argument("--base-steps", type=int, default=80, help="steps of the base model first")
     parser.add_argument("--device", default="cpu")
@@ -68,7 +69,8 @@ def main(arguments: list[str] | None = None) -> dict[str, tuple[float, float]]:
         lora = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear")
         model = get_peft_model(copy.deepcopy(base), lora)
         if name.startswith("HOT"):
-            print(hot.convert(model, options.recipe, slower=not options.model))
+            config = hot.HotConfig.recipe(options.recipe, forward=options.forward)
+            print(hot.convert(model, config, slower=not options.model))
         before = evaluate(model, held)
         train(model, list(capitals[options.base_steps : -8]), 1e-2)
         outcomes[name] = before, evaluate(model, held)

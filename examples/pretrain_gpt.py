@@ -40,6 +40,7 @@ def main(arguments: list[str] | None = None) -> float:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--recipe", default="default", help="of HOT, or none")
+    parser.add_argument("--forward", choices=("plain", "int8"), default="plain")
     parser.add_argument("--warmup", type=int, help="steps with g_x in 8 bits; in 4 after them")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--compile", action="store_true")
@@ -53,7 +54,8 @@ def main(arguments: list[str] | None = None) -> float:
     model = nn.Sequential(nn.Embedding(256, width), *blocks, nn.LayerNorm(width))
     model.append(nn.Linear(width, 256)).to(device)
     if options.recipe != "none":  # slower: a model too small to gain time is converted all the same
-        print(hot.convert(model, options.recipe, slower=True))
+        config = hot.HotConfig.recipe(options.recipe, forward=options.forward)
+        print(hot.convert(model, config, slower=True))
     schedule = None if options.warmup is None else hot.PrecisionSchedule(model, options.warmup)
     shared = hot.gradient_accumulation if options.micro > 1 else contextlib.nullcontext
     forward = torch.compile(model) if options.compile else model

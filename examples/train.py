@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TASKS = ("vit", "gpt")
 RECIPES = ("fp32", "default", "fast", "int4", "paper", "accurate")
 DEFAULT_RECIPES = ("fp32", "default", "fast", "paper")
+FORWARDS = ("plain", "int8")
 
 
 def _recipes(text: str) -> list[str]:
@@ -28,6 +29,16 @@ def _recipes(text: str) -> list[str]:
         raise argparse.ArgumentTypeError(
             f"unknown recipe {', '.join(map(repr, unknown)) or repr(text)}; "
             f"choose from {', '.join(RECIPES)}"
+        )
+    return names
+
+
+def _forwards(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",")]
+    unknown = [name for name in names if name not in FORWARDS]
+    if unknown:
+        raise argparse.ArgumentTypeError(
+            f"unknown forward {', '.join(map(repr, unknown))}; choose from {', '.join(FORWARDS)}"
         )
     return names
 
@@ -81,6 +92,13 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
         help=f"which to compare, of {', '.join(RECIPES)}; may be given several times "
         f"(default: {','.join(DEFAULT_RECIPES)})",
     )
+    parser.add_argument(
+        "--forward",
+        type=_forwards,
+        default=["plain"],
+        metavar="NAME[,NAME]",
+        help="of HOT's runs: plain, int8 (shown as RECIPE+int8), or both (default: plain)",
+    )
     parser.add_argument("--device", type=_device, default="cpu", help="cpu (default) or cuda[:N]")
     parser.add_argument(
         "--steps", type=_at_least(1), metavar="N", help="training steps (default: vit 350, gpt 300)"
@@ -107,7 +125,13 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--check-options", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     wanted = [name for group in options.recipe or [DEFAULT_RECIPES] for name in group]
-    options.recipe = [name for name in RECIPES if name in wanted]  # each once, fp32 first
+    options.recipe = [
+        name if forward == "plain" else f"{name}+int8"
+        for name in RECIPES
+        if name in wanted  # each once, fp32 first
+        for forward in FORWARDS
+        if forward in (options.forward if name != "fp32" else ["plain"])
+    ]
     options.task = list(TASKS) if options.task == "both" else [options.task]
     return options
 

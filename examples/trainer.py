@@ -31,6 +31,7 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     parser.add_argument("--model", help="a folder (default: a small Llama, a token a byte)")
     parser.add_argument("--text", type=Path, help="a file (default: Python's own library)")
     parser.add_argument("--recipe", default="default", help="of HOT")
+    parser.add_argument("--forward", choices=("plain", "int8"), default="plain")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--warmup", type=int, default=50, help="steps with g_x in 8 bits, then 4")
     parser.add_argument("--out", default="out", help="where checkpoints go")
@@ -45,7 +46,7 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     else:
         model, tokens = LlamaForCausalLM(LlamaConfig(**SMALL, **HEADS)), text
     model.train()
-    print(hot.convert(model, options.recipe))
+    print(hot.convert(model, hot.HotConfig.recipe(options.recipe, forward=options.forward)))
     rows = [list(tokens[i : i + 128]) for i in range(0, len(tokens) - 128, 128)]
     settings = TrainingArguments(
         options.out,

@@ -2,7 +2,7 @@
 # Trains a small ViT and a small GPT in fp32 and with HOT, and compares them: one table, out/train.png, out/train.json.
 # Takes Python >= 3.10 and a C++ compiler; the first call makes an environment (.venv) and builds hotcore into it.
 #
-#   bash scripts/train.sh [--task vit|gpt] [--recipe NAME,...] [--device cpu|cuda] [--steps N] [--seed N] [--out FOLDER]
+#   bash scripts/train.sh [--task vit|gpt] [--recipe NAME,...] [--forward plain,int8] [--device cpu|cuda] [--steps N] [--seed N] [--out FOLDER]
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 

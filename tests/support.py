@@ -260,7 +260,8 @@ def golden_options(case: dict[str, Any], *names: str) -> dict[str, Any]:
 
 def golden_config(case: dict[str, Any]) -> hotcore.HotConfig:
     """The configuration that a case's params hold."""
-    names = [field.name for field in dataclasses.fields(hotcore.HotConfig)]
+    fields = (field.name for field in dataclasses.fields(hotcore.HotConfig))
+    names = [name for name in fields if name in case]  # of the backward pass
     return hotcore.HotConfig(**golden_options(case, *names))
 
 

@@ -71,12 +71,12 @@ class Model final : public detail::plan::DeviceQueries {
     const int registers = 40 + 24 * of.lane_blocks;  // of a thread, about
     return device_.sm_count * sm_blocks(shape, registers);
   }
-  std::int64_t at_once(const detail::plan::ColumnClusters& of,
+  std::int64_t at_once(const detail::plan::ColumnsOnePass& of,
                        const detail::LaunchShape& shape) const override {
-    namespace resident = detail::resident;
+    namespace columns = detail::columns;
     const int warps =
-        resident::most_warps * resident::sm_blocks(of.kind, static_cast<int>(detail_size(of.dtype)),
-                                                   resident::Pass::both, of.rounding);
+        columns::max_warps * columns::sm_ctas(of.kind, static_cast<int>(detail_size(of.dtype)),
+                                              columns::Pass::both, of.rounding);
     const std::int64_t blocks =
         std::min<std::int64_t>(sm_blocks(shape, 0), warps / (shape.threads / 32));
     return std::max<std::int64_t>(1, device_.sm_count * blocks / shape.cluster);
@@ -190,8 +190,8 @@ int row_passes_of(const Step& step) {
 int gy_passes_of(const Step& step) {
   if (!step.reads.has(Buffer::gy)) return 0;
   if (step.kernel == Kernel::rows) return row_passes_of(step);
-  if (step.kernel == Kernel::small_amax || step.kernel == Kernel::small_codes) {
-    const auto& small = step.as<detail::plan::SmallStep>();
+  if (step.kernel == Kernel::grouped_amax || step.kernel == Kernel::grouped_codes) {
+    const auto& small = step.as<detail::plan::GroupedStep>();
     return (small.rows.blocks > 0 ? 1 : 0) + (small.gradient.blocks > 0 ? 1 : 0);
   }
   return 1;
@@ -218,8 +218,8 @@ std::string not_aligned(const char* array, const char* size_name, std::int64_t c
          std::to_string(columns) + ", " + dtype_name(dtype) + ")";
 }
 
-// The reason why no kernel faster than strip_kernel fits.
-std::string reason_for_strips(const Projection& p, const OperandQuant& quant) {
+// The reason why no kernel faster than generic_columns_kernel fits.
+std::string reason_for_generic(const Projection& p, const OperandQuant& quant) {
   if (quant.per_k) return "gw_scale is token";
   if (p.order.prefix_rows() > 0) return "there are prefix tokens";
   if (quant.rounding == Rounding::pseudo_stochastic) return "rounding is pseudo_stochastic";
@@ -230,15 +230,15 @@ std::string reason_for_strips(const Projection& p, const OperandQuant& quant) {
          std::to_string(p.block) + " rows, where the basis' own 8 of 16 have a fast kernel";
 }
 
-std::string slow_strips_reason(const Layer& layer, const Step& step) {
-  const auto job = step.as<detail::plan::StripStep>().job;
+std::string slow_columns_reason(const Layer& layer, const Step& step) {
+  const auto job = step.as<detail::plan::GenericColumnsStep>().job;
   const BackwardLinearSpec& spec = layer.spec;
   const std::string why =
       job == detail::plan::Job::weight
-          ? reason_for_strips(layer.out_features, detail::weight_quant(spec))
+          ? reason_for_generic(layer.out_features, detail::weight_quant(spec))
       : job == detail::plan::Job::activation
-          ? reason_for_strips(layer.tokens, detail::activation_quant(spec))
-          : reason_for_strips(layer.tokens, detail::gradient_columns_quant(spec));
+          ? reason_for_generic(layer.tokens, detail::activation_quant(spec))
+          : reason_for_generic(layer.tokens, detail::gradient_columns_quant(spec));
   return "a thread walks a column, twice: " + why;
 }
 
@@ -271,10 +271,10 @@ std::string slow_path_reason(const Layer& layer, const Step& step) {
                  ? ""
                  : "g_y is read element by element: out_features " + std::to_string(O) +
                        " is not a multiple of 16";
-    case Kernel::strip_amax:
-    case Kernel::strip_codes:
-      return slow_strips_reason(layer, step);
-    case Kernel::column_clusters:
+    case Kernel::generic_amax:
+    case Kernel::generic_codes:
+      return slow_columns_reason(layer, step);
+    case Kernel::columns_one_pass:
     case Kernel::column_amax:
     case Kernel::column_codes: {
       const auto job = step.as<detail::plan::ColumnsStep>().job;
@@ -434,6 +434,7 @@ void add_forward(Explanation& all, const Layer& layer, const Rates& rates) {
         case Buffer::y:
           return L * O * static_cast<std::int64_t>(dtype_size(options.dtype));
         case Buffer::bias:
+          return O * static_cast<std::int64_t>(dtype_size(options.bias_dtype));
         case Buffer::wide_bias:
         case Buffer::spread_b:
           return 4 * O;
@@ -461,7 +462,7 @@ void add_forward(Explanation& all, const Layer& layer, const Rates& rates) {
   }
   if (L == 0 || O == 0) return;
   const detail::ForwardWork work{options.forward, layer.shape, !options.quantized_forward_weight,
-                                 options.bias};
+                                 options.bias, options.bias && options.bias_dtype != DType::f32};
   add("forward_linear",
       detail::plan::plan_forward(layer.facts, work,
                                  {layer.array(I), layer.array(I), layer.out(O, options.dtype)}));
@@ -572,7 +573,7 @@ Explanation explain(std::string_view device, const LinearShape& shape,
     detail::invalid(call_name,
                     "options want nothing; expected y, compress, gx, gw or gb, one at least");
   }
-  for (const DType dtype : {options.dtype, options.gw_dtype}) {
+  for (const DType dtype : {options.dtype, options.gw_dtype, options.bias_dtype}) {
     if (dtype != DType::f32 && dtype != DType::f16 && dtype != DType::bf16) {
       detail::invalid(call_name, "dtype is " + std::string(dtype_name(dtype)) +
                                      "; expected float32, float16 or bfloat16");

@@ -1,6 +1,6 @@
 // Copies from global to shared memory that run beside the arithmetic: by the threads, 16 bytes at a
-// time (cp.async, sm_80 on), or as many as one likes by one instruction (cp.async.bulk, sm_90 on;
-// before, nothing of that does anything), which a barrier in shared memory counts.
+// time (cp.async, sm_80 on), or in bulk with one instruction, which a barrier in shared memory
+// counts (cp.async.bulk, sm_90 on; a no-op before).
 #pragma once
 
 #include <cstdint>
@@ -26,7 +26,7 @@ __device__ inline void copy_async(unsigned to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
-// The same without a branch, where `wanted`.
+// The same if `wanted`, without a branch.
 __device__ inline void copy_async_if(bool wanted, unsigned to, const void* from) {
   asm volatile(
       "{\n\t.reg .pred wanted;\n\t"
@@ -59,10 +59,10 @@ __device__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
 
-// Until all of this thread's copies have arrived, those of the group still open, too.
+// Waits until all of this thread's copies have arrived, also those of the open group.
 __device__ inline void wait_all_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// One thread, before all others know of the barrier (8 bytes).
+// One thread, before a barrier of all threads: initialises the barrier (8 bytes).
 __device__ inline void start_barrier(unsigned barrier) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile(
@@ -72,7 +72,7 @@ __device__ inline void start_barrier(unsigned barrier) {
 #endif
 }
 
-// One thread, before the copies: how many bytes the barrier's next turn is to count.
+// One thread, before the copies: how many bytes the barrier's next turn expects.
 __device__ inline void expect_bulk(unsigned barrier, unsigned bytes) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
@@ -91,7 +91,7 @@ __device__ inline void copy_bulk(unsigned to, const void* from, unsigned bytes, 
 #endif
 }
 
-// Until the barrier has counted all of turn number `turn`, from 0 on.
+// Waits until the barrier has counted all bytes of turn number `turn`, from 0 on.
 __device__ inline void wait_bulk(unsigned barrier, unsigned turn) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile(

@@ -1,10 +1,10 @@
-// Thread blocks of a cluster that write to each other's shared memory (sm_90 on; before, a cluster
-// is one thread block, and nothing here does anything).
+// CTAs of a cluster that write to each other's shared memory (sm_90 on; before, a cluster
+// is one CTA, and nothing here does anything).
 //
-// The receiver says how many bytes it expects (expect_bytes, one thread); everyone meets
-// (arrive_cluster, wait_cluster) so that all of them have started and expect; the senders send
-// (send_async) and may leave; the receiver waits (wait_bytes). That takes one way through the
-// cluster's network, where barriers around plain stores take two and a fence of all memory.
+// The receiver sets how many bytes it expects (expect_bytes, one thread). All CTAs synchronise
+// (arrive_cluster, wait_cluster), so that all have started and expect. The senders send
+// (send_async) and may exit. The receiver waits (wait_bytes). That takes one trip through the
+// cluster's network; barriers around plain stores take two, and a fence of all memory.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@ __device__ inline unsigned cluster_rank() {
   return rank;
 }
 
-// The place of thread block `rank` that is `address` here.
+// The address in CTA `rank` that corresponds to `address` here.
 __device__ inline unsigned cluster_address(unsigned address, unsigned rank) {
   unsigned there = address;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -40,7 +40,7 @@ __device__ inline void expect_bytes(unsigned barrier, unsigned bytes) {
 #endif
 }
 
-// All threads of all thread blocks, whole warps at a time; orders nothing but expect_bytes.
+// All threads of all CTAs, whole warps at a time; orders nothing but expect_bytes.
 __device__ inline void arrive_cluster() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   __syncwarp();
@@ -66,7 +66,7 @@ __device__ inline void send_async(unsigned to, int2 v, unsigned barrier) {
 #endif
 }
 
-// Until all bytes that were expected have come.
+// Waits until all expected bytes have arrived.
 __device__ inline void wait_bytes(unsigned barrier) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile(

@@ -28,14 +28,6 @@ __device__ inline float load_out(const MatrixOut& out, std::int64_t row, std::in
   return v;
 }
 
-// 16 contiguous elements from a 16-byte aligned address.
-template <class Tag>
-__device__ void load_16(const MatrixIn& x, std::int64_t row, std::int64_t col, float (&v)[16]) {
-  unsigned words[4 * Tag::size];
-  load_words(static_cast<const char*>(x.data) + (row * x.row_stride + col) * Tag::size, words);
-  Tag::unpack(words, v);
-}
-
 // Whether every row can be read 16 elements at a time.
 inline bool rows_aligned(const MatrixIn& x) {
   const auto size = static_cast<std::int64_t>(dtype_size(x.dtype));

@@ -3,8 +3,8 @@
 
 namespace hot::detail {
 
-// Four 8 x 8 matrices of 16-bit units, which is 8 rows of 16 bytes each; lane l holds the address
-// of row l % 8 of matrix l / 8.
+// Four 8 x 8 matrices of 16-bit elements, which is 8 rows of 16 bytes each; lane l holds the
+// address of row l % 8 of matrix l / 8.
 __device__ inline void load_matrices(unsigned (&r)[4], unsigned address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])

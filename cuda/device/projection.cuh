@@ -1,4 +1,4 @@
-// A projection as kernels take it, and the draws of a sketch.
+// A projection as kernels take it, and the folds of a sketch.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ struct DeviceProjection {
   int block, rank, folds;
   float sketch_weight;  // 1 on the activation's side
   float prefix_factor;
-  std::int64_t body_tokens, blocks, k, k_padded;
+  std::int64_t body_tokens, blocks;
   TokenOrder order;
   std::uint8_t rows[64];
   DeviceKey sketch;
@@ -30,8 +30,6 @@ inline DeviceProjection device_projection(const Projection& p, Side side, const 
   d.prefix_factor = side == Side::gradient ? p.prefix_factor_g : p.prefix_factor_x;
   d.body_tokens = p.body_tokens;
   d.blocks = p.blocks;
-  d.k = p.k;
-  d.k_padded = p.k_padded;
   d.order = p.order;
   for (std::size_t i = 0; i < p.rows.size() && p.rank < p.block; ++i) {
     d.rows[i] = static_cast<std::uint8_t>(p.rows[i]);
@@ -40,7 +38,7 @@ inline DeviceProjection device_projection(const Projection& p, Side side, const 
   return d;
 }
 
-// The fold number `fold` of a block: a and the position of its top bit.
+// Fold number `fold` of a block of `length` values: value t is added to value t ^ a. Returns a.
 __device__ inline int sketch_draw(const RandomWords& draw, int fold, int length) {
   return 1 + static_cast<int>(__umulhi(draw.word[fold], static_cast<std::uint32_t>(length - 1)));
 }

@@ -15,8 +15,8 @@ struct DeviceScale {
   bool keep;  // false: codes are 0 although the values are not finite
 };
 
-// One factor for a whole group.
-struct Same {
+// One factor for all 16 elements.
+struct UniformScale {
   float inv;
   __device__ float operator()(int) const { return inv; }
 };
@@ -40,8 +40,8 @@ struct RandomWords {
   std::uint32_t word[4];  // bytes of 16 elements, lowest byte first
 };
 
-// A key as kernels take it: the round keys of Philox worked out once, so that they are operands in
-// constant memory and cost no instruction.
+// A key as kernels take it. The host computes the round keys of Philox, so that they are operands
+// in constant memory and cost no instruction.
 struct DeviceKey {
   std::uint32_t stream_purpose, offset_low, offset_high;
   std::uint32_t round_low[philox_rounds], round_high[philox_rounds];
@@ -65,8 +65,8 @@ struct DeviceOffset {
   std::uint32_t low, high;
 };
 
-// Reads the counter: after the wait for the kernel before (cuda/launch.h), which may write it. A
-// predicate: a branch would part the code around it.
+// Reads the counter, after the wait for the previous kernel (cuda/launch.h), which may write it. A
+// predicate: a branch would divide the code around it.
 __device__ inline DeviceOffset offset_of(const DeviceKey& key) {
   DeviceOffset offset{key.offset_low, key.offset_high};
   asm volatile(
@@ -81,8 +81,8 @@ __device__ inline DeviceOffset offset_of(const DeviceKey& key) {
   return offset;
 }
 
-// The same for a whole warp, all of whose lanes come: the result of a reduction is in uniform
-// registers, of which there are plenty, for as long as it is wanted.
+// The same for a whole warp; all lanes must call it. The result of a reduction stays in uniform
+// registers, which are plentiful.
 template <Rounding rounding>
 __device__ inline DeviceOffset warp_offset(const DeviceKey& key) {
   if constexpr (rounding != Rounding::stochastic) return {};

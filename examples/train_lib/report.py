@@ -19,6 +19,11 @@ COLOURS = {
 }
 
 
+def _colour(recipe: str) -> str:
+    """That of the recipe, with either forward."""
+    return COLOURS[recipe.removesuffix("+int8")]
+
+
 def baseline_of(results: Sequence[Result], task: str) -> Result | None:
     """The fp32 run of ``task``, where there is one."""
     return next((r for r in results if r.task == task and r.recipe == "fp32"), None)
@@ -132,7 +137,8 @@ def plot(results: Sequence[Result], tasks: Sequence[Task], path: Path) -> None:
                 axis.plot(
                     x,
                     y,
-                    color=COLOURS[run.recipe],
+                    color=_colour(run.recipe),
+                    linestyle="--" if run.recipe.endswith("+int8") else "-",
                     linewidth=2.4 if run.recipe == "fp32" else 1.7,
                     # Curves that coincide must still be seen: the baseline lies under the others.
                     zorder=2 if run.recipe == "fp32" else 3,
@@ -149,13 +155,13 @@ def plot(results: Sequence[Result], tasks: Sequence[Task], path: Path) -> None:
                     xy=(run.steps, end),
                     xytext=(1.03, place),
                     textcoords=axis.get_yaxis_transform(),
-                    color=COLOURS[run.recipe],
+                    color=_colour(run.recipe),
                     fontweight="bold",
                     va="center",
                     annotation_clip=False,
                     arrowprops={
                         "arrowstyle": "-",
-                        "color": COLOURS[run.recipe],
+                        "color": _colour(run.recipe),
                         "linewidth": 0.6,
                         "shrinkA": 1,
                         "shrinkB": 1,

@@ -77,13 +77,18 @@ def in_blocks(module: nn.Module, fqn: str) -> bool:
 
 
 def convert_blocks(model: nn.Module, recipe: str) -> None:
-    """Apply ``recipe`` to the blocks, and fail rather than compare a half-converted model."""
+    """Apply ``recipe`` to the blocks, and fail rather than compare a half-converted model.
+
+    ``"NAME+int8"`` is the recipe with an 8-bit forward.
+    """
     wanted = [
         name
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and in_blocks(module, name)
     ]
-    report = hot.convert(model, hot.HotConfig.recipe(recipe), in_blocks)
+    name, _, forward = recipe.partition("+")
+    config = hot.HotConfig.recipe(name, forward=forward or "plain")
+    report = hot.convert(model, config, in_blocks)
     left = [name for name in wanted if not isinstance(model.get_submodule(name), hot.HotLinear)]
     if left:
         raise RuntimeError(f"recipe {recipe!r} did not take {', '.join(left)}:\n{report}")
@@ -212,7 +217,7 @@ def train(
     interactive = sys.stderr.isatty()
     progress = tqdm(
         total=steps,
-        desc=f"{task.name}  {recipe:<8}",
+        desc=f"{task.name}  {recipe:<13}",
         unit="step",
         dynamic_ncols=interactive,
         mininterval=0.1 if interactive else 5.0,

@@ -437,7 +437,8 @@ nb::dict explanation(const hot::Explanation& e) {
 nb::dict explain(Text device, std::int64_t tokens, std::int64_t out_features,
                  std::int64_t in_features, const Spec& s, Text dtype, Text gw_dtype, bool compress,
                  bool gx, bool gw, bool gb, bool accumulate, bool quantized_weight, bool wgmma,
-                 const hot::ForwardLinearSpec* forward, bool bias, bool quantized_forward_weight) {
+                 const hot::ForwardLinearSpec* forward, bool bias, Text bias_dtype,
+                 bool quantized_forward_weight) {
   hot::ExplainOptions options;
   options.dtype = float_of(dtype);
   options.gw_dtype = float_of(gw_dtype);
@@ -451,6 +452,7 @@ nb::dict explain(Text device, std::int64_t tokens, std::int64_t out_features,
   options.y = forward != nullptr;
   if (forward != nullptr) options.forward = *forward;
   options.bias = bias;
+  options.bias_dtype = float_of(bias_dtype);
   options.quantized_forward_weight = quantized_forward_weight;
   return explanation(hot::explain(device, {tokens, out_features, in_features}, s.spec, options));
 }
@@ -571,7 +573,7 @@ void bind_ops(nb::module_& m) {
   m.def("explain", &explain, "device"_a, "tokens"_a, "out_features"_a, "in_features"_a, "spec"_a,
         "dtype"_a, "gw_dtype"_a, "compress"_a, "gx"_a, "gw"_a, "gb"_a, "accumulate"_a,
         "quantized_weight"_a, "wgmma"_a, "forward"_a.none() = nb::none(), "bias"_a = true,
-        "quantized_forward_weight"_a = false);
+        "bias_dtype"_a = "float32", "quantized_forward_weight"_a = false);
   m.def("explain_gemm", &explain_gemm, "device"_a, "m"_a, "n"_a, "k"_a, "out_dtype"_a, "int4"_a,
         "accumulate"_a, "wgmma"_a);
   m.def("supported", &supported, "context"_a, "tokens"_a, "out_features"_a, "in_features"_a,

@@ -13,18 +13,20 @@ from .functions import (
     compress_activation,
     decompress_activation,
     dequantize,
+    forward_linear,
     fwht,
     gemm_int4,
     gemm_int8,
     hla,
     pack_int4,
     quantize,
+    quantize_forward_weight,
     quantize_weight,
     supported,
     unpack_int4,
 )
 from .plans import Explanation, explain, explain_gemm
-from .saved import QuantizedWeight, Saved
+from .saved import QuantizedForwardWeight, QuantizedWeight, Saved
 
 __version__: str = _core.version()
 
@@ -33,6 +35,7 @@ __all__ = [
     "Gradients",
     "HotConfig",
     "Key",
+    "QuantizedForwardWeight",
     "QuantizedWeight",
     "Saved",
     "__version__",
@@ -43,6 +46,7 @@ __all__ = [
     "dequantize",
     "explain",
     "explain_gemm",
+    "forward_linear",
     "fwht",
     "gemm_int4",
     "gemm_int8",
@@ -51,6 +55,7 @@ __all__ = [
     "num_threads",
     "pack_int4",
     "quantize",
+    "quantize_forward_weight",
     "quantize_weight",
     "set_isa",
     "set_num_threads",

@@ -232,6 +232,7 @@ def explain(
     wgmma: bool,
     forward: ForwardLinearSpec | None = None,
     bias: bool = True,
+    bias_dtype: str = "float32",
     quantized_forward_weight: bool = False,
 ) -> dict[str, Any]: ...
 def explain_gemm(

@@ -23,6 +23,7 @@ WeightScale = Literal["column", "tensor"]
 GwScale = Literal["channel", "tensor", "token"]
 XScale = Literal["channel", "tensor"]
 Storage = Literal["int8", "int4"]
+Forward = Literal["plain", "int8"]
 
 
 class HotConfigFields(TypedDict, total=False):
@@ -44,6 +45,9 @@ class HotConfigFields(TypedDict, total=False):
     storage: Storage
     x_scale: XScale
     x_rounding: Rounding
+    forward: Forward
+    forward_block: int
+    forward_in_eval: bool
 
 
 RECIPES = cast(
@@ -100,6 +104,11 @@ def _tuple(name: str, value: Any, expected: str) -> tuple[Any, ...]:
         raise TypeError(f"{name}: expected {expected}, got {value!r}") from None
 
 
+_INTS = ("hadamard_block", "gx_bits", "rank", "block", "prefix_tokens", "forward_block")
+_FORWARD = ("forward", "forward_block", "forward_in_eval")
+"""Fields of the forward pass, of which a backward pass knows nothing."""
+
+
 def _is_power_of_two(value: int) -> bool:
     return value > 0 and value & (value - 1) == 0
 
@@ -128,6 +137,10 @@ class HotConfig:
         storage: how x is kept until backward, ``"int4"`` (basis ``"full"`` only) or ``"int8"``.
         x_scale: scale of an INT8 x, ``"channel"`` or ``"tensor"``.
         x_rounding: rounding of x.
+        forward: how ``y = x w^T + b`` is computed: ``"plain"``, by the framework's own product, or
+            ``"int8"``, by :func:`hotcore.forward_linear`. Gradients pass straight through it.
+        forward_block: block of its Hadamard transform along I; power of two, 1 (none) to 256.
+        forward_in_eval: whether modules keep ``forward`` in eval mode, where they are else plain.
 
     Source: docs/numerics.md; docs/recipes.md.
     """
@@ -148,6 +161,9 @@ class HotConfig:
     storage: Storage = "int4"
     x_scale: XScale = "channel"
     x_rounding: Rounding = "stochastic"
+    forward: Forward = "plain"
+    forward_block: int = 64
+    forward_in_eval: bool = False
 
     if TYPE_CHECKING:
         json: str = dataclasses.field(init=False)
@@ -155,7 +171,7 @@ class HotConfig:
 
     def __post_init__(self) -> None:
         """Check every field."""
-        for name in ("hadamard_block", "gx_bits", "rank", "block", "prefix_tokens"):
+        for name in _INTS:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool):
                 raise TypeError(f"{name}: expected an int, got {value!r}")
@@ -169,10 +185,15 @@ class HotConfig:
         self._choice("storage", get_args(Storage))
         self._choice("x_scale", get_args(XScale))
         self._choice("x_rounding", get_args(Rounding))
-        if not (_is_power_of_two(self.hadamard_block) and self.hadamard_block <= 256):
-            raise ValueError(
-                f"hadamard_block: {self.hadamard_block} is no power of two from 1 to 256"
-            )
+        self._choice("forward", get_args(Forward))
+        for name in ("hadamard_block", "forward_block"):
+            value = getattr(self, name)
+            if not (_is_power_of_two(value) and value <= 256):
+                raise ValueError(f"{name}: {value} is no power of two from 1 to 256")
+        if not isinstance(self.forward_in_eval, bool):
+            raise TypeError(f"forward_in_eval: expected a bool, got {self.forward_in_eval!r}")
+        if self.forward_in_eval and self.forward == "plain":
+            raise ValueError("forward_in_eval: needs forward='int8'; a plain forward is plain")
         if self.gx_bits not in (4, 8):
             raise ValueError(f"gx_bits: {self.gx_bits}; expected 4 or 8")
         if not (_is_power_of_two(self.block) and 2 <= self.block <= 64):
@@ -301,8 +322,12 @@ class HotConfig:
             raise ValueError(f"text: {error}") from None
 
     def spec_fields(self) -> dict[str, Any]:
-        """All fields for the bindings: strings, numbers and lists of numbers."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        """The backward's fields as bindings take them: texts, numbers and lists of numbers."""
+        fields = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name not in _FORWARD
+        }
         grid_h, grid_w = fields.pop("token_grid") or (0, 0)
         rows = list(fields.pop("rows") or ())
         return {**fields, "rows": rows, "grid_h": grid_h, "grid_w": grid_w}
@@ -311,6 +336,11 @@ class HotConfig:
     def spec(self) -> _core.Spec:
         """The same settings as a libhot object, made once."""
         return _core.Spec(**self.spec_fields())
+
+    @cached_property
+    def forward_spec(self) -> _core.ForwardLinearSpec:
+        """The forward's settings as libhot takes them (made once)."""
+        return _core.ForwardLinearSpec(hadamard_block=self.forward_block)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out cached values (the libhot object cannot be pickled)."""
@@ -328,12 +358,19 @@ class HotConfig:
         """Show the recipe, or the fields that differ from the defaults."""
         if self.name != "custom":
             return f"HotConfig.recipe({self.name!r})"
-        changed = (
+        backward = dataclasses.replace(
+            self, forward="plain", forward_block=HotConfig.forward_block, forward_in_eval=False
+        )
+        recipe = backward.name
+        base = HotConfig() if recipe == "custom" else HotConfig.recipe(recipe)
+        changed = [
             f"{field.name}={getattr(self, field.name)!r}"
             for field in dataclasses.fields(self)
-            if getattr(self, field.name) != field.default
-        )
-        return f"HotConfig({', '.join(changed)})"
+            if getattr(self, field.name) != getattr(base, field.name)
+        ]
+        if recipe == "custom":
+            return f"HotConfig({', '.join(changed)})"
+        return f"HotConfig.recipe({', '.join([repr(recipe), *changed])})"
 
 
 ConfigLike = HotConfig | RecipeName

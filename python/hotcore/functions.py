@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypedDict, 
 from . import _core, arrays, contexts
 from .arrays import FLOATS, Array, Operand, operand, output
 from .config import Basis, ConfigLike, HotConfig, Key, Rounding, as_config, as_key
-from .saved import QuantizedWeight, Saved, saved_layout
+from .saved import QuantizedForwardWeight, QuantizedWeight, Saved, saved_layout
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -391,6 +391,114 @@ def quantize_weight(w: Array, config: ConfigLike | None = None) -> QuantizedWeig
     return QuantizedWeight(_result(source, data), rows, columns, settings)
 
 
+def quantize_forward_weight(w: Array, config: ConfigLike | None = None) -> QuantizedForwardWeight:
+    """Quantise w ``[O, I]`` once for several calls of :func:`forward_linear`.
+
+    They then give the same bits as with w itself.
+
+    Args:
+        w: float32, float16 or bfloat16, any strides.
+        config: a :class:`HotConfig` or a recipe's name, of which ``forward_block`` counts; None:
+            ``HotConfig()``.
+
+    Returns:
+        A :class:`QuantizedForwardWeight`: about one byte a value.
+
+    Source: docs/numerics.md, "Forward".
+    """
+    settings = HotConfig() if config is None else as_config(config)
+    source = _matrix(operand(w, "w"))
+    rows, columns = source.shape
+    spec = settings.forward_spec
+    data = source.empty((_core.forward_weight_bytes(rows, columns, spec),), "uint8")
+    _core.quantize_forward_weight(source.context(), source.dlpack, spec, data.dlpack)
+    return QuantizedForwardWeight(_result(source, data), rows, columns, settings)
+
+
+def forward_linear(
+    x: Array,
+    w: Array | QuantizedForwardWeight,
+    bias: Array | None = None,
+    *,
+    config: ConfigLike | None = None,
+    out_dtype: Any = None,
+    out: Array | None = None,
+) -> Array:
+    """``y = x w^T + bias`` by an INT8 product, whatever ``config.forward`` says.
+
+    Both operands are transformed in blocks along I and rounded to nearest, x with a scale for each
+    token, w with one for each out feature. Deterministic. A row of x (of w) with NaN or Inf makes
+    that row (column) of y NaN.
+
+    Args:
+        x: ``[..., I]`` float32, float16 or bfloat16, 2 to 4 dimensions; leading ones collapse.
+        w: ``[O, I]``, or what :func:`quantize_forward_weight` made of it with the same block.
+        bias: ``[O]`` or None; added in fp32 before the one rounding.
+        config: a :class:`HotConfig` or a recipe's name, of which ``forward_block`` counts; None:
+            that of a quantised w, or ``HotConfig()``.
+        out_dtype: dtype of a new result; None: x's.
+        out: ``[L, O]`` or ``[..., O]`` array to write.
+
+    Returns:
+        ``out``, or a new ``[..., O]``.
+
+    Source: docs/numerics.md, "Forward".
+    """
+    source = _matrix(operand(x, "x"), at_least=True)
+    quantized = isinstance(w, QuantizedForwardWeight)
+    if config is not None:
+        settings = as_config(config)
+    else:
+        settings = w.config if isinstance(w, QuantizedForwardWeight) else HotConfig()
+    if isinstance(w, QuantizedForwardWeight):
+        if w.config.forward_block != settings.forward_block:
+            raise ValueError(
+                f"w: quantised with forward_block = {w.config.forward_block}; expected "
+                f"{settings.forward_block}"
+            )
+        weight = operand(w.data, "w.data", ("uint8",))
+        shape: tuple[int, ...] = (w.out_features, w.in_features)
+    elif isinstance(w, QuantizedWeight):
+        raise TypeError("w: quantised for g_x (quantize_weight); use quantize_forward_weight")
+    else:
+        weight = _matrix(operand(w, "w"))
+        shape = weight.shape
+    if weight.device != source.device:
+        raise ValueError("w: on another device than x")
+    tokens, in_features = math.prod(source.shape[:-1]), source.shape[-1]
+    if shape[1] != in_features:
+        raise ValueError(f"w: shape {shape}; x has {in_features} in features")
+    added = None if bias is None else operand(bias, "bias")
+    if added is not None:
+        if added.shape != (shape[0],):
+            raise ValueError(f"bias: shape {added.shape}; expected {(shape[0],)}")
+        if added.device != source.device:
+            raise ValueError("bias: on another device than x")
+    if out is None:
+        name = source.dtype
+        if out_dtype is not None:
+            name = arrays.dtype_name(out_dtype, "out_dtype", FLOATS)
+        target = source.empty((*source.shape[:-1], shape[0]), name)
+    else:
+        target = output(out, "out", source)
+        expected = (*source.shape[:-1], shape[0])
+        if target.shape not in (expected, (tokens, shape[0])):
+            raise ValueError(f"out: shape {target.shape}; expected {expected}")
+    spec = settings.forward_spec
+    sizes = (tokens, *shape, spec, quantized)
+    _core.forward_linear(
+        source.context(),
+        source.dlpack,
+        None if quantized else weight.dlpack,
+        None if added is None else added.dlpack,
+        spec,
+        target.dlpack,
+        source.workspace(_core.forward_linear_workspace, *sizes),
+        weight.dlpack if quantized else None,
+    )
+    return _result(source, target, out)
+
+
 if TYPE_CHECKING:
     # Generic, so that a type checker knows which of the three are None. Python 3.10 has no generic
     # NamedTuple at run time.
@@ -590,8 +698,9 @@ def supported(
 ) -> tuple[bool, str]:
     """Whether this build and device can run a layer, and if not, why.
 
-    On CUDA the build also needs kernels for that GPU. ``device`` is ``"cpu"``,
-    ``"cuda"``, ``"cuda:1"`` or a torch device.
+    Its backward, and its forward where the configuration has one of its own. On CUDA that includes
+    whether the build has kernels for that GPU. ``device`` is ``"cpu"``, ``"cuda"``, ``"cuda:1"`` or
+    a torch device.
     """
     settings = HotConfig() if config is None else as_config(config)
     where, _, index = str(device).partition(":")
@@ -601,7 +710,11 @@ def supported(
         context = contexts.cpu() if where == "cpu" else contexts.cuda(int(index or 0), 0)
     except (NotImplementedError, RuntimeError, ValueError) as error:  # ValueError: no such device
         return False, str(error)
-    return _core.supported(context, tokens, out_features, in_features, settings.spec)
+    sizes = (tokens, out_features, in_features)
+    runs, why = _core.supported(context, *sizes, settings.spec)
+    if runs and settings.forward == "int8":
+        runs, why = _core.forward_supported(context, *sizes, settings.forward_spec)
+    return runs, why
 
 
 def _result(source: Operand, target: Operand, given: Array | None = None) -> Array:

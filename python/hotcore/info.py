@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from . import _core, contexts, plans
+from .config import HotConfig
 
 Probe = Callable[[], str | dict[str, str]]
 """One line's text, or several lines."""
@@ -69,11 +70,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--device", help="with --explain: sm_90 (the default), sm_80, ... or cuda:0"
     )
     parser.add_argument("--recipe", help="with --explain: default, fast, int4, paper or accurate")
+    parser.add_argument("--forward", help="with --explain: plain (the default) or int8")
     options = parser.parse_args(arguments)
     if options.explain:
         return _explain(parser, options)
-    if options.device or options.recipe:
-        parser.error("--device and --recipe are for --explain")
+    if options.device or options.recipe or options.forward:
+        parser.error("--device, --recipe and --forward are for --explain")
     if options.cmake_dir:
         folder = _cmake()
         if folder == "not installed":
@@ -93,11 +95,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _explain(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     tokens, out_features, in_features = options.explain
     try:
+        config = HotConfig.recipe(options.recipe or "default", forward=options.forward or "plain")
         explanation = plans.explain(
             tokens,
             out_features,
             in_features,
-            options.recipe or "default",
+            config,
             device=options.device or "sm_90",
         )
     except (ValueError, NotImplementedError) as error:

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 from . import _core, arrays
 from .config import ConfigLike, HotConfig, as_config
 
-Needed = Literal["x", "gx", "gw", "gb"]
+Needed = Literal["y", "x", "gx", "gw", "gb"]
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,8 @@ class Step:
     """A launch of a kernel, or a memset."""
 
     call: str
-    """The public function: compress_activation, quantize_weight or backward_linear."""
+    """The function that does it: quantize_forward_weight, forward_linear, compress_activation,
+    quantize_weight or backward_linear."""
     kernel: str
     file: str
     """The kernel's file in cuda/."""
@@ -77,11 +78,12 @@ def explain(
     config: ConfigLike | None = None,
     *,
     device: Any = "sm_90",
-    need: Needed | Collection[Needed] = ("x", "gx", "gw", "gb"),
+    need: Needed | Collection[Needed] | None = None,
     dtype: Any = "bfloat16",
     gw_dtype: Any = "float32",
     accumulate: bool = False,
     quantized_weight: bool = False,
+    bias_dtype: Any = "float32",
     wgmma: bool | None = None,
 ) -> Explanation:
     """Explain which kernels a linear layer runs on a GPU, what they move, and why any is slow.
@@ -96,12 +98,16 @@ def explain(
         config: configuration or name of a recipe; None: the default recipe.
         device: ``"sm_80"``, ``"sm_86"``, ``"sm_89"``, ``"sm_90"``, ``"sm_100"``, ``"sm_120"``, or
             a GPU of this machine: ``"cuda"``, ``"cuda:1"`` or a torch device.
-        need: which of ``"x"`` (its compression), ``"gx"``, ``"gw"``, ``"gb"``, one at least.
-        dtype: float32, float16 or bfloat16, of g_y, w, x and g_x; arrays are taken to be
+        need: which of ``"y"`` (the 8-bit forward product), ``"x"`` (its compression), ``"gx"``,
+            ``"gw"``, ``"gb"``, one at least; None: all, ``"y"`` where ``config.forward`` is
+            ``"int8"``.
+        dtype: float32, float16 or bfloat16, of g_y, w, x, y and g_x; arrays are taken to be
             contiguous and aligned to 16 bytes.
-        gw_dtype: dtype of g_w.
-        accumulate: g_w and g_b are added to the values in their arrays.
-        quantized_weight: w is quantised separately (:func:`hotcore.quantize_weight`).
+        gw_dtype: of g_w.
+        accumulate: g_w and g_b are added to what their arrays hold.
+        quantized_weight: w is quantised on its own (:func:`hotcore.quantize_weight`, and
+            :func:`hotcore.quantize_forward_weight` for y).
+        bias_dtype: of the forward product's bias; None: there is none.
         wgmma: whether the build has the wgmma kernels, for a device by name; None: as this build,
             and yes where this build has no CUDA. A GPU of this machine has those of this build.
 
@@ -113,12 +119,17 @@ def explain(
         NotImplementedError: a GPU of this machine, in a build without CUDA.
     """
     settings = HotConfig() if config is None else as_config(config)
+    if need is None:
+        product: tuple[Needed, ...] = ("y",) if settings.forward == "int8" else ()
+        need = (*product, "x", "gx", "gw", "gb")
     wanted = frozenset([need] if isinstance(need, str) else need)
     unknown = wanted - set(get_args(Needed))
     if unknown:
-        raise ValueError(f"need: {min(unknown)!r} is not one of 'x', 'gx', 'gw', 'gb'")
+        raise ValueError(f"need: {min(unknown)!r} is not one of 'y', 'x', 'gx', 'gw', 'gb'")
     if not wanted:
-        raise ValueError("need: nothing is wanted; expected 'x', 'gx', 'gw' or 'gb', one at least")
+        raise ValueError(
+            "need: nothing is wanted; expected 'y', 'x', 'gx', 'gw' or 'gb', one at least"
+        )
     found = _core.explain(
         _device(device),
         tokens,
@@ -134,6 +145,12 @@ def explain(
         accumulate,
         quantized_weight,
         _wgmma(wgmma),
+        settings.forward_spec if "y" in wanted else None,
+        bias_dtype is not None,
+        "float32"
+        if bias_dtype is None
+        else arrays.dtype_name(bias_dtype, "bias_dtype", arrays.FLOATS),
+        quantized_weight,
     )
     return _explanation(found)
 

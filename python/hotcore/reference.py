@@ -89,6 +89,9 @@ class Config:
     storage: str = "int4"
     x_scale: str = "channel"
     x_rounding: str = "stochastic"
+    forward: str = "plain"
+    forward_block: int = 64
+    forward_in_eval: bool = False
 
 
 def recipe(name: str, **overrides: Any) -> Config:
@@ -1070,9 +1073,63 @@ def bias_gradient(gy: Floats) -> NDArray[np.float32]:
     return total.astype(_f32)
 
 
-def _transform_features(values: NDArray[np.float32], n: int) -> NDArray[np.float32]:
-    """``[R, O]`` -> ``[R, Kp]``: FWHT of blocks of n along O, then zeros up to 16 columns."""
-    _power_of_two("hadamard_block", n, 1, 256)
+# -------------------------------------------------------------------------------- The 8-bit forward
+
+
+def quantize_forward_operand(values: Floats, block: int = 64) -> tuple[Codes, NDArray[np.float32]]:
+    """x ``[..., I]`` or w ``[O, I]`` for y: codes int8 ``[R, Kp]``, scales ``[R]``; to nearest.
+
+    Source: docs/numerics.md, "Forward".
+    """
+    operand = _transform_features(_flat(values, "values"), block, "forward_block")
+    return quantize(operand, bits=8, scale="row", rounding="nearest")
+
+
+def forward_linear(
+    x: Floats,
+    w: Floats,
+    bias: Floats | None = None,
+    *,
+    config: ConfigLike = None,
+    out_dtype: str | None = None,
+) -> NDArray[Any]:
+    """``y = x w^T + bias`` in INT8, whatever ``config.forward`` says.
+
+    Args:
+        x: ``[..., I]`` float32 or float16.
+        w: ``[O, I]``.
+        bias: ``[O]`` or None.
+        config: settings, of which ``forward_block`` counts; None: ``Config()``.
+        out_dtype: ``"float32"``, ``"float16"`` or ``"bfloat16"``; None: x's.
+
+    Returns:
+        ``[..., O]``.
+
+    Source: docs/numerics.md, "Forward".
+    """
+    settings = Config() if config is None else config
+    left, token_scale = quantize_forward_operand(x, settings.forward_block)
+    right, row_scale = quantize_forward_operand(w, settings.forward_block)
+    sums = integer_product(left, right)
+    product = _dequantize_product(sums, token_scale, row_scale, settings.forward_block)
+    if bias is not None:
+        product = _add_bias(product, _widen(bias, "bias"))
+    return _store(product, _dtype_name(x, out_dtype)).reshape(*x.shape[:-1], w.shape[0])
+
+
+@_quiet
+def _add_bias(product: NDArray[np.float32], bias: NDArray[np.float32]) -> NDArray[np.float32]:
+    return product + bias[None, :]
+
+
+# --------------------------------------------------------------------------------------------------
+
+
+def _transform_features(
+    values: NDArray[np.float32], n: int, name: str = "hadamard_block"
+) -> NDArray[np.float32]:
+    """``[R, C]`` -> ``[R, Kp]``: FWHT of blocks of n along C, then zeros up to 16 columns."""
+    _power_of_two(name, n, 1, 256)
     return _pad_columns(fwht(_pad_columns(values, n), block=n), 16)
 
 

@@ -1,4 +1,6 @@
-"""Results of :func:`hotcore.compress_activation` and :func:`hotcore.quantize_weight`."""
+"""What :func:`hotcore.compress_activation` keeps of x, and :func:`hotcore.quantize_weight` and
+:func:`hotcore.quantize_forward_weight` of w.
+"""
 
 from __future__ import annotations
 
@@ -92,6 +94,19 @@ class QuantizedWeight:
     """w quantised for the product of g_x: codes ``[I, Kp]`` and I scales in one uint8 vector.
 
     It is valid until w changes.
+    """
+
+    data: arrays.Array
+    out_features: int
+    in_features: int
+    config: HotConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedForwardWeight:
+    """w as the product of y takes it: codes of its rows and O scales, as one uint8 vector.
+
+    Good for as long as w keeps its values.
     """
 
     data: arrays.Array

@@ -28,54 +28,55 @@ inline hot::BackwardLinearSpec changed(
 
 inline std::vector<PlanCase> plan_cases() {
   using hot::DType;
-  const std::string codes = "resident_kernel, codes", amax = "resident_kernel, largest values";
-  const std::string strip_codes = "strip_kernel, codes";
-  const std::string strip_amax = "strip_kernel, largest values", clusters = "resident_kernel";
+  const std::string one_pass = "columns_one_pass_kernel", amax = "column_amax_kernel";
+  const std::string codes = "column_codes_kernel";
+  const std::string generic_amax = "generic_columns_kernel, amax";
+  const std::string generic_codes = "generic_columns_kernel, codes";
   return {
       {"small layer",
        {197, 768, 64},
        hot::recipe("default"),
        DType::bf16,
-       {"group_pairs_kernel", "quantize_small_kernel", "gemm_small_kernel"}},
+       {"group_pairs_kernel", "quantize_grouped_kernel", "gemm_small_kernel"}},
       {"small layer, one scale a tensor",
        {196, 256, 128},
        hot::recipe("paper"),
        DType::bf16,
-       {"memset", amax, codes, "quantize_small_kernel, largest values", "quantize_small_kernel",
+       {"memset", amax, codes, "quantize_grouped_kernel, amax", "quantize_grouped_kernel",
         "gemm_small_kernel"}},
       {"clusters",
        {6000, 512, 768},
        hot::recipe("fast"),
        DType::bf16,
-       {clusters, "rows16_kernel", clusters, clusters, "wgmma 128x192", "wgmma 128x128"}},
+       {one_pass, "rows16_kernel", one_pass, one_pass, "wgmma 128x192", "wgmma 128x128"}},
       {"more tokens than a cluster holds",
        {16500, 768, 64},
        hot::recipe("default"),
        DType::bf16,
-       {"group_pairs_kernel", "memset", "gradient_kernel", codes, "final_sum_kernel", clusters,
-        "requantize_kernel", "wgmma 128x192", "wgmma stream-K"}},
+       {"group_pairs_kernel", "memset", "rows_column_amax_kernel", codes, "final_sum_kernel",
+        one_pass, "requantize_kernel", "wgmma 128x192", "wgmma stream-K"}},
       {"fp32, two passes",
        {16500, 768, 64},
        hot::recipe("default"),
        DType::f32,
-       {"groups_kernel", "memset", "rows16_kernel", amax, codes, "final_sum_kernel", clusters,
+       {"groups_kernel", "memset", "rows16_kernel", amax, codes, "final_sum_kernel", one_pass,
         "requantize_kernel", "wgmma 128x192", "wgmma stream-K"}},
       {"many tokens, one scale a tensor",
        {8400, 1024, 128},
        hot::recipe("paper"),
        DType::bf16,
-       {"memset", amax, codes, "memset", "gradient_kernel", "rows16_kernel", codes,
+       {"memset", amax, codes, "memset", "rows_column_amax_kernel", "rows16_kernel", codes,
         "final_sum_kernel", amax, codes, "wgmma 128x128", "spread_kernel", "wgmma stream-K"}},
       {"wide rows",
        {160, 14336, 16},
        hot::recipe("fast"),
        DType::bf16,
-       {clusters, "wide_rows_kernel", clusters, clusters, "gemm_small_kernel"}},
+       {one_pass, "wide_rows_kernel", one_pass, one_pass, "gemm_small_kernel"}},
       {"another Hadamard block",
        {1000, 96, 64},
        changed("fast", [](auto& spec) { spec.hadamard_block = 32; }),
        DType::bf16,
-       {clusters, "memset", "rows_kernel", clusters, strip_amax, strip_codes,
+       {one_pass, "memset", "rows_kernel", one_pass, generic_amax, generic_codes,
         "finish_scales_kernel", "gemm_small_kernel"}},
       {"another rank, scales by token",
        {300, 64, 48},
@@ -85,25 +86,90 @@ inline std::vector<PlanCase> plan_cases() {
                  spec.gw_scale = hot::GradScale::token;
                }),
        DType::f16,
-       {"memset", strip_amax, strip_codes, "finish_scales_kernel", "memset", "rows16_kernel",
-        strip_amax, strip_codes, "finish_scales_kernel", clusters, "gemm_small_kernel",
+       {"memset", generic_amax, generic_codes, "finish_scales_kernel", "memset", "rows16_kernel",
+        generic_amax, generic_codes, "finish_scales_kernel", one_pass, "gemm_small_kernel",
         "token_kernel", "partial_sum_kernel", "final_sum_kernel"}},
       {"a contraction longer than INT32 sums hold",
        {140000, 16, 16},
        hot::recipe("default"),
        DType::bf16,
-       {"group_pairs_kernel", "memset", "gradient_kernel", codes, "final_sum_kernel", clusters,
-        "requantize_kernel", "wgmma 128x192", "tile_kernel any"}},
+       {"group_pairs_kernel", "memset", "rows_column_amax_kernel", codes, "final_sum_kernel",
+        one_pass, "requantize_kernel", "wgmma 128x192", "tile_kernel any"}},
       {"unaligned rows of g_x",
        {6000, 512, 770},
        hot::recipe("fast"),
        DType::bf16,
-       {clusters, "rows16_kernel", clusters, clusters, "tile_kernel any", "tile_kernel any"}},
+       {one_pass, "rows16_kernel", one_pass, one_pass, "tile_kernel any", "tile_kernel any"}},
       {"no tokens",
        {0, 64, 32},
        hot::recipe("fast"),
        DType::bf16,
        {"memset", "finish_scales_kernel", "fill_zero_kernel", "final_sum_kernel"}},
+  };
+}
+
+// The same of quantize_forward_weight, where w is quantised before, and forward_linear.
+struct ForwardPlanCase {
+  std::string name;
+  hot::LinearShape shape;
+  int hadamard_block;
+  hot::DType dtype, bias_dtype;
+  bool quantized_weight;
+  std::vector<std::string> kernels;
+};
+
+inline std::vector<ForwardPlanCase> forward_plan_cases() {
+  using hot::DType;
+  return {
+      {"many tokens",
+       {25216, 3072, 768},
+       64,
+       DType::bf16,
+       DType::f32,
+       false,
+       {"rows16_kernel", "rows16_kernel", "wgmma 128x192"}},
+      {"w quantised before",
+       {8192, 4096, 4096},
+       64,
+       DType::bf16,
+       DType::f32,
+       true,
+       {"rows16_kernel", "rows16_kernel", "wgmma 128x128"}},
+      {"wide rows, a bias of bf16",
+       {4096, 4096, 14336},
+       64,
+       DType::bf16,
+       DType::bf16,
+       false,
+       {"wide_rows_kernel", "wide_rows_kernel", "widen_kernel", "wgmma 128x128"}},
+      {"a small layer",
+       {197, 768, 768},
+       64,
+       DType::f16,
+       DType::f32,
+       false,
+       {"rows16_kernel", "rows16_kernel", "gemm_small_kernel"}},
+      {"another block, fp32",
+       {6000, 1000, 700},
+       32,
+       DType::f32,
+       DType::f32,
+       false,
+       {"rows_kernel", "rows_kernel", "wgmma 128x128"}},
+      {"unaligned rows of y",
+       {6000, 770, 512},
+       16,
+       DType::bf16,
+       DType::f32,
+       false,
+       {"rows16_kernel", "rows16_kernel", "tile_kernel any"}},
+      {"no features",
+       {40, 16, 0},
+       64,
+       DType::bf16,
+       DType::f32,
+       false,
+       {"rows16_kernel", "rows16_kernel", "tile_kernel 64x64x64"}},
   };
 }
 

@@ -5,6 +5,7 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <memory>
 #include <stdexcept>
 #include <vector>
 
@@ -59,6 +60,92 @@ class Mirrored {
  private:
   DeviceMemory device_;
 };
+
+// The same array on both sides: poisoned, filled or not, compared byte by byte with its margins.
+struct Mirror : Mirrored {
+  Mirror(std::int64_t rows, std::int64_t cols, DType dtype, std::int64_t gap = 0,
+         std::int64_t offset = 0)
+      : Mirrored(
+            (static_cast<std::size_t>(rows * (cols + gap) + offset) + 32) * hot::dtype_size(dtype),
+            static_cast<char>(0xA5)),
+        rows_(rows),
+        cols_(cols),
+        ld_(cols + gap),
+        offset_(offset),
+        dtype_(dtype) {
+    push();
+  }
+
+  TensorView view(bool on_gpu) {
+    char* base = on<char>(on_gpu);
+    return hot::matrix(base + offset_ * static_cast<std::int64_t>(hot::dtype_size(dtype_)), dtype_,
+                       rows_, cols_, ld_, on_gpu ? gpu : hot::Device{});
+  }
+  TensorView flat(bool on_gpu) {
+    TensorView v = view(on_gpu);
+    v.ndim = 1;
+    v.shape[0] = cols_;
+    v.stride[0] = 1;
+    return v;
+  }
+  void fill(const std::vector<float>& values) {
+    Floats source = floats(rows_, cols_, values);
+    hot::fwht(cpu(), source.view(), 1, 1, view(false));  // block 1 converts
+    push();
+  }
+  // Bytes, any NaN equal to any other.
+  void expect_equal(const std::string& what) const {
+    const std::vector<char> got = pulled();
+    if (got == host) return;
+    std::size_t different = 0, first = 0;
+    const std::size_t size = hot::dtype_size(dtype_);
+    for (std::size_t i = 0; i + size <= got.size(); i += size) {
+      if (std::memcmp(&got[i], &host[i], size) == 0 || (is_nan(&got[i]) && is_nan(&host[i]))) {
+        continue;
+      }
+      if (different++ == 0) first = i / size;
+    }
+    EXPECT_EQ(different, 0U) << what << ": first at element " << first << " of "
+                             << host.size() / size;
+  }
+  bool is_nan(const char* at) const {
+    if (dtype_ == DType::f32) {
+      float v;
+      std::memcpy(&v, at, 4);
+      return std::isnan(v);
+    }
+    std::uint16_t v;
+    std::memcpy(&v, at, 2);
+    if (dtype_ == DType::f16) return (v & 0x7fffU) > 0x7c00U;
+    return dtype_ == DType::bf16 && (v & 0x7fffU) > 0x7f80U;
+  }
+
+ private:
+  std::int64_t rows_, cols_, ld_, offset_;
+  DType dtype_;
+};
+
+inline DType any_float() { return float_types[random_int(0, 2)]; }
+
+// Sizes at which kernels turn: 0 and 1, primes, multiples and their neighbours.
+inline std::int64_t any_size(std::int64_t most = 400) {
+  const std::int64_t sizes[] = {1,  2,  15,  16,  17,  31,  33,  49,  64,
+                                65, 97, 127, 128, 129, 197, 256, 300, 391};
+  const std::int64_t size = sizes[random_int(0, 17)];
+  return size <= most ? size : random_int(1, most);
+}
+
+inline std::vector<float> awkward(std::int64_t count) {
+  std::vector<float> values = normal(count, std::ldexp(1.0F, static_cast<int>(random_int(-3, 3))));
+  if (count > 20 && random_int(0, 3) == 0)
+    values[static_cast<std::size_t>(random_int(0, count - 1))] = 60.0F;
+  if (count > 20 && random_int(0, 5) == 0) {
+    values[static_cast<std::size_t>(random_int(0, count - 1))] =
+        random_int(0, 1) == 0 ? std::numeric_limits<float>::quiet_NaN()
+                              : std::numeric_limits<float>::infinity();
+  }
+  return values;
+}
 
 class CudaTest : public testing::Test {
  protected:

@@ -21,6 +21,17 @@ hot::ExplainOptions as(DType dtype) {
   return options;
 }
 
+// Only the forward product.
+hot::ExplainOptions as(const ForwardPlanCase& layer) {
+  hot::ExplainOptions options = as(layer.dtype);
+  options.compress = options.gx = options.gw = options.gb = false;
+  options.y = true;
+  options.forward = {layer.hadamard_block};
+  options.bias_dtype = layer.bias_dtype;
+  options.quantized_forward_weight = layer.quantized_weight;
+  return options;
+}
+
 std::vector<std::string> kernels_of(const Explanation& explanation) {
   std::vector<std::string> kernels;
   for (const ExplainedStep& step : explanation.steps) kernels.push_back(step.kernel);
@@ -58,6 +69,11 @@ struct AnyLayer {
     options.accumulate = random_int(0, 1) == 0;
     options.quantized_weight = random_int(0, 3) == 0;
     options.wgmma = random_int(0, 3) > 0;
+    options.y = random_int(0, 1) == 0;
+    options.forward.hadamard_block = 1 << random_int(0, 8);
+    options.bias = random_int(0, 1) == 0;
+    options.bias_dtype = types[random_int(0, 2)];
+    options.quantized_forward_weight = random_int(0, 3) == 0;
   }
   Explanation explanation() const { return hot::explain(device, shape, spec, options); }
   std::string text() const { return explanation().text; }
@@ -74,6 +90,14 @@ struct AnyLayer {
 TEST(Plan, layers_get_their_kernels) {
   for (const PlanCase& layer : plan_cases()) {
     const Explanation explanation = hot::explain("sm_90", layer.shape, layer.spec, as(layer.dtype));
+    EXPECT_EQ(kernels_of(explanation), layer.kernels) << layer.name << "\n" << explanation.text;
+  }
+}
+
+TEST(Plan, forward_products_get_their_kernels) {
+  for (const ForwardPlanCase& layer : forward_plan_cases()) {
+    const Explanation explanation =
+        hot::explain("sm_90", layer.shape, recipe("default"), as(layer));
     EXPECT_EQ(kernels_of(explanation), layer.kernels) << layer.name << "\n" << explanation.text;
   }
 }
@@ -108,6 +132,7 @@ TEST(Plan, nothing_is_read_before_it_is_written) {
       if (step.call != call) {  // its arguments
         known = {"g_y", "w", "x"};
         if (step.call == "backward_linear") known.insert({"saved x", "quantised w"});
+        if (step.call == "forward_linear") known.insert({"quantised w", "bias"});
         if (layer.options.accumulate) known.insert({"g_w", "g_b"});
         call = step.call;
       }
@@ -135,6 +160,7 @@ TEST(Plan, what_is_wanted_is_written) {
     const bool adds_nothing = L == 0 && o.accumulate;
     EXPECT_EQ(written["g_w"], o.gw && O > 0 && I > 0 && !adds_nothing ? 1 : 0) << layer.text();
     EXPECT_EQ(written["g_b"], o.gb && O > 0 ? 1 : 0) << layer.text();
+    EXPECT_EQ(written["y"], o.y && L > 0 && O > 0 ? 1 : 0) << layer.text();
   }
 }
 
@@ -174,6 +200,12 @@ TEST(Plan, every_kernel_is_reached) {
            kernels_of(hot::explain(device, layer.shape, layer.spec, as(layer.dtype)))) {
         reached.insert(kernel);
       }
+    }
+  }
+  for (const ForwardPlanCase& layer : forward_plan_cases()) {
+    for (const std::string& kernel :
+         kernels_of(hot::explain("sm_90", layer.shape, recipe("default"), as(layer)))) {
+      reached.insert(kernel);
     }
   }
   hot::ExplainGemmOptions int4;

@@ -405,9 +405,41 @@ def backward_linear_stage() -> Cases:
     return cases
 
 
+def forward_linear_stage() -> Cases:
+    """y = x w^T + bias in INT8: codes and scales of both operands, y; no bias where there is none.
+
+    ``forward_block`` is the block of the transform along I.
+    """
+    arrays = {
+        "values": (layer_input((10, 37), 61), bell((7, 37), 62)),
+        "special": (special((10, 37), 63), special((10, 37), 64)),
+    }
+    cases: Cases = {}
+    for name, kind, block, dtype, biased in (
+        ("values", "values", 1, "float32", True),
+        ("block_16", "values", 16, "float16", True),
+        ("block_64", "values", 64, "bfloat16", True),
+        ("block_128", "values", 128, "float32", False),
+        ("special", "special", 64, "float32", True),
+    ):
+        x, w = arrays[kind]
+        config = ref.Config(forward_block=block)
+        case: Case = {"forward_block": block}
+        shared = kind in cases and biased  # with its bias
+        case |= {"input": kind} if shared else {"x": x, "w": w}
+        for which, operand in (("x", x), ("w", w)):
+            codes, scale = ref.quantize_forward_operand(operand, block)
+            case |= {f"{which}_codes": codes, f"{which}_scale": scale}
+        if biased:
+            case["bias"] = bell((w.shape[0],), 65)
+        y = ref.forward_linear(x, w, case.get("bias"), config=config, out_dtype=dtype)
+        cases[name] = case | {"y": typed(y, dtype)}
+    return cases
+
+
 def config_params(config: Any) -> Case:
-    """The fields of a configuration; rows empty and token_grid 0 0 where there are none."""
-    fields = dataclasses.asdict(config)
+    """A configuration's fields, without the forward's; no rows are (), no token_grid is 0 0."""
+    fields = {k: v for k, v in dataclasses.asdict(config).items() if not k.startswith("forward")}
     return {**fields, "rows": fields["rows"] or (), "token_grid": fields["token_grid"] or (0, 0)}
 
 
@@ -430,6 +462,7 @@ STAGES: dict[str, Callable[[], Cases]] = {
     "gemm": gemm_stage,
     "compress_activation": compress_activation_stage,
     "backward_linear": backward_linear_stage,
+    "forward_linear": forward_linear_stage,
 }
 
 # -------------------------------------------------------------------------------------------- Files

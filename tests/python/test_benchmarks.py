@@ -19,6 +19,7 @@ sys.path.insert(0, str(FOLDER))
 
 import bench_autotune  # noqa: E402
 import bench_backward  # noqa: E402
+import bench_forward_error  # noqa: E402
 import bench_fwht  # noqa: E402
 import bench_gemm  # noqa: E402
 import bench_mma_sync  # noqa: E402
@@ -193,6 +194,21 @@ def test_bench_backward(tmp_path: Path) -> None:
     } <= set(host)  # noqa: E501
     works = [row["work"] for row in targets.rows(report, {}, {})]
     assert any("compress fast" in work for work in works)
+
+
+def test_bench_forward_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_forward_error, "WIDTHS", (256,))
+    monkeypatch.setattr(bench_forward_error, "TOKENS", 64)
+    path = tmp_path / "forward-error.json"
+    bench_forward_error.main(["--seeds", "1", "--json", str(path)])
+    rows = {row["activation"]: row["error"] for row in json.loads(path.read_text())["rows"]}
+    assert set(rows) == set(bench_forward_error.ACTIVATIONS)
+    for name, error in rows.items():
+        assert error["bf16"] < error["INT8, 64"] < 0.6 * error["FP8 rowwise"], name
+    outliers = rows["channels x100"]
+    assert outliers["INT8, 128"] < outliers["INT8, 16"] < outliers["INT8, 1"]
+    committed = json.loads((timing.RESULTS / "forward-error.json").read_text())
+    assert {row["activation"] for row in committed["rows"]} == set(rows)
 
 
 def test_bench_gemm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

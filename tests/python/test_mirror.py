@@ -28,7 +28,7 @@ INFRASTRUCTURE = {
     "memory",
     "tensor",
 }
-COMPOSED = {"backward_linear"}
+COMPOSED = {"backward_linear", "forward_linear"}
 
 STAGES = sorted(path.stem for path in HEADERS.glob("*.h") if path.stem not in INFRASTRUCTURE)
 # Tests of one backend's kernels (test_<stage>_cuda.cpp) and of the choice among them have no
@@ -54,7 +54,7 @@ def cpp_tests(stem: str) -> list[tuple[str, str]]:
 
 
 def test_the_stages_are_known() -> None:
-    assert STAGES == ["backward_linear", "gemm", "hadamard", "lowrank", "pack", "quantize"]
+    assert sorted(COMPOSED | {"gemm", "hadamard", "lowrank", "pack", "quantize"}) == STAGES
     assert set(CPP_FILES) >= {f"test_{stage}" for stage in STAGES}
 
 
@@ -96,6 +96,7 @@ IN_C = {
     "recipe_names": "hot_recipe_name",
     "saved_format": None,
     "weight_format": None,
+    "forward_weight_format": None,
     "scale_count": None,
 }
 

@@ -17,8 +17,11 @@ from hotcore import HotConfig, _core, info
 from hotcore.plans import Explanation
 
 ROOT = Path(__file__).resolve().parents[2]
-CLUSTERS, CODES, AMAX = (f"resident_kernel{what}" for what in ("", ", codes", ", largest values"))
-STRIPS = ("strip_kernel, largest values", "strip_kernel, codes", "finish_scales_kernel")
+ONE_PASS, AMAX, CODES = "columns_one_pass_kernel", "column_amax_kernel", "column_codes_kernel"
+GENERIC = (
+    *("generic_columns_kernel, amax", "generic_columns_kernel, codes"),
+    "finish_scales_kernel",
+)
 
 # (tokens, out_features, in_features), configuration, dtype, kernels on an H200; as plan_cases.h.
 LAYERS: list[tuple[tuple[int, int, int], HotConfig, str, tuple[str, ...]]] = [
@@ -26,72 +29,112 @@ LAYERS: list[tuple[tuple[int, int, int], HotConfig, str, tuple[str, ...]]] = [
         (197, 768, 64),
         HotConfig.recipe("default"),
         "bfloat16",
-        ("group_pairs_kernel", "quantize_small_kernel", "gemm_small_kernel"),
+        ("group_pairs_kernel", "quantize_grouped_kernel", "gemm_small_kernel"),
     ),
     (
         (6000, 512, 768),
         HotConfig.recipe("fast"),
         "bfloat16",
-        (CLUSTERS, "rows16_kernel", CLUSTERS, CLUSTERS, "wgmma 128x192", "wgmma 128x128"),
+        (ONE_PASS, "rows16_kernel", ONE_PASS, ONE_PASS, "wgmma 128x192", "wgmma 128x128"),
     ),
     (
         (16500, 768, 64),
         HotConfig.recipe("default"),
         "float32",
-        ("groups_kernel", "memset", "rows16_kernel", AMAX, CODES, "final_sum_kernel", CLUSTERS)
+        ("groups_kernel", "memset", "rows16_kernel", AMAX, CODES, "final_sum_kernel", ONE_PASS)
         + ("requantize_kernel", "wgmma 128x192", "wgmma stream-K"),
     ),
     (
         (8400, 1024, 128),
         HotConfig.recipe("paper"),
         "bfloat16",
-        ("memset", AMAX, CODES, "memset", "gradient_kernel", "rows16_kernel", CODES)
+        ("memset", AMAX, CODES, "memset", "rows_column_amax_kernel", "rows16_kernel", CODES)
         + ("final_sum_kernel", AMAX, CODES, "wgmma 128x128", "spread_kernel", "wgmma stream-K"),
     ),
     (
         (196, 256, 128),
         HotConfig.recipe("paper"),
         "bfloat16",
-        ("memset", AMAX, CODES, "quantize_small_kernel, largest values", "quantize_small_kernel")
+        ("memset", AMAX, CODES, "quantize_grouped_kernel, amax", "quantize_grouped_kernel")
         + ("gemm_small_kernel",),
     ),
     (
         (160, 14336, 16),
         HotConfig.recipe("fast"),
         "bfloat16",
-        (CLUSTERS, "wide_rows_kernel", CLUSTERS, CLUSTERS, "gemm_small_kernel"),
+        (ONE_PASS, "wide_rows_kernel", ONE_PASS, ONE_PASS, "gemm_small_kernel"),
     ),
     (
         (1000, 96, 64),
         HotConfig.recipe("fast", hadamard_block=32),
         "bfloat16",
-        (CLUSTERS, "memset", "rows_kernel", CLUSTERS, *STRIPS, "gemm_small_kernel"),
+        (ONE_PASS, "memset", "rows_kernel", ONE_PASS, *GENERIC, "gemm_small_kernel"),
     ),
     (
         (300, 64, 48),
         HotConfig.recipe("fast", rank=4, gw_scale="token"),
         "float16",
-        ("memset", *STRIPS, "memset", "rows16_kernel", *STRIPS, CLUSTERS, "gemm_small_kernel")
+        ("memset", *GENERIC, "memset", "rows16_kernel", *GENERIC, ONE_PASS, "gemm_small_kernel")
         + ("token_kernel", "partial_sum_kernel", "final_sum_kernel"),
     ),
     (
         (140000, 16, 16),
         HotConfig.recipe("default"),
         "bfloat16",
-        ("group_pairs_kernel", "memset", "gradient_kernel", CODES, "final_sum_kernel", CLUSTERS)
+        (
+            "group_pairs_kernel",
+            "memset",
+            "rows_column_amax_kernel",
+            CODES,
+            "final_sum_kernel",
+            ONE_PASS,
+        )
         + ("requantize_kernel", "wgmma 128x192", "tile_kernel any"),
     ),
     (
         (6000, 512, 770),
         HotConfig.recipe("fast"),
         "bfloat16",
-        (CLUSTERS, "rows16_kernel", CLUSTERS, CLUSTERS, "tile_kernel any", "tile_kernel any"),
+        (ONE_PASS, "rows16_kernel", ONE_PASS, ONE_PASS, "tile_kernel any", "tile_kernel any"),
     ),
     (
         (0, 64, 32),
         HotConfig.recipe("fast"),
         "bfloat16",
         ("memset", "finish_scales_kernel", "fill_zero_kernel", "final_sum_kernel"),
+    ),
+]
+
+
+# (tokens, out_features, in_features), block, dtype, the bias', w quantised before, kernels.
+FORWARDS: list[tuple[tuple[int, int, int], int, str, str, bool, tuple[str, ...]]] = [
+    (
+        *((25216, 3072, 768), 64, "bfloat16", "float32", False),
+        ("rows16_kernel", "rows16_kernel", "wgmma 128x192"),
+    ),
+    (
+        *((8192, 4096, 4096), 64, "bfloat16", "float32", True),
+        ("rows16_kernel", "rows16_kernel", "wgmma 128x128"),
+    ),
+    (
+        *((4096, 4096, 14336), 64, "bfloat16", "bfloat16", False),
+        ("wide_rows_kernel", "wide_rows_kernel", "widen_kernel", "wgmma 128x128"),
+    ),
+    (
+        *((197, 768, 768), 64, "float16", "float32", False),
+        ("rows16_kernel", "rows16_kernel", "gemm_small_kernel"),
+    ),
+    (
+        *((6000, 1000, 700), 32, "float32", "float32", False),
+        ("rows_kernel", "rows_kernel", "wgmma 128x128"),
+    ),
+    (
+        *((6000, 770, 512), 16, "bfloat16", "float32", False),
+        ("rows16_kernel", "rows16_kernel", "tile_kernel any"),
+    ),
+    (
+        *((40, 16, 0), 64, "bfloat16", "float32", False),
+        ("rows16_kernel", "rows16_kernel", "tile_kernel 64x64x64"),
     ),
 ]
 
@@ -107,13 +150,16 @@ def any_layer(draw: random.Random) -> tuple[Explanation, dict[str, Any]]:
     if draw.random() < 0.3:
         changes["hadamard_block"] = 2 ** draw.randint(0, 8)
     if draw.random() < 0.3:
+        changes["forward_block"] = 2 ** draw.randint(0, 8)
+    if draw.random() < 0.3:
         changes["gx_scale"] = changes["weight_scale"] = "tensor"
     if draw.random() < 0.3:
         changes["gw_scale"] = draw.choice(["tensor", "channel", "token"])
     options: dict[str, Any] = {
         "config": HotConfig.recipe(draw.choice(["default", "fast", "paper"]), **changes),
         "device": draw.choice(_core.explain_devices()),
-        "need": draw.sample(["x", "gx", "gw", "gb"], draw.randint(1, 4)),
+        "need": draw.sample(["y", "x", "gx", "gw", "gb"], draw.randint(1, 5)),
+        "bias_dtype": draw.choice([None, "float32", "bfloat16"]),
         "dtype": draw.choice(["float32", "float16", "bfloat16"]),
         "accumulate": draw.random() < 0.5,
         "quantized_weight": draw.random() < 0.3,
@@ -128,6 +174,24 @@ def test_layers_get_their_kernels(
 ) -> None:
     found = explain(*shape, config=config, dtype=dtype, device="sm_90")
     assert tuple(step.kernel for step in found.steps) == kernels, found.text
+
+
+@pytest.mark.parametrize(("shape", "block", "dtype", "bias", "quantized", "kernels"), FORWARDS)
+def test_forward_products_get_their_kernels(
+    shape: tuple[int, int, int],
+    block: int,
+    dtype: str,
+    bias: str,
+    quantized: bool,
+    kernels: tuple[str, ...],
+) -> None:
+    config = HotConfig(forward="int8", forward_block=block)
+    options = {"dtype": dtype, "bias_dtype": bias, "quantized_weight": quantized}
+    found = explain(*shape, config=config, need="y", device="sm_90", **options)
+    assert tuple(step.kernel for step in found.steps) == kernels, found.text
+    whole = {step.call for step in explain(*shape, config=config, device="sm_90").steps}
+    assert "forward_linear" in whole
+    assert "backward_linear" in whole
 
 
 def test_an_empty_x_gets_the_scales_that_it_has() -> None:
@@ -150,6 +214,8 @@ def test_nothing_is_read_before_it_is_written() -> None:
                 call, known = step.call, {"g_y", "w", "x"}
                 if call == "backward_linear":
                     known |= {"saved x", "quantised w"}
+                if call == "forward_linear":
+                    known |= {"bias", "quantised w"}
                 if options["accumulate"]:
                     known |= {"g_w", "g_b"}
             assert known.issuperset(step.reads), (step, found.text)
@@ -165,9 +231,11 @@ def test_what_is_wanted_is_written() -> None:
         steps = [step for step in found.steps if step.kernel != "fixup_kernel"]
         written = [name for step in steps for name in step.writes]
         assert written.count("g_x") == ("gx" in need and tokens * ins > 0)
+        assert written.count("y") == ("y" in need and tokens * outs > 0)
         nothing_to_add = tokens == 0 and options["accumulate"]
         assert written.count("g_w") == ("gw" in need and outs * ins > 0 and not nothing_to_add)
         assert written.count("g_b") == ("gb" in need and outs > 0)
+        assert written.count("y") == ("y" in need and tokens * outs > 0)
 
 
 def test_kernels_that_overlap_share_nothing() -> None:
@@ -201,6 +269,11 @@ def test_every_kernel_is_reached() -> None:
         for device in _core.explain_devices()
         for step in explain(*shape, config=config, dtype=dtype, device=device).steps
     }
+    for shape, block, dtype, bias, quantized, _ in FORWARDS:
+        config = HotConfig(forward_block=block)
+        options = {"dtype": dtype, "bias_dtype": bias, "quantized_weight": quantized}
+        found = explain(*shape, config=config, need="y", **options)
+        reached |= {step.kernel for step in found.steps}
     for device, k, int4 in (("sm_90", 512, True), ("sm_80", 512, True), ("sm_90", 500, False)):
         product = hotcore.explain_gemm(512, 512, k, int4=int4, device=device)
         reached |= {step.kernel for step in product.steps}
@@ -274,6 +347,17 @@ def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert info.main(["--explain", "64", "32", "16", "--device", "sm_80", "--recipe", "fast"]) == 0
     expected = hotcore.explain(64, 32, 16, "fast", device="sm_80").text
     assert capsys.readouterr().out == expected
-    for wrong in (["--explain", "64", "32", "16", "--device", "sm_1"], ["--device", "sm_90"]):
+    command = ["--explain", "64", "32", "16", "--device", "sm_80", "--forward", "int8"]
+    assert info.main(command) == 0
+    printed = capsys.readouterr().out
+    config = HotConfig(forward="int8")
+    assert printed == hotcore.explain(64, 32, 16, config, device="sm_80").text
+    assert "forward_linear" in printed
+    for wrong in (
+        ["--explain", "64", "32", "16", "--device", "sm_1"],
+        ["--device", "sm_90"],
+        ["--explain", "1", "1", "1", "--forward", "fp8"],
+        ["--forward", "int8"],
+    ):
         with pytest.raises(SystemExit, match="2"):
             info.main(wrong)

@@ -67,7 +67,7 @@ def one_thread() -> Any:
         ),
         ("hot::detail::(anonymous namespace)::final_sum_kernel(float const*, long)",
          "hotcore's quantisers"),
-        ("void hot::detail::(anonymous namespace)::quantize_small_kernel<...>",
+        ("void hot::detail::(anonymous namespace)::quantize_grouped_kernel<...>",
          "hotcore's quantisers"),
         ("_compress_kernel", "hotcore's quantisers"),
         ("_restore_signs_kernel", "hotcore's quantisers"),

@@ -37,7 +37,7 @@ class Model(nn.Module):
         return self.head((x + self.down(torch.relu(self.up(x)))).mean(1))
 
 
-def build(recipe: str | None) -> nn.Module:
+def build(recipe: str | hot.HotConfig | None) -> nn.Module:
     torch.manual_seed(0)
     model = Model()
     if recipe:
@@ -77,7 +77,23 @@ def spawn(body: Callable[[int], None]) -> None:
         mp.spawn(run, (os.path.join(folder, "store"), body), nprocs=WORLD)
 
 
+def int8_forward(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> None:
+    """An 8-bit forward, one weight frozen: as each process alone has it, when it changes, too."""
+    model = build(hot.HotConfig.recipe("fast", forward="int8"))
+    model.down.weight.requires_grad_(False)
+    alone, wrapped = copy.deepcopy(model), wrap(model)
+    for _ in range(2):
+        torch.manual_seed(50 + rank)
+        y = wrapped(batch(rank))
+        assert torch.equal(y, alone(batch(rank)))
+        y.square().mean().backward()
+        with torch.no_grad():  # a sharded one is gathered anew into the same Parameter
+            model.down.weight.mul_(2)
+            alone.down.weight.mul_(2)
+
+
 def ddp(rank: int) -> None:
+    int8_forward(rank, nn.parallel.DistributedDataParallel)
     model = build("fast")
     alone = copy.deepcopy(model)
     parallel = nn.parallel.DistributedDataParallel(model)
@@ -116,6 +132,12 @@ def fsdp(rank: int) -> None:
     from torch.distributed.tensor import DTensor
 
     mesh = dist.device_mesh.init_device_mesh("cpu", (WORLD,))
+
+    def sharded(model: nn.Module) -> nn.Module:
+        fully_shard(model.down, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+
+    int8_forward(rank, sharded)
     model = build("default")
     alone = copy.deepcopy(model)
     for layer in (model.conv, model.up, model.down):

@@ -48,7 +48,7 @@ def main(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
 def test_short_and_alone(name: str) -> None:
     """Copied to another place it runs: nothing of the repository but the package is imported."""
     text = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8")
-    assert text.count("\n") <= 80
+    assert text.count("\n") <= 82
     beside = {path.stem for path in EXAMPLES.iterdir()}
     for node in ast.walk(ast.parse(text)):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -116,14 +116,18 @@ def test_pretrain_gpt(
     main: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs = {}
-    for options in ((), ("--recipe", "none"), ("--micro", "2", "--warmup", "1"), ()):
+    for options in ((), ("--recipe", "none"), ("--micro", "2", "--warmup", "1"),
+                    ("--forward", "int8"), ()):  # fmt: skip
         runs.setdefault(options, []).append(main("pretrain_gpt", "--steps", "3", *options))
     printed = capsys.readouterr().out
-    assert printed.count("8 of 9 layers run HOT") == 3
+    assert printed.count("8 of 9 layers run HOT") == 4
+    assert "forward='int8'" in printed
     ours, again = runs[()]
     assert ours == again  # a seed repeats a run
     (plain,), (micro,) = runs["--recipe", "none"], runs["--micro", "2", "--warmup", "1"]
-    assert len({ours, plain, micro}) == 3
+    (int8,) = runs["--forward", "int8"]
+    assert len({ours, plain, micro, int8}) == 4
+    assert int8 == pytest.approx(plain, rel=0.01)
     assert ours == pytest.approx(plain, rel=0.01)
     text = tmp_path / "text.txt"
     text.write_bytes(bytes(range(64)) * 40)

@@ -96,12 +96,16 @@ def test_report(short: tuple[str, Path]) -> None:
 
 def test_same_seed_same_run(tmp_path: Path) -> None:
     losses = []
-    for seed in (7, 7, 8):
-        done = train(
-            "--task", "gpt", "--recipe", "fast", "--steps", 2, "--seed", seed, "--out", tmp_path
-        )
+    options = ("--task", "gpt", "--recipe", "fast", "--steps", 2, "--out", tmp_path)
+    for seed, forward in ((7, "plain"), (7, "plain,int8"), (8, "plain")):
+        done = train(*options, "--seed", seed, "--forward", forward)
         assert done.returncode == 0, done.stderr
-        losses.append(results_of(tmp_path)["gpt", "fast"]["val_loss"])
+        results = results_of(tmp_path)
+        losses.append(results["gpt", "fast"]["val_loss"])
+        if "int8" in forward:  # an 8-bit forward is another run, shown beside it
+            other = results["gpt", "fast+int8"]["val_loss"]
+            assert other != losses[-1] and other == pytest.approx(losses[-1], rel=0.01)
+            assert "fast+int8" in done.stdout
     assert losses[0] == losses[1]
     assert losses[0] != losses[2]
 
@@ -111,6 +115,7 @@ def test_same_seed_same_run(tmp_path: Path) -> None:
     [
         (["--recipe", "fp32,fats"], "unknown recipe 'fats'; choose from fp32, default, fast"),
         (["--recipe", ""], "unknown recipe ''"),
+        (["--forward", "fp8"], "unknown forward 'fp8'; choose from plain, int8"),
         (["--task", "resnet"], "argument --task: invalid choice: 'resnet'"),
         (["--steps", "0"], "argument --steps: must be at least 1, not 0"),
         (["--steps", "many"], "argument --steps: 'many' is not a whole number"),

@@ -378,6 +378,12 @@ KEY = np.uint32(1)
         ((X, W), {"key": np.float32(7)}, ValueError, r"key: float32 \(\)"),
         ((X, W), {"key": np.zeros((3, 2), np.uint32)}, ValueError, r"key: uint32 \(3, 2\)"),
         ((X, W), {"config": "best"}, ValueError, "'best' is not one of"),
+        (
+            (X, W),
+            {"config": hotcore.HotConfig(forward="int8")},
+            NotImplementedError,
+            "forward = 'int",
+        ),
         ((X, W), {"config": 8}, TypeError, "config: expected a HotConfig"),
     ],
 )

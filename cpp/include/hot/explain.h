@@ -56,9 +56,10 @@ struct ExplainOptions {
   bool gx = true, gw = true, gb = true;
   bool accumulate = false;        // into g_w and g_b
   bool quantized_weight = false;  // w quantised once, by quantize_weight
-  bool y = false;                 // forward_linear too, y as `dtype`, by `forward`,
+  bool y = false;                 // forward_linear too, by `forward`,
   ForwardLinearSpec forward{};
-  bool bias = true;                       // with a bias of fp32,
+  bool bias = true;  // with a bias of this type,
+  DType bias_dtype = DType::f32;
   bool quantized_forward_weight = false;  // and w quantised once, by quantize_forward_weight
   /// Whether the build has the wgmma kernels. For named architectures only; a present device uses
   /// this build's.

@@ -49,6 +49,11 @@ def linear(
     Source: docs/jax.md; docs/numerics.md.
     """
     settings = as_config(config)
+    if settings.forward != "plain":
+        raise NotImplementedError(
+            f"config: forward = {settings.forward!r} is not built for JAX; use forward='plain' "
+            "(hotcore.forward_linear takes JAX's arrays, outside of jit and grad)"
+        )
     x, w = _floats(x, "x"), _floats(w, "w")
     if x.ndim < 1:
         raise ValueError("x: shape (); expected [..., I]")

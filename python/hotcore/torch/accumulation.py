@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,17 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from . import _compat, ops
 
 
+def kept(
+    table: Any, weight: Tensor, what: Hashable, state: Hashable, make: Callable[[], Tensor]
+) -> Tensor:
+    """Codes of ``weight`` in a table of weights; made where there are none, or of another state."""
+    entry: dict[Hashable, tuple[Hashable, Tensor]] = table.setdefault(weight, {})
+    found = entry.get(what)
+    if found is None or found[0] != state:
+        found = entry[what] = (state, make())
+    return found[1]
+
+
 class _State:
     """State of one ``with gradient_accumulation()``; graphs made inside keep it alive."""
 
@@ -24,7 +35,7 @@ class _State:
     def __init__(self, in_place: bool) -> None:
         self._in_place = in_place
         self._ended = False
-        # weight -> (its version, configuration, dtype and device), its codes
+        # weight -> for g_x or for y -> what it was then, the codes
         self._codes: Any = WeakTensorKeyDictionary()
         self._lock = threading.Lock()  # autograd has a thread for every CUDA device
 
@@ -34,17 +45,20 @@ class _State:
         return self._in_place and not self._ended
 
     def codes(self, weight: Tensor, config: str) -> Tensor | None:
-        """``weight`` quantised for g_x, once for all micro-batches; None after the end."""
-        wanted = (weight._version, config, weight.dtype, weight.device)
+        """``weight`` quantised for g_x, by the first micro-batch; None after the end."""
+        now = (weight._version, config, weight.dtype, weight.device)
+
+        def make() -> Tensor:
+            return ops.quantize_weight(weight.detach(), ops.parsed(config))
+
+        return self.kept(weight, "gx", now, make)
+
+    def kept(
+        self, weight: Tensor, what: Hashable, state: Hashable, make: Callable[[], Tensor]
+    ) -> Tensor | None:
+        """Codes of ``weight`` by ``make``, of the first micro-batch; None after the end."""
         with self._lock:
-            if self._ended:
-                return None
-            found = self._codes.get(weight)
-            if found is None or found[0] != wanted:
-                found = (wanted, ops.quantize_weight(weight.detach(), ops.parsed(config)))
-                self._codes[weight] = found
-            codes: Tensor = found[1]
-            return codes
+            return None if self._ended else kept(self._codes, weight, what, state, make)
 
     def stepped(self, *_: Any) -> None:
         """Drop the codes of trained weights; fused optimizers do not raise a weight's version."""
@@ -70,7 +84,7 @@ _count = threading.Lock()
 
 def current() -> _State | None:
     """The state of the context that the calling thread is inside; None outside."""
-    return _threads.state
+    return _threads.state if _open_contexts else None
 
 
 def open_contexts() -> int:
@@ -82,11 +96,12 @@ def open_contexts() -> int:
 def gradient_accumulation(*, in_place: bool = True) -> Iterator[None]:
     """Share work between the micro-batches of one optimizer step (linear layers, eager mode).
 
-    Inside, only the first micro-batch quantises a weight for g_x. The codes, one byte per weight,
-    are dropped when an optimizer steps (frozen weights keep theirs: LoRA's base is quantised once),
-    when the weight is written (writes through ``.data`` go unnoticed), and at the end. Gradients
-    are the same bits. With ``in_place`` the product itself adds g_w and g_b to ``.grad``, in fp32
-    before one rounding, without a temporary g_w and a pass over it.
+    Inside, only the first micro-batch quantises a weight for g_x, and for an 8-bit forward. The
+    codes, one byte per weight for each, are dropped when an optimizer steps (frozen weights keep
+    theirs: LoRA's base is quantised once), when the weight is written (writes through ``.data`` go
+    unnoticed), and at the end. Gradients are the same bits. With ``in_place`` the product itself
+    adds g_w and g_b to ``.grad``, in fp32 before one rounding, without a temporary g_w and a pass
+    over it.
 
     The context belongs to the calling thread: layers that this thread runs inside take part,
     whichever thread runs their backward. Other threads are not affected and may have their own
@@ -199,7 +214,5 @@ class Shared:
 
 def shared(weight: Tensor, bias: Tensor | None) -> Shared | None:
     """The layer's parameters for backward; None outside of :func:`gradient_accumulation`."""
-    if not _open_contexts or not weight.is_leaf:
-        return None
-    state = _threads.state
-    return None if state is None else Shared(state, weight, bias)
+    state = current()
+    return None if state is None or not weight.is_leaf else Shared(state, weight, bias)

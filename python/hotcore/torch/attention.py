@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import ConfigLike, as_config
-from .functional import linear_from_json
 from .modules import HotModule
 
 
@@ -75,7 +74,7 @@ class HotMultiheadAttention(HotModule, nn.MultiheadAttention):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """As ``nn.MultiheadAttention``: the output, and the weights if ``need_weights``."""
-        if not self.training:
+        if self.runs_plain:
             return super().forward(
                 query,
                 key,
@@ -107,10 +106,11 @@ class HotMultiheadAttention(HotModule, nn.MultiheadAttention):
             q, k, v = self._projected(query, key, value, samples, tokens)
             causal = is_causal and key_padding_mask is None and not need_weights
             mask = None if causal else _merge_masks(attn_mask, key_padding_mask, q, k)
-            y, weights = _attention(q, k, v, mask, self.dropout, causal, need_weights)
+            dropout = self.dropout if self.training else 0.0
+            y, weights = _attention(q, k, v, mask, dropout, causal, need_weights)
             y = y.permute(0, 2, 1, 3) if samples == 0 else y.permute(2, 0, 1, 3)
             out = self.out_proj
-            y = linear_from_json(y.flatten(2), out.weight, out.bias, self._config_json, self.defer)
+            y = self._product(y.flatten(2), out.weight, out.bias)
         except (ValueError, RuntimeError) as error:
             self.prefix_layer_name(error)
             raise
@@ -141,7 +141,7 @@ class HotMultiheadAttention(HotModule, nn.MultiheadAttention):
             biases = torch.split(bias, [w.shape[0] for w in weights])
         found: list[Tensor] = []
         for x, w, b in zip(inputs, weights, biases, strict=True):
-            y = linear_from_json(x, w, b, self._config_json, self.defer)
+            y = self._product(x, w, b)
             heads = y.view(*y.shape[:-1], -1, self.num_heads, self.head_dim)
             found += heads.permute(2, samples, 3, tokens, 4).unbind(0)
         return found

@@ -50,6 +50,11 @@ class HotLinear8bitLt(HotModule, _Linear8bitLt):  # type: ignore[misc]
         super().__init__(in_features, out_features, **{"has_fp16_weights": False, **options})
         self.config = as_config(config)
 
+    @property
+    def runs_plain(self) -> bool:
+        """In eval mode always; its forward is bitsandbytes'."""
+        return not self.training
+
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # so in torch
     def forward(self, x: Tensor) -> Tensor:
         """``[..., I] -> [..., O]``."""

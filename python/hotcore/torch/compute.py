@@ -23,10 +23,11 @@ from torch import nn
 from ..config import ConfigLike, HotConfig, as_config
 from . import probe
 from .convert import convert
+from .modules import is_pointwise
 from .plan import matplotlib_figure
 from .probe import preserve_state
 from .report import aligned
-from .selection import Filter, candidates, features_of, is_frozen, weights_of
+from .selection import Filter, candidates, features_of, is_8bit, is_frozen, weights_of
 
 FULL_PRECISION = "full precision"
 RIVALS = ("LBP-WHT", "LUQ", "naive INT4")
@@ -54,8 +55,11 @@ class LayerCompute:
     taken: bool
     trained: bool
     forward: int
+    """In 32 bits, as by every method but the last."""
     backward: Mapping[str, int]
     """By method."""
+    own_forward: int
+    """As the configuration has it: in 8 bits with ``forward="int8"``."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +74,12 @@ class ComputeReport:
     def forward(self) -> int:
         """BOPs of all forward products, in 32 bits."""
         return sum(layer.forward for layer in self.layers)
+
+    def forward_by(self, method: str = FULL_PRECISION) -> int:
+        """Of all forward products: as the layers' configurations say for the last method."""
+        if method != self.methods[-1]:
+            return self.forward
+        return sum(layer.own_forward for layer in self.layers)
 
     def backward(self, method: str = FULL_PRECISION) -> int:
         """BOPs of a backward pass. Raises KeyError for a method that was not counted."""
@@ -103,7 +113,7 @@ class ComputeReport:
         table.append(("backward", "", "", "", "", "", *map(_giga, totals)))
         shares = [f"{total / totals[0]:.3f}" if totals[0] else "-" for total in totals]
         table.append((f"of {FULL_PRECISION}", "", "", "", "", "", *shares))
-        both = [self.forward + total for total in totals]
+        both = [self.forward_by(m) + n for m, n in zip(self.methods, totals, strict=True)]
         table.append(("forward and backward", "", "", "", "", "", *map(_giga, both)))
         unit = "10^9 bit operations: bits x bits of every multiply-add"
         return "\n".join([*aligned(table), unit])
@@ -111,7 +121,8 @@ class ComputeReport:
     def to_json(self) -> str:
         """All figures, in BOPs, as JSON."""
         totals = {method: self.backward(method) for method in self.methods}
-        content = {**dataclasses.asdict(self), "forward": self.forward, "backward": totals}
+        forwards = {"forward": self.forward, "own_forward": self.forward_by(self.methods[-1])}
+        content = {**dataclasses.asdict(self), **forwards, "backward": totals}
         return json.dumps(content, indent=1)
 
     def plot(self, path: str | Path) -> None:
@@ -124,7 +135,7 @@ class ComputeReport:
         )
         axis = figure.subplots()
         names = self.methods[::-1]
-        forward = [self.forward / _GIGA] * len(names)
+        forward = [self.forward_by(method) / _GIGA for method in names]
         backward = [self.backward(method) / _GIGA for method in names]
         axis.barh(names, forward, 0.6, label="forward", color="#888888")
         bars = axis.barh(names, backward, 0.6, left=forward, label="backward", color="#0072b2")
@@ -209,6 +220,7 @@ def compute_report(
                     trained,
                     tokens * outs * ins * _FULL,
                     costs,
+                    forward_bops(*shape, _forward_of(layer, taken)),
                 )  # fmt: skip
             )
     return ComputeReport(tuple(rows), methods)
@@ -249,6 +261,26 @@ def backward_bops(
     else:
         gx, gw = _named_bops(tokens, outs, ins, method)
     return round(gx + gw) if trained else round(gx)
+
+
+def forward_bops(tokens: int, outs: int, ins: int, config: HotConfig | None) -> int:
+    """BOPs of one layer's forward product, by a configuration; None: in 32 bits.
+
+    With ``forward="int8"``, as :func:`backward_bops` counts: LI log n + IO log n transforms, LI +
+    IO roundings and LO operations to scale the results, in 32 bits; a product of LOI in 8 bits.
+    """
+    product = tokens * outs * ins
+    if config is None or config.forward == "plain":
+        return product * _FULL
+    operands, steps = tokens * ins + outs * ins, math.log2(config.forward_block)
+    return round((operands * (steps + 1) + tokens * outs) * _FULL) + product * 8 * 8
+
+
+def _forward_of(layer: nn.Module, config: HotConfig | None) -> HotConfig | None:
+    """The configuration of its forward; None where it is the plain layer's."""
+    if is_8bit(layer) or (isinstance(layer, nn.Conv2d) and not is_pointwise(layer)):
+        return None
+    return config
 
 
 def _named_bops(tokens: int, outs: int, ins: int, method: str) -> tuple[float, float]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -114,6 +114,23 @@ def plain_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, window: Window)
     elif (left, top) != (right, bottom):  # padding "same" of an even kernel
         x = F.pad(x, (0, right - left, 0, bottom - top))
     return F.conv2d(x, weight, bias, window.stride, around, window.dilation)
+
+
+def by_pixels(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    window: Window,
+    product: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+) -> Tensor:
+    """A 1x1 convolution by ``product(rows, weight as [O, C], bias)``, rows being its pixels.
+
+    In the memory format of ``F.conv2d``'s result.
+    """
+    nhwc = visited(x, window)
+    y = product(_tokens(nhwc), weight.flatten(1), bias)
+    y = y.view(*nhwc.shape[:3], weight.shape[0]).permute(0, 3, 1, 2)
+    return y.contiguous(memory_format=_format_of(x, weight))
 
 
 def is_channels_last(x: Tensor) -> bool:
@@ -261,14 +278,27 @@ def _convolution(
     config: str,
     *shape: Any,
 ) -> Tensor:
-    dtype = x.dtype  # under autocast the parameters have another dtype
+    window, settings = Window.of(*shape), ops.parsed(config)
+    if settings.forward == "int8" and window.pointwise:
+
+        def product(rows: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+            return ops.forward(rows, matrix, bias, settings)
+
+        return by_pixels(x, weight, bias, window, product)
+    return _plain_convolution(x, weight, bias, window)
+
+
+def _plain_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, window: Window) -> Tensor:
+    dtype = x.dtype  # under autocast the parameters are of another
     plain_bias = None if bias is None else bias.to(dtype)
-    return _output(x, weight.to(dtype), plain_bias, Window.of(*shape))
+    return _output(x, weight.to(dtype), plain_bias, window)
 
 
-def _fake_convolution(x: Tensor, *arguments: Any) -> Tensor:
+def _fake_convolution(
+    x: Tensor, weight: Tensor, bias: Tensor | None, saved: Any, seed: Any, config: str, *shape: Any
+) -> Tensor:
     ops.register_with_partitioner()
-    return _convolution(x, *arguments)
+    return _plain_convolution(x, weight, bias, Window.of(*shape))
 
 
 class _Conv2d(torch.autograd.Function):
@@ -339,8 +369,12 @@ def gradients(
 def _output(x: Tensor, weight: Tensor, bias: Tensor | None, window: Window) -> Tensor:
     # Real and fake tensors must have the same strides.
     y = plain_conv2d(x, weight, bias, window)
+    return y.contiguous(memory_format=_format_of(x, weight))
+
+
+def _format_of(x: Tensor, weight: Tensor) -> torch.memory_format:
     last = is_channels_last(x) or is_channels_last(weight)
-    return y.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
+    return torch.channels_last if last else torch.contiguous_format
 
 
 def _tokens(nhwc: Tensor) -> Tensor:

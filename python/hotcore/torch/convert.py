@@ -15,9 +15,9 @@ from torch import nn
 from .. import _core, contexts
 from ..config import ConfigLike, HotConfig, HotConfigFields, as_config
 from ..saved import saved_layout
-from . import gains, probe, selection, unconverted
+from . import forward, gains, probe, selection, unconverted
 from .conv import settings
-from .modules import HotModule
+from .modules import HotModule, is_pointwise
 from .report import ConversionReport, Converted, Skipped, listed, pattern_of
 from .saved import convert_saved, revert_saved
 from .selection import (
@@ -123,6 +123,7 @@ def convert(
     rows: list[Converted | Skipped] = []
     replacements: dict[nn.Module, nn.Module] = {}
     counted: set[int] = set()
+    in_eval_mode: list[str] = []
     for fqn, module in layers:
         own = configs[fqn]
         about = (fqn, kind_of(module), *features_of(module))
@@ -134,15 +135,16 @@ def convert(
             _check_grid(fqn, module, own, uses)
             new: Any = hot_class(module).from_plain(module, own)
             new.layer_name = fqn
-            new.defer = (
-                saved is not None
-            )  # x may be recomputed from what norms and activations save
+            # x may be recomputed from what norms and activations save.
+            new.defer = saved is not None
+            if new.runs_plain:
+                in_eval_mode.append(fqn)
             replacements[module] = new
             sizes = (kernel_of(module), *features_of(module))
             slowly = (
                 "" if is_8bit(module) else gains.why_slow(*sizes, own, target, is_frozen(module))
             )
-            notes = (_note(fqn, uses), slowly)
+            notes = (_note(fqn, uses), _forward_note(module, own), slowly)
             kept, note = _bytes_per_value(module, own), "; ".join(filter(None, notes))
             rows.append(Converted(*about, own, kept, **measures, note=note))
     beside = None if saved is None else convert_saved(model, saved)  # raises before it changes
@@ -158,7 +160,7 @@ def convert(
         parameter_count=sum(parameter.numel() for parameter in model.parameters()),
         macs=total,
         saved=beside,
-        in_eval_mode=[row.name for row in converted if not model.get_submodule(row.name).training],
+        in_eval_mode=in_eval_mode,
     )
     report.notes += _notes(report, model, layers, reasons, slow, target, filter_fn is None)
     if not converted and saved is None:
@@ -187,6 +189,7 @@ def revert(model: nn.Module) -> nn.Module:
                 "around it (a parametrisation, fully_shard) before revert()"
             )
     revert_saved(model)
+    forward.forget(model.parameters())
     hots = [module for _, module in found]
     return _replace(model, {module: module.to_plain() for module in hots})
 
@@ -250,6 +253,17 @@ def _note(fqn: str, uses: Mapping[str, probe.LayerUse]) -> str:
     if row.bypassed:
         return "its weight is also multiplied without it, plain"
     return "" if row.calls else "not called with these inputs"
+
+
+def _forward_note(module: nn.Module, config: HotConfig) -> str:
+    """What an 8-bit forward is not for."""
+    if config.forward == "plain":
+        return ""
+    if is_8bit(module):
+        return "its forward stays bitsandbytes'"
+    if isinstance(module, nn.Conv2d) and not is_pointwise(module):
+        return "its forward stays plain: 8 bits are for 1x1 kernels without padding"
+    return ""
 
 
 def _check_grid(
@@ -388,6 +402,7 @@ def _notes(
         notes.append(
             f"expected on CUDA: the converted layers' forward and backward take {gain} time than "
             f"plain torch's; by {gains.SOURCE}"
+            + ("" if report.config.forward == "plain" else "; with a plain forward")
         )
     if slow:
         notes.append(
@@ -463,7 +478,7 @@ def _bytes_per_value(module: nn.Module, config: HotConfig) -> float:
         return 0.0
     tokens, visited = _REPORT_TOKENS, 1.0
     if isinstance(module, nn.Conv2d):
-        pointwise = module.kernel_size == (1, 1) and module.padding in ((0, 0), "same", "valid")
+        pointwise = is_pointwise(module)
         config, _ = settings(config, pointwise, None)
         if pointwise:
             visited = 1 / (module.stride[0] * module.stride[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -13,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
 from ..config import RECIPE_TEXTS, ConfigLike, HotConfig, as_config
-from . import _compat, accumulation, conv, input_cache, ops
+from . import _compat, accumulation, conv, forward, input_cache, ops
 from .conv import Window, is_channels_last
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -27,11 +28,14 @@ def linear(
 ) -> Tensor:
     """``x weight^T + bias``, bit for bit as ``F.linear``; gradients are computed with HOT.
 
+    With ``forward="int8"`` in the configuration it is :func:`hotcore.forward_linear` of x, as
+    autocast casts it, and of the parameters as they are; the gradients are the same.
+
     Backward keeps only the compressed x, and nothing of x where ``weight`` is frozen. Consecutive
     layers with the same x and configurations that compress it alike share one compressed x
-    (:mod:`hotcore.torch.input_cache`). Without anything to differentiate the result is that of
-    ``F.linear``. Every call draws one seed from torch's default CPU generator, so
-    ``torch.manual_seed`` makes a run repeatable.
+    (:mod:`hotcore.torch.input_cache`). Without anything to differentiate the result is the same.
+    Every call draws one seed from torch's default CPU generator, so ``torch.manual_seed`` makes a
+    run repeatable.
 
     Args:
         x: ``[..., I]`` float32, float16 or bfloat16 (under autocast, what it casts to that).
@@ -65,21 +69,73 @@ def linear_from_json(
     if torch.compiler.is_compiling():
         return _compiled_linear(x, weight, bias, config_json, defer)
     with _hide_from_modes(x, weight):
-        seed = seed_for_call("linear", x, weight)
+        seed = seed_for_call("linear", x, weight, bias, config_json)
         if seed is None:
-            return F.linear(x, weight, bias)
+            return _without_gradients(x, weight, bias, config_json)
         output: Tensor = _HotLinear.apply(x, weight, bias, seed, config_json)  # type: ignore[no-untyped-call]  # so in torch
         return output
+
+
+def evaluated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, config_json: str) -> Tensor:
+    """:func:`linear_from_json` for layers in eval mode that keep their 8-bit forward.
+
+    It draws a seed only where gradients are wanted, which are HOT's.
+    """
+    if not isinstance(x, Tensor):
+        return _handle_overrides(evaluated_linear, x, weight, bias, config_json)
+    if _wants_gradients(x, weight, bias, config_json):
+        return linear_from_json(x, weight, bias, config_json)
+    if torch.compiler.is_compiling():
+        return _without_gradients(x, weight, bias, config_json)
+    with _hide_from_modes(x, weight):
+        return _without_gradients(x, weight, bias, config_json)
+
+
+def _without_gradients(x: Tensor, weight: Tensor, bias: Tensor | None, config_json: str) -> Tensor:
+    if not forward.is_int8(config_json):
+        return F.linear(x, weight, bias)
+    dtype = _autocast_dtype(x)
+    _check_dtypes(x, weight, bias, dtype)
+    if torch.compiler.is_compiling():
+        operator = torch.ops.hotcore.forward_linear.default
+        output: Tensor = operator(_cast(x, dtype), weight, bias, config_json)
+        return output
+    return forward.linear(_cast(x, dtype), weight, bias, config_json, followed=False)
+
+
+def _wants_gradients(x: Tensor, weight: Tensor, bias: Tensor | None, config_json: str) -> bool:
+    """Whether HOT's backward is wanted. A plain forward leaves a bias alone to autograd."""
+    if not torch.is_grad_enabled():
+        return False
+    if x.requires_grad or weight.requires_grad:
+        return True
+    return bias is not None and bias.requires_grad and forward.is_int8(config_json)
+
+
+def _check_dtypes(
+    x: Tensor, weight: Tensor, bias: Tensor | None, autocast: torch.dtype | None
+) -> None:
+    """What ``F.linear`` would refuse, an 8-bit forward refuses, too."""
+    if not torch.compiler.is_compiling():
+        _check(x)
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is None:
+            continue
+        if tensor.dtype not in DTYPES or (autocast is None and tensor.dtype != x.dtype):
+            found = str(tensor.dtype).removeprefix("torch.")
+            expected = str(x.dtype).removeprefix("torch.")
+            raise ValueError(f"{name}: dtype {found}; x has {expected}, and autocast is off")
 
 
 def _compiled_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, config_json: str, defer: bool
 ) -> Tensor:
-    if not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
-        return F.linear(x, weight, bias)
-    inner = _cast(
-        x, _autocast_dtype(x)
-    )  # in the graph, where the compiler fuses it with the producer of x
+    if not _wants_gradients(x, weight, bias, config_json):
+        return _without_gradients(x, weight, bias, config_json)
+    dtype = _autocast_dtype(x)
+    if forward.is_int8(config_json):
+        _check_dtypes(x, weight, bias, dtype)
+    inner = _cast(x, dtype)  # in the graph, where the compiler fuses it with the producer of x
     keep = weight.requires_grad and not defer
     saved, seed = ops.kept_of(x, inner, config_json, keep)
     y: Tensor = ops.linear(inner, weight, bias, saved if keep else None, seed, config_json)
@@ -98,11 +154,13 @@ def conv2d(
 ) -> Tensor:
     """A convolution in one group, bit for bit as ``F.conv2d``; gradients are computed with HOT.
 
-    Backward keeps the pixels of x, compressed, never the unfolded x. A 1x1 kernel keeps the pixels
-    that it reads and is a linear layer over pixels in backward. The configuration's tokens are the
-    output pixels; their grid replaces its ``token_grid`` and ``prefix_tokens``. Any other kernel
-    keeps x at full rank, whatever the recipe's basis, and unfolds it in backward a few images at a
-    time (:mod:`hotcore.torch.conv` states the memory). ``channels_last`` saves two copies.
+    With ``forward="int8"`` in the configuration a 1x1 kernel without padding is
+    :func:`hotcore.forward_linear` over pixels; other kernels keep ``F.conv2d``.
+    Of x only its pixels are kept, compressed (never the unfolded x); a 1x1 kernel keeps those that
+    it visits, and is a linear layer over pixels in backward. The tokens of the configuration are
+    the output pixels; their grid replaces its ``token_grid`` and ``prefix_tokens``. Any other
+    kernel keeps x at full rank whatever the recipe's basis, and unfolds it in backward a few images
+    at a time (:mod:`hotcore.torch.conv` states the memory). ``channels_last`` saves two copies.
 
     Args:
         x: ``[N, C, H, W]`` or ``[C, H, W]``, dtypes as for :func:`linear`.
@@ -151,19 +209,64 @@ def conv2d_from_json(
     if torch.compiler.is_compiling():
         return _compiled_conv2d(x, weight, bias, window, config_json)
     with _hide_from_modes(x, weight):
-        seed = seed_for_call("conv2d", x, weight)
+        seed = seed_for_call("conv2d", x, weight, bias, config_json if window.pointwise else "")
         if seed is None:
-            return conv.plain_conv2d(x, weight, bias, window)
+            return _conv2d_without_gradients(x, weight, bias, window, config_json)
         output: Tensor = _HotConv2d.apply(x, weight, bias, seed, config_json, window)  # type: ignore[no-untyped-call]  # so in torch
         return output
+
+
+def evaluated_conv2d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    sizes: tuple[Any, Any, Any, str],
+    config_json: str,
+) -> Tensor:
+    """As :func:`evaluated_linear`; for a kernel with an 8-bit forward."""
+    if not isinstance(x, Tensor):
+        return _handle_overrides(evaluated_conv2d, x, weight, bias, sizes, config_json)
+    if x.dim() == 3:
+        return evaluated_conv2d(x.unsqueeze(0), weight, bias, sizes, config_json).squeeze(0)
+    if x.dim() != 4 or _wants_gradients(x, weight, bias, config_json):
+        return conv2d_from_json(x, weight, bias, sizes, config_json)
+    window = _window(weight, *sizes)
+    if torch.compiler.is_compiling():
+        return _conv2d_without_gradients(x, weight, bias, window, config_json)
+    with _hide_from_modes(x, weight):
+        return _conv2d_without_gradients(x, weight, bias, window, config_json)
+
+
+def _conv2d_without_gradients(
+    x: Tensor, weight: Tensor, bias: Tensor | None, window: Window, config_json: str
+) -> Tensor:
+    if not (window.pointwise and forward.is_int8(config_json)):
+        return conv.plain_conv2d(x, weight, bias, window)
+    dtype = _autocast_dtype(x)
+    _check_dtypes(x, weight, bias, dtype)
+    inner = _cast(x, dtype)
+    if torch.compiler.is_compiling():
+        product = functools.partial(torch.ops.hotcore.forward_linear.default, config=config_json)
+        return conv.by_pixels(inner, weight, bias, window, product)
+    return conv.by_pixels(inner, weight, bias, window, _pixel_product(weight, config_json, False))
+
+
+def _pixel_product(weight: Tensor, config_json: str, followed: bool) -> Callable[..., Tensor]:
+    def product(rows: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+        return forward.linear(rows, weight, bias, config_json, matrix=matrix, followed=followed)
+
+    return product
 
 
 def _compiled_conv2d(
     x: Tensor, weight: Tensor, bias: Tensor | None, window: Window, config_json: str
 ) -> Tensor:
-    if not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
-        return conv.plain_conv2d(x, weight, bias, window)
-    inner = _cast(x, _autocast_dtype(x))
+    if not _wants_gradients(x, weight, bias, config_json if window.pointwise else ""):
+        return _conv2d_without_gradients(x, weight, bias, window, config_json)
+    dtype = _autocast_dtype(x)
+    if window.pointwise and forward.is_int8(config_json):
+        _check_dtypes(x, weight, bias, dtype)
+    inner = _cast(x, dtype)
     keep = weight.requires_grad
     saved, seed = conv.kept_pixels_of(x, inner, config_json, keep, *window)
     y: Tensor = conv.conv2d(
@@ -180,7 +283,9 @@ def _handle_overrides(function: Callable[..., Tensor], x: Any, *arguments: Any) 
     return output
 
 
-def seed_for_call(name: str, x: Tensor, weight: Tensor) -> Tensor | None:
+def seed_for_call(
+    name: str, x: Tensor, weight: Tensor, bias: Tensor | None = None, config_json: str = ""
+) -> Tensor | None:
     """The seed of a call in eager mode; None if there is nothing to differentiate."""
     if _compat.transforms_active():
         raise _unsupported_transform(name)
@@ -192,7 +297,7 @@ def seed_for_call(name: str, x: Tensor, weight: Tensor) -> Tensor | None:
         if "vmap" in str(error):  # torch.autograd's vmap, which transforms_active() does not report
             raise _unsupported_transform(name) from error
         raise
-    if not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
+    if not _wants_gradients(x, weight, bias, config_json):
         return None
     if _compat.jit_tracing():
         raise NotImplementedError(
@@ -260,13 +365,20 @@ class _HotLinear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, seed: Tensor, config: str
     ) -> Tensor:
         dtype, inner, matrix, plain_bias = None, x, weight, bias
+        int8 = forward.is_int8(config)
         if _compat.any_autocast():
             # Cast here, because autocast's cache would keep a weight without its graph.
             dtype = _autocast_dtype(x)
-            inner, matrix = _cast(x, dtype), _cast(weight, dtype)
-            plain_bias = None if bias is None else _cast(bias, dtype)
+            inner = _cast(x, dtype)
+            if not int8:  # which takes the parameters as they are
+                matrix = _cast(weight, dtype)
+                plain_bias = None if bias is None else _cast(bias, dtype)
         need_gx, keep = ctx.needs_input_grad[:2]
-        y = F.linear(inner, matrix, plain_bias)
+        if int8:
+            _check_dtypes(x, weight, bias, dtype)
+            y = forward.linear(inner, weight, bias, config, followed=True)
+        else:
+            y = F.linear(inner, matrix, plain_bias)
         # The codes' seed is saved with them: a checkpoint may recompute both.
         saved, saved_seed, cache = None, seed, None
         if keep:
@@ -352,8 +464,14 @@ class _HotConv2d(torch.autograd.Function):
         window: Window,
     ) -> Tensor:
         dtype = _autocast_dtype(x)
-        inner, kernel = _cast(x, dtype), _cast(weight, dtype)
-        y = conv.plain_conv2d(inner, kernel, None if bias is None else _cast(bias, dtype), window)
+        inner = _cast(x, dtype)
+        if window.pointwise and forward.is_int8(config):
+            _check_dtypes(x, weight, bias, dtype)
+            product = _pixel_product(weight, config, True)
+            y = conv.by_pixels(inner, weight, bias, window, product)
+        else:
+            plain_bias = None if bias is None else _cast(bias, dtype)
+            y = conv.plain_conv2d(inner, _cast(weight, dtype), plain_bias, window)
         need_gx, keep = ctx.needs_input_grad[:2]
         saved, saved_seed, cache = None, seed, None
         if keep:

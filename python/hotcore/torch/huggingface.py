@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor
 
 from ..config import ConfigLike, as_config
-from .functional import linear_from_json
 from .modules import HotModule
 
 # hotcore does not require transformers; the type checker runs without it.
@@ -36,16 +35,12 @@ class HotConv1D(HotModule, _Conv1D):  # type: ignore[misc]
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., nx] -> [..., nf]``; see :func:`hotcore.torch.linear`."""
-        if not self.training:
+        if self.runs_plain:
             output: Tensor = super().forward(x)
             return output
         # Two dimensions as in Conv1D's own addmm, for the same bits.
         rows = x.reshape(-1, x.shape[-1])
-        try:
-            y = linear_from_json(rows, self.weight.t(), self.bias, self._config_json, self.defer)
-        except (ValueError, RuntimeError) as error:
-            self.prefix_layer_name(error)
-            raise
+        y = self._linear(rows, self.weight.t(), self.bias)
         return y.view(*x.shape[:-1], self.nf)
 
     def __repr__(self) -> str:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import ConfigLike, HotConfig, as_config
-from .functional import conv2d_from_json, linear_from_json
+from .functional import conv2d_from_json, evaluated_conv2d, evaluated_linear, linear_from_json
 
 _Hot = TypeVar("_Hot", bound="HotModule")
 
@@ -26,6 +26,8 @@ class HotModule:
     """The layer's name in the converted model, for error messages."""
     _config: HotConfig
     _config_json: str
+    _plain_in_eval: bool = True
+    """Whether it is plain in eval mode."""
 
     @property
     def config(self) -> HotConfig:
@@ -36,6 +38,7 @@ class HotModule:
     def config(self, value: ConfigLike) -> None:
         self._config = as_config(value)
         self._config_json = self._config.json  # compiled graphs hold it as a constant
+        self._plain_in_eval = not self._config.forward_in_eval
 
     @classmethod
     def from_plain(cls: type[_Hot], module: nn.Module, config: ConfigLike = "default") -> _Hot:
@@ -57,9 +60,28 @@ class HotModule:
         """Make the plain module that holds the same Parameters and hooks."""
         assert isinstance(self, nn.Module)
         new = _copy_content(self, self.plain)
-        for name in ("_config", "_config_json", "defer", "layer_name"):
+        for name in ("_config", "_config_json", "_plain_in_eval", "defer", "layer_name"):
             new.__dict__.pop(name, None)
         return new
+
+    @property
+    def runs_plain(self) -> bool:
+        """Whether it is now the plain layer: in eval mode, unless its 8-bit forward is kept."""
+        return self._plain_in_eval and not self.training  # type: ignore[attr-defined]  # a module has it
+
+    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The linear layer that :attr:`config` says, in training and in eval mode."""
+        if not self.training:  # type: ignore[attr-defined]  # a module has it
+            return evaluated_linear(x, weight, bias, self._config_json)
+        return linear_from_json(x, weight, bias, self._config_json, self.defer)
+
+    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The same; errors begin with the layer's name."""
+        try:
+            return self._product(x, weight, bias)
+        except (ValueError, RuntimeError) as error:
+            self.prefix_layer_name(error)
+            raise
 
     def prefix_layer_name(self, error: Exception) -> None:
         """Put the layer's name, if it has one, before the error's message."""
@@ -95,7 +117,9 @@ class HotLinear(HotModule, nn.Linear):
     """``nn.Linear`` with the same parameters and state_dict keys, trained through HOT.
 
     In eval mode it is ``nn.Linear``: plain forward, plain autograd. In training mode the forward is
-    bit-equal, and gradients are those of :func:`hotcore.torch.linear`.
+    bit-equal (with ``config.forward == "int8"`` that of :func:`hotcore.forward_linear`, which
+    ``forward_in_eval`` keeps in eval mode), and gradients are those of
+    :func:`hotcore.torch.linear`.
 
     Args:
         in_features: I.
@@ -135,20 +159,17 @@ class HotLinear(HotModule, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """``[..., I] -> [..., O]``; see :func:`hotcore.torch.linear`."""
-        if not self.training:
+        if self.runs_plain:
             return F.linear(input, self.weight, self.bias)
-        try:
-            return linear_from_json(input, self.weight, self.bias, self._config_json, self.defer)
-        except (ValueError, RuntimeError) as error:
-            self.prefix_layer_name(error)
-            raise
+        return self._linear(input, self.weight, self.bias)
 
 
 class HotConv2d(HotModule, nn.Conv2d):
     """``nn.Conv2d`` of one group with the same parameters and keys, trained through HOT.
 
     In eval mode it is ``nn.Conv2d``. In training mode the forward is bit-equal, x is kept
-    compressed (never unfolded), and gradients are those of :func:`hotcore.torch.conv2d`.
+    compressed (never unfolded), and gradients are those of :func:`hotcore.torch.conv2d`. An 8-bit
+    forward is that of 1x1 kernels, as of :class:`HotLinear`.
 
     Args:
         in_channels: C.
@@ -202,16 +223,28 @@ class HotConv2d(HotModule, nn.Conv2d):
         assert isinstance(new, nn.Conv2d)
         return new
 
+    @property
+    def runs_plain(self) -> bool:
+        """As of any; only 1x1 kernels have an 8-bit forward to keep."""
+        return not self.training and (self._plain_in_eval or not is_pointwise(self))
+
     def forward(self, input: Tensor) -> Tensor:
         """``[N, C, H, W] -> [N, O, Ho, Wo]``; see :func:`hotcore.torch.conv2d`."""
-        if not self.training:
-            return super().forward(input)
         sizes = (self.stride, self.padding, self.dilation, self.padding_mode)
+        if self.runs_plain:
+            return super().forward(input)
         try:
+            if not self.training:
+                return evaluated_conv2d(input, self.weight, self.bias, sizes, self._config_json)
             return conv2d_from_json(input, self.weight, self.bias, sizes, self._config_json)
         except (ValueError, RuntimeError) as error:
             self.prefix_layer_name(error)
             raise
+
+
+def is_pointwise(module: nn.Conv2d) -> bool:
+    """Whether it is a linear layer over pixels: a 1x1 kernel without padding."""
+    return module.kernel_size == (1, 1) and module.padding in ((0, 0), "same", "valid")
 
 
 def _copy_content(module: nn.Module, cls: type[Any]) -> nn.Module:

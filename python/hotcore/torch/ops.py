@@ -7,9 +7,10 @@ composite operators:
 * ``kept_of`` compresses x with a new seed (``compress``), once for all layers of a graph that take
   the same x and configuration. These layers round g_y with the same random numbers; every gradient
   is still unbiased.
-* ``linear`` is ``product`` with the backward ``backward_linear``. It takes the codes of x, although
-  the product does not need them, so that they exist before it. Otherwise the partitioner would move
-  the compression and its seed into backward (:attr:`HotModule.defer` allows that).
+* ``linear`` is ``product`` (``F.linear``, or libhot's with ``forward="int8"``) with the backward
+  ``backward_linear``. It takes the codes of x, although the product does not need them, so that
+  they exist before it. Otherwise the partitioner would move the compression and its seed into
+  backward (:attr:`HotModule.defer` allows that).
 
 A seed is an int64 ``[]``, the offset of the layer's key (:func:`key_of`). Compiled and captured
 code draws it with the generator of x's device, where the kernels read it: a graph needs no CPU
@@ -67,6 +68,7 @@ for _schema, _tags in (
     ("kept_of(Tensor x, Tensor inner, str config, bool codes) -> (Tensor, Tensor)", ()),
     (f"linear{_LINEAR}", ()),
     (f"product{_LINEAR}", _ANY_STRIDES),
+    ("forward_linear(Tensor x, Tensor weight, Tensor? bias, str config) -> Tensor", _ANY_STRIDES),
     (f"backward_linear{_BACKWARD}", _ANY_STRIDES),
 ):
     library.define(_schema, tags=_tags)
@@ -214,6 +216,46 @@ def quantize_weight(weight: Tensor, config: HotConfig) -> Tensor:
     return out
 
 
+def quantize_forward_weight(weight: Tensor, config: HotConfig) -> Tensor:
+    """w ``[O, I]`` as one uint8 vector that :func:`forward` takes in its place."""
+    rows, columns = weight.shape
+    spec = config.forward_spec
+    size = _core.forward_weight_bytes(rows, columns, spec)
+    out = torch.empty(size, dtype=torch.uint8, device=weight.device)
+    _core.quantize_forward_weight(context_for(weight), _to_dlpack(weight), spec, _to_dlpack(out))
+    return out
+
+
+def forward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    config: HotConfig,
+    quantized: Tensor | None = None,
+) -> Tensor:
+    """``x weight^T + bias`` in INT8, ``[..., O]`` in x's dtype, straight to libhot.
+
+    Weight and bias are of any of the three dtypes. ``quantized`` is what
+    :func:`quantize_forward_weight` made of ``weight``, whose values are then not looked at.
+    """
+    rows, spec = collapsible(x), config.forward_spec
+    *leading, in_features = rows.shape
+    tokens, out_features = math.prod(leading), weight.shape[0]
+    y = torch.empty((*x.shape[:-1], out_features), dtype=x.dtype, device=x.device)
+    sizes = (tokens, out_features, in_features, spec, quantized is not None)
+    _core.forward_linear(
+        context_for(x),
+        _to_dlpack(rows),
+        None if quantized is not None else _to_dlpack(weight),
+        None if bias is None else _to_dlpack(bias),
+        spec,
+        _to_dlpack(y if 2 <= y.dim() <= 4 else y.view(tokens, out_features)),
+        _workspace(_core.forward_linear_workspace, x, *sizes),
+        None if quantized is None else _to_dlpack(quantized),
+    )
+    return y
+
+
 def compress(x: Tensor, config: HotConfig, key: Key) -> Tensor:
     """x ``[..., I]`` compressed to a uint8 vector, by libhot without autograd or dispatcher."""
     x = collapsible(x)
@@ -355,6 +397,13 @@ def register(*operators: tuple[str, Callable[..., Any], Callable[..., Any]]) -> 
 def _product(
     x: Tensor, weight: Tensor, bias: Tensor | None, saved: Tensor | None, seed: Tensor, config: str
 ) -> Tensor:
+    settings = parsed(config)
+    if settings.forward == "int8":
+        return forward(x, weight, bias, settings)
+    return _plain_product(x, weight, bias)
+
+
+def _plain_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     dtype = x.dtype
     if weight.dtype != dtype:  # under autocast
         weight = weight.to(dtype)
@@ -366,8 +415,16 @@ def _product(
 def _fake_product(
     x: Tensor, weight: Tensor, bias: Tensor | None, saved: Tensor | None, seed: Tensor, config: str
 ) -> Tensor:
+    return _fake_forward_linear(x, weight, bias, config)
+
+
+def _forward_linear(x: Tensor, weight: Tensor, bias: Tensor | None, config: str) -> Tensor:
+    return forward(x, weight, bias, parsed(config))
+
+
+def _fake_forward_linear(x: Tensor, weight: Tensor, bias: Tensor | None, config: str) -> Tensor:
     register_with_partitioner()
-    return _product(x, weight, bias, saved, seed, config)
+    return _plain_product(x, weight, bias)  # which checks the shapes
 
 
 class _Linear(torch.autograd.Function):
@@ -509,6 +566,7 @@ register(
     ("compress_activation", _compress_activation, _fake_compress_activation),
     ("compress", _compress, _fake_compress),
     ("product", _product, _fake_product),
+    ("forward_linear", _forward_linear, _fake_forward_linear),
     ("backward_linear", _backward_linear, _fake_backward_linear),
 )
 for _name, _made in (("kept_of", _kept_of), ("linear", _linear)):
@@ -526,14 +584,16 @@ def register_with_partitioner() -> None:
 
     Otherwise an activation memory budget would recompute them.
     """
-    names = ("product", "backward_linear", "convolution", "backward_conv2d")
+    names = ("product", "forward_linear", "backward_linear", "convolution", "backward_conv2d")
     _compat.count_as_products(getattr(torch.ops.hotcore, name) for name in names)
 
 
 # As in torch, a multiply-add counts as two; the arguments are the shapes of the operands.
 
 
-@register_flop_formula([torch.ops.hotcore.linear, torch.ops.hotcore.product])
+@register_flop_formula(
+    [torch.ops.hotcore.linear, torch.ops.hotcore.product, torch.ops.hotcore.forward_linear]
+)
 def _linear_flops(x_shape: Sequence[int], weight_shape: Sequence[int], *_: Any, **__: Any) -> int:
     return 2 * math.prod(x_shape) * weight_shape[0]
 
@@ -584,6 +644,25 @@ def _bypasses_dispatcher(x: Tensor) -> bool:
         and (x.is_cuda or x.is_cpu)  # device.type takes three times as long
         and not is_intercepted(x)
     )
+
+
+def bypasses_dispatcher(x: Tensor, weight: Tensor) -> bool:
+    """Whether :func:`forward_linear` of these goes past the dispatcher."""
+    return _bypasses_dispatcher(x) and type(weight) in PLAIN_TYPES
+
+
+def forward_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, config: str, codes: Tensor | None = None
+) -> Tensor:
+    """``x weight^T + bias`` in INT8, by the operator or as it would be; no gradients.
+
+    ``codes`` of the weight (:func:`quantize_forward_weight`): only where the call
+    :func:`bypasses_dispatcher`.
+    """
+    if codes is not None or bypasses_dispatcher(x, weight):
+        return forward(x, weight, bias, parsed(config), codes)
+    y: Tensor = torch.ops.hotcore.forward_linear.default(x, weight, bias, config)
+    return y
 
 
 def compress_activation(x: Tensor, seed: Tensor, config: str) -> Tensor:

@@ -1,54 +1,55 @@
-// Stage: g_y quantised for both products, more tokens than a cluster holds (lowrank_resident.cu).
+// Stage: g_y for both products, where a cluster does not hold a column tile (quantize_columns.cu).
 //
-// gradient_kernel reads g_y once and makes of it the rows' codes for g_x (of one scale for the
-// whole tensor only the largest value) and the largest values of the columns of P g_y, with g_b;
-// the codes of those columns are a second read (lowrank_resident.cu, Pass::codes), which starts
-// where this one ends: in the L2.
-//   tile     16 whole rows (as many times more as rows are short), kept in shared memory; one
-//            thread block of 16 warps on an SM goes from tile to tile and copies the next one, an
-//            instruction a row (cp.async.bulk, so Hopper on), while it works on this one.
-//   rows     as in rows16_kernel: T lanes of a warp hold a row, B blocks of 16 elements each, in
+// rows_column_amax_kernel reads g_y once. It makes the rows' codes for g_x (of one scale for the
+// whole tensor only the largest value) and the largest values of the columns of P g_y, with g_b.
+// The codes of those columns are a second read (column_codes_kernel), which starts where this one
+// ends: in the L2.
+//   tile     16 whole rows (as many times more as rows are short) in shared memory. One CTA of 16
+//            warps on an SM goes from tile to tile. It copies the next one, an instruction a row
+//            (cp.async.bulk, so Hopper on), while it works on this one.
+//   rows     As in rows16_kernel: T lanes of a warp hold a row, B blocks of 16 elements each, in
 //            registers; butterfly, largest value by shuffles, codes.
-//   columns  a thread takes 16 tokens of two neighbouring columns, folded (a sketch: which tokens
-//            meet is the same for a whole tile, and stands in a table) or butterflied; it alone
-//            keeps their largest values and sums in shared memory from tile to tile.
-//   end      a thread block raises the largest values in global memory once, and leaves a partial
-//            sum of every column for every 32 tiles: so many additions in fp32 keep the bound of
-//            g_b.
+//   columns  A thread takes 16 tokens of two neighbouring columns, folded (a sketch: a table says
+//            which tokens of the tile meet) or butterflied. It alone keeps their largest values and
+//            sums in shared memory from tile to tile.
+//   end      A CTA updates the largest values in global memory once, and leaves a partial sum of
+//            every column for every 32 tiles: so many additions in fp32 keep the bound of g_b.
 //   2 bytes read and 1 written for an element, and 2 + 1 (rank 8: 0.5) for the columns' codes,
 //   where three kernels read 2 bytes three times.
 #include <algorithm>
 #include <cstdint>
 
+#include "cuda/device/async_copy.cuh"
+#include "cuda/device/reduce.cuh"
 #include "cuda/launch.h"
 #include "cuda/launchers.h"
-#include "cuda/lowrank_resident.cuh"
-#include "cuda/quantize.cuh"
+#include "cuda/quantize_columns.cuh"
+#include "cuda/quantize_rows.cuh"
 
 namespace hot::detail {
 namespace {
 
-using resident::Kind;
+using columns::Kind;
 
-using gradient::barrier_bytes;
-using gradient::Layout;
-using gradient::threads;
-using gradient::tiles_a_sum;
-using gradient::token_block;
+using rows_column_amax::barrier_bytes;
+using rows_column_amax::Layout;
+using rows_column_amax::threads;
+using rows_column_amax::tiles_a_sum;
+using rows_column_amax::token_block;
 
-struct GradientArgs {
+struct RowsColumnAmaxArgs {
   RowsArgs rows;
-  resident::Args columns;
+  columns::Args columns;
   Kind kind;
   int lanes;         // of a row: T
   int token_blocks;  // of a tile
   unsigned tiles, sums;
 };
 
-// Starts the copies of a tile, and writes down which tokens a sketch folds there: token i of the
-// lower half at 2 i, the one that is added to it at 2 i + 1, as offsets.
-__device__ void start_tile(const GradientArgs& args, const Layout& layout, unsigned tile, char* to,
-                           int* folds, unsigned barrier) {
+// Starts the copies of a tile, and writes which tokens a sketch folds there, as offsets: token i of
+// the lower half at 2 i, the one that is added to it at 2 i + 1.
+__device__ void start_tile(const RowsColumnAmaxArgs& args, const Layout& layout, unsigned tile,
+                           char* to, int* folds, unsigned barrier) {
   const int thread = static_cast<int>(threadIdx.x);
   const int rows = args.token_blocks * token_block;
   const std::int64_t first = std::int64_t{tile} * rows;
@@ -79,11 +80,12 @@ __device__ void start_tile(const GradientArgs& args, const Layout& layout, unsig
 }
 
 template <Rounding rounding, int B, class Tag>
-__device__ __forceinline__ void quantize_tile_rows(const GradientArgs& args, const Layout& layout,
-                                                   const DeviceOffset& offset, unsigned tile,
-                                                   const char* tokens, std::uint32_t& largest) {
+__device__ __forceinline__ void quantize_tile_rows(const RowsColumnAmaxArgs& args,
+                                                   const Layout& layout, const DeviceOffset& offset,
+                                                   unsigned tile, const char* tokens,
+                                                   std::uint32_t& largest) {
   const int thread = static_cast<int>(threadIdx.x), T = args.lanes, lane = thread & (T - 1);
-  const int local = thread / T;  // as many rows as the thread block has such groups of lanes
+  const int local = thread / T;  // as many rows as the CTA has such groups of lanes
   const int blocks = static_cast<int>(args.rows.k_padded / 16);
   const char* from = tokens + local * layout.row_bytes;
   unsigned words[B][8];
@@ -108,16 +110,16 @@ __device__ __forceinline__ void quantize_tile_rows(const GradientArgs& args, con
   });
 }
 
-// What is kept of two columns: the largest values of P g_y and the sums of tokens.
+// Largest values of P g_y and sums of tokens, of two columns.
 template <Kind kind, class Tag>
-__device__ __forceinline__ void look_at_columns(const GradientArgs& args, const Layout& layout,
-                                                const char* tokens, const int* folds,
-                                                uint2* largest, float2* sums) {
+__device__ __forceinline__ void accumulate_columns(const RowsColumnAmaxArgs& args,
+                                                   const Layout& layout, const char* tokens,
+                                                   const int* folds, uint2* largest, float2* sums) {
   const int pairs = static_cast<int>(args.rows.x.cols) / 2;
   for (int i = static_cast<int>(threadIdx.x); i < args.token_blocks * pairs; i += threads) {
     const int block = args.token_blocks == 1 ? 0 : i / pairs, pair = i - block * pairs;
     const char* from = tokens + block * token_block * layout.row_bytes + pair * 4;
-    resident::Seen<kind, float> seen[2];
+    columns::Partial<kind, float> partial[2];
     if constexpr (kind == Kind::sketch8) {
       const auto* offsets = reinterpret_cast<const int4*>(folds + block * token_block);
       float v[2][8];
@@ -125,69 +127,70 @@ __device__ __forceinline__ void look_at_columns(const GradientArgs& args, const 
       for (int two = 0; two < 4; ++two) {
         const int4 at = offsets[two];
         float x[2], y[2];
-        resident::load_two<Tag>(from + at.x, x[0], x[1]);
-        resident::load_two<Tag>(from + at.y, y[0], y[1]);
+        columns::load_two<Tag>(from + at.x, x[0], x[1]);
+        columns::load_two<Tag>(from + at.y, y[0], y[1]);
         v[0][2 * two] = x[0] + y[0];
         v[1][2 * two] = x[1] + y[1];
-        resident::load_two<Tag>(from + at.z, x[0], x[1]);
-        resident::load_two<Tag>(from + at.w, y[0], y[1]);
+        columns::load_two<Tag>(from + at.z, x[0], x[1]);
+        columns::load_two<Tag>(from + at.w, y[0], y[1]);
         v[0][2 * two + 1] = x[0] + y[0];
         v[1][2 * two + 1] = x[1] + y[1];
       }
-      seen[0].folded(v[0], true);
-      seen[1].folded(v[1], true);
+      partial[0].folded(v[0], true);
+      partial[1].folded(v[1], true);
     } else {
       float v[2][token_block];
 #pragma unroll
       for (int t = 0; t < token_block; ++t) {
-        resident::load_two<Tag>(from + t * layout.row_bytes, v[0][t], v[1][t]);
+        columns::load_two<Tag>(from + t * layout.row_bytes, v[0][t], v[1][t]);
       }
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         if constexpr (kind == Kind::lowpass8 || kind == Kind::sequency8) {
-          seen[c].rows(v[c], true);
+          partial[c].rows(v[c], true);
         } else {
-          seen[c].group(v[c], args.columns.sum_wanted);
+          partial[c].tokens(v[c], args.columns.sum_wanted);
         }
       }
     }
-    std::uint32_t most[2];
+    std::uint32_t amax[2];
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
-      float value = seen[c].largest[0];
+      float value = partial[c].largest[0];
       if constexpr (kind == Kind::sketch8) {
-        value = max_magnitude(value, seen[c].largest[1] * args.columns.sketch_weight);
+        value = max_magnitude(value, partial[c].largest[1] * args.columns.sketch_weight);
       }
-      most[c] = abs_bits(value);
+      amax[c] = abs_bits(value);
     }
     const uint2 before = largest[i];
-    largest[i] = make_uint2(max(before.x, most[0]), max(before.y, most[1]));
+    largest[i] = make_uint2(max(before.x, amax[0]), max(before.y, amax[1]));
     if (args.columns.sum_wanted) {
       const float2 sum = sums[i];
-      sums[i] = make_float2(sum.x + seen[0].sum, sum.y + seen[1].sum);
+      sums[i] = make_float2(sum.x + partial[0].sum, sum.y + partial[1].sum);
     }
   }
 }
 
 template <class Tag>
-__device__ void look_at_columns(const GradientArgs& args, const Layout& layout, const char* tokens,
-                                const int* folds, uint2* largest, float2* sums) {
+__device__ void accumulate_columns(const RowsColumnAmaxArgs& args, const Layout& layout,
+                                   const char* tokens, const int* folds, uint2* largest,
+                                   float2* sums) {
   switch (args.kind) {
     case Kind::full:
-      return look_at_columns<Kind::full, Tag>(args, layout, tokens, folds, largest, sums);
-    case Kind::whole:
-      return look_at_columns<Kind::whole, Tag>(args, layout, tokens, folds, largest, sums);
+      return accumulate_columns<Kind::full, Tag>(args, layout, tokens, folds, largest, sums);
+    case Kind::hadamard:
+      return accumulate_columns<Kind::hadamard, Tag>(args, layout, tokens, folds, largest, sums);
     case Kind::sketch8:
-      return look_at_columns<Kind::sketch8, Tag>(args, layout, tokens, folds, largest, sums);
+      return accumulate_columns<Kind::sketch8, Tag>(args, layout, tokens, folds, largest, sums);
     case Kind::lowpass8:
-      return look_at_columns<Kind::lowpass8, Tag>(args, layout, tokens, folds, largest, sums);
+      return accumulate_columns<Kind::lowpass8, Tag>(args, layout, tokens, folds, largest, sums);
     case Kind::sequency8:
-      return look_at_columns<Kind::sequency8, Tag>(args, layout, tokens, folds, largest, sums);
+      return accumulate_columns<Kind::sequency8, Tag>(args, layout, tokens, folds, largest, sums);
   }
 }
 
-// Leaves the sums so far as partial sums number `run`, and begins anew.
-__device__ void leave_sums(const GradientArgs& args, float* sums, unsigned run) {
+// Writes the sums so far as partial sums number `run`, and begins anew.
+__device__ void write_partial_sums(const RowsColumnAmaxArgs& args, float* sums, unsigned run) {
   const int columns = static_cast<int>(args.rows.x.cols);
   __syncthreads();
   for (int c = static_cast<int>(threadIdx.x); c < columns; c += threads) {
@@ -203,7 +206,7 @@ __device__ void leave_sums(const GradientArgs& args, float* sums, unsigned run) 
 
 template <Rounding rounding, int B, class Tag>
 __global__ void __launch_bounds__(threads, 1)
-    gradient_kernel(const __grid_constant__ GradientArgs args) {
+    rows_column_amax_kernel(const __grid_constant__ RowsColumnAmaxArgs args) {
   extern __shared__ __align__(128) char shared[];
   const Layout layout(args.rows.x.cols, args.token_blocks);
   auto* const largest = reinterpret_cast<std::uint32_t*>(shared + layout.largest());
@@ -227,38 +230,38 @@ __global__ void __launch_bounds__(threads, 1)
   for (unsigned turn = 0; tile < args.tiles; ++turn, tile += gridDim.x) {
     const unsigned here = turn % 2, next = here ^ 1;
     wait_bulk(barriers + here * barrier_bytes, turn / 2);
-    __syncthreads();  // this tile has come, and nobody is at the one before it any more
+    __syncthreads();  // this tile is loaded, and all are done with the previous one
     if (tile + gridDim.x < args.tiles) {
       start_tile(args, layout, tile + gridDim.x, shared + next * layout.tile_bytes,
                  folds + next * layout.fold_words, barriers + next * barrier_bytes);
     }
     if (args.columns.sum_wanted && turn > 0 && turn % tiles_a_sum == 0) {
-      leave_sums(args, sums, run);
+      write_partial_sums(args, sums, run);
       run += gridDim.x;
     }
     const char* const tokens = shared + here * layout.tile_bytes;
     quantize_tile_rows<rounding, B, Tag>(args, layout, offset, tile, tokens, rows_largest);
-    look_at_columns<Tag>(args, layout, tokens, folds + here * layout.fold_words,
-                         reinterpret_cast<uint2*>(largest), reinterpret_cast<float2*>(sums));
+    accumulate_columns<Tag>(args, layout, tokens, folds + here * layout.fold_words,
+                            reinterpret_cast<uint2*>(largest), reinterpret_cast<float2*>(sums));
   }
   if (args.columns.sum_wanted) {
-    for (; run < args.sums; run += gridDim.x) leave_sums(args, sums, run);
+    for (; run < args.sums; run += gridDim.x) write_partial_sums(args, sums, run);
   }
   __syncthreads();
   const int columns = static_cast<int>(args.rows.x.cols);
-  std::uint32_t most = 0;
+  std::uint32_t all_columns = 0;
   for (int c = static_cast<int>(threadIdx.x); c < columns; c += threads) {
     std::uint32_t column = 0;
     for (int block = 0; block < args.token_blocks; ++block) {
       column = max(column, largest[block * columns + c]);
     }
     if (!args.columns.per_tensor) atomic_max(args.columns.amax + c, column);
-    most = max(most, column);
+    all_columns = max(all_columns, column);
   }
   const bool leader = threadIdx.x % 32 == 0;
   if (args.columns.per_tensor) {
-    most = warp_max(most);
-    if (leader) atomic_max(args.columns.amax, most);
+    all_columns = warp_max(all_columns);
+    if (leader) atomic_max(args.columns.amax, all_columns);
   }
   if (args.rows.pass == RowsPass::amax) {
     rows_largest = warp_max(rows_largest);
@@ -268,22 +271,22 @@ __global__ void __launch_bounds__(threads, 1)
 
 template <Rounding rounding, class Tag>
 auto kernel_of(int lane_blocks) {
-  constexpr decltype(&gradient_kernel<rounding, 1, Tag>) kernels[rows16_most_blocks] = {
-      gradient_kernel<rounding, 1, Tag>, gradient_kernel<rounding, 2, Tag>,
-      gradient_kernel<rounding, 3, Tag>, gradient_kernel<rounding, 4, Tag>,
-      gradient_kernel<rounding, 5, Tag>, gradient_kernel<rounding, 6, Tag>};
+  constexpr decltype(&rows_column_amax_kernel<rounding, 1, Tag>) kernels[rows16_max_blocks] = {
+      rows_column_amax_kernel<rounding, 1, Tag>, rows_column_amax_kernel<rounding, 2, Tag>,
+      rows_column_amax_kernel<rounding, 3, Tag>, rows_column_amax_kernel<rounding, 4, Tag>,
+      rows_column_amax_kernel<rounding, 5, Tag>, rows_column_amax_kernel<rounding, 6, Tag>};
   return kernels[lane_blocks - 1];
 }
 
 }  // namespace
 
-void launch_gradient(const Context& context, const plan::Step& step, const RowsJob& rows,
-                     const ColumnsJob& columns, const ColumnSum* sum) {
-  const auto& work = step.as<plan::GradientStep>();
-  GradientArgs args{};
+void launch_rows_column_amax(const Context& context, const plan::Step& step, const RowsJob& rows,
+                             const ColumnsJob& columns, const ColumnSum* sum) {
+  const auto& work = step.as<plan::RowsColumnAmaxStep>();
+  RowsColumnAmaxArgs args{};
   args.rows = rows_args(context, rows);
   args.rows.pass = work.pass;
-  args.columns = resident::make_args(context, columns, work.kind, sum);
+  args.columns = columns::make_args(context, columns, work.kind, sum);
   args.kind = work.kind;
   args.lanes = work.lanes;
   args.token_blocks = work.token_blocks;

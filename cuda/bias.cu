@@ -1,0 +1,94 @@
+// Stage: g_b on its own, and outputs that are zero.
+//
+// partial_sum_kernel, final_sum_kernel: sums of 128 tokens, then their sum, in a fixed order. 2
+//   bytes an element for fp16. Where g_y is quantised for g_w the partial sums come from there.
+// fill_zero_kernel: g_x or g_w of an empty contraction.
+#include <cstdint>
+
+#include "cuda/device/matrix_io.cuh"
+#include "cuda/launch.h"
+#include "cuda/launchers.h"
+
+namespace hot::detail {
+namespace {
+
+using bias::sum_run;
+using bias::sum_threads;
+
+// Blocks of 16 tokens as row 0 of their FWHT adds them; a thread adds up the blocks of its run.
+template <class Tag>
+__global__ void __launch_bounds__(sum_threads) partial_sum_kernel(MatrixIn x, float* partial) {
+  begin_kernel();
+  const std::int64_t tiles = (x.cols + sum_threads - 1) / sum_threads;
+  const std::int64_t col = blockIdx.x % tiles * sum_threads + threadIdx.x;
+  const std::int64_t run = blockIdx.x / tiles;
+  if (col >= x.cols) return;
+  float total = 0.0F;
+  for (int block = 0; block < sum_run; ++block) {
+    const std::int64_t token = (run * sum_run + block) * 16;
+    float v[16];
+#pragma unroll
+    for (int t = 0; t < 16; ++t) {
+      v[t] = token + t < x.rows ? Tag::load(x.data, (token + t) * x.row_stride + col * x.col_stride)
+                                : 0.0F;
+    }
+#pragma unroll
+    for (int h = 1; h < 16; h *= 2) {
+#pragma unroll
+      for (int t = 0; t < 16; t += 2 * h) v[t] = v[t] + v[t + h];
+    }
+    total += v[0];
+  }
+  partial[run * x.cols + col] = total;
+}
+
+__global__ void final_sum_kernel(const float* partial, std::int64_t runs, bool accumulate,
+                                 MatrixOut out, bool independent) {
+  begin_kernel(independent);
+  __shared__ double shared[8][32];
+  const std::int64_t col = std::int64_t{blockIdx.x} * 32 + threadIdx.x % 32;
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  double total = 0.0;
+  if (col < out.cols) {
+    for (std::int64_t run = warp; run < runs; run += 8) {
+      total += static_cast<double>(partial[run * out.cols + col]);
+    }
+  }
+  shared[warp][threadIdx.x % 32] = total;
+  __syncthreads();
+  if (warp == 0 && col < out.cols) {
+    for (int i = 1; i < 8; ++i) total += shared[i][threadIdx.x];
+    float sum = static_cast<float>(total);
+    if (accumulate) sum = load_out(out, 0, col) + sum;
+    store_element(out, 0, col, sum);
+  }
+  end_kernel(independent);
+}
+
+__global__ void fill_zero_kernel(MatrixOut out) {
+  begin_kernel();
+  const std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  if (i < out.rows * out.cols) store_element(out, i / out.cols, i % out.cols, 0.0F);
+}
+
+}  // namespace
+
+void launch_partial_sum(const Context& context, const plan::Step& step, const MatrixIn& x,
+                        void* sums) {
+  host_with_dtype(step.dtype, [&](auto tag) {
+    launch("backward_linear", context, partial_sum_kernel<decltype(tag)>, step.shape, x,
+           static_cast<float*>(sums));
+  });
+}
+
+void launch_final_sum(const Context& context, const plan::Step& step, const ColumnSum& sum) {
+  launch("backward_linear", context, final_sum_kernel, step.shape,
+         static_cast<const float*>(sum.workspace), step.as<plan::SumsStep>().runs, sum.accumulate,
+         sum.out, step.independent);
+}
+
+void launch_fill_zero(const Context& context, const plan::Step& step, const MatrixOut& out) {
+  launch("backward_linear", context, fill_zero_kernel, step.shape, out);
+}
+
+}  // namespace hot::detail

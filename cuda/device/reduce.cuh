@@ -1,0 +1,39 @@
+// The largest of values that threads hold, as bit patterns of magnitudes.
+#pragma once
+
+#include <cstdint>
+
+namespace hot::detail {
+
+__device__ inline std::uint32_t warp_max(std::uint32_t v) {
+  return __reduce_max_sync(0xffffffffU, v);
+}
+
+// Of a CTA, for all of its threads.
+__device__ inline std::uint32_t block_max(std::uint32_t v, std::uint32_t* shared) {
+  const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+  v = warp_max(v);
+  if (threads == 32) return v;
+  __syncthreads();
+  if (thread % 32 == 0) shared[thread / 32] = v;
+  __syncthreads();
+  for (int w = 0; w < threads / 32; ++w) v = max(v, shared[w]);
+  return v;
+}
+
+// Of a row that T lanes share: of one warp if T is a power of two up to 32, else of T / 32
+// neighbouring warps, by `shared` (a word for each warp of the CTA).
+__device__ inline std::uint32_t row_max(std::uint32_t v, int T, int thread, std::uint32_t* shared) {
+  if (T <= 32) {
+    for (int h = 1; h < T; h *= 2) v = max(v, __shfl_xor_sync(0xffffffffU, v, h));
+    return v;
+  }
+  v = warp_max(v);
+  if (thread % 32 == 0) shared[thread / 32] = v;
+  __syncthreads();
+  const int first = thread / T * (T / 32);
+  for (int w = 0; w < T / 32; ++w) v = max(v, shared[first + w]);
+  return v;
+}
+
+}  // namespace hot::detail

@@ -1,0 +1,197 @@
+// Stage: x kept as INT4, and back to INT8 for g_w (back to floats: decompress.cu).
+//
+// groups_kernel, group_pairs_kernel: x to INT4.
+//   A thread takes the 64 tokens of a group in one channel, or half of them of two channels in
+//   16-bit types, and writes 16 contiguous bytes at a time. 2.53 bytes an element for fp16.
+//
+// requantize_kernel: INT4 back to INT8.
+//   A CTA takes a channel. 1.53 bytes an element.
+#include <cstdint>
+
+#include "cuda/device/matrix_io.cuh"
+#include "cuda/device/reduce.cuh"
+#include "cuda/device/rounding.cuh"
+#include "cuda/int4_activation.cuh"
+#include "cuda/launch.h"
+#include "cuda/launchers.h"
+
+namespace hot::detail {
+namespace {
+
+// The smallest bf16 not below a positive finite value, as bits.
+__device__ std::uint16_t bf16_up(float v) {
+  return static_cast<std::uint16_t>((__float_as_uint(v) + 0xffffU) >> 16);
+}
+
+// The low nibbles of eight bytes.
+__device__ std::uint32_t pack_nibbles(std::uint32_t low, std::uint32_t high) {
+  const auto pairs = [](std::uint32_t w) {  // bytes 0 and 2: two nibbles each
+    return (w & ~0x00f000f0U) | ((w >> 4) & 0x00f000f0U);
+  };
+  return __byte_perm(pairs(low), pairs(high), 0x6420);
+}
+
+struct GroupsArgs {
+  MatrixIn x;
+  std::uint8_t* packed;
+  std::int64_t row_bytes;
+  std::uint16_t* scale;
+  DeviceKey key;
+};
+
+struct GroupScale {
+  std::uint16_t bf16;
+  float inv;
+  bool keep;  // false: codes are 0 although the values are not finite
+};
+
+__device__ GroupScale group_scale(std::uint32_t amax) {
+  if (amax >= 0x7f800000U) return {0x7fc0U, 0.0F, false};
+  if (__uint_as_float(amax) < 0x1p-100F) return {0, 0.0F, true};
+  const std::uint16_t half = bf16_up(__fdiv_rn(__uint_as_float(amax), 7.0F));
+  return {half, __fdiv_rn(1.0F, __uint_as_float(std::uint32_t{half} << 16)), true};
+}
+
+// Rounds and writes half a group, 32 tokens of a channel, `value(t)` each: 16 bytes.
+template <Rounding rounding, class Value>
+__device__ void finish_half(const GroupsArgs& args, const DeviceOffset& offset, std::int64_t col,
+                            std::int64_t g, int half, const GroupScale& scale, const Value& value) {
+  const std::int64_t at = g * 32 + half * 16, row_blocks = (args.x.rows + 15) / 16;
+  if (at >= args.row_bytes) return;  // rows are whole 16 bytes
+  std::uint32_t words[4] = {0, 0, 0, 0};
+  if (scale.keep) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint4 codes = round_group<rounding>(
+          [&](int j) { return value(i * 16 + j); }, UniformScale{scale.inv}, args.key, offset,
+          static_cast<std::uint64_t>(col * row_blocks + g * 4 + half * 2 + i), 4);
+      words[2 * i] = pack_nibbles(codes.x, codes.y);
+      words[2 * i + 1] = pack_nibbles(codes.z, codes.w);
+    }
+  }
+  *reinterpret_cast<uint4*>(args.packed + col * args.row_bytes + at) =
+      make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+template <Rounding rounding, class Tag>
+__global__ void __launch_bounds__(128) groups_kernel(GroupsArgs args) {
+  begin_kernel();
+  const DeviceOffset offset = warp_offset<rounding>(args.key);
+  const std::int64_t tiles = (args.x.cols + 127) / 128;
+  const std::int64_t col = blockIdx.x % tiles * 128 + threadIdx.x;
+  const std::int64_t g = blockIdx.x / tiles;
+  if (col >= args.x.cols) return;
+  float v[64];
+#pragma unroll
+  for (int t = 0; t < 64; ++t) {
+    const std::int64_t token = g * 64 + t;
+    v[t] = token < args.x.rows
+               ? Tag::load(args.x.data, token * args.x.row_stride + col * args.x.col_stride)
+               : 0.0F;
+  }
+  std::uint32_t amax = 0;
+#pragma unroll
+  for (int t = 0; t < 64; ++t) amax = max(amax, abs_bits(v[t]));
+  const GroupScale scale = group_scale(amax);
+  args.scale[col * ((args.x.rows + 63) / 64) + g] = scale.bf16;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    finish_half<rounding>(args, offset, col, g, half, scale,
+                          [&](int t) { return v[32 * half + t]; });
+  }
+}
+
+// The same for 16-bit types: a lane has two columns as they are in memory and half a group, 32
+// words in registers; the lane 16 further has the other half. The largest of both columns by one
+// instruction (patterns of |v| have the order of the values).
+template <Rounding rounding, class Tag>
+__global__ void __launch_bounds__(128) group_pairs_kernel(GroupsArgs args) {
+  begin_kernel();
+  const DeviceOffset offset = warp_offset<rounding>(args.key);
+  const std::int64_t tiles = (args.x.cols + 127) / 128;
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const std::int64_t col = blockIdx.x % tiles * 128 + warp * 32 + 2 * (lane % 16);
+  const std::int64_t g = blockIdx.x / tiles;
+  const int half = lane / 16;
+  const bool live = col < args.x.cols;  // all lanes take part in the shuffle
+  const std::int64_t first = g * 64 + half * 32;
+  const auto* from =
+      static_cast<const char*>(args.x.data) + (first * args.x.row_stride + col) * Tag::size;
+  const std::int64_t pitch = args.x.row_stride * Tag::size;
+  unsigned word[32];
+  if (live && first + 32 <= args.x.rows) {
+#pragma unroll
+    for (int t = 0; t < 32; ++t) word[t] = *reinterpret_cast<const unsigned*>(from + t * pitch);
+  } else {
+#pragma unroll
+    for (int t = 0; t < 32; ++t) {
+      word[t] = live && first + t < args.x.rows
+                    ? *reinterpret_cast<const unsigned*>(from + t * pitch)
+                    : 0U;
+    }
+  }
+  unsigned most = 0;
+#pragma unroll
+  for (int t = 0; t < 32; ++t) most = __vmaxu2(most, word[t] & 0x7fff7fffU);
+  most = __vmaxu2(most, __shfl_xor_sync(0xffffffffU, most, 16));
+  if (!live) return;
+  const auto pair = [](unsigned packed, int c) {
+    const unsigned one[1] = {packed};
+    float v[2];
+    Tag::unpack(one, v);
+    return v[c];
+  };
+#pragma unroll
+  for (int c = 0; c < 2; ++c) {
+    const GroupScale scale = group_scale(abs_bits(pair(most, c)));
+    if (half == 0) args.scale[(col + c) * ((args.x.rows + 63) / 64) + g] = scale.bf16;
+    finish_half<rounding>(args, offset, col + c, g, half, scale,
+                          [&](int t) { return pair(word[t], c); });
+  }
+}
+
+template <Rounding rounding>
+__global__ void requantize_kernel(const __grid_constant__ RequantizeArgs args, bool independent) {
+  __shared__ std::uint32_t shared[32];
+  begin_kernel(independent);
+  requantize_channel<rounding>(args, blockIdx.x, static_cast<int>(threadIdx.x),
+                               static_cast<int>(blockDim.x),
+                               [&](std::uint32_t v) { return block_max(v, shared); });
+  end_kernel(independent);
+}
+
+}  // namespace
+
+RequantizeArgs requantize_args(const Context& context, const GroupsJob& job) {
+  return {job.packed, job.row_bytes,
+          job.scale,  ceil_div(job.tokens, int4_group),
+          job.out,    device_key(context.key(), Purpose::requantize)};
+}
+
+void launch_groups(const Context& context, const plan::Step& step, const MatrixIn& x,
+                   std::uint8_t* packed, std::int64_t row_bytes, std::uint16_t* scale) {
+  const GroupsArgs args{x, packed, row_bytes, scale,
+                        device_key(context.key(), Purpose::activation)};
+  const auto run = [&](auto kernel) {
+    launch("compress_activation", context, kernel, step.shape, args);
+  };
+  with_rounding(step.rounding, [&](auto r) {
+    constexpr Rounding mode = decltype(r)::value;
+    host_with_dtype(step.dtype, [&](auto tag) {
+      using Tag = decltype(tag);
+      if constexpr (Tag::size == 2) {
+        if (step.kernel == plan::Kernel::group_pairs) return run(group_pairs_kernel<mode, Tag>);
+      }
+      run(groups_kernel<mode, Tag>);
+    });
+  });
+}
+
+void launch_requantize(const Context& context, const plan::Step& step, const GroupsJob& job) {
+  with_rounding(step.rounding, [&](auto r) {
+    launch("backward_linear", context, requantize_kernel<decltype(r)::value>, step.shape,
+           requantize_args(context, job), step.independent);
+  });
+}
+
+}  // namespace hot::detail

@@ -1,0 +1,74 @@
+// Device code that HLA and the generic quantiser of columns share: the rows of P x, of any
+// projection, one column a thread.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/device/matrix_io.cuh"
+#include "cuda/device/projection.cuh"
+#include "cuda/device/rounding.cuh"
+#include "kernels.h"
+
+namespace hot::detail {
+
+// A column of shared memory: element i of this thread.
+struct SharedColumn {
+  float* base;
+  int threads;
+  __device__ float& operator[](int i) const { return base[i * threads]; }
+};
+
+__device__ inline void butterfly_shared(const SharedColumn& v, int length) {
+  for (int h = 1; h < length; h *= 2) {
+    for (int i = 0; i < length; ++i) {
+      if ((i & h) != 0) continue;
+      const float a = v[i], b = v[i + h];
+      v[i] = a + b;
+      v[i + h] = a - b;
+    }
+  }
+}
+
+// Calls emit(k, value) for the rows of P x that the blocks [begin, end) give, in order; the range
+// that holds the last block also gives the prefix rows.
+template <class Emit>
+__device__ void walk_rows(const MatrixIn& x, const DeviceProjection& p, std::int64_t col,
+                          std::int64_t begin, std::int64_t end, const SharedColumn& v,
+                          const Emit& emit) {
+  std::int64_t k = begin * p.rank;
+  const DeviceOffset offset = offset_of(p.sketch);
+  for (std::int64_t block = begin; block < end; ++block) {
+    for (int t = 0; t < p.block; ++t) {
+      const std::int64_t position = block * p.block + t;
+      v[t] = position < p.body_tokens ? load_element(x, p.order.body(position), col) : 0.0F;
+    }
+    int length = p.block;
+    if (p.basis == Basis::sketch && p.folds > 0) {
+      const RandomWords draw = random_words(p.sketch, offset, static_cast<std::uint64_t>(block));
+      for (int fold = 0; fold < p.folds; ++fold, length /= 2) {
+        const int a = sketch_draw(draw, fold, length);
+        const int top = 1 << (31 - __clz(a));
+        int to = 0;  // in place: result i comes from rows i and above
+        for (int t = 0; t < length; ++t) {
+          if ((t & top) == 0) v[to++] = v[t] + v[t ^ a];
+        }
+      }
+    }
+    if (p.basis != Basis::full) butterfly_shared(v, length);
+    for (int i = 0; i < p.rank; ++i) {
+      float value;
+      if (p.basis == Basis::sketch) {
+        value = i == 0 || p.folds == 0 ? v[i] : v[i] * p.sketch_weight;
+      } else {
+        value = v[p.rank == p.block ? i : p.rows[i]];
+      }
+      emit(k++, value);
+    }
+  }
+  if (end < p.blocks) return;
+  for (std::int64_t j = 0; j < p.order.prefix_rows(); ++j) {
+    emit(k++, load_element(x, p.order.prefix_token(j), col) * p.prefix_factor);
+  }
+}
+
+}  // namespace hot::detail

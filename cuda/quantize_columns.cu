@@ -1,0 +1,220 @@
+// Stage: the K-contiguous operands of columns, in blocks of 16 tokens: g_y for g_w, w for g_x, x
+// kept as INT8. P x is an FWHT of the tokens, a sketch or a basis of rank 8, or x itself.
+//
+// columns_one_pass_kernel: one read of x.
+//   A cluster takes a column tile, 64 bytes of every token (32 columns in 16-bit types, two
+//   sectors), and keeps it in shared memory. Its CTAs reduce the largest values through the
+//   cluster's shared memory and write the codes from the same bytes. P x of rank 8 takes the place
+//   of the tokens that it is made from (16-bit types: 16 values in fp32 for 32 tokens, by the same
+//   lane); otherwise it is computed twice.
+//     work     A warp owns a token tile of 128 tokens (8 KB), from column tile to column tile. It
+//              waits for its own copies (cp.async), finds the largest values, meets the others at
+//              two barriers, writes the codes and starts the copies of the next column tile.
+//              A lane takes 16 k (a k16) of two neighbouring columns at a time in registers: 16
+//              tokens as they are (full), a whole block (w for g_x), or two blocks of rank 8. A
+//              sketch folds to 8 values first (it reads tokens t and t ^ a: no register is indexed
+//              at run time); lowpass and sequency keep 8 fixed rows.
+//     banks    Bits 5 and 6 of an address are swizzled by the number of the k16 (16 tokens, or 32
+//              at rank 8), so that the four k16 of a warp use all banks. Every block starts on 1024
+//              bytes, so that tokens are reached by exclusive or.
+//     stores   A warp writes 64 contiguous bytes of each of 16 channels, straight from registers.
+//   16-bit types: 2 bytes read and 1 (rank 8: 0.5) written for an element, the least there is.
+//   g_b falls out: row 0 of a block is the sum of its tokens.
+//
+// column_amax_kernel, column_codes_kernel: two reads, where a cluster cannot hold a column tile.
+//   The largest values (atomicMax), then the codes in the opposite order, which finds the end of x
+//   in the L2. For devices without clusters (before sm_90), one scale for the whole tensor, or more
+//   than 16,384 tokens: clusters that hold more spill registers or fill an SM with one CTA, and
+//   take longer (docs/dev/kernels.md).
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+
+#include "cuda/launch.h"
+#include "cuda/launchers.h"
+#include "cuda/quantize_columns.cuh"
+
+namespace hot::detail {
+namespace columns {
+
+Args make_args(const Context& context, const ColumnsJob& job, Kind kind, const ColumnSum* sum) {
+  const Projection& p = *job.projection;
+  Args args{};
+  args.x = job.x;
+  args.order = p.order;
+  args.body_tokens = p.body_tokens;
+  args.sketch_weight = job.side == Side::gradient ? p.sketch_weight : 1.0F;
+  args.sketch = device_key(job.sketch_key, Purpose::sketch);
+  args.key = device_key(context.key(), job.quant.purpose);
+  args.codes = job.out.codes;
+  args.scale = job.out.scale;
+  args.scales = job.out.scales;
+  args.amax = job.out.amax;
+  args.k_padded = job.out.k_padded;
+  args.token_tiles = token_tiles(p, kind);
+  args.bits = job.quant.bits;
+  args.per_tensor = job.quant.per_tensor;
+  args.contiguous = rows_aligned(job.x) && p.order.samples == 0;
+  args.sum_wanted = sum != nullptr;
+  if (sum != nullptr) {
+    args.sum = sum->out;
+    args.sum_accumulate = sum->accumulate;
+    args.partial_sums = static_cast<float*>(sum->workspace);
+  }
+  args.column_tiles = column_tiles(job.x.cols, job.x.dtype);
+  return args;
+}
+
+}  // namespace columns
+
+namespace {
+
+using namespace columns;
+
+// One read of x: a cluster holds a column tile.
+template <Kind kind, Rounding rounding, class Tag>
+__global__ void __launch_bounds__(32 * max_warps, sm_ctas(kind, Tag::size, Pass::both, rounding))
+    columns_one_pass_kernel(const __grid_constant__ Args args) {
+  extern __shared__ __align__(1024) char memory[];
+  // A k16 takes no more room than its tokens: P x is computed once.
+  constexpr bool in_place = fits_in_place(kind, Tag::size);
+  const Place place = place_in_cluster(args, blockIdx.x);
+  const WarpTile<kind, Tag, 1> tile(args, place.rank, memory);
+  tile.draw_offsets();
+  // All CTAs must have started before any writes to another's shared memory.
+  if (args.cluster > 1) arrive_cluster();
+  begin_kernel(args.independent);
+  if (tile.real()) tile.load(place.column_tile);
+  commit_copies();
+  const DeviceOffset offset = warp_offset<rounding>(args.key);
+  const unsigned step = gridDim.x / static_cast<unsigned>(args.ctas);
+  const auto column_tiles = static_cast<unsigned>(args.column_tiles);
+  unsigned column_tile = place.column_tile;
+  for (int turn = 0; column_tile < column_tiles; column_tile += step, ++turn) {
+    tile.wait_loaded();
+    tile.template accumulate_tile<in_place>();
+    if (args.cluster > 1 && turn == 0) wait_cluster();
+    const ColumnTotal total = tile.total(tile.reduce(args.cluster, turn), args.cluster);
+    const DeviceScale scale = device_scale(total.amax, args.bits);
+    if (tile.writes_column(column_tile)) {
+      tile.write_scale(column_tile, scale);
+      if (args.sum_wanted) tile.write_sum(column_tile, total.sum);
+    }
+    tile.template write_codes<in_place, rounding>(column_tile, scale, offset);
+    if (tile.real() && column_tile + step < column_tiles) {
+      __syncwarp();
+      tile.load(column_tile + step);
+      commit_copies();
+    }
+  }
+  end_kernel(args.independent);
+}
+
+// The first of two passes: largest values, and partial sums for g_b.
+template <Kind kind, class Tag>
+__global__ void __launch_bounds__(32 * two_pass_warps,
+                                  sm_ctas(kind, Tag::size, Pass::amax, Rounding::nearest))
+    column_amax_kernel(const __grid_constant__ Args args) {
+  extern __shared__ __align__(1024) char memory[];
+  const Place place = place_in_row(args, blockIdx.x);
+  const WarpTile<kind, Tag, 1> tile(args, place.rank, memory);
+  tile.draw_offsets();
+  begin_kernel(args.independent);
+  if (tile.real()) tile.load(place.column_tile);
+  commit_copies();
+  tile.wait_loaded();
+  tile.template accumulate_tile<false>();
+  const ColumnTotal total = tile.total(tile.reduce(0, 0), 0);
+  if (tile.warp() == 0 && tile.has_column(place.column_tile)) {
+    const std::int64_t column = tile.column(place.column_tile);
+    atomic_max(args.amax + (args.per_tensor ? 0 : column), total.amax);
+    if (args.sum_wanted) {
+      args.partial_sums[place.rank * args.x.cols + column] = static_cast<float>(total.sum);
+    }
+  }
+  end_kernel(args.independent);
+}
+
+// The second: codes. It goes backwards through x, whose end the L2 still holds.
+template <Kind kind, Rounding rounding, class Tag>
+__global__ void __launch_bounds__(32 * two_pass_warps,
+                                  sm_ctas(kind, Tag::size, Pass::codes, rounding))
+    column_codes_kernel(const __grid_constant__ Args args) {
+  extern __shared__ __align__(1024) char memory[];
+  const Place place = place_in_row(args, gridDim.x - 1 - blockIdx.x);
+  const WarpTile<kind, Tag, 1> tile(args, place.rank, memory);
+  tile.draw_offsets();
+  begin_kernel(args.independent);
+  if (tile.real()) tile.load(place.column_tile);
+  commit_copies();
+  const DeviceOffset offset = warp_offset<rounding>(args.key);
+  tile.wait_loaded();
+  std::uint32_t amax = 0;
+  if (tile.has_column(place.column_tile)) {
+    amax = args.amax[args.per_tensor ? 0 : tile.column(place.column_tile)];
+  }
+  const DeviceScale scale = device_scale(amax, args.bits);
+  if (tile.writes_column(place.column_tile)) tile.write_scale(place.column_tile, scale);
+  tile.template write_codes<false, rounding>(place.column_tile, scale, offset);
+  end_kernel(args.independent);
+}
+
+// Calls call(kind, rounding, type tag) with types for an instance of a kernel.
+template <class Call>
+void with_instance(Kind kind, Rounding rounding, DType dtype, const Call& call) {
+  with_kind(kind, [&](auto k) {
+    host_with_dtype(dtype, [&](auto tag) {
+      if (rounding == Rounding::nearest) {
+        call(k, std::integral_constant<Rounding, Rounding::nearest>{}, tag);
+      } else {
+        call(k, std::integral_constant<Rounding, Rounding::stochastic>{}, tag);
+      }
+    });
+  });
+}
+
+// Calls call(kernel) with the instance for one read of x.
+template <class Call>
+void with_one_pass(Kind kind, Rounding rounding, DType dtype, const Call& call) {
+  with_instance(kind, rounding, dtype, [&](auto k, auto r, auto tag) {
+    call(columns_one_pass_kernel<decltype(k)::value, decltype(r)::value, decltype(tag)>);
+  });
+}
+
+}  // namespace
+
+std::int64_t clusters_at_once(const Context& context, const plan::ColumnsOnePass& of,
+                              const LaunchShape& shape) {
+  std::int64_t clusters = 0;
+  with_one_pass(of.kind, of.rounding, of.dtype, [&](auto kernel) {
+    clusters = clusters_at_once("backward_linear", context, kernel, shape);
+  });
+  return clusters;
+}
+
+void launch_columns(const Context& context, const plan::Step& step, const ColumnsJob& job,
+                    const ColumnSum* sum) {
+  const auto& work = step.as<plan::ColumnsStep>();
+  Args args = make_args(context, job, work.kind, work.pass == Pass::codes ? nullptr : sum);
+  args.ctas = work.ctas;
+  args.cluster = work.cluster;
+  args.independent = step.independent;
+  const auto run = [&](auto kernel) {
+    launch("backward_linear", context, kernel, step.shape, args);
+  };
+  if (work.pass == Pass::both) {
+    with_one_pass(work.kind, step.rounding, step.dtype, run);
+  } else if (work.pass == Pass::amax) {
+    with_kind(work.kind, [&](auto k) {
+      host_with_dtype(step.dtype, [&](auto tag) {
+        run(column_amax_kernel<decltype(k)::value, decltype(tag)>);
+      });
+    });
+  } else {
+    with_instance(work.kind, step.rounding, step.dtype, [&](auto k, auto r, auto tag) {
+      run(column_codes_kernel<decltype(k)::value, decltype(r)::value, decltype(tag)>);
+    });
+  }
+}
+
+}  // namespace hot::detail

@@ -1,0 +1,604 @@
+// Device code of quantize_columns.cu, whose opening comment says how it works: what a warp does
+// with a token tile, and what warps and CTAs reduce. A header, because quantize_grouped.cu runs it
+// beside other work in one launch, and quantize_rows_column_amax.cu finds the same largest values.
+#pragma once
+
+#include <cooperative_groups.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+#include "cuda/device/async_copy.cuh"
+#include "cuda/device/butterfly.cuh"
+#include "cuda/device/cluster.cuh"
+#include "cuda/device/matrix_io.cuh"
+#include "cuda/device/projection.cuh"
+#include "cuda/device/rounding.cuh"
+#include "cuda/launch.h"
+#include "cuda/plan.h"
+#include "kernels.h"
+
+namespace hot::detail::columns {
+
+// The bits of an address that the swizzle turns, by the number of the k16. 8 lanes read 32 bytes of
+// a token in 16-bit types, four k16 at once, and 64 bytes in fp32, two at once.
+template <class Tag>
+__device__ int swizzle(int number) {
+  return Tag::size == 2 ? (number & 3) << 5 : (number & 1) << 6;
+}
+
+struct Args {
+  MatrixIn x;
+  TokenOrder order;
+  std::int64_t body_tokens;
+  float sketch_weight;
+  DeviceKey sketch, key;
+  std::int8_t* codes;
+  float* scale;
+  std::int64_t scales;
+  std::uint32_t* amax;  // between two passes
+  std::int64_t k_padded, token_tiles, column_tiles;
+  int ctas;     // of a column tile
+  int cluster;  // of them that reduce to one scale: all, or 0 for none
+  int bits;
+  bool per_tensor, contiguous;  // contiguous: rows aligned, tokens in the order of memory
+  bool independent;             // of the kernel before
+  bool sum_wanted, sum_accumulate;
+  MatrixOut sum;
+  float* partial_sums;  // [ctas, columns], of column_amax_kernel
+};
+
+// Starts a warp's copies of a token tile, or of its half of the columns.
+template <Kind kind, class Tag, int tile_warps>
+__device__ void load_tile(const Args& args, std::int64_t first_token, std::int64_t first_column,
+                          char* tile) {
+  constexpr int vec16_elements = 16 / Tag::size, vecs = 4 / tile_warps;  // of a token
+  constexpr int step = 32 / vecs;  // tokens of a warp at a time
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int vec16 = static_cast<int>(threadIdx.x) / 32 % tile_warps * vecs + lane % vecs;
+  const std::int64_t col = first_column + vec16 * vec16_elements;
+  const auto live =
+      static_cast<int>(max(std::int64_t{0}, min(std::int64_t{vec16_elements}, args.x.cols - col)));
+  const int real = static_cast<int>(
+      max(std::int64_t{0}, min(std::int64_t{tile_tokens}, args.body_tokens - first_token)));
+  const int local = lane / vecs;
+  const auto place = [&](int i) {
+    const int lane_place =
+        (local * tile_row_bytes + vec16 * 16) ^ swizzle<Tag>(i * step / k16_tokens(kind));
+    return tile + i * step * tile_row_bytes + lane_place;
+  };
+  if (args.contiguous) {
+    const char* from = static_cast<const char*>(args.x.data) +
+                       ((first_token + local) * args.x.row_stride + col) * Tag::size;
+    const std::int64_t pitch = step * args.x.row_stride * Tag::size;
+    if (real == tile_tokens && live == vec16_elements) {
+#pragma unroll
+      for (int i = 0; i < tile_tokens / step; ++i, from += pitch) {
+        copy_async(shared_address(place(i)), from);
+      }
+      return;
+    }
+#pragma unroll 1
+    for (int i = 0; i < tile_tokens / step; ++i, from += pitch) {
+      const int bytes = local + i * step < real ? live * Tag::size : 0;
+      copy_async(shared_address(place(i)), bytes > 0 ? from : args.x.data, bytes);
+    }
+    return;
+  }
+#pragma unroll 1
+  for (int i = 0; i < tile_tokens / step; ++i) {
+    const bool inside = local + i * step < real;
+    const std::int64_t token = inside ? args.order.body(first_token + local + i * step) : 0;
+#pragma unroll 1
+    for (int j = 0; j < vec16_elements; ++j) {
+      Tag::store(place(i), j,
+                 inside && j < live ? Tag::load(args.x.data, token * args.x.row_stride +
+                                                                 (col + j) * args.x.col_stride)
+                                    : 0.0F);
+    }
+  }
+}
+
+// Two neighbouring columns of a token.
+template <class Tag>
+__device__ void load_two(const char* from, float& first, float& second) {
+  unsigned words[Tag::size / 2];
+  if constexpr (Tag::size == 4) {
+    load_words(from, words);
+  } else {
+    words[0] = *reinterpret_cast<const unsigned*>(from);
+  }
+  float pair[2];
+  Tag::unpack(words, pair);
+  first = pair[0];
+  second = pair[1];
+}
+
+// A lane's k16 of two columns in shared memory, as tokens: token t is at `even` or `odd`, by the
+// parity of t, plus t * tile_row_bytes.
+struct LaneK16 {
+  const char* even;
+  const char* odd;
+  template <class Tag, int N>
+  __device__ void load(int first_token, float (&v)[2][N]) const {
+#pragma unroll
+    for (int t = 0; t < N; ++t) {
+      load_two<Tag>((t % 2 == 0 ? even : odd) + (first_token + t) * tile_row_bytes, v[0][t],
+                    v[1][t]);
+    }
+  }
+  // The fold of a sketch: value i is token t plus token t ^ a, t being i with a 0 put in at the
+  // place of a's top bit: the bits of i below it, those of 2i above it.
+  template <class Tag>
+  __device__ void load_folded(int first_token, int a, float (&v)[2][8]) const {
+    const unsigned top = (1U << (31 - __clz(a))) * tile_row_bytes;
+    const unsigned low = top - tile_row_bytes, high = ~(2 * top - 1);
+    const unsigned apart = static_cast<unsigned>(a) * tile_row_bytes;
+    const unsigned from =
+        shared_address(even) + static_cast<unsigned>(first_token * tile_row_bytes);
+#pragma unroll
+    for (unsigned i = 0; i < 8; ++i) {
+      const unsigned once = i * tile_row_bytes, twice = 2 * i * tile_row_bytes;
+      const unsigned token = from ^ (low & once) ^ (high & twice);
+      float x[2], y[2];
+      load_two<Tag>(static_cast<const char*>(__cvta_shared_to_generic(token)), x[0], x[1]);
+      load_two<Tag>(static_cast<const char*>(__cvta_shared_to_generic(token ^ apart)), y[0], y[1]);
+      v[0][i] = x[0] + y[0];
+      v[1][i] = x[1] + y[1];
+    }
+  }
+  // The k of both columns take the place of the tokens that they are made from: a word for a word.
+  __device__ char* place(int column, int k) const {
+    const int token = column * k16 + k;
+    return const_cast<char*>(token % 2 == 0 ? even : odd) + token * tile_row_bytes;
+  }
+  __device__ void store(const float (&v)[2][k16]) const {
+#pragma unroll
+    for (int k = 0; k < 2 * k16; ++k) {
+      *reinterpret_cast<unsigned*>(place(k / k16, k % k16)) = __float_as_uint(v[k / k16][k % k16]);
+    }
+  }
+  __device__ void load_stored(float (&v)[2][k16]) const {
+#pragma unroll
+    for (int k = 0; k < 2 * k16; ++k) {
+      v[k / k16][k % k16] =
+          __uint_as_float(*reinterpret_cast<const unsigned*>(place(k / k16, k % k16)));
+    }
+  }
+};
+
+// The k16 of two neighbouring columns.
+template <Kind kind, class Tag>
+__device__ void project(const LaneK16& from, const std::uint8_t* offsets, float sketch_weight,
+                        float (&v)[2][k16]) {
+  if constexpr (kind == Kind::full || kind == Kind::hadamard) {
+    from.load<Tag>(0, v);
+    if constexpr (kind == Kind::hadamard) {
+      butterfly<1, 16>(v[0]);
+      butterfly<1, 16>(v[1]);
+    }
+  } else {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if constexpr (kind == Kind::sketch8) {
+        float folded[2][8];
+        from.load_folded<Tag>(16 * half, offsets[half], folded);
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          butterfly<1, 8>(folded[c]);
+#pragma unroll
+          for (int i = 0; i < 8; ++i) {
+            v[c][8 * half + i] = i == 0 ? folded[c][i] : folded[c][i] * sketch_weight;
+          }
+        }
+      } else {
+        float block[2][16];
+        from.load<Tag>(16 * half, block);
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          butterfly<1, 16>(block[c]);
+#pragma unroll
+          for (int i = 0; i < 8; ++i) v[c][8 * half + i] = block[c][kept_row(kind, i)];
+        }
+      }
+    }
+  }
+}
+
+// The largest magnitudes and the sum of the tokens of a column. The last stage of a butterfly makes
+// a + b and a - b, the larger of which is |a| + |b|, rounded alike: so the pair is compared before
+// it exists. A weight above 1 keeps the order, so the weighted rows of a sketch are weighted once,
+// at the end: `largest[1]`. Sums of k16 are added up in `Sum`.
+template <Kind kind, class Sum = double>
+struct Partial {
+  float largest[2] = {0.0F, 0.0F};
+  Sum sum = 0;
+
+  __device__ void add(float& amax, float v) const { amax = max_magnitude(amax, v); }
+
+  __device__ void tokens(float (&v)[k16], bool sum_wanted) {
+    float total = 0.0F;
+    if constexpr (kind == Kind::full) {
+#pragma unroll
+      for (int k = 0; k < k16; ++k) add(largest[0], v[k]);
+      if (sum_wanted) total = tree_sum(v);
+    } else {
+      butterfly<1, 8>(v);
+#pragma unroll
+      for (int k = 0; k < 8; ++k) add(largest[0], fabsf(v[k]) + fabsf(v[k + 8]));
+      total = v[0] + v[8];
+    }
+    if (sum_wanted) sum += static_cast<Sum>(total);
+  }
+
+  __device__ void folded(float (&v)[8], bool sum_wanted) {
+    butterfly<1, 4>(v);
+    const float total = v[0] + v[4];
+    add(largest[0], total);
+    add(largest[1], v[0] - v[4]);
+#pragma unroll
+    for (int k = 1; k < 4; ++k) add(largest[1], fabsf(v[k]) + fabsf(v[k + 4]));
+    if (sum_wanted) sum += static_cast<Sum>(total);
+  }
+
+  __device__ void rows(float (&v)[16], bool sum_wanted) {
+    butterfly<1, 16>(v);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) add(largest[0], v[kept_row(kind, i)]);
+    if (sum_wanted) sum += static_cast<Sum>(v[0]);
+  }
+
+  // Of two blocks of rank 8, weighted already.
+  __device__ void projected(const float (&v)[k16], bool sum_wanted) {
+#pragma unroll
+    for (int k = 0; k < k16; ++k) add(largest[0], v[k]);
+    if (sum_wanted) sum += static_cast<Sum>(v[0]) + static_cast<Sum>(v[8]);
+  }
+
+  // In the order in which row 0 of an FWHT adds them.
+  __device__ static float tree_sum(const float (&v)[k16]) {
+    float total[k16];
+#pragma unroll
+    for (int t = 0; t < k16; ++t) total[t] = v[t];
+#pragma unroll
+    for (int h = 1; h < k16; h *= 2) {
+#pragma unroll
+      for (int t = 0; t < k16; t += 2 * h) total[t] = total[t] + total[t + h];
+    }
+    return total[0];
+  }
+};
+
+template <Kind kind, class Tag>
+__device__ void accumulate(const LaneK16& from, const std::uint8_t* offsets, bool sum_wanted,
+                           Partial<kind> (&partial)[2]) {
+  if constexpr (kind == Kind::full || kind == Kind::hadamard) {
+    float v[2][16];
+    from.load<Tag>(0, v);
+    partial[0].tokens(v[0], sum_wanted);
+    partial[1].tokens(v[1], sum_wanted);
+  } else {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if constexpr (kind == Kind::sketch8) {
+        float v[2][8];
+        from.load_folded<Tag>(16 * half, offsets[half], v);
+        partial[0].folded(v[0], sum_wanted);
+        partial[1].folded(v[1], sum_wanted);
+      } else {
+        float v[2][16];
+        from.load<Tag>(16 * half, v);
+        partial[0].rows(v[0], sum_wanted);
+        partial[1].rows(v[1], sum_wanted);
+      }
+    }
+  }
+}
+
+// Largest values and sums of the columns of a column tile, of a warp or of a CTA.
+struct Partials {
+  double sum[max_tile_columns];
+  std::uint32_t amax[max_tile_columns];
+};
+static_assert(sizeof(Partials) == partials_bytes);
+
+// Shared memory: the token tiles, then this.
+struct SharedMemory {
+  Partials* cluster;      // [2][cluster]: a CTA may be one column tile ahead of another
+  Partials* warp;         // [warps]
+  std::uint8_t* offsets;  // [warps][tile_blocks]: which tokens a sketch folds
+  __device__ SharedMemory(char* tiles, int tile_count, int warps, int cluster_size)
+      : cluster(reinterpret_cast<Partials*>(tiles + tile_count * tile_bytes)),
+        warp(cluster + 2 * max(1, cluster_size)),
+        offsets(reinterpret_cast<std::uint8_t*>(warp + warps)) {}
+};
+
+// Writes to the same place of the shared memory of CTA `rank`; without a cluster, to this CTA's.
+template <class T>
+__device__ void store_to_cta(T* place, int rank, int cluster, T value) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  if (cluster > 1) place = cooperative_groups::this_cluster().map_shared_rank(place, rank);
+#endif
+  *place = value;
+}
+
+__device__ inline void cluster_barrier() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::
+                   : "memory");
+#endif
+}
+
+// Where a CTA works: its column tile, and its rank among the CTAs that share it.
+struct Place {
+  int rank;
+  unsigned column_tile;
+};
+
+// CTAs of a column tile are neighbours, as those of a cluster are. 32 bits: a division of 64 takes
+// as long as a load.
+__device__ inline Place place_in_cluster(const Args& args, unsigned block) {
+  const auto ctas = static_cast<unsigned>(args.ctas);
+  const unsigned tile = block / ctas;
+  return {static_cast<int>(block - tile * ctas), tile};
+}
+
+// Column tiles are neighbours, so that whole rows of x are read at a time.
+__device__ inline Place place_in_row(const Args& args, unsigned block) {
+  const auto tiles = static_cast<unsigned>(args.column_tiles);
+  const unsigned rank = block / tiles;
+  return {static_cast<int>(rank), block - rank * tiles};
+}
+
+// The largest value and the sum of a lane's column.
+struct ColumnTotal {
+  std::uint32_t amax = 0;
+  double sum = 0.0;
+};
+
+// A warp's token tile. `tile_warps` warps share one, each taking a half of its columns.
+template <Kind kind, class Tag, int tile_warps>
+class WarpTile {
+ public:
+  static constexpr int columns = tile_row_bytes / Tag::size;
+
+  __device__ __forceinline__ WarpTile(const Args& args, int rank, char* memory)
+      : args_(args),
+        rank_(rank),
+        thread_(static_cast<int>(threadIdx.x)),
+        warp_(thread_ / 32),
+        lane_(thread_ % 32),
+        warps_(static_cast<int>(blockDim.x) / 32),
+        shared_(memory, warps_ / tile_warps, warps_, args.cluster),
+        number_(rank * (warps_ / tile_warps) + warp_ / tile_warps),
+        tile_(memory + warp_ / tile_warps * tile_bytes),
+        offsets_(shared_.offsets + warp_ * tile_blocks),
+        k16_count_(args.k_padded / k16) {
+    // Of the last token tile only what holds k.
+    steps_ = static_cast<int>(max(std::int64_t{0}, min(std::int64_t{tile_steps(kind)},
+                                                       (k16_count_ + warp_k16s - 1) / warp_k16s -
+                                                           number_ * tile_steps(kind))));
+  }
+
+  // Draws which tokens a sketch folds. First of all: the previous kernel may write the counter, so
+  // it waits for that one.
+  __device__ __forceinline__ void draw_offsets() const {
+    if (kind == Kind::sketch8 && args_.sketch.counter != nullptr && !args_.independent) {
+      wait_for_previous_kernel();
+    }
+    if (kind == Kind::sketch8 && lane_ < tile_blocks) {
+      const auto token_block = static_cast<std::uint64_t>(number_ * tile_blocks + lane_);
+      const RandomWords words = random_words(args_.sketch, offset_of(args_.sketch), token_block);
+      offsets_[lane_] = static_cast<std::uint8_t>(sketch_draw(words, 0, 16));
+    }
+  }
+
+  // Whether there is such a token tile: the last CTA of a column tile may have warps to spare.
+  __device__ bool real() const { return number_ < args_.token_tiles; }
+
+  __device__ __forceinline__ void load(unsigned column_tile) const {
+    load_tile<kind, Tag, tile_warps>(args_, std::int64_t{number_} * tile_tokens,
+                                     std::int64_t{column_tile} * columns, tile_);
+  }
+
+  __device__ void wait_loaded() const {
+    wait_copies<0>();
+    __syncwarp();
+  }
+
+  // The largest values and sums of the token tile, for reduce(). `in_place`: leaves P x where the
+  // tokens were, for write_codes.
+  template <bool in_place>
+  __device__ __forceinline__ void accumulate_tile() const {
+#pragma unroll 1
+    for (int half = first_half(); half < last_half(); ++half) {
+      Partial<kind> partial[2];
+#pragma unroll 1
+      for (int step = 0; step < steps_; ++step) {
+        const LaneK16 from = lane_k16(step, half);
+        if constexpr (in_place) {
+          float v[2][k16];
+          project<kind, Tag>(from, lane_offsets(), args_.sketch_weight, v);
+          from.store(v);
+          partial[0].projected(v[0], args_.sum_wanted);
+          partial[1].projected(v[1], args_.sum_wanted);
+        } else {
+          accumulate<kind, Tag>(from, lane_offsets(), args_.sum_wanted, partial);
+        }
+      }
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        float largest = partial[c].largest[0];
+        if constexpr (kind == Kind::sketch8 && !in_place) {
+          largest = max_magnitude(largest, partial[c].largest[1] * args_.sketch_weight);
+        }
+#pragma unroll
+        for (int lanes = 8; lanes < 32; lanes *= 2) {
+          largest = max_magnitude(largest, __shfl_xor_sync(0xffffffffU, largest, lanes));
+          partial[c].sum += __shfl_xor_sync(0xffffffffU, partial[c].sum, lanes);
+        }
+        if (lane_ < 8) {
+          const int column = half * warp_columns + 2 * lane_ + c;
+          shared_.warp[warp_].amax[column] = abs_bits(largest);
+          shared_.warp[warp_].sum[column] = partial[c].sum;
+        }
+      }
+    }
+    __syncthreads();
+  }
+
+  // Reduces the warps' partials, and gathers those of all CTAs in each: `cluster` of them, below 2:
+  // this one alone. `turn`: of column tiles of this CTA. Sums go to CTA 0.
+  __device__ __forceinline__ Partials* reduce(int cluster, int turn) const {
+    Partials* const gathered = shared_.cluster + turn % 2 * cluster;
+    // A thread for a column and a CTA to write to.
+    for (int i = thread_; i < columns * max(1, cluster); i += static_cast<int>(blockDim.x)) {
+      const int c = i % columns, to = i / columns;
+      std::uint32_t amax = 0;
+      const int first_warp = tile_warps == 1 ? 0 : c / warp_columns;
+      for (int w = first_warp; w < warps_; w += tile_warps) {
+        amax = max(amax, shared_.warp[w].amax[c]);
+      }
+      Partials* const mine = gathered + (cluster == 0 ? 0 : rank_);
+      store_to_cta(&mine->amax[c], to, cluster, amax);
+      if (args_.sum_wanted && to == 0) {
+        double sum = 0.0;
+        for (int w = first_warp; w < warps_; w += tile_warps) sum += shared_.warp[w].sum[c];
+        store_to_cta(&mine->sum[c], to, cluster, sum);
+      }
+    }
+    if (cluster > 1) {
+      cluster_barrier();
+    } else {
+      __syncthreads();
+    }
+    return gathered;
+  }
+
+  // Of this lane's column; the sum in warp 0 of CTA 0 (without a cluster: of each).
+  __device__ __forceinline__ ColumnTotal total(const Partials* gathered, int cluster) const {
+    ColumnTotal total;
+    if (lane_ >= columns) return total;
+    for (int r = 0; r < max(1, cluster); ++r) total.amax = max(total.amax, gathered[r].amax[lane_]);
+    if (args_.sum_wanted && warp_ == 0 && (rank_ == 0 || cluster == 0)) {
+      for (int r = 0; r < max(1, cluster); ++r) total.sum += gathered[r].sum[lane_];
+    }
+    return total;
+  }
+
+  // A lane has a column of the column tile.
+  __device__ std::int64_t column(unsigned column_tile) const {
+    return std::int64_t{column_tile} * columns + lane_;
+  }
+  __device__ bool has_column(unsigned column_tile) const {
+    return lane_ < columns && column(column_tile) < args_.x.cols;
+  }
+  // Whether this lane is the one of all CTAs that writes its column's scale and sum.
+  __device__ bool writes_column(unsigned column_tile) const {
+    return warp_ == 0 && rank_ == 0 && has_column(column_tile);
+  }
+
+  __device__ __forceinline__ void write_scale(unsigned column_tile,
+                                              const DeviceScale& scale) const {
+    if (column(column_tile) < args_.scales) args_.scale[column(column_tile)] = scale.scale;
+  }
+
+  __device__ __forceinline__ void write_sum(unsigned column_tile, double total) const {
+    float sum = static_cast<float>(total);
+    if (args_.sum_accumulate) sum = load_out(args_.sum, 0, column(column_tile)) + sum;
+    store_element(args_.sum, 0, column(column_tile), sum);
+  }
+
+  // `scale`: of this lane's column.
+  template <bool in_place, Rounding rounding>
+  __device__ __forceinline__ void write_codes(unsigned column_tile, const DeviceScale& scale,
+                                              const DeviceOffset& offset) const {
+#pragma unroll 1
+    for (int half = first_half(); half < last_half(); ++half) {
+      const int first = half * warp_columns + 2 * pair();
+      const std::int64_t row = std::int64_t{column_tile} * columns + first;
+      float inv[2];
+      bool keep[2];
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        inv[c] = __shfl_sync(0xffffffffU, scale.inv, first + c);
+        keep[c] = __shfl_sync(0xffffffffU, static_cast<int>(scale.keep), first + c) != 0;
+      }
+#pragma unroll 1
+      for (int step = 0; step < steps_; ++step) {
+        const int k = (number_ * tile_steps(kind) + step) * warp_k16s + lane_ / 8;
+        float v[2][k16];
+        if constexpr (in_place) {
+          lane_k16(step, half).load_stored(v);
+        } else {
+          project<kind, Tag>(lane_k16(step, half), lane_offsets(), args_.sketch_weight, v);
+        }
+        if (k >= k16_count_) continue;
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          if (row + c >= args_.x.cols) break;
+          uint4 codes = round_group<rounding>(
+              [&](int i) { return v[c][i]; }, UniformScale{inv[c]}, args_.key, offset,
+              static_cast<std::uint64_t>((row + c) * k16_count_ + k), args_.bits);
+          if (!keep[c]) codes = make_uint4(0, 0, 0, 0);
+          *reinterpret_cast<uint4*>(args_.codes + (row + c) * args_.k_padded + k * k16) = codes;
+        }
+      }
+    }
+  }
+
+  __device__ int warp() const { return warp_; }
+  __device__ int lane() const { return lane_; }
+  __device__ int rank() const { return rank_; }
+
+ private:
+  static constexpr int halves = columns / warp_columns;
+  static_assert(tile_warps == 1 || tile_warps == halves);
+
+  __device__ int first_half() const { return tile_warps == 1 ? 0 : warp_ % tile_warps; }
+  __device__ int last_half() const { return tile_warps == 1 ? halves : first_half() + 1; }
+  // Lanes 8 i to 8 i + 7 take k16 number i of a step, two columns each.
+  __device__ int pair() const { return lane_ % 8; }
+  __device__ const std::uint8_t* lane_offsets() const { return offsets_ + 2 * (lane_ / 8); }
+
+  __device__ __forceinline__ LaneK16 lane_k16(int step, int half) const {
+    // The swizzle of bit 6 exchanges even and odd tokens, that of bit 5 halves of a token.
+    const int turned = swizzle<Tag>(lane_ / 8), parity = turned & tile_row_bytes;
+    const char* from = tile_ + (step * warp_k16s + lane_ / 8) * k16_tokens(kind) * tile_row_bytes +
+                       (((half * warp_columns + 2 * pair()) * Tag::size) ^ (turned - parity));
+    return {from + parity, from - parity};
+  }
+
+  const Args& args_;
+  int rank_, thread_, warp_, lane_, warps_;
+  SharedMemory shared_;
+  int number_;  // of the token tile
+  char* tile_;
+  std::uint8_t* offsets_;
+  std::int64_t k16_count_;  // of a row of codes
+  int steps_;
+};
+
+// ---- host (quantize_columns.cu)
+
+template <class Call>
+void with_kind(Kind kind, const Call& call) {
+  switch (kind) {
+    case Kind::full:
+      return call(std::integral_constant<Kind, Kind::full>{});
+    case Kind::hadamard:
+      return call(std::integral_constant<Kind, Kind::hadamard>{});
+    case Kind::sketch8:
+      return call(std::integral_constant<Kind, Kind::sketch8>{});
+    case Kind::lowpass8:
+      return call(std::integral_constant<Kind, Kind::lowpass8>{});
+    case Kind::sequency8:
+      return call(std::integral_constant<Kind, Kind::sequency8>{});
+  }
+}
+
+// All but how the work is divided: ctas, cluster. `sum`: g_b, null: not wanted.
+Args make_args(const Context&, const ColumnsJob&, Kind, const ColumnSum* sum);
+
+}  // namespace hot::detail::columns

@@ -1,0 +1,108 @@
+// Stage: the K-contiguous operands that quantize_columns.cu does not make: blocks to 256, any list
+// of kept rows, prefix tokens, scales by k, pseudo-stochastic rounding. Correct, slower.
+//
+// generic_columns_kernel: two passes over x, the largest values (atomicMax), then the codes.
+//   A thread takes a column; a block of it lies in shared memory, a column for each thread: no
+//   barriers, no bank conflicts.
+#include <algorithm>
+#include <cstdint>
+
+#include "cuda/launch.h"
+#include "cuda/launchers.h"
+#include "cuda/lowrank.cuh"
+
+namespace hot::detail {
+namespace {
+
+using columns::k16;
+
+enum class Pass { amax, codes };
+
+struct ColumnArgs {
+  MatrixIn x;
+  DeviceProjection p;
+  std::int8_t* codes;
+  std::uint32_t* amax;
+  std::int64_t k_padded;
+  std::int64_t run;  // blocks of one thread
+  int bits;
+  bool per_tensor, per_k;
+  DeviceKey key;
+  Pass pass;
+};
+
+template <Rounding rounding>
+__global__ void generic_columns_kernel(ColumnArgs args) {
+  begin_kernel();
+  extern __shared__ float shared[];
+  const int threads = static_cast<int>(blockDim.x);
+  const std::int64_t tiles = (args.x.cols + threads - 1) / threads;
+  const std::int64_t col = blockIdx.x % tiles * threads + threadIdx.x;
+  const std::int64_t begin = blockIdx.x / tiles * args.run;
+  const std::int64_t end = min(args.p.blocks, begin + args.run);
+  if (col >= args.x.cols) return;
+  const SharedColumn v{shared + threadIdx.x, threads};
+  const SharedColumn pending{shared + args.p.block * threads + threadIdx.x, threads};
+  std::uint32_t* const amax = args.amax;
+  if (args.pass == Pass::amax) {
+    std::uint32_t best = 0;
+    walk_rows(args.x, args.p, col, begin, end, v, [&](std::int64_t k, float value) {
+      if (args.per_k) {
+        atomic_max(amax + k, abs_bits(value));
+      } else {
+        best = max(best, abs_bits(value));
+      }
+    });
+    if (!args.per_k) atomic_max(amax + (args.per_tensor ? 0 : col), best);
+    return;
+  }
+  const DeviceOffset offset = offset_of(args.key);
+  const std::int64_t k16_count = args.k_padded / k16;
+  const std::int64_t first = begin * args.p.rank;
+  const std::int64_t last = end < args.p.blocks ? end * args.p.rank : args.k_padded;
+  const auto finish = [&](std::int64_t g) {
+    const DeviceScale column =
+        args.per_k ? DeviceScale{} : device_scale(amax[args.per_tensor ? 0 : col], args.bits);
+    const auto scale_at = [&](int i) {
+      return args.per_k ? device_scale(amax[g * k16 + i], args.bits) : column;
+    };
+    const uint4 codes =
+        round_group<rounding>([&](int i) { return scale_at(i).keep ? pending[i] : 0.0F; },
+                              [&](int i) { return scale_at(i).inv; }, args.key, offset,
+                              static_cast<std::uint64_t>(col * k16_count + g), args.bits);
+    *reinterpret_cast<uint4*>(args.codes + col * args.k_padded + g * k16) = codes;
+  };
+  std::int64_t next = first;
+  walk_rows(args.x, args.p, col, begin, end, v, [&](std::int64_t k, float value) {
+    pending[static_cast<int>(k % k16)] = value;
+    next = k + 1;
+    if (next % k16 == 0) finish(k / k16);
+  });
+  if (next % k16 != 0 && last == args.k_padded) {
+    const std::int64_t g = next / k16;
+    for (; next % k16 != 0; ++next) pending[static_cast<int>(next % k16)] = 0.0F;
+    finish(g);
+  }
+}
+
+}  // namespace
+
+void launch_generic_columns(const Context& context, const plan::Step& step, const ColumnsJob& job) {
+  const ColumnArgs args{job.x,
+                        device_projection(*job.projection, job.side, job.sketch_key),
+                        job.out.codes,
+                        job.out.amax,
+                        job.out.k_padded,
+                        step.as<plan::GenericColumnsStep>().run,
+                        job.quant.bits,
+                        job.quant.per_tensor,
+                        job.quant.per_k,
+                        device_key(context.key(), job.quant.purpose),
+                        step.kernel == plan::Kernel::generic_amax ? Pass::amax : Pass::codes};
+  with_rounding(step.rounding, [&](auto r) {
+    launch("backward_linear", context, generic_columns_kernel<decltype(r)::value>, step.shape,
+           args);
+  });
+}
+
+}  // namespace hot::detail

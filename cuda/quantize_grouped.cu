@@ -1,0 +1,194 @@
+// Stage: all operands of a small layer, quantised in one launch.
+//
+// quantize_grouped_kernel: CTAs of 256 threads in four ranges, long work first: columns of w,
+// columns
+//   of P g_y (with g_b), rows of g_y, x from INT4. Each range runs the device code of the kernel
+//   that does the work alone (quantize_columns.cuh, quantize_rows.cuh, int4_activation.cuh) on its
+//   own share of the grid, so it writes the same bytes. It saves launches, each of which takes as
+//   long as a few hundred kilobytes.
+//     columns  A CTA holds 4 token tiles of a column tile (fp32: 8). Two warps share a token tile,
+//     a
+//              half of its columns each: the longest time here is a warp's own work. Longer column
+//              tiles take the whole cluster, whose size is that of the longest.
+//     rows     256 threads share 256 / T rows, T lanes with 2 blocks of 16 elements each.
+//     x        A warp takes a channel.
+//   One scale for a whole operand needs its largest value first: the same kernel runs before, over
+//   those operands alone. Every CTA leaves its largest value in a slot of its own, and the CTAs
+//   that round read all slots: no atomics, nothing to zero. The second launch starts its copies
+//   before it waits for the first. Neither needs clusters, but for the sums of g_b.
+#include <cstdint>
+
+#include "cuda/device/reduce.cuh"
+#include "cuda/int4_activation.cuh"
+#include "cuda/launch.h"
+#include "cuda/launchers.h"
+#include "cuda/quantize_columns.cuh"
+#include "cuda/quantize_rows.cuh"
+
+namespace hot::detail {
+namespace {
+
+using columns::Kind;
+using columns::Pass;
+
+using grouped::row_blocks;
+using grouped::threads;
+using grouped::tile_warps;
+using Range = plan::GroupedRange;
+
+// Columns of an operand.
+struct ColumnsRange {
+  columns::Args args;
+  Range range;
+  Pass pass;
+  int amax_slots;  // that the first of two launches left
+};
+
+struct GroupedArgs {
+  ColumnsRange weight, gradient;
+  RowsArgs rows;
+  RequantizeArgs groups;
+  int row_lanes_log2;
+  Range rows_range, groups_range;
+};
+
+// The largest of partial maxima, for every lane of a warp.
+__device__ inline std::uint32_t slots_max(const std::uint32_t* slots, int count) {
+  std::uint32_t amax = 0;
+  for (int i = static_cast<int>(threadIdx.x) % 32; i < count; i += 32) amax = max(amax, slots[i]);
+  return warp_max(amax);
+}
+
+template <Kind kind, Rounding rounding, class Tag>
+__device__ __forceinline__ void columns_block(const ColumnsRange& of, unsigned block,
+                                              char* memory) {
+  if (block >= of.range.blocks) return begin_kernel();  // it fills up the last cluster
+  const columns::Args& args = of.args;
+  const columns::Place place = columns::place_in_cluster(args, block);
+  const columns::WarpTile<kind, Tag, tile_warps(Tag::size)> tile(args, place.rank, memory);
+  tile.draw_offsets();
+  // The second of two launches copies before it waits for the first: the first has waited for what
+  // makes x, and this one reads the slots later.
+  const bool waits_late = of.pass == Pass::codes;
+  // All CTAs must have started before any writes to another's shared memory.
+  const bool reduces = args.cluster > 1 && of.pass != Pass::codes;
+  if (reduces) arrive_cluster();
+  if (!waits_late) begin_kernel();
+  if (tile.real()) tile.load(place.column_tile);
+  commit_copies();
+  if (waits_late) begin_kernel();
+  const DeviceOffset offset = warp_offset<rounding>(args.key);
+  tile.wait_loaded();
+  columns::ColumnTotal total;
+  if (of.pass == Pass::codes) {
+    total.amax = slots_max(args.amax, of.amax_slots);
+  } else {
+    tile.template accumulate_tile<false>();
+    if (reduces) wait_cluster();
+    total = tile.total(tile.reduce(args.cluster, 0), args.cluster);
+    if (args.sum_wanted && tile.writes_column(place.column_tile)) {
+      tile.write_sum(place.column_tile, total.sum);
+    }
+  }
+  if (of.pass == Pass::amax) {
+    if (tile.warp() == 0) {
+      const std::uint32_t amax = warp_max(total.amax);
+      if (tile.lane() == 0) args.amax[block] = amax;
+    }
+    return;
+  }
+  const DeviceScale scale = device_scale(total.amax, args.bits);
+  if (tile.writes_column(place.column_tile)) tile.write_scale(place.column_tile, scale);
+  tile.template write_codes<false, rounding>(place.column_tile, scale, offset);
+}
+
+template <Rounding rounding, class Tag>
+__device__ __forceinline__ void rows_block(const GroupedArgs& args, unsigned block,
+                                           std::uint32_t* shared) {
+  const int T = 1 << args.row_lanes_log2, thread = static_cast<int>(threadIdx.x);
+  const RowsArgs& rows = args.rows;
+  if (rows.pass != RowsPass::codes) begin_kernel();  // codes: loads first, as in columns_block
+  const std::int64_t row =
+      std::int64_t{block} * (threads >> args.row_lanes_log2) + (thread >> args.row_lanes_log2);
+  quantize_row16<rounding, 16, row_blocks, Tag>(
+      rows, row, thread & (T - 1), T, [&](std::uint32_t& amax) {
+        if (rows.pass == RowsPass::amax) {
+          amax = block_max(amax, shared);
+          if (thread == 0) rows.amax[block] = amax;
+          return false;
+        }
+        if (rows.pass == RowsPass::codes) {
+          begin_kernel();
+          amax = slots_max(rows.amax, static_cast<int>(args.rows_range.blocks));
+        } else {
+          amax = row_max(amax, T, thread, shared);
+        }
+        return true;
+      });
+}
+
+template <Kind kind, Rounding rounding, class Tag>
+__global__ void __launch_bounds__(threads, columns::min_sm_warps / columns::max_warps)
+    quantize_grouped_kernel(const __grid_constant__ GroupedArgs args) {
+  extern __shared__ __align__(1024) char memory[];
+  __shared__ std::uint32_t shared[threads / 32];
+  unsigned block = blockIdx.x;
+  if (block < args.weight.range.end) {
+    return columns_block<Kind::hadamard, Rounding::nearest, Tag>(args.weight, block, memory);
+  }
+  block -= args.weight.range.end;
+  if (block < args.gradient.range.end) {
+    return columns_block<kind, rounding, Tag>(args.gradient, block, memory);
+  }
+  block -= args.gradient.range.end;
+  if (block < args.rows_range.end) return rows_block<rounding, Tag>(args, block, shared);
+  block -= args.rows_range.end;
+  begin_kernel();
+  const std::int64_t channel =
+      std::int64_t{block} * (threads / 32) + static_cast<int>(threadIdx.x) / 32;
+  if (channel >= args.groups.out.rows) return;
+  requantize_channel<rounding>(args.groups, channel, static_cast<int>(threadIdx.x) % 32, 32,
+                               [](std::uint32_t v) { return warp_max(v); });
+}
+
+}  // namespace
+
+void launch_grouped(const Context& context, const plan::Step& step, const GroupedJobs& jobs) {
+  const auto& work = step.as<plan::GroupedStep>();
+  GroupedArgs args{};
+  if (jobs.weight != nullptr) {
+    args.weight.args = columns::make_args(context, *jobs.weight, Kind::hadamard, nullptr);
+  }
+  if (jobs.columns != nullptr) {
+    args.gradient.args = columns::make_args(context, *jobs.columns, work.kind, jobs.sum);
+  }
+  if (jobs.rows != nullptr) args.rows = rows_args(context, *jobs.rows);
+  if (jobs.groups != nullptr) args.groups = requantize_args(context, *jobs.groups);
+  args.row_lanes_log2 = work.row_lanes_log2;
+  args.rows_range = work.rows;
+  args.groups_range = work.groups;
+  args.rows.pass = work.rows_pass;
+  args.weight.range = work.weight;
+  args.weight.pass = work.weight_pass;
+  args.weight.amax_slots = work.weight_amax_slots;
+  args.weight.args.ctas = work.weight_ctas;
+  args.weight.args.cluster = work.weight_cluster;
+  args.gradient.range = work.gradient;
+  args.gradient.pass = work.gradient_pass;
+  args.gradient.amax_slots = work.gradient_amax_slots;
+  args.gradient.args.ctas = work.gradient_ctas;
+  args.gradient.args.cluster = work.gradient_cluster;
+  columns::with_kind(work.kind, [&](auto kind) {
+    host_with_dtype(step.dtype, [&](auto tag) {
+      using Tag = decltype(tag);
+      constexpr Kind k = decltype(kind)::value;
+      launch("backward_linear", context,
+             step.rounding == Rounding::nearest
+                 ? quantize_grouped_kernel<k, Rounding::nearest, Tag>
+                 : quantize_grouped_kernel<k, Rounding::stochastic, Tag>,
+             step.shape, args);
+    });
+  });
+}
+
+}  // namespace hot::detail

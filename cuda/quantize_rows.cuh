@@ -1,0 +1,106 @@
+// Device code of quantize_rows.cu, whose opening comment says how it works. A header, because
+// quantize_grouped.cu and quantize_rows_column_amax.cu run it beside other work in one launch.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/device/butterfly.cuh"
+#include "cuda/device/matrix_io.cuh"
+#include "cuda/device/reduce.cuh"
+#include "cuda/device/rounding.cuh"
+#include "cuda/plan.h"
+#include "kernels.h"
+
+namespace hot::detail {
+
+struct RowsArgs {
+  MatrixIn x;
+  std::int8_t* codes;
+  float* scale;
+  std::int64_t scales;
+  std::uint32_t* amax;
+  std::int64_t k_padded;
+  int live_blocks;  // of 16, of a row of x; zeros follow up to k_padded
+  int bits, block;
+  DeviceKey key;
+  RowsPass pass;
+  bool aligned;
+};
+
+// Lane `lane` of the T that share row `row`, with the values of its B blocks of 16 at most in v.
+// `hadamard`: block of the transform, 16 or more; neighbouring lanes share one of more than 16.
+// `scale_of(amax)` turns the largest value of the lane into that of the scale's whole range; false:
+// no codes are wanted. All threads of the CTA call it, also past the last row.
+template <Rounding rounding, int hadamard, int B, class ScaleOf>
+__device__ __forceinline__ void quantize_row_values(const RowsArgs& args,
+                                                    const DeviceOffset& offset, std::int64_t row,
+                                                    int lane, int T, float (&v)[B][16],
+                                                    const ScaleOf& scale_of) {
+  const int blocks = static_cast<int>(args.k_padded / 16);
+  float largest = 0.0F;
+#pragma unroll
+  for (int i = 0; i < B; ++i) {
+    butterfly<1, 16>(v[i]);
+    butterfly_lanes<hadamard / 16>(v[i], static_cast<unsigned>(lane));
+#pragma unroll
+    for (int j = 0; j < 16; ++j) largest = max_magnitude(largest, v[i][j]);
+  }
+  std::uint32_t amax = abs_bits(largest);
+  if (!scale_of(amax) || row >= args.x.rows) return;
+  const DeviceScale s = device_scale(amax, args.bits);
+  if (lane == 0 && row < args.scales) args.scale[row] = s.scale;
+  const std::uint64_t first = static_cast<std::uint64_t>(row * blocks + lane);
+  auto* to = reinterpret_cast<uint4*>(args.codes + row * args.k_padded) + lane;
+#pragma unroll
+  for (int i = 0; i < B; ++i) {
+    uint4 codes =
+        round_group<rounding>([&](int j) { return v[i][j]; }, UniformScale{s.inv}, args.key, offset,
+                              first + static_cast<std::uint64_t>(i * T), args.bits);
+    if (!s.keep) codes = make_uint4(0, 0, 0, 0);
+    // No branch before this one: it would divide the code of the blocks.
+    if (lane + i * T < blocks) to[i * T] = codes;
+  }
+}
+
+// The same from global memory.
+template <Rounding rounding, int hadamard, int B, class Tag, class ScaleOf>
+__device__ __forceinline__ void quantize_row16(const RowsArgs& args, std::int64_t row, int lane,
+                                               int T, const ScaleOf& scale_of) {
+  const bool real = row < args.x.rows;
+  float v[B][16];
+  if (args.aligned) {
+    unsigned words[B][4 * Tag::size];  // all of a lane's loads first
+    const char* from =
+        static_cast<const char*>(args.x.data) + (row * args.x.row_stride + lane * 16) * Tag::size;
+#pragma unroll
+    for (int i = 0; i < B; ++i) {
+#pragma unroll
+      for (unsigned& word : words[i]) word = 0;
+      if (real && lane + i * T < args.live_blocks)
+        load_words(from + i * T * 16 * Tag::size, words[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < B; ++i) Tag::unpack(words[i], v[i]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < B; ++i) {
+      const std::int64_t col = (lane + std::int64_t{i} * T) * 16;
+#pragma unroll
+      for (int j = 0; j < 16; ++j) {
+        v[i][j] =
+            real && col + j < args.x.cols
+                ? Tag::load(args.x.data, row * args.x.row_stride + (col + j) * args.x.col_stride)
+                : 0.0F;
+      }
+    }
+  }
+  const DeviceOffset offset = warp_offset<rounding>(args.key);
+  quantize_row_values<rounding, hadamard>(args, offset, row, lane, T, v, scale_of);
+}
+
+// ---- host (quantize_rows.cu)
+
+// All but the pass.
+RowsArgs rows_args(const Context&, const RowsJob&);
+
+}  // namespace hot::detail

@@ -1,0 +1,308 @@
+"""Stage forward_linear: the reference's bits, its bound, its errors."""
+
+from __future__ import annotations
+
+import hotcore
+import numpy as np
+import pytest
+from hotcore import HotConfig, _core, reference
+from hypothesis import given
+from hypothesis import strategies as st
+from support import (
+    FLOATS,
+    KINDS,
+    array,
+    data,
+    equal_bits,
+    from_bits,
+    golden,
+    poison,
+    rounded,
+    same_on_every_path,
+    strided,
+    torch,
+    widened,
+)
+
+BLOCKS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+SHAPES = ((197, 48, 70), (1, 1, 1), (64, 17, 64), (31, 5, 257), (2, 64, 128), (13, 97, 3))
+
+
+def layer(
+    rng: np.random.Generator, tokens: int, outs: int, ins: int, kind: str = "normal"
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """x, w and a bias."""
+    return data(rng, (tokens, ins), kind), data(rng, (outs, ins), kind), data(rng, (outs,), kind)
+
+
+def check_against_reference(x: object, w: object, bias: object, block: int, dtype: str) -> None:
+    """The array of floats, by w itself and by its codes, to the bit."""
+    config = HotConfig(forward_block=block)
+    wide = (widened(x), widened(w), None if bias is None else widened(bias))
+    expected = reference.forward_linear(*wide, config=config, out_dtype=dtype)
+    for weight in (w, hotcore.quantize_forward_weight(w, config)):
+        got = hotcore.forward_linear(x, weight, bias, config=config, out_dtype=dtype)
+        assert str(got.dtype).endswith(dtype)
+        equal_bits(got, expected, f"block {block}, {dtype}")
+
+
+@pytest.mark.parametrize("name", golden("forward_linear"))
+def test_golden(name: str) -> None:
+    case = golden("forward_linear")[name]
+    config = HotConfig(forward_block=case["forward_block"])
+    expected = from_bits(case["y"])
+    operands = [case["x"], case["w"], case.get("bias")]
+    if not isinstance(expected, np.ndarray):
+        operands = [None if part is None else torch.from_numpy(part) for part in operands]
+    got = hotcore.forward_linear(*operands, config=config, out_dtype=expected.dtype)
+    equal_bits(got, expected)
+
+
+def test_equals_its_stages(rng: np.random.Generator) -> None:
+    for block, (tokens, outs, ins) in ((1, (5, 7, 33)), (64, (31, 12, 200)), (256, (9, 40, 300))):
+        x, w, bias = layer(rng, tokens, outs, ins)
+        codes, scales = [], []
+        for rows in (x, w):
+            padded = np.zeros((len(rows), -(-ins // block) * block), np.float32)
+            padded[:, :ins] = rows
+            transformed_rows = hotcore.fwht(padded, axis=1, block=block)
+            q, s = hotcore.quantize(transformed_rows, bits=8, scale="row", rounding="nearest")
+            codes.append(q)
+            scales.append(s)
+        product = hotcore.gemm_int8(*codes, *scales, divisor=block, out_dtype="float32")
+        got = hotcore.forward_linear(x, w, bias, config=HotConfig(forward_block=block))
+        equal_bits(got, product + bias)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("block", [1, 16, 64, 256])
+def test_equals_reference(rng: np.random.Generator, block: int, dtype: str) -> None:
+    for shape in SHAPES:
+        for kind in ("normal", "outliers"):
+            x, w, bias = (array(value, dtype) for value in layer(rng, *shape, kind))
+            check_against_reference(x, w, bias, block, dtype)
+
+
+@given(
+    block=st.sampled_from(BLOCKS),
+    tokens=st.integers(0, 40),
+    outs=st.integers(0, 40),
+    ins=st.integers(0, 150),
+    kind=st.sampled_from(KINDS),
+    biased=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_any_shape_equals_reference(
+    block: int, tokens: int, outs: int, ins: int, kind: str, biased: bool, seed: int
+) -> None:
+    x, w, bias = layer(np.random.default_rng(seed), tokens, outs, ins, kind)
+    check_against_reference(x, w, bias if biased else None, block, "float32")
+
+
+def test_a_quantised_weight_gives_the_same_bits(rng: np.random.Generator) -> None:
+    _, w, bias = layer(rng, 1, 20, 70)
+    codes = hotcore.quantize_forward_weight(w, HotConfig(forward_block=32))
+    for tokens in (1, 7, 130):
+        x = data(rng, (tokens, 70))
+        got = hotcore.forward_linear(x, codes, bias)  # by the configuration of the codes
+        equal_bits(got, hotcore.forward_linear(x, w, bias, config=HotConfig(forward_block=32)))
+
+
+def test_operands_of_different_dtypes(rng: np.random.Generator) -> None:
+    if torch is None:
+        pytest.skip("bfloat16 needs torch")
+    x, w, bias = layer(rng, 33, 20, 70)
+    tensors = {name: [array(rounded(v, name), "bfloat16").to(getattr(torch, name))
+                      for v in (x, w, bias)] for name in FLOATS}  # fmt: skip
+    for a in FLOATS:
+        for b in FLOATS:
+            for c in FLOATS:
+                check_against_reference(tensors[a][0], tensors[b][1], tensors[c][2], 64, c)
+
+
+def test_types_are_rounded_once(rng: np.random.Generator) -> None:
+    x, w, bias = layer(rng, 50, 20, 70)
+    wide = hotcore.forward_linear(x, w, bias)
+    assert wide.dtype == np.float32 and wide.shape == (50, 20)
+    for dtype in FLOATS:
+        operands = [x, w, bias]
+        if dtype == "bfloat16":
+            if torch is None:
+                continue
+            operands = [torch.from_numpy(value) for value in operands]
+        narrow = hotcore.forward_linear(*operands, out_dtype=dtype)
+        equal_bits(widened(narrow), rounded(wide, dtype))
+    half = hotcore.forward_linear(x.astype(np.float16), w, bias)
+    assert half.dtype == np.float16
+
+
+def test_leading_dimensions_and_strides(rng: np.random.Generator) -> None:
+    x, w, bias = layer(rng, 24, 20, 70)
+    expected = hotcore.forward_linear(x, w, bias)
+    cube = hotcore.forward_linear(x.reshape(2, 3, 4, 70), w, bias)
+    equal_bits(cube, expected.reshape(2, 3, 4, 20))
+    equal_bits(hotcore.forward_linear(strided(x), strided(w), strided(bias)), expected)
+    equal_bits(hotcore.forward_linear(x, np.asfortranarray(w), bias), expected)
+    out = poison((24, 40), "float32")[:, :20]  # rows with gaps
+    assert hotcore.forward_linear(x, w, bias, out=out) is out
+    equal_bits(np.ascontiguousarray(out), expected)
+    half = poison((24, 20), "float16")
+    hotcore.forward_linear(x, w, bias, out=half)
+    equal_bits(half, expected.astype(np.float16))
+
+
+def test_empty_arrays(rng: np.random.Generator) -> None:
+    bias = data(rng, (5,))
+    for tokens, outs, ins in ((0, 5, 7), (3, 0, 7), (0, 0, 0), (3, 5, 0)):
+        x, w = np.empty((tokens, ins), np.float32), np.empty((outs, ins), np.float32)
+        y = hotcore.forward_linear(x, w, bias[:outs])
+        assert y.shape == (tokens, outs)
+        equal_bits(hotcore.forward_linear(x, w), np.zeros((tokens, outs), np.float32))
+    equal_bits(y, np.broadcast_to(bias, (3, 5)).copy())  # I = 0
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_nan_and_infinity_are_seen(rng: np.random.Generator, bad: float) -> None:
+    x, w, bias = layer(rng, 20, 11, 70)
+    plain = hotcore.forward_linear(x, w, bias)
+    for operand, where in ((x, np.s_[3]), (w, np.s_[:, 3])):
+        before = operand[3, 69]
+        operand[3, 69] = bad
+        y = hotcore.forward_linear(x, w, bias)
+        operand[3, 69] = before
+        assert np.isnan(y[where]).all()
+        y[where] = plain[where]
+        equal_bits(y, plain)
+    bias[4] = bad
+    y = hotcore.forward_linear(x, w, bias)
+    assert (np.isnan(y[:, 4]) if np.isnan(bad) else y[:, 4] == bad).all()
+    y[:, 4] = plain[:, 4]
+    equal_bits(y, plain)
+
+
+def transformed(values: np.ndarray, block: int) -> tuple[np.ndarray, np.ndarray]:
+    """|H v| summed along each row, in fp64, and each row's step as numerics.md has it."""
+    rows, width = values.shape
+    padded = np.zeros((rows, -(-width // block) * block))
+    padded[:, :width] = values
+    blocks = padded.reshape(-1, block)
+    h = 1
+    while h < block:
+        pairs = blocks.reshape(-1, block // (2 * h), 2, h)
+        low, high = pairs[:, :, 0], pairs[:, :, 1]
+        blocks = np.stack([low + high, low - high], axis=2).reshape(-1, block)
+        h *= 2
+    size = np.abs(blocks).reshape(rows, -1)
+    return size.sum(1), size.max(1, initial=0) / 127
+
+
+@pytest.mark.parametrize("kind", ["normal", "outliers", "wide"])
+@pytest.mark.parametrize("block", [1, 16, 64, 128])
+def test_is_near_the_plain_product(rng: np.random.Generator, block: int, kind: str) -> None:
+    """docs/numerics.md, "Forward"."""
+    for tokens, outs, ins in ((40, 30, 200), (7, 9, 65)):
+        x, w, bias = layer(rng, tokens, outs, ins, kind)
+        exact = x.astype(np.float64) @ w.astype(np.float64).T + bias
+        got = hotcore.forward_linear(x, w, bias, config=HotConfig(forward_block=block))
+        (x_sum, x_step), (w_sum, w_step) = transformed(x, block), transformed(w, block)
+        width = -(-ins // block) * block
+        bound = x_sum[:, None] * w_step / 2 + w_sum * x_step[:, None] / 2
+        bound = (bound + width * x_step[:, None] * w_step / 4) / block
+        slack = 2.0**-20 * (np.abs(exact) + np.abs(x_sum[:, None] * w_sum) / block + np.abs(bias))
+        error = np.abs(got - exact)
+        assert (error <= bound + slack).all()
+        # A bound that is never near would hold for anything.
+        assert error.max() > 0.01 * bound[np.unravel_index(error.argmax(), error.shape)]
+
+
+def test_the_transform_spreads_an_outlier(rng: np.random.Generator) -> None:
+    """One channel 30 times the others: without a transform the others lose five bits."""
+    x, w = data(rng, (256, 256)), data(rng, (64, 256))
+    x[:, 17] *= 30
+    exact = x.astype(np.float64) @ w.astype(np.float64).T
+    errors = {}
+    for block in (1, 16, 64):
+        y = hotcore.forward_linear(x, w, config=HotConfig(forward_block=block))
+        errors[block] = np.linalg.norm(y - exact) / np.linalg.norm(exact)
+    assert errors[64] < errors[16] < errors[1]
+    assert errors[64] < 0.015
+
+
+def test_same_bits_on_every_path(rng: np.random.Generator) -> None:
+    x, w, bias = layer(rng, 97, 61, 200, "outliers")
+    for block in (1, 64, 256):
+        config = HotConfig(forward_block=block)
+        same_on_every_path(lambda c=config: hotcore.forward_linear(x, w, bias, config=c))
+        same_on_every_path(lambda c=config: hotcore.quantize_forward_weight(w, c).data)
+
+
+def test_repeatable_and_without_a_key(rng: np.random.Generator) -> None:
+    x, w, bias = layer(rng, 50, 20, 70)
+    equal_bits(hotcore.forward_linear(x, w, bias), hotcore.forward_linear(x, w, bias))
+
+
+def test_a_deep_contraction() -> None:
+    """Beyond 133,143 values the sums leave 32 bits."""
+    depth = 140_001
+    x, w = np.full((1, depth), 3, np.float32), np.full((2, depth), -5, np.float32)
+    config = HotConfig(forward_block=1)
+    equal_bits(
+        hotcore.forward_linear(x, w, config=config), reference.forward_linear(x, w, config=config)
+    )
+
+
+def test_codes_are_a_byte_a_value() -> None:
+    w = np.ones((33, 130), np.float32)
+    kept = hotcore.quantize_forward_weight(w)
+    assert kept.data.nbytes <= 33 * (192 + 4) + 32
+    assert (kept.out_features, kept.in_features) == (33, 130)
+
+
+def test_bad_arguments_are_named(rng: np.random.Generator) -> None:
+    x, w, bias = layer(rng, 8, 5, 7)
+    codes = hotcore.quantize_forward_weight(w)
+    for match, arguments, options in (
+        ("x: shape", (x[0], w), {}),
+        ("x: dtype", (x.astype(np.float64), w), {}),
+        ("w: shape", (x, w[:, :6]), {}),
+        ("w: shape", (x, w[0]), {}),
+        ("w: shape", (x[:, :6], codes), {}),
+        ("w: dtype", (x, w.astype(np.int8)), {}),
+        ("bias: shape", (x, w, bias[:4]), {}),
+        ("bias: shape", (x, w, bias[None]), {}),
+        ("bias: dtype", (x, w, bias.astype(np.float64)), {}),
+        ("out: shape", (x, w), {"out": np.empty((8, 6), np.float32)}),
+        ("out: dtype", (x, w), {"out": np.empty((8, 5), np.float64)}),
+        ("out_dtype: ", (x, w), {"out_dtype": "int8"}),
+        ("w: quantised with forward_block = 64; expected 16", (x, codes),
+         {"config": HotConfig(forward_block=16)}),
+        ("forward_block: 48 is no power of two", (x, w), {"config": {"forward_block": 48}}),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"^({match})"):
+            config = options.pop("config", None)
+            if isinstance(config, dict):
+                config = HotConfig(**config)
+            hotcore.forward_linear(*arguments, config=config, **options)
+    with pytest.raises(TypeError, match=r"^w: quantised for g_x .*quantize_forward_weight"):
+        hotcore.forward_linear(x, hotcore.quantize_weight(w))
+    with pytest.raises(TypeError, match=r"^w: "):
+        hotcore.forward_linear(x, None)
+
+
+def test_an_error_writes_nothing(rng: np.random.Generator) -> None:
+    x, w, bias = layer(rng, 8, 5, 7)
+    out = poison((8, 5), "float32")
+    before = out.copy()
+    with pytest.raises(ValueError, match="bias"):
+        hotcore.forward_linear(x, w, bias[:4], out=out)
+    equal_bits(out.view(np.uint32), before.view(np.uint32))
+
+
+def test_supported_says_why_not() -> None:
+    config = HotConfig(forward="int8")
+    assert hotcore.supported(8, 5, 7, config) == (True, "")
+    assert not hotcore.supported(-1, 5, 7, config)[0]
+    context = _core.CoreContext(1)
+    spec = _core.ForwardLinearSpec(hadamard_block=48)
+    runs, why = _core.forward_supported(context, 8, 5, 7, spec)
+    assert not runs and "48" in why

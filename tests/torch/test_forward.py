@@ -1,0 +1,693 @@
+"""Layers with an 8-bit forward: its bits, HOT's gradients, and what torch does around it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import hotcore
+import pytest
+from hotcore.config import RECIPES, HotConfig
+from support import without_broken_torchvision
+
+torch = pytest.importorskip("torch")
+import hotcore.torch as hot  # noqa: E402  (after the skip)
+import torch.nn.functional as F  # noqa: E402
+from hotcore.torch import forward, ops  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts  # noqa: E402
+from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
+from torch_graphs import Graphs, every  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("seeded")
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+INT8 = HotConfig(forward="int8")
+
+
+def int8(recipe: str = "default", **fields: Any) -> HotConfig:
+    return HotConfig.recipe(recipe, forward="int8", **fields)
+
+
+def expected(x: Any, weight: Any, bias: Any, dtype: Any = None, config: Any = INT8) -> torch.Tensor:
+    """What ``hotcore.forward_linear`` makes of it."""
+    operands = (None if t is None else t.detach() for t in (x, weight, bias))
+    return hotcore.forward_linear(*operands, config=config, out_dtype=dtype)
+
+
+def conv1d(ins: int, outs: int) -> nn.Module:
+    with without_broken_torchvision(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pytest.importorskip("transformers")
+        from transformers.pytorch_utils import Conv1D
+    return Conv1D(outs, ins)
+
+
+def converted(model: nn.Module, config: Any) -> nn.Module:
+    return hot.convert(model, config, every).model
+
+
+@pytest.fixture(autouse=True)
+def compiled_afresh() -> None:
+    """Every test has its own layers, and torch compiles a module's forward eight times at most."""
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """One entry for each 8-bit product: whether w was quantised before."""
+    seen: list[bool] = []
+    original = ops.forward
+
+    def noted(x: Any, weight: Any, bias: Any, config: Any, quantized: Any = None) -> torch.Tensor:
+        seen.append(quantized is not None)
+        return original(x, weight, bias, config, quantized)
+
+    monkeypatch.setattr(ops, "forward", noted)
+    return seen
+
+
+@pytest.fixture
+def quantised_for_y(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Where the weights lie that are quantised for the forward, one entry a time."""
+    seen: list[int] = []
+    original = ops.quantize_forward_weight
+    monkeypatch.setattr(
+        ops,
+        "quantize_forward_weight",
+        lambda w, config: seen.append(w.data_ptr()) or original(w, config),
+    )
+    return seen
+
+
+# ---------------------------------------------------------------------------------------- The bits
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(70,), (33, 70), (2, 17, 70), (1, 2, 3, 4, 70), (0, 70)])
+def test_a_linear_layer(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    layer = hot.HotLinear(70, 48, dtype=dtype, config=INT8)
+    x = torch.randn(shape, dtype=dtype)
+    y = layer(x)
+    assert y.dtype == dtype and y.shape == (*shape[:-1], 48)
+    found = expected(x.reshape(-1, 70), layer.weight, layer.bias)
+    assert torch.equal(y, found.reshape(y.shape))
+    assert not shape[0] or not torch.equal(y, F.linear(x, layer.weight, layer.bias))
+    with torch.no_grad():  # in training mode the same: a checkpoint may run it so first
+        assert torch.equal(layer(x), y)
+    assert torch.equal(hot.linear(x, layer.weight, layer.bias, INT8), y)
+
+
+def test_the_block(products: list[bool]) -> None:
+    x = torch.randn(40, 256)
+    x[:, 3] *= 50
+    layer = nn.Linear(256, 64)
+    exact, found = layer(x).detach(), {}
+    for block in (1, 16, 64):
+        y = hot.linear(x, layer.weight, layer.bias, int8(forward_block=block)).detach()
+        found[block] = float((y - exact).norm() / exact.norm())
+    assert found[64] < found[16] < found[1] and len(products) == 3
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("last", [False, True])
+def test_a_1x1_convolution(stride: int, last: bool) -> None:
+    plain = nn.Conv2d(70, 48, 1, stride=stride)
+    layer = hot.HotConv2d.from_conv(plain, INT8)
+    x = torch.randn(2, 70, 7, 5)
+    x = x.to(memory_format=torch.channels_last) if last else x
+    y = layer(x)
+    pixels = x[:, :, ::stride, ::stride].permute(0, 2, 3, 1)
+    found = expected(pixels.reshape(-1, 70), plain.weight.flatten(1), plain.bias)
+    assert torch.equal(y, found.reshape(*pixels.shape[:3], 48).permute(0, 3, 1, 2))
+    assert y.stride() == plain(x).stride()
+    assert torch.equal(layer(x[0]), y[0])
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x), y)
+    with torch.no_grad():
+        assert torch.equal(layer(x), y) and torch.equal(compiled(x), y)
+    layer.config = int8(forward_in_eval=True)
+    layer.eval()
+    with torch.no_grad():
+        assert torch.equal(layer(x), y) and torch.equal(compiled(x), y)
+        assert torch.equal(layer(x[0]), y[0])
+
+
+def test_other_convolutions_stay_plain_and_the_report_says_so() -> None:
+    plain = nn.Sequential(nn.Conv2d(70, 48, 3, padding=1), nn.Conv2d(48, 48, 1, padding=1))
+    x = torch.randn(2, 70, 7, 5)
+    before = plain(x)
+    report = hot.convert(plain, int8(forward_in_eval=True), every)
+    assert torch.equal(plain(x), before)
+    assert torch.equal(plain.eval()(x), before)
+    assert all("forward stays plain: 8 bits are for 1x1" in row.note for row in report.converted)
+    report = hot.convert(nn.Sequential(nn.Conv2d(70, 48, 1), nn.Linear(48, 4)), INT8, every)
+    assert not any(row.note for row in report.converted)
+
+
+def test_transformers_conv1d() -> None:
+    plain = conv1d(70, 48)
+    x = torch.randn(2, 17, 70)
+    layer = converted(plain, int8(forward_in_eval=True))
+    found = expected(x, plain.weight.t(), plain.bias)
+    assert torch.equal(layer(x), found)
+    assert torch.equal(layer.eval()(x), found)
+    layer.config = INT8
+    assert torch.equal(layer(x), plain(x))
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_attention(batch_first: bool, products: list[bool]) -> None:
+    plain = nn.MultiheadAttention(64, 4, dropout=0.5, batch_first=batch_first)
+    layer = converted(copy.deepcopy(plain), int8(forward_in_eval=True)).eval()
+    x = torch.randn(3, 20, 64)
+    y = layer(x, x, x, need_weights=False)[0].detach()
+    wanted = plain.eval()(x, x, x, need_weights=False)[0].detach()
+    assert 0 < float((y - wanted).norm() / wanted.norm()) < 0.02  # no dropout
+    assert len(products) == 2
+    layer.config = INT8
+    layer(x, x, x)
+    assert len(products) == 2  # plain in eval mode
+    layer.train()(x, x, x)
+    assert len(products) == 4
+
+
+# ----------------------------------------------------------------------------------- The gradients
+
+
+LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "linear": (lambda: nn.Linear(70, 48), (2, 50, 70)),
+    "1x1": (lambda: nn.Conv2d(70, 48, 1, stride=2), (2, 70, 9, 9)),
+    "conv1d": (lambda: conv1d(70, 48), (2, 50, 70)),
+}
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_gradients_are_those_of_the_plain_forward(recipe: str, kind: str) -> None:
+    make, shape = LAYERS[kind]
+    plain, x = make(), torch.randn(shape)
+    found = []
+    for config in (HotConfig.recipe(recipe), int8(recipe)):
+        layer = converted(copy.deepcopy(plain), config)
+        torch.manual_seed(3)
+        y = layer(x.requires_grad_())
+        gy = torch.randn(y.shape, generator=torch.Generator().manual_seed(4))
+        found.append((y, torch.autograd.grad(y, [x, *layer.parameters()], gy)))
+    (plain_y, wanted), (y, got) = found
+    assert not torch.equal(y, plain_y)
+    assert len(got) == 3
+    for ours, theirs in zip(got, wanted, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_bias_alone(compiled: bool) -> None:
+    layer = hot.HotLinear(70, 48, config=INT8)
+    layer.weight.requires_grad_(False)
+    call = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
+    x, gy = torch.randn(50, 70), torch.randn(50, 48)
+    y = call(x)
+    assert torch.equal(y, expected(x, layer.weight, layer.bias))
+    y.backward(gy)
+    assert torch.allclose(layer.bias.grad, gy.sum(0), rtol=1e-5, atol=1e-5)
+
+
+def test_a_nan_is_seen() -> None:
+    layer = hot.HotLinear(70, 48, config=INT8)
+    x = torch.randn(50, 70)
+    x[7, 3] = torch.inf
+    y = layer(x)
+    assert y[7].isnan().all() and y[:7].isfinite().all() and y[8:].isfinite().all()
+    y.sum().backward()
+    assert layer.weight.grad.isnan().any()
+
+
+def test_a_model_learns_as_with_a_plain_forward() -> None:
+    x = torch.randn(256, 64)
+    target = torch.tanh(x @ torch.randn(64, 8))
+    losses = {}
+    for config in (HotConfig(), INT8):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 8))
+        hot.convert(model, config, every)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for _ in range(40):
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(x), target)
+            loss.backward()
+            optimizer.step()
+        losses[config.forward] = loss.item()
+    assert losses["int8"] < 0.1
+    assert abs(losses["int8"] - losses["plain"]) < 0.02
+
+
+# --------------------------------------------------------------------------- Eval mode and autocast
+
+
+def test_eval_mode_is_plain_unless_it_is_kept() -> None:
+    layer = hot.HotLinear(70, 48, config=INT8).eval()
+    x = torch.randn(50, 70)
+    plain = F.linear(x, layer.weight, layer.bias)
+    assert layer.runs_plain and torch.equal(layer(x), plain)
+    layer.config = int8(forward_in_eval=True)
+    found = expected(x, layer.weight, layer.bias)
+    before = torch.get_rng_state()
+    with torch.no_grad():
+        assert torch.equal(layer(x), found)
+    assert torch.equal(torch.get_rng_state(), before)  # no seed
+    with torch.inference_mode():
+        assert torch.equal(layer(x), found)
+    y = layer(x)
+    assert torch.equal(y, found)
+    y.sum().backward()
+    assert layer.weight.grad is not None  # HOT's
+    assert type(layer.to_plain()) is nn.Linear and "_plain_in_eval" not in vars(layer.to_plain())
+
+
+def test_the_report_knows_what_rests() -> None:
+    for config, resting in ((INT8, 1), (int8(forward_in_eval=True), 0)):
+        model = nn.Sequential(nn.Linear(64, 64)).eval()
+        report = hot.convert(model, config, every)
+        assert len(report.resting) == resting
+        assert any("in eval mode" in note for note in report.notes) == bool(resting)
+        assert hot.convert(nn.Linear(64, 64).eval(), config, every).resting == [""] * resting
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_autocast(compiled: bool, dtype: torch.dtype) -> None:
+    """y is of autocast's type; the parameters are read as they are, in fp32."""
+    layer = hot.HotLinear(70, 48, config=INT8)
+    conv = hot.HotConv2d(70, 48, 1, config=INT8)
+    x = torch.randn(50, 70, requires_grad=True)
+    image = torch.randn(2, 70, 3, 3)
+
+    def call() -> tuple[torch.Tensor, torch.Tensor]:
+        return layer(x), conv(image)
+
+    run = torch.compile(call, backend="aot_eager", fullgraph=True) if compiled else call
+    with torch.autocast("cpu", dtype=dtype):
+        y, z = run()
+    assert y.dtype == z.dtype == dtype
+    found = expected(x.to(dtype), layer.weight, layer.bias)
+    assert torch.equal(y, found)
+    assert not torch.equal(y, expected(x.to(dtype), layer.weight.to(dtype), layer.bias))
+    pixels = image.to(dtype).permute(0, 2, 3, 1).contiguous()
+    found = expected(pixels, conv.weight.flatten(1), conv.bias)
+    assert torch.equal(z, found.permute(0, 3, 1, 2))
+    y.float().sum().backward()
+    assert x.grad.dtype == layer.weight.grad.dtype == torch.float32
+    with torch.autocast("cpu", dtype=dtype), torch.no_grad():
+        assert torch.equal(run()[0], y)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_the_plain_layer_refuses(compiled: bool) -> None:
+    layer = hot.HotLinear(70, 48, config=INT8)
+    call = torch.compile(layer, backend="aot_eager") if compiled else layer
+    if not compiled:
+        layer.layer_name = "blocks.0.fc1"
+        with pytest.raises(ValueError, match=r"^layer blocks.0.fc1: weight: dtype float32; x has"):
+            layer(torch.randn(50, 70).bfloat16())
+        with pytest.raises(ValueError, match="x: dtype float64; expected float32"):
+            layer.double()(torch.randn(50, 70).double())
+        layer.float()
+    with pytest.raises((ValueError, RuntimeError)):
+        call(torch.randn(50, 71))
+    torch._dynamo.reset()
+
+
+# ------------------------------------------------------------------------------------ The compiler
+
+
+def test_opcheck() -> None:
+    x, weight, bias = torch.randn(50, 70), torch.randn(48, 70), torch.randn(48)
+    text = INT8.json
+    turned = weight.t().contiguous().t()
+    for arguments in ((x, weight, bias), (x.bfloat16(), weight, None), (x, turned, bias.half())):
+        torch.library.opcheck(torch.ops.hotcore.forward_linear.default, (*arguments, text))
+    saved, seed = torch.ops.hotcore.compress(x, text)
+    arguments = (x, weight, bias, saved, seed, text)
+    torch.library.opcheck(torch.ops.hotcore.product.default, arguments)
+    trained = [t.requires_grad_() for t in (x, weight, bias)]
+    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
+    operator = torch.ops.hotcore.linear.default
+    torch.library.opcheck(operator, (*trained, saved, seed, text), test_utils=tests)
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(64)
+        self.fc1, self.fc2 = nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.fc2(F.gelu(self.fc1(self.norm(x))))
+
+
+def test_compiled_in_one_graph(unshared: None) -> None:
+    model = converted(Mlp(), INT8)
+    x = torch.randn(96, 64, requires_grad=True)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
+    found = []
+    for call in (model, compiled):
+        torch.manual_seed(5)
+        y = call(x)
+        found.append((y, *torch.autograd.grad(y.square().sum(), [x, *model.parameters()])))
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours, theirs)
+    assert compiled(x[:33]).shape == (33, 64)
+    model.eval()
+    assert torch.equal(compiled(x), model(x))
+
+
+def test_inductor() -> None:
+    layer = hot.HotLinear(70, 48, config=INT8)
+    compiled = torch.compile(lambda x: layer(x).relu(), fullgraph=True)
+    x = torch.randn(50, 70)
+    y = compiled(x)
+    assert torch.equal(y, expected(x, layer.weight, layer.bias).relu())
+    y.sum().backward()
+    assert layer.weight.grad.isfinite().all()
+
+
+def test_the_graph_has_one_product_a_layer() -> None:
+    graphs = Graphs().run(converted(Mlp(), INT8), torch.randn(96, 64))
+    assert graphs.count("forward", "product") == 2 and graphs.count("forward", "compress") == 2
+    assert graphs.count("backward", "product") == 0
+    assert graphs.calls["forward"]["aten.addmm.default"] == 0
+
+
+def test_a_changed_forward_recompiles() -> None:
+    layer = hot.HotLinear(70, 48)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    x = torch.randn(50, 70)
+    assert torch.equal(compiled(x), F.linear(x, layer.weight, layer.bias))
+    layer.config = INT8
+    assert torch.equal(compiled(x), expected(x, layer.weight, layer.bias))
+
+
+def test_flops_are_those_of_the_plain_layer() -> None:
+    for plain, x in (
+        (nn.Linear(64, 96), torch.randn(50, 64)),
+        (nn.Conv2d(64, 96, 1), torch.randn(2, 64, 5, 5)),
+    ):
+        counts = []
+        for model in (plain, converted(copy.deepcopy(plain), INT8)):
+            with FlopCounterMode(display=False) as counter:
+                model(x).sum().backward()
+                with torch.no_grad():
+                    model(x)
+            counts.append(counter.get_total_flops())
+        assert counts[0] == counts[1] > 0
+
+
+def test_meta_tensors_and_fx() -> None:
+    layer = hot.HotLinear(70, 48, device="meta", config=INT8)
+    assert layer(torch.empty(5, 70, device="meta")).shape == (5, 48)
+    model = nn.Sequential(hot.HotLinear(70, 48, config=INT8), nn.ReLU())
+    x = torch.randn(50, 70)
+    y = model(x)
+    assert torch.equal(torch.fx.symbolic_trace(model)(x), y)
+    model[0].config = int8(forward_in_eval=True)
+    assert torch.equal(torch.fx.symbolic_trace(model.eval())(x), y)
+
+
+def test_copies() -> None:
+    layer = hot.HotLinear(70, 48, config=int8("fast", forward_block=32))
+    x = torch.randn(50, 70)
+    plain = nn.Linear(70, 48)
+    plain.load_state_dict(layer.state_dict())
+    for again in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert torch.equal(again(x), layer(x))
+    assert "forward='int8'" in repr(layer)
+    assert torch.equal(layer.to_linear()(x), plain(x))
+
+
+# ------------------------------------------------------------------------- Checkpoints and policies
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint_repeats_the_bits(reentrant: bool) -> None:
+    model = converted(Mlp(), INT8)
+    x = torch.randn(96, 64, requires_grad=True)
+    found = []
+    for call in (model, functools.partial(checkpoint, model, use_reentrant=reentrant)):
+        torch.manual_seed(5)
+        y = call(x)
+        found.append((y, torch.autograd.grad(y.square().sum(), x)) if not reentrant else (y, ()))
+        if reentrant:
+            model.zero_grad()
+            y.square().sum().backward()
+            found[-1] = (y, [p.grad.clone() for p in model.parameters()])
+    (y, wanted), (z, got) = found
+    assert torch.equal(y, z)
+    for ours, theirs in zip(got, wanted, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(("policy", "again"), [("keep_products", 0), ("keep_codes", 2)])
+def test_selective_checkpoints(policy: str, again: int, products: list[bool]) -> None:
+    model = converted(Mlp(), INT8)
+    contexts = functools.partial(create_selective_checkpoint_contexts, getattr(hot, policy))
+    x = torch.randn(96, 64, requires_grad=True)
+    y = checkpoint(model, x, use_reentrant=False, context_fn=contexts)
+    assert len(products) == 2
+    y.square().sum().backward()
+    assert len(products) == 2 + again
+
+
+def test_recompute_of_compiled_blocks(products: list[bool]) -> None:
+    model = converted(Mlp(), INT8)
+    x = torch.randn(96, 64, requires_grad=True)
+    wanted = model(x)
+    hot.recompute(model)
+    products.clear()
+    y = torch.compile(model, backend="aot_eager", fullgraph=True)(x)
+    assert torch.equal(y, wanted)
+    y.sum().backward()
+    assert 2 < len(products) <= 4  # made again; what nothing needs is not
+    assert x.grad.isfinite().all()
+
+
+# ------------------------------------------------------------------------ The weight's codes, kept
+
+
+def steps(model: nn.Module, count: int = 1) -> None:
+    for _ in range(count):
+        model(torch.randn(20, 64, requires_grad=True)).sum().backward()
+
+
+def test_a_trained_weight_is_quantised_by_every_call(quantised_for_y: list[int]) -> None:
+    steps(hot.HotLinear(64, 48, config=INT8), 2)
+    assert not quantised_for_y  # inside of the product
+
+
+def test_micro_batches_share_the_codes(quantised_for_y: list[int], products: list[bool]) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), conv1d(64, 64))
+    hot.convert(model, int8("fast"), every)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(20, 64)
+    for _ in range(2):
+        quantised_for_y.clear()
+        with hot.gradient_accumulation():
+            for _ in range(3):
+                y = model(x)
+                y.square().sum().backward()
+            assert len(quantised_for_y) == 2  # a view of its Parameter, too (Conv1D)
+            assert torch.equal(model(x), y)
+            optimizer.step()
+            assert not torch.equal(model(x), y)
+            assert len(quantised_for_y) == 4
+        optimizer.zero_grad()
+    assert all(products)
+    model(x)
+    assert products[-2:] == [False, False]
+
+
+def test_parts_of_one_parameter_have_codes_of_their_own(quantised_for_y: list[int]) -> None:
+    layer = converted(nn.MultiheadAttention(64, 4, batch_first=True), INT8)
+    q, k, v = (torch.randn(2, 20, 64) for _ in range(3))
+    found = []
+    with hot.gradient_accumulation():
+        for _ in range(2):
+            found.append(layer(q, k, v, need_weights=False)[0])
+        assert len(quantised_for_y) == 4
+    found.append(layer(q, k, v, need_weights=False)[0])
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+def frozen(config: HotConfig = INT8) -> hot.HotLinear:
+    layer = hot.HotLinear(64, 48, config=config)
+    layer.weight.requires_grad_(False)
+    return layer
+
+
+def test_a_frozen_weight_is_quantised_once(quantised_for_y: list[int]) -> None:
+    layer = frozen()
+    steps(layer, 3)
+    assert len(quantised_for_y) == 1
+    assert 48 * 64 <= forward.kept_bytes(layer.parameters()) <= 48 * (64 + 4) + 32
+    x = torch.randn(20, 64, requires_grad=True)
+    assert torch.equal(layer(x), expected(x, layer.weight, layer.bias))
+    assert len(quantised_for_y) == 1
+    weight, held = layer.weight, forward._frozen._codes
+    assert weight in held
+    before = len(held)
+    del layer, weight
+    assert len(held) == before - 1  # they go with it
+
+
+def test_a_frozen_weight_that_changes_is_quantised_anew(quantised_for_y: list[int]) -> None:
+    layer = frozen()
+    x = torch.randn(20, 64, requires_grad=True)
+    layer(x)
+
+    def check(count: int) -> None:
+        assert torch.equal(layer(x), expected(x, layer.weight, layer.bias))
+        assert len(quantised_for_y) == count
+
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    check(2)
+    layer.load_state_dict({name: p + 1 for name, p in layer.state_dict().items()})
+    check(3)
+    layer.weight.data = torch.randn(48, 64)
+    check(4)
+    layer.config = int8(forward_block=16)
+    assert torch.equal(layer(x), expected(x, layer.weight, layer.bias, config=layer.config))
+    assert len(quantised_for_y) == 5
+    # Trained for a step, by an optimizer that raises no version, and frozen again.
+    layer.config = INT8
+    check(5)
+    layer.weight.requires_grad_(True)
+    layer(x).sum().backward()
+    optimizer = torch.optim.SGD([layer.weight], lr=0.0)
+    optimizer.step()
+    layer.weight.data.add_(1)  # unseen
+    layer.weight.requires_grad_(False)
+    check(6)
+
+
+def test_without_gradients_a_frozen_weight_is_read_itself(quantised_for_y: list[int]) -> None:
+    layer = frozen(int8(forward_in_eval=True))
+    x = torch.randn(20, 64)
+    layer(x.clone().requires_grad_())
+    assert len(quantised_for_y) == 1
+    layer.weight.data.add_(1)  # as peft's merge does
+    wanted = expected(x, layer.weight, layer.bias)
+    with torch.no_grad():
+        assert torch.equal(layer(x), wanted)
+        assert torch.equal(layer.eval()(x), wanted)
+    assert len(quantised_for_y) == 1
+
+
+def test_reverting_drops_the_codes() -> None:
+    model = nn.Sequential(nn.Linear(64, 48))
+    hot.convert(model, INT8, every)
+    model[0].weight.requires_grad_(False)
+    steps(model)
+    assert forward.kept_bytes(model.parameters()) > 0
+    hot.revert(model)
+    assert forward.kept_bytes(model.parameters()) == 0
+
+
+def test_processes_that_gather_weights_keep_none(
+    quantised_for_y: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    steps(frozen(), 2)
+    assert not quantised_for_y
+    with hot.gradient_accumulation():
+        layer = frozen()
+        steps(layer, 2)
+    assert len(quantised_for_y) == 1
+
+
+def test_lora(quantised_for_y: list[int]) -> None:
+    with without_broken_torchvision(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        peft = pytest.importorskip("peft")
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    lora = peft.LoraConfig(r=4, target_modules=["0", "2"])
+    model = peft.get_peft_model(model, lora)
+    hot.convert(model, INT8, lambda module, name: name.endswith("base_layer"))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_().mul_(0.1)
+    x = torch.randn(20, 64)
+    for _ in range(3):
+        model(x).square().sum().backward()
+    assert len(quantised_for_y) == 1  # the first layer's: no gradient goes through the other's x
+    with torch.no_grad():
+        wanted = model.eval()(x)
+        merged = model.merge_and_unload()
+        assert torch.allclose(merged(x), wanted, rtol=1e-4, atol=1e-4)
+
+
+# --------------------------------------------------------------------------------------- Reports
+
+
+def test_compute_report_counts_the_forward() -> None:
+    model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64))
+    x = torch.randn(100, 64)
+    plain = hot.compute_report(model, x, "default", filter_fn=every)
+    report = hot.compute_report(model, x, INT8, filter_fn=every)
+    assert plain.forward_by(plain.methods[-1]) == plain.forward == report.forward
+    own = report.forward_by(report.methods[-1])
+    products = sum(row.tokens * row.outs * row.ins for row in report.layers)
+    assert products * 64 < own < report.forward / 4
+    assert report.forward_by("LUQ") == report.forward
+    operations = (100 * 64 + 64 * 128) * 7 + 100 * 128
+    assert report.layers[0].own_forward == 100 * 64 * 128 * 64 + operations * 1024
+    conv = hot.compute_report(nn.Conv2d(64, 64, 3), torch.randn(1, 64, 8, 8), INT8, filter_fn=every)
+    assert conv.forward_by(conv.methods[-1]) == conv.forward
+
+
+def test_memory_report_counts_the_codes() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    model[2].weight.requires_grad_(False)
+    x = torch.randn(50, 64)
+    report = hot.memory_report(model, x, INT8, filter_fn=every)
+    assert 64 * 64 <= report.weight_codes <= 64 * 68 + 32
+    assert "codes of frozen weights" in str(report)
+    assert forward.kept_bytes(model.parameters()) == 0  # the model is as it was
+    plain = hot.memory_report(model, x, "default", filter_fn=every)
+    assert plain.weight_codes == 0 and "codes of frozen" not in str(plain)
+    assert plain.after == report.after
+
+
+def test_overrides_and_plans_take_the_fields() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    report = hot.convert(model, "fast", every, {"1": {"forward": "int8", "forward_block": 16}})
+    first, second = report.converted
+    assert first.config.forward == "plain" and second.config.forward_block == 16
+    assert "forward='int8'" in str(report)
+    schedule = hot.PrecisionSchedule(model, 0)
+    assert model[1].config == int8("fast", gx_bits=4, forward_block=16)
+    schedule.close()
+
+
+@pytest.mark.cuda
+def test_a_captured_step_on_cuda() -> None:
+    layer = hot.HotLinear(70, 48, device="cuda", config=INT8)
+    x = torch.randn(50, 70, device="cuda", requires_grad=True)
+    wanted = layer(x).detach()
+    assert torch.equal(wanted.cpu(), expected(x.cpu(), layer.weight.cpu(), layer.bias.cpu()))
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            torch.autograd.grad(layer(x).sum(), layer.weight)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = layer(x)
+        torch.autograd.grad(y.sum(), layer.weight)
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    graph.replay()
+    assert torch.equal(y, layer(x))
