@@ -1,4 +1,4 @@
-"""``hotcore.reference`` against the facts of spec.md, against definitions, and its golden vectors.
+"""``hotcore.reference`` against known facts, against definitions, and its golden vectors.
 
 Runs from the source tree, without the compiled extension: see ``make_golden.load_reference``.
 """
