@@ -62,7 +62,7 @@ LAYERS: list[tuple[tuple[int, int, int], HotConfig, str, tuple[str, ...]]] = [
         (160, 14336, 16),
         HotConfig.recipe("fast"),
         "bfloat16",
-        (ONE_PASS, "wide_rows_kernel", ONE_PASS, ONE_PASS, "gemm_small_kernel"),
+        (ONE_PASS, "rows16_kernel", ONE_PASS, ONE_PASS, "gemm_small_kernel"),
     ),
     (
         (1000, 96, 64),
@@ -118,7 +118,7 @@ FORWARDS: list[tuple[tuple[int, int, int], int, str, str, bool, tuple[str, ...]]
     ),
     (
         *((4096, 4096, 14336), 64, "bfloat16", "bfloat16", False),
-        ("wide_rows_kernel", "wide_rows_kernel", "widen_kernel", "wgmma 128x128"),
+        ("rows16_kernel", "rows16_kernel", "widen_kernel", "wgmma 128x128"),
     ),
     (
         *((197, 768, 768), 64, "float16", "float32", False),
