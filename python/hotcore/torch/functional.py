@@ -133,7 +133,7 @@ def _check_transforms(name: str, *tensors: Tensor | None) -> None:
     """Refuse what would not see an 8-bit forward: it is one call, without a derivative."""
     if torch.compiler.is_compiling():
         return
-    unpacked = (unpack_dual(tensor) for tensor in tensors if tensor is not None)
+    unpacked = (unpack_dual(t) for t in tensors if t is not None)  # type: ignore[no-untyped-call]
     if _compat.transforms_active() or any(dual.tangent is not None for dual in unpacked):
         raise _unsupported_transform(name)
 
