@@ -47,6 +47,7 @@ BAD_FIELDS = [
     ("token_grid", (4,), TypeError),
     ("prefix_tokens", -1, ValueError),
     ("x_scale", "tensor", ValueError),  # needs storage int8
+    ("equalize_tokens", 1, TypeError),
 ]
 
 BAD_PAIRS = [
@@ -59,6 +60,10 @@ BAD_PAIRS = [
     ("rows", dict(basis="lowpass", storage="int8", rows=(16,))),
     ("rows", dict(basis="lowpass", storage="int8", rows=())),
     ("storage", dict(basis="sketch", rank=8)),
+    ("storage", dict(basis="sketch", rank=8, storage="rht4")),
+    ("x_scale", dict(storage="rht2", x_scale="tensor")),
+    ("x_rounding", dict(storage="rht4", x_rounding="nearest")),
+    ("x_rounding", dict(storage="rht2", x_rounding="pseudo_stochastic")),
     ("prefix_tokens", dict(basis="lowpass", storage="int8", rank=8, prefix_tokens=1)),
 ]
 
@@ -76,12 +81,14 @@ def test_recipes_are_the_specs() -> None:
         "int4": (4, "row", "column", "full", "channel", "int4", "channel"),
         "paper": (4, "tensor", "tensor", "lowpass", "tensor", "int8", "tensor"),
         "accurate": (8, "row", "column", "full", "channel", "int8", "channel"),
+        "compact": (8, "row", "column", "full", "channel", "rht2", "channel"),
     }
     assert set(RECIPES) == set(expected)
     for name, values in expected.items():
         config = HotConfig.recipe(name)
         assert tuple(getattr(config, field) for field in fields) == values
         assert config.name == name
+        assert config.equalize_tokens == (name == "compact")
     for name in ("fast", "paper"):
         assert HotConfig.recipe(name).rank == 8
 
