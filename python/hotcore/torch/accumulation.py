@@ -13,18 +13,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from . import _compat, ops
-
-
-def kept(
-    table: Any, weight: Tensor, what: Hashable, state: Hashable, make: Callable[[], Tensor]
-) -> Tensor:
-    """Codes of ``weight`` in a table of weights; made where there are none, or of another state."""
-    entry: dict[Hashable, tuple[Hashable, Tensor]] = table.setdefault(weight, {})
-    found = entry.get(what)
-    if found is None or found[0] != state:
-        found = entry[what] = (state, make())
-    return found[1]
+from . import _compat, ops, weight_codes
 
 
 class _State:
@@ -58,7 +47,9 @@ class _State:
     ) -> Tensor | None:
         """Codes of ``weight`` by ``make``, of the first micro-batch; None after the end."""
         with self._lock:
-            return None if self._ended else kept(self._codes, weight, what, state, make)
+            if self._ended:
+                return None
+            return weight_codes.kept(self._codes, weight, what, state, make)
 
     def stepped(self, *_: Any) -> None:
         """Drop the codes of trained weights; fused optimizers do not raise a weight's version."""

@@ -282,7 +282,8 @@ def _convolution(
     if settings.forward == "int8" and window.pointwise:
 
         def product(rows: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
-            return ops.forward(rows, matrix, bias, settings)
+            codes = ops.frozen_codes(matrix, settings)
+            return ops.forward(rows, matrix, bias, settings, codes)
 
         return by_pixels(x, weight, bias, window, product)
     return _plain_convolution(x, weight, bias, window)

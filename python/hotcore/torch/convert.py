@@ -15,7 +15,7 @@ from torch import nn
 from .. import _core, contexts
 from ..config import ConfigLike, HotConfig, HotConfigFields, as_config
 from ..saved import saved_layout
-from . import forward, gains, probe, selection, unconverted
+from . import gains, probe, selection, unconverted, weight_codes
 from .conv import settings
 from .modules import HotModule, is_pointwise
 from .report import ConversionReport, Converted, Skipped, listed, pattern_of
@@ -189,7 +189,7 @@ def revert(model: nn.Module) -> nn.Module:
                 "around it (a parametrisation, fully_shard) before revert()"
             )
     revert_saved(model)
-    forward.forget(model.parameters())
+    weight_codes.forget(model.parameters())
     hots = [module for _, module in found]
     return _replace(model, {module: module.to_plain() for module in hots})
 

@@ -133,7 +133,8 @@ def _check_transforms(name: str, *tensors: Tensor | None) -> None:
     """Refuse what would not see an 8-bit forward: it is one call, without a derivative."""
     if torch.compiler.is_compiling():
         return
-    unpacked = (unpack_dual(t) for t in tensors if t is not None)  # type: ignore[no-untyped-call]
+    found = [tensor for tensor in tensors if tensor is not None]
+    unpacked = map(unpack_dual, found)
     if _compat.transforms_active() or any(dual.tangent is not None for dual in unpacked):
         raise _unsupported_transform(name)
 
@@ -260,12 +261,12 @@ def _conv2d_without_gradients(
     if torch.compiler.is_compiling():
         product = functools.partial(torch.ops.hotcore.forward_linear.default, config=config_json)
         return conv.by_pixels(inner, weight, bias, window, product)
-    return conv.by_pixels(inner, weight, bias, window, _pixel_product(weight, config_json, False))
+    return conv.by_pixels(inner, weight, bias, window, _pixel_product(config_json, False))
 
 
-def _pixel_product(weight: Tensor, config_json: str, followed: bool) -> Callable[..., Tensor]:
+def _pixel_product(config_json: str, followed: bool) -> Callable[..., Tensor]:
     def product(rows: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
-        return forward.linear(rows, weight, bias, config_json, matrix=matrix, followed=followed)
+        return forward.linear(rows, matrix, bias, config_json, followed=followed)
 
     return product
 
@@ -479,7 +480,7 @@ class _HotConv2d(torch.autograd.Function):
         inner = _cast(x, dtype)
         if window.pointwise and forward.is_int8(config):
             _check_dtypes(x, weight, bias, dtype)
-            product = _pixel_product(weight, config, True)
+            product = _pixel_product(config, True)
             y = conv.by_pixels(inner, weight, bias, window, product)
         else:
             plain_bias = None if bias is None else _cast(bias, dtype)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import ConfigLike, HotConfig, as_config
-from . import forward
+from . import weight_codes
 from .compress_saved import Compression
 from .convert import convert, revert
 from .plan import matplotlib_figure
@@ -181,16 +181,16 @@ def memory_report(
         if compress is not None:
             changes.append("compress_saved")
         after, peak_after = _measure(changed, inputs, loss_fn, compress)
-        weight_codes = forward.kept_bytes(changed.parameters())
+        codes = weight_codes.frozen_bytes(changed.parameters())
     if not converted:
-        forward.forget(model.parameters())
+        weight_codes.forget(model.parameters())
     kinds = {name: type(module).__name__ for name, module in plain.named_modules()}
     modules = tuple(
         ModuleMemory(name, kind, before.get(name, 0), after.get(name, 0))
         for name, kind in kinds.items()
         if name in before or name in after
     )
-    return MemoryReport(modules, peak_before, peak_after, " + ".join(changes), weight_codes)
+    return MemoryReport(modules, peak_before, peak_after, " + ".join(changes), codes)
 
 
 class _Ledger:

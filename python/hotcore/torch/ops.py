@@ -32,7 +32,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import _core, contexts
 from ..config import HotConfig, Key
-from . import _compat
+from . import _compat, weight_codes
 
 _to_dlpack: Any = torch.utils.dlpack.to_dlpack  # type: ignore[attr-defined]  # ten times cheaper than Tensor.__dlpack__
 
@@ -226,6 +226,12 @@ def quantize_forward_weight(weight: Tensor, config: HotConfig) -> Tensor:
     return out
 
 
+def frozen_codes(weight: Tensor, config: HotConfig) -> Tensor | None:
+    """The codes that are kept of a frozen weight for :func:`forward`; None: none are."""
+    block = config.forward_block
+    return weight_codes.of_frozen(weight, block, lambda: quantize_forward_weight(weight, config))
+
+
 def forward(
     x: Tensor,
     weight: Tensor,
@@ -400,7 +406,7 @@ def _product(
 ) -> Tensor:
     settings = parsed(config)
     if settings.forward == "int8":
-        return forward(x, weight, bias, settings)
+        return forward(x, weight, bias, settings, frozen_codes(weight, settings))
     return _plain_product(x, weight, bias)
 
 
