@@ -16,6 +16,7 @@ COLOURS = {
     "int4": "#cc79a7",
     "paper": "#d55e00",
     "accurate": "#56b4e9",
+    "compact": "#999933",
 }
 
 
