@@ -33,6 +33,9 @@ comes from here. Every page of the repository that has such a line is looked at.
   distributed      DDP and FSDP2 by NCCL (nccl.json)
   gradients [MODEL...]  cosine with fp32's gradient, by recipe (cuda-models-table.json)
   losses           the loss after some steps on one batch (the same)
+  kept BITS        forms of x in blocks of 64 tokens: error and bias (storage.json)
+  kept-blocks      the chosen forms by tokens of a block (the same)
+  kept-cases       error of g_w where tokens differ in size (the same)
   forward-error    error of an 8-bit forward, beside FP8 (forward-error.json)
   earlier NAME     figures of runs whose scripts are not in the repository (earlier.json)
 
@@ -489,6 +492,62 @@ def _of_models(report: Report, index: int, models: Sequence[str] = ()) -> Iterat
     yield from model_table.markdown(chosen).strip().split("\n\n")[index].split("\n")
 
 
+def kept(report: Report, bits: str) -> Iterator[str]:
+    """Error of every form, and its bias in brackets."""
+    rows = [row for row in report["blocks"] if row["block"] == 64 and row["bits"] == int(bits)]
+    names = {name: name for name in rows[0]["forms"]}
+    names |= (
+        {"dither": "dither (`rht4`)"} if bits == "4" else {"dither 1.75": "dither 1.75 (`rht2`)"}
+    )
+    yield from table_of(
+        ["one block of x", *names.values()],
+        (
+            [row["input"], *(f"{f['error']:.3f} ({f['bias']:.3f})" for f in row["forms"].values())]
+            for row in rows
+        ),
+    )
+
+
+def kept_blocks(report: Report) -> Iterator[str]:
+    """The forms that were chosen and the codebook's, in blocks of 16, 32 and 64."""
+    chosen = ((4, "dither"), (4, "codebook"), (2, "dither 1.75"), (2, "codebook"))
+    found = {(row["block"], row["bits"], row["input"]): row for row in report["blocks"]}
+    inputs = ("Gauss", "Student t, 3 degrees", "one token × 30")
+    yield from header(["", "tokens of a block", "bytes a value", *inputs])
+    for bits, form in chosen:
+        for block in (64, 32, 16):
+            cells = [found[block, bits, name] for name in inputs]
+            pairs = [(row["forms"][form]["error"], row["forms"][form]["bias"]) for row in cells]
+            yield line(
+                [
+                    f"{form}, {bits} bits",
+                    str(block),
+                    f"{cells[0]['bytes']:.3f}",
+                    *(f"{error:.3f} ({bias:.3f})" for error, bias in pairs),
+                ]
+            )
+
+
+def kept_cases(report: Report) -> Iterator[str]:
+    """Plain, and equalised by the mean magnitude; by the other measures for rht2."""
+    rows = report["cases"]
+    head, picks = ["case"], []
+    for name in rows[0]["forms"]:
+        for measure, words in (("plain", ""), ("mean", ", equalised")):
+            head.append(name + words)
+            picks.append((name, measure))
+    for measure, words in (("rms", "root mean square"), ("largest", "largest value")):
+        head.append(f"rht2, by the {words}")
+        picks.append(("rht2", measure))
+    yield from table_of(
+        head,
+        (
+            [row["case"], *(f"{row['forms'][name][measure]:.3f}" for name, measure in picks)]
+            for row in rows
+        ),
+    )
+
+
 def earlier(report: Report, name: str) -> Iterator[str]:
     """Figures that were written down: no script of the repository makes them again."""
     yield from table_of(report[name]["columns"], report[name]["rows"])
@@ -522,6 +581,9 @@ KINDS: dict[str, tuple[str | None, Callable[..., Iterator[str]]]] = {
     "distributed": ("nccl.json", distributed),
     "gradients": (MODELS, lambda report, *models: _of_models(report, 0, models)),
     "losses": (MODELS, lambda report, *models: _of_models(report, 1, models)),
+    "kept": ("storage.json", kept),
+    "kept-blocks": ("storage.json", kept_blocks),
+    "kept-cases": ("storage.json", kept_cases),
     "forward-error": ("forward-error.json", forward_error),
     "earlier": ("earlier.json", earlier),
 }

@@ -41,7 +41,7 @@ WIDTH = 0.8
 PLAIN, EXACT, FP8 = "#888888", "#aa55cc", "#ee8833"
 ON_ANY = "#7a7a7a"  # text and lines that are read on white and on GitHub's dark page alike
 PANEL = (3.4, 2.9)  # inches
-MOST_CONTENDERS = 32  # room for the legend
+MOST_CONTENDERS = 36  # room for the legend
 SLOWEST = 2.5  # times the quickest step: what takes longer is named, not drawn
 
 
@@ -123,6 +123,8 @@ def color_of(how: Mapping[str, Any]) -> str:
 
 def marker_of(how: Mapping[str, Any]) -> str:
     """Of a contender: by what is done to the model around the products."""
+    if how.get("forward") == "int8":
+        return "8" if how["compiled"] == "default" else "*"
     if "attention_kept" in how:
         return ">" if how["compiled"] == "default" else "H"
     if "checkpointed" in how:

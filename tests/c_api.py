@@ -184,6 +184,7 @@ class CApi:
         made.basis = CONSTANTS[f"HOT_BASIS_{config.basis.upper()}"]
         made.gw_scale = CONSTANTS[f"HOT_GRAD_SCALE_{config.gw_scale.upper()}"]
         made.storage = CONSTANTS[f"HOT_STORAGE_{config.storage.upper()}"]
+        made.equalize_tokens = config.equalize_tokens
         made.grid_h, made.grid_w = config.token_grid or (0, 0)
         if config.rows:
             made.kept_rows = np.array(config.rows, np.int32)  # lives as long as the struct

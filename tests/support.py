@@ -255,6 +255,8 @@ def golden_options(case: dict[str, Any], *names: str) -> dict[str, Any]:
         options["token_grid"] = tuple(options["token_grid"]) if any(case["token_grid"]) else None
     if "key" in options:
         options["key"] = hotcore.Key(*options["key"])
+    if "equalize_tokens" in options:
+        options["equalize_tokens"] = bool(options["equalize_tokens"])
     return options
 
 

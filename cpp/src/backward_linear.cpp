@@ -26,7 +26,17 @@ using detail::OperandQuant;
 using detail::Projection;
 
 const char* storage_name(Storage storage) noexcept {
-  return storage == Storage::int8 ? "int8" : storage == Storage::int4 ? "int4" : "unknown";
+  switch (storage) {
+    case Storage::int8:
+      return "int8";
+    case Storage::int4:
+      return "int4";
+    case Storage::rht4:
+      return "rht4";
+    case Storage::rht2:
+      return "rht2";
+  }
+  return "unknown";
 }
 
 const char* grad_scale_name(GradScale scale) noexcept {
@@ -70,18 +80,35 @@ void check_spec(const char* call, const BackwardLinearSpec& spec) {
       spec.gw_scale != GradScale::token) {
     detail::invalid(call, "gw_scale is unknown; expected tensor, channel or token");
   }
-  if (spec.storage != Storage::int8 && spec.storage != Storage::int4) {
-    detail::invalid(call, "storage is unknown; expected int8 or int4");
+  const std::string storage = storage_name(spec.storage);
+  if (storage == "unknown") {
+    detail::invalid(call, "storage is unknown; expected int8, int4, rht4 or rht2");
   }
   detail::check_rounding(call, "gx_rounding", spec.gx_rounding);
   detail::check_rounding(call, "gw_rounding", spec.gw_rounding);
   detail::check_rounding(call, "x_rounding", spec.x_rounding);
-  if (spec.storage == Storage::int4 && spec.low_rank.basis != Basis::full) {
-    detail::invalid(call, std::string("storage is int4 with basis ") +
+  if (spec.storage != Storage::int8 && spec.low_rank.basis != Basis::full) {
+    detail::invalid(call, "storage is " + storage + " with basis " +
                               basis_name(spec.low_rank.basis) +
                               "; expected basis full (a Hadamard transform hurts INT4 storage)");
   }
+  if (detail::rotated_bits(spec.storage) != 0 && spec.x_rounding != Rounding::stochastic) {
+    detail::invalid(call, "x_rounding is " + std::string(rounding_name(spec.x_rounding)) +
+                              " with storage " + storage + "; expected stochastic");
+  }
   detail::check_low_rank(spec.low_rank);
+}
+
+// That the device has kernels for it.
+void check_device(const char* call, const Context& context, const BackwardLinearSpec& spec) {
+  if (context.device().type == Device::Type::cpu) return;
+  if (detail::rotated_bits(spec.storage) != 0) {
+    detail::unsupported(call, "storage is " + std::string(storage_name(spec.storage)) +
+                                  ", which has no CUDA kernels yet; expected int8 or int4");
+  }
+  if (spec.equalize_tokens) {
+    detail::unsupported(call, "equalize_tokens is true, for which there are no CUDA kernels yet");
+  }
 }
 
 // The saved INT8 x as the operand of g_w. An Operand is writable; this one is only read.
@@ -100,7 +127,15 @@ detail::GroupsJob saved_groups(const ConstSavedActivation& saved, const SavedLay
           reinterpret_cast<const std::uint16_t*>(bytes + layout.scale_offset),
           saved.tokens,
           detail::requantize_rounding(spec),
-          {}};
+          {},
+          detail::rotated_bits(spec.storage)};
+}
+
+// Of the tokens' sizes; null where they were not equalised.
+const std::uint8_t* saved_exponents(const ConstSavedActivation& saved, const SavedLayout& layout,
+                                    const BackwardLinearSpec& spec) {
+  if (!spec.equalize_tokens) return nullptr;
+  return static_cast<const std::uint8_t*>(saved.data) + layout.exponent_offset;
 }
 
 SavedLayout layout_of(const Projection& p, std::int64_t in_features,
@@ -110,7 +145,11 @@ SavedLayout layout_of(const Projection& p, std::int64_t in_features,
   layout.k = p.k;
   layout.k_padded = p.k_padded;
   std::size_t scale_bytes;
-  if (spec.storage == Storage::int4) {
+  if (const int bits = detail::rotated_bits(spec.storage); bits != 0) {
+    layout.row_bytes = p.k * bits / 8;
+    layout.scales = in_features * p.blocks;
+    scale_bytes = sizeof(std::uint16_t);
+  } else if (spec.storage == Storage::int4) {
     layout.row_bytes = detail::round_up(p.tokens, detail::int4_k_alignment) / 2;
     layout.scales = in_features * detail::ceil_div(p.tokens, detail::int4_group);
     scale_bytes = sizeof(std::uint16_t);
@@ -121,7 +160,10 @@ SavedLayout layout_of(const Projection& p, std::int64_t in_features,
   }
   // Rows are whole multiples of 16 bytes, so the scales that follow are aligned.
   layout.scale_offset = static_cast<std::size_t>(in_features * layout.row_bytes);
-  layout.bytes = layout.scale_offset + static_cast<std::size_t>(layout.scales) * scale_bytes;
+  layout.exponent_offset =
+      layout.scale_offset + static_cast<std::size_t>(layout.scales) * scale_bytes;
+  layout.bytes =
+      layout.exponent_offset + static_cast<std::size_t>(spec.equalize_tokens ? p.tokens : 0);
   return layout;
 }
 
@@ -139,7 +181,8 @@ Support supported(const Context& context, const LinearShape& shape,
   return detail::answer_supported([&] {
     check_shape("backward_linear", shape);
     check_spec("backward_linear", spec);
-    detail::make_projection(shape.tokens, spec.low_rank);
+    check_device("backward_linear", context, spec);
+    detail::token_projection(shape.tokens, spec);
     backend_of(context).gemm_workspace(context, shape.tokens, shape.in_features,
                                        shape.out_features);
   });
@@ -150,6 +193,7 @@ std::uint64_t saved_format(const BackwardLinearSpec& spec) {
   Fingerprint print;
   print.add('x').add(spec.storage).add(spec.x_rounding);
   if (spec.storage == Storage::int8) print.add(spec.x_scale);
+  if (spec.equalize_tokens) print.add('t');
   const LowRank& p = spec.low_rank;
   print.add(p.basis);
   if (p.basis == Basis::full) return print.value();  // other fields do not matter
@@ -173,14 +217,14 @@ SavedLayout saved_layout(std::int64_t tokens, std::int64_t in_features,
                          const BackwardLinearSpec& spec) {
   check_shape("saved_layout", {tokens, 0, in_features});
   check_spec("saved_layout", spec);
-  return layout_of(detail::make_projection(tokens, spec.low_rank), in_features, spec);
+  return layout_of(detail::token_projection(tokens, spec), in_features, spec);
 }
 
 namespace {
 
 std::size_t compress_workspace(const Context& context, std::int64_t in_features,
                                const Projection& p, const BackwardLinearSpec& spec) {
-  if (spec.storage == Storage::int4) return 0;
+  if (spec.storage != Storage::int8) return 0;
   return backend_of(context).columns_workspace(context, in_features, p,
                                                detail::activation_quant(spec));
 }
@@ -191,8 +235,8 @@ std::size_t compress_activation_workspace(const Context& context, std::int64_t t
                                           std::int64_t in_features,
                                           const BackwardLinearSpec& spec) {
   saved_layout(tokens, in_features, spec);  // the same errors as the call itself
-  return compress_workspace(context, in_features, detail::make_projection(tokens, spec.low_rank),
-                            spec);
+  check_device("compress_activation_workspace", context, spec);
+  return compress_workspace(context, in_features, detail::token_projection(tokens, spec), spec);
 }
 
 ConstSavedActivation compress_activation(const Context& context, const ConstTensorView& x,
@@ -202,9 +246,10 @@ ConstSavedActivation compress_activation(const Context& context, const ConstTens
   const char* const call = "compress_activation";
   const Checker check(call, context);
   check_spec(call, spec);
+  check_device(call, context, spec);
   check.input("x", x, float_dtypes, 2, max_dims);
-  const MatrixIn rows = check.collapsed("x", x);
-  const Projection p = detail::make_projection(rows.rows, spec.low_rank);
+  MatrixIn rows = check.collapsed("x", x);
+  const Projection p = detail::token_projection(rows.rows, spec);
   const SavedLayout layout = layout_of(p, rows.cols, spec);
   check_bytes(call, "saved", saved.data, saved.bytes, layout.bytes, detail::BufferSize::at_least);
   check.disjoint("saved",
@@ -216,11 +261,22 @@ ConstSavedActivation compress_activation(const Context& context, const ConstTens
   if (layout.bytes == 0) return kept;
   auto* bytes = static_cast<char*>(saved.data);
   const detail::Backend& backend = backend_of(context);
-  if (spec.storage == Storage::int4) {
-    if (rows.rows > 0) {
-      backend.compress_groups(context, rows, spec.x_rounding,
-                              static_cast<std::uint8_t*>(saved.data), layout.row_bytes,
-                              reinterpret_cast<std::uint16_t*>(bytes + layout.scale_offset));
+  if (spec.equalize_tokens) {
+    auto* const exponents = static_cast<std::uint8_t*>(saved.data) + layout.exponent_offset;
+    backend.token_exponents(context, rows, exponents);
+    rows.exponents = exponents;
+    rows.divide = true;
+  }
+  if (spec.storage != Storage::int8) {
+    if (rows.rows == 0 || rows.cols == 0) return kept;
+    auto* const packed = static_cast<std::uint8_t*>(saved.data);
+    auto* const scale = reinterpret_cast<std::uint16_t*>(bytes + layout.scale_offset);
+    if (spec.storage == Storage::int4) {
+      backend.compress_groups(context, rows, spec.x_rounding, packed, layout.row_bytes, scale);
+    } else {
+      backend.compress_rotated(context,
+                               {rows, &p, context.key(), detail::rotated_bits(spec.storage), packed,
+                                layout.row_bytes, scale});
     }
     return kept;
   }
@@ -240,6 +296,7 @@ void decompress_activation(const Context& context, const ConstSavedActivation& s
   const char* const call = "decompress_activation";
   const Checker check(call, context);
   check_spec(call, spec);
+  check_device(call, context, spec);
   if (spec.low_rank.basis != Basis::full) {
     detail::unsupported(call, std::string("saved has basis ") + basis_name(spec.low_rank.basis) +
                                   ", which keeps projected rows and not x; expected basis full");
@@ -249,7 +306,7 @@ void decompress_activation(const Context& context, const ConstSavedActivation& s
   detail::check_sizes(call, {"saved.tokens", "saved.in_features"},
                       {saved.tokens, saved.in_features});
   const SavedLayout layout =
-      layout_of(detail::make_projection(saved.tokens, spec.low_rank), saved.in_features, spec);
+      layout_of(detail::token_projection(saved.tokens, spec), saved.in_features, spec);
   check_bytes(call, "saved", saved.data, saved.bytes, layout.bytes);
   if (first < 0 || first > saved.tokens) {
     detail::invalid(call, "first is " + std::to_string(first) + "; expected 0 to " +
@@ -268,11 +325,14 @@ void decompress_activation(const Context& context, const ConstSavedActivation& s
   if (!has_elements(rows)) return;
   const bool int4 = spec.storage == Storage::int4;
   std::int64_t scale_step = layout.scales == 1 ? 0 : 1;
-  if (int4) scale_step = detail::ceil_div(saved.tokens, detail::int4_group);
+  if (spec.storage != Storage::int8) {
+    scale_step = detail::ceil_div(saved.tokens, detail::int4_group);
+  }
   backend_of(context).decompress(
       context,
       {saved.data, layout.row_bytes, static_cast<const char*>(saved.data) + layout.scale_offset,
-       int4, scale_step, first, rows});
+       int4, scale_step, first, rows, saved_exponents(saved, layout, spec),
+       detail::rotated_bits(spec.storage), saved.key});
 }
 
 std::size_t quantized_weight_bytes(std::int64_t out_features, std::int64_t in_features,
@@ -322,7 +382,8 @@ std::size_t backward_linear_workspace(const Context& context, const LinearShape&
                                       const BackwardLinearSpec& spec, bool need_gx, bool need_gw) {
   check_shape("backward_linear_workspace", shape);
   check_spec("backward_linear_workspace", spec);
-  const Projection tokens = detail::make_projection(shape.tokens, spec.low_rank);
+  check_device("backward_linear_workspace", context, spec);
+  const Projection tokens = detail::token_projection(shape.tokens, spec);
   const Projection out_features =
       detail::hadamard_projection(shape.out_features, spec.hadamard_block);
   detail::BackwardWork work{spec, shape, tokens, out_features, need_gx, need_gw, need_gx};
@@ -366,6 +427,7 @@ void run_backward(const BackwardArguments& given, const Checker& check,
   call.saved = saved_operand(given.saved, given.layout);
   call.groups = saved_groups(given.saved, given.layout, given.spec);
   call.sketch_key = given.saved.key;
+  call.exponents = saved_exponents(given.saved, given.layout, given.spec);
   call.gx = given.gx;
   call.gw = given.gw;
   call.gb = given.gb.value_or(MatrixOut{});
@@ -422,7 +484,7 @@ void resolve_saved(BackwardArguments& call, bool has_weight) {
   }
   detail::check_key(backward_name, "saved.key", saved.key);
   check_shape("saved_layout", {saved.tokens, 0, saved.in_features});
-  call.tokens = detail::make_projection(shape.tokens, call.spec.low_rank);
+  call.tokens = detail::token_projection(shape.tokens, call.spec);
   call.layout = layout_of(call.tokens, saved.in_features, call.spec);
   check_bytes(backward_name, "saved", saved.data, saved.bytes, call.layout.bytes);
 }
@@ -433,6 +495,7 @@ void check_and_run(const Context& context, const ConstTensorView& gy, const Weig
   const detail::StandardArithmetic arithmetic;
   const Checker check(backward_name, context);
   check_spec(backward_name, spec);
+  check_device(backward_name, context, spec);
   if (out.gx == nullptr && out.gw == nullptr && out.gb == nullptr) {
     detail::invalid(backward_name, "out wants nothing; expected gx, gw or gb, one at least");
   }
@@ -485,7 +548,7 @@ void check_and_run(const Context& context, const ConstTensorView& gy, const Weig
     call.gb = {out.gb->data, out.gb->dtype, 1, shape.out_features, 0, out.gb->stride[0]};
   }
   // Unused without g_w; built only to check low_rank against the number of tokens.
-  if (out.gw == nullptr) call.tokens = detail::make_projection(shape.tokens, spec.low_rank);
+  if (out.gw == nullptr) call.tokens = detail::token_projection(shape.tokens, spec);
   run_backward(call, check, workspace);
 }
 

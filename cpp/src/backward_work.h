@@ -26,9 +26,10 @@ struct BackwardCall {
   MatrixIn gy{}, w{};
   Operand quantized{};  // w, if it comes quantised
   Operand saved{};      // x, INT8
-  GroupsJob groups{};   // x, INT4; `out` is the backend's
-  Key sketch_key{};     // x was projected with it
+  GroupsJob groups{};   // x, packed; `out` and `offsets` are the backend's
+  Key sketch_key{};     // x was projected or rotated with it
   MatrixOut gx{}, gw{}, gb{};
+  const std::uint8_t* exponents = nullptr;  // of x's tokens, where they were equalised
 };
 
 // How each operand is quantised. Weights are rounded to nearest: all tokens share them, so rounding
@@ -63,6 +64,19 @@ inline Projection hadamard_projection(std::int64_t out_features, int block) {
   p.blocks = ceil_div(out_features, block);
   p.k = p.blocks * block;
   p.k_padded = round_up(p.k, k_alignment);
+  return p;
+}
+
+// Bits of a code of rht4 and rht2, 0 of the other storages.
+inline int rotated_bits(Storage storage) {
+  return storage == Storage::rht4 ? 4 : storage == Storage::rht2 ? 2 : 0;
+}
+
+// What is done to g_y and x along the tokens for g_w.
+inline Projection token_projection(std::int64_t tokens, const BackwardLinearSpec& spec) {
+  if (rotated_bits(spec.storage) == 0) return make_projection(tokens, spec.low_rank);
+  Projection p = hadamard_projection(tokens, rotated_block);
+  p.signs = true;
   return p;
 }
 

@@ -168,7 +168,9 @@ static_assert(same(HOT_GRAD_SCALE_TENSOR, hot::GradScale::tensor) &&
               same(HOT_GRAD_SCALE_CHANNEL, hot::GradScale::channel) &&
               same(HOT_GRAD_SCALE_TOKEN, hot::GradScale::token));
 static_assert(same(HOT_STORAGE_INT8, hot::Storage::int8) &&
-              same(HOT_STORAGE_INT4, hot::Storage::int4));
+              same(HOT_STORAGE_INT4, hot::Storage::int4) &&
+              same(HOT_STORAGE_RHT4, hot::Storage::rht4) &&
+              same(HOT_STORAGE_RHT2, hot::Storage::rht2));
 static_assert(same(HOT_SIDE_ACTIVATION, hot::Side::activation) &&
               same(HOT_SIDE_GRADIENT, hot::Side::gradient));
 
@@ -233,9 +235,14 @@ hot::BackwardLinearSpec spec_of(const char* call, const hot_spec* given) {
   out.low_rank.layout = {s.grid_h, s.grid_w, s.prefix_tokens};
   out.gw_scale = choice(call, "spec.gw_scale", s.gw_scale, hot::GradScale::token);
   out.gw_rounding = rounding("spec.gw_rounding", s.gw_rounding);
-  out.storage = choice(call, "spec.storage", s.storage, hot::Storage::int4);
+  out.storage = choice(call, "spec.storage", s.storage, hot::Storage::rht2);
   out.x_scale = granularity("spec.x_scale", s.x_scale);
   out.x_rounding = rounding("spec.x_rounding", s.x_rounding);
+  if (s.equalize_tokens != 0 && s.equalize_tokens != 1) {
+    invalid(call,
+            "spec.equalize_tokens is " + std::to_string(s.equalize_tokens) + "; expected 0 or 1");
+  }
+  out.equalize_tokens = s.equalize_tokens == 1;
   return out;
 }
 
@@ -416,6 +423,7 @@ hot_status hot_spec_recipe(const char* name, hot_spec* spec) {
     out.storage = static_cast<std::int32_t>(r.storage);
     out.x_scale = static_cast<std::int32_t>(r.x_scale);
     out.x_rounding = static_cast<std::int32_t>(r.x_rounding);
+    out.equalize_tokens = r.equalize_tokens ? 1 : 0;
     write(spec, out);
   });
 }
@@ -554,7 +562,8 @@ hot_status hot_saved_layout_of(int64_t tokens, int64_t in_features, const hot_sp
   return guarded([&] {
     check_struct(call, "layout", layout);
     const hot::SavedLayout l = hot::saved_layout(tokens, in_features, spec_of(call, spec));
-    write(layout, {0, l.bytes, l.channels, l.k, l.k_padded, l.row_bytes, l.scales, l.scale_offset});
+    write(layout, {0, l.bytes, l.channels, l.k, l.k_padded, l.row_bytes, l.scales, l.scale_offset,
+                   l.exponent_offset});
   });
 }
 

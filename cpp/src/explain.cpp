@@ -582,6 +582,13 @@ Explanation explain(std::string_view device, const LinearShape& shape,
   // The same checks as in the calls.
   quantized_weight_bytes(shape.out_features, shape.in_features, spec);
   saved_layout(shape.tokens, shape.in_features, spec);
+  if (detail::rotated_bits(spec.storage) != 0 || spec.equalize_tokens) {
+    detail::unsupported(call_name, spec.equalize_tokens
+                                       ? "equalize_tokens is true, for which there are no CUDA "
+                                         "kernels yet"
+                                       : "storage is " + std::string(storage_name(spec.storage)) +
+                                             ", which has no CUDA kernels yet");
+  }
   if (options.y) forward_weight_bytes(shape.out_features, shape.in_features, options.forward);
   detail::check_sizes(call_name, {"tokens", "out_features", "in_features"},
                       {shape.tokens, shape.out_features, shape.in_features});

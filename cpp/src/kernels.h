@@ -26,6 +26,7 @@ enum class Purpose : std::uint32_t {
   gradient_columns = 4,
   sketch = 5,
   requantize = 6,
+  signs = 7,
 };
 
 // Reads the key's counter from CPU memory, if it has one (CUDA kernels read theirs in
@@ -51,6 +52,9 @@ struct MatrixIn {
   const void* data;
   DType dtype;
   std::int64_t rows, cols, row_stride, col_stride;
+  // Where given (on the CPU only): row r is taken times 2^(exponents[r] - 127), or divided by it.
+  const std::uint8_t* exponents = nullptr;
+  bool divide = false;
 };
 struct MatrixOut {
   void* data;
@@ -88,6 +92,7 @@ struct Projection {
   int divisor = 1;
   TokenOrder order{};
   float prefix_factor_x = 1.0F, prefix_factor_g = 1.0F;
+  bool signs = false;  // each token times a random sign before the transform (rht4, rht2)
 };
 
 // Both throw for a bad spec, make_projection also for one that does not fit the tokens.
@@ -117,6 +122,7 @@ inline std::int64_t blocks_per_cut(int rank) {
 
 inline constexpr std::int64_t k_alignment = 16;       // bytes; every stored row starts aligned
 inline constexpr std::int64_t int4_group = 64;        // tokens that share a scale of an INT4 x
+inline constexpr std::int64_t rotated_block = 64;     // the same of rht4 and rht2
 inline constexpr std::int64_t int4_k_alignment = 32;  // values: 16 bytes of packed codes
 inline constexpr std::int64_t int32_safe_k = 133143;  // 127^2 * K <= 2^31 - 1
 
@@ -171,7 +177,7 @@ struct ColumnsJob {
   OperandQuant quant;
   Operand out;
 };
-// x as packed INT4, groups of 64 tokens per channel, to INT8 with one scale per channel.
+// x as packed codes, groups of 64 tokens per channel, to INT8 with one scale per channel.
 struct GroupsJob {
   const std::uint8_t* packed;
   std::int64_t row_bytes;
@@ -179,6 +185,19 @@ struct GroupsJob {
   std::int64_t tokens;
   Rounding rounding;
   Operand out;
+  int rotated_bits = 0;            // 4 or 2: codes of rht4 or rht2; 0: INT4
+  const float* offsets = nullptr;  // of those: what is added to a code's value, [k_padded]
+};
+
+// x [L, C] to the codes of rht4 and rht2, one bf16 scale per block and channel.
+struct RotateJob {
+  MatrixIn x;
+  const Projection* projection;  // all rows of blocks of 64, with signs
+  Key key;                       // of the signs and of the dither
+  int bits;
+  std::uint8_t* packed;
+  std::int64_t row_bytes;
+  std::uint16_t* scale;
 };
 
 // Decodes tokens [first, first + out.rows) of a saved x of basis full.
@@ -189,7 +208,10 @@ struct DecompressJob {
   bool int4;
   std::int64_t scale_step;  // scales from a channel to the next; 0: one for all
   std::int64_t first;
-  MatrixOut out;  // [tokens, channels], not empty
+  MatrixOut out;                            // [tokens, channels], not empty
+  const std::uint8_t* exponents = nullptr;  // of all tokens, where they were equalised
+  int rotated_bits = 0;                     // 4 or 2: rht4 or rht2, not what `int4` says
+  Key key{};                                // of their signs and dither
 };
 
 struct FwhtArgs {
@@ -262,6 +284,9 @@ class Backend {
   virtual void compress_groups(const Context&, const MatrixIn& x, Rounding, std::uint8_t* packed,
                                std::int64_t row_bytes, std::uint16_t* scale) const = 0;
   virtual void decompress(const Context&, const DecompressJob&) const = 0;
+  // Of the CPU only; the calls that need them refuse other devices (backward_linear.cpp).
+  virtual void token_exponents(const Context&, const MatrixIn& x, std::uint8_t* exponents) const;
+  virtual void compress_rotated(const Context&, const RotateJob&) const;
   virtual void quantize_weight(const Context&, const ColumnsJob&, void* workspace) const = 0;
 
   virtual std::size_t backward_workspace(const Context&, const BackwardWork&) const = 0;

@@ -35,6 +35,11 @@ constexpr Recipe recipes[] = {
        spec.x_scale = Granularity::tensor;
      }},
     {"accurate", [](BackwardLinearSpec& spec) { spec.storage = Storage::int8; }},
+    {"compact",
+     [](BackwardLinearSpec& spec) {
+       spec.storage = Storage::rht2;
+       spec.equalize_tokens = true;
+     }},
 };
 
 }  // namespace

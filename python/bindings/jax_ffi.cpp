@@ -193,7 +193,7 @@ hot::BackwardLinearSpec spec_of(const ffi::Dictionary& attributes) {
                    text("weight_scale"), text("gx_rounding"), text("basis"), number("rank"),
                    number("block"), std::move(rows), number("grid_h"), number("grid_w"),
                    number("prefix_tokens"), text("gw_scale"), text("gw_rounding"), text("storage"),
-                   text("x_scale"), text("x_rounding"));
+                   text("x_scale"), text("x_rounding"), number("equalize_tokens") != 0);
 }
 
 ffi::ErrorCode code_of(hot::ErrorCode code) {

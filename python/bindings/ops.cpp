@@ -69,11 +69,11 @@ struct Spec {
 void init_spec(Spec* self, int hadamard_block, int gx_bits, Text gx_scale, Text weight_scale,
                Text gx_rounding, Text basis, int rank, int block, std::vector<int> rows, int grid_h,
                int grid_w, int prefix_tokens, Text gw_scale, Text gw_rounding, Text storage,
-               Text x_scale, Text x_rounding) {
+               Text x_scale, Text x_rounding, bool equalize_tokens) {
   hot::BackwardLinearSpec s =
       make_spec(hadamard_block, gx_bits, gx_scale, weight_scale, gx_rounding, basis, rank, block,
                 std::move(rows), grid_h, grid_w, prefix_tokens, gw_scale, gw_rounding, storage,
-                x_scale, x_rounding);
+                x_scale, x_rounding, equalize_tokens);
   new (self) Spec{std::move(s)};
 }
 
@@ -94,6 +94,7 @@ nb::dict fields_of(const hot::BackwardLinearSpec& s) {
   const bool channel = s.x_scale == hot::Granularity::row;  // Python calls it "channel"
   fields["x_scale"] = channel ? "channel" : hot::granularity_name(s.x_scale);
   fields["x_rounding"] = hot::rounding_name(s.x_rounding);
+  fields["equalize_tokens"] = s.equalize_tokens;
   return fields;
 }
 
@@ -216,12 +217,13 @@ void gemm_int4(const CoreContext& c, const In& a, const In& b, std::int64_t k, c
   gemm(c, a, b, k, a_scale, b_scale, divisor, accumulate, out, workspace);
 }
 
-// (bytes, channels, k, k_padded, row_bytes, scales, scale_offset)
+// (bytes, channels, k, k_padded, row_bytes, scales, scale_offset, exponent_offset)
 std::tuple<std::size_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t,
-           std::size_t>
+           std::size_t, std::size_t>
 saved_layout(std::int64_t tokens, std::int64_t in_features, const Spec& s) {
   const hot::SavedLayout l = hot::saved_layout(tokens, in_features, s.spec);
-  return {l.bytes, l.channels, l.k, l.k_padded, l.row_bytes, l.scales, l.scale_offset};
+  return {l.bytes,        l.channels,       l.k, l.k_padded, l.row_bytes, l.scales,
+          l.scale_offset, l.exponent_offset};
 }
 
 std::size_t compress_activation_workspace(const CoreContext& c, std::int64_t tokens,
@@ -254,9 +256,10 @@ void compress_activation(const CoreContext& c, const In& x, const Spec& s, const
 }
 
 void decompress_activation(const CoreContext& c, const In& saved, std::int64_t tokens,
-                           std::int64_t in_features, std::int64_t first, std::int64_t last,
-                           const Spec& s, const Out& out) {
-  const hot::ConstSavedActivation sv = kept_view(saved, "saved", tokens, in_features, s.spec);
+                           std::int64_t in_features, const KeyTuple& saved_key, std::int64_t first,
+                           std::int64_t last, const Spec& s, const Out& out) {
+  hot::ConstSavedActivation sv = kept_view(saved, "saved", tokens, in_features, s.spec);
+  sv.key = key_of(saved_key);
   const hot::TensorView ov = view(out, "out");
   Gil release;
   hot::decompress_activation(c.context, sv, first, last, s.spec, ov);
@@ -500,7 +503,7 @@ void bind_ops(nb::module_& m) {
       .def("__init__", &init_spec, nb::kw_only(), "hadamard_block"_a, "gx_bits"_a, "gx_scale"_a,
            "weight_scale"_a, "gx_rounding"_a, "basis"_a, "rank"_a, "block"_a, "rows"_a, "grid_h"_a,
            "grid_w"_a, "prefix_tokens"_a, "gw_scale"_a, "gw_rounding"_a, "storage"_a, "x_scale"_a,
-           "x_rounding"_a);
+           "x_rounding"_a, "equalize_tokens"_a);
 
   nb::class_<hot::ForwardLinearSpec>(m, "ForwardLinearSpec", "How forward_linear quantises.")
       .def(
@@ -543,7 +546,8 @@ void bind_ops(nb::module_& m) {
   m.def("compress_activation", &compress_activation, "context"_a, "x"_a.noconvert(), "spec"_a,
         "key"_a, "saved"_a.noconvert(), "workspace"_a.noconvert().none() = nb::none());
   m.def("decompress_activation", &decompress_activation, "context"_a, "saved"_a.noconvert(),
-        "tokens"_a, "in_features"_a, "first"_a, "last"_a, "spec"_a, "out"_a.noconvert());
+        "tokens"_a, "in_features"_a, "saved_key"_a, "first"_a, "last"_a, "spec"_a,
+        "out"_a.noconvert());
   m.def("quantized_weight_bytes", &quantized_weight_bytes, "out_features"_a, "in_features"_a,
         "spec"_a);
   m.def("quantize_weight_workspace", &quantize_weight_workspace, "context"_a, "out_features"_a,

@@ -168,7 +168,8 @@ hot::GradScale parse_grad_scale(const char* name, std::string_view text) {
 }
 hot::Storage parse_storage(const char* name, std::string_view text) {
   using E = hot::Storage;
-  return parse<E>(name, text, [](E e) { return hot::storage_name(e); }, {E::int8, E::int4});
+  return parse<E>(name, text, [](E e) { return hot::storage_name(e); },
+                  {E::int8, E::int4, E::rht4, E::rht2});
 }
 hot::Isa parse_isa(std::string_view text) {
   using E = hot::Isa;
@@ -193,7 +194,7 @@ hot::BackwardLinearSpec make_spec(int hadamard_block, int gx_bits, std::string_v
                                   std::vector<int> rows, int grid_h, int grid_w, int prefix_tokens,
                                   std::string_view gw_scale, std::string_view gw_rounding,
                                   std::string_view storage, std::string_view x_scale,
-                                  std::string_view x_rounding) {
+                                  std::string_view x_rounding, bool equalize_tokens) {
   hot::BackwardLinearSpec s;
   s.hadamard_block = hadamard_block;
   s.gx_bits = gx_bits;
@@ -207,6 +208,7 @@ hot::BackwardLinearSpec make_spec(int hadamard_block, int gx_bits, std::string_v
   // Python says "channel"; a channel is a row of the stored matrix.
   s.x_scale = x_scale == "channel" ? hot::Granularity::row : parse_granularity("x_scale", x_scale);
   s.x_rounding = parse_rounding("x_rounding", x_rounding);
+  s.equalize_tokens = equalize_tokens;
   return s;
 }
 

@@ -51,7 +51,7 @@ hot::BackwardLinearSpec make_spec(int hadamard_block, int gx_bits, std::string_v
                                   std::vector<int> rows, int grid_h, int grid_w, int prefix_tokens,
                                   std::string_view gw_scale, std::string_view gw_rounding,
                                   std::string_view storage, std::string_view x_scale,
-                                  std::string_view x_rounding);
+                                  std::string_view x_rounding, bool equalize_tokens);
 
 // Scratch of one call: the caller's array or, on the CPU without one, its own memory, whose size is
 // computed only then.

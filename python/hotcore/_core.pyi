@@ -48,6 +48,7 @@ class Spec:
         storage: str,
         x_scale: str,
         x_rounding: str,
+        equalize_tokens: bool,
     ) -> None: ...
 
 class ForwardLinearSpec:
@@ -126,7 +127,7 @@ def gemm_int4(
 ) -> None: ...
 def saved_layout(
     tokens: int, in_features: int, spec: Spec
-) -> tuple[int, int, int, int, int, int, int]: ...
+) -> tuple[int, int, int, int, int, int, int, int]: ...
 def compress_activation_workspace(
     context: CoreContext, tokens: int, in_features: int, spec: Spec
 ) -> int: ...
@@ -143,6 +144,7 @@ def decompress_activation(
     saved: _Array,
     tokens: int,
     in_features: int,
+    saved_key: _Key,
     first: int,
     last: int,
     spec: Spec,

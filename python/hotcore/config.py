@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 # Types for editors and type checkers; a configuration checks its values when it is made.
-RecipeName = Literal["default", "fast", "int4", "paper", "accurate"]
+RecipeName = Literal["default", "fast", "int4", "paper", "accurate", "compact"]
 Basis = Literal["full", "lowpass", "sequency", "sketch"]
 Rounding = Literal["stochastic", "nearest", "pseudo_stochastic"]
 GxScale = Literal["row", "tensor"]
 WeightScale = Literal["column", "tensor"]
 GwScale = Literal["channel", "tensor", "token"]
 XScale = Literal["channel", "tensor"]
-Storage = Literal["int8", "int4"]
+Storage = Literal["int8", "int4", "rht4", "rht2"]
 Forward = Literal["plain", "int8"]
 
 
@@ -45,6 +45,7 @@ class HotConfigFields(TypedDict, total=False):
     storage: Storage
     x_scale: XScale
     x_rounding: Rounding
+    equalize_tokens: bool
     forward: Forward
     forward_block: int
     forward_in_eval: bool
@@ -134,13 +135,18 @@ class HotConfig:
         prefix_tokens: class tokens in front of every sample's grid; they are added exactly.
         gw_scale: scale of g_y for g_w: ``"channel"``, ``"tensor"`` or ``"token"`` (slower).
         gw_rounding: rounding of g_y for g_w.
-        storage: how x is kept until backward, ``"int4"`` (basis ``"full"`` only) or ``"int8"``.
+        storage: how x is kept until backward: ``"int8"``, or with basis ``"full"`` ``"int4"``,
+            ``"rht4"`` or ``"rht2"`` (4 and 2 bits after random signs and a Hadamard transform).
         x_scale: scale of an INT8 x, ``"channel"`` or ``"tensor"``.
-        x_rounding: rounding of x.
+        x_rounding: rounding of x; ``"stochastic"`` for rht4 and rht2.
+        equalize_tokens: divide every token of x by a power of two of about its size before it is
+            kept, and multiply that of g_y by it for g_w: exact.
         forward: how ``y = x w^T + b`` is computed: ``"plain"``, by the framework's own product, or
             ``"int8"``, by :func:`hotcore.forward_linear`. Gradients pass straight through it.
         forward_block: block of its Hadamard transform along I; power of two, 1 (none) to 256.
         forward_in_eval: whether modules keep ``forward`` in eval mode, where they are else plain.
+
+    Storage rht4 and rht2 and ``equalize_tokens`` run on the CPU only.
 
     Source: docs/numerics.md; docs/recipes.md.
     """
@@ -161,6 +167,7 @@ class HotConfig:
     storage: Storage = "int4"
     x_scale: XScale = "channel"
     x_rounding: Rounding = "stochastic"
+    equalize_tokens: bool = False
     forward: Forward = "plain"
     forward_block: int = 64
     forward_in_eval: bool = False
@@ -200,16 +207,9 @@ class HotConfig:
             raise ValueError(f"block: {self.block} is no power of two from 2 to 64")
         self._check_rank()
         self._check_layout()
-        if self.storage == "int4":
-            if self.basis != "full":
-                raise ValueError(
-                    f"storage: 'int4' keeps x itself and goes with basis 'full' only, not "
-                    f"{self.basis!r}; use storage='int8'"
-                )
-            if self.x_scale != "channel":
-                raise ValueError(
-                    "x_scale: 'tensor' needs storage='int8'; INT4 has groups of tokens"
-                )
+        if not isinstance(self.equalize_tokens, bool):
+            raise TypeError(f"equalize_tokens: expected a bool, got {self.equalize_tokens!r}")
+        self._check_storage()
 
         # No property: torch.compile can read an attribute but cannot trace what computes it.
         object.__setattr__(self, "json", self.to_json())
@@ -219,6 +219,23 @@ class HotConfig:
         if value not in values:
             known = ", ".join(map(repr, values))
             raise ValueError(f"{name}: {value!r} is not one of {known}")
+
+    def _check_storage(self) -> None:
+        if self.storage == "int8":
+            return
+        if self.basis != "full":
+            raise ValueError(
+                f"storage: {self.storage!r} keeps x itself and goes with basis 'full' only, not "
+                f"{self.basis!r}; use storage='int8'"
+            )
+        if self.x_scale != "channel":
+            raise ValueError(
+                f"x_scale: 'tensor' needs storage='int8'; {self.storage!r} has groups of tokens"
+            )
+        if self.storage != "int4" and self.x_rounding != "stochastic":
+            raise ValueError(
+                f"x_rounding: {self.x_rounding!r}; storage {self.storage!r} takes 'stochastic' only"
+            )
 
     def _check_rank(self) -> None:
         if self.rows is not None:

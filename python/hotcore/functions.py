@@ -334,13 +334,13 @@ def decompress_activation(
             ignored).
 
     Returns:
-        ``out``, or a new ``[last - first, I]`` in ``dtype``: code times scale in fp32, rounded
-        once. A scale of NaN gives NaN.
+        ``out``, or a new ``[last - first, I]`` in ``dtype``: computed in fp32, rounded once. A
+        scale of NaN gives NaN.
 
     Raises:
         NotImplementedError: another basis, which keeps projected rows and not x.
 
-    Source: docs/numerics.md, "INT4".
+    Source: docs/numerics.md, "Back to x".
     """
     if not isinstance(saved, Saved):
         raise TypeError(
@@ -358,6 +358,7 @@ def decompress_activation(
         source.dlpack,
         saved.tokens,
         saved.in_features,
+        saved.key,
         first,
         end,
         saved.config.spec,

@@ -33,8 +33,11 @@ PURPOSE_GW_ACTIVATION = 3
 PURPOSE_GW_GRADIENT = 4
 PURPOSE_SKETCH = 5
 PURPOSE_REQUANTIZE = 6
+PURPOSE_SIGNS = 7
 
 INT4_GROUP = 64  # tokens that share a scale when x is kept as INT4
+ROTATED_BITS = {"rht4": 4, "rht2": 2}  # storage of x after random signs and a Hadamard transform
+ROTATED_BLOCK = 64  # tokens that are transformed together and share a scale
 MAX_INT32_DEPTH = 133_143  # largest K whose INT8 products always sum within 32 bits
 
 _FLOAT_DTYPES = ("float32", "float16", "bfloat16")
@@ -89,6 +92,7 @@ class Config:
     storage: str = "int4"
     x_scale: str = "channel"
     x_rounding: str = "stochastic"
+    equalize_tokens: bool = False
     forward: str = "plain"
     forward_block: int = 64
     forward_in_eval: bool = False
@@ -111,6 +115,7 @@ def recipe(name: str, **overrides: Any) -> Config:
             "x_scale": "tensor",
         },
         "accurate": {"storage": "int8"},
+        "compact": {"storage": "rht2", "equalize_tokens": True},
     }
     _choice("name", name, tuple(fields))
     return Config(**{**fields[name], **overrides})
@@ -667,6 +672,18 @@ def unpack_int4(packed: NDArray[np.uint8], columns: int | None = None) -> Codes:
     return codes if columns is None else codes[:, :columns].copy()
 
 
+def pack_bits(q: Codes, bits: int) -> NDArray[np.uint8]:
+    """Pack codes of 4 or 2 bits ``[R, C]``, the first in a byte's lowest bits; C fills whole bytes.
+
+    Source: docs/numerics.md, "x kept as rht4 and rht2".
+    """
+    each = 8 // bits
+    rows, cols = q.shape
+    fields = q.astype(np.uint8).reshape(rows, cols // each, each)
+    shifted = fields << (bits * np.arange(each, dtype=np.uint8))
+    return np.asarray(np.bitwise_or.reduce(shifted, axis=2), np.uint8)
+
+
 # -------------------------------------------------------------------- Integer GEMM, dequantisation
 
 
@@ -804,9 +821,11 @@ def _finish(result: NDArray[np.float32], before: Floats | None, out_dtype: str) 
 class Saved:
     """A compressed activation in logical form, as :func:`compress_activation` makes it.
 
-    ``codes`` is int8 ``[I, Kp]``, for INT4 storage ``[I, roundup(L, 32)]``; ``scales`` float32
-    ``[I]`` or ``[1]``, for INT4 storage the uint16 bits of bfloat16 ``[I, ceil(L/64)]``; ``packed``
-    the stored bytes of INT4 storage, uint8 ``[I, roundup(L, 32)/2]``, otherwise None.
+    ``codes`` is int8 ``[I, Kp]``, for INT4 storage ``[I, roundup(L, 32)]``, for rht4 and rht2
+    ``[I, roundup(L, 64)]``; ``scales`` float32 ``[I]`` or ``[1]``, for the packed storages the
+    uint16 bits of bfloat16 ``[I, ceil(L/64)]``; ``packed`` their stored bytes, uint8
+    ``[I, bytes]``, otherwise None; ``exponents`` those of the tokens' sizes, uint8 ``[L]``, None
+    where tokens are not equalised.
     """
 
     codes: Codes
@@ -816,6 +835,7 @@ class Saved:
     in_features: int
     config: ConfigLike
     key: Key
+    exponents: NDArray[np.uint8] | None = None
 
 
 class Gradients(NamedTuple):
@@ -861,17 +881,22 @@ def quantize_weight(w: Floats, config: ConfigLike) -> tuple[Codes, NDArray[np.fl
 
 
 def quantize_gradient_columns(
-    gy: Floats, config: ConfigLike, key: KeyLike = 0, sketch_key: KeyLike | None = None
+    gy: Floats,
+    config: ConfigLike,
+    key: KeyLike = 0,
+    sketch_key: KeyLike | None = None,
+    exponents: NDArray[np.uint8] | None = None,
 ) -> tuple[Codes, NDArray[np.float32]]:
     """g_y ``[..., O]`` for g_w: codes int8 ``[O, Kp]`` and scales ``[O]``, ``[1]`` or ``[Kp]``.
 
-    ``key`` rounds; ``sketch_key`` (``key`` unless given) is the one that x was compressed with.
-    Source: docs/numerics.md, "Shapes", purpose 4.
+    ``key`` rounds; ``sketch_key`` (``key`` unless given) is the one that x was compressed with, and
+    ``exponents`` are the tokens' sizes that were found then.
+    Source: docs/numerics.md, "Shapes", purpose 4, and "Token equalisation".
     """
     scale = {"channel": "row", "tensor": "tensor", "token": "column"}
     _choice("gw_scale", config.gw_scale, tuple(scale))
     subspaces = key if sketch_key is None else sketch_key
-    rows = _project(_flat(gy, "gy"), _low_rank_of(config), "gradient", subspaces)
+    rows = _along_tokens(_resized(_flat(gy, "gy"), exponents), config, "gradient", subspaces)
     return quantize(
         _pad_columns(rows.T, 16),
         scale=scale[config.gw_scale],
@@ -895,16 +920,26 @@ def compress_activation(x: Floats, config: ConfigLike = None, *, key: KeyLike = 
     Source: docs/numerics.md, "Shapes" (purpose 3) and "INT4".
     """
     settings = Config() if config is None else config
-    _choice("storage", settings.storage, ("int8", "int4"))
+    _choice("storage", settings.storage, ("int8", "int4", *ROTATED_BITS))
     _choice("x_scale", settings.x_scale, ("channel", "tensor"))
     values = _flat(x, "x")
     tokens, width = values.shape
+    exponents = token_exponents(values) if settings.equalize_tokens else None
+    values = _resized(values, exponents, divide=True)
+    rest = (tokens, width, settings, _key(key), exponents)
+    if settings.storage != "int8" and (settings.basis != "full" or settings.x_scale != "channel"):
+        raise ValueError(
+            f"storage: {settings.storage!r} goes with basis 'full' and x_scale 'channel'"
+        )
     if settings.storage == "int4":
-        if settings.basis != "full" or settings.x_scale != "channel":
-            raise ValueError("storage: 'int4' goes with basis 'full' and x_scale 'channel'")
         codes, scales = _quantize_groups(values.T, settings.x_rounding, key)
-        return Saved(codes, scales, pack_int4(codes), tokens, width, settings, _key(key))
-    rows = _project(values, _low_rank_of(settings), "activation", key)
+        return Saved(codes, scales, pack_int4(codes), *rest)
+    rows = _along_tokens(values, settings, "activation", key)
+    if settings.storage in ROTATED_BITS:
+        _choice("x_rounding", settings.x_rounding, ("stochastic",))
+        bits = ROTATED_BITS[settings.storage]
+        codes, scales = _quantize_rotated(rows.T, bits, key)
+        return Saved(codes, scales, pack_bits(codes, bits), *rest)
     codes, scale = quantize(
         _pad_columns(rows.T, 16),
         scale="row" if settings.x_scale == "channel" else "tensor",
@@ -912,7 +947,125 @@ def compress_activation(x: Floats, config: ConfigLike = None, *, key: KeyLike = 
         key=key,
         purpose=PURPOSE_GW_ACTIVATION,
     )
-    return Saved(codes, scale, None, tokens, width, settings, _key(key))
+    return Saved(codes, scale, None, *rest)
+
+
+@_quiet
+def token_exponents(x: NDArray[np.float32]) -> NDArray[np.uint8]:
+    """Biased exponents of the powers of two t that the tokens of ``x [L, I]`` are divided by.
+
+    Source: docs/numerics.md, "Token equalisation".
+    """
+    exponent = _words(_amax(x, 1)) >> _u32(23)  # of the largest magnitude: [L, 1]
+    usual = (exponent >= 27) & (exponent < 255)
+    clear = np.where(usual, exponent, _u32(127))
+    unit = ((_u32(268) - clear) << _u32(23)).view(_f32)  # the largest becomes 2**14 to 2**15
+    whole = np.where(usual, np.rint(np.abs(x) * unit), _f32(0)).astype(np.int64)
+    mean = whole.sum(axis=1, keepdims=True).astype(_f32) / _f32(max(1, x.shape[1]))
+    found = clear.astype(np.int64) + (_words(mean) >> _u32(23)).astype(np.int64) - 141
+    result = np.where(usual, np.clip(found, 27, 227), np.where(exponent == 255, 127, 27))
+    return result.reshape(-1).astype(np.uint8)
+
+
+@_quiet
+def _resized(
+    values: NDArray[np.float32], exponents: NDArray[np.uint8] | None, *, divide: bool = False
+) -> NDArray[np.float32]:
+    """Rows of ``values [L, C]`` times their t, or divided by it: one multiplication."""
+    if exponents is None:
+        return values
+    biased = exponents.astype(_u32)
+    power = ((_u32(254) - biased if divide else biased) << _u32(23)).view(_f32)
+    return values * power[:, None]
+
+
+def rotation_signs(blocks: int, key: KeyLike) -> NDArray[np.float32]:
+    """The signs of the tokens of so many blocks of 64: -1 or 1, float32 ``[64 * blocks]``.
+
+    Source: docs/numerics.md, "x kept as rht4 and rht2".
+    """
+    words = random_words(np.arange(blocks), key, PURPOSE_SIGNS)[:, :2]
+    bits = words[:, :, None] >> np.arange(32, dtype=_u32) & _u32(1)
+    return _f32(1) - _f32(2) * bits.reshape(-1).astype(_f32)
+
+
+@_quiet
+def _along_tokens(
+    values: NDArray[np.float32], config: ConfigLike, side: str, key: KeyLike
+) -> NDArray[np.float32]:
+    """What is done to ``[L, C]`` along the tokens for g_w: ``[K, C]``."""
+    if config.storage not in ROTATED_BITS:
+        return _project(values, _low_rank_of(config), side, key)
+    padded = _pad_columns(values.T, ROTATED_BLOCK).T
+    blocks = padded.shape[0] // ROTATED_BLOCK
+    signed = padded * rotation_signs(blocks, key)[:, None]
+    tokens = signed.reshape(blocks, ROTATED_BLOCK, values.shape[1])
+    return _transform_tokens(tokens).reshape(padded.shape)
+
+
+def _divisor(config: ConfigLike) -> int:
+    """Of the product of g_w."""
+    if config.storage in ROTATED_BITS:
+        return ROTATED_BLOCK
+    return 1 if config.basis == "full" else int(config.block)
+
+
+@_quiet
+def _quantize_rotated(
+    rotated: NDArray[np.float32], bits: int, key: KeyLike
+) -> tuple[Codes, NDArray[np.uint16]]:
+    """Codes int8 of ``rotated [I, K]`` and the bf16 scales of its blocks ``[I, K/64]``."""
+    channels, depth = rotated.shape
+    blocks = depth // ROTATED_BLOCK
+    y = rotated.reshape(channels, blocks, ROTATED_BLOCK)
+    u = random_bytes(1, depth, key, PURPOSE_GW_ACTIVATION).reshape(blocks, ROTATED_BLOCK)
+    amax = _amax(y, 2)
+    finite = np.isfinite(amax)
+    used = finite & (amax >= _f32(2.0**-100))
+    if bits == 4:
+        scale = round_up_bf16(amax / _f32(7.5))
+        codes = _dithered(y, _f32(1) / scale, u, bits)
+    else:
+        exponent = _words(np.where(used, amax, _f32(1))) >> _u32(23)
+        y = y * ((_u32(255) - exponent) << _u32(23)).view(_f32)  # the largest is in [2, 4)
+        squares = _sum_pairs(y * y)
+        spread = np.sqrt(squares / _f32(64))
+        reach = np.minimum(_amax(y, 2), _f32(1.75) * spread)
+        codes = _dithered(y, _f32(1.5) / reach, u, bits)
+        along = _sum_pairs(y * _code_values(codes, u, bits))
+        scale = round_bf16((squares / along) * ((exponent - _u32(1)) << _u32(23)).view(_f32))
+    stored = np.where(finite, np.where(used, scale, _f32(0)), _f32(np.nan))
+    kept: Codes = np.where(used, codes, 0).astype(np.int8)
+    return kept.reshape(channels, depth), bf16_bits(stored).reshape(channels, blocks)
+
+
+def _dithered(
+    y: NDArray[np.float32], inv: NDArray[np.float32], u: NDArray[np.uint8], bits: int
+) -> NDArray[np.int64]:
+    """Codes 0 to 2**bits - 1 of ``y * inv`` after the random bytes u have been added."""
+    exact = np.nan_to_num(256 * (y.astype(np.float64) * inv), posinf=0, neginf=0)
+    half = 128 * ((1 << bits) - 1)
+    return (np.clip(np.rint(exact).astype(np.int64), -half, half) + u + half) >> 8
+
+
+def _code_values(codes: NDArray[Any], u: NDArray[np.uint8], bits: int) -> NDArray[np.float32]:
+    """What codes stand for, in units of their scale; the random bytes are subtracted. Exact."""
+    return (512 * codes.astype(np.int64) + 511 - 2 * u.astype(np.int64) - (256 << bits)).astype(
+        _f32
+    ) / _f32(512)
+
+
+def _sum_pairs(values: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Sums along the last axis, a power of two: neighbours first. ``[..., 1]``."""
+    while values.shape[-1] > 1:
+        values = values[..., 0::2] + values[..., 1::2]
+    return values
+
+
+def _rotated_values(saved: Saved) -> NDArray[np.float32]:
+    """What the codes of rht4 and rht2 stand for, in units of their block's scale: ``[I, K]``."""
+    u = random_bytes(1, saved.codes.shape[1], saved.key, PURPOSE_GW_ACTIVATION)
+    return _code_values(saved.codes, u, ROTATED_BITS[saved.config.storage])
 
 
 @_quiet
@@ -946,28 +1099,39 @@ def decompress_activation(
     Source: docs/numerics.md, "INT4" ("Back to x").
     """
     _choice("basis", saved.config.basis, ("full",))
-    scales = saved.scales.reshape(-1, 1)
-    if saved.packed is not None:
-        scales = np.repeat(bf16_values(saved.scales), INT4_GROUP, axis=1)[:, : saved.tokens]
-    values = saved.codes[:, : saved.tokens].astype(_f32) * scales
-    return np.ascontiguousarray(values.T[first:last])
+    if saved.config.storage in ROTATED_BITS:
+        scales = np.repeat(bf16_values(saved.scales), ROTATED_BLOCK, axis=1)
+        rotated = (_rotated_values(saved) * scales).T
+        blocks = rotated.shape[0] // ROTATED_BLOCK
+        signed = _transform_tokens(rotated.reshape(blocks, ROTATED_BLOCK, saved.in_features))
+        signs = rotation_signs(blocks, saved.key) / _f32(ROTATED_BLOCK)
+        values = (signed.reshape(rotated.shape) * signs[:, None])[: saved.tokens]
+    else:
+        scales = saved.scales.reshape(-1, 1)
+        if saved.packed is not None:
+            scales = np.repeat(bf16_values(saved.scales), INT4_GROUP, axis=1)[:, : saved.tokens]
+        values = (saved.codes[:, : saved.tokens].astype(_f32) * scales).T
+    return np.ascontiguousarray(_resized(values, saved.exponents)[first:last])
 
 
 @_quiet
-def requantize_int4(saved: Saved, key: KeyLike | None = None) -> tuple[Codes, NDArray[np.float32]]:
-    """Bring INT4 storage to INT8: codes int8 ``[I, Kp]`` and scales float32 ``[I]``.
+def requantize(saved: Saved, key: KeyLike | None = None) -> tuple[Codes, NDArray[np.float32]]:
+    """Bring a packed storage to INT8: codes int8 ``[I, Kp]`` and scales float32 ``[I]``.
 
     ``key`` (that of ``saved`` unless given) rounds. Source: docs/numerics.md, "Back to INT8".
     """
     groups = bf16_values(saved.scales)
-    largest = _amax(groups, 1)
-    scale, inv = scale_of(_f32(7) * largest, 8)
+    if saved.config.storage == "int4":
+        width, largest = _round_up(saved.tokens, 16), _f32(7)
+        values = saved.codes[:, :width].astype(_f32)
+    else:
+        values = _rotated_values(saved)
+        width, largest = values.shape[1], _f32(1 << (ROTATED_BITS[saved.config.storage] - 1))
+    scale, inv = scale_of(largest * _amax(groups, 1), 8)
     factor = np.where(inv == 0, _f32(0), groups * inv)
-    width = _round_up(saved.tokens, 16)
-    per_token = np.repeat(factor, INT4_GROUP, axis=1)[:, :width]
     codes = _round_scaled(
-        saved.codes[:, :width].astype(_f32),
-        per_token,
+        values,
+        np.repeat(factor, INT4_GROUP, axis=1)[:, :width],
         8,
         "stochastic" if saved.config.x_rounding == "stochastic" else "nearest",
         saved.key if key is None else key,
@@ -1041,12 +1205,12 @@ def backward_linear(
 def _weight_gradient(
     gy: Floats, saved: Saved, config: ConfigLike, key: KeyLike
 ) -> NDArray[np.float32]:
-    left, left_scale = quantize_gradient_columns(gy, config, key, saved.key)
+    left, left_scale = quantize_gradient_columns(gy, config, key, saved.key, saved.exponents)
     if saved.packed is None:
         right, right_scale = saved.codes, saved.scales
     else:
-        right, right_scale = requantize_int4(saved, key)
-    divisor = 1 if config.basis == "full" else config.block
+        right, right_scale = requantize(saved, key)
+    divisor = _divisor(config)
     if config.gw_scale == "token":
         return _token_scaled_product(left, right, left_scale, right_scale, divisor)
     return _dequantize_product(integer_product(left, right), left_scale, right_scale, divisor)

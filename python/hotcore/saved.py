@@ -21,6 +21,7 @@ class Layout(NamedTuple):
     row_bytes: int
     scales: int
     scale_offset: int
+    exponent_offset: int
 
 
 def saved_layout(tokens: int, in_features: int, config: HotConfig) -> Layout:
@@ -49,7 +50,7 @@ class Saved:
         return int(self.data.shape[0])
 
     def codes(self) -> Any:
-        """The codes, without a copy: int8 ``[I, Kp]``, or for INT4 storage packed uint8 rows.
+        """The codes, without a copy: int8 ``[I, Kp]``, or packed uint8 rows of the other storages.
 
         The contraction (tokens, or kept rows of their blocks) runs along the columns and is padded
         with zeros.
@@ -62,9 +63,9 @@ class Saved:
         return source.kind.reshape(flat, (layout.channels, layout.row_bytes))
 
     def scales(self) -> Any:
-        """The scales as float32: ``[I]`` or ``[1]``, for INT4 storage ``[I, ceil(L/64)]``.
+        """The scales as float32: ``[I]`` or ``[1]``; of packed storages ``[I, ceil(L/64)]``.
 
-        A view for INT8 storage; a copy for INT4 storage, whose scales are bfloat16.
+        A view for INT8 storage; otherwise a copy, since they are kept as bfloat16.
         """
         layout = self.layout
         source = self._operand(layout.bytes)
@@ -78,6 +79,16 @@ class Saved:
         groups = saved_layout(self.tokens, 1, self.config).scales  # per channel
         shape = (layout.channels, groups)
         return kind.reshape(kind.view(kind.reshape(words, (-1,)), "float32"), shape)
+
+    def exponents(self) -> Any:
+        """Of the powers of two that the tokens were divided by: uint8 ``[L]``, exponent + 127.
+
+        A view; None where the configuration does not equalise tokens.
+        """
+        if not self.config.equalize_tokens:
+            return None
+        layout = self.layout
+        return self._operand(layout.bytes).array[layout.exponent_offset :]
 
     def _operand(self, expected: int) -> arrays.Operand:
         operand = arrays.operand(self.data, "saved.data", ("uint8",))

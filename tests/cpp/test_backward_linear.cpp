@@ -26,8 +26,16 @@ TEST(BackwardLinear, golden_compress_activation) {
                const GoldenSaved saved(x.view, spec, context);
                GoldenOutput::check_memory(one.arrays.at("scale"),
                                           saved.data + saved.layout.scale_offset, "scale");
-               const char* codes_name = spec.storage == Storage::int4 ? "packed" : "codes";
+               const char* codes_name = spec.storage == Storage::int8 ? "codes" : "packed";
                GoldenOutput::check_memory(one.arrays.at(codes_name), saved.data, codes_name);
+               if (spec.equalize_tokens) {
+                 GoldenOutput::check_memory(one.arrays.at("exponents"),
+                                            saved.data + saved.layout.exponent_offset, "exponents");
+               }
+               if (one.arrays.count("back") == 0) return;
+               GoldenOutput back(one.arrays.at("back"));
+               hot::decompress_activation(context, saved.view, 0, x.view.shape[0], spec, back.view);
+               back.check("back");
              });
 }
 
@@ -77,11 +85,8 @@ TEST(BackwardLinear, close_to_the_plain_product) {
   const struct {
     const char* name;
     double gx, gw;
-  } bounds[] = {{"default", 0.02, 0.2},
-                {"fast", 0.02, 1.3},
-                {"int4", 0.3, 0.2},
-                {"paper", 0.6, 0.9},
-                {"accurate", 0.02, 0.02}};
+  } bounds[] = {{"default", 0.02, 0.2}, {"fast", 0.02, 1.3},      {"int4", 0.3, 0.2},
+                {"paper", 0.6, 0.9},    {"accurate", 0.02, 0.02}, {"compact", 0.02, 0.5}};
   for (const auto& bound : bounds) {
     Layer layer(160, 67, 50, recipe(bound.name));
     layer.run(cpu());
@@ -146,8 +151,24 @@ TEST(BackwardLinear, gx_error_bound) {
 
 TEST(BackwardLinear, expectation_is_the_plain_product) {
   // Recipes without a fixed basis: the mean of g_w over keys is g_y^T x.
-  for (const char* name : {"default", "fast", "accurate"}) {
-    Layer layer(40, 3, 4, recipe(name));
+  const auto equalized = [](BackwardLinearSpec spec) {
+    spec.equalize_tokens = true;
+    return spec;
+  };
+  const auto rotated = [](Storage storage) {
+    BackwardLinearSpec spec;
+    spec.storage = storage;
+    return spec;
+  };
+  const struct {
+    const char* name;
+    BackwardLinearSpec spec;
+  } cases[] = {
+      {"default", recipe("default")},   {"fast", recipe("fast")},
+      {"accurate", recipe("accurate")}, {"fast, equalised", equalized(recipe("fast"))},
+      {"rht4", rotated(Storage::rht4)}, {"rht4, equalised", equalized(rotated(Storage::rht4))}};
+  for (const auto& [name, spec] : cases) {
+    Layer layer(40, 3, 4, spec);
     const std::vector<double> plain = plain_gw(layer);
     constexpr int draws = 3000;
     std::vector<double> sum(plain.size(), 0.0), square(plain.size(), 0.0);
@@ -314,6 +335,7 @@ TEST(BackwardLinear, another_spec_is_refused) {
       refused(layer, false, basis(to), saved);
     }
     refused(layer, false, [](auto& s) { s.x_rounding = hot::Rounding::nearest; }, saved);
+    refused(layer, false, [](auto& s) { s.equalize_tokens = true; }, saved);
     // Fields that only backward reads may change between the two.
     refused(layer, false, [](auto& s) { s.gx_bits = 4; }, "");
     refused(layer, false, [](auto& s) { s.gw_scale = hot::GradScale::tensor; }, "");
@@ -447,6 +469,10 @@ TEST(BackwardLinear, saved_bytes) {
   EXPECT_LE(per_value(recipe("fast")), 0.5 * 1.01);
   EXPECT_LE(per_value(recipe("paper")), 0.5 * 1.01);
   EXPECT_LE(per_value(recipe("accurate")), 1.01);
+  EXPECT_LE(per_value(recipe("compact")), 0.288);
+  BackwardLinearSpec spec;
+  spec.storage = Storage::rht4;
+  EXPECT_LE(per_value(spec), 0.54);
 }
 
 // Token l of channel i, read from the bytes one at a time (docs/numerics.md, "INT4").
@@ -483,6 +509,10 @@ std::vector<BackwardLinearSpec> full_specs() {
     BackwardLinearSpec spec = recipe(name);
     spec.low_rank = {};
     all.push_back(spec);
+    if (name == "compact") {
+      spec.storage = Storage::rht4;
+      all.push_back(spec);
+    }
     if (name == "accurate") {
       spec.x_scale = hot::Granularity::tensor;
       all.push_back(spec);
@@ -491,8 +521,13 @@ std::vector<BackwardLinearSpec> full_specs() {
   return all;
 }
 
+bool is_rotated(const BackwardLinearSpec& spec) {
+  return spec.storage == Storage::rht4 || spec.storage == Storage::rht2;
+}
+
 TEST(BackwardLinear, decompresses_to_code_times_scale) {
   for (const BackwardLinearSpec& spec : full_specs()) {
+    if (is_rotated(spec)) continue;  // below
     for (const std::int64_t L : {1, 31, 64, 97, 197}) {
       const std::int64_t I = any_size();
       Layer layer(L, 1, I, spec);
@@ -533,6 +568,73 @@ TEST(BackwardLinear, decompresses_to_code_times_scale) {
         }
       }
     }
+  }
+}
+
+TEST(BackwardLinear, rotated_storage_comes_back) {
+  for (const BackwardLinearSpec& spec : full_specs()) {
+    if (!is_rotated(spec)) continue;
+    for (const std::int64_t L : {1, 31, 64, 97, 197}) {
+      const std::int64_t I = any_size();
+      Layer layer(L, 1, I, spec);
+      for (std::int64_t l = 0; l < L; l += 3) {  // tokens of very different size
+        for (std::int64_t i = 0; i < I; ++i) layer.x.at(l, i) *= 1024;
+      }
+      layer.compress(cpu().with_key({run_seed(), 5}));
+      Floats whole(L, I, DType::f32);
+      hot::decompress_activation(cpu(), layer.saved_view(), 0, L, spec, whole.view());
+      for (std::int64_t l = 0; l < L; ++l) {  // every token by itself
+        double square = 0, size = 0;
+        for (std::int64_t i = 0; i < I; ++i) {
+          const auto x = static_cast<double>(layer.x.at(l, i));
+          square += std::pow(static_cast<double>(whole.at(l, i)) - x, 2);
+          size += x * x;
+        }
+        // A row of few values may come out small beside the others of its block.
+        if (I >= 49) {
+          EXPECT_LT(std::sqrt(square / size), spec.storage == Storage::rht4 ? 0.35 : 1.0);
+        }
+      }
+      const std::int64_t first = random_int(0, L), last = random_int(first, L);
+      for (const hot::Isa isa : isas()) {
+        Floats part(last - first, I, DType::f32, 3);
+        hot::decompress_activation(cpu(3).with_isa(isa), layer.saved_view(), first, last, spec,
+                                   part.view());
+        EXPECT_TRUE(part.margins_intact());
+        for (std::int64_t l = first; l < last; ++l) {
+          for (std::int64_t i = 0; i < I; ++i) ASSERT_EQ(part.at(l - first, i), whole.at(l, i));
+        }
+      }
+      // NaN spoils its block of its channel alone.
+      layer.x.at(L / 2, I / 2) = std::numeric_limits<float>::quiet_NaN();
+      layer.compress(cpu());
+      hot::decompress_activation(cpu(), layer.saved_view(), 0, L, spec, whole.view());
+      for (std::int64_t l = 0; l < L; ++l) {
+        for (std::int64_t i = 0; i < I; ++i) {
+          EXPECT_EQ(std::isnan(whole.at(l, i)), l / 64 == L / 2 / 64 && i == I / 2);
+        }
+      }
+    }
+  }
+}
+
+TEST(BackwardLinear, equalised_tokens_do_not_drown) {
+  // One token of x a thousand times the others, without a gradient: it costs the others nothing.
+  for (const std::string& name : recipe_names()) {
+    if (name == "paper") continue;  // a fixed basis is far from the plain product anyway
+    const bool rotates = name == "compact";
+    double errors[2] = {};
+    for (const bool equalize : {false, true}) {
+      BackwardLinearSpec spec = recipe(name);
+      spec.equalize_tokens = equalize;
+      Layer layer(256, 24, 48, spec);
+      for (std::int64_t i = 0; i < layer.I; ++i) layer.x.at(100, i) *= 1000;
+      for (std::int64_t o = 0; o < layer.O; ++o) layer.gy.at(100, o) = 0;
+      layer.run(cpu());
+      errors[equalize ? 1 : 0] = distance(doubles(layer.gw.values()), plain_gw(layer));
+    }
+    EXPECT_LT(errors[1], rotates ? 0.5 : name == "fast" ? 1.3 : 0.25) << name;
+    EXPECT_LT(2 * errors[1], errors[0]) << name;
   }
 }
 
@@ -611,11 +713,11 @@ TEST(BackwardLinear, two_callers_share_a_context) {
 
 TEST(BackwardLinear, callers_come_and_go) {
   const hot::Context shared = cpu(3);
-  const char* const recipes[] = {"default", "fast", "int4", "paper", "accurate"};
+  const char* const recipes[] = {"default", "fast", "int4", "paper", "accurate", "compact"};
   std::vector<Layer> layers;
   std::vector<std::vector<float>> alone;
   for (int i = 0; i < 8; ++i) {
-    layers.emplace_back(any_size() + 16, any_size(), any_size(), recipe(recipes[i % 5]));
+    layers.emplace_back(any_size() + 16, any_size(), any_size(), recipe(recipes[i % 6]));
     layers.back().run(shared);
     alone.push_back(layers.back().gw.values());
   }
@@ -625,7 +727,7 @@ TEST(BackwardLinear, callers_come_and_go) {
       for (int round = 0; round < 10; ++round) {
         // Every second caller makes and destroys a thread pool for each call.
         layers[i].run(i % 2 == 0 ? shared : cpu(3));
-        EXPECT_EQ(layers[i].gw.values(), alone[i]) << recipes[i % 5];
+        EXPECT_EQ(layers[i].gw.values(), alone[i]) << recipes[i % 6];
       }
     });
   }

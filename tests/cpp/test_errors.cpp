@@ -267,6 +267,16 @@ TEST(Errors, compress_activation) {
        {{"compress_activation", "saved", "16 bytes"}, [](Arguments& t) { t.saved_data += 4; }},
        {{"compress_activation", "storage", "int4", "lowpass"},
         [](Arguments& t) { t.spec.low_rank.basis = hot::Basis::lowpass; }},
+       {{"compress_activation", "storage", "rht2", "lowpass"},
+        [](Arguments& t) {
+          t.spec.storage = hot::Storage::rht2;
+          t.spec.low_rank.basis = hot::Basis::lowpass;
+        }},
+       {{"compress_activation", "x_rounding", "nearest", "rht4", "stochastic"},
+        [](Arguments& t) {
+          t.spec.storage = hot::Storage::rht4;
+          t.spec.x_rounding = hot::Rounding::nearest;
+        }},
        {{"compress_activation", "x_scale"},
         [](Arguments& t) { t.spec.x_scale = hot::Granularity::column; }}},
       [](Arguments& t) {

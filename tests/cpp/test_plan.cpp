@@ -346,4 +346,13 @@ TEST(Plan, what_cannot_be_explained_is_refused) {
   hot::BackwardLinearSpec bad = spec;
   bad.gx_bits = 5;
   expect([&] { hot::explain("sm_90", shape, bad); }, "gx_bits is 5");
+  for (const hot::Storage storage : {hot::Storage::rht4, hot::Storage::rht2}) {
+    bad = spec;
+    bad.storage = storage;
+    expect([&] { hot::explain("sm_90", shape, bad); },
+           "storage is " + std::string(hot::storage_name(storage)) + ", which has no CUDA kernels");
+  }
+  bad = spec;
+  bad.equalize_tokens = true;
+  expect([&] { hot::explain("sm_90", shape, bad); }, "equalize_tokens is true");
 }

@@ -388,12 +388,15 @@ class Calls {
     hot::SavedLayout l;
     outcome = check([&] { return api_.saved_layout(s.tokens, s.in_features, spec, l); });
     if (outcome.ok()) {
-      const bool int4 = spec.storage == hot::Storage::int4;
-      const Wide row = int4 ? (tokens + 1) / 2 : Wide{rows};
+      const bool int8 = spec.storage == hot::Storage::int8;
+      const bool two_bits = spec.storage == hot::Storage::rht2;
+      const Wide row = int8 ? Wide{rows} : two_bits ? (tokens + 3) / 4 : (tokens + 1) / 2;
+      const Wide exponents = spec.equalize_tokens ? tokens : Wide{0};
       if (Wide{l.channels} != in || l.row_bytes < row || l.row_bytes % 16 != 0 ||
           Wide{l.scale_offset} != in * l.row_bytes || l.k > l.k_padded ||
-          Wide{l.bytes} != Wide{l.scale_offset} + Wide{l.scales} * (int4 ? 2 : 4) ||
-          (int4 && Wide{l.scales} != in * ((tokens + 63) / 64))) {
+          Wide{l.exponent_offset} != Wide{l.scale_offset} + Wide{l.scales} * (int8 ? 4 : 2) ||
+          Wide{l.bytes} != Wide{l.exponent_offset} + exponents ||
+          (!int8 && Wide{l.scales} != in * ((tokens + 63) / 64))) {
         broken("saved_layout does not fit");
       }
     }

@@ -131,8 +131,8 @@ class CApi {
     hot_saved_layout out = HOT_SAVED_LAYOUT_INIT;
     const Outcome outcome =
         filled(out, [&] { return hot_saved_layout_of(tokens, in, spec_of(spec), &out); });
-    layout = {out.bytes,     out.channels, out.k,           out.k_padded,
-              out.row_bytes, out.scales,   out.scale_offset};
+    layout = {out.bytes,        out.channels,       out.k, out.k_padded, out.row_bytes, out.scales,
+              out.scale_offset, out.exponent_offset};
     return outcome;
   }
   Outcome supported(const hot::LinearShape& shape, const hot::BackwardLinearSpec& spec) {
@@ -300,6 +300,7 @@ class CApi {
     s.storage = static_cast<int>(spec.storage);
     s.x_scale = static_cast<int>(spec.x_scale);
     s.x_rounding = static_cast<int>(spec.x_rounding);
+    s.equalize_tokens = spec.equalize_tokens ? 1 : 0;
     return s;
   }
   const hot_spec* plain(const hot::BackwardLinearSpec& spec) {

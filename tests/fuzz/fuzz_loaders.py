@@ -49,14 +49,16 @@ def loaders() -> dict[str, Callable[[bytes], bool]]:
         if len(data) < 6:
             return False
         tokens, features = data[0] % 70, data[1] % 9
-        settings = HotConfig.recipe(("default", "fast", "int4", "paper", "accurate")[data[2] % 5])
+        settings = HotConfig.recipe(
+            ("default", "fast", "int4", "paper", "accurate", "compact")[data[2] % 6]
+        )
         kept = np.frombuffer(data[6:], np.uint8)
         if data[3] % 2 and tokens * features:  # as long as it has to be
             size = saved_layout(tokens, features, settings).bytes
             kept = np.resize(kept if kept.size else np.zeros(1, np.uint8), size)
         value = Saved(kept, tokens, features, settings, Key(data[4]))
         try:
-            value.codes(), value.scales()
+            value.codes(), value.scales(), value.exponents()
         except ValueError as error:
             assert str(error).startswith("saved"), error
             return False

@@ -303,8 +303,9 @@ def gemm_stage() -> Cases:
 
 
 def compress_activation_stage() -> Cases:
-    """A Saved: int8: codes [I, Kp], scale. int4: packed, scale (bf16 bits), and what backward makes
-    of them with the param key: codes8 [I, Kp], scale8.
+    """A Saved: int8: codes [I, Kp], scale. Others: packed, scale (bf16 bits), and what backward
+    makes of them with the param key: codes8 [I, Kp], scale8. Where tokens are equalised: exponents.
+    Of rht4 and rht2 also what comes back: back [L, I].
     """
     cases: Cases = {f"x_{n}": {"x": special((10, n), 40 + n).T} for n in (21, 37, 70)}
     cases["x_197"] = {"x": layer_input((197, 3), 44).astype(np.float16)}
@@ -323,6 +324,12 @@ def compress_activation_stage() -> Cases:
         ("int4_37", "x_37", ref.recipe("default", x_rounding="nearest")),
         ("int4_70", "x_70", ref.recipe("default", x_rounding="pseudo_stochastic")),
         ("int4_197", "x_197", ref.recipe("default")),
+        ("int8_equalized_21", "x_21", ref.recipe("accurate", equalize_tokens=True)),
+        ("int4_equalized_37", "x_37", ref.recipe("default", equalize_tokens=True)),
+        ("rht4_21", "x_21", ref.recipe("default", storage="rht4")),
+        ("rht4_equalized_70", "x_70", ref.recipe("compact", storage="rht4")),
+        ("rht2_70", "x_70", ref.recipe("default", storage="rht2")),
+        ("rht2_equalized_21", "x_21", ref.recipe("compact")),
     ):
         saved = ref.compress_activation(cases[source]["x"], config, key=KEY)
         case = {"input": source, "key": KEY, **config_params(config), "scale": saved.scales}
@@ -330,7 +337,11 @@ def compress_activation_stage() -> Cases:
             case["codes"] = saved.codes
         else:
             case["packed"] = saved.packed
-            case["codes8"], case["scale8"] = ref.requantize_int4(saved)
+            case["codes8"], case["scale8"] = ref.requantize(saved)
+        if saved.exponents is not None:
+            case["exponents"] = saved.exponents
+        if config.storage in ref.ROTATED_BITS:
+            case["back"] = ref.decompress_activation(saved)
         cases[name] = case
     return cases
 
@@ -374,6 +385,9 @@ def backward_linear_stage() -> Cases:
         ("block_1_37", "layer_37", ref.recipe("accurate", hadamard_block=1), every, "bfloat16"),
         ("broken", "layer_broken", ref.recipe("default"), every, "float32"),
         ("broken_fast", "layer_broken", ref.recipe("fast"), every, "float32"),
+        ("rht4_197", "layer_197", ref.recipe("default", storage="rht4"), weight, "float32"),
+        ("fast_equal_21", "layer_21", ref.recipe("fast", equalize_tokens=True), weight, "float32"),
+        ("broken_compact", "layer_broken", ref.recipe("compact"), every, "float32"),
     ):
         gy, w, x = (cases[source][part] for part in ("gy", "w", "x"))
         saved = ref.compress_activation(x, config, key=SKETCH_KEY)
@@ -397,9 +411,9 @@ def backward_linear_stage() -> Cases:
             case["gx_b"], case["gx_b_scale"] = ref.quantize_weight(w, config)
         if "gw" in need:
             case["gw_a"], case["gw_a_scale"] = ref.quantize_gradient_columns(
-                gy, config, KEY, SKETCH_KEY
+                gy, config, KEY, SKETCH_KEY, saved.exponents
             )
-            right = ref.requantize_int4(saved, KEY) if saved.packed is not None else None
+            right = ref.requantize(saved, KEY) if saved.packed is not None else None
             case["gw_b"], case["gw_b_scale"] = right or (saved.codes, saved.scales)
         cases[name] = case | {part: typed(getattr(grads, part), dtype) for part in need}
     return cases
@@ -440,6 +454,7 @@ def forward_linear_stage() -> Cases:
 def config_params(config: Any) -> Case:
     """A configuration's fields, without the forward's; no rows are (), no token_grid is 0 0."""
     fields = {k: v for k, v in dataclasses.asdict(config).items() if not k.startswith("forward")}
+    fields["equalize_tokens"] = int(fields["equalize_tokens"])
     return {**fields, "rows": fields["rows"] or (), "token_grid": fields["token_grid"] or (0, 0)}
 
 

@@ -95,6 +95,8 @@ def test_cupy_stages(cupy: Any, dtype: str, rng: np.random.Generator) -> None:
         lambda x: hotcore.compress_activation(x, key=3).scales(),
         lambda x: hotcore.decompress_activation(hotcore.compress_activation(x, key=3), 1),
         lambda x: hotcore.quantize_weight(x).data,
+        lambda x: hotcore.quantize_forward_weight(x).data,
+        lambda x: hotcore.forward_linear(x, x, x[:, 0].copy()),
     ):
         got = function(cupy.asarray(x))
         assert isinstance(got, cupy.ndarray)

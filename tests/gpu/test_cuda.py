@@ -24,7 +24,9 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return bool(torch.equal(a.cpu().view(torch.uint8), b.cpu().view(torch.uint8)))
+    return bool(
+        torch.equal(a.cpu().contiguous().view(torch.uint8), b.cpu().contiguous().view(torch.uint8))
+    )
 
 
 def layer(
@@ -159,8 +161,41 @@ def test_adapter_equals_cpu(recipe: str) -> None:
     assert torch.allclose(grads[0][2], grads[1][2].cpu(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("autocast", (None, torch.bfloat16, torch.float16))
+def test_an_8_bit_forward_equals_cpu(autocast: torch.dtype | None) -> None:
+    """Of layers, eager, captured and with a frozen weight's codes."""
+    import hotcore.torch as hot
+
+    config = hot.HotConfig(forward="int8", forward_in_eval=True)
+    layers = [(hot.HotLinear(200, 96, config=config), (2, 65, 200)),
+              (hot.HotConv2d(200, 96, 1, stride=2, config=config), (2, 200, 9, 9))]  # fmt: skip
+    for layer, shape in layers:
+        x, found = torch.randn(shape), []
+        for device in ("cpu", "cuda"):
+            on, there = layer.to(device), x.to(device).requires_grad_()
+            with torch.autocast(device, autocast or torch.bfloat16, enabled=autocast is not None):
+                found.append(on(there))
+                with torch.no_grad():
+                    found.append(on.eval()(there))
+                on.train().weight.requires_grad_(False)
+                found += [on(there), on(there)]  # makes the codes; takes them
+            on.weight.requires_grad_(True)
+        assert all(same_bits(found[0].detach(), y.detach()) for y in found)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            layer(there)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = layer(there)
+        graph.replay()
+        assert same_bits(layer(there).detach().cpu(), y.detach())
+
+
+@pytest.mark.parametrize("forward", ("plain", "int8"))
 @pytest.mark.parametrize("recipe", ("default", "fast"))
-def test_adapter_trains_under_autocast(recipe: str) -> None:
+def test_adapter_trains_under_autocast(recipe: str, forward: str) -> None:
     import hotcore.torch as hot
 
     torch.manual_seed(0)
@@ -171,7 +206,8 @@ def test_adapter_trains_under_autocast(recipe: str) -> None:
         torch.nn.GELU(),
         torch.nn.Linear(128, 10),
     ).cuda()
-    hot.convert(model, hot.HotConfig.recipe(recipe), slower=True)  # so small: slower than plain
+    config = hot.HotConfig.recipe(recipe, forward=forward)
+    hot.convert(model, config, slower=True)  # so small: slower than plain
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     x, y = torch.randn(512, 64, device="cuda"), torch.randint(10, (512,), device="cuda")
     losses = []

@@ -305,8 +305,14 @@ def test_wrong_numbers_and_nulls(api: CApi) -> None:
     refused(lambda: on("hot_gemm_workspace", 1, 1, 1, None), INVALID, "bytes is null")
     refused(lambda: api.call("hot_spec_recipe", None, make("hot_spec")), INVALID, "name is null")
     refused(lambda: api.call("hot_spec_recipe", b"fast", None), INVALID, "spec is null")
-    numbers = (("basis", 4), ("gx_scale", 3), ("storage", 2), ("gw_scale", -1), ("x_rounding", 3))
-    for field, value in (*numbers, ("row_count", 65), ("gx_bits", 5), ("hadamard_block", 0)):
+    numbers = (("basis", 4), ("gx_scale", 3), ("storage", 4), ("gw_scale", -1), ("x_rounding", 3))
+    for field, value in (
+        *numbers,
+        ("equalize_tokens", 2),
+        ("row_count", 65),
+        ("gx_bits", 5),
+        ("hadamard_block", 0),
+    ):
         spec = api.spec("default")
         setattr(spec, field, value)
         refused(lambda s=spec: api.compress_activation(x, s), INVALID, f"{field} is {value}")
@@ -334,7 +340,10 @@ def test_nothing_wanted_and_another_spec(api: CApi, rng: np.random.Generator) ->
         api.backward_linear(gy, operand, saved, api.spec(config), in_features=5, need=need)
 
     refused(lambda: run({}, need=()), INVALID, "out wants nothing")
-    for change in ({"basis": "sketch"}, {"x_scale": "tensor"}, {"x_rounding": "nearest"}):
+    for change in (
+        {"basis": "sketch"}, {"x_scale": "tensor"}, {"x_rounding": "nearest"},
+        {"equalize_tokens": True},
+    ):  # fmt: skip
         refused(lambda c=change: run(c), INVALID, "saved was made", "another spec")
     refused(lambda: run({"gx_bits": 4}, weight, ("gx",)), INVALID, "w was made", "another spec")
     run({"gx_bits": 4})  # a field that x does not depend on

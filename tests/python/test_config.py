@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import pickle
 
 import hotcore
@@ -34,11 +35,19 @@ BAD_FIELDS = [
     ("storage", "fp8", ValueError),
     ("x_scale", "row", ValueError),
     ("x_rounding", 3, ValueError),
+    ("forward", "fp8", ValueError),
+    ("forward", 8, ValueError),
+    ("forward_block", 48, ValueError),
+    ("forward_block", 512, ValueError),
+    ("forward_block", 64.0, TypeError),
+    ("forward_in_eval", 1, TypeError),
+    ("forward_in_eval", True, ValueError),  # needs an 8-bit forward
     ("rows", (1, 2), ValueError),  # needs lowpass
     ("token_grid", (0, 4), ValueError),
     ("token_grid", (4,), TypeError),
     ("prefix_tokens", -1, ValueError),
     ("x_scale", "tensor", ValueError),  # needs storage int8
+    ("equalize_tokens", 1, TypeError),
 ]
 
 BAD_PAIRS = [
@@ -51,6 +60,10 @@ BAD_PAIRS = [
     ("rows", dict(basis="lowpass", storage="int8", rows=(16,))),
     ("rows", dict(basis="lowpass", storage="int8", rows=())),
     ("storage", dict(basis="sketch", rank=8)),
+    ("storage", dict(basis="sketch", rank=8, storage="rht4")),
+    ("x_scale", dict(storage="rht2", x_scale="tensor")),
+    ("x_rounding", dict(storage="rht4", x_rounding="nearest")),
+    ("x_rounding", dict(storage="rht2", x_rounding="pseudo_stochastic")),
     ("prefix_tokens", dict(basis="lowpass", storage="int8", rank=8, prefix_tokens=1)),
 ]
 
@@ -68,12 +81,14 @@ def test_recipes_are_the_specs() -> None:
         "int4": (4, "row", "column", "full", "channel", "int4", "channel"),
         "paper": (4, "tensor", "tensor", "lowpass", "tensor", "int8", "tensor"),
         "accurate": (8, "row", "column", "full", "channel", "int8", "channel"),
+        "compact": (8, "row", "column", "full", "channel", "rht2", "channel"),
     }
     assert set(RECIPES) == set(expected)
     for name, values in expected.items():
         config = HotConfig.recipe(name)
         assert tuple(getattr(config, field) for field in fields) == values
         assert config.name == name
+        assert config.equalize_tokens == (name == "compact")
     for name in ("fast", "paper"):
         assert HotConfig.recipe(name).rank == 8
 
@@ -108,6 +123,22 @@ def test_overrides() -> None:
         HotConfig.recipe(gx_bit=4)
     with pytest.raises(ValueError, match="recipe: no name given; expected one of 'default'"):
         HotConfig.recipe(gx_bits=4)
+
+
+def test_the_forward_is_an_option_of_every_recipe() -> None:
+    for name in RECIPES:
+        plain, config = HotConfig.recipe(name), HotConfig.recipe(name, forward="int8")
+        assert plain.forward == "plain" and plain.forward_block == 64
+        assert repr(config) == f"HotConfig.recipe({name!r}, forward='int8')"
+        assert eval(repr(config)) == config != plain
+        assert HotConfig.from_json(config.to_json()) == config
+        # A plan or a report of before, without the fields.
+        fields = {k: v for k, v in json.loads(plain.to_json()).items() if "forward" not in k}
+        assert HotConfig.from_json(json.dumps(fields)) == plain
+        assert config.forward_spec is config.forward_spec
+        assert config.forward_spec.hadamard_block == 64
+    other = HotConfig(gx_bits=4, gx_scale="tensor", forward="int8", forward_in_eval=True)
+    assert eval(repr(other)) == other and repr(other).startswith("HotConfig(gx_bits=4")
 
 
 def test_frozen_hashable_and_replaceable() -> None:

@@ -338,6 +338,12 @@ def test_what_cannot_be_explained_is_refused() -> None:
         hotcore.explain(64, 64, 64, need=("gx", "w"))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="dtype"):
         hotcore.explain(64, 64, 64, dtype="int8")
+    for storage in ("rht4", "rht2"):
+        config = hotcore.HotConfig(storage=storage)
+        with pytest.raises(NotImplementedError, match=f"storage is {storage}, which has no CUDA"):
+            hotcore.explain(64, 64, 64, config)
+    with pytest.raises(NotImplementedError, match="equalize_tokens is true"):
+        hotcore.explain(64, 64, 64, hotcore.HotConfig(equalize_tokens=True))
 
 
 def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -59,6 +59,8 @@ def test_recipes_count_their_own_steps() -> None:
              for name in ("default", "accurate", "fast")}  # fmt: skip
     assert found["accurate"] == (gy + x + w) * 1024 + product * 64
     assert found["default"] == found["accurate"] + x * 1024
+    compact = backward_bops(tokens, outs, ins, hot.HotConfig.recipe("compact")) - gx
+    assert compact == found["default"] + ((gy + x) * 6 + gy + 2 * x) * 1024
     additions = 8 + 8 * 3  # of 16 values: eight sums, then 8 log 8
     assert found["fast"] == ((gy + x) * (additions / 16 + 0.5) + w) * 1024 + product * 32
     int4 = backward_bops(tokens, outs, ins, hot.HotConfig.recipe("int4"))

@@ -82,6 +82,7 @@ def test_recipes(recipe: str, kernel: int) -> None:
         "int4": (0.97, 0.98),
         "paper": (0.93, 0.6),
         "accurate": (0.999, 0.999),
+        "compact": (0.999, 0.9),
     }[recipe]
     plain = nn.Conv2d(32, 48, kernel, padding=kernel // 2)
     x = torch.randn(4, 32, 16, 16, requires_grad=True)
@@ -173,10 +174,18 @@ def test_pixels_come_back() -> None:
         config = HotConfig(storage=storage)
         saved = ops.compress(tokens, config, hotcore.Key(3))
         for first, last in ((0, 198), (99, 198), (63, 131), (64, 65), (7, 7)):
-            back = ops.decompress(saved, 198, 5, config, first, last)
+            back = ops.decompress(saved, 198, 5, config, hotcore.Key(3), first, last)
             assert back.shape == (last - first, 5)
             part = tokens[first:last]
             assert ((back - part).abs() <= tokens.abs().amax(0) * 1.01 / step).all()
+    for storage, error in (("rht4", 0.13), ("rht2", 0.5)):
+        config = HotConfig(storage=storage, equalize_tokens=True)
+        saved = ops.compress(tokens, config, hotcore.Key(3))
+        back = ops.decompress(saved, 198, 5, config, hotcore.Key(3), 0, 198)
+        assert (back - tokens).norm() < error * tokens.norm()
+        assert torch.equal(
+            ops.decompress(saved, 198, 5, config, hotcore.Key(3), 63, 131), back[63:131]
+        )
 
 
 def test_unfold_and_pad_have_adjoints(rng: np.random.Generator) -> None:
@@ -276,6 +285,8 @@ def test_dtypes(kernel: int, dtype: torch.dtype) -> None:
         ("fast", 3, 0.54),
         ("paper", 3, 0.54),
         ("accurate", 3, 1.01),
+        ("compact", 1, 0.3),
+        ("compact", 3, 0.3),
     ],
 )
 @pytest.mark.parametrize("channels_last", [False, True])

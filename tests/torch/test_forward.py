@@ -7,6 +7,7 @@ import functools
 import pickle
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import hotcore
@@ -319,6 +320,23 @@ def test_what_the_plain_layer_refuses(compiled: bool) -> None:
     with pytest.raises((ValueError, RuntimeError)):
         call(torch.randn(50, 71))
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("kind", ["linear", "1x1"])
+@pytest.mark.parametrize("training", [True, False])
+def test_transforms_are_refused(training: bool, kind: str) -> None:
+    """Also where nothing is differentiated by autograd: a result without its tangent is wrong."""
+    make, shape = LAYERS[kind]
+    layer = converted(make(), int8(forward_in_eval=True)).train(training).requires_grad_(False)
+    x = torch.randn(shape)
+    with pytest.raises(NotImplementedError, match="forward mode are not supported"):
+        torch.func.jvp(layer, (x,), (x,))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, x)
+        with pytest.raises(NotImplementedError, match="forward mode are not supported"):
+            layer(dual)
+    with pytest.raises(NotImplementedError, match="torch.func transforms"):
+        torch.vmap(layer)(x[None])
 
 
 # ------------------------------------------------------------------------------------ The compiler
@@ -670,6 +688,20 @@ def test_overrides_and_plans_take_the_fields() -> None:
     schedule = hot.PrecisionSchedule(model, 0)
     assert model[1].config == int8("fast", gx_bits=4, forward_block=16)
     schedule.close()
+
+
+def test_autotune_measures_both_forwards(tmp_path: Path) -> None:
+    model, x = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64)), torch.randn(50, 64)
+    allowed = (int8("fast"), "fast", int8("fast", forward_block=16))
+    options = {"rounds": 5, "budget_ms": 5.0, "verify": False, "objective": "memory"}
+    plan = hot.autotune(model, x, allow=allowed, filter_fn=every, slowdown=1e9, **options)
+    names = [name for name in plan.layers[0].times if name != "plain"]
+    assert names == ["fast+int8", "fast", "custom 2"]
+    assert plan.layers[0].choice in names
+    plan.save(tmp_path / "plan.json")
+    plan = hot.Plan.load(tmp_path / "plan.json").override("0", forward="int8", forward_block=32)
+    hot.convert(model, overrides=plan.overrides(), filter_fn=every)
+    assert model[0].config.forward_block == 32 and model[0].config.basis == "sketch"
 
 
 @pytest.mark.cuda

@@ -89,6 +89,7 @@ def test_the_bytes_depend_on_the_fields_of_the_form_alone() -> None:
     changes: dict[str, Any] = {
         "hadamard_block": 32, "gx_bits": 4, "gx_scale": "tensor", "weight_scale": "tensor",
         "gx_rounding": "nearest", "gw_scale": "tensor", "gw_rounding": "nearest",
+        "forward": "int8", "forward_block": 32, "forward_in_eval": True,
     }  # fmt: skip
     names = {field.name for field in dataclasses.fields(HotConfig)}
     assert names == set(changes) | set(input_cache._FIELDS)
@@ -96,7 +97,8 @@ def test_the_bytes_depend_on_the_fields_of_the_form_alone() -> None:
     for recipe in RECIPES:
         base = HotConfig.recipe(recipe)
         for name, value in changes.items():
-            other = dataclasses.replace(base, **{name: value})
+            needed = {"forward": "int8"} if name == "forward_in_eval" else {}
+            other = dataclasses.replace(base, **needed, **{name: value})
             assert input_cache.config_key(other) == input_cache.config_key(base)
             one, two = (
                 hotcore.compress_activation(x.detach(), c, key=3).data for c in (base, other)

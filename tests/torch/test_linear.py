@@ -100,6 +100,7 @@ def test_gradients_are_close_to_fp32() -> None:
         "int4": (0.97, 0.98),
         "paper": (0.93, 0.6),
         "accurate": (0.999, 0.999),
+        "compact": (0.999, 0.88),
     }
     x, weight, bias = tensors(2, 160, 64, outs=48)
     gy = torch.randn(2, 160, 48)
@@ -165,7 +166,14 @@ def test_a_model_learns() -> None:
 
 @pytest.mark.parametrize(
     ("recipe", "bound"),
-    [("default", 0.54), ("int4", 0.54), ("fast", 0.505), ("paper", 0.505), ("accurate", 1.01)],
+    [
+        ("default", 0.54),
+        ("int4", 0.54),
+        ("fast", 0.505),
+        ("paper", 0.505),
+        ("accurate", 1.01),
+        ("compact", 0.3),
+    ],
 )
 @pytest.mark.parametrize("shape", [(16, 197), (8, 256)])
 def test_bytes_saved(recipe: str, bound: float, shape: tuple[int, int]) -> None:

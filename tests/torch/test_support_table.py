@@ -38,8 +38,19 @@ def window() -> tuple[nn.Module, torch.Tensor]:
     return hot.HotConv2d(64, 48, 3, padding=1), torch.randn(2, 64, 6, 6)
 
 
+def linear_int8() -> tuple[nn.Module, torch.Tensor]:
+    return hot.HotLinear(64, 48, config=hot.HotConfig(forward="int8")), torch.randn(2, 48, 64)
+
+
+def pointwise_int8() -> tuple[nn.Module, torch.Tensor]:
+    config = hot.HotConfig(forward="int8")
+    return hot.HotConv2d(64, 48, 1, config=config), torch.randn(2, 64, 6, 6)
+
+
 Make = Callable[[], tuple[nn.Module, torch.Tensor]]
-every_layer = pytest.mark.parametrize("make", [linear, pointwise, window])
+every_layer = pytest.mark.parametrize(
+    "make", [linear, pointwise, window, linear_int8, pointwise_int8]
+)
 
 
 def gradients(

@@ -19,6 +19,10 @@ namespace hot {
 enum class Storage : std::uint8_t {
   int8,  // codes of P x, one scale per channel or one for all
   int4,  // basis `full` only: packed codes of x, groups of 64 tokens per channel
+  // Basis `full` only, x_rounding stochastic: packed codes of 4 or 2 bits of blocks of 64 tokens
+  // after random signs and a Hadamard transform, one scale per block and channel. On the CPU only.
+  rht4,
+  rht2,
 };
 
 HOT_API const char* storage_name(Storage storage) noexcept;
@@ -47,10 +51,13 @@ struct BackwardLinearSpec {
   Storage storage = Storage::int4;
   Granularity x_scale = Granularity::row;  // storage int8: row (per channel) or tensor
   Rounding x_rounding = Rounding::stochastic;
+  // Every token of x is divided by a power of two of about its size before it is kept, and that of
+  // g_y is multiplied by it for g_w: exact, and no token drowns the others. On the CPU only.
+  bool equalize_tokens = false;
 };
 
-/// A published set of these fields, by name: "default", "fast", "int4", "paper" or "accurate".
-/// Throws `invalid_argument` for any other name. docs/recipes.md compares them.
+/// A published set of these fields, by name: "default", "fast", "int4", "paper", "accurate" or
+/// "compact". Throws `invalid_argument` for any other name. docs/recipes.md compares them.
 HOT_API BackwardLinearSpec recipe(std::string_view name);
 
 /// The names that `recipe` knows, "default" first.
@@ -79,14 +86,18 @@ struct SavedLayout {
   std::int64_t k_padded = 0;     // Kp: columns of q as INT8
   std::int64_t row_bytes = 0;    // bytes of a row of q
   std::int64_t scales = 0;       // number of scales: 1, I, or I * groups
-  std::size_t scale_offset = 0;  // bytes from the start; f32 for int8, bf16 for int4
+  std::size_t scale_offset = 0;  // bytes from the start; f32 for int8, bf16 for the others
+  // Bytes from the start, one byte for each token where they are equalised: exponent + 127 of the
+  // power of two that it was divided by. Otherwise `bytes`.
+  std::size_t exponent_offset = 0;
 };
 
 HOT_API SavedLayout saved_layout(std::int64_t tokens, std::int64_t in_features,
                                  const BackwardLinearSpec& spec);
 
-/// Identifies the format of a compressed activation: a hash of `low_rank`, `storage`, `x_scale` and
-/// `x_rounding`, as far as the bytes depend on them. Never 0. Backward refuses any other format.
+/// Identifies the format of a compressed activation: a hash of `low_rank`, `storage`, `x_scale`,
+/// `x_rounding` and `equalize_tokens`, as far as the bytes depend on them. Never 0. Backward
+/// refuses any other format.
 HOT_API std::uint64_t saved_format(const BackwardLinearSpec& spec);
 
 /// Memory for a compressed activation: saved_layout(...).bytes bytes, 16-byte aligned.
@@ -101,7 +112,7 @@ struct ConstSavedActivation {
   std::size_t bytes = 0;
   std::int64_t tokens = 0;
   std::int64_t in_features = 0;
-  Key key{};                 // backward draws the same subspaces of `sketch` from it
+  Key key{};                 // backward draws the same subspaces (`sketch`) and signs from it
   std::uint64_t format = 0;  // saved_format of the spec it was made with
 };
 
@@ -118,12 +129,13 @@ HOT_API ConstSavedActivation compress_activation(const Context& context, const C
                                                  const Workspace& workspace);
 
 /// Decodes rows (tokens) `first` to `last` of a compressed x of basis `full` into `out`
-/// [last - first, I] (f32, f16 or bf16; any strides without overlap): code * scale in fp32, rounded
-/// once to out's type. A scale of NaN gives NaN.
+/// [last - first, I] (f32, f16 or bf16; any strides without overlap): in fp32, rounded once to
+/// out's type. A scale of NaN gives NaN.
 ///
 /// @param saved  what compress_activation returned for a spec of the same saved_format.
 /// @param first  0 <= first <= last <= saved.tokens; no rows if both are equal.
-/// `unsupported` for another basis, which keeps projected rows and not x. docs/numerics.md, "INT4".
+/// `unsupported` for another basis, which keeps projected rows and not x. docs/numerics.md,
+/// "Back to x".
 HOT_API void decompress_activation(const Context& context, const ConstSavedActivation& saved,
                                    std::int64_t first, std::int64_t last,
                                    const BackwardLinearSpec& spec, const TensorView& out);

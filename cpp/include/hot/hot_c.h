@@ -140,7 +140,7 @@ enum { HOT_SCALE_TENSOR = 0, HOT_SCALE_ROW = 1, HOT_SCALE_COLUMN = 2 };
 enum { HOT_NEAREST = 0, HOT_STOCHASTIC = 1, HOT_PSEUDO_STOCHASTIC = 2 };
 enum { HOT_BASIS_FULL = 0, HOT_BASIS_LOWPASS = 1, HOT_BASIS_SEQUENCY = 2, HOT_BASIS_SKETCH = 3 };
 enum { HOT_GRAD_SCALE_TENSOR = 0, HOT_GRAD_SCALE_CHANNEL = 1, HOT_GRAD_SCALE_TOKEN = 2 };
-enum { HOT_STORAGE_INT8 = 0, HOT_STORAGE_INT4 = 1 };
+enum { HOT_STORAGE_INT8 = 0, HOT_STORAGE_INT4 = 1, HOT_STORAGE_RHT4 = 2, HOT_STORAGE_RHT2 = 3 };
 enum { HOT_SIDE_ACTIVATION = 0, HOT_SIDE_GRADIENT = 1 };
 
 /* hot::BackwardLinearSpec, its LowRank included. Filled by hot_spec_recipe; then change fields. */
@@ -162,12 +162,14 @@ typedef struct hot_spec {
   int32_t storage;
   int32_t x_scale; /* storage INT8: HOT_SCALE_ROW (per channel) or HOT_SCALE_TENSOR */
   int32_t x_rounding;
+  int32_t equalize_tokens; /* 0 or 1 */
+  int32_t reserved;        /* 0 */
 } hot_spec;
 
-#define HOT_SPEC_INIT {sizeof(hot_spec), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}
+#define HOT_SPEC_INIT {sizeof(hot_spec), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}
 
-/* The recipe of that name: "default", "fast", "int4", "paper", "accurate". spec->struct_size is
- * read. */
+/* The recipe of that name: "default", "fast", "int4", "paper", "accurate", "compact".
+ * spec->struct_size is read. */
 HOT_API hot_status hot_spec_recipe(const char* name, hot_spec* spec);
 
 /* Name of recipe `index`; null past the last. */
@@ -227,9 +229,10 @@ typedef struct hot_saved_layout {
   int64_t row_bytes;
   int64_t scales;
   size_t scale_offset;
+  size_t exponent_offset; /* of the tokens' exponents, a byte each, where they are equalised */
 } hot_saved_layout;
 
-#define HOT_SAVED_LAYOUT_INIT {sizeof(hot_saved_layout), 0, 0, 0, 0, 0, 0, 0}
+#define HOT_SAVED_LAYOUT_INIT {sizeof(hot_saved_layout), 0, 0, 0, 0, 0, 0, 0, 0}
 
 /* A compressed activation: what hot_compress_activation filled in, kept until backward. */
 typedef struct hot_saved {

@@ -81,6 +81,10 @@ void load_row(const SimdKernels& simd, const MatrixIn& x, std::int64_t row, std:
               std::int64_t count, float* dst) {
   load_run(simd, x.data, x.dtype, row * x.row_stride + col * x.col_stride, x.col_stride, count,
            dst);
+  if (x.exponents == nullptr) return;
+  const std::uint32_t biased = x.exponents[row];
+  const float power = float_from_bits((x.divide ? 254U - biased : biased) << 23);
+  for (std::int64_t i = 0; i < count; ++i) dst[i] *= power;
 }
 
 void store_row(const SimdKernels& simd, const float* src, std::int64_t row, std::int64_t col,

@@ -17,6 +17,7 @@ class CpuBackend final : public Backend {
            const MatrixOut& out) const override;
   void compress_columns(const Context&, const ColumnsJob&, void* workspace) const override;
   void quantize_weight(const Context&, const ColumnsJob&, void* workspace) const override;
+  void compress_rotated(const Context&, const RotateJob&) const override;
   // quantize.cpp
   void quantize(const Context&, const MatrixIn& x, const QuantSpec&, const MatrixOut& q,
                 float* scale) const override;
@@ -25,6 +26,7 @@ class CpuBackend final : public Backend {
   void compress_groups(const Context&, const MatrixIn& x, Rounding, std::uint8_t* packed,
                        std::int64_t row_bytes, std::uint16_t* scale) const override;
   void decompress(const Context&, const DecompressJob&) const override;
+  void token_exponents(const Context&, const MatrixIn& x, std::uint8_t* exponents) const override;
   // pack.cpp
   void pack_int4(const Context&, const MatrixIn& q, const MatrixOut& out) const override;
   void unpack_int4(const Context&, const MatrixIn& packed, const MatrixOut& out) const override;
@@ -50,6 +52,8 @@ class CpuBackend final : public Backend {
 // The stages of a backward pass. The single scale of a whole operand is its scales' first element.
 void quantize_rows(const Context&, const RowsJob&);        // quantize.cpp
 void requantize_groups(const Context&, const GroupsJob&);  // quantize.cpp
+// What is added to the codes' values of so many blocks of rht4 or rht2. quantize.cpp
+void dither_offsets(const Context&, const Key&, std::int64_t blocks, float* offsets);
 void quantize_columns(const Context&, const ColumnsJob&);  // lowrank.cpp
 void column_sum(const Context&, const MatrixIn& x, const MatrixOut& out,
                 bool accumulate);                                        // lowrank.cpp

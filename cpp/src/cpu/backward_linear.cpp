@@ -12,7 +12,8 @@ namespace {
 // The operands of both products.
 struct Scratch {
   Operand gradient_rows{}, weight{};         // g_x
-  Operand gradient_columns{}, activation{};  // g_w; activation: from INT4
+  Operand gradient_columns{}, activation{};  // g_w; activation: from packed codes
+  float* offsets = nullptr;                  // of the codes of rht4 and rht2
   char *gx_gemm = nullptr, *gw_gemm = nullptr;
 };
 
@@ -44,8 +45,9 @@ Scratch take_scratch(WorkspaceCursor& cursor, const Backend& backend, const Cont
         take_operand(cursor, shape.out_features, k,
                      scale_places(spec.gw_scale == GradScale::tensor,
                                   spec.gw_scale == GradScale::token ? k : shape.out_features));
-    if (spec.storage == Storage::int4)
+    if (spec.storage != Storage::int8)
       s.activation = take_operand(cursor, shape.in_features, k, shape.in_features);
+    if (rotated_bits(spec.storage) != 0) s.offsets = cursor.take<float>(k);
     s.gw_gemm = take_gemm(shape.out_features, shape.in_features, k);
   }
   return s;
@@ -79,12 +81,18 @@ void CpuBackend::backward(const Context& context, const BackwardCall& call, void
     fill_zero(context, call.gx);
   }
   if (work.gw) {
-    quantize_columns(context, {call.gy, &work.tokens, Side::gradient, call.sketch_key,
+    MatrixIn gradient = call.gy;
+    gradient.exponents = call.exponents;
+    quantize_columns(context, {gradient, &work.tokens, Side::gradient, call.sketch_key,
                                gradient_columns_quant(spec), s.gradient_columns});
     Operand x = call.saved;
-    if (spec.storage == Storage::int4) {
+    if (spec.storage != Storage::int8) {
       GroupsJob groups = call.groups;
       x = groups.out = s.activation;
+      if (s.offsets != nullptr) {
+        dither_offsets(context, call.sketch_key, work.tokens.blocks, s.offsets);
+        groups.offsets = s.offsets;
+      }
       requantize_groups(context, groups);
     }
     const int divisor = work.tokens.divisor;

@@ -3,6 +3,7 @@
 // them on in groups of 16, the unit of the random bits and of the transposed stores. Quantisation
 // makes two passes over x: computing the rows twice costs less traffic than storing them.
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include "cpu/backend.h"
@@ -18,12 +19,12 @@ constexpr int group = 16;
 class Strip {
  public:
   Strip(const SimdKernels& simd, const MatrixIn& x, const Projection& p, Side side,
-        const RandomKey& sketch, std::int64_t col)
+        const RandomKey& random, std::int64_t col)
       : simd_(simd),
         x_(x),
         p_(p),
         side_(side),
-        sketch_(sketch),
+        random_(random),
         col_(col),
         cols_(std::min<std::int64_t>(strip_columns, x.cols - col)) {
     // Lanes past the last column stay 0 through every transform.
@@ -34,6 +35,12 @@ class Strip {
   }
 
   int cols() const { return static_cast<int>(cols_); }
+
+  // The rows of P x of one block; good until the next call.
+  float* block(std::int64_t block) {
+    project(block, rows_);
+    return rows_;
+  }
 
   // Calls visit(k, rows) for every `group` rows of P x, starting at row k, of blocks [begin, end).
   // The last range of blocks also covers the prefix rows and the padding.
@@ -73,11 +80,13 @@ class Strip {
 
  private:
   void load_block(std::int64_t block, float* to) {
+    const std::uint64_t negative = p_.signs ? rotation_signs(random_, block) : 0;
     for (int t = 0; t < p_.block; ++t) {
       const std::int64_t position = block * p_.block + t;
       float* row = to + t * strip_columns;
       if (position < p_.body_tokens) {
         load_row(simd_, x_, p_.order.body(position), col_, cols_, row);
+        if ((negative >> (t & 63) & 1U) != 0) simd_.scale_row(row, -1.0F);
       } else {
         std::memset(row, 0, strip_columns * sizeof(float));
       }
@@ -108,11 +117,7 @@ class Strip {
       load_block(block, to);
     } else {
       load_block(block, raw_);
-      const Philox draw = philox4x32(
-          static_cast<std::uint32_t>(block),
-          (static_cast<std::uint32_t>(static_cast<std::uint64_t>(block) >> 32) & 0xffffU) |
-              sketch_.stream_purpose,
-          sketch_.offset_low, sketch_.offset_high, sketch_.seed_low, sketch_.seed_high);
+      const Philox draw = philox_block(random_, static_cast<std::uint64_t>(block));
       int length = p_.block;
       for (int j = 0; j < p_.folds; ++j, length /= 2) {
         const auto nonzero = static_cast<std::uint64_t>(length - 1);
@@ -135,7 +140,7 @@ class Strip {
   const MatrixIn& x_;
   const Projection& p_;
   Side side_;
-  RandomKey sketch_;
+  RandomKey random_;  // of the sketch, or of the signs
   std::int64_t col_, cols_;
   alignas(64) float raw_[max_strip_block * strip_columns];
   alignas(64) float folded_[32 * strip_columns];  // half of the largest low-rank block
@@ -196,7 +201,7 @@ void quantize_columns(const Context& context, const ColumnsJob& job) {
   std::fill_n(amax, scales, 0U);
   if (x.cols == 0) return;
   const SimdKernels& simd = simd_kernels(context.isa());
-  const RandomKey sketch = random_key(job.sketch_key, Purpose::sketch);
+  const RandomKey sketch = random_key(job.sketch_key, p.signs ? Purpose::signs : Purpose::sketch);
   const Tasks tasks(context, x, p);
   tasks.run(context, simd, x, p, side, sketch,
             [&](Strip& strip, std::int64_t col, std::int64_t begin, std::int64_t end) {
@@ -256,6 +261,104 @@ void quantize_columns(const Context& context, const ColumnsJob& job) {
     const float scale = make_scale(bits, quant.bits).scale;
     std::memcpy(out.scale + i, &scale, sizeof scale);
   }
+}
+
+namespace {
+
+// Codes and scales of the blocks of rht4 and rht2, docs/numerics.md: a block of 64 tokens of a
+// strip of columns at a time.
+class RotatedBlock {
+ public:
+  RotatedBlock(const SimdKernels& simd, const RotateJob& job, const RandomKey& dither)
+      : simd_(simd), job_(job), dither_(dither) {}
+
+  void compress(std::int64_t block, std::int64_t col, int cols, float* rows) {
+    std::uint8_t u[rotated_block];
+    dither_bytes(dither_, block, u);
+    std::uint32_t amax[strip_columns] = {};
+    simd_.amax_strip(rows, rotated_block, amax);
+    for (int c = 0; c < strip_columns; ++c) {
+      const bool used =
+          c < cols && amax[c] < float_infinity_bits && float_from_bits(amax[c]) >= 0x1p-100F;
+      keep_[c] = used ? ~0U : 0U;
+      scale_[c] = amax[c] >= float_infinity_bits ? bf16_nan : std::uint16_t{0};
+      inv_[c] = 0.0F;
+    }
+    std::uint8_t* const packed =
+        job_.packed + col * job_.row_bytes + block * rotated_block * job_.bits / 8;
+    if (job_.bits == 4) {
+      for (int c = 0; c < cols; ++c) {
+        if (keep_[c] == 0) continue;
+        scale_[c] = float_to_bf16_up(float_from_bits(amax[c]) / 7.5F);
+        inv_[c] = 1.0F / bf16_to_float(scale_[c]);
+      }
+      simd_.dither_strip(rows, cols, 4, inv_, keep_, u, nullptr, packed, job_.row_bytes);
+    } else {
+      compress_to_2_bits(cols, rows, amax, u, packed);
+    }
+    const std::int64_t blocks = job_.projection->blocks;
+    for (int c = 0; c < cols; ++c) job_.scale[(col + c) * blocks + block] = scale_[c];
+  }
+
+ private:
+  static constexpr int elements = rotated_block * strip_columns;
+
+  // Sums of the columns of 64 rows of products, neighbours first, into the first row.
+  void sum_products(const float* a, const float* b) {
+    for (int i = 0; i < elements; ++i) products_[i] = a[i] * b[i];
+    for (int length = rotated_block; length > 1; length /= 2) {
+      simd_.fold_strip(products_, length, 1, products_);
+    }
+  }
+
+  void compress_to_2_bits(int cols, float* rows, const std::uint32_t* amax, const std::uint8_t* u,
+                          std::uint8_t* packed) {
+    float power[strip_columns] = {};  // brings the largest value to between 2 and 4
+    for (int c = 0; c < cols; ++c) {
+      if (keep_[c] != 0) power[c] = float_from_bits((255U - (amax[c] >> 23)) << 23);
+    }
+    for (int i = 0; i < elements; ++i) rows[i] *= power[i % strip_columns];
+    sum_products(rows, rows);
+    float squares[strip_columns];
+    std::memcpy(squares, products_, sizeof squares);
+    for (int c = 0; c < cols; ++c) {
+      if (keep_[c] == 0) continue;
+      const float spread = std::sqrt(squares[c] / 64.0F);
+      inv_[c] = 1.5F / std::min(float_from_bits(amax[c]) * power[c], 1.75F * spread);
+    }
+    simd_.dither_strip(rows, cols, 2, inv_, keep_, u, values_, packed, job_.row_bytes);
+    sum_products(rows, values_);
+    for (int c = 0; c < cols; ++c) {
+      if (keep_[c] == 0) continue;
+      const float back = float_from_bits(((amax[c] >> 23) - 1U) << 23);  // 1 / power
+      scale_[c] = float_to_bf16(squares[c] / products_[c] * back);
+    }
+  }
+
+  const SimdKernels& simd_;
+  const RotateJob& job_;
+  RandomKey dither_;
+  std::uint32_t keep_[strip_columns] = {};
+  std::uint16_t scale_[strip_columns] = {};
+  float inv_[strip_columns] = {};
+  alignas(64) float products_[elements];
+  alignas(64) float values_[elements] = {};
+};
+
+}  // namespace
+
+void CpuBackend::compress_rotated(const Context& context, const RotateJob& job) const {
+  const SimdKernels& simd = simd_kernels(context.isa());
+  const RandomKey dither = random_key(job.key, Purpose::activation);
+  const Tasks tasks(context, job.x, *job.projection);
+  tasks.run(context, simd, job.x, *job.projection, Side::activation,
+            random_key(job.key, Purpose::signs),
+            [&](Strip& strip, std::int64_t col, std::int64_t begin, std::int64_t end) {
+              RotatedBlock rotated(simd, job, dither);
+              for (std::int64_t block = begin; block < end; ++block) {
+                rotated.compress(block, col, strip.cols(), strip.block(block));
+              }
+            });
 }
 
 void CpuBackend::compress_columns(const Context& context, const ColumnsJob& job, void*) const {

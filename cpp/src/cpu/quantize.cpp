@@ -11,6 +11,20 @@ namespace {
 constexpr std::int64_t chunk = 4096;  // floats of a row on the stack; a multiple of any transform
 constexpr std::int64_t group = 16;    // elements of one block of random bits
 constexpr float int4_values[16] = {0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1};
+// Of the codes of rht4 and rht2, before the dither comes off.
+constexpr float rht4_values[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
+constexpr float rht2_values[16] = {-2, -1, 0, 1};
+
+// Values of packed codes of `bits` bits of rht4 or rht2; offsets: [count].
+void expand_rotated(const SimdKernels& simd, const std::uint8_t* packed, int bits,
+                    std::int64_t count, const float* offsets, float* values) {
+  if (bits == 4) {
+    simd.expand_int4(packed, count, rht4_values, values);
+  } else {
+    simd.expand_int2(packed, count, rht2_values, values);
+  }
+  for (std::int64_t i = 0; i < count; ++i) values[i] += offsets[i];
+}
 
 std::int64_t rows_per_task(std::int64_t cols) {
   return std::max<std::int64_t>(1, task_elements / std::max<std::int64_t>(1, cols));
@@ -273,9 +287,95 @@ void CpuBackend::compress_groups(const Context& context, const MatrixIn& x, Roun
   });
 }
 
+void CpuBackend::token_exponents(const Context& context, const MatrixIn& x,
+                                 std::uint8_t* exponents) const {
+  const SimdKernels& simd = simd_kernels(context.isa());
+  const std::int64_t per_task = rows_per_task(x.cols);
+  const auto width = static_cast<float>(std::max<std::int64_t>(1, x.cols));
+  context.pool()->run(ceil_div(x.rows, per_task), [&](std::int64_t task) {
+    Row row(simd, x, 1, x.cols);
+    for (std::int64_t r = task * per_task; r < std::min(x.rows, (task + 1) * per_task); ++r) {
+      const int largest = static_cast<int>(row.amax(r, 0) >> 23);
+      if (largest < 27 || largest == 255) {
+        exponents[r] = largest == 255 ? 127 : 27;
+        continue;
+      }
+      const float unit = float_from_bits(static_cast<std::uint32_t>(268 - largest) << 23);
+      std::int64_t sum = 0;
+      row.chunks(r, [&](std::int64_t, std::int64_t count, const float* v) {
+        sum += simd.sum_magnitudes(v, count, unit);
+      });
+      const float mean = static_cast<float>(sum) / width;
+      const int found = largest + static_cast<int>(float_bits(mean) >> 23) - 141;
+      exponents[r] = static_cast<std::uint8_t>(std::clamp(found, 27, 227));
+    }
+  });
+}
+
+void dither_offsets(const Context& context, const Key& key, std::int64_t blocks, float* offsets) {
+  const RandomKey dither = random_key(key, Purpose::activation);
+  constexpr std::int64_t per_task = 256;
+  context.pool()->run(ceil_div(blocks, per_task), [&](std::int64_t task) {
+    std::uint8_t u[rotated_block];
+    for (std::int64_t b = task * per_task; b < std::min(blocks, (task + 1) * per_task); ++b) {
+      dither_bytes(dither, b, u);
+      for (int i = 0; i < rotated_block; ++i) offsets[b * rotated_block + i] = dither_offset(u[i]);
+    }
+  });
+}
+
+namespace {
+
+// A task holds a block of 64 tokens of 64 channels, as in CpuBackend::decompress.
+void decompress_rotated(const Context& context, const DecompressJob& job) {
+  const SimdKernels& simd = simd_kernels(context.isa());
+  const RandomKey dither = random_key(job.key, Purpose::activation);
+  const RandomKey signs = random_key(job.key, Purpose::signs);
+  const MatrixOut& out = job.out;
+  const std::int64_t strips = ceil_div(out.cols, strip_columns);
+  const std::int64_t end = job.first + out.rows;
+  const std::int64_t first_block = job.first / rotated_block;
+  const std::int64_t blocks = ceil_div(end, rotated_block) - first_block;
+  context.pool()->run(strips * blocks, [&](std::int64_t task) {
+    const std::int64_t col = task % strips * strip_columns;
+    const std::int64_t cols = std::min<std::int64_t>(strip_columns, out.cols - col);
+    const std::int64_t b = first_block + task / strips;
+    std::uint8_t u[rotated_block];
+    float offsets[rotated_block], values[rotated_block];
+    dither_bytes(dither, b, u);
+    for (int i = 0; i < rotated_block; ++i) offsets[i] = dither_offset(u[i]);
+    alignas(64) float rows[rotated_block * strip_columns] = {};
+    for (std::int64_t c = 0; c < cols; ++c) {
+      const auto* const codes = static_cast<const std::uint8_t*>(job.codes) +
+                                (col + c) * job.row_bytes +
+                                b * rotated_block * job.rotated_bits / 8;
+      const float scale = bf16_to_float(
+          static_cast<const std::uint16_t*>(job.scale)[(col + c) * job.scale_step + b]);
+      expand_rotated(simd, codes, job.rotated_bits, rotated_block, offsets, values);
+      for (int i = 0; i < rotated_block; ++i) rows[i * strip_columns + c] = values[i] * scale;
+    }
+    simd.fwht_strip(rows, rotated_block);
+    const std::uint64_t negative = rotation_signs(signs, b);
+    for (std::int64_t t = 0; t < rotated_block; ++t) {
+      const std::int64_t token = b * rotated_block + t;
+      if (token < job.first || token >= end) continue;
+      float* const row = rows + t * strip_columns;
+      simd.scale_row(row, (negative >> t & 1U) != 0 ? -0x1p-6F : 0x1p-6F);
+      if (job.exponents != nullptr) {
+        simd.scale_row(row,
+                       float_from_bits(static_cast<std::uint32_t>(job.exponents[token]) << 23));
+      }
+      store_row(simd, row, token - job.first, col, cols, out);
+    }
+  });
+}
+
+}  // namespace
+
 // A task holds a group of 64 tokens of 64 channels: codes are contiguous along the tokens, rows of
 // the result along the channels.
 void CpuBackend::decompress(const Context& context, const DecompressJob& job) const {
+  if (job.rotated_bits != 0) return decompress_rotated(context, job);
   const SimdKernels& simd = simd_kernels(context.isa());
   const MatrixOut& out = job.out;
   const std::int64_t strips = ceil_div(out.cols, strip_columns);
@@ -307,7 +407,12 @@ void CpuBackend::decompress(const Context& context, const DecompressJob& job) co
       for (std::int64_t i = 0; i < count; ++i) rows[i * strip_columns + c] = values[i] * scale;
     }
     for (std::int64_t token = from; token < to; ++token) {
-      store_row(simd, rows + (token - begin) * strip_columns, token - job.first, col, cols, out);
+      float* const row = rows + (token - begin) * strip_columns;
+      if (job.exponents != nullptr) {
+        const float power = float_from_bits(static_cast<std::uint32_t>(job.exponents[token]) << 23);
+        for (std::int64_t c = 0; c < cols; ++c) row[c] *= power;
+      }
+      store_row(simd, row, token - job.first, col, cols, out);
     }
   });
 }
@@ -320,6 +425,8 @@ void requantize_groups(const Context& context, const GroupsJob& job) {
   const SimdKernels& simd = simd_kernels(context.isa());
   const Rounder rounder{job.rounding, 8, random_key(context.key(), Purpose::requantize)};
   const std::int64_t groups = ceil_div(job.tokens, int4_group);
+  const int bits = job.rotated_bits;
+  const float largest_value = bits == 0 ? 7.0F : static_cast<float>(1 << (bits - 1));
   const std::int64_t row_blocks = out.k_padded / group;
   const std::int64_t per_task = rows_per_task(out.k_padded);
   context.pool()->run(ceil_div(out.rows, per_task), [&](std::int64_t task) {
@@ -328,7 +435,7 @@ void requantize_groups(const Context& context, const GroupsJob& job) {
       const std::uint16_t* group_scale = scale + r * groups;
       std::uint16_t largest = 0;  // scales are positive or NaN: the pattern orders them
       for (std::int64_t g = 0; g < groups; ++g) largest = std::max(largest, group_scale[g]);
-      const float amax = 7.0F * bf16_to_float(largest);
+      const float amax = largest_value * bf16_to_float(largest);
       const Scale s = make_scale(float_bits(amax) & 0x7fffffffU, 8);
       out.scale[r] = s.scale;
       for (std::int64_t start = 0; start < out.k_padded; start += chunk) {
@@ -343,7 +450,12 @@ void requantize_groups(const Context& context, const GroupsJob& job) {
           const float factor = bf16_to_float(group_scale[(start + i) / int4_group]) * s.inv;
           std::fill(inv + i, inv + i + part, factor);
         }
-        simd.expand_int4(packed + r * row_bytes + start / 2, count, int4_values, values);
+        if (bits == 0) {
+          simd.expand_int4(packed + r * row_bytes + start / 2, count, int4_values, values);
+        } else {
+          expand_rotated(simd, packed + r * row_bytes + start * bits / 8, bits, count,
+                         job.offsets + start, values);
+        }
         simd.quantize_row(values, count, inv, true, rounder,
                           static_cast<std::uint64_t>(r * row_blocks + start / group), codes);
       }

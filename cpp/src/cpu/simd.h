@@ -54,8 +54,21 @@ struct SimdKernels {
                               const Rounder&, const std::uint64_t* blk, std::int8_t* out,
                               std::int64_t ld);
 
+  // Packed codes of 64 rows (k) x cols columns of blocks of rht4 (bits 4) or rht2 (2), 8 * bits
+  // bytes at out + c * ld. inv and keep as above, u: a random byte for each row. Where `values` is
+  // given, what the codes stand for, 64 rows of strip_columns, in units of the scale.
+  void (*dither_strip)(const float* v, int cols, int bits, const float* inv,
+                       const std::uint32_t* keep, const std::uint8_t* u, float* values,
+                       std::uint8_t* out, std::int64_t ld);
+  // Sum of |v| * unit to the nearest integers; unit is a power of two, every one at most 2^15 and
+  // count at most 2^16.
+  std::uint32_t (*sum_magnitudes)(const float* v, std::int64_t count, float unit);
+
   // out[i] = table[nibble i], low nibble first; count even.
   void (*expand_int4)(const std::uint8_t* packed, std::int64_t count, const float* table,
+                      float* out);
+  // The same for codes of 2 bits; count a multiple of 4.
+  void (*expand_int2)(const std::uint8_t* packed, std::int64_t count, const float* table,
                       float* out);
 
   // out[i] (+)= (float(acc[i]) * b_scale[i * step]) * a_scale, contiguous.

@@ -164,10 +164,29 @@ void gemm_tile(const std::int8_t* a, std::int64_t lda, int rows, std::int64_t k,
 
 const SimdKernels& simd_avx2() {
   static const SimdKernels table{
-      load,       store,      fwht_row,     fwht_strip,       fold_strip,          scale_row,
-      amax,       amax_strip, quantize_row, quantize_strip,   quantize_strip_by_k, expand_int4,
-      dequantize, tile_m,     tile_n,       gemm_panel_bytes, gemm_pack,           gemm_row_bias,
-      gemm_tile,  axpy,
+      load,
+      store,
+      fwht_row,
+      fwht_strip,
+      fold_strip,
+      scale_row,
+      amax,
+      amax_strip,
+      quantize_row,
+      quantize_strip,
+      quantize_strip_by_k,
+      dither_strip,
+      sum_magnitudes,
+      expand_int4,
+      expand_int2,
+      dequantize,
+      tile_m,
+      tile_n,
+      gemm_panel_bytes,
+      gemm_pack,
+      gemm_row_bias,
+      gemm_tile,
+      axpy,
   };
   return table;
 }

@@ -369,22 +369,92 @@ void quantize_strip_by_k(const float* v, int cols, const float* inv, const std::
   });
 }
 
-void expand_int4(const std::uint8_t* packed, std::int64_t count, const float* table, float* out) {
+// Codes of blocks of rht4 and rht2: docs/numerics.md, "x kept as rht4 and rht2".
+template <int bits>
+void dither_strip_as(const float* v, int cols, const float* inv, const std::uint32_t* keep,
+                     const std::uint8_t* u, float* values, std::uint8_t* out, std::int64_t ld) {
+  constexpr int block = 64, each = 32 / bits, words = block / each;
+  constexpr int half = 128 * ((1 << bits) - 1);  // 256ths of the largest value
+  for (int c = 0; c < cols; c += W) {
+    const F factor = V::mul(V::load(inv + c), V::set(256.0F));
+    const I mask = V::loadi(keep + c);
+    std::uint32_t packed[words][W];
+    for (int w = 0; w < words; ++w) {
+      I word = V::seti(0);
+      for (int j = 0; j < each; ++j) {
+        const int k = w * each + j;
+        const F x = V::and_bits(V::load(v + k * strip_columns + c), mask);
+        I m = rounded_product(x, factor, V::set(integer_float));
+        m = V::max_i(V::min_i(m, V::seti(half)), V::seti(0U - half));
+        const auto shift = static_cast<std::uint32_t>(half + u[k]);
+        const I code = V::shift_right(V::addi(m, V::seti(shift)), 8);
+        word = V::bit_or(word, V::shift_left(code, bits * j));
+        if (values != nullptr) {
+          const auto low = static_cast<std::uint32_t>((256 << bits) + 2 * u[k] - 511);
+          const F value = V::to_float(V::subi(V::shift_left(code, 9), V::seti(low)));
+          V::store(values + k * strip_columns + c, V::mul(value, V::set(1.0F / 512)));
+        }
+      }
+      V::storei(packed[w], V::bit_and(word, mask));
+    }
+    const int lanes = cols - c < W ? cols - c : W;
+    for (int i = 0; i < lanes; ++i) {
+      std::uint32_t codes[words];
+      for (int w = 0; w < words; ++w) codes[w] = packed[w][i];
+      std::memcpy(out + (c + i) * ld, codes, sizeof codes);
+    }
+  }
+}
+
+void dither_strip(const float* v, int cols, int bits, const float* inv, const std::uint32_t* keep,
+                  const std::uint8_t* u, float* values, std::uint8_t* out, std::int64_t ld) {
+  if (bits == 4) return dither_strip_as<4>(v, cols, inv, keep, u, values, out, ld);
+  dither_strip_as<2>(v, cols, inv, keep, u, values, out, ld);
+}
+
+std::uint32_t sum_magnitudes(const float* v, std::int64_t count, float unit) {
+  I sums = V::seti(0);
+  std::int64_t i = 0;
+  for (; i + W <= count; i += W) {
+    const F magnitude = V::abs(V::load(v + i));
+    sums = V::addi(sums, rounded_product(magnitude, V::set(unit), V::set(integer_float)));
+  }
+  std::uint32_t lanes[W], total = 0;
+  V::storei(lanes, sums);
+  for (int j = 0; j < W; ++j) total += lanes[j];
+  for (; i < count; ++i) {
+    const float magnitude = v[i] < 0 ? -v[i] : v[i];
+    total += float_bits(magnitude * unit + integer_float) - integer_bits;
+  }
+  return total;
+}
+
+template <int bits>
+void expand(const std::uint8_t* packed, std::int64_t count, const float* table, float* out) {
   constexpr std::int64_t run = 64;
-  std::uint8_t nibbles[run] = {};
+  constexpr int each = 8 / bits;
+  std::uint8_t codes[run] = {};
   for (std::int64_t start = 0; start < count; start += run) {
     const std::int64_t left = count - start < run ? count - start : run;
-    for (std::int64_t i = 0; i < left / 2; ++i) {
-      const std::uint8_t both = packed[start / 2 + i];
-      nibbles[2 * i] = static_cast<std::uint8_t>(both & 15U);
-      nibbles[2 * i + 1] = static_cast<std::uint8_t>(both >> 4);
+    for (std::int64_t i = 0; i < left / each; ++i) {
+      const unsigned all = packed[start / each + i];
+      for (int j = 0; j < each; ++j) {
+        codes[each * i + j] = static_cast<std::uint8_t>(all >> (bits * j) & ((1U << bits) - 1));
+      }
     }
     std::int64_t i = 0;
     for (; i + W <= left; i += W) {
-      V::store(out + start + i, V::lookup16(V::load_u8(nibbles + i), table));
+      V::store(out + start + i, V::lookup16(V::load_u8(codes + i), table));
     }
-    for (; i < left; ++i) out[start + i] = table[nibbles[i]];
+    for (; i < left; ++i) out[start + i] = table[codes[i]];
   }
+}
+
+void expand_int4(const std::uint8_t* packed, std::int64_t count, const float* table, float* out) {
+  expand<4>(packed, count, table, out);
+}
+void expand_int2(const std::uint8_t* packed, std::int64_t count, const float* table, float* out) {
+  expand<2>(packed, count, table, out);
 }
 
 // ---- products ---------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from .probe import Call, LayerUse, LossFn, Watch, autocast_dtype, eagerly, loss_
 from .report import listed
 from .selection import Filter, hot_class, is_8bit
 
-ACCURACY = ("accurate", "default", "int4", "fast", "paper")
+ACCURACY = ("accurate", "default", "int4", "compact", "fast", "paper")
 """Recipes, the most accurate first (cosine with the fp32 gradient: docs/results.md)."""
 
 OBJECTIVES = ("time", "memory")
@@ -140,10 +140,18 @@ def _allowed(allow: Sequence[ConfigLike]) -> dict[str, HotConfig]:
     found: dict[str, HotConfig] = {}
     for i, entry in enumerate(given):
         config = as_config(entry, f"allow[{i}]")
-        found[config.name if config.name != "custom" else f"custom {i}"] = config
+        found[_name_of(config, i)] = config
     if all(name in ACCURACY for name in found):
         return {name: found[name] for name in ACCURACY if name in found}
     return found
+
+
+def _name_of(config: HotConfig, place: int) -> str:
+    """The recipe's, with what its forward is; else its place among those that are allowed."""
+    backward = dataclasses.replace(config, forward="plain", forward_in_eval=False)
+    if backward.name == "custom":
+        return f"custom {place}"
+    return backward.name if config.forward == "plain" else f"{backward.name}+int8"
 
 
 def _check(model: nn.Module) -> torch.device:

@@ -306,15 +306,16 @@ def _config_bops(tokens: int, outs: int, ins: int, config: HotConfig) -> tuple[f
     steps = math.log2(config.hadamard_block)
     gx = ((gy + w) * steps + gy + w + x) * _FULL + product * config.gx_bits**2
     share, transform = _low_rank(config)
-    unpack = x if config.storage == "int4" else 0
-    operations = (gy + x) * transform + (gy + x) * share + unpack + w
+    unpack = x if config.storage != "int8" else 0
+    equalize = gy + 2 * x if config.equalize_tokens else 0  # a multiplication each, and x's sizes
+    operations = (gy + x) * transform + (gy + x) * share + unpack + equalize + w
     return gx, operations * _FULL + product * share * 8 * 8
 
 
 def _low_rank(config: HotConfig) -> tuple[float, float]:
     """Kept rows per token, and operations per value to make them."""
     if config.basis == "full":
-        return 1.0, 0.0
+        return 1.0, 6.0 if config.storage in ("rht4", "rht2") else 0.0  # blocks of 64
     block, rank = config.block, config.rank if config.rows is None else len(config.rows)
     if config.basis == "sketch":  # folds to rank tokens, then transforms those
         return rank / block, (block - rank + rank * math.log2(rank)) / block

@@ -476,7 +476,7 @@ def _backward_window(call: _Call, x_shape: tuple[int, ...]) -> None:
     gw = None if call.gw is None else torch.zeros((out_channels, features), **exact)
     gb = None if call.gb is None else torch.zeros((out_channels,), **exact)
     left, right, top, bottom = window.padding
-    _, own = call.keys
+    kept_key, own = call.keys
     frame = (top + height + bottom, left + width + right, channels)
     for chunk, (first, last) in enumerate(chunks(n, features * out_height * out_width), start=1):
         # Offsets differ from the key's own, which rounded the saved x.
@@ -484,7 +484,7 @@ def _backward_window(call: _Call, x_shape: tuple[int, ...]) -> None:
         codes = columns = None
         if call.saved is not None and gw is not None:
             span = (first * height * width, last * height * width)
-            x = ops.decompress(call.saved, n * height * width, channels, kept, *span)
+            x = ops.decompress(call.saved, n * height * width, channels, kept, kept_key, *span)
             patches = unfolded(padded(x.reshape(-1, height, width, channels), window), window)
             del x
             codes = ops.compress(patches, products, key)

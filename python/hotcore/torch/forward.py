@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from . import accumulation, ops
+from . import _compat, accumulation, ops
 
 _INT8 = '"forward":"int8"'
 
@@ -113,7 +113,10 @@ def _codes_of(weight: Tensor, rows: Tensor, config: str, followed: bool) -> Tens
     if not owner.is_leaf or (state is None and not (followed and _lasting(owner))):
         return None
     settings = ops.parsed(config)
-    what = ("y", settings.forward_block, rows.shape, rows.stride(), rows.storage_offset())
+    # Of a stream: another one would not wait until they are made.
+    stream = _compat.current_stream(rows.get_device()) if rows.is_cuda else 0
+    view = (rows.shape, rows.stride(), rows.storage_offset())
+    what = ("y", settings.forward_block, stream, *view)
     try:
         now = (owner._version, owner.data_ptr(), owner.dtype, owner.device)
     except RuntimeError:  # tensors of inference mode have no version

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
@@ -96,6 +97,7 @@ def _without_gradients(x: Tensor, weight: Tensor, bias: Tensor | None, config_js
         return F.linear(x, weight, bias)
     dtype = _autocast_dtype(x)
     _check_dtypes(x, weight, bias, dtype)
+    _check_transforms("linear", x, weight, bias)
     if torch.compiler.is_compiling():
         operator = torch.ops.hotcore.forward_linear.default
         output: Tensor = operator(_cast(x, dtype), weight, bias, config_json)
@@ -125,6 +127,15 @@ def _check_dtypes(
             found = str(tensor.dtype).removeprefix("torch.")
             expected = str(x.dtype).removeprefix("torch.")
             raise ValueError(f"{name}: dtype {found}; x has {expected}, and autocast is off")
+
+
+def _check_transforms(name: str, *tensors: Tensor | None) -> None:
+    """Refuse what would not see an 8-bit forward: it is one call, without a derivative."""
+    if torch.compiler.is_compiling():
+        return
+    unpacked = (unpack_dual(tensor) for tensor in tensors if tensor is not None)
+    if _compat.transforms_active() or any(dual.tangent is not None for dual in unpacked):
+        raise _unsupported_transform(name)
 
 
 def _compiled_linear(
@@ -244,6 +255,7 @@ def _conv2d_without_gradients(
         return conv.plain_conv2d(x, weight, bias, window)
     dtype = _autocast_dtype(x)
     _check_dtypes(x, weight, bias, dtype)
+    _check_transforms("conv2d", x, weight, bias)
     inner = _cast(x, dtype)
     if torch.compiler.is_compiling():
         product = functools.partial(torch.ops.hotcore.forward_linear.default, config=config_json)

@@ -29,7 +29,7 @@ from . import _compat, ops
 _Ref = weakref.ref[Any]
 _FIELDS = (
     "basis", "rank", "block", "rows", "token_grid", "prefix_tokens",
-    "storage", "x_scale", "x_rounding",
+    "storage", "x_scale", "x_rounding", "equalize_tokens",
 )  # fmt: skip
 
 

@@ -271,11 +271,11 @@ def compress(x: Tensor, config: HotConfig, key: Key) -> Tensor:
 
 
 def decompress(
-    saved: Tensor, tokens: int, in_features: int, config: HotConfig, first: int, last: int
+    saved: Tensor, tokens: int, in_features: int, config: HotConfig, key: Key, first: int, last: int
 ) -> Tensor:
     """Decode tokens ``first`` to ``last`` of :func:`compress`'s codes, fp32 ``[last - first, I]``.
 
-    Only for basis ``"full"``, which keeps x itself.
+    Only for basis ``"full"``, which keeps x itself; ``key`` is the one of :func:`compress`.
     """
     out = torch.empty((last - first, in_features), dtype=torch.float32, device=saved.device)
     _core.decompress_activation(
@@ -283,6 +283,7 @@ def decompress(
         _to_dlpack(saved),
         tokens,
         in_features,
+        key,
         first,
         last,
         config.spec,
@@ -541,8 +542,9 @@ def _up(value: int, multiple: int) -> int:
 
 def saved_bytes(tokens: int, in_features: int, config: HotConfig) -> int:
     """``saved_layout(...).bytes`` in arithmetic that symbolic shapes can follow."""
-    if config.storage == "int4":
-        row = _up(tokens, 32) // 2
+    if config.storage != "int8":
+        bits = 2 if config.storage == "rht2" else 4
+        row = _up(tokens, 32 if config.storage == "int4" else 64) * bits // 8
         scales = 2 * in_features * ((tokens + 63) // 64)
     else:
         kept = tokens
@@ -558,7 +560,8 @@ def saved_bytes(tokens: int, in_features: int, config: HotConfig) -> int:
             kept = (body + config.block - 1) // config.block * rank + prefix
         row = _up(kept, 16)
         scales = 4 * (in_features if config.x_scale == "channel" else 1)
-    return _up(in_features * row, 16) + scales
+    exponents = tokens if config.equalize_tokens else 0
+    return _up(in_features * row, 16) + scales + exponents
 
 
 register(
@@ -648,7 +651,8 @@ def _bypasses_dispatcher(x: Tensor) -> bool:
 
 def bypasses_dispatcher(x: Tensor, weight: Tensor) -> bool:
     """Whether :func:`forward_linear` of these goes past the dispatcher."""
-    return _bypasses_dispatcher(x) and type(weight) in PLAIN_TYPES
+    # torch.jit.trace would note an empty y, and nothing that fills it.
+    return _bypasses_dispatcher(x) and type(weight) in PLAIN_TYPES and not _compat.jit_tracing()
 
 
 def forward_linear(
