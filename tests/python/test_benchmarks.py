@@ -222,7 +222,7 @@ def test_bench_gemm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 class StockGemm:
-    """In the place of CUTLASS's tiles: computes the same on the CPU, ``error`` apart."""
+    """Replaces CUTLASS's tiles: computes the same on the CPU, plus ``error``."""
 
     tiles = ("small 1x1", "large 1x1")
 
@@ -277,7 +277,7 @@ def test_stock_library(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 
 class MmaSync:
-    """In the place of libhot's own tiles: computes the same on the CPU; one tile does not do it."""
+    """Replaces libhot's own tiles: computes the same on the CPU; one tile is wrong."""
 
     tiles = ("large", "small", "none")
 
@@ -360,7 +360,7 @@ def test_bench_quantize(tmp_path: Path) -> None:
 
 
 def cuda_report() -> dict[str, Any]:
-    """What bench_backward.py writes on a GPU, with invented times."""
+    """The report of bench_backward.py on a GPU, with invented times."""
     names = ["fp32 products", "tf32 products", "bf16 products", "torchao both - forward"]
     faster = dict(zip(names, (21.0, 4.5, 2.2, 1.4), strict=True))
     rows = {name: {"median_ms": 1.0} for name in names}
@@ -479,7 +479,7 @@ def test_autotunes_fit_finds_the_costs_that_made_the_times() -> None:
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_the_rule_is_the_fit_of_its_report(frozen: bool) -> None:
-    """Where this fails, ``bench_autotune.py --fit`` prints what gains.py should hold."""
+    """If this fails, ``bench_autotune.py --fit`` prints the numbers for gains.py."""
     content = json.loads((FOLDER.parent / gains.REPORT).read_text())
     fitted = bench_autotune.fit(content, weight_trained=not frozen)
     for recipe in bench_autotune.RECIPES:

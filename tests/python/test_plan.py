@@ -1,4 +1,4 @@
-"""Plans of CUDA calls, as hotcore.explain tells them: no GPU is needed."""
+"""Plans of CUDA calls, as hotcore.explain returns them; no GPU is needed."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ def test_what_is_wanted_is_written() -> None:
     for _ in range(300):
         found, options = any_layer(draw)
         (tokens, outs, ins), need = options["shape"], options["need"]
-        # fixup_kernel finishes what the kernel before it has begun.
+        # fixup_kernel finishes the tiles of the previous kernel.
         steps = [step for step in found.steps if step.kernel != "fixup_kernel"]
         written = [name for step in steps for name in step.writes]
         assert written.count("g_x") == ("gx" in need and tokens * ins > 0)

@@ -183,7 +183,7 @@ def test_table_at_toy_size(
     assert report["models"] == {}
     assert report["skipped"] == dict.fromkeys(("llama_blocks", "bert"), "no time left")
     assert "left out" in capsys.readouterr().out
-    # One that fails does not take the others along, and is not passed over.
+    # A failing contender does not stop the others, and is reported.
     broken = dataclasses.replace(models.TASKS["bert"], loss=lambda model, batch: 1 / 0)
     monkeypatch.setitem(models.TASKS, "bert", broken)
     with pytest.raises(SystemExit, match="bert.*ZeroDivisionError"):

@@ -1,4 +1,4 @@
-"""convert(..., saved=): codes in eager and compiled graphs, what is kept, what stays as it was."""
+"""convert(..., saved=): codes in eager and compiled graphs, kept bytes, unchanged modules."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torch import nn  # noqa: E402
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import models  # noqa: E402
 
-blocks = importlib.import_module("hotcore.torch.compress_saved")  # its function has the same name
+blocks = importlib.import_module("hotcore.torch.compress_saved")  # the function has the same name
 
 Function = Callable[..., torch.Tensor]
 Shapes = tuple[tuple[int, ...], ...]
@@ -666,7 +666,7 @@ def test_a_training_run_falls_as_the_plain_one(rng: np.random.Generator) -> None
 
 
 def test_seeds_are_drawn_where_nothing_is_differentiated(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A checkpoint runs a region without gradients first: what is drawn after has to be the same.
+    # A checkpoint first runs a region without gradients: later draws must be the same.
     drawn = []
     seed_for = ops.seed_for
     monkeypatch.setattr(ops, "seed_for", lambda x: drawn.append(x) or seed_for(x))

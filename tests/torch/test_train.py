@@ -148,7 +148,7 @@ def test_absent_device(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_accuracy_over_three_seeds(tmp_path: Path) -> None:
-    """Against fp32 with the same seed, `default` costs nothing that shows, `paper` a lot on text.
+    """Compared with fp32 of the same seed, `default` loses nothing visible, `paper` much on text.
 
     From seed to seed the loss of fp32 itself moves by 0.03 (text) and up to 0.09 (digits).
     """
