@@ -46,9 +46,10 @@ BENCHMARKS: dict[str, tuple[str, ...]] = {
     "fwht": ("--rounds", "10", "--n", "16", "--n", "128", "--n", "1024", "--n", "4096"),
     "gemm": ("--rounds", "10"),
     "models": (
-        *("--part", "step", "--models", "vit_b", "--rounds", "5", "--jobs", "11"),
+        *("--part", "step", "--models", "vit_b", "--rounds", "5", "--jobs", "15"),
         "--contenders",
         *("default compiled", "fast compiled", "* reduce-overhead", "bf16 eager", "fp32 eager"),
+        "* int8-forward compiled",
         *("default compiled, saved 8/4", "fast *attention kept"),
     ),
 }
@@ -239,6 +240,9 @@ def ratios(bench: dict[str, Any]) -> dict[str, Any]:
     for group, table in backward.get("layers", {}).items():
         out[f"{group}, sum, times faster than"] = {
             recipe: row["faster than"] for recipe, row in table["recipes"].items()
+        }
+        out[f"{group}, sum, forward and backward, times faster than"] = {
+            name: row["faster than"] for name, row in table.get("both", {}).items()
         }
         out[f"{group}, sum, compress, copies of x"] = {
             recipe: row["compress of a copy"] for recipe, row in table["recipes"].items()

@@ -19,6 +19,7 @@ sys.path.insert(0, str(FOLDER))
 
 import bench_autotune  # noqa: E402
 import bench_backward  # noqa: E402
+import bench_forward  # noqa: E402
 import bench_forward_error  # noqa: E402
 import bench_fwht  # noqa: E402
 import bench_gemm  # noqa: E402
@@ -194,6 +195,17 @@ def test_bench_backward(tmp_path: Path) -> None:
     } <= set(host)  # noqa: E501
     works = [row["work"] for row in targets.rows(report, {}, {})]
     assert any("compress fast" in work for work in works)
+
+
+def test_bench_forward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_forward, "CPU_GROUPS", {"toy": {"a": (48, 32, 64), "b": (9, 7, 70)}})
+    path = tmp_path / "forward.json"
+    bench_forward.main(["--rounds", "2", "--block", "16", "--json", str(path)])
+    found = json.loads(path.read_text())["groups"]["toy"]
+    assert set(found["sum_ms"]) == {"torch fp32", "block 16", "block 16, codes of w"}
+    for name, value in found["sum_ms"].items():
+        rows = [layer["rows"][name]["median_ms"] for layer in found["layers"].values()]
+        assert value == pytest.approx(sum(rows), rel=1e-4)
 
 
 def test_bench_forward_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
