@@ -270,12 +270,12 @@ def test_eval_mode_is_plain_unless_it_is_kept() -> None:
 
 
 def test_the_report_knows_what_rests() -> None:
-    for config, resting in ((INT8, 1), (int8(forward_in_eval=True), 0)):
+    for config, plain in ((INT8, 1), (int8(forward_in_eval=True), 0)):
         model = nn.Sequential(nn.Linear(64, 64)).eval()
         report = hot.convert(model, config, every)
-        assert len(report.resting) == resting
-        assert any("in eval mode" in note for note in report.notes) == bool(resting)
-        assert hot.convert(nn.Linear(64, 64).eval(), config, every).resting == [""] * resting
+        assert len(report.in_eval_mode) == plain
+        assert any("in eval mode" in note for note in report.notes) == bool(plain)
+        assert hot.convert(nn.Linear(64, 64).eval(), config, every).in_eval_mode == [""] * plain
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
