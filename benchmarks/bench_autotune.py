@@ -1,4 +1,4 @@
-"""Layers plain and under each recipe, by hot.autotune, and the default filter's rule on CUDA.
+"""Layers plain and with each recipe, by hot.autotune, and the default filter's rule on CUDA.
 
     python benchmarks/bench_autotune.py --device cuda [--part grid vit_b resnet50 steps]
     python benchmarks/bench_autotune.py --fit benchmarks/results/cuda-autotune.json
@@ -9,10 +9,10 @@ Parts:
   vit_b     hot.autotune of ViT-B/16, 128 images, for time and for memory, eager
   resnet50  hot.autotune of ResNet-50, 128 images, in both memory formats, eager
   steps     whole steps of ResNet-50, plain, converted by default, and with slower=True
-  compiled  hot.autotune of ViT-B/16 with compiled layers; only where it is named: it compiles 12
+  compiled  hot.autotune of ViT-B/16 with compiled layers; runs only if named: it compiles 12
 
-All under bf16 autocast, weights fp32 (on the CPU: toy sizes, fp32). Beside the times the report
-holds the fit: see ``fit``.
+All under bf16 autocast with fp32 weights (on the CPU: toy sizes, fp32). The report also holds the
+fit of the times: see ``fit``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from training import cleaned
 
 PARTS = ("grid", "vit_b", "resnet50", "steps")
 NAMED = ("compiled",)
-"""Parts that run only where they are named."""
+"""Parts that run only if they are named."""
 RECIPES = ("accurate", "default", "fast")
 FEATURES = (
     (64, 64), (128, 128), (256, 256), (384, 384), (384, 1536), (1536, 384), (512, 512),
@@ -53,7 +53,7 @@ FIT_TOKENS = 16384
 
 
 class Layers(nn.Module):
-    """Layers side by side, each with an x of its own."""
+    """Parallel layers, each with its own x."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def autocast(device: str) -> Any:
 
 
 def rows_of(plan: hot.Plan) -> list[dict[str, Any]]:
-    """What was measured, each kind of work once."""
+    """The measurements, each kind of work once."""
     out: dict[Any, dict[str, Any]] = {}
     for layer in plan.layers:
         key = (layer.shape, tuple(layer.times.items()))
@@ -150,7 +150,7 @@ def grid(args: Any) -> dict[str, Any]:
             layers, inputs = make()
             print(name)
             model = Layers(layers)
-            # Here the step says nothing: the layers are the device's, as in a large model.
+            # The step says nothing here: the device limits the layers, as in a large model.
             out[name] = tuned(
                 args, model, tuple(inputs), None, filter_fn=every, verify=False, clock="device"
             )
@@ -207,7 +207,7 @@ def steps(args: Any) -> dict[str, Any]:
             batch["x"] = batch["x"].contiguous(memory_format=layout)
             if options is not None:
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # that all stay plain: said in the report
+                    warnings.simplefilter("ignore")  # that all stay plain: the report says it
                     report = hot.convert(model, "default", **options)
                 converted[name] = f"{len(report.converted)} of {len(report.layers)}"
 
@@ -316,7 +316,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         except ModuleNotFoundError as missing:
             print(f"{name}: skipped, {missing}")
             content[name] = {"skipped": str(missing)}
-        except Exception as error:  # the other parts are worth having
+        except Exception as error:  # the other parts still run
             failed[name] = f"{type(error).__name__}: {error}"
             print(f"{name}: failed, {failed[name]}", flush=True)
         print(f"---- {name}: {time.perf_counter() - start:.1f} s", flush=True)

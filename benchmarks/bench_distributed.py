@@ -8,11 +8,11 @@ autocast on CUDA:
 
   gradients    of the first step beside the mean of what each process computes alone under its own
                seed (their cosine), and whether all processes hold the same bits
-  loss         mean over the processes, first and after the steps; with HOT it is to fall as plain
+  loss         mean over the processes, first and after the steps; it has to fall as plain's does
   replicas     whether all processes hold the same parameters after the steps
   step         milliseconds, median
 
-Ends non-zero where a gradient or replica is wrong, or a loss does not fall with plain's.
+Exits non-zero if a gradient or replica is wrong, or if a loss does not fall as plain's.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from training import Contender, Trainer, cosine
 TASK = TASKS["vit_s"]
 WAYS = ("DDP", "FSDP2")
 STEPS = 30
-LEAST_COSINE = 0.9999  # gradients are added in another order, attention's by atomics
+MIN_COSINE = 0.9999  # sums have another order, attention's use atomics
 FALL = 0.2  # share of plain's fall by which another may differ, as in tests/torch/test_models.py
 
 
@@ -62,7 +62,7 @@ def wrapped(model: Any, way: str, device: torch.device) -> nn.Module:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A sharded tensor's content; all processes have to ask together."""
+    """A sharded tensor's content; all processes have to call this together."""
     full = getattr(tensor, "full_tensor", None)
     return tensor if full is None else full()
 
@@ -90,7 +90,7 @@ def mean(value: Tensor) -> Tensor:
 
 
 def run(contender: Contender, way: str, model: nn.Module, batch: Any, args: Any) -> dict[str, Any]:
-    seed = args.seed + 1 + dist.get_rank()  # rounding of its own for each process
+    seed = args.seed + 1 + dist.get_rank()  # each process has its own rounding
     trainer = Trainer(contender, model, batch, TASK, args.quick)
     torch.manual_seed(seed)
     expected = {name: mean(g) for name, g in trainer.gradients().items()}
@@ -116,11 +116,11 @@ def run(contender: Contender, way: str, model: nn.Module, batch: Any, args: Any)
 
 
 def faults(rows: dict[str, dict[str, Any]]) -> list[str]:
-    """What is wrong, for every contender of a way."""
+    """The defects of every contender of a way."""
     first, last = rows["plain"]["loss"]
     found = []
     for name, row in rows.items():
-        if row["cosine"] < LEAST_COSINE:
+        if row["cosine"] < MIN_COSINE:
             found.append(f"{name}: gradients are not the mean: cosine {row['cosine']:.6f}")
         found += [
             f"{name}: {k} is False" for k in ("same gradients", "same parameters") if not row[k]
@@ -145,7 +145,7 @@ def work(rank: int, world: int, store: str, args: argparse.Namespace) -> None:
         if rank == 0:
             timing.write(args, "nccl", {"backend": backend, "processes": world, **content})
     finally:
-        gc.collect()  # a sharded model holds on to the group
+        gc.collect()  # a sharded model keeps the group alive
         dist.destroy_process_group()
 
 
@@ -180,7 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if world < 2:
         sys.exit("bench_distributed: needs two CUDA devices")
     if args.json.exists():
-        args.json.unlink()  # an old one must not stand for a run that broke off
+        args.json.unlink()  # an old report must not stand for an interrupted run
     with tempfile.TemporaryDirectory() as folder:
         # A failure in a process is raised here, with its traceback.
         mp.spawn(work, (world, os.path.join(folder, "store"), args), nprocs=world)

@@ -1,9 +1,9 @@
-"""The public FWHT against a copy of the same array, and against the ways that torch users have.
+"""The public FWHT against a copy of the same array, and against alternatives in torch.
 
     python benchmarks/bench_fwht.py [--device cpu|cuda] [--n N ...] [--elements E]
 
-Bytes are those that must be moved, each element read once and written once. Rivals: the package
-fast_hadamard_transform where it can be imported, and a product with the Hadamard matrix.
+Bytes count each element read once and written once. Rivals: the package fast_hadamard_transform, if
+it can be imported, and a product with the Hadamard matrix.
 """
 
 from __future__ import annotations

@@ -105,9 +105,9 @@ EVERY = 50
 
 
 def sources(min_bytes: int) -> Iterator[str]:
-    """Texts of installed .py files, each once, in an order that names alone decide.
+    """Texts of installed .py files, each once, in an order that depends on names alone.
 
-    They end when those for training have ``min_bytes``.
+    They end when the training texts have ``min_bytes``.
     """
     roots = sorted({sysconfig.get_paths()[key] for key in ("purelib", "platlib", "stdlib")})
     files = sorted({path for root in roots for path in Path(root).rglob("*.py")})
@@ -132,7 +132,7 @@ def sources(min_bytes: int) -> Iterator[str]:
 def tokens(size: Size, wanted: int, cache: Path) -> tuple[Tensor, Tensor]:
     """int16 tokens for training, at least ``wanted``, and for validation. Kept in ``cache``.
 
-    Raises ValueError where the installed packages hold too little text.
+    Raises ValueError if the installed packages hold too little text.
     """
     name = cache / f"gpt-{size.vocabulary}-{wanted}.pt"
     if name.exists():
@@ -207,7 +207,7 @@ def loss_of(model: SmallGPT, batch: tuple[Tensor, Tensor], device: str) -> Tenso
 
 
 def rate(step: int, steps: int, size: Size) -> float:
-    """Of the learning rate: linear warm-up, then a cosine to a tenth."""
+    """Factor of the learning rate: linear warm-up, then a cosine to a tenth."""
     warm = min(1.0, (step + 1) / size.warmup)
     return warm * (0.55 + 0.45 * math.cos(math.pi * step / steps))
 
@@ -225,7 +225,7 @@ def train(
     torch._dynamo.reset()
     torch.manual_seed(seed)
     model = model_of(size, contender, device, backend)
-    torch.manual_seed(1000 + seed)  # HOT's rounding; weights have drawn theirs
+    torch.manual_seed(1000 + seed)  # for HOT's rounding; weights are already drawn
     optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=size.learning_rate,

@@ -2,9 +2,9 @@
 
     python benchmarks/bench_quantize.py [--device cpu|cuda] [--shape R,C ...]
 
-"copies" is a row's time over that of copying x once (read and written). "bytes" are the fewest that
-the call must move, x read once and its results written once, over the copy's; their quotient says
-how near to its own bytes a kernel runs.
+"copies" is a row's time over that of one copy of x (read and written). "bytes" is the minimum that
+the call must move (x read once, results written once) over the copy's bytes. Their quotient says
+how close to its own minimum a kernel runs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def parse_matrix(text: str) -> tuple[int, int]:
 
 
 def contenders(shape: tuple[int, int], device: str) -> tuple[dict[str, Call], dict[str, int]]:
-    """Calls, and the least bytes that each of them moves."""
+    """Calls, and the minimum of bytes that each moves."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     x = torch.randn(shape, device=device).to(dtype)
     out = torch.empty_like(x)

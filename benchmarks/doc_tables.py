@@ -36,6 +36,7 @@ comes from here. Every page of the repository that has such a line is looked at.
   kept BITS        forms of x in blocks of 64 tokens: error and bias (storage.json)
   kept-blocks      the chosen forms by tokens of a block (the same)
   kept-cases       error of g_w where tokens differ in size (the same)
+  forward-blocks   time of it by block, sums of layers (cuda-forward.json)
   forward-error    error of an 8-bit forward, beside FP8 (forward-error.json)
   earlier NAME     figures of runs whose scripts are not in the repository (earlier.json)
 
@@ -211,6 +212,17 @@ def both(report: Report) -> Iterator[str]:
             forward = ", 8-bit forward" if " int8" in name else ", bf16 forward"
             figures = [times(row["faster than"].get(rival)) for rival in rivals]
             yield line([f"{group}, `{recipe}`{forward}", f"{1e3 * row['sum_ms']:.0f}", *figures])
+
+
+def forward_blocks(report: Report) -> Iterator[str]:
+    """The forward product's time by block of its transform; in brackets with w's codes kept."""
+    blocks = ("16", "64", "128")
+    head = ["sum of four layers, µs", "torch bf16", "FP8 product alone"]
+    yield from header([*head, *(f"block {block}" for block in blocks)])
+    for group, found in report["groups"].items():
+        us = {name: f"{1e3 * value:.0f}" for name, value in found["sum_ms"].items()}
+        own = [f"{us[f'block {n}']} ({us[f'block {n}, codes of w']})" for n in blocks]
+        yield line([group, us["torch bf16"], us["fp8 product"], *own])
 
 
 def each_layer(report: Report) -> Iterator[str]:
@@ -585,6 +597,7 @@ KINDS: dict[str, tuple[str | None, Callable[..., Iterator[str]]]] = {
     "kept-blocks": ("storage.json", kept_blocks),
     "kept-cases": ("storage.json", kept_cases),
     "forward-error": ("forward-error.json", forward_error),
+    "forward-blocks": ("cuda-forward.json", forward_blocks),
     "earlier": ("earlier.json", earlier),
 }
 """Kind -> the report (None: the first argument names it, "": several), and what makes the lines."""

@@ -1,4 +1,4 @@
-"""Kernel time of a step by class: what torch's profiler saw, told apart by the kernels' names."""
+"""Kernel time of a step by class, from torch's profiler; kernel names decide the class."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ATTENTION, OPTIMIZER, OTHER = "attention", "optimizer", "other"
 CLASSES = (PRODUCTS, QUANTISERS, POINTWISE, ATTENTION, OPTIMIZER, OTHER)
 
 _NAMES: tuple[tuple[str, str], ...] = (
-    # Inductor puts the operators that it fused into a name: only its prefix tells what runs.
+    # Inductor's names list fused operators: only the prefix identifies the kernel.
     (PRODUCTS, r"^triton_(tem|mm)_"),
     (POINTWISE, r"^triton_"),
     (
@@ -53,12 +53,12 @@ class Event(NamedTuple):
 
 
 def class_of(name: str) -> str:
-    """One of :data:`CLASSES`; the first pattern that is found in the name counts."""
+    """One of :data:`CLASSES`, by the first pattern that matches the name."""
     return next((kind for kind, pattern in _PATTERNS if pattern.search(name)), OTHER)
 
 
 def events_of(trace: Mapping[str, Any]) -> list[Event]:
-    """What ran on the device, from a trace that torch's profiler exported."""
+    """The kernels of a trace that torch's profiler exported."""
     return [
         Event(str(event["name"]), float(event["ts"]), float(event["dur"]))
         for event in trace["traceEvents"]
@@ -109,8 +109,8 @@ def summary(events: Sequence[Event], steps: int) -> dict[str, Any]:
 
 
 def profiled(step: Callable[[], object], steps: int) -> dict[str, Any]:
-    """:func:`summary` of some steps on CUDA. RuntimeError where the profiler saw no kernel."""
-    import torch  # here: the rest needs none
+    """:func:`summary` of some steps on CUDA. RuntimeError if the profiler saw no kernel."""
+    import torch  # imported here: the rest does not need it
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""The layers that are timed, and the least time that the H200 could need for them."""
+"""The timed layers, and the least time that an H200 could need for them."""
 
 from __future__ import annotations
 
@@ -63,9 +63,10 @@ def parse_shape(text: str) -> Shape:
 def floor_ms(shape: Shape, recipe: str, passes: int = 1) -> float:
     """Least time of a backward on an H200: arithmetic at 1450 TOPS, bytes at 4.3 TB/s.
 
-    g_y is read ``passes`` times (2 bytes a value), and one INT8 code written for g_x, one (full) or
-    half a one (r = 8) for g_w; w is read and its codes written; recipes that keep x in INT4 unpack
-    it (0.53 + 1 bytes). A product takes the longer of its arithmetic and its bytes.
+    g_y is read ``passes`` times (2 bytes per value). Per value one INT8 code is written for g_x,
+    and one (full) or half a code (r = 8) for g_w. w is read and its codes are written. Recipes with
+    x in INT4 unpack it (0.53 + 1 bytes). A product takes the longer of its arithmetic and its
+    bytes.
     """
     tokens, outs, ins = shape
     kept = tokens / 2 if recipe in HALF_RANK else tokens

@@ -20,13 +20,13 @@ LOSS_STEPS = 30
 EXACT = Contender("fp32")
 RIVAL = Contender("bf16", autocast=True)
 TRAINED = ("default", "fast", "paper")
-"""Recipes whose loss is followed."""
+"""Recipes whose loss is measured."""
 
 Row = dict[str, Any]
 
 
 def summary(trainer: Trainer) -> Row:
-    """What convert did: how many layers, and how often it left one alone for which reason."""
+    """The number of converted layers, and of plain layers by reason."""
     report = trainer.report
     assert report is not None
     reasons = Counter(layer.reason for layer in report.skipped)
@@ -34,7 +34,7 @@ def summary(trainer: Trainer) -> Row:
 
 
 def measure(make: Make, device: str) -> Row:
-    """Everything about one model; see the module."""
+    """All measurements of one model; see the module."""
     out: Row = {"cosine": {}, "cosine of a layer": {}, "finite": {}}
     with cleaned(device):
         exact = make(EXACT).gradients()
@@ -63,7 +63,7 @@ def measure(make: Make, device: str) -> Row:
 
 
 def by_layer(trainer: Trainer, got: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> Row:
-    """Median and least cosine of the g_w of the converted layers; zero gradients have none."""
+    """Median and minimum of the cosine of converted layers' g_w; zero gradients have none."""
     assert trainer.report is not None
     names = [f"{layer.name}.weight" for layer in trainer.report.converted]
     values = [cosine({n: got[n]}, {n: exact[n]}) for n in names if n in exact]
@@ -72,7 +72,7 @@ def by_layer(trainer: Trainer, got: Mapping[str, Tensor], exact: Mapping[str, Te
 
 
 def lines(row: Row) -> list[str]:
-    """What is printed of one model."""
+    """The printed text of one model."""
     plain = ", ".join(f"{count} {reason}" for reason, count in row["plain"].items())
     bad = [name for name, finite in row["finite"].items() if not finite]
     return [

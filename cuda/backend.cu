@@ -31,9 +31,6 @@ CudaDevice::CudaDevice(const Context& context) : context_(context) {
   facts_.queries = this;
 }
 
-std::int64_t CudaDevice::at_once(const plan::WideRows& of, const LaunchShape& shape) const {
-  return clusters_at_once(context_, of, shape);
-}
 std::int64_t CudaDevice::at_once(const plan::ColumnsOnePass& of, const LaunchShape& shape) const {
   return clusters_at_once(context_, of, shape);
 }
@@ -144,7 +141,6 @@ void run(const Context& context, const Step& step, const Memory& memory) {
                                         context.stream()),
                         "backward_linear", "cudaMemsetAsync");
     case Kernel::rows16:
-    case Kernel::wide_rows:
     case Kernel::rows:
       return launch_rows(context, step, job_of(memory, step.as<plan::RowsStep>().of));
     case Kernel::rows_column_amax:
@@ -377,7 +373,7 @@ void CudaBackend::quantize_forward_weight(const Context& context, const RowsJob&
   Memory memory;
   memory.weight_rows = &job;
   run(context,
-      plan::plan_forward_weight(device.facts(), plan::array_facts(job.x), job.x.rows, job.x.cols,
+      plan::plan_forward_weight(plan::array_facts(job.x), job.x.rows, job.x.cols,
                                 job.hadamard_block),
       memory);
 }

@@ -51,7 +51,6 @@ void launch_mma(const Context&, const plan::Step&, const GemmArgs&, void* worksp
 void launch_token(const Context&, const plan::Step&, const GemmTokenArgs&);
 
 // How many of a kernel's CTAs or clusters the device runs at the same time.
-std::int64_t clusters_at_once(const Context&, const plan::WideRows&, const LaunchShape&);
 std::int64_t clusters_at_once(const Context&, const plan::ColumnsOnePass&, const LaunchShape&);
 
 }  // namespace hot::detail

@@ -12,8 +12,7 @@ namespace {
 
 // ---- thresholds: every number that was measured, by device -------------------------------------
 
-constexpr Thresholds h200 = {64,
-                             900,
+constexpr Thresholds h200 = {900,
                              6000,
                              1500,
                              2048,
@@ -52,7 +51,6 @@ namespace {
 constexpr KernelInfo kernels[kernel_count] = {
     {"memset", "backend.cu", false},
     {"rows16_kernel", "quantize_rows.cu", false},
-    {"wide_rows_kernel", "quantize_rows.cu", false},
     {"rows_kernel", "quantize_rows.cu", false},
     {"rows_column_amax_kernel", "quantize_rows_column_amax.cu", false},
     {"columns_one_pass_kernel", "quantize_columns.cu", true},
@@ -350,13 +348,11 @@ RowsShape forward_rows(RowsOf of, Buffer from, Buffer codes, const ArrayFacts& a
 Plan plan_forward(const DeviceFacts& facts, const ForwardWork& work, const ForwardArrays& arrays) {
   const LinearShape& shape = work.shape;
   Plan plan;
-  add_rows(plan, facts,
-           forward_rows(RowsOf::x, Buffer::x, Buffer::x_rows, arrays.x, shape.tokens,
-                        shape.in_features, work.spec));
+  add_rows(plan, forward_rows(RowsOf::x, Buffer::x, Buffer::x_rows, arrays.x, shape.tokens,
+                              shape.in_features, work.spec));
   if (work.weight) {
-    add_rows(plan, facts,
-             forward_rows(RowsOf::weight, Buffer::w, Buffer::weight_rows, arrays.w,
-                          shape.out_features, shape.in_features, work.spec));
+    add_rows(plan, forward_rows(RowsOf::weight, Buffer::w, Buffer::weight_rows, arrays.w,
+                                shape.out_features, shape.in_features, work.spec));
   }
   if (work.wide) {
     plan.add(Kernel::widen, {ceil_div(shape.out_features, 256), 256}, Buffer::bias,
@@ -378,12 +374,11 @@ Plan plan_forward(const DeviceFacts& facts, const ForwardWork& work, const Forwa
   return plan;
 }
 
-Plan plan_forward_weight(const DeviceFacts& facts, const ArrayFacts& w, std::int64_t rows,
-                         std::int64_t cols, int hadamard_block) {
+Plan plan_forward_weight(const ArrayFacts& w, std::int64_t rows, std::int64_t cols,
+                         int hadamard_block) {
   Plan plan;
-  add_rows(
-      plan, facts,
-      forward_rows(RowsOf::weight, Buffer::w, Buffer::forward_w, w, rows, cols, {hadamard_block}));
+  add_rows(plan, forward_rows(RowsOf::weight, Buffer::w, Buffer::forward_w, w, rows, cols,
+                              {hadamard_block}));
   return plan;
 }
 

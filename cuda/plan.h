@@ -165,13 +165,6 @@ namespace plan {
 // ---- the device --------------------------------------------------------------------------------
 
 // An instance of a kernel whose grid depends on how much of it a device runs at once.
-struct WideRows {
-  Rounding rounding;
-  int hadamard;
-  int lane_blocks;
-  DType dtype;
-  int buffers;
-};
 struct ColumnsOnePass {
   columns::Kind kind;
   Rounding rounding;
@@ -184,7 +177,6 @@ class DeviceQueries {
  public:
   virtual ~DeviceQueries() = default;
   // CTAs or clusters that run at the same time, 1 at least.
-  virtual std::int64_t at_once(const WideRows&, const LaunchShape&) const = 0;
   virtual std::int64_t at_once(const ColumnsOnePass&, const LaunchShape&) const = 0;
   // Bytes of stream-K's partial sums.
   virtual std::size_t stream_k_workspace(std::int64_t m, std::int64_t n, std::int64_t k,
@@ -210,7 +202,6 @@ enum class Kernel : std::uint8_t {
   zero,  // a memset
   // rows of g_y, x and w
   rows16,
-  wide_rows,
   rows,
   rows_column_amax,  // rows, and the largest values of columns
   // columns of P g_y and of w
@@ -329,8 +320,7 @@ enum class RowsOf : std::uint8_t { gy, x, weight };
 struct RowsStep {
   RowsOf of;
   RowsPass pass;
-  int lanes, lane_blocks;  // rows16, wide_rows: of a row; blocks of 16 of a lane
-  int buffers;             // wide_rows: rows in flight
+  int lane_blocks;  // rows16: blocks of 16 of a lane
 };
 struct ColumnsStep {
   Job job;
@@ -473,8 +463,8 @@ struct ForwardArrays {
 // forward_linear: quantisers of x and w, the product.
 Plan plan_forward(const DeviceFacts&, const ForwardWork&, const ForwardArrays&);
 // quantize_forward_weight.
-Plan plan_forward_weight(const DeviceFacts&, const ArrayFacts& w, std::int64_t rows,
-                         std::int64_t cols, int hadamard_block);
+Plan plan_forward_weight(const ArrayFacts& w, std::int64_t rows, std::int64_t cols,
+                         int hadamard_block);
 
 // A product on its own.
 struct ProductShape {

@@ -45,13 +45,13 @@ RowShare row_share(std::int64_t blocks) {
   return best;
 }
 
-// Transforms that rows16_kernel and wide_rows_kernel have instances of.
+// Transforms that rows16_kernel has instances of.
 bool rows16_can(int hadamard_block, Rounding rounding) {
   return hadamard_block == 16 ||
          (rounding == Rounding::nearest && (hadamard_block == 64 || hadamard_block == 128));
 }
 
-void add_rows_pass(Plan& plan, const DeviceFacts& facts, const RowsShape& job, RowsPass pass) {
+void add_rows_pass(Plan& plan, const RowsShape& job, RowsPass pass) {
   const RowShare share = row_share(job.k_padded / 16);
   const Rounding rounding = pass == RowsPass::amax ? Rounding::nearest : job.quant.rounding;
   Buffers reads = job.from, writes = job.codes;
@@ -61,41 +61,23 @@ void add_rows_pass(Plan& plan, const DeviceFacts& facts, const RowsShape& job, R
   } else if (pass == RowsPass::codes) {
     reads |= Buffer::rows_amax;
   }
-  const auto add = [&](Kernel kernel, const LaunchShape& shape, int buffers) {
-    Step& step = plan.add(kernel, shape, reads, writes);
-    step.dtype = job.x.dtype;
-    step.rounding = rounding;
-    step.work = RowsStep{job.of, pass, share.lanes, share.blocks, buffers};
-  };
-  if (!rows16_can(job.hadamard_block, rounding) || share.lanes == 0) {
-    return add(Kernel::rows, {job.rows, 256}, 0);
-  }
-  const bool aligned = job.x.rows_aligned && job.cols % 16 == 0;
-  const auto size = static_cast<std::int64_t>(dtype_size(job.x.dtype));
-  if (size == 2 && rounding != Rounding::pseudo_stochastic && pass == RowsPass::row_scales &&
-      aligned && share.lanes > thresholds(facts).narrow_lanes && facts.hopper) {
-    LaunchShape shape{1, share.lanes};
-    std::int64_t at_once = 0;
-    int buffers = 0;
-    do {  // two rows in flight where only one CTA fits an SM
-      ++buffers;
-      shape.shared_bytes = static_cast<std::size_t>(job.k_padded * size * buffers);
-      at_once = facts.queries->at_once(
-          WideRows{rounding, job.hadamard_block, share.blocks, job.x.dtype, buffers}, shape);
-    } while (buffers == 1 && at_once <= facts.sm_count);
-    shape.blocks = std::min(job.rows, at_once);
-    return add(Kernel::wide_rows, shape, buffers);
-  }
-  const int rows = share.lanes > 32 ? 1 : 128 / share.lanes;
-  add(Kernel::rows16, {ceil_div(job.rows, rows), share.lanes, 0, 1, rows}, 0);
+  const bool in_registers = rows16_can(job.hadamard_block, rounding) && share.lanes > 0;
+  const int rows = share.lanes > 32 ? 1 : 128 / std::max(share.lanes, 1);  // of a CTA
+  Step& step = in_registers
+                   ? plan.add(Kernel::rows16, {ceil_div(job.rows, rows), share.lanes, 0, 1, rows},
+                              reads, writes)
+                   : plan.add(Kernel::rows, {job.rows, 256}, reads, writes);
+  step.dtype = job.x.dtype;
+  step.rounding = rounding;
+  step.work = RowsStep{job.of, pass, share.blocks};
 }
 
 }  // namespace
 
-void add_rows(Plan& plan, const DeviceFacts& facts, const RowsShape& job) {
-  if (!job.quant.per_tensor) return add_rows_pass(plan, facts, job, RowsPass::row_scales);
-  add_rows_pass(plan, facts, job, RowsPass::amax);
-  add_rows_pass(plan, facts, job, RowsPass::codes);
+void add_rows(Plan& plan, const RowsShape& job) {
+  if (!job.quant.per_tensor) return add_rows_pass(plan, job, RowsPass::row_scales);
+  add_rows_pass(plan, job, RowsPass::amax);
+  add_rows_pass(plan, job, RowsPass::codes);
 }
 
 namespace {
@@ -321,7 +303,7 @@ bool add_rows_column_amax(Plan& plan, const DeviceFacts& facts, const RowsShape&
   step.rounding =
       rows.quant.rounding == Rounding::stochastic ? Rounding::stochastic : Rounding::nearest;
   step.work = work;
-  if (rows.quant.per_tensor) add_rows_pass(plan, facts, rows, RowsPass::codes);
+  if (rows.quant.per_tensor) add_rows_pass(plan, rows, RowsPass::codes);
   add_column_pass(plan, columns, kind, Pass::codes);
   if (columns.sum) {
     add_final_sum(plan, work.sums, rows.cols, columns.accumulate, Buffer::sums);
@@ -542,7 +524,7 @@ bool add_operands(Plan& plan, const DeviceFacts& facts, const OperandShapes& ope
       add_rows_column_amax(plan, facts, *operands.rows, *operands.columns)) {
     summed = sum;
   } else {
-    if (operands.rows != nullptr) add_rows(plan, facts, *operands.rows);
+    if (operands.rows != nullptr) add_rows(plan, *operands.rows);
     if (operands.columns != nullptr) summed = add_columns(plan, facts, *operands.columns);
   }
   if (operands.weight != nullptr) add_columns(plan, facts, *operands.weight);

@@ -23,9 +23,6 @@ struct TileCost {
 };
 
 struct Thresholds {
-  // Rows of more lanes are wide. Fewer lanes have enough loads in flight by themselves.
-  // H200: rows of 14,336 and 28,672 by bulk copies 115 -> 93 and 248 -> 174 us.
-  int narrow_lanes;
   // A model of an SM's cycles for a column tile in a cluster: a token tile takes `tile_cycles`, but
   // no less than `latency_cycles` pass from its copies to its codes (H200, at 2 and 16 warps on an
   // SM); the all-reduce of the cluster takes `reduce_cycles`.
@@ -100,7 +97,7 @@ struct OperandShapes {
 
 // All operands of a backward. Returns whether these steps also make g_b.
 bool add_operands(Plan&, const DeviceFacts&, const OperandShapes&);
-void add_rows(Plan&, const DeviceFacts&, const RowsShape&);
+void add_rows(Plan&, const RowsShape&);
 // Returns whether these steps also make the sum.
 bool add_columns(Plan&, const DeviceFacts&, const ColumnsShape&);
 // g_b from `runs` partial sums of each column.

@@ -1,16 +1,11 @@
-// Stage: the operand of g_x, rows of g_y after an FWHT.
+// Stage: rows after an FWHT: g_y for g_x, x and w for the forward product.
 //
-// rows16_kernel: the hot path (Hadamard block 16).
+// rows16_kernel: the hot path (Hadamard block 16; 64 and 128 with neighbouring lanes).
 //   T lanes share a row, at best within one warp. A lane holds B blocks of 16 neighbouring elements
 //   in registers: one read of g_y (32 B bytes in flight for a lane in fp16), butterfly, largest
 //   value by shuffles, one write of 16 codes a block. With one scale for the whole tensor it runs
 //   twice, first for the largest value alone. 3 bytes an element for fp16 input and one scale a
 //   row.
-//
-// wide_rows_kernel: the same for rows that more than two warps share, from sm_90 on.
-//   A CTA goes from row to row. One instruction copies a row to shared memory (cp.async.bulk), the
-//   next one's while this one's codes are made, and the one barrier of a row is that of its largest
-//   value. Where only one CTA fits an SM, two rows are in flight.
 //
 // rows_kernel: any block and any length.
 //   A CTA takes a row through 4096 floats of shared memory, twice (largest value, codes).
@@ -19,7 +14,6 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "cuda/device/async_copy.cuh"
 #include "cuda/device/matrix_io.cuh"
 #include "cuda/device/rounding.cuh"
 #include "cuda/launch.h"
@@ -47,61 +41,6 @@ __global__ void __launch_bounds__(rows16_max_lanes)
     amax = args.pass == RowsPass::codes ? *args.amax : row_max(amax, T, lane, shared);
     return true;
   });
-}
-
-// A barrier of bulk copies for each of `Buffers` rows.
-template <Rounding rounding, int hadamard, int B, class Tag, int Buffers>
-__global__ void __launch_bounds__(rows16_max_lanes)
-    wide_rows_kernel(const __grid_constant__ RowsArgs args) {
-  extern __shared__ __align__(128) char rows[];
-  // Two: the last readers of a row may be late.
-  __shared__ std::uint32_t shared[2][rows16_max_lanes / 32];
-  __shared__ std::uint64_t barriers[Buffers];
-  const int T = static_cast<int>(blockDim.x), lane = static_cast<int>(threadIdx.x);
-  const int blocks = args.live_blocks, bytes = blocks * 16 * Tag::size;
-  const unsigned barrier = shared_address(barriers);
-  const auto copy_row = [&](std::int64_t row, int buffer) {
-    if (row >= args.x.rows) return;
-    const unsigned counted = barrier + static_cast<unsigned>(buffer) * 8;
-    expect_bulk(counted, static_cast<unsigned>(bytes));
-    copy_bulk(shared_address(rows + buffer * bytes),
-              static_cast<const char*>(args.x.data) + row * args.x.row_stride * Tag::size,
-              static_cast<unsigned>(bytes), counted);
-  };
-  if (lane == 0) {
-#pragma unroll
-    for (unsigned i = 0; i < Buffers; ++i) start_barrier(barrier + 8 * i);
-  }
-  __syncthreads();
-  begin_kernel();
-  const std::int64_t step = gridDim.x;
-  if (lane == 0) {
-#pragma unroll
-    for (int i = 0; i < Buffers; ++i) copy_row(blockIdx.x + i * step, i);
-  }
-  const DeviceOffset offset = warp_offset<rounding>(args.key);
-  unsigned turn = 0;
-  for (std::int64_t row = blockIdx.x; row < args.x.rows; row += step, ++turn) {
-    const int buffer = static_cast<int>(turn % Buffers);
-    wait_bulk(barrier + static_cast<unsigned>(buffer) * 8, turn / Buffers);
-    unsigned words[B][4 * Tag::size];
-#pragma unroll
-    for (int i = 0; i < B; ++i) {
-#pragma unroll
-      for (unsigned& word : words[i]) word = 0;
-      const int block = lane + i * T;
-      if (block < blocks) load_words(rows + buffer * bytes + block * 16 * Tag::size, words[i]);
-    }
-    float v[B][16];
-#pragma unroll
-    for (int i = 0; i < B; ++i) Tag::unpack(words[i], v[i]);
-    quantize_row_values<rounding, hadamard>(
-        args, offset, row, lane, T, v, [&](std::uint32_t& amax) {
-          amax = row_max(amax, T, lane, shared[turn % 2]);
-          if (lane == 0) copy_row(row + Buffers * step, buffer);  // all threads have read it
-          return true;
-        });
-  }
 }
 
 constexpr int row_chunk = 4096;  // floats in shared memory; a multiple of every transform
@@ -198,25 +137,6 @@ void with_hadamard(int block, const Call& call) {
 
 // Calls call(kernel) with the kernel of an instance.
 template <class Call>
-void with_wide_rows(const plan::WideRows& of, const Call& call) {
-  with_rounding(of.rounding, [&](auto r) {
-    host_with_dtype(of.dtype, [&](auto tag) {
-      with_lane_blocks(of.lane_blocks, [&](auto b) {
-        using Tag = decltype(tag);
-        constexpr Rounding rounding = decltype(r)::value;
-        if constexpr (Tag::size == 2 && rounding != Rounding::pseudo_stochastic) {
-          with_hadamard<rounding>(of.hadamard, [&](auto h) {
-            constexpr int hadamard = decltype(h)::value, blocks = decltype(b)::value;
-            call(of.buffers == 1 ? wide_rows_kernel<rounding, hadamard, blocks, Tag, 1>
-                                 : wide_rows_kernel<rounding, hadamard, blocks, Tag, 2>);
-          });
-        }
-      });
-    });
-  });
-}
-
-template <class Call>
 void with_rows16(Rounding rounding, int hadamard, DType dtype, int lane_blocks, const Call& call) {
   with_rounding(rounding, [&](auto r) {
     host_with_dtype(dtype, [&](auto tag) {
@@ -232,27 +152,14 @@ void with_rows16(Rounding rounding, int hadamard, DType dtype, int lane_blocks, 
 
 }  // namespace
 
-std::int64_t clusters_at_once(const Context& context, const plan::WideRows& of,
-                              const LaunchShape& shape) {
-  std::int64_t blocks = 0;
-  with_wide_rows(of, [&](auto kernel) {
-    blocks = clusters_at_once("backward_linear", context, kernel, shape);
-  });
-  return blocks;
-}
-
 void launch_rows(const Context& context, const plan::Step& step, const RowsJob& job) {
   const auto& work = step.as<plan::RowsStep>();
   RowsArgs args = rows_args(context, job);
   args.pass = work.pass;
-  const auto run = [&](auto kernel) {
-    launch("backward_linear", context, kernel, step.shape, args);
-  };
+  const char* const stage = work.of == plan::RowsOf::gy ? "backward_linear" : "forward_linear";
+  const auto run = [&](auto kernel) { launch(stage, context, kernel, step.shape, args); };
   if (step.kernel == plan::Kernel::rows) {
     with_rounding(step.rounding, [&](auto r) { run(rows_kernel<decltype(r)::value>); });
-  } else if (step.kernel == plan::Kernel::wide_rows) {
-    with_wide_rows({step.rounding, job.hadamard_block, work.lane_blocks, step.dtype, work.buffers},
-                   run);
   } else {
     with_rows16(step.rounding, job.hadamard_block, step.dtype, work.lane_blocks, run);
   }

@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 ddp.py           # gloo on the CPU; --device cuda: NCCL
     torchrun --nproc-per-node 2 ddp.py --fsdp
 
-Convert first, wrap afterwards. Every process draws its own random numbers for the rounding, so that
-the errors of the processes average out. The data is scikit-learn's digits, nothing is downloaded.
+Convert first, wrap afterwards. Every process draws its own random numbers for the rounding, so the
+errors of the processes average out. The data is scikit-learn's digits; nothing is downloaded.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def train(options: argparse.Namespace, rank: int, world: int) -> None:
     layers = [nn.Conv2d(1, 96, 3, padding=1), Block(96), Block(96), nn.Flatten()]
     model = nn.Sequential(*layers, nn.Linear(64 * 96, 10)).to(options.device)
     report = "plain fp32"
-    if options.recipe != "none":  # slower: a model too small to gain time is converted all the same
+    if options.recipe != "none":  # slower: convert even a model that is too small to gain time
         config = hot.HotConfig.recipe(options.recipe, forward=options.forward)
         report = hot.convert(model, config, slower=True)
     if options.fsdp:
@@ -47,7 +47,7 @@ def train(options: argparse.Namespace, rank: int, world: int) -> None:
             fully_shard(block, mesh=mesh)
     else:
         model = DistributedDataParallel(model)
-    torch.manual_seed(1 + rank)  # rounding, and batches, of its own for each process
+    torch.manual_seed(1 + rank)  # each process has its own rounding and batches
     if rank == 0:
         print(f"{report}\n{world} processes, {'FSDP2' if options.fsdp else 'DDP'}")
     digits = load_digits()
@@ -78,5 +78,5 @@ if __name__ == "__main__":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
     train(options, dist.get_rank(), dist.get_world_size())
-    gc.collect()  # a sharded model holds on to gloo's group, whose threads must end before
+    gc.collect()  # a sharded model keeps gloo's group alive, whose threads must end before
     dist.destroy_process_group()

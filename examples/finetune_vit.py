@@ -4,7 +4,7 @@
     python finetune_vit.py --data ~/flowers --model vit_base_patch16_224 --weights vit.pth \\
         --device cuda --compile --saved 8      # bf16 on CUDA
 
---data takes a folder of classes, each a folder of images; every tenth image is held back.
+--data is a folder with one folder of images per class; every tenth image is for validation.
 Nothing is downloaded. --recipe none trains without HOT, to compare.
 """
 
@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> float:
     data, classes = dataset(options.data, size)
     model.reset_classifier(classes)
     model = model.to(options.device).train()
-    if options.recipe != "none":  # slower: a model too small to gain time is converted all the same
+    if options.recipe != "none":  # slower: convert even a model that is too small to gain time
         config = hot.HotConfig.recipe(options.recipe, forward=options.forward)
         print(hot.convert(model, config, saved=options.saved, slower=not options.model))
     forward = torch.compile(model) if options.compile else model

@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> HotCallback:
     print(hot.convert(module, hot.HotConfig.recipe(options.recipe, forward=options.forward)))
     callback = HotCallback(
         warmup=options.warmup,
-        compress=hot.compress_saved(8, min_values=4096),  # what GELU keeps
+        compress=hot.compress_saved(8, min_values=4096),  # GELU's saved input
         accumulate=True,  # the micro-batches of a step share the quantised weights
         memory=True,
         noise_every=50,

@@ -1,9 +1,9 @@
 """LoRA through peft on a small Llama, plain and with HOT: the same adapters, the same data.
 
-Base weights are frozen, so HOT computes their input gradients in integers and keeps nothing of
-their inputs; the adapters stay plain. Nothing is downloaded: a two-layer Llama is first trained for
-a moment on the source of Python's library, then adapted to that text in capitals. A real model
-(--model, a folder) takes the same two lines: get_peft_model, hot.convert.
+Base weights are frozen, so HOT computes their input gradients in integers and saves nothing of
+their inputs; the adapters stay plain. Nothing is downloaded: a two-layer Llama is trained briefly
+on the source of Python's library and then adapted to that text in capitals. A real model (--model,
+a folder) needs the same two lines: get_peft_model, hot.convert.
 """
 
 import argparse

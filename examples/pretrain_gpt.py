@@ -4,8 +4,8 @@
     python pretrain_gpt.py --text books.txt --width 512 --depth 8 --context 512 --batch 64 \\
         --steps 5000 --device cuda --compile     # bf16 on CUDA
 
---warmup N computes g_x in 8 bits for N steps and in 4 from then on, as the paper does; --micro N
-splits a batch into N parts, which share the quantised weights. --recipe none: without HOT.
+--warmup N computes g_x in 8 bits for N steps and in 4 afterwards, as in the paper; --micro N splits
+a batch into N parts, which share the quantised weights; --recipe none trains without HOT.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> float:
     blocks = (Block(width) for _ in range(options.depth))
     model = nn.Sequential(nn.Embedding(256, width), *blocks, nn.LayerNorm(width))
     model.append(nn.Linear(width, 256)).to(device)
-    if options.recipe != "none":  # slower: a model too small to gain time is converted all the same
+    if options.recipe != "none":  # slower: convert even a model that is too small to gain time
         config = hot.HotConfig.recipe(options.recipe, forward=options.forward)
         print(hot.convert(model, config, slower=True))
     schedule = None if options.warmup is None else hot.PrecisionSchedule(model, options.warmup)

@@ -1,8 +1,7 @@
 """Train a small ViT and a small GPT in fp32 and with HOT, and compare them.
 
-`bash scripts/train.sh` makes an environment for this and runs it; every option goes through.
-The data is on the machine already: scikit-learn's digits, and the source of Python's standard
-library.
+`bash scripts/train.sh` makes an environment and runs this script with the same options. The data
+is already on the machine: scikit-learn's digits, and the source of Python's standard library.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TASKS = ("vit", "gpt")
-RECIPES = ("fp32", "default", "fast", "int4", "paper", "accurate")
+RECIPES = ("fp32", "default", "fast", "int4", "paper", "accurate", "compact")
 DEFAULT_RECIPES = ("fp32", "default", "fast", "paper")
 FORWARDS = ("plain", "int8")
 
@@ -110,7 +109,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
         "--threads",
         type=_at_least(1),
         metavar="N",
-        # The models are small: more threads than this only wait for each other.
+        # The models are small: more threads would only wait for each other.
         default=min(4, _available_cpus()),
         help="CPU threads (default: what there is, at most 4)",
     )
@@ -121,7 +120,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
         metavar="FOLDER",
         help="where train.png and train.json go (default: out, in the repository)",
     )
-    # For scripts/train.sh: a wrong option should not come to light after minutes of building.
+    # For scripts/train.sh: report a wrong option before minutes of building.
     parser.add_argument("--check-options", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     wanted = [name for group in options.recipe or [DEFAULT_RECIPES] for name in group]

@@ -3,7 +3,7 @@
     pip install 'hotcore[jax]' scikit-learn
     python examples/train_jax.py            # --recipe fast, --steps 400, ...
 
-Every layer of every step gets a random key of its own; the rest is plain JAX.
+Every layer of every step gets its own random key; the rest is plain JAX.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def initial(key):
 
 
 def logits(params, x, key, recipe):
-    """``[N, 64]`` to ``[N, 10]``; without a recipe in plain fp32. The head stays plain, too."""
+    """``[N, 64]`` to ``[N, 10]``; without a recipe in plain fp32. The head stays plain."""
     *hidden, (w, b) = params
     for layer, layer_key in zip(hidden, jax.random.split(key, len(hidden)), strict=True):
         if recipe is None:

@@ -3,7 +3,7 @@
     python trainer.py                                     # a small Llama on Python's own library
     python trainer.py --model ~/qwen --text books.txt     # a folder with a model and its tokenizer
 
-The Trainer does what it always does. Nothing is downloaded.
+The Trainer needs no other change. Nothing is downloaded.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> list[dict]:
         learning_rate=3e-3,
         logging_steps=20,
         save_strategy="no",
-        report_to="none",  # or "tensorboard", "wandb": they get HOT's scalars, too
+        report_to="none",  # or "tensorboard", "wandb", which also get HOT's scalars
     )
     data = [{"input_ids": row, "labels": row} for row in rows]
     trainer = Trainer(model, settings, train_dataset=data)

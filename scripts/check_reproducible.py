@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Build the wheel twice, in two folders, and compare: the same sources give the same bytes.
+"""Build the wheel twice, in two folders, and compare: equal sources must give equal bytes.
 
     python scripts/check_reproducible.py [--out FOLDER]
 
 The sources are the commit that is checked out (git archive), in folders of different names; ccache
-is off. HOT_CUDA=OFF unless the environment says otherwise. Prints the SHA-256 of both wheels, and
-where they differ which members do; ends with 1 then. It takes two builds: some minutes.
+is off, and HOT_CUDA is OFF unless the environment sets it. Prints the SHA-256 of both wheels. If
+they differ, it prints which members differ and exits with 1. Two builds take some minutes.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def members(wheel: Path) -> dict[str, str]:
 
 
 def main() -> int:
-    """Build, compare, tell."""
+    """Build, compare, print."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, help="keep both builds there")
     options = parser.parse_args()

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Check wheels before anybody installs them, and print their sizes; ends with 1 if one is wrong.
+"""Check wheels before a release, and print their sizes; exits with 1 if one is wrong.
 
     python scripts/check_wheel.py [--try] [--any-platform] [--flavour CPU|CUDA] WHEEL...
 
-A wheel may hold 3 MB without CUDA and 80 MB with it, runs on glibc 2.28 (manylinux_2_28; left out
-with --any-platform, for what is built on this machine for this machine), and holds one libhot whose
+A wheel may have 3 MB without CUDA and 80 MB with it. It has to run on glibc 2.28 (manylinux_2_28;
+not checked with --any-platform, for wheels built for this machine), and to hold one libhot whose
 soname has the version. `--try` installs each into a new environment of this Python and runs
-scripts/smoke.py in it.
+scripts/smoke.py there.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SMOKE = Path(__file__).resolve().parent / "smoke.py"
 
 
 def problems(wheel: Path, any_platform: bool, wanted: str | None) -> tuple[str, list[str]]:
-    """A line about the wheel, and what is wrong with it; ``wanted``: "CPU" or "CUDA"."""
+    """A line about the wheel, and its defects; ``wanted``: "CPU" or "CUDA"."""
     name, version, *_, platform = wheel.stem.split("-")
     found: list[str] = []
     with zipfile.ZipFile(wheel) as archive:
@@ -36,7 +36,7 @@ def problems(wheel: Path, any_platform: bool, wanted: str | None) -> tuple[str, 
         soname = "libhot.so." + ".".join(version.split(".")[:2])
         if libraries != [f"hotcore/lib/{soname}"]:
             found.append(f"holds {libraries or 'no libhot'}; expected hotcore/lib/{soname} alone")
-        # A second one was lying in the source tree, for another Python perhaps.
+        # The source tree had a second one, maybe for another Python.
         modules = [n for n in names if re.fullmatch(r"hotcore/_core\..*so", n)]
         if len(modules) != 1:
             found.append(f"holds {len(modules)} extension modules: {', '.join(modules)}")
@@ -62,12 +62,12 @@ def problems(wheel: Path, any_platform: bool, wanted: str | None) -> tuple[str, 
 
 
 def try_out(wheel: Path) -> list[str]:
-    """Install into an empty environment and run; what went wrong."""
+    """Install into an empty environment and run; returns the errors."""
     with tempfile.TemporaryDirectory() as folder:
-        venv.create(folder)  # this Python's pip serves it
+        venv.create(folder)  # this Python's pip installs into it
         python = f"{folder}/bin/python"
         install = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet"]
-        # Neither this checkout nor the caller's environment may help.
+        # Neither this checkout nor the caller's environment may be visible.
         hidden = ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")
         clean = {name: value for name, value in os.environ.items() if name not in hidden}
         for words in ([*install, str(wheel.resolve())], [python, str(SMOKE)]):

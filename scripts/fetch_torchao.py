@@ -4,7 +4,7 @@
     python scripts/fetch_torchao.py [--wheel FILE] [--force]
 
 Downloads one pinned wheel with pip, without its dependencies, checks its SHA-256 and keeps its
-Python files. Its C++ kernels have no part in FP8 training and stay out. 0.17.0 is the release for
+Python files. FP8 training does not use its C++ kernels. 0.17.0 is the release for
 torch 2.11 (github.com/pytorch/ao/issues/2919); benchmarks/rivals puts the folder on the path.
 """
 

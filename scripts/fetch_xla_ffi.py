@@ -4,7 +4,7 @@
     python scripts/fetch_xla_ffi.py [--wheel FILE] [--force]
 
 Downloads one pinned wheel of jaxlib with pip, without its dependencies, checks its SHA-256 and
-keeps three headers. `--wheel` takes a wheel that is already here, for machines without a network.
+keeps three headers. `--wheel` uses a local wheel, for machines without a network.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""Build on a GPU machine, run every GPU test and a short benchmark, write what came out.
+"""Build on a GPU machine, run every GPU test and a short benchmark, write a report.
 
     python3 scripts/gpu_check.py [--out benchmarks/results/gpu-check.json] [--build build/gpu]
 
 Needs nvcc, CMake, ninja, GoogleTest, and a Python with torch, nanobind and pytest; no network. The
-CUTLASS headers must lie in third_party/cutlass (scripts/fetch_cutlass.py, where there is one);
-torchao, if it is to be compared with, in third_party/torchao (scripts/fetch_torchao.py).
-`--skip-tests` and `--skip-bench` leave out a half; the report then says so and counts as failed.
-`--fail-fast` leaves out the benchmarks where a test fails.
+CUTLASS headers have to be in third_party/cutlass (scripts/fetch_cutlass.py needs a network), and
+torchao, for the comparison, in third_party/torchao (scripts/fetch_torchao.py).
+`--skip-tests` and `--skip-bench` skip a half; the report then says so and counts as failed.
+`--fail-fast` skips the benchmarks if a test fails.
 `--build-only` needs no GPU: it builds, and a later check of the same sources in the same folder
-(also on another machine, at the same path) builds nothing again.
+(also on another machine, at the same path) reuses the build.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BUILT = (
     *("CMakeLists.txt", "cmake", "cpp", "cuda", "python/bindings", "tests/cpp"),
     "benchmarks/stock_gemm",
 )
-"""What the build is made from, HOT's own sources."""
+"""HOT's own sources of the build."""
 BENCHMARKS: dict[str, tuple[str, ...]] = {
     "backward": (
         *("--short", "--rounds", "10"),
@@ -46,16 +46,17 @@ BENCHMARKS: dict[str, tuple[str, ...]] = {
     "fwht": ("--rounds", "10", "--n", "16", "--n", "128", "--n", "1024", "--n", "4096"),
     "gemm": ("--rounds", "10"),
     "models": (
-        *("--part", "step", "--models", "vit_b", "--rounds", "5", "--jobs", "11"),
+        *("--part", "step", "--models", "vit_b", "--rounds", "5", "--jobs", "15"),
         "--contenders",
         *("default compiled", "fast compiled", "* reduce-overhead", "bf16 eager", "fp32 eager"),
+        "* int8-forward compiled",
         *("default compiled, saved 8/4", "fast *attention kept"),
     ),
 }
 
 
 def source_hash(names: tuple[str, ...] = HASHED) -> str:
-    """One hash over the files at or below some paths, names and contents."""
+    """A hash of the names and contents of all files at or below some paths."""
     total = hashlib.sha256()
     for name in names:
         top = ROOT / name
@@ -92,7 +93,7 @@ def counts(report: Path) -> dict[str, int]:
 
 
 def last_line(*command: str) -> str:
-    """What a command printed last; "?" where there is no such command."""
+    """The last line that a command prints; "?" if there is no such command."""
     if shutil.which(command[0]) is None:
         return "?"
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -123,10 +124,12 @@ def compile_torchao(log: Path) -> subprocess.Popen[bytes] | None:
 def build_all(build: Path, reports: Path) -> dict[str, int]:
     """Configure, build and install into build/prefix; exit codes by step.
 
-    Nothing is done where build/built-from says that it has been, from these sources.
+    Does nothing if build/built-from names these sources.
     """
     stamp, prefix = build / "built-from", build / "prefix"
-    sources = source_hash(BUILT)  # now: what changes during the build may be in it or not
+    sources = source_hash(
+        BUILT
+    )  # hashed before the build, which may or may not contain later changes
     if stamp.exists() and stamp.read_text() == sources:
         print(f"built before, from the same sources: {build}", flush=True)
         return {"built before": 0}
@@ -148,7 +151,7 @@ def build_all(build: Path, reports: Path) -> dict[str, int]:
             "cmake", "--install", build, "--prefix", prefix, "--component", component,
             log=reports / f"install-{component}.log",
         )  # fmt: skip
-    # Lists the tests' cases now: CMake is not asked for them again.
+    # Lists the tests' cases now, so CMake is not needed later.
     steps["list tests"] = run("ctest", "--test-dir", build, "-N", log=reports / "list.log")
     if not any(steps.values()):
         stamp.write_text(sources)
@@ -156,7 +159,7 @@ def build_all(build: Path, reports: Path) -> dict[str, int]:
 
 
 def package(build: Path) -> Path:
-    """build/site, with today's Python sources and what was built: a folder for PYTHONPATH."""
+    """build/site with the current Python sources and the built files, for PYTHONPATH."""
     site = build / "site"
     shutil.rmtree(site, ignore_errors=True)
     shutil.copytree(ROOT / "python/hotcore", site / "hotcore")
@@ -169,7 +172,7 @@ def test_all(build: Path, reports: Path, env: dict[str, str]) -> dict[str, dict[
     tests: dict[str, dict[str, int]] = {}
     ctest_report, pytest_report = reports / "ctest.xml", reports / "pytest.xml"
     for report in (ctest_report, pytest_report):
-        report.unlink(missing_ok=True)  # an old one must not stand for a run that broke off
+        report.unlink(missing_ok=True)  # an old report must not stand for an interrupted run
     run(
         "ctest", "--test-dir", build, "-j", "4", "-LE", "consumer", "--no-tests=error",
         "--output-on-failure", "--output-junit", ctest_report, log=reports / "ctest.log",
@@ -237,6 +240,9 @@ def ratios(bench: dict[str, Any]) -> dict[str, Any]:
     for group, table in backward.get("layers", {}).items():
         out[f"{group}, sum, times faster than"] = {
             recipe: row["faster than"] for recipe, row in table["recipes"].items()
+        }
+        out[f"{group}, sum, forward and backward, times faster than"] = {
+            name: row["faster than"] for name, row in table.get("both", {}).items()
         }
         out[f"{group}, sum, compress, copies of x"] = {
             recipe: row["compress of a copy"] for recipe, row in table["recipes"].items()

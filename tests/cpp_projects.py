@@ -1,4 +1,4 @@
-"""What the tests of C and C++ projects share: they are built on the installed package, and run."""
+"""Shared by the tests of C and C++ projects, which build on the installed package and run."""
 
 from __future__ import annotations
 

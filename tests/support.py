@@ -1,4 +1,4 @@
-"""What the test files share: data, dtypes, poisoned outputs, ways to run a call."""
+"""Shared by the test files: data, dtypes, poisoned outputs, ways to run a call."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def without_broken_torchvision() -> Iterator[None]:
 
 
 def output_of(*arguments: str, folder: Path, timeout: float) -> str:
-    """What a Python program prints that ends well and has nothing to complain of.
+    """The output of a Python program that must succeed without messages on stderr.
 
     It finds the package, and what the tests import, as this process does; and modules in `folder`.
     """
@@ -141,7 +141,7 @@ def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def poison(shape: tuple[int, ...], dtype: str) -> Any:
-    """An array of bytes that no call leaves behind, so that what is not written shows."""
+    """An array of bytes that no call writes, so that unwritten elements show."""
     size = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "uint8": 1, "int32": 4}[dtype]
     raw = np.full(int(np.prod(shape, dtype=np.int64)) * size, 0xA5, dtype=np.uint8)
     if dtype == "bfloat16":
@@ -269,7 +269,7 @@ def golden_config(case: dict[str, Any]) -> hotcore.HotConfig:
 
 @contextmanager
 def saved_tensors() -> Iterator[list[torch.Tensor]]:
-    """Everything that autograd saves inside, leaves (parameters, inputs) left out."""
+    """Everything that autograd saves inside, except leaves (parameters, inputs)."""
     kept: list[torch.Tensor] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:

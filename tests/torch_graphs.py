@@ -1,4 +1,4 @@
-"""What tests of torch's compiler share: partitioned graphs, a model's gradients."""
+"""Shared by tests of torch's compiler: partitioned graphs, a model's gradients."""
 
 from __future__ import annotations
 

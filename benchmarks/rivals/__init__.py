@@ -9,7 +9,16 @@ their sources.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .calls import FP8, Call, StockGemm, backward, fp8_products, int8_products, products
+from .calls import (
+    FP8,
+    Call,
+    StockGemm,
+    backward,
+    fp8_product,
+    fp8_products,
+    int8_products,
+    products,
+)
 from .torchao_layers import (
     TorchaoMissing,
     torchao_calls,
@@ -38,6 +47,7 @@ __all__ = [
     "TorchaoMissing",
     "backward",
     "convert",
+    "fp8_product",
     "fp8_products",
     "int8_products",
     "method_of",

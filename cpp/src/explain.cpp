@@ -66,11 +66,6 @@ class Model final : public detail::plan::DeviceQueries {
  public:
   explicit Model(const NamedDevice& device) : device_(device) {}
 
-  std::int64_t at_once(const detail::plan::WideRows& of,
-                       const detail::LaunchShape& shape) const override {
-    const int registers = 40 + 24 * of.lane_blocks;  // of a thread, about
-    return device_.sm_count * sm_blocks(shape, registers);
-  }
   std::int64_t at_once(const detail::plan::ColumnsOnePass& of,
                        const detail::LaunchShape& shape) const override {
     namespace columns = detail::columns;
@@ -457,8 +452,7 @@ void add_forward(Explanation& all, const Layer& layer, const Rates& rates) {
   };
   if (options.quantized_forward_weight && O > 0) {
     add("quantize_forward_weight",
-        detail::plan::plan_forward_weight(layer.facts, layer.array(I), O, I,
-                                          options.forward.hadamard_block));
+        detail::plan::plan_forward_weight(layer.array(I), O, I, options.forward.hadamard_block));
   }
   if (L == 0 || O == 0) return;
   const detail::ForwardWork work{options.forward, layer.shape, !options.quantized_forward_weight,

@@ -4,8 +4,8 @@
   and noise;
 * text: the source of Python's own standard library, character by character.
 
-A dataset hands out training batches from the caller's generator, so that runs with the same seed
-see the same data in the same order, whatever else they draw random numbers for.
+A dataset draws training batches from the caller's generator: runs with the same seed see the same
+data in the same order, whatever other random numbers they draw.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Digits:
-    """1297 digits to train, distorted anew each time; 500 to validate, distorted once for all."""
+    """1297 training digits, distorted anew each time; 500 for validation, distorted once."""
 
     TRAIN = 1297
     VALIDATION_COPIES = 2
@@ -33,7 +33,7 @@ class Digits:
         digits = load_digits()
         images = torch.from_numpy(digits.images.astype(np.float32) / 16.0).unsqueeze(1)
         labels = torch.from_numpy(digits.target.astype(np.int64))
-        # The split and the distortions to validate on are the same whatever the run's seed.
+        # The split and the validation images do not depend on the run's seed.
         fixed = Generator().manual_seed(2025)
         order = torch.randperm(len(images), generator=fixed)
         train, held = order[: self.TRAIN], order[self.TRAIN :].repeat(self.VALIDATION_COPIES)
@@ -66,10 +66,10 @@ class Digits:
 
 
 class StdlibText:
-    """The standard library's top-level modules: some, by name, to validate; the others to train."""
+    """Top-level modules of the standard library: some, by name, for validation."""
 
     CONTEXT = 128
-    #: Present in every Python this runs on (3.10 and later), and of different kinds.
+    #: Modules of different kinds that every supported Python (3.10 and later) has.
     VALIDATION = (
         "argparse", "calendar", "configparser", "csv", "difflib", "fractions", "gettext", "heapq",
         "ipaddress", "mailbox", "platform", "pprint", "queue", "shutil", "statistics", "tarfile",
@@ -81,7 +81,7 @@ class StdlibText:
 
     def __init__(self, root: Path | None = None) -> None:
         root = root or Path(sysconfig.get_path("stdlib"))
-        # Generated build data and the machine's own start-up hook are no library source.
+        # Generated build data and the machine's start-up hook are not library source.
         files = sorted(
             path
             for path in root.glob("*.py")

@@ -1,7 +1,7 @@
 """A small vision transformer and a small GPT, in plain PyTorch.
 
-Nothing here knows of HOT: ``hotcore.torch.convert`` swaps the Linear layers of ``blocks``
-afterwards.
+The models do not depend on HOT: ``hotcore.torch.convert`` replaces the Linear layers of
+``blocks`` afterwards.
 """
 
 from __future__ import annotations

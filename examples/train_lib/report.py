@@ -1,4 +1,4 @@
-"""What is left of the runs: one table on the terminal, the curves as a PNG, everything as JSON."""
+"""Reports of the runs: a table on the terminal, the curves as a PNG, everything as JSON."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ COLOURS = {
     "int4": "#cc79a7",
     "paper": "#d55e00",
     "accurate": "#56b4e9",
+    "compact": "#999933",
 }
 
 
@@ -25,7 +26,7 @@ def _colour(recipe: str) -> str:
 
 
 def baseline_of(results: Sequence[Result], task: str) -> Result | None:
-    """The fp32 run of ``task``, where there is one."""
+    """The fp32 run of ``task``, if there is one."""
     return next((r for r in results if r.task == task and r.recipe == "fp32"), None)
 
 
@@ -35,7 +36,7 @@ def _bytes(count: int, baseline: int | None) -> str:
 
 
 def table(results: Sequence[Result]) -> str:
-    """All runs in one table, each beside the fp32 run of its task."""
+    """A table of all runs, each compared with the fp32 run of its task."""
     head = [
         "task",
         "recipe",
@@ -88,7 +89,7 @@ def table(results: Sequence[Result]) -> str:
 def _spread(wanted: Sequence[float], gap: float) -> list[float]:
     """Positions near ``wanted``, in the same order, at least ``gap`` apart."""
     order = sorted(range(len(wanted)), key=lambda i: wanted[i])
-    # Neighbours that are too close form a cluster, laid out evenly around its mean.
+    # Neighbours that are too close form a cluster, spaced evenly around its mean.
     clusters: list[list[int]] = []
     for i in order:
         clusters.append([i])
@@ -140,7 +141,7 @@ def plot(results: Sequence[Result], tasks: Sequence[Task], path: Path) -> None:
                     color=_colour(run.recipe),
                     linestyle="--" if run.recipe.endswith("+int8") else "-",
                     linewidth=2.4 if run.recipe == "fp32" else 1.7,
-                    # Curves that coincide must still be seen: the baseline lies under the others.
+                    # The baseline is drawn below the others, so coinciding curves stay visible.
                     zorder=2 if run.recipe == "fp32" else 3,
                     solid_capstyle="round",
                 )
@@ -178,6 +179,6 @@ def plot(results: Sequence[Result], tasks: Sequence[Task], path: Path) -> None:
 
 
 def write_json(results: Sequence[Result], about: dict[str, object], path: Path) -> None:
-    """All figures of all runs, and what they were made with."""
+    """All figures of all runs, and the versions that made them."""
     content = {**about, "results": [r.to_json() for r in results]}
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

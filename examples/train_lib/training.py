@@ -1,4 +1,4 @@
-"""One training run: the same loop for both tasks and every recipe, and what it measures."""
+"""One training run: the loop for both tasks and every recipe, and its measurements."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def load_task(name: str) -> Task:
 
 @dataclass
 class Result:
-    """What one run measured; ``curve`` holds (step, validation loss)."""
+    """The measurements of a run; ``curve`` holds (step, validation loss)."""
 
     task: str
     recipe: str
@@ -72,12 +72,12 @@ class Result:
 
 
 def in_blocks(module: nn.Module, fqn: str) -> bool:
-    """HOT takes the Linear layers of the transformer blocks; embeddings and the head stay exact."""
+    """Selects the Linear layers of the transformer blocks; embeddings and the head stay plain."""
     return fqn.startswith("blocks.")
 
 
 def convert_blocks(model: nn.Module, recipe: str) -> None:
-    """Apply ``recipe`` to the blocks, and fail rather than compare a half-converted model.
+    """Apply ``recipe`` to the blocks, and fail for a partly converted model.
 
     ``"NAME+int8"`` is the recipe with an 8-bit forward.
     """
@@ -97,8 +97,8 @@ def convert_blocks(model: nn.Module, recipe: str) -> None:
 class SavedBytes:
     """Bytes that autograd keeps for the backward pass, parameters left out.
 
-    Counted by storage: a tensor that two operations save costs its memory once. ``linear`` is what
-    the blocks' Linear layers save themselves, ``total`` is everything.
+    Storages are counted, so a tensor that two operations save counts once. ``linear`` is saved by
+    the blocks' Linear layers, ``total`` by everything.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -134,7 +134,7 @@ class SavedBytes:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Count what the forward pass inside saves. The graph must outlive the block."""
+        """Count what the forward pass inside saves; the graph must outlive the context."""
         hooks = []
         for name, module in self._model.named_modules():
             if isinstance(module, nn.Linear) and in_blocks(module, name):
@@ -158,7 +158,7 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, batch: Batch, device: torch.device) -> tuple[float, float]:
-    """Loss and accuracy over ``batch``; the model is put back into training mode."""
+    """Loss and accuracy over ``batch``; the model returns to training mode."""
     model.eval()
     loss, right, count = 0.0, 0, 0
     for inputs, targets in zip(batch[0].split(64), batch[1].split(64), strict=True):
@@ -199,7 +199,7 @@ def train(
 ) -> Result:
     """Train ``task`` in plain fp32 (recipe ``fp32``) or with a HOT recipe.
 
-    ``convert(model, recipe)`` changes the model's layers in place; benchmarks put in other methods.
+    ``convert(model, recipe)`` changes the model's layers in place; benchmarks pass other methods.
 
     The seed fixes the initial weights, the order of the data and, through torch's generator, HOT's
     rounding; the first two are the same for every recipe.
@@ -233,7 +233,7 @@ def train(
             batch = (inputs.to(device), targets.to(device))
 
             started = _now(device)
-            if step == 0:  # measured on a real step; its time is thrown away below
+            if step == 0:  # measured on a real step, whose time is discarded below
                 with saved.watch():
                     loss = loss_of(model, batch)
                 result.linear_saved_bytes, result.total_saved_bytes = saved.linear, saved.total

@@ -1,6 +1,6 @@
 """Hadamard-based optimised training (HOT): the backward pass of linear layers in INT8 and INT4.
 
-Functions take and return arrays of any DLPack framework; ``hotcore.torch`` has the modules.
+Functions take and return arrays of any DLPack framework; ``hotcore.torch`` has torch modules.
 """
 
 from . import _core

@@ -1,7 +1,7 @@
-"""JSON of files and texts that others may have written: bounds first, then what they may hold.
+"""JSON from untrusted files and texts: limits first, then the expected fields and types.
 
-The standard parser takes any depth (up to a RecursionError), any size, names that occur twice and
-numbers of any length. Whatever is wrong here is a ValueError that says where.
+The standard parser accepts any depth (up to a RecursionError), any size, duplicate names and
+numbers of any length. Here every such defect raises a ValueError that says where it is.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 MAX_TEXT_LENGTH = 1 << 20
-"""Bytes of a configuration's text."""
+"""Most characters of a configuration's text."""
 
 MAX_FILE_BYTES = 64 << 20
-"""Bytes of a plan's file: some 4,000 layers with their patterns."""
+"""Most bytes of a plan's file: about 4,000 layers with their patterns."""
 
 MAX_DEPTH = 16
-"""Lists and objects inside each other."""
+"""Most levels of nested lists and objects."""
 
 _DIGITS = 20  # of a 64-bit number with its sign
 _TOKEN = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[][{}]', re.DOTALL)  # texts hide their brackets
 
 
 def parse(text: str, name: str) -> Any:
-    """Return what ``text`` holds. Raises ValueError, which begins with ``name``."""
+    """Parse ``text``. Raises a ValueError that begins with ``name``."""
     depth = 0
     for token in _TOKEN.finditer(text):
         bracket = token.group()
@@ -59,7 +59,7 @@ def parse(text: str, name: str) -> Any:
 
 
 def read(path: str | Path, name: str) -> Any:
-    """Return what a file of at most :data:`MAX_FILE_BYTES` bytes holds."""
+    """Parse a file of at most :data:`MAX_FILE_BYTES` bytes."""
     with Path(path).open("rb") as file:
         content = file.read(MAX_FILE_BYTES + 1)
     if len(content) > MAX_FILE_BYTES:
@@ -83,7 +83,7 @@ class Fields:
         self._taken: set[str] = set()
 
     def take(self, field: str, kind: type[T] | tuple[type[T], ...], *missing: T) -> T:
-        """Return a field of that type, or ``missing`` where it is not there."""
+        """Return a field of that type, or ``missing`` if it is absent."""
         self._taken.add(field)
         if field not in self._content:
             if missing:
@@ -92,7 +92,7 @@ class Fields:
         return expect(self._content[field], kind, f"{self._name}: {field}")
 
     def end(self) -> None:
-        """Refuse what was not taken."""
+        """Refuse fields that were not taken."""
         for field in self._content:
             if field not in self._taken:
                 raise ValueError(f"{self._name}: unknown field {field!r}")

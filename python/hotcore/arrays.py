@@ -1,8 +1,8 @@
-"""The caller's arrays: which framework, what is in them, and new ones like them.
+"""The caller's arrays: their framework, their properties, and new arrays of the same framework.
 
-Nothing here converts or copies. An array that cannot be used as it is gives an error that names
-the argument: TypeError for an object that is no array, ValueError for a wrong dtype, layout or
-device, NotImplementedError for a device without a backend.
+Nothing here converts or copies. An unusable array raises an error that names the argument:
+TypeError for an object that is no array, ValueError for a wrong dtype, layout or device,
+NotImplementedError for a device without a backend.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import numpy as np
 from . import _core, contexts
 
 Array = Any
-"""NumPy, torch or CuPy array, or any object with ``__dlpack__`` (on CUDA: where torch is)."""
+"""NumPy, torch or CuPy array, or any object with ``__dlpack__`` (on CUDA this needs torch)."""
 
 FLOATS = ("float32", "float16", "bfloat16")
 _DLPACK_CPU, _DLPACK_CUDA = 1, 2  # DLDeviceType
 
 
 class Kind:
-    """One array framework: how it makes arrays and where its work is queued."""
+    """One array framework: how it makes arrays, and the stream of its work."""
 
     name = ""
 
     def dlpack(self, array: Array) -> Any:
-        """What ``_core`` is given for ``array``."""
+        """The argument for ``_core`` that stands for ``array``."""
         return array
 
     def empty(self, shape: Sequence[int], dtype: str, device: int) -> Array:
@@ -36,7 +36,7 @@ class Kind:
         raise NotImplementedError
 
     def zeros(self, shape: Sequence[int], dtype: str, device: int) -> Array:
-        """The same, filled with zeros."""
+        """An :meth:`empty` array filled with zeros."""
         array = self.empty(shape, dtype, device)
         array[...] = 0
         return array
@@ -46,7 +46,7 @@ class Kind:
         raise NotImplementedError
 
     def result(self, array: Array) -> Array:
-        """Turn an array of :meth:`empty` into what the caller gets."""
+        """Turn an array of :meth:`empty` into the caller's kind of array."""
         return array
 
     def reshape(self, array: Array, shape: Sequence[int]) -> Array:
@@ -116,7 +116,7 @@ class _CuPy(Kind):
 
 
 class _Foreign(_NumPy):
-    """Any other DLPack array on the CPU: worked on as NumPy, handed back by its own from_dlpack."""
+    """Any other DLPack array on the CPU: used as NumPy, returned by its own from_dlpack."""
 
     name = "dlpack"
 
@@ -128,7 +128,7 @@ class _Foreign(_NumPy):
 
 
 class _ForeignOnCuda(_Torch):
-    """Any other DLPack array on CUDA (JAX's): worked on as torch, and handed back likewise."""
+    """Any other DLPack array on CUDA (JAX's): used as torch, returned by its own from_dlpack."""
 
     name = "dlpack"
 
@@ -137,7 +137,7 @@ class _ForeignOnCuda(_Torch):
         self._from_dlpack = getattr(namespace, "from_dlpack", None)
 
     def result(self, array: Array) -> Array:
-        # Its framework knows nothing of torch's stream, and may reuse an input's memory at once.
+        # Its framework does not know torch's stream, and may reuse an input's memory at once.
         self._torch.cuda.current_stream(array.device).synchronize()
         return array if self._from_dlpack is None else self._from_dlpack(array)
 
@@ -150,7 +150,7 @@ _NUMPY_NAMES = {np.dtype(name): name for name in ("float32", "float16", "int8", 
 
 
 class Operand(NamedTuple):
-    """An array argument, looked at once."""
+    """An array argument with its properties, read once."""
 
     name: str
     array: Array
@@ -161,7 +161,7 @@ class Operand(NamedTuple):
 
     @property
     def dlpack(self) -> Any:
-        """What ``_core`` is given."""
+        """The argument for ``_core``."""
         return self.kind.dlpack(self.array)
 
     def empty(self, shape: Sequence[int], dtype: str) -> Operand:
@@ -172,7 +172,7 @@ class Operand(NamedTuple):
     def workspace(self, size_of: Callable[..., int], *arguments: Any) -> Any:
         """Scratch for ``_core``, of ``size_of(self.context(), *arguments)`` bytes.
 
-        None on the CPU, where the binding has its own, and nothing is asked.
+        None on the CPU, where the binding allocates its own.
         """
         size = 0 if self.device < 0 else size_of(self.context(), *arguments)
         if size == 0:
@@ -180,7 +180,7 @@ class Operand(NamedTuple):
         return self.kind.dlpack(self.kind.empty((size,), "uint8", self.device))
 
     def context(self) -> _core.CoreContext:
-        """Where calls on this array run."""
+        """The context for calls on this array."""
         if self.device < 0:
             return contexts.cpu()
         return contexts.cuda(self.device, self.kind.stream(self.device))
@@ -195,7 +195,7 @@ def torch_kind() -> _Torch:
 
 
 def operand(array: Array, name: str, dtypes: Sequence[str] = FLOATS) -> Operand:
-    """Look at an input array. Raises as the module's docstring says, naming ``name``."""
+    """Read the properties of an input array. Raises as the module's docstring says."""
     if isinstance(array, np.ndarray):
         found = _numpy_operand(array, name)
     else:
@@ -213,7 +213,7 @@ def operand(array: Array, name: str, dtypes: Sequence[str] = FLOATS) -> Operand:
 
 
 def output(array: Array, name: str, like: Operand, dtypes: Sequence[str] = FLOATS) -> Operand:
-    """Look at an array that is to be written: of ``like``'s framework and device, and writable."""
+    """Read the properties of an output: writable, of ``like``'s framework and device."""
     found = operand(array, name, dtypes)
     if found.kind.name == "dlpack":
         raise ValueError(f"{name}: only NumPy, torch and CuPy arrays can be written")
@@ -255,7 +255,7 @@ def _numpy_operand(array: np.ndarray[Any, Any], name: str, kind: Kind = _NUMPY) 
     if not array.dtype.isnative:
         raise ValueError(f"{name}: byte-swapped dtype {array.dtype.str}; expected native bytes")
     dtype = _NUMPY_NAMES.get(array.dtype, array.dtype.name)
-    if dtype == "bfloat16":  # of an extension package: NumPy cannot hand it on
+    if dtype == "bfloat16":  # of an extension package: NumPy cannot export it
         raise ValueError(f"{name}: NumPy arrays of bfloat16 are not taken; use torch tensors")
     if not array.flags.aligned:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What is computed and how it is rounded: :class:`HotConfig`, its recipes, and the random key."""
+"""Configuration of a layer: :class:`HotConfig`, its recipes, and the random key."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from . import _core, _strict_json
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-# What editors and type checkers know, and what is checked when a configuration is made.
+# Types for editors and type checkers; a configuration checks its values when it is made.
 RecipeName = Literal["default", "fast", "int4", "paper", "accurate", "compact"]
 Basis = Literal["full", "lowpass", "sequency", "sketch"]
 Rounding = Literal["stochastic", "nearest", "pseudo_stochastic"]
@@ -55,18 +55,17 @@ RECIPES = cast(
     "dict[RecipeName, HotConfigFields]",
     {name: _core.recipe(name) for name in _core.recipe_names()},
 )
-"""Named settings: what each one changes from the defaults. libhot has the table (hot::recipe)."""
+"""Recipe -> the fields that differ from the defaults. libhot has the table (hot::recipe)."""
 
 
 class Key(NamedTuple):
     """Key of the counter-based random numbers; the same key and inputs give the same bits.
 
-    ``seed`` and ``offset`` are 64-bit, ``stream`` (0 to 8191) tells layers apart.
-    ``counter`` is for CUDA graphs: the address of a 64-bit number (an int64 tensor's
-    ``data_ptr()``), 0 for none, which is added to ``offset`` modulo 2**64 when the work runs: on
-    CUDA at every replay, on the CPU during the call. It is memory of the device that the arrays are
-    on; the caller keeps it alive and does not change it between a compression and its backward.
-    Source: docs/numerics.md, "Random bits".
+    ``seed`` and ``offset`` are 64-bit; ``stream`` (0 to 8191) distinguishes layers. ``counter`` is
+    for CUDA graphs: the address of a 64-bit number (an int64 tensor's ``data_ptr()``), or 0. The
+    number is added to ``offset`` modulo 2**64 when the work runs: on CUDA at every replay, on the
+    CPU during the call. It is in memory of the arrays' device; the caller keeps it alive and does
+    not change it between a compression and its backward. Source: docs/numerics.md, "Random bits".
     """
 
     seed: int
@@ -94,7 +93,7 @@ def as_key(key: Key | int | tuple[int, ...], name: str = "key") -> Key:
 
 
 def _check_width(name: str, value: int) -> None:
-    """Refuse what libhot has no room for."""
+    """Refuse values that do not fit libhot's types."""
     if not -(1 << 31) <= value < 1 << 31:
         raise ValueError(f"{name}: {value} does not fit 32 bits")
 
@@ -212,7 +211,7 @@ class HotConfig:
             raise TypeError(f"equalize_tokens: expected a bool, got {self.equalize_tokens!r}")
         self._check_storage()
 
-        # No property: torch.compile reads an attribute, and cannot follow what makes it.
+        # No property: torch.compile can read an attribute but cannot trace what computes it.
         object.__setattr__(self, "json", self.to_json())
 
     def _choice(self, name: str, values: tuple[str, ...]) -> None:
@@ -352,7 +351,7 @@ class HotConfig:
 
     @cached_property
     def spec(self) -> _core.Spec:
-        """The same settings as libhot takes them (made once)."""
+        """The same settings as a libhot object, made once."""
         return _core.Spec(**self.spec_fields())
 
     @cached_property
@@ -361,11 +360,11 @@ class HotConfig:
         return _core.ForwardLinearSpec(hadamard_block=self.forward_block)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what is cached (the libhot object cannot be pickled)."""
+        """Leave out cached values (the libhot object cannot be pickled)."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Put the fields back, and check them as any others."""
+        """Restore the fields and check them."""
         unknown = state.keys() - {field.name for field in dataclasses.fields(self)}
         if unknown:
             raise ValueError(f"state: HotConfig has no field {min(unknown)!r}")

@@ -1,7 +1,7 @@
-"""Contexts (device, stream or threads, instruction set), made once and kept.
+"""A cache of contexts (device, stream or threads, instruction set).
 
-The default of the process is changed by :func:`set_num_threads` and :func:`set_isa`; the bits
-that are computed depend on neither.
+:func:`set_num_threads` and :func:`set_isa` change the default of the process; results have the same
+bits for every setting.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from . import _core
 
-_LIMIT = 16  # contexts kept; a CPU context owns its threads
+_LIMIT = 16  # contexts in the cache; a CPU context owns its threads
 
 _lock = threading.Lock()
 _cache: OrderedDict[tuple[int, str, int, int], _core.CoreContext] = OrderedDict()
@@ -33,7 +33,7 @@ def _get(threads: int, isa: str, device: int, stream: int) -> _core.CoreContext:
         if key not in _cache:
             _cache[key] = _core.CoreContext(threads, isa, device, stream)
             while len(_cache) > _LIMIT:
-                _cache.popitem(last=False)  # a call in flight still holds its own reference
+                _cache.popitem(last=False)  # a running call holds its own reference
         return _cache[key]
 
 
@@ -45,9 +45,8 @@ def cpu(threads: int | None = None) -> _core.CoreContext:
 def cuda(device: int, stream: int) -> _core.CoreContext:
     """Context of a CUDA device and stream.
 
-    Raises NotImplementedError in a build without CUDA, or without kernels for that device, and
-    ValueError where there is no such device. Warns once a device where a better build would be
-    faster.
+    Raises NotImplementedError in a build without CUDA or without kernels for that device, and
+    ValueError if there is no such device. Warns once per device if a better build would be faster.
     """
     context = _get(0, "", device, stream)
     if device not in _checked:
@@ -60,7 +59,7 @@ def cuda(device: int, stream: int) -> _core.CoreContext:
 
 
 def num_threads() -> int:
-    """Threads that the CPU backend uses for arrays."""
+    """Number of threads of the CPU backend."""
     return cpu().threads
 
 
@@ -71,20 +70,20 @@ def set_num_threads(threads: int) -> None:
         raise TypeError(f"threads: expected an int, got {type(threads).__name__}")
     if threads < 0:
         raise ValueError(f"threads: {threads} is negative")
-    _get(threads, _isa, -1, 0)  # fails before anything is changed
+    _get(threads, _isa, -1, 0)  # raises before anything changes
     _threads = threads
     _notify_followers()
 
 
 def isa() -> str:
-    """Instruction set that the CPU backend uses: ``"plain"``, ``"avx2"`` or ``"avx512"``."""
+    """Instruction set of the CPU backend: ``"plain"``, ``"avx2"`` or ``"avx512"``."""
     return cpu().isa
 
 
 def set_isa(name: str | None) -> None:
     """Restrict the CPU backend to an instruction set; None: the best. Results stay the same.
 
-    Raises NotImplementedError where the machine or the build lacks it.
+    Raises NotImplementedError if the machine or the build lacks it.
     """
     global _isa
     wanted = name or ""

@@ -2,9 +2,9 @@
 
 Every function takes NumPy, torch (detached) or CuPy arrays, or any other array with
 ``__dlpack__``, allocates its result in the framework of its first array, and works on the caller's
-current stream on a GPU. No input is converted or copied: what cannot be used as it is raises
-ValueError (TypeError for an object that is no array, NotImplementedError for what this build or
-device cannot do), naming the argument. Shapes, rounding and bits: docs/numerics.md.
+current stream on a GPU. No input is converted or copied. An unusable argument raises ValueError
+(TypeError for an object that is no array, NotImplementedError for what this build or device cannot
+do) and the message names it. docs/numerics.md defines shapes, rounding and bits.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def quantize(
     Args:
         x: ``[R, C]`` float32, float16 or bfloat16, any strides.
         bits: 8 or 4.
-        scale: ``"row"``, ``"column"`` or ``"tensor"``: what shares a scale.
+        scale: ``"row"``, ``"column"`` or ``"tensor"``: the elements that share a scale.
         rounding: ``"stochastic"``, ``"nearest"`` or ``"pseudo_stochastic"``.
         key: random key of stochastic rounding.
         packed: 4 bits only: two codes a byte.
@@ -290,7 +290,7 @@ def gemm_int4(
 
 
 def compress_activation(x: Array, config: ConfigLike | None = None, *, key: KeyLike = 0) -> Saved:
-    """Keep x ``[..., I]`` compressed for the backward pass.
+    """Compress x ``[..., I]`` for the backward pass.
 
     Args:
         x: float32, float16 or bfloat16, 2 to 4 dimensions whose leading ones collapse.
@@ -298,7 +298,7 @@ def compress_activation(x: Array, config: ConfigLike | None = None, *, key: KeyL
         key: random key of the rounding and the sketch.
 
     Returns:
-        A :class:`Saved`: one uint8 vector, about 0.53 bytes a value with recipe ``"default"``.
+        A :class:`Saved`: one uint8 vector, about 0.53 bytes per value with recipe ``"default"``.
 
     Source: docs/numerics.md.
     """
@@ -323,22 +323,22 @@ def decompress_activation(
     *,
     out: Array | None = None,
 ) -> Array:
-    """Tokens ``first`` to ``last`` of a compressed x of basis ``"full"``, back as floats.
+    """Decode tokens ``first`` to ``last`` of a compressed x of basis ``"full"`` to floats.
 
     Args:
-        saved: what :func:`compress_activation` kept; its configuration has basis ``"full"``.
+        saved: from :func:`compress_activation`, with a configuration of basis ``"full"``.
         first: first token, 0 to ``saved.tokens``.
         last: one past the last token, ``first`` to ``saved.tokens``; None: ``saved.tokens``.
         dtype: float32, float16 or bfloat16.
-        out: ``[last - first, I]`` array to write, of any of the three dtypes (``dtype`` is not
-            looked at).
+        out: ``[last - first, I]`` array to write, of any of the three dtypes (``dtype`` is then
+            ignored).
 
     Returns:
         ``out``, or a new ``[last - first, I]`` in ``dtype``: computed in fp32, rounded once. A
         scale of NaN gives NaN.
 
     Raises:
-        NotImplementedError: of another basis, projected rows are kept and not x.
+        NotImplementedError: another basis, which keeps projected rows and not x.
 
     Source: docs/numerics.md, "Back to x".
     """
@@ -370,15 +370,15 @@ def decompress_activation(
 def quantize_weight(w: Array, config: ConfigLike | None = None) -> QuantizedWeight:
     """Quantise w ``[O, I]`` once for several calls of :func:`backward_linear`.
 
-    They then give the same bits as with w itself: weights are rounded to nearest, with no draws.
-    One is good for all micro-batches of a step, until the optimizer changes w.
+    The calls give the same bits as with w itself: weights are rounded to nearest, without random
+    numbers. The result serves all micro-batches of a step, until the optimizer changes w.
 
     Args:
         w: float32, float16 or bfloat16, any strides.
         config: a :class:`HotConfig` or a recipe's name; None: ``HotConfig()``.
 
     Returns:
-        A :class:`QuantizedWeight`: about one byte a value.
+        A :class:`QuantizedWeight`: about one byte per value.
 
     Source: docs/numerics.md.
     """
@@ -501,14 +501,14 @@ def forward_linear(
 
 
 if TYPE_CHECKING:
-    # Generic, so that a type checker knows which of the three are None. Python 3.10 has no such
+    # Generic, so that a type checker knows which of the three are None. Python 3.10 has no generic
     # NamedTuple at run time.
     _Gx = TypeVar("_Gx")
     _Gw = TypeVar("_Gw")
     _Gb = TypeVar("_Gb")
 
     class Gradients(NamedTuple, Generic[_Gx, _Gw, _Gb]):
-        """Gradients of :func:`backward_linear`; None where not asked for."""
+        """Gradients of :func:`backward_linear`; None if not requested."""
 
         gx: _Gx
         gw: _Gw
@@ -525,7 +525,7 @@ if TYPE_CHECKING:
 else:
 
     class Gradients(NamedTuple):
-        """Gradients of :func:`backward_linear`; None where not asked for."""
+        """Gradients of :func:`backward_linear`; None if not requested."""
 
         gx: Array | None
         gw: Array | None
@@ -594,13 +594,13 @@ def backward_linear(
 
     Args:
         gy: ``[..., O]`` float32, float16 or bfloat16, 2 to 4 dimensions; leading ones collapse.
-        w: ``[O, I]``, or what :func:`quantize_weight` made of it with the same configuration; None
-            where ``"gx"`` is not needed.
-        saved_or_x: what :func:`compress_activation` kept, or x ``[..., I]`` itself, which is then
-            compressed first; None where ``"gw"`` is not needed.
+        w: ``[O, I]``, or the result of :func:`quantize_weight` with the same configuration; None if
+            ``"gx"`` is not needed.
+        saved_or_x: the result of :func:`compress_activation`, or x ``[..., I]``, which is then
+            compressed first; None if ``"gw"`` is not needed.
         config: a :class:`HotConfig` or a recipe's name; None: that of ``saved_or_x``, or
             ``HotConfig()``.
-        need: which of ``"gx"``, ``"gw"``, ``"gb"`` to compute, one at least.
+        need: which of ``"gx"``, ``"gw"``, ``"gb"`` to compute, at least one.
         key: random key; None: that of ``saved_or_x``, or 0.
         out_dtype: dtype of new results; None: gy's.
         gw_out: ``[O, I]`` array to write.

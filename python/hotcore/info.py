@@ -1,6 +1,6 @@
-"""What this installation is: ``python -m hotcore.info`` prints it, :func:`collect` returns it.
+"""Facts about this installation: ``python -m hotcore.info`` prints, :func:`collect` returns them.
 
-Every probe is guarded: one that fails is reported as its error, and the others go on.
+A probe that fails is reported as its error, and the others still run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _VERDICTS = {"none": "cannot be used", "slow": "usable, but slower than it could
 
 
 def collect() -> dict[str, str]:
-    """Return what is known, label to text, in the order it is printed."""
+    """Return all facts, label to text, in printing order."""
     facts: dict[str, str] = {}
     for label, probe in _PROBES.items():
         facts |= _guarded(label, probe)
@@ -35,7 +35,7 @@ def collect() -> dict[str, str]:
 
 
 def verdict(major: int, minor: int) -> str:
-    """Say in a line how this build runs on a GPU of compute capability ``major.minor``."""
+    """One line on how this build runs on a GPU of compute capability ``major.minor``."""
     if not _core.built_with_cuda():
         return (
             f"{_VERDICTS['none']}: compute capability {major}.{minor}, and this build has no CUDA "
@@ -48,7 +48,7 @@ def verdict(major: int, minor: int) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print :func:`collect` as a table, or what the options ask for."""
+    """Print :func:`collect` as a table, or the output of the options."""
     parser = argparse.ArgumentParser(
         prog="python -m hotcore.info",
         description="What this installation of hotcore is.",
@@ -151,7 +151,7 @@ def _wgmma() -> str:
 
 
 def _cuda_tested() -> str:
-    # What runs in make gpu-check, and what has only been compiled.
+    # Architectures that make gpu-check runs on, and architectures that are only compiled.
     tested = {"80": "its kernels tested on an H200"}
     tested["90a"] = "tested on an H200" if _core.cuda_wgmma() else "compiled only, without wgmma"
     archs = dict.fromkeys(arch.split("-")[0] for arch in _core.cuda_architectures().split(";"))
@@ -163,7 +163,7 @@ def _extension() -> str:
 
 
 def _find(pattern: str) -> str:
-    # An editable install keeps the Python files and what was built in two places.
+    # An editable install has Python files and built files in two places.
     roots = dict.fromkeys([Path(__file__).resolve().parent, Path(_extension()).parent])
     for root in roots:
         found = sorted(root.rglob(pattern))
@@ -194,7 +194,7 @@ def _version_of(name: str) -> Callable[[], str]:
 
 
 def _runtime() -> str:
-    # A driver that is too old for the build, or hidden devices.
+    # The driver is too old for the build, or devices are hidden.
     if not _cuda():
         return "none"
     try:
@@ -218,7 +218,7 @@ def _gpus() -> dict[str, str]:
 
 
 def _gpus_of_torch() -> list[Gpu]:
-    # Those that this process may use, in its order.
+    # The devices that this process may use, in its order.
     try:
         cuda = importlib.import_module("torch").cuda
     except ModuleNotFoundError:

@@ -1,4 +1,4 @@
-"""Which kernels a layer or a product gets on a GPU, without running them."""
+"""Explains which kernels a layer or a product runs on a GPU, without running them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Step:
     quantize_weight or backward_linear."""
     kernel: str
     file: str
-    """Where the kernel is, in cuda/."""
+    """The kernel's file in cuda/."""
     blocks: int
     """Thread blocks of the grid; 0: a memset."""
     threads: int
-    """Of a thread block."""
+    """Threads of a thread block."""
     cluster: int
     """Thread blocks of a cluster."""
     shared_bytes: int
@@ -33,14 +33,14 @@ class Step:
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     bytes_read: int
-    """Each operand as often as the kernel goes over it."""
+    """Bytes of each operand, as often as the kernel reads it."""
     bytes_written: int
     operations: int
-    """Of a product: 2 M N K."""
+    """2 M N K for a product."""
     independent: bool
-    """Whether it may start before the kernel before it has ended."""
+    """Whether it may start before the previous kernel has ended."""
     slow: str
-    """Why there is no faster kernel for this; empty where this is a fast one."""
+    """Why no faster kernel fits; empty for a fast kernel."""
 
 
 @dataclass(frozen=True)
@@ -50,19 +50,20 @@ class Explanation:
     device: str
     steps: tuple[Step, ...]
     workspace: int
-    """Bytes of the backward's scratch; an estimate where the device is not there."""
+    """Bytes of scratch for backward; an estimate if the device is not present."""
     gy_passes: int
     """How often g_y is read."""
     bytes_read: int
     bytes_written: int
     operations: int
     floor_us: float
-    """The least time of these steps in microseconds: bytes at the device's bandwidth, products at
-    its INT8 rate where that takes longer; no launches, no latency. 0 where ``rates`` is empty."""
+    """Lower bound of the time of these steps in microseconds: bytes at the device's bandwidth, or
+    products at its INT8 rate if that takes longer; no launches, no latency. 0 if ``rates`` is
+    empty."""
     rates: str
-    """What the floor goes by."""
+    """The rates behind the floor."""
     slow: tuple[str, ...]
-    """Why steps are slow, each reason once."""
+    """The reasons for slow steps, each once."""
     text: str
 
     def __str__(self) -> str:
@@ -85,10 +86,10 @@ def explain(
     bias_dtype: Any = "float32",
     wgmma: bool | None = None,
 ) -> Explanation:
-    """Say which kernels a linear layer runs on a GPU, what they move, and why any is slow.
+    """Explain which kernels a linear layer runs on a GPU, what they move, and why any is slow.
 
-    Nothing runs, and no GPU is needed: the plan is made as the CUDA backend makes it. Where a grid
-    depends on how much of a kernel a device runs at once, a device that is not there is modelled.
+    Nothing runs, and no GPU is needed: the CUDA backend's own planner makes the plan. Where a grid
+    depends on occupancy, a device that is not present is modelled.
 
     Args:
         tokens: L, rows of x and g_y.
@@ -114,7 +115,7 @@ def explain(
         The steps, with bytes, operations and a floor time.
 
     Raises:
-        ValueError: an argument that there cannot be; the message names it.
+        ValueError: an argument is out of range; the message names it.
         NotImplementedError: a GPU of this machine, in a build without CUDA.
     """
     settings = HotConfig() if config is None else as_config(config)
@@ -165,24 +166,24 @@ def explain_gemm(
     accumulate: bool = False,
     wgmma: bool | None = None,
 ) -> Explanation:
-    """Say which kernels :func:`hotcore.gemm_int8` or ``gemm_int4`` runs on a GPU.
+    """Explain which kernels :func:`hotcore.gemm_int8` or ``gemm_int4`` runs on a GPU.
 
     Args:
         m: rows of a.
         n: rows of b.
-        k: the contraction. Arrays are taken to be contiguous and aligned to 16 bytes, with a scale
-            for each row.
+        k: length of the contraction. Arrays are assumed contiguous and aligned to 16 bytes, with a
+            scale for each row.
         int4: the operands are packed INT4.
         device: as of :func:`explain`.
         out_dtype: float32, float16 or bfloat16.
-        accumulate: the product is added to what ``out`` holds.
+        accumulate: the product is added to the values in ``out``.
         wgmma: as of :func:`explain`.
 
     Returns:
         The steps, with bytes, operations and a floor time.
 
     Raises:
-        ValueError: an argument that there cannot be; the message names it.
+        ValueError: an argument is out of range; the message names it.
         NotImplementedError: a GPU of this machine, in a build without CUDA.
     """
     out = arrays.dtype_name(out_dtype, "out_dtype", arrays.FLOATS)

@@ -12,7 +12,7 @@ from .config import HotConfig, Key
 
 
 class Layout(NamedTuple):
-    """Where codes and scales lie inside the buffer (``hot::SavedLayout``)."""
+    """Layout of codes and scales in the buffer (``hot::SavedLayout``)."""
 
     bytes: int
     channels: int
@@ -25,13 +25,13 @@ class Layout(NamedTuple):
 
 
 def saved_layout(tokens: int, in_features: int, config: HotConfig) -> Layout:
-    """Layout of x ``[tokens, in_features]`` kept with ``config``. Raises ValueError."""
+    """Layout of x ``[tokens, in_features]`` compressed with ``config``. Raises ValueError."""
     return Layout(*_core.saved_layout(tokens, in_features, config.spec))
 
 
 @dataclasses.dataclass(frozen=True)
 class Saved:
-    """A compressed activation: one uint8 vector of the caller's framework, and how to read it."""
+    """A compressed activation: one uint8 vector of the caller's framework, with its metadata."""
 
     data: arrays.Array
     tokens: int
@@ -41,7 +41,7 @@ class Saved:
 
     @property
     def layout(self) -> Layout:
-        """Where codes and scales lie in ``data``."""
+        """Layout of codes and scales in ``data``."""
         return saved_layout(self.tokens, self.in_features, self.config)
 
     @property
@@ -76,7 +76,7 @@ class Saved:
             return kind.view(stored, "float32")
         words = kind.zeros((layout.scales, 4), "uint8", source.device)
         words[:, 2:] = kind.reshape(stored, (layout.scales, 2))  # bfloat16: float32's upper half
-        groups = saved_layout(self.tokens, 1, self.config).scales  # of a channel
+        groups = saved_layout(self.tokens, 1, self.config).scales  # per channel
         shape = (layout.channels, groups)
         return kind.reshape(kind.view(kind.reshape(words, (-1,)), "float32"), shape)
 
@@ -102,9 +102,9 @@ class Saved:
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedWeight:
-    """w as the product of g_x takes it: codes ``[I, Kp]`` and I scales, as one uint8 vector.
+    """w quantised for the product of g_x: codes ``[I, Kp]`` and I scales in one uint8 vector.
 
-    Good for as long as w keeps its values.
+    It is valid until w changes.
     """
 
     data: arrays.Array

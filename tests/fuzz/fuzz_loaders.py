@@ -1,12 +1,12 @@
-"""Fuzz of what reads files and texts: HotConfig.from_json, Plan.load and a Saved's buffer.
+"""Fuzzing of the loaders: HotConfig.from_json, Plan.load and a Saved's buffer.
 
     python tests/fuzz/fuzz_loaders.py [--seconds 20] [--seed N]     in turns, one seed printed
     python tests/fuzz/fuzz_loaders.py --atheris FOLDER [libFuzzer's options]
                                         the same by coverage (pip install atheris); FOLDER: a corpus
 
-Every text is what a loader wrote, spoiled (bytes changed, cut, doubled, fields of other types,
-other numbers, deeper), or no JSON at all. A loader either refuses it with a ValueError that names
-the argument, or gives an object that is written and read back as the same one.
+Every text is a writer's output with defects (bytes changed, cut, doubled, fields of other types,
+other numbers, deeper nesting), or no JSON at all. A loader either raises a ValueError that names
+the argument, or returns an object that is equal after writing and reading.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "python"
 
 
 def loaders() -> dict[str, Callable[[bytes], bool]]:
-    """Name -> what takes bytes and returns whether they were read. Raises what is a defect."""
+    """Name -> function that takes bytes and returns whether they were read; raises on a defect."""
     import hotcore
     from hotcore import HotConfig, Key
     from hotcore.saved import Saved, saved_layout
@@ -99,7 +99,7 @@ def loaders() -> dict[str, Callable[[bytes], bool]]:
 
 
 def seeds() -> dict[str, list[bytes]]:
-    """What the loaders' own writers make."""
+    """Outputs of the loaders' own writers."""
     from hotcore import HotConfig
     from hotcore.config import RECIPES
 
@@ -239,7 +239,7 @@ def by_coverage(folder: str, options: list[str]) -> None:
 
 
 def main() -> int:
-    """Run what the command line asks for."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seconds", type=float, default=20)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))

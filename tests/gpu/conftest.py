@@ -1,4 +1,4 @@
-"""Before every GPU test: torch seeded from the run's seed, the allocator's memory poisoned."""
+"""Before every GPU test: seed torch from the run's seed, poison the allocator's memory."""
 
 from __future__ import annotations
 

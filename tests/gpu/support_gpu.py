@@ -1,4 +1,4 @@
-"""What the GPU tests share."""
+"""Shared by the GPU tests."""
 
 from __future__ import annotations
 

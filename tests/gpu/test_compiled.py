@@ -1,4 +1,4 @@
-"""Training as people run it on a GPU: compiled, captured, graphed, under reduce-overhead.
+"""Usual ways to train on a GPU: compiled, captured, graphed, under reduce-overhead.
 
 Each beside eager: the gradient of the whole model may be as far from the plain model's as HOT's
 noise puts it in eager, neither farther nor nearer (HOT has to have run), and every replay of a

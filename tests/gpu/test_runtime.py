@@ -353,7 +353,7 @@ def test_layer_in_a_graph(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert not any(same_bits(gw, other) for other in found[:i]), "two replays rounded alike"
     if recipe == "paper":  # what its basis leaves out is no noise
         return
-    # Fresh noise is noise that goes: the mean is closer than any of what it is the mean of.
+    # Fresh noise averages out: the mean is closer than each of its terms.
     exact = gy.double().t() @ leaves[0].detach().double()
     errors = [float((gw - exact).norm()) for gw in (*found, torch.stack(found).double().mean(0))]
     assert errors[-1] < 0.75 * min(errors[:-1])
@@ -398,7 +398,7 @@ def test_graphed_callable(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("recipe", ("default", "fast"))
 def test_checkpoint_in_a_graph(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The recomputation draws for itself, and a sketch is the same on both sides."""
+    """The recomputation draws its own seed, and both sides use the same sketch."""
     model, leaves, gy = layer_and_inputs(recipe)
 
     def step() -> tuple[torch.Tensor, ...]:

@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 
-blocks = importlib.import_module("hotcore.torch.compress_saved")  # its function has the same name
+blocks = importlib.import_module("hotcore.torch.compress_saved")  # the function has the same name
 
 
 @pytest.fixture(autouse=True)

@@ -224,7 +224,7 @@ def test_output_dtypes(rng: np.random.Generator, recipe: str, dtype: str) -> Non
 
 
 def full_configs() -> list[HotConfig]:
-    """Every way in which x itself is kept."""
+    """Every configuration that keeps x itself."""
     full = {"basis": "full", "rows": None}
     recipes = [dataclasses.replace(HotConfig.recipe(name), **full) for name in RECIPES]
     more = [HotConfig.recipe("accurate", x_scale="tensor"), HotConfig(storage="rht4")]
@@ -514,7 +514,7 @@ def test_rotated_storage_keeps_the_expectation(
 
 
 def test_gx_expectation(rng: np.random.Generator) -> None:
-    # Over keys g_x means to g_y times the rounded w: its error is that of w alone.
+    # The mean of g_x over keys is g_y times the rounded w, so its error is that of w alone.
     gy, w, _ = layer(rng, 3, 40, 5)
     config = HotConfig(gx_bits=4)
     draws = np.stack(
@@ -628,7 +628,7 @@ def test_empty_sizes(rng: np.random.Generator, recipe: str) -> None:
                 hotcore.backward_linear(*tensors, config=recipe, need=ALL), got, strict=True
             ):
                 equal_bits(ours, theirs)
-    # Nothing to add: what is there stays.
+    # Nothing to add: the values stay.
     gy, w, x = layer(rng, 0, 4, 3)
     gw, gb = np.full((4, 3), 2, np.float32), np.full(4, 3, np.float32)
     hotcore.backward_linear(
@@ -808,7 +808,7 @@ def test_callers_come_and_go(rng: np.random.Generator) -> None:
     def run(index: int) -> None:
         arrays, recipe = layers[index]
         for turn in range(10):
-            if index % 2 == 1:  # another pool of threads for the calls that begin from here on
+            if index % 2 == 1:  # a new thread pool for later calls
                 hotcore.set_num_threads(1 + (turn + index) % 3)
             equal_bits(hotcore.backward_linear(*arrays, config=recipe).gw, alone[index])
 
@@ -905,7 +905,7 @@ def test_the_reference_has_no_memory_to_read(rng: np.random.Generator) -> None:
 
 
 def test_another_spec_is_refused(rng: np.random.Generator) -> None:
-    # Codes of one spec, read as those of another, would give gradients that are merely wrong.
+    # Codes of one configuration, read with another, would give wrong gradients without an error.
     gy, w, x = layer(rng, 64, 6, 5)
     config = HotConfig.recipe("accurate")
     saved, weight = hotcore.compress_activation(x, config), hotcore.quantize_weight(w, config)
@@ -929,7 +929,7 @@ def test_another_spec_is_refused(rng: np.random.Generator) -> None:
 
 
 def test_a_saved_buffer_of_another_length(rng: np.random.Generator) -> None:
-    """Codes and scales of a buffer that was cut came out short, or as an error of NumPy's."""
+    """A truncated buffer once gave short codes and scales, or an error of NumPy."""
     saved = hotcore.compress_activation(rng.standard_normal((32, 8), np.float32), key=1)
     short = dataclasses.replace(saved, data=saved.data[:-2])
     other = dataclasses.replace(saved, tokens=40)

@@ -19,6 +19,7 @@ sys.path.insert(0, str(FOLDER))
 
 import bench_autotune  # noqa: E402
 import bench_backward  # noqa: E402
+import bench_forward  # noqa: E402
 import bench_forward_error  # noqa: E402
 import bench_fwht  # noqa: E402
 import bench_gemm  # noqa: E402
@@ -196,6 +197,17 @@ def test_bench_backward(tmp_path: Path) -> None:
     assert any("compress fast" in work for work in works)
 
 
+def test_bench_forward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_forward, "CPU_GROUPS", {"toy": {"a": (48, 32, 64), "b": (9, 7, 70)}})
+    path = tmp_path / "forward.json"
+    bench_forward.main(["--rounds", "2", "--block", "16", "--json", str(path)])
+    found = json.loads(path.read_text())["groups"]["toy"]
+    assert set(found["sum_ms"]) == {"torch fp32", "block 16", "block 16, codes of w"}
+    for name, value in found["sum_ms"].items():
+        rows = [layer["rows"][name]["median_ms"] for layer in found["layers"].values()]
+        assert value == pytest.approx(sum(rows), rel=1e-4)
+
+
 def test_bench_forward_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_forward_error, "WIDTHS", (256,))
     monkeypatch.setattr(bench_forward_error, "TOKENS", 64)
@@ -222,7 +234,7 @@ def test_bench_gemm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 class StockGemm:
-    """In the place of CUTLASS's tiles: computes the same on the CPU, ``error`` apart."""
+    """Replaces CUTLASS's tiles: computes the same on the CPU, plus ``error``."""
 
     tiles = ("small 1x1", "large 1x1")
 
@@ -277,7 +289,7 @@ def test_stock_library(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 
 class MmaSync:
-    """In the place of libhot's own tiles: computes the same on the CPU; one tile does not do it."""
+    """Replaces libhot's own tiles: computes the same on the CPU; one tile is wrong."""
 
     tiles = ("large", "small", "none")
 
@@ -360,7 +372,7 @@ def test_bench_quantize(tmp_path: Path) -> None:
 
 
 def cuda_report() -> dict[str, Any]:
-    """What bench_backward.py writes on a GPU, with invented times."""
+    """The report of bench_backward.py on a GPU, with invented times."""
     names = ["fp32 products", "tf32 products", "bf16 products", "torchao both - forward"]
     faster = dict(zip(names, (21.0, 4.5, 2.2, 1.4), strict=True))
     rows = {name: {"median_ms": 1.0} for name in names}
@@ -479,7 +491,7 @@ def test_autotunes_fit_finds_the_costs_that_made_the_times() -> None:
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_the_rule_is_the_fit_of_its_report(frozen: bool) -> None:
-    """Where this fails, ``bench_autotune.py --fit`` prints what gains.py should hold."""
+    """If this fails, ``bench_autotune.py --fit`` prints the numbers for gains.py."""
     content = json.loads((FOLDER.parent / gains.REPORT).read_text())
     fitted = bench_autotune.fit(content, weight_trained=not frozen)
     for recipe in bench_autotune.RECIPES:

@@ -1,4 +1,4 @@
-"""What CMake finds on a machine, and what it says of what it does not: compilers, GPUs, CUTLASS."""
+"""CMake finds compilers, GPUs and CUTLASS, and its messages say what is missing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SCRIPT = f'cmake_minimum_required(VERSION 3.24)\ninclude("{ROOT}/cmake/HotCudaFi
 
 
 class Machine:
-    """A folder in place of a machine: what is in it is all that a build can find."""
+    """A folder that stands for a machine: a build finds only what is in it."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -104,7 +104,7 @@ def test_a_gpu_without_a_compiler_stops_the_build(machine: Machine, sign: str) -
 
 def test_a_compiler_that_fails_stops_the_build(machine: Machine) -> None:
     nvcc = program(machine.bin / "nvcc", BROKEN)
-    for _ in range(2):  # the first answer is not remembered
+    for _ in range(2):  # the first result is not cached
         code, said = machine.configure("include(HotCuda)")
         assert code != 0
         assert f"the CUDA compiler {nvcc} (from PATH) cannot compile" in said
@@ -125,8 +125,8 @@ def test_the_order_in_which_a_compiler_is_looked_for(machine: Machine) -> None:
         f'{SCRIPT}hot_find_cuda_compiler(found from)\nmessage("found: ${{found}} from: ${{from}}.")'
     )
     machine.options["hot_cuda_default"] = machine.root / "default"
-    machine.environment["CUDA_HOME"] = str(machine.root / "empty")  # names no toolkit: passed over
-    # Each next one is looked at before all that are there.
+    machine.environment["CUDA_HOME"] = str(machine.root / "empty")  # no toolkit there: skipped
+    # Each is found before all previous ones.
     for place, compiler in places.items():
         if place == "PATH":
             (machine.root / "hidden").rename(compiler)
@@ -193,7 +193,7 @@ def test_cutlass_is_fetched_for_sm_90a(machine: Machine) -> None:
     script = machine.root / "source/scripts/fetch_cutlass.py"
     script.parent.mkdir(parents=True)
     script.write_text(FETCHED)
-    for archs in ("80-real", "80-real;100-real"):  # which have no use for it
+    for archs in ("80-real", "80-real;100-real"):  # architectures that do not use it
         code, said = machine.configure(CUTLASS.format(archs=f'"{archs}"'))
         assert code == 0 and "wgmma: OFF" in said and "fetching" not in said, said
     code, said = machine.configure(CUTLASS.format(archs='"80-real;90a-real"'))

@@ -1,4 +1,4 @@
-"""The C ABI: every stage gives the bits of the binding, and every error comes back as a status."""
+"""The C ABI: every stage gives the bits of the binding, and every error becomes a status."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def api() -> Iterator[CApi]:
 
 
 def numpy_cases(stage: str, *arrays: str) -> list[str]:
-    """Golden cases without bfloat16 (which NumPy has not) that have these arrays."""
+    """Golden cases with these arrays, without bfloat16, which NumPy lacks."""
     return [
         name
         for name, case in golden(stage).items()
@@ -151,7 +151,7 @@ def test_a_layer_by_recipe(api: CApi, rng: np.random.Generator, recipe: str) -> 
         got = api.backward_linear(gy, operand, saved, spec, in_features=35, need=ALL, key=OTHER_KEY)
         for name, ours, theirs in zip(ALL, got, expected, strict=True):
             equal_bits(ours, theirs, name)
-    for name in ALL:  # each alone, without what it does not need
+    for name in ALL:  # each alone, without unneeded arguments
         got = api.backward_linear(
             gy,
             w if name == "gx" else None,
@@ -346,7 +346,7 @@ def test_nothing_wanted_and_another_spec(api: CApi, rng: np.random.Generator) ->
     ):  # fmt: skip
         refused(lambda c=change: run(c), INVALID, "saved was made", "another spec")
     refused(lambda: run({"gx_bits": 4}, weight, ("gx",)), INVALID, "w was made", "another spec")
-    run({"gx_bits": 4})  # which x has nothing to do with
+    run({"gx_bits": 4})  # a field that x does not depend on
     saved.format = 0
     refused(lambda: run({}), INVALID, "saved.format is 0")
     saved.struct_size = 8
@@ -395,7 +395,7 @@ def test_errors_are_of_their_thread(api: CApi) -> None:
     thread.join()
     assert seen == [b""]
     assert b"best" in api.lib.hot_last_error()
-    api.fwht(np.zeros((1, 16), np.float32))  # a call that works leaves the text
+    api.fwht(np.zeros((1, 16), np.float32))  # a successful call keeps the text
     assert b"best" in api.lib.hot_last_error()
 
 
@@ -419,7 +419,7 @@ def test_longer_structs_of_a_later_header(api: CApi) -> None:
         "x.struct_size is 104",
         hotcore.__version__,
     )
-    # What the library fills in, it fills as far as it knows.
+    # The library fills the members that it knows.
     made = ctypes.create_string_buffer(b"\x5a" * 256)
     size = ctypes.sizeof(STRUCTS["hot_spec"])
     ctypes.cast(made, ctypes.POINTER(ctypes.c_size_t))[0] = 256
@@ -459,5 +459,5 @@ def test_libhot_exports_its_own_names_alone() -> None:
     symbols = {line.split()[-1] for line in listed.splitlines()}
     plain = {name for name in symbols if not re.match(r"_Z(N|NK|TIN|TSN|TVN)3hot", name)}
     assert plain == set(prototypes())
-    # Of C++ the public headers' names: nothing of hot::detail.
+    # C++ symbols are those of the public headers; none is in hot::detail.
     assert not [name for name in symbols if "3hot6detail" in name]

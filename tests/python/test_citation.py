@@ -22,7 +22,7 @@ def test_version() -> None:
 
 
 def test_fields() -> None:
-    """What the schema of the Citation File Format 1.2.0 asks for."""
+    """The fields that the schema of the Citation File Format 1.2.0 requires."""
     yaml = pytest.importorskip("yaml")
     cff = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert cff["cff-version"] == "1.2.0" and cff["type"] == "software"

@@ -152,7 +152,7 @@ def test_frozen_hashable_and_replaceable() -> None:
 @pytest.mark.parametrize("name", RECIPES)
 def test_copies_and_json(name: str) -> None:
     config = HotConfig.recipe(name)
-    assert config.spec is config.spec  # made once, and no obstacle to copies
+    assert config.spec is config.spec  # made once, and copies work
     for again in (
         pickle.loads(pickle.dumps(config)),
         copy.deepcopy(config),

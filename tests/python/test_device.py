@@ -58,7 +58,7 @@ def test_missing_devices() -> None:
 
 
 class FakeCore(types.SimpleNamespace):
-    """A build with CUDA on a machine with GPUs, as far as Python asks for them."""
+    """Stands for a build with CUDA on a machine with GPUs, as far as Python calls it."""
 
     def __init__(self, capabilities: list[tuple[int, int]], architectures: str, wgmma: bool):
         super().__init__(capabilities=capabilities)

@@ -1,4 +1,4 @@
-"""The C++, C and CMake of docs/cpp.md, and the README's C++, build as they stand, and run."""
+"""The C++, C and CMake of docs/cpp.md, and the README's C++, build and run unchanged."""
 
 from __future__ import annotations
 

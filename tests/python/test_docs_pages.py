@@ -33,7 +33,7 @@ def test_pages_that_must_be_short() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_links(page: Path) -> None:
-    """Files that links lead to exist; addresses elsewhere are addresses."""
+    """Linked files exist; external links are addresses."""
     prose = re.sub(r"^```.*?^```", "", text_of(page), flags=re.MULTILINE | re.DOTALL)
     for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`\n]*`", "`code`", prose)):
         address = urlsplit(target)
@@ -55,7 +55,7 @@ def code_files() -> list[Path]:
 
 
 def test_what_code_says_of_pages() -> None:
-    """A page that a comment names is there, and has the words that are quoted with it."""
+    """Every page that a comment cites exists and contains the quoted words."""
     seen = 0
     for path in code_files():
         for match in re.finditer(r'docs/([\w/]+\.md)(?:(?:,|:) "([^"\n]+)")?', text_of(path)):

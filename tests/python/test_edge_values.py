@@ -30,7 +30,7 @@ Edge = Callable[[Matrix, Matrix, Matrix, np.random.Generator], None]
 
 
 def config_of(recipe: str) -> HotConfig:
-    """The recipe, told of the class token where it takes tokens together."""
+    """The recipe, with the class token for recipes that combine tokens."""
     config = HotConfig.recipe(recipe)
     if config.basis == "full":
         return config
@@ -50,7 +50,7 @@ def run(gy: Matrix, w: Matrix, x: Matrix, config: HotConfig) -> hotcore.Gradient
 
 
 class Bound(NamedTuple):
-    """What a gradient would be without rounding, and how far from it rounding can bring it."""
+    """A gradient without rounding, and the bound of its rounding error."""
 
     target: Matrix
     error: Matrix
@@ -217,7 +217,7 @@ def test_within_bound(recipe: str, name: str) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_zero_rows_give_zero(recipe: str) -> None:
-    # Exactly +0, whatever the other rows and the random numbers are: a masked token gets nothing.
+    # Exactly +0 for any other rows and random numbers: a masked token gets no gradient.
     for name in EDGES:
         gy, w, x = edge(name)
         got = run(gy, w, x, config_of(recipe))
@@ -228,7 +228,7 @@ def test_zero_rows_give_zero(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_power_of_two_changes_exponents_alone(recipe: str) -> None:
-    # The codes are the same: no scale is better than another, between the limits tested below.
+    # The codes do not depend on the scale between the limits tested below.
     config, (gy, w, x) = config_of(recipe), layer()
     expected = run(gy, w, x, config)
     for a, b, c in ((-90, 0, 0), (110, 0, 0), (0, -90, -90), (60, -50, -70), (-60, 50, 60)):
@@ -320,8 +320,8 @@ def nowhere(like: Matrix) -> Matrix:
     return np.zeros(like.shape, bool)
 
 
-# Where a value that is no number shows: in g_x, in g_w, for a recipe with a scale a row or channel,
-# and for one with a scale a tensor ("paper").
+# Where a non-finite value shows in g_x and g_w: for recipes with a scale per row or channel, and
+# for one with a scale per tensor ("paper").
 SPREAD = {
     "gy": ((rows(13), rows(7)), (everywhere, everywhere)),
     "w": ((columns(5), nowhere), (everywhere, nowhere)),
@@ -377,7 +377,7 @@ def test_the_largest_numbers(recipe: str) -> None:
         ):  # fmt: skip
             assert (np.abs(ours - target) <= error).all()
 
-    # Above, a product on the way that overflows is Inf, never a wrong number.
+    # Above, an overflowing intermediate product is Inf, never a wrong number.
     values = gy * down, w * top, x * top
     got = run(*values, config)
     bounds = gx_bound(*values[:2], config), gw_bound(values[0], values[2], config)
@@ -400,7 +400,7 @@ def test_the_largest_numbers(recipe: str) -> None:
         finite = np.isfinite(got.gw)
         assert finite.any() and not np.isnan(got.gw).any()
         assert (np.abs(got.gw - target)[finite] <= error[finite]).all()
-    gy[16:32] = 3e38  # a whole tile: what takes tokens together adds them up
+    gy[16:32] = 3e38  # a whole tile: recipes that combine tokens add them up
     got = run(gy, w, x, config)
     assert np.isnan(got.gw).all() == together
 

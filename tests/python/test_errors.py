@@ -13,7 +13,7 @@ from support import poison, torch
 
 
 class Case(NamedTuple):
-    """A call that has to fail, and what its message has to say."""
+    """A call that must fail, and a pattern for its message."""
 
     name: str
     call: Callable[[], object]
@@ -78,7 +78,7 @@ fwht, hla, quantize, dequantize = hotcore.fwht, hotcore.hla, hotcore.quantize, h
 decompress = hotcore.decompress_activation
 gemm8, gemm4 = hotcore.gemm_int8, hotcore.gemm_int4
 
-# What every function that takes a float array refuses, whichever argument it is.
+# Arrays that every function refuses for every float argument.
 FLOAT_ARGUMENTS: dict[str, tuple[str, Callable[[Any], object], np.ndarray]] = {
     "fwht": ("x", lambda x: fwht(x), X),
     "hla": ("x", lambda x: hla(x), X),
@@ -93,7 +93,7 @@ FLOAT_ARGUMENTS: dict[str, tuple[str, Callable[[Any], object], np.ndarray]] = {
 @pytest.mark.parametrize("which", FLOAT_ARGUMENTS)
 def test_every_float_argument(which: str) -> None:
     name, call, good = FLOAT_ARGUMENTS[which]
-    call(good)  # the case is about the argument alone
+    call(good)  # only the argument is wrong
     for bad, says in (
         (good.astype(np.float64), "float64.*float32, float16 or bfloat16"),
         (good.astype(np.int32), "int32.*float32"),
@@ -364,7 +364,7 @@ CASES: dict[str, list[Case]] = {
 
 
 def check(table: str) -> None:
-    """Every case of a table fails as it says."""
+    """Every case of a table fails with its message."""
     for case in CASES[table]:
         with pytest.raises(case.error, match=case.says) as caught:
             case.call()
@@ -439,7 +439,7 @@ def test_nothing_is_written_before_the_error() -> None:
 
 
 def test_wrong_output_is_never_copied() -> None:
-    # nanobind converts by default: it would fill a copy and drop it.
+    # By default nanobind converts: it would fill a copy and drop it.
     context = _core.CoreContext(1)
     out = np.full(16, -1.0)
     with pytest.raises(ValueError, match="out: dtype float64"):
@@ -451,7 +451,7 @@ def test_wrong_output_is_never_copied() -> None:
 
 
 def test_too_small_workspace() -> None:
-    # Python has its own scratch on the CPU; a caller of _core may bring some.
+    # On the CPU Python allocates scratch; a caller of _core may pass its own.
     context = _core.CoreContext(1)
     kept = hotcore.compress_activation(X)
     gx = np.empty((32, 16), F)
@@ -512,7 +512,7 @@ def test_recipes() -> None:
 
 
 def test_keys() -> None:
-    # The package's own checks say the rest; a caller of _core meets libhot's.
+    # The package checks the rest itself; a caller of _core gets libhot's errors.
     context, spec, out = _core.CoreContext(1), hotcore.HotConfig().spec, np.empty(1 << 12, np.uint8)
     for key, part in (((0, 0, 8192, 0), "key.stream is 8192"), ((0, 0, 0, 4), "key.counter is at")):
         with pytest.raises(ValueError, match=part):
@@ -522,7 +522,7 @@ def test_keys() -> None:
 
 
 def test_sizes_beyond_memory() -> None:
-    """Found by tests/fuzz: products that do not fit 64 bits came out as small sizes."""
+    """Found by tests/fuzz: products overflowed 64 bits and became small sizes."""
     spec = HotConfig().spec
     most, far = 2**63 - 1, 2**40
     for tokens, features, message in (
@@ -536,13 +536,13 @@ def test_sizes_beyond_memory() -> None:
 
 
 def test_a_stride_that_is_not_used() -> None:
-    """Any stride goes where there is but one row."""
+    """A single row may have any stride."""
     x = np.lib.stride_tricks.as_strided(np.ones(16, np.float32), (1, 16), (2**62, 4))
     np.testing.assert_array_equal(hotcore.fwht(x, block=16), [[16.0] + [0.0] * 15])
 
 
 def test_unknown_enumerations() -> None:
-    """Python passes names: none but those of HotConfig gets as far as libhot."""
+    """Python passes names; only those of HotConfig reach libhot."""
     for field in ("gx_scale", "gx_rounding", "basis", "gw_scale", "storage", "x_rounding"):
         with pytest.raises(ValueError, match=f"{field}: 'unknown'"):
             HotConfig(**{field: "unknown"})

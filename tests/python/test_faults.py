@@ -32,7 +32,7 @@ F = np.float32
 
 
 def numbers(rows: int, columns: int, salt: int) -> np.ndarray:
-    """Multiples of 2^-12 that every machine makes alike."""
+    """Multiples of 2^-12, equal on every machine."""
     index = np.arange(rows * columns, dtype=np.uint64) + np.uint64(salt * 1_000_003)
     words = (index * np.uint64(2_654_435_761) >> np.uint64(7)) % np.uint64(1 << 16)
     return ((words.astype(np.int64) - (1 << 15)).astype(F) / F(4096)).reshape(rows, columns)
@@ -85,7 +85,7 @@ def test_the_interpreter_ends_with_live_objects() -> None:
 
 
 def test_the_interpreter_ends_under_daemon_threads() -> None:
-    # They are in libhot, without the interpreter's lock, when it goes.
+    # The threads are in libhot, without the GIL, when the interpreter ends.
     for _ in range(2):
         run_script(
             """
@@ -112,7 +112,7 @@ def in_child(call: Callable[[], bool]) -> int:
     if child == 0:
         code = 1
         try:
-            signal.alarm(60)  # a child that waits for ever is a failure
+            signal.alarm(60)  # a child that hangs is a failure
             code = 0 if call() else 1
         finally:
             os._exit(code)
@@ -153,7 +153,7 @@ def test_fork_before_use() -> None:
 
 @pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="no signals for threads")
 def test_interrupts_at_any_time() -> None:
-    # Ctrl-C: a call ends, then KeyboardInterrupt comes; the next call is as ever.
+    # Ctrl-C: a call ends, then KeyboardInterrupt is raised; the next call works as before.
     main = threading.main_thread().ident
     assert main is not None
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -165,7 +165,7 @@ def test_interrupts_at_any_time() -> None:
                 timer.start()
                 while time.monotonic() < until:
                     digest("default")
-                # Python drops an exception of a finalizer or a weak reference's callback.
+                # Python drops exceptions of finalizers and weak references' callbacks.
                 signal.raise_signal(signal.SIGINT)
             timer.join()
             assert digest("default") == HASHES["default"]

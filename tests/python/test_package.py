@@ -1,4 +1,4 @@
-"""What is installed: version, stubs, and the CMake package that the wheel carries."""
+"""The installed package: version, stubs, and the CMake package of the wheel."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_the_library_has_a_versioned_soname() -> None:
 
 
 def test_find_package_from_the_wheel(tmp_path: Path) -> None:
-    # The way scikit-build-core finds it: the entry point names the module that is the prefix.
+    # As scikit-build-core does: the entry point names the module whose folder is the prefix.
     (point,) = importlib.metadata.entry_points(group="cmake.prefix", name="hotcore")
     assert point.value == "hotcore"
 

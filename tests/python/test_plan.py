@@ -1,4 +1,4 @@
-"""Plans of CUDA calls, as hotcore.explain tells them: no GPU is needed."""
+"""Plans of CUDA calls, as hotcore.explain returns them; no GPU is needed."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ LAYERS: list[tuple[tuple[int, int, int], HotConfig, str, tuple[str, ...]]] = [
         (160, 14336, 16),
         HotConfig.recipe("fast"),
         "bfloat16",
-        (ONE_PASS, "wide_rows_kernel", ONE_PASS, ONE_PASS, "gemm_small_kernel"),
+        (ONE_PASS, "rows16_kernel", ONE_PASS, ONE_PASS, "gemm_small_kernel"),
     ),
     (
         (1000, 96, 64),
@@ -118,7 +118,7 @@ FORWARDS: list[tuple[tuple[int, int, int], int, str, str, bool, tuple[str, ...]]
     ),
     (
         *((4096, 4096, 14336), 64, "bfloat16", "bfloat16", False),
-        ("wide_rows_kernel", "wide_rows_kernel", "widen_kernel", "wgmma 128x128"),
+        ("rows16_kernel", "rows16_kernel", "widen_kernel", "wgmma 128x128"),
     ),
     (
         *((197, 768, 768), 64, "float16", "float32", False),
@@ -227,7 +227,7 @@ def test_what_is_wanted_is_written() -> None:
     for _ in range(300):
         found, options = any_layer(draw)
         (tokens, outs, ins), need = options["shape"], options["need"]
-        # fixup_kernel finishes what the kernel before it has begun.
+        # fixup_kernel finishes the tiles of the previous kernel.
         steps = [step for step in found.steps if step.kernel != "fixup_kernel"]
         written = [name for step in steps for name in step.writes]
         assert written.count("g_x") == ("gx" in need and tokens * ins > 0)

@@ -118,7 +118,7 @@ def test_largest_value_is_the_largest_code(
 ) -> None:
     q, _ = hotcore.quantize(data(rng, (30, 33)), bits=bits, rounding=rounding)
     limit = 7 if bits == 4 else 127
-    # amax * fl(Q / amax) may be a hair below Q, whose low bits tell pseudo_stochastic "down".
+    # amax * fl(Q / amax) may be slightly below Q; its low bits make pseudo_stochastic round down.
     lowest = limit - 1 if rounding == "pseudo_stochastic" else limit
     assert ((np.abs(q).max(1) >= lowest) & (np.abs(q).max(1) <= limit)).all()
 

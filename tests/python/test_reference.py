@@ -1,4 +1,4 @@
-"""``hotcore.reference`` against the facts of spec.md, against definitions, and its golden vectors.
+"""``hotcore.reference`` against known facts, against definitions, and its golden vectors.
 
 Runs from the source tree, without the compiled extension: see ``make_golden.load_reference``.
 """
@@ -26,7 +26,7 @@ ALL = ("gx", "gw", "gb")
 
 
 def sylvester(n: int) -> np.ndarray:
-    """H by its definition: (-1) to the number of bits that row and column share."""
+    """H by definition: (-1) to the number of bits that row and column share."""
     index = np.arange(n)
     shared = index[:, None] & index[None, :]
     return np.array([[-1 if bin(v).count("1") % 2 else 1 for v in row] for row in shared])
@@ -1074,7 +1074,7 @@ def test_overflow_is_seen(rng: np.random.Generator, name: str, bad: float, where
     assert np.isnan(grads.gx[~np.isfinite(plain_gx)]).all()
     assert np.isnan(grads.gw[~np.isfinite(plain_gw)]).all()
     assert np.array_equal(np.isfinite(grads.gb), np.isfinite(plain_gb))
-    # What has nothing to do with the bad value stays finite.
+    # Results that do not depend on the bad value stay finite.
     assert np.isfinite(grads.gx).all() == (where == "x")
     assert np.isfinite(grads.gw).all() == (where == "w")
 

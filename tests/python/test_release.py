@@ -1,4 +1,4 @@
-"""Wheels are checked before they are released, and files that must agree do."""
+"""Wheels are checked before a release, and files with equal content agree."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_smoke_refuses_the_source_tree() -> None:
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 def test_scripts_install_nothing_unasked(tmp_path: Path) -> None:
-    # With an apt-get on the path that would tell, as root or not.
+    # An apt-get on the path would record calls, as root or not.
     apt = tmp_path / "apt-get"
     apt.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/called\n')
     apt.chmod(0o755)

@@ -1,4 +1,4 @@
-"""What SECURITY.md promises: no pickle, no code from data, no network, strict parsing, pins."""
+"""The promises of SECURITY.md: no pickle, no code from data, no network, strict parsing, pins."""
 
 from __future__ import annotations
 

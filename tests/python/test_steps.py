@@ -98,7 +98,7 @@ def test_classes(name: str, kind: str) -> None:
 
 
 def test_events_of_a_trace() -> None:
-    """Kernels, copies and fills count; what the host did, and ranges around kernels, do not."""
+    """Kernels, copies and fills count; host events and ranges around kernels do not."""
     step = {"ph": "X", "ts": 10.0, "dur": 99.0}
     trace = {
         "traceEvents": [
@@ -293,7 +293,7 @@ def test_steps_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert rows["default eager"]["how"] == {"recipe": "default", "autocast": True, "slower": False}
     printed = capsys.readouterr().out
     assert "bf16 checkpointed" in printed and str(path) in printed
-    # Without time nothing is begun, and the report says so; what an earlier one has stays.
+    # Without time nothing starts, and the report says so; earlier rows stay.
     more = [*words, "--json", str(path), "--resume", str(path), "--contenders", "default eager"]
     bench_models.main([*more, "bf16 eager", "--budget", "-1"])
     again = json.loads(path.read_text())["steps"]["llama_lora"]["rows"]
@@ -325,7 +325,7 @@ def test_a_contender_that_fails_is_a_row(
 
 
 def test_contenders_in_processes_of_their_own(tmp_path: Path) -> None:
-    """One answers, one fails, one dies: the others are not taken along."""
+    """One answers, one fails, one dies: the others still run."""
     needs("timm")
     among = [Contender("bf16 eager", autocast=True), Contender("bad", "no such recipe")]
     rows = steps.measure("vit_s", among, SETTING, rounds=2, jobs=2)

@@ -1,4 +1,4 @@
-"""Arrays in and out: frameworks, dtypes, layouts; what goes in is what comes out."""
+"""Arrays in and out: results have the framework, dtype and layout of the inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a type checker, and with it an editor, knows of the package: mypy on a small file."""
+"""What type checkers and editors know of the package: mypy on a small file."""
 
 from __future__ import annotations
 

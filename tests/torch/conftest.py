@@ -13,7 +13,7 @@ from hotcore.torch import _compat, ops
 
 @pytest.fixture
 def seeded(rng: np.random.Generator) -> Iterator[None]:
-    """torch seeded by the test's generator, on one thread: small work only waits for more."""
+    """Seed torch from the test's generator; one thread, because small work does not scale."""
     torch.manual_seed(int(rng.integers(2**31)))
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -51,7 +51,7 @@ def one_seed_an_x(monkeypatch: pytest.MonkeyPatch, unshared: None) -> None:
 
 @pytest.fixture
 def quantised(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Where the weights lie that are quantised on their own, one entry a time."""
+    """Addresses of the weights that are quantised separately, one entry per call."""
     seen: list[int] = []
     original = ops.quantize_weight
     monkeypatch.setattr(

@@ -1,6 +1,6 @@
-"""``gradient_accumulation`` is the thread's, and its graphs know it in whichever thread they run.
+"""``gradient_accumulation`` belongs to a thread; its graphs keep it in any thread.
 
-What the micro-batches share, and that the sums are right: test_compat.py.
+test_compat.py tests what the micro-batches share; test_features.py tests the sums.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def test_checkpoints_inside(reentrant: bool, in_place: list[int], quantised: lis
 @pytest.mark.cuda
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoints_inside_on_cuda(reentrant: bool, in_place: list[int]) -> None:
-    # A reentrant checkpoint runs its layers again in a thread of autograd's, outside of it.
+    # A reentrant checkpoint recomputes in one of autograd's threads, outside of the context.
     x = tokens().cuda().requires_grad_()
     model = Counted().cuda()
     with hot.gradient_accumulation():
@@ -199,7 +199,7 @@ def test_checkpoints_inside_on_cuda(reentrant: bool, in_place: list[int]) -> Non
 
 
 def test_many_contexts_one_after_another() -> None:
-    """The state lives as long as somebody holds it, and no longer."""
+    """The state lives exactly as long as something holds it."""
     x = tokens()
     model, parameters, expected = with_gradients(x)
     states = []
@@ -209,7 +209,7 @@ def test_many_contexts_one_after_another() -> None:
             for _ in range(2):
                 model(x).backward()
             states.append(weakref.ref(accumulation.current()))
-            objects = [object() for _ in range(1000)]  # would take the place of what was freed
+            objects = [object() for _ in range(1000)]  # these would reuse freed memory
         equal([p.grad for p in parameters], [2 * g for g in expected])
         del objects
     gc.collect()

@@ -23,7 +23,7 @@ EXACT = "accurate"
 def pair(config: Any = EXACT, **options: Any) -> tuple[nn.Module, nn.Module]:
     """A plain attention, and a converted copy."""
     plain = nn.MultiheadAttention(WIDTH, HEADS, **options)
-    if plain.in_proj_bias is not None:  # zeros would hide what happens to them
+    if plain.in_proj_bias is not None:  # zeros would hide errors
         nn.init.normal_(plain.in_proj_bias)
         nn.init.normal_(plain.out_proj.bias)
     report = hot.convert(copy.deepcopy(plain), config)

@@ -1,4 +1,4 @@
-"""autotune: what is measured, what is chosen, and that a plan does what it says."""
+"""autotune: the measurements, the choice, and the effect of a plan."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import torch.nn.functional as F  # noqa: E402
 from hotcore.torch.plan import PLAIN, Measured  # noqa: E402
 from torch import nn  # noqa: E402
 
-tuning = sys.modules["hotcore.torch.autotune"]  # in hotcore.torch the name is the function's
+tuning = sys.modules["hotcore.torch.autotune"]  # hotcore.torch.autotune is the function
 WIDTH, BATCH = 64, 32
 
 
@@ -92,7 +92,7 @@ def row(median: float, spread: float = 0.0, kept: int = 0) -> Measured:
     ("times", "choice"),
     [
         ({"default": row(9), "fast": row(8)}, "fast"),
-        ({"default": row(9, 0.6), "fast": row(8, 0.6)}, "default"),  # no further apart than that
+        ({"default": row(9, 0.6), "fast": row(8, 0.6)}, "default"),  # within the spread
         ({"default": row(9.9, 0.2), "fast": row(10.5)}, PLAIN),  # a win within the spread
         ({"default": row(12), "fast": row(11)}, PLAIN),
         ({"accurate": row(8), "default": row(8), "fast": row(8)}, "accurate"),

@@ -36,7 +36,7 @@ def capture() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def test_quality_of_known_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shift is bias, chance is noise, both make the error; what repeats is drawn twice."""
+    """A constant shift is bias, randomness is noise, and both make the error."""
     x, w, gy = capture()
     exact = {"gx": gy @ w, "gw": gy.flatten(0, 1).t() @ x.flatten(0, 1)}
     scale = {kind: value.norm() / value.numel() ** 0.5 for kind, value in exact.items()}
@@ -63,7 +63,7 @@ def test_quality_of_known_errors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_quality_of_methods() -> None:
-    """Unbiased and biased ones, each as it is known to be, on noise without any structure."""
+    """Known biased and unbiased methods, on noise without structure."""
     found = {
         contender.name: bench_gradients.quality(contender, capture(), 12)
         for contender in small_tasks.chosen("gpt", "fast;lbp_wht_flat;accurate;bf16;actnn_2bit")
@@ -83,7 +83,7 @@ def test_quality_of_methods() -> None:
 
 
 def test_cost() -> None:
-    """Of every method, in bit operations over full precision's, at a shape where products rule."""
+    """Bit operations of every method over full precision's, at a shape dominated by products."""
     shape = (1 << 20, 1 << 14, 1 << 14)
     found = {
         c.name: bench_gradients.cost(c, shape, 1 << 13)

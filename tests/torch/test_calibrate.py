@@ -1,4 +1,4 @@
-"""calibrate and Plan: the errors that are measured, the choice, saving, applying, refusing."""
+"""calibrate and Plan: measured errors, the choice, saving, applying, refusing."""
 
 from __future__ import annotations
 
@@ -103,11 +103,11 @@ def test_outlier_tokens_ask_for_finer_scales(rng: np.random.Generator) -> None:
     layer = calibrated(tokens)
     assert layer.fields == {"gx_scale": "row", "gw_scale": "token"}
     assert layer.gw_error["token"] < 0.5 * layer.gw_error["tensor"]
-    # Tokens of one size: nothing to be had.
+    # Tokens of equal size: a finer scale gains nothing.
     alike = even[:, :1].sign() * even[0] + 0.01 * even
     layer = calibrated(alike, config="accurate", gw_fine="token")
     assert layer.fields == {"gx_scale": "tensor", "gw_scale": "tensor"}
-    # Outlier channels: a scale for each of them, where that choice is offered.
+    # Outlier channels: a scale per channel, if that choice is offered.
     channels = even.clone()
     channels[:, 5] = 60 * channels[:, 5].sign()
     assert calibrated(channels, config="accurate", gw_fine="token").fields["gw_scale"] == "tensor"

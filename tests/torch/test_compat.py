@@ -1,4 +1,4 @@
-"""What people already use, around a converted model: compile, AMP, checkpoints, EMA, ..."""
+"""Tools of torch around a whole converted model: compile, AMP, accumulation, EMA, ..."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_seeds_are_those_of_eager_where_x_is_kept_anyway() -> None:
 
 
 def test_compiled_functions_by_hand() -> None:
-    # A configuration made inside breaks the graph, and is right all the same.
+    # A configuration made inside breaks the graph, but the result is right.
     weight, kernel = torch.randn(48, 64), torch.randn(48, 64, 3, 3)
     custom = hot.HotConfig(gx_bits=4)
 

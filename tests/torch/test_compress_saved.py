@@ -1,4 +1,4 @@
-"""compress_saved: the codes and their bound, what is compressed and what never, how it composes."""
+"""compress_saved: codes and their bound, what is compressed, and composition."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import nn  # noqa: E402
 from torch.overrides import TorchFunctionMode  # noqa: E402  (after the skip)
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-module = importlib.import_module("hotcore.torch.compress_saved")  # its function has the same name
+module = importlib.import_module("hotcore.torch.compress_saved")  # the function has the same name
 
 EPS = {torch.float32: 2.0**-23, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 
@@ -355,7 +355,7 @@ def test_after_a_linear_layer(layer: type[nn.Linear]) -> None:
 
 
 def test_hot_layers_are_one_operation() -> None:
-    # 1056 of 1254 questions to the mode in a ViT's forward pass were about what they do inside.
+    # 1056 of 1254 calls of the mode in a ViT's forward pass came from inside of HOT's layers.
     seen: list[str] = []
 
     class Watch(TorchFunctionMode):
@@ -375,7 +375,7 @@ def test_hot_layers_are_one_operation() -> None:
         y.sum().backward()
 
     class Own(torch.Tensor):
-        """One that takes part in what functions do with it."""
+        """A subclass that intercepts functions."""
 
         @classmethod
         def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -599,7 +599,7 @@ def test_no_grad_and_errors_leave_nothing_behind() -> None:
 
 
 def test_compiled_model() -> None:
-    # In one graph, in which nothing is compressed; what is outside of it, is.
+    # Nothing is compressed inside of the graph; tensors outside are.
     model, x = Block(), torch.randn(4, 32, 64, requires_grad=True)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     with hot.compress_saved(min_values=0):

@@ -1,4 +1,4 @@
-"""compute_report: Table 5 of the paper by layer; and what the paper's figures were made by."""
+"""compute_report: the paper's Table 5 by layer, and the origin of the paper's figures."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def shapes(report: hot.ComputeReport) -> dict[str, tuple[int, int, int]]:
 
 
 def table_5(tokens: int, outs: int, ins: int, n: int = 16, r: int = 8) -> float:
-    """FLOPs of HOT's overhead, as the supplement has them."""
+    """FLOPs of HOT's overhead by the supplement."""
     log = int(np.log2(n))
     gx = 2 * tokens * outs * log + 2 * ins * outs * log + 2 * tokens * outs + 2 * ins * outs
     gw = 2 * tokens * ins * log + 2 * tokens * outs * log

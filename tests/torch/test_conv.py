@@ -114,13 +114,13 @@ def test_unbiased(recipe: str, kernel: int) -> None:
         error = (draws.mean(0) - exact).norm()
         expected = (draws.var(0).sum() / count).sqrt()
         assert expected > 0
-        # A bias adds to the noise of the mean, which is sharp: a sum over hundreds of elements.
+        # The mean has little noise (a sum over hundreds of elements), so a bias shows.
         assert 0.7 < error / expected < 1.4
 
 
 @pytest.mark.parametrize("stride", [1, 2])
 def test_paper_takes_tiles_of_output_pixels(stride: int) -> None:
-    # The grid is the layer's own, whatever the configuration says of a transformer's tokens.
+    # The layer's own grid replaces the configuration's token grid.
     x, gy = torch.randn(3, 32, 12, 20), torch.randn(3, 24, 12 // stride, 20 // stride)
     config = HotConfig.recipe("paper", token_grid=(5, 5), prefix_tokens=1)
     module = hot.HotConv2d(32, 24, 1, stride, bias=False, config=config)
@@ -241,7 +241,7 @@ def test_unbatched() -> None:
 
 
 def test_gradients_keep_the_parameters_layout() -> None:
-    # Before AccumulateGrad, too: DDP copies what lies otherwise, and warns.
+    # Also before AccumulateGrad: DDP copies gradients of another layout, and warns.
     for fmt in (torch.contiguous_format, torch.channels_last):
         for kernel in (1, 3):
             module = hot.HotConv2d(8, 16, kernel).to(memory_format=fmt)

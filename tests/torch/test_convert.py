@@ -129,7 +129,7 @@ def test_filter_fn() -> None:
 
 
 def test_filter_that_matches_nothing() -> None:
-    """The error says what was looked at, and what could be converted."""
+    """The error lists the layers, and those that could be converted."""
     with pytest.raises(
         ValueError,
         match=r"filter_fn matched no layer .* x 2 \(Linear 64 -> 192\): left out by filter_fn; .*; "
@@ -144,7 +144,7 @@ def test_filter_that_matches_nothing() -> None:
     double = r"0 x? ?.*\(Linear 64 -> 64\): its weight is float64$"  # nothing could be converted
     with pytest.raises(ValueError, match=double):
         hot.convert(nn.Sequential(nn.Linear(64, 64)).double())
-    # However many layers there are, the message is one that can be read.
+    # The message stays readable for any number of layers.
     many = nn.ModuleList(nn.ModuleList(Model() for _ in range(10)) for _ in range(10))
     with pytest.raises(ValueError, match=r"\*.\*.blocks.\*.qkv x 200 ") as caught:
         hot.convert(many, filter_fn=lambda module, fqn: False)
@@ -296,7 +296,7 @@ def test_report_prints_as_a_table() -> None:
     ]
     filtered = hot.convert(Model(), filter_fn=lambda module, fqn: fqn != "head")
     assert "default filter" not in str(filtered)
-    # Nor where it left nothing out: by overrides, or as what cannot be converted.
+    # Nor if it left nothing out: layers plain by overrides, or not convertible.
     body = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64).double())
     assert "default filter" not in str(hot.convert(body, overrides={"0": None}))
 
@@ -473,7 +473,7 @@ def test_data_parallel_is_refused() -> None:
     with pytest.raises(ValueError, match="DataParallel is not supported; use.*Distributed"):
         hot.convert(nn.DataParallel(model))
     hot.convert(model)
-    # What nn.parallel.replicate calls on every module (itself it wants GPUs).
+    # nn.parallel.replicate calls this on every module (and needs GPUs itself).
     with pytest.raises(NotImplementedError, match="HotLinear.*DataParallel is not supported"):
         for module in model.modules():
             module._replicate_for_data_parallel()
@@ -483,7 +483,7 @@ def test_data_parallel_is_refused() -> None:
 
 
 class Past(nn.Module):
-    """As timm's attention of swinv2, beit, eva02: its layer holds a weight, and is not called."""
+    """As in timm's swinv2, beit, eva02: the layer holds a weight and is not called."""
 
     def __init__(self, separate: bool = False) -> None:
         super().__init__()
@@ -512,7 +512,7 @@ class OnlyPast(nn.Module):
 
 
 def hidden(model: nn.Module, name: str) -> None:
-    """Take the layer out of its parent's code: its weight is now reached by another way."""
+    """Use the layer's weight in a way that the parent's code does not show."""
     layer = model.get_submodule(name)
     model.register_forward_hook(lambda m, args, y: y + nn.functional.linear(args[0], layer.weight))
 
@@ -760,7 +760,7 @@ def test_the_report_is_no_model() -> None:
         report(torch.randint(50, (2, 20)))
     with pytest.raises(AttributeError, match="no attribute 'parameters_'"):
         report.parameters_  # noqa: B018
-    # What a script does first with its model, one thing or the other.
+    # Common first uses of a model in a script.
     for first_use in (
         lambda: torch.optim.AdamW(report.parameters()),
         lambda: report.to("cpu"),

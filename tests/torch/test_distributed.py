@@ -64,8 +64,8 @@ def run(rank: int, store: str, body: Callable[[int], None]) -> None:
         body(rank)
     finally:
         dist.destroy_process_group()
-    # A thread of gloo's lets go of a collective's tensors after the one that waited has gone on; if
-    # the interpreter ends in between, torch aborts the process. So it does not end in good order.
+    # A gloo thread releases a collective's tensors after the waiting thread has continued. If the
+    # interpreter ends in between, torch aborts the process, so the process exits without cleanup.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -46,7 +46,7 @@ def main(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
 
 @pytest.mark.parametrize("name", ALONE)
 def test_short_and_alone(name: str) -> None:
-    """Copied to another place it runs: nothing of the repository but the package is imported."""
+    """It runs from any folder: it imports only the package, nothing else of the repository."""
     text = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8")
     assert text.count("\n") <= 82
     beside = {path.stem for path in EXAMPLES.iterdir()}
@@ -73,7 +73,7 @@ def test_lora(main: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_an_import_error_is_the_real_one() -> None:
-    """A library that is there and cannot be imported is not called missing."""
+    """A library that exists but fails to import is not reported as missing."""
     code = "import sys; sys.modules['peft.utils'] = None; sys.argv = ['lora.py']; import runpy; "
     code += f"runpy.run_path({str(EXAMPLES / 'lora.py')!r}, run_name='__main__')"
     if importlib.util.find_spec("peft") is None:
@@ -168,7 +168,7 @@ def test_lightning_trainer(
 
 
 def output_of(command: list[str]) -> str:
-    """What a launcher printed; asked to end on time-out, since killed it leaves its workers."""
+    """Output of a launcher; on time-out it is terminated, because killing it leaves its workers."""
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env

@@ -1,4 +1,4 @@
-"""What a step that fails leaves behind: memory that runs out, Ctrl-C, forks, the interpreter's end.
+"""The state after a failed step: out of memory, Ctrl-C, forks, the interpreter's end.
 
 Faults are injected at every place where hotcore takes memory or computes: the n-th of them raises,
 for every n. Afterwards everything is as it was, and the next step has the bits of a process in
@@ -206,7 +206,7 @@ def test_a_step_that_fails_anywhere(
         assert same(state(model, optimizer), before), faults.where
         assert input_cache.current().entry is None, faults.where
         assert accumulation.current() is None and accumulation.open_contexts() == 0, faults.where
-        # With the generator where it was, the next step is as if nothing had been.
+        # With the generator restored, the next step is as if nothing had failed.
         torch.set_rng_state(seed)
         step(model, optimizer, SMALL)
         assert same(state(model, optimizer), expected), faults.where
@@ -217,7 +217,7 @@ def test_a_step_that_fails_anywhere(
 
 
 def numbers(rows: int, columns: int, salt: int) -> torch.Tensor:
-    """As in tests/python/test_faults.py."""
+    """See tests/python/test_faults.py."""
     index = torch.arange(rows * columns, dtype=torch.int64) + salt * 1_000_003
     words = (index * 2_654_435_761 >> 7) % (1 << 16)
     return ((words - (1 << 15)).float() / 4096).reshape(rows, columns)
@@ -354,7 +354,7 @@ def test_interrupts_at_any_time(seeded: None) -> None:
                 pressed.start()
                 while time.monotonic() < until:
                     plain_step(model, optimizer, LARGE)
-                # Python drops an exception of a finalizer or a weak reference's callback.
+                # Python drops exceptions of finalizers and weak references' callbacks.
                 signal.raise_signal(signal.SIGINT)
             pressed.join()
             model.load_state_dict(start[0])

@@ -1,6 +1,6 @@
-"""Seeds on x's device, which make the replays of a CUDA graph draw anew, without a GPU.
+"""Seeds on x's device, drawn again by every replay of a CUDA graph; tested without a GPU.
 
-Here torch only says that it captures, and the kernels read the seed from memory of the CPU.
+Here torch only reports a capture, and the kernels read the seed from CPU memory.
 tests/gpu/test_runtime.py and test_compiled.py have the graphs themselves.
 """
 
@@ -96,7 +96,7 @@ def test_a_seed_read_by_the_kernels_gives_the_same_bits(
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_replay_draws_anew(recipe: str, captured: list[torch.Tensor]) -> None:
-    """Forward and backward read the number of their time; backward draws none itself."""
+    """Forward and backward read the current number; backward draws none."""
     module = hot.HotLinear(64, 48, config=recipe)
     x, gy = torch.randn(96, 64, requires_grad=True), torch.randn(96, 48)
     y = module(x)
@@ -146,7 +146,7 @@ def test_convolutions_add_to_the_offset() -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.usefixtures("captured")
 def test_a_checkpoint_meets_the_same_numbers(recipe: str, reentrant: bool) -> None:
-    """By torch's own preservation of the generator's state."""
+    """torch preserves the generator's state."""
     module = hot.HotLinear(64, 48, config=recipe)
     x, gy = torch.randn(96, 64, requires_grad=True), torch.randn(96, 48)
 
@@ -177,7 +177,7 @@ def test_a_checkpoint_that_preserves_no_seed(recipe: str, captured: list[torch.T
 
 
 def test_captured_layers_share_no_x() -> None:
-    """A later capture would take codes that its own replays do not make."""
+    """Otherwise a later capture would use codes that its own replays do not make."""
     cache = input_cache.InputCache()
 
     class Seed:

@@ -1,4 +1,4 @@
-"""Layers that take the same x keep one compressed x, for as long as the same noise is right."""
+"""Layers with the same x share one compressed x, as long as equal noise is allowed."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_one_buffer_and_the_gradients_of_both_keys(recipe: str) -> None:
 
 
 def test_the_bytes_depend_on_the_fields_of_the_form_alone() -> None:
-    # The others may differ between layers that share; a new field has to be put on one side.
+    # Other fields may differ between sharing layers; a new field must be assigned to one side.
     changes: dict[str, Any] = {
         "hadamard_block": 32, "gx_bits": 4, "gx_scale": "tensor", "weight_scale": "tensor",
         "gx_rounding": "nearest", "gw_scale": "tensor", "gw_rounding": "nearest",
@@ -118,7 +118,7 @@ def test_convolutions_that_keep_the_same_pixels() -> None:
     outputs = [module(x) for module in (*point, strided, *wide)]
     assert len({s.data_ptr() for s in kept(*outputs)}) == 3
     assert buffers(*outputs[:2]) == buffers(*outputs[3:]) == 1
-    # Each is right: as good as one that kept an x of its own.
+    # Each gradient is as good as with its own compressed x.
     exact = nn.functional.conv2d
     for module, y in zip((*point, strided, *wide), outputs, strict=True):
         gy = torch.randn_like(y)
@@ -189,7 +189,7 @@ def fused_step(x: torch.Tensor) -> None:
 
 
 def gathered(x: torch.Tensor) -> None:
-    """What a collective does: it writes the memory, and the version stays."""
+    """Like a collective, which writes memory without raising the version."""
     x.detach().data.copy_(data())
 
 
@@ -286,7 +286,7 @@ def test_inference_tensors_and_subclasses_keep_their_own() -> None:
     q, k = layers(2)
     with torch.inference_mode():
         inferred = images()
-    # A plain layer refuses the one; the other may want to see each operator.
+    # A plain layer raises for one kind; the other may intercept each operator.
     for x in (inferred, images().as_subclass(Watched)):
         assert buffers(q(x), k(x)) == 2
 
@@ -387,7 +387,7 @@ def test_x_lives_no_longer_and_takes_the_entry_along() -> None:
     assert input_cache.current().entry is not None
     del x
     assert gone() is None and input_cache.current().entry is None
-    # The graph still has the bytes, and alone.
+    # Only the graph holds the bytes now.
     held = weakref.ref(kept(y)[0])
     assert held() is not None
     del y
@@ -395,7 +395,7 @@ def test_x_lives_no_longer_and_takes_the_entry_along() -> None:
 
 
 def test_an_x_that_only_autograd_holds_is_still_the_same() -> None:
-    # Its Python object is put away while C++ holds the tensor, and comes back as itself.
+    # The Python object is resurrected as itself while C++ holds the tensor.
     q, k = layers(2)
     source = images().requires_grad_()
     x = source * 1
@@ -467,7 +467,7 @@ def test_a_checkpoint_repeated_in_another_thread_is_fresh() -> None:
 
 @pytest.mark.parametrize("ended", [False, True])
 def test_checkpoint_of_one_of_them(ended: bool) -> None:
-    # The bytes that are made again come with their own seed, whatever forward had shared.
+    # Recomputed bytes come with their own seed, whatever forward has shared.
     q, k = layers(2, "fast")
     x = images()
     gy = torch.randn(96, 48)

@@ -66,7 +66,7 @@ def bits(model: nn.Module) -> set[int]:
 
 
 def train(model: nn.Module, steps: int, seen: list | None = None) -> torch.optim.Optimizer:
-    """A loop that knows nothing of HOT."""
+    """A loop without any code for HOT."""
     optimizer = next(iter(train.optimizers))
     torch.manual_seed(1)
     for step in batches(steps):
@@ -85,7 +85,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def no_trace(model: nn.Module) -> bool:
-    """Nothing of a loop is left: hooks, an accumulation, a schedule's bits."""
+    """Whether a loop has left no hooks, no accumulation and no schedule's bits."""
     hooks = any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     return not hooks and accumulation.current() is None and bits(model) == {8}
 
@@ -206,7 +206,7 @@ def test_epochs_and_going_on() -> None:
 
 
 def test_entered_again() -> None:
-    """A schedule goes on where it was."""
+    """A schedule resumes."""
     model = converted()
     for warmup in (2, hot.PrecisionSchedule(model, 2)):
         loop = HotLoop(model, sgd(model), warmup=warmup)
@@ -222,7 +222,7 @@ def test_entered_again() -> None:
 
 
 def test_compiled_model() -> None:
-    """Schedule and noise work; what cannot be measured in a graph is said."""
+    """Schedule and noise work; a warning says what a graph cannot measure."""
     model = converted()
     compiled = torch.compile(model, backend="eager")
     loop = HotLoop(model, sgd(model), compress=8, memory=True)

@@ -28,7 +28,7 @@ SHAPES = ((7, 24), (2, 5, 24), (2, 3, 4, 24), (1, 2, 1, 2, 24), (24,), (0, 24), 
 def seeded() -> Iterator[None]:
     torch.manual_seed(1234)
     before = torch.get_num_threads()
-    torch.set_num_threads(1)  # small work: threads of several test processes would only wait
+    torch.set_num_threads(1)  # small work does not scale
     yield
     torch.set_num_threads(before)
 
@@ -379,7 +379,7 @@ def test_repr() -> None:
 
 
 def test_repeatable_through_numpy() -> None:
-    # One draw a call, and nothing else, comes from torch's generator.
+    # A call takes exactly one draw from torch's generator.
     x, weight, _ = tensors(8, 24)
     torch.manual_seed(21)
     hot.linear(x, weight)

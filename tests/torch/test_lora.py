@@ -123,7 +123,7 @@ def test_adapter_gradients(order: str) -> None:
     assert all("lora_" in name for name in got) and len(got) == 8
     for name, gradient in got.items():
         last = ".1.down." in name
-        # Behind the last adapted layer nothing is quantised: the same bits.
+        # After the last adapted layer nothing is quantised: the same bits.
         assert torch.equal(gradient, exact[name]) == last, name
         # g_x in INT8 of up to three layers, each within about a hundredth of its norm.
         assert (gradient - exact[name]).norm() < 0.03 * exact[name].norm(), name
@@ -237,7 +237,7 @@ def test_conv1d(shape: tuple[int, ...]) -> None:
     y = module(x)
     assert torch.equal(y, plain(x)) and torch.equal(module.eval()(x), plain(x))
     module.train()
-    # The linear layer with the same numbers, turned.
+    # The linear layer with the transposed weight.
     linear = hot.HotLinear(64, 96)
     linear.load_state_dict({"weight": plain.weight.T, "bias": plain.bias})
     gy = torch.randn_like(y)

@@ -1,4 +1,4 @@
-"""memory_report: the bytes are those that autograd keeps, and nothing is changed by measuring."""
+"""memory_report: counts the bytes that autograd keeps, and changes nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``NoiseMonitor``: the ratio is what it says, and measuring changes nothing."""
+"""``NoiseMonitor``: the ratio is right, and measuring changes nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The operators in a compiler's hands: what it counts, shares, keeps, recomputes and caches."""
+"""The compiler and the operators: what it counts, shares, keeps, recomputes and caches."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_x_comes_from_the_codes_of_what_it_is_made_of(autocast: bool) -> None:
         graphs = Graphs().run(call, x.clone().requires_grad_())
         kept[saved] = sum(t.nbytes for t in graphs.kept if t.dim() and t.shape != (256, 64))
         in_backward = sum(graphs.count("backward", n) for n in ("compress", "compress_activation"))
-        # With 4 bits of GELU's input its result is not exact enough: fc2 has codes of its own.
+        # With 4 bits of GELU's input the result is not accurate enough: fc2 saves its own codes.
         assert in_backward == {None: 0, 8: 2, 4: 0}[saved]
         torch._dynamo.reset()
         compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
@@ -187,7 +187,7 @@ def test_x_comes_from_the_codes_of_what_it_is_made_of(autocast: bool) -> None:
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_an_x_that_is_written_is_not_made_from_codes(autocast: bool) -> None:
-    """What the norm keeps no longer says what x is; and nothing of a trace outlives it."""
+    """The norm's saved tensors no longer determine x; and no state outlives a trace."""
 
     class Shifted(nn.Module):
         def __init__(self) -> None:
@@ -213,7 +213,7 @@ def test_an_x_that_is_written_is_not_made_from_codes(autocast: bool) -> None:
 
 
 def test_nothing_of_a_graph_stands_elsewhere() -> None:
-    """Seeds are where x is; on the meta device nothing of the CPU takes part."""
+    """Seeds are on x's device; a graph on the meta device holds no CPU tensor."""
     seed = torch.ops.hotcore.draw_seed(torch.empty(3, device="meta"))
     assert seed.device.type == "meta"
     saved, seed = torch.ops.hotcore.compress(torch.empty(64, 64, device="meta"),
@@ -280,7 +280,7 @@ def test_selective_checkpoints(policy: str, products: int, monkeypatch: pytest.M
     graphs = Graphs().run(call, x.requires_grad_())
     assert graphs.count("forward", "compress") == 2
     assert graphs.count("backward", "compress") == 0
-    # The last product of a region is needed by nobody there.
+    # Nothing in the region needs its last product.
     assert graphs.count("backward", "product") == max(0, products - 1)
 
 

@@ -1,4 +1,4 @@
-"""hotcore.torch._compat: every private name of torch has a public way, which does the same."""
+"""hotcore.torch._compat: every private name of torch has a public fallback that does the same."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_products_are_named_to_the_partitioner(monkeypatch: pytest.MonkeyPatch) 
     from torch._functorch import partitioners
 
     before = partitioners.get_default_op_list
-    monkeypatch.setattr(partitioners, "get_default_op_list", before)  # put back afterwards
+    monkeypatch.setattr(partitioners, "get_default_op_list", before)  # restored afterwards
     operator = torch.ops.hotcore.draw_seed
     assert operator not in before().compute_intensive_ops
     assert _compat.count_as_products([operator])
@@ -108,7 +108,7 @@ def test_private_names_stand_in_one_file() -> None:
 
 
 def test_the_adapter_imports_no_compiler() -> None:
-    """It costs seconds, and is asked for where something is compiled."""
+    """The import costs seconds and happens only during compilation."""
     code = (
         "import sys, torch; before = set(sys.modules); import hotcore.torch; "
         "print([m for m in set(sys.modules) - before if m.startswith(('torch._dynamo', "

@@ -1,4 +1,4 @@
-"""hot.recompute: what a block keeps, what it computes again, and that gradients stay."""
+"""hot.recompute: what a block keeps and recomputes, with unchanged gradients."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_compiled_graphs(
         made = graphs.count(stage, "compress") + graphs.count(stage, "compress_activation")
         assert (graphs.count(stage, "product"), made) == wanted, stage
     assert (graphs.calls["forward"][SDPA], graphs.calls["backward"][SDPA]) == (1, attention)
-    # No state of a generator is among what is kept where the seeds are.
+    # No generator state is kept if the seeds are.
     if policy is hot.keep_attention:
         assert not any(t.dtype == torch.uint8 for t in graphs.kept)
     kept = sum(t.nbytes for t in graphs.kept if isinstance(t.numel(), int))

@@ -1,4 +1,4 @@
-"""The rivals of the benchmarks: what defines each of them."""
+"""The rivals of the benchmarks: their defining properties."""
 
 from __future__ import annotations
 

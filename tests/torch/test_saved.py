@@ -1,4 +1,4 @@
-"""convert(..., saved=): codes in eager and compiled graphs, what is kept, what stays as it was."""
+"""convert(..., saved=): codes in eager and compiled graphs, kept bytes, unchanged modules."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torch import nn  # noqa: E402
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import models  # noqa: E402
 
-blocks = importlib.import_module("hotcore.torch.compress_saved")  # its function has the same name
+blocks = importlib.import_module("hotcore.torch.compress_saved")  # the function has the same name
 
 Function = Callable[..., torch.Tensor]
 Shapes = tuple[tuple[int, ...], ...]
@@ -609,7 +609,7 @@ def test_attention_that_cannot_warns_and_is_plain(mode: str) -> None:
 # ---- Whole models ----
 
 # Cosine with fp32's whole gradient: `default` alone has 0.993 for the ViT, 0.9996 for the Llama.
-LEAST = {"vit_b": 0.98, "llama_blocks": 0.998, "gpt2": 0.97, "bert": 0.97}
+MIN_COSINE = {"vit_b": 0.98, "llama_blocks": 0.998, "gpt2": 0.97, "bert": 0.97}
 
 
 def _task(name: str, rng: np.random.Generator) -> tuple[nn.Module, models.Batch, models.Task]:
@@ -628,14 +628,14 @@ def _gradient(model: nn.Module, batch: models.Batch, task: models.Task) -> torch
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
-@pytest.mark.parametrize("name", list(LEAST))
+@pytest.mark.parametrize("name", list(MIN_COSINE))
 def test_whole_model(name: str, rng: np.random.Generator) -> None:
     model, batch, task = _task(name, rng)
     wanted = _gradient(model, batch, task)
     plain = kept_bytes(lambda: task.loss(model, batch), model.parameters())
     report = hot.convert(model, "default", saved=8)
     assert report.saved is not None and not report.saved.left, report.saved
-    assert cosine(_gradient(model, batch, task), wanted) > LEAST[name]
+    assert cosine(_gradient(model, batch, task), wanted) > MIN_COSINE[name]
     small = kept_bytes(lambda: task.loss(model, batch), model.parameters())
     assert small < (0.55 if name in ("gpt2", "bert") else 0.3) * plain
     hot.revert(model)
@@ -666,7 +666,7 @@ def test_a_training_run_falls_as_the_plain_one(rng: np.random.Generator) -> None
 
 
 def test_seeds_are_drawn_where_nothing_is_differentiated(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A checkpoint runs a region without gradients first: what is drawn after has to be the same.
+    # A checkpoint first runs a region without gradients: later draws must be the same.
     drawn = []
     seed_for = ops.seed_for
     monkeypatch.setattr(ops, "seed_for", lambda x: drawn.append(x) or seed_for(x))

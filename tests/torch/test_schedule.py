@@ -1,4 +1,4 @@
-"""PrecisionSchedule: the layers' configurations change when they should, and come back."""
+"""PrecisionSchedule: the layers' configurations change in time, and are restored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of docs/torch/support.md, "What works with it", that no other file is about."""
+"""Rows of docs/torch/support.md, "What works with it", that no other file tests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("seeded")
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    """torch warns that TorchScript is old, and that vmap goes through a loop for an operator."""
+    """torch warns that TorchScript is deprecated, and that vmap loops over an operator."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -1,8 +1,8 @@
-"""HOT in the training loops of others: :class:`HotLoop`, and callbacks made of it.
+"""HOT in existing training loops: :class:`HotLoop`, and callbacks built on it.
 
 ``hotcore.integrations.transformers.HotCallback`` is for transformers' ``Trainer``,
-``hotcore.integrations.lightning.HotCallback`` for Lightning's; accelerate, Fabric and loops written
-by hand take :class:`HotLoop` itself. Needs torch; the callbacks need their libraries.
+``hotcore.integrations.lightning.HotCallback`` for Lightning's. With accelerate, Fabric and custom
+loops use :class:`HotLoop` itself. The package needs torch; the callbacks need their libraries.
 """
 
 from .loop import HotLoop, scalar_logger

@@ -13,7 +13,7 @@ from .loop import HotLoop, checked_options, scalar_logger
 
 
 def _callback_class() -> Any:
-    """The Callback of the Lightning that is in use: it comes in two packages, each its own."""
+    """The Callback class of the Lightning in use: two packages have one each."""
     names = ["lightning.pytorch", "pytorch_lightning"]
     if names[0] not in sys.modules and names[1] in sys.modules:
         names.reverse()
@@ -21,12 +21,12 @@ def _callback_class() -> Any:
         return importlib.import_module(names[0]).Callback
     except ModuleNotFoundError as error:
         if error.name not in (names[0], names[0].split(".")[0]):
-            raise  # it is there, and lacks something itself
+            raise  # the package exists, but one of its own imports fails
         return importlib.import_module(names[1]).Callback
 
 
 class HotCallback(_callback_class()):  # type: ignore[misc]
-    """What :class:`hotcore.integrations.HotLoop` does, for Lightning's ``Trainer``.
+    """:class:`hotcore.integrations.HotLoop` for Lightning's ``Trainer``.
 
     ::
 
@@ -34,14 +34,14 @@ class HotCallback(_callback_class()):  # type: ignore[misc]
         trainer = Trainer(callbacks=[HotCallback(warmup=1000, noise_every=100)])
         trainer.fit(module, data)
 
-    The first optimizer's steps count. ``compress`` is in force in ``training_step``. The memory
-    report calls ``training_step`` once more with the first batch, plain and with HOT, without
-    logging; it is left out, with a warning, under manual optimization. A run that goes on from a
-    checkpoint goes on in the schedule, too.
+    Steps of the first optimizer count. ``compress`` is active in ``training_step``. The memory
+    report calls ``training_step`` again with the first batch, plain and with HOT, without logging;
+    under manual optimization it is skipped with a warning. A run that resumes from a checkpoint
+    also resumes the schedule.
 
     Args:
-        **options: :class:`~hotcore.integrations.HotLoop`'s but ``start``. Without ``log`` scalars
-            go to the Trainer's loggers.
+        **options: options of :class:`~hotcore.integrations.HotLoop`, except ``start``. Without
+            ``log`` scalars go to the Trainer's loggers.
 
     Raises:
         TypeError: an option that HotLoop does not have.
@@ -53,7 +53,7 @@ class HotCallback(_callback_class()):  # type: ignore[misc]
         self._compress: hot.Compression | None = None
         self._inside = False
         self.loop: HotLoop | None = None
-        """Of the present training, or the last one."""
+        """The loop of the current training, or of the last one."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Enter the loop."""
@@ -79,7 +79,7 @@ class HotCallback(_callback_class()):  # type: ignore[misc]
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Measure memory on the first batch; from here on ``compress`` is in force."""
+        """Measure memory on the first batch, and activate ``compress``."""
         assert self.loop is not None
         if self._memory:
             self._memory = False
@@ -89,13 +89,13 @@ class HotCallback(_callback_class()):  # type: ignore[misc]
             self._inside = True
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
-        """The forward pass is over."""
+        """End the forward pass."""
         self._leave()
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """The batch is over, also where ``training_step`` returned no loss."""
+        """End the batch, also if ``training_step`` returned no loss."""
         self._leave()
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:

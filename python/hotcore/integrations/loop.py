@@ -1,4 +1,4 @@
-"""``HotLoop``: what a training loop can do for HOT, hung onto its optimizer."""
+"""``HotLoop``: HOT's tools for a training loop, driven by its optimizer."""
 
 from __future__ import annotations
 
@@ -29,27 +29,28 @@ class HotLoop:
         with HotLoop(model, optimizer, warmup=1000, noise_every=100, log=writer):
             ...  # the loop as it is, with accelerate, Fabric or neither
 
-    It counts the optimizer's steps by a hook; the loop calls nothing, but :meth:`end_epoch` where
-    ``unit="epoch"``. Steps that a GradScaler skips are none.
+    A hook counts the optimizer's steps; the loop only calls :meth:`end_epoch` if
+    ``unit="epoch"``. Steps that a GradScaler skips do not count.
 
     Args:
-        model: a converted model; a DistributedDataParallel stands for what it wraps.
-        optimizer: whose steps count; accelerate's wrapper stands for what it wraps.
-        warmup: steps (or epochs) during which g_x is computed in 8 bits, then in 4; or a
-            :class:`hotcore.torch.PrecisionSchedule`. None: no schedule. Leaving gives the layers
-            their own configurations back.
-        unit: what the schedule counts, ``"step"`` or ``"epoch"``.
-        compress: a :func:`hotcore.torch.compress_saved` (or its bits), in force in every forward
-            pass of ``model`` that has gradients. In eager mode only; ``convert(..., saved=8)`` also
+        model: a converted model, or a DistributedDataParallel around it.
+        optimizer: the optimizer whose steps count, or accelerate's wrapper around it.
+        warmup: steps (or epochs) with g_x in 8 bits, after which it has 4; or a
+            :class:`hotcore.torch.PrecisionSchedule`. None: no schedule. Leaving restores the
+            layers' own configurations.
+        unit: unit of the schedule, ``"step"`` or ``"epoch"``.
+        compress: a :func:`hotcore.torch.compress_saved` (or its bits), active in every forward pass
+            of ``model`` that has gradients. In eager mode only; ``convert(..., saved=8)`` also
             works in compiled models.
         accumulate: :func:`hotcore.torch.gradient_accumulation` around the whole loop.
-        in_place: for that; None: unless torch.distributed has several processes.
-        memory: measure at the first step who keeps how much for backward, plain and with HOT, by
-            :func:`hotcore.torch.memory_report` on the step's own inputs: :attr:`memory`.
-        noise_every: steps between two measurements of the noise to gradient ratio; 0: none.
+        in_place: option of ``accumulate``; None: True unless torch.distributed has several
+            processes.
+        memory: at the first step, measure the bytes each module keeps for backward, plain and with
+            HOT, by :func:`hotcore.torch.memory_report` on the step's own inputs: :attr:`memory`.
+        noise_every: steps between measurements of the noise to gradient ratio; 0: none.
         noise_layers: name patterns of the layers to measure.
-        log: where scalars go, see :func:`scalar_logger`. None: nowhere.
-        start: steps (or epochs) that were trained before, when a run goes on.
+        log: target of scalars, see :func:`scalar_logger`. None: no logging.
+        start: steps (or epochs) trained before, for a run that resumes.
 
     Raises:
         ValueError: no layer of the model is converted, or a bad argument.
@@ -74,7 +75,7 @@ class HotLoop:
         log: Any = None,
         start: int = 0,
     ) -> None:
-        """Check the arguments; nothing is changed before the loop is entered."""
+        """Check the arguments; nothing changes before the loop is entered."""
         if isinstance(model, nn.parallel.DistributedDataParallel):
             model = model.module
         if unit not in ("step", "epoch"):
@@ -91,18 +92,18 @@ class HotLoop:
         self._wants_memory = memory
         self._noise = hot.NoiseMonitor(model, noise_every, noise_layers) if noise_every else None
         self._log = scalar_logger(log)
-        self._count = start  # of the schedule's units
+        self._count = start  # in units of the schedule
         self._steps = start if unit == "step" else 0
         self._bits: int | None = None
         self._measuring = False
         self._stack: ExitStack | None = None
         self._inputs: tuple[Any, Any, Any] | None = None
         self.schedule: hot.PrecisionSchedule | None = None
-        """In force inside the loop; None without ``warmup``."""
+        """The schedule inside the loop; None without ``warmup``."""
         self.memory: hot.MemoryReport | None = None
-        """Of the first step, with ``memory=True``."""
+        """The memory report of the first step, with ``memory=True``."""
         self.scalars: dict[str, float] = {}
-        """The last that were logged."""
+        """The scalars that were logged last."""
 
     def __enter__(self) -> HotLoop:
         """Begin."""
@@ -134,18 +135,18 @@ class HotLoop:
         self.close()
 
     def close(self) -> None:
-        """Undo everything; a loop that is closed may be entered again."""
+        """Undo everything; a closed loop may be entered again."""
         stack, self._stack, self._inputs = self._stack, None, None
         if stack is not None:
             stack.close()
 
     @property
     def steps(self) -> int:
-        """Steps so far; with ``unit="step"`` those of ``start`` included."""
+        """Number of steps; with ``unit="step"`` including ``start``."""
         return self._steps
 
     def end_epoch(self) -> None:
-        """An epoch is over: the schedule counts it where ``unit="epoch"``."""
+        """Count an epoch in the schedule if ``unit="epoch"``."""
         if self._unit == "epoch":
             self._advance()
 
@@ -162,7 +163,7 @@ class HotLoop:
         return not (several and distributed.get_world_size() > 1)
 
     def _around_forward(self, compress: hot.Compression, stack: ExitStack) -> None:
-        """Have ``compress`` in force in every forward pass of the model that has gradients."""
+        """Activate ``compress`` in every forward pass of the model that has gradients."""
         entered: list[bool] = []
 
         def before(module: nn.Module, args: Any) -> None:
@@ -210,7 +211,7 @@ class HotLoop:
             self._noise.begin()
 
     def report(self, scalars: Scalars) -> None:
-        """Log ``scalars`` under the present number of steps."""
+        """Log ``scalars`` at the current step."""
         self.scalars = dict(scalars)
         self._log(self.scalars, self._steps)
 
@@ -230,7 +231,7 @@ class HotLoop:
         loss_fn: Callable[[nn.Module, Any], torch.Tensor],
         compress: hot.Compression | None,
     ) -> Scalars:
-        """Make :attr:`memory` of ``loss_fn(model, inputs)``; a failure is a warning."""
+        """Make :attr:`memory` from ``loss_fn(model, inputs)``; a failure becomes a warning."""
         self._wants_memory, self._inputs, self._measuring = False, None, True
         try:
             with eagerly():
@@ -251,7 +252,7 @@ class HotLoop:
 
 
 def checked_options(options: dict[str, Any]) -> dict[str, Any]:
-    """A callback's options, which are the loop's but ``start``. Raises TypeError for others."""
+    """A callback's options: the loop's, except ``start``. Raises TypeError for others."""
     known = set(HotLoop.__init__.__kwdefaults__ or {}) - {"start"}
     if unknown := sorted(set(options) - known):
         expected = ", ".join(sorted(known))
@@ -260,12 +261,12 @@ def checked_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def scalar_logger(target: Any) -> Callable[[Scalars, int], None]:
-    """``log(scalars, step)`` for what loggers there are.
+    """``log(scalars, step)`` for common loggers.
 
     Args:
         target: TensorBoard's ``SummaryWriter`` (``add_scalar``), a logger of Lightning
             (``log_metrics``), a ``Fabric`` (``log_dict``), a run of W&B or an ``Accelerator``
-            (``log``), any function of (scalars, step), or None for nowhere.
+            (``log``), any function of (scalars, step), or None for no logging.
 
     Raises:
         TypeError: it is none of these.

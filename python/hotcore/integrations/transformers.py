@@ -8,12 +8,12 @@ from typing import Any
 
 from .loop import HotLoop, checked_options
 
-# transformers is no requirement of hotcore, and need not be there for the type checker.
+# hotcore does not require transformers; the type checker runs without it.
 _TrainerCallback: Any = importlib.import_module("transformers.trainer_callback").TrainerCallback
 
 
 class HotCallback(_TrainerCallback):  # type: ignore[misc]
-    """What :class:`hotcore.integrations.HotLoop` does, for a ``Trainer``.
+    """:class:`hotcore.integrations.HotLoop` for a ``Trainer`` of transformers.
 
     ::
 
@@ -22,13 +22,13 @@ class HotCallback(_TrainerCallback):  # type: ignore[misc]
         HotCallback.add_to(trainer, warmup=1000, noise_every=100)
         trainer.train()
 
-    A run that goes on from a checkpoint goes on in the schedule, too. Training that an error ended
-    is closed by the next ``train()``, or by :meth:`close`.
+    A run that resumes from a checkpoint also resumes the schedule. If an error ends the training,
+    the next ``train()`` or :meth:`close` closes the loop.
 
     Args:
-        **options: :class:`~hotcore.integrations.HotLoop`'s but ``start``. Without ``log`` scalars
-            go to the Trainer's history alone (``trainer.state.log_history``); :meth:`add_to` sends
-            them to all that the Trainer reports to.
+        **options: options of :class:`~hotcore.integrations.HotLoop`, except ``start``. Without
+            ``log`` scalars go only to the Trainer's history (``trainer.state.log_history``);
+            :meth:`add_to` sends them to everything that the Trainer reports to.
 
     Raises:
         TypeError: an option that HotLoop does not have.
@@ -40,18 +40,18 @@ class HotCallback(_TrainerCallback):  # type: ignore[misc]
         self._send: Callable[[dict[str, float]], object] | None = None
         self._pending: dict[str, float] = {}
         self.loop: HotLoop | None = None
-        """Of the present training, or the last one."""
+        """The loop of the current training, or of the last one."""
 
     @classmethod
     def add_to(cls, trainer: Any, **options: Any) -> HotCallback:
-        """Make a callback whose scalars the Trainer logs with its own, add it, return it."""
+        """Add a callback whose scalars the Trainer logs with its own; return it."""
         callback = cls(**options)
         callback._send = trainer.log
         trainer.add_callback(callback)
         return callback
 
     def close(self) -> None:
-        """Undo everything; for a training that an error has ended."""
+        """Undo everything, after a training that an error has ended."""
         if self.loop is not None:
             self.loop.close()
 
@@ -69,7 +69,7 @@ class HotCallback(_TrainerCallback):  # type: ignore[misc]
         self.loop.__enter__()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Log what the step has measured; the Trainer has counted it by now."""
+        """Log the step's measurements; the Trainer has already counted the step."""
         scalars, self._pending = self._pending, {}
         if scalars and self._send is not None:
             self._send(scalars)

@@ -1,4 +1,4 @@
-"""Imported before anything else here: says what is missing, JAX or this build's handlers."""
+"""Imported first: raises an error that says what is missing, JAX or this build's handlers."""
 
 _OLDEST = (0, 10)
 _NEEDED = "hotcore.jax needs jax 0.10 or newer: pip install 'hotcore[jax]'"

@@ -1,7 +1,7 @@
-"""libhot's calls as JAX sees them: operands in, results out, settings as attributes.
+"""libhot's calls as JAX functions: operands in, results out, settings as attributes.
 
-XLA calls the handlers of ``_jax_ffi`` while a program runs; nothing here is called then. Scratch on
-CUDA is one more result, whose size is asked when a call is traced.
+XLA calls the handlers of ``_jax_ffi`` while a program runs; this module runs only during tracing.
+Scratch on CUDA is an extra result, whose size is determined when a call is traced.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from .. import _core, _jax_ffi, contexts
 from ..config import HotConfig
 
 Array = Any
-"""A jax.Array, or what stands for one while a function is traced."""
+"""A jax.Array, or a tracer of one."""
 
 _result: Any = jax.ShapeDtypeStruct
-_NOTHING = (0,)  # the shape of an operand or result that is not there
+_NOTHING = (0,)  # shape of an absent operand or result
 
 
 def _target(name: str) -> str:
@@ -36,7 +36,7 @@ def _register() -> None:
 
 try:
     _register()
-except Exception as error:  # of XLA's own, not the same one in every version
+except Exception as error:  # XLA's own error types differ between versions
     version = ".".join(map(str, _jax_ffi.API_VERSION))
     raise ImportError(
         f"hotcore.jax: jax {jax.__version__} does not take handlers for version {version} of XLA's "
@@ -46,7 +46,7 @@ contexts.follow_cpu(_jax_ffi.set_cpu)
 
 
 def compress_activation(x: Array, seed: Array, config: HotConfig) -> Array:
-    """x ``[L, I]`` as one uint8 vector; ``seed`` is uint32 ``[2]``, the low word first."""
+    """x ``[L, I]`` compressed to a uint8 vector; ``seed`` is uint32 ``[2]``, low word first."""
     tokens, in_features = x.shape
     size = _core.saved_layout(tokens, in_features, config.spec)[0]
     (saved,) = _call(
@@ -70,10 +70,10 @@ def backward_linear(
     in_features: int,
     dtypes: tuple[Any, Any, Any],
 ) -> tuple[Array | None, Array | None, Array | None]:
-    """g_x ``[L, I]``, g_w ``[O, I]`` and g_b ``[O]`` of gy ``[L, O]``; None where the dtype is.
+    """g_x ``[L, I]``, g_w ``[O, I]`` and g_b ``[O]`` of gy ``[L, O]``; None for a dtype of None.
 
-    ``w`` is needed for g_x alone, ``saved`` (of :func:`compress_activation`, with the same seed)
-    for g_w alone.
+    Only g_x needs ``w``, only g_w needs ``saved`` (from :func:`compress_activation` with the same
+    seed).
     """
     tokens, out_features = gy.shape
     shapes = ((tokens, in_features), (out_features, in_features), (out_features,))
@@ -102,7 +102,7 @@ def backward_linear(
 
 
 def varying_axes(*arrays: Array) -> tuple[Any, ...]:
-    """The mesh axes of a ``shard_map`` over which any of these arrays has values of its own."""
+    """The mesh axes of a ``shard_map`` over which any of these arrays varies."""
     axes: frozenset[Any] = frozenset()
     for array in arrays:
         axes |= jax.typeof(array).manual_axis_type.varying
@@ -110,9 +110,9 @@ def varying_axes(*arrays: Array) -> tuple[Any, ...]:
 
 
 def pcast_to_varying(arrays: Sequence[Array], axes: Sequence[Any]) -> tuple[Array, ...]:
-    """The same values, of the type of arrays that vary over ``axes``.
+    """The same arrays with a type that varies over ``axes``.
 
-    Where that is differentiated, the gradients of the devices are added up.
+    Its derivative adds the gradients of the devices.
     """
 
     def one(array: Array) -> Array:
@@ -129,9 +129,9 @@ def _call(
     results: Sequence[tuple[Sequence[int], Any]],
     workspace: Callable[[_core.CoreContext], int],
 ) -> tuple[Array, ...]:
-    """One call of libhot, on whatever platform the program will run.
+    """One call of libhot, for any platform the program may run on.
 
-    Under vmap it is one call after another: a layer's scales and random numbers are its own.
+    Under vmap calls run in sequence: every layer has its own scales and random numbers.
     """
     cuda = _cuda_context()
     scratch = ((0 if cuda is None else workspace(cuda),), np.uint8)
@@ -140,7 +140,7 @@ def _call(
         tuple(_result(*result) for result in (*results, scratch)),
         vmap_method="sequential",
     )
-    # Its operands are of one kind, and it knows nothing of what its results vary over.
+    # All operands must vary over the same axes, and the call does not infer those of its results.
     axes = varying_axes(*operands)
     return pcast_to_varying(
         call(*pcast_to_varying(operands, axes), **_attributes(config))[:-1], axes
@@ -161,7 +161,7 @@ def _attributes(config: HotConfig) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=1)
 def _cuda_context() -> _core.CoreContext | None:
-    """For the size of scratch; None where JAX or this build of hotcore has no CUDA."""
+    """A context for sizes of scratch; None if JAX or this build of hotcore has no CUDA."""
     if not _core.built_with_cuda():
         return None
     try:

@@ -26,22 +26,21 @@ def linear(
 ) -> Array:
     """``x w^T + b``, as jnp computes it; gradients are computed in integers with HOT.
 
-    For a gradient of w, x is kept compressed (0.53 bytes a value with recipe ``"default"``); for
-    one of x, w itself. What is not differentiated is neither kept nor computed. Works under jit,
-    grad, checkpoint, scan and vmap (one call after another); there is no forward mode and no second
-    derivative.
+    The gradient of w needs the compressed x (0.53 bytes per value with recipe ``"default"``), that
+    of x needs w. Gradients that are not wanted cost neither memory nor time. Works under jit, grad,
+    checkpoint, scan and vmap (calls in sequence); not in forward mode, nor differentiated twice.
 
     Args:
         x: ``[..., I]`` float32, float16 or bfloat16.
         w: ``[O, I]`` of these dtypes; a kernel ``[I, O]`` is passed as ``kernel.T``.
         b: ``[O]`` of these dtypes, or None.
-        key: random key of the rounding, another one for every layer and step: a key of
-            ``jax.random`` (threefry's), or an integer array of one element. Number n stands for
-            ``hotcore.Key(0, offset=n)``; that of ``jax.random.key(n)`` is n.
+        key: random key of the rounding, different for every layer and step: a key of
+            ``jax.random`` (threefry), or an integer array of one element. The number n stands for
+            ``hotcore.Key(0, offset=n)``; ``jax.random.key(n)`` has the number n.
         config: a HotConfig or a recipe's name.
 
     Returns:
-        ``[..., O]``, in the dtype that jnp gives. Gradients have the dtypes of x, w and b.
+        ``[..., O]`` in jnp's dtype. Gradients have the dtypes of x, w and b.
 
     Raises:
         ValueError, TypeError: an argument is wrong; the message names it.
@@ -67,7 +66,7 @@ def linear(
         if b.shape != w.shape[:1]:
             raise ValueError(f"b: shape {b.shape}; w has {w.shape[0]} out features")
     seed = _seed(key)
-    # Inside a shard_map devices share w and b but not x: their gradients are to be added up.
+    # Inside a shard_map devices share w and b but not x: the gradients of w and b are summed.
     arrays = (x, w, seed) if b is None else (x, w, seed, b)
     x, w, seed, *rest = pcast_to_varying(arrays, varying_axes(*arrays))
     b = rest[0] if rest else None
@@ -86,7 +85,7 @@ def _floats(array: Array, name: str) -> Array:
 
 
 def _seed(key: Array) -> Array:
-    """The offset of the layer's key: two words, the low one first."""
+    """The offset of the layer's key: two words, low word first."""
     if not (hasattr(key, "dtype") and hasattr(key, "shape")):
         raise TypeError(
             f"key: {type(key).__name__}; expected jax.random.key(...) or an integer array, another "
@@ -94,10 +93,10 @@ def _seed(key: Array) -> Array:
         )
     if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.key_data(key)
-    if key.shape == (2,) and key.dtype == np.uint32:  # jax.random's: the high word first
+    if key.shape == (2,) and key.dtype == np.uint32:  # jax.random's keys have the high word first
         return jnp.flip(jnp.asarray(key))
     if key.shape == () and jnp.issubdtype(key.dtype, jnp.integer):
-        # Not by jnp, which may make 32 bits of NumPy's 64 before they are looked at.
+        # Not jnp, which may truncate NumPy's 64 bits to 32 before they are read.
         high = key >> 32 if key.dtype.itemsize > 4 else key * 0
         return jnp.stack([key.astype(np.uint32), high.astype(np.uint32)])
     raise ValueError(
@@ -118,14 +117,14 @@ def _product(x: Array, w: Array, b: Array | None) -> Array:
 )
 @dataclasses.dataclass(frozen=True)
 class _Kept:
-    """What backward needs: arrays, and what is known when the function is traced."""
+    """Residuals for backward: arrays, and static values known during tracing."""
 
     saved: Array | None
     w: Array | None
     seed: Array
     x_shape: tuple[int, ...]
     dtypes: tuple[Any, Any, Any]
-    """Of g_x, g_w and g_b; None: not wanted."""
+    """The dtypes of g_x, g_w and g_b; None: not wanted."""
 
 
 def _forward(config: HotConfig, x: Any, w: Any, b: Any | None, seed: Any) -> tuple[Array, _Kept]:

@@ -1,13 +1,13 @@
-"""``autotune``: time every layer plain and under each recipe, and choose per layer.
+"""``autotune``: time every layer plain and with each recipe, and choose per layer.
 
-One forward pass under hooks shows how each layer is called: shape and dtype of x, autocast, memory
-format. Layers that are called alike are measured once, on a copy of their own with fresh weights,
-forward and backward, in turns with plain torch. A choice has to win by more than its spread.
+One forward pass under hooks records how each layer is called: shape and dtype of x, autocast,
+memory format. Equal calls are measured once, forward and backward, on a copy of the layer with
+fresh weights, in turns with plain torch. A choice has to win by more than its spread.
 
-Clocks. On the CPU the host's. On CUDA a small layer's kernels take less time than the host needs to
-queue them, and which of the two counts depends on the rest of the model. So the whole step is
-watched first: where the device is what is waited for, layers are timed by events behind enough
-queued work that the host is ahead; where the host is, by bursts against the host's clock.
+Clocks: on the CPU the host's. On CUDA the kernels of a small layer can take less time than the host
+needs to queue them, and the rest of the model decides which of the two counts. So the whole step is
+timed first. If the device limits it, layers are timed by events behind enough queued work to keep
+the host ahead; if the host limits it, by bursts of calls on the host's clock.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from .report import listed
 from .selection import Filter, hot_class, is_8bit
 
 ACCURACY = ("accurate", "default", "int4", "compact", "fast", "paper")
-"""Recipes, the most accurate first (cosine with fp32's gradient: docs/results.md)."""
+"""Recipes, the most accurate first (cosine with the fp32 gradient: docs/results.md)."""
 
 OBJECTIVES = ("time", "memory")
 HOST_SHARE = 0.8
-"""A CUDA step is the device's where the host has queued it in less than this share of its time."""
+"""The device limits a CUDA step if the host queues it in less than this share of its time."""
 
 _COVER_BYTES = 1 << 28  # written before each measurement on CUDA: beyond the L2, 0.1 ms or less
 _MIN_ROUNDS = 5
@@ -63,45 +63,42 @@ def autotune(
     verify: bool = True,
     clock: str | None = None,
 ) -> Plan:
-    """Measure every layer plain and under each allowed recipe, and choose.
+    """Measure every layer plain and with each allowed recipe, and choose.
 
-    Wrap the call in ``torch.autocast`` as the training loop is. Parameters, ``.grad``, buffers and
-    torch's random state are left as they were. ``hot.convert(model, overrides=plan.overrides())``
-    applies the plan (with the same ``filter_fn``, if one was given).
+    Wrap the call in ``torch.autocast`` if the training loop uses it. Parameters, ``.grad``, buffers
+    and torch's random state do not change. ``hot.convert(model, overrides=plan.overrides())``
+    applies the plan (with the same ``filter_fn``, if there is one).
 
     Args:
         model: plain, in training mode, on the device that it trains on.
         inputs: a Tensor, a tuple of positional arguments or a dict of keyword arguments for the
-            model; with ``loss_fn`` anything that it takes. Of the size that it trains with.
-        loss_fn: ``loss_fn(model, inputs)`` -> loss, a scalar; without one, the mean of every
-            floating output is taken.
-        objective: ``"time"``: the fastest choice, which has to beat plain torch by more than the
-            spread; among choices that are no further apart than that the most accurate.
-            ``"memory"``: what keeps least for backward at up to ``slowdown`` times plain torch's
-            time.
-        allow: recipes (:data:`ACCURACY` orders them) or HotConfigs (then in this order, the most
-            accurate first) that may be chosen.
-        filter_fn: which layers, as for :func:`convert`; without one its default filter, without the
-            rule of what is slower on CUDA.
-        compiled: measure layers under ``torch.compile``; a mapping are its options. None: whether
+            model, of the size of the training; with ``loss_fn`` any argument of it.
+        loss_fn: ``loss_fn(model, inputs)`` -> loss, a scalar; by default the mean of every floating
+            output.
+        objective: ``"time"`` chooses the fastest, which has to beat plain torch by more than the
+            spread; among choices within the spread, the most accurate one. ``"memory"`` chooses
+            what keeps the least for backward at up to ``slowdown`` times plain torch's time.
+        allow: allowed recipes (:data:`ACCURACY` orders them) or HotConfigs (listed with the most
+            accurate first).
+        filter_fn: selects layers as for :func:`convert`; the default is convert's default filter
+            without the rule for layers that are slower on CUDA.
+        compiled: measure layers under ``torch.compile``; a mapping holds its options. None: if
             ``model`` or a part of it is compiled.
-        slowdown: for ``"memory"``: a layer's time, as a multiple of plain torch's.
+        slowdown: for ``"memory"``: the largest time of a layer, as a multiple of plain torch's.
         rounds: turns of each choice.
-        budget_ms: a choice stops taking turns when it has used that much, after 5 at least.
+        budget_ms: time after which a choice takes no more turns; it always takes at least 5.
         verify: time forward and backward of the whole model, plain and as planned, for
             :attr:`Plan.steps`. A compiled model is compiled for both.
-        clock: on CUDA ``"device"`` or ``"host"``; None: what the whole step waits for.
+        clock: on CUDA ``"device"`` or ``"host"``; None: whichever limits the whole step.
 
     Returns:
-        A :class:`Plan`; every layer that :func:`convert` could take, the times of all choices,
-        what was chosen, and why a layer stays plain. ``nn.MultiheadAttention`` is not measured:
-        :func:`convert`'s rule goes for it.
+        A :class:`Plan` with every layer that :func:`convert` supports, the times of all choices,
+        the choice, and why a layer stays plain. ``nn.MultiheadAttention`` is not measured: the rule
+        of :func:`convert` applies to it.
 
     Raises:
-        ValueError: a bad argument, a model that is converted, in eval mode or on the meta device,
-            no layer to choose for, or a loss without a gradient.
-
-    Source: issue 11, item 6.
+        ValueError: a bad argument; a model that is converted, in eval mode or on the meta device;
+            no layer to choose for; or a loss without a gradient.
     """
     configs = _allowed(allow)
     if objective not in OBJECTIVES:
@@ -131,12 +128,12 @@ def autotune(
     return Plan(tuple(plans), base, 0, objective, machine, steps)
 
 
-# ---- What is measured, and on what ----
+# ---- Measured configurations and layers ----
 
 
 def _allowed(allow: Sequence[ConfigLike]) -> dict[str, HotConfig]:
     """Name -> configuration, the most accurate first."""
-    # One name is a sequence, too, of letters.
+    # A single name is a sequence of letters.
     given: Sequence[Any] = [allow] if isinstance(allow, str | HotConfig) else allow
     if not given:
         raise ValueError("allow: empty; expected recipes or HotConfigs, e.g. ('default', 'fast')")
@@ -183,7 +180,7 @@ def _compile_options(
 
 
 def _layers(model: nn.Module, filter_fn: Filter | None) -> dict[str, nn.Module]:
-    """The layers that convert would take."""
+    """The layers that convert would convert."""
     modules = dict(model.named_modules())
     with preserve_state(model):
         report = convert(model, "default", filter_fn, slower=True)
@@ -211,7 +208,7 @@ def _observe(
 
 @dataclasses.dataclass(frozen=True)
 class _Work:
-    """What a measurement depends on; layers of equal work share it."""
+    """Everything that a measurement depends on; layers of equal work share one."""
 
     kind: type[nn.Module]
     geometry: tuple[Any, ...]
@@ -234,7 +231,7 @@ class _Work:
         return cls(type(layer), geometry, weight.dtype, weight.device, trained, call)
 
     def layer(self, original: nn.Module) -> nn.Module:
-        """A layer of its own with random weights, no hooks and no wrappers."""
+        """A separate layer with random weights, without hooks and wrappers."""
         new: nn.Module
         trained = dict(self.trained)
         if isinstance(original, nn.Conv2d):
@@ -319,10 +316,10 @@ class _Bench:
 
 
 def compile_layer(layer: nn.Module, options: Mapping[str, Any]) -> Callable[[Tensor], Tensor]:
-    """The layer's forward under torch.compile, with a cache of its own.
+    """The layer's forward under torch.compile, with its own cache. Tests replace it.
 
-    Dynamo keeps a few graphs for a code object and then falls back to eager without a word; layers
-    of one class share theirs, so each gets a copy of this one's.
+    Dynamo keeps a few graphs per code object and then silently falls back to eager. Layers of one
+    class share a code object, so each gets a copy of it.
     """
 
     def call(x: Tensor) -> Tensor:
@@ -345,7 +342,7 @@ def _casting(x: Tensor, dtype: torch.dtype | None) -> AbstractContextManager[Any
 
 
 def _kept_bytes(layer: nn.Module, x: Tensor, autocast: torch.dtype | None) -> int:
-    """What one forward keeps for backward; Parameters are there anyway."""
+    """Bytes that one forward keeps for backward, without Parameters."""
     ours = {p.untyped_storage().data_ptr() for p in layer.parameters()}
     sizes: dict[int, int] = {}
     alive = []
@@ -370,7 +367,7 @@ class _Clock:
     """Milliseconds of one call. On the CPU: the host's clock around it."""
 
     unmeasured = 1
-    """Calls before each measurement: thread pools spin on after the one before."""
+    """Calls before each measurement: thread pools still spin after the previous one."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -393,7 +390,7 @@ class _Clock:
 
 
 class _HostClock(_Clock):
-    """On CUDA where the host is what is waited for: bursts of calls, until the device is done."""
+    """On CUDA if the host limits the step: bursts of calls, timed until the device is done."""
 
     unmeasured = 0
 
@@ -407,10 +404,10 @@ class _HostClock(_Clock):
 
 
 class _DeviceClock(_Clock):
-    """On CUDA: events around a call that was queued before the device got to it.
+    """On CUDA: events around a call that is queued before the device reaches it.
 
-    What keeps the device busy meanwhile is writing a buffer larger than the L2, which also leaves
-    no contender its inputs there.
+    Meanwhile the device writes a buffer larger than the L2, which also removes every choice's
+    inputs from the cache.
     """
 
     unmeasured = 0
@@ -424,7 +421,7 @@ class _DeviceClock(_Clock):
         self._writes = 1
 
     def begin(self, steps: Iterable[Step]) -> None:
-        """Warm up, and find out how many writes last longer than the slowest call's queueing."""
+        """Warm up, and find how many writes take longer than queueing the slowest call."""
         each = []
         for step in steps:
             step()
@@ -453,7 +450,7 @@ class _DeviceClock(_Clock):
 def _clock(
     model: nn.Module, inputs: Any, loss_fn: LossFn | None, device: torch.device, wanted: str | None
 ) -> tuple[_Clock, str]:
-    """What layers are timed by, and its name."""
+    """The clock for layers, and its name."""
     if device.type != "cuda":
         return _Clock(device), "the host's clock"
     if wanted == "device":
@@ -478,7 +475,7 @@ def _clock(
 def in_turns(
     steps: Mapping[str, Step], clock: _Clock, rounds: int, budget_ms: float
 ) -> dict[str, list[float]]:
-    """Milliseconds of every step, one turn each a round, so that a slow moment hits all of them."""
+    """Milliseconds of every step; each takes one turn per round, so slow moments hit all."""
     clock.begin(steps.values())
     times: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(rounds):
@@ -518,9 +515,9 @@ def _plan(
 
 
 def _sum_calls(calls: Sequence[Mapping[str, Measured]], use: LayerUse) -> dict[str, Measured]:
-    """All calls of a layer in a step. Plain torch keeps what the forward pass was seen to keep.
+    """Sum of a layer's calls in a step. Plain bytes are those the forward pass kept.
 
-    Layers with one x keep it once, in plain torch and, with one configuration, in HOT.
+    Layers with the same x keep it once, in plain torch and, with equal configurations, in HOT.
     """
     sums = {}
     for name in calls[0]:
@@ -538,7 +535,7 @@ def _sum_calls(calls: Sequence[Mapping[str, Measured]], use: LayerUse) -> dict[s
 
 
 def fastest(times: Mapping[str, Measured]) -> tuple[str, str]:
-    """The choice for ``"time"``, and why. ``times``: plain, and the most accurate recipe first."""
+    """The choice for ``"time"``, and why. ``times`` has plain and recipes, most accurate first."""
     plain = times[PLAIN]
     winners = [name for name, row in times.items() if name != PLAIN and row.beats(plain)]
     if not winners:
@@ -573,9 +570,9 @@ def _others(times: Mapping[str, Measured]) -> list[tuple[str, Measured]]:
 
 
 def _fields(config: HotConfig) -> dict[str, Any]:
-    """What makes a layer's configuration this one, whatever it is put into.
+    """The fields that turn any configuration into this one.
 
-    Of a recipe the fields that recipes set, so that a caller's token grid and roundings stay.
+    For a recipe the fields that recipes set, so a caller's token grid and roundings stay.
     """
     own = dataclasses.asdict(config)
     if config.name == "custom":
@@ -623,7 +620,7 @@ def _verify(
     plan = Plan(tuple(plans), HotConfig())
     if all(layer.fields is None for layer in plans):
         return {}
-    if any(layer.name == "" for layer in plans):  # the model is the layer: measured already
+    if any(layer.name == "" for layer in plans):  # the model is the layer, already measured
         return {}
 
     @contextmanager

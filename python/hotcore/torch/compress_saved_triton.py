@@ -1,11 +1,11 @@
-"""Triton kernels under :mod:`.compress_saved`: the same bits as its torch path.
+"""Triton kernels of :mod:`.compress_saved`, with the same bits as its torch path.
 
-A program works on ``TILE`` blocks of 128 values. A value is loaded once and its code stored once;
-a 4-bit byte holds the values j (low) and j + 64 of its block, a byte of signs those j + 128 k, so
-that no value changes its thread.
+A program works on ``TILE`` blocks of 128 values. It loads a value once and stores its code once. A
+4-bit byte holds the values j (low) and j + 64 of its block, a byte of signs the values j + 128 k,
+so no value moves to another thread.
 """
 # mypy: ignore-errors
-# Triton is no dependency (it comes with torch for CUDA), and its language is not typed Python.
+# Triton is no dependency (torch for CUDA brings it), and its language is not typed Python.
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ import triton.language as tl
 _TILE = 32
 _BLOCK = 128
 _GOLDEN32 = 0x9E3779B1
-_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}  # a fused multiply-add would round once less
+_OPTIONS = {
+    "num_warps": 4,
+    "enable_fp_fusion": False,
+}  # fused multiply-adds would round differently
 
 
 @triton.jit
@@ -74,7 +77,7 @@ def _load(x, base, first, i, count, EVEN: tl.constexpr):
     place = base[:, None] + i[None, :]
     if EVEN:
         return tl.load(x + place).to(tl.float32)
-    # Past the end the block's first value stands in: it changes no range.
+    # Past the end the block's first value is used: it does not change the range.
     inside = (first[:, None] + i[None, :]) < count
     head = tl.load(x + base, mask=first < count, other=0.0).to(tl.float32)
     values = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
@@ -198,14 +201,14 @@ def compress(
     bits: int,
     key: tuple[int, int] | tuple[torch.Tensor, int],
 ) -> None:
-    """Fill codes and ranges; ``dense`` has its dimensions in the order of memory.
+    """Fill codes and ranges; the dimensions of ``dense`` are in memory order.
 
-    ``key``: as ``compress_saved.Key``.
+    ``key`` is a ``compress_saved.Key``.
     """
     seed, stream = key
     seeded = isinstance(seed, torch.Tensor)
     words = (0, (stream * _GOLDEN32) & 0xFFFFFFFF) if seeded else key
-    # Ceilings by hand: triton.cdiv takes 2 us of the host.
+    # Not triton.cdiv, which takes 2 us of the host's time.
     count, blocks = dense.numel(), codes.shape[0]
     with _current_device(dense.device):
         if bits == 1:
@@ -254,7 +257,7 @@ def restore(codes: torch.Tensor, ranges: torch.Tensor, bits: int, out: torch.Ten
 
 
 def _rows(dense: torch.Tensor) -> tuple[int, int] | None:
-    """(columns, pitch) where memory is rows of whole blocks at one distance; None: it is not."""
+    """(columns, pitch) if memory is rows of whole blocks at one pitch; otherwise None."""
     columns, pitch, inner = 1, 0, 1
     for size, stride in zip(reversed(dense.shape), reversed(dense.stride()), strict=True):
         if size == 1:
@@ -273,12 +276,12 @@ def _rows(dense: torch.Tensor) -> tuple[int, int] | None:
 
 
 def _signed(word: int) -> int:
-    """As an int32, so that one compiled kernel serves every key."""
+    """The word as an int32, so that every key uses the same compiled kernel."""
     return word - (1 << 32) if word >= 1 << 31 else word
 
 
 def _current_device(device: torch.device):
-    """A context in which ``device`` is the current one; cheaper where it is already."""
+    """A context that makes ``device`` current; cheap if it already is."""
     if torch.cuda.current_device() == device.index:
         return contextlib.nullcontext()
     return torch.cuda.device(device)

@@ -1,8 +1,8 @@
-"""``compute_report``: what the products of a model cost, in bit operations, by method.
+"""``compute_report``: bit operations of a model's products, by method.
 
 A multiply-add of an a-bit by a b-bit number is a * b bit operations (BOPs); every other operation
-(an addition of a transform, rounding, scaling) is one in 32 bits, 1024 BOPs. It is the measure of
-the paper and of its authors' code, and says nothing of time.
+(an addition of a transform, rounding, scaling) counts as one in 32 bits, 1024 BOPs. The paper and
+its authors' code use this measure; it says nothing about time.
 
 Source: the paper, Appendix D, Table 5 (in FLOPs: two a multiply-add in 32 bits) and Table 2.
 """
@@ -34,17 +34,17 @@ RIVALS = ("LBP-WHT", "LUQ", "naive INT4")
 _FULL = 32 * 32
 _GIGA = 1e9
 _ROWS = 40  # of the printed table
-_LUQ_OPERATIONS = 3  # a value: what the authors' code counts for logarithmic rounding
+_LUQ_OPERATIONS = 3  # per value, as the authors' code counts logarithmic rounding
 _BLOCK, _RANK = 16, 8  # of LBP-WHT
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerCompute:
-    """One weight: its products' shape and their BOPs.
+    """One weight: the shape of its products and their BOPs.
 
-    ``tokens``, ``outs``, ``ins`` are the paper's (L, O, I); L counts the batch. ``taken`` says
-    whether a method applies; else every method computes the layer in full precision. ``trained``:
-    g_w is computed.
+    ``tokens``, ``outs``, ``ins`` are the paper's (L, O, I); L includes the batch. ``taken`` says
+    whether a method applies; otherwise every method computes the layer in full precision.
+    ``trained``: g_w is computed.
     """
 
     name: str
@@ -64,7 +64,7 @@ class LayerCompute:
 
 @dataclasses.dataclass(frozen=True)
 class ComputeReport:
-    """What :func:`compute_report` counted; print it for a table. All figures are BOPs."""
+    """The result of :func:`compute_report`; print it for a table. All figures are BOPs."""
 
     layers: tuple[LayerCompute, ...]
     methods: tuple[str, ...]
@@ -72,7 +72,7 @@ class ComputeReport:
 
     @property
     def forward(self) -> int:
-        """Of all forward products, in 32 bits."""
+        """BOPs of all forward products, in 32 bits."""
         return sum(layer.forward for layer in self.layers)
 
     def forward_by(self, method: str = FULL_PRECISION) -> int:
@@ -82,7 +82,7 @@ class ComputeReport:
         return sum(layer.own_forward for layer in self.layers)
 
     def backward(self, method: str = FULL_PRECISION) -> int:
-        """Of a backward pass. Raises KeyError for a method that was not counted."""
+        """BOPs of a backward pass. Raises KeyError for a method that was not counted."""
         return sum(layer.backward[method] for layer in self.layers)
 
     def flops(self, method: str = FULL_PRECISION) -> float:
@@ -159,21 +159,20 @@ def compute_report(
     """Count the bit operations of every layer's products, in full precision and by method.
 
     One forward pass without gradients finds the shapes; a model and inputs on the ``meta`` device
-    cost nothing. Counted are linear layers, convolutions and attention's projections; not products
-    without a weight (attention itself), nor anything else. g_x is counted for every layer, also
-    where its input needs none; g_w where the weight is trained.
+    cost nothing. Linear layers, convolutions and attention's projections are counted; products
+    without a weight (attention itself) and everything else are not. g_x is counted for every layer,
+    even if its input needs none; g_w if the weight is trained.
 
     The methods: "full precision", "LBP-WHT" (rank 8 of 16 on both paths), "LUQ", "naive INT4",
     "HOT" (the paper's: INT4 g_x, INT8 g_w of 8 rows of 16), and the configuration's own name. The
     formulas stand at :func:`backward_bops`.
 
     Args:
-        model: plain, or one that :func:`convert` has converted, which is counted as it is; left as
-            it was.
+        model: plain, or converted by :func:`convert` and then counted as it is; not changed.
         inputs: a Tensor, a tuple of positional arguments or a dict of keyword arguments.
-        config: for a plain model, what to convert with.
+        config: configuration for a plain model.
         filter_fn: as for :func:`convert`. ``lambda module, name: True`` counts every layer that
-            HOT can take, as the paper does.
+            HOT supports, as the paper does.
         overrides: as for :func:`convert`.
         slower: as for :func:`convert`.
 
@@ -230,7 +229,7 @@ def compute_report(
 def backward_bops(
     tokens: int, outs: int, ins: int, method: str | HotConfig, *, trained: bool = True
 ) -> int:
-    """BOPs of one layer's backward pass, g_x and, where ``trained``, g_w.
+    """BOPs of one layer's backward pass: g_x and, if ``trained``, g_w.
 
     With (L, O, I), operations in 32 bits (1024 BOPs each) and products:
 
@@ -238,18 +237,18 @@ def backward_bops(
     * LBP-WHT: LO log n + 2 LI log n transforms, two products of LOI r/n in 32 bits (n = 16, r = 8);
     * LUQ: three operations for each g_y, one for each w and x, LI + OI to scale the results; two
       products of LOI in 4 bits;
-    * naive INT4: as LUQ with one operation a g_y;
+    * naive INT4: as LUQ with one operation per g_y;
     * HOT: LO log n + IO log n transforms, LO + IO roundings, a product of LOI in 4 bits; LI log n +
       LO log n transforms, (LI + LO) r/n roundings, a product of LOI r/n in 8 bits; IO + LI to scale
       the results. That is half of Table 5's FLOPs each, which count two an operation;
     * a configuration: the same with its bits, blocks and rows. Basis ``full`` has no transform
-      along L, the sketch n - r additions a block and a transform of r; x kept in INT4 is brought to
-      INT8 by LI operations.
+      along L, the sketch n - r additions per block and a transform of r; an INT4 x takes LI
+      operations to become INT8.
 
     Args:
         tokens: L, batch included.
         outs: O.
-        ins: I; of a convolution, its unfolded channels.
+        ins: I; the unfolded channels of a convolution.
         method: a configuration, or "full precision", "LBP-WHT", "LUQ", "naive INT4", "HOT".
         trained: False: no g_w.
 
@@ -314,11 +313,11 @@ def _config_bops(tokens: int, outs: int, ins: int, config: HotConfig) -> tuple[f
 
 
 def _low_rank(config: HotConfig) -> tuple[float, float]:
-    """Rows kept of a token's one, and operations a value to make them."""
+    """Kept rows per token, and operations per value to make them."""
     if config.basis == "full":
         return 1.0, 6.0 if config.storage in ("rht4", "rht2") else 0.0  # blocks of 64
     block, rank = config.block, config.rank if config.rows is None else len(config.rows)
-    if config.basis == "sketch":  # folds to rank tokens, then a transform of those
+    if config.basis == "sketch":  # folds to rank tokens, then transforms those
         return rank / block, (block - rank + rank * math.log2(rank)) / block
     return rank / block, math.log2(block)
 

@@ -1,9 +1,9 @@
-"""What a layer's forward and backward are expected to take on CUDA, as a multiple of plain torch's.
+"""Expected time of a layer's forward and backward on CUDA, as a multiple of plain torch's.
 
-The rule behind :func:`hotcore.torch.convert`'s default filter there. A linear layer's time per
-token is fitted by ``a I O + b I + c O + d``: the products, what reading, quantising and writing its
-x and g_y costs, and launches. It holds for many tokens in bf16; with few the host decides, which
-:func:`hotcore.torch.autotune` measures on the machine at hand.
+The default filter of :func:`hotcore.torch.convert` uses it on CUDA. A linear layer's time per token
+is fitted by ``a I O + b I + c O + d``: the products, the passes over x and over g_y, and launches.
+The fit holds for many tokens in bf16. With few tokens the host limits the speed;
+:func:`hotcore.torch.autotune` measures that on your machine.
 
 Source: one H200, bf16 autocast, torch 2.11, 16384 tokens, device time: :data:`REPORT`, part grid
 (each time within 8 %). ``benchmarks/bench_autotune.py --fit`` prints the numbers; a test compares.
@@ -16,21 +16,21 @@ from typing import NamedTuple
 from ..config import HotConfig
 
 SLOWER = 1.05
-"""The default filter leaves a linear layer plain on CUDA that is expected to take more than this:
-up to 512 features by ``default``. A ViT-B's layers of 768 features gain a little, or nothing but
-memory (768 x 768: 0.97 measured, 1.04 by the fit)."""
+"""On CUDA the default filter leaves a linear layer plain if it is expected to take more than this:
+up to 512 features with ``default``. A ViT-B's layers of 768 features gain little time (768 x 768:
+0.97 measured, 1.04 by the fit) and memory."""
 
 MIN_CUDA_FEATURES = 256
-"""Layers with fewer in or out features stay plain on CUDA. Their kernels gain (0.8 to 1.0 of plain
-torch's time) but take less time than the host needs to queue them, and that is 1.2 to 1.3 times
-plain torch's in eager mode (gpu-check's host rows)."""
+"""Layers with fewer in or out features stay plain on CUDA. Their kernels are faster (0.8 to 1.0 of
+plain torch's time), but take less time than the host needs to queue them; in eager mode the host
+needs 1.2 to 1.3 times plain torch's time (gpu-check's host rows)."""
 
 REPORT = "benchmarks/results/cuda-autotune.json"
 SOURCE = "one H200, bf16, 16384 tokens (hotcore.torch.autotune measures yours)"
 
 
 class _Fit(NamedTuple):
-    """Picoseconds per token: each in x out feature, each in feature, each out feature, the rest."""
+    """Picoseconds per token: per in x out feature, per in feature, per out feature, constant."""
 
     products: float
     ins: float
@@ -63,15 +63,15 @@ def expected_time(
     device: str,
     frozen: bool = False,
 ) -> float | None:
-    """Forward and backward, HOT over plain torch; None where there is no fit.
+    """Time of forward and backward, HOT over plain torch; None without a fit.
 
     Args:
-        kernel: of a convolution, which has none; None: a linear layer.
+        kernel: kernel of a convolution, which has no fit; None: a linear layer.
         in_features: I, or channels.
         out_features: O.
-        config: the layer's.
-        device: type of the device that it trains on; only ``"cuda"`` has a fit.
-        frozen: whether its weight is not trained.
+        config: the layer's configuration.
+        device: device type of the training; only ``"cuda"`` has a fit.
+        frozen: True if its weight is not trained.
     """
     if device != "cuda" or kernel is not None:
         return None
@@ -91,7 +91,7 @@ def why_slow(
     device: str,
     frozen: bool = False,
 ) -> str:
-    """Why the default filter leaves the layer plain on this device; empty: it does not."""
+    """Why the default filter leaves the layer plain on this device; empty if it does not."""
     if device != "cuda":
         return ""
     if kernel is not None and kernel != (1, 1):

@@ -1,9 +1,7 @@
-"""``memory_report``: who keeps how many bytes for backward, before and after conversion, measured.
+"""``memory_report``: measures the bytes that each module keeps for backward, plain and converted.
 
-What autograd keeps is counted where it is kept (saved-tensor hooks); on CUDA the allocator's peak
-over forward and backward stands beside it.
-
-Source: the issue "memory"; the paper's Table of memory is theoretical, this one is not.
+Saved-tensor hooks count what autograd keeps. On CUDA the report adds the allocator's peak over
+forward and backward. (The memory table of the paper is calculated, this one is measured.)
 """
 
 from __future__ import annotations
@@ -43,10 +41,10 @@ class ModuleMemory:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryReport:
-    """What :func:`memory_report` measured; print it for a table.
+    """The result of :func:`memory_report`; print it for a table.
 
-    ``peak_before`` and ``peak_after`` are bytes of the CUDA allocator's peak over forward and
-    backward above what was allocated before them; None on the CPU.
+    ``peak_before`` and ``peak_after`` are the CUDA allocator's peaks over forward and backward, in
+    bytes above what was allocated before; None on the CPU.
     """
 
     modules: tuple[ModuleMemory, ...]
@@ -67,7 +65,7 @@ class MemoryReport:
         return sum(module.after for module in self.modules)
 
     def __str__(self) -> str:
-        """A table of the modules that keep most, and the sums."""
+        """A table of the modules that keep the most, and the sums."""
         largest = sorted(self.modules, key=lambda m: max(m.before, m.after), reverse=True)
         shown = set(largest[:_ROWS])
         rows = [("module", "type", "before MiB", "after MiB", "after / before")]
@@ -94,7 +92,7 @@ class MemoryReport:
         return json.dumps(content, indent=1)
 
     def plot(self, path: str | Path) -> None:
-        """Draw a bar before and after for the types of modules, largest first.
+        """Draw bars before and after conversion per type of module, largest first.
 
         Raises ImportError without matplotlib.
         """
@@ -135,26 +133,25 @@ def memory_report(
 ) -> MemoryReport:
     """Run the model plain and changed, and measure what autograd keeps of the forward pass.
 
-    A plain model is converted for the second run and put back; a converted one is reverted for the
-    first and put back. Wrap the call in ``torch.autocast`` to see what that keeps. Parameters,
-    ``.grad``, buffers and torch's random state are left as they were. On CUDA each run is made
-    twice, and the second is measured.
+    A plain model is converted for the second run, a converted one reverted for the first; both are
+    restored. Wrap the call in ``torch.autocast`` to measure with autocast. Parameters, ``.grad``,
+    buffers and torch's random state do not change. On CUDA each run is made twice, and the second
+    is measured.
 
     Args:
         model: in training mode.
         inputs: a Tensor, a tuple of positional arguments or a dict of keyword arguments for the
-            model; with ``loss_fn`` anything that it takes.
-        config: for a plain model what to convert with; None: do not convert (see ``compress``).
-        loss_fn: ``loss_fn(model, inputs)`` -> scalar; without one, the mean of every floating
-            output is taken.
+            model; with ``loss_fn`` any argument of it.
+        config: configuration for a plain model; None: do not convert (see ``compress``).
+        loss_fn: ``loss_fn(model, inputs)`` -> scalar; by default the mean of every floating output.
         filter_fn: as for :func:`convert`.
         overrides: as for :func:`convert`.
-        compress: what :func:`compress_saved` made, to be used in the second run.
+        compress: a :func:`compress_saved` for the second run.
         slower: as for :func:`convert`.
 
     Returns:
-        A :class:`MemoryReport`. A storage is counted once, for the first module that keeps it, in
-        full, even if a view of it is what is kept; parameters and buffers are not counted.
+        A :class:`MemoryReport`. A storage is counted once and in full, for the first module that
+        keeps it or a view of it; parameters and buffers are not counted.
 
     Raises:
         ValueError: the model is in eval mode, nothing would change, or gradients are off.
@@ -197,12 +194,12 @@ def memory_report(
 
 
 class _Ledger:
-    """Counts what is saved, and for which module."""
+    """Counts the saved bytes of each module."""
 
     def __init__(self, model: nn.Module, compress: Compression | None) -> None:
         self.bytes: dict[str, int] = {}
         self._compress = compress
-        # Kept alive, so that no address comes twice.
+        # Kept alive, so that no address is reused.
         self._seen: dict[int, Any] = {}
         for tensor in (*model.parameters(), *model.buffers()):
             storage = tensor.untyped_storage()
@@ -211,7 +208,7 @@ class _Ledger:
         self._model = model
 
     def pack(self, tensor: Tensor) -> Any:
-        # Detached: an output that holds its own graph would keep it, as no backward pass ends it.
+        # Detached: an output would keep its own graph alive, because no backward pass frees it.
         kept = tensor.detach() if self._compress is None else self._compress.pack(tensor)
         held = kept.untyped_storage() if isinstance(kept, Tensor) else kept
         key = held._cdata if isinstance(held, torch.UntypedStorage) else id(held)
@@ -226,7 +223,7 @@ class _Ledger:
         return kept if self._compress is None else self._compress.unpack(kept)
 
     def watch(self, stack: ExitStack) -> None:
-        """Follow, until ``stack`` is closed, in which module the forward pass is."""
+        """Track the module that the forward pass is in, until ``stack`` is closed."""
         for name, module in self._model.named_modules():
             before = module.register_forward_pre_hook(self._enter(name))
             after = module.register_forward_hook(self._leave, always_call=True)
@@ -252,7 +249,7 @@ def _measure(
         _forward(model, inputs, loss_fn, ledger)
         return ledger.bytes, None
     peak = 0
-    for _ in range(2):  # the first allocates what stays (workspaces of cuBLAS and cuDNN)
+    for _ in range(2):  # the first allocates what stays allocated (workspaces of cuBLAS and cuDNN)
         base = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         with compress or ExitStack():

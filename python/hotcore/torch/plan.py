@@ -1,6 +1,6 @@
-"""A :class:`Plan`: what each layer of a model gets, and the measurements behind it.
+"""A :class:`Plan`: the configuration of each layer of a model, and the measurements behind it.
 
-:func:`hotcore.torch.calibrate` makes plans of errors, :func:`hotcore.torch.autotune` plans of times
+:func:`hotcore.torch.calibrate` makes plans from errors, :func:`hotcore.torch.autotune` from times
 and bytes.
 """
 
@@ -26,7 +26,7 @@ from .report import listed, pattern_of
 GX_SCALES: tuple[Literal["tensor", "row"], ...] = ("tensor", "row")
 GW_SCALES = ("tensor", "channel", "token")
 PLAIN = "plain"
-"""The name of the layer as it is in torch, beside the recipes' names, in a plan of times."""
+"""The name of the plain layer, beside the recipes' names, in a plan of times."""
 
 _ERRORS = "hotcore plan 1"
 _TIMES = "hotcore plan 2"  # has times too
@@ -34,9 +34,9 @@ _TIMES = "hotcore plan 2"  # has times too
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """Forward and backward of a layer, all its calls in a step together.
+    """Forward and backward of a layer, summed over its calls in a step.
 
-    Milliseconds: the median and the quartiles of the rounds; bytes kept for backward in between.
+    Milliseconds are the median and the quartiles of the rounds; bytes are those kept for backward.
     """
 
     median_ms: float
@@ -46,7 +46,7 @@ class Measured:
 
     @property
     def spread_ms(self) -> float:
-        """Half of what lies between the quartiles."""
+        """Half of the distance between the quartiles."""
         return (self.q3_ms - self.q1_ms) / 2
 
     def beats(self, other: Measured) -> bool:
@@ -56,14 +56,14 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True)
 class LayerPlan:
-    """What was measured of one layer, and what was chosen for it.
+    """The measurements of one layer, and the choice for it.
 
     ``gx_error`` and ``gw_error`` (:func:`calibrate`) map a scale of g_y to the relative squared
     error of that gradient, ``|g - g'|^2 / |g|^2`` over all batches. ``pattern`` holds the largest
-    ``|g_y|`` of the cells of a grid laid over the first batch's g_y: rows are tokens, columns are
-    out features. ``times`` (:func:`autotune`) maps ``"plain"`` and recipes to what was measured.
-    ``fields`` are the fields of HotConfig that this layer gets; None: it stays plain. ``choice`` is
-    the name in ``times`` that was chosen, ``reason`` why it is not the fastest or the smallest.
+    ``|g_y|`` in each cell of a grid over the first batch's g_y: rows are tokens, columns are out
+    features. ``times`` (:func:`autotune`) maps ``"plain"`` and recipes to measurements. ``fields``
+    are the layer's fields of HotConfig; None: it stays plain. ``choice`` is the chosen name in
+    ``times``, ``reason`` says why it is not the fastest or the smallest.
     """
 
     name: str
@@ -92,9 +92,9 @@ class Plan:
     layers: tuple[LayerPlan, ...]
     config: HotConfig
     batches: int = 0
-    """That :func:`calibrate` measured."""
+    """Number of batches that :func:`calibrate` measured."""
     objective: str = ""
-    """Of :func:`autotune`: ``"time"`` or ``"memory"``; empty: a plan of :func:`calibrate`."""
+    """``"time"`` or ``"memory"`` for :func:`autotune`; empty for :func:`calibrate`."""
     machine: str = ""
     """Device, torch, and how :func:`autotune` measured."""
     steps: Mapping[str, Measured] = dataclasses.field(default_factory=dict)
@@ -110,8 +110,8 @@ class Plan:
         """Layer name -> configuration, for ``convert(model, config, overrides=...)``.
 
         Args:
-            config: what the layers' fields are put into (None: what the plan was made with).
-            model: the model that it is meant for, to be checked.
+            config: the configuration that the layers' fields are set in (None: the plan's own).
+            model: the model to check the plan against.
 
         Returns:
             A configuration for every layer, None for those that stay plain.
@@ -142,11 +142,11 @@ class Plan:
             )
 
     def override(self, pattern: str, **fields: Any) -> Plan:
-        """Return a plan where the layers that match get these fields of HotConfig, too.
+        """Return a plan in which the matching layers also get these fields of HotConfig.
 
         ``plan.override("blocks.*.fc2", basis="sketch", rank=4, storage="int8")``. Patterns are
-        those of :mod:`fnmatch`. A layer that was to stay plain is converted then. Raises ValueError
-        when no layer matches, or for a bad field.
+        those of :mod:`fnmatch`. A matching layer that was to stay plain will be converted. Raises
+        ValueError if no layer matches, or for a bad field.
         """
         known = {field.name for field in dataclasses.fields(HotConfig)}
         for name in fields:
@@ -168,7 +168,7 @@ class Plan:
         return dataclasses.replace(self, layers=tuple(layers))
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON. Raises ValueError for one larger than :meth:`load` takes."""
+        """Write the plan as JSON. Raises ValueError if it is too large for :meth:`load`."""
         content: dict[str, Any] = {
             "format": _TIMES if self.objective else _ERRORS,
             "config": json.loads(self.config.to_json()),
@@ -200,10 +200,10 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read what :meth:`save` wrote, at most 64 MiB.
+        """Read a file of :meth:`save`, at most 64 MiB.
 
-        Raises ValueError for any other file: it names what is unknown, missing, of a wrong type or
-        no setting of HotConfig. OSError where the file cannot be read.
+        Raises ValueError for any other file and names the field that is unknown, missing, of a
+        wrong type or no setting of HotConfig. Raises OSError if the file cannot be read.
         """
         where = f"path: {path}"
         content = _strict_json.read(path, where)
@@ -240,10 +240,10 @@ class Plan:
         return cls(tuple(layers), config, batches, objective, machine, steps)
 
     def __str__(self) -> str:
-        """A table: a layer a line, what was measured of every choice, and what was chosen.
+        """A table with one line per layer: the measurements of every choice, and the choice.
 
-        Relative errors, or milliseconds and MB kept for backward; layers that were measured alike
-        share a line then, with their count in brackets.
+        Measurements are relative errors, or milliseconds and MB kept for backward. In a plan of
+        times, layers with one measurement share a line, with their count in brackets.
         """
         return self._times() if self.objective else self._errors()
 
@@ -325,10 +325,10 @@ class Plan:
     def plot(self, path: str | Path) -> None:
         """Draw the plan into a file; raises ImportError without matplotlib.
 
-        A plan of errors: where the large gradients of every layer are, ``|g_y|``, tokens by out
-        features. Bright rows are outlier tokens, which a scale of their own tames; single bright
-        cells are not. (The paper draws the same in its Fig. 2 of supplement G.) A plan of times:
-        the time of every choice, with its quartiles, a group of bars for layers that are alike.
+        A plan of errors shows ``|g_y|`` of every layer, tokens by out features. Bright rows are
+        outlier tokens, for which a finer scale helps; single bright cells are not. (The paper draws
+        the same in Fig. 2 of supplement G.) A plan of times shows the time of every choice with its
+        quartiles, one group of bars for equal layers.
         """
         if self.objective:
             self._plot_times(path)
@@ -400,7 +400,7 @@ def _escape(name: str) -> str:
 
 
 def _aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """Lines of a table; the first ``left`` columns and the last one begin at their left."""
+    """Lines of a table; the first ``left`` columns and the last one are left-aligned."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
     return [
         "  ".join(
@@ -419,7 +419,7 @@ def _plain(times: Mapping[str, Measured]) -> dict[str, dict[str, float]]:
 
 
 def _layer(fields: Fields, where: str, config: HotConfig, times: bool) -> LayerPlan:
-    """A layer of a file, all of it checked: also that ``config`` takes its fields."""
+    """A layer from a file; checks everything, including its fields against ``config``."""
     name = fields.take("name", str)
     gx_error = _errors_of(fields.take("gx_error", dict), GX_SCALES, f"{where}: gx_error")
     gw_error = _errors_of(fields.take("gw_error", dict), GW_SCALES, f"{where}: gw_error")
@@ -455,7 +455,7 @@ def _layer(fields: Fields, where: str, config: HotConfig, times: bool) -> LayerP
 
 
 def _errors_of(errors: dict[str, Any], known: Sequence[str], where: str) -> dict[str, float]:
-    """Relative errors by scale: all scales or, where none were measured, none."""
+    """Relative errors by scale: of all scales, or of none if none were measured."""
     fields = Fields(errors, where)
     found = {scale: fields.take(scale, (int, float)) for scale in known} if errors else {}
     fields.end()
@@ -480,7 +480,7 @@ def _measured(entries: dict[str, Any], where: str) -> dict[str, Measured]:
 
 
 def matplotlib_figure() -> Any:
-    """matplotlib's Figure, which needs no display; an ImportError says how to get it."""
+    """matplotlib's Figure, which needs no display; an ImportError says how to install it."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

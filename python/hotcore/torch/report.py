@@ -1,4 +1,4 @@
-"""What :func:`hotcore.torch.convert` did, layer by layer: :class:`ConversionReport`."""
+"""The result of :func:`hotcore.torch.convert`, layer by layer: :class:`ConversionReport`."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ class Converted:
     kind: str
     """``"Linear"``, ``"Conv1D"``, ``"MultiheadAttention"``, or ``"Conv2d 3x3"`` with its kernel."""
     in_features: int
-    """Channels, for a convolution; of an attention the two sizes are its in_proj's."""
+    """Channels for a convolution; for an attention both sizes are those of its in_proj."""
     out_features: int
     config: HotConfig
     bytes_per_value: float
-    """Bytes kept for backward for each value of x (fp32: 4); 0 where the weight is frozen."""
+    """Bytes kept for backward per value of x (fp32: 4); 0 if the weight is frozen."""
     parameters: int = 0
     """Values of weight and bias."""
     macs: int | None = None
-    """Multiply-adds of its forward pass over ``inputs``; None: convert was given none."""
+    """Multiply-adds of its forward pass over ``inputs``; None without ``inputs``."""
     expected_time: float | None = None
-    """Forward and backward, as a multiple of plain torch's; None: no measurement to go by."""
+    """Time of forward and backward as a multiple of plain torch's; None if not measured."""
     note: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Skipped:
-    """A layer, or a matrix that is no layer, that was left as it was, and why."""
+    """A layer, or a matrix outside of layers, that was not converted, and why."""
 
     name: str
     kind: str
@@ -48,14 +48,14 @@ class Skipped:
     parameters: int = 0
     macs: int | None = None
     expected_time: float | None = None
-    """Forward and backward, had it been converted, as a multiple of plain torch's."""
+    """Time of forward and backward as a multiple of plain torch's, if it were converted."""
 
 
 @dataclasses.dataclass
 class ConversionReport:
-    """What :func:`convert` did; print it for a table.
+    """The result of :func:`convert`; print it for a table.
 
-    The model is changed in place. Where it is itself a layer that was converted, the new one is
+    The model is changed in place. If the model itself is a converted layer, the new one is
     :attr:`model`.
     """
 
@@ -64,20 +64,20 @@ class ConversionReport:
     converted: list[Converted]
     skipped: list[Skipped]
     layers: list[Converted | Skipped]
-    """Both, in the model's order."""
+    """Converted and skipped layers in the model's order."""
     unsupported: list[Skipped] = dataclasses.field(default_factory=list)
-    """Matrices that belong to no layer of a kind that HOT takes: experts in one Parameter,
+    """Matrices outside of the kinds of layers that HOT supports: experts in one Parameter,
     recurrent layers, other convolutions."""
     notes: list[str] = dataclasses.field(default_factory=list)
     """Sentences below the table."""
     parameter_count: int = 0
     """Values of all Parameters of the model."""
     macs: int | None = None
-    """Multiply-adds of the whole forward pass over ``inputs``; None: convert was given none."""
+    """Multiply-adds of the whole forward pass over ``inputs``; None without ``inputs``."""
     saved: SavedReport | None = None
-    """With ``saved``: which modules keep codes of what backward needs beside these layers."""
+    """With ``saved``: the modules beside these layers that save codes for backward."""
     in_eval_mode: list[str] = dataclasses.field(default_factory=list)
-    """Converted layers that were in eval mode: plain, gradients too, until ``.train()``."""
+    """Converted layers in eval mode: forward and gradients stay plain until ``.train()``."""
 
     @property
     def parameter_share(self) -> float:
@@ -86,17 +86,17 @@ class ConversionReport:
 
     @property
     def mac_share(self) -> float | None:
-        """Share of the forward pass's multiply-adds that converted layers do; None: not known."""
+        """Share of the forward pass's multiply-adds in converted layers; None if unknown."""
         if self.macs is None:
             return None
         return _share(sum(layer.macs or 0 for layer in self.converted), self.macs)
 
     @property
     def expected_time(self) -> float | None:
-        """Forward and backward of the converted layers together, as a multiple of plain torch's.
+        """Time of all converted layers' forward and backward as a multiple of plain torch's.
 
-        Layers are weighted by their multiply-adds (by their parameters, where convert was given no
-        inputs). None where there is no measurement to go by (on a CPU).
+        Layers are weighted by their multiply-adds, or without ``inputs`` by their parameters. None
+        without measurements (on a CPU).
         """
         timed = [layer for layer in self.converted if layer.expected_time is not None]
         weights = [layer.parameters if layer.macs is None else layer.macs for layer in timed]
@@ -106,22 +106,22 @@ class ConversionReport:
         return sum((layer.expected_time or 0) * weight for layer, weight in pairs) / sum(weights)
 
     def __str__(self) -> str:
-        """A table: layers that are alike in one line, names with ``*`` for their numbers."""
+        """A table with one line for equal layers; ``*`` stands for the numbers in names."""
         return self.table()
 
     def table(self, grouped: bool = True) -> str:
-        """Layer, kind, in -> out, and what x costs until backward, or why it is plain.
+        """Columns: layer, kind, in -> out, and the bytes kept of x or why the layer is plain.
 
         Args:
-            grouped: one line for layers whose names differ in numbers only and that are otherwise
-                alike, with their count in brackets; False: every layer by itself.
+            grouped: one line for equal layers whose names differ only in numbers, with their count
+                in brackets; False: one line for every layer.
         """
         rows = [("layer", "kind", "in -> out", "x is kept in")]
         rows += _grouped(self._rows(self.layers)) if grouped else self._rows(self.layers)
         lines = _aligned(rows)
         if self.unsupported:
             others = self._rows(self.unsupported)
-            lines.append("matrices in no layer of a kind that HOT takes:")
+            lines.append("matrices outside of the layers that HOT supports:")
             lines += ["  " + line for line in _aligned(_grouped(others) if grouped else others)]
         running = len(self.converted) - len(self.in_eval_mode)
         lines.append(f"{running} of {len(self.layers)} layers run HOT, {self.config}")
@@ -137,7 +137,7 @@ class ConversionReport:
         return "\n".join([*lines, *self.notes])
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it but the model: numbers, strings, lists and dicts."""
+        """Everything except the model, as numbers, strings, lists and dicts."""
         return {
             "config": json.loads(self.config.to_json()),
             "recipe": self.config.name,
@@ -185,15 +185,15 @@ class ConversionReport:
         return ", ".join(parts)
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Say that this is no model; it raises TypeError."""
+        """Raise a TypeError: this is no model."""
         raise TypeError(_NO_MODEL)
 
     def __getitem__(self, key: Any) -> NoReturn:
-        """Say that this is no model, no nn.Sequential either; it raises TypeError."""
+        """Raise a TypeError: this is neither a model nor an nn.Sequential."""
         raise TypeError(_NO_MODEL)
 
     def __getattr__(self, name: str) -> Any:
-        """Say, where something of the model is asked for, that this is no model."""
+        """Raise an AttributeError that points to the model for attributes of models."""
         if not name.startswith("_") and hasattr(self.__dict__.get("model"), name):
             raise AttributeError(f"ConversionReport has no attribute {name!r}; {_NO_MODEL}")
         raise AttributeError(f"ConversionReport has no attribute {name!r}")
@@ -214,7 +214,7 @@ def listed(names: Sequence[str], limit: int = 8) -> str:
 
 
 def pattern_of(name: str) -> str:
-    """The name with ``*`` for every number that stands between dots, as ``overrides`` takes it."""
+    """The name with ``*`` for every number between dots, as a pattern for ``overrides``."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
@@ -248,7 +248,7 @@ def _as_dict(layer: Converted | Skipped) -> dict[str, Any]:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table: two columns of names to the left, the figures to the right."""
+    """Lines of a table: two left-aligned columns of names, then right-aligned figures."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(

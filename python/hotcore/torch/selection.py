@@ -1,4 +1,4 @@
-"""Which layers ``convert`` takes, and why the others stay plain."""
+"""The rules by which ``convert`` chooses layers, and why the others stay plain."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from .modules import HotConv2d, HotLinear, HotModule
 
 Filter = Callable[[nn.Module, str], bool]
 
-# ---- The rule of which layers gain. Figures: benchmarks/results, one H200. ----
+# ---- The rule for layers that gain. Figures: benchmarks/results, one H200. ----
 
 MIN_FEATURES = 64
-"""The default filter keeps a layer with fewer in or out features plain (a convolution's in features
-are its channels times its kernel's area): its products are too small to pay for quantising their
-operands."""
+"""The default filter leaves layers with fewer in or out features plain (a convolution's in features
+are its channels times its kernel's area): their products are too small to pay for quantisation."""
 
 HEAD_NAMES = frozenset(
     (
@@ -28,11 +27,11 @@ HEAD_NAMES = frozenset(
         *("to_logits", "score", "predictions", "output_projection", "proj_out"),
     )
 )
-"""The output head is the model's last layer if its name, or the top-level module it is in, is one
-of these: its error goes straight into the loss, and it is one layer of many."""
+"""The output head is the model's last layer if it, or the top-level module that contains it, has
+one of these names. Its error goes straight into the loss, and it is one layer of many."""
 
 _TOP_HEAD_NAMES = frozenset(("out", "output"))
-"""Heads where the model itself has them; deeper they are an attention's or a block's."""
+"""Names of heads at the top level only; deeper they belong to an attention or a block."""
 
 _WRAPPERS = frozenset(
     (
@@ -40,19 +39,19 @@ _WRAPPERS = frozenset(
         *("_orig_mod", "_checkpoint_wrapped_module"),
     )
 )
-"""Parts of names that DDP, peft, transformers, torch.compile and checkpoint wrappers put around a
-model's own."""
+"""Parts that DDP, peft, transformers, torch.compile and checkpoint wrappers add to a model's
+names."""
 
 
 def _conv1d() -> type[nn.Module] | None:
-    """transformers' Conv1D; None where it is not loaded, so that no model can hold one."""
+    """transformers' Conv1D; None if it is not loaded, when no model can hold one."""
     loaded = sys.modules.get("transformers.pytorch_utils")
     found: type[nn.Module] | None = getattr(loaded, "Conv1D", None)
     return found
 
 
 def _bitsandbytes(name: str) -> type[nn.Module] | None:
-    """A layer class of bitsandbytes; None where it is not loaded."""
+    """A layer class of bitsandbytes; None if it is not loaded."""
     loaded = sys.modules.get("bitsandbytes.nn")
     found: type[nn.Module] | None = getattr(loaded, name, None)
     return found
@@ -65,18 +64,18 @@ def is_8bit(module: nn.Module) -> bool:
 
 
 def candidates(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Name and module of every layer of the kinds that HOT takes, in the model's order."""
+    """Name and module of every layer of a kind that HOT supports, in the model's order."""
     kinds: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv2d, nn.MultiheadAttention)
     conv1d = _conv1d()
     kinds = kinds if conv1d is None else (*kinds, conv1d)
     found = [(fqn, module) for fqn, module in model.named_modules() if isinstance(module, kinds)]
-    # An attention's out_proj is its own: it takes the weight and never calls the layer.
+    # out_proj belongs to its attention, which uses the weight and never calls the layer.
     own = {id(m.out_proj) for _, m in found if isinstance(m, nn.MultiheadAttention)}
     return [(fqn, module) for fqn, module in found if id(module) not in own]
 
 
 def weights_of(module: nn.Module) -> list[nn.Parameter]:
-    """The matrices of a layer; empty where they are computed and no Parameters."""
+    """The matrices of a layer; empty if they are computed instead of Parameters."""
     if not isinstance(module, nn.MultiheadAttention):
         weight = module._parameters.get("weight")
         return [] if weight is None else [weight]
@@ -86,7 +85,7 @@ def weights_of(module: nn.Module) -> list[nn.Parameter]:
 
 
 def hot_class(module: nn.Module) -> type[HotModule]:
-    """The HOT class that stands in for such a layer."""
+    """The HOT class that replaces such a layer."""
     if is_8bit(module):
         from .bitsandbytes import HotLinear8bitLt
 
@@ -103,7 +102,7 @@ def hot_class(module: nn.Module) -> type[HotModule]:
 
 
 def kind_of(module: nn.Module) -> str:
-    """The kind in words; of a convolution with its kernel."""
+    """The kind in words; for a convolution with its kernel."""
     if isinstance(module, nn.Conv2d):
         return f"Conv2d {'x'.join(map(str, module.kernel_size))}"
     if isinstance(module, nn.MultiheadAttention):
@@ -114,7 +113,7 @@ def kind_of(module: nn.Module) -> str:
 
 
 def features_of(module: nn.Module) -> tuple[int, int]:
-    """In and out features; channels, for a convolution; of an attention its in_proj's."""
+    """In and out features: channels of a convolution, those of an attention's in_proj."""
     if isinstance(module, nn.Conv2d):
         return module.in_channels, module.out_channels
     if isinstance(module, nn.Linear):
@@ -148,12 +147,12 @@ def why_plain(
         reasons = {fqn: "left out by filter_fn" for fqn, m in layers if not filter_fn(m, fqn)}
     else:
         reasons = _default_reasons(model, layers)
-    # What cannot be done says more than what is not wanted.
+    # Reasons why a conversion is impossible come before reasons of choice.
     return reasons | {fqn: why for fqn, module in layers if (why := why_impossible(module))}
 
 
 def why_impossible(module: nn.Module) -> str:
-    """Why this layer stays plain whatever is asked for; empty if it can be converted."""
+    """Why this layer cannot be converted; empty if it can."""
     if isinstance(module, HotModule):
         return ""
     four = _bitsandbytes("Linear4bit")
@@ -210,10 +209,10 @@ def _default_reasons(model: nn.Module, layers: list[tuple[str, nn.Module]]) -> d
 
 
 def _heads(model: nn.Module, names: list[str]) -> list[str]:
-    """The last layer if it is named as a head, and heads of their own right in front of it.
+    """The last layer if it has a head's name, and separate heads directly before it.
 
-    In an ``nn.Sequential`` names are numbers: there the last layer is the head if it is linear and
-    of another width than what it is given.
+    Names in an ``nn.Sequential`` are numbers: its last layer is the head if it is linear and its
+    input and output widths differ.
     """
     if type(model) is nn.Sequential and len(names) > 1:
         *_, last = (m for m in model.modules() if m._parameters or m._buffers)
@@ -232,7 +231,7 @@ def _heads(model: nn.Module, names: list[str]) -> list[str]:
 
 
 def _adapters(model: nn.Module) -> set[int]:
-    """Modules that peft adds beside the layers it wraps; they train in full precision."""
+    """Modules that peft adds to the layers it wraps; they train in full precision."""
     loaded = sys.modules.get("peft.tuners.tuners_utils")
     wrapper = getattr(loaded, "BaseTunerLayer", None)
     if wrapper is None:
@@ -252,12 +251,12 @@ def why_slow(
     device: str,
     but: set[str],
 ) -> dict[str, str]:
-    """Why layers are expected to be slower than plain here; not those named in ``but``."""
+    """Why layers are expected to be slower than plain; those in ``but`` are left out."""
     found = {}
     for fqn, module in layers:
         own = configs[fqn]
         if own is None or fqn in but or isinstance(module, HotModule) or is_8bit(module):
-            continue  # of 8-bit layers no time has been measured; they gain memory
+            continue  # the time of 8-bit layers was not measured; they gain memory
         sizes = features_of(module)
         why = gains.why_slow(kernel_of(module), *sizes, own, device, is_frozen(module))
         if why:

@@ -1,9 +1,9 @@
-"""``scaled_dot_product_attention`` that keeps codes of q, k, v and the result.
+"""``scaled_dot_product_attention`` that saves codes of q, k, v and the result.
 
-The forward pass is the fused kernel that torch would take (flash or memory-efficient attention on
-CUDA, flash attention on the CPU), by the operator under ``F.scaled_dot_product_attention``, which
-also returns the logarithm of the softmax's sums; that is kept exactly. Backward is the operator
-that torch's own backward calls.
+The forward pass is the fused kernel that torch would use (flash or memory-efficient attention on
+CUDA, flash attention on the CPU), called by the operator below ``F.scaled_dot_product_attention``.
+It also returns the logarithms of the softmax's sums, which are saved exactly. Backward calls the
+same operator as torch's backward.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from .codes import decode, draw_seed, encode, in_graph
 aten: Any = torch.ops.aten
 
 _TOKEN_MAJOR = (0, 2, 1, 3)
-"""[B, H, S, D] as it lies in memory where a projection made it: B, S, H, D."""
+"""Memory order of a [B, H, S, D] that a projection has made: B, S, H, D."""
 
 _HALF = (torch.float16, torch.bfloat16)
-_HEAD_LIMIT = 256  # of flash attention
-_CUDNN_HEAD_LIMIT = 128  # of cuDNN's, backward
+_HEAD_LIMIT = 256  # head width of flash attention
+_CUDNN_HEAD_LIMIT = 128  # head width of cuDNN's backward
 
 
 def _cuda_kernels(index: int) -> tuple[bool, bool]:
-    """Whether flash and memory-efficient attention run on a device, and are not switched off."""
+    """Whether flash and memory-efficient attention run on a device and are enabled."""
     modern = torch.cuda.get_device_capability(index) >= (8, 0)
     available = modern and torch.backends.cuda.is_flash_attention_available()
     switches: Any = torch.backends.cuda
@@ -40,9 +40,9 @@ def _cuda_kernels(index: int) -> tuple[bool, bool]:
 
 
 def _prefers_cudnn(q: Tensor, causal: bool) -> bool:
-    """Whether torch would take cuDNN's kernel for a call that flash attention can do.
+    """Whether torch would use cuDNN's kernel for a call that flash attention supports.
 
-    Asked for a call of the same dtype, width of a head and mask, of moderate length.
+    Queried for the same dtype, head width and mask at a moderate length.
     """
     switches: Any = torch.backends.cuda
     if q.shape[3] > _CUDNN_HEAD_LIMIT or not switches.cudnn_sdp_enabled():
@@ -53,7 +53,7 @@ def _prefers_cudnn(q: Tensor, causal: bool) -> bool:
 def _kernel(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, causal: bool
 ) -> tuple[str, str]:
-    """The kernel to take, and the reason where there is none."""
+    """The kernel to use, or the reason why there is none."""
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         return "", "q, k and v are not [B, H, S, D]"
     if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
@@ -112,7 +112,7 @@ def _sum_groups(gx: Tensor, groups: int) -> Tensor:
 
 
 def _aligned(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """A mask as the memory-efficient kernel takes it: of q's dtype, its rows at 16 elements."""
+    """A mask for the memory-efficient kernel: q's dtype, rows aligned to 16 elements."""
     if mask is None:
         return None
     width = mask.shape[-1]
@@ -136,7 +136,7 @@ class _Attention(torch.autograd.Function):
         scale: float | None,
         bits: int,
     ) -> Tensor:
-        # Flash attention on CUDA reads the heads of k and v that a group shares where they are.
+        # Flash attention on CUDA reads the shared heads of k and v in place.
         groups = 1 if kernel == "flash" else q.shape[1] // k.shape[1]
         keys, values = _repeat_groups(k, groups), _repeat_groups(v, groups)
         philox_seed, philox_offset = None, None
@@ -204,8 +204,8 @@ class _Attention(torch.autograd.Function):
             )
         elif ctx.kernel == "cudnn":
             if in_graph(q):
-                # Its results have the strides of q, k and v, which inductor lays out as it likes
-                # where it makes them: only contiguous ones are what the trace has seen.
+                # The results have the strides of q, k and v. Inductor may choose other strides for
+                # those than the trace had, unless they are contiguous.
                 q, keys, values, y = (t.contiguous() for t in (q, keys, values, y))
             gq, gk, gv = aten._scaled_dot_product_cudnn_attention_backward(
                 gy,
@@ -257,13 +257,13 @@ def scaled_dot_product_attention(
     *,
     bits: int = 8,
 ) -> Tensor:
-    """``F.scaled_dot_product_attention``, of which codes of q, k, v and the result are kept.
+    """``F.scaled_dot_product_attention`` that saves codes of q, k, v and the result.
 
-    Arguments and result are those of torch's function, and ``bits``, 8 or 4. With ``enable_gqa`` k
-    and v are kept with the heads that they come with. The mask is kept as it is.
+    Arguments and result are those of torch's function, plus ``bits``, 8 or 4. With ``enable_gqa``
+    the codes of k and v have their own number of heads. The mask is saved as it is.
 
-    Plain attention runs, and a RuntimeWarning says why, where no fused kernel of torch takes the
-    call: a mask that needs a gradient, dropout on the CPU, heads of odd widths on CUDA.
+    If no fused kernel of torch supports the call (a mask that needs a gradient, dropout on the CPU,
+    odd head widths on CUDA), plain attention runs and a RuntimeWarning says why.
     """
     arguments = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, bits)
     if torch.compiler.is_compiling():

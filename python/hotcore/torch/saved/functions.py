@@ -1,8 +1,8 @@
-"""Activations and normalisations whose backward pass uses codes of what it needs.
+"""Activations and normalisations whose backward pass uses codes instead of saved tensors.
 
-Each gives the plain function's bits forward. Where nothing is differentiated the plain function
-runs, after a seed was drawn all the same: a checkpoint may run a region without gradients first and
-then with them, and has to meet the same random numbers.
+Forward gives the bits of the plain function. If nothing is differentiated, the plain function runs,
+but a seed is still drawn: a checkpoint may run a region without and then with gradients, and must
+see the same random numbers.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from .codes import decode, draw_seed, encode
 aten: Any = torch.ops.aten
 
 EXACT_ENOUGH = 8
-"""Bits from which on a layer's x, needed for g_w, may be made from the codes of what it was made
-of. With 4 bits the error of a function of them is no longer small beside that of x's own codes."""
+"""Fewest bits with which a layer's x, needed for g_w, may be recomputed from codes. With 4 bits the
+error of the recomputed x is no longer small compared with that of x's own codes."""
 
 _GELU_COEFFICIENT = math.sqrt(2.0 / math.pi)
 
 
 def _gelu_new(x: Tensor) -> Tensor:
-    """As transformers' NewGELUActivation computes it."""
+    """The arithmetic of transformers' NewGELUActivation."""
     inner = _GELU_COEFFICIENT * (x + 0.044715 * torch.pow(x, 3.0))
     return 0.5 * x * (1.0 + torch.tanh(inner))
 
 
 def _gelu_fast(x: Tensor) -> Tensor:
-    """As transformers' FastGELUActivation computes it."""
+    """The arithmetic of transformers' FastGELUActivation."""
     return 0.5 * x * (1.0 + torch.tanh(x * 0.7978845608 * (1.0 + 0.044715 * x * x)))
 
 
@@ -88,7 +88,7 @@ ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tenso
 
 
 def _differentiable(*tensors: Tensor | None) -> bool:
-    """Whether there is something to differentiate, in a dtype that has codes."""
+    """Whether anything is differentiated, in a dtype that codes support."""
     given = [t for t in tensors if t is not None]
     return (
         torch.is_grad_enabled()
@@ -99,7 +99,7 @@ def _differentiable(*tensors: Tensor | None) -> bool:
 
 
 _Kept = list[tuple[Any, ...]]
-"""Where a forward pass leaves what it keeps, for what can be made of it in backward."""
+"""Holds what a forward pass saves, so that backward can recompute other tensors from it."""
 
 
 class _Activation(torch.autograd.Function):
@@ -120,7 +120,7 @@ class _Activation(torch.autograd.Function):
 
 
 def activation(x: Tensor, name: str, bits: int) -> Tensor:
-    """One of :data:`ACTIVATIONS`, of whose input codes are kept.
+    """One of :data:`ACTIVATIONS`; saves codes of its input.
 
     Args:
         x: any shape.
@@ -130,7 +130,7 @@ def activation(x: Tensor, name: str, bits: int) -> Tensor:
     Returns:
         A tensor like x.
 
-    Gradient: that of the function at x', the value that the codes give (:func:`encode` bounds
+    The gradient is that of the function at x', the decoded value (:func:`encode` bounds
     ``|x' - x|``).
     """
     if torch.compiler.is_compiling():
@@ -170,9 +170,9 @@ class _Relu(torch.autograd.Function):
 
 
 def relu(x: Tensor, inplace: bool = False) -> Tensor:
-    """``F.relu``, of which one bit a value is kept: exact gradients.
+    """``F.relu`` that saves one bit per value; gradients are exact.
 
-    The bit is x > 0: a NaN passes no gradient on (its own value has spoiled the loss by then).
+    The bit is x > 0, so a NaN passes no gradient on (the NaN itself already reached the loss).
     """
     if not _differentiable(x):
         return F.relu(x, inplace=inplace)
@@ -195,7 +195,7 @@ class _ReluSquared(torch.autograd.Function):
 
 
 def relu_squared(x: Tensor, bits: int) -> Tensor:
-    """``relu(x)**2``, of which codes of ``relu(x)`` are kept: zeros stay exact zeros."""
+    """``relu(x)**2`` that saves codes of ``relu(x)``; zeros stay exact zeros."""
     seed = draw_seed(x)
     if not _differentiable(x):
         return x.relu().square()
@@ -224,7 +224,7 @@ class _Gated(torch.autograd.Function):
 
 
 def gated(gate: Tensor, up: Tensor, name: str, bits: int) -> Tensor:
-    """``act(gate) * up`` (SwiGLU, GeGLU), of which codes of both inputs are kept.
+    """``act(gate) * up`` (SwiGLU, GeGLU) that saves codes of both inputs.
 
     Args:
         gate: any shape.
@@ -240,7 +240,7 @@ def gated(gate: Tensor, up: Tensor, name: str, bits: int) -> Tensor:
 
 
 def _float32_under_autocast(x: Tensor) -> bool:
-    """Whether autocast has normalisations compute in float32 (on CUDA; on the CPU it does not)."""
+    """Whether autocast makes normalisations compute in float32 (on CUDA, not on the CPU)."""
     return x.is_cuda and x.dtype in DTYPES and torch.is_autocast_enabled("cuda")
 
 
@@ -289,7 +289,7 @@ def layer_norm(
     eps: float = 1e-5,
     bits: int = 8,
 ) -> Tensor:
-    """``F.layer_norm``, of which codes of x, and mean and 1/std exactly, are kept.
+    """``F.layer_norm`` that saves codes of x, and mean and 1/std exactly.
 
     Gradients of x, weight and bias are those of layer_norm at x' (see :func:`activation`) with the
     exact statistics.
@@ -318,7 +318,7 @@ def _layer_norm(
     kept: _Kept = []
     y: Tensor = _LayerNorm.apply(x, weight, bias, seed, shape, eps, bits, kept)  # type: ignore[no-untyped-call]  # so in torch
 
-    dtype = y.dtype  # restore may not hold y
+    dtype = y.dtype  # restore must not hold y
 
     def restore() -> Tensor:
         parts, layout, mean, rstd = kept[-1]
@@ -337,7 +337,7 @@ def _rms_torch(x: Tensor, weight: Tensor | None, dims: tuple[int, ...], eps: Any
 
 
 def _rms_llama(x: Tensor, weight: Any, dims: tuple[int, ...], eps: Any) -> Tensor:
-    """As transformers' LlamaRMSNorm computes it."""
+    """The arithmetic of transformers' LlamaRMSNorm."""
     wide = x.to(torch.float32)
     variance = wide.pow(2).mean(-1, keepdim=True)
     wide = wide * torch.rsqrt(variance + eps)
@@ -346,14 +346,14 @@ def _rms_llama(x: Tensor, weight: Any, dims: tuple[int, ...], eps: Any) -> Tenso
 
 
 def _rms_timm(x: Tensor, weight: Tensor | None, dims: tuple[int, ...], eps: Any) -> Tensor:
-    """As timm's rms_norm computes it."""
+    """The arithmetic of timm's rms_norm."""
     y = x * torch.rsqrt(torch.mean(x.pow(2), dim=dims, keepdim=True) + eps)
     return y if weight is None else y * weight
 
 
 def _rms_eps(dtype: torch.dtype) -> float:
-    """What F.rms_norm adds where no eps is given: in old versions of torch the dtype's own."""
-    tiny = torch.full((1,), 2.0**-20).to(dtype)  # its square is nothing beside either
+    """The default eps of F.rms_norm: in old versions of torch that of the dtype."""
+    tiny = torch.full((1,), 2.0**-20).to(dtype)  # its square is negligible beside either eps
     found = float((tiny.double() / F.rms_norm(tiny, (1,)).double()) ** 2)
     choices = (torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
     return min(choices, key=lambda eps: abs(math.log(eps / found)))
@@ -363,7 +363,7 @@ RMS_EPS = {dtype: _rms_eps(dtype) for dtype in DTYPES}
 """eps of F.rms_norm by default."""
 
 RMS_FORMS = {"torch": _rms_torch, "llama": _rms_llama, "timm": _rms_timm}
-"""The same formula, each with its own order of casts and products."""
+"""The same formula with different orders of casts and products."""
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -413,10 +413,10 @@ def rms_norm(
     bits: int = 8,
     form: str = "torch",
 ) -> Tensor:
-    """``F.rms_norm``, of which codes of x, and 1/rms exactly, are kept.
+    """``F.rms_norm`` that saves codes of x, and 1/rms exactly.
 
-    ``form``: whose arithmetic the forward pass repeats, a key of :data:`RMS_FORMS`. Gradients as
-    for :func:`layer_norm`.
+    ``form`` selects the arithmetic of the forward pass, a key of :data:`RMS_FORMS`. Gradients are
+    as for :func:`layer_norm`.
     """
     if torch.compiler.is_compiling():
         y: Tensor = torch.ops.hotcore.saved_rms_norm.default(x, shape, weight, eps, bits, form)
@@ -439,7 +439,7 @@ def _rms_norm(
     kept: _Kept = []
     y: Tensor = _RmsNorm.apply(x, weight, seed, dims, eps, form, bits, kept)  # type: ignore[no-untyped-call]  # so in torch
 
-    dtype = y.dtype  # restore may not hold y
+    dtype = y.dtype  # restore must not hold y
 
     def restore() -> Tensor:
         parts, layout, rstd = kept[-1]
@@ -452,8 +452,8 @@ def _rms_norm(
     return y
 
 
-# In compiled graphs a call is an operator that is nothing but the function: AOTAutograd takes it
-# apart when it traces, and can put its results into a cache.
+# In compiled graphs a call is an operator that consists of the function alone: AOTAutograd traces
+# into it, and can cache the compiled result.
 for _schema, _made in (
     ("saved_activation(Tensor x, str name, int bits) -> Tensor", _activation),
     (

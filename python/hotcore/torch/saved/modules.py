@@ -1,7 +1,7 @@
-"""Modules whose backward pass uses codes, made of plain ones in place.
+"""Modules whose backward pass uses codes, converted from plain ones in place.
 
-A module keeps its Parameters, its hooks and its place in the model: only its class changes, to a
-subclass with another forward pass. In eval mode that is the plain one.
+A module keeps its Parameters, its hooks and its place in the model. Only its class changes, to a
+subclass with another forward pass; in eval mode the plain one runs.
 """
 
 from __future__ import annotations
@@ -32,38 +32,38 @@ KINDS: Mapping[str, tuple[int | None, ...]] = {
     "attention": (8, 4, None),
     "product": (8, 4, None),
 }
-"""Kinds of operations, and the bits that each can be kept in; None: as they are.
+"""Kinds of operations and the supported numbers of bits; None: save tensors unchanged.
 
 ``product``: the two factors of a gated unit (SwiGLU, GeGLU). The names are those of
 :func:`hotcore.torch.compress_saved`.
 """
 
-_ELSEWHERE = ("softmax", "pool", "linear", "loss")  # compress_saved has them
+_ELSEWHERE = ("softmax", "pool", "linear", "loss")  # only compress_saved has these
 
 Bits = dict[str, "int | None"]
 
 
 @dataclasses.dataclass(frozen=True)
 class SavedModule:
-    """A module that keeps codes."""
+    """A module that saves codes."""
 
     name: str
     kind: str
-    """The plain class's name."""
+    """Name of the plain class."""
     bits: Mapping[str, int]
     """Kind of operation -> bits."""
 
 
 @dataclasses.dataclass
 class SavedReport:
-    """What :func:`convert_saved` did; print it for a table."""
+    """The result of :func:`convert_saved`; print it for a table."""
 
     converted: list[SavedModule]
     left: dict[str, str]
-    """Name of a module that does such an operation and was left as it was -> why."""
+    """Name of a module with such an operation that was not converted -> why."""
 
     def __str__(self) -> str:
-        """One row for modules of one class, kinds and bits; then what was left, and why."""
+        """One row per class, kinds and bits; then the modules that stay plain, and why."""
         rows: dict[tuple[str, str], list[str]] = {}
         for module in self.converted:
             bits = ", ".join(f"{kind} {value}" for kind, value in module.bits.items())
@@ -93,20 +93,20 @@ def _listed(names: list[str]) -> str:
 
 
 class SavedCodes:
-    """Base of the classes that :func:`convert_saved` gives to modules."""
+    """Base of the classes that :func:`convert_saved` assigns to modules."""
 
     plain: ClassVar[type[nn.Module]]
     saved_bits: Bits
-    """Kind of operation -> bits; None: as it is."""
+    """Kind of operation -> bits; None: unchanged."""
 
     def extra_repr(self) -> str:
-        """The plain module's, and the bits."""
+        """The text of the plain module, and the bits."""
         base: str = super().extra_repr()  # type: ignore[misc]
         bits = ", ".join(f"{kind}={value}" for kind, value in self.saved_bits.items() if value)
         return f"{base}, saved({bits})" if base else f"saved({bits})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """The class is made at run time: pickle and deepcopy make it anew from the plain one."""
+        """Pickle and deepcopy rebuild the class, which is made at run time, from the plain one."""
         return _new, (self.plain, _recipe(type(self))), self.__dict__
 
 
@@ -198,7 +198,7 @@ def _llama_mlp(self: Any, x: Tensor) -> Tensor:
 
 
 class _Watch(TorchFunctionMode):
-    """Puts the functions that keep codes in the place of torch's, for the calls inside."""
+    """Replaces torch's functions by the ones that save codes, for the calls inside."""
 
     def __init__(self, bits: Bits) -> None:
         super().__init__()
@@ -279,11 +279,11 @@ _FORWARDS: dict[str, Callable[..., Any]] = {
 }
 
 
-# ---- Which module does what ----
+# ---- Operations of a module ----
 
 
 class _Templates:
-    """Forward passes that many classes of transformers share word for word."""
+    """Forward passes that many classes of transformers share literally."""
 
     def llama_norm(self: Any, hidden_states: Any) -> Any:
         input_dtype = hidden_states.dtype
@@ -323,7 +323,7 @@ class _Templates:
 
 
 def _bytecode(function: Any) -> tuple[Any, ...] | None:
-    """What a function does: equal for equal source texts, up to names of variables."""
+    """A key of a function's code: equal for equal sources, up to names of variables."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     if code is None:
         return None
@@ -366,16 +366,16 @@ _CALLS: dict[str, str] = {
 
 @dataclasses.dataclass(frozen=True)
 class _Found:
-    """What a module does, and how to convert it."""
+    """The operations of a module, and how to convert it."""
 
     forward: str
     kinds: tuple[str, ...]
     reason: str = ""
-    """Why it cannot be converted; empty: it can."""
+    """Why it cannot be converted; empty if it can."""
 
 
 def _gate_name(activation: nn.Module) -> str | None:
-    """The key of functions.ACTIVATIONS that a module computes; None: another function."""
+    """The key of functions.ACTIVATIONS for a module; None if it computes something else."""
     activation_class = getattr(activation, "plain", type(activation))
     if isinstance(activation, nn.GELU):
         return "gelu" if activation.approximate == "none" else "gelu_tanh"
@@ -391,7 +391,7 @@ def _gate_name(activation: nn.Module) -> str | None:
 
 
 def _activation_of_wrapper(module: nn.Module) -> str | None:
-    """transformers' modules that hold the function that they call as ``act``."""
+    """The key for transformers' modules that call a function held in ``act``."""
     act = getattr(module, "act", None)
     if act is F.gelu:
         return "gelu"
@@ -406,7 +406,7 @@ def _is_from(cls: type, package: str) -> bool:
 
 
 def _find_operations(module: nn.Module) -> _Found | None:
-    """What a module does with activations; None: nothing that could be kept in codes."""
+    """A module's operations on activations; None if none of them can save codes."""
     cls = type(module)
     exact = _EXACT.get(cls)
     if exact is not None:
@@ -432,7 +432,7 @@ def _find_operations(module: nn.Module) -> _Found | None:
 
 
 def _called_names(function: Any) -> set[str]:
-    """Functions that a forward pass names, by themselves or in a module; not attributes of self."""
+    """Functions that a forward pass names, also as ``module.function``; no attributes of self."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     if code is None:
         return set()
@@ -448,7 +448,7 @@ def _called_names(function: Any) -> set[str]:
 
 
 def _find_calls(module: nn.Module) -> _Found | None:
-    """By the functions that a module's own forward pass calls."""
+    """The operations that a module's own forward pass calls as functions."""
     names = _called_names(type(module).forward)
     kinds = {kind for name, kind in _CALLS.items() if name in names}
     if "scaled_dot_product_attention" in names and getattr(module, "fused_attn", True) is False:
@@ -461,7 +461,7 @@ def _find_calls(module: nn.Module) -> _Found | None:
     return _Found("watched", tuple(sorted(kinds))) if kinds else None
 
 
-# ---- The switch ----
+# ---- Conversion ----
 
 
 def _value(kind: str, value: Any, where: str) -> int | None:
@@ -480,7 +480,7 @@ def _value(kind: str, value: Any, where: str) -> int | None:
 
 
 def _all(value: Any, where: str) -> Bits:
-    """Bits of every kind, of one number."""
+    """Bits of every kind from one number."""
     if value is None:
         return dict.fromkeys(KINDS)
     if isinstance(value, bool) or value not in (4, 8):
@@ -489,9 +489,9 @@ def _all(value: Any, where: str) -> Bits:
 
 
 def _bits(saved: Saved, names: list[str]) -> dict[str, Bits]:
-    """Name of a module -> bits of every kind there.
+    """Name of a module -> its bits of every kind.
 
-    ``names``: of the modules that do something which codes could be kept of.
+    ``names`` are the modules with operations that can save codes.
     """
     if not isinstance(saved, Mapping):
         base = _all(saved, "saved")
@@ -505,7 +505,10 @@ def _bits(saved: Saved, names: list[str]) -> dict[str, Bits]:
                 own[key] = checked
         else:
             patterns.append((key, value))
-    for pattern, value in patterns:  # after the kinds, whatever their order: they say more
+    for (
+        pattern,
+        value,
+    ) in patterns:  # patterns are more specific than kinds, so they come after them
         matched = [name for name in names if fnmatchcase(name, pattern)]
         if not matched:
             near = difflib.get_close_matches(pattern.strip("*."), [*KINDS, *names], 3, 0.3)
@@ -524,27 +527,28 @@ def _bits(saved: Saved, names: list[str]) -> dict[str, Bits]:
 
 
 def convert_saved(model: nn.Module, saved: Saved = 8) -> SavedReport:
-    """Have the operations beside the linear layers keep codes for backward, in place.
+    """Make the operations beside the linear layers save codes for backward, in place.
 
-    ``hot.convert(model, recipe, saved=...)`` calls this. The report says what was found.
+    ``hot.convert(model, recipe, saved=...)`` calls this. The report lists the modules.
 
     Args:
         model: any module.
         saved: 8 or 4, the bits of every kind; or a mapping of kinds (:data:`KINDS`) to bits or None
-            (kept as they are; 8 where a kind is not named), and of name patterns (``fnmatch``) to
-            bits, None, or such a mapping of kinds, for the modules that they match.
+            (unchanged; 8 for a kind that is not named), and of name patterns (``fnmatch``) to bits,
+            None, or such a mapping of kinds, for the matching modules.
 
-    Taken are, by class: ``nn.GELU``, ``nn.SiLU``, ``nn.Mish``, ``nn.Hardswish``, ``nn.ReLU`` (one
-    bit, exact), ``nn.LayerNorm``, ``nn.RMSNorm``; by the text of their forward pass: the
-    activations, RMSNorms and gated MLPs of transformers that equal Llama's or GPT-2's, and timm's;
-    and modules whose own forward calls ``F.gelu``, ``F.silu``, ``F.mish``, ``F.hardswish``,
-    ``F.relu``, ``F.layer_norm``, ``F.rms_norm`` or ``F.scaled_dot_product_attention`` (timm's
-    attention; transformers' with ``attn_implementation="sdpa"``): for the time of their forward
-    pass a TorchFunctionMode, which torch.compile follows, puts the function with codes in place.
+    These modules are converted. By class: ``nn.GELU``, ``nn.SiLU``, ``nn.Mish``, ``nn.Hardswish``,
+    ``nn.ReLU`` (one bit, exact), ``nn.LayerNorm``, ``nn.RMSNorm``. By the code of their forward
+    pass: the activations, RMSNorms and gated MLPs of transformers that equal those of Llama or
+    GPT-2, and timm's. By their calls: modules whose own forward calls ``F.gelu``, ``F.silu``,
+    ``F.mish``, ``F.hardswish``, ``F.relu``, ``F.layer_norm``, ``F.rms_norm`` or
+    ``F.scaled_dot_product_attention`` (timm's attention; transformers' with
+    ``attn_implementation="sdpa"``). During their forward pass a TorchFunctionMode, which
+    torch.compile supports, replaces the function by the one that saves codes.
 
     Raises:
-        ValueError: bad bits; a key that is no kind and matches nothing; or a module that was
-            converted before.
+        ValueError: bad bits; a key that is no kind and matches nothing; or a module that is already
+            converted.
     """
     found = [(name, module, what) for name, module, what in _walk(model) if what is not None]
     twice = [name for name, module in model.named_modules() if isinstance(module, SavedCodes)]
@@ -578,9 +582,9 @@ def _walk(model: nn.Module) -> Iterator[tuple[str, nn.Module, _Found | None]]:
 
 
 def revert_saved(model: nn.Module) -> int:
-    """Give every module its plain class again; return how many there were.
+    """Restore every module's plain class; return their number.
 
-    Raises ValueError where something has made a subclass of one since (a parametrisation,
+    Raises ValueError if a module has become a subclass in the meantime (a parametrisation,
     ``fully_shard``): undo that first.
     """
     found = [(name, m) for name, m in model.named_modules() if isinstance(m, SavedCodes)]
