@@ -59,7 +59,7 @@ nitpicky = True
 nitpick_ignore_regex = [
     (r"py:.*", r"(collections|fnmatch|lightning|numpy|pathlib|torch|transformers|typing)(\..*)?"),
     (r"py:class", r"NDArray|(hotcore\..*\.)?(Array|Bits|HotConfigFields|Layout|RecipeName)"),
-    (r"py:class", r"(hotcore\..*\.)?(Share|Spec|Step)"),
+    (r"py:class", r"(hotcore\..*\.)?(ForwardLinearSpec|Share|Spec|Step)"),
     (r"py:class", r"hotcore\.torch\.(modules\.HotModule|saved\.modules\.SavedReport)"),
     (r"py:(func|mod)", r"hotcore\.torch\.(conv|gains|input_cache|saved\.convert_saved)"),
     (

@@ -269,6 +269,25 @@ def test_eval_mode_is_plain_unless_it_is_kept() -> None:
     assert type(layer.to_plain()) is nn.Linear and "_plain_in_eval" not in vars(layer.to_plain())
 
 
+@pytest.mark.parametrize("fast", [True, False])
+def test_torchs_fast_path_goes_past_the_layers_and_the_report_says_so(
+    fast: bool, products: list[bool]
+) -> None:
+    model = nn.TransformerEncoderLayer(64, 4, 64, batch_first=True)
+    report = hot.convert(model, int8(forward_in_eval=True), every)
+    assert any("set_fastpath_enabled(False)" in note for note in report.notes)
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(fast)
+    try:
+        with torch.no_grad():
+            model.eval()(torch.randn(2, 10, 64))
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+    assert len(products) == (0 if fast else 4)
+    hot.revert(model)
+    assert not any("fastpath" in note for note in hot.convert(model, INT8, every).notes)
+
+
 def test_the_report_knows_what_rests() -> None:
     for config, plain in ((INT8, 1), (int8(forward_in_eval=True), 0)):
         model = nn.Sequential(nn.Linear(64, 64)).eval()

@@ -404,6 +404,12 @@ def _notes(
             f"plain torch's; by {gains.SOURCE}"
             + ("" if report.config.forward == "plain" else "; with a plain forward")
         )
+    kept = any(layer.config.forward_in_eval for layer in report.converted)
+    if kept and any(isinstance(module, nn.TransformerEncoderLayer) for module in model.modules()):
+        notes.append(
+            "in eval mode without gradients nn.TransformerEncoderLayer goes past its layers, "
+            "plain: torch.backends.mha.set_fastpath_enabled(False) keeps their 8-bit forward"
+        )
     if slow:
         notes.append(
             f"{len(slow)} layers stay plain as slower on CUDA, by {gains.SOURCE}; slower=True, or "
