@@ -36,6 +36,7 @@ FORMS = (
     "dither 1.5",
 )  # fmt: skip
 TOKENS, OUT, IN = 1024, 128, 192
+BLOCKS = (64, 32, 16)
 MEASURES = ("rms", "mean", "largest")
 """Of a token's size: root mean square, mean magnitude, largest magnitude."""
 
@@ -141,7 +142,7 @@ def error_and_bias(
 def blocks(draws: int, rng: np.random.Generator) -> list[dict[str, Any]]:
     """Every form on every input, by bits and tokens of a block."""
     rows = []
-    for n in (64, 32, 16):
+    for n in BLOCKS:
         for bits in (4, 2):
             for name, x in inputs(n, rng).items():
                 found = {}

@@ -25,6 +25,7 @@ import bench_fwht  # noqa: E402
 import bench_gemm  # noqa: E402
 import bench_mma_sync  # noqa: E402
 import bench_quantize  # noqa: E402
+import bench_storage  # noqa: E402
 import hotcore  # noqa: E402
 import layers  # noqa: E402
 import rivals  # noqa: E402
@@ -522,3 +523,23 @@ def test_autotune(tmp_path: Path) -> None:
         assert case["rows"], name
         for row in case["rows"]:
             assert set(row["times"]) == {"plain", "accurate", "default", "fast"}
+
+
+def test_bench_storage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench_storage, "BLOCKS", (64,))
+    monkeypatch.setattr(bench_storage, "TOKENS", 256)
+    file = tmp_path / "storage.json"
+    bench_storage.main(["--draws", "50", "--json", str(file)])
+    report = json.loads(file.read_text())
+    assert len(capsys.readouterr().out.splitlines()) == len(report["blocks"]) + len(report["cases"])
+    for row in report["blocks"]:
+        if row["input"] == "Gauss" and row["block"] == 64:
+            forms = row["forms"]
+            best = "dither" if row["bits"] == 4 else "dither 1.75"
+            assert (
+                forms["codebook"]["error"] < forms[best]["error"] < 1.2 * forms["codebook"]["error"]
+            )
+    gauss = report["cases"][0]["forms"]
+    assert gauss["int8"]["plain"] < gauss["rht4"]["plain"] < gauss["int4"]["plain"]
