@@ -33,8 +33,6 @@ class Contender:
     name: str
     recipe: str | None = None
     """Of HOT; None: a plain model."""
-    forward: str = "plain"
-    """HOT's forward, "plain" or "int8"."""
     saved: Mapping[str, int | None] = field(default_factory=dict)
     """Arguments of compress_saved; empty: without it."""
     autocast: bool = False
@@ -54,6 +52,8 @@ class Contender:
     """convert's ``saved``: bits of what else is kept for backward."""
     slower: bool = True
     """convert's ``slower``: HOT also where its default filter expects it to lose on CUDA."""
+    forward: str = "plain"
+    """HOT's forward, "plain" or "int8"."""
 
 
 class Left(Exception):
