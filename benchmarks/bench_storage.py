@@ -164,7 +164,7 @@ def blocks(draws: int, rng: np.random.Generator) -> list[dict[str, Any]]:
 
 
 def cases(rng: np.random.Generator) -> dict[str, tuple[Array, Array]]:
-    """g_y ``[TOKENS, OUT]`` and x ``[TOKENS, IN]`` of ../spec.md's cases, by name."""
+    """g_y ``[TOKENS, OUT]`` and x ``[TOKENS, IN]`` of the cases, by name."""
     tokens = np.arange(TOKENS)
 
     def pair() -> tuple[Array, Array]:
