@@ -28,6 +28,7 @@ comes from here. Every page of the repository that has such a line is looked at.
   variants MODEL   eager steps with compress_saved's settings (cuda-models-variants.json)
   eager FILE MODEL...  eager steps of some contenders (parts peak and time of FILE)
   gpt              a GPT trained on text (cuda-gpt.json)
+  gpt-forward      the same with an 8-bit forward, 400 steps (cuda-gpt-forward.json)
   autotune         layers by features, of plain bf16's time (cuda-autotune.json)
   convolutions     steps of ResNet-50 (the same)
   distributed      DDP and FSDP2 by NCCL (nccl.json)
@@ -402,11 +403,18 @@ def pays(results: Path) -> Iterator[str]:
 
     check, models = report("gpu-check.json"), report("cuda-steps.json")["steps"]
     tuned, processor = report("cuda-autotune.json")["steps"], report("cpu-backward.json")["shapes"]
-    yield from header(["times faster (peak memory)", "than", "`default`", "`fast`"])
+    names = ("default", "fast")
+    columns = [*(f"`{name}`" for name in names), *(f"`{name}`, 8-bit forward" for name in names)]
+    yield from header(["times faster (peak memory)", "than", *columns])
+
+    def both(group: str) -> list[str]:
+        found = check["bench_backward"]["layers"][group]["both"]
+        rows = [*(f"{name} both" for name in names), *(f"{name} int8 both" for name in names)]
+        return [times(found[row]["faster than"]["torch bf16 both"]) for row in rows]
 
     def backward(group: str, rival: str) -> list[str]:
         recipes = check["bench_backward"]["layers"][group]["recipes"]
-        return [times(recipes[name]["faster than"].get(rival)) for name in ("default", "fast")]
+        return [*(times(recipes[name]["faster than"].get(rival)) for name in names), "", ""]
 
     def step(model: str, name: str, rival: str) -> str:
         """Both figures are of compiled bf16 in their own waves, so their ratio is fair."""
@@ -416,46 +424,55 @@ def pays(results: Path) -> Iterator[str]:
             return ""
         return f"{theirs['step'] / mine['step']:.2f}× ({mine['peak'] / theirs['peak']:.2f})"
 
+    def steps_of(model: str, how: str, rival: str) -> list[str]:
+        """Of both recipes, and of both with an 8-bit forward."""
+        mine = [
+            *(f"{name} {how}" for name in names),
+            *(f"{name} int8-forward {how}" for name in names),
+        ]
+        return [step(model, name, rival) for name in mine]
+
     def on_cpu(rows: list[Report]) -> list[str]:
         found = []
-        for name in ("default", "fast"):
+        for name in names:
             ratios = [row[f"hotcore {name}"]["vs torch fp32"] for row in rows]
             low, high = f"{min(ratios):.1f}", f"{max(ratios):.1f}"
             found.append(f"{low}×" if low == high else f"{low} to {high}×")
-        return found
+        return [*found, "", ""]
 
     llama, vit = "Llama-3-8B", "ViT-B"
     title = f"backward of {llama}'s layers, 8192 tokens"
     yield line([title, "bf16", *backward(llama, "torch bf16")])
-    yield line(["the same", "torchao FP8", *backward(llama, "torchao both - forward")])
     yield line([f"backward of {vit}'s layers, batch 128", "bf16", *backward(vit, "torch bf16")])
+    yield line([f"forward and backward of {llama}'s layers", "bf16", *both(llama)])
     for model in (name for name in PAYS_MODELS if name in models):
         title = f"step of {models[model]['title']}"
-        for how, words in (("reduce-overhead", ", CUDA graphs"), ("compiled", "")):
-            figures = [step(model, f"{name} {how}", f"bf16 {how}") for name in ("default", "fast")]
-            if any(figures):
-                yield line([f"{title}{words}", f"compiled bf16{words}", *figures])
-                break
+        ways = (("reduce-overhead", ", CUDA graphs"), ("compiled", ""))
+        figures, words = max(
+            ((steps_of(model, how, f"bf16 {how}"), words) for how, words in ways),
+            key=lambda found: len([figure for figure in found[0] if figure]),
+        )
+        yield line([f"{title}{words}", f"compiled bf16{words}", *figures])
         if model not in PAYS_FP8:
             continue
         eight = "FP8 tensorwise compiled"
-        figures = [step(model, f"{name} compiled", eight) for name in ("default", "fast")]
+        figures = steps_of(model, "compiled", eight)
         if any(figures):
             yield line([f"{title}, compiled", f"torchao {eight}", *figures])
     for words, suffix in (
         ('`saved={"attention": 4}`', "compiled, saved 8/4"),
         ("`hot.recompute`, CUDA graphs", "reduce-overhead, attention kept"),
     ):
-        fewer = [step("vit_b", f"{name} {suffix}", "bf16 compiled") for name in ("default", "fast")]
-        yield line([f"step of ViT-B/16, {words}", "compiled bf16", *fewer])
+        fewer = [step("vit_b", f"{name} {suffix}", "bf16 compiled") for name in names]
+        yield line([f"step of ViT-B/16, {words}", "compiled bf16", *fewer, "", ""])
     means = check["bench_backward"]["paper"]["rotating"]["means"]
-    ratios = [means[f"hotcore {name}"]["geomean"] for name in ("default", "fast")]
+    ratios = [means[f"hotcore {name}"]["geomean"] for name in names]
     title = "backward of small layers, 49 to 3136 tokens"
-    yield line([title, "fp32", *map(times, ratios)])
+    yield line([title, "fp32", *map(times, ratios), "", ""])
     bf16 = means["bf16"]["geomean"]
-    yield line(["the same", "bf16", *(times(ratio / bf16) for ratio in ratios)])
+    yield line(["the same", "bf16", *(times(ratio / bf16) for ratio in ratios), "", ""])
     convolved = times(1 / tuned["channels_last"]["default, slower=True"]["of plain"])
-    yield line(["step of ResNet-50, convolutions converted", "bf16", convolved, ""])
+    yield line(["step of ResNet-50, convolutions converted", "bf16", convolved, "", "", ""])
     *large, tiny = processor.values()
     yield line([f"CPU: backward of {vit}'s layers, 8 images", "fp32", *on_cpu(large)])
     yield line(["CPU: backward of one layer, one image", "fp32", *on_cpu([tiny])])
@@ -588,6 +605,7 @@ KINDS: dict[str, tuple[str | None, Callable[..., Iterator[str]]]] = {
     "all-steps": ("cuda-steps.json", all_steps),
     "summary": ("cuda-steps.json", summary),
     "gpt": ("cuda-gpt.json", gpt),
+    "gpt-forward": ("cuda-gpt-forward.json", gpt),
     "autotune": (AUTOTUNE, autotune),
     "convolutions": (AUTOTUNE, convolutions),
     "distributed": ("nccl.json", distributed),
