@@ -73,6 +73,7 @@ PAGES = tuple(pages())
 Report = Mapping[str, Any]
 RIVALS = (
     *("FP8 tensorwise compiled", "FP8 rowwise compiled", "default compiled", "fast compiled"),
+    *("default int8-forward compiled", "fast int8-forward compiled"),
     *("default reduce-overhead", "default compiled, saved 8/4"),
 )
 """Of the summary, each as time and peak of compiled bf16's."""
