@@ -18,7 +18,7 @@ from support import without_broken_torchvision
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402  (after the skip)
 import torch.nn.functional as F  # noqa: E402
-from hotcore.torch import forward, ops  # noqa: E402
+from hotcore.torch import ops, weight_codes  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
@@ -288,7 +288,7 @@ def test_torchs_fast_path_goes_past_the_layers_and_the_report_says_so(
     assert not any("fastpath" in note for note in hot.convert(model, INT8, every).notes)
 
 
-def test_the_report_knows_what_rests() -> None:
+def test_the_report_knows_what_is_plain() -> None:
     for config, plain in ((INT8, 1), (int8(forward_in_eval=True), 0)):
         model = nn.Sequential(nn.Linear(64, 64)).eval()
         report = hot.convert(model, config, every)
@@ -568,15 +568,35 @@ def test_a_frozen_weight_is_quantised_once(quantised_for_y: list[int]) -> None:
     layer = frozen()
     steps(layer, 3)
     assert len(quantised_for_y) == 1
-    assert 48 * 64 <= forward.kept_bytes(layer.parameters()) <= 48 * (64 + 4) + 32
+    assert 48 * 64 <= weight_codes.frozen_bytes(layer.parameters()) <= 48 * (64 + 4) + 32
     x = torch.randn(20, 64, requires_grad=True)
     assert torch.equal(layer(x), expected(x, layer.weight, layer.bias))
     assert len(quantised_for_y) == 1
-    weight, held = layer.weight, forward._frozen._codes
+    weight, held = layer.weight, weight_codes._frozen.table
     assert weight in held
     before = len(held)
     del layer, weight
     assert len(held) == before - 1  # they go with it
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_every_frozen_layer_is_quantised_once(
+    kind: str, compiled: bool, quantised_for_y: list[int]
+) -> None:
+    make, shape = LAYERS[kind]
+    layer = converted(make(), INT8)
+    layer.weight.requires_grad_(False)
+    call = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
+    x = torch.randn(shape, requires_grad=True)
+    first = call(x)
+    for _ in range(2):
+        assert torch.equal(call(x), first)
+    assert len(quantised_for_y) == 1
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    assert torch.equal(call(x), layer(x)) and not torch.equal(call(x), first)
+    assert len(quantised_for_y) == 2
 
 
 def test_a_frozen_weight_that_changes_is_quantised_anew(quantised_for_y: list[int]) -> None:
@@ -628,9 +648,9 @@ def test_reverting_drops_the_codes() -> None:
     hot.convert(model, INT8, every)
     model[0].weight.requires_grad_(False)
     steps(model)
-    assert forward.kept_bytes(model.parameters()) > 0
+    assert weight_codes.frozen_bytes(model.parameters()) > 0
     hot.revert(model)
-    assert forward.kept_bytes(model.parameters()) == 0
+    assert weight_codes.frozen_bytes(model.parameters()) == 0
 
 
 def test_processes_that_gather_weights_keep_none(
@@ -692,7 +712,7 @@ def test_memory_report_counts_the_codes() -> None:
     report = hot.memory_report(model, x, INT8, filter_fn=every)
     assert 64 * 64 <= report.weight_codes <= 64 * 68 + 32
     assert "codes of frozen weights" in str(report)
-    assert forward.kept_bytes(model.parameters()) == 0  # the model is as it was
+    assert weight_codes.frozen_bytes(model.parameters()) == 0  # the model is as it was
     plain = hot.memory_report(model, x, "default", filter_fn=every)
     assert plain.weight_codes == 0 and "codes of frozen" not in str(plain)
     assert plain.after == report.after
