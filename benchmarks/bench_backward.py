@@ -79,13 +79,13 @@ def hot_compress(x: torch.Tensor, recipe: str) -> Call:
 def hot_both(arrays: Sequence[torch.Tensor], bias: torch.Tensor, recipe: str, int8: bool) -> Call:
     """A layer's forward, x compressed, and its backward."""
     gy, w, x = arrays
-    config = hotcore.HotConfig.recipe(recipe)
+    config, own = hotcore.HotConfig.recipe(recipe), bias.to(x.dtype)
 
     def call() -> object:
         if int8:
             y = hotcore.forward_linear(x, w, bias, config=config)
         else:
-            y = torch.nn.functional.linear(x, w, bias.to(x.dtype))
+            y = torch.nn.functional.linear(x, w, own)
         saved = hotcore.compress_activation(x, config, key=1)
         return y, hotcore.backward_linear(gy, w, saved, config=config, need=ALL, key=1)
 
@@ -177,8 +177,7 @@ def is_rival(name: str) -> bool:
 def sums(of_shapes: dict[str, dict[str, Row]], recipes: Sequence[str]) -> dict[str, Any]:
     """Sums of medians over a group's layers, and how often faster than each rival hotcore is."""
     tables = list(of_shapes.values())
-    names = [name for name in tables[0] if all(name in rows for rows in tables)]
-    total = {name: sum(rows[name]["median_ms"] for rows in tables) for name in names}
+    total = timing.summed(tables)
     out: dict[str, Any] = {"sum_ms": total, "recipes": {}}
     for recipe in recipes:
         mine = total[f"hotcore {recipe}"]
@@ -188,9 +187,9 @@ def sums(of_shapes: dict[str, dict[str, Row]], recipes: Sequence[str]) -> dict[s
             "floor_ms": floor,
             "times the floor": mine / floor,
             "compress of a copy": total[f"compress {recipe}"] / total["copy of x"],
-            "faster than": {name: total[name] / mine for name in names if is_rival(name)},
+            "faster than": {name: total[name] / mine for name in total if is_rival(name)},
         }
-    whole = [name for name in names if name.endswith(" both")]
+    whole = [name for name in total if name.endswith(" both")]
     out["both"] = {
         name: {
             "sum_ms": total[name],

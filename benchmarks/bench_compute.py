@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,7 +22,7 @@ import hotcore
 import hotcore.torch as hot
 import torch
 from models import mend_torchvision
-from timing import RESULTS, rounded
+from timing import RESULTS, write_json
 from torch import nn
 
 Shape = tuple[int, int, int]
@@ -252,8 +251,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"\nAppendix D's example {EXAMPLE}, MFLOPs of a backward pass")
     for source, cells in content["example"].items():
         print(f"  {source:42s}", "  ".join(f"{key} {value:.2f}" for key, value in cells.items()))
-    args.json.parent.mkdir(parents=True, exist_ok=True)
-    args.json.write_text(json.dumps(rounded(content), indent=1) + "\n")
+    write_json(args.json, content)
     print(f"\nwritten: {args.json}")
 
 

@@ -65,11 +65,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"\n{group} {name}: L, O, I = {shape}; us, median [quartiles]")
             for contender, row in rows.items():
                 print(timing.line(contender, row))
-        names = next(iter(layers.values()))["rows"]
-        sums = {
-            name: sum(layer["rows"][name]["median_ms"] for layer in layers.values())
-            for name in names
-        }
+        sums = timing.summed([layer["rows"] for layer in layers.values()])
         out[group] = {"layers": layers, "sum_ms": sums}
         words = "  ".join(f"{name} {1e3 * value:.0f}" for name, value in sums.items())
         print(f"\n{group}, sum of {len(shapes)}, us: {words}", flush=True)

@@ -11,7 +11,6 @@ error is that of all of y, ``|y - exact| / |exact|``, the exact product in fp64.
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import statistics
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ from pathlib import Path
 
 import hotcore
 import torch
-from timing import RESULTS, rounded
+from timing import RESULTS, write_json
 from torch import Generator, Tensor
 
 TOKENS, OUTS, WIDTHS = 256, 192, (768, 4096)
@@ -121,8 +120,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "settings": {"tokens": TOKENS, "outs": OUTS, "seeds": args.seeds},
         "rows": rows,
     }
-    args.json.parent.mkdir(parents=True, exist_ok=True)
-    args.json.write_text(json.dumps(rounded(report), indent=1) + "\n", encoding="utf-8")
+    write_json(args.json, report)
 
 
 if __name__ == "__main__":

@@ -15,14 +15,13 @@ these figures is fixed to the bit in docs/numerics.md ("x kept as rht4 and rht2"
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from timing import RESULTS, rounded
+from timing import RESULTS, write_json
 
 Array = NDArray[np.float64]
 LEVELS = {4: (6, 18, 30, 44, 58, 75, 96, 127), 2: (38, 127)}
@@ -294,7 +293,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             for form, f in row["forms"].items()
         )
         print(f"{row['case']:52} {figures}")
-    options.json.write_text(json.dumps(rounded(report), indent=1) + "\n", encoding="utf-8")
+    write_json(options.json, report)
 
 
 if __name__ == "__main__":

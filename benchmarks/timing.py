@@ -132,6 +132,12 @@ def spread(values: Sequence[float]) -> Row:
     return {"median_ms": median, "q1_ms": q1, "q3_ms": q3, "measurements": len(values)}
 
 
+def summed(tables: Sequence[Mapping[str, Row]]) -> dict[str, float]:
+    """Sums of medians over several layers' rows, of the contenders that all of them have."""
+    names = [name for name in tables[0] if all(name in rows for rows in tables)]
+    return {name: sum(rows[name]["median_ms"] for rows in tables) for name in names}
+
+
 def captured(calls: Sequence[Call]) -> Call:
     """Replay of a CUDA graph that holds ``calls`` one after the other."""
     stream = torch.cuda.Stream()
@@ -224,8 +230,7 @@ def write(args: argparse.Namespace, benchmark: str, content: Mapping[str, Any]) 
         **content,
     }
     path: Path = args.json or RESULTS / f"{args.device}-{benchmark}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(rounded(report), indent=1) + "\n")
+    write_json(path, report)
     print(f"\nwritten: {path}")
     return path
 
@@ -245,6 +250,12 @@ def resumed(path: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
             "another file, or remove it"
         )
     return found
+
+
+def write_json(path: Path, content: Any) -> None:
+    """A report as the committed ones are, its folder made if need be."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(rounded(content), indent=1) + "\n", encoding="utf-8")
 
 
 def rounded(value: Any) -> Any:
