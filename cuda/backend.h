@@ -1,5 +1,5 @@
 // The CUDA backend. One .cu file for each stage, as in cpp/src/cpu; a backward, a compression and a
-// product are plans (plan.h), which backend.cu makes and executes.
+// product are plans (plan.h), which backend.cpp makes and executes.
 #pragma once
 
 #include "cuda/plan.h"
@@ -24,7 +24,7 @@ class CudaBackend final : public Backend {
   // pack.cu
   void pack_int4(const Context&, const MatrixIn& q, const MatrixOut& out) const override;
   void unpack_int4(const Context&, const MatrixIn& packed, const MatrixOut& out) const override;
-  // backend.cu
+  // backend.cpp
   std::size_t gemm_workspace(const Context&, std::int64_t m, std::int64_t n,
                              std::int64_t k) const override;
   void gemm(const Context&, const GemmArgs&, void* workspace) const override;

@@ -5,6 +5,7 @@
 // fill_zero_kernel: g_x or g_w of an empty contraction.
 #include <cstdint>
 
+#include "cuda/device/begin_kernel.cuh"
 #include "cuda/device/matrix_io.cuh"
 #include "cuda/launch.h"
 #include "cuda/launchers.h"

@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "cuda/backend.h"
+#include "cuda/device/begin_kernel.cuh"
 #include "cuda/device/matrix_io.cuh"
 #include "cuda/launch.h"
 

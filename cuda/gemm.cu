@@ -3,6 +3,7 @@
 // kernels.
 #include <cstdint>
 
+#include "cuda/device/begin_kernel.cuh"
 #include "cuda/device/matrix_io.cuh"
 #include "cuda/gemm_int8_sm90.h"
 #include "cuda/launch.h"

@@ -3,6 +3,7 @@
 // token_kernel: the fp32 product with a scale for each k (LQS), k in ascending order as on the CPU.
 #include "cuda/gemm_sm80.h"
 
+#include "cuda/device/begin_kernel.cuh"
 #include "cuda/device/matrix_io.cuh"
 #include "cuda/launch.h"
 #include "cuda/launchers.h"

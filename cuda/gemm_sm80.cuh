@@ -18,6 +18,7 @@
 #include <type_traits>
 
 #include "cuda/device/async_copy.cuh"
+#include "cuda/device/begin_kernel.cuh"
 #include "cuda/device/matrix_io.cuh"
 #include "cuda/device/mma.cuh"
 #include "cuda/gemm_sm80.h"

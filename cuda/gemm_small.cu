@@ -20,6 +20,7 @@
 #include <cstdint>
 
 #include "cuda/device/async_copy.cuh"
+#include "cuda/device/begin_kernel.cuh"
 #include "cuda/device/cluster.cuh"
 #include "cuda/device/matrix_io.cuh"
 #include "cuda/device/mma.cuh"

@@ -26,6 +26,7 @@
 
 #include "cuda/backend.h"
 #include "cuda/device/async_copy.cuh"
+#include "cuda/device/begin_kernel.cuh"
 #include "cuda/device/butterfly.cuh"
 #include "cuda/device/vec_io.cuh"
 #include "cuda/launch.h"

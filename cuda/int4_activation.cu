@@ -8,6 +8,7 @@
 //   A CTA takes a channel. 1.53 bytes an element.
 #include <cstdint>
 
+#include "cuda/device/begin_kernel.cuh"
 #include "cuda/device/matrix_io.cuh"
 #include "cuda/device/reduce.cuh"
 #include "cuda/device/rounding.cuh"

@@ -46,35 +46,11 @@ class DeviceGuard {
   int previous_ = 0;
 };
 
-// First and last statement of every kernel that launch() starts, for all of its threads. Where
-// kernels may overlap (below), a kernel starts when every CTA of the previous one has started, and
-// begin_kernel waits until that one has finished. An `independent` kernel has no data dependency on
-// any launch since the last dependent one. It waits at its end, so completion stays ordered on the
-// stream.
-#if defined(__CUDACC__)
-__device__ inline void wait_for_previous_kernel() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-__device__ inline void begin_kernel(bool independent = false) {
-  if (!independent) wait_for_previous_kernel();
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
-__device__ inline void end_kernel(bool independent) {
-  if (independent) wait_for_previous_kernel();
-}
-#endif
-
 // An attribute of the context's device; those that every launch needs are queried once.
 int device_attribute(const Context& context, cudaDeviceAttr attribute, const char* stage);
 
 // Whether a kernel's start may overlap the end of the previous one (programmatic dependent launch):
-// only where the code that runs is certain to hold the wait above.
+// only where the code that runs is certain to begin as in cuda/device/begin_kernel.cuh.
 bool kernels_overlap(const Context& context, const char* stage);
 
 // Opts a kernel in to the shared memory and the clusters of a shape, on the context's device, which

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "cuda/backend.h"
+#include "cuda/device/begin_kernel.cuh"
 #include "cuda/launch.h"
 #include "cuda/lowrank.cuh"
 

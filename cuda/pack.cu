@@ -1,5 +1,6 @@
 // Stage: INT4 packing. A thread makes or takes one byte; bound by memory, off the training path.
 #include "cuda/backend.h"
+#include "cuda/device/begin_kernel.cuh"
 #include "cuda/launch.h"
 #include "cuda/launchers.h"
 

@@ -49,7 +49,7 @@ namespace {
 // ---- names -------------------------------------------------------------------------------------
 
 constexpr KernelInfo kernels[kernel_count] = {
-    {"memset", "backend.cu", false},
+    {"memset", "backend.cpp", false},
     {"rows16_kernel", "quantize_rows.cu", false},
     {"rows_kernel", "quantize_rows.cu", false},
     {"rows_column_amax_kernel", "quantize_rows_column_amax.cu", false},
@@ -462,15 +462,10 @@ Scratch take_scratch(WorkspaceCursor& cursor, const DeviceFacts& facts, const Ba
 
 ForwardScratch take_forward_scratch(WorkspaceCursor& cursor, const DeviceFacts& facts,
                                     const ForwardWork& work) {
-  const LinearShape& shape = work.shape;
-  const std::int64_t k = forward_k(shape.in_features, work.spec);
-  ForwardScratch s;
-  s.x = take_operand(cursor, shape.tokens, k, shape.tokens);
-  if (work.weight) s.weight = take_operand(cursor, shape.out_features, k, shape.out_features);
-  if (work.wide) s.bias = cursor.take<float>(shape.out_features);
-  s.gemm = cursor.take<char>(
-      static_cast<std::int64_t>(gemm_workspace(facts, shape.tokens, shape.out_features, k)));
-  return s;
+  return detail::take_forward_scratch(cursor, work,
+                                      [&](std::int64_t m, std::int64_t n, std::int64_t k) {
+                                        return gemm_workspace(facts, m, n, k);
+                                      });
 }
 
 // A partial sum for every 128 tokens, or those of rows_column_amax_kernel.

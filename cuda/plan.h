@@ -1,6 +1,6 @@
 // Which kernels a call runs on CUDA, in which order and shape: the plan, a value. Pure host code
 // without a CUDA header, part of every build, so that plans are made, printed (hot/explain.h) and
-// tested where there is no GPU. cuda/backend.cu executes a plan; the kernels' files hold kernels
+// tested where there is no GPU. cuda/backend.cpp executes a plan; the kernels' files hold kernels
 // and their launches and decide nothing.
 #pragma once
 
@@ -102,20 +102,18 @@ constexpr unsigned tiles_a_sum = 32;
 // a sketch folds by, and a barrier.
 struct Layout {
   int row_bytes, tile_bytes, slots, fold_words;
-  HOT_HOST_DEVICE Layout(std::int64_t columns, int token_blocks)
+  constexpr Layout(std::int64_t columns, int token_blocks)
       : row_bytes(static_cast<int>(columns) * 2),
         tile_bytes(token_blocks * token_block * row_bytes),
         slots(token_blocks * static_cast<int>(columns)),
         fold_words(token_blocks * token_block) {}
-  HOT_HOST_DEVICE int largest() const { return 2 * tile_bytes; }
-  HOT_HOST_DEVICE int sums() const {
-    return largest() + slots * static_cast<int>(sizeof(std::uint32_t));
-  }
-  HOT_HOST_DEVICE int folds() const { return sums() + slots * static_cast<int>(sizeof(float)); }
-  HOT_HOST_DEVICE int barriers() const {
+  constexpr int largest() const { return 2 * tile_bytes; }
+  constexpr int sums() const { return largest() + slots * static_cast<int>(sizeof(std::uint32_t)); }
+  constexpr int folds() const { return sums() + slots * static_cast<int>(sizeof(float)); }
+  constexpr int barriers() const {
     return folds() + 2 * fold_words * static_cast<int>(sizeof(int));
   }
-  HOT_HOST_DEVICE int bytes() const { return barriers() + 2 * barrier_bytes; }
+  constexpr int bytes() const { return barriers() + 2 * barrier_bytes; }
 };
 
 }  // namespace rows_column_amax
@@ -316,6 +314,13 @@ enum class Job : std::uint8_t { gradient_columns, weight, activation };
 
 // What rows are made of.
 enum class RowsOf : std::uint8_t { gy, x, weight };
+
+// Transforms that rows16_kernel has instances of; all but the first to nearest alone.
+inline constexpr int rows16_blocks[] = {16, 64, 128};
+inline bool rows16_can(int block, Rounding rounding) {
+  return block == rows16_blocks[0] || (rounding == Rounding::nearest &&
+                                       (block == rows16_blocks[1] || block == rows16_blocks[2]));
+}
 
 struct RowsStep {
   RowsOf of;
@@ -526,12 +531,6 @@ Scratch take_scratch(WorkspaceCursor&, const DeviceFacts&, const BackwardWork&);
 char* take_sums(WorkspaceCursor&, const DeviceFacts&, const LinearShape&);
 std::size_t backward_workspace(const DeviceFacts&, const BackwardWork&);
 
-// What a forward product takes of its workspace; one order, as above.
-struct ForwardScratch {
-  Operand x{}, weight{};
-  float* bias = nullptr;
-  char* gemm = nullptr;
-};
 ForwardScratch take_forward_scratch(WorkspaceCursor&, const DeviceFacts&, const ForwardWork&);
 
 }  // namespace plan

@@ -71,8 +71,7 @@ WgmmaChoice wgmma_choice(const DeviceFacts& facts, std::int64_t m, std::int64_t 
 // Wide tiles serve g_x, stream-K serves g_w. There are none for fp16 outputs, which are rare: with
 // autocast g_w is fp32.
 bool has_wide(const ProductShape& p) {
-  return p.out.dtype == DType::bf16 ? !p.accumulate
-                                    : p.out.dtype == DType::f32 && !p.accumulate && !p.bias;
+  return !p.accumulate && (p.out.dtype == DType::bf16 || (p.out.dtype == DType::f32 && !p.bias));
 }
 bool has_stream_k(const ProductShape& p) { return p.out.dtype != DType::f16 && !p.bias; }
 

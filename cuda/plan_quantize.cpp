@@ -45,12 +45,6 @@ RowShare row_share(std::int64_t blocks) {
   return best;
 }
 
-// Transforms that rows16_kernel has instances of.
-bool rows16_can(int hadamard_block, Rounding rounding) {
-  return hadamard_block == 16 ||
-         (rounding == Rounding::nearest && (hadamard_block == 64 || hadamard_block == 128));
-}
-
 void add_rows_pass(Plan& plan, const RowsShape& job, RowsPass pass) {
   const RowShare share = row_share(job.k_padded / 16);
   const Rounding rounding = pass == RowsPass::amax ? Rounding::nearest : job.quant.rounding;

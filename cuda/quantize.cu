@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "cuda/backend.h"
+#include "cuda/device/begin_kernel.cuh"
 #include "cuda/device/matrix_io.cuh"
 #include "cuda/device/rounding.cuh"
 #include "cuda/launch.h"

@@ -30,6 +30,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "cuda/device/begin_kernel.cuh"
 #include "cuda/launch.h"
 #include "cuda/launchers.h"
 #include "cuda/quantize_columns.cuh"

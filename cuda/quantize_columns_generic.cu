@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "cuda/device/begin_kernel.cuh"
 #include "cuda/launch.h"
 #include "cuda/launchers.h"
 #include "cuda/lowrank.cuh"

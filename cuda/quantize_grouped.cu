@@ -18,6 +18,7 @@
 //   before it waits for the first. Neither needs clusters, but for the sums of g_b.
 #include <cstdint>
 
+#include "cuda/device/begin_kernel.cuh"
 #include "cuda/device/reduce.cuh"
 #include "cuda/int4_activation.cuh"
 #include "cuda/launch.h"

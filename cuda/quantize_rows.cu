@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "cuda/device/begin_kernel.cuh"
 #include "cuda/device/matrix_io.cuh"
 #include "cuda/device/rounding.cuh"
 #include "cuda/launch.h"
@@ -129,10 +130,10 @@ void with_lane_blocks(int blocks, const Call& call) {
 template <Rounding rounding, class Call>
 void with_hadamard(int block, const Call& call) {
   if constexpr (rounding == Rounding::nearest) {
-    if (block == 64) return call(Constant<64>{});
-    if (block == 128) return call(Constant<128>{});
+    if (block == plan::rows16_blocks[1]) return call(Constant<plan::rows16_blocks[1]>{});
+    if (block == plan::rows16_blocks[2]) return call(Constant<plan::rows16_blocks[2]>{});
   }
-  call(Constant<16>{});
+  call(Constant<plan::rows16_blocks[0]>{});
 }
 
 // Calls call(kernel) with the kernel of an instance.

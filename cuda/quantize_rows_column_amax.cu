@@ -20,6 +20,7 @@
 #include <cstdint>
 
 #include "cuda/device/async_copy.cuh"
+#include "cuda/device/begin_kernel.cuh"
 #include "cuda/device/reduce.cuh"
 #include "cuda/launch.h"
 #include "cuda/launchers.h"

@@ -56,11 +56,7 @@ namespace {
 constexpr const char* backward_name = "backward_linear";
 
 void check_spec(const char* call, const BackwardLinearSpec& spec) {
-  const int n = spec.hadamard_block;
-  if (!detail::is_power_of_two(n) || n > 256) {
-    detail::invalid(
-        call, "hadamard_block is " + std::to_string(n) + "; expected a power of two from 1 to 256");
-  }
+  detail::check_hadamard_block(call, spec.hadamard_block);
   if (spec.gx_bits != 4 && spec.gx_bits != 8) {
     detail::invalid(call, "gx_bits is " + std::to_string(spec.gx_bits) + "; expected 4 or 8");
   }
@@ -434,39 +430,6 @@ void run_backward(const BackwardArguments& given, const Checker& check,
   backend.backward(given.context, call, workspace.data);
 }
 
-// w of a call: floats (`view`), or quantised before (`quantized`).
-struct WeightArgument {
-  const ConstTensorView* view;
-  const ConstQuantizedWeight* quantized;
-};
-
-// Checks w, and takes it and in_features from it. Returns the memory that outputs must not overlap.
-ConstTensorView resolve_weight(BackwardArguments& call, const Checker& check,
-                               const WeightArgument& w, Device device) {
-  LinearShape& shape = call.shape;
-  if (w.quantized == nullptr) {
-    check.input("w", *w.view, float_dtypes, 2, 2);
-    check.shape("w", *w.view, {shape.out_features, -1});
-    call.w = detail::matrix_of(*w.view);
-    shape.in_features = call.w.cols;
-    return *w.view;
-  }
-  const ConstQuantizedWeight& quantized = *w.quantized;
-  shape.in_features = quantized.in_features;
-  if (quantized.out_features != shape.out_features) {
-    detail::invalid(backward_name, "w has " + std::to_string(quantized.out_features) +
-                                       " out_features; expected gy's, " +
-                                       std::to_string(shape.out_features));
-  }
-  check_shape("quantized_weight_bytes", {0, shape.out_features, shape.in_features});
-  check_format(backward_name, "w", "quantize_weight", quantized.format, weight_format(call.spec));
-  check_bytes(backward_name, "w", quantized.data, quantized.bytes,
-              detail::weight_bytes(shape.in_features, call.out_features.k_padded));
-  call.quantized = detail::weight_operand(const_cast<void*>(quantized.data), shape.in_features,
-                                          call.out_features.k_padded);
-  return vector(quantized.data, DType::i8, static_cast<std::int64_t>(quantized.bytes), device);
-}
-
 void resolve_saved(BackwardArguments& call, bool has_weight) {
   LinearShape& shape = call.shape;
   const ConstSavedActivation& saved = call.saved;
@@ -489,9 +452,10 @@ void resolve_saved(BackwardArguments& call, bool has_weight) {
   check_bytes(backward_name, "saved", saved.data, saved.bytes, call.layout.bytes);
 }
 
-void check_and_run(const Context& context, const ConstTensorView& gy, const WeightArgument& w,
-                   const ConstSavedActivation& saved, const BackwardLinearSpec& spec,
-                   const BackwardOutputs& out, const Workspace& workspace) {
+void check_and_run(const Context& context, const ConstTensorView& gy,
+                   const detail::WeightArgument& w, const ConstSavedActivation& saved,
+                   const BackwardLinearSpec& spec, const BackwardOutputs& out,
+                   const Workspace& workspace) {
   const detail::StandardArithmetic arithmetic;
   const Checker check(backward_name, context);
   check_spec(backward_name, spec);
@@ -508,7 +472,17 @@ void check_and_run(const Context& context, const ConstTensorView& gy, const Weig
   call.out_features = detail::hadamard_projection(shape.out_features, spec.hadamard_block);
 
   ConstTensorView weight_memory{};
-  if (out.gx != nullptr) weight_memory = resolve_weight(call, check, w, gy.device);
+  if (out.gx != nullptr) {
+    const detail::ResolvedWeight weight =
+        detail::resolve_weight(check, w,
+                               {backward_name, "quantize_weight", weight_format(spec), true,
+                                shape.out_features, "gy", call.out_features.k_padded},
+                               gy.device);
+    call.w = weight.matrix;
+    call.quantized = weight.quantized;
+    shape.in_features = weight.other_size;
+    weight_memory = weight.memory;
+  }
   if (out.gw != nullptr) resolve_saved(call, out.gx != nullptr);
 
   const ConstTensorView saved_bytes =

@@ -36,6 +36,12 @@ void check_sizes(const char* call, std::initializer_list<const char*> names,
   }
 }
 
+void check_hadamard_block(const char* call, int block) {
+  if (is_power_of_two(block) && block <= 256) return;
+  invalid(call,
+          "hadamard_block is " + std::to_string(block) + "; expected a power of two from 1 to 256");
+}
+
 void check_rounding(const char* call, const char* name, Rounding rounding) {
   if (rounding != Rounding::nearest && rounding != Rounding::stochastic &&
       rounding != Rounding::pseudo_stochastic) {
@@ -324,6 +330,39 @@ MatrixIn Checker::collapsed(const char* name, const ConstTensorView& view) const
 MatrixOut Checker::collapsed_out(const char* name, const TensorView& view) const {
   const MatrixIn m = collapsed(name, view);
   return {view.data, view.dtype, m.rows, m.cols, m.row_stride, m.col_stride};
+}
+
+ResolvedWeight resolve_weight(const Checker& check, const WeightArgument& w,
+                              const ExpectedWeight& expected, Device device) {
+  ResolvedWeight found;
+  const bool outs = expected.contracts_out_features;
+  if (w.quantized == nullptr) {
+    check.input("w", *w.view, float_dtypes, 2, 2);
+    check.shape("w", *w.view, {outs ? expected.contraction : -1, outs ? -1 : expected.contraction});
+    found.matrix = matrix_of(*w.view);
+    found.other_size = outs ? found.matrix.cols : found.matrix.rows;
+    found.memory = *w.view;
+    return found;
+  }
+  const ConstQuantizedWeight& quantized = *w.quantized;
+  const std::int64_t contraction = outs ? quantized.out_features : quantized.in_features;
+  if (contraction != expected.contraction) {
+    invalid(expected.call, "w has " + std::to_string(contraction) +
+                               (outs ? " out_features" : " in_features") + "; expected " +
+                               expected.operand + "'s, " + std::to_string(expected.contraction));
+  }
+  found.other_size = outs ? quantized.in_features : quantized.out_features;
+  check_sizes(expected.call, {"out_features", "in_features"},
+              {quantized.out_features, quantized.in_features});
+  check_format(expected.call, "w", expected.made_by, quantized.format, expected.format);
+  check_bytes(expected.call, "w", quantized.data, quantized.bytes,
+              weight_bytes(found.other_size, expected.k_padded));
+  // An Operand is writable; this one is only read.
+  found.quantized =
+      weight_operand(const_cast<void*>(quantized.data), found.other_size, expected.k_padded);
+  found.memory =
+      vector(quantized.data, DType::i8, static_cast<std::int64_t>(quantized.bytes), device);
+  return found;
 }
 
 MatrixIn matrix_of(const ConstTensorView& view) {

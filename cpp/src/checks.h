@@ -1,7 +1,9 @@
 // Argument checks. Every message reads "call: argument is this; expected that".
 #pragma once
 
+#include <cstdint>
 #include <initializer_list>
+#include <optional>
 #include <string>
 
 #include "hot/backward_linear.h"
@@ -23,6 +25,7 @@ void check_sizes(const char* call, std::initializer_list<const char*> names,
 // Refuse values that are no enumerator: C++ allows the cast.
 void check_rounding(const char* call, const char* name, Rounding rounding);
 void check_granularity(const char* call, const char* name, Granularity granularity);
+void check_hadamard_block(const char* call, int block);
 
 // How long a buffer of codes and scales has to be.
 enum class BufferSize { exact, at_least };
@@ -76,6 +79,30 @@ class Checker {
   const char* call_;
   const Context& context_;
 };
+
+// w of a call: floats (`view`), or quantised before (`quantized`).
+struct WeightArgument {
+  const ConstTensorView* view;
+  const ConstQuantizedWeight* quantized;
+};
+// What a call expects of w. One of its sizes is that of another operand, the contraction.
+struct ExpectedWeight {
+  const char* call;
+  const char* made_by;  // the function that quantises it
+  std::uint64_t format;
+  bool contracts_out_features;  // else in_features,
+  std::int64_t contraction;     // which are these,
+  const char* operand;          // of this operand
+  std::int64_t k_padded;        // the same, as a quantised w is padded
+};
+struct ResolvedWeight {
+  MatrixIn matrix{};                   // no rows if it comes quantised,
+  std::optional<Operand> quantized{};  // as this
+  std::int64_t other_size = 0;         // that of in_features, out_features that is not contracted
+  ConstTensorView memory{};            // what outputs must not overlap
+};
+ResolvedWeight resolve_weight(const Checker&, const WeightArgument&, const ExpectedWeight&,
+                              Device device);
 
 MatrixIn matrix_of(const ConstTensorView& view);  // 2 dimensions
 MatrixOut matrix_out_of(const TensorView& view);

@@ -1,5 +1,5 @@
-// Queries of the CUDA runtime, defined in cuda/launch.cu, or in cpu/no_cuda.cpp for a build without
-// CUDA.
+// Queries of the CUDA runtime, defined in cuda/launch.cpp, or in cpu/no_cuda.cpp for a build
+// without CUDA.
 #pragma once
 
 #include <functional>

@@ -237,18 +237,20 @@ std::string slow_columns_reason(const Layer& layer, const Step& step) {
   return "a thread walks a column, twice: " + why;
 }
 
-std::string slow_tiles_reason(const Layer& layer, const Step& step) {
-  const bool gx = step.as<detail::plan::ProductStep>().product == 0;
-  const DType dtype = gx ? layer.options.dtype : layer.options.gw_dtype;
-  const std::int64_t columns = layer.shape.in_features;
-  const std::string why = layer.aligned(columns, dtype)
-                              ? "the contraction is longer than INT32 sums hold, or empty"
-                              : not_aligned(gx ? "g_x" : "g_w", "in_features", columns, dtype);
-  if (layer.facts.arch / 10 != 9) {
-    return step.kernel == Kernel::mma_any ? "mma.sync, a tile at half the speed: " + why : "";
-  }
-  if (!layer.facts.wgmma_built) return no_wgmma;
-  return "mma.sync: " + why;
+// A tile of mma.sync where this device has a faster kernel, or is the slow one, because of `why`.
+std::string mma_reason(const DeviceFacts& facts, Kernel kernel, const std::string& why) {
+  if (facts.arch / 10 == 9 && !facts.wgmma_built) return no_wgmma;
+  if (kernel == Kernel::mma_any) return "mma.sync, a tile at half the speed: " + why;
+  return facts.arch / 10 == 9 ? "mma.sync: " + why : "";
+}
+
+// The same for an output of a layer, whose rows have `columns` values.
+std::string layer_mma_reason(const Layer& layer, Kernel kernel, const char* out,
+                             const char* size_name, std::int64_t columns, DType dtype) {
+  return mma_reason(layer.facts, kernel,
+                    layer.aligned(columns, dtype)
+                        ? "the contraction is longer than INT32 sums hold, or empty"
+                        : not_aligned(out, size_name, columns, dtype));
 }
 
 std::string slow_path_reason(const Layer& layer, const Step& step) {
@@ -256,7 +258,7 @@ std::string slow_path_reason(const Layer& layer, const Step& step) {
   const DType dtype = layer.options.dtype;
   switch (step.kernel) {
     case Kernel::rows:
-      return layer.spec.hadamard_block != 16
+      return !detail::plan::rows16_can(layer.spec.hadamard_block, step.rounding)
                  ? "a row goes through shared memory, twice: hadamard_block is " +
                        std::to_string(layer.spec.hadamard_block) + ", where 16 has a fast kernel"
                  : "a row goes through shared memory, twice: out_features is too long for "
@@ -295,7 +297,10 @@ std::string slow_path_reason(const Layer& layer, const Step& step) {
     case Kernel::mma_128x128x64:
     case Kernel::mma_64x64x64:
     case Kernel::mma_any:
-      return slow_tiles_reason(layer, step);
+      return step.as<detail::plan::ProductStep>().product == 0
+                 ? layer_mma_reason(layer, step.kernel, "g_x", "in_features", I, dtype)
+                 : layer_mma_reason(layer, step.kernel, "g_w", "in_features", I,
+                                    layer.options.gw_dtype);
     case Kernel::token:
       return "fp32 product, one thread a result: gw_scale is token";
     default:
@@ -390,7 +395,7 @@ std::string slow_forward_reason(const Layer& layer, const Step& step) {
   const int block = layer.options.forward.hadamard_block;
   switch (step.kernel) {
     case Kernel::rows:
-      return block != 16 && block != 64 && block != 128
+      return !detail::plan::rows16_can(block, step.rounding)
                  ? "a row goes through shared memory, twice: forward's hadamard_block is " +
                        std::to_string(block) + ", where 16, 64 and 128 have a fast kernel"
                  : "a row goes through shared memory, twice: in_features is too long for registers";
@@ -404,15 +409,8 @@ std::string slow_forward_reason(const Layer& layer, const Step& step) {
     case Kernel::mma_128x256x64:
     case Kernel::mma_128x128x64:
     case Kernel::mma_64x64x64:
-    case Kernel::mma_any: {
-      const std::string why = layer.aligned(O, dtype)
-                                  ? "the contraction is longer than INT32 sums hold, or empty"
-                                  : not_aligned("y", "out_features", O, dtype);
-      if (layer.facts.arch / 10 != 9) {
-        return step.kernel == Kernel::mma_any ? "mma.sync, a tile at half the speed: " + why : "";
-      }
-      return layer.facts.wgmma_built ? "mma.sync: " + why : no_wgmma;
-    }
+    case Kernel::mma_any:
+      return layer_mma_reason(layer, step.kernel, "y", "out_features", O, dtype);
     default:
       return "";
   }
@@ -653,17 +651,15 @@ std::string slow_product(const DeviceFacts& facts, const detail::plan::ProductSh
     case Kernel::mma_128x256x64:
     case Kernel::mma_128x128x64:
     case Kernel::mma_64x64x64:
-    case Kernel::mma_any: {
-      const std::string why = !p.rows_aligned
-                                  ? "rows of the operands are not a multiple of 16 bytes (K " +
-                                        std::to_string(p.k) + ")"
-                              : p.k > detail::int32_safe_k
-                                  ? "K " + std::to_string(p.k) + " is longer than INT32 sums hold"
-                                  : not_aligned("out", "N", p.n, p.out.dtype);
-      if (facts.arch / 10 == 9 && !facts.wgmma_built) return no_wgmma;
-      if (step.kernel == Kernel::mma_any) return "mma.sync, a tile at half the speed: " + why;
-      return facts.arch / 10 == 9 && !p.scaled ? "mma.sync: bare INT32 sums" : "";
-    }
+    case Kernel::mma_any:
+      return mma_reason(facts, step.kernel,
+                        !p.rows_aligned
+                            ? "rows of the operands are not a multiple of 16 bytes (K " +
+                                  std::to_string(p.k) + ")"
+                        : p.k > detail::int32_safe_k
+                            ? "K " + std::to_string(p.k) + " is longer than INT32 sums hold"
+                        : !p.scaled ? "bare INT32 sums"
+                                    : not_aligned("out", "N", p.n, p.out.dtype));
     default:
       return "";
   }

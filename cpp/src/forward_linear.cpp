@@ -21,11 +21,7 @@ namespace {
 constexpr const char* forward_name = "forward_linear";
 
 void check_spec(const char* call, const ForwardLinearSpec& spec) {
-  const int n = spec.hadamard_block;
-  if (!detail::is_power_of_two(n) || n > 256) {
-    detail::invalid(
-        call, "hadamard_block is " + std::to_string(n) + "; expected a power of two from 1 to 256");
-  }
+  detail::check_hadamard_block(call, spec.hadamard_block);
 }
 
 void check_shape(const char* call, const LinearShape& shape) {
@@ -33,43 +29,9 @@ void check_shape(const char* call, const LinearShape& shape) {
                       {shape.tokens, shape.out_features, shape.in_features});
 }
 
-// w of a call: floats (`view`), or quantised before (`quantized`).
-struct WeightArgument {
-  const ConstTensorView* view;
-  const ConstQuantizedWeight* quantized;
-};
-
-// Checks w and takes out_features from it. Returns what y must not touch.
-ConstTensorView resolve_weight(detail::ForwardCall& call, const Checker& check,
-                               const WeightArgument& w, Device device) {
-  LinearShape& shape = call.work.shape;
-  if (w.quantized == nullptr) {
-    check.input("w", *w.view, float_dtypes, 2, 2);
-    check.shape("w", *w.view, {-1, shape.in_features});
-    call.w = detail::matrix_of(*w.view);
-    shape.out_features = call.w.rows;
-    return *w.view;
-  }
-  const ConstQuantizedWeight& quantized = *w.quantized;
-  shape.out_features = quantized.out_features;
-  if (quantized.in_features != shape.in_features) {
-    detail::invalid(forward_name, "w has " + std::to_string(quantized.in_features) +
-                                      " in_features; expected x's, " +
-                                      std::to_string(shape.in_features));
-  }
-  check_shape(forward_name, shape);
-  detail::check_format(forward_name, "w", "quantize_forward_weight", quantized.format,
-                       forward_weight_format(call.work.spec));
-  const std::int64_t k = forward_k(shape.in_features, call.work.spec);
-  detail::check_bytes(forward_name, "w", quantized.data, quantized.bytes,
-                      detail::weight_bytes(shape.out_features, k));
-  call.quantized = detail::weight_operand(const_cast<void*>(quantized.data), shape.out_features, k);
-  return vector(quantized.data, DType::i8, static_cast<std::int64_t>(quantized.bytes), device);
-}
-
-void check_and_run(const Context& context, const ConstTensorView& x, const WeightArgument& w,
-                   const ConstTensorView& bias, const ForwardLinearSpec& spec, const TensorView& y,
-                   const Workspace& workspace) {
+void check_and_run(const Context& context, const ConstTensorView& x,
+                   const detail::WeightArgument& w, const ConstTensorView& bias,
+                   const ForwardLinearSpec& spec, const TensorView& y, const Workspace& workspace) {
   const detail::StandardArithmetic arithmetic;
   const Checker check(forward_name, context);
   check_spec(forward_name, spec);
@@ -79,12 +41,19 @@ void check_and_run(const Context& context, const ConstTensorView& x, const Weigh
   LinearShape& shape = call.work.shape;
   shape.tokens = call.x.rows;
   shape.in_features = call.x.cols;
-  const ConstTensorView weight_memory = resolve_weight(call, check, w, x.device);
+  const detail::ResolvedWeight weight =
+      detail::resolve_weight(check, w,
+                             {forward_name, "quantize_forward_weight", forward_weight_format(spec),
+                              false, shape.in_features, "x", forward_k(shape.in_features, spec)},
+                             x.device);
+  call.w = weight.matrix;
+  call.quantized = weight.quantized.value_or(detail::Operand{});
+  shape.out_features = weight.other_size;
   check_shape(forward_name, shape);
 
   check.output("y", y, float_dtypes, 2, max_dims);
   check.disjoint("y", y, "x", x);
-  check.disjoint("y", y, "w", weight_memory);
+  check.disjoint("y", y, "w", weight.memory);
   call.work.bias = bias.ndim != 0;
   if (call.work.bias) {
     check.input("bias", bias, float_dtypes, 1, 1);

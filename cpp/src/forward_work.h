@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "checks.h"
 #include "hot/forward_linear.h"
 #include "kernels.h"
 
@@ -33,6 +34,27 @@ inline constexpr OperandQuant forward_quant{8, false, false, Rounding::nearest, 
 // Length of a row of codes: in_features, padded to whole blocks of the transform.
 inline std::int64_t forward_k(std::int64_t in_features, const ForwardLinearSpec& spec) {
   return round_up(round_up(in_features, spec.hadamard_block), k_alignment);
+}
+
+// The arrays of a forward product in its workspace.
+struct ForwardScratch {
+  Operand x{}, weight{};
+  float* bias = nullptr;
+  char* gemm = nullptr;
+};
+// A cursor without memory counts. gemm_workspace(m, n, k) are the bytes of the backend's product.
+template <class GemmWorkspace>
+ForwardScratch take_forward_scratch(WorkspaceCursor& cursor, const ForwardWork& work,
+                                    const GemmWorkspace& gemm_workspace) {
+  const LinearShape& shape = work.shape;
+  const std::int64_t k = forward_k(shape.in_features, work.spec);
+  ForwardScratch s;
+  s.x = take_operand(cursor, shape.tokens, k, shape.tokens);
+  if (work.weight) s.weight = take_operand(cursor, shape.out_features, k, shape.out_features);
+  if (work.wide) s.bias = cursor.take<float>(shape.out_features);
+  s.gemm = cursor.take<char>(
+      static_cast<std::int64_t>(gemm_workspace(shape.tokens, shape.out_features, k)));
+  return s;
 }
 
 }  // namespace hot::detail

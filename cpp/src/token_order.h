@@ -1,14 +1,8 @@
 // Maps positions of the transformed sequence to tokens in memory (docs/numerics.md, "Token
-// layout"). The CPU backend and the CUDA kernels share it.
+// layout"). constexpr: the CPU backend and the CUDA kernels share it.
 #pragma once
 
 #include <cstdint>
-
-#if defined(__CUDACC__)
-#define HOT_HOST_DEVICE __host__ __device__
-#else
-#define HOT_HOST_DEVICE
-#endif
 
 namespace hot::detail {
 
@@ -17,17 +11,17 @@ struct TokenOrder {
   int grid_h = 0, grid_w = 0, prefix = 0;
   int tile_h = 1, tile_w = 1;
 
-  HOT_HOST_DEVICE std::int64_t prefix_rows() const { return samples * prefix; }
+  constexpr std::int64_t prefix_rows() const { return samples * prefix; }
 
   // The token at a position of the transformed sequence: first the complete tiles of all samples,
   // then the tokens outside tiles in raster order.
-  HOT_HOST_DEVICE std::int64_t body(std::int64_t position) const {
+  constexpr std::int64_t body(std::int64_t position) const {
     if (samples == 0) return position;
     const std::int64_t tiles_h = grid_h / tile_h, tiles_w = grid_w / tile_w;
     const std::int64_t tile_area = std::int64_t{tile_h} * tile_w;
     const std::int64_t tiled = tiles_h * tiles_w * tile_area;  // tokens of a sample inside tiles
     const std::int64_t area = std::int64_t{grid_h} * grid_w;
-    std::int64_t sample, y, x;
+    std::int64_t sample = 0, y = 0, x = 0;
     if (position < samples * tiled) {
       sample = position / tiled;
       const std::int64_t tile = position % tiled / tile_area;
@@ -54,7 +48,7 @@ struct TokenOrder {
   }
 
   // The token of prefix row j, sample-major.
-  HOT_HOST_DEVICE std::int64_t prefix_token(std::int64_t j) const {
+  constexpr std::int64_t prefix_token(std::int64_t j) const {
     const std::int64_t area = std::int64_t{grid_h} * grid_w;
     return j / prefix * (area + prefix) + j % prefix;
   }

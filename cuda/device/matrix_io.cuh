@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "cuda/device/vec_io.cuh"
-#include "kernels.h"
+#include "operands.h"
 
 namespace hot::detail {
 

@@ -6,7 +6,7 @@
 #include <type_traits>
 
 #include "hot/quantize.h"
-#include "kernels.h"
+#include "operands.h"
 
 namespace hot::detail {
 

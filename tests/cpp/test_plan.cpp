@@ -251,7 +251,8 @@ TEST(Plan, slow_paths_say_why) {
   has(reasons("sm_90", large, hot::recipe("default"), options), "no wgmma kernels");
   options.wgmma = true;
   has(reasons("sm_90", {25216, 3072, 770}, hot::recipe("default"), options),
-      "mma.sync: rows of g_x are not a multiple of 16 bytes (in_features 770, bfloat16)");
+      "mma.sync, a tile at half the speed: rows of g_x are not a multiple of 16 bytes (in_features "
+      "770, bfloat16)");
   has(reasons("sm_90", {25216, 3070, 768}, hot::recipe("default"), options),
       "g_y is read element by element: out_features 3070");
   hot::BackwardLinearSpec spec = hot::recipe("fast");

@@ -261,7 +261,9 @@ def test_kernels_that_overlap_share_nothing() -> None:
 
 def test_every_kernel_is_reached() -> None:
     source = (ROOT / "cuda" / "plan.cpp").read_text(encoding="utf-8")
-    names = set(re.findall(r'^ +\{"([^"]+)", "\w+\.cuh?", (?:true|false)\}', source, re.MULTILINE))
+    names = set(
+        re.findall(r'^ +\{"([^"]+)", "\w+\.(?:cuh?|cpp)", (?:true|false)\}', source, re.MULTILINE)
+    )
     assert len(names) > 20
     reached = {
         step.kernel

@@ -3,28 +3,15 @@
 #include "forward_work.h"
 
 #include "backward_work.h"
-#include "checks.h"
 
 namespace hot::detail {
 namespace {
 
-struct Scratch {
-  Operand x{}, weight{};
-  float* bias = nullptr;
-  char* gemm = nullptr;
-};
-
-Scratch take_scratch(WorkspaceCursor& cursor, const Backend& backend, const Context& context,
-                     const ForwardWork& work) {
-  const LinearShape& shape = work.shape;
-  const std::int64_t k = forward_k(shape.in_features, work.spec);
-  Scratch s;
-  s.x = take_operand(cursor, shape.tokens, k, shape.tokens);
-  if (work.weight) s.weight = take_operand(cursor, shape.out_features, k, shape.out_features);
-  if (work.wide) s.bias = cursor.take<float>(shape.out_features);
-  s.gemm = cursor.take<char>(static_cast<std::int64_t>(
-      backend.gemm_workspace(context, shape.tokens, shape.out_features, k)));
-  return s;
+ForwardScratch take_scratch(WorkspaceCursor& cursor, const Backend& backend, const Context& context,
+                            const ForwardWork& work) {
+  return take_forward_scratch(cursor, work, [&](std::int64_t m, std::int64_t n, std::int64_t k) {
+    return backend.gemm_workspace(context, m, n, k);
+  });
 }
 
 }  // namespace
@@ -43,7 +30,7 @@ void CpuBackend::forward(const Context& context, const ForwardCall& call, void* 
   const ForwardWork& work = call.work;
   const int block = work.spec.hadamard_block;
   WorkspaceCursor cursor(workspace);
-  const Scratch s = take_scratch(cursor, *this, context, work);
+  const ForwardScratch s = take_scratch(cursor, *this, context, work);
   quantize_rows(context, {call.x, block, forward_quant, s.x});
   if (work.weight) quantize_rows(context, {call.w, block, forward_quant, s.weight});
   GemmArgs args = product(s.x, work.weight ? s.weight : call.quantized, block, false, call.y);

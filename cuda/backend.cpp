@@ -390,7 +390,7 @@ void CudaBackend::forward(const Context& context, const ForwardCall& call, void*
   const ForwardWork& work = call.work;
   const int block = work.spec.hadamard_block;
   WorkspaceCursor cursor(workspace);
-  const plan::ForwardScratch scratch = plan::take_forward_scratch(cursor, device.facts(), work);
+  const ForwardScratch scratch = plan::take_forward_scratch(cursor, device.facts(), work);
   const RowsJob x{call.x, block, forward_quant, scratch.x};
   const RowsJob weight{call.w, block, forward_quant, scratch.weight};
   Memory memory;

@@ -1,0 +1,146 @@
+// What the stages compute on, for the host and for kernels: matrices, operands, projections, keys.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "hot/context.h"
+#include "hot/lowrank.h"
+#include "hot/quantize.h"
+#include "hot/tensor.h"
+#include "random_key.h"
+#include "token_order.h"
+
+namespace hot::detail {
+
+// Purposes of random numbers: one key serves a whole layer (docs/numerics.md, "Random bits").
+enum class Purpose : std::uint32_t {
+  quantize = 0,
+  gradient_rows = 1,
+  weight = 2,
+  activation = 3,
+  gradient_columns = 4,
+  sketch = 5,
+  requantize = 6,
+  signs = 7,
+};
+
+// Reads the key's counter from CPU memory, if it has one (CUDA kernels read theirs in
+// cuda/device/rounding.cuh).
+inline RandomKey random_key(const Key& key, Purpose purpose) {
+  const std::uint64_t offset = key.offset + (key.counter == nullptr ? 0 : *key.counter);
+  RandomKey random;
+  random.seed_low = static_cast<std::uint32_t>(key.seed);
+  random.seed_high = static_cast<std::uint32_t>(key.seed >> 32);
+  random.offset_low = static_cast<std::uint32_t>(offset);
+  random.offset_high = static_cast<std::uint32_t>(offset >> 32);
+  random.stream_purpose = (key.stream * 8 + static_cast<std::uint32_t>(purpose)) << 16;
+  return random;
+}
+
+inline constexpr int max_low_rank_block = 64;
+
+// A strided input or output matrix; strides count elements.
+struct MatrixIn {
+  const void* data;
+  DType dtype;
+  std::int64_t rows, cols, row_stride, col_stride;
+  // Where given (on the CPU only): row r is taken times 2^(exponents[r] - 127), or divided by it.
+  const std::uint8_t* exponents = nullptr;
+  bool divide = false;
+};
+struct MatrixOut {
+  void* data;
+  DType dtype;
+  std::int64_t rows, cols, row_stride, col_stride;
+};
+
+// The kept rows of a block, ascending.
+class KeptRows {
+ public:
+  void add(int row) { row_[count_++] = static_cast<std::uint8_t>(row); }
+  std::size_t size() const { return count_; }
+  int operator[](std::size_t i) const { return row_[i]; }
+  std::uint8_t* begin() { return row_; }
+  std::uint8_t* end() { return row_ + count_; }
+
+ private:
+  std::uint8_t row_[max_low_rank_block] = {};
+  std::size_t count_ = 0;
+};
+
+// A LowRank resolved for a number of tokens. K = blocks * rank + prefix rows.
+struct Projection {
+  Basis basis = Basis::full;
+  int block = 1;
+  int rank = 1;
+  KeptRows rows;                 // lowpass, sequency
+  int folds = 0;                 // sketch: log2(block / rank)
+  float sketch_weight = 1.0F;    // sketch, gradient side: factor of every row but the first
+  std::int64_t tokens = 0;       // L, prefix tokens included
+  std::int64_t body_tokens = 0;  // tokens that are transformed
+  std::int64_t blocks = 0;
+  std::int64_t k = 0;
+  std::int64_t k_padded = 0;
+  int divisor = 1;
+  TokenOrder order{};
+  float prefix_factor_x = 1.0F, prefix_factor_g = 1.0F;
+  bool signs = false;  // each token times a random sign before the transform (rht4, rht2)
+};
+
+// Largest size and largest product of two sizes. No memory holds more; within these limits padded
+// sizes, buffers and scratch are exact in 64 bits.
+inline constexpr std::int64_t max_size = std::int64_t{1} << 48;
+inline constexpr std::int64_t max_product = std::int64_t{1} << 52;
+
+inline std::int64_t round_up(std::int64_t value, std::int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+inline std::int64_t ceil_div(std::int64_t value, std::int64_t divisor) {
+  return (value + divisor - 1) / divisor;
+}
+inline bool is_power_of_two(int value) { return value > 0 && (value & (value - 1)) == 0; }
+
+// Number of blocks of `rank` rows that make whole groups of 16 rows: tasks split K at multiples of
+// it.
+inline std::int64_t blocks_per_cut(int rank) {
+  std::int64_t blocks = 1;
+  while (blocks * rank % 16 != 0) ++blocks;
+  return blocks;
+}
+
+inline constexpr std::int64_t k_alignment = 16;       // bytes; every stored row starts aligned
+inline constexpr std::int64_t int4_group = 64;        // tokens that share a scale of an INT4 x
+inline constexpr std::int64_t rotated_block = 64;     // the same of rht4 and rht2
+inline constexpr std::int64_t int4_k_alignment = 32;  // values: 16 bytes of packed codes
+inline constexpr std::int64_t int32_safe_k = 133143;  // 127^2 * K <= 2^31 - 1
+
+// Codes of one quantised operand, contraction contiguous: [rows, k_padded] and its scales.
+struct Operand {
+  std::int8_t* codes;
+  float* scale;
+  std::int64_t rows, k_padded;
+  // 1, rows, or k_padded (token). A single scale still has room for that many: CUDA writes it to
+  // every element, which its products read faster; the CPU writes the first one.
+  std::int64_t scales;
+  std::uint32_t* amax = nullptr;  // scratch of the CUDA backend: maxima
+};
+
+// A quantised weight's buffer: codes [rows, k_padded], then room for a scale of each row.
+inline std::size_t weight_bytes(std::int64_t rows, std::int64_t k_padded) {
+  return static_cast<std::size_t>(rows) * (static_cast<std::size_t>(k_padded) + sizeof(float));
+}
+inline Operand weight_operand(void* data, std::int64_t rows, std::int64_t k_padded) {
+  auto* bytes = static_cast<std::int8_t*>(data);
+  return {bytes, reinterpret_cast<float*>(bytes + rows * k_padded), rows, k_padded, rows};
+}
+
+struct OperandQuant {
+  int bits;
+  bool per_tensor;
+  bool per_k;  // one scale for each column of the K-contiguous matrix ("token")
+  Rounding rounding;
+  Purpose purpose;
+};
+
+}  // namespace hot::detail

@@ -1,0 +1,28 @@
+// How a kernel begins and ends where it may overlap its neighbours on the stream.
+#pragma once
+
+namespace hot::detail {
+
+// First and last statement of every kernel that launch() starts, for all of its threads. Where
+// kernels may overlap (cuda/launch.h), a kernel starts when every CTA of the previous one has
+// started, and begin_kernel waits until that one has finished. An `independent` kernel has no data
+// dependency on any launch since the last dependent one. It waits at its end, so completion stays
+// ordered on the stream.
+__device__ inline void wait_for_previous_kernel() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ inline void begin_kernel(bool independent = false) {
+  if (!independent) wait_for_previous_kernel();
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+__device__ inline void end_kernel(bool independent) {
+  if (independent) wait_for_previous_kernel();
+}
+
+}  // namespace hot::detail
