@@ -69,7 +69,7 @@ def output_of(*arguments: str, folder: Path, timeout: float) -> str:
 def isas() -> list[str]:
     """Instruction sets of this machine."""
     names = []
-    for name in ("plain", "avx2", "avx512"):
+    for name in ("plain", "avx2", "avx512", "amx"):
         try:
             _core.CoreContext(1, name)
         except NotImplementedError:

@@ -153,7 +153,7 @@ static_assert(same(HOT_F32, hot::DType::f32) && same(HOT_F16, hot::DType::f16) &
 static_assert(same(HOT_CPU, hot::Device::Type::cpu) && same(HOT_CUDA, hot::Device::Type::cuda) &&
               HOT_MAX_DIMS == hot::max_dims);
 static_assert(same(HOT_ISA_PLAIN, hot::Isa::plain) && same(HOT_ISA_AVX2, hot::Isa::avx2) &&
-              same(HOT_ISA_AVX512, hot::Isa::avx512));
+              same(HOT_ISA_AVX512, hot::Isa::avx512) && same(HOT_ISA_AMX, hot::Isa::amx));
 static_assert(same(HOT_SCALE_TENSOR, hot::Granularity::tensor) &&
               same(HOT_SCALE_ROW, hot::Granularity::row) &&
               same(HOT_SCALE_COLUMN, hot::Granularity::column));
@@ -388,7 +388,7 @@ int32_t hot_best_isa(void) { return static_cast<std::int32_t>(hot::best_isa()); 
 hot_status hot_context_set_isa(hot_context* context, int32_t isa) {
   const char* const call = "context_set_isa";
   return change_context(call, context, [&](const hot::Context& c) {
-    return c.with_isa(choice(call, "isa", isa, hot::Isa::avx512));
+    return c.with_isa(choice(call, "isa", isa, hot::Isa::amx));
   });
 }
 

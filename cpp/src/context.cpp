@@ -5,6 +5,10 @@
 #if HOT_X86
 #include <cpuid.h>
 #endif
+#if HOT_AMX
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #include "cpu/thread_pool.h"
 #include "cuda_device.h"
@@ -22,6 +26,8 @@ const char* isa_name(Isa isa) noexcept {
       return "avx2";
     case Isa::avx512:
       return "avx512";
+    case Isa::amx:
+      return "amx";
   }
   return "unknown";
 }
@@ -35,6 +41,24 @@ bool has_f16c() noexcept {
   return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
 }
 
+#if HOT_AMX
+// Whether the processor has INT8 products in tile registers and Linux lets this process use them.
+bool may_use_amx() noexcept {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  constexpr unsigned tile_and_int8 = 3U << 24;
+  if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0 || (d & tile_and_int8) != tile_and_int8) {
+    return false;
+  }
+  constexpr unsigned tile_state = 3U << 17;  // the state that the kernel saves, of XCR0
+  unsigned low = 0, high = 0;
+  __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  if ((low & tile_state) != tile_state) return false;
+  constexpr long request_permission = 0x1023,
+                 tile_data = 18;  // ARCH_REQ_XCOMP_PERM of <asm/prctl.h>
+  return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
+}
+#endif
+
 }  // namespace
 #endif
 
@@ -45,6 +69,9 @@ Isa best_isa() noexcept {
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
         __builtin_cpu_supports("avx512vnni")) {
+#if HOT_AMX
+      if (may_use_amx()) return Isa::amx;
+#endif
       return Isa::avx512;
     }
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c()) {

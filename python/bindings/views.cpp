@@ -174,7 +174,7 @@ hot::Storage parse_storage(const char* name, std::string_view text) {
 hot::Isa parse_isa(std::string_view text) {
   using E = hot::Isa;
   return parse<E>("isa", text, [](E e) { return hot::isa_name(e); },
-                  {E::plain, E::avx2, E::avx512});
+                  {E::plain, E::avx2, E::avx512, E::amx});
 }
 
 hot::LowRank low_rank(std::string_view basis, int block, int rank, std::vector<int> rows,

@@ -76,7 +76,7 @@ def set_num_threads(threads: int) -> None:
 
 
 def isa() -> str:
-    """Instruction set of the CPU backend: ``"plain"``, ``"avx2"`` or ``"avx512"``."""
+    """Instruction set of the CPU backend: ``"plain"``, ``"avx2"``, ``"avx512"`` or ``"amx"``."""
     return cpu().isa
 
 

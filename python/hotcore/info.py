@@ -22,7 +22,7 @@ Probe = Callable[[], str | dict[str, str]]
 Gpu = tuple[str, int, int]
 """Name and compute capability."""
 
-_ISAS = ("plain", "avx2", "avx512")
+_ISAS = ("plain", "avx2", "avx512", "amx")
 _VERDICTS = {"none": "cannot be used", "slow": "usable, but slower than it could be", "full": "ok"}
 
 

@@ -475,9 +475,9 @@ TEST(Errors, supported) {
 }
 
 TEST(Errors, missing_backends) {
-  if (hot::best_isa() != hot::Isa::avx512) {
-    expect_error(ErrorCode::unsupported, {"isa", "avx512"},
-                 [] { cpu().with_isa(hot::Isa::avx512); });
+  for (const hot::Isa isa : {hot::Isa::avx2, hot::Isa::avx512, hot::Isa::amx}) {
+    if (static_cast<int>(isa) <= static_cast<int>(hot::best_isa())) continue;
+    expect_error(ErrorCode::unsupported, {"isa", hot::isa_name(isa)}, [&] { cpu().with_isa(isa); });
   }
   if (!hot::built_with_cuda()) {
     expect_error(ErrorCode::unsupported, {"CUDA"}, [] { hot::Context::cuda(0, nullptr); });

@@ -32,6 +32,7 @@ TEST(Tensor, context) {
   EXPECT_EQ(cpu().with_isa(hot::Isa::plain).isa(), hot::Isa::plain);
   EXPECT_EQ(hot::Context::cpu().with_key({9, 8, 7}).key().offset, 8U);
   EXPECT_STREQ(hot::isa_name(hot::Isa::avx512), "avx512");
+  EXPECT_STREQ(hot::isa_name(hot::Isa::amx), "amx");
   expect_error(hot::ErrorCode::invalid_argument, {"threads", "-1"}, [] { hot::Context::cpu(-1); });
   expect_error(hot::ErrorCode::invalid_argument, {"key.stream", "8192"},
                [] { hot::Context::cpu(1).with_key({0, 0, 8192}); });

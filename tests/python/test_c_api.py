@@ -221,7 +221,7 @@ def test_contexts(api: CApi, rng: np.random.Generator) -> None:
     api._context = first
     api.lib.hot_context_destroy(copied)
     best = api.lib.hot_best_isa()
-    assert ("plain", "avx2", "avx512")[best] == _core.best_isa()
+    assert ("plain", "avx2", "avx512", "amx")[best] == _core.best_isa()
     for isa in range(best + 1):
         other.on("hot_context_set_isa", isa)
         equal_bits(other.fwht(x[:, :128]), hotcore.fwht(x[:, :128]))

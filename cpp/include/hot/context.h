@@ -31,8 +31,10 @@ struct Key {
   const std::uint64_t* counter = nullptr;
 };
 
-/// Instruction sets of the CPU backend, in ascending order. All give the same bits.
-enum class Isa : std::uint8_t { plain, avx2, avx512 };
+/// Instruction sets of the CPU backend, in ascending order. All give the same bits. `amx` is
+/// AVX-512 with integer products by AMX; the first question for the best set asks Linux for the
+/// permission to use it (arch_prctl), for the whole process.
+enum class Isa : std::uint8_t { plain, avx2, avx512, amx };
 
 HOT_API const char* isa_name(Isa isa) noexcept;
 /// The best instruction set of this machine that the library was built with.

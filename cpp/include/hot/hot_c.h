@@ -124,7 +124,7 @@ HOT_API hot_status hot_context_set_key(hot_context* context, uint64_t seed, uint
                                        uint32_t stream, const uint64_t* counter);
 
 /* Restrict the CPU to an instruction set, up to the best of this machine and build. */
-enum { HOT_ISA_PLAIN = 0, HOT_ISA_AVX2 = 1, HOT_ISA_AVX512 = 2 };
+enum { HOT_ISA_PLAIN = 0, HOT_ISA_AVX2 = 1, HOT_ISA_AVX512 = 2, HOT_ISA_AMX = 3 };
 HOT_API int32_t hot_best_isa(void);
 HOT_API hot_status hot_context_set_isa(hot_context* context, int32_t isa);
 

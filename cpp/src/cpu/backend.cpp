@@ -12,6 +12,9 @@ const Backend& cpu_backend() {
 }
 
 const SimdKernels& simd_kernels([[maybe_unused]] Isa isa) {
+#if HOT_AMX
+  if (isa == Isa::amx) return simd_amx();
+#endif
 #if HOT_X86
   if (isa == Isa::avx512) return simd_avx512();
   if (isa == Isa::avx2) return simd_avx2();

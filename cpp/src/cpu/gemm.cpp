@@ -11,7 +11,7 @@ namespace {
 
 // An INT32 holds the sum of this many products of any two INT8 values, -128 included.
 constexpr std::int64_t k_chunk = 131008;
-constexpr int max_tile = 6 * 64;
+constexpr int max_tile = 32 * 32;
 constexpr std::int64_t rows_per_task = 96;  // 96 rows of a with K = 1024 stay in a core's L2
 
 std::int64_t chunks_of(std::int64_t k) { return std::max<std::int64_t>(1, ceil_div(k, k_chunk)); }

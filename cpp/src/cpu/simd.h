@@ -1,6 +1,6 @@
-// The inner loops of the CPU backend, once for each instruction set. All three tables are made from
-// simd_impl.h and give the same bits: every operation is one IEEE fp32 operation (a fused
-// multiply-add only where one is written) or an integer one.
+// The inner loops of the CPU backend, once for each instruction set. The tables are made from
+// simd_impl.h (AMX has products of its own) and give the same bits: every operation is one IEEE
+// fp32 operation (a fused multiply-add only where one is written) or an integer one.
 #pragma once
 
 #include <cstddef>
@@ -90,6 +90,7 @@ struct SimdKernels {
 const SimdKernels& simd_plain();
 const SimdKernels& simd_avx2();
 const SimdKernels& simd_avx512();
+const SimdKernels& simd_amx();  // where HOT_AMX
 const SimdKernels& simd_kernels(Isa isa);
 
 }  // namespace hot::detail

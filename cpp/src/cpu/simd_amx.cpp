@@ -1,0 +1,142 @@
+// The inner loops with AMX: integer products by tile registers, everything else as with AVX-512.
+// tdpbssd multiplies signed bytes, so sums start at 0. Sums of bytes are exact: the same bits.
+#include <immintrin.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "cpu/simd.h"
+
+namespace hot::detail {
+namespace {
+
+// Tile 32 x 32: the registers 0 to 3 hold the sums of two halves of a by two halves of b, 4 and 5
+// halves of a, 6 and 7 halves of b. A step multiplies 64 k. Panel: for every step and half, 16
+// lines of four k, of 16 rows of b each, 1024 bytes.
+constexpr int tile_m = 32, tile_n = 32, half = 16;
+constexpr std::int64_t step_k = 64;
+constexpr std::size_t half_bytes = 1024;
+
+// The operand of ldtilecfg.
+struct TileConfig {
+  std::uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  std::uint16_t row_bytes[16] = {};
+  std::uint8_t rows[16] = {};
+};
+static_assert(sizeof(TileConfig) == 64);
+
+// For a of `rows` rows. Registers without rows are not configured and must not be used.
+constexpr TileConfig config_of(int rows) {
+  TileConfig config;
+  const int first = rows < half ? rows : half;
+  const int of[8] = {first, first, rows - first, rows - first, first, rows - first, half, half};
+  for (int i = 0; i < 8; ++i) {
+    config.rows[i] = static_cast<std::uint8_t>(of[i]);
+    config.row_bytes[i] = of[i] == 0 ? std::uint16_t{0} : std::uint16_t{64};
+  }
+  return config;
+}
+
+struct AllConfigs {
+  alignas(64) TileConfig of_rows[tile_m + 1];
+  constexpr AllConfigs() : of_rows{} {
+    for (int rows = 1; rows <= tile_m; ++rows) of_rows[rows] = config_of(rows);
+  }
+};
+constexpr AllConfigs configs;
+
+std::size_t gemm_panel_bytes(std::int64_t k) {
+  return static_cast<std::size_t>((k + step_k - 1) / step_k) * 2 * half_bytes;
+}
+
+void gemm_pack(const std::int8_t* b, std::int64_t ldb, int rows, std::int64_t k, void* panel) {
+  auto* out = static_cast<char*>(panel);
+  std::memset(out, 0, gemm_panel_bytes(k));
+  for (int n = 0; n < rows; ++n) {
+    char* const column = out + static_cast<std::size_t>(n / half) * half_bytes + n % half * 4;
+    for (std::int64_t i = 0; i < k; i += 4) {
+      const std::size_t bytes = k - i < 4 ? static_cast<std::size_t>(k - i) : 4;
+      std::memcpy(
+          column + i / step_k * 2 * static_cast<std::int64_t>(half_bytes) + i % step_k / 4 * 64,
+          b + n * ldb + i, bytes);
+    }
+  }
+}
+
+std::int32_t gemm_row_bias(const std::int8_t*, std::int64_t) { return 0; }
+
+// One step; a's second half exists where `two`.
+template <bool two>
+void multiply(const std::int8_t* a, std::int64_t lda, const char* b) {
+  _tile_loadd(4, a, lda);
+  _tile_loadd(6, b, 64);
+  _tile_dpbssd(0, 4, 6);
+  _tile_loadd(7, b + half_bytes, 64);
+  _tile_dpbssd(1, 4, 7);
+  if constexpr (two) {
+    _tile_loadd(5, a + half * lda, lda);
+    _tile_dpbssd(2, 5, 6);
+    _tile_dpbssd(3, 5, 7);
+  }
+}
+
+template <bool two>
+void tile(const std::int8_t* a, std::int64_t lda, int rows, std::int64_t k, const void* panel,
+          std::int32_t* acc) {
+  _tile_loadconfig(&configs.of_rows[rows]);
+  _tile_zero(0);
+  _tile_zero(1);
+  if constexpr (two) {
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  const auto* b = static_cast<const char*>(panel);
+  std::int64_t i = 0;
+  for (; i + step_k <= k; i += step_k) {
+    multiply<two>(a + i, lda, b);
+    b += 2 * half_bytes;
+  }
+  if (i < k) {  // nothing is read past a's rows
+    alignas(64) std::int8_t rest[tile_m * step_k] = {};
+    for (int m = 0; m < rows; ++m) {
+      std::memcpy(rest + m * step_k, a + m * lda + i, static_cast<std::size_t>(k - i));
+    }
+    // GCC's intrinsics do not say that a tile's load reads memory.
+    __asm__ volatile("" ::"r"(rest) : "memory");
+    multiply<two>(rest, step_k, b);
+  }
+  constexpr int row_bytes = tile_n * static_cast<int>(sizeof(std::int32_t));
+  _tile_stored(0, acc, row_bytes);
+  _tile_stored(1, acc + half, row_bytes);
+  if constexpr (two) {
+    _tile_stored(2, acc + half * tile_n, row_bytes);
+    _tile_stored(3, acc + half * tile_n + half, row_bytes);
+  }
+  _tile_release();  // otherwise the kernel saves 8 KB at every switch of threads
+  __asm__ volatile("" ::: "memory");
+}
+
+void gemm_tile(const std::int8_t* a, std::int64_t lda, int rows, std::int64_t k, const void* panel,
+               const std::int32_t*, std::int32_t* acc) {
+  if (rows > half) return tile<true>(a, lda, rows, k, panel, acc);
+  tile<false>(a, lda, rows, k, panel, acc);
+}
+
+}  // namespace
+
+const SimdKernels& simd_amx() {
+  static const SimdKernels table = [] {
+    SimdKernels kernels = simd_avx512();
+    kernels.gemm_mr = tile_m;
+    kernels.gemm_nr = tile_n;
+    kernels.gemm_panel_bytes = gemm_panel_bytes;
+    kernels.gemm_pack = gemm_pack;
+    kernels.gemm_row_bias = gemm_row_bias;
+    kernels.gemm_tile = gemm_tile;
+    return kernels;
+  }();
+  return table;
+}
+
+}  // namespace hot::detail
