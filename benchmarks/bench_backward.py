@@ -577,10 +577,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--part", action="append", choices=PARTS)
     parser.add_argument("--short", action="store_true", help="for gpu_check: fewer shapes")
     parser.add_argument("--no-torchao", action="store_true")
+    parser.add_argument("--isa", help="CPU: hotcore's instruction set; the best unless named")
     parser.add_argument(
         "--emulate-torchao", action="store_true", help="CPU: run torchao's layer without FP8 units"
     )
-    args = timing.begin(parser, argv)
+    args = timing.begin(parser, argv, lambda args: hotcore.set_isa(args.isa))
     args.recipe = args.recipe or ["default", "fast", "int4", "paper"]
     groups: Groups = CPU_GROUPS if args.device == "cpu" else CUDA_GROUPS
     if args.group and args.device == "cuda":

@@ -23,6 +23,7 @@ CUDA_GROUPS: dict[str, dict[str, Shape]] = {"ViT-B": VIT, "Llama-3-8B": LLAMA}
 CPU_GROUPS: dict[str, dict[str, Shape]] = {
     "ViT-B, 8 images": {
         "proj": (1576, 768, 768),
+        "qkv": (1576, 2304, 768),
         "fc1": (1576, 3072, 768),
         "fc2": (1576, 768, 3072),
         "proj, 1 image": (197, 768, 768),

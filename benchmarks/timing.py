@@ -177,8 +177,12 @@ def arguments(description: str | None, benchmark: str) -> argparse.ArgumentParse
     return parser
 
 
-def begin(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse, check, and set threads and seed."""
+def begin(
+    parser: argparse.ArgumentParser,
+    argv: Sequence[str] | None,
+    settings: Callable[[argparse.Namespace], None] | None = None,
+) -> argparse.Namespace:
+    """Parse, check, set threads, seed and ``settings``, and print what the machine is."""
     args = parser.parse_args(argv)
     if args.rounds < 2 or args.threads < 1:
         parser.error("--rounds must be at least 2 and --threads at least 1")
@@ -188,6 +192,8 @@ def begin(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
         torch.set_num_threads(args.threads)
         hotcore.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
+    if settings is not None:
+        settings(args)
     print(", ".join(f"{key} {value}" for key, value in machine(args).items()), flush=True)
     return args
 

@@ -209,6 +209,15 @@ def test_bench_forward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert value == pytest.approx(sum(rows), rel=1e-4)
 
 
+def test_bench_forward_of_convolutions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(bench_forward.CONVOLUTIONS, "cpu", {"toy": (1, 8, 5, 6)})
+    path = tmp_path / "report.json"
+    bench_forward.main(["--convolutions", "--rounds", "2", "--json", str(path)])
+    rows = json.loads(path.read_text())["convolutions"]["toy"]["rows"]
+    assert rows["torch conv"]["of torch conv"] == 1
+    assert rows["unfold and 8-bit product"]["median_ms"] > 0
+
+
 def test_bench_forward_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_forward_error, "WIDTHS", (256,))
     monkeypatch.setattr(bench_forward_error, "TOKENS", 64)
