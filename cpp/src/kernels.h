@@ -52,7 +52,7 @@ struct MatrixIn {
   const void* data;
   DType dtype;
   std::int64_t rows, cols, row_stride, col_stride;
-  // Where given (on the CPU only): row r is taken times 2^(exponents[r] - 127), or divided by it.
+  // Where given: row r is taken times 2^(exponents[r] - 127), or divided by it.
   const std::uint8_t* exponents = nullptr;
   bool divide = false;
 };
@@ -92,7 +92,8 @@ struct Projection {
   int divisor = 1;
   TokenOrder order{};
   float prefix_factor_x = 1.0F, prefix_factor_g = 1.0F;
-  bool signs = false;  // each token times a random sign before the transform (rht4, rht2)
+  bool signs = false;      // each token times a random sign before the transform (rht4, rht2)
+  bool equalized = false;  // each token times a power of two (MatrixIn::exponents)
 };
 
 // Both throw for a bad spec, make_projection also for one that does not fit the tokens.
@@ -186,7 +187,8 @@ struct GroupsJob {
   Rounding rounding;
   Operand out;
   int rotated_bits = 0;            // 4 or 2: codes of rht4 or rht2; 0: INT4
-  const float* offsets = nullptr;  // of those: what is added to a code's value, [k_padded]
+  const float* offsets = nullptr;  // of those: what is added to a code's value, [k_padded] (CPU),
+  Key key{};                       // or the key of the dither that it comes from (CUDA)
 };
 
 // x [L, C] to the codes of rht4 and rht2, one bf16 scale per block and channel.
@@ -284,9 +286,10 @@ class Backend {
   virtual void compress_groups(const Context&, const MatrixIn& x, Rounding, std::uint8_t* packed,
                                std::int64_t row_bytes, std::uint16_t* scale) const = 0;
   virtual void decompress(const Context&, const DecompressJob&) const = 0;
-  // Of the CPU only; the calls that need them refuse other devices (backward_linear.cpp).
-  virtual void token_exponents(const Context&, const MatrixIn& x, std::uint8_t* exponents) const;
-  virtual void compress_rotated(const Context&, const RotateJob&) const;
+  // What equalises the tokens of x, and x as rht4 and rht2.
+  virtual void token_exponents(const Context&, const MatrixIn& x,
+                               std::uint8_t* exponents) const = 0;
+  virtual void compress_rotated(const Context&, const RotateJob&) const = 0;
   virtual void quantize_weight(const Context&, const ColumnsJob&, void* workspace) const = 0;
 
   virtual std::size_t backward_workspace(const Context&, const BackwardWork&) const = 0;
