@@ -73,7 +73,7 @@ struct Memory {
   const ColumnsJob* columns = nullptr;     // P g_y
   const ColumnsJob* weight = nullptr;      // w
   const ColumnsJob* activation = nullptr;  // P x
-  const GroupsJob* groups = nullptr;       // x from INT4
+  const GroupsJob* groups = nullptr;       // x from packed codes
   const ColumnSum* sum = nullptr;          // g_b beside the codes of g_y, and
   const ColumnSum* sum_alone = nullptr;    // on its own
   GemmArgs product[2]{};                   // g_x, g_w
@@ -162,9 +162,13 @@ void run(const Context& context, const Step& step, const Memory& memory) {
     case Kernel::grouped_codes:
       return launch_grouped(
           context, step, {memory.rows, memory.columns, memory.weight, memory.groups, memory.sum});
+    case Kernel::token_exponents:
     case Kernel::groups:
     case Kernel::group_pairs:
-      return;  // compress_groups alone
+    case Kernel::rotate:
+      return;  // token_exponents, compress_groups and compress_rotated alone
+    case Kernel::requantize_rotated:
+      return launch_requantize_rotated(context, step, *memory.groups);
     case Kernel::requantize:
       return launch_requantize(context, step, *memory.groups);
     case Kernel::partial_sum:
@@ -292,8 +296,25 @@ void CudaBackend::compress_groups(const Context& context, const MatrixIn& x, Rou
                                   std::uint8_t* packed, std::int64_t row_bytes,
                                   std::uint16_t* scale) const {
   const DeviceGuard guard(context.device().index, "compress_activation");
-  for (const Step& step : plan::plan_groups(plan::array_facts(x), x.rows, x.cols, rounding)) {
+  for (const Step& step :
+       plan::plan_groups(plan::array_facts(x), x.rows, x.cols, rounding, x.exponents != nullptr)) {
     launch_groups(context, step, x, packed, row_bytes, scale);
+  }
+}
+
+void CudaBackend::token_exponents(const Context& context, const MatrixIn& x,
+                                  std::uint8_t* exponents) const {
+  const DeviceGuard guard(context.device().index, "compress_activation");
+  for (const Step& step : plan::plan_token_exponents(plan::array_facts(x), x.rows)) {
+    launch_token_exponents(context, step, x, exponents);
+  }
+}
+
+void CudaBackend::compress_rotated(const Context& context, const RotateJob& job) const {
+  const DeviceGuard guard(context.device().index, "compress_activation");
+  for (const Step& step :
+       plan::plan_rotate(plan::array_facts(job.x), job.x.cols, *job.projection)) {
+    launch_rotate(context, step, job);
   }
 }
 
@@ -318,7 +339,9 @@ void CudaBackend::backward(const Context& context, const BackwardCall& call,
 
   const RowsJob rows{call.gy, spec.hadamard_block, gradient_rows_quant(spec),
                      scratch.gradient_rows};
-  const ColumnsJob columns{call.gy,
+  MatrixIn gradient = call.gy;
+  gradient.exponents = call.exponents;
+  const ColumnsJob columns{gradient,
                            &work.tokens,
                            Side::gradient,
                            call.sketch_key,
@@ -328,6 +351,7 @@ void CudaBackend::backward(const Context& context, const BackwardCall& call,
                           context.key(), weight_quant(spec), scratch.weight};
   GroupsJob groups = call.groups;
   groups.out = scratch.activation;
+  groups.key = call.sketch_key;
   const ColumnSum sum{call.gb, work.accumulate, scratch.sums};
   const ColumnSum sum_alone{call.gb, work.accumulate,
                             plan::take_sums(for_sums, device.facts(), work.shape)};
@@ -337,8 +361,8 @@ void CudaBackend::backward(const Context& context, const BackwardCall& call,
   if (work.gx) memory.rows = &rows;
   if (work.gw) memory.columns = &columns;
   if (work.weight) memory.weight = &weight;
-  const bool from_int4 = work.gw && spec.storage == Storage::int4;
-  if (from_int4) memory.groups = &groups;
+  const bool packed = work.gw && spec.storage != Storage::int8;
+  if (packed) memory.groups = &groups;
   if (work.gb) memory.sum = &sum;
   memory.sum_alone = &sum_alone;
   memory.scratch[0] = scratch.gx_gemm;
@@ -350,7 +374,7 @@ void CudaBackend::backward(const Context& context, const BackwardCall& call,
         product(scratch.gradient_rows, work.weight ? scratch.weight : call.quantized,
                 spec.hadamard_block, false, call.gx);
   }
-  const Operand& x = from_int4 ? scratch.activation : call.saved;
+  const Operand& x = packed ? scratch.activation : call.saved;
   GemmTokenArgs token{};
   if (work.gw && spec.gw_scale == GradScale::token) {
     token =

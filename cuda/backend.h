@@ -35,6 +35,8 @@ class CudaBackend final : public Backend {
   void compress_columns(const Context&, const ColumnsJob&, void* workspace) const override;
   void compress_groups(const Context&, const MatrixIn& x, Rounding, std::uint8_t* packed,
                        std::int64_t row_bytes, std::uint16_t* scale) const override;
+  void token_exponents(const Context&, const MatrixIn& x, std::uint8_t* exponents) const override;
+  void compress_rotated(const Context&, const RotateJob&) const override;
   void quantize_weight(const Context&, const ColumnsJob&, void* workspace) const override;
   std::size_t backward_workspace(const Context&, const BackwardWork&) const override;
   void backward(const Context&, const BackwardCall&, void* workspace) const override;

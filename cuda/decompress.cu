@@ -6,11 +6,17 @@
 //   of the result are contiguous along the channels: a warp takes a word of each of the 64 channels
 //   there (8 INT4 or 4 INT8 tokens, two channels a lane) and writes whole rows of 64 elements, in
 //   pairs where those are aligned. 0.53 (INT4) or 1 byte read for an element, 4 or 2 written.
+//
+// decompress_rotated_kernel: of rht4 and rht2.
+//   A thread takes the 64 tokens of a block of one channel in registers, as rotate_kernel does. A
+//   range that begins inside a block takes all of it. 0.53 or 0.28 bytes read for an element.
 #include <cstdint>
 
 #include "cuda/backend.h"
 #include "cuda/device/begin_kernel.cuh"
+#include "cuda/device/butterfly.cuh"
 #include "cuda/device/matrix_io.cuh"
+#include "cuda/device/packed_codes.cuh"
 #include "cuda/launch.h"
 
 namespace hot::detail {
@@ -27,8 +33,14 @@ struct DecompressArgs {
   std::int64_t scale_step;
   std::int64_t first;
   MatrixOut out;
-  bool pairs;  // rows of `out` can be written by pairs of neighbouring columns
+  const std::uint8_t* exponents;  // of all tokens, or null
+  bool pairs;                     // rows of `out` can be written by pairs of neighbouring columns
 };
+
+// 2 to the exponent of a token, by which it was divided before it was kept.
+__device__ float token_size(const std::uint8_t* exponents, std::int64_t token) {
+  return __uint_as_float(unsigned{exponents[token]} << 23);
+}
 
 // Two neighbouring elements, aligned as one.
 template <class Tag>
@@ -103,6 +115,7 @@ __global__ void __launch_bounds__(threads)
         // To the top, then back with its sign.
         const int code = static_cast<int>(word[c] << (32 - bits * (t + 1))) >> (32 - bits);
         v[c] = static_cast<float>(code) * scale[c];
+        if (args.exponents != nullptr) v[c] *= token_size(args.exponents, row + args.first);
       }
       if (args.pairs) {
         if (there[1]) store_pair<Tag>(out, row, first_channel + channel[0], v);
@@ -119,19 +132,109 @@ __global__ void __launch_bounds__(threads)
   }
 }
 
+struct DecompressRotatedArgs {
+  const std::uint8_t* codes;
+  std::int64_t row_bytes;
+  const std::uint16_t* scale;
+  std::int64_t scale_step;
+  std::int64_t first;
+  MatrixOut out;
+  const std::uint8_t* exponents;  // of all tokens, or null
+  DeviceKey signs, dither;
+};
+
+template <int bits, class Tag>
+__global__ void __launch_bounds__(rotated::threads)
+    decompress_rotated_kernel(const __grid_constant__ DecompressRotatedArgs args) {
+  constexpr int block = static_cast<int>(rotated_block);
+  __shared__ uint4 turned[block / 16];         // 255 - u of the rows
+  __shared__ __align__(16) float sign[block];  // divided by 64
+  __shared__ __align__(16) float size[block];  // of the tokens
+  begin_kernel();
+  const MatrixOut& out = args.out;
+  const auto tiles = static_cast<unsigned>((out.cols + rotated::threads - 1) / rotated::threads);
+  const std::int64_t number = args.first / block + blockIdx.x / tiles;
+  const int thread = static_cast<int>(threadIdx.x);
+  const std::int64_t channel = std::int64_t{blockIdx.x % tiles} * rotated::threads + thread;
+  // Tokens of the block that are wanted.
+  const auto begin = static_cast<int>(max(std::int64_t{0}, args.first - number * block));
+  const auto end =
+      static_cast<int>(min(std::int64_t{block}, args.first + out.rows - number * block));
+  if (thread < block) {
+    const std::uint64_t negative =
+        rotation_signs(args.signs, offset_of(args.signs), static_cast<std::uint64_t>(number));
+    sign[thread] = (negative >> thread & 1U) != 0 ? -0x1p-6F : 0x1p-6F;
+    size[thread] = args.exponents != nullptr && thread >= begin && thread < end
+                       ? token_size(args.exponents, number * block + thread)
+                       : 1.0F;
+  } else if (thread < block + block / 16) {
+    const int part = thread - block;
+    const RandomWords u = random_words(args.dither, offset_of(args.dither),
+                                       static_cast<std::uint64_t>(number * (block / 16) + part));
+    turned[part] = make_uint4(~u.word[0], ~u.word[1], ~u.word[2], ~u.word[3]);
+  }
+  __syncthreads();
+  if (channel >= out.cols) return;
+  unsigned words[2 * bits];
+  load_words(args.codes + channel * args.row_bytes + number * (block * bits / 8), words);
+  const unsigned half = args.scale[channel * args.scale_step + number];
+  const float scale = __uint_as_float(half << 16);
+  float v[block];
+#pragma unroll
+  for (int part = 0; part < block / 16; ++part) {
+    RotatedCodes<bits> codes;
+#pragma unroll
+    for (int w = 0; w < bits / 2; ++w) codes.word[w] = words[part * (bits / 2) + w];
+    codes.turned = turned[part];
+#pragma unroll
+    for (int i = 0; i < 16; ++i) v[16 * part + i] = codes.value(i) * scale;
+  }
+  butterfly<1, block>(v);
+#pragma unroll
+  for (int t = 0; t < block; ++t) {
+    if (t < begin || t >= end) continue;
+    const std::int64_t row = number * block + t - args.first;
+    Tag::store(out.data, row * out.row_stride + channel * out.col_stride, v[t] * sign[t] * size[t]);
+  }
+}
+
 // Whether every row can be written by pairs of neighbouring columns.
 bool pairs_aligned(const MatrixOut& out) {
   return detail::pairs_aligned(
       MatrixIn{out.data, out.dtype, out.rows, out.cols, out.row_stride, out.col_stride});
 }
 
+void decompress_rotated(const Context& context, const DecompressJob& job) {
+  const MatrixOut& out = job.out;
+  const DecompressRotatedArgs args{static_cast<const std::uint8_t*>(job.codes),
+                                   job.row_bytes,
+                                   static_cast<const std::uint16_t*>(job.scale),
+                                   job.scale_step,
+                                   job.first,
+                                   out,
+                                   job.exponents,
+                                   device_key(job.key, Purpose::signs),
+                                   device_key(job.key, Purpose::activation)};
+  const std::int64_t blocks =
+      ceil_div(job.first + out.rows, rotated_block) - job.first / rotated_block;
+  const LaunchShape shape{ceil_div(out.cols, rotated::threads) * blocks, rotated::threads};
+  host_with_dtype(out.dtype, [&](auto tag) {
+    using Tag = decltype(tag);
+    launch("decompress_activation", context,
+           job.rotated_bits == 4 ? decompress_rotated_kernel<4, Tag>
+                                 : decompress_rotated_kernel<2, Tag>,
+           shape, args);
+  });
+}
+
 }  // namespace
 
 void CudaBackend::decompress(const Context& context, const DecompressJob& job) const {
   const DeviceGuard guard(context.device().index, "decompress_activation");
+  if (job.rotated_bits != 0) return decompress_rotated(context, job);
   const MatrixOut& out = job.out;
-  const DecompressArgs args{job.codes, job.row_bytes, job.scale,         job.scale_step,
-                            job.first, out,           pairs_aligned(out)};
+  const DecompressArgs args{job.codes, job.row_bytes, job.scale,     job.scale_step,
+                            job.first, out,           job.exponents, pairs_aligned(out)};
   const std::int64_t groups = ceil_div(job.first + out.rows, int4_group) - job.first / int4_group;
   const LaunchShape shape{ceil_div(out.cols, tile_channels) * groups, threads};
   host_with_dtype(out.dtype, [&](auto tag) {

@@ -3,6 +3,7 @@
 // groups_kernel, group_pairs_kernel: x to INT4.
 //   A thread takes the 64 tokens of a group in one channel, or half of them of two channels in
 //   16-bit types, and writes 16 contiguous bytes at a time. 2.53 bytes an element for fp16.
+//   Equalised tokens take the first: their powers are of fp32.
 //
 // requantize_kernel: INT4 back to INT8.
 //   A CTA takes a channel. 1.53 bytes an element.
@@ -10,6 +11,7 @@
 
 #include "cuda/device/begin_kernel.cuh"
 #include "cuda/device/matrix_io.cuh"
+#include "cuda/device/packed_codes.cuh"
 #include "cuda/device/reduce.cuh"
 #include "cuda/device/rounding.cuh"
 #include "cuda/int4_activation.cuh"
@@ -18,19 +20,6 @@
 
 namespace hot::detail {
 namespace {
-
-// The smallest bf16 not below a positive finite value, as bits.
-__device__ std::uint16_t bf16_up(float v) {
-  return static_cast<std::uint16_t>((__float_as_uint(v) + 0xffffU) >> 16);
-}
-
-// The low nibbles of eight bytes.
-__device__ std::uint32_t pack_nibbles(std::uint32_t low, std::uint32_t high) {
-  const auto pairs = [](std::uint32_t w) {  // bytes 0 and 2: two nibbles each
-    return (w & ~0x00f000f0U) | ((w >> 4) & 0x00f000f0U);
-  };
-  return __byte_perm(pairs(low), pairs(high), 0x6420);
-}
 
 struct GroupsArgs {
   MatrixIn x;
@@ -89,6 +78,13 @@ __global__ void __launch_bounds__(128) groups_kernel(GroupsArgs args) {
     v[t] = token < args.x.rows
                ? Tag::load(args.x.data, token * args.x.row_stride + col * args.x.col_stride)
                : 0.0F;
+  }
+  if (args.x.exponents != nullptr) {
+#pragma unroll
+    for (int t = 0; t < 64; ++t) {
+      const std::int64_t token = g * 64 + t;
+      if (token < args.x.rows) v[t] *= __uint_as_float(row_power(args.x, token) << 16);
+    }
   }
   std::uint32_t amax = 0;
 #pragma unroll

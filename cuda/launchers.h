@@ -33,6 +33,11 @@ void launch_grouped(const Context&, const plan::Step&, const GroupedJobs&);
 void launch_groups(const Context&, const plan::Step&, const MatrixIn& x, std::uint8_t* packed,
                    std::int64_t row_bytes, std::uint16_t* scale);
 void launch_requantize(const Context&, const plan::Step&, const GroupsJob&);
+// rotated_activation.cu
+void launch_token_exponents(const Context&, const plan::Step&, const MatrixIn& x,
+                            std::uint8_t* exponents);
+void launch_rotate(const Context&, const plan::Step&, const RotateJob&);
+void launch_requantize_rotated(const Context&, const plan::Step&, const GroupsJob&);
 // bias.cu
 void launch_partial_sum(const Context&, const plan::Step&, const MatrixIn& x, void* sums);
 void launch_final_sum(const Context&, const plan::Step&, const ColumnSum&);

@@ -38,9 +38,13 @@ __device__ void walk_rows(const MatrixIn& x, const DeviceProjection& p, std::int
   std::int64_t k = begin * p.rank;
   const DeviceOffset offset = offset_of(p.sketch);
   for (std::int64_t block = begin; block < end; ++block) {
+    const std::uint64_t negative =
+        p.signs ? rotation_signs(p.sketch, offset, static_cast<std::uint64_t>(block)) : 0;
     for (int t = 0; t < p.block; ++t) {
       const std::int64_t position = block * p.block + t;
-      v[t] = position < p.body_tokens ? load_element(x, p.order.body(position), col) : 0.0F;
+      const float value =
+          position < p.body_tokens ? load_scaled(x, p.order.body(position), col) : 0.0F;
+      v[t] = (negative >> (t & 63) & 1U) != 0 ? -value : value;
     }
     int length = p.block;
     if (p.basis == Basis::sketch && p.folds > 0) {
@@ -67,7 +71,7 @@ __device__ void walk_rows(const MatrixIn& x, const DeviceProjection& p, std::int
   }
   if (end < p.blocks) return;
   for (std::int64_t j = 0; j < p.order.prefix_rows(); ++j) {
-    emit(k++, load_element(x, p.order.prefix_token(j), col) * p.prefix_factor);
+    emit(k++, load_scaled(x, p.order.prefix_token(j), col) * p.prefix_factor);
   }
 }
 

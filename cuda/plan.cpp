@@ -61,9 +61,12 @@ constexpr KernelInfo kernels[kernel_count] = {
     {"finish_scales_kernel", "quantize.cu", false},
     {"quantize_grouped_kernel, amax", "quantize_grouped.cu", false},
     {"quantize_grouped_kernel", "quantize_grouped.cu", false},
+    {"token_exponents_kernel", "rotated_activation.cu", false},
     {"groups_kernel", "int4_activation.cu", false},
     {"group_pairs_kernel", "int4_activation.cu", false},
+    {"rotate_kernel", "rotated_activation.cu", false},
     {"requantize_kernel", "int4_activation.cu", true},
+    {"requantize_rotated_kernel", "rotated_activation.cu", true},
     {"partial_sum_kernel", "bias.cu", false},
     {"final_sum_kernel", "bias.cu", true},
     {"fill_zero_kernel", "bias.cu", false},
@@ -89,6 +92,7 @@ constexpr const char* buffer_names[buffer_count] = {
     "w",
     "x",
     "saved x",
+    "sizes of tokens",
     "quantised w",
     "g_x",
     "g_w",
@@ -199,7 +203,7 @@ Plan plan_backward(const DeviceFacts& facts, const BackwardWork& work,
   const BackwardLinearSpec& spec = work.spec;
   const LinearShape& shape = work.shape;
   const std::int64_t kx = work.out_features.k_padded, kw = work.tokens.k_padded;
-  const bool from_int4 = work.gw && spec.storage == Storage::int4;
+  const bool packed = work.gw && spec.storage != Storage::int8;
   const bool by_token = spec.gw_scale == GradScale::token;
   Plan plan;
 
@@ -228,12 +232,13 @@ Plan plan_backward(const DeviceFacts& facts, const BackwardWork& work,
                              work.accumulate};
   const ColumnsShape weight = weight_shape(arrays.w, shape.in_features, work.out_features,
                                            weight_quant(spec), shape.in_features, Buffer::weight);
-  const GroupsShape groups{shape.in_features, kw, requantize_rounding(spec)};
+  const GroupsShape groups{shape.in_features, kw, requantize_rounding(spec),
+                           rotated_bits(spec.storage)};
   OperandShapes operands;
   if (work.gx) operands.rows = &rows;
   if (work.gw) operands.columns = &columns;
   if (work.weight) operands.weight = &weight;
-  if (from_int4) operands.groups = &groups;
+  if (packed) operands.groups = &groups;
   operands.zeroed = amax_words(facts, work);
   const bool summed = add_operands(plan, facts, operands);
 
@@ -256,7 +261,7 @@ Plan plan_backward(const DeviceFacts& facts, const BackwardWork& work,
              Buffer::gx)
         .work = ProductStep{0, {}};
   }
-  const Buffer x = from_int4 ? Buffer::activation : Buffer::saved;
+  const Buffer x = packed ? Buffer::activation : Buffer::saved;
   if (work.gw && !by_token) {
     index[count] = 1;
     buffers[count] = {Buffer::columns, x, Buffer::gw};
@@ -265,7 +270,7 @@ Plan plan_backward(const DeviceFacts& facts, const BackwardWork& work,
     p.n = shape.in_features;
     p.k = kw;
     p.one_scale_a = shape.out_features == 1;
-    p.one_scale_b = shape.in_features == 1 || (!from_int4 && spec.x_scale == Granularity::tensor);
+    p.one_scale_b = shape.in_features == 1 || (!packed && spec.x_scale == Granularity::tensor);
     p.accumulate = work.accumulate;
     p.out = arrays.gw;
   }
@@ -306,12 +311,34 @@ Plan plan_compress(const DeviceFacts& facts, const ArrayFacts& x, std::int64_t c
   return plan;
 }
 
-Plan plan_groups(const ArrayFacts& x, std::int64_t rows, std::int64_t cols, Rounding rounding) {
+Plan plan_token_exponents(const ArrayFacts& x, std::int64_t rows) {
   Plan plan;
-  const bool pairs = dtype_size(x.dtype) == 2 && x.pairs_aligned;
+  constexpr int warps = rotated::exponent_rows;
+  plan.add(Kernel::token_exponents, {ceil_div(rows, warps), 32 * warps}, Buffer::x,
+           Buffer::exponents)
+      .dtype = x.dtype;
+  return plan;
+}
+
+Plan plan_rotate(const ArrayFacts& x, std::int64_t cols, const Projection& p) {
+  Plan plan;
+  Buffers reads = Buffer::x;
+  if (p.equalized) reads |= Buffer::exponents;
+  plan.add(Kernel::rotate, {ceil_div(cols, rotated::threads) * p.blocks, rotated::threads}, reads,
+           Buffer::saved)
+      .dtype = x.dtype;
+  return plan;
+}
+
+Plan plan_groups(const ArrayFacts& x, std::int64_t rows, std::int64_t cols, Rounding rounding,
+                 bool equalized) {
+  Plan plan;
+  const bool pairs = dtype_size(x.dtype) == 2 && x.pairs_aligned && !equalized;
   const std::int64_t blocks = ceil_div(cols, 128) * ceil_div(rows, int4_group);
-  Step& step = plan.add(pairs ? Kernel::group_pairs : Kernel::groups, {blocks, 128}, Buffer::x,
-                        Buffer::saved);
+  Buffers reads = Buffer::x;
+  if (equalized) reads |= Buffer::exponents;
+  Step& step =
+      plan.add(pairs ? Kernel::group_pairs : Kernel::groups, {blocks, 128}, reads, Buffer::saved);
   step.dtype = x.dtype;
   step.rounding = rounding;
   return plan;
@@ -447,7 +474,7 @@ Scratch take_scratch(WorkspaceCursor& cursor, const DeviceFacts& facts, const Ba
     const std::int64_t k = work.tokens.k_padded;
     s.gradient_columns = take_operand(cursor, shape.out_features, k,
                                       spec.gw_scale == GradScale::token ? k : shape.out_features);
-    if (spec.storage == Storage::int4)
+    if (spec.storage != Storage::int8)
       s.activation = take_operand(cursor, shape.in_features, k, shape.in_features);
     s.gw_gemm = take_gemm(shape.out_features, shape.in_features, k);
     s.sums = take_sums(cursor, facts, shape);

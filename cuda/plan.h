@@ -29,8 +29,8 @@ inline constexpr int rows16_max_lanes = 512;
 namespace columns {
 
 // What becomes of 16 tokens of a column: as they are, an FWHT of all 16 rows, or the 8 rows that a
-// basis keeps.
-enum class Kind { full, hadamard, sketch8, lowpass8, sequency8 };
+// basis keeps. rotated: of 64 tokens, times signs and powers of two, an FWHT of all 64 rows.
+enum class Kind { full, hadamard, sketch8, lowpass8, sequency8, rotated };
 enum class Pass { both, amax, codes };
 
 // A column tile is 64 bytes of every token. A warp takes a token tile of it, 128 tokens.
@@ -48,7 +48,11 @@ constexpr int two_pass_warps = 4;
 
 // Tokens that a k16 is made from.
 constexpr int k16_tokens(Kind kind) {
-  return kind == Kind::full || kind == Kind::hadamard ? 16 : 32;
+  return kind == Kind::full || kind == Kind::hadamard || kind == Kind::rotated ? 16 : 32;
+}
+// Bytes that a warp notes of a token tile: a block's folds, or a factor, a bf16, for each token.
+constexpr int tile_notes(Kind kind) {
+  return kind == Kind::rotated ? 2 * tile_tokens : tile_blocks;
 }
 // Steps of a warp through a token tile, 4 k16 each.
 constexpr int tile_steps(Kind kind) { return tile_tokens / (warp_k16s * k16_tokens(kind)); }
@@ -77,17 +81,18 @@ constexpr int sm_ctas(Kind kind, int dtype_size, Pass pass, Rounding rounding) {
   const bool nearest = rounding == Rounding::nearest;
   if (pass == Pass::both) {
     const bool few = fits_in_place(kind, dtype_size) || (kind == Kind::full && dtype_size == 2);
-    return nearest || few ? 3 : 2;
+    return (nearest && kind != Kind::rotated) || few ? 3 : 2;
   }
+  if (kind == Kind::rotated) return 4;  // factors, and values of other lanes
   return pass == Pass::amax || nearest ? 6 : 5;
 }
 
 // Largest values and sums of a column tile, of one warp or one CTA.
 constexpr int partials_bytes = max_tile_columns * (8 + 4);
 
-constexpr std::size_t shared_bytes(int token_tiles, int warps, int cluster) {
+constexpr std::size_t shared_bytes(Kind kind, int token_tiles, int warps, int cluster) {
   return static_cast<std::size_t>(token_tiles) * tile_bytes +
-         static_cast<std::size_t>(warps) * (partials_bytes + tile_blocks) +
+         static_cast<std::size_t>(warps * (partials_bytes + tile_notes(kind))) +
          2 * static_cast<std::size_t>(cluster > 1 ? cluster : 1) * partials_bytes;
 }
 
@@ -130,6 +135,16 @@ constexpr std::int64_t max_amax_slots = 1024;
 constexpr int cta_tiles(int dtype_size) { return columns::max_warps / tile_warps(dtype_size); }
 
 }  // namespace grouped
+
+// x as rht4 and rht2.
+namespace rotated {
+
+constexpr int threads = 128;  // columns of a CTA of rotate_kernel, each a block of tokens
+// A CTA of requantize_rotated_kernel takes so many channels, a warp each, of so many k16.
+constexpr int channels = 8, k16s = 256;
+constexpr int exponent_rows = 8;  // of a CTA of token_exponents_kernel, a warp each
+
+}  // namespace rotated
 
 // Partial sums of g_b on its own: a thread adds up 8 blocks of 16 tokens.
 namespace bias {
@@ -213,9 +228,12 @@ enum class Kernel : std::uint8_t {
   grouped_amax,
   grouped_codes,
   // x
+  token_exponents,
   groups,
   group_pairs,
+  rotate,
   requantize,
+  requantize_rotated,
   // g_b
   partial_sum,
   final_sum,
@@ -255,6 +273,7 @@ enum class Buffer : std::uint8_t {
   w,
   x,
   saved,        // x as it was kept
+  exponents,    // and the sizes of its tokens, where they were equalised
   quantized_w,  // w as quantize_weight kept it
   gx,
   gw,
@@ -265,7 +284,7 @@ enum class Buffer : std::uint8_t {
   rows,        // codes and scales of g_y for g_x,
   columns,     // of P g_y for g_w,
   weight,      // of w for g_x,
-  activation,  // of x for g_w, where it was kept in INT4
+  activation,  // of x for g_w, where it was kept in packed codes
   rows_amax,   // largest values, between two kernels
   columns_amax,
   weight_amax,
@@ -453,10 +472,14 @@ struct BackwardArrays {
 
 // A backward: quantisers of all operands, products, g_b.
 Plan plan_backward(const DeviceFacts&, const BackwardWork&, const BackwardArrays&);
-// compress_activation with INT8 storage, and with INT4.
+// compress_activation: the sizes of the tokens where those are equalised; x with INT8 storage, with
+// INT4, with rht4 and rht2.
+Plan plan_token_exponents(const ArrayFacts& x, std::int64_t rows);
 Plan plan_compress(const DeviceFacts&, const ArrayFacts& x, std::int64_t cols, const Projection&,
                    const OperandQuant&, std::int64_t scales);
-Plan plan_groups(const ArrayFacts& x, std::int64_t rows, std::int64_t cols, Rounding);
+Plan plan_groups(const ArrayFacts& x, std::int64_t rows, std::int64_t cols, Rounding,
+                 bool equalized);
+Plan plan_rotate(const ArrayFacts& x, std::int64_t cols, const Projection&);
 // quantize_weight.
 Plan plan_weight(const DeviceFacts&, const ArrayFacts& w, std::int64_t cols, const Projection&,
                  const OperandQuant&, std::int64_t scales);
@@ -521,7 +544,7 @@ std::size_t gemm_workspace(const DeviceFacts&, std::int64_t m, std::int64_t n, s
 // The arrays of a backward in its workspace.
 struct Scratch {
   Operand gradient_rows{}, weight{};         // for g_x
-  Operand gradient_columns{}, activation{};  // for g_w; activation: from INT4
+  Operand gradient_columns{}, activation{};  // for g_w; activation: from packed codes
   char *gx_gemm = nullptr, *gw_gemm = nullptr, *sums = nullptr;
   Zeroed zeroed{};  // every Operand::amax
 };

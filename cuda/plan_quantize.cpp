@@ -88,6 +88,11 @@ bool keeps_rows(const Projection& p, Kind kind) {
 
 // Whether quantize_columns.cu has kernels for a projection, and of which kind.
 bool kind_of(const Projection& p, Kind& kind) {
+  if (p.signs) {
+    kind = Kind::rotated;
+    return p.block == rotated_block;
+  }
+  if (p.equalized) return false;  // no other kind has factors of tokens
   if (p.basis == Basis::full) {
     kind = Kind::full;
     return true;
@@ -111,10 +116,11 @@ bool block16_can(const Projection& p, const OperandQuant& quant, Kind& kind) {
 }
 
 // Whether a cluster that the device can run holds a column tile.
-bool one_pass_can(const DeviceFacts& facts, std::int64_t cols, std::int64_t token_tile_count,
+bool one_pass_can(const DeviceFacts& facts, std::int64_t cols, const Projection& p, Kind kind,
                   const OperandQuant& quant) {
   const Thresholds& t = thresholds(facts);
-  const bool one_read = quant.purpose == Purpose::gradient_columns &&
+  const std::int64_t token_tile_count = token_tiles(p, kind);
+  const bool one_read = quant.purpose == Purpose::gradient_columns && kind != Kind::rotated &&
                         cols >= t.rows_column_amax_min_columns &&
                         cols <= t.rows_column_amax_max_columns;
   return !quant.per_tensor &&
@@ -126,7 +132,7 @@ bool one_pass_can(const DeviceFacts& facts, std::int64_t cols, std::int64_t toke
 bool one_pass(const DeviceFacts& facts, std::int64_t cols, const Projection& p,
               const OperandQuant& quant) {
   Kind kind{};
-  return block16_can(p, quant, kind) && one_pass_can(facts, cols, token_tiles(p, kind), quant);
+  return block16_can(p, quant, kind) && one_pass_can(facts, cols, p, kind, quant);
 }
 
 // How many CTAs share a column tile, and their warps: the division with the least predicted time.
@@ -159,9 +165,14 @@ ClusterSplit cluster_split(const DeviceFacts& facts, std::int64_t token_tile_cou
   return best;
 }
 
-LaunchShape column_shape(std::int64_t tiles, const ClusterSplit& split, int cluster) {
+LaunchShape column_shape(Kind kind, std::int64_t tiles, const ClusterSplit& split, int cluster) {
   return {tiles * split.ctas, 32 * split.warps,
-          columns::shared_bytes(split.warps, split.warps, cluster), std::max(1, cluster)};
+          columns::shared_bytes(kind, split.warps, split.warps, cluster), std::max(1, cluster)};
+}
+
+// What the columns of a matrix read: the powers of its tokens, too.
+Buffers columns_read(const ColumnsShape& job) {
+  return job.p.equalized ? job.from | Buffer::exponents : Buffers(job.from);
 }
 
 Buffers sum_reads(bool accumulate) { return accumulate ? Buffers(Buffer::gb) : Buffers(); }
@@ -183,13 +194,13 @@ void add_columns_one_pass(Plan& plan, const DeviceFacts& facts, const ColumnsSha
   const ClusterSplit split = cluster_split(
       facts, token_tiles(job.p, kind), tiles,
       columns::max_warps * columns::sm_ctas(kind, size, Pass::both, job.quant.rounding));
-  LaunchShape shape = column_shape(tiles, split, split.ctas);
+  LaunchShape shape = column_shape(kind, tiles, split, split.ctas);
   // So few column tiles surely fit half of the SMs: no query.
   if (2 * shape.blocks > facts.sm_count) {
     const ColumnsOnePass instance{kind, job.quant.rounding, job.x.dtype};
     shape.blocks = std::min(tiles, facts.queries->at_once(instance, shape)) * split.ctas;
   }
-  Buffers reads = job.from, writes = job.codes;
+  Buffers reads = columns_read(job), writes = job.codes;
   if (job.sum) {
     reads |= sum_reads(job.accumulate);
     writes |= Buffer::gb;
@@ -205,12 +216,12 @@ int add_column_pass(Plan& plan, const ColumnsShape& job, Kind kind, Pass pass) {
   const ClusterSplit split{
       static_cast<int>(ceil_div(token_tiles(job.p, kind), columns::two_pass_warps)),
       columns::two_pass_warps};
-  const LaunchShape shape = column_shape(column_tiles(job.cols, job.x.dtype), split, 0);
+  const LaunchShape shape = column_shape(kind, column_tiles(job.cols, job.x.dtype), split, 0);
   const bool amax = pass == Pass::amax;
   Buffers writes = amax ? job.amax : job.codes;
   if (amax && job.sum) writes |= Buffer::sums;
   Step& step = plan.add(amax ? Kernel::column_amax : Kernel::column_codes, shape,
-                        job.from | job.amax, writes);
+                        columns_read(job) | job.amax, writes);
   step.dtype = job.x.dtype;
   step.rounding = amax ? Rounding::nearest : job.quant.rounding;  // amax has none
   step.work = ColumnsStep{job.job, kind, pass, split.ctas, 0};
@@ -227,7 +238,7 @@ void add_generic_columns(Plan& plan, const ColumnsShape& job) {
   const LaunchShape shape{grid.blocks, grid.threads, grid.shared_bytes};
   for (const bool amax : {true, false}) {
     Step& step = plan.add(amax ? Kernel::generic_amax : Kernel::generic_codes, shape,
-                          job.from | job.amax, amax ? job.amax : job.codes);
+                          columns_read(job) | job.amax, amax ? job.amax : job.codes);
     step.rounding = amax ? Rounding::nearest : job.quant.rounding;
     step.work = GenericColumnsStep{job.job, grid.run};
   }
@@ -246,7 +257,7 @@ bool add_columns(Plan& plan, const DeviceFacts& facts, const ColumnsShape& job) 
     add_generic_columns(plan, job);
     return false;
   }
-  if (one_pass_can(facts, job.cols, token_tiles(job.p, kind), job.quant)) {
+  if (one_pass_can(facts, job.cols, job.p, kind, job.quant)) {
     add_columns_one_pass(plan, facts, job, kind);
     return job.sum;
   }
@@ -267,7 +278,7 @@ bool add_rows_column_amax(Plan& plan, const DeviceFacts& facts, const RowsShape&
   if (!facts.hopper || dtype_size(rows.x.dtype) != 2 || !rows.x.rows_aligned ||
       rows.cols % 16 != 0 || rows.cols == 0 || rows.rows == 0 || rows.hadamard_block != 16 ||
       !rounds || columns.p.order.samples != 0 || !block16_can(columns.p, columns.quant, kind) ||
-      one_pass(facts, rows.cols, columns.p, columns.quant)) {
+      kind == Kind::rotated || one_pass(facts, rows.cols, columns.p, columns.quant)) {
     return false;
   }
   const RowShare share = row_share(rows.k_padded / 16);
@@ -365,7 +376,7 @@ class GroupedOperands {
       rows_blocks_ = ceil_div(job->rows, grouped::threads >> lanes_log2_);
     }
     if (of_.groups != nullptr) {
-      if (!rounds(of_.groups->rounding)) return false;
+      if (!rounds(of_.groups->rounding) || of_.groups->rotated_bits != 0) return false;
       groups_blocks_ = ceil_div(of_.groups->channels, grouped::threads / 32);
     }
     if (cluster_ > 1 && !facts_.hopper) return false;
@@ -456,7 +467,8 @@ class GroupedOperands {
       const DType dtype = of_.dtype_.or_else(DType::f32);
       const int tiles = grouped::cta_tiles(static_cast<int>(dtype_size(dtype)));
       const LaunchShape shape{blocks_, grouped::threads,
-                              columns::shared_bytes(tiles, columns::max_warps, cluster_), cluster_};
+                              columns::shared_bytes(step.kind, tiles, columns::max_warps, cluster_),
+                              cluster_};
       Step& added = plan.add(kernel, shape, reads_, writes_);
       added.dtype = dtype;
       added.rounding = of_.rounding_.or_else(Rounding::nearest);
@@ -477,7 +489,9 @@ class GroupedOperands {
     return grouped::cta_tiles(static_cast<int>(dtype_size(job.x.dtype)));
   }
   bool add(const ColumnsShape& job, Kind& kind, std::int64_t& token_tile_count) {
-    if (job.p.k_padded == 0 || !block16_can(job.p, job.quant, kind)) return false;
+    if (job.p.k_padded == 0 || !block16_can(job.p, job.quant, kind) || kind == Kind::rotated) {
+      return false;
+    }
     token_tile_count = token_tiles(job.p, kind);
     const std::int64_t needed = ceil_div(token_tile_count, cta_tiles_of(job));
     if (needed > columns::max_portable_cluster) return false;
@@ -523,8 +537,14 @@ bool add_operands(Plan& plan, const DeviceFacts& facts, const OperandShapes& ope
   }
   if (operands.weight != nullptr) add_columns(plan, facts, *operands.weight);
   if (const GroupsShape* job = operands.groups) {
-    plan.add(Kernel::requantize, {job->channels, 256}, Buffer::saved, Buffer::activation).rounding =
-        job->rounding;
+    const std::int64_t tiles = ceil_div(job->channels, rotated::channels) *
+                               ceil_div(job->k_padded / columns::k16, rotated::k16s);
+    Step& step =
+        job->rotated_bits == 0
+            ? plan.add(Kernel::requantize, {job->channels, 256}, Buffer::saved, Buffer::activation)
+            : plan.add(Kernel::requantize_rotated, {tiles, 32 * rotated::channels}, Buffer::saved,
+                       Buffer::activation);
+    step.rounding = job->rounding;
   }
   return summed;
 }

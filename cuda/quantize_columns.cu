@@ -1,5 +1,6 @@
 // Stage: the K-contiguous operands of columns, in blocks of 16 tokens: g_y for g_w, w for g_x, x
-// kept as INT8. P x is an FWHT of the tokens, a sketch or a basis of rank 8, or x itself.
+// kept as INT8. P x is an FWHT of the tokens, a sketch or a basis of rank 8, or x itself. For an x
+// kept as rht4 or rht2: blocks of 64 tokens of g_y, times a sign and a power of two each.
 //
 // columns_one_pass_kernel: one read of x.
 //   A cluster takes a column tile, 64 bytes of every token (32 columns in 16-bit types, two
@@ -13,7 +14,9 @@
 //              A lane takes 16 k (a k16) of two neighbouring columns at a time in registers: 16
 //              tokens as they are (full), a whole block (w for g_x), or two blocks of rank 8. A
 //              sketch folds to 8 values first (it reads tokens t and t ^ a: no register is indexed
-//              at run time); lowpass and sequency keep 8 fixed rows.
+//              at run time); lowpass and sequency keep 8 fixed rows. A block of 64 is the four k16
+//              of a step: its last two butterflies are between lanes. The warp notes the factors of
+//              its 128 tokens once, 256 bytes.
 //     banks    Bits 5 and 6 of an address are swizzled by the number of the k16 (16 tokens, or 32
 //              at rank 8), so that the four k16 of a warp use all banks. Every block starts on 1024
 //              bytes, so that tokens are reached by exclusive or.
@@ -45,7 +48,7 @@ Args make_args(const Context& context, const ColumnsJob& job, Kind kind, const C
   args.order = p.order;
   args.body_tokens = p.body_tokens;
   args.sketch_weight = job.side == Side::gradient ? p.sketch_weight : 1.0F;
-  args.sketch = device_key(job.sketch_key, Purpose::sketch);
+  args.sketch = device_key(job.sketch_key, p.signs ? Purpose::signs : Purpose::sketch);
   args.key = device_key(context.key(), job.quant.purpose);
   args.codes = job.out.codes;
   args.scale = job.out.scale;
@@ -87,6 +90,7 @@ __global__ void __launch_bounds__(32 * max_warps, sm_ctas(kind, Tag::size, Pass:
   begin_kernel(args.independent);
   if (tile.real()) tile.load(place.column_tile);
   commit_copies();
+  tile.draw_factors();
   const DeviceOffset offset = warp_offset<rounding>(args.key);
   const unsigned step = gridDim.x / static_cast<unsigned>(args.ctas);
   const auto column_tiles = static_cast<unsigned>(args.column_tiles);
@@ -123,6 +127,7 @@ __global__ void __launch_bounds__(32 * two_pass_warps,
   begin_kernel(args.independent);
   if (tile.real()) tile.load(place.column_tile);
   commit_copies();
+  tile.draw_factors();
   tile.wait_loaded();
   tile.template accumulate_tile<false>();
   const ColumnTotal total = tile.total(tile.reduce(0, 0), 0);
@@ -148,6 +153,7 @@ __global__ void __launch_bounds__(32 * two_pass_warps,
   begin_kernel(args.independent);
   if (tile.real()) tile.load(place.column_tile);
   commit_copies();
+  tile.draw_factors();
   const DeviceOffset offset = warp_offset<rounding>(args.key);
   tile.wait_loaded();
   std::uint32_t amax = 0;
@@ -160,10 +166,16 @@ __global__ void __launch_bounds__(32 * two_pass_warps,
   end_kernel(args.independent);
 }
 
+template <class Call>
+void with_any_kind(Kind kind, const Call& call) {
+  if (kind == Kind::rotated) return call(std::integral_constant<Kind, Kind::rotated>{});
+  with_kind(kind, call);
+}
+
 // Calls call(kind, rounding, type tag) with types for an instance of a kernel.
 template <class Call>
 void with_instance(Kind kind, Rounding rounding, DType dtype, const Call& call) {
-  with_kind(kind, [&](auto k) {
+  with_any_kind(kind, [&](auto k) {
     host_with_dtype(dtype, [&](auto tag) {
       if (rounding == Rounding::nearest) {
         call(k, std::integral_constant<Rounding, Rounding::nearest>{}, tag);
@@ -206,7 +218,7 @@ void launch_columns(const Context& context, const plan::Step& step, const Column
   if (work.pass == Pass::both) {
     with_one_pass(work.kind, step.rounding, step.dtype, run);
   } else if (work.pass == Pass::amax) {
-    with_kind(work.kind, [&](auto k) {
+    with_any_kind(work.kind, [&](auto k) {
       host_with_dtype(step.dtype, [&](auto tag) {
         run(column_amax_kernel<decltype(k)::value, decltype(tag)>);
       });

@@ -168,11 +168,33 @@ struct LaneK16 {
   }
 };
 
-// The k16 of two neighbouring columns.
+// The tokens of a k16 by their factors, signs times powers of two: bf16 numbers, at `notes`.
+__device__ inline void apply_factors(const std::uint8_t* notes, float (&v)[2][k16]) {
+  unsigned words[k16 / 2];
+  load_words(notes, words);
+  float factor[k16];
+  BF16::unpack(words, factor);
+#pragma unroll
+  for (int t = 0; t < k16; ++t) {
+    v[0][t] *= factor[t];
+    v[1][t] *= factor[t];
+  }
+}
+
+// The k16 of two neighbouring columns. `notes`: the tokens that a sketch folds by; factors.
 template <Kind kind, class Tag>
-__device__ void project(const LaneK16& from, const std::uint8_t* offsets, float sketch_weight,
+__device__ void project(const LaneK16& from, const std::uint8_t* notes, float sketch_weight,
                         float (&v)[2][k16]) {
-  if constexpr (kind == Kind::full || kind == Kind::hadamard) {
+  if constexpr (kind == Kind::rotated) {
+    // A block is the four k16 of a step: its last two distances are between lanes.
+    from.load<Tag>(0, v);
+    apply_factors(notes, v);
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      butterfly<1, 16>(v[c]);
+      butterfly_lanes<32, 8>(v[c], threadIdx.x % 32);
+    }
+  } else if constexpr (kind == Kind::full || kind == Kind::hadamard) {
     from.load<Tag>(0, v);
     if constexpr (kind == Kind::hadamard) {
       butterfly<1, 16>(v[0]);
@@ -183,7 +205,7 @@ __device__ void project(const LaneK16& from, const std::uint8_t* offsets, float 
     for (int half = 0; half < 2; ++half) {
       if constexpr (kind == Kind::sketch8) {
         float folded[2][8];
-        from.load_folded<Tag>(16 * half, offsets[half], folded);
+        from.load_folded<Tag>(16 * half, notes[half], folded);
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           butterfly<1, 8>(folded[c]);
@@ -232,6 +254,18 @@ struct Partial {
     if (sum_wanted) sum += static_cast<Sum>(total);
   }
 
+  // Of a quarter of a block of 64, of tokens that have their factors; the other quarters lie in the
+  // lanes 8, 16 and 24 further. The sum is of the tokens themselves: the caller's.
+  __device__ void rotated(float (&v)[k16]) {
+    butterfly<1, 16>(v);
+    butterfly_lanes<16, 8>(v, threadIdx.x % 32);
+#pragma unroll
+    for (int k = 0; k < k16; ++k) {
+      const float magnitude = fabsf(v[k]);
+      add(largest[0], magnitude + __shfl_xor_sync(0xffffffffU, magnitude, 16));
+    }
+  }
+
   __device__ void folded(float (&v)[8], bool sum_wanted) {
     butterfly<1, 4>(v);
     const float total = v[0] + v[4];
@@ -271,9 +305,19 @@ struct Partial {
 };
 
 template <Kind kind, class Tag>
-__device__ void accumulate(const LaneK16& from, const std::uint8_t* offsets, bool sum_wanted,
+__device__ void accumulate(const LaneK16& from, const std::uint8_t* notes, bool sum_wanted,
                            Partial<kind> (&partial)[2]) {
-  if constexpr (kind == Kind::full || kind == Kind::hadamard) {
+  if constexpr (kind == Kind::rotated) {
+    float v[2][16];
+    from.load<Tag>(0, v);
+    if (sum_wanted) {
+      partial[0].sum += static_cast<double>(partial[0].tree_sum(v[0]));
+      partial[1].sum += static_cast<double>(partial[1].tree_sum(v[1]));
+    }
+    apply_factors(notes, v);
+    partial[0].rotated(v[0]);
+    partial[1].rotated(v[1]);
+  } else if constexpr (kind == Kind::full || kind == Kind::hadamard) {
     float v[2][16];
     from.load<Tag>(0, v);
     partial[0].tokens(v[0], sum_wanted);
@@ -283,7 +327,7 @@ __device__ void accumulate(const LaneK16& from, const std::uint8_t* offsets, boo
     for (int half = 0; half < 2; ++half) {
       if constexpr (kind == Kind::sketch8) {
         float v[2][8];
-        from.load_folded<Tag>(16 * half, offsets[half], v);
+        from.load_folded<Tag>(16 * half, notes[half], v);
         partial[0].folded(v[0], sum_wanted);
         partial[1].folded(v[1], sum_wanted);
       } else {
@@ -305,13 +349,13 @@ static_assert(sizeof(Partials) == partials_bytes);
 
 // Shared memory: the token tiles, then this.
 struct SharedMemory {
-  Partials* cluster;      // [2][cluster]: a CTA may be one column tile ahead of another
-  Partials* warp;         // [warps]
-  std::uint8_t* offsets;  // [warps][tile_blocks]: which tokens a sketch folds
+  Partials* cluster;    // [2][cluster]: a CTA may be one column tile ahead of another
+  Partials* warp;       // [warps]
+  std::uint8_t* notes;  // [warps][tile_notes]: which tokens a sketch folds; factors of tokens
   __device__ SharedMemory(char* tiles, int tile_count, int warps, int cluster_size)
       : cluster(reinterpret_cast<Partials*>(tiles + tile_count * tile_bytes)),
         warp(cluster + 2 * max(1, cluster_size)),
-        offsets(reinterpret_cast<std::uint8_t*>(warp + warps)) {}
+        notes(reinterpret_cast<std::uint8_t*>(warp + warps)) {}
 };
 
 // Writes to the same place of the shared memory of CTA `rank`; without a cluster, to this CTA's.
@@ -373,7 +417,7 @@ class WarpTile {
         shared_(memory, warps_ / tile_warps, warps_, args.cluster),
         number_(rank * (warps_ / tile_warps) + warp_ / tile_warps),
         tile_(memory + warp_ / tile_warps * tile_bytes),
-        offsets_(shared_.offsets + warp_ * tile_blocks),
+        notes_(shared_.notes + warp_ * tile_notes(kind)),
         k16_count_(args.k_padded / k16) {
     // Of the last token tile only what holds k.
     steps_ = static_cast<int>(max(std::int64_t{0}, min(std::int64_t{tile_steps(kind)},
@@ -390,7 +434,29 @@ class WarpTile {
     if (kind == Kind::sketch8 && lane_ < tile_blocks) {
       const auto token_block = static_cast<std::uint64_t>(number_ * tile_blocks + lane_);
       const RandomWords words = random_words(args_.sketch, offset_of(args_.sketch), token_block);
-      offsets_[lane_] = static_cast<std::uint8_t>(sketch_draw(words, 0, 16));
+      notes_[lane_] = static_cast<std::uint8_t>(sketch_draw(words, 0, 16));
+    }
+  }
+
+  // Draws the signs of the tokens and reads their exponents, after the wait for the previous
+  // kernel: x may have been compressed, and the counter written, right before.
+  __device__ __forceinline__ void draw_factors() const {
+    if constexpr (kind == Kind::rotated) {
+      auto* const factors = reinterpret_cast<std::uint16_t*>(notes_);
+      const DeviceOffset offset = offset_of(args_.sketch);
+      constexpr int blocks = tile_tokens / static_cast<int>(rotated_block);
+#pragma unroll 1
+      for (int b = 0; b < blocks; ++b) {
+        const auto block = static_cast<std::uint64_t>(number_ * blocks + b);
+        const std::uint64_t negative = rotation_signs(args_.sketch, offset, block);
+#pragma unroll
+        for (int i = lane_; i < rotated_block; i += 32) {
+          const std::int64_t token = static_cast<std::int64_t>(block) * rotated_block + i;
+          const unsigned power = token < args_.body_tokens ? row_power(args_.x, token) : 0U;
+          const auto sign = static_cast<unsigned>(negative >> i & 1U);
+          factors[b * rotated_block + i] = static_cast<std::uint16_t>(sign << 15 | power);
+        }
+      }
     }
   }
 
@@ -419,12 +485,12 @@ class WarpTile {
         const LaneK16 from = lane_k16(step, half);
         if constexpr (in_place) {
           float v[2][k16];
-          project<kind, Tag>(from, lane_offsets(), args_.sketch_weight, v);
+          project<kind, Tag>(from, lane_notes(step), args_.sketch_weight, v);
           from.store(v);
           partial[0].projected(v[0], args_.sum_wanted);
           partial[1].projected(v[1], args_.sum_wanted);
         } else {
-          accumulate<kind, Tag>(from, lane_offsets(), args_.sum_wanted, partial);
+          accumulate<kind, Tag>(from, lane_notes(step), args_.sum_wanted, partial);
         }
       }
 #pragma unroll
@@ -532,7 +598,7 @@ class WarpTile {
         if constexpr (in_place) {
           lane_k16(step, half).load_stored(v);
         } else {
-          project<kind, Tag>(lane_k16(step, half), lane_offsets(), args_.sketch_weight, v);
+          project<kind, Tag>(lane_k16(step, half), lane_notes(step), args_.sketch_weight, v);
         }
         if (k >= k16_count_) continue;
 #pragma unroll
@@ -560,7 +626,13 @@ class WarpTile {
   __device__ int last_half() const { return tile_warps == 1 ? halves : first_half() + 1; }
   // Lanes 8 i to 8 i + 7 take k16 number i of a step, two columns each.
   __device__ int pair() const { return lane_ % 8; }
-  __device__ const std::uint8_t* lane_offsets() const { return offsets_ + 2 * (lane_ / 8); }
+  __device__ const std::uint8_t* lane_notes(int step) const {
+    if constexpr (kind == Kind::rotated) {
+      return notes_ + (step * warp_k16s + lane_ / 8) * k16 * 2;
+    } else {
+      return notes_ + 2 * (lane_ / 8);
+    }
+  }
 
   __device__ __forceinline__ LaneK16 lane_k16(int step, int half) const {
     // The swizzle of bit 6 exchanges even and odd tokens, that of bit 5 halves of a token.
@@ -575,13 +647,14 @@ class WarpTile {
   SharedMemory shared_;
   int number_;  // of the token tile
   char* tile_;
-  std::uint8_t* offsets_;
+  std::uint8_t* notes_;
   std::int64_t k16_count_;  // of a row of codes
   int steps_;
 };
 
 // ---- host (quantize_columns.cu)
 
+// Of the kinds that grouped operands have as well.
 template <class Call>
 void with_kind(Kind kind, const Call& call) {
   switch (kind) {
@@ -595,6 +668,8 @@ void with_kind(Kind kind, const Call& call) {
       return call(std::integral_constant<Kind, Kind::lowpass8>{});
     case Kind::sequency8:
       return call(std::integral_constant<Kind, Kind::sequency8>{});
+    case Kind::rotated:
+      return;  // quantize_columns.cu
   }
 }
 

@@ -95,18 +95,6 @@ void check_spec(const char* call, const BackwardLinearSpec& spec) {
   detail::check_low_rank(spec.low_rank);
 }
 
-// That the device has kernels for it.
-void check_device(const char* call, const Context& context, const BackwardLinearSpec& spec) {
-  if (context.device().type == Device::Type::cpu) return;
-  if (detail::rotated_bits(spec.storage) != 0) {
-    detail::unsupported(call, "storage is " + std::string(storage_name(spec.storage)) +
-                                  ", which has no CUDA kernels yet; expected int8 or int4");
-  }
-  if (spec.equalize_tokens) {
-    detail::unsupported(call, "equalize_tokens is true, for which there are no CUDA kernels yet");
-  }
-}
-
 // The saved INT8 x as the operand of g_w. An Operand is writable; this one is only read.
 detail::Operand saved_operand(const ConstSavedActivation& saved, const SavedLayout& layout) {
   const auto* bytes = static_cast<const char*>(saved.data);
@@ -177,7 +165,6 @@ Support supported(const Context& context, const LinearShape& shape,
   return detail::answer_supported([&] {
     check_shape("backward_linear", shape);
     check_spec("backward_linear", spec);
-    check_device("backward_linear", context, spec);
     detail::token_projection(shape.tokens, spec);
     backend_of(context).gemm_workspace(context, shape.tokens, shape.in_features,
                                        shape.out_features);
@@ -231,7 +218,6 @@ std::size_t compress_activation_workspace(const Context& context, std::int64_t t
                                           std::int64_t in_features,
                                           const BackwardLinearSpec& spec) {
   saved_layout(tokens, in_features, spec);  // the same errors as the call itself
-  check_device("compress_activation_workspace", context, spec);
   return compress_workspace(context, in_features, detail::token_projection(tokens, spec), spec);
 }
 
@@ -242,7 +228,6 @@ ConstSavedActivation compress_activation(const Context& context, const ConstTens
   const char* const call = "compress_activation";
   const Checker check(call, context);
   check_spec(call, spec);
-  check_device(call, context, spec);
   check.input("x", x, float_dtypes, 2, max_dims);
   MatrixIn rows = check.collapsed("x", x);
   const Projection p = detail::token_projection(rows.rows, spec);
@@ -292,7 +277,6 @@ void decompress_activation(const Context& context, const ConstSavedActivation& s
   const char* const call = "decompress_activation";
   const Checker check(call, context);
   check_spec(call, spec);
-  check_device(call, context, spec);
   if (spec.low_rank.basis != Basis::full) {
     detail::unsupported(call, std::string("saved has basis ") + basis_name(spec.low_rank.basis) +
                                   ", which keeps projected rows and not x; expected basis full");
@@ -378,7 +362,6 @@ std::size_t backward_linear_workspace(const Context& context, const LinearShape&
                                       const BackwardLinearSpec& spec, bool need_gx, bool need_gw) {
   check_shape("backward_linear_workspace", shape);
   check_spec("backward_linear_workspace", spec);
-  check_device("backward_linear_workspace", context, spec);
   const Projection tokens = detail::token_projection(shape.tokens, spec);
   const Projection out_features =
       detail::hadamard_projection(shape.out_features, spec.hadamard_block);
@@ -459,7 +442,6 @@ void check_and_run(const Context& context, const ConstTensorView& gy,
   const detail::StandardArithmetic arithmetic;
   const Checker check(backward_name, context);
   check_spec(backward_name, spec);
-  check_device(backward_name, context, spec);
   if (out.gx == nullptr && out.gw == nullptr && out.gb == nullptr) {
     detail::invalid(backward_name, "out wants nothing; expected gx, gw or gb, one at least");
   }

@@ -74,9 +74,11 @@ inline int rotated_bits(Storage storage) {
 
 // What is done to g_y and x along the tokens for g_w.
 inline Projection token_projection(std::int64_t tokens, const BackwardLinearSpec& spec) {
-  if (rotated_bits(spec.storage) == 0) return make_projection(tokens, spec.low_rank);
-  Projection p = hadamard_projection(tokens, rotated_block);
-  p.signs = true;
+  const bool rotated = rotated_bits(spec.storage) != 0;
+  Projection p =
+      rotated ? hadamard_projection(tokens, rotated_block) : make_projection(tokens, spec.low_rank);
+  p.signs = rotated;
+  p.equalized = spec.equalize_tokens;
   return p;
 }
 

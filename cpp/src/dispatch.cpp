@@ -18,13 +18,6 @@ const detail::Backend& detail::backend_of(const Context& context) {
   return context.device().type == Device::Type::cpu ? cpu_backend() : cuda_backend();
 }
 
-void detail::Backend::token_exponents(const Context&, const MatrixIn&, std::uint8_t*) const {
-  throw Error(ErrorCode::unsupported, "token_exponents: of the CPU only");
-}
-void detail::Backend::compress_rotated(const Context&, const RotateJob&) const {
-  throw Error(ErrorCode::unsupported, "compress_rotated: of the CPU only");
-}
-
 namespace {
 
 bool same_elements(const ConstTensorView& a, const ConstTensorView& b) {

@@ -142,7 +142,9 @@ std::int64_t buffer_bytes(const Layer& layer, Buffer buffer, std::int64_t sum_ru
     case Buffer::gx:
       return L * I * size;
     case Buffer::saved:
-      return static_cast<std::int64_t>(saved_layout(L, I, layer.spec).bytes);
+      return static_cast<std::int64_t>(saved_layout(L, I, layer.spec).exponent_offset);
+    case Buffer::exponents:
+      return L;
     case Buffer::quantized_w:
     case Buffer::weight:
       return I * (kx + 4);
@@ -215,6 +217,7 @@ std::string not_aligned(const char* array, const char* size_name, std::int64_t c
 
 // The reason why no kernel faster than generic_columns_kernel fits.
 std::string reason_for_generic(const Projection& p, const OperandQuant& quant) {
+  if (p.equalized && !p.signs) return "equalize_tokens, which rht4 and rht2 have a fast kernel for";
   if (quant.per_k) return "gw_scale is token";
   if (p.order.prefix_rows() > 0) return "there are prefix tokens";
   if (quant.rounding == Rounding::pseudo_stochastic) return "rounding is pseudo_stochastic";
@@ -288,9 +291,14 @@ std::string slow_path_reason(const Layer& layer, const Step& step) {
                                                        columns, dtype);
     }
     case Kernel::groups:
-      return dtype_size(dtype) == 2
-                 ? "x is read one column a thread: in_features " + std::to_string(I) + " is odd"
-                 : "";
+      if (dtype_size(dtype) != 2) return "";
+      return "x is read one column a thread: " +
+             (layer.spec.equalize_tokens ? std::string("tokens are equalised")
+                                         : "in_features " + std::to_string(I) + " is odd");
+    case Kernel::token_exponents:
+      return layer.aligned(I, dtype)
+                 ? ""
+                 : "x is read element by element: " + not_aligned("x", "in_features", I, dtype);
     case Kernel::mma_128x256x128:
     case Kernel::mma_256x128x128:
     case Kernel::mma_128x256x64:
@@ -574,13 +582,6 @@ Explanation explain(std::string_view device, const LinearShape& shape,
   // The same checks as in the calls.
   quantized_weight_bytes(shape.out_features, shape.in_features, spec);
   saved_layout(shape.tokens, shape.in_features, spec);
-  if (detail::rotated_bits(spec.storage) != 0 || spec.equalize_tokens) {
-    detail::unsupported(call_name, spec.equalize_tokens
-                                       ? "equalize_tokens is true, for which there are no CUDA "
-                                         "kernels yet"
-                                       : "storage is " + std::string(storage_name(spec.storage)) +
-                                             ", which has no CUDA kernels yet");
-  }
   if (options.y) forward_weight_bytes(shape.out_features, shape.in_features, options.forward);
   detail::check_sizes(call_name, {"tokens", "out_features", "in_features"},
                       {shape.tokens, shape.out_features, shape.in_features});
@@ -590,16 +591,26 @@ Explanation explain(std::string_view device, const LinearShape& shape,
     const Layer layer{shape,
                       spec,
                       options,
-                      detail::make_projection(shape.tokens, spec.low_rank),
+                      detail::token_projection(shape.tokens, spec),
                       detail::hadamard_projection(shape.out_features, spec.hadamard_block),
                       facts};
     const auto [L, O, I] = shape;
     const Rates rates = set_device(all, device, facts, named);
     if (options.y) add_forward(all, layer, rates);
     const bool elements = L > 0 && I > 0;
-    if (options.compress && elements && spec.storage == Storage::int4) {
+    if (options.compress && spec.equalize_tokens) {
       add_steps(all, layer, "compress_activation",
-                detail::plan::plan_groups(layer.array(I), L, I, spec.x_rounding), rates);
+                detail::plan::plan_token_exponents(layer.array(I), L), rates);
+    }
+    if (options.compress && elements && spec.storage == Storage::int4) {
+      add_steps(
+          all, layer, "compress_activation",
+          detail::plan::plan_groups(layer.array(I), L, I, spec.x_rounding, spec.equalize_tokens),
+          rates);
+    }
+    if (options.compress && elements && detail::rotated_bits(spec.storage) != 0) {
+      add_steps(all, layer, "compress_activation",
+                detail::plan::plan_rotate(layer.array(I), I, layer.tokens), rates);
     }
     const OperandQuant quant = detail::activation_quant(spec);
     const std::int64_t scales = quant.per_tensor ? 1 : I;

@@ -55,7 +55,8 @@ struct GroupsJob {
   Rounding rounding;
   Operand out;
   int rotated_bits = 0;            // 4 or 2: codes of rht4 or rht2; 0: INT4
-  const float* offsets = nullptr;  // of those: what is added to a code's value, [k_padded]
+  const float* offsets = nullptr;  // of those: what is added to a code's value, [k_padded] (CPU),
+  Key key{};                       // or the key of the dither that it comes from (CUDA)
 };
 
 // x [L, C] to the codes of rht4 and rht2, one bf16 scale per block and channel.
@@ -153,9 +154,10 @@ class Backend {
   virtual void compress_groups(const Context&, const MatrixIn& x, Rounding, std::uint8_t* packed,
                                std::int64_t row_bytes, std::uint16_t* scale) const = 0;
   virtual void decompress(const Context&, const DecompressJob&) const = 0;
-  // Of the CPU only; the calls that need them refuse other devices (backward_linear.cpp).
-  virtual void token_exponents(const Context&, const MatrixIn& x, std::uint8_t* exponents) const;
-  virtual void compress_rotated(const Context&, const RotateJob&) const;
+  // What equalises the tokens of x, and x as rht4 and rht2.
+  virtual void token_exponents(const Context&, const MatrixIn& x,
+                               std::uint8_t* exponents) const = 0;
+  virtual void compress_rotated(const Context&, const RotateJob&) const = 0;
   virtual void quantize_weight(const Context&, const ColumnsJob&, void* workspace) const = 0;
 
   virtual std::size_t backward_workspace(const Context&, const BackwardWork&) const = 0;

@@ -45,7 +45,7 @@ struct MatrixIn {
   const void* data;
   DType dtype;
   std::int64_t rows, cols, row_stride, col_stride;
-  // Where given (on the CPU only): row r is taken times 2^(exponents[r] - 127), or divided by it.
+  // Where given: row r is taken times 2^(exponents[r] - 127), or divided by it.
   const std::uint8_t* exponents = nullptr;
   bool divide = false;
 };
@@ -85,7 +85,8 @@ struct Projection {
   int divisor = 1;
   TokenOrder order{};
   float prefix_factor_x = 1.0F, prefix_factor_g = 1.0F;
-  bool signs = false;  // each token times a random sign before the transform (rht4, rht2)
+  bool signs = false;      // each token times a random sign before the transform (rht4, rht2)
+  bool equalized = false;  // each token times a power of two (MatrixIn::exponents)
 };
 
 // Largest size and largest product of two sizes. No memory holds more; within these limits padded

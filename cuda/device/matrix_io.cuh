@@ -15,6 +15,19 @@ __device__ inline float load_element(const MatrixIn& x, std::int64_t row, std::i
   return v;
 }
 
+// The power of two that a row is taken times, as the upper half of its pattern, a bf16.
+__device__ inline unsigned row_power(const MatrixIn& x, std::int64_t row) {
+  if (x.exponents == nullptr) return 127U << 7;
+  const unsigned exponent = x.exponents[row];
+  return (x.divide ? 254U - exponent : exponent) << 7;
+}
+
+// An element of a row that may be taken times its power.
+__device__ inline float load_scaled(const MatrixIn& x, std::int64_t row, std::int64_t col) {
+  const float v = load_element(x, row, col);
+  return x.exponents == nullptr ? v : v * __uint_as_float(row_power(x, row) << 16);
+}
+
 __device__ inline void store_element(const MatrixOut& out, std::int64_t row, std::int64_t col,
                                      float v) {
   const std::int64_t i = row * out.row_stride + col * out.col_stride;

@@ -17,7 +17,8 @@ struct DeviceProjection {
   std::int64_t body_tokens, blocks;
   TokenOrder order;
   std::uint8_t rows[64];
-  DeviceKey sketch;
+  bool signs;
+  DeviceKey sketch;  // or of the signs
 };
 
 inline DeviceProjection device_projection(const Projection& p, Side side, const Key& sketch_key) {
@@ -34,7 +35,8 @@ inline DeviceProjection device_projection(const Projection& p, Side side, const 
   for (std::size_t i = 0; i < p.rows.size() && p.rank < p.block; ++i) {
     d.rows[i] = static_cast<std::uint8_t>(p.rows[i]);
   }
-  d.sketch = device_key(sketch_key, Purpose::sketch);
+  d.signs = p.signs;
+  d.sketch = device_key(sketch_key, p.signs ? Purpose::signs : Purpose::sketch);
   return d;
 }
 

@@ -107,6 +107,13 @@ __device__ inline RandomWords random_words(const DeviceKey& key, const DeviceOff
   return {{c0, c1, c2, c3}};
 }
 
+// Bit t: whether token t of a block of 64 is negated (rht4, rht2). `key`: of Purpose::signs.
+__device__ inline std::uint64_t rotation_signs(const DeviceKey& key, const DeviceOffset& offset,
+                                               std::uint64_t block) {
+  const RandomWords draw = random_words(key, offset, block);
+  return draw.word[0] | std::uint64_t{draw.word[1]} << 32;
+}
+
 // Byte B of four words as one word, the first lowest.
 template <int B>
 __device__ inline std::uint32_t gather_bytes(std::uint32_t w0, std::uint32_t w1, std::uint32_t w2,

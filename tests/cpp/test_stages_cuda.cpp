@@ -79,6 +79,8 @@ class StagesCuda : public CudaTest {
     std::int64_t gy_gap = 0, gy_offset = 0;
     bool accumulate = false, old_arch = false, quantized_weight = false;
     bool plain = false;  // contiguous arrays of gy's type, g_w in fp32, as hot::explain takes them
+    bool outlier = false;     // one token of x is large, one zero, one tiny
+    bool by_columns = false;  // x lies column by column
   };
   // compress_activation and backward_linear.
   void compare_backward(const BackwardWork& work) {
@@ -88,10 +90,28 @@ class StagesCuda : public CudaTest {
     const auto any_type = [&] { return work.plain ? work.gy : any_float(); };
     const auto gap = [&](std::int64_t most) { return work.plain ? 0 : random_int(0, most); };
     const DType weight_dtype = random_int(0, 1) == 0 ? gy.view(false).dtype : any_type();
-    Mirror w(O, I, weight_dtype, gap(2)), x(L, I, any_type(), gap(2));
+    const DType x_dtype = any_type();
+    Mirror w(O, I, weight_dtype, gap(2));
+    Mirror x(work.by_columns ? I : L, work.by_columns ? L : I, x_dtype, gap(2));
     gy.fill(awkward(L * O));
     w.fill(awkward(O * I));
-    x.fill(awkward(L * I));
+    std::vector<float> x_values = awkward(L * I);
+    for (std::size_t i = 0; work.outlier && i < x_values.size(); ++i) {
+      const auto at = static_cast<std::int64_t>(i);
+      const std::int64_t token = work.by_columns ? at % L : at / I;
+      if (token == L / 3) x_values[i] *= 500.0F;
+      if (token == L / 2) x_values[i] = 0.0F;
+      if (token == L - 1) x_values[i] *= 1e-4F;
+    }
+    x.fill(x_values);
+    const auto x_view = [&](bool on_gpu) {
+      TensorView view = x.view(on_gpu);
+      if (work.by_columns) {
+        std::swap(view.shape[0], view.shape[1]);
+        std::swap(view.stride[0], view.stride[1]);
+      }
+      return view;
+    };
     Mirror gx(L, I, any_type(), work.plain ? 0 : 3), gb(1, O, DType::f32);
     Mirror gw(O, I, work.plain ? DType::f32 : any_float(), work.plain ? 0 : 1);
     gw.fill(normal(O * I));
@@ -115,7 +135,7 @@ class StagesCuda : public CudaTest {
       }
       if (!on_gpu) std::memset(kept, 0xA5, layout.bytes);
       const hot::ConstSavedActivation of_x =
-          hot::compress_activation(c, x.view(on_gpu), spec, {kept, layout.bytes}, scratch);
+          hot::compress_activation(c, x_view(on_gpu), spec, {kept, layout.bytes}, scratch);
       const TensorView vx = gx.view(on_gpu), vw = gw.view(on_gpu), vb = gb.flat(on_gpu);
       const hot::BackwardOutputs outputs{&vx, &vw, &vb, work.accumulate};
       if (on_gpu && work.quantized_weight) {  // w quantised before; the CPU takes w itself
@@ -137,7 +157,8 @@ class StagesCuda : public CudaTest {
     const std::string what =
         work.name + " L " + std::to_string(L) + " O " + std::to_string(O) + " I " +
         std::to_string(I) + " " + hot::basis_name(spec.low_rank.basis) + " gw " +
-        hot::grad_scale_name(spec.gw_scale) + " n " + std::to_string(spec.hadamard_block);
+        hot::grad_scale_name(spec.gw_scale) + " n " + std::to_string(spec.hadamard_block) + " " +
+        hot::storage_name(spec.storage) + (spec.equalize_tokens ? " equalised" : "");
     saved.expect_equal(what + ": saved");
     gx.expect_equal(what + ": gx");
     gw.expect_equal(what + ": gw");
@@ -152,6 +173,17 @@ class StagesCuda : public CudaTest {
       }
       EXPECT_NEAR(a, b, 68 * std::ldexp(1.0, -24) * 60 * static_cast<double>(L + 1)) << what;
     }
+  }
+
+  // A form of storage that the basis can have.
+  static void any_storage(hot::BackwardLinearSpec& spec) {
+    constexpr hot::Storage full[] = {hot::Storage::int8, hot::Storage::int4, hot::Storage::int4,
+                                     hot::Storage::rht4, hot::Storage::rht2};
+    spec.storage = spec.low_rank.basis == Basis::full ? full[random_int(0, 4)] : hot::Storage::int8;
+    if (spec.storage == hot::Storage::rht4 || spec.storage == hot::Storage::rht2) {
+      spec.x_rounding = Rounding::stochastic;
+    }
+    spec.equalize_tokens = random_int(0, 2) == 0;
   }
 
   static hot::LowRank any_low_rank(std::int64_t& tokens) {
@@ -244,7 +276,10 @@ TEST_F(StagesCuda, pack_equals_cpu) {
 TEST_F(StagesCuda, decompress_activation_equals_cpu) {
   for (int round = 0; round < 120; ++round) {
     hot::BackwardLinearSpec spec;
-    spec.storage = round % 2 == 0 ? hot::Storage::int4 : hot::Storage::int8;
+    constexpr hot::Storage storages[] = {hot::Storage::int4, hot::Storage::int8, hot::Storage::rht4,
+                                         hot::Storage::rht2};
+    spec.storage = storages[round % 4];
+    spec.equalize_tokens = round % 8 >= 4;
     spec.x_scale = random_int(0, 2) == 0 && round % 2 != 0 ? Granularity::tensor : Granularity::row;
     const std::int64_t L = round < 100 ? any_size() : random_int(0, 5000), I = any_size();
     const std::int64_t first = random_int(0, 2) == 0 ? 0 : random_int(0, L);
@@ -256,8 +291,9 @@ TEST_F(StagesCuda, decompress_activation_equals_cpu) {
     Mirrored kept(layout.bytes + 16, 0x5A);
     const auto address = reinterpret_cast<std::uintptr_t>(kept.on<char>(false));
     const std::size_t shift = (16 - address % 16) % 16;
-    hot::ConstSavedActivation of_x = hot::compress_activation(
-        cpu(), x.view(false), spec, {kept.on<char>(false) + shift, layout.bytes}, {});
+    hot::ConstSavedActivation of_x =
+        hot::compress_activation(cpu().with_key(any_key()), x.view(false), spec,
+                                 {kept.on<char>(false) + shift, layout.bytes}, {});
     Mirrored aligned(layout.bytes + 1, 0x5A);
     std::memcpy(aligned.host.data(), kept.on<char>(false) + shift, layout.bytes);
     aligned.push();
@@ -413,7 +449,7 @@ TEST_F(StagesCuda, backward_linear_equals_cpu) {
     std::int64_t L = round == 0 ? 0 : any_size();
     hot::BackwardLinearSpec spec;
     if (round < 20 || round >= usual) {
-      spec = recipe(recipe_names()[static_cast<std::size_t>(round) % 5]);
+      spec = recipe(recipe_names()[static_cast<std::size_t>(round) % recipe_names().size()]);
     } else {
       spec.low_rank = any_low_rank(L);
       spec.hadamard_block = random_int(0, 1) == 0 ? 16 : 1 << random_int(0, 8);
@@ -422,9 +458,6 @@ TEST_F(StagesCuda, backward_linear_equals_cpu) {
       spec.weight_scale = random_int(0, 1) == 0 ? Granularity::column : Granularity::tensor;
       spec.gw_scale = static_cast<GradScale>(random_int(0, 2));
       spec.x_scale = random_int(0, 1) == 0 ? Granularity::row : Granularity::tensor;
-      spec.storage = spec.low_rank.basis == Basis::full && random_int(0, 1) == 0
-                         ? hot::Storage::int4
-                         : hot::Storage::int8;
       spec.gx_rounding = roundings[random_int(0, 2)];
       spec.gw_rounding = roundings[random_int(0, 2)];
       spec.x_rounding = roundings[random_int(0, 2)];
@@ -432,6 +465,7 @@ TEST_F(StagesCuda, backward_linear_equals_cpu) {
         spec.hadamard_block = 16;
         spec.gw_rounding = spec.x_rounding = spec.gx_rounding = roundings[random_int(0, 1)];
       }
+      any_storage(spec);
     }
     std::int64_t O = random_int(0, 9) == 0 ? random_int(2000, 20000) : any_size();
     std::int64_t I = O > 1000 ? random_int(1, 20) : any_size();
@@ -452,6 +486,92 @@ TEST_F(StagesCuda, backward_linear_equals_cpu) {
                       round % 3 == 0,
                       round % 4 == 3,
                       round % 5 == 2});
+  }
+}
+
+// x as rht4 and rht2 and equalised tokens, in every form: blocks of 64 that are whole, short or
+// missing, tokens of unlike size, arrays that no vector load fits.
+TEST_F(StagesCuda, rotated_and_equalised_storage_equals_cpu) {
+  const std::int64_t lengths[] = {1, 5, 63, 64, 65, 127, 128, 129, 200, 391, 1000, 2048};
+  const hot::Storage storages[] = {hot::Storage::rht4, hot::Storage::rht2, hot::Storage::rht2,
+                                   hot::Storage::int4, hot::Storage::int8};
+  for (int round = 0; round < 120; ++round) {
+    hot::BackwardLinearSpec spec;
+    spec.storage = storages[round % 5];
+    const bool rotated = round % 5 < 3;
+    std::int64_t L = lengths[random_int(0, 11)];
+    if (!rotated) spec.x_rounding = roundings[random_int(0, 2)];
+    if (round % 5 == 4 && round % 2 == 0) spec.low_rank = any_low_rank(L);
+    spec.equalize_tokens = !rotated || random_int(0, 1) == 0;
+    spec.gw_rounding = roundings[random_int(0, 5) % 3 == 2 ? 2 : random_int(0, 1)];
+    if (random_int(0, 3) == 0) spec.gw_scale = static_cast<GradScale>(random_int(0, 2));
+    const std::int64_t O = random_int(0, 5) == 0 ? random_int(1000, 3000) : any_size();
+    BackwardWork work{"round " + std::to_string(round),
+                      spec,
+                      {L, O, any_size()},
+                      any_float(),
+                      random_int(0, 2) * 8,
+                      random_int(0, 3) == 0 ? 1 : 0,
+                      round % 3 == 0,
+                      round % 4 == 3,
+                      round % 7 == 2};
+    work.outlier = random_int(0, 1) == 0;
+    work.by_columns = random_int(0, 4) == 0;
+    compare_backward(work);
+  }
+  // One cluster, the largest, and more tokens than it holds.
+  for (const std::int64_t L : {3000, 8200, 16384, 16500, 20000}) {
+    for (const char* const scale : {"channel", "tensor"}) {
+      hot::BackwardLinearSpec spec = recipe("compact");
+      if (random_int(0, 1) == 0) spec.storage = hot::Storage::rht4;
+      if (std::string(scale) == "tensor") spec.gw_scale = GradScale::tensor;
+      spec.equalize_tokens = random_int(0, 3) > 0;
+      spec.gw_rounding = roundings[random_int(0, 1)];
+      BackwardWork work{"long", spec, {L, random_int(1, 130), random_int(1, 70)}, any_float()};
+      work.outlier = true;
+      compare_backward(work);
+    }
+  }
+}
+
+// A lone outlier, exact ties of the rounding, blocks of equal values, subnormals, numbers near the
+// largest, NaN and Inf: what a kept x is at the edges.
+TEST_F(StagesCuda, rotated_storage_at_the_edges_equals_cpu) {
+  const float tiny = 1e-40F, huge = 2e38F, infinity = std::numeric_limits<float>::infinity();
+  const float levels[] = {0.0F, 1.0F, -1.0F, 0.5F, 3.0F, 7.5F, 1e-31F, tiny, huge, -huge, infinity};
+  for (int round = 0; round < 60; ++round) {
+    hot::BackwardLinearSpec spec = recipe("compact");
+    if (round % 2 == 0) spec.storage = hot::Storage::rht4;
+    spec.equalize_tokens = round % 4 < 2;
+    const std::int64_t L = random_int(1, 150), I = 40;
+    std::vector<float> values(static_cast<std::size_t>(L * I));
+    for (std::int64_t c = 0; c < I; ++c) {  // a column is of one level, or of two
+      const float a = levels[random_int(0, 10)], b = levels[random_int(0, 10)];
+      const std::int64_t odd = random_int(0, 3) == 0 ? random_int(1, 8) : L;
+      for (std::int64_t l = 0; l < L; ++l) {
+        values[static_cast<std::size_t>(l * I + c)] = l % odd == odd - 1 ? b : a;
+      }
+    }
+    Mirror x(L, I, round % 3 == 0 ? DType::bf16 : DType::f32);
+    x.fill(values);
+    const hot::SavedLayout layout = hot::saved_layout(L, I, spec);
+    Mirror saved(1, static_cast<std::int64_t>(layout.bytes), DType::i8);
+    Mirror back(L, I, DType::f32);
+    std::vector<char> aligned(layout.bytes + 16);
+    both([&](const hot::Context& c, bool on_gpu) {
+      void* kept = saved.view(on_gpu).data;
+      if (!on_gpu) {
+        kept = aligned.data() + (16 - reinterpret_cast<std::uintptr_t>(aligned.data()) % 16) % 16;
+      }
+      const hot::ConstSavedActivation of_x =
+          hot::compress_activation(c, x.view(on_gpu), spec, {kept, layout.bytes}, {});
+      hot::decompress_activation(c, of_x, 0, L, spec, back.view(on_gpu));
+      if (!on_gpu) std::memcpy(saved.view(false).data, kept, layout.bytes);
+    });
+    const std::string what =
+        std::string(hot::storage_name(spec.storage)) + " round " + std::to_string(round);
+    saved.expect_equal(what + ": saved");
+    back.expect_equal(what + ": decompressed");
   }
 }
 
@@ -619,7 +739,6 @@ TEST_F(StagesCuda, repeats_and_captures) {
   // Small, a large cluster, and more tokens than stay on the chip.
   const hot::LinearShape shapes[] = {{394, 192, 160}, {8210, 32, 16}, {16400, 16, 16}};
   for (const std::string& name : recipe_names()) {
-    if (name == "compact") continue;  // of the CPU only
     for (const hot::LinearShape& shape : shapes) {
       const hot::Context c = context(true, any_key());
       Step step(c, shape, recipe(name), DType::bf16);
@@ -638,7 +757,6 @@ TEST_F(StagesCuda, every_replay_reads_the_counter) {
   const hot::LinearShape shapes[] = {
       {394, 192, 160}, {2100, 1040, 528}, {16400, 48, 40}, {16500, 768, 64}};
   for (const std::string& name : recipe_names()) {
-    if (name == "compact") continue;  // of the CPU only
     for (const hot::LinearShape& shape : shapes) {
       Mirrored numbers(2 * sizeof(std::uint64_t));
       auto* const counter = numbers.on<std::uint64_t>(true);

@@ -20,7 +20,7 @@ enum class Storage : std::uint8_t {
   int8,  // codes of P x, one scale per channel or one for all
   int4,  // basis `full` only: packed codes of x, groups of 64 tokens per channel
   // Basis `full` only, x_rounding stochastic: packed codes of 4 or 2 bits of blocks of 64 tokens
-  // after random signs and a Hadamard transform, one scale per block and channel. On the CPU only.
+  // after random signs and a Hadamard transform, one scale per block and channel.
   rht4,
   rht2,
 };
@@ -52,7 +52,7 @@ struct BackwardLinearSpec {
   Granularity x_scale = Granularity::row;  // storage int8: row (per channel) or tensor
   Rounding x_rounding = Rounding::stochastic;
   // Every token of x is divided by a power of two of about its size before it is kept, and that of
-  // g_y is multiplied by it for g_w: exact, and no token drowns the others. On the CPU only.
+  // g_y is multiplied by it for g_w: exact, and no token drowns the others.
   bool equalize_tokens = false;
 };
 

@@ -1,0 +1,348 @@
+// Stage: x kept as rht4 and rht2, and back to INT8 for g_w (back to floats: decompress.cu); the
+// sizes of tokens that are equalised, for every form of storage.
+//
+// rotate_kernel: x to codes.
+//   A CTA takes a block of 64 tokens of 128 columns. A thread holds the 64 values of a column in
+//   registers: no exchange between threads, whole sectors read and written. The factors of the
+//   tokens (signs and powers of two) and the dither of the rows are drawn once for the CTA, 5
+//   Philox for 8192 values. 2.53 (rht4) or 2.28 (rht2) bytes an element for fp16.
+//
+// requantize_rotated_kernel: codes back to INT8.
+//   A warp takes a channel, for up to 4096 rows; the 8 warps of a CTA share the dither of those.
+//   1.53 or 1.28 bytes an element.
+//
+// token_exponents_kernel
+//   A warp takes a token, twice: the largest value, then the sum of integers that are relative to
+//   it, in any order. The second time the row is in the L1 or L2.
+#include <cstdint>
+#include <type_traits>
+
+#include "cuda/device/begin_kernel.cuh"
+#include "cuda/device/butterfly.cuh"
+#include "cuda/device/matrix_io.cuh"
+#include "cuda/device/packed_codes.cuh"
+#include "cuda/device/reduce.cuh"
+#include "cuda/device/rounding.cuh"
+#include "cuda/launch.h"
+#include "cuda/launchers.h"
+
+namespace hot::detail {
+namespace {
+
+constexpr int block = static_cast<int>(rotated_block);
+
+// ---- x to codes --------------------------------------------------------------------------------
+
+struct RotateArgs {
+  MatrixIn x;
+  DeviceKey signs, dither;
+  std::uint8_t* packed;
+  std::int64_t row_bytes;
+  std::uint16_t* scale;
+  std::int64_t blocks;
+};
+
+// What the threads of a CTA share: of each token its factor, of each row what its dither adds.
+template <int bits>
+struct RotateShared {
+  float factor[block];
+  std::uint32_t shift[block];  // u + h: added to a rounded value, it has the code in byte 1
+  float value[block];          // of code 0, in scales; rht2 alone
+
+  static constexpr int half = 128 * ((1 << bits) - 1);
+
+  // By the first 128 threads: two warps draw the signs, two the dither.
+  __device__ void draw(const RotateArgs& args, std::int64_t number) {
+    static_assert(rotated::threads == 2 * block);
+    const int thread = static_cast<int>(threadIdx.x), i = thread % block;
+    if (thread < block) {
+      const std::int64_t token = number * block + i;
+      const std::uint64_t negative =
+          rotation_signs(args.signs, offset_of(args.signs), static_cast<std::uint64_t>(number));
+      const unsigned power = token < args.x.rows ? row_power(args.x, token) : 0U;
+      const auto sign = static_cast<unsigned>(negative >> i & 1U);
+      factor[i] = __uint_as_float((sign << 15 | power) << 16);
+    } else {
+      const RandomWords words = random_words(args.dither, offset_of(args.dither),
+                                             static_cast<std::uint64_t>(number * 4 + i / 16));
+      std::uint32_t word = words.word[0];
+#pragma unroll
+      for (int w = 1; w < 4; ++w) word = i % 16 / 4 == w ? words.word[w] : word;
+      const std::uint32_t u = word >> (8 * (i % 4)) & 255U;
+      shift[i] = u + half;
+      value[i] = static_cast<float>(511 - 2 * static_cast<int>(u) - (256 << bits)) / 512.0F;
+    }
+  }
+};
+
+// The sum of leaf(0) to leaf(Count - 1), neighbours first; the leaves are made in order.
+template <int First, int Count, class Leaf>
+__device__ __forceinline__ float tree_sum(const Leaf& leaf) {
+  if constexpr (Count == 1) {
+    return leaf(std::integral_constant<int, First>{});
+  } else {
+    const float a = tree_sum<First, Count / 2>(leaf);
+    const float b = tree_sum<First + Count / 2, Count / 2>(leaf);
+    return a + b;
+  }
+}
+
+__device__ inline float integer_float() { return __uint_as_float(integer_bits); }
+
+// Codes of a block whose values are finite and not tiny; returns the scale, a bf16.
+__device__ __forceinline__ std::uint16_t rotated_codes(const RotateShared<4>& shared,
+                                                       const float (&v)[block], std::uint32_t amax,
+                                                       std::uint32_t (&words)[8]) {
+  const std::uint16_t scale = bf16_up(__fdiv_rn(__uint_as_float(amax), 7.5F));
+  const float inv = 256.0F * __fdiv_rn(1.0F, __uint_as_float(std::uint32_t{scale} << 16));
+#pragma unroll
+  for (int w = 0; w < 8; ++w) {
+    std::uint32_t four[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      std::uint32_t sum[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int k = 8 * w + 4 * half + i;
+        sum[i] = __float_as_uint(__fmaf_rn(v[k], inv, integer_float())) + shared.shift[k];
+      }
+      four[half] = gather_bytes<1>(sum[0], sum[1], sum[2], sum[3]);
+    }
+    words[w] = pack_nibbles(four[0], four[1]);
+  }
+  return scale;
+}
+
+__device__ __forceinline__ std::uint16_t rotated_codes(const RotateShared<2>& shared,
+                                                       float (&v)[block], std::uint32_t amax,
+                                                       std::uint32_t (&words)[4]) {
+  const std::uint32_t exponent = amax >> 23;
+  const float power = __uint_as_float((255U - exponent) << 23);
+#pragma unroll
+  for (int k = 0; k < block; ++k) v[k] *= power;
+  const float squares = tree_sum<0, block>([&](auto k) { return v[k] * v[k]; });
+  const float spread = __fsqrt_rn(__fdiv_rn(squares, 64.0F));
+  const float range = fminf(__uint_as_float(amax) * power, 1.75F * spread);
+  const float inv = 256.0F * __fdiv_rn(1.5F, range);
+  constexpr auto most = static_cast<float>(RotateShared<2>::half);
+  const float low = integer_float() - most, high = integer_float() + most;
+  std::uint32_t sum[4], eights[4];
+  const float products = tree_sum<0, block>([&](auto constant) {
+    constexpr int k = decltype(constant)::value;
+    const float rounded = fmaxf(fminf(__fmaf_rn(v[k], inv, integer_float()), high), low);
+    sum[k % 4] = __float_as_uint(rounded) + shared.shift[k];
+    if constexpr (k % 4 == 3) {
+      const std::uint32_t four = gather_bytes<1>(sum[0], sum[1], sum[2], sum[3]);
+      eights[k / 4 % 4] = __dp4a(four, 0x40100401U, 0U);  // four codes as one byte
+    }
+    if constexpr (k % 16 == 15) {
+      words[k / 16] = gather_bytes<0>(eights[0], eights[1], eights[2], eights[3]);
+    }
+    const float code = (__uint_as_float(sum[k % 4] & 0xffffff00U) - integer_float()) * 0x1p-8F;
+    return v[k] * (code + shared.value[k]);
+  });
+  const float back = __uint_as_float((exponent - 1U) << 23);  // 1 / power
+  return bf16_nearest(__fdiv_rn(squares, products) * back);
+}
+
+template <int bits, class Tag>
+__global__ void __launch_bounds__(rotated::threads)
+    rotate_kernel(const __grid_constant__ RotateArgs args) {
+  __shared__ __align__(16) RotateShared<bits> shared;
+  begin_kernel();
+  const auto tiles = static_cast<unsigned>((args.x.cols + rotated::threads - 1) / rotated::threads);
+  const std::int64_t number = blockIdx.x / tiles;
+  const std::int64_t col = std::int64_t{blockIdx.x % tiles} * rotated::threads + threadIdx.x;
+  const bool live = col < args.x.cols;
+  float v[block];
+  const std::int64_t first = number * block;
+  const char* const from = static_cast<const char*>(args.x.data) +
+                           (first * args.x.row_stride + col * args.x.col_stride) * Tag::size;
+  const std::int64_t pitch = args.x.row_stride * Tag::size;
+  if (live && first + block <= args.x.rows) {
+#pragma unroll
+    for (int t = 0; t < block; ++t) v[t] = Tag::load(from + t * pitch, 0);
+  } else {
+    const std::int64_t there = live ? args.x.rows - first : 0;
+#pragma unroll
+    for (int t = 0; t < block; ++t) v[t] = t < there ? Tag::load(from + t * pitch, 0) : 0.0F;
+  }
+  shared.draw(args, number);
+  __syncthreads();
+  if (!live) return;
+#pragma unroll
+  for (int t = 0; t < block; ++t) v[t] *= shared.factor[t];
+  butterfly<1, block>(v);
+  float largest = 0.0F;
+#pragma unroll
+  for (int t = 0; t < block; ++t) largest = max_magnitude(largest, v[t]);
+  const std::uint32_t amax = abs_bits(largest);
+  std::uint32_t words[2 * bits] = {};
+  std::uint16_t scale = 0;
+  if (amax >= 0x7f800000U) {
+    scale = 0x7fc0U;
+  } else if (__uint_as_float(amax) >= 0x1p-100F) {
+    scale = rotated_codes(shared, v, amax, words);
+  }
+  args.scale[col * args.blocks + number] = scale;
+  store_words(words, args.packed + col * args.row_bytes + number * (block * bits / 8));
+}
+
+// ---- codes to INT8 -----------------------------------------------------------------------------
+
+struct RequantizeRotatedArgs {
+  const std::uint8_t* packed;
+  std::int64_t row_bytes;
+  const std::uint16_t* scale;
+  std::int64_t blocks;
+  Operand out;
+  DeviceKey key, dither;
+  bool independent;
+};
+
+template <int bits>
+__global__ void __launch_bounds__(32 * rotated::channels)
+    requantize_rotated_kernel(const __grid_constant__ RequantizeRotatedArgs args) {
+  __shared__ uint4 turned[rotated::k16s];  // 255 - u of the rows
+  static_assert(rotated::k16s == 32 * rotated::channels);
+  begin_kernel(args.independent);
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
+  const auto tiles =
+      static_cast<unsigned>((args.out.rows + rotated::channels - 1) / rotated::channels);
+  const std::int64_t first = std::int64_t{blockIdx.x / tiles} * rotated::k16s;
+  const std::int64_t row_k16s = args.out.k_padded / 16;
+  const auto count = static_cast<int>(min(std::int64_t{rotated::k16s}, row_k16s - first));
+  if (thread < count) {
+    const RandomWords u = random_words(args.dither, offset_of(args.dither),
+                                       static_cast<std::uint64_t>(first + thread));
+    turned[thread] = make_uint4(~u.word[0], ~u.word[1], ~u.word[2], ~u.word[3]);
+  }
+  __syncthreads();
+  const std::int64_t channel = std::int64_t{blockIdx.x % tiles} * rotated::channels + thread / 32;
+  if (channel < args.out.rows) {
+    const DeviceOffset offset = warp_offset<Rounding::stochastic>(args.key);
+    const std::uint16_t* const scales = args.scale + channel * args.blocks;
+    std::uint32_t largest = 0;  // scales are positive or NaN: the pattern orders them
+    for (std::int64_t b = lane; b < args.blocks; b += 32) {
+      largest = max(largest, std::uint32_t{scales[b]});
+    }
+    constexpr auto half = static_cast<float>(1 << (bits - 1));
+    const float amax = half * __uint_as_float(warp_max(largest) << 16);
+    const DeviceScale s = device_scale(abs_bits(amax), 8);
+    if (lane == 0 && first == 0) args.out.scale[channel] = s.scale;
+    const std::uint8_t* const from = args.packed + channel * args.row_bytes + first * (2 * bits);
+    auto* const to = reinterpret_cast<uint4*>(args.out.codes + channel * args.out.k_padded) + first;
+    for (int b = lane; b < count; b += 32) {
+      uint4 codes = make_uint4(0, 0, 0, 0);
+      if (s.keep) {
+        RotatedCodes<bits> packed;
+#pragma unroll
+        for (int w = 0; w < bits / 2; ++w) {
+          packed.word[w] = reinterpret_cast<const std::uint32_t*>(from)[b * (bits / 2) + w];
+        }
+        packed.turned = turned[b];
+        const float factor = __uint_as_float(std::uint32_t{scales[(first + b) / 4]} << 16) * s.inv;
+        codes = round_group<Rounding::stochastic>(
+            [&](int i) { return packed.value(i); }, UniformScale{factor}, args.key, offset,
+            static_cast<std::uint64_t>(channel * row_k16s + first + b), 8);
+      }
+      to[b] = codes;
+    }
+  }
+  end_kernel(args.independent);
+}
+
+// ---- sizes of tokens ---------------------------------------------------------------------------
+
+// Calls visit(v) for the values of a row that a lane has: by 16 bytes where rows are aligned.
+template <class Tag, class Visit>
+__device__ __forceinline__ void visit_row(const MatrixIn& x, bool aligned, std::int64_t row,
+                                          const Visit& visit) {
+  constexpr int vector = 16 / Tag::size;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const auto* const from = static_cast<const char*>(x.data) + row * x.row_stride * Tag::size;
+  const std::int64_t whole = aligned ? x.cols / vector : 0;
+#pragma unroll 4
+  for (std::int64_t i = lane; i < whole; i += 32) {
+    unsigned words[4];
+    load_words(from + i * 16, words);
+    float v[vector];
+    Tag::unpack(words, v);
+#pragma unroll
+    for (int j = 0; j < vector; ++j) visit(v[j]);
+  }
+  for (std::int64_t c = whole * vector + lane; c < x.cols; c += 32) {
+    visit(Tag::load(from, c * x.col_stride));
+  }
+}
+
+template <class Tag>
+__global__ void __launch_bounds__(32 * rotated::exponent_rows)
+    token_exponents_kernel(MatrixIn x, bool aligned, std::uint8_t* exponents) {
+  begin_kernel();
+  const std::int64_t row =
+      std::int64_t{blockIdx.x} * rotated::exponent_rows + static_cast<int>(threadIdx.x) / 32;
+  if (row >= x.rows) return;
+  std::uint32_t most = 0;
+  visit_row<Tag>(x, aligned, row, [&](float v) { most = max(most, abs_bits(v)); });
+  const std::uint32_t largest = warp_max(most) >> 23;
+  if (largest < 27 || largest == 255) {
+    if (threadIdx.x % 32 == 0) {
+      exponents[row] = static_cast<std::uint8_t>(largest == 255 ? 127 : 27);
+    }
+    return;
+  }
+  const float unit = __uint_as_float((268U - largest) << 23);  // the largest becomes 2^14 to 2^15
+  unsigned long long sum = 0;
+  visit_row<Tag>(x, aligned, row, [&](float v) {
+    sum += __float_as_uint(__fmaf_rn(fabsf(v), unit, integer_float())) - integer_bits;
+  });
+#pragma unroll
+  for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xffffffffU, sum, lanes);
+  if (threadIdx.x % 32 != 0) return;
+  const float mean = __fdiv_rn(__ull2float_rn(sum), __ll2float_rn(x.cols));
+  const int found = static_cast<int>(largest + (__float_as_uint(mean) >> 23)) - 141;
+  exponents[row] = static_cast<std::uint8_t>(min(max(found, 27), 227));
+}
+
+}  // namespace
+
+void launch_token_exponents(const Context& context, const plan::Step& step, const MatrixIn& x,
+                            std::uint8_t* exponents) {
+  host_with_dtype(step.dtype, [&](auto tag) {
+    launch("compress_activation", context, token_exponents_kernel<decltype(tag)>, step.shape, x,
+           rows_aligned(x), exponents);
+  });
+}
+
+void launch_rotate(const Context& context, const plan::Step& step, const RotateJob& job) {
+  const RotateArgs args{job.x,
+                        device_key(job.key, Purpose::signs),
+                        device_key(job.key, Purpose::activation),
+                        job.packed,
+                        job.row_bytes,
+                        job.scale,
+                        job.projection->blocks};
+  host_with_dtype(step.dtype, [&](auto tag) {
+    using Tag = decltype(tag);
+    launch("compress_activation", context,
+           job.bits == 4 ? rotate_kernel<4, Tag> : rotate_kernel<2, Tag>, step.shape, args);
+  });
+}
+
+void launch_requantize_rotated(const Context& context, const plan::Step& step,
+                               const GroupsJob& job) {
+  const RequantizeRotatedArgs args{job.packed,
+                                   job.row_bytes,
+                                   job.scale,
+                                   ceil_div(job.tokens, rotated_block),
+                                   job.out,
+                                   device_key(context.key(), Purpose::requantize),
+                                   device_key(job.key, Purpose::activation),
+                                   step.independent};
+  launch("backward_linear", context,
+         job.rotated_bits == 4 ? requantize_rotated_kernel<4> : requantize_rotated_kernel<2>,
+         step.shape, args);
+}
+
+}  // namespace hot::detail
