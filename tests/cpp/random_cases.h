@@ -27,8 +27,7 @@ class Random {
     return z ^ (z >> 31);
   }
   std::int64_t from(std::int64_t low, std::int64_t high) {
-    return low +
-           static_cast<std::int64_t>((*this)() % static_cast<std::uint64_t>(high - low + 1));
+    return low + static_cast<std::int64_t>((*this)() % static_cast<std::uint64_t>(high - low + 1));
   }
   bool one_in(std::int64_t n) { return from(1, n) == 1; }
   template <class T, std::size_t N>
@@ -81,10 +80,10 @@ struct RandomCase {
   std::uint64_t seed = 0;
   std::string what;
   std::function<void(const hot::Context&, const Side&)> run;
-  std::vector<Place> exact;            // results that are equal bit for bit
-  std::vector<Place> integers;         // those of them that are codes or sums of codes
-  std::vector<Place> bounded;          // g_b: a sum in another order
-  double bound = 0;                    // of its difference
+  std::vector<Place> exact;     // results that are equal bit for bit
+  std::vector<Place> integers;  // those of them that are codes or sums of codes
+  std::vector<Place> bounded;   // g_b: a sum in another order
+  double bound = 0;             // of its difference
 };
 
 // Lays out cases in host memory. `seeds`: one for each case.
@@ -199,7 +198,8 @@ class RandomBatch {
     for (float& value : values) value = r.value() * scale * more;
     const auto any = [&] { return static_cast<std::size_t>(r.from(0, rows * cols - 1)); };
     const auto row = [&](std::int64_t at, float factor) {
-      for (std::int64_t c = 0; c < cols; ++c) values[static_cast<std::size_t>(at * cols + c)] *= factor;
+      for (std::int64_t c = 0; c < cols; ++c)
+        values[static_cast<std::size_t>(at * cols + c)] *= factor;
     };
     switch (pattern) {
       case 3:  // a large value
@@ -231,7 +231,8 @@ class RandomBatch {
         break;
       case 11: {  // a column of zeros
         const std::int64_t c = r.from(0, cols - 1);
-        for (std::int64_t at = 0; at < rows; ++at) values[static_cast<std::size_t>(at * cols + c)] = 0;
+        for (std::int64_t at = 0; at < rows; ++at)
+          values[static_cast<std::size_t>(at * cols + c)] = 0;
         break;
       }
       case 12:  // ties: whole numbers
@@ -245,8 +246,8 @@ class RandomBatch {
         place.largest = std::max(place.largest, std::fabs(static_cast<double>(value)));
       }
     }
-    const ConstTensorView source = hot::matrix(
-        static_cast<const void*>(values.data()), DType::f32, rows, cols);
+    const ConstTensorView source =
+        hot::matrix(static_cast<const void*>(values.data()), DType::f32, rows, cols);
     static const hot::Context one_thread = hot::Context::cpu(1);
     hot::fwht(one_thread, source, 1, 1, place.view(host_, false));  // block 1 converts
     return place;
@@ -298,8 +299,8 @@ class RandomBatch {
     Random& r = *random_;
     static const std::vector<std::string> names = recipe_names();
     if (r.one_in(3)) {
-      return recipe(names[static_cast<std::size_t>(
-          r.from(0, static_cast<std::int64_t>(names.size()) - 1))]);
+      return recipe(
+          names[static_cast<std::size_t>(r.from(0, static_cast<std::int64_t>(names.size()) - 1))]);
     }
     using hot::Granularity;
     hot::BackwardLinearSpec spec;
@@ -315,7 +316,8 @@ class RandomBatch {
     spec.gx_rounding = r.of(roundings);
     spec.gw_rounding = r.of(roundings);
     spec.x_rounding = r.of(roundings);
-    if (r.one_in(2)) spec.gw_rounding = spec.x_rounding = spec.gx_rounding = roundings[r.from(0, 1)];
+    if (r.one_in(2))
+      spec.gw_rounding = spec.x_rounding = spec.gx_rounding = roundings[r.from(0, 1)];
     spec.storage = hot::Storage::int8;
     if (spec.low_rank.basis == hot::Basis::full) {
       const hot::Storage forms[] = {hot::Storage::int8, hot::Storage::int4, hot::Storage::rht4,
@@ -381,8 +383,10 @@ class RandomBatch {
     const auto [L, O, I] = shape;
     const std::int64_t gap = r.one_in(3) ? r.from(0, 3) : 0, shift = r.one_in(5) ? 1 : 0;
     const Place gy = filled(L, O, dtype, gap, shift);
-    const Place w = filled(O, I, r.one_in(2) ? dtype : some_float(), r.one_in(3) ? r.from(0, 2) : 0);
-    const Place x = filled(L, I, r.one_in(2) ? dtype : some_float(), r.one_in(3) ? r.from(0, 2) : 0);
+    const Place w =
+        filled(O, I, r.one_in(2) ? dtype : some_float(), r.one_in(3) ? r.from(0, 2) : 0);
+    const Place x =
+        filled(L, I, r.one_in(2) ? dtype : some_float(), r.one_in(3) ? r.from(0, 2) : 0);
     const Place gx = take(L, I, some_float(), r.one_in(3) ? 3 : 0);
     const bool accumulate = r.one_in(3);
     const DType gw_type = r.one_in(2) ? DType::f32 : some_float();
@@ -392,8 +396,7 @@ class RandomBatch {
     const Place saved = take(1, static_cast<std::int64_t>(layout.bytes), DType::i8);
     const std::size_t weight_bytes = hot::quantized_weight_bytes(O, I, spec);
     const bool quantized = r.one_in(4);
-    const Place codes =
-        take(1, quantized ? static_cast<std::int64_t>(weight_bytes) : 0, DType::i8);
+    const Place codes = take(1, quantized ? static_cast<std::int64_t>(weight_bytes) : 0, DType::i8);
     const hot::Key key = some_key();
     std::ostringstream text;
     text << name << " L " << L << " O " << O << " I " << I << " of " << hot::dtype_name(dtype)
@@ -420,9 +423,8 @@ class RandomBatch {
                        vb = gb.flat(side.base, on_gpu);
       const hot::BackwardOutputs out{&vx, &vw, &vb, accumulate};
       if (quantized) {
-        const hot::ConstQuantizedWeight of_w =
-            hot::quantize_weight(c, w.view(side.base, on_gpu), spec,
-                                 {side.base + codes.offset, weight_bytes}, scratch);
+        const hot::ConstQuantizedWeight of_w = hot::quantize_weight(
+            c, w.view(side.base, on_gpu), spec, {side.base + codes.offset, weight_bytes}, scratch);
         hot::backward_linear(c, gy.view(side.base, on_gpu), of_w, of_x, spec, out, scratch);
       } else {
         hot::backward_linear(c, gy.view(side.base, on_gpu), w.view(side.base, on_gpu), of_x, spec,
@@ -603,8 +605,8 @@ class RandomBatch {
     const Place out = take(last - first, I, some_float(), r.from(0, 2));
     const hot::Key key = some_key();
     one_->what = std::string("decompress ") + hot::storage_name(spec.storage) + " " +
-                 std::to_string(L) + " x " + std::to_string(I) + " from " +
-                 std::to_string(first) + " to " + std::to_string(last);
+                 std::to_string(L) + " x " + std::to_string(I) + " from " + std::to_string(first) +
+                 " to " + std::to_string(last);
     one_->run = [=](const hot::Context& base, const Side& side) {
       const hot::Context c = base.with_key(key);
       expect_room(hot::compress_activation_workspace(c, L, I, spec), side);

@@ -32,8 +32,7 @@ std::int64_t setting(const char* name, std::int64_t usual) {
 
 int worker_threads() {
   const auto cores = static_cast<std::int64_t>(std::thread::hardware_concurrency());
-  return static_cast<int>(
-      setting("HOT_TRUST_THREADS", std::clamp<std::int64_t>(cores / 4, 1, 8)));
+  return static_cast<int>(setting("HOT_TRUST_THREADS", std::clamp<std::int64_t>(cores / 4, 1, 8)));
 }
 
 // Memory of the host that copies of the device go to and come from without a wait.
@@ -98,8 +97,8 @@ std::int64_t differences(const Place& place, const char* left, const char* right
   std::int64_t different = 0;
   for (std::size_t at = place.begin; at + size <= place.end; at += size) {
     if (std::memcmp(left + at, right + at, size) == 0) continue;
-    const bool floats = place.dtype == DType::f32 || place.dtype == DType::f16 ||
-                        place.dtype == DType::bf16;
+    const bool floats =
+        place.dtype == DType::f32 || place.dtype == DType::f16 || place.dtype == DType::bf16;
     if (floats && is_nan(place.dtype, left + at) && is_nan(place.dtype, right + at)) continue;
     ++different;
   }
@@ -137,9 +136,7 @@ class Bench {
   char* host() const { return host_.data(); }
   char* back() const { return back_.data(); }
   Side gpu_side() const { return {device_.data(), device_scratch_.data(), size(), true}; }
-  Side cpu_side() {
-    return {host_.data(), host_scratch_.data(), host_scratch_.size(), false};
-  }
+  Side cpu_side() { return {host_.data(), host_scratch_.data(), host_scratch_.size(), false}; }
   std::size_t size() const { return host_scratch_.size(); }
 
   void push() {
@@ -204,8 +201,8 @@ void compare(const RandomCase& one, const char* cpu, const char* cuda, Findings&
     }
   }
   if (bad_integers + bad_floats + bad_sums > 0) {
-    found.note("case " + std::to_string(one.seed) + " (" + one.what + "): " +
-               std::to_string(bad_integers) + " codes, " + std::to_string(bad_floats) +
+    found.note("case " + std::to_string(one.seed) + " (" + one.what +
+               "): " + std::to_string(bad_integers) + " codes, " + std::to_string(bad_floats) +
                " results, " + std::to_string(bad_sums) + " sums differ");
   }
   const std::lock_guard<std::mutex> lock(found.mutex);
@@ -382,8 +379,8 @@ class Child {
     process_ = fork();
     if (process_ != 0) return;
     for (const auto& [name, value] : variables) setenv(name.c_str(), value.c_str(), 1);
-    for (const char* name : {"GTEST_OUTPUT", "GTEST_TOTAL_SHARDS", "GTEST_SHARD_INDEX",
-                             "GTEST_FILTER"}) {
+    for (const char* name :
+         {"GTEST_OUTPUT", "GTEST_TOTAL_SHARDS", "GTEST_SHARD_INDEX", "GTEST_FILTER"}) {
       unsetenv(name);
     }
     const int file = open(output_.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600);
@@ -607,8 +604,7 @@ void compare_large(cudaStream_t stream, const std::string& recipe_name,
     GTEST_SKIP() << support.why;
   }
   LargeArray gy(L, O, DType::bf16, true), w(O, I, DType::bf16, true), x(L, I, DType::bf16, true);
-  LargeArray gx(L, I, DType::bf16, false), gw(O, I, DType::f32, false),
-      gb(1, O, DType::f32, false);
+  LargeArray gx(L, I, DType::bf16, false), gw(O, I, DType::f32, false), gb(1, O, DType::f32, false);
   const hot::SavedLayout layout = hot::saved_layout(L, I, spec);
   LargeArray saved(1, static_cast<std::int64_t>(layout.bytes), DType::i8, false);
   const Clock clock;
@@ -624,9 +620,8 @@ void compare_large(cudaStream_t stream, const std::string& recipe_name,
       host.reset(new char[bytes + 64]);
     }
     const hot::Workspace scratch{on_gpu ? device->data() : host.get(), bytes};
-    const hot::ConstSavedActivation of_x =
-        hot::compress_activation(c, x.view(on_gpu), spec,
-                                 {saved.view(on_gpu).data, layout.bytes}, scratch);
+    const hot::ConstSavedActivation of_x = hot::compress_activation(
+        c, x.view(on_gpu), spec, {saved.view(on_gpu).data, layout.bytes}, scratch);
     const TensorView vx = gx.view(on_gpu), vw = gw.view(on_gpu), vb = gb.flat(on_gpu);
     hot::backward_linear(c, gy.view(on_gpu), w.view(on_gpu), of_x, spec, {&vx, &vw, &vb, false},
                          scratch);
@@ -728,7 +723,8 @@ namespace {
 class FaultLayer {
  public:
   FaultLayer()
-      : host_(size + 64), host_scratch_(size),
+      : host_(size + 64),
+        host_scratch_(size),
         base_(host_.data() + (64 - reinterpret_cast<std::uintptr_t>(host_.data()) % 64) % 64),
         batch_(base_, size, Sizes::small) {
     if (!batch_.add_layer(3, {1500, 256, 384}, recipe("fast"), DType::bf16, "fast")) {

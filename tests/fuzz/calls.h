@@ -388,9 +388,8 @@ class Calls {
     if (input_.flip()) bias = memory_.array({shape.out_features}, some_float(input_), false);
     const TensorView y =
         memory_.array(batched(shape.tokens, shape.out_features), some_float(input_), true);
-    const auto needed = asked([&] {
-      return hot::forward_linear_workspace(api_.context(), shape, spec, quantized);
-    });
+    const auto needed = asked(
+        [&] { return hot::forward_linear_workspace(api_.context(), shape, spec, quantized); });
     const hot::Workspace workspace = memory_.workspace(needed, false);
     const bool supported = hot::forward_supported(api_.context(), shape, spec).ok;
     const Outcome outcome = check([&] {
