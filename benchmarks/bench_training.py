@@ -34,6 +34,17 @@ INT8_FORWARD = tuple(
     Contender(f"{name} int8-forward", name, {"forward": "int8"}) for name in small_tasks.RECIPES
 )
 """The recipes with an 8-bit forward."""
+PAPER_ROWS: dict[str, tuple[int, ...]] = {
+    "diagonal": (0, 2, 3, 8, 10, 11, 12, 14),
+    "axes": (0, 1, 2, 3, 4, 8, 10, 12),
+    "ten": (0, 1, 2, 3, 4, 8, 10, 11, 12, 14),
+}
+"""Readings of the paper's eight low-pass rows, and the ten of its authors' code (docs/paper.md)."""
+PAPER_READINGS = tuple(
+    Contender(f"paper, {name}{of}", "paper", {"rows": rows, **layout})
+    for of, layout in (("", {}), (", tiles", small_tasks.VIT_TILES))
+    for name, rows in PAPER_ROWS.items()
+)
 
 
 def train(task: training.Task, contender: Contender, seed: int, steps: int) -> dict[str, Any]:
@@ -166,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     small_tasks.use_threads(args.threads)
     settings = {"tasks": tasks, "methods": args.methods, "seeds": args.seeds, "steps": args.steps}
     try:
-        more = (FULL, *INT8_FORWARD)
+        more = (FULL, *INT8_FORWARD, *PAPER_READINGS)
         methods = {task: small_tasks.chosen(task, args.methods, more) for task in tasks}
         why = "for fine-tuning"
         report = small_tasks.begun(args.json, "training", settings, args.threads, why, "runs")

@@ -425,7 +425,9 @@ std::string slow_forward_reason(const Layer& layer, const Step& step) {
 }
 
 void add_forward(Explanation& all, const Layer& layer, const Rates& rates) {
-  const auto [L, O, I] = layer.shape;
+  // No structured binding: C++17's lambdas cannot capture one (clang says so, gcc does not).
+  const std::int64_t L = layer.shape.tokens, O = layer.shape.out_features,
+                     I = layer.shape.in_features;
   const ExplainOptions& options = layer.options;
   const std::int64_t k = detail::forward_k(I, options.forward);
   const auto add = [&](const char* call, const Plan& plan) {

@@ -52,7 +52,7 @@ class Calls {
   explicit Calls(Input& input) : input_(input), api_(input), memory_(input) {}
 
   void run() {
-    switch (input_.from(0, 13)) {
+    switch (input_.from(0, 16)) {
       case 0:
         return fwht();
       case 1:
@@ -77,6 +77,11 @@ class Calls {
         return sizes();
       case 12:
         return decompress();
+      case 13:
+      case 14:
+        return forward();
+      case 15:
+        return forward_weight();
       default:
         return contexts();
     }
@@ -343,6 +348,56 @@ class Calls {
                reason(outcome.text) != reason(support.text)) {
       broken("supported says \"" + support.text + "\", backward_linear \"" + outcome.text + "\"");
     }
+  }
+
+  hot::ForwardLinearSpec some_forward_spec() {
+    return {input_.rarely() ? input_.wild_int() : 1 << input_.from(0, 8)};
+  }
+
+  void forward_weight() {
+    const auto spec = some_forward_spec();
+    const std::int64_t out = input_.size(), in = input_.size();
+    const TensorView w = memory_.array({out, in}, some_float(input_), false);
+    std::size_t size = asked([&] { return hot::forward_weight_bytes(out, in, spec); }, 64);
+    if (input_.rarely()) size = input_.from<std::size_t>(0, size);
+    hot::QuantizedWeight kept{memory_.bytes(size, true, input_.rarely() ? 1 : 16), size};
+    if (input_.rarely(40)) kept.data = nullptr;
+    check([&] { return api_.quantize_forward_weight(w, spec, kept); });
+  }
+
+  void forward() {
+    const auto spec = some_forward_spec();
+    const hot::LinearShape shape{input_.size(), input_.size(), input_.size()};
+    const bool quantized = input_.rarely(3), twist = input_.rarely(12);
+    const TensorView x =
+        memory_.array(batched(shape.tokens, shape.in_features), some_float(input_), false);
+    TensorView w{}, bias{};
+    hot::ConstQuantizedWeight kept{};
+    if (!quantized) {
+      w = memory_.array({shape.out_features, shape.in_features}, some_float(input_), false);
+    } else {
+      kept.bytes = asked(
+          [&] { return hot::forward_weight_bytes(shape.out_features, shape.in_features, spec); },
+          64);
+      kept.data = memory_.bytes(kept.bytes, false, 16);
+      kept.out_features = shape.out_features;
+      kept.in_features = shape.in_features;
+      kept.format = asked([&] { return hot::forward_weight_format(spec); }, 1);
+      if (twist) spoil_bytes(input_, memory_, kept);
+    }
+    if (input_.flip()) bias = memory_.array({shape.out_features}, some_float(input_), false);
+    const TensorView y =
+        memory_.array(batched(shape.tokens, shape.out_features), some_float(input_), true);
+    const auto needed = asked(
+        [&] { return hot::forward_linear_workspace(api_.context(), shape, spec, quantized); });
+    const hot::Workspace workspace = memory_.workspace(needed, false);
+    const bool supported = hot::forward_supported(api_.context(), shape, spec).ok;
+    const Outcome outcome = check([&] {
+      return quantized ? api_.forward(x, kept, bias, spec, y, workspace)
+                       : api_.forward(x, w, bias, spec, y, workspace);
+    });
+    if (memory_.spoiled() || workspace.bytes < needed || twist || api_.refused() != nullptr) return;
+    if (outcome.ok() != supported) broken("forward_supported disagrees: " + outcome.text);
   }
 
   // Any numbers give an error or a sufficient size.

@@ -103,6 +103,30 @@ class CApi {
                                                workspace.bytes));
   }
 
+  Outcome quantize_forward_weight(const TensorView& w, const hot::ForwardLinearSpec& spec,
+                                  const hot::QuantizedWeight& to) {
+    hot_weight out = HOT_WEIGHT_INIT;
+    return filled(out, [&] {
+      return hot_quantize_forward_weight(handle(), tensor(w), spec_of(spec), to.data, to.bytes,
+                                         &out);
+    });
+  }
+  Outcome forward(const TensorView& x, const TensorView& w, const TensorView& bias,
+                  const hot::ForwardLinearSpec& spec, const TensorView& y,
+                  const hot::Workspace& workspace) {
+    return ended(hot_forward_linear(handle(), tensor(x), tensor(w), optional(bias), spec_of(spec),
+                                    tensor(y), workspace.data, workspace.bytes));
+  }
+  Outcome forward(const TensorView& x, const hot::ConstQuantizedWeight& w, const TensorView& bias,
+                  const hot::ForwardLinearSpec& spec, const TensorView& y,
+                  const hot::Workspace& workspace) {
+    const hot_weight* weight = put(
+        hot_weight{sizeof(hot_weight), w.data, w.bytes, w.out_features, w.in_features, w.format});
+    return ended(hot_forward_linear_quantized(handle(), tensor(x), weight, optional(bias),
+                                              spec_of(spec), tensor(y), workspace.data,
+                                              workspace.bytes));
+  }
+
   Outcome gemm_workspace(std::int64_t m, std::int64_t n, std::int64_t k, std::size_t& bytes) {
     return ended(hot_gemm_workspace(handle(), m, n, k, &bytes));
   }
@@ -215,7 +239,7 @@ class CApi {
       }
       switch (input_.from(0, 2)) {
         case 0:
-          value.struct_size = input_.from<std::size_t>(0, 39);
+          value.struct_size = input_.from<std::size_t>(0, std::min<std::size_t>(39, sizeof(T) - 1));
           refused_ = "a struct that is too short was taken";
           break;
         case 1: {
@@ -305,6 +329,9 @@ class CApi {
   }
   const hot_spec* plain(const hot::BackwardLinearSpec& spec) {
     return keep(converted(spec), sizeof(hot_spec), false);
+  }
+  const hot_forward_spec* spec_of(const hot::ForwardLinearSpec& spec) {
+    return put(hot_forward_spec{sizeof(hot_forward_spec), spec.hadamard_block, 0});
   }
   const hot_spec* spec_of(const hot::BackwardLinearSpec& spec) {
     hot_spec s = converted(spec);

@@ -76,6 +76,17 @@ class CppApi {
     return outcome_of([&] { hot::backward_linear(context_, gy, w, saved, spec, out, workspace); });
   }
 
+  Outcome quantize_forward_weight(const TensorView& w, const hot::ForwardLinearSpec& spec,
+                                  const hot::QuantizedWeight& out) {
+    return outcome_of([&] { hot::quantize_forward_weight(context_, w, spec, out); });
+  }
+  template <class Weight>
+  Outcome forward(const TensorView& x, const Weight& w, const TensorView& bias,
+                  const hot::ForwardLinearSpec& spec, const TensorView& y,
+                  const hot::Workspace& workspace) {
+    return outcome_of([&] { hot::forward_linear(context_, x, w, bias, spec, y, workspace); });
+  }
+
   Outcome gemm_workspace(std::int64_t m, std::int64_t n, std::int64_t k, std::size_t& bytes) {
     return outcome_of([&] { bytes = hot::gemm_workspace(context_, m, n, k); });
   }

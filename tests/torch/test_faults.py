@@ -24,6 +24,7 @@ from typing import Any
 import hotcore.torch as hot
 import pytest
 import torch
+import torch_load
 from hotcore import _core
 from hotcore.config import RECIPES
 from hotcore.torch import accumulation, input_cache, ops
@@ -329,6 +330,18 @@ def test_nothing_of_a_failed_step_is_held(faults: Faults, seeded: None) -> None:
         assert faults.where
         del x
         assert [ref() for ref in alive] == [None] * len(alive), faults.where
+
+
+def test_steps_without_growth() -> None:
+    # Four of ten are given up: no backward, an exception after forward, in backward, in a context.
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # beside other work, threads wait for each other
+    try:
+        grown, _ = torch_load.growth("cpu", 1500)
+    finally:
+        torch.set_num_threads(before)
+    assert grown["host"] < 16_000  # of malloc, whose smallest piece is 24 bytes
+    assert grown["objects"] < 300
 
 
 @pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="no signals for threads")

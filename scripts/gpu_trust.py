@@ -1,0 +1,362 @@
+#!/usr/bin/env python3
+"""Long runs on a GPU machine: load, faults, sizes past 2^31, compute-sanitizer; one report.
+
+    python3 scripts/gpu_trust.py                        # all parts, about 500 s on an H200
+    python3 scripts/gpu_trust.py random overlap         # some; the report keeps the others'
+    python3 scripts/gpu_trust.py --budget 300 sanitizer
+
+Builds as gpu_check.py does (the same folder: what one has built the other reuses) and needs what it
+needs. Parts that take little of the device run side by side. Sizes: see PARTS below and
+tests/cpp/test_trust_cuda.cpp.
+
+parts:
+  random     random small calls, CUDA against the CPU bit for bit
+  overlap    random layers, overlapping launches against one launch at a time
+  load       64 threads on 8 streams
+  steps      training steps, some given up, without growth of memory
+  large      arrays past 2^31 elements
+  faults     errors of CUDA, memory that runs out, forks, memory of other kinds
+  sanitizer  compute-sanitizer, four tools, over every C++ GPU test
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as tree
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import gpu_check  # noqa: E402
+from gpu_check import ROOT  # noqa: E402
+
+OUT = ROOT / "benchmarks/results/gpu-trust.json"
+TOOLS = ("memcheck", "initcheck", "synccheck", "racecheck")
+# Tests that start this program again: a sanitizer would take the child's errors for the test's.
+NOT_SANITIZED = ("an_illegal_address", "a_device_that_is_reset", "a_full_device", "overlapping_")
+SHORT = {"HOT_RANDOM_CASES": "150", "HOT_LOAD_SECONDS": "0", "HOT_TRUST_THREADS": "2"}
+"""Sizes of the long tests under a sanitizer."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One process of a part: a gtest program with a filter, or a pytest file with an expression."""
+
+    what: str
+    """test_trust_cuda, or a file of tests."""
+    chosen: str
+    environment: dict[str, str]
+
+
+def parts_of(size: float, cores: int) -> dict[str, list[Run]]:
+    """Every part but the sanitizer's; ``size``: a share of the full sizes."""
+    workers = str(max(1, cores - 2))
+    cpp, python = "test_trust_cuda", "tests/gpu/test_trust.py"
+
+    def count(full: int) -> str:
+        return str(max(1, round(full * size)))
+
+    faults = ":".join(
+        f"TrustCuda.{name}"
+        for name in (
+            *("an_illegal_address*", "an_error_of_others*", "a_full_device", "a_device_that_is*"),
+            *("managed_memory", "pinned_memory"),
+        )
+    )
+    large = {"HOT_LARGE": "1"}
+    return {
+        "random": [
+            Run(cpp, "TrustCuda.random_cases_equal_cpu",
+                {"HOT_RANDOM_CASES": count(1_000_000), "HOT_TRUST_THREADS": workers}),
+        ],
+        "overlap": [
+            Run(cpp, "TrustCuda.overlapping_launches_change_nothing",
+                {"HOT_OVERLAP_CASES": count(10_000), "HOT_TRUST_THREADS": str(max(1, cores // 3))}),
+        ],
+        "load": [
+            Run(cpp, "TrustCuda.threads_on_shared_streams", {"HOT_LOAD_SECONDS": count(60)}),
+        ],
+        "steps": [Run(python, "growth", {"HOT_STEPS": count(100_000)})],
+        "large": [
+            Run(cpp, "TrustCuda.fwht_past_two_to_the_31:TrustCuda.large_*", large),
+            Run(python, "two_to_the_31", large),
+        ],
+        "faults": [
+            Run(cpp, faults, large),
+            Run(python, "not two_to_the_31 and not growth", large),
+        ],
+    }  # fmt: skip
+
+
+GROUPS = (("random", "steps"), ("overlap", "load"), ("large",), ("faults",), ("sanitizer",))
+"""Parts that run side by side, in this order. The last two fill the device, each on its own."""
+LIMITS = {"random": 240, "steps": 260, "overlap": 150, "load": 110, "large": 200, "faults": 120}
+"""Seconds of a part at most."""
+
+
+def gtest_results(path: Path) -> dict[str, dict[str, Any]]:
+    """Each test's result and properties, of --gtest_output=json."""
+    if not path.exists():
+        return {}
+    known = {"name", "status", "result", "timestamp", "time", "classname", "file", "line"}
+    found = {}
+    for suite in json.loads(path.read_text())["testsuites"]:
+        for case in suite["testsuite"]:
+            result = "failed" if case.get("failures") else case.get("result", "?").lower()
+            found[case["name"]] = {
+                "result": {"completed": "passed"}.get(result, result),
+                "seconds": float(case["time"].rstrip("s")),
+                "figures": {k: number(v) for k, v in case.items() if k not in known | {"failures"}},
+                **({"failures": [f["failure"][:600] for f in case["failures"][:6]]}
+                   if case.get("failures") else {}),
+            }  # fmt: skip
+    return found
+
+
+def pytest_results(path: Path) -> dict[str, dict[str, Any]]:
+    """The same of --junit-xml."""
+    if not path.exists():
+        return {}
+    found = {}
+    for case in tree.parse(path).getroot().iter("testcase"):
+        trouble = [one for one in case if one.tag in ("failure", "error")]
+        skipped = case.find("skipped") is not None
+        found[case.get("name", "?")] = {
+            "result": "failed" if trouble else "skipped" if skipped else "passed",
+            "seconds": float(case.get("time", 0)),
+            "figures": {p.get("name"): number(p.get("value", "")) for p in case.iter("property")},
+            **({"failures": [(trouble[0].text or "")[-600:]]} if trouble else {}),
+        }
+    return found
+
+
+def number(text: str) -> int | str:
+    """A figure that is one as a number."""
+    return int(text) if text.removeprefix("-").isdigit() else text
+
+
+class Trust:
+    """The parts, as they are run in one call.
+
+    Args:
+        build: gpu_check's folder.
+        environment: of the Python tests.
+        deadline: time.monotonic() at which nothing more is started.
+    """
+
+    def __init__(self, build: Path, environment: dict[str, str], deadline: float) -> None:
+        self.build, self.environment, self.deadline = build, environment, deadline
+        self.reports = build / "reports/trust"
+        self.reports.mkdir(parents=True, exist_ok=True)
+
+    def left(self) -> float:
+        return max(0.0, self.deadline - time.monotonic())
+
+    def part(self, name: str, runs: Sequence[Run]) -> dict[str, Any]:
+        """Run one part; its tests by name."""
+        began = time.monotonic()
+        tests: dict[str, Any] = {}
+        trouble = []
+        for index, run in enumerate(runs):
+            seconds = min(self.left(), LIMITS[name] - (time.monotonic() - began))
+            if seconds < 5:
+                trouble.append(f"{run.what}: no time left")
+                continue
+            found, word = self.run(f"{name}-{index}", run, seconds)
+            tests |= found
+            if word:
+                trouble.append(f"{run.what}: {word}")
+        failed = [test for test, row in tests.items() if row["result"] == "failed"]
+        passed = [test for test, row in tests.items() if row["result"] == "passed"]
+        result = "failed" if failed or trouble or not passed else "passed"
+        print(f"{name}: {result}, {time.monotonic() - began:.0f} s {trouble or ''}", flush=True)
+        return {
+            "result": result,
+            "seconds": round(time.monotonic() - began, 1),
+            "trouble": trouble,
+            "tests": tests,
+        }
+
+    def run(self, name: str, run: Run, seconds: float) -> tuple[dict[str, Any], str]:
+        """One process: its tests, and what went wrong with the process itself."""
+        python = run.what.endswith(".py")
+        path = self.reports / f"{name}.{'xml' if python else 'json'}"
+        path.unlink(missing_ok=True)
+        if python:
+            command = [
+                sys.executable, "-m", "pytest", "-q", run.what, "-k", run.chosen,
+                "-o", "junit_family=xunit1", "--junit-xml", str(path), "-p", "no:cacheprovider",
+            ]  # fmt: skip
+        else:
+            command = [
+                str(self.build / "tests/cpp" / run.what),
+                f"--gtest_filter={run.chosen}",
+                f"--gtest_output=json:{path}",
+            ]
+        log = self.reports / f"{name}.log"
+        environment = {**self.environment, **run.environment}
+        with log.open("w") as file:
+            try:
+                code = subprocess.run(
+                    command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT,
+                    timeout=seconds, check=False,
+                ).returncode  # fmt: skip
+            except subprocess.TimeoutExpired:
+                return {}, f"did not end in {seconds:.0f} s"
+        found = pytest_results(path) if python else gtest_results(path)
+        if code != 0:
+            print(log.read_text()[-3000:], flush=True)
+        return found, f"exit code {code}" if code != 0 and not found else ""
+
+    # ---- the sanitizer ----
+
+    def sanitizer(self, jobs: int, seconds_a_test: float) -> dict[str, Any]:
+        """compute-sanitizer over every C++ GPU test, each with four tools, until time is up."""
+        began = time.monotonic()
+        if not shutil.which("compute-sanitizer"):
+            return {"result": "failed", "trouble": ["there is no compute-sanitizer"], "tools": {}}
+        tests = [
+            (program, test)
+            for program in sorted((self.build / "tests/cpp").glob("test_*_cuda"))
+            for test in self.tests_in(program)
+        ]
+        found: dict[str, dict[str, Any]] = {
+            tool: {"clean": 0, "errors": {}, "not finished": []} for tool in TOOLS
+        }
+
+        def one(job: tuple[str, Path, str]) -> None:
+            tool, program, test = job
+            seconds = min(self.left(), seconds_a_test)
+            word = self.sanitize(tool, program, test, seconds) if seconds > 3 else None
+            if word is None:
+                found[tool]["not finished"].append(test)
+            elif word == "clean":
+                found[tool]["clean"] += 1
+            else:
+                found[tool]["errors"][test] = word
+                print(f"{tool} {test}: {word[:400]}", flush=True)
+
+        with ThreadPoolExecutor(jobs) as pool:
+            # Tool by tool: if time runs out, the slowest tool (racecheck) has the gaps.
+            list(pool.map(one, [(tool, *test) for tool in TOOLS for test in tests]))
+        errors = any(row["errors"] for row in found.values())
+        complete = not any(row["not finished"] for row in found.values())
+        result = "failed" if errors else "passed" if complete else "not finished"
+        print(f"sanitizer: {result}, {time.monotonic() - began:.0f} s", flush=True)
+        return {
+            "result": result,
+            "seconds": round(time.monotonic() - began, 1),
+            "trouble": [],
+            "tests": len(tests),
+            "tools": found,
+        }
+
+    def tests_in(self, program: Path) -> list[str]:
+        """Full names of a gtest program's tests."""
+        text = subprocess.run(
+            [program, "--gtest_list_tests"], capture_output=True, text=True, check=True
+        ).stdout
+        names, suite = [], ""
+        for line in text.splitlines():
+            word = line.split("#")[0].strip()
+            if line and not line[0].isspace() and word.endswith("."):
+                suite = word
+            elif line.startswith("  ") and "DISABLED_" not in word:
+                names.append(suite + word)
+        return [name for name in names if not any(part in name for part in NOT_SANITIZED)]
+
+    def sanitize(self, tool: str, program: Path, test: str, seconds: float) -> str | None:
+        """What the tool said, or None if there was no time."""
+        log = self.reports / f"{tool}-{test.replace('/', '_')}.log"
+        with log.open("w") as file:
+            try:
+                code = subprocess.run(
+                    ["compute-sanitizer", "--tool", tool, "--error-exitcode", "3", str(program),
+                     f"--gtest_filter={test}"],
+                    cwd=ROOT, env={**os.environ, **SHORT}, stdout=file, stderr=subprocess.STDOUT,
+                    timeout=seconds, check=False,
+                ).returncode  # fmt: skip
+            except subprocess.TimeoutExpired:
+                return None
+        if code == 0:
+            return "clean"
+        said = [line for line in log.read_text().splitlines() if line.startswith("=====")]
+        return f"exit {code}: " + "\n".join(said[:8] + said[-2:])
+
+
+def main() -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    every = [name for group in GROUPS for name in group]
+    parser.add_argument("parts", nargs="*", metavar="PART", help="default: all")
+    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--build", type=Path, default=ROOT / "build/gpu")
+    parser.add_argument("--budget", type=float, default=500, help="seconds after the build")
+    parser.add_argument("--size", type=float, default=1, help="of the full sizes, for a trial")
+    parser.add_argument("--sanitizer-seconds", type=float, default=100, help="of one test")
+    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 4) - 2))
+    args = parser.parse_args()
+    unknown = set(args.parts) - set(every)
+    if unknown:
+        parser.error(f"no part {', '.join(sorted(unknown))}; expected some of {', '.join(every)}")
+    import torch
+
+    if not torch.cuda.is_available():
+        sys.exit("gpu_trust: torch sees no CUDA device")
+    build: Path = args.build.resolve()
+    reports = build / "reports"
+    reports.mkdir(parents=True, exist_ok=True)
+    steps = gpu_check.build_all(build, reports)
+    if any(steps.values()):
+        sys.exit(f"gpu_trust: the build failed: {steps}")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(gpu_check.package(build)), str(ROOT / "tests")]),
+        "PYTHONUNBUFFERED": "1",
+    }
+    trust = Trust(build, environment, time.monotonic() + args.budget)
+    runs = parts_of(args.size, os.cpu_count() or 4)
+    made = {
+        "device": torch.cuda.get_device_name(0),
+        "versions": gpu_check.versions(),
+        "source_hash": gpu_check.source_hash(),
+        "size": args.size,
+    }
+    report = json.loads(args.out.read_text()) if args.out.exists() else {}
+    found: dict[str, Any] = report.get("parts", {})
+    wanted = args.parts or every
+    for group in GROUPS:
+        works: dict[str, Callable[[], dict[str, Any]]] = {}
+        for name in group:
+            if name not in wanted:
+                continue
+            if name == "sanitizer":
+                works[name] = lambda: trust.sanitizer(args.jobs, args.sanitizer_seconds)
+            else:
+                works[name] = lambda name=name: trust.part(name, runs[name])  # type: ignore[misc]
+        with ThreadPoolExecutor(max(1, len(works))) as pool:
+            results = {name: pool.submit(work) for name, work in works.items()}
+            for name, result in results.items():
+                found[name] = {**result.result(), **made}
+        # After every group: a call that is cut off leaves what was done.
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        ordered = {name: found[name] for name in every if name in found}
+        args.out.write_text(json.dumps({"parts": ordered}, indent=1) + "\n")
+    failed = [name for name in wanted if found[name]["result"] == "failed"]
+    print(f"written: {args.out}; failed: {', '.join(failed) or 'none'}")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

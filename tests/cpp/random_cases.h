@@ -1,0 +1,630 @@
+// Random calls of every stage, many at a time: laid out in one block of memory, so that a batch is
+// one copy to the device and one back. What test_trust_cuda.cpp compares.
+#pragma once
+
+#include <algorithm>
+#include <functional>
+#include <sstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "support_cuda.h"
+
+namespace hot_test {
+
+// splitmix64: a case is its seed, whatever ran before it and on which thread.
+class Random {
+ public:
+  using result_type = std::uint64_t;
+  explicit Random(std::uint64_t seed) : state_(seed) {}
+  static constexpr std::uint64_t min() { return 0; }
+  static constexpr std::uint64_t max() { return ~std::uint64_t{0}; }
+  std::uint64_t operator()() {
+    std::uint64_t z = state_ += 0x9E3779B97F4A7C15ULL;
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ULL;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBULL;
+    return z ^ (z >> 31);
+  }
+  std::int64_t from(std::int64_t low, std::int64_t high) {
+    return low + static_cast<std::int64_t>((*this)() % static_cast<std::uint64_t>(high - low + 1));
+  }
+  bool one_in(std::int64_t n) { return from(1, n) == 1; }
+  template <class T, std::size_t N>
+  T of(const T (&values)[N]) {
+    return values[from(0, static_cast<std::int64_t>(N) - 1)];
+  }
+  // About normal, of one draw: the sum of four 16-bit numbers.
+  float value() {
+    const std::uint64_t z = (*this)();
+    const auto sum = static_cast<std::int64_t>((z & 0xFFFF) + (z >> 16 & 0xFFFF) +
+                                               (z >> 32 & 0xFFFF) + (z >> 48));
+    return static_cast<float>(sum - 131070) / 37837.0F;
+  }
+
+ private:
+  std::uint64_t state_;
+};
+
+// How large the sizes of a layer get.
+enum class Sizes {
+  small,   // up to 72, some up to 400
+  spread,  // by their logarithm: up to 3,000 tokens and 800 features
+};
+
+// An array of a batch: the same place on the host and on the device.
+struct Place {
+  std::size_t offset = 0;  // of the view; its memory begins at `begin`
+  std::size_t begin = 0, end = 0;
+  DType dtype = DType::f32;
+  std::int64_t rows = 0, cols = 0, ld = 0;
+  double largest = 0;  // finite magnitude of what it was filled with
+
+  TensorView view(char* base, bool on_gpu) const {
+    return hot::matrix(base + offset, dtype, rows, cols, ld, on_gpu ? gpu : hot::Device{});
+  }
+  TensorView flat(char* base, bool on_gpu) const {
+    return hot::vector(base + offset, dtype, cols, on_gpu ? gpu : hot::Device{});
+  }
+};
+
+// Where a case runs: the host's copy of a batch, or the device's.
+struct Side {
+  char* base;
+  char* scratch;
+  std::size_t scratch_bytes;
+  bool on_gpu;
+};
+
+struct RandomCase {
+  std::uint64_t seed = 0;
+  std::string what;
+  std::function<void(const hot::Context&, const Side&)> run;
+  std::vector<Place> exact;     // results that are equal bit for bit
+  std::vector<Place> integers;  // those of them that are codes or sums of codes
+  std::vector<Place> bounded;   // g_b: a sum in another order
+  double bound = 0;             // of its difference
+};
+
+// Lays out cases in host memory. `seeds`: one for each case.
+class RandomBatch {
+ public:
+  RandomBatch(char* host, std::size_t bytes, Sizes sizes)
+      : host_(host), bytes_(bytes), sizes_(sizes) {}
+
+  std::vector<RandomCase> cases;
+  std::size_t used() const { return used_; }
+  void clear() {
+    cases.clear();
+    used_ = 0;
+  }
+
+  // False, and the batch is as it was, where the case does not fit beside the others. `gpu_context`
+  // says what the device supports.
+  bool add(std::uint64_t seed, const hot::Context& gpu_context) {
+    const std::size_t before = used_;
+    Random random(seed);
+    RandomCase one;
+    one.seed = seed;
+    random_ = &random;
+    one_ = &one;
+    full_ = false;
+    draw(gpu_context);
+    random_ = nullptr;
+    one_ = nullptr;
+    if (full_) {
+      if (before == 0) throw std::runtime_error("a case is larger than a batch: " + one.what);
+      used_ = before;
+      return false;
+    }
+    cases.push_back(std::move(one));
+    return true;
+  }
+
+  // A layer with these sizes, as draw() makes them.
+  bool add_layer(std::uint64_t seed, const hot::LinearShape& shape,
+                 const hot::BackwardLinearSpec& spec, DType dtype, const std::string& name) {
+    const std::size_t before = used_;
+    Random random(seed);
+    RandomCase one;
+    one.seed = seed;
+    random_ = &random;
+    one_ = &one;
+    full_ = false;
+    layer(shape, spec, 0, dtype, name);
+    random_ = nullptr;
+    one_ = nullptr;
+    if (full_) {
+      used_ = before;
+      return false;
+    }
+    cases.push_back(std::move(one));
+    return true;
+  }
+
+ private:
+  std::int64_t size() {
+    Random& r = *random_;
+    if (sizes_ == Sizes::spread) {
+      const double log = static_cast<double>(r.from(0, 1000)) / 1000 * 9.65;  // up to 800
+      return static_cast<std::int64_t>(std::exp2(log));
+    }
+    if (r.one_in(12)) return r.from(0, 2);
+    if (r.one_in(60)) return r.from(73, 400);
+    return r.one_in(2) ? r.from(1, 72) : 16 * r.from(1, 5);
+  }
+  std::int64_t tokens() {
+    if (sizes_ == Sizes::small) return size();
+    return static_cast<std::int64_t>(
+        std::exp2(static_cast<double>(random_->from(0, 1000)) / 1000 * 11.55));
+  }
+  DType some_float() { return random_->of(float_types); }
+
+  Place take(std::int64_t rows, std::int64_t cols, DType dtype, std::int64_t gap = 0,
+             std::int64_t shift = 0) {
+    const std::size_t item = hot::dtype_size(dtype);
+    Place place;
+    place.dtype = dtype;
+    place.rows = rows;
+    place.cols = cols;
+    place.ld = cols + gap;
+    place.begin = (used_ + 63) / 64 * 64;
+    place.offset = place.begin + 64 + static_cast<std::size_t>(shift) * item;
+    place.end = place.offset + static_cast<std::size_t>(rows * place.ld) * item + 64;
+    if (place.end > bytes_) {
+      full_ = true;
+      return place;
+    }
+    used_ = place.end;
+    std::memset(host_ + place.begin, 0xA5, place.end - place.begin);
+    return place;
+  }
+
+  // Values by one of several patterns; those at the edges of what numbers can be are rare.
+  Place filled(std::int64_t rows, std::int64_t cols, DType dtype, std::int64_t gap = 0,
+               std::int64_t shift = 0) {
+    Random& r = *random_;
+    Place place = take(rows, cols, dtype, gap, shift);
+    if (full_ || rows * cols == 0) return place;
+    std::vector<float> values(static_cast<std::size_t>(rows * cols));
+    const bool narrow = dtype == DType::f16;
+    const std::int64_t pattern = r.from(0, 39);
+    const int power = pattern == 0   ? (narrow ? -24 : -135)
+                      : pattern == 1 ? (narrow ? 8 : 108)
+                      : pattern == 2 ? (narrow ? -14 : -95)
+                                     : static_cast<int>(r.from(-3, 3));
+    const float scale = std::ldexp(1.0F, std::max(power, -126));
+    const float more = power < -126 ? std::ldexp(1.0F, power + 126) : 1.0F;
+    for (float& value : values) value = r.value() * scale * more;
+    const auto any = [&] { return static_cast<std::size_t>(r.from(0, rows * cols - 1)); };
+    const auto row = [&](std::int64_t at, float factor) {
+      for (std::int64_t c = 0; c < cols; ++c)
+        values[static_cast<std::size_t>(at * cols + c)] *= factor;
+    };
+    switch (pattern) {
+      case 3:  // a large value
+        values[any()] = narrow ? 6e4F : 1e6F;
+        break;
+      case 4:
+        values[any()] = std::numeric_limits<float>::quiet_NaN();
+        break;
+      case 5:
+        values[any()] = std::numeric_limits<float>::infinity();
+        break;
+      case 6:
+        std::fill(values.begin(), values.end(), 0.0F);
+        break;
+      case 7:  // one value
+        std::fill(values.begin(), values.end(), 0.0F);
+        values[any()] = 1.5F;
+        break;
+      case 8:  // tokens without a gradient
+      case 9:
+        for (std::int64_t at = 0; at < rows; ++at) {
+          if (!r.one_in(5)) row(at, 0.0F);
+        }
+        break;
+      case 10:  // tokens of other sizes
+        for (std::int64_t at = 0; at < rows; ++at) {
+          row(at, std::ldexp(1.0F, static_cast<int>(narrow ? r.from(-8, 8) : r.from(-30, 30))));
+        }
+        break;
+      case 11: {  // a column of zeros
+        const std::int64_t c = r.from(0, cols - 1);
+        for (std::int64_t at = 0; at < rows; ++at)
+          values[static_cast<std::size_t>(at * cols + c)] = 0;
+        break;
+      }
+      case 12:  // ties: whole numbers
+        for (float& value : values) value = static_cast<float>(r.from(-8, 8));
+        break;
+      default:
+        break;
+    }
+    for (const float value : values) {
+      if (std::isfinite(value)) {
+        place.largest = std::max(place.largest, std::fabs(static_cast<double>(value)));
+      }
+    }
+    const ConstTensorView source =
+        hot::matrix(static_cast<const void*>(values.data()), DType::f32, rows, cols);
+    static const hot::Context one_thread = hot::Context::cpu(1);
+    hot::fwht(one_thread, source, 1, 1, place.view(host_, false));  // block 1 converts
+    return place;
+  }
+
+  // Codes of INT8, or two of INT4 a byte; those of the gaps as well.
+  Place codes_in(std::int64_t rows, std::int64_t cols, DType dtype, int limit, std::int64_t gap) {
+    Place place = take(rows, cols, dtype, gap);
+    if (full_) return place;
+    const auto code = [&] { return static_cast<int>(random_->from(-limit, limit)); };
+    for (std::size_t at = place.begin; at < place.end; ++at) {
+      const int low = code();
+      host_[at] = static_cast<char>(dtype == DType::i4x2 ? (low & 15) | (code() & 15) << 4 : low);
+    }
+    return place;
+  }
+
+  hot::LowRank some_low_rank(std::int64_t& tokens) {
+    Random& r = *random_;
+    hot::LowRank spec;
+    const std::int64_t kind = r.from(0, 6);
+    if (kind == 0) return spec;
+    const int block = kind <= 3 ? 16 : 1 << r.from(1, 6);
+    spec.block = block;
+    if (kind == 1 || kind == 4) {
+      spec.basis = hot::Basis::sketch;
+      spec.rank = kind == 1 ? 8 : std::max(2, block >> r.from(0, 3));
+    } else if (kind == 2 || kind == 5) {
+      spec.basis = hot::Basis::lowpass;
+      spec.rank = kind == 2 ? 8 : static_cast<int>(r.from(1, block));
+    } else if (kind == 3) {
+      spec.basis = hot::Basis::lowpass;
+      spec.rows = {14, 0, 3, 9, 5};
+    } else {
+      spec.basis = hot::Basis::sequency;
+      spec.rank = static_cast<int>(r.from(1, block));
+    }
+    if (r.one_in(4)) {
+      spec.layout = {static_cast<int>(r.from(1, 9)), static_cast<int>(r.from(1, 9)),
+                     static_cast<int>(r.from(0, 2))};
+      const std::int64_t sample =
+          spec.layout.grid_h * spec.layout.grid_w + spec.layout.prefix_tokens;
+      tokens = std::max<std::int64_t>(1, tokens / sample) * sample;
+    }
+    return spec;
+  }
+
+  hot::BackwardLinearSpec some_spec(std::int64_t& tokens) {
+    Random& r = *random_;
+    static const std::vector<std::string> names = recipe_names();
+    if (r.one_in(3)) {
+      return recipe(
+          names[static_cast<std::size_t>(r.from(0, static_cast<std::int64_t>(names.size()) - 1))]);
+    }
+    using hot::Granularity;
+    hot::BackwardLinearSpec spec;
+    spec.low_rank = some_low_rank(tokens);
+    spec.hadamard_block = r.one_in(2) ? 16 : 1 << r.from(0, 8);
+    spec.gx_bits = r.one_in(2) ? 4 : 8;
+    spec.gx_scale = r.one_in(2) ? Granularity::row : Granularity::tensor;
+    spec.weight_scale = r.one_in(2) ? Granularity::column : Granularity::tensor;
+    spec.gw_scale = static_cast<hot::GradScale>(r.from(0, 2));
+    spec.x_scale = r.one_in(2) ? Granularity::row : Granularity::tensor;
+    const hot::Rounding roundings[] = {hot::Rounding::nearest, hot::Rounding::stochastic,
+                                       hot::Rounding::pseudo_stochastic};
+    spec.gx_rounding = r.of(roundings);
+    spec.gw_rounding = r.of(roundings);
+    spec.x_rounding = r.of(roundings);
+    if (r.one_in(2))
+      spec.gw_rounding = spec.x_rounding = spec.gx_rounding = roundings[r.from(0, 1)];
+    spec.storage = hot::Storage::int8;
+    if (spec.low_rank.basis == hot::Basis::full) {
+      const hot::Storage forms[] = {hot::Storage::int8, hot::Storage::int4, hot::Storage::rht4,
+                                    hot::Storage::rht2};
+      spec.storage = r.of(forms);
+      if (spec.storage != hot::Storage::int8 && spec.storage != hot::Storage::int4) {
+        spec.x_rounding = hot::Rounding::stochastic;
+      }
+    }
+    spec.equalize_tokens = r.one_in(4);
+    return spec;
+  }
+
+  hot::Key some_key() {
+    Random& r = *random_;
+    return {r(), r(), static_cast<std::uint32_t>(r.from(0, 8191)), nullptr};
+  }
+
+  void draw(const hot::Context& gpu_context) {
+    Random& r = *random_;
+    const std::int64_t kind = sizes_ == Sizes::spread ? r.from(0, 9) : r.from(0, 15);
+    if (kind <= 7) {
+      std::int64_t length = tokens();
+      hot::BackwardLinearSpec spec = some_spec(length);
+      hot::LinearShape shape{length, size(), size()};
+      if (!hot::supported(gpu_context, shape, spec).ok) {  // a form that the device lacks
+        spec.equalize_tokens = false;
+        if (spec.storage != hot::Storage::int8) spec.storage = hot::Storage::int4;
+      }
+      return layer(shape, spec, r.one_in(4) ? 80 : 0, some_float(), "backward");
+    }
+    switch (kind) {
+      case 8:
+      case 9:
+        return forward();
+      case 10:
+        return gemm(8);
+      case 11:
+        return gemm(4);
+      case 12:
+        return transform();
+      case 13:
+        return quantize();
+      case 14:
+        return pack();
+      default:
+        return decompress();
+    }
+  }
+
+  // An error of hot::Error's becomes the test's failure with the case's name.
+  void named(const std::ostringstream& text) { one_->what = text.str(); }
+
+  static void expect_room(std::size_t needed, const Side& side) {
+    if (needed > side.scratch_bytes) {
+      throw std::runtime_error("scratch of " + std::to_string(needed) + " bytes is not there");
+    }
+  }
+
+  void layer(const hot::LinearShape& shape, const hot::BackwardLinearSpec& spec, int arch,
+             DType dtype, const std::string& name) {
+    Random& r = *random_;
+    const auto [L, O, I] = shape;
+    const std::int64_t gap = r.one_in(3) ? r.from(0, 3) : 0, shift = r.one_in(5) ? 1 : 0;
+    const Place gy = filled(L, O, dtype, gap, shift);
+    const Place w =
+        filled(O, I, r.one_in(2) ? dtype : some_float(), r.one_in(3) ? r.from(0, 2) : 0);
+    const Place x =
+        filled(L, I, r.one_in(2) ? dtype : some_float(), r.one_in(3) ? r.from(0, 2) : 0);
+    const Place gx = take(L, I, some_float(), r.one_in(3) ? 3 : 0);
+    const bool accumulate = r.one_in(3);
+    const DType gw_type = r.one_in(2) ? DType::f32 : some_float();
+    const Place gw = accumulate ? filled(O, I, gw_type) : take(O, I, gw_type, r.one_in(3) ? 1 : 0);
+    const Place gb = accumulate ? filled(1, O, DType::f32) : take(1, O, DType::f32);
+    const hot::SavedLayout layout = hot::saved_layout(L, I, spec);
+    const Place saved = take(1, static_cast<std::int64_t>(layout.bytes), DType::i8);
+    const std::size_t weight_bytes = hot::quantized_weight_bytes(O, I, spec);
+    const bool quantized = r.one_in(4);
+    const Place codes = take(1, quantized ? static_cast<std::int64_t>(weight_bytes) : 0, DType::i8);
+    const hot::Key key = some_key();
+    std::ostringstream text;
+    text << name << " L " << L << " O " << O << " I " << I << " of " << hot::dtype_name(dtype)
+         << ", basis " << hot::basis_name(spec.low_rank.basis) << " block " << spec.low_rank.block
+         << " rank " << spec.low_rank.rank << ", x as " << hot::storage_name(spec.storage)
+         << (spec.equalize_tokens ? " equalised" : "") << ", g_w scale "
+         << hot::grad_scale_name(spec.gw_scale) << ", n " << spec.hadamard_block << ", bits "
+         << spec.gx_bits << ", arch " << arch << (accumulate ? ", accumulating" : "")
+         << (quantized ? ", w quantised before" : "");
+    named(text);
+    one_->run = [=](const hot::Context& base, const Side& side) {
+      const bool on_gpu = side.on_gpu;
+      hot::Context c = base.with_key(key);
+      if (on_gpu && arch != 0) c = c.with_arch(arch);
+      expect_room(std::max({hot::compress_activation_workspace(c, L, I, spec),
+                            hot::backward_linear_workspace(c, shape, spec, true, true),
+                            hot::quantize_weight_workspace(c, O, I, spec)}),
+                  side);
+      const hot::Workspace scratch{side.scratch, side.scratch_bytes};
+      void* const kept = side.base + saved.offset;
+      const hot::ConstSavedActivation of_x = hot::compress_activation(
+          c, x.view(side.base, on_gpu), spec, {kept, layout.bytes}, scratch);
+      const TensorView vx = gx.view(side.base, on_gpu), vw = gw.view(side.base, on_gpu),
+                       vb = gb.flat(side.base, on_gpu);
+      const hot::BackwardOutputs out{&vx, &vw, &vb, accumulate};
+      if (quantized) {
+        const hot::ConstQuantizedWeight of_w = hot::quantize_weight(
+            c, w.view(side.base, on_gpu), spec, {side.base + codes.offset, weight_bytes}, scratch);
+        hot::backward_linear(c, gy.view(side.base, on_gpu), of_w, of_x, spec, out, scratch);
+      } else {
+        hot::backward_linear(c, gy.view(side.base, on_gpu), w.view(side.base, on_gpu), of_x, spec,
+                             out, scratch);
+      }
+    };
+    one_->exact = {gx, gw};
+    one_->integers = {saved};
+    if (quantized) one_->integers.push_back(codes);
+    one_->bounded = {gb};
+    one_->bound = 68 * std::ldexp(1.0, -24) * static_cast<double>(L + 1) *
+                  (gy.largest + (accumulate ? gb.largest : 0));
+  }
+
+  void forward() {
+    Random& r = *random_;
+    const hot::LinearShape shape{tokens(), size(), size()};
+    const auto [L, O, I] = shape;
+    const hot::ForwardLinearSpec spec{r.one_in(2) ? 64 : 1 << r.from(0, 8)};
+    const std::int64_t gap = r.one_in(3) ? r.from(0, 2) : 0;
+    const DType dtype = some_float();
+    const Place x = filled(L, I, dtype, gap), w = filled(O, I, r.one_in(2) ? dtype : some_float());
+    const Place bias = filled(1, O, some_float());
+    const Place y = take(L, O, r.one_in(2) ? dtype : some_float(), gap);
+    const bool with_bias = !r.one_in(3), quantized = r.one_in(3);
+    const std::size_t bytes = hot::forward_weight_bytes(O, I, spec);
+    const Place codes = take(1, quantized ? static_cast<std::int64_t>(bytes) : 0, DType::i8);
+    const int arch = r.one_in(4) ? 80 : 0;
+    std::ostringstream text;
+    text << "forward L " << L << " O " << O << " I " << I << " of " << hot::dtype_name(dtype)
+         << ", n " << spec.hadamard_block << ", arch " << arch << (with_bias ? ", bias" : "")
+         << (quantized ? ", w quantised before" : "");
+    named(text);
+    one_->run = [=](hot::Context c, const Side& side) {
+      const bool on_gpu = side.on_gpu;
+      if (on_gpu && arch != 0) c = c.with_arch(arch);
+      expect_room(hot::forward_linear_workspace(c, shape, spec, quantized), side);
+      const hot::Workspace scratch{side.scratch, side.scratch_bytes};
+      const ConstTensorView b =
+          with_bias ? ConstTensorView(bias.flat(side.base, on_gpu)) : ConstTensorView{};
+      const TensorView out = y.view(side.base, on_gpu);
+      if (quantized) {
+        const hot::ConstQuantizedWeight of_w = hot::quantize_forward_weight(
+            c, w.view(side.base, on_gpu), spec, {side.base + codes.offset, bytes});
+        hot::forward_linear(c, x.view(side.base, on_gpu), of_w, b, spec, out, scratch);
+      } else {
+        hot::forward_linear(c, x.view(side.base, on_gpu), w.view(side.base, on_gpu), b, spec, out,
+                            scratch);
+      }
+    };
+    one_->exact = {y};
+    if (quantized) one_->integers = {codes};
+  }
+
+  void gemm(int bits) {
+    Random& r = *random_;
+    const std::int64_t M = size(), N = size(), K = r.one_in(10) ? r.from(0, 2000) : size();
+    const bool packed = bits == 4, bare = r.one_in(4);
+    const std::int64_t width = packed ? (K + 1) / 2 : K;
+    const std::int64_t gap = r.one_in(2) ? (16 - width % 16) % 16 : r.from(0, 5);
+    const DType dtype = packed ? DType::i4x2 : DType::i8;
+    const int limit = packed ? 7 : 127;
+    const Place a = codes_in(M, width, dtype, limit, gap),
+                b = codes_in(N, width, dtype, limit, gap);
+    const Place sa = filled(1, r.one_in(2) ? 1 : M, DType::f32),
+                sb = filled(1, r.one_in(2) ? 1 : N, DType::f32);
+    const bool accumulate = !bare && r.one_in(3);
+    const DType type = bare ? DType::i32 : some_float();
+    const Place out = accumulate ? filled(M, N, type) : take(M, N, type, r.from(0, 2));
+    const hot::GemmSpec spec{bare ? 1 : 1 << r.from(0, 6), accumulate};
+    const int arch = r.one_in(3) ? 80 : 0;
+    std::ostringstream text;
+    text << "gemm_int" << bits << " " << M << " x " << N << " x " << K << " to "
+         << hot::dtype_name(type) << ", arch " << arch << (accumulate ? ", accumulating" : "");
+    named(text);
+    one_->run = [=](hot::Context c, const Side& side) {
+      const bool on_gpu = side.on_gpu;
+      if (on_gpu && arch != 0) c = c.with_arch(arch);
+      expect_room(hot::gemm_workspace(c, M, N, K), side);
+      const hot::Workspace scratch{side.scratch, side.scratch_bytes};
+      const auto scale = [&](const Place& place) {
+        return bare ? ConstTensorView{} : ConstTensorView(place.flat(side.base, on_gpu));
+      };
+      const ConstTensorView va = a.view(side.base, on_gpu), vb = b.view(side.base, on_gpu);
+      if (packed) {
+        hot::gemm_int4(c, va, vb, K, scale(sa), scale(sb), spec, out.view(side.base, on_gpu),
+                       scratch);
+      } else {
+        hot::gemm_int8(c, va, vb, scale(sa), scale(sb), spec, out.view(side.base, on_gpu), scratch);
+      }
+    };
+    (bare ? one_->integers : one_->exact) = {out};
+  }
+
+  void transform() {
+    Random& r = *random_;
+    std::int64_t L = size();
+    const std::int64_t C = size();
+    const hot::Key key = some_key();
+    if (r.one_in(2)) {
+      const hot::LowRank spec = some_low_rank(L);
+      const Place x = filled(L, C, some_float(), r.from(0, 2));
+      const Place out = take(hot::hla_rows(L, spec), C, some_float(), r.from(0, 2));
+      const hot::Side side_of = r.one_in(2) ? hot::Side::activation : hot::Side::gradient;
+      one_->what = std::string("hla ") + hot::basis_name(spec.basis) + " " + std::to_string(L) +
+                   " x " + std::to_string(C);
+      one_->run = [=](const hot::Context& c, const Side& side) {
+        hot::hla(c.with_key(key), x.view(side.base, side.on_gpu), spec, side_of,
+                 out.view(side.base, side.on_gpu));
+      };
+      one_->exact = {out};
+      return;
+    }
+    const int block = 1 << r.from(0, 9);
+    const bool rows = r.one_in(2);
+    const std::int64_t times = r.from(0, block > 64 ? 2 : 5) * block, other = r.from(0, 40);
+    const Place x = filled(rows ? other : times, rows ? times : other, some_float(), r.from(0, 2));
+    const Place out = take(x.rows, x.cols, some_float(), r.from(0, 2));
+    one_->what = "fwht " + std::to_string(x.rows) + " x " + std::to_string(x.cols) + ", block " +
+                 std::to_string(block);
+    one_->run = [=](const hot::Context& c, const Side& side) {
+      hot::fwht(c, x.view(side.base, side.on_gpu), rows ? 1 : 0, block,
+                out.view(side.base, side.on_gpu));
+    };
+    one_->exact = {out};
+  }
+
+  void quantize() {
+    Random& r = *random_;
+    const std::int64_t R = size(), C = size();
+    const hot::QuantSpec spec{r.one_in(2) ? 4 : 8, static_cast<hot::Granularity>(r.from(0, 2)),
+                              static_cast<hot::Rounding>(r.from(0, 2))};
+    const bool packed = spec.bits == 4 && r.one_in(2);
+    const Place x = filled(R, C, some_float(), r.from(0, 2));
+    const Place q =
+        take(R, packed ? (C + 1) / 2 : C, packed ? DType::i4x2 : DType::i8, r.from(0, 4));
+    const Place scale = take(1, hot::scale_count(R, C, spec.scale), DType::f32);
+    const Place back = take(R, C, some_float());
+    const hot::Key key = some_key();
+    one_->what = "quantize " + std::to_string(R) + " x " + std::to_string(C) + ", " +
+                 std::to_string(spec.bits) + " bits by " + hot::granularity_name(spec.scale) +
+                 ", " + hot::rounding_name(spec.rounding);
+    one_->run = [=](const hot::Context& c, const Side& side) {
+      const TensorView vq = q.view(side.base, side.on_gpu);
+      const TensorView vs = scale.flat(side.base, side.on_gpu);
+      hot::quantize(c.with_key(key), x.view(side.base, side.on_gpu), spec, vq, vs);
+      hot::dequantize(c, vq, vs, spec.scale, back.view(side.base, side.on_gpu));
+    };
+    one_->exact = {scale, back};
+    one_->integers = {q};
+  }
+
+  void pack() {
+    Random& r = *random_;
+    const std::int64_t R = size(), C = size();
+    const Place q = codes_in(R, C, DType::i8, 7, r.from(0, 3));
+    const Place p = take(R, (C + 1) / 2, DType::i4x2, r.from(0, 3)), back = take(R, C, DType::i8);
+    one_->what = "pack_int4 " + std::to_string(R) + " x " + std::to_string(C);
+    one_->run = [=](const hot::Context& c, const Side& side) {
+      const TensorView vp = p.view(side.base, side.on_gpu);
+      hot::pack_int4(c, q.view(side.base, side.on_gpu), vp);
+      hot::unpack_int4(c, vp, back.view(side.base, side.on_gpu));
+    };
+    one_->integers = {p, back};
+  }
+
+  void decompress() {
+    Random& r = *random_;
+    const std::int64_t L = size(), I = size();
+    hot::BackwardLinearSpec spec;
+    spec.storage = r.one_in(2) ? hot::Storage::int4 : hot::Storage::int8;
+    spec.x_scale = spec.storage == hot::Storage::int8 && r.one_in(2) ? hot::Granularity::tensor
+                                                                     : hot::Granularity::row;
+    const std::int64_t first = r.one_in(2) ? 0 : r.from(0, L), last = r.from(first, L);
+    const Place x = filled(L, I, some_float());
+    const hot::SavedLayout layout = hot::saved_layout(L, I, spec);
+    const Place saved = take(1, static_cast<std::int64_t>(layout.bytes), DType::i8);
+    const Place out = take(last - first, I, some_float(), r.from(0, 2));
+    const hot::Key key = some_key();
+    one_->what = std::string("decompress ") + hot::storage_name(spec.storage) + " " +
+                 std::to_string(L) + " x " + std::to_string(I) + " from " + std::to_string(first) +
+                 " to " + std::to_string(last);
+    one_->run = [=](const hot::Context& base, const Side& side) {
+      const hot::Context c = base.with_key(key);
+      expect_room(hot::compress_activation_workspace(c, L, I, spec), side);
+      const hot::ConstSavedActivation of_x = hot::compress_activation(
+          c, x.view(side.base, side.on_gpu), spec, {side.base + saved.offset, layout.bytes},
+          {side.scratch, side.scratch_bytes});
+      hot::decompress_activation(c, of_x, first, last, spec, out.view(side.base, side.on_gpu));
+    };
+    one_->exact = {out};
+    one_->integers = {saved};
+  }
+
+  char* host_;
+  std::size_t bytes_, used_ = 0;
+  Sizes sizes_;
+  bool full_ = false;
+  Random* random_ = nullptr;
+  RandomCase* one_ = nullptr;
+};
+
+}  // namespace hot_test

@@ -1,0 +1,379 @@
+"""Load and faults of training on CUDA. Short by default; scripts/gpu_trust.py sets the sizes.
+
+HOT_STEPS: steps of the test of growth (100,000 there). HOT_LARGE=1: tensors of more than 2^31
+elements, and a device that is really full. Figures are properties of the tests (--junit-xml).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import importlib
+import importlib.util
+import os
+import signal
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import hotcore  # noqa: E402  (after the skip: hotcore itself needs no torch)
+import hotcore.torch as hot  # noqa: E402
+import torch_load  # noqa: E402
+from hotcore import _core  # noqa: E402
+from hotcore.torch import input_cache  # noqa: E402
+from support import output_of  # noqa: E402
+from support_gpu import layer, same_bits, whole_backward  # noqa: E402
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+TESTS = Path(__file__).resolve().parent.parent
+LARGE = os.environ.get("HOT_LARGE", "0") != "0"
+Record = Callable[[str, object], None]
+
+
+def torch_faults() -> ModuleType:
+    """tests/torch/test_faults.py: its model, its state, its injected faults."""
+    spec = importlib.util.spec_from_file_location("torch_faults", TESTS / "torch/test_faults.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+# ---- growth ----
+
+
+def test_steps_without_growth(record_property: Record) -> None:
+    """Whole steps, and forwards and backwards that are given up: not a byte stays on the device."""
+    steps = int(os.environ.get("HOT_STEPS", "400"))
+    began = time.monotonic()
+    grown, kinds = torch_load.growth("cuda", steps)
+    record_property("steps", steps)
+    record_property("given_up", sum(kinds.values()) - kinds["whole"])
+    record_property("milliseconds", int(1e3 * (time.monotonic() - began)))
+    for name, value in grown.items():
+        record_property(f"growth_{name}", value)
+    assert grown["device"] == 0
+    assert grown["reserved"] == 0
+    assert grown["host"] < 64 << 10  # libraries' own caches; a byte a step would be more
+    assert grown["objects"] < 1000
+    assert grown["resident"] < 8 << 20
+
+
+# ---- memory that runs out in the middle of a step ----
+
+
+class Trained:
+    """A model with shared x, a convolution, a frozen layer and a checkpoint, on the device."""
+
+    def __init__(self, faults: ModuleType) -> None:
+        self.faults = faults
+        torch.manual_seed(1)
+        self.model = faults.Block().cuda()
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=1e-2)
+        torch.manual_seed(2)
+        self.step(2)
+        self.seeds = torch.get_rng_state(), torch.cuda.get_rng_state()
+        self.start = copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict()))
+        self.before = self.state()
+        self.step(2)
+        self.expected = self.state()
+
+    def step(self, images: int) -> None:
+        self.optimizer.zero_grad()
+        generator = torch.Generator("cuda").manual_seed(images)
+        self.model(torch.randn(images, 3, 8, 8, device="cuda", generator=generator)).backward()
+        self.optimizer.step()
+
+    def state(self) -> list[Any]:
+        return list(self.faults.state(self.model, self.optimizer))
+
+    def again(self) -> None:
+        """As it was before the step that may fail."""
+        self.model.load_state_dict(self.start[0])
+        self.optimizer.load_state_dict(copy.deepcopy(self.start[1]))
+        self.seed()
+
+    def seed(self) -> None:
+        torch.set_rng_state(self.seeds[0])
+        torch.cuda.set_rng_state(self.seeds[1])
+
+    def check(self, where: str) -> None:
+        """Nothing of the failed step is left, and the next one has the bits of another process."""
+        assert self.faults.same(self.state(), self.before), where
+        assert input_cache.current().entry is None, where
+        self.seed()
+        self.step(2)
+        assert self.faults.same(self.state(), self.expected), where
+
+
+def test_a_step_on_cuda_that_fails_anywhere(
+    monkeypatch: pytest.MonkeyPatch, record_property: Record
+) -> None:
+    faults = torch_faults()
+    trained = Trained(faults)
+    injected = faults.Faults()
+    for name in faults.CALLS:
+        call = injected.wrap(name, getattr(_core, name), after=True)
+        monkeypatch.setattr(_core, name, injected.wrap(name, call))
+    monkeypatch.setattr(torch, "empty", injected.wrap("torch.empty", torch.empty))
+    places = []
+    for n in range(1000):
+        trained.again()
+        with injected.at(n, faults.out_of_memory), contextlib.suppress(torch.OutOfMemoryError):
+            trained.step(6)
+        if not injected.where:
+            break
+        places.append(injected.where)
+        trained.check(injected.where)
+    record_property("places", len(places))
+    assert {"compress_activation", "backward_linear", "torch.empty"} <= set(places)
+
+
+@contextlib.contextmanager
+def room(more: int) -> Iterator[None]:
+    """At most so many bytes more than there are tensors."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + more) / total)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def wide_layers() -> tuple[Any, Any, Any]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(hot.HotLinear(1024, 2048), hot.HotLinear(2048, 1024)).cuda()
+    return model, torch.randn(64, 1024, device="cuda"), torch.randn(20_000, 1024, device="cuda")
+
+
+def gradients(model: Any, x: Any) -> list[Any]:
+    torch.manual_seed(1)
+    torch.cuda.manual_seed(1)
+    model.zero_grad()
+    model(x.requires_grad_()).square().sum().backward()
+    x.grad = None
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def test_memory_that_runs_out_at_a_limit(record_property: Record) -> None:
+    """The allocator's limit is raised until the step fits: it fails at one place after another."""
+    model, small, large = wide_layers()
+    expected = gradients(model, small)
+    failed: list[str] = []
+    ended = False
+    for megabytes in range(20, 4000, 40):
+        with room(megabytes << 20):
+            try:
+                gradients(model, large)
+                ended = True
+            except torch.OutOfMemoryError as error:
+                trace = error.__traceback__
+                while trace is not None and trace.tb_next:
+                    trace = trace.tb_next
+                assert trace is not None
+                failed.append(trace.tb_frame.f_code.co_name)
+                del error, trace
+        large.grad = None
+        got = gradients(model, small)
+        assert all(map(same_bits, got, expected)), megabytes
+        if ended:
+            break
+    record_property("failed_steps", len(failed))
+    record_property("places", ", ".join(sorted(set(failed))))
+    assert ended
+    assert len(failed) >= 3
+
+
+@pytest.mark.skipif(not LARGE, reason="HOT_LARGE=1 runs it: takes the whole device")
+def test_memory_that_really_runs_out_on_the_device(record_property: Record) -> None:
+    model, small, large = wide_layers()
+    expected = gradients(model, small)
+    torch.cuda.empty_cache()
+    filler = []
+    size = 16 << 30
+    while size >= 1 << 20:
+        try:
+            filler.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+        except torch.OutOfMemoryError:
+            size //= 2
+    failures = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        gradients(model, large)
+    while filler:  # the smallest first, until the step fits
+        filler.pop()
+        torch.cuda.empty_cache()
+        try:
+            gradients(model, large)
+            break
+        except torch.OutOfMemoryError:
+            failures += 1
+    got = gradients(model, small)
+    filler.clear()
+    torch.cuda.empty_cache()
+    record_property("failed_steps", failures + 1)
+    assert all(map(same_bits, got, expected))
+
+
+# ---- errors, processes ----
+
+
+def program(tmp_path: Path, text: str) -> str:
+    script = tmp_path / "program.py"
+    script.write_text(textwrap.dedent(text))
+    return output_of(str(script), folder=Path(__file__).parent, timeout=300)
+
+
+def test_a_device_assertion_in_a_step(tmp_path: Path, record_property: Record) -> None:
+    """Another library's kernel fails for good: the next call of hotcore says so by name."""
+    out = program(
+        tmp_path,
+        """
+        import os, sys
+        import torch, hotcore, hotcore.torch as hot
+        model = hot.HotLinear(64, 64).cuda()
+        x = torch.randn(32, 64, device="cuda", requires_grad=True)
+        arrays = [torch.randn(32, 64, device="cuda") for _ in range(2)]
+        w = torch.randn(64, 64, device="cuda")
+        out = torch.empty(32, 64, device="cuda")
+        model(x).sum().backward()
+        hotcore.fwht(arrays[0], out=out)
+        torch.cuda.synchronize()
+        sys.stderr.flush()
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 2)                                  # the device prints its assertion there
+        torch.zeros(4, device="cuda")[torch.tensor([9], device="cuda")]
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            assert "assert" in str(error), error
+        found = []
+        for call in (lambda: hotcore.fwht(arrays[0], out=out), lambda: model(x).sum().backward()):
+            try:
+                call()
+            except RuntimeError as error:
+                found.append(str(error).splitlines()[0])
+        print("|".join(found), flush=True)
+        os._exit(0)
+        """,
+    )
+    found = out.strip().split("|")
+    record_property("message", found[0])
+    assert len(found) == 2, out
+    assert "fwht" in found[0], out
+    assert "cudaErrorAssert" in found[0], out
+    assert "assert" in found[1], out
+
+
+def in_child(work: Callable[[], bytes], seconds: int = 60) -> bytes:
+    """What a forked child's `work` returns."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(seconds)  # a hang ends it
+        try:
+            os.write(write, work())
+        except BaseException as error:
+            os.write(write, f"ERROR {type(error).__name__}: {error}".encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        answer = pipe.read()
+    _, status = os.waitpid(child, 0)
+    assert status == 0, f"the child ended with {status}, after {answer!r}"
+    return answer
+
+
+def test_a_fork_after_cuda_was_used(record_property: Record) -> None:
+    """The child computes on the CPU, with the parent's bits; CUDA refuses, by name."""
+    arrays = tuple(np.random.default_rng(0).standard_normal((48, 32), np.float32) for _ in range(2))
+
+    def on_cpu() -> bytes:
+        return bytes(hotcore.backward_linear(arrays[0], None, arrays[1], need="gw", key=3).gw)
+
+    expected = on_cpu()
+    cuda = layer(32, 16, 16)
+    whole_backward(cuda, "default", "cuda", 1)
+    there, out = (torch.randn(64, 64, device="cuda") for _ in range(2))
+    torch.cuda.synchronize()
+    assert in_child(on_cpu) == expected
+
+    def on_cuda() -> bytes:
+        hotcore.fwht(there, out=out)
+        return b"it ran"
+
+    answer = in_child(on_cuda).decode()
+    record_property("message", answer.splitlines()[0])
+    assert answer.startswith("ERROR RuntimeError"), answer
+    whole_backward(cuda, "default", "cuda", 1)  # the parent goes on
+    torch.cuda.synchronize()
+
+
+# ---- sizes past 2^31 ----
+
+
+@pytest.mark.skipif(not LARGE, reason="HOT_LARGE=1 runs it: tens of GB")
+@pytest.mark.parametrize("bits", [8, 4])
+def test_compress_saved_past_two_to_the_31(bits: int, record_property: Record) -> None:
+    """Every value comes back within a step of its block's range, up to the last one."""
+    pytest.importorskip("triton")
+    blocks = importlib.import_module("hotcore.torch.compress_saved")
+    count = (1 << 31) + 3 * blocks.BLOCK + 5
+    x = torch.empty(count, dtype=torch.bfloat16, device="cuda")
+    part = 1 << 27
+    for at in range(0, count, part):
+        x[at : at + part].normal_()
+    seed = torch.randint(2**62, (), device="cuda")
+    codes, ranges = blocks.encode_blocks(x, bits, (seed, 1))
+    back = blocks.decode_blocks(codes, ranges, bits, x.shape, x.dtype)
+    worst = 0.0
+    for at in range(0, count, part):
+        a, b = x[at : at + part].float(), back[at : at + part].float()
+        worst = max(worst, float((a - b).abs().max()))
+    record_property("elements", count)
+    record_property("largest_error", worst)
+    # A step of a block whose range is the widest, and the rounding of bf16.
+    spread = float(x[:part].float().abs().max()) * 2
+    assert worst <= 1.5 * spread / (2**bits - 1) + 2**-7 * spread
+
+
+@pytest.mark.skipif(not LARGE, reason="HOT_LARGE=1 runs it: tens of GB")
+@pytest.mark.parametrize("recipe", ["default", "fast"])
+def test_a_layer_past_two_to_the_31(recipe: str, record_property: Record) -> None:
+    """Through the adapter: the first and the last tokens as in a layer of these alone."""
+    tokens, ins, outs = 131_072 + 64, 16_400, 16
+    torch.manual_seed(0)
+    model = hot.HotLinear(ins, outs, config=recipe, bias=False).cuda().bfloat16()
+    x = torch.empty(tokens, ins, dtype=torch.bfloat16, device="cuda").normal_().requires_grad_()
+    gy = torch.randn(tokens, outs, device="cuda").bfloat16()
+    model(x).backward(gy)
+    torch.cuda.synchronize()
+    record_property("elements", tokens * ins)
+    for rows in (slice(0, 256), slice(tokens - 256, tokens)):
+        exact = gy[rows].float() @ model.weight.float()
+        error = float((x.grad[rows].float() - exact).norm() / exact.norm())
+        assert error < 0.05, (rows, error)
+    exact = torch.zeros(outs, ins, device="cuda")
+    for at in range(0, tokens, 8192):
+        exact += gy[at : at + 8192].float().t() @ x.detach()[at : at + 8192].float()
+    error = float((model.weight.grad.float() - exact).norm() / exact.norm())
+    assert error < (0.3 if recipe == "default" else 1.5), error

@@ -1,0 +1,137 @@
+"""Many steps of a small model, some of them given up half way, and the memory that they leave."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import hotcore.torch as hot
+import torch
+from torch import nn
+
+
+class GivenUp(Exception):
+    """Raised between two parts of a step."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a process holds; bytes."""
+
+    host: int
+    """In use, of glibc's malloc; 0 without it."""
+    objects: int
+    """Blocks of Python's allocator (a count)."""
+    resident: int
+    """Of the process, by the kernel; 0 where there is no /proc."""
+    device: int
+    """Of tensors."""
+    reserved: int
+    """Of the device, by torch's allocator."""
+
+
+class _MallInfo(ctypes.Structure):
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks"),
+            *("fordblks", "keepcost"),
+        )
+    )
+
+
+def memory(device: str) -> Memory:
+    """After a collection of garbage."""
+    for _ in range(3):
+        gc.collect()
+    cuda = device == "cuda"
+    if cuda:
+        torch.cuda.synchronize()
+    host = resident = 0
+    library: Any = ctypes.CDLL(None)
+    if hasattr(library, "mallinfo2"):
+        library.mallinfo2.restype = _MallInfo
+        info = library.mallinfo2()
+        host = info.uordblks + info.hblkhd
+    if os.path.exists("/proc/self/statm"):
+        with open("/proc/self/statm") as file:
+            resident = int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+    return Memory(
+        host,
+        sys.getallocatedblocks(),
+        resident,
+        torch.cuda.memory_allocated() if cuda else 0,
+        torch.cuda.memory_reserved() if cuda else 0,
+    )
+
+
+class Steps:
+    """Steps of a layer in turns: whole ones, and every way to give one up.
+
+    Args:
+        device: "cpu" or "cuda".
+        recipe: of the layer.
+    """
+
+    def __init__(self, device: str, recipe: str = "default") -> None:
+        torch.manual_seed(0)
+        self.layer = hot.HotLinear(48, 32, config=recipe).to(device)
+        self.model = nn.Sequential(self.layer, nn.ReLU())
+        self.x = torch.randn(64, 48, device=device, requires_grad=True)
+        self.gy = torch.randn(64, 32, device=device)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4)
+        self.done = {"whole": 0, "forward": 0, "after forward": 0, "backward": 0, "accumulation": 0}
+
+    def run(self, count: int) -> None:
+        for index in range(count):
+            kind = {3: "forward", 5: "after forward", 7: "backward", 9: "accumulation"}.get(
+                index % 10, "whole"
+            )
+            self.done[kind] += 1
+            getattr(self, "_" + kind.replace(" ", "_"))()
+
+    def _whole(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(self.x).backward(self.gy)
+        self.optimizer.step()
+
+    def _forward(self) -> None:
+        self.model(self.x)  # and no backward
+
+    def _after_forward(self) -> None:
+        with contextlib.suppress(GivenUp):
+            kept = self.model(self.x)
+            raise GivenUp(kept.shape)
+
+    def _backward(self) -> None:
+        def stop(gradient: torch.Tensor) -> None:
+            raise GivenUp(gradient.shape)
+
+        y = self.layer(self.x)
+        y.register_hook(stop)
+        with contextlib.suppress(GivenUp):
+            y.relu().backward(self.gy)
+
+    def _accumulation(self) -> None:
+        with contextlib.suppress(GivenUp), hot.gradient_accumulation():
+            self.model(self.x).backward(self.gy)
+            raise GivenUp
+
+
+def growth(device: str, steps: int) -> tuple[dict[str, int], dict[str, int]]:
+    """What so many steps add to the memory that a few hundred have taken; steps of each kind."""
+    load = Steps(device)
+    load.run(500)
+    memory(device)  # what asking takes itself
+    before = memory(device)
+    load.run(steps)
+    after = memory(device)
+    return (
+        {name: getattr(after, name) - getattr(before, name) for name in vars(before)},
+        load.done,
+    )
