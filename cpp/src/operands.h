@@ -121,8 +121,7 @@ struct Operand {
   std::int8_t* codes;
   float* scale;
   std::int64_t rows, k_padded;
-  // 1, rows, or k_padded (token). A single scale still has room for that many: CUDA writes it to
-  // every element, which its products read faster; the CPU writes the first one.
+  // 1, rows, or k_padded (token). A single scale of more places is in each of them.
   std::int64_t scales;
   std::uint32_t* amax = nullptr;  // scratch of the CUDA backend: maxima
 };

@@ -53,8 +53,8 @@ hot::BackwardLinearSpec make_spec(int hadamard_block, int gx_bits, std::string_v
                                   std::string_view storage, std::string_view x_scale,
                                   std::string_view x_rounding, bool equalize_tokens);
 
-// Scratch of one call: the caller's array or, on the CPU without one, its own memory, whose size is
-// computed only then.
+// Scratch of one call: the caller's array or, on the CPU without one, memory that the thread keeps
+// (64 MB at most), or memory of its own; its size is computed only then.
 class Scratch {
  public:
   template <class Size>
@@ -75,6 +75,7 @@ class Scratch {
   void allocate(std::size_t bytes);
 
   void* owned_ = nullptr;
+  bool borrowed_ = false;  // of this thread
   hot::Workspace workspace_{};
 };
 

@@ -266,7 +266,12 @@ TEST(BackwardLinear, quantized_weight_gives_the_same_bits) {
     Scratch for_weight(hot::quantize_weight_workspace(cpu(), O, I, layer.spec));
     const hot::ConstQuantizedWeight quantized =
         hot::quantize_weight(cpu(), w.view(), layer.spec, {codes, bytes}, for_weight.workspace());
-    EXPECT_EQ(codes[bytes], static_cast<char>(0xA5));  // nothing past its end
+    EXPECT_EQ(codes[bytes], static_cast<char>(0xA5));           // nothing past its end
+    if (layer.spec.weight_scale == hot::Granularity::tensor) {  // its scale in every place, as CUDA
+      const auto* const scale = reinterpret_cast<const float*>(codes + bytes) - I;
+      EXPECT_EQ(std::vector<float>(scale, scale + I),
+                std::vector<float>(static_cast<std::size_t>(I), *scale));
+    }
     const auto gx = layer.gx.values(), gw = layer.gw.values();
     layer.gx.fill(std::vector<float>(gx.size(), -7.0F));
     layer.gw.fill(std::vector<float>(gw.size(), -7.0F));

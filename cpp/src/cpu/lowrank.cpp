@@ -261,6 +261,8 @@ void quantize_columns(const Context& context, const ColumnsJob& job) {
     const float scale = make_scale(bits, quant.bits).scale;
     std::memcpy(out.scale + i, &scale, sizeof scale);
   }
+  // As CUDA writes it: the bytes of a quantised weight mean the same to both.
+  if (quant.per_tensor) std::fill(out.scale + 1, out.scale + out.scales, out.scale[0]);
 }
 
 namespace {
