@@ -99,6 +99,27 @@ LAYERS: list[tuple[tuple[int, int, int], HotConfig, str, tuple[str, ...]]] = [
         (ONE_PASS, "rows16_kernel", ONE_PASS, ONE_PASS, "tile_kernel any", "tile_kernel any"),
     ),
     (
+        (6000, 512, 768),
+        HotConfig.recipe("compact"),
+        "bfloat16",
+        ("token_exponents_kernel", "rotate_kernel", "rows16_kernel", ONE_PASS, ONE_PASS)
+        + ("requantize_rotated_kernel", "wgmma 128x192", "wgmma stream-K"),
+    ),
+    (
+        (16500, 768, 64),
+        HotConfig.recipe("default", storage="rht4"),
+        "bfloat16",
+        ("rotate_kernel", "memset", "rows16_kernel", AMAX, CODES, "final_sum_kernel", ONE_PASS)
+        + ("requantize_rotated_kernel", "wgmma 128x192", "wgmma stream-K"),
+    ),
+    (
+        (300, 64, 48),
+        HotConfig.recipe("default", equalize_tokens=True),
+        "bfloat16",
+        ("token_exponents_kernel", "groups_kernel", "memset", "rows16_kernel", *GENERIC, ONE_PASS)
+        + ("requantize_kernel", "gemm_small_kernel", "partial_sum_kernel", "final_sum_kernel"),
+    ),
+    (
         (0, 64, 32),
         HotConfig.recipe("fast"),
         "bfloat16",
