@@ -38,10 +38,10 @@ from hotcore.torch import functional
 from layers import CPU_GROUPS, CUDA_GROUPS, PAPER, Shape, floor_ms, parse_shape
 from timing import Call, Row
 
-RECIPES = ("default", "fast", "int4", "paper", "accurate")
+RECIPES = ("default", "fast", "int4", "paper", "accurate", "compact")
 PARTS = ("layers", "paper", "stages", "forward", "host")
 ALL = ("gx", "gw", "gb")
-BOTH = ("default", "fast")
+BOTH = ("default", "fast", "compact")
 """Recipes whose forward and backward are timed together."""
 HOST_BAR_US = 60.0
 LEAST_STAGE_ROUNDS = 4
@@ -382,6 +382,7 @@ def cuda_stages(arrays: Sequence[torch.Tensor], recipe: str, total_us: float) ->
         "products together": products,
         "launches": sum(kernel["launches"] for kernel in whole),
         "kernels": whole,
+        "compress": kernel_times(hot_compress(x, recipe)),
     }
 
 
@@ -412,7 +413,7 @@ def print_stages(title: str, found: dict[str, Any]) -> None:
     print(f"\n{title}: us by what is needed: {calls}")
     for stage, us in found.get("stages", {}).items():
         print(f"  {stage:18s} {us:8.1f}")
-    for kernel in found.get("kernels", ()):
+    for kernel in (*found.get("kernels", ()), *found.get("compress", ())):
         print(f"    {kernel['us']:8.1f} us  {kernel['launches']:4.1f} x  {kernel['kernel'][:90]}")
 
 

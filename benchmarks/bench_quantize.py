@@ -20,7 +20,7 @@ from timing import Call, Row
 
 CUDA_SHAPES = ((25216, 768), (25216, 3072), (8192, 4096), (8192, 14336))
 CPU_SHAPES = ((1576, 768),)
-RECIPES = ("default", "fast", "paper", "accurate")
+RECIPES = ("default", "fast", "paper", "accurate", "compact")
 
 
 def parse_matrix(text: str) -> tuple[int, int]:

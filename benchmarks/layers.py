@@ -66,14 +66,16 @@ def floor_ms(shape: Shape, recipe: str, passes: int = 1) -> float:
 
     g_y is read ``passes`` times (2 bytes per value). Per value one INT8 code is written for g_x,
     and one (full) or half a code (r = 8) for g_w. w is read and its codes are written. Recipes with
-    x in INT4 unpack it (0.53 + 1 bytes). A product takes the longer of its arithmetic and its
-    bytes.
+    x in INT4 unpack it (0.53 + 1 bytes), in 2 bits 0.28 + 1. A product takes the longer of its
+    arithmetic and its bytes.
     """
     tokens, outs, ins = shape
     kept = tokens / 2 if recipe in HALF_RANK else tokens
     quantise = tokens * outs * (2 * passes + 1) + kept * outs + 3 * outs * ins
     if recipe in ("default", "int4"):
         quantise += 1.53 * tokens * ins
+    if recipe == "compact":
+        quantise += 1.28 * tokens * ins
 
     def product(m: float, n: float, k: float) -> float:
         return max(2 * m * n * k / TOPS, (m * k + n * k + 2 * m * n) / BANDWIDTH)

@@ -83,7 +83,7 @@ constexpr int sm_ctas(Kind kind, int dtype_size, Pass pass, Rounding rounding) {
     const bool few = fits_in_place(kind, dtype_size) || (kind == Kind::full && dtype_size == 2);
     return (nearest && kind != Kind::rotated) || few ? 3 : 2;
   }
-  if (kind == Kind::rotated) return 4;  // factors, and values of other lanes
+  if (kind == Kind::rotated) return pass == Pass::amax ? 5 : 4;  // 64 tokens of a lane
   return pass == Pass::amax || nearest ? 6 : 5;
 }
 

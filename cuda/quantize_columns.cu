@@ -14,9 +14,9 @@
 //              A lane takes 16 k (a k16) of two neighbouring columns at a time in registers: 16
 //              tokens as they are (full), a whole block (w for g_x), or two blocks of rank 8. A
 //              sketch folds to 8 values first (it reads tokens t and t ^ a: no register is indexed
-//              at run time); lowpass and sequency keep 8 fixed rows. A block of 64 is the four k16
-//              of a step: its last two butterflies are between lanes. The warp notes the factors of
-//              its 128 tokens once, 256 bytes.
+//              at run time); lowpass and sequency keep 8 fixed rows. Of blocks of 64 a lane takes a
+//              column whole, with no exchange between lanes but of finished codes. The warp notes
+//              the factors of its 128 tokens once, 256 bytes.
 //     banks    Bits 5 and 6 of an address are swizzled by the number of the k16 (16 tokens, or 32
 //              at rank 8), so that the four k16 of a warp use all banks. Every block starts on 1024
 //              bytes, so that tokens are reached by exclusive or.

@@ -168,33 +168,11 @@ struct LaneK16 {
   }
 };
 
-// The tokens of a k16 by their factors, signs times powers of two: bf16 numbers, at `notes`.
-__device__ inline void apply_factors(const std::uint8_t* notes, float (&v)[2][k16]) {
-  unsigned words[k16 / 2];
-  load_words(notes, words);
-  float factor[k16];
-  BF16::unpack(words, factor);
-#pragma unroll
-  for (int t = 0; t < k16; ++t) {
-    v[0][t] *= factor[t];
-    v[1][t] *= factor[t];
-  }
-}
-
-// The k16 of two neighbouring columns. `notes`: the tokens that a sketch folds by; factors.
+// The k16 of two neighbouring columns. `notes`: the tokens that a sketch folds by.
 template <Kind kind, class Tag>
 __device__ void project(const LaneK16& from, const std::uint8_t* notes, float sketch_weight,
                         float (&v)[2][k16]) {
-  if constexpr (kind == Kind::rotated) {
-    // A block is the four k16 of a step: its last two distances are between lanes.
-    from.load<Tag>(0, v);
-    apply_factors(notes, v);
-#pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      butterfly<1, 16>(v[c]);
-      butterfly_lanes<32, 8>(v[c], threadIdx.x % 32);
-    }
-  } else if constexpr (kind == Kind::full || kind == Kind::hadamard) {
+  if constexpr (kind == Kind::full || kind == Kind::hadamard) {
     from.load<Tag>(0, v);
     if constexpr (kind == Kind::hadamard) {
       butterfly<1, 16>(v[0]);
@@ -254,16 +232,12 @@ struct Partial {
     if (sum_wanted) sum += static_cast<Sum>(total);
   }
 
-  // Of a quarter of a block of 64, of tokens that have their factors; the other quarters lie in the
-  // lanes 8, 16 and 24 further. The sum is of the tokens themselves: the caller's.
-  __device__ void rotated(float (&v)[k16]) {
-    butterfly<1, 16>(v);
-    butterfly_lanes<16, 8>(v, threadIdx.x % 32);
+  // Of a block of 64, transformed up to its last stage. The sum is of the tokens themselves: the
+  // caller's.
+  __device__ void rotated(const float (&v)[rotated_block]) {
+    constexpr int half = static_cast<int>(rotated_block) / 2;
 #pragma unroll
-    for (int k = 0; k < k16; ++k) {
-      const float magnitude = fabsf(v[k]);
-      add(largest[0], magnitude + __shfl_xor_sync(0xffffffffU, magnitude, 16));
-    }
+    for (int k = 0; k < half; ++k) add(largest[0], fabsf(v[k]) + fabsf(v[k + half]));
   }
 
   __device__ void folded(float (&v)[8], bool sum_wanted) {
@@ -291,14 +265,15 @@ struct Partial {
   }
 
   // In the order in which row 0 of an FWHT adds them.
-  __device__ static float tree_sum(const float (&v)[k16]) {
-    float total[k16];
+  template <int Size>
+  __device__ static float tree_sum(const float (&v)[Size]) {
+    float total[Size];
 #pragma unroll
-    for (int t = 0; t < k16; ++t) total[t] = v[t];
+    for (int t = 0; t < Size; ++t) total[t] = v[t];
 #pragma unroll
-    for (int h = 1; h < k16; h *= 2) {
+    for (int h = 1; h < Size; h *= 2) {
 #pragma unroll
-      for (int t = 0; t < k16; t += 2 * h) total[t] = total[t] + total[t + h];
+      for (int t = 0; t < Size; t += 2 * h) total[t] = total[t] + total[t + h];
     }
     return total[0];
   }
@@ -307,17 +282,7 @@ struct Partial {
 template <Kind kind, class Tag>
 __device__ void accumulate(const LaneK16& from, const std::uint8_t* notes, bool sum_wanted,
                            Partial<kind> (&partial)[2]) {
-  if constexpr (kind == Kind::rotated) {
-    float v[2][16];
-    from.load<Tag>(0, v);
-    if (sum_wanted) {
-      partial[0].sum += static_cast<double>(partial[0].tree_sum(v[0]));
-      partial[1].sum += static_cast<double>(partial[1].tree_sum(v[1]));
-    }
-    apply_factors(notes, v);
-    partial[0].rotated(v[0]);
-    partial[1].rotated(v[1]);
-  } else if constexpr (kind == Kind::full || kind == Kind::hadamard) {
+  if constexpr (kind == Kind::full || kind == Kind::hadamard) {
     float v[2][16];
     from.load<Tag>(0, v);
     partial[0].tokens(v[0], sum_wanted);
@@ -477,6 +442,17 @@ class WarpTile {
   // tokens were, for write_codes.
   template <bool in_place>
   __device__ __forceinline__ void accumulate_tile() const {
+    if constexpr (kind == Kind::rotated) {
+      accumulate_rotated();
+    } else {
+      accumulate_k16s<in_place>();
+    }
+    __syncthreads();
+  }
+
+ private:
+  template <bool in_place>
+  __device__ __forceinline__ void accumulate_k16s() const {
 #pragma unroll 1
     for (int half = first_half(); half < last_half(); ++half) {
       Partial<kind> partial[2];
@@ -485,12 +461,12 @@ class WarpTile {
         const LaneK16 from = lane_k16(step, half);
         if constexpr (in_place) {
           float v[2][k16];
-          project<kind, Tag>(from, lane_notes(step), args_.sketch_weight, v);
+          project<kind, Tag>(from, lane_offsets(), args_.sketch_weight, v);
           from.store(v);
           partial[0].projected(v[0], args_.sum_wanted);
           partial[1].projected(v[1], args_.sum_wanted);
         } else {
-          accumulate<kind, Tag>(from, lane_notes(step), args_.sum_wanted, partial);
+          accumulate<kind, Tag>(from, lane_offsets(), args_.sum_wanted, partial);
         }
       }
 #pragma unroll
@@ -511,9 +487,34 @@ class WarpTile {
         }
       }
     }
-    __syncthreads();
   }
 
+  // A lane takes a column of a block of 64 tokens: no exchange between lanes. In fp32 a column tile
+  // has 16 columns, and the halves of a warp take a block each.
+  __device__ __forceinline__ void accumulate_rotated() const {
+    Partial<kind> partial;
+#pragma unroll 1
+    for (int step = first_block(); step < steps_; step += step_blocks) {
+      float v[rotated_block];
+      load_block(step, v);
+      if (args_.sum_wanted) partial.sum += static_cast<double>(partial.tree_sum(v));
+      apply_factors(step, v);
+      butterfly<1, static_cast<int>(rotated_block) / 2>(v);
+      partial.rotated(v);
+    }
+    __syncwarp();
+    if constexpr (step_blocks == 2) {
+      partial.largest[0] = max_magnitude(partial.largest[0],
+                                         __shfl_xor_sync(0xffffffffU, partial.largest[0], columns));
+      partial.sum += __shfl_xor_sync(0xffffffffU, partial.sum, columns);
+    }
+    if (lane_ < columns) {
+      shared_.warp[warp_].amax[lane_] = abs_bits(partial.largest[0]);
+      shared_.warp[warp_].sum[lane_] = partial.sum;
+    }
+  }
+
+ public:
   // Reduces the warps' partials, and gathers those of all CTAs in each: `cluster` of them, below 2:
   // this one alone. `turn`: of column tiles of this CTA. Sums go to CTA 0.
   __device__ __forceinline__ Partials* reduce(int cluster, int turn) const {
@@ -580,6 +581,17 @@ class WarpTile {
   template <bool in_place, Rounding rounding>
   __device__ __forceinline__ void write_codes(unsigned column_tile, const DeviceScale& scale,
                                               const DeviceOffset& offset) const {
+    if constexpr (kind == Kind::rotated) {
+      write_rotated<rounding>(column_tile, scale, offset);
+    } else {
+      write_k16s<in_place, rounding>(column_tile, scale, offset);
+    }
+  }
+
+ private:
+  template <bool in_place, Rounding rounding>
+  __device__ __forceinline__ void write_k16s(unsigned column_tile, const DeviceScale& scale,
+                                             const DeviceOffset& offset) const {
 #pragma unroll 1
     for (int half = first_half(); half < last_half(); ++half) {
       const int first = half * warp_columns + 2 * pair();
@@ -598,7 +610,7 @@ class WarpTile {
         if constexpr (in_place) {
           lane_k16(step, half).load_stored(v);
         } else {
-          project<kind, Tag>(lane_k16(step, half), lane_notes(step), args_.sketch_weight, v);
+          project<kind, Tag>(lane_k16(step, half), lane_offsets(), args_.sketch_weight, v);
         }
         if (k >= k16_count_) continue;
 #pragma unroll
@@ -614,6 +626,52 @@ class WarpTile {
     }
   }
 
+  // Neighbouring lanes exchange half of their codes, so that the two write 32 contiguous bytes of a
+  // row, a whole sector.
+  template <Rounding rounding>
+  __device__ __forceinline__ void write_rotated(unsigned column_tile, const DeviceScale& scale,
+                                                const DeviceOffset& offset) const {
+    const float inv = __shfl_sync(0xffffffffU, scale.inv, lane_ % columns);
+    const bool keep = __shfl_sync(0xffffffffU, static_cast<int>(scale.keep), lane_ % columns) != 0;
+    const std::int64_t row = std::int64_t{column_tile} * columns + lane_ % columns;
+    const bool odd = lane_ % 2 != 0;
+#pragma unroll 1
+    for (int first = 0; first < steps_; first += step_blocks) {
+      const int step = first + first_block();
+      float v[rotated_block];
+      load_block(step, v);
+      apply_factors(step, v);
+      butterfly<1, static_cast<int>(rotated_block)>(v);
+      const int k = (number_ * tile_steps(kind) + step) * warp_k16s;
+#pragma unroll
+      for (int pair = 0; pair < warp_k16s; pair += 2) {
+        uint4 codes[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          codes[i] = round_group<rounding>(
+              [&](int j) { return v[(pair + i) * k16 + j]; }, UniformScale{inv}, args_.key, offset,
+              static_cast<std::uint64_t>(row * k16_count_ + k + pair + i), args_.bits);
+          if (!keep) codes[i] = make_uint4(0, 0, 0, 0);
+        }
+        const uint4 mine = odd ? codes[1] : codes[0], theirs = odd ? codes[0] : codes[1];
+        uint4 got;
+        got.x = __shfl_xor_sync(0xffffffffU, theirs.x, 1);
+        got.y = __shfl_xor_sync(0xffffffffU, theirs.y, 1);
+        got.z = __shfl_xor_sync(0xffffffffU, theirs.z, 1);
+        got.w = __shfl_xor_sync(0xffffffffU, theirs.w, 1);
+        if (step >= steps_) continue;
+        const std::int64_t even_row = odd ? row - 1 : row;
+        std::int8_t* const to =
+            args_.codes + even_row * args_.k_padded + (k + pair + (odd ? 1 : 0)) * k16;
+        if (even_row < args_.x.cols) *reinterpret_cast<uint4*>(to) = odd ? got : mine;
+        if (even_row + 1 < args_.x.cols) {
+          *reinterpret_cast<uint4*>(to + args_.k_padded) = odd ? mine : got;
+        }
+      }
+    }
+  }
+
+ public:
   __device__ int warp() const { return warp_; }
   __device__ int lane() const { return lane_; }
   __device__ int rank() const { return rank_; }
@@ -622,17 +680,40 @@ class WarpTile {
   static constexpr int halves = columns / warp_columns;
   static_assert(tile_warps == 1 || tile_warps == halves);
 
+  // Blocks of 64 that a warp takes at a time, of a step each.
+  static constexpr int step_blocks = 32 / columns;
+  __device__ int first_block() const { return lane_ / columns; }
+
+  // A lane's column of a block of 64 tokens. The swizzle turns bits of the address by the number of
+  // the k16: the half of a token, and tokens of even and odd number.
+  __device__ __forceinline__ void load_block(int step, float (&v)[rotated_block]) const {
+    const char* const block = tile_ + step * static_cast<int>(rotated_block) * tile_row_bytes;
+    const int place = lane_ % columns * Tag::size;
+#pragma unroll
+    for (int t = 0; t < rotated_block; ++t) {
+      const int turned = swizzle<Tag>(t / k16), parity = turned & tile_row_bytes;
+      const char* const token = block + ((t * tile_row_bytes) ^ parity);
+      v[t] = Tag::load(token + (place ^ (turned - parity)), 0);
+    }
+  }
+  __device__ __forceinline__ void apply_factors(int step, float (&v)[rotated_block]) const {
+    const std::uint8_t* const factors = notes_ + step * static_cast<int>(rotated_block) * 2;
+#pragma unroll
+    for (int t = 0; t < rotated_block; t += 8) {
+      unsigned words[4];
+      load_words(factors + 2 * t, words);
+      float factor[8];
+      BF16::unpack(words, factor);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) v[t + i] *= factor[i];
+    }
+  }
+
   __device__ int first_half() const { return tile_warps == 1 ? 0 : warp_ % tile_warps; }
   __device__ int last_half() const { return tile_warps == 1 ? halves : first_half() + 1; }
   // Lanes 8 i to 8 i + 7 take k16 number i of a step, two columns each.
   __device__ int pair() const { return lane_ % 8; }
-  __device__ const std::uint8_t* lane_notes(int step) const {
-    if constexpr (kind == Kind::rotated) {
-      return notes_ + (step * warp_k16s + lane_ / 8) * k16 * 2;
-    } else {
-      return notes_ + 2 * (lane_ / 8);
-    }
-  }
+  __device__ const std::uint8_t* lane_offsets() const { return notes_ + 2 * (lane_ / 8); }
 
   __device__ __forceinline__ LaneK16 lane_k16(int step, int half) const {
     // The swizzle of bit 6 exchanges even and odd tokens, that of bit 5 halves of a token.

@@ -46,10 +46,10 @@ struct RotateArgs {
 template <int bits>
 struct RotateShared {
   float factor[block];
-  std::uint32_t shift[block];  // u + h: added to a rounded value, it has the code in byte 1
+  std::uint32_t shift[block];  // rht4: u + h, rht2: u. With them, a code is byte 1 of a sum
   float value[block];          // of code 0, in scales; rht2 alone
 
-  static constexpr int half = 128 * ((1 << bits) - 1);
+  static constexpr int half = 128 * ((1 << bits) - 1);  // h
 
   // By the first 128 threads: two warps draw the signs, two the dither.
   __device__ void draw(const RotateArgs& args, std::int64_t number) {
@@ -69,7 +69,7 @@ struct RotateShared {
 #pragma unroll
       for (int w = 1; w < 4; ++w) word = i % 16 / 4 == w ? words.word[w] : word;
       const std::uint32_t u = word >> (8 * (i % 4)) & 255U;
-      shift[i] = u + half;
+      shift[i] = bits == 4 ? u + half : u;
       value[i] = static_cast<float>(511 - 2 * static_cast<int>(u) - (256 << bits)) / 512.0F;
     }
   }
@@ -124,13 +124,15 @@ __device__ __forceinline__ std::uint16_t rotated_codes(const RotateShared<2>& sh
   const float spread = __fsqrt_rn(__fdiv_rn(squares, 64.0F));
   const float range = fminf(__uint_as_float(amax) * power, 1.75F * spread);
   const float inv = 256.0F * __fdiv_rn(1.5F, range);
-  constexpr auto most = static_cast<float>(RotateShared<2>::half);
-  const float low = integer_float() - most, high = integer_float() + most;
+  constexpr int half = RotateShared<2>::half;
   std::uint32_t sum[4], eights[4];
   const float products = tree_sum<0, block>([&](auto constant) {
     constexpr int k = decltype(constant)::value;
-    const float rounded = fmaxf(fminf(__fmaf_rn(v[k], inv, integer_float()), high), low);
-    sum[k % 4] = __float_as_uint(rounded) + shared.shift[k];
+    const int rounded = __float_as_int(__fmaf_rn(v[k], inv, integer_float()));
+    // max(min(rounded + h, 2h), 0), one instruction on sm_90
+    const int clamped =
+        __viaddmin_s32_relu(rounded, half - static_cast<int>(integer_bits), 2 * half);
+    sum[k % 4] = static_cast<unsigned>(clamped) + shared.shift[k];
     if constexpr (k % 4 == 3) {
       const std::uint32_t four = gather_bytes<1>(sum[0], sum[1], sum[2], sum[3]);
       eights[k / 4 % 4] = __dp4a(four, 0x40100401U, 0U);  // four codes as one byte
@@ -138,7 +140,8 @@ __device__ __forceinline__ std::uint16_t rotated_codes(const RotateShared<2>& sh
     if constexpr (k % 16 == 15) {
       words[k / 16] = gather_bytes<0>(eights[0], eights[1], eights[2], eights[3]);
     }
-    const float code = (__uint_as_float(sum[k % 4] & 0xffffff00U) - integer_float()) * 0x1p-8F;
+    // The code below the bits of 2^15, one of whose ulps is 1/256.
+    const float code = __uint_as_float((sum[k % 4] & 0x300U) | 0x47000000U) - 32768.0F;
     return v[k] * (code + shared.value[k]);
   });
   const float back = __uint_as_float((exponent - 1U) << 23);  // 1 / power
@@ -151,8 +154,10 @@ __global__ void __launch_bounds__(rotated::threads)
   __shared__ __align__(16) RotateShared<bits> shared;
   begin_kernel();
   const auto tiles = static_cast<unsigned>((args.x.cols + rotated::threads - 1) / rotated::threads);
-  const std::int64_t number = blockIdx.x / tiles;
-  const std::int64_t col = std::int64_t{blockIdx.x % tiles} * rotated::threads + threadIdx.x;
+  // Backwards where the sizes of tokens come first: the L2 still holds the end of x.
+  const unsigned place = args.x.exponents == nullptr ? blockIdx.x : gridDim.x - 1 - blockIdx.x;
+  const std::int64_t number = place / tiles;
+  const std::int64_t col = std::int64_t{place % tiles} * rotated::threads + threadIdx.x;
   const bool live = col < args.x.cols;
   float v[block];
   const std::int64_t first = number * block;
@@ -172,10 +177,14 @@ __global__ void __launch_bounds__(rotated::threads)
   if (!live) return;
 #pragma unroll
   for (int t = 0; t < block; ++t) v[t] *= shared.factor[t];
-  butterfly<1, block>(v);
+  // The larger of |a + b| and |a - b| is |a| + |b|, rounded alike.
+  butterfly<1, block / 2>(v);
   float largest = 0.0F;
 #pragma unroll
-  for (int t = 0; t < block; ++t) largest = max_magnitude(largest, v[t]);
+  for (int t = 0; t < block / 2; ++t) {
+    largest = max_magnitude(largest, fabsf(v[t]) + fabsf(v[t + block / 2]));
+  }
+  butterfly<block / 2, block>(v);
   const std::uint32_t amax = abs_bits(largest);
   std::uint32_t words[2 * bits] = {};
   std::uint16_t scale = 0;

@@ -21,12 +21,12 @@ __device__ void butterfly(float (&v)[Size]) {
   }
 }
 
-// Distances First, 2 First, ... below Lanes between the lanes of a warp, all of which take part.
-// v * -1 is exact, so the fused multiply-add rounds once, like the addition it stands for.
-template <int Lanes, int First = 1, int Size>
+// Distances 1, 2, ... below Lanes between the lanes of a warp, all of which take part. v * -1 is
+// exact, so the fused multiply-add rounds once, like the addition it stands for.
+template <int Lanes, int Size>
 __device__ void butterfly_lanes(float (&v)[Size], unsigned lane) {
 #pragma unroll
-  for (unsigned h = First; h < Lanes; h *= 2) {
+  for (unsigned h = 1; h < Lanes; h *= 2) {
     const float sign = (lane & h) != 0 ? -1.0F : 1.0F;
 #pragma unroll
     for (int i = 0; i < Size; ++i) {

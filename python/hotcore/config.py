@@ -146,7 +146,6 @@ class HotConfig:
         forward_block: block of its Hadamard transform along I; power of two, 1 (none) to 256.
         forward_in_eval: whether modules keep ``forward`` in eval mode, where they are else plain.
 
-    Storage rht4 and rht2 and ``equalize_tokens`` run on the CPU only.
 
     Source: docs/numerics.md; docs/recipes.md.
     """

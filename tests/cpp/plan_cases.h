@@ -105,7 +105,7 @@ inline std::vector<PlanCase> plan_cases() {
        hot::recipe("compact"),
        DType::bf16,
        {"token_exponents_kernel", "rotate_kernel", "rows16_kernel", one_pass, one_pass,
-        "requantize_rotated_kernel", "wgmma 128x192", "wgmma 128x128"}},
+        "requantize_rotated_kernel", "wgmma 128x192", "wgmma stream-K"}},
       {"4 bits, more tokens than a cluster holds",
        {16500, 768, 64},
        changed("default", [](auto& spec) { spec.storage = hot::Storage::rht4; }),

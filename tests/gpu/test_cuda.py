@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 
-RECIPES = ("default", "fast", "int4", "paper", "accurate")
+RECIPES = ("default", "fast", "int4", "paper", "accurate", "compact")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -58,6 +58,52 @@ def test_backward_linear_equals_cpu(recipe: str, dtype: torch.dtype) -> None:
         assert torch.allclose(
             results[0][3].float(), results[1][3].float().cpu(), rtol=1e-2, atol=1e-3
         )
+
+
+KEPT = (  # every form of storage whose tokens are equalised, and blocks of 64 where they are not
+    hotcore.HotConfig(storage="rht4"),
+    hotcore.HotConfig(storage="rht2"),
+    hotcore.HotConfig(storage="rht4", equalize_tokens=True),
+    hotcore.HotConfig(storage="rht2", equalize_tokens=True),
+    hotcore.HotConfig(storage="rht2", equalize_tokens=True, gw_scale="tensor"),
+    hotcore.HotConfig(storage="rht4", gw_scale="token"),
+    hotcore.HotConfig(storage="rht2", equalize_tokens=True, gw_rounding="pseudo_stochastic"),
+    hotcore.HotConfig(storage="int4", equalize_tokens=True),
+    hotcore.HotConfig(storage="int8", equalize_tokens=True),
+    hotcore.HotConfig.recipe("fast", equalize_tokens=True),
+    hotcore.HotConfig.recipe("paper", token_grid=(4, 5), prefix_tokens=1, equalize_tokens=True),
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("config", KEPT, ids=lambda c: f"{c.storage} {c.basis} {c.gw_scale}")
+def test_kept_forms_equal_cpu(config: hotcore.HotConfig, dtype: torch.dtype) -> None:
+    """Blocks of 64 that are short or missing, tokens of unlike size, NaN, views of any strides."""
+    for length, outs, ins in ((5, 17, 9), (63, 40, 33), (64, 32, 64), (65, 96, 48), (2100, 64, 80)):
+        length += -length % 21 if config.token_grid is not None else 0
+        gy, w, x = layer(length, outs, 2 * ins, dtype)
+        x[length // 2] *= 300  # beside it the others are small
+        x[length // 3] = 0
+        if length > 100:
+            x[7, 3] = float("nan")
+            x[70, 4] = float("inf")
+        results = []
+        for device in ("cpu", "cuda"):
+            on = x.to(device)
+            views = (on[:, :ins], on[:, ::2], on.t().contiguous().t()[:, :ins])
+            for view in views:
+                saved = hotcore.compress_activation(view, config, key=hotcore.Key(5, 6, 7))
+                narrow = w.to(device)[:, :ins]
+                need = ("gx", "gw")
+                found = hotcore.backward_linear(
+                    gy.to(device), narrow, saved, config=config, need=need, key=9
+                )
+                results.append((device, saved.data, *found))
+        for on_cpu, on_gpu in zip(results[:3], results[3:], strict=True):
+            for name, a, b in zip(("saved", "gx", "gw"), on_cpu[1:], on_gpu[1:], strict=False):
+                assert b.is_cuda
+                a, b = (torch.nan_to_num(t.cpu().float(), nan=7e7) for t in (a, b))
+                assert torch.equal(a, b), f"{name} at {(length, outs, ins)}"
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

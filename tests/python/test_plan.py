@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 import re
@@ -96,6 +97,27 @@ LAYERS: list[tuple[tuple[int, int, int], HotConfig, str, tuple[str, ...]]] = [
         HotConfig.recipe("fast"),
         "bfloat16",
         (ONE_PASS, "rows16_kernel", ONE_PASS, ONE_PASS, "tile_kernel any", "tile_kernel any"),
+    ),
+    (
+        (6000, 512, 768),
+        HotConfig.recipe("compact"),
+        "bfloat16",
+        ("token_exponents_kernel", "rotate_kernel", "rows16_kernel", ONE_PASS, ONE_PASS)
+        + ("requantize_rotated_kernel", "wgmma 128x192", "wgmma stream-K"),
+    ),
+    (
+        (16500, 768, 64),
+        HotConfig.recipe("default", storage="rht4"),
+        "bfloat16",
+        ("rotate_kernel", "memset", "rows16_kernel", AMAX, CODES, "final_sum_kernel", ONE_PASS)
+        + ("requantize_rotated_kernel", "wgmma 128x192", "wgmma stream-K"),
+    ),
+    (
+        (300, 64, 48),
+        HotConfig.recipe("default", equalize_tokens=True),
+        "bfloat16",
+        ("token_exponents_kernel", "groups_kernel", "memset", "rows16_kernel", *GENERIC, ONE_PASS)
+        + ("requantize_kernel", "gemm_small_kernel", "partial_sum_kernel", "final_sum_kernel"),
     ),
     (
         (0, 64, 32),
@@ -325,6 +347,25 @@ def test_explains_bytes_and_floor() -> None:
     assert explain(25216, 3072, 768, need="x").operations == 0
 
 
+def test_equalised_tokens_and_their_sizes_are_explained() -> None:
+    found = explain(25216, 3072, 768, "compact")
+    kernels = [step.kernel for step in found.steps]
+    assert kernels[:2] == ["token_exponents_kernel", "rotate_kernel"]
+    assert "requantize_rotated_kernel" in kernels and not found.slow
+    sizes, rotate = found.steps[:2]
+    assert sizes.bytes_read == 25216 * 768 * 2 and sizes.bytes_written == 25216
+    assert rotate.bytes_read == 25216 * 768 * 2 + 25216
+    assert rotate.bytes_written == 394 * 768 * (16 + 2)  # a block: 64 codes of 2 bits, a bf16
+    assert [s.kernel for s in found.steps if "sizes of tokens" in s.reads] == [
+        "rotate_kernel",
+        "column_amax_kernel",
+        "column_codes_kernel",
+    ]
+    config = dataclasses.replace(HotConfig.recipe("default"), equalize_tokens=True)
+    slow = explain(25216, 3072, 768, config).slow
+    assert any("equalize_tokens" in reason for reason in slow)
+
+
 def test_what_cannot_be_explained_is_refused() -> None:
     for device in ("sm_70", "cpu", "cuda:x"):
         with pytest.raises(ValueError, match="device"):
@@ -340,12 +381,6 @@ def test_what_cannot_be_explained_is_refused() -> None:
         hotcore.explain(64, 64, 64, need=("gx", "w"))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="dtype"):
         hotcore.explain(64, 64, 64, dtype="int8")
-    for storage in ("rht4", "rht2"):
-        config = hotcore.HotConfig(storage=storage)
-        with pytest.raises(NotImplementedError, match=f"storage is {storage}, which has no CUDA"):
-            hotcore.explain(64, 64, 64, config)
-    with pytest.raises(NotImplementedError, match="equalize_tokens is true"):
-        hotcore.explain(64, 64, 64, hotcore.HotConfig(equalize_tokens=True))
 
 
 def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -354,7 +354,7 @@ def test_operators(kernel: int, channels_last: bool) -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize("kernel", [1, 3])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "compact"])  # CPU only
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_cuda_equals_cpu(recipe: str, dtype: torch.dtype, kernel: int) -> None:
     """The same bits: products of integers, and sums of floats in the same order."""
     x, weight = torch.randn(5, 24, 18, 14).to(dtype), torch.randn(40, 24, kernel, kernel).to(dtype)
