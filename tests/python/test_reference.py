@@ -840,7 +840,8 @@ def test_nearest_codes_of_the_research_notes() -> None:
     t, o, i = np.ogrid[:21, :20, :18]
     x = ((5 * t + 9 * i) % 13 - 6).astype(f32)[:, 0]
     paper = {"x_rounding": "nearest", "gw_rounding": "nearest", "gx_rounding": "nearest"}
-    saved = ref.compress_activation(x, ref.recipe("paper", **paper))
+    rows = (0, 2, 3, 8, 10, 11, 12, 14)  # the other reading of a tie
+    saved = ref.compress_activation(x, ref.recipe("paper", **paper, rows=rows))
     assert (
         saved.codes[:, :16].sum() == -39 and float(saved.scales[0]).hex() == "0x1.c3870e0000000p-3"
     )
