@@ -290,10 +290,12 @@ void Checker::workspace(const Workspace& workspace, std::size_t needed) const {
 
 namespace {
 
-// The rows of a view whose leading dimensions collapse into one; false if they do not.
+// The rows of a view whose leading dimensions collapse into one; false if they do not. Strides of a
+// view without elements mean nothing, and their products may not fit 64 bits.
 bool collapse(const ConstTensorView& view, std::int64_t& rows, std::int64_t& row_stride) {
   rows = 1;
   row_stride = 0;
+  if (is_empty(view)) return true;
   bool started = false;
   for (int d = view.ndim - 2; d >= 0; --d) {
     if (view.shape[d] == 1) continue;
@@ -301,7 +303,7 @@ bool collapse(const ConstTensorView& view, std::int64_t& rows, std::int64_t& row
       row_stride = view.stride[d];
       started = true;
     } else if (view.stride[d] != row_stride * rows) {
-      return is_empty(view);
+      return false;
     }
     rows *= view.shape[d];
   }

@@ -67,7 +67,7 @@ std::vector<int> make_order(Basis basis, int bits) {
     } else {
       const int i = sequency_of(k >> low_bits, high_bits);
       const int j = sequency_of(k & ((1 << low_bits) - 1), low_bits);
-      ranked.emplace_back(i + j, std::max(i, j), s, k);
+      ranked.emplace_back(i + j, -std::max(i, j), s, k);  // ties: along an edge of the tile first
     }
   }
   std::sort(ranked.begin(), ranked.end());

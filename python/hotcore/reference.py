@@ -302,7 +302,7 @@ def basis_order(basis: str, block: int = 16) -> list[int]:
     def rank_of(k: int) -> tuple[int, int, int]:
         a = sequency(k >> horizontal, vertical)
         b = sequency(k & ((1 << horizontal) - 1), horizontal)
-        return a + b, max(a, b), sequency(k, m)
+        return a + b, -max(a, b), sequency(k, m)
 
     return sorted(range(block), key=rank_of)
 

@@ -433,6 +433,22 @@ TEST(Errors, a_stride_that_is_not_used) {
   EXPECT_NO_THROW(hot::fwht(t.context, t.x, 1, 16, t.out));
 }
 
+// So may an array without elements, with several leading dimensions. Found by tests/fuzz: the
+// product of its strides and sizes overflowed, as UBSan says.
+TEST(Errors, strides_of_an_empty_array) {
+  const std::int64_t most = std::numeric_limits<std::int64_t>::max();
+  const hot::BackwardLinearSpec spec{};
+  float one = 0;
+  ConstTensorView x{&one, DType::f32, {}, 4, {3, 2, 2, 0}, {most, most / 2, most - 5, most}};
+  const hot::SavedLayout layout = hot::saved_layout(12, 0, spec);
+  alignas(16) char kept[16];
+  Scratch scratch(hot::compress_activation_workspace(cpu(), 12, 0, spec));
+  const hot::ConstSavedActivation saved =
+      hot::compress_activation(cpu(), x, spec, {kept, layout.bytes}, scratch.workspace());
+  EXPECT_EQ(saved.tokens, 12);
+  EXPECT_EQ(saved.in_features, 0);
+}
+
 // Numbers that are no enumerator were once printed as `unknown` or taken for another value.
 TEST(Errors, unknown_enumerations) {
   const auto refused = [](const char* name, const Spoil& spoil) {

@@ -147,9 +147,9 @@ def test_key_range(key: Any) -> None:
 ORDERS = {
     2: "0 1",
     4: "0 2 1 3",
-    8: "0 4 2 6 3 7 1 5",
-    16: "0 8 2 10 12 3 14 11 4 1 15 6 9 7 13 5",
-    32: "0 16 4 20 24 6 28 22",
+    8: "0 4 2 3 6 1 7 5",
+    16: "0 8 2 12 3 10 4 1 14 11 6 9 15 7 13 5",
+    32: "0 16 4 24 6 20 8 2",
 }
 
 
@@ -840,7 +840,8 @@ def test_nearest_codes_of_the_research_notes() -> None:
     t, o, i = np.ogrid[:21, :20, :18]
     x = ((5 * t + 9 * i) % 13 - 6).astype(f32)[:, 0]
     paper = {"x_rounding": "nearest", "gw_rounding": "nearest", "gx_rounding": "nearest"}
-    saved = ref.compress_activation(x, ref.recipe("paper", **paper))
+    rows = (0, 2, 3, 8, 10, 11, 12, 14)  # the other reading of a tie
+    saved = ref.compress_activation(x, ref.recipe("paper", **paper, rows=rows))
     assert (
         saved.codes[:, :16].sum() == -39 and float(saved.scales[0]).hex() == "0x1.c3870e0000000p-3"
     )
