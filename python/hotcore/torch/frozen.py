@@ -7,6 +7,7 @@ it alone. ``weight`` is a :class:`FrozenWeight`, which has no memory of its own.
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
@@ -23,7 +24,14 @@ _CODES = "weight_codes"
 _BLOCK = "weight_block"
 _ALIGNMENT = 16
 """Bytes; of codes that libhot reads."""
-_READ_ONLY = "the weight is frozen in INT8, and this would write to a copy of it; hot.thaw(model)"
+_READ_ONLY = (
+    "the weight is frozen in INT8, and this would write to a copy of it; hot.thaw(model) makes it a "
+    "plain one, weight.data = values, too"
+)
+_WRITTEN = (
+    "hotcore.torch: weights that were frozen in INT8 have been written (adapters merged?); they are "
+    "plain Parameters again"
+)
 
 
 def _properties(*names: str) -> set[Any]:
@@ -90,6 +98,7 @@ class FrozenWeight(Tensor):
     @data.setter
     def data(self, value: Tensor) -> None:
         self._layer.thaw(value)
+        warnings.warn(_WRITTEN, stacklevel=2)
 
     def get_device(self) -> int:
         """As of the codes."""
@@ -139,7 +148,8 @@ class FrozenWeight(Tensor):
         if func in _SIZES:
             return super().__torch_function__(func, types, args, kwargs)
         name = getattr(func, "__name__", "")
-        own = isinstance(args[0], FrozenWeight) if args else False
+        first = next(iter((*args, *kwargs.values())), None)  # nn.init's functions name it
+        own = isinstance(first, FrozenWeight)
         into = own and (name in ("__setitem__", "__set__") or _in_place(name))
         if into or any(isinstance(t, FrozenWeight) for t in _flat(kwargs.get("out"))):
             if name == "__set__":
