@@ -1,4 +1,4 @@
-"""``freeze_int8``: frozen weights as INT8 codes alone; what they compute, and all around a layer."""
+"""``freeze_int8``: frozen weights as INT8 codes alone, what they compute, and all around them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``freeze_int8``: keep frozen weights of converted layers in a byte a value; ``thaw`` undoes it."""
+"""``freeze_int8``: frozen weights of converted layers in a byte a value; ``thaw`` undoes it."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class FreezeReport:
         """What was frozen, the bytes, and what was not."""
         share = f"{self.after / self.before:.3f}" if self.before else "-"
         lines = [
-            f"{len(self.layers)} layers frozen in INT8: {self.before / _GIB:.3f} GiB of weights are "
-            f"now {self.after / _GIB:.3f} GiB ({share})"
+            f"{len(self.layers)} layers frozen in INT8: {self.before / _GIB:.3f} GiB of weights "
+            f"are now {self.after / _GIB:.3f} GiB ({share})"
         ]
         reasons: dict[str, list[str]] = {}
         for name, why in self.skipped:

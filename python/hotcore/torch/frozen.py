@@ -25,12 +25,12 @@ _BLOCK = "weight_block"
 _ALIGNMENT = 16
 """Bytes; of codes that libhot reads."""
 _READ_ONLY = (
-    "the weight is frozen in INT8, and this would write to a copy of it; hot.thaw(model) makes it a "
-    "plain one, weight.data = values, too"
+    "the weight is frozen in INT8, and this would write to a copy of it; hot.thaw(model) makes it "
+    "a plain one, as weight.data = values does"
 )
 _WRITTEN = (
-    "hotcore.torch: weights that were frozen in INT8 have been written (adapters merged?); they are "
-    "plain Parameters again"
+    "hotcore.torch: weights that were frozen in INT8 have been written (adapters merged?); they "
+    "are plain Parameters again"
 )
 
 
@@ -46,6 +46,7 @@ _SIZES = {
     *(Tensor.ndimension, Tensor.storage_offset),
 }
 """What is answered without values."""
+
 
 class FrozenWeight(Tensor):
     """The weight of a frozen layer, as other code sees it: dequantised when its values are read.
@@ -70,27 +71,27 @@ class FrozenWeight(Tensor):
         """A plain tensor with the values."""
         return self._layer.dequantized()
 
-    @property  # type: ignore[override]
-    def device(self) -> torch.device:
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]  # nobody sets it
         """Where the codes are."""
         return self._layer.weight_codes.device
 
-    @property  # type: ignore[override]
-    def is_cuda(self) -> bool:
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]  # nobody sets it
         """Whether the codes are on a CUDA device."""
         return self._layer.weight_codes.is_cuda
 
-    @property  # type: ignore[override]
-    def is_cpu(self) -> bool:
+    @property
+    def is_cpu(self) -> bool:  # type: ignore[override]  # nobody sets it
         """Whether the codes are on the CPU."""
         return self._layer.weight_codes.is_cpu
 
-    @property  # type: ignore[override]
-    def is_meta(self) -> bool:
+    @property
+    def is_meta(self) -> bool:  # type: ignore[override]  # nobody sets it
         """Whether there are no codes either."""
         return self._layer.weight_codes.is_meta
 
-    @property  # type: ignore[override]
+    @property
     def data(self) -> Tensor:
         """Itself: a copy would take writes in vain."""
         return self
@@ -115,19 +116,19 @@ class FrozenWeight(Tensor):
 
     # Of "weight.data += values": Python then assigns the result, which thaws the layer.
 
-    def __iadd__(self, other: Any) -> Tensor:  # type: ignore[override,misc]
+    def __iadd__(self, other: Any) -> Tensor:  # type: ignore[misc]
         """The sum, as a plain tensor."""
         return self.dequantized().add_(other)
 
-    def __isub__(self, other: Any) -> Tensor:  # type: ignore[override,misc]
+    def __isub__(self, other: Any) -> Tensor:  # type: ignore[misc]
         """The difference, as a plain tensor."""
         return self.dequantized().sub_(other)
 
-    def __imul__(self, other: Any) -> Tensor:  # type: ignore[override,misc]
+    def __imul__(self, other: Any) -> Tensor:  # type: ignore[misc]
         """The product, as a plain tensor."""
         return self.dequantized().mul_(other)
 
-    def __itruediv__(self, other: Any) -> Tensor:  # type: ignore[override,misc]
+    def __itruediv__(self, other: Any) -> Tensor:  # type: ignore[misc]
         """The quotient, as a plain tensor."""
         return self.dequantized().div_(other)
 
@@ -137,7 +138,7 @@ class FrozenWeight(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled as a plain tensor."""
-        return self.dequantized().__reduce_ex__(protocol)
+        return self.dequantized().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     @classmethod
     def __torch_function__(
@@ -146,7 +147,7 @@ class FrozenWeight(Tensor):
         """Answer questions of size, refuse writes, and dequantise for the rest."""
         kwargs = kwargs or {}
         if func in _SIZES:
-            return super().__torch_function__(func, types, args, kwargs)
+            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         name = getattr(func, "__name__", "")
         first = next(iter((*args, *kwargs.values())), None)  # nn.init's functions name it
         own = isinstance(first, FrozenWeight)
@@ -188,7 +189,7 @@ def _refuse_gradients(requires_grad: bool = True) -> None:
         )
 
 
-class FrozenModule(HotModule):
+class FrozenModule(HotModule, nn.Module):
     """A linear layer of whose weight only codes exist. Its classes come with :func:`freeze_int8`.
 
     Kept are ``weight_codes``, a uint8 Parameter of O rows of codes and O fp32 scales, and nothing
@@ -226,7 +227,9 @@ class FrozenModule(HotModule):
 
     def dequantized(self) -> Tensor:
         """The weight that the codes stand for, in its shape and dtype: a new tensor."""
-        matrix = ops.dequantized(self.frozen)
+        frozen = self.frozen
+        gather = getattr(frozen.codes, "full_tensor", None)  # of fully_shard's, by all processes
+        matrix = ops.dequantized(frozen if gather is None else frozen._replace(codes=gather()))
         return matrix.t() if self.transposed else matrix
 
     @property
@@ -254,7 +257,7 @@ class FrozenModule(HotModule):
             )
 
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        plain = not self.training and self._plain_in_eval  # type: ignore[attr-defined]  # a module has it
+        plain = not self.training and self._plain_in_eval
         return frozen_linear(x, self.frozen, bias, "" if plain else self._config_json)
 
     # ---- to and from a plain weight ----
@@ -269,7 +272,6 @@ class FrozenModule(HotModule):
         if tuple(weight.shape) != self.weight_shape:
             expected = self.weight_shape
             raise ValueError(f"weight: shape {tuple(weight.shape)}; expected {expected}")
-        assert isinstance(self, nn.Module)
         _swap(self, _CODES, "weight", nn.Parameter(weight, requires_grad=False))
         for name in _FIELDS:
             del self.__dict__[name]
@@ -277,15 +279,14 @@ class FrozenModule(HotModule):
 
     def copy_thawed(self) -> HotModule:
         """Another layer that :meth:`thaw` has been called on; the bias and hooks are shared."""
-        assert isinstance(self, nn.Module)
         new: Any = object.__new__(type(self))
         new.__dict__.update(self.__dict__)
         new.__dict__["_parameters"] = self._parameters.copy()
         for table in ("_buffers", "_modules"):
             new.__dict__[table] = self.__dict__[table].copy()
         new.thaw()
-        assert isinstance(new, HotModule)
-        return new
+        copied: HotModule = new
+        return copied
 
     def to_plain(self) -> nn.Module:
         """Make the plain module with the dequantised weight, and the same bias and hooks."""
@@ -296,7 +297,7 @@ class FrozenModule(HotModule):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Move the codes; a cast changes the dtype of the weight that they stand for."""
         like = torch.empty(0, dtype=self.weight_dtype, device=self.weight_codes.device)
-        super()._apply(fn, recurse)  # type: ignore[misc]  # a module has it
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.weight_dtype = fn(like).dtype
         _guard(self.weight_codes)
         return self
@@ -304,19 +305,19 @@ class FrozenModule(HotModule):
     def requires_grad_(self, requires_grad: bool = True) -> Any:
         """Of the bias; raises ValueError where the weight is asked to be trained."""
         _refuse_gradients(requires_grad)
-        return super().requires_grad_(requires_grad)  # type: ignore[misc]  # a module has it
+        return super().requires_grad_(requires_grad)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """As a module; after a copy, too."""
-        super().__setstate__(state)  # type: ignore[misc]  # a module has it
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         _guard(self.weight_codes)
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
         """The plain layer's keys, or those of the codes."""
-        own: dict[str, Any] = OrderedDict()
-        super()._save_to_state_dict(own, prefix, keep_vars)  # type: ignore[misc]  # a module has it
+        own: OrderedDict[str, Any] = OrderedDict()
+        super()._save_to_state_dict(own, prefix, keep_vars)
         if self.save_codes:
             own[prefix + _BLOCK] = torch.tensor(self.weight_block)
         else:
@@ -325,7 +326,7 @@ class FrozenModule(HotModule):
             on_device = self.weight_codes.is_meta
             weight = self.dequantized().contiguous()
             own[prefix + "weight"] = weight if on_device else weight.cpu()
-            own.move_to_end(prefix + "weight", last=False)  # type: ignore[attr-defined]
+            own.move_to_end(prefix + "weight", last=False)
         destination.update(own)
 
     def _load_from_state_dict(
@@ -350,7 +351,7 @@ class FrozenModule(HotModule):
             own[prefix + _CODES] = self.weight_codes.detach()
         missing: list[str] = []
         common = (local_metadata, strict, missing, unexpected_keys, error_msgs)
-        super()._load_from_state_dict(own, prefix, *common)  # type: ignore[misc]  # a module has it
+        super()._load_from_state_dict(own, prefix, *common)
         plain = {prefix + _CODES: prefix + "weight"}
         missing_keys += [plain.get(key, key) for key in missing]
         _guard(self.weight_codes)
@@ -358,7 +359,7 @@ class FrozenModule(HotModule):
     def _codes_from(self, state: dict[str, Any], prefix: str, assign: bool) -> Tensor | None:
         """Take the weight out of ``state``, as codes; None where it has none. Raises ValueError."""
         block, weight = state.pop(prefix + _BLOCK, None), state.pop(prefix + "weight", None)
-        codes = state.get(prefix + _CODES)
+        codes: Tensor | None = state.get(prefix + _CODES)
         if codes is not None:
             if block is None or int(block) != self.weight_block:
                 of = "unknown blocks" if block is None else f"blocks of {int(block)}"
@@ -435,7 +436,7 @@ def freeze(
     return codes
 
 
-class HotFrozenLinear(FrozenModule, HotLinear):  # type: ignore[misc]  # weight is a property
+class HotFrozenLinear(FrozenModule, HotLinear):  # type: ignore[override]  # weight is a property
     """:class:`HotLinear` whose frozen weight is kept as INT8 codes alone.
 
     :func:`freeze_int8` makes it of a HotLinear, :func:`thaw` makes it one again. ``weight`` reads

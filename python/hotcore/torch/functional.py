@@ -92,9 +92,7 @@ def evaluated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, config_json
         return _without_gradients(x, weight, bias, config_json)
 
 
-def frozen_linear(
-    x: Tensor, weight: ops.Frozen, bias: Tensor | None, config_json: str
-) -> Tensor:
+def frozen_linear(x: Tensor, weight: ops.Frozen, bias: Tensor | None, config_json: str) -> Tensor:
     """A linear layer of whose weight only codes exist: gradients of x and bias, by HOT.
 
     Without a configuration (an empty text) it is the plain layer with the dequantised weight, in
@@ -108,9 +106,7 @@ def frozen_linear(
         return _frozen_linear(x, weight, bias, config_json)
 
 
-def _frozen_linear(
-    x: Tensor, weight: ops.Frozen, bias: Tensor | None, config_json: str
-) -> Tensor:
+def _frozen_linear(x: Tensor, weight: ops.Frozen, bias: Tensor | None, config_json: str) -> Tensor:
     compiled, seed = torch.compiler.is_compiling(), None
     if config_json and not compiled:
         # 8 bits in either forward: a bias that is trained needs a seed for its backward, too.

@@ -61,6 +61,7 @@ class HotFrozenConv1D(FrozenModule, HotConv1D):
 
     thawed = HotConv1D
     transposed = True
+    bias: Tensor
 
     def __init__(self, *_: Any, **__: Any) -> None:
         """Raise TypeError."""

@@ -646,9 +646,9 @@ def _frozen_product(
 
 
 def for_product(weight: Frozen, dtype: torch.dtype) -> Frozen:
-    """The weight for a product in ``dtype``: with the bits of a plain layer's cast, if not its size.
+    """The weight for a product in ``dtype``: the bits that a plain layer's cast would give.
 
-    fp32 has the values that are dequantised as they are, and is rounded once in either case.
+    fp32 holds dequantised values as they are: they are rounded once in either case.
     """
     return weight._replace(dtype=dtype) if weight.dtype == torch.float32 else weight
 
