@@ -123,6 +123,9 @@ def color_of(how: Mapping[str, Any]) -> str:
 
 def marker_of(how: Mapping[str, Any]) -> str:
     """Of a contender: by what is done to the model around the products."""
+    if "frozen_int8" in how:
+        graphs = "+" if how["compiled"] == "reduce-overhead" else "<"
+        return graphs if how.get("forward") == "int8" else "1"
     if how.get("forward") == "int8":
         return "8" if how["compiled"] == "default" else "*"
     if "attention_kept" in how:

@@ -95,6 +95,7 @@ class Session:
         out: Row = {
             "parameters": sum(p.numel() for p in trainer.model.parameters()),
             "batch": {key: list(value.shape) for key, value in batch.items()},
+            "weight_bytes": sum(p.nbytes for p in trainer.model.parameters()),
             "build_s": build_s,
             "first_step_s": first_s,
             "loss": [losses[0], losses[-1]],
@@ -405,6 +406,9 @@ def measure(
         for name in wave:
             host, whole = zip(*times[name], strict=True)
             rows[name] |= {"host": timing.spread(host), "step": timing.spread(whole)}
+            if TASKS[model].frozen:  # what people compare LoRA by
+                tokens = math.prod(rows[name]["batch"]["x"][:2])
+                rows[name]["tokens_per_s"] = tokens / rows[name]["step"]["median_ms"] * 1e3
             rows[name]["seconds"] = {"started together": started_s, "turns": spent[name]}
         if setting.device == "cuda":
             for name in wave:  # last: the profiler leaves the host slower
@@ -471,6 +475,9 @@ def lines(rows: Mapping[str, Row]) -> Iterator[str]:
             found = row["kernels"]
             parts = "  ".join(f"{short[k]} {v:.1f}" for k, v in found["ms"].items())
             words.append(f"| {found['all_ms']:.1f} = {parts}")
+        if "tokens_per_s" in row:
+            weights = row["weight_bytes"] / GIB
+            words.append(f"| {row['tokens_per_s']:.0f} tokens/s, weights {weights:.2f} GiB")
         if "warning" in row:
             words.append(f"| {row['warning']}")
         if row.get("converted") == 0:

@@ -54,6 +54,8 @@ class Contender:
     """convert's ``slower``: HOT also where its default filter expects it to lose on CUDA."""
     forward: str = "plain"
     """HOT's forward, "plain" or "int8"."""
+    frozen_int8: bool = False
+    """hot.freeze_int8: the converted layers' weights as codes alone."""
 
 
 class Left(Exception):
@@ -121,6 +123,12 @@ def people(task: Task) -> list[Contender]:
     if task.frozen:  # no g_w, and nothing that HOT keeps or FP8's layers would train
         found = [c for c in found if c.recipe in (None, "default") and c.fp8 is None]
         found = [c for c in found if c.autocast]  # bf16 weights and fp32 inputs
+        frozen: dict[str, Any] = {"frozen_int8": True}
+        found += [
+            one("frozen int8 compiled", "default", forward="int8", **frozen, **compiled),
+            one("frozen int8 reduce-overhead", "default", forward="int8", **frozen, **graphs),
+            one("frozen int8, plain forward, compiled", "default", **frozen, **compiled),
+        ]
     return found
 
 
@@ -172,7 +180,10 @@ def convert(model: nn.Module, contender: Contender) -> hot.ConversionReport:
     """HOT's layers, and its other modules if the contender asks for them."""
     assert contender.recipe is not None
     config = hot.HotConfig.recipe(contender.recipe, forward=contender.forward)
-    return hot.convert(model, config, slower=contender.slower, saved=contender.kept)
+    report = hot.convert(model, config, slower=contender.slower, saved=contender.kept)
+    if contender.frozen_int8:
+        print(hot.freeze_int8(report.model))
+    return report
 
 
 def fp8_converted(model: nn.Module, recipe: str, emulate: bool) -> None:

@@ -275,12 +275,14 @@ def test_steps_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     needs("transformers", "peft")
     path = tmp_path / "steps.json"
     words = ["--quick", "--models", "llama_lora", "--backend", "aot_eager", "--threads", "1"]
-    some = ["default compiled", "default eager", "bf16 compiled, budget 0.5", "bf16 checkpointed"]
+    some = ["default compiled", "default eager", "bf16 compiled, budget 0.5", "bf16 checkpointed",
+            "frozen int8 compiled"]  # fmt: skip
     bench_models.main([*words, "--contenders", *some, "--json", str(path)])
     report = json.loads(path.read_text())
     rows = report["steps"]["llama_lora"]["rows"]
     assert list(rows) == [REFERENCE, "default compiled", "default eager",
-                          "bf16 compiled, budget 0.5", "bf16 checkpointed"]  # fmt: skip
+                          "bf16 compiled, budget 0.5", "bf16 checkpointed",
+                          "frozen int8 compiled"]  # fmt: skip
     for row in rows.values():
         assert 0 < row["host"]["median_ms"] <= row["step"]["q3_ms"]
         assert row["step"]["measurements"] == 2 * steps.STEPS_A_TURN
@@ -288,7 +290,10 @@ def test_steps_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         reference = rows[REFERENCE]["step"]["median_ms"]
         of = row["step"]["median_ms"] / reference
         assert row["of reference"]["step"] == pytest.approx(of, rel=1e-4)
+        tokens = 4 * 32 / row["step"]["median_ms"] * 1e3
+        assert row["tokens_per_s"] == pytest.approx(tokens, rel=1e-4)
     assert rows["default compiled"]["converted"] > 0
+    assert rows["frozen int8 compiled"]["weight_bytes"] < rows[REFERENCE]["weight_bytes"]
     assert rows["default compiled"]["compiler"]["graphs"] > 0
     assert rows["default eager"]["how"] == {"recipe": "default", "autocast": True, "slower": False}
     printed = capsys.readouterr().out

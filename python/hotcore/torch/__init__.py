@@ -9,6 +9,8 @@ from .calibrate import calibrate
 from .compress_saved import Compression, compress_saved
 from .compute import ComputeReport, LayerCompute, compute_report
 from .convert import convert, revert
+from .freeze import FreezeReport, freeze_int8, thaw
+from .frozen import FrozenWeight, HotFrozenLinear
 from .functional import conv2d, linear
 from .input_cache import share_inputs
 from .memory import MemoryReport, ModuleMemory, memory_report
@@ -25,8 +27,11 @@ __all__ = [
     "ComputeReport",
     "ConversionReport",
     "Converted",
+    "FreezeReport",
+    "FrozenWeight",
     "HotConfig",
     "HotConv2d",
+    "HotFrozenLinear",
     "HotLinear",
     "HotMultiheadAttention",
     "LayerCompute",
@@ -45,6 +50,7 @@ __all__ = [
     "compute_report",
     "conv2d",
     "convert",
+    "freeze_int8",
     "gradient_accumulation",
     "keep_attention",
     "keep_codes",
@@ -54,4 +60,5 @@ __all__ = [
     "recompute",
     "revert",
     "share_inputs",
+    "thaw",
 ]

@@ -92,11 +92,50 @@ def evaluated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, config_json
         return _without_gradients(x, weight, bias, config_json)
 
 
+def frozen_linear(x: Tensor, weight: ops.Frozen, bias: Tensor | None, config_json: str) -> Tensor:
+    """A linear layer of whose weight only codes exist: gradients of x and bias, by HOT.
+
+    Without a configuration (an empty text) it is the plain layer with the dequantised weight, in
+    forward and backward, and draws no seed.
+    """
+    if not isinstance(x, Tensor):
+        return _handle_overrides(frozen_linear, x, weight, bias, config_json)
+    if torch.compiler.is_compiling():
+        return _frozen_linear(x, weight, bias, config_json)
+    with _hide_from_modes(x, weight.codes):
+        return _frozen_linear(x, weight, bias, config_json)
+
+
+def _frozen_linear(x: Tensor, weight: ops.Frozen, bias: Tensor | None, config_json: str) -> Tensor:
+    compiled, seed = torch.compiler.is_compiling(), None
+    if config_json and not compiled:
+        # 8 bits in either forward: a bias that is trained needs a seed for its backward, too.
+        seed = seed_for_call("linear", x, weight.codes, bias, config_json)
+    wanted = torch.is_grad_enabled() and (
+        x.requires_grad or (bias is not None and bias.requires_grad)
+    )
+    dtype = _autocast_dtype(x)
+    inner = _cast(x, dtype)
+    if config_json:
+        _check_dtypes(x, weight.dtype, bias, dtype)
+        _check_transforms("linear", x, bias)
+    elif not wanted or _compat.transforms_active():  # in operations that anything can follow
+        matrix = ops.dequantized(ops.for_product(weight, inner.dtype)).to(inner.dtype)
+        return F.linear(inner, matrix, None if bias is None else _cast(bias, dtype))
+    if not wanted:
+        return ops.frozen_product(inner, bias, None, config_json, weight)
+    if compiled and config_json:
+        _, seed = ops.kept_of(x, inner, config_json, False)
+    product = ops.frozen_linear if compiled else ops.apply_frozen_linear
+    y: Tensor = product(inner, bias, seed, config_json, *weight)
+    return y
+
+
 def _without_gradients(x: Tensor, weight: Tensor, bias: Tensor | None, config_json: str) -> Tensor:
     if not forward.is_int8(config_json):
         return F.linear(x, weight, bias)
     dtype = _autocast_dtype(x)
-    _check_dtypes(x, weight, bias, dtype)
+    _check_dtypes(x, weight.dtype, bias, dtype)
     _check_transforms("linear", x, weight, bias)
     if torch.compiler.is_compiling():
         operator = torch.ops.hotcore.forward_linear.default
@@ -115,16 +154,16 @@ def _wants_gradients(x: Tensor, weight: Tensor, bias: Tensor | None, config_json
 
 
 def _check_dtypes(
-    x: Tensor, weight: Tensor, bias: Tensor | None, autocast: torch.dtype | None
+    x: Tensor, weight: torch.dtype, bias: Tensor | None, autocast: torch.dtype | None
 ) -> None:
     """What ``F.linear`` would refuse, an 8-bit forward refuses, too."""
     if not torch.compiler.is_compiling():
         _check(x)
-    for name, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is None:
+    for name, dtype in (("weight", weight), ("bias", None if bias is None else bias.dtype)):
+        if dtype is None:
             continue
-        if tensor.dtype not in DTYPES or (autocast is None and tensor.dtype != x.dtype):
-            found = str(tensor.dtype).removeprefix("torch.")
+        if dtype not in DTYPES or (autocast is None and dtype != x.dtype):
+            found = str(dtype).removeprefix("torch.")
             expected = str(x.dtype).removeprefix("torch.")
             raise ValueError(f"{name}: dtype {found}; x has {expected}, and autocast is off")
 
@@ -146,7 +185,7 @@ def _compiled_linear(
         return _without_gradients(x, weight, bias, config_json)
     dtype = _autocast_dtype(x)
     if forward.is_int8(config_json):
-        _check_dtypes(x, weight, bias, dtype)
+        _check_dtypes(x, weight.dtype, bias, dtype)
     inner = _cast(x, dtype)  # in the graph, where the compiler fuses it with the producer of x
     keep = weight.requires_grad and not defer
     saved, seed = ops.kept_of(x, inner, config_json, keep)
@@ -255,7 +294,7 @@ def _conv2d_without_gradients(
     if not (window.pointwise and forward.is_int8(config_json)):
         return conv.plain_conv2d(x, weight, bias, window)
     dtype = _autocast_dtype(x)
-    _check_dtypes(x, weight, bias, dtype)
+    _check_dtypes(x, weight.dtype, bias, dtype)
     _check_transforms("conv2d", x, weight, bias)
     inner = _cast(x, dtype)
     if torch.compiler.is_compiling():
@@ -278,7 +317,7 @@ def _compiled_conv2d(
         return _conv2d_without_gradients(x, weight, bias, window, config_json)
     dtype = _autocast_dtype(x)
     if window.pointwise and forward.is_int8(config_json):
-        _check_dtypes(x, weight, bias, dtype)
+        _check_dtypes(x, weight.dtype, bias, dtype)
     inner = _cast(x, dtype)
     keep = weight.requires_grad
     saved, seed = conv.kept_pixels_of(x, inner, config_json, keep, *window)
@@ -388,7 +427,7 @@ class _HotLinear(torch.autograd.Function):
                 plain_bias = None if bias is None else _cast(bias, dtype)
         need_gx, keep = ctx.needs_input_grad[:2]
         if int8:
-            _check_dtypes(x, weight, bias, dtype)
+            _check_dtypes(x, weight.dtype, bias, dtype)
             y = forward.linear(inner, weight, bias, config, followed=True)
         else:
             y = F.linear(inner, matrix, plain_bias)
@@ -479,7 +518,7 @@ class _HotConv2d(torch.autograd.Function):
         dtype = _autocast_dtype(x)
         inner = _cast(x, dtype)
         if window.pointwise and forward.is_int8(config):
-            _check_dtypes(x, weight, bias, dtype)
+            _check_dtypes(x, weight.dtype, bias, dtype)
             product = _pixel_product(config, True)
             y = conv.by_pixels(inner, weight, bias, window, product)
         else:

@@ -1,4 +1,7 @@
-"""``HotConv1D`` for ``transformers.pytorch_utils.Conv1D`` (GPT-2). Imports transformers."""
+"""``HotConv1D`` for ``transformers.pytorch_utils.Conv1D`` (GPT-2), also with a frozen weight.
+
+Imports transformers.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from ..config import ConfigLike, as_config
+from .frozen import FrozenModule
 from .modules import HotModule
 
 # hotcore does not require transformers; the type checker runs without it.
@@ -46,4 +50,23 @@ class HotConv1D(HotModule, _Conv1D):  # type: ignore[misc]
     def __repr__(self) -> str:
         """The text of Conv1D, and the recipe."""
         shown = self.config if self.config.name == "custom" else self.config.name
-        return f"HotConv1D(nf={self.nf}, nx={self.nx}, config={shown})"
+        return f"{type(self).__name__}(nf={self.nf}, nx={self.nx}, config={shown})"
+
+
+class HotFrozenConv1D(FrozenModule, HotConv1D):
+    """:class:`HotConv1D` whose frozen weight is kept as INT8 codes alone.
+
+    :func:`hotcore.torch.freeze_int8` makes it of a HotConv1D, as ``HotFrozenLinear``.
+    """
+
+    thawed = HotConv1D
+    transposed = True
+    bias: Tensor
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        """Raise TypeError."""
+        raise TypeError("HotFrozenConv1D: hot.freeze_int8 makes it of a HotConv1D")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., nx] -> [..., nf]``."""
+        return self._linear(x, self.weight_codes, self.bias)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .frozen import FrozenModule
 from .modules import HotModule
 from .probe import autocast_dtype, eagerly
 from .report import listed
@@ -157,6 +158,9 @@ class NoiseMonitor:
         gy: Tensor,
     ) -> None:
         assert isinstance(module, HotModule)
+        if isinstance(module, FrozenModule):
+            module = module.copy_thawed()  # the same g_x
+            assert isinstance(module, HotModule) and isinstance(module, nn.Module)
         device = x.device.type
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             torch.manual_seed(self._seed + self._measured)

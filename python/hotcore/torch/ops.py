@@ -22,11 +22,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -37,6 +38,7 @@ from . import _compat, weight_codes
 _to_dlpack: Any = torch.utils.dlpack.to_dlpack  # type: ignore[attr-defined]  # ten times cheaper than Tensor.__dlpack__
 
 _CPU = torch.device("cpu")
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 Pair = tuple[Tensor, Tensor]
 """Codes of an x and their seed."""
 
@@ -56,6 +58,12 @@ takes it. These operators take any strides; their results are contiguous."""
 _LINEAR = (
     "(Tensor x, Tensor weight, Tensor? bias, Tensor? saved, Tensor seed, str config) -> Tensor"
 )
+_FROZEN = "Tensor codes, int block, int out_features, int in_features, ScalarType dtype"
+_FROZEN_LINEAR = f"(Tensor x, Tensor? bias, Tensor? seed, str config, {_FROZEN}) -> Tensor"
+_FROZEN_BACKWARD = (
+    f"(Tensor gy, Tensor? seed, str config, {_FROZEN}, ScalarType? gx_dtype, "
+    "ScalarType? gb_dtype) -> (Tensor, Tensor)"
+)
 _BACKWARD = (
     "(Tensor gy, Tensor? weight, Tensor? saved, Tensor? saved_seed, Tensor seed, str config, "
     "SymInt in_features, ScalarType? gx_dtype, ScalarType? gw_dtype, ScalarType? gb_dtype)"
@@ -70,6 +78,10 @@ for _schema, _tags in (
     (f"product{_LINEAR}", _ANY_STRIDES),
     ("forward_linear(Tensor x, Tensor weight, Tensor? bias, str config) -> Tensor", _ANY_STRIDES),
     (f"backward_linear{_BACKWARD}", _ANY_STRIDES),
+    (f"dequantize_weight({_FROZEN}) -> Tensor", _ANY_STRIDES),
+    (f"frozen_linear{_FROZEN_LINEAR}", ()),
+    (f"frozen_product{_FROZEN_LINEAR}", _ANY_STRIDES),
+    (f"frozen_backward{_FROZEN_BACKWARD}", _ANY_STRIDES),
 ):
     library.define(_schema, tags=_tags)
 
@@ -217,11 +229,16 @@ def quantize_weight(weight: Tensor, config: HotConfig) -> Tensor:
 
 
 def quantize_forward_weight(weight: Tensor, config: HotConfig) -> Tensor:
-    """w ``[O, I]`` as one uint8 vector that :func:`forward` takes in its place."""
+    """w ``[O, I]`` as one uint8 vector that :func:`forward` takes in its place.
+
+    On the meta device a vector of that size.
+    """
     rows, columns = weight.shape
     spec = config.forward_spec
     size = _core.forward_weight_bytes(rows, columns, spec)
     out = torch.empty(size, dtype=torch.uint8, device=weight.device)
+    if weight.is_meta:
+        return out
     _core.quantize_forward_weight(context_for(weight), _to_dlpack(weight), spec, _to_dlpack(out))
     return out
 
@@ -232,9 +249,54 @@ def frozen_codes(weight: Tensor, config: HotConfig) -> Tensor | None:
     return weight_codes.of_frozen(weight, block, lambda: quantize_forward_weight(weight, config))
 
 
+class Frozen(NamedTuple):
+    """A weight of which only codes exist (:mod:`hotcore.torch.frozen`)."""
+
+    codes: Tensor
+    """What :func:`quantize_forward_weight` makes: uint8, O rows of codes, then O fp32 scales."""
+    block: int
+    """Of the transform along I (``forward_block``)."""
+    out_features: int
+    in_features: int
+    dtype: torch.dtype
+    """Of the weight that it stands for."""
+
+
+_CHUNK_VALUES = 1 << 22
+"""Values of a weight that are dequantised at a time: 16 MiB in fp32, which stay in a GPU's L2."""
+
+
+def dequantize(weight: Frozen) -> Tensor:
+    """The weight ``[O, I]`` that codes stand for, by libhot's stages; docs/numerics.md, "Forward".
+
+    It is made in fp32 and rounded once, some rows at a time.
+    """
+    codes, rows, columns = weight.codes, weight.out_features, weight.in_features
+    made = weight.dtype if weight.dtype in _FLOATS else torch.float32
+    out = torch.empty((rows, columns), dtype=made, device=codes.device)
+    if out.numel() and not codes.is_meta:
+        context, width = context_for(codes), codes.numel() // rows - 4
+        q = codes[: rows * width].view(torch.int8).view(rows, width)
+        # 1 / n of the inverse transform, a power of two.
+        scales = codes[rows * width :].view(torch.float32) / weight.block
+        step = max(1, _CHUNK_VALUES // width)
+        for begin in range(0, rows, step):
+            part = slice(begin, begin + step)
+            values = torch.empty((len(q[part]), width), dtype=torch.float32, device=codes.device)
+            _core.dequantize(
+                context, _to_dlpack(q[part]), _to_dlpack(scales[part]), "row", _to_dlpack(values)
+            )
+            whole = width == columns
+            target = _to_dlpack(out[part] if whole else values)
+            _core.fwht(context, _to_dlpack(values), 1, weight.block, target)
+            if not whole:
+                out[part] = values[:, :columns]
+    return out.to(weight.dtype)
+
+
 def forward(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | Frozen,
     bias: Tensor | None,
     config: HotConfig,
     quantized: Tensor | None = None,
@@ -246,7 +308,11 @@ def forward(
     """
     rows, spec = collapsible(x), config.forward_spec
     *leading, in_features = rows.shape
-    tokens, out_features = math.prod(leading), weight.shape[0]
+    if isinstance(weight, Frozen):
+        quantized, out_features = weight.codes, weight.out_features
+    else:
+        out_features = weight.shape[0]
+    tokens = math.prod(leading)
     y = torch.empty((*x.shape[:-1], out_features), dtype=x.dtype, device=x.device)
     sizes = (tokens, out_features, in_features, spec, quantized is not None)
     _core.forward_linear(
@@ -570,7 +636,146 @@ def saved_bytes(tokens: int, in_features: int, config: HotConfig) -> int:
     return _up(in_features * row, 16) + scales + exponents
 
 
+def _frozen_product(
+    x: Tensor, bias: Tensor | None, seed: Tensor | None, config: str, *frozen: Any
+) -> Tensor:
+    weight = Frozen(*frozen)
+    if config and parsed(config).forward == "int8":
+        return forward(x, weight, bias, parsed(config))
+    return _plain_product(x, dequantize(for_product(weight, x.dtype)), bias)
+
+
+def for_product(weight: Frozen, dtype: torch.dtype) -> Frozen:
+    """The weight for a product in ``dtype``: the bits that a plain layer's cast would give.
+
+    fp32 holds dequantised values as they are: they are rounded once in either case.
+    """
+    return weight._replace(dtype=dtype) if weight.dtype == torch.float32 else weight
+
+
+def _fake_frozen_product(
+    x: Tensor, bias: Tensor | None, seed: Tensor | None, config: str, *frozen: Any
+) -> Tensor:
+    register_with_partitioner()
+    return _plain_product(x, _fake_dequantize(*frozen), bias)
+
+
+def _dequantize(*frozen: Any) -> Tensor:
+    return dequantize(Frozen(*frozen))
+
+
+def _fake_dequantize(*frozen: Any) -> Tensor:
+    weight = Frozen(*frozen)
+    shape = (weight.out_features, weight.in_features)
+    return torch.empty(shape, dtype=weight.dtype, device=weight.codes.device)
+
+
+def _frozen_backward(
+    gy: Tensor, seed: Tensor | None, config: str, *arguments: Any
+) -> tuple[Tensor, Tensor]:
+    *frozen, gx_dtype, gb_dtype = arguments
+    weight = Frozen(*frozen)
+    if seed is None:
+        return _plain_gradients(gy, weight, gx_dtype, gb_dtype)
+    gx, gb = _frozen_outputs(gy, weight, gx_dtype, gb_dtype)
+    outputs = (gx if gx_dtype else None, None, gb if gb_dtype else None)
+    matrix, keys = dequantize(weight) if gx_dtype else None, keys_of(seed, seed)
+    backward(gy, matrix, None, weight.in_features, parsed(config), keys, outputs)
+    return gx, gb
+
+
+def _plain_gradients(
+    gy: Tensor, weight: Frozen, gx_dtype: torch.dtype | None, gb_dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor]:
+    """g_x and g_b of a plain product; empty where not wanted."""
+    gx = gb = gy.new_empty(0)
+    if gx_dtype is not None:
+        matrix = dequantize(for_product(weight, gy.dtype)).to(gy.dtype)
+        gx = (gy @ matrix).to(gx_dtype)
+    if gb_dtype is not None:
+        gb = gy.sum(tuple(range(gy.dim() - 1))).to(gb_dtype)
+    return gx, gb
+
+
+def _frozen_outputs(
+    gy: Tensor, weight: Frozen, gx_dtype: torch.dtype | None, gb_dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor]:
+    gx, _, gb = _outputs(gy, weight.in_features, (gx_dtype, None, gb_dtype))
+    return gx, gb
+
+
+def _fake_frozen_backward(
+    gy: Tensor, seed: Tensor | None, config: str, *arguments: Any
+) -> tuple[Tensor, Tensor]:
+    *frozen, gx_dtype, gb_dtype = arguments
+    return _frozen_outputs(gy, Frozen(*frozen), gx_dtype, gb_dtype)
+
+
+class _FrozenLinear(torch.autograd.Function):
+    """``frozen_product`` and its backward, in eager mode and as AOTAutograd traces them.
+
+    Nothing is kept of x, and of the weight its codes, which are there anyway.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, bias: Tensor | None, seed: Tensor | None, config: str, *frozen: Any
+    ) -> Tensor:
+        need_gx, need_gb, *_ = ctx.needs_input_grad
+        codes, *rest = frozen
+        ctx.save_for_backward(seed, codes)
+        ctx.set_materialize_grads(False)
+        ctx.config, ctx.rest, ctx.x_shape = config, rest, x.shape
+        ctx.dtypes = (
+            x.dtype if need_gx else None,
+            bias.dtype if bias is not None and need_gb else None,
+        )
+        return frozen_product(x, bias, seed, config, Frozen(*frozen))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gy: Tensor | None) -> tuple[Tensor | None, ...]:
+        others = (None,) * 7
+        if gy is None:
+            return None, None, *others
+        seed, codes = ctx.saved_tensors
+        weight = Frozen(codes, *ctx.rest)
+        gx, gb = _frozen_gradients(gy, seed, ctx.config, weight, ctx.x_shape, *ctx.dtypes)
+        return gx, gb, *others
+
+
+def _frozen_gradients(
+    gy: Tensor,
+    seed: Tensor | None,
+    config: str,
+    weight: Frozen,
+    x_shape: torch.Size,
+    gx_dtype: torch.dtype | None,
+    gb_dtype: torch.dtype | None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """g_x and g_b (None for a dtype of None), by the operator or directly, with equal results."""
+    dtypes = (gx_dtype, gb_dtype)
+    if _bypasses_dispatcher(gy) and seed is not None:
+        matrix = None if gx_dtype is None else dequantize(weight)
+        arguments = (gy, matrix, None, seed, seed, config, x_shape, gx_dtype, None, gb_dtype)
+        gx, _, gb = backward_linear(*arguments)
+        return gx, gb
+    rows = dense(gy).reshape(math.prod(x_shape[:-1]), gy.shape[-1])
+    found = torch.ops.hotcore.frozen_backward.default(rows, seed, config, *weight, *dtypes)
+    gx, gb = (None if dtype is None else t for t, dtype in zip(found, dtypes, strict=True))
+    return None if gx is None else gx.view(x_shape), gb
+
+
+def apply_frozen_linear(x: Tensor, *arguments: Any) -> Tensor:
+    """``frozen_linear`` without the operator."""
+    y: Tensor = _FrozenLinear.apply(x, *arguments)  # type: ignore[no-untyped-call]  # so in torch
+    return y
+
+
 register(
+    ("dequantize_weight", _dequantize, _fake_dequantize),
+    ("frozen_product", _frozen_product, _fake_frozen_product),
+    ("frozen_backward", _frozen_backward, _fake_frozen_backward),
     ("draw_seed", _draw_seed, _fake_draw_seed),
     ("compress_activation", _compress_activation, _fake_compress_activation),
     ("compress", _compress, _fake_compress),
@@ -578,13 +783,18 @@ register(
     ("forward_linear", _forward_linear, _fake_forward_linear),
     ("backward_linear", _backward_linear, _fake_backward_linear),
 )
-for _name, _made in (("kept_of", _kept_of), ("linear", _linear)):
+for _name, _made in (
+    ("kept_of", _kept_of),
+    ("linear", _linear),
+    ("frozen_linear", apply_frozen_linear),
+):
     library.impl(_name, _made, "CompositeImplicitAutograd")
 
 draw_seed = torch.ops.hotcore.draw_seed.default
 compress_seeded = torch.ops.hotcore.compress.default
 kept_of = torch.ops.hotcore.kept_of.default
 linear = torch.ops.hotcore.linear.default
+frozen_linear = torch.ops.hotcore.frozen_linear.default
 
 
 @functools.cache
@@ -593,7 +803,10 @@ def register_with_partitioner() -> None:
 
     Otherwise an activation memory budget would recompute them.
     """
-    names = ("product", "forward_linear", "backward_linear", "convolution", "backward_conv2d")
+    names = (
+        *("product", "forward_linear", "backward_linear", "convolution", "backward_conv2d"),
+        *("frozen_product", "frozen_backward"),
+    )
     _compat.count_as_products(getattr(torch.ops.hotcore, name) for name in names)
 
 
@@ -623,7 +836,21 @@ def _backward_linear_flops(
     return 2 * math.prod(gy_shape) * in_features * sum(dtype is not None for dtype in dtypes[:2])
 
 
-_WITHOUT_FLOPS = ("draw_seed", "kept_of", "compress", "compress_activation")
+@register_flop_formula([torch.ops.hotcore.frozen_linear, torch.ops.hotcore.frozen_product])
+def _frozen_flops(x_shape: Sequence[int], *arguments: Any, **_: Any) -> int:
+    _bias, _seed, _config, _codes, _block, out_features, *_rest = arguments
+    return 2 * math.prod(x_shape) * int(out_features)
+
+
+@register_flop_formula(torch.ops.hotcore.frozen_backward)
+def _frozen_backward_flops(gy_shape: Sequence[int], *arguments: Any, **_: Any) -> int:
+    *_rest, in_features, _dtype, gx_dtype, _gb_dtype = arguments
+    return 0 if gx_dtype is None else 2 * math.prod(gy_shape) * int(in_features)
+
+
+_WITHOUT_FLOPS = (
+    *("draw_seed", "kept_of", "compress", "compress_activation", "dequantize_weight"),
+)
 
 
 @register_flop_formula([getattr(torch.ops.hotcore, name) for name in _WITHOUT_FLOPS])
@@ -673,6 +900,25 @@ def forward_linear(
         return forward(x, weight, bias, parsed(config), codes)
     y: Tensor = torch.ops.hotcore.forward_linear.default(x, weight, bias, config)
     return y
+
+
+def frozen_product(
+    x: Tensor, bias: Tensor | None, seed: Tensor | None, config: str, weight: Frozen
+) -> Tensor:
+    """``x w^T + bias``, by the operator or directly; no gradients. Without a config it is plain."""
+    arguments = (x, bias, seed, config, *weight)
+    if bypasses_dispatcher(x, weight.codes):
+        return _frozen_product(*arguments)
+    y: Tensor = torch.ops.hotcore.frozen_product.default(*arguments)
+    return y
+
+
+def dequantized(weight: Frozen) -> Tensor:
+    """:func:`dequantize`, by the operator or directly."""
+    if bypasses_dispatcher(weight.codes, weight.codes) or weight.codes.is_meta:
+        return dequantize(weight)
+    out: Tensor = torch.ops.hotcore.dequantize_weight.default(*weight)
+    return out
 
 
 def compress_activation(x: Tensor, seed: Tensor, config: str) -> Tensor:

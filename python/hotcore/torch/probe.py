@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from .frozen import FrozenModule
+
 LossFn = Callable[[nn.Module, Any], Tensor]
 """``loss_fn(model, inputs)`` -> loss, a scalar."""
 
@@ -170,7 +172,7 @@ def macs(layer: nn.Module, output: Tensor) -> int:
         own = (*layer._parameters.values(), layer.out_proj._parameters.get("weight"))
         values = [p.numel() for p in own if p is not None and p.dim() == 2]
         return output.numel() // int(layer.embed_dim) * sum(values)
-    weight = layer._parameters.get("weight")
+    weight = layer.weight if isinstance(layer, FrozenModule) else layer._parameters.get("weight")
     if weight is None or not weight.numel():
         return 0
     outs = layer.out_channels if isinstance(layer, nn.Conv2d) else output.shape[-1]

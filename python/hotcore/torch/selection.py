@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..config import HotConfig
 from . import gains
 from .attention import HotMultiheadAttention
+from .frozen import FrozenModule
 from .functional import DTYPES
 from .modules import HotConv2d, HotLinear, HotModule
 
@@ -74,8 +75,10 @@ def candidates(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(fqn, module) for fqn, module in found if id(module) not in own]
 
 
-def weights_of(module: nn.Module) -> list[nn.Parameter]:
+def weights_of(module: nn.Module) -> Sequence[Tensor]:
     """The matrices of a layer; empty if they are computed instead of Parameters."""
+    if isinstance(module, FrozenModule):
+        return [module.weight]
     if not isinstance(module, nn.MultiheadAttention):
         weight = module._parameters.get("weight")
         return [] if weight is None else [weight]
@@ -85,7 +88,9 @@ def weights_of(module: nn.Module) -> list[nn.Parameter]:
 
 
 def hot_class(module: nn.Module) -> type[HotModule]:
-    """The HOT class that replaces such a layer."""
+    """The HOT class that replaces such a layer, or that it is of."""
+    if isinstance(module, FrozenModule):
+        return next(cls for cls in type(module).__mro__ if "thawed" in vars(cls))
     if is_8bit(module):
         from .bitsandbytes import HotLinear8bitLt
 

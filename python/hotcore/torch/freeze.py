@@ -1,0 +1,193 @@
+"""``freeze_int8``: frozen weights of converted layers in a byte a value; ``thaw`` undoes it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Iterator, Mapping
+
+from torch import nn
+
+from . import ops, weight_codes
+from .frozen import FrozenModule, HotFrozenLinear, freeze
+from .modules import HotLinear, HotModule
+from .report import listed
+from .selection import Filter, hot_class, kind_of
+
+_GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class FreezeReport:
+    """The result of :func:`freeze_int8`; print it for a summary."""
+
+    layers: tuple[str, ...]
+    """Names of the layers that are frozen now."""
+    skipped: tuple[tuple[str, str], ...]
+    """Names of other converted layers, and why they are not."""
+    before: int
+    """Bytes of the layers' weights."""
+    after: int
+    """Bytes of their codes and scales."""
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """What was frozen, the bytes, and what was not."""
+        share = f"{self.after / self.before:.3f}" if self.before else "-"
+        lines = [
+            f"{len(self.layers)} layers frozen in INT8: {self.before / _GIB:.3f} GiB of weights "
+            f"are now {self.after / _GIB:.3f} GiB ({share})"
+        ]
+        reasons: dict[str, list[str]] = {}
+        for name, why in self.skipped:
+            reasons.setdefault(why, []).append(name)
+        lines += [f"not frozen ({why}): {listed(names)}" for why, names in reasons.items()]
+        return "\n".join([*lines, *self.notes])
+
+    def to_json(self) -> str:
+        """All of it as JSON."""
+        return json.dumps(dataclasses.asdict(self), indent=1)
+
+
+def freeze_int8(
+    model: nn.Module, filter_fn: Filter | None = None, *, save_codes: bool = False
+) -> FreezeReport:
+    """Keep the weights of converted linear layers as INT8 codes alone, in place.
+
+    For fine-tuning by adapters (LoRA): about a byte a value instead of two or four. Call it after
+    :func:`convert`, before or after ``peft.get_peft_model``, before ``torch.compile``, DDP and the
+    optimizer. The weights are not trained any more; biases stay as they are. The codes are those of
+    the 8-bit forward, with which the product is made from them (``forward="int8"`` in the layers'
+    configurations). Otherwise, and in eval mode without ``forward_in_eval``, every call dequantises
+    the weight. Backward dequantises it, one layer at a time, and computes g_x as ever.
+
+    ``layer.weight`` still reads as a tensor of values. Writing to it by ``weight.data = ...`` or
+    ``+=``, as peft's merge does, makes the layer one with a plain weight again; other writes raise
+    an error. ``state_dict()`` has the dequantised weights under the plain keys, on the CPU;
+    ``load_state_dict`` takes those, which are quantised, and codes.
+
+    Args:
+        model: with layers that :func:`convert` made (linear ones, transformers' ``Conv1D``).
+        filter_fn: ``filter_fn(module, fqn)`` says which of them; None: all.
+        save_codes: ``state_dict()`` has the codes themselves, ``weight_codes`` and
+            ``weight_block``, without a copy. They load into a model that is frozen alike.
+
+    Returns:
+        A :class:`FreezeReport`.
+
+    Raises:
+        TypeError: ``model`` is no module.
+        ValueError: there is no such layer, or none that is not frozen already.
+
+    Source: docs/torch/lora.md, "Frozen weights in a byte".
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    layers = {fqn: m for fqn, m in model.named_modules() if isinstance(m, HotModule)}
+    reasons = {fqn: why for fqn, m in layers.items() if (why := _why_not(m, fqn, filter_fn))}
+    reasons |= _shared(model, {fqn: m for fqn, m in layers.items() if fqn not in reasons})
+    chosen = {fqn: m for fqn, m in layers.items() if fqn not in reasons}
+    if not layers:
+        raise ValueError("model: no converted layer; call hot.convert(model) before freeze_int8")
+    if not chosen:
+        why = listed([f"{fqn or '(root)'} ({reasons[fqn]})" for fqn in layers])
+        raise ValueError(f"model: no layer can be frozen: {why}")
+    weights = {fqn: _weight_of(m) for fqn, m in chosen.items()}
+    owners = {fqn: id(weight) for fqn, weight in weights.items()}
+    before = sum({id(weight): weight.nbytes for weight in weights.values()}.values())
+    weight_codes.forget(weights.values())
+    weights.clear()  # each is freed when its layer is done
+    made: dict[tuple[int, int, bool], nn.Parameter] = {}
+    for fqn, layer in chosen.items():
+        cls = _frozen_class(layer)
+        key = (owners[fqn], layer.config.forward_block, cls.transposed)  # tied ones share codes
+        made[key] = freeze(layer, cls, save_codes, made.get(key))
+    after = sum(codes.nbytes for codes in made.values())
+    return FreezeReport(
+        tuple(chosen), tuple(reasons.items()), before, after, tuple(_notes(chosen.values()))
+    )
+
+
+def thaw(model: nn.Module) -> int:
+    """Undo :func:`freeze_int8`: layers with plain, dequantised weights, in place.
+
+    The weights are new Parameters, not trained until ``requires_grad_(True)``; they have the values
+    that the codes stand for. An optimizer made before does not know them.
+
+    Args:
+        model: any module.
+
+    Returns:
+        The number of layers.
+
+    Raises:
+        TypeError: ``model`` is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    frozen = [module for module in model.modules() if isinstance(module, FrozenModule)]
+    for layer in frozen:
+        layer.thaw()
+    return len(frozen)
+
+
+def _weight_of(layer: HotModule) -> nn.Parameter:
+    assert isinstance(layer, nn.Module)
+    weight = layer._parameters["weight"]
+    assert weight is not None
+    return weight
+
+
+def _frozen_class(layer: HotModule) -> type[FrozenModule]:
+    if isinstance(layer, HotLinear):
+        return HotFrozenLinear
+    from .huggingface import HotFrozenConv1D
+
+    return HotFrozenConv1D
+
+
+def _why_not(layer: HotModule, fqn: str, filter_fn: Filter | None) -> str:
+    """Why a converted layer cannot be frozen, or is not to be."""
+    assert isinstance(layer, nn.Module)
+    if isinstance(layer, FrozenModule):
+        return "frozen already"
+    kind = kind_of(layer)
+    if kind not in ("Linear", "Conv1D"):
+        return f"a {kind}; only linear layers can be"
+    if type(layer) is not hot_class(layer):
+        return f"now a {type(layer).__name__}; freeze_int8 comes before what was wrapped around it"
+    weight = layer._parameters.get("weight")
+    if weight is None or type(weight) not in ops.PLAIN_TYPES:
+        found = "computed" if weight is None else f"a {type(weight).__name__}"
+        return f"its weight is {found}, not a Parameter"
+    if filter_fn is not None and not filter_fn(layer, fqn):
+        return "left out by filter_fn"
+    return ""
+
+
+def _shared(model: nn.Module, layers: Mapping[str, HotModule]) -> dict[str, str]:
+    """Layers whose weight is that of a module which stays as it is."""
+    own = {id(layer) for layer in layers.values()}
+    others = {
+        id(parameter): name
+        for name, module in model.named_modules()
+        if id(module) not in own
+        for parameter in module._parameters.values()
+        if parameter is not None
+    }
+    found = {fqn: others.get(id(_weight_of(layer))) for fqn, layer in layers.items()}
+    return {fqn: f"its weight is that of {name}, too" for fqn, name in found.items() if name}
+
+
+def _notes(layers: Iterable[HotModule]) -> Iterator[str]:
+    configs = [layer.config for layer in layers]
+    if any(config.forward == "plain" for config in configs):
+        yield (
+            "with a plain forward the weight is dequantised by every call; forward='int8' in the "
+            "configuration multiplies the codes"
+        )
+    elif not all(config.forward_in_eval for config in configs):
+        yield (
+            "in eval mode the weight is dequantised by every call; forward_in_eval=True in the "
+            "configuration multiplies the codes there, too"
+        )

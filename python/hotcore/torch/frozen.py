@@ -1,0 +1,454 @@
+"""Linear layers whose frozen weight is kept as INT8 codes alone; :func:`freeze_int8` makes them.
+
+The codes are those of the 8-bit forward (:func:`hotcore.quantize_forward_weight`), in one uint8
+Parameter, ``weight_codes``: it moves with the model, is never cast, and an optimizer or DDP leaves
+it alone. ``weight`` is a :class:`FrozenWeight`, which has no memory of its own.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..config import ConfigLike
+from . import ops
+from .functional import DTYPES, frozen_linear
+from .modules import HotLinear, HotModule
+
+_CODES = "weight_codes"
+_BLOCK = "weight_block"
+_ALIGNMENT = 16
+"""Bytes; of codes that libhot reads."""
+_READ_ONLY = (
+    "the weight is frozen in INT8, and this would write to a copy of it; hot.thaw(model) makes it "
+    "a plain one, as weight.data = values does"
+)
+_WRITTEN = (
+    "hotcore.torch: weights that were frozen in INT8 have been written (adapters merged?); they "
+    "are plain Parameters again"
+)
+
+
+def _properties(*names: str) -> set[Any]:
+    return {getattr(Tensor, name).__get__ for name in names}
+
+
+_SIZES = {
+    *_properties("shape", "dtype", "layout", "ndim", "grad", "grad_fn", "is_leaf", "itemsize"),
+    *_properties("requires_grad", "is_sparse", "is_quantized", "is_nested", "nbytes"),
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.stride),
+    *(Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous, Tensor.__len__),
+    *(Tensor.ndimension, Tensor.storage_offset),
+}
+"""What is answered without values."""
+
+
+class FrozenWeight(Tensor):
+    """The weight of a frozen layer, as other code sees it: dequantised when its values are read.
+
+    Shape, dtype and device cost nothing; any operation dequantises. ``weight.data = values`` and
+    ``weight.data += values`` (peft's merge) thaw the layer: it then holds a plain Parameter. Other
+    writes raise a RuntimeError: they would go to a copy.
+    """
+
+    _layer: FrozenModule
+
+    @staticmethod
+    def of(layer: FrozenModule) -> FrozenWeight:
+        """The weight of a layer."""
+        # On the meta device, so that what goes past __torch_function__ finds no values to misread.
+        like = torch.empty(layer.weight_features, dtype=layer.weight_dtype, device="meta")
+        weight = (like.t() if layer.transposed else like).as_subclass(FrozenWeight)
+        weight._layer = layer
+        return weight
+
+    def dequantized(self) -> Tensor:
+        """A plain tensor with the values."""
+        return self._layer.dequantized()
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]  # nobody sets it
+        """Where the codes are."""
+        return self._layer.weight_codes.device
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]  # nobody sets it
+        """Whether the codes are on a CUDA device."""
+        return self._layer.weight_codes.is_cuda
+
+    @property
+    def is_cpu(self) -> bool:  # type: ignore[override]  # nobody sets it
+        """Whether the codes are on the CPU."""
+        return self._layer.weight_codes.is_cpu
+
+    @property
+    def is_meta(self) -> bool:  # type: ignore[override]  # nobody sets it
+        """Whether there are no codes either."""
+        return self._layer.weight_codes.is_meta
+
+    @property
+    def data(self) -> Tensor:
+        """Itself: a copy would take writes in vain."""
+        return self
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        self._layer.thaw(value)
+        warnings.warn(_WRITTEN, stacklevel=2)
+
+    def get_device(self) -> int:
+        """As of the codes."""
+        return self._layer.weight_codes.get_device()
+
+    def detach(self) -> Tensor:
+        """Itself, as :attr:`data`."""
+        return self
+
+    def requires_grad_(self, requires_grad: bool = True) -> Tensor:
+        """Raise ValueError, unless asked for what is so already."""
+        _refuse_gradients(requires_grad)
+        return self
+
+    # Of "weight.data += values": Python then assigns the result, which thaws the layer.
+
+    def __iadd__(self, other: Any) -> Tensor:  # type: ignore[misc]
+        """The sum, as a plain tensor."""
+        return self.dequantized().add_(other)
+
+    def __isub__(self, other: Any) -> Tensor:  # type: ignore[misc]
+        """The difference, as a plain tensor."""
+        return self.dequantized().sub_(other)
+
+    def __imul__(self, other: Any) -> Tensor:  # type: ignore[misc]
+        """The product, as a plain tensor."""
+        return self.dequantized().mul_(other)
+
+    def __itruediv__(self, other: Any) -> Tensor:  # type: ignore[misc]
+        """The quotient, as a plain tensor."""
+        return self.dequantized().div_(other)
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        """A plain tensor."""
+        return self.dequantized()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled as a plain tensor."""
+        return self.dequantized().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Answer questions of size, refuse writes, and dequantise for the rest."""
+        kwargs = kwargs or {}
+        if func in _SIZES:
+            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        name = getattr(func, "__name__", "")
+        first = next(iter((*args, *kwargs.values())), None)  # nn.init's functions name it
+        own = isinstance(first, FrozenWeight)
+        into = own and (name in ("__setitem__", "__set__") or _in_place(name))
+        if into or any(isinstance(t, FrozenWeight) for t in _flat(kwargs.get("out"))):
+            if name == "__set__":
+                _refuse_gradients(True)
+            raise RuntimeError(f"{name}: {_READ_ONLY}")
+        return func(*_values(args), **_values(kwargs))
+
+
+def _in_place(name: str) -> bool:
+    return name.endswith("_") and not name.endswith("__")
+
+
+def _flat(value: Any) -> Iterable[Any]:
+    return value if isinstance(value, list | tuple) else (value,)
+
+
+def _values(value: Any) -> Any:
+    """The same, with plain tensors for frozen weights."""
+    if isinstance(value, FrozenWeight):
+        return value.dequantized()
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(_values, value))
+    if isinstance(value, list | tuple):
+        return type(value)(map(_values, value))
+    if isinstance(value, dict):
+        return {key: _values(item) for key, item in value.items()}
+    return value
+
+
+def _refuse_gradients(requires_grad: bool = True) -> None:
+    """``requires_grad_`` of codes: Module.requires_grad_ calls it."""
+    if requires_grad:
+        raise ValueError(
+            "requires_grad: the model has weights that are frozen in INT8; hot.thaw(model) makes "
+            "them plain Parameters, which can be trained"
+        )
+
+
+class FrozenModule(HotModule, nn.Module):
+    """A linear layer of whose weight only codes exist. Its classes come with :func:`freeze_int8`.
+
+    Kept are ``weight_codes``, a uint8 Parameter of O rows of codes and O fp32 scales, and nothing
+    of x. Training computes g_x, and g_b. The forward pass is the configuration's: with
+    ``forward="int8"`` the INT8 product takes the codes; else, and in eval mode unless
+    ``forward_in_eval``, the weight is dequantised for the call. Backward dequantises it for g_x.
+    """
+
+    thawed: ClassVar[type[HotModule]]
+    """The class with a plain weight."""
+    transposed: ClassVar[bool] = False
+    """Whether ``weight`` is ``[I, O]``."""
+    weight_codes: nn.Parameter
+    weight_dtype: torch.dtype
+    """Of the weight that the codes stand for."""
+    weight_block: int
+    """Block of their Hadamard transform along I."""
+    weight_features: tuple[int, int]
+    """O, I."""
+    save_codes: bool
+    """Whether ``state_dict`` has codes instead of the dequantised weight."""
+
+    @property
+    def weight_shape(self) -> tuple[int, int]:
+        """Shape of ``weight``."""
+        outs, ins = self.weight_features
+        return (ins, outs) if self.transposed else (outs, ins)
+
+    @property
+    def frozen(self) -> ops.Frozen:
+        """The weight, as the operators take it."""
+        return ops.Frozen(
+            self.weight_codes, self.weight_block, *self.weight_features, self.weight_dtype
+        )
+
+    def dequantized(self) -> Tensor:
+        """The weight that the codes stand for, in its shape and dtype: a new tensor."""
+        frozen = self.frozen
+        gather = getattr(frozen.codes, "full_tensor", None)  # of fully_shard's, by all processes
+        matrix = ops.dequantized(frozen if gather is None else frozen._replace(codes=gather()))
+        return matrix.t() if self.transposed else matrix
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight without memory of its own (:class:`FrozenWeight`)."""
+        if torch.compiler.is_compiling():  # the compiler drops it where no values are used
+            return self.dequantized()
+        return FrozenWeight.of(self)
+
+    @property
+    def config(self) -> Any:
+        """The layer's configuration; may be set, with the same ``forward_block``."""
+        return self._config
+
+    @config.setter
+    def config(self, value: ConfigLike) -> None:
+        before = self._config
+        HotModule.config.fset(self, value)  # type: ignore[attr-defined]  # a property has it
+        if self._config.forward_block != self.weight_block:
+            found, self._config = self._config.forward_block, before
+            self._config_json = before.json
+            raise ValueError(
+                f"config: forward_block {found}; the weight is frozen in codes of blocks of "
+                f"{self.weight_block}. hot.thaw(model) first"
+            )
+
+    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        plain = not self.training and self._plain_in_eval
+        return frozen_linear(x, self.frozen, bias, "" if plain else self._config_json)
+
+    # ---- to and from a plain weight ----
+
+    def thaw(self, values: Tensor | None = None) -> None:
+        """Become the layer with a plain weight, in place, not trained as yet.
+
+        Args:
+            values: of the weight; None: those that the codes stand for.
+        """
+        weight = (self.dequantized() if values is None else _values(values)).contiguous()
+        if tuple(weight.shape) != self.weight_shape:
+            expected = self.weight_shape
+            raise ValueError(f"weight: shape {tuple(weight.shape)}; expected {expected}")
+        _swap(self, _CODES, "weight", nn.Parameter(weight, requires_grad=False))
+        for name in _FIELDS:
+            del self.__dict__[name]
+        self.__class__ = self.thawed  # type: ignore[assignment]  # fully_shard does so, too
+
+    def copy_thawed(self) -> HotModule:
+        """Another layer that :meth:`thaw` has been called on; the bias and hooks are shared."""
+        new: Any = object.__new__(type(self))
+        new.__dict__.update(self.__dict__)
+        new.__dict__["_parameters"] = self._parameters.copy()
+        for table in ("_buffers", "_modules"):
+            new.__dict__[table] = self.__dict__[table].copy()
+        new.thaw()
+        copied: HotModule = new
+        return copied
+
+    def to_plain(self) -> nn.Module:
+        """Make the plain module with the dequantised weight, and the same bias and hooks."""
+        return self.copy_thawed().to_plain()
+
+    # ---- as a module ----
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Move the codes; a cast changes the dtype of the weight that they stand for."""
+        like = torch.empty(0, dtype=self.weight_dtype, device=self.weight_codes.device)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.weight_dtype = fn(like).dtype
+        _guard(self.weight_codes)
+        return self
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        """Of the bias; raises ValueError where the weight is asked to be trained."""
+        _refuse_gradients(requires_grad)
+        return super().requires_grad_(requires_grad)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """As a module; after a copy, too."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        _guard(self.weight_codes)
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        """The plain layer's keys, or those of the codes."""
+        own: OrderedDict[str, Any] = OrderedDict()
+        super()._save_to_state_dict(own, prefix, keep_vars)
+        if self.save_codes:
+            own[prefix + _BLOCK] = torch.tensor(self.weight_block)
+        else:
+            # On the CPU: a GPU that holds the codes may not have room for all weights at once.
+            del own[prefix + _CODES]
+            on_device = self.weight_codes.is_meta
+            weight = self.dequantized().contiguous()
+            own[prefix + "weight"] = weight if on_device else weight.cpu()
+            own.move_to_end(prefix + "weight", last=False)
+        destination.update(own)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """A plain weight, which is quantised, or codes."""
+        own = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
+        try:
+            assign = bool(local_metadata.get("assign_to_params_buffers", False))
+            codes = self._codes_from(own, prefix, assign)
+            if codes is not None:
+                own[prefix + _CODES] = codes
+        except ValueError as error:
+            error_msgs.append(f"While loading {prefix}weight: {error}")
+            own[prefix + _CODES] = self.weight_codes.detach()
+        missing: list[str] = []
+        common = (local_metadata, strict, missing, unexpected_keys, error_msgs)
+        super()._load_from_state_dict(own, prefix, *common)
+        plain = {prefix + _CODES: prefix + "weight"}
+        missing_keys += [plain.get(key, key) for key in missing]
+        _guard(self.weight_codes)
+
+    def _codes_from(self, state: dict[str, Any], prefix: str, assign: bool) -> Tensor | None:
+        """Take the weight out of ``state``, as codes; None where it has none. Raises ValueError."""
+        block, weight = state.pop(prefix + _BLOCK, None), state.pop(prefix + "weight", None)
+        codes: Tensor | None = state.get(prefix + _CODES)
+        if codes is not None:
+            if block is None or int(block) != self.weight_block:
+                of = "unknown blocks" if block is None else f"blocks of {int(block)}"
+                raise ValueError(f"codes of {of}; expected blocks of {self.weight_block}")
+            if codes.dtype != torch.uint8:
+                raise ValueError(f"codes of dtype {codes.dtype}; expected torch.uint8")
+            aligned = codes.is_meta or codes.data_ptr() % _ALIGNMENT == 0
+            return codes if aligned or not assign else codes.clone()
+        if weight is None:
+            return None
+        if tuple(weight.shape) != self.weight_shape:
+            expected = self.weight_shape
+            raise ValueError(f"size mismatch: shape {tuple(weight.shape)}; expected {expected}")
+        weight = _values(weight).detach()
+        if assign:
+            if weight.dtype not in DTYPES:
+                raise ValueError(f"dtype {weight.dtype}; expected one of {DTYPES}")
+            self.weight_dtype = weight.dtype
+        here = self.weight_codes.device
+        weight = weight.to(weight.device if assign or here.type == "meta" else here)
+        if self.weight_dtype in DTYPES:
+            weight = weight.to(self.weight_dtype)
+        rows = weight.t() if self.transposed else weight
+        return ops.quantize_forward_weight(rows, self._config)
+
+    def extra_repr(self) -> str:
+        """As of the layer with a plain weight."""
+        return f"{super().extra_repr()}, weight=INT8"
+
+
+_FIELDS = ("weight_dtype", "weight_block", "weight_features", "save_codes")
+
+
+def _guard(codes: Tensor) -> None:
+    """Have ``Module.requires_grad_`` of any parent say what is wrong."""
+    setattr(codes, "requires_grad_", _refuse_gradients)  # noqa: B010
+
+
+def _swap(layer: nn.Module, old: str, name: str, parameter: nn.Parameter) -> None:
+    """Put a Parameter into the place of another, so that their order stays."""
+    items = [
+        (name, parameter) if key == old else (key, value)
+        for key, value in layer._parameters.items()
+    ]
+    layer._parameters.clear()
+    layer._parameters.update(items)
+
+
+def freeze(
+    layer: HotModule, cls: type[FrozenModule], save_codes: bool, codes: nn.Parameter | None
+) -> nn.Parameter:
+    """Make a HOT layer one of ``cls``, in place.
+
+    Args:
+        layer: of the class ``cls.thawed``.
+        cls: its frozen class.
+        save_codes: see :attr:`FrozenModule.save_codes`.
+        codes: of its weight, where another layer has them; None: they are made.
+
+    Returns the codes.
+    """
+    assert isinstance(layer, nn.Module)
+    weight = layer._parameters["weight"]
+    assert weight is not None
+    rows = weight.detach().t() if cls.transposed else weight.detach()
+    if codes is None:
+        made = ops.quantize_forward_weight(rows, layer.config)
+        codes = nn.Parameter(made, requires_grad=False)
+    _swap(layer, "weight", _CODES, codes)
+    fields = (weight.dtype, layer.config.forward_block, tuple(rows.shape), save_codes)
+    layer.__dict__.update(zip(_FIELDS, fields, strict=True))
+    layer.__class__ = cls  # type: ignore[assignment]  # fully_shard does so, too
+    _guard(codes)
+    return codes
+
+
+class HotFrozenLinear(FrozenModule, HotLinear):  # type: ignore[override]  # weight is a property
+    """:class:`HotLinear` whose frozen weight is kept as INT8 codes alone.
+
+    :func:`freeze_int8` makes it of a HotLinear, :func:`thaw` makes it one again. ``weight`` reads
+    as the dequantised weight, and ``state_dict`` has that under the plain key.
+    """
+
+    thawed = HotLinear
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        """Raise TypeError."""
+        raise TypeError("HotFrozenLinear: hot.freeze_int8 makes it of a HotLinear")
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``[..., I] -> [..., O]``; see :func:`freeze_int8`."""
+        return self._linear(input, self.weight_codes, self.bias)

@@ -1,0 +1,767 @@
+"""``freeze_int8``: frozen weights as INT8 codes alone, what they compute, and all around them."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import io
+import json
+import pickle
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hotcore
+import numpy as np
+import pytest
+from hotcore import reference
+from hotcore.config import RECIPES, HotConfig
+from support import without_broken_torchvision
+
+torch = pytest.importorskip("torch")
+import hotcore.torch as hot  # noqa: E402  (after the skip)
+import torch.nn.functional as F  # noqa: E402
+from hotcore.torch import ops  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts  # noqa: E402
+from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
+from torch_graphs import Graphs, every  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("seeded")
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+FORWARDS = ("int8", "plain")
+
+
+@pytest.fixture(autouse=True)
+def compiled_afresh() -> None:
+    """Every test has its own layers, and torch compiles a module's forward eight times at most."""
+    torch._dynamo.reset()
+
+
+def config(forward: str = "int8", recipe: str = "default", **fields: Any) -> HotConfig:
+    return HotConfig.recipe(recipe, forward=forward, **fields)
+
+
+class Net(nn.Module):
+    """Two layers, and a norm before the first, so that x has a gradient."""
+
+    def __init__(self, ins: int = 72, bias: bool = True) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(ins)
+        self.up, self.down = nn.Linear(ins, 96, bias=bias), nn.Linear(96, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.gelu(self.up(self.norm(x))))
+
+
+def frozen(
+    forward: str = "int8", dtype: torch.dtype = torch.float32, bias: bool = True, **options: Any
+) -> nn.Module:
+    model = Net(bias=bias).to(dtype)
+    hot.convert(model, config(forward, **options), every)
+    hot.freeze_int8(model)
+    return model
+
+
+def thawed(model: nn.Module) -> nn.Module:
+    other = copy.deepcopy(model)
+    assert hot.thaw(other) == 2
+    return other
+
+
+def results(
+    call: Callable[..., torch.Tensor], x: torch.Tensor, model: nn.Module
+) -> tuple[torch.Tensor, ...]:
+    """y, and the gradients of x and the norm, from the same seed."""
+    torch.manual_seed(11)
+    leaf = x.clone().requires_grad_()
+    model.zero_grad()
+    y = call(leaf)
+    y.float().square().sum().backward()
+    return y.detach(), leaf.grad, model.norm.weight.grad
+
+
+# ---- the numbers ----
+
+
+@pytest.mark.parametrize("block", [1, 16, 64, 256])
+@pytest.mark.parametrize("shape", [(40, 72), (7, 5), (96, 256)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dequantised_weight(shape: tuple[int, int], block: int, dtype: torch.dtype) -> None:
+    """docs/numerics.md, "Forward": codes times scale / n, transformed back, rounded once."""
+    layer = nn.Linear(shape[1], shape[0]).to(dtype)
+    weight = layer.weight.detach().clone()
+    model = nn.Sequential(hot.HotLinear.from_linear(layer, config(forward_block=block)))
+    hot.freeze_int8(model)
+    q = hotcore.quantize_forward_weight(weight, config(forward_block=block)).data.numpy()
+    rows, width = shape[0], q.size // shape[0] - 4
+    codes = q[: rows * width].view(np.int8).reshape(rows, width).astype(np.float32)
+    scales = q[rows * width :].view(np.float32) / np.float32(block)
+    expected = reference.fwht(codes * scales[:, None], block=block)[:, : shape[1]]
+    found = model[0].weight.dequantized()
+    assert found.dtype == dtype and torch.equal(found, torch.from_numpy(expected).to(dtype))
+    error = (found - weight).float().norm() / weight.float().norm()
+    assert 0 < error < 0.012
+    assert model[0].weight_codes.nbytes == rows * (width + 4)
+
+
+def test_large_weights_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = frozen()
+    whole = model.up.weight.dequantized()
+    monkeypatch.setattr(ops, "_CHUNK_VALUES", 7 * 128)
+    assert torch.equal(model.up.weight.dequantized(), whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_gx_is_that_of_the_dequantised_weight(recipe: str, dtype: torch.dtype) -> None:
+    """g_x has the bits of a HOT layer that holds the weight that the codes stand for."""
+    model = frozen("plain", dtype, recipe=recipe)
+    x = torch.randn(3, 20, 72, dtype=dtype)
+    ours, others = results(model, x, model), results(plain := thawed(model), x, plain)
+    for a, b in zip(ours, others, strict=True):
+        assert torch.equal(a, b)
+    exact = results(hot.revert(plain), x, plain)
+    assert not torch.equal(ours[1], exact[1])
+
+
+def test_forward_takes_the_codes() -> None:
+    """y is ``forward_linear`` of the codes, g_b the sum, and g_x as with a plain forward."""
+    layer = nn.Linear(72, 96)
+    weight = layer.weight.detach().clone()
+    model = nn.Sequential(hot.HotLinear.from_linear(layer, config()))
+    hot.freeze_int8(model)
+    x, gy = torch.randn(30, 72, requires_grad=True), torch.randn(30, 96)
+    y = model(x)
+    quantized = hotcore.quantize_forward_weight(weight, config())
+    bias = model[0].bias.detach()
+    assert torch.equal(y, hotcore.forward_linear(x.detach(), quantized, bias, config=config()))
+    torch.manual_seed(3)
+    gx, gb = torch.autograd.grad(model(x), (x, model[0].bias), gy)
+    plain = copy.deepcopy(model)
+    plain[0].config = config("plain")
+    torch.manual_seed(3)
+    (other,) = torch.autograd.grad(plain(x), x, gy)
+    assert torch.equal(gx, other)
+    assert torch.allclose(gb, gy.sum(0), atol=1e-5)
+
+
+@pytest.mark.parametrize("forward", FORWARDS)
+def test_nothing_is_kept(forward: str) -> None:
+    """Neither x nor a weight, but a seed of 8 bytes a layer."""
+    model = frozen(forward, bias=False)
+    model.norm = nn.Identity()
+    held = {p.data_ptr() for p in model.parameters()}
+    kept: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.data_ptr() not in held:
+            kept.append(tensor)
+        return tensor
+
+    x = torch.randn(8, 72, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        model(x)
+    assert sorted(t.nbytes for t in kept) == [8, 8, 8 * 96 * 4]  # the last is GELU's
+
+
+@pytest.mark.parametrize("forward", FORWARDS)
+def test_eval_is_the_plain_layer(forward: str) -> None:
+    model = frozen(forward)
+    plain = hot.revert(thawed(model)).eval()
+    model.eval()
+    x = torch.randn(9, 72)
+    for a, b in zip(results(model, x, model), results(plain, x, plain), strict=True):
+        assert torch.allclose(a, b, rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        assert torch.equal(model(x), plain(x))
+    state = torch.get_rng_state()
+    model(x)
+    assert torch.equal(torch.get_rng_state(), state)  # no seed
+    doubled = torch.func.vmap(model)(x[None].expand(2, 9, 72))
+    assert torch.allclose(doubled[1], model(x), atol=1e-5)
+    wide = copy.deepcopy(model).double()
+    assert wide(x.double()).dtype == torch.float64
+
+
+def test_eight_bits_in_eval() -> None:
+    model = frozen(forward_in_eval=True)
+    x = torch.randn(9, 72)
+    y = model(x)
+    model.eval()
+    with torch.no_grad():
+        assert torch.equal(model(x), y)
+    assert torch.equal(results(model, x, model)[0], y)
+
+
+@pytest.mark.parametrize("forward", FORWARDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast(dtype: torch.dtype, forward: str) -> None:
+    model, x = frozen(forward, dtype), torch.randn(9, 72, dtype=dtype)
+    plain = thawed(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, others = results(model, x, model), results(plain, x, plain)
+    assert ours[0].dtype == torch.bfloat16 and ours[1].dtype == dtype
+    if forward == "plain":
+        assert torch.equal(ours[0], others[0])
+    # The layer's own g_x is rounded to bf16, as a plain layer's.
+    assert (ours[1] - others[1]).norm() < 0.02 * others[1].norm()
+
+
+def test_wrong_dtypes_are_refused() -> None:
+    model = frozen(dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="layer up: weight: dtype bfloat16; x has float32"):
+        model.up(torch.randn(3, 72))
+    with pytest.raises(ValueError, match="x: dtype float64"):
+        model.up(torch.randn(3, 72, dtype=torch.float64))
+    with pytest.raises(NotImplementedError, match="torch.func"):
+        torch.func.grad(lambda x: model.up(x).sum())(torch.randn(3, 72, dtype=torch.bfloat16))
+
+
+def test_not_finite() -> None:
+    layer = nn.Linear(72, 64)
+    with torch.no_grad():
+        layer.weight[3, 5] = float("nan")
+    model = nn.Sequential(hot.HotLinear.from_linear(layer, config()))
+    hot.freeze_int8(model)
+    x = torch.randn(4, 72, requires_grad=True)
+    y = model(x)
+    assert y[:, 3].isnan().all() and y[:, :3].isfinite().all()
+    y.sum().backward()
+    assert x.grad.isnan().all()
+
+
+# ---- compiled, checkpoints, modes ----
+
+
+@pytest.mark.parametrize("forward", FORWARDS)
+@pytest.mark.parametrize("mode", ["train", "eval", "no_grad"])
+def test_compiled(forward: str, mode: str) -> None:
+    model = frozen(forward).train(mode != "eval")
+    x = torch.randn(2, 20, 72)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    if mode == "no_grad":
+        with torch.no_grad():
+            assert torch.equal(compiled(x), model(x))
+        return
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(2):
+            ours, eager = results(compiled, x, model), results(model, x, model)
+            assert all(map(torch.equal, ours, eager))
+
+
+@pytest.mark.parametrize("forward", FORWARDS)
+def test_compiled_under_autocast(forward: str) -> None:
+    model, x = frozen(forward), torch.randn(9, 72)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, eager = results(compiled, x, model), results(model, x, model)
+    assert ours[0].dtype == torch.bfloat16
+    assert (ours[0] - eager[0]).norm() < 0.01 * eager[0].norm()
+    assert (ours[1] - eager[1]).norm() < 0.03 * eager[1].norm()
+
+
+def test_a_graph_keeps_no_weight() -> None:
+    """The weight is dequantised in backward, and not kept since forward."""
+    model = frozen("plain")
+    graphs = Graphs().run(model, torch.randn(9, 72, requires_grad=True))
+    assert graphs.count("forward", "frozen_product") == 2
+    assert graphs.count("backward", "frozen_backward") == 2
+    sizes = {t.numel() for t in graphs.kept}
+    assert not sizes & {96 * 72, 64 * 96}
+
+
+def test_reading_the_weight_in_a_graph() -> None:
+    """Its dtype costs nothing; its values are an operator."""
+
+    class Parent(nn.Module):
+        def __init__(self, values: bool) -> None:
+            super().__init__()
+            self.inner, self.values = frozen(), values
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.inner(x.to(self.inner.up.weight.dtype))
+            return y + self.inner.down.weight.sum() if self.values else y
+
+    for values in (False, True):
+        model, x = Parent(values), torch.randn(5, 72)
+        graphs = Graphs().run(model, x.clone().requires_grad_())
+        assert graphs.count("forward", "dequantize_weight") == values
+        with torch.no_grad():
+            compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+            assert torch.allclose(compiled(x), model(x), atol=1e-4)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints(reentrant: bool) -> None:
+    model, x = frozen(), torch.randn(9, 72)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(model, x, use_reentrant=reentrant)
+
+    for a, b in zip(results(run, x, model), results(model, x, model), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_selective_checkpoints_keep_products() -> None:
+    model, x = frozen(), torch.randn(9, 72)
+    contexts = functools.partial(create_selective_checkpoint_contexts, hot.keep_products)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(model, x, use_reentrant=False, context_fn=contexts)
+
+    ours = Graphs().run(run, x.clone().requires_grad_())
+    assert ours.count("backward", "frozen_product") == 0
+    everything = Graphs().run(
+        lambda x: checkpoint(model, x, use_reentrant=False), x.clone().requires_grad_()
+    )
+    assert everything.count("backward", "frozen_product") >= 1
+
+
+@pytest.mark.parametrize("forward", FORWARDS)
+def test_flops(forward: str) -> None:
+    model, x = frozen(forward), torch.randn(9, 72)
+    totals = []
+    for each in (model, thawed(model)):
+        leaf = x.clone().requires_grad_()
+        with FlopCounterMode(display=False) as counter:
+            each(leaf).sum().backward()
+        totals.append(counter.get_total_flops())
+    assert totals[0] == totals[1] == 2 * 2 * 9 * (72 * 96 + 96 * 64)
+
+
+# ---- the module ----
+
+
+def test_report() -> None:
+    model = Net(64)
+    tied = nn.Embedding(96, 64)
+    tied.weight = model.up.weight
+    both = nn.ModuleDict({"net": model, "embedding": tied, "conv": nn.Conv2d(64, 64, 1)})
+    hot.convert(both, config(), every)
+    report = hot.freeze_int8(both)
+    assert report.layers == ("net.down",)
+    assert report.before == 64 * 96 * 4 and report.after == 64 * (128 + 4)
+    text = str(report)
+    assert "1 layers frozen in INT8" in text and "net.up" in text and "embedding" in text
+    assert "Conv2d 1x1; only linear layers" in text and "forward_in_eval" in text
+    assert json.loads(report.to_json())["layers"] == ["net.down"]
+    plain = hot.convert(Net(64), "default", every).model
+    assert "forward='int8'" in str(hot.freeze_int8(plain))
+
+
+def test_tied_weights_share_codes() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model[1].weight = model[0].weight
+    hot.convert(model, config(), every)
+    report = hot.freeze_int8(model)
+    assert report.before == 64 * 64 * 4 and report.after == 64 * 68
+    assert model[0].weight_codes is model[1].weight_codes
+
+
+def test_refused() -> None:
+    with pytest.raises(TypeError, match=r"model: expected a torch\.nn\.Module, got list"):
+        hot.freeze_int8([])
+    with pytest.raises(ValueError, match=r"no converted layer; call hot\.convert"):
+        hot.freeze_int8(Net())
+    model = frozen()
+    with pytest.raises(ValueError, match="no layer can be frozen: up .frozen already., down"):
+        hot.freeze_int8(model)
+    with pytest.raises(ValueError, match="already converted"):
+        hot.convert(model, "default", every)
+    with pytest.raises(ValueError, match=r"frozen in INT8; hot\.thaw\(model\)"):
+        model.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"frozen in INT8; hot\.thaw\(model\)"):
+        model.up.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"frozen in INT8; hot\.thaw\(model\)"):
+        model.up.weight.requires_grad = True
+    with pytest.raises(ValueError, match="forward_block 16; the weight is frozen in codes"):
+        model.up.config = config(forward_block=16)
+    assert model.up.config == config()
+    with pytest.raises(TypeError, match="hot.freeze_int8 makes it of a HotLinear"):
+        hot.HotFrozenLinear(64, 64)
+    with pytest.raises(TypeError, match="model: expected"):
+        hot.thaw(None)
+    model.requires_grad_(False)
+    assert not any(p.requires_grad for p in model.parameters())
+
+
+def test_only_some_layers() -> None:
+    model = hot.convert(Net(), config(), every).model
+    report = hot.freeze_int8(model, lambda module, name: name == "up")
+    assert report.layers == ("up",) and report.skipped == (("down", "left out by filter_fn"),)
+    hot.freeze_int8(model)
+    assert type(model.down) is hot.HotFrozenLinear
+
+
+def test_weight_reads_as_a_tensor() -> None:
+    model = frozen(dtype=torch.bfloat16)
+    weight, values = model.up.weight, model.up.dequantized()
+    assert isinstance(weight, torch.Tensor) and isinstance(weight, hot.FrozenWeight)
+    assert weight.shape == (96, 72) and weight.dtype == torch.bfloat16
+    assert weight.device == values.device and weight.is_cpu and not weight.is_meta
+    assert not weight.requires_grad and weight.numel() == 96 * 72 and weight.stride() == (72, 1)
+    assert type(weight + 1) is torch.Tensor and torch.equal(weight + 1, values + 1)
+    assert torch.equal(torch.cat([weight, weight]), torch.cat([values, values]))
+    assert torch.equal(weight.data.clone(), values) and torch.equal(weight[3], values[3])
+    ones = torch.ones(3, 72, dtype=torch.bfloat16)
+    assert torch.equal(F.linear(ones, weight), F.linear(ones, values))
+    assert type(copy.deepcopy(weight)) is torch.Tensor
+    assert torch.equal(pickle.loads(pickle.dumps(weight)), values)
+    assert torch.equal(torch.from_dlpack(weight), values)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda w: w.add_(1),
+        lambda w: w.data.copy_(w + 1),
+        lambda w: w.detach().zero_(),
+        lambda w: nn.init.normal_(w),
+        lambda w: w.__setitem__(0, 1.0),
+        lambda w: torch.add(w, 1, out=w),
+    ],
+)
+def test_writing_to_the_weight_is_refused(write: Callable[[Any], Any]) -> None:
+    model = frozen()
+    before = model.up.dequantized()
+    with torch.no_grad(), pytest.raises(RuntimeError, match="frozen in INT8, and this would write"):
+        write(model.up.weight)
+    with pytest.raises(KeyError, match="weight"):
+        model.up.weight = nn.Parameter(torch.zeros(96, 72))
+    with pytest.raises(AttributeError):
+        model.up.weight = torch.zeros(96, 72)
+    assert torch.equal(model.up.dequantized(), before)
+
+
+def test_assigning_data_thaws() -> None:
+    model = frozen(dtype=torch.bfloat16)
+    before, ids = model.up.dequantized(), id(model.up)
+    with pytest.warns(UserWarning, match="frozen in INT8 have been written"):
+        model.up.weight.data += torch.ones(96, 72)
+    assert type(model.up) is hot.HotLinear and id(model.up) == ids
+    assert torch.equal(model.up.weight, before + 1) and model.up.weight.dtype == torch.bfloat16
+    assert not model.up.weight.requires_grad
+    assert [name for name, _ in model.up.named_parameters()] == ["weight", "bias"]
+    with pytest.raises(ValueError, match=r"weight: shape \(2, 2\); expected \(64, 96\)"):
+        model.down.weight.data = torch.zeros(2, 2)
+    model.up.weight.requires_grad_(True)
+    model(torch.randn(3, 72, dtype=torch.bfloat16)).sum().backward()
+    assert model.up.weight.grad is not None
+
+
+def test_revert_and_copies() -> None:
+    model = frozen()
+    hooked: list[int] = []
+    model.up.register_forward_hook(lambda *_: hooked.append(1))
+    x = torch.randn(9, 72)
+    y = model(x)
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(frozen().up))):
+        with pytest.raises(ValueError, match="frozen in INT8"):
+            again.requires_grad_(True)
+    again = copy.deepcopy(model)
+    assert type(again.up) is hot.HotFrozenLinear and torch.equal(again(x), y)
+    assert again.up.weight_codes.data_ptr() != model.up.weight_codes.data_ptr()
+    assert "HotFrozenLinear(in_features=72, out_features=96" in repr(model)
+    values = model.up.dequantized()
+    plain = hot.revert(model)
+    assert type(plain.up) is nn.Linear and torch.equal(plain.up.weight, values)
+    assert [name for name, _ in plain.up.named_parameters()] == ["weight", "bias"]
+    assert set(plain.up.__dict__) == set(nn.Linear(1, 1).__dict__)
+    hooked.clear()
+    plain(x)
+    assert hooked
+
+
+def test_moves_and_casts() -> None:
+    model = frozen()
+    codes = model.up.weight_codes.clone()
+    model.to(torch.bfloat16)
+    assert model.up.weight.dtype == model.up.bias.dtype == torch.bfloat16
+    assert torch.equal(model.up.weight_codes, codes)
+    assert model(torch.randn(3, 72, dtype=torch.bfloat16)).dtype == torch.bfloat16
+    assert model.float().up.weight.dtype == torch.float32
+    model.to("meta")
+    assert model.up.weight.is_meta and model.up.weight.device.type == "meta"
+    assert model(torch.empty(3, 72, device="meta")).shape == (3, 64)
+    with pytest.raises(ValueError, match="frozen in INT8"):
+        model.requires_grad_(True)
+
+
+def test_meta_device_first() -> None:
+    """A large model: its weights need never exist beside the codes."""
+    source = frozen()
+    with torch.device("meta"):
+        model = Net()
+    hot.convert(model, config(), every)
+    hot.freeze_int8(model)
+    model.to_empty(device="cpu")
+    model.load_state_dict(hot.revert(copy.deepcopy(source)).state_dict())
+    x = torch.randn(3, 72)
+    assert torch.allclose(model(x), source(x), atol=1e-4)
+    with torch.device("meta"):
+        model = Net()
+    hot.convert(model, config(), every)
+    hot.freeze_int8(model)
+    model.load_state_dict(source.state_dict(), assign=True)
+    assert torch.allclose(model(x), source(x), atol=1e-4)
+
+
+# ---- state_dict ----
+
+
+def saved(model: nn.Module, save_codes: bool) -> Any:
+    for module in model.modules():
+        if isinstance(module, hot.HotFrozenLinear):
+            module.save_codes = save_codes
+    return model.state_dict()
+
+
+def test_plain_state_dict_both_ways() -> None:
+    model = frozen(dtype=torch.bfloat16)
+    state = model.state_dict()
+    plain = Net().bfloat16()
+    assert list(state) == list(plain.state_dict())
+    assert all(type(value) is torch.Tensor for value in state.values())
+    plain.load_state_dict(state)
+    assert torch.equal(plain.up.weight, model.up.dequantized())
+    other = frozen(dtype=torch.bfloat16)
+    codes = other.up.weight_codes
+    other.load_state_dict(plain.state_dict())
+    assert other.up.weight_codes is codes
+    # Quantised again: rounded to the same codes, but for the few that bf16 moves.
+    assert (other.up.weight_codes != model.up.weight_codes).float().mean() < 0.06
+    difference = other.up.dequantized().float() - model.up.dequantized().float()
+    assert difference.norm() < 0.005 * model.up.dequantized().float().norm()
+    exact = frozen()
+    again = frozen()
+    again.load_state_dict(exact.state_dict(), assign=True)
+    assert again.up.weight_codes is not exact.up.weight_codes
+    assert (again.up.weight - exact.up.weight).norm() < 1e-5
+
+
+def test_codes_in_the_state_dict(tmp_path: Path) -> None:
+    model = frozen()
+    state = saved(model, True)
+    names = {"up.weight_codes", "up.weight_block", "up.bias"}
+    assert {key for key in state if key.startswith("up.")} == names
+    assert state["up.weight_codes"].data_ptr() == model.up.weight_codes.data_ptr()  # no copy
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    loaded = [torch.load(buffer, weights_only=True)]
+    safetensors = pytest.importorskip("safetensors.torch")
+    safetensors.save_file(state, tmp_path / "codes.safetensors")
+    loaded.append(safetensors.load_file(tmp_path / "codes.safetensors"))
+    safetensors.save_file(saved(model, False), tmp_path / "plain.safetensors")
+    assert "up.weight" in safetensors.load_file(tmp_path / "plain.safetensors")
+    for each in loaded:
+        for assign in (False, True):
+            other = frozen()
+            other.load_state_dict(each, assign=assign)
+            assert torch.equal(other.up.weight_codes, model.up.weight_codes)
+            assert other.up.weight_codes.data_ptr() % 16 == 0
+            x = torch.randn(3, 72)
+            assert torch.equal(other(x), model(x))
+
+
+def test_wrong_state_dicts() -> None:
+    model = frozen()
+    before = model.up.weight_codes.clone()
+    state = dict(model.state_dict())
+    with pytest.raises(RuntimeError, match=r"up\.weight: size mismatch: shape \(2, 2\)"):
+        model.load_state_dict({**state, "up.weight": torch.zeros(2, 2)})
+    assert torch.equal(model.up.weight_codes, before)
+    missing = {key: value for key, value in state.items() if key != "up.weight"}
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "up.weight"'):
+        model.load_state_dict(missing)
+    with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "up.more"'):
+        model.load_state_dict({**state, "up.more": torch.zeros(1)})
+    codes = saved(frozen(forward_block=16), True)
+    with pytest.raises(RuntimeError, match="codes of blocks of 16; expected blocks of 64"):
+        model.load_state_dict(codes)
+    codes = {k: v for k, v in saved(frozen(), True).items() if k != "up.weight_block"}
+    with pytest.raises(RuntimeError, match="codes of unknown blocks"):
+        model.load_state_dict(codes)
+    with pytest.raises(RuntimeError, match="weight_codes"):  # a model that is not frozen
+        Net().load_state_dict(saved(frozen(), True))
+
+
+# ---- the rest of hotcore.torch ----
+
+
+def test_reports_count_frozen_layers() -> None:
+    model, x = frozen(), torch.randn(4, 9, 72)
+    other = hot.convert(copy.deepcopy(hot.revert(copy.deepcopy(model))), config(), every).model
+    for p in (other.up.weight, other.down.weight):
+        p.requires_grad_(False)
+    found, expected = hot.compute_report(model, x), hot.compute_report(other, x)
+    rows = [[dataclasses.replace(row, type="") for row in r.layers] for r in (found, expected)]
+    assert len(rows[0]) == 2 and rows[0] == rows[1]
+    codes = model.up.weight_codes
+    report = hot.memory_report(model, x)
+    assert model.up.weight_codes is codes and type(model.up) is hot.HotFrozenLinear
+    assert report.after <= report.before + 16
+    noise = hot.NoiseMonitor(model)
+    with noise:
+        model(x).square().sum().backward()
+    assert 1e-5 < noise.scalars["hot/noise_gx/up"] < 1e-3
+    assert "hot/noise_gw/up" not in noise.scalars
+
+
+def test_gradient_accumulation_keeps_no_codes() -> None:
+    model, x = frozen(), torch.randn(9, 72)
+    alone = results(model, x, model)
+    with hot.gradient_accumulation():
+        inside = results(model, x, model)
+    for a, b in zip(alone, inside, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_precision_schedule() -> None:
+    model = frozen()
+    schedule = hot.PrecisionSchedule(model, warmup=1)
+    assert model.up.config.gx_bits == 8
+    schedule.step()
+    assert model.up.config.gx_bits == 4
+    model(torch.randn(3, 72)).sum().backward()
+
+
+# ---- peft, transformers ----
+
+
+@pytest.fixture(scope="module")
+def peft() -> Any:
+    with without_broken_torchvision(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pytest.importorskip("transformers")
+        return pytest.importorskip("peft")
+
+
+ORDERS = ("peft first", "frozen first")
+
+
+def with_lora(peft: Any, order: str, dtype: torch.dtype = torch.float32, **lora: Any) -> nn.Module:
+    model = Net().to(dtype)
+    options = peft.LoraConfig(**{"r": 4, "target_modules": ["up", "down"], **lora})
+    if order == "frozen first":
+        hot.convert(model, config(), every)
+        hot.freeze_int8(model)
+    wrapped = peft.get_peft_model(model, options)
+    if order == "peft first":
+        hot.convert(wrapped, config(), lambda module, name: name.endswith("base_layer"))
+        hot.freeze_int8(wrapped)
+    generator = torch.Generator().manual_seed(5)
+    for name, parameter in wrapped.named_parameters():
+        if "lora_" in name:
+            parameter.data.normal_(generator=generator).mul_(0.1)
+    return wrapped
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_lora(peft: Any, order: str, tmp_path: Path) -> None:
+    model = with_lora(peft, order, torch.bfloat16)
+    inner = model.base_model.model
+    assert type(inner.up.base_layer) is hot.HotFrozenLinear
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert len(trained) == 4 and all("lora_" in name for name in trained)
+    assert {p.dtype for name, p in model.named_parameters() if "lora_" in name} == {torch.float32}
+    total = sum(p.numel() for p in inner.parameters())
+    assert model.get_nb_trainable_parameters()[1] == total
+    x = torch.randn(9, 72, dtype=torch.bfloat16)
+    before = inner.up.base_layer.weight_codes.clone()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)  # the codes among them
+    losses = []
+    for _ in range(12):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(x).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0]
+    assert torch.equal(inner.up.base_layer.weight_codes, before)
+    model.save_pretrained(tmp_path)
+    names = pytest.importorskip("safetensors.torch").load_file(
+        tmp_path / "adapter_model.safetensors"
+    )
+    assert len(names) == 4 and all("lora_" in name for name in names)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.manual_seed(1)
+        y = compiled(x)
+        assert torch.allclose(y, model(x), atol=0.05)
+    y.float().sum().backward()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("safe", [False, True])
+def test_merge(peft: Any, order: str, safe: bool) -> None:
+    model = with_lora(peft, order)
+    inner = model.base_model.model
+    expected = {
+        name: layer.base_layer.dequantized() + layer.get_delta_weight("default")
+        for name, layer in (("up", inner.up), ("down", inner.down))
+    }
+    with pytest.warns(UserWarning, match="frozen in INT8 have been written"):
+        merged = model.merge_and_unload(safe_merge=safe)
+    for name, weight in expected.items():
+        layer = getattr(merged, name)
+        assert type(layer) is hot.HotLinear
+        assert torch.allclose(layer.weight, weight.detach(), atol=1e-6)
+    assert list(merged.state_dict()) == list(Net().state_dict())
+    assert type(hot.revert(merged).up) is nn.Linear
+
+
+def test_unload_without_merging(peft: Any) -> None:
+    model = with_lora(peft, "peft first")
+    codes = model.base_model.model.up.base_layer.weight_codes
+    plain = model.unload()
+    assert type(plain.up) is hot.HotFrozenLinear and plain.up.weight_codes is codes
+
+
+def test_dora_reads_the_weight(peft: Any) -> None:
+    model = with_lora(peft, "frozen first", use_dora=True)
+    model(torch.randn(9, 72)).square().mean().backward()
+    grads = {name for name, p in model.named_parameters() if p.grad is not None}
+    assert len(grads) == 6
+    assert type(model.base_model.model.up.base_layer) is hot.HotFrozenLinear
+
+
+def test_conv1d(peft: Any) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"n_layer": 1, "n_embd": 64, "n_head": 4, "vocab_size": 96, "n_positions": 32}
+    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, **dropout, bos_token_id=0, eos_token_id=0))
+    names = list(model.state_dict())
+    hot.convert(model, config("plain"))
+    assert len(hot.freeze_int8(model).layers) == 4
+    layer = model.transformer.h[0].mlp.c_fc
+    assert type(layer).__name__ == "HotFrozenConv1D" and layer.weight.shape == (64, 256)
+    assert layer.weight.stride() == layer.dequantized().stride()
+    assert repr(layer).startswith("HotFrozenConv1D(nf=256, nx=64")
+    other = copy.deepcopy(model)
+    assert hot.thaw(other) == 4
+    assert list(model.state_dict()) == names
+    tokens = torch.randint(96, (2, 32))
+    losses, grads = [], []
+    for each in (model, other):
+        torch.manual_seed(2)
+        loss = each(tokens, labels=tokens).loss
+        loss.backward()
+        losses.append(loss.item())
+        grads.append(each.transformer.wte.weight.grad)
+    assert losses[0] == losses[1] and torch.equal(*grads)
+    lora = peft.LoraConfig(r=4, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True)
+    wrapped = peft.get_peft_model(model, lora)
+    wrapped(input_ids=tokens, labels=tokens).loss.backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        merged = wrapped.merge_and_unload()
+    assert torch.equal(
+        merged.transformer.h[0].mlp.c_fc.weight, other.transformer.h[0].mlp.c_fc.weight
+    )
+    assert type(hot.revert(merged).transformer.h[0].mlp.c_proj).__name__ == "Conv1D"
