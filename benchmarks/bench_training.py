@@ -239,7 +239,7 @@ def plot_differences(report: Mapping[str, Any], task: str, path: Path) -> None:
     axis.axvline(0, color="black", linewidth=0.8)
     axis.set_xscale("symlog", linthresh=0.05)
     axis.set_xlabel("validation loss less fp32's of the same seed; dots: seeds")
-    axis.set_title(f"{report['settings'].get('table', 'rivals')}: {task}", fontsize=10)
+    axis.set_title(f"{report['settings']['table']}: {task}", fontsize=10)
     axis.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
@@ -248,8 +248,8 @@ def plot_differences(report: Mapping[str, Any], task: str, path: Path) -> None:
 
 def plot_report(report: Mapping[str, Any], folder: Path) -> None:
     """Every task: curves of the rivals, differences of the other tables."""
-    table = report["settings"].get("table", "rivals")
-    for task in report["settings"]["tasks"]:
+    table = report["settings"]["table"]
+    for task in report["summary"]:
         if table == "rivals":
             plot(report, task, folder / f"training-{task}.svg")
         else:
@@ -295,11 +295,11 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def begun(args: argparse.Namespace) -> dict[str, Any]:
-    """The report to go on with. Raises ValueError where it was made with other settings."""
-    settings = {"tasks": args.tasks, "methods": args.methods, "seeds": args.seeds,
-                "steps": args.steps}  # fmt: skip
-    if args.table != "rivals":
-        settings["table"] = args.table
+    """The report to go on with. Raises ValueError where it was made with other settings.
+
+    Tasks, methods and seeds may be others than before: no run depends on them.
+    """
+    settings: dict[str, Any] = {"table": args.table, "steps": args.steps, "device": "cpu"}
     if args.device != "cpu":
         settings["device"] = torch.cuda.get_device_name(0)
     if set(args.tasks) & set(small_tasks.IMAGES):
@@ -358,7 +358,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     report["not run"] = [
         key for key, *_ in every if key not in runs and key.split("/")[1] not in report["left out"]
     ]
-    report["summary"] = {task: summary(report, task) for task in args.tasks}
+    tasks = dict.fromkeys(key.split("/")[0] for key in runs)
+    report["summary"] = {task: summary(report, task) for task in tasks}
     small_tasks.save(args.json, report)
     for task in args.tasks:
         print_table(report, task)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from typing import Any
+from unittest import mock
 
 from tqdm import tqdm
 
@@ -21,7 +22,6 @@ Work = tuple[str, Callable[..., Any], tuple[Any, ...]]
 
 
 def _prepare(path: list[str], threads: int) -> None:
-    os.environ["TQDM_DISABLE"] = "1"  # bars of side-by-side runs would overwrite each other
     sys.path[:] = path
     import hotcore
     import torch
@@ -70,7 +70,10 @@ def run_all(
                 longest = max(longest, time.perf_counter() - start)
             return left
         context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(jobs, context, _prepare, (list(sys.path), threads)) as pool:
+        # Read when tqdm is imported: bars of runs side by side would overwrite each other.
+        quiet = mock.patch.dict(os.environ, TQDM_DISABLE="1")
+        prepare = (_prepare, (list(sys.path), threads))
+        with quiet, ProcessPoolExecutor(jobs, context, *prepare) as pool:
             waiting = list(reversed(work))
             running: dict[Future[Any], tuple[str, float]] = {}
             while waiting or running:
