@@ -13,7 +13,7 @@ losses within a report only.
 
 Per seed all contenders start from the same weights and see the same batches in the same order, once
 (at 900 steps 29.5 M tokens). Blocks are compiled one by one under bf16 autocast. Two runs of bf16,
-with other seeds, say how much a difference means. ``--jobs`` trains several contenders side by side,
+with other seeds, say how much a difference means. ``--jobs`` trains several runs side by side,
 for the losses alone: no times and no peaks are reported then.
 """
 

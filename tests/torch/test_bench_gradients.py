@@ -184,7 +184,7 @@ def test_training_goes_on_after_a_break(tmp_path: Path, capsys: pytest.CaptureFi
 def test_a_diverged_run_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "training.json"
 
-    def fails(*_: Any) -> Any:
+    def fails(*_: Any, **__: Any) -> Any:
         raise RuntimeError("vit with luq: loss is nan at step 1")
 
     monkeypatch.setattr(bench_training.training, "train", fails)
