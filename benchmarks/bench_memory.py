@@ -278,7 +278,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             else:
                 try:
                     row = measured(contender, batch, args.device, args.quick)
-                except (torch.cuda.OutOfMemoryError, NotImplementedError) as error:
+                except (RuntimeError, NotImplementedError) as error:
+                    if args.device == "cpu":
+                        raise
                     row = {"left out": f"{type(error).__name__}: {error!s:.120}"}
                 gc.collect()
                 if args.device == "cuda":
