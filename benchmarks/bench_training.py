@@ -249,14 +249,19 @@ def plot_differences(report: Mapping[str, Any], task: str, path: Path) -> None:
     plt.close(figure)
 
 
-def plot_report(report: Mapping[str, Any], folder: Path) -> None:
+def tasks_of(report: Mapping[str, Any]) -> list[str]:
+    """Of its runs."""
+    return list(dict.fromkeys(key.split("/")[0] for key in report["runs"]))
+
+
+def plot_report(report: Mapping[str, Any], folder: Path, suffix: str = "svg") -> None:
     """Every task: curves of the rivals, differences of the other tables."""
     table = report["settings"]["table"]
-    for task in report["summary"]:
+    for task in tasks_of(report):
         if table == "rivals":
-            plot(report, task, folder / f"training-{task}.svg")
+            plot(report, task, folder / f"training-{task}.{suffix}")
         else:
-            plot_differences(report, task, folder / f"{table}-{task}.svg")
+            plot_differences(report, task, folder / f"{table}-{task}.{suffix}")
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -361,8 +366,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     report["not run"] = [
         key for key, *_ in every if key not in runs and key.split("/")[1] not in report["left out"]
     ]
-    tasks = dict.fromkeys(key.split("/")[0] for key in runs)
-    report["summary"] = {task: summary(report, task) for task in tasks}
+    report["summary"] = {task: summary(report, task) for task in tasks_of(report)}
     small_tasks.save(args.json, report)
     for task in args.tasks:
         print_table(report, task)

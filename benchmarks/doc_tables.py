@@ -40,6 +40,14 @@ comes from here. Every page of the repository that has such a line is looked at.
   forward-blocks   time of it by block, sums of layers (cuda-forward.json)
   forward-error    error of an 8-bit forward, beside FP8 (forward-error.json)
   earlier NAME     figures of runs whose scripts are not in the repository (earlier.json)
+  claims           every claim of the sources, and what was measured (several; claims.py)
+  trainings FILE...  losses less fp32's, paired (training.json, ablations.json, finetune.json, ...)
+  latency [PART]   the paper's layers (cuda-latency.json)
+  breakdown        Fig. 1 of the supplement (the same)
+  memory           a step of ViT-B by batch (cuda-memory.json)
+  scaling          GPTs by size (cuda-gpt-10M.json, ...)
+
+Of the last six a report that is not there is a line that says what makes it.
 
 A test keeps the pages as the reports are.
 """
@@ -55,6 +63,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import claims
+import evidence_tables
 import kernel_classes
 import model_table
 
@@ -618,6 +628,12 @@ KINDS: dict[str, tuple[str | None, Callable[..., Iterator[str]]]] = {
     "forward-error": ("forward-error.json", forward_error),
     "forward-blocks": ("cuda-forward.json", forward_blocks),
     "earlier": ("earlier.json", earlier),
+    "claims": ("", claims.table),
+    "trainings": ("", evidence_tables.trainings),
+    "latency": ("", evidence_tables.latency),
+    "breakdown": ("", evidence_tables.breakdown),
+    "memory": ("", evidence_tables.memory),
+    "scaling": ("", evidence_tables.scaling),
 }
 """Kind -> the report (None: the first argument names it, "": several), and what makes the lines."""
 
