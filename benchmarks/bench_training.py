@@ -154,16 +154,21 @@ def summary(report: Mapping[str, Any], task: str) -> list[dict[str, Any]]:
                 "seeds": len(seeds),
                 "diverged": sum("diverged" in run for run in seeds.values()),
                 "val_loss": statistics.mean(losses),
-                "spread": statistics.stdev(losses) if len(losses) > 1 else None,
+                "spread": deviation(losses),
                 "difference": statistics.mean(differences) if differences else None,
                 "differences": differences,
-                "difference_spread": statistics.stdev(differences)
-                if len(differences) > 1
-                else None,
+                "difference_spread": deviation(differences),
                 "val_accuracy": statistics.mean(accuracy) if accuracy else None,
             }
         )
     return sorted(rows, key=lambda row: row["val_loss"])
+
+
+def deviation(values: Sequence[float]) -> float | None:
+    """Standard deviation; None of fewer than two values, or where a run has diverged."""
+    if len(values) < 2 or not all(map(math.isfinite, values)):
+        return None
+    return statistics.stdev(values)
 
 
 def print_table(report: Mapping[str, Any], task: str) -> None:

@@ -230,10 +230,12 @@ def _large(results: Path) -> str:
 def _noise(results: Path) -> str:
     runs = need(results, "training.json")["runs"]
     spread = [
-        statistics.stdev([runs[f"{task}/fp32/{seed}"]["val_loss"] for seed in (0, 1, 2)])
+        statistics.stdev(
+            run["val_loss"] for k, run in runs.items() if k.startswith(f"{task}/fp32/")
+        )
         for task in ("vit", "gpt")
     ]
-    gaps = _gaps("training.json", "default", "fast")(results)
+    gaps = _gaps("training.json", "default")(results)
     return f"{gaps}; fp32's own seeds spread by {spread[0]:.3f} and {spread[1]:.3f}"
 
 
@@ -366,5 +368,7 @@ def row_of(claim: Claim, results: Path) -> str:
         found = claim.measured(results)
     except Missing as error:
         found = f"*not run yet: {MAKES.get(str(error), error)}*"
+    except KeyError as error:  # a run that was broken off, or a contender that did not fit
+        found = f"*not run yet: its report has no {error.args[0]}*"
     command = f"`{claim.command}`" if claim.command else ""
     return line([claim.claim, claim.claimed, found, claim.where, command])

@@ -42,12 +42,13 @@ comes from here. Every page of the repository that has such a line is looked at.
   earlier NAME     figures of runs whose scripts are not in the repository (earlier.json)
   claims           every claim of the sources, and what was measured (several; claims.py)
   trainings FILE...  losses less fp32's, paired (training.json, ablations.json, finetune.json, ...)
+  rows FILE NAME;...  some rows of one of those
   latency [PART]   the paper's layers (cuda-latency.json)
   breakdown        Fig. 1 of the supplement (the same)
   memory           a step of ViT-B by batch (cuda-memory.json)
   scaling          GPTs by size (cuda-gpt-10M.json, ...)
 
-Of the last six a report that is not there is a line that says what makes it.
+Of the last seven a report that is not there is a line that says what makes it.
 
 A test keeps the pages as the reports are.
 """
@@ -67,6 +68,7 @@ import claims
 import evidence_tables
 import kernel_classes
 import model_table
+from evidence_tables import header, line
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results"
@@ -492,15 +494,6 @@ def pays(results: Path) -> Iterator[str]:
 # ---- tables of all kinds ----
 
 
-def line(words: Sequence[str]) -> str:
-    return f"| {' | '.join(words)} |"
-
-
-def header(words: Sequence[str]) -> Iterator[str]:
-    yield line(words)
-    yield "|---" * len(words) + "|"
-
-
 def table_of(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
     yield from header(head)
     yield from map(line, rows)
@@ -630,6 +623,7 @@ KINDS: dict[str, tuple[str | None, Callable[..., Iterator[str]]]] = {
     "earlier": ("earlier.json", earlier),
     "claims": ("", claims.table),
     "trainings": ("", evidence_tables.trainings),
+    "rows": ("", evidence_tables.rows),
     "latency": ("", evidence_tables.latency),
     "breakdown": ("", evidence_tables.breakdown),
     "memory": ("", evidence_tables.memory),

@@ -99,10 +99,7 @@ def trainings(results: Path, *files: str) -> Lines:
     """Validation loss less fp32's, paired, mean ± deviation of the seeds; a column a task."""
     found = [(name, report_of(results, name)) for name in files]
     columns = [
-        (report, task)
-        for _, report in found
-        if report is not None
-        for task in dict.fromkeys(key.split("/")[0] for key in report["runs"])
+        (report, task) for _, report in found if report is not None for task in tasks_of(report)
     ]
     if columns:
         yield from _trainings(columns)
@@ -115,18 +112,30 @@ def trainings(results: Path, *files: str) -> Lines:
                 yield f"*{name}: `{method}` left out: {' '.join(why.split())}*"
 
 
-def _trainings(columns: Sequence[tuple[Report, str]]) -> Lines:
-    seeds = {}
-    for report, task in columns:
-        counts = [len(runs) for runs in of_task(report, task).values()]
-        few, most = min(counts), max(counts)
-        seeds[task] = f"{most} seeds" if few == most else f"{few} to {most} seeds"
-    yield from header(["", *(f"{TITLES.get(task, task)}, {seeds[task]}" for _, task in columns)])
-    losses = [
-        [run["val_loss"] for run in of_task(report, task).get("fp32", {}).values()]
-        for report, task in columns
-    ]
-    yield line(["fp32's loss", *(plus_minus(values, sign="") for values in losses)])
+def rows(results: Path, file: str, *words: str) -> Lines:
+    """Some methods of one file, in the order given: names between semicolons."""
+    report = report_of(results, file)
+    if report is None:
+        yield missing(file)
+        return
+    names = [name.strip() for name in " ".join(words).split(";")]
+    columns = [(report, task) for task in tasks_of(report)]
+    gaps = gaps_of(columns)
+    yield from header(["validation loss less fp32's", *_heads(columns)])
+    for name in names:
+        found = gaps.get(name, [[] for _ in columns])
+        yield line([name, *(plus_minus(values) if values else "" for values in found)])
+
+
+def tasks_of(report: Report) -> list[str]:
+    return list(dict.fromkeys(key.split("/")[0] for key in report["runs"]))
+
+
+Columns = Sequence[tuple[Report, str]]
+
+
+def gaps_of(columns: Columns) -> dict[str, list[list[float]]]:
+    """Method -> differences to fp32 in every column; best first by their means."""
     methods = dict.fromkeys(m for report, task in columns for m in of_task(report, task))
     gaps = {
         method: [differences(report, task, method) for report, task in columns]
@@ -138,8 +147,28 @@ def _trainings(columns: Sequence[tuple[Report, str]]) -> Lines:
         means = [statistics.mean(values) for values in gaps[method] if values]
         return statistics.mean(means) if means else math.inf
 
-    for method in sorted(gaps, key=order):
-        yield line([method, *(plus_minus(v) if v else "" for v in gaps[method])])
+    return {method: gaps[method] for method in sorted(gaps, key=order)}
+
+
+def _heads(columns: Columns) -> list[str]:
+    out = []
+    for report, task in columns:
+        counts = [len(runs) for runs in of_task(report, task).values()]
+        few, most = min(counts), max(counts)
+        seeds = f"{most} seeds" if few == most else f"{few} to {most} seeds"
+        out.append(f"{TITLES.get(task, task)}, {seeds}")
+    return out
+
+
+def _trainings(columns: Columns) -> Lines:
+    yield from header(["", *_heads(columns)])
+    losses = [
+        [run["val_loss"] for run in of_task(report, task).get("fp32", {}).values()]
+        for report, task in columns
+    ]
+    yield line(["fp32's loss", *(plus_minus(values, sign="") for values in losses)])
+    for method, gaps in gaps_of(columns).items():
+        yield line([method, *(plus_minus(values) if values else "" for values in gaps)])
 
 
 # ---- latency ----

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,9 @@ def test_a_diverged_run_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     found = json.loads(path.read_text())
     assert found["summary"]["vit"][0]["diverged"] == 1
     assert "nan" in found["runs"]["vit/luq/0"]["diverged"]
+    found["runs"]["vit/luq/1"] = {"val_loss": 1.0, "curve": []}  # and one that has not
+    (row,) = bench_training.summary(found, "vit")
+    assert row["val_loss"] == math.inf and row["spread"] is None and row["seeds"] == 2
 
 
 def test_bad_options(tmp_path: Path) -> None:

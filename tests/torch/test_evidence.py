@@ -29,6 +29,7 @@ import rivals  # noqa: E402
 import side_by_side  # noqa: E402
 import small_tasks  # noqa: E402
 from layers import PAPER, PAPER_LATENCY  # noqa: E402
+from models import mend_torchvision  # noqa: E402
 from rivals.conversion import method_of  # noqa: E402
 from train_lib import data, images, training  # noqa: E402
 
@@ -319,6 +320,7 @@ def test_lbp_whts_calls_are_right() -> None:
 
 
 def test_memory(tmp_path: Path) -> None:
+    mend_torchvision()
     pytest.importorskip("timm")
     path = tmp_path / "memory.json"
     bench_memory.main(["--quick", "--batches", "4", "--threads", "1", "--json", str(path),
@@ -332,6 +334,7 @@ def test_memory(tmp_path: Path) -> None:
 
 def test_the_formula_is_the_papers_figure() -> None:
     """Every bar of the figure, within what can be read off."""
+    mend_torchvision()
     pytest.importorskip("timm")
     for name in ("fp32", "HOT paper"):
         contender = next(c for c in bench_memory.CONTENDERS if c.name == name)
@@ -339,6 +342,117 @@ def test_the_formula_is_the_papers_figure() -> None:
         for batch, bar in bench_memory.PAPER_GB[name].items():
             got = (found["fixed_bytes"] + batch * found["image_bytes"]) / 2**30
             assert got == pytest.approx(bar, abs=0.3)
+
+
+# ---- tables, claims and figures ----
+
+
+def made_reports(folder: Path) -> None:
+    """Small reports of every kind, of known figures."""
+    runs = {
+        f"{task}/{method}/{seed}": {"val_loss": loss + seed + gap, "val_accuracy": 0.5,
+                                    "linear_saved_bytes": 8, "cpu_seconds": 1.0,
+                                    "curve": [[0, 3.0], [1, loss]]}
+        for task, loss in (("vit", 1.0), ("gpt", 2.0))
+        for method, gap in (("fp32", 0.0), ("default", 0.25), ("paper", 0.5))
+        for seed in (0, 1)
+    }  # fmt: skip
+    runs["gpt/paper/1"] = {"diverged": "loss is nan at step 1", "cpu_seconds": 1.0}
+    report = {"settings": {"table": "rivals"}, "left out": {"lora": "x", "compact": "CPU only"},
+              "runs": runs}  # fmt: skip
+    (folder / "training.json").write_text(json.dumps(report))
+    report["settings"] = {"table": "ablations"}
+    (folder / "ablations.json").write_text(json.dumps(report))
+    paper = {"FP": 182.0, "LBP-WHT": 110.0, "HOT": 70.0, "faster": 2.6}
+    rows = {"fp32": {"median_ms": 0.2}, "hotcore paper": {"median_ms": 0.1},
+            "LBP-WHT": {"median_ms": 0.4}, "bf16": "OutOfMemoryError: no"}  # fmt: skip
+    tables = {"qkv": {"shape": [197, 2304, 768], "paper_us": paper, "rows": rows}}
+    latency = {"device": "GPU", "graph": tables, "means": {"graph": bench_latency.means(tables)},
+               "left out": ["batch qkv"]}  # fmt: skip
+    (folder / "cuda-latency.json").write_text(json.dumps(latency))
+    memory = {"device": "GPU", "model": "ViT", "rows": {
+        "fp32": {"64": {"peak_gib": 8.0, "kept_gib": 6.0, "formula_gib": 9.74, "paper_gb": 9.8}},
+        "LUQ": {"64": {"peak_gib": 11.0, "kept_gib": 5.0}},
+        "HOT paper": {"64": {"left out": "OutOfMemoryError: no"}},
+    }}  # fmt: skip
+    bench_memory.compare(memory["rows"])
+    (folder / "cuda-memory.json").write_text(json.dumps(memory))
+    gpt = {f"{name}/{seed}": {"validation_loss": 3.0 + seed + gap + 0.01 * seed * bool(gap)}
+           for name, gap in (("bf16", 0.0), ("default", 0.02)) for seed in (0, 1)}  # fmt: skip
+    size = {"steps": 400, "size": {"batch": 64, "context": 512}}
+    (folder / "cuda-gpt-10M.json").write_text(
+        json.dumps({"runs": gpt, "settings": size, "parameters": 6553600})
+    )
+
+
+def test_tables_of_the_evidence(tmp_path: Path) -> None:
+    import doc_tables
+
+    made_reports(tmp_path)
+
+    def table(words: str) -> str:
+        return doc_tables.table(words, tmp_path)
+
+    found = table("trainings training.json bert.json")
+    assert "| ViT, digits, 2 seeds | GPT, text, 2 seeds |" in found
+    assert "| fp32's loss | 1.500 ± 0.707 | 2.500 ± 0.707 |" in found
+    assert "| default | +0.250 ± 0.000 | +0.250 ± 0.000 |" in found
+    assert "| paper | +0.500 ± 0.000 | +0.500, 1 diverged |" in found
+    assert "`compact` left out: CPU only" in found and "makes `bert.json`" in found
+    assert found.index("| default") < found.index("| paper")
+    found = table("rows ablations.json paper; nobody")
+    assert "| nobody |  |  |" in found and "default" not in found
+    found = table("latency")
+    assert "| qkv (197, 2304, 768) | 1.7 | 2.6 | 200.0 | 0.50 |  | 2.00 |" in found
+    assert "No time left for: batch qkv" in found
+    found = table("memory")
+    assert "| fp32 | 8.0 (6.0) |" in found and "| LUQ | 7.0 (5.0) |" in found
+    assert "| fp32: the formula (the paper's bar) | 9.7 (9.8) |" in found
+    assert "| HOT paper | out of memory |" in found
+    found = table("scaling")
+    assert "10M, 2.00 tokens a parameter" in found
+    assert "| default | +0.0250 ± 0.0071 (2) |" in found and "cuda-gpt-91M.json" in found
+    found = table("claims")
+    assert "default: +0.250 ± 0.000 (ViT), +0.250 ± 0.000 (GPT)" in found
+    assert "geometric mean of 16 layers: HOT 2.00×, LBP-WHT 0.50×" in found
+    assert "not measured: no such GPU" in found and "not run yet: evidence.py --call b" not in found
+    assert "not run yet: bench_training.py --table finetune" in found
+    assert "| 17.48 → 3.8 GB | *not run yet: its report has no 128* |" in found
+    for words in ("breakdown", "latency eager", "trainings finetune.json"):
+        assert table(words).startswith("*Not run yet: `python benchmarks/")
+
+
+def test_claims_point_to_what_is_there() -> None:
+    """Anchors of the page, scripts and their options."""
+    import claims
+
+    page = (ROOT / "docs/results.md").read_text() + (ROOT / "docs/dev/rivals.md").read_text()
+    heads = {
+        "".join(c for c in line.lstrip("# ").lower() if c.isalnum() or c in " -").replace(" ", "-")
+        for line in (page + (ROOT / "docs/paper.md").read_text()).splitlines()
+        if line.startswith("#")
+    }
+    for claim in (*claims.SOURCES, *claims.OURS):
+        for target in claim.where.split("](")[1:]:
+            path, _, anchor = target.split(")")[0].partition("#")
+            assert not path or (ROOT / "docs" / path).is_file(), claim
+            assert anchor in heads, (claim.claim, anchor)
+        if claim.command:
+            assert (ROOT / "benchmarks" / claim.command.split()[0]).is_file(), claim
+
+
+def test_every_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    import plot
+
+    made_reports(tmp_path)
+    out = tmp_path / "img"
+    plot.main(["--all", "--results", str(tmp_path), "--out", str(out)])
+    names = {path.name for path in out.iterdir()}
+    assert names == {"training-vit.svg", "training-gpt.svg", "ablations-vit.svg",
+                     "ablations-gpt.svg", "latency.svg", "memory.svg", "scaling.svg"}  # fmt: skip
+    said = capsys.readouterr().out
+    assert "finetune.json is not there" in said and "cuda-gpt-91M.json is not there" in said
 
 
 # ---- the runner ----
