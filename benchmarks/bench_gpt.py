@@ -1,8 +1,9 @@
-"""A GPT of 91 M parameters trained on text: bf16 beside HOT's recipes and what saves memory.
+"""A GPT of 10, 25 or 91 M parameters trained on text: bf16 beside HOT's recipes and FP8.
 
     python benchmarks/bench_gpt.py --device cuda                       # goes on where it broke off
     python benchmarks/bench_gpt.py --device cuda --contenders bf16 default "* saved*" --steps 450
     python benchmarks/bench_gpt.py --device cuda --seeds 0 1 2 --budget 600
+    python benchmarks/bench_gpt.py --device cuda --size 10M --tokens-per-parameter 1 --jobs 5
     python benchmarks/bench_gpt.py --quick                             # a toy; CPU too
 
 The text is the source of the installed Python packages, files in a fixed pseudo-random order, each
@@ -12,12 +13,14 @@ losses within a report only.
 
 Per seed all contenders start from the same weights and see the same batches in the same order, once
 (at 900 steps 29.5 M tokens). Blocks are compiled one by one under bf16 autocast. Two runs of bf16,
-with other seeds, say how much a difference means.
+with other seeds, say how much a difference means. ``--jobs`` trains several runs side by side,
+for the losses alone: no times and no peaks are reported then.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import math
 import random
@@ -32,6 +35,8 @@ from pathlib import Path
 from typing import Any
 
 import hotcore.torch as hot
+import rivals
+import side_by_side
 import timing
 import torch
 import torch.nn.functional as F
@@ -56,6 +61,8 @@ class Contender:
     """convert's ``saved``."""
     recomputed: bool = False
     """Blocks under hot.recompute, attention's results kept."""
+    fp8: str | None = None
+    """torchao's recipe, "tensorwise" or "rowwise"."""
 
 
 CONTENDERS = (
@@ -75,6 +82,10 @@ CONTENDERS = (
     Contender("accurate int8-forward", "accurate", "int8"),
     Contender("int4 int8-forward", "int4", "int8"),
     Contender("paper int8-forward", "paper", "int8"),
+    Contender("FP8 tensorwise", fp8="tensorwise"),
+    Contender("FP8 rowwise", fp8="rowwise"),
+    Contender("compact", "compact"),
+    Contender("compact int8-forward", "compact", "int8"),
 )
 
 
@@ -92,8 +103,21 @@ class Size:
     warmup: int
     validation_batches: int
 
+    @property
+    def parameters(self) -> int:
+        """Of the model, the embedding counted once: the head has the same weight."""
+        w = self.width
+        block = 12 * w * w + 13 * w
+        return self.depth * block + (self.vocabulary + self.context + 2) * w + self.vocabulary
+
 
 FULL = Size(768, 12, 12, 512, 64, 8192, 6e-4, 60, 8)
+SIZES = {
+    "10M": Size(320, 6, 5, 512, 64, 8192, 1.5e-3, 60, 8),
+    "25M": Size(448, 9, 7, 512, 64, 8192, 1e-3, 60, 8),
+    "91M": FULL,
+}
+"""Rates fall with the width, as is usual."""
 QUICK = Size(64, 2, 2, 32, 4, 300, 3e-3, 2, 1)
 
 
@@ -192,6 +216,14 @@ def model_of(size: Size, contender: Contender, device: str, backend: str) -> Sma
         config = hot.HotConfig.recipe(contender.recipe, forward=contender.forward)
         report = hot.convert(model, config, in_blocks, saved=contender.saved)
         assert len(report.converted) == 4 * size.depth, report
+    if contender.fp8 is not None:
+        names = {
+            name
+            for name, module in model.named_modules()
+            if isinstance(module, torch.nn.Linear) and in_blocks(module, name)
+        }
+        count = rivals.torchao_convert(model, contender.fp8, names, emulate=device == "cpu")
+        assert count == 4 * size.depth, count
     if contender.recomputed:
         hot.recompute(model.blocks)
     for block in model.blocks:
@@ -308,16 +340,50 @@ def lines(runs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         ]
         losses = ", ".join(f"{run['validation_loss']:.4f}" for run in found.values())
         gap = f"{statistics.mean(gaps):+8.4f}" if gaps else " " * 8
-        step = statistics.median(run["step_ms"] for run in found.values())
+        step = statistics.median(run.get("step_ms", math.nan) for run in found.values())
         peak = max(run.get("peak_gib", math.nan) for run in found.values())
         yield f"{contender.name:26s} {losses:32s} {gap} {step:8.1f} {peak:8.2f}"
+
+
+def one_run(
+    contender: Contender,
+    seed: int,
+    steps: int,
+    size: Size,
+    cache: Path,
+    device: str,
+    backend: str,
+    *,
+    timed: bool,
+) -> dict[str, Any]:
+    """:func:`train` on the text in ``cache``; what cannot be had here is a row with the reason."""
+    text = tokens(size, _wanted(steps, size), cache)
+    try:
+        run = train(contender, seed, steps, size, text, device, backend)
+    except Exception as error:
+        if device == "cpu" and not isinstance(error, (rivals.TorchaoMissing, NotImplementedError)):
+            raise  # on a lent GPU a contender that fails costs its row, not the others' time
+        return {"left out": f"{type(error).__name__}: {error!s:.300}"}
+    if not timed:
+        for key in ("step_ms", "peak_gib"):
+            run.pop(key, None)
+    return run
+
+
+def _wanted(steps: int, size: Size) -> int:
+    return (steps + 2) * size.batch * size.context
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = timing.arguments(__doc__, "gpt")
     parser.add_argument("--contenders", nargs="+", metavar="PATTERN", help="default: all")
+    parser.add_argument("--size", choices=tuple(SIZES), default="91M")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--steps", type=int, default=900, help="of 32,768 tokens (default: 900)")
+    parser.add_argument("--steps", type=int, help="of 32,768 tokens (default: 900)")
+    parser.add_argument(
+        "--tokens-per-parameter", type=float, metavar="T", help="instead of --steps"
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="side by side: losses, no times")
     parser.add_argument("--quick", action="store_true", help="a toy model, for a test")
     parser.add_argument(
         "--budget", type=float, default=math.inf, help="seconds; no run is begun that takes longer"
@@ -329,46 +395,64 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     for pattern in args.contenders or ():
         if not any(fnmatchcase(c.name, pattern) for c in CONTENDERS):
             parser.error(f"--contenders: {pattern!r} fits none of {[c.name for c in CONTENDERS]}")
+    if args.steps is not None and args.tokens_per_parameter is not None:
+        parser.error("--steps and --tokens-per-parameter: one of them")
+    if args.jobs < 1:
+        parser.error("--jobs must be at least 1")
+    args.model = QUICK if args.quick else SIZES[args.size]
+    if args.tokens_per_parameter is not None:
+        step = args.model.batch * args.model.context
+        args.steps = math.ceil(args.tokens_per_parameter * args.model.parameters / step)
+    args.steps = 900 if args.steps is None else args.steps
+    if args.steps < 1:
+        parser.error("--steps must be at least 1, --tokens-per-parameter above 0")
     return args
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     begun = time.perf_counter()
     args = arguments(argv)
-    size = QUICK if args.quick else FULL
+    size: Size = args.model
     steps = min(args.steps, 4) if args.quick else args.steps
     settings = {"steps": steps, "size": asdict(size), "device": args.device}
-    path = timing.RESULTS / f"{args.device}-gpt.json" if args.json is None else args.json
+    name = "gpt" if size is FULL or args.quick else f"gpt-{args.size}"
+    path = timing.RESULTS / f"{args.device}-{name}.json" if args.json is None else args.json
     try:
         earlier = timing.resumed(path, settings)
     except ValueError as error:
         sys.exit(f"bench_gpt.py: {error}")
     runs: dict[str, Any] = earlier["runs"] if earlier else {}
-    wanted = (steps + 2) * size.batch * size.context
-    text = tokens(size, wanted, args.cache)
+    text = tokens(size, _wanted(steps, size), args.cache)
     print(f"{len(text[0])} tokens, {len(text[1])} for validation", flush=True)
     chosen = [
         c for c in CONTENDERS if any(fnmatchcase(c.name, p) for p in args.contenders or ["*"])
     ]
-    slowest = 0.0
-    content = {"settings": settings, "runs": runs, "tokens": len(text[0])}
-    for seed in args.seeds:
-        for contender in chosen:
-            if key_of(contender, seed) in runs:
-                continue
-            if time.perf_counter() - begun + 1.1 * slowest > args.budget:
-                print(f"{contender.name}, seed {seed}: left out, no time left")
-                continue
-            start = time.perf_counter()
-            run = train(contender, seed, steps, size, text, args.device, args.backend)
-            runs[key_of(contender, seed)] = run
-            slowest = max(slowest, time.perf_counter() - start)
-            print(
-                f"{contender.name:26s} seed {seed}: {run['validation_loss']:.4f}, "
-                f"{run['step_ms']:.1f} ms a step, {time.perf_counter() - start:.0f} s",
-                flush=True,
-            )
-            timing.write(args, "gpt", content)
+    content = {"settings": settings, "runs": runs, "tokens": len(text[0]),
+               "parameters": size.parameters, "left out": {}}  # fmt: skip
+    del text
+
+    def done(key: str, run: dict[str, Any]) -> None:
+        if "left out" in run:
+            content["left out"][key.rpartition("/")[0]] = run["left out"]
+            print(f"{key}: {run['left out']}")
+            return
+        runs[key] = run
+        step = f", {run['step_ms']:.1f} ms a step" if "step_ms" in run else ""
+        print(f"{key:28s} {run['validation_loss']:.4f}{step}, {run['seconds']:.0f} s", flush=True)
+        timing.write(args, name, content)
+
+    one = functools.partial(one_run, timed=args.jobs == 1)
+    where = (steps, size, args.cache, args.device, args.backend)
+    work = [
+        (key_of(contender, seed), one, (contender, seed, *where))
+        for seed in args.seeds
+        for contender in chosen
+        if key_of(contender, seed) not in runs
+    ]
+    left_s = args.budget - (time.perf_counter() - begun)
+    left = side_by_side.run_all(work, done, jobs=args.jobs, budget_s=left_s, title=name)
+    for key in left:
+        print(f"{key}: left out, no time left")
     print("\n".join(lines(runs)))
 
 

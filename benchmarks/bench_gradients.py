@@ -418,8 +418,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--plot", nargs="?", type=Path, const=ROOT / "docs/img/gradients.svg")
     args = parser.parse_args(argv)
     tasks = args.tasks.split(",")
-    if not set(tasks) <= set(small_tasks.TASKS) or args.draws < 2 or args.batches < 2:
-        parser.error(f"--tasks: of {', '.join(small_tasks.TASKS)}; --draws, --batches: from 2")
+    if not set(tasks) <= set(small_tasks.README) or args.draws < 2 or args.batches < 2:
+        parser.error(f"--tasks: of {', '.join(small_tasks.README)}; --draws, --batches: from 2")
     if max(args.at) >= args.steps:
         parser.error(f"--at: {max(args.at)} is past the {args.steps} --steps")
     small_tasks.use_threads(args.threads)

@@ -40,6 +40,15 @@ comes from here. Every page of the repository that has such a line is looked at.
   forward-blocks   time of it by block, sums of layers (cuda-forward.json)
   forward-error    error of an 8-bit forward, beside FP8 (forward-error.json)
   earlier NAME     figures of runs whose scripts are not in the repository (earlier.json)
+  claims           every claim of the sources, and what was measured (several; claims.py)
+  trainings FILE...  losses less fp32's, paired (training.json, ablations.json, finetune.json, ...)
+  rows FILE NAME;...  some rows of one of those
+  latency [PART]   the paper's layers (cuda-latency.json)
+  breakdown        Fig. 1 of the supplement (the same)
+  memory           a step of ViT-B by batch (cuda-memory.json)
+  scaling          GPTs by size (cuda-gpt-10M.json, ...)
+
+Of the last seven a report that is not there is a line that says what makes it.
 
 A test keeps the pages as the reports are.
 """
@@ -55,8 +64,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import claims
+import evidence_tables
 import kernel_classes
 import model_table
+from evidence_tables import header, line
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results"
@@ -482,15 +494,6 @@ def pays(results: Path) -> Iterator[str]:
 # ---- tables of all kinds ----
 
 
-def line(words: Sequence[str]) -> str:
-    return f"| {' | '.join(words)} |"
-
-
-def header(words: Sequence[str]) -> Iterator[str]:
-    yield line(words)
-    yield "|---" * len(words) + "|"
-
-
 def table_of(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
     yield from header(head)
     yield from map(line, rows)
@@ -618,6 +621,13 @@ KINDS: dict[str, tuple[str | None, Callable[..., Iterator[str]]]] = {
     "forward-error": ("forward-error.json", forward_error),
     "forward-blocks": ("cuda-forward.json", forward_blocks),
     "earlier": ("earlier.json", earlier),
+    "claims": ("", claims.table),
+    "trainings": ("", evidence_tables.trainings),
+    "rows": ("", evidence_tables.rows),
+    "latency": ("", evidence_tables.latency),
+    "breakdown": ("", evidence_tables.breakdown),
+    "memory": ("", evidence_tables.memory),
+    "scaling": ("", evidence_tables.scaling),
 }
 """Kind -> the report (None: the first argument names it, "": several), and what makes the lines."""
 

@@ -1,6 +1,7 @@
 """Plots of the reports: speed-up by layer, where the time goes, and steps against their memory.
 
     python benchmarks/plot.py [REPORT] [--out docs/img] [--format svg]
+    python benchmarks/plot.py --all    # every figure that a report in benchmarks/results makes
 
 REPORT is what bench_backward.py or bench_models.py (part step) wrote, or gpu-check.json, which
 holds both; default benchmarks/results/cuda-backward.json. Makes speedup_by_layer, breakdown and
@@ -254,7 +255,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("report", type=Path, nargs="?", default=default)
     parser.add_argument("--out", type=Path, default=ROOT / "docs/img")
     parser.add_argument("--format", choices=("svg", "png"), default="svg")
+    parser.add_argument("--all", action="store_true", help="every report that is there")
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks/results")
     args = parser.parse_args(argv)
+    if args.all:
+        import plot_evidence  # takes its parts from here
+
+        for name in plot_evidence.plot_all(args.results, args.out, args.format):
+            print(f"no figure: {args.results / name} is not there")
+        return
     whole = json.loads(args.report.read_text())
     report, steps = whole.get("bench_backward", whole), whole.get("bench_models", whole)
     with_steps = has_steps(steps)

@@ -1,26 +1,46 @@
-"""The README's two tasks (examples/train_lib), and every method that they are run with."""
+"""The tasks that every method is trained on, and the methods, table by table.
+
+Two are the README's (examples/train_lib); the others are a masked text model, and images
+(photographs' tiles, CIFAR, a folder) with a ViT, a ResNet-18 and EfficientFormer-L1.
+"""
 
 from __future__ import annotations
 
+import functools
+import importlib
 import json
 import os
 import platform
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import hotcore
+import hotcore.torch as hot
+import rivals
 import torch
+import torch.nn.functional as F
+from models import mend_torchvision
 from timing import resumed, rounded
+from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-from train_lib import training  # noqa: E402
+from train_lib import images, training  # noqa: E402
+from train_lib.data import MaskedText  # noqa: E402
+from train_lib.models import SmallGPT, SmallViT  # noqa: E402
 
-TASKS = ("vit", "gpt")
+README = ("vit", "gpt")
+IMAGES = ("images-vit", "images-resnet18", "images-efficientformer")
+TASKS = (*README, "bert", *IMAGES)
 RECIPES = ("default", "fast", "int4", "paper", "accurate")
 VIT_TILES: dict[str, Any] = {"token_grid": (8, 8), "prefix_tokens": 1}
+TABLES = ("rivals", "ablations", "finetune")
+ADAPTER_RANK = 8
+
+
+# ---- methods ----
 
 
 @dataclass(frozen=True)
@@ -30,37 +50,302 @@ class Contender:
     name: str
     method: str
     settings: Mapping[str, Any] = field(default_factory=dict)
+    lqs: bool = False
+    """The scales of g_y by hot.calibrate, on the first batches."""
+    int8_first: float = 0.0
+    """Share of the steps in which g_x has 8 bits (hot.PrecisionSchedule)."""
+    adapters: str = ""
+    """LoRA, and which of its weights have the method: "frozen", "decomposed" or "both"."""
 
 
 def contenders(task: str) -> list[Contender]:
-    """Every method by its name; tiles of tokens where there are images."""
+    """Every rival and recipe by its name; tiles of tokens where there are images."""
+    tiles = task in ("vit", "images-vit")
     plain = ("bf16", "torchao_fp8", "torchao_int8", "naive_int4", "luq", "lbp_wht_flat")
+    if task in IMAGES[1:]:  # feature maps have a grid of their own, and no token is a prefix
+        plain = ("bf16", "torchao_fp8", "torchao_int8", "naive_int4", "luq", "lbp_wht")
     found = [Contender(name, name) for name in plain]
-    if task == "vit":
+    if tiles:
         found.append(Contender("lbp_wht", "lbp_wht", VIT_TILES))
     found += [Contender(name, name) for name in ("authors_hot", "actnn_2bit")]
     found += [Contender(name, name) for name in RECIPES]
-    if task == "vit":
+    if tiles:
         found.append(Contender("paper, tiles", "paper", VIT_TILES))
     return found
 
 
-def chosen(task: str, names: str | None, more: tuple[Contender, ...] = ()) -> list[Contender]:
-    """Those named in a list with semicolons; all for None. Raises ValueError for another name."""
-    every = {contender.name: contender for contender in (*more, *contenders(task))}
+FULL = Contender("fp32", "fp32")
+INT8_FORWARD = tuple(
+    Contender(f"{name} int8-forward", name, {"forward": "int8"}) for name in (*RECIPES, "compact")
+)
+"""The recipes with an 8-bit forward."""
+COMPACT = Contender("compact", "compact")
+PAPER_ROWS: dict[str, tuple[int, ...]] = {
+    "diagonal": (0, 2, 3, 8, 10, 11, 12, 14),
+    "axes": (0, 1, 2, 3, 4, 8, 10, 12),
+    "ten": (0, 1, 2, 3, 4, 8, 10, 11, 12, 14),
+}
+"""Readings of the paper's eight low-pass rows, and the ten of its authors' code (docs/paper.md)."""
+PAPER_READINGS = tuple(
+    Contender(f"paper, {name}{of}", "paper", {"rows": rows, **layout})
+    for of, layout in (("", {}), (", tiles", VIT_TILES))
+    for name, rows in PAPER_ROWS.items()
+)
+
+
+def _rounding(kind: str) -> dict[str, str]:
+    return dict.fromkeys(("gx_rounding", "gw_rounding", "x_rounding"), kind)
+
+
+def ablations(task: str) -> list[Contender]:
+    """One setting changed at a time, from ``paper`` (the sources' ablations) and ``default``."""
+    found = [Contender("paper", "paper"), Contender("default", "default")]
+    found += [Contender(f"paper, rank {r}", "paper", {"rank": r}) for r in (16, 4, 2, 1)]
+    found += [
+        Contender("paper, sequency", "paper", {"basis": "sequency"}),
+        Contender("paper, sketch", "paper", {"basis": "sketch"}),
+        Contender("paper, g_w of full rank", "paper", {"basis": "full"}),
+    ]
+    if task in ("vit", "images-vit"):
+        found.append(Contender("paper, tiles", "paper", VIT_TILES))
+    found += [
+        Contender("paper, g_x without HT", "paper", {"hadamard_block": 1}),
+        Contender("paper, g_x in INT8", "paper", {"gx_bits": 8}),
+        Contender("paper, a scale a token and a channel", "paper", _fine_scales()),
+        Contender("paper with LQS", "paper", lqs=True),
+        Contender("paper without ABC", "without_abc", {"recipe": "paper"}),
+        Contender("paper, INT8 first", "paper", int8_first=25 / 200),
+    ]
+    for recipe in ("paper", "default"):
+        found += [
+            Contender(f"{recipe}, rounding {words}", recipe, _rounding(kind))
+            for kind, words in (("nearest", "to nearest"), ("pseudo_stochastic", "as the paper's"))
+        ]
+    found += [
+        Contender("fast", "fast"),
+        *(Contender(f"fast, rank {rank}", "fast", {"rank": rank}) for rank in (4, 2)),
+        Contender("default, g_x without HT", "default", {"hadamard_block": 1}),
+        Contender("int4", "int4"),
+        Contender("int4, g_x without HT", "int4", {"hadamard_block": 1}),
+        Contender("default, one scale a tensor", "default", _coarse_scales()),
+        Contender("default without ABC", "without_abc", {"recipe": "default"}),
+        Contender("accurate", "accurate"),
+        Contender("default, x as rht4", "default", {"storage": "rht4"}),
+        Contender("default, x as rht4, equalised", "default", _equalised("rht4")),
+        Contender("default, x as rht2", "default", {"storage": "rht2"}),
+        Contender("default, equalised", "default", {"equalize_tokens": True}),
+        COMPACT,
+    ]
+    forward = [c for c in INT8_FORWARD if c.method in ("default", "fast", "compact")]
+    return [*found, *forward]
+
+
+def _fine_scales() -> dict[str, Any]:
+    return {"gx_scale": "row", "weight_scale": "column", "gw_scale": "channel",
+            "x_scale": "channel"}  # fmt: skip
+
+
+def _coarse_scales() -> dict[str, Any]:
+    return {"gx_scale": "tensor", "weight_scale": "tensor", "gw_scale": "tensor"}
+
+
+def _equalised(storage: str) -> dict[str, Any]:
+    return {"storage": storage, "equalize_tokens": True}
+
+
+def finetuned(task: str) -> list[Contender]:
+    """Fine-tuning: what is in both other tables, and LoRA with HOT on its weights."""
+    chosen = ("bf16", "naive_int4", "luq", "lbp_wht", "lbp_wht_flat", "authors_hot", "default",
+              "fast", "int4", "paper", "paper, tiles")  # fmt: skip
+    found = [c for c in contenders(task) if c.name in chosen]
+    found += [COMPACT, INT8_FORWARD[0]]
+    if task in IMAGES[1:]:
+        return found  # no linear layers to adapt
+    lora = [Contender("LoRA", "fp32", adapters="frozen")]
+    for recipe in ("paper", "default"):
+        lora += [
+            Contender(f"LoRA, {recipe} on {words}", recipe, adapters=where)
+            for where, words in (
+                ("frozen", "the frozen"),
+                ("decomposed", "the adapters"),
+                ("both", "both"),
+            )
+        ]
+    return found + lora
+
+
+def table_of(task: str, table: str) -> list[Contender]:
+    """Contenders of a table, full precision first. Raises ValueError for another table."""
+    if table not in TABLES:
+        raise ValueError(f"table: {table!r} is none of {', '.join(TABLES)}")
+    if table == "rivals":
+        return [FULL, *(c for c in INT8_FORWARD if c.method != "compact"), *contenders(task)]
+    return [FULL, *(ablations(task) if table == "ablations" else finetuned(task))]
+
+
+def chosen(
+    task: str, names: str | None, more: tuple[Contender, ...] = (), table: str | None = None
+) -> list[Contender]:
+    """Those named in a list with semicolons; all for None. Raises ValueError for another name.
+
+    Args:
+        task: one of ``TASKS``.
+        names: of contenders; a task may lack some of them, and one task at least has each.
+        more: contenders beside :func:`contenders`.
+        table: takes that table's contenders instead.
+    """
+
+    def of(one: str) -> list[Contender]:
+        return [*more, *contenders(one)] if table is None else table_of(one, table)
+
+    every = {contender.name: contender for contender in of(task)}
     if names is None:
         return list(every.values())
     wanted = [name.strip() for name in names.split(";")]
-    known = {c.name for t in TASKS for c in (*more, *contenders(t))}
+    known = {c.name for t in TASKS for c in of(t)}
     unknown = [name for name in wanted if name not in known]
     if unknown:
         raise ValueError(f"methods: {', '.join(unknown)}: none of {', '.join(sorted(known))}")
     return [contender for name, contender in every.items() if name in wanted]
 
 
-def load_task(name: str) -> training.Task:
-    """As examples/train.py has it."""
-    return training.load_task(name)
+def put(
+    contender: Contender, model: nn.Module, task: training.Task, steps: int, seed: int
+) -> Callable[[], None] | None:
+    """Give the task's layers of ``model`` the contender's method, in place.
+
+    Returns what is to be called after every step, if anything.
+
+    Raises ValueError where a layer does not get the method (torchao's leave convolutions plain).
+    """
+    settings: dict[str, Any] = dict(contender.settings)
+    wanted = task.chosen
+    if contender.adapters:
+        rivals.convert(model, "lora", wanted, rank=ADAPTER_RANK)
+        wanted = functools.partial(_adapted, wanted, contender.adapters)
+        if contender.method == "fp32":
+            return None
+    if contender.lqs:
+        method: Any = contender.method
+        config = hot.HotConfig.recipe(method, **settings)
+        device = next(model.parameters()).device
+        plan = hot.calibrate(
+            model,
+            _batches(task, seed, device),
+            training.loss_of,
+            config,
+            filter_fn=wanted,
+            slower=True,
+        )
+        hot.convert(model, plan.config, wanted, overrides=plan.overrides(model=model), slower=True)
+        return None
+    expected = set(rivals.taken_by_hotcore(model, wanted))
+    done = rivals.convert(model, contender.method, wanted, **settings)
+    missing = expected - set(done.names)
+    if missing and not contender.method.startswith("torchao"):
+        raise ValueError(f"{contender.name}: not taken: {sorted(missing)}: {done.left}")
+    if contender.int8_first:
+        return hot.PrecisionSchedule(model, max(1, round(contender.int8_first * steps))).step
+    return None
+
+
+def _adapted(
+    inner: Callable[[nn.Module, str], bool], where: str, module: nn.Module, name: str
+) -> bool:
+    """Whether a layer of a model with adapters is one of the weights ``where``."""
+    parts = name.split(".")
+    if "lora_A" in parts or "lora_B" in parts:
+        return where in ("decomposed", "both")
+    return where in ("frozen", "both") and parts[-1] == "base_layer" and inner(module, name)
+
+
+def _batches(task: training.Task, seed: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+    """Two of the run's own first batches."""
+    order = torch.Generator().manual_seed(seed)
+    drawn = [task.data.batch(task.batch_size, order) for _ in range(2)]
+    return [(inputs.to(device), targets.to(device)) for inputs, targets in drawn]
+
+
+# ---- tasks ----
+
+
+class Resized(nn.Module):
+    """A network on images enlarged to ``pixels``."""
+
+    def __init__(self, net: nn.Module, pixels: int) -> None:
+        super().__init__()
+        self.net, self.pixels = net, pixels
+
+    def forward(self, images: Tensor) -> Tensor:
+        """``images [batch, 3, h, w]`` to logits ``[batch, classes]``."""
+        size = (self.pixels, self.pixels)
+        y: Tensor = self.net(F.interpolate(images, size, mode="bilinear"))
+        return y
+
+
+def _timm(name: str, classes: int, **options: Any) -> Any:
+    mend_torchvision()
+    return importlib.import_module("timm").create_model(name, num_classes=classes, **options)
+
+
+def resnet18(classes: int) -> nn.Module:
+    """For 32 x 32 pixels, as on CIFAR: a first convolution of 3 x 3, no pooling after it."""
+    net = _timm("resnet18", classes)
+    net.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
+    net.maxpool = nn.Identity()
+    built: nn.Module = net
+    return built
+
+
+def load_task(name: str, where: str = "tiles") -> training.Task:
+    """A task with its data read.
+
+    Args:
+        name: one of ``TASKS``. "vit" and "gpt" are as examples/train.py has them.
+        where: the data of the tasks with images, as for ``train_lib.images.load_images``.
+
+    Raises ValueError for another name or place.
+    """
+    if name in README:
+        return training.load_task(name)
+    if name == "bert":
+        text = MaskedText()
+        title = "Small BERT, Python's standard library"
+        build = functools.partial(SmallGPT, text.VOCAB, context=text.CONTEXT, causal=False)
+        return training.Task(name, title, text, build, 3e-3, 600, 16)
+    if name not in IMAGES:
+        raise ValueError(f"tasks: {name!r} is none of {', '.join(TASKS)}")
+    data = images.load_images(where)
+    title = f"{name.removeprefix('images-')}, {data.description.partition(':')[0]}"
+    if name == "images-vit":
+        vit = functools.partial(SmallViT, 128, 4, 4, data.classes, 3)
+        return training.Task(name, title, data, vit, 2e-3, 600, 64)
+    if name == "images-resnet18":
+        net = functools.partial(resnet18, data.classes)
+        return training.Task(name, title, data, net, 2e-3, 300, 64, _in_layers)
+    efficient = functools.partial(_efficientformer, data.classes)
+    return training.Task(name, title, data, efficient, 1e-3, 300, 32, _in_stages)
+
+
+def _efficientformer(classes: int) -> nn.Module:
+    return Resized(_timm("efficientformer_l1", classes), 224)
+
+
+def _in_layers(module: nn.Module, name: str) -> bool:
+    return name.startswith("layer")
+
+
+def _in_stages(module: nn.Module, name: str) -> bool:
+    return name.startswith("net.stages.")
+
+
+def of_second_half(task: training.Task) -> training.Task:
+    """The task to fine-tune on: the other half of the data, a smaller rate, half of the steps."""
+    rate, steps = task.learning_rate / 4, max(1, task.steps // 2)
+    return replace(task, data=task.data.half(1), learning_rate=rate, steps=steps)
+
+
+# ---- reports ----
 
 
 def save(path: Path, content: Mapping[str, Any]) -> None:
@@ -93,7 +378,7 @@ def begun(
         benchmark: its name.
         settings: what the figures depend on.
         threads: of the CPU.
-        lora: why LoRA is left out.
+        lora: why LoRA is left out; empty: it is not.
         entries: key of what is filled in bit by bit.
 
     Raises ValueError where it was made with other settings.
@@ -107,7 +392,7 @@ def begun(
         "device": platform.processor() or platform.machine(),
         "versions": {**versions, "threads": threads},
         "settings": settings,
-        "left out": {"lora": lora},
+        "left out": {"lora": lora} if lora else {},
         entries: {},
     }
 

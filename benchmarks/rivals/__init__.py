@@ -28,12 +28,14 @@ from .torchao_layers import (
 )
 
 if TYPE_CHECKING:
-    from .conversion import METHODS, Converted, convert, method_of
+    from .conversion import METHODS, Converted, convert, method_of, taken_by_hotcore
     from .methods import Method
 
 # Loaded when asked for: compile_torchao.py runs while hotcore, which they need, is being built.
 _LATER = {
-    **dict.fromkeys(("METHODS", "Converted", "convert", "method_of"), "conversion"),
+    **dict.fromkeys(
+        ("METHODS", "Converted", "convert", "method_of", "taken_by_hotcore"), "conversion"
+    ),
     "Method": "methods",
 }
 
@@ -52,6 +54,7 @@ __all__ = [
     "int8_products",
     "method_of",
     "products",
+    "taken_by_hotcore",
     "torchao_calls",
     "torchao_convert",
     "torchao_int8_convert",

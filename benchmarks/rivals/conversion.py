@@ -22,6 +22,7 @@ from .methods import (
     RivalConv2d,
     RivalLinear,
     TwoBitActivations,
+    WithoutAbc,
 )
 from .torchao_layers import torchao_convert, torchao_int8_convert
 
@@ -36,6 +37,7 @@ _SIMULATED: dict[str, Callable[..., Method]] = {
     "lbp_wht_flat": lambda rank=8: LbpWht(rank, tiles=False),
     "authors_hot": AuthorsHot,
     "actnn_2bit": TwoBitActivations,
+    "without_abc": WithoutAbc,
 }
 _OTHERS = ("fp32", "lora", "torchao_fp8", "torchao_int8")
 

@@ -139,6 +139,42 @@ def power_of_two_factor(n: int, most: int | None = None) -> int:
     return factor if most is None else min(factor, most)
 
 
+class WithoutAbc(Method):
+    """A recipe of hotcore without its activation buffer compression: x is kept as it is.
+
+    x is compressed in backward instead of forward: the values are of the same distribution.
+
+    Args:
+        recipe: its name.
+    """
+
+    def __init__(self, recipe: str = "paper") -> None:
+        name: Any = recipe
+        self._config = hotcore.HotConfig.recipe(name)
+
+    @staticmethod
+    def _key() -> hotcore.Key:
+        return hotcore.Key(int(torch.randint(2**63 - 1, ())))
+
+    def g_x(self, gy: Tensor, w: Tensor) -> Tensor:
+        grads = hotcore.backward_linear(
+            gy.flatten(0, 1), w, None, config=self._config, need="gx", key=self._key()
+        )
+        return grads.gx.reshape(*gy.shape[:2], w.shape[1])
+
+    def g_w(self, gy: Tensor, x: Tensor) -> Tensor:
+        grads = hotcore.backward_linear(
+            gy.flatten(0, 1),
+            None,
+            x.flatten(0, 1).contiguous(),
+            config=self._config,
+            need="gw",
+            key=self._key(),
+        )
+        gw: Tensor = grads.gw
+        return gw
+
+
 @functools.cache
 def triangle_rows(n: int) -> tuple[int, ...]:
     """Natural indices of the Hadamard rows that the code of HOT's authors keeps of ``n``.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sysconfig
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,6 +20,24 @@ import torch.nn.functional as F
 from torch import Generator, Tensor
 
 Batch = tuple[Tensor, Tensor]
+"""Inputs, and classes: of an image, or of every position; below 0: of no position that counts."""
+
+
+NO_CLASS = -100
+"""What cross_entropy leaves out."""
+
+
+class Data(Protocol):
+    """What a task trains on."""
+
+    description: str
+    validation: Batch
+
+    def batch(self, size: int, generator: Generator) -> Batch:
+        """``size`` training samples."""
+
+    def half(self, index: int) -> Data:
+        """One half of the training samples, 0 or 1; the same validation."""
 
 
 class Digits:
@@ -58,6 +77,14 @@ class Digits:
         large = F.grid_sample(images, grid, mode="bilinear", align_corners=False)
         large = large * uniform(0.7, 1.0).view(-1, 1, 1, 1)
         return large + 0.1 * torch.randn(large.shape, generator=generator)
+
+    def half(self, index: int) -> Digits:
+        """Every other training image, from ``index``; the same validation."""
+        other = object.__new__(Digits)
+        other.__dict__ |= self.__dict__
+        other._images, other._labels = self._images[index::2], self._labels[index::2]
+        other.description = f"{self.description}, half {index} of the images to train"
+        return other
 
     def batch(self, size: int, generator: Generator) -> Batch:
         """``size`` training images, freshly distorted."""
@@ -115,7 +142,44 @@ class StdlibText:
         window = text[starts[:, None] + torch.arange(cls.CONTEXT + 1)].long()
         return window[:, :-1].contiguous(), window[:, 1:].contiguous()
 
+    def half(self, index: int) -> StdlibText:
+        """The first (0) or second (1) half of the training text; the same validation."""
+        other = object.__new__(type(self))
+        other.__dict__ |= self.__dict__
+        middle = len(self._text) // 2
+        other._text = self._text[:middle] if index == 0 else self._text[middle:]
+        other.description = f"{self.description}, half {index} of the text to train"
+        return other
+
     def batch(self, size: int, generator: Generator) -> Batch:
         """``size`` windows of the training text, and the same windows one character on."""
         last = len(self._text) - self.CONTEXT
         return self._windows(self._text, torch.randint(last, (size,), generator=generator))
+
+
+class MaskedText(StdlibText):
+    """The same text with gaps: 15 % of the characters are to be found from those around them.
+
+    Of those, 80 % are replaced by a symbol of their own (the vocabulary's last), 10 % by another
+    character, and 10 % are left. Source: Devlin et al., "BERT", section 3.1.
+    """
+
+    VOCAB = StdlibText.VOCAB + 1
+    SHARE = 0.15
+
+    def __init__(self, root: Path | None = None) -> None:
+        super().__init__(root)
+        self.validation = self._gaps(self.validation[0], Generator().manual_seed(2025))
+
+    @classmethod
+    def _gaps(cls, text: Tensor, generator: Generator) -> Batch:
+        chance, kind = torch.rand(2, *text.shape, generator=generator)
+        other = torch.randint(StdlibText.VOCAB, text.shape, generator=generator)
+        wanted = chance < cls.SHARE
+        replaced = torch.where(kind < 0.8, cls.VOCAB - 1, torch.where(kind < 0.9, other, text))
+        return torch.where(wanted, replaced, text), torch.where(wanted, text, NO_CLASS)
+
+    def batch(self, size: int, generator: Generator) -> Batch:
+        """``size`` windows with gaps, and their characters there."""
+        text, _ = super().batch(size, generator)
+        return self._gaps(text, generator)

@@ -35,11 +35,13 @@ class Block(nn.Module):
 
 
 class SmallViT(nn.Module):
-    """Grey images of 32x32 as 8x8 patches of 4x4 pixels plus a class token: 65 tokens an image."""
+    """Images of 32x32 as 8x8 patches of 4x4 pixels plus a class token: 65 tokens an image."""
 
-    def __init__(self, width: int = 48, depth: int = 2, heads: int = 4, classes: int = 10) -> None:
+    def __init__(
+        self, width: int = 48, depth: int = 2, heads: int = 4, classes: int = 10, channels: int = 1
+    ) -> None:
         super().__init__()
-        self.patch_embed = nn.Conv2d(1, width, kernel_size=4, stride=4)
+        self.patch_embed = nn.Conv2d(channels, width, kernel_size=4, stride=4)
         self.class_token = nn.Parameter(torch.zeros(1, 1, width))
         self.position = nn.Parameter(torch.empty(1, 65, width))
         self.blocks = nn.ModuleList(Block(width, heads, causal=False) for _ in range(depth))
@@ -48,7 +50,7 @@ class SmallViT(nn.Module):
         nn.init.trunc_normal_(self.position, std=0.02)
 
     def forward(self, images: Tensor) -> Tensor:
-        """``images [batch, 1, 32, 32]`` to logits ``[batch, classes]``."""
+        """``images [batch, channels, 32, 32]`` to logits ``[batch, classes]``."""
         patches = self.patch_embed(images).flatten(2).transpose(1, 2)
         x = torch.cat([self.class_token.expand(len(images), -1, -1), patches], dim=1)
         x = x + self.position
@@ -58,15 +60,21 @@ class SmallViT(nn.Module):
 
 
 class SmallGPT(nn.Module):
-    """A character-level decoder."""
+    """A character-level decoder; not ``causal``: an encoder, as BERT."""
 
     def __init__(
-        self, vocab: int, width: int = 64, depth: int = 2, heads: int = 4, context: int = 128
+        self,
+        vocab: int,
+        width: int = 64,
+        depth: int = 2,
+        heads: int = 4,
+        context: int = 128,
+        causal: bool = True,
     ) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocab, width)
         self.position = nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(Block(width, heads, causal=True) for _ in range(depth))
+        self.blocks = nn.ModuleList(Block(width, heads, causal=causal) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocab)
         self.apply(self._init_like_gpt2)

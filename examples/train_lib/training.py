@@ -6,7 +6,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 
@@ -16,11 +16,16 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 from tqdm import tqdm
 
-from .data import Batch, Digits, StdlibText
+from .data import Batch, Data, Digits, StdlibText
 from .models import SmallGPT, SmallViT
 
 WARMUP_STEPS = 20
 CURVE_POINTS = 20
+
+
+def in_blocks(module: nn.Module, fqn: str) -> bool:
+    """Selects the Linear layers of the transformer blocks; embeddings and the head stay plain."""
+    return fqn.startswith("blocks.")
 
 
 @dataclass(frozen=True)
@@ -29,11 +34,13 @@ class Task:
 
     name: str
     title: str
-    data: Digits | StdlibText
+    data: Data
     build: Callable[[], nn.Module]
     learning_rate: float
     steps: int
     batch_size: int
+    chosen: Callable[[nn.Module, str], bool] = in_blocks
+    """Which layers are converted, and counted in ``linear_saved_bytes``."""
 
 
 def load_task(name: str) -> Task:
@@ -71,11 +78,6 @@ class Result:
         return asdict(self)
 
 
-def in_blocks(module: nn.Module, fqn: str) -> bool:
-    """Selects the Linear layers of the transformer blocks; embeddings and the head stay plain."""
-    return fqn.startswith("blocks.")
-
-
 def convert_blocks(model: nn.Module, recipe: str) -> None:
     """Apply ``recipe`` to the blocks, and fail for a partly converted model.
 
@@ -98,11 +100,14 @@ class SavedBytes:
     """Bytes that autograd keeps for the backward pass, parameters left out.
 
     Storages are counted, so a tensor that two operations save counts once. ``linear`` is saved by
-    the blocks' Linear layers, ``total`` by everything.
+    the ``chosen`` Linear layers and convolutions, ``total`` by everything.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(
+        self, model: nn.Module, chosen: Callable[[nn.Module, str], bool] = in_blocks
+    ) -> None:
         self._model = model
+        self._chosen = chosen
         self._parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
         self._linear: dict[int, int] = {}
         self._all: dict[int, int] = {}
@@ -110,7 +115,7 @@ class SavedBytes:
 
     @property
     def linear(self) -> int:
-        """Bytes saved by the Linear layers of the blocks."""
+        """Bytes saved by the chosen layers."""
         return sum(self._linear.values())
 
     @property
@@ -137,7 +142,7 @@ class SavedBytes:
         """Count what the forward pass inside saves; the graph must outlive the context."""
         hooks = []
         for name, module in self._model.named_modules():
-            if isinstance(module, nn.Linear) and in_blocks(module, name):
+            if isinstance(module, nn.Linear | nn.Conv2d) and self._chosen(module, name):
                 hooks += [
                     module.register_forward_pre_hook(self._enter),
                     module.register_forward_hook(self._leave),
@@ -166,7 +171,7 @@ def evaluate(model: nn.Module, batch: Batch, device: torch.device) -> tuple[floa
         labels = targets.to(device).flatten()
         loss += F.cross_entropy(logits, labels, reduction="sum").item()
         right += int((logits.argmax(dim=-1) == labels).sum())
-        count += labels.numel()
+        count += int((labels >= 0).sum())
     model.train()
     return loss / count, right / count
 
@@ -195,23 +200,28 @@ def train(
     seed: int,
     steps: int,
     device: torch.device,
-    convert: Callable[[nn.Module, str], None] = convert_blocks,
+    convert: Callable[[nn.Module, str], Callable[[], None] | None] = convert_blocks,
+    start: Mapping[str, Tensor] | None = None,
+    finished: Callable[[nn.Module], None] | None = None,
 ) -> Result:
     """Train ``task`` in plain fp32 (recipe ``fp32``) or with a HOT recipe.
 
     ``convert(model, recipe)`` changes the model's layers in place; benchmarks pass other methods.
+    What it returns, if anything, is called after every step. ``start`` has the first weights, by
+    their names in the plain model; None: those of the seed. ``finished`` gets the trained model.
 
     The seed fixes the initial weights, the order of the data and, through torch's generator, HOT's
     rounding; the first two are the same for every recipe.
     """
     torch.manual_seed(seed)
     model = task.build().to(device)
-    if recipe != "fp32":
-        convert(model, recipe)
+    if start is not None:
+        model.load_state_dict(start)
+    after = convert(model, recipe) if recipe != "fp32" else None
     order = Generator().manual_seed(seed)
     optimizer, schedule = optimizer_of(task, model, steps)
     result = Result(task.name, recipe, seed, steps)
-    saved = SavedBytes(model)
+    saved = SavedBytes(model, task.chosen)
     times: list[float] = []
     every = max(1, steps // CURVE_POINTS)
     interactive = sys.stderr.isatty()
@@ -244,6 +254,8 @@ def train(
             optimizer.step()
             schedule.step()
             times.append(_now(device) - started)
+            if after is not None:
+                after()
 
             value = loss.item()
             if not math.isfinite(value):
@@ -253,6 +265,8 @@ def train(
         result.val_loss, result.val_accuracy = evaluate(model, task.data.validation, device)
         result.curve.append((steps, result.val_loss))
         progress.set_postfix(loss=f"{value:.3f}", validation=f"{result.val_loss:.3f}")
+    if finished is not None:
+        finished(model)
     # The first steps warm caches and allocate the optimizer's state.
     result.step_ms = 1e3 * statistics.median(times[min(5, len(times) - 1) :])
     result.seconds = time.perf_counter() - began

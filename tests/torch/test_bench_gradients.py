@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,7 @@ def test_cost() -> None:
     shape = (1 << 20, 1 << 14, 1 << 14)
     found = {
         c.name: bench_gradients.cost(c, shape, 1 << 13)
-        for task in small_tasks.TASKS
+        for task in small_tasks.README
         for c in small_tasks.contenders(task)
     }
     eighths, fourths = 64 / 1024, 16 / 1024
@@ -184,7 +185,7 @@ def test_training_goes_on_after_a_break(tmp_path: Path, capsys: pytest.CaptureFi
 def test_a_diverged_run_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "training.json"
 
-    def fails(*_: Any) -> Any:
+    def fails(*_: Any, **__: Any) -> Any:
         raise RuntimeError("vit with luq: loss is nan at step 1")
 
     monkeypatch.setattr(bench_training.training, "train", fails)
@@ -192,6 +193,9 @@ def test_a_diverged_run_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     found = json.loads(path.read_text())
     assert found["summary"]["vit"][0]["diverged"] == 1
     assert "nan" in found["runs"]["vit/luq/0"]["diverged"]
+    found["runs"]["vit/luq/1"] = {"val_loss": 1.0, "curve": []}  # and one that has not
+    (row,) = bench_training.summary(found, "vit")
+    assert row["val_loss"] == math.inf and row["spread"] is None and row["seeds"] == 2
 
 
 def test_bad_options(tmp_path: Path) -> None:

@@ -1,0 +1,368 @@
+"""The paper's latency table and its Fig. 1, measured here; the paper's own figures beside it.
+
+    python benchmarks/bench_latency.py --device cuda                   # about a minute and a half
+    python benchmarks/bench_latency.py --device cuda --parts graph breakdown --budget 60
+    python benchmarks/bench_latency.py --quick                         # two toy layers; CPU too
+
+The paper times g_x and g_w of 16 layers, one image each, on an RTX 3090: fp32, LBP-WHT and HOT.
+Parts, by importance; a ``--budget`` leaves out the last rows, and the report names them:
+
+  graph      g_x and g_w in CUDA graphs, one image; arrays exceed the L2 (on the CPU: plain calls)
+  breakdown  Fig. 1: where the device's time goes, three layers, by the profiler (CUDA)
+  batch      the same calls at 128 images
+  eager      a layer's backward through autograd as Python queues it, one image: the host counts
+  compiled   the same of the three layers of Fig. 1, compiled by torch.compile; 1 and 128 images
+
+Contenders: torch's fp32 and tf32 (fp32 arrays), bf16; FP8 (``torch._scaled_mm``, operands that are
+quantised and transposed already; in eager and compiled mode torchao's layer); LBP-WHT (rank 8,
+tiles, its reference algorithm in fp32, x projected before); hotcore's recipes on bf16 arrays, x
+compressed before, and ``paper`` on fp32 arrays. Whole models: bench_models.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import bench_backward
+import hotcore.torch as hot
+import rivals
+import timing
+import torch
+from layers import PAPER_LATENCY, Shape
+from rivals.conversion import method_of
+from timing import Call, Row
+from torch import Tensor, nn
+
+PARTS = ("graph", "breakdown", "batch", "eager", "compiled")
+FIG_1 = ("layer4.conv2", "qkv", "stages.1.fc1")
+"""Layers of Fig. 1: ResNet-50's, ViT-B's, EfficientFormer-L7's."""
+FIG_1_PAPER = {"qkv": {"FP32 products": 182.0, "integer products": 25.0, "HT": 18.0, "HLA": 11.0}}
+"""What the supplement's text says of Fig. 1, microseconds."""
+RECIPES = ("default", "fast", "paper")
+BATCH = 128
+GRAPH_CALLS = 24
+LARGE_CALL_BUDGET_MS = 60.0
+BURST = 20
+TOY: dict[str, tuple[Shape, dict[str, float]]] = {
+    "qkv": ((65, 96, 64), {"FP": 1.0, "LBP-WHT": 1.0, "HOT": 1.0, "faster": 1.0}),
+    "conv": ((64, 64, 64), {"FP": 1.0, "LBP-WHT": 1.0, "HOT": 1.0, "faster": 1.0}),
+}
+
+
+def lbp_wht(tokens: int) -> Any:
+    """LBP-WHT for an image's tokens: a square grid, after a class token or none."""
+    prefix = 0 if math.isqrt(tokens) ** 2 == tokens else 1
+    side = math.isqrt(tokens - prefix)
+    if side * side != tokens - prefix:
+        raise ValueError(f"tokens: {tokens} are no square, nor one more")
+    return method_of("lbp_wht", token_grid=(side, side), prefix_tokens=prefix)
+
+
+def calls(shape: Shape, images: int, device: str) -> dict[str, Call]:
+    """Contender -> g_x and g_w of ``images`` images with fresh arrays."""
+    tokens, outs, ins = shape
+    whole = (images * tokens, outs, ins)
+    gy, w, x = bench_backward.tensors(whole, device, torch.float32)
+    out: dict[str, Call] = {}
+    cuda = device == "cuda"
+    out["fp32"] = rivals.products(gy, w, x, tf32=False if cuda else None)
+    method = lbp_wht(tokens)
+    kept = method.keep(x.view(images, tokens, ins))
+    gy_of = gy.view(images, tokens, outs)
+    exact = _exact if cuda else _as_it_is
+    out["LBP-WHT"] = exact(lambda: (method.g_x(gy_of, w), method.g_w(gy_of, kept[0])))
+    if cuda:
+        out["tf32"] = rivals.products(gy, w, x, tf32=True)
+        out["hotcore paper, fp32 arrays"] = bench_backward.hot_backward(
+            gy, w, x, "paper", need=("gx", "gw")
+        )
+        gy, w, x = gy.bfloat16(), w.bfloat16(), x.bfloat16()
+        out["bf16"] = rivals.products(gy, w, x)
+        if all(size % 16 == 0 for size in whole):
+            out["FP8 products"] = rivals.fp8_products(*whole)
+    for recipe in RECIPES:
+        out[f"hotcore {recipe}"] = bench_backward.hot_backward(gy, w, x, recipe, need=("gx", "gw"))
+    return out
+
+
+def _as_it_is(call: Call) -> Call:
+    return call
+
+
+def _exact(call: Call) -> Call:
+    """Its products in fp32, whatever ran before."""
+
+    def run() -> object:
+        torch.backends.cuda.matmul.allow_tf32 = False
+        return call()
+
+    return run
+
+
+def in_graphs(shape: Shape, args: argparse.Namespace, images: int) -> dict[str, Row | str]:
+    """Times of a call in a CUDA graph; on the CPU of plain calls."""
+    if args.device == "cpu":
+        return {**timing.in_turns(calls(shape, images, "cpu"), args.rounds, "cpu")}
+    tokens, outs, ins = shape
+    nbytes = 4 * images * (tokens * outs + tokens * ins) + 4 * outs * ins
+    copies = timing.copies_beyond_cache(nbytes, "cuda")
+    repeats = max(1, GRAPH_CALLS // copies) if images == 1 else 1
+    sets = [calls(shape, images, "cuda") for _ in range(copies)]
+    graphs: dict[str, Call] = {}
+    out: dict[str, Row | str] = {}
+    for name in sets[0]:
+        try:
+            graphs[name] = timing.captured([one[name] for one in sets] * repeats)
+        except Exception as error:  # what cannot be captured is named
+            out[name] = f"{type(error).__name__}: {error!s:.200}"
+    counts = dict.fromkeys(graphs, copies * repeats)
+    rows = timing.in_turns(
+        graphs, args.rounds, "cuda", calls_in=counts, budget_ms=LARGE_CALL_BUDGET_MS
+    )
+    return out | rows
+
+
+# ---- through autograd ----
+
+
+class Plain(nn.Module):
+    """``y = x w^T``, with a rival's or hotcore's backward."""
+
+    def __init__(self, shape: Shape, dtype: torch.dtype, device: str) -> None:
+        super().__init__()
+        _, outs, ins = shape
+        self.layer = nn.Linear(ins, outs, bias=False, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x [images, tokens, I]`` to ``[images, tokens, O]``."""
+        y: Tensor = self.layer(x)
+        return y
+
+
+def everything(module: nn.Module, name: str) -> bool:
+    return True
+
+
+def layers_of(
+    shape: Shape, device: str
+) -> Iterator[tuple[str, Callable[[], nn.Module], torch.dtype]]:
+    """Contender, how its layer is made, and the dtype of its arrays."""
+    low = bench_backward.working_dtype(device)
+
+    def plain(dtype: torch.dtype) -> Plain:
+        return Plain(shape, dtype, device)
+
+    def converted(recipe: str) -> nn.Module:
+        model = plain(low)
+        hot.convert(model, recipe, everything, slower=True)
+        return model
+
+    def low_rank() -> nn.Module:
+        model, method = plain(torch.float32), lbp_wht(shape[0])
+        settings = {"token_grid": method.token_grid, "prefix_tokens": method.prefix_tokens}
+        rivals.convert(model, "lbp_wht", everything, **settings)
+        return model
+
+    def eight() -> nn.Module:
+        model = plain(low)
+        rivals.torchao_convert(model, "tensorwise", {"layer"}, emulate=device == "cpu")
+        return model
+
+    yield "fp32", lambda: plain(torch.float32), torch.float32
+    if device == "cuda":
+        yield "bf16", lambda: plain(low), low
+    for recipe in RECIPES:
+        yield f"hotcore {recipe}", lambda recipe=recipe: converted(recipe), low
+    yield "LBP-WHT", low_rank, torch.float32
+    yield "torchao FP8", eight, low
+
+
+def through_autograd(
+    shape: Shape, args: argparse.Namespace, images: int, compiled: bool
+) -> dict[str, Row | str]:
+    """Milliseconds of a backward with a retained graph, calls one after the other; or the reason.
+
+    A burst's time is over when the device is done, so it is the host's where that is slower.
+    """
+    out: dict[str, Row | str] = {}
+    backward: dict[str, Call] = {}
+    torch.backends.cuda.matmul.allow_tf32 = False
+    for name, make, dtype in layers_of(shape, args.device):
+        if name == "torchao FP8" and not compiled:
+            continue  # its casts are left to torch.compile
+        try:
+            backward[name] = _backward_of(make(), shape, images, dtype, args, compiled)
+        except Exception as error:  # a compiler may fail in any way
+            out[name] = f"{type(error).__name__}: {error!s:.200}"
+    values: dict[str, list[float]] = {name: [] for name in backward}
+    burst = BURST if images == 1 else 3
+    for turn in range(max(2, args.rounds // 4) + 1):
+        for name, call in backward.items():
+            timing.synchronize(args.device)
+            start = time.perf_counter()
+            for _ in range(burst):
+                call()
+            timing.synchronize(args.device)
+            if turn:  # the first warms up
+                values[name].append((time.perf_counter() - start) * 1e3 / burst)
+    return out | {name: timing.spread(times) for name, times in values.items()}
+
+
+def _backward_of(
+    model: nn.Module,
+    shape: Shape,
+    images: int,
+    dtype: torch.dtype,
+    args: argparse.Namespace,
+    compiled: bool,
+) -> Call:
+    tokens, outs, ins = shape
+    if compiled:
+        import torch._functorch.config as functorch
+
+        functorch.donated_buffer = False  # else a backward cannot be run twice
+        torch._dynamo.reset()
+        model.compile(backend=args.backend, dynamic=False)
+    x = torch.randn(images, tokens, ins, device=args.device, dtype=dtype).requires_grad_()
+    gy = torch.randn(images, tokens, outs, device=args.device, dtype=dtype)
+    leaves = (x, *model.parameters())
+    y = model.train()(x)
+
+    def call() -> object:
+        return torch.autograd.grad(y, leaves, gy, retain_graph=True)
+
+    call()
+    call()
+    return call
+
+
+# ---- Fig. 1 ----
+
+
+def breakdown(shape: Shape) -> dict[str, Any]:
+    """Microseconds of the device by stage: fp32, LBP-WHT, HOT (``paper``, fp32 and bf16 arrays).
+
+    HOT's "between kernels" is 0: the device's time alone counts.
+    """
+    of = calls(shape, 1, "cuda")
+    plain = bench_backward.kernel_times(of["fp32"])
+    low = bench_backward.kernel_times(of["LBP-WHT"])
+    out: dict[str, Any] = {
+        "fp32": {"products": sum(kernel["us"] for kernel in plain), "kernels": plain}
+    }
+    products, others = bench_backward.split(low)
+    out["LBP-WHT"] = {"products, transforms among them": products, "rest": others, "kernels": low}
+    for name, dtype in (("paper, fp32 arrays", torch.float32), ("paper", torch.bfloat16)):
+        arrays = bench_backward.tensors(shape, "cuda", dtype)
+        out[name] = bench_backward.cuda_stages(arrays, "paper", 0.0)
+    return out
+
+
+# ---- all ----
+
+
+def print_rows(title: str, paper: Mapping[str, float], rows: Mapping[str, Any]) -> None:
+    plain = rows.get("fp32")
+    print(f"\n{title}; the paper: fp32 {paper['FP']:.0f} us, {paper['faster']:.1f}x")
+    for name, row in rows.items():
+        if not isinstance(row, Mapping):
+            print(f"  {name:26s} left out: {row}")
+            continue
+        times = f"{plain['median_ms'] / row['median_ms']:.2f}x" if plain else ""
+        print(timing.line(name, row, times))
+
+
+def means(tables: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Times faster than fp32 over all layers: geometric mean and the worst; the paper's beside."""
+    names = {name for table in tables.values() for name in table["rows"]}
+    out: dict[str, dict[str, float]] = {}
+    for name in sorted(names):
+        ratios = [
+            table["rows"]["fp32"]["median_ms"] / table["rows"][name]["median_ms"]
+            for table in tables.values()
+            if isinstance(table["rows"].get(name), Mapping)
+        ]
+        if ratios:
+            out[name] = {
+                "geomean": statistics.geometric_mean(ratios),
+                "worst": min(ratios),
+                "layers": len(ratios),
+            }
+    for name in ("LBP-WHT", "HOT"):
+        ratios = [table["paper_us"]["FP"] / table["paper_us"][name] for table in tables.values()]
+        out[f"the paper's {name}"] = {
+            "geomean": statistics.geometric_mean(ratios),
+            "worst": min(ratios),
+            "layers": len(ratios),
+        }
+    return out
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = timing.arguments(__doc__, "latency")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--quick", action="store_true", help="toy layers, for a test")
+    parser.add_argument("--budget", type=float, default=math.inf, help="seconds")
+    parser.add_argument("--backend", default="inductor", help="of torch.compile")
+    args = timing.begin(parser, argv)
+    shapes = TOY if args.quick else PAPER_LATENCY
+    few = {name: found for name, found in shapes.items() if name in FIG_1}
+    images = 2 if args.quick else BATCH
+    begun = time.perf_counter()
+    out: dict[str, Any] = {"images": {"graph": 1, "batch": images}, "left out": []}
+    if args.device == "cpu":
+        args.parts = [part for part in args.parts if part != "breakdown"]
+
+    def table(part: str, name: str, measure: Callable[[], Any]) -> None:
+        if time.perf_counter() - begun > args.budget:
+            out["left out"].append(f"{part} {name}")
+            return
+        shape, paper = shapes[name]
+        rows = measure()
+        out.setdefault(part, {})[name] = {"shape": shape, "paper_us": paper, "rows": rows}
+        print_rows(f"{part}: {name} {shape}", paper, rows)
+        if args.device == "cuda":
+            torch.cuda.empty_cache()
+
+    for part in [part for part in PARTS if part in args.parts]:
+        if part in ("graph", "batch"):
+            count = 1 if part == "graph" else images
+            for name, (shape, _) in shapes.items():
+                table(part, name, lambda shape=shape, count=count: in_graphs(shape, args, count))
+        elif part == "eager":
+            for name, (shape, _) in shapes.items():
+                table(part, name, lambda shape=shape: through_autograd(shape, args, 1, False))
+        elif part == "compiled":
+            for count in (1, images):
+                for name, (shape, _) in few.items():
+                    key = "compiled" if count == 1 else "compiled, batch"
+                    table(
+                        key,
+                        name,
+                        lambda shape=shape, count=count: through_autograd(shape, args, count, True),
+                    )
+        elif time.perf_counter() - begun <= args.budget:
+            out["breakdown"] = {
+                name: {"shape": shape, "paper_us": paper, "stages": breakdown(shape)}
+                for name, (shape, paper) in few.items()
+            }
+            out["Fig. 1, the paper's text"] = copy.deepcopy(FIG_1_PAPER)
+        else:
+            out["left out"].append("breakdown")
+    for part, tables in list(out.items()):
+        if part in PARTS and part != "breakdown":
+            out.setdefault("means", {})[part] = means(tables)
+            print(f"\n{part}: times faster than fp32")
+            for name, row in out["means"][part].items():
+                print(f"  {name:28s} geometric mean {row['geomean']:.2f}, worst {row['worst']:.2f}")
+    timing.write(args, "latency", out)
+
+
+if __name__ == "__main__":
+    main()

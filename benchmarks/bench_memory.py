@@ -1,0 +1,300 @@
+"""The paper's memory figure: a training step of ViT-B by batch, measured and by its formula.
+
+    python benchmarks/bench_memory.py --device cuda          # about a minute; needs timm, peft
+    python benchmarks/bench_memory.py --device cuda --batches 128 256 --contenders fp32 "HOT*"
+    python benchmarks/bench_memory.py --quick                # a toy; on the CPU bytes kept only
+
+Measured: the allocator's peak over a whole step (forward, backward, AdamW), weights, gradients and
+AdamW's state among it; and what the forward pass leaves kept for backward. fp32 weights; products
+in TF32, which changes no byte that is kept. The rivals LBP-WHT and LUQ are simulated: what they
+keep is theirs, but their peaks hold the simulation's own temporaries (docs/dev/rivals.md), so
+"peak by kept" is given beside them: fp32's peak less what they keep less than fp32.
+
+The formula is that of the authors' analysis code: four bytes for each output of a linear layer or
+convolution (four times that of qkv, whose weights count three times), half a byte with HOT; nothing
+of normalisations, GELU or attention's own tensors. LoRA has rank 8 on qkv, proj, fc1 and fc2; its
+frozen weights, which the code leaves out, are in the paper's figure and are added here.
+
+Beside the paper's methods: torch's recomputation (every block checkpointed), bf16 autocast, and
+hotcore's recipes with and without ``saved=8``. What does not fit is a row that says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import hotcore.torch as hot
+import rivals
+import timing
+import torch
+import torch.nn.functional as F
+from models import mend_torchvision
+from timing import Row
+from torch import Tensor, nn
+
+GIB = 2**30
+BATCHES = (64, 128, 256, 512, 1024)
+LORA = {"qkv", "proj", "fc1", "fc2"}
+LORA_RANK = 8
+STEPS = 2
+"""Of each measurement: the first makes AdamW's state."""
+
+PAPER_GB: dict[str, dict[int, float]] = {
+    "fp32": {64: 9.8, 128: 17.48, 256: 33.2, 512: 64.5, 1024: 127.0},
+    "LoRA": {64: 8.3, 128: 16.2, 256: 31.95, 512: 63.3, 1024: 126.2},
+    "LBP-WHT": {64: 9.8, 128: 17.48, 256: 33.2, 512: 64.5, 1024: 127.0},
+    "LUQ": {64: 9.8, 128: 17.48, 256: 33.2, 512: 64.5, 1024: 127.0},
+    "HOT paper": {64: 2.9, 128: 3.8, 256: 5.8, 512: 9.8, 1024: 17.5},
+    "HOT paper + LoRA": {64: 1.5, 128: 2.4, 256: 4.45, 512: 8.4, 1024: 16.2},
+}
+"""mem_analysis1.png of the authors' repository (the paper's figure), read off to 0.3 or so; 128
+images: Table 1 of the supplement has 17.48 and 3.8."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """How the model is trained."""
+
+    name: str
+    method: str = "fp32"
+    """Of ``rivals.convert``."""
+    lora: bool = False
+    autocast: bool = False
+    checkpointed: bool = False
+    saved: int | None = None
+    """hot.convert's ``saved``."""
+
+
+CONTENDERS = (
+    Contender("fp32"),
+    Contender("HOT paper", "paper"),
+    Contender("LoRA", lora=True),
+    Contender("HOT paper + LoRA", "paper", lora=True),
+    Contender("LBP-WHT", "lbp_wht"),
+    Contender("LUQ", "luq"),
+    Contender("fp32, blocks recomputed", checkpointed=True),
+    Contender("HOT default", "default"),
+    Contender("HOT default + LoRA", "default", lora=True),
+    Contender("HOT default, saved 8", "default", saved=8),
+    Contender("bf16", autocast=True),
+    Contender("bf16, HOT default", "default", autocast=True),
+    Contender("bf16, HOT default, saved 8", "default", autocast=True, saved=8),
+    Contender("bf16, blocks recomputed", autocast=True, checkpointed=True),
+)
+SIMULATED = ("LBP-WHT", "LUQ")
+
+
+def vit(quick: bool) -> nn.Module:
+    """ViT-B/16 of 100 classes, as in the paper's figure, or a toy."""
+    mend_torchvision()
+    timm = importlib.import_module("timm")
+    small = {"img_size": 32, "patch_size": 4, "embed_dim": 64, "depth": 2, "num_heads": 2}
+    model: nn.Module = timm.create_model(
+        "vit_base_patch16_224", num_classes=100, **(small if quick else {})
+    )
+    return model
+
+
+def chosen(module: nn.Module, name: str) -> bool:
+    """Layers of the blocks: base weights under a LoRA, not its adapters."""
+    return name.startswith("blocks.") and "lora_" not in name
+
+
+def prepared(contender: Contender, model: nn.Module) -> nn.Module:
+    """The model with the contender's method, in place."""
+    where = chosen
+    if contender.lora:
+        peft = importlib.import_module("peft")
+        config = peft.LoraConfig(r=LORA_RANK, target_modules=sorted(LORA))
+        peft.inject_adapter_in_model(config, model)
+        for name, parameter in model.named_parameters():
+            if name.startswith("head."):
+                parameter.requires_grad_(True)
+    if contender.saved is not None:
+        name: Any = contender.method
+        hot.convert(model, name, where, slower=True, saved=contender.saved)
+    elif contender.method == "lbp_wht":
+        side = math.isqrt(model.patch_embed.num_patches)  # type: ignore[union-attr, arg-type]
+        rivals.convert(model, "lbp_wht", where, token_grid=(side, side), prefix_tokens=1)
+    elif contender.method != "fp32":
+        rivals.convert(model, contender.method, where)
+    if contender.checkpointed:
+        hot.recompute(model.blocks, None)  # type: ignore[arg-type]
+    return model
+
+
+class KeptBytes:
+    """Bytes of distinct storages that autograd keeps, parameters left out."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        self._found: dict[int, int] = {}
+
+    @property
+    def total(self) -> int:
+        """Of the last forward pass."""
+        return sum(self._found.values())
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._parameters:
+            self._found[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
+        """Count what the forward pass inside saves."""
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
+            yield
+
+
+def measured(contender: Contender, batch: int, device: str, quick: bool) -> Row:
+    """One contender at one batch. Raises torch.cuda.OutOfMemoryError."""
+    cuda = device == "cuda"
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = prepared(contender, vit(quick)).train()
+        images = torch.randn(batch, 3, *((32, 32) if quick else (224, 224)))
+        labels = torch.randint(100, (batch,))
+    model.to(device)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, fused=cuda)
+    out: Row = {"trained parameters": sum(p.numel() for p in trained)}
+    for step in range(STEPS):
+        if cuda:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        began = time.perf_counter()
+        kept = KeptBytes(model)
+        watch = kept.watch() if not cuda else contextlib.nullcontext()
+        with watch, torch.autocast(device, torch.bfloat16, enabled=contender.autocast):
+            loss = F.cross_entropy(model(images).float(), labels)
+        out["kept_gib"] = (torch.cuda.memory_allocated() - before if cuda else kept.total) / GIB
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if cuda:
+            torch.cuda.synchronize()
+            out["peak_gib"] = torch.cuda.max_memory_allocated() / GIB
+        out["step_s"] = time.perf_counter() - began
+        if step == STEPS - 1 and not math.isfinite(float(loss.detach())):
+            raise RuntimeError(f"{contender.name}: the loss is not finite")
+    return out
+
+
+def formula(contender: Contender, quick: bool) -> dict[str, float]:
+    """Bytes by the authors' analysis code: what a batch does not change, and an image's.
+
+    Source: github.com/sungonuni/HOT at 460db09, utils/analysis_calculator.py.
+    """
+    model = prepared(Contender("", lora=contender.lora), vit(quick))
+    each = 0.5 if contender.method == "paper" else 4.0
+    image = 0.0
+    hooks = []
+
+    def add(name: str, module: nn.Module) -> None:
+        def hook(module: nn.Module, _: Any, output: Tensor) -> None:
+            nonlocal image
+            weight = module.weight
+            if isinstance(weight, Tensor) and weight.requires_grad:
+                image += output.numel() * each * (4 if "qkv" in name else 1)
+
+        hooks.append(module.register_forward_hook(hook))
+
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | nn.Conv2d):
+            add(name, module)
+    side = 32 if quick else 224
+    with torch.no_grad():
+        model.eval()(torch.zeros(1, 3, side, side))
+    for hook in hooks:
+        hook.remove()
+    weights = {True: 0, False: 0}
+    for name, p in model.named_parameters():
+        weights[p.requires_grad] += p.numel() * (3 if "qkv" in name else 1)
+    return {"fixed_bytes": 16.0 * weights[True] + 4.0 * weights[False], "image_bytes": image}
+
+
+def line(contender: str, batch: int, row: Row) -> str:
+    words = [f"  {contender:28s} {batch:5d}"]
+    if "left out" in row:
+        return f"{words[0]}  left out: {row['left out']}"
+    for key in ("peak_gib", "kept_gib", "peak by kept", "formula_gib", "paper_gb"):
+        words.append(f"{key} {row[key]:7.2f}" if key in row else " " * (len(key) + 8))
+    return "  ".join(words)
+
+
+def compare(rows: dict[str, dict[str, Row]]) -> None:
+    """Fills in "of fp32", and for simulated rivals the peak that what they keep would give."""
+    for name, found in rows.items():
+        for batch, row in found.items():
+            plain = rows.get("fp32", {}).get(batch, {})
+            if "peak_gib" not in row or "peak_gib" not in plain:
+                continue
+            peak = row["peak_gib"]
+            if name in SIMULATED:
+                peak = plain["peak_gib"] - plain["kept_gib"] + row["kept_gib"]
+                row["peak by kept"] = peak
+            row["of fp32"] = peak / plain["peak_gib"]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = timing.arguments(__doc__, "memory")
+    parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
+    parser.add_argument("--contenders", nargs="+", metavar="PATTERN", help="default: all")
+    parser.add_argument("--quick", action="store_true", help="a toy model and batch, for a test")
+    parser.add_argument("--budget", type=float, default=math.inf, help="seconds")
+    args = timing.begin(parser, argv)
+    if min(args.batches) < 1:
+        parser.error("--batches must be at least 1")
+    patterns = args.contenders or ["*"]
+    among = [c for c in CONTENDERS if any(fnmatchcase(c.name, p) for p in patterns)]
+    if not among:
+        parser.error(f"--contenders: fit none of {[c.name for c in CONTENDERS]}")
+    torch.backends.cuda.matmul.allow_tf32 = True
+    torch.backends.cudnn.allow_tf32 = True
+    begun = time.perf_counter()
+    rows: dict[str, dict[str, Row]] = {c.name: {} for c in among}
+    formulas: dict[str, dict[str, float]] = {}
+    content = {"model": "ViT-B/16, 100 classes, 224 x 224" if not args.quick else "toy",
+               "rows": rows, "formula": formulas}  # fmt: skip
+    for contender in among:
+        if contender.name in PAPER_GB:
+            formulas[contender.name] = formula(contender, args.quick)
+    for batch in args.batches:
+        for contender in among:
+            row: Row = {}
+            if time.perf_counter() - begun > args.budget:
+                row["left out"] = "no time left"
+            else:
+                try:
+                    row = measured(contender, batch, args.device, args.quick)
+                except (RuntimeError, NotImplementedError) as error:
+                    if args.device == "cpu":
+                        raise
+                    row = {"left out": f"{type(error).__name__}: {error!s:.120}"}
+                gc.collect()
+                if args.device == "cuda":
+                    torch.cuda.empty_cache()
+            if contender.name in formulas:
+                found = formulas[contender.name]
+                row["formula_gib"] = (found["fixed_bytes"] + batch * found["image_bytes"]) / GIB
+                if batch in PAPER_GB[contender.name] and not args.quick:
+                    row["paper_gb"] = PAPER_GB[contender.name][batch]
+            rows[contender.name][str(batch)] = row
+            compare(rows)
+            print(line(contender.name, batch, row), flush=True)
+    timing.write(args, "memory", content)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,374 @@
+"""Every claim of the sources, and what was measured here: one row each, for doc_tables.py.
+
+The measured words come from the reports at hand. Where a report is missing the row says what makes
+it; where nothing here could decide, why.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from evidence_tables import (
+    GPT_SIZES,
+    MAKES,
+    Report,
+    differences,
+    gaps_by_size,
+    header,
+    line,
+    plus_minus,
+    report_of,
+)
+
+Measured = Callable[[Path], str]
+
+
+class Missing(Exception):
+    """Names the report that is not there."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One row; ``measured`` may raise Missing."""
+
+    claim: str
+    claimed: str
+    measured: Measured
+    where: str
+    command: str
+
+
+def need(results: Path, name: str) -> Report:
+    report = report_of(results, name)
+    if report is None:
+        raise Missing(name)
+    return report
+
+
+def _gap(results: Path, file: str, task: str, method: str) -> str:
+    values = differences(need(results, file), task, method)
+    if not values:
+        raise Missing(file)
+    return plus_minus(values)
+
+
+def _gaps(file: str, *methods: str) -> Measured:
+    """Differences to fp32 of both small tasks."""
+
+    def measured(results: Path) -> str:
+        parts = []
+        for method in methods:
+            found = [_gap(results, file, task, method) for task in ("vit", "gpt")]
+            parts.append(f"{method}: {found[0]} (ViT), {found[1]} (GPT)")
+        return "; ".join(parts)
+
+    return measured
+
+
+def _one(file: str, task: str, *methods: str) -> Measured:
+    def measured(results: Path) -> str:
+        return "; ".join(f"{m}: {_gap(results, file, task, m)}" for m in methods)
+
+    return measured
+
+
+def _speed_of_layers(results: Path) -> str:
+    means = need(results, "gpu-check.json")["bench_backward"]["paper"]["rotating"]["means"]
+    name = "hotcore paper"
+    return (
+        f"16 layers, one image, CUDA graphs on an H200: {means[name]['geomean']:.2f}× of fp32, "
+        f"worst {means[name]['worst']:.2f}×; but torch's bf16 is {means['bf16']['geomean']:.2f}×"
+    )
+
+
+def _of_shapes(*shapes: str) -> Measured:
+    """Of some of the paper's layers, paper's recipe."""
+
+    def measured(results: Path) -> str:
+        found = need(results, "gpu-check.json")["bench_backward"]["paper"]["rotating"]["shapes"]
+        mine = [found[shape]["rows"]["hotcore paper"]["faster than fp32"] for shape in shapes]
+        low = [found[shape]["rows"]["bf16"]["faster than fp32"] for shape in shapes]
+        return (
+            f"{min(mine):.1f} to {max(mine):.1f}× (torch's bf16: {min(low):.1f} to {max(low):.1f}×)"
+            if len(shapes) > 1
+            else f"{mine[0]:.1f}× (torch's bf16: {low[0]:.1f}×)"
+        )
+
+    return measured
+
+
+def _batch(results: Path) -> str:
+    found = need(results, "gpu-check.json")["bench_backward"]["layers"]["ViT-B"]
+    faster = found["recipes"]["paper"]["faster than"]
+    return (
+        f"ViT-B's layers at 128 images: {faster['torch fp32']:.1f}× of fp32, "
+        f"{faster['torch tf32']:.2f}× of tf32, {faster['torch bf16']:.2f}× of bf16"
+    )
+
+
+def _step(results: Path) -> str:
+    rows = need(results, "cuda-steps.json")["steps"]["vit_b"]["rows"]
+    plain = rows["fp32 eager"]["step"]["median_ms"]
+    return (
+        f"a whole step of ViT-B: {plain / rows['default compiled']['step']['median_ms']:.1f}× of "
+        f"eager fp32, {1 / rows['default compiled']['of reference']['step']:.2f}× of compiled bf16 "
+        "(`default`)"
+    )
+
+
+def _memory(results: Path) -> str:
+    rows = need(results, "cuda-memory.json")["rows"]
+    found = rows["HOT paper"]
+    parts = [
+        f"{100 * (1 - row['of fp32']):.0f} % at {batch}"
+        for batch, row in found.items()
+        if "of fp32" in row
+    ]
+    return f"peak of a whole step of ViT-B, less than fp32's by {', '.join(parts)} images"
+
+
+def _kept(results: Path) -> str:
+    rows = need(results, "training.json")["runs"]
+    share = rows["vit/paper/0"]["linear_saved_bytes"] / rows["vit/fp32/0"]["linear_saved_bytes"]
+    return f"kept by the linear layers themselves: {100 * (1 - share):.1f} % less (`paper`)"
+
+
+def _peak_of_steps(results: Path) -> str:
+    found = need(results, "cuda-models-variants.json")["models"]["vit_b"]["variants"]["peak"]
+    return (
+        "ViT-B, 128 images, peak under bf16 autocast of fp32's: bf16 "
+        f"{found['bf16']['of fp32']:.2f}, `default` {found['default']['of fp32']:.2f}, with "
+        f"activations in 4 bits {found['default + 4']['of fp32']:.2f}"
+    )
+
+
+def _formula(results: Path) -> str:
+    rows = need(results, "cuda-memory.json")["rows"]
+    row = rows["HOT paper"]["128"]
+    return (
+        f"the authors' formula gives {row['formula_gib']:.2f} here, too; measured "
+        f"{row['peak_gib']:.1f} of fp32's {rows['fp32']['128']['peak_gib']:.1f} GiB: it counts "
+        "outputs of linear layers alone"
+    )
+
+
+def _example(results: Path) -> str:
+    found = need(results, "compute.json")["example"]
+    own, code = found["Table 5 and the integer products"], found["the authors' code"]
+    return (
+        f"no: Table 5's formulas give {own['vanilla BP']:.1f} and {own['HOT']:.1f}, the authors' "
+        f"code {code['HOT']:.1f}"
+    )
+
+
+def _table_2(results: Path) -> str:
+    found = need(results, "compute.json")["table 2"]
+    l7, l1 = found["code, L7, r of convolutions"]["8"], found["code, L1, r of all layers"]["8"]
+    return f"the costs are EfficientFormer-L7's ({l7:.2f} at r = 8), not L1's ({l1:.0f})"
+
+
+def _cost(results: Path) -> str:
+    found = need(results, "compute.json")["models"]["vit_b"]
+    code = found["authors' code"]
+    return (
+        f"ViT-B, 10^12 BOPs: {code['FP']:.1f} → {code['HOT']:.2f} by the authors' code "
+        f"({code['HOT, r = 1']:.2f} at r = 1, which is what is drawn); LBP-WHT "
+        f"{code['LBP-WHT']:.1f}, not 20.4"
+    )
+
+
+def _breakdown(results: Path) -> str:
+    report = need(results, "cuda-latency.json")
+    if "breakdown" not in report:
+        raise Missing("cuda-latency.json")
+    of = report["breakdown"]["qkv"]["stages"]
+    parts = of["paper, fp32 arrays"]["stages"]
+    quantisers = sum(value for key, value in parts.items() if key.startswith(("quant", "unpack")))
+    products = parts["product g_x"] + parts["product g_w"]
+    return (
+        f"H200, fp32 arrays: products {of['fp32']['products']:.0f} → {products:.0f} µs, transforms "
+        f"and quantisers together {quantisers:.0f} µs"
+    )
+
+
+def _graphs(results: Path) -> str:
+    means = need(results, "cuda-latency.json")["means"]["graph"]
+    names = ("hotcore paper", "LBP-WHT", "the paper's HOT", "the paper's LBP-WHT")
+    hot, low, theirs, their_low = (means[name]["geomean"] for name in names)
+    return (
+        f"geometric mean of 16 layers: HOT {hot:.2f}×, LBP-WHT {low:.2f}× (the paper: "
+        f"{theirs:.2f}× and {their_low:.2f}×)"
+    )
+
+
+def _without(reason: str) -> Measured:
+    return lambda results: f"not measured: {reason}"
+
+
+def _scaling(results: Path) -> str:
+    found = gaps_by_size(results)
+    parts = [
+        f"{size} {plus_minus(found[size]['default'], 4)}"
+        for size in GPT_SIZES
+        if found.get(size, {}).get("default")
+    ]
+    if not parts:
+        raise Missing("cuda-gpt-91M.json")
+    return f"`default` less bf16: {', '.join(parts)}"
+
+
+def _large(results: Path) -> str:
+    rows = need(results, "earlier.json")["larger-models"]
+    row = next(row for row in rows["rows"] if row[0].startswith("GPT of 91M"))
+    columns = rows["columns"]
+    return f"{row[columns.index('`paper`')]} beside {row[1]} (GPT of 91M on text, from scratch)"
+
+
+def _noise(results: Path) -> str:
+    runs = need(results, "training.json")["runs"]
+    spread = [
+        statistics.stdev(
+            run["val_loss"] for k, run in runs.items() if k.startswith(f"{task}/fp32/")
+        )
+        for task in ("vit", "gpt")
+    ]
+    gaps = _gaps("training.json", "default")(results)
+    return f"{gaps}; fp32's own seeds spread by {spread[0]:.3f} and {spread[1]:.3f}"
+
+
+def _against_fp8(results: Path) -> str:
+    rows = need(results, "cuda-steps.json")["steps"]["llama_blocks_2k"]["rows"]
+    names = ("FP8 tensorwise compiled", "default int8-forward compiled",
+             "fast int8-forward compiled")  # fmt: skip
+    of = {name: rows[name]["of reference"]["step"] for name in names}
+    return ", ".join(f"{name.removesuffix(' compiled')} {ratio:.2f}" for name, ratio in of.items())
+
+
+TRAIN, ABLATE, TUNE = "bench_training.py", "bench_training.py --table ablations", (
+    "bench_training.py --table finetune"
+)  # fmt: skip
+CHECK = "bench_backward.py --device cuda"
+CALL_A, CALL_B = "evidence.py --call a", "evidence.py --call b"
+IMAGENET = "no CIFAR, no ImageNet and no pre-trained weights here, nothing is downloaded"
+
+SOURCES: tuple[Claim, ...] = (
+    Claim("average speed-up on a real GPU (abstract; ViT-B, RTX 3090)", "2.6×", _speed_of_layers,
+          "[small layers](#small-layers)", CHECK),
+    Claim("the same at a training batch", "–", _batch, "[layers](#layers-on-a-gpu)", CHECK),
+    Claim("the same, a whole step", "–", _step, "[compiled](#compiled)",
+          "bench_models.py --device cuda"),
+    Claim("largest: ViT-B's fc2", "3.3×", _of_shapes("197,768,3072"),
+          "[small layers](#small-layers)", CHECK),
+    Claim("ResNet-50's layers (unfolded)", "1.8 to 2.3×", _of_shapes(
+        "3136,64,256", "3136,64,576", "784,128,512", "784,128,1152", "196,256,2304",
+        "49,512,4608"), "[small layers](#small-layers)", CHECK),
+    Claim("EfficientFormer-L7's layers", "1.6 to 2.2×", _of_shapes(
+        "3136,384,96", "784,768,192", "196,1536,384", "49,1536,768", "49,768,1024",
+        "49,3072,768"), "[small layers](#small-layers)", CHECK),
+    Claim("latency table: HOT against LBP-WHT", "faster in every row", _graphs,
+          "[the paper's table](#the-papers-latency-table)", CALL_A),
+    Claim("Fig. 1, ViT-B's qkv: products 182 → 25 µs, HT 18, HLA 11", "16 % overhead",
+          _breakdown, "[Fig. 1](#the-papers-latency-table)", CALL_A),
+    Claim("times on an RTX 3090", "all of the above", _without(
+        "no such GPU; sm_80 to sm_89 kernels are compiled, not run"), "", ""),
+    Claim("memory saved (abstract)", "up to 75 %", _memory, "[memory by batch](#memory-by-batch)",
+          CALL_A),
+    Claim("the same, of activations", "7/8", _kept, "[training](dev/rivals.md#training)", TRAIN),
+    Claim("the same, beside bf16 autocast", "–", _peak_of_steps,
+          "[variants](#eager-with-compressed-activations)",
+          "bench_models.py --device cuda --part variants"),
+    Claim("Table 1: ViT-B, 128 images", "17.48 → 3.8 GB", _formula,
+          "[memory by batch](#memory-by-batch)", CALL_A),
+    Claim("Table 1: ABC costs no accuracy", "93.2 → 93.2", _gaps(
+        "ablations.json", "paper", "paper without ABC"), "[ablations](dev/rivals.md#ablations)",
+        ABLATE),
+    Claim("Table 1: LQS", "92.99, 2.3 → 2.6×", _gaps(
+        "ablations.json", "paper", "paper with LQS"), "[ablations](dev/rivals.md#ablations)",
+        ABLATE),
+    Claim("accuracy close to fp32's, pre-training (Table 4, ImageNet-1k ViT-B)",
+          "70.01 → 69.4", _gaps("training.json", "paper"), "[training](dev/rivals.md#training)",
+          TRAIN),
+    Claim("the same with tiles of tokens, as LP_L1 means", "–", _one(
+        "training.json", "vit", "paper, tiles"), "[training](dev/rivals.md#training)", TRAIN),
+    Claim("the same, the authors' own code", "–", _gaps("training.json", "authors_hot"),
+          "[training](dev/rivals.md#training)", TRAIN),
+    Claim("the same on text (not in the paper's pre-training)", "–", _large,
+          "[paper.md](paper.md#where-paper-falls-behind)", "bench_gpt.py --device cuda"),
+    Claim("accuracy close to fp32's, fine-tuning", "within 0.3 %", _gaps(
+        "finetune.json", "paper"), "[fine-tuning](dev/rivals.md#fine-tuning)", TUNE),
+    Claim("LUQ falls behind or diverges", "67.1 (ViT-B)", _gaps("training.json", "luq"),
+          "[training](dev/rivals.md#training)", TRAIN),
+    Claim("LBP-WHT falls behind or fails", "NaN (ViT-B)", _one(
+        "training.json", "vit", "lbp_wht", "lbp_wht_flat"), "[training](dev/rivals.md#training)",
+        TRAIN),
+    Claim("naive INT4 falls behind or diverges", "NaN (ViT-B)", _gaps(
+        "training.json", "naive_int4"), "[training](dev/rivals.md#training)", TRAIN),
+    Claim("Table 2: 8 of 16 rows suffice, 1 does not (EfficientFormer-L1, CIFAR-100)",
+          "76.35, 76.25, 73.09, 68.46, 47.28 at r = 16, 8, 4, 2, 1", _one(
+              "ablations.json", "vit", "paper, rank 16", "paper", "paper, rank 4",
+              "paper, rank 2", "paper, rank 1"), "[ablations](dev/rivals.md#ablations)", ABLATE),
+    Claim("Table 2: cost of the backward pass", "1383.54 Gbops at r = 8", _table_2,
+          "[compute](dev/rivals.md#compute)", "bench_compute.py"),
+    Claim("Table 3: HOT on LoRA's frozen weights, not on the adapters",
+          "92.51 beside 57.96 (plain 92.61)", _gaps(
+              "finetune.json", "LoRA", "LoRA, paper on the frozen", "LoRA, paper on the adapters",
+              "LoRA, paper on both"), "[fine-tuning](dev/rivals.md#fine-tuning)", TUNE),
+    Claim("INT8 for the first eighth of a pre-training steadies it", "–", _gaps(
+        "ablations.json", "paper", "paper, INT8 first"), "[ablations](dev/rivals.md#ablations)",
+        ABLATE),
+    Claim("the Hadamard transform makes INT4 of g_x work", "–", _gaps(
+        "ablations.json", "paper", "paper, g_x without HT"),
+        "[ablations](dev/rivals.md#ablations)", ABLATE),
+    Claim("pseudo-stochastic rounding is unbiased", "–", _gaps(
+        "ablations.json", "paper, rounding as the paper's", "paper, rounding to nearest"),
+        "[ablations](dev/rivals.md#ablations), [paper.md](paper.md#what-differs-and-why)", ABLATE),
+    Claim("worked example (49, 448, 1792), Appendix D", "137.3 → 11.5 MFLOPs", _example,
+          "[compute](dev/rivals.md#compute)", "bench_compute.py"),
+    Claim("figure of the computation cost", "51.8 → 18.35 (ViT-B)", _cost,
+          "[compute](dev/rivals.md#compute)", "bench_compute.py"),
+    Claim("accuracies on CIFAR-10, CIFAR-100, ImageNet-100, ImageNet-1k; detection; BERT; "
+          "Llama-3-8B", "Table 4 and the main text", _without(
+              f"{IMAGENET} (`--images cifar100:FOLDER` runs it where the data lie)"), "", ""),
+    Claim("Fig. 2: gradients' outliers by token in fc2 and proj", "ViT-S, ResNet-34", _without(
+        "needs ImageNet training; `hot.calibrate` prints the pattern of any model"), "", ""),
+)  # fmt: skip
+
+OURS: tuple[Claim, ...] = (
+    Claim("`default` trains as full precision does", "within seeds' noise", _noise,
+          "[training](dev/rivals.md#training)", TRAIN),
+    Claim("the same by size", "no growing gap", _scaling, "[by size](#by-size)",
+          f"{CALL_A}, {CALL_B}"),
+    Claim("fine-tuning with `default`", "within seeds' noise", _gaps("finetune.json", "default"),
+          "[fine-tuning](dev/rivals.md#fine-tuning)", TUNE),
+    Claim("`compact`, a fourteenth of fp32's bytes, trains", "close to `default`", _gaps(
+        "ablations.json", "compact"), "[ablations](dev/rivals.md#ablations)", ABLATE),
+    Claim("the 8-bit forward costs little", "–", _gaps(
+        "training.json", "default int8-forward"), "[training](dev/rivals.md#training)", TRAIN),
+    Claim("a step of Llama-3-8B's blocks against FP8, times of compiled bf16's",
+          "faster with an 8-bit forward", _against_fp8, "[compiled](#compiled)",
+          "bench_models.py --device cuda"),
+)  # fmt: skip
+
+
+def table(results: Path) -> Iterator[str]:
+    """The sources' claims, then this project's."""
+    yield from header(["claim", "claimed", "measured here", "where", "command"])
+    for claim in SOURCES:
+        yield row_of(claim, results)
+    yield line(["**of this project**", "", "", "", ""])
+    for claim in OURS:
+        yield row_of(claim, results)
+
+
+def row_of(claim: Claim, results: Path) -> str:
+    try:
+        found = claim.measured(results)
+    except Missing as error:
+        found = f"*not run yet: {MAKES.get(str(error), error)}*"
+    except KeyError as error:  # a run that was broken off, or a contender that did not fit
+        found = f"*not run yet: its report has no {error.args[0]}*"
+    command = f"`{claim.command}`" if claim.command else ""
+    return line([claim.claim, claim.claimed, found, claim.where, command])

@@ -1,0 +1,207 @@
+"""The evidence that needs a GPU machine, in two calls: timings alone, then trainings side by side.
+
+    python benchmarks/evidence.py --call a --out FOLDER    # 480 s: latency, memory, two GPTs
+    python benchmarks/evidence.py --call b --out FOLDER    # 480 s: the large GPT, images
+    python benchmarks/evidence.py --parts latency memory --out FOLDER
+    python benchmarks/evidence.py --list                    # parts, their commands and seconds
+
+Parts of one call run in its order: those with times have the machine to themselves; after them the
+GPU's trainings run one after the other while the CPU's (ablations, BERT) run beside them on the
+other cores (losses alone, no times). Every part has a limit; each writes its report after every
+run, so a part that is stopped loses what it is at. Reports in benchmarks/results/ of the same name
+are gone on with: unpack the first call's archive there before the second.
+
+FOLDER gets one archive a call, ``evidence-CALL.tar.gz``, with the reports and a log of each part;
+it is rewritten after every part. Unpack it over benchmarks/results/, then run ``plot.py --all`` and
+``doc_tables.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent
+RESULTS = FOLDER / "results"
+SCALE = ("bf16", "default", "default int8-forward", "fast", "FP8 tensorwise", "compact")
+LARGE = ("bf16", "default", "default int8-forward")
+GRACE_S = 15.0
+"""Between a part's own budget and the time at which it is ended."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One command; ``{report}`` is where its JSON goes, ``{budget}`` the seconds it may take."""
+
+    name: str
+    seconds: float
+    words: tuple[str, ...]
+    report: str
+    alone: bool = False
+    """Measures time or memory: nothing runs beside it."""
+    gpu: bool = True
+    """Runs on the GPU, after the one before; else beside those, on the other cores."""
+
+
+def gpt(size: str, seconds: float, seeds: str, contenders: Sequence[str], jobs: int) -> Part:
+    """A size of the scaling study, 400 steps for each: 13.1 M tokens."""
+    words = ("bench_gpt.py", "--device", "cuda", "--size", size, "--steps", "400", "--jobs",
+             str(jobs), "--budget", "{budget}", "--seeds", *seeds.split(), "--contenders",
+             *contenders)  # fmt: skip
+    return Part(f"gpt-{size}", seconds, words, f"cuda-gpt-{size}.json")
+
+
+def training(name: str, seconds: float, jobs: int, tasks: str, *more: str) -> Part:
+    """A table of bench_training."""
+    on_gpu = "--device" in more
+    words = ("bench_training.py", "--tasks", tasks, "--jobs", str(jobs), "--budget", "{budget}")
+    return Part(name, seconds, (*words, *more), f"{name}.json", gpu=on_gpu)
+
+
+IMAGES = "fp32;bf16;naive_int4;luq;lbp_wht;authors_hot;default;fast;int4;paper"
+OF_VIT = f"{IMAGES};paper, tiles;default int8-forward;torchao_fp8"
+FEW = "fp32;naive_int4;luq;lbp_wht;default;fast;paper"
+CUDA = ("--device", "cuda")
+CALLS: dict[str, tuple[Part, ...]] = {
+    "a": (
+        Part("latency", 75, ("bench_latency.py", *CUDA, "--budget", "{budget}"),
+             "cuda-latency.json", alone=True),
+        Part("memory", 75, ("bench_memory.py", *CUDA, "--budget", "{budget}"),
+             "cuda-memory.json", alone=True),
+        gpt("10M", 120, "0 1 2", SCALE, 5),
+        gpt("25M", 160, "0 1 2", SCALE, 5),
+        training("ablations", 330, 10, "vit,gpt", "--table", "ablations"),
+    ),
+    "b": (
+        gpt("91M", 190, "1 2 0", LARGE, 3),
+        training("cuda-images-vit", 110, 6, "images-vit", *CUDA, "--methods", OF_VIT),
+        training("cuda-images-resnet18", 100, 5, "images-resnet18", *CUDA, "--methods", IMAGES),
+        training("cuda-images-efficientformer", 100, 5, "images-efficientformer", *CUDA,
+                 "--methods", FEW),
+        training("ablations", 300, 10, "vit,gpt", "--table", "ablations"),
+        training("bert", 170, 10, "bert"),
+    ),
+}  # fmt: skip
+
+
+class Runner:
+    """Runs parts; their reports and logs lie in ``work``, an archive of them in ``out``."""
+
+    def __init__(self, call: str, out: Path, work: Path, deadline: float) -> None:
+        self._out, self._work, self._deadline = out / f"evidence-{call}.tar.gz", work, deadline
+        self._lock = threading.Lock()
+
+    def run(self, part: Part) -> None:
+        """One part; its output goes to a log. Says how it ended."""
+        left = self._deadline - time.monotonic()
+        budget = min(part.seconds, left - GRACE_S)
+        if budget < 5:
+            self._say(f"{part.name}: left out, no time left")
+            return
+        report = self._work / part.report
+        if not report.exists() and (RESULTS / part.report).exists():
+            shutil.copy(RESULTS / part.report, report)
+        words = command(part, report, budget)
+        began = time.monotonic()
+        with (self._work / f"{part.name}.log").open("w") as log:
+            process = subprocess.Popen(
+                words, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1",
+                     "TORCHINDUCTOR_COMPILE_THREADS": "2"},
+            )  # fmt: skip
+            try:
+                status = str(process.wait(min(budget + GRACE_S, max(1.0, left))))
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, 15)  # its own session: it and the workers that it started
+                try:
+                    process.wait(5)
+                except subprocess.TimeoutExpired:
+                    os.killpg(process.pid, 9)
+                    process.wait()
+                status = "ended at its limit"
+        self._say(f"{part.name}: status {status}, {time.monotonic() - began:.0f} s")
+        self._pack()
+
+    def _say(self, text: str) -> None:
+        with self._lock:
+            print(text, flush=True)
+            with (self._work / "evidence.log").open("a") as log:
+                log.write(text + "\n")
+
+    def _pack(self) -> None:
+        with self._lock:
+            part = self._out.with_name(f".{self._out.name}.part")
+            with tarfile.open(part, "w:gz") as archive:
+                for path in sorted(self._work.iterdir()):
+                    if path.is_file() and not path.name.endswith(".part"):
+                        archive.add(path, path.name)
+            part.replace(self._out)
+
+
+def command(part: Part, report: Path, budget: float) -> list[str]:
+    """What is executed."""
+    words = [word.replace("{budget}", f"{budget:.0f}") for word in part.words]
+    return [sys.executable, str(FOLDER / words[0]), *words[1:], "--json", str(report)]
+
+
+def listed(call: str) -> str:
+    lines = [f"call {call}:"]
+    for part in CALLS[call]:
+        place = "alone" if part.alone else "GPU" if part.gpu else "CPU, beside"
+        words = shlex.join(part.words).replace("'{budget}'", f"{part.seconds:.0f}")
+        lines.append(f"  {part.name:28s} {part.seconds:4.0f} s  {place:11s}  {words}")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    known = list(dict.fromkeys(part.name for parts in CALLS.values() for part in parts))
+    parser.add_argument("--call", choices=tuple(CALLS), default="a")
+    parser.add_argument("--parts", nargs="+", choices=known, help="of both calls; default: all")
+    parser.add_argument("--out", type=Path, help="where the archive goes")
+    parser.add_argument("--seconds", type=float, default=480, help="of this call, at most")
+    parser.add_argument("--list", action="store_true")
+    args = parser.parse_args(argv)
+    if args.list:
+        print("\n".join(map(listed, CALLS)))
+        return
+    if args.out is None:
+        parser.error("--out is needed: a folder")
+    args.out.mkdir(parents=True, exist_ok=True)
+    parts: list[Part] = list(CALLS[args.call])
+    if args.parts:
+        named = {part.name: part for call in CALLS.values() for part in call}
+        parts = [named[name] for name in args.parts]
+    deadline = time.monotonic() + args.seconds
+    with tempfile.TemporaryDirectory(prefix="evidence-") as folder:
+        runner = Runner(args.call, args.out, Path(folder), deadline)
+        for part in parts:
+            if part.alone:
+                runner.run(part)
+        rest = [part for part in parts if not part.alone]
+        queues = [[part for part in rest if part.gpu], [part for part in rest if not part.gpu]]
+
+        def one_by_one(queue: Sequence[Part]) -> None:
+            for part in queue:
+                runner.run(part)
+
+        threads = [threading.Thread(target=one_by_one, args=(queue,)) for queue in queues]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+
+if __name__ == "__main__":
+    main()

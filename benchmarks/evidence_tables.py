@@ -1,0 +1,323 @@
+"""Tables of the evidence, for doc_tables.py: trainings, latency, memory, GPTs by size.
+
+Each takes the folder of the reports. A report that is not there is a line that says what makes it:
+the pages hold these tables from the start.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Report = Mapping[str, Any]
+Lines = Iterator[str]
+
+MAKES = {
+    "training.json": "bench_training.py",
+    "ablations.json": "bench_training.py --table ablations",
+    "finetune.json": "bench_training.py --table finetune",
+    **{
+        name: "evidence.py --call a --out FOLDER"
+        for name in ("cuda-latency.json", "cuda-memory.json", "cuda-gpt-10M.json",
+                     "cuda-gpt-25M.json")
+    },
+    **{
+        name: "evidence.py --call b --out FOLDER"
+        for name in ("cuda-gpt-91M.json", "bert.json", "cuda-images-vit.json",
+                     "cuda-images-resnet18.json", "cuda-images-efficientformer.json")
+    },
+}  # fmt: skip
+TITLES = {
+    "vit": "ViT, digits",
+    "gpt": "GPT, text",
+    "bert": "BERT, text",
+    "images-vit": "ViT, photographs",
+    "images-resnet18": "ResNet-18, photographs",
+    "images-efficientformer": "EfficientFormer-L1, photographs",
+}
+GPT_SIZES = ("10M", "25M", "91M")
+
+
+def report_of(results: Path, name: str) -> Report | None:
+    path = results / name
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def missing(name: str) -> str:
+    """What a page says instead of a table."""
+    return f"*Not run yet: `python benchmarks/{MAKES.get(name, name)}` makes `{name}`.*"
+
+
+def line(words: Sequence[str]) -> str:
+    return f"| {' | '.join(words)} |"
+
+
+def header(words: Sequence[str]) -> Lines:
+    yield line(words)
+    yield "|---" * len(words) + "|"
+
+
+def plus_minus(values: Sequence[float], digits: int = 3, sign: str = "+") -> str:
+    """Mean, and the standard deviation where there are several."""
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return "diverged"
+    mean = f"{statistics.mean(finite):{sign}.{digits}f}"
+    if len(finite) < len(values):
+        mean += f", {len(values) - len(finite)} diverged"
+    return mean if len(finite) < 2 else f"{mean} ± {statistics.stdev(finite):.{digits}f}"
+
+
+# ---- trainings ----
+
+
+def of_task(report: Report, task: str) -> dict[str, dict[str, Report]]:
+    """Method -> seed -> run."""
+    out: dict[str, dict[str, Report]] = {}
+    for key, run in report["runs"].items():
+        name, method, seed = key.split("/")
+        if name == task:
+            out.setdefault(method, {})[seed] = run
+    return out
+
+
+def differences(report: Report, task: str, method: str) -> list[float]:
+    """Validation loss less fp32's of the same seed; inf: diverged."""
+    runs = of_task(report, task)
+    return [
+        run.get("val_loss", math.inf) - partner["val_loss"]
+        for seed, run in runs.get(method, {}).items()
+        if "val_loss" in (partner := runs.get("fp32", {}).get(seed, {}))
+    ]
+
+
+def trainings(results: Path, *files: str) -> Lines:
+    """Validation loss less fp32's, paired, mean ± deviation of the seeds; a column a task."""
+    found = [(name, report_of(results, name)) for name in files]
+    columns = [
+        (report, task) for _, report in found if report is not None for task in tasks_of(report)
+    ]
+    if columns:
+        yield from _trainings(columns)
+    for name, report in found:
+        if report is None:
+            yield missing(name)
+            continue
+        for method, why in report["left out"].items():
+            if method != "lora":
+                yield f"*{name}: `{method}` left out: {' '.join(why.split())}*"
+
+
+def rows(results: Path, file: str, *words: str) -> Lines:
+    """Some methods of one file, in the order given: names between semicolons."""
+    report = report_of(results, file)
+    if report is None:
+        yield missing(file)
+        return
+    names = [name.strip() for name in " ".join(words).split(";")]
+    columns = [(report, task) for task in tasks_of(report)]
+    gaps = gaps_of(columns)
+    yield from header(["validation loss less fp32's", *_heads(columns)])
+    for name in names:
+        found = gaps.get(name, [[] for _ in columns])
+        yield line([name, *(plus_minus(values) if values else "" for values in found)])
+
+
+def tasks_of(report: Report) -> list[str]:
+    return list(dict.fromkeys(key.split("/")[0] for key in report["runs"]))
+
+
+Columns = Sequence[tuple[Report, str]]
+
+
+def gaps_of(columns: Columns) -> dict[str, list[list[float]]]:
+    """Method -> differences to fp32 in every column; best first by their means."""
+    methods = dict.fromkeys(m for report, task in columns for m in of_task(report, task))
+    gaps = {
+        method: [differences(report, task, method) for report, task in columns]
+        for method in methods
+        if method != "fp32"
+    }
+
+    def order(method: str) -> float:
+        means = [statistics.mean(values) for values in gaps[method] if values]
+        return statistics.mean(means) if means else math.inf
+
+    return {method: gaps[method] for method in sorted(gaps, key=order)}
+
+
+def _heads(columns: Columns) -> list[str]:
+    out = []
+    for report, task in columns:
+        counts = [len(runs) for runs in of_task(report, task).values()]
+        few, most = min(counts), max(counts)
+        seeds = f"{most} seeds" if few == most else f"{few} to {most} seeds"
+        out.append(f"{TITLES.get(task, task)}, {seeds}")
+    return out
+
+
+def _trainings(columns: Columns) -> Lines:
+    yield from header(["", *_heads(columns)])
+    losses = [
+        [run["val_loss"] for run in of_task(report, task).get("fp32", {}).values()]
+        for report, task in columns
+    ]
+    yield line(["fp32's loss", *(plus_minus(values, sign="") for values in losses)])
+    for method, gaps in gaps_of(columns).items():
+        yield line([method, *(plus_minus(values) if values else "" for values in gaps)])
+
+
+# ---- latency ----
+
+
+def ratio(rows: Mapping[str, Any], name: str) -> str:
+    """Times faster than fp32."""
+    row = rows.get(name)
+    if not isinstance(row, Mapping) or not isinstance(rows.get("fp32"), Mapping):
+        return ""
+    return f"{rows['fp32']['median_ms'] / row['median_ms']:.2f}"
+
+
+LATENCY = ("LBP-WHT", "tf32", "bf16", "FP8 products", "hotcore paper, fp32 arrays",
+           "hotcore paper", "hotcore default", "hotcore fast")  # fmt: skip
+
+
+def latency(results: Path, part: str = "graph") -> Lines:
+    """Times faster than fp32, a row a layer; the paper's two columns first."""
+    report = report_of(results, "cuda-latency.json")
+    if report is None or part not in report:
+        yield missing("cuda-latency.json")
+        return
+    tables = report[part]
+    known = {name for table in tables.values() for name in table["rows"]}
+    names = [n for n in (*LATENCY, "torchao FP8") if n in known]
+    head = ["layer (L, O, I)", "paper: LBP-WHT", "paper: HOT", "fp32, µs"]
+    yield from header([*head, *(f"`{n.removeprefix('hotcore ')}`" if n.startswith("hotcore")
+                                else n for n in names)])  # fmt: skip
+    for name, table in tables.items():
+        paper, rows = table["paper_us"], table["rows"]
+        shape = ", ".join(map(str, table["shape"]))
+        plain = f"{1e3 * rows['fp32']['median_ms']:.1f}"
+        figures = [f"{paper['FP'] / paper['LBP-WHT']:.1f}", f"{paper['faster']:.1f}", plain]
+        yield line([f"{name} ({shape})", *figures, *(ratio(rows, n) for n in names)])
+    means = report["means"].get(part)
+    if means:
+        theirs = ("the paper's LBP-WHT", "the paper's HOT")
+        paper = [f"{means[name]['geomean']:.2f}" for name in theirs]
+        cells = [f"{means[n]['geomean']:.2f}" if n in means else "" for n in names]
+        yield line(["geometric mean", *paper, "", *cells])
+    if report["left out"]:
+        yield f"*No time left for: {', '.join(report['left out'])}.*"
+
+
+def breakdown(results: Path) -> Lines:
+    """Fig. 1: microseconds of the device by stage."""
+    report = report_of(results, "cuda-latency.json")
+    if report is None or "breakdown" not in report:
+        yield missing("cuda-latency.json")
+        return
+    ways = ("paper, fp32 arrays", "paper")
+    stages = list(next(iter(report["breakdown"].values()))["stages"][ways[0]]["stages"])[:-1]
+    yield from header(["µs", "fp32's products", "LBP-WHT", "HOT", *stages, "the paper: fp32, "
+                       "LBP-WHT, HOT"])  # fmt: skip
+    for name, found in report["breakdown"].items():
+        for way in ways:
+            of = found["stages"]
+            low = of["LBP-WHT"]
+            parts = of[way]["stages"]
+            total = sum(value for key, value in parts.items() if key != "between kernels")
+            paper = found["paper_us"]
+            low_us = low["products, transforms among them"] + low["rest"]
+            yield line([
+                f"{name}, `{way.partition(',')[0]}`{way.partition(',')[1]}{way.partition(',')[2]}",
+                f"{of['fp32']['products']:.1f}",
+                f"{low_us:.1f}",
+                f"{total:.1f}",
+                *(f"{parts[stage]:.1f}" for stage in stages),
+                f"{paper['FP']:.0f}, {paper['LBP-WHT']:.0f}, {paper['HOT']:.0f}",
+            ])  # fmt: skip
+
+
+# ---- memory ----
+
+
+def memory(results: Path) -> Lines:
+    """Peak of a step and, in brackets, what forward keeps; the formula and the paper's bar."""
+    report = report_of(results, "cuda-memory.json")
+    if report is None:
+        yield missing("cuda-memory.json")
+        return
+    rows = report["rows"]
+    batches = list(dict.fromkeys(batch for found in rows.values() for batch in found))
+    yield from header(["GiB", *(f"{batch} images" for batch in batches)])
+    for name, found in rows.items():
+        cells = []
+        for batch in batches:
+            row = found.get(batch, {})
+            if "peak_gib" in row:
+                peak = row.get("peak by kept", row["peak_gib"])
+                cells.append(f"{peak:.1f} ({row['kept_gib']:.1f})")
+            else:
+                why = row.get("left out", "")
+                cells.append("out of memory" if "OutOfMemory" in why else why[:40])
+        yield line([name, *cells])
+        if any("formula_gib" in row for row in found.values()):
+            cells = []
+            for row in (found.get(batch, {}) for batch in batches):
+                bar = f" ({row['paper_gb']:.1f})" if "paper_gb" in row else ""
+                cells.append(f"{row['formula_gib']:.1f}{bar}" if "formula_gib" in row else "")
+            yield line([f"{name}: the formula (the paper's bar)", *cells])
+
+
+# ---- GPTs by size ----
+
+
+def gaps_by_size(results: Path) -> dict[str, dict[str, list[float]]]:
+    """Size -> contender -> validation loss less bf16's of the same seed; of bf16 its losses."""
+    out: dict[str, dict[str, list[float]]] = {}
+    for size in GPT_SIZES:
+        report = report_of(results, f"cuda-gpt-{size}.json")
+        if report is None:
+            continue
+        runs = report["runs"]
+        found: dict[str, list[float]] = {}
+        for key, run in runs.items():
+            name, _, seed = key.rpartition("/")
+            plain = runs.get(f"bf16/{seed}")
+            if name == "bf16":
+                found.setdefault(name, []).append(run["validation_loss"])
+            elif plain:
+                found.setdefault(name, []).append(run["validation_loss"] - plain["validation_loss"])
+        out[size] = found
+    return out
+
+
+def scaling(results: Path) -> Lines:
+    """The gap to bf16 by size, mean ± deviation of paired seeds."""
+    found = gaps_by_size(results)
+    for size in GPT_SIZES:
+        if size not in found:
+            yield missing(f"cuda-gpt-{size}.json")
+    if not found:
+        return
+    yield ""
+    heads = []
+    for size in found:
+        report = report_of(results, f"cuda-gpt-{size}.json")
+        assert report is not None
+        settings = report["settings"]
+        tokens = settings["steps"] * settings["size"]["batch"] * settings["size"]["context"]
+        heads.append(f"{size}, {tokens / report['parameters']:.2f} tokens a parameter")
+    yield from header(["validation loss less bf16's", *heads])
+    yield line(["bf16's loss", *(plus_minus(f.get("bf16", []), 4, "") for f in found.values())])
+    names = dict.fromkeys(n for f in found.values() for n in f if n != "bf16")
+    for name in names:
+        cells = []
+        for one in found.values():
+            values = one.get(name, [])
+            cells.append(f"{plus_minus(values, 4)} ({len(values)})" if values else "")
+        yield line([name, *cells])

@@ -1,0 +1,176 @@
+"""Figures of the evidence: the paper's latency table and memory figure, the gap of GPTs by size."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import bench_gradients
+import bench_training
+from evidence_tables import GPT_SIZES, gaps_by_size
+from plot import (
+    COLORS,
+    FP8,
+    ON_ANY,
+    PLAIN,
+    has_stages,
+    has_steps,
+    on_any_page,
+    plot_breakdown,
+    plot_speedups,
+    plot_steps,
+    plt,
+    save,
+)
+
+LAYERS = {
+    "hotcore paper": COLORS["paper"],
+    "hotcore default": COLORS["default"],
+    "hotcore fast": COLORS["fast"],
+    "LBP-WHT": COLORS["accurate"],
+    "bf16": PLAIN,
+    "FP8 products": FP8,
+}
+MEMORY = {
+    "fp32": PLAIN,
+    "LoRA": "#228833",
+    "LBP-WHT": "#aa3377",
+    "LUQ": "#ccbb44",
+    "HOT paper": COLORS["default"],
+    "HOT paper + LoRA": "#66ccee",
+    "fp32, blocks recomputed": "#ee6677",
+}
+CONTENDERS = {
+    "default": COLORS["default"],
+    "default int8-forward": "#66ccee",
+    "fast": COLORS["fast"],
+    "compact": COLORS["accurate"],
+    "FP8 tensorwise": FP8,
+}
+
+
+def plot_latency(report: Mapping[str, Any], path: Path) -> None:
+    """Times faster than fp32, the paper's layers; a dash: what the paper measured."""
+    tables = report["graph"]
+    figure, axes = plt.subplots(figsize=(12, 4), layout="constrained")
+    width = 0.8 / len(LAYERS)
+    for index, (name, colour) in enumerate(LAYERS.items()):
+        found = [
+            (place, table["rows"]["fp32"]["median_ms"] / table["rows"][name]["median_ms"])
+            for place, table in enumerate(tables.values())
+            if isinstance(table["rows"].get(name), Mapping)
+        ]
+        left = [place - 0.4 + (index + 0.5) * width for place, _ in found]
+        axes.bar(left, [ratio for _, ratio in found], width, label=name, color=colour)
+    paper = [table["paper_us"]["faster"] for table in tables.values()]
+    places = range(len(tables))
+    axes.hlines(paper, [p - 0.4 for p in places], [p + 0.4 for p in places], colors=ON_ANY,
+                linestyles="dashed", label="HOT in the paper, RTX 3090")  # fmt: skip
+    axes.axhline(1, color=ON_ANY, linewidth=0.8)
+    names = [f"{name}\n{', '.join(map(str, t['shape']))}" for name, t in tables.items()]
+    axes.set_xticks(list(places), names, fontsize=7, rotation=30, ha="right")
+    axes.set_ylabel("times faster than fp32", color=ON_ANY)
+    title = f"g_x and g_w of the paper's layers, one image, CUDA graphs, {report['device']}"
+    axes.set_title(title, fontsize=10, color=ON_ANY)
+    axes.legend(fontsize=8, frameon=False, ncols=4, labelcolor=ON_ANY)
+    on_any_page(axes)
+    save(figure, path, transparent=True)
+
+
+def plot_memory(report: Mapping[str, Any], path: Path) -> None:
+    """Peak of a step by batch; a dash: by the paper's formula."""
+    rows = {name: report["rows"][name] for name in MEMORY if name in report["rows"]}
+    batches = list(dict.fromkeys(batch for found in rows.values() for batch in found))
+    figure, axes = plt.subplots(figsize=(9, 4), layout="constrained")
+    width = 0.8 / len(rows)
+    dashed = "by the paper's formula"
+    for index, (name, found) in enumerate(rows.items()):
+        label = name
+        for place, batch in enumerate(batches):
+            row, left = found[batch], place - 0.4 + index * width
+            peak = row.get("peak by kept", row.get("peak_gib"))
+            if peak is not None:
+                axes.bar(left + width / 2, peak, width, color=MEMORY[name], label=label)
+                label = ""
+            if "formula_gib" in row:
+                axes.hlines(row["formula_gib"], left, left + width, colors="black",
+                            linestyles="dotted", label=dashed)  # fmt: skip
+                dashed = ""
+    axes.set_xticks(range(len(batches)), batches)
+    axes.set_yscale("log")
+    axes.set_xlabel("images of a batch", color=ON_ANY)
+    axes.set_ylabel("GiB", color=ON_ANY)
+    title = f"Peak memory of a training step, {report['model']}, {report['device']}"
+    axes.set_title(title, fontsize=10, color=ON_ANY)
+    axes.legend(fontsize=8, frameon=False, ncols=2, labelcolor=ON_ANY)
+    on_any_page(axes)
+    save(figure, path, transparent=True)
+
+
+def plot_scaling(results: Path, path: Path) -> None:
+    """The gap to bf16 by parameters, mean and deviation of paired seeds; grey: bf16's own seeds."""
+    found = gaps_by_size(results)
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    sizes = [size for size in GPT_SIZES if size in found]
+    millions = [float(size.removesuffix("M")) for size in sizes]
+    spreads = [statistics.stdev(b) if len(b := found[s].get("bf16", [])) > 1 else 0 for s in sizes]
+    axes.fill_between(millions, [-s for s in spreads], spreads, color=PLAIN, alpha=0.25,
+                      label="deviation of bf16's seeds")  # fmt: skip
+    for index, (name, colour) in enumerate(CONTENDERS.items()):
+        points = [(m, v) for m, s in zip(millions, sizes, strict=True) if (v := found[s].get(name))]
+        if not points:
+            continue
+        axes.errorbar(
+            [m * (1 + 0.015 * (index - 2)) for m, _ in points],
+            [statistics.mean(values) for _, values in points],
+            [statistics.stdev(values) if len(values) > 1 else 0 for _, values in points],
+            fmt="o-", color=colour, capsize=3, label=name,
+        )  # fmt: skip
+    axes.axhline(0, color=ON_ANY, linewidth=0.8)
+    axes.set_xscale("log")
+    axes.set_xticks(millions, sizes)
+    axes.minorticks_off()
+    axes.set_xlabel("parameters", color=ON_ANY)
+    axes.set_ylabel("validation loss less bf16's", color=ON_ANY)
+    axes.set_title("GPTs on text, 13.1 M tokens each", fontsize=10, color=ON_ANY)
+    axes.legend(fontsize=8, frameon=False, labelcolor=ON_ANY)
+    on_any_page(axes)
+    save(figure, path, transparent=True)
+
+
+def plot_all(results: Path, out: Path, suffix: str) -> list[str]:
+    """Every figure whose report is there; the names of reports that are not."""
+    missing: list[str] = []
+
+    def draw(name: str, make: Callable[[Mapping[str, Any]], None]) -> None:
+        path = results / name
+        if path.exists():
+            make(json.loads(path.read_text()))
+        else:
+            missing.append(name)
+
+    def check(report: Mapping[str, Any]) -> None:
+        found = report["bench_backward"]
+        plot_speedups(found, out / f"speedup_by_layer.{suffix}")
+        if has_stages(found):
+            plot_breakdown(found, out / f"breakdown.{suffix}")
+
+    def of_steps(report: Mapping[str, Any]) -> None:
+        if has_steps(report):
+            plot_steps(report, out / f"steps.{suffix}")
+
+    draw("gpu-check.json", check)
+    draw("cuda-steps.json", of_steps)
+    draw("gradients.json", lambda found: bench_gradients.plot(found, out / f"gradients.{suffix}"))
+    for name in ("training", "ablations", "finetune", "bert", "cuda-images-vit",
+                 "cuda-images-resnet18", "cuda-images-efficientformer"):  # fmt: skip
+        draw(f"{name}.json", lambda found: bench_training.plot_report(found, out, suffix))
+    draw("cuda-latency.json", lambda found: plot_latency(found, out / f"latency.{suffix}"))
+    draw("cuda-memory.json", lambda found: plot_memory(found, out / f"memory.{suffix}"))
+    if gaps_by_size(results):
+        plot_scaling(results, out / f"scaling.{suffix}")
+    missing += [n for s in GPT_SIZES if not (results / (n := f"cuda-gpt-{s}.json")).exists()]
+    return missing

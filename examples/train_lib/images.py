@@ -1,0 +1,277 @@
+"""Image data from what lies on the machine: photographs, CIFAR's binary files, folders of images.
+
+Nothing is downloaded, and nothing is unpickled: of CIFAR the binary version is read.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Generator, Tensor
+
+from .data import Batch
+
+PIXELS = 32
+SUFFIXES = {".bmp", ".jpeg", ".jpg", ".png", ".webp"}
+
+
+def augmented(images: Tensor, generator: Generator) -> Tensor:
+    """Random flips, contrast and brightness of ``[N, 3, H, W]`` floats; the same shape."""
+    count = len(images)
+    flip = torch.rand(count, generator=generator) < 0.5
+    images = torch.where(flip.view(-1, 1, 1, 1), images.flip(3), images)
+    contrast, shift = torch.rand(2, count, 1, 1, 1, generator=generator)
+    mean = images.mean((1, 2, 3), keepdim=True)
+    return mean + (images - mean) * (0.8 + 0.4 * contrast) + 0.4 * (shift - 0.5)
+
+
+def normalised(images: Tensor) -> Tensor:
+    """uint8 to floats of about mean 0 and variance 1."""
+    return (images.float() / 255 - 0.45) / 0.25
+
+
+class Photographs:
+    """Which photograph, and which part of it, a tile of 32 x 32 pixels is from.
+
+    The photographs bundled with scikit-learn and, where it is installed, scikit-image are cut into
+    cells of about 96 x 96 pixels, a class each. The right 32 columns of a cell are for validation,
+    training tiles are random ones of the rest: no pixel is in both.
+    """
+
+    CELL = 96
+    SKLEARN = ("china.jpg", "flower.jpg")
+    SKIMAGE = (
+        "astronaut.png", "camera.png", "chelsea.png", "coffee.png", "coins.png", "ihc.png",
+        "motorcycle_left.png", "rocket.jpg",
+    )  # fmt: skip
+    VALIDATION_TILES = 6
+
+    def __init__(self) -> None:
+        found = _bundled("sklearn", "datasets/images", self.SKLEARN)
+        found += _bundled("skimage", "data", self.SKIMAGE)
+        if not found:
+            raise FileNotFoundError("the photographs need scikit-learn, or scikit-image")
+        cells = [cell for path in found for cell in self._cells(_read(path))]
+        self._train = [cell[:, :, :-PIXELS] for cell in cells]
+        held, labels = [], []
+        for label, cell in enumerate(cells):
+            strip = cell[:, :, -PIXELS:]
+            for top in np.linspace(0, strip.shape[1] - PIXELS, self.VALIDATION_TILES).astype(int):
+                held.append(strip[:, top : top + PIXELS])
+                labels.append(label)
+        self.classes = len(cells)
+        self.validation: Batch = normalised(torch.stack(held)), torch.tensor(labels)
+        names = ", ".join(path.stem for path in found)
+        self.description = (
+            f"tiles of {len(found)} photographs ({names}): {self.classes} classes, {len(held)} "
+            "tiles to validate"
+        )
+
+    @classmethod
+    def _cells(cls, image: Tensor) -> list[Tensor]:
+        """uint8 ``[3, h, w]``, none smaller than ``CELL``."""
+        _, height, width = image.shape
+        rows = np.linspace(0, height, height // cls.CELL + 1).astype(int)
+        columns = np.linspace(0, width, width // cls.CELL + 1).astype(int)
+        return [
+            image[:, top:bottom, left:right]
+            for top, bottom in zip(rows[:-1], rows[1:], strict=True)
+            for left, right in zip(columns[:-1], columns[1:], strict=True)
+        ]
+
+    def half(self, index: int) -> Photographs:
+        """The upper (0) or lower (1) halves of the training cells; the same validation."""
+        other = object.__new__(Photographs)
+        other.__dict__ |= self.__dict__
+        half = [cell.shape[1] // 2 for cell in self._train]
+        other._train = [
+            cell[:, :rows] if index == 0 else cell[:, rows:]
+            for cell, rows in zip(self._train, half, strict=True)
+        ]
+        other.description = f"{self.description}, half {index} of the training pixels"
+        return other
+
+    def batch(self, size: int, generator: Generator) -> Batch:
+        """``size`` random training tiles."""
+        labels = torch.randint(self.classes, (size,), generator=generator)
+        places = torch.rand(size, 2, generator=generator)
+        tiles = []
+        for label, (down, right) in zip(labels.tolist(), places.tolist(), strict=True):
+            cell = self._train[label]
+            top = int(down * (cell.shape[1] - PIXELS + 1))
+            left = int(right * (cell.shape[2] - PIXELS + 1))
+            tiles.append(cell[:, top : top + PIXELS, left : left + PIXELS])
+        return augmented(normalised(torch.stack(tiles)), generator), labels
+
+
+class Images:
+    """Images in memory: a training and a validation set.
+
+    Args:
+        train: uint8 ``[N, 3, 32, 32]`` and their classes ``[N]``.
+        validation: the same of other images.
+        description: of the data.
+    """
+
+    def __init__(self, train: Batch, validation: Batch, description: str) -> None:
+        self._train = train
+        self.validation: Batch = normalised(validation[0]), validation[1]
+        self.classes = int(torch.cat([train[1], validation[1]]).max()) + 1
+        self.description = f"{description}: {len(train[0])} images to train, " + (
+            f"{len(validation[0])} to validate, {self.classes} classes"
+        )
+
+    def half(self, index: int) -> Images:
+        """Every other training image, from ``index``; the same validation."""
+        other = object.__new__(Images)
+        other.__dict__ |= self.__dict__
+        other._train = self._train[0][index::2], self._train[1][index::2]
+        other.description = f"{self.description}, half {index} of the training images"
+        return other
+
+    def batch(self, size: int, generator: Generator) -> Batch:
+        """``size`` training images, shifted by up to 4 pixels, flipped, of another contrast."""
+        chosen = torch.randint(len(self._train[0]), (size,), generator=generator)
+        images = F.pad(normalised(self._train[0][chosen]), (4, 4, 4, 4), mode="reflect")
+        places = torch.randint(9, (size, 2), generator=generator)
+        cut = [
+            image[:, top : top + PIXELS, left : left + PIXELS]
+            for image, (top, left) in zip(images, places.tolist(), strict=True)
+        ]
+        return augmented(torch.stack(cut), generator), self._train[1][chosen]
+
+
+CIFAR = {
+    # files to train, file to validate, bytes of labels (the last one counts), classes
+    "cifar10": ([f"data_batch_{i}.bin" for i in range(1, 6)], "test_batch.bin", 1, 10),
+    "cifar100": (["train.bin"], "test.bin", 2, 100),
+}
+
+
+def cifar(kind: str, folder: Path) -> Images:
+    """CIFAR-10 or CIFAR-100 from the folder of its binary version.
+
+    Args:
+        kind: "cifar10" or "cifar100".
+        folder: holds ``data_batch_1.bin``, ... or ``train.bin`` and ``test.bin``.
+
+    Raises FileNotFoundError for a folder without them, ValueError for files that are no such data.
+
+    Source: the format's description at https://www.cs.toronto.edu/~kriz/cifar.html.
+    """
+    if kind not in CIFAR:
+        raise ValueError(f"kind: {kind!r} is none of {', '.join(CIFAR)}")
+    train, test, labels, classes = CIFAR[kind]
+    missing = [name for name in [*train, test] if not (folder / name).is_file()]
+    if missing:
+        raise FileNotFoundError(
+            f"folder: {folder} has no {', '.join(missing)}; the binary version of {kind} is read "
+            f"({kind.replace('cifar', 'cifar-')}-binary.tar.gz), not the Python pickles"
+        )
+    parts = [_records(folder / name, labels, classes) for name in train]
+    images, found = (torch.cat(part) for part in zip(*parts, strict=True))
+    return Images((images, found), _records(folder / test, labels, classes), f"{kind} at {folder}")
+
+
+def _records(path: Path, labels: int, classes: int) -> Batch:
+    size = labels + 3 * PIXELS * PIXELS
+    content = np.fromfile(path, dtype=np.uint8)
+    if not len(content) or len(content) % size:
+        raise ValueError(f"{path}: {len(content)} bytes are no records of {size}")
+    rows = content.reshape(-1, size)
+    found = torch.from_numpy(rows[:, labels - 1].astype(np.int64))
+    if int(found.max()) >= classes:
+        raise ValueError(f"{path}: class {int(found.max())}; expected less than {classes}")
+    images = rows[:, labels:].reshape(-1, 3, PIXELS, PIXELS)
+    return torch.from_numpy(images.copy()), found
+
+
+def image_folder(folder: Path) -> Images:
+    """A folder of images by class: ``train/CLASS/*`` and ``val/CLASS/*``, or ``CLASS/*`` alone.
+
+    Without ``train`` and ``val`` every tenth image of a class is for validation. The middle square
+    of each image is resized to 32 x 32 pixels; all are kept in memory (3 KB each).
+
+    Raises ValueError where there are fewer than two classes, or no image to train or to validate.
+    """
+    if (folder / "train").is_dir() and (folder / "val").is_dir():
+        classes = _classes(folder / "train")
+        unknown = set(_classes(folder / "val")) - set(classes)
+        if unknown:
+            raise ValueError(f"folder: {folder}/val has classes without training images: {unknown}")
+        train = [(p, i) for i, c in enumerate(classes) for p in _files(folder / "train" / c)]
+        held = [(p, i) for i, c in enumerate(classes) for p in _files(folder / "val" / c)]
+    else:
+        classes = _classes(folder)
+        every = [(n, p, i) for i, c in enumerate(classes) for n, p in enumerate(_files(folder / c))]
+        train = [(path, label) for n, path, label in every if n % 10]
+        held = [(path, label) for n, path, label in every if n % 10 == 0]
+    if len(classes) < 2 or not train or not held:
+        raise ValueError(
+            f"folder: {folder} has {len(classes)} classes, {len(train)} images to train and "
+            f"{len(held)} to validate; expected train/CLASS/* and val/CLASS/*, or CLASS/*"
+        )
+    return Images(_squares(train), _squares(held), f"images of {folder}")
+
+
+def _classes(folder: Path) -> list[str]:
+    if not folder.is_dir():
+        raise ValueError(f"folder: {folder} is no folder")
+    return sorted(path.name for path in folder.iterdir() if path.is_dir())
+
+
+def _files(folder: Path) -> list[Path]:
+    found = folder.iterdir() if folder.is_dir() else ()
+    return sorted(path for path in found if path.suffix.lower() in SUFFIXES)
+
+
+def _squares(files: Sequence[tuple[Path, int]]) -> Batch:
+    images = torch.empty(len(files), 3, PIXELS, PIXELS, dtype=torch.uint8)
+    for index, (path, _) in enumerate(files):
+        image = _read(path)
+        side = min(image.shape[1:])
+        top, left = ((size - side) // 2 for size in image.shape[1:])
+        square = image[:, top : top + side, left : left + side].unsqueeze(0).float()
+        small = F.interpolate(square, (PIXELS, PIXELS), mode="bilinear", antialias=True)
+        images[index] = small[0].round().clamp(0, 255).to(torch.uint8)
+    return images, torch.tensor([label for _, label in files])
+
+
+def _read(path: Path) -> Tensor:
+    """uint8 ``[3, height, width]``. Raises ValueError for what is no image."""
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(path) as image:
+            pixels = np.asarray(image.convert("RGB"))
+    except (UnidentifiedImageError, Image.DecompressionBombError) as error:
+        raise ValueError(f"{path}: {error}") from error
+    return torch.from_numpy(pixels.copy()).permute(2, 0, 1).contiguous()
+
+
+def _bundled(package: str, folder: str, names: Iterable[str]) -> list[Path]:
+    """Files of an installed package, without importing it."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        return []
+    root = Path(spec.submodule_search_locations[0]) / folder
+    return [root / name for name in names if (root / name).is_file()]
+
+
+def load_images(where: str) -> Photographs | Images:
+    """``"tiles"``, ``"cifar10:FOLDER"``, ``"cifar100:FOLDER"`` or ``"folder:FOLDER"``."""
+    kind, _, path = where.partition(":")
+    if where == "tiles":
+        return Photographs()
+    if kind in CIFAR and path:
+        return cifar(kind, Path(path))
+    if kind == "folder" and path:
+        return image_folder(Path(path))
+    raise ValueError(
+        f"images: {where!r}; expected tiles, cifar10:FOLDER, cifar100:FOLDER or folder:FOLDER"
+    )
