@@ -191,12 +191,14 @@ def chosen(
     Args:
         task: one of ``TASKS``.
         names: of contenders; a task may lack some of them, and one task at least has each.
-        more: contenders beside :func:`contenders`.
+        more: contenders beside :func:`contenders`; beside a table's where they are named.
         table: takes that table's contenders instead.
     """
 
     def of(one: str) -> list[Contender]:
-        return [*more, *contenders(one)] if table is None else table_of(one, table)
+        if table is None:
+            return [*more, *contenders(one)]
+        return table_of(one, table) if names is None else [*table_of(one, table), *more]
 
     every = {contender.name: contender for contender in of(task)}
     if names is None:
