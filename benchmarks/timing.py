@@ -1,7 +1,7 @@
 """How the benchmarks measure, and the report that they write.
 
-All contenders of a comparison run in one process and take turns, so that a slower moment of the
-machine hits all of them; medians and quartiles are kept.
+All contenders of a comparison run in one process and take turns, in another order each turn, so that
+a slower moment of the machine hits all of them; medians and quartiles are kept.
 
 On the CPU a turn is two unmeasured calls and three measured: thread pools spin on after a call and
 would slow the next contender's first one.
@@ -20,6 +20,7 @@ import argparse
 import datetime
 import json
 import platform
+import random
 import shutil
 import statistics
 import subprocess
@@ -110,8 +111,12 @@ def in_turns(
         call()
         call()
     synchronize(device)
+    names = list(contenders)
     for turn in range(rounds):
-        for name, call in contenders.items():
+        # Another order each turn: what a contender leaves behind (clocks, pages) falls to all.
+        random.Random(turn).shuffle(names)
+        for name in names:
+            call = contenders[name]
             if turn >= LEAST_ROUNDS and sum(times[name]) > budget_ms:
                 continue
             for _ in range(unmeasured):
