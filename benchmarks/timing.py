@@ -1,7 +1,7 @@
 """How the benchmarks measure, and the report that they write.
 
-All contenders of a comparison run in one process and take turns, in another order each turn, so that
-a slower moment of the machine hits all of them; medians and quartiles are kept.
+All contenders of a comparison run in one process and take turns, in another order each turn, so
+that a slower moment of the machine hits all of them; medians and quartiles are kept.
 
 On the CPU a turn is two unmeasured calls and three measured: thread pools spin on after a call and
 would slow the next contender's first one.

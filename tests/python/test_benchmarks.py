@@ -68,10 +68,11 @@ def test_spread(rng: np.random.Generator) -> None:
 def test_contenders_take_turns() -> None:
     order: list[str] = []
     contenders = {name: (lambda name=name: order.append(name)) for name in "ab"}
-    rows = timing.in_turns(contenders, 3, "cpu")
-    warm, turn = ["a"] * 2 + ["b"] * 2, ["a"] * 5 + ["b"] * 5
-    assert order == warm + 3 * turn
-    assert all(row["measurements"] == 9 for row in rows.values())
+    rows = timing.in_turns(contenders, 8, "cpu")
+    assert order[:4] == ["a", "a", "b", "b"]
+    turns = ["".join(order[at : at + 10]) for at in range(4, len(order), 10)]
+    assert len(turns) == 8 and set(turns) == {"aaaaabbbbb", "bbbbbaaaaa"}
+    assert all(row["measurements"] == 24 for row in rows.values())
 
 
 def test_a_slow_contender_stops_early_and_counts_are_divided() -> None:
