@@ -5,6 +5,9 @@
 "copies" is a row's time over that of one copy of x (read and written). "bytes" is the minimum that
 the call must move (x read once, results written once) over the copy's bytes. Their quotient says
 how close to its own minimum a kernel runs.
+
+Of every form that x is kept in: "compress", "decompress", and two backward passes for g_w alone, of
+which one side has 16 features: "columns" has a wide g_y, "operand" a wide x, from what was kept.
 """
 
 from __future__ import annotations
@@ -20,7 +23,15 @@ from timing import Call, Row
 
 CUDA_SHAPES = ((25216, 768), (25216, 3072), (8192, 4096), (8192, 14336))
 CPU_SHAPES = ((1576, 768),)
-RECIPES = ("default", "fast", "paper", "accurate", "compact")
+KEPT = {
+    **{name: hotcore.HotConfig.recipe(name) for name in ("default", "fast", "paper", "accurate")},
+    "rht4": hotcore.HotConfig(storage="rht4"),
+    "rht2": hotcore.HotConfig(storage="rht2"),
+    "compact": hotcore.HotConfig.recipe("compact"),
+    "default, equalised": hotcore.HotConfig(equalize_tokens=True),
+    "fast, equalised": hotcore.HotConfig.recipe("fast", equalize_tokens=True),
+}
+"""Name -> how x is kept; compact is rht2 with equalised tokens."""
 
 
 def parse_matrix(text: str) -> tuple[int, int]:
@@ -56,11 +67,24 @@ def contenders(shape: tuple[int, int], device: str) -> tuple[dict[str, Call], di
     wide = str(dtype).removeprefix("torch.")
     calls["dequantize"] = lambda: hotcore.dequantize(q, scales, dtype=wide)
     nbytes["dequantize"] = q.nbytes + x.nbytes
-    for recipe in RECIPES:
-        config = hotcore.HotConfig.recipe(recipe)
-        name = f"compress {recipe}"
-        calls[name] = lambda config=config: hotcore.compress_activation(x, config, key=1)
-        nbytes[name] = x.nbytes + hotcore.compress_activation(x, config, key=1).nbytes
+    for form, config in KEPT.items():
+        saved = hotcore.compress_activation(x, config, key=1)
+        few = hotcore.compress_activation(x[:, :16].clone(), config, key=1)
+        calls[f"compress {form}"] = lambda config=config: hotcore.compress_activation(
+            x, config, key=1
+        )
+        nbytes[f"compress {form}"] = x.nbytes + saved.nbytes
+        if config.basis == "full":
+            calls[f"decompress {form}"] = lambda saved=saved: hotcore.decompress_activation(
+                saved, dtype=wide
+            )
+            nbytes[f"decompress {form}"] = saved.nbytes + x.nbytes
+        for name, gy, kept in (("columns", x, few), ("operand", x[:, :16].clone(), saved)):
+            calls[f"{name} {form}"] = lambda gy=gy, kept=kept: hotcore.backward_linear(
+                gy, None, kept, need=("gw",), key=1
+            )
+            codes = x.numel() // 2 if config.basis != "full" else x.numel()
+            nbytes[f"{name} {form}"] = codes + (x.nbytes if name == "columns" else saved.nbytes)
     return calls, nbytes
 
 

@@ -29,9 +29,10 @@ inline constexpr int rows16_max_lanes = 512;
 namespace columns {
 
 // What becomes of 16 tokens of a column: as they are, an FWHT of all 16 rows, or the 8 rows that a
-// basis keeps. rotated: of 64 tokens, times signs and powers of two, an FWHT of all 64 rows.
-enum class Kind { full, hadamard, sketch8, lowpass8, sequency8, rotated };
+// basis keeps. Times signs and powers of two: as they are (factored), or an FWHT of 64 (rotated).
+enum class Kind { full, hadamard, sketch8, lowpass8, sequency8, factored, rotated };
 enum class Pass { both, amax, codes };
+constexpr bool has_factors(Kind kind) { return kind == Kind::factored || kind == Kind::rotated; }
 
 // A column tile is 64 bytes of every token. A warp takes a token tile of it, 128 tokens.
 constexpr int tile_row_bytes = 64, tile_tokens = 128, tile_bytes = tile_tokens * tile_row_bytes;
@@ -48,12 +49,10 @@ constexpr int two_pass_warps = 4;
 
 // Tokens that a k16 is made from.
 constexpr int k16_tokens(Kind kind) {
-  return kind == Kind::full || kind == Kind::hadamard || kind == Kind::rotated ? 16 : 32;
+  return kind == Kind::full || kind == Kind::hadamard || has_factors(kind) ? 16 : 32;
 }
 // Bytes that a warp notes of a token tile: a block's folds, or a factor, a bf16, for each token.
-constexpr int tile_notes(Kind kind) {
-  return kind == Kind::rotated ? 2 * tile_tokens : tile_blocks;
-}
+constexpr int tile_notes(Kind kind) { return has_factors(kind) ? 2 * tile_tokens : tile_blocks; }
 // Steps of a warp through a token tile, 4 k16 each.
 constexpr int tile_steps(Kind kind) { return tile_tokens / (warp_k16s * k16_tokens(kind)); }
 
@@ -81,9 +80,9 @@ constexpr int sm_ctas(Kind kind, int dtype_size, Pass pass, Rounding rounding) {
   const bool nearest = rounding == Rounding::nearest;
   if (pass == Pass::both) {
     const bool few = fits_in_place(kind, dtype_size) || (kind == Kind::full && dtype_size == 2);
-    return (nearest && kind != Kind::rotated) || few ? 3 : 2;
+    return (nearest && !has_factors(kind)) || few ? 3 : 2;
   }
-  if (kind == Kind::rotated) return pass == Pass::amax ? 5 : 4;  // 64 tokens of a lane
+  if (has_factors(kind)) return pass == Pass::amax ? 5 : 4;  // 64 tokens of a lane
   return pass == Pass::amax || nearest ? 6 : 5;
 }
 

@@ -88,9 +88,9 @@ bool keeps_rows(const Projection& p, Kind kind) {
 
 // Whether quantize_columns.cu has kernels for a projection, and of which kind.
 bool kind_of(const Projection& p, Kind& kind) {
-  if (p.signs) {
-    kind = Kind::rotated;
-    return p.block == rotated_block;
+  if (p.signs || (p.equalized && p.basis == Basis::full)) {
+    kind = p.signs ? Kind::rotated : Kind::factored;
+    return true;
   }
   if (p.equalized) return false;  // no other kind has factors of tokens
   if (p.basis == Basis::full) {
@@ -120,7 +120,7 @@ bool one_pass_can(const DeviceFacts& facts, std::int64_t cols, const Projection&
                   const OperandQuant& quant) {
   const Thresholds& t = thresholds(facts);
   const std::int64_t token_tile_count = token_tiles(p, kind);
-  const bool one_read = quant.purpose == Purpose::gradient_columns && kind != Kind::rotated &&
+  const bool one_read = quant.purpose == Purpose::gradient_columns && !columns::has_factors(kind) &&
                         cols >= t.rows_column_amax_min_columns &&
                         cols <= t.rows_column_amax_max_columns;
   return !quant.per_tensor &&
@@ -278,7 +278,7 @@ bool add_rows_column_amax(Plan& plan, const DeviceFacts& facts, const RowsShape&
   if (!facts.hopper || dtype_size(rows.x.dtype) != 2 || !rows.x.rows_aligned ||
       rows.cols % 16 != 0 || rows.cols == 0 || rows.rows == 0 || rows.hadamard_block != 16 ||
       !rounds || columns.p.order.samples != 0 || !block16_can(columns.p, columns.quant, kind) ||
-      kind == Kind::rotated || one_pass(facts, rows.cols, columns.p, columns.quant)) {
+      columns::has_factors(kind) || one_pass(facts, rows.cols, columns.p, columns.quant)) {
     return false;
   }
   const RowShare share = row_share(rows.k_padded / 16);
@@ -489,7 +489,7 @@ class GroupedOperands {
     return grouped::cta_tiles(static_cast<int>(dtype_size(job.x.dtype)));
   }
   bool add(const ColumnsShape& job, Kind& kind, std::int64_t& token_tile_count) {
-    if (job.p.k_padded == 0 || !block16_can(job.p, job.quant, kind) || kind == Kind::rotated) {
+    if (job.p.k_padded == 0 || !block16_can(job.p, job.quant, kind) || columns::has_factors(kind)) {
       return false;
     }
     token_tile_count = token_tiles(job.p, kind);

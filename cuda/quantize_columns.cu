@@ -1,6 +1,7 @@
 // Stage: the K-contiguous operands of columns, in blocks of 16 tokens: g_y for g_w, w for g_x, x
 // kept as INT8. P x is an FWHT of the tokens, a sketch or a basis of rank 8, or x itself. For an x
-// kept as rht4 or rht2: blocks of 64 tokens of g_y, times a sign and a power of two each.
+// kept as rht4 or rht2: blocks of 64 tokens of g_y, times a sign and a power of two each; with
+// equalised tokens: times powers of two alone.
 //
 // columns_one_pass_kernel: one read of x.
 //   A cluster takes a column tile, 64 bytes of every token (32 columns in 16-bit types, two
@@ -168,6 +169,7 @@ __global__ void __launch_bounds__(32 * two_pass_warps,
 
 template <class Call>
 void with_any_kind(Kind kind, const Call& call) {
+  if (kind == Kind::factored) return call(std::integral_constant<Kind, Kind::factored>{});
   if (kind == Kind::rotated) return call(std::integral_constant<Kind, Kind::rotated>{});
   with_kind(kind, call);
 }

@@ -406,14 +406,15 @@ class WarpTile {
   // Draws the signs of the tokens and reads their exponents, after the wait for the previous
   // kernel: x may have been compressed, and the counter written, right before.
   __device__ __forceinline__ void draw_factors() const {
-    if constexpr (kind == Kind::rotated) {
+    if constexpr (has_factors(kind)) {
       auto* const factors = reinterpret_cast<std::uint16_t*>(notes_);
       const DeviceOffset offset = offset_of(args_.sketch);
       constexpr int blocks = tile_tokens / static_cast<int>(rotated_block);
 #pragma unroll 1
       for (int b = 0; b < blocks; ++b) {
         const auto block = static_cast<std::uint64_t>(number_ * blocks + b);
-        const std::uint64_t negative = rotation_signs(args_.sketch, offset, block);
+        const std::uint64_t negative =
+            kind == Kind::rotated ? rotation_signs(args_.sketch, offset, block) : 0;
 #pragma unroll
         for (int i = lane_; i < rotated_block; i += 32) {
           const std::int64_t token = static_cast<std::int64_t>(block) * rotated_block + i;
@@ -442,8 +443,8 @@ class WarpTile {
   // tokens were, for write_codes.
   template <bool in_place>
   __device__ __forceinline__ void accumulate_tile() const {
-    if constexpr (kind == Kind::rotated) {
-      accumulate_rotated();
+    if constexpr (has_factors(kind)) {
+      accumulate_factored();
     } else {
       accumulate_k16s<in_place>();
     }
@@ -491,7 +492,7 @@ class WarpTile {
 
   // A lane takes a column of a block of 64 tokens: no exchange between lanes. In fp32 a column tile
   // has 16 columns, and the halves of a warp take a block each.
-  __device__ __forceinline__ void accumulate_rotated() const {
+  __device__ __forceinline__ void accumulate_factored() const {
     Partial<kind> partial;
 #pragma unroll 1
     for (int step = first_block(); step < steps_; step += step_blocks) {
@@ -499,8 +500,13 @@ class WarpTile {
       load_block(step, v);
       if (args_.sum_wanted) partial.sum += static_cast<double>(partial.tree_sum(v));
       apply_factors(step, v);
-      butterfly<1, static_cast<int>(rotated_block) / 2>(v);
-      partial.rotated(v);
+      if constexpr (kind == Kind::rotated) {
+        butterfly<1, static_cast<int>(rotated_block) / 2>(v);
+        partial.rotated(v);
+      } else {
+#pragma unroll
+        for (int t = 0; t < rotated_block; ++t) partial.add(partial.largest[0], v[t]);
+      }
     }
     __syncwarp();
     if constexpr (step_blocks == 2) {
@@ -581,8 +587,8 @@ class WarpTile {
   template <bool in_place, Rounding rounding>
   __device__ __forceinline__ void write_codes(unsigned column_tile, const DeviceScale& scale,
                                               const DeviceOffset& offset) const {
-    if constexpr (kind == Kind::rotated) {
-      write_rotated<rounding>(column_tile, scale, offset);
+    if constexpr (has_factors(kind)) {
+      write_factored<rounding>(column_tile, scale, offset);
     } else {
       write_k16s<in_place, rounding>(column_tile, scale, offset);
     }
@@ -629,8 +635,8 @@ class WarpTile {
   // Neighbouring lanes exchange half of their codes, so that the two write 32 contiguous bytes of a
   // row, a whole sector.
   template <Rounding rounding>
-  __device__ __forceinline__ void write_rotated(unsigned column_tile, const DeviceScale& scale,
-                                                const DeviceOffset& offset) const {
+  __device__ __forceinline__ void write_factored(unsigned column_tile, const DeviceScale& scale,
+                                                 const DeviceOffset& offset) const {
     const float inv = __shfl_sync(0xffffffffU, scale.inv, lane_ % columns);
     const bool keep = __shfl_sync(0xffffffffU, static_cast<int>(scale.keep), lane_ % columns) != 0;
     const std::int64_t row = std::int64_t{column_tile} * columns + lane_ % columns;
@@ -641,7 +647,7 @@ class WarpTile {
       float v[rotated_block];
       load_block(step, v);
       apply_factors(step, v);
-      butterfly<1, static_cast<int>(rotated_block)>(v);
+      if constexpr (kind == Kind::rotated) butterfly<1, static_cast<int>(rotated_block)>(v);
       const int k = (number_ * tile_steps(kind) + step) * warp_k16s;
 #pragma unroll
       for (int pair = 0; pair < warp_k16s; pair += 2) {
@@ -659,10 +665,10 @@ class WarpTile {
         got.y = __shfl_xor_sync(0xffffffffU, theirs.y, 1);
         got.z = __shfl_xor_sync(0xffffffffU, theirs.z, 1);
         got.w = __shfl_xor_sync(0xffffffffU, theirs.w, 1);
-        if (step >= steps_) continue;
+        const int k_mine = k + pair + (odd ? 1 : 0);
+        if (k_mine >= k16_count_) continue;
         const std::int64_t even_row = odd ? row - 1 : row;
-        std::int8_t* const to =
-            args_.codes + even_row * args_.k_padded + (k + pair + (odd ? 1 : 0)) * k16;
+        std::int8_t* const to = args_.codes + even_row * args_.k_padded + k_mine * k16;
         if (even_row < args_.x.cols) *reinterpret_cast<uint4*>(to) = odd ? got : mine;
         if (even_row + 1 < args_.x.cols) {
           *reinterpret_cast<uint4*>(to + args_.k_padded) = odd ? mine : got;
@@ -749,6 +755,7 @@ void with_kind(Kind kind, const Call& call) {
       return call(std::integral_constant<Kind, Kind::lowpass8>{});
     case Kind::sequency8:
       return call(std::integral_constant<Kind, Kind::sequency8>{});
+    case Kind::factored:
     case Kind::rotated:
       return;  // quantize_columns.cu
   }

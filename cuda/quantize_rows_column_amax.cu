@@ -187,6 +187,7 @@ __device__ void accumulate_columns(const RowsColumnAmaxArgs& args, const Layout&
       return accumulate_columns<Kind::lowpass8, Tag>(args, layout, tokens, folds, largest, sums);
     case Kind::sequency8:
       return accumulate_columns<Kind::sequency8, Tag>(args, layout, tokens, folds, largest, sums);
+    case Kind::factored:
     case Kind::rotated:
       return;  // in no plan
   }

@@ -217,7 +217,10 @@ std::string not_aligned(const char* array, const char* size_name, std::int64_t c
 
 // The reason why no kernel faster than generic_columns_kernel fits.
 std::string reason_for_generic(const Projection& p, const OperandQuant& quant) {
-  if (p.equalized && !p.signs) return "equalize_tokens, which rht4 and rht2 have a fast kernel for";
+  if (p.equalized && !p.signs && p.basis != Basis::full) {
+    return "equalize_tokens with basis " + std::string(basis_name(p.basis)) +
+           ", where full has a fast kernel";
+  }
   if (quant.per_k) return "gw_scale is token";
   if (p.order.prefix_rows() > 0) return "there are prefix tokens";
   if (quant.rounding == Rounding::pseudo_stochastic) return "rounding is pseudo_stochastic";
