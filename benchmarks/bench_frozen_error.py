@@ -95,7 +95,9 @@ def trained(steps: int, seed: int) -> Iterator[tuple[str, Tensor, Tensor]]:
             for name, layer in model.blocks.named_modules():
                 if isinstance(layer, torch.nn.Linear):
                     layer.register_full_backward_hook(
-                        lambda _, __, gy, name=name: gradients.__setitem__(name, gy[0].flatten(0, 1))
+                        lambda _, __, gy, name=name: gradients.__setitem__(
+                            name, gy[0].flatten(0, 1)
+                        )
                     )
         loss = training.loss_of(model, task.data.batch(task.batch_size, order))
         optimizer.zero_grad(set_to_none=True)

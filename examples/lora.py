@@ -3,8 +3,7 @@
 Base weights are frozen, so HOT computes their input gradients in integers and saves nothing of
 their inputs; the adapters stay plain. Nothing is downloaded: a two-layer Llama is trained briefly
 on the source of Python's library and then adapted to that text in capitals. A real model (--model,
-a folder) needs the same two lines: get_peft_model, hot.convert. With --frozen-int8 (and --forward
-int8) a third, hot.freeze_int8, keeps the base in INT8 codes alone.
+a folder) needs the same two lines: get_peft_model, hot.convert.
 """
 
 import argparse
@@ -47,7 +46,6 @@ def main(arguments: list[str] | None = None) -> dict[str, tuple[float, float]]:
     parser.add_argument("--model", help="a folder with a causal language model of transformers")
     parser.add_argument("--recipe", default="default", help="HOT recipe (default: default)")
     parser.add_argument("--forward", choices=("plain", "int8"), default="plain")
-    parser.add_argument("--frozen-int8", action="store_true", help="keep the base in a byte a value")
     parser.add_argument("--steps", type=int, default=40, help="steps of LoRA (default: 40)")
     parser.add_argument("--base-steps", type=int, default=80, help="steps of the base model first")
     parser.add_argument("--device", default="cpu")
@@ -73,8 +71,6 @@ def main(arguments: list[str] | None = None) -> dict[str, tuple[float, float]]:
         if name.startswith("HOT"):
             config = hot.HotConfig.recipe(options.recipe, forward=options.forward)
             print(hot.convert(model, config, slower=not options.model))
-            if options.frozen_int8:
-                print(hot.freeze_int8(model))
         before = evaluate(model, held)
         train(model, list(capitals[options.base_steps : -8]), 1e-2)
         outcomes[name] = before, evaluate(model, held)
