@@ -39,6 +39,7 @@ comes from here. Every page of the repository that has such a line is looked at.
   kept-cases       error of g_w where tokens differ in size (the same)
   forward-blocks   time of it by block, sums of layers (cuda-forward.json)
   forward-error    error of an 8-bit forward, beside FP8 (forward-error.json)
+  frozen-error     error of g_x from a frozen weight's codes, and its time (frozen-error.json)
   earlier NAME     figures of runs whose scripts are not in the repository (earlier.json)
   claims           every claim of the sources, and what was measured (several; claims.py)
   trainings FILE...  losses less fp32's, paired (training.json, ablations.json, finetune.json, ...)
@@ -516,6 +517,24 @@ def forward_error(report: Report) -> Iterator[str]:
     )
 
 
+def frozen_error(report: Report) -> Iterator[str]:
+    """Percent of the gradient with w, in brackets of that with the codes' weight; milliseconds."""
+    names = list(report["rows"][0]["error"])
+    yield from table_of(
+        ["weights", "g_y", "out × in", *names],
+        (
+            [row["weights"], row["gradient"], " × ".join(map(str, row["shape"]))]
+            + [f"{100 * e['weight']:.2f} ({100 * e['codes']:.2f})" for e in row["error"].values()]
+            for row in report["rows"]
+        ),
+    )
+    times, shape = report["time"]["rows"], " × ".join(map(str, report["time"]["shape"]))
+    yield line(["bytes a value kept, w in bf16", "", ""] + [str(report["bytes"][n]) for n in names])
+    yield line(
+        [f"g_x of {shape}, ms", "", ""] + [f"{times[name]['median_ms']:.0f}" for name in names]
+    )
+
+
 def micro(row: Report | None) -> str:
     return "" if row is None else f"{1e3 * row['median_ms']:.0f}"
 
@@ -619,6 +638,7 @@ KINDS: dict[str, tuple[str | None, Callable[..., Iterator[str]]]] = {
     "kept-blocks": ("storage.json", kept_blocks),
     "kept-cases": ("storage.json", kept_cases),
     "forward-error": ("forward-error.json", forward_error),
+    "frozen-error": ("frozen-error.json", frozen_error),
     "forward-blocks": ("cuda-forward.json", forward_blocks),
     "earlier": ("earlier.json", earlier),
     "claims": ("", claims.table),

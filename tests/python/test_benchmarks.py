@@ -21,6 +21,7 @@ import bench_autotune  # noqa: E402
 import bench_backward  # noqa: E402
 import bench_forward  # noqa: E402
 import bench_forward_error  # noqa: E402
+import bench_frozen_error  # noqa: E402
 import bench_fwht  # noqa: E402
 import bench_gemm  # noqa: E402
 import bench_mma_sync  # noqa: E402
@@ -232,6 +233,30 @@ def test_bench_forward_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert outliers["INT8, 128"] < outliers["INT8, 16"] < outliers["INT8, 1"]
     committed = json.loads((timing.RESULTS / "forward-error.json").read_text())
     assert {row["activation"] for row in committed["rows"]} == set(rows)
+
+
+def test_bench_frozen_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_frozen_error, "SHAPE", (256, 512))
+    monkeypatch.setattr(bench_frozen_error, "TOKENS", 64)
+    monkeypatch.setattr(bench_frozen_error, "GPT", {"width": 64, "depth": 1})
+    monkeypatch.setattr(bench_frozen_error, "TIMED", (64, 64, 128))
+    path = tmp_path / "frozen-error.json"
+    words = ["--seeds", "1", "--steps", "2", "--rounds", "2", "--threads", "1"]
+    bench_frozen_error.main([*words, "--json", str(path)])
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["weights"] for row in rows[6:]] == [
+        f"trained GPT, 0.{name}" for name in ("fc2", "fc1", "proj", "qkv")
+    ]
+    for row in rows:
+        error = row["error"]
+        assert error["weight"] == error["two copies"]
+        # The codes' own error on top of what a layer that is not frozen has.
+        assert 0 < error["weight"]["weight"] < error["dequantised"]["weight"] < 0.04
+        assert error["dequantised"]["codes"] == pytest.approx(error["weight"]["weight"], rel=0.25)
+        if row["gradient"] == "out features x30":  # for which g_y is transformed along O
+            assert error["folded"]["codes"] > 2 * error["dequantised"]["codes"]
+    committed = json.loads((timing.RESULTS / "frozen-error.json").read_text())
+    assert len(committed["rows"]) == 6 + 8
 
 
 def test_bench_gemm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

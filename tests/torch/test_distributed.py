@@ -92,8 +92,37 @@ def int8_forward(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> None:
             alone.down.weight.mul_(2)
 
 
+def frozen_int8(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> None:
+    """Weights that are frozen in INT8: as each process alone has them."""
+    model = build(hot.HotConfig.recipe("fast", forward="int8"))
+    hot.freeze_int8(model, lambda module, name: name == "down")
+    alone, expected = copy.deepcopy(model), model.state_dict()
+    wrapped = wrap(model)
+    for _ in range(2):
+        model.zero_grad()
+        torch.manual_seed(50 + rank)
+        y = wrapped(batch(rank))
+        y.square().mean().backward()
+        assert torch.equal(y, alone(batch(rank)))
+    grads = [p.grad for p in model.parameters() if p.requires_grad]
+    named = dict(alone.named_parameters())
+    trained = [name for name, p in named.items() if p.requires_grad]
+    parts = []
+    for other in range(WORLD):
+        alone.zero_grad()
+        torch.manual_seed(50 + other)
+        alone(batch(other)).square().mean().backward()
+        parts.append([named[name].grad.clone() for name in trained])
+    for name, grad, *addends in zip(trained, grads, *parts, strict=True):
+        whole = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+        assert torch.allclose(whole, sum(addends) / WORLD, rtol=1e-5, atol=1e-7), name
+    found = model.state_dict()["down.weight"]  # gathered, where it is sharded
+    assert type(found) is torch.Tensor and torch.equal(found, expected["down.weight"])
+
+
 def ddp(rank: int) -> None:
     int8_forward(rank, nn.parallel.DistributedDataParallel)
+    frozen_int8(rank, nn.parallel.DistributedDataParallel)
     model = build("fast")
     alone = copy.deepcopy(model)
     parallel = nn.parallel.DistributedDataParallel(model)
@@ -138,6 +167,7 @@ def fsdp(rank: int) -> None:
         return fully_shard(model, mesh=mesh)
 
     int8_forward(rank, sharded)
+    frozen_int8(rank, sharded)
     model = build("default")
     alone = copy.deepcopy(model)
     for layer in (model.conv, model.up, model.down):

@@ -268,6 +268,9 @@ class FrozenModule(HotModule, nn.Module):
         Args:
             values: of the weight; None: those that the codes stand for.
         """
+        if type(self.weight_codes) not in ops.PLAIN_TYPES:
+            found = type(self.weight_codes).__name__
+            raise ValueError(f"weight: its codes are a {found}; undo fully_shard before thawing it")
         weight = (self.dequantized() if values is None else _values(values)).contiguous()
         if tuple(weight.shape) != self.weight_shape:
             expected = self.weight_shape
