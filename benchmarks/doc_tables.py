@@ -591,7 +591,10 @@ READINGS = {
 
 def paper_rows(results: Path) -> Iterator[str]:
     """Validation loss less fp32's of the same seed, by what `paper` keeps of 16 tokens."""
-    reports = {name: json.loads((results / f"training-rows-{name}.json").read_text()) for name in ("vit", "gpt")}
+    reports = {
+        name: json.loads((results / f"training-rows-{name}.json").read_text())
+        for name in ("vit", "gpt")
+    }
     columns = (("gpt", "", "GPT"), ("vit", "", "ViT"), ("vit", ", tiles", "ViT, tiles"))
     yield from header(["rows kept", *(name for *_, name in columns)])
     for reading, rows in READINGS.items():
