@@ -73,7 +73,7 @@ class _Frozen:
             return kept(self.table, weight, what, state, make)
 
     def after_fork(self) -> None:
-        """In the child: a thread that does not exist there may hold the lock, or have half written."""
+        """In the child. A thread that is not there may hold the lock, or have half written."""
         self._lock = threading.Lock()
         self.table = WeakTensorKeyDictionary()
 
