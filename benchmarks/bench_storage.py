@@ -10,6 +10,10 @@ these figures is fixed to the bit in docs/numerics.md ("x kept as rht4 and rht2"
 * ``cases``: relative error of one g_w, g_y in INT8 per channel and x brought to INT8 per channel,
   for ten cases in which tokens differ in size: plain, and equalised by three measures of a
   token's size.
+
+    python benchmarks/bench_storage.py --recipes [--json PATH]
+
+The same ten cases by libhot's own recipes, into recipe-cases.json; a test holds these errors.
 """
 
 from __future__ import annotations
@@ -270,12 +274,58 @@ def case_rows(draws: int, rng: np.random.Generator) -> list[dict[str, Any]]:
     return rows
 
 
+# ---- the same by libhot --------------------------------------------------------------------------
+
+RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "default": ("default", {}),
+    "default, equalize_tokens": ("default", {"equalize_tokens": True}),
+    "accurate": ("accurate", {}),
+    "accurate, equalize_tokens": ("accurate", {"equalize_tokens": True}),
+    "fast": ("fast", {}),
+    "fast, equalize_tokens": ("fast", {"equalize_tokens": True}),
+    "compact": ("compact", {}),
+}
+"""Title -> recipe and what is changed of it."""
+
+
+def recipe_error(case: tuple[Array, Array], title: str, keys: int) -> float:
+    """Relative error of g_w, root of the mean square over so many keys."""
+    import hotcore  # what is above needs NumPy alone
+
+    gy, x = (v.astype(np.float32) for v in case)
+    exact = gy.astype(np.float64).T @ x
+    name, changes = RECIPES[title]
+    config = hotcore.HotConfig.recipe(name, **changes)
+    square = 0.0
+    for key in range(keys):
+        got = hotcore.backward_linear(gy, None, x, config=config, need="gw", key=key).gw
+        square += float(((got - exact) ** 2).sum())
+    return float(np.sqrt(square / keys / (exact**2).sum()))
+
+
+def recipe_cases(keys: int) -> dict[str, Any]:
+    """Every case by every recipe."""
+    found = cases(np.random.default_rng(0))
+    return {
+        "keys": keys,
+        "recipes": list(RECIPES),
+        "cases": {
+            name: {title: recipe_error(case, title, keys) for title in RECIPES}
+            for name, case in found.items()
+        },
+    }
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--draws", type=int, default=2000)
-    parser.add_argument("--json", type=Path, default=RESULTS / "storage.json")
+    parser.add_argument("--recipes", action="store_true", help="by libhot's recipes")
+    parser.add_argument("--json", type=Path, help="default: storage.json or recipe-cases.json")
     options = parser.parse_args(argv)
+    if options.recipes:
+        write_json(options.json or RESULTS / "recipe-cases.json", recipe_cases(20))
+        return
     rng = np.random.default_rng(0)
     report = {
         "draws": options.draws,
@@ -293,7 +343,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             for form, f in row["forms"].items()
         )
         print(f"{row['case']:52} {figures}")
-    write_json(options.json, report)
+    write_json(options.json or RESULTS / "storage.json", report)
 
 
 if __name__ == "__main__":

@@ -40,6 +40,10 @@ comes from here. Every page of the repository that has such a line is looked at.
   forward-blocks   time of it by block, sums of layers (cuda-forward.json)
   forward-error    error of an 8-bit forward, beside FP8 (forward-error.json)
   frozen-error     error of g_x from a frozen weight's codes, and its time (frozen-error.json)
+  paper-rows       the paper's eight rows, three readings (training-rows-*.json)
+  cases            error of g_w where tokens differ in size, by recipe (recipe-cases.json)
+  trust            long runs on a GPU machine (gpu-trust.json)
+  sanitizer        compute-sanitizer there (the same)
   earlier NAME     figures of runs whose scripts are not in the repository (earlier.json)
   claims           every claim of the sources, and what was measured (several; claims.py)
   trainings FILE...  losses less fp32's, paired (training.json, ablations.json, finetune.json, ...)
@@ -600,6 +604,110 @@ def kept_cases(report: Report) -> Iterator[str]:
     )
 
 
+READINGS = {
+    "diagonal": "0 2 3 8 10 11 12 14",
+    "axes": "0 1 2 3 4 8 10 12 (`paper`)",
+    "ten": "0 1 2 3 4 8 10 11 12 14 (the authors' code)",
+}
+
+
+def paper_rows(results: Path) -> Iterator[str]:
+    """Validation loss less fp32's of the same seed, by what `paper` keeps of 16 tokens."""
+    reports = {
+        name: json.loads((results / f"training-rows-{name}.json").read_text())
+        for name in ("vit", "gpt")
+    }
+    columns = (("gpt", "", "GPT"), ("vit", "", "ViT"), ("vit", ", tiles", "ViT, tiles"))
+    yield from header(["rows kept", *(name for *_, name in columns)])
+    for reading, rows in READINGS.items():
+        cells = [rows]
+        for task, of, _ in columns:
+            runs = reports[task]["runs"]
+            differences = [
+                runs[f"{task}/paper, {reading}{of}/{seed}"]["val_loss"]
+                - runs[f"{task}/fp32/{seed}"]["val_loss"]
+                for seed in reports[task]["settings"]["seeds"]
+            ]
+            each = ", ".join(f"{value:+.2f}" for value in differences)
+            cells.append(f"{statistics.mean(differences):+.3f} ({each})")
+        yield line(cells)
+
+
+def recipe_cases(report: Report) -> Iterator[str]:
+    """Relative error of g_w: every case, every recipe that was measured."""
+    recipes = report["recipes"]
+    yield from header(["case", *(f"`{name}`" for name in recipes)])
+    for case, errors in report["cases"].items():
+        yield line([case, *(f"{errors[name]:.3f}" for name in recipes)])
+
+
+TRUST = {
+    "random": "random small calls, CUDA against the CPU",
+    "overlap": "random layers, overlapping launches against one at a time",
+    "load": "64 threads on 8 streams",
+    "steps": "training steps, four of ten given up",
+    "large": "arrays past 2³¹ elements",
+    "faults": "errors of CUDA, full memory, forks, managed and pinned memory",
+    "sanitizer": "compute-sanitizer, every C++ GPU test",
+}
+FIGURES = {
+    "cases": "cases",
+    "calls": "calls",
+    "steps": "steps",
+    "given_up": "given up",
+    "elements": "elements",
+    "integers_compared": "integers",
+    "results_compared": "floats",
+    "integers_different": "integers different",
+    "results_different": "floats different",
+    "different": "different",
+    "growth_device": "bytes grown on the device",
+    "growth_reserved": "bytes grown in its allocator",
+    "growth_host": "bytes grown on the host",
+    "failed_steps": "failed steps",
+    "places": "places of a failure",
+    "message": "message",
+}
+"""Of a test's figures, those that are shown, in this order."""
+
+
+def trust(report: Report) -> Iterator[str]:
+    """Each part: its result, its tests with their figures."""
+    yield from header(["run", "result", "seconds", "figures"])
+    for name, title in TRUST.items():
+        part = report["parts"].get(name)
+        if part is None:
+            yield line([title, "not run", "", ""])
+            continue
+        shown = []
+        for test, row in part.get("tests", {}).items() if name != "sanitizer" else ():
+            figures = row["figures"]
+            words = [
+                f"{figures[key]:,} {word}" if isinstance(figures[key], int) else str(figures[key])
+                for key, word in FIGURES.items()
+                if figures.get(key, "") != ""
+            ]
+            if words and row["result"] != "suppressed":
+                shown.append(f"`{test}`: {', '.join(words)}")
+            elif row["result"] in ("failed", "skipped"):
+                shown.append(f"`{test}` {row['result']}")
+        if name == "sanitizer":
+            tools = part["tools"].items()
+            shown = [f"{tool} {row['clean']} of {part['tests']} clean" for tool, row in tools]
+        yield line([title, part["result"], f"{part['seconds']:.0f}", "; ".join(shown)])
+
+
+def sanitizer(report: Report) -> Iterator[str]:
+    """Each tool: tests that were clean, that had errors, that did not finish."""
+    part = report["parts"].get("sanitizer")
+    yield from header(["tool", "clean", "with errors", "not finished in time"])
+    for tool, row in part["tools"].items() if part else ():
+        lists = [", ".join(f"`{name}`" for name in row[key]) for key in ("errors", "not finished")]
+        yield line([tool, str(row["clean"]), *(names or "none" for names in lists)])
+    if part is None:
+        yield line(["not run", "", "", ""])
+
+
 def earlier(report: Report, name: str) -> Iterator[str]:
     """Figures that were written down: no script of the repository makes them again."""
     yield from table_of(report[name]["columns"], report[name]["rows"])
@@ -640,6 +748,10 @@ KINDS: dict[str, tuple[str | None, Callable[..., Iterator[str]]]] = {
     "forward-error": ("forward-error.json", forward_error),
     "frozen-error": ("frozen-error.json", frozen_error),
     "forward-blocks": ("cuda-forward.json", forward_blocks),
+    "paper-rows": ("", paper_rows),
+    "cases": ("recipe-cases.json", recipe_cases),
+    "trust": ("gpu-trust.json", trust),
+    "sanitizer": ("gpu-trust.json", sanitizer),
     "earlier": ("earlier.json", earlier),
     "claims": ("", claims.table),
     "trainings": ("", evidence_tables.trainings),

@@ -6,8 +6,18 @@ import dataclasses
 import difflib
 import json as _json
 import operator
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, cast, get_args
+from collections.abc import Callable
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Generic,
+    Literal,
+    NamedTuple,
+    TypedDict,
+    TypeVar,
+    cast,
+    get_args,
+)
 
 from . import _core, _strict_json
 
@@ -103,6 +113,31 @@ def _tuple(name: str, value: Any, expected: str) -> tuple[Any, ...]:
         return tuple(value)
     except TypeError:
         raise TypeError(f"{name}: expected {expected}, got {value!r}") from None
+
+
+_Made = TypeVar("_Made")
+
+
+class _MadeOnce(Generic[_Made]):
+    """A property whose value is kept in the object, without a lock.
+
+    ``functools.cached_property`` holds one until Python 3.12: a process that is forked while
+    another thread holds it would wait for ever. Two threads may make the value twice, to no harm.
+    """
+
+    def __init__(self, make: Callable[[Any], _Made]) -> None:
+        self._make = make
+        self.__doc__ = make.__doc__
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: object, owner: type | None = None) -> _Made:
+        if instance is None:
+            return cast(_Made, self)  # the class's attribute, for documentation
+        made = self._make(instance)
+        instance.__dict__[self._name] = made  # found there from now on, before this descriptor
+        return made
 
 
 _INTS = ("hadamard_block", "gx_bits", "rank", "block", "prefix_tokens", "forward_block")
@@ -348,12 +383,12 @@ class HotConfig:
         rows = list(fields.pop("rows") or ())
         return {**fields, "rows": rows, "grid_h": grid_h, "grid_w": grid_w}
 
-    @cached_property
+    @_MadeOnce
     def spec(self) -> _core.Spec:
         """The same settings as a libhot object, made once."""
         return _core.Spec(**self.spec_fields())
 
-    @cached_property
+    @_MadeOnce
     def forward_spec(self) -> _core.ForwardLinearSpec:
         """The forward's settings as libhot takes them (made once)."""
         return _core.ForwardLinearSpec(hadamard_block=self.forward_block)

@@ -724,8 +724,8 @@ def _result(source: Operand, target: Operand, given: Array | None = None) -> Arr
 
 def _matrix(found: Operand, at_least: bool = False) -> Operand:
     rank = len(found.shape)
-    if rank != 2 and not (at_least and rank > 2):
-        expected = "2 or more dimensions" if at_least else "2 dimensions"
+    if rank != 2 and not (at_least and 2 < rank <= 4):
+        expected = "2 to 4 dimensions" if at_least else "2 dimensions"
         raise ValueError(f"{found.name}: shape {found.shape}; expected {expected}")
     return found
 
@@ -790,7 +790,7 @@ def _settings(saved: Saved | None, config: ConfigLike | None) -> HotConfig:
 def _compressed(x: Array | None, config: ConfigLike | None, key: KeyLike | None) -> Saved:
     if x is None:
         raise TypeError("saved_or_x: expected a Saved or an array for 'gw', got None")
-    operand(x, "saved_or_x")  # so that messages have its name
+    _matrix(operand(x, "saved_or_x"), at_least=True)  # so that messages have its name
     return compress_activation(x, config, key=0 if key is None else key)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -353,6 +354,20 @@ def test_equalised_cases(case: str) -> None:
         config = HotConfig(storage=storage, equalize_tokens=True)
         got = hotcore.backward_linear(gy, None, x, config=config, need="gw", key=3).gw
         assert np.linalg.norm(got - exact) < bound * np.linalg.norm(exact), storage
+
+
+@pytest.mark.parametrize("title", ["default", "default, equalize_tokens", "compact"])
+@pytest.mark.parametrize("case", CASES)
+def test_errors_of_recipes(case: str, title: str) -> None:
+    # Where `default` is bad it is so by its method, and not worse; what helps goes on helping
+    # (docs/recipes.md). The figures are benchmarks/results/recipe-cases.json, by --recipes.
+    import bench_storage
+
+    known = json.loads((bench_storage.RESULTS / "recipe-cases.json").read_text())["cases"][case]
+    found = bench_storage.recipe_error(
+        bench_storage.cases(np.random.default_rng(0))[case], title, keys=3
+    )
+    assert 0.75 * known[title] < found < 1.25 * known[title]
 
 
 def test_decompresses_into_any_strides(rng: np.random.Generator) -> None:

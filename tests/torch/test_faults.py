@@ -11,11 +11,13 @@ import contextlib
 import copy
 import hashlib
 import json
+import os
 import signal
 import sys
 import textwrap
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,9 +27,9 @@ import hotcore.torch as hot
 import pytest
 import torch
 import torch_load
-from hotcore import _core
+from hotcore import HotConfig, _core
 from hotcore.config import RECIPES
-from hotcore.torch import accumulation, input_cache, ops
+from hotcore.torch import accumulation, input_cache, ops, weight_codes
 from support import GOLDEN, isas, output_of, running, saved_tensors
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -471,6 +473,42 @@ def test_memory_that_really_runs_out(tmp_path: Path) -> None:
         """,
     )
     assert {"compress", "new_gradients"} & set(out.split()), out
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_fork_while_a_weight_is_quantised(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Codes of frozen weights have a lock; the thread that holds it does not exist in the child.
+    layer = hot.HotLinear(64, 32, config=HotConfig.recipe("default", forward="int8"))
+    layer.requires_grad_(False)
+    x = torch.randn(16, 64, requires_grad=True)
+    inside, go_on = threading.Event(), threading.Event()
+    made = weight_codes.kept
+
+    def slow(*arguments: Any) -> torch.Tensor:
+        if threading.current_thread() is not threading.main_thread():
+            inside.set()
+            go_on.wait(30)
+        return made(*arguments)
+
+    monkeypatch.setattr(weight_codes, "kept", slow)
+    thread = threading.Thread(target=lambda: layer(x))
+    thread.start()
+    try:
+        assert inside.wait(30)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # fork beside threads, 3.12 warns
+            child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                signal.alarm(30)
+                code = 0 if layer(x).shape == (16, 32) else 1
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    finally:
+        go_on.set()
+        thread.join()
 
 
 @pytest.mark.slow  # it failed 1 of some 40 times, beside other work; the cause is not known

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
@@ -71,6 +72,15 @@ class _Threads(threading.local):
 _threads = _Threads()
 _open_contexts = 0  # open contexts in the process; layers return early if there is none
 _count = threading.Lock()
+
+
+def _after_fork() -> None:
+    global _count
+    _count = threading.Lock()  # a thread that does not exist in the child may hold the other
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def current() -> _State | None:

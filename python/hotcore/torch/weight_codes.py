@@ -13,6 +13,7 @@ written, moved, trained or freed. Two kinds of writes are not seen:
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
@@ -71,6 +72,11 @@ class _Frozen:
                 self._hooked = True
             return kept(self.table, weight, what, state, make)
 
+    def after_fork(self) -> None:
+        """In the child. A thread that is not there may hold the lock, or have half written."""
+        self._lock = threading.Lock()
+        self.table = WeakTensorKeyDictionary()
+
     def _stepped(self, *_: Any) -> None:
         """Drop those of weights that are trained now; fused optimizers raise no version."""
         with self._lock:
@@ -89,6 +95,8 @@ class _Frozen:
 
 
 _frozen = _Frozen()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_frozen.after_fork)
 
 
 def of_frozen(rows: Tensor, block: int, make: Make) -> Tensor | None:
