@@ -75,13 +75,13 @@ FEW = "fp32;naive_int4;luq;lbp_wht;default;fast;paper"
 CUDA = ("--device", "cuda")
 CALLS: dict[str, tuple[Part, ...]] = {
     "a": (
-        Part("latency", 75, ("bench_latency.py", *CUDA, "--budget", "{budget}"),
+        Part("latency", 85, ("bench_latency.py", *CUDA, "--budget", "{budget}"),
              "cuda-latency.json", alone=True),
-        Part("memory", 75, ("bench_memory.py", *CUDA, "--budget", "{budget}"),
+        Part("memory", 80, ("bench_memory.py", *CUDA, "--budget", "{budget}"),
              "cuda-memory.json", alone=True),
-        gpt("10M", 120, "0 1 2", SCALE, 5),
-        gpt("25M", 160, "0 1 2", SCALE, 5),
-        training("ablations", 330, 10, "vit,gpt", "--table", "ablations"),
+        gpt("10M", 110, "0 1 2", SCALE, 5),
+        gpt("25M", 165, "0 1 2", SCALE, 5),
+        training("ablations", 290, 10, "vit,gpt", "--table", "ablations"),
     ),
     "b": (
         gpt("91M", 190, "1 2 0", LARGE, 3),
