@@ -26,7 +26,7 @@ import gc
 import importlib
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -37,6 +37,7 @@ import timing
 import torch
 import torch.nn.functional as F
 from models import mend_torchvision
+from small_tasks import training
 from timing import Row
 from torch import Tensor, nn
 
@@ -117,8 +118,8 @@ def prepared(contender: Contender, model: nn.Module) -> nn.Module:
             if name.startswith("head."):
                 parameter.requires_grad_(True)
     if contender.saved is not None:
-        name: Any = contender.method
-        hot.convert(model, name, where, slower=True, saved=contender.saved)
+        recipe: Any = contender.method
+        hot.convert(model, recipe, where, slower=True, saved=contender.saved)
     elif contender.method == "lbp_wht":
         side = math.isqrt(model.patch_embed.num_patches)  # type: ignore[union-attr, arg-type]
         rivals.convert(model, "lbp_wht", where, token_grid=(side, side), prefix_tokens=1)
@@ -127,31 +128,6 @@ def prepared(contender: Contender, model: nn.Module) -> nn.Module:
     if contender.checkpointed:
         hot.recompute(model.blocks, None)  # type: ignore[arg-type]
     return model
-
-
-class KeptBytes:
-    """Bytes of distinct storages that autograd keeps, parameters left out."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        self._found: dict[int, int] = {}
-
-    @property
-    def total(self) -> int:
-        """Of the last forward pass."""
-        return sum(self._found.values())
-
-    def _pack(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._parameters:
-            self._found[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    @contextlib.contextmanager
-    def watch(self) -> Iterator[None]:
-        """Count what the forward pass inside saves."""
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
-            yield
 
 
 class Trainer:
@@ -178,7 +154,7 @@ class Trainer:
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
         began = time.perf_counter()
-        kept = KeptBytes(self._model)
+        kept = training.SavedBytes(self._model)
         watch = contextlib.nullcontext() if cuda else kept.watch()
         low = self._contender.autocast
         with watch, torch.autocast(self._device, torch.bfloat16, enabled=low):
