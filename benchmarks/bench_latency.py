@@ -44,7 +44,7 @@ FIG_1 = ("layer4.conv2", "qkv", "stages.1.fc1")
 """Layers of Fig. 1: ResNet-50's, ViT-B's, EfficientFormer-L7's."""
 FIG_1_PAPER = {"qkv": {"FP32 products": 182.0, "integer products": 25.0, "HT": 18.0, "HLA": 11.0}}
 """What the supplement's text says of Fig. 1, microseconds."""
-RECIPES = ("default", "fast", "paper")
+RECIPES = ("default", "fast", "paper", "compact")
 BATCH = 128
 GRAPH_CALLS = 24
 LARGE_CALL_BUDGET_MS = 60.0
@@ -87,7 +87,11 @@ def calls(shape: Shape, images: int, device: str) -> dict[str, Call]:
         filled = (-(-whole[0] // 16) * 16, outs, ins)  # no FP8 product takes other tokens
         out["FP8 products"] = rivals.fp8_products(*filled)
     for recipe in RECIPES:
-        out[f"hotcore {recipe}"] = bench_backward.hot_backward(gy, w, x, recipe, need=("gx", "gw"))
+        try:
+            call = bench_backward.hot_backward(gy, w, x, recipe, need=("gx", "gw"))
+        except NotImplementedError:  # no kernels in this build: the row is missing
+            continue
+        out[f"hotcore {recipe}"] = call
     return out
 
 

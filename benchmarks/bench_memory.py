@@ -82,9 +82,11 @@ CONTENDERS = (
     Contender("fp32, blocks recomputed", checkpointed=True),
     Contender("HOT default", "default"),
     Contender("HOT default + LoRA", "default", lora=True),
+    Contender("HOT compact", "compact"),
     Contender("HOT default, saved 8", "default", saved=8),
     Contender("bf16", autocast=True),
     Contender("bf16, HOT default", "default", autocast=True),
+    Contender("bf16, HOT compact", "compact", autocast=True),
     Contender("bf16, HOT default, saved 8", "default", autocast=True, saved=8),
     Contender("bf16, blocks recomputed", autocast=True, checkpointed=True),
 )
