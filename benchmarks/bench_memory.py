@@ -26,7 +26,7 @@ import gc
 import importlib
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -37,6 +37,7 @@ import timing
 import torch
 import torch.nn.functional as F
 from models import mend_torchvision
+from small_tasks import training
 from timing import Row
 from torch import Tensor, nn
 
@@ -44,8 +45,6 @@ GIB = 2**30
 BATCHES = (64, 128, 256, 512, 1024)
 LORA = {"qkv", "proj", "fc1", "fc2"}
 LORA_RANK = 8
-STEPS = 2
-"""Of each measurement: the first makes AdamW's state."""
 
 PAPER_GB: dict[str, dict[int, float]] = {
     "fp32": {64: 9.8, 128: 17.48, 256: 33.2, 512: 64.5, 1024: 127.0},
@@ -83,9 +82,11 @@ CONTENDERS = (
     Contender("fp32, blocks recomputed", checkpointed=True),
     Contender("HOT default", "default"),
     Contender("HOT default + LoRA", "default", lora=True),
+    Contender("HOT compact", "compact"),
     Contender("HOT default, saved 8", "default", saved=8),
     Contender("bf16", autocast=True),
     Contender("bf16, HOT default", "default", autocast=True),
+    Contender("bf16, HOT compact", "compact", autocast=True),
     Contender("bf16, HOT default, saved 8", "default", autocast=True, saved=8),
     Contender("bf16, blocks recomputed", autocast=True, checkpointed=True),
 )
@@ -119,8 +120,8 @@ def prepared(contender: Contender, model: nn.Module) -> nn.Module:
             if name.startswith("head."):
                 parameter.requires_grad_(True)
     if contender.saved is not None:
-        name: Any = contender.method
-        hot.convert(model, name, where, slower=True, saved=contender.saved)
+        recipe: Any = contender.method
+        hot.convert(model, recipe, where, slower=True, saved=contender.saved)
     elif contender.method == "lbp_wht":
         side = math.isqrt(model.patch_embed.num_patches)  # type: ignore[union-attr, arg-type]
         rivals.convert(model, "lbp_wht", where, token_grid=(side, side), prefix_tokens=1)
@@ -131,64 +132,51 @@ def prepared(contender: Contender, model: nn.Module) -> nn.Module:
     return model
 
 
-class KeptBytes:
-    """Bytes of distinct storages that autograd keeps, parameters left out."""
+class Trainer:
+    """A contender's model and AdamW, whose state is there already."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        self._found: dict[int, int] = {}
+    def __init__(self, contender: Contender, device: str, quick: bool) -> None:
+        self._contender, self._device, self._side = contender, device, 32 if quick else 224
+        torch.manual_seed(0)
+        with torch.device(device):
+            self._model = prepared(contender, vit(quick)).train().to(device)
+        trained = [p for p in self._model.parameters() if p.requires_grad]
+        self.trained = sum(p.numel() for p in trained)
+        self._optimizer = torch.optim.AdamW(trained, fused=device == "cuda")
+        self.step(2)
 
-    @property
-    def total(self) -> int:
-        """Of the last forward pass."""
-        return sum(self._found.values())
-
-    def _pack(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._parameters:
-            self._found[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    @contextlib.contextmanager
-    def watch(self) -> Iterator[None]:
-        """Count what the forward pass inside saves."""
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
-            yield
-
-
-def measured(contender: Contender, batch: int, device: str, quick: bool) -> Row:
-    """One contender at one batch. Raises torch.cuda.OutOfMemoryError."""
-    cuda = device == "cuda"
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = prepared(contender, vit(quick)).train()
-        images = torch.randn(batch, 3, *((32, 32) if quick else (224, 224)))
-        labels = torch.randint(100, (batch,))
-    model.to(device)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, fused=cuda)
-    out: Row = {"trained parameters": sum(p.numel() for p in trained)}
-    for step in range(STEPS):
+    def step(self, batch: int) -> Row:
+        """One training step. Raises torch.cuda.OutOfMemoryError."""
+        cuda = self._device == "cuda"
+        images = torch.randn(batch, 3, self._side, self._side, device=self._device)
+        labels = torch.randint(100, (batch,), device=self._device)
+        before = 0
         if cuda:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
         began = time.perf_counter()
-        kept = KeptBytes(model)
-        watch = kept.watch() if not cuda else contextlib.nullcontext()
-        with watch, torch.autocast(device, torch.bfloat16, enabled=contender.autocast):
-            loss = F.cross_entropy(model(images).float(), labels)
-        out["kept_gib"] = (torch.cuda.memory_allocated() - before if cuda else kept.total) / GIB
+        kept = training.SavedBytes(self._model)
+        watch = contextlib.nullcontext() if cuda else kept.watch()
+        low = self._contender.autocast
+        with watch, torch.autocast(self._device, torch.bfloat16, enabled=low):
+            loss = F.cross_entropy(self._model(images).float(), labels)
+        found = torch.cuda.memory_allocated() - before if cuda else kept.total
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        out: Row = {"trained parameters": self.trained, "kept_gib": found / GIB}
         if cuda:
             torch.cuda.synchronize()
             out["peak_gib"] = torch.cuda.max_memory_allocated() / GIB
         out["step_s"] = time.perf_counter() - began
-        if step == STEPS - 1 and not math.isfinite(float(loss.detach())):
-            raise RuntimeError(f"{contender.name}: the loss is not finite")
-    return out
+        if not math.isfinite(float(loss.detach())):
+            raise RuntimeError(f"{self._contender.name}: the loss is not finite")
+        return out
+
+    def clear(self) -> None:
+        """Gradients of a step that did not fit."""
+        self._optimizer.zero_grad(set_to_none=True)
 
 
 def formula(contender: Contender, quick: bool) -> dict[str, float]:
@@ -270,18 +258,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     for contender in among:
         if contender.name in PAPER_GB:
             formulas[contender.name] = formula(contender, args.quick)
-    for batch in args.batches:
-        for contender in among:
-            row: Row = {}
-            if time.perf_counter() - begun > args.budget:
-                row["left out"] = "no time left"
-            else:
+    for contender in among:
+        trainer: Trainer | None = None
+        for batch in args.batches:
+            row: Row = {"left out": "no time left"}
+            if time.perf_counter() - begun <= args.budget:
                 try:
-                    row = measured(contender, batch, args.device, args.quick)
+                    trainer = trainer or Trainer(contender, args.device, args.quick)
+                    row = trainer.step(batch)
                 except (RuntimeError, NotImplementedError) as error:
                     if args.device == "cpu":
                         raise
                     row = {"left out": f"{type(error).__name__}: {error!s:.120}"}
+                if trainer is not None:
+                    trainer.clear()
                 gc.collect()
                 if args.device == "cuda":
                     torch.cuda.empty_cache()

@@ -6,10 +6,10 @@
     python benchmarks/evidence.py --list                    # parts, their commands and seconds
 
 Parts of one call run in its order: those with times have the machine to themselves; after them the
-GPU's trainings run one after the other while the CPU's (ablations, BERT) run beside them on the
-other cores (losses alone, no times). Every part has a limit; each writes its report after every
-run, so a part that is stopped loses what it is at. Reports in benchmarks/results/ of the same name
-are gone on with: unpack the first call's archive there before the second.
+GPU's trainings run one after the other while the CPU's (ablations, fine-tuning, BERT) run beside
+them on the other cores (losses alone, no times). Every part has a limit; each writes its report
+after every run, so a part that is stopped loses what it is at. Reports in benchmarks/results/ of
+the same name are gone on with: unpack the first call's archive there before the second.
 
 FOLDER gets one archive a call, ``evidence-CALL.tar.gz``, with the reports and a log of each part;
 it is rewritten after every part. Unpack it over benchmarks/results/, then run ``plot.py --all`` and
@@ -72,16 +72,19 @@ def training(name: str, seconds: float, jobs: int, tasks: str, *more: str) -> Pa
 IMAGES = "fp32;bf16;naive_int4;luq;lbp_wht;authors_hot;default;fast;int4;paper"
 OF_VIT = f"{IMAGES};paper, tiles;default int8-forward;torchao_fp8"
 FEW = "fp32;naive_int4;luq;lbp_wht;default;fast;paper"
+OF_BERT = (
+    "fp32;bf16;naive_int4;luq;lbp_wht_flat;authors_hot;default;fast;int4;paper;default int8-forward"
+)
 CUDA = ("--device", "cuda")
 CALLS: dict[str, tuple[Part, ...]] = {
     "a": (
-        Part("latency", 75, ("bench_latency.py", *CUDA, "--budget", "{budget}"),
+        Part("latency", 85, ("bench_latency.py", *CUDA, "--budget", "{budget}"),
              "cuda-latency.json", alone=True),
-        Part("memory", 75, ("bench_memory.py", *CUDA, "--budget", "{budget}"),
+        Part("memory", 80, ("bench_memory.py", *CUDA, "--budget", "{budget}"),
              "cuda-memory.json", alone=True),
-        gpt("10M", 120, "0 1 2", SCALE, 5),
-        gpt("25M", 160, "0 1 2", SCALE, 5),
-        training("ablations", 330, 10, "vit,gpt", "--table", "ablations"),
+        gpt("10M", 110, "0 1 2", SCALE, 5),
+        gpt("25M", 165, "0 1 2", SCALE, 5),
+        training("ablations", 290, 10, "vit,gpt", "--table", "ablations"),
     ),
     "b": (
         gpt("91M", 190, "1 2 0", LARGE, 3),
@@ -89,8 +92,9 @@ CALLS: dict[str, tuple[Part, ...]] = {
         training("cuda-images-resnet18", 100, 5, "images-resnet18", *CUDA, "--methods", IMAGES),
         training("cuda-images-efficientformer", 100, 5, "images-efficientformer", *CUDA,
                  "--methods", FEW),
-        training("ablations", 300, 10, "vit,gpt", "--table", "ablations"),
-        training("bert", 170, 10, "bert"),
+        training("finetune", 170, 10, "vit,gpt", "--table", "finetune"),
+        training("ablations", 180, 10, "vit,gpt", "--table", "ablations"),
+        training("bert", 120, 10, "bert", "--methods", OF_BERT),
     ),
 }  # fmt: skip
 

@@ -183,7 +183,7 @@ def ratio(rows: Mapping[str, Any], name: str) -> str:
 
 
 LATENCY = ("LBP-WHT", "tf32", "bf16", "FP8 products", "hotcore paper, fp32 arrays",
-           "hotcore paper", "hotcore default", "hotcore fast")  # fmt: skip
+           "hotcore paper", "hotcore default", "hotcore fast", "hotcore compact")  # fmt: skip
 
 
 def latency(results: Path, part: str = "graph") -> Lines:
