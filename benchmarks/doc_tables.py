@@ -10,6 +10,9 @@ comes from here. Every page of the repository that has such a line is looked at.
   about FILE       one line: device, versions and date of a report
   pays             when HOT gains and when not, one line for each kind of work (several reports)
   cpu              backward of layers on a CPU (cpu-backward.json)
+  cpu-layers       the same and the forward, newer (cpu-backward-amx.json)
+  mma-sync         the product by mma.sync as planned (cuda-mma-sync.json)
+  forward-convolutions  k×k convolutions, and what their 8-bit forward would take
   train            losses of scripts/train.sh, mean of seeds (cpu-train.json)
   layers           sums of a model's layers beside their rivals (gpu-check.json)
   both             forward and backward of those layers together (the same)
@@ -337,6 +340,59 @@ def cpu(report: Report) -> Iterator[str]:
             row = rows[f"hotcore {recipe}"]
             found.append(f"{row['median_ms']:.1f} ({row['vs torch fp32']:.1f}×)")
         yield line([shape.replace(",", ", "), *found])
+
+
+def cpu_layers(report: Report) -> Iterator[str]:
+    """Milliseconds of a layer on a CPU: backward, then forward and backward together."""
+    recipes = [name for name in report["recipes"] if name in ("default", "fast")]
+    head = ["L, O, I", "torch fp32", "INT8 products alone, oneDNN", *(f"`{r}`" for r in recipes)]
+    head += ["with the forward: torch fp32", *(f"`{r}`, 8-bit forward" for r in recipes)]
+    yield from header(head)
+    for group in report["layers"].values():
+        for layer in group["layers"].values():
+            rows = layer["rows"]
+
+            def beside(name: str, rival: str, rows: Report = rows) -> str:
+                mine, plain = rows[name]["median_ms"], rows[rival]["median_ms"]
+                return f"{mine:.2f} ({plain / mine:.1f}×)"
+
+            found = [", ".join(map(str, layer["shape"]))]
+            found += [f"{rows[name]['median_ms']:.2f}" for name in ("torch fp32", "int8 products")]
+            found += [beside(f"hotcore {recipe}", "torch fp32") for recipe in recipes]
+            found.append(f"{rows['torch fp32 both']['median_ms']:.2f}")
+            found += [beside(f"{recipe} int8 both", "torch fp32 both") for recipe in recipes]
+            yield line(found)
+
+
+def mma_sync(report: Report) -> Iterator[str]:
+    """The chosen plan of each product by mma.sync, beside its rivals of the same run."""
+    yield from header(["product", "M, N, K", "plan", "TOPS", "of the best stock tile",
+                       "of our best tile", "of `_int_mm`"])  # fmt: skip
+    for group, products in report["products"].items():
+        for name, found in products.items():
+            row = found["rows"]["chosen"]
+            yield line(
+                [
+                    f"{group} {name}",
+                    ", ".join(map(str, found["M, N, K"])),
+                    found["choice"],
+                    f"{row['TOPS']:.0f}",
+                    *(f"{row[key]:.2f}" for key in row if key.startswith("of ")),
+                ]
+            )
+
+
+def forward_convolutions(report: Report) -> Iterator[str]:
+    """Microseconds of a k×k convolution, and of what its 8-bit forward would take."""
+    images = report["convolutions"].values()
+    names = list(next(iter(images))["rows"])
+    yield from header(["N, C, O, H = W", *names])
+    for found in images:
+        cells_of = []
+        for row in found["rows"].values():
+            of = "" if row["of torch conv"] == 1 else f" ({row['of torch conv']:.1f}×)"
+            cells_of.append(f"{1e3 * row['median_ms']:.0f}{of}")
+        yield line([", ".join(map(str, found["image"])), *cells_of])
 
 
 TASKS = {"vit": "small ViT, scikit-learn's digits", "gpt": "small GPT, Python's standard library"}
@@ -718,6 +774,9 @@ KINDS: dict[str, tuple[str | None, Callable[..., Iterator[str]]]] = {
     "about": (None, about),
     "pays": ("", pays),
     "cpu": ("cpu-backward.json", cpu),
+    "cpu-layers": ("cpu-backward-amx.json", cpu_layers),
+    "mma-sync": ("cuda-mma-sync.json", mma_sync),
+    "forward-convolutions": ("cuda-forward-convolutions.json", forward_convolutions),
     "train": ("cpu-train.json", train),
     "layers": (CHECK, layers),
     "both": (CHECK, both),

@@ -196,6 +196,9 @@ def begin(
     if args.device == "cpu":
         torch.set_num_threads(args.threads)
         hotcore.set_num_threads(args.threads)
+        # glibc gives memory back to the system above twice the largest block it has seen freed, and
+        # then a call pays for new pages. A training process has freed large ones long ago.
+        torch.empty(31 << 20, dtype=torch.uint8)
     torch.manual_seed(args.seed)
     if settings is not None:
         settings(args)
