@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import subprocess
 import sys
@@ -237,6 +238,53 @@ def test_an_8_bit_forward_equals_cpu(autocast: torch.dtype | None) -> None:
             y = layer(there)
         graph.replay()
         assert same_bits(layer(there).detach().cpu(), y.detach())
+
+
+@pytest.mark.parametrize("forward", ("plain", "int8"))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_weights_frozen_in_int8_equal_cpu(dtype: torch.dtype, forward: str) -> None:
+    """Codes, the dequantised weight, y and g_x; captured; frozen on either device."""
+    import hotcore.torch as hot
+
+    config = hot.HotConfig(forward=forward)
+    plain = torch.nn.Sequential(torch.nn.Linear(200, 96), torch.nn.Linear(96, 128)).to(dtype)
+    hot.convert(plain, config, lambda module, name: True)
+    on_cpu, moved, there = (copy.deepcopy(plain) for _ in range(3))
+    for model in (on_cpu, moved, there.cuda()):
+        assert len(hot.freeze_int8(model).layers) == 2
+    moved.cuda()
+    x = torch.randn(2, 65, 200, dtype=dtype)
+    found = []
+    for model in (on_cpu, moved, there):
+        torch.manual_seed(4)
+        leaf = x.to(model[0].weight.device).requires_grad_()
+        y = model(leaf)
+        y.float().square().sum().backward()
+        values = [model[0].weight_codes, model[0].weight.dequantized(), leaf.grad]
+        # y of a plain forward is torch's, and g_x follows from it.
+        found.append([*values, y.detach()] if forward == "int8" else values[:2])
+    assert all(same_bits(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+    state = there.state_dict()
+    assert state["0.weight"].is_cpu and same_bits(state["0.weight"], found[0][1])
+    on_cpu.load_state_dict(plain.state_dict())
+    there.load_state_dict(plain.state_dict())
+    assert same_bits(on_cpu[0].weight_codes, there[0].weight_codes)
+    graph, leaf = torch.cuda.CUDAGraph(), x.cuda().requires_grad_()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        there(leaf).float().square().sum().backward()
+    torch.cuda.current_stream().wait_stream(stream)
+    leaf.grad = None
+    with torch.cuda.graph(graph):
+        y = there(leaf)
+        y.float().square().sum().backward()
+    grads = []
+    for _ in range(2):
+        graph.replay()
+        grads.append(leaf.grad.clone())
+    assert torch.allclose(y, there(leaf)) and not torch.equal(*grads)  # every replay rounds anew
+    assert torch.nn.functional.cosine_similarity(*(g.float().flatten() for g in grads), 0) > 0.99
 
 
 @pytest.mark.parametrize("forward", ("plain", "int8"))

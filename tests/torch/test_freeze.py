@@ -182,6 +182,10 @@ def test_eval_is_the_plain_layer(forward: str) -> None:
     assert torch.equal(torch.get_rng_state(), state)  # no seed
     doubled = torch.func.vmap(model)(x[None].expand(2, 9, 72))
     assert torch.allclose(doubled[1], model(x), atol=1e-5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TorchScript is deprecated
+        traced = torch.jit.trace(model, x)
+    assert torch.allclose(traced(x + 1), model(x + 1), atol=1e-5)
     wide = copy.deepcopy(model).double()
     assert wide(x.double()).dtype == torch.float64
 

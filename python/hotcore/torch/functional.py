@@ -109,7 +109,6 @@ def frozen_linear(x: Tensor, weight: ops.Frozen, bias: Tensor | None, config_jso
 def _frozen_linear(x: Tensor, weight: ops.Frozen, bias: Tensor | None, config_json: str) -> Tensor:
     compiled, seed = torch.compiler.is_compiling(), None
     if config_json and not compiled:
-        # 8 bits in either forward: a bias that is trained needs a seed for its backward, too.
         seed = seed_for_call("linear", x, weight.codes, bias, config_json)
     wanted = torch.is_grad_enabled() and (
         x.requires_grad or (bias is not None and bias.requires_grad)
@@ -119,7 +118,8 @@ def _frozen_linear(x: Tensor, weight: ops.Frozen, bias: Tensor | None, config_js
     if config_json:
         _check_dtypes(x, weight.dtype, bias, dtype)
         _check_transforms("linear", x, bias)
-    elif not wanted or _compat.transforms_active():  # in operations that anything can follow
+    elif not wanted or (not compiled and (_compat.transforms_active() or _compat.jit_tracing())):
+        # In operations that anything can follow.
         matrix = ops.dequantized(ops.for_product(weight, inner.dtype)).to(inner.dtype)
         return F.linear(inner, matrix, None if bias is None else _cast(bias, dtype))
     if not wanted:
