@@ -84,12 +84,15 @@ FUNCTIONS = {
         lambda a: hotcore.quantize_forward_weight(a["w"]).data,
     ),
     "forward_linear": Function(
-        lambda g, s: {"x": floats(g, s[0], s[2]), "w": floats(g, s[1], s[2]), "bias": floats(g, s[1])},
+        lambda g, s: {
+            "x": floats(g, s[0], s[2]), "w": floats(g, s[1], s[2]), "bias": floats(g, s[1]),
+        },
         lambda a: hotcore.forward_linear(a["x"], a["w"], a["bias"]),
     ),
     "backward_linear": Function(
         lambda g, s: {
-            "gy": floats(g, s[0], s[1]), "w": floats(g, s[1], s[2]), "saved_or_x": floats(g, s[0], s[2]),
+            "gy": floats(g, s[0], s[1]), "w": floats(g, s[1], s[2]),
+            "saved_or_x": floats(g, s[0], s[2]),
         },
         lambda a: hotcore.backward_linear(*a.values(), need=("gx", "gw", "gb"), key=1),
     ),
@@ -112,9 +115,8 @@ def restrided(values: np.ndarray, draw: Callable[[Any], Any]) -> np.ndarray:
         for step, size in zip(steps, turned.shape, strict=True)
     ]
     block = np.full(room, 99, values.dtype)
-    view = block[tuple(
-        slice(0, abs(step) * size, abs(step)) for step, size in zip(steps, turned.shape, strict=True)
-    )]  # fmt: skip
+    kept = zip(steps, turned.shape, strict=True)
+    view = block[tuple(slice(0, abs(step) * size, abs(step)) for step, size in kept)]
     view = view[tuple(slice(None, None, -1 if step < 0 else 1) for step in steps)]
     view[...] = turned
     back = view.transpose(np.argsort(order))

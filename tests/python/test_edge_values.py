@@ -302,6 +302,122 @@ def test_a_caller_that_flushes_denormals_changes_nothing() -> None:
         torch.set_flush_denormal(False)
 
 
+# ---- the 8-bit forward ----
+
+
+def forward(x: Matrix, w: Matrix, bias: Matrix | None = None) -> Matrix:
+    return hotcore.forward_linear(x, w, bias)
+
+
+def forward_bound(x: Matrix, w: Matrix, block: int = 64) -> Bound:
+    """docs/numerics.md, "Bounds on floating-point results": y of the 8-bit forward."""
+    pad = ((0, 0), (0, -x.shape[1] % block))
+    x_hat, w_hat = (
+        np.abs(reference.fwht(np.pad(v, pad), block=block).astype(np.float64)) for v in (x, w)
+    )
+    s_x, s_w = (v.max(1) / 127 * (v.max(1) >= 2.0**-100) for v in (x_hat, w_hat))
+    lost = (x_hat.max(1)[:, None] < 2.0**-100) | (w_hat.max(1) < 2.0**-100)
+    exact = np.where(lost, 0, x.astype(np.float64) @ w.T.astype(np.float64))
+    error = s_x[:, None] * w_hat.sum(1) / 2 + x_hat.sum(1)[:, None] * s_w / 2
+    error = (error + x_hat.shape[1] * s_x[:, None] * s_w / 4) / block
+    rest = 1e-5 * (x_hat.sum(1)[:, None] * w_hat.sum(1)) / block
+    return Bound(exact, error + rest + 2.0**-148)
+
+
+def of_forward(name: str) -> tuple[Matrix, Matrix]:
+    """x and w of an edge, whose names say what becomes of g_y there: x takes its place."""
+    gy, _, w = layer()
+    w = np.ascontiguousarray(w[:40].repeat(2, 1)[:, : gy.shape[1]])
+    unused = np.ones((64, 64), np.float32)
+    EDGES[name](gy, w, unused, np.random.default_rng(7)) if name not in TWO else TWO[name](gy, w)
+    return gy, w
+
+
+def forward_outlier(x: Matrix, w: Matrix) -> None:
+    x[20, 7] = w[5, 9] = 1e6
+
+
+def forward_zero_block(x: Matrix, w: Matrix) -> None:
+    x[17:49] = 0
+    w[16:32] = 0
+
+
+def forward_denormals(x: Matrix, w: Matrix) -> None:
+    x[::2] *= np.float32(2.0**-135)
+    w[:, ::3] *= np.float32(2.0**-135)
+
+
+TWO: dict[str, Callable[[Matrix, Matrix], None]] = {
+    "half of all values denormal": forward_denormals,
+    "one value of 10^6 in each operand": forward_outlier,
+    "all-zero blocks in each operand": forward_zero_block,
+}
+"""Edges of more than g_y, for x and w."""
+
+
+@pytest.mark.parametrize("name", EDGES)
+def test_forward_within_bound(name: str) -> None:
+    x, w = of_forward(name)
+    got = forward(x, w)
+    target, error = forward_bound(x, w)
+    assert np.isfinite(got).all()
+    assert (np.abs(got - target) <= error).all()
+    # Exactly +0 where a token, or an out feature, is zero; a bias alone where there is one.
+    zero = ~x.any(1)[:, None] | ~w.any(1)
+    equal_bits(got[zero], np.zeros(zero.sum(), np.float32))
+    bias = np.linspace(-3, 3, w.shape[0]).astype(np.float32)
+    equal_bits(forward(x, w, bias)[zero], np.broadcast_to(bias, zero.shape)[zero])
+    same_on_every_path(lambda: forward(x, w, bias))
+
+
+def test_forward_of_scaled_numbers() -> None:
+    x, w = of_forward("normal numbers")
+    expected = forward(x, w)
+    for a, b in ((-90, 0), (110, 0), (60, -50), (-60, 50), (-60, -40)):
+        got = forward(x * np.float32(2.0**a), w * np.float32(2.0**b))
+        equal_bits(got, expected * np.float32(2.0 ** (a + b)), f"{a} {b}")
+    # Below 2^-100 after the transform there is no scale: 0. A result below 2^-126 is rounded.
+    for power in (-115, -140):
+        assert not forward(np.ldexp(x, power), w).any()
+        assert not forward(x, np.ldexp(w, power)).any()
+    small = forward(np.ldexp(x, -72), np.ldexp(w, -66))
+    exact = np.ldexp(expected.astype(np.float64), -138)
+    assert (np.abs(small - exact) <= 2 * 2.0**-149).all()
+    assert small.any() and np.abs(small).max() < 2.0**-126
+
+
+def test_forward_of_the_largest_numbers() -> None:
+    # Sums of 64 values: up to 2^118 in x and 2^108 in w they are within the bound; above, a token
+    # whose transform overflows is NaN, and a product that overflows is Inf.
+    x, w = (np.clip(v, -2, 2) / 2 for v in of_forward("normal numbers"))
+    for power, other in ((118, 0), (0, 108)):
+        large, wide = np.ldexp(x, power), np.ldexp(w, other)
+        target, error = forward_bound(large, wide)
+        got = forward(large, wide)
+        assert np.isfinite(got).all()
+        assert (np.abs(got - target) <= error).all()
+    ones = np.full_like(x[:1], 2.0**123)
+    assert np.isnan(forward(ones, w)).all()
+    y = forward(np.ldexp(x, 100), np.ldexp(w, 60))
+    assert not np.isnan(y).any()
+    assert np.isinf(y).any()
+    y = hotcore.forward_linear(np.ldexp(x, 9), np.ldexp(w, 9), out_dtype="float16")
+    exact = np.ldexp(forward(x, w), 18)
+    assert (np.isinf(y) == (np.abs(exact) >= 65520)).all()
+
+
+@pytest.mark.parametrize("name", EDGES)
+@pytest.mark.parametrize("recipe", ["default", "accurate"])
+def test_equalised_within_bound(recipe: str, name: str) -> None:
+    config = HotConfig.recipe(recipe, equalize_tokens=True)
+    gy, w, x = edge(name)
+    got = run(gy, w, x, config)
+    target, error = gw_bound(gy, x, config)
+    assert np.isfinite(got.gw).all()
+    assert (np.abs(got.gw - target) <= error).all()
+    equal_bits(got.gx, run(gy, w, x, HotConfig.recipe(recipe)).gx)
+
+
 def rows(*which: int) -> Callable[[Matrix], Matrix]:
     return lambda like: (
         np.isin(np.arange(like.shape[0]), which)[:, None] | np.zeros(like.shape, bool)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import hotcore
 import pytest
-from hotcore import HotConfig, _strict_json
+from hotcore import HotConfig, _core, _strict_json
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "python" / "hotcore"
@@ -179,3 +183,94 @@ def test_a_config_out_of_a_pickle_is_checked() -> None:
         config.__setstate__({"basis": "lowpass", "storage": "int8", "rank": 400})
     with pytest.raises(ValueError, match="no field 'speed'"):
         config.__setstate__({"speed": 1})
+
+
+# ---- no network at run time ----
+
+TRAINING = """
+import sys
+
+def refuse(event, arguments):
+    if event.startswith(("socket.", "urllib.", "ftplib.", "http.", "smtplib.")):
+        if event != "socket.__new__" or arguments[1] not in LOCAL:
+            raise RuntimeError(f"network: {event} {arguments}")
+
+import socket
+LOCAL = (getattr(socket, "AF_UNIX", None),)
+sys.addaudithook(refuse)
+import numpy as np
+import hotcore
+from hotcore import info
+x = np.ones((64, 48), np.float32)
+hotcore.backward_linear(x, None, x, need="gw")
+info.collect()
+try:
+    import torch
+except ImportError:
+    print("done")
+    raise SystemExit
+import hotcore.torch as hot
+model = torch.nn.Sequential(torch.nn.Linear(48, 32), torch.nn.ReLU(), torch.nn.Linear(32, 48))
+hot.convert(model, "default", filter_fn=lambda module, name: True)
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(2):
+    with hot.gradient_accumulation():
+        model(torch.ones(16, 48)).square().mean().backward()
+    optimizer.step()
+path = sys.argv[1]
+hot.calibrate(model, [torch.ones(16, 48)], lambda m, b: m(b).square().mean()).save(path)
+hot.Plan.load(path)
+print("done")
+"""
+
+
+def test_no_network_at_run_time(tmp_path: Path) -> None:
+    """Every event of Python that opens a connection raises; where it can, without any network."""
+    script = tmp_path / "training.py"
+    script.write_text(TRAINING)
+    words = [sys.executable, str(script), str(tmp_path / "plan.json")]
+    paths = os.pathsep.join([str(Path(hotcore.__file__).parents[1]), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": paths}
+    before = ["unshare", "--map-root-user", "--net"]
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run([*before, "true"], capture_output=True, check=False).returncode
+    ):
+        before = []  # the guard alone
+    done = subprocess.run(
+        [*before, *words], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["done"]
+
+
+def test_the_guard_sees_a_connection(tmp_path: Path) -> None:
+    script = tmp_path / "connects.py"
+    guard = TRAINING.split("import numpy")[0]
+    script.write_text(guard + "socket.create_connection(('localhost', 9))")
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=False
+    )
+    assert "RuntimeError: network: socket." in done.stderr
+
+
+SYSTEM_CALLS = {
+    *("socket", "connect", "bind", "listen", "accept", "accept4", "send", "sendto", "sendmsg"),
+    *("recv", "recvfrom", "recvmsg", "getaddrinfo", "gethostbyname", "gethostbyname_r"),
+    *("system", "popen", "execve", "execv", "execvp", "posix_spawn", "posix_spawnp", "fork"),
+    *("dlopen", "open", "open64", "fopen", "fopen64", "getenv", "secure_getenv"),
+}
+
+
+def test_libhot_imports_no_call_that_leaves_the_process() -> None:
+    """Of the CPU build: CUDA's runtime, which is linked in, opens its driver."""
+    libraries = list((Path(hotcore.__file__).parent / "lib").glob("libhot.so*"))
+    if shutil.which("nm") is None or not libraries or _core.built_with_cuda():
+        pytest.skip("needs nm and a shared libhot without CUDA")
+    done = subprocess.run(
+        ["nm", "-D", "--undefined-only", str(libraries[0])],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    names = {line.split()[-1].split("@")[0] for line in done.stdout.splitlines()}
+    assert "memcpy" in names  # the list is not empty
+    assert not names & SYSTEM_CALLS
