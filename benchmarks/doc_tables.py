@@ -55,8 +55,9 @@ comes from here. Every page of the repository that has such a line is looked at.
   breakdown        Fig. 1 of the supplement (the same)
   memory           a step of ViT-B by batch (cuda-memory.json)
   scaling          GPTs by size (cuda-gpt-10M.json, ...)
+  figure NAME FOLDER WORD...  a figure of plot.py --all, where its report is there
 
-Of the last seven a report that is not there is a line that says what makes it.
+Of claims to scaling a report that is not there is a line that says what makes it.
 
 A test keeps the pages as the reports are.
 """
@@ -819,6 +820,7 @@ KINDS: dict[str, tuple[str | None, Callable[..., Iterator[str]]]] = {
     "breakdown": ("", evidence_tables.breakdown),
     "memory": ("", evidence_tables.memory),
     "scaling": ("", evidence_tables.scaling),
+    "figure": ("", evidence_tables.figure),
 }
 """Kind -> the report (None: the first argument names it, "": several), and what makes the lines."""
 

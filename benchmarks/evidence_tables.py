@@ -321,3 +321,24 @@ def scaling(results: Path) -> Lines:
             values = one.get(name, [])
             cells.append(f"{plus_minus(values, 4)} ({len(values)})" if values else "")
         yield line([name, *cells])
+
+
+# ---- figures ----
+
+
+FIGURES = {
+    "latency": "cuda-latency.json",
+    "memory": "cuda-memory.json",
+    "scaling": "cuda-gpt-10M.json",
+    "ablations-vit": "ablations.json",
+    "ablations-gpt": "ablations.json",
+    "finetune-vit": "finetune.json",
+    "finetune-gpt": "finetune.json",
+}
+"""Figure of plot.py --all -> the report that it is made of."""
+
+
+def figure(results: Path, name: str, folder: str, *words: str) -> Lines:
+    """The figure, with ``words`` for who cannot see it, where its report is there."""
+    if (results / FIGURES[name]).exists():
+        yield f"![{' '.join(words)}]({folder}/{name}.svg)"

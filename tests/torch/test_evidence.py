@@ -418,6 +418,8 @@ def test_tables_of_the_evidence(tmp_path: Path) -> None:
     assert "not measured: no such GPU" in found and "not run yet: evidence.py --call b" not in found
     assert "not run yet: bench_training.py --table finetune" in found
     assert "| 17.48 → 3.8 GB | *not run yet: its report has no 128* |" in found
+    assert table("figure latency img two words") == "![two words](img/latency.svg)\n"
+    assert table("figure finetune-vit img two words") == ""
     for words in ("breakdown", "latency eager", "trainings finetune.json"):
         assert table(words).startswith("*Not run yet: `python benchmarks/")
 
