@@ -297,10 +297,11 @@ __global__ void __launch_bounds__(32 * rotated::channels)
 
 // ---- sizes of tokens ---------------------------------------------------------------------------
 
-// Calls visit(v) for the values of a row that a lane has: by 16 bytes where rows are aligned.
-template <class Tag, class Visit>
+// Calls four(words) for every 16 bytes of a row that a lane has, where rows are aligned, and one(v)
+// for the rest of its values.
+template <class Tag, class Four, class One>
 __device__ __forceinline__ void visit_row(const MatrixIn& x, bool aligned, std::int64_t row,
-                                          const Visit& visit) {
+                                          const Four& four, const One& one) {
   constexpr int vector = 16 / Tag::size;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const auto* const from = static_cast<const char*>(x.data) + row * x.row_stride * Tag::size;
@@ -309,13 +310,10 @@ __device__ __forceinline__ void visit_row(const MatrixIn& x, bool aligned, std::
   for (std::int64_t i = lane; i < whole; i += 32) {
     unsigned words[4];
     load_words(from + i * 16, words);
-    float v[vector];
-    Tag::unpack(words, v);
-#pragma unroll
-    for (int j = 0; j < vector; ++j) visit(v[j]);
+    four(words);
   }
   for (std::int64_t c = whole * vector + lane; c < x.cols; c += 32) {
-    visit(Tag::load(from, c * x.col_stride));
+    one(Tag::load(from, c * x.col_stride));
   }
 }
 
@@ -326,8 +324,27 @@ __global__ void __launch_bounds__(32 * rotated::exponent_rows)
   const std::int64_t row =
       std::int64_t{blockIdx.x} * rotated::exponent_rows + static_cast<int>(threadIdx.x) / 32;
   if (row >= x.rows) return;
-  std::uint32_t most = 0;
-  visit_row<Tag>(x, aligned, row, [&](float v) { most = max(most, abs_bits(v)); });
+  // Patterns of magnitudes have the order of the values, two 16-bit ones in a word.
+  std::uint32_t most = 0, pairs = 0;
+  visit_row<Tag>(
+      x, aligned, row,
+      [&](const unsigned (&words)[4]) {
+#pragma unroll
+        for (const unsigned word : words) {
+          if constexpr (Tag::size == 2) {
+            pairs = __vmaxu2(pairs, word & 0x7fff7fffU);
+          } else {
+            most = max(most, word & 0x7fffffffU);
+          }
+        }
+      },
+      [&](float v) { most = max(most, abs_bits(v)); });
+  if constexpr (Tag::size == 2) {
+    const unsigned one[1] = {pairs};
+    float v[2];
+    Tag::unpack(one, v);
+    most = max(most, max(abs_bits(v[0]), abs_bits(v[1])));
+  }
   const std::uint32_t largest = warp_max(most) >> 23;
   if (largest < 27 || largest == 255) {
     if (threadIdx.x % 32 == 0) {
@@ -336,10 +353,22 @@ __global__ void __launch_bounds__(32 * rotated::exponent_rows)
     return;
   }
   const float unit = __uint_as_float((268U - largest) << 23);  // the largest becomes 2^14 to 2^15
+  const auto integer = [&](float v) {
+    return __float_as_uint(__fmaf_rn(fabsf(v), unit, integer_float()));
+  };
   unsigned long long sum = 0;
-  visit_row<Tag>(x, aligned, row, [&](float v) {
-    sum += __float_as_uint(__fmaf_rn(fabsf(v), unit, integer_float())) - integer_bits;
-  });
+  visit_row<Tag>(
+      x, aligned, row,
+      [&](const unsigned (&words)[4]) {
+        constexpr unsigned vector = 16 / Tag::size;
+        float v[vector];
+        Tag::unpack(words, v);
+        std::uint32_t part = 0U - vector * integer_bits;
+#pragma unroll
+        for (const float value : v) part += integer(value);
+        sum += part;
+      },
+      [&](float v) { sum += integer(v) - integer_bits; });
 #pragma unroll
   for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xffffffffU, sum, lanes);
   if (threadIdx.x % 32 != 0) return;
