@@ -2,10 +2,10 @@
 // sizes of tokens that are equalised, for every form of storage.
 //
 // rotate_kernel: x to codes.
-//   A CTA takes a block of 64 tokens of 128 columns. A thread holds the 64 values of a column in
-//   registers: no exchange between threads, whole sectors read and written. The factors of the
-//   tokens (signs and powers of two) and the dither of the rows are drawn once for the CTA, 5
-//   Philox for 8192 values. 2.53 (rht4) or 2.28 (rht2) bytes an element for fp16.
+//   A CTA takes a block of 64 tokens of 128 columns, by copies of 16 bytes to shared memory. A
+//   thread holds the 64 values of a column in registers: no exchange between threads. The factors
+//   of the tokens (signs and powers of two) and the dither of the rows are drawn once for the CTA,
+//   5 Philox for 8192 values. 2.53 (rht4) or 2.28 (rht2) bytes an element for fp16.
 //
 // requantize_rotated_kernel: codes back to INT8.
 //   A warp takes a channel, for up to 4096 rows; the 8 warps of a CTA share the dither of those.
@@ -17,6 +17,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "cuda/device/async_copy.cuh"
 #include "cuda/device/begin_kernel.cuh"
 #include "cuda/device/butterfly.cuh"
 #include "cuda/device/matrix_io.cuh"
@@ -40,7 +41,11 @@ struct RotateArgs {
   std::int64_t row_bytes;
   std::uint16_t* scale;
   std::int64_t blocks;
+  bool aligned;  // rows of x, to 16 bytes
 };
+
+// CTAs on an SM: as many as no register spills for.
+constexpr int rotate_sm_ctas(int dtype_size) { return dtype_size == 2 ? 5 : 4; }
 
 // What the threads of a CTA share: of each token its factor, of each row what its dither adds.
 template <int bits>
@@ -65,9 +70,9 @@ struct RotateShared {
     } else {
       const RandomWords words = random_words(args.dither, offset_of(args.dither),
                                              static_cast<std::uint64_t>(number * 4 + i / 16));
-      std::uint32_t word = words.word[0];
-#pragma unroll
-      for (int w = 1; w < 4; ++w) word = i % 16 / 4 == w ? words.word[w] : word;
+      const std::uint32_t low = (i & 4) == 0 ? words.word[0] : words.word[1];
+      const std::uint32_t high = (i & 4) == 0 ? words.word[2] : words.word[3];
+      const std::uint32_t word = (i & 8) == 0 ? low : high;
       const std::uint32_t u = word >> (8 * (i % 4)) & 255U;
       shift[i] = bits == 4 ? u + half : u;
       value[i] = static_cast<float>(511 - 2 * static_cast<int>(u) - (256 << bits)) / 512.0F;
@@ -148,9 +153,47 @@ __device__ __forceinline__ std::uint16_t rotated_codes(const RotateShared<2>& sh
   return bf16_nearest(__fdiv_rn(squares, products) * back);
 }
 
+// Starts the copies of 64 tokens of the CTA's columns; zeros past the last token or column. Of rows
+// that no vector load fits a thread copies its column.
+template <class Tag>
+__device__ __forceinline__ void load_rotate_tile(const RotateArgs& args, std::int64_t first_token,
+                                                 std::int64_t first_col, char* tile) {
+  constexpr int elements = 16 / Tag::size, vectors = rotated::threads / elements;  // of a token
+  constexpr int step = rotated::threads / vectors;  // tokens of the CTA at a time
+  const int thread = static_cast<int>(threadIdx.x);
+  const std::int64_t tokens = args.x.rows - first_token;  // from here on
+  if (!args.aligned) {
+    const std::int64_t col = first_col + thread;
+    const bool live = col < args.x.cols;
+    const std::int64_t at = first_token * args.x.row_stride + col * args.x.col_stride;
+#pragma unroll 16
+    for (int t = 0; t < block; ++t) {
+      Tag::store(tile, t * rotated::threads + thread,
+                 live && t < tokens ? Tag::load(args.x.data, at + t * args.x.row_stride) : 0.0F);
+    }
+    return;
+  }
+  const int local = thread / vectors, vector = thread % vectors;
+  const std::int64_t col = first_col + vector * elements;
+  const auto live =
+      static_cast<int>(max(std::int64_t{0}, min(std::int64_t{elements}, args.x.cols - col)));
+  const char* from = static_cast<const char*>(args.x.data) +
+                     ((first_token + local) * args.x.row_stride + col) * Tag::size;
+  const std::int64_t pitch = step * args.x.row_stride * Tag::size;
+  const unsigned to = shared_address(tile) + static_cast<unsigned>(thread * 16);
+#pragma unroll
+  for (int i = 0; i < block / step; ++i, from += pitch) {
+    const int bytes = local + i * step < tokens ? live * Tag::size : 0;
+    copy_async(to + static_cast<unsigned>(i * rotated::threads * 16),
+               bytes > 0 ? from : args.x.data, bytes);
+  }
+  commit_copies();
+}
+
 template <int bits, class Tag>
-__global__ void __launch_bounds__(rotated::threads)
+__global__ void __launch_bounds__(rotated::threads, rotate_sm_ctas(Tag::size))
     rotate_kernel(const __grid_constant__ RotateArgs args) {
+  __shared__ __align__(16) char tile[block * rotated::threads * Tag::size];
   __shared__ __align__(16) RotateShared<bits> shared;
   begin_kernel();
   const auto tiles = static_cast<unsigned>((args.x.cols + rotated::threads - 1) / rotated::threads);
@@ -159,24 +202,16 @@ __global__ void __launch_bounds__(rotated::threads)
   const std::int64_t number = place / tiles;
   const std::int64_t col = std::int64_t{place % tiles} * rotated::threads + threadIdx.x;
   const bool live = col < args.x.cols;
-  float v[block];
-  const std::int64_t first = number * block;
-  const char* const from = static_cast<const char*>(args.x.data) +
-                           (first * args.x.row_stride + col * args.x.col_stride) * Tag::size;
-  const std::int64_t pitch = args.x.row_stride * Tag::size;
-  if (live && first + block <= args.x.rows) {
-#pragma unroll
-    for (int t = 0; t < block; ++t) v[t] = Tag::load(from + t * pitch, 0);
-  } else {
-    const std::int64_t there = live ? args.x.rows - first : 0;
-#pragma unroll
-    for (int t = 0; t < block; ++t) v[t] = t < there ? Tag::load(from + t * pitch, 0) : 0.0F;
-  }
+  load_rotate_tile<Tag>(args, number * block, col - threadIdx.x, tile);
   shared.draw(args, number);
+  wait_copies<0>();
   __syncthreads();
   if (!live) return;
+  float v[block];
 #pragma unroll
-  for (int t = 0; t < block; ++t) v[t] *= shared.factor[t];
+  for (int t = 0; t < block; ++t) {
+    v[t] = Tag::load(tile, t * rotated::threads + static_cast<int>(threadIdx.x)) * shared.factor[t];
+  }
   // The larger of |a + b| and |a - b| is |a| + |b|, rounded alike.
   butterfly<1, block / 2>(v);
   float largest = 0.0F;
@@ -263,10 +298,11 @@ __global__ void __launch_bounds__(32 * rotated::channels)
 
 // ---- sizes of tokens ---------------------------------------------------------------------------
 
-// Calls visit(v) for the values of a row that a lane has: by 16 bytes where rows are aligned.
-template <class Tag, class Visit>
+// Calls four(words) for every 16 bytes of a row that a lane has, where rows are aligned, and one(v)
+// for the rest of its values.
+template <class Tag, class Four, class One>
 __device__ __forceinline__ void visit_row(const MatrixIn& x, bool aligned, std::int64_t row,
-                                          const Visit& visit) {
+                                          const Four& four, const One& one) {
   constexpr int vector = 16 / Tag::size;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const auto* const from = static_cast<const char*>(x.data) + row * x.row_stride * Tag::size;
@@ -275,13 +311,10 @@ __device__ __forceinline__ void visit_row(const MatrixIn& x, bool aligned, std::
   for (std::int64_t i = lane; i < whole; i += 32) {
     unsigned words[4];
     load_words(from + i * 16, words);
-    float v[vector];
-    Tag::unpack(words, v);
-#pragma unroll
-    for (int j = 0; j < vector; ++j) visit(v[j]);
+    four(words);
   }
   for (std::int64_t c = whole * vector + lane; c < x.cols; c += 32) {
-    visit(Tag::load(from, c * x.col_stride));
+    one(Tag::load(from, c * x.col_stride));
   }
 }
 
@@ -292,8 +325,27 @@ __global__ void __launch_bounds__(32 * rotated::exponent_rows)
   const std::int64_t row =
       std::int64_t{blockIdx.x} * rotated::exponent_rows + static_cast<int>(threadIdx.x) / 32;
   if (row >= x.rows) return;
-  std::uint32_t most = 0;
-  visit_row<Tag>(x, aligned, row, [&](float v) { most = max(most, abs_bits(v)); });
+  // Patterns of magnitudes have the order of the values, two 16-bit ones in a word.
+  std::uint32_t most = 0, pairs = 0;
+  visit_row<Tag>(
+      x, aligned, row,
+      [&](const unsigned (&words)[4]) {
+#pragma unroll
+        for (const unsigned word : words) {
+          if constexpr (Tag::size == 2) {
+            pairs = __vmaxu2(pairs, word & 0x7fff7fffU);
+          } else {
+            most = max(most, word & 0x7fffffffU);
+          }
+        }
+      },
+      [&](float v) { most = max(most, abs_bits(v)); });
+  if constexpr (Tag::size == 2) {
+    const unsigned one[1] = {pairs};
+    float v[2];
+    Tag::unpack(one, v);
+    most = max(most, max(abs_bits(v[0]), abs_bits(v[1])));
+  }
   const std::uint32_t largest = warp_max(most) >> 23;
   if (largest < 27 || largest == 255) {
     if (threadIdx.x % 32 == 0) {
@@ -302,10 +354,22 @@ __global__ void __launch_bounds__(32 * rotated::exponent_rows)
     return;
   }
   const float unit = __uint_as_float((268U - largest) << 23);  // the largest becomes 2^14 to 2^15
+  const auto integer = [&](float v) {
+    return __float_as_uint(__fmaf_rn(fabsf(v), unit, integer_float()));
+  };
   unsigned long long sum = 0;
-  visit_row<Tag>(x, aligned, row, [&](float v) {
-    sum += __float_as_uint(__fmaf_rn(fabsf(v), unit, integer_float())) - integer_bits;
-  });
+  visit_row<Tag>(
+      x, aligned, row,
+      [&](const unsigned (&words)[4]) {
+        constexpr unsigned vector = 16 / Tag::size;
+        float v[vector];
+        Tag::unpack(words, v);
+        std::uint32_t part = 0U - vector * integer_bits;
+#pragma unroll
+        for (const float value : v) part += integer(value);
+        sum += part;
+      },
+      [&](float v) { sum += integer(v) - integer_bits; });
 #pragma unroll
   for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xffffffffU, sum, lanes);
   if (threadIdx.x % 32 != 0) return;
@@ -331,7 +395,8 @@ void launch_rotate(const Context& context, const plan::Step& step, const RotateJ
                         job.packed,
                         job.row_bytes,
                         job.scale,
-                        job.projection->blocks};
+                        job.projection->blocks,
+                        rows_aligned(job.x)};
   host_with_dtype(step.dtype, [&](auto tag) {
     using Tag = decltype(tag);
     launch("compress_activation", context,

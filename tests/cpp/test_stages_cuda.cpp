@@ -523,9 +523,10 @@ TEST_F(StagesCuda, rotated_and_equalised_storage_equals_cpu) {
   for (const std::int64_t L : {3000, 8200, 16384, 16500, 20000}) {
     for (const char* const scale : {"channel", "tensor"}) {
       hot::BackwardLinearSpec spec = recipe("compact");
-      if (random_int(0, 1) == 0) spec.storage = hot::Storage::rht4;
+      spec.storage = storages[random_int(0, 4)];
       if (std::string(scale) == "tensor") spec.gw_scale = GradScale::tensor;
-      spec.equalize_tokens = random_int(0, 3) > 0;
+      const bool plain = spec.storage == hot::Storage::int4 || spec.storage == hot::Storage::int8;
+      spec.equalize_tokens = plain || random_int(0, 3) > 0;
       spec.gw_rounding = roundings[random_int(0, 1)];
       BackwardWork work{"long", spec, {L, random_int(1, 130), random_int(1, 70)}, any_float()};
       work.outlier = true;
@@ -552,7 +553,7 @@ TEST_F(StagesCuda, rotated_storage_at_the_edges_equals_cpu) {
         values[static_cast<std::size_t>(l * I + c)] = l % odd == odd - 1 ? b : a;
       }
     }
-    Mirror x(L, I, round % 3 == 0 ? DType::bf16 : DType::f32);
+    Mirror x(L, I, float_types[round % 3]);
     x.fill(values);
     const hot::SavedLayout layout = hot::saved_layout(L, I, spec);
     Mirror saved(1, static_cast<std::int64_t>(layout.bytes), DType::i8);

@@ -541,6 +541,15 @@ def test_a_stride_that_is_not_used() -> None:
     np.testing.assert_array_equal(hotcore.fwht(x, block=16), [[16.0] + [0.0] * 15])
 
 
+def test_strides_of_an_empty_array() -> None:
+    """So may an array without elements, with several leading dimensions."""
+    most = 2**63 - 1
+    sizes, steps = (3, 2, 2, 0), (most // 4, most // 8, most // 4 - 5, 4)
+    x = np.lib.stride_tricks.as_strided(np.ones(1, np.float32), sizes, [4 * s for s in steps])
+    saved = hotcore.compress_activation(x, HotConfig(), key=1)
+    assert (saved.tokens, saved.in_features) == (12, 0)
+
+
 def test_unknown_enumerations() -> None:
     """Python passes names; only those of HotConfig reach libhot."""
     for field in ("gx_scale", "gx_rounding", "basis", "gw_scale", "storage", "x_rounding"):
