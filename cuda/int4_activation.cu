@@ -70,6 +70,15 @@ __global__ void __launch_bounds__(128) groups_kernel(GroupsArgs args) {
   const std::int64_t tiles = (args.x.cols + 127) / 128;
   const std::int64_t col = blockIdx.x % tiles * 128 + threadIdx.x;
   const std::int64_t g = blockIdx.x / tiles;
+  __shared__ __align__(16) float power[64];  // of the tokens, where they are equalised
+  if (args.x.exponents != nullptr) {
+    const std::int64_t token = g * 64 + threadIdx.x;
+    if (threadIdx.x < 64) {
+      power[threadIdx.x] =
+          token < args.x.rows ? __uint_as_float(row_power(args.x, token) << 16) : 1.0F;
+    }
+    __syncthreads();
+  }
   if (col >= args.x.cols) return;
   float v[64];
 #pragma unroll
@@ -81,10 +90,7 @@ __global__ void __launch_bounds__(128) groups_kernel(GroupsArgs args) {
   }
   if (args.x.exponents != nullptr) {
 #pragma unroll
-    for (int t = 0; t < 64; ++t) {
-      const std::int64_t token = g * 64 + t;
-      if (token < args.x.rows) v[t] *= __uint_as_float(row_power(args.x, token) << 16);
-    }
+    for (int t = 0; t < 64; ++t) v[t] *= power[t];
   }
   std::uint32_t amax = 0;
 #pragma unroll
