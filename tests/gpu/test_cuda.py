@@ -257,7 +257,7 @@ def test_weights_frozen_in_int8_equal_cpu(dtype: torch.dtype, forward: str) -> N
     found = []
     for model in (on_cpu, moved, there):
         torch.manual_seed(4)
-        leaf = x.to(model[0].weight.device).requires_grad_()
+        leaf = x.clone().to(model[0].weight.device).requires_grad_()
         y = model(leaf)
         y.float().square().sum().backward()
         values = [model[0].weight_codes, model[0].weight.dequantized(), leaf.grad]
