@@ -3,7 +3,8 @@
     python benchmarks/bench_models.py --device cuda [--models vit_b resnet50 ...] [--budget 600]
     python benchmarks/bench_models.py --device cuda --contenders "*compiled" "default*" --jobs 4
     python benchmarks/bench_models.py --device cuda --models llama_lora --jobs 5 --contenders \
-        "default compiled" "default int8-forward compiled" "frozen int8*compiled"
+        "default compiled" "default int8-forward compiled" "frozen int8*compiled" \
+        --json benchmarks/results/cuda-lora.json
     python benchmarks/bench_models.py --device cuda --part variants --models vit_b
     python benchmarks/bench_models.py --device cuda --part table --budget 300
     python benchmarks/bench_models.py --quick              # small versions; CPU too

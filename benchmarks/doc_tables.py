@@ -26,6 +26,7 @@ comes from here. Every page of the repository that has such a line is looked at.
   targets          bars and what was measured (the same)
   tests            tests of that run (the same)
   steps MODEL      every contender of a model (cuda-steps.json)
+  lora             LoRA's contenders: tokens a second and memory (cuda-lora.json)
   all-steps        the same of all models, each under its name
   summary          one line for each model: compiled bf16, and its rivals beside it (the same)
   variants MODEL   eager steps with compress_saved's settings (cuda-models-variants.json)
@@ -120,6 +121,23 @@ def all_steps(report: Report) -> Iterator[str]:
         yield ""
         yield from steps(report, model)
         yield ""
+
+
+def lora(report: Report) -> Iterator[str]:
+    """LoRA's contenders: speed, and the memory of weights, between steps, at the peak."""
+    rows = report["steps"]["llama_lora"]["rows"]
+    head = ["", "tokens a second", "of bf16's", "weights, GiB", "between steps, GiB", "peak, GiB"]
+    reference = rows["bf16 compiled"]["tokens_per_s"]
+    found = []
+    for name, row in rows.items():
+        if "step" not in row:
+            found.append([name, cells(row)[0], *[""] * 4])
+            continue
+        speed = row["tokens_per_s"]
+        memory = [row["weight_bytes"] / 2**30, row.get("between_steps_gib"), row.get("peak_gib")]
+        figures = [f"{speed:,.0f}", f"{speed / reference:.2f}", *(number(m, 2) for m in memory)]
+        found.append([name, *figures])
+    yield from table_of(head, found)
 
 
 def cells(row: Report) -> list[str]:
@@ -795,6 +813,7 @@ KINDS: dict[str, tuple[str | None, Callable[..., Iterator[str]]]] = {
     "steps": ("cuda-steps.json", steps),
     "all-steps": ("cuda-steps.json", all_steps),
     "summary": ("cuda-steps.json", summary),
+    "lora": ("cuda-lora.json", lora),
     "gpt": ("cuda-gpt.json", gpt),
     "gpt-forward": ("cuda-gpt-forward.json", gpt),
     "autotune": (AUTOTUNE, autotune),

@@ -363,6 +363,11 @@ def test_tied_weights_share_codes() -> None:
     report = hot.freeze_int8(model)
     assert report.before == 64 * 64 * 4 and report.after == 64 * 68
     assert model[0].weight_codes is model[1].weight_codes
+    other = copy.deepcopy(model)
+    hot.thaw(other)
+    assert other[0].weight is other[1].weight
+    hot.revert(model)
+    assert type(model[0]) is nn.Linear and model[0].weight is model[1].weight
 
 
 def test_refused() -> None:

@@ -17,6 +17,7 @@ from ..config import ConfigLike, HotConfig, HotConfigFields, as_config
 from ..saved import saved_layout
 from . import gains, probe, selection, unconverted, weight_codes
 from .conv import settings
+from .frozen import FrozenModule, tie
 from .modules import HotModule, is_pointwise
 from .report import ConversionReport, Converted, Skipped, listed, pattern_of
 from .saved import convert_saved, revert_saved
@@ -190,8 +191,10 @@ def revert(model: nn.Module) -> nn.Module:
             )
     revert_saved(model)
     weight_codes.forget(model.parameters())
-    hots = [module for _, module in found]
-    return _replace(model, {module: module.to_plain() for module in hots})
+    plain = {module: module.to_plain() for _, module in found}
+    frozen = [(m.weight_codes, new) for m, new in plain.items() if isinstance(m, FrozenModule)]
+    tie(frozen)
+    return _replace(model, plain)
 
 
 def _check_model(model: object) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from torch import nn
 
 from . import ops, weight_codes
-from .frozen import FrozenModule, HotFrozenLinear, freeze
+from .frozen import FrozenModule, HotFrozenLinear, freeze, tie
 from .modules import HotLinear, HotModule
 from .report import listed
 from .selection import Filter, hot_class, kind_of
@@ -126,8 +126,10 @@ def thaw(model: nn.Module) -> int:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     frozen = [module for module in model.modules() if isinstance(module, FrozenModule)]
+    codes = [layer.weight_codes for layer in frozen]
     for layer in frozen:
         layer.thaw()
+    tie(zip(codes, frozen, strict=True))
     return len(frozen)
 
 

@@ -401,6 +401,17 @@ def _guard(codes: Tensor) -> None:
     setattr(codes, "requires_grad_", _refuse_gradients)  # noqa: B010
 
 
+def tie(layers: Iterable[tuple[nn.Parameter, nn.Module]]) -> None:
+    """Tie weights again that had the same codes.
+
+    Args:
+        layers: codes of a layer, and what was made of it, with a plain weight.
+    """
+    weights: dict[int, nn.Parameter | None] = {}
+    for codes, layer in layers:
+        layer._parameters["weight"] = weights.setdefault(id(codes), layer._parameters["weight"])
+
+
 def _swap(layer: nn.Module, old: str, name: str, parameter: nn.Parameter) -> None:
     """Put a Parameter into the place of another, so that their order stays."""
     items = [
