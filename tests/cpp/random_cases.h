@@ -380,7 +380,7 @@ class RandomBatch {
   void layer(const hot::LinearShape& shape, const hot::BackwardLinearSpec& spec, int arch,
              DType dtype, const std::string& name) {
     Random& r = *random_;
-    const auto [L, O, I] = shape;
+    const std::int64_t L = shape.tokens, O = shape.out_features, I = shape.in_features;
     const std::int64_t gap = r.one_in(3) ? r.from(0, 3) : 0, shift = r.one_in(5) ? 1 : 0;
     const Place gy = filled(L, O, dtype, gap, shift);
     const Place w =
@@ -442,7 +442,7 @@ class RandomBatch {
   void forward() {
     Random& r = *random_;
     const hot::LinearShape shape{tokens(), size(), size()};
-    const auto [L, O, I] = shape;
+    const std::int64_t L = shape.tokens, O = shape.out_features, I = shape.in_features;
     const hot::ForwardLinearSpec spec{r.one_in(2) ? 64 : 1 << r.from(0, 8)};
     const std::int64_t gap = r.one_in(3) ? r.from(0, 2) : 0;
     const DType dtype = some_float();

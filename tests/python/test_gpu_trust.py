@@ -1,0 +1,96 @@
+"""scripts/gpu_trust.py: what it reads of test programs, and its tables. No GPU is needed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")  # of the tables
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "benchmarks")]
+import doc_tables  # noqa: E402
+import gpu_trust  # noqa: E402
+
+GTEST = {
+    "testsuites": [
+        {
+            "testsuite": [
+                {"name": "fast", "result": "COMPLETED", "time": "1.5s", "cases": "70", "word": "a"},
+                {"name": "gone", "result": "SKIPPED", "time": "0s"},
+                {"name": "DISABLED_child", "result": "SUPPRESSED", "time": "0s"},
+                {
+                    "name": "bad",
+                    "result": "COMPLETED",
+                    "time": "0.1s",
+                    "failures": [{"failure": "case 3 differs"}],
+                },
+            ]
+        }
+    ]
+}
+JUNIT = """<testsuites><testsuite>
+<testcase name="grows" time="2.0"><properties><property name="steps" value="300"/></properties></testcase>
+<testcase name="broken" time="0.5"><failure>no memory</failure></testcase>
+<testcase name="left" time="0"><skipped/></testcase>
+</testsuite></testsuites>"""  # noqa: E501
+
+
+def test_reads_gtest(tmp_path: Path) -> None:
+    path = tmp_path / "found.json"
+    assert gpu_trust.gtest_results(path) == {}  # a program that crashed has written none
+    path.write_text(json.dumps(GTEST))
+    found = gpu_trust.gtest_results(path)
+    assert {name: row["result"] for name, row in found.items()} == {
+        "fast": "passed",
+        "gone": "skipped",
+        "bad": "failed",
+    }
+    assert found["fast"]["figures"] == {"cases": 70, "word": "a"}
+    assert found["bad"]["failures"] == ["case 3 differs"]
+
+
+def test_reads_pytest(tmp_path: Path) -> None:
+    path = tmp_path / "found.xml"
+    assert gpu_trust.pytest_results(path) == {}
+    path.write_text(JUNIT)
+    found = gpu_trust.pytest_results(path)
+    assert [row["result"] for row in found.values()] == ["passed", "failed", "skipped"]
+    assert found["grows"]["figures"] == {"steps": 300}
+    assert found["broken"]["failures"] == ["no memory"]
+
+
+def test_every_part_is_run_and_shown() -> None:
+    groups = [name for group in gpu_trust.GROUPS for name in group]
+    runs = gpu_trust.parts_of(0.001, 16)
+    assert sorted(groups) == sorted([*runs, "sanitizer"]) == sorted(doc_tables.TRUST)
+    assert set(gpu_trust.LIMITS) == set(runs)
+    # Every test that a filter names is there.
+    sources = (ROOT / "tests/cpp/test_trust_cuda.cpp").read_text()
+    for run in (run for part in runs.values() for run in part if run.what == "test_trust_cuda"):
+        for pattern in run.chosen.split(":"):
+            name = pattern.removeprefix("TrustCuda.").rstrip("*")
+            assert f"TEST_F(TrustCuda, {name}" in sources, pattern
+        for variable in run.environment:
+            assert variable in sources
+
+
+def test_tables(tmp_path: Path) -> None:
+    path = tmp_path / "found.json"
+    path.write_text(json.dumps(GTEST))
+    tests = gpu_trust.gtest_results(path)
+    tools = {"memcheck": {"clean": 7, "errors": {"A.b": "said"}, "not finished": ["C.d"]}}
+    report = {
+        "parts": {
+            "random": {"result": "failed", "seconds": 3.2, "tests": tests},
+            "sanitizer": {"result": "failed", "seconds": 9, "tests": 9, "tools": tools},
+        }
+    }
+    lines = list(doc_tables.trust(report))
+    assert "| failed | 3 | `fast`: 70 cases; `gone` skipped; `bad` failed |" in lines[2]
+    assert lines[3].count("not run") == 1
+    assert "memcheck 7 of 9 clean" in lines[-1]
+    assert list(doc_tables.sanitizer(report))[2] == "| memcheck | 7 | `A.b` | `C.d` |"
+    assert list(doc_tables.sanitizer({"parts": {}}))[2].startswith("| not run |")
