@@ -38,6 +38,9 @@ BUILT = (
     "benchmarks/stock_gemm",
 )
 """HOT's own sources of the build."""
+LONGEST_TEST = "tests/gpu/test_cpp.py::test_consumer_of_a_static_library"
+"""Starts first: it builds libhot once more."""
+SIDE_BY_SIDE = ("-n", "12", "--dist", "worksteal")
 BENCHMARKS: dict[str, tuple[str, ...]] = {
     "backward": (
         *("--short", "--rounds", "10"),
@@ -174,13 +177,13 @@ def test_all(build: Path, reports: Path, env: dict[str, str]) -> dict[str, dict[
     for report in (ctest_report, pytest_report):
         report.unlink(missing_ok=True)  # an old report must not stand for an interrupted run
     run(
-        "ctest", "--test-dir", build, "-j", "4", "-LE", "consumer", "--no-tests=error",
+        "ctest", "--test-dir", build, "-j", "8", "-LE", "consumer", "--no-tests=error",
         "--output-on-failure", "--output-junit", ctest_report, log=reports / "ctest.log",
     )  # fmt: skip
     tests["C++"] = counts(ctest_report)
     code = run(
-        sys.executable, "-m", "pytest", "-q", "tests/gpu", "tests/torch", "-m", "cuda",
-        "--durations=5", *(("-n", "10") if importlib.util.find_spec("xdist") else ()),
+        sys.executable, "-m", "pytest", "-q", LONGEST_TEST, "tests/gpu", "tests/torch",
+        "-m", "cuda", "--durations=5", *(SIDE_BY_SIDE if importlib.util.find_spec("xdist") else ()),
         "--junit-xml", pytest_report, env=env, log=reports / "pytest.log",
     )  # fmt: skip
     tests["Python"] = counts(pytest_report)
