@@ -52,6 +52,8 @@ class Part:
     """Measures time or memory: nothing runs beside it."""
     gpu: bool = True
     """Runs on the GPU, after the one before; else beside those, on the other cores."""
+    fresh: bool = False
+    """Begins anew: fine-tuning pairs runs that start from weights of one machine."""
 
 
 def gpt(size: str, seconds: float, seeds: str, contenders: Sequence[str], jobs: int) -> Part:
@@ -66,7 +68,8 @@ def training(name: str, seconds: float, jobs: int, tasks: str, *more: str) -> Pa
     """A table of bench_training."""
     on_gpu = "--device" in more
     words = ("bench_training.py", "--tasks", tasks, "--jobs", str(jobs), "--budget", "{budget}")
-    return Part(name, seconds, (*words, *more), f"{name}.json", gpu=on_gpu)
+    fresh = "finetune" in more
+    return Part(name, seconds, (*words, *more), f"{name}.json", gpu=on_gpu, fresh=fresh)
 
 
 IMAGES = "fp32;bf16;naive_int4;luq;lbp_wht;authors_hot;default;fast;int4;paper"
@@ -114,7 +117,7 @@ class Runner:
             self._say(f"{part.name}: left out, no time left")
             return
         report = self._work / part.report
-        if not report.exists() and (RESULTS / part.report).exists():
+        if not part.fresh and not report.exists() and (RESULTS / part.report).exists():
             shutil.copy(RESULTS / part.report, report)
         words = command(part, report, budget)
         began = time.monotonic()

@@ -415,6 +415,7 @@ def test_tables_of_the_evidence(tmp_path: Path) -> None:
     found = table("claims")
     assert "default: +0.250 ± 0.000 (ViT), +0.250 ± 0.000 (GPT)" in found
     assert "geometric mean of 16 layers: HOT 2.00×, LBP-WHT 0.50×" in found
+    assert "(GPT); paper without ABC: not run yet |" in found
     assert "not measured: no such GPU" in found and "not run yet: evidence.py --call b" not in found
     assert "not run yet: bench_training.py --table finetune" in found
     assert "| 17.48 → 3.8 GB | *not run yet: its report has no 128* |" in found
