@@ -296,7 +296,7 @@ def test_wrong_numbers_and_nulls(api: CApi) -> None:
     refused(lambda: on("hot_fwht", good, -1, 16, None), INVALID, "out is null")
     refused(lambda: api.call("hot_fwht", None, good, -1, 16, fine), INVALID, "context is null")
     refused(lambda: on("hot_context_copy", None), INVALID, "out is null")
-    refused(lambda: on("hot_context_set_isa", 3), INVALID, "isa is 3; expected 0 to 2")
+    refused(lambda: on("hot_context_set_isa", 4), INVALID, "isa is 4; expected 0 to 3")
     refused(
         lambda: api.call("hot_context_set_key", None, 0, 0, 0, None), INVALID, "context is null"
     )
