@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +35,19 @@ def rng(request: pytest.FixtureRequest) -> np.random.Generator:
     """Generator of this test, from the run's seed and the test's name."""
     name = np.frombuffer(request.node.nodeid.encode(), dtype=np.uint8)
     return np.random.default_rng([SEED, *name.tolist()])
+
+
+@pytest.fixture
+def seeded_torch(rng: np.random.Generator) -> Iterator[None]:
+    """Torch's generator from the test's; the numbers of threads as before, afterwards."""
+    import hotcore
+    import torch
+
+    before = hotcore.num_threads(), torch.get_num_threads()
+    torch.manual_seed(int(rng.integers(1 << 62)))
+    yield
+    hotcore.set_num_threads(before[0])
+    torch.set_num_threads(before[1])
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

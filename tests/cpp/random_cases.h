@@ -102,6 +102,19 @@ class RandomBatch {
   // False, and the batch is as it was, where the case does not fit beside the others. `gpu_context`
   // says what the device supports.
   bool add(std::uint64_t seed, const hot::Context& gpu_context) {
+    return add_drawn(seed, [&] { draw(gpu_context); });
+  }
+
+  // A layer with these sizes, as draw() makes them.
+  bool add_layer(std::uint64_t seed, const hot::LinearShape& shape,
+                 const hot::BackwardLinearSpec& spec, DType dtype, const std::string& name) {
+    return add_drawn(seed, [&] { layer(shape, spec, 0, dtype, name); });
+  }
+
+ private:
+  // Adds what `draw_it` makes of a case, as add() says.
+  template <class Draw>
+  bool add_drawn(std::uint64_t seed, const Draw& draw_it) {
     const std::size_t before = used_;
     Random random(seed);
     RandomCase one;
@@ -109,7 +122,7 @@ class RandomBatch {
     random_ = &random;
     one_ = &one;
     full_ = false;
-    draw(gpu_context);
+    draw_it();
     random_ = nullptr;
     one_ = nullptr;
     if (full_) {
@@ -121,28 +134,6 @@ class RandomBatch {
     return true;
   }
 
-  // A layer with these sizes, as draw() makes them.
-  bool add_layer(std::uint64_t seed, const hot::LinearShape& shape,
-                 const hot::BackwardLinearSpec& spec, DType dtype, const std::string& name) {
-    const std::size_t before = used_;
-    Random random(seed);
-    RandomCase one;
-    one.seed = seed;
-    random_ = &random;
-    one_ = &one;
-    full_ = false;
-    layer(shape, spec, 0, dtype, name);
-    random_ = nullptr;
-    one_ = nullptr;
-    if (full_) {
-      used_ = before;
-      return false;
-    }
-    cases.push_back(std::move(one));
-    return true;
-  }
-
- private:
   std::int64_t size() {
     Random& r = *random_;
     if (sizes_ == Sizes::spread) {

@@ -37,13 +37,7 @@ from hotcore.torch import gains  # noqa: E402
 RECIPES = ("default", "fast", "int4", "paper")
 
 
-@pytest.fixture(autouse=True)
-def prepared(rng: np.random.Generator) -> Any:
-    before = hotcore.num_threads(), torch.get_num_threads()
-    torch.manual_seed(int(rng.integers(1 << 62)))
-    yield
-    hotcore.set_num_threads(before[0])
-    torch.set_num_threads(before[1])
+pytestmark = pytest.mark.usefixtures("seeded_torch")
 
 
 def run(script: Any, path: Path, *words: str) -> Any:

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -17,19 +16,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import bench_gradients  # noqa: E402
 import bench_training  # noqa: E402
-import hotcore  # noqa: E402
 import small_tasks  # noqa: E402
 from small_tasks import Contender  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-
-@pytest.fixture(autouse=True)
-def prepared(rng: np.random.Generator) -> Any:
-    before = hotcore.num_threads(), torch.get_num_threads()
-    torch.manual_seed(int(rng.integers(1 << 62)))
-    yield
-    hotcore.set_num_threads(before[0])
-    torch.set_num_threads(before[1])
+pytestmark = pytest.mark.usefixtures("seeded_torch")
 
 
 def capture() -> tuple[Tensor, Tensor, Tensor]:

@@ -24,7 +24,6 @@ import bench_latency  # noqa: E402
 import bench_memory  # noqa: E402
 import bench_training  # noqa: E402
 import evidence  # noqa: E402
-import hotcore  # noqa: E402
 import rivals  # noqa: E402
 import side_by_side  # noqa: E402
 import small_tasks  # noqa: E402
@@ -33,14 +32,7 @@ from models import mend_torchvision  # noqa: E402
 from rivals.conversion import method_of  # noqa: E402
 from train_lib import data, images, training  # noqa: E402
 
-
-@pytest.fixture(autouse=True)
-def prepared(rng: np.random.Generator) -> Any:
-    before = hotcore.num_threads(), torch.get_num_threads()
-    torch.manual_seed(int(rng.integers(1 << 62)))
-    yield
-    hotcore.set_num_threads(before[0])
-    torch.set_num_threads(before[1])
+pytestmark = pytest.mark.usefixtures("seeded_torch")
 
 
 def generator(rng: np.random.Generator) -> torch.Generator:
