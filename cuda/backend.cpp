@@ -73,6 +73,7 @@ struct Memory {
   const ColumnsJob* columns = nullptr;     // P g_y
   const ColumnsJob* weight = nullptr;      // w
   const ColumnsJob* activation = nullptr;  // P x
+  const CompressJob* kept = nullptr;       // x as it is kept
   const GroupsJob* groups = nullptr;       // x from packed codes
   const ColumnSum* sum = nullptr;          // g_b beside the codes of g_y, and
   const ColumnSum* sum_alone = nullptr;    // on its own
@@ -143,8 +144,15 @@ void run(const Context& context, const Step& step, const Memory& memory) {
     case Kernel::rows16:
     case Kernel::rows:
       return launch_rows(context, step, job_of(memory, step.as<plan::RowsStep>().of));
-    case Kernel::rows_column_amax:
-      return launch_rows_column_amax(context, step, *memory.rows, *memory.columns, memory.sum);
+    case Kernel::rows_column_amax: {
+      const plan::RowsOf of = step.as<plan::RowsColumnAmaxStep>().of;
+      const bool gradient = of == plan::RowsOf::gy;
+      return launch_rows_column_amax(context, step, job_of(memory, of),
+                                     gradient ? *memory.columns : *memory.activation,
+                                     gradient ? memory.sum : nullptr);
+    }
+    case Kernel::rows_groups:
+      return launch_rows_groups(context, step, *memory.x_rows, *memory.kept);
     case Kernel::columns_one_pass:
     case Kernel::column_amax:
     case Kernel::column_codes: {
@@ -163,10 +171,12 @@ void run(const Context& context, const Step& step, const Memory& memory) {
       return launch_grouped(
           context, step, {memory.rows, memory.columns, memory.weight, memory.groups, memory.sum});
     case Kernel::token_exponents:
+      return launch_token_exponents(context, step, *memory.kept);
     case Kernel::groups:
     case Kernel::group_pairs:
+      return launch_groups(context, step, *memory.kept);
     case Kernel::rotate:
-      return;  // token_exponents, compress_groups and compress_rotated alone
+      return launch_rotate(context, step, *memory.kept);
     case Kernel::requantize_rotated:
       return launch_requantize_rotated(context, step, *memory.groups);
     case Kernel::requantize:
@@ -261,14 +271,44 @@ std::size_t CudaBackend::columns_workspace(const Context& context, std::int64_t 
 
 namespace {
 
-// Quantises a matrix that is neither g_y nor part of a backward: x, by plan_compress, or w, by
-// plan_weight. Its largest values lie in the workspace.
-using PlanColumns = plan::Plan(const plan::DeviceFacts&, const plan::ArrayFacts&, std::int64_t cols,
-                               const Projection&, const OperandQuant&, std::int64_t scales);
+// x that is kept, as its plan and as the steps of it take it. Largest values lie in the workspace.
+struct Kept {
+  plan::Zeroed zeroed{};
+  ColumnsJob columns{};
+  plan::CompressShape shape;
 
-void quantize_alone(const char* stage, const Context& context, const ColumnsJob& job,
-                    PlanColumns* plan_of, const ColumnsJob* Memory::* place, void* workspace) {
-  const DeviceGuard guard(context.device().index, stage);
+  Kept(const Context& context, const plan::DeviceFacts& facts, const CompressJob& job,
+       void* workspace)
+      : shape{plan::array_facts(job.x), job.x.rows, job.x.cols, *job.projection, job.spec} {
+    if (job.spec.storage != Storage::int8) return;
+    columns = activation_columns(context, job);
+    WorkspaceCursor cursor(workspace);
+    zeroed = plan::take_zeroed(
+        cursor, plan::columns_amax_words(facts, job.x.cols, *job.projection, columns.quant));
+    columns.out.amax = zeroed.words;
+  }
+};
+
+Memory memory_of(const CompressJob& job, const Kept& kept) {
+  Memory memory;
+  memory.zeroed = kept.zeroed;
+  memory.activation = &kept.columns;
+  memory.kept = &job;
+  return memory;
+}
+
+}  // namespace
+
+void CudaBackend::compress(const Context& context, const CompressJob& job, void* workspace) const {
+  const DeviceGuard guard(context.device().index, "compress_activation");
+  const CudaDevice device(context);
+  const Kept kept(context, device.facts(), job, workspace);
+  run(context, plan::plan_compress(device.facts(), kept.shape), memory_of(job, kept));
+}
+
+void CudaBackend::quantize_weight(const Context& context, const ColumnsJob& job,
+                                  void* workspace) const {
+  const DeviceGuard guard(context.device().index, "quantize_weight");
   const CudaDevice device(context);
   const plan::DeviceFacts& facts = device.facts();
   WorkspaceCursor cursor(workspace);
@@ -277,50 +317,11 @@ void quantize_alone(const char* stage, const Context& context, const ColumnsJob&
       cursor, plan::columns_amax_words(facts, job.x.cols, *job.projection, job.quant));
   ColumnsJob with_amax = job;
   with_amax.out.amax = memory.zeroed.words;
-  memory.*place = &with_amax;
+  memory.weight = &with_amax;
   run(context,
-      plan_of(facts, plan::array_facts(job.x), job.x.cols, *job.projection, job.quant,
-              job.out.scales),
+      plan::plan_weight(facts, plan::array_facts(job.x), job.x.cols, *job.projection, job.quant,
+                        job.out.scales),
       memory);
-}
-
-}  // namespace
-
-void CudaBackend::compress_columns(const Context& context, const ColumnsJob& job,
-                                   void* workspace) const {
-  quantize_alone("compress_activation", context, job, plan::plan_compress, &Memory::activation,
-                 workspace);
-}
-
-void CudaBackend::compress_groups(const Context& context, const MatrixIn& x, Rounding rounding,
-                                  std::uint8_t* packed, std::int64_t row_bytes,
-                                  std::uint16_t* scale) const {
-  const DeviceGuard guard(context.device().index, "compress_activation");
-  for (const Step& step :
-       plan::plan_groups(plan::array_facts(x), x.rows, x.cols, rounding, x.exponents != nullptr)) {
-    launch_groups(context, step, x, packed, row_bytes, scale);
-  }
-}
-
-void CudaBackend::token_exponents(const Context& context, const MatrixIn& x,
-                                  std::uint8_t* exponents) const {
-  const DeviceGuard guard(context.device().index, "compress_activation");
-  for (const Step& step : plan::plan_token_exponents(plan::array_facts(x), x.rows)) {
-    launch_token_exponents(context, step, x, exponents);
-  }
-}
-
-void CudaBackend::compress_rotated(const Context& context, const RotateJob& job) const {
-  const DeviceGuard guard(context.device().index, "compress_activation");
-  for (const Step& step :
-       plan::plan_rotate(plan::array_facts(job.x), job.x.cols, *job.projection)) {
-    launch_rotate(context, step, job);
-  }
-}
-
-void CudaBackend::quantize_weight(const Context& context, const ColumnsJob& job,
-                                  void* workspace) const {
-  quantize_alone("quantize_weight", context, job, plan::plan_weight, &Memory::weight, workspace);
 }
 
 std::size_t CudaBackend::backward_workspace(const Context& context,
@@ -402,6 +403,26 @@ void CudaBackend::quantize_forward_weight(const Context& context, const RowsJob&
       memory);
 }
 
+void CudaBackend::quantize_forward_input(const Context& context, const RowsJob& job,
+                                         const CompressJob* kept, void* workspace) const {
+  const DeviceGuard guard(context.device().index, "quantize_forward_input");
+  const CudaDevice device(context);
+  const plan::DeviceFacts& facts = device.facts();
+  const plan::ArrayFacts x = plan::array_facts(job.x);
+  const ForwardLinearSpec spec{job.hadamard_block};
+  if (kept == nullptr) {
+    Memory memory;
+    memory.x_rows = &job;
+    run(context, plan::plan_forward_input(facts, x, job.x.rows, job.x.cols, spec, nullptr), memory);
+    return;
+  }
+  const Kept also(context, facts, *kept, workspace);
+  Memory memory = memory_of(*kept, also);
+  memory.x_rows = &job;
+  run(context, plan::plan_forward_input(facts, x, job.x.rows, job.x.cols, spec, &also.shape),
+      memory);
+}
+
 std::size_t CudaBackend::forward_workspace(const Context& context, const ForwardWork& work) const {
   WorkspaceCursor cursor;
   plan::take_forward_scratch(cursor, CudaDevice(context).facts(), work);
@@ -418,13 +439,13 @@ void CudaBackend::forward(const Context& context, const ForwardCall& call, void*
   const RowsJob x{call.x, block, forward_quant, scratch.x};
   const RowsJob weight{call.w, block, forward_quant, scratch.weight};
   Memory memory;
-  memory.x_rows = &x;
+  if (work.input) memory.x_rows = &x;
   if (work.weight) memory.weight_rows = &weight;
   memory.bias = call.bias;
   memory.wide_bias = scratch.bias;
   memory.scratch[0] = scratch.gemm;
-  memory.product[0] =
-      product(scratch.x, work.weight ? scratch.weight : call.quantized, block, false, call.y);
+  memory.product[0] = product(work.input ? scratch.x : call.quantized_x,
+                              work.weight ? scratch.weight : call.quantized, block, false, call.y);
   if (work.bias) {
     memory.product[0].bias = work.wide ? scratch.bias : static_cast<const float*>(call.bias.data);
   }

@@ -32,15 +32,13 @@ class CudaBackend final : public Backend {
                  void* workspace) const override;
   std::size_t columns_workspace(const Context&, std::int64_t cols, const Projection&,
                                 const OperandQuant&) const override;
-  void compress_columns(const Context&, const ColumnsJob&, void* workspace) const override;
-  void compress_groups(const Context&, const MatrixIn& x, Rounding, std::uint8_t* packed,
-                       std::int64_t row_bytes, std::uint16_t* scale) const override;
-  void token_exponents(const Context&, const MatrixIn& x, std::uint8_t* exponents) const override;
-  void compress_rotated(const Context&, const RotateJob&) const override;
+  void compress(const Context&, const CompressJob&, void* workspace) const override;
   void quantize_weight(const Context&, const ColumnsJob&, void* workspace) const override;
   std::size_t backward_workspace(const Context&, const BackwardWork&) const override;
   void backward(const Context&, const BackwardCall&, void* workspace) const override;
   void quantize_forward_weight(const Context&, const RowsJob&) const override;
+  void quantize_forward_input(const Context&, const RowsJob&, const CompressJob* kept,
+                              void* workspace) const override;
   std::size_t forward_workspace(const Context&, const ForwardWork&) const override;
   void forward(const Context&, const ForwardCall&, void* workspace) const override;
 };

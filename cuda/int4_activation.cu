@@ -21,48 +21,6 @@
 namespace hot::detail {
 namespace {
 
-struct GroupsArgs {
-  MatrixIn x;
-  std::uint8_t* packed;
-  std::int64_t row_bytes;
-  std::uint16_t* scale;
-  DeviceKey key;
-};
-
-struct GroupScale {
-  std::uint16_t bf16;
-  float inv;
-  bool keep;  // false: codes are 0 although the values are not finite
-};
-
-__device__ GroupScale group_scale(std::uint32_t amax) {
-  if (amax >= 0x7f800000U) return {0x7fc0U, 0.0F, false};
-  if (__uint_as_float(amax) < 0x1p-100F) return {0, 0.0F, true};
-  const std::uint16_t half = bf16_up(__fdiv_rn(__uint_as_float(amax), 7.0F));
-  return {half, __fdiv_rn(1.0F, __uint_as_float(std::uint32_t{half} << 16)), true};
-}
-
-// Rounds and writes half a group, 32 tokens of a channel, `value(t)` each: 16 bytes.
-template <Rounding rounding, class Value>
-__device__ void finish_half(const GroupsArgs& args, const DeviceOffset& offset, std::int64_t col,
-                            std::int64_t g, int half, const GroupScale& scale, const Value& value) {
-  const std::int64_t at = g * 32 + half * 16, row_blocks = (args.x.rows + 15) / 16;
-  if (at >= args.row_bytes) return;  // rows are whole 16 bytes
-  std::uint32_t words[4] = {0, 0, 0, 0};
-  if (scale.keep) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const uint4 codes = round_group<rounding>(
-          [&](int j) { return value(i * 16 + j); }, UniformScale{scale.inv}, args.key, offset,
-          static_cast<std::uint64_t>(col * row_blocks + g * 4 + half * 2 + i), 4);
-      words[2 * i] = pack_nibbles(codes.x, codes.y);
-      words[2 * i + 1] = pack_nibbles(codes.z, codes.w);
-    }
-  }
-  *reinterpret_cast<uint4*>(args.packed + col * args.row_bytes + at) =
-      make_uint4(words[0], words[1], words[2], words[3]);
-}
-
 template <Rounding rounding, class Tag>
 __global__ void __launch_bounds__(128) groups_kernel(GroupsArgs args) {
   begin_kernel();
@@ -104,9 +62,7 @@ __global__ void __launch_bounds__(128) groups_kernel(GroupsArgs args) {
   }
 }
 
-// The same for 16-bit types: a lane has two columns as they are in memory and half a group, 32
-// words in registers; the lane 16 further has the other half. The largest of both columns by one
-// instruction (patterns of |v| have the order of the values).
+// The same for 16-bit types (compress_pair_half).
 template <Rounding rounding, class Tag>
 __global__ void __launch_bounds__(128) group_pairs_kernel(GroupsArgs args) {
   begin_kernel();
@@ -133,24 +89,7 @@ __global__ void __launch_bounds__(128) group_pairs_kernel(GroupsArgs args) {
                     : 0U;
     }
   }
-  unsigned most = 0;
-#pragma unroll
-  for (int t = 0; t < 32; ++t) most = __vmaxu2(most, word[t] & 0x7fff7fffU);
-  most = __vmaxu2(most, __shfl_xor_sync(0xffffffffU, most, 16));
-  if (!live) return;
-  const auto pair = [](unsigned packed, int c) {
-    const unsigned one[1] = {packed};
-    float v[2];
-    Tag::unpack(one, v);
-    return v[c];
-  };
-#pragma unroll
-  for (int c = 0; c < 2; ++c) {
-    const GroupScale scale = group_scale(abs_bits(pair(most, c)));
-    if (half == 0) args.scale[(col + c) * ((args.x.rows + 63) / 64) + g] = scale.bf16;
-    finish_half<rounding>(args, offset, col + c, g, half, scale,
-                          [&](int t) { return pair(word[t], c); });
-  }
+  compress_pair_half<rounding, Tag>(args, offset, col, g, half, live, word);
 }
 
 template <Rounding rounding>
@@ -171,10 +110,13 @@ RequantizeArgs requantize_args(const Context& context, const GroupsJob& job) {
           job.out,    device_key(context.key(), Purpose::requantize)};
 }
 
-void launch_groups(const Context& context, const plan::Step& step, const MatrixIn& x,
-                   std::uint8_t* packed, std::int64_t row_bytes, std::uint16_t* scale) {
-  const GroupsArgs args{x, packed, row_bytes, scale,
-                        device_key(context.key(), Purpose::activation)};
+GroupsArgs groups_args(const Context& context, const CompressJob& job) {
+  return {job.equalized(), job.packed, job.row_bytes, job.scale,
+          device_key(context.key(), Purpose::activation)};
+}
+
+void launch_groups(const Context& context, const plan::Step& step, const CompressJob& job) {
+  const GroupsArgs args = groups_args(context, job);
   const auto run = [&](auto kernel) {
     launch("compress_activation", context, kernel, step.shape, args);
   };

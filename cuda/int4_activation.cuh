@@ -1,9 +1,11 @@
-// Device code of int4_activation.cu: x from INT4 back to INT8. A header, because
-// quantize_grouped.cu runs it beside other work in one launch.
+// Device code of int4_activation.cu: x to INT4, and back to INT8. A header, because
+// quantize_rows_groups.cu and quantize_grouped.cu run it beside other work in one launch.
 #pragma once
 
 #include <cstdint>
 
+#include "cuda/device/matrix_io.cuh"
+#include "cuda/device/packed_codes.cuh"
 #include "cuda/device/rounding.cuh"
 #include "kernels.h"
 
@@ -15,6 +17,76 @@ __device__ inline float nibble(const uint2& packed, int j) {
   const std::uint32_t biased = (word & 0x0f0f0f0fU) ^ 0x08080808U;
   const std::uint32_t bits = __byte_perm(biased, 0x4b000000U, 0x7650U | (j % 8 / 2));
   return __uint_as_float(bits) - 8388616.0F;
+}
+
+struct GroupsArgs {
+  MatrixIn x;
+  std::uint8_t* packed;
+  std::int64_t row_bytes;
+  std::uint16_t* scale;
+  DeviceKey key;
+};
+
+struct GroupScale {
+  std::uint16_t bf16;
+  float inv;
+  bool keep;  // false: codes are 0 although the values are not finite
+};
+
+__device__ GroupScale group_scale(std::uint32_t amax) {
+  if (amax >= 0x7f800000U) return {0x7fc0U, 0.0F, false};
+  if (__uint_as_float(amax) < 0x1p-100F) return {0, 0.0F, true};
+  const std::uint16_t half = bf16_up(__fdiv_rn(__uint_as_float(amax), 7.0F));
+  return {half, __fdiv_rn(1.0F, __uint_as_float(std::uint32_t{half} << 16)), true};
+}
+
+// Rounds and writes half a group, 32 tokens of a channel, `value(t)` each: 16 bytes.
+template <Rounding rounding, class Value>
+__device__ void finish_half(const GroupsArgs& args, const DeviceOffset& offset, std::int64_t col,
+                            std::int64_t g, int half, const GroupScale& scale, const Value& value) {
+  const std::int64_t at = g * 32 + half * 16, row_blocks = (args.x.rows + 15) / 16;
+  if (at >= args.row_bytes) return;  // rows are whole 16 bytes
+  std::uint32_t words[4] = {0, 0, 0, 0};
+  if (scale.keep) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint4 codes = round_group<rounding>(
+          [&](int j) { return value(i * 16 + j); }, UniformScale{scale.inv}, args.key, offset,
+          static_cast<std::uint64_t>(col * row_blocks + g * 4 + half * 2 + i), 4);
+      words[2 * i] = pack_nibbles(codes.x, codes.y);
+      words[2 * i + 1] = pack_nibbles(codes.z, codes.w);
+    }
+  }
+  *reinterpret_cast<uint4*>(args.packed + col * args.row_bytes + at) =
+      make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+// 32 tokens of two neighbouring columns of a 16-bit type as they are in memory, half a group; the
+// lane 16 further has the other half. The largest of both columns by one instruction (patterns of
+// |v| have the order of the values). All lanes of a warp take part; those with columns are `live`.
+template <Rounding rounding, class Tag>
+__device__ __forceinline__ void compress_pair_half(const GroupsArgs& args,
+                                                   const DeviceOffset& offset, std::int64_t col,
+                                                   std::int64_t g, int half, bool live,
+                                                   const unsigned (&word)[32]) {
+  unsigned most = 0;
+#pragma unroll
+  for (int t = 0; t < 32; ++t) most = __vmaxu2(most, word[t] & 0x7fff7fffU);
+  most = __vmaxu2(most, __shfl_xor_sync(0xffffffffU, most, 16));
+  if (!live) return;
+  const auto pair = [](unsigned packed, int c) {
+    const unsigned one[1] = {packed};
+    float v[2];
+    Tag::unpack(one, v);
+    return v[c];
+  };
+#pragma unroll
+  for (int c = 0; c < 2; ++c) {
+    const GroupScale scale = group_scale(abs_bits(pair(most, c)));
+    if (half == 0) args.scale[(col + c) * ((args.x.rows + 63) / 64) + g] = scale.bf16;
+    finish_half<rounding>(args, offset, col + c, g, half, scale,
+                          [&](int t) { return pair(word[t], c); });
+  }
 }
 
 struct RequantizeArgs {
@@ -59,6 +131,7 @@ __device__ __forceinline__ void requantize_channel(const RequantizeArgs& args, s
 
 // ---- host (int4_activation.cu)
 
+GroupsArgs groups_args(const Context&, const CompressJob&);
 RequantizeArgs requantize_args(const Context&, const GroupsJob&);
 
 }  // namespace hot::detail

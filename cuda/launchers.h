@@ -14,6 +14,8 @@ void launch_rows(const Context&, const plan::Step&, const RowsJob&);
 // quantize_rows_column_amax.cu; `sum`: null: not wanted, as below
 void launch_rows_column_amax(const Context&, const plan::Step&, const RowsJob&, const ColumnsJob&,
                              const ColumnSum* sum);
+// quantize_rows_groups.cu
+void launch_rows_groups(const Context&, const plan::Step&, const RowsJob&, const CompressJob&);
 // quantize_columns.cu
 void launch_columns(const Context&, const plan::Step&, const ColumnsJob&, const ColumnSum* sum);
 // quantize_columns_generic.cu
@@ -30,13 +32,11 @@ struct GroupedJobs {
 };
 void launch_grouped(const Context&, const plan::Step&, const GroupedJobs&);
 // int4_activation.cu
-void launch_groups(const Context&, const plan::Step&, const MatrixIn& x, std::uint8_t* packed,
-                   std::int64_t row_bytes, std::uint16_t* scale);
+void launch_groups(const Context&, const plan::Step&, const CompressJob&);
 void launch_requantize(const Context&, const plan::Step&, const GroupsJob&);
 // rotated_activation.cu
-void launch_token_exponents(const Context&, const plan::Step&, const MatrixIn& x,
-                            std::uint8_t* exponents);
-void launch_rotate(const Context&, const plan::Step&, const RotateJob&);
+void launch_token_exponents(const Context&, const plan::Step&, const CompressJob&);
+void launch_rotate(const Context&, const plan::Step&, const CompressJob&);
 void launch_requantize_rotated(const Context&, const plan::Step&, const GroupsJob&);
 // bias.cu
 void launch_partial_sum(const Context&, const plan::Step&, const MatrixIn& x, void* sums);

@@ -53,6 +53,7 @@ constexpr KernelInfo kernels[kernel_count] = {
     {"rows16_kernel", "quantize_rows.cu", false},
     {"rows_kernel", "quantize_rows.cu", false},
     {"rows_column_amax_kernel", "quantize_rows_column_amax.cu", false},
+    {"rows_groups_kernel", "quantize_rows_groups.cu", false},
     {"columns_one_pass_kernel", "quantize_columns.cu", true},
     {"column_amax_kernel", "quantize_columns.cu", true},
     {"column_codes_kernel", "quantize_columns.cu", true},
@@ -118,6 +119,7 @@ constexpr const char* buffer_names[buffer_count] = {
     "y",
     "x codes (rows)",
     "w codes (rows)",
+    "quantised x",
     "quantised w",
     "bias as fp32",
 };
@@ -301,46 +303,64 @@ Plan plan_backward(const DeviceFacts& facts, const BackwardWork& work,
   return plan;
 }
 
-Plan plan_compress(const DeviceFacts& facts, const ArrayFacts& x, std::int64_t cols,
-                   const Projection& p, const OperandQuant& quant, std::int64_t scales) {
-  Plan plan;
-  add_zero(plan, {0, 0, columns_amax_words(facts, cols, p, quant)});
-  add_columns(
-      plan, facts,
-      {Job::activation, x, Buffer::x, Buffer::saved, Buffer::columns_amax, cols, p, quant, scales});
-  return plan;
+namespace {
+
+ColumnsShape activation_shape(const CompressShape& kept) {
+  const OperandQuant quant = activation_quant(kept.spec);
+  return {Job::activation,
+          kept.x,
+          Buffer::x,
+          Buffer::saved,
+          Buffer::columns_amax,
+          kept.cols,
+          kept.p,
+          quant,
+          quant.per_tensor ? 1 : kept.cols};
 }
 
-Plan plan_token_exponents(const ArrayFacts& x, std::int64_t rows) {
-  Plan plan;
+void add_token_exponents(Plan& plan, const CompressShape& kept) {
+  if (!kept.spec.equalize_tokens) return;
   constexpr int warps = rotated::exponent_rows;
-  plan.add(Kernel::token_exponents, {ceil_div(rows, warps), 32 * warps}, Buffer::x,
+  plan.add(Kernel::token_exponents, {ceil_div(kept.rows, warps), 32 * warps}, Buffer::x,
            Buffer::exponents)
-      .dtype = x.dtype;
-  return plan;
+      .dtype = kept.x.dtype;
 }
 
-Plan plan_rotate(const ArrayFacts& x, std::int64_t cols, const Projection& p) {
-  Plan plan;
-  Buffers reads = Buffer::x;
-  if (p.equalized) reads |= Buffer::exponents;
-  plan.add(Kernel::rotate, {ceil_div(cols, rotated::threads) * p.blocks, rotated::threads}, reads,
-           Buffer::saved)
-      .dtype = x.dtype;
-  return plan;
+void add_activation_zero(Plan& plan, const DeviceFacts& facts, const CompressShape& kept) {
+  if (kept.spec.storage != Storage::int8) return;
+  add_zero(plan, {0, 0, columns_amax_words(facts, kept.cols, kept.p, activation_quant(kept.spec))});
 }
 
-Plan plan_groups(const ArrayFacts& x, std::int64_t rows, std::int64_t cols, Rounding rounding,
-                 bool equalized) {
-  Plan plan;
-  const bool pairs = dtype_size(x.dtype) == 2 && x.pairs_aligned && !equalized;
-  const std::int64_t blocks = ceil_div(cols, 128) * ceil_div(rows, int4_group);
+void add_activation(Plan& plan, const DeviceFacts& facts, const CompressShape& kept) {
+  if (kept.spec.storage == Storage::int8) {
+    add_columns(plan, facts, activation_shape(kept));
+    return;
+  }
   Buffers reads = Buffer::x;
-  if (equalized) reads |= Buffer::exponents;
+  if (kept.spec.equalize_tokens) reads |= Buffer::exponents;
+  if (rotated_bits(kept.spec.storage) != 0) {
+    plan.add(Kernel::rotate,
+             {ceil_div(kept.cols, rotated::threads) * kept.p.blocks, rotated::threads}, reads,
+             Buffer::saved)
+        .dtype = kept.x.dtype;
+    return;
+  }
+  const bool pairs =
+      dtype_size(kept.x.dtype) == 2 && kept.x.pairs_aligned && !kept.spec.equalize_tokens;
+  const std::int64_t blocks = ceil_div(kept.cols, 128) * ceil_div(kept.rows, int4_group);
   Step& step =
       plan.add(pairs ? Kernel::group_pairs : Kernel::groups, {blocks, 128}, reads, Buffer::saved);
-  step.dtype = x.dtype;
-  step.rounding = rounding;
+  step.dtype = kept.x.dtype;
+  step.rounding = kept.spec.x_rounding;
+}
+
+}  // namespace
+
+Plan plan_compress(const DeviceFacts& facts, const CompressShape& kept) {
+  Plan plan;
+  add_token_exponents(plan, kept);
+  add_activation_zero(plan, facts, kept);
+  add_activation(plan, facts, kept);
   return plan;
 }
 
@@ -375,8 +395,10 @@ RowsShape forward_rows(RowsOf of, Buffer from, Buffer codes, const ArrayFacts& a
 Plan plan_forward(const DeviceFacts& facts, const ForwardWork& work, const ForwardArrays& arrays) {
   const LinearShape& shape = work.shape;
   Plan plan;
-  add_rows(plan, forward_rows(RowsOf::x, Buffer::x, Buffer::x_rows, arrays.x, shape.tokens,
-                              shape.in_features, work.spec));
+  if (work.input) {
+    add_rows(plan, forward_rows(RowsOf::x, Buffer::x, Buffer::x_rows, arrays.x, shape.tokens,
+                                shape.in_features, work.spec));
+  }
   if (work.weight) {
     add_rows(plan, forward_rows(RowsOf::weight, Buffer::w, Buffer::weight_rows, arrays.w,
                                 shape.out_features, shape.in_features, work.spec));
@@ -395,9 +417,30 @@ Plan plan_forward(const DeviceFacts& facts, const ForwardWork& work, const Forwa
   p.out = arrays.y;
   Buffers b = work.weight ? Buffer::weight_rows : Buffer::forward_w;
   if (work.bias) b |= work.wide ? Buffer::wide_bias : Buffer::bias;
-  const ProductBuffers buffers{Buffer::x_rows, b, Buffer::y};
+  const ProductBuffers buffers{work.input ? Buffer::x_rows : Buffer::forward_x, b, Buffer::y};
   const int index = 0;
   add_products(plan, facts, &p, &buffers, &index, 1);
+  return plan;
+}
+
+Plan plan_forward_input(const DeviceFacts& facts, const ArrayFacts& x, std::int64_t rows,
+                        std::int64_t cols, const ForwardLinearSpec& spec,
+                        const CompressShape* kept) {
+  Plan plan;
+  const RowsShape job = forward_rows(RowsOf::x, Buffer::x, Buffer::forward_x, x, rows, cols, spec);
+  if (kept == nullptr) {
+    add_rows(plan, job);
+    return plan;
+  }
+  add_token_exponents(plan, *kept);
+  if (add_rows_groups(plan, facts, job, *kept)) return plan;
+  add_activation_zero(plan, facts, *kept);
+  if (kept->spec.storage == Storage::int8 &&
+      add_rows_column_amax(plan, facts, job, activation_shape(*kept))) {
+    return plan;
+  }
+  add_rows(plan, job);
+  add_activation(plan, facts, *kept);
   return plan;
 }
 

@@ -26,6 +26,33 @@ enum class RowsPass { row_scales, amax, codes };  // codes: `amax` is known
 inline constexpr int rows16_max_blocks = 6;
 inline constexpr int rows16_max_lanes = 512;
 
+// Rows of x in INT8 and x in INT4 from one read.
+namespace rows_groups {
+
+// A cluster takes 64 tokens, and each of its CTAs an equal share of their columns, two CTAs on an
+// SM.
+constexpr int threads = 256, tokens = 64, max_cluster = 16, barrier_bytes = 8;
+constexpr int hadamard_block = 64;  // of the rows
+
+// Steps of a CTA through its 64 tokens; `lanes` share one.
+constexpr int steps(int lanes) { return tokens * lanes / threads; }
+constexpr int max_steps = steps(32);
+
+// Shared memory: the share of 64 tokens; where a cluster has several CTAs, the largest value of
+// each of a token's shares, in 8 bytes; barriers of the copies and of those values, one a step.
+struct Layout {
+  int row_bytes, largest_bytes;
+  constexpr Layout(std::int64_t columns, int ctas)
+      : row_bytes(static_cast<int>(columns) * 2), largest_bytes(ctas > 1 ? 8 * tokens * ctas : 0) {}
+  constexpr int largest() const { return tokens * row_bytes; }
+  constexpr int barriers() const { return largest() + largest_bytes; }
+  constexpr int bytes() const { return barriers() + (1 + max_steps) * barrier_bytes; }
+};
+// So that two fit on an SM of 228 KB, of which a CTA takes 1 KB for itself.
+constexpr int max_bytes = 113 * 1024;
+
+}  // namespace rows_groups
+
 namespace columns {
 
 // What becomes of 16 tokens of a column: as they are, an FWHT of all 16 rows, or the 8 rows that a
@@ -101,6 +128,12 @@ namespace rows_column_amax {
 
 constexpr int threads = 512, token_block = 16, barrier_bytes = 8;
 constexpr unsigned tiles_a_sum = 32;
+
+// Transforms of rows that have instances: g_y's, and the forward pass's of x, rounded to nearest.
+inline constexpr int gradient_block = 16, input_block = 64;
+constexpr bool can(int block, Rounding rounding) {
+  return block == gradient_block || (block == input_block && rounding == Rounding::nearest);
+}
 
 // Shared memory: two tiles; largest values and sums of the columns; for each tile the offsets that
 // a sketch folds by, and a barrier.
@@ -216,6 +249,7 @@ enum class Kernel : std::uint8_t {
   rows16,
   rows,
   rows_column_amax,  // rows, and the largest values of columns
+  rows_groups,       // rows of x, and x as INT4
   // columns of P g_y and of w
   columns_one_pass,
   column_amax,
@@ -298,18 +332,19 @@ enum class Buffer : std::uint8_t {
   y,
   x_rows,       // codes and scales of x and
   weight_rows,  // of w for it;
+  forward_x,    // x as quantize_forward_input and
   forward_w,    // w as quantize_forward_weight kept it
   wide_bias,    // the bias as fp32
 };
 inline constexpr int buffer_count = static_cast<int>(Buffer::wide_bias) + 1;
-static_assert(buffer_count <= 32);  // bits of a Buffers
+static_assert(buffer_count <= 64);  // bits of a Buffers
 const char* buffer_name(Buffer buffer);
 
 class Buffers {
  public:
   constexpr Buffers() = default;
   constexpr Buffers(Buffer buffer)  // NOLINT: one buffer is a set of one
-      : bits_(std::uint32_t{1} << static_cast<unsigned>(buffer)) {}
+      : bits_(std::uint64_t{1} << static_cast<unsigned>(buffer)) {}
   constexpr Buffers operator|(Buffers other) const { return from(bits_ | other.bits_); }
   Buffers& operator|=(Buffers other) { return *this = *this | other; }
   constexpr bool has(Buffer buffer) const { return (bits_ & Buffers(buffer).bits_) != 0; }
@@ -318,12 +353,12 @@ class Buffers {
   bool meets(Buffers other) const;
 
  private:
-  static constexpr Buffers from(std::uint32_t bits) {
+  static constexpr Buffers from(std::uint64_t bits) {
     Buffers set;
     set.bits_ = bits;
     return set;
   }
-  std::uint32_t bits_ = 0;
+  std::uint64_t bits_ = 0;
 };
 constexpr Buffers operator|(Buffer a, Buffer b) { return Buffers(a) | Buffers(b); }
 
@@ -360,11 +395,16 @@ struct FinishStep {
   Job job;
 };
 struct RowsColumnAmaxStep {
+  RowsOf of;
   RowsPass pass;
   columns::Kind kind;
   int lanes, lane_blocks;  // of a row
   int token_blocks;        // of a tile
   unsigned tiles, sums;    // sums: partial sums of a column
+};
+struct RowsGroupsStep {
+  int columns;             // of a CTA, of as many as a cluster has
+  int lanes, lane_blocks;  // of a row of them
 };
 // A range of the CTAs of quantize_grouped_kernel: whole clusters, `blocks` of which work.
 struct GroupedRange {
@@ -416,8 +456,8 @@ struct Step {
   DType dtype{};        // of what is read, or of a product's result
   Rounding rounding{};  // of the kernel's instance
   std::variant<std::monostate, RowsStep, ColumnsStep, GenericColumnsStep, FinishStep,
-               RowsColumnAmaxStep, GroupedStep, SumsStep, ZeroStep, SpreadStep, UnpackStep,
-               SmallGemmStep, ProductStep>
+               RowsColumnAmaxStep, RowsGroupsStep, GroupedStep, SumsStep, ZeroStep, SpreadStep,
+               UnpackStep, SmallGemmStep, ProductStep>
       work{};
 
   template <class T>
@@ -471,14 +511,16 @@ struct BackwardArrays {
 
 // A backward: quantisers of all operands, products, g_b.
 Plan plan_backward(const DeviceFacts&, const BackwardWork&, const BackwardArrays&);
-// compress_activation: the sizes of the tokens where those are equalised; x with INT8 storage, with
-// INT4, with rht4 and rht2.
-Plan plan_token_exponents(const ArrayFacts& x, std::int64_t rows);
-Plan plan_compress(const DeviceFacts&, const ArrayFacts& x, std::int64_t cols, const Projection&,
-                   const OperandQuant&, std::int64_t scales);
-Plan plan_groups(const ArrayFacts& x, std::int64_t rows, std::int64_t cols, Rounding,
-                 bool equalized);
-Plan plan_rotate(const ArrayFacts& x, std::int64_t cols, const Projection&);
+
+// x [rows, cols] that is kept for backward.
+struct CompressShape {
+  ArrayFacts x;
+  std::int64_t rows, cols;
+  const Projection& p;
+  const BackwardLinearSpec& spec;
+};
+// compress_activation: the sizes of the tokens where those are equalised, then x.
+Plan plan_compress(const DeviceFacts&, const CompressShape&);
 // quantize_weight.
 Plan plan_weight(const DeviceFacts&, const ArrayFacts& w, std::int64_t cols, const Projection&,
                  const OperandQuant&, std::int64_t scales);
@@ -489,6 +531,9 @@ struct ForwardArrays {
 };
 // forward_linear: quantisers of x and w, the product.
 Plan plan_forward(const DeviceFacts&, const ForwardWork&, const ForwardArrays&);
+// quantize_forward_input; `kept`: null, or the same x to be kept.
+Plan plan_forward_input(const DeviceFacts&, const ArrayFacts& x, std::int64_t rows,
+                        std::int64_t cols, const ForwardLinearSpec&, const CompressShape* kept);
 // quantize_forward_weight.
 Plan plan_forward_weight(const ArrayFacts& w, std::int64_t rows, std::int64_t cols,
                          int hadamard_block);

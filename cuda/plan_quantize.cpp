@@ -267,23 +267,25 @@ bool add_columns(Plan& plan, const DeviceFacts& facts, const ColumnsShape& job) 
   return job.sum;
 }
 
-namespace {
+namespace {}  // namespace
 
-// ---- rows of g_y, and the largest values of its columns, in one read ----------------------------
+// ---- rows, and the largest values of columns, in one read ---------------------------------------
 
 bool add_rows_column_amax(Plan& plan, const DeviceFacts& facts, const RowsShape& rows,
                           const ColumnsShape& columns) {
   Kind kind{};
   const bool rounds = rows.quant.per_tensor || rows.quant.rounding != Rounding::pseudo_stochastic;
   if (!facts.hopper || dtype_size(rows.x.dtype) != 2 || !rows.x.rows_aligned ||
-      rows.cols % 16 != 0 || rows.cols == 0 || rows.rows == 0 || rows.hadamard_block != 16 ||
-      !rounds || columns.p.order.samples != 0 || !block16_can(columns.p, columns.quant, kind) ||
+      rows.cols % rows.hadamard_block != 0 || rows.cols == 0 || rows.rows == 0 ||
+      !rows_column_amax::can(rows.hadamard_block, rows.quant.rounding) || !rounds ||
+      columns.p.order.samples != 0 || !block16_can(columns.p, columns.quant, kind) ||
       columns::has_factors(kind) || one_pass(facts, rows.cols, columns.p, columns.quant)) {
     return false;
   }
   const RowShare share = row_share(rows.k_padded / 16);
   if (share.lanes == 0 || share.lanes > 32) return false;
   RowsColumnAmaxStep work{};
+  work.of = rows.of;
   work.pass = rows.quant.per_tensor ? RowsPass::amax : RowsPass::row_scales;
   work.kind = kind;
   work.lanes = share.lanes;
@@ -297,9 +299,9 @@ bool add_rows_column_amax(Plan& plan, const DeviceFacts& facts, const RowsShape&
   const int bytes = rows_column_amax::Layout(rows.cols, work.token_blocks).bytes();
   if (bytes > facts.shared_bytes) return false;
 
-  Buffers reads = Buffer::gy | Buffer::columns_amax, writes = Buffer::columns_amax;
+  Buffers reads = rows.from | columns.amax, writes = columns.amax;
   if (rows.quant.per_tensor) reads |= Buffer::rows_amax;
-  writes |= rows.quant.per_tensor ? Buffer::rows_amax : Buffer::rows;
+  writes |= rows.quant.per_tensor ? Buffer::rows_amax : rows.codes;
   if (columns.sum) writes |= Buffer::sums;
   Step& step =
       plan.add(Kernel::rows_column_amax,
@@ -316,9 +318,45 @@ bool add_rows_column_amax(Plan& plan, const DeviceFacts& facts, const RowsShape&
   return true;
 }
 
-// ---- all operands of a small layer in one launch or two ----------------------------------------
+// ---- rows of x, and x as INT4, in one read -----------------------------------------------------
 
-}  // namespace
+bool add_rows_groups(Plan& plan, const DeviceFacts& facts, const RowsShape& rows,
+                     const CompressShape& kept) {
+  constexpr int block = rows_groups::hadamard_block;
+  if (!facts.hopper || kept.spec.storage != Storage::int4 || kept.spec.equalize_tokens ||
+      kept.spec.x_rounding == Rounding::pseudo_stochastic || rows.hadamard_block != block ||
+      dtype_size(rows.x.dtype) != 2 || !rows.x.rows_aligned || rows.rows == 0 || rows.cols == 0 ||
+      rows.cols % block != 0) {
+    return false;
+  }
+  // The fewest CTAs whose shares are whole blocks of the transform and fit twice on an SM; more
+  // where these leave SMs idle, as far as every device runs such clusters.
+  const std::int64_t blocks = rows.cols / block;
+  const std::int64_t tiles = ceil_div(rows.rows, rows_groups::tokens);
+  LaunchShape shape;
+  RowsGroupsStep work{};
+  for (int ctas = 1; ctas <= rows_groups::max_cluster && ctas <= blocks; ++ctas) {
+    if (blocks % ctas != 0) continue;
+    if (work.columns > 0 &&
+        (shape.blocks >= facts.sm_count || ctas > columns::max_portable_cluster)) {
+      break;
+    }
+    const std::int64_t columns = rows.cols / ctas;
+    const rows_groups::Layout layout(columns, ctas);
+    const RowShare share = row_share(columns / 16);
+    if (layout.bytes() > rows_groups::max_bytes || share.lanes > 32) continue;
+    shape = {tiles * ctas, rows_groups::threads, static_cast<std::size_t>(layout.bytes()), ctas};
+    work = {static_cast<int>(columns), share.lanes, share.blocks};
+  }
+  if (work.columns == 0) return false;
+  Step& step = plan.add(Kernel::rows_groups, shape, rows.from, rows.codes | Buffer::saved);
+  step.dtype = rows.x.dtype;
+  step.rounding = kept.spec.x_rounding;
+  step.work = work;
+  return true;
+}
+
+// ---- all operands of a small layer in one launch or two ----------------------------------------
 
 void add_zero(Plan& plan, const AmaxWords& words) {
   if (words.all() == 0) return;

@@ -1,13 +1,16 @@
-// Stage: g_y for both products, where a cluster does not hold a column tile (quantize_columns.cu).
+// Stage: g_y for both products, and x for the forward product and to be kept with storage int8,
+// where a cluster does not hold a column tile (quantize_columns.cu).
 //
 // rows_column_amax_kernel reads g_y once. It makes the rows' codes for g_x (of one scale for the
-// whole tensor only the largest value) and the largest values of the columns of P g_y, with g_b.
+// whole tensor only the largest value) and the largest values of the columns of P g_y, with g_b. Of
+// x it makes the rows' codes and the largest values of the columns of P x.
 // The codes of those columns are a second read (column_codes_kernel), which starts where this one
 // ends: in the L2.
 //   tile     16 whole rows (as many times more as rows are short) in shared memory. One CTA of 16
 //            warps on an SM goes from tile to tile. It copies the next one, an instruction a row
 //            (cp.async.bulk, so Hopper on), while it works on this one.
-//   rows     As in rows16_kernel: T lanes of a warp hold a row, B blocks of 16 elements each, in
+//   rows     As in rows16_kernel, with instances of g_y's block and of the forward pass's: T lanes
+//   of a warp hold a row, B blocks of 16 elements each, in
 //            registers; butterfly, largest value by shuffles, codes.
 //   columns  A thread takes 16 tokens of two neighbouring columns, folded (a sketch: a table says
 //            which tokens of the tile meet) or butterflied. It alone keeps their largest values and
@@ -80,7 +83,7 @@ __device__ void start_tile(const RowsColumnAmaxArgs& args, const Layout& layout,
   folds[thread] = (thread % 2 == 0 ? token : token ^ a) * layout.row_bytes;
 }
 
-template <Rounding rounding, int B, class Tag>
+template <Rounding rounding, int hadamard, int B, class Tag>
 __device__ __forceinline__ void quantize_tile_rows(const RowsColumnAmaxArgs& args,
                                                    const Layout& layout, const DeviceOffset& offset,
                                                    unsigned tile, const char* tokens,
@@ -101,14 +104,15 @@ __device__ __forceinline__ void quantize_tile_rows(const RowsColumnAmaxArgs& arg
 #pragma unroll
   for (int i = 0; i < B; ++i) Tag::unpack(words[i], v[i]);
   const std::int64_t row = std::int64_t{tile} * (args.token_blocks * token_block) + local;
-  quantize_row_values<rounding, 16>(args.rows, offset, row, lane, T, v, [&](std::uint32_t& amax) {
-    if (args.rows.pass == RowsPass::amax) {
-      largest = max(largest, amax);
-      return false;
-    }
-    amax = row_max(amax, T, thread, nullptr);
-    return true;
-  });
+  quantize_row_values<rounding, hadamard>(args.rows, offset, row, whole_row(args.rows), lane, T, v,
+                                          [&](std::uint32_t& amax) {
+                                            if (args.rows.pass == RowsPass::amax) {
+                                              largest = max(largest, amax);
+                                              return false;
+                                            }
+                                            amax = row_max(amax, T, thread, nullptr);
+                                            return true;
+                                          });
 }
 
 // Largest values of P g_y and sums of tokens, of two columns.
@@ -208,7 +212,7 @@ __device__ void write_partial_sums(const RowsColumnAmaxArgs& args, float* sums, 
   __syncthreads();
 }
 
-template <Rounding rounding, int B, class Tag>
+template <Rounding rounding, int hadamard, int B, class Tag>
 __global__ void __launch_bounds__(threads, 1)
     rows_column_amax_kernel(const __grid_constant__ RowsColumnAmaxArgs args) {
   extern __shared__ __align__(128) char shared[];
@@ -244,7 +248,8 @@ __global__ void __launch_bounds__(threads, 1)
       run += gridDim.x;
     }
     const char* const tokens = shared + here * layout.tile_bytes;
-    quantize_tile_rows<rounding, B, Tag>(args, layout, offset, tile, tokens, rows_largest);
+    quantize_tile_rows<rounding, hadamard, B, Tag>(args, layout, offset, tile, tokens,
+                                                   rows_largest);
     accumulate_columns<Tag>(args, layout, tokens, folds + here * layout.fold_words,
                             reinterpret_cast<uint2*>(largest), reinterpret_cast<float2*>(sums));
   }
@@ -273,13 +278,29 @@ __global__ void __launch_bounds__(threads, 1)
   }
 }
 
-template <Rounding rounding, class Tag>
-auto kernel_of(int lane_blocks) {
-  constexpr decltype(&rows_column_amax_kernel<rounding, 1, Tag>) kernels[rows16_max_blocks] = {
-      rows_column_amax_kernel<rounding, 1, Tag>, rows_column_amax_kernel<rounding, 2, Tag>,
-      rows_column_amax_kernel<rounding, 3, Tag>, rows_column_amax_kernel<rounding, 4, Tag>,
-      rows_column_amax_kernel<rounding, 5, Tag>, rows_column_amax_kernel<rounding, 6, Tag>};
+using KernelOf = void (*)(RowsColumnAmaxArgs);
+
+template <Rounding rounding, int hadamard, class Tag>
+KernelOf kernel_of(int lane_blocks) {
+  constexpr KernelOf kernels[rows16_max_blocks] = {
+      rows_column_amax_kernel<rounding, hadamard, 1, Tag>,
+      rows_column_amax_kernel<rounding, hadamard, 2, Tag>,
+      rows_column_amax_kernel<rounding, hadamard, 3, Tag>,
+      rows_column_amax_kernel<rounding, hadamard, 4, Tag>,
+      rows_column_amax_kernel<rounding, hadamard, 5, Tag>,
+      rows_column_amax_kernel<rounding, hadamard, 6, Tag>};
   return kernels[lane_blocks - 1];
+}
+
+template <class Tag>
+KernelOf kernel_of(Rounding rounding, int hadamard, int lane_blocks) {
+  using rows_column_amax::gradient_block;
+  using rows_column_amax::input_block;
+  if (rounding == Rounding::stochastic) {
+    return kernel_of<Rounding::stochastic, gradient_block, Tag>(lane_blocks);
+  }
+  return hadamard == gradient_block ? kernel_of<Rounding::nearest, gradient_block, Tag>(lane_blocks)
+                                    : kernel_of<Rounding::nearest, input_block, Tag>(lane_blocks);
 }
 
 }  // namespace
@@ -299,11 +320,9 @@ void launch_rows_column_amax(const Context& context, const plan::Step& step, con
   host_with_dtype(step.dtype, [&](auto tag) {
     using Tag = decltype(tag);
     if constexpr (Tag::size == 2) {
-      launch("backward_linear", context,
-             step.rounding == Rounding::stochastic
-                 ? kernel_of<Rounding::stochastic, Tag>(work.lane_blocks)
-                 : kernel_of<Rounding::nearest, Tag>(work.lane_blocks),
-             step.shape, args);
+      launch(work.of == plan::RowsOf::gy ? "backward_linear" : "quantize_forward_input", context,
+             kernel_of<Tag>(step.rounding, rows.hadamard_block, work.lane_blocks), step.shape,
+             args);
     }
   });
 }

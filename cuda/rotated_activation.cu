@@ -380,18 +380,18 @@ __global__ void __launch_bounds__(32 * rotated::exponent_rows)
 
 }  // namespace
 
-void launch_token_exponents(const Context& context, const plan::Step& step, const MatrixIn& x,
-                            std::uint8_t* exponents) {
+void launch_token_exponents(const Context& context, const plan::Step& step,
+                            const CompressJob& job) {
   host_with_dtype(step.dtype, [&](auto tag) {
-    launch("compress_activation", context, token_exponents_kernel<decltype(tag)>, step.shape, x,
-           rows_aligned(x), exponents);
+    launch("compress_activation", context, token_exponents_kernel<decltype(tag)>, step.shape, job.x,
+           rows_aligned(job.x), job.exponents);
   });
 }
 
-void launch_rotate(const Context& context, const plan::Step& step, const RotateJob& job) {
-  const RotateArgs args{job.x,
-                        device_key(job.key, Purpose::signs),
-                        device_key(job.key, Purpose::activation),
+void launch_rotate(const Context& context, const plan::Step& step, const CompressJob& job) {
+  const RotateArgs args{job.equalized(),
+                        device_key(context.key(), Purpose::signs),
+                        device_key(context.key(), Purpose::activation),
                         job.packed,
                         job.row_bytes,
                         job.scale,
@@ -400,7 +400,8 @@ void launch_rotate(const Context& context, const plan::Step& step, const RotateJ
   host_with_dtype(step.dtype, [&](auto tag) {
     using Tag = decltype(tag);
     launch("compress_activation", context,
-           job.bits == 4 ? rotate_kernel<4, Tag> : rotate_kernel<2, Tag>, step.shape, args);
+           rotated_bits(job.spec.storage) == 4 ? rotate_kernel<4, Tag> : rotate_kernel<2, Tag>,
+           step.shape, args);
   });
 }
 

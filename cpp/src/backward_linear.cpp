@@ -221,53 +221,45 @@ std::size_t compress_activation_workspace(const Context& context, std::int64_t t
   return compress_workspace(context, in_features, detail::token_projection(tokens, spec), spec);
 }
 
+detail::CompressCall::CompressCall(const char* call, const Context& context,
+                                   const ConstTensorView& x, const MatrixIn& rows,
+                                   const BackwardLinearSpec& spec, const SavedActivation& saved,
+                                   const Workspace& workspace) {
+  const Checker check(call, context);
+  check_spec(call, spec);
+  projection = token_projection(rows.rows, spec);
+  const SavedLayout layout = layout_of(projection, rows.cols, spec);
+  check_bytes(call, "saved", saved.data, saved.bytes, layout.bytes, detail::BufferSize::at_least);
+  check.disjoint("saved",
+                 vector(saved.data, DType::i8, static_cast<std::int64_t>(layout.bytes), x.device),
+                 "x", x);
+  check.workspace(workspace, compress_workspace(context, rows.cols, projection, spec));
+  kept = {saved.data, layout.bytes, rows.rows, rows.cols, context.key(), saved_format(spec)};
+  if (layout.bytes == 0) return;
+  auto* const bytes = static_cast<std::uint8_t*>(saved.data);
+  auto* const scales = bytes + layout.scale_offset;
+  job.emplace(CompressJob{rows,
+                          spec.equalize_tokens ? bytes + layout.exponent_offset : nullptr,
+                          spec,
+                          &projection,
+                          {static_cast<std::int8_t*>(saved.data), reinterpret_cast<float*>(scales),
+                           rows.cols, layout.k_padded, layout.scales},
+                          bytes,
+                          layout.row_bytes,
+                          reinterpret_cast<std::uint16_t*>(scales)});
+}
+
 ConstSavedActivation compress_activation(const Context& context, const ConstTensorView& x,
                                          const BackwardLinearSpec& spec,
                                          const SavedActivation& saved, const Workspace& workspace) {
   const detail::StandardArithmetic arithmetic;
   const char* const call = "compress_activation";
   const Checker check(call, context);
-  check_spec(call, spec);
   check.input("x", x, float_dtypes, 2, max_dims);
-  MatrixIn rows = check.collapsed("x", x);
-  const Projection p = detail::token_projection(rows.rows, spec);
-  const SavedLayout layout = layout_of(p, rows.cols, spec);
-  check_bytes(call, "saved", saved.data, saved.bytes, layout.bytes, detail::BufferSize::at_least);
-  check.disjoint("saved",
-                 vector(saved.data, DType::i8, static_cast<std::int64_t>(layout.bytes), x.device),
-                 "x", x);
-  check.workspace(workspace, compress_workspace(context, rows.cols, p, spec));
-  const ConstSavedActivation kept{saved.data, layout.bytes,  rows.rows,
-                                  rows.cols,  context.key(), saved_format(spec)};
-  if (layout.bytes == 0) return kept;
-  auto* bytes = static_cast<char*>(saved.data);
-  const detail::Backend& backend = backend_of(context);
-  if (spec.equalize_tokens) {
-    auto* const exponents = static_cast<std::uint8_t*>(saved.data) + layout.exponent_offset;
-    backend.token_exponents(context, rows, exponents);
-    rows.exponents = exponents;
-    rows.divide = true;
-  }
-  if (spec.storage != Storage::int8) {
-    if (rows.rows == 0 || rows.cols == 0) return kept;
-    auto* const packed = static_cast<std::uint8_t*>(saved.data);
-    auto* const scale = reinterpret_cast<std::uint16_t*>(bytes + layout.scale_offset);
-    if (spec.storage == Storage::int4) {
-      backend.compress_groups(context, rows, spec.x_rounding, packed, layout.row_bytes, scale);
-    } else {
-      backend.compress_rotated(context,
-                               {rows, &p, context.key(), detail::rotated_bits(spec.storage), packed,
-                                layout.row_bytes, scale});
-    }
-    return kept;
-  }
-  const detail::Operand out{static_cast<std::int8_t*>(saved.data),
-                            reinterpret_cast<float*>(bytes + layout.scale_offset), rows.cols,
-                            layout.k_padded, layout.scales};
-  backend.compress_columns(
-      context, {rows, &p, Side::activation, context.key(), detail::activation_quant(spec), out},
-      workspace.data);
-  return kept;
+  const detail::CompressCall made(call, context, x, check.collapsed("x", x), spec, saved,
+                                  workspace);
+  if (made.job) backend_of(context).compress(context, *made.job, workspace.data);
+  return made.kept;
 }
 
 void decompress_activation(const Context& context, const ConstSavedActivation& saved,

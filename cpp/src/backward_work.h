@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 
 #include "hot/backward_linear.h"
 #include "kernels.h"
@@ -80,6 +81,27 @@ inline Projection token_projection(std::int64_t tokens, const BackwardLinearSpec
   p.signs = rotated;
   p.equalized = spec.equalize_tokens;
   return p;
+}
+
+// A call that keeps x: its arguments checked (backward_linear.cpp), nothing written. It stays where
+// it is, for its job points at its projection.
+struct CompressCall {
+  // `rows`: x as a matrix. The messages name the arguments x and saved.
+  CompressCall(const char* call, const Context&, const ConstTensorView& x, const MatrixIn& rows,
+               const BackwardLinearSpec&, const SavedActivation& saved, const Workspace&);
+  CompressCall(const CompressCall&) = delete;
+  CompressCall& operator=(const CompressCall&) = delete;
+
+  Projection projection;
+  ConstSavedActivation kept{};
+  std::optional<CompressJob> job{};  // none: there is nothing to keep
+};
+
+// x as the columns that storage int8 keeps.
+inline ColumnsJob activation_columns(const Context& context, const CompressJob& job) {
+  return {
+      job.equalized(), job.projection, Side::activation, context.key(), activation_quant(job.spec),
+      job.out};
 }
 
 // The fields that both kinds of product share.

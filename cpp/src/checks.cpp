@@ -334,6 +334,10 @@ MatrixOut Checker::collapsed_out(const char* name, const TensorView& view) const
   return {view.data, view.dtype, m.rows, m.cols, m.row_stride, m.col_stride};
 }
 
+Operand quantized_operand(const void* data, std::int64_t rows, std::int64_t k_padded) {
+  return weight_operand(const_cast<void*>(data), rows, k_padded);
+}
+
 ResolvedWeight resolve_weight(const Checker& check, const WeightArgument& w,
                               const ExpectedWeight& expected, Device device) {
   ResolvedWeight found;
@@ -359,9 +363,7 @@ ResolvedWeight resolve_weight(const Checker& check, const WeightArgument& w,
   check_format(expected.call, "w", expected.made_by, quantized.format, expected.format);
   check_bytes(expected.call, "w", quantized.data, quantized.bytes,
               weight_bytes(found.other_size, expected.k_padded));
-  // An Operand is writable; this one is only read.
-  found.quantized =
-      weight_operand(const_cast<void*>(quantized.data), found.other_size, expected.k_padded);
+  found.quantized = quantized_operand(quantized.data, found.other_size, expected.k_padded);
   found.memory =
       vector(quantized.data, DType::i8, static_cast<std::int64_t>(quantized.bytes), device);
   return found;

@@ -101,6 +101,8 @@ struct ResolvedWeight {
   std::int64_t other_size = 0;         // that of in_features, out_features that is not contracted
   ConstTensorView memory{};            // what outputs must not overlap
 };
+// Codes that are only read: an Operand is writable.
+Operand quantized_operand(const void* data, std::int64_t rows, std::int64_t k_padded);
 ResolvedWeight resolve_weight(const Checker&, const WeightArgument&, const ExpectedWeight&,
                               Device device);
 

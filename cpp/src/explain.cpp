@@ -123,6 +123,9 @@ struct Layer {
   detail::plan::ArrayFacts array(std::int64_t columns) const {
     return {options.dtype, aligned(columns, options.dtype), columns % 2 == 0};
   }
+  detail::plan::CompressShape kept() const {
+    return {array(shape.in_features), shape.tokens, shape.in_features, tokens, spec};
+  }
   detail::plan::OutFacts out(std::int64_t columns, DType dtype) const {
     return {dtype, true, aligned(columns, dtype)};
   }
@@ -427,13 +430,49 @@ std::string slow_forward_reason(const Layer& layer, const Step& step) {
   }
 }
 
+// Why no kernel makes the rows of x and x as INT4 from one read, on a GPU that has one.
+std::string second_read_reason(const Layer& layer) {
+  const std::int64_t I = layer.shape.in_features;
+  const DType dtype = layer.options.dtype;
+  const int block = layer.options.forward.hadamard_block;
+  constexpr int one_read = detail::rows_groups::hadamard_block;
+  if (!layer.facts.hopper) return "";
+  const std::string why =
+      dtype_size(dtype) != 2       ? std::string(dtype_name(dtype))
+      : layer.spec.equalize_tokens ? "tokens are equalised"
+      : block != one_read ? "forward's hadamard_block is " + std::to_string(block) + ", where " +
+                                std::to_string(one_read) + " is read once"
+      : I % one_read != 0
+          ? "in_features " + std::to_string(I) + " is not a multiple of " + std::to_string(one_read)
+      : layer.spec.x_rounding == Rounding::pseudo_stochastic
+          ? "rounding is pseudo_stochastic"
+          : "no cluster divides in_features " + std::to_string(I) + " into shares that fit";
+  return "x is read again for its INT4: " + why;
+}
+
+std::string slow_input_reason(const Layer& layer, const Step& step) {
+  switch (step.kernel) {
+    case Kernel::rows:
+    case Kernel::rows16:
+      return slow_forward_reason(layer, step);
+    case Kernel::groups:
+    case Kernel::group_pairs: {
+      const std::string slow = slow_path_reason(layer, step), again = second_read_reason(layer);
+      return slow.empty() || again.empty() ? slow + again : slow + "; " + again;
+    }
+    default:
+      return slow_path_reason(layer, step);
+  }
+}
+
 void add_forward(Explanation& all, const Layer& layer, const Rates& rates) {
   // No structured binding: C++17's lambdas cannot capture one (clang says so, gcc does not).
   const std::int64_t L = layer.shape.tokens, O = layer.shape.out_features,
                      I = layer.shape.in_features;
   const ExplainOptions& options = layer.options;
   const std::int64_t k = detail::forward_k(I, options.forward);
-  const auto add = [&](const char* call, const Plan& plan) {
+  using Reason = std::string (*)(const Layer&, const Step&);
+  const auto add = [&](const char* call, const Plan& plan, Reason reason) {
     Words words = words_of(layer, call, plan);
     words.bytes = [&](Buffer buffer) -> std::int64_t {
       switch (buffer) {
@@ -447,6 +486,7 @@ void add_forward(Explanation& all, const Layer& layer, const Rates& rates) {
         case Buffer::spread_a:
           return 4 * L;
         case Buffer::x_rows:
+        case Buffer::forward_x:
           return L * (k + 4);
         case Buffer::weight_rows:
         case Buffer::forward_w:
@@ -458,19 +498,29 @@ void add_forward(Explanation& all, const Layer& layer, const Rates& rates) {
     words.operations = [&](const Step& step) {
       return step.writes.has(Buffer::y) ? 2 * L * O * k : 0;
     };
-    words.slow = [&](const Step& step) { return slow_forward_reason(layer, step); };
+    words.slow = [&layer, reason](const Step& step) { return reason(layer, step); };
     add_steps(all, words, plan, rates);
   };
   if (options.quantized_forward_weight && O > 0) {
     add("quantize_forward_weight",
-        detail::plan::plan_forward_weight(layer.array(I), O, I, options.forward.hadamard_block));
+        detail::plan::plan_forward_weight(layer.array(I), O, I, options.forward.hadamard_block),
+        slow_forward_reason);
+  }
+  if (options.compress) {
+    const detail::plan::CompressShape kept = layer.kept();
+    add("quantize_forward_input",
+        detail::plan::plan_forward_input(layer.facts, layer.array(I), L, I, options.forward, &kept),
+        slow_input_reason);
   }
   if (L == 0 || O == 0) return;
-  const detail::ForwardWork work{options.forward, layer.shape, !options.quantized_forward_weight,
-                                 options.bias, options.bias && options.bias_dtype != DType::f32};
+  const detail::ForwardWork work{
+      options.forward,   layer.shape,
+      !options.compress, !options.quantized_forward_weight,
+      options.bias,      options.bias && options.bias_dtype != DType::f32};
   add("forward_linear",
       detail::plan::plan_forward(layer.facts, work,
-                                 {layer.array(I), layer.array(I), layer.out(O, options.dtype)}));
+                                 {layer.array(I), layer.array(I), layer.out(O, options.dtype)}),
+      slow_forward_reason);
   detail::WorkspaceCursor cursor;
   detail::plan::take_forward_scratch(cursor, layer.facts, work);
   all.workspace = cursor.bytes();
@@ -603,25 +653,8 @@ Explanation explain(std::string_view device, const LinearShape& shape,
     const Rates rates = set_device(all, device, facts, named);
     if (options.y) add_forward(all, layer, rates);
     const bool elements = L > 0 && I > 0;
-    if (options.compress && spec.equalize_tokens) {
-      add_steps(all, layer, "compress_activation",
-                detail::plan::plan_token_exponents(layer.array(I), L), rates);
-    }
-    if (options.compress && elements && spec.storage == Storage::int4) {
-      add_steps(
-          all, layer, "compress_activation",
-          detail::plan::plan_groups(layer.array(I), L, I, spec.x_rounding, spec.equalize_tokens),
-          rates);
-    }
-    if (options.compress && elements && detail::rotated_bits(spec.storage) != 0) {
-      add_steps(all, layer, "compress_activation",
-                detail::plan::plan_rotate(layer.array(I), I, layer.tokens), rates);
-    }
-    const OperandQuant quant = detail::activation_quant(spec);
-    const std::int64_t scales = quant.per_tensor ? 1 : I;
-    if (options.compress && scales > 0 && spec.storage == Storage::int8) {  // also for an empty x
-      add_steps(all, layer, "compress_activation",
-                detail::plan::plan_compress(facts, layer.array(I), I, layer.tokens, quant, scales),
+    if (options.compress && !options.y) {
+      add_steps(all, layer, "compress_activation", detail::plan::plan_compress(facts, layer.kept()),
                 rates);
     }
     const bool gx = options.gx && elements && O > 0, gw = options.gw && elements && O > 0;

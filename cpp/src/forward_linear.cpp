@@ -4,6 +4,7 @@
 #include <string>
 
 #include "arithmetic.h"
+#include "backward_work.h"
 #include "checks.h"
 #include "fingerprint.h"
 #include "forward_work.h"
@@ -29,18 +30,50 @@ void check_shape(const char* call, const LinearShape& shape) {
                       {shape.tokens, shape.out_features, shape.in_features});
 }
 
-void check_and_run(const Context& context, const ConstTensorView& x,
+// x of a call: floats (`view`), or quantised before (`quantized`).
+struct InputArgument {
+  const ConstTensorView* view;
+  const ConstQuantizedInput* quantized;
+};
+
+// Bytes as a view, for what outputs must not overlap.
+ConstTensorView bytes_view(const void* data, std::size_t bytes, Device device) {
+  return vector(data, DType::i8, static_cast<std::int64_t>(bytes), device);
+}
+
+// Checks x, writes it and its sizes into `call`, and returns its memory.
+ConstTensorView resolve_input(const Checker& check, const Context& context, const InputArgument& x,
+                              detail::ForwardCall& call) {
+  LinearShape& shape = call.work.shape;
+  if (x.quantized == nullptr) {
+    check.input("x", *x.view, float_dtypes, 2, max_dims);
+    call.x = check.collapsed("x", *x.view);
+    shape.tokens = call.x.rows;
+    shape.in_features = call.x.cols;
+    return *x.view;
+  }
+  const ConstQuantizedInput& given = *x.quantized;
+  detail::check_sizes(forward_name, {"tokens", "in_features"}, {given.tokens, given.in_features});
+  detail::check_format(forward_name, "x", "quantize_forward_input", given.format,
+                       forward_input_format(call.work.spec));
+  const std::int64_t k = forward_k(given.in_features, call.work.spec);
+  detail::check_bytes(forward_name, "x", given.data, given.bytes,
+                      detail::weight_bytes(given.tokens, k));
+  shape.tokens = given.tokens;
+  shape.in_features = given.in_features;
+  call.quantized_x = detail::quantized_operand(given.data, given.tokens, k);
+  return bytes_view(given.data, given.bytes, context.device());
+}
+
+void check_and_run(const Context& context, const InputArgument& given_x,
                    const detail::WeightArgument& w, const ConstTensorView& bias,
                    const ForwardLinearSpec& spec, const TensorView& y, const Workspace& workspace) {
   const detail::StandardArithmetic arithmetic;
   const Checker check(forward_name, context);
   check_spec(forward_name, spec);
-  check.input("x", x, float_dtypes, 2, max_dims);
-  detail::ForwardCall call{{spec, {}, w.quantized == nullptr}};
-  call.x = check.collapsed("x", x);
+  detail::ForwardCall call{{spec, {}, given_x.quantized == nullptr, w.quantized == nullptr}};
   LinearShape& shape = call.work.shape;
-  shape.tokens = call.x.rows;
-  shape.in_features = call.x.cols;
+  const ConstTensorView x = resolve_input(check, context, given_x, call);
   const detail::ResolvedWeight weight =
       detail::resolve_weight(check, w,
                              {forward_name, "quantize_forward_weight", forward_weight_format(spec),
@@ -115,24 +148,111 @@ ConstQuantizedWeight quantize_forward_weight(const Context& context, const Const
   return {out.data, out.bytes, weight.rows, weight.cols, forward_weight_format(spec)};
 }
 
+std::uint64_t forward_input_format(const ForwardLinearSpec& spec) {
+  check_spec("forward_input_format", spec);
+  return detail::Fingerprint().add('i').add(spec.hadamard_block).value();
+}
+
+std::size_t forward_input_bytes(std::int64_t tokens, std::int64_t in_features,
+                                const ForwardLinearSpec& spec) {
+  const char* const call = "forward_input_bytes";
+  check_shape(call, {tokens, 0, in_features});
+  check_spec(call, spec);
+  return detail::weight_bytes(tokens, forward_k(in_features, spec));
+}
+
+namespace {
+
+constexpr const char* input_name = "quantize_forward_input";
+
+// x and the codes that are to be made of it, checked.
+struct InputCall {
+  detail::MatrixIn x;
+  std::int64_t k;
+  InputCall(const Context& context, const ConstTensorView& view, const ForwardLinearSpec& spec,
+            const QuantizedInput& out) {
+    const Checker check(input_name, context);
+    check_spec(input_name, spec);
+    check.input("x", view, float_dtypes, 2, max_dims);
+    x = check.collapsed("x", view);
+    k = forward_k(x.cols, spec);
+    detail::check_bytes(input_name, "out", out.data, out.bytes, detail::weight_bytes(x.rows, k));
+    check.disjoint("out", bytes_view(out.data, out.bytes, view.device), "x", view);
+  }
+  void run(const Context& context, const ForwardLinearSpec& spec, const QuantizedInput& out,
+           const detail::CompressJob* kept, void* workspace) const {
+    backend_of(context).quantize_forward_input(context,
+                                               {x, spec.hadamard_block, detail::forward_quant,
+                                                detail::weight_operand(out.data, x.rows, k)},
+                                               kept, workspace);
+  }
+  ConstQuantizedInput result(const ForwardLinearSpec& spec, const QuantizedInput& out) const {
+    return {out.data, out.bytes, x.rows, x.cols, forward_input_format(spec)};
+  }
+};
+
+}  // namespace
+
+ConstQuantizedInput quantize_forward_input(const Context& context, const ConstTensorView& x,
+                                           const ForwardLinearSpec& spec,
+                                           const QuantizedInput& out) {
+  const detail::StandardArithmetic arithmetic;
+  const InputCall call(context, x, spec, out);
+  if (call.x.rows > 0) call.run(context, spec, out, nullptr, nullptr);
+  return call.result(spec, out);
+}
+
+ForwardInput quantize_forward_input(const Context& context, const ConstTensorView& x,
+                                    const ForwardLinearSpec& spec, const QuantizedInput& out,
+                                    const BackwardLinearSpec& kept, const SavedActivation& saved,
+                                    const Workspace& workspace) {
+  const detail::StandardArithmetic arithmetic;
+  const InputCall call(context, x, spec, out);
+  const detail::CompressCall compress(input_name, context, x, call.x, kept, saved, workspace);
+  Checker(input_name, context)
+      .disjoint("saved", bytes_view(saved.data, compress.kept.bytes, x.device), "out",
+                bytes_view(out.data, out.bytes, x.device));
+  const detail::CompressJob* const job = compress.job ? &*compress.job : nullptr;
+  if (call.x.rows > 0) {
+    call.run(context, spec, out, job, workspace.data);
+  } else if (job != nullptr) {
+    backend_of(context).compress(context, *job, workspace.data);
+  }
+  return {call.result(spec, out), compress.kept};
+}
+
 std::size_t forward_linear_workspace(const Context& context, const LinearShape& shape,
-                                     const ForwardLinearSpec& spec, bool quantized_weight) {
+                                     const ForwardLinearSpec& spec, bool quantized_weight,
+                                     bool quantized_input) {
   check_shape("forward_linear_workspace", shape);
   check_spec("forward_linear_workspace", spec);
-  return backend_of(context).forward_workspace(context,
-                                               {spec, shape, !quantized_weight, true, true});
+  return backend_of(context).forward_workspace(
+      context, {spec, shape, !quantized_input, !quantized_weight, true, true});
 }
 
 void forward_linear(const Context& context, const ConstTensorView& x, const ConstTensorView& w,
                     const ConstTensorView& bias, const ForwardLinearSpec& spec, const TensorView& y,
                     const Workspace& workspace) {
-  check_and_run(context, x, {&w, nullptr}, bias, spec, y, workspace);
+  check_and_run(context, {&x, nullptr}, {&w, nullptr}, bias, spec, y, workspace);
 }
 
 void forward_linear(const Context& context, const ConstTensorView& x, const ConstQuantizedWeight& w,
                     const ConstTensorView& bias, const ForwardLinearSpec& spec, const TensorView& y,
                     const Workspace& workspace) {
-  check_and_run(context, x, {nullptr, &w}, bias, spec, y, workspace);
+  check_and_run(context, {&x, nullptr}, {nullptr, &w}, bias, spec, y, workspace);
+}
+
+void forward_linear(const Context& context, const ConstQuantizedInput& x, const ConstTensorView& w,
+                    const ConstTensorView& bias, const ForwardLinearSpec& spec, const TensorView& y,
+                    const Workspace& workspace) {
+  check_and_run(context, {nullptr, &x}, {&w, nullptr}, bias, spec, y, workspace);
+}
+
+void forward_linear(const Context& context, const ConstQuantizedInput& x,
+                    const ConstQuantizedWeight& w, const ConstTensorView& bias,
+                    const ForwardLinearSpec& spec, const TensorView& y,
+                    const Workspace& workspace) {
+  check_and_run(context, {nullptr, &x}, {nullptr, &w}, bias, spec, y, workspace);
 }
 
 }  // namespace hot

@@ -14,8 +14,9 @@ namespace hot::detail {
 struct ForwardWork {
   const ForwardLinearSpec& spec;
   LinearShape shape;
-  bool weight;        // whether w is to be quantised
-  bool bias = false;  // and whether there is one,
+  bool input;         // whether x
+  bool weight;        // and w are to be quantised
+  bool bias = false;  // and whether there is a bias,
   bool wide = false;  // which is to be widened to a vector of fp32
 };
 
@@ -23,8 +24,8 @@ struct ForwardWork {
 struct ForwardCall {
   ForwardWork work;
   MatrixIn x{}, w{};
-  Operand quantized{};  // w, where it comes quantised
-  MatrixIn bias{};      // one row
+  Operand quantized_x{}, quantized{};  // x and w where they come quantised
+  MatrixIn bias{};                     // one row
   MatrixOut y{};
 };
 
@@ -49,7 +50,7 @@ ForwardScratch take_forward_scratch(WorkspaceCursor& cursor, const ForwardWork& 
   const LinearShape& shape = work.shape;
   const std::int64_t k = forward_k(shape.in_features, work.spec);
   ForwardScratch s;
-  s.x = take_operand(cursor, shape.tokens, k, shape.tokens);
+  if (work.input) s.x = take_operand(cursor, shape.tokens, k, shape.tokens);
   if (work.weight) s.weight = take_operand(cursor, shape.out_features, k, shape.out_features);
   if (work.wide) s.bias = cursor.take<float>(shape.out_features);
   s.gemm = cursor.take<char>(

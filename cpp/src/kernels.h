@@ -59,15 +59,25 @@ struct GroupsJob {
   Key key{};                       // or the key of the dither that it comes from (CUDA)
 };
 
-// x [L, C] to the codes of rht4 and rht2, one bf16 scale per block and channel.
-struct RotateJob {
+// x [L, C] as it is kept for backward, by the key of the context: with storage int8 as `out`,
+// otherwise as packed codes and bf16 scales.
+struct CompressJob {
   MatrixIn x;
-  const Projection* projection;  // all rows of blocks of 64, with signs
-  Key key;                       // of the signs and of the dither
-  int bits;
+  // Where its tokens are equalised: their sizes, to be found first. x is then divided by them.
+  std::uint8_t* exponents;
+  const BackwardLinearSpec& spec;
+  const Projection* projection;  // P; of rht4 and rht2 all rows of blocks of 64, with signs
+  Operand out;
   std::uint8_t* packed;
   std::int64_t row_bytes;
   std::uint16_t* scale;
+  // x as what is kept is made from it.
+  MatrixIn equalized() const {
+    MatrixIn made = x;
+    made.exponents = exponents;
+    made.divide = exponents != nullptr;
+    return made;
+  }
 };
 
 // Decodes tokens [first, first + out.rows) of a saved x of basis full.
@@ -146,25 +156,21 @@ class Backend {
   virtual void gemm_int4(const Context&, const GemmArgs&, std::int8_t* a, std::int8_t* b,
                          void* workspace) const = 0;
 
-  // Scratch of compress_columns and of quantize_weight.
+  // Scratch of compress (storage int8) and of quantize_weight.
   virtual std::size_t columns_workspace(const Context&, std::int64_t cols, const Projection&,
                                         const OperandQuant&) const = 0;
-  // x [L, C] as INT8 and as packed INT4.
-  virtual void compress_columns(const Context&, const ColumnsJob&, void* workspace) const = 0;
-  virtual void compress_groups(const Context&, const MatrixIn& x, Rounding, std::uint8_t* packed,
-                               std::int64_t row_bytes, std::uint16_t* scale) const = 0;
+  virtual void compress(const Context&, const CompressJob&, void* workspace) const = 0;
   virtual void decompress(const Context&, const DecompressJob&) const = 0;
-  // What equalises the tokens of x, and x as rht4 and rht2.
-  virtual void token_exponents(const Context&, const MatrixIn& x,
-                               std::uint8_t* exponents) const = 0;
-  virtual void compress_rotated(const Context&, const RotateJob&) const = 0;
   virtual void quantize_weight(const Context&, const ColumnsJob&, void* workspace) const = 0;
 
   virtual std::size_t backward_workspace(const Context&, const BackwardWork&) const = 0;
   virtual void backward(const Context&, const BackwardCall&, void* workspace) const = 0;
 
-  // Rows with a scale each, nothing random: w for the forward product.
+  // Rows with a scale each, nothing random: w for the forward product; x for it, and, where `kept`
+  // is given, the same x as it is kept (scratch: that of compress).
   virtual void quantize_forward_weight(const Context&, const RowsJob&) const = 0;
+  virtual void quantize_forward_input(const Context&, const RowsJob&, const CompressJob* kept,
+                                      void* workspace) const = 0;
   virtual std::size_t forward_workspace(const Context&, const ForwardWork&) const = 0;
   virtual void forward(const Context&, const ForwardCall&, void* workspace) const = 0;
 };

@@ -344,37 +344,76 @@ void quantize_forward_weight(const CoreContext& c, const In& w, const hot::Forwa
   hot::quantize_forward_weight(c.context, wv, spec, {bytes.data, bytes.bytes});
 }
 
-std::size_t forward_linear_workspace(const CoreContext& c, std::int64_t tokens,
-                                     std::int64_t out_features, std::int64_t in_features,
-                                     const hot::ForwardLinearSpec& spec, bool quantized_weight) {
-  return hot::forward_linear_workspace(c.context, {tokens, out_features, in_features}, spec,
-                                       quantized_weight);
+std::size_t forward_input_bytes(std::int64_t tokens, std::int64_t in_features,
+                                const hot::ForwardLinearSpec& spec) {
+  return hot::forward_input_bytes(tokens, in_features, spec);
 }
 
-// w, or in its place what quantize_forward_weight left (`quantized_weight`).
+// x for the forward product and, where `kept` is given, for backward, into `saved`.
+void quantize_forward_input(const CoreContext& c, const In& x, const hot::ForwardLinearSpec& spec,
+                            const Out& out, const Spec* kept, const KeyTuple& key, const Out& saved,
+                            const Out& workspace) {
+  const hot::ConstTensorView xv = view(x, "x");
+  const hot::SavedActivation bytes = saved_view(out, "out");
+  const hot::QuantizedInput to{bytes.data, bytes.bytes};
+  if (kept == nullptr) {
+    Gil release;
+    hot::quantize_forward_input(c.context, xv, spec, to);
+    return;
+  }
+  const hot::SavedActivation sv = saved_view(saved, "saved");
+  const Scratch scratch(c.context, workspace, [&]() -> std::size_t {
+    if (xv.ndim < 2) return 0;  // the call below says what is wrong
+    return hot::compress_activation_workspace(c.context, leading(xv), xv.shape[xv.ndim - 1],
+                                              kept->spec);
+  });
+  Gil release;
+  hot::quantize_forward_input(c.context.with_key(key_of(key)), xv, spec, to, kept->spec, sv,
+                              scratch.get());
+}
+
+std::size_t forward_linear_workspace(const CoreContext& c, std::int64_t tokens,
+                                     std::int64_t out_features, std::int64_t in_features,
+                                     const hot::ForwardLinearSpec& spec, bool quantized_weight,
+                                     bool quantized_input) {
+  return hot::forward_linear_workspace(c.context, {tokens, out_features, in_features}, spec,
+                                       quantized_weight, quantized_input);
+}
+
+// x and w, or in their place what quantize_forward_input (of so many `in_features`) and
+// quantize_forward_weight left.
 void forward_linear(const CoreContext& c, const In& x, const In& w, const In& bias,
                     const hot::ForwardLinearSpec& spec, const Out& y, const Out& workspace,
-                    const In& quantized_weight) {
+                    const In& quantized_weight, const In& quantized_input,
+                    std::int64_t in_features) {
   const hot::ConstTensorView xv = view(x, "x");
   const hot::ConstTensorView wv = view(w, "w");
   const hot::ConstTensorView bv = view(bias, "bias");
   const hot::TensorView yv = view(y, "y");
-  const bool quantized = quantized_weight.is_valid();
-  const std::int64_t in_features = xv.ndim >= 2 ? xv.shape[xv.ndim - 1] : 0;
+  const bool quantized = quantized_weight.is_valid(), input = quantized_input.is_valid();
+  if (!input) in_features = xv.ndim >= 2 ? xv.shape[xv.ndim - 1] : 0;
   const std::int64_t out_features = yv.ndim >= 2 ? yv.shape[yv.ndim - 1] : 0;
+  const std::int64_t tokens = yv.ndim >= 2 ? leading(yv) : 0;
   const hot::ConstSavedActivation bytes = saved_view(quantized_weight, "quantized_weight");
+  const hot::ConstSavedActivation codes = saved_view(quantized_input, "quantized_input");
   const Scratch scratch(c.context, workspace, [&]() -> std::size_t {
-    if (xv.ndim < 2 || yv.ndim < 2) return 0;  // the call below says what is wrong
-    return hot::forward_linear_workspace(c.context, {leading(xv), out_features, in_features}, spec,
-                                         quantized);
+    if ((!input && xv.ndim < 2) || yv.ndim < 2) return 0;  // the call below says what is wrong
+    return hot::forward_linear_workspace(c.context,
+                                         {input ? tokens : leading(xv), out_features, in_features},
+                                         spec, quantized, input);
   });
+  const hot::ConstQuantizedWeight qw{bytes.data, bytes.bytes, out_features, in_features,
+                                     hot::forward_weight_format(spec)};
+  const hot::ConstQuantizedInput qx{codes.data, codes.bytes, tokens, in_features,
+                                    hot::forward_input_format(spec)};
+  const auto run = [&](const auto& left, const auto& right) {
+    hot::forward_linear(c.context, left, right, bv, spec, yv, scratch.get());
+  };
   Gil release;
-  if (quantized) {
-    const hot::ConstQuantizedWeight qv{bytes.data, bytes.bytes, out_features, in_features,
-                                       hot::forward_weight_format(spec)};
-    hot::forward_linear(c.context, xv, qv, bv, spec, yv, scratch.get());
+  if (input) {
+    quantized ? run(qx, qw) : run(qx, wv);
   } else {
-    hot::forward_linear(c.context, xv, wv, bv, spec, yv, scratch.get());
+    quantized ? run(xv, qw) : run(xv, wv);
   }
 }
 
@@ -565,12 +604,19 @@ void bind_ops(nb::module_& m) {
   m.def("forward_weight_bytes", &forward_weight_bytes, "out_features"_a, "in_features"_a, "spec"_a);
   m.def("quantize_forward_weight", &quantize_forward_weight, "context"_a, "w"_a.noconvert(),
         "spec"_a, "out"_a.noconvert());
+  m.def("forward_input_format", &hot::forward_input_format, "spec"_a);
+  m.def("forward_input_bytes", &forward_input_bytes, "tokens"_a, "in_features"_a, "spec"_a);
+  m.def("quantize_forward_input", &quantize_forward_input, "context"_a, "x"_a.noconvert(), "spec"_a,
+        "out"_a.noconvert(), "kept"_a.none() = nb::none(), "key"_a = KeyTuple{},
+        "saved"_a.noconvert().none() = nb::none(), "workspace"_a.noconvert().none() = nb::none());
   m.def("forward_linear_workspace", &forward_linear_workspace, "context"_a, "tokens"_a,
-        "out_features"_a, "in_features"_a, "spec"_a, "quantized_weight"_a);
-  m.def("forward_linear", &forward_linear, "context"_a, "x"_a.noconvert(), "w"_a.noconvert().none(),
-        "bias"_a.noconvert().none(), "spec"_a, "y"_a.noconvert(),
+        "out_features"_a, "in_features"_a, "spec"_a, "quantized_weight"_a,
+        "quantized_input"_a = false);
+  m.def("forward_linear", &forward_linear, "context"_a, "x"_a.noconvert().none(),
+        "w"_a.noconvert().none(), "bias"_a.noconvert().none(), "spec"_a, "y"_a.noconvert(),
         "workspace"_a.noconvert().none() = nb::none(),
-        "quantized_weight"_a.noconvert().none() = nb::none());
+        "quantized_weight"_a.noconvert().none() = nb::none(),
+        "quantized_input"_a.noconvert().none() = nb::none(), "in_features"_a = 0);
   m.def("forward_supported", &forward_supported, "context"_a, "tokens"_a, "out_features"_a,
         "in_features"_a, "spec"_a);
   m.def("explain_devices", &hot::explain_devices);

@@ -191,6 +191,18 @@ def forward_weight_bytes(out_features: int, in_features: int, spec: ForwardLinea
 def quantize_forward_weight(
     context: CoreContext, w: _Array, spec: ForwardLinearSpec, out: _Array
 ) -> None: ...
+def forward_input_format(spec: ForwardLinearSpec) -> int: ...
+def forward_input_bytes(tokens: int, in_features: int, spec: ForwardLinearSpec) -> int: ...
+def quantize_forward_input(
+    context: CoreContext,
+    x: _Array,
+    spec: ForwardLinearSpec,
+    out: _Array,
+    kept: Spec | None = None,
+    key: _Key = ...,
+    saved: _Array | None = None,
+    workspace: _Array | None = None,
+) -> None: ...
 def forward_linear_workspace(
     context: CoreContext,
     tokens: int,
@@ -198,16 +210,19 @@ def forward_linear_workspace(
     in_features: int,
     spec: ForwardLinearSpec,
     quantized_weight: bool,
+    quantized_input: bool = False,
 ) -> int: ...
 def forward_linear(
     context: CoreContext,
-    x: _Array,
+    x: _Array | None,
     w: _Array | None,
     bias: _Array | None,
     spec: ForwardLinearSpec,
     y: _Array,
     workspace: _Array | None = None,
     quantized_weight: _Array | None = None,
+    quantized_input: _Array | None = None,
+    in_features: int = 0,
 ) -> None: ...
 def forward_supported(
     context: CoreContext,

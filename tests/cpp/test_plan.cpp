@@ -115,8 +115,7 @@ TEST(Plan, an_empty_x_gets_the_scales_that_it_has) {
     const std::int64_t scales = hot::saved_layout(tokens, ins, spec).scales;
     ASSERT_EQ(scales, one ? 1 : ins);
     const hot::detail::Projection p = hot::detail::make_projection(tokens, spec.low_rank);
-    const plan::Plan plan = plan::plan_compress(plan::DeviceFacts{}, {}, ins, p,
-                                                hot::detail::activation_quant(spec), scales);
+    const plan::Plan plan = plan::plan_compress(plan::DeviceFacts{}, {{}, tokens, ins, p, spec});
     const bool written = std::any_of(plan.begin(), plan.end(), [](const plan::Step& step) {
       return step.kernel == plan::Kernel::finish_scales;
     });

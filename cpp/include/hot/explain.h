@@ -52,7 +52,7 @@ struct ExplainOptions {
   /// bytes.
   DType dtype = DType::bf16;
   DType gw_dtype = DType::f32;
-  bool compress = true;  // compress_activation too
+  bool compress = true;  // compress_activation too; with `y` both by quantize_forward_input
   bool gx = true, gw = true, gb = true;
   bool accumulate = false;        // into g_w and g_b
   bool quantized_weight = false;  // w quantised once, by quantize_weight

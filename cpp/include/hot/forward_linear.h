@@ -36,9 +36,59 @@ HOT_API ConstQuantizedWeight quantize_forward_weight(const Context& context,
                                                      const ForwardLinearSpec& spec,
                                                      const QuantizedWeight& out);
 
-/// Scratch for forward_linear; `quantized_weight`: w was quantised before.
+/// x prepared for forward_linear: transformed along I, quantised. Layers with the same x share it.
+struct QuantizedInput {
+  void* data = nullptr;  // forward_input_bytes bytes, 16-byte aligned
+  std::size_t bytes = 0;
+};
+/// A quantised x, as quantize_forward_input returns it.
+struct ConstQuantizedInput {
+  const void* data = nullptr;
+  std::size_t bytes = 0;
+  std::int64_t tokens = 0;
+  std::int64_t in_features = 0;
+  std::uint64_t format = 0;  // forward_input_format of the spec it was made with
+};
+
+/// Number of what the bytes of an x quantised for the forward pass mean. Never 0.
+HOT_API std::uint64_t forward_input_format(const ForwardLinearSpec& spec);
+
+HOT_API std::size_t forward_input_bytes(std::int64_t tokens, std::int64_t in_features,
+                                        const ForwardLinearSpec& spec);
+
+/// Quantises x [L, I] (f32, f16, bf16; 2 to 4 dimensions whose leading ones collapse) once for
+/// several calls of forward_linear with the same spec, which then give the same bits as with x
+/// itself. No random numbers.
+///
+/// @param out  forward_input_bytes bytes, 16-byte aligned: codes [L, roundup(I, n)], L scales.
+/// Returns what forward_linear takes. docs/numerics.md: "Forward".
+HOT_API ConstQuantizedInput quantize_forward_input(const Context& context, const ConstTensorView& x,
+                                                   const ForwardLinearSpec& spec,
+                                                   const QuantizedInput& out);
+
+/// Both forms of an x: for the forward product, and kept for backward.
+struct ForwardInput {
+  ConstQuantizedInput quantized{};
+  ConstSavedActivation saved{};
+};
+
+/// The same, and compress_activation of that x by `kept`, with the same bits as the two calls. On a
+/// GPU both forms come from one read of x where a kernel can (hot/explain.h says which).
+///
+/// @param kept       how x is kept for backward.
+/// @param saved      saved_layout(...).bytes bytes, 16-byte aligned, no overlap with `out` or x.
+/// @param workspace  compress_activation_workspace bytes, for `kept`.
+HOT_API ForwardInput quantize_forward_input(const Context& context, const ConstTensorView& x,
+                                            const ForwardLinearSpec& spec,
+                                            const QuantizedInput& out,
+                                            const BackwardLinearSpec& kept,
+                                            const SavedActivation& saved,
+                                            const Workspace& workspace);
+
+/// Scratch for forward_linear; `quantized_weight`, `quantized_input`: w, x were quantised before.
 HOT_API std::size_t forward_linear_workspace(const Context& context, const LinearShape& shape,
-                                             const ForwardLinearSpec& spec, bool quantized_weight);
+                                             const ForwardLinearSpec& spec, bool quantized_weight,
+                                             bool quantized_input = false);
 
 /// y = x w^T + b by an INT8 product: both operands after a Hadamard transform in blocks along I,
 /// rounded to nearest, x with a scale for each token and w with one for each out feature.
@@ -57,6 +107,16 @@ HOT_API void forward_linear(const Context& context, const ConstTensorView& x,
 
 /// The same with w quantised before (quantize_forward_weight).
 HOT_API void forward_linear(const Context& context, const ConstTensorView& x,
+                            const ConstQuantizedWeight& w, const ConstTensorView& bias,
+                            const ForwardLinearSpec& spec, const TensorView& y,
+                            const Workspace& workspace);
+
+/// The same with x quantised before (quantize_forward_input), and w as it is or quantised, too.
+HOT_API void forward_linear(const Context& context, const ConstQuantizedInput& x,
+                            const ConstTensorView& w, const ConstTensorView& bias,
+                            const ForwardLinearSpec& spec, const TensorView& y,
+                            const Workspace& workspace);
+HOT_API void forward_linear(const Context& context, const ConstQuantizedInput& x,
                             const ConstQuantizedWeight& w, const ConstTensorView& bias,
                             const ForwardLinearSpec& spec, const TensorView& y,
                             const Workspace& workspace);

@@ -15,18 +15,13 @@ class CpuBackend final : public Backend {
   // lowrank.cpp
   void hla(const Context&, const MatrixIn& x, const Projection&, Side, const Key& sketch_key,
            const MatrixOut& out) const override;
-  void compress_columns(const Context&, const ColumnsJob&, void* workspace) const override;
   void quantize_weight(const Context&, const ColumnsJob&, void* workspace) const override;
-  void compress_rotated(const Context&, const RotateJob&) const override;
   // quantize.cpp
   void quantize(const Context&, const MatrixIn& x, const QuantSpec&, const MatrixOut& q,
                 float* scale) const override;
   void dequantize(const Context&, const MatrixIn& q, const float* scale, Granularity,
                   const MatrixOut& out) const override;
-  void compress_groups(const Context&, const MatrixIn& x, Rounding, std::uint8_t* packed,
-                       std::int64_t row_bytes, std::uint16_t* scale) const override;
   void decompress(const Context&, const DecompressJob&) const override;
-  void token_exponents(const Context&, const MatrixIn& x, std::uint8_t* exponents) const override;
   // pack.cpp
   void pack_int4(const Context&, const MatrixIn& q, const MatrixOut& out) const override;
   void unpack_int4(const Context&, const MatrixIn& packed, const MatrixOut& out) const override;
@@ -41,13 +36,21 @@ class CpuBackend final : public Backend {
                                 const OperandQuant&) const override {
     return 0;
   }
+  void compress(const Context&, const CompressJob&, void* workspace) const override;
   std::size_t backward_workspace(const Context&, const BackwardWork&) const override;
   void backward(const Context&, const BackwardCall&, void* workspace) const override;
   // forward_linear.cpp
   void quantize_forward_weight(const Context&, const RowsJob&) const override;
+  void quantize_forward_input(const Context&, const RowsJob&, const CompressJob* kept,
+                              void* workspace) const override;
   std::size_t forward_workspace(const Context&, const ForwardWork&) const override;
   void forward(const Context&, const ForwardCall&, void* workspace) const override;
 };
+
+// The stages of compress_activation; `x` is equalised where that is wanted.
+void token_exponents(const Context&, const MatrixIn& x, std::uint8_t* exponents);  // quantize.cpp
+void compress_groups(const Context&, const MatrixIn& x, const CompressJob&);       // quantize.cpp
+void compress_rotated(const Context&, const MatrixIn& x, const CompressJob&);      // lowrank.cpp
 
 // The stages of a backward pass. The single scale of a whole operand is its scales' first element.
 void quantize_rows(const Context&, const RowsJob&);        // quantize.cpp

@@ -55,6 +55,19 @@ Scratch take_scratch(WorkspaceCursor& cursor, const Backend& backend, const Cont
 
 }  // namespace
 
+void CpuBackend::compress(const Context& context, const CompressJob& job, void*) const {
+  if (job.exponents != nullptr) token_exponents(context, job.x, job.exponents);
+  if (job.spec.storage == Storage::int8) {
+    quantize_columns(context, activation_columns(context, job));
+  } else if (job.x.rows == 0 || job.x.cols == 0) {
+    return;
+  } else if (job.spec.storage == Storage::int4) {
+    compress_groups(context, job.equalized(), job);
+  } else {
+    compress_rotated(context, job.equalized(), job);
+  }
+}
+
 std::size_t CpuBackend::backward_workspace(const Context& context, const BackwardWork& work) const {
   WorkspaceCursor cursor;
   take_scratch(cursor, *this, context, work);

@@ -20,6 +20,12 @@ void CpuBackend::quantize_forward_weight(const Context& context, const RowsJob& 
   quantize_rows(context, job);
 }
 
+void CpuBackend::quantize_forward_input(const Context& context, const RowsJob& job,
+                                        const CompressJob* kept, void* workspace) const {
+  quantize_rows(context, job);
+  if (kept != nullptr) compress(context, *kept, workspace);
+}
+
 std::size_t CpuBackend::forward_workspace(const Context& context, const ForwardWork& work) const {
   WorkspaceCursor cursor;
   take_scratch(cursor, *this, context, work);
@@ -31,9 +37,10 @@ void CpuBackend::forward(const Context& context, const ForwardCall& call, void* 
   const int block = work.spec.hadamard_block;
   WorkspaceCursor cursor(workspace);
   const ForwardScratch s = take_scratch(cursor, *this, context, work);
-  quantize_rows(context, {call.x, block, forward_quant, s.x});
+  if (work.input) quantize_rows(context, {call.x, block, forward_quant, s.x});
   if (work.weight) quantize_rows(context, {call.w, block, forward_quant, s.weight});
-  GemmArgs args = product(s.x, work.weight ? s.weight : call.quantized, block, false, call.y);
+  GemmArgs args = product(work.input ? s.x : call.quantized_x,
+                          work.weight ? s.weight : call.quantized, block, false, call.y);
   if (work.wide) {
     load_row(simd_kernels(context.isa()), call.bias, 0, 0, work.shape.out_features, s.bias);
     args.bias = s.bias;

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "backward_work.h"
 #include "cpu/backend.h"
 #include "cpu/scalar.h"
 
@@ -271,8 +272,8 @@ namespace {
 // strip of columns at a time.
 class RotatedBlock {
  public:
-  RotatedBlock(const SimdKernels& simd, const RotateJob& job, const RandomKey& dither)
-      : simd_(simd), job_(job), dither_(dither) {}
+  RotatedBlock(const SimdKernels& simd, const CompressJob& job, const RandomKey& dither)
+      : simd_(simd), job_(job), bits_(rotated_bits(job.spec.storage)), dither_(dither) {}
 
   void compress(std::int64_t block, std::int64_t col, int cols, float* rows) {
     std::uint8_t u[rotated_block];
@@ -287,8 +288,8 @@ class RotatedBlock {
       inv_[c] = 0.0F;
     }
     std::uint8_t* const packed =
-        job_.packed + col * job_.row_bytes + block * rotated_block * job_.bits / 8;
-    if (job_.bits == 4) {
+        job_.packed + col * job_.row_bytes + block * rotated_block * bits_ / 8;
+    if (bits_ == 4) {
       for (int c = 0; c < cols; ++c) {
         if (keep_[c] == 0) continue;
         scale_[c] = float_to_bf16_up(float_from_bits(amax[c]) / 7.5F);
@@ -338,7 +339,8 @@ class RotatedBlock {
   }
 
   const SimdKernels& simd_;
-  const RotateJob& job_;
+  const CompressJob& job_;
+  int bits_;
   RandomKey dither_;
   std::uint32_t keep_[strip_columns] = {};
   std::uint16_t scale_[strip_columns] = {};
@@ -349,12 +351,12 @@ class RotatedBlock {
 
 }  // namespace
 
-void CpuBackend::compress_rotated(const Context& context, const RotateJob& job) const {
+void compress_rotated(const Context& context, const MatrixIn& x, const CompressJob& job) {
   const SimdKernels& simd = simd_kernels(context.isa());
-  const RandomKey dither = random_key(job.key, Purpose::activation);
-  const Tasks tasks(context, job.x, *job.projection);
-  tasks.run(context, simd, job.x, *job.projection, Side::activation,
-            random_key(job.key, Purpose::signs),
+  const RandomKey dither = random_key(context.key(), Purpose::activation);
+  const Tasks tasks(context, x, *job.projection);
+  tasks.run(context, simd, x, *job.projection, Side::activation,
+            random_key(context.key(), Purpose::signs),
             [&](Strip& strip, std::int64_t col, std::int64_t begin, std::int64_t end) {
               RotatedBlock rotated(simd, job, dither);
               for (std::int64_t block = begin; block < end; ++block) {
@@ -363,9 +365,6 @@ void CpuBackend::compress_rotated(const Context& context, const RotateJob& job) 
             });
 }
 
-void CpuBackend::compress_columns(const Context& context, const ColumnsJob& job, void*) const {
-  quantize_columns(context, job);
-}
 void CpuBackend::quantize_weight(const Context& context, const ColumnsJob& job, void*) const {
   quantize_columns(context, job);
 }

@@ -233,11 +233,9 @@ void quantize_rows(const Context& context, const RowsJob& job) {
 }
 
 // A task holds a group of 64 tokens of 64 channels: one pass over x.
-void CpuBackend::compress_groups(const Context& context, const MatrixIn& x, Rounding rounding,
-                                 std::uint8_t* packed, std::int64_t row_bytes,
-                                 std::uint16_t* scale) const {
+void compress_groups(const Context& context, const MatrixIn& x, const CompressJob& job) {
   const SimdKernels& simd = simd_kernels(context.isa());
-  const Rounder rounder{rounding, 4, random_key(context.key(), Purpose::activation)};
+  const Rounder rounder{job.spec.x_rounding, 4, random_key(context.key(), Purpose::activation)};
   const std::int64_t groups = ceil_div(x.rows, int4_group);
   const std::int64_t strips = ceil_div(x.cols, strip_columns);
   const std::int64_t row_blocks = round_up(x.rows, group) / group;
@@ -267,7 +265,7 @@ void CpuBackend::compress_groups(const Context& context, const MatrixIn& x, Roun
           inv[c] = 1.0F / bf16_to_float(half);
         }
       }
-      scale[(col + c) * groups + g] = half;
+      job.scale[(col + c) * groups + g] = half;
     }
     std::int8_t codes[strip_columns * int4_group];
     for (std::int64_t part = 0; part < int4_group; part += group) {
@@ -279,16 +277,15 @@ void CpuBackend::compress_groups(const Context& context, const MatrixIn& x, Roun
       simd.quantize_strip(rows + part * strip_columns, static_cast<int>(cols), inv, keep, rounder,
                           blk, codes + part, int4_group);
     }
-    const std::int64_t bytes = std::min(int4_group / 2, row_bytes - g * int4_group / 2);
+    const std::int64_t bytes = std::min(int4_group / 2, job.row_bytes - g * int4_group / 2);
     for (std::int64_t c = 0; c < cols; ++c) {
       pack_row(codes + c * int4_group, 2 * bytes,
-               packed + (col + c) * row_bytes + g * int4_group / 2);
+               job.packed + (col + c) * job.row_bytes + g * int4_group / 2);
     }
   });
 }
 
-void CpuBackend::token_exponents(const Context& context, const MatrixIn& x,
-                                 std::uint8_t* exponents) const {
+void token_exponents(const Context& context, const MatrixIn& x, std::uint8_t* exponents) {
   const SimdKernels& simd = simd_kernels(context.isa());
   const std::int64_t per_task = rows_per_task(x.cols);
   const auto width = static_cast<float>(std::max<std::int64_t>(1, x.cols));
