@@ -70,6 +70,17 @@ def dispatch_modes() -> int:
     return 1 if count is None else int(count())
 
 
+def in_selective_checkpoint() -> bool:
+    """Whether a selective checkpoint's policy sees every operator; True if unknown."""
+    if dispatch_modes() == 0:
+        return False
+    stack = getattr(torch.utils._python_dispatch, "_get_current_dispatch_mode_stack", None)
+    mode = getattr(torch.utils.checkpoint, "_CachingTorchDispatchMode", None)
+    if stack is None or mode is None:
+        return True
+    return any(isinstance(active, mode) for active in stack())
+
+
 def without_torch_function() -> AbstractContextManager[Any]:
     """Hide the calls inside from ``TorchFunctionMode``; does nothing without the private name.
 

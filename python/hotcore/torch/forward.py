@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from . import accumulation, ops, weight_codes
+from . import accumulation, input_cache, ops, weight_codes
 
 _INT8 = '"forward":"int8"'
 
@@ -21,8 +21,50 @@ def is_int8(config: str) -> bool:
     return _INT8 in config
 
 
+class Input:
+    """The x of a call that goes past the dispatcher: quantised for its product, and kept.
+
+    What another layer has made of the same x is taken. What is missing comes from one read of x.
+    """
+
+    __slots__ = ("_cache", "_codes", "_config", "_inner", "_x")
+
+    def __init__(self, x: Tensor, inner: Tensor, config: str) -> None:
+        """``inner`` is x as autocast casts it."""
+        self._x, self._inner, self._config = x, inner, ops.parsed(config)
+        self._cache = input_cache.current()
+        self._codes = self._cache.codes_of(x, inner, self._config.forward_block)
+
+    def compress(self, inner: Tensor, seed: Tensor, config: str) -> Tensor:
+        """As :func:`ops.compress_activation`; makes the other form with it, if that is missing."""
+        if self._codes is not None:
+            return ops.compress_activation(inner, seed, config)
+        self._cache.quantized = None  # free the old codes before the new ones are allocated
+        codes, saved = ops.quantize_forward_input(inner, self._config, ops.key_of(seed))
+        self._keep(codes)
+        assert saved is not None  # noqa: S101  # there is a key
+        return saved
+
+    def codes(self) -> Tensor | None:
+        """What :func:`linear` takes; None: x itself, which no other layer can share."""
+        if self._codes is None and self._cache.shares(self._x):
+            self._cache.quantized = None
+            self._keep(ops.quantize_forward_input(self._inner, self._config)[0])
+        return self._codes
+
+    def _keep(self, codes: Tensor) -> None:
+        self._codes = codes
+        self._cache.keep_codes(self._x, self._inner, self._config.forward_block, codes)
+
+
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, config: str, *, followed: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    config: str,
+    *,
+    followed: bool,
+    codes: Tensor | None = None,
 ) -> Tensor:
     """``x weight^T + bias`` in INT8 and in x's dtype; no gradients.
 
@@ -32,11 +74,13 @@ def linear(
         bias: ``[O]`` or None, likewise.
         config: as JSON.
         followed: whether autograd follows the call, which may then take a frozen weight's codes.
+        codes: of x, by :func:`ops.quantize_forward_input`; only where the call goes past the
+            dispatcher.
     """
-    codes = None
+    quantized = None
     if ops.bypasses_dispatcher(x, weight):
-        codes = _codes_of(weight, config, followed)
-    return ops.forward_linear(x, weight, bias, config, codes)
+        quantized = _codes_of(weight, config, followed)
+    return ops.forward_linear(x, weight, bias, config, quantized, codes)
 
 
 def _codes_of(rows: Tensor, config: str, followed: bool) -> Tensor | None:

@@ -124,10 +124,16 @@ def _frozen_linear(x: Tensor, weight: ops.Frozen, bias: Tensor | None, config_js
         return F.linear(inner, matrix, None if bias is None else _cast(bias, dtype))
     if not wanted:
         return ops.frozen_product(inner, bias, None, config_json, weight)
-    if compiled and config_json:
-        _, seed = ops.kept_of(x, inner, config_json, False)
+    x_codes = None
+    if not forward.is_int8(config_json):
+        if compiled and config_json:
+            _, seed = ops.kept_of(x, inner, config_json, False)
+    elif compiled:
+        x_codes, _, seed = ops.input_of(x, inner, config_json, False)
+    elif ops.bypasses_dispatcher(inner, weight.codes):
+        x_codes = forward.Input(x, inner, config_json).codes()
     product = ops.frozen_linear if compiled else ops.apply_frozen_linear
-    y: Tensor = product(inner, bias, seed, config_json, *weight)
+    y: Tensor = product(inner, bias, seed, config_json, *weight, x_codes)
     return y
 
 
@@ -187,9 +193,13 @@ def _compiled_linear(
     if forward.is_int8(config_json):
         _check_dtypes(x, weight.dtype, bias, dtype)
     inner = _cast(x, dtype)  # in the graph, where the compiler fuses it with the producer of x
-    keep = weight.requires_grad and not defer
-    saved, seed = ops.kept_of(x, inner, config_json, keep)
-    y: Tensor = ops.linear(inner, weight, bias, saved if keep else None, seed, config_json)
+    keep, codes = weight.requires_grad and not defer, None
+    if forward.is_int8(config_json):
+        codes, saved, seed = ops.input_of(x, inner, config_json, keep)
+    else:
+        saved, seed = ops.kept_of(x, inner, config_json, keep)
+    kept = saved if keep else None
+    y: Tensor = ops.linear(inner, weight, bias, kept, seed, config_json, codes)
     return y
 
 
@@ -426,17 +436,23 @@ class _HotLinear(torch.autograd.Function):
                 matrix = _cast(weight, dtype)
                 plain_bias = None if bias is None else _cast(bias, dtype)
         need_gx, keep = ctx.needs_input_grad[:2]
+        # The codes' seed is saved with them: a checkpoint may recompute both.
+        saved, saved_seed, cache, codes = None, seed, None, None
+        compress: Callable[..., Tensor] = ops.compress_activation
         if int8:
             _check_dtypes(x, weight.dtype, bias, dtype)
-            y = forward.linear(inner, weight, bias, config, followed=True)
-        else:
-            y = F.linear(inner, matrix, plain_bias)
-        # The codes' seed is saved with them: a checkpoint may recompute both.
-        saved, saved_seed, cache = None, seed, None
+            if ops.bypasses_dispatcher(inner, weight):
+                both = forward.Input(x, inner, config)
+                codes, compress = both.codes, both.compress
         if keep:
             cache, key = input_cache.current(), input_cache.linear_key(config, dtype)
-            arguments = (ops.compress_activation, inner, seed, config)
+            arguments = (compress, inner, seed, config)
             saved, saved_seed = cache.get_or_compress(ctx, x, weight, key, *arguments)
+        if int8:
+            found = None if codes is None else codes()
+            y = forward.linear(inner, weight, bias, config, followed=True, codes=found)
+        else:
+            y = F.linear(inner, matrix, plain_bias)
         ctx.save_for_backward(saved, saved_seed, weight if need_gx else None)
         ctx.set_materialize_grads(False)
         ctx.config, ctx.x_shape, ctx.seed, ctx.cache = config, x.shape, seed, cache

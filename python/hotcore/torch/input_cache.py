@@ -6,6 +6,9 @@ with; it still rounds g_y with its own seed. The entry is dropped when x is free
 node that it was made for is freed, when another x is compressed, when a layer that has taken it is
 called again, and in backward: a second pass over the same x needs fresh rounding noise.
 
+With an 8-bit forward the layers share x quantised for their products, too. Its entry goes with x,
+with the codes of another x, and in backward; it has no noise that a second pass would need afresh.
+
 Only activations are shared: tensors with a ``grad_fn`` that are not views of a leaf. Optimizers,
 ``torch.distributed`` and data loaders write leaves without raising torch's version counter. Code
 that writes an activation the same way (NumPy, DLPack, ``.detach().data``, a replayed CUDA graph)
@@ -100,20 +103,66 @@ class _Entry(NamedTuple):
     """Ids of the weights of the layers that have taken the entry."""
 
 
+class _Quantized(NamedTuple):
+    x: _Ref
+    key: Hashable
+    codes: Tensor
+
+
+def _shared_state(x: Tensor) -> Hashable | None:
+    """What has to be equal for the same tensor to be the same x; None: x is not shared."""
+    if not share_inputs.enabled or not _is_activation(x) or ops.is_intercepted(x):
+        return None
+    stream = _compat.current_stream(x.get_device()) if x.is_cuda else None
+    try:
+        return (x._version, x.data_ptr(), stream)
+    except RuntimeError:  # inference-mode tensors have no version counter
+        return None
+
+
+def _capturing(x: Tensor) -> bool:
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 class InputCache:
     """The x that a thread compressed last. Every layer asks it: a miss costs the host about 1 us.
 
-    Tests may read :attr:`entry`.
+    Tests may read :attr:`entry` and :attr:`quantized`.
     """
 
-    __slots__ = ("entry",)
+    __slots__ = ("entry", "quantized")
 
     entry: _Entry | None
     """What is cached; None: nothing."""
 
+    quantized: _Quantized | None
+    """The x that was quantised last for an 8-bit forward; None: nothing."""
+
     def __init__(self) -> None:
         """Begin empty."""
-        self.entry = None
+        self.entry = self.quantized = None
+
+    def shares(self, x: Tensor) -> bool:
+        """Whether another layer could take what is made of x."""
+        return _shared_state(x) is not None and not _capturing(x)
+
+    def codes_of(self, x: Tensor, inner: Tensor, block: int) -> Tensor | None:
+        """Codes of x for an 8-bit forward in blocks of ``block``; None: there are none.
+
+        ``inner`` is x as autocast casts it.
+        """
+        found = self.quantized
+        if found is None or found.x() is not x or _capturing(x):
+            return None
+        return found.codes if found.key == (_shared_state(x), inner.dtype, block) else None
+
+    def keep_codes(self, x: Tensor, inner: Tensor, block: int, codes: Tensor) -> None:
+        """Offer the codes of x to the next layers, if they can be shared."""
+        state = None if _capturing(x) else _shared_state(x)
+        self.quantized = None
+        if state is not None:
+            key = (state, inner.dtype, block)
+            self.quantized = _Quantized(weakref.ref(x, self._expire), key, codes)
 
     def get_or_compress(
         self,
@@ -138,20 +187,12 @@ class InputCache:
             seed: the layer's own seed, from :func:`ops.seed_for`.
             arguments: further arguments of ``compress``.
         """
-        stream = None
         # A CUDA graph capture (its seed is on the device) neither takes an entry from outside nor
         # leaves one behind: replays do not raise version counters.
-        shares = (
-            seed.is_cpu and share_inputs.enabled and _is_activation(x) and not ops.is_intercepted(x)
-        )
-        if shares and x.is_cuda:
-            stream = _compat.current_stream(x.get_device())
-        try:
-            full_key = (x._version, x.data_ptr(), stream, key) if shares else None
-        except RuntimeError:  # inference-mode tensors have no version counter
-            full_key = None
-        if full_key is None:
+        state = _shared_state(x) if seed.is_cpu else None
+        if state is None:
             return compress(inner, seed, *arguments), seed
+        full_key = (state, key)
         entry, layer = self.entry, id(weight)
         if (
             entry is not None
@@ -174,9 +215,11 @@ class InputCache:
         Backward clears the cache of the forward's thread: on CUDA it runs in one of autograd's own.
         Entries that a checkpoint makes there are dropped with their nodes.
         """
-        self.entry = None
+        self.entry = self.quantized = None
 
     def _expire(self, ref: _Ref) -> None:
+        if self.quantized is not None and self.quantized.x is ref:
+            self.quantized = None
         entry = self.entry
         if entry is not None and (entry.x is ref or entry.node is ref):
             self.entry = None

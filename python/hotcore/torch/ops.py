@@ -6,7 +6,8 @@ composite operators:
 
 * ``kept_of`` compresses x with a new seed (``compress``), once for all layers of a graph that take
   the same x and configuration. These layers round g_y with the same random numbers; every gradient
-  is still unbiased.
+  is still unbiased. With ``forward="int8"`` it is ``input_of``, which also quantises x for the
+  product, from the same read of x (``quantize_input``).
 * ``linear`` is ``product`` (``F.linear``, or libhot's with ``forward="int8"``) with the backward
   ``backward_linear``. It takes the codes of x, although the product does not need them, so that
   they exist before it. Otherwise the partitioner would move the compression and its seed into
@@ -22,7 +23,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -56,10 +57,13 @@ _ANY_STRIDES = (torch.Tag.flexible_layout,)
 takes it. These operators take any strides; their results are contiguous."""
 
 _LINEAR = (
-    "(Tensor x, Tensor weight, Tensor? bias, Tensor? saved, Tensor seed, str config) -> Tensor"
+    "(Tensor x, Tensor weight, Tensor? bias, Tensor? saved, Tensor seed, str config, "
+    "Tensor? codes=None) -> Tensor"
 )
 _FROZEN = "Tensor codes, int block, int out_features, int in_features, ScalarType dtype"
-_FROZEN_LINEAR = f"(Tensor x, Tensor? bias, Tensor? seed, str config, {_FROZEN}) -> Tensor"
+_FROZEN_LINEAR = (
+    f"(Tensor x, Tensor? bias, Tensor? seed, str config, {_FROZEN}, Tensor? x_codes=None) -> Tensor"
+)
 _FROZEN_BACKWARD = (
     f"(Tensor gy, Tensor? seed, str config, {_FROZEN}, ScalarType? gx_dtype, "
     "ScalarType? gb_dtype) -> (Tensor, Tensor)"
@@ -74,6 +78,12 @@ for _schema, _tags in (
     ("compress_activation(Tensor x, Tensor seed, str config) -> Tensor", _ANY_STRIDES),
     ("compress(Tensor x, str config) -> (Tensor, Tensor)", (*_RANDOM, *_ANY_STRIDES)),
     ("kept_of(Tensor x, Tensor inner, str config, bool codes) -> (Tensor, Tensor)", ()),
+    ("forward_input(Tensor x, str config) -> Tensor", _ANY_STRIDES),
+    (
+        "quantize_input(Tensor x, str config) -> (Tensor, Tensor, Tensor)",
+        (*_RANDOM, *_ANY_STRIDES),
+    ),
+    ("input_of(Tensor x, Tensor inner, str config, bool keep) -> (Tensor, Tensor, Tensor)", ()),
     (f"linear{_LINEAR}", ()),
     (f"product{_LINEAR}", _ANY_STRIDES),
     ("forward_linear(Tensor x, Tensor weight, Tensor? bias, str config) -> Tensor", _ANY_STRIDES),
@@ -120,9 +130,7 @@ def compress_once(
 ) -> Pair:
     """Codes and seed of x by ``compress(inner)``; without ``compress`` a seed and empty codes.
 
-    While AOTAutograd traces a graph, the result for the same x and ``key`` is reused: a composite
-    operator runs during tracing, on symbolic tensors. The compiler does not merge random operators,
-    so this function gives each x only one.
+    The compiler does not merge random operators, so this function gives each x only one.
     """
 
     def make() -> Pair:
@@ -131,13 +139,25 @@ def compress_once(
         seed = draw_seed(inner.detach())
         return seed.new_empty(0), seed
 
+    return _once(x, key, make)
+
+
+_Made = TypeVar("_Made")
+
+
+def _once(x: Tensor, key: Hashable, make: Callable[[], _Made]) -> _Made:
+    """``make()``, once for an x and ``key`` while AOTAutograd traces a graph.
+
+    A composite operator runs during tracing, on symbolic tensors.
+    """
     if not _compat.functional(x):
         return make()
-    made: dict[Hashable, Pair] = _traced.setdefault(x, {})
+    made: dict[Hashable, Any] = _traced.setdefault(x, {})
     versioned = (x._version, key)
     if versioned not in made:
         made[versioned] = make()
-    return made[versioned]
+    found: _Made = made[versioned]
+    return found
 
 
 Restore = Callable[[], Tensor]
@@ -172,6 +192,24 @@ def _kept_of(x: Tensor, inner: Tensor, config: str, codes: bool) -> Pair:
         return kept
 
     return compress_once(x, inner, (config, codes), compress if codes else None)
+
+
+Forms = tuple[Tensor, Tensor, Tensor]
+"""An x for the forward product; the same x for backward, and the seed of that."""
+
+
+def _input_of(x: Tensor, inner: Tensor, config: str, keep: bool) -> Forms:
+    """Both forms of x; that for backward is empty unless ``keep``.
+
+    Inside of a selective checkpoint by two operators: a policy that keeps what backward needs
+    (:func:`hotcore.torch.keep_codes`) would keep the other form, of a byte a value, with it.
+    """
+    if keep and not _compat.in_selective_checkpoint():
+        made: Forms = _once(x, (config, "both"), lambda: quantize_input(inner.detach(), config))
+        return made
+    saved, seed = _kept_of(x, inner, config, keep)
+    key = (parsed(config).forward_block, inner.dtype)
+    return _once(x, key, lambda: forward_input(inner.detach(), config)), saved, seed
 
 
 def context_of(device: torch.device) -> _core.CoreContext:
@@ -243,6 +281,37 @@ def quantize_forward_weight(weight: Tensor, config: HotConfig) -> Tensor:
     return out
 
 
+@functools.lru_cache(maxsize=4096)
+def _input_size(tokens: int, in_features: int, spec: _core.ForwardLinearSpec) -> int:
+    return _core.forward_input_bytes(tokens, in_features, spec)
+
+
+def quantize_forward_input(
+    x: Tensor, config: HotConfig, key: Key | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """x ``[..., I]`` as a uint8 vector that :func:`forward` takes in its place, by libhot.
+
+    With ``key`` also what :func:`compress` makes with it, from the same read of x where a kernel
+    can.
+    """
+    x = collapsible(x)
+    *leading, in_features = x.shape
+    tokens, spec = math.prod(leading), config.forward_spec
+    size = _input_size(tokens, in_features, spec)
+    codes = torch.empty(size, dtype=torch.uint8, device=x.device)
+    context, source, target = context_for(x), _to_dlpack(x), _to_dlpack(codes)
+    if key is None:
+        _core.quantize_forward_input(context, source, spec, target)
+        return codes, None
+    kept = config.spec
+    saved = torch.empty(_saved_size(tokens, in_features, kept), dtype=torch.uint8, device=x.device)
+    workspace = _workspace(_core.compress_activation_workspace, x, tokens, in_features, kept)
+    _core.quantize_forward_input(
+        context, source, spec, target, kept, key, _to_dlpack(saved), workspace
+    )
+    return codes, saved
+
+
 def frozen_codes(weight: Tensor, config: HotConfig) -> Tensor | None:
     """The codes that are kept of a frozen weight for :func:`forward`; None: none are."""
     block = config.forward_block
@@ -300,13 +369,15 @@ def forward(
     bias: Tensor | None,
     config: HotConfig,
     quantized: Tensor | None = None,
+    codes: Tensor | None = None,
 ) -> Tensor:
     """``x weight^T + bias`` in INT8, ``[..., O]`` in x's dtype, straight to libhot.
 
     Weight and bias are of any of the three dtypes. ``quantized`` is what
-    :func:`quantize_forward_weight` made of ``weight``, whose values are then not looked at.
+    :func:`quantize_forward_weight` made of ``weight``, ``codes`` what
+    :func:`quantize_forward_input` made of x; their values are then not looked at.
     """
-    rows, spec = collapsible(x), config.forward_spec
+    rows, spec = x if codes is not None else collapsible(x), config.forward_spec
     *leading, in_features = rows.shape
     if isinstance(weight, Frozen):
         quantized, out_features = weight.codes, weight.out_features
@@ -314,16 +385,21 @@ def forward(
         out_features = weight.shape[0]
     tokens = math.prod(leading)
     y = torch.empty((*x.shape[:-1], out_features), dtype=x.dtype, device=x.device)
-    sizes = (tokens, out_features, in_features, spec, quantized is not None)
+    sizes = (
+        *(tokens, out_features, in_features, spec),
+        *(quantized is not None, codes is not None),
+    )
     _core.forward_linear(
         context_for(x),
-        _to_dlpack(rows),
+        None if codes is not None else _to_dlpack(rows),
         None if quantized is not None else _to_dlpack(weight),
         None if bias is None else _to_dlpack(bias),
         spec,
         _to_dlpack(y if 2 <= y.dim() <= 4 else y.view(tokens, out_features)),
         _workspace(_core.forward_linear_workspace, x, *sizes),
         None if quantized is None else _to_dlpack(quantized),
+        None if codes is None else _to_dlpack(codes),
+        in_features,
     )
     return y
 
@@ -468,11 +544,17 @@ def register(*operators: tuple[str, Callable[..., Any], Callable[..., Any]]) -> 
 
 
 def _product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, saved: Tensor | None, seed: Tensor, config: str
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    saved: Tensor | None,
+    seed: Tensor,
+    config: str,
+    codes: Tensor | None = None,
 ) -> Tensor:
     settings = parsed(config)
     if settings.forward == "int8":
-        return forward(x, weight, bias, settings, frozen_codes(weight, settings))
+        return forward(x, weight, bias, settings, frozen_codes(weight, settings), codes)
     return _plain_product(x, weight, bias)
 
 
@@ -486,7 +568,13 @@ def _plain_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _fake_product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, saved: Tensor | None, seed: Tensor, config: str
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    saved: Tensor | None,
+    seed: Tensor,
+    config: str,
+    codes: Tensor | None = None,
 ) -> Tensor:
     return _fake_forward_linear(x, weight, bias, config)
 
@@ -512,6 +600,7 @@ class _Linear(torch.autograd.Function):
         saved: Tensor | None,
         seed: Tensor,
         config: str,
+        codes: Tensor | None,
         restore: Restore | None,
     ) -> Tensor:
         need_gx, need_gw, need_gb, *_ = ctx.needs_input_grad
@@ -526,7 +615,8 @@ class _Linear(torch.autograd.Function):
             weight.dtype if need_gw else None,
             bias.dtype if bias is not None and need_gb else None,
         )
-        y: Tensor = torch.ops.hotcore.product.default(x, weight, bias, saved, seed, config)
+        operator = torch.ops.hotcore.product.default
+        y: Tensor = operator(x, weight, bias, saved, seed, config, codes)
         return y
 
     @staticmethod
@@ -537,11 +627,20 @@ class _Linear(torch.autograd.Function):
         if ctx.deferred:
             kept = compress_activation(kept, seed, ctx.config)
         arguments = (gy, weight, kept, seed, seed, ctx.config, ctx.x_shape, *ctx.dtypes)
-        return (*backward_linear(*arguments), None, None, None, None)
+        return (*backward_linear(*arguments), *(None,) * 5)
 
 
-def _linear(x: Tensor, *arguments: Any) -> Tensor:
-    y: Tensor = _Linear.apply(x, *arguments, _restore_of(x))  # type: ignore[no-untyped-call]  # so in torch
+def _linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    saved: Tensor | None,
+    seed: Tensor,
+    config: str,
+    codes: Tensor | None = None,
+) -> Tensor:
+    arguments = (x, weight, bias, saved, seed, config, codes, _restore_of(x))
+    y: Tensor = _Linear.apply(*arguments)  # type: ignore[no-untyped-call]  # so in torch
     return y
 
 
@@ -552,6 +651,26 @@ def _compress_activation(x: Tensor, seed: Tensor, config: str) -> Tensor:
 def _compress(x: Tensor, config: str) -> Pair:
     seed = _draw_seed(x)
     return compress(x, parsed(config), key_of(seed)), seed
+
+
+def _forward_input(x: Tensor, config: str) -> Tensor:
+    return quantize_forward_input(x, parsed(config))[0]
+
+
+def _fake_forward_input(x: Tensor, config: str) -> Tensor:
+    size = input_bytes(math.prod(x.shape[:-1]), x.shape[-1], parsed(config))
+    return torch.empty(size, dtype=torch.uint8, device=x.device)
+
+
+def _quantize_input(x: Tensor, config: str) -> Forms:
+    seed = _draw_seed(x)
+    codes, saved = quantize_forward_input(x, parsed(config), key_of(seed))
+    assert saved is not None  # noqa: S101  # there is a key
+    return codes, saved, seed
+
+
+def _fake_quantize_input(x: Tensor, config: str) -> Forms:
+    return (_fake_forward_input(x, config), *_fake_compress(x, config))
 
 
 def _fake_compress(x: Tensor, config: str) -> Pair:
@@ -636,12 +755,23 @@ def saved_bytes(tokens: int, in_features: int, config: HotConfig) -> int:
     return _up(in_features * row, 16) + scales + exponents
 
 
+def input_bytes(tokens: int, in_features: int, config: HotConfig) -> int:
+    """``forward_input_bytes(...)``, likewise."""
+    return tokens * (_up(_up(in_features, config.forward_block), 16) + 4)
+
+
+def _frozen_parts(arguments: Sequence[Any]) -> tuple[Frozen, Tensor | None]:
+    """The weight of an operator's arguments, and x_codes, which it may leave out."""
+    *frozen, x_codes = (*arguments, None)[:6]
+    return Frozen(*frozen), x_codes
+
+
 def _frozen_product(
-    x: Tensor, bias: Tensor | None, seed: Tensor | None, config: str, *frozen: Any
+    x: Tensor, bias: Tensor | None, seed: Tensor | None, config: str, *arguments: Any
 ) -> Tensor:
-    weight = Frozen(*frozen)
+    weight, x_codes = _frozen_parts(arguments)
     if config and parsed(config).forward == "int8":
-        return forward(x, weight, bias, parsed(config))
+        return forward(x, weight, bias, parsed(config), codes=x_codes)
     return _plain_product(x, dequantize(for_product(weight, x.dtype)), bias)
 
 
@@ -654,10 +784,11 @@ def for_product(weight: Frozen, dtype: torch.dtype) -> Frozen:
 
 
 def _fake_frozen_product(
-    x: Tensor, bias: Tensor | None, seed: Tensor | None, config: str, *frozen: Any
+    x: Tensor, bias: Tensor | None, seed: Tensor | None, config: str, *arguments: Any
 ) -> Tensor:
     register_with_partitioner()
-    return _plain_product(x, _fake_dequantize(*frozen), bias)
+    weight, _ = _frozen_parts(arguments)
+    return _plain_product(x, _fake_dequantize(*weight), bias)
 
 
 def _dequantize(*frozen: Any) -> Tensor:
@@ -719,23 +850,24 @@ class _FrozenLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, bias: Tensor | None, seed: Tensor | None, config: str, *frozen: Any
+        ctx: Any, x: Tensor, bias: Tensor | None, seed: Tensor | None, config: str, *arguments: Any
     ) -> Tensor:
         need_gx, need_gb, *_ = ctx.needs_input_grad
-        codes, *rest = frozen
+        weight, x_codes = _frozen_parts(arguments)
+        codes, *rest = weight
         ctx.save_for_backward(seed, codes)
         ctx.set_materialize_grads(False)
-        ctx.config, ctx.rest, ctx.x_shape = config, rest, x.shape
+        ctx.config, ctx.rest, ctx.x_shape, ctx.others = config, rest, x.shape, len(arguments) + 2
         ctx.dtypes = (
             x.dtype if need_gx else None,
             bias.dtype if bias is not None and need_gb else None,
         )
-        return frozen_product(x, bias, seed, config, Frozen(*frozen))
+        return frozen_product(x, bias, seed, config, weight, x_codes)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gy: Tensor | None) -> tuple[Tensor | None, ...]:
-        others = (None,) * 7
+        others = (None,) * ctx.others
         if gy is None:
             return None, None, *others
         seed, codes = ctx.saved_tensors
@@ -779,12 +911,15 @@ register(
     ("draw_seed", _draw_seed, _fake_draw_seed),
     ("compress_activation", _compress_activation, _fake_compress_activation),
     ("compress", _compress, _fake_compress),
+    ("forward_input", _forward_input, _fake_forward_input),
+    ("quantize_input", _quantize_input, _fake_quantize_input),
     ("product", _product, _fake_product),
     ("forward_linear", _forward_linear, _fake_forward_linear),
     ("backward_linear", _backward_linear, _fake_backward_linear),
 )
 for _name, _made in (
     ("kept_of", _kept_of),
+    ("input_of", _input_of),
     ("linear", _linear),
     ("frozen_linear", apply_frozen_linear),
 ):
@@ -793,6 +928,9 @@ for _name, _made in (
 draw_seed = torch.ops.hotcore.draw_seed.default
 compress_seeded = torch.ops.hotcore.compress.default
 kept_of = torch.ops.hotcore.kept_of.default
+forward_input = torch.ops.hotcore.forward_input.default
+quantize_input = torch.ops.hotcore.quantize_input.default
+input_of = torch.ops.hotcore.input_of.default
 linear = torch.ops.hotcore.linear.default
 frozen_linear = torch.ops.hotcore.frozen_linear.default
 
@@ -850,6 +988,7 @@ def _frozen_backward_flops(gy_shape: Sequence[int], *arguments: Any, **_: Any) -
 
 _WITHOUT_FLOPS = (
     *("draw_seed", "kept_of", "compress", "compress_activation", "dequantize_weight"),
+    *("forward_input", "quantize_input", "input_of"),
 )
 
 
@@ -889,24 +1028,34 @@ def bypasses_dispatcher(x: Tensor, weight: Tensor) -> bool:
 
 
 def forward_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, config: str, codes: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    config: str,
+    quantized: Tensor | None = None,
+    codes: Tensor | None = None,
 ) -> Tensor:
     """``x weight^T + bias`` in INT8, by the operator or as it would be; no gradients.
 
-    ``codes`` of the weight (:func:`quantize_forward_weight`): only where the call
+    ``quantized`` and ``codes``, of the weight and of x, are :func:`forward`'s: only where the call
     :func:`bypasses_dispatcher`.
     """
-    if codes is not None or bypasses_dispatcher(x, weight):
-        return forward(x, weight, bias, parsed(config), codes)
+    if quantized is not None or codes is not None or bypasses_dispatcher(x, weight):
+        return forward(x, weight, bias, parsed(config), quantized, codes)
     y: Tensor = torch.ops.hotcore.forward_linear.default(x, weight, bias, config)
     return y
 
 
 def frozen_product(
-    x: Tensor, bias: Tensor | None, seed: Tensor | None, config: str, weight: Frozen
+    x: Tensor,
+    bias: Tensor | None,
+    seed: Tensor | None,
+    config: str,
+    weight: Frozen,
+    x_codes: Tensor | None = None,
 ) -> Tensor:
     """``x w^T + bias``, by the operator or directly; no gradients. Without a config it is plain."""
-    arguments = (x, bias, seed, config, *weight)
+    arguments = (x, bias, seed, config, *weight, x_codes)
     if bypasses_dispatcher(x, weight.codes):
         return _frozen_product(*arguments)
     y: Tensor = torch.ops.hotcore.frozen_product.default(*arguments)
