@@ -33,7 +33,7 @@ struct GroupScale {
   bool keep;  // false: codes are 0 although the values are not finite
 };
 
-__device__ GroupScale group_scale(std::uint32_t amax) {
+__device__ inline GroupScale group_scale(std::uint32_t amax) {
   if (amax >= 0x7f800000U) return {0x7fc0U, 0.0F, false};
   if (__uint_as_float(amax) < 0x1p-100F) return {0, 0.0F, true};
   const std::uint16_t half = bf16_up(__fdiv_rn(__uint_as_float(amax), 7.0F));
