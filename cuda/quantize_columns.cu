@@ -80,6 +80,7 @@ using namespace columns;
 template <Kind kind, Rounding rounding, class Tag>
 __global__ void __launch_bounds__(32 * max_warps, sm_ctas(kind, Tag::size, Pass::both, rounding))
     columns_one_pass_kernel(const __grid_constant__ Args args) {
+#if HOT_HOPPER_CODE
   extern __shared__ __align__(1024) char memory[];
   // A k16 takes no more room than its tokens: P x is computed once.
   constexpr bool in_place = fits_in_place(kind, Tag::size);
@@ -114,6 +115,7 @@ __global__ void __launch_bounds__(32 * max_warps, sm_ctas(kind, Tag::size, Pass:
     }
   }
   end_kernel(args.independent);
+#endif
 }
 
 // The first of two passes: largest values, and partial sums for g_b.

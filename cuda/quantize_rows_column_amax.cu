@@ -52,8 +52,8 @@ struct RowsColumnAmaxArgs {
 
 // Starts the copies of a tile, and writes which tokens a sketch folds there, as offsets: token i of
 // the lower half at 2 i, the one that is added to it at 2 i + 1.
-__device__ void start_tile(const RowsColumnAmaxArgs& args, const Layout& layout, unsigned tile,
-                           char* to, int* folds, unsigned barrier) {
+[[maybe_unused]] __device__ void start_tile(const RowsColumnAmaxArgs& args, const Layout& layout,
+                                            unsigned tile, char* to, int* folds, unsigned barrier) {
   const int thread = static_cast<int>(threadIdx.x);
   const int rows = args.token_blocks * token_block;
   const std::int64_t first = std::int64_t{tile} * rows;
@@ -198,7 +198,8 @@ __device__ void accumulate_columns(const RowsColumnAmaxArgs& args, const Layout&
 }
 
 // Writes the sums so far as partial sums number `run`, and begins anew.
-__device__ void write_partial_sums(const RowsColumnAmaxArgs& args, float* sums, unsigned run) {
+[[maybe_unused]] __device__ void write_partial_sums(const RowsColumnAmaxArgs& args, float* sums,
+                                                    unsigned run) {
   const int columns = static_cast<int>(args.rows.x.cols);
   __syncthreads();
   for (int c = static_cast<int>(threadIdx.x); c < columns; c += threads) {
@@ -215,6 +216,7 @@ __device__ void write_partial_sums(const RowsColumnAmaxArgs& args, float* sums, 
 template <Rounding rounding, int hadamard, int B, class Tag>
 __global__ void __launch_bounds__(threads, 1)
     rows_column_amax_kernel(const __grid_constant__ RowsColumnAmaxArgs args) {
+#if HOT_HOPPER_CODE
   extern __shared__ __align__(128) char shared[];
   const Layout layout(args.rows.x.cols, args.token_blocks);
   auto* const largest = reinterpret_cast<std::uint32_t*>(shared + layout.largest());
@@ -276,6 +278,7 @@ __global__ void __launch_bounds__(threads, 1)
     rows_largest = warp_max(rows_largest);
     if (leader) atomic_max(args.rows.amax, rows_largest);
   }
+#endif
 }
 
 using KernelOf = void (*)(RowsColumnAmaxArgs);

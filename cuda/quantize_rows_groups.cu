@@ -38,8 +38,9 @@ struct RowsGroupsArgs {
 };
 
 // Starts the copies of the CTA's share of a tile; rows past the last one are zeros.
-__device__ void start_tile(const RowsGroupsArgs& args, const Layout& layout, std::int64_t first,
-                           std::int64_t column, char* to, unsigned barrier) {
+[[maybe_unused]] __device__ void start_tile(const RowsGroupsArgs& args, const Layout& layout,
+                                            std::int64_t first, std::int64_t column, char* to,
+                                            unsigned barrier) {
   const int thread = static_cast<int>(threadIdx.x);
   const auto real = static_cast<int>(min(std::int64_t{tokens}, args.rows.x.rows - first));
   if (thread < 32) {
@@ -59,9 +60,9 @@ __device__ void start_tile(const RowsGroupsArgs& args, const Layout& layout, std
 
 // The largest value of a row from those of its shares. Each CTA sends its own to all, and
 // `barrier`, the same place in each, counts what arrives.
-__device__ __forceinline__ std::uint32_t row_max_of_cluster(std::uint32_t amax, int ctas, int lane,
-                                                            int T, const uint2* shares,
-                                                            unsigned rank, unsigned barrier) {
+[[maybe_unused]] __device__ __forceinline__ std::uint32_t row_max_of_cluster(
+    std::uint32_t amax, int ctas, int lane, int T, const uint2* shares, unsigned rank,
+    unsigned barrier) {
   for (int peer = lane; peer < ctas; peer += T) {
     const auto to = static_cast<unsigned>(peer);
     send_async(cluster_address(shared_address(shares + rank), to),
@@ -128,6 +129,7 @@ __device__ __forceinline__ void compress_tile_groups(const RowsGroupsArgs& args,
 template <Rounding rounding, int B, class Tag>
 __global__ void __launch_bounds__(threads, 2)
     rows_groups_kernel(const __grid_constant__ RowsGroupsArgs args) {
+#if HOT_HOPPER_CODE
   extern __shared__ __align__(128) char shared[];
   const Layout layout(args.columns, args.ctas);
   const auto* const largest = reinterpret_cast<const uint2*>(shared + layout.largest());
@@ -154,6 +156,7 @@ __global__ void __launch_bounds__(threads, 2)
   __syncthreads();  // and zeros are written
   quantize_tile_rows<B, Tag>(args, layout, first, rank, shared, largest, barriers);
   compress_tile_groups<rounding, Tag>(args, layout, offset, group, column, shared);
+#endif
 }
 
 using KernelOf = void (*)(RowsGroupsArgs);

@@ -240,6 +240,28 @@ def test_an_8_bit_forward_equals_cpu(autocast: torch.dtype | None) -> None:
         assert same_bits(layer(there).detach().cpu(), y.detach())
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("shape", ((3, 67, 768), (2, 65, 3072), (130, 704), (17000, 128)), ids=str)
+def test_layers_of_one_x_equal_cpu(recipe: str, shape: tuple[int, ...]) -> None:
+    """q, k and v with an 8-bit forward: x is quantised once, and kept from the same read."""
+    import hotcore.torch as hot
+
+    config = hot.HotConfig.recipe(recipe, forward="int8")
+    parts = torch.nn.ModuleList(hot.HotLinear(shape[-1], 48, config=config) for _ in range(3))
+    parts.bfloat16()
+    x, gy = torch.randn(shape).bfloat16(), torch.randn(*shape[:-1], 48).bfloat16()
+    found = []
+    for device in ("cpu", "cuda"):
+        on = copy.deepcopy(parts).to(device)
+        torch.manual_seed(4)
+        ys = [part(x.to(device).requires_grad_() + 0) for part in on]  # one after the other
+        source = x.to(device).requires_grad_() + 0
+        ys += [part(source) for part in on]
+        torch.autograd.backward(ys, [gy.to(device)] * len(ys))
+        found.append([*(y.detach() for y in ys), *(part.weight.grad for part in on)])
+    assert all(same_bits(a, b) for a, b in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize("forward", ("plain", "int8"))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 def test_weights_frozen_in_int8_equal_cpu(dtype: torch.dtype, forward: str) -> None:

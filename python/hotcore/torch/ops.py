@@ -209,7 +209,14 @@ def _input_of(x: Tensor, inner: Tensor, config: str, keep: bool) -> Forms:
         return made
     saved, seed = _kept_of(x, inner, config, keep)
     key = (parsed(config).forward_block, inner.dtype)
-    return _once(x, key, lambda: forward_input(inner.detach(), config)), saved, seed
+    return _once(x, key, lambda: _codes_without_node(inner, config)), saved, seed
+
+
+def _codes_without_node(inner: Tensor, config: str) -> Tensor:
+    # Not of a detached x: torch 2.6 keeps that one too where a selective checkpoint recomputes.
+    with torch.no_grad():
+        codes: Tensor = forward_input(inner, config)
+        return codes
 
 
 def context_of(device: torch.device) -> _core.CoreContext:
