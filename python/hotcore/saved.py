@@ -1,5 +1,5 @@
-"""What :func:`hotcore.compress_activation` and :func:`hotcore.quantize_forward_input` keep of x, and
-:func:`hotcore.quantize_weight` and :func:`hotcore.quantize_forward_weight` of w.
+"""What :func:`hotcore.compress_activation` and :func:`hotcore.quantize_forward_input` keep of x,
+and :func:`hotcore.quantize_weight` and :func:`hotcore.quantize_forward_weight` of w.
 """
 
 from __future__ import annotations

@@ -56,6 +56,17 @@ inline std::vector<PlanCase> plan_cases() {
        DType::bf16,
        {"group_pairs_kernel", "memset", "rows_column_amax_kernel", codes, "final_sum_kernel",
         one_pass, "requantize_kernel", "wgmma 128x192", "wgmma stream-K"}},
+      {"the block of 64, rounded to nearest",
+       {16500, 768, 64},
+       changed("default",
+               [](auto& spec) {
+                 spec.hadamard_block = 64;
+                 spec.gx_rounding = hot::Rounding::nearest;
+               }),
+       DType::bf16,
+       {"group_pairs_kernel", "memset", "rows_column_amax_kernel", codes, "final_sum_kernel",
+        generic_amax, generic_codes, "finish_scales_kernel", "requantize_kernel", "wgmma 128x192",
+        "wgmma stream-K"}},
       {"fp32, two passes",
        {16500, 768, 64},
        hot::recipe("default"),

@@ -167,8 +167,8 @@ FORWARDS: list[tuple[tuple[int, int, int], int, str, str, bool, tuple[str, ...]]
 ]
 
 
-# The same where x is kept, too: (tokens, in_features), configuration, dtype, kernels of x, CTAs that
-# share its one read.
+# The same where x is kept, too: (tokens, in_features), configuration, dtype, kernels of x, and how
+# many CTAs share its one read (0: more reads than one).
 KEPT: list[tuple[tuple[int, int], HotConfig, str, tuple[str, ...], int]] = [
     ((25216, 768), HotConfig(), "bfloat16", ("rows_groups_kernel",), 1),
     ((9000, 704), HotConfig(), "bfloat16", ("rows_groups_kernel",), 1),
