@@ -2,7 +2,8 @@
 //
 // rows_groups_kernel reads x once, 16-bit types. It makes the rows' INT8 codes for the forward
 // product, after a transform in blocks of 64, and the packed codes that are kept for backward.
-//   tile     64 tokens, a group of the packed codes. A cluster shares it; a CTA holds an equal share
+//   tile     64 tokens, a group of the packed codes. A cluster shares it; a CTA holds an equal
+//   share
 //            of its columns in shared memory (cp.async.bulk, an instruction a row, so Hopper on).
 //   rows     As in rows16_kernel: T lanes of a warp hold a share of a row. Where there are several
 //            CTAs, they exchange the largest values of their shares.
@@ -26,7 +27,6 @@ namespace {
 using rows_groups::barrier_bytes;
 using rows_groups::hadamard_block;
 using rows_groups::Layout;
-using rows_groups::max_steps;
 using rows_groups::threads;
 using rows_groups::tokens;
 
@@ -57,8 +57,8 @@ __device__ void start_tile(const RowsGroupsArgs& args, const Layout& layout, std
   }
 }
 
-// The largest value of a row from those of its shares. Each CTA sends its own to all, and `barrier`,
-// the same place in each, counts what arrives.
+// The largest value of a row from those of its shares. Each CTA sends its own to all, and
+// `barrier`, the same place in each, counts what arrives.
 __device__ __forceinline__ std::uint32_t row_max_of_cluster(std::uint32_t amax, int ctas, int lane,
                                                             int T, const uint2* shares,
                                                             unsigned rank, unsigned barrier) {
@@ -73,10 +73,10 @@ __device__ __forceinline__ std::uint32_t row_max_of_cluster(std::uint32_t amax, 
 }
 
 template <int B, class Tag>
-__device__ __forceinline__ void quantize_tile_rows(const RowsGroupsArgs& args,
-                                                   const Layout& layout, std::int64_t first,
-                                                   unsigned rank, const char* tile,
-                                                   const uint2* largest, unsigned barriers) {
+__device__ __forceinline__ void quantize_tile_rows(const RowsGroupsArgs& args, const Layout& layout,
+                                                   std::int64_t first, unsigned rank,
+                                                   const char* tile, const uint2* largest,
+                                                   unsigned barriers) {
   const int thread = static_cast<int>(threadIdx.x), T = args.lanes, lane = thread & (T - 1);
   const RowPart part{static_cast<int>(rank) * (args.columns / 16), args.columns / 16};
   const DeviceOffset offset{};  // rounded to nearest
@@ -98,9 +98,8 @@ __device__ __forceinline__ void quantize_tile_rows(const RowsGroupsArgs& args,
         args.rows, offset, first + local, part, lane, T, v, [&](std::uint32_t& amax) {
           amax = row_max(amax, T, lane, nullptr);
           if (args.ctas > 1) {
-            amax = row_max_of_cluster(
-                amax, args.ctas, lane, T, largest + local * args.ctas, rank,
-                barriers + static_cast<unsigned>((1 + step) * barrier_bytes));
+            amax = row_max_of_cluster(amax, args.ctas, lane, T, largest + local * args.ctas, rank,
+                                      barriers + static_cast<unsigned>((1 + step) * barrier_bytes));
           }
           return true;
         });

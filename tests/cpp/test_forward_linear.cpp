@@ -440,6 +440,13 @@ TEST(ForwardLinear, bad_inputs_are_named) {
   EXPECT_EQ(large.values(), before.values());
   EXPECT_TRUE(out.untouched() && saved.untouched());
 
+  expect_error(code, {"forward_input_bytes: tokens is -1, in_features 5; expected"},
+               [&] { hot::forward_input_bytes(-1, 5, forward); });
+  expect_error(code, {"forward_input_bytes", "2^48"},
+               [&] { hot::forward_input_bytes(1, std::int64_t{1} << 62, forward); });
+  expect_error(code, {"forward_input_bytes", "hadamard_block is 0"},
+               [&] { hot::forward_input_bytes(1, 1, {0}); });
+
   // What forward_linear takes.
   const hot::ConstQuantizedInput quantized = hot::quantize_forward_input(cpu(), x, forward, to);
   const Forward layer(48, 5, 40, 16);
