@@ -267,8 +267,6 @@ bool add_columns(Plan& plan, const DeviceFacts& facts, const ColumnsShape& job) 
   return job.sum;
 }
 
-namespace {}  // namespace
-
 // ---- rows, and the largest values of columns, in one read ---------------------------------------
 
 bool add_rows_column_amax(Plan& plan, const DeviceFacts& facts, const RowsShape& rows,

@@ -10,8 +10,8 @@
 //            warps on an SM goes from tile to tile. It copies the next one, an instruction a row
 //            (cp.async.bulk, so Hopper on), while it works on this one.
 //   rows     As in rows16_kernel, with instances of g_y's block and of the forward pass's: T lanes
-//   of a warp hold a row, B blocks of 16 elements each, in
-//            registers; butterfly, largest value by shuffles, codes.
+//            of a warp hold a row, B blocks of 16 elements each, in registers; butterfly, largest
+//            value by shuffles, codes.
 //   columns  A thread takes 16 tokens of two neighbouring columns, folded (a sketch: a table says
 //            which tokens of the tile meet) or butterflied. It alone keeps their largest values and
 //            sums in shared memory from tile to tile.

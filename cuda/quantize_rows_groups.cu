@@ -26,7 +26,6 @@ namespace {
 using rows_groups::barrier_bytes;
 using rows_groups::hadamard_block;
 using rows_groups::Layout;
-using rows_groups::max_steps;
 using rows_groups::threads;
 using rows_groups::tokens;
 

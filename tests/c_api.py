@@ -113,7 +113,7 @@ DTYPES = {
 
 def make(name: str, **fields: Any) -> ctypes.Structure:
     """A struct with its size and these fields."""
-    return STRUCTS[name](struct_size=ctypes.sizeof(STRUCTS[name]), **fields)
+    return STRUCTS[name](**{"struct_size": ctypes.sizeof(STRUCTS[name]), **fields})
 
 
 def tensor(array: np.ndarray) -> ctypes.Structure:
@@ -342,6 +342,68 @@ class CApi:
             weight,
         )
         return memory, weight
+
+    def forward_spec(self, block: int) -> ctypes.Structure:
+        return make("hot_forward_spec", hadamard_block=block)
+
+    def quantize_forward_weight(
+        self, w: np.ndarray, spec: ctypes.Structure
+    ) -> tuple[np.ndarray, ctypes.Structure]:
+        count = self.number("hot_forward_weight_bytes", *w.shape, spec)
+        memory, weight = aligned(count), make("hot_weight")
+        data = memory.ctypes.data
+        self.on("hot_quantize_forward_weight", tensor(w), spec, data, count, weight)
+        return memory, weight
+
+    def quantize_forward_input(
+        self,
+        x: np.ndarray,
+        spec: ctypes.Structure,
+        kept: ctypes.Structure | None = None,
+        *,
+        key: Key | int = 0,
+    ) -> tuple[np.ndarray, ctypes.Structure, np.ndarray, ctypes.Structure]:
+        """Codes and the hot_input; where ``kept`` says how, what is kept and the hot_saved."""
+        sizes = math.prod(x.shape[:-1]), x.shape[-1]
+        count = self.number("hot_forward_input_bytes", *sizes, spec)
+        memory, made, saved = aligned(count), make("hot_input"), make("hot_saved")
+        layout, size = make("hot_saved_layout"), 0
+        if kept is not None:
+            self.call("hot_saved_layout_of", *sizes, kept, layout)
+            name = "hot_compress_activation_workspace"
+            size = self.number(name, self._context, *sizes, kept)
+        room, workspace = aligned(layout.bytes), aligned(size)
+        self.key(key)
+        self.on(
+            "hot_quantize_forward_input",
+            *(tensor(x), spec, memory.ctypes.data, count, made),
+            *(kept, room.ctypes.data, layout.bytes, workspace.ctypes.data, size, saved),
+        )
+        return memory, made, room, saved
+
+    def forward_linear(
+        self,
+        x: np.ndarray | ctypes.Structure,
+        w: np.ndarray | ctypes.Structure,
+        bias: np.ndarray | None,
+        spec: ctypes.Structure,
+    ) -> np.ndarray:
+        """y in fp32; x and w as arrays or quantised before."""
+        quantized = isinstance(w, ctypes.Structure)
+        outs = w.out_features if quantized else w.shape[0]
+        added = None if bias is None else tensor(bias)
+        if isinstance(x, ctypes.Structure):
+            name, shape = "hot_forward_linear_input", (x.tokens, outs, x.in_features)
+            operands = (x, None, w) if quantized else (x, tensor(w), None)
+        else:
+            name, shape = "hot_forward_linear", (len(x), outs, x.shape[1])
+            name += "_quantized" if quantized else ""
+            operands = (tensor(x), w if quantized else tensor(w))
+        ask = name.removesuffix("_quantized") + "_workspace"
+        size = self.number(ask, self._context, *shape, spec, int(quantized))
+        workspace, y = aligned(size), np.full(shape[:2], np.nan, np.float32)
+        self.on(name, *operands, added, spec, tensor(y), workspace.ctypes.data, size)
+        return y
 
     def backward_linear(
         self,

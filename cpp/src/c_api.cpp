@@ -83,6 +83,8 @@ constexpr std::size_t first_size<hot_saved> = 80;
 template <>
 constexpr std::size_t first_size<hot_weight> = 48;
 template <>
+constexpr std::size_t first_size<hot_input> = 48;
+template <>
 constexpr std::size_t first_size<hot_gradients> = 40;
 template <>
 constexpr std::size_t first_size<hot_forward_spec> = 16;
@@ -207,43 +209,54 @@ ConstTensorView optional(const char* call, const char* name, const hot_tensor* g
   return given == nullptr ? ConstTensorView{} : ConstTensorView(view(call, name, given));
 }
 
-hot::BackwardLinearSpec spec_of(const char* call, const hot_spec* given) {
-  const hot_spec s = read(call, "spec", given);
-  const auto granularity = [&](const char* name, std::int32_t value) {
-    return choice(call, name, value, hot::Granularity::column);
+// `name`: of the argument.
+hot::BackwardLinearSpec spec_of(const char* call, const hot_spec* given,
+                                const char* name = "spec") {
+  const hot_spec s = read(call, name, given);
+  const auto one_of = [&](const char* field, std::int32_t value, auto last) {
+    return choice(call, (std::string(name) + "." + field).c_str(), value, last);
   };
-  const auto rounding = [&](const char* name, std::int32_t value) {
-    return choice(call, name, value, hot::Rounding::pseudo_stochastic);
+  const auto granularity = [&](const char* field, std::int32_t value) {
+    return one_of(field, value, hot::Granularity::column);
+  };
+  const auto rounding = [&](const char* field, std::int32_t value) {
+    return one_of(field, value, hot::Rounding::pseudo_stochastic);
   };
   hot::BackwardLinearSpec out;
   out.hadamard_block = s.hadamard_block;
   out.gx_bits = s.gx_bits;
-  out.gx_scale = granularity("spec.gx_scale", s.gx_scale);
-  out.weight_scale = granularity("spec.weight_scale", s.weight_scale);
-  out.gx_rounding = rounding("spec.gx_rounding", s.gx_rounding);
-  out.low_rank.basis = choice(call, "spec.basis", s.basis, hot::Basis::sketch);
+  out.gx_scale = granularity("gx_scale", s.gx_scale);
+  out.weight_scale = granularity("weight_scale", s.weight_scale);
+  out.gx_rounding = rounding("gx_rounding", s.gx_rounding);
+  out.low_rank.basis = one_of("basis", s.basis, hot::Basis::sketch);
   out.low_rank.block = s.block;
   out.low_rank.rank = s.rank;
   if (s.row_count > static_cast<std::size_t>(hot::detail::max_low_rank_block)) {
-    invalid(call, "spec.row_count is " + std::to_string(s.row_count) + "; expected at most " +
-                      std::to_string(hot::detail::max_low_rank_block));
+    invalid(call, std::string(name) + ".row_count is " + std::to_string(s.row_count) +
+                      "; expected at most " + std::to_string(hot::detail::max_low_rank_block));
   }
   if (s.row_count > 0) {
-    const std::int32_t* const rows = &place(call, "spec.rows", s.rows);
+    const std::int32_t* const rows = &place(call, (std::string(name) + ".rows").c_str(), s.rows);
     out.low_rank.rows.assign(rows, rows + s.row_count);
   }
   out.low_rank.layout = {s.grid_h, s.grid_w, s.prefix_tokens};
-  out.gw_scale = choice(call, "spec.gw_scale", s.gw_scale, hot::GradScale::token);
-  out.gw_rounding = rounding("spec.gw_rounding", s.gw_rounding);
-  out.storage = choice(call, "spec.storage", s.storage, hot::Storage::rht2);
-  out.x_scale = granularity("spec.x_scale", s.x_scale);
-  out.x_rounding = rounding("spec.x_rounding", s.x_rounding);
+  out.gw_scale = one_of("gw_scale", s.gw_scale, hot::GradScale::token);
+  out.gw_rounding = rounding("gw_rounding", s.gw_rounding);
+  out.storage = one_of("storage", s.storage, hot::Storage::rht2);
+  out.x_scale = granularity("x_scale", s.x_scale);
+  out.x_rounding = rounding("x_rounding", s.x_rounding);
   if (s.equalize_tokens != 0 && s.equalize_tokens != 1) {
-    invalid(call,
-            "spec.equalize_tokens is " + std::to_string(s.equalize_tokens) + "; expected 0 or 1");
+    invalid(call, std::string(name) + ".equalize_tokens is " + std::to_string(s.equalize_tokens) +
+                      "; expected 0 or 1");
   }
   out.equalize_tokens = s.equalize_tokens == 1;
   return out;
+}
+
+// Fills the caller's struct with what compress_activation returned.
+void write_saved(hot_saved* out, const hot::ConstSavedActivation& s) noexcept {
+  write(out, {0, s.data, s.bytes, s.tokens, s.in_features, s.key.seed, s.key.offset, s.key.counter,
+              s.key.stream, 0, s.format});
 }
 
 hot::ConstSavedActivation saved_of(const char* call, const hot_saved* given) {
@@ -266,6 +279,11 @@ hot::ConstQuantizedWeight weight_of(const char* call, const hot_weight* given) {
   if (given == nullptr) return {};
   const hot_weight w = read(call, "weight", given);
   return {w.data, w.bytes, w.out_features, w.in_features, w.format};
+}
+
+hot::ConstQuantizedInput input_of(const char* call, const hot_input* given) {
+  const hot_input x = read(call, "x", given);
+  return {x.data, x.bytes, x.tokens, x.in_features, x.format};
 }
 
 // hot_backward_linear with a plain or a quantised w.
@@ -291,15 +309,30 @@ void backward(const hot_context* context, const hot_tensor* gy, const Weight& w,
                        workspace);
 }
 
-// hot_forward_linear with either kind of w.
-template <class Weight>
-void forward(const hot_context* context, const hot_tensor* x, const Weight& w,
-             const hot_tensor* bias, const hot_forward_spec* spec, const hot_tensor* y,
-             const hot::Workspace& workspace) {
+// Runs a function that returns a number and writes it to `out`.
+template <class T, class Ask>
+hot_status write_result(const char* call, const char* name, T* out, const Ask& ask) noexcept {
+  return guarded([&] { place(call, name, out) = ask(); });
+}
+
+// hot_forward_linear with either kind of x and of w.
+template <class Input, class Weight>
+void forward(const hot_context* context, const Input& x, const Weight& w, const hot_tensor* bias,
+             const hot_forward_spec* spec, const hot_tensor* y, const hot::Workspace& workspace) {
   const char* const call = "forward_linear";
-  hot::forward_linear(context_of(call, context), view(call, "x", x), w,
-                      optional(call, "bias", bias), spec_of(call, spec), view(call, "y", y),
-                      workspace);
+  hot::forward_linear(context_of(call, context), x, w, optional(call, "bias", bias),
+                      spec_of(call, spec), view(call, "y", y), workspace);
+}
+
+// The scratch of it.
+hot_status forward_workspace(const hot_context* context, const hot::LinearShape& shape,
+                             const hot_forward_spec* spec, bool quantized_weight,
+                             bool quantized_input, std::size_t* bytes) noexcept {
+  const char* const call = "forward_linear_workspace";
+  return write_result(call, "bytes", bytes, [&] {
+    return hot::forward_linear_workspace(context_of(call, context), shape, spec_of(call, spec),
+                                         quantized_weight, quantized_input);
+  });
 }
 
 void check_supported(const hot::Support& support) {
@@ -325,12 +358,6 @@ hot_status change_context(const char* call, hot_context* context, const Change& 
     const hot::Context changed = change(context_of(call, context));
     context->context = changed;
   });
-}
-
-// Runs a function that returns a number and writes it to `out`.
-template <class T, class Ask>
-hot_status write_result(const char* call, const char* name, T* out, const Ask& ask) noexcept {
-  return guarded([&] { place(call, name, out) = ask(); });
 }
 
 }  // namespace
@@ -586,8 +613,7 @@ hot_status hot_compress_activation(const hot_context* context, const hot_tensor*
     const hot::ConstSavedActivation s =
         hot::compress_activation(context_of(call, context), view(call, "x", x), spec_of(call, spec),
                                  {data, bytes}, {workspace, workspace_bytes});
-    write(saved, {0, s.data, s.bytes, s.tokens, s.in_features, s.key.seed, s.key.offset,
-                  s.key.counter, s.key.stream, 0, s.format});
+    write_saved(saved, s);
   });
 }
 
@@ -696,20 +722,17 @@ hot_status hot_forward_linear_workspace(const hot_context* context, int64_t toke
                                         int64_t out_features, int64_t in_features,
                                         const hot_forward_spec* spec, int32_t quantized_weight,
                                         size_t* bytes) {
-  const char* const call = "forward_linear_workspace";
-  return write_result(call, "bytes", bytes, [&] {
-    return hot::forward_linear_workspace(context_of(call, context),
-                                         {tokens, out_features, in_features}, spec_of(call, spec),
-                                         quantized_weight != 0);
-  });
+  return forward_workspace(context, {tokens, out_features, in_features}, spec,
+                           quantized_weight != 0, false, bytes);
 }
 
 hot_status hot_forward_linear(const hot_context* context, const hot_tensor* x, const hot_tensor* w,
                               const hot_tensor* bias, const hot_forward_spec* spec,
                               const hot_tensor* y, void* workspace, size_t workspace_bytes) {
+  const char* const call = "forward_linear";
   return guarded([&] {
-    forward(context, x, ConstTensorView(view("forward_linear", "w", w)), bias, spec, y,
-            {workspace, workspace_bytes});
+    forward(context, ConstTensorView(view(call, "x", x)), ConstTensorView(view(call, "w", w)), bias,
+            spec, y, {workspace, workspace_bytes});
   });
 }
 
@@ -717,10 +740,74 @@ hot_status hot_forward_linear_quantized(const hot_context* context, const hot_te
                                         const hot_weight* weight, const hot_tensor* bias,
                                         const hot_forward_spec* spec, const hot_tensor* y,
                                         void* workspace, size_t workspace_bytes) {
+  const char* const call = "forward_linear";
   return guarded([&] {
-    check_struct("forward_linear", "weight", weight);
-    forward(context, x, weight_of("forward_linear", weight), bias, spec, y,
+    check_struct(call, "weight", weight);
+    forward(context, ConstTensorView(view(call, "x", x)), weight_of(call, weight), bias, spec, y,
             {workspace, workspace_bytes});
+  });
+}
+
+hot_status hot_forward_input_bytes(int64_t tokens, int64_t in_features,
+                                   const hot_forward_spec* spec, size_t* bytes) {
+  const char* const call = "forward_input_bytes";
+  return write_result(call, "bytes", bytes, [&] {
+    return hot::forward_input_bytes(tokens, in_features, spec_of(call, spec));
+  });
+}
+
+hot_status hot_quantize_forward_input(const hot_context* context, const hot_tensor* x,
+                                      const hot_forward_spec* spec, void* data, size_t bytes,
+                                      hot_input* input, const hot_spec* kept, void* saved_data,
+                                      size_t saved_bytes, void* workspace, size_t workspace_bytes,
+                                      hot_saved* saved) {
+  const char* const call = "quantize_forward_input";
+  return guarded([&] {
+    check_struct(call, "input", input);
+    const auto fill = [&](const hot::ConstQuantizedInput& q) {
+      write(input, {0, q.data, q.bytes, q.tokens, q.in_features, q.format});
+    };
+    const hot::Context& c = context_of(call, context);
+    const ConstTensorView from = view(call, "x", x);
+    const hot::ForwardLinearSpec forward_spec = spec_of(call, spec);
+    if (kept == nullptr) {
+      fill(hot::quantize_forward_input(c, from, forward_spec, {data, bytes}));
+      return;
+    }
+    check_struct(call, "saved", saved);
+    const hot::ForwardInput made = hot::quantize_forward_input(
+        c, from, forward_spec, {data, bytes}, spec_of(call, kept, "kept"),
+        {saved_data, saved_bytes}, {workspace, workspace_bytes});
+    fill(made.quantized);
+    write_saved(saved, made.saved);
+  });
+}
+
+hot_status hot_forward_linear_input_workspace(const hot_context* context, int64_t tokens,
+                                              int64_t out_features, int64_t in_features,
+                                              const hot_forward_spec* spec,
+                                              int32_t quantized_weight, size_t* bytes) {
+  return forward_workspace(context, {tokens, out_features, in_features}, spec,
+                           quantized_weight != 0, true, bytes);
+}
+
+hot_status hot_forward_linear_input(const hot_context* context, const hot_input* x,
+                                    const hot_tensor* w, const hot_weight* weight,
+                                    const hot_tensor* bias, const hot_forward_spec* spec,
+                                    const hot_tensor* y, void* workspace, size_t workspace_bytes) {
+  const char* const call = "forward_linear";
+  return guarded([&] {
+    if ((w == nullptr) == (weight == nullptr)) {
+      invalid(call, std::string("w and weight are both ") + (w == nullptr ? "null" : "given") +
+                        "; expected one of them");
+    }
+    const hot::ConstQuantizedInput from = input_of(call, x);
+    const hot::Workspace scratch{workspace, workspace_bytes};
+    if (weight != nullptr) {
+      forward(context, from, weight_of(call, weight), bias, spec, y, scratch);
+    } else {
+      forward(context, from, ConstTensorView(view(call, "w", w)), bias, spec, y, scratch);
+    }
   });
 }
 

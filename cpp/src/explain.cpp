@@ -345,7 +345,17 @@ Words words_of(const Layer& layer, const char* call, const Plan& plan) {
   for (const Step& step : plan) {
     if (step.kernel == Kernel::final_sum) runs = step.as<detail::plan::SumsStep>().runs;
   }
-  return {call, [&layer, runs](Buffer buffer) { return buffer_bytes(layer, buffer, runs); },
+  // Largest values of columns are g_y's in a backward, x's where that is kept.
+  const bool of_x = std::string_view(call) != "backward_linear";
+  return {call,
+          [&layer, runs, of_x](Buffer buffer) {
+            if (of_x && buffer == Buffer::columns_amax) {
+              return 4 * (detail::activation_quant(layer.spec).per_tensor
+                              ? std::int64_t{1}
+                              : layer.shape.in_features);
+            }
+            return buffer_bytes(layer, buffer, runs);
+          },
           [&layer](const Step& step) { return operations_of(layer, step); },
           [&layer](const Step& step) { return slow_path_reason(layer, step); }};
 }
@@ -474,7 +484,7 @@ void add_forward(Explanation& all, const Layer& layer, const Rates& rates) {
   using Reason = std::string (*)(const Layer&, const Step&);
   const auto add = [&](const char* call, const Plan& plan, Reason reason) {
     Words words = words_of(layer, call, plan);
-    words.bytes = [&](Buffer buffer) -> std::int64_t {
+    words.bytes = [&, usual = words.bytes](Buffer buffer) -> std::int64_t {
       switch (buffer) {
         case Buffer::y:
           return L * O * static_cast<std::int64_t>(dtype_size(options.dtype));
@@ -492,7 +502,7 @@ void add_forward(Explanation& all, const Layer& layer, const Rates& rates) {
         case Buffer::forward_w:
           return O * (k + 4);
         default:
-          return buffer_bytes(layer, buffer, 0);
+          return usual(buffer);
       }
     };
     words.operations = [&](const Step& step) {

@@ -156,7 +156,7 @@ std::uint64_t forward_input_format(const ForwardLinearSpec& spec) {
 std::size_t forward_input_bytes(std::int64_t tokens, std::int64_t in_features,
                                 const ForwardLinearSpec& spec) {
   const char* const call = "forward_input_bytes";
-  check_shape(call, {tokens, 0, in_features});
+  detail::check_sizes(call, {"tokens", "in_features"}, {tokens, in_features});
   check_spec(call, spec);
   return detail::weight_bytes(tokens, forward_k(in_features, spec));
 }

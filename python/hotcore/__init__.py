@@ -20,13 +20,14 @@ from .functions import (
     hla,
     pack_int4,
     quantize,
+    quantize_forward_input,
     quantize_forward_weight,
     quantize_weight,
     supported,
     unpack_int4,
 )
 from .plans import Explanation, explain, explain_gemm
-from .saved import QuantizedForwardWeight, QuantizedWeight, Saved
+from .saved import QuantizedForwardWeight, QuantizedInput, QuantizedWeight, Saved
 
 __version__: str = _core.version()
 
@@ -36,6 +37,7 @@ __all__ = [
     "HotConfig",
     "Key",
     "QuantizedForwardWeight",
+    "QuantizedInput",
     "QuantizedWeight",
     "Saved",
     "__version__",
@@ -55,6 +57,7 @@ __all__ = [
     "num_threads",
     "pack_int4",
     "quantize",
+    "quantize_forward_input",
     "quantize_forward_weight",
     "quantize_weight",
     "set_isa",

@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypedDict, 
 from . import _core, arrays, contexts
 from .arrays import FLOATS, Array, Operand, operand, output
 from .config import Basis, ConfigLike, HotConfig, Key, Rounding, as_config, as_key
-from .saved import QuantizedForwardWeight, QuantizedWeight, Saved, saved_layout
+from .saved import (
+    QuantizedForwardWeight,
+    QuantizedInput,
+    QuantizedWeight,
+    Saved,
+    saved_layout,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -416,8 +422,70 @@ def quantize_forward_weight(w: Array, config: ConfigLike | None = None) -> Quant
     return QuantizedForwardWeight(_result(source, data), rows, columns, settings)
 
 
+@overload
+def quantize_forward_input(
+    x: Array, config: ConfigLike | None = None, *, keep: Literal[False] = False, key: KeyLike = 0
+) -> QuantizedInput: ...
+@overload
+def quantize_forward_input(
+    x: Array, config: ConfigLike | None = None, *, keep: Literal[True], key: KeyLike = 0
+) -> tuple[QuantizedInput, Saved]: ...
+@overload
+def quantize_forward_input(
+    x: Array, config: ConfigLike | None = None, *, keep: bool, key: KeyLike = 0
+) -> QuantizedInput | tuple[QuantizedInput, Saved]: ...
+def quantize_forward_input(
+    x: Array, config: ConfigLike | None = None, *, keep: bool = False, key: KeyLike = 0
+) -> QuantizedInput | tuple[QuantizedInput, Saved]:
+    """Quantise x ``[..., I]`` once for several calls of :func:`forward_linear`.
+
+    They then give the same bits as with x itself: layers that share an input (q, k and v of
+    attention) share its codes. With ``keep`` it also compresses x for backward, with the bits of
+    :func:`compress_activation`; on a GPU that takes fewer reads of x where
+    :func:`hotcore.explain` says so.
+
+    Args:
+        x: float32, float16 or bfloat16, 2 to 4 dimensions whose leading ones collapse; any strides.
+        config: a :class:`HotConfig` or a recipe's name, of which ``forward_block`` counts, and with
+            ``keep`` how x is kept; None: ``HotConfig()``.
+        keep: also compress x for the backward pass.
+        key: random key of what is kept; the codes for the product need none.
+
+    Returns:
+        A :class:`QuantizedInput`, about one byte a value, or with ``keep`` a pair of it and the
+        :class:`Saved`.
+
+    Raises:
+        ValueError: x has another dtype or number of dimensions.
+
+    Source: docs/numerics.md, "Forward".
+    """
+    settings = HotConfig() if config is None else as_config(config)
+    source = _matrix(operand(x, "x"), at_least=True)
+    sizes = (math.prod(source.shape[:-1]), source.shape[-1])
+    spec = settings.forward_spec
+    data = source.empty((_core.forward_input_bytes(*sizes, spec),), "uint8")
+    if not keep:
+        _core.quantize_forward_input(source.context(), source.dlpack, spec, data.dlpack)
+        return QuantizedInput(_result(source, data), source.shape, source.dtype, settings)
+    full_key = as_key(key)
+    saved = source.empty((saved_layout(*sizes, settings).bytes,), "uint8")
+    _core.quantize_forward_input(
+        source.context(),
+        source.dlpack,
+        spec,
+        data.dlpack,
+        settings.spec,
+        full_key,
+        saved.dlpack,
+        source.workspace(_core.compress_activation_workspace, *sizes, settings.spec),
+    )
+    kept = Saved(_result(source, saved), *sizes, settings, full_key)
+    return QuantizedInput(_result(source, data), source.shape, source.dtype, settings), kept
+
+
 def forward_linear(
-    x: Array,
+    x: Array | QuantizedInput,
     w: Array | QuantizedForwardWeight,
     bias: Array | None = None,
     *,
@@ -432,41 +500,53 @@ def forward_linear(
     that row (column) of y NaN.
 
     Args:
-        x: ``[..., I]`` float32, float16 or bfloat16, 2 to 4 dimensions; leading ones collapse.
+        x: ``[..., I]`` float32, float16 or bfloat16, 2 to 4 dimensions; leading ones collapse. Or
+            what :func:`quantize_forward_input` made of it with the same block.
         w: ``[O, I]``, or what :func:`quantize_forward_weight` made of it with the same block.
         bias: ``[O]`` or None; added in fp32 before the one rounding.
         config: a :class:`HotConfig` or a recipe's name, of which ``forward_block`` counts; None:
-            that of a quantised w, or ``HotConfig()``.
+            that of a quantised x or w, or ``HotConfig()``.
         out_dtype: dtype of a new result; None: x's.
         out: ``[L, O]`` or ``[..., O]`` array to write.
 
     Returns:
         ``out``, or a new ``[..., O]``.
 
+    Raises:
+        ValueError: a shape, dtype or device does not fit, or an operand was quantised with another
+            block.
+
     Source: docs/numerics.md, "Forward".
     """
-    source = _matrix(operand(x, "x"), at_least=True)
-    quantized = isinstance(w, QuantizedForwardWeight)
+    if isinstance(w, QuantizedWeight):
+        raise TypeError("w: quantised for g_x (quantize_weight); use quantize_forward_weight")
+    coded_x = x if isinstance(x, QuantizedInput) else None
+    coded_w = w if isinstance(w, QuantizedForwardWeight) else None
+    coded = {"x": coded_x, "w": coded_w}
     if config is not None:
         settings = as_config(config)
     else:
-        settings = w.config if isinstance(w, QuantizedForwardWeight) else HotConfig()
-    if isinstance(w, QuantizedForwardWeight):
-        if w.config.forward_block != settings.forward_block:
+        settings = next((one.config for one in coded.values() if one is not None), HotConfig())
+    for name, one in coded.items():
+        if one is not None and one.config.forward_block != settings.forward_block:
             raise ValueError(
-                f"w: quantised with forward_block = {w.config.forward_block}; expected "
+                f"{name}: quantised with forward_block = {one.config.forward_block}; expected "
                 f"{settings.forward_block}"
             )
+    if isinstance(x, QuantizedInput):
+        source, x_shape, x_dtype = operand(x.data, "x.data", ("uint8",)), x.shape, x.dtype
+    else:
+        source = _matrix(operand(x, "x"), at_least=True)
+        x_shape, x_dtype = source.shape, source.dtype
+    if isinstance(w, QuantizedForwardWeight):
         weight = operand(w.data, "w.data", ("uint8",))
         shape: tuple[int, ...] = (w.out_features, w.in_features)
-    elif isinstance(w, QuantizedWeight):
-        raise TypeError("w: quantised for g_x (quantize_weight); use quantize_forward_weight")
     else:
         weight = _matrix(operand(w, "w"))
         shape = weight.shape
     if weight.device != source.device:
         raise ValueError("w: on another device than x")
-    tokens, in_features = math.prod(source.shape[:-1]), source.shape[-1]
+    tokens, in_features = math.prod(x_shape[:-1]), x_shape[-1]
     if shape[1] != in_features:
         raise ValueError(f"w: shape {shape}; x has {in_features} in features")
     added = None if bias is None else operand(bias, "bias")
@@ -475,27 +555,27 @@ def forward_linear(
             raise ValueError(f"bias: shape {added.shape}; expected {(shape[0],)}")
         if added.device != source.device:
             raise ValueError("bias: on another device than x")
+    expected = (*x_shape[:-1], shape[0])
     if out is None:
-        name = source.dtype
-        if out_dtype is not None:
-            name = arrays.dtype_name(out_dtype, "out_dtype", FLOATS)
-        target = source.empty((*source.shape[:-1], shape[0]), name)
+        dtype = x_dtype if out_dtype is None else arrays.dtype_name(out_dtype, "out_dtype", FLOATS)
+        target = source.empty(expected, dtype)
     else:
         target = output(out, "out", source)
-        expected = (*source.shape[:-1], shape[0])
         if target.shape not in (expected, (tokens, shape[0])):
             raise ValueError(f"out: shape {target.shape}; expected {expected}")
     spec = settings.forward_spec
-    sizes = (tokens, *shape, spec, quantized)
+    sizes = (tokens, *shape, spec, coded_w is not None, coded_x is not None)
     _core.forward_linear(
         source.context(),
-        source.dlpack,
-        None if quantized else weight.dlpack,
+        source.dlpack if coded_x is None else None,
+        weight.dlpack if coded_w is None else None,
         None if added is None else added.dlpack,
         spec,
         target.dlpack,
         source.workspace(_core.forward_linear_workspace, *sizes),
-        weight.dlpack if quantized else None,
+        None if coded_w is None else weight.dlpack,
+        None if coded_x is None else source.dlpack,
+        in_features,
     )
     return _result(source, target, out)
 

@@ -17,8 +17,8 @@ class Step:
     """A launch of a kernel, or a memset."""
 
     call: str
-    """The function that does it: quantize_forward_weight, forward_linear, compress_activation,
-    quantize_weight or backward_linear."""
+    """The function that does it: quantize_forward_weight, quantize_forward_input, forward_linear,
+    compress_activation, quantize_weight or backward_linear."""
     kernel: str
     file: str
     """The kernel's file in cuda/."""
@@ -98,9 +98,9 @@ def explain(
         config: configuration or name of a recipe; None: the default recipe.
         device: ``"sm_80"``, ``"sm_86"``, ``"sm_89"``, ``"sm_90"``, ``"sm_100"``, ``"sm_120"``, or
             a GPU of this machine: ``"cuda"``, ``"cuda:1"`` or a torch device.
-        need: which of ``"y"`` (the 8-bit forward product), ``"x"`` (its compression), ``"gx"``,
-            ``"gw"``, ``"gb"``, one at least; None: all, ``"y"`` where ``config.forward`` is
-            ``"int8"``.
+        need: which of ``"y"`` (the 8-bit forward product), ``"x"`` (its compression; with ``"y"``
+            both forms of x by :func:`hotcore.quantize_forward_input`), ``"gx"``, ``"gw"``,
+            ``"gb"``, one at least; None: all, ``"y"`` where ``config.forward`` is ``"int8"``.
         dtype: float32, float16 or bfloat16, of g_y, w, x, y and g_x; arrays are taken to be
             contiguous and aligned to 16 bytes.
         gw_dtype: of g_w.

@@ -1,10 +1,11 @@
-"""What :func:`hotcore.compress_activation` keeps of x, and :func:`hotcore.quantize_weight` and
-:func:`hotcore.quantize_forward_weight` of w.
+"""What :func:`hotcore.compress_activation` and :func:`hotcore.quantize_forward_input` keep of x,
+and :func:`hotcore.quantize_weight` and :func:`hotcore.quantize_forward_weight` of w.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 from . import _core, arrays
@@ -124,3 +125,26 @@ class QuantizedForwardWeight:
     out_features: int
     in_features: int
     config: HotConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedInput:
+    """x as the product of y takes it: codes of its tokens and L scales, as one uint8 vector.
+
+    ``shape`` and ``dtype`` are those of x.
+    """
+
+    data: arrays.Array
+    shape: tuple[int, ...]
+    dtype: str
+    config: HotConfig
+
+    @property
+    def tokens(self) -> int:
+        """L, the product of the leading dimensions."""
+        return math.prod(self.shape[:-1])
+
+    @property
+    def in_features(self) -> int:
+        """I, the last dimension."""
+        return self.shape[-1]

@@ -94,6 +94,7 @@ int main(void) {
   printf(" hot_saved_layout %u", (unsigned)sizeof(hot_saved_layout));
   printf(" hot_saved %u", (unsigned)sizeof(hot_saved));
   printf(" hot_weight %u", (unsigned)sizeof(hot_weight));
+  printf(" hot_input %u", (unsigned)sizeof(hot_input));
   printf(" hot_gradients %u", (unsigned)sizeof(hot_gradients));
   printf(" hot_forward_spec %u\n", (unsigned)sizeof(hot_forward_spec));
   return 0;

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -55,6 +56,17 @@ inline std::vector<PlanCase> plan_cases() {
        DType::bf16,
        {"group_pairs_kernel", "memset", "rows_column_amax_kernel", codes, "final_sum_kernel",
         one_pass, "requantize_kernel", "wgmma 128x192", "wgmma stream-K"}},
+      {"the block of 64, rounded to nearest",
+       {16500, 768, 64},
+       changed("default",
+               [](auto& spec) {
+                 spec.hadamard_block = 64;
+                 spec.gx_rounding = hot::Rounding::nearest;
+               }),
+       DType::bf16,
+       {"group_pairs_kernel", "memset", "rows_column_amax_kernel", codes, "final_sum_kernel",
+        generic_amax, generic_codes, "finish_scales_kernel", "requantize_kernel", "wgmma 128x192",
+        "wgmma stream-K"}},
       {"fp32, two passes",
        {16500, 768, 64},
        hot::recipe("default"),
@@ -133,7 +145,8 @@ inline std::vector<PlanCase> plan_cases() {
   };
 }
 
-// The same of quantize_forward_weight, where w is quantised before, and forward_linear.
+// The same of quantize_forward_weight, where w is quantised before, quantize_forward_input, where x
+// is kept, and forward_linear.
 struct ForwardPlanCase {
   std::string name;
   hot::LinearShape shape;
@@ -141,6 +154,8 @@ struct ForwardPlanCase {
   hot::DType dtype, bias_dtype;
   bool quantized_weight;
   std::vector<std::string> kernels;
+  std::optional<hot::BackwardLinearSpec> kept{};  // how x is
+  int cluster = 0;                                // CTAs that share x; 0: no kernel reads it once
 };
 
 inline std::vector<ForwardPlanCase> forward_plan_cases() {
@@ -196,6 +211,65 @@ inline std::vector<ForwardPlanCase> forward_plan_cases() {
        false,
        {"rows16_kernel", "rows16_kernel", "tile_kernel 64x64x64"}},
   };
+}
+
+// x that is kept, too, by one call.
+inline std::vector<ForwardPlanCase> kept_plan_cases() {
+  using hot::DType;
+  using Names = std::vector<std::string>;
+  std::vector<ForwardPlanCase> cases;
+  const auto add = [&](const std::string& name, const hot::LinearShape& shape, DType dtype,
+                       const Names& of_x, const hot::BackwardLinearSpec& kept, int cluster,
+                       int hadamard_block = 64) {
+    ForwardPlanCase one{name, shape, hadamard_block, dtype, DType::f32, false, of_x, kept, cluster};
+    const bool generic = hadamard_block != 16 && hadamard_block != 64 && hadamard_block != 128;
+    one.kernels.push_back(generic ? "rows_kernel" : "rows16_kernel");
+    cases.push_back(one);
+  };
+  const hot::BackwardLinearSpec int4 = hot::recipe("default");
+  const Names once = {"rows_groups_kernel"}, twice = {"rows16_kernel", "group_pairs_kernel"};
+  const std::string codes = "column_codes_kernel";
+  // A CTA has 64 to 896 columns of 64 tokens; more CTAs than needed only where SMs are idle.
+  add("x kept in INT4, a CTA a tile", {25216, 64, 768}, DType::bf16, once, int4, 1);
+  add("the narrowest x", {9000, 64, 64}, DType::f16, once, int4, 1);
+  add("columns that only one CTA divides", {9000, 64, 704}, DType::bf16, once, int4, 1);
+  add("few tokens, more CTAs", {197, 64, 768}, DType::bf16, once, int4, 6);
+  add("clusters of 2", {8449, 64, 1024}, DType::f16, once, int4, 2);
+  add("clusters of 4", {6001, 64, 3072}, DType::bf16, once, int4, 4);
+  add("clusters of 8", {2048, 64, 4096}, DType::bf16, once, int4, 8);
+  add("clusters of 16", {200, 64, 8192}, DType::bf16, once, int4, 16);
+  add("one token", {1, 64, 1024}, DType::bf16, once, int4, 8);
+  add("63 tokens", {63, 64, 128}, DType::f16, once, int4, 2);
+  add("65 tokens, rounded to nearest", {65, 64, 320}, DType::bf16, once,
+      changed("default", [](auto& spec) { spec.x_rounding = hot::Rounding::nearest; }), 5);
+  add("no cluster holds 64 tokens", {4096, 64, 14336}, DType::bf16, twice, int4, 0);
+  add("no equal shares", {4096, 64, 1088}, DType::bf16, twice, int4, 0);
+  add("fp32 in INT4", {6000, 64, 768}, DType::f32, {"rows16_kernel", "groups_kernel"}, int4, 0);
+  add("unaligned rows of x", {6000, 64, 770}, DType::bf16, twice, int4, 0);
+  add("another block of x", {6000, 64, 768}, DType::bf16, twice, int4, 0, 128);
+  add("a block without a fast kernel", {300, 64, 768}, DType::bf16,
+      {"rows_kernel", "group_pairs_kernel"}, int4, 0, 32);
+  add("equalised tokens in INT4", {6000, 64, 768}, DType::bf16,
+      {"token_exponents_kernel", "rows16_kernel", "groups_kernel"},
+      changed("default", [](auto& spec) { spec.equalize_tokens = true; }), 0);
+  add("x kept in 2 bits", {6000, 64, 768}, DType::bf16,
+      {"token_exponents_kernel", "rows16_kernel", "rotate_kernel"}, hot::recipe("compact"), 0);
+  add("INT8, tokens of a cluster", {6000, 64, 768}, DType::bf16,
+      {"rows16_kernel", "columns_one_pass_kernel"}, hot::recipe("fast"), 0);
+  add("INT8, more tokens than a cluster holds", {40000, 64, 768}, DType::bf16,
+      {"memset", "rows_column_amax_kernel", codes}, hot::recipe("fast"), 0);
+  add("INT8 of all tokens", {16501, 64, 64}, DType::f16,
+      {"memset", "rows_column_amax_kernel", codes},
+      changed("accurate", [](auto& spec) { spec.storage = hot::Storage::int8; }), 0);
+  add("INT8, one scale, the other block", {8399, 64, 208}, DType::bf16,
+      {"memset", "rows_column_amax_kernel", codes}, hot::recipe("paper"), 0, 16);
+  add("INT8 of fp32", {40000, 64, 64}, DType::f32,
+      {"memset", "rows16_kernel", "column_amax_kernel", codes}, hot::recipe("fast"), 0);
+  add("INT8, a generic projection", {300, 64, 48}, DType::f16,
+      {"memset", "rows16_kernel", "generic_columns_kernel, amax", "generic_columns_kernel, codes",
+       "finish_scales_kernel"},
+      changed("fast", [](auto& spec) { spec.low_rank.rank = 4; }), 0);
+  return cases;
 }
 
 }  // namespace hot_test

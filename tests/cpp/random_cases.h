@@ -388,6 +388,11 @@ class RandomBatch {
     const std::size_t weight_bytes = hot::quantized_weight_bytes(O, I, spec);
     const bool quantized = r.one_in(4);
     const Place codes = take(1, quantized ? static_cast<std::int64_t>(weight_bytes) : 0, DType::i8);
+    // x also for a forward product, by the same call.
+    const bool forward_too = r.one_in(3);
+    const hot::ForwardLinearSpec forward_spec{r.one_in(4) ? 1 << r.from(0, 8) : 64};
+    const std::size_t input_bytes = forward_too ? hot::forward_input_bytes(L, I, forward_spec) : 0;
+    const Place input = take(1, static_cast<std::int64_t>(input_bytes), DType::i8);
     const hot::Key key = some_key();
     std::ostringstream text;
     text << name << " L " << L << " O " << O << " I " << I << " of " << hot::dtype_name(dtype)
@@ -397,6 +402,7 @@ class RandomBatch {
          << hot::grad_scale_name(spec.gw_scale) << ", n " << spec.hadamard_block << ", bits "
          << spec.gx_bits << ", arch " << arch << (accumulate ? ", accumulating" : "")
          << (quantized ? ", w quantised before" : "");
+    if (forward_too) text << ", and x for a forward product, n " << forward_spec.hadamard_block;
     named(text);
     one_->run = [=](const hot::Context& base, const Side& side) {
       const bool on_gpu = side.on_gpu;
@@ -407,9 +413,14 @@ class RandomBatch {
                             hot::quantize_weight_workspace(c, O, I, spec)}),
                   side);
       const hot::Workspace scratch{side.scratch, side.scratch_bytes};
-      void* const kept = side.base + saved.offset;
-      const hot::ConstSavedActivation of_x = hot::compress_activation(
-          c, x.view(side.base, on_gpu), spec, {kept, layout.bytes}, scratch);
+      const hot::SavedActivation kept{side.base + saved.offset, layout.bytes};
+      const ConstTensorView from = x.view(side.base, on_gpu);
+      const hot::ConstSavedActivation of_x =
+          forward_too ? hot::quantize_forward_input(c, from, forward_spec,
+                                                    {side.base + input.offset, input_bytes}, spec,
+                                                    kept, scratch)
+                            .saved
+                      : hot::compress_activation(c, from, spec, kept, scratch);
       const TensorView vx = gx.view(side.base, on_gpu), vw = gw.view(side.base, on_gpu),
                        vb = gb.flat(side.base, on_gpu);
       const hot::BackwardOutputs out{&vx, &vw, &vb, accumulate};
@@ -424,6 +435,7 @@ class RandomBatch {
     };
     one_->exact = {gx, gw};
     one_->integers = {saved};
+    if (forward_too) one_->integers.push_back(input);
     if (quantized) one_->integers.push_back(codes);
     one_->bounded = {gb};
     one_->bound = 68 * std::ldexp(1.0, -24) * static_cast<double>(L + 1) *
@@ -440,34 +452,45 @@ class RandomBatch {
     const Place x = filled(L, I, dtype, gap), w = filled(O, I, r.one_in(2) ? dtype : some_float());
     const Place bias = filled(1, O, some_float());
     const Place y = take(L, O, r.one_in(2) ? dtype : some_float(), gap);
-    const bool with_bias = !r.one_in(3), quantized = r.one_in(3);
+    const bool with_bias = !r.one_in(3), quantized = r.one_in(3), quantized_x = r.one_in(3);
     const std::size_t bytes = hot::forward_weight_bytes(O, I, spec);
+    const std::size_t x_bytes = hot::forward_input_bytes(L, I, spec);
     const Place codes = take(1, quantized ? static_cast<std::int64_t>(bytes) : 0, DType::i8);
+    const Place x_codes = take(1, quantized_x ? static_cast<std::int64_t>(x_bytes) : 0, DType::i8);
     const int arch = r.one_in(4) ? 80 : 0;
     std::ostringstream text;
     text << "forward L " << L << " O " << O << " I " << I << " of " << hot::dtype_name(dtype)
          << ", n " << spec.hadamard_block << ", arch " << arch << (with_bias ? ", bias" : "")
-         << (quantized ? ", w quantised before" : "");
+         << (quantized ? ", w quantised before" : "") << (quantized_x ? ", x too" : "");
     named(text);
     one_->run = [=](hot::Context c, const Side& side) {
       const bool on_gpu = side.on_gpu;
       if (on_gpu && arch != 0) c = c.with_arch(arch);
-      expect_room(hot::forward_linear_workspace(c, shape, spec, quantized), side);
+      expect_room(hot::forward_linear_workspace(c, shape, spec, quantized, quantized_x), side);
       const hot::Workspace scratch{side.scratch, side.scratch_bytes};
       const ConstTensorView b =
           with_bias ? ConstTensorView(bias.flat(side.base, on_gpu)) : ConstTensorView{};
       const TensorView out = y.view(side.base, on_gpu);
-      if (quantized) {
-        const hot::ConstQuantizedWeight of_w = hot::quantize_forward_weight(
-            c, w.view(side.base, on_gpu), spec, {side.base + codes.offset, bytes});
-        hot::forward_linear(c, x.view(side.base, on_gpu), of_w, b, spec, out, scratch);
+      const ConstTensorView from = x.view(side.base, on_gpu);
+      const auto product = [&](const auto& left) {
+        if (quantized) {
+          const hot::ConstQuantizedWeight of_w = hot::quantize_forward_weight(
+              c, w.view(side.base, on_gpu), spec, {side.base + codes.offset, bytes});
+          hot::forward_linear(c, left, of_w, b, spec, out, scratch);
+        } else {
+          const ConstTensorView of_w = w.view(side.base, on_gpu);
+          hot::forward_linear(c, left, of_w, b, spec, out, scratch);
+        }
+      };
+      if (quantized_x) {
+        product(hot::quantize_forward_input(c, from, spec, {side.base + x_codes.offset, x_bytes}));
       } else {
-        hot::forward_linear(c, x.view(side.base, on_gpu), w.view(side.base, on_gpu), b, spec, out,
-                            scratch);
+        product(from);
       }
     };
     one_->exact = {y};
-    if (quantized) one_->integers = {codes};
+    if (quantized) one_->integers.push_back(codes);
+    if (quantized_x) one_->integers.push_back(x_codes);
   }
 
   void gemm(int bits) {

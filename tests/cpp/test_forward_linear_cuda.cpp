@@ -1,5 +1,5 @@
-// forward_linear on CUDA against the CPU, bit for bit: random shapes, strides and types, every plan
-// of the table, a CUDA graph.
+// forward_linear and quantize_forward_input on CUDA against the CPU, bit for bit: random shapes,
+// strides and types, every plan of the tables, a CUDA graph.
 #include "plan_cases.h"
 #include "support_cuda.h"
 
@@ -18,27 +18,38 @@ class ForwardLayer {
         w_(shape.out_features, shape.in_features, w, gap),
         bias_(1, shape.out_features, bias, 0, gap),
         y_(shape.tokens, shape.out_features, y, gap, gap),
-        codes_(hot::forward_weight_bytes(shape.out_features, shape.in_features, spec_)) {
+        codes_(hot::forward_weight_bytes(shape.out_features, shape.in_features, spec_)),
+        x_codes_(hot::forward_input_bytes(shape.tokens, shape.in_features, spec_)) {
     x_.fill(awkward(shape.tokens * shape.in_features));
     w_.fill(awkward(shape.out_features * shape.in_features));
     bias_.fill(normal(shape.out_features));
   }
 
-  // Queues the call, whose scratch lives as long as the layer.
-  void queue(const hot::Context& context, bool on_gpu, bool with_bias, bool quantized) {
-    const std::size_t bytes = hot::forward_linear_workspace(context, shape_, spec_, quantized);
+  // Queues the call, whose scratch lives as long as the layer; w and x may be quantised before.
+  void queue(const hot::Context& context, bool on_gpu, bool with_bias, bool quantized,
+             bool quantized_x = false) {
+    const std::size_t bytes =
+        hot::forward_linear_workspace(context, shape_, spec_, quantized, quantized_x);
     if (scratch_ == nullptr || scratch_->host.size() < bytes) {
       scratch_ = std::make_unique<Mirrored>(bytes, static_cast<char>(0xA5));
     }
     const hot::Workspace workspace{scratch_->on<char>(on_gpu), bytes};
     const ConstTensorView bias = with_bias ? bias_.flat(on_gpu) : TensorView{};
     const ConstTensorView x = x_.view(on_gpu), w = w_.view(on_gpu);
-    if (quantized) {
-      const hot::ConstQuantizedWeight codes = hot::quantize_forward_weight(
-          context, w, spec_, {codes_.on<char>(on_gpu), codes_.host.size()});
-      hot::forward_linear(context, x, codes, bias, spec_, y_.view(on_gpu), workspace);
+    const auto run = [&](const auto& left) {
+      if (quantized) {
+        const hot::ConstQuantizedWeight codes = hot::quantize_forward_weight(
+            context, w, spec_, {codes_.on<char>(on_gpu), codes_.host.size()});
+        hot::forward_linear(context, left, codes, bias, spec_, y_.view(on_gpu), workspace);
+      } else {
+        hot::forward_linear(context, left, w, bias, spec_, y_.view(on_gpu), workspace);
+      }
+    };
+    if (quantized_x) {
+      run(hot::quantize_forward_input(context, x, spec_,
+                                      {x_codes_.on<char>(on_gpu), x_codes_.host.size()}));
     } else {
-      hot::forward_linear(context, x, w, bias, spec_, y_.view(on_gpu), workspace);
+      run(x);
     }
   }
   Mirror& y() { return y_; }
@@ -47,18 +58,84 @@ class ForwardLayer {
   hot::LinearShape shape_;
   hot::ForwardLinearSpec spec_;
   Mirror x_, w_, bias_, y_;
-  Mirrored codes_;
+  Mirrored codes_, x_codes_;
+  std::unique_ptr<Mirrored> scratch_;
+};
+
+// x on both sides, its codes for the forward product, and what is kept of it.
+class KeptInput {
+ public:
+  KeptInput(std::int64_t tokens, std::int64_t in_features, DType dtype, int block,
+            hot::BackwardLinearSpec spec, std::int64_t gap = 0)
+      : tokens_(tokens),
+        in_features_(in_features),
+        forward_{block},
+        spec_(std::move(spec)),
+        x_(tokens, in_features, dtype, gap, gap),
+        codes_(1,
+               static_cast<std::int64_t>(hot::forward_input_bytes(tokens, in_features, forward_)),
+               DType::i8),
+        kept_(1, static_cast<std::int64_t>(hot::saved_layout(tokens, in_features, spec_).bytes),
+              DType::i8) {
+    x_.fill(awkward(tokens * in_features));
+  }
+
+  // Queues the call with its scratch; `kept`: both forms of x.
+  void queue(const hot::Context& context, bool on_gpu, bool kept = true) {
+    const ConstTensorView x = x_.view(on_gpu);
+    const hot::QuantizedInput out{codes_.view(on_gpu).data,
+                                  hot::forward_input_bytes(tokens_, in_features_, forward_)};
+    if (!kept) {
+      hot::quantize_forward_input(context, x, forward_, out);
+      return;
+    }
+    const std::size_t bytes =
+        hot::compress_activation_workspace(context, tokens_, in_features_, spec_);
+    if (scratch_ == nullptr || scratch_->host.size() < bytes) {
+      scratch_ = std::make_unique<Mirrored>(bytes, static_cast<char>(0xA5));
+    }
+    hot::quantize_forward_input(
+        context, x, forward_, out, spec_,
+        {kept_.view(on_gpu).data, hot::saved_layout(tokens_, in_features_, spec_).bytes},
+        {scratch_->on<char>(on_gpu), bytes});
+  }
+  void expect_equal(const std::string& what) {
+    codes_.expect_equal(what + ": codes");
+    kept_.expect_equal(what + ": kept");
+  }
+  // Both results on the device as they were before a call.
+  void poison(cudaStream_t stream) {
+    for (Mirror* const one : {&codes_, &kept_}) {
+      const auto bytes = static_cast<std::size_t>(one->view(true).shape[1]);
+      check(cudaMemsetAsync(one->view(true).data, 0xA5, bytes, stream));
+    }
+  }
+
+ private:
+  std::int64_t tokens_, in_features_;
+  hot::ForwardLinearSpec forward_;
+  hot::BackwardLinearSpec spec_;
+  Mirror x_, codes_, kept_;
   std::unique_ptr<Mirrored> scratch_;
 };
 
 class ForwardLinearCuda : public CudaTest {
  protected:
+  // On CUDA with x quantised before in half of the calls.
   void equals_cpu(ForwardLayer& layer, bool with_bias, bool quantized, const std::string& what,
                   int arch = 0) {
     layer.queue(cpu(4), false, with_bias, quantized);
-    layer.queue(hot::Context::cuda(0, stream_).with_arch(arch), true, with_bias, quantized);
+    layer.queue(hot::Context::cuda(0, stream_).with_arch(arch), true, with_bias, quantized,
+                random_int(0, 1) == 0);
     check(cudaStreamSynchronize(stream_));
     layer.y().expect_equal(what);
+  }
+  void kept_equals_cpu(KeptInput& input, bool kept, const std::string& what, int arch = 0) {
+    const hot::Key key{generator()(), generator()(), static_cast<std::uint32_t>(random_int(0, 99))};
+    input.queue(cpu(4).with_key(key), false, kept);
+    input.queue(hot::Context::cuda(0, stream_).with_key(key).with_arch(arch), true, kept);
+    check(cudaStreamSynchronize(stream_));
+    input.expect_equal(what);
   }
 };
 
@@ -88,6 +165,84 @@ TEST_F(ForwardLinearCuda, every_plan_equals_cpu) {
       ForwardLayer layer(shape, of.hadamard_block, of.dtype, of.dtype, of.bias_dtype, of.dtype);
       equals_cpu(layer, with_bias, of.quantized_weight, of.name);
     }
+  }
+}
+
+TEST_F(ForwardLinearCuda, an_input_that_is_kept_equals_cpu) {
+  const std::vector<std::string> names = recipe_names();
+  for (int round = 0; round < 160; ++round) {
+    const bool whole = random_int(0, 1) == 0;  // blocks of 64, whose rows and INT4 are one read
+    const std::int64_t tokens = random_int(0, 9) == 0 ? random_int(0, 2) : any_size();
+    const std::int64_t ins = whole ? 64 * random_int(1, 40) : any_size();
+    const int block = whole || random_int(0, 1) == 0 ? 64 : 1 << random_int(0, 8);
+    hot::BackwardLinearSpec spec = recipe(names[static_cast<std::size_t>(
+        random_int(0, static_cast<std::int64_t>(names.size()) - 1))]);
+    if (random_int(0, 3) == 0) spec.equalize_tokens = !spec.equalize_tokens;
+    if (spec.low_rank.basis == hot::Basis::full && random_int(0, 1) == 0) {
+      spec.storage = static_cast<hot::Storage>(random_int(0, 3));
+      spec.x_scale = hot::Granularity::row;
+      if (spec.storage == hot::Storage::int4 && random_int(0, 2) == 0) {
+        spec.x_rounding = static_cast<hot::Rounding>(random_int(0, 2));
+      }
+    }
+    const hot::Context cuda = hot::Context::cuda(0, stream_);
+    if (!hot::supported(cuda, {tokens, 1, ins}, spec).ok) continue;
+    const DType dtype = whole && random_int(0, 3) > 0 ? DType::bf16 : any_float();
+    KeptInput input(tokens, ins, dtype, block, spec, whole ? 0 : random_int(0, 2));
+    const int arch = random_int(0, 3) == 0 ? 80 : 0;
+    kept_equals_cpu(input, random_int(0, 7) > 0,
+                    "round " + std::to_string(round) + ", " + std::to_string(tokens) + " x " +
+                        std::to_string(ins) + " of " + hot::dtype_name(dtype) + ", block " +
+                        std::to_string(block) + ", x as " + hot::storage_name(spec.storage) +
+                        (spec.equalize_tokens ? " equalised" : "") + ", arch " +
+                        std::to_string(arch),
+                    arch);
+  }
+}
+
+TEST_F(ForwardLinearCuda, every_plan_of_a_kept_input_equals_cpu) {
+  for (const ForwardPlanCase& of : kept_plan_cases()) {
+    KeptInput input(of.shape.tokens, of.shape.in_features, of.dtype, of.hadamard_block, *of.kept);
+    kept_equals_cpu(input, true, of.name);
+  }
+}
+
+// Every share of a tile: 1 to 16 CTAs, and all lanes that a row can have.
+TEST_F(ForwardLinearCuda, every_share_of_a_kept_input_equals_cpu) {
+  for (const std::int64_t blocks :
+       {1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11,  12,  13,  14,  15, 16,
+        21, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 192, 208, 224}) {
+    for (const std::int64_t tokens : {1, 63, 64, 65, 197}) {
+      for (const hot::Rounding rounding : {hot::Rounding::stochastic, hot::Rounding::nearest}) {
+        hot::BackwardLinearSpec spec = recipe("default");
+        spec.x_rounding = rounding;
+        KeptInput input(tokens, 64 * blocks, random_int(0, 1) == 0 ? DType::bf16 : DType::f16, 64,
+                        spec);
+        kept_equals_cpu(input, true, std::to_string(tokens) + " x " + std::to_string(64 * blocks));
+      }
+    }
+  }
+}
+
+TEST_F(ForwardLinearCuda, a_captured_kept_input_repeats_its_bits) {
+  for (const char* const name : {"default", "fast", "compact"}) {
+    KeptInput input(197, 1024, DType::bf16, 64, recipe(name));
+    const hot::Context context = hot::Context::cuda(0, stream_).with_key({1, 2, 3});
+    input.queue(cpu(4).with_key({1, 2, 3}), false);
+    input.queue(context, true);  // kernels are loaded before a capture
+    check(cudaStreamSynchronize(stream_));
+    cudaGraph_t graph = nullptr;
+    cudaGraphExec_t executable = nullptr;
+    check(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal));
+    input.queue(context, true);
+    check(cudaStreamEndCapture(stream_, &graph));
+    check(cudaGraphInstantiate(&executable, graph, 0));
+    input.poison(stream_);
+    check(cudaGraphLaunch(executable, stream_));
+    check(cudaStreamSynchronize(stream_));
+    input.expect_equal(name);
+    check(cudaGraphExecDestroy(executable));
+    check(cudaGraphDestroy(graph));
   }
 }
 

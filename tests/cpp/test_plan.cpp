@@ -21,15 +21,20 @@ hot::ExplainOptions as(DType dtype) {
   return options;
 }
 
-// Only the forward product.
+// Only the forward product, and x kept for backward.
 hot::ExplainOptions as(const ForwardPlanCase& layer) {
   hot::ExplainOptions options = as(layer.dtype);
-  options.compress = options.gx = options.gw = options.gb = false;
+  options.gx = options.gw = options.gb = false;
+  options.compress = layer.kept.has_value();
   options.y = true;
   options.forward = {layer.hadamard_block};
   options.bias_dtype = layer.bias_dtype;
   options.quantized_forward_weight = layer.quantized_weight;
   return options;
+}
+
+Explanation explained(const ForwardPlanCase& layer) {
+  return hot::explain("sm_90", layer.shape, layer.kept.value_or(recipe("default")), as(layer));
 }
 
 std::vector<std::string> kernels_of(const Explanation& explanation) {
@@ -97,10 +102,38 @@ TEST(Plan, layers_get_their_kernels) {
 
 TEST(Plan, forward_products_get_their_kernels) {
   for (const ForwardPlanCase& layer : forward_plan_cases()) {
-    const Explanation explanation =
-        hot::explain("sm_90", layer.shape, recipe("default"), as(layer));
+    const Explanation explanation = explained(layer);
     EXPECT_EQ(kernels_of(explanation), layer.kernels) << layer.name << "\n" << explanation.text;
   }
+}
+
+TEST(Plan, an_x_that_is_kept_is_read_as_seldom_as_can_be) {
+  for (const ForwardPlanCase& layer : kept_plan_cases()) {
+    const Explanation explanation = explained(layer);
+    std::vector<std::string> kernels;  // but for the product's
+    for (const ExplainedStep& step : explanation.steps) {
+      if (step.writes.front() != "y") kernels.push_back(step.kernel);
+    }
+    EXPECT_EQ(kernels, layer.kernels) << layer.name << "\n" << explanation.text;
+    int reads = 0;
+    for (const ExplainedStep& step : explanation.steps) {
+      if (step.call != "quantize_forward_input") continue;
+      reads += static_cast<int>(std::count(step.reads.begin(), step.reads.end(), "x"));
+      if (step.kernel == "rows_groups_kernel") {
+        EXPECT_EQ(step.cluster, layer.cluster) << layer.name;
+        EXPECT_EQ(step.blocks % step.cluster, 0);
+        EXPECT_EQ(step.blocks / step.cluster, (layer.shape.tokens + 63) / 64) << layer.name;
+        EXPECT_LE(step.shared_bytes, 113U * 1024) << layer.name;
+      }
+    }
+    EXPECT_EQ(reads == 1, layer.cluster > 0) << layer.name << "\n" << explanation.text;
+  }
+  // Other devices have no such kernel, and nothing to explain.
+  const ForwardPlanCase layer = kept_plan_cases()[0];
+  const Explanation other = hot::explain("sm_80", layer.shape, *layer.kept, as(layer));
+  EXPECT_EQ(kernels_of(other)[0], "rows16_kernel");
+  EXPECT_EQ(kernels_of(other)[1], "group_pairs_kernel");
+  EXPECT_TRUE(other.slow.empty()) << other.text;
 }
 
 TEST(Plan, an_empty_x_gets_the_scales_that_it_has) {
@@ -135,6 +168,7 @@ TEST(Plan, nothing_is_read_before_it_is_written) {
           known.insert({"saved x", "sizes of tokens", "quantised w"});
         }
         if (step.call == "forward_linear") known.insert({"quantised w", "bias"});
+        if (step.call == "forward_linear" && layer.options.compress) known.insert("quantised x");
         if (layer.options.accumulate) known.insert({"g_w", "g_b"});
         call = step.call;
       }
@@ -162,6 +196,7 @@ TEST(Plan, what_is_wanted_is_written) {
     const bool adds_nothing = L == 0 && o.accumulate;
     EXPECT_EQ(written["g_w"], o.gw && O > 0 && I > 0 && !adds_nothing ? 1 : 0) << layer.text();
     EXPECT_EQ(written["g_b"], o.gb && O > 0 ? 1 : 0) << layer.text();
+    EXPECT_EQ(written["quantised x"], o.y && o.compress && L > 0 ? 1 : 0) << layer.text();
     EXPECT_EQ(written["y"], o.y && L > 0 && O > 0 ? 1 : 0) << layer.text();
   }
 }
@@ -205,10 +240,10 @@ TEST(Plan, every_kernel_is_reached) {
     }
   }
   for (const ForwardPlanCase& layer : forward_plan_cases()) {
-    for (const std::string& kernel :
-         kernels_of(hot::explain("sm_90", layer.shape, recipe("default"), as(layer)))) {
-      reached.insert(kernel);
-    }
+    for (const std::string& kernel : kernels_of(explained(layer))) reached.insert(kernel);
+  }
+  for (const ForwardPlanCase& layer : kept_plan_cases()) {
+    for (const std::string& kernel : kernels_of(explained(layer))) reached.insert(kernel);
   }
   hot::ExplainGemmOptions int4;
   int4.int4 = true;
@@ -274,6 +309,46 @@ TEST(Plan, slow_paths_say_why) {
   has(reasons("sm_90", large, spec, options), "one column a thread: tokens are equalised");
 }
 
+TEST(Plan, a_second_read_of_x_says_why) {
+  hot::ExplainOptions options;
+  options.y = true;
+  options.gx = options.gw = options.gb = false;
+  const hot::LinearShape shape{6000, 3072, 768};
+  hot::BackwardLinearSpec spec = hot::recipe("default");
+  const auto expect = [&](const hot::LinearShape& of, const std::string& reason,
+                          const char* device = "sm_90") {
+    const std::vector<std::string> slow = hot::explain(device, of, spec, options).slow;
+    std::string all;
+    for (const std::string& one : slow) all += one + "; ";
+    if (reason.empty()) {
+      EXPECT_EQ(all, "");
+    } else {
+      EXPECT_NE(all.find("x is read again for its INT4: " + reason), std::string::npos)
+          << reason << " is not in: " << all;
+    }
+  };
+  expect(shape, "");
+  expect({0, 3072, 768}, "");
+  expect({6000, 3072, 14336}, "no cluster divides in_features 14336 into shares that fit");
+  expect({6000, 3072, 1088}, "no cluster divides in_features 1088 into shares that fit");
+  expect({6000, 3072, 776}, "in_features 776 is not a multiple of 64");
+  expect({6000, 3072, 14336}, "", "sm_80");  // no device but Hopper reads it once
+  options.dtype = DType::f32;
+  expect(shape, "float32");
+  options.dtype = DType::f16;
+  options.forward.hadamard_block = 128;
+  expect(shape, "forward's hadamard_block is 128, where 64 is read once");
+  options.forward.hadamard_block = 64;
+  spec.x_rounding = hot::Rounding::pseudo_stochastic;
+  expect(shape, "rounding is pseudo_stochastic");
+  spec.x_rounding = hot::Rounding::nearest;
+  expect(shape, "");
+  spec.equalize_tokens = true;
+  expect(shape, "tokens are equalised");
+  spec = hot::recipe("fast");  // not in INT4
+  expect(shape, "");
+}
+
 TEST(Plan, slow_products_say_why) {
   const auto reason = [](const char* device, std::int64_t n, std::int64_t k,
                          const hot::ExplainGemmOptions& options) {
@@ -322,6 +397,15 @@ TEST(Plan, explains_bytes_and_floor) {
   EXPECT_GT(e.floor_us, 1e6 * 2.38e11 / 1450e12);
   EXPECT_LT(e.floor_us, 1e6 * (2.38e11 / 1450e12 + static_cast<double>(read + written) / 4.3e12));
   EXPECT_NE(e.text.find("g_y is read 2 times"), std::string::npos);
+  // Largest values of x's columns, not of g_y's.
+  hot::ExplainOptions options = as(DType::bf16);
+  options.gx = options.gw = options.gb = false;
+  options.y = true;
+  const Explanation of_x = hot::explain("sm_90", {40000, 64, 768}, hot::recipe("fast"), options);
+  ASSERT_GT(of_x.steps.size(), 3U);
+  EXPECT_EQ(of_x.steps[0].bytes_written, 4 * 768);
+  EXPECT_EQ(of_x.steps[1].bytes_read, std::int64_t{40000} * 768 * 2 + 4 * 768);
+  EXPECT_EQ(of_x.steps[1].bytes_written, std::int64_t{40000} * (768 + 4) + 4 * 768);
   // One scale a tensor is known only after a pass of its own.
   EXPECT_EQ(
       hot::explain("sm_90", {25216, 3072, 768}, hot::recipe("paper"), as(DType::bf16)).gy_passes,

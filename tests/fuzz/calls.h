@@ -52,7 +52,7 @@ class Calls {
   explicit Calls(Input& input) : input_(input), api_(input), memory_(input) {}
 
   void run() {
-    switch (input_.from(0, 16)) {
+    switch (input_.from(0, 17)) {
       case 0:
         return fwht();
       case 1:
@@ -82,6 +82,8 @@ class Calls {
         return forward();
       case 15:
         return forward_weight();
+      case 16:
+        return forward_input();
       default:
         return contexts();
     }
@@ -260,14 +262,21 @@ class Calls {
     check([&] { return api_.decompress_activation(saved, first, last, spec, out); });
   }
 
+  // Memory for so many bytes, at times too few, not aligned or null.
+  template <class Kept>
+  Kept some_room(std::size_t size) {
+    if (input_.rarely()) size = input_.from<std::size_t>(0, size);
+    Kept kept{memory_.bytes(size, true, input_.rarely() ? 1 : 16), size};
+    if (input_.rarely(40)) kept.data = nullptr;
+    return kept;
+  }
+
   void quantize_weight() {
     const auto spec = some_spec(input_);
     const std::int64_t out = input_.size(), in = input_.size();
     const TensorView w = memory_.array({out, in}, some_float(input_), false);
-    std::size_t size = asked([&] { return hot::quantized_weight_bytes(out, in, spec); }, 64);
-    if (input_.rarely()) size = input_.from<std::size_t>(0, size);
-    hot::QuantizedWeight kept{memory_.bytes(size, true, input_.rarely() ? 1 : 16), size};
-    if (input_.rarely(40)) kept.data = nullptr;
+    const auto kept = some_room<hot::QuantizedWeight>(
+        asked([&] { return hot::quantized_weight_bytes(out, in, spec); }, 64));
     const auto needed =
         asked([&] { return hot::quantize_weight_workspace(api_.context(), out, in, spec); });
     const hot::Workspace workspace = memory_.workspace(needed);
@@ -358,20 +367,71 @@ class Calls {
     const auto spec = some_forward_spec();
     const std::int64_t out = input_.size(), in = input_.size();
     const TensorView w = memory_.array({out, in}, some_float(input_), false);
-    std::size_t size = asked([&] { return hot::forward_weight_bytes(out, in, spec); }, 64);
-    if (input_.rarely()) size = input_.from<std::size_t>(0, size);
-    hot::QuantizedWeight kept{memory_.bytes(size, true, input_.rarely() ? 1 : 16), size};
-    if (input_.rarely(40)) kept.data = nullptr;
+    const auto kept = some_room<hot::QuantizedWeight>(
+        asked([&] { return hot::forward_weight_bytes(out, in, spec); }, 64));
     check([&] { return api_.quantize_forward_weight(w, spec, kept); });
+  }
+
+  void forward_input() {
+    const auto forward_spec = some_forward_spec();
+    const auto spec = some_spec(input_);
+    const bool keep = input_.flip();
+    const std::int64_t tokens = keep ? some_tokens(input_, spec) : input_.size();
+    const std::int64_t in = input_.size();
+    const TensorView x = memory_.array(batched(tokens, in), some_float(input_), false);
+    const auto out = some_room<hot::QuantizedInput>(
+        asked([&] { return hot::forward_input_bytes(tokens, in, forward_spec); }, 64));
+    if (!keep) {
+      check([&] { return api_.quantize_forward_input(x, forward_spec, out); });
+      return;
+    }
+    const auto saved = some_room<hot::SavedActivation>(
+        asked([&] { return hot::saved_layout(tokens, in, spec).bytes; }, 64));
+    const auto needed =
+        asked([&] { return hot::compress_activation_workspace(api_.context(), tokens, in, spec); });
+    const hot::Workspace workspace = memory_.workspace(needed);
+    check(
+        [&] { return api_.quantize_forward_input(x, forward_spec, out, spec, saved, workspace); });
+  }
+
+  hot::ConstQuantizedInput some_quantized_input(const hot::LinearShape& shape,
+                                                const hot::ForwardLinearSpec& spec, bool twist) {
+    hot::ConstQuantizedInput x{};
+    x.bytes =
+        asked([&] { return hot::forward_input_bytes(shape.tokens, shape.in_features, spec); }, 64);
+    x.data = memory_.bytes(x.bytes, false, 16);
+    x.tokens = shape.tokens;
+    x.in_features = shape.in_features;
+    x.format = asked([&] { return hot::forward_input_format(spec); }, 1);
+    if (!twist) return x;
+    switch (input_.from(0, 3)) {
+      case 0:
+        x.tokens = input_.wild();
+        break;
+      case 1:
+        x.in_features = input_.wild();
+        break;
+      case 2:
+        x.format = input_.any<std::uint64_t>();
+        break;
+      default:
+        spoil_bytes(input_, memory_, x);
+    }
+    return x;
   }
 
   void forward() {
     const auto spec = some_forward_spec();
     const hot::LinearShape shape{input_.size(), input_.size(), input_.size()};
     const bool quantized = input_.rarely(3), twist = input_.rarely(12);
-    const TensorView x =
-        memory_.array(batched(shape.tokens, shape.in_features), some_float(input_), false);
-    TensorView w{}, bias{};
+    const bool quantized_x = input_.rarely(3);
+    TensorView x{}, w{}, bias{};
+    hot::ConstQuantizedInput codes{};
+    if (quantized_x) {
+      codes = some_quantized_input(shape, spec, twist);
+    } else {
+      x = memory_.array(batched(shape.tokens, shape.in_features), some_float(input_), false);
+    }
     hot::ConstQuantizedWeight kept{};
     if (!quantized) {
       w = memory_.array({shape.out_features, shape.in_features}, some_float(input_), false);
@@ -388,14 +448,16 @@ class Calls {
     if (input_.flip()) bias = memory_.array({shape.out_features}, some_float(input_), false);
     const TensorView y =
         memory_.array(batched(shape.tokens, shape.out_features), some_float(input_), true);
-    const auto needed = asked(
-        [&] { return hot::forward_linear_workspace(api_.context(), shape, spec, quantized); });
+    const auto needed = asked([&] {
+      return hot::forward_linear_workspace(api_.context(), shape, spec, quantized, quantized_x);
+    });
     const hot::Workspace workspace = memory_.workspace(needed, false);
     const bool supported = hot::forward_supported(api_.context(), shape, spec).ok;
-    const Outcome outcome = check([&] {
-      return quantized ? api_.forward(x, kept, bias, spec, y, workspace)
-                       : api_.forward(x, w, bias, spec, y, workspace);
-    });
+    const auto product = [&](const auto& left) {
+      return quantized ? api_.forward(left, kept, bias, spec, y, workspace)
+                       : api_.forward(left, w, bias, spec, y, workspace);
+    };
+    const Outcome outcome = check([&] { return quantized_x ? product(codes) : product(x); });
     if (memory_.spoiled() || workspace.bytes < needed || twist || api_.refused() != nullptr) return;
     if (outcome.ok() != supported) broken("forward_supported disagrees: " + outcome.text);
   }

@@ -93,11 +93,7 @@ class CApi {
   Outcome backward(const TensorView& gy, const hot::ConstQuantizedWeight& w,
                    const hot::ConstSavedActivation& saved, const hot::BackwardLinearSpec& spec,
                    const hot::BackwardOutputs& out, const hot::Workspace& workspace) {
-    const hot_weight* weight = nullptr;
-    if (out.gx != nullptr) {
-      weight = put(
-          hot_weight{sizeof(hot_weight), w.data, w.bytes, w.out_features, w.in_features, w.format});
-    }
+    const hot_weight* const weight = out.gx == nullptr ? nullptr : weight_of(w);
     return ended(hot_backward_linear_quantized(handle(), tensor(gy), weight, saved_of(saved, out),
                                                spec_of(spec), gradients(out), workspace.data,
                                                workspace.bytes));
@@ -111,6 +107,31 @@ class CApi {
                                          &out);
     });
   }
+  Outcome quantize_forward_input(const TensorView& x, const hot::ForwardLinearSpec& spec,
+                                 const hot::QuantizedInput& to) {
+    hot_input out = HOT_INPUT_INIT;
+    return filled(out, [&] {
+      return hot_quantize_forward_input(handle(), tensor(x), spec_of(spec), to.data, to.bytes, &out,
+                                        nullptr, nullptr, 0, nullptr, 0, nullptr);
+    });
+  }
+  Outcome quantize_forward_input(const TensorView& x, const hot::ForwardLinearSpec& spec,
+                                 const hot::QuantizedInput& to, const hot::BackwardLinearSpec& kept,
+                                 const hot::SavedActivation& room,
+                                 const hot::Workspace& workspace) {
+    hot_input out = HOT_INPUT_INIT;
+    hot_saved saved = HOT_SAVED_INIT;
+    const hot_saved before = saved;
+    const Outcome outcome = filled(out, [&] {
+      return hot_quantize_forward_input(handle(), tensor(x), spec_of(spec), to.data, to.bytes, &out,
+                                        plain(kept), room.data, room.bytes, workspace.data,
+                                        workspace.bytes, &saved);
+    });
+    if (!outcome.ok() && std::memcmp(&before, &saved, sizeof saved) != 0) {
+      broken("a hot_saved was filled before the error: " + outcome.text);
+    }
+    return outcome;
+  }
   Outcome forward(const TensorView& x, const TensorView& w, const TensorView& bias,
                   const hot::ForwardLinearSpec& spec, const TensorView& y,
                   const hot::Workspace& workspace) {
@@ -120,11 +141,23 @@ class CApi {
   Outcome forward(const TensorView& x, const hot::ConstQuantizedWeight& w, const TensorView& bias,
                   const hot::ForwardLinearSpec& spec, const TensorView& y,
                   const hot::Workspace& workspace) {
-    const hot_weight* weight = put(
-        hot_weight{sizeof(hot_weight), w.data, w.bytes, w.out_features, w.in_features, w.format});
-    return ended(hot_forward_linear_quantized(handle(), tensor(x), weight, optional(bias),
+    return ended(hot_forward_linear_quantized(handle(), tensor(x), weight_of(w), optional(bias),
                                               spec_of(spec), tensor(y), workspace.data,
                                               workspace.bytes));
+  }
+  Outcome forward(const hot::ConstQuantizedInput& x, const TensorView& w, const TensorView& bias,
+                  const hot::ForwardLinearSpec& spec, const TensorView& y,
+                  const hot::Workspace& workspace) {
+    return ended(hot_forward_linear_input(handle(), input_of(x), tensor(w), nullptr, optional(bias),
+                                          spec_of(spec), tensor(y), workspace.data,
+                                          workspace.bytes));
+  }
+  Outcome forward(const hot::ConstQuantizedInput& x, const hot::ConstQuantizedWeight& w,
+                  const TensorView& bias, const hot::ForwardLinearSpec& spec, const TensorView& y,
+                  const hot::Workspace& workspace) {
+    return ended(hot_forward_linear_input(handle(), input_of(x), nullptr, weight_of(w),
+                                          optional(bias), spec_of(spec), tensor(y), workspace.data,
+                                          workspace.bytes));
   }
 
   Outcome gemm_workspace(std::int64_t m, std::int64_t n, std::int64_t k, std::size_t& bytes) {
@@ -284,6 +317,13 @@ class CApi {
     return view.ndim == 0 ? nullptr : keep(converted(view), sizeof(hot_tensor), false);
   }
 
+  const hot_weight* weight_of(const hot::ConstQuantizedWeight& w) {
+    return put(
+        hot_weight{sizeof(hot_weight), w.data, w.bytes, w.out_features, w.in_features, w.format});
+  }
+  const hot_input* input_of(const hot::ConstQuantizedInput& x) {
+    return put(hot_input{sizeof(hot_input), x.data, x.bytes, x.tokens, x.in_features, x.format});
+  }
   const hot_saved* saved_of(const hot::ConstSavedActivation& s, const hot::BackwardOutputs& out) {
     return out.gw == nullptr ? nullptr : saved_of(s);
   }

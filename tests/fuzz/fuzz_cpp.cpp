@@ -80,8 +80,20 @@ class CppApi {
                                   const hot::QuantizedWeight& out) {
     return outcome_of([&] { hot::quantize_forward_weight(context_, w, spec, out); });
   }
-  template <class Weight>
-  Outcome forward(const TensorView& x, const Weight& w, const TensorView& bias,
+  Outcome quantize_forward_input(const TensorView& x, const hot::ForwardLinearSpec& spec,
+                                 const hot::QuantizedInput& out) {
+    return outcome_of([&] { hot::quantize_forward_input(context_, x, spec, out); });
+  }
+  Outcome quantize_forward_input(const TensorView& x, const hot::ForwardLinearSpec& spec,
+                                 const hot::QuantizedInput& out,
+                                 const hot::BackwardLinearSpec& kept,
+                                 const hot::SavedActivation& saved,
+                                 const hot::Workspace& workspace) {
+    return outcome_of(
+        [&] { hot::quantize_forward_input(context_, x, spec, out, kept, saved, workspace); });
+  }
+  template <class Input, class Weight>
+  Outcome forward(const Input& x, const Weight& w, const TensorView& bias,
                   const hot::ForwardLinearSpec& spec, const TensorView& y,
                   const hot::Workspace& workspace) {
     return outcome_of([&] { hot::forward_linear(context_, x, w, bias, spec, y, workspace); });

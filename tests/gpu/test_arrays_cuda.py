@@ -96,7 +96,10 @@ def test_cupy_stages(cupy: Any, dtype: str, rng: np.random.Generator) -> None:
         lambda x: hotcore.decompress_activation(hotcore.compress_activation(x, key=3), 1),
         lambda x: hotcore.quantize_weight(x).data,
         lambda x: hotcore.quantize_forward_weight(x).data,
+        lambda x: hotcore.quantize_forward_input(x).data,
+        lambda x: hotcore.quantize_forward_input(x, keep=True, key=3)[1].data,
         lambda x: hotcore.forward_linear(x, x, x[:, 0].copy()),
+        lambda x: hotcore.forward_linear(hotcore.quantize_forward_input(x), x),
     ):
         got = function(cupy.asarray(x))
         assert isinstance(got, cupy.ndarray)

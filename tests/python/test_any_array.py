@@ -42,6 +42,11 @@ def saved_bytes(a: Arrays) -> tuple[Any, ...]:
     return saved.data, hotcore.decompress_activation(saved, 0, saved.tokens)
 
 
+def input_bytes(a: Arrays) -> tuple[Any, ...]:
+    codes, saved = hotcore.quantize_forward_input(a["x"], keep=True, key=1)
+    return codes.data, saved.data
+
+
 FUNCTIONS = {
     "fwht": Function(
         lambda g, s: {"x": floats(g, s[0], 16 * s[1])}, lambda a: hotcore.fwht(a["x"])
@@ -83,6 +88,7 @@ FUNCTIONS = {
         lambda g, s: {"w": floats(g, s[1], s[2])},
         lambda a: hotcore.quantize_forward_weight(a["w"]).data,
     ),
+    "quantize_forward_input": Function(lambda g, s: {"x": floats(g, s[0], s[2])}, input_bytes),
     "forward_linear": Function(
         lambda g, s: {
             "x": floats(g, s[0], s[2]), "w": floats(g, s[1], s[2]), "bias": floats(g, s[1]),

@@ -164,6 +164,108 @@ def test_a_layer_by_recipe(api: CApi, rng: np.random.Generator, recipe: str) -> 
         equal_bits(getattr(got, name), getattr(expected, name), name)
 
 
+@pytest.mark.parametrize("block", [1, 16, 64, 256])
+def test_forward_linear(api: CApi, rng: np.random.Generator, block: int) -> None:
+    config, spec = HotConfig(forward_block=block), api.forward_spec(block)
+    for tokens, outs, ins in ((50, 21, 70), (1, 1, 1), (0, 3, 5), (33, 8, 0)):
+        x, w, bias = (data(rng, shape) for shape in ((tokens, ins), (outs, ins), (outs,)))
+        expected = hotcore.forward_linear(x, w, bias, config=config)
+        codes, quantized, _, _ = api.quantize_forward_input(x, spec)
+        equal_bits(codes, hotcore.quantize_forward_input(x, config).data)
+        assert (quantized.tokens, quantized.in_features) == (tokens, ins)
+        kept, weight = api.quantize_forward_weight(w, spec)
+        equal_bits(kept, hotcore.quantize_forward_weight(w, config).data)
+        for left in (x, quantized):
+            for right in (w, weight):
+                equal_bits(api.forward_linear(left, right, bias, spec), expected)
+        plain = hotcore.forward_linear(x, w, config=config)
+        equal_bits(api.forward_linear(quantized, w, None, spec), plain)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_an_input_that_is_kept(api: CApi, rng: np.random.Generator, recipe: str) -> None:
+    x, forward, kept = data(rng, (97, 35)), api.forward_spec(64), api.spec(recipe)
+    codes, quantized, room, saved = api.quantize_forward_input(x, forward, kept, key=KEY)
+    alone, other, _, _ = api.quantize_forward_input(x, forward)
+    equal_bits(codes, alone)
+    assert (quantized.bytes, quantized.format) == (other.bytes, other.format)
+    memory, expected = api.compress_activation(x, kept, key=KEY)
+    equal_bits(room, memory)
+    expected.data = saved.data  # all but its place
+    assert bytes(saved) == bytes(expected)
+    assert saved.data == room.ctypes.data
+
+
+def test_bad_inputs_are_refused(api: CApi, rng: np.random.Generator) -> None:
+    x, w = data(rng, (48, 35)), data(rng, (6, 35))
+    spec, kept = api.forward_spec(16), api.spec("default")
+    codes, quantized, _, _ = api.quantize_forward_input(x, spec)
+    _, weight = api.quantize_forward_weight(w, spec)
+    y, scratch = np.full((48, 6), 7, np.float32), aligned(1 << 16)
+    end = (None, spec, tensor(y), scratch.ctypes.data, scratch.size)
+    on = api.on
+    for arguments, words in (
+        ((quantized, None, None), "w and weight are both null; expected one"),
+        ((quantized, tensor(w), weight), "w and weight are both given; expected one"),
+        ((None, tensor(w), None), "x is null"),
+        ((make("hot_input", struct_size=40), tensor(w), None), "x.struct_size is 40; expected the"),
+        ((quantized, tensor(w[:, :34]), None), "w has shape (6, 34)"),
+    ):
+        refused(
+            lambda a=arguments: on("hot_forward_linear_input", *a, *end),
+            *(INVALID, "forward_linear: ", words),
+        )
+    for field, value, words in (
+        ("format", 0, "x.format is 0"),
+        ("format", quantized.format ^ 1, "x was made by quantize_forward_input"),
+        ("bytes", quantized.bytes - 1, "x has"),
+        ("tokens", 47, "x has"),
+        ("data", codes.ctypes.data + 8, "x is not aligned"),
+    ):
+        bad = type(quantized).from_buffer_copy(quantized)
+        setattr(bad, field, value)
+        refused(
+            lambda b=bad: on("hot_forward_linear_input", b, tensor(w), None, *end), INVALID, words
+        )
+    assert (y == 7).all()
+
+    count, layout = codes.size, make("hot_saved_layout")
+    api.call("hot_saved_layout_of", 48, 35, kept, layout)
+    to, room = aligned(count), aligned(layout.bytes)
+
+    def quantize(**changes: Any) -> None:
+        given = {"x": tensor(x), "spec": spec, "data": to.ctypes.data, "bytes": count}
+        given |= {"input": make("hot_input"), "kept": kept, "room": room.ctypes.data}
+        given |= {"room_bytes": layout.bytes, "workspace": scratch.ctypes.data}
+        given |= {"workspace_bytes": scratch.size, "saved": make("hot_saved")} | changes
+        before = [bytes(given[name] or b"") for name in ("input", "saved")]
+        try:
+            on("hot_quantize_forward_input", *given.values())
+        finally:
+            assert [bytes(given[name] or b"") for name in ("input", "saved")] == before
+
+    wrong = api.spec("default")
+    wrong.x_rounding = 9
+    for changes, words in (
+        ({"x": None}, "x is null"),
+        ({"input": None}, "input is null"),
+        ({"input": make("hot_input", struct_size=8)}, "input.struct_size is 8"),
+        ({"saved": None}, "saved is null"),
+        ({"spec": None}, "spec is null"),
+        ({"spec": api.forward_spec(3)}, "hadamard_block is 3"),
+        ({"kept": wrong}, "kept.x_rounding is 9"),
+        ({"data": None}, "out has 0 bytes"),
+        ({"bytes": count - 1}, "out has"),
+        ({"room_bytes": layout.bytes - 1}, "saved has"),
+        ({"room": to.ctypes.data, "room_bytes": layout.bytes}, "saved"),
+    ):
+        refused(lambda c=changes: quantize(**c), INVALID, "quantize_forward_input: ", words)
+    assert (to == 0xA5).all() and (room == 0xA5).all()
+    assert api.number("hot_forward_linear_input_workspace", api._context, 48, 6, 35, spec, 0) <= (
+        api.number("hot_forward_linear_workspace", api._context, 48, 6, 35, spec, 0)
+    )
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_decompress_activation(api: CApi, rng: np.random.Generator, recipe: str) -> None:
     x, spec = data(rng, (97, 35)), api.spec(recipe)

@@ -33,7 +33,7 @@ def blocks(language: str) -> list[str]:
 
 def test_programs_build_and_run(tmp_path: Path) -> None:
     programs = {"cpp": blocks("cpp"), "c": blocks("c")}
-    assert [len(found) for found in programs.values()] == [2, 1]
+    assert [len(found) for found in programs.values()] == [3, 1]
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     (lines_of_readme,) = re.findall(r"^```cpp\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
     programs["cpp"].append(f"{AROUND_THE_README}{lines_of_readme}}}\n")
@@ -53,6 +53,7 @@ def test_programs_build_and_run(tmp_path: Path) -> None:
     said = {name: run(folder / name) for name in names}
     assert re.fullmatch(r"x: 20480 bytes, kept: 2720\ng_w\[0\]: -?[\d.]+\n", said["cpp0"])
     assert said["cpp1"] == "refused: saved was made by compress_activation with another spec\n"
+    assert said["cpp2"] == "codes: 8448 bytes, kept: 2720\n"
     assert re.fullmatch(r"g_w\[0\]: -?[\d.]+\n", said["c0"])
     assert said["cpp0"].splitlines()[1] == said["c0"].strip()  # the same layer, the same bits
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import hotcore
 import numpy as np
 import pytest
-from hotcore import HotConfig, _core, reference
+from hotcore import HotConfig, Key, _core, reference
+from hotcore.config import RECIPES
 from hypothesis import given
 from hypothesis import strategies as st
 from support import (
@@ -106,6 +109,80 @@ def test_a_quantised_weight_gives_the_same_bits(rng: np.random.Generator) -> Non
         x = data(rng, (tokens, 70))
         got = hotcore.forward_linear(x, codes, bias)  # by the configuration of the codes
         equal_bits(got, hotcore.forward_linear(x, w, bias, config=HotConfig(forward_block=32)))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_a_quantised_input_gives_the_same_bits(rng: np.random.Generator, dtype: str) -> None:
+    for tokens, outs, ins, block in ((1, 20, 70, 32), (7, 1, 1, 64), (130, 33, 129, 16)):
+        config = HotConfig(forward_block=block)
+        x, w, bias = (array(part, dtype) for part in layer(rng, tokens, outs, ins))
+        expected = hotcore.forward_linear(x, w, bias, config=config)
+        codes = hotcore.quantize_forward_input(x, config)
+        assert (codes.tokens, codes.in_features, codes.dtype) == (tokens, ins, dtype)
+        for weight in (w, hotcore.quantize_forward_weight(w, config)):
+            equal_bits(hotcore.forward_linear(codes, weight, bias), expected)
+        equal_bits(hotcore.quantize_forward_input(strided(x), config).data, codes.data)
+        narrow = hotcore.forward_linear(codes, w, bias, out_dtype="float16")
+        equal_bits(narrow, hotcore.forward_linear(x, w, bias, config=config, out_dtype="float16"))
+    # The result has the leading dimensions of x.
+    cube = hotcore.quantize_forward_input(x.reshape(2, 5, 13, 129), config)
+    equal_bits(hotcore.forward_linear(cube, w, bias), expected.reshape(2, 5, 13, 33))
+    out = poison((130, 33), dtype)
+    assert hotcore.forward_linear(cube, w, bias, out=out) is out
+    equal_bits(out, expected)
+    same_on_every_path(lambda: hotcore.quantize_forward_input(x, config).data)
+
+
+@given(
+    recipe=st.sampled_from(tuple(RECIPES)),
+    storage=st.sampled_from((None, "int8", "int4", "rht4", "rht2")),
+    equalize=st.booleans(),
+    block=st.sampled_from(BLOCKS),
+    shape=st.tuples(st.integers(0, 140), st.integers(0, 150)),
+    dtype=st.sampled_from(("float32", "float16", *(("bfloat16",) if torch else ()))),
+    kind=st.sampled_from(KINDS),
+    spread=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_an_input_that_is_kept_has_the_bits_of_both_calls(
+    recipe: str,
+    storage: str | None,
+    equalize: bool,
+    block: int,
+    shape: tuple[int, int],
+    dtype: str,
+    kind: str,
+    spread: bool,
+    seed: int,
+) -> None:
+    config = HotConfig.recipe(recipe, forward_block=block)
+    if config.basis == "full" and storage is not None:
+        rounding = "stochastic" if storage.startswith("rht") else config.x_rounding
+        config = dataclasses.replace(config, storage=storage, x_rounding=rounding)
+    config = dataclasses.replace(config, equalize_tokens=equalize)
+    x = array(data(np.random.default_rng(seed), shape, kind), dtype)
+    x = strided(x) if spread else x
+    key = Key(seed, seed // 3, seed % 8192)
+    codes, saved = hotcore.quantize_forward_input(x, config, keep=True, key=key)
+    equal_bits(codes.data, hotcore.quantize_forward_input(x, config).data)
+    expected = hotcore.compress_activation(x, config, key=key)
+    equal_bits(saved.data, expected.data)
+    assert dataclasses.replace(saved, data=None) == dataclasses.replace(expected, data=None)
+    assert dataclasses.replace(codes, data=None) == hotcore.QuantizedInput(
+        None, shape, dtype, config
+    )
+
+
+def test_a_kept_input_trains(rng: np.random.Generator) -> None:
+    x, w, _ = layer(rng, 97, 20, 70)
+    gy = data(rng, (97, 20))
+    for recipe in RECIPES:
+        _, saved = hotcore.quantize_forward_input(x, recipe, keep=True, key=3)
+        got = hotcore.backward_linear(gy, w, saved, key=4)
+        expected = hotcore.backward_linear(
+            gy, w, hotcore.compress_activation(x, recipe, key=3), key=4
+        )
+        equal_bits(got.gw, expected.gw)
 
 
 def test_operands_of_different_dtypes(rng: np.random.Generator) -> None:
@@ -287,6 +364,47 @@ def test_bad_arguments_are_named(rng: np.random.Generator) -> None:
         hotcore.forward_linear(x, hotcore.quantize_weight(w))
     with pytest.raises(TypeError, match=r"^w: "):
         hotcore.forward_linear(x, None)
+
+
+def test_bad_inputs_are_named(rng: np.random.Generator) -> None:
+    x, w, bias = layer(rng, 8, 5, 7)
+    codes = hotcore.quantize_forward_input(x)
+    for match, arguments, options in (
+        ("x: shape", (x[0],), {}),
+        ("x: shape", (x[None, None, None],), {}),
+        ("x: dtype", (x.astype(np.float64),), {}),
+        ("x: dtype", (x.astype(np.int8),), {"keep": True}),
+        ("recipe: .best. is not", (x, "best"), {}),
+        ("key: ", (x,), {"keep": True, "key": Key(1, 2, 8192)}),
+    ):
+        with pytest.raises(ValueError, match=f"^({match})"):
+            hotcore.quantize_forward_input(*arguments, **options)
+    with pytest.raises(TypeError, match=r"^x: "):
+        hotcore.quantize_forward_input(None)
+    short = dataclasses.replace(codes, data=codes.data[:-16])
+    wrong = dataclasses.replace(codes, shape=(9, 7))
+    floats = dataclasses.replace(codes, data=codes.data.astype(np.float32))
+    out = poison((8, 5), "float32")
+    before = out.copy()
+    for match, arguments, options in (
+        ("x: quantised with forward_block = 64; expected 16", (codes, w),
+         {"config": HotConfig(forward_block=16)}),
+        ("w: quantised with forward_block = 16; expected 64",
+         (codes, hotcore.quantize_forward_weight(w, HotConfig(forward_block=16))), {}),
+        ("w: shape", (codes, w[:, :6]), {}),
+        ("bias: shape", (codes, w, bias[:4]), {}),
+        ("x.data: dtype", (floats, w), {}),
+        ("out: shape", (codes, w), {"out": np.empty((7, 5), np.float32)}),
+        ("forward_linear: x has .* bytes; expected", (short, w), {"out": out}),
+        ("forward_linear: x has .* bytes; expected", (wrong, w), {}),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"^{match}"):
+            hotcore.forward_linear(*arguments, **options)
+    equal_bits(out.view(np.uint32), before.view(np.uint32))
+    with pytest.raises(TypeError, match=r"^w: "):
+        hotcore.forward_linear(codes, codes)
+    with pytest.raises(TypeError, match=r"^x: "):
+        hotcore.forward_linear(hotcore.compress_activation(x), w)
 
 
 def test_an_error_writes_nothing(rng: np.random.Generator) -> None:

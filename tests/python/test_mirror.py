@@ -88,8 +88,8 @@ def test_every_public_function_is_bound() -> None:
             assert f'm.def("{name}"' in bound, f"{name} of {stage}.h"
 
 
-# Functions of C that have another name, and what C needs no function for: a hot_saved and a
-# hot_weight come filled in.
+# Functions of C that have another name, and what C needs no function for: a hot_saved, a hot_weight
+# and a hot_input come filled in.
 IN_C = {
     "saved_layout": "hot_saved_layout_of",
     "recipe": "hot_spec_recipe",
@@ -97,6 +97,7 @@ IN_C = {
     "saved_format": None,
     "weight_format": None,
     "forward_weight_format": None,
+    "forward_input_format": None,
     "scale_count": None,
 }
 

@@ -167,6 +167,32 @@ FORWARDS: list[tuple[tuple[int, int, int], int, str, str, bool, tuple[str, ...]]
 ]
 
 
+# The same where x is kept, too: (tokens, in_features), configuration, dtype, kernels of x, and how
+# many CTAs share its one read (0: more reads than one).
+KEPT: list[tuple[tuple[int, int], HotConfig, str, tuple[str, ...], int]] = [
+    ((25216, 768), HotConfig(), "bfloat16", ("rows_groups_kernel",), 1),
+    ((9000, 704), HotConfig(), "bfloat16", ("rows_groups_kernel",), 1),
+    ((9000, 64), HotConfig(), "float16", ("rows_groups_kernel",), 1),
+    ((197, 768), HotConfig(), "bfloat16", ("rows_groups_kernel",), 6),
+    ((8449, 1024), HotConfig(), "float16", ("rows_groups_kernel",), 2),
+    ((6001, 3072), HotConfig(), "bfloat16", ("rows_groups_kernel",), 4),
+    ((2048, 4096), HotConfig(), "bfloat16", ("rows_groups_kernel",), 8),
+    ((200, 8192), HotConfig(), "bfloat16", ("rows_groups_kernel",), 16),
+    ((1, 1024), HotConfig(), "bfloat16", ("rows_groups_kernel",), 8),
+    ((4096, 14336), HotConfig(), "bfloat16", ("rows16_kernel", "group_pairs_kernel"), 0),
+    ((6000, 768), HotConfig(), "float32", ("rows16_kernel", "groups_kernel"), 0),
+    (
+        *((6000, 768), HotConfig.recipe("compact"), "bfloat16"),
+        *(("token_exponents_kernel", "rows16_kernel", "rotate_kernel"), 0),
+    ),
+    ((6000, 768), HotConfig.recipe("fast"), "bfloat16", ("rows16_kernel", ONE_PASS), 0),
+    (
+        *((40000, 768), HotConfig.recipe("fast"), "bfloat16"),
+        *(("memset", "rows_column_amax_kernel", CODES), 0),
+    ),
+]
+
+
 def explain(*shape: int, **options: Any) -> Explanation:
     """With the wgmma kernels, whatever this build has."""
     return hotcore.explain(*shape, **{"wgmma": True, **options})
@@ -222,6 +248,24 @@ def test_forward_products_get_their_kernels(
     assert "backward_linear" in whole
 
 
+@pytest.mark.parametrize(("shape", "config", "dtype", "kernels", "cluster"), KEPT)
+def test_an_x_that_is_kept_is_read_as_seldom_as_can_be(
+    shape: tuple[int, int], config: HotConfig, dtype: str, kernels: tuple[str, ...], cluster: int
+) -> None:
+    tokens, ins = shape
+    found = explain(tokens, 64, ins, config=config, need=("y", "x"), dtype=dtype, device="sm_90")
+    steps = [step for step in found.steps if step.call == "quantize_forward_input"]
+    assert tuple(step.kernel for step in steps) == kernels, found.text
+    assert (sum("x" in step.reads for step in steps) == 1) == (cluster > 0)
+    if cluster:
+        assert steps[0].cluster == cluster
+        assert steps[0].blocks == cluster * -(-tokens // 64)
+        assert steps[0].bytes_read == 2 * tokens * ins
+    # x alone is compressed by the call of its own.
+    alone = explain(tokens, 64, ins, config=config, need="x", dtype=dtype, device="sm_90")
+    assert {step.call for step in alone.steps} == {"compress_activation"}
+
+
 def test_an_empty_x_gets_the_scales_that_it_has() -> None:
     for tokens, ins in ((8, 0), (0, 0), (0, 8)):
         for recipe, scales in (("paper", 1), ("accurate", ins), ("default", 0)):
@@ -244,6 +288,7 @@ def test_nothing_is_read_before_it_is_written() -> None:
                     known |= {"saved x", "quantised w"}
                 if call == "forward_linear":
                     known |= {"bias", "quantised w"}
+                    known |= {"quantised x"} if "x" in options["need"] else set()
                 if options["accumulate"]:
                     known |= {"g_w", "g_b"}
             assert known.issuperset(step.reads), (step, found.text)
@@ -304,6 +349,9 @@ def test_every_kernel_is_reached() -> None:
         options = {"dtype": dtype, "bias_dtype": bias, "quantized_weight": quantized}
         found = explain(*shape, config=config, need="y", **options)
         reached |= {step.kernel for step in found.steps}
+    for (tokens, ins), config, dtype, _, _ in KEPT:
+        found = explain(tokens, 64, ins, config=config, need=("y", "x"), dtype=dtype)
+        reached |= {step.kernel for step in found.steps}
     for device, k, int4 in (("sm_90", 512, True), ("sm_80", 512, True), ("sm_90", 500, False)):
         product = hotcore.explain_gemm(512, 512, k, int4=int4, device=device)
         reached |= {step.kernel for step in product.steps}
@@ -325,6 +373,34 @@ def test_slow_paths_say_why() -> None:
     assert "in_features 770, bfloat16" in why
     slow = explain(*shape, config=HotConfig.recipe("fast", hadamard_block=64)).slow
     assert any("hadamard_block is 64" in why for why in slow)
+
+
+@pytest.mark.parametrize(
+    ("shape", "config", "dtype", "reason"),
+    [
+        ((6000, 768), HotConfig(), "bfloat16", ""),
+        ((6000, 768), HotConfig.recipe("fast"), "bfloat16", ""),
+        ((6000, 768), HotConfig(x_rounding="nearest"), "bfloat16", ""),
+        ((6000, 14336), HotConfig(), "bfloat16", "no cluster divides in_features 14336"),
+        ((6000, 1088), HotConfig(), "bfloat16", "no cluster divides in_features 1088"),
+        ((6000, 776), HotConfig(), "bfloat16", "in_features 776 is not a multiple of 64"),
+        ((6000, 768), HotConfig(), "float32", "float32"),
+        ((6000, 768), HotConfig(forward_block=16), "bfloat16", "forward's hadamard_block is 16"),
+        ((6000, 768), HotConfig(equalize_tokens=True), "bfloat16", "tokens are equalised"),
+        ((6000, 768), HotConfig(x_rounding="pseudo_stochastic"), "float16", "rounding is pseudo"),
+    ],
+)
+def test_a_second_read_of_x_says_why(
+    shape: tuple[int, int], config: HotConfig, dtype: str, reason: str
+) -> None:
+    slow = explain(shape[0], 64, shape[1], config, need=("y", "x"), dtype=dtype).slow
+    again = [why for why in slow if "x is read again for its INT4" in why]
+    assert len(again) == (reason != "")
+    assert all(f"INT4: {reason}" in why for why in again)
+    on_ampere = explain(
+        *(shape[0], 64, shape[1], config), need=("y", "x"), dtype=dtype, device="sm_80"
+    )
+    assert not [why for why in on_ampere.slow if "x is read again" in why]
 
 
 def test_slow_products_say_why() -> None:

@@ -32,6 +32,12 @@ LINES = [
     ('reveal_type(hotcore.backward_linear(x, x, x, need=("gx", "gw", "gb")).gb)', "Any"),
     ("reveal_type(hotcore.backward_linear(x, x, x, need=some).gx)", r"Any \| None"),
     ('hotcore.backward_linear(x, x, x, need="wg")', "expected.*gx.*gw.*gb"),
+    ("reveal_type(hotcore.quantize_forward_input(x))", r'"hotcore\.saved\.QuantizedInput"'),
+    (
+        "reveal_type(hotcore.quantize_forward_input(x, keep=True))",
+        r"tuple\[hotcore\.saved\.QuantizedInput, hotcore\.saved\.Saved\]",
+    ),
+    ("hotcore.forward_linear(hotcore.quantize_forward_input(x), x)", ""),
     ('hot.convert(model, "fast", overrides={"head": None, "*": {"gx_bits": 4}})', ""),
     ("reveal_type(hot.convert(model))", "ConversionReport"),
     ('hot.convert(model, "quick")', "incompatible type"),

@@ -29,7 +29,8 @@ HOT_API std::size_t forward_weight_bytes(std::int64_t out_features, std::int64_t
 /// Quantises w [O, I] (f32, f16, bf16, any strides) once for several calls of forward_linear with
 /// the same spec, which then give the same bits as with w itself. No random numbers.
 ///
-/// @param out  forward_weight_bytes bytes, 16-byte aligned: codes [O, roundup(I, n)], O scales.
+/// @param out  forward_weight_bytes bytes, 16-byte aligned: codes [O, K], O scales; K is I
+///             rounded up to whole blocks n and to 16.
 /// Returns what forward_linear takes. docs/numerics.md: "Forward".
 HOT_API ConstQuantizedWeight quantize_forward_weight(const Context& context,
                                                      const ConstTensorView& w,
@@ -60,7 +61,8 @@ HOT_API std::size_t forward_input_bytes(std::int64_t tokens, std::int64_t in_fea
 /// several calls of forward_linear with the same spec, which then give the same bits as with x
 /// itself. No random numbers.
 ///
-/// @param out  forward_input_bytes bytes, 16-byte aligned: codes [L, roundup(I, n)], L scales.
+/// @param out  forward_input_bytes bytes, 16-byte aligned: codes [L, K], L scales; K as of
+///             quantize_forward_weight.
 /// Returns what forward_linear takes. docs/numerics.md: "Forward".
 HOT_API ConstQuantizedInput quantize_forward_input(const Context& context, const ConstTensorView& x,
                                                    const ForwardLinearSpec& spec,

@@ -262,6 +262,18 @@ typedef struct hot_weight {
 
 #define HOT_WEIGHT_INIT {sizeof(hot_weight), 0, 0, 0, 0, 0}
 
+/* An x quantised for the forward product: what hot_quantize_forward_input filled in. */
+typedef struct hot_input {
+  size_t struct_size;
+  const void* data;
+  size_t bytes;
+  int64_t tokens;
+  int64_t in_features;
+  uint64_t format;
+} hot_input;
+
+#define HOT_INPUT_INIT {sizeof(hot_input), 0, 0, 0, 0, 0}
+
 /* Outputs of a backward pass. A null gradient is not computed; at least one is not null. */
 typedef struct hot_gradients {
   size_t struct_size;
@@ -355,6 +367,30 @@ HOT_API hot_status hot_forward_linear_quantized(const hot_context* context, cons
                                                 const hot_weight* weight, const hot_tensor* bias,
                                                 const hot_forward_spec* spec, const hot_tensor* y,
                                                 void* workspace, size_t workspace_bytes);
+
+HOT_API hot_status hot_forward_input_bytes(int64_t tokens, int64_t in_features,
+                                           const hot_forward_spec* spec, size_t* bytes);
+/* Quantises x into `data`, 16-byte aligned, of exactly hot_forward_input_bytes, and fills `input`
+ * (its struct_size is read). `kept` null: no more, and the arguments after it are not looked at.
+ * Otherwise it also does what hot_compress_activation does with the spec `kept`, into `saved_data`;
+ * the workspace is hot_compress_activation_workspace of `kept`. */
+HOT_API hot_status hot_quantize_forward_input(const hot_context* context, const hot_tensor* x,
+                                              const hot_forward_spec* spec, void* data,
+                                              size_t bytes, hot_input* input, const hot_spec* kept,
+                                              void* saved_data, size_t saved_bytes, void* workspace,
+                                              size_t workspace_bytes, hot_saved* saved);
+
+/* For hot_forward_linear_input; `quantized_weight` not 0: with a `weight`. */
+HOT_API hot_status hot_forward_linear_input_workspace(const hot_context* context, int64_t tokens,
+                                                      int64_t out_features, int64_t in_features,
+                                                      const hot_forward_spec* spec,
+                                                      int32_t quantized_weight, size_t* bytes);
+/* hot_forward_linear with x quantised before; one of `w` and `weight` is null. */
+HOT_API hot_status hot_forward_linear_input(const hot_context* context, const hot_input* x,
+                                            const hot_tensor* w, const hot_weight* weight,
+                                            const hot_tensor* bias, const hot_forward_spec* spec,
+                                            const hot_tensor* y, void* workspace,
+                                            size_t workspace_bytes);
 
 #ifdef __cplusplus
 }
