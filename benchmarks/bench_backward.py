@@ -83,10 +83,11 @@ def hot_both(arrays: Sequence[torch.Tensor], bias: torch.Tensor, recipe: str, in
 
     def call() -> object:
         if int8:
-            y = hotcore.forward_linear(x, w, bias, config=config)
+            codes, saved = hotcore.quantize_forward_input(x, config, keep=True, key=1)
+            y = hotcore.forward_linear(codes, w, bias, config=config)
         else:
             y = torch.nn.functional.linear(x, w, own)
-        saved = hotcore.compress_activation(x, config, key=1)
+            saved = hotcore.compress_activation(x, config, key=1)
         return y, hotcore.backward_linear(gy, w, saved, config=config, need=ALL, key=1)
 
     return call

@@ -292,6 +292,10 @@ inline constexpr int kernel_count = static_cast<int>(Kernel::token) + 1;
 static_assert(static_cast<int>(Kernel::mma_fixup) - static_cast<int>(Kernel::mma_128x256x128) ==
               mma_tile_count);
 
+constexpr bool is_mma_tile(Kernel kernel) {
+  return kernel >= Kernel::mma_128x256x128 && kernel <= Kernel::mma_any;
+}
+
 struct KernelInfo {
   const char* name;  // of the __global__ function
   const char* file;

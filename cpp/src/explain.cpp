@@ -265,6 +265,12 @@ std::string layer_mma_reason(const Layer& layer, Kernel kernel, const char* out,
 std::string slow_path_reason(const Layer& layer, const Step& step) {
   const auto [L, O, I] = layer.shape;
   const DType dtype = layer.options.dtype;
+  if (detail::plan::is_mma_tile(step.kernel)) {
+    return step.as<detail::plan::ProductStep>().product == 0
+               ? layer_mma_reason(layer, step.kernel, "g_x", "in_features", I, dtype)
+               : layer_mma_reason(layer, step.kernel, "g_w", "in_features", I,
+                                  layer.options.gw_dtype);
+  }
   switch (step.kernel) {
     case Kernel::rows:
       return !detail::plan::rows16_can(layer.spec.hadamard_block, step.rounding)
@@ -305,16 +311,6 @@ std::string slow_path_reason(const Layer& layer, const Step& step) {
       return layer.aligned(I, dtype)
                  ? ""
                  : "x is read element by element: " + not_aligned("x", "in_features", I, dtype);
-    case Kernel::mma_128x256x128:
-    case Kernel::mma_256x128x128:
-    case Kernel::mma_128x256x64:
-    case Kernel::mma_128x128x64:
-    case Kernel::mma_64x64x64:
-    case Kernel::mma_any:
-      return step.as<detail::plan::ProductStep>().product == 0
-                 ? layer_mma_reason(layer, step.kernel, "g_x", "in_features", I, dtype)
-                 : layer_mma_reason(layer, step.kernel, "g_w", "in_features", I,
-                                    layer.options.gw_dtype);
     case Kernel::token:
       return "fp32 product, one thread a result: gw_scale is token";
     default:
@@ -417,6 +413,9 @@ std::string slow_forward_reason(const Layer& layer, const Step& step) {
   const std::int64_t I = layer.shape.in_features, O = layer.shape.out_features;
   const DType dtype = layer.options.dtype;
   const int block = layer.options.forward.hadamard_block;
+  if (detail::plan::is_mma_tile(step.kernel)) {
+    return layer_mma_reason(layer, step.kernel, "y", "out_features", O, dtype);
+  }
   switch (step.kernel) {
     case Kernel::rows:
       return !detail::plan::rows16_can(block, step.rounding)
@@ -428,13 +427,6 @@ std::string slow_forward_reason(const Layer& layer, const Step& step) {
                  ? ""
                  : "x and w are read element by element: in_features " + std::to_string(I) +
                        " is not a multiple of 16";
-    case Kernel::mma_128x256x128:
-    case Kernel::mma_256x128x128:
-    case Kernel::mma_128x256x64:
-    case Kernel::mma_128x128x64:
-    case Kernel::mma_64x64x64:
-    case Kernel::mma_any:
-      return layer_mma_reason(layer, step.kernel, "y", "out_features", O, dtype);
     default:
       return "";
   }
@@ -699,29 +691,20 @@ namespace {
 
 std::string slow_product(const DeviceFacts& facts, const detail::plan::ProductShape& p,
                          const Step& step) {
-  switch (step.kernel) {
-    case Kernel::unpack:
-      return facts.int4_units
-                 ? "unpacked to INT8: rows of the packed operands are not a multiple "
-                   "of 16 bytes, or K is odd or too long"
-                 : "unpacked to INT8: no INT4 units at full speed on " + name_of(facts.arch);
-    case Kernel::mma_128x256x128:
-    case Kernel::mma_256x128x128:
-    case Kernel::mma_128x256x64:
-    case Kernel::mma_128x128x64:
-    case Kernel::mma_64x64x64:
-    case Kernel::mma_any:
-      return mma_reason(facts, step.kernel,
-                        !p.rows_aligned
-                            ? "rows of the operands are not a multiple of 16 bytes (K " +
-                                  std::to_string(p.k) + ")"
-                        : p.k > detail::int32_safe_k
-                            ? "K " + std::to_string(p.k) + " is longer than INT32 sums hold"
-                        : !p.scaled ? "bare INT32 sums"
-                                    : not_aligned("out", "N", p.n, p.out.dtype));
-    default:
-      return "";
+  if (step.kernel == Kernel::unpack) {
+    return facts.int4_units
+               ? "unpacked to INT8: rows of the packed operands are not a multiple "
+                 "of 16 bytes, or K is odd or too long"
+               : "unpacked to INT8: no INT4 units at full speed on " + name_of(facts.arch);
   }
+  if (!detail::plan::is_mma_tile(step.kernel)) return "";
+  return mma_reason(
+      facts, step.kernel,
+      !p.rows_aligned
+          ? "rows of the operands are not a multiple of 16 bytes (K " + std::to_string(p.k) + ")"
+      : p.k > detail::int32_safe_k ? "K " + std::to_string(p.k) + " is longer than INT32 sums hold"
+      : !p.scaled                  ? "bare INT32 sums"
+                                   : not_aligned("out", "N", p.n, p.out.dtype));
 }
 
 }  // namespace
