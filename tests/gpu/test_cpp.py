@@ -114,3 +114,41 @@ def test_c_abi(recipe: str) -> None:
         assert torch.equal(out[name], wanted), name
     api.lib.hot_context_destroy(context)
     api.close()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_c_abi_of_a_quantised_input(recipe: str) -> None:
+    tokens, outs, ins, key = 200, 64, 1024, Key(1, 2, 3)
+    x, w = (torch.randn(n, ins, device="cuda").bfloat16() for n in (tokens, outs))
+    codes, model = hotcore.quantize_forward_input(x, recipe, keep=True, key=key)
+    expected = hotcore.forward_linear(codes, w)
+
+    api, context = CApi(), ctypes.c_void_p()
+    stream = torch.cuda.current_stream().cuda_stream
+    api.call("hot_context_cuda", 0, stream, ctypes.byref(context))
+    api.call("hot_context_set_key", context, *key)
+    spec, forward, layout = api.spec(recipe), api.forward_spec(64), make("hot_saved_layout")
+    api.call("hot_saved_layout_of", tokens, ins, spec, layout)
+    count = api.number("hot_forward_input_bytes", tokens, ins, forward)
+    keeping = api.number("hot_compress_activation_workspace", context, tokens, ins, spec)
+    product = api.number(
+        "hot_forward_linear_input_workspace", context, tokens, outs, ins, forward, 0
+    )
+    rooms = (count, layout.bytes, max(keeping, product, 1))
+    data, kept, scratch = (torch.empty(n, dtype=torch.uint8, device="cuda") for n in rooms)
+    made, saved = make("hot_input"), make("hot_saved")
+    api.call(
+        *("hot_quantize_forward_input", context, view(x), forward, data.data_ptr(), count, made),
+        *(spec, kept.data_ptr(), layout.bytes, scratch.data_ptr(), keeping, saved),
+    )
+    y = torch.empty_like(expected)
+    api.call(
+        *("hot_forward_linear_input", context, made, view(w), None, None, forward, view(y)),
+        *(scratch.data_ptr(), product),
+    )
+    torch.cuda.synchronize()
+    assert torch.equal(data, codes.data)
+    assert torch.equal(kept, model.data)
+    assert torch.equal(y, expected)
+    api.lib.hot_context_destroy(context)
+    api.close()

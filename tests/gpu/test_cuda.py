@@ -116,6 +116,24 @@ def test_an_empty_x_is_kept_as_on_the_cpu(recipe: str, shape: tuple[int, int]) -
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_input_of_both_forms_equals_cpu(recipe: str, dtype: torch.dtype) -> None:
+    """Tiles of 1 to 16 CTAs (docs/dev/kernels.md), the last one partial, and what no tile takes."""
+    for tokens, ins in ((197, 768), (65, 1024), (1, 3072), (130, 8192), (63, 64), (33, 70), (0, 8)):
+        x, w = torch.randn(tokens, ins).to(dtype), torch.randn(24, ins).to(dtype)
+        results = []
+        for device in ("cpu", "cuda"):
+            codes, saved = hotcore.quantize_forward_input(x.to(device), recipe, keep=True, key=3)
+            alone = hotcore.quantize_forward_input(x.to(device), recipe)
+            y = hotcore.forward_linear(codes, w.to(device))
+            results.append((codes.data, alone.data, saved.data, y))
+        for name, on_cpu, on_gpu in zip(("codes", "alone", "kept", "y"), *results, strict=True):
+            assert on_gpu.is_cuda
+            assert same_bits(on_cpu, on_gpu), f"{name} at {(tokens, ins)}"
+        assert torch.equal(results[1][0], results[1][1])
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_decompress_activation_equals_cpu(recipe: str) -> None:
     config = dataclasses.replace(hotcore.HotConfig.recipe(recipe), basis="full")
     for tokens, ins in ((197, 96), (64, 64), (31, 17), (4099, 130), (5, 0), (0, 5)):

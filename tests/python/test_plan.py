@@ -427,6 +427,10 @@ def test_explains_bytes_and_floor() -> None:
     assert str(found) == found.text
     assert "g_y is read 2 times" in found.text
     assert explain(25216, 3072, 768, need="x").operations == 0
+    # Largest values of x's columns, not of g_y's.
+    cleared, rows, _ = explain(40000, 64, 768, "fast", need=("y", "x")).steps[:3]
+    assert cleared.bytes_written == 4 * 768
+    assert rows.bytes_written == 40000 * (768 + 4) + 4 * 768
 
 
 def test_equalised_tokens_and_their_sizes_are_explained() -> None:
