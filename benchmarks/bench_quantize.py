@@ -6,7 +6,8 @@
 the call must move (x read once, results written once) over the copy's bytes. Their quotient says
 how close to its own minimum a kernel runs.
 
-Of every form that x is kept in: "compress", "decompress", and two backward passes for g_w alone, of
+Of every form that x is kept in: "compress", "decompress", "rows, compress" and "rows and" (x for the
+8-bit forward, too, by two calls and by one), and two backward passes for g_w alone, of
 which one side has 16 features: "columns" has a wide g_y, "operand" a wide x, from what was kept.
 """
 
@@ -79,6 +80,16 @@ def contenders(shape: tuple[int, int], device: str) -> tuple[dict[str, Call], di
                 saved, dtype=wide
             )
             nbytes[f"decompress {form}"] = saved.nbytes + x.nbytes
+        # x for the 8-bit forward and kept, by two calls and by one.
+        calls[f"rows, compress {form}"] = lambda config=config: (
+            hotcore.quantize_forward_input(x, config),
+            hotcore.compress_activation(x, config, key=1),
+        )
+        calls[f"rows and {form}"] = lambda config=config: hotcore.quantize_forward_input(
+            x, config, keep=True, key=1
+        )
+        nbytes[f"rows and {form}"] = x.nbytes + x.numel() + saved.nbytes
+        nbytes[f"rows, compress {form}"] = nbytes[f"rows and {form}"]
         for name, gy, kept in (("columns", x, few), ("operand", x[:, :16].clone(), saved)):
             calls[f"{name} {form}"] = lambda gy=gy, kept=kept: hotcore.backward_linear(
                 gy, None, kept, need=("gw",), key=1
