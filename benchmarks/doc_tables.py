@@ -52,6 +52,7 @@ comes from here. Every page of the repository that has such a line is looked at.
   claims           every claim of the sources, and what was measured (several; claims.py)
   trainings FILE...  losses less fp32's, paired (training.json, ablations.json, finetune.json, ...)
   rows FILE NAME;...  some rows of one of those
+  gradient-quality error, noise and bias along training, by method (gradients.json)
   latency [PART]   the paper's layers (cuda-latency.json)
   breakdown        Fig. 1 of the supplement (the same)
   memory           a step of ViT-B by batch (cuda-memory.json)
@@ -835,6 +836,7 @@ KINDS: dict[str, tuple[str | None, Callable[..., Iterator[str]]]] = {
     "claims": ("", claims.table),
     "trainings": ("", evidence_tables.trainings),
     "rows": ("", evidence_tables.rows),
+    "gradient-quality": ("", evidence_tables.gradient_quality),
     "latency": ("", evidence_tables.latency),
     "breakdown": ("", evidence_tables.breakdown),
     "memory": ("", evidence_tables.memory),

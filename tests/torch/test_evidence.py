@@ -204,8 +204,18 @@ def test_every_contender_is_put(rng: np.random.Generator) -> None:
         bits.append(model.blocks[0].qkv.config.gx_bits)
         step()
     assert bits == [8, 8, 4]  # 25 of 200 of 16 steps: two
-    model, _ = put("paper with LQS")
-    assert len(converted(model)) == 8
+    scales = {}
+    for name in ("paper with LQS", "paper with LQS of g_x, too"):
+        model, _ = put(name)
+        assert len(converted(model)) == 8
+        scales[name] = [
+            (m.config.gx_scale, m.config.gw_scale)
+            for m in model.modules()
+            if type(m).__name__ == "HotLinear"
+        ]
+    alone, both = scales.values()
+    assert {gx for gx, _ in alone} == {"tensor"} and "row" in {gx for gx, _ in both}
+    assert [gw for _, gw in alone] == [gw for _, gw in both]
     model, _ = put("paper, rank 1")
     assert model.blocks[0].qkv.config.rank == 1
 
@@ -377,6 +387,22 @@ def made_reports(folder: Path) -> None:
     )
 
 
+def made_gradients(path: Path) -> None:
+    """bench_gradients.py's report: a layer, two steps, a method of both tasks and one of one."""
+
+    def row(error: float) -> dict[str, Any]:
+        gw = {"error": error, "cosine": 1.0, "noise": 0.0, "bias": error}
+        return {"gx": gw | {"error": 0.1}, "gw": gw, "cost": 0.25, "bytes": 2.0}
+
+    points = {
+        f"{task}/0/{step}": {"layers": {"fc": {"batch": 1.0 + step, "methods": {
+            **({"tiles": row((0.3, 0.4)[step])} if task == "vit" else {}), "good": row(0.2),
+        }}}}
+        for task in ("vit", "gpt") for step in (0, 1)
+    }  # fmt: skip
+    path.write_text(json.dumps({"settings": {"tasks": ["vit", "gpt"]}, "points": points}))
+
+
 def test_tables_of_the_evidence(tmp_path: Path) -> None:
     import doc_tables
 
@@ -413,6 +439,16 @@ def test_tables_of_the_evidence(tmp_path: Path) -> None:
     assert "| 17.48 → 3.8 GB | *not run yet: its report has no 128* |" in found
     assert table("figure latency img two words") == "![two words](img/latency.svg)\n"
     assert table("figure finetune-vit img two words") == ""
+    found = table("gradient-quality")
+    assert found.startswith("*Not run yet: `python benchmarks/bench_gradients.py`")
+    made_gradients(tmp_path / "gradients.json")
+    lines = table("gradient-quality").splitlines()
+    # Root mean square of 0.3 and 0.4 over two steps; the better method first; GPT lacks "tiles".
+    assert lines[2] == (
+        "| good | 0.100 | 0.200 | 0.000 | 0.200 | 0.100 | 0.200 | 0.000 | 0.200 | 0.25 | 2.00 |"
+    )
+    assert lines[3] == "| tiles | 0.100 | 0.354 | 0.000 | 0.354 |  |  |  |  | 0.25 | 2.00 |"
+    assert lines[4] == "| other batches (median) |  | 1.50 |  |  |  | 1.50 |  |  |  |  |"
     for words in ("breakdown", "latency eager", "trainings finetune.json"):
         assert table(words).startswith("*Not run yet: `python benchmarks/")
 
