@@ -40,6 +40,11 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
 KINDS = ("gx", "gw")
+MORE = (
+    small_tasks.COMPACT,
+    *(c for c in small_tasks.ablations("gpt") if c.name == "int4, g_x without HT"),
+)
+"""Beside what trains in the rivals' table."""
 Capture = tuple[Tensor, Tensor, Tensor]
 """x, w, g_y of a layer."""
 SIMULATED_BYTES = {"naive_int4": 0.5}
@@ -232,7 +237,7 @@ def measure(args: argparse.Namespace, report: dict[str, Any], task_name: str, se
     left = [step for step in args.at if f"{task_name}/{seed}/{step}" not in points]
     if not left:
         return
-    methods = small_tasks.chosen(task_name, args.methods, (small_tasks.COMPACT,))
+    methods = small_tasks.chosen(task_name, args.methods, MORE)
     for step, model, batch, task in run(task_name, seed, args.steps, left):
         began = time.perf_counter()
         key = f"{task_name}/{seed}/{step}"
@@ -389,7 +394,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     }  # fmt: skip
     try:
         for task in tasks:
-            small_tasks.chosen(task, args.methods, (small_tasks.COMPACT,))
+            small_tasks.chosen(task, args.methods, MORE)
         why = "no gradients of the layers' own weights"
         report = small_tasks.begun(args.json, "gradients", settings, args.threads, why, "points")
     except ValueError as error:

@@ -112,6 +112,10 @@ def ablations(task: str) -> list[Contender]:
     found += [
         Contender("paper, g_x without HT", "paper", {"hadamard_block": 1}),
         Contender("paper, g_x in INT8", "paper", {"gx_bits": 8}),
+        *(
+            Contender(f"paper, g_x in INT8, rank {r}", "paper", {"gx_bits": 8, "rank": r})
+            for r in (16, 4, 2, 1)
+        ),
         Contender("paper, a scale a token and a channel", "paper", _fine_scales()),
         Contender("paper with LQS", "paper", lqs=("gw_scale",)),
         Contender("paper with LQS of g_x, too", "paper", lqs=SCALES),
