@@ -221,7 +221,9 @@ def about(report: Report) -> Iterator[str]:
     day = report.get("date", report.get("bench_backward", {}).get("date", ""))[:10]
     words = [report.get("device", report.get("machine", ""))]
     words += [report["isa"]] if "isa" in report else []
-    words += [f"{report['threads']} threads"] if "threads" in report else []
+    if "threads" in report:
+        count = report["threads"]
+        words.append("one thread" if count == 1 else f"{count} threads")
     words += [f"torch {versions['torch']}", day]
     yield f"*{', '.join(word for word in words if word)}*"
 
@@ -881,10 +883,16 @@ def rewritten(text: str, results: Path = RESULTS) -> str:
 
 
 def trained(folders: Sequence[Path]) -> dict[str, Any]:
-    """cpu-train.json: several runs of scripts/train.sh, which differ in their seeds alone."""
+    """cpu-train.json: several runs of scripts/train.sh, which differ in their seeds alone.
+
+    Raises ValueError where a task has no run in fp32.
+    """
     runs = [json.loads((folder / "train.json").read_text()) for folder in folders]
     rows = [row for run in runs for row in run["results"]]
     recipes = [name for name in dict.fromkeys(row["recipe"] for row in rows) if name != "fp32"]
+    without = {row["task"] for row in rows} - {r["task"] for r in rows if r["recipe"] == "fp32"}
+    if without:
+        raise ValueError(f"no run in fp32 of {', '.join(sorted(without))}: train.sh needs one")
 
     def mean(task: str, recipe: str, key: str) -> float:
         return statistics.mean(
@@ -915,7 +923,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--train", type=Path, nargs="+", metavar="FOLDER", help="train.sh's --out")
     args = parser.parse_args(argv)
     if args.train:
-        report = json.dumps(trained(args.train), indent=1) + "\n"
+        try:
+            report = json.dumps(trained(args.train), indent=1) + "\n"
+        except ValueError as error:
+            sys.exit(f"--train: {error}")
         (args.results / "cpu-train.json").write_text(report)
     stale = []
     for page in args.pages:

@@ -156,7 +156,9 @@ def _heads(columns: Columns) -> list[str]:
     for report, task in columns:
         counts = [len(runs) for runs in of_task(report, task).values()]
         few, most = min(counts), max(counts)
-        seeds = f"{most} seeds" if few == most else f"{few} to {most} seeds"
+        seeds = (
+            f"{few} to {most} seeds" if few < most else "one seed" if most == 1 else f"{most} seeds"
+        )
         out.append(f"{TITLES.get(task, task)}, {seeds}")
     return out
 
