@@ -20,7 +20,6 @@ of a value of x. LoRA has no gradients of these weights and no part in this.
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,6 +30,7 @@ import hotcore
 import rivals
 import small_tasks
 import torch
+from evidence_tables import batch_noise_of, methods_of, over_layers
 from hotcore.torch.compute import FULL_PRECISION, backward_bops
 from rivals.methods import power_of_two_factor, triangle_rows
 from small_tasks import Contender, training
@@ -40,6 +40,11 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
 KINDS = ("gx", "gw")
+MORE = (
+    small_tasks.COMPACT,
+    *(c for c in small_tasks.ablations("gpt") if c.name == "int4, g_x without HT"),
+)
+"""Beside what trains in the rivals' table."""
 Capture = tuple[Tensor, Tensor, Tensor]
 """x, w, g_y of a layer."""
 SIMULATED_BYTES = {"naive_int4": 0.5}
@@ -232,7 +237,7 @@ def measure(args: argparse.Namespace, report: dict[str, Any], task_name: str, se
     left = [step for step in args.at if f"{task_name}/{seed}/{step}" not in points]
     if not left:
         return
-    methods = small_tasks.chosen(task_name, args.methods)
+    methods = small_tasks.chosen(task_name, args.methods, MORE)
     for step, model, batch, task in run(task_name, seed, args.steps, left):
         began = time.perf_counter()
         key = f"{task_name}/{seed}/{step}"
@@ -263,46 +268,6 @@ def measure(args: argparse.Namespace, report: dict[str, Any], task_name: str, se
         points[key] = point
         report["seconds"] = sum(entry["seconds"] for entry in points.values())
         small_tasks.save(args.json, report)
-
-
-def over_layers(
-    report: Mapping[str, Any], task: str, step: int | None, method: str, *path: str
-) -> float:
-    """Over layers, seeds and, for None, steps: the root mean square of errors, else the mean."""
-    values = []
-    for key, point in report["points"].items():
-        name, _, when = key.split("/")
-        if name == task and step in (None, int(when)):
-            for layer in point["layers"].values():
-                entry: Any = layer["methods"].get(method)
-                for part in path if entry is not None else ():
-                    entry = entry[part]
-                values += [] if entry is None else [entry]
-    if not values:
-        return float("nan")
-    if path[-1] in ("error", "noise", "bias"):
-        return statistics.fmean(value**2 for value in values) ** 0.5
-    return statistics.fmean(values)
-
-
-def batch_noise_of(report: Mapping[str, Any], task: str, step: int | None = None) -> float:
-    """Median over layers: where a mean gradient is lost in noise, the ratio has no bound."""
-    values = [
-        layer["batch"]
-        for key, point in report["points"].items()
-        if key.startswith(f"{task}/") and step in (None, int(key.rpartition("/")[2]))
-        for layer in point["layers"].values()
-    ]
-    return statistics.median(values) if values else float("nan")
-
-
-def methods_of(report: Mapping[str, Any], task: str) -> list[str]:
-    found: dict[str, None] = {}
-    for key, point in report["points"].items():
-        if key.startswith(f"{task}/"):
-            for layer in point["layers"].values():
-                found |= dict.fromkeys(layer["methods"])
-    return list(found)
 
 
 def print_tables(report: Mapping[str, Any]) -> None:
@@ -429,7 +394,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     }  # fmt: skip
     try:
         for task in tasks:
-            small_tasks.chosen(task, args.methods)
+            small_tasks.chosen(task, args.methods, MORE)
         why = "no gradients of the layers' own weights"
         report = small_tasks.begun(args.json, "gradients", settings, args.threads, why, "points")
     except ValueError as error:

@@ -52,6 +52,7 @@ comes from here. Every page of the repository that has such a line is looked at.
   claims           every claim of the sources, and what was measured (several; claims.py)
   trainings FILE...  losses less fp32's, paired (training.json, ablations.json, finetune.json, ...)
   rows FILE NAME;...  some rows of one of those
+  gradient-quality error, noise and bias along training, by method (gradients.json)
   latency [PART]   the paper's layers (cuda-latency.json)
   breakdown        Fig. 1 of the supplement (the same)
   memory           a step of ViT-B by batch (cuda-memory.json)
@@ -220,7 +221,9 @@ def about(report: Report) -> Iterator[str]:
     day = report.get("date", report.get("bench_backward", {}).get("date", ""))[:10]
     words = [report.get("device", report.get("machine", ""))]
     words += [report["isa"]] if "isa" in report else []
-    words += [f"{report['threads']} threads"] if "threads" in report else []
+    if "threads" in report:
+        count = report["threads"]
+        words.append("one thread" if count == 1 else f"{count} threads")
     words += [f"torch {versions['torch']}", day]
     yield f"*{', '.join(word for word in words if word)}*"
 
@@ -835,6 +838,7 @@ KINDS: dict[str, tuple[str | None, Callable[..., Iterator[str]]]] = {
     "claims": ("", claims.table),
     "trainings": ("", evidence_tables.trainings),
     "rows": ("", evidence_tables.rows),
+    "gradient-quality": ("", evidence_tables.gradient_quality),
     "latency": ("", evidence_tables.latency),
     "breakdown": ("", evidence_tables.breakdown),
     "memory": ("", evidence_tables.memory),
@@ -879,10 +883,16 @@ def rewritten(text: str, results: Path = RESULTS) -> str:
 
 
 def trained(folders: Sequence[Path]) -> dict[str, Any]:
-    """cpu-train.json: several runs of scripts/train.sh, which differ in their seeds alone."""
+    """cpu-train.json: several runs of scripts/train.sh, which differ in their seeds alone.
+
+    Raises ValueError where a task has no run in fp32.
+    """
     runs = [json.loads((folder / "train.json").read_text()) for folder in folders]
     rows = [row for run in runs for row in run["results"]]
     recipes = [name for name in dict.fromkeys(row["recipe"] for row in rows) if name != "fp32"]
+    without = {row["task"] for row in rows} - {r["task"] for r in rows if r["recipe"] == "fp32"}
+    if without:
+        raise ValueError(f"no run in fp32 of {', '.join(sorted(without))}: train.sh needs one")
 
     def mean(task: str, recipe: str, key: str) -> float:
         return statistics.mean(
@@ -913,7 +923,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--train", type=Path, nargs="+", metavar="FOLDER", help="train.sh's --out")
     args = parser.parse_args(argv)
     if args.train:
-        report = json.dumps(trained(args.train), indent=1) + "\n"
+        try:
+            report = json.dumps(trained(args.train), indent=1) + "\n"
+        except ValueError as error:
+            sys.exit(f"--train: {error}")
         (args.results / "cpu-train.json").write_text(report)
     stale = []
     for page in args.pages:

@@ -6,7 +6,7 @@
     python benchmarks/evidence.py --list                    # parts, their commands and seconds
 
 Parts of one call run in its order: those with times have the machine to themselves; after them the
-GPU's trainings run one after the other while the CPU's (ablations, fine-tuning, BERT) run beside
+GPU's trainings run one after the other while the CPU's (what ablations and BERT lack) run beside
 them on the other cores (losses alone, no times). Every part has a limit; each writes its report
 after every run, so a part that is stopped loses what it is at. Reports in benchmarks/results/ of
 the same name are gone on with: unpack the first call's archive there before the second.
@@ -52,8 +52,6 @@ class Part:
     """Measures time or memory: nothing runs beside it."""
     gpu: bool = True
     """Runs on the GPU, after the one before; else beside those, on the other cores."""
-    fresh: bool = False
-    """Begins anew: fine-tuning pairs runs that start from weights of one machine."""
 
 
 def gpt(size: str, seconds: float, seeds: str, contenders: Sequence[str], jobs: int) -> Part:
@@ -68,8 +66,7 @@ def training(name: str, seconds: float, jobs: int, tasks: str, *more: str) -> Pa
     """A table of bench_training."""
     on_gpu = "--device" in more
     words = ("bench_training.py", "--tasks", tasks, "--jobs", str(jobs), "--budget", "{budget}")
-    fresh = "finetune" in more
-    return Part(name, seconds, (*words, *more), f"{name}.json", gpu=on_gpu, fresh=fresh)
+    return Part(name, seconds, (*words, *more), f"{name}.json", gpu=on_gpu)
 
 
 IMAGES = "fp32;bf16;naive_int4;luq;lbp_wht;authors_hot;default;fast;int4;paper"
@@ -95,7 +92,6 @@ CALLS: dict[str, tuple[Part, ...]] = {
         training("cuda-images-resnet18", 100, 5, "images-resnet18", *CUDA, "--methods", IMAGES),
         training("cuda-images-efficientformer", 100, 5, "images-efficientformer", *CUDA,
                  "--methods", FEW),
-        training("finetune", 170, 10, "vit,gpt", "--table", "finetune"),
         training("ablations", 180, 10, "vit,gpt", "--table", "ablations"),
         training("bert", 120, 10, "bert", "--methods", OF_BERT),
     ),
@@ -117,7 +113,7 @@ class Runner:
             self._say(f"{part.name}: left out, no time left")
             return
         report = self._work / part.report
-        if not part.fresh and not report.exists() and (RESULTS / part.report).exists():
+        if not report.exists() and (RESULTS / part.report).exists():
             shutil.copy(RESULTS / part.report, report)
         words = command(part, report, budget)
         began = time.monotonic()

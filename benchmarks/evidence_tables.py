@@ -1,4 +1,4 @@
-"""Tables of the evidence, for doc_tables.py: trainings, latency, memory, GPTs by size.
+"""Tables of the evidence, for doc_tables.py: trainings, gradients, latency, memory, GPTs by size.
 
 Each takes the folder of the reports. A report that is not there is a line that says what makes it:
 the pages hold these tables from the start.
@@ -20,6 +20,7 @@ MAKES = {
     "training.json": "bench_training.py",
     "ablations.json": "bench_training.py --table ablations",
     "finetune.json": "bench_training.py --table finetune",
+    "gradients.json": "bench_gradients.py",
     **{
         name: "evidence.py --call a --out FOLDER"
         for name in ("cuda-latency.json", "cuda-memory.json", "cuda-gpt-10M.json",
@@ -155,7 +156,9 @@ def _heads(columns: Columns) -> list[str]:
     for report, task in columns:
         counts = [len(runs) for runs in of_task(report, task).values()]
         few, most = min(counts), max(counts)
-        seeds = f"{most} seeds" if few == most else f"{few} to {most} seeds"
+        seeds = (
+            f"{few} to {most} seeds" if few < most else "one seed" if most == 1 else f"{most} seeds"
+        )
         out.append(f"{TITLES.get(task, task)}, {seeds}")
     return out
 
@@ -169,6 +172,79 @@ def _trainings(columns: Columns) -> Lines:
     yield line(["fp32's loss", *(plus_minus(values, sign="") for values in losses)])
     for method, gaps in gaps_of(columns).items():
         yield line([method, *(plus_minus(values) if values else "" for values in gaps)])
+
+
+# ---- gradients ----
+
+
+def over_layers(report: Report, task: str, step: int | None, method: str, *path: str) -> float:
+    """Over layers, seeds and, for None, steps: the root mean square of errors, else the mean."""
+    values = []
+    for key, point in report["points"].items():
+        name, _, when = key.split("/")
+        if name == task and step in (None, int(when)):
+            for layer in point["layers"].values():
+                entry: Any = layer["methods"].get(method)
+                for part in path if entry is not None else ():
+                    entry = entry[part]
+                values += [] if entry is None else [entry]
+    if not values:
+        return float("nan")
+    if path[-1] in ("error", "noise", "bias"):
+        return statistics.fmean(value**2 for value in values) ** 0.5
+    return statistics.fmean(values)
+
+
+def batch_noise_of(report: Report, task: str, step: int | None = None) -> float:
+    """Median over layers: where a mean gradient is lost in noise, the ratio has no bound."""
+    values = [
+        layer["batch"]
+        for key, point in report["points"].items()
+        if key.startswith(f"{task}/") and step in (None, int(key.rpartition("/")[2]))
+        for layer in point["layers"].values()
+    ]
+    return statistics.median(values) if values else float("nan")
+
+
+def methods_of(report: Report, task: str) -> list[str]:
+    found: dict[str, None] = {}
+    for key, point in report["points"].items():
+        if key.startswith(f"{task}/"):
+            for layer in point["layers"].values():
+                found |= dict.fromkeys(layer["methods"])
+    return list(found)
+
+
+def gradient_quality(results: Path) -> Lines:
+    """Errors of g_x and g_w, noise and bias of g_w by method, least error of g_w first."""
+    report = report_of(results, "gradients.json")
+    if report is None:
+        yield missing("gradients.json")
+        return
+    tasks = report["settings"]["tasks"]
+    measures = (("gx", "error"), ("gw", "error"), ("gw", "noise"), ("gw", "bias"))
+    heads = [
+        f"{TITLES[task]}: {words}" if words == "g_x" else words
+        for task in tasks
+        for words in ("g_x", "g_w", "noise", "bias")
+    ]
+    yield from header(["", *heads, "cost", "bytes"])
+
+    def of(method: str, *path: str) -> list[float]:
+        """Of the tasks that the method has."""
+        values = [over_layers(report, task, None, method, *path) for task in tasks]
+        return [value for value in values if not math.isnan(value)]
+
+    methods = dict.fromkeys(name for task in tasks for name in methods_of(report, task))
+    for method in sorted(methods, key=lambda name: statistics.mean(of(name, "gw", "error"))):
+        values = [
+            over_layers(report, task, None, method, *way) for task in tasks for way in measures
+        ]
+        cells = ["" if math.isnan(value) else f"{value:.3f}" for value in values]
+        tail = [dict.fromkeys(f"{v:.2f}" for v in of(method, key)) for key in ("cost", "bytes")]
+        yield line([method, *cells, *map(", ".join, tail)])
+    cells = [c for task in tasks for c in ("", f"{batch_noise_of(report, task):.2f}", "", "")]
+    yield line(["other batches (median)", *cells, "", ""])
 
 
 # ---- latency ----

@@ -37,6 +37,7 @@ TASKS = (*README, "bert", *IMAGES)
 RECIPES = ("default", "fast", "int4", "paper", "accurate")
 VIT_TILES: dict[str, Any] = {"token_grid": (8, 8), "prefix_tokens": 1}
 TABLES = ("rivals", "ablations", "finetune")
+SCALES = ("gx_scale", "gw_scale")
 ADAPTER_RANK = 8
 
 
@@ -50,8 +51,8 @@ class Contender:
     name: str
     method: str
     settings: Mapping[str, Any] = field(default_factory=dict)
-    lqs: bool = False
-    """The scales of g_y by hot.calibrate, on the first batches."""
+    lqs: tuple[str, ...] = ()
+    """Fields of ``SCALES`` by hot.calibrate, on the first batches; g_w's is the paper's LQS."""
     int8_first: float = 0.0
     """Share of the steps in which g_x has 8 bits (hot.PrecisionSchedule)."""
     adapters: str = ""
@@ -111,8 +112,13 @@ def ablations(task: str) -> list[Contender]:
     found += [
         Contender("paper, g_x without HT", "paper", {"hadamard_block": 1}),
         Contender("paper, g_x in INT8", "paper", {"gx_bits": 8}),
+        *(
+            Contender(f"paper, g_x in INT8, rank {r}", "paper", {"gx_bits": 8, "rank": r})
+            for r in (16, 4, 2, 1)
+        ),
         Contender("paper, a scale a token and a channel", "paper", _fine_scales()),
-        Contender("paper with LQS", "paper", lqs=True),
+        Contender("paper with LQS", "paper", lqs=("gw_scale",)),
+        Contender("paper with LQS of g_x, too", "paper", lqs=SCALES),
         Contender("paper without ABC", "without_abc", {"recipe": "paper"}),
         Contender("paper, INT8 first", "paper", int8_first=25 / 200),
     ]
@@ -239,7 +245,12 @@ def put(
             filter_fn=wanted,
             slower=True,
         )
-        hot.convert(model, plan.config, wanted, overrides=plan.overrides(model=model), slower=True)
+        fixed = {name: getattr(config, name) for name in SCALES if name not in contender.lqs}
+        overrides = {
+            name: override and replace(override, **fixed)
+            for name, override in plan.overrides(model=model).items()
+        }
+        hot.convert(model, config, wanted, overrides=overrides, slower=True)
         return None
     expected = set(rivals.taken_by_hotcore(model, wanted))
     done = rivals.convert(model, contender.method, wanted, **settings)

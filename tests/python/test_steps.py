@@ -493,6 +493,11 @@ def test_runs_of_train_are_averaged(tmp_path: Path) -> None:
         "| small ViT, scikit-learn's digits: less fp32's | 1.50 | +0.375 |",
         "| small ViT, scikit-learn's digits: kept by the linear layers | 100 % | 12.5 % |",
     ]
+    rows = [{"task": "gpt", "recipe": "fast", "val_loss": 1.0, "linear_saved_bytes": 1, "seed": 0}]
+    (tmp_path / "0" / "train.json").write_text(json.dumps({"results": rows}))
+    with pytest.raises(SystemExit, match="no run in fp32 of gpt"):
+        doc_tables.main(["--results", str(tmp_path), "--train", str(tmp_path / "0")])
+    assert not (tmp_path / "cpu-train.json").exists()
 
 
 @pytest.mark.parametrize("page", doc_tables.PAGES, ids=lambda page: page.name)
