@@ -35,6 +35,23 @@ __device__ inline RowPart whole_row(const RowsArgs& args) {
   return {0, static_cast<int>(args.k_padded / 16)};
 }
 
+// The values of a lane's B blocks of 16 at most, of a part of `blocks` in shared memory, 16-bit types;
+// zeros past it.
+template <class Tag, int B>
+__device__ __forceinline__ void load_row_values(const char* from, int blocks, int lane, int T,
+                                                float (&v)[B][16]) {
+  unsigned words[B][8];
+#pragma unroll
+  for (int i = 0; i < B; ++i) {
+    const int block = lane + i * T;
+#pragma unroll
+    for (unsigned& word : words[i]) word = 0;
+    if (block < blocks) load_words(from + block * 32, words[i]);
+  }
+#pragma unroll
+  for (int i = 0; i < B; ++i) Tag::unpack(words[i], v[i]);
+}
+
 // Lane `lane` of the T that share a part of row `row`, with the values of its B blocks of 16 at
 // most in v. `hadamard`: block of the transform, 16 or more; neighbouring lanes share one of more
 // than 16. `scale_of(amax)` turns the largest value of the lane into that of the scale's whole

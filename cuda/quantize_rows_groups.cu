@@ -83,17 +83,8 @@ __device__ __forceinline__ void quantize_tile_rows(const RowsGroupsArgs& args, c
   for (int step = 0; step < rows_groups::steps(T); ++step) {
     const int local = step * (threads / T) + thread / T;
     const char* from = tile + local * layout.row_bytes;
-    unsigned words[B][8];
-#pragma unroll
-    for (int i = 0; i < B; ++i) {
-      const int block = lane + i * T;
-#pragma unroll
-      for (unsigned& word : words[i]) word = 0;
-      if (block < part.blocks) load_words(from + block * 32, words[i]);
-    }
     float v[B][16];
-#pragma unroll
-    for (int i = 0; i < B; ++i) Tag::unpack(words[i], v[i]);
+    load_row_values<Tag>(from, part.blocks, lane, T, v);
     quantize_row_values<Rounding::nearest, hadamard_block>(
         args.rows, offset, first + local, part, lane, T, v, [&](std::uint32_t& amax) {
           amax = row_max(amax, T, lane, nullptr);
