@@ -6,9 +6,9 @@
 the call must move (x read once, results written once) over the copy's bytes. Their quotient says
 how close to its own minimum a kernel runs.
 
-Of every form that x is kept in: "compress", "decompress", "rows, compress" and "rows and" (x for the
-8-bit forward, too, by two calls and by one), and two backward passes for g_w alone, of
-which one side has 16 features: "columns" has a wide g_y, "operand" a wide x, from what was kept.
+Of every form that x is kept in: "compress", "decompress", "rows, compress" and "rows and" (x for
+the 8-bit forward, too, by two calls and by one), and two backward passes for g_w alone, of which
+one side has 16 features: "columns" has a wide g_y, "operand" a wide x, from what was kept.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ __device__ inline RowPart whole_row(const RowsArgs& args) {
   return {0, static_cast<int>(args.k_padded / 16)};
 }
 
-// The values of a lane's B blocks of 16 at most, of a part of `blocks` in shared memory, 16-bit types;
-// zeros past it.
+// The values of a lane's B blocks of 16 at most, of a part of `blocks` in shared memory, 16-bit
+// types; zeros past it.
 template <class Tag, int B>
 __device__ __forceinline__ void load_row_values(const char* from, int blocks, int lane, int T,
                                                 float (&v)[B][16]) {

@@ -1,8 +1,8 @@
 // How a kernel begins and ends where it may overlap its neighbours on the stream.
 #pragma once
 
-// Whether this code can run on sm_90 (or is the host's). Kernels that plans take there alone have no
-// body elsewhere: builds for other architectures neither compile nor carry it.
+// Whether this code can run on sm_90 (or is the host's). Kernels that plans take there alone have
+// no body elsewhere: builds for other architectures neither compile nor carry it.
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ / 100 == 9
 #define HOT_HOPPER_CODE 1
 #else
