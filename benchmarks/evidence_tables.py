@@ -105,12 +105,15 @@ def trainings(results: Path, *files: str) -> Lines:
     if columns:
         yield from _trainings(columns)
     for name, report in found:
-        if report is None:
-            yield missing(name)
-            continue
-        for method, why in report["left out"].items():
-            if method != "lora":
-                yield f"*{name}: `{method}` left out: {' '.join(why.split())}*"
+        notes = [
+            f"*{name}: `{method}` left out: {' '.join(why.split())}*"
+            for method, why in (report["left out"] if report else {}).items()
+            if method != "lora"
+        ]
+        for note in notes if report else [missing(name)]:
+            if columns:
+                yield ""  # else it would be another row
+            yield note
 
 
 def rows(results: Path, file: str, *words: str) -> Lines:
@@ -287,6 +290,7 @@ def latency(results: Path, part: str = "graph") -> Lines:
         cells = [f"{means[n]['geomean']:.2f}" if n in means else "" for n in names]
         yield line(["geometric mean", *paper, "", *cells])
     if report["left out"]:
+        yield ""
         yield f"*No time left for: {', '.join(report['left out'])}.*"
 
 

@@ -433,7 +433,8 @@ def test_tables_of_the_evidence(tmp_path: Path) -> None:
     assert "| fp32's loss | 1.500 ± 0.707 | 2.500 ± 0.707 |" in found
     assert "| default | +0.250 ± 0.000 | +0.250 ± 0.000 |" in found
     assert "| paper | +0.500 ± 0.000 | +0.500, 1 diverged |" in found
-    assert "`compact` left out: CPU only" in found and "makes `bert.json`" in found
+    assert "|\n\n*training.json: `compact` left out: CPU only*\n" in found  # no row of the table
+    assert "\n\n*Not run yet: " in found and "makes `bert.json`" in found
     assert found.index("| default") < found.index("| paper")
     found = table("rows ablations.json paper; nobody")
     assert "| nobody |  |  |" in found and "default" not in found
