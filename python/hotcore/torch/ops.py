@@ -23,7 +23,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, overload
 
 import torch
 import torch.nn.functional as F
@@ -293,6 +293,10 @@ def _input_size(tokens: int, in_features: int, spec: _core.ForwardLinearSpec) ->
     return _core.forward_input_bytes(tokens, in_features, spec)
 
 
+@overload
+def quantize_forward_input(x: Tensor, config: HotConfig) -> tuple[Tensor, None]: ...
+@overload
+def quantize_forward_input(x: Tensor, config: HotConfig, key: Key) -> tuple[Tensor, Tensor]: ...
 def quantize_forward_input(
     x: Tensor, config: HotConfig, key: Key | None = None
 ) -> tuple[Tensor, Tensor | None]:
@@ -672,7 +676,6 @@ def _fake_forward_input(x: Tensor, config: str) -> Tensor:
 def _quantize_input(x: Tensor, config: str) -> Forms:
     seed = _draw_seed(x)
     codes, saved = quantize_forward_input(x, parsed(config), key_of(seed))
-    assert saved is not None  # noqa: S101  # there is a key
     return codes, saved, seed
 
 
