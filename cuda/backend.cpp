@@ -2,6 +2,7 @@
 #include "cuda/backend.h"
 
 #include <algorithm>
+#include <optional>
 
 #include "cuda/launch.h"
 #include "cuda/launchers.h"
@@ -271,7 +272,17 @@ std::size_t CudaBackend::columns_workspace(const Context& context, std::int64_t 
 
 namespace {
 
-// x that is kept, as its plan and as the steps of it take it. Largest values lie in the workspace.
+// The job with room for its largest values, at the start of the workspace.
+ColumnsJob with_amax(const plan::DeviceFacts& facts, ColumnsJob job, void* workspace,
+                     plan::Zeroed& zeroed) {
+  WorkspaceCursor cursor(workspace);
+  zeroed = plan::take_zeroed(
+      cursor, plan::columns_amax_words(facts, job.x.cols, *job.projection, job.quant));
+  job.out.amax = zeroed.words;
+  return job;
+}
+
+// x that is kept, as its plan and as the steps of it take it.
 struct Kept {
   plan::Zeroed zeroed{};
   ColumnsJob columns{};
@@ -281,11 +292,7 @@ struct Kept {
        void* workspace)
       : shape{plan::array_facts(job.x), job.x.rows, job.x.cols, *job.projection, job.spec} {
     if (job.spec.storage != Storage::int8) return;
-    columns = activation_columns(context, job);
-    WorkspaceCursor cursor(workspace);
-    zeroed = plan::take_zeroed(
-        cursor, plan::columns_amax_words(facts, job.x.cols, *job.projection, columns.quant));
-    columns.out.amax = zeroed.words;
+    columns = with_amax(facts, activation_columns(context, job), workspace, zeroed);
   }
 };
 
@@ -311,13 +318,9 @@ void CudaBackend::quantize_weight(const Context& context, const ColumnsJob& job,
   const DeviceGuard guard(context.device().index, "quantize_weight");
   const CudaDevice device(context);
   const plan::DeviceFacts& facts = device.facts();
-  WorkspaceCursor cursor(workspace);
   Memory memory;
-  memory.zeroed = plan::take_zeroed(
-      cursor, plan::columns_amax_words(facts, job.x.cols, *job.projection, job.quant));
-  ColumnsJob with_amax = job;
-  with_amax.out.amax = memory.zeroed.words;
-  memory.weight = &with_amax;
+  const ColumnsJob weight = with_amax(facts, job, workspace, memory.zeroed);
+  memory.weight = &weight;
   run(context,
       plan::plan_weight(facts, plan::array_facts(job.x), job.x.cols, *job.projection, job.quant,
                         job.out.scales),
@@ -408,18 +411,16 @@ void CudaBackend::quantize_forward_input(const Context& context, const RowsJob& 
   const DeviceGuard guard(context.device().index, "quantize_forward_input");
   const CudaDevice device(context);
   const plan::DeviceFacts& facts = device.facts();
-  const plan::ArrayFacts x = plan::array_facts(job.x);
-  const ForwardLinearSpec spec{job.hadamard_block};
-  if (kept == nullptr) {
-    Memory memory;
-    memory.x_rows = &job;
-    run(context, plan::plan_forward_input(facts, x, job.x.rows, job.x.cols, spec, nullptr), memory);
-    return;
+  std::optional<Kept> also;
+  Memory memory;
+  if (kept != nullptr) {
+    also.emplace(context, facts, *kept, workspace);
+    memory = memory_of(*kept, *also);
   }
-  const Kept also(context, facts, *kept, workspace);
-  Memory memory = memory_of(*kept, also);
   memory.x_rows = &job;
-  run(context, plan::plan_forward_input(facts, x, job.x.rows, job.x.cols, spec, &also.shape),
+  run(context,
+      plan::plan_forward_input(facts, plan::array_facts(job.x), job.x.rows, job.x.cols,
+                               {job.hadamard_block}, also ? &also->shape : nullptr),
       memory);
 }
 

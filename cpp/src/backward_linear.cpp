@@ -15,6 +15,7 @@
 namespace hot {
 
 using detail::backend_of;
+using detail::bytes_view;
 using detail::check_bytes;
 using detail::check_format;
 using detail::Checker;
@@ -230,9 +231,7 @@ detail::CompressCall::CompressCall(const char* call, const Context& context,
   projection = token_projection(rows.rows, spec);
   const SavedLayout layout = layout_of(projection, rows.cols, spec);
   check_bytes(call, "saved", saved.data, saved.bytes, layout.bytes, detail::BufferSize::at_least);
-  check.disjoint("saved",
-                 vector(saved.data, DType::i8, static_cast<std::int64_t>(layout.bytes), x.device),
-                 "x", x);
+  check.disjoint("saved", bytes_view(saved.data, layout.bytes, x.device), "x", x);
   check.workspace(workspace, compress_workspace(context, rows.cols, projection, spec));
   kept = {saved.data, layout.bytes, rows.rows, rows.cols, context.key(), saved_format(spec)};
   if (layout.bytes == 0) return;
@@ -291,8 +290,7 @@ void decompress_activation(const Context& context, const ConstSavedActivation& s
   }
   check.output("out", out, float_dtypes, 2, 2);
   check.shape("out", out, {last - first, saved.in_features});
-  check.disjoint("out", out, "saved",
-                 vector(saved.data, DType::i8, static_cast<std::int64_t>(saved.bytes), out.device));
+  check.disjoint("out", out, "saved", bytes_view(saved.data, saved.bytes, out.device));
   const MatrixOut rows = detail::matrix_out_of(out);
   if (!has_elements(rows)) return;
   const bool int4 = spec.storage == Storage::int4;
@@ -335,8 +333,7 @@ ConstQuantizedWeight quantize_weight(const Context& context, const ConstTensorVi
   const MatrixIn weight = detail::matrix_of(w);
   const Projection p = detail::hadamard_projection(weight.rows, spec.hadamard_block);
   check_bytes(call, "out", out.data, out.bytes, detail::weight_bytes(weight.cols, p.k_padded));
-  check.disjoint("out", vector(out.data, DType::i8, static_cast<std::int64_t>(out.bytes), w.device),
-                 "w", w);
+  check.disjoint("out", bytes_view(out.data, out.bytes, w.device), "w", w);
   const detail::Backend& backend = backend_of(context);
   const OperandQuant quant = detail::weight_quant(spec);
   check.workspace(workspace, backend.columns_workspace(context, weight.cols, p, quant));
@@ -459,8 +456,7 @@ void check_and_run(const Context& context, const ConstTensorView& gy,
   }
   if (out.gw != nullptr) resolve_saved(call, out.gx != nullptr);
 
-  const ConstTensorView saved_bytes =
-      vector(saved.data, DType::i8, static_cast<std::int64_t>(saved.bytes), gy.device);
+  const ConstTensorView saved_bytes = bytes_view(saved.data, saved.bytes, gy.device);
   const struct {
     const char* name;
     const TensorView* view;

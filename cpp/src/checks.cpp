@@ -364,9 +364,12 @@ ResolvedWeight resolve_weight(const Checker& check, const WeightArgument& w,
   check_bytes(expected.call, "w", quantized.data, quantized.bytes,
               weight_bytes(found.other_size, expected.k_padded));
   found.quantized = quantized_operand(quantized.data, found.other_size, expected.k_padded);
-  found.memory =
-      vector(quantized.data, DType::i8, static_cast<std::int64_t>(quantized.bytes), device);
+  found.memory = bytes_view(quantized.data, quantized.bytes, device);
   return found;
+}
+
+ConstTensorView bytes_view(const void* data, std::size_t bytes, Device device) {
+  return vector(data, DType::i8, static_cast<std::int64_t>(bytes), device);
 }
 
 MatrixIn matrix_of(const ConstTensorView& view) {

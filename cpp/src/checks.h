@@ -106,6 +106,8 @@ Operand quantized_operand(const void* data, std::int64_t rows, std::int64_t k_pa
 ResolvedWeight resolve_weight(const Checker&, const WeightArgument&, const ExpectedWeight&,
                               Device device);
 
+// A buffer as a view, for what outputs must not overlap.
+ConstTensorView bytes_view(const void* data, std::size_t bytes, Device device);
 MatrixIn matrix_of(const ConstTensorView& view);  // 2 dimensions
 MatrixOut matrix_out_of(const TensorView& view);
 

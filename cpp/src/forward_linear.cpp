@@ -13,6 +13,7 @@
 namespace hot {
 
 using detail::backend_of;
+using detail::bytes_view;
 using detail::Checker;
 using detail::float_dtypes;
 using detail::forward_k;
@@ -35,11 +36,6 @@ struct InputArgument {
   const ConstTensorView* view;
   const ConstQuantizedInput* quantized;
 };
-
-// Bytes as a view, for what outputs must not overlap.
-ConstTensorView bytes_view(const void* data, std::size_t bytes, Device device) {
-  return vector(data, DType::i8, static_cast<std::int64_t>(bytes), device);
-}
 
 // Checks x, writes it and its sizes into `call`, and returns its memory.
 ConstTensorView resolve_input(const Checker& check, const Context& context, const InputArgument& x,
@@ -138,8 +134,7 @@ ConstQuantizedWeight quantize_forward_weight(const Context& context, const Const
   const detail::MatrixIn weight = detail::matrix_of(w);
   const std::int64_t k = forward_k(weight.cols, spec);
   detail::check_bytes(call, "out", out.data, out.bytes, detail::weight_bytes(weight.rows, k));
-  check.disjoint("out", vector(out.data, DType::i8, static_cast<std::int64_t>(out.bytes), w.device),
-                 "w", w);
+  check.disjoint("out", bytes_view(out.data, out.bytes, w.device), "w", w);
   if (weight.rows > 0) {
     backend_of(context).quantize_forward_weight(context,
                                                 {weight, spec.hadamard_block, detail::forward_quant,

@@ -27,13 +27,14 @@ class Input:
     What another layer has made of the same x is taken. What is missing comes from one read of x.
     """
 
-    __slots__ = ("_cache", "_codes", "_config", "_inner", "_x")
+    __slots__ = ("_cache", "_codes", "_config", "_inner", "_key", "_x")
 
     def __init__(self, x: Tensor, inner: Tensor, config: str) -> None:
         """``inner`` is x as autocast casts it."""
         self._x, self._inner, self._config = x, inner, ops.parsed(config)
         self._cache = input_cache.current()
-        self._codes = self._cache.codes_of(x, inner, self._config.forward_block)
+        self._key = input_cache.codes_key(x, inner.dtype, self._config.forward_block)
+        self._codes = self._cache.codes_of(x, self._key)
 
     def compress(self, inner: Tensor, seed: Tensor, config: str) -> Tensor:
         """As :func:`ops.compress_activation`; makes the other form with it, if that is missing."""
@@ -46,14 +47,15 @@ class Input:
 
     def codes(self) -> Tensor | None:
         """What :func:`linear` takes; None: x itself, which no other layer can share."""
-        if self._codes is None and self._cache.shares(self._x):
+        if self._codes is None and self._key is not None:
             self._cache.quantized = None
             self._keep(ops.quantize_forward_input(self._inner, self._config)[0])
         return self._codes
 
     def _keep(self, codes: Tensor) -> None:
         self._codes = codes
-        self._cache.keep_codes(self._x, self._inner, self._config.forward_block, codes)
+        if self._key is not None:
+            self._cache.keep_codes(self._x, self._key, codes)
 
 
 def linear(
@@ -77,7 +79,7 @@ def linear(
             dispatcher.
     """
     quantized = None
-    if ops.bypasses_dispatcher(x, weight):
+    if codes is not None or ops.bypasses_dispatcher(x, weight):
         quantized = _codes_of(weight, config, followed)
     return ops.forward_linear(x, weight, bias, config, quantized, codes)
 

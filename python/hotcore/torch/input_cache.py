@@ -120,8 +120,15 @@ def _shared_state(x: Tensor) -> Hashable | None:
         return None
 
 
-def _capturing(x: Tensor) -> bool:
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+def codes_key(x: Tensor, dtype: torch.dtype, block: int) -> Hashable | None:
+    """What codes of x for an 8-bit forward are known by; None: no other layer can share them.
+
+    ``dtype``: what autocast casts x to; ``block``: of the transform.
+    """
+    state = _shared_state(x)
+    if state is None or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return None
+    return (state, dtype, block)
 
 
 class InputCache:
@@ -142,27 +149,16 @@ class InputCache:
         """Begin empty."""
         self.entry = self.quantized = None
 
-    def shares(self, x: Tensor) -> bool:
-        """Whether another layer could take what is made of x."""
-        return _shared_state(x) is not None and not _capturing(x)
-
-    def codes_of(self, x: Tensor, inner: Tensor, block: int) -> Tensor | None:
-        """Codes of x for an 8-bit forward in blocks of ``block``; None: there are none.
-
-        ``inner`` is x as autocast casts it.
-        """
+    def codes_of(self, x: Tensor, key: Hashable | None) -> Tensor | None:
+        """Codes of x for an 8-bit forward, by their :func:`codes_key`; None: there are none."""
         found = self.quantized
-        if found is None or found.x() is not x or _capturing(x):
+        if key is None or found is None or found.x() is not x or found.key != key:
             return None
-        return found.codes if found.key == (_shared_state(x), inner.dtype, block) else None
+        return found.codes
 
-    def keep_codes(self, x: Tensor, inner: Tensor, block: int, codes: Tensor) -> None:
-        """Offer the codes of x to the next layers, if they can be shared."""
-        state = None if _capturing(x) else _shared_state(x)
-        self.quantized = None
-        if state is not None:
-            key = (state, inner.dtype, block)
-            self.quantized = _Quantized(weakref.ref(x, self._expire), key, codes)
+    def keep_codes(self, x: Tensor, key: Hashable, codes: Tensor) -> None:
+        """Offer the codes of x to the next layers."""
+        self.quantized = _Quantized(weakref.ref(x, self._expire), key, codes)
 
     def get_or_compress(
         self,

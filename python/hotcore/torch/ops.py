@@ -772,7 +772,7 @@ def input_bytes(tokens: int, in_features: int, config: HotConfig) -> int:
 
 def _frozen_parts(arguments: Sequence[Any]) -> tuple[Frozen, Tensor | None]:
     """The weight of an operator's arguments, and x_codes, which it may leave out."""
-    *frozen, x_codes = (*arguments, None)[:6]
+    *frozen, x_codes = (*arguments, None)[: len(Frozen._fields) + 1]
     return Frozen(*frozen), x_codes
 
 
@@ -867,7 +867,7 @@ class _FrozenLinear(torch.autograd.Function):
         codes, *rest = weight
         ctx.save_for_backward(seed, codes)
         ctx.set_materialize_grads(False)
-        ctx.config, ctx.rest, ctx.x_shape, ctx.others = config, rest, x.shape, len(arguments) + 2
+        ctx.config, ctx.rest, ctx.x_shape = config, rest, x.shape
         ctx.dtypes = (
             x.dtype if need_gx else None,
             bias.dtype if bias is not None and need_gb else None,
@@ -877,7 +877,7 @@ class _FrozenLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gy: Tensor | None) -> tuple[Tensor | None, ...]:
-        others = (None,) * ctx.others
+        others = (None,) * (len(ctx.needs_input_grad) - 2)
         if gy is None:
             return None, None, *others
         seed, codes = ctx.saved_tensors
