@@ -62,34 +62,12 @@ __global__ void __launch_bounds__(128) groups_kernel(GroupsArgs args) {
   }
 }
 
-// The same for 16-bit types (compress_pair_half).
+// The same for 16-bit types.
 template <Rounding rounding, class Tag>
 __global__ void __launch_bounds__(128) group_pairs_kernel(GroupsArgs args) {
   begin_kernel();
-  const DeviceOffset offset = warp_offset<rounding>(args.key);
   const std::int64_t tiles = (args.x.cols + 127) / 128;
-  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-  const std::int64_t col = blockIdx.x % tiles * 128 + warp * 32 + 2 * (lane % 16);
-  const std::int64_t g = blockIdx.x / tiles;
-  const int half = lane / 16;
-  const bool live = col < args.x.cols;  // all lanes take part in the shuffle
-  const std::int64_t first = g * 64 + half * 32;
-  const auto* from =
-      static_cast<const char*>(args.x.data) + (first * args.x.row_stride + col) * Tag::size;
-  const std::int64_t pitch = args.x.row_stride * Tag::size;
-  unsigned word[32];
-  if (live && first + 32 <= args.x.rows) {
-#pragma unroll
-    for (int t = 0; t < 32; ++t) word[t] = *reinterpret_cast<const unsigned*>(from + t * pitch);
-  } else {
-#pragma unroll
-    for (int t = 0; t < 32; ++t) {
-      word[t] = live && first + t < args.x.rows
-                    ? *reinterpret_cast<const unsigned*>(from + t * pitch)
-                    : 0U;
-    }
-  }
-  compress_pair_half<rounding, Tag>(args, offset, col, g, half, live, word);
+  compress_pairs<rounding, Tag>(args, blockIdx.x % tiles * 128, blockIdx.x / tiles);
 }
 
 template <Rounding rounding>

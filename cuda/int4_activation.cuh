@@ -61,14 +61,34 @@ __device__ void finish_half(const GroupsArgs& args, const DeviceOffset& offset, 
       make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// 32 tokens of two neighbouring columns of a 16-bit type as they are in memory, half a group; the
-// lane 16 further has the other half. The largest of both columns by one instruction (patterns of
-// |v| have the order of the values). All lanes of a warp take part; those with columns are `live`.
+// Group g of as many columns as the CTA has threads, from `first_column` on, of a 16-bit type. A
+// lane has two columns as they are in memory and half a group, 32 words in registers; the lane 16
+// further has the other half. The largest of both columns by one instruction (patterns of |v| have
+// the order of the values).
 template <Rounding rounding, class Tag>
-__device__ __forceinline__ void compress_pair_half(const GroupsArgs& args,
-                                                   const DeviceOffset& offset, std::int64_t col,
-                                                   std::int64_t g, int half, bool live,
-                                                   const unsigned (&word)[32]) {
+__device__ __forceinline__ void compress_pairs(const GroupsArgs& args, std::int64_t first_column,
+                                               std::int64_t g) {
+  const DeviceOffset offset = warp_offset<rounding>(args.key);
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const std::int64_t col = first_column + warp * 32 + 2 * (lane % 16);
+  const int half = lane / 16;
+  const bool live = col < args.x.cols;  // all lanes take part in the shuffle
+  const std::int64_t first = g * 64 + half * 32;
+  const auto* from =
+      static_cast<const char*>(args.x.data) + (first * args.x.row_stride + col) * Tag::size;
+  const std::int64_t pitch = args.x.row_stride * Tag::size;
+  unsigned word[32];
+  if (live && first + 32 <= args.x.rows) {
+#pragma unroll
+    for (int t = 0; t < 32; ++t) word[t] = *reinterpret_cast<const unsigned*>(from + t * pitch);
+  } else {
+#pragma unroll
+    for (int t = 0; t < 32; ++t) {
+      word[t] = live && first + t < args.x.rows
+                    ? *reinterpret_cast<const unsigned*>(from + t * pitch)
+                    : 0U;
+    }
+  }
   unsigned most = 0;
 #pragma unroll
   for (int t = 0; t < 32; ++t) most = __vmaxu2(most, word[t] & 0x7fff7fffU);

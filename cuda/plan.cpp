@@ -433,7 +433,7 @@ Plan plan_forward_input(const DeviceFacts& facts, const ArrayFacts& x, std::int6
     return plan;
   }
   add_token_exponents(plan, *kept);
-  if (add_rows_groups(plan, facts, job, *kept)) return plan;
+  if (add_rows_groups(plan, job, *kept)) return plan;
   add_activation_zero(plan, facts, *kept);
   if (kept->spec.storage == Storage::int8 &&
       add_rows_column_amax(plan, facts, job, activation_shape(*kept))) {

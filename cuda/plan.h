@@ -26,32 +26,10 @@ enum class RowsPass { row_scales, amax, codes };  // codes: `amax` is known
 inline constexpr int rows16_max_blocks = 6;
 inline constexpr int rows16_max_lanes = 512;
 
-// Rows of x in INT8 and x in INT4 from one read.
+// Rows of x in INT8 and x in INT4 from one read: the block of the rows' transform.
 namespace rows_groups {
-
-// A cluster takes 64 tokens, and each of its CTAs an equal share of their columns, two CTAs on an
-// SM.
-constexpr int threads = 256, tokens = 64, max_cluster = 16, barrier_bytes = 8;
-constexpr int hadamard_block = 64;  // of the rows
-
-// Steps of a CTA through its 64 tokens; `lanes` share one.
-constexpr int steps(int lanes) { return tokens * lanes / threads; }
-constexpr int max_steps = steps(32);
-
-// Shared memory: the share of 64 tokens; where a cluster has several CTAs, the largest value of
-// each of a token's shares, in 8 bytes; barriers of the copies and of those values, one a step.
-struct Layout {
-  int row_bytes, largest_bytes;
-  constexpr Layout(std::int64_t columns, int ctas)
-      : row_bytes(static_cast<int>(columns) * 2), largest_bytes(ctas > 1 ? 8 * tokens * ctas : 0) {}
-  constexpr int largest() const { return tokens * row_bytes; }
-  constexpr int barriers() const { return largest() + largest_bytes; }
-  constexpr int bytes() const { return barriers() + (1 + max_steps) * barrier_bytes; }
-};
-// So that two fit on an SM of 228 KB, of which a CTA takes 1 KB for itself.
-constexpr int max_bytes = 113 * 1024;
-
-}  // namespace rows_groups
+constexpr int hadamard_block = 64;
+}
 
 namespace columns {
 
@@ -407,8 +385,8 @@ struct RowsColumnAmaxStep {
   unsigned tiles, sums;    // sums: partial sums of a column
 };
 struct RowsGroupsStep {
-  int columns;             // of a CTA, of as many as a cluster has
-  int lanes, lane_blocks;  // of a row of them
+  int lanes, lane_blocks;     // of a row
+  int row_ctas, column_ctas;  // of 64 tokens
 };
 // A range of the CTAs of quantize_grouped_kernel: whole clusters, `blocks` of which work.
 struct GroupedRange {

@@ -21,10 +21,10 @@ struct RowShare {
 
 // At most 1 idle lane in 8 where possible (the loads of the others then hide the latency); a row
 // within a warp is preferred to a row across warps.
-RowShare row_share(std::int64_t blocks) {
+RowShare row_share(std::int64_t blocks, int most_per_lane = rows16_max_blocks) {
   RowShare best{};
   std::int64_t best_cost = 0;
-  for (int per_lane = 1; per_lane <= rows16_max_blocks; ++per_lane) {
+  for (int per_lane = 1; per_lane <= most_per_lane; ++per_lane) {
     std::int64_t lanes = ceil_div(blocks, per_lane);
     if (lanes > rows16_max_lanes || (per_lane > 1 && lanes < 8)) continue;
     if (lanes > 32) {
@@ -318,36 +318,26 @@ bool add_rows_column_amax(Plan& plan, const DeviceFacts& facts, const RowsShape&
 
 // ---- rows of x, and x as INT4, in one read -----------------------------------------------------
 
-bool add_rows_groups(Plan& plan, const DeviceFacts& facts, const RowsShape& rows,
-                     const CompressShape& kept) {
-  constexpr int block = rows_groups::hadamard_block;
-  if (!facts.hopper || kept.spec.storage != Storage::int4 || kept.spec.equalize_tokens ||
-      kept.spec.x_rounding == Rounding::pseudo_stochastic || rows.hadamard_block != block ||
-      dtype_size(rows.x.dtype) != 2 || !rows.x.rows_aligned || rows.rows == 0 || rows.cols == 0 ||
-      rows.cols % block != 0) {
+// Of a lane at most, where the row is not too long; of a CTA, where a row needs no more.
+constexpr int rows_groups_lane_blocks = 6, rows_groups_threads = 128;
+
+bool add_rows_groups(Plan& plan, const RowsShape& rows, const CompressShape& kept) {
+  RowShare share = row_share(rows.k_padded / 16, rows_groups_lane_blocks);
+  if (share.lanes == 0) share = row_share(rows.k_padded / 16);
+  if (kept.spec.storage != Storage::int4 || kept.spec.equalize_tokens ||
+      kept.spec.x_rounding == Rounding::pseudo_stochastic ||
+      rows.hadamard_block != rows_groups::hadamard_block || dtype_size(rows.x.dtype) != 2 ||
+      !rows.x.pairs_aligned || rows.rows == 0 || rows.cols == 0 || share.lanes == 0) {
     return false;
   }
-  // The fewest CTAs whose shares are whole blocks of the transform and fit twice on an SM; more
-  // where these leave SMs idle, as far as every device runs such clusters.
-  const std::int64_t blocks = rows.cols / block;
-  const std::int64_t tiles = ceil_div(rows.rows, rows_groups::tokens);
-  LaunchShape shape;
-  RowsGroupsStep work{};
-  for (int ctas = 1; ctas <= rows_groups::max_cluster && ctas <= blocks; ++ctas) {
-    if (blocks % ctas != 0) continue;
-    if (work.columns > 0 &&
-        (shape.blocks >= facts.sm_count || ctas > columns::max_portable_cluster)) {
-      break;
-    }
-    const std::int64_t columns = rows.cols / ctas;
-    const rows_groups::Layout layout(columns, ctas);
-    const RowShare share = row_share(columns / 16);
-    if (layout.bytes() > rows_groups::max_bytes || share.lanes > 32) continue;
-    shape = {tiles * ctas, rows_groups::threads, static_cast<std::size_t>(layout.bytes()), ctas};
-    work = {static_cast<int>(columns), share.lanes, share.blocks};
-  }
-  if (work.columns == 0) return false;
-  Step& step = plan.add(Kernel::rows_groups, shape, rows.from, rows.codes | Buffer::saved);
+  const int chunk_rows = std::max(1, rows_groups_threads / share.lanes);  // of a CTA
+  const int threads = chunk_rows * share.lanes;
+  const RowsGroupsStep work{share.lanes, share.blocks,
+                            static_cast<int>(ceil_div(int4_group, chunk_rows)),
+                            static_cast<int>(ceil_div(rows.cols, threads))};
+  const std::int64_t chunks = ceil_div(rows.rows, int4_group);
+  Step& step = plan.add(Kernel::rows_groups, {chunks * (work.row_ctas + work.column_ctas), threads},
+                        rows.from, rows.codes | Buffer::saved);
   step.dtype = rows.x.dtype;
   step.rounding = kept.spec.x_rounding;
   step.work = work;

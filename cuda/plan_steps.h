@@ -102,7 +102,7 @@ void add_rows(Plan&, const RowsShape&);
 // From one read of an array, or false where no kernel can: rows and columns, whose largest values
 // are zeros; rows and x as INT4.
 bool add_rows_column_amax(Plan&, const DeviceFacts&, const RowsShape&, const ColumnsShape&);
-bool add_rows_groups(Plan&, const DeviceFacts&, const RowsShape&, const CompressShape&);
+bool add_rows_groups(Plan&, const RowsShape&, const CompressShape&);
 // Returns whether these steps also make the sum.
 bool add_columns(Plan&, const DeviceFacts&, const ColumnsShape&);
 // g_b from `runs` partial sums of each column.

@@ -1,5 +1,6 @@
 // Device code of quantize_rows.cu, whose opening comment says how it works. A header, because
-// quantize_grouped.cu and quantize_rows_column_amax.cu run it beside other work in one launch.
+// quantize_grouped.cu, quantize_rows_column_amax.cu and quantize_rows_groups.cu run it beside other
+// work in one launch.
 #pragma once
 
 #include <cstdint>
@@ -27,41 +28,16 @@ struct RowsArgs {
   bool aligned;
 };
 
-// A part of a row, in blocks of 16.
-struct RowPart {
-  int first, blocks;
-};
-__device__ inline RowPart whole_row(const RowsArgs& args) {
-  return {0, static_cast<int>(args.k_padded / 16)};
-}
-
-// The values of a lane's B blocks of 16 at most, of a part of `blocks` in shared memory, 16-bit
-// types; zeros past it.
-template <class Tag, int B>
-__device__ __forceinline__ void load_row_values(const char* from, int blocks, int lane, int T,
-                                                float (&v)[B][16]) {
-  unsigned words[B][8];
-#pragma unroll
-  for (int i = 0; i < B; ++i) {
-    const int block = lane + i * T;
-#pragma unroll
-    for (unsigned& word : words[i]) word = 0;
-    if (block < blocks) load_words(from + block * 32, words[i]);
-  }
-#pragma unroll
-  for (int i = 0; i < B; ++i) Tag::unpack(words[i], v[i]);
-}
-
-// Lane `lane` of the T that share a part of row `row`, with the values of its B blocks of 16 at
-// most in v. `hadamard`: block of the transform, 16 or more; neighbouring lanes share one of more
-// than 16. `scale_of(amax)` turns the largest value of the lane into that of the scale's whole
-// range; false: no codes are wanted. All threads of the CTA call it, also past the last row.
+// Lane `lane` of the T that share row `row`, with the values of its B blocks of 16 at most in v.
+// `hadamard`: block of the transform, 16 or more; neighbouring lanes share one of more than 16.
+// `scale_of(amax)` turns the largest value of the lane into that of the scale's whole range; false:
+// no codes are wanted. All threads of the CTA call it, also past the last row.
 template <Rounding rounding, int hadamard, int B, class ScaleOf>
 __device__ __forceinline__ void quantize_row_values(const RowsArgs& args,
                                                     const DeviceOffset& offset, std::int64_t row,
-                                                    const RowPart& part, int lane, int T,
-                                                    float (&v)[B][16], const ScaleOf& scale_of) {
-  const int row_blocks = static_cast<int>(args.k_padded / 16), block = part.first + lane;
+                                                    int lane, int T, float (&v)[B][16],
+                                                    const ScaleOf& scale_of) {
+  const int blocks = static_cast<int>(args.k_padded / 16);
   float largest = 0.0F;
 #pragma unroll
   for (int i = 0; i < B; ++i) {
@@ -73,9 +49,9 @@ __device__ __forceinline__ void quantize_row_values(const RowsArgs& args,
   std::uint32_t amax = abs_bits(largest);
   if (!scale_of(amax) || row >= args.x.rows) return;
   const DeviceScale s = device_scale(amax, args.bits);
-  if (block == 0 && row < args.scales) args.scale[row] = s.scale;
-  const std::uint64_t first = static_cast<std::uint64_t>(row * row_blocks + block);
-  auto* to = reinterpret_cast<uint4*>(args.codes + row * args.k_padded) + block;
+  if (lane == 0 && row < args.scales) args.scale[row] = s.scale;
+  const std::uint64_t first = static_cast<std::uint64_t>(row * blocks + lane);
+  auto* to = reinterpret_cast<uint4*>(args.codes + row * args.k_padded) + lane;
 #pragma unroll
   for (int i = 0; i < B; ++i) {
     uint4 codes =
@@ -83,7 +59,7 @@ __device__ __forceinline__ void quantize_row_values(const RowsArgs& args,
                               first + static_cast<std::uint64_t>(i * T), args.bits);
     if (!s.keep) codes = make_uint4(0, 0, 0, 0);
     // No branch before this one: it would divide the code of the blocks.
-    if (lane + i * T < part.blocks) to[i * T] = codes;
+    if (lane + i * T < blocks) to[i * T] = codes;
   }
 }
 
@@ -120,7 +96,7 @@ __device__ __forceinline__ void quantize_row16(const RowsArgs& args, std::int64_
     }
   }
   const DeviceOffset offset = warp_offset<rounding>(args.key);
-  quantize_row_values<rounding, hadamard>(args, offset, row, whole_row(args), lane, T, v, scale_of);
+  quantize_row_values<rounding, hadamard>(args, offset, row, lane, T, v, scale_of);
 }
 
 // ---- host (quantize_rows.cu)

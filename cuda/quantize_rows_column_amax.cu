@@ -92,10 +92,19 @@ __device__ __forceinline__ void quantize_tile_rows(const RowsColumnAmaxArgs& arg
   const int local = thread / T;  // as many rows as the CTA has such groups of lanes
   const int blocks = static_cast<int>(args.rows.k_padded / 16);
   const char* from = tokens + local * layout.row_bytes;
+  unsigned words[B][8];
+#pragma unroll
+  for (int i = 0; i < B; ++i) {
+    const int block = lane + i * T;
+#pragma unroll
+    for (unsigned& word : words[i]) word = 0;
+    if (block < blocks) load_words(from + block * 32, words[i]);
+  }
   float v[B][16];
-  load_row_values<Tag>(from, blocks, lane, T, v);
+#pragma unroll
+  for (int i = 0; i < B; ++i) Tag::unpack(words[i], v[i]);
   const std::int64_t row = std::int64_t{tile} * (args.token_blocks * token_block) + local;
-  quantize_row_values<rounding, hadamard>(args.rows, offset, row, whole_row(args.rows), lane, T, v,
+  quantize_row_values<rounding, hadamard>(args.rows, offset, row, lane, T, v,
                                           [&](std::uint32_t& amax) {
                                             if (args.rows.pass == RowsPass::amax) {
                                               largest = max(largest, amax);

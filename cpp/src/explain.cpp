@@ -423,6 +423,7 @@ std::string slow_forward_reason(const Layer& layer, const Step& step) {
                        std::to_string(block) + ", where 16, 64 and 128 have a fast kernel"
                  : "a row goes through shared memory, twice: in_features is too long for registers";
     case Kernel::rows16:
+    case Kernel::rows_groups:
       return layer.aligned(I, dtype) && I % 16 == 0
                  ? ""
                  : "x and w are read element by element: in_features " + std::to_string(I) +
@@ -432,23 +433,21 @@ std::string slow_forward_reason(const Layer& layer, const Step& step) {
   }
 }
 
-// Why no kernel makes the rows of x and x as INT4 from one read, on a GPU that has one.
+// Why no kernel makes the rows of x and x as INT4 from one read.
 std::string second_read_reason(const Layer& layer) {
   const std::int64_t I = layer.shape.in_features;
   const DType dtype = layer.options.dtype;
   const int block = layer.options.forward.hadamard_block;
   constexpr int one_read = detail::rows_groups::hadamard_block;
-  if (!layer.facts.hopper) return "";
-  const std::string why =
-      dtype_size(dtype) != 2       ? std::string(dtype_name(dtype))
-      : layer.spec.equalize_tokens ? "tokens are equalised"
-      : block != one_read ? "forward's hadamard_block is " + std::to_string(block) + ", where " +
-                                std::to_string(one_read) + " is read once"
-      : I % one_read != 0
-          ? "in_features " + std::to_string(I) + " is not a multiple of " + std::to_string(one_read)
-      : layer.spec.x_rounding == Rounding::pseudo_stochastic
-          ? "rounding is pseudo_stochastic"
-          : "no cluster divides in_features " + std::to_string(I) + " into shares that fit";
+  const std::string why = dtype_size(dtype) != 2       ? std::string(dtype_name(dtype))
+                          : layer.spec.equalize_tokens ? "tokens are equalised"
+                          : block != one_read
+                              ? "forward's hadamard_block is " + std::to_string(block) +
+                                    ", where " + std::to_string(one_read) + " is read once"
+                          : I % 2 != 0 ? "in_features " + std::to_string(I) + " is odd"
+                          : layer.spec.x_rounding == Rounding::pseudo_stochastic
+                              ? "rounding is pseudo_stochastic"
+                              : "in_features " + std::to_string(I) + " is too long for registers";
   return "x is read again for its INT4: " + why;
 }
 
@@ -456,11 +455,12 @@ std::string slow_input_reason(const Layer& layer, const Step& step) {
   switch (step.kernel) {
     case Kernel::rows:
     case Kernel::rows16:
+    case Kernel::rows_groups:
       return slow_forward_reason(layer, step);
     case Kernel::groups:
     case Kernel::group_pairs: {
       const std::string slow = slow_path_reason(layer, step), again = second_read_reason(layer);
-      return slow.empty() || again.empty() ? slow + again : slow + "; " + again;
+      return slow.empty() ? again : slow + "; " + again;
     }
     default:
       return slow_path_reason(layer, step);

@@ -3,6 +3,7 @@
 // each.
 #pragma once
 
+#include <algorithm>
 #include <functional>
 #include <optional>
 #include <string>
@@ -155,7 +156,7 @@ struct ForwardPlanCase {
   bool quantized_weight;
   std::vector<std::string> kernels;
   std::optional<hot::BackwardLinearSpec> kept{};  // how x is
-  int cluster = 0;                                // CTAs that share x; 0: no kernel reads it once
+  bool once = false;                              // x is read once
 };
 
 inline std::vector<ForwardPlanCase> forward_plan_cases() {
@@ -219,56 +220,56 @@ inline std::vector<ForwardPlanCase> kept_plan_cases() {
   using Names = std::vector<std::string>;
   std::vector<ForwardPlanCase> cases;
   const auto add = [&](const std::string& name, const hot::LinearShape& shape, DType dtype,
-                       const Names& of_x, const hot::BackwardLinearSpec& kept, int cluster,
+                       const Names& of_x, const hot::BackwardLinearSpec& kept,
                        int hadamard_block = 64) {
-    ForwardPlanCase one{name, shape, hadamard_block, dtype, DType::f32, false, of_x, kept, cluster};
-    const bool generic = hadamard_block != 16 && hadamard_block != 64 && hadamard_block != 128;
+    ForwardPlanCase one{name,  shape, hadamard_block, dtype,           DType::f32,
+                        false, of_x,  kept,           of_x.size() == 1};
+    const bool generic = std::find(of_x.begin(), of_x.end(), "rows_kernel") != of_x.end();
     one.kernels.push_back(generic ? "rows_kernel" : "rows16_kernel");
     cases.push_back(one);
   };
   const hot::BackwardLinearSpec int4 = hot::recipe("default");
   const Names once = {"rows_groups_kernel"}, twice = {"rows16_kernel", "group_pairs_kernel"};
   const std::string codes = "column_codes_kernel";
-  // A CTA has 64 to 896 columns of 64 tokens; more CTAs than needed only where SMs are idle.
-  add("x kept in INT4, a CTA a tile", {25216, 64, 768}, DType::bf16, once, int4, 1);
-  add("the narrowest x", {9000, 64, 64}, DType::f16, once, int4, 1);
-  add("columns that only one CTA divides", {9000, 64, 704}, DType::bf16, once, int4, 1);
-  add("few tokens, more CTAs", {197, 64, 768}, DType::bf16, once, int4, 6);
-  add("clusters of 2", {8449, 64, 1024}, DType::f16, once, int4, 2);
-  add("clusters of 4", {6001, 64, 3072}, DType::bf16, once, int4, 4);
-  add("clusters of 8", {2048, 64, 4096}, DType::bf16, once, int4, 8);
-  add("clusters of 16", {200, 64, 8192}, DType::bf16, once, int4, 16);
-  add("one token", {1, 64, 1024}, DType::bf16, once, int4, 8);
-  add("63 tokens", {63, 64, 128}, DType::f16, once, int4, 2);
+  add("x kept in INT4", {25216, 64, 768}, DType::bf16, once, int4);
+  add("rows of 4 lanes", {9000, 64, 64}, DType::f16, once, int4);
+  add("rows of two warps", {6001, 64, 3072}, DType::bf16, once, int4);
+  add("rows of more warps", {2048, 64, 14336}, DType::bf16, once, int4);
+  add("a row of all threads", {65, 64, 49152}, DType::bf16, once, int4);
+  add("few tokens", {197, 64, 768}, DType::bf16, once, int4);
+  add("one token", {1, 64, 1024}, DType::bf16, once, int4);
+  add("63 tokens", {63, 64, 128}, DType::f16, once, int4);
   add("65 tokens, rounded to nearest", {65, 64, 320}, DType::bf16, once,
-      changed("default", [](auto& spec) { spec.x_rounding = hot::Rounding::nearest; }), 5);
-  add("no cluster holds 64 tokens", {4096, 64, 14336}, DType::bf16, twice, int4, 0);
-  add("no equal shares", {4096, 64, 1088}, DType::bf16, twice, int4, 0);
-  add("fp32 in INT4", {6000, 64, 768}, DType::f32, {"rows16_kernel", "groups_kernel"}, int4, 0);
-  add("unaligned rows of x", {6000, 64, 770}, DType::bf16, twice, int4, 0);
-  add("another block of x", {6000, 64, 768}, DType::bf16, twice, int4, 0, 128);
+      changed("default", [](auto& spec) { spec.x_rounding = hot::Rounding::nearest; }));
+  add("unaligned rows of x", {6000, 64, 770}, DType::bf16, once, int4);
+  add("pairs of columns alone", {100, 64, 2}, DType::f16, once, int4);
+  add("an odd column", {600, 64, 769}, DType::bf16, {"rows16_kernel", "groups_kernel"}, int4);
+  add("too long for registers", {65, 64, 49216}, DType::bf16, {"rows_kernel", "group_pairs_kernel"},
+      int4);
+  add("fp32 in INT4", {6000, 64, 768}, DType::f32, {"rows16_kernel", "groups_kernel"}, int4);
+  add("another block of x", {6000, 64, 768}, DType::bf16, twice, int4, 128);
   add("a block without a fast kernel", {300, 64, 768}, DType::bf16,
-      {"rows_kernel", "group_pairs_kernel"}, int4, 0, 32);
+      {"rows_kernel", "group_pairs_kernel"}, int4, 32);
   add("equalised tokens in INT4", {6000, 64, 768}, DType::bf16,
       {"token_exponents_kernel", "rows16_kernel", "groups_kernel"},
-      changed("default", [](auto& spec) { spec.equalize_tokens = true; }), 0);
+      changed("default", [](auto& spec) { spec.equalize_tokens = true; }));
   add("x kept in 2 bits", {6000, 64, 768}, DType::bf16,
-      {"token_exponents_kernel", "rows16_kernel", "rotate_kernel"}, hot::recipe("compact"), 0);
+      {"token_exponents_kernel", "rows16_kernel", "rotate_kernel"}, hot::recipe("compact"));
   add("INT8, tokens of a cluster", {6000, 64, 768}, DType::bf16,
-      {"rows16_kernel", "columns_one_pass_kernel"}, hot::recipe("fast"), 0);
+      {"rows16_kernel", "columns_one_pass_kernel"}, hot::recipe("fast"));
   add("INT8, more tokens than a cluster holds", {40000, 64, 768}, DType::bf16,
-      {"memset", "rows_column_amax_kernel", codes}, hot::recipe("fast"), 0);
+      {"memset", "rows_column_amax_kernel", codes}, hot::recipe("fast"));
   add("INT8 of all tokens", {16501, 64, 64}, DType::f16,
       {"memset", "rows_column_amax_kernel", codes},
-      changed("accurate", [](auto& spec) { spec.storage = hot::Storage::int8; }), 0);
+      changed("accurate", [](auto& spec) { spec.storage = hot::Storage::int8; }));
   add("INT8, one scale, the other block", {8399, 64, 208}, DType::bf16,
-      {"memset", "rows_column_amax_kernel", codes}, hot::recipe("paper"), 0, 16);
+      {"memset", "rows_column_amax_kernel", codes}, hot::recipe("paper"), 16);
   add("INT8 of fp32", {40000, 64, 64}, DType::f32,
-      {"memset", "rows16_kernel", "column_amax_kernel", codes}, hot::recipe("fast"), 0);
+      {"memset", "rows16_kernel", "column_amax_kernel", codes}, hot::recipe("fast"));
   add("INT8, a generic projection", {300, 64, 48}, DType::f16,
       {"memset", "rows16_kernel", "generic_columns_kernel, amax", "generic_columns_kernel, codes",
        "finish_scales_kernel"},
-      changed("fast", [](auto& spec) { spec.low_rank.rank = 4; }), 0);
+      changed("fast", [](auto& spec) { spec.low_rank.rank = 4; }));
   return cases;
 }
 
