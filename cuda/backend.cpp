@@ -174,7 +174,7 @@ void run(const Context& context, const Step& step, const Memory& memory) {
     case Kernel::token_exponents:
       return launch_token_exponents(context, step, *memory.kept);
     case Kernel::groups:
-    case Kernel::group_pairs:
+    case Kernel::group_quads:
       return launch_groups(context, step, *memory.kept);
     case Kernel::rotate:
       return launch_rotate(context, step, *memory.kept);

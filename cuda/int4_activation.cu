@@ -1,6 +1,6 @@
 // Stage: x kept as INT4, and back to INT8 for g_w (back to floats: decompress.cu).
 //
-// groups_kernel, group_pairs_kernel: x to INT4.
+// groups_kernel, group_quads_kernel: x to INT4.
 //   A thread takes the 64 tokens of a group in one channel, or half of them of two channels in
 //   16-bit types, and writes 16 contiguous bytes at a time. 2.53 bytes an element for fp16.
 //   Equalised tokens take the first: their powers are of fp32.
@@ -64,10 +64,11 @@ __global__ void __launch_bounds__(128) groups_kernel(GroupsArgs args) {
 
 // The same for 16-bit types.
 template <Rounding rounding, class Tag>
-__global__ void __launch_bounds__(128) group_pairs_kernel(GroupsArgs args) {
+__global__ void __launch_bounds__(128) group_quads_kernel(GroupsArgs args) {
   begin_kernel();
-  const std::int64_t tiles = (args.x.cols + 127) / 128;
-  compress_pairs<rounding, Tag>(args, blockIdx.x % tiles * 128, blockIdx.x / tiles);
+  const auto tiles = static_cast<unsigned>((args.x.cols + 127) / 128);
+  compress_quads<rounding, Tag>(args, threadIdx.x, std::int64_t{blockIdx.x % tiles} * 128,
+                                blockIdx.x / tiles);
 }
 
 template <Rounding rounding>
@@ -103,7 +104,7 @@ void launch_groups(const Context& context, const plan::Step& step, const Compres
     host_with_dtype(step.dtype, [&](auto tag) {
       using Tag = decltype(tag);
       if constexpr (Tag::size == 2) {
-        if (step.kernel == plan::Kernel::group_pairs) return run(group_pairs_kernel<mode, Tag>);
+        if (step.kernel == plan::Kernel::group_quads) return run(group_quads_kernel<mode, Tag>);
       }
       run(groups_kernel<mode, Tag>);
     });

@@ -36,7 +36,7 @@ struct GroupScale {
 __device__ inline GroupScale group_scale(std::uint32_t amax) {
   if (amax >= 0x7f800000U) return {0x7fc0U, 0.0F, false};
   if (__uint_as_float(amax) < 0x1p-100F) return {0, 0.0F, true};
-  const std::uint16_t half = bf16_up(__fdiv_rn(__uint_as_float(amax), 7.0F));
+  const std::uint16_t half = bf16_up(divided_by(__uint_as_float(amax), 7.0F, 1.0F / 7.0F));
   return {half, __fdiv_rn(1.0F, __uint_as_float(std::uint32_t{half} << 16)), true};
 }
 
@@ -46,66 +46,76 @@ __device__ void finish_half(const GroupsArgs& args, const DeviceOffset& offset, 
                             std::int64_t g, int half, const GroupScale& scale, const Value& value) {
   const std::int64_t at = g * 32 + half * 16, row_blocks = (args.x.rows + 15) / 16;
   if (at >= args.row_bytes) return;  // rows are whole 16 bytes
-  std::uint32_t words[4] = {0, 0, 0, 0};
+  uint2 codes[2] = {};
   if (scale.keep) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const uint4 codes = round_group<rounding>(
-          [&](int j) { return value(i * 16 + j); }, UniformScale{scale.inv}, args.key, offset,
-          static_cast<std::uint64_t>(col * row_blocks + g * 4 + half * 2 + i), 4);
-      words[2 * i] = pack_nibbles(codes.x, codes.y);
-      words[2 * i + 1] = pack_nibbles(codes.z, codes.w);
+      codes[i] = round_group_packed<rounding>(
+          [&](int j) { return value(i * 16 + j); }, scale.inv, args.key, offset,
+          static_cast<std::uint64_t>(col * row_blocks + g * 4 + half * 2 + i));
     }
   }
   *reinterpret_cast<uint4*>(args.packed + col * args.row_bytes + at) =
-      make_uint4(words[0], words[1], words[2], words[3]);
+      make_uint4(codes[0].x, codes[0].y, codes[1].x, codes[1].y);
 }
 
 // Group g of as many columns as the CTA has threads, from `first_column` on, of a 16-bit type. A
-// lane has two columns as they are in memory and half a group, 32 words in registers; the lane 16
-// further has the other half. The largest of both columns by one instruction (patterns of |v| have
-// the order of the values).
+// lane has 16 tokens of four columns as they are in memory, 32 words in registers; three lanes, 8
+// apart, have the group's other tokens. The largest values of two columns by one instruction
+// (patterns of |v| have the order of the values). Each of the four lanes makes one column's scale.
 template <Rounding rounding, class Tag>
-__device__ __forceinline__ void compress_pairs(const GroupsArgs& args, std::int64_t first_column,
-                                               std::int64_t g) {
+__device__ __forceinline__ void compress_quads(const GroupsArgs& args, unsigned thread,
+                                               std::int64_t first_column, std::int64_t g) {
   const DeviceOffset offset = warp_offset<rounding>(args.key);
-  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-  const std::int64_t col = first_column + warp * 32 + 2 * (lane % 16);
-  const int half = lane / 16;
-  const bool live = col < args.x.cols;  // all lanes take part in the shuffle
-  const std::int64_t first = g * 64 + half * 32;
-  const auto* from =
-      static_cast<const char*>(args.x.data) + (first * args.x.row_stride + col) * Tag::size;
-  const std::int64_t pitch = args.x.row_stride * Tag::size;
-  unsigned word[32];
-  if (live && first + 32 <= args.x.rows) {
+  const unsigned eighth = thread % 8, quarter = thread / 8 % 4;
+  const std::int64_t col = first_column + (thread / 32 * 32 + eighth * 4);
+  const bool live = col < args.x.cols;  // all lanes take part in the shuffles
+  const std::int64_t first = g * 64 + quarter * 16;
+  const std::int64_t pitch = args.x.row_stride * 2;
+  const char* const from = static_cast<const char*>(args.x.data) + (first * pitch + col * 2);
+  uint2 word[16];
+  if (live && first + 16 <= args.x.rows) {
 #pragma unroll
-    for (int t = 0; t < 32; ++t) word[t] = *reinterpret_cast<const unsigned*>(from + t * pitch);
+    for (int t = 0; t < 16; ++t) word[t] = *reinterpret_cast<const uint2*>(from + t * pitch);
   } else {
 #pragma unroll
-    for (int t = 0; t < 32; ++t) {
-      word[t] = live && first + t < args.x.rows
-                    ? *reinterpret_cast<const unsigned*>(from + t * pitch)
-                    : 0U;
+    for (int t = 0; t < 16; ++t) {
+      word[t] = live && first + t < args.x.rows ? *reinterpret_cast<const uint2*>(from + t * pitch)
+                                                : make_uint2(0, 0);
     }
   }
-  unsigned most = 0;
+  uint2 most = make_uint2(0, 0);
 #pragma unroll
-  for (int t = 0; t < 32; ++t) most = __vmaxu2(most, word[t] & 0x7fff7fffU);
-  most = __vmaxu2(most, __shfl_xor_sync(0xffffffffU, most, 16));
-  if (!live) return;
-  const auto pair = [](unsigned packed, int c) {
+  for (int t = 0; t < 16; ++t) {
+    most.x = __vmaxu2(most.x, word[t].x & 0x7fff7fffU);
+    most.y = __vmaxu2(most.y, word[t].y & 0x7fff7fffU);
+  }
+#pragma unroll
+  for (int h = 8; h < 32; h *= 2) {
+    most.x = __vmaxu2(most.x, __shfl_xor_sync(0xffffffffU, most.x, h));
+    most.y = __vmaxu2(most.y, __shfl_xor_sync(0xffffffffU, most.y, h));
+  }
+  const auto value = [](unsigned packed, int c) {
     const unsigned one[1] = {packed};
     float v[2];
     Tag::unpack(one, v);
     return v[c];
   };
+  const unsigned two = quarter < 2 ? most.x : most.y;
+  const GroupScale scale = group_scale(abs_bits(quarter % 2 == 0 ? value(two, 0) : value(two, 1)));
+  if (live) args.scale[(col + quarter) * ((args.x.rows + 63) / 64) + g] = scale.bf16;
+  const unsigned kept = __ballot_sync(0xffffffffU, scale.keep) >> eighth;
+  const std::int64_t at = g * 32 + quarter * 8, row_blocks = (args.x.rows + 15) / 16;
 #pragma unroll
-  for (int c = 0; c < 2; ++c) {
-    const GroupScale scale = group_scale(abs_bits(pair(most, c)));
-    if (half == 0) args.scale[(col + c) * ((args.x.rows + 63) / 64) + g] = scale.bf16;
-    finish_half<rounding>(args, offset, col + c, g, half, scale,
-                          [&](int t) { return pair(word[t], c); });
+  for (int c = 0; c < 4; ++c) {
+    const float inv = __shfl_sync(0xffffffffU, scale.inv, static_cast<int>(eighth) + 8 * c);
+    uint2 codes = round_group_packed<rounding>(
+        [&](int t) { return value(c < 2 ? word[t].x : word[t].y, c % 2); }, inv, args.key, offset,
+        static_cast<std::uint64_t>((col + c) * row_blocks + g * 4 + quarter));
+    if ((kept >> (8 * c) & 1) == 0) codes = make_uint2(0, 0);
+    if (live && at < args.row_bytes) {  // rows are whole 16 bytes
+      *reinterpret_cast<uint2*>(args.packed + (col + c) * args.row_bytes + at) = codes;
+    }
   }
 }
 

@@ -64,7 +64,7 @@ constexpr KernelInfo kernels[kernel_count] = {
     {"quantize_grouped_kernel", "quantize_grouped.cu", false},
     {"token_exponents_kernel", "rotated_activation.cu", false},
     {"groups_kernel", "int4_activation.cu", false},
-    {"group_pairs_kernel", "int4_activation.cu", false},
+    {"group_quads_kernel", "int4_activation.cu", false},
     {"rotate_kernel", "rotated_activation.cu", false},
     {"requantize_kernel", "int4_activation.cu", true},
     {"requantize_rotated_kernel", "rotated_activation.cu", true},
@@ -345,11 +345,11 @@ void add_activation(Plan& plan, const DeviceFacts& facts, const CompressShape& k
         .dtype = kept.x.dtype;
     return;
   }
-  const bool pairs =
-      dtype_size(kept.x.dtype) == 2 && kept.x.pairs_aligned && !kept.spec.equalize_tokens;
+  const bool quads =
+      dtype_size(kept.x.dtype) == 2 && kept.x.quads_aligned && !kept.spec.equalize_tokens;
   const std::int64_t blocks = ceil_div(kept.cols, 128) * ceil_div(kept.rows, int4_group);
   Step& step =
-      plan.add(pairs ? Kernel::group_pairs : Kernel::groups, {blocks, 128}, reads, Buffer::saved);
+      plan.add(quads ? Kernel::group_quads : Kernel::groups, {blocks, 128}, reads, Buffer::saved);
   step.dtype = kept.x.dtype;
   step.rounding = kept.spec.x_rounding;
 }
@@ -467,8 +467,8 @@ ArrayFacts array_facts(const MatrixIn& x) {
   const auto address = reinterpret_cast<std::uintptr_t>(x.data);
   const bool dense = x.col_stride == 1;
   return {x.dtype, dense && aligned(x.data, x.row_stride * size),
-          dense && x.cols % 2 == 0 && x.row_stride % 2 == 0 &&
-              address % static_cast<std::uintptr_t>(2 * size) == 0};
+          dense && x.cols % 4 == 0 && x.row_stride % 4 == 0 &&
+              address % static_cast<std::uintptr_t>(4 * size) == 0};
 }
 
 OutFacts out_facts(const MatrixOut& out) {

@@ -26,10 +26,12 @@ enum class RowsPass { row_scales, amax, codes };  // codes: `amax` is known
 inline constexpr int rows16_max_blocks = 6;
 inline constexpr int rows16_max_lanes = 512;
 
-// Rows of x in INT8 and x in INT4 from one read: the block of the rows' transform.
+// Rows of x in INT8, of a transform in such blocks, and x in INT4 from one read.
 namespace rows_groups {
 constexpr int hadamard_block = 64;
-}
+// Threads of a CTA at most, whose lanes hold so many blocks of 16.
+constexpr int max_threads(int lane_blocks) { return lane_blocks <= 3 ? 256 : rows16_max_lanes; }
+}  // namespace rows_groups
 
 namespace columns {
 
@@ -241,7 +243,7 @@ enum class Kernel : std::uint8_t {
   // x
   token_exponents,
   groups,
-  group_pairs,
+  group_quads,
   rotate,
   requantize,
   requantize_rotated,
@@ -385,7 +387,7 @@ struct RowsColumnAmaxStep {
   unsigned tiles, sums;    // sums: partial sums of a column
 };
 struct RowsGroupsStep {
-  int lanes, lane_blocks;     // of a row
+  int lane_blocks;            // of a row
   int row_ctas, column_ctas;  // of 64 tokens
 };
 // A range of the CTAs of quantize_grouped_kernel: whole clusters, `blocks` of which work.
@@ -475,7 +477,7 @@ class Plan {
 struct ArrayFacts {
   DType dtype = DType::bf16;
   bool rows_aligned = true;   // rows of neighbouring elements that start on 16 bytes
-  bool pairs_aligned = true;  // of whole aligned pairs
+  bool quads_aligned = true;  // of whole aligned fours
 };
 ArrayFacts array_facts(const MatrixIn& x);
 

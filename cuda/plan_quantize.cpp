@@ -318,25 +318,28 @@ bool add_rows_column_amax(Plan& plan, const DeviceFacts& facts, const RowsShape&
 
 // ---- rows of x, and x as INT4, in one read -----------------------------------------------------
 
-// Of a lane at most, where the row is not too long; of a CTA, where a row needs no more.
+// Blocks of a lane at most, where the row is not too long; threads of a CTA, where a row needs no
+// more.
 constexpr int rows_groups_lane_blocks = 6, rows_groups_threads = 128;
 
 bool add_rows_groups(Plan& plan, const RowsShape& rows, const CompressShape& kept) {
+  const auto fits = [](const RowShare& share) {
+    return share.lanes > 0 && share.lanes <= rows_groups::max_threads(share.blocks);
+  };
   RowShare share = row_share(rows.k_padded / 16, rows_groups_lane_blocks);
-  if (share.lanes == 0) share = row_share(rows.k_padded / 16);
+  if (!fits(share)) share = row_share(rows.k_padded / 16);
   if (kept.spec.storage != Storage::int4 || kept.spec.equalize_tokens ||
       kept.spec.x_rounding == Rounding::pseudo_stochastic ||
       rows.hadamard_block != rows_groups::hadamard_block || dtype_size(rows.x.dtype) != 2 ||
-      !rows.x.pairs_aligned || rows.rows == 0 || rows.cols == 0 || share.lanes == 0) {
+      !rows.x.quads_aligned || rows.rows == 0 || rows.cols == 0 || !fits(share)) {
     return false;
   }
-  const int chunk_rows = std::max(1, rows_groups_threads / share.lanes);  // of a CTA
-  const int threads = chunk_rows * share.lanes;
-  const RowsGroupsStep work{share.lanes, share.blocks,
-                            static_cast<int>(ceil_div(int4_group, chunk_rows)),
-                            static_cast<int>(ceil_div(rows.cols, threads))};
+  const int cta_rows = std::max(1, rows_groups_threads / share.lanes);
+  const RowsGroupsStep work{share.blocks, static_cast<int>(ceil_div(int4_group, cta_rows)),
+                            static_cast<int>(ceil_div(rows.cols, share.lanes * cta_rows))};
   const std::int64_t chunks = ceil_div(rows.rows, int4_group);
-  Step& step = plan.add(Kernel::rows_groups, {chunks * (work.row_ctas + work.column_ctas), threads},
+  Step& step = plan.add(Kernel::rows_groups,
+                        {chunks * (work.row_ctas + work.column_ctas), share.lanes, 0, 1, cta_rows},
                         rows.from, rows.codes | Buffer::saved);
   step.dtype = rows.x.dtype;
   step.rounding = kept.spec.x_rounding;

@@ -122,7 +122,7 @@ __device__ __forceinline__ void rows_block(const GroupedArgs& args, unsigned blo
           begin_kernel();
           amax = slots_max(rows.amax, static_cast<int>(args.rows_range.blocks));
         } else {
-          amax = row_max(amax, T, thread, shared);
+          amax = row_max(amax, T, thread & (T - 1), shared);
         }
         return true;
       });

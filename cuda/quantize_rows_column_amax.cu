@@ -110,7 +110,7 @@ __device__ __forceinline__ void quantize_tile_rows(const RowsColumnAmaxArgs& arg
                                               largest = max(largest, amax);
                                               return false;
                                             }
-                                            amax = row_max(amax, T, thread, nullptr);
+                                            amax = lanes_max(amax, T);
                                             return true;
                                           });
 }

@@ -4,7 +4,7 @@
 // forward product, after a transform in blocks of 64, and the packed codes that are kept for
 // backward.
 //   chunk    64 tokens, a group of the packed codes. Some CTAs take its rows, as rows16_kernel
-//            does, the others its columns, as group_pairs_kernel does. They are neighbours in the
+//            does, the others its columns, as group_quads_kernel does. They are neighbours in the
 //            grid, so they run at the same time: who comes second reads from the L2, and CTAs that
 //            wait for memory (rows) share an SM with those that draw random numbers (groups).
 //   2 bytes read and 1.53 written for an element, where two kernels read 4.
@@ -25,30 +25,38 @@ using rows_groups::hadamard_block;
 struct RowsGroupsArgs {
   RowsArgs rows;
   GroupsArgs groups;
-  int lanes;                  // of a row: T
   int row_ctas, column_ctas;  // of a chunk
 };
 
+// CTAs on an SM at least, for rows of B blocks a lane: shorter ones leave registers for more warps.
+template <int B>
+inline constexpr int min_ctas = B <= 2   ? 4
+                                : B == 3 ? 3
+                                         : 1;
+
 template <Rounding rounding, int B, class Tag>
-__global__ void __launch_bounds__(rows16_max_lanes)
+__global__ void __launch_bounds__(rows_groups::max_threads(B), min_ctas<B>)
     rows_groups_kernel(const __grid_constant__ RowsGroupsArgs args) {
   __shared__ std::uint32_t shared[rows16_max_lanes / 32];
   begin_kernel();
-  const int threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x);
+  // threadIdx.x is the lane of a row, threadIdx.y the row of the CTA.
   const auto ctas = static_cast<unsigned>(args.row_ctas + args.column_ctas);
   const std::int64_t chunk = blockIdx.x / ctas;
   const int cta = static_cast<int>(blockIdx.x % ctas);
   if (cta < args.row_ctas) {
-    const int T = args.lanes, rows = threads / T, local = cta * rows + thread / T;
+    const int T = static_cast<int>(blockDim.x), lane = static_cast<int>(threadIdx.x);
+    const auto local = cta * static_cast<int>(blockDim.y) + static_cast<int>(threadIdx.y);
     // All threads take part; those past the chunk as if past the last row.
     const std::int64_t row = local < int4_group ? chunk * int4_group + local : args.rows.x.rows;
     quantize_row16<Rounding::nearest, hadamard_block, B, Tag>(
-        args.rows, row, thread % T, T, [&](std::uint32_t& amax) {
-          amax = row_max(amax, T, thread, shared);
+        args.rows, row, lane, T, [&](std::uint32_t& amax) {
+          amax = row_max(amax, T, lane, shared);
           return true;
         });
   } else {
-    compress_pairs<rounding, Tag>(args.groups, std::int64_t{cta - args.row_ctas} * threads, chunk);
+    const unsigned threads = blockDim.x * blockDim.y;
+    compress_quads<rounding, Tag>(args.groups, threadIdx.y * blockDim.x + threadIdx.x,
+                                  std::int64_t{cta - args.row_ctas} * threads, chunk);
   }
 }
 
@@ -68,8 +76,8 @@ KernelOf kernel_of(int lane_blocks) {
 void launch_rows_groups(const Context& context, const plan::Step& step, const RowsJob& rows,
                         const CompressJob& kept) {
   const auto& work = step.as<plan::RowsGroupsStep>();
-  const RowsGroupsArgs args{rows_args(context, rows), groups_args(context, kept), work.lanes,
-                            work.row_ctas, work.column_ctas};
+  const RowsGroupsArgs args{rows_args(context, rows), groups_args(context, kept), work.row_ctas,
+                            work.column_ctas};
   host_with_dtype(step.dtype, [&](auto tag) {
     using Tag = decltype(tag);
     if constexpr (Tag::size == 2) {

@@ -121,7 +121,7 @@ struct Layer {
     return columns * static_cast<std::int64_t>(dtype_size(dtype)) % 16 == 0;
   }
   detail::plan::ArrayFacts array(std::int64_t columns) const {
-    return {options.dtype, aligned(columns, options.dtype), columns % 2 == 0};
+    return {options.dtype, aligned(columns, options.dtype), columns % 4 == 0};
   }
   detail::plan::CompressShape kept() const {
     return {array(shape.in_features), shape.tokens, shape.in_features, tokens, spec};
@@ -305,8 +305,9 @@ std::string slow_path_reason(const Layer& layer, const Step& step) {
     case Kernel::groups:
       if (dtype_size(dtype) != 2) return "";
       return "x is read one column a thread: " +
-             (layer.spec.equalize_tokens ? std::string("tokens are equalised")
-                                         : "in_features " + std::to_string(I) + " is odd");
+             (layer.spec.equalize_tokens
+                  ? std::string("tokens are equalised")
+                  : "in_features " + std::to_string(I) + " is not a multiple of 4");
     case Kernel::token_exponents:
       return layer.aligned(I, dtype)
                  ? ""
@@ -439,15 +440,15 @@ std::string second_read_reason(const Layer& layer) {
   const DType dtype = layer.options.dtype;
   const int block = layer.options.forward.hadamard_block;
   constexpr int one_read = detail::rows_groups::hadamard_block;
-  const std::string why = dtype_size(dtype) != 2       ? std::string(dtype_name(dtype))
-                          : layer.spec.equalize_tokens ? "tokens are equalised"
-                          : block != one_read
-                              ? "forward's hadamard_block is " + std::to_string(block) +
-                                    ", where " + std::to_string(one_read) + " is read once"
-                          : I % 2 != 0 ? "in_features " + std::to_string(I) + " is odd"
-                          : layer.spec.x_rounding == Rounding::pseudo_stochastic
-                              ? "rounding is pseudo_stochastic"
-                              : "in_features " + std::to_string(I) + " is too long for registers";
+  const std::string why =
+      dtype_size(dtype) != 2       ? std::string(dtype_name(dtype))
+      : layer.spec.equalize_tokens ? "tokens are equalised"
+      : block != one_read ? "forward's hadamard_block is " + std::to_string(block) + ", where " +
+                                std::to_string(one_read) + " is read once"
+      : I % 4 != 0        ? "in_features " + std::to_string(I) + " is not a multiple of 4"
+      : layer.spec.x_rounding == Rounding::pseudo_stochastic
+          ? "rounding is pseudo_stochastic"
+          : "in_features " + std::to_string(I) + " is too long for registers";
   return "x is read again for its INT4: " + why;
 }
 
@@ -458,7 +459,7 @@ std::string slow_input_reason(const Layer& layer, const Step& step) {
     case Kernel::rows_groups:
       return slow_forward_reason(layer, step);
     case Kernel::groups:
-    case Kernel::group_pairs: {
+    case Kernel::group_quads: {
       const std::string slow = slow_path_reason(layer, step), again = second_read_reason(layer);
       return slow.empty() ? again : slow + "; " + again;
     }

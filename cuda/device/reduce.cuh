@@ -21,19 +21,22 @@ __device__ inline std::uint32_t block_max(std::uint32_t v, std::uint32_t* shared
   return v;
 }
 
-// Of a row that T lanes share: of one warp if T is a power of two up to 32, else of T / 32
-// neighbouring warps, by `shared` (a word for each warp of the CTA).
-__device__ inline std::uint32_t row_max(std::uint32_t v, int T, int thread, std::uint32_t* shared) {
-  if (T <= 32) {
-    for (int h = 1; h < T; h *= 2) v = max(v, __shfl_xor_sync(0xffffffffU, v, h));
-    return v;
-  }
-  v = warp_max(v);
-  if (thread % 32 == 0) shared[thread / 32] = v;
-  __syncthreads();
-  const int first = thread / T * (T / 32);
-  for (int w = 0; w < T / 32; ++w) v = max(v, shared[first + w]);
+// Of T neighbouring lanes of a warp, a power of two.
+__device__ inline std::uint32_t lanes_max(std::uint32_t v, int T) {
+  for (int h = 1; h < T; h *= 2) v = max(v, __shfl_xor_sync(0xffffffffU, v, h));
   return v;
+}
+
+// Of a row that T lanes share, of which this is `lane`: of one warp if T is a power of two up to
+// 32, else of T / 32 neighbouring warps, by `shared` (a word for each warp of the CTA).
+__device__ inline std::uint32_t row_max(std::uint32_t v, int T, int lane, std::uint32_t* shared) {
+  if (T < 32) return lanes_max(v, T);
+  v = warp_max(v);
+  if (T == 32) return v;
+  const int warp = static_cast<int>(threadIdx.y * blockDim.x + threadIdx.x) / 32;
+  if (lane % 32 == 0) shared[warp] = v;
+  __syncthreads();
+  return warp_max(lane % 32 < T / 32 ? shared[warp - lane / 32 + lane % 32] : 0);
 }
 
 }  // namespace hot::detail

@@ -21,12 +21,19 @@ struct UniformScale {
   __device__ float operator()(int) const { return inv; }
 };
 
+// a / q, rounded once like a division, for a of 2^-100 or more and q of 7 or 127, whose reciprocal
+// is r: the remainder is exact and corrects the product.
+__device__ inline float divided_by(float a, float q, float r) {
+  const float guess = a * r;
+  return __fmaf_rn(__fmaf_rn(-guess, q, a), r, guess);
+}
+
 __device__ inline DeviceScale device_scale(std::uint32_t amax_bits, int bits) {
   const float q = bits == 4 ? 7.0F : 127.0F;
   const float amax = __uint_as_float(amax_bits);
   if (amax_bits >= 0x7f800000U) return {__uint_as_float(0x7fc00000U), 0.0F, false};
   if (amax < 0x1p-100F) return {0.0F, 0.0F, true};
-  return {__fdiv_rn(amax, q), __fdiv_rn(q, amax), true};
+  return {divided_by(amax, q, bits == 4 ? 1.0F / 7.0F : 1.0F / 127.0F), __fdiv_rn(q, amax), true};
 }
 
 __device__ inline std::uint32_t abs_bits(float v) { return __float_as_uint(v) & 0x7fffffffU; }
@@ -127,23 +134,16 @@ __device__ inline std::uint32_t gather_bytes(std::uint32_t w0, std::uint32_t w1,
 // fraction of the rate; so would shifts, which is why codes are picked as bytes of such sums.
 constexpr std::uint32_t integer_bits = 0x4b400000U;
 
-__device__ inline std::uint32_t round_nearest(const float (&v)[4], const float (&inv)[4]) {
-  const auto code = [&](int i) {
-    return __float_as_uint(__fmaf_rn(v[i], inv[i], __uint_as_float(integer_bits)));
-  };
-  return gather_bytes<0>(code(0), code(1), code(2), code(3));
+__device__ inline std::uint32_t nearest_sum(float v, float inv) {
+  return __float_as_uint(__fmaf_rn(v, inv, __uint_as_float(integer_bits)));
 }
 
-// The random byte comes with the addend: (256 v inv + u) >> 8 is byte 1 of the sum.
-__device__ inline std::uint32_t round_stochastic(const float (&v)[4], const float (&inv)[4],
-                                                 std::uint32_t u) {
-  std::uint32_t sum[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float magic = __uint_as_float(__byte_perm(u, integer_bits, 0x7650U | i));
-    sum[i] = __float_as_uint(__fmaf_rn(v[i], 256.0F * inv[i], magic));
-  }
-  return gather_bytes<1>(sum[0], sum[1], sum[2], sum[3]);
+// Of byte `byte` of random bits u, which comes with the addend: (256 v inv + u) >> 8 is byte 1 of
+// the sum.
+__device__ inline std::uint32_t stochastic_sum(float v, float inv, std::uint32_t u, int byte) {
+  const float magic =
+      __uint_as_float(__byte_perm(u, integer_bits, 0x7650U | static_cast<unsigned>(byte)));
+  return __float_as_uint(__fmaf_rn(v, 256.0F * inv, magic));
 }
 
 __device__ inline int round_pseudo_stochastic(float v, int bits) {
@@ -170,9 +170,13 @@ __device__ inline uint4 round_group(const Value& value, const Inv& inv, const De
     const float v[4] = {value(4 * w), value(4 * w + 1), value(4 * w + 2), value(4 * w + 3)};
     const float by[4] = {inv(4 * w), inv(4 * w + 1), inv(4 * w + 2), inv(4 * w + 3)};
     if constexpr (rounding == Rounding::nearest) {
-      packed[w] = round_nearest(v, by);
+      packed[w] = gather_bytes<0>(nearest_sum(v[0], by[0]), nearest_sum(v[1], by[1]),
+                                  nearest_sum(v[2], by[2]), nearest_sum(v[3], by[3]));
     } else if constexpr (rounding == Rounding::stochastic) {
-      packed[w] = round_stochastic(v, by, random.word[w]);
+      std::uint32_t sum[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sum[i] = stochastic_sum(v[i], by[i], random.word[w], i);
+      packed[w] = gather_bytes<1>(sum[0], sum[1], sum[2], sum[3]);
     } else {
       std::uint32_t code[4];
 #pragma unroll
@@ -183,6 +187,35 @@ __device__ inline uint4 round_group(const Value& value, const Inv& inv, const De
     }
   }
   return make_uint4(packed[0], packed[1], packed[2], packed[3]);
+}
+
+// The same as INT4, packed: code i in nibble i.
+template <Rounding rounding, class Value>
+__device__ inline uint2 round_group_packed(const Value& value, float inv, const DeviceKey& key,
+                                           const DeviceOffset& offset, std::uint64_t blk) {
+  RandomWords random{};
+  if constexpr (rounding == Rounding::stochastic) random = random_words(key, offset, blk);
+  std::uint32_t packed[2];
+#pragma unroll
+  for (int w = 0; w < 2; ++w) {
+    std::uint32_t sum[8];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const int i = 8 * w + j;
+      if constexpr (rounding == Rounding::nearest) {
+        sum[j] = nearest_sum(value(i), inv);
+      } else if constexpr (rounding == Rounding::stochastic) {
+        sum[j] = stochastic_sum(value(i), inv, random.word[i / 4], i % 4);
+      } else {
+        sum[j] = static_cast<std::uint32_t>(round_pseudo_stochastic(value(i) * inv, 4));
+      }
+    }
+    constexpr int byte = rounding == Rounding::stochastic ? 1 : 0;
+    const std::uint32_t even = gather_bytes<byte>(sum[0], sum[2], sum[4], sum[6]);
+    const std::uint32_t odd = gather_bytes<byte>(sum[1], sum[3], sum[5], sum[7]);
+    packed[w] = (even & 0x0f0f0f0fU) | (odd << 4 & 0xf0f0f0f0U);
+  }
+  return make_uint2(packed[0], packed[1]);
 }
 
 // The largest of |a| and |b| as bits; NaN wins.

@@ -39,7 +39,7 @@ inline std::vector<PlanCase> plan_cases() {
        {197, 768, 64},
        hot::recipe("default"),
        DType::bf16,
-       {"group_pairs_kernel", "quantize_grouped_kernel", "gemm_small_kernel"}},
+       {"group_quads_kernel", "quantize_grouped_kernel", "gemm_small_kernel"}},
       {"small layer, one scale a tensor",
        {196, 256, 128},
        hot::recipe("paper"),
@@ -55,7 +55,7 @@ inline std::vector<PlanCase> plan_cases() {
        {16500, 768, 64},
        hot::recipe("default"),
        DType::bf16,
-       {"group_pairs_kernel", "memset", "rows_column_amax_kernel", codes, "final_sum_kernel",
+       {"group_quads_kernel", "memset", "rows_column_amax_kernel", codes, "final_sum_kernel",
         one_pass, "requantize_kernel", "wgmma 128x192", "wgmma stream-K"}},
       {"the block of 64, rounded to nearest",
        {16500, 768, 64},
@@ -65,7 +65,7 @@ inline std::vector<PlanCase> plan_cases() {
                  spec.gx_rounding = hot::Rounding::nearest;
                }),
        DType::bf16,
-       {"group_pairs_kernel", "memset", "rows_column_amax_kernel", codes, "final_sum_kernel",
+       {"group_quads_kernel", "memset", "rows_column_amax_kernel", codes, "final_sum_kernel",
         generic_amax, generic_codes, "finish_scales_kernel", "requantize_kernel", "wgmma 128x192",
         "wgmma stream-K"}},
       {"fp32, two passes",
@@ -106,7 +106,7 @@ inline std::vector<PlanCase> plan_cases() {
        {140000, 16, 16},
        hot::recipe("default"),
        DType::bf16,
-       {"group_pairs_kernel", "memset", "rows_column_amax_kernel", codes, "final_sum_kernel",
+       {"group_quads_kernel", "memset", "rows_column_amax_kernel", codes, "final_sum_kernel",
         one_pass, "requantize_kernel", "wgmma 128x192", "tile_kernel any"}},
       {"unaligned rows of g_x",
        {6000, 512, 770},
@@ -229,7 +229,7 @@ inline std::vector<ForwardPlanCase> kept_plan_cases() {
     cases.push_back(one);
   };
   const hot::BackwardLinearSpec int4 = hot::recipe("default");
-  const Names once = {"rows_groups_kernel"}, twice = {"rows16_kernel", "group_pairs_kernel"};
+  const Names once = {"rows_groups_kernel"}, twice = {"rows16_kernel", "group_quads_kernel"};
   const std::string codes = "column_codes_kernel";
   add("x kept in INT4", {25216, 64, 768}, DType::bf16, once, int4);
   add("rows of 4 lanes", {9000, 64, 64}, DType::f16, once, int4);
@@ -241,15 +241,15 @@ inline std::vector<ForwardPlanCase> kept_plan_cases() {
   add("63 tokens", {63, 64, 128}, DType::f16, once, int4);
   add("65 tokens, rounded to nearest", {65, 64, 320}, DType::bf16, once,
       changed("default", [](auto& spec) { spec.x_rounding = hot::Rounding::nearest; }));
-  add("unaligned rows of x", {6000, 64, 770}, DType::bf16, once, int4);
-  add("pairs of columns alone", {100, 64, 2}, DType::f16, once, int4);
-  add("an odd column", {600, 64, 769}, DType::bf16, {"rows16_kernel", "groups_kernel"}, int4);
-  add("too long for registers", {65, 64, 49216}, DType::bf16, {"rows_kernel", "group_pairs_kernel"},
+  add("unaligned rows of x", {6000, 64, 772}, DType::bf16, once, int4);
+  add("four columns alone", {100, 64, 4}, DType::f16, once, int4);
+  add("columns that are no fours", {600, 64, 770}, DType::bf16, {"rows16_kernel", "groups_kernel"}, int4);
+  add("too long for registers", {65, 64, 49216}, DType::bf16, {"rows_kernel", "group_quads_kernel"},
       int4);
   add("fp32 in INT4", {6000, 64, 768}, DType::f32, {"rows16_kernel", "groups_kernel"}, int4);
   add("another block of x", {6000, 64, 768}, DType::bf16, twice, int4, 128);
   add("a block without a fast kernel", {300, 64, 768}, DType::bf16,
-      {"rows_kernel", "group_pairs_kernel"}, int4, 32);
+      {"rows_kernel", "group_quads_kernel"}, int4, 32);
   add("equalised tokens in INT4", {6000, 64, 768}, DType::bf16,
       {"token_exponents_kernel", "rows16_kernel", "groups_kernel"},
       changed("default", [](auto& spec) { spec.equalize_tokens = true; }));

@@ -322,7 +322,7 @@ TEST(Plan, a_second_read_of_x_says_why) {
   expect(shape, "");
   expect({0, 3072, 768}, "");
   expect({6000, 3072, 14336}, "");
-  expect({6000, 3072, 777}, "in_features 777 is odd");
+  expect({6000, 3072, 777}, "in_features 777 is not a multiple of 4");
   expect({60, 64, 49216}, "in_features 49216 is too long for registers");
   expect(shape, "", "sm_80");
   options.dtype = DType::f32;

@@ -29,7 +29,7 @@ LAYERS: list[tuple[tuple[int, int, int], HotConfig, str, tuple[str, ...]]] = [
         (197, 768, 64),
         HotConfig.recipe("default"),
         "bfloat16",
-        ("group_pairs_kernel", "quantize_grouped_kernel", "gemm_small_kernel"),
+        ("group_quads_kernel", "quantize_grouped_kernel", "gemm_small_kernel"),
     ),
     (
         (6000, 512, 768),
@@ -82,7 +82,7 @@ LAYERS: list[tuple[tuple[int, int, int], HotConfig, str, tuple[str, ...]]] = [
         HotConfig.recipe("default"),
         "bfloat16",
         (
-            "group_pairs_kernel",
+            "group_quads_kernel",
             "memset",
             "rows_column_amax_kernel",
             CODES,
@@ -175,8 +175,8 @@ KEPT: list[tuple[tuple[int, int], HotConfig, str, tuple[str, ...]]] = [
     ((6001, 3072), HotConfig(), "bfloat16", ("rows_groups_kernel",)),
     ((2048, 14336), HotConfig(), "bfloat16", ("rows_groups_kernel",)),
     ((1, 1024), HotConfig(), "bfloat16", ("rows_groups_kernel",)),
-    ((6000, 770), HotConfig(), "bfloat16", ("rows_groups_kernel",)),
-    ((600, 769), HotConfig(), "bfloat16", ("rows16_kernel", "groups_kernel")),
+    ((6000, 772), HotConfig(), "bfloat16", ("rows_groups_kernel",)),
+    ((600, 770), HotConfig(), "bfloat16", ("rows16_kernel", "groups_kernel")),
     ((6000, 768), HotConfig(), "float32", ("rows16_kernel", "groups_kernel")),
     (
         *((6000, 768), HotConfig.recipe("compact"), "bfloat16"),
@@ -378,7 +378,7 @@ def test_slow_paths_say_why() -> None:
         ((6000, 768), HotConfig.recipe("fast"), "bfloat16", ""),
         ((6000, 768), HotConfig(x_rounding="nearest"), "bfloat16", ""),
         ((6000, 14336), HotConfig(), "bfloat16", ""),
-        ((6000, 777), HotConfig(), "bfloat16", "in_features 777 is odd"),
+        ((6000, 777), HotConfig(), "bfloat16", "in_features 777 is not a multiple of 4"),
         ((60, 49216), HotConfig(), "bfloat16", "in_features 49216 is too long"),
         ((6000, 768), HotConfig(), "float32", "float32"),
         ((6000, 768), HotConfig(forward_block=16), "bfloat16", "forward's hadamard_block is 16"),
