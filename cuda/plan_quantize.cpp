@@ -320,7 +320,7 @@ bool add_rows_column_amax(Plan& plan, const DeviceFacts& facts, const RowsShape&
 
 // Blocks of a lane at most, where the row is not too long; threads of a CTA, where a row needs no
 // more.
-constexpr int rows_groups_lane_blocks = 6, rows_groups_threads = 128;
+constexpr int rows_groups_lane_blocks = 3, rows_groups_threads = 128;
 
 bool add_rows_groups(Plan& plan, const RowsShape& rows, const CompressShape& kept) {
   const auto fits = [](const RowShare& share) {
