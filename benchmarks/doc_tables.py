@@ -41,6 +41,8 @@ comes from here. Every page of the repository that has such a line is looked at.
   kept BITS        forms of x in blocks of 64 tokens: error and bias (storage.json)
   kept-blocks      the chosen forms by tokens of a block (the same)
   kept-cases       error of g_w where tokens differ in size (the same)
+  kept-times       time of those forms on a GPU (cuda-quantize.json)
+  forward-input    x for the forward product and to be kept, by one call and by two (the same)
   forward-blocks   time of it by block, sums of layers (cuda-forward.json)
   forward-error    error of an 8-bit forward, beside FP8 (forward-error.json)
   frozen-error     error of g_x from a frozen weight's codes, and its time (frozen-error.json)
@@ -122,6 +124,54 @@ def all_steps(report: Report) -> Iterator[str]:
         yield ""
         yield from steps(report, model)
         yield ""
+
+
+FORMS = {
+    "default": "`int4` (`default`)",
+    "default, equalised": "`int4`, equalised",
+    "rht4": "`rht4`",
+    "rht2": "`rht2`",
+    "compact": "`rht2`, equalised (`compact`)",
+    "accurate": "`int8` (`accurate`)",
+    "fast": "sketch (`fast`)",
+}
+"""Forms of x as bench_quantize.py names them -> as the docs do."""
+
+
+def kept_times(report: Report) -> Iterator[str]:
+    """Compressing x, g_y's columns and x's operand; their sum beside `default`'s."""
+    parts = ("compress", "columns", "operand")
+    shapes = {name: report["shapes"][name] for name in ("25216,3072", "8192,4096")}
+    head = ["x kept as"]
+    for name in shapes:
+        head += [f"{name.replace(',', ' × ')}: compress, µs", *parts[1:], "of `default`'s sum"]
+    found = []
+    for form, title in FORMS.items():
+        row = [title]
+        for rows in shapes.values():
+            times = [1e3 * rows[f"{part} {form}"]["median_ms"] for part in parts]
+            base = sum(1e3 * rows[f"{part} default"]["median_ms"] for part in parts)
+            row += [*(f"{t:.0f}" for t in times), f"{sum(times) / base:.2f}"]
+        found.append(row)
+    yield from table_of(head, found)
+
+
+def forward_input(report: Report) -> Iterator[str]:
+    """x read and written (a copy), quantised and kept by two calls, and by one, microseconds."""
+    forms = {"default": "INT4", "fast": "`fast`", "accurate": "INT8"}
+    head = ["x", "a copy"]
+    for title in forms.values():
+        head += [f"{title}: two calls", "one", "ratio"]
+    found = []
+    for name, rows in report["shapes"].items():
+        row = [name.replace(",", " × "), f"{1e3 * rows['copy']['median_ms']:.0f}"]
+        for form in forms:
+            two, one = (
+                1e3 * rows[f"{way} {form}"]["median_ms"] for way in ("rows, compress", "rows and")
+            )
+            row += [f"{two:.0f}", f"{one:.0f}", f"{two / one:.2f}×"]
+        found.append(row)
+    yield from table_of(head, found)
 
 
 def lora(report: Report) -> Iterator[str]:
@@ -827,6 +877,8 @@ KINDS: dict[str, tuple[str | None, Callable[..., Iterator[str]]]] = {
     "kept": ("storage.json", kept),
     "kept-blocks": ("storage.json", kept_blocks),
     "kept-cases": ("storage.json", kept_cases),
+    "kept-times": ("cuda-quantize.json", kept_times),
+    "forward-input": ("cuda-quantize.json", forward_input),
     "forward-error": ("forward-error.json", forward_error),
     "frozen-error": ("frozen-error.json", frozen_error),
     "forward-blocks": ("cuda-forward.json", forward_blocks),
