@@ -605,6 +605,16 @@ def pays(results: Path) -> Iterator[str]:
         figures = steps_of(model, "compiled", eight)
         if any(figures):
             yield line([f"{title}, compiled", f"torchao {eight}", *figures])
+    adapters = report("cuda-lora.json")["steps"]["llama_lora"]["rows"]
+    gains = [
+        f"{1 / of['step']:.2f}× ({of['peak']:.2f})"
+        for of in (
+            adapters[f"{name} compiled"]["of reference"]
+            for name in ("default", "default int8-forward")
+        )
+    ]
+    title = f"step of LoRA on {llama}'s blocks, compiled"
+    yield line([title, "compiled bf16", gains[0], "", gains[1], ""])
     for words, suffix in (
         ('`saved={"attention": 4}`', "compiled, saved 8/4"),
         ("`hot.recompute`, CUDA graphs", "reduce-overhead, attention kept"),
