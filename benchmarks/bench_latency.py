@@ -76,6 +76,7 @@ def calls(shape: Shape, images: int, device: str) -> dict[str, Call]:
     kept = method.keep(x.view(images, tokens, ins))
     gy_of = gy.view(images, tokens, outs)
     exact = _exact if cuda else _as_it_is
+    # Its w stays fp32: the name is bound anew below.
     out["LBP-WHT"] = exact(lambda w=w: (method.g_x(gy_of, w), method.g_w(gy_of, kept[0])))
     if cuda:
         out["tf32"] = rivals.products(gy, w, x, tf32=True)

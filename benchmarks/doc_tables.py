@@ -149,9 +149,9 @@ def kept_times(report: Report) -> Iterator[str]:
     for form, title in FORMS.items():
         row = [title]
         for rows in shapes.values():
-            times = [1e3 * rows[f"{part} {form}"]["median_ms"] for part in parts]
-            base = sum(1e3 * rows[f"{part} default"]["median_ms"] for part in parts)
-            row += [*(f"{t:.0f}" for t in times), f"{sum(times) / base:.2f}"]
+            mine, base = ([rows[f"{part} {of}"] for part in parts] for of in (form, "default"))
+            ratio = sum(r["median_ms"] for r in mine) / sum(r["median_ms"] for r in base)
+            row += [*map(micro, mine), f"{ratio:.2f}"]
         found.append(row)
     yield from table_of(head, found)
 
@@ -164,12 +164,10 @@ def forward_input(report: Report) -> Iterator[str]:
         head += [f"{title}: two calls", "one", "ratio"]
     found = []
     for name, rows in report["shapes"].items():
-        row = [name.replace(",", " × "), f"{1e3 * rows['copy']['median_ms']:.0f}"]
+        row = [name.replace(",", " × "), micro(rows["copy"])]
         for form in forms:
-            two, one = (
-                1e3 * rows[f"{way} {form}"]["median_ms"] for way in ("rows, compress", "rows and")
-            )
-            row += [f"{two:.0f}", f"{one:.0f}", f"{two / one:.2f}×"]
+            two, one = (rows[f"{way} {form}"] for way in ("rows, compress", "rows and"))
+            row += [*map(micro, (two, one)), times(two["median_ms"] / one["median_ms"])]
         found.append(row)
     yield from table_of(head, found)
 
@@ -537,7 +535,7 @@ def distributed(report: Report) -> Iterator[str]:
             yield line([way, name, *figures, equal])
 
 
-PAYS_MODELS = ("llama_blocks_2k", "vit_b", "bert", "gpt2")
+PAYS_MODELS = ("llama_blocks_2k", "vit_b", "bert", "gpt2", "llama_lora")
 PAYS_FP8 = PAYS_MODELS[:2]
 
 
@@ -547,7 +545,8 @@ def pays(results: Path) -> Iterator[str]:
     def report(name: str) -> Report:
         return json.loads((results / name).read_text())
 
-    check, models = report("gpu-check.json"), report("cuda-steps.json")["steps"]
+    check = report("gpu-check.json")
+    models = report("cuda-steps.json")["steps"] | report("cuda-lora.json")["steps"]
     tuned, processor = report("cuda-autotune.json")["steps"], report("cpu-backward.json")["shapes"]
     names = ("default", "fast")
     columns = [*(f"`{name}`" for name in names), *(f"`{name}`, 8-bit forward" for name in names)]
@@ -605,16 +604,6 @@ def pays(results: Path) -> Iterator[str]:
         figures = steps_of(model, "compiled", eight)
         if any(figures):
             yield line([f"{title}, compiled", f"torchao {eight}", *figures])
-    adapters = report("cuda-lora.json")["steps"]["llama_lora"]["rows"]
-    gains = [
-        f"{1 / of['step']:.2f}× ({of['peak']:.2f})"
-        for of in (
-            adapters[f"{name} compiled"]["of reference"]
-            for name in ("default", "default int8-forward")
-        )
-    ]
-    title = f"step of LoRA on {llama}'s blocks, compiled"
-    yield line([title, "compiled bf16", gains[0], "", gains[1], ""])
     for words, suffix in (
         ('`saved={"attention": 4}`', "compiled, saved 8/4"),
         ("`hot.recompute`, CUDA graphs", "reduce-overhead, attention kept"),

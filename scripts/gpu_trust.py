@@ -32,6 +32,7 @@ import xml.etree.ElementTree as tree
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -360,11 +361,9 @@ def main() -> int:
                 last = found.get(name, {})
                 same = last.get("source_hash") == made["source_hash"]
                 tools = last.get("tools", {}) if same else {}
-                works[name] = lambda tools=tools: trust.sanitizer(  # type: ignore[misc]
-                    args.jobs, args.sanitizer_seconds, tools
-                )
+                works[name] = partial(trust.sanitizer, args.jobs, args.sanitizer_seconds, tools)
             else:
-                works[name] = lambda name=name: trust.part(name, runs[name])  # type: ignore[misc]
+                works[name] = partial(trust.part, name, runs[name])
         with ThreadPoolExecutor(max(1, len(works))) as pool:
             results = {name: pool.submit(work) for name, work in works.items()}
             for name, result in results.items():
