@@ -19,6 +19,7 @@ from evidence_tables import (
     differences,
     gaps_by_size,
     header,
+    hot_parts,
     line,
     of_task,
     plus_minus,
@@ -221,9 +222,8 @@ def _breakdown(results: Path) -> str:
     if "breakdown" not in report:
         raise Missing("cuda-latency.json")
     of = report["breakdown"]["qkv"]["stages"]
-    parts = of["paper, fp32 arrays"]["stages"]
-    quantisers = sum(value for key, value in parts.items() if key.startswith(("quant", "unpack")))
-    products = parts["product g_x"] + parts["product g_w"]
+    total, products = hot_parts(of["paper, fp32 arrays"])
+    quantisers = total - products
     return (
         f"H200, fp32 arrays: products {of['fp32']['products']:.0f} → {products:.0f} µs, transforms "
         f"and quantisers together {quantisers:.0f} µs"

@@ -821,7 +821,7 @@ def trust(report: Report) -> Iterator[str]:
                 shown.append(f"`{test}` {row['result']}")
         if name == "sanitizer":
             tools = part["tools"].items()
-            shown = [f"{tool} {row['clean']} of {part['tests']} clean" for tool, row in tools]
+            shown = [f"{tool} {len(row['clean'])} of {part['tests']} clean" for tool, row in tools]
         yield line([title, part["result"], f"{part['seconds']:.0f}", "; ".join(shown)])
 
 
@@ -831,7 +831,7 @@ def sanitizer(report: Report) -> Iterator[str]:
     yield from header(["tool", "clean", "with errors", "not finished in time"])
     for tool, row in part["tools"].items() if part else ():
         lists = [", ".join(f"`{name}`" for name in row[key]) for key in ("errors", "not finished")]
-        yield line([tool, str(row["clean"]), *(names or "none" for names in lists)])
+        yield line([tool, str(len(row["clean"])), *(names or "none" for names in lists)])
     if part is None:
         yield line(["not run", "", "", ""])
 

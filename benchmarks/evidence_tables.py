@@ -300,26 +300,28 @@ def breakdown(results: Path) -> Lines:
     if report is None or "breakdown" not in report:
         yield missing("cuda-latency.json")
         return
-    ways = ("paper, fp32 arrays", "paper")
-    stages = list(next(iter(report["breakdown"].values()))["stages"][ways[0]]["stages"])[:-1]
-    yield from header(["µs", "fp32's products", "LBP-WHT", "HOT", *stages, "the paper: fp32, "
-                       "LBP-WHT, HOT"])  # fmt: skip
+    head = ["µs", "fp32's products", "LBP-WHT", "HOT", "its products", "transforms and quantisers",
+            "launches", "the paper: fp32, LBP-WHT, HOT"]  # fmt: skip
+    yield from header(head)
     for name, found in report["breakdown"].items():
-        for way in ways:
-            of = found["stages"]
+        for way in ("paper, fp32 arrays", "paper"):
+            of, paper = found["stages"], found["paper_us"]
             low = of["LBP-WHT"]
-            parts = of[way]["stages"]
-            total = sum(value for key, value in parts.items() if key != "between kernels")
-            paper = found["paper_us"]
             low_us = low["products, transforms among them"] + low["rest"]
+            arrays = way.removeprefix("paper")
+            total, products = hot_parts(of[way])
             yield line([
-                f"{name}, `{way.partition(',')[0]}`{way.partition(',')[1]}{way.partition(',')[2]}",
-                f"{of['fp32']['products']:.1f}",
-                f"{low_us:.1f}",
-                f"{total:.1f}",
-                *(f"{parts[stage]:.1f}" for stage in stages),
+                f"{name}, `paper`{arrays}",
+                *(f"{us:.1f}" for us in (of["fp32"]["products"], low_us, total, products)),
+                f"{total - products:.1f}",
+                f"{of[way]['launches']:.0f}",
                 f"{paper['FP']:.0f}, {paper['LBP-WHT']:.0f}, {paper['HOT']:.0f}",
             ])  # fmt: skip
+
+
+def hot_parts(found: Report) -> tuple[float, float]:
+    """Of bench_backward.cuda_stages: microseconds of all kernels, and of the products."""
+    return sum(kernel["us"] for kernel in found["kernels"]), found["products together"]
 
 
 # ---- memory ----

@@ -243,7 +243,8 @@ inline std::vector<ForwardPlanCase> kept_plan_cases() {
       changed("default", [](auto& spec) { spec.x_rounding = hot::Rounding::nearest; }));
   add("unaligned rows of x", {6000, 64, 772}, DType::bf16, once, int4);
   add("four columns alone", {100, 64, 4}, DType::f16, once, int4);
-  add("columns that are no fours", {600, 64, 770}, DType::bf16, {"rows16_kernel", "groups_kernel"}, int4);
+  add("columns that are no fours", {600, 64, 770}, DType::bf16, {"rows16_kernel", "groups_kernel"},
+      int4);
   add("too long for registers", {65, 64, 49216}, DType::bf16, {"rows_kernel", "group_quads_kernel"},
       int4);
   add("fp32 in INT4", {6000, 64, 768}, DType::f32, {"rows16_kernel", "groups_kernel"}, int4);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -77,11 +78,42 @@ def test_every_part_is_run_and_shown() -> None:
             assert variable in sources
 
 
+def test_sanitizer_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "tests/cpp/test_all_cuda"
+    program.parent.mkdir(parents=True)
+    program.touch()
+    monkeypatch.setattr(gpu_trust.shutil, "which", lambda name: name)
+    trust = gpu_trust.Trust(tmp_path, {}, time.monotonic() + 60)
+    monkeypatch.setattr(trust, "tests_in", lambda program: ["A.a", "A.b", "A.c"])
+    called: list[tuple[str, str]] = []
+
+    def sanitize(tool: str, program: Path, test: str, seconds: float) -> str | None:
+        called.append((tool, test))
+        return {"A.b": "said", "A.c": None}.get(test, "clean")
+
+    monkeypatch.setattr(trust, "sanitize", sanitize)
+    first = trust.sanitizer(2, 5, {})
+    assert first["result"] == "failed"
+    assert len(called) == 3 * len(gpu_trust.TOOLS)
+    row = {"clean": ["A.a"], "errors": {"A.b": "said"}, "not finished": ["A.c"]}
+    assert first["tools"] == dict.fromkeys(gpu_trust.TOOLS, row)
+    called.clear()
+    again = trust.sanitizer(2, 5, {tool: {"clean": ["A.a", "gone"]} for tool in gpu_trust.TOOLS})
+    assert again["tools"] == first["tools"]
+    assert {test for _, test in called} == {"A.b", "A.c"}
+
+
 def test_tables(tmp_path: Path) -> None:
     path = tmp_path / "found.json"
     path.write_text(json.dumps(GTEST))
     tests = gpu_trust.gtest_results(path)
-    tools = {"memcheck": {"clean": 7, "errors": {"A.b": "said"}, "not finished": ["C.d"]}}
+    tools = {
+        "memcheck": {
+            "clean": [str(i) for i in range(7)],
+            "errors": {"A.b": "said"},
+            "not finished": ["C.d"],
+        }
+    }
     report = {
         "parts": {
             "random": {"result": "failed", "seconds": 3.2, "tests": tests},
