@@ -141,9 +141,31 @@ struct ThreadPool::State {
   }
 };
 
-ThreadPool::ThreadPool(int threads) : threads_(threads), state_(std::make_unique<State>()) {
+namespace {
+
+// A job of an executor's threads.
+struct SharedJob {
+  void (*call)(const void*, std::int64_t);
+  const void* task;
+  std::int64_t count;
+  std::atomic<std::int64_t> next{0};
+
+  static void work(void* data) {
+    SharedJob& job = *static_cast<SharedJob*>(data);
+    const detail::StandardArithmetic arithmetic;
+    for (std::int64_t i = job.next.fetch_add(1); i < job.count; i = job.next.fetch_add(1)) {
+      job.call(job.task, i);
+    }
+  }
+};
+
+}  // namespace
+
+ThreadPool::ThreadPool(int threads, const Executor& executor)
+    : threads_(threads), executor_(executor), state_(std::make_unique<State>()) {
+  const int own = executor.run == nullptr ? threads : 1;
   try {
-    for (int i = 1; i < threads; ++i) {
+    for (int i = 1; i < own; ++i) {
       state_->threads.emplace_back([state = state_.get()] { state->loop(); });
     }
   } catch (...) {  // no memory or no thread: join those that run before their State is destroyed
@@ -165,6 +187,11 @@ ThreadPool::~ThreadPool() {
 void ThreadPool::run_erased(std::int64_t count, Call call, const void* task) {
   State& state = *state_;
   if (count > 1 && threads_ > 1 && state.owner == getpid()) {
+    if (executor_.run != nullptr) {
+      SharedJob job{call, task, count};
+      executor_.run(executor_.state, threads_, SharedJob::work, &job);
+      return;
+    }
     std::unique_lock<std::mutex> caller(state.caller, std::try_to_lock);
     if (caller.owns_lock()) {
       state.call = call;
