@@ -93,6 +93,15 @@ struct Mirror : Mirrored {
     hot::fwht(cpu(), source.view(), 1, 1, view(false));  // block 1 converts
     push();
   }
+  // As floats, row by row.
+  std::vector<float> values(bool of_gpu) const {
+    std::vector<char> bytes = of_gpu ? pulled() : host;
+    std::vector<float> out(static_cast<std::size_t>(rows_ * cols_));
+    const auto offset = static_cast<std::size_t>(offset_) * hot::dtype_size(dtype_);
+    hot::fwht(cpu(), hot::matrix(bytes.data() + offset, dtype_, rows_, cols_, ld_), 1, 1,
+              hot::matrix(out.data(), DType::f32, rows_, cols_));
+    return out;
+  }
   // Bytes, any NaN equal to any other.
   void expect_equal(const std::string& what) const {
     const std::vector<char> got = pulled();
