@@ -31,16 +31,23 @@ MAKES = {
         for name in ("cuda-gpt-91M.json", "bert.json", "cuda-images-vit.json",
                      "cuda-images-resnet18.json", "cuda-images-efficientformer.json")
     },
+    **{
+        name: "evidence.py --call c --out FOLDER"
+        for name in ("cuda-gpt-311M.json", "cuda-gpt-10M-long.json", "cuda-images-vit-s.json",
+                     "cuda-finetune-vit-b.json")
+    },
 }  # fmt: skip
 TITLES = {
     "vit": "ViT, digits",
     "gpt": "GPT, text",
     "bert": "BERT, text",
-    "images-vit": "ViT, photographs",
+    "images-vit": "small ViT, photographs",
+    "images-vit-s": "ViT-S's blocks, photographs",
+    "images-vit-b": "ViT-B's blocks, photographs",
     "images-resnet18": "ResNet-18, photographs",
     "images-efficientformer": "EfficientFormer-L1, photographs",
 }
-GPT_SIZES = ("10M", "25M", "91M")
+GPT_SIZES = ("10M", "25M", "91M", "311M")
 
 
 def report_of(results: Path, name: str) -> Report | None:

@@ -16,6 +16,7 @@ parts:
   steps      training steps, some given up, without growth of memory
   large      arrays past 2^31 elements
   faults     errors of CUDA, memory that runs out, forks, memory of other kinds
+  devices    every GPU of the machine at once, by threads of one process and by processes
   sanitizer  compute-sanitizer, four tools, over every C++ GPU test
 """
 
@@ -95,14 +96,17 @@ def parts_of(size: float, cores: int) -> dict[str, list[Run]]:
         ],
         "faults": [
             Run(cpp, faults, large),
-            Run(python, "not two_to_the_31 and not growth", large),
+            Run(python, "not two_to_the_31 and not growth and not several_gpus", large),
         ],
+        "devices": [Run(python, "several_gpus", {"HOT_LOAD_SECONDS": count(20)})],
     }  # fmt: skip
 
 
-GROUPS = (("random", "steps"), ("overlap", "load"), ("large",), ("faults",), ("sanitizer",))
-"""Parts that run side by side, in this order. The last two fill the device, each on its own."""
-LIMITS = {"random": 240, "steps": 260, "overlap": 150, "load": 110, "large": 200, "faults": 120}
+GROUPS = (("random", "steps"), ("overlap", "load"), ("large",), ("faults",), ("devices",),
+          ("sanitizer",))  # fmt: skip
+"""Parts that run side by side, in this order. ``large`` and ``faults`` fill the device."""
+LIMITS = {"random": 240, "steps": 260, "overlap": 150, "load": 110, "large": 200, "faults": 120,
+          "devices": 120}  # fmt: skip
 """Seconds of a part at most."""
 
 

@@ -208,6 +208,12 @@ class CApi {
     hot_context_destroy(out);
     return outcome;
   }
+  Outcome cpu_on(hot_run run, void* state, int threads) {
+    hot_context* out = nullptr;
+    const Outcome outcome = ended(hot_context_cpu_on(run, state, threads, &out));
+    hot_context_destroy(out);
+    return outcome;
+  }
   Outcome recipe(const std::string& name) {
     hot_spec out = HOT_SPEC_INIT;
     return filled(out, [&] { return hot_spec_recipe(name.c_str(), &out); });

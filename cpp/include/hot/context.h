@@ -49,9 +49,9 @@ struct Workspace {
 
 /// Threads of the program, for the CPU backend in place of its own: OpenMP's, say, which wait
 /// actively after their last work and would else hold the cores. `run` calls work(data) on as many
-/// as `threads` threads at the same time, the caller's among them, and returns when all calls have
-/// returned; fewer calls are slower, not wrong. work neither throws nor waits. Several threads may
-/// be in `run` at once. A forked child does without.
+/// as `threads` threads at the same time, and returns when all calls have returned; fewer calls, or
+/// none, are slower, not wrong. work neither throws nor waits. Several threads may be in `run` at
+/// once. A forked child does without.
 struct Executor {
   using Work = void (*)(void* data);
   void (*run)(void* state, int threads, Work work, void* data) = nullptr;

@@ -190,6 +190,7 @@ void ThreadPool::run_erased(std::int64_t count, Call call, const void* task) {
     if (executor_.run != nullptr) {
       SharedJob job{call, task, count};
       executor_.run(executor_.state, threads_, SharedJob::work, &job);
+      SharedJob::work(&job);  // what is left, if its threads are busy
       return;
     }
     std::unique_lock<std::mutex> caller(state.caller, std::try_to_lock);
