@@ -98,7 +98,10 @@ def parts_of(size: float, cores: int) -> dict[str, list[Run]]:
             Run(cpp, faults, large),
             Run(python, "not two_to_the_31 and not growth and not several_gpus", large),
         ],
-        "devices": [Run(python, "several_gpus", {"HOT_LOAD_SECONDS": count(20)})],
+        "devices": [
+            Run(python, "several_gpus", {"HOT_LOAD_SECONDS": count(20)}),
+            Run("tests/gpu/test_runtime.py", "of_its_arrays or of_two_devices", {}),
+        ],
     }  # fmt: skip
 
 
