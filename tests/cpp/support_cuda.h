@@ -5,6 +5,7 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <cmath>
 #include <memory>
 #include <stdexcept>
 #include <vector>
@@ -116,6 +117,29 @@ struct Mirror : Mirrored {
     }
     EXPECT_EQ(different, 0U) << what << ": first at element " << first << " of "
                              << host.size() / size;
+  }
+  // Values, up to `share` of the largest; what is not finite is so on both sides, or overflowed in
+  // fp16 on the way.
+  void expect_near(double share, const std::string& what) const {
+    const std::vector<float> got = values(true), wanted = values(false);
+    double largest = 0;
+    for (const float v : wanted) {
+      if (std::isfinite(v)) largest = std::max(largest, std::abs(static_cast<double>(v)));
+    }
+    std::size_t different = 0, first = 0;
+    for (std::size_t i = 0; i < got.size(); ++i) {
+      const double a = static_cast<double>(got[i]), b = static_cast<double>(wanted[i]);
+      const auto is_large = [&](double v) {
+        return !std::isfinite(v) || (dtype_ == DType::f16 && std::abs(v) > 8192);
+      };
+      if (std::isfinite(a) && std::isfinite(b) ? std::abs(a - b) <= share * largest
+                                               : is_large(a) && is_large(b)) {
+        continue;
+      }
+      if (different++ == 0) first = i;
+    }
+    EXPECT_EQ(different, 0U) << what << ": first at element " << first << " of " << got.size()
+                             << ": " << got[first] << ", expected " << wanted[first];
   }
   bool is_nan(const char* at) const {
     if (dtype_ == DType::f32) {

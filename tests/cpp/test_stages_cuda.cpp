@@ -161,7 +161,13 @@ class StagesCuda : public CudaTest {
         hot::storage_name(spec.storage) + (spec.equalize_tokens ? " equalised" : "");
     saved.expect_equal(what + ": saved");
     gx.expect_equal(what + ": gx");
-    gw.expect_equal(what + ": gw");
+    if (layout.k_padded <= hot::detail::int32_safe_k) {
+      gw.expect_equal(what + ": gw");
+    } else {  // a rounding to its type a part of the contraction, of a sum on the way
+      const DType type = gw.view(false).dtype;
+      const double step = type == DType::f32 ? 0x1p-22 : type == DType::f16 ? 0x1p-11 : 0x1p-8;
+      gw.expect_near(4 * step * static_cast<double>(layout.k_padded / 133120 + 1), what + ": gw");
+    }
     const std::vector<char> got = gb.pulled();
     for (std::int64_t o = 0; o < O; ++o) {  // a sum in another order: a bound
       float a, b;
