@@ -121,8 +121,8 @@ CALLS: dict[str, tuple[Part, ...]] = {
         gpt("311M", 270, "0", LARGEST, 2),
         gpt("10M", 150, "0 1", SCALE, 5, TOKENS_PER_PARAMETER),
         training("cuda-images-vit-s", 140, 6, "images-vit-s", *CUDA, "--methods", OF_LARGE_VIT),
-        training("cuda-finetune-vit-b", 340, 6, "images-vit-b", *CUDA, "--table", "finetune",
-                 "--methods", TUNED),
+        training("cuda-finetune-vit-b", 340, 6, "images-vit-b", *CUDA, "--tf32", "--table",
+                 "finetune", "--methods", TUNED),
     ),
 }  # fmt: skip
 

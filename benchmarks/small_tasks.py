@@ -35,7 +35,7 @@ README = ("vit", "gpt")
 VITS: dict[str, tuple[int, int, int, float, int]] = {
     "images-vit": (128, 4, 4, 2e-3, 600),
     "images-vit-s": (384, 12, 6, 5e-4, 400),
-    "images-vit-b": (768, 12, 12, 3e-4, 400),
+    "images-vit-b": (768, 12, 12, 3e-4, 600),
 }
 """Width, depth, heads, learning rate, steps: a small one, and ViT-S's and ViT-B's blocks."""
 CONVOLUTIONS = ("images-resnet18", "images-efficientformer")
