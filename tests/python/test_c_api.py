@@ -215,6 +215,12 @@ def test_bad_inputs_are_refused(api: CApi, rng: np.random.Generator) -> None:
             lambda a=arguments: on("hot_forward_linear_input", *a, *end),
             *(INVALID, "forward_linear: ", words),
         )
+    scalar = tensor(w[0])
+    scalar.ndim = 0
+    refused(
+        lambda: on("hot_forward_linear_input", quantized, tensor(w), None, scalar, *end[1:]),
+        *(INVALID, "bias has 0 dimensions"),
+    )
     for field, value, words in (
         ("format", 0, "x.format is 0"),
         ("format", quantized.format ^ 1, "x was made by quantize_forward_input"),
