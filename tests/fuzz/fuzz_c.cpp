@@ -318,9 +318,10 @@ class CApi {
     return t;
   }
   const hot_tensor* tensor(const TensorView& view) { return put(converted(view)); }
-  // Null where C++ takes a view without dimensions.
+  // Null where C++ takes an empty view.
   const hot_tensor* optional(const TensorView& view) {
-    return view.ndim == 0 ? nullptr : keep(converted(view), sizeof(hot_tensor), false);
+    const bool none = view.ndim == 0 && view.data == nullptr;
+    return none ? nullptr : keep(converted(view), sizeof(hot_tensor), false);
   }
 
   const hot_weight* weight_of(const hot::ConstQuantizedWeight& w) {
