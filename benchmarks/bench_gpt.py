@@ -1,4 +1,4 @@
-"""A GPT of 10, 25 or 91 M parameters trained on text: bf16 beside HOT's recipes and FP8.
+"""A GPT of 10, 25, 91 or 311 M parameters trained on text: bf16 beside HOT's recipes and FP8.
 
     python benchmarks/bench_gpt.py --device cuda                       # goes on where it broke off
     python benchmarks/bench_gpt.py --device cuda --contenders bf16 default "* saved*" --steps 450
@@ -116,6 +116,7 @@ SIZES = {
     "10M": Size(320, 6, 5, 512, 64, 8192, 1.5e-3, 60, 8),
     "25M": Size(448, 9, 7, 512, 64, 8192, 1e-3, 60, 8),
     "91M": FULL,
+    "311M": Size(1024, 24, 16, 512, 64, 8192, 3e-4, 60, 8),
 }
 """Rates fall with the width, as is usual."""
 QUICK = Size(64, 2, 2, 32, 4, 300, 3e-3, 2, 1)

@@ -24,6 +24,7 @@ import argparse
 import functools
 import hashlib
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -280,6 +281,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--images", default="tiles", help="tiles, cifar10:FOLDER, cifar100:FOLDER, folder:FOLDER"
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument(
+        "--tf32", action="store_true", help="plain products in TF32: of large models on a GPU"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side, a process each")
     parser.add_argument("--budget", type=float, help="seconds for this call; none: all")
     parser.add_argument("--threads", type=int, default=1)
@@ -287,6 +291,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--plot", nargs="?", type=Path, const=ROOT / "docs/img", help="a folder")
     parser.add_argument("--cache", type=Path, default=ROOT / "build/pretrained")
     args = parser.parse_args(argv)
+    if args.tf32:  # read when torch starts, by the processes of --jobs, too
+        os.environ["TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"] = "1"
+        torch.backends.cuda.matmul.allow_tf32 = True
     args.tasks = args.tasks.split(",")
     if not set(args.tasks) <= set(small_tasks.TASKS):
         parser.error(f"--tasks: of {', '.join(small_tasks.TASKS)}")
@@ -316,6 +323,8 @@ def begun(args: argparse.Namespace) -> dict[str, Any]:
     Tasks, methods and seeds may be others than before: no run depends on them.
     """
     settings: dict[str, Any] = {"table": args.table, "steps": args.steps, "device": "cpu"}
+    if args.tf32:
+        settings["tf32"] = True
     if args.device != "cpu":
         settings["device"] = torch.cuda.get_device_name(0)
     if set(args.tasks) & set(small_tasks.IMAGES):

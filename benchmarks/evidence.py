@@ -1,7 +1,8 @@
-"""The evidence that needs a GPU machine, in two calls: timings alone, then trainings side by side.
+"""The evidence that needs a GPU machine, in calls: timings alone, then trainings side by side.
 
     python benchmarks/evidence.py --call a --out FOLDER    # 480 s: latency, memory, two GPTs
-    python benchmarks/evidence.py --call b --out FOLDER    # 480 s: the large GPT, images
+    python benchmarks/evidence.py --call b --out FOLDER    # 480 s: a larger GPT, images
+    python benchmarks/evidence.py --call c --out FOLDER    # 900 s: the largest GPT and ViT
     python benchmarks/evidence.py --parts latency memory --out FOLDER
     python benchmarks/evidence.py --list                    # parts, their commands and seconds
 
@@ -35,7 +36,11 @@ from pathlib import Path
 FOLDER = Path(__file__).resolve().parent
 RESULTS = FOLDER / "results"
 SCALE = ("bf16", "default", "default int8-forward", "fast", "FP8 tensorwise", "compact")
-LARGE = ("bf16", "default", "default int8-forward")
+LARGEST = ("bf16", "default int8-forward", "default", "FP8 tensorwise")
+EVERY = (*SCALE, *(f"{name} int8-forward" for name in ("fast", "compact")), "int4", "accurate",
+         "paper", *(f"{name} int8-forward" for name in ("int4", "accurate", "paper")))  # fmt: skip
+TOKENS_PER_PARAMETER = 5.0
+"""Of the longer run; the installed packages hold no text for ten."""
 GRACE_S = 15.0
 """Between a part's own budget and the time at which it is ended."""
 
@@ -54,12 +59,22 @@ class Part:
     """Runs on the GPU, after the one before; else beside those, on the other cores."""
 
 
-def gpt(size: str, seconds: float, seeds: str, contenders: Sequence[str], jobs: int) -> Part:
-    """A size of the scaling study, 400 steps for each: 13.1 M tokens."""
-    words = ("bench_gpt.py", "--device", "cuda", "--size", size, "--steps", "400", "--jobs",
+def gpt(
+    size: str,
+    seconds: float,
+    seeds: str,
+    contenders: Sequence[str],
+    jobs: int,
+    tokens_per_parameter: float | None = None,
+) -> Part:
+    """A size of the scaling study: 400 steps for each, 13.1 M tokens, or as many as are said."""
+    many = tokens_per_parameter is not None
+    length = ("--tokens-per-parameter", str(tokens_per_parameter)) if many else ("--steps", "400")
+    words = ("bench_gpt.py", "--device", "cuda", "--size", size, *length, "--jobs",
              str(jobs), "--budget", "{budget}", "--seeds", *seeds.split(), "--contenders",
              *contenders)  # fmt: skip
-    return Part(f"gpt-{size}", seconds, words, f"cuda-gpt-{size}.json")
+    name = f"gpt-{size}-long" if many else f"gpt-{size}"
+    return Part(name, seconds, words, f"cuda-{name}.json")
 
 
 def training(name: str, seconds: float, jobs: int, tasks: str, *more: str) -> Part:
@@ -75,6 +90,13 @@ FEW = "fp32;naive_int4;luq;lbp_wht;default;fast;paper"
 OF_BERT = (
     "fp32;bf16;naive_int4;luq;lbp_wht_flat;authors_hot;default;fast;int4;paper;default int8-forward"
 )
+OF_LARGE_VIT = (
+    "fp32;bf16;torchao_fp8;naive_int4;luq;lbp_wht;default;fast;paper;default int8-forward"
+)
+TUNED = (
+    "fp32;bf16;torchao_fp8;naive_int4;luq;default;fast;compact;paper;LoRA;"
+    "default int8-forward;fast int8-forward;compact int8-forward"
+)
 CUDA = ("--device", "cuda")
 CALLS: dict[str, tuple[Part, ...]] = {
     "a": (
@@ -87,13 +109,20 @@ CALLS: dict[str, tuple[Part, ...]] = {
         training("ablations", 290, 10, "vit,gpt", "--table", "ablations"),
     ),
     "b": (
-        gpt("91M", 190, "1 2 0", LARGE, 3),
+        gpt("91M", 480, "0 1", EVERY, 4),
         training("cuda-images-vit", 110, 6, "images-vit", *CUDA, "--methods", OF_VIT),
         training("cuda-images-resnet18", 100, 5, "images-resnet18", *CUDA, "--methods", IMAGES),
         training("cuda-images-efficientformer", 100, 5, "images-efficientformer", *CUDA,
                  "--methods", FEW),
         training("ablations", 180, 10, "vit,gpt", "--table", "ablations"),
         training("bert", 120, 10, "bert", "--methods", OF_BERT),
+    ),
+    "c": (
+        gpt("311M", 270, "0", LARGEST, 2),
+        gpt("10M", 150, "0 1", SCALE, 5, TOKENS_PER_PARAMETER),
+        training("cuda-images-vit-s", 140, 6, "images-vit-s", *CUDA, "--methods", OF_LARGE_VIT),
+        training("cuda-finetune-vit-b", 340, 6, "images-vit-b", *CUDA, "--tf32", "--table",
+                 "finetune", "--methods", TUNED),
     ),
 }  # fmt: skip
 

@@ -31,16 +31,25 @@ MAKES = {
         for name in ("cuda-gpt-91M.json", "bert.json", "cuda-images-vit.json",
                      "cuda-images-resnet18.json", "cuda-images-efficientformer.json")
     },
+    **{
+        name: "evidence.py --call c --out FOLDER"
+        for name in ("cuda-gpt-311M.json", "cuda-gpt-10M-long.json", "cuda-images-vit-s.json",
+                     "cuda-finetune-vit-b.json")
+    },
 }  # fmt: skip
 TITLES = {
     "vit": "ViT, digits",
     "gpt": "GPT, text",
     "bert": "BERT, text",
-    "images-vit": "ViT, photographs",
+    "images-vit": "small ViT, photographs",
+    "images-vit-s": "ViT-S's blocks, photographs",
+    "images-vit-b": "ViT-B's blocks, photographs",
     "images-resnet18": "ResNet-18, photographs",
     "images-efficientformer": "EfficientFormer-L1, photographs",
 }
-GPT_SIZES = ("10M", "25M", "91M")
+GPT_SIZES = ("10M", "25M", "91M", "311M")
+GPT_LONGER = ("10M-long",)
+"""Sizes with more text."""
 
 
 def report_of(results: Path, name: str) -> Report | None:
@@ -358,10 +367,12 @@ def memory(results: Path) -> Lines:
 # ---- GPTs by size ----
 
 
-def gaps_by_size(results: Path) -> dict[str, dict[str, list[float]]]:
+def gaps_by_size(
+    results: Path, sizes: Sequence[str] = GPT_SIZES
+) -> dict[str, dict[str, list[float]]]:
     """Size -> contender -> validation loss less bf16's of the same seed; of bf16 its losses."""
     out: dict[str, dict[str, list[float]]] = {}
-    for size in GPT_SIZES:
+    for size in sizes:
         report = report_of(results, f"cuda-gpt-{size}.json")
         if report is None:
             continue
@@ -380,8 +391,9 @@ def gaps_by_size(results: Path) -> dict[str, dict[str, list[float]]]:
 
 def scaling(results: Path) -> Lines:
     """The gap to bf16 by size, mean ± deviation of paired seeds."""
-    found = gaps_by_size(results)
-    for size in GPT_SIZES:
+    sizes = (*GPT_SIZES, *GPT_LONGER)
+    found = gaps_by_size(results, sizes)
+    for size in sizes:
         if size not in found:
             yield missing(f"cuda-gpt-{size}.json")
     if not found:
@@ -393,7 +405,8 @@ def scaling(results: Path) -> Lines:
         assert report is not None
         settings = report["settings"]
         tokens = settings["steps"] * settings["size"]["batch"] * settings["size"]["context"]
-        heads.append(f"{size}, {tokens / report['parameters']:.2f} tokens a parameter")
+        name = size.removesuffix("-long")
+        heads.append(f"{name}, {tokens / report['parameters']:.2f} tokens a parameter")
     yield from header(["validation loss less bf16's", *heads])
     yield line(["bf16's loss", *(plus_minus(f.get("bf16", []), 4, "") for f in found.values())])
     names = dict.fromkeys(n for f in found.values() for n in f if n != "bf16")
@@ -412,6 +425,7 @@ FIGURES = {
     "latency": "cuda-latency.json",
     "memory": "cuda-memory.json",
     "scaling": "cuda-gpt-10M.json",
+    "curves": "cuda-gpt-91M.json",
     "ablations-vit": "ablations.json",
     "ablations-gpt": "ablations.json",
     "finetune-vit": "finetune.json",

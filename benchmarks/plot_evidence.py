@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from plot import (
     save,
 )
 
+Curve = Sequence[tuple[int, float]]
 LAYERS = {
     "hotcore paper": COLORS["paper"],
     "hotcore default": COLORS["default"],
@@ -141,6 +142,75 @@ def plot_scaling(results: Path, path: Path) -> None:
     save(figure, path, transparent=True)
 
 
+CURVES = {
+    "bf16": (PLAIN, "-"),
+    "default": (COLORS["default"], "-"),
+    "default int8-forward": (COLORS["default"], "--"),
+    "fast": (COLORS["fast"], "-"),
+    "fast int8-forward": (COLORS["fast"], "--"),
+    "compact": (COLORS["accurate"], "-"),
+    "compact int8-forward": (COLORS["accurate"], "--"),
+    "FP8 tensorwise": (FP8, "-"),
+    "paper": (COLORS["paper"], "-"),
+}
+"""Contenders of the learning curves: colour and style."""
+
+
+def plot_curves(results: Path, path: Path) -> None:
+    """Validation loss along training: the GPT of 91 M from scratch, ViT-B's blocks fine-tuned."""
+    gpt = json.loads((results / "cuda-gpt-91M.json").read_text())["runs"]
+    of_seed = {key: run for key, run in gpt.items() if key.endswith("/0")}
+    panels: list[tuple[str, dict[str, Sequence[Curve]]]] = [
+        ("GPT, 91 M parameters, text, from scratch, seed 0", curves_of(of_seed, lambda name: name))
+    ]
+    vit = results / "cuda-finetune-vit-b.json"
+    if vit.exists():
+        runs = json.loads(vit.read_text())["runs"]
+        names = {"torchao_fp8": "FP8 tensorwise"}
+        found = curves_of(runs, lambda name: names.get(name := name.split("/")[1], name))
+        panels.append(("ViT-B's blocks, photographs, fine-tuned", found))
+    figure, rows = plt.subplots(2, len(panels), figsize=(6 * len(panels), 6), sharex="col",
+                                layout="constrained", squeeze=False,
+                                height_ratios=(3, 2))  # fmt: skip
+    for column, (title, found) in enumerate(panels):
+        upper, lower = rows[0][column], rows[1][column]
+        plain = mean_curve(found["bf16"])
+        for name, (colour, style) in CURVES.items():
+            if name not in found:
+                continue
+            curve = mean_curve(found[name])
+            options: dict[str, Any] = {"color": colour, "label": name, "linewidth": 1.4}
+            upper.plot(list(curve), list(curve.values()), style, **options)
+            gaps = [loss - plain[step] for step, loss in curve.items()]
+            lower.plot(list(curve), gaps, style, **options)
+        upper.set_title(title, fontsize=10, color=ON_ANY)
+        upper.set_ylabel("validation loss", color=ON_ANY)
+        lower.set_xlabel("step", color=ON_ANY)
+        lower.set_ylabel("less bf16's", color=ON_ANY)
+        lower.set_ylim(-0.1, 0.15)
+        for axes in (upper, lower):
+            on_any_page(axes)
+    rows[0][0].legend(fontsize=8, frameon=False, labelcolor=ON_ANY)
+    save(figure, path, transparent=True)
+
+
+def mean_curve(curves: Sequence[Curve]) -> dict[int, float]:
+    """Step -> mean loss."""
+    by_step = zip(*curves, strict=True)
+    return {points[0][0]: statistics.mean(loss for _, loss in points) for points in by_step}
+
+
+def curves_of(
+    runs: Mapping[str, Mapping[str, Any]], name_of: Callable[[str], str]
+) -> dict[str, Sequence[Curve]]:
+    """Contender -> the curves of its seeds."""
+    out: dict[str, list[Curve]] = {}
+    for key, run in runs.items():
+        if "curve" in run:
+            out.setdefault(name_of(key.rpartition("/")[0]), []).append(run["curve"])
+    return dict(out)
+
+
 def plot_all(results: Path, out: Path, suffix: str) -> list[str]:
     """Every figure whose report is there; the names of reports that are not."""
     missing: list[str] = []
@@ -166,11 +236,13 @@ def plot_all(results: Path, out: Path, suffix: str) -> list[str]:
     draw("cuda-steps.json", of_steps)
     draw("gradients.json", lambda found: bench_gradients.plot(found, out / f"gradients.{suffix}"))
     for name in ("training", "ablations", "finetune", "bert", "cuda-images-vit",
+                 "cuda-images-vit-s", "cuda-finetune-vit-b",
                  "cuda-images-resnet18", "cuda-images-efficientformer"):  # fmt: skip
         draw(f"{name}.json", lambda found: bench_training.plot_report(found, out, suffix))
     draw("cuda-latency.json", lambda found: plot_latency(found, out / f"latency.{suffix}"))
     draw("cuda-memory.json", lambda found: plot_memory(found, out / f"memory.{suffix}"))
     if gaps_by_size(results):
         plot_scaling(results, out / f"scaling.{suffix}")
+    draw("cuda-gpt-91M.json", lambda _: plot_curves(results, out / f"curves.{suffix}"))
     missing += [n for s in GPT_SIZES if not (results / (n := f"cuda-gpt-{s}.json")).exists()]
     return missing

@@ -32,7 +32,14 @@ from train_lib.data import MaskedText  # noqa: E402
 from train_lib.models import SmallGPT, SmallViT  # noqa: E402
 
 README = ("vit", "gpt")
-IMAGES = ("images-vit", "images-resnet18", "images-efficientformer")
+VITS: dict[str, tuple[int, int, int, float, int]] = {
+    "images-vit": (128, 4, 4, 2e-3, 600),
+    "images-vit-s": (384, 12, 6, 5e-4, 400),
+    "images-vit-b": (768, 12, 12, 3e-4, 600),
+}
+"""Width, depth, heads, learning rate, steps: a small one, and ViT-S's and ViT-B's blocks."""
+CONVOLUTIONS = ("images-resnet18", "images-efficientformer")
+IMAGES = (*VITS, *CONVOLUTIONS)
 TASKS = (*README, "bert", *IMAGES)
 RECIPES = ("default", "fast", "int4", "paper", "accurate")
 VIT_TILES: dict[str, Any] = {"token_grid": (8, 8), "prefix_tokens": 1}
@@ -61,9 +68,9 @@ class Contender:
 
 def contenders(task: str) -> list[Contender]:
     """Every rival and recipe by its name; tiles of tokens where there are images."""
-    tiles = task in ("vit", "images-vit")
+    tiles = task in ("vit", *VITS)
     plain = ("bf16", "torchao_fp8", "torchao_int8", "naive_int4", "luq", "lbp_wht_flat")
-    if task in IMAGES[1:]:  # feature maps have a grid of their own, and no token is a prefix
+    if task in CONVOLUTIONS:  # feature maps have a grid of their own, and no token is a prefix
         plain = ("bf16", "torchao_fp8", "torchao_int8", "naive_int4", "luq", "lbp_wht")
     found = [Contender(name, name) for name in plain]
     if tiles:
@@ -107,7 +114,7 @@ def ablations(task: str) -> list[Contender]:
         Contender("paper, sketch", "paper", {"basis": "sketch"}),
         Contender("paper, g_w of full rank", "paper", {"basis": "full"}),
     ]
-    if task in ("vit", "images-vit"):
+    if task in ("vit", *VITS):
         found.append(Contender("paper, tiles", "paper", VIT_TILES))
     found += [
         Contender("paper, g_x without HT", "paper", {"hadamard_block": 1}),
@@ -142,8 +149,11 @@ def ablations(task: str) -> list[Contender]:
         Contender("default, equalised", "default", {"equalize_tokens": True}),
         COMPACT,
     ]
-    forward = [c for c in INT8_FORWARD if c.method in ("default", "fast", "compact")]
-    return [*found, *forward]
+    return [*found, *_forward()]
+
+
+def _forward() -> list[Contender]:
+    return [c for c in INT8_FORWARD if c.method in ("default", "fast", "compact")]
 
 
 def _fine_scales() -> dict[str, Any]:
@@ -161,11 +171,11 @@ def _equalised(storage: str) -> dict[str, Any]:
 
 def finetuned(task: str) -> list[Contender]:
     """Fine-tuning: what is in both other tables, and LoRA with HOT on its weights."""
-    chosen = ("bf16", "naive_int4", "luq", "lbp_wht", "lbp_wht_flat", "authors_hot", "default",
-              "fast", "int4", "paper", "paper, tiles")  # fmt: skip
+    chosen = ("bf16", "torchao_fp8", "naive_int4", "luq", "lbp_wht", "lbp_wht_flat",
+              "authors_hot", "default", "fast", "int4", "paper", "paper, tiles")  # fmt: skip
     found = [c for c in contenders(task) if c.name in chosen]
-    found += [COMPACT, INT8_FORWARD[0]]
-    if task in IMAGES[1:]:
+    found += [COMPACT, *_forward()]
+    if task in CONVOLUTIONS:
         return found  # no linear layers to adapt
     lora = [Contender("LoRA", "fp32", adapters="frozen")]
     for recipe in ("paper", "default"):
@@ -330,9 +340,10 @@ def load_task(name: str, where: str = "tiles") -> training.Task:
         raise ValueError(f"tasks: {name!r} is none of {', '.join(TASKS)}")
     data = images.load_images(where)
     title = f"{name.removeprefix('images-')}, {data.description.partition(':')[0]}"
-    if name == "images-vit":
-        vit = functools.partial(SmallViT, 128, 4, 4, data.classes, 3)
-        return training.Task(name, title, data, vit, 2e-3, 600, 64)
+    if name in VITS:
+        *size, rate, steps = VITS[name]
+        vit = functools.partial(SmallViT, *size, data.classes, 3)
+        return training.Task(name, title, data, vit, rate, steps, 64)
     if name == "images-resnet18":
         net = functools.partial(resnet18, data.classes)
         return training.Task(name, title, data, net, 2e-3, 300, 64, _in_layers)

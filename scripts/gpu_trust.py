@@ -16,6 +16,7 @@ parts:
   steps      training steps, some given up, without growth of memory
   large      arrays past 2^31 elements
   faults     errors of CUDA, memory that runs out, forks, memory of other kinds
+  devices    every GPU of the machine at once, by threads of one process and by processes
   sanitizer  compute-sanitizer, four tools, over every C++ GPU test
 """
 
@@ -41,7 +42,7 @@ import gpu_check  # noqa: E402
 from gpu_check import ROOT  # noqa: E402
 
 OUT = ROOT / "benchmarks/results/gpu-trust.json"
-TOOLS = ("memcheck", "initcheck", "synccheck", "racecheck")
+TOOLS = ("racecheck", "memcheck", "initcheck", "synccheck")  # the slowest first
 # Tests that start this program again or make an error of CUDA themselves: a sanitizer would take it
 # for the test's.
 NOT_SANITIZED = ("an_illegal_address", "a_device_that_is_reset", "a_full_device", "overlapping_",
@@ -95,14 +96,20 @@ def parts_of(size: float, cores: int) -> dict[str, list[Run]]:
         ],
         "faults": [
             Run(cpp, faults, large),
-            Run(python, "not two_to_the_31 and not growth", large),
+            Run(python, "not two_to_the_31 and not growth and not several_gpus", large),
+        ],
+        "devices": [
+            Run(python, "several_gpus", {"HOT_LOAD_SECONDS": count(20)}),
+            Run("tests/gpu/test_runtime.py", "of_its_arrays or of_two_devices", {}),
         ],
     }  # fmt: skip
 
 
-GROUPS = (("random", "steps"), ("overlap", "load"), ("large",), ("faults",), ("sanitizer",))
-"""Parts that run side by side, in this order. The last two fill the device, each on its own."""
-LIMITS = {"random": 240, "steps": 260, "overlap": 150, "load": 110, "large": 200, "faults": 120}
+GROUPS = (("random", "steps"), ("overlap", "load"), ("large",), ("faults",), ("devices",),
+          ("sanitizer",))  # fmt: skip
+"""Parts that run side by side, in this order. ``large`` and ``faults`` fill the device."""
+LIMITS = {"random": 240, "steps": 260, "overlap": 150, "load": 110, "large": 200, "faults": 120,
+          "devices": 120}  # fmt: skip
 """Seconds of a part at most."""
 
 
@@ -262,7 +269,7 @@ class Trust:
                 print(f"{tool} {test}: {word[:400]}", flush=True)
 
         with ThreadPoolExecutor(jobs) as pool:
-            # Tool by tool: if time runs out, the slowest tool (racecheck) has the gaps.
+            # Tool by tool: if time runs out, the last tools have the gaps.
             list(pool.map(one, jobs_left))
         errors = any(row["errors"] for row in found.values())
         complete = not any(row["not finished"] for row in found.values())

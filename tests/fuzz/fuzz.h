@@ -95,13 +95,12 @@ class Memory {
       spoil(view);
       spoiled_ = true;
     }
-    if (!place(view, misaligned)) {
+    if (input_.rarely(100)) {
+      view.data = nullptr;  // an optional array is then absent, whatever its other fields
+      spoiled_ = true;
+    } else if (!place(view, misaligned)) {
       view = good;
       if (!place(view, misaligned)) broken("the harness: an array too large");
-    }
-    if (input_.rarely(100)) {
-      view.data = nullptr;
-      spoiled_ = true;
     }
     arrays_.push_back({view, output});
     return view;

@@ -379,8 +379,8 @@ class CApi {
       switch (input_.from(0, 2)) {
         case 0:
           s.rows = nullptr;
-          s.row_count = static_cast<std::size_t>(input_.wild());
-          if (s.row_count > 0) refused_ = "rows of null were taken";
+          s.row_count = static_cast<std::size_t>(input_.wild()) | 1;  // 0: another spec, a good one
+          refused_ = "rows of null were taken";
           break;
         case 1:
           s.row_count = rows_.size() + 65 + static_cast<std::size_t>(input_.from(0, 9));

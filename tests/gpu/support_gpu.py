@@ -29,12 +29,18 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool(torch.equal(a.view(torch.uint8), b.view(torch.uint8)))
 
 
-def layer(length: int, outs: int, ins: int, dtype: torch.dtype = torch.float32) -> Layer:
+def layer(
+    length: int,
+    outs: int,
+    ins: int,
+    dtype: torch.dtype = torch.float32,
+    generator: torch.Generator | None = None,
+) -> Layer:
     """gy, w, x on the CPU."""
     return (
-        torch.randn(length, outs).to(dtype),
-        torch.randn(outs, ins).to(dtype),
-        torch.randn(length, ins).to(dtype),
+        torch.randn(length, outs, generator=generator).to(dtype),
+        torch.randn(outs, ins, generator=generator).to(dtype),
+        torch.randn(length, ins, generator=generator).to(dtype),
     )
 
 

@@ -1,7 +1,8 @@
 """Load and faults of training on CUDA. Short by default; scripts/gpu_trust.py sets the sizes.
 
 HOT_STEPS: steps of the test of growth (100,000 there). HOT_LARGE=1: tensors of more than 2^31
-elements, and a device that is really full. Figures are properties of the tests (--junit-xml).
+elements, and a device that is really full. HOT_LOAD_SECONDS: of each test of several GPUs. Figures
+are properties of the tests (--junit-xml).
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ import copy
 import gc
 import importlib
 import importlib.util
+import json
 import os
 import signal
+import subprocess
 import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,7 +30,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import hotcore  # noqa: E402  (after the skip: hotcore itself needs no torch)
+import devices_load  # noqa: E402  (after the skip)
+import hotcore  # noqa: E402  (hotcore itself needs no torch)
 import hotcore.torch as hot  # noqa: E402
 import torch_load  # noqa: E402
 from hotcore import _core  # noqa: E402
@@ -41,6 +46,7 @@ pytestmark = [
 
 TESTS = Path(__file__).resolve().parent.parent
 LARGE = os.environ.get("HOT_LARGE", "0") != "0"
+LOAD_SECONDS = float(os.environ.get("HOT_LOAD_SECONDS", "2"))
 Record = Callable[[str, object], None]
 
 
@@ -53,6 +59,47 @@ def torch_faults() -> ModuleType:
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+# ---- several GPUs ----
+
+
+def devices() -> list[str]:
+    """Every device; one that is alone is taken twice."""
+    found = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    return found if len(found) > 1 else found * 2
+
+
+def alike(results: list[dict[str, Any]], record_property: Record) -> None:
+    """Each device had the CPU's bits, and so the others'."""
+    record_property("devices", torch.cuda.device_count())
+    record_property("layers", sum(result["layers"] for result in results))
+    record_property("different", sum(result["different"] for result in results))
+    assert not any(result["different"] for result in results)
+    assert len({result["hash"] for result in results}) == 1, results
+
+
+def test_several_gpus_of_one_process(rng: np.random.Generator, record_property: Record) -> None:
+    """A thread for each device, all at once."""
+    seed = int(rng.integers(1 << 30))
+    every = devices()
+    with ThreadPoolExecutor(len(every)) as pool:
+        results = list(pool.map(lambda one: devices_load.load(one, seed, LOAD_SECONDS), every))
+    alike(results, record_property)
+    assert torch.cuda.current_device() == 0
+
+
+def test_several_gpus_and_a_process_each(rng: np.random.Generator, record_property: Record) -> None:
+    seed = int(rng.integers(1 << 30))
+    script = TESTS / "gpu/devices_load.py"
+    words = [sys.executable, str(script)]
+    processes = [
+        subprocess.Popen([*words, device, str(seed), str(LOAD_SECONDS)], stdout=subprocess.PIPE)
+        for device in devices()
+    ]
+    said = [process.communicate(timeout=120 + LOAD_SECONDS)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0] * len(processes)
+    alike([json.loads(one) for one in said], record_property)
 
 
 # ---- growth ----

@@ -563,5 +563,5 @@ def test_evidence_names_scripts_and_contenders() -> None:
                 small_tasks.chosen(
                     words[words.index("--tasks") + 1],
                     words[words.index("--methods") + 1],
-                    table="rivals",
+                    table=words[words.index("--table") + 1] if "--table" in words else "rivals",
                 )
