@@ -775,11 +775,14 @@ TRUST = {
     "steps": "training steps, four of ten given up",
     "large": "arrays past 2³¹ elements",
     "faults": "errors of CUDA, full memory, forks, managed and pinned memory",
+    "devices": "two GPUs at once: by threads of one process, by a process each",
     "sanitizer": "compute-sanitizer, every C++ GPU test",
 }
 FIGURES = {
     "cases": "cases",
     "calls": "calls",
+    "devices": "GPUs",
+    "layers": "layers",
     "steps": "steps",
     "given_up": "given up",
     "elements": "elements",

@@ -409,8 +409,11 @@ def scaling(results: Path) -> Lines:
         heads.append(f"{name}, {tokens / report['parameters']:.2f} tokens a parameter")
     yield from header(["validation loss less bf16's", *heads])
     yield line(["bf16's loss", *(plus_minus(f.get("bf16", []), 4, "") for f in found.values())])
-    names = dict.fromkeys(n for f in found.values() for n in f if n != "bf16")
-    for name in names:
+    every = {n for f in found.values() for n in f if n != "bf16"}
+    # HOT's recipes, the best first, each with its 8-bit forward; then the rivals.
+    recipes = ("default", "compact", "accurate", "int4", "fast", "paper")
+    ordered = [n for r in recipes for n in (r, f"{r} int8-forward") if n in every]
+    for name in [*ordered, *sorted(every.difference(ordered))]:
         cells = []
         for one in found.values():
             values = one.get(name, [])
