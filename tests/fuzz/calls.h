@@ -450,10 +450,7 @@ class Calls {
       kept.format = asked([&] { return hot::forward_weight_format(spec); }, 1);
       if (twist) spoil_bytes(input_, memory_, kept);
     }
-    if (input_.flip()) {
-      bias = memory_.array({shape.out_features}, some_float(input_), false);
-      if (bias.ndim == 0) bias.ndim = 1;  // 0 says that there is none
-    }
+    if (input_.flip()) bias = memory_.array({shape.out_features}, some_float(input_), false);
     const TensorView y =
         memory_.array(batched(shape.tokens, shape.out_features), some_float(input_), true);
     const auto needed = asked([&] {
