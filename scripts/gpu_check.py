@@ -40,7 +40,7 @@ BUILT = (
 """HOT's own sources of the build."""
 LONGEST_TEST = "tests/gpu/test_cpp.py::test_consumer_of_a_static_library"
 """Starts first: it builds libhot once more."""
-SIDE_BY_SIDE = ("-n", str(max(12, (os.cpu_count() or 12) * 3 // 4)), "--dist", "worksteal")
+SIDE_BY_SIDE = ("-n", "12", "--dist", "worksteal")
 BENCHMARKS: dict[str, tuple[str, ...]] = {
     "backward": (
         *("--short", "--rounds", "10"),
