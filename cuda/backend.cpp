@@ -107,13 +107,37 @@ struct SpreadScales {
         rest(b + round_up(args.n, 64)) {}
 };
 
+// Calls run(args) for each part of a contraction.
+template <class Run>
+void run_parts(const plan::ProductStep& work, const GemmArgs& whole, const Run& run) {
+  if (work.part_k == 0) return run(whole);
+  for (std::int64_t first = 0; first < whole.k; first += work.part_k) {
+    GemmArgs args = whole;
+    args.a += first;
+    args.b += first;
+    args.k = std::min(work.part_k, whole.k - first);
+    args.accumulate = whole.accumulate || first > 0;
+    run(args);
+  }
+}
+
 void run_wgmma(const Context& context, const Step& step, const Memory& memory) {
-  const int index = step.as<plan::ProductStep>().product;
-  GemmArgs args = memory.product[index];
-  const SpreadScales spread(args, memory.scratch[index]);
+  const auto& work = step.as<plan::ProductStep>();
+  GemmArgs args = memory.product[work.product];
+  const SpreadScales spread(args, memory.scratch[work.product]);
   if (args.a_scale_step == 0) args.a_scale = spread.a;
   if (args.b_scale_step == 0) args.b_scale = spread.b;
-  launch_wgmma(context, step, args, spread.rest);
+  run_parts(work, args,
+            [&](const GemmArgs& part) { launch_wgmma(context, step, part, spread.rest); });
+}
+
+void run_mma(const Context& context, const Step& step, const Step* fixup, const Memory& memory) {
+  const auto& work = step.as<plan::ProductStep>();
+  void* const scratch = memory.scratch[work.product];
+  run_parts(work, memory.product[work.product], [&](const GemmArgs& part) {
+    launch_mma(context, step, part, scratch);
+    if (fixup != nullptr) launch_mma(context, *fixup, part, scratch);
+  });
 }
 
 void run_spread(const Context& context, const Step& step, const Memory& memory) {
@@ -136,7 +160,8 @@ void run_small_gemms(const Context& context, const Step& step, const Memory& mem
   launch_small_gemms(context, step, products, count);
 }
 
-void run(const Context& context, const Step& step, const Memory& memory) {
+// `fixup`: the step of the sums of shared tiles where it follows.
+void run(const Context& context, const Step& step, const Step* fixup, const Memory& memory) {
   switch (step.kernel) {
     case Kernel::zero:
       return check_cuda(cudaMemsetAsync(memory.zeroed.words, 0, step.as<plan::ZeroStep>().bytes,
@@ -210,17 +235,19 @@ void run(const Context& context, const Step& step, const Memory& memory) {
     case Kernel::mma_128x128x64:
     case Kernel::mma_64x64x64:
     case Kernel::mma_any:
-    case Kernel::mma_fixup: {
-      const int index = step.as<plan::ProductStep>().product;
-      return launch_mma(context, step, memory.product[index], memory.scratch[index]);
-    }
+      return run_mma(context, step, fixup, memory);
+    case Kernel::mma_fixup:  // with its tile's
+      return;
     case Kernel::token:
       return launch_token(context, step, *memory.token);
   }
 }
 
 void run(const Context& context, const plan::Plan& plan, const Memory& memory) {
-  for (const Step& step : plan) run(context, step, memory);
+  for (int i = 0; i < plan.size(); ++i) {
+    const bool fixup = i + 1 < plan.size() && plan[i + 1].kernel == Kernel::mma_fixup;
+    run(context, plan[i], fixup ? &plan[i + 1] : nullptr, memory);
+  }
 }
 
 }  // namespace

@@ -261,7 +261,7 @@ Plan plan_backward(const DeviceFacts& facts, const BackwardWork& work,
   } else if (work.clear_gx) {
     plan.add(Kernel::fill_zero, {ceil_div(shape.tokens * shape.in_features, 256), 256}, {},
              Buffer::gx)
-        .work = ProductStep{0, {}};
+        .work = ProductStep{0};
   }
   const Buffer x = packed ? Buffer::activation : Buffer::saved;
   if (work.gw && !by_token) {
@@ -284,11 +284,11 @@ Plan plan_backward(const DeviceFacts& facts, const BackwardWork& work,
         plan.add(Kernel::token, {ceil_div(shape.out_features * shape.in_features, 256), 256}, reads,
                  Buffer::gw);
     step.dtype = arrays.gw.dtype;
-    step.work = ProductStep{1, {}};
+    step.work = ProductStep{1};
   } else if (!work.gw && work.clear_gw) {
     plan.add(Kernel::fill_zero, {ceil_div(shape.out_features * shape.in_features, 256), 256}, {},
              Buffer::gw)
-        .work = ProductStep{1, {}};
+        .work = ProductStep{1};
   }
   if (work.gb && !summed && shape.out_features > 0) {
     const std::int64_t runs = sum_runs(shape.tokens);

@@ -102,18 +102,14 @@ __device__ __forceinline__ std::uint16_t rotated_codes(const RotateShared<4>& sh
   const float inv = 256.0F * __fdiv_rn(1.0F, __uint_as_float(std::uint32_t{scale} << 16));
 #pragma unroll
   for (int w = 0; w < 8; ++w) {
-    std::uint32_t four[2];
+    std::uint32_t sum[8];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      std::uint32_t sum[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int k = 8 * w + 4 * half + i;
-        sum[i] = __float_as_uint(__fmaf_rn(v[k], inv, integer_float())) + shared.shift[k];
-      }
-      four[half] = gather_bytes<1>(sum[0], sum[1], sum[2], sum[3]);
+    for (int i = 0; i < 8; ++i) {
+      const int k = 8 * w + i;
+      sum[i] = __float_as_uint(__fmaf_rn(v[k], inv, integer_float())) + shared.shift[k];
     }
-    words[w] = pack_nibbles(four[0], four[1]);
+    words[w] = pack_nibbles(gather_bytes<1>(sum[0], sum[2], sum[4], sum[6]),
+                            gather_bytes<1>(sum[1], sum[3], sum[5], sum[7]));
   }
   return scale;
 }

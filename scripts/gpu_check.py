@@ -177,7 +177,7 @@ def test_all(build: Path, reports: Path, env: dict[str, str]) -> dict[str, dict[
     for report in (ctest_report, pytest_report):
         report.unlink(missing_ok=True)  # an old report must not stand for an interrupted run
     run(
-        "ctest", "--test-dir", build, "-j", "8", "-LE", "consumer", "--no-tests=error",
+        "ctest", "--test-dir", build, "-j", "16", "-LE", "consumer", "--no-tests=error",
         "--output-on-failure", "--output-junit", ctest_report, log=reports / "ctest.log",
     )  # fmt: skip
     tests["C++"] = counts(ctest_report)

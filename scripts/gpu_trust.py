@@ -35,6 +35,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -156,6 +157,11 @@ def number(text: str) -> int | str:
     return int(text) if text.removeprefix("-").isdigit() else text
 
 
+def shares(cores: Sequence[int], jobs: int) -> list[list[int]]:
+    """The cores divided among jobs, one at least each."""
+    return [list(cores[i::jobs]) or [cores[i % len(cores)]] for i in range(jobs)]
+
+
 class Trust:
     """The parts, as they are run in one call.
 
@@ -256,10 +262,16 @@ class Trust:
             if test not in found[tool]["clean"]
         ]
 
+        cores: SimpleQueue[list[int]] = SimpleQueue()
+        for share in shares(sorted(os.sched_getaffinity(0)), jobs):
+            cores.put(share)
+
         def one(job: tuple[str, Path, str]) -> None:
             tool, program, test = job
+            mine = cores.get()
             seconds = min(self.left(), seconds_a_test)
-            word = self.sanitize(tool, program, test, seconds) if seconds > 3 else None
+            word = self.sanitize(tool, program, test, seconds, mine) if seconds > 3 else None
+            cores.put(mine)
             if word is None:
                 found[tool]["not finished"].append(test)
             elif word == "clean":
@@ -297,14 +309,19 @@ class Trust:
                 names.append(suite + word)
         return [name for name in names if not any(part in name for part in NOT_SANITIZED)]
 
-    def sanitize(self, tool: str, program: Path, test: str, seconds: float) -> str | None:
-        """What the tool said, or None if there was no time."""
+    def sanitize(
+        self, tool: str, program: Path, test: str, seconds: float, cores: Sequence[int]
+    ) -> str | None:
+        """What the tool said, or None if there was no time.
+
+        ``cores``: of the test, whose CPU's threads wait actively.
+        """
         log = self.reports / f"{tool}-{test.replace('/', '_')}.log"
         with log.open("w") as file:
             try:
                 code = subprocess.run(
-                    ["compute-sanitizer", "--tool", tool, "--error-exitcode", "3", str(program),
-                     f"--gtest_filter={test}"],
+                    ["taskset", "-c", ",".join(map(str, cores)), "compute-sanitizer", "--tool",
+                     tool, "--error-exitcode", "3", str(program), f"--gtest_filter={test}"],
                     cwd=ROOT, env={**os.environ, **SHORT}, stdout=file, stderr=subprocess.STDOUT,
                     timeout=seconds, check=False,
                 ).returncode  # fmt: skip

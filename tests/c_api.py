@@ -26,6 +26,7 @@ NUMBERS: dict[str, Any] = {
     "uint64_t": ctypes.c_uint64,
     "size_t": ctypes.c_size_t,
     "hot_status": ctypes.c_int32,
+    "hot_run": ctypes.c_void_p,
 }
 
 

@@ -392,6 +392,11 @@ hot_status hot_context_cpu(int32_t threads, hot_context** out) {
   return make_context("context_cpu", out, [&] { return hot::Context::cpu(threads); });
 }
 
+hot_status hot_context_cpu_on(hot_run run, void* state, int32_t threads, hot_context** out) {
+  return make_context("context_cpu_on", out,
+                      [&] { return hot::Context::cpu(hot::Executor{run, state}, threads); });
+}
+
 hot_status hot_context_cuda(int32_t device, void* stream, hot_context** out) {
   return make_context("context_cuda", out,
                       [&] { return hot::Context::cuda(device, static_cast<hot::Stream>(stream)); });

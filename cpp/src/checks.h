@@ -53,6 +53,9 @@ std::string shape_text(std::initializer_list<std::int64_t> shape);  // -1 prints
 
 inline constexpr std::initializer_list<DType> float_dtypes = {DType::f32, DType::f16, DType::bf16};
 
+// Whether an optional array was passed: none is an empty view.
+inline bool is_given(const ConstTensorView& view) { return view.ndim != 0 || view.data != nullptr; }
+
 // Checks of one call; `call` is the public function's name.
 class Checker {
  public:

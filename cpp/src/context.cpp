@@ -85,14 +85,32 @@ Isa best_isa() noexcept {
 #endif
 }
 
-Context Context::cpu(int threads) {
+namespace {
+
+int thread_count(int threads) {
   if (threads < 0 || threads > 1024) {
     throw Error(ErrorCode::invalid_argument,
                 "Context::cpu: threads is " + std::to_string(threads) + "; expected 0 to 1024");
   }
+  return threads == 0 ? default_thread_count() : threads;
+}
+
+}  // namespace
+
+Context Context::cpu(int threads) {
   Context context;
   context.isa_ = best_isa();
-  context.pool_ = std::make_shared<ThreadPool>(threads == 0 ? default_thread_count() : threads);
+  context.pool_ = std::make_shared<ThreadPool>(thread_count(threads));
+  return context;
+}
+
+Context Context::cpu(const Executor& executor, int threads) {
+  if (executor.run == nullptr) {
+    throw Error(ErrorCode::invalid_argument, "Context::cpu: executor.run is null");
+  }
+  Context context;
+  context.isa_ = best_isa();
+  context.pool_ = std::make_shared<ThreadPool>(thread_count(threads), executor);
   return context;
 }
 

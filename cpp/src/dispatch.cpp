@@ -237,7 +237,7 @@ struct GemmCall {
     args.accumulate = spec.accumulate;
     args.out = detail::matrix_out_of(out);
     if (bare) {
-      if (a_scale.ndim != 0 || b_scale.ndim != 0) {
+      if (detail::is_given(a_scale) || detail::is_given(b_scale)) {
         detail::invalid(name, "out is int32, the bare sums; expected no a_scale and no b_scale");
       }
       if (spec.divisor != 1 || spec.accumulate) {

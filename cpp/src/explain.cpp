@@ -257,9 +257,8 @@ std::string mma_reason(const DeviceFacts& facts, Kernel kernel, const std::strin
 std::string layer_mma_reason(const Layer& layer, Kernel kernel, const char* out,
                              const char* size_name, std::int64_t columns, DType dtype) {
   return mma_reason(layer.facts, kernel,
-                    layer.aligned(columns, dtype)
-                        ? "the contraction is longer than INT32 sums hold, or empty"
-                        : not_aligned(out, size_name, columns, dtype));
+                    layer.aligned(columns, dtype) ? "the contraction is empty"
+                                                  : not_aligned(out, size_name, columns, dtype));
 }
 
 std::string slow_path_reason(const Layer& layer, const Step& step) {
@@ -699,13 +698,11 @@ std::string slow_product(const DeviceFacts& facts, const detail::plan::ProductSh
                : "unpacked to INT8: no INT4 units at full speed on " + name_of(facts.arch);
   }
   if (!detail::plan::is_mma_tile(step.kernel)) return "";
-  return mma_reason(
-      facts, step.kernel,
-      !p.rows_aligned
-          ? "rows of the operands are not a multiple of 16 bytes (K " + std::to_string(p.k) + ")"
-      : p.k > detail::int32_safe_k ? "K " + std::to_string(p.k) + " is longer than INT32 sums hold"
-      : !p.scaled                  ? "bare INT32 sums"
-                                   : not_aligned("out", "N", p.n, p.out.dtype));
+  return mma_reason(facts, step.kernel,
+                    !p.rows_aligned ? "rows of the operands are not a multiple of 16 bytes (K " +
+                                          std::to_string(p.k) + ")"
+                    : !p.scaled     ? "bare INT32 sums"
+                                    : not_aligned("out", "N", p.n, p.out.dtype));
 }
 
 }  // namespace

@@ -83,7 +83,7 @@ void check_and_run(const Context& context, const InputArgument& given_x,
   check.output("y", y, float_dtypes, 2, max_dims);
   check.disjoint("y", y, "x", x);
   check.disjoint("y", y, "w", weight.memory);
-  call.work.bias = bias.ndim != 0;
+  call.work.bias = detail::is_given(bias);
   if (call.work.bias) {
     check.input("bias", bias, float_dtypes, 1, 1);
     check.shape("bias", bias, {shape.out_features});

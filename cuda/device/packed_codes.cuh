@@ -21,14 +21,6 @@ __device__ inline std::uint16_t bf16_nearest(float v) {
   return static_cast<std::uint16_t>((bits + 0x7fffU + ((bits >> 16) & 1U)) >> 16);
 }
 
-// The low nibbles of eight bytes.
-__device__ inline std::uint32_t pack_nibbles(std::uint32_t low, std::uint32_t high) {
-  const auto pairs = [](std::uint32_t w) {  // bytes 0 and 2: two nibbles each
-    return (w & ~0x00f000f0U) | ((w >> 4) & 0x00f000f0U);
-  };
-  return __byte_perm(pairs(low), pairs(high), 0x6420);
-}
-
 // 16 packed codes of rht4 or rht2, and the random bytes of their rows, turned (255 - u).
 template <int bits>
 struct RotatedCodes {

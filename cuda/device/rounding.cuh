@@ -189,6 +189,11 @@ __device__ inline uint4 round_group(const Value& value, const Inv& inv, const De
   return make_uint4(packed[0], packed[1], packed[2], packed[3]);
 }
 
+// Eight codes as nibbles; a byte of `even` and `odd` each.
+__device__ inline std::uint32_t pack_nibbles(std::uint32_t even, std::uint32_t odd) {
+  return (even & 0x0f0f0f0fU) | (odd << 4 & 0xf0f0f0f0U);
+}
+
 // The same as INT4, packed: code i in nibble i.
 template <Rounding rounding, class Value>
 __device__ inline uint2 round_group_packed(const Value& value, float inv, const DeviceKey& key,
@@ -213,7 +218,7 @@ __device__ inline uint2 round_group_packed(const Value& value, float inv, const 
     constexpr int byte = rounding == Rounding::stochastic ? 1 : 0;
     const std::uint32_t even = gather_bytes<byte>(sum[0], sum[2], sum[4], sum[6]);
     const std::uint32_t odd = gather_bytes<byte>(sum[1], sum[3], sum[5], sum[7]);
-    packed[w] = (even & 0x0f0f0f0fU) | (odd << 4 & 0xf0f0f0f0U);
+    packed[w] = pack_nibbles(even, odd);
   }
   return make_uint2(packed[0], packed[1]);
 }

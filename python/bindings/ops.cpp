@@ -10,6 +10,7 @@
 #include <cxxabi.h>
 #endif
 
+#include <atomic>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -51,13 +52,32 @@ class Gil {
   PyThreadState* state_;
 };
 
+// The threads of an OpenMP library of the process: `state` is its GOMP_parallel. All of its team is
+// asked each time, for it starts and ends threads where teams differ in size; `threads` of it work.
+void run_openmp(void* state, int threads, hot::Executor::Work work, void* data) {
+  struct Team {
+    hot::Executor::Work work;
+    void* data;
+    std::atomic<int> left;
+    static void enter(void* of) {
+      Team& team = *static_cast<Team*>(of);
+      if (team.left.fetch_sub(1) > 0) team.work(team.data);
+    }
+  } team{work, data, {threads}};
+  using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
+  constexpr unsigned usual = 0;
+  reinterpret_cast<Parallel>(state)(&Team::enter, &team, usual, 0);
+}
+
 // Python's hot::Context: made once for a device, a stream and a number of threads.
 struct CoreContext {
   hot::Context context;
 
-  CoreContext(int threads, Text isa, int device, std::uintptr_t stream)
-      : context(device < 0 ? hot::Context::cpu(threads)
-                           : hot::Context::cuda(device, reinterpret_cast<hot::Stream>(stream))) {
+  CoreContext(int threads, Text isa, int device, std::uintptr_t stream, std::uintptr_t openmp)
+      : context(device >= 0 ? hot::Context::cuda(device, reinterpret_cast<hot::Stream>(stream))
+                : openmp != 0
+                    ? hot::Context::cpu({run_openmp, reinterpret_cast<void*>(openmp)}, threads)
+                    : hot::Context::cpu(threads)) {
     if (!isa.empty()) context = context.with_isa(parse_isa(isa));
   }
 };
@@ -529,8 +549,8 @@ void bind_ops(nb::module_& m) {
 
   nb::class_<CoreContext>(m, "CoreContext",
                           "Device, stream or threads, and instruction set that calls run with.")
-      .def(nb::init<int, Text, int, std::uintptr_t>(), "threads"_a = 0, "isa"_a = "",
-           "device"_a = -1, "stream"_a = 0)
+      .def(nb::init<int, Text, int, std::uintptr_t, std::uintptr_t>(), "threads"_a = 0,
+           "isa"_a = "", "device"_a = -1, "stream"_a = 0, "openmp"_a = 0)
       .def_prop_ro("threads", [](const CoreContext& c) { return c.context.threads(); })
       .def_prop_ro("isa",
                    [](const CoreContext& c) { return std::string(hot::isa_name(c.context.isa())); })

@@ -20,6 +20,7 @@ _lock = threading.Lock()
 _cache: OrderedDict[tuple[int, str, int, int], _core.CoreContext] = OrderedDict()
 _threads = 0
 _isa = ""
+_openmp = 0  # GOMP_parallel of a library of the process, whose threads are used; 0: own threads
 _checked: set[int] = set()  # CUDA devices that were checked for a warning
 
 
@@ -31,7 +32,7 @@ def _get(threads: int, isa: str, device: int, stream: int) -> _core.CoreContext:
         pass
     with _lock:
         if key not in _cache:
-            _cache[key] = _core.CoreContext(threads, isa, device, stream)
+            _cache[key] = _core.CoreContext(threads, isa, device, stream, _openmp)
             while len(_cache) > _LIMIT:
                 _cache.popitem(last=False)  # a running call holds its own reference
         return _cache[key]
@@ -73,6 +74,17 @@ def set_num_threads(threads: int) -> None:
     _get(threads, _isa, -1, 0)  # raises before anything changes
     _threads = threads
     _notify_followers()
+
+
+def use_openmp(address: int) -> None:
+    """Compute on the threads of an OpenMP library: ``address`` of its GOMP_parallel; 0: own ones.
+
+    A forked child goes back to threads of its own: OpenMP's do not survive a fork.
+    """
+    global _openmp
+    with _lock:
+        _openmp = address
+        _cache.clear()
 
 
 def isa() -> str:
@@ -119,8 +131,9 @@ def reset() -> None:
 
 def _reset_after_fork() -> None:
     # The pools' threads do not exist in the child, where such a pool would use one thread.
-    global _lock
+    global _lock, _openmp
     _lock = threading.Lock()
+    _openmp = 0
     _cache.clear()
 
 

@@ -1,3 +1,4 @@
+#include <atomic>
 #include <thread>
 
 #include "golden.h"
@@ -714,6 +715,40 @@ TEST(BackwardLinear, two_callers_share_a_context) {
   other.join();
   EXPECT_EQ(a.gw.values(), gw_a);
   EXPECT_EQ(b.gw.values(), gw_b);
+}
+
+// Threads of the program: as many calls as are asked for, fewer, or more than there are cores.
+TEST(BackwardLinear, an_executor_gives_the_same_bits) {
+  struct Crew {
+    int most;  // calls
+    std::atomic<int> jobs{0};
+    static void run(void* state, int threads, hot::Executor::Work work, void* data) {
+      auto& crew = *static_cast<Crew*>(state);
+      ++crew.jobs;
+      std::vector<std::thread> others;
+      for (int i = 1; i < std::min(threads, crew.most); ++i) others.emplace_back(work, data);
+      if (crew.most > 0) work(data);
+      for (std::thread& other : others) other.join();
+    }
+  };
+  for (const std::string& name : recipe_names()) {
+    Layer layer(any_size() + 16, any_size(), any_size(), recipe(name));
+    layer.run(cpu(3));
+    const auto gx = layer.gx.values(), gw = layer.gw.values();
+    const auto gb = layer.gb;
+    for (const int most : {0, 1, 3, 9}) {
+      Crew crew{most};
+      const hot::Context context =
+          hot::Context::cpu(hot::Executor{Crew::run, &crew}, 5).with_key(cpu().key());
+      EXPECT_EQ(context.threads(), 5);
+      layer.run(context);
+      EXPECT_GT(crew.jobs, 0);
+      EXPECT_EQ(layer.gx.values(), gx) << name;
+      EXPECT_EQ(layer.gw.values(), gw) << name;
+      EXPECT_EQ(layer.gb, gb) << name;
+    }
+  }
+  EXPECT_THROW(hot::Context::cpu(hot::Executor{}), hot::Error);
 }
 
 TEST(BackwardLinear, callers_come_and_go) {

@@ -235,6 +235,12 @@ TEST(Errors, gemm_int8) {
         [](Arguments& t) { t.product = hot::matrix(t.out_memory.data(), DType::f32, 7, 6); }},
        {{"gemm_int8", "out", "int32", "no a_scale"},
         [](Arguments& t) { t.product.dtype = DType::i32; }},
+       {{"gemm_int8", "out", "int32", "no a_scale"},
+        [](Arguments& t) {  // no dimensions, but memory
+          t.product.dtype = DType::i32;
+          t.b_scale = {};
+          t.a_scale.ndim = 0;
+        }},
        {{"gemm_int8", "out", "overlaps a"},
         [](Arguments& t) { t.product.data = t.code_memory.data(); }},
        {{"gemm_int8", "workspace", "16 bytes"},

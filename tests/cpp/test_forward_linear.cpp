@@ -537,6 +537,9 @@ TEST(ForwardLinear, bad_arguments_are_named) {
   const std::vector<float> long_bias(6);
   expect_error(code, {"bias has shape (6,)", "(5,)"},
                [&] { call(x, w, as_vector(long_bias, DType::f32), layer.spec, y.view()); });
+  ConstTensorView scalar = bias;  // not an empty view, so not "no bias"
+  scalar.ndim = 0;
+  expect_error(code, {"bias has 0 dimensions"}, [&] { call(x, w, scalar, layer.spec, y.view()); });
   Floats wide(6, 6, DType::f32);
   expect_error(code, {"y has shape (6, 6)", "(6, 5)"},
                [&] { call(x, w, bias, layer.spec, wide.view()); });

@@ -46,6 +46,11 @@ inline void spoil_saved(Input& input, Memory& memory, hot::ConstSavedActivation&
   }
 }
 
+// Runs the work on the caller's thread, one call after the other, or not at all.
+inline void calls_of_an_executor(void* calls, int threads, hot::Executor::Work work, void* data) {
+  for (int i = 0; i < threads && i < *static_cast<int*>(calls); ++i) work(data);
+}
+
 template <class Api>
 class Calls {
  public:
@@ -445,10 +450,7 @@ class Calls {
       kept.format = asked([&] { return hot::forward_weight_format(spec); }, 1);
       if (twist) spoil_bytes(input_, memory_, kept);
     }
-    if (input_.flip()) {
-      bias = memory_.array({shape.out_features}, some_float(input_), false);
-      if (bias.ndim == 0) bias.ndim = 1;  // 0 says that there is none
-    }
+    if (input_.flip()) bias = memory_.array({shape.out_features}, some_float(input_), false);
     const TensorView y =
         memory_.array(batched(shape.tokens, shape.out_features), some_float(input_), true);
     const auto needed = asked([&] {
@@ -548,6 +550,11 @@ class Calls {
     const int threads = input_.wild_int();
     if (threads < 0 || threads > 1024) {  // none is started
       if (check([&] { return api_.cpu(threads); }).ok()) broken("a wild number of threads");
+      if (check([&] { return api_.cpu_on(calls_of_an_executor, nullptr, threads); }).ok()) {
+        broken("a wild number of threads of an executor");
+      }
+    } else if (check([&] { return api_.cpu_on(nullptr, nullptr, threads); }).ok()) {
+      broken("an executor that runs nothing");
     }
     const std::string name = input_.flip() ? input_.text(12) : "paper";
     const bool known = contains(hot::recipe_names(), name.c_str());  // as a C string
@@ -571,17 +578,23 @@ int run(const std::uint8_t* data, std::size_t size) {
   return 0;
 }
 
-// One context for each instruction set, with one thread: the target does not look for races.
-inline const hot::Context& context_with(int isa) {
+// One context for each instruction set, with one thread, or with an executor that calls twice (1)
+// or never (2): the target does not look for races.
+inline const hot::Context& context_with(int isa, int executor = 0) {
   static const std::vector<hot::Context> all = [] {
     std::vector<hot::Context> made;
-    const hot::Context base = hot::Context::cpu(1);
+    static int twice = 2, never = 0;
+    const hot::Context bases[] = {hot::Context::cpu(1),
+                                  hot::Context::cpu({calls_of_an_executor, &twice}, 3),
+                                  hot::Context::cpu({calls_of_an_executor, &never}, 3)};
     for (int i = 0; i <= static_cast<int>(hot::best_isa()); ++i) {
-      made.push_back(base.with_isa(static_cast<hot::Isa>(i)));
+      for (const hot::Context& base : bases) {
+        made.push_back(base.with_isa(static_cast<hot::Isa>(i)));
+      }
     }
     return made;
   }();
-  return all[static_cast<std::size_t>(isa) % all.size()];
+  return all[static_cast<std::size_t>(3 * isa + executor) % all.size()];
 }
 
 }  // namespace hot_fuzz

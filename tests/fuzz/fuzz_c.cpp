@@ -208,6 +208,12 @@ class CApi {
     hot_context_destroy(out);
     return outcome;
   }
+  Outcome cpu_on(hot_run run, void* state, int threads) {
+    hot_context* out = nullptr;
+    const Outcome outcome = ended(hot_context_cpu_on(run, state, threads, &out));
+    hot_context_destroy(out);
+    return outcome;
+  }
   Outcome recipe(const std::string& name) {
     hot_spec out = HOT_SPEC_INIT;
     return filled(out, [&] { return hot_spec_recipe(name.c_str(), &out); });
@@ -312,9 +318,10 @@ class CApi {
     return t;
   }
   const hot_tensor* tensor(const TensorView& view) { return put(converted(view)); }
-  // Null where C++ takes a view without dimensions.
+  // Null where C++ takes an empty view.
   const hot_tensor* optional(const TensorView& view) {
-    return view.ndim == 0 ? nullptr : keep(converted(view), sizeof(hot_tensor), false);
+    const bool none = view.ndim == 0 && view.data == nullptr;
+    return none ? nullptr : keep(converted(view), sizeof(hot_tensor), false);
   }
 
   const hot_weight* weight_of(const hot::ConstQuantizedWeight& w) {

@@ -18,7 +18,7 @@ Outcome outcome_of(const Call& call) {
 
 class CppApi {
  public:
-  explicit CppApi(Input& input) : context_(context_with(input.from(0, 2))) {}
+  explicit CppApi(Input& input) : context_(context_with(input.from(0, 2), input.from(0, 2))) {}
   const hot::Context& context() const { return context_; }
   void begin() {}
   const char* refused() const { return nullptr; }
@@ -143,6 +143,9 @@ class CppApi {
   }
   Outcome cpu(int threads) {
     return outcome_of([&] { hot::Context::cpu(threads); });
+  }
+  Outcome cpu_on(decltype(hot::Executor::run) run, void* state, int threads) {
+    return outcome_of([&] { hot::Context::cpu(hot::Executor{run, state}, threads); });
   }
   Outcome recipe(const std::string& name) {
     return outcome_of([&] { hot::recipe(name); });

@@ -5,6 +5,7 @@ allocator's memory.
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from pathlib import Path
 
@@ -12,6 +13,20 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # support_gpu.py
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_cores() -> None:
+    """Side by side (pytest -n), each process takes its share: the CPU's threads wait actively."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if workers < 2:
+        return
+    import hotcore
+    import torch
+
+    threads = max(1, len(os.sched_getaffinity(0)) // workers)
+    hotcore.set_num_threads(threads)
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)

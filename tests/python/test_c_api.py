@@ -215,6 +215,12 @@ def test_bad_inputs_are_refused(api: CApi, rng: np.random.Generator) -> None:
             lambda a=arguments: on("hot_forward_linear_input", *a, *end),
             *(INVALID, "forward_linear: ", words),
         )
+    scalar = tensor(w[0])
+    scalar.ndim = 0
+    refused(
+        lambda: on("hot_forward_linear_input", quantized, tensor(w), None, scalar, *end[1:]),
+        *(INVALID, "bias has 0 dimensions"),
+    )
     for field, value, words in (
         ("format", 0, "x.format is 0"),
         ("format", quantized.format ^ 1, "x was made by quantize_forward_input"),
@@ -403,6 +409,10 @@ def test_wrong_numbers_and_nulls(api: CApi) -> None:
         lambda: api.call("hot_context_set_key", None, 0, 0, 0, None), INVALID, "context is null"
     )
     refused(lambda: api.call("hot_context_cpu", -1, ctypes.byref(ctypes.c_void_p())), INVALID, "-1")
+    refused(
+        lambda: api.call("hot_context_cpu_on", None, None, 2, ctypes.byref(ctypes.c_void_p())),
+        *(INVALID, "executor.run is null"),
+    )
     refused(lambda: api.call("hot_basis_order", 1, 16, None), INVALID, "rows is null")
     refused(lambda: on("hot_gemm_workspace", 1, 1, 1, None), INVALID, "bytes is null")
     refused(lambda: api.call("hot_spec_recipe", None, make("hot_spec")), INVALID, "name is null")

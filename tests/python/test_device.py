@@ -66,7 +66,7 @@ class FakeCore(types.SimpleNamespace):
         self.cuda_architectures = lambda: architectures
         self.cuda_wgmma = lambda: wgmma
         self.judge_device = _core.judge_device
-        self.CoreContext = lambda threads, isa, device, stream: object()
+        self.CoreContext = lambda threads, isa, device, stream, openmp: object()
 
     def cuda_device_verdict(self, device: int) -> tuple[str, str]:
         archs, wgmma = self.cuda_architectures(), self.cuda_wgmma()

@@ -78,6 +78,11 @@ def test_every_part_is_run_and_shown() -> None:
             assert variable in sources
 
 
+def test_cores_are_shared() -> None:
+    assert gpu_trust.shares([0, 1, 4, 5, 6], 2) == [[0, 4, 6], [1, 5]]
+    assert gpu_trust.shares([2, 3], 3) == [[2], [3], [2]]
+
+
 def test_sanitizer_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "tests/cpp/test_all_cuda"
     program.parent.mkdir(parents=True)
@@ -87,7 +92,10 @@ def test_sanitizer_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(trust, "tests_in", lambda program: ["A.a", "A.b", "A.c"])
     called: list[tuple[str, str]] = []
 
-    def sanitize(tool: str, program: Path, test: str, seconds: float) -> str | None:
+    def sanitize(
+        tool: str, program: Path, test: str, seconds: float, cores: list[int]
+    ) -> str | None:
+        assert cores
         called.append((tool, test))
         return {"A.b": "said", "A.c": None}.get(test, "clean")
 

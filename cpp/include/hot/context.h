@@ -47,6 +47,17 @@ struct Workspace {
   std::size_t bytes = 0;
 };
 
+/// Threads of the program, for the CPU backend in place of its own: OpenMP's, say, which wait
+/// actively after their last work and would else hold the cores. `run` calls work(data) on as many
+/// as `threads` threads at the same time, and returns when all calls have returned; fewer calls, or
+/// none, are slower, not wrong. work neither throws nor waits. Several threads may be in `run` at
+/// once. A forked child does without.
+struct Executor {
+  using Work = void (*)(void* data);
+  void (*run)(void* state, int threads, Work work, void* data) = nullptr;
+  void* state = nullptr;
+};
+
 class ThreadPool;
 
 class HOT_API Context {
@@ -54,6 +65,9 @@ class HOT_API Context {
   /// CPU backend with its own pool of `threads` threads (0: one for each core this process may
   /// use). The result does not depend on the number.
   static Context cpu(int threads = 0);
+  /// The same with as many threads of the program, and none of its own. `executor.state` outlives
+  /// the context and its copies. Throws `invalid_argument` if there is no `run`.
+  static Context cpu(const Executor& executor, int threads = 0);
   /// CUDA backend: work is queued on `stream` of CUDA device `device` (nullptr: the legacy default
   /// stream). Throws `unsupported` in a build without CUDA.
   static Context cuda(int device, Stream stream);

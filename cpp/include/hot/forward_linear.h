@@ -97,8 +97,8 @@ HOT_API std::size_t forward_linear_workspace(const Context& context, const Linea
 ///
 /// @param x     [L, I] f32, f16 or bf16, 2 to 4 dimensions whose leading ones collapse.
 /// @param w     [O, I] f32, f16 or bf16, any strides.
-/// @param bias  [O] f32, f16 or bf16, any stride; none: a view with ndim 0. Added in fp32 before
-///              the one rounding to y's type.
+/// @param bias  [O] f32, f16 or bf16, any stride; none: an empty view (ConstTensorView{}). Added in
+///              fp32 before the one rounding to y's type.
 /// @param y     [L, O] f32, f16 or bf16, any row stride, no overlap with an input.
 /// Deterministic. A row of x or w with NaN or Inf makes that row or column of y NaN.
 /// docs/numerics.md: "Forward".

@@ -105,6 +105,12 @@ typedef struct hot_context hot_context;
 
 /* The CPU with `threads` threads, 0: one for each core this process may use. */
 HOT_API hot_status hot_context_cpu(int32_t threads, hot_context** out);
+/* The same with threads of the program: `run` calls work(data) on as many as `threads` threads at
+ * the same time, and returns when all calls have returned (hot/context.h, Executor). `state`
+ * outlives the context and its copies. */
+typedef void (*hot_work)(void* data);
+typedef void (*hot_run)(void* state, int threads, hot_work work, void* data);
+HOT_API hot_status hot_context_cpu_on(hot_run run, void* state, int32_t threads, hot_context** out);
 
 /* CUDA device `device`; work is queued on `stream` (a cudaStream_t, null: the legacy default
  * stream). */

@@ -33,6 +33,11 @@ void fill_zero(const Context& context, const MatrixOut& out) {
   });
 }
 
+std::int64_t task_elements(const Context& context, std::int64_t total) {
+  constexpr std::int64_t least = 4096, most = 32768;
+  return std::clamp(ceil_div(total, std::int64_t{8} * context.threads()), least, most);
+}
+
 void atomic_max(std::uint32_t* pattern, std::uint32_t value) {
   std::uint32_t current = __atomic_load_n(pattern, __ATOMIC_RELAXED);
   while (value > current && !__atomic_compare_exchange_n(pattern, &current, value, true,
@@ -88,6 +93,13 @@ void load_row(const SimdKernels& simd, const MatrixIn& x, std::int64_t row, std:
   const std::uint32_t biased = x.exponents[row];
   const float power = float_from_bits((x.divide ? 254U - biased : biased) << 23);
   for (std::int64_t i = 0; i < count; ++i) dst[i] *= power;
+}
+
+void prefetch_row(const MatrixIn& x, std::int64_t row, std::int64_t col, std::int64_t count) {
+  if (x.col_stride != 1) return;
+  const auto size = static_cast<std::int64_t>(dtype_size(x.dtype));
+  const char* const from = static_cast<const char*>(x.data) + (row * x.row_stride + col) * size;
+  for (std::int64_t at = 0; at < count * size; at += 64) __builtin_prefetch(from + at);
 }
 
 void store_row(const SimdKernels& simd, const float* src, std::int64_t row, std::int64_t col,

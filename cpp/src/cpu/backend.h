@@ -68,7 +68,10 @@ void load_row(const SimdKernels&, const MatrixIn&, std::int64_t row, std::int64_
               std::int64_t count, float* dst);
 void store_row(const SimdKernels&, const float* src, std::int64_t row, std::int64_t col,
                std::int64_t count, const MatrixOut&);
-// The same for any strided run of elements.
+// Asks the caches for elements [col, col + count) of a row, where they lie together: strips of rows
+// are not foreseen.
+void prefetch_row(const MatrixIn&, std::int64_t row, std::int64_t col, std::int64_t count);
+// Loads and stores of any strided run of elements.
 void load_run(const SimdKernels&, const void* data, DType, std::int64_t first, std::int64_t stride,
               std::int64_t count, float* dst);
 void store_run(const SimdKernels&, const float* src, std::int64_t count, void* data, DType,
@@ -77,7 +80,8 @@ void store_run(const SimdKernels&, const float* src, std::int64_t count, void* d
 // *pattern = max(*pattern, value), atomically.
 void atomic_max(std::uint32_t* pattern, std::uint32_t value);
 
-// Elements of a task: few enough to balance the threads, enough to pay for the hand-over.
-inline constexpr std::int64_t task_elements = 32768;
+// Elements of a task, of `total`: few enough to balance the threads, enough to pay for the
+// hand-over.
+std::int64_t task_elements(const Context&, std::int64_t total);
 
 }  // namespace hot::detail

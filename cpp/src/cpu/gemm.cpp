@@ -31,13 +31,19 @@ struct Epilogue {
       }
       return;
     }
-    float before[64], values[64];
-    if (args.accumulate) load_row(simd, current(), m, n, count, before);
+    float before[64], rounded[64];
+    const bool direct = args.out.dtype == DType::f32 && args.out.col_stride == 1;
+    float* const values =
+        direct ? static_cast<float*>(args.out.data) + m * args.out.row_stride + n : rounded;
+    if (args.accumulate && !direct) load_row(simd, current(), m, n, count, before);
     simd.dequantize(acc, count, args.b_scale + n * args.b_scale_step, args.b_scale_step,
                     args.a_scale[m * args.a_scale_step] * args.inv_divisor,
-                    args.accumulate ? before : nullptr, values);
+                    !args.accumulate ? nullptr
+                    : direct         ? values
+                                     : before,
+                    values);
     add_bias(n, count, values);
-    store_row(simd, values, m, n, count, args.out);
+    if (!direct) store_row(simd, values, m, n, count, args.out);
   }
 
   // For contractions too long for one INT32 sum.
@@ -127,7 +133,7 @@ void CpuBackend::gemm(const Context& context, const GemmArgs& given, void* works
   // With few rows, tasks also split the panels.
   const std::int64_t row_tasks = ceil_div(args.m, rows_per_task);
   const std::int64_t slices =
-      std::min(panels, ceil_div(std::int64_t{4} * context.threads(), row_tasks));
+      std::min(panels, ceil_div(std::int64_t{8} * context.threads(), row_tasks));
   const Epilogue epilogue{simd, args};
   context.pool()->run(row_tasks * slices, [&](std::int64_t task) {
     const std::int64_t m_first = task / slices * rows_per_task;

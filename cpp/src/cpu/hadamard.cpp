@@ -33,7 +33,8 @@ void fwht_fibres(const Context& context, const SimdKernels& simd, const FwhtArgs
   const std::int64_t run = std::min(blocks, std::max<std::int64_t>(1, 4096 / args.block));
   const std::int64_t runs = ceil_div(blocks, run);
   const std::int64_t total = fibres * runs;
-  const std::int64_t per_task = std::max<std::int64_t>(1, task_elements / (run * args.block));
+  const std::int64_t per_task = std::max<std::int64_t>(
+      1, task_elements(context, fibres * args.axis_length) / (run * args.block));
   context.pool()->run(ceil_div(total, per_task), [&](std::int64_t task) {
     float buffer[buffer_size];
     for (std::int64_t i = task * per_task; i < std::min(total, (task + 1) * per_task); ++i) {
@@ -58,8 +59,8 @@ void fwht_strips(const Context& context, const SimdKernels& simd, const FwhtArgs
   const std::int64_t strips = ceil_div(width, strip_columns);
   const std::int64_t blocks = args.axis_length / args.block;
   const std::int64_t total = planes * blocks * strips;
-  const std::int64_t per_task =
-      std::max<std::int64_t>(1, task_elements / (strip_columns * args.block));
+  const std::int64_t per_task = std::max<std::int64_t>(
+      1, task_elements(context, planes * width * args.axis_length) / (strip_columns * args.block));
   context.pool()->run(ceil_div(total, per_task), [&](std::int64_t task) {
     float strip[strip_block_limit * strip_columns];
     for (std::int64_t i = task * per_task; i < std::min(total, (task + 1) * per_task); ++i) {

@@ -87,6 +87,9 @@ class Strip {
       float* row = to + t * strip_columns;
       if (position < p_.body_tokens) {
         load_row(simd_, x_, p_.order.body(position), col_, cols_, row);
+        if (position + p_.block < p_.body_tokens) {
+          prefetch_row(x_, p_.order.body(position + p_.block), col_, cols_);
+        }
         if ((negative >> (t & 63) & 1U) != 0) simd_.scale_row(row, -1.0F);
       } else {
         std::memset(row, 0, strip_columns * sizeof(float));
@@ -156,7 +159,8 @@ struct Tasks {
     strips = ceil_div(x.cols, strip_columns);
     const std::int64_t cut = blocks_per_cut(p.rank);
     const std::int64_t wanted = ceil_div(std::int64_t{8} * context.threads(), strips);
-    const std::int64_t smallest = ceil_div(task_elements, std::int64_t{p.block} * strip_columns);
+    const std::int64_t smallest =
+        ceil_div(task_elements(context, x.rows * x.cols), std::int64_t{p.block} * strip_columns);
     range_blocks = round_up(std::max(smallest, ceil_div(p.blocks, wanted)), cut);
     ranges = std::max<std::int64_t>(1, ceil_div(p.blocks, range_blocks));
   }
@@ -387,6 +391,7 @@ void column_sum(const Context& context, const MatrixIn& x, const MatrixOut& out,
           float* row = rows + t * strip_columns;
           if (token + t < stop) {
             load_row(simd, x, token + t, col, cols, row);
+            if (token + t + group < stop) prefetch_row(x, token + t + group, col, cols);
           } else {
             std::memset(row, 0, strip_columns * sizeof(float));
           }

@@ -6,7 +6,8 @@
 namespace hot::detail {
 
 void CpuBackend::pack_int4(const Context& context, const MatrixIn& q, const MatrixOut& out) const {
-  const std::int64_t per_task = std::max<std::int64_t>(1, task_elements / q.cols);
+  const std::int64_t per_task =
+      std::max<std::int64_t>(1, task_elements(context, q.rows * q.cols) / q.cols);
   context.pool()->run(ceil_div(q.rows, per_task), [&](std::int64_t task) {
     for (std::int64_t r = task * per_task; r < std::min(q.rows, (task + 1) * per_task); ++r) {
       const auto* codes = static_cast<const std::int8_t*>(q.data) + r * q.row_stride;
@@ -23,7 +24,8 @@ void CpuBackend::pack_int4(const Context& context, const MatrixIn& q, const Matr
 
 void CpuBackend::unpack_int4(const Context& context, const MatrixIn& packed,
                              const MatrixOut& out) const {
-  const std::int64_t per_task = std::max<std::int64_t>(1, task_elements / out.cols);
+  const std::int64_t per_task =
+      std::max<std::int64_t>(1, task_elements(context, out.rows * out.cols) / out.cols);
   context.pool()->run(ceil_div(out.rows, per_task), [&](std::int64_t task) {
     for (std::int64_t r = task * per_task; r < std::min(out.rows, (task + 1) * per_task); ++r) {
       const auto* bytes = static_cast<const std::uint8_t*>(packed.data) + r * packed.row_stride;

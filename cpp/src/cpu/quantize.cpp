@@ -26,8 +26,9 @@ void expand_rotated(const SimdKernels& simd, const std::uint8_t* packed, int bit
   for (std::int64_t i = 0; i < count; ++i) values[i] += offsets[i];
 }
 
-std::int64_t rows_per_task(std::int64_t cols) {
-  return std::max<std::int64_t>(1, task_elements / std::max<std::int64_t>(1, cols));
+std::int64_t rows_per_task(const Context& context, std::int64_t rows, std::int64_t cols) {
+  return std::max<std::int64_t>(
+      1, task_elements(context, rows * cols) / std::max<std::int64_t>(1, cols));
 }
 
 // fp32 values of a row, `chunk` at a time, transformed and padded with zeros to `padded`.
@@ -105,7 +106,7 @@ void CpuBackend::quantize(const Context& context, const MatrixIn& x, const Quant
   const SimdKernels& simd = simd_kernels(context.isa());
   const Rounder rounder{spec.rounding, spec.bits, random_key(context.key(), Purpose::quantize)};
   const bool packed = q.dtype == DType::i4x2;
-  const std::int64_t per_task = rows_per_task(x.cols);
+  const std::int64_t per_task = rows_per_task(context, x.rows, x.cols);
   const std::int64_t tasks = ceil_div(x.rows, per_task);
 
   context.pool()->run(tasks, [&](std::int64_t task) {
@@ -165,7 +166,7 @@ void CpuBackend::quantize(const Context& context, const MatrixIn& x, const Quant
 void CpuBackend::dequantize(const Context& context, const MatrixIn& q, const float* scale,
                             Granularity granularity, const MatrixOut& out) const {
   const SimdKernels& simd = simd_kernels(context.isa());
-  const std::int64_t per_task = rows_per_task(out.cols);
+  const std::int64_t per_task = rows_per_task(context, out.rows, out.cols);
   const bool packed = q.dtype == DType::i4x2;
   context.pool()->run(ceil_div(out.rows, per_task), [&](std::int64_t task) {
     float values[chunk];
@@ -198,7 +199,7 @@ void quantize_rows(const Context& context, const RowsJob& job) {
   if (quant.per_tensor) std::memset(amax, 0, sizeof *amax);
   const SimdKernels& simd = simd_kernels(context.isa());
   const Rounder rounder{quant.rounding, quant.bits, random_key(context.key(), quant.purpose)};
-  const std::int64_t per_task = rows_per_task(out.k_padded);
+  const std::int64_t per_task = rows_per_task(context, x.rows, out.k_padded);
   const std::int64_t tasks = ceil_div(x.rows, per_task);
   const std::int64_t row_blocks = out.k_padded / group;
 
@@ -287,7 +288,7 @@ void compress_groups(const Context& context, const MatrixIn& x, const CompressJo
 
 void token_exponents(const Context& context, const MatrixIn& x, std::uint8_t* exponents) {
   const SimdKernels& simd = simd_kernels(context.isa());
-  const std::int64_t per_task = rows_per_task(x.cols);
+  const std::int64_t per_task = rows_per_task(context, x.rows, x.cols);
   const auto width = static_cast<float>(std::max<std::int64_t>(1, x.cols));
   context.pool()->run(ceil_div(x.rows, per_task), [&](std::int64_t task) {
     Row row(simd, x, 1, x.cols);
@@ -425,7 +426,7 @@ void requantize_groups(const Context& context, const GroupsJob& job) {
   const int bits = job.rotated_bits;
   const float largest_value = bits == 0 ? 7.0F : static_cast<float>(1 << (bits - 1));
   const std::int64_t row_blocks = out.k_padded / group;
-  const std::int64_t per_task = rows_per_task(out.k_padded);
+  const std::int64_t per_task = rows_per_task(context, out.rows, out.k_padded);
   context.pool()->run(ceil_div(out.rows, per_task), [&](std::int64_t task) {
     float values[chunk], inv[chunk];
     for (std::int64_t r = task * per_task; r < std::min(out.rows, (task + 1) * per_task); ++r) {

@@ -1,5 +1,10 @@
 // The inner loops with AMX: integer products by tile registers, everything else as with AVX-512.
 // tdpbssd multiplies signed bytes, so sums start at 0. Sums of bytes are exact: the same bits.
+// GCC 12 warns about the "undefined" registers that its own intrinsics pass.
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#endif
 #include <immintrin.h>
 
 #include <cstddef>
@@ -7,6 +12,7 @@
 #include <cstring>
 
 #include "cpu/simd.h"
+#include "cpu/transpose_avx512.h"
 
 namespace hot::detail {
 namespace {
@@ -52,14 +58,11 @@ std::size_t gemm_panel_bytes(std::int64_t k) {
 
 void gemm_pack(const std::int8_t* b, std::int64_t ldb, int rows, std::int64_t k, void* panel) {
   auto* out = static_cast<char*>(panel);
-  std::memset(out, 0, gemm_panel_bytes(k));
-  for (int n = 0; n < rows; ++n) {
-    char* const column = out + static_cast<std::size_t>(n / half) * half_bytes + n % half * 4;
-    for (std::int64_t i = 0; i < k; i += 4) {
-      const std::size_t bytes = k - i < 4 ? static_cast<std::size_t>(k - i) : 4;
-      std::memcpy(
-          column + i / step_k * 2 * static_cast<std::int64_t>(half_bytes) + i % step_k / 4 * 64,
-          b + n * ldb + i, bytes);
+  for (std::int64_t i = 0; i < k; i += step_k) {
+    for (int n = 0; n < tile_n; n += half, out += half_bytes) {
+      __m512i line[16];
+      transpose_words(n < rows ? b + n * ldb + i : b, ldb, rows - n, k - i, line);
+      for (int j = 0; j < 16; ++j) _mm512_storeu_si512(out + 64 * j, line[j]);
     }
   }
 }

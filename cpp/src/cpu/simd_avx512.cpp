@@ -12,6 +12,7 @@
 #include <cstring>
 
 #include "cpu/scalar.h"
+#include "cpu/transpose_avx512.h"
 
 namespace hot::detail {
 namespace {
@@ -116,15 +117,17 @@ constexpr int tile_m = 6, tile_n = 64;
 std::size_t gemm_panel_bytes(std::int64_t k) { return static_cast<std::size_t>((k + 3) / 4) * 256; }
 
 void gemm_pack(const std::int8_t* b, std::int64_t ldb, int rows, std::int64_t k, void* panel) {
-  auto* out = static_cast<std::uint8_t*>(panel);
-  for (std::int64_t i = 0; i < k; i += 4) {
-    const std::size_t bytes = k - i < 4 ? static_cast<std::size_t>(k - i) : 4;
-    for (int n = 0; n < tile_n; ++n) {
-      std::uint32_t four = 0;
-      if (n < rows) std::memcpy(&four, b + n * ldb + i, bytes);
-      four ^= 0x80808080U;
-      std::memcpy(out, &four, sizeof four);
-      out += 4;
+  auto* out = static_cast<std::int8_t*>(panel);
+  const __m512i signs = _mm512_set1_epi8(-128);
+  for (std::int64_t i = 0; i < k; i += 64) {
+    const int lines = static_cast<int>((k - i < 64 ? k - i : 64) + 3) / 4;
+    for (int n = 0; n < tile_n; n += 16) {
+      __m512i line[16];
+      transpose_words(n < rows ? b + n * ldb + i : b, ldb, rows - n, k - i, line);
+      for (int j = 0; j < lines; ++j) {
+        _mm512_storeu_si512(out + (i / 4 + j) * 4 * tile_n + 4 * n,
+                            _mm512_xor_si512(line[j], signs));
+      }
     }
   }
 }

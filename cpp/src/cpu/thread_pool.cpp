@@ -3,6 +3,7 @@
 #include <sched.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -49,41 +50,84 @@ bool spin_until(const Ready& ready) {
 
 }  // namespace
 
+// A job is open while it has tasks that nobody has taken. To take one is a compare-and-swap, to
+// finish it an increment: who comes too late for a job finds nothing, and nobody waits for them.
+// Locks are for those that sleep.
 struct ThreadPool::State {
+  static constexpr std::int64_t max_tasks = 0xffffffff;  // of a job
+
   std::mutex caller;  // held by the caller whose job is running
   std::mutex mutex;
   std::condition_variable wake, done;
-  // Written under the mutex; read without it by those that spin.
-  std::atomic<std::uint64_t> generation{0};
+  std::atomic<int> sleeping{0};
+  std::atomic<bool> caller_sleeps{false};
   std::atomic<bool> stop{false};
-  std::atomic<int> working{0};
 
+  // The job's number above the count of its tasks that are left: a number does not come again
+  // while somebody looks at it.
+  alignas(64) std::atomic<std::uint64_t> open{0};
+  alignas(64) std::atomic<std::int64_t> finished{0};
+  // Written while no job is open; read by those that have a task, before they have finished it.
   Call call = nullptr;
   const void* task = nullptr;
-  std::int64_t count = 0;
-  std::atomic<std::int64_t> next{0};
+  std::int64_t first = 0, count = 0;
 
   pid_t owner = getpid();
   std::vector<std::thread> threads;
 
+  static std::int64_t left(std::uint64_t job) {
+    return static_cast<std::int64_t>(job & static_cast<std::uint64_t>(max_tasks));
+  }
+  bool is_open() const { return left(open) != 0; }
+  bool is_finished() const { return finished == count; }
+
+  void publish(std::int64_t from, std::int64_t tasks) {
+    first = from;
+    count = tasks;
+    finished = 0;
+    open = ((open >> 32) + 1) << 32 | static_cast<std::uint64_t>(tasks);
+    if (sleeping == 0) return;
+    {
+      const std::lock_guard<std::mutex> lock(mutex);
+    }  // who is about to sleep does so first
+    if (tasks > static_cast<std::int64_t>(threads.size())) return wake.notify_all();
+    for (std::int64_t i = 1; i < tasks; ++i) wake.notify_one();
+  }
+
   void drain() {
-    for (std::int64_t i = next.fetch_add(1); i < count; i = next.fetch_add(1)) call(task, i);
+    std::uint64_t job = open;
+    while (left(job) != 0) {
+      if (!open.compare_exchange_weak(job, job - 1)) continue;
+      const std::int64_t all = count;
+      call(task, first + (all - left(job)));
+      if (finished.fetch_add(1) + 1 == all && caller_sleeps) {
+        const std::lock_guard<std::mutex> lock(mutex);
+        done.notify_one();
+      }
+      job = open;
+    }
+  }
+
+  // Of the caller, whose job has no task left.
+  void wait() {
+    if (spin_until([&] { return is_finished(); })) return;
+    std::unique_lock<std::mutex> lock(mutex);
+    caller_sleeps = true;
+    done.wait(lock, [&] { return is_finished(); });
+    caller_sleeps = false;
   }
 
   void loop() {
     const detail::StandardArithmetic arithmetic;
-    std::uint64_t handled = 0;
-    const auto called = [&] { return stop || generation != handled; };
-    for (;;) {
-      spin_until(called);
-      std::unique_lock<std::mutex> lock(mutex);
-      wake.wait(lock, called);
-      if (stop) return;
-      handled = generation;
-      lock.unlock();
+    const auto called = [&] { return stop || is_open(); };
+    while (!stop) {
+      if (!spin_until(called)) {
+        std::unique_lock<std::mutex> lock(mutex);
+        ++sleeping;
+        wake.wait(lock, called);
+        --sleeping;
+      }
       drain();
-      lock.lock();
-      if (--working == 0) done.notify_one();
     }
   }
 
@@ -97,9 +141,31 @@ struct ThreadPool::State {
   }
 };
 
-ThreadPool::ThreadPool(int threads) : threads_(threads), state_(std::make_unique<State>()) {
+namespace {
+
+// A job of an executor's threads.
+struct SharedJob {
+  void (*call)(const void*, std::int64_t);
+  const void* task;
+  std::int64_t count;
+  std::atomic<std::int64_t> next{0};
+
+  static void work(void* data) {
+    SharedJob& job = *static_cast<SharedJob*>(data);
+    const detail::StandardArithmetic arithmetic;
+    for (std::int64_t i = job.next.fetch_add(1); i < job.count; i = job.next.fetch_add(1)) {
+      job.call(job.task, i);
+    }
+  }
+};
+
+}  // namespace
+
+ThreadPool::ThreadPool(int threads, const Executor& executor)
+    : threads_(threads), executor_(executor), state_(std::make_unique<State>()) {
+  const int own = executor.run == nullptr ? threads : 1;
   try {
-    for (int i = 1; i < threads; ++i) {
+    for (int i = 1; i < own; ++i) {
       state_->threads.emplace_back([state = state_.get()] { state->loop(); });
     }
   } catch (...) {  // no memory or no thread: join those that run before their State is destroyed
@@ -121,23 +187,21 @@ ThreadPool::~ThreadPool() {
 void ThreadPool::run_erased(std::int64_t count, Call call, const void* task) {
   State& state = *state_;
   if (count > 1 && threads_ > 1 && state.owner == getpid()) {
+    if (executor_.run != nullptr) {
+      SharedJob job{call, task, count};
+      executor_.run(executor_.state, threads_, SharedJob::work, &job);
+      SharedJob::work(&job);  // what is left, if its threads are busy
+      return;
+    }
     std::unique_lock<std::mutex> caller(state.caller, std::try_to_lock);
     if (caller.owns_lock()) {
-      {
-        const std::lock_guard<std::mutex> lock(state.mutex);
-        state.call = call;
-        state.task = task;
-        state.count = count;
-        state.next.store(0);
-        state.working = threads_ - 1;
-        ++state.generation;
+      state.call = call;
+      state.task = task;
+      for (std::int64_t first = 0; first < count; first += State::max_tasks) {
+        state.publish(first, std::min(count - first, State::max_tasks));
+        state.drain();
+        state.wait();
       }
-      state.wake.notify_all();
-      state.drain();
-      const auto finished = [&] { return state.working == 0; };
-      spin_until(finished);
-      std::unique_lock<std::mutex> lock(state.mutex);
-      state.done.wait(lock, finished);
       return;
     }
   }

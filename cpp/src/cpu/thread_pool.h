@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <memory>
 
+#include "hot/context.h"
+
 namespace hot {
 
 int default_thread_count();
@@ -11,10 +13,10 @@ int default_thread_count();
 // Runs tasks [0, count) of a call on its threads and the caller's. Every task writes its own part
 // of the result, so only the time depends on the number of threads. Several callers may share a
 // pool: one uses its threads, the others run their tasks themselves, as does a forked child, which
-// has no threads.
+// has no threads. With an executor it has none of its own.
 class ThreadPool {
  public:
-  explicit ThreadPool(int threads);
+  explicit ThreadPool(int threads, const Executor& executor = {});
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
@@ -35,6 +37,7 @@ class ThreadPool {
 
   struct State;
   int threads_;
+  Executor executor_;
   std::unique_ptr<State> state_;
 };
 

@@ -1,7 +1,10 @@
 """HOT for torch: ``import hotcore.torch as hot``, then ``hot.convert(model)``."""
 
 from ..config import HotConfig
-from . import _requirement  # noqa: F401  (first)
+from . import (
+    _requirement,  # noqa: F401  (first)
+    openmp,
+)
 from .accumulation import gradient_accumulation
 from .attention import HotMultiheadAttention
 from .autotune import autotune
@@ -21,6 +24,8 @@ from .policies import keep_attention, keep_codes, keep_products
 from .recompute import Recomputed, recompute
 from .report import ConversionReport, Converted, Skipped
 from .schedule import PrecisionSchedule
+
+openmp.share()
 
 __all__ = [
     "Compression",

@@ -1,0 +1,79 @@
+"""HOT's work on the threads of torch's OpenMP."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from hotcore import contexts  # noqa: E402  (after the skip)
+from hotcore.torch import openmp  # noqa: E402
+from support import output_of  # noqa: E402
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or "OpenMP" not in torch.__config__.parallel_info(),
+    reason="torch's threads are not OpenMP's",
+)
+
+PROGRAM = """
+import hashlib, os
+import torch, hotcore
+import hotcore.torch as hot
+from hotcore import contexts
+torch.set_num_threads(3)
+hotcore.set_num_threads(3)
+torch.manual_seed(0)
+model = hot.HotLinear(256, 192)
+x = torch.randn(400, 256).requires_grad_()
+torch.randn(600, 600) @ torch.randn(600, 600)
+def gradients():
+    torch.manual_seed(1)
+    model.zero_grad()
+    x.grad = None
+    model(x).square().sum().backward()
+    bits = [g.numpy().tobytes() for g in (x.grad, model.weight.grad)]
+    return hashlib.sha256(b"".join(bits)).hexdigest()[:16]
+here = gradients()
+threads = len(os.listdir("/proc/self/task"))
+child = os.fork()
+if child == 0:
+    torch.set_num_threads(1)  # as in a DataLoader's worker: torch's own threads are gone, too
+    os._exit(0 if gradients() == here and contexts._openmp == 0 else 1)
+status = os.waitpid(child, 0)[1]
+print(int(contexts._openmp != 0), threads, status, here)
+"""
+
+
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str) -> tuple[int, int, int, str]:
+    monkeypatch.setenv(openmp.OWN_THREADS, own)
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    shared, threads, status, bits = output_of(str(program), folder=tmp_path, timeout=100).split()
+    return int(shared), int(threads), int(status), bits
+
+
+def test_the_adapter_takes_torchs_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread of its own, the same bits as with its own, and in a child of a fork."""
+    shared, threads, status, bits = run(tmp_path, monkeypatch, "0")
+    assert (shared, status) == (1, 0)
+    own = run(tmp_path, monkeypatch, "1")
+    assert own == (0, threads + 2, 0, bits)
+
+
+def test_a_library_that_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert openmp.parallel_region() != 0
+    monkeypatch.setattr(openmp, "LIBRARIES", ("libnothing",))
+    assert openmp.parallel_region() == 0
+    before = contexts._openmp
+    try:
+        monkeypatch.setenv(openmp.OWN_THREADS, "0")
+        openmp.share()
+        assert contexts._openmp == 0
+        assert contexts.num_threads() >= 1
+    finally:
+        contexts.use_openmp(before)
+    assert os.environ[openmp.OWN_THREADS] == "0"
