@@ -485,6 +485,9 @@ __device__ void multiply_tiles(const MmaWork& work) {
   while (segments.next()) {
     load_fragments<T>(a[0], here, a_place, 0);
     load_fragments<T>(b[0], here, b_place, 0);
+    // Part of a tile leaves bare sums. Scales that nobody waits for could come after the next
+    // tile's.
+    const bool alone = segments.end - segments.first == work.steps;
     int sum[rows][columns][4] = {};
     float total[any ? rows : 1][any ? columns : 1][4] = {};
     for (int step = segments.first; step < segments.end; ++step) {
@@ -496,7 +499,7 @@ __device__ void multiply_tiles(const MmaWork& work) {
           here = ring + static_cast<unsigned>(stage * T::stage_bytes);
           wait_copies<T::stages - 2>();
           __syncthreads();
-          if (step == segments.first) load_scales<T>(work, segments.tile, scales);
+          if (alone && step == segments.first) load_scales<T>(work, segments.tile, scales);
         }
         const int now = k32 % 2, other = (k32 + 1) % 2;
         load_fragments<T>(a[other], here, a_place, (k32 + 1) % k32s);
@@ -528,7 +531,7 @@ __device__ void multiply_tiles(const MmaWork& work) {
       }
     }
 
-    if (segments.end - segments.first < work.steps) {
+    if (!alone) {
       constexpr int warp_sums = rows * columns * 32;
       int4* const to = work.sums + std::int64_t{segments.place()} * (T::m * T::n / 4) +
                        static_cast<int>(threadIdx.x) / 32 * warp_sums + lane;

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <memory>
 #include <stdexcept>
 #include <vector>
@@ -157,6 +158,20 @@ struct Mirror : Mirrored {
   std::int64_t rows_, cols_, ld_, offset_;
   DType dtype_;
 };
+
+// Whether unit number `unit` of a long test belongs to the part of it that HOT_TEST_PART names:
+// "1/4" is the second of four. scripts/gpu_trust.py runs the parts side by side under sanitizers.
+inline bool in_part(std::int64_t unit) {
+  const char* const text = std::getenv("HOT_TEST_PART");
+  if (text == nullptr) return true;
+  char* end = nullptr;
+  const std::int64_t part = std::strtoll(text, &end, 10);
+  const std::int64_t parts = *end == '/' ? std::strtoll(end + 1, &end, 10) : 0;
+  if (*end != '\0' || part < 0 || part >= parts) {
+    throw std::runtime_error(std::string("HOT_TEST_PART is ") + text + ", expected such as 1/4");
+  }
+  return unit % parts == part;
+}
 
 inline DType any_float() { return float_types[random_int(0, 2)]; }
 

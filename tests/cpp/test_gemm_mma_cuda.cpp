@@ -129,6 +129,7 @@ TEST_F(GemmMmaCuda, every_tile_equals_cpu) {
     for (const bool packed : {false, true}) {
       if (packed && !(mma_tiles[tile].int4 && int4_here())) continue;
       for (int round = 0; round < 6; ++round) {
+        if (!in_part(6 * tile + round)) continue;
         const std::int64_t k = packed ? 2 * random_int(1, 1000) : random_int(1, 1500);
         expect_as_cpu(any_size(), whole_columns(), k, any_options(packed), tile);
       }
@@ -163,7 +164,35 @@ TEST_F(GemmMmaCuda, longest_contraction_is_exact) {
     Options options;
     options.dtype = DType::f32;
     options.extreme = true;
+    if (!in_part(tile)) continue;
     expect_as_cpu(3, 8, hot::detail::int32_safe_k, options, tile);
+  }
+}
+
+// A thread block that ends with a part of one tile and goes on with the whole of another, which
+// alone writes its results: nothing of the first may arrive in the second.
+TEST_F(GemmMmaCuda, a_shared_tile_and_the_next) {
+  for (int tile = 0; tile < mma_tile_count; ++tile) {
+    if (mma_tiles[tile].any ||
+        mma_tiles[tile].shared_bytes >
+            hot::detail::mma_shared_block(mma_device(context()).capability)) {
+      continue;
+    }
+    for (int round = 0; round < 8; ++round) {
+      const std::int64_t steps = random_int(2, 9);
+      Options options = any_options(false);
+      options.layout = Layout::rows;
+      // Three tiles one above the other by two thread blocks: one and a half each.
+      Problem problem(2 * mma_tiles[tile].m + random_int(1, mma_tiles[tile].m), mma_tiles[tile].n,
+                      steps * mma_tiles[tile].step, options);
+      MmaPlan plan = mma_plan_of(mma_device(context()),
+                                 mma_product(problem.args(true), MmaCodes::int8), tile, true);
+      plan.band = static_cast<int>(random_int(1, 3));
+      plan.blocks = plan.sharers = 2;
+      plan.whole = 0;
+      plan.shared = 3;
+      expect_as_cpu(problem, false, plan);
+    }
   }
 }
 
