@@ -188,6 +188,20 @@ TEST(Gemm, strided_output) {
   }
 }
 
+// The stride of an array of one row means nothing, and no address is computed with it.
+TEST(Gemm, a_single_row_may_have_any_stride) {
+  for (const hot::Isa isa : isas()) {
+    const Bytes a = bytes(1, 37, codes(37, 127)), b = bytes(1, 37, codes(37, 127));
+    ConstTensorView far_a = a.view(), far_b = b.view();
+    far_a.stride[0] = far_b.stride[0] = std::numeric_limits<std::int64_t>::max() / 3;
+    std::int32_t sum = 0;
+    Scratch scratch(hot::gemm_workspace(cpu(), 1, 1, 37));
+    hot::gemm_int8(hot::Context::cpu(1).with_isa(isa), far_a, far_b, no_scale, no_scale, {},
+                   hot::matrix(&sum, DType::i32, 1, 1), scratch.workspace());
+    EXPECT_EQ(sum, sums(a, b)[0]);
+  }
+}
+
 TEST(Gemm, int4_equals_int8) {
   for (const std::int64_t k : {0, 1, 2, 31, 32, 101}) {
     const std::int64_t m = random_int(1, 20), n = random_int(1, 70);

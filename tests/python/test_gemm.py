@@ -198,6 +198,14 @@ def test_strided_output(rng: np.random.Generator) -> None:
     equal_bits(turned, hotcore.gemm_int8(a, b, one, one))
 
 
+@pytest.mark.parametrize("isa", isas())
+def test_a_single_row_may_have_any_stride(rng: np.random.Generator, isa: str) -> None:
+    a, b = codes(rng, 1, 37), codes(rng, 1, 37)
+    far = [np.lib.stride_tricks.as_strided(one, strides=(2**61, 1)) for one in (a, b)]
+    with running(1, isa):
+        np.testing.assert_array_equal(hotcore.gemm_int8(*far), exact(a, b))
+
+
 @pytest.mark.parametrize("k", [0, 1, 2, 31, 32, 101])
 def test_int4_equals_int8(rng: np.random.Generator, k: int) -> None:
     a, b = codes(rng, 17, k, 4), codes(rng, 40, k, 4)

@@ -117,10 +117,12 @@ std::size_t gemm_panel_bytes(std::int64_t k) { return static_cast<std::size_t>((
 void gemm_pack(const std::int8_t* b, std::int64_t ldb, int rows, std::int64_t k, void* panel) {
   auto* out = static_cast<std::int16_t*>(panel);
   for (std::int64_t i = 0; i < k; i += 2) {
-    for (int n = 0; n < tile_n; ++n) {
-      const std::int8_t* row = b + n * ldb + i;
-      *out++ = n < rows ? row[0] : static_cast<std::int16_t>(0);
-      *out++ = n < rows && i + 1 < k ? row[1] : static_cast<std::int16_t>(0);
+    for (int n = 0; n < tile_n; ++n, out += 2) {
+      out[0] = out[1] = 0;
+      if (n >= rows) continue;  // a row that is not there has no address, either
+      const std::int8_t* const row = b + n * ldb + i;
+      out[0] = row[0];
+      if (i + 1 < k) out[1] = row[1];
     }
   }
 }
