@@ -506,6 +506,7 @@ TEST_F(StagesCuda, a_divided_contraction_is_within_its_bound) {
 TEST_F(StagesCuda, backward_linear_equals_cpu) {
   constexpr int rounds = 95, usual = 90;
   for (int round = 0; round < rounds; ++round) {
+    if (!in_part(round)) continue;
     std::int64_t L = round == 0 ? 0 : any_size();
     hot::BackwardLinearSpec spec;
     if (round < 20 || round >= usual) {
@@ -556,6 +557,7 @@ TEST_F(StagesCuda, rotated_and_equalised_storage_equals_cpu) {
   const hot::Storage storages[] = {hot::Storage::rht4, hot::Storage::rht2, hot::Storage::rht2,
                                    hot::Storage::int4, hot::Storage::int8};
   for (int round = 0; round < 120; ++round) {
+    if (!in_part(round)) continue;
     hot::BackwardLinearSpec spec;
     spec.storage = storages[round % 5];
     const bool rotated = round % 5 < 3;
@@ -580,8 +582,10 @@ TEST_F(StagesCuda, rotated_and_equalised_storage_equals_cpu) {
     compare_backward(work);
   }
   // One cluster, the largest, and more tokens than it holds.
+  int round = 0;
   for (const std::int64_t L : {3000, 8200, 16384, 16500, 20000}) {
     for (const char* const scale : {"channel", "tensor"}) {
+      if (!in_part(round++)) continue;
       hot::BackwardLinearSpec spec = recipe("compact");
       spec.storage = storages[random_int(0, 4)];
       if (std::string(scale) == "tensor") spec.gw_scale = GradScale::tensor;
@@ -686,6 +690,7 @@ TEST_F(StagesCuda, backward_linear_of_many_tokens_equals_cpu) {
     for (const auto& step : hot::explain("cuda:0", {L, O, I}, spec).steps) {
       if (step.kernel == "rows_column_amax_kernel") ++by_one_read;
     }
+    if (!in_part(round)) continue;
     compare_backward({"round " + std::to_string(round),
                       spec,
                       {L, O, I},
@@ -817,8 +822,10 @@ TEST_F(StagesCuda, every_replay_reads_the_counter) {
   // also with short rows of many blocks (cuda/quantize_rows_column_amax.cu).
   const hot::LinearShape shapes[] = {
       {394, 192, 160}, {2100, 1040, 528}, {16400, 48, 40}, {16500, 768, 64}};
+  int unit = 0;
   for (const std::string& name : recipe_names()) {
     for (const hot::LinearShape& shape : shapes) {
+      if (!in_part(unit++)) continue;
       Mirrored numbers(2 * sizeof(std::uint64_t));
       auto* const counter = numbers.on<std::uint64_t>(true);
       hot::Key key = any_key();

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from pathlib import Path
@@ -93,9 +94,9 @@ def test_sanitizer_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     called: list[tuple[str, str]] = []
 
     def sanitize(
-        tool: str, program: Path, test: str, seconds: float, cores: list[int]
+        tool: str, program: Path, test: str, seconds: float, cores: list[int], part: int
     ) -> str | None:
-        assert cores
+        assert cores and part == 0
         called.append((tool, test))
         return {"A.b": "said", "A.c": None}.get(test, "clean")
 
@@ -109,6 +110,54 @@ def test_sanitizer_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     again = trust.sanitizer(2, 5, {tool: {"clean": ["A.a", "gone"]} for tool in gpu_trust.TOOLS})
     assert again["tools"] == first["tools"]
     assert {test for _, test in called} == {"A.b", "A.c"}
+
+
+def test_long_tests_run_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "tests/cpp/test_all_cuda"
+    program.parent.mkdir(parents=True)
+    program.touch()
+    monkeypatch.setattr(gpu_trust.shutil, "which", lambda name: name)
+    monkeypatch.setattr(gpu_trust, "LONG", {"A.b": 3, "A.c": 2, "A.d": 2})
+    trust = gpu_trust.Trust(tmp_path, {}, time.monotonic() + 60)
+    monkeypatch.setattr(trust, "tests_in", lambda program: ["A.a", "A.b", "A.c", "A.d"])
+    ran: list[tuple[str, str | None]] = []
+
+    def process(command: list[str], env: dict[str, str], **_: object) -> object:
+        test = command[-1].partition("=")[2]
+        part = env.get("HOT_TEST_PART")
+        ran.append((test, part))
+        if (test, part) == ("A.c", "1/2"):
+            raise gpu_trust.subprocess.TimeoutExpired(command, 5)
+        bad = (test, part) == ("A.d", "0/2")
+        return gpu_trust.subprocess.CompletedProcess(command, 3 if bad else 0)
+
+    monkeypatch.setattr(gpu_trust.subprocess, "run", process)
+    found = trust.sanitizer(1, 5, {})
+    row = found["tools"]["memcheck"]
+    assert (sorted(row["clean"]), list(row["errors"]), row["not finished"]) == (
+        ["A.a", "A.b"],
+        ["A.d"],
+        ["A.c"],
+    )
+    assert sorted(set(ran)) == sorted(
+        [("A.a", None), *(("A.b", f"{i}/3") for i in range(3)),
+         *((test, f"{i}/2") for test in ("A.c", "A.d") for i in range(2))]
+    )  # fmt: skip
+    assert ran[-1] == ("A.a", None)  # the long ones start first
+
+
+def test_the_long_tests_know_their_parts() -> None:
+    assert sorted(gpu_trust.LONG) == sorted(
+        f"{suite}.{name}"
+        for path in (ROOT / "tests/cpp").glob("test_*_cuda.cpp")
+        for suite, name in with_parts(path.read_text())
+    )
+
+
+def with_parts(source: str) -> list[tuple[str, str]]:
+    """Tests of a file that ask which part they are."""
+    tests = re.split(r"^TEST_F\((\w+), (\w+)\)", source, flags=re.MULTILINE)
+    return [(a, b) for a, b, body in zip(*[iter(tests[1:])] * 3, strict=True) if "in_part(" in body]
 
 
 def test_tables(tmp_path: Path) -> None:
