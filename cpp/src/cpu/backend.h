@@ -2,6 +2,7 @@
 // inner loops are in simd_*.cpp.
 #pragma once
 
+#include "cpu/phase.h"
 #include "cpu/simd.h"
 #include "cpu/thread_pool.h"
 #include "kernels.h"
@@ -52,14 +53,131 @@ void token_exponents(const Context&, const MatrixIn& x, std::uint8_t* exponents)
 void compress_groups(const Context&, const MatrixIn& x, const CompressJob&);       // quantize.cpp
 void compress_rotated(const Context&, const MatrixIn& x, const CompressJob&);      // lowrank.cpp
 
-// The stages of a backward pass. The single scale of a whole operand is its scales' first element.
-void quantize_rows(const Context&, const RowsJob&);        // quantize.cpp
-void requantize_groups(const Context&, const GroupsJob&);  // quantize.cpp
+// Stages whose parts join the phases of a backward pass. Each adds its tasks to a phase; what a
+// part needs has to have been run in a phase before. The single scale of a whole operand is its
+// scales' first element.
+
+// Rows of g_y, x or w. quantize.cpp
+class QuantizeRows {
+ public:
+  QuantizeRows(const Context&, const RowsJob&);
+  // The codes' pass also finds the columns' largest values, as bit patterns: one read of x less.
+  // For x of at most most_found columns and a scale for each row.
+  void find_columns(std::uint32_t* amax);
+  static constexpr std::int64_t most_found = 4096;
+
+  void add_largest(Phase&) const;  // nothing, unless one scale is for all
+  void add_codes(Phase&) const;
+  void finish() const;
+
+ private:
+  void largest(std::int64_t task) const;
+  void codes(std::int64_t task) const;
+
+  const SimdKernels& simd_;
+  RowsJob job_;
+  Rounder rounder_;
+  std::int64_t per_task_, tasks_;
+  std::uint32_t* columns_ = nullptr;
+};
+
+// x as packed codes to INT8. quantize.cpp
+class RequantizeGroups {
+ public:
+  RequantizeGroups(const Context&, const GroupsJob&);
+  void add_codes(Phase&) const;
+
+ private:
+  void codes(std::int64_t task) const;
+
+  const SimdKernels& simd_;
+  GroupsJob job_;
+  Rounder rounder_;
+  std::int64_t per_task_;
+};
+
+// The tasks of a pass over P x: strips of columns times ranges of blocks, enough for all threads.
+// lowrank.cpp
+class StripTasks {
+ public:
+  struct Task {
+    std::int64_t col, begin, end;  // the first column, a range of blocks
+  };
+  StripTasks(const Context&, const MatrixIn& x, const Projection&);
+  std::int64_t count() const { return strips_ * ranges_; }
+  Task operator[](std::int64_t task) const;
+
+ private:
+  std::int64_t strips_, ranges_ = 0, range_blocks_ = 0, blocks_;
+};
+
+// Rows of P x, transposed. Until `finish`, the scales' memory holds the largest values' bit
+// patterns. lowrank.cpp
+class QuantizeColumns {
+ public:
+  QuantizeColumns(const Context&, const ColumnsJob&);
+  std::uint32_t* amax() const;
+  void add_largest(Phase&) const;
+  void add_codes(Phase&) const;
+  void add_finish(Phase&) const;
+
+ private:
+  void largest(std::int64_t task) const;
+  void codes(std::int64_t task) const;
+  void finish(std::int64_t) const;
+
+  const SimdKernels& simd_;
+  ColumnsJob job_;
+  RandomKey random_;  // of the sketch, or of the signs
+  Rounder rounder_;
+  StripTasks tasks_;
+  std::int64_t scales_;
+};
+
+// g_b. lowrank.cpp
+class SumColumns {
+ public:
+  SumColumns(const Context& context, const MatrixIn& x, const MatrixOut& out, bool accumulate)
+      : simd_(simd_kernels(context.isa())), x_(x), out_(out), accumulate_(accumulate) {}
+  void add_sums(Phase&) const;
+
+ private:
+  void sum(std::int64_t strip) const;
+
+  const SimdKernels& simd_;
+  MatrixIn x_;
+  MatrixOut out_;
+  bool accumulate_;
+};
+
+// An integer product: b as panels, the starts of a's sums, then the tiles. gemm.cpp
+class Product {
+ public:
+  Product(const Context&, const GemmArgs&, void* workspace);
+  void add_panels(Phase&) const;
+  void add_bias(Phase&) const;
+  void add_tiles(Phase&) const;
+
+ private:
+  void pack(std::int64_t task) const;
+  void find_bias(std::int64_t task) const;
+  void multiply(std::int64_t task) const;
+  char* panel_at(std::int64_t panel, std::int64_t chunk) const;
+  std::int64_t chunk_length(std::int64_t chunk) const;
+
+  const SimdKernels& simd_;
+  GemmArgs args_;
+  std::int64_t chunks_ = 0, panels_ = 0, row_tasks_ = 0, slices_ = 0;
+  std::size_t panel_bytes_ = 0;
+  char* packed_ = nullptr;
+  std::int32_t* bias_ = nullptr;
+};
+
+// Stages by themselves.
+void quantize_rows(const Context&, const RowsJob&);
+void quantize_columns(const Context&, const ColumnsJob&);
 // What is added to the codes' values of so many blocks of rht4 or rht2. quantize.cpp
 void dither_offsets(const Context&, const Key&, std::int64_t blocks, float* offsets);
-void quantize_columns(const Context&, const ColumnsJob&);  // lowrank.cpp
-void column_sum(const Context&, const MatrixIn& x, const MatrixOut& out,
-                bool accumulate);                                        // lowrank.cpp
 void gemm_token(const Context&, const GemmTokenArgs&, void* workspace);  // gemm.cpp
 void fill_zero(const Context&, const MatrixOut& out);                    // backend.cpp
 

@@ -2,6 +2,7 @@
 #include "backward_work.h"
 
 #include <algorithm>
+#include <optional>
 
 #include "checks.h"
 #include "cpu/backend.h"
@@ -53,6 +54,16 @@ Scratch take_scratch(WorkspaceCursor& cursor, const Backend& backend, const Cont
   return s;
 }
 
+// Whether the pass over g_y's rows may find the largest values of the columns as they are quantised
+// for g_w: each column has a scale and is not transformed.
+bool can_find_columns(const BackwardWork& work) {
+  const BackwardLinearSpec& spec = work.spec;
+  const Projection& p = work.tokens;
+  return spec.gx_scale != Granularity::tensor && spec.gw_scale == GradScale::channel &&
+         p.basis == Basis::full && p.body_tokens == p.tokens && !p.signs && !p.equalized &&
+         work.shape.out_features <= QuantizeRows::most_found;
+}
+
 }  // namespace
 
 void CpuBackend::compress(const Context& context, const CompressJob& job, void*) const {
@@ -74,53 +85,94 @@ std::size_t CpuBackend::backward_workspace(const Context& context, const Backwar
   return cursor.bytes();
 }
 
+// Four phases, which the threads start and end together: what reads g_y, w and x first; codes that
+// need the largest values of all; panels; products.
 void CpuBackend::backward(const Context& context, const BackwardCall& call, void* workspace) const {
   const BackwardWork& work = call.work;
   const BackwardLinearSpec& spec = work.spec;
   WorkspaceCursor cursor(workspace);
   const Scratch s = take_scratch(cursor, *this, context, work);
+  const bool by_token = spec.gw_scale == GradScale::token;
+
+  std::optional<QuantizeRows> rows;
+  std::optional<QuantizeColumns> weight, columns;
+  std::optional<RequantizeGroups> groups;
+  std::optional<Product> gx, gw;
+  std::optional<SumColumns> sums;
   if (work.gx) {
-    quantize_rows(context,
-                  {call.gy, spec.hadamard_block, gradient_rows_quant(spec), s.gradient_rows});
-    Operand weight = call.quantized;
-    weight.scales = scale_places(spec.weight_scale == Granularity::tensor, weight.scales);
+    rows.emplace(context,
+                 RowsJob{call.gy, spec.hadamard_block, gradient_rows_quant(spec), s.gradient_rows});
+    Operand codes = call.quantized;
+    codes.scales = scale_places(spec.weight_scale == Granularity::tensor, codes.scales);
     if (work.weight) {
-      weight = s.weight;
-      quantize_columns(context, {call.w, &work.out_features, Side::activation, context.key(),
-                                 weight_quant(spec), weight});
+      codes = s.weight;
+      weight.emplace(context, ColumnsJob{call.w, &work.out_features, Side::activation,
+                                         context.key(), weight_quant(spec), codes});
     }
-    gemm(context, product(s.gradient_rows, weight, spec.hadamard_block, false, call.gx), s.gx_gemm);
-  } else if (work.clear_gx) {
-    fill_zero(context, call.gx);
+    gx.emplace(context, product(s.gradient_rows, codes, spec.hadamard_block, false, call.gx),
+               s.gx_gemm);
   }
+  Operand x = call.saved;
   if (work.gw) {
     MatrixIn gradient = call.gy;
     gradient.exponents = call.exponents;
-    quantize_columns(context, {gradient, &work.tokens, Side::gradient, call.sketch_key,
-                               gradient_columns_quant(spec), s.gradient_columns});
-    Operand x = call.saved;
+    columns.emplace(context, ColumnsJob{gradient, &work.tokens, Side::gradient, call.sketch_key,
+                                        gradient_columns_quant(spec), s.gradient_columns});
     if (spec.storage != Storage::int8) {
-      GroupsJob groups = call.groups;
-      x = groups.out = s.activation;
+      GroupsJob job = call.groups;
+      x = job.out = s.activation;
       if (s.offsets != nullptr) {
         dither_offsets(context, call.sketch_key, work.tokens.blocks, s.offsets);
-        groups.offsets = s.offsets;
+        job.offsets = s.offsets;
       }
-      requantize_groups(context, groups);
+      groups.emplace(context, job);
     }
-    const int divisor = work.tokens.divisor;
-    if (spec.gw_scale == GradScale::token) {
-      gemm_token(context, token_product(s.gradient_columns, x, divisor, work.accumulate, call.gw),
+    if (!by_token) {
+      gw.emplace(context,
+                 product(s.gradient_columns, x, work.tokens.divisor, work.accumulate, call.gw),
                  s.gw_gemm);
-    } else {
-      gemm(context, product(s.gradient_columns, x, divisor, work.accumulate, call.gw), s.gw_gemm);
     }
-  } else if (work.clear_gw) {
-    fill_zero(context, call.gw);
   }
-  if (work.gb && work.shape.out_features > 0) {
-    column_sum(context, call.gy, call.gb, work.accumulate);
+  if (work.gb) sums.emplace(context, call.gy, call.gb, work.accumulate);
+  const bool found_by_rows = rows && columns && can_find_columns(work);
+  if (found_by_rows) rows->find_columns(columns->amax());
+
+  Phase phase(context);
+  const bool one_scale = spec.gx_scale == Granularity::tensor;
+  if (rows && one_scale) rows->add_largest(phase);
+  if (rows && !one_scale) rows->add_codes(phase);
+  if (columns && !found_by_rows) columns->add_largest(phase);
+  if (weight) weight->add_largest(phase);
+  if (groups) groups->add_codes(phase);
+  if (sums) sums->add_sums(phase);
+  phase.run();
+
+  if (rows && one_scale) rows->add_codes(phase);
+  if (columns) columns->add_codes(phase);
+  if (weight) weight->add_codes(phase);
+  if (gw) gw->add_panels(phase);
+  if (gx && !weight) gx->add_panels(phase);
+  phase.run();
+
+  if (rows) rows->finish();
+  if (columns) columns->add_finish(phase);
+  if (weight) weight->add_finish(phase);
+  if (gx && weight) gx->add_panels(phase);
+  if (gx) gx->add_bias(phase);
+  if (gw) gw->add_bias(phase);
+  phase.run();
+
+  if (gw) gw->add_tiles(phase);
+  if (gx) gx->add_tiles(phase);
+  phase.run();
+
+  if (work.gw && by_token) {
+    gemm_token(context,
+               token_product(s.gradient_columns, x, work.tokens.divisor, work.accumulate, call.gw),
+               s.gw_gemm);
   }
+  if (work.clear_gx) fill_zero(context, call.gx);
+  if (work.clear_gw) fill_zero(context, call.gw);
 }
 
 }  // namespace hot::detail

@@ -1,6 +1,7 @@
 // Stage: integer product. b is packed once into panels of gemm_nr rows (workspace); a is read in
 // place. A task multiplies `rows_per_task` rows of a by all panels of a slice, tile by tile. Sums
-// stay in registers for the whole contraction; the epilogue dequantises the tile.
+// stay in registers for the whole contraction, or for a part of it that the caches hold; the
+// epilogue dequantises the tile.
 #include <algorithm>
 #include <cstring>
 
@@ -11,63 +12,79 @@ namespace {
 
 // An INT32 holds the sum of this many products of any two INT8 values, -128 included.
 constexpr std::int64_t k_chunk = 131008;
-constexpr int max_tile = 32 * 32;
+constexpr int max_tile = 96 * 32;
 constexpr std::int64_t rows_per_task = 96;  // 96 rows of a with K = 1024 stay in a core's L2
 
 std::int64_t chunks_of(std::int64_t k) { return std::max<std::int64_t>(1, ceil_div(k, k_chunk)); }
 
 std::size_t aligned(std::size_t bytes) { return (bytes + 63) / 64 * 64; }
 
-// The epilogue of a tile's row: scales, accumulation, output type.
+// The epilogue of a tile: scales, accumulation, bias, output type.
 struct Epilogue {
   const SimdKernels& simd;
   const GemmArgs& args;
 
-  void row(std::int64_t m, std::int64_t n, std::int64_t count, const std::int32_t* acc) const {
+  // `acc`: [rows, gemm_nr], of which `cols` columns count.
+  void tile(std::int64_t m, std::int64_t n, int rows, int cols, const std::int32_t* acc) const {
+    const MatrixOut& out = args.out;
     if (args.a_scale == nullptr) {
-      auto* out = static_cast<std::int32_t*>(args.out.data);
-      for (std::int64_t i = 0; i < count; ++i) {
-        out[m * args.out.row_stride + (n + i) * args.out.col_stride] = acc[i];
+      auto* sums = static_cast<std::int32_t*>(out.data);
+      for (int i = 0; i < rows; ++i) {
+        for (int j = 0; j < cols; ++j) {
+          sums[(m + i) * out.row_stride + (n + j) * out.col_stride] = acc[i * simd.gemm_nr + j];
+        }
       }
       return;
     }
-    float before[64], rounded[64];
-    const bool direct = args.out.dtype == DType::f32 && args.out.col_stride == 1;
-    float* const values =
-        direct ? static_cast<float*>(args.out.data) + m * args.out.row_stride + n : rounded;
-    if (args.accumulate && !direct) load_row(simd, current(), m, n, count, before);
-    simd.dequantize(acc, count, args.b_scale + n * args.b_scale_step, args.b_scale_step,
-                    args.a_scale[m * args.a_scale_step] * args.inv_divisor,
-                    !args.accumulate ? nullptr
-                    : direct         ? values
-                                     : before,
-                    values);
-    add_bias(n, count, values);
-    if (!direct) store_row(simd, values, m, n, count, args.out);
+    SumsTile tile{acc,
+                  simd.gemm_nr,
+                  rows,
+                  cols,
+                  args.a_scale + m * args.a_scale_step,
+                  args.b_scale + n * args.b_scale_step,
+                  args.a_scale_step,
+                  args.b_scale_step,
+                  args.inv_divisor,
+                  args.bias == nullptr ? nullptr : args.bias + n,
+                  args.accumulate,
+                  nullptr,
+                  0};
+    if (out.dtype == DType::f32 && out.col_stride == 1) {
+      tile.out = static_cast<float*>(out.data) + m * out.row_stride + n;
+      tile.out_ld = out.row_stride;
+      return simd.dequantize(tile);
+    }
+    float values[max_tile];
+    tile.out = values;
+    tile.out_ld = simd.gemm_nr;
+    if (args.accumulate) {
+      for (int i = 0; i < rows; ++i) {
+        load_row(simd, current(), m + i, n, cols, values + i * simd.gemm_nr);
+      }
+    }
+    simd.dequantize(tile);
+    for (int i = 0; i < rows; ++i) {
+      store_row(simd, values + i * simd.gemm_nr, m + i, n, cols, out);
+    }
   }
 
   // For contractions too long for one INT32 sum.
-  void long_row(std::int64_t m, std::int64_t n, std::int64_t count, const std::int64_t* acc) const {
-    std::int32_t narrow[64];
+  void long_row(std::int64_t m, std::int64_t n, int cols, const std::int64_t* acc) const {
     if (args.a_scale == nullptr) {
-      for (std::int64_t i = 0; i < count; ++i) narrow[i] = static_cast<std::int32_t>(acc[i]);
-      return row(m, n, count, narrow);
+      std::int32_t narrow[64];
+      for (int i = 0; i < cols; ++i) narrow[i] = static_cast<std::int32_t>(acc[i]);
+      return tile(m, n, 1, cols, narrow);
     }
     float values[64], before[64];
-    if (args.accumulate) load_row(simd, current(), m, n, count, before);
+    if (args.accumulate) load_row(simd, current(), m, n, cols, before);
     const float a = args.a_scale[m * args.a_scale_step] * args.inv_divisor;
-    for (std::int64_t i = 0; i < count; ++i) {
+    for (int i = 0; i < cols; ++i) {
       const float b = args.b_scale[(n + i) * args.b_scale_step];
       values[i] = static_cast<float>(acc[i]) * b * a;
       if (args.accumulate) values[i] = before[i] + values[i];
+      if (args.bias != nullptr) values[i] += args.bias[n + i];
     }
-    add_bias(n, count, values);
-    store_row(simd, values, m, n, count, args.out);
-  }
-
-  void add_bias(std::int64_t n, std::int64_t count, float* values) const {
-    if (args.bias == nullptr) return;
-    for (std::int64_t i = 0; i < count; ++i) values[i] += args.bias[n + i];
+    store_row(simd, values, m, n, cols, args.out);
   }
 
   MatrixIn current() const {
@@ -89,81 +106,101 @@ std::size_t CpuBackend::gemm_workspace(const Context& context, std::int64_t m, s
   return std::max(aligned(packed) + aligned(bias), transposed);
 }
 
-void CpuBackend::gemm(const Context& context, const GemmArgs& given, void* workspace) const {
-  GemmArgs args = given;
+Product::Product(const Context& context, const GemmArgs& args, void* workspace)
+    : simd_(simd_kernels(context.isa())), args_(args) {
   if (args.m == 0 || args.n == 0) return;
   if (args.k == 0) {  // empty operands may have no memory and any stride
     static constexpr std::int8_t nothing = 0;
-    args.a = args.b = &nothing;
-    args.lda = args.ldb = 0;
+    args_.a = args_.b = &nothing;
+    args_.lda = args_.ldb = 0;
   }
-  const SimdKernels& simd = simd_kernels(context.isa());
-  const std::int64_t chunks = chunks_of(args.k);
-  const std::int64_t panels = ceil_div(args.n, simd.gemm_nr);
-  const std::size_t panel_bytes = simd.gemm_panel_bytes(std::min(args.k, k_chunk));
-  auto* packed = static_cast<char*>(workspace);
-  auto* bias = reinterpret_cast<std::int32_t*>(
-      packed + aligned(static_cast<std::size_t>(panels * chunks) * panel_bytes));
-  const auto panel_at = [&](std::int64_t panel, std::int64_t chunk) {
-    return packed + static_cast<std::size_t>(panel * chunks + chunk) * panel_bytes;
-  };
-  const auto chunk_length = [&](std::int64_t chunk) {
-    return std::min(k_chunk, args.k - chunk * k_chunk);
-  };
-
-  const std::int64_t bias_tasks = ceil_div(args.m, rows_per_task);
-  context.pool()->run(panels * chunks + bias_tasks, [&](std::int64_t task) {
-    if (task < panels * chunks) {
-      const std::int64_t panel = task / chunks, chunk = task % chunks;
-      const std::int64_t n = panel * simd.gemm_nr;
-      simd.gemm_pack(args.b + n * args.ldb + chunk * k_chunk, args.ldb,
-                     static_cast<int>(std::min<std::int64_t>(simd.gemm_nr, args.n - n)),
-                     chunk_length(chunk), panel_at(panel, chunk));
-      return;
-    }
-    const std::int64_t first = (task - panels * chunks) * rows_per_task;
-    for (std::int64_t m = first; m < std::min(args.m, first + rows_per_task); ++m) {
-      for (std::int64_t chunk = 0; chunk < chunks; ++chunk) {
-        bias[chunk * args.m + m] =
-            simd.gemm_row_bias(args.a + m * args.lda + chunk * k_chunk, chunk_length(chunk));
-      }
-    }
-  });
-
+  chunks_ = chunks_of(args.k);
+  panels_ = ceil_div(args.n, simd_.gemm_nr);
+  panel_bytes_ = simd_.gemm_panel_bytes(std::min(args.k, k_chunk));
+  packed_ = static_cast<char*>(workspace);
+  bias_ = reinterpret_cast<std::int32_t*>(
+      packed_ + aligned(static_cast<std::size_t>(panels_ * chunks_) * panel_bytes_));
   // With few rows, tasks also split the panels.
-  const std::int64_t row_tasks = ceil_div(args.m, rows_per_task);
-  const std::int64_t slices =
-      std::min(panels, ceil_div(std::int64_t{8} * context.threads(), row_tasks));
-  const Epilogue epilogue{simd, args};
-  context.pool()->run(row_tasks * slices, [&](std::int64_t task) {
-    const std::int64_t m_first = task / slices * rows_per_task;
-    const std::int64_t m_end = std::min(args.m, m_first + rows_per_task);
-    const std::int64_t slice = task % slices;
-    alignas(64) std::int32_t acc[max_tile];
-    std::int64_t total[max_tile];
-    for (std::int64_t panel = panels * slice / slices; panel < panels * (slice + 1) / slices;
-         ++panel) {
-      const std::int64_t n = panel * simd.gemm_nr;
-      const std::int64_t count = std::min<std::int64_t>(simd.gemm_nr, args.n - n);
-      for (std::int64_t m = m_first; m < m_end; m += simd.gemm_mr) {
-        const auto rows = static_cast<int>(std::min<std::int64_t>(simd.gemm_mr, m_end - m));
-        if (chunks == 1) {
-          simd.gemm_tile(args.a + m * args.lda, args.lda, rows, args.k, panel_at(panel, 0),
-                         bias + m, acc);
-          for (int i = 0; i < rows; ++i) epilogue.row(m + i, n, count, acc + i * simd.gemm_nr);
-          continue;
-        }
-        std::fill(total, total + max_tile, 0);
-        for (std::int64_t chunk = 0; chunk < chunks; ++chunk) {
-          simd.gemm_tile(args.a + m * args.lda + chunk * k_chunk, args.lda, rows,
-                         chunk_length(chunk), panel_at(panel, chunk), bias + chunk * args.m + m,
-                         acc);
-          for (int i = 0; i < rows * simd.gemm_nr; ++i) total[i] += acc[i];
-        }
-        for (int i = 0; i < rows; ++i) epilogue.long_row(m + i, n, count, total + i * simd.gemm_nr);
-      }
+  row_tasks_ = ceil_div(args.m, rows_per_task);
+  slices_ = std::min(panels_, ceil_div(std::int64_t{8} * context.threads(), row_tasks_));
+}
+
+void Product::add_panels(Phase& phase) const {
+  phase.add<&Product::pack>(panels_ * chunks_, *this);
+}
+
+void Product::add_bias(Phase& phase) const {
+  if (simd_.gemm_row_bias != nullptr) phase.add<&Product::find_bias>(row_tasks_, *this);
+}
+
+void Product::add_tiles(Phase& phase) const {
+  phase.add<&Product::multiply>(row_tasks_ * slices_, *this);
+}
+
+char* Product::panel_at(std::int64_t panel, std::int64_t chunk) const {
+  return packed_ + static_cast<std::size_t>(panel * chunks_ + chunk) * panel_bytes_;
+}
+
+std::int64_t Product::chunk_length(std::int64_t chunk) const {
+  return std::min(k_chunk, args_.k - chunk * k_chunk);
+}
+
+void Product::pack(std::int64_t task) const {
+  const std::int64_t panel = task / chunks_, chunk = task % chunks_;
+  const std::int64_t n = panel * simd_.gemm_nr;
+  simd_.gemm_pack(args_.b + n * args_.ldb + chunk * k_chunk, args_.ldb,
+                  static_cast<int>(std::min<std::int64_t>(simd_.gemm_nr, args_.n - n)),
+                  chunk_length(chunk), panel_at(panel, chunk));
+}
+
+void Product::find_bias(std::int64_t task) const {
+  const std::int64_t first = task * rows_per_task;
+  for (std::int64_t m = first; m < std::min(args_.m, first + rows_per_task); ++m) {
+    for (std::int64_t chunk = 0; chunk < chunks_; ++chunk) {
+      bias_[chunk * args_.m + m] =
+          simd_.gemm_row_bias(args_.a + m * args_.lda + chunk * k_chunk, chunk_length(chunk));
     }
-  });
+  }
+}
+
+void Product::multiply(std::int64_t task) const {
+  const Epilogue epilogue{simd_, args_};
+  const std::int64_t m_first = task / slices_ * rows_per_task;
+  const std::int64_t m_end = std::min(args_.m, m_first + rows_per_task);
+  const std::int64_t slice = task % slices_;
+  alignas(64) std::int32_t acc[max_tile];
+  for (std::int64_t panel = panels_ * slice / slices_; panel < panels_ * (slice + 1) / slices_;
+       ++panel) {
+    const std::int64_t n = panel * simd_.gemm_nr;
+    const auto cols = static_cast<int>(std::min<std::int64_t>(simd_.gemm_nr, args_.n - n));
+    for (std::int64_t m = m_first; m < m_end; m += simd_.gemm_mr) {
+      const auto rows = static_cast<int>(std::min<std::int64_t>(simd_.gemm_mr, m_end - m));
+      if (chunks_ == 1) {
+        simd_.gemm_tile(args_.a + m * args_.lda, args_.lda, rows, args_.k, panel_at(panel, 0),
+                        bias_ + m, acc);
+        epilogue.tile(m, n, rows, cols, acc);
+        continue;
+      }
+      std::int64_t total[max_tile] = {};
+      for (std::int64_t chunk = 0; chunk < chunks_; ++chunk) {
+        simd_.gemm_tile(args_.a + m * args_.lda + chunk * k_chunk, args_.lda, rows,
+                        chunk_length(chunk), panel_at(panel, chunk), bias_ + chunk * args_.m + m,
+                        acc);
+        for (int i = 0; i < rows * simd_.gemm_nr; ++i) total[i] += acc[i];
+      }
+      for (int i = 0; i < rows; ++i) epilogue.long_row(m + i, n, cols, total + i * simd_.gemm_nr);
+    }
+  }
+}
+
+void CpuBackend::gemm(const Context& context, const GemmArgs& args, void* workspace) const {
+  const Product product(context, args, workspace);
+  Phase phase(context);
+  product.add_panels(phase);
+  product.add_bias(phase);
+  phase.run();
+  product.add_tiles(phase);
+  phase.run();
 }
 
 void CpuBackend::gemm_int4(const Context& context, const GemmArgs& packed, std::int8_t* a,

@@ -87,9 +87,8 @@ class Strip {
       float* row = to + t * strip_columns;
       if (position < p_.body_tokens) {
         load_row(simd_, x_, p_.order.body(position), col_, cols_, row);
-        if (position + p_.block < p_.body_tokens) {
-          prefetch_row(x_, p_.order.body(position + p_.block), col_, cols_);
-        }
+        const std::int64_t soon = position + std::max(p_.block, group);
+        if (soon < p_.body_tokens) prefetch_row(x_, p_.order.body(soon), col_, cols_);
         if ((negative >> (t & 63) & 1U) != 0) simd_.scale_row(row, -1.0F);
       } else {
         std::memset(row, 0, strip_columns * sizeof(float));
@@ -151,123 +150,143 @@ class Strip {
   alignas(64) float rows_[(group + max_strip_block) * strip_columns];
 };
 
-// The tasks of a pass over P x: strips of columns times ranges of blocks, enough for all threads.
-struct Tasks {
-  std::int64_t strips, ranges, range_blocks;
-
-  Tasks(const Context& context, const MatrixIn& x, const Projection& p) {
-    strips = ceil_div(x.cols, strip_columns);
-    const std::int64_t cut = blocks_per_cut(p.rank);
-    const std::int64_t wanted = ceil_div(std::int64_t{8} * context.threads(), strips);
-    const std::int64_t smallest =
-        ceil_div(task_elements(context, x.rows * x.cols), std::int64_t{p.block} * strip_columns);
-    range_blocks = round_up(std::max(smallest, ceil_div(p.blocks, wanted)), cut);
-    ranges = std::max<std::int64_t>(1, ceil_div(p.blocks, range_blocks));
-  }
-
-  template <class Run>
-  void run(const Context& context, const SimdKernels& simd, const MatrixIn& x, const Projection& p,
-           Side side, const RandomKey& sketch, const Run& run_one) const {
-    context.pool()->run(strips * ranges, [&](std::int64_t task) {
-      const std::int64_t col = task % strips * strip_columns;
-      const std::int64_t begin = task / strips * range_blocks;
-      Strip strip(simd, x, p, side, sketch, col);
-      run_one(strip, col, begin, std::min(p.blocks, begin + range_blocks));
-    });
-  }
-};
-
 }  // namespace
+
+StripTasks::StripTasks(const Context& context, const MatrixIn& x, const Projection& p)
+    : strips_(ceil_div(x.cols, strip_columns)), blocks_(p.blocks) {
+  if (strips_ == 0) return;
+  const std::int64_t cut = blocks_per_cut(p.rank);
+  const std::int64_t wanted = ceil_div(std::int64_t{8} * context.threads(), strips_);
+  const std::int64_t smallest =
+      ceil_div(task_elements(context, x.rows * x.cols), std::int64_t{p.block} * strip_columns);
+  range_blocks_ = round_up(std::max(smallest, ceil_div(p.blocks, wanted)), cut);
+  ranges_ = std::max<std::int64_t>(1, ceil_div(p.blocks, range_blocks_));
+}
+
+StripTasks::Task StripTasks::operator[](std::int64_t task) const {
+  const std::int64_t begin = task / strips_ * range_blocks_;
+  return {task % strips_ * strip_columns, begin, std::min(blocks_, begin + range_blocks_)};
+}
 
 void CpuBackend::hla(const Context& context, const MatrixIn& x, const Projection& p, Side side,
                      const Key& sketch_key, const MatrixOut& out) const {
   if (p.k == 0 || x.cols == 0) return;
   const SimdKernels& simd = simd_kernels(context.isa());
-  const Tasks tasks(context, x, p);
-  tasks.run(context, simd, x, p, side, random_key(sketch_key, Purpose::sketch),
-            [&](Strip& strip, std::int64_t col, std::int64_t begin, std::int64_t end) {
-              strip.groups(begin, end, [&](std::int64_t k, const float* rows) {
-                for (std::int64_t i = 0; i < std::min<std::int64_t>(group, p.k - k); ++i) {
-                  store_row(simd, rows + i * strip_columns, k + i, col, strip.cols(), out);
-                }
-              });
-            });
+  const StripTasks tasks(context, x, p);
+  const RandomKey sketch = random_key(sketch_key, Purpose::sketch);
+  context.pool()->run(tasks.count(), [&](std::int64_t task) {
+    const auto [col, begin, end] = tasks[task];
+    Strip strip(simd, x, p, side, sketch, col);
+    strip.groups(begin, end, [&, col = col](std::int64_t k, const float* rows) {
+      for (std::int64_t i = 0; i < std::min<std::int64_t>(group, p.k - k); ++i) {
+        store_row(simd, rows + i * strip_columns, k + i, col, strip.cols(), out);
+      }
+    });
+  });
 }
 
-void quantize_columns(const Context& context, const ColumnsJob& job) {
-  const MatrixIn& x = job.x;
-  const Projection& p = *job.projection;
-  const Side side = job.side;
-  const OperandQuant& quant = job.quant;
-  const Operand& out = job.out;
-  const std::int64_t scales = quant.per_tensor ? 1 : out.scales;
-  // Until the codes are written, the scales' memory holds the bit patterns of the maxima.
-  auto* amax = reinterpret_cast<std::uint32_t*>(out.scale);
-  std::fill_n(amax, scales, 0U);
-  if (x.cols == 0) return;
-  const SimdKernels& simd = simd_kernels(context.isa());
-  const RandomKey sketch = random_key(job.sketch_key, p.signs ? Purpose::signs : Purpose::sketch);
-  const Tasks tasks(context, x, p);
-  tasks.run(context, simd, x, p, side, sketch,
-            [&](Strip& strip, std::int64_t col, std::int64_t begin, std::int64_t end) {
-              std::uint32_t best[strip_columns] = {};
-              std::uint32_t largest = 0;
-              strip.groups(begin, end, [&](std::int64_t k, const float* rows) {
-                if (quant.per_k) {
-                  for (int i = 0; i < group; ++i) {
-                    atomic_max(amax + k + i, simd.amax(rows + i * strip_columns, strip_columns, 0));
-                  }
-                } else if (quant.per_tensor) {
-                  largest = simd.amax(rows, group * strip_columns, largest);
-                } else {
-                  simd.amax_strip(rows, group, best);
-                }
-              });
-              if (quant.per_tensor) {
-                atomic_max(amax, largest);
-              } else if (!quant.per_k) {
-                for (int c = 0; c < strip.cols(); ++c) atomic_max(amax + col + c, best[c]);
-              }
-            });
+QuantizeColumns::QuantizeColumns(const Context& context, const ColumnsJob& job)
+    : simd_(simd_kernels(context.isa())),
+      job_(job),
+      random_(random_key(job.sketch_key, job.projection->signs ? Purpose::signs : Purpose::sketch)),
+      rounder_{job.quant.rounding, job.quant.bits, random_key(context.key(), job.quant.purpose)},
+      tasks_(context, job.x, *job.projection),
+      scales_(job.quant.per_tensor ? 1 : job.out.scales) {
+  std::fill_n(amax(), scales_, 0U);
+}
 
-  const Rounder rounder{quant.rounding, quant.bits, random_key(context.key(), quant.purpose)};
+std::uint32_t* QuantizeColumns::amax() const {
+  return reinterpret_cast<std::uint32_t*>(job_.out.scale);
+}
+
+void QuantizeColumns::add_largest(Phase& phase) const {
+  phase.add<&QuantizeColumns::largest>(tasks_.count(), *this);
+}
+
+void QuantizeColumns::add_codes(Phase& phase) const {
+  phase.add<&QuantizeColumns::codes>(tasks_.count(), *this);
+}
+
+void QuantizeColumns::largest(std::int64_t task) const {
+  const OperandQuant& quant = job_.quant;
+  const auto [col, begin, end] = tasks_[task];
+  Strip strip(simd_, job_.x, *job_.projection, job_.side, random_, col);
+  std::uint32_t best[strip_columns] = {};
+  std::uint32_t most = 0;
+  strip.groups(begin, end, [&](std::int64_t k, const float* rows) {
+    if (quant.per_k) {
+      for (int i = 0; i < group; ++i) {
+        atomic_max(amax() + k + i, simd_.amax(rows + i * strip_columns, strip_columns, 0));
+      }
+    } else if (quant.per_tensor) {
+      most = simd_.amax(rows, group * strip_columns, most);
+    } else {
+      simd_.amax_strip(rows, group, best);
+    }
+  });
+  if (quant.per_tensor) {
+    atomic_max(amax(), most);
+  } else if (!quant.per_k) {
+    for (int c = 0; c < strip.cols(); ++c) atomic_max(amax() + col + c, best[c]);
+  }
+}
+
+void QuantizeColumns::codes(std::int64_t task) const {
+  const OperandQuant& quant = job_.quant;
+  const Operand& out = job_.out;
   const std::int64_t row_blocks = out.k_padded / group;
-  tasks.run(
-      context, simd, x, p, side, sketch,
-      [&](Strip& strip, std::int64_t col, std::int64_t begin, std::int64_t end) {
-        float inv[strip_columns] = {};
-        std::uint32_t keep[strip_columns] = {};
-        std::uint64_t blk[strip_columns] = {};
-        const auto set = [&](int i, std::uint32_t bits) {
-          const Scale scale = make_scale(bits, quant.bits);
-          inv[i] = scale.inv;
-          keep[i] = scale.keep;
-        };
-        if (!quant.per_k) {
-          for (int c = 0; c < strip.cols(); ++c) set(c, amax[quant.per_tensor ? 0 : col + c]);
-        }
-        strip.groups(begin, end, [&](std::int64_t k, const float* rows) {
-          for (int c = 0; c < strip.cols(); ++c) {
-            blk[c] = static_cast<std::uint64_t>((col + c) * row_blocks + k / group);
-          }
-          std::int8_t* to = out.codes + col * out.k_padded + k;
-          if (quant.per_k) {
-            for (int i = 0; i < group; ++i) set(i, amax[k + i]);
-            simd.quantize_strip_by_k(rows, strip.cols(), inv, keep, rounder, blk, to, out.k_padded);
-          } else {
-            simd.quantize_strip(rows, strip.cols(), inv, keep, rounder, blk, to, out.k_padded);
-          }
-        });
-      });
+  const auto [col, begin, end] = tasks_[task];
+  Strip strip(simd_, job_.x, *job_.projection, job_.side, random_, col);
+  float inv[strip_columns] = {};
+  std::uint32_t keep[strip_columns] = {};
+  std::uint64_t blk[strip_columns] = {};
+  const auto set = [&](int i, std::uint32_t bits) {
+    const Scale scale = make_scale(bits, quant.bits);
+    inv[i] = scale.inv;
+    keep[i] = scale.keep;
+  };
+  if (!quant.per_k) {
+    for (int c = 0; c < strip.cols(); ++c) set(c, amax()[quant.per_tensor ? 0 : col + c]);
+  }
+  strip.groups(begin, end, [&, col = col](std::int64_t k, const float* rows) {
+    for (int c = 0; c < strip.cols(); ++c) {
+      blk[c] = static_cast<std::uint64_t>((col + c) * row_blocks + k / group);
+    }
+    std::int8_t* to = out.codes + col * out.k_padded + k;
+    if (quant.per_k) {
+      for (int i = 0; i < group; ++i) set(i, amax()[k + i]);
+      simd_.quantize_strip_by_k(rows, strip.cols(), inv, keep, rounder_, blk, to, out.k_padded);
+    } else {
+      simd_.quantize_strip(rows, strip.cols(), inv, keep, rounder_, blk, to, out.k_padded);
+    }
+  });
+}
 
-  for (std::int64_t i = 0; i < scales; ++i) {
+void QuantizeColumns::add_finish(Phase& phase) const {
+  phase.add<&QuantizeColumns::finish>(1, *this);
+}
+
+void QuantizeColumns::finish(std::int64_t) const {
+  const Operand& out = job_.out;
+  for (std::int64_t i = 0; i < scales_; ++i) {
     std::uint32_t bits;
-    std::memcpy(&bits, amax + i, sizeof bits);
-    const float scale = make_scale(bits, quant.bits).scale;
+    std::memcpy(&bits, amax() + i, sizeof bits);
+    const float scale = make_scale(bits, job_.quant.bits).scale;
     std::memcpy(out.scale + i, &scale, sizeof scale);
   }
   // As CUDA writes it: the bytes of a quantised weight mean the same to both.
-  if (quant.per_tensor) std::fill(out.scale + 1, out.scale + out.scales, out.scale[0]);
+  if (job_.quant.per_tensor) std::fill(out.scale + 1, out.scale + out.scales, out.scale[0]);
+}
+
+void quantize_columns(const Context& context, const ColumnsJob& job) {
+  const QuantizeColumns columns(context, job);
+  Phase phase(context);
+  columns.add_largest(phase);
+  phase.run();
+  columns.add_codes(phase);
+  phase.run();
+  columns.add_finish(phase);
+  phase.run();
 }
 
 namespace {
@@ -358,58 +377,60 @@ class RotatedBlock {
 void compress_rotated(const Context& context, const MatrixIn& x, const CompressJob& job) {
   const SimdKernels& simd = simd_kernels(context.isa());
   const RandomKey dither = random_key(context.key(), Purpose::activation);
-  const Tasks tasks(context, x, *job.projection);
-  tasks.run(context, simd, x, *job.projection, Side::activation,
-            random_key(context.key(), Purpose::signs),
-            [&](Strip& strip, std::int64_t col, std::int64_t begin, std::int64_t end) {
-              RotatedBlock rotated(simd, job, dither);
-              for (std::int64_t block = begin; block < end; ++block) {
-                rotated.compress(block, col, strip.cols(), strip.block(block));
-              }
-            });
+  const RandomKey signs = random_key(context.key(), Purpose::signs);
+  const StripTasks tasks(context, x, *job.projection);
+  context.pool()->run(tasks.count(), [&](std::int64_t task) {
+    const auto [col, begin, end] = tasks[task];
+    Strip strip(simd, x, *job.projection, Side::activation, signs, col);
+    RotatedBlock rotated(simd, job, dither);
+    for (std::int64_t block = begin; block < end; ++block) {
+      rotated.compress(block, col, strip.cols(), strip.block(block));
+    }
+  });
 }
 
 void CpuBackend::quantize_weight(const Context& context, const ColumnsJob& job, void*) const {
   quantize_columns(context, job);
 }
 
+void SumColumns::add_sums(Phase& phase) const {
+  phase.add<&SumColumns::sum>(ceil_div(x_.cols, strip_columns), *this);
+}
+
 // Adds blocks of 16 tokens in the order of row 0 of their FWHT; 64 blocks in fp32, their sums in
 // fp64.
-void column_sum(const Context& context, const MatrixIn& x, const MatrixOut& out, bool accumulate) {
+void SumColumns::sum(std::int64_t strip) const {
   constexpr int run_blocks = 64;
-  const SimdKernels& simd = simd_kernels(context.isa());
-  context.pool()->run(ceil_div(x.cols, strip_columns), [&](std::int64_t strip) {
-    const std::int64_t col = strip * strip_columns;
-    const std::int64_t cols = std::min<std::int64_t>(strip_columns, x.cols - col);
-    alignas(64) float rows[group * strip_columns] = {};
-    double total[strip_columns] = {};
-    for (std::int64_t start = 0; start < x.rows; start += run_blocks * group) {
-      float run[strip_columns] = {};
-      const std::int64_t stop = std::min<std::int64_t>(x.rows, start + run_blocks * group);
-      for (std::int64_t token = start; token < stop; token += group) {
-        for (std::int64_t t = 0; t < group; ++t) {
-          float* row = rows + t * strip_columns;
-          if (token + t < stop) {
-            load_row(simd, x, token + t, col, cols, row);
-            if (token + t + group < stop) prefetch_row(x, token + t + group, col, cols);
-          } else {
-            std::memset(row, 0, strip_columns * sizeof(float));
-          }
+  const std::int64_t col = strip * strip_columns;
+  const std::int64_t cols = std::min<std::int64_t>(strip_columns, x_.cols - col);
+  alignas(64) float rows[group * strip_columns] = {};
+  double total[strip_columns] = {};
+  for (std::int64_t start = 0; start < x_.rows; start += run_blocks * group) {
+    float run[strip_columns] = {};
+    const std::int64_t stop = std::min<std::int64_t>(x_.rows, start + run_blocks * group);
+    for (std::int64_t token = start; token < stop; token += group) {
+      for (std::int64_t t = 0; t < group; ++t) {
+        float* row = rows + t * strip_columns;
+        if (token + t < stop) {
+          load_row(simd_, x_, token + t, col, cols, row);
+          if (token + t + group < stop) prefetch_row(x_, token + t + group, col, cols);
+        } else {
+          std::memset(row, 0, strip_columns * sizeof(float));
         }
-        for (int length = group; length > 1; length /= 2) simd.fold_strip(rows, length, 1, rows);
-        for (int c = 0; c < strip_columns; ++c) run[c] += rows[c];
       }
-      for (int c = 0; c < strip_columns; ++c) total[c] += static_cast<double>(run[c]);
+      for (int length = group; length > 1; length /= 2) simd_.fold_strip(rows, length, 1, rows);
+      for (int c = 0; c < strip_columns; ++c) run[c] += rows[c];
     }
-    float sum[strip_columns], before[strip_columns];
-    for (int c = 0; c < strip_columns; ++c) sum[c] = static_cast<float>(total[c]);
-    if (accumulate) {
-      const MatrixIn current{out.data, out.dtype, 1, out.cols, 0, out.col_stride};
-      load_row(simd, current, 0, col, cols, before);
-      for (std::int64_t c = 0; c < cols; ++c) sum[c] = before[c] + sum[c];
-    }
-    store_row(simd, sum, 0, col, cols, out);
-  });
+    for (int c = 0; c < strip_columns; ++c) total[c] += static_cast<double>(run[c]);
+  }
+  float sums[strip_columns], before[strip_columns];
+  for (int c = 0; c < strip_columns; ++c) sums[c] = static_cast<float>(total[c]);
+  if (accumulate_) {
+    const MatrixIn current{out_.data, out_.dtype, 1, out_.cols, 0, out_.col_stride};
+    load_row(simd_, current, 0, col, cols, before);
+    for (std::int64_t c = 0; c < cols; ++c) sums[c] = before[c] + sums[c];
+  }
+  store_row(simd_, sums, 0, col, cols, out_);
 }
 
 }  // namespace hot::detail

@@ -34,8 +34,10 @@ std::int64_t rows_per_task(const Context& context, std::int64_t rows, std::int64
 // fp32 values of a row, `chunk` at a time, transformed and padded with zeros to `padded`.
 class Row {
  public:
-  Row(const SimdKernels& simd, const MatrixIn& x, int block, std::int64_t padded)
-      : simd_(simd), x_(x), block_(block), padded_(padded) {}
+  // `columns`: patterns of the columns' largest values so far, before the transform; may be null.
+  Row(const SimdKernels& simd, const MatrixIn& x, int block, std::int64_t padded,
+      std::uint32_t* columns = nullptr)
+      : simd_(simd), x_(x), block_(block), padded_(padded), columns_(columns) {}
 
   // Values [start, start + count) of row; start is a multiple of chunk.
   const float* values(std::int64_t row, std::int64_t start, std::int64_t count) {
@@ -43,6 +45,7 @@ class Row {
     const std::int64_t real =
         std::max<std::int64_t>(0, std::min<std::int64_t>(count, x_.cols - start));
     load_row(simd_, x_, row, start, real, values_);
+    if (columns_ != nullptr) simd_.amax_columns(values_, real, columns_ + start);
     std::fill(values_ + real, values_ + count, 0.0F);
     if (block_ > 1) simd_.fwht_row(values_, transformed(start, count), block_);
     row_ = row;
@@ -75,6 +78,7 @@ class Row {
   const MatrixIn& x_;
   int block_;
   std::int64_t padded_;
+  std::uint32_t* columns_;
   std::int64_t row_ = -1, start_ = -1;
   alignas(64) float values_[chunk];
 };
@@ -189,48 +193,72 @@ void CpuBackend::dequantize(const Context& context, const MatrixIn& q, const flo
   });
 }
 
-// One pass over a row that fits the stack buffer, two over a longer one or with one scale for all.
-void quantize_rows(const Context& context, const RowsJob& job) {
-  const MatrixIn& x = job.x;
-  const int hadamard_block = job.hadamard_block;
-  const OperandQuant& quant = job.quant;
-  const Operand& out = job.out;
-  auto* amax = reinterpret_cast<std::uint32_t*>(out.scale);
-  if (quant.per_tensor) std::memset(amax, 0, sizeof *amax);
-  const SimdKernels& simd = simd_kernels(context.isa());
-  const Rounder rounder{quant.rounding, quant.bits, random_key(context.key(), quant.purpose)};
-  const std::int64_t per_task = rows_per_task(context, x.rows, out.k_padded);
-  const std::int64_t tasks = ceil_div(x.rows, per_task);
-  const std::int64_t row_blocks = out.k_padded / group;
+QuantizeRows::QuantizeRows(const Context& context, const RowsJob& job)
+    : simd_(simd_kernels(context.isa())),
+      job_(job),
+      rounder_{job.quant.rounding, job.quant.bits, random_key(context.key(), job.quant.purpose)},
+      per_task_(rows_per_task(context, job.x.rows, job.out.k_padded)),
+      tasks_(ceil_div(job.x.rows, per_task_)) {
+  if (job.quant.per_tensor) std::memset(job.out.scale, 0, sizeof *job.out.scale);
+}
 
-  if (quant.per_tensor) {
-    context.pool()->run(tasks, [&](std::int64_t task) {
-      Row row(simd, x, hadamard_block, out.k_padded);
-      std::uint32_t largest = 0;
-      for (std::int64_t r = task * per_task; r < std::min(x.rows, (task + 1) * per_task); ++r) {
-        largest = row.amax(r, largest);
-      }
-      atomic_max(amax, largest);
+void QuantizeRows::find_columns(std::uint32_t* amax) { columns_ = amax; }
+
+void QuantizeRows::add_largest(Phase& phase) const {
+  if (job_.quant.per_tensor) phase.add<&QuantizeRows::largest>(tasks_, *this);
+}
+
+void QuantizeRows::add_codes(Phase& phase) const { phase.add<&QuantizeRows::codes>(tasks_, *this); }
+
+void QuantizeRows::largest(std::int64_t task) const {
+  Row row(simd_, job_.x, job_.hadamard_block, job_.out.k_padded);
+  std::uint32_t best = 0;
+  for (std::int64_t r = task * per_task_; r < std::min(job_.x.rows, (task + 1) * per_task_); ++r) {
+    best = row.amax(r, best);
+  }
+  atomic_max(reinterpret_cast<std::uint32_t*>(job_.out.scale), best);
+}
+
+// One pass over a row that fits the stack buffer, two over a longer one or with one scale for all.
+void QuantizeRows::codes(std::int64_t task) const {
+  const Operand& out = job_.out;
+  const OperandQuant& quant = job_.quant;
+  std::uint32_t columns[chunk];
+  if (columns_ != nullptr) std::fill_n(columns, job_.x.cols, 0U);
+  Row row(simd_, job_.x, job_.hadamard_block, out.k_padded,
+          columns_ == nullptr ? nullptr : columns);
+  const std::int64_t row_blocks = out.k_padded / group;
+  for (std::int64_t r = task * per_task_; r < std::min(job_.x.rows, (task + 1) * per_task_); ++r) {
+    const Scale s = make_scale(
+        quant.per_tensor ? *reinterpret_cast<const std::uint32_t*>(out.scale) : row.amax(r, 0),
+        quant.bits);
+    if (!quant.per_tensor) out.scale[r] = s.scale;
+    row.chunks(r, [&](std::int64_t start, std::int64_t count, const float* v) {
+      write_codes(simd_, v, count, s, rounder_,
+                  static_cast<std::uint64_t>(r * row_blocks + start / group),
+                  out.codes + r * out.k_padded + start);
     });
   }
-  context.pool()->run(tasks, [&](std::int64_t task) {
-    Row row(simd, x, hadamard_block, out.k_padded);
-    for (std::int64_t r = task * per_task; r < std::min(x.rows, (task + 1) * per_task); ++r) {
-      const Scale s = make_scale(quant.per_tensor ? amax[0] : row.amax(r, 0), quant.bits);
-      if (!quant.per_tensor) out.scale[r] = s.scale;
-      row.chunks(r, [&](std::int64_t start, std::int64_t count, const float* v) {
-        write_codes(simd, v, count, s, rounder,
-                    static_cast<std::uint64_t>(r * row_blocks + start / group),
-                    out.codes + r * out.k_padded + start);
-      });
-    }
-  });
-  if (quant.per_tensor) {
-    std::uint32_t bits;
-    std::memcpy(&bits, amax, sizeof bits);
-    const float value = make_scale(bits, quant.bits).scale;
-    std::memcpy(out.scale, &value, sizeof value);
-  }
+  if (columns_ == nullptr) return;
+  for (std::int64_t i = 0; i < job_.x.cols; ++i) atomic_max(columns_ + i, columns[i]);
+}
+
+void QuantizeRows::finish() const {
+  if (!job_.quant.per_tensor) return;
+  std::uint32_t bits;
+  std::memcpy(&bits, job_.out.scale, sizeof bits);
+  const float value = make_scale(bits, job_.quant.bits).scale;
+  std::memcpy(job_.out.scale, &value, sizeof value);
+}
+
+void quantize_rows(const Context& context, const RowsJob& job) {
+  const QuantizeRows rows(context, job);
+  Phase phase(context);
+  rows.add_largest(phase);
+  phase.run();
+  rows.add_codes(phase);
+  phase.run();
+  rows.finish();
 }
 
 // A task holds a group of 64 tokens of 64 channels: one pass over x.
@@ -415,50 +443,52 @@ void CpuBackend::decompress(const Context& context, const DecompressJob& job) co
   });
 }
 
-void requantize_groups(const Context& context, const GroupsJob& job) {
-  const std::uint8_t* const packed = job.packed;
-  const std::int64_t row_bytes = job.row_bytes;
-  const std::uint16_t* const scale = job.scale;
-  const Operand& out = job.out;
-  const SimdKernels& simd = simd_kernels(context.isa());
-  const Rounder rounder{job.rounding, 8, random_key(context.key(), Purpose::requantize)};
-  const std::int64_t groups = ceil_div(job.tokens, int4_group);
-  const int bits = job.rotated_bits;
+RequantizeGroups::RequantizeGroups(const Context& context, const GroupsJob& job)
+    : simd_(simd_kernels(context.isa())),
+      job_(job),
+      rounder_{job.rounding, 8, random_key(context.key(), Purpose::requantize)},
+      per_task_(rows_per_task(context, job.out.rows, job.out.k_padded)) {}
+
+void RequantizeGroups::add_codes(Phase& phase) const {
+  phase.add<&RequantizeGroups::codes>(ceil_div(job_.out.rows, per_task_), *this);
+}
+
+void RequantizeGroups::codes(std::int64_t task) const {
+  const Operand& out = job_.out;
+  const std::int64_t groups = ceil_div(job_.tokens, int4_group);
+  const int bits = job_.rotated_bits;
   const float largest_value = bits == 0 ? 7.0F : static_cast<float>(1 << (bits - 1));
   const std::int64_t row_blocks = out.k_padded / group;
-  const std::int64_t per_task = rows_per_task(context, out.rows, out.k_padded);
-  context.pool()->run(ceil_div(out.rows, per_task), [&](std::int64_t task) {
-    float values[chunk], inv[chunk];
-    for (std::int64_t r = task * per_task; r < std::min(out.rows, (task + 1) * per_task); ++r) {
-      const std::uint16_t* group_scale = scale + r * groups;
-      std::uint16_t largest = 0;  // scales are positive or NaN: the pattern orders them
-      for (std::int64_t g = 0; g < groups; ++g) largest = std::max(largest, group_scale[g]);
-      const float amax = largest_value * bf16_to_float(largest);
-      const Scale s = make_scale(float_bits(amax) & 0x7fffffffU, 8);
-      out.scale[r] = s.scale;
-      for (std::int64_t start = 0; start < out.k_padded; start += chunk) {
-        const std::int64_t count = std::min(chunk, out.k_padded - start);
-        std::int8_t* const codes = out.codes + r * out.k_padded + start;
-        if (s.keep == 0) {
-          std::memset(codes, 0, static_cast<std::size_t>(count));
-          continue;
-        }
-        for (std::int64_t i = 0; i < count; i += int4_group) {
-          const std::int64_t part = std::min(int4_group, count - i);
-          const float factor = bf16_to_float(group_scale[(start + i) / int4_group]) * s.inv;
-          std::fill(inv + i, inv + i + part, factor);
-        }
-        if (bits == 0) {
-          simd.expand_int4(packed + r * row_bytes + start / 2, count, int4_values, values);
-        } else {
-          expand_rotated(simd, packed + r * row_bytes + start * bits / 8, bits, count,
-                         job.offsets + start, values);
-        }
-        simd.quantize_row(values, count, inv, true, rounder,
-                          static_cast<std::uint64_t>(r * row_blocks + start / group), codes);
+  float values[chunk], inv[chunk];
+  for (std::int64_t r = task * per_task_; r < std::min(out.rows, (task + 1) * per_task_); ++r) {
+    const std::uint8_t* const packed = job_.packed + r * job_.row_bytes;
+    const std::uint16_t* const group_scale = job_.scale + r * groups;
+    std::uint16_t largest = 0;  // scales are positive or NaN: the pattern orders them
+    for (std::int64_t g = 0; g < groups; ++g) largest = std::max(largest, group_scale[g]);
+    const float amax = largest_value * bf16_to_float(largest);
+    const Scale s = make_scale(float_bits(amax) & 0x7fffffffU, 8);
+    out.scale[r] = s.scale;
+    for (std::int64_t start = 0; start < out.k_padded; start += chunk) {
+      const std::int64_t count = std::min(chunk, out.k_padded - start);
+      std::int8_t* const to = out.codes + r * out.k_padded + start;
+      if (s.keep == 0) {
+        std::memset(to, 0, static_cast<std::size_t>(count));
+        continue;
       }
+      for (std::int64_t i = 0; i < count; i += int4_group) {
+        const std::int64_t part = std::min(int4_group, count - i);
+        const float factor = bf16_to_float(group_scale[(start + i) / int4_group]) * s.inv;
+        std::fill(inv + i, inv + i + part, factor);
+      }
+      if (bits == 0) {
+        simd_.expand_int4(packed + start / 2, count, int4_values, values);
+      } else {
+        expand_rotated(simd_, packed + start * bits / 8, bits, count, job_.offsets + start, values);
+      }
+      simd_.quantize_row(values, count, inv, true, rounder_,
+                         static_cast<std::uint64_t>(r * row_blocks + start / group), to);
     }
-  });
+  }
 }
 
 }  // namespace hot::detail

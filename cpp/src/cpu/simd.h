@@ -22,6 +22,21 @@ struct Rounder {
 // Widest strip of columns that the column kernels take at once.
 inline constexpr int strip_columns = 64;
 
+// INT32 sums of a product's tile and what becomes of them: (sum * b_scale) * (a_scale *
+// inv_divisor), added to `out` or with a bias added.
+struct SumsTile {
+  const std::int32_t* sums;
+  std::int64_t ld;
+  int rows, cols;
+  const float *a_scale, *b_scale;
+  std::int64_t a_step, b_step;  // 0: one scale for all
+  float inv_divisor;
+  const float* bias;  // of the columns; may be null
+  bool accumulate;
+  float* out;
+  std::int64_t out_ld;
+};
+
 struct SimdKernels {
   // Contiguous elements to and from fp32.
   void (*load)(const void* src, DType dtype, std::int64_t count, float* dst);
@@ -39,6 +54,8 @@ struct SimdKernels {
   std::uint32_t (*amax)(const float* v, std::int64_t count, std::uint32_t start);
   // amax[c] = max(amax[c], bits(|v[k][c]|)) for `rows` rows of strip_columns floats.
   void (*amax_strip)(const float* v, std::int64_t rows, std::uint32_t* amax);
+  // amax[c] = max(amax[c], bits(|v[c]|)) for a row.
+  void (*amax_columns)(const float* v, std::int64_t count, std::uint32_t* amax);
 
   // Codes of a contiguous run that starts at column 0 of a row whose first random block is `blk`;
   // one inv, or one for `each`.
@@ -71,15 +88,14 @@ struct SimdKernels {
   void (*expand_int2)(const std::uint8_t* packed, std::int64_t count, const float* table,
                       float* out);
 
-  // out[i] (+)= (float(acc[i]) * b_scale[i * step]) * a_scale, contiguous.
-  void (*dequantize)(const std::int32_t* acc, std::int64_t count, const float* b_scale,
-                     std::int64_t b_step, float a_scale, const float* add, float* out);
+  void (*dequantize)(const SumsTile&);
 
   // Integer product. A panel holds gemm_nr rows of b; a tile is gemm_mr rows of a.
   int gemm_mr, gemm_nr;
   std::size_t (*gemm_panel_bytes)(std::int64_t k);
   void (*gemm_pack)(const std::int8_t* b, std::int64_t ldb, int rows, std::int64_t k, void* panel);
-  std::int32_t (*gemm_row_bias)(const std::int8_t* a, std::int64_t k);  // start of a row's sums
+  // The start of a row's sums; null: they start at 0, and gemm_tile takes no bias.
+  std::int32_t (*gemm_row_bias)(const std::int8_t* a, std::int64_t k);
   void (*gemm_tile)(const std::int8_t* a, std::int64_t lda, int rows, std::int64_t k,
                     const void* panel, const std::int32_t* bias, std::int32_t* acc);
 

@@ -17,12 +17,17 @@
 namespace hot::detail {
 namespace {
 
-// Tile 32 x 32: the registers 0 to 3 hold the sums of two halves of a by two halves of b, 4 and 5
-// halves of a, 6 and 7 halves of b. A step multiplies 64 k. Panel: for every step and half, 16
-// lines of four k, of 16 rows of b each, 1024 bytes.
-constexpr int tile_m = 32, tile_n = 32, half = 16;
+// Tile 96 x 32, three blocks of 32 rows. Of a block the registers 0 to 3 hold the sums of two
+// halves of a by two halves of b, 4 and 5 halves of a, 6 and 7 halves of b. A step multiplies 64 k.
+// Panel: for every step and half, 16 lines of four k, of 16 rows of b each, 1024 bytes.
+constexpr int tile_m = 96, tile_n = 32, block_m = 32, half = 16;
 constexpr std::int64_t step_k = 64;
 constexpr std::size_t half_bytes = 1024;
+// Steps that the blocks take one after the other, so that their part of the panel stays in the L1.
+#ifndef HOT_AMX_PART_STEPS  // others are set to be timed
+#define HOT_AMX_PART_STEPS 12
+#endif
+constexpr std::int64_t part_steps = HOT_AMX_PART_STEPS;
 
 // The operand of ldtilecfg.
 struct TileConfig {
@@ -45,9 +50,9 @@ constexpr TileConfig config_of(int rows) {
 }
 
 struct AllConfigs {
-  alignas(64) TileConfig of_rows[tile_m + 1];
+  alignas(64) TileConfig of_rows[block_m + 1];
   constexpr AllConfigs() : of_rows{} {
-    for (int rows = 1; rows <= tile_m; ++rows) of_rows[rows] = config_of(rows);
+    for (int rows = 1; rows <= block_m; ++rows) of_rows[rows] = config_of(rows);
   }
 };
 constexpr AllConfigs configs;
@@ -67,8 +72,6 @@ void gemm_pack(const std::int8_t* b, std::int64_t ldb, int rows, std::int64_t k,
   }
 }
 
-std::int32_t gemm_row_bias(const std::int8_t*, std::int64_t) { return 0; }
-
 // One step; a's second half exists where `two`.
 template <bool two>
 void multiply(const std::int8_t* a, std::int64_t lda, const char* b) {
@@ -84,24 +87,34 @@ void multiply(const std::int8_t* a, std::int64_t lda, const char* b) {
   }
 }
 
+// Sums of a block over k values more; `first`: they start at 0.
 template <bool two>
-void tile(const std::int8_t* a, std::int64_t lda, int rows, std::int64_t k, const void* panel,
-          std::int32_t* acc) {
-  _tile_loadconfig(&configs.of_rows[rows]);
-  _tile_zero(0);
-  _tile_zero(1);
-  if constexpr (two) {
-    _tile_zero(2);
-    _tile_zero(3);
+void block(const std::int8_t* a, std::int64_t lda, int rows, std::int64_t k, const char* b,
+           bool first, std::int32_t* sums) {
+  constexpr int row_bytes = tile_n * static_cast<int>(sizeof(std::int32_t));
+  std::int32_t* const below = sums + half * tile_n;
+  if (first) {
+    _tile_zero(0);
+    _tile_zero(1);
+    if constexpr (two) {
+      _tile_zero(2);
+      _tile_zero(3);
+    }
+  } else {
+    _tile_loadd(0, sums, row_bytes);
+    _tile_loadd(1, sums + half, row_bytes);
+    if constexpr (two) {
+      _tile_loadd(2, below, row_bytes);
+      _tile_loadd(3, below + half, row_bytes);
+    }
   }
-  const auto* b = static_cast<const char*>(panel);
   std::int64_t i = 0;
   for (; i + step_k <= k; i += step_k) {
     multiply<two>(a + i, lda, b);
     b += 2 * half_bytes;
   }
   if (i < k) {  // nothing is read past a's rows
-    alignas(64) std::int8_t rest[tile_m * step_k] = {};
+    alignas(64) std::int8_t rest[block_m * step_k] = {};
     for (int m = 0; m < rows; ++m) {
       std::memcpy(rest + m * step_k, a + m * lda + i, static_cast<std::size_t>(k - i));
     }
@@ -109,21 +122,40 @@ void tile(const std::int8_t* a, std::int64_t lda, int rows, std::int64_t k, cons
     __asm__ volatile("" ::"r"(rest) : "memory");
     multiply<two>(rest, step_k, b);
   }
-  constexpr int row_bytes = tile_n * static_cast<int>(sizeof(std::int32_t));
-  _tile_stored(0, acc, row_bytes);
-  _tile_stored(1, acc + half, row_bytes);
+  _tile_stored(0, sums, row_bytes);
+  _tile_stored(1, sums + half, row_bytes);
   if constexpr (two) {
-    _tile_stored(2, acc + half * tile_n, row_bytes);
-    _tile_stored(3, acc + half * tile_n + half, row_bytes);
+    _tile_stored(2, below, row_bytes);
+    _tile_stored(3, below + half, row_bytes);
   }
-  _tile_release();  // otherwise the kernel saves 8 KB at every switch of threads
   __asm__ volatile("" ::: "memory");
 }
 
 void gemm_tile(const std::int8_t* a, std::int64_t lda, int rows, std::int64_t k, const void* panel,
                const std::int32_t*, std::int32_t* acc) {
-  if (rows > half) return tile<true>(a, lda, rows, k, panel, acc);
-  tile<false>(a, lda, rows, k, panel, acc);
+  const auto* const b = static_cast<const char*>(panel);
+  const std::int64_t steps = k <= step_k ? 1 : (k + step_k - 1) / step_k;
+  const std::int64_t parts = (steps + part_steps - 1) / part_steps;
+  int configured = 0;
+  for (std::int64_t part = 0; part < parts; ++part) {
+    const std::int64_t from = steps * part / parts, to = steps * (part + 1) / parts;
+    const std::int64_t start = from * step_k, end = part + 1 == parts ? k : to * step_k;
+    for (int m = 0; m < rows; m += block_m) {
+      const int here = rows - m < block_m ? rows - m : block_m;
+      if (here != configured) _tile_loadconfig(&configs.of_rows[here]);
+      configured = here;
+      const std::int8_t* const from_a = a + m * lda + start;
+      const char* const from_b = b + static_cast<std::size_t>(from) * 2 * half_bytes;
+      std::int32_t* const sums = acc + m * tile_n;
+      if (here > half) {
+        block<true>(from_a, lda, here, end - start, from_b, part == 0, sums);
+      } else {
+        block<false>(from_a, lda, here, end - start, from_b, part == 0, sums);
+      }
+    }
+  }
+  _tile_release();  // otherwise the kernel saves 8 KB at every switch of threads
+  __asm__ volatile("" ::: "memory");
 }
 
 }  // namespace
@@ -135,7 +167,7 @@ const SimdKernels& simd_amx() {
     kernels.gemm_nr = tile_n;
     kernels.gemm_panel_bytes = gemm_panel_bytes;
     kernels.gemm_pack = gemm_pack;
-    kernels.gemm_row_bias = gemm_row_bias;
+    kernels.gemm_row_bias = nullptr;
     kernels.gemm_tile = gemm_tile;
     return kernels;
   }();

@@ -167,6 +167,17 @@ void amax_strip(const float* v, std::int64_t rows, std::uint32_t* amax) {
   }
 }
 
+void amax_columns(const float* v, std::int64_t count, std::uint32_t* amax) {
+  std::int64_t i = 0;
+  for (; i + W <= count; i += W) {
+    V::storei(amax + i, V::max_u(V::loadi(amax + i), V::abs_bits(V::load(v + i))));
+  }
+  for (; i < count; ++i) {
+    const std::uint32_t bits = float_bits(v[i]) & 0x7fffffffU;
+    amax[i] = bits > amax[i] ? bits : amax[i];
+  }
+}
+
 // ---- random bits ------------------------------------------------------------------------------
 
 inline void philox(I& c0, I& c1, I& c2, I& c3, const RandomKey& key) {
@@ -459,22 +470,42 @@ void expand_int2(const std::uint8_t* packed, std::int64_t count, const float* ta
 
 // ---- products ---------------------------------------------------------------------------------
 
-void dequantize(const std::int32_t* acc, std::int64_t count, const float* b_scale,
-                std::int64_t b_step, float a_scale, const float* add, float* out) {
-  const F a = V::set(a_scale);
-  std::int64_t i = 0;
-  for (; i + W <= count; i += W) {
-    const F b = b_step == 0 ? V::set(*b_scale) : V::load(b_scale + i);
-    F v = V::mul(V::mul(V::to_float(V::loadi(reinterpret_cast<const std::uint32_t*>(acc) + i)), b),
-                 a);
-    if (add != nullptr) v = V::add(V::load(add + i), v);
-    V::store(out + i, v);
+// What is done to sums is known to the compiler: the loops over columns have no branches.
+template <bool accumulate, bool biased, bool one_scale>
+inline void dequantize_rows(const SumsTile& tile) {
+  for (int m = 0; m < tile.rows; ++m) {
+    const float scale = tile.a_scale[m * tile.a_step] * tile.inv_divisor;
+    const F a = V::set(scale);
+    const std::int32_t* const sums = tile.sums + m * tile.ld;
+    float* const out = tile.out + m * tile.out_ld;
+    int i = 0;
+    for (; i + W <= tile.cols; i += W) {
+      const F b = one_scale ? V::set(*tile.b_scale) : V::load(tile.b_scale + i);
+      const F sum = V::to_float(V::loadi(reinterpret_cast<const std::uint32_t*>(sums) + i));
+      F v = V::mul(V::mul(sum, b), a);
+      if (accumulate) v = V::add(V::load(out + i), v);
+      if (biased) v = V::add(v, V::load(tile.bias + i));
+      V::store(out + i, v);
+    }
+    for (; i < tile.cols; ++i) {
+      float v = static_cast<float>(sums[i]) * tile.b_scale[one_scale ? 0 : i] * scale;
+      if (accumulate) v = out[i] + v;
+      if (biased) v += tile.bias[i];
+      out[i] = v;
+    }
   }
-  for (; i < count; ++i) {
-    float v = static_cast<float>(acc[i]) * b_scale[i * b_step] * a_scale;
-    if (add != nullptr) v = add[i] + v;
-    out[i] = v;
-  }
+}
+
+template <bool accumulate, bool biased>
+inline void dequantize_scaled(const SumsTile& tile) {
+  if (tile.b_step == 0) return dequantize_rows<accumulate, biased, true>(tile);
+  dequantize_rows<accumulate, biased, false>(tile);
+}
+
+void dequantize(const SumsTile& tile) {
+  if (tile.accumulate) return dequantize_scaled<true, false>(tile);
+  if (tile.bias != nullptr) return dequantize_scaled<false, true>(tile);
+  dequantize_scaled<false, false>(tile);
 }
 
 void axpy(float a, const std::int8_t* b, std::int64_t count, float* acc) {
