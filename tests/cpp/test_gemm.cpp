@@ -195,8 +195,9 @@ TEST(Gemm, a_single_row_may_have_any_stride) {
     ConstTensorView far_a = a.view(), far_b = b.view();
     far_a.stride[0] = far_b.stride[0] = std::numeric_limits<std::int64_t>::max() / 3;
     std::int32_t sum = 0;
-    Scratch scratch(hot::gemm_workspace(cpu(), 1, 1, 37));
-    hot::gemm_int8(hot::Context::cpu(1).with_isa(isa), far_a, far_b, no_scale, no_scale, {},
+    const hot::Context context = hot::Context::cpu(1).with_isa(isa);
+    Scratch scratch(hot::gemm_workspace(context, 1, 1, 37));
+    hot::gemm_int8(context, far_a, far_b, no_scale, no_scale, {},
                    hot::matrix(&sum, DType::i32, 1, 1), scratch.workspace());
     EXPECT_EQ(sum, sums(a, b)[0]);
   }

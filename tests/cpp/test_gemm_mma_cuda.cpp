@@ -219,7 +219,7 @@ TEST_F(GemmMmaCuda, what_a_tile_cannot_do) {
   const auto can = [&](const GemmArgs& args, int tile) {
     return mma_can(device, mma_product(args, MmaCodes::int8), tile);
   };
-  const int any = hot::detail::mma_tile("any"), usual = hot::detail::mma_tile("128x128");
+  const int any = hot::detail::mma_tile("any"), usual = hot::detail::mma_tile("128x128x64");
   EXPECT_TRUE(can(good, usual));
   const auto cannot = [&](void (*change)(GemmArgs&)) {
     GemmArgs changed = good;

@@ -25,7 +25,7 @@ constexpr std::int64_t step_k = 64;
 constexpr std::size_t half_bytes = 1024;
 // Steps that the blocks take one after the other, so that their part of the panel stays in the L1.
 #ifndef HOT_AMX_PART_STEPS  // others are set to be timed
-#define HOT_AMX_PART_STEPS 12
+#define HOT_AMX_PART_STEPS 100000
 #endif
 constexpr std::int64_t part_steps = HOT_AMX_PART_STEPS;
 
