@@ -44,7 +44,7 @@ def equal(ours: Any, theirs: Any) -> None:
 POLICIES = [None, hot.keep_attention, hot.keep_codes, hot.keep_products]
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: getattr(policy, "__name__", "none"))
 def test_eager_gradients_are_the_same_bits(x: torch.Tensor, policy: Any) -> None:
     model = converted(nn.Sequential(Block(), Block()), "fast")
     expected = gradients(model, model, x)
