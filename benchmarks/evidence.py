@@ -3,6 +3,7 @@
     python benchmarks/evidence.py --call a --out FOLDER    # 480 s: latency, memory, two GPTs
     python benchmarks/evidence.py --call b --out FOLDER    # 480 s: a larger GPT, images
     python benchmarks/evidence.py --call c --out FOLDER    # 900 s: the largest GPT and ViT
+    python benchmarks/evidence.py --call d --out FOLDER    # 1100 s: three seeds of all
     python benchmarks/evidence.py --parts latency memory --out FOLDER
     python benchmarks/evidence.py --list                    # parts, their commands and seconds
 
@@ -66,15 +67,19 @@ def gpt(
     contenders: Sequence[str],
     jobs: int,
     tokens_per_parameter: float | None = None,
+    more: str = "",
 ) -> Part:
-    """A size of the scaling study: 400 steps for each, 13.1 M tokens, or as many as are said."""
+    """A size of the scaling study: 400 steps for each, 13.1 M tokens, or as many as are said.
+
+    ``more``: of the part's name, where another has that report, too.
+    """
     many = tokens_per_parameter is not None
     length = ("--tokens-per-parameter", str(tokens_per_parameter)) if many else ("--steps", "400")
     words = ("bench_gpt.py", "--device", "cuda", "--size", size, *length, "--jobs",
              str(jobs), "--budget", "{budget}", "--seeds", *seeds.split(), "--contenders",
              *contenders)  # fmt: skip
     name = f"gpt-{size}-long" if many else f"gpt-{size}"
-    return Part(name, seconds, words, f"cuda-{name}.json")
+    return Part(name + more, seconds, words, f"cuda-{name}.json")
 
 
 def training(name: str, seconds: float, jobs: int, tasks: str, *more: str) -> Part:
@@ -98,6 +103,11 @@ TUNED = (
     "default int8-forward;fast int8-forward;compact int8-forward"
 )
 CUDA = ("--device", "cuda")
+VIT_S = training("cuda-images-vit-s", 380, 8, "images-vit-s", *CUDA, "--methods", OF_LARGE_VIT)
+VIT_B = training(
+    "cuda-finetune-vit-b", 420, 8, "images-vit-b", *CUDA, "--tf32", "--table", "finetune",
+    "--methods", TUNED,
+)  # fmt: skip
 CALLS: dict[str, tuple[Part, ...]] = {
     "a": (
         Part("latency", 85, ("bench_latency.py", *CUDA, "--budget", "{budget}"),
@@ -120,9 +130,14 @@ CALLS: dict[str, tuple[Part, ...]] = {
     "c": (
         gpt("311M", 560, "0 1", LARGEST, 2),
         gpt("10M", 150, "0 1", SCALE, 5, TOKENS_PER_PARAMETER),
-        training("cuda-images-vit-s", 380, 8, "images-vit-s", *CUDA, "--methods", OF_LARGE_VIT),
-        training("cuda-finetune-vit-b", 420, 8, "images-vit-b", *CUDA, "--tf32", "--table",
-                 "finetune", "--methods", TUNED),
+        VIT_S,
+        VIT_B,
+    ),
+    "d": (
+        VIT_B,
+        VIT_S,
+        gpt("91M", 330, "0 1 2", SCALE, 4, more="-seeds"),
+        gpt("311M", 330, "0 1 2", LARGEST, 2, more="-seeds"),
     ),
 }  # fmt: skip
 
@@ -200,7 +215,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     known = list(dict.fromkeys(part.name for parts in CALLS.values() for part in parts))
     parser.add_argument("--call", choices=tuple(CALLS), default="a")
-    parser.add_argument("--parts", nargs="+", choices=known, help="of both calls; default: all")
+    parser.add_argument(
+        "--parts", nargs="+", choices=known, help="of any call; default: all of one"
+    )
     parser.add_argument("--out", type=Path, help="where the archive goes")
     parser.add_argument("--seconds", type=float, default=480, help="of this call, at most")
     parser.add_argument("--list", action="store_true")
