@@ -320,6 +320,7 @@ class Trust:
             "seconds": round(time.monotonic() - began, 1),
             "trouble": [],
             "tests": len(tests),
+            "sanitized_hash": gpu_check.source_hash(SANITIZED),
             "tools": found,
         }
 
@@ -432,8 +433,6 @@ def main() -> int:
             results = {name: pool.submit(work) for name, work in works.items()}
             for name, result in results.items():
                 found[name] = {**result.result(), **made}
-                if name == "sanitizer":
-                    found[name]["sanitized_hash"] = gpu_check.source_hash(SANITIZED)
         # After every group: a call that is cut off leaves what was done.
         args.out.parent.mkdir(parents=True, exist_ok=True)
         ordered = {name: found[name] for name in every if name in found}
