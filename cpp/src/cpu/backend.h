@@ -195,6 +195,10 @@ void load_run(const SimdKernels&, const void* data, DType, std::int64_t first, s
 void store_run(const SimdKernels&, const float* src, std::int64_t count, void* data, DType,
                std::int64_t first, std::int64_t stride);
 
+// The scales of codes of `bits` bits, in place of the bit patterns of their largest values.
+// quantize.cpp
+void patterns_to_scales(float* scale, std::int64_t count, int bits);
+
 // *pattern = max(*pattern, value), atomically.
 void atomic_max(std::uint32_t* pattern, std::uint32_t value);
 

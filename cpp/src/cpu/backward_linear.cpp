@@ -86,7 +86,8 @@ std::size_t CpuBackend::backward_workspace(const Context& context, const Backwar
 }
 
 // Four phases, which the threads start and end together: what reads g_y, w and x first; codes that
-// need the largest values of all; panels; products.
+// need the largest values of all; panels; products. A phase begins with its longest tasks: one that
+// begins last keeps the other threads waiting.
 void CpuBackend::backward(const Context& context, const BackwardCall& call, void* workspace) const {
   const BackwardWork& work = call.work;
   const BackwardLinearSpec& spec = work.spec;
@@ -139,19 +140,19 @@ void CpuBackend::backward(const Context& context, const BackwardCall& call, void
 
   Phase phase(context);
   const bool one_scale = spec.gx_scale == Granularity::tensor;
+  if (sums) sums->add_sums(phase);
   if (rows && one_scale) rows->add_largest(phase);
   if (rows && !one_scale) rows->add_codes(phase);
   if (columns && !found_by_rows) columns->add_largest(phase);
   if (weight) weight->add_largest(phase);
   if (groups) groups->add_codes(phase);
-  if (sums) sums->add_sums(phase);
   phase.run();
 
+  if (gw) gw->add_panels(phase);
+  if (gx && !weight) gx->add_panels(phase);
   if (rows && one_scale) rows->add_codes(phase);
   if (columns) columns->add_codes(phase);
   if (weight) weight->add_codes(phase);
-  if (gw) gw->add_panels(phase);
-  if (gx && !weight) gx->add_panels(phase);
   phase.run();
 
   if (rows) rows->finish();
@@ -162,8 +163,10 @@ void CpuBackend::backward(const Context& context, const BackwardCall& call, void
   if (gw) gw->add_bias(phase);
   phase.run();
 
+  const bool gx_longer = work.out_features.k_padded > work.tokens.k_padded;
+  if (gx && gx_longer) gx->add_tiles(phase);
   if (gw) gw->add_tiles(phase);
-  if (gx) gx->add_tiles(phase);
+  if (gx && !gx_longer) gx->add_tiles(phase);
   phase.run();
 
   if (work.gw && by_token) {

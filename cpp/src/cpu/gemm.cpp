@@ -1,7 +1,6 @@
-// Stage: integer product. b is packed once into panels of gemm_nr rows (workspace); a is read in
-// place. A task multiplies `rows_per_task` rows of a by all panels of a slice, tile by tile. Sums
-// stay in registers for the whole contraction, or for a part of it that the caches hold; the
-// epilogue dequantises the tile.
+// Stage: integer product. b is packed once into panels (workspace); a is read in place. A task
+// multiplies `gemm_task_rows` rows of a by all panels of a slice, tile by tile. Sums stay in
+// registers for the whole contraction, the epilogue dequantises the tile.
 #include <algorithm>
 #include <cstring>
 
@@ -12,32 +11,49 @@ namespace {
 
 // An INT32 holds the sum of this many products of any two INT8 values, -128 included.
 constexpr std::int64_t k_chunk = 131008;
-constexpr int max_tile = 96 * 32;
-constexpr std::int64_t rows_per_task = 96;  // 96 rows of a with K = 1024 stay in a core's L2
+constexpr int max_tile = gemm_task_rows * 32;
+constexpr std::int64_t task_rows = gemm_task_rows;  // with K = 1024 they stay in a core's L2
 
 std::int64_t chunks_of(std::int64_t k) { return std::max<std::int64_t>(1, ceil_div(k, k_chunk)); }
 
 std::size_t aligned(std::size_t bytes) { return (bytes + 63) / 64 * 64; }
+
+// The registers that the kernels of an instruction set want set up for a task's tiles; those of
+// such a set have the height of the task.
+class TaskRegisters {
+ public:
+  TaskRegisters(const GemmKernels& kernels, int rows) : kernels_(kernels) {
+    if (kernels_.begin != nullptr) kernels_.begin(rows);
+  }
+  ~TaskRegisters() {
+    if (kernels_.end != nullptr) kernels_.end();
+  }
+  TaskRegisters(const TaskRegisters&) = delete;
+  TaskRegisters& operator=(const TaskRegisters&) = delete;
+
+ private:
+  const GemmKernels& kernels_;
+};
 
 // The epilogue of a tile: scales, accumulation, bias, output type.
 struct Epilogue {
   const SimdKernels& simd;
   const GemmArgs& args;
 
-  // `acc`: [rows, gemm_nr], of which `cols` columns count.
+  // `acc`: [rows, gemm.nr], of which `cols` columns count.
   void tile(std::int64_t m, std::int64_t n, int rows, int cols, const std::int32_t* acc) const {
     const MatrixOut& out = args.out;
     if (args.a_scale == nullptr) {
       auto* sums = static_cast<std::int32_t*>(out.data);
       for (int i = 0; i < rows; ++i) {
         for (int j = 0; j < cols; ++j) {
-          sums[(m + i) * out.row_stride + (n + j) * out.col_stride] = acc[i * simd.gemm_nr + j];
+          sums[(m + i) * out.row_stride + (n + j) * out.col_stride] = acc[i * simd.gemm.nr + j];
         }
       }
       return;
     }
     SumsTile tile{acc,
-                  simd.gemm_nr,
+                  simd.gemm.nr,
                   rows,
                   cols,
                   args.a_scale + m * args.a_scale_step,
@@ -56,15 +72,15 @@ struct Epilogue {
     }
     float values[max_tile];
     tile.out = values;
-    tile.out_ld = simd.gemm_nr;
+    tile.out_ld = simd.gemm.nr;
     if (args.accumulate) {
       for (int i = 0; i < rows; ++i) {
-        load_row(simd, current(), m + i, n, cols, values + i * simd.gemm_nr);
+        load_row(simd, current(), m + i, n, cols, values + i * simd.gemm.nr);
       }
     }
     simd.dequantize(tile);
     for (int i = 0; i < rows; ++i) {
-      store_row(simd, values + i * simd.gemm_nr, m + i, n, cols, out);
+      store_row(simd, values + i * simd.gemm.nr, m + i, n, cols, out);
     }
   }
 
@@ -99,8 +115,8 @@ std::size_t CpuBackend::gemm_workspace(const Context& context, std::int64_t m, s
                                        std::int64_t k) const {
   const SimdKernels& simd = simd_kernels(context.isa());
   const std::int64_t chunks = chunks_of(k);
-  const auto panels = static_cast<std::size_t>(ceil_div(n, simd.gemm_nr) * chunks);
-  const std::size_t packed = panels * simd.gemm_panel_bytes(std::min(k, k_chunk));
+  const auto panels = static_cast<std::size_t>(ceil_div(n, simd.gemm.nr) * chunks);
+  const std::size_t packed = panels * simd.gemm.panel_bytes(std::min(k, k_chunk));
   const std::size_t bias = static_cast<std::size_t>(m * chunks) * sizeof(std::int32_t);
   const auto transposed = static_cast<std::size_t>(n * k);  // gemm_token
   return std::max(aligned(packed) + aligned(bias), transposed);
@@ -115,13 +131,13 @@ Product::Product(const Context& context, const GemmArgs& args, void* workspace)
     args_.lda = args_.ldb = 0;
   }
   chunks_ = chunks_of(args.k);
-  panels_ = ceil_div(args.n, simd_.gemm_nr);
-  panel_bytes_ = simd_.gemm_panel_bytes(std::min(args.k, k_chunk));
+  panels_ = ceil_div(args.n, simd_.gemm.nr);
+  panel_bytes_ = simd_.gemm.panel_bytes(std::min(args.k, k_chunk));
   packed_ = static_cast<char*>(workspace);
   bias_ = reinterpret_cast<std::int32_t*>(
       packed_ + aligned(static_cast<std::size_t>(panels_ * chunks_) * panel_bytes_));
   // With few rows, tasks also split the panels.
-  row_tasks_ = ceil_div(args.m, rows_per_task);
+  row_tasks_ = ceil_div(args.m, task_rows);
   slices_ = std::min(panels_, ceil_div(std::int64_t{8} * context.threads(), row_tasks_));
 }
 
@@ -130,7 +146,7 @@ void Product::add_panels(Phase& phase) const {
 }
 
 void Product::add_bias(Phase& phase) const {
-  if (simd_.gemm_row_bias != nullptr) phase.add<&Product::find_bias>(row_tasks_, *this);
+  if (simd_.gemm.row_bias != nullptr) phase.add<&Product::find_bias>(row_tasks_, *this);
 }
 
 void Product::add_tiles(Phase& phase) const {
@@ -147,48 +163,49 @@ std::int64_t Product::chunk_length(std::int64_t chunk) const {
 
 void Product::pack(std::int64_t task) const {
   const std::int64_t panel = task / chunks_, chunk = task % chunks_;
-  const std::int64_t n = panel * simd_.gemm_nr;
-  simd_.gemm_pack(args_.b + n * args_.ldb + chunk * k_chunk, args_.ldb,
-                  static_cast<int>(std::min<std::int64_t>(simd_.gemm_nr, args_.n - n)),
+  const std::int64_t n = panel * simd_.gemm.nr;
+  simd_.gemm.pack(args_.b + n * args_.ldb + chunk * k_chunk, args_.ldb,
+                  static_cast<int>(std::min<std::int64_t>(simd_.gemm.nr, args_.n - n)),
                   chunk_length(chunk), panel_at(panel, chunk));
 }
 
 void Product::find_bias(std::int64_t task) const {
-  const std::int64_t first = task * rows_per_task;
-  for (std::int64_t m = first; m < std::min(args_.m, first + rows_per_task); ++m) {
+  const std::int64_t first = task * task_rows;
+  for (std::int64_t m = first; m < std::min(args_.m, first + task_rows); ++m) {
     for (std::int64_t chunk = 0; chunk < chunks_; ++chunk) {
       bias_[chunk * args_.m + m] =
-          simd_.gemm_row_bias(args_.a + m * args_.lda + chunk * k_chunk, chunk_length(chunk));
+          simd_.gemm.row_bias(args_.a + m * args_.lda + chunk * k_chunk, chunk_length(chunk));
     }
   }
 }
 
 void Product::multiply(std::int64_t task) const {
   const Epilogue epilogue{simd_, args_};
-  const std::int64_t m_first = task / slices_ * rows_per_task;
-  const std::int64_t m_end = std::min(args_.m, m_first + rows_per_task);
+  const std::int64_t m_first = task / slices_ * task_rows;
+  const std::int64_t m_end = std::min(args_.m, m_first + task_rows);
   const std::int64_t slice = task % slices_;
   alignas(64) std::int32_t acc[max_tile];
+  const TaskRegisters registers(simd_.gemm, static_cast<int>(m_end - m_first));
   for (std::int64_t panel = panels_ * slice / slices_; panel < panels_ * (slice + 1) / slices_;
        ++panel) {
-    const std::int64_t n = panel * simd_.gemm_nr;
-    const auto cols = static_cast<int>(std::min<std::int64_t>(simd_.gemm_nr, args_.n - n));
-    for (std::int64_t m = m_first; m < m_end; m += simd_.gemm_mr) {
-      const auto rows = static_cast<int>(std::min<std::int64_t>(simd_.gemm_mr, m_end - m));
+    const std::int64_t n = panel * simd_.gemm.nr;
+    const auto cols = static_cast<int>(std::min<std::int64_t>(simd_.gemm.nr, args_.n - n));
+    for (std::int64_t m = m_first; m < m_end; m += simd_.gemm.mr) {
+      const auto rows = static_cast<int>(std::min<std::int64_t>(simd_.gemm.mr, m_end - m));
       if (chunks_ == 1) {
-        simd_.gemm_tile(args_.a + m * args_.lda, args_.lda, rows, args_.k, panel_at(panel, 0),
+        simd_.gemm.tile(args_.a + m * args_.lda, args_.lda, rows, args_.k, panel_at(panel, 0),
                         bias_ + m, acc);
         epilogue.tile(m, n, rows, cols, acc);
         continue;
       }
       std::int64_t total[max_tile] = {};
       for (std::int64_t chunk = 0; chunk < chunks_; ++chunk) {
-        simd_.gemm_tile(args_.a + m * args_.lda + chunk * k_chunk, args_.lda, rows,
+        simd_.gemm.tile(args_.a + m * args_.lda + chunk * k_chunk, args_.lda, rows,
                         chunk_length(chunk), panel_at(panel, chunk), bias_ + chunk * args_.m + m,
                         acc);
-        for (int i = 0; i < rows * simd_.gemm_nr; ++i) total[i] += acc[i];
+        for (int i = 0; i < rows * simd_.gemm.nr; ++i) total[i] += acc[i];
       }
-      for (int i = 0; i < rows; ++i) epilogue.long_row(m + i, n, cols, total + i * simd_.gemm_nr);
+      for (int i = 0; i < rows; ++i) epilogue.long_row(m + i, n, cols, total + i * simd_.gemm.nr);
     }
   }
 }

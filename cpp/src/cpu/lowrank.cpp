@@ -268,12 +268,7 @@ void QuantizeColumns::add_finish(Phase& phase) const {
 
 void QuantizeColumns::finish(std::int64_t) const {
   const Operand& out = job_.out;
-  for (std::int64_t i = 0; i < scales_; ++i) {
-    std::uint32_t bits;
-    std::memcpy(&bits, amax() + i, sizeof bits);
-    const float scale = make_scale(bits, job_.quant.bits).scale;
-    std::memcpy(out.scale + i, &scale, sizeof scale);
-  }
+  patterns_to_scales(out.scale, scales_, job_.quant.bits);
   // As CUDA writes it: the bytes of a quantised weight mean the same to both.
   if (job_.quant.per_tensor) std::fill(out.scale + 1, out.scale + out.scales, out.scale[0]);
 }

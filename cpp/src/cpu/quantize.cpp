@@ -101,6 +101,15 @@ void pack_row(const std::int8_t* codes, std::int64_t count, std::uint8_t* out) {
 
 }  // namespace
 
+void patterns_to_scales(float* scale, std::int64_t count, int bits) {
+  for (std::int64_t i = 0; i < count; ++i) {
+    std::uint32_t pattern;
+    std::memcpy(&pattern, scale + i, sizeof pattern);
+    const float value = make_scale(pattern, bits).scale;
+    std::memcpy(scale + i, &value, sizeof value);
+  }
+}
+
 void CpuBackend::quantize(const Context& context, const MatrixIn& x, const QuantSpec& spec,
                           const MatrixOut& q, float* scale) const {
   const std::int64_t scales = scale_count(x.rows, x.cols, spec.scale);
@@ -159,12 +168,7 @@ void CpuBackend::quantize(const Context& context, const MatrixIn& x, const Quant
     }
   });
 
-  for (std::int64_t i = 0; i < scales; ++i) {
-    std::uint32_t bits;
-    std::memcpy(&bits, amax + i, sizeof bits);
-    const float value = make_scale(bits, spec.bits).scale;
-    std::memcpy(scale + i, &value, sizeof value);
-  }
+  patterns_to_scales(scale, scales, spec.bits);
 }
 
 void CpuBackend::dequantize(const Context& context, const MatrixIn& q, const float* scale,
@@ -244,11 +248,7 @@ void QuantizeRows::codes(std::int64_t task) const {
 }
 
 void QuantizeRows::finish() const {
-  if (!job_.quant.per_tensor) return;
-  std::uint32_t bits;
-  std::memcpy(&bits, job_.out.scale, sizeof bits);
-  const float value = make_scale(bits, job_.quant.bits).scale;
-  std::memcpy(job_.out.scale, &value, sizeof value);
+  if (job_.quant.per_tensor) patterns_to_scales(job_.out.scale, 1, job_.quant.bits);
 }
 
 void quantize_rows(const Context& context, const RowsJob& job) {

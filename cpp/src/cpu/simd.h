@@ -37,6 +37,25 @@ struct SumsTile {
   std::int64_t out_ld;
 };
 
+// Rows of a that a thread multiplies before it takes others: the tiles of every set divide it.
+inline constexpr int gemm_task_rows = 96;
+
+// Integer product. A panel holds `nr` rows of b; a tile is up to `mr` rows of a.
+struct GemmKernels {
+  int mr, nr;
+  std::size_t (*panel_bytes)(std::int64_t k);
+  void (*pack)(const std::int8_t* b, std::int64_t ldb, int rows, std::int64_t k, void* panel);
+  // The start of a row's sums; null: they start at 0, and `tile` takes no bias.
+  std::int32_t (*row_bias)(const std::int8_t* a, std::int64_t k);
+  // acc: [rows, nr].
+  void (*tile)(const std::int8_t* a, std::int64_t lda, int rows, std::int64_t k, const void* panel,
+               const std::int32_t* bias, std::int32_t* acc);
+  // Before and after a thread's calls of `tile`, all with that number of rows, where registers have
+  // to be set up for them; null elsewhere.
+  void (*begin)(int rows) = nullptr;
+  void (*end)() = nullptr;
+};
+
 struct SimdKernels {
   // Contiguous elements to and from fp32.
   void (*load)(const void* src, DType dtype, std::int64_t count, float* dst);
@@ -90,17 +109,10 @@ struct SimdKernels {
 
   void (*dequantize)(const SumsTile&);
 
-  // Integer product. A panel holds gemm_nr rows of b; a tile is gemm_mr rows of a.
-  int gemm_mr, gemm_nr;
-  std::size_t (*gemm_panel_bytes)(std::int64_t k);
-  void (*gemm_pack)(const std::int8_t* b, std::int64_t ldb, int rows, std::int64_t k, void* panel);
-  // The start of a row's sums; null: they start at 0, and gemm_tile takes no bias.
-  std::int32_t (*gemm_row_bias)(const std::int8_t* a, std::int64_t k);
-  void (*gemm_tile)(const std::int8_t* a, std::int64_t lda, int rows, std::int64_t k,
-                    const void* panel, const std::int32_t* bias, std::int32_t* acc);
-
   // acc[n] += (a * s) * b[n] for int8 b: one k of the fp32 product with a scale for each k.
   void (*axpy)(float a, const std::int8_t* b, std::int64_t count, float* acc);
+
+  GemmKernels gemm;
 };
 
 const SimdKernels& simd_plain();

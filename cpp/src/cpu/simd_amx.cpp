@@ -20,14 +20,9 @@ namespace {
 // Tile 96 x 32, three blocks of 32 rows. Of a block the registers 0 to 3 hold the sums of two
 // halves of a by two halves of b, 4 and 5 halves of a, 6 and 7 halves of b. A step multiplies 64 k.
 // Panel: for every step and half, 16 lines of four k, of 16 rows of b each, 1024 bytes.
-constexpr int tile_m = 96, tile_n = 32, block_m = 32, half = 16;
+constexpr int tile_m = gemm_task_rows, tile_n = 32, block_m = 32, half = 16;
 constexpr std::int64_t step_k = 64;
 constexpr std::size_t half_bytes = 1024;
-// Steps that the blocks take one after the other, so that their part of the panel stays in the L1.
-#ifndef HOT_AMX_PART_STEPS  // others are set to be timed
-#define HOT_AMX_PART_STEPS 100000
-#endif
-constexpr std::int64_t part_steps = HOT_AMX_PART_STEPS;
 
 // The operand of ldtilecfg.
 struct TileConfig {
@@ -87,26 +82,17 @@ void multiply(const std::int8_t* a, std::int64_t lda, const char* b) {
   }
 }
 
-// Sums of a block over k values more; `first`: they start at 0.
+// A block's sums.
 template <bool two>
 void block(const std::int8_t* a, std::int64_t lda, int rows, std::int64_t k, const char* b,
-           bool first, std::int32_t* sums) {
+           std::int32_t* sums) {
   constexpr int row_bytes = tile_n * static_cast<int>(sizeof(std::int32_t));
   std::int32_t* const below = sums + half * tile_n;
-  if (first) {
-    _tile_zero(0);
-    _tile_zero(1);
-    if constexpr (two) {
-      _tile_zero(2);
-      _tile_zero(3);
-    }
-  } else {
-    _tile_loadd(0, sums, row_bytes);
-    _tile_loadd(1, sums + half, row_bytes);
-    if constexpr (two) {
-      _tile_loadd(2, below, row_bytes);
-      _tile_loadd(3, below + half, row_bytes);
-    }
+  _tile_zero(0);
+  _tile_zero(1);
+  if constexpr (two) {
+    _tile_zero(2);
+    _tile_zero(3);
   }
   std::int64_t i = 0;
   for (; i + step_k <= k; i += step_k) {
@@ -131,31 +117,21 @@ void block(const std::int8_t* a, std::int64_t lda, int rows, std::int64_t k, con
   __asm__ volatile("" ::: "memory");
 }
 
+// One configuration for all tiles of a task: to load one has a long latency.
+void gemm_begin(int rows) { _tile_loadconfig(&configs.of_rows[rows < block_m ? rows : block_m]); }
+
+void gemm_end() { _tile_release(); }  // else the kernel saves 8 KB at every switch of threads
+
 void gemm_tile(const std::int8_t* a, std::int64_t lda, int rows, std::int64_t k, const void* panel,
                const std::int32_t*, std::int32_t* acc) {
   const auto* const b = static_cast<const char*>(panel);
-  const std::int64_t steps = k <= step_k ? 1 : (k + step_k - 1) / step_k;
-  const std::int64_t parts = (steps + part_steps - 1) / part_steps;
-  int configured = 0;
-  for (std::int64_t part = 0; part < parts; ++part) {
-    const std::int64_t from = steps * part / parts, to = steps * (part + 1) / parts;
-    const std::int64_t start = from * step_k, end = part + 1 == parts ? k : to * step_k;
-    for (int m = 0; m < rows; m += block_m) {
-      const int here = rows - m < block_m ? rows - m : block_m;
-      if (here != configured) _tile_loadconfig(&configs.of_rows[here]);
-      configured = here;
-      const std::int8_t* const from_a = a + m * lda + start;
-      const char* const from_b = b + static_cast<std::size_t>(from) * 2 * half_bytes;
-      std::int32_t* const sums = acc + m * tile_n;
-      if (here > half) {
-        block<true>(from_a, lda, here, end - start, from_b, part == 0, sums);
-      } else {
-        block<false>(from_a, lda, here, end - start, from_b, part == 0, sums);
-      }
-    }
+  if (rows <= half) return block<false>(a, lda, rows, k, b, acc);
+  if (rows <= block_m) return block<true>(a, lda, rows, k, b, acc);
+  for (int next = 0; next < rows; next += block_m) {
+    // The last block takes the last 32 rows, some of them again.
+    const int m = next + block_m <= rows ? next : rows - block_m;
+    block<true>(a + m * lda, lda, block_m, k, b, acc + m * tile_n);
   }
-  _tile_release();  // otherwise the kernel saves 8 KB at every switch of threads
-  __asm__ volatile("" ::: "memory");
 }
 
 }  // namespace
@@ -163,12 +139,8 @@ void gemm_tile(const std::int8_t* a, std::int64_t lda, int rows, std::int64_t k,
 const SimdKernels& simd_amx() {
   static const SimdKernels table = [] {
     SimdKernels kernels = simd_avx512();
-    kernels.gemm_mr = tile_m;
-    kernels.gemm_nr = tile_n;
-    kernels.gemm_panel_bytes = gemm_panel_bytes;
-    kernels.gemm_pack = gemm_pack;
-    kernels.gemm_row_bias = nullptr;
-    kernels.gemm_tile = gemm_tile;
+    kernels.gemm = {tile_m,  tile_n,    gemm_panel_bytes, gemm_pack,
+                    nullptr, gemm_tile, gemm_begin,       gemm_end};
     return kernels;
   }();
   return table;

@@ -129,13 +129,20 @@ void gemm_pack(const std::int8_t* b, std::int64_t ldb, int rows, std::int64_t k,
 
 std::int32_t gemm_row_bias(const std::int8_t*, std::int64_t) { return 0; }
 
+// Sums of this type stay in registers: those of type __m256i GCC 12 stores at every step.
+using Sums = std::int32_t __attribute__((vector_size(32)));
+
+Sums add_products(Sums sums, __m256i a, __m256i b) {
+  return sums + reinterpret_cast<Sums>(_mm256_madd_epi16(a, b));
+}
+
 void gemm_tile(const std::int8_t* a, std::int64_t lda, int rows, std::int64_t k, const void* panel,
                const std::int32_t* bias, std::int32_t* acc) {
   constexpr std::int64_t chunk = 512;  // 6 KB of widened a
   alignas(32) std::int16_t wide[tile_m][chunk];
-  __m256i sum[tile_m][2];
+  Sums sum[tile_m][2];
   for (int m = 0; m < tile_m; ++m) {
-    sum[m][0] = sum[m][1] = _mm256_set1_epi32(m < rows ? bias[m] : 0);
+    sum[m][0] = sum[m][1] = reinterpret_cast<Sums>(_mm256_set1_epi32(m < rows ? bias[m] : 0));
   }
   const auto* b = static_cast<const __m256i*>(panel);
   for (std::int64_t start = 0; start < k; start += chunk) {
@@ -151,28 +158,22 @@ void gemm_tile(const std::int8_t* a, std::int64_t lda, int rows, std::int64_t k,
         std::int32_t pair;
         std::memcpy(&pair, &wide[m][i], sizeof pair);
         const __m256i both = _mm256_set1_epi32(pair);
-        sum[m][0] = _mm256_add_epi32(sum[m][0], _mm256_madd_epi16(both, b0));
-        sum[m][1] = _mm256_add_epi32(sum[m][1], _mm256_madd_epi16(both, b1));
+        sum[m][0] = add_products(sum[m][0], both, b0);
+        sum[m][1] = add_products(sum[m][1], both, b1);
       }
     }
   }
   for (int m = 0; m < rows; ++m) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(acc + m * tile_n), sum[m][0]);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(acc + m * tile_n + 8), sum[m][1]);
+    std::memcpy(acc + m * tile_n, &sum[m][0], sizeof(Sums));
+    std::memcpy(acc + m * tile_n + 8, &sum[m][1], sizeof(Sums));
   }
 }
 
 }  // namespace
 
 const SimdKernels& simd_avx2() {
-  static const SimdKernels table{
-      load,         store,          fwht_row,       fwht_strip,
-      fold_strip,   scale_row,      amax,           amax_strip,
-      amax_columns, quantize_row,   quantize_strip, quantize_strip_by_k,
-      dither_strip, sum_magnitudes, expand_int4,    expand_int2,
-      dequantize,   tile_m,         tile_n,         gemm_panel_bytes,
-      gemm_pack,    gemm_row_bias,  gemm_tile,      axpy,
-  };
+  static const SimdKernels table =
+      kernels_with({tile_m, tile_n, gemm_panel_bytes, gemm_pack, gemm_row_bias, gemm_tile});
   return table;
 }
 

@@ -144,75 +144,70 @@ std::int32_t gemm_row_bias(const std::int8_t* a, std::int64_t k) {
   return -128 * _mm512_reduce_add_epi32(sums);
 }
 
+// Sums of this type stay in registers: those of type __m512i GCC 12 stores at every step.
+using Sums = std::int32_t __attribute__((vector_size(64)));
+
+Sums add_products(Sums sums, __m512i b, __m512i a) {
+  return reinterpret_cast<Sums>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(sums), b, a));
+}
+
+// `steps` of four k.
 template <int rows>
-void tile_rows(const std::int8_t* a, std::int64_t lda, std::int64_t k, const void* panel,
+void tile_rows(const std::int8_t* a, std::int64_t lda, std::int64_t steps, const std::int8_t* b,
                const std::int32_t* bias, std::int32_t* acc) {
-  const auto* b = static_cast<const std::int8_t*>(panel);
-  __m512i sum[rows][4];
+  Sums sum[rows][4];
   for (int m = 0; m < rows; ++m) {
-    for (int j = 0; j < 4; ++j) sum[m][j] = _mm512_set1_epi32(bias[m]);
+    for (int j = 0; j < 4; ++j) sum[m][j] = reinterpret_cast<Sums>(_mm512_set1_epi32(bias[m]));
   }
-  const auto step = [&](const auto& four_of) {
+  for (; steps > 0; --steps, a += 4, b += 4 * tile_n) {
     const __m512i b0 = _mm512_loadu_si512(b), b1 = _mm512_loadu_si512(b + 64);
     const __m512i b2 = _mm512_loadu_si512(b + 128), b3 = _mm512_loadu_si512(b + 192);
     for (int m = 0; m < rows; ++m) {
-      const __m512i four = _mm512_set1_epi32(four_of(m));
-      sum[m][0] = _mm512_dpbusd_epi32(sum[m][0], b0, four);
-      sum[m][1] = _mm512_dpbusd_epi32(sum[m][1], b1, four);
-      sum[m][2] = _mm512_dpbusd_epi32(sum[m][2], b2, four);
-      sum[m][3] = _mm512_dpbusd_epi32(sum[m][3], b3, four);
+      std::int32_t bytes;
+      std::memcpy(&bytes, a + m * lda, sizeof bytes);
+      const __m512i four = _mm512_set1_epi32(bytes);
+      sum[m][0] = add_products(sum[m][0], b0, four);
+      sum[m][1] = add_products(sum[m][1], b1, four);
+      sum[m][2] = add_products(sum[m][2], b2, four);
+      sum[m][3] = add_products(sum[m][3], b3, four);
     }
-    b += 256;
-  };
-  std::int64_t i = 0;
-  for (; i + 4 <= k; i += 4) {
-    step([&](int m) {
-      std::int32_t four;
-      std::memcpy(&four, a + m * lda + i, sizeof four);
-      return four;
-    });
-  }
-  if (i < k) {  // b's missing bytes are 128, so a's must be 0
-    step([&](int m) {
-      std::int32_t four = 0;
-      std::memcpy(&four, a + m * lda + i, static_cast<std::size_t>(k - i));
-      return four;
-    });
   }
   for (int m = 0; m < rows; ++m) {
-    for (int j = 0; j < 4; ++j) _mm512_storeu_si512(acc + m * tile_n + 16 * j, sum[m][j]);
+    for (int j = 0; j < 4; ++j) {
+      _mm512_storeu_si512(acc + m * tile_n + 16 * j, reinterpret_cast<__m512i>(sum[m][j]));
+    }
   }
 }
 
 void gemm_tile(const std::int8_t* a, std::int64_t lda, int rows, std::int64_t k, const void* panel,
                const std::int32_t* bias, std::int32_t* acc) {
-  switch (rows) {
-    case 1:
-      return tile_rows<1>(a, lda, k, panel, bias, acc);
-    case 2:
-      return tile_rows<2>(a, lda, k, panel, bias, acc);
-    case 3:
-      return tile_rows<3>(a, lda, k, panel, bias, acc);
-    case 4:
-      return tile_rows<4>(a, lda, k, panel, bias, acc);
-    case 5:
-      return tile_rows<5>(a, lda, k, panel, bias, acc);
-    default:
-      return tile_rows<6>(a, lda, k, panel, bias, acc);
+  using Rows = decltype(&tile_rows<1>);
+  constexpr Rows of_rows[tile_m] = {tile_rows<1>, tile_rows<2>, tile_rows<3>,
+                                    tile_rows<4>, tile_rows<5>, tile_rows<6>};
+  const auto* const b = static_cast<const std::int8_t*>(panel);
+  of_rows[rows - 1](a, lda, k / 4, b, bias, acc);
+  const std::int64_t done = k / 4 * 4;
+  if (done == k) return;
+  const auto* const rest = reinterpret_cast<const std::uint8_t*>(b + done * tile_n);
+  for (int m = 0; m < rows; ++m) {
+    for (std::int64_t i = done; i < k; ++i) {
+      const int factor = a[m * lda + i];
+      for (int n = 0; n < tile_n; ++n) {
+        std::int32_t& sum = acc[m * tile_n + n];
+        // Sums of bytes plus 128 may leave an INT32 on the way.
+        sum =
+            static_cast<std::int32_t>(static_cast<std::uint32_t>(sum) +
+                                      static_cast<std::uint32_t>(factor * rest[4 * n + i - done]));
+      }
+    }
   }
 }
 
 }  // namespace
 
 const SimdKernels& simd_avx512() {
-  static const SimdKernels table{
-      load,         store,          fwht_row,       fwht_strip,
-      fold_strip,   scale_row,      amax,           amax_strip,
-      amax_columns, quantize_row,   quantize_strip, quantize_strip_by_k,
-      dither_strip, sum_magnitudes, expand_int4,    expand_int2,
-      dequantize,   tile_m,         tile_n,         gemm_panel_bytes,
-      gemm_pack,    gemm_row_bias,  gemm_tile,      axpy,
-  };
+  static const SimdKernels table =
+      kernels_with({tile_m, tile_n, gemm_panel_bytes, gemm_pack, gemm_row_bias, gemm_tile});
   return table;
 }
 

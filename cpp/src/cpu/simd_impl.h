@@ -49,73 +49,73 @@ void store(const float* src, std::int64_t count, DType dtype, void* dst) {
 
 // ---- Hadamard ---------------------------------------------------------------------------------
 
-inline void butterfly(float* a, float* b, int count) {
-  for (int i = 0; i < count; i += W) {
-    const F x = V::load(a + i), y = V::load(b + i);
-    V::store(a + i, V::add(x, y));
-    V::store(b + i, V::sub(x, y));
-  }
-}
-
-// One row: butterflies closer than a vector's width by shuffles, the others between vectors.
-void fwht_row(float* row, std::int64_t count, int block) {
-  for (std::int64_t start = 0; start < count; start += block) {
-    float* v = row + start;
-    int h = 1;
-    if (block >= W) {
-      for (int i = 0; i < block; i += W) V::store(v + i, V::fwht_inside(V::load(v + i)));
-      h = W;
-    }
-    for (; h < block; h *= 2) {
-      if (h >= W) {
-        for (int i = 0; i < block; i += 2 * h) butterfly(v + i, v + i + h, h);
-      } else {
-        for (int i = 0; i < block; i += 2 * h) {
-          for (int j = i; j < i + h; ++j) {
-            const float a = v[j], b = v[j + h];
-            v[j] = a + b;
-            v[j + h] = a - b;
-          }
-        }
-      }
-    }
-  }
-}
-
-template <int block>
-inline void fwht_registers(F (&t)[block]) {
-  for (int h = 1; h < block; h *= 2) {
-    for (int i = 0; i < block; ++i) {
+// Each h an instance of its own: GCC keeps the values in memory where h is a variable.
+template <int count, int h = 1>
+inline void fwht_registers(F (&t)[count]) {
+  if constexpr (h < count) {
+    for (int i = 0; i < count; ++i) {
       if ((i & h) == 0) {
         const F a = t[i], b = t[i + h];
         t[i] = V::add(a, b);
         t[i + h] = V::sub(a, b);
       }
     }
+    fwht_registers<count, 2 * h>(t);
   }
 }
 
-template <int block>
-inline void fwht_strip_fixed(float* strip) {
-  for (int c = 0; c < strip_columns; c += W) {
-    F t[block];
-    for (int i = 0; i < block; ++i) t[i] = V::load(strip + i * strip_columns + c);
-    fwht_registers<block>(t);
-    for (int i = 0; i < block; ++i) V::store(strip + i * strip_columns + c, t[i]);
+// `radix` vectors that lie `stride` floats apart; `inside`: each of them by itself before.
+template <int radix, bool inside>
+inline void fwht_vectors(float* v, int stride) {
+  F t[radix];
+  for (int j = 0; j < radix; ++j) {
+    t[j] = V::load(v + j * stride);
+    if constexpr (inside) t[j] = V::fwht_inside(t[j]);
+  }
+  fwht_registers<radix>(t);
+  for (int j = 0; j < radix; ++j) V::store(v + j * stride, t[j]);
+}
+
+// The transform's levels between units that lie `stride` floats apart, of `width` floats each: all
+// of `units` in one pass where registers hold them, else 16 at a time.
+template <bool inside>
+inline void fwht_levels(float* v, int units, int stride, int width) {
+  const int radix = units < 16 ? units : 16;
+  for (int first = 0; first < units; first += radix) {
+    float* const from = v + first * stride;
+    for (int c = 0; c < width; c += W) {
+      if (radix == 16) fwht_vectors<16, inside>(from + c, stride);
+      if (radix == 8) fwht_vectors<8, inside>(from + c, stride);
+      if (radix == 4) fwht_vectors<4, inside>(from + c, stride);
+      if (radix == 2) fwht_vectors<2, inside>(from + c, stride);
+      if (radix == 1) fwht_vectors<1, inside>(from + c, stride);
+    }
+  }
+  if (radix < units) fwht_levels<false>(v, units / radix, stride * radix, radix * stride);
+}
+
+// One row: butterflies closer than a vector's width by shuffles, the others between vectors.
+void fwht_row(float* row, std::int64_t count, int block) {
+  for (std::int64_t start = 0; start < count; start += block) {
+    float* v = row + start;
+    if (block >= W) {
+      fwht_levels<true>(v, block / W, W, W);
+      continue;
+    }
+    for (int h = 1; h < block; h *= 2) {
+      for (int i = 0; i < block; i += 2 * h) {
+        for (int j = i; j < i + h; ++j) {
+          const float a = v[j], b = v[j + h];
+          v[j] = a + b;
+          v[j + h] = a - b;
+        }
+      }
+    }
   }
 }
 
 void fwht_strip(float* strip, int block) {
-  if (block == 16) return fwht_strip_fixed<16>(strip);
-  if (block == 8) return fwht_strip_fixed<8>(strip);
-  if (block == 4) return fwht_strip_fixed<4>(strip);
-  for (int h = 1; h < block; h *= 2) {
-    for (int i = 0; i < block; ++i) {
-      if ((i & h) == 0) {
-        butterfly(strip + i * strip_columns, strip + (i + h) * strip_columns, strip_columns);
-      }
-    }
-  }
+  fwht_levels<false>(strip, block, strip_columns, strip_columns);
 }
 
 void fold_strip(const float* in, int length, int a, float* out) {
@@ -519,6 +519,16 @@ void axpy(float a, const std::int8_t* b, std::int64_t count, float* acc) {
     const float product = a * static_cast<float>(b[i]);
     acc[i] = acc[i] + product;
   }
+}
+
+// The table of an instruction set: the loops above and its products.
+SimdKernels kernels_with(const GemmKernels& gemm) {
+  return {
+      load,         store,          fwht_row,     fwht_strip,   fold_strip,     scale_row,
+      amax,         amax_strip,     amax_columns, quantize_row, quantize_strip, quantize_strip_by_k,
+      dither_strip, sum_magnitudes, expand_int4,  expand_int2,  dequantize,     axpy,
+      gemm,
+  };
 }
 
 }  // namespace

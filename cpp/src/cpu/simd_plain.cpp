@@ -106,14 +106,8 @@ void gemm_tile(const std::int8_t* a, std::int64_t lda, int rows, std::int64_t k,
 }  // namespace
 
 const SimdKernels& simd_plain() {
-  static const SimdKernels table{
-      load,         store,          fwht_row,       fwht_strip,
-      fold_strip,   scale_row,      amax,           amax_strip,
-      amax_columns, quantize_row,   quantize_strip, quantize_strip_by_k,
-      dither_strip, sum_magnitudes, expand_int4,    expand_int2,
-      dequantize,   tile_m,         tile_n,         gemm_panel_bytes,
-      gemm_pack,    gemm_row_bias,  gemm_tile,      axpy,
-  };
+  static const SimdKernels table =
+      kernels_with({tile_m, tile_n, gemm_panel_bytes, gemm_pack, gemm_row_bias, gemm_tile});
   return table;
 }
 
