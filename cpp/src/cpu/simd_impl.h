@@ -21,7 +21,12 @@ constexpr int strip_vectors = strip_columns / W;
 void load(const void* src, DType dtype, std::int64_t count, float* dst) {
   std::int64_t i = 0;
   if (dtype == DType::f32) {
-    std::memcpy(dst, src, static_cast<std::size_t>(count) * sizeof(float));
+    // A strip's rows are short: a copy of constant size is no call.
+    if (count == strip_columns) {
+      std::memcpy(dst, src, strip_columns * sizeof(float));
+    } else {
+      std::memcpy(dst, src, static_cast<std::size_t>(count) * sizeof(float));
+    }
   } else if (dtype == DType::bf16) {
     const auto* half = static_cast<const std::uint16_t*>(src);
     for (; i + W <= count; i += W) V::store(dst + i, V::load_bf16(half + i));
