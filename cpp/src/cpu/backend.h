@@ -180,6 +180,8 @@ void quantize_columns(const Context&, const ColumnsJob&);
 void dither_offsets(const Context&, const Key&, std::int64_t blocks, float* offsets);
 void gemm_token(const Context&, const GemmTokenArgs&, void* workspace);  // gemm.cpp
 void fill_zero(const Context&, const MatrixOut& out);                    // backend.cpp
+// Codes as nibbles, the lower first; the last upper one is 0 where the count is odd. pack.cpp
+void pack_row(const std::int8_t* codes, std::int64_t count, std::uint8_t* out);
 
 // Load and store elements [col, col + count) of a row as fp32, with any stride.
 void load_row(const SimdKernels&, const MatrixIn&, std::int64_t row, std::int64_t col,

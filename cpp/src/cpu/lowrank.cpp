@@ -322,37 +322,26 @@ class RotatedBlock {
   }
 
  private:
-  static constexpr int elements = rotated_block * strip_columns;
-
-  // Sums of the columns of 64 rows of products, neighbours first, into the first row.
-  void sum_products(const float* a, const float* b) {
-    for (int i = 0; i < elements; ++i) products_[i] = a[i] * b[i];
-    for (int length = rotated_block; length > 1; length /= 2) {
-      simd_.fold_strip(products_, length, 1, products_);
-    }
-  }
-
   void compress_to_2_bits(int cols, float* rows, const std::uint32_t* amax, const std::uint8_t* u,
                           std::uint8_t* packed) {
     float power[strip_columns] = {};  // brings the largest value to between 2 and 4
     for (int c = 0; c < cols; ++c) {
       if (keep_[c] != 0) power[c] = float_from_bits((255U - (amax[c] >> 23)) << 23);
     }
-    for (int i = 0; i < elements; ++i) rows[i] *= power[i % strip_columns];
-    sum_products(rows, rows);
-    float squares[strip_columns];
-    std::memcpy(squares, products_, sizeof squares);
+    simd_.scale_columns(rows, power);
+    float squares[strip_columns], products[strip_columns];
+    simd_.dot_columns(rows, rows, squares);
     for (int c = 0; c < cols; ++c) {
       if (keep_[c] == 0) continue;
       const float spread = std::sqrt(squares[c] / 64.0F);
       inv_[c] = 1.5F / std::min(float_from_bits(amax[c]) * power[c], 1.75F * spread);
     }
     simd_.dither_strip(rows, cols, 2, inv_, keep_, u, values_, packed, job_.row_bytes);
-    sum_products(rows, values_);
+    simd_.dot_columns(rows, values_, products);
     for (int c = 0; c < cols; ++c) {
       if (keep_[c] == 0) continue;
       const float back = float_from_bits(((amax[c] >> 23) - 1U) << 23);  // 1 / power
-      scale_[c] = float_to_bf16(squares[c] / products_[c] * back);
+      scale_[c] = float_to_bf16(squares[c] / products[c] * back);
     }
   }
 
@@ -363,8 +352,7 @@ class RotatedBlock {
   std::uint32_t keep_[strip_columns] = {};
   std::uint16_t scale_[strip_columns] = {};
   float inv_[strip_columns] = {};
-  alignas(64) float products_[elements];
-  alignas(64) float values_[elements] = {};
+  alignas(64) float values_[rotated_block * strip_columns] = {};
 };
 
 }  // namespace

@@ -92,13 +92,6 @@ void write_codes(const SimdKernels& simd, const float* v, std::int64_t count, co
   }
 }
 
-void pack_row(const std::int8_t* codes, std::int64_t count, std::uint8_t* out) {
-  for (std::int64_t i = 0; i + 1 < count; i += 2) {
-    out[i / 2] = static_cast<std::uint8_t>((codes[i] & 15) | ((codes[i + 1] & 15) << 4));
-  }
-  if (count % 2 != 0) out[count / 2] = static_cast<std::uint8_t>(codes[count - 1] & 15);
-}
-
 }  // namespace
 
 void patterns_to_scales(float* scale, std::int64_t count, int bits) {
@@ -279,6 +272,7 @@ void compress_groups(const Context& context, const MatrixIn& x, const CompressJo
     }
     for (std::int64_t t = 0; t < tokens; ++t) {
       load_row(simd, x, g * int4_group + t, col, cols, rows + t * strip_columns);
+      if (t + group < tokens) prefetch_row(x, g * int4_group + t + group, col, cols);
     }
     std::uint32_t amax[strip_columns] = {}, keep[strip_columns] = {};
     float inv[strip_columns] = {};

@@ -68,6 +68,10 @@ struct SimdKernels {
   // out[t] = in[t] + in[t ^ a] for the t without a's top bit, rows of strip_columns floats.
   void (*fold_strip)(const float* in, int length, int a, float* out);
   void (*scale_row)(float* row, float factor);  // strip_columns floats
+  // Of 64 rows of strip_columns floats: v[k][c] *= factor[c]; out[c] = the sum of a[k][c] *
+  // b[k][c], neighbours first.
+  void (*scale_columns)(float* v, const float* factor);
+  void (*dot_columns)(const float* a, const float* b, float* out);
 
   // Bit pattern of the largest |v|; NaN wins.
   std::uint32_t (*amax)(const float* v, std::int64_t count, std::uint32_t start);

@@ -142,6 +142,29 @@ void scale_row(float* row, float factor) {
   for (int c = 0; c < strip_columns; c += W) V::store(row + c, V::mul(V::load(row + c), f));
 }
 
+void scale_columns(float* v, const float* factor) {
+  for (int c = 0; c < strip_columns; c += W) {
+    const F f = V::load(factor + c);
+    float* p = v + c;
+    for (int k = 0; k < 64; ++k, p += strip_columns) V::store(p, V::mul(V::load(p), f));
+  }
+}
+
+template <int rows>
+inline F sum_of_products(const float* a, const float* b) {
+  if constexpr (rows == 1) {
+    return V::mul(V::load(a), V::load(b));
+  } else {
+    constexpr int half = rows / 2;
+    return V::add(sum_of_products<half>(a, b),
+                  sum_of_products<half>(a + half * strip_columns, b + half * strip_columns));
+  }
+}
+
+void dot_columns(const float* a, const float* b, float* out) {
+  for (int c = 0; c < strip_columns; c += W) V::store(out + c, sum_of_products<64>(a + c, b + c));
+}
+
 // ---- amax -------------------------------------------------------------------------------------
 
 std::uint32_t amax(const float* v, std::int64_t count, std::uint32_t start) {
@@ -529,9 +552,16 @@ void axpy(float a, const std::int8_t* b, std::int64_t count, float* acc) {
 // The table of an instruction set: the loops above and its products.
 SimdKernels kernels_with(const GemmKernels& gemm) {
   return {
-      load,         store,          fwht_row,     fwht_strip,   fold_strip,     scale_row,
-      amax,         amax_strip,     amax_columns, quantize_row, quantize_strip, quantize_strip_by_k,
-      dither_strip, sum_magnitudes, expand_int4,  expand_int2,  dequantize,     axpy,
+      load,           store,
+      fwht_row,       fwht_strip,
+      fold_strip,     scale_row,
+      scale_columns,  dot_columns,
+      amax,           amax_strip,
+      amax_columns,   quantize_row,
+      quantize_strip, quantize_strip_by_k,
+      dither_strip,   sum_magnitudes,
+      expand_int4,    expand_int2,
+      dequantize,     axpy,
       gemm,
   };
 }
