@@ -14,8 +14,8 @@ compressed before, and that has a row of its own. Torch's rows come twice: "torc
 same (g_x, g_w, g_b), "bf16 products" only the two products, as do the rows of INT8 and FP8
 products, which are given finished operands, and torchao's, whose layer has no bias. Rows that end
 in "both" are a layer's forward pass (with a bias) and backward, one after the other: hotcore's
-compress x too, and "int8" ones have the 8-bit forward. On the CPU all arrays are fp32; on CUDA
-hotcore takes bf16. How it is measured: timing.py.
+compress x too, and "int8" ones have the 8-bit forward. hotcore takes fp32 arrays on the CPU, bf16
+on CUDA. How it is measured: timing.py.
 """
 
 from __future__ import annotations
@@ -113,9 +113,9 @@ def torch_rivals(shape: Shape, device: str) -> dict[str, Call]:
         out["fp32 products"] = rivals.products(gy, w, x, tf32=False)
         out["torch tf32"] = rivals.backward(gy, w, x, tf32=True)
         out["tf32 products"] = rivals.products(gy, w, x, tf32=True)
-        gy, w, x = gy.bfloat16(), w.bfloat16(), x.bfloat16()
-        out["torch bf16"] = rivals.backward(gy, w, x)
-        out["bf16 products"] = rivals.products(gy, w, x)
+    gy, w, x = gy.bfloat16(), w.bfloat16(), x.bfloat16()
+    out["torch bf16"] = rivals.backward(gy, w, x)
+    out["bf16 products"] = rivals.products(gy, w, x)
     if device == "cuda" and all(size % 16 == 0 for size in shape):
         out["fp8 products"] = rivals.fp8_products(*shape)
     if device == "cpu" or all(size % 16 == 0 for size in shape):
@@ -142,8 +142,10 @@ def layer_rows(
         contenders[f"hotcore {recipe}"] = hot_backward(gy, w, x, recipe)
         contenders[f"compress {recipe}"] = hot_compress(x, recipe)
     bias = torch.randn(shape[1], device=device)  # fp32, as parameters under autocast
-    whole = f"torch {'fp32' if device == 'cpu' else 'bf16'} both"
-    contenders[whole] = torch_both((gy, w, x), bias)
+    if device == "cpu":
+        contenders["torch fp32 both"] = torch_both((gy, w, x), bias)
+    halves = [array.bfloat16() for array in (gy, w, x)]
+    contenders["torch bf16 both"] = torch_both(halves, bias)
     for recipe in recipes:
         if recipe in BOTH:
             contenders[f"{recipe} both"] = hot_both((gy, w, x), bias, recipe, False)

@@ -9,8 +9,7 @@ comes from here. Every page of the repository that has such a line is looked at.
 
   about FILE       one line: device, versions and date of a report
   pays             when HOT gains and when not, one line for each kind of work (several reports)
-  cpu              backward of layers on a CPU (cpu-backward.json)
-  cpu-layers       the same and the forward, newer (cpu-backward-amx.json)
+  cpu-layers FILE  backward of layers on a CPU, and with the forward (cpu-backward.json)
   mma-sync         the product by mma.sync as planned (cuda-mma-sync.json)
   forward-convolutions  k×k convolutions, and what their 8-bit forward would take
   train            losses of scripts/train.sh, mean of seeds (cpu-train.json)
@@ -268,9 +267,10 @@ def about(report: Report) -> Iterator[str]:
     versions = report.get("versions", report)
     day = report.get("date", report.get("bench_backward", {}).get("date", ""))[:10]
     words = [report.get("device", report.get("machine", ""))]
-    words += [report["isa"]] if "isa" in report else []
-    if "threads" in report:
-        count = report["threads"]
+    facts = versions if words == ["x86_64"] else report
+    words += [facts["isa"]] if "isa" in facts else []
+    if "threads" in facts:
+        count = int(facts["threads"])
         words.append("one thread" if count == 1 else f"{count} threads")
     words += [f"torch {versions['torch']}", day]
     yield f"*{', '.join(word for word in words if word)}*"
@@ -401,37 +401,30 @@ def tests(report: Report) -> Iterator[str]:
         yield line([name, *(str(row[key]) for key in ("passed", "failed", "skipped"))])
 
 
-def cpu(report: Report) -> Iterator[str]:
-    """Milliseconds of a layer's backward, and how many times faster than fp32."""
-    yield from header(["L, O, I", "torch fp32", *(f"`{recipe}`" for recipe in HOTCORE)])
-    for shape, rows in report["shapes"].items():
-        found = [f"{rows['torch fp32']['median_ms']:.1f}"]
-        for recipe in HOTCORE:
-            row = rows[f"hotcore {recipe}"]
-            found.append(f"{row['median_ms']:.1f} ({row['vs torch fp32']:.1f}×)")
-        yield line([shape.replace(",", ", "), *found])
-
-
 def cpu_layers(report: Report) -> Iterator[str]:
-    """Milliseconds of a layer on a CPU: backward, then forward and backward together."""
+    """Milliseconds of a layer on a CPU, and how many times faster than fp32, and than bf16."""
     recipes = [name for name in report["recipes"] if name in ("default", "fast")]
-    head = ["L, O, I", "torch fp32", "INT8 products alone, oneDNN", *(f"`{r}`" for r in recipes)]
-    head += ["with the forward: torch fp32", *(f"`{r}`, 8-bit forward" for r in recipes)]
-    yield from header(head)
-    for group in report["layers"].values():
-        for layer in group["layers"].values():
-            rows = layer["rows"]
+    (group,) = report["layers"].values()
+    tables = [(layer["shape"], layer["rows"]) for layer in group["layers"].values()]
+    kinds = [kind for kind in ("fp32", "bf16") if f"torch {kind} both" in tables[0][1]]
+    head = ["L, O, I", *(f"torch {kind}" for kind in kinds), "INT8 products alone, oneDNN"]
+    head += [f"`{recipe}`" for recipe in recipes]
+    head += [f"with the forward: torch {kind}" for kind in kinds]
+    yield from header([*head, *(f"`{recipe}`, 8-bit forward" for recipe in recipes)])
+    for shape, rows in tables:
 
-            def beside(name: str, rival: str, rows: Report = rows) -> str:
-                mine, plain = rows[name]["median_ms"], rows[rival]["median_ms"]
-                return f"{mine:.2f} ({plain / mine:.1f}×)"
+        def cells(rivals: Sequence[str], mine: Sequence[str], rows: Report = rows) -> list[str]:
+            found = [f"{rows[rival]['median_ms']:.2f}" for rival in rivals]
+            for name in mine:
+                own = rows[name]["median_ms"]
+                ratios = (f"{rows[rival]['median_ms'] / own:.1f}×" for rival in rivals)
+                found.append(f"{own:.2f} ({', '.join(ratios)})")
+            return found
 
-            found = [", ".join(map(str, layer["shape"]))]
-            found += [f"{rows[name]['median_ms']:.2f}" for name in ("torch fp32", "int8 products")]
-            found += [beside(f"hotcore {recipe}", "torch fp32") for recipe in recipes]
-            found.append(f"{rows['torch fp32 both']['median_ms']:.2f}")
-            found += [beside(f"{recipe} int8 both", "torch fp32 both") for recipe in recipes]
-            yield line(found)
+        alone = cells([f"torch {kind}" for kind in kinds], [f"hotcore {r}" for r in recipes])
+        alone.insert(len(kinds), f"{rows['int8 products']['median_ms']:.2f}")
+        both = cells([f"torch {kind} both" for kind in kinds], [f"{r} int8 both" for r in recipes])
+        yield line([", ".join(map(str, shape)), *alone, *both])
 
 
 def mma_sync(report: Report) -> Iterator[str]:
@@ -547,7 +540,8 @@ def pays(results: Path) -> Iterator[str]:
 
     check = report("gpu-check.json")
     models = report("cuda-steps.json")["steps"] | report("cuda-lora.json")["steps"]
-    tuned, processor = report("cuda-autotune.json")["steps"], report("cpu-backward.json")["shapes"]
+    tuned = report("cuda-autotune.json")["steps"]
+    (processor,) = report("cpu-backward.json")["layers"].values()
     names = ("default", "fast")
     columns = [*(f"`{name}`" for name in names), *(f"`{name}`, 8-bit forward" for name in names)]
     yield from header(["times faster (peak memory)", "than", *columns])
@@ -577,13 +571,13 @@ def pays(results: Path) -> Iterator[str]:
         ]
         return [step(model, name, rival) for name in mine]
 
-    def on_cpu(rows: list[Report]) -> list[str]:
+    def on_cpu(rows: list[Report], rival: str, mine: Sequence[str]) -> list[str]:
         found = []
-        for name in names:
-            ratios = [row[f"hotcore {name}"]["vs torch fp32"] for row in rows]
+        for name in mine:
+            ratios = [row[rival]["median_ms"] / row[name]["median_ms"] for row in rows]
             low, high = f"{min(ratios):.1f}", f"{max(ratios):.1f}"
             found.append(f"{low}×" if low == high else f"{low} to {high}×")
-        return [*found, "", ""]
+        return found
 
     llama, vit = "Llama-3-8B", "ViT-B"
     title = f"backward of {llama}'s layers, 8192 tokens"
@@ -618,9 +612,16 @@ def pays(results: Path) -> Iterator[str]:
     yield line(["the same", "bf16", *(times(ratio / bf16) for ratio in ratios), "", ""])
     convolved = times(1 / tuned["channels_last"]["default, slower=True"]["of plain"])
     yield line(["step of ResNet-50, convolutions converted", "bf16", convolved, "", "", ""])
-    *large, tiny = processor.values()
-    yield line([f"CPU: backward of {vit}'s layers, 8 images", "fp32", *on_cpu(large)])
-    yield line(["CPU: backward of one layer, one image", "fp32", *on_cpu([tiny])])
+    *large, tiny = (layer["rows"] for layer in processor["layers"].values())
+    alone = [f"hotcore {name}" for name in names]
+    together = [*(f"{name} both" for name in names), *(f"{name} int8 both" for name in names)]
+    title = f"CPU: backward of {vit}'s layers, 8 images"
+    yield line([title, "fp32", *on_cpu(large, "torch fp32", alone), "", ""])
+    yield line(["the same", "bf16", *on_cpu(large, "torch bf16", alone), "", ""])
+    title = f"CPU: forward and backward of {vit}'s layers"
+    yield line([title, "bf16", *on_cpu(large, "torch bf16 both", together)])
+    title = "CPU: backward of one layer, one image"
+    yield line([title, "bf16", *on_cpu([tiny], "torch bf16", alone), "", ""])
 
 
 # ---- tables of all kinds ----
@@ -847,8 +848,7 @@ CHECK, AUTOTUNE, MODELS = "gpu-check.json", "cuda-autotune.json", "cuda-models-t
 KINDS: dict[str, tuple[str | None, Callable[..., Iterator[str]]]] = {
     "about": (None, about),
     "pays": ("", pays),
-    "cpu": ("cpu-backward.json", cpu),
-    "cpu-layers": ("cpu-backward-amx.json", cpu_layers),
+    "cpu-layers": (None, cpu_layers),
     "mma-sync": ("cuda-mma-sync.json", mma_sync),
     "forward-convolutions": ("cuda-forward-convolutions.json", forward_convolutions),
     "train": ("cpu-train.json", train),
