@@ -3,7 +3,7 @@
     python benchmarks/evidence.py --call a --out FOLDER    # 480 s: latency, memory, two GPTs
     python benchmarks/evidence.py --call b --out FOLDER    # 480 s: a larger GPT, images
     python benchmarks/evidence.py --call c --out FOLDER    # 900 s: the largest GPT and ViT
-    python benchmarks/evidence.py --call d --out FOLDER    # 1100 s: three seeds of all
+    python benchmarks/evidence.py --call d --out FOLDER    # 1500 s: three seeds of all, ranks
     python benchmarks/evidence.py --parts latency memory --out FOLDER
     python benchmarks/evidence.py --list                    # parts, their commands and seconds
 
@@ -103,6 +103,8 @@ TUNED = (
     "default int8-forward;fast int8-forward;compact int8-forward"
 )
 CUDA = ("--device", "cuda")
+RANKS = ";".join(f"paper{of}{rank}" for of in ("", ", g_x in INT8")
+                 for rank in (", rank 16", "", ", rank 4", ", rank 2", ", rank 1"))  # fmt: skip
 VIT_S = training("cuda-images-vit-s", 380, 8, "images-vit-s", *CUDA, "--methods", OF_LARGE_VIT)
 VIT_B = training(
     "cuda-finetune-vit-b", 420, 8, "images-vit-b", *CUDA, "--tf32", "--table", "finetune",
@@ -138,6 +140,8 @@ CALLS: dict[str, tuple[Part, ...]] = {
         VIT_S,
         gpt("91M", 330, "0 1 2", SCALE, 4, more="-seeds"),
         gpt("311M", 330, "0 1 2", LARGEST, 2, more="-seeds"),
+        training("cuda-ranks-efficientformer", 420, 8, "images-efficientformer", *CUDA, "--table",
+                 "ablations", "--methods", f"fp32;{RANKS}"),
     ),
 }  # fmt: skip
 
