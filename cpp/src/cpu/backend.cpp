@@ -95,11 +95,14 @@ void load_row(const SimdKernels& simd, const MatrixIn& x, std::int64_t row, std:
   for (std::int64_t i = 0; i < count; ++i) dst[i] *= power;
 }
 
-void prefetch_row(const MatrixIn& x, std::int64_t row, std::int64_t col, std::int64_t count) {
-  if (x.col_stride != 1) return;
+ColumnStrip::ColumnStrip(const SimdKernels& simd, const MatrixIn& x, std::int64_t col,
+                         std::int64_t count)
+    : simd_(simd), x_(x), col_(col), count_(count) {
   const auto size = static_cast<std::int64_t>(dtype_size(x.dtype));
-  const char* const from = static_cast<const char*>(x.data) + (row * x.row_stride + col) * size;
-  for (std::int64_t at = 0; at < count * size; at += 64) __builtin_prefetch(from + at);
+  row_bytes_ = x.row_stride * size;
+  bytes_together_ = x.col_stride == 1 ? count * size : 0;
+  first_ = static_cast<const char*>(x.data) + col * x.col_stride * size;
+  plain_ = x.col_stride == 1 && x.exponents == nullptr;
 }
 
 void store_row(const SimdKernels& simd, const float* src, std::int64_t row, std::int64_t col,

@@ -188,9 +188,28 @@ void load_row(const SimdKernels&, const MatrixIn&, std::int64_t row, std::int64_
               std::int64_t count, float* dst);
 void store_row(const SimdKernels&, const float* src, std::int64_t row, std::int64_t col,
                std::int64_t count, const MatrixOut&);
-// Asks the caches for elements [col, col + count) of a row, where they lie together: strips of rows
-// are not foreseen.
-void prefetch_row(const MatrixIn&, std::int64_t row, std::int64_t col, std::int64_t count);
+// Columns [col, col + count) of a matrix, whose rows are loaded one by one.
+class ColumnStrip {
+ public:
+  ColumnStrip(const SimdKernels&, const MatrixIn&, std::int64_t col, std::int64_t count);
+  std::int64_t count() const { return count_; }
+  void load(std::int64_t row, float* dst) const {
+    if (plain_) return simd_.load(first_ + row * row_bytes_, x_.dtype, count_, dst);
+    load_row(simd_, x_, row, col_, count_, dst);
+  }
+  // Asks the caches for a row, where its elements lie together: strips of rows are not foreseen.
+  void prefetch(std::int64_t row) const {
+    const char* const from = first_ + row * row_bytes_;
+    for (std::int64_t at = 0; at < bytes_together_; at += 64) __builtin_prefetch(from + at);
+  }
+
+ private:
+  const SimdKernels& simd_;
+  const MatrixIn& x_;
+  std::int64_t col_, count_, row_bytes_, bytes_together_;
+  const char* first_;
+  bool plain_;
+};
 // Loads and stores of any strided run of elements.
 void load_run(const SimdKernels&, const void* data, DType, std::int64_t first, std::int64_t stride,
               std::int64_t count, float* dst);

@@ -22,20 +22,18 @@ class Strip {
   Strip(const SimdKernels& simd, const MatrixIn& x, const Projection& p, Side side,
         const RandomKey& random, std::int64_t col)
       : simd_(simd),
-        x_(x),
         p_(p),
         side_(side),
         random_(random),
-        col_(col),
-        cols_(std::min<std::int64_t>(strip_columns, x.cols - col)) {
+        x_(simd, x, col, std::min<std::int64_t>(strip_columns, x.cols - col)) {
     // Lanes past the last column stay 0 through every transform.
-    if (cols_ < strip_columns) {
+    if (x_.count() < strip_columns) {
       std::memset(raw_, 0, sizeof raw_);
       std::memset(rows_, 0, sizeof rows_);
     }
   }
 
-  int cols() const { return static_cast<int>(cols_); }
+  int cols() const { return static_cast<int>(x_.count()); }
 
   // The rows of P x of one block; good until the next call.
   float* block(std::int64_t block) {
@@ -68,7 +66,7 @@ class Strip {
     const float factor = side_ == Side::gradient ? p_.prefix_factor_g : p_.prefix_factor_x;
     for (std::int64_t j = 0; j < p_.order.prefix_rows(); ++j) {
       float* row = rows_ + filled * strip_columns;
-      load_row(simd_, x_, p_.order.prefix_token(j), col_, cols_, row);
+      x_.load(p_.order.prefix_token(j), row);
       simd_.scale_row(row, factor);
       if (++filled >= group) emit();
     }
@@ -86,9 +84,9 @@ class Strip {
       const std::int64_t position = block * p_.block + t;
       float* row = to + t * strip_columns;
       if (position < p_.body_tokens) {
-        load_row(simd_, x_, p_.order.body(position), col_, cols_, row);
+        x_.load(p_.order.body(position), row);
         const std::int64_t soon = position + std::max(p_.block, group);
-        if (soon < p_.body_tokens) prefetch_row(x_, p_.order.body(soon), col_, cols_);
+        if (soon < p_.body_tokens) x_.prefetch(p_.order.body(soon));
         if ((negative >> (t & 63) & 1U) != 0) simd_.scale_row(row, -1.0F);
       } else {
         std::memset(row, 0, strip_columns * sizeof(float));
@@ -140,11 +138,10 @@ class Strip {
   }
 
   const SimdKernels& simd_;
-  const MatrixIn& x_;
   const Projection& p_;
   Side side_;
   RandomKey random_;  // of the sketch, or of the signs
-  std::int64_t col_, cols_;
+  ColumnStrip x_;
   alignas(64) float raw_[max_strip_block * strip_columns];
   alignas(64) float folded_[32 * strip_columns];  // half of the largest low-rank block
   alignas(64) float rows_[(group + max_strip_block) * strip_columns];
@@ -386,6 +383,7 @@ void SumColumns::sum(std::int64_t strip) const {
   constexpr int run_blocks = 64;
   const std::int64_t col = strip * strip_columns;
   const std::int64_t cols = std::min<std::int64_t>(strip_columns, x_.cols - col);
+  const ColumnStrip from(simd_, x_, col, cols);
   alignas(64) float rows[group * strip_columns] = {};
   double total[strip_columns] = {};
   for (std::int64_t start = 0; start < x_.rows; start += run_blocks * group) {
@@ -395,8 +393,8 @@ void SumColumns::sum(std::int64_t strip) const {
       for (std::int64_t t = 0; t < group; ++t) {
         float* row = rows + t * strip_columns;
         if (token + t < stop) {
-          load_row(simd_, x_, token + t, col, cols, row);
-          if (token + t + group < stop) prefetch_row(x_, token + t + group, col, cols);
+          from.load(token + t, row);
+          if (token + t + group < stop) from.prefetch(token + t + group);
         } else {
           std::memset(row, 0, strip_columns * sizeof(float));
         }

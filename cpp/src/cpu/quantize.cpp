@@ -270,9 +270,10 @@ void compress_groups(const Context& context, const MatrixIn& x, const CompressJo
     if (cols < strip_columns || tokens < int4_group) {
       std::fill(rows, rows + int4_group * strip_columns, 0.0F);
     }
+    const ColumnStrip from(simd, x, col, cols);
     for (std::int64_t t = 0; t < tokens; ++t) {
-      load_row(simd, x, g * int4_group + t, col, cols, rows + t * strip_columns);
-      if (t + group < tokens) prefetch_row(x, g * int4_group + t + group, col, cols);
+      from.load(g * int4_group + t, rows + t * strip_columns);
+      if (t + group < tokens) from.prefetch(g * int4_group + t + group);
     }
     std::uint32_t amax[strip_columns] = {}, keep[strip_columns] = {};
     float inv[strip_columns] = {};

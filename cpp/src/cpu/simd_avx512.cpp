@@ -182,8 +182,8 @@ void tile_rows(const std::int8_t* a, std::int64_t lda, std::int64_t steps, const
 void gemm_tile(const std::int8_t* a, std::int64_t lda, int rows, std::int64_t k, const void* panel,
                const std::int32_t* bias, std::int32_t* acc) {
   using Rows = decltype(&tile_rows<1>);
-  constexpr Rows of_rows[tile_m] = {tile_rows<1>, tile_rows<2>, tile_rows<3>,
-                                    tile_rows<4>, tile_rows<5>, tile_rows<6>};
+  static constexpr Rows of_rows[tile_m] = {tile_rows<1>, tile_rows<2>, tile_rows<3>,
+                                           tile_rows<4>, tile_rows<5>, tile_rows<6>};
   const auto* const b = static_cast<const std::int8_t*>(panel);
   of_rows[rows - 1](a, lda, k / 4, b, bias, acc);
   const std::int64_t done = k / 4 * 4;
