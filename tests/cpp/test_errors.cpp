@@ -437,6 +437,13 @@ TEST(Errors, a_stride_that_is_not_used) {
   t.x = hot::matrix(t.memory.data(), DType::f32, 1, 16, most);
   t.out = hot::matrix(t.out_memory.data(), DType::f32, 1, 16, most);
   EXPECT_NO_THROW(hot::fwht(t.context, t.x, 1, 16, t.out));
+  // Times the size of an element it overflowed, as tests/fuzz found under UBSan.
+  const hot::BackwardLinearSpec spec{};
+  alignas(16) char codes[1024];
+  const std::size_t bytes = hot::quantized_weight_bytes(1, 16, spec);
+  ASSERT_LE(bytes, sizeof codes);
+  Scratch scratch(hot::quantize_weight_workspace(t.context, 1, 16, spec));
+  EXPECT_NO_THROW(hot::quantize_weight(t.context, t.x, spec, {codes, bytes}, scratch.workspace()));
 }
 
 // So may an array without elements, with several leading dimensions. Found by tests/fuzz: the

@@ -97,13 +97,14 @@ void load_row(const SimdKernels& simd, const MatrixIn& x, std::int64_t row, std:
 
 ColumnStrip::ColumnStrip(const SimdKernels& simd, const MatrixIn& x, std::int64_t col,
                          std::int64_t count)
-    : simd_(simd), x_(x), col_(col), count_(count) {
-  const auto size = static_cast<std::int64_t>(dtype_size(x.dtype));
-  row_bytes_ = x.row_stride * size;
-  bytes_together_ = x.col_stride == 1 ? count * size : 0;
-  first_ = static_cast<const char*>(x.data) + col * x.col_stride * size;
-  plain_ = x.col_stride == 1 && x.exponents == nullptr;
-}
+    : simd_(simd),
+      x_(x),
+      col_(col),
+      count_(count),
+      size_(static_cast<std::int64_t>(dtype_size(x.dtype))),
+      bytes_together_(x.col_stride == 1 ? count * size_ : 0),
+      first_(static_cast<const char*>(x.data) + col * x.col_stride * size_),
+      plain_(x.col_stride == 1 && x.exponents == nullptr) {}
 
 void store_row(const SimdKernels& simd, const float* src, std::int64_t row, std::int64_t col,
                std::int64_t count, const MatrixOut& out) {

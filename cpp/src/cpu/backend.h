@@ -194,19 +194,22 @@ class ColumnStrip {
   ColumnStrip(const SimdKernels&, const MatrixIn&, std::int64_t col, std::int64_t count);
   std::int64_t count() const { return count_; }
   void load(std::int64_t row, float* dst) const {
-    if (plain_) return simd_.load(first_ + row * row_bytes_, x_.dtype, count_, dst);
+    if (plain_) return simd_.load(at(row), x_.dtype, count_, dst);
     load_row(simd_, x_, row, col_, count_, dst);
   }
   // Asks the caches for a row, where its elements lie together: strips of rows are not foreseen.
   void prefetch(std::int64_t row) const {
-    const char* const from = first_ + row * row_bytes_;
-    for (std::int64_t at = 0; at < bytes_together_; at += 64) __builtin_prefetch(from + at);
+    const char* const from = at(row);
+    for (std::int64_t i = 0; i < bytes_together_; i += 64) __builtin_prefetch(from + i);
   }
 
  private:
+  // The stride of a single row may be any number: it is only taken times the row's index first.
+  const char* at(std::int64_t row) const { return first_ + row * x_.row_stride * size_; }
+
   const SimdKernels& simd_;
   const MatrixIn& x_;
-  std::int64_t col_, count_, row_bytes_, bytes_together_;
+  std::int64_t col_, count_, size_, bytes_together_;
   const char* first_;
   bool plain_;
 };
