@@ -147,6 +147,7 @@ test_fuzz() {
     if ASAN_OPTIONS=malloc_context_size=1 UBSAN_OPTIONS=print_stacktrace=1 \
       "$build_fuzz/tests/fuzz/$target" -max_total_time="$each" -max_len=160 -len_control=0 -verbosity=0 \
       -print_final_stats=1 -artifact_prefix="$build_fuzz/found/" "$build_fuzz/corpus/$target" \
+      "$HOT_ROOT/tests/fuzz/found" \
       >"$results/$target.log" 2>&1; then
       passed "fuzz: $target"
       grep 'number_of_executed_units' "$results/$target.log"

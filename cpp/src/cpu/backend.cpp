@@ -103,7 +103,6 @@ ColumnStrip::ColumnStrip(const SimdKernels& simd, const MatrixIn& x, std::int64_
       count_(count),
       size_(static_cast<std::int64_t>(dtype_size(x.dtype))),
       bytes_together_(x.col_stride == 1 ? count * size_ : 0),
-      first_(static_cast<const char*>(x.data) + col * x.col_stride * size_),
       plain_(x.col_stride == 1 && x.exponents == nullptr) {}
 
 void store_row(const SimdKernels& simd, const float* src, std::int64_t row, std::int64_t col,

@@ -204,13 +204,15 @@ class ColumnStrip {
   }
 
  private:
-  // The stride of a single row may be any number: it is only taken times the row's index first.
-  const char* at(std::int64_t row) const { return first_ + row * x_.row_stride * size_; }
+  // Of rows that exist alone: the stride of a single row may be any number, and an array without
+  // rows may have no memory.
+  const char* at(std::int64_t row) const {
+    return static_cast<const char*>(x_.data) + (row * x_.row_stride + col_ * x_.col_stride) * size_;
+  }
 
   const SimdKernels& simd_;
   const MatrixIn& x_;
   std::int64_t col_, count_, size_, bytes_together_;
-  const char* first_;
   bool plain_;
 };
 // Loads and stores of any strided run of elements.
