@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -330,6 +332,10 @@ def test_custom_configs(x: torch.Tensor, measured: Times) -> None:
     assert plan.overrides(base)["blocks.0.q"] == expected
 
 
+def of_layer(name: str, **fields: float) -> Callable[[dict[str, Any]], None]:
+    return lambda plan: plan["layers"][0]["times"][name].update(fields)
+
+
 def test_save_load_and_plot(x: torch.Tensor, measured: Times, tmp_path: Path) -> None:
     measured(plain=[1.0, 2.0, 3.0, 4.0, 5.0], default=[0.1] * 5)
     plan = hot.autotune(Net(), x, allow=["default"])
@@ -342,6 +348,12 @@ def test_save_load_and_plot(x: torch.Tensor, measured: Times, tmp_path: Path) ->
         (lambda plan: plan["layers"][0]["times"].pop("plain"), "times: expected 'plain'"),
         (lambda plan: plan["layers"][0].update(choice="other"), "the choice, 'other'"),
         (lambda plan: plan["layers"][0]["times"]["plain"].update(speed=1), "unknown field 'speed'"),
+        (of_layer("plain", median_ms=0), r"times: plain: expected 0 < q1_ms <= median_ms <= q3_ms"),
+        (of_layer("plain", q1_ms=3.5), r"expected .*, got 3\.5, 3\.0, 4\.0"),
+        (of_layer("default", q3_ms=math.nan), r"times: default: expected .*, got 0\.1, 0\.1, nan"),
+        (of_layer("default", q3_ms=math.inf), r"got 0\.1, 0\.1, inf"),
+        (of_layer("plain", kept_bytes=-1), "times: plain: kept_bytes: -1 is negative"),
+        (lambda plan: plan["steps"]["plain"].update(q1_ms=0, median_ms=0), "steps: plain: expect"),
         (lambda plan: plan.update(objective="speed"), "objective: 'speed'"),
         (lambda plan: plan.update(steps={"plain": plan["layers"][0]["times"]["plain"]}), "planned"),
     ):

@@ -469,13 +469,22 @@ def _measured(entries: dict[str, Any], where: str) -> dict[str, Measured]:
     found = {}
     for name, entry in entries.items():
         fields = Fields(entry, f"{where}: {name}")
-        found[name] = Measured(
+        row = Measured(
             float(fields.take("median_ms", (int, float))),
             float(fields.take("q1_ms", (int, float))),
             float(fields.take("q3_ms", (int, float))),
             fields.take("kept_bytes", int),
         )
         fields.end()
+        # The table divides by times, and the plot draws bars from quartile to quartile.
+        if not 0 < row.q1_ms <= row.median_ms <= row.q3_ms < math.inf:
+            raise ValueError(
+                f"{where}: {name}: expected 0 < q1_ms <= median_ms <= q3_ms, got {row.q1_ms}, "
+                f"{row.median_ms}, {row.q3_ms}"
+            )
+        if row.kept_bytes < 0:
+            raise ValueError(f"{where}: {name}: kept_bytes: {row.kept_bytes} is negative")
+        found[name] = row
     return found
 
 
