@@ -14,8 +14,8 @@ after every run, so a part that is stopped loses what it is at. Reports in bench
 the same name are gone on with: unpack the first call's archive there before the second.
 
 FOLDER gets one archive a call, ``evidence-CALL.tar.gz``, with the reports and a log of each part;
-it is rewritten after every part. Unpack it over benchmarks/results/, then run ``plot.py --all`` and
-``doc_tables.py``.
+it is rewritten after every part, and every half minute while one runs. Unpack it over
+benchmarks/results/, then run ``plot.py --all`` and ``doc_tables.py``.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ TOKENS_PER_PARAMETER = 5.0
 """Of the longer run; the installed packages hold no text for ten."""
 GRACE_S = 15.0
 """Between a part's own budget and the time at which it is ended."""
+PACK_S = 30.0
+"""Between two archives while a part runs."""
 
 
 @dataclass(frozen=True)
@@ -138,8 +140,9 @@ CALLS: dict[str, tuple[Part, ...]] = {
     "d": (
         VIT_B,
         VIT_S,
+        gpt("10M", 80, "0 1 2", SCALE, 4, more="-seeds"),
         gpt("91M", 330, "0 1 2", SCALE, 4, more="-seeds"),
-        gpt("311M", 330, "0 1 2", LARGEST, 2, more="-seeds"),
+        gpt("311M", 560, "0 1 2", LARGEST, 2, more="-seeds"),
         training("cuda-ranks-efficientformer", 420, 8, "images-efficientformer", *CUDA, "--table",
                  "ablations", "--methods", f"fp32;{RANKS}"),
     ),
@@ -171,18 +174,24 @@ class Runner:
                 env={**os.environ, "OMP_NUM_THREADS": "1",
                      "TORCHINDUCTOR_COMPILE_THREADS": "2"},
             )  # fmt: skip
-            try:
-                status = str(process.wait(min(budget + GRACE_S, max(1.0, left))))
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, 15)  # its own session: it and the workers that it started
-                try:
-                    process.wait(5)
-                except subprocess.TimeoutExpired:
-                    os.killpg(process.pid, 9)
-                    process.wait()
-                status = "ended at its limit"
+            status = self._wait(process, time.monotonic() + min(budget + GRACE_S, max(1.0, left)))
         self._say(f"{part.name}: status {status}, {time.monotonic() - began:.0f} s")
         self._pack()
+
+    def _wait(self, process: subprocess.Popen[bytes], until: float) -> str:
+        """How the process ended. A machine may be taken back meanwhile: what is done is packed."""
+        while (left := until - time.monotonic()) > 0:
+            try:
+                return str(process.wait(min(PACK_S, left)))
+            except subprocess.TimeoutExpired:
+                self._pack()
+        os.killpg(process.pid, 15)  # its own session: it and the workers that it started
+        try:
+            process.wait(5)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, 9)
+            process.wait()
+        return "ended at its limit"
 
     def _say(self, text: str) -> None:
         with self._lock:
