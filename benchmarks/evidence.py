@@ -14,13 +14,14 @@ after every run, so a part that is stopped loses what it is at. Reports in bench
 the same name are gone on with: unpack the first call's archive there before the second.
 
 FOLDER gets one archive a call, ``evidence-CALL.tar.gz``, with the reports and a log of each part;
-it is rewritten after every part, and every half minute while one runs. Unpack it over
+it is rewritten after every part, and every half minute while trainings run. Unpack it over
 benchmarks/results/, then run ``plot.py --all`` and ``doc_tables.py``.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shlex
 import shutil
@@ -45,7 +46,7 @@ TOKENS_PER_PARAMETER = 5.0
 GRACE_S = 15.0
 """Between a part's own budget and the time at which it is ended."""
 PACK_S = 30.0
-"""Between two archives while a part runs."""
+"""Between two archives while a part runs that takes no times."""
 
 
 @dataclass(frozen=True)
@@ -174,15 +175,16 @@ class Runner:
                 env={**os.environ, "OMP_NUM_THREADS": "1",
                      "TORCHINDUCTOR_COMPILE_THREADS": "2"},
             )  # fmt: skip
-            status = self._wait(process, time.monotonic() + min(budget + GRACE_S, max(1.0, left)))
+            until = time.monotonic() + min(budget + GRACE_S, max(1.0, left))
+            status = self._wait(process, until, math.inf if part.alone else PACK_S)
         self._say(f"{part.name}: status {status}, {time.monotonic() - began:.0f} s")
         self._pack()
 
-    def _wait(self, process: subprocess.Popen[bytes], until: float) -> str:
-        """How the process ended. A machine may be taken back meanwhile: what is done is packed."""
+    def _wait(self, process: subprocess.Popen[bytes], until: float, interval: float) -> str:
+        """How the process ended. Packs at intervals, since a machine may be taken back."""
         while (left := until - time.monotonic()) > 0:
             try:
-                return str(process.wait(min(PACK_S, left)))
+                return str(process.wait(min(interval, left)))
             except subprocess.TimeoutExpired:
                 self._pack()
         os.killpg(process.pid, 15)  # its own session: it and the workers that it started

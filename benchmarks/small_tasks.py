@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import importlib
 import json
-import os
 import platform
 import sys
 from collections.abc import Callable, Mapping
@@ -23,7 +22,7 @@ import rivals
 import torch
 import torch.nn.functional as F
 from models import mend_torchvision
-from timing import resumed, rounded
+from timing import resumed, rounded, write_whole
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
@@ -374,10 +373,7 @@ def of_second_half(task: training.Task) -> training.Task:
 
 def save(path: Path, content: Mapping[str, Any]) -> None:
     """Write the report so that a break leaves the old or the new one, never half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(_text(rounded(content)))
-    os.replace(part, path)
+    write_whole(path, _text(rounded(content)))
 
 
 def _text(content: Mapping[str, Any]) -> str:

@@ -268,8 +268,15 @@ def resumed(path: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def write_json(path: Path, content: Any) -> None:
     """A report as the committed ones are, its folder made if need be."""
+    write_whole(path, json.dumps(rounded(content), indent=1) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that a break, or a reader meanwhile, finds the old or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(rounded(content), indent=1) + "\n", encoding="utf-8")
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)
 
 
 def rounded(value: Any) -> Any:

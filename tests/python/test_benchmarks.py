@@ -50,6 +50,23 @@ def run(script: Any, path: Path, *words: str) -> Any:
 # ---- the clock ----
 
 
+def test_a_report_is_written_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A benchmark that is ended while it writes leaves the report of before."""
+    path = tmp_path / "made" / "report.json"
+    timing.write_json(path, {"a": 1.23456789})
+    assert json.loads(path.read_text()) == {"a": 1.23457}
+    write_text = Path.write_text
+
+    def ended(self: Path, text: str, **how: Any) -> int:
+        write_text(self, text[: len(text) // 2], **how)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", ended)
+    with pytest.raises(KeyboardInterrupt):
+        timing.write_json(path, {"a": 2})
+    assert json.loads(path.read_text()) == {"a": 1.23457}
+
+
 def test_spread(rng: np.random.Generator) -> None:
     values = rng.exponential(size=int(rng.integers(2, 50))).tolist()
     row = timing.spread(values)

@@ -549,16 +549,22 @@ def test_evidence_runs_its_parts(
     }
 
 
-def test_evidence_packs_while_a_part_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("alone", "seconds", "status"), [(False, 15, 0), (True, 2, 3)])
+def test_evidence_packs_while_trainings_run(
+    alone: bool,
+    seconds: int,
+    status: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A machine that is taken back in a part leaves what that part has written."""
+    """A machine taken back in a part leaves what it has written; nothing runs beside timings."""
     (tmp_path / "script.py").write_text(
         "import sys, tarfile, time, pathlib\n"
         "path = pathlib.Path(sys.argv[sys.argv.index('--json') + 1])\n"
         "path.write_text('[1]')\n"
         "archive = pathlib.Path(sys.argv[1])\n"
-        "end = time.monotonic() + 15\n"
+        "end = time.monotonic() + float(sys.argv[2])\n"
         "while time.monotonic() < end:\n"
         "    if archive.exists() and path.name in tarfile.open(archive).getnames():\n"
         "        sys.exit(0)\n"
@@ -566,11 +572,12 @@ def test_evidence_packs_while_a_part_runs(
         "sys.exit(3)\n"
     )
     monkeypatch.setattr(evidence, "FOLDER", tmp_path)
-    monkeypatch.setattr(evidence, "PACK_S", 0.2, raising=False)
-    words = ("script.py", str(tmp_path / "out" / "evidence-a.tar.gz"))
-    monkeypatch.setattr(evidence, "CALLS", {"a": (evidence.Part("one", 20, words, "one.json"),)})
+    monkeypatch.setattr(evidence, "PACK_S", 0.2)
+    words = ("script.py", str(tmp_path / "out" / "evidence-a.tar.gz"), str(seconds))
+    part = evidence.Part("one", 20, words, "one.json", alone=alone)
+    monkeypatch.setattr(evidence, "CALLS", {"a": (part,)})
     evidence.main(["--out", str(tmp_path / "out"), "--seconds", "30"])
-    assert "one: status 0" in capsys.readouterr().out
+    assert f"one: status {status}" in capsys.readouterr().out
 
 
 def test_evidence_names_scripts_and_contenders() -> None:
