@@ -359,7 +359,8 @@ SOURCES: tuple[Claim, ...] = (
     Claim("Table 2: 8 of 16 rows suffice, 1 does not (EfficientFormer-L1, CIFAR-100)",
           "76.35, 76.25, 73.09, 68.46, 47.28 at r = 16, 8, 4, 2, 1",
           _noted(_ranks, "no CIFAR here"),
-          "[ablations](dev/rivals.md#ablations)", ABLATE),
+          "[ablations](dev/rivals.md#ablations)",
+          f"{ABLATE}; evidence.py --parts cuda-ranks-efficientformer"),
     Claim("Table 2: cost of the backward pass", "1383.54 Gbops at r = 8", _table_2,
           "[compute](dev/rivals.md#compute)", "bench_compute.py"),
     Claim("Table 3: HOT on LoRA's frozen weights, not on the adapters",
@@ -391,7 +392,7 @@ OURS: tuple[Claim, ...] = (
     Claim("`default` trains as full precision does", "within seeds' noise", _noise,
           "[training](dev/rivals.md#training)", TRAIN),
     Claim("the same by size", "no growing gap", _scaling, "[by size](#by-size)",
-          f"{CALL_A}, b and c"),
+          f"{CALL_A}, b, c and d"),
     Claim("fine-tuning with `default`", "within seeds' noise", _gaps("finetune.json", "default"),
           "[fine-tuning](dev/rivals.md#fine-tuning)", TUNE),
     Claim("`compact`, a fourteenth of fp32's bytes, trains", "close to `default`", _gaps(

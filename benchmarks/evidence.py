@@ -143,9 +143,9 @@ CALLS: dict[str, tuple[Part, ...]] = {
         VIT_S,
         gpt("10M", 80, "0 1 2", SCALE, 4, more="-seeds"),
         gpt("91M", 330, "0 1 2", SCALE, 4, more="-seeds"),
-        gpt("311M", 560, "0 1 2", LARGEST, 2, more="-seeds"),
-        training("cuda-ranks-efficientformer", 420, 8, "images-efficientformer", *CUDA, "--table",
+        training("cuda-ranks-efficientformer", 450, 8, "images-efficientformer", *CUDA, "--table",
                  "ablations", "--methods", f"fp32;{RANKS}"),
+        gpt("311M", 560, "0 1 2 3 4", LARGEST, 2, more="-seeds"),
     ),
 }  # fmt: skip
 

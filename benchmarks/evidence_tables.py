@@ -36,6 +36,8 @@ MAKES = {
         for name in ("cuda-gpt-311M.json", "cuda-gpt-10M-long.json", "cuda-images-vit-s.json",
                      "cuda-finetune-vit-b.json")
     },
+    "cuda-ranks-efficientformer.json":
+        "evidence.py --parts cuda-ranks-efficientformer --out FOLDER",
 }  # fmt: skip
 TITLES = {
     "vit": "ViT, digits",
