@@ -3,7 +3,7 @@
     python benchmarks/evidence.py --call a --out FOLDER    # 480 s: latency, memory, two GPTs
     python benchmarks/evidence.py --call b --out FOLDER    # 480 s: a larger GPT, images
     python benchmarks/evidence.py --call c --out FOLDER    # 900 s: the largest GPT and ViT
-    python benchmarks/evidence.py --call d --out FOLDER    # 1500 s: three seeds of all, ranks
+    python benchmarks/evidence.py --call d --out FOLDER    # 1500 s: more seeds of all, ranks
     python benchmarks/evidence.py --parts latency memory --out FOLDER
     python benchmarks/evidence.py --list                    # parts, their commands and seconds
 
