@@ -453,24 +453,28 @@ def part_forward(args: argparse.Namespace, groups: Groups) -> dict[str, Any]:
 # ---- host ----
 
 
-def host_us(
-    call: Call,
-    device: str,
-    clock: Callable[[], float] = time.perf_counter,
-    calls: int = 40,
-    bursts: int = 15,
-) -> Row:
-    """Host time of one call, while the device only runs behind: bursts between synchronisations."""
+def host_bursts(
+    call: Call, device: str, clocks: Sequence[Callable[[], float]], calls: int, bursts: int
+) -> list[list[float]]:
+    """Milliseconds of one call by each clock (seconds), in bursts between synchronisations."""
     for _ in range(20):
         call()
-    values = []
+    values: list[list[float]] = [[] for _ in clocks]
     for _ in range(bursts):
         timing.synchronize(device)
-        start = clock()
+        starts = [clock() for clock in clocks]
         for _ in range(calls):
             call()
-        values.append((clock() - start) * 1e3 / calls)
+        ends = [clock() for clock in clocks]
+        for times, start, end in zip(values, starts, ends, strict=True):
+            times.append((end - start) * 1e3 / calls)
     timing.synchronize(device)
+    return values
+
+
+def host_us(call: Call, device: str, calls: int = 40, bursts: int = 15) -> Row:
+    """Host time of one call, while the device only runs behind."""
+    (values,) = host_bursts(call, device, (time.perf_counter,), calls, bursts)
     return timing.spread(values)
 
 
@@ -512,8 +516,7 @@ def inside_us(call: Call, device: str) -> Row:
     "whole_ms" is the median with it, of the same bursts.
     """
     layer = functional._HotLinear
-    backward, spent, calls = layer.backward, 0.0, 40
-    read_at: list[float] = []
+    backward, spent = layer.backward, 0.0
 
     def timed(ctx: Any, gy: torch.Tensor | None) -> Any:
         nonlocal spent
@@ -522,16 +525,10 @@ def inside_us(call: Call, device: str) -> Row:
         spent += time.perf_counter() - start
         return out
 
-    def clock() -> float:
-        read_at.append(time.perf_counter())
-        return spent
-
+    clocks = (time.perf_counter, lambda: spent)
     with mock.patch.object(layer, "backward", staticmethod(timed)):
-        row = host_us(call, device, clock, calls)
-    bursts = zip(read_at[::2], read_at[1::2], strict=True)
-    return row | {
-        "whole_ms": statistics.median((end - start) * 1e3 / calls for start, end in bursts)
-    }
+        whole, inside = host_bursts(call, device, clocks, calls=40, bursts=15)
+    return timing.spread(inside) | {"whole_ms": statistics.median(whole)}
 
 
 def part_host(args: argparse.Namespace) -> dict[str, Any]:
