@@ -182,7 +182,7 @@ def test_all(build: Path, reports: Path, env: dict[str, str]) -> dict[str, dict[
     )  # fmt: skip
     tests["C++"] = counts(ctest_report)
     code = run(
-        sys.executable, "-m", "pytest", "-q", LONGEST_TEST, "tests/gpu", "tests/torch",
+        sys.executable, "-m", "pytest", "-q", LONGEST_TEST, "tests/gpu", "tests/with_torch",
         "-m", "cuda", "--durations=5", *(SIDE_BY_SIDE if importlib.util.find_spec("xdist") else ()),
         "--junit-xml", pytest_report, env=env, log=reports / "pytest.log",
     )  # fmt: skip

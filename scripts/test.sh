@@ -9,7 +9,7 @@
 #                                                           ThreadSanitizer (a build each; only where asked for)
 #   bash scripts/test.sh fuzz                               a minute of fuzzing: C++ calls, C ABI (libFuzzer, clang), and
 #                                                           what reads files (only where asked for; HOT_FUZZ_SECONDS)
-#   bash scripts/test.sh [--slow] --torch VERSION           tests/torch alone, with another torch: a version, "oldest"
+#   bash scripts/test.sh [--slow] --torch VERSION           tests/with_torch alone, with another torch: a version, "oldest"
 #                                                           (pyproject.toml's) or "newest" (torch-newest.txt's)
 #
 # --torch makes an environment of its own, build/venv-torch-VERSION, with that torch, NumPy, pytest, hypothesis and the
@@ -40,7 +40,7 @@ while [[ $# -gt 0 ]]; do
   shift
 done
 if [[ -n "$version" ]]; then
-  [[ ${#parts[@]} -eq 0 ]] || hot_env_fail "--torch runs tests/torch alone; without: ${parts[*]}"
+  [[ ${#parts[@]} -eq 0 ]] || hot_env_fail "--torch runs tests/with_torch alone; without: ${parts[*]}"
   parts=(torch)
   case "$version" in
     oldest) version="$(sed -n 's/^torch = \["torch>=\([0-9.]*\)"\]$/\1/p' "$HOT_ROOT/pyproject.toml")" ;;
@@ -172,7 +172,7 @@ test_python() {
     [[ -f "$results/pytest.xml" ]] || broken "pytest"
 }
 
-test_torch() { test_python tests/torch; }
+test_torch() { test_python tests/with_torch; }
 
 test_wheel() {
   local wheel folder="$HOT_ROOT/build/wheels-cuda"

@@ -51,7 +51,7 @@ Record = Callable[[str, object], None]
 
 
 def torch_faults() -> ModuleType:
-    """tests/torch/test_faults.py: its model, its state, its injected faults."""
+    """tests/with_torch/test_faults.py: its model, its state, its injected faults."""
     spec = importlib.util.spec_from_file_location("torch_faults", TESTS / "torch/test_faults.py")
     assert spec is not None
     assert spec.loader is not None

@@ -1,7 +1,7 @@
 """Every private name of torch that the adapter uses, each with a public fallback.
 
 The private names are faster, or give information that no public function gives.
-tests/torch/test_private.py runs each function with and without its private name.
+tests/with_torch/test_private.py runs each function with and without its private name.
 """
 
 from __future__ import annotations
