@@ -150,10 +150,13 @@ def layer_rows(
         if recipe in BOTH:
             contenders[f"{recipe} both"] = hot_both((gy, w, x), bias, recipe, False)
             contenders[f"{recipe} int8 both"] = hot_both((gy, w, x), bias, recipe, True)
-    rows = timing.in_turns(contenders, args.rounds, device)
+    rows = timing.steadied(contenders, args.rounds, device)
     if "torchao both" in rows:
-        difference = rows["torchao both"]["median_ms"] - rows["torchao forward"]["median_ms"]
-        rows["torchao both - forward"] = {"median_ms": difference}
+        parts = [rows["torchao both"], rows["torchao forward"]]
+        difference: Row = {"median_ms": parts[0]["median_ms"] - parts[1]["median_ms"]}
+        if any(row.get("unsteady") for row in parts):
+            difference["unsteady"] = True
+        rows["torchao both - forward"] = difference
     if torchao:
         for name, row in rows.items():
             if name.startswith("torchao"):
@@ -183,6 +186,9 @@ def sums(of_shapes: dict[str, dict[str, Row]], recipes: Sequence[str]) -> dict[s
     total = timing.summed(tables)
     out: dict[str, Any] = {"sum_ms": total, "recipes": {}}
     for recipe in recipes:
+        if not {f"hotcore {recipe}", f"compress {recipe}", "copy of x"} <= total.keys():
+            print(f"  {recipe}: no sums, since a row was not steady")
+            continue
         mine = total[f"hotcore {recipe}"]
         floor = sum(rows[f"hotcore {recipe}"]["floor_ms"] for rows in tables)
         out["recipes"][recipe] = {
@@ -221,6 +227,8 @@ def print_layer(title: str, rows: dict[str, Row], recipes: Sequence[str], device
                     notes.append(f"{rival} {ratio(rows, rival, name):.2f}x")
             if device == "cuda":
                 notes.append(f"{row['median_ms'] / row['floor_ms']:.2f} floors")
+        if row.get("unsteady"):
+            notes.append("NOT STEADY: no figure")
         print(timing.line(name, row, "  ".join(notes)))
 
 

@@ -340,7 +340,8 @@ def in_steps(args: Any, content: dict[str, Any], left_s: Callable[[], float]) ->
             rows = {c.name: {"left_out": "no time left"} for c in among}
         else:
             patience = min(steps.START_TIMEOUT_S, left_s())
-            rows = steps.measure(model, among, setting, args.rounds, jobs[model], patience)
+            words = (args.rounds, jobs[model], patience, args.runs, not args.no_kernels)
+            rows = steps.measure(model, among, setting, *words)
         print("\n".join(steps.lines(rows)))
         entry = found.setdefault(model, {"title": task.title, "rows": {}})
         measured = {name: row for name, row in entry["rows"].items() if "step" in row}
@@ -378,6 +379,10 @@ def arguments(argv: Sequence[str] | None) -> Any:
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds in all")
     step = parser.add_argument_group("part step")
     step.add_argument("--contenders", nargs="+", metavar="PATTERN", help="names; default all")
+    step.add_argument(
+        "--runs", type=int, default=1, help="times over, each from new processes: their range"
+    )
+    step.add_argument("--no-kernels", action="store_true", help="profile none: saves a third")
     step.add_argument("--list", action="store_true", help="print the contenders, and end")
     step.add_argument(
         "--jobs", type=int, help=f"processes that start together ({JOBS}); 0: all in this one"
@@ -392,7 +397,7 @@ def arguments(argv: Sequence[str] | None) -> Any:
     if alone:
         parser.error(f"--part {alone[0]}: has sizes and a report of its own; name no other part")
     if known.rounds is None:
-        rounds = 6 if "step" in known.part else 15
+        rounds = 3 if "step" in known.part else 15
         parser.set_defaults(rounds=2 if known.quick else rounds)
     if known.models is None:
         sized = {name: task.table if "table" in known.part else task.full

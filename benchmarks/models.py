@@ -304,7 +304,11 @@ TASKS: dict[str, Task] = {
             _tokens(8, 64, 128),
         ),
         _language_model,
-        Size(_transformers("GPT2LMHeadModel", "GPT2Config"), _tokens(8, 1024, 50257)),
+        # 50,257 entries padded: cuBLAS runs an odd width by an unaligned kernel.
+        Size(
+            _transformers("GPT2LMHeadModel", "GPT2Config", vocab_size=50304),
+            _tokens(8, 1024, 50257),
+        ),
         blocks="transformer.h",
         peak_gib=12.4,
     ),

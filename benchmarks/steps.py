@@ -13,6 +13,7 @@ import dataclasses
 import math
 import multiprocessing
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -33,7 +34,10 @@ from training import REFERENCE, Contender, Left, Trainer, cleaned, people
 GIB = 2**30
 STEPS_TO_START = 5
 """Compiling, recording CUDA graphs (the second and third step) and what else comes once."""
-STEPS_A_TURN = 3
+STEPS_A_TURN = 20
+"""Queued one after the other, as training does: a synchronisation between two steps would charge
+the host's work to the contender that has most of it."""
+STEPS_FROM_IDLE = 3
 PROFILED_STEPS = 2
 START_TIMEOUT_S = 300.0  # of all that start together
 CALL_TIMEOUT_S = 120.0
@@ -113,23 +117,32 @@ class Session:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
 
-    def turn(self) -> list[tuple[float, float]]:
-        """(host, whole) milliseconds of some steps, after one that is not measured.
+    def turn(self) -> float:
+        """Milliseconds of a step: of many with one synchronisation, after one that is not measured.
 
-        Each begins on an idle device. host: until the last call has returned; whole: until the
-        device is done.
+        On the CPU, where nothing runs ahead, of a few.
         """
         assert self._trainer is not None
         step, device = self._trainer.step, self._setting.device
-        found = []
-        for index in range(1 + STEPS_A_TURN):
-            timing.synchronize(device)
-            start = time.perf_counter()
+        count = STEPS_FROM_IDLE if device == "cpu" else STEPS_A_TURN
+        step()
+        timing.synchronize(device)
+        start = time.perf_counter()
+        for _ in range(count):
             step()
-            queued = time.perf_counter()
-            timing.synchronize(device)
-            if index:
-                found.append(((queued - start) * 1e3, (time.perf_counter() - start) * 1e3))
+        timing.synchronize(device)
+        return (time.perf_counter() - start) * 1e3 / count
+
+    def host(self) -> list[float]:
+        """Milliseconds that the host needs to queue a step, each begun on an idle device."""
+        assert self._trainer is not None
+        found = []
+        for _ in range(STEPS_FROM_IDLE):
+            timing.synchronize(self._setting.device)
+            start = time.perf_counter()
+            self._trainer.step()
+            found.append((time.perf_counter() - start) * 1e3)
+        timing.synchronize(self._setting.device)
         return found
 
     def memory(self) -> Row:
@@ -382,14 +395,38 @@ def measure(
     rounds: int,
     jobs: int,
     patience_s: float = START_TIMEOUT_S,
+    runs: int = 1,
+    profiled: bool = True,
 ) -> dict[str, Row]:
     """Rows of some contenders, which are alive together; see the module.
+
+    ``runs`` times over, each from new processes; kernels are profiled in the first run alone, if
+    ``profiled``.
 
     Returns:
         Contender -> its row: ``how``, and either ``error`` or ``left_out``, or the figures.
     """
+    return combined(
+        [
+            one_run(model, among, setting, rounds, jobs, patience_s, profiled=profiled and run == 0)
+            for run in range(runs)
+        ]
+    )
+
+
+def one_run(
+    model: str,
+    among: Sequence[Contender],
+    setting: Setting,
+    rounds: int,
+    jobs: int,
+    patience_s: float,
+    *,
+    profiled: bool,
+) -> dict[str, Row]:
+    """One of :func:`measure`'s runs."""
     begun = time.perf_counter()
-    times: dict[str, list[tuple[float, float]]] = {c.name: [] for c in among}
+    times: dict[str, list[float]] = {c.name: [] for c in among}
     spent = dict.fromkeys(times, 0.0)
     with Wave(model, among, setting, jobs) as wave:
         rows = wave.rows
@@ -401,20 +438,52 @@ def measure(
         for _ in range(rounds):
             for name in wave:
                 start = time.perf_counter()
-                times[name] += wave.call(name, "turn") or []
+                found = wave.call(name, "turn")
+                times[name] += [] if found is None else [found]
                 spent[name] += time.perf_counter() - start
         for name in wave:
-            host, whole = zip(*times[name], strict=True)
-            rows[name] |= {"host": timing.spread(host), "step": timing.spread(whole)}
+            rows[name] |= {"step": timing.spread(times[name])}
             if TASKS[model].frozen:  # what people compare LoRA by
                 tokens = math.prod(rows[name]["batch"]["x"][:2])
                 rows[name]["tokens_per_s"] = tokens / rows[name]["step"]["median_ms"] * 1e3
             rows[name]["seconds"] = {"started together": started_s, "turns": spent[name]}
-        if setting.device == "cuda":
+        for name in wave:
+            queued = wave.call(name, "host")
+            if queued is not None:
+                rows[name]["host"] = timing.spread(queued)
+        if setting.device == "cuda" and profiled:
             for name in wave:  # last: the profiler leaves the host slower
                 rows[name]["kernels"] = wave.call(name, "kernels", fatal=False)
+    failed = [row for row in rows.values() if "error" in row]
+    for row in failed:  # it took part in some turns, which do not count
+        row.pop("step", None)
     compare(rows)
     return rows
+
+
+def combined(runs: Sequence[dict[str, Row]]) -> dict[str, Row]:
+    """Rows of several runs as one: medians over the runs, and each run's figures under ``runs``.
+
+    What a run has once (memory, kernels, the compiler's counts) is the first's; a contender that
+    failed in any run has that run's row, without figures.
+    """
+    first, *others = runs
+    out: dict[str, Row] = {}
+    for name, row in first.items():
+        all_of = [row, *(run[name] for run in others)]
+        lacking = [one for one in all_of if "step" not in one]
+        out[name] = lacking[0] if lacking else row
+        if lacking or not others:
+            continue
+        found = [{"step_ms": one["step"]["median_ms"]} | one.get("of reference", {})
+                 for one in all_of]  # fmt: skip
+        row["runs"] = [{k: one[k] for k in ("step_ms", "step") if k in one} for one in found]
+        row["step"] = timing.spread([one["step_ms"] for one in found])
+        for key in ("step", "host"):
+            ratios = [one[key] for one in found if key in one]
+            if ratios:
+                row["of reference"][key] = statistics.median(ratios)
+    return out
 
 
 @contextlib.contextmanager

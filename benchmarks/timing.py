@@ -10,8 +10,10 @@ On CUDA device events take the time. Before every measurement 256 MiB are writte
 L2: no contender finds its inputs there, and the cache holds as many unwritten bytes before as after
 (a flush by reading would give the first 60 MB written away for nothing). A spinning kernel then
 keeps the device busy while the host queues the contender's launches, so that the time is the
-device's; what the host needs is measured by itself (`bench_backward.py --part host`). Layers too
-small for that are captured into a CUDA graph, many calls over rotating copies of their arrays.
+device's; what the host needs is measured by itself (`bench_backward.py --part host`). A
+measurement that the host was too slow for is made again with a longer spin. Layers too small for
+that are captured into a CUDA graph, many calls over rotating copies of their arrays. A row whose
+quartiles are more than 5 % of its median apart is measured again, and is no figure if it stays so.
 """
 
 from __future__ import annotations
@@ -35,8 +37,11 @@ from rivals import Call
 
 RESULTS = Path(__file__).parent / "results"
 FLUSH_BYTES = 1 << 28
-SPIN_CYCLES = 1_000_000  # half a millisecond: longer than any contender's host work
+SPIN_CYCLES = 1_000_000  # half a millisecond: longer than most contenders' host work
+MOST_SPIN_CYCLES = 1 << 28
 LEAST_ROUNDS = 5
+STEADY = 0.05
+"""Of a row's median: how far its quartiles may be apart."""
 
 Stopwatch = Callable[[Call], float]
 Row = dict[str, Any]
@@ -55,18 +60,27 @@ def host_stopwatch() -> Stopwatch:
 
 
 def cuda_stopwatch(flush: bool = True) -> Stopwatch:
-    """Milliseconds of a call on the current CUDA device and stream, by events."""
+    """Milliseconds of a call on the current CUDA device and stream, by events.
+
+    RuntimeError where the host cannot queue a call within the longest spin.
+    """
     buffer = torch.empty(FLUSH_BYTES if flush else 1, dtype=torch.uint8, device="cuda")
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    spins: dict[int, int] = {}  # by the id of a call, which outlives its measurements
 
     def measure(call: Call) -> float:
-        buffer.zero_()
-        torch.cuda._sleep(SPIN_CYCLES)
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end)
+        while (cycles := spins.get(id(call), SPIN_CYCLES)) <= MOST_SPIN_CYCLES:
+            buffer.zero_()
+            torch.cuda._sleep(cycles)
+            start.record()
+            call()
+            end.record()
+            ahead = not start.query()  # the device still spins: it has waited for nothing
+            end.synchronize()
+            if ahead:
+                return start.elapsed_time(end)
+            spins[id(call)] = 2 * cycles
+        raise RuntimeError("the host is too slow for this call, or it waits for the device")
 
     return measure
 
@@ -129,6 +143,34 @@ def in_turns(
     }
 
 
+def steady(row: Row) -> bool:
+    """Whether a row is a figure; a difference of two medians has no quartiles to tell by."""
+    return "q1_ms" not in row or row["q3_ms"] - row["q1_ms"] <= STEADY * row["median_ms"]
+
+
+def steadied(
+    contenders: Mapping[str, Call], rounds: int, device: str, tries: int = 3
+) -> dict[str, Row]:
+    """:func:`in_turns`; on CUDA again for rows that are not steady, which are marked at last."""
+    rows = in_turns(contenders, rounds, device)
+    if device == "cpu":
+        return rows
+    for _ in range(tries):
+        shaky = {name: contenders[name] for name, row in rows.items() if not steady(row)}
+        if not shaky:
+            break
+        again = in_turns(shaky, rounds, device)
+        rows |= {name: row for name, row in again.items() if _apart(row) < _apart(rows[name])}
+    for row in rows.values():
+        if not steady(row):
+            row["unsteady"] = True
+    return rows
+
+
+def _apart(row: Row) -> float:
+    return float((row["q3_ms"] - row["q1_ms"]) / row["median_ms"])
+
+
 def spread(values: Sequence[float]) -> Row:
     """Median and quartiles."""
     q1, median, q3 = (
@@ -138,8 +180,15 @@ def spread(values: Sequence[float]) -> Row:
 
 
 def summed(tables: Sequence[Mapping[str, Row]]) -> dict[str, float]:
-    """Sums of medians over several layers' rows, of the contenders that all of them have."""
-    names = [name for name in tables[0] if all(name in rows for rows in tables)]
+    """Sums of medians over several layers' rows, of the contenders that all of them have.
+
+    One with an unsteady row has no sum.
+    """
+    names = [
+        name
+        for name in tables[0]
+        if all(name in rows and not rows[name].get("unsteady") for rows in tables)
+    ]
     return {name: sum(rows[name]["median_ms"] for rows in tables) for name in names}
 
 

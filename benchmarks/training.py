@@ -62,6 +62,9 @@ class Left(Exception):
     """Why a contender is left out: something it needs is not there."""
 
 
+BUDGETS = (0.7, 0.5, 0.3, 0.2)
+"""torch.compile's activation_memory_budget, of bf16: what plain torch trades time for memory by."""
+
 REFERENCE = "bf16 compiled"
 """What the contenders of a step are timed beside."""
 
@@ -91,7 +94,10 @@ def people(task: Task) -> list[Contender]:
         one("fast int8-forward compiled", "fast", forward="int8", **compiled),
         one("default int8-forward reduce-overhead", "default", forward="int8", **graphs),
         one("fast int8-forward reduce-overhead", "fast", forward="int8", **graphs),
-        one("bf16 compiled, budget 0.5", memory_budget=0.5, **compiled),
+        *(
+            one(f"bf16 compiled, budget {budget}", memory_budget=budget, **compiled)
+            for budget in BUDGETS
+        ),
         one("default compiled, budget 0.5", "default", memory_budget=0.5, **compiled),
         one("default compiled, saved 8", "default", kept=8, **compiled),
         one("default compiled, saved 8/4", "default", kept=KEPT, **compiled),
@@ -99,7 +105,6 @@ def people(task: Task) -> list[Contender]:
         one("default reduce-overhead, saved 8/4", "default", kept=KEPT, **graphs),
         one("FP8 rowwise compiled", fp8="rowwise", **compiled),
         one("fast eager", "fast"),
-        one("bf16 compiled, budget 0.3", memory_budget=0.3, **compiled),
         one("fast compiled, budget 0.5", "fast", memory_budget=0.5, **compiled),
         one("fast compiled, saved 8/4", "fast", kept=KEPT, **compiled),
         one("bf16 checkpointed", checkpointed=True),
@@ -110,6 +115,19 @@ def people(task: Task) -> list[Contender]:
         one("bf16 reduce-overhead, attention kept", **again, **graphs),
         one("default reduce-overhead, attention kept", "default", **again, **graphs),
         one("fast reduce-overhead, attention kept", "fast", **again, **graphs),
+        *(
+            one(f"default int8-forward compiled, {words}", "default", forward="int8", **more)
+            for words, more in (
+                ("budget 0.5", {"memory_budget": 0.5, **compiled}),
+                ("attention kept", again | compiled),
+                ("saved 8", {"kept": 8, **compiled}),
+                ("saved 8/4", {"kept": KEPT, **compiled}),
+            )
+        ),
+        one("default int8-forward reduce-overhead, attention kept", "default", forward="int8",
+            **again, **graphs),
+        one("default int8-forward reduce-overhead, saved 8/4", "default", forward="int8",
+            kept=KEPT, **graphs),
         one("fast checkpointed, compiled", "fast", checkpointed=True, **compiled),
         one("default eager, compress_saved", "default", saved=COMPRESSED),
         one("fast eager, compress_saved", "fast", saved=COMPRESSED),
