@@ -165,18 +165,19 @@ CASES: dict[str, tuple[Function, Function, Shapes]] = {
     "smaller than a block": (
         lambda bits, x: functions.activation(x, "gelu", bits),
         F.gelu,
-        ((3, 7),),
+        ((1, 7),),
     ),
-    "odd": (lambda bits, x: functions.activation(x, "gelu", bits), F.gelu, ((5, 211),)),
+    "odd": (lambda bits, x: functions.activation(x, "gelu", bits), F.gelu, ((1, 211),)),
+    "images": (lambda bits, x: functions.activation(x, "gelu", bits), F.gelu, ((2, 5, 7, 11),)),
     "relu_squared": (
         lambda bits, x: functions.relu_squared(x, bits),
         lambda x: x.relu().square(),
-        ((5, 33, 40),),
+        ((5, 9, 128),),
     ),
     "gated": (
         lambda bits, a, b: functions.gated(a, b, "silu", bits),
         lambda a, b: F.silu(a) * b,
-        ((5, 33, 40),) * 2,
+        ((5, 9, 128),) * 2,
     ),
     "layer_norm": (
         lambda bits, x, w, b: functions.layer_norm(x, (256,), w, b, 1e-5, bits),
@@ -184,9 +185,9 @@ CASES: dict[str, tuple[Function, Function, Shapes]] = {
         ((5, 33, 256), (256,), (256,)),
     ),
     "layer_norm without parameters": (
-        lambda bits, x: functions.layer_norm(x, (33, 40), None, None, 1e-5, bits),
-        lambda x: F.layer_norm(x, (33, 40)),
-        ((5, 33, 40),),
+        lambda bits, x: functions.layer_norm(x, (33, 128), None, None, 1e-5, bits),
+        lambda x: F.layer_norm(x, (33, 128)),
+        ((5, 33, 128),),
     ),
     **{
         f"rms_norm {form}": (
@@ -245,6 +246,45 @@ def test_gradients_of_the_plain_function_but_for_rounding(case: str, mode: str, 
         draws = [torch.autograd.grad(call(*inputs), inputs, gy.float())[0] for _ in range(64)]
         mean = torch.stack(draws).double().mean(0)
         assert (mean - wanted[0]).norm() < 0.35 * (got[0] - wanted[0]).norm()
+
+
+TOKENS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "activation": lambda x: functions.activation(x, "gelu", 8),
+    "relu_squared": lambda x: functions.relu_squared(x, 8),
+    "gated": lambda x: functions.gated(x, x, "silu", 8),
+    "layer_norm": lambda x: functions.layer_norm(x, x.shape[-1:], None, None, 1e-5, 8),
+    "rms_norm": lambda x: functions.rms_norm(x, x.shape[-1:], None, None, 8),
+}
+PLAIN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "activation": F.gelu,
+    "relu_squared": lambda x: x.relu().square(),
+    "gated": lambda x: F.silu(x) * x,
+    "layer_norm": lambda x: F.layer_norm(x, x.shape[-1:]),
+    "rms_norm": lambda x: F.rms_norm(x, x.shape[-1:]),
+}
+
+
+@pytest.mark.parametrize("mode", ["eager", "compiled", "transposed"])
+@pytest.mark.parametrize("width", [96, 128, 192, 200, 256])
+@pytest.mark.parametrize("name", list(TOKENS))
+def test_a_token_beside_a_large_one(name: str, width: int, mode: str) -> None:
+    """A block of codes has one range: with parts of two tokens the small one's would be noise."""
+    memory = (6, width) if mode != "transposed" else (width, 6)
+    x = torch.randn(memory)
+    x = (x if mode != "transposed" else x.t()) * torch.tensor([1.0, 1, 1000, 1, 1, 1])[:, None]
+    assert x.is_contiguous() == (mode != "transposed")
+    x.requires_grad_()
+    gy = torch.randn(6, width)
+    function = compiled(TOKENS[name]) if mode == "compiled" else TOKENS[name]
+    if width % 128 and mode != "transposed":
+        with pytest.warns(RuntimeWarning, match=f"on {width} features keeps its input"):
+            y = function(x)
+    else:
+        y = function(x)
+    (got,) = torch.autograd.grad(y, x, gy)
+    (wanted,) = torch.autograd.grad(PLAIN[name](x), x, gy)
+    errors = (got - wanted).norm(dim=1) / wanted.norm(dim=1)
+    assert errors.max() < 0.04, errors
 
 
 @pytest.mark.parametrize("mode", ["eager", "compiled"])

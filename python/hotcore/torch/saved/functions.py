@@ -8,6 +8,7 @@ see the same random numbers.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +19,8 @@ from torch.autograd.function import once_differentiable
 
 from .. import ops
 from ..functional import DTYPES
-from .codes import decode, draw_seed, encode
+from ..compress_saved import BLOCK, memory_order
+from .codes import decode, draw_seed, encode, in_graph
 
 aten: Any = torch.ops.aten
 
@@ -98,6 +100,29 @@ def _differentiable(*tensors: Tensor | None) -> bool:
     )
 
 
+def _by_token(x: Tensor, dims: int = 1) -> bool:
+    """Whether no block of codes holds values of two tokens; else a warning says so.
+
+    A block has one range for its values: beside a token 100 times as large, the codes of another
+    would say nothing. The last ``dims`` dimensions are a token's; of an image ``[N, C, H, W]`` an
+    activation's neighbours are pixels, which blocks may mix.
+    """
+    width = math.prod(x.shape[-dims:])
+    images = dims == 1 and x.dim() == 4
+    order = None if in_graph(x) or x.is_contiguous() else memory_order(x)
+    last = tuple(range(x.dim() - dims, x.dim()))
+    innermost = not order or order[-dims:] == last
+    if images or (innermost and (width % BLOCK == 0 or width == x.numel())):
+        return True
+    warnings.warn(
+        f"hotcore.torch: an operation on {width} features keeps its input uncompressed: codes come "
+        f"in blocks of {BLOCK} values, which would hold parts of two tokens",
+        RuntimeWarning,
+        stacklevel=4,
+    )
+    return False
+
+
 _Kept = list[tuple[Any, ...]]
 """Holds what a forward pass saves, so that backward can recompute other tensors from it."""
 
@@ -141,7 +166,7 @@ def activation(x: Tensor, name: str, bits: int) -> Tensor:
 
 def _activation(x: Tensor, name: str, bits: int) -> Tensor:
     seed = draw_seed(x)
-    if not _differentiable(x):
+    if not _differentiable(x) or not _by_token(x):
         return ACTIVATIONS[name][0](x)
     kept: _Kept = []
     y: Tensor = _Activation.apply(x, seed, name, bits, kept)  # type: ignore[no-untyped-call]  # so in torch
@@ -196,8 +221,15 @@ class _ReluSquared(torch.autograd.Function):
 
 def relu_squared(x: Tensor, bits: int) -> Tensor:
     """``relu(x)**2`` that saves codes of ``relu(x)``; zeros stay exact zeros."""
+    if torch.compiler.is_compiling():
+        y: Tensor = torch.ops.hotcore.saved_relu_squared.default(x, bits)
+        return y
+    return _relu_squared(x, bits)
+
+
+def _relu_squared(x: Tensor, bits: int) -> Tensor:
     seed = draw_seed(x)
-    if not _differentiable(x):
+    if not _differentiable(x) or not _by_token(x):
         return x.relu().square()
     y: Tensor = _ReluSquared.apply(x, seed, bits)  # type: ignore[no-untyped-call]  # so in torch
     return y
@@ -232,8 +264,16 @@ def gated(gate: Tensor, up: Tensor, name: str, bits: int) -> Tensor:
         name: the activation, a key of :data:`ACTIVATIONS`.
         bits: 8 or 4.
     """
+    if torch.compiler.is_compiling():
+        y: Tensor = torch.ops.hotcore.saved_gated.default(gate, up, name, bits)
+        return y
+    return _gated(gate, up, name, bits)
+
+
+def _gated(gate: Tensor, up: Tensor, name: str, bits: int) -> Tensor:
     seed = draw_seed(gate)
-    if not _differentiable(gate, up) or gate.shape != up.shape or gate.dtype != up.dtype:
+    alike = gate.shape == up.shape and gate.dtype == up.dtype
+    if not _differentiable(gate, up) or not alike or not (_by_token(gate) and _by_token(up)):
         return ACTIVATIONS[name][0](gate) * up
     y: Tensor = _Gated.apply(gate, up, seed, name, bits)  # type: ignore[no-untyped-call]  # so in torch
     return y
@@ -309,7 +349,7 @@ def _layer_norm(
     bits: int,
 ) -> Tensor:
     seed = draw_seed(x)
-    if not _differentiable(x, weight, bias):
+    if not _differentiable(x, weight, bias) or not _by_token(x, len(shape)):
         return F.layer_norm(x, shape, weight, bias, eps)
     if _float32_under_autocast(x):
         x = x.float()
@@ -434,7 +474,7 @@ def _rms_norm(
 ) -> Tensor:
     seed = draw_seed(x)
     dims = tuple(range(-len(shape), 0))
-    if not _differentiable(x, weight):
+    if not _differentiable(x, weight) or not _by_token(x, len(shape)):
         return RMS_FORMS[form](x, weight, dims, eps)
     kept: _Kept = []
     y: Tensor = _RmsNorm.apply(x, weight, seed, dims, eps, form, bits, kept)  # type: ignore[no-untyped-call]  # so in torch
@@ -456,6 +496,8 @@ def _rms_norm(
 # into it, and can cache the compiled result.
 for _schema, _made in (
     ("saved_activation(Tensor x, str name, int bits) -> Tensor", _activation),
+    ("saved_relu_squared(Tensor x, int bits) -> Tensor", _relu_squared),
+    ("saved_gated(Tensor gate, Tensor up, str name, int bits) -> Tensor", _gated),
     (
         "saved_layer_norm(Tensor x, SymInt[] shape, Tensor? weight, Tensor? bias, float eps, "
         "int bits) -> Tensor",
