@@ -287,6 +287,61 @@ def test_a_token_beside_a_large_one(name: str, width: int, mode: str) -> None:
     assert errors.max() < 0.04, errors
 
 
+def _heads(outer: int, count: int, tokens: int, *, strided: bool) -> torch.Tensor:
+    """``[outer, count, tokens, 16]``; strided: as a 1x1 convolution makes it, tokens innermost."""
+    if strided:
+        return torch.randn(outer, count, 16, tokens).transpose(2, 3)
+    return torch.randn(outer, tokens, count, 16).transpose(1, 2)
+
+
+def _answer(function: Any, tensors: list[torch.Tensor], **options: Any) -> Any:
+    """y and the gradients of its arguments; the kind of error where it raises."""
+    leaves = [t.detach().requires_grad_() for t in tensors]
+    try:
+        y = function(*leaves, **options)
+    except (RuntimeError, ValueError) as error:
+        return type(error)
+    return [y, *torch.autograd.grad(y, leaves, torch.ones_like(y))]
+
+
+@pytest.mark.parametrize("strided", [(0,), (1,), (2,), (0, 1, 2)])
+def test_attention_of_strided_heads_is_torch_s(strided: tuple[int, ...]) -> None:
+    """The kernels read a head's features one after the other, whatever the stride says."""
+    tensors = [_heads(2, 4, 33, strided=i in strided) for i in range(3)]
+    with pytest.warns(RuntimeWarning, match="strided along a head's features"):
+        got = _answer(saved.scaled_dot_product_attention, tensors, bits=8)
+    for a, b in zip(got, _answer(F.scaled_dot_product_attention, tensors), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.filterwarnings("ignore:hotcore.torch. attention keeps:RuntimeWarning")
+@pytest.mark.parametrize("gqa", [False, True])
+@pytest.mark.parametrize("heads", [(1, 4), (2, 4), (4, 3), (16, 7), (4, 2), (4, 1), (4, 4)])
+def test_attention_takes_the_heads_that_torch_takes(heads: tuple[int, int], gqa: bool) -> None:
+    tensors = [_heads(2, heads[i > 0], 9, strided=False) for i in range(3)]
+    options = {"enable_gqa": gqa}
+    got = _answer(saved.scaled_dot_product_attention, tensors, bits=8, **options)
+    wanted = _answer(F.scaled_dot_product_attention, tensors, **options)
+    if isinstance(wanted, type):
+        assert got is wanted
+        return
+    for a, b in zip(got, wanted, strict=True):
+        assert a.shape == b.shape and cosine(a, b) > 0.999
+
+
+@pytest.mark.filterwarnings("ignore:hotcore.torch. attention keeps:RuntimeWarning")
+@pytest.mark.parametrize("shape", [(9, 9), (1, 9), (2, 1, 9, 9), (2, 4, 1, 1), (4, 9, 9), (8, 9), (2, 3, 9, 9)])  # fmt: skip  # noqa: E501
+def test_attention_takes_the_masks_that_torch_takes(shape: tuple[int, ...]) -> None:
+    tensors, mask = [_heads(2, 4, 9, strided=False) for _ in range(3)], torch.randn(shape)
+    got = _answer(saved.scaled_dot_product_attention, tensors, attn_mask=mask, bits=8)
+    wanted = _answer(F.scaled_dot_product_attention, tensors, attn_mask=mask)
+    if isinstance(wanted, type):
+        assert got is wanted
+        return
+    for a, b in zip(got, wanted, strict=True):
+        assert a.shape == b.shape and cosine(a, b) > 0.999
+
+
 @pytest.mark.parametrize("mode", ["eager", "compiled"])
 @pytest.mark.parametrize("shape", [(1,), (5, 33, 40), (4, 1024)])
 def test_relu_is_exact_and_keeps_a_bit(mode: str, shape: tuple[int, ...]) -> None:

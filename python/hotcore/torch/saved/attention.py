@@ -51,23 +51,41 @@ def _prefers_cudnn(q: Tensor, causal: bool) -> bool:
 
 
 def _kernel(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, causal: bool
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, causal: bool, gqa: bool
 ) -> tuple[str, str]:
-    """The kernel to use, or the reason why there is none."""
-    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
+    """The kernel to use, or the reason why there is none.
+
+    The kernels trust their caller: what ``F.scaled_dot_product_attention`` checks before it calls
+    one is checked here. What does not pass goes to that function, which computes or refuses it.
+    """
+    every = (q, k, v)
+    if any(t.dim() != 4 or t.layout is not torch.strided for t in every):
         return "", "q, k and v are not [B, H, S, D]"
     if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
         return "", "q, k and v are not of one dtype, float32, float16 or bfloat16"
+    if k.device != q.device or v.device != q.device:
+        return "", "q, k and v are on several devices"
+    heads, shared = q.shape[1], k.shape[1]
+    grouped = gqa and shared > 0 and heads % shared == 0
     if q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
         return "", "q, k and v are to be broadcast"
+    if heads != shared and not grouped:
+        return "", f"q has {heads} heads and k has {shared}"
+    if any(t.stride(3) != 1 for t in every):
+        return "", "q, k or v is strided along a head's features"
     if mask is not None:
         if mask.requires_grad:
             return "", "its mask needs a gradient"
         if causal:
             return "", "it has a mask and is causal"
-        if mask.dim() not in (2, 4):
-            return "", "its mask has neither 2 nor 4 dimensions"
+        if mask.dim() not in (2, 4) or mask.device != q.device:
+            return "", "its mask has neither 2 nor 4 dimensions, or is on another device"
+        sizes = (q.shape[0], heads, q.shape[2], k.shape[2])[-mask.dim() :]
+        if any(found not in (1, size) for found, size in zip(mask.shape, sizes, strict=True)):
+            return "", f"its mask {tuple(mask.shape)} does not fit {sizes}"
     if q.is_cpu:
+        if not torch.backends.cuda.flash_sdp_enabled():  # its switch is the CPU's, too
+            return "", "flash attention is switched off"
         if dropout > 0.0:
             return "", "it has dropout, which torch's kernel for the CPU has not"
         if v.shape[3] != q.shape[3]:
@@ -290,7 +308,7 @@ def _attention(
         q, k, v = (t.to(dtype) if t.dtype in DTYPES else t for t in (q, k, v))
         if mask is not None and mask.dtype in DTYPES:
             mask = mask.to(dtype)
-    kernel, reason = _kernel(q, k, v, mask, dropout_p, is_causal)
+    kernel, reason = _kernel(q, k, v, mask, dropout_p, is_causal, enable_gqa)
     if not kernel or q.numel() == 0 or k.numel() == 0:
         if reason:
             _warn(reason)
