@@ -101,6 +101,23 @@ def test_compress_saved_is_measured(x: torch.Tensor) -> None:
     assert by_name(alone)[""][1] == sizes[""][1]
 
 
+@pytest.mark.filterwarnings("ignore:hotcore.torch. an operation on:RuntimeWarning")
+def test_a_model_converted_with_saved(x: torch.Tensor) -> None:
+    """The report is of the model as it is, which keeps its classes, and its plain form."""
+    model = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, UP), nn.GELU(), nn.Linear(UP, 4))
+    plain = hot.memory_report(model, x).before
+    hot.convert(model, "default", saved=8)
+    kinds = [type(module) for module in model.modules()]
+    report = hot.memory_report(model, x)
+    assert [type(module) for module in model.modules()] == kinds
+    assert report.before == plain
+    assert by_name(report)["2"] == (4 * UP * BATCH, UP * BATCH * (1 + 8 / 128))
+    again = hot.memory_report(model, x)
+    assert (again.before, again.after) == (report.before, report.after)
+    hot.revert(model)
+    assert hot.memory_report(model, x, slower=True).before == plain
+
+
 def test_nothing_is_changed(x: torch.Tensor) -> None:
     model = Net()
     model.head.weight.grad = torch.ones(4, WIDTH)

@@ -636,6 +636,7 @@ def test_bits_by_kind_and_by_name() -> None:
         ({"activations": 8}, "no kind of operation .* near it: activation"),
         ({"norm*": {"norms": 4}}, "no such kind of operation"),
         ({"nowhere.*": 4}, "matches no module"),
+        ({3: 8}, "the key 3; expected a kind"),
     ],
 )
 def test_bad_switches(bad: Any, message: str) -> None:

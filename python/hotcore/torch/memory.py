@@ -23,6 +23,7 @@ from .convert import convert, revert
 from .plan import matplotlib_figure
 from .probe import LossFn, loss_of, preserve_state
 from .report import aligned
+from .saved.modules import SavedCodes
 from .selection import Filter
 
 _MIB = 2**20
@@ -160,11 +161,10 @@ def memory_report(
         raise ValueError("model: in eval mode, where HOT's layers are plain; call model.train()")
     if not torch.is_grad_enabled():
         raise ValueError("memory_report: gradients are off (torch.no_grad); nothing is kept")
-    converted = [
-        module.config
+    converted = any(
+        isinstance(getattr(module, "config", None), HotConfig) or isinstance(module, SavedCodes)
         for module in model.modules()
-        if isinstance(getattr(module, "config", None), HotConfig)
-    ]
+    )
     if not converted and config is None and compress is None:
         raise ValueError("config: None, and no compress: there is nothing to compare with")
     changes = []

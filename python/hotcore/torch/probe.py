@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from .frozen import FrozenModule
+from .saved.modules import SAVED_FIELDS, SavedCodes
 
 LossFn = Callable[[nn.Module, Any], Tensor]
 """``loss_fn(model, inputs)`` -> loss, a scalar."""
@@ -246,7 +247,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 class preserve_state:
-    """Restores .grad, buffers, submodules and torch's random state on leaving."""
+    """Restores .grad, buffers, submodules, their classes and torch's random state on leaving."""
 
     def __init__(self, model: nn.Module) -> None:
         """Preserve the state of ``model``."""
@@ -259,6 +260,11 @@ class preserve_state:
             parameter.grad = None
         self._buffers = [(b, b.detach().clone()) for b in self._model.buffers()]
         self._children = [(m, dict(m._modules)) for m in self._model.modules()]
+        self._saved = [
+            (m, type(m), {name: m.__dict__[name] for name in SAVED_FIELDS if name in m.__dict__})
+            for m in self._model.modules()
+            if isinstance(m, SavedCodes)
+        ]
         devices = {p.device for p, _ in self._grads if p.is_cuda}
         self._random = torch.random.fork_rng(devices)
         self._random.__enter__()
@@ -268,6 +274,9 @@ class preserve_state:
         self._random.__exit__(*error)
         for module, children in self._children:
             module._modules.update(children)
+        for saved, kind, fields in self._saved:
+            saved.__class__ = kind
+            saved.__dict__.update(fields)
         for parameter, grad in self._grads:
             parameter.grad = grad
         with torch.no_grad():

@@ -40,6 +40,9 @@ KINDS: Mapping[str, tuple[int | None, ...]] = {
 
 _ELSEWHERE = ("softmax", "pool", "linear", "loss")  # only compress_saved has these
 
+SAVED_FIELDS = ("saved_bits", "saved_gate")
+"""What a converted module has beside its class."""
+
 Bits = dict[str, "int | None"]
 
 
@@ -499,6 +502,8 @@ def _bits(saved: Saved, names: list[str]) -> dict[str, Bits]:
     bits = {name: _all(8, "saved") for name in names}
     patterns = []
     for key, value in saved.items():
+        if not isinstance(key, str):
+            raise ValueError(f"saved: the key {key!r}; expected a kind of operation or a pattern")
         if key in KINDS or key in _ELSEWHERE:
             checked = _value(key, value, "saved")
             for own in bits.values():
@@ -596,6 +601,6 @@ def revert_saved(model: nn.Module) -> int:
             )
     for _, module in found:
         module.__class__ = module.plain  # type: ignore[assignment]
-        for attribute in ("saved_bits", "saved_gate"):
+        for attribute in SAVED_FIELDS:
             module.__dict__.pop(attribute, None)
     return len(found)
