@@ -84,7 +84,8 @@ def _kernel(
         if any(found not in (1, size) for found, size in zip(mask.shape, sizes, strict=True)):
             return "", f"its mask {tuple(mask.shape)} does not fit {sizes}"
     if q.is_cpu:
-        if not torch.backends.cuda.flash_sdp_enabled():  # its switch is the CPU's, too
+        switches: Any = torch.backends.cuda
+        if not switches.flash_sdp_enabled():  # the switch is the CPU's, too
             return "", "flash attention is switched off"
         if dropout > 0.0:
             return "", "it has dropout, which torch's kernel for the CPU has not"
