@@ -21,6 +21,7 @@ from evidence_tables import (
     Report,
     days_of,
     differences,
+    gaps_by_size,
     header,
     hot_parts,
     line,
@@ -302,10 +303,10 @@ def _scaling(results: Path) -> str:
             words = intervals.verdict(found, MARGIN)
             ends = f"{found.mean:+.4f} [{found.low:+.4f}, {found.high:+.4f}]"
             parts.append(f"{name} less {less} {ends} ({found.count} pairs: {words})")
-    for size in ("10M", "25M", "91M", "311M"):
-        need(results, f"cuda-gpt-{size}.json")
     if not parts:
         raise Missing("cuda-gpt-91M.json")
+    for size in gaps_by_size(results):
+        need(results, f"cuda-gpt-{size}.json")  # for its date
     return f"95 % intervals, equivalence within {MARGIN}: {'; '.join(parts)}"
 
 

@@ -482,7 +482,10 @@ def test_tables_of_the_evidence(tmp_path: Path) -> None:
     assert "geometric mean of 16 layers: HOT 2.00×, LBP-WHT 0.50×" in found
     assert "(GPT); paper without ABC: not run yet |" in found
     assert "47.28 at r = 16, 8, 4, 2, 1 | *not run yet: bench_training.py --table abl" in found
-    assert "not measured: no such GPU" in found and "not run yet: evidence.py --call b" not in found
+    assert "not measured: no such GPU" in found and "LBP-WHT here is unfused" in found
+    assert "| *not run yet: evidence.py --call b --out FOLDER* |  | [paper.md]" in found
+    assert "default less bf16 +0.0250 [-0.0385, +0.0885] (2 pairs: not shown)" in found
+    assert "2 pairs: not shown) | 2026-01-02 | [by size]" in found
     assert "not run yet: bench_training.py --table finetune" in found
     assert "| 17.48 → 3.8 GB | *not run yet: its report has no 128* |" in found
     assert table("figure latency img two words") == "![two words](img/latency.svg)\n"
