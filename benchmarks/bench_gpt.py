@@ -30,6 +30,7 @@ import sysconfig
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -309,6 +310,7 @@ def train(
         "training": [float(value) for value in losses[:: max(1, steps // 100)]],
         "step_ms": statistics.median(times),
         "seconds": time.perf_counter() - began,
+        "date": datetime.now(timezone.utc).date().isoformat(),  # a report is filled over days
     }
     if device == "cuda":
         out["peak_gib"] = torch.cuda.max_memory_allocated() / GIB

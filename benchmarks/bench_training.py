@@ -28,6 +28,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,9 @@ def train(
         found = result.to_json()
         out = {key: found[key] for key in KEYS}
     out["cpu_seconds"] = time.process_time() - began
+    out["date"] = (
+        datetime.now(timezone.utc).date().isoformat()
+    )  # a report may be filled over several days
     return out | {"seconds": time.perf_counter() - wall}
 
 

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import intervals
 from evidence_tables import (
-    GPT_SIZES,
+    FP8,
     MAKES,
+    MARGIN,
     Report,
+    days_of,
     differences,
     gaps_by_size,
     header,
@@ -24,7 +27,9 @@ from evidence_tables import (
     line,
     of_task,
     plus_minus,
+    pooled_gaps,
     report_of,
+    runs_by_seed,
 )
 
 Measured = Callable[[Path], str]
@@ -45,17 +50,30 @@ class Claim:
     command: str
 
 
+_days: set[str] = set()
+"""Of the reports that the row at hand was made of: its column of dates."""
+
+
 def need(results: Path, name: str) -> Report:
     report = report_of(results, name)
     if report is None:
         raise Missing(name)
+    _days.update(days_of({key: part for key, part in report.items() if key != "runs"}))
     return report
 
 
+def dated(runs: Iterable[Report]) -> None:
+    """Note the days of single runs: a report may have been filled over several."""
+    _days.update(run["date"] for run in runs if "date" in run)
+
+
 def _gap(results: Path, file: str, task: str, method: str) -> str:
-    values = differences(need(results, file), task, method)
+    report = need(results, file)
+    values = differences(report, task, method)
     if not values:
         raise Missing(file)
+    runs = of_task(report, task)
+    dated(run for name in (method, "fp32") for run in runs[name].values())
     return plus_minus(values)
 
 
@@ -85,6 +103,7 @@ def _accuracies(report: Mapping[str, Any], task: str, recipe: str) -> str | None
     runs = of_task(report, task)
     if any(name not in runs for name in names):
         return None
+    dated(run for name in names for run in runs[name].values())
     found = [[100 * run.get("val_accuracy", math.nan) for run in runs[name].values()]
              for name in names]  # fmt: skip
     plain, *means = (f"{statistics.mean(values):.1f}" for values in found)
@@ -123,6 +142,20 @@ def _one(file: str, task: str, *methods: str) -> Measured:
         return "; ".join(f"{m}: {_gap(results, file, task, m)}" for m in methods)
 
     return measured
+
+
+def _speed_of_vit(results: Path) -> str:
+    """Of the layers that the claim is about, each counted once, as the claim has them."""
+    found = need(results, "gpu-check.json")["bench_backward"]["paper"]["rotating"]["shapes"]
+    rows = [entry["rows"] for shape, entry in found.items() if shape.startswith("197,")]
+    mine, low = (
+        [row[name]["faster than fp32"] for row in rows] for name in ("hotcore paper", "bf16")
+    )
+    return (
+        f"ViT-B's four layers, one image, CUDA graphs on an H200, geometric mean: "
+        f"{statistics.geometric_mean(mine):.2f}× of fp32, worst {min(mine):.2f}×; but torch's bf16 "
+        f"is {statistics.geometric_mean(low):.2f}×"
+    )
 
 
 def _speed_of_layers(results: Path) -> str:
@@ -182,7 +215,9 @@ def _memory(results: Path) -> str:
 
 def _kept(results: Path) -> str:
     rows = need(results, "training.json")["runs"]
-    share = rows["vit/paper/0"]["linear_saved_bytes"] / rows["vit/fp32/0"]["linear_saved_bytes"]
+    mine, plain = rows["vit/paper/0"], rows["vit/fp32/0"]
+    dated((mine, plain))
+    share = mine["linear_saved_bytes"] / plain["linear_saved_bytes"]
     return f"kept by the linear layers themselves: {100 * (1 - share):.1f} % less (`paper`)"
 
 
@@ -249,7 +284,8 @@ def _graphs(results: Path) -> str:
     hot, low, theirs, their_low = (means[name]["geomean"] for name in names)
     return (
         f"geometric mean of 16 layers: HOT {hot:.2f}×, LBP-WHT {low:.2f}× (the paper: "
-        f"{theirs:.2f}× and {their_low:.2f}×)"
+        f"{theirs:.2f}× and {their_low:.2f}×); LBP-WHT here is unfused torch operations, HOT is "
+        "fused kernels: its time is that of the code, not of the method"
     )
 
 
@@ -258,22 +294,27 @@ def _without(reason: str) -> Measured:
 
 
 def _scaling(results: Path) -> str:
-    found = gaps_by_size(results)
-    parts = [
-        f"{size} {plus_minus(found[size]['default'], 4)}"
-        for size in GPT_SIZES
-        if found.get(size, {}).get("default")
-    ]
+    parts = []
+    for name, less in (("default", "bf16"), ("default int8-forward", "bf16"), (FP8, "bf16"),
+                       ("default", FP8), ("fast", "bf16")):  # fmt: skip
+        by_size = pooled_gaps(results, name, less)
+        found = intervals.interval([v for values in by_size.values() for v in values])
+        if found is not None:
+            words = intervals.verdict(found, MARGIN)
+            ends = f"{found.mean:+.4f} [{found.low:+.4f}, {found.high:+.4f}]"
+            parts.append(f"{name} less {less} {ends} ({found.count} pairs: {words})")
     if not parts:
         raise Missing("cuda-gpt-91M.json")
-    return f"`default` less bf16: {', '.join(parts)}"
+    for size in gaps_by_size(results):
+        need(results, f"cuda-gpt-{size}.json")  # for its date
+    return f"95 % intervals, equivalence within {MARGIN}: {'; '.join(parts)}"
 
 
 def _large(results: Path) -> str:
-    rows = need(results, "earlier.json")["larger-models"]
-    row = next(row for row in rows["rows"] if row[0].startswith("GPT of 91M"))
-    columns = rows["columns"]
-    return f"{row[columns.index('`paper`')]} beside {row[1]} (GPT of 91M on text, from scratch)"
+    runs = runs_by_seed(need(results, "cuda-gpt-91M.json"))
+    (seed,) = runs["paper"]
+    loss, plain = (runs[name][seed]["validation_loss"] for name in ("paper", "bf16"))
+    return f"`paper` {loss:.3f} beside bf16's {plain:.3f}, GPT of 91M on text, one seed"
 
 
 def _noise(results: Path) -> str:
@@ -301,10 +342,13 @@ TRAIN, ABLATE, TUNE = "bench_training.py", "bench_training.py --table ablations"
 )  # fmt: skip
 CHECK = "bench_backward.py --device cuda"
 CALL_A = "evidence.py --call a"
+PUBLISHED = ("paper as published", "paper as published, LQS of g_x, too")
 IMAGENET = "no CIFAR, no ImageNet and no pre-trained weights here, nothing is downloaded"
 
 SOURCES: tuple[Claim, ...] = (
-    Claim("average speed-up on a real GPU (abstract; ViT-B, RTX 3090)", "2.6×", _speed_of_layers,
+    Claim("average speed-up on a real GPU (abstract; ViT-B, RTX 3090)", "2.6×", _speed_of_vit,
+          "[small layers](#small-layers)", CHECK),
+    Claim("the same of all 16 layers of its table", "2.08×", _speed_of_layers,
           "[small layers](#small-layers)", CHECK),
     Claim("the same at a training batch", "–", _batch, "[layers](#layers-on-a-gpu)", CHECK),
     Claim("the same, a whole step", "–", _step, "[compiled](#compiled)",
@@ -341,7 +385,10 @@ SOURCES: tuple[Claim, ...] = (
     Claim("accuracy close to fp32's, pre-training (Table 4, ImageNet-1k ViT-B)",
           "70.01 → 69.4", _gaps("training.json", "paper"), "[training](dev/rivals.md#training)",
           TRAIN),
-    Claim("the same with tiles of tokens, as LP_L1 means", "–", _one(
+    Claim("the same with all that was published: LQS, INT8 first, tiles, pseudo-stochastic "
+          "rounding", "–", _gaps("ablations.json", *PUBLISHED),
+          "[ablations](dev/rivals.md#ablations)", ABLATE),
+    Claim("the same with tiles of tokens alone, as LP_L1 means", "–", _one(
         "training.json", "vit", "paper, tiles"), "[training](dev/rivals.md#training)", TRAIN),
     Claim("the same, the authors' own code", "–", _gaps("training.json", "authors_hot"),
           "[training](dev/rivals.md#training)", TRAIN),
@@ -349,7 +396,8 @@ SOURCES: tuple[Claim, ...] = (
           "[paper.md](paper.md#where-paper-falls-behind)", "bench_gpt.py --device cuda"),
     Claim("accuracy close to fp32's, fine-tuning", "within 0.3 %", _gaps(
         "finetune.json", "paper"), "[fine-tuning](dev/rivals.md#fine-tuning)", TUNE),
-    Claim("LUQ falls behind or diverges", "67.1 (ViT-B)", _gaps("training.json", "luq"),
+    Claim("LUQ falls behind or diverges", "67.1 (ViT-B)", _gaps(
+        "training.json", "luq", "luq_forward", "luq_forward, in eval, too"),
           "[training](dev/rivals.md#training)", TRAIN),
     Claim("LBP-WHT falls behind or fails", "NaN (ViT-B)", _one(
         "training.json", "vit", "lbp_wht", "lbp_wht_flat"), "[training](dev/rivals.md#training)",
@@ -391,7 +439,8 @@ SOURCES: tuple[Claim, ...] = (
 OURS: tuple[Claim, ...] = (
     Claim("`default` trains as full precision does", "within seeds' noise", _noise,
           "[training](dev/rivals.md#training)", TRAIN),
-    Claim("the same by size", "no growing gap", _scaling, "[by size](#by-size)",
+    Claim("the same by size, GPTs of 10 to 311 M", f"equivalent to bf16 within {MARGIN}", _scaling,
+          "[by size](#by-size)",
           f"{CALL_A}, b, c and d"),
     Claim("fine-tuning with `default`", "within seeds' noise", _gaps("finetune.json", "default"),
           "[fine-tuning](dev/rivals.md#fine-tuning)", TUNE),
@@ -407,15 +456,16 @@ OURS: tuple[Claim, ...] = (
 
 def table(results: Path) -> Iterator[str]:
     """The sources' claims, then this project's."""
-    yield from header(["claim", "claimed", "measured here", "where", "command"])
+    yield from header(["claim", "claimed", "measured here", "date", "where", "command"])
     for claim in SOURCES:
         yield row_of(claim, results)
-    yield line(["**of this project**", "", "", "", ""])
+    yield line(["**of this project**", "", "", "", "", ""])
     for claim in OURS:
         yield row_of(claim, results)
 
 
 def row_of(claim: Claim, results: Path) -> str:
+    _days.clear()
     try:
         found = claim.measured(results)
     except Missing as error:
@@ -423,4 +473,5 @@ def row_of(claim: Claim, results: Path) -> str:
     except KeyError as error:  # a run that was broken off, or a contender that did not fit
         found = f"*not run yet: its report has no {error.args[0]}*"
     command = f"`{claim.command}`" if claim.command else ""
-    return line([claim.claim, claim.claimed, found, claim.where, command])
+    days = " to ".join(sorted({min(_days), max(_days)})) if _days else ""
+    return line([claim.claim, claim.claimed, found, days, claim.where, command])

@@ -37,6 +37,7 @@ comes from here. Every page of the repository that has such a line is looked at.
   distributed      DDP and FSDP2 by NCCL (nccl.json)
   gradients [MODEL...]  cosine with fp32's gradient, by recipe (cuda-models-table.json)
   losses           the loss after some steps on one batch (the same)
+  losses-note      how it compares with fp32's, one line (the same)
   kept BITS        forms of x in blocks of 64 tokens: error and bias (storage.json)
   kept-blocks      the chosen forms by tokens of a block (the same)
   kept-cases       error of g_w where tokens differ in size (the same)
@@ -58,9 +59,13 @@ comes from here. Every page of the repository that has such a line is looked at.
   breakdown        Fig. 1 of the supplement (the same)
   memory           a step of ViT-B by batch (cuda-memory.json)
   scaling          GPTs by size (cuda-gpt-10M.json, ...)
+  pooled           the same over all sizes, and whether it shows equivalence (the same)
+  recipes FILE NAME;...  seed 0's last losses of one of those, a row
+  to-loss          steps and time of bf16 to each contender's loss (the same, cuda-gpt.json)
+  to-loss-words NAME  the same of one contender, a sentence
   figure NAME FOLDER WORD...  a figure of plot.py --all, where its report is there
 
-Of claims to scaling a report that is not there is a line that says what makes it.
+Of claims to to-loss-words a report that is not there is a line that says what makes it.
 
 A test keeps the pages as the reports are.
 """
@@ -535,13 +540,20 @@ PAYS_FP8 = PAYS_MODELS[:2]
 def pays(results: Path) -> Iterator[str]:
     """Times faster than the rival, and in brackets the peak memory beside the rival's."""
 
+    used: list[str] = []
+
     def report(name: str) -> Report:
+        used.append(name)
         return json.loads((results / name).read_text())
 
     check = report("gpu-check.json")
     models = report("cuda-steps.json")["steps"] | report("cuda-lora.json")["steps"]
     tuned = report("cuda-autotune.json")["steps"]
-    (processor,) = report("cpu-backward.json")["layers"].values()
+    processors = [
+        [layer["rows"] for layer in group["layers"].values()]
+        for name in ("cpu-backward.json", "cpu-backward-amx.json")
+        for group in report(name)["layers"].values()
+    ]
     names = ("default", "fast")
     columns = [*(f"`{name}`" for name in names), *(f"`{name}`, 8-bit forward" for name in names)]
     yield from header(["times faster (peak memory)", "than", *columns])
@@ -612,16 +624,20 @@ def pays(results: Path) -> Iterator[str]:
     yield line(["the same", "bf16", *(times(ratio / bf16) for ratio in ratios), "", ""])
     convolved = times(1 / tuned["channels_last"]["default, slower=True"]["of plain"])
     yield line(["step of ResNet-50, convolutions converted", "bf16", convolved, "", "", ""])
-    *large, tiny = (layer["rows"] for layer in processor["layers"].values())
+    large = [row for rows in processors for row in rows[:-1]]
+    tiny = [rows[-1] for rows in processors]
     alone = [f"hotcore {name}" for name in names]
     together = [*(f"{name} both" for name in names), *(f"{name} int8 both" for name in names)]
-    title = f"CPU: backward of {vit}'s layers, 8 images"
+    two = "two CPUs"  # the range is over the layers and both machines
+    title = f"{two}: backward of {vit}'s layers, 8 images"
     yield line([title, "fp32", *on_cpu(large, "torch fp32", alone), "", ""])
     yield line(["the same", "bf16", *on_cpu(large, "torch bf16", alone), "", ""])
-    title = f"CPU: forward and backward of {vit}'s layers"
+    title = f"{two}: forward and backward of {vit}'s layers"
     yield line([title, "bf16", *on_cpu(large, "torch bf16 both", together)])
-    title = "CPU: backward of one layer, one image"
-    yield line([title, "bf16", *on_cpu([tiny], "torch bf16", alone), "", ""])
+    title = f"{two}: backward of one layer, one image"
+    yield line([title, "bf16", *on_cpu(tiny, "torch bf16", alone), "", ""])
+    yield ""
+    yield evidence_tables.dates_line(results, used)
 
 
 # ---- tables of all kinds ----
@@ -674,6 +690,22 @@ def micro(row: Report | None) -> str:
 def _of_models(report: Report, index: int, models: Sequence[str] = ()) -> Iterator[str]:
     chosen = {name: report["models"][name] for name in models or report["models"]}
     yield from model_table.markdown(chosen).strip().split("\n\n")[index].split("\n")
+
+
+def losses_note(report: Report) -> Iterator[str]:
+    """How the last losses of some contenders compare with fp32's, over the models."""
+    models = report["models"].values()
+    parts = []
+    for name in ("default", "bf16", "fast", "paper"):
+        ratios = [row["loss"][name][-1] / row["loss"]["fp32"][-1] for row in models]
+        above = sum(ratio > 1 for ratio in ratios)
+        low, high, middle = (
+            f"{r:.2f}" for r in (min(ratios), max(ratios), statistics.median(ratios))
+        )
+        parts.append(
+            f"`{name}` above in {above} of {len(ratios)} ({low} to {high} times, median {middle})"
+        )
+    yield f"*The last loss beside fp32's: {'; '.join(parts)}.*"
 
 
 def kept(report: Report, bits: str) -> Iterator[str]:
@@ -876,6 +908,7 @@ KINDS: dict[str, tuple[str | None, Callable[..., Iterator[str]]]] = {
     "distributed": ("nccl.json", distributed),
     "gradients": (MODELS, lambda report, *models: _of_models(report, 0, models)),
     "losses": (MODELS, lambda report, *models: _of_models(report, 1, models)),
+    "losses-note": (MODELS, losses_note),
     "kept": ("storage.json", kept),
     "kept-blocks": ("storage.json", kept_blocks),
     "kept-cases": ("storage.json", kept_cases),
@@ -897,6 +930,10 @@ KINDS: dict[str, tuple[str | None, Callable[..., Iterator[str]]]] = {
     "breakdown": ("", evidence_tables.breakdown),
     "memory": ("", evidence_tables.memory),
     "scaling": ("", evidence_tables.scaling),
+    "pooled": ("", evidence_tables.pooled),
+    "recipes": ("", evidence_tables.recipes),
+    "to-loss": ("", evidence_tables.to_loss),
+    "to-loss-words": ("", evidence_tables.to_loss_words),
     "figure": ("", evidence_tables.figure),
 }
 """Kind -> the report (None: the first argument names it, "": several), and what makes the lines."""

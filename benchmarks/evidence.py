@@ -3,7 +3,7 @@
     python benchmarks/evidence.py --call a --out FOLDER    # 480 s: latency, memory, two GPTs
     python benchmarks/evidence.py --call b --out FOLDER    # 480 s: a larger GPT, images
     python benchmarks/evidence.py --call c --out FOLDER    # 900 s: the largest GPT and ViT
-    python benchmarks/evidence.py --call d --out FOLDER    # 1500 s: more seeds of all, ranks
+    python benchmarks/evidence.py --call d --out FOLDER    # 1800 s: more seeds of all, ranks
     python benchmarks/evidence.py --parts latency memory --out FOLDER
     python benchmarks/evidence.py --list                    # parts, their commands and seconds
 
@@ -41,6 +41,8 @@ SCALE = ("bf16", "default", "default int8-forward", "fast", "FP8 tensorwise", "c
 LARGEST = ("bf16", "default int8-forward", "default", "FP8 tensorwise")
 EVERY = (*SCALE, *(f"{name} int8-forward" for name in ("fast", "compact")), "int4", "accurate",
          "paper", *(f"{name} int8-forward" for name in ("int4", "accurate", "paper")))  # fmt: skip
+SEEDS = "0 1 2 3 4"
+"""Of every contender of a size, fixed here before a run (docs/dev/benchmarks.md)."""
 TOKENS_PER_PARAMETER = 5.0
 """Of the longer run; the installed packages hold no text for ten."""
 GRACE_S = 15.0
@@ -141,11 +143,12 @@ CALLS: dict[str, tuple[Part, ...]] = {
     "d": (
         VIT_B,
         VIT_S,
-        gpt("10M", 80, "0 1 2", SCALE, 4, more="-seeds"),
-        gpt("91M", 330, "0 1 2", SCALE, 4, more="-seeds"),
+        gpt("10M", 120, SEEDS, SCALE, 4, more="-seeds"),
+        gpt("25M", 200, SEEDS, SCALE, 4, more="-seeds"),
+        gpt("91M", 400, SEEDS, SCALE, 4, more="-seeds"),
         training("cuda-ranks-efficientformer", 450, 8, "images-efficientformer", *CUDA, "--table",
                  "ablations", "--methods", f"fp32;{RANKS}"),
-        gpt("311M", 560, "0 1 2 3 4", LARGEST, 2, more="-seeds"),
+        gpt("311M", 560, SEEDS, LARGEST, 2, more="-seeds"),
     ),
 }  # fmt: skip
 

@@ -9,9 +9,12 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+import intervals
 
 Report = Mapping[str, Any]
 Lines = Iterator[str]
@@ -125,6 +128,9 @@ def trainings(results: Path, *files: str) -> Lines:
             if columns:
                 yield ""  # else it would be another row
             yield note
+    if columns:
+        yield ""
+        yield dates_line(results, [name for name, report in found if report is not None])
 
 
 def rows(results: Path, file: str, *words: str) -> Lines:
@@ -140,6 +146,8 @@ def rows(results: Path, file: str, *words: str) -> Lines:
     for name in names:
         found = gaps.get(name, [[] for _ in columns])
         yield line([name, *(plus_minus(values) if values else "" for values in found)])
+    yield ""
+    yield dates_line(results, [file])
 
 
 def tasks_of(report: Report) -> list[str]:
@@ -276,6 +284,12 @@ LATENCY = ("LBP-WHT", "tf32", "bf16", "FP8 products", "hotcore paper, fp32 array
            "hotcore paper", "hotcore default", "hotcore fast", "hotcore compact")  # fmt: skip
 
 
+UNFUSED = (
+    "*LBP-WHT: its transforms and products are separate operations of torch in fp32, HOT's are fused "
+    "kernels. Its column is the time of that code, no bound on the method's.*"
+)
+
+
 def latency(results: Path, part: str = "graph") -> Lines:
     """Times faster than fp32, a row a layer; the paper's two columns first."""
     report = report_of(results, "cuda-latency.json")
@@ -300,6 +314,8 @@ def latency(results: Path, part: str = "graph") -> Lines:
         paper = [f"{means[name]['geomean']:.2f}" for name in theirs]
         cells = [f"{means[n]['geomean']:.2f}" if n in means else "" for n in names]
         yield line(["geometric mean", *paper, "", *cells])
+    yield ""
+    yield UNFUSED
     if report["left out"]:
         yield ""
         yield f"*No time left for: {', '.join(report['left out'])}.*"
@@ -328,6 +344,8 @@ def breakdown(results: Path) -> Lines:
                 f"{of[way]['launches']:.0f}",
                 f"{paper['FP']:.0f}, {paper['LBP-WHT']:.0f}, {paper['HOT']:.0f}",
             ])  # fmt: skip
+    yield ""
+    yield UNFUSED
 
 
 def hot_parts(found: Report) -> tuple[float, float]:
@@ -369,58 +387,293 @@ def memory(results: Path) -> Lines:
 # ---- GPTs by size ----
 
 
-def gaps_by_size(
-    results: Path, sizes: Sequence[str] = GPT_SIZES
-) -> dict[str, dict[str, list[float]]]:
-    """Size -> contender -> validation loss less bf16's of the same seed; of bf16 its losses."""
-    out: dict[str, dict[str, list[float]]] = {}
+MARGIN = 0.01
+"""Nats. A contender is equivalent to bf16 where the whole 95 % interval lies within them."""
+FP8 = "FP8 tensorwise"
+STEP_REPORTS = {"91M": ("cuda-gpt.json", "cuda-gpt-forward.json")}
+"""Size -> reports of the same model that have its contenders' steps in milliseconds."""
+
+Gaps = Mapping[str, Mapping[int, float]]
+"""Contender -> seed -> a figure."""
+
+
+def runs_by_seed(report: Report) -> dict[str, dict[int, Report]]:
+    """Contender -> seed -> run, of a report of bench_gpt.py."""
+    out: dict[str, dict[int, Report]] = {}
+    for key, run in report["runs"].items():
+        name, _, seed = key.rpartition("/")
+        out.setdefault(name, {})[int(seed)] = run
+    return out
+
+
+def gaps_by_size(results: Path, sizes: Sequence[str] = GPT_SIZES) -> dict[str, dict[str, Any]]:
+    """Size -> contender -> seed -> validation loss less bf16's of that seed; of bf16 its losses."""
+    out: dict[str, dict[str, Any]] = {}
     for size in sizes:
         report = report_of(results, f"cuda-gpt-{size}.json")
         if report is None:
             continue
-        runs = report["runs"]
-        found: dict[str, list[float]] = {}
-        for key, run in runs.items():
-            name, _, seed = key.rpartition("/")
-            plain = runs.get(f"bf16/{seed}")
-            if name == "bf16":
-                found.setdefault(name, []).append(run["validation_loss"])
-            elif plain:
-                found.setdefault(name, []).append(run["validation_loss"] - plain["validation_loss"])
-        out[size] = found
+        runs = runs_by_seed(report)
+        plain = {seed: run["validation_loss"] for seed, run in runs.get("bf16", {}).items()}
+        out[size] = {"bf16": plain} | {
+            name: {s: r["validation_loss"] - plain[s] for s, r in found.items() if s in plain}
+            for name, found in runs.items()
+            if name != "bf16"
+        }
     return out
 
 
+def of_equal_seeds(gaps: Gaps) -> dict[str, dict[int, float]]:
+    """Of those seeds alone that every contender with more than one has; a lone run stays."""
+    several = [set(values) for values in gaps.values() if len(values) > 1]
+    common = set.intersection(*several) if several else set()
+    return {
+        name: {seed: v for seed, v in values.items() if len(values) == 1 or seed in common}
+        for name, values in gaps.items()
+    }
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """HOT's recipes, the best first, each with its 8-bit forward; then the rivals; not bf16."""
+    every = set(names) - {"bf16"}
+    recipes = ("default", "compact", "accurate", "int4", "fast", "paper")
+    ordered = [n for r in recipes for n in (r, f"{r} int8-forward") if n in every]
+    return [*ordered, *sorted(every.difference(ordered))]
+
+
+def interval_words(values: Sequence[float], digits: int = 4) -> str:
+    """The mean, Student's 95 % interval of it, and of how many; nothing of none."""
+    if not values:
+        return ""
+    found = intervals.interval(values)
+    if found is None:
+        return f"{statistics.mean(values):+.{digits}f} ({len(values)})"
+    low, high = (f"{end:+.{digits}f}" for end in (found.low, found.high))
+    return f"{found.mean:+.{digits}f} [{low}, {high}] ({found.count})"
+
+
+def _size_heads(results: Path, sizes: Iterable[str]) -> Lines:
+    for size in sizes:
+        report = report_of(results, f"cuda-gpt-{size}.json")
+        assert report is not None
+        settings = report["settings"]
+        tokens = settings["steps"] * settings["size"]["batch"] * settings["size"]["context"]
+        name = size.removesuffix("-long")
+        yield f"{name}, {tokens / report['parameters']:.2f} tokens a parameter"
+
+
 def scaling(results: Path) -> Lines:
-    """The gap to bf16 by size, mean ± deviation of paired seeds."""
+    """The gap to bf16 by size, of equal seeds: mean and 95 % interval, and how many pairs."""
     sizes = (*GPT_SIZES, *GPT_LONGER)
-    found = gaps_by_size(results, sizes)
+    found = {size: of_equal_seeds(gaps) for size, gaps in gaps_by_size(results, sizes).items()}
     for size in sizes:
         if size not in found:
             yield missing(f"cuda-gpt-{size}.json")
     if not found:
         return
     yield ""
-    heads = []
-    for size in found:
-        report = report_of(results, f"cuda-gpt-{size}.json")
-        assert report is not None
-        settings = report["settings"]
-        tokens = settings["steps"] * settings["size"]["batch"] * settings["size"]["context"]
-        name = size.removesuffix("-long")
-        heads.append(f"{name}, {tokens / report['parameters']:.2f} tokens a parameter")
-    yield from header(["validation loss less bf16's", *heads])
-    yield line(["bf16's loss", *(plus_minus(f.get("bf16", []), 4, "") for f in found.values())])
-    every = {n for f in found.values() for n in f if n != "bf16"}
-    # HOT's recipes, the best first, each with its 8-bit forward; then the rivals.
-    recipes = ("default", "compact", "accurate", "int4", "fast", "paper")
-    ordered = [n for r in recipes for n in (r, f"{r} int8-forward") if n in every]
-    for name in [*ordered, *sorted(every.difference(ordered))]:
+    yield from header(["validation loss less bf16's", *_size_heads(results, found)])
+    losses = [list(gaps["bf16"].values()) for gaps in found.values()]
+    yield line(["bf16's loss, ± deviation", *(plus_minus(v, 4, "") for v in losses)])
+    for name in in_order(n for gaps in found.values() for n in gaps):
+        values = [list(gaps.get(name, {}).values()) for gaps in found.values()]
+        yield line([name, *map(interval_words, values)])
+    yield ""
+    yield dates_line(results, [f"cuda-gpt-{size}.json" for size in found])
+
+
+def pooled_gaps(
+    results: Path, name: str, less: str = "bf16", *, every: bool = False
+) -> dict[str, list[float]]:
+    """Size -> gaps of ``name`` to ``less``, of equal seeds, where there are several.
+
+    Args:
+        results: folder of the reports.
+        name: of a contender.
+        less: bf16, or the contender that ``name`` is compared with, seed by seed.
+        every: all pairs, also of seeds that other contenders lack and of the longer run.
+    """
+    out = {}
+    sizes = (*GPT_SIZES, *GPT_LONGER) if every else GPT_SIZES
+    for size, gaps in gaps_by_size(results, sizes).items():
+        chosen = gaps if every else of_equal_seeds(gaps)
+        mine, other = chosen.get(name, {}), chosen.get(less, {})
+        values = list(mine.values())
+        if less != "bf16":
+            values = [mine[seed] - other[seed] for seed in mine if seed in other]
+        if len(values) > 1 or (every and values):
+            out[size] = values
+    return out
+
+
+def pooled(results: Path) -> Lines:
+    """The gap over all sizes, every pair counted once, and whether it shows equivalence."""
+    names = in_order({n for gaps in gaps_by_size(results).values() for n in gaps})
+    rows = [(name, "bf16") for name in names]
+    rows += [(name, FP8) for name in ("default", "default int8-forward")]
+    head = ["validation loss, all sizes", "sizes", "pairs", "mean", "95 % interval"]
+    yield from header([*head, f"within ±{MARGIN}", "every pair: mean [interval] (pairs)"])
+    for name, less in rows:
+        by_size = pooled_gaps(results, name, less)
+        found = intervals.interval([v for values in by_size.values() for v in values])
+        if found is None:
+            continue
+        more = [v for values in pooled_gaps(results, name, less, every=True).values()
+                for v in values]  # fmt: skip
+        ends = f"[{found.low:+.4f}, {found.high:+.4f}]"
+        yield line([f"{name} less {less}", ", ".join(by_size), str(found.count),
+                    f"{found.mean:+.4f}", ends, intervals.verdict(found, MARGIN),
+                    interval_words(more)])  # fmt: skip
+
+
+# ---- steps and time to a loss ----
+
+
+def steps_to(curve: Sequence[tuple[int, float]], loss: float) -> float | None:
+    """Step at which a falling curve first has ``loss``, between its points by a line; None: never.
+
+    Source: of a validation curve ``[(step, loss), ...]`` as bench_gpt.py writes it.
+    """
+    for (step, before), (later, after) in pairwise(curve):
+        if after <= loss:
+            share = (before - loss) / (before - after) if before > after else 0.0
+            return step + (later - step) * max(0.0, share)
+    return None
+
+
+def shares_of_steps(report: Report, name: str) -> tuple[float | None, list[float | None]]:
+    """Share of bf16's steps after which bf16 has the contender's last loss; None: never.
+
+    By the mean curve and loss of the seeds that both have, and seed by seed.
+    """
+    runs = runs_by_seed(report)
+    mine, plain = runs.get(name, {}), runs["bf16"]
+    common = of_equal_seeds({n: dict.fromkeys(found, 0.0) for n, found in runs.items()})
+    seeds = [seed for seed in common.get(name, {}) if seed in plain]
+    if not seeds:
+        raise KeyError(name)
+    steps = report["settings"]["steps"]
+
+    def share(curves: Sequence[Any], losses: Sequence[float]) -> float | None:
+        mean = [(points[0][0], statistics.mean(loss for _, loss in points))
+                for points in zip(*curves, strict=True)]  # fmt: skip
+        found = steps_to(mean, statistics.mean(losses))
+        return None if found is None else found / steps
+
+    pairs = [([plain[s]["curve"]], [mine[s]["validation_loss"]]) for s in seeds]
+    together = share([c[0] for c, _ in pairs], [loss[0] for _, loss in pairs])
+    return together, [share(*pair) for pair in pairs]
+
+
+def _share(value: float | None) -> str:
+    return ">1" if value is None else f"{value:.2f}"
+
+
+def to_loss(results: Path) -> Lines:
+    """Steps of bf16 to each contender's last loss; with the step's time where there is one."""
+    reports = {size: report_of(results, f"cuda-gpt-{size}.json")
+               for size in (*GPT_SIZES, *GPT_LONGER)}  # fmt: skip
+    found = {size: report for size, report in reports.items() if report is not None}
+    for size in reports:
+        if size not in found:
+            yield missing(f"cuda-gpt-{size}.json")
+    if not found:
+        return
+    yield ""
+    yield from header(["share of bf16's steps to the same loss", *_size_heads(results, found)])
+    names = ("default", "default int8-forward", "compact", "fast", "fast int8-forward", FP8)
+    for name in names:
         cells = []
-        for one in found.values():
-            values = one.get(name, [])
-            cells.append(f"{plus_minus(values, 4)} ({len(values)})" if values else "")
+        for report in found.values():
+            try:
+                share, each = shares_of_steps(report, name)
+            except KeyError:
+                cells.append("")
+                continue
+            ordered = sorted(each, key=lambda value: math.inf if value is None else value)
+            ends = dict.fromkeys(_share(value) for value in (ordered[0], ordered[-1]))
+            spread = f" ({' to '.join(ends)})" if len(each) > 1 else ""
+            cells.append(_share(share) + spread)
         yield line([name, *cells])
+    yield ""
+    yield from header(["", "step, of bf16's", "bf16's steps to the same loss", "time to that loss"])
+    for size, report in found.items():
+        for name, ratio in step_ratios(results, size).items():
+            try:
+                share, _ = shares_of_steps(report, name)
+            except KeyError:
+                continue
+            time = f"below {ratio:.2f}" if share is None else f"{ratio / share:.2f}"
+            yield line([f"{size}, {name}", f"{ratio:.2f}", _share(share), f"{time} of bf16's"])
+
+
+def step_ratios(results: Path, size: str) -> dict[str, float]:
+    """Contender -> its step's time over bf16's, of reports of the same model with times."""
+    out = {}
+    for name in STEP_REPORTS.get(size, ()):
+        timed = report_of(results, name)
+        for contender, runs in runs_by_seed(timed).items() if timed else ():
+            plain = runs_by_seed(timed)["bf16"] if timed else {}
+            ratios = [run["step_ms"] / plain[seed]["step_ms"] for seed, run in runs.items()
+                      if "step_ms" in run and seed in plain]  # fmt: skip
+            if ratios and contender != "bf16":
+                out[contender] = statistics.mean(ratios)
+    return out
+
+
+def to_loss_words(results: Path, *words: str) -> Lines:
+    """One sentence: where bf16 has the last loss of a contender, by size."""
+    name = " ".join(words)
+    parts = []
+    for size in (*GPT_SIZES, *GPT_LONGER):
+        report = report_of(results, f"cuda-gpt-{size}.json")
+        if report is None or name not in runs_by_seed(report):
+            continue
+        (head,) = _size_heads(results, [size])
+        parts.append((head, _share(shares_of_steps(report, name)[0])))
+    if not parts:
+        yield missing("cuda-gpt-10M.json")
+        return
+    listed = ", ".join(f"{share} ({head})" for head, share in parts)
+    yield f"*GPTs on text: bf16 has `{name}`'s last loss after this share of its steps: {listed}.*"
+
+
+# ---- dates ----
+
+
+def recipes(results: Path, file: str, *words: str) -> Lines:
+    """A row of one report of bench_gpt.py: seed 0's last losses; names between semicolons."""
+    report = report_of(results, file)
+    if report is None:
+        yield missing(file)
+        return
+    runs = runs_by_seed(report)
+    names = [name.strip() for name in " ".join(words).split(";")]
+    yield from header(["validation loss, seed 0", *(f"`{name}`" for name in names)])
+    (head,) = _size_heads(results, [file.removeprefix("cuda-gpt-").removesuffix(".json")])
+    losses = [f"{runs[name][0]['validation_loss']:.3f}" for name in names]
+    yield line([f"GPT on text, {head}", *losses])
+    yield ""
+    yield dates_line(results, [file])
+
+
+def days_of(report: Report) -> list[str]:
+    """First and last day of a report's figures; one where they are of one day, none: not dated."""
+    parts = [report, *(part for part in report.values() if isinstance(part, Mapping))]
+    days = [str(part["date"])[:10] for part in parts if "date" in part]
+    runs = report.get("runs", {})
+    days += [run["date"] for run in runs.values() if isinstance(run, Mapping) and "date" in run]
+    return sorted({min(days), max(days)}) if days else []
+
+
+def dates_line(results: Path, names: Iterable[str]) -> str:
+    """When each report was made: of tables that put several beside one another."""
+    parts = []
+    for name in dict.fromkeys(names):
+        report = report_of(results, name)
+        days = days_of(report) if report is not None else []
+        parts.append(f"{name.removesuffix('.json')} {' to '.join(days) or 'not dated'}")
+    return f"*Measured: {', '.join(parts)}.*"
 
 
 # ---- figures ----

@@ -10,7 +10,8 @@ from typing import Any
 
 import bench_gradients
 import bench_training
-from evidence_tables import GPT_SIZES, gaps_by_size
+import intervals
+from evidence_tables import GPT_SIZES, MARGIN, gaps_by_size, of_equal_seeds
 from plot import (
     COLORS,
     FP8,
@@ -65,7 +66,8 @@ def plot_latency(report: Mapping[str, Any], path: Path) -> None:
             if isinstance(table["rows"].get(name), Mapping)
         ]
         left = [place - 0.4 + (index + 0.5) * width for place, _ in found]
-        axes.bar(left, [ratio for _, ratio in found], width, label=name, color=colour)
+        label = f"{name}, unfused" if name == "LBP-WHT" else name
+        axes.bar(left, [ratio for _, ratio in found], width, label=label, color=colour)
     paper = [table["paper_us"]["faster"] for table in tables.values()]
     places = range(len(tables))
     axes.hlines(paper, [p - 0.4 for p in places], [p + 0.4 for p in places], colors=ON_ANY,
@@ -112,22 +114,25 @@ def plot_memory(report: Mapping[str, Any], path: Path) -> None:
 
 
 def plot_scaling(results: Path, path: Path) -> None:
-    """The gap to bf16 by parameters, mean and deviation of paired seeds; grey: bf16's own seeds."""
-    found = gaps_by_size(results)
+    """The gap to bf16 by parameters, of equal seeds: mean and 95 % interval; grey: the margin."""
+    found = {size: of_equal_seeds(gaps) for size, gaps in gaps_by_size(results).items()}
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     sizes = [size for size in GPT_SIZES if size in found]
     millions = [float(size.removesuffix("M")) for size in sizes]
-    spreads = [statistics.stdev(b) if len(b := found[s].get("bf16", [])) > 1 else 0 for s in sizes]
-    axes.fill_between(millions, [-s for s in spreads], spreads, color=PLAIN, alpha=0.25,
-                      label="deviation of bf16's seeds")  # fmt: skip
+    axes.axhspan(-MARGIN, MARGIN, color=PLAIN, alpha=0.25, label=f"within {MARGIN}")
     for index, (name, colour) in enumerate(CONTENDERS.items()):
-        points = [(m, v) for m, s in zip(millions, sizes, strict=True) if (v := found[s].get(name))]
+        points = [
+            (m, list(values.values()))
+            for m, size in zip(millions, sizes, strict=True)
+            if (values := found[size].get(name))
+        ]
         if not points:
             continue
+        known = [(v, intervals.interval(v)) for _, v in points]
         axes.errorbar(
             [m * (1 + 0.015 * (index - 2)) for m, _ in points],
             [statistics.mean(values) for _, values in points],
-            [statistics.stdev(values) if len(values) > 1 else 0 for _, values in points],
+            [0 if found is None else found.high - found.mean for _, found in known],
             fmt="o-", color=colour, capsize=3, label=name,
         )  # fmt: skip
     axes.axhline(0, color=ON_ANY, linewidth=0.8)

@@ -45,6 +45,8 @@ VIT_TILES: dict[str, Any] = {"token_grid": (8, 8), "prefix_tokens": 1}
 TABLES = ("rivals", "ablations", "finetune")
 SCALES = ("gx_scale", "gw_scale")
 ADAPTER_RANK = 8
+INT8_FIRST = 25 / 200
+"""Of the paper's epochs of pre-training."""
 
 
 # ---- methods ----
@@ -86,6 +88,12 @@ INT8_FORWARD = tuple(
     Contender(f"{name} int8-forward", name, {"forward": "int8"}) for name in (*RECIPES, "compact")
 )
 """The recipes with an 8-bit forward."""
+LUQ_FORWARD = (
+    Contender("luq_forward", "luq_forward"),
+    Contender("luq_forward, in eval, too", "luq", {"forward": True, "in_eval": True}),
+)
+"""LUQ with the INT4 forward of its own paper, which HOT's authors leave out; validated by the plain
+product, as every row of an 8-bit forward is, and by its own."""
 COMPACT = Contender("compact", "compact")
 PAPER_ROWS: dict[str, tuple[int, ...]] = {
     "diagonal": (0, 2, 3, 8, 10, 11, 12, 14),
@@ -102,6 +110,21 @@ PAPER_READINGS = tuple(
 
 def _rounding(kind: str) -> dict[str, str]:
     return dict.fromkeys(("gx_rounding", "gw_rounding", "x_rounding"), kind)
+
+
+def published(task: str) -> list[Contender]:
+    """The paper's pre-training, all of its parts together, by both readings of LQS.
+
+    LQS, INT8 for the first eighth of the steps, pseudo-stochastic rounding and, where tokens are
+    patches of an image, tiles of them. Its text has LQS choose g_w's scales; its authors' code
+    chooses g_x's.
+    """
+    tiles = VIT_TILES if task in ("vit", *VITS) else {}  # convolutions have tiles anyway
+    settings = {**tiles, **_rounding("pseudo_stochastic")}
+    return [
+        Contender(f"paper as published{of}", "paper", settings, lqs, INT8_FIRST)
+        for of, lqs in (("", ("gw_scale",)), (", LQS of g_x, too", SCALES))
+    ]
 
 
 def ablations(task: str) -> list[Contender]:
@@ -126,7 +149,8 @@ def ablations(task: str) -> list[Contender]:
         Contender("paper with LQS", "paper", lqs=("gw_scale",)),
         Contender("paper with LQS of g_x, too", "paper", lqs=SCALES),
         Contender("paper without ABC", "without_abc", {"recipe": "paper"}),
-        Contender("paper, INT8 first", "paper", int8_first=25 / 200),
+        Contender("paper, INT8 first", "paper", int8_first=INT8_FIRST),
+        *published(task),
     ]
     for recipe in ("paper", "default"):
         found += [
@@ -173,7 +197,7 @@ def finetuned(task: str) -> list[Contender]:
     chosen = ("bf16", "torchao_fp8", "naive_int4", "luq", "lbp_wht", "lbp_wht_flat",
               "authors_hot", "default", "fast", "int4", "paper", "paper, tiles")  # fmt: skip
     found = [c for c in contenders(task) if c.name in chosen]
-    found += [COMPACT, *_forward()]
+    found += [*LUQ_FORWARD, COMPACT, *_forward()]
     if task in CONVOLUTIONS:
         return found  # no linear layers to adapt
     lora = [Contender("LoRA", "fp32", adapters="frozen")]
@@ -194,7 +218,8 @@ def table_of(task: str, table: str) -> list[Contender]:
     if table not in TABLES:
         raise ValueError(f"table: {table!r} is none of {', '.join(TABLES)}")
     if table == "rivals":
-        return [FULL, *(c for c in INT8_FORWARD if c.method != "compact"), *contenders(task)]
+        forward = (c for c in INT8_FORWARD if c.method != "compact")
+        return [FULL, *forward, *contenders(task), *LUQ_FORWARD]
     return [FULL, *(ablations(task) if table == "ablations" else finetuned(task))]
 
 
@@ -243,32 +268,36 @@ def put(
         if contender.method == "fp32":
             return None
     if contender.lqs:
-        method: Any = contender.method
-        config = hot.HotConfig.recipe(method, **settings)
-        device = next(model.parameters()).device
-        plan = hot.calibrate(
-            model,
-            _batches(task, seed, device),
-            training.loss_of,
-            config,
-            filter_fn=wanted,
-            slower=True,
-        )
-        fixed = {name: getattr(config, name) for name in SCALES if name not in contender.lqs}
-        overrides = {
-            name: override and replace(override, **fixed)
-            for name, override in plan.overrides(model=model).items()
-        }
-        hot.convert(model, config, wanted, overrides=overrides, slower=True)
-        return None
-    expected = set(rivals.taken_by_hotcore(model, wanted))
-    done = rivals.convert(model, contender.method, wanted, **settings)
-    missing = expected - set(done.names)
-    if missing and not contender.method.startswith("torchao"):
-        raise ValueError(f"{contender.name}: not taken: {sorted(missing)}: {done.left}")
+        _convert_with_lqs(contender, model, task, wanted, seed)
+    else:
+        expected = set(rivals.taken_by_hotcore(model, wanted))
+        done = rivals.convert(model, contender.method, wanted, **settings)
+        missing = expected - set(done.names)
+        if missing and not contender.method.startswith("torchao"):
+            raise ValueError(f"{contender.name}: not taken: {sorted(missing)}: {done.left}")
     if contender.int8_first:
         return hot.PrecisionSchedule(model, max(1, round(contender.int8_first * steps))).step
     return None
+
+
+def _convert_with_lqs(
+    contender: Contender,
+    model: nn.Module,
+    task: training.Task,
+    wanted: Callable[[nn.Module, str], bool],
+    seed: int,
+) -> None:
+    """Convert with each layer's scales of ``contender.lqs`` as hot.calibrate chooses them."""
+    method: Any = contender.method
+    config = hot.HotConfig.recipe(method, **contender.settings)
+    batches = _batches(task, seed, next(model.parameters()).device)
+    plan = hot.calibrate(model, batches, training.loss_of, config, filter_fn=wanted, slower=True)
+    fixed = {name: getattr(config, name) for name in SCALES if name not in contender.lqs}
+    overrides = {
+        name: override and replace(override, **fixed)
+        for name, override in plan.overrides(model=model).items()
+    }
+    hot.convert(model, config, wanted, overrides=overrides, slower=True)
 
 
 def _adapted(

@@ -31,6 +31,8 @@ class Method:
     elementwise: ClassVar[bool] = True
     """What is kept of x stands for x, value by value; False: for a projection of its tokens. Of a
     convolution the first keeps the pixels, the second the unfolded pixels."""
+    in_eval: bool = False
+    """Eval mode multiplies :meth:`forward_operands`, too; False: it is plain."""
 
     def forward_operands(self, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         """What the forward pass multiplies; x is kept after it."""
@@ -105,10 +107,13 @@ class Luq(Method):
     Args:
         forward: the forward product in INT4, too, as in LUQ's paper; False: exact, as the code of
             HOT's authors and their comparison have it.
+        in_eval: in eval mode, too: the network is what was trained. False: eval mode is plain.
     """
 
-    def __init__(self, forward: bool = False) -> None:
-        self._forward = forward
+    def __init__(self, forward: bool = False, in_eval: bool = False) -> None:
+        if in_eval and not forward:
+            raise ValueError("in_eval: the forward product is exact without forward=True")
+        self._forward, self.in_eval = forward, in_eval
 
     def forward_operands(self, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         return (sawb_values(x), sawb_values(w)) if self._forward else (x, w)
@@ -330,12 +335,12 @@ def _cast(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class RivalLinear(nn.Linear):
-    """``nn.Linear`` with a rival's backward in training mode, plain in eval mode."""
+    """``nn.Linear`` with a rival's backward in training mode, plain in eval mode (``in_eval``)."""
 
     method: Method
 
     def forward(self, input: Tensor) -> Tensor:
-        if not self.training:
+        if not (self.training or self.method.in_eval):
             return F.linear(input, self.weight, self.bias)
         if not input.numel() or input.dim() == 1:
             raise ValueError(f"input: shape {tuple(input.shape)}; expected [..., tokens, features]")
@@ -356,7 +361,7 @@ class RivalConv2d(nn.Conv2d):
     method: Method
 
     def forward(self, input: Tensor) -> Tensor:
-        if not self.training:
+        if not (self.training or self.method.in_eval):
             return super().forward(input)
         windows = _Windows(self)
         input, weight = _cast(input, self.weight.flatten(1))

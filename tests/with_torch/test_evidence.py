@@ -7,6 +7,7 @@ import pickle
 import sys
 import tarfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +217,17 @@ def test_every_contender_is_put(rng: np.random.Generator) -> None:
     alone, both = scales.values()
     assert {gx for gx, _ in alone} == {"tensor"} and "row" in {gx for gx, _ in both}
     assert [gw for _, gw in alone] == [gw for _, gw in both]
+    for contender in small_tasks.published("vit"):
+        model, step = put(contender.name)
+        layers = [m for m in model.modules() if type(m).__name__ == "HotLinear"]
+        before = [layer.config for layer in layers]
+        assert {c.gx_bits for c in before} == {8} and {c.token_grid for c in before} == {(8, 8)}
+        rounding = {(c.gx_rounding, c.gw_rounding, c.x_rounding) for c in before}
+        assert rounding == {("pseudo_stochastic",) * 3}
+        assert ("row" in {c.gx_scale for c in before}) == ("gx_scale" in contender.lqs)
+        for _ in range(2):
+            step()
+        assert [layer.config for layer in layers] == [replace(c, gx_bits=4) for c in before]
     model, _ = put("paper, rank 1")
     assert model.blocks[0].qkv.config.rank == 1
 
@@ -379,11 +391,17 @@ def made_reports(folder: Path) -> None:
     }}  # fmt: skip
     bench_memory.compare(memory["rows"])
     (folder / "cuda-memory.json").write_text(json.dumps(memory))
-    gpt = {f"{name}/{seed}": {"validation_loss": 3.0 + seed + gap + 0.01 * seed * bool(gap)}
-           for name, gap in (("bf16", 0.0), ("default", 0.02)) for seed in (0, 1)}  # fmt: skip
+    gaps = {"bf16": (0.0, 0.0, 0.0), "default": (0.02, 0.03, 0.5), "FP8 tensorwise": (0.04, 0.06),
+            "fast": (-0.1,)}  # fmt: skip
+    gpt = {
+        f"{name}/{seed}": {"validation_loss": 3.0 + seed + gap,
+                           "curve": [[0, 5.0], [200, 4.0 + seed], [400, 3.0 + seed + gap]]}
+        for name, values in gaps.items()
+        for seed, gap in enumerate(values)
+    }  # fmt: skip
     size = {"steps": 400, "size": {"batch": 64, "context": 512}}
     (folder / "cuda-gpt-10M.json").write_text(
-        json.dumps({"runs": gpt, "settings": size, "parameters": 6553600})
+        json.dumps({"date": "2026-01-02T03", "runs": gpt, "settings": size, "parameters": 6553600})
     )
 
 
@@ -447,13 +465,27 @@ def test_tables_of_the_evidence(tmp_path: Path) -> None:
     assert "| HOT paper | out of memory |" in found
     found = table("scaling")
     assert "10M, 2.00 tokens a parameter" in found
-    assert "| default | +0.0250 ± 0.0071 (2) |" in found and "cuda-gpt-91M.json" in found
+    # FP8 has two seeds: the third of default is not compared, a lone run is and has no interval.
+    assert "| default | +0.0250 [-0.0385, +0.0885] (2) |" in found
+    assert "| fast | -0.1000 (1) |" in found and "| 3.5000 ± 0.7071 |" in found
+    assert "cuda-gpt-91M.json" in found and "*Measured: cuda-gpt-10M 2026-01-02.*" in found
+    found = table("pooled")
+    last = "+0.1833 [-0.4980, +0.8647] (3)"
+    assert f"| +0.0250 | [-0.0385, +0.0885] | not shown | {last} |" in found
+    assert "| default less FP8 tensorwise | 10M | 2 | -0.0250 |" in found
+    assert "fast less" not in found
+    found = table("to-loss")
+    assert "| default | 0.99 (0.98 to 0.99) |" in found and "| fast | >1 |" in found
+    assert "this share of its steps: >1 (10M, 2.00" in table("to-loss-words fast")
     found = table("claims")
     assert "default: +0.250 ± 0.000 (ViT), +0.250 ± 0.000 (GPT)" in found
     assert "geometric mean of 16 layers: HOT 2.00×, LBP-WHT 0.50×" in found
     assert "(GPT); paper without ABC: not run yet |" in found
     assert "47.28 at r = 16, 8, 4, 2, 1 | *not run yet: bench_training.py --table abl" in found
-    assert "not measured: no such GPU" in found and "not run yet: evidence.py --call b" not in found
+    assert "not measured: no such GPU" in found and "LBP-WHT here is unfused" in found
+    assert "| *not run yet: evidence.py --call b --out FOLDER* |  | [paper.md]" in found
+    assert "default less bf16 +0.0250 [-0.0385, +0.0885] (2 pairs: not shown)" in found
+    assert "2 pairs: not shown) | 2026-01-02 | [by size]" in found
     assert "not run yet: bench_training.py --table finetune" in found
     assert "| 17.48 → 3.8 GB | *not run yet: its report has no 128* |" in found
     assert table("figure latency img two words") == "![two words](img/latency.svg)\n"

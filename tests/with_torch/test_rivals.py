@@ -296,6 +296,14 @@ def test_luq_products() -> None:
     layer[0].weight = nn.Parameter(w)
     rivals.convert(layer, "luq_forward", everything)
     torch.testing.assert_close(layer(x), xq @ wq.t())
+    assert (layer.eval()(x) == F.linear(x, w)).all()
+    kept = nn.Sequential(nn.Linear(24, 32, bias=False))
+    kept[0].weight = nn.Parameter(w)
+    rivals.convert(kept, "luq", everything, forward=True, in_eval=True)
+    with torch.no_grad():
+        torch.testing.assert_close(kept.eval()(x), xq @ wq.t())
+    with pytest.raises(ValueError, match="in_eval"):
+        rivals.method_of("luq", in_eval=True)
 
 
 def test_sawb_clips_a_normal_distribution() -> None:

@@ -1,0 +1,71 @@
+"""Intervals of a mean by Student's t, and whether one shows equivalence within a margin."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Interval(NamedTuple):
+    """Of the mean of some values."""
+
+    mean: float
+    low: float
+    high: float
+    count: int
+
+
+def cumulative(t: float, degrees: int) -> float:
+    """P(T <= t) of Student's distribution with ``degrees`` of freedom, a whole number."""
+    if degrees < 1:
+        raise ValueError(f"degrees: {degrees} is below 1")
+    angle = math.atan2(t, math.sqrt(degrees))
+    square = math.cos(angle) ** 2
+    # The finite sums of Abramowitz and Stegun, 26.7.3 and 26.7.4.
+    term, total = 1.0, 0.0
+    for k in range(1 + degrees % 2, degrees, 2):
+        total += term
+        term *= square * k / (k + 1)
+    if degrees % 2:
+        share = 2 / math.pi * (angle + math.sin(angle) * math.cos(angle) * total)
+    else:
+        share = math.sin(angle) * total
+    return (1 + share) / 2
+
+
+def quantile(p: float, degrees: int) -> float:
+    """The t with ``cumulative(t, degrees) == p``, 0.5 <= p < 1."""
+    if not 0.5 <= p < 1:
+        raise ValueError(f"p: {p} is outside 0.5 <= p < 1")
+    low, high = 0.0, 1.0
+    while cumulative(high, degrees) < p:
+        low, high = high, 2 * high
+    while high - low > 1e-12 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if cumulative(middle, degrees) < p else (low, middle)
+    return high
+
+
+def interval(values: Sequence[float], share: float = 0.95) -> Interval | None:
+    """Of the mean, by Student's t; None of fewer than two values or where one is not finite."""
+    if len(values) < 2 or not all(map(math.isfinite, values)):
+        return None
+    mean = statistics.mean(values)
+    half = quantile((1 + share) / 2, len(values) - 1) * statistics.stdev(values)
+    half /= math.sqrt(len(values))
+    return Interval(mean, mean - half, mean + half, len(values))
+
+
+def verdict(found: Interval | None, margin: float) -> str:
+    """In words: "equivalent" only where the whole interval lies within ``margin`` of zero."""
+    if found is None:
+        return "not shown"
+    if -margin <= found.low and found.high <= margin:
+        return "equivalent"
+    if found.low > margin or found.high < -margin:
+        return "differs by more than the margin"
+    if found.low > 0 or found.high < 0:
+        return f"not shown, {'above' if found.low > 0 else 'below'} zero"
+    return "not shown"
