@@ -34,6 +34,7 @@ comes from here. Every page of the repository that has such a line is looked at.
   gpt-forward      the same with an 8-bit forward, 400 steps (cuda-gpt-forward.json)
   autotune         layers by features, of plain bf16's time (cuda-autotune.json)
   convolutions     steps of ResNet-50 (the same)
+  points FILE MODEL...  every contender's time and peak, by peak (cuda-memory-points.json)
   distributed      DDP and FSDP2 by NCCL (nccl.json)
   gradients [MODEL...]  cosine with fp32's gradient, by recipe (cuda-models-table.json)
   losses           the loss after some steps on one batch (the same)
@@ -101,9 +102,10 @@ def pages() -> list[Path]:
 PAGES = tuple(pages())
 Report = Mapping[str, Any]
 RIVALS = (
-    *("FP8 tensorwise compiled", "FP8 rowwise compiled", "default compiled", "fast compiled"),
-    *("default int8-forward compiled", "fast int8-forward compiled"),
-    *("default reduce-overhead", "default compiled, saved 8/4"),
+    *("FP8 tensorwise compiled", "default int8-forward compiled", "default compiled"),
+    *("fast int8-forward compiled", "fast compiled", "bf16 reduce-overhead"),
+    *("default int8-forward reduce-overhead", "default reduce-overhead"),
+    "fast int8-forward reduce-overhead",
 )
 """Of the summary, each as time and peak of compiled bf16's."""
 EAGER = ("bf16", "default", "fast", "default + saved 8", "fast + saved 8")
@@ -199,10 +201,14 @@ def cells(row: Report) -> list[str]:
         why = "failed" if "error" in row else f"left out: {row['left_out']}"
         return [why] + [""] * (5 + len(kernel_classes.CLASSES))
     of, kernels = row.get("of reference", {}), row.get("kernels") or {"ms": {}}
+    ratio = number(of.get("step"), 2)
+    ratios = [run["step"] for run in row.get("runs", ()) if "step" in run]
+    if ratios and row.get("how", {}).get("compiled"):
+        ratio += f" ({min(ratios):.2f} to {max(ratios):.2f})"
     times = [kernels.get("all_ms"), *(kernels["ms"].get(name) for name in kernel_classes.CLASSES)]
     return [
         f"{row['step']['median_ms']:.1f}",
-        number(of.get("step"), 2),
+        ratio,
         f"{row['host']['median_ms']:.1f}",
         number(row.get("peak_gib"), 2),
         number(of.get("peak"), 2),
@@ -533,8 +539,20 @@ def distributed(report: Report) -> Iterator[str]:
             yield line([way, name, *figures, equal])
 
 
-PAYS_MODELS = ("llama_blocks_2k", "vit_b", "bert", "gpt2", "llama_lora")
-PAYS_FP8 = PAYS_MODELS[:2]
+PAYS = {
+    "llama_blocks_2k": "compiled",
+    "llama_blocks": "compiled",
+    "vit_b": "reduce-overhead",
+    "bert": "reduce-overhead",
+    "gpt2": "reduce-overhead",
+    "llama_lora": "compiled",
+}
+"""Model -> how it is run, its rival too."""
+PAYS_FP8 = ("llama_blocks_2k", "vit_b")
+PAYS_LESS_MEMORY = {
+    "`hot.recompute` but for attention, CUDA graphs": "reduce-overhead, attention kept",
+    '`saved={"attention": 4}`, CUDA graphs': "reduce-overhead, saved 8/4",
+}
 
 
 def pays(results: Path) -> Iterator[str]:
@@ -555,17 +573,23 @@ def pays(results: Path) -> Iterator[str]:
         for group in report(name)["layers"].values()
     ]
     names = ("default", "fast")
-    columns = [*(f"`{name}`" for name in names), *(f"`{name}`, 8-bit forward" for name in names)]
-    yield from header(["times faster (peak memory)", "than", *columns])
+    recipes = ("default", "default int8-forward", "fast", "fast int8-forward")
+    columns = ["`default`", "`default`, 8-bit forward", "`fast`", "`fast`, 8-bit forward"]
+    yield from header(["times faster (peak memory)", "than", "plain bf16 so", *columns])
 
     def both(group: str) -> list[str]:
         found = check["bench_backward"]["layers"][group]["both"]
-        rows = [*(f"{name} both" for name in names), *(f"{name} int8 both" for name in names)]
-        return [times(found[row]["faster than"]["torch bf16 both"]) for row in rows]
+        rows = [f"{name.removesuffix('-forward')} both" for name in recipes]
+        return ["", *(times(found[row]["faster than"].get("torch bf16 both")) for row in rows)]
+
+    def of_recipes(plain: Sequence[float | None]) -> list[str]:
+        """Of backward passes, which have no forward."""
+        default, fast = map(times, plain)
+        return ["", default, "", fast, ""]
 
     def backward(group: str, rival: str) -> list[str]:
-        recipes = check["bench_backward"]["layers"][group]["recipes"]
-        return [*(times(recipes[name]["faster than"].get(rival)) for name in names), "", ""]
+        found = check["bench_backward"]["layers"][group]["recipes"]
+        return of_recipes([found[name]["faster than"].get(rival) for name in names])
 
     def step(model: str, name: str, rival: str) -> str:
         """Both figures are of compiled bf16 in their own waves, so their ratio is fair."""
@@ -576,12 +600,7 @@ def pays(results: Path) -> Iterator[str]:
         return f"{theirs['step'] / mine['step']:.2f}× ({mine['peak'] / theirs['peak']:.2f})"
 
     def steps_of(model: str, how: str, rival: str) -> list[str]:
-        """Of both recipes, and of both with an 8-bit forward."""
-        mine = [
-            *(f"{name} {how}" for name in names),
-            *(f"{name} int8-forward {how}" for name in names),
-        ]
-        return [step(model, name, rival) for name in mine]
+        return [step(model, f"{name} {how}", rival) for name in recipes]
 
     def on_cpu(rows: list[Report], rival: str, mine: Sequence[str]) -> list[str]:
         found = []
@@ -596,48 +615,77 @@ def pays(results: Path) -> Iterator[str]:
     yield line([title, "bf16", *backward(llama, "torch bf16")])
     yield line([f"backward of {vit}'s layers, batch 128", "bf16", *backward(vit, "torch bf16")])
     yield line([f"forward and backward of {llama}'s layers", "bf16", *both(llama)])
-    for model in (name for name in PAYS_MODELS if name in models):
+    for model, how in PAYS.items():
+        if model not in models:
+            continue
+        words = ", CUDA graphs" if how == "reduce-overhead" else ""
         title = f"step of {models[model]['title']}"
-        ways = (("reduce-overhead", ", CUDA graphs"), ("compiled", ""))
-        figures, words = max(
-            ((steps_of(model, how, f"bf16 {how}"), words) for how, words in ways),
-            key=lambda found: len([figure for figure in found[0] if figure]),
-        )
-        yield line([f"{title}{words}", f"compiled bf16{words}", *figures])
+        figures = steps_of(model, how, f"bf16 {how}")
+        yield line([f"{title}{words}", f"compiled bf16{words}", "", *figures])
         if model not in PAYS_FP8:
             continue
         eight = "FP8 tensorwise compiled"
         figures = steps_of(model, "compiled", eight)
         if any(figures):
-            yield line([f"{title}, compiled", f"torchao {eight}", *figures])
-    for words, suffix in (
-        ('`saved={"attention": 4}`', "compiled, saved 8/4"),
-        ("`hot.recompute`, CUDA graphs", "reduce-overhead, attention kept"),
-    ):
-        fewer = [step("vit_b", f"{name} {suffix}", "bf16 compiled") for name in names]
-        yield line([f"step of ViT-B/16, {words}", "compiled bf16", *fewer, "", ""])
+            yield line([f"{title}, compiled", f"torchao {eight}", "", *figures])
+    for words, suffix in PAYS_LESS_MEMORY.items():
+        plain = step("vit_b", f"bf16 {suffix}", "bf16 compiled")
+        fewer = steps_of("vit_b", suffix, "bf16 compiled")
+        yield line([f"step of ViT-B/16, {words}", "compiled bf16", plain, *fewer])
+    for budget in (0.7, 0.5, 0.3, 0.2):
+        plain = step("vit_b", f"bf16 compiled, budget {budget}", "bf16 compiled")
+        title = f"step of ViT-B/16, `activation_memory_budget={budget}`"
+        yield line([title, "compiled bf16", plain, *[""] * 4])
     means = check["bench_backward"]["paper"]["rotating"]["means"]
     ratios = [means[f"hotcore {name}"]["geomean"] for name in names]
     title = "backward of small layers, 49 to 3136 tokens"
-    yield line([title, "fp32", *map(times, ratios), "", ""])
+    yield line([title, "fp32", *of_recipes(ratios)])
     bf16 = means["bf16"]["geomean"]
-    yield line(["the same", "bf16", *(times(ratio / bf16) for ratio in ratios), "", ""])
-    convolved = times(1 / tuned["channels_last"]["default, slower=True"]["of plain"])
-    yield line(["step of ResNet-50, convolutions converted", "bf16", convolved, "", "", ""])
+    yield line(["the same", "bf16", *of_recipes([ratio / bf16 for ratio in ratios])])
+    convolved = 1 / tuned["channels_last"]["default, slower=True"]["of plain"]
+    title = "step of ResNet-50, convolutions converted"
+    yield line([title, "bf16", *of_recipes([convolved, None])])
     large = [row for rows in processors for row in rows[:-1]]
     tiny = [rows[-1] for rows in processors]
     alone = [f"hotcore {name}" for name in names]
-    together = [*(f"{name} both" for name in names), *(f"{name} int8 both" for name in names)]
+    together = [f"{name.removesuffix('-forward')} both" for name in recipes]
     two = "two CPUs"  # the range is over the layers and both machines
+
+    def spaced(found: Sequence[str]) -> list[str]:
+        return ["", found[0], "", found[1], ""]
+
     title = f"{two}: backward of {vit}'s layers, 8 images"
-    yield line([title, "fp32", *on_cpu(large, "torch fp32", alone), "", ""])
-    yield line(["the same", "bf16", *on_cpu(large, "torch bf16", alone), "", ""])
+    yield line([title, "fp32", *spaced(on_cpu(large, "torch fp32", alone))])
+    yield line(["the same", "bf16", *spaced(on_cpu(large, "torch bf16", alone))])
     title = f"{two}: forward and backward of {vit}'s layers"
-    yield line([title, "bf16", *on_cpu(large, "torch bf16 both", together)])
+    yield line([title, "bf16", "", *on_cpu(large, "torch bf16 both", together)])
     title = f"{two}: backward of one layer, one image"
-    yield line([title, "bf16", *on_cpu(tiny, "torch bf16", alone), "", ""])
+    yield line([title, "bf16", *spaced(on_cpu(tiny, "torch bf16", alone))])
     yield ""
     yield evidence_tables.dates_line(results, used)
+
+
+def points(report: Report, *models: str) -> Iterator[str]:
+    """Time and peak of every contender of some models, by peak; what none beats in both is bold."""
+    head = ["", "contender", "step, ms", "of bf16's", "peak, GiB", "of bf16's"]
+    yield from header(head)
+    for model in models:
+        entry = report["steps"][model]
+        rows = {name: row for name, row in entry["rows"].items() if "of reference" in row}
+        # By the times themselves: a reference that waits for its host differs from wave to wave.
+        figures = {name: (row["step"]["median_ms"], row["peak_gib"]) for name, row in rows.items()}
+        title = entry["title"]
+        for name in sorted(rows, key=lambda name: figures[name][::-1]):
+            time, peak = figures[name]
+            beaten = any(
+                other[0] <= time and other[1] <= peak and other != (time, peak)
+                for other in figures.values()
+            )
+            words = name if beaten else f"**{name}**"
+            of = rows[name]["of reference"]
+            cells = [f"{time:.1f}", f"{of['step']:.2f}", f"{peak:.2f}", f"{of['peak']:.2f}"]
+            yield line([title, words, *cells])
+            title = ""
 
 
 # ---- tables of all kinds ----
@@ -906,6 +954,7 @@ KINDS: dict[str, tuple[str | None, Callable[..., Iterator[str]]]] = {
     "autotune": (AUTOTUNE, autotune),
     "convolutions": (AUTOTUNE, convolutions),
     "distributed": ("nccl.json", distributed),
+    "points": (None, points),
     "gradients": (MODELS, lambda report, *models: _of_models(report, 0, models)),
     "losses": (MODELS, lambda report, *models: _of_models(report, 1, models)),
     "losses-note": (MODELS, losses_note),

@@ -30,6 +30,8 @@ COLORS = {
     "paper": "#aaaaaa",
     "accurate": "#228833",
 }
+COLORS_INT8 = {"default": "#004488", "fast": "#aa2233"}
+"""With an 8-bit forward."""
 STAGES = {
     "product g_x": "#4477aa",
     "product g_w": "#66ccee",
@@ -118,27 +120,23 @@ def color_of(how: Mapping[str, Any]) -> str:
     if "fp8" in how:
         return FP8
     if "recipe" in how:
-        return COLORS[how["recipe"]]
+        return (COLORS_INT8 if how.get("forward") == "int8" else COLORS)[how["recipe"]]
     return PLAIN if how.get("autocast") else EXACT
 
 
 def marker_of(how: Mapping[str, Any]) -> str:
     """Of a contender: by what is done to the model around the products."""
+    graphs = how.get("compiled") == "reduce-overhead"
     if "frozen_int8" in how:
-        graphs = "+" if how["compiled"] == "reduce-overhead" else "<"
-        return graphs if how.get("forward") == "int8" else "1"
-    if how.get("forward") == "int8":
-        return "8" if how["compiled"] == "default" else "*"
+        return ("+" if graphs else "<") if how.get("forward") == "int8" else "1"
     if "attention_kept" in how:
-        return ">" if how["compiled"] == "default" else "H"
+        return "H" if graphs else ">"
     if "checkpointed" in how:
         return "X" if "compiled" in how else "x"
-    if "kept" in how and how["compiled"] == "reduce-overhead":
-        return "p"
     if "kept" in how:
-        return "D" if isinstance(how["kept"], int) else "d"
+        return "p" if graphs else "D" if isinstance(how["kept"], int) else "d"
     if "memory_budget" in how:
-        return "v" if how["memory_budget"] >= 0.5 else "<"
+        return {0.7: "2", 0.5: "v", 0.3: "<", 0.2: "3"}[how["memory_budget"]]
     if "saved" in how:
         return "P"
     if how.get("fp8") == "rowwise":

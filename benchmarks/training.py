@@ -98,47 +98,24 @@ def people(task: Task) -> list[Contender]:
             one(f"bf16 compiled, budget {budget}", memory_budget=budget, **compiled)
             for budget in BUDGETS
         ),
-        one("default compiled, budget 0.5", "default", memory_budget=0.5, **compiled),
-        one("default compiled, saved 8", "default", kept=8, **compiled),
-        one("default compiled, saved 8/4", "default", kept=KEPT, **compiled),
         one("fast reduce-overhead", "fast", **graphs),
-        one("default reduce-overhead, saved 8/4", "default", kept=KEPT, **graphs),
         one("FP8 rowwise compiled", fp8="rowwise", **compiled),
         one("fast eager", "fast"),
-        one("fast compiled, budget 0.5", "fast", memory_budget=0.5, **compiled),
-        one("fast compiled, saved 8/4", "fast", kept=KEPT, **compiled),
-        one("bf16 checkpointed", checkpointed=True),
-        one("bf16 checkpointed, compiled", checkpointed=True, **compiled),
         one("bf16 compiled, attention kept", **again, **compiled),
-        one("default compiled, attention kept", "default", **again, **compiled),
-        one("fast compiled, attention kept", "fast", **again, **compiled),
         one("bf16 reduce-overhead, attention kept", **again, **graphs),
-        one("default reduce-overhead, attention kept", "default", **again, **graphs),
-        one("fast reduce-overhead, attention kept", "fast", **again, **graphs),
         *(
-            one(f"default int8-forward compiled, {words}", "default", forward="int8", **more)
-            for words, more in (
-                ("budget 0.5", {"memory_budget": 0.5, **compiled}),
-                ("attention kept", again | compiled),
-                ("saved 8", {"kept": 8, **compiled}),
-                ("saved 8/4", {"kept": KEPT, **compiled}),
+            one(f"default int8-forward {how}", "default", forward="int8", **more)
+            for how, more in (
+                ("compiled, budget 0.5", {"memory_budget": 0.5, **compiled}),
+                ("compiled, attention kept", again | compiled),
+                ("reduce-overhead, attention kept", again | graphs),
+                ("compiled, saved 8", {"kept": 8, **compiled}),
+                ("compiled, saved 8/4", {"kept": KEPT, **compiled}),
+                ("reduce-overhead, saved 8/4", {"kept": KEPT, **graphs}),
             )
         ),
-        one(
-            "default int8-forward reduce-overhead, attention kept",
-            "default",
-            forward="int8",
-            **again,
-            **graphs,
-        ),
-        one(
-            "default int8-forward reduce-overhead, saved 8/4",
-            "default",
-            forward="int8",
-            kept=KEPT,
-            **graphs,
-        ),
-        one("fast checkpointed, compiled", "fast", checkpointed=True, **compiled),
+        one("bf16 checkpointed", checkpointed=True),
+        one("bf16 checkpointed, compiled", checkpointed=True, **compiled),
         one("default eager, compress_saved", "default", saved=COMPRESSED),
         one("fast eager, compress_saved", "fast", saved=COMPRESSED),
         Contender("fp32 eager"),

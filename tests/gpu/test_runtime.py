@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -450,3 +453,23 @@ def test_convolution_in_a_graph(recipe: str, kernel: int) -> None:
         first, second, third = results
         assert not same_bits(first, second), name
         assert not same_bits(second, third), name
+
+
+# ---- the benchmarks' clock ----
+
+
+def test_a_slow_host_does_not_count_as_the_device_s_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that takes the host 5 ms to queue, and the device next to nothing."""
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+    timing = importlib.import_module("timing")
+    x = torch.zeros(1024, device="cuda")
+
+    def call() -> None:
+        x.add_(1)
+        time.sleep(0.005)
+        x.add_(1)
+
+    measure = timing.cuda_stopwatch()
+    assert min(measure(call) for _ in range(5)) < 1.0
+    with pytest.raises(RuntimeError, match="waits for the device"):
+        measure(torch.cuda.synchronize)

@@ -102,6 +102,29 @@ def test_a_slow_contender_stops_early_and_counts_are_divided() -> None:
     }  # fmt: skip
 
 
+def test_rows_that_are_not_steady_are_measured_again_and_are_no_figures(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Quartiles more than 5 % of the median apart."""
+    spreads = {"quiet": [0.01], "calms": [0.2, 0.3, 0.04], "shaky": [0.3, 0.2, 0.4, 0.3, 0.3]}
+    asked: list[list[str]] = []
+
+    def in_turns(contenders: dict[str, Any], rounds: int, device: str) -> dict[str, Any]:
+        asked.append(list(contenders))
+        return {
+            name: {"median_ms": 1.0, "q1_ms": 1.0, "q3_ms": 1.0 + spreads[name].pop(0)}
+            for name in contenders
+        }
+
+    monkeypatch.setattr(timing, "in_turns", in_turns)
+    rows = timing.steadied(dict.fromkeys(spreads, lambda: None), 5, "cuda")
+    assert asked == [["quiet", "calms", "shaky"], ["calms", "shaky"], ["calms", "shaky"], ["shaky"]]
+    assert [name for name, row in rows.items() if row.get("unsteady")] == ["shaky"]
+    assert rows["calms"]["q3_ms"] == 1.04 and rows["shaky"]["q3_ms"] == 1.2
+    assert timing.summed([rows, rows]) == {"quiet": 2.0, "calms": 2.0}
+    assert timing.steady({"median_ms": 1.0})  # a difference has no quartiles
+
+
 def test_rounded() -> None:
     assert timing.rounded({"a": [1.23456789, 12345678.9], "b": "x", "c": 3}) == {
         "a": [1.23457, 12345700.0], "b": "x", "c": 3,
