@@ -49,11 +49,10 @@ BENCHMARKS: dict[str, tuple[str, ...]] = {
     "fwht": ("--rounds", "10", "--n", "16", "--n", "128", "--n", "1024", "--n", "4096"),
     "gemm": ("--rounds", "10"),
     "models": (
-        *("--part", "step", "--models", "vit_b", "--rounds", "5", "--jobs", "15"),
+        *("--part", "step", "--models", "vit_b", "--rounds", "2", "--jobs", "15", "--no-kernels"),
         "--contenders",
-        *("default compiled", "fast compiled", "* reduce-overhead", "bf16 eager", "fp32 eager"),
-        "* int8-forward compiled",
-        *("default compiled, saved 8/4", "fast *attention kept"),
+        *("default compiled", "default int8-forward compiled", "bf16 eager", "fp32 eager"),
+        *("* reduce-overhead", "* reduce-overhead, attention kept"),
     ),
 }
 
