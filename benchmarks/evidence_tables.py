@@ -526,6 +526,27 @@ def pooled(results: Path) -> Lines:
                     interval_words(more)])  # fmt: skip
 
 
+def pooled_words(results: Path) -> Lines:
+    """The pooled gaps of those that a reader chooses among, one sentence."""
+    parts = []
+    sizes: dict[str, None] = {}
+    for name in ("default", "default int8-forward", FP8, "fast"):
+        by_size = pooled_gaps(results, name)
+        found = intervals.interval([v for values in by_size.values() for v in values])
+        if found is None:
+            continue
+        sizes |= dict.fromkeys(by_size)
+        ends = f"{found.mean:+.3f} [{found.low:+.3f}, {found.high:+.3f}]"
+        parts.append(f"{name} {ends} ({found.count} pairs: {intervals.verdict(found, MARGIN)})")
+    if not parts:
+        yield missing("cuda-gpt-10M.json")
+        return
+    yield (
+        f"*GPTs of {', '.join(sizes)}: validation loss less bf16's, pairs of equal seeds pooled, mean "
+        f"[95 % interval] and whether it is equivalent within {MARGIN}: {'; '.join(parts)}.*"
+    )
+
+
 # ---- steps and time to a loss ----
 
 
@@ -636,6 +657,11 @@ def to_loss_words(results: Path, *words: str) -> Lines:
         return
     listed = ", ".join(f"{share} ({head})" for head, share in parts)
     yield f"*GPTs on text: bf16 has `{name}`'s last loss after this share of its steps: {listed}.*"
+
+
+def quality(results: Path) -> Lines:
+    """Both sentences as one line, where a page must be short."""
+    yield " ".join([*pooled_words(results), *to_loss_words(results, "fast")])
 
 
 # ---- dates ----
