@@ -793,6 +793,8 @@ def paper_rows(results: Path) -> Iterator[str]:
             each = ", ".join(f"{value:+.2f}" for value in differences)
             cells.append(f"{statistics.mean(differences):+.3f} ({each})")
         yield line(cells)
+    yield ""
+    yield evidence_tables.dates_line(results, [f"training-rows-{name}.json" for name in reports])
 
 
 def recipe_cases(report: Report) -> Iterator[str]:

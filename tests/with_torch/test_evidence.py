@@ -396,6 +396,7 @@ def made_reports(folder: Path) -> None:
             "fast": (-0.1,)}  # fmt: skip
     gpt = {
         f"{name}/{seed}": {"validation_loss": 3.0 + seed + gap,
+                           "training": [9.0] * 90 + [3.0 + seed + 2 * gap] * 10,
                            "curve": [[0, 5.0], [200, 4.0 + seed], [400, 3.0 + seed + gap]]}
         for name, values in gaps.items()
         for seed, gap in enumerate(values)
@@ -472,7 +473,8 @@ def test_tables_of_the_evidence(tmp_path: Path) -> None:
     assert "cuda-gpt-91M.json" in found and "*Measured: cuda-gpt-10M 2026-01-02.*" in found
     found = table("pooled")
     last = "+0.1833 [-0.4980, +0.8647] (3)"
-    assert f"| +0.0250 | [-0.0385, +0.0885] | not shown | {last} |" in found
+    trained = "+0.0500 [-0.0771, +0.1771] (2)"  # of the same two seeds
+    assert f"| +0.0250 | [-0.0385, +0.0885] | not shown | {last} | {trained} |" in found
     assert "| default less FP8 tensorwise | 10M | 2 | -0.0250 |" in found
     assert "fast less" not in found
     words = table("pooled-words")
