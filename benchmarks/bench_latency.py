@@ -15,7 +15,8 @@ Parts, by importance; a ``--budget`` leaves out the last rows, and the report na
 
 Contenders: torch's fp32 and tf32 (fp32 arrays), bf16; FP8 (``torch._scaled_mm``, operands that are
 quantised and transposed already, tokens filled up to a multiple of 16; compiled: torchao's layer);
-LBP-WHT (rank 8, tiles, its reference algorithm in fp32, x projected before); hotcore's recipes on
+LBP-WHT (rank 8, tiles, its reference algorithm in fp32, x projected before; torch operations one
+after the other, not fused: the time of that code, no bound on the method's); hotcore's recipes on
 bf16 arrays, x compressed before, and ``paper`` on fp32 arrays. Whole models: bench_models.py.
 """
 

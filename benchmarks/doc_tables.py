@@ -61,12 +61,14 @@ comes from here. Every page of the repository that has such a line is looked at.
   memory           a step of ViT-B by batch (cuda-memory.json)
   scaling          GPTs by size (cuda-gpt-10M.json, ...)
   pooled           the same over all sizes, and whether it shows equivalence (the same)
+  pooled-words     the same of a few contenders, a sentence
   recipes FILE NAME;...  seed 0's last losses of one of those, a row
   to-loss          steps and time of bf16 to each contender's loss (the same, cuda-gpt.json)
   to-loss-words NAME  the same of one contender, a sentence
+  quality          pooled-words, and to-loss-words of `fast`
   figure NAME FOLDER WORD...  a figure of plot.py --all, where its report is there
 
-Of claims to to-loss-words a report that is not there is a line that says what makes it.
+Of claims to quality a report that is not there is a line that says what makes it.
 
 A test keeps the pages as the reports are.
 """
@@ -841,6 +843,8 @@ def paper_rows(results: Path) -> Iterator[str]:
             each = ", ".join(f"{value:+.2f}" for value in differences)
             cells.append(f"{statistics.mean(differences):+.3f} ({each})")
         yield line(cells)
+    yield ""
+    yield evidence_tables.dates_line(results, [f"training-rows-{name}.json" for name in reports])
 
 
 def recipe_cases(report: Report) -> Iterator[str]:
@@ -982,9 +986,11 @@ KINDS: dict[str, tuple[str | None, Callable[..., Iterator[str]]]] = {
     "memory": ("", evidence_tables.memory),
     "scaling": ("", evidence_tables.scaling),
     "pooled": ("", evidence_tables.pooled),
+    "pooled-words": ("", evidence_tables.pooled_words),
     "recipes": ("", evidence_tables.recipes),
     "to-loss": ("", evidence_tables.to_loss),
     "to-loss-words": ("", evidence_tables.to_loss_words),
+    "quality": ("", evidence_tables.quality),
     "figure": ("", evidence_tables.figure),
 }
 """Kind -> the report (None: the first argument names it, "": several), and what makes the lines."""

@@ -285,8 +285,8 @@ LATENCY = ("LBP-WHT", "tf32", "bf16", "FP8 products", "hotcore paper, fp32 array
 
 
 UNFUSED = (
-    "*LBP-WHT: its transforms and products are separate operations of torch in fp32, HOT's are fused "
-    "kernels. Its column is the time of that code, no bound on the method's.*"
+    "*LBP-WHT: its transforms and products are separate operations of torch in fp32, HOT's are "
+    "fused kernels. Its column is the time of that code, no bound on the method's.*"
 )
 
 
@@ -506,13 +506,37 @@ def pooled_gaps(
     return out
 
 
+LAST_POINTS = 10
+"""Of the hundred training losses that a run keeps."""
+
+
+def training_gaps(results: Path, name: str, less: str = "bf16") -> list[float]:
+    """Last training losses of ``name`` less those of ``less``, the same pairs as pooled_gaps.
+
+    Each batch is seen once, by the forward pass that is trained; of runs that kept them.
+    """
+    out = []
+    for size in pooled_gaps(results, name, less):
+        report = report_of(results, f"cuda-gpt-{size}.json")
+        assert report is not None
+        runs = runs_by_seed(report)
+        common = of_equal_seeds({n: dict.fromkeys(found, 0.0) for n, found in runs.items()})
+        for seed in common[name]:
+            pair = [runs[one].get(seed, {}).get("training", []) for one in (name, less)]
+            if all(pair):
+                mine, other = (statistics.mean(values[-LAST_POINTS:]) for values in pair)
+                out.append(mine - other)
+    return out
+
+
 def pooled(results: Path) -> Lines:
     """The gap over all sizes, every pair counted once, and whether it shows equivalence."""
     names = in_order({n for gaps in gaps_by_size(results).values() for n in gaps})
     rows = [(name, "bf16") for name in names]
     rows += [(name, FP8) for name in ("default", "default int8-forward")]
     head = ["validation loss, all sizes", "sizes", "pairs", "mean", "95 % interval"]
-    yield from header([*head, f"within ±{MARGIN}", "every pair: mean [interval] (pairs)"])
+    head += [f"within ±{MARGIN}", "every pair: mean [interval] (pairs)"]
+    yield from header([*head, "the same of the last training losses"])
     for name, less in rows:
         by_size = pooled_gaps(results, name, less)
         found = intervals.interval([v for values in by_size.values() for v in values])
@@ -523,7 +547,29 @@ def pooled(results: Path) -> Lines:
         ends = f"[{found.low:+.4f}, {found.high:+.4f}]"
         yield line([f"{name} less {less}", ", ".join(by_size), str(found.count),
                     f"{found.mean:+.4f}", ends, intervals.verdict(found, MARGIN),
-                    interval_words(more)])  # fmt: skip
+                    interval_words(more),
+                    interval_words(training_gaps(results, name, less))])  # fmt: skip
+
+
+def pooled_words(results: Path) -> Lines:
+    """The pooled gaps of those that a reader chooses among, one sentence."""
+    parts = []
+    sizes: dict[str, None] = {}
+    for name in ("default", "default int8-forward", FP8, "fast"):
+        by_size = pooled_gaps(results, name)
+        found = intervals.interval([v for values in by_size.values() for v in values])
+        if found is None:
+            continue
+        sizes |= dict.fromkeys(by_size)
+        ends = f"{found.mean:+.3f} [{found.low:+.3f}, {found.high:+.3f}]"
+        parts.append(f"{name} {ends} ({found.count} pairs: {intervals.verdict(found, MARGIN)})")
+    if not parts:
+        yield missing("cuda-gpt-10M.json")
+        return
+    yield (
+        f"*GPTs of {', '.join(sizes)}: validation loss less bf16's, pairs of equal seeds pooled, "
+        f"mean [95 % interval] and whether it is equivalent within {MARGIN}: {'; '.join(parts)}.*"
+    )
 
 
 # ---- steps and time to a loss ----
@@ -605,6 +651,10 @@ def to_loss(results: Path) -> Lines:
                 continue
             time = f"below {ratio:.2f}" if share is None else f"{ratio / share:.2f}"
             yield line([f"{size}, {name}", f"{ratio:.2f}", _share(share), f"{time} of bf16's"])
+    yield ""
+    files = [*(f"cuda-gpt-{size}.json" for size in found),
+             *(name for names in STEP_REPORTS.values() for name in names)]  # fmt: skip
+    yield dates_line(results, files)
 
 
 def step_ratios(results: Path, size: str) -> dict[str, float]:
@@ -636,6 +686,11 @@ def to_loss_words(results: Path, *words: str) -> Lines:
         return
     listed = ", ".join(f"{share} ({head})" for head, share in parts)
     yield f"*GPTs on text: bf16 has `{name}`'s last loss after this share of its steps: {listed}.*"
+
+
+def quality(results: Path) -> Lines:
+    """Both sentences as one line, where a page must be short."""
+    yield " ".join([*pooled_words(results), *to_loss_words(results, "fast")])
 
 
 # ---- dates ----

@@ -11,6 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
+import evidence_tables  # noqa: E402
 import intervals  # noqa: E402
 
 TABLE = {1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764, 5: 2.5706, 12: 2.1788, 30: 2.0423}
@@ -53,3 +54,28 @@ def test_verdict(low: float, high: float, words: str) -> None:
     found = intervals.Interval((low + high) / 2, low, high, 5)
     assert intervals.verdict(found, 0.01) == words
     assert intervals.verdict(None, 0.01) == "not shown"
+
+
+def test_steps_to_a_loss() -> None:
+    """By a line between two points; the first time; never."""
+    curve = [(0, 9.0), (40, 5.0), (80, 6.0), (120, 4.0)]
+    assert evidence_tables.steps_to(curve, 5.0) == 40
+    assert evidence_tables.steps_to(curve, 7.0) == 20
+    assert evidence_tables.steps_to(curve, 4.5) == 110
+    assert evidence_tables.steps_to(curve, 3.9) is None
+    assert evidence_tables.steps_to(curve, 9.5) == 0
+
+
+def test_equal_seeds() -> None:
+    """A seed that one of several lacks is in nobody's mean."""
+    gaps = {"a": {0: 1.0, 1: 2.0, 2: 3.0}, "b": {1: 4.0, 2: 5.0, 4: 6.0}, "alone": {7: 8.0}}
+    found = evidence_tables.of_equal_seeds(gaps)
+    assert found == {"a": {1: 2.0, 2: 3.0}, "b": {1: 4.0, 2: 5.0}, "alone": {7: 8.0}}
+
+
+def test_days_of_a_report() -> None:
+    runs = {"a/0": {"date": "2026-03-02"}, "a/1": {"date": "2026-03-01"}, "a/2": {}}
+    assert evidence_tables.days_of({"runs": runs}) == ["2026-03-01", "2026-03-02"]
+    assert evidence_tables.days_of({"date": "2026-03-03T04:05", "runs": {}}) == ["2026-03-03"]
+    assert evidence_tables.days_of({"part": {"date": "2026-03-04T00"}}) == ["2026-03-04"]
+    assert evidence_tables.days_of({"settings": {}, "runs": {"a": {}}}) == []

@@ -281,6 +281,7 @@ def test_fine_tuning_goes_on_from_one_start(tmp_path: Path) -> None:
     report = json.loads(path.read_text())
     starts = {run["curve"][0][1] for run in report["runs"].values()}
     assert len(report["runs"]) == 3 and len(starts) == 1
+    assert all(len(run["date"]) == 10 for run in report["runs"].values())
     scratch = tmp_path / "scratch.json"
     bench_training.main(["--tasks", "vit", "--seeds", "0", "--steps", "3", "--methods", "fp32",
                          "--json", str(scratch)])  # fmt: skip
@@ -395,6 +396,7 @@ def made_reports(folder: Path) -> None:
             "fast": (-0.1,)}  # fmt: skip
     gpt = {
         f"{name}/{seed}": {"validation_loss": 3.0 + seed + gap,
+                           "training": [9.0] * 90 + [3.0 + seed + 2 * gap] * 10,
                            "curve": [[0, 5.0], [200, 4.0 + seed], [400, 3.0 + seed + gap]]}
         for name, values in gaps.items()
         for seed, gap in enumerate(values)
@@ -471,9 +473,12 @@ def test_tables_of_the_evidence(tmp_path: Path) -> None:
     assert "cuda-gpt-91M.json" in found and "*Measured: cuda-gpt-10M 2026-01-02.*" in found
     found = table("pooled")
     last = "+0.1833 [-0.4980, +0.8647] (3)"
-    assert f"| +0.0250 | [-0.0385, +0.0885] | not shown | {last} |" in found
+    trained = "+0.0500 [-0.0771, +0.1771] (2)"  # of the same two seeds
+    assert f"| +0.0250 | [-0.0385, +0.0885] | not shown | {last} | {trained} |" in found
     assert "| default less FP8 tensorwise | 10M | 2 | -0.0250 |" in found
     assert "fast less" not in found
+    words = table("pooled-words")
+    assert "default +0.025 [-0.039, +0.089] (2 pairs: not shown)" in words and "fast" not in words
     found = table("to-loss")
     assert "| default | 0.99 (0.98 to 0.99) |" in found and "| fast | >1 |" in found
     assert "this share of its steps: >1 (10M, 2.00" in table("to-loss-words fast")
@@ -509,6 +514,23 @@ def test_tables_of_the_evidence(tmp_path: Path) -> None:
     assert lines[4] == "| other batches (median) |  | 1.50 |  |  |  | 1.50 |  |  |  |  |"
     for words in ("breakdown", "latency eager", "trainings finetune.json"):
         assert table(words).startswith("*Not run yet: `python benchmarks/")
+
+
+def test_what_pays_is_of_both_processors() -> None:
+    """A range over the layers of one machine alone would leave out the slower rows."""
+    import doc_tables
+
+    ratios = []
+    for name in ("cpu-backward.json", "cpu-backward-amx.json"):
+        (group,) = json.loads((doc_tables.RESULTS / name).read_text())["layers"].values()
+        for layer in list(group["layers"].values())[:-1]:
+            rows = layer["rows"]
+            ratios.append(rows["torch bf16"]["median_ms"] / rows["hotcore default"]["median_ms"])
+    rows = doc_tables.table("pays", doc_tables.RESULTS).splitlines()
+    (first,) = (i for i, row in enumerate(rows) if "CPUs: backward of ViT-B's layers" in row)
+    wanted = f"| the same | bf16 | {min(ratios):.1f} to {max(ratios):.1f}× |"
+    assert rows[first + 1].startswith(wanted)
+    assert "cpu-backward-amx 2026-" in rows[-1]
 
 
 def test_claims_point_to_what_is_there() -> None:
