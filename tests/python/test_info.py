@@ -12,6 +12,7 @@ import hotcore
 import numpy as np
 import pytest
 from hotcore import _core, info
+from hotcore.config import RECIPES
 from support import isas
 
 
@@ -37,13 +38,36 @@ def test_prints_what_this_is() -> None:
 
 def test_json_and_the_cmake_folder(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(run("-m", "hotcore.info", "--json")) == info.collect()
-    folder = info.collect()["CMake package"]
-    if folder == "not installed":
+    folder = info.collect()["cmake_dir"]
+    if folder is None:
         with pytest.raises(SystemExit, match="1"):
             info.main(["--cmake-dir"])
         assert "no CMake package" in capsys.readouterr().err
     else:
         assert run("-m", "hotcore.info", "--cmake-dir").strip() == folder
+
+
+def test_json_has_values() -> None:
+    """Numbers, truths, lists and None, no sentences that a program would have to take apart."""
+    facts = json.loads(run("-m", "hotcore.info", "--json"))
+    assert facts["threads"] == hotcore.num_threads() and facts["threads"] > 0
+    assert facts["instruction_sets"] == isas() and facts["instruction_set"] == hotcore.isa()
+    assert facts["backends"] == (["cpu", "cuda"] if _core.built_with_cuda() else ["cpu"])
+    assert facts["wgmma"] is _core.cuda_wgmma()
+    assert facts["cuda_architectures"] == _core.cuda_architectures().split(";")[
+        : None if _core.built_with_cuda() else 0
+    ]
+    assert isinstance(facts["jax"], bool) and isinstance(facts["driver"], bool)
+    assert isinstance(facts["gpus"], list)
+    assert facts["python"] == sys.version.split()[0]
+    assert facts["cmake_dir"] is None or Path(facts["cmake_dir"]).is_dir()
+    assert facts["library"] is None or Path(facts["library"]).is_file()
+
+
+def test_help_names_every_recipe() -> None:
+    said = " ".join(run("-m", "hotcore.info", "--help").split())
+    *others, last = RECIPES
+    assert f"{', '.join(others)} or {last}" in said
 
 
 @pytest.mark.parametrize(
@@ -66,7 +90,7 @@ def test_the_adapter_without_torch_names_the_extra() -> None:
 
 
 def test_paths_exist() -> None:
-    facts = info.collect()
+    facts = info.table(info.collect())
     for label in ("library", "CMake package"):
         text = facts[label]
         assert Path(text).exists() or "not installed" in text or "static" in text
@@ -76,17 +100,20 @@ def test_every_probe_is_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> str:
         raise OSError("no such thing")
 
-    monkeypatch.setitem(info._PROBES, "GPUs", broken)
-    facts = info.collect()
-    assert facts["GPUs"] == "unknown (OSError: no such thing)"
-    assert facts["hotcore"] == hotcore.__version__
+    for key in info._PROBES:
+        monkeypatch.setitem(info._PROBES, key, broken)
+        facts = info.collect()
+        assert facts[key] == {"error": "OSError: no such thing"}
+        assert "unknown (OSError: no such thing)" in info.table(facts).values()
+        monkeypatch.undo()
 
 
 def test_imports_without_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = None; import numpy; import hotcore, hotcore.reference;"
         "assert hotcore.fwht(numpy.ones(16, 'f4'))[0] == 16;"
-        "from hotcore import info; assert info.collect()['torch'] == 'not installed'"
+        "from hotcore import info; facts = info.collect(); assert facts['torch'] is None;"
+        "assert info.table(facts)['torch'] == 'not installed'"
     )
     run("-c", code)
 
