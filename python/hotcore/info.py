@@ -34,8 +34,8 @@ def collect() -> dict[str, Any]:
       writes them, empty without CUDA); ``instruction_set``, ``threads``: what a call uses.
     * ``cuda_tested``: architecture to a sentence; ``wgmma``, ``jax``: whether the wgmma kernels and
       the handlers of ``hotcore.jax`` were built.
-    * ``cuda_error``: what the CUDA runtime says where it finds no GPU; None where it finds some, and
-      without CUDA. ``driver``: whether there is a driver of NVIDIA's.
+    * ``cuda_error``: what the CUDA runtime says where it finds no GPU; None where it finds some,
+      and without CUDA. ``driver``: whether there is a driver of NVIDIA's.
     * ``gpus``: a list of ``name``, ``compute_capability`` (two numbers), ``level`` ("none", "slow",
       "full"), ``verdict`` (a sentence) and ``source`` ("torch" or "nvidia-smi").
     * ``extension``, ``library``, ``cmake_dir``, ``python_executable``: paths; None for a library

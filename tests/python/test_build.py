@@ -286,7 +286,7 @@ def test_a_python_without_headers(machine: Machine) -> None:
     kind = "Ninja" if make.endswith("ninja") else "Unix Makefiles"
     machine.options["CMAKE_MAKE_PROGRAM"] = make
     code, said = machine.cmake("-S", ROOT, "-B", machine.root / "build", "-G", kind)
-    version = "%d.%d" % sys.version_info[:2]
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
     assert code != 0
     assert f"hotcore: the headers of Python {version}" in said
     assert f"apt-get install python{version}-dev" in said

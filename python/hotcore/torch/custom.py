@@ -47,8 +47,8 @@ class CustomBackward:
     """
 
     elementwise: ClassVar[bool] = True
-    """Whether what is kept of x stands for x, value by value; False: for a projection of its tokens.
-    Of a convolution the first keeps the pixels, the second the unfolded pixels."""
+    """Whether what is kept of x stands for x, value by value; False: for a projection of its
+    tokens. Of a convolution the first keeps the pixels, the second the unfolded pixels."""
 
     # ---- what a subclass may replace ----
 
@@ -86,8 +86,8 @@ class CustomBackward:
         gy = self.gw_gradient(gy)
         if gy.shape[:2] != x.shape[:2]:  # einsum would repeat a single token
             raise ValueError(
-                f"{type(self).__name__}.gw_gradient: shape {tuple(gy.shape)}; what unkeep gives of x "
-                f"has {tuple(x.shape)}: other samples or tokens"
+                f"{type(self).__name__}.gw_gradient: shape {tuple(gy.shape)}; what unkeep gives "
+                f"of x has {tuple(x.shape)}: other samples or tokens"
             )
         return torch.einsum("bto,bti->oi", gy, x)
 
