@@ -20,6 +20,7 @@ include("${CMAKE_CURRENT_LIST_DIR}/HotCudaFind.cmake")
 
 set(HOT_CUDA_BUILT OFF)
 set(hot_cuda_why "HOT_CUDA=${HOT_CUDA}")
+set(hot_archs_why "as CMAKE_CUDA_ARCHITECTURES or CUDAARCHS says")  # HotSummary.cmake prints it
 if(HOT_CUDA STREQUAL "AUTO" OR HOT_CUDA)
   hot_find_cuda_compiler(hot_nvcc hot_nvcc_from)
   hot_find_gpus(hot_gpu_capabilities hot_gpu_sign)

@@ -8,6 +8,10 @@ if(NOT DEFINED hot_driver_file)
   set(hot_driver_file /dev/nvidiactl)
 endif()
 set(hot_release_archs "80-real;86-real;89-real;90a-real;100-real;120-real;120-virtual")
+# Where no GPU is found: machine code of the oldest GPU that the kernels run on, and its PTX, which
+# the driver compiles for every newer one. All of a release take an hour on two cores; the CPU alone
+# would leave out what a machine with nvcc is likely to build for.
+set(hot_unknown_archs "80-real;80-virtual")
 
 # Path of a CUDA compiler, "" where there is none; `from` is where it was found, or what was looked
 # through.
@@ -75,8 +79,8 @@ function(hot_find_gpus capabilities sign)
   set(${sign} "nvidia-smi: compute capability ${text}" PARENT_SCOPE)
 endfunction()
 
-# The architectures to build: those of the machine's GPUs, else the release's, as far as `compiler`
-# knows them. A GPU that is newer than the compiler gets the PTX of the newest that it knows.
+# The architectures to build: those of the machine's GPUs, else the oldest with PTX for all newer
+# ones. A GPU that the compiler does not know gets the PTX of the newest that it knows.
 function(hot_choose_archs compiler capabilities archs why)
   execute_process(COMMAND "${compiler}" --list-gpu-code
     OUTPUT_VARIABLE lines ERROR_QUIET RESULT_VARIABLE failed)
@@ -112,9 +116,9 @@ function(hot_choose_archs compiler capabilities archs why)
       PARENT_SCOPE)
     return()
   else()
-    set(wanted "${hot_release_archs}")
-    set(${why} "no GPU was found here, so those of a release; CUDAARCHS=90a-real, say, builds one"
-      PARENT_SCOPE)
+    set(wanted "${hot_unknown_archs}")
+    set(${why} "no GPU was found here: machine code for A100s, which newer GPUs run by way of PTX, \
+slower than with an architecture of their own" PARENT_SCOPE)
   endif()
 
   set(chosen "")

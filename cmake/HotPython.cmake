@@ -1,8 +1,19 @@
 # The extension module hotcore._core. scikit-build-core drives this: the install prefix is the
 # package directory, libhot lies in its lib/.
 
-find_package(Python 3.10 REQUIRED
+find_package(Python 3.10 QUIET
   COMPONENTS Interpreter Development.Module OPTIONAL_COMPONENTS Development.SABIModule)
+if(NOT Python_Interpreter_FOUND)
+  message(FATAL_ERROR "hotcore: no Python 3.10 or newer was found (HOT_BUILD_PYTHON=ON). Debian, "
+    "Ubuntu: apt-get install python3; Fedora, RHEL: dnf install python3. Another one: "
+    "-DPython_EXECUTABLE=/path/to/python")
+endif()
+if(NOT Python_Development.Module_FOUND)
+  set(hot_python "${Python_VERSION_MAJOR}.${Python_VERSION_MINOR}")
+  message(FATAL_ERROR "hotcore: the headers of Python ${Python_VERSION} (${Python_EXECUTABLE}) are "
+    "missing: there is no Python.h. Debian, Ubuntu: apt-get install python${hot_python}-dev (or "
+    "python3-dev); Fedora, RHEL: dnf install python3-devel")
+endif()
 if(NOT nanobind_ROOT)
   execute_process(COMMAND "${Python_EXECUTABLE}" -m nanobind --cmake_dir
     OUTPUT_STRIP_TRAILING_WHITESPACE OUTPUT_VARIABLE nanobind_ROOT COMMAND_ERROR_IS_FATAL ANY)

@@ -597,10 +597,8 @@ template <class Mma, class T>
 __global__ void __launch_bounds__(T::threads, T::blocks)
     tile_kernel(const __grid_constant__ MmaWork work) {
   begin_kernel();
-#if defined(__CUDA_ARCH__)  // no code where mma_can says no
-  constexpr int capability = __CUDA_ARCH__ / 10;
-  if constexpr (T::shared_bytes <= mma_shared_block(capability) &&
-                (std::is_same_v<Mma, MmaInt8> || mma_int4(capability))) {
+#if defined(__CUDA_ARCH__)
+  if constexpr (mma_code(__CUDA_ARCH__ / 10, T::shared_bytes, !std::is_same_v<Mma, MmaInt8>)) {
     multiply_tiles<Mma, T>(work);
   }
 #endif

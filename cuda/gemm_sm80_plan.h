@@ -18,6 +18,14 @@ constexpr int mma_shared_block(int capability) {
 // tests.
 constexpr bool mma_int4(int capability) { return capability < 100; }
 
+// Whether what is compiled for a capability holds the code of a tile. It may run on a later GPU
+// whose thread blocks have more shared memory: 8.6's machine code on 8.7, and PTX on 9.0 and 10.0,
+// where mma_can goes by the GPU. From 12.0 on no GPU has more.
+constexpr bool mma_code(int capability, int shared_bytes, bool int4) {
+  return (capability < 120 || shared_bytes <= mma_shared_block(capability)) &&
+         (!int4 || mma_int4(capability));
+}
+
 // A tile of the result as a type, for the kernel (gemm_sm80.cuh). `step`: bytes of K in a stage of
 // its ring; `blocks`: CTAs of a multiprocessor that its registers must allow; `any`: takes
 // what the others do not, rows that start anywhere and contractions that pass what INT32 holds.

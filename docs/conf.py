@@ -7,10 +7,14 @@ docstring that Sphinx cannot read stops the build.
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
 from pathlib import Path
 from typing import Any
+
+from sphinx.ext.autodoc.mock import mock
+from sphinx.pycode import ModuleAnalyzer
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "docs"))
@@ -46,6 +50,8 @@ html_title = f"hotcore {release}"
 html_copy_source = False
 html_show_sourcelink = False
 html_extra_path = ["site"]  # index.html, which leads from the site's root to docs/
+html_static_path = ["static"]
+html_css_files = ["hotcore.css"]
 
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
@@ -73,10 +79,13 @@ nitpick_ignore_regex = [
 autodoc_mock_imports = ["transformers", "lightning"]
 try:
     import hotcore.jax  # noqa: F401
-except ImportError as error:
-    exclude_patterns.append("docs/api/jax.rst")
-    suppress_warnings = ["toc.excluded"]
-    print(f"docs: no page of hotcore.jax: {error}", file=sys.stderr)
+except ImportError:  # no JAX, or no handlers: its docstrings are there all the same
+    for gone in [name for name in sys.modules if name.startswith("hotcore.jax")]:
+        del sys.modules[gone]
+    with mock(["jax", "hotcore._jax_ffi"]):
+        stand_in: Any = importlib.import_module("jax")
+        stand_in.__version_info__ = (sys.maxsize,)
+        importlib.import_module("hotcore.jax")
 
 
 # Napoleon takes the words before a colon in an attribute's docstring for its type. They are not.
@@ -98,8 +107,16 @@ def _read(app: Any, page: str, text: list[str]) -> None:
         text[0] = text[0].replace("<!-- headers -->", headers.markdown())
 
 
+def _show_one_signature(module: str) -> None:
+    # The function's own, which has every argument by name; its overloads are for type checkers.
+    analyzer = ModuleAnalyzer.for_module(module)
+    analyzer.analyze()
+    analyzer.overloads.clear()
+
+
 def setup(app: Any) -> None:
     """Sphinx's hook."""
+    _show_one_signature("hotcore.functions")
     app.connect("source-read", _read)
     app.connect("autodoc-process-docstring", _put_aside, priority=400)
     app.connect("autodoc-process-docstring", _put_back, priority=600)

@@ -1,6 +1,6 @@
 """Train an MLP on scikit-learn's digits with JAX, in fp32 and with HOT, side by side.
 
-    pip install 'hotcore[jax]' scikit-learn
+    HOT_JAX=ON pip install '.[jax]' scikit-learn
     python examples/train_jax.py            # --recipe fast, --steps 400, ...
 
 Every layer of every step gets its own random key; the rest is plain JAX.

@@ -82,8 +82,8 @@ def prototypes() -> dict[str, tuple[str, list[str]]]:
 def library() -> ctypes.CDLL:
     """libhot with the header's prototypes; skips the test where it is inside the extension."""
     path = info.collect()["library"]
-    if not Path(path).is_file():
-        pytest.skip(f"libhot is {path}")
+    if path is None:
+        pytest.skip("libhot is inside the extension")
     lib = ctypes.CDLL(path)
     for name, (result, arguments) in prototypes().items():
         function = getattr(lib, name)

@@ -1,9 +1,9 @@
 """What hotcore is compared with: the same backward by torch and torchao, and by other methods.
 
 ``products``, ``backward``, ``torchao_calls``, ... are timed (``calls``, ``torchao_layers``).
-``convert(model, method)`` puts a rival's method into a model's layers (``conversion``); the methods
-stand in ``methods`` and ``lbp_wht``, their quantisers in ``quantizers``. docs/dev/rivals.md has
-their sources.
+``convert(model, method)`` puts a rival's method, or one of your own, into a model's layers
+(``conversion``); the methods stand in ``methods`` and ``lbp_wht``, their quantisers in
+``quantizers``. docs/dev/rivals.md has their sources.
 """
 
 import importlib

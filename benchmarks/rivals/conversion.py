@@ -19,8 +19,6 @@ from .methods import (
     Luq,
     Method,
     NaiveInt4,
-    RivalConv2d,
-    RivalLinear,
     TwoBitActivations,
     WithoutAbc,
 )
@@ -64,7 +62,7 @@ def method_of(name: str, **settings: Any) -> Method:
 
 
 def convert(
-    model: nn.Module, method: str, filter_fn: Filter | None = None, **settings: Any
+    model: nn.Module, method: str | Method, filter_fn: Filter | None = None, **settings: Any
 ) -> Converted:
     """Give the layers that hotcore would convert a rival's backward, in place.
 
@@ -72,7 +70,8 @@ def convert(
 
     Args:
         model: a plain one.
-        method: one of :data:`METHODS`. "fp32" changes nothing.
+        method: one of :data:`METHODS` ("fp32" changes nothing), or an object of a class of one's
+            own, a :class:`hotcore.torch.CustomBackward`.
         filter_fn: which layers, as for :func:`hotcore.torch.convert`.
         settings: the method's: ``rank``, ``token_grid``, ``prefix_tokens`` (lbp_wht), ``rank``
             (lbp_wht_flat, lora), ``gw_bits`` (authors_hot), ``emulate``, ``recipe`` (torchao_fp8),
@@ -80,8 +79,16 @@ def convert(
 
     Raises ValueError for an unknown method or where no layer can be taken; TorchaoMissing.
     """
+    if isinstance(method, Method):
+        if settings:
+            raise TypeError(f"{type(method).__name__}: settings are for methods by name")
+        return _simulated(model, type(method).__name__, taken_by_hotcore(model, filter_fn), method)
+    if isinstance(method, type) and issubclass(method, Method):
+        raise TypeError(f"method: the class {method.__name__}; make an object of it first")
     if method not in METHODS:
-        raise ValueError(f"method: {method!r} is none of {', '.join(METHODS)}")
+        raise ValueError(
+            f"method: {method!r} is none of {', '.join(METHODS)}, and no CustomBackward"
+        )
     if method in RECIPES:
         config = hot.HotConfig.recipe(method, **settings)
         report = hot.convert(model, config, filter_fn, slower=True)
@@ -106,27 +113,8 @@ def taken_by_hotcore(model: nn.Module, filter_fn: Filter | None = None) -> list[
 
 
 def _simulated(model: nn.Module, name: str, names: list[str], method: Method) -> Converted:
-    taken, left = [], {}
-    for fqn in names:
-        layer = model.get_submodule(fqn)
-        why = _why_not(layer)
-        if why:
-            left[fqn] = why
-            continue
-        layer.__class__ = RivalLinear if type(layer) is nn.Linear else RivalConv2d
-        layer.method = method
-        taken.append(fqn)
-    return _some(name, taken, left)
-
-
-def _why_not(layer: nn.Module) -> str:
-    if type(layer) is nn.Linear:
-        return ""
-    if type(layer) is not nn.Conv2d:
-        return f"a {type(layer).__name__}; nn.Linear and nn.Conv2d are taken"
-    if layer.padding_mode != "zeros" or isinstance(layer.padding, str):
-        return f"padding {layer.padding!r}, {layer.padding_mode}; numbers and zeros are taken"
-    return ""
+    done = method.convert(model, lambda _, fqn: fqn in names)
+    return Converted(name, done.names, {fqn: done.left[fqn] for fqn in names if fqn in done.left})
 
 
 def _some(method: str, taken: list[str], left: dict[str, str]) -> Converted:

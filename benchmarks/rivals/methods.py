@@ -1,66 +1,25 @@
-"""The rivals' backward passes, and the modules that have them.
+"""The rivals' backward passes, each a :class:`hotcore.torch.CustomBackward`.
 
-A method works on samples of tokens: x ``[B, T, I]``, g_y ``[B, T, O]``, w ``[O, I]``. A linear
-layer's samples are its first axis, its tokens all others but the last; a convolution is unfolded,
-its tokens are the output pixels (as in the code of HOT's authors). Everything is simulated in
-float32: values and bytes are the method's, time is not.
+A convolution's tokens are the output pixels, as in the code of HOT's authors. Everything is
+simulated in float32: values and bytes are the method's, time is not.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from typing import Any, ClassVar
+from typing import Any
 
 import hotcore
 import torch
-import torch.nn.functional as F
 from hotcore import reference
-from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from hotcore.torch import CustomBackward as Method
+from torch import Tensor
 
 from . import quantizers
 from .quantizers import TwoBits, int_values, luq_values, sawb_values
 
 Kept = tuple[Tensor, ...]
-
-
-class Method:
-    """Exact backward in float32, and what others change of it."""
-
-    elementwise: ClassVar[bool] = True
-    """What is kept of x stands for x, value by value; False: for a projection of its tokens. Of a
-    convolution the first keeps the pixels, the second the unfolded pixels."""
-    in_eval: bool = False
-    """Eval mode multiplies :meth:`forward_operands`, too; False: it is plain."""
-
-    def forward_operands(self, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        """What the forward pass multiplies; x is kept after it."""
-        return x, w
-
-    def on_grid(self, grid: tuple[int, int]) -> Method:
-        """The method for tokens that are the pixels of such an output."""
-        return self
-
-    def keep(self, x: Tensor) -> Kept:
-        """What is kept of x ``[B, T, I]`` until backward."""
-        return (x,)
-
-    def unkeep(self, kept: Kept, shape: torch.Size) -> Tensor:
-        """Stand-in for x, of x's shape (``elementwise``), or its projection ``[B, T', I]``."""
-        return kept[0]
-
-    def gw_gradient(self, gy: Tensor) -> Tensor:
-        """Stand-in for g_y ``[B, T, O]`` in g_w, of as many tokens as :meth:`unkeep` has."""
-        return gy
-
-    def g_x(self, gy: Tensor, w: Tensor) -> Tensor:
-        """``g_y w``, ``[B, T, I]``."""
-        return gy @ w
-
-    def g_w(self, gy: Tensor, x: Tensor) -> Tensor:
-        """``g_y^T x`` summed over the samples, ``[O, I]``; x as :meth:`unkeep` gives it."""
-        return torch.einsum("bto,bti->oi", self.gw_gradient(gy), x)
 
 
 class BFloat16(Method):
@@ -95,8 +54,8 @@ class NaiveInt4(Method):
     def gw_gradient(self, gy: Tensor) -> Tensor:
         return int_values(gy, 4, rounding="stochastic")
 
-    def g_x(self, gy: Tensor, w: Tensor) -> Tensor:
-        return int_values(gy, 4, rounding="stochastic") @ int_values(w, 4)
+    def gx_operands(self, gy: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        return int_values(gy, 4, rounding="stochastic"), int_values(w, 4)
 
 
 class Luq(Method):
@@ -124,8 +83,8 @@ class Luq(Method):
     def gw_gradient(self, gy: Tensor) -> Tensor:
         return luq_values(gy)
 
-    def g_x(self, gy: Tensor, w: Tensor) -> Tensor:
-        return luq_values(gy) @ sawb_values(w)
+    def gx_operands(self, gy: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        return luq_values(gy), sawb_values(w)
 
 
 class TwoBitActivations(Method):
@@ -259,135 +218,3 @@ class AuthorsHot(Method):
         turned = torch.einsum("nm,kmi->kni", matrix, w.reshape(-1, n, w.shape[1])).flatten(0, 1)
         codes, scale = self._sawb(turned, 4)
         return self._by_chance(blocks.flatten(2), 4, (2,)) @ (codes * scale) / n
-
-
-class _Backward(torch.autograd.Function):
-    """The product of x ``[B, T, I]`` and w, and a method's backward.
-
-    With ``windows`` x is an image ``[N, C, H, W]``, to be unfolded.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, method: Method, windows: _Windows | None) -> Tensor:
-        ctx.method, ctx.windows, ctx.dtypes = method, windows, (x.dtype, w.dtype)
-        image, x = x, x if windows is None else windows.unfold(x)
-        left, right = method.forward_operands(x, w)
-        y = (left @ right.t()).to(x.dtype)
-        kept: Kept = ()
-        if ctx.needs_input_grad[1]:
-            pixels = windows is not None and method.elementwise
-            source = image.flatten(2).mT if pixels else x
-            ctx.shape = source.shape
-            # x itself, where that is what is kept, and no copy of it: others may keep it, too.
-            kept = (image,) if type(method).keep is Method.keep else method.keep(source.float())
-        ctx.save_for_backward(w, *kept)
-        ctx.image = image.shape
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        w, *kept = ctx.saved_tensors
-        method, windows = ctx.method, ctx.windows
-        gy = gy.float()
-        gx = gw = None
-        if ctx.needs_input_grad[0]:
-            gx = method.g_x(gy, w.float())
-            if windows is not None:
-                gx = windows.fold(gx, ctx.image)
-            gx = gx.to(ctx.dtypes[0])
-        if ctx.needs_input_grad[1]:
-            if type(method).keep is Method.keep:
-                flat = kept[0].float()
-                kept = [flat if windows is None else flat.flatten(2).mT]
-            x = method.unkeep(tuple(kept), ctx.shape)
-            if windows is not None and method.elementwise:
-                x = windows.unfold(x.mT.reshape(ctx.image).float())
-            gw = method.g_w(gy, x.float()).to(ctx.dtypes[1])
-        return gx, gw, None, None
-
-
-class _Windows:
-    """A convolution's unfolding: ``[N, C, H, W]`` to ``[N, Ho Wo, C kh kw]`` and back."""
-
-    def __init__(self, conv: nn.Conv2d) -> None:
-        assert not isinstance(conv.padding, str)
-        self._sizes = {
-            "kernel_size": conv.kernel_size,
-            "dilation": conv.dilation,
-            "padding": conv.padding,
-            "stride": conv.stride,
-        }
-
-    def unfold(self, image: Tensor) -> Tensor:
-        return F.unfold(image, **self._sizes).mT
-
-    def fold(self, columns: Tensor, shape: torch.Size) -> Tensor:
-        return F.fold(columns.mT, tuple(shape[2:]), **self._sizes)
-
-
-def _cast(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    """As autocast casts the operands of a product."""
-    if not torch.is_autocast_enabled(x.device.type):
-        return x, w
-    dtype = torch.get_autocast_dtype(x.device.type)
-    return x.to(dtype), w.to(dtype)
-
-
-class RivalLinear(nn.Linear):
-    """``nn.Linear`` with a rival's backward in training mode, plain in eval mode (``in_eval``)."""
-
-    method: Method
-
-    def forward(self, input: Tensor) -> Tensor:
-        if not (self.training or self.method.in_eval):
-            return F.linear(input, self.weight, self.bias)
-        if not input.numel() or input.dim() == 1:
-            raise ValueError(f"input: shape {tuple(input.shape)}; expected [..., tokens, features]")
-        input, weight = _cast(input, self.weight)
-        samples = input.unsqueeze(0) if input.dim() == 2 else input.flatten(1, -2)
-        with torch.autocast(input.device.type, enabled=False):
-            y: Tensor = _Backward.apply(samples, weight, self.method, None)
-        y = y.reshape(*input.shape[:-1], self.out_features)
-        return y if self.bias is None else y + self.bias.to(y.dtype)
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, method={type(self.method).__name__}"
-
-
-class RivalConv2d(nn.Conv2d):
-    """``nn.Conv2d`` of one group, as :class:`RivalLinear`."""
-
-    method: Method
-
-    def forward(self, input: Tensor) -> Tensor:
-        if not (self.training or self.method.in_eval):
-            return super().forward(input)
-        windows = _Windows(self)
-        input, weight = _cast(input, self.weight.flatten(1))
-        with torch.autocast(input.device.type, enabled=False):
-            y: Tensor = _Backward.apply(
-                input, weight, self.method.on_grid(self.output_size(input)), windows
-            )
-        height, width = self.output_size(input)
-        y = y.mT.reshape(len(input), self.out_channels, height, width)
-        return y if self.bias is None else y + self.bias.view(-1, 1, 1).to(y.dtype)
-
-    def output_size(self, input: Tensor) -> tuple[int, int]:
-        """Height and width of the output."""
-        assert not isinstance(self.padding, str)
-        height, width = (
-            (
-                input.shape[2 + i]
-                + 2 * self.padding[i]
-                - self.dilation[i] * (self.kernel_size[i] - 1)
-                - 1
-            )
-            // self.stride[i]
-            + 1
-            for i in range(2)
-        )
-        return height, width
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, method={type(self.method).__name__}"

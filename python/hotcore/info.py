@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import json
 import platform
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from . import _core, contexts, plans
-from .config import HotConfig
+from .config import RECIPES, HotConfig
 
-Probe = Callable[[], str | dict[str, str]]
-"""One line's text, or several lines."""
 Gpu = tuple[str, int, int]
 """Name and compute capability."""
 
@@ -26,36 +26,74 @@ _ISAS = ("plain", "avx2", "avx512", "amx")
 _VERDICTS = {"none": "cannot be used", "slow": "usable, but slower than it could be", "full": "ok"}
 
 
-def collect() -> dict[str, str]:
-    """Return all facts, label to text, in printing order."""
-    facts: dict[str, str] = {}
-    for label, probe in _PROBES.items():
-        facts |= _guarded(label, probe)
+def collect() -> dict[str, Any]:
+    """Return all facts as values of JSON, in printing order; ``--json`` prints them.
+
+    * ``hotcore``, ``numpy``, ``torch``, ``python``: versions; None where it is not installed.
+    * ``backends``, ``instruction_sets``, ``cuda_architectures``: lists of names (the last as CMake
+      writes them, empty without CUDA); ``instruction_set``, ``threads``: what a call uses.
+    * ``cuda_tested``: architecture to a sentence; ``wgmma``, ``jax``: whether the wgmma kernels and
+      the handlers of ``hotcore.jax`` were built.
+    * ``cuda_error``: what the CUDA runtime says where it finds no GPU; None where it finds some,
+      and without CUDA. ``driver``: whether there is a driver of NVIDIA's.
+    * ``gpus``: a list of ``name``, ``compute_capability`` (two numbers), ``level`` ("none", "slow",
+      "full"), ``verdict`` (a sentence) and ``source`` ("torch" or "nvidia-smi").
+    * ``extension``, ``library``, ``cmake_dir``, ``python_executable``: paths; None for a library
+      that is inside the extension and for an installation without a CMake package. ``platform``.
+
+    A fact whose probe failed is a dictionary with the one key ``error``.
+    """
+    facts: dict[str, Any] = {}
+    for key, probe in _PROBES.items():
+        try:
+            facts[key] = probe()
+        except Exception as error:  # a diagnosis must not fail
+            facts[key] = {"error": f"{type(error).__name__}: {error}"}
     return facts
+
+
+def table(facts: dict[str, Any]) -> dict[str, str]:
+    """Return :func:`collect`'s facts as label to text, for a person, in printing order."""
+    rows: dict[str, str] = {}
+    for label, keys, text in _ROWS:
+        failed = [facts[k]["error"] for k in keys if _failed(facts[k])]
+        rows[label] = f"unknown ({failed[0]})" if failed else text(*(facts[k] for k in keys))
+        if label == "GPUs" and not failed:
+            for index, gpu in enumerate(facts["gpus"]):
+                rows[f"GPU {index}"] = f"{gpu['name']}: {_VERDICTS[gpu['level']]}: {gpu['verdict']}"
+    return rows
+
+
+def _failed(fact: Any) -> bool:
+    return isinstance(fact, dict) and set(fact) == {"error"}
 
 
 def verdict(major: int, minor: int) -> str:
     """One line on how this build runs on a GPU of compute capability ``major.minor``."""
-    if not _core.built_with_cuda():
-        return (
-            f"{_VERDICTS['none']}: compute capability {major}.{minor}, and this build has no CUDA "
-            "backend; where there is a CUDA compiler: HOT_CUDA=ON pip install --force-reinstall "
-            "--no-deps . (docs/quickstart.md)"
-        )
-    archs, wgmma = _core.cuda_architectures(), _core.cuda_wgmma()
-    level, text = _core.judge_device(major, minor, archs, wgmma)
+    level, text = _judge(major, minor)
     return f"{_VERDICTS[level]}: {text}"
 
 
+def _judge(major: int, minor: int) -> tuple[str, str]:
+    if not _core.built_with_cuda():
+        return (
+            "none",
+            f"compute capability {major}.{minor}, and this build has no CUDA backend; where there "
+            "is a CUDA compiler: HOT_CUDA=ON pip install --force-reinstall --no-deps . "
+            "(docs/quickstart.md)",
+        )
+    return _core.judge_device(major, minor, _core.cuda_architectures(), _core.cuda_wgmma())
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print :func:`collect` as a table, or the output of the options."""
+    """Print :func:`table` of :func:`collect`, or the output of the options."""
     parser = argparse.ArgumentParser(
         prog="python -m hotcore.info",
         description="What this installation of hotcore is.",
         allow_abbrev=False,
     )
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="the same as one JSON object")
+    form.add_argument("--json", action="store_true", help="the values as one JSON object")
     form.add_argument(
         "--cmake-dir", action="store_true", help="only the folder of its CMake package"
     )
@@ -69,7 +107,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--device", help="with --explain: sm_90 (the default), sm_80, ... or cuda:0"
     )
-    parser.add_argument("--recipe", help="with --explain: default, fast, int4, paper or accurate")
+    *others, last = RECIPES
+    recipes = f"{', '.join(others)} or {last}"
+    parser.add_argument("--recipe", help=f"with --explain: {recipes}")
     parser.add_argument("--forward", help="with --explain: plain (the default) or int8")
     options = parser.parse_args(arguments)
     if options.explain:
@@ -78,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--device, --recipe and --forward are for --explain")
     if options.cmake_dir:
         folder = _cmake()
-        if folder == "not installed":
+        if folder is None:
             parser.exit(1, "hotcore.info: this installation has no CMake package\n")
         print(folder)
         return 0
@@ -86,8 +126,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         print(json.dumps(facts, indent=1))
         return 0
-    width = max(map(len, facts))
-    for label, text in facts.items():
+    rows = table(facts)
+    width = max(map(len, rows))
+    for label, text in rows.items():
         print(f"{label:<{width}}  {text}")
     return 0
 
@@ -109,23 +150,11 @@ def _explain(parser: argparse.ArgumentParser, options: argparse.Namespace) -> in
     return 0
 
 
-def _guarded(label: str, probe: Probe) -> dict[str, str]:
-    try:
-        found = probe()
-    except Exception as error:  # a diagnosis must not fail
-        found = f"unknown ({type(error).__name__}: {error})"
-    return {label: found} if isinstance(found, str) else found
-
-
 def _cuda() -> bool:
     return _core.built_with_cuda()
 
 
-def _backends() -> str:
-    return "cpu, cuda" if _cuda() else "cpu (built without CUDA)"
-
-
-def _usable_isas() -> str:
+def _usable_isas() -> list[str]:
     names = []
     for name in _ISAS:
         try:
@@ -133,88 +162,82 @@ def _usable_isas() -> str:
         except (NotImplementedError, ValueError):
             continue
         names.append(name)
-    return ", ".join(names)
+    return names
 
 
-def _used_isa() -> str:
-    return f"{contexts.isa()}, {contexts.num_threads()} threads"
+def _cuda_archs() -> list[str]:
+    return [arch for arch in _core.cuda_architectures().split(";") if arch]
 
 
-def _cuda_archs() -> str:
-    return _core.cuda_architectures() or "none"
-
-
-def _wgmma() -> str:
-    if _core.cuda_wgmma():
-        return "yes"
-    return "no (built without the CUTLASS headers, or not for 90a)" if _cuda() else "no"
-
-
-def _cuda_tested() -> str:
+def _cuda_tested() -> dict[str, str]:
     # Architectures that make gpu-check runs on, and architectures that are only compiled.
     tested = {"80": "its kernels tested on an H200"}
     tested["90a"] = "tested on an H200" if _core.cuda_wgmma() else "compiled only, without wgmma"
-    archs = dict.fromkeys(arch.split("-")[0] for arch in _core.cuda_architectures().split(";"))
-    return ", ".join(f"sm_{a}: {tested.get(a, 'compiled only')}" for a in archs if a) or "none"
+    archs = dict.fromkeys(arch.split("-")[0] for arch in _cuda_archs())
+    return {f"sm_{arch}": tested.get(arch, "compiled only") for arch in archs}
+
+
+def _jax() -> bool:
+    return importlib.util.find_spec("hotcore._jax_ffi") is not None
 
 
 def _extension() -> str:
     return str(Path(_core.__file__ or "").resolve())
 
 
-def _find(pattern: str) -> str:
+def _find(pattern: str) -> str | None:
     # An editable install has Python files and built files in two places.
     roots = dict.fromkeys([Path(__file__).resolve().parent, Path(_extension()).parent])
     for root in roots:
         found = sorted(root.rglob(pattern))
         if found:
             return str(found[0])
-    return "not installed"
+    return None
 
 
-def _library() -> str:
-    found = _find("libhot.*")
-    return "inside the extension (static)" if found == "not installed" else found
-
-
-def _cmake() -> str:
+def _cmake() -> str | None:
     found = _find("hotcoreConfig.cmake")
-    return found if found == "not installed" else str(Path(found).parent)
+    return None if found is None else str(Path(found).parent)
 
 
-def _version_of(name: str) -> Callable[[], str]:
-    def probe() -> str:
+def _version_of(name: str) -> Callable[[], str | None]:
+    def probe() -> str | None:
         try:
             module = importlib.import_module(name)
         except ModuleNotFoundError:
-            return "not installed"
+            return None
         return str(module.__version__)
 
     return probe
 
 
-def _runtime() -> str:
+def _cuda_error() -> str | None:
     # The driver is too old for the build, or devices are hidden.
-    if not _cuda():
-        return "none"
-    try:
-        _core.cuda_device_verdict(0)
-    except (RuntimeError, ValueError) as error:
-        return f"finds no GPU: {error}"
-    return "finds GPUs"
+    if _cuda():
+        try:
+            _core.cuda_device_verdict(0)
+        except (RuntimeError, ValueError) as error:
+            return str(error)
+    return None
 
 
-def _gpus() -> dict[str, str]:
+def _gpus() -> list[dict[str, Any]]:
     found, source = _gpus_of_torch(), "torch"
     if not found:
         found, source = _gpus_of_driver(), "nvidia-smi"
-    if not found:
-        driver = Path("/dev/nvidiactl").exists()
-        return {"GPUs": "none" + (", but a driver (/dev/nvidiactl)" if driver else "")}
-    facts = {"GPUs": f"{len(found)}, by {source}"}
-    for index, (name, major, minor) in enumerate(found):
-        facts[f"GPU {index}"] = f"{name}: {verdict(major, minor)}"
-    return facts
+    gpus = []
+    for name, major, minor in found:
+        level, text = _judge(major, minor)
+        gpus.append(
+            {
+                "name": name,
+                "compute_capability": [major, minor],
+                "level": level,
+                "verdict": text,
+                "source": source,
+            }
+        )
+    return gpus
 
 
 def _gpus_of_torch() -> list[Gpu]:
@@ -247,24 +270,86 @@ def _gpus_of_driver() -> list[Gpu]:
     return found
 
 
-_PROBES: dict[str, Probe] = {
+_PROBES: dict[str, Callable[[], Any]] = {
     "hotcore": _core.version,
-    "backends": _backends,
-    "instruction sets": _usable_isas,
-    "instruction set used": _used_isa,
-    "CUDA architectures": _cuda_archs,
-    "of these": _cuda_tested,
-    "wgmma kernels": _wgmma,
-    "CUDA runtime": _runtime,
-    "GPUs": _gpus,
+    "backends": lambda: ["cpu", "cuda"] if _cuda() else ["cpu"],
+    "instruction_sets": _usable_isas,
+    "instruction_set": contexts.isa,
+    "threads": contexts.num_threads,
+    "cuda_architectures": _cuda_archs,
+    "cuda_tested": _cuda_tested,
+    "wgmma": lambda: _core.cuda_wgmma(),
+    "jax": _jax,
+    "cuda_error": _cuda_error,
+    "driver": lambda: Path("/dev/nvidiactl").exists(),
+    "gpus": _gpus,
     "extension": _extension,
-    "library": _library,
-    "CMake package": _cmake,
-    "Python": lambda: f"{platform.python_version()} ({sys.executable})",
+    "library": lambda: _find("libhot.*"),
+    "cmake_dir": _cmake,
+    "python": platform.python_version,
+    "python_executable": lambda: sys.executable,
     "platform": platform.platform,
-    "NumPy": _version_of("numpy"),
+    "numpy": _version_of("numpy"),
     "torch": _version_of("torch"),
 }
+
+
+class _Row(NamedTuple):
+    label: str
+    keys: tuple[str, ...]
+    text: Callable[..., str]
+
+
+def _installed(found: str | None) -> str:
+    return found or "not installed"
+
+
+def _backends_text(names: list[str]) -> str:
+    return ", ".join(names) + ("" if "cuda" in names else " (built without CUDA)")
+
+
+def _tested_text(tested: dict[str, str]) -> str:
+    return ", ".join(f"{arch}: {text}" for arch, text in tested.items()) or "none"
+
+
+def _wgmma_text(built: bool, backends: list[str]) -> str:
+    if built:
+        return "yes"
+    why = " (built without the CUTLASS headers, or not for 90a)"
+    return f"no{why if 'cuda' in backends else ''}"
+
+
+def _runtime_text(error: str | None, backends: list[str]) -> str:
+    if "cuda" not in backends:
+        return "none"
+    return "finds GPUs" if error is None else f"finds no GPU: {error}"
+
+
+def _gpus_text(gpus: list[dict[str, Any]], driver: bool) -> str:
+    if not gpus:
+        return "none" + (", but a driver (/dev/nvidiactl)" if driver else "")
+    return f"{len(gpus)}, by {gpus[0]['source']}"
+
+
+_ROWS = (
+    _Row("hotcore", ("hotcore",), str),
+    _Row("backends", ("backends",), _backends_text),
+    _Row("instruction sets", ("instruction_sets",), ", ".join),
+    _Row("instruction set used", ("instruction_set", "threads"), "{}, {} threads".format),
+    _Row("CUDA architectures", ("cuda_architectures",), lambda archs: ", ".join(archs) or "none"),
+    _Row("of these", ("cuda_tested",), _tested_text),
+    _Row("wgmma kernels", ("wgmma", "backends"), _wgmma_text),
+    _Row("hotcore.jax", ("jax",), lambda built: "built" if built else "not built (HOT_JAX=ON)"),
+    _Row("CUDA runtime", ("cuda_error", "backends"), _runtime_text),
+    _Row("GPUs", ("gpus", "driver"), _gpus_text),
+    _Row("extension", ("extension",), str),
+    _Row("library", ("library",), lambda path: path or "inside the extension (static)"),
+    _Row("CMake package", ("cmake_dir",), _installed),
+    _Row("Python", ("python", "python_executable"), "{} ({})".format),
+    _Row("platform", ("platform",), str),
+    _Row("NumPy", ("numpy",), _installed),
+    _Row("torch", ("torch",), _installed),
+)
 
 
 if __name__ == "__main__":

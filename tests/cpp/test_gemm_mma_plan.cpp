@@ -5,6 +5,7 @@
 using namespace hot_test;
 using hot::detail::mma_can;
 using hot::detail::mma_choose;
+using hot::detail::mma_code;
 using hot::detail::mma_plan_of;
 using hot::detail::mma_tile;
 using hot::detail::mma_tile_count;
@@ -62,6 +63,21 @@ MmaPlan chosen(const MmaDevice& device, std::int64_t m, std::int64_t n, std::int
 }
 
 }  // namespace
+
+// Otherwise the kernel would return at once, and nobody would learn that nothing was multiplied.
+TEST(MmaPlan, code_that_runs_on_a_later_gpu_holds_its_tiles) {
+  for (const MmaDevice& built : devices) {
+    for (const MmaDevice& device : devices) {
+      if (device.capability < built.capability) continue;
+      for (int tile = 0; tile < mma_tile_count; ++tile) {
+        if (!mma_can(device, {4096, 4096, 4096, true, false}, tile)) continue;
+        EXPECT_TRUE(mma_code(built.capability, mma_tiles[tile].shared_bytes, false))
+            << mma_tiles[tile].name << ", built for " << built.capability << ", on "
+            << device.capability;
+      }
+    }
+  }
+}
 
 TEST(MmaPlan, every_choice_is_sound) {
   for (const MmaDevice& device : devices) {

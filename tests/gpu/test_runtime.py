@@ -150,7 +150,9 @@ def test_the_build_is_for_this_gpu() -> None:
         level, text = _core.cuda_device_verdict(index)
         assert (level, text) == _core.judge_device(*capability, archs, wgmma)
         assert level == "full", text
-        assert text in info.collect()[f"GPU {index}"]
+        gpu = info.collect()["gpus"][index]
+        assert (gpu["compute_capability"], gpu["level"]) == ([*capability], level)
+        assert gpu["verdict"] == text
 
 
 def test_a_device_that_is_not_there() -> None:

@@ -347,6 +347,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_equalised_cases(case: str) -> None:
+    pytest.importorskip("torch", reason="bench_storage needs torch")
     import bench_storage  # of benchmarks/, which is in the path
 
     gy, x = (v.astype(np.float32) for v in bench_storage.cases(np.random.default_rng(0))[case])
@@ -362,6 +363,7 @@ def test_equalised_cases(case: str) -> None:
 def test_errors_of_recipes(case: str, title: str) -> None:
     # Where `default` is bad it is so by its method, and not worse; what helps goes on helping
     # (docs/recipes.md). The figures are benchmarks/results/recipe-cases.json, by --recipes.
+    pytest.importorskip("torch", reason="bench_storage needs torch")
     import bench_storage
 
     known = json.loads((bench_storage.RESULTS / "recipe-cases.json").read_text())["cases"][case]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import pty
+import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,7 @@ pytestmark = pytest.mark.skipif(FOUND is None, reason="needs cmake")
 
 KNOWN = "75 80 86 87 89 90 100 103 120 121"  # what nvcc 13 lists
 RELEASE = "80-real;86-real;89-real;90a-real;100-real;120-real;120-virtual"
+UNKNOWN = "80-real;80-virtual"  # what runs on every GPU
 BROKEN = "echo 'unsupported GNU version' >&2; exit 1"
 
 
@@ -141,7 +145,7 @@ def test_the_order_in_which_a_compiler_is_looked_for(machine: Machine) -> None:
 @pytest.mark.parametrize(
     ("gpus", "known", "archs"),
     [
-        ([], KNOWN, RELEASE),
+        ([], KNOWN, UNKNOWN),
         (["9.0", "9.0"], KNOWN, "90a-real"),
         (["8.0"], KNOWN, "80-real"),
         (["8.9", "10.0"], KNOWN, "89-real;100-real"),
@@ -151,8 +155,8 @@ def test_the_order_in_which_a_compiler_is_looked_for(machine: Machine) -> None:
         # a compiler that does not know the GPU yet: PTX of the newest
         (["13.0"], KNOWN, "121-virtual"),
         (["12.0"], "80 86 89 90", "90-virtual"),
-        ([], "80 86 89 90", "80-real;86-real;89-real;90a-real;90-virtual"),
-        ([], "", RELEASE),  # clang++ says nothing
+        ([], "80 86 89 90", UNKNOWN),
+        ([], "", UNKNOWN),  # clang++ says nothing
     ],
 )
 def test_architectures_are_those_of_the_gpus(
@@ -172,6 +176,120 @@ def test_architectures_are_those_of_the_gpus(
     assert code == 0, said
     assert said.startswith(f"archs: {archs}. why: "), said
     assert ("7.5" in said) == (gpus == ["7.5"])
+
+
+SUMMARY = """
+set(HOT_CUDA_BUILT {cuda})
+set(HOT_WGMMA_BUILT {wgmma})
+set(hot_cuda_why "no CUDA compiler")
+set(hot_wgmma_why "90a is not among the architectures")
+set(CMAKE_CUDA_ARCHITECTURES {archs})
+set(hot_archs_why "for a reason")
+include(HotCudaFind)
+include(HotSummary)
+hot_build_summary(text 2)
+message("for two: ${{text}}")
+"""
+
+
+def minutes(said: str) -> int:
+    return int(re.findall(r"This takes \d+ to (\d+) minutes on", said)[-1])
+
+
+def test_the_summary_says_what_is_built_how_long_and_the_switch(machine: Machine) -> None:
+    code, said = machine.configure(SUMMARY.format(cuda="OFF", wgmma="OFF", archs=""))
+    assert code == 0, said
+    assert "-- hotcore: building for the CPU alone (no CUDA compiler). This takes" in said
+    said = said.partition("for two: ")[2]
+    assert "on 2 cores. To change it: HOT_CUDA=ON" in said
+    cpu = minutes(said)
+
+    code, said = machine.configure(
+        SUMMARY.format(cuda="ON", wgmma="OFF", archs="80-real 80-virtual")
+    )
+    said = said.partition("for two: ")[2]
+    assert "the CPU and CUDA, architectures 80-real, 80-virtual (for a reason), without" in said
+    assert "90a is not among the architectures" in said
+    for switch in ("CUDAARCHS=90a-real", f'CUDAARCHS="{RELEASE}"', "HOT_CUDA=OFF"):
+        assert switch in said
+    two = minutes(said)
+    _, said = machine.configure(SUMMARY.format(cuda="ON", wgmma="OFF", archs="80"))
+    assert minutes(said.partition("for two: ")[2]) == two  # the short form of the same
+
+    _, said = machine.configure(SUMMARY.format(cuda="ON", wgmma="ON", archs=f'"{RELEASE}"'))
+    said = said.partition("for two: ")[2]
+    assert "with the wgmma kernels" in said
+    assert cpu < two < minutes(said)
+
+
+@pytest.mark.parametrize("by_pip", [True, False])
+def test_a_build_by_pip_says_it_on_the_terminal(machine: Machine, by_pip: bool) -> None:
+    # As pip runs CMake: what it prints goes to pip, but the terminal is still the person's.
+    if by_pip:
+        machine.options["SKBUILD"] = "2"
+    source = machine.root / "source"
+    process, terminal = pty.fork()
+    if process == 0:
+        code = 1
+        try:
+            code, said = machine.configure(SUMMARY.format(cuda="OFF", wgmma="OFF", archs=""))
+            (source / "said").write_text(said)
+        finally:
+            os._exit(code)
+    shown = b""
+    try:
+        while piece := os.read(terminal, 4096):
+            shown += piece
+    except OSError:  # EIO: its other end was closed
+        pass
+    assert os.waitpid(process, 0)[1] == 0
+    os.close(terminal)
+    line = b"hotcore: building for the CPU alone (no CUDA compiler). This takes"
+    assert (line in shown) == by_pip
+    assert line.decode() in (source / "said").read_text()
+
+
+def test_a_machine_without_a_compiler(machine: Machine) -> None:
+    program(machine.bin / "make", "exit 1")  # only looked for
+    machine.environment["PATH"] = str(machine.bin)
+    machine.options |= {"CMAKE_FIND_USE_CMAKE_SYSTEM_PATH": "OFF", "HOT_CUDA": "OFF"}
+    code, said = machine.cmake("-S", ROOT, "-B", machine.root / "build", "-G", "Unix Makefiles")
+    assert code != 0
+    assert "hotcore: no C++ compiler was found" in said and "apt-get install g++" in said
+    assert "CMAKE_CXX_COMPILER" not in said  # none of CMake's own words for it
+
+
+def test_a_compiler_that_is_too_old(machine: Machine) -> None:
+    code, said = machine.configure(
+        "set(CMAKE_CXX_COMPILER_FORCED ON)\nset(CMAKE_CXX_COMPILER_ID GNU)\n"
+        "set(CMAKE_CXX_COMPILER_VERSION 10.2.1)\nset(CMAKE_CXX_COMPILER /usr/bin/true)\n"
+        "macro(enable_language)\nendmacro()\ninclude(HotCompiler)"
+    )
+    assert code != 0
+    assert "GCC 10.2.1 (/usr/bin/true)" in said and "GCC 11 or newer is needed" in said
+
+
+def test_a_python_without_headers(machine: Machine) -> None:
+    if not shutil.which("c++"):
+        pytest.skip("needs a C++ compiler")
+    (machine.root / "include").mkdir()
+    machine.options |= {
+        "Python_EXECUTABLE": sys.executable,
+        "Python_INCLUDE_DIR": machine.root / "include",  # as scikit-build-core says it
+        "HOT_CUDA": "OFF",
+        "HOT_BUILD_PYTHON": "ON",
+        "HOT_BUILD_TESTS": "OFF",
+    }
+    make = shutil.which("make") or shutil.which("ninja")
+    if make is None:
+        pytest.skip("needs make or ninja")
+    kind = "Ninja" if make.endswith("ninja") else "Unix Makefiles"
+    machine.options["CMAKE_MAKE_PROGRAM"] = make
+    code, said = machine.cmake("-S", ROOT, "-B", machine.root / "build", "-G", kind)
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    assert code != 0
+    assert f"hotcore: the headers of Python {version}" in said
+    assert f"apt-get install python{version}-dev" in said
 
 
 CUTLASS = """

@@ -113,42 +113,49 @@ def no_torch_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_info_has_a_verdict_for_each_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     smi(tmp_path, monkeypatch, ["NVIDIA H200, 9.0", "Tesla T4, 7.5", "NVIDIA L4, 8.9"])
     monkeypatch.setattr(info, "_core", fake := FakeCore([], PAIR, wgmma=True))
-    facts = info._gpus()
+    facts = info.table(info.collect())
     assert facts["GPUs"] == "3, by nvidia-smi"
     assert facts["GPU 0"].startswith("NVIDIA H200: ok: ") and "wgmma" in facts["GPU 0"]
     assert facts["GPU 1"].startswith("Tesla T4: cannot be used: ")
     assert facts["GPU 2"].startswith("NVIDIA L4: ok: ")
-    assert (info._wgmma(), "tested on an H200" in info._cuda_tested()) == ("yes", True)
+    assert facts["CUDA architectures"] == "80-real, 90a-real"
+    assert facts["wgmma kernels"] == "yes" and "sm_90a: tested on an H200" in facts["of these"]
 
     fake.cuda_wgmma = lambda: False
-    assert info._gpus()["GPU 0"].startswith("NVIDIA H200: usable, but slower than it could be: ")
-    assert info._wgmma().startswith("no (")
-    assert "sm_90a: tested" not in info._cuda_tested()
+    facts = info.table(info.collect())
+    assert facts["GPU 0"].startswith("NVIDIA H200: usable, but slower than it could be: ")
+    assert facts["wgmma kernels"].startswith("no (")
+    assert "sm_90a: tested" not in facts["of these"]
 
     fake.built_with_cuda = lambda: False
-    facts = info._gpus()
+    facts = info.table(info.collect())
     for gpu in ("GPU 0", "GPU 2"):
         assert "cannot be used" in facts[gpu] and "HOT_CUDA=ON" in facts[gpu]
 
 
 def test_info_says_what_the_runtime_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(info, "_core", fake := FakeCore([(9, 0)], PAIR, wgmma=True))
-    assert info._runtime() == "finds GPUs"
+    assert info.table(info.collect())["CUDA runtime"] == "finds GPUs"
 
     def none(device: int) -> tuple[str, str]:
         raise ValueError("this process sees 0 CUDA device(s): the driver is too old")
 
     fake.__dict__["cuda_device_verdict"] = none
-    assert info._runtime().endswith("sees 0 CUDA device(s): the driver is too old")
+    said = "this process sees 0 CUDA device(s): the driver is too old"
+    assert info.collect()["cuda_error"] == said
+    assert info.table(info.collect())["CUDA runtime"] == f"finds no GPU: {said}"
     fake.built_with_cuda = lambda: False
-    assert info._runtime() == "none"
+    assert info.collect()["cuda_error"] is None
+    assert info.table(info.collect())["CUDA runtime"] == "none"
 
 
 @pytest.mark.usefixtures("no_torch_gpus")
 def test_info_says_what_nvidia_smi_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     smi(tmp_path, monkeypatch, ["Failed to initialize NVML"], code=9)
     found = info.collect()
-    assert "unknown (RuntimeError: nvidia-smi: Failed to initialize NVML" in found["GPUs"]
+    assert found["gpus"] == {"error": "RuntimeError: nvidia-smi: Failed to initialize NVML"}
+    said = "unknown (RuntimeError: nvidia-smi: Failed to initialize NVML)"
+    assert info.table(found)["GPUs"] == said
 
 
 @pytest.mark.usefixtures("no_torch_gpus")
@@ -159,6 +166,10 @@ def test_info_prints_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     facts: dict[str, Any] = json.loads(done.stdout)
-    assert facts["GPUs"] == "1, by nvidia-smi"
-    assert facts["GPU 0"] == f"NVIDIA H200: {info.verdict(9, 0)}"
-    assert list(facts).index("GPU 0") == list(facts).index("GPUs") + 1
+    (gpu,) = facts["gpus"]
+    assert (gpu["name"], gpu["compute_capability"]) == ("NVIDIA H200", [9, 0])
+    assert (gpu["source"], gpu["level"]) == ("nvidia-smi", "full" if _core.cuda_wgmma() else "none")
+    rows = info.table(facts)
+    assert rows["GPUs"] == "1, by nvidia-smi"
+    assert rows["GPU 0"] == f"NVIDIA H200: {info.verdict(9, 0)}"
+    assert list(rows).index("GPU 0") == list(rows).index("GPUs") + 1

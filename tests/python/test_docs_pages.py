@@ -91,3 +91,25 @@ def test_drawings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     for file, make in draw.DRAWINGS.items():
         assert text_of(ROOT / "docs/img" / file) == make().svg()
+
+
+# The page of a package, and what a reader looks for first.
+API = {
+    "docs/api/hotcore.rst": ("python/hotcore/__init__.py", "backward_linear"),
+    "docs/api/torch.rst": ("python/hotcore/torch/__init__.py", "convert"),
+    "docs/api/jax.rst": ("python/hotcore/jax/__init__.py", "linear"),
+}
+
+
+@pytest.mark.parametrize("page", API)
+def test_api_pages_name_what_is_public(page: str) -> None:
+    """Each public name once, by use and not by the alphabet."""
+    module, first = API[page]
+    (names,) = re.findall(r"^__all__ = \[(.*?)\]", text_of(ROOT / module), re.M | re.S)
+    public = set(re.findall(r'"(\w+)"', names)) - {"__version__"}
+    if page != "docs/api/hotcore.rst":
+        assert "HotConfig" in public  # hotcore's, which has an entry there
+        public.remove("HotConfig")
+    shown = re.findall(r"^\.\. auto(?:function|class):: (\w+)$", text_of(ROOT / page), re.M)
+    assert shown[0] == first
+    assert sorted(shown) == sorted(public)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -56,3 +57,51 @@ def test_public_headers_include_no_framework() -> None:
     for path in headers:
         strangers = re.compile(r"cuda|torch|Python|nanobind|ATen")
         assert not [name for name in includes_of(path) if strangers.search(name)], path
+
+
+# Folders that pytest or a script puts on the path, or whose parent it does.
+PYTHON = ("tests", "benchmarks", "examples")
+
+
+def top_level_names() -> set[str]:
+    """The first word of every import in Python files there, functions' and strings' included."""
+    found: set[str] = set()
+    for folder in PYTHON:
+        for path in (ROOT / folder).rglob("*.py"):
+            text = path.read_text(encoding="utf-8")
+            words = re.findall(r"^\s*(?:from|import) (\w+)", text, re.MULTILINE)
+            found |= {*words, *re.findall(r"(?:importorskip|import_module)\(\s*\"(\w+)", text)}
+    return found
+
+
+def strangers(names: set[str]) -> set[str]:
+    """Those of ``names`` that are no files or packages of these folders."""
+    own = {path.stem for folder in PYTHON for path in (ROOT / folder).rglob("*.py")}
+    own |= {path.parent.name for folder in PYTHON for path in (ROOT / folder).rglob("__init__.py")}
+    others = {"torch", "numpy", "jax", "transformers", "timm", "peft", "hotcore"}
+    return (names - own) | others | (names & sys.stdlib_module_names)
+
+
+def found_instead(folder: Path, names: set[str]) -> list[str]:
+    """What lies in a folder under the name of another's package, and is found in its place.
+
+    A folder without ``__init__.py`` is a namespace package, which Python takes where it finds
+    nothing else: ``tests/torch`` passed for torch where torch was not installed.
+    """
+    return sorted(
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*")
+        if (path.is_dir() and path.name in names) or (path.suffix == ".py" and path.stem in names)
+    )
+
+
+def test_nothing_is_imported_in_a_packages_place(tmp_path: Path) -> None:
+    names = strangers(top_level_names())
+    assert {"torch", "numpy", "pytest", "hotcore", "subprocess", "sklearn"} <= names
+    assert not {"support", "rivals", "models", "c_api"} & names  # their own, imported on purpose
+    for folder in PYTHON:
+        assert found_instead(ROOT / folder, names) == [], folder
+    for there in ("torch", "deep/torch", "jax"):
+        (tmp_path / there).mkdir(parents=True)
+    (tmp_path / "pytest.py").touch()
+    assert found_instead(tmp_path, names) == ["deep/torch", "jax", "pytest.py", "torch"]

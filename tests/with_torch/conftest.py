@@ -1,14 +1,15 @@
-"""Shared by the torch tests."""
+"""Shared by the torch tests; without torch the whole folder is skipped."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-import hotcore.torch as hot
 import numpy as np
 import pytest
-import torch
-from hotcore.torch import _compat, ops
+
+torch = pytest.importorskip("torch")
+import hotcore.torch as hot  # noqa: E402  (after the skip)
+from hotcore.torch import _compat, ops  # noqa: E402  (after the skip)
 
 
 @pytest.fixture

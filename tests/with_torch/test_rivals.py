@@ -55,6 +55,20 @@ class Net(nn.Module):
         return self.norm(tokens + self.down(F.gelu(self.up(tokens)))).mean(1)
 
 
+class OneBit(rivals.Method):
+    """The method of docs/dev/rivals.md: signs of g_y, with one scale a token; x in a byte."""
+
+    def gx_operands(self, gy: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        return gy.sign() * gy.abs().mean(-1, keepdim=True), w
+
+    def keep(self, x: Tensor) -> tuple[Tensor, ...]:
+        codes, scale = quantizers.int_codes(x, 8)
+        return codes.to(torch.int8), scale
+
+    def unkeep(self, kept: tuple[Tensor, ...], shape: torch.Size) -> Tensor:
+        return kept[0].float() * kept[1]
+
+
 def everything(module: nn.Module, name: str) -> bool:
     return True
 
@@ -125,6 +139,22 @@ def test_drop_in(method: str) -> None:
         assert cosine > 0.3, (name, cosine)
     model.eval()
     torch.testing.assert_close(model(x), plain.eval()(x), rtol=0, atol=0)
+
+
+def test_a_method_of_ones_own() -> None:
+    model = Net()
+    done = rivals.convert(model, OneBit(), everything)
+    assert (done.method, done.names, done.left) == ("OneBit", ("conv", "up", "down"), {})
+    tokens = torch.randn(2, 16, 128, requires_grad=True)
+    gy = torch.randn(2, 16, 64)
+    model.down(tokens).backward(gy)
+    signs = gy.sign() * gy.abs().mean(-1, keepdim=True)
+    torch.testing.assert_close(tokens.grad, signs @ model.down.weight)
+    exact = gy.flatten(0, 1).T @ tokens.detach().flatten(0, 1)
+    error = (model.down.weight.grad - exact).norm() / exact.norm()
+    assert 1e-4 < error < 0.02  # x came from its byte
+    model(torch.randn(4, 3, 8, 8)).sum().backward()
+    assert type(hot.revert(model).down) is nn.Linear
 
 
 @pytest.mark.parametrize("method", [m for m in SIMULATED if m not in ("authors_hot", "actnn_2bit")])
@@ -216,6 +246,12 @@ def test_same_layers_as_hotcore() -> None:
         assert type(fresh[0]) is hot.HotLinear and fresh[0].config.name == name
     with pytest.raises(ValueError, match="method: 'best' is none of fp32"):
         rivals.convert(model, "best")
+    with pytest.raises(ValueError, match="method: 0.5 is none of fp32.*and no CustomBackward"):
+        rivals.convert(Net(), 0.5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="the class OneBit; make an object of it first"):
+        rivals.convert(Net(), OneBit)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="OneBit: settings are for methods by name"):
+        rivals.convert(Net(), OneBit(), rank=8)
     with pytest.raises(ValueError, match="takes none"):
         rivals.convert(nn.Sequential(nn.Conv2d(64, 64, 3, padding="same")), "luq", everything)
 

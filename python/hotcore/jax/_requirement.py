@@ -1,18 +1,27 @@
 """Imported first: raises an error that says what is missing, JAX or this build's handlers."""
 
+import importlib.util
+
 _OLDEST = (0, 10)
-_NEEDED = "hotcore.jax needs jax 0.10 or newer: pip install 'hotcore[jax]'"
+_NEEDED = "hotcore.jax needs jax 0.10 or newer: pip install 'jax>=0.10'"
+_HANDLERS = (
+    "this build of hotcore has no handlers for XLA, since it was made without XLA's headers. In a "
+    "checkout of hotcore: HOT_JAX=ON pip install '.[jax]' (docs/jax.md)"
+)
+
+
+def _also() -> str:
+    """What else is missing, so that nobody learns it by a second import."""
+    return "" if importlib.util.find_spec("hotcore._jax_ffi") else f"; and {_HANDLERS}"
+
 
 try:
     import jax
 except ModuleNotFoundError as error:
-    raise ImportError(_NEEDED) from error
+    raise ImportError(_NEEDED + _also()) from error
 if jax.__version_info__ < _OLDEST:
-    raise ImportError(f"{_NEEDED} (jax is {jax.__version__})")
+    raise ImportError(f"{_NEEDED} (jax is {jax.__version__}){_also()}")
 try:
     from .. import _jax_ffi  # noqa: F401
 except ModuleNotFoundError as error:
-    raise ImportError(
-        "hotcore.jax: this build of hotcore has no handlers for XLA, since it was made without "
-        "XLA's headers. In a checkout of hotcore: HOT_JAX=ON pip install . (docs/jax.md)"
-    ) from error
+    raise ImportError(f"hotcore.jax: {_HANDLERS}") from error

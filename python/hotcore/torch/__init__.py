@@ -12,6 +12,7 @@ from .calibrate import calibrate
 from .compress_saved import Compression, compress_saved
 from .compute import ComputeReport, LayerCompute, compute_report
 from .convert import convert, revert
+from .custom import CustomBackward, Replaced
 from .freeze import FreezeReport, freeze_int8, thaw
 from .frozen import FrozenWeight, HotFrozenLinear
 from .functional import conv2d, linear
@@ -32,6 +33,7 @@ __all__ = [
     "ComputeReport",
     "ConversionReport",
     "Converted",
+    "CustomBackward",
     "FreezeReport",
     "FrozenWeight",
     "HotConfig",
@@ -48,6 +50,7 @@ __all__ = [
     "Plan",
     "PrecisionSchedule",
     "Recomputed",
+    "Replaced",
     "Skipped",
     "autotune",
     "calibrate",

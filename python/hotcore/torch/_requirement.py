@@ -1,8 +1,14 @@
-"""Imported before anything else here: says what to install where there is no torch."""
+"""Imported before anything else here: says what to install where torch is missing or too old."""
+
+import re
+
+_OLDEST = (2, 6)
+_NEEDED = "hotcore.torch needs torch 2.6 or newer: pip install 'torch>=2.6'"
 
 try:
-    import torch  # noqa: F401
+    import torch
 except ModuleNotFoundError as error:
-    raise ImportError(
-        "hotcore.torch needs torch 2.6 or newer, the extra hotcore[torch]: pip install 'torch>=2.6'"
-    ) from error
+    raise ImportError(_NEEDED) from error
+_found = re.match(r"(\d+)\.(\d+)", str(torch.__version__))
+if _found and (int(_found[1]), int(_found[2])) < _OLDEST:
+    raise ImportError(f"{_NEEDED} (torch is {torch.__version__}, in {torch.__file__})")

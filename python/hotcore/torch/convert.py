@@ -17,6 +17,7 @@ from ..config import ConfigLike, HotConfig, HotConfigFields, as_config
 from ..saved import saved_layout
 from . import gains, probe, selection, unconverted, weight_codes
 from .conv import settings
+from .custom import CustomBackward
 from .frozen import FrozenModule, tie
 from .modules import HotModule, is_pointwise
 from .report import ConversionReport, Converted, Skipped, listed, pattern_of
@@ -178,6 +179,8 @@ def convert(
 def revert(model: nn.Module) -> nn.Module:
     """Turn every HOT module back into its plain class, in place; return the model.
 
+    So are layers with a :class:`CustomBackward`.
+
     Raises ValueError if a HOT module has become a subclass in the meantime (a parametrisation,
     ``fully_shard``): undo that first.
     """
@@ -194,6 +197,7 @@ def revert(model: nn.Module) -> nn.Module:
     plain = {module: module.to_plain() for _, module in found}
     frozen = [(m.weight_codes, new) for m, new in plain.items() if isinstance(m, FrozenModule)]
     tie(frozen)
+    CustomBackward.revert(model)
     return _replace(model, plain)
 
 

@@ -1,0 +1,17 @@
+# Enables the language CXX. CMake's own words for a machine without a compiler, or with one that is too
+# old, name no package; these do. Included, not called: enable_language must run at directory scope.
+
+set(hot_install_compiler "Debian, Ubuntu: apt-get install g++; Fedora, RHEL: dnf install gcc-c++; \
+conda: conda install cxx-compiler. Another one: CXX=/path/to/compiler")
+if(NOT CMAKE_CXX_COMPILER AND "$ENV{CXX}" STREQUAL "")
+  find_program(hot_compiler NAMES c++ CC g++ clang++ icpx nvc++ NO_CACHE)  # CMake's candidates
+  if(NOT hot_compiler)
+    message(FATAL_ERROR "hotcore: no C++ compiler was found (c++, g++, clang++). "
+      "${hot_install_compiler}")
+  endif()
+endif()
+enable_language(CXX)
+if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 11)
+  message(FATAL_ERROR "hotcore: GCC ${CMAKE_CXX_COMPILER_VERSION} (${CMAKE_CXX_COMPILER}) stops with "
+    "an internal error; GCC 11 or newer is needed. ${hot_install_compiler}")
+endif()

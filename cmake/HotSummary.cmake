@@ -1,0 +1,61 @@
+# Says what is built, for how long, and which switch changes it, before the build starts. pip shows
+# nothing of a build that succeeds, so a build by pip says it on the terminal, where there is one, too.
+
+# Seconds of a fast core: the CPU backend with the Python module, the CUDA files for one architecture
+# (machine code or PTX), the wgmma kernels. Measured with GCC 12 and nvcc 13.0; slow or shared cores
+# take up to four times as long.
+set(hot_seconds_cpu 60)
+set(hot_seconds_arch 75)
+set(hot_seconds_wgmma 480)
+
+# The text for this configuration: HOT_CUDA_BUILT, HOT_WGMMA_BUILT, CMAKE_CUDA_ARCHITECTURES and the
+# reasons hot_cuda_why, hot_archs_why, hot_wgmma_why.
+function(hot_build_summary text cores)
+  set(seconds ${hot_seconds_cpu})
+  if(HOT_CUDA_BUILT)
+    list(JOIN CMAKE_CUDA_ARCHITECTURES ", " archs)
+    foreach(arch IN LISTS CMAKE_CUDA_ARCHITECTURES)
+      math(EXPR seconds "${seconds} + ${hot_seconds_arch}")
+      if(NOT arch MATCHES "-")  # CMake's short form for machine code and PTX
+        math(EXPR seconds "${seconds} + ${hot_seconds_arch}")
+      endif()
+    endforeach()
+    set(wgmma "without the wgmma kernels of CUTLASS (${hot_wgmma_why})")
+    if(HOT_WGMMA_BUILT)
+      math(EXPR seconds "${seconds} + ${hot_seconds_wgmma}")
+      set(wgmma "with the wgmma kernels of CUTLASS")
+    endif()
+    set(what "the CPU and CUDA, architectures ${archs} (${hot_archs_why}), ${wgmma}")
+    set(switch "CUDAARCHS=90a-real is for an H100 or H200, 86-real, 89-real, 100-real, 120-real for \
+others, CUDAARCHS=\"${hot_release_archs}\" for all; HOT_CUDA=OFF leaves CUDA out")
+  else()
+    set(what "the CPU alone (${hot_cuda_why})")
+    set(switch "HOT_CUDA=ON makes it an error where CUDA cannot be built")
+  endif()
+  math(EXPR least "(${seconds} / ${cores} + 59) / 60")
+  math(EXPR most "(4 * ${seconds} / ${cores} + 59) / 60")
+  set(on "${cores} cores")
+  if(cores EQUAL 1)
+    set(on "one core")
+  endif()
+  set(${text} "hotcore: building for ${what}. This takes ${least} to ${most} minutes on ${on}. To change it: \
+${switch} (docs/quickstart.md)." PARENT_SCOPE)
+endfunction()
+
+# sh, since CMake itself cannot open a terminal. A build in the background may write there, too,
+# instead of being stopped (TTOU), and one without a terminal says nothing.
+function(hot_tell_terminal text)
+  if(NOT DEFINED hot_terminal)
+    set(hot_terminal /dev/tty)
+  endif()
+  execute_process(
+    COMMAND sh -c "trap '' TTOU; printf '\\n%s\\n' \"$1\" > \"$2\"" sh "${text}" "${hot_terminal}"
+    OUTPUT_QUIET ERROR_QUIET RESULT_VARIABLE ignored TIMEOUT 5)
+endfunction()
+
+cmake_host_system_information(RESULT hot_cores QUERY NUMBER_OF_LOGICAL_CORES)
+hot_build_summary(hot_summary ${hot_cores})
+message(STATUS "${hot_summary}")
+if(SKBUILD)
+  hot_tell_terminal("${hot_summary}")
+endif()

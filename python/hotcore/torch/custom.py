@@ -1,0 +1,348 @@
+"""A backward of one's own in linear and convolution layers: :class:`CustomBackward`.
+
+Plain torch, for trying an idea: nothing here is fast. The rivals of the benchmarks
+(``benchmarks/rivals``) are such classes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .modules import HotModule
+from .selection import Filter, candidates, why_plain
+
+Kept = tuple[Tensor, ...]
+
+
+class Replaced(NamedTuple):
+    """What :meth:`CustomBackward.convert` did."""
+
+    names: tuple[str, ...]
+    """Layers that have the backward now."""
+    left: dict[str, str]
+    """The other layers, each with the reason."""
+
+
+class CustomBackward:
+    """The exact backward of a linear layer; a subclass replaces the parts that it changes.
+
+    Operands are samples of tokens in float32 (float64 for a layer of float64): x ``[B, T, I]``, g_y
+    ``[B, T, O]``, w ``[O, I]``. A linear layer's samples are its first axis, its tokens all others
+    but the last. A convolution is unfolded: its tokens are the output pixels, its features the
+    values of a window. g_b is torch's own sum of g_y.
+
+    ::
+
+        class Rounded(hot.CustomBackward):
+            def gx_operands(self, gy, w):
+                return my_quantiser(gy), my_quantiser(w)
+
+        print(Rounded().convert(model).names)
+
+    Methods run under ``no_grad`` and without autocast. Results are checked: shapes, not values.
+    """
+
+    elementwise: ClassVar[bool] = True
+    """Whether what is kept of x stands for x, value by value; False: for a projection of its
+    tokens. Of a convolution the first keeps the pixels, the second the unfolded pixels."""
+
+    in_eval: bool = False
+    """Whether eval mode multiplies :meth:`forward_operands`, too; False: it is plain."""
+
+    # ---- what a subclass may replace ----
+
+    def forward_operands(self, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        """What the forward pass multiplies, in the dtypes of the call; x is kept after it."""
+        return x, w
+
+    def on_grid(self, grid: tuple[int, int]) -> CustomBackward:
+        """The backward for tokens that are the pixels of an output of this height and width."""
+        return self
+
+    def keep(self, x: Tensor) -> Kept:
+        """What is kept of x ``[B, T, I]`` until backward."""
+        return (x,)
+
+    def unkeep(self, kept: Kept, shape: torch.Size) -> Tensor:
+        """Stand-in for x, of x's shape (:attr:`elementwise`), or its projection ``[B, T', I]``."""
+        return kept[0]
+
+    def gw_gradient(self, gy: Tensor) -> Tensor:
+        """Stand-in for g_y ``[B, T, O]`` in g_w, of as many tokens as :meth:`unkeep` has."""
+        return gy
+
+    def gx_operands(self, gy: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        """Stand-ins for g_y and w in g_x."""
+        return gy, w
+
+    def g_x(self, gy: Tensor, w: Tensor) -> Tensor:
+        """``g_y w``, ``[B, T, I]``."""
+        left, right = self.gx_operands(gy, w)
+        return left @ right
+
+    def g_w(self, gy: Tensor, x: Tensor) -> Tensor:
+        """``g_y^T x`` summed over the samples, ``[O, I]``; x as :meth:`unkeep` gives it."""
+        gy = self.gw_gradient(gy)
+        if gy.shape[:2] != x.shape[:2]:  # einsum would repeat a single token
+            raise ValueError(
+                f"{type(self).__name__}.gw_gradient: shape {tuple(gy.shape)}; what unkeep gives "
+                f"of x has {tuple(x.shape)}: other samples or tokens"
+            )
+        return torch.einsum("bto,bti->oi", gy, x)
+
+    # ---- what a user calls ----
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """``x weight^T + bias`` with this backward.
+
+        Args:
+            x: ``[..., I]``.
+            weight: ``[O, I]``.
+            bias: ``[O]``, or None.
+
+        Returns:
+            ``[..., O]`` in x's dtype, under autocast in autocast's.
+
+        Raises:
+            ValueError: shapes do not fit; in backward, a method gave another shape than it says.
+            RuntimeError: in backward, gradients of gradients are asked for.
+        """
+        if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
+            raise ValueError(
+                f"x: shape {tuple(x.shape)}; weight {tuple(weight.shape)} wants [..., "
+                f"{weight.shape[-1]}]"
+            )
+        x, weight = _cast(x, weight)
+        if not x.numel() or not weight.numel():
+            return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
+        samples = x.reshape((1,) * max(0, 3 - x.dim()) + x.shape).flatten(1, -2)
+        y = _run(samples, weight, self, None).reshape(*x.shape[:-1], len(weight))
+        return y if bias is None else y + bias.to(y.dtype)
+
+    def convert(self, model: nn.Module, filter_fn: Filter | None = None) -> Replaced:
+        """Give a model's layers this backward in training mode, in place.
+
+        ``nn.Linear`` and ``nn.Conv2d`` of one group are taken. Modules and Parameters stay the same
+        objects; eval mode is plain. A layer that has another CustomBackward gets this one.
+        ``torch.compile`` traces the methods.
+
+        Args:
+            model: a model without HOT layers (:func:`hotcore.torch.revert`).
+            filter_fn: called with a layer and its name: whether to take it. None: the layers that
+                :func:`hotcore.torch.convert` takes.
+
+        Returns:
+            The names of the layers, and of those that were left, with the reasons.
+
+        Raises:
+            ValueError: no layer was taken, or the model has HOT layers.
+        """
+        layers = candidates(model)
+        hot = [name or "(root)" for name, module in layers if isinstance(module, HotModule)]
+        if hot:
+            raise ValueError(f"model: {hot[0]} runs HOT; hotcore.torch.revert(model) comes first")
+        fresh = [row for row in layers if not isinstance(row[1], _Custom)]
+        left = why_plain(model, fresh, filter_fn)
+        for name, module in layers:
+            if isinstance(module, _Custom):
+                if filter_fn is not None and not filter_fn(module, name):
+                    left[name] = "left out by filter_fn"
+            elif why := _why_not(module):
+                left.setdefault(name, why)
+        taken = tuple(name for name, _ in layers if name not in left)
+        if not taken:
+            raise ValueError(f"model: {type(self).__name__} takes none of its layers: {left}")
+        for name in taken:
+            layer: Any = model.get_submodule(name)
+            if not isinstance(layer, _Custom):
+                layer.__class__ = CustomLinear if type(layer) is nn.Linear else CustomConv2d
+            layer.method = self
+        return Replaced(taken, left)
+
+    @staticmethod
+    def revert(model: nn.Module) -> nn.Module:
+        """Make every layer with a CustomBackward plain again, in place; return the model."""
+        for module in model.modules():
+            if isinstance(module, _Custom):
+                vars(module).pop("method")
+                module.__class__ = type(module).__mro__[2]
+        return model
+
+
+class _Custom:
+    """Base of the layers that have a CustomBackward; ``method`` is in their ``__dict__``."""
+
+    method: CustomBackward
+
+    def extra_repr(self) -> str:
+        """The plain layer's, and the name of the class."""
+        own: str = super().extra_repr()  # type: ignore[misc]  # nn.Module's
+        return f"{own}, method={type(self.method).__name__}"
+
+
+class CustomLinear(_Custom, nn.Linear):
+    """``nn.Linear`` with a :class:`CustomBackward`; eval mode is plain without ``in_eval``."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``[..., I]`` to ``[..., O]``."""
+        if not (self.training or self.method.in_eval):
+            return super().forward(input)
+        return self.method.linear(input, self.weight, self.bias)
+
+
+class CustomConv2d(_Custom, nn.Conv2d):
+    """``nn.Conv2d`` of one group, as :class:`CustomLinear`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``[N, C, H, W]`` to ``[N, O, H', W']``, or without the first axis."""
+        if not (self.training or self.method.in_eval) or not input.numel():
+            return super().forward(input)
+        if input.dim() == 3:
+            return self.forward(input.unsqueeze(0)).squeeze(0)
+        windows = _Windows(self)
+        input, weight = _cast(input, self.weight.flatten(1))
+        grid = self.output_size(input)
+        y = _run(input, weight, self.method.on_grid(grid), windows)
+        y = y.mT.reshape(len(input), self.out_channels, *grid)
+        return y if self.bias is None else y + self.bias.view(-1, 1, 1).to(y.dtype)
+
+    def output_size(self, input: Tensor) -> tuple[int, int]:
+        """Height and width of the output."""
+        assert not isinstance(self.padding, str)
+        height, width = (
+            (
+                input.shape[2 + i]
+                + 2 * self.padding[i]
+                - self.dilation[i] * (self.kernel_size[i] - 1)
+                - 1
+            )
+            // self.stride[i]
+            + 1
+            for i in range(2)
+        )
+        return height, width
+
+
+def _why_not(layer: nn.Module) -> str:
+    if "forward" in vars(layer):  # which would be called, whatever the class
+        return "it has a forward of its own (a hook's or a patch's)"
+    if type(layer) is nn.Linear:
+        return ""
+    if type(layer) is not nn.Conv2d:
+        return f"a {type(layer).__name__}; nn.Linear and nn.Conv2d are taken"
+    if layer.padding_mode != "zeros" or isinstance(layer.padding, str):
+        return f"padding {layer.padding!r}, {layer.padding_mode}; numbers and zeros are taken"
+    return ""
+
+
+class _Windows:
+    """A convolution's unfolding: ``[N, C, H, W]`` to ``[N, Ho Wo, C kh kw]`` and back."""
+
+    def __init__(self, conv: nn.Conv2d) -> None:
+        assert not isinstance(conv.padding, str)
+        self._sizes: dict[str, Any] = {
+            "kernel_size": conv.kernel_size,
+            "dilation": conv.dilation,
+            "padding": conv.padding,
+            "stride": conv.stride,
+        }
+
+    def unfold(self, image: Tensor) -> Tensor:
+        return F.unfold(image, **self._sizes).mT
+
+    def fold(self, columns: Tensor, shape: torch.Size) -> Tensor:
+        return F.fold(columns.mT, tuple(shape[2:]), **self._sizes)
+
+
+def _cast(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """As autocast casts the operands of a product."""
+    if not torch.is_autocast_enabled(x.device.type):
+        return x, w
+    dtype = torch.get_autocast_dtype(x.device.type)
+    return x.to(dtype), w.to(dtype)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """The precision that the methods compute in."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _shaped(found: Tensor, expected: tuple[int, ...], method: CustomBackward, name: str) -> Tensor:
+    # autograd would sum a larger gradient to the shape that it wants.
+    if tuple(found.shape) != tuple(expected):
+        raise ValueError(
+            f"{type(method).__name__}.{name}: shape {tuple(found.shape)}; expected "
+            f"{tuple(expected)}"
+        )
+    return found
+
+
+def _run(x: Tensor, w: Tensor, method: CustomBackward, windows: _Windows | None) -> Tensor:
+    with torch.autocast(x.device.type, enabled=False):
+        y: Tensor = _Backward.apply(x, w, method, windows)  # type: ignore[no-untyped-call]  # so in torch
+    return y
+
+
+class _Backward(torch.autograd.Function):
+    """The product of x ``[B, T, I]`` and w, and a method's backward.
+
+    With ``windows`` x is an image ``[N, C, H, W]``, to be unfolded.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, w: Tensor, method: CustomBackward, windows: _Windows | None
+    ) -> Tensor:
+        ctx.method, ctx.windows, ctx.dtypes = method, windows, (x.dtype, w.dtype)
+        image, x = x, x if windows is None else windows.unfold(x)
+        left, right = method.forward_operands(x, w)
+        y = (left @ right.t()).to(x.dtype)
+        _shaped(y, (*x.shape[:2], w.shape[0]), method, "forward_operands: product")
+        kept: Kept = ()
+        if ctx.needs_input_grad[1]:
+            pixels = windows is not None and method.elementwise
+            source = image.flatten(2).mT if pixels else x
+            ctx.shape = source.shape
+            # x itself, where that is what is kept, and no copy of it: others may keep it, too.
+            kept = (image,) if _keeps_x(method) else method.keep(_wide(source))
+        ctx.save_for_backward(w, *kept)
+        ctx.image = image.shape
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        method, windows = ctx.method, ctx.windows
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{type(method).__name__}: gradients of gradients are not computed (create_graph, "
+                "torch.func, a backward that is recorded)"
+            )
+        w, *kept = ctx.saved_tensors
+        gy = _wide(gy)
+        gx = gw = None
+        with torch.autocast(gy.device.type, enabled=False):
+            if ctx.needs_input_grad[0]:
+                wide = _wide(w)
+                gx = _shaped(method.g_x(gy, wide), (*gy.shape[:2], w.shape[1]), method, "g_x")
+                if windows is not None:
+                    gx = windows.fold(gx, ctx.image)
+                gx = gx.to(ctx.dtypes[0])
+            if ctx.needs_input_grad[1]:
+                if _keeps_x(method):
+                    flat = _wide(kept[0])
+                    kept = [flat if windows is None else flat.flatten(2).mT]
+                x = method.unkeep(tuple(kept), ctx.shape)
+                if method.elementwise:
+                    _shaped(x, ctx.shape, method, "unkeep")
+                if windows is not None and method.elementwise:
+                    x = windows.unfold(_wide(x.mT.reshape(ctx.image)))
+                gw = _shaped(method.g_w(gy, _wide(x)), w.shape, method, "g_w").to(ctx.dtypes[1])
+        return gx, gw, None, None
+
+
+def _keeps_x(method: CustomBackward) -> bool:
+    return type(method).keep is CustomBackward.keep

@@ -1,0 +1,1 @@
+"""The golden vectors, and the script that makes them."""

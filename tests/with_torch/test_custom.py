@@ -1,0 +1,256 @@
+"""``CustomBackward``: the identity is the plain layer; what a subclass changes is what happens."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+
+import pytest
+
+torch = pytest.importorskip("torch")
+import hotcore.torch as hot  # noqa: E402  (after the skip)
+import torch.nn.functional as F  # noqa: E402  (after the skip)
+from support import nbytes, saved_tensors  # noqa: E402  (after the skip)
+from torch import Tensor, nn  # noqa: E402  (after the skip)
+
+pytestmark = pytest.mark.usefixtures("seeded")
+
+GRID = 0.5
+
+
+def everything(module: nn.Module, name: str) -> bool:
+    return True
+
+
+class Nearest(hot.CustomBackward):
+    """g_y of g_x on a grid, rounded to nearest."""
+
+    def gx_operands(self, gy: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        return (gy / GRID).round() * GRID, w
+
+
+class Stochastic(hot.CustomBackward):
+    """g_y of both products on a grid, without bias; x in a byte."""
+
+    def _round(self, gy: Tensor) -> Tensor:
+        return torch.floor(gy / GRID + torch.rand_like(gy)) * GRID
+
+    def gx_operands(self, gy: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        return self._round(gy), w
+
+    def gw_gradient(self, gy: Tensor) -> Tensor:
+        return self._round(gy)
+
+    def keep(self, x: Tensor) -> tuple[Tensor, ...]:
+        return ((x * 32).round().clamp(-127, 127).to(torch.int8),)
+
+    def unkeep(self, kept: tuple[Tensor, ...], shape: torch.Size) -> Tensor:
+        return kept[0].float() / 32
+
+
+KINDS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "token": (lambda: nn.Linear(24, 16), (24,)),
+    "tokens": (lambda: nn.Linear(24, 16, bias=False), (10, 24)),
+    "samples": (lambda: nn.Linear(24, 16), (3, 10, 24)),
+    "images": (lambda: nn.Linear(24, 16), (2, 4, 5, 24)),
+    "nothing": (lambda: nn.Linear(24, 16), (0, 24)),
+    "convolution": (lambda: nn.Conv2d(4, 16, 3, stride=2, padding=(1, 2)), (2, 4, 9, 8)),
+    "one image": (lambda: nn.Conv2d(4, 16, (2, 3), dilation=2), (4, 9, 8)),
+}
+
+
+def run(layer: nn.Module, x: Tensor, gy: Tensor) -> list[Tensor | None]:
+    for p in layer.parameters():
+        p.grad = None
+    leaf = x.clone().requires_grad_()
+    y = layer(leaf)
+    y.backward(gy)
+    return [y.detach(), leaf.grad, *(p.grad for p in layer.parameters())]
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_identity_is_the_plain_layer(kind: str, dtype: torch.dtype) -> None:
+    make, shape = KINDS[kind]
+    plain = make().to(dtype)
+    layer = copy.deepcopy(plain)
+    done = hot.CustomBackward().convert(layer, everything)
+    assert done == (("",), {})
+    x = torch.randn(shape, dtype=dtype)
+    gy = torch.randn_like(plain(x))
+    tolerance = (
+        {"rtol": 1e-5, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.1}
+    )
+    for mine, theirs in zip(run(layer, x, gy), run(plain, x, gy), strict=True):
+        assert mine is not None and theirs is not None and mine.dtype == theirs.dtype
+        torch.testing.assert_close(mine, theirs, **tolerance)
+
+
+def test_gradcheck_in_float64() -> None:
+    x, w, b = (
+        torch.randn(shape, dtype=torch.float64, requires_grad=True)
+        for shape in ((2, 5, 6), (4, 6), (4,))
+    )
+    for method in (hot.CustomBackward(), Nearest()):
+        # Times 0.3, so that the gradients that gradcheck sends are not on the grid.
+        passed = torch.autograd.gradcheck(
+            lambda *operands, method=method: 0.3 * method.linear(*operands),
+            (x, w, b),
+            raise_exception=False,
+        )
+        assert passed == (type(method) is hot.CustomBackward)  # it sees a change
+
+
+def test_a_rounding_is_where_it_was_put() -> None:
+    layer = nn.Linear(24, 16)
+    Nearest().convert(layer, everything)
+    x, gy = torch.randn(3, 10, 24), torch.randn(3, 10, 16)
+    _, gx, gw, gb = run(layer, x, gy)
+    rounded = (gy / GRID).round() * GRID
+    torch.testing.assert_close(gx, rounded @ layer.weight)
+    torch.testing.assert_close(gw, gy.flatten(0, 1).T @ x.flatten(0, 1))  # exact
+    torch.testing.assert_close(gb, gy.sum((0, 1)))
+    assert (gx - gy @ layer.weight).norm() > 0.01 * gx.norm()
+
+
+def test_the_bias_of_a_rounding() -> None:
+    """Rounding by chance has none, rounding to nearest of gradients of one sign has."""
+    layer = nn.Linear(12, 8, bias=False)
+    x = (torch.randn(2, 6, 12) * 32).round().clamp(-127, 127) / 32  # exact in its byte
+    gy = 0.1 + 0.1 * torch.rand(2, 6, 8)  # to nearest all are 0
+    exact = gy @ layer.weight.detach(), gy.flatten(0, 1).T @ x.flatten(0, 1)
+    draws = 400
+    for method, biased in ((Stochastic(), (False, False)), (Nearest(), (True, False))):
+        method.convert(layer, everything)
+        found = [run(layer, x, gy)[1:3] for _ in range(draws)]
+        for i, wrong in enumerate(biased):
+            sums = torch.tensor([float((each[i] * exact[i]).sum()) for each in found])
+            error = (sums.mean() - exact[i].square().sum()) / exact[i].square().sum()
+            noise = sums.std() / math.sqrt(draws) / exact[i].square().sum()
+            assert (abs(error) > 0.9) if wrong else (abs(error) < 5 * noise + 1e-5)
+
+
+def test_what_is_kept() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    x = torch.randn(4, 16, 64)
+    Stochastic().convert(model, everything)
+    with saved_tensors() as kept:
+        model(x)
+    codes = [t for t in kept if t.dtype == torch.int8]
+    assert nbytes(codes) == 2 * x.numel()
+    hot.CustomBackward().convert(model, everything)
+    with saved_tensors() as kept:
+        model(x)
+    assert any(t.data_ptr() == x.data_ptr() for t in kept)  # x itself, no copy of it
+
+
+def test_convert_and_revert() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+            self.small = nn.Linear(64, 8)
+            self.circular = nn.Conv2d(4, 64, 3, padding=1, padding_mode="circular")
+            self.deep = nn.Conv2d(64, 64, 3, groups=64)
+            self.head = nn.Linear(64, 64)
+
+    model = Net()
+    parameters = dict(model.named_parameters())
+    layers = dict(model.named_modules())
+    nearest, stochastic = Nearest(), Stochastic()
+    done = nearest.convert(model)  # as hot.convert chooses
+    assert done.names == ("first", "second")
+    assert done.left["small"] == "fewer than 64 features"
+    assert done.left["head"] == "the output head" and done.left["deep"] == "depthwise"
+    done = stochastic.convert(model, lambda module, name: name in ("second", "circular"))
+    assert done.names == ("second",) and "circular" in done.left["circular"]
+    assert (model.first.method, model.second.method) == (nearest, stochastic)
+    assert "method=Stochastic" in repr(model)
+    assert dict(model.named_parameters()) == parameters and dict(model.named_modules()) == layers
+    with pytest.raises(ValueError, match="takes none of its layers.*left out by filter_fn"):
+        nearest.convert(model, lambda *_: False)
+    copied = copy.deepcopy(model)
+    assert copied.second.method is not stochastic
+
+    assert hot.convert(model, filter_fn=everything).converted  # others; these are named
+    with pytest.raises(ValueError, match="runs HOT; hotcore.torch.revert"):
+        nearest.convert(model)
+    assert hot.revert(model) is model
+    assert [type(m) for m in (model.first, model.second, model.small)] == [nn.Linear] * 3
+    assert "method" not in vars(model.first)
+    assert type(nearest.revert(copied).second) is nn.Linear
+
+
+def test_a_forward_of_its_own_is_named() -> None:
+    """accelerate's hooks put one into the module, and the class's is not called."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model[0].forward = lambda x: F.linear(x, model[0].weight)
+    done = Nearest().convert(model, everything)
+    assert done.names == ("1",) and "forward of its own" in done.left["0"]
+
+
+def test_eval_mode_and_writes_to_y() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(inplace=True))
+    plain = copy.deepcopy(model)
+    Nearest().convert(model, everything)
+    x = torch.randn(10, 64)
+    model(x).sum().backward()  # the activation writes to y
+    y = model[0](x.view(2, 5, 64))
+    y += 1
+    y.sum().backward()
+    assert torch.equal(model.eval()(x), plain(x))
+
+
+def test_wrong_shapes_are_refused() -> None:
+    """autograd would sum a larger gradient, einsum repeat a single token."""
+
+    class Larger(hot.CustomBackward):
+        def g_x(self, gy: Tensor, w: Tensor) -> Tensor:
+            return (gy @ w).expand(5, *gy.shape[:2], w.shape[1])
+
+    class One(hot.CustomBackward):
+        def gw_gradient(self, gy: Tensor) -> Tensor:
+            return gy[:, :1]
+
+    class Wide(hot.CustomBackward):
+        def g_w(self, gy: Tensor, x: Tensor) -> Tensor:
+            return super().g_w(gy, x).unsqueeze(0)
+
+    class Kept(hot.CustomBackward):
+        def unkeep(self, kept: tuple[Tensor, ...], shape: torch.Size) -> Tensor:
+            return kept[0][:, :1]
+
+    x, w = torch.randn(2, 6, 12, requires_grad=True), torch.randn(8, 12, requires_grad=True)
+    for method, name in (
+        (Larger(), "g_x"),
+        (One(), "gw_gradient"),
+        (Wide(), "g_w"),
+        (Kept(), "unkeep"),
+    ):
+        y = method.linear(x, w)
+        with pytest.raises(ValueError, match=rf"{type(method).__name__}\.{name}: shape"):
+            y.sum().backward()
+    with pytest.raises(ValueError, match=r"x: shape \(2, 6, 12\); weight \(8, 6\) wants"):
+        Larger().linear(x, torch.randn(8, 6))
+
+
+def test_gradients_of_gradients_are_refused() -> None:
+    x, w = torch.randn(2, 6, 12), torch.randn(8, 12, requires_grad=True)
+    loss = Nearest().linear(x, w).square().sum()
+    with pytest.raises(RuntimeError, match="Nearest: gradients of gradients"):
+        torch.autograd.grad(loss, [w], create_graph=True)
+
+
+def test_autocast_and_compiled() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    Nearest().convert(model, everything)
+    x, gy = torch.randn(10, 64), torch.randn(10, 64)
+    eager = run(model, x, gy)
+    for mine, theirs in zip(run(torch.compile(model, fullgraph=True), x, gy), eager, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = model(x)
+    assert y.dtype == torch.bfloat16
+    y.float().square().sum().backward()
+    assert model[0].weight.grad.dtype == torch.float32
