@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,14 +13,13 @@ torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402  (after the skip)
 import torch.nn.functional as F  # noqa: E402
 from hotcore.torch import saved  # noqa: E402
+from hotcore.torch.saved import blocks  # noqa: E402
 from torch import nn  # noqa: E402
 
 pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
-
-blocks = importlib.import_module("hotcore.torch.compress_saved")  # the function has the same name
 
 
 @pytest.fixture(autouse=True)

@@ -52,7 +52,7 @@ Record = Callable[[str, object], None]
 
 def torch_faults() -> ModuleType:
     """tests/with_torch/test_faults.py: its model, its state, its injected faults."""
-    spec = importlib.util.spec_from_file_location("torch_faults", TESTS / "torch/test_faults.py")
+    spec = importlib.util.spec_from_file_location("torch_faults", TESTS / "with_torch/test_faults.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -380,10 +380,10 @@ def test_a_fork_after_cuda_was_used(record_property: Record) -> None:
 
 @pytest.mark.skipif(not LARGE, reason="HOT_LARGE=1 runs it: tens of GB")
 @pytest.mark.parametrize("bits", [8, 4])
-def test_compress_saved_past_two_to_the_31(bits: int, record_property: Record) -> None:
+def test_saved_codes_past_two_to_the_31(bits: int, record_property: Record) -> None:
     """Every value comes back within a step of its block's range, up to the last one."""
     pytest.importorskip("triton")
-    blocks = importlib.import_module("hotcore.torch.compress_saved")
+    blocks = importlib.import_module("hotcore.torch.saved.blocks")
     count = (1 << 31) + 3 * blocks.BLOCK + 5
     x = torch.empty(count, dtype=torch.bfloat16, device="cuda")
     part = 1 << 27

@@ -90,17 +90,6 @@ def test_shared_storages_count_once(x: torch.Tensor) -> None:
     assert "k" not in by_name(report) or by_name(report)["k"][0] == 0
 
 
-def test_compress_saved_is_measured(x: torch.Tensor) -> None:
-    compress = hot.compress_saved(4, min_values=1024)
-    report = hot.memory_report(Net(), x, compress=compress)
-    sizes = by_name(report)
-    assert sizes[""][1] == 4 * VALUES * (1 / 2 + 8 / 128)
-    assert "compress_saved" in report.changes and "default" in report.changes
-    alone = hot.memory_report(Net(), x, None, compress=compress)
-    assert by_name(alone)["down"] == (16 * VALUES, 16 * VALUES)
-    assert by_name(alone)[""][1] == sizes[""][1]
-
-
 @pytest.mark.filterwarnings("ignore:hotcore.torch. an operation on:RuntimeWarning")
 def test_a_model_converted_with_saved(x: torch.Tensor) -> None:
     """The report is of the model as it is, which keeps its classes, and its plain form."""
@@ -221,7 +210,7 @@ def test_bad_use(x: torch.Tensor) -> None:
         hot.memory_report(Net().eval(), x)
     with torch.no_grad(), pytest.raises(ValueError, match="gradients are off"):
         hot.memory_report(Net(), x)
-    with pytest.raises(ValueError, match="nothing to compare with"):
+    with pytest.raises(ValueError, match="config: None, and the model is plain: there is nothing"):
         hot.memory_report(Net(), x, None)
     with pytest.raises(ValueError, match="holds no tensor with a gradient"):
         hot.memory_report(Net().requires_grad_(False), x)
@@ -229,8 +218,8 @@ def test_bad_use(x: torch.Tensor) -> None:
         hot.memory_report(Net(), x, loss_fn=lambda m, v: m(v).mean().detach())
 
 
-@pytest.mark.parametrize("compressed", [False, True])
-def test_nothing_outlives_the_report(compressed: bool) -> None:
+@pytest.mark.parametrize("saved", [None, 8])
+def test_nothing_outlives_the_report(saved: int | None) -> None:
     layers = [nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64), nn.ReLU(inplace=True), nn.Conv2d(64, 64, 1)]
     model = nn.Sequential(*layers, nn.GELU(), nn.Flatten(), nn.Linear(64 * 36, 64))
     kept: list[weakref.ref[torch.Tensor]] = []
@@ -247,7 +236,9 @@ def test_nothing_outlives_the_report(compressed: bool) -> None:
     images = torch.randn(2, 3, 8, 8)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.autograd.graph, "saved_tensors_hooks", Watched)
-        hot.memory_report(model, images, compress=hot.compress_saved(8) if compressed else None)
+        if saved is not None:
+            hot.convert(model, "default", saved=saved)
+        hot.memory_report(model, images)
     gc.collect()
     own = {t.data_ptr() for t in (*model.parameters(), *model.buffers(), images)}
     assert kept
@@ -258,7 +249,7 @@ def test_nothing_outlives_the_report(compressed: bool) -> None:
 def test_cuda_peak() -> None:
     model = Net().cuda()
     x = torch.randn(64 * BATCH, WIDTH, device="cuda")
-    report = hot.memory_report(model, x, compress=hot.compress_saved(4), slower=True)
+    report = hot.memory_report(model, x, slower=True)
     assert report.peak_before is not None and report.peak_after is not None
     assert report.peak_before > report.before
     # At this size the peak is backward's own scratch as much as what was kept.

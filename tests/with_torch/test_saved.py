@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import io
 import pickle
 import sys
@@ -18,13 +17,11 @@ torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from hotcore.torch import ops, saved  # noqa: E402
-from hotcore.torch.saved import codes, functions  # noqa: E402
+from hotcore.torch.saved import blocks, codes, functions  # noqa: E402
 from torch import nn  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import models  # noqa: E402
-
-blocks = importlib.import_module("hotcore.torch.compress_saved")  # the function has the same name
 
 Function = Callable[..., torch.Tensor]
 Shapes = tuple[tuple[int, ...], ...]
@@ -75,13 +72,13 @@ def kept_bytes(call: Callable[[], torch.Tensor], parameters: Any = ()) -> int:
     return total
 
 
-# ---- The codes of a compiled graph are those of compress_saved ----
+# ---- The codes of a compiled graph are those of eager mode ----
 
 
 @pytest.mark.parametrize("bits", [8, 4, 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(1,), (127,), (128,), (3, 129), (2, 5, 64), (40, 7, 130)])
-def test_graph_codes_are_those_of_compress_saved(
+def test_graph_codes_are_those_of_eager_mode(
     bits: int, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
     x = (torch.randn(shape) * 3 + 1).to(dtype)
@@ -632,7 +629,8 @@ def test_bits_by_kind_and_by_name() -> None:
         (True, "expected 8, 4, None"),
         ({"activation": 2}, r"activation: 2; expected one of \(8, 4, None\)"),
         ({"relu": 8}, r"relu: 8; expected one of \(1, None\)"),
-        ({"softmax": 8}, "use compress_saved"),
+        ({"softmax": 8}, "'softmax' is no kind of operation .activation, relu"),
+        ({"norm*": {"softmax": 4}}, "'softmax': no such kind of operation; known: activation"),
         ({"activations": 8}, "no kind of operation .* near it: activation"),
         ({"norm*": {"norms": 4}}, "no such kind of operation"),
         ({"nowhere.*": 4}, "matches no module"),

@@ -7,8 +7,6 @@ import sys
 import warnings
 from typing import Any
 
-import hotcore.torch as hot
-
 from .loop import HotLoop, checked_options, scalar_logger
 
 
@@ -34,10 +32,9 @@ class HotCallback(_callback_class()):  # type: ignore[misc]
         trainer = Trainer(callbacks=[HotCallback(warmup=1000, noise_every=100)])
         trainer.fit(module, data)
 
-    Steps of the first optimizer count. ``compress`` is active in ``training_step``. The memory
-    report calls ``training_step`` again with the first batch, plain and with HOT, without logging;
-    under manual optimization it is skipped with a warning. A run that resumes from a checkpoint
-    also resumes the schedule.
+    Steps of the first optimizer count. The memory report calls ``training_step`` again with the
+    first batch, plain and with HOT, without logging; under manual optimization it is skipped with a
+    warning. A run that resumes from a checkpoint also resumes the schedule.
 
     Args:
         **options: options of :class:`~hotcore.integrations.HotLoop`, except ``start``. Without
@@ -50,16 +47,12 @@ class HotCallback(_callback_class()):  # type: ignore[misc]
     def __init__(self, **options: Any) -> None:
         """Keep the options until training begins."""
         self._options = checked_options(options)
-        self._compress: hot.Compression | None = None
-        self._inside = False
         self.loop: HotLoop | None = None
         """The loop of the current training, or of the last one."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Enter the loop."""
         options = dict(self._options)
-        compress = options.pop("compress", None)
-        self._compress = hot.compress_saved(compress) if isinstance(compress, int) else compress
         epochs = options.get("unit") == "epoch"
         options["start"] = trainer.current_epoch if epochs else trainer.global_step
         if options.get("log") is None:
@@ -79,24 +72,11 @@ class HotCallback(_callback_class()):  # type: ignore[misc]
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Measure memory on the first batch, and activate ``compress``."""
+        """Measure memory on the first batch."""
         assert self.loop is not None
         if self._memory:
             self._memory = False
             self._measure_memory(trainer, pl_module, batch, batch_idx)
-        if self._compress is not None:
-            self._compress.__enter__()
-            self._inside = True
-
-    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
-        """End the forward pass."""
-        self._leave()
-
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """End the batch, also if ``training_step`` returned no loss."""
-        self._leave()
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Count the epoch."""
@@ -113,14 +93,8 @@ class HotCallback(_callback_class()):  # type: ignore[misc]
 
     def close(self) -> None:
         """Undo everything."""
-        self._leave()
         if self.loop is not None:
             self.loop.close()
-
-    def _leave(self) -> None:
-        if self._inside and self._compress is not None:
-            self._inside = False
-            self._compress.__exit__(None, None, None)
 
     def _measure_memory(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         def loss_fn(module: Any, inputs: Any) -> Any:
@@ -131,7 +105,7 @@ class HotCallback(_callback_class()):  # type: ignore[misc]
         assert self.loop is not None
         pl_module.log = pl_module.log_dict = lambda *_, **__: None
         try:
-            scalars = self.loop.measure_memory(batch, loss_fn, self._compress)
+            scalars = self.loop.measure_memory(batch, loss_fn)
         finally:
             del pl_module.log, pl_module.log_dict
         if scalars:

@@ -21,7 +21,7 @@ Scalars = Mapping[str, float]
 
 
 class HotLoop:
-    """A precision schedule, compressed saved tensors, shared micro-batches and measurements.
+    """A precision schedule, shared micro-batches and measurements.
 
     ::
 
@@ -39,9 +39,6 @@ class HotLoop:
             :class:`hotcore.torch.PrecisionSchedule`. None: no schedule. Leaving restores the
             layers' own configurations.
         unit: unit of the schedule, ``"step"`` or ``"epoch"``.
-        compress: a :func:`hotcore.torch.compress_saved` (or its bits), active in every forward pass
-            of ``model`` that has gradients. In eager mode only; ``convert(..., saved=8)`` also
-            works in compiled models.
         accumulate: :func:`hotcore.torch.gradient_accumulation` around the whole loop.
         in_place: option of ``accumulate``; None: True unless torch.distributed has several
             processes.
@@ -66,7 +63,6 @@ class HotLoop:
         *,
         warmup: int | hot.PrecisionSchedule | None = None,
         unit: Literal["step", "epoch"] = "step",
-        compress: hot.Compression | Literal[4, 8] | None = None,
         accumulate: bool = False,
         in_place: bool | None = None,
         memory: bool = False,
@@ -84,10 +80,8 @@ class HotLoop:
         if not isinstance(optimizer, Optimizer):
             kind = type(optimizer).__name__
             raise TypeError(f"optimizer: expected a torch.optim.Optimizer, got {kind}")
-        if isinstance(compress, int):
-            compress = hot.compress_saved(compress)
         self._model, self._optimizer = model, optimizer
-        self._warmup, self._unit, self._compress = warmup, unit, compress
+        self._warmup, self._unit = warmup, unit
         self._accumulate, self._in_place = accumulate, in_place
         self._wants_memory = memory
         self._noise = hot.NoiseMonitor(model, noise_every, noise_layers) if noise_every else None
@@ -118,8 +112,6 @@ class HotLoop:
                 schedule.load_state_dict({"count": self._count or schedule.count})
             if self._accumulate:
                 stack.enter_context(hot.gradient_accumulation(in_place=self._adds_in_place()))
-            if self._compress is not None:
-                self._around_forward(self._compress, stack)
             if self._wants_memory:
                 hook = self._model.register_forward_pre_hook(self._keep_inputs, with_kwargs=True)
                 stack.callback(hook.remove)
@@ -161,24 +153,6 @@ class HotLoop:
         distributed = torch.distributed
         several = distributed.is_available() and distributed.is_initialized()
         return not (several and distributed.get_world_size() > 1)
-
-    def _around_forward(self, compress: hot.Compression, stack: ExitStack) -> None:
-        """Activate ``compress`` in every forward pass of the model that has gradients."""
-        entered: list[bool] = []
-
-        def before(module: nn.Module, args: Any) -> None:
-            if torch.compiler.is_compiling():
-                return  # the context does nothing in a graph
-            entered.append(module.training and torch.is_grad_enabled() and not self._measuring)
-            if entered[-1]:
-                compress.__enter__()
-
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            if not torch.compiler.is_compiling() and entered.pop():
-                compress.__exit__(None, None, None)
-
-        stack.callback(self._model.register_forward_pre_hook(before).remove)
-        stack.callback(self._model.register_forward_hook(after, always_call=True).remove)
 
     def _keep_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         wanted = self._wants_memory and not self._measuring and not torch.compiler.is_compiling()
@@ -223,21 +197,16 @@ class HotLoop:
             with torch.autocast(device, dtype, enabled=dtype is not None):
                 return loss_of(called, inputs[0], None)
 
-        return self.measure_memory((args, kwargs), loss_fn, self._compress)
+        return self.measure_memory((args, kwargs), loss_fn)
 
     def measure_memory(
-        self,
-        inputs: Any,
-        loss_fn: Callable[[nn.Module, Any], torch.Tensor],
-        compress: hot.Compression | None,
+        self, inputs: Any, loss_fn: Callable[[nn.Module, Any], torch.Tensor]
     ) -> Scalars:
         """Make :attr:`memory` from ``loss_fn(model, inputs)``; a failure becomes a warning."""
         self._wants_memory, self._inputs, self._measuring = False, None, True
         try:
             with eagerly():
-                self.memory = hot.memory_report(
-                    self._model, inputs, None, loss_fn=loss_fn, compress=compress
-                )
+                self.memory = hot.memory_report(self._model, inputs, None, loss_fn=loss_fn)
         except (ValueError, RuntimeError, TypeError) as error:
             warnings.warn(f"HotLoop: no memory report: {error}", stacklevel=2)
             return {}

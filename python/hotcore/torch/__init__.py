@@ -9,7 +9,6 @@ from .accumulation import gradient_accumulation
 from .attention import HotMultiheadAttention
 from .autotune import autotune
 from .calibrate import calibrate
-from .compress_saved import Compression, compress_saved
 from .compute import ComputeReport, LayerCompute, compute_report
 from .convert import convert, revert
 from .custom import CustomBackward, Replaced
@@ -29,7 +28,6 @@ from .schedule import PrecisionSchedule
 openmp.share()
 
 __all__ = [
-    "Compression",
     "ComputeReport",
     "ConversionReport",
     "Converted",
@@ -54,7 +52,6 @@ __all__ = [
     "Skipped",
     "autotune",
     "calibrate",
-    "compress_saved",
     "compute_report",
     "conv2d",
     "convert",

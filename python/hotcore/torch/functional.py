@@ -378,7 +378,7 @@ def _unsupported_transform(name: str) -> NotImplementedError:
 
 
 def _hide_from_modes(x: Tensor, weight: Tensor) -> AbstractContextManager[Any]:
-    """Hide a layer's inner calls from torch-function modes, compress_saved's among them.
+    """Hide a layer's inner calls from torch-function modes, such as those of ``convert(saved=)``.
 
     A mode would see about twenty attributes and calls, at 2 us of host time each. Nothing is hidden
     from subclasses of Tensor, which may need to see the calls.

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from ..config import ConfigLike, HotConfig, as_config
 from . import weight_codes
-from .compress_saved import Compression
 from .convert import convert, revert
 from .plan import matplotlib_figure
 from .probe import LossFn, loss_of, preserve_state
@@ -129,7 +128,6 @@ def memory_report(
     loss_fn: LossFn | None = None,
     filter_fn: Filter | None = None,
     overrides: Mapping[str, Any] | None = None,
-    compress: Compression | None = None,
     slower: bool = False,
 ) -> MemoryReport:
     """Run the model plain and changed, and measure what autograd keeps of the forward pass.
@@ -143,11 +141,10 @@ def memory_report(
         model: in training mode.
         inputs: a Tensor, a tuple of positional arguments or a dict of keyword arguments for the
             model; with ``loss_fn`` any argument of it.
-        config: configuration for a plain model; None: do not convert (see ``compress``).
+        config: configuration for a plain model; of no effect, and may be None, for a converted one.
         loss_fn: ``loss_fn(model, inputs)`` -> scalar; by default the mean of every floating output.
         filter_fn: as for :func:`convert`.
         overrides: as for :func:`convert`.
-        compress: a :func:`compress_saved` for the second run.
         slower: as for :func:`convert`.
 
     Returns:
@@ -155,7 +152,8 @@ def memory_report(
         keeps it or a view of it; parameters and buffers are not counted.
 
     Raises:
-        ValueError: the model is in eval mode, nothing would change, or gradients are off.
+        ValueError: the model is in eval mode, gradients are off, or the model is plain and
+            ``config`` None.
     """
     if not model.training:
         raise ValueError("model: in eval mode, where HOT's layers are plain; call model.train()")
@@ -165,22 +163,18 @@ def memory_report(
         isinstance(getattr(module, "config", None), HotConfig) or isinstance(module, SavedCodes)
         for module in model.modules()
     )
-    if not converted and config is None and compress is None:
-        raise ValueError("config: None, and no compress: there is nothing to compare with")
-    changes = []
+    if not converted and config is None:
+        raise ValueError("config: None, and the model is plain: there is nothing to compare with")
+    changes = "as converted"
     with preserve_state(model):
         plain = revert(model) if converted else model
-        before, peak_before = _measure(plain, inputs, loss_fn, None)
+        before, peak_before = _measure(plain, inputs, loss_fn)
     with preserve_state(model):
         changed = model
-        if converted:
-            changes.append("as converted")
-        elif config is not None:
+        if not converted and config is not None:
             changed = convert(model, config, filter_fn, overrides, slower=slower).model
-            changes.append(f"convert({as_config(config)})")
-        if compress is not None:
-            changes.append("compress_saved")
-        after, peak_after = _measure(changed, inputs, loss_fn, compress)
+            changes = f"convert({as_config(config)})"
+        after, peak_after = _measure(changed, inputs, loss_fn)
         codes = weight_codes.frozen_bytes(changed.parameters())
     if not converted:
         weight_codes.forget(model.parameters())
@@ -190,15 +184,14 @@ def memory_report(
         for name, kind in kinds.items()
         if name in before or name in after
     )
-    return MemoryReport(modules, peak_before, peak_after, " + ".join(changes), codes)
+    return MemoryReport(modules, peak_before, peak_after, changes, codes)
 
 
 class _Ledger:
     """Counts the saved bytes of each module."""
 
-    def __init__(self, model: nn.Module, compress: Compression | None) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.bytes: dict[str, int] = {}
-        self._compress = compress
         # Kept alive, so that no address is reused.
         self._seen: dict[int, Any] = {}
         for tensor in (*model.parameters(), *model.buffers()):
@@ -207,20 +200,14 @@ class _Ledger:
         self._stack = [""]
         self._model = model
 
-    def pack(self, tensor: Tensor) -> Any:
-        # Detached: an output would keep its own graph alive, because no backward pass frees it.
-        kept = tensor.detach() if self._compress is None else self._compress.pack(tensor)
-        held = kept.untyped_storage() if isinstance(kept, Tensor) else kept
-        key = held._cdata if isinstance(held, torch.UntypedStorage) else id(held)
-        if key not in self._seen:
-            self._seen[key] = held
+    def pack(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._seen:
+            self._seen[storage._cdata] = storage
             name = self._stack[-1]
-            size = held.nbytes() if isinstance(held, torch.UntypedStorage) else held.nbytes
-            self.bytes[name] = self.bytes.get(name, 0) + int(size)
-        return kept
-
-    def unpack(self, kept: Any) -> Tensor:
-        return kept if self._compress is None else self._compress.unpack(kept)
+            self.bytes[name] = self.bytes.get(name, 0) + storage.nbytes()
+        # Detached: an output would keep its own graph alive, because no backward pass frees it.
+        return tensor.detach()
 
     def watch(self, stack: ExitStack) -> None:
         """Track the module that the forward pass is in, until ``stack`` is closed."""
@@ -241,24 +228,23 @@ class _Ledger:
 
 
 def _measure(
-    model: nn.Module, inputs: Any, loss_fn: LossFn | None, compress: Compression | None
+    model: nn.Module, inputs: Any, loss_fn: LossFn | None
 ) -> tuple[dict[str, int], int | None]:
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     if device.type != "cuda":
-        ledger = _Ledger(model, compress)
+        ledger = _Ledger(model)
         _forward(model, inputs, loss_fn, ledger)
         return ledger.bytes, None
     peak = 0
     for _ in range(2):  # the first allocates what stays allocated (workspaces of cuBLAS and cuDNN)
         base = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
-        with compress or ExitStack():
-            loss = loss_of(model, inputs, loss_fn)
+        loss = loss_of(model, inputs, loss_fn)
         loss.backward()  # type: ignore[no-untyped-call]
         del loss
         peak = torch.cuda.max_memory_allocated(device) - base
         model.zero_grad(set_to_none=True)
-    ledger = _Ledger(model, compress)
+    ledger = _Ledger(model)
     _forward(model, inputs, loss_fn, ledger)
     return ledger.bytes, peak
 
@@ -266,10 +252,8 @@ def _measure(
 def _forward(model: nn.Module, inputs: Any, loss_fn: LossFn | None, ledger: _Ledger) -> None:
     with ExitStack() as stack:
         ledger.watch(stack)
-        if ledger._compress is not None:
-            ledger._compress.draw_seed()
-            stack.enter_context(ledger._compress.watch())
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(ledger.pack, ledger.unpack))
+        hooks = torch.autograd.graph.saved_tensors_hooks(ledger.pack, lambda kept: kept)
+        stack.enter_context(hooks)
         loss = loss_of(model, inputs, loss_fn)
     if not loss.requires_grad:
         raise ValueError("inputs: the output has no gradient; nothing would be kept")

@@ -1,7 +1,7 @@
 """Codes of the tensors that operations other than linear layers save for backward.
 
-:func:`hotcore.torch.compress_saved` does this with hooks, in eager mode. The modules and functions
-of this package do it themselves, so it also works, fused, in graphs of torch.compile.
+The modules and functions of this package save the codes themselves, without hooks, so it works in
+eager mode and, fused, in graphs of torch.compile.
 """
 
 from .attention import scaled_dot_product_attention

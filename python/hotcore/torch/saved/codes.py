@@ -1,8 +1,8 @@
 """Codes in blocks of 128 values for tensors that backward needs: 8, 4 or 1 bit per value.
 
-The format is that of :mod:`hotcore.torch.compress_saved`. A block keeps its minimum and maximum,
-and for each value a code between them, rounded up or down at random so that its expectation is the
-value. One bit is the exact sign (x > 0).
+The format is that of :mod:`.blocks`, with its bound and its memory. A block keeps its minimum and
+maximum, and for each value a code between them, rounded up or down at random so that its
+expectation is the value. One bit is the exact sign (x > 0).
 
 Eager mode runs the same Triton kernels on CUDA, and the same torch operations elsewhere. A compiled
 graph holds ordinary torch operations instead. The compiler fuses them into the kernel that makes
@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import _compat, ops
-from ..compress_saved import (
+from .blocks import (
     BLOCK,
     GOLDEN32,
     MASK32,
@@ -80,7 +80,7 @@ def encode(
         order: dimensions in the order of the blocks, in a compiled graph; None: x's own order. In
             eager mode blocks follow the memory, unless elements of x overlap.
 
-    Error and memory: as :func:`hotcore.torch.compress_saved`.
+    Error and memory: see :mod:`.blocks`.
     """
     if in_graph(x):
         order = _graph_order(x) if order is None else order

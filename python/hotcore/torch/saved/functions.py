@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .. import ops
-from ..compress_saved import BLOCK, memory_order
 from ..functional import DTYPES
+from .blocks import BLOCK, memory_order
 from .codes import decode, draw_seed, encode, in_graph
 
 aten: Any = torch.ops.aten

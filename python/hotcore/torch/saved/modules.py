@@ -34,11 +34,8 @@ KINDS: Mapping[str, tuple[int | None, ...]] = {
 }
 """Kinds of operations and the supported numbers of bits; None: save tensors unchanged.
 
-``product``: the two factors of a gated unit (SwiGLU, GeGLU). The names are those of
-:func:`hotcore.torch.compress_saved`.
+``product``: the two factors of a gated unit (SwiGLU, GeGLU).
 """
-
-_ELSEWHERE = ("softmax", "pool", "linear", "loss")  # only compress_saved has these
 
 SAVED_FIELDS = ("saved_bits", "saved_gate")
 """What a converted module has beside its class."""
@@ -469,12 +466,7 @@ def _find_calls(module: nn.Module) -> _Found | None:
 
 def _value(kind: str, value: Any, where: str) -> int | None:
     if kind not in KINDS:
-        hint = (
-            "convert does not keep it in codes; use compress_saved"
-            if kind in _ELSEWHERE
-            else f"no such kind of operation; known: {', '.join(KINDS)}"
-        )
-        raise ValueError(f"{where}: {kind!r}: {hint}")
+        raise ValueError(f"{where}: {kind!r}: no such kind of operation; known: {', '.join(KINDS)}")
     allowed = KINDS[kind]
     if isinstance(value, bool) or value not in allowed:
         raise ValueError(f"{where}: {kind}: {value!r}; expected one of {allowed}")
@@ -504,7 +496,7 @@ def _bits(saved: Saved, names: list[str]) -> dict[str, Bits]:
     for key, value in saved.items():
         if not isinstance(key, str):
             raise ValueError(f"saved: the key {key!r}; expected a kind of operation or a pattern")
-        if key in KINDS or key in _ELSEWHERE:
+        if key in KINDS:
             checked = _value(key, value, "saved")
             for own in bits.values():
                 own[key] = checked

@@ -1,4 +1,4 @@
-"""Triton kernels of :mod:`.compress_saved`, with the same bits as its torch path.
+"""Triton kernels of :mod:`.blocks`, with the same bits as its torch path.
 
 A program works on ``TILE`` blocks of 128 values. It loads a value once and stores its code once. A
 4-bit byte holds the values j (low) and j + 64 of its block, a byte of signs the values j + 128 k,
@@ -203,7 +203,7 @@ def compress(
 ) -> None:
     """Fill codes and ranges; the dimensions of ``dense`` are in memory order.
 
-    ``key`` is a ``compress_saved.Key``.
+    ``key`` is a ``blocks.Key``.
     """
     seed, stream = key
     seeded = isinstance(seed, torch.Tensor)
