@@ -120,7 +120,25 @@ def frozen_int8(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> None:
     assert type(found) is torch.Tensor and torch.equal(found, expected["down.weight"])
 
 
+def accumulated(rank: int, **options: bool) -> None:
+    """Added in place outside of no_sync(), where DDP averages .grad after every micro-batch."""
+    model, found = build("fast"), []
+    for around in (contextlib.nullcontext, hot.gradient_accumulation):
+        twin = copy.deepcopy(model)
+        parallel = nn.parallel.DistributedDataParallel(twin, **options)
+        torch.manual_seed(50 + rank)
+        with around():
+            for _ in range(3):
+                parallel(batch(rank)).square().mean().backward()
+        found.append([p.grad for p in twin.parameters()])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(b.abs().max()))
+
+
 def ddp(rank: int) -> None:
+    accumulated(rank)
+    accumulated(rank, gradient_as_bucket_view=True)
+    accumulated(rank, static_graph=True)
     int8_forward(rank, nn.parallel.DistributedDataParallel)
     frozen_int8(rank, nn.parallel.DistributedDataParallel)
     model = build("fast")

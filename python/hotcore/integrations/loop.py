@@ -43,8 +43,6 @@ class HotLoop:
             of ``model`` that has gradients. In eager mode only; ``convert(..., saved=8)`` also
             works in compiled models.
         accumulate: :func:`hotcore.torch.gradient_accumulation` around the whole loop.
-        in_place: option of ``accumulate``; None: True unless torch.distributed has several
-            processes.
         memory: at the first step, measure the bytes each module keeps for backward, plain and with
             HOT, by :func:`hotcore.torch.memory_report` on the step's own inputs: :attr:`memory`.
         noise_every: steps between measurements of the noise to gradient ratio; 0: none.
@@ -68,7 +66,6 @@ class HotLoop:
         unit: Literal["step", "epoch"] = "step",
         compress: hot.Compression | Literal[4, 8] | None = None,
         accumulate: bool = False,
-        in_place: bool | None = None,
         memory: bool = False,
         noise_every: int = 0,
         noise_layers: str | Sequence[str] = "*",
@@ -88,7 +85,7 @@ class HotLoop:
             compress = hot.compress_saved(compress)
         self._model, self._optimizer = model, optimizer
         self._warmup, self._unit, self._compress = warmup, unit, compress
-        self._accumulate, self._in_place = accumulate, in_place
+        self._accumulate = accumulate
         self._wants_memory = memory
         self._noise = hot.NoiseMonitor(model, noise_every, noise_layers) if noise_every else None
         self._log = scalar_logger(log)
@@ -117,7 +114,7 @@ class HotLoop:
                 self.schedule = stack.enter_context(schedule)
                 schedule.load_state_dict({"count": self._count or schedule.count})
             if self._accumulate:
-                stack.enter_context(hot.gradient_accumulation(in_place=self._adds_in_place()))
+                stack.enter_context(hot.gradient_accumulation())
             if self._compress is not None:
                 self._around_forward(self._compress, stack)
             if self._wants_memory:
@@ -154,13 +151,6 @@ class HotLoop:
         self._count += 1
         if self.schedule is not None:
             self.schedule.step()
-
-    def _adds_in_place(self) -> bool:
-        if self._in_place is not None:
-            return self._in_place
-        distributed = torch.distributed
-        several = distributed.is_available() and distributed.is_initialized()
-        return not (several and distributed.get_world_size() > 1)
 
     def _around_forward(self, compress: hot.Compression, stack: ExitStack) -> None:
         """Activate ``compress`` in every forward pass of the model that has gradients."""

@@ -15,7 +15,7 @@ from torch import nn
 from .. import _core, contexts
 from ..config import ConfigLike, HotConfig, HotConfigFields, as_config
 from ..saved import saved_layout
-from . import gains, probe, selection, unconverted, weight_codes
+from . import gains, probe, selection, unconverted
 from .conv import settings
 from .frozen import FrozenModule, tie
 from .modules import HotModule, is_pointwise
@@ -190,7 +190,6 @@ def revert(model: nn.Module) -> nn.Module:
                 "around it (a parametrisation, fully_shard) before revert()"
             )
     revert_saved(model)
-    weight_codes.forget(model.parameters())
     plain = {module: module.to_plain() for _, module in found}
     frozen = [(m.weight_codes, new) for m, new in plain.items() if isinstance(m, FrozenModule)]
     tie(frozen)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from torch import nn
 
-from . import ops, weight_codes
+from . import ops
 from .frozen import FrozenModule, HotFrozenLinear, freeze, tie
 from .modules import HotLinear, HotModule
 from .report import listed
@@ -95,7 +95,6 @@ def freeze_int8(
     weights = {fqn: _weight_of(m) for fqn, m in chosen.items()}
     owners = {fqn: id(weight) for fqn, weight in weights.items()}
     before = sum({id(weight): weight.nbytes for weight in weights.values()}.values())
-    weight_codes.forget(weights.values())
     weights.clear()  # each is freed when its layer is done
     made: dict[tuple[int, int, bool], nn.Parameter] = {}
     for fqn, layer in chosen.items():
