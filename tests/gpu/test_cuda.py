@@ -261,7 +261,7 @@ def test_an_8_bit_forward_equals_cpu(autocast: torch.dtype | None) -> None:
 @pytest.mark.parametrize("inside", (False, True))
 @pytest.mark.parametrize("frozen", (False, True))
 def test_a_written_weight_is_read(frozen: bool, inside: bool) -> None:
-    """No codes of a weight stay: writes that raise no version (.data, fused optimizers) are seen."""
+    """No codes of a weight stay: writes that raise no version are seen."""
     import hotcore.torch as hot
 
     layer = hot.HotLinear(200, 96, device="cuda", config=hot.HotConfig(forward="int8"))

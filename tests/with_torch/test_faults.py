@@ -11,7 +11,6 @@ import contextlib
 import copy
 import hashlib
 import json
-import os
 import signal
 import sys
 import textwrap
@@ -26,7 +25,7 @@ import hotcore.torch as hot
 import pytest
 import torch
 import torch_load
-from hotcore import HotConfig, _core
+from hotcore import _core
 from hotcore.config import RECIPES
 from hotcore.torch import accumulation, input_cache, ops
 from support import GOLDEN, isas, output_of, running, saved_tensors
