@@ -23,13 +23,16 @@ from support import without_broken_torchvision
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402  (after the skip)
 import torch.nn.functional as F  # noqa: E402
-from hotcore.torch import ops  # noqa: E402
+from hotcore.torch import _compat, ops  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 from torch_graphs import Graphs, every  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("seeded")
+guarded = pytest.mark.skipif(
+    not _compat.traces_parameters(), reason="torch.compile needs 2.13 to follow guarded codes"
+)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FORWARDS = ("int8", "plain")
 
@@ -497,6 +500,7 @@ CODES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("write", CODES.values(), ids=CODES)
+@guarded
 def test_codes_are_no_numbers(write: Callable[[Any], Any]) -> None:
     model = frozen()
     codes = model.up.weight_codes
@@ -511,6 +515,7 @@ def test_codes_are_no_numbers(write: Callable[[Any], Any]) -> None:
     codes.requires_grad, codes.grad = False, None
 
 
+@guarded
 def test_half_an_average_is_noticed() -> None:
     model, x = frozen(), torch.randn(3, 72)
     for codes in (model.up.weight_codes, model.up.weight_codes.data):
@@ -549,6 +554,7 @@ def copied(e: Any, p: Any) -> None:
 
 
 @pytest.mark.parametrize("update", [lerp, mul_add, mul_add_data, new_data, difference, copied])
+@guarded
 def test_ema_by_hand(update: Callable[[Any, Any], None]) -> None:
     """Floats are averaged; codes, which do not change, are those of the model."""
     model = frozen()
@@ -563,6 +569,7 @@ def test_ema_by_hand(update: Callable[[Any, Any], None]) -> None:
     ema(torch.randn(3, 72))
 
 
+@guarded
 def test_ema_by_foreach() -> None:
     model = frozen()
     ema = copy.deepcopy(model)
@@ -592,6 +599,7 @@ swa = torch.optim.swa_utils
     ],
     ids=["default", "ema", "ema one by one", "swa", "swa one by one"],
 )
+@guarded
 def test_averaged_model(options: dict[str, Any], use_buffers: bool) -> None:
     model = frozen()
     average = swa.AveragedModel(model, use_buffers=use_buffers, **options)
@@ -609,6 +617,7 @@ def test_averaged_model(options: dict[str, Any], use_buffers: bool) -> None:
 
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("save_codes", [False, True])
+@guarded
 def test_swapping_parameters_on_conversion(save_codes: bool, assign: bool) -> None:
     """A layer that has run is loaded and cast, and its codes stay guarded."""
     model, other, x = frozen(), frozen(), torch.randn(3, 72)
@@ -624,6 +633,7 @@ def test_swapping_parameters_on_conversion(save_codes: bool, assign: bool) -> No
         model.up.weight_codes.zero_()
 
 
+@guarded
 def test_codes_stay_guarded() -> None:
     """After copies, moves and loads."""
     model = frozen()

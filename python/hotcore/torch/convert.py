@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import types
 import warnings
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -18,7 +19,7 @@ from ..saved import saved_layout
 from . import gains, probe, selection, unconverted
 from .conv import settings
 from .frozen import FrozenModule, tie
-from .modules import HotModule, is_pointwise
+from .modules import HotModule, is_pointwise, own_forward
 from .report import ConversionReport, Converted, Skipped, listed, pattern_of
 from .saved import convert_saved, revert_saved
 from .selection import (
@@ -178,8 +179,12 @@ def convert(
 def revert(model: nn.Module) -> nn.Module:
     """Turn every HOT module back into its plain class, in place; return the model.
 
+    accelerate's hooks stay. A layer that was compiled by itself (``layer.compile()``) is not any
+    more.
+
     Raises ValueError if a HOT module has become a subclass in the meantime (a parametrisation,
-    ``fully_shard``): undo that first.
+    ``fully_shard``), or has got a ``forward`` of its own (``recompute`` of the layer itself, a
+    patch): undo that first.
     """
     found = [(fqn, m) for fqn, m in model.named_modules() if isinstance(m, HotModule)]
     for fqn, module in found:
@@ -189,6 +194,8 @@ def revert(model: nn.Module) -> nn.Module:
                 f"model: {fqn or '(root)'} is now a {type(module).__name__}; undo what was wrapped "
                 "around it (a parametrisation, fully_shard) before revert()"
             )
+        if why := own_forward(module):
+            raise ValueError(f"model: {fqn or '(root)'}: {why}; undo that before revert()")
     revert_saved(model)
     plain = {module: module.to_plain() for _, module in found}
     frozen = [(m.weight_codes, new) for m, new in plain.items() if isinstance(m, FrozenModule)]
@@ -501,7 +508,37 @@ def _replace(model: nn.Module, replacements: Mapping[Any, nn.Module]) -> nn.Modu
     for parent, name, child in list(_children(model)):
         if child in replacements:
             parent._modules[name] = replacements[child]
+    # What else holds a layer, or its bound methods, would go on to call the old one.
+    for parent in model.modules():
+        for name, value in list(vars(parent).items()):
+            if name not in _TABLES:
+                parent.__dict__[name] = _exchanged(value, replacements)
     return replacements.get(model, model)
+
+
+_TABLES = {*vars(nn.Module()), "forward", "_old_forward"}
+
+
+def _exchanged(value: Any, replacements: Mapping[Any, nn.Module], depth: int = 3) -> Any:
+    """The same, with the new layers and their methods in place of the old ones'."""
+    if isinstance(value, nn.Module):
+        return replacements.get(value, value)
+    if isinstance(value, types.MethodType):
+        new = replacements.get(value.__self__) if isinstance(value.__self__, nn.Module) else None
+        found = None if new is None else getattr(new, value.__name__, None)
+        return value if found is None else found
+    if type(value) in (list, tuple, dict) and depth:
+        items = value.values() if isinstance(value, dict) else value
+        made = [_exchanged(item, replacements, depth - 1) for item in items]
+        if all(a is b for a, b in zip(made, items, strict=True)):
+            return value
+        if isinstance(value, tuple):
+            return tuple(made)
+        if isinstance(value, dict):
+            value.update(zip(list(value), made, strict=True))
+        else:
+            value[:] = made
+    return value
 
 
 def _children(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:

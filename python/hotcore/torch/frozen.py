@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from ..config import ConfigLike
-from . import frozen_codes, ops
+from . import _compat, frozen_codes, ops
 from .frozen_codes import FrozenCodes, guard, refuse_gradients
 from .functional import DTYPES, frozen_linear
-from .modules import HotLinear, HotModule
+from .modules import HotLinear, HotModule, carry_forward, own_forward
 
 _CODES = "weight_codes"
 _BLOCK = "weight_block"
@@ -217,7 +217,7 @@ class FrozenWeight(ReadOnly):
     ) -> Any:
         """Answer questions of size; the rest is read-only values."""
         if func in _SIZES:
-            with torch._C.DisableTorchFunctionSubclass():
+            with _compat.without_subclasses():
                 return func(*args, **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
 
@@ -247,7 +247,7 @@ def _values(value: Any, made: list[Tensor] | None = None) -> Any:
         if isinstance(value, FrozenWeight):
             plain = value.dequantized()
         else:
-            with torch._C.DisableTorchFunctionSubclass():
+            with _compat.without_subclasses():
                 plain = Tensor.detach(value)
         if made is not None:
             made.append(plain)
@@ -358,6 +358,8 @@ class FrozenModule(HotModule, nn.Module):
         if not isinstance(self.weight_codes, (FrozenCodes, *ops.PLAIN_TYPES)):
             found = type(self.weight_codes).__name__
             raise ValueError(f"weight: its codes are a {found}; undo fully_shard before thawing it")
+        if why := own_forward(self):
+            raise ValueError(f"weight: its layer cannot be thawed: {why}; undo that first")
         weight = (self.dequantized() if values is None else _values(values)).contiguous()
         if tuple(weight.shape) != self.weight_shape:
             expected = self.weight_shape
@@ -365,6 +367,7 @@ class FrozenModule(HotModule, nn.Module):
         _swap(self, _CODES, "weight", nn.Parameter(weight, requires_grad=False))
         for name in _FIELDS:
             del self.__dict__[name]
+        carry_forward(self, self, self.thawed)  # type: ignore[arg-type]  # a module
         self.__class__ = self.thawed  # type: ignore[assignment]  # fully_shard does so, too
 
     def copy_thawed(self) -> HotModule:
@@ -374,6 +377,7 @@ class FrozenModule(HotModule, nn.Module):
         new.__dict__["_parameters"] = self._parameters.copy()
         for table in ("_buffers", "_modules"):
             new.__dict__[table] = self.__dict__[table].copy()
+        carry_forward(self, new, type(self))
         new.thaw()
         copied: HotModule = new
         return copied
@@ -525,10 +529,11 @@ def freeze(
     rows = weight.detach().t() if cls.transposed else weight.detach()
     if codes is None:
         made = ops.quantize_forward_weight(rows, layer.config)
-        codes = FrozenCodes(made)
+        codes = frozen_codes.parameter(made)
     _swap(layer, "weight", _CODES, codes)
     fields = (weight.dtype, layer.config.forward_block, tuple(rows.shape), save_codes)
     layer.__dict__.update(zip(_FIELDS, fields, strict=True))
+    carry_forward(layer, layer, cls)
     layer.__class__ = cls  # type: ignore[assignment]  # fully_shard does so, too
     return codes
 

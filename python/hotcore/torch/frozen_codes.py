@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from . import _compat
+
 Terms = tuple[float, "FrozenCodes"]
 """A sum of codes, times this in all; the codes that came last."""
 
@@ -96,7 +98,7 @@ class FrozenCodes(nn.Parameter):
         """Run ``func`` on the bytes, unless it would write numbers into them."""
         kwargs = kwargs or {}
         if torch.compiler.is_compiling():  # hotcore's operators, which write nothing
-            with torch._C.DisableTorchFunctionSubclass():
+            with _compat.without_subclasses():
                 return func(*args, **kwargs)
         name = getattr(func, "__name__", "").split(".")[0]
         if name == "__set__":
@@ -149,18 +151,31 @@ def guarded(codes: Tensor) -> FrozenCodes:
     return made
 
 
+def parameter(codes: Tensor) -> nn.Parameter:
+    """Codes as a layer's Parameter: a FrozenCodes where torch.compile can follow it."""
+    if _compat.traces_parameters():
+        return FrozenCodes(codes)
+    made = nn.Parameter(codes, requires_grad=False)
+    guard(made)
+    return made
+
+
 def guard(codes: Tensor) -> None:
-    """Make a FrozenCodes of a Parameter in place; what wraps another way (DTensor) stays."""
-    if type(codes) is nn.Parameter:
+    """Guard a Parameter again, in place; what wraps another way (DTensor) stays."""
+    if type(codes) is not nn.Parameter:
+        return
+    if _compat.traces_parameters():
         codes.__class__ = FrozenCodes
         codes._factor = 1.0  # type: ignore[attr-defined]  # it is one now
+    else:  # have Module.requires_grad_ of any parent say what is wrong
+        setattr(codes, "requires_grad_", refuse_gradients)  # noqa: B010
 
 
 def plain(codes: Tensor) -> Tensor:
     """The bytes as a plain tensor, in the same memory; other tensors as they are."""
     if not isinstance(codes, FrozenCodes | _Average):
         return codes
-    with torch._C.DisableTorchFunctionSubclass():
+    with _compat.without_subclasses():
         return Tensor.detach(codes)
 
 
@@ -297,7 +312,7 @@ def _assign(func: Any, codes: Any, value: Any) -> None:
     if name == "data" and isinstance(value, _Average) and average is not None:
         _write("copy_", func, codes, value)  # codes.data = d * codes.data + (1 - d) * others
     elif name == "data" and value.dtype == torch.uint8:
-        with torch._C.DisableTorchFunctionSubclass():
+        with _compat.without_subclasses():
             func(codes, plain(value))
         codes._factor = 1.0
     elif name == "requires_grad":
