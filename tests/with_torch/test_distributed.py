@@ -269,3 +269,26 @@ def test_gradient_accumulation_inside_no_sync(tmp_path: Path, seeded: None) -> N
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(b.abs().max()))
     finally:
         dist.destroy_process_group()
+
+
+@no_fsdp
+@pytest.mark.parametrize("each", [False, True])
+def test_convert_comes_before_sharding(tmp_path: Path, each: bool) -> None:
+    """Sharded weights are refused by name; a model whose sharded layers are left out is taken."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 's'}", rank=0, world_size=1)
+    try:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+        model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+        for part in (model[0], model[2]) if each else (model,):
+            fully_shard(part, mesh=mesh)
+        with pytest.raises(ValueError, match=r"weight of 0 is a DTensor.*hot\.convert first, then"):
+            hot.convert(model, filter_fn=lambda module, name: True)
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+        both = nn.ModuleList([model, nn.Linear(64, 64)])
+        report = hot.convert(both, filter_fn=lambda module, name: name == "1")
+        assert [layer.name for layer in report.converted] == ["1"]
+    finally:
+        dist.destroy_process_group()

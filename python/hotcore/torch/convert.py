@@ -90,9 +90,9 @@ def convert(
 
     Raises:
         TypeError: ``model`` is no module.
-        ValueError: a layer is already converted, no layer can be converted, a pattern matches no
-            layer or no converted one, a ``token_grid`` does not fit ``inputs``, or ``model`` is an
-            ``nn.DataParallel``.
+        ValueError: a layer is already converted, or sharded (``fully_shard`` comes after), no layer
+            can be converted, a pattern matches no layer or no converted one, a ``token_grid`` does
+            not fit ``inputs``, or ``model`` is an ``nn.DataParallel``.
         NotImplementedError: ``model`` is on CUDA, but this build of hotcore has no CUDA backend or
             no kernels for that GPU.
     """
@@ -103,6 +103,7 @@ def convert(
     uses, total = ({}, None) if inputs is None else _dry_run(model, layers, inputs)
     reasons = why_plain(model, layers, filter_fn)
     reasons |= _unreached(model, layers, uses, reasons)
+    _check_sharded(layers, reasons, filter_fn)
     configs = _configs(base, overrides or {}, [fqn for fqn, _ in layers], reasons)
     left = [fqn for fqn, own in configs.items() if own is None]
     reasons = dict.fromkeys(left, _LEFT_OUT) | reasons
@@ -228,6 +229,21 @@ def _check_devices(model: nn.Module) -> None:
             contexts.cuda(device.index or 0, 0)
         except (NotImplementedError, ValueError) as error:
             raise type(error)(f"model: it is on {device}; {error}") from None
+
+
+def _check_sharded(
+    layers: list[tuple[str, nn.Module]], reasons: Mapping[str, str], filter_fn: Filter | None
+) -> None:
+    for fqn, module in layers:
+        if isinstance(module, HotModule) or not selection.is_sharded(module):
+            continue
+        # fully_shard of a layer makes a subclass of it, which is a reason, too.
+        subclass = reasons.get(fqn) == selection.why_impossible(module)
+        if fqn not in reasons or (subclass and (filter_fn is None or filter_fn(module, fqn))):
+            raise ValueError(
+                f"model: the weight of {fqn or '(root)'} is a DTensor, sharded already; call "
+                "hot.convert first, then fully_shard (or parallelize_module)"
+            )
 
 
 def _dry_run(

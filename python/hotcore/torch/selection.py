@@ -138,6 +138,12 @@ def kernel_of(module: nn.Module) -> tuple[int, int] | None:
     return height, width
 
 
+def is_sharded(module: nn.Module) -> bool:
+    """Whether a weight of the layer is a DTensor."""
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and any(isinstance(p, kind) for p in module.parameters())
+
+
 def is_frozen(module: nn.Module) -> bool:
     """Whether no weight is trained."""
     weights = weights_of(module)
