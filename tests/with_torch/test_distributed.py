@@ -287,6 +287,12 @@ def test_convert_comes_before_sharding(tmp_path: Path, each: bool) -> None:
         with pytest.raises(ValueError, match=r"weight of 0 is a DTensor.*hot\.convert first, then"):
             hot.convert(model, filter_fn=lambda module, name: True)
         assert all(isinstance(p, DTensor) for p in model.parameters())
+        frozen = nn.Sequential(nn.Linear(64, 64))
+        hot.convert(frozen, filter_fn=lambda module, name: True)
+        hot.freeze_int8(frozen)
+        fully_shard(frozen, mesh=mesh)
+        with pytest.raises(ValueError, match="its codes are a DTensor; undo fully_shard"):
+            hot.thaw(frozen)
         both = nn.ModuleList([model, nn.Linear(64, 64)])
         report = hot.convert(both, filter_fn=lambda module, name: name == "1")
         assert [layer.name for layer in report.converted] == ["1"]

@@ -355,7 +355,7 @@ class FrozenModule(HotModule, nn.Module):
         Args:
             values: of the weight; None: those that the codes stand for.
         """
-        if not isinstance(self.weight_codes, (FrozenCodes, *ops.PLAIN_TYPES)):
+        if type(self.weight_codes) not in (FrozenCodes, *ops.PLAIN_TYPES):
             found = type(self.weight_codes).__name__
             raise ValueError(f"weight: its codes are a {found}; undo fully_shard before thawing it")
         if why := own_forward(self):
