@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> HotCallback:
     callback = HotCallback(
         warmup=options.warmup,
         compress=hot.compress_saved(8, min_values=4096),  # GELU's saved input
-        accumulate=True,  # the micro-batches of a step share the quantised weights
+        accumulate=True,  # the micro-batches' gradients are added in the product
         memory=True,
         noise_every=50,
     )

@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     HotCallback.add_to(
         trainer,
         warmup=options.warmup,
-        accumulate=True,  # the micro-batches of a step share the quantised weights
+        accumulate=True,  # the micro-batches' gradients are added in the product
         memory=True,
         noise_every=20,
         noise_layers=["*layers.0.mlp.*"],

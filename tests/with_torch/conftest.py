@@ -48,14 +48,3 @@ def one_seed_an_x(monkeypatch: pytest.MonkeyPatch, unshared: None) -> None:
         return drawn[0][1]
 
     monkeypatch.setattr(ops, "seed_for", found)
-
-
-@pytest.fixture
-def quantised(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Addresses of the weights that are quantised separately, one entry per call."""
-    seen: list[int] = []
-    original = ops.quantize_weight
-    monkeypatch.setattr(
-        ops, "quantize_weight", lambda w, config: seen.append(w.data_ptr()) or original(w, config)
-    )
-    return seen

@@ -1,6 +1,6 @@
 """``gradient_accumulation`` belongs to a thread; its graphs keep it in any thread.
 
-test_compat.py tests what the micro-batches share; test_features.py tests the sums.
+test_features.py tests the sums.
 """
 
 from __future__ import annotations
@@ -100,20 +100,18 @@ def test_autograd_grad_inside_returns_and_leaves_grad_alone(in_place: list[int])
         equal([p.grad for p in parameters[:2]], [2 * g for g in expected[:2]])
 
 
-def test_another_thread_is_not_concerned(
-    other: Any, in_place: list[int], quantised: list[int]
-) -> None:
+def test_another_thread_is_not_concerned(other: Any, in_place: list[int]) -> None:
     x = tokens()
     model, parameters, expected = with_gradients(x)
     with hot.gradient_accumulation():
         equal(other(lambda: torch.autograd.grad(model(x), parameters)), expected)
         equal([p.grad for p in parameters], expected)
         other(lambda: model(x).backward())
-        assert not in_place and not quantised
+        assert not in_place
     equal([p.grad for p in parameters], [2 * g for g in expected])
 
 
-def test_threads_have_contexts_of_their_own(quantised: list[int]) -> None:
+def test_threads_have_contexts_of_their_own(in_place: list[int]) -> None:
     x = tokens()
     models = [with_gradients(x) for _ in range(2)]
     barrier = threading.Barrier(2, timeout=60)
@@ -129,35 +127,29 @@ def test_threads_have_contexts_of_their_own(quantised: list[int]) -> None:
     with ThreadPoolExecutor(2) as executor:
         for done in [executor.submit(train, index) for index in range(2)]:
             done.result()
-    weights = [p.data_ptr() for model, _, _ in models for p in (model.second.weight,)]
-    # first's x needs no gradient, so only second's weight is wanted: once a context, not a batch.
-    assert sorted(quantised) == sorted(weights)
+    assert len(in_place) == 2 * 2 * 2  # of two threads' two layers, for two micro-batches
     assert accumulation.open_contexts() == 0
 
 
-def test_backward_in_another_thread_knows_the_context(
-    other: Any, in_place: list[int], quantised: list[int]
-) -> None:
+def test_backward_in_another_thread_knows_the_context(other: Any, in_place: list[int]) -> None:
     # As on CUDA, where autograd has threads of its own.
     x = tokens()
     model, parameters, expected = with_gradients(x)
     with hot.gradient_accumulation():
         for _ in range(2):
             other(model(x).backward)
-        assert len(in_place) == 4 and len(quantised) == 1
+        assert len(in_place) == 4
     equal([p.grad for p in parameters[:1]], [3 * g for g in expected[:1]])
 
 
-def test_graphs_of_a_context_that_has_ended_are_plain(
-    in_place: list[int], quantised: list[int]
-) -> None:
+def test_graphs_of_a_context_that_has_ended_are_plain(in_place: list[int]) -> None:
     x = tokens()
     model, parameters, expected = with_gradients(x)
     with hot.gradient_accumulation():
         loss = model(x)
     with hot.gradient_accumulation():  # the next one is not the graph's
         loss.backward(retain_graph=True)
-        assert not in_place and not quantised
+        assert not in_place
     equal(torch.autograd.grad(loss, parameters), expected)
     equal([p.grad for p in parameters], [2 * g for g in expected])
 
@@ -176,13 +168,13 @@ def test_a_thread_enters_once_and_again_after_an_error(other: Any) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoints_inside(reentrant: bool, in_place: list[int], quantised: list[int]) -> None:
+def test_checkpoints_inside(reentrant: bool, in_place: list[int]) -> None:
     x = tokens().requires_grad_()
     model, parameters, expected = with_gradients(x)
     with hot.gradient_accumulation():
         for _ in range(2):
             checkpoint(model, x, use_reentrant=reentrant).backward()
-        assert len(in_place) == 4 and len(quantised) == 2
+        assert len(in_place) == 4
     equal([p.grad for p in parameters], [3 * g for g in expected])
 
 

@@ -263,62 +263,26 @@ def test_an_overflow_inside_reaches_every_gradient_behind_it() -> None:
     assert {"head.weight", "q.weight", "k.weight", "stages.0.conv.weight", "stem.weight"} <= bad
 
 
-def micro_steps(model: nn.Module, parts: list[torch.Tensor], **options: bool) -> list[torch.Tensor]:
+def micro_steps(model: nn.Module, parts: list[torch.Tensor]) -> list[torch.Tensor]:
     torch.manual_seed(4)
-    with hot.gradient_accumulation(**options):
+    with hot.gradient_accumulation():
         for part in parts:
             model(part).square().sum().backward()
     return [p.grad for p in model.parameters()]
 
 
 @pytest.mark.parametrize("recipe", ["default", "fast", "paper"])
-def test_micro_batches_share_the_quantised_weight(recipe: str, quantised: list[int]) -> None:
+def test_micro_batches_add_in_place(recipe: str) -> None:
     model, parts = converted(recipe), list(images(6).split(2))
     torch.manual_seed(4)
     for part in parts:
         model(part).square().sum().backward()
     expected = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
-    assert_same(micro_steps(model, parts, in_place=False), expected)  # the same bits
-    linears = [model.q.weight.data_ptr(), model.k.weight.data_ptr()]
-    assert sorted(quantised) == sorted(linears)  # once each, not three times
-    # In place: added in fp32 before one rounding, here that of fp32 itself.
-    model.zero_grad()
+    # Added in fp32 before one rounding, here that of fp32 itself.
     found = micro_steps(model, parts)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(b.abs().max()))
-
-
-def test_an_optimizer_step_and_a_write_drop_the_quantised_weight() -> None:
-    model, parts = converted(), list(images(4).split(2))
-    twin = copy.deepcopy(model)
-    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (model, twin)]
-
-    def train(m: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        torch.manual_seed(5)
-        for part in parts:
-            m(part).square().sum().backward()
-            optimizer.step()
-        with torch.no_grad():
-            m.q.weight.mul_(1.5)
-        m(parts[0]).square().sum().backward()
-
-    with hot.gradient_accumulation(in_place=False):
-        train(model, optimizers[0])
-    train(twin, optimizers[1])
-    assert_same([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
-
-
-def test_frozen_weights_are_quantised_once(quantised: list[int]) -> None:
-    model, parts = converted(), list(images(4).split(2))
-    model.q.weight.requires_grad_(False)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
-    with hot.gradient_accumulation():
-        for part in parts * 2:
-            model(part).square().sum().backward()
-            optimizer.step()
-    assert quantised.count(model.q.weight.data_ptr()) == 1
-    assert quantised.count(model.k.weight.data_ptr()) == 4
 
 
 def test_in_place_leaves_hooks_and_graphs_alone() -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import pickle
 import re
 import sys
+import types
+import warnings
 from pathlib import Path
+from typing import Any
 
 import hotcore
 import pytest
@@ -883,3 +887,246 @@ def test_a_model_on_cuda_without_the_backend_is_refused_at_once() -> None:
     # One that is still on the CPU may be looked at.
     assert "no CUDA backend" in str(hot.convert(linears((4096, 4096)), device="cuda"))
     assert "CUDA" not in str(hot.convert(linears((4096, 4096))))
+
+
+# ---- layers whose calls run another forward than their class's ----
+
+
+def trained_by(model: nn.Module) -> str:
+    """Whether gradients are plain torch's."""
+    x = torch.randn(96, 64)
+    torch.manual_seed(1)
+    model.zero_grad()
+    model(x).square().sum().backward()
+    twin = stack()
+    state = {name.replace("_orig_mod.", ""): value for name, value in model.state_dict().items()}
+    twin.load_state_dict(state)
+    twin(x).square().sum().backward()
+    pairs = zip(model.parameters(), twin.parameters(), strict=True)
+    same = all(torch.allclose(p.grad, q.grad, rtol=1e-4, atol=1e-4) for p, q in pairs)
+    return "plain" if same else "HOT"
+
+
+def stack() -> nn.Module:
+    return nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+
+
+def everything(module: nn.Module, name: str) -> bool:
+    return True
+
+
+def hooked(model: nn.Module) -> nn.Module:
+    hooks = pytest.importorskip("accelerate.hooks")
+    for layer in (model[1], model[3]):
+        hooks.add_hook_to_module(layer, hooks.ModelHook())
+    return model
+
+
+def unhooked(model: nn.Module) -> nn.Module:
+    hooks = pytest.importorskip("accelerate.hooks")
+    hooks.remove_hook_from_module(hooked(model), recurse=True)
+    return model
+
+
+def dispatched(model: nn.Module) -> nn.Module:
+    accelerate = pytest.importorskip("accelerate")
+    return accelerate.dispatch_model(model, {"": "cpu"}, main_device="cpu", force_hooks=True)
+
+
+CALLS_THE_CLASS = [hooked, unhooked, dispatched]
+
+
+@pytest.mark.parametrize("change", CALLS_THE_CLASS)
+def test_accelerates_hooks_stay(change: Any, seeded: None) -> None:
+    """Before and after convert, through revert, freeze_int8 and thaw; they are still called."""
+    model = change(stack())
+    assert len(hot.convert(model, "fast", everything).converted) == 2
+    assert type(model[1]) is hot.HotLinear and trained_by(model) == "HOT"
+    assert calls_of_hooks(model) == (0 if change is unhooked else 1)
+    hot.revert(model)
+    assert type(model[1]) is nn.Linear and trained_by(model) == "plain"
+    assert calls_of_hooks(model) == (0 if change is unhooked else 1)
+
+    hot.convert(model := stack(), "fast", everything)
+    change(model)
+    assert trained_by(model) == "HOT"
+    hot.freeze_int8(model)
+    expected = model[1].dequantized()
+    x = torch.randn(5, 64)
+    y = model[1](x)
+    assert torch.allclose(y, nn.functional.linear(x, expected, model[1].bias), atol=1e-5)
+    assert calls_of_hooks(model) == (0 if change is unhooked else 1)
+    hot.thaw(model)
+    model[1].weight.data.zero_()  # the new Parameter is the one that is used
+    assert torch.equal(model[1](x), model[1].bias.expand(5, 64))
+    hot.revert(model.requires_grad_(True))
+    assert type(model[1]) is nn.Linear and trained_by(model) == "plain"
+    model[1].weight = nn.Parameter(torch.ones(64, 64))
+    assert torch.allclose(model[1](x), x.sum(1, keepdim=True) + model[1].bias, atol=1e-4)
+
+
+def calls_of_hooks(model: nn.Module) -> int:
+    hook = getattr(model[1], "_hf_hook", None)
+    if hook is None:
+        return 0
+    seen = []
+    before = type(hook).pre_forward
+    type(hook).pre_forward = lambda self, module, *args, **kwargs: (
+        seen.append(module),
+        before(self, module, *args, **kwargs),
+    )[1]
+    try:
+        model[1](torch.randn(2, 64))
+    finally:
+        type(hook).pre_forward = before
+    assert all(module is model[1] for module in seen)
+    return len(seen)
+
+
+def test_converted_from_an_offloaded_model(seeded: None) -> None:
+    """A hook that brings the weights for each call finds them in the new layer."""
+    accelerate = pytest.importorskip("accelerate")
+    model = accelerate.cpu_offload(stack(), torch.device("cpu"))
+    x = torch.randn(9, 64)
+    expected = model(x)
+    hot.convert(model, "fast", everything)
+    assert torch.equal(model(x), expected)
+    hot.revert(model)
+    assert torch.equal(model(x), expected)
+
+
+def patched(model: nn.Module) -> nn.Module:
+    for layer in (model[1], model[3]):
+        layer.forward = types.MethodType(
+            lambda self, x: nn.functional.linear(x, self.weight, self.bias), layer
+        )
+    return model
+
+
+def of_a_function(model: nn.Module) -> nn.Module:
+    for layer in (model[1], model[3]):
+        layer.forward = functools.partial(nn.functional.linear, weight=layer.weight)
+    return model
+
+
+def compiled(model: nn.Module) -> nn.Module:
+    for layer in (model[1], model[3]):
+        layer.compile(backend="eager")
+    return model
+
+
+def wrapped(model: nn.Module) -> nn.Module:
+    for index in (1, 3):
+        model[index] = torch.compile(model[index], backend="eager")
+    return model
+
+
+def recomputed(model: nn.Module) -> nn.Module:
+    hot.recompute([model[1], model[3]])
+    return model
+
+
+def hooked_and_patched(model: nn.Module) -> nn.Module:
+    return hooked(patched(model))
+
+
+OWN_FORWARD = [patched, of_a_function, recomputed, hooked_and_patched]
+
+
+@pytest.mark.parametrize("change", [*OWN_FORWARD, compiled, wrapped])
+def test_layers_that_would_go_on_plain_are_reported_so(change: Any, seeded: None) -> None:
+    model = nn.ModuleDict({"changed": change(stack()), "other": nn.Linear(64, 64)})
+    report = hot.convert(model, "fast", everything)
+    assert [layer.name for layer in report.converted] == ["other"]
+    reasons = {layer.reason for layer in report.skipped}
+    expected = "compiled before" if change in (compiled, wrapped) else "a forward of its own"
+    assert len(report.skipped) == 2 and all(expected in reason for reason in reasons)
+    if change is not of_a_function:  # it leaves out the bias
+        assert trained_by(model["changed"]) == "plain"
+    if change not in (compiled, wrapped):
+        with pytest.raises(ValueError, match="module: it has a forward of its own"):
+            hot.HotLinear.from_linear(model["changed"][1])
+
+
+@pytest.mark.parametrize("change", OWN_FORWARD)
+def test_reverting_names_layers_that_would_go_on_as_hot(change: Any, seeded: None) -> None:
+    hot.convert(model := stack(), "fast", everything)
+    change(model)
+    with pytest.raises(ValueError, match="model: 1: it has a forward of its own .*before revert"):
+        hot.revert(model)
+    assert all(type(model[index]) is hot.HotLinear for index in (1, 3))
+    with pytest.raises(ValueError, match="it has a forward of its own"):
+        hot.freeze_int8(model)
+
+
+def test_reverting_compiled_layers(seeded: None) -> None:
+    hot.convert(model := stack(), "fast", everything)
+    assert trained_by(compiled(model)) == "HOT"
+    assert trained_by(hot.revert(model)) == "plain"
+
+
+class Holder(nn.Module):
+    """Calls its layers through a list, a dict, a tuple, a captured method and another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d, self.e = (nn.Linear(64, 64) for _ in range(5))
+        self.listed, self.named, self.pair = [self.a], {"b": [self.b]}, (self.c, 3)
+        self.method = self.d.forward
+        object.__setattr__(self, "alias", self.e)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for call in (self.listed[0], self.named["b"][0], self.pair[0], self.method, self.alias):
+            x = call(x).relu()
+        return x
+
+
+def test_other_names_of_a_layer_are_the_new_one(seeded: None) -> None:
+    model, x = Holder(), torch.randn(96, 64)
+
+    def gradients() -> list[torch.Tensor]:
+        model.zero_grad()
+        torch.manual_seed(1)
+        model(x).square().sum().backward()
+        return [layer.weight.grad for layer in (model.a, model.b, model.c, model.d, model.e)]
+
+    plain = gradients()
+    assert len(hot.convert(model, "fast", everything).converted) == 5
+    assert model.alias is model.e and model.method.__self__ is model.d and model.pair[1] == 3
+    assert not any(torch.equal(a, b) for a, b in zip(gradients(), plain, strict=True))
+    hot.revert(model)
+    assert all(torch.equal(a, b) for a, b in zip(gradients(), plain, strict=True))
+
+
+def test_what_torch_puts_around_layers(seeded: None) -> None:
+    """Weights that hooks or parametrisations compute stay plain; a traced graph's do not."""
+    model = stack()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # they are deprecated
+        nn.utils.weight_norm(model[1])
+        nn.utils.spectral_norm(model[3])
+    with pytest.raises(ValueError, match="its weight is computed, not a Parameter"):
+        hot.convert(model, "fast", everything)
+    model = stack()
+    nn.utils.parametrizations.weight_norm(model[1])
+    report = hot.convert(model, "fast", everything)
+    assert [layer.name for layer in report.converted] == ["3"]
+    assert "a subclass of Linear" in report.skipped[0].reason
+    graph = torch.fx.symbolic_trace(stack())
+    assert len(hot.convert(graph, "fast", everything).converted) == 2
+    assert trained_by(graph) == "HOT" and trained_by(hot.revert(graph)) == "plain"
+
+
+def test_a_class_that_was_patched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: x @ self.weight.t() + self.bias)
+    with pytest.raises(ValueError, match=r"the forward of Linear was replaced by .*test_convert"):
+        hot.convert(stack(), "fast", everything)
+
+
+def test_classes_with_a_call_of_their_own() -> None:
+    class Called(nn.Linear):
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.linear(x, self.weight)
+
+    with pytest.raises(ValueError, match="a subclass of Linear"):
+        hot.convert(nn.Sequential(Called(64, 64)), "fast", everything)

@@ -120,7 +120,25 @@ def frozen_int8(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> None:
     assert type(found) is torch.Tensor and torch.equal(found, expected["down.weight"])
 
 
+def accumulated(rank: int, **options: bool) -> None:
+    """Added in place outside of no_sync(), where DDP averages .grad after every micro-batch."""
+    model, found = build("fast"), []
+    for around in (contextlib.nullcontext, hot.gradient_accumulation):
+        twin = copy.deepcopy(model)
+        parallel = nn.parallel.DistributedDataParallel(twin, **options)
+        torch.manual_seed(50 + rank)
+        with around():
+            for _ in range(3):
+                parallel(batch(rank)).square().mean().backward()
+        found.append([p.grad for p in twin.parameters()])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(b.abs().max()))
+
+
 def ddp(rank: int) -> None:
+    accumulated(rank)
+    accumulated(rank, gradient_as_bucket_view=True)
+    accumulated(rank, static_graph=True)
     int8_forward(rank, nn.parallel.DistributedDataParallel)
     frozen_int8(rank, nn.parallel.DistributedDataParallel)
     model = build("fast")
@@ -249,5 +267,34 @@ def test_gradient_accumulation_inside_no_sync(tmp_path: Path, seeded: None) -> N
     try:
         for a, b in zip(gradients(True), gradients(False), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(b.abs().max()))
+    finally:
+        dist.destroy_process_group()
+
+
+@no_fsdp
+@pytest.mark.parametrize("each", [False, True])
+def test_convert_comes_before_sharding(tmp_path: Path, each: bool) -> None:
+    """Sharded weights are refused by name; a model whose sharded layers are left out is taken."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 's'}", rank=0, world_size=1)
+    try:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+        model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+        for part in (model[0], model[2]) if each else (model,):
+            fully_shard(part, mesh=mesh)
+        with pytest.raises(ValueError, match=r"weight of 0 is a DTensor.*hot\.convert first, then"):
+            hot.convert(model, filter_fn=lambda module, name: True)
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+        frozen = nn.Sequential(nn.Linear(64, 64))
+        hot.convert(frozen, filter_fn=lambda module, name: True)
+        hot.freeze_int8(frozen)
+        fully_shard(frozen, mesh=mesh)
+        with pytest.raises(ValueError, match="its codes are a DTensor; undo fully_shard"):
+            hot.thaw(frozen)
+        both = nn.ModuleList([model, nn.Linear(64, 64)])
+        report = hot.convert(both, filter_fn=lambda module, name: name == "1")
+        assert [layer.name for layer in report.converted] == ["1"]
     finally:
         dist.destroy_process_group()

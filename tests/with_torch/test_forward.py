@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import pickle
@@ -18,7 +19,7 @@ from support import without_broken_torchvision
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402  (after the skip)
 import torch.nn.functional as F  # noqa: E402
-from hotcore.torch import ops, weight_codes  # noqa: E402
+from hotcore.torch import ops  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
@@ -58,31 +59,16 @@ def compiled_afresh() -> None:
 
 
 @pytest.fixture
-def products(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """One entry for each 8-bit product: whether w was quantised before."""
-    seen: list[bool] = []
+def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry for each 8-bit product: the values of w."""
+    seen: list[int] = []
     original = ops.forward
 
-    def noted(
-        x: Any, weight: Any, bias: Any, config: Any, quantized: Any = None, codes: Any = None
-    ) -> torch.Tensor:
-        seen.append(quantized is not None)
-        return original(x, weight, bias, config, quantized, codes)
+    def noted(x: Any, weight: Any, bias: Any, config: Any, codes: Any = None) -> torch.Tensor:
+        seen.append(weight.numel())
+        return original(x, weight, bias, config, codes)
 
     monkeypatch.setattr(ops, "forward", noted)
-    return seen
-
-
-@pytest.fixture
-def quantised_for_y(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Where the weights lie that are quantised for the forward, one entry a time."""
-    seen: list[int] = []
-    original = ops.quantize_forward_weight
-    monkeypatch.setattr(
-        ops,
-        "quantize_forward_weight",
-        lambda w, config: seen.append(w.data_ptr()) or original(w, config),
-    )
     return seen
 
 
@@ -104,7 +90,7 @@ def test_a_linear_layer(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     assert torch.equal(hot.linear(x, layer.weight, layer.bias, INT8), y)
 
 
-def test_the_block(products: list[bool]) -> None:
+def test_the_block(products: list[int]) -> None:
     x = torch.randn(40, 256)
     x[:, 3] *= 50
     layer = nn.Linear(256, 64)
@@ -163,7 +149,7 @@ def test_transformers_conv1d() -> None:
 
 
 @pytest.mark.parametrize("batch_first", [False, True])
-def test_attention(batch_first: bool, products: list[bool]) -> None:
+def test_attention(batch_first: bool, products: list[int]) -> None:
     plain = nn.MultiheadAttention(64, 4, dropout=0.5, batch_first=batch_first)
     layer = converted(copy.deepcopy(plain), int8(forward_in_eval=True)).eval()
     x = torch.randn(3, 20, 64)
@@ -273,7 +259,7 @@ def test_eval_mode_is_plain_unless_it_is_kept() -> None:
 
 @pytest.mark.parametrize("fast", [True, False])
 def test_torchs_fast_path_goes_past_the_layers_and_the_report_says_so(
-    fast: bool, products: list[bool]
+    fast: bool, products: list[int]
 ) -> None:
     model = nn.TransformerEncoderLayer(64, 4, 64, batch_first=True)
     report = hot.convert(model, int8(forward_in_eval=True), every)
@@ -490,7 +476,7 @@ def test_checkpoint_repeats_the_bits(reentrant: bool) -> None:
 
 
 @pytest.mark.parametrize(("policy", "again"), [("keep_products", 0), ("keep_codes", 2)])
-def test_selective_checkpoints(policy: str, again: int, products: list[bool]) -> None:
+def test_selective_checkpoints(policy: str, again: int, products: list[int]) -> None:
     model = converted(Mlp(), INT8)
     contexts = functools.partial(create_selective_checkpoint_contexts, getattr(hot, policy))
     x = torch.randn(96, 64, requires_grad=True)
@@ -500,7 +486,7 @@ def test_selective_checkpoints(policy: str, again: int, products: list[bool]) ->
     assert len(products) == 2 + again
 
 
-def test_recompute_of_compiled_blocks(products: list[bool]) -> None:
+def test_recompute_of_compiled_blocks(products: list[int]) -> None:
     model = converted(Mlp(), INT8)
     x = torch.randn(96, 64, requires_grad=True)
     wanted = model(x)
@@ -513,179 +499,93 @@ def test_recompute_of_compiled_blocks(products: list[bool]) -> None:
     assert x.grad.isfinite().all()
 
 
-# ------------------------------------------------------------------------ The weight's codes, kept
+# --------------------------------------------------------- Nothing of a weight stays between calls
 
 
-def steps(model: nn.Module, count: int = 1) -> None:
-    for _ in range(count):
-        model(torch.randn(20, 64, requires_grad=True)).sum().backward()
+def clipped(layer: hot.HotLinear) -> None:
+    layer.weight.data.clamp_(-0.02, 0.02)
 
 
-def test_a_trained_weight_is_quantised_by_every_call(quantised_for_y: list[int]) -> None:
-    steps(hot.HotLinear(64, 48, config=INT8), 2)
-    assert not quantised_for_y  # inside of the product
+def stepped(layer: hot.HotLinear) -> None:
+    """By a fused optimizer that still holds a gradient; it raises no version."""
+    layer.weight.grad = torch.ones_like(layer.weight)
+    torch.optim.SGD([layer.weight], lr=1.0, fused=True).step()
 
 
-def test_micro_batches_share_the_codes(quantised_for_y: list[int], products: list[bool]) -> None:
-    model = nn.Sequential(nn.Linear(64, 64), conv1d(64, 64))
-    hot.convert(model, int8("fast"), every)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x = torch.randn(20, 64)
-    for _ in range(2):
-        quantised_for_y.clear()
-        with hot.gradient_accumulation():
-            for _ in range(3):
-                y = model(x)
-                y.square().sum().backward()
-            assert len(quantised_for_y) == 2  # a view of its Parameter, too (Conv1D)
-            assert torch.equal(model(x), y)
-            optimizer.step()
-            assert not torch.equal(model(x), y)
-            assert len(quantised_for_y) == 4
-        optimizer.zero_grad()
-    assert all(products)
-    model(x)
-    assert products[-2:] == [False, False]
+def swapped(layer: hot.HotLinear) -> None:
+    """As EMA's swap of weights before an evaluation."""
+    layer.weight.data.copy_(3 * layer.weight.data)
 
 
-def test_parts_of_one_parameter_have_codes_of_their_own(quantised_for_y: list[int]) -> None:
-    layer = converted(nn.MultiheadAttention(64, 4, batch_first=True), INT8)
-    q, k, v = (torch.randn(2, 20, 64) for _ in range(3))
-    found = []
-    with hot.gradient_accumulation():
-        for _ in range(2):
-            found.append(layer(q, k, v, need_weights=False)[0])
-        assert len(quantised_for_y) == 4
-    found.append(layer(q, k, v, need_weights=False)[0])
-    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+def through_numpy(layer: hot.HotLinear) -> None:
+    layer.weight.detach().numpy()[:] *= -2
 
 
-def frozen(config: HotConfig = INT8) -> hot.HotLinear:
-    layer = hot.HotLinear(64, 48, config=config)
-    layer.weight.requires_grad_(False)
-    return layer
+def loaded(layer: hot.HotLinear) -> None:
+    layer.load_state_dict({name: p + 1 for name, p in layer.state_dict().items()})
 
 
-def test_a_frozen_weight_is_quantised_once(quantised_for_y: list[int]) -> None:
-    layer = frozen()
-    steps(layer, 3)
-    assert len(quantised_for_y) == 1
-    assert 48 * 64 <= weight_codes.frozen_bytes(layer.parameters()) <= 48 * (64 + 4) + 32
+WRITES = (clipped, stepped, swapped, through_numpy, loaded)
+
+
+@pytest.mark.parametrize("around", [contextlib.nullcontext, hot.gradient_accumulation])
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("write", WRITES)
+def test_a_written_weight_is_read(
+    write: Callable[[hot.HotLinear], None], frozen: bool, around: Callable[[], Any]
+) -> None:
+    """However it was written: y and g_x are those of a layer that was made with the new values."""
+    layer = hot.HotLinear(64, 48, config=INT8)
+    layer.weight.requires_grad_(not frozen)
     x = torch.randn(20, 64, requires_grad=True)
-    assert torch.equal(layer(x), expected(x, layer.weight, layer.bias))
-    assert len(quantised_for_y) == 1
-    weight, held = layer.weight, weight_codes._frozen.table
-    assert weight in held
-    before = len(held)
-    del layer, weight
-    assert len(held) == before - 1  # they go with it
+    with around():
+        for _ in range(2):
+            layer(x).sum().backward()
+        write(layer)
+        fresh = copy.deepcopy(layer)
+        y = layer(x)
+        assert torch.equal(y, expected(x, layer.weight, layer.bias))
+        found = []
+        for each in (layer, fresh):
+            torch.manual_seed(5)
+            found.append(torch.autograd.grad(each(x).square().sum(), x)[0])
+        assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("compiled", [False, True])
-def test_every_frozen_layer_is_quantised_once(
-    kind: str, compiled: bool, quantised_for_y: list[int]
-) -> None:
+def test_every_frozen_layer_reads_its_weight(kind: str, compiled: bool) -> None:
     make, shape = LAYERS[kind]
     layer = converted(make(), INT8)
     layer.weight.requires_grad_(False)
     call = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
     x = torch.randn(shape, requires_grad=True)
     first = call(x)
-    for _ in range(2):
-        assert torch.equal(call(x), first)
-    assert len(quantised_for_y) == 1
-    with torch.no_grad():
-        layer.weight.mul_(2)
-    assert torch.equal(call(x), layer(x)) and not torch.equal(call(x), first)
-    assert len(quantised_for_y) == 2
+    layer.weight.data.mul_(2)
+    assert not torch.equal(call(x), first)
+    assert torch.equal(call(x), copy.deepcopy(layer)(x))
 
 
-def test_a_frozen_weight_that_changes_is_quantised_anew(quantised_for_y: list[int]) -> None:
-    layer = frozen()
-    x = torch.randn(20, 64, requires_grad=True)
-    layer(x)
-
-    def check(count: int) -> None:
-        assert torch.equal(layer(x), expected(x, layer.weight, layer.bias))
-        assert len(quantised_for_y) == count
-
-    with torch.no_grad():
-        layer.weight.mul_(2)
-    check(2)
-    layer.load_state_dict({name: p + 1 for name, p in layer.state_dict().items()})
-    check(3)
-    layer.weight.data = torch.randn(48, 64)
-    check(4)
-    layer.config = int8(forward_block=16)
-    assert torch.equal(layer(x), expected(x, layer.weight, layer.bias, config=layer.config))
-    assert len(quantised_for_y) == 5
-    # Trained for a step, by an optimizer that raises no version, and frozen again.
-    layer.config = INT8
-    check(5)
-    layer.weight.requires_grad_(True)
-    layer(x).sum().backward()
-    optimizer = torch.optim.SGD([layer.weight], lr=0.0)
-    optimizer.step()
-    layer.weight.data.add_(1)  # unseen
-    layer.weight.requires_grad_(False)
-    check(6)
-
-
-def test_without_gradients_a_frozen_weight_is_read_itself(quantised_for_y: list[int]) -> None:
-    layer = frozen(int8(forward_in_eval=True))
-    x = torch.randn(20, 64)
-    layer(x.clone().requires_grad_())
-    assert len(quantised_for_y) == 1
-    layer.weight.data.add_(1)  # as peft's merge does
-    wanted = expected(x, layer.weight, layer.bias)
-    with torch.no_grad():
-        assert torch.equal(layer(x), wanted)
-        assert torch.equal(layer.eval()(x), wanted)
-    assert len(quantised_for_y) == 1
-
-
-def test_reverting_drops_the_codes() -> None:
-    model = nn.Sequential(nn.Linear(64, 48))
-    hot.convert(model, INT8, every)
-    model[0].weight.requires_grad_(False)
-    steps(model)
-    assert weight_codes.frozen_bytes(model.parameters()) > 0
-    hot.revert(model)
-    assert weight_codes.frozen_bytes(model.parameters()) == 0
-
-
-def test_processes_that_gather_weights_keep_none(
-    quantised_for_y: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    steps(frozen(), 2)
-    assert not quantised_for_y
-    with hot.gradient_accumulation():
-        layer = frozen()
-        steps(layer, 2)
-    assert len(quantised_for_y) == 1
-
-
-def test_lora(quantised_for_y: list[int]) -> None:
+def test_relora() -> None:
+    """peft merges by ``.data``; the next adapters then train beside the merged base."""
     with without_broken_torchvision(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         peft = pytest.importorskip("peft")
-    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
-    lora = peft.LoraConfig(r=4, target_modules=["0", "2"])
-    model = peft.get_peft_model(model, lora)
-    hot.convert(model, INT8, lambda module, name: name.endswith("base_layer"))
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            parameter.data.normal_().mul_(0.1)
-    x = torch.randn(20, 64)
-    for _ in range(3):
-        model(x).square().sum().backward()
-    assert len(quantised_for_y) == 1  # the first layer's: no gradient goes through the other's x
-    with torch.no_grad():
-        wanted = model.eval()(x)
-        merged = model.merge_and_unload()
-        assert torch.allclose(merged(x), wanted, rtol=1e-4, atol=1e-4)
+    model = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 48))
+    hot.convert(model, INT8, every)
+    x = torch.randn(20, 64, requires_grad=True)
+    for _ in range(2):
+        adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["1"]))
+        base = adapted.base_model.model[1].base_layer
+        assert isinstance(base, hot.HotLinear) and not base.weight.requires_grad
+        inner = torch.randn(20, 64, requires_grad=True)
+        assert torch.equal(base(inner), expected(inner, base.weight, base.bias))
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.data.normal_().mul_(0.1)
+        adapted(x).square().sum().backward()
+        model = adapted.merge_and_unload()
+        assert torch.equal(model[1](inner), expected(inner, model[1].weight, model[1].bias))
 
 
 # --------------------------------------------------------------------------------------- Reports
@@ -705,19 +605,6 @@ def test_compute_report_counts_the_forward() -> None:
     assert report.layers[0].own_forward == 100 * 64 * 128 * 64 + operations * 1024
     conv = hot.compute_report(nn.Conv2d(64, 64, 3), torch.randn(1, 64, 8, 8), INT8, filter_fn=every)
     assert conv.forward_by(conv.methods[-1]) == conv.forward
-
-
-def test_memory_report_counts_the_codes() -> None:
-    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
-    model[2].weight.requires_grad_(False)
-    x = torch.randn(50, 64)
-    report = hot.memory_report(model, x, INT8, filter_fn=every)
-    assert 64 * 64 <= report.weight_codes <= 64 * 68 + 32
-    assert "codes of frozen weights" in str(report)
-    assert weight_codes.frozen_bytes(model.parameters()) == 0  # the model is as it was
-    plain = hot.memory_report(model, x, "default", filter_fn=every)
-    assert plain.weight_codes == 0 and "codes of frozen" not in str(plain)
-    assert plain.after == report.after
 
 
 def test_overrides_and_plans_take_the_fields() -> None:

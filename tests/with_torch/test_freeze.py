@@ -23,13 +23,16 @@ from support import without_broken_torchvision
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402  (after the skip)
 import torch.nn.functional as F  # noqa: E402
-from hotcore.torch import ops  # noqa: E402
+from hotcore.torch import _compat, ops  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 from torch_graphs import Graphs, every  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("seeded")
+guarded = pytest.mark.skipif(
+    not _compat.traces_parameters(), reason="torch.compile needs 2.13 to follow guarded codes"
+)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FORWARDS = ("int8", "plain")
 
@@ -419,30 +422,228 @@ def test_weight_reads_as_a_tensor() -> None:
     assert torch.equal(F.linear(ones, weight), F.linear(ones, values))
     assert type(copy.deepcopy(weight)) is torch.Tensor
     assert torch.equal(pickle.loads(pickle.dumps(weight)), values)
-    assert torch.equal(torch.from_dlpack(weight), values)
+    for view in (weight[3], weight.t(), weight.view(-1), weight.data, weight.detach()):
+        assert isinstance(view, torch.Tensor) and not view.requires_grad
+        assert type(view * 1) is type(view.clone()) is type(copy.deepcopy(view)) is torch.Tensor
+    assert np.array_equal(weight.float().numpy(), values.float().numpy())
+    weight.requires_grad = False
 
 
-@pytest.mark.parametrize(
-    "write",
-    [
-        lambda w: w.add_(1),
-        lambda w: w.data.copy_(w + 1),
-        lambda w: w.detach().zero_(),
-        lambda w: nn.init.normal_(w),
-        lambda w: w.__setitem__(0, 1.0),
-        lambda w: torch.add(w, 1, out=w),
-    ],
-)
+WRITES: dict[str, Callable[[Any], Any]] = {
+    "method": lambda w: w.add_(1),
+    "copy_": lambda w: w.data.copy_(w + 1),
+    "detach": lambda w: w.detach().zero_(),
+    "init": lambda w: nn.init.normal_(w),
+    "setitem": lambda w: w.__setitem__(0, 1.0),
+    "out": lambda w: torch.add(w, 1, out=w),
+    "foreach": lambda w: torch._foreach_mul_([torch.ones(2), w], 2),
+    "relu": lambda w: F.relu(w, inplace=True),
+    "relu, positional": lambda w: F.relu(w, True),
+    "dropout": lambda w: F.dropout(w, 0.5, True, True),
+    "operator": lambda w: torch.ops.aten.add_.Tensor(w, w),
+    "packet": lambda w: torch.ops.aten.add_(w, 1),
+    "embedding": lambda w: F.embedding(torch.arange(3), w, max_norm=0.1),
+    "embedding_bag": lambda w: F.embedding_bag(torch.arange(3)[None], w, max_norm=0.1),
+    "swap": lambda w: torch.utils.swap_tensors(w, torch.zeros(96, 72)),
+    "swap, second": lambda w: torch.utils.swap_tensors(torch.zeros(96, 72), w),
+    "slice": lambda w: w[0].zero_(),
+    "view": lambda w: w.view(-1).data.mul_(2),
+    "transposed": lambda w: w.t().__setitem__(0, 1.0),
+    "rows": lambda w: [row.zero_() for row in w],
+    "unbind": lambda w: torch.unbind(w)[1].zero_(),
+    "dlpack": lambda w: torch.from_dlpack(w).zero_(),
+    "numpy's dlpack": lambda w: np.from_dlpack(w),
+    "storage": lambda w: w.untyped_storage().fill_(0),
+    "view's data": lambda w: setattr(w.view(-1), "data", torch.zeros(96 * 72)),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 def test_writing_to_the_weight_is_refused(write: Callable[[Any], Any]) -> None:
     model = frozen()
     before = model.up.dequantized()
-    with torch.no_grad(), pytest.raises(RuntimeError, match="frozen in INT8, and this would write"):
+    with torch.no_grad(), pytest.raises(RuntimeError, match="the weight is frozen in INT8, and "):
         write(model.up.weight)
     with pytest.raises(KeyError, match="weight"):
         model.up.weight = nn.Parameter(torch.zeros(96, 72))
     with pytest.raises(AttributeError):
         model.up.weight = torch.zeros(96, 72)
     assert torch.equal(model.up.dequantized(), before)
+
+
+@pytest.mark.parametrize("array", [lambda w: w.numpy(), np.asarray, lambda w: w[2:].numpy()])
+def test_arrays_of_the_weight_cannot_be_written(array: Callable[[Any], Any]) -> None:
+    found = array(frozen().up.weight)
+    with pytest.raises(ValueError, match="read-only"):
+        found[0] = 1
+
+
+CODES: dict[str, Callable[[Any], Any]] = {
+    "zero_": lambda c: c.zero_(),
+    "data": lambda c: c.data.clamp_(-0.01, 0.01),
+    "fill_": lambda c: c.detach().fill_(2),
+    "setitem": lambda c: c.__setitem__(slice(0, 9), 3),
+    "view": lambda c: c.view(-1)[3:9].zero_(),
+    "slice": lambda c: c[5:].data.add_(1),
+    "numbers": lambda c: c.copy_(torch.randn(c.shape)),
+    "numbers as data": lambda c: setattr(c, "data", torch.randn(c.shape)),
+    "init": lambda c: nn.init.zeros_(c),
+    "out": lambda c: torch.add(c, 1, out=c),
+    "bits": lambda c: c.bitwise_xor_(1),
+    "foreach": lambda c: torch._foreach_zero_([torch.ones(2), c]),
+    "an average that is none": lambda c: c.copy_(0.9 * c + 0.2 * c),
+    "of another size": lambda c: c.copy_(c[1:]),
+    "vector": lambda c: nn.utils.vector_to_parameters(torch.zeros(c.shape), [c]),
+    "dlpack": lambda c: torch.from_dlpack(c),
+    "operator": lambda c: torch.ops.aten.mul_.Tensor(c, c),
+}
+
+
+@pytest.mark.parametrize("write", CODES.values(), ids=CODES)
+@guarded
+def test_codes_are_no_numbers(write: Callable[[Any], Any]) -> None:
+    model = frozen()
+    codes = model.up.weight_codes
+    before = codes.clone()
+    with torch.no_grad(), pytest.raises(RuntimeError, match="weight_codes are codes|bytes of code"):
+        write(codes)
+    assert torch.equal(codes, before)
+    with pytest.raises(ValueError, match="read-only"):
+        codes.numpy()[0] = 1
+    with pytest.raises(ValueError, match="frozen in INT8"):
+        codes.requires_grad = True
+    codes.requires_grad, codes.grad = False, None
+
+
+@guarded
+def test_half_an_average_is_noticed() -> None:
+    model, x = frozen(), torch.randn(3, 72)
+    for codes in (model.up.weight_codes, model.up.weight_codes.data):
+        with torch.no_grad():
+            codes.mul_(0.999)
+        with pytest.raises(RuntimeError, match="layer up: mul_: weight_codes are codes"):
+            model(x)
+        with torch.no_grad():
+            codes.add_(model.up.weight_codes.detach().clone(), alpha=0.001)
+        model(x)
+
+
+def lerp(e: Any, p: Any) -> None:
+    e.lerp_(p, 0.001)
+
+
+def mul_add(e: Any, p: Any) -> None:
+    e.mul_(0.999).add_(p, alpha=0.001)
+
+
+def mul_add_data(e: Any, p: Any) -> None:
+    e.data.mul_(0.999)
+    e.data.add_(0.001 * p.data)
+
+
+def new_data(e: Any, p: Any) -> None:
+    e.data = 0.999 * e.data + 0.001 * p.data
+
+
+def difference(e: Any, p: Any) -> None:
+    e.sub_(0.001 * (e - p))
+
+
+def copied(e: Any, p: Any) -> None:
+    e.copy_(e * 0.999 + p * 0.001)
+
+
+@pytest.mark.parametrize("update", [lerp, mul_add, mul_add_data, new_data, difference, copied])
+@guarded
+def test_ema_by_hand(update: Callable[[Any, Any], None]) -> None:
+    """Floats are averaged; codes, which do not change, are those of the model."""
+    model = frozen()
+    ema = copy.deepcopy(model)
+    with torch.no_grad():
+        model.norm.weight.mul_(3)
+        for _ in range(3):
+            for e, p in zip(ema.parameters(), model.parameters(), strict=True):
+                update(e, p)
+    assert torch.equal(ema.up.weight_codes, model.up.weight_codes)
+    assert 1 < ema.norm.weight[0] < 1.1
+    ema(torch.randn(3, 72))
+
+
+@guarded
+def test_ema_by_foreach() -> None:
+    model = frozen()
+    ema = copy.deepcopy(model)
+    averages, values = list(ema.parameters()), list(model.parameters())
+    before = [p.detach().clone() for p in values]
+    with torch.no_grad():
+        torch._foreach_mul_(averages, 0.9)
+        torch._foreach_add_(averages, values, alpha=0.1)
+        torch._foreach_sub_(averages, torch._foreach_mul(torch._foreach_sub(averages, values), 0.1))
+    for a, b in zip(averages, before, strict=True):
+        torch.testing.assert_close(a.detach(), b)
+    assert torch.equal(ema.down.weight_codes, model.down.weight_codes)
+
+
+swa = torch.optim.swa_utils
+
+
+@pytest.mark.parametrize("use_buffers", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"multi_avg_fn": swa.get_ema_multi_avg_fn(0.9995)},
+        {"avg_fn": swa.get_ema_avg_fn(0.9995)},
+        {"multi_avg_fn": swa.get_swa_multi_avg_fn()},
+        {"avg_fn": swa.get_swa_avg_fn()},
+    ],
+    ids=["default", "ema", "ema one by one", "swa", "swa one by one"],
+)
+@guarded
+def test_averaged_model(options: dict[str, Any], use_buffers: bool) -> None:
+    model = frozen()
+    average = swa.AveragedModel(model, use_buffers=use_buffers, **options)
+    for _ in range(4):
+        average.update_parameters(model)
+        with torch.no_grad():
+            model.norm.weight.add_(1)
+    for name in ("up", "down"):
+        ours = getattr(average.module, name).weight_codes
+        assert torch.equal(ours, getattr(model, name).weight_codes)
+        assert ours.data_ptr() != getattr(model, name).weight_codes.data_ptr()
+    assert 1 < average.module.norm.weight[0] < 4
+    average(torch.randn(3, 72))
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("save_codes", [False, True])
+@guarded
+def test_swapping_parameters_on_conversion(save_codes: bool, assign: bool) -> None:
+    """A layer that has run is loaded and cast, and its codes stay guarded."""
+    model, other, x = frozen(), frozen(), torch.randn(3, 72)
+    model(x).sum().backward()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.load_state_dict(saved(other, save_codes), assign=assign)
+        model.bfloat16().float()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert torch.allclose(model.up.dequantized(), other.up.dequantized(), atol=1e-5)
+    with pytest.raises(RuntimeError, match="weight_codes are codes"):
+        model.up.weight_codes.zero_()
+
+
+@guarded
+def test_codes_stay_guarded() -> None:
+    """After copies, moves and loads."""
+    model = frozen()
+    again = pickle.loads(pickle.dumps(model.up))
+    loaded = frozen()
+    loaded.load_state_dict(saved(model, True), assign=True)
+    empty = copy.deepcopy(model).to("meta").to_empty(device="cpu")
+    for layer in (again, copy.deepcopy(model).up, loaded.up, model.to("cpu").up, empty.up):
+        with pytest.raises(RuntimeError, match="weight_codes are codes"):
+            layer.weight_codes.zero_()
 
 
 def test_assigning_data_thaws() -> None:
@@ -459,6 +660,19 @@ def test_assigning_data_thaws() -> None:
     model.up.weight.requires_grad_(True)
     model(torch.randn(3, 72, dtype=torch.bfloat16)).sum().backward()
     assert model.up.weight.grad is not None
+
+
+@pytest.mark.parametrize("of", [lambda layer: layer.weight, lambda layer: layer.weight.data])
+def test_adding_to_a_name_of_the_weight_thaws(of: Callable[[Any], Any]) -> None:
+    """``w = layer.weight; w += 1`` assigns nothing to the layer, and would be lost."""
+    model = frozen()
+    before, w = model.up.dequantized(), of(model.up)
+    old = w
+    with torch.no_grad(), pytest.warns(UserWarning, match="frozen in INT8 have been written"):
+        w += 1
+    w *= 2
+    assert type(model.up) is hot.HotLinear and torch.equal(model.up.weight, (before + 1) * 2)
+    assert torch.equal(old.clone(), model.up.weight) and old.device == model.up.weight.device
 
 
 def test_revert_and_copies() -> None:

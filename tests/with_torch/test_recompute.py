@@ -9,6 +9,7 @@ import hotcore.torch as hot
 import pytest
 import torch
 from hotcore.torch import policies
+from support import without_broken_torchvision
 from torch import nn
 from torch_graphs import Graphs, converted, gradients
 
@@ -141,3 +142,82 @@ def test_errors() -> None:
     hot.recompute(model[1][0])
     with pytest.raises(ValueError, match="recomputed already"):
         hot.recompute(model[1])
+
+
+class Cached(nn.Module):
+    """A block that appends to a cache, which is empty and hence false at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(
+        self, x: torch.Tensor, past_key_values: list[Any] | None = None, use_cache: bool = True
+    ) -> torch.Tensor:
+        y = self.layer(x)
+        if past_key_values is not None and use_cache:
+            past_key_values.append(y)
+        return y
+
+
+@pytest.mark.filterwarnings("ignore:hotcore.torch.recompute")
+def test_a_cache_is_not_written_twice(x: torch.Tensor) -> None:
+    model = converted(Cached(), "default")
+    hot.recompute(model)
+    for call in (lambda cache: model(x, cache), lambda cache: model(x, past_key_values=cache)):
+        cache: list[Any] = []
+        call(cache).sum().backward()
+        assert not cache
+        with torch.no_grad():
+            call(cache)
+        assert len(cache) == 1
+    model.eval()
+    model(x, cache)
+    assert len(cache) == 2
+    model.train()
+    model._can_checkpoint_with_cache = True  # it only reads it, as transformers says
+    with pytest.warns(UserWarning, match="use_cache=False in training, as a block that is recomp"):
+        model(x, cache, True)
+    assert len(cache) == 2
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: getattr(p, "__name__", "none"))
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_stock_models_of_transformers(kind: str, policy: Any, seeded: None) -> None:
+    """Their use_cache is True by default, in training mode, too."""
+    with without_broken_torchvision():
+        transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 96, "bos_token_id": 0, "eos_token_id": 0}
+    if kind == "llama":
+        config = transformers.LlamaConfig(
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            **sizes,
+        )
+        model = transformers.LlamaForCausalLM(config)
+        blocks = model.model.layers
+    else:
+        dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        config = transformers.GPT2Config(n_layer=2, n_embd=64, n_head=4, **dropout, **sizes)
+        model = transformers.GPT2LMHeadModel(config)
+        blocks = model.transformer.h
+    assert config.use_cache
+    hot.convert(model, "default")
+    tokens = torch.randint(96, (2, 16))
+
+    def step() -> list[torch.Tensor]:
+        model.zero_grad()
+        torch.manual_seed(3)
+        with hot.share_inputs(False):  # a policy's mode hides that layers share an x
+            model(tokens, labels=tokens).loss.backward()
+        return [p.grad.clone() for p in model.train().parameters()]
+
+    expected = step()
+    hot.recompute(blocks, policy)
+    with pytest.warns(UserWarning, match=r"past_key_values=None in training"):
+        equal(step(), expected)
+    with torch.no_grad():
+        cache = model.eval()(tokens).past_key_values
+    assert cache.get_seq_length() == 16

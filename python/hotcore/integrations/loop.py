@@ -40,8 +40,6 @@ class HotLoop:
             layers' own configurations.
         unit: unit of the schedule, ``"step"`` or ``"epoch"``.
         accumulate: :func:`hotcore.torch.gradient_accumulation` around the whole loop.
-        in_place: option of ``accumulate``; None: True unless torch.distributed has several
-            processes.
         memory: at the first step, measure the bytes each module keeps for backward, plain and with
             HOT, by :func:`hotcore.torch.memory_report` on the step's own inputs: :attr:`memory`.
         noise_every: steps between measurements of the noise to gradient ratio; 0: none.
@@ -64,7 +62,6 @@ class HotLoop:
         warmup: int | hot.PrecisionSchedule | None = None,
         unit: Literal["step", "epoch"] = "step",
         accumulate: bool = False,
-        in_place: bool | None = None,
         memory: bool = False,
         noise_every: int = 0,
         noise_layers: str | Sequence[str] = "*",
@@ -82,7 +79,7 @@ class HotLoop:
             raise TypeError(f"optimizer: expected a torch.optim.Optimizer, got {kind}")
         self._model, self._optimizer = model, optimizer
         self._warmup, self._unit = warmup, unit
-        self._accumulate, self._in_place = accumulate, in_place
+        self._accumulate = accumulate
         self._wants_memory = memory
         self._noise = hot.NoiseMonitor(model, noise_every, noise_layers) if noise_every else None
         self._log = scalar_logger(log)
@@ -111,7 +108,7 @@ class HotLoop:
                 self.schedule = stack.enter_context(schedule)
                 schedule.load_state_dict({"count": self._count or schedule.count})
             if self._accumulate:
-                stack.enter_context(hot.gradient_accumulation(in_place=self._adds_in_place()))
+                stack.enter_context(hot.gradient_accumulation())
             if self._wants_memory:
                 hook = self._model.register_forward_pre_hook(self._keep_inputs, with_kwargs=True)
                 stack.callback(hook.remove)
@@ -147,12 +144,6 @@ class HotLoop:
         if self.schedule is not None:
             self.schedule.step()
 
-    def _adds_in_place(self) -> bool:
-        if self._in_place is not None:
-            return self._in_place
-        distributed = torch.distributed
-        several = distributed.is_available() and distributed.is_initialized()
-        return not (several and distributed.get_world_size() > 1)
 
     def _keep_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         wanted = self._wants_memory and not self._measuring and not torch.compiler.is_compiling()

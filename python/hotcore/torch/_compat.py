@@ -192,6 +192,26 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 
+@functools.cache
+def traces_parameters() -> bool:
+    """Whether torch.compile follows a subclass of Parameter with a ``__torch_function__``.
+
+    It does in torch 2.13, and not in 2.8 and before; of those between this is not known.
+    """
+    return tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+
+
+def without_subclasses() -> AbstractContextManager[Any]:
+    """Hide the calls inside from the ``__torch_function__`` of subclasses; a documented name."""
+    disabled: AbstractContextManager[Any] = torch._C.DisableTorchFunctionSubclass()
+    return disabled
+
+
+def forget_compiled(module: torch.nn.Module) -> None:
+    """Undo ``module.compile()`` of a copy, whose compiled call is that of the original."""
+    vars(module).pop("_compiled_call_impl", None)
+
+
 def batched(gradient: torch.Tensor) -> bool:
     """Whether vmap batches it: ``autograd.grad(is_grads_batched=True)``, vectorised jacobians.
 

@@ -1,4 +1,4 @@
-"""``gradient_accumulation``: work that the micro-batches of one optimizer step share."""
+"""``gradient_accumulation``: gradients of micro-batches, added to ``.grad`` by the product."""
 
 from __future__ import annotations
 
@@ -6,63 +6,22 @@ import contextlib
 import dataclasses
 import os
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from . import _compat, ops, weight_codes
+from . import _compat, ops
 
 
 class _State:
     """State of one ``with gradient_accumulation()``; graphs made inside keep it alive."""
 
-    __slots__ = ("__weakref__", "_codes", "_ended", "_in_place", "_lock")
+    __slots__ = ("__weakref__", "ended")
 
-    def __init__(self, in_place: bool) -> None:
-        self._in_place = in_place
-        self._ended = False
-        # weight -> for g_x or for y -> what it was then, the codes
-        self._codes: Any = WeakTensorKeyDictionary()
-        self._lock = threading.Lock()  # autograd has a thread for every CUDA device
-
-    @property
-    def in_place(self) -> bool:
-        """Whether gradients are added in place; False after the end."""
-        return self._in_place and not self._ended
-
-    def codes(self, weight: Tensor, config: str) -> Tensor | None:
-        """``weight`` quantised for g_x, by the first micro-batch; None after the end."""
-        now = (weight._version, config, weight.dtype, weight.device)
-
-        def make() -> Tensor:
-            return ops.quantize_weight(weight.detach(), ops.parsed(config))
-
-        return self.kept(weight, "gx", now, make)
-
-    def kept(
-        self, weight: Tensor, what: Hashable, state: Hashable, make: Callable[[], Tensor]
-    ) -> Tensor | None:
-        """Codes of ``weight`` by ``make``, of the first micro-batch; None after the end."""
-        with self._lock:
-            if self._ended:
-                return None
-            return weight_codes.kept(self._codes, weight, what, state, make)
-
-    def stepped(self, *_: Any) -> None:
-        """Drop the codes of trained weights; fused optimizers do not raise a weight's version."""
-        with self._lock:
-            for weight in [w for w in self._codes if w.requires_grad]:
-                del self._codes[weight]
-
-    def end(self) -> None:
-        """End: graphs that were made inside now behave like any other."""
-        with self._lock:
-            self._ended = True
-            self._codes.clear()
+    def __init__(self) -> None:
+        self.ended = False
+        """Graphs that were made inside then behave like any other."""
 
 
 class _Threads(threading.local):
@@ -94,30 +53,23 @@ def open_contexts() -> int:
 
 
 @contextlib.contextmanager
-def gradient_accumulation(*, in_place: bool = True) -> Iterator[None]:
-    """Share work between the micro-batches of one optimizer step (linear layers, eager mode).
+def gradient_accumulation() -> Iterator[None]:
+    """Add g_w and g_b of linear layers to ``.grad`` in the product itself (eager mode).
 
-    Inside, only the first micro-batch quantises a weight for g_x, and for an 8-bit forward. The
-    codes, one byte per weight for each, are dropped when an optimizer steps (frozen weights keep
-    theirs: LoRA's base is quantised once), when the weight is written (writes through ``.data`` go
-    unnoticed), and at the end. Gradients are the same bits. With ``in_place`` the product itself
-    adds g_w and g_b to ``.grad``, in fp32 before one rounding, without a temporary g_w and a pass
-    over it.
+    For the micro-batches of an optimizer step: the sum is made in fp32 before one rounding, without
+    a temporary g_w and a pass over it. Nothing else is shared; no codes of a weight are kept.
+    Autograd adds a first gradient as ever, gradients of parameters with hooks (tensor or
+    post-accumulate), and all gradients of other layers. ``torch.autograd.grad`` returns its
+    gradients and leaves ``.grad`` alone.
 
     The context belongs to the calling thread: layers that this thread runs inside take part,
     whichever thread runs their backward. Other threads are not affected and may have their own
-    contexts. A reentrant checkpoint on CUDA recomputes in one of autograd's threads and accumulates
-    there as if outside. After the end, graphs that were made inside behave like any other.
-
-    Args:
-        in_place: False leaves accumulation to autograd. This is needed if something waits for
-            autograd's accumulation (DistributedDataParallel outside of ``no_sync()``), and if
-            several threads run backward for the same parameters at once. Autograd always adds a
-            first gradient, and gradients of parameters with hooks (tensor or post-accumulate).
-            ``torch.autograd.grad`` returns its gradients and leaves ``.grad`` alone.
+    contexts, but not for the same parameters at once: additions of two threads could be lost. A
+    reentrant checkpoint on CUDA recomputes in one of autograd's threads and accumulates there as if
+    outside. After the end, graphs that were made inside behave like any other.
 
     Raises:
-        RuntimeError: when nested, or while compiling (compiled layers share nothing).
+        RuntimeError: when nested, or while compiling (autograd adds in compiled layers).
 
     Source: docs/torch/accumulation.md, "Gradient accumulation".
     """
@@ -126,9 +78,7 @@ def gradient_accumulation(*, in_place: bool = True) -> Iterator[None]:
         raise RuntimeError("gradient_accumulation: not inside a compiled region")
     if _threads.state is not None:
         raise RuntimeError("gradient_accumulation: this thread is already inside one")
-    state = _State(in_place)
-    hook = register_optimizer_step_post_hook(state.stepped)
-    _threads.state = state
+    state = _threads.state = _State()
     with _count:
         _open_contexts += 1
     try:
@@ -137,8 +87,7 @@ def gradient_accumulation(*, in_place: bool = True) -> Iterator[None]:
         with _count:
             _open_contexts -= 1
         _threads.state = None
-        state.end()
-        hook.remove()
+        state.ended = True
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -187,7 +136,6 @@ class Shared:
             ops.keys_of(saved_seed, seed),
             (gx, gw if added[0] is None else added[0], gb if added[1] is None else added[1]),
             accumulate,
-            None if gx is None else self.state.codes(self.weight, config),
         )
         for grad in added:
             if grad is not None:
@@ -196,7 +144,7 @@ class Shared:
 
     def _grad_to_add_to(self, parameter: Tensor | None) -> Tensor | None:
         """The ``.grad`` of ``parameter`` that the product adds to; None: autograd adds."""
-        if not self.state.in_place or parameter is None or not parameter.is_leaf:
+        if self.state.ended or parameter is None or not parameter.is_leaf:
             return None  # an attention's bias is a slice, and reading a non-leaf's .grad warns
         grad = parameter.grad
         adds = (

@@ -282,8 +282,7 @@ def _convolution(
     if settings.forward == "int8" and window.pointwise:
 
         def product(rows: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
-            codes = ops.frozen_codes(matrix, settings)
-            return ops.forward(rows, matrix, bias, settings, codes)
+            return ops.forward(rows, matrix, bias, settings)
 
         return by_pixels(x, weight, bias, window, product)
     return _plain_convolution(x, weight, bias, window)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import types
 import warnings
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -15,11 +16,11 @@ from torch import nn
 from .. import _core, contexts
 from ..config import ConfigLike, HotConfig, HotConfigFields, as_config
 from ..saved import saved_layout
-from . import gains, probe, selection, unconverted, weight_codes
+from . import gains, probe, selection, unconverted
 from .conv import settings
 from .custom import CustomBackward
 from .frozen import FrozenModule, tie
-from .modules import HotModule, is_pointwise
+from .modules import HotModule, is_pointwise, own_forward
 from .report import ConversionReport, Converted, Skipped, listed, pattern_of
 from .saved import convert_saved, revert_saved
 from .selection import (
@@ -90,9 +91,9 @@ def convert(
 
     Raises:
         TypeError: ``model`` is no module.
-        ValueError: a layer is already converted, no layer can be converted, a pattern matches no
-            layer or no converted one, a ``token_grid`` does not fit ``inputs``, or ``model`` is an
-            ``nn.DataParallel``.
+        ValueError: a layer is already converted, or sharded (``fully_shard`` comes after), no layer
+            can be converted, a pattern matches no layer or no converted one, a ``token_grid`` does
+            not fit ``inputs``, or ``model`` is an ``nn.DataParallel``.
         NotImplementedError: ``model`` is on CUDA, but this build of hotcore has no CUDA backend or
             no kernels for that GPU.
     """
@@ -103,6 +104,7 @@ def convert(
     uses, total = ({}, None) if inputs is None else _dry_run(model, layers, inputs)
     reasons = why_plain(model, layers, filter_fn)
     reasons |= _unreached(model, layers, uses, reasons)
+    _check_sharded(layers, reasons, filter_fn)
     configs = _configs(base, overrides or {}, [fqn for fqn, _ in layers], reasons)
     left = [fqn for fqn, own in configs.items() if own is None]
     reasons = dict.fromkeys(left, _LEFT_OUT) | reasons
@@ -179,10 +181,12 @@ def convert(
 def revert(model: nn.Module) -> nn.Module:
     """Turn every HOT module back into its plain class, in place; return the model.
 
-    So are layers with a :class:`CustomBackward`.
+    So are layers with a :class:`CustomBackward`. accelerate's hooks stay. A layer that was compiled
+    by itself (``layer.compile()``) is not any more.
 
     Raises ValueError if a HOT module has become a subclass in the meantime (a parametrisation,
-    ``fully_shard``): undo that first.
+    ``fully_shard``), or has got a ``forward`` of its own (``recompute`` of the layer itself, a
+    patch): undo that first.
     """
     found = [(fqn, m) for fqn, m in model.named_modules() if isinstance(m, HotModule)]
     for fqn, module in found:
@@ -192,8 +196,9 @@ def revert(model: nn.Module) -> nn.Module:
                 f"model: {fqn or '(root)'} is now a {type(module).__name__}; undo what was wrapped "
                 "around it (a parametrisation, fully_shard) before revert()"
             )
+        if why := own_forward(module):
+            raise ValueError(f"model: {fqn or '(root)'}: {why}; undo that before revert()")
     revert_saved(model)
-    weight_codes.forget(model.parameters())
     plain = {module: module.to_plain() for _, module in found}
     frozen = [(m.weight_codes, new) for m, new in plain.items() if isinstance(m, FrozenModule)]
     tie(frozen)
@@ -226,6 +231,21 @@ def _check_devices(model: nn.Module) -> None:
             contexts.cuda(device.index or 0, 0)
         except (NotImplementedError, ValueError) as error:
             raise type(error)(f"model: it is on {device}; {error}") from None
+
+
+def _check_sharded(
+    layers: list[tuple[str, nn.Module]], reasons: Mapping[str, str], filter_fn: Filter | None
+) -> None:
+    for fqn, module in layers:
+        if isinstance(module, HotModule) or not selection.is_sharded(module):
+            continue
+        # fully_shard of a layer makes a subclass of it, which is a reason, too.
+        subclass = reasons.get(fqn) == selection.why_impossible(module)
+        if fqn not in reasons or (subclass and (filter_fn is None or filter_fn(module, fqn))):
+            raise ValueError(
+                f"model: the weight of {fqn or '(root)'} is a DTensor, sharded already; call "
+                "hot.convert first, then fully_shard (or parallelize_module)"
+            )
 
 
 def _dry_run(
@@ -506,7 +526,37 @@ def _replace(model: nn.Module, replacements: Mapping[Any, nn.Module]) -> nn.Modu
     for parent, name, child in list(_children(model)):
         if child in replacements:
             parent._modules[name] = replacements[child]
+    # What else holds a layer, or its bound methods, would go on to call the old one.
+    for parent in model.modules():
+        for name, value in list(vars(parent).items()):
+            if name not in _TABLES:
+                parent.__dict__[name] = _exchanged(value, replacements)
     return replacements.get(model, model)
+
+
+_TABLES = {*vars(nn.Module()), "forward", "_old_forward"}
+
+
+def _exchanged(value: Any, replacements: Mapping[Any, nn.Module], depth: int = 3) -> Any:
+    """The same, with the new layers and their methods in place of the old ones'."""
+    if isinstance(value, nn.Module):
+        return replacements.get(value, value)
+    if isinstance(value, types.MethodType):
+        new = replacements.get(value.__self__) if isinstance(value.__self__, nn.Module) else None
+        found = None if new is None else getattr(new, value.__name__, None)
+        return value if found is None else found
+    if type(value) in (list, tuple, dict) and depth:
+        items = value.values() if isinstance(value, dict) else value
+        made = [_exchanged(item, replacements, depth - 1) for item in items]
+        if all(a is b for a, b in zip(made, items, strict=True)):
+            return value
+        if isinstance(value, tuple):
+            return tuple(made)
+        if isinstance(value, dict):
+            value.update(zip(list(value), made, strict=True))
+        else:
+            value[:] = made
+    return value
 
 
 def _children(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:

@@ -1,14 +1,15 @@
 """The 8-bit forward of layers (``forward="int8"``) in eager mode.
 
-A trained weight is quantised by every call, or by the first micro-batch inside of
-:func:`hotcore.torch.gradient_accumulation`; a frozen one once (:mod:`hotcore.torch.weight_codes`).
+Every call quantises its weight. No codes of it stay for the next call: nothing on the host tells
+whether a weight was written in between (``.data``, fused optimizers and FSDP raise no version).
+:func:`hotcore.torch.freeze_int8` keeps codes, in place of the weight.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from . import accumulation, input_cache, ops, weight_codes
+from . import input_cache, ops
 
 _INT8 = '"forward":"int8"'
 
@@ -63,8 +64,6 @@ def linear(
     weight: Tensor,
     bias: Tensor | None,
     config: str,
-    *,
-    followed: bool,
     codes: Tensor | None = None,
 ) -> Tensor:
     """``x weight^T + bias`` in INT8 and in x's dtype; no gradients.
@@ -74,23 +73,7 @@ def linear(
         weight: ``[O, I]``, of any dtype that HOT takes.
         bias: ``[O]`` or None, likewise.
         config: as JSON.
-        followed: whether autograd follows the call, which may then take a frozen weight's codes.
         codes: of x, by :func:`ops.quantize_forward_input`; only where the call goes past the
             dispatcher.
     """
-    quantized = None
-    if codes is not None or ops.bypasses_dispatcher(x, weight):
-        quantized = _codes_of(weight, config, followed)
-    return ops.forward_linear(x, weight, bias, config, quantized, codes)
-
-
-def _codes_of(rows: Tensor, config: str, followed: bool) -> Tensor | None:
-    """Codes of a weight; None: nothing keeps any."""
-    state = accumulation.current()
-    if state is None:
-        return ops.frozen_codes(rows, ops.parsed(config)) if followed else None
-    owner, settings = weight_codes.owner_of(rows), ops.parsed(config)
-    key = weight_codes.forward_key(rows, settings.forward_block)
-    if key is None or not owner.is_leaf:
-        return None
-    return state.kept(owner, *key, lambda: ops.quantize_forward_weight(rows, settings))
+    return ops.forward_linear(x, weight, bias, config, codes)

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from torch import nn
 
-from . import ops, weight_codes
+from . import _compat, ops
 from .frozen import FrozenModule, HotFrozenLinear, freeze, tie
-from .modules import HotLinear, HotModule
+from .modules import HotLinear, HotModule, own_forward
 from .report import listed
 from .selection import Filter, hot_class, kind_of
 
@@ -95,7 +95,6 @@ def freeze_int8(
     weights = {fqn: _weight_of(m) for fqn, m in chosen.items()}
     owners = {fqn: id(weight) for fqn, weight in weights.items()}
     before = sum({id(weight): weight.nbytes for weight in weights.values()}.values())
-    weight_codes.forget(weights.values())
     weights.clear()  # each is freed when its layer is done
     made: dict[tuple[int, int, bool], nn.Parameter] = {}
     for fqn, layer in chosen.items():
@@ -158,6 +157,8 @@ def _why_not(layer: HotModule, fqn: str, filter_fn: Filter | None) -> str:
         return f"a {kind}; only linear layers can be"
     if type(layer) is not hot_class(layer):
         return f"now a {type(layer).__name__}; freeze_int8 comes before what was wrapped around it"
+    if why := own_forward(layer):
+        return why
     weight = layer._parameters.get("weight")
     if weight is None or type(weight) not in ops.PLAIN_TYPES:
         found = "computed" if weight is None else f"a {type(weight).__name__}"
@@ -182,6 +183,11 @@ def _shared(model: nn.Module, layers: Mapping[str, HotModule]) -> dict[str, str]
 
 
 def _notes(layers: Iterable[HotModule]) -> Iterator[str]:
+    if not _compat.traces_parameters():
+        yield (
+            "torch before 2.13: weight_codes are ordinary Parameters. Averages of parameters (EMA, "
+            "SWA) must leave out those of torch.uint8"
+        )
     configs = [layer.config for layer in layers]
     if any(config.forward == "plain" for config in configs):
         yield (

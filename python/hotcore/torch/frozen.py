@@ -1,8 +1,9 @@
 """Linear layers whose frozen weight is kept as INT8 codes alone; :func:`freeze_int8` makes them.
 
 The codes are those of the 8-bit forward (:func:`hotcore.quantize_forward_weight`), in one uint8
-Parameter, ``weight_codes``: it moves with the model, is never cast, and an optimizer or DDP leaves
-it alone. ``weight`` is a :class:`FrozenWeight`, which has no memory of its own.
+Parameter, ``weight_codes``: it moves with the model, is never cast, an optimizer or DDP leaves
+it alone, and averages (EMA) copy it (:class:`~hotcore.torch.frozen_codes.FrozenCodes`). ``weight``
+is a :class:`FrozenWeight`, which has no memory of its own.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ..config import ConfigLike
-from . import ops
+from . import _compat, frozen_codes, ops
+from .frozen_codes import FrozenCodes, guard, refuse_gradients
 from .functional import DTYPES, frozen_linear
-from .modules import HotLinear, HotModule
+from .modules import HotLinear, HotModule, carry_forward, own_forward
 
 _CODES = "weight_codes"
 _BLOCK = "weight_block"
@@ -27,6 +30,10 @@ _ALIGNMENT = 16
 _READ_ONLY = (
     "the weight is frozen in INT8, and this would write to a copy of it; hot.thaw(model) makes it "
     "a plain one, as weight.data = values does"
+)
+_SHARED = (
+    "the weight is frozen in INT8, and what is written to memory that is shared so would be lost; "
+    "weight.dequantized() is a copy, and hot.thaw(model) makes it a plain one"
 )
 _WRITTEN = (
     "hotcore.torch: weights that were frozen in INT8 have been written (adapters merged?); they "
@@ -48,12 +55,75 @@ _SIZES = {
 """What is answered without values."""
 
 
-class FrozenWeight(Tensor):
+class ReadOnly(Tensor):
+    """Values of a frozen weight, in memory of their own: what writes them raises a RuntimeError.
+
+    Views of them are read-only, too, as are NumPy's arrays; other results are plain tensors.
+    """
+
+    @property
+    def data(self) -> Tensor:
+        """Itself: what is written there is seen."""
+        return self
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        raise RuntimeError(f"data: {_READ_ONLY}")
+
+    def detach(self) -> Tensor:
+        """Itself, as :attr:`data`."""
+        return self
+
+    def dequantized(self) -> Tensor:
+        """A plain tensor with the values."""
+        return _values(self).clone()  # type: ignore[no-any-return]  # a Tensor
+
+    def requires_grad_(self, requires_grad: bool = True) -> Tensor:
+        """Raise ValueError, unless asked for what is so already."""
+        refuse_gradients(requires_grad)
+        return self
+
+    def _use_count(self) -> int:
+        # torch.utils.swap_tensors asks before it changes anything.
+        raise RuntimeError(f"swap_tensors: {_SHARED}")
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        """A plain tensor."""
+        return self.dequantized()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled as a plain tensor."""
+        return self.dequantized().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Refuse writes, and run the rest on the values."""
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "__set__" and isinstance(args[0], ReadOnly):
+            return _assign(func, *args)
+        if name in _EXPORTS:
+            raise RuntimeError(f"{name}: {_SHARED}")
+        if any(isinstance(t, ReadOnly) for t in frozen_codes.mutated(func, args, kwargs)):
+            raise RuntimeError(f"{name}: {_READ_ONLY}")
+        made: list[Tensor] = []
+        plain = _values((args, kwargs), made)
+        versions = [_version(values) for values in made]
+        found = func(*plain[0], **plain[1])
+        # What is named after no operator of torch may write all the same: F.embedding(max_norm=).
+        if versions != [_version(values) for values in made]:
+            raise RuntimeError(f"{name}: {_READ_ONLY}")
+        return _read_only(found, made)
+
+
+class FrozenWeight(ReadOnly):
     """The weight of a frozen layer, as other code sees it: dequantised when its values are read.
 
     Shape, dtype and device cost nothing; any operation dequantises. ``weight.data = values`` and
     ``weight.data += values`` (peft's merge) thaw the layer: it then holds a plain Parameter. Other
-    writes raise a RuntimeError: they would go to a copy.
+    writes raise a RuntimeError, also into views and arrays of it: they would go to a copy.
     """
 
     _layer: FrozenModule
@@ -69,27 +139,28 @@ class FrozenWeight(Tensor):
 
     def dequantized(self) -> Tensor:
         """A plain tensor with the values."""
-        return self._layer.dequantized()
+        weight = self._thawed()
+        return self._layer.dequantized() if weight is None else weight.detach().clone()
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]  # nobody sets it
         """Where the codes are."""
-        return self._layer.weight_codes.device
+        return self._held().device
 
     @property
     def is_cuda(self) -> bool:  # type: ignore[override]  # nobody sets it
         """Whether the codes are on a CUDA device."""
-        return self._layer.weight_codes.is_cuda
+        return self._held().is_cuda
 
     @property
     def is_cpu(self) -> bool:  # type: ignore[override]  # nobody sets it
         """Whether the codes are on the CPU."""
-        return self._layer.weight_codes.is_cpu
+        return self._held().is_cpu
 
     @property
     def is_meta(self) -> bool:  # type: ignore[override]  # nobody sets it
         """Whether there are no codes either."""
-        return self._layer.weight_codes.is_meta
+        return self._held().is_meta
 
     @property
     def data(self) -> Tensor:
@@ -98,95 +169,110 @@ class FrozenWeight(Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        self._layer.thaw(value)
-        warnings.warn(_WRITTEN, stacklevel=2)
+        self._written(value)
+
+    def _held(self) -> Tensor:
+        weight = self._thawed()
+        return self._layer.weight_codes if weight is None else weight
 
     def get_device(self) -> int:
         """As of the codes."""
-        return self._layer.weight_codes.get_device()
+        return self._held().get_device()
 
-    def detach(self) -> Tensor:
-        """Itself, as :attr:`data`."""
-        return self
-
-    def requires_grad_(self, requires_grad: bool = True) -> Tensor:
-        """Raise ValueError, unless asked for what is so already."""
-        _refuse_gradients(requires_grad)
-        return self
-
-    # Of "weight.data += values": Python then assigns the result, which thaws the layer.
+    # "weight.data += values": Python then assigns the result to weight.data, which it is by then.
 
     def __iadd__(self, other: Any) -> Tensor:  # type: ignore[misc]
-        """The sum, as a plain tensor."""
-        return self.dequantized().add_(other)
+        """Thaw the layer and add to its weight; that, as a plain tensor."""
+        return self._written(self.dequantized().add_(other))
 
     def __isub__(self, other: Any) -> Tensor:  # type: ignore[misc]
-        """The difference, as a plain tensor."""
-        return self.dequantized().sub_(other)
+        """Thaw the layer and subtract from its weight."""
+        return self._written(self.dequantized().sub_(other))
 
     def __imul__(self, other: Any) -> Tensor:  # type: ignore[misc]
-        """The product, as a plain tensor."""
-        return self.dequantized().mul_(other)
+        """Thaw the layer and multiply its weight."""
+        return self._written(self.dequantized().mul_(other))
 
     def __itruediv__(self, other: Any) -> Tensor:  # type: ignore[misc]
-        """The quotient, as a plain tensor."""
-        return self.dequantized().div_(other)
+        """Thaw the layer and divide its weight."""
+        return self._written(self.dequantized().div_(other))
 
-    def __deepcopy__(self, memo: Any) -> Tensor:
-        """A plain tensor."""
-        return self.dequantized()
+    def _written(self, values: Tensor) -> Tensor:
+        weight = self._thawed()
+        if weight is None:
+            self._layer.thaw(values)
+            warnings.warn(_WRITTEN, stacklevel=3)
+            weight = self._layer.weight
+        elif weight.data_ptr() != values.data_ptr():
+            weight.data = values.to(weight.dtype)
+        return weight.data
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled as a plain tensor."""
-        return self.dequantized().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+    def _thawed(self) -> Tensor | None:
+        """The plain weight of a layer that is not frozen any more."""
+        return None if isinstance(self._layer, FrozenModule) else self._layer.weight
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Answer questions of size, refuse writes, and dequantise for the rest."""
-        kwargs = kwargs or {}
+        """Answer questions of size; the rest is read-only values."""
         if func in _SIZES:
-            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-        name = getattr(func, "__name__", "")
-        first = next(iter((*args, *kwargs.values())), None)  # nn.init's functions name it
-        own = isinstance(first, FrozenWeight)
-        into = own and (name in ("__setitem__", "__set__") or _in_place(name))
-        if into or any(isinstance(t, FrozenWeight) for t in _flat(kwargs.get("out"))):
-            if name == "__set__":
-                _refuse_gradients(True)
-            raise RuntimeError(f"{name}: {_READ_ONLY}")
-        return func(*_values(args), **_values(kwargs))
+            with _compat.without_subclasses():
+                return func(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
 
 
-def _in_place(name: str) -> bool:
-    return name.endswith("_") and not name.endswith("__")
+_EXPORTS = ("__dlpack__", "share_memory_", "untyped_storage", "storage", "data_ptr", "set_")
+"""Ways to memory that is then written without torch."""
 
 
-def _flat(value: Any) -> Iterable[Any]:
-    return value if isinstance(value, list | tuple) else (value,)
+def _assign(func: Any, weight: ReadOnly, value: Any) -> None:
+    name = frozen_codes.assigned(func)
+    if name == "requires_grad":
+        refuse_gradients(bool(value))
+    elif not (name == "grad" and value is None):
+        raise RuntimeError(f"{name}: {_READ_ONLY}")
 
 
-def _values(value: Any) -> Any:
-    """The same, with plain tensors for frozen weights."""
-    if isinstance(value, FrozenWeight):
-        return value.dequantized()
+def _version(values: Tensor) -> int:
+    try:
+        return values._version
+    except RuntimeError:  # of inference mode
+        return 0
+
+
+def _values(value: Any, made: list[Tensor] | None = None) -> Any:
+    """The same, with plain tensors for read-only ones, which are also put into ``made``."""
+    if isinstance(value, ReadOnly):
+        if isinstance(value, FrozenWeight):
+            plain = value.dequantized()
+        else:
+            with _compat.without_subclasses():
+                plain = Tensor.detach(value)
+        if made is not None:
+            made.append(plain)
+        return plain
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(_values, value))
+        return type(value)(*(_values(item, made) for item in value))
     if isinstance(value, list | tuple):
-        return type(value)(map(_values, value))
+        return type(value)(_values(item, made) for item in value)
     if isinstance(value, dict):
-        return {key: _values(item) for key, item in value.items()}
+        return {key: _values(item, made) for key, item in value.items()}
     return value
 
 
-def _refuse_gradients(requires_grad: bool = True) -> None:
-    """``requires_grad_`` of codes: Module.requires_grad_ calls it."""
-    if requires_grad:
-        raise ValueError(
-            "requires_grad: the model has weights that are frozen in INT8; hot.thaw(model) makes "
-            "them plain Parameters, which can be trained"
-        )
+def _read_only(found: Any, made: list[Tensor]) -> Any:
+    """A result, with ReadOnly for what shares memory with ``made``."""
+    if isinstance(found, np.ndarray):
+        if any(np.shares_memory(found, values.numpy()) for values in made if values.is_cpu):
+            found.flags.writeable = False
+        return found
+    if type(found) is Tensor:
+        shared = any(frozen_codes.one_memory(found, values) for values in made)
+        return found.as_subclass(ReadOnly) if shared else found
+    if isinstance(found, list | tuple) and type(found) in (list, tuple):
+        return type(found)(_read_only(item, made) for item in found)
+    return found
 
 
 class FrozenModule(HotModule, nn.Module):
@@ -221,9 +307,10 @@ class FrozenModule(HotModule, nn.Module):
     @property
     def frozen(self) -> ops.Frozen:
         """The weight, as the operators take it."""
-        return ops.Frozen(
-            self.weight_codes, self.weight_block, *self.weight_features, self.weight_dtype
-        )
+        codes: Tensor = self.weight_codes
+        if not torch.compiler.is_compiling():
+            codes = frozen_codes.whole(codes)
+        return ops.Frozen(codes, self.weight_block, *self.weight_features, self.weight_dtype)
 
     def dequantized(self) -> Tensor:
         """The weight that the codes stand for, in its shape and dtype: a new tensor."""
@@ -268,9 +355,11 @@ class FrozenModule(HotModule, nn.Module):
         Args:
             values: of the weight; None: those that the codes stand for.
         """
-        if type(self.weight_codes) not in ops.PLAIN_TYPES:
+        if type(self.weight_codes) not in (FrozenCodes, *ops.PLAIN_TYPES):
             found = type(self.weight_codes).__name__
             raise ValueError(f"weight: its codes are a {found}; undo fully_shard before thawing it")
+        if why := own_forward(self):
+            raise ValueError(f"weight: its layer cannot be thawed: {why}; undo that first")
         weight = (self.dequantized() if values is None else _values(values)).contiguous()
         if tuple(weight.shape) != self.weight_shape:
             expected = self.weight_shape
@@ -278,6 +367,7 @@ class FrozenModule(HotModule, nn.Module):
         _swap(self, _CODES, "weight", nn.Parameter(weight, requires_grad=False))
         for name in _FIELDS:
             del self.__dict__[name]
+        carry_forward(self, self, self.thawed)  # type: ignore[arg-type]  # a module
         self.__class__ = self.thawed  # type: ignore[assignment]  # fully_shard does so, too
 
     def copy_thawed(self) -> HotModule:
@@ -287,6 +377,7 @@ class FrozenModule(HotModule, nn.Module):
         new.__dict__["_parameters"] = self._parameters.copy()
         for table in ("_buffers", "_modules"):
             new.__dict__[table] = self.__dict__[table].copy()
+        carry_forward(self, new, type(self))
         new.thaw()
         copied: HotModule = new
         return copied
@@ -302,18 +393,18 @@ class FrozenModule(HotModule, nn.Module):
         like = torch.empty(0, dtype=self.weight_dtype, device=self.weight_codes.device)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.weight_dtype = fn(like).dtype
-        _guard(self.weight_codes)
+        guard(self.weight_codes)
         return self
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
         """Of the bias; raises ValueError where the weight is asked to be trained."""
-        _refuse_gradients(requires_grad)
+        refuse_gradients(requires_grad)
         return super().requires_grad_(requires_grad)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """As a module; after a copy, too."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        _guard(self.weight_codes)
+        guard(self.weight_codes)
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
@@ -322,6 +413,8 @@ class FrozenModule(HotModule, nn.Module):
         own: OrderedDict[str, Any] = OrderedDict()
         super()._save_to_state_dict(own, prefix, keep_vars)
         if self.save_codes:
+            if not keep_vars:
+                own[prefix + _CODES] = frozen_codes.plain(own[prefix + _CODES])
             own[prefix + _BLOCK] = torch.tensor(self.weight_block)
         else:
             # On the CPU: a GPU that holds the codes may not have room for all weights at once.
@@ -357,7 +450,7 @@ class FrozenModule(HotModule, nn.Module):
         super()._load_from_state_dict(own, prefix, *common)
         plain = {prefix + _CODES: prefix + "weight"}
         missing_keys += [plain.get(key, key) for key in missing]
-        _guard(self.weight_codes)
+        guard(self.weight_codes)
 
     def _codes_from(self, state: dict[str, Any], prefix: str, assign: bool) -> Tensor | None:
         """Take the weight out of ``state``, as codes; None where it has none. Raises ValueError."""
@@ -394,11 +487,6 @@ class FrozenModule(HotModule, nn.Module):
 
 
 _FIELDS = ("weight_dtype", "weight_block", "weight_features", "save_codes")
-
-
-def _guard(codes: Tensor) -> None:
-    """Have ``Module.requires_grad_`` of any parent say what is wrong."""
-    setattr(codes, "requires_grad_", _refuse_gradients)  # noqa: B010
 
 
 def tie(layers: Iterable[tuple[nn.Parameter, nn.Module]]) -> None:
@@ -441,12 +529,12 @@ def freeze(
     rows = weight.detach().t() if cls.transposed else weight.detach()
     if codes is None:
         made = ops.quantize_forward_weight(rows, layer.config)
-        codes = nn.Parameter(made, requires_grad=False)
+        codes = frozen_codes.parameter(made)
     _swap(layer, "weight", _CODES, codes)
     fields = (weight.dtype, layer.config.forward_block, tuple(rows.shape), save_codes)
     layer.__dict__.update(zip(_FIELDS, fields, strict=True))
+    carry_forward(layer, layer, cls)
     layer.__class__ = cls  # type: ignore[assignment]  # fully_shard does so, too
-    _guard(codes)
     return codes
 
 

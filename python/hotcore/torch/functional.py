@@ -147,7 +147,7 @@ def _without_gradients(x: Tensor, weight: Tensor, bias: Tensor | None, config_js
         operator = torch.ops.hotcore.forward_linear.default
         output: Tensor = operator(_cast(x, dtype), weight, bias, config_json)
         return output
-    return forward.linear(_cast(x, dtype), weight, bias, config_json, followed=False)
+    return forward.linear(_cast(x, dtype), weight, bias, config_json)
 
 
 def _wants_gradients(x: Tensor, weight: Tensor, bias: Tensor | None, config_json: str) -> bool:
@@ -310,12 +310,12 @@ def _conv2d_without_gradients(
     if torch.compiler.is_compiling():
         product = functools.partial(torch.ops.hotcore.forward_linear.default, config=config_json)
         return conv.by_pixels(inner, weight, bias, window, product)
-    return conv.by_pixels(inner, weight, bias, window, _pixel_product(config_json, False))
+    return conv.by_pixels(inner, weight, bias, window, _pixel_product(config_json))
 
 
-def _pixel_product(config_json: str, followed: bool) -> Callable[..., Tensor]:
+def _pixel_product(config_json: str) -> Callable[..., Tensor]:
     def product(rows: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
-        return forward.linear(rows, matrix, bias, config_json, followed=followed)
+        return forward.linear(rows, matrix, bias, config_json)
 
     return product
 
@@ -450,7 +450,7 @@ class _HotLinear(torch.autograd.Function):
             saved, saved_seed = cache.get_or_compress(ctx, x, weight, key, *arguments)
         if int8:
             found = None if codes is None else codes()
-            y = forward.linear(inner, weight, bias, config, followed=True, codes=found)
+            y = forward.linear(inner, weight, bias, config, found)
         else:
             y = F.linear(inner, matrix, plain_bias)
         ctx.save_for_backward(saved, saved_seed, weight if need_gx else None)
@@ -535,7 +535,7 @@ class _HotConv2d(torch.autograd.Function):
         inner = _cast(x, dtype)
         if window.pointwise and forward.is_int8(config):
             _check_dtypes(x, weight.dtype, bias, dtype)
-            product = _pixel_product(config, True)
+            product = _pixel_product(config)
             y = conv.by_pixels(inner, weight, bias, window, product)
         else:
             plain_bias = None if bias is None else _cast(bias, dtype)

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from ..config import ConfigLike, HotConfig, as_config
-from . import weight_codes
 from .convert import convert, revert
 from .plan import matplotlib_figure
 from .probe import LossFn, loss_of, preserve_state
@@ -51,8 +50,6 @@ class MemoryReport:
     peak_before: int | None
     peak_after: int | None
     changes: str
-    weight_codes: int = 0
-    """Bytes of the codes of frozen weights that an 8-bit forward keeps, between steps, too."""
 
     @property
     def before(self) -> int:
@@ -81,8 +78,6 @@ class MemoryReport:
         rows.append(("kept for backward", "", *_amounts(self.before, self.after)))
         if self.peak_before is not None and self.peak_after is not None:
             rows.append(("allocator's peak", "", *_amounts(self.peak_before, self.peak_after)))
-        if self.weight_codes:
-            rows.append(("codes of frozen weights", "", *_amounts(0, self.weight_codes)))
         notes = f"after: {self.changes}; parameters and buffers not counted"
         return "\n".join([*aligned(rows), notes])
 
@@ -175,16 +170,13 @@ def memory_report(
             changed = convert(model, config, filter_fn, overrides, slower=slower).model
             changes = f"convert({as_config(config)})"
         after, peak_after = _measure(changed, inputs, loss_fn)
-        codes = weight_codes.frozen_bytes(changed.parameters())
-    if not converted:
-        weight_codes.forget(model.parameters())
     kinds = {name: type(module).__name__ for name, module in plain.named_modules()}
     modules = tuple(
         ModuleMemory(name, kind, before.get(name, 0), after.get(name, 0))
         for name, kind in kinds.items()
         if name in before or name in after
     )
-    return MemoryReport(modules, peak_before, peak_after, changes, codes)
+    return MemoryReport(modules, peak_before, peak_after, changes)
 
 
 class _Ledger:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import types
 from typing import Any, ClassVar, TypeVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import ConfigLike, HotConfig, as_config
+from . import _compat
 from .functional import conv2d_from_json, evaluated_conv2d, evaluated_linear, linear_from_json
 
 _Hot = TypeVar("_Hot", bound="HotModule")
@@ -45,7 +48,8 @@ class HotModule:
         """Make a layer that holds ``module``'s own Parameters and hooks; allocates nothing.
 
         Raises TypeError unless ``module`` is exactly of class :attr:`plain` (or this one): the
-        additions of a subclass would be lost.
+        additions of a subclass would be lost. Raises ValueError where it has a ``forward`` of its
+        own, except accelerate's hooks, which the new layer has, too.
         """
         if type(module) not in (cls.plain, cls):
             found = type(module).__name__
@@ -247,10 +251,66 @@ def is_pointwise(module: nn.Conv2d) -> bool:
     return module.kernel_size == (1, 1) and module.padding in ((0, 0), "same", "valid")
 
 
+_FORWARD, _OLD_FORWARD = "forward", "_old_forward"
+
+
+def own_forward(module: nn.Module) -> str:
+    """Why calls of a layer do not run its class's forward; empty if they do.
+
+    accelerate's hooks do run it, between their own calls; :func:`carry_forward` keeps them.
+    """
+    content = vars(module)
+    if _FORWARD not in content or _is_class_forward(module, content[_FORWARD]):
+        return ""
+    if _is_hooked(module):
+        return ""
+    found = content[_FORWARD]
+    name = getattr(found, "__qualname__", type(found).__name__)
+    return f"it has a forward of its own ({name}), which calls would go on to run"
+
+
+def _is_class_forward(module: nn.Module, forward: Any) -> bool:
+    """Whether it is the method of the class, bound to this module."""
+    bound = isinstance(forward, types.MethodType) and forward.__self__ is module
+    return bound and forward.__func__ is type(module).forward
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    """Whether accelerate's add_hook_to_module has put its own call around the class's forward."""
+    forward = vars(module).get(_FORWARD)
+    return (
+        isinstance(forward, functools.partial)
+        and len(forward.args) == 1
+        and forward.args[0] is module
+        and _is_class_forward(module, vars(module).get(_OLD_FORWARD))
+    )
+
+
+def carry_forward(module: nn.Module, new: nn.Module, cls: type[nn.Module]) -> None:
+    """Have calls of ``new``, with ``module``'s content, run the forward of ``cls``.
+
+    Raises ValueError where ``module`` has a forward of its own. ``new`` may be ``module``.
+    """
+    if why := own_forward(module):
+        raise ValueError(f"module: {why}")
+    if not _is_hooked(module):
+        new.__dict__.pop(_FORWARD, None)
+        return
+    inner = types.MethodType(cls.forward, new)
+    hooked = functools.partial(vars(module)[_FORWARD].func, new)
+    new.__dict__[_OLD_FORWARD] = inner
+    new.__dict__[_FORWARD] = functools.update_wrapper(hooked, inner)
+
+
 def _copy_content(module: nn.Module, cls: type[Any]) -> nn.Module:
-    """A ``cls`` with the content of ``module``: Parameters, buffers, hooks, training mode."""
+    """A ``cls`` with the content of ``module``: Parameters, buffers, hooks, training mode.
+
+    If ``module`` was compiled by itself, the new one is not: that would be a call of the old one.
+    """
     new: nn.Module = object.__new__(cls)
     new.__dict__.update(module.__dict__)
+    carry_forward(module, new, cls)
+    _compat.forget_compiled(new)
     # The tables of content are copied; hook tables stay shared, because handles remove from them.
     for table in ("_parameters", "_buffers", "_modules"):
         new.__dict__[table] = module.__dict__[table].copy()

@@ -34,7 +34,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import _core, contexts
 from ..config import HotConfig, Key
-from . import _compat, weight_codes
+from . import _compat
 
 _to_dlpack: Any = torch.utils.dlpack.to_dlpack  # type: ignore[attr-defined]  # ten times cheaper than Tensor.__dlpack__
 
@@ -262,17 +262,6 @@ def _workspace(size_of: Callable[..., int], x: Tensor, *arguments: Any) -> objec
     return None if size == 0 else _to_dlpack(torch.empty(size, dtype=torch.uint8, device=device))
 
 
-def quantize_weight(weight: Tensor, config: HotConfig) -> Tensor:
-    """w ``[O, I]`` quantised, as a uint8 vector that :func:`backward` takes instead of w."""
-    rows, columns = weight.shape
-    spec = config.spec
-    size = _core.quantized_weight_bytes(rows, columns, spec)
-    out = torch.empty(size, dtype=torch.uint8, device=weight.device)
-    workspace = _workspace(_core.quantize_weight_workspace, weight, rows, columns, spec)
-    _core.quantize_weight(context_for(weight), _to_dlpack(weight), spec, _to_dlpack(out), workspace)
-    return out
-
-
 def quantize_forward_weight(weight: Tensor, config: HotConfig) -> Tensor:
     """w ``[O, I]`` as one uint8 vector that :func:`forward` takes in its place.
 
@@ -321,12 +310,6 @@ def quantize_forward_input(
         context, source, spec, target, kept, key, _to_dlpack(saved), workspace
     )
     return codes, saved
-
-
-def frozen_codes(weight: Tensor, config: HotConfig) -> Tensor | None:
-    """The codes that are kept of a frozen weight for :func:`forward`; None: none are."""
-    block = config.forward_block
-    return weight_codes.of_frozen(weight, block, lambda: quantize_forward_weight(weight, config))
 
 
 class Frozen(NamedTuple):
@@ -379,21 +362,19 @@ def forward(
     weight: Tensor | Frozen,
     bias: Tensor | None,
     config: HotConfig,
-    quantized: Tensor | None = None,
     codes: Tensor | None = None,
 ) -> Tensor:
     """``x weight^T + bias`` in INT8, ``[..., O]`` in x's dtype, straight to libhot.
 
-    Weight and bias are of any of the three dtypes. ``quantized`` is what
-    :func:`quantize_forward_weight` made of ``weight``, ``codes`` what
-    :func:`quantize_forward_input` made of x; their values are then not looked at.
+    Weight and bias are of any of the three dtypes. ``codes`` is what
+    :func:`quantize_forward_input` made of x, whose values are then not looked at.
     """
     rows, spec = x if codes is not None else collapsible(x), config.forward_spec
     *leading, in_features = rows.shape
     if isinstance(weight, Frozen):
-        quantized, out_features = weight.codes, weight.out_features
+        matrix, quantized, out_features = None, weight.codes, weight.out_features
     else:
-        out_features = weight.shape[0]
+        matrix, quantized, out_features = weight, None, weight.shape[0]
     tokens = math.prod(leading)
     y = torch.empty((*x.shape[:-1], out_features), dtype=x.dtype, device=x.device)
     sizes = (
@@ -403,7 +384,7 @@ def forward(
     _core.forward_linear(
         context_for(x),
         None if codes is not None else _to_dlpack(rows),
-        None if quantized is not None else _to_dlpack(weight),
+        None if matrix is None else _to_dlpack(matrix),
         None if bias is None else _to_dlpack(bias),
         spec,
         _to_dlpack(y if 2 <= y.dim() <= 4 else y.view(tokens, out_features)),
@@ -460,14 +441,12 @@ def backward(
     keys: tuple[Key, Key],
     outputs: tuple[Tensor | None, Tensor | None, Tensor | None],
     accumulate: bool = False,
-    quantized: Tensor | None = None,
 ) -> None:
     """Write ``outputs`` (g_x, g_w, g_b; None: not wanted) by libhot.
 
     gy is ``[..., O]`` and g_x ``[..., I]``, with equal or flattened leading dimensions. ``keys``:
     the key that ``saved`` was made with, and the key that rounds g_y (:func:`keys_of`). With
-    ``accumulate`` g_w and g_b are added to the values in their tensors. ``quantized``, from
-    :func:`quantize_weight`, replaces ``weight``, which is then not read.
+    ``accumulate`` g_w and g_b are added to the values in their tensors.
     """
     gy = collapsible(gy)
     *leading, out_features = gy.shape
@@ -489,7 +468,7 @@ def backward(
     _core.backward_linear(
         context_for(gy),
         _to_dlpack(gy),
-        None if weight is None or quantized is not None else _to_dlpack(weight),
+        None if weight is None else _to_dlpack(weight),
         None if saved is None else _to_dlpack(saved),
         tokens,
         in_features,
@@ -501,7 +480,6 @@ def backward(
         None if gb is None else _to_dlpack(gb),
         accumulate,
         workspace,
-        None if quantized is None else _to_dlpack(quantized),
     )
 
 
@@ -565,7 +543,7 @@ def _product(
 ) -> Tensor:
     settings = parsed(config)
     if settings.forward == "int8":
-        return forward(x, weight, bias, settings, frozen_codes(weight, settings), codes)
+        return forward(x, weight, bias, settings, codes)
     return _plain_product(x, weight, bias)
 
 
@@ -781,7 +759,7 @@ def _frozen_product(
 ) -> Tensor:
     weight, x_codes = _frozen_parts(arguments)
     if config and parsed(config).forward == "int8":
-        return forward(x, weight, bias, parsed(config), codes=x_codes)
+        return forward(x, weight, bias, parsed(config), x_codes)
     return _plain_product(x, dequantize(for_product(weight, x.dtype)), bias)
 
 
@@ -1042,16 +1020,14 @@ def forward_linear(
     weight: Tensor,
     bias: Tensor | None,
     config: str,
-    quantized: Tensor | None = None,
     codes: Tensor | None = None,
 ) -> Tensor:
     """``x weight^T + bias`` in INT8, by the operator or as it would be; no gradients.
 
-    ``quantized`` and ``codes``, of the weight and of x, are :func:`forward`'s: only where the call
-    :func:`bypasses_dispatcher`.
+    ``codes`` of x are :func:`forward`'s: only where the call :func:`bypasses_dispatcher`.
     """
-    if quantized is not None or codes is not None or bypasses_dispatcher(x, weight):
-        return forward(x, weight, bias, parsed(config), quantized, codes)
+    if codes is not None or bypasses_dispatcher(x, weight):
+        return forward(x, weight, bias, parsed(config), codes)
     y: Tensor = torch.ops.hotcore.forward_linear.default(x, weight, bias, config)
     return y
 

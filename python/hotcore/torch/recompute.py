@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -47,7 +50,12 @@ def recompute(
 
     Each block's forward runs in a ``torch.utils.checkpoint`` (not reentrant) with a selective
     policy. Call it after ``convert`` and before ``torch.compile``, DDP or ``fully_shard``.
-    Parameters, ``state_dict`` and names of modules stay. In eval mode nothing is recomputed.
+    Parameters, ``state_dict`` and names of modules stay. In eval mode, and without gradients,
+    nothing is recomputed.
+
+    A block of transformers that is recomputed gets no KV cache (``use_cache=False``, no
+    ``past_key_values``), as under transformers' own checkpointing: it would be written twice. A
+    UserWarning says so once.
 
     In compiled graphs HOT's layers compress x once: in forward if the policy keeps the codes,
     otherwise in backward from the recomputed x. In eager mode they compress it in both passes
@@ -104,11 +112,40 @@ class _Checkpointed:
 
     def __init__(self, block: nn.Module, forward: Callable[..., Any], options: Any) -> None:
         self.block, self.forward, self.options = block, forward, options
+        try:
+            self.names = tuple(inspect.signature(forward).parameters)
+        except (TypeError, ValueError):  # of a built-in
+            self.names = ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.block.training:
+        if not (self.block.training and torch.is_grad_enabled()):
             return self.forward(*args, **kwargs)
+        reads = getattr(self.block, "_can_checkpoint_with_cache", False)  # and does not write it
+        for name, off in _CACHES.items():
+            if reads and off is None:
+                continue
+            at = self.names.index(name) if name in self.names else len(args)
+            if _is_given(kwargs.get(name)):
+                kwargs[name] = off
+            elif at < len(args) and _is_given(args[at]):
+                args = (*args[:at], off, *args[at + 1 :])
+            else:
+                continue
+            if not torch.compiler.is_compiling():
+                warnings.warn(f"hotcore.torch.recompute: {name}={off} {_WHY}", stacklevel=2)
         return checkpoint(self.forward, *args, **self.options, **kwargs)
+
+
+_CACHES = {
+    "use_cache": False,
+    **dict.fromkeys(("past_key_values", "past_key_value", "layer_past")),
+}
+"""Arguments for a KV cache, as transformers names them, and what stands for none."""
+_WHY = "in training, as a block that is recomputed would write the KV cache twice"
+
+
+def _is_given(value: Any) -> bool:
+    return value is not None and value is not False  # an empty cache is false, too
 
 
 def _wrap(block: nn.Module, options: Any, defer: bool, handle: Recomputed) -> None:

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor, nn
 
 from ..config import HotConfig
-from . import gains
+from . import _compat, gains
 from .attention import HotMultiheadAttention
 from .frozen import FrozenModule
 from .functional import DTYPES
-from .modules import HotConv2d, HotLinear, HotModule
+from .modules import HotConv2d, HotLinear, HotModule, own_forward
 
 Filter = Callable[[nn.Module, str], bool]
 
@@ -138,6 +138,12 @@ def kernel_of(module: nn.Module) -> tuple[int, int] | None:
     return height, width
 
 
+def is_sharded(module: nn.Module) -> bool:
+    """Whether a weight of the layer is a DTensor."""
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and any(isinstance(p, kind) for p in module.parameters())
+
+
 def is_frozen(module: nn.Module) -> bool:
     """Whether no weight is trained."""
     weights = weights_of(module)
@@ -153,7 +159,11 @@ def why_plain(
     else:
         reasons = _default_reasons(model, layers)
     # Reasons why a conversion is impossible come before reasons of choice.
-    return reasons | {fqn: why for fqn, module in layers if (why := why_impossible(module))}
+    reasons |= {fqn: why for fqn, module in layers if (why := why_impossible(module))}
+    # What torch.compile has returned calls the layer that it was given.
+    called = {id(getattr(m, "_orig_mod", None)) for m in model.modules() if _compat.is_compiled(m)}
+    compiled = [fqn for fqn, m in layers if id(m) in called and not isinstance(m, HotModule)]
+    return reasons | dict.fromkeys(compiled, "it was compiled before convert(), which comes first")
 
 
 def why_impossible(module: nn.Module) -> str:
@@ -169,6 +179,12 @@ def why_impossible(module: nn.Module) -> str:
     plain = hot_class(module).plain
     if type(module) is not plain:
         return f"a subclass of {plain.__name__} ({type(module).__name__})"
+    if why := own_forward(module):
+        return why
+    if plain.forward.__module__ != plain.__module__:
+        return f"the forward of {plain.__name__} was replaced by {plain.forward.__module__}'s"
+    if _compat.is_compiled(module):
+        return "it was compiled before convert(), which comes first"
     if isinstance(module, nn.Conv2d) and module.groups != 1:
         depthwise = module.groups == module.in_channels
         return "depthwise" if depthwise else f"a convolution in {module.groups} groups"

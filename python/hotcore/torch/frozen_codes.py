@@ -1,0 +1,380 @@
+"""``FrozenCodes``: bytes that stand for a weight, as a Parameter that is no array of numbers."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from . import _compat
+
+Terms = tuple[float, "FrozenCodes"]
+"""A sum of codes, times this in all; the codes that came last."""
+
+_NEAR = 1e-5
+"""By which the factors of an average may miss 1, as fp32 rounds them."""
+
+
+def mutated(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    """The arguments that a call of ``func`` writes, as far as its schema or its name tells.
+
+    An operator's schema tells. So do those of the operator that a function or method of torch is
+    named after: what ends with ``_`` writes its first argument, ``_foreach_`` a list of them. Any
+    function writes ``out``, and with ``inplace`` its first argument.
+    """
+    yield from tensors(kwargs.get("out"))
+    name = getattr(func, "__name__", "")
+    schema = getattr(func, "_schema", None)
+    if schema is not None:
+        for index, argument in enumerate(schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                at = args[index] if index < len(args) else kwargs.get(argument.name)
+                yield from tensors(at)
+        return
+    first = args[0] if args else next(iter(kwargs.values()), None)  # nn.init's functions name it
+    base = name.split(".")[0]
+    ends = base.endswith("_") and not base.endswith("__")
+    inplace = base.startswith("__i") and base.endswith("__") and base not in _NO_WRITES
+    if ends or inplace or base in ("__setitem__", "__set__") or kwargs.get("inplace"):
+        yield from tensors(first)
+
+
+_NO_WRITES = ("__index__", "__int__", "__invert__", "__init__", "__iter__", "__init_subclass__")
+
+
+def tensors(value: Any) -> Iterator[Any]:
+    """Tensors of an argument: itself, or those of a list."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors(item)
+
+
+class FrozenCodes(nn.Parameter):
+    """Codes and scales of a frozen weight, uint8 ``[bytes]``: moved and saved, not computed with.
+
+    Bytes of codes have no sums. So operations that would write numbers into them raise a
+    RuntimeError. Codes may be copied from other codes of the same size. An average of codes (EMA,
+    SWA) is the codes themselves, since frozen weights do not change: where the factors sum to 1,
+    those that are averaged in are copied. What is read is a plain tensor; a view of the memory is
+    guarded, too.
+    """
+
+    _factor: float
+    """1, except between ``codes.mul_(d)`` and ``codes.add_(others, alpha=1 - d)``."""
+
+    def __new__(cls, data: Tensor, requires_grad: bool = False) -> FrozenCodes:
+        """Guard ``data``, in place."""
+        if requires_grad:
+            refuse_gradients()
+        return guarded(plain(data))
+
+    def requires_grad_(self, requires_grad: bool = True) -> FrozenCodes:
+        """Raise ValueError, unless asked for what is so already."""
+        if requires_grad:
+            refuse_gradients()
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FrozenCodes:
+        """Guarded codes of its own."""
+        if id(self) not in memo:
+            memo[id(self)] = FrozenCodes(plain(self).clone())
+        found: FrozenCodes = memo[id(self)]
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled with its guard."""
+        return FrozenCodes, (plain(self),)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run ``func`` on the bytes, unless it would write numbers into them."""
+        kwargs = kwargs or {}
+        if torch.compiler.is_compiling():  # hotcore's operators, which write nothing
+            with _compat.without_subclasses():
+                return func(*args, **kwargs)
+        name = getattr(func, "__name__", "").split(".")[0]
+        if name == "__set__":
+            return _assign(func, *args)
+        if name == "detach" or (name == "__get__" and assigned(func) == "data"):
+            return args[0]  # itself: what is written there is seen
+        if name.startswith("_foreach_"):
+            return _each(name.removeprefix("_foreach_"), func, args, kwargs)
+        if any(isinstance(t, FrozenCodes) for t in mutated(func, args, kwargs)):
+            return _write(name, func, *args, **kwargs)
+        if name == "__dlpack__":
+            _refuse(name)
+        found = func(*_plain(args), **_plain(kwargs))
+        if isinstance(found, Tensor) and type(found) is Tensor:
+            summed = _sum(name, args, kwargs)
+            if summed is not None:
+                average = found.as_subclass(_Average)
+                average._terms = summed
+                return average
+            aliases = (t for t in tensors([*args, *kwargs.values()]) if isinstance(t, FrozenCodes))
+            same = name in _COPIES or any(one_memory(found, t) for t in aliases)
+            if found.dtype == torch.uint8 and same:
+                return guarded(found)
+        if isinstance(found, np.ndarray):
+            found.flags.writeable = False
+        return found
+
+
+_COPIES = ("clone", "to", "cpu", "cuda")
+"""What makes other codes."""
+
+
+class _Average(Tensor):
+    """Numbers that were made of codes by a linear operation; only codes take them back."""
+
+    _terms: Terms
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """As of :class:`FrozenCodes`."""
+        return FrozenCodes.__torch_function__(func, types, args, kwargs)
+
+
+def guarded(codes: Tensor) -> FrozenCodes:
+    """The same memory as a FrozenCodes."""
+    made: FrozenCodes = Tensor._make_subclass(FrozenCodes, codes, False)
+    made._factor = 1.0
+    return made
+
+
+def parameter(codes: Tensor) -> nn.Parameter:
+    """Codes as a layer's Parameter: a FrozenCodes where torch.compile can follow it."""
+    if _compat.traces_parameters():
+        return FrozenCodes(codes)
+    made = nn.Parameter(codes, requires_grad=False)
+    guard(made)
+    return made
+
+
+def guard(codes: Tensor) -> None:
+    """Guard a Parameter again, in place; what wraps another way (DTensor) stays."""
+    if type(codes) is not nn.Parameter:
+        return
+    if _compat.traces_parameters():
+        codes.__class__ = FrozenCodes
+        codes._factor = 1.0  # type: ignore[attr-defined]  # it is one now
+    else:  # have Module.requires_grad_ of any parent say what is wrong
+        setattr(codes, "requires_grad_", refuse_gradients)  # noqa: B010
+
+
+def plain(codes: Tensor) -> Tensor:
+    """The bytes as a plain tensor, in the same memory; other tensors as they are."""
+    if not isinstance(codes, FrozenCodes | _Average):
+        return codes
+    with _compat.without_subclasses():
+        return Tensor.detach(codes)
+
+
+def whole(codes: Tensor) -> Tensor:
+    """:func:`plain` for a product. Raises RuntimeError where an average was begun and not ended."""
+    if isinstance(codes, FrozenCodes) and abs(codes._factor - 1) > _NEAR:
+        _refuse("mul_")
+    return plain(codes)
+
+
+def refuse_gradients(requires_grad: bool = True) -> None:
+    """``requires_grad_`` of codes: Module.requires_grad_ calls it."""
+    if requires_grad:
+        raise ValueError(
+            "requires_grad: the model has weights that are frozen in INT8; hot.thaw(model) makes "
+            "them plain Parameters, which can be trained"
+        )
+
+
+def _refuse(name: str) -> NoReturn:
+    raise RuntimeError(
+        f"{name}: weight_codes are codes of a weight that is frozen in INT8, and no numbers to "
+        "compute with; hot.thaw(model) makes plain Parameters of them, or leave out Parameters of "
+        "torch.uint8"
+    )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, FrozenCodes | _Average):
+        return plain(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(_plain, value))
+    if isinstance(value, list | tuple):
+        return type(value)(map(_plain, value))
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return value
+
+
+def one_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether a plain tensor lies in the memory of another one."""
+    if a.is_meta or b.is_meta:
+        return False
+    try:
+        return a.untyped_storage().data_ptr() == plain(b).untyped_storage().data_ptr() != 0
+    except (RuntimeError, NotImplementedError):  # no storage
+        return False
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, numbers.Real):
+        return float(value)
+    if type(value) is Tensor and value.numel() == 1:
+        return float(value)
+    return None
+
+
+def _terms(value: Any) -> Terms | None:
+    if isinstance(value, FrozenCodes):
+        return value._factor, value
+    if isinstance(value, tuple):  # of an operation's own part
+        return value
+    return value._terms if isinstance(value, _Average) else None
+
+
+def _sum(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Terms | None:
+    """What a linear operation makes of codes; None: it is none, or not of codes alone."""
+    name = name.strip("_")
+    reflected = name.startswith("r") and name[1:] in ("add", "sub", "mul")
+    name = name[1:] if reflected else name
+    name = name[1:] if name.startswith("i") and name[1:] in _LINEAR else name
+    operation = _LINEAR.get(name)
+    if operation is None or len(args) < 2:
+        return None
+    a, b, *rest = args
+    if reflected:
+        a, b = b, a
+    return operation(a, b, *rest, **{key: v for key, v in kwargs.items() if key in _FACTORS})
+
+
+_FACTORS = ("alpha", "weight", "value")
+
+
+def _times(a: Any, b: Any) -> Terms | None:
+    terms, factor = (_terms(a), _number(b)) if _terms(a) is not None else (_terms(b), _number(a))
+    return None if terms is None or factor is None else (terms[0] * factor, terms[1])
+
+
+def _over(a: Any, b: Any) -> Terms | None:
+    terms, factor = _terms(a), _number(b)
+    return None if terms is None or not factor else (terms[0] / factor, terms[1])
+
+
+def _plus(a: Any, b: Any, alpha: Any = 1.0) -> Terms | None:
+    one, other, factor = _terms(a), _terms(b), _number(alpha)
+    if one is None or other is None or factor is None or one[1].shape != other[1].shape:
+        return None
+    return one[0] + factor * other[0], other[1]
+
+
+def _minus(a: Any, b: Any, alpha: Any = 1.0) -> Terms | None:
+    # Of a - b the codes are still those of a; b may be the average that is moved.
+    found = _plus(a, b, -(_number(alpha) or 0.0))
+    one = _terms(a)
+    return None if found is None or one is None else (found[0], one[1])
+
+
+def _between(a: Any, b: Any, weight: Any) -> Terms | None:
+    one, other, factor = _terms(a), _terms(b), _number(weight)
+    if one is None or other is None or factor is None or one[1].shape != other[1].shape:
+        return None
+    return one[0] + factor * (other[0] - one[0]), other[1]
+
+
+_LINEAR: dict[str, Callable[..., Terms | None]] = {
+    **dict.fromkeys(("mul", "multiply"), _times),
+    **dict.fromkeys(("div", "divide", "truediv", "true_divide"), _over),
+    "add": _plus,
+    **dict.fromkeys(("sub", "subtract"), _minus),
+    "lerp": _between,
+    "addcdiv": lambda a, b, c, value=1.0: _plus(a, _over(b, c), value),
+}
+
+
+def assigned(func: Any) -> str:
+    """The attribute of a ``__get__`` or ``__set__`` of Tensor."""
+    return str(getattr(getattr(func, "__self__", None), "__name__", ""))
+
+
+def _assign(func: Any, codes: Any, value: Any) -> None:
+    """``codes.requires_grad = False`` and ``codes.grad = None`` are so already."""
+    name = assigned(func)
+    average = _terms(value)
+    if name == "data" and isinstance(value, _Average) and average is not None:
+        _write("copy_", func, codes, value)  # codes.data = d * codes.data + (1 - d) * others
+    elif name == "data" and value.dtype == torch.uint8:
+        with _compat.without_subclasses():
+            func(codes, plain(value))
+        codes._factor = 1.0
+    elif name == "requires_grad":
+        refuse_gradients(bool(value))
+    elif not (name == "grad" and value is None):
+        _refuse(name)
+
+
+def _write(name: str, func: Any, *args: Any, **kwargs: Any) -> Any:
+    """A write into codes: of codes, as they are, or as an average."""
+    target, source = (*args, None, None)[:2]
+    found: Terms | None = None
+    if name == "copy_":
+        found = _terms(source)
+        if found is None and isinstance(source, Tensor) and source.dtype == torch.uint8:
+            found = (1.0, guarded(source))
+    elif isinstance(target, FrozenCodes) and "out" not in kwargs:
+        found = _sum(name, args, kwargs)
+    if found is None or not isinstance(target, FrozenCodes):
+        _refuse(name)
+    factor, codes = found
+    if codes.shape != target.shape:
+        raise RuntimeError(f"{name}: {codes.numel()} bytes of codes; expected {target.numel()}")
+    if abs(factor - 1) <= _NEAR:
+        if not one_memory(plain(codes), target):
+            plain(target).copy_(plain(codes))
+        factor = 1.0
+    elif name == "copy_":
+        _refuse(name)
+    target._factor = factor
+    return target
+
+
+def _each(name: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """A ``_foreach_`` function: what concerns codes alone, one after the other, then the rest."""
+    lists = [value for value in (*args, *kwargs.values()) if isinstance(value, list | tuple)]
+    count = len(lists[0])
+    own = [
+        index
+        for index in range(count)
+        if any(isinstance(each[index], FrozenCodes | _Average) for each in lists)
+    ]
+    others = [index for index in range(count) if index not in set(own)]
+
+    def part(value: Any, indices: list[int]) -> Any:
+        return [value[i] for i in indices] if isinstance(value, list | tuple) else value
+
+    made: dict[int, Any] = {}
+    one = getattr(Tensor, name, None)
+    if one is None:
+        _refuse(f"_foreach_{name}")
+    for index in own:
+        arguments = [part(value, [index]) for value in args]
+        named = {key: part(value, [index]) for key, value in kwargs.items()}
+        arguments = [a[0] if isinstance(a, list) else a for a in arguments]
+        made[index] = one(
+            *arguments, **{k: v[0] if isinstance(v, list) else v for k, v in named.items()}
+        )
+    if others:
+        rest = func(
+            *(part(value, others) for value in args),
+            **{key: part(value, others) for key, value in kwargs.items()},
+        )
+        made.update(zip(others, rest or [None] * len(others), strict=True))
+    return None if name.endswith("_") else [made[index] for index in range(count)]
