@@ -144,7 +144,6 @@ class HotLoop:
         if self.schedule is not None:
             self.schedule.step()
 
-
     def _keep_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         wanted = self._wants_memory and not self._measuring and not torch.compiler.is_compiling()
         if wanted and module.training and torch.is_grad_enabled():
