@@ -1073,10 +1073,13 @@ class Holder(nn.Module):
         self.a, self.b, self.c, self.d, self.e = (nn.Linear(64, 64) for _ in range(5))
         self.listed, self.named, self.pair = [self.a], {"b": [self.b]}, (self.c, 3)
         self.method = self.d.forward
+        self.inner = nn.Module()
+        self.inner.forward = functools.partial(self.d.forward)  # a module that is another's forward
         object.__setattr__(self, "alias", self.e)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for call in (self.listed[0], self.named["b"][0], self.pair[0], self.method, self.alias):
+        calls = (self.listed[0], self.named["b"][0], self.pair[0], self.method, self.alias)
+        for call in (*calls, self.inner):
             x = call(x).relu()
         return x
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import types
 import warnings
 from collections.abc import Iterator, Mapping
@@ -527,14 +528,17 @@ def _replace(model: nn.Module, replacements: Mapping[Any, nn.Module]) -> nn.Modu
         if child in replacements:
             parent._modules[name] = replacements[child]
     # What else holds a layer, or its bound methods, would go on to call the old one.
+    made = set(replacements.values())
     for parent in model.modules():
+        own = _FORWARDS if parent in made else ()  # carry_forward has made them
         for name, value in list(vars(parent).items()):
-            if name not in _TABLES:
+            if name not in _TABLES and name not in own:
                 parent.__dict__[name] = _exchanged(value, replacements)
     return replacements.get(model, model)
 
 
-_TABLES = {*vars(nn.Module()), "forward", "_old_forward"}
+_TABLES = frozenset(vars(nn.Module()))
+_FORWARDS = ("forward", "_old_forward")
 
 
 def _exchanged(value: Any, replacements: Mapping[Any, nn.Module], depth: int = 3) -> Any:
@@ -545,6 +549,11 @@ def _exchanged(value: Any, replacements: Mapping[Any, nn.Module], depth: int = 3
         new = replacements.get(value.__self__) if isinstance(value.__self__, nn.Module) else None
         found = None if new is None else getattr(new, value.__name__, None)
         return value if found is None else found
+    if type(value) is functools.partial and depth:
+        parts = (value.func, value.args, value.keywords)
+        func, args, named = (_exchanged(part, replacements, depth - 1) for part in parts)
+        same = func is value.func and args is value.args
+        return value if same else functools.partial(func, *args, **named)
     if type(value) in (list, tuple, dict) and depth:
         items = value.values() if isinstance(value, dict) else value
         made = [_exchanged(item, replacements, depth - 1) for item in items]
