@@ -67,7 +67,7 @@ nitpick_ignore_regex = [
     (r"py:class", r"NDArray|(hotcore\..*\.)?(Array|Bits|HotConfigFields|Layout|RecipeName)"),
     (r"py:class", r"(hotcore\..*\.)?(ForwardLinearSpec|Share|Spec|Step)"),
     (r"py:class", r"hotcore\.torch\.(modules\.HotModule|saved\.modules\.SavedReport)"),
-    (r"py:class", r"hotcore\.torch\.frozen\.FrozenModule"),
+    (r"py:class", r"hotcore\.torch\.frozen\.(FrozenModule|ReadOnly)"),
     (r"py:(func|mod)", r"hotcore\.torch\.(conv|gains|input_cache|saved\.convert_saved)"),
     (
         r"py:(attr|data|func|meth)",

@@ -51,8 +51,13 @@ BENCHMARKS: dict[str, tuple[str, ...]] = {
     "models": (
         *("--part", "step", "--models", "vit_b", "--rounds", "2", "--jobs", "15", "--no-kernels"),
         "--contenders",
-        *("default compiled", "default int8-forward compiled", "bf16 eager", "fp32 eager"),
-        *("* reduce-overhead", "* reduce-overhead, attention kept"),
+        *("default compiled", "default int8-forward compiled"),
+        *(
+            "bf16 reduce-overhead*",
+            "default reduce-overhead",
+            "default int8-forward reduce-overhead",
+        ),
+        "default int8-forward reduce-overhead, attention kept",
     ),
 }
 
