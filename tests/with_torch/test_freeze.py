@@ -641,7 +641,16 @@ def test_codes_stay_guarded() -> None:
     loaded = frozen()
     loaded.load_state_dict(saved(model, True), assign=True)
     empty = copy.deepcopy(model).to("meta").to_empty(device="cpu")
-    for layer in (again, copy.deepcopy(model).up, loaded.up, model.to("cpu").up, empty.up):
+    shared = copy.deepcopy(model).share_memory()
+    assert shared.up.weight_codes.is_shared()
+    for layer in (
+        shared.up,
+        again,
+        copy.deepcopy(model).up,
+        loaded.up,
+        model.to("cpu").up,
+        empty.up,
+    ):
         with pytest.raises(RuntimeError, match="weight_codes are codes"):
             layer.weight_codes.zero_()
 

@@ -196,7 +196,7 @@ def is_compiled(module: torch.nn.Module) -> bool:
 def traces_parameters() -> bool:
     """Whether torch.compile follows a subclass of Parameter with a ``__torch_function__``.
 
-    It does in torch 2.13, and not in 2.8 and before; of those between this is not known.
+    It does in torch 2.13 and 2.15. In 2.6, 2.8, 2.10 and 2.12 tracing ends with an error.
     """
     return tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 

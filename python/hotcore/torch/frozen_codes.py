@@ -105,6 +105,9 @@ class FrozenCodes(nn.Parameter):
             return _assign(func, *args)
         if name == "detach" or (name == "__get__" and assigned(func) == "data"):
             return args[0]  # itself: what is written there is seen
+        if name in _KEEP:
+            func(*_plain(args), **_plain(kwargs))
+            return args[0]
         if name.startswith("_foreach_"):
             return _each(name.removeprefix("_foreach_"), func, args, kwargs)
         if any(isinstance(t, FrozenCodes) for t in mutated(func, args, kwargs)):
@@ -127,6 +130,8 @@ class FrozenCodes(nn.Parameter):
         return found
 
 
+_KEEP = ("share_memory_", "detach_")
+"""What ends with ``_`` and writes no values."""
 _COPIES = ("clone", "to", "cpu", "cuda")
 """What makes other codes."""
 
