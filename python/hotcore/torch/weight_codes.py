@@ -50,7 +50,8 @@ def forward_key(rows: Tensor, block: int) -> tuple[Hashable, Hashable] | None:
     owner = owner_of(rows)
     # Of a stream: another one would not wait until they are made.
     stream = _compat.current_stream(rows.get_device()) if rows.is_cuda else 0
-    what = ("y", block, stream, rows.shape, rows.stride(), rows.storage_offset())
+    place = (rows.shape, rows.stride(), rows.storage_offset(), rows.is_neg())
+    what = ("y", block, stream, *place)
     try:
         return what, (owner._version, owner.data_ptr(), owner.dtype, owner.device)
     except RuntimeError:
