@@ -287,7 +287,9 @@ def quantize_weight(weight: Tensor, config: HotConfig) -> Tensor:
     size = _core.quantized_weight_bytes(rows, columns, spec)
     out = torch.empty(size, dtype=torch.uint8, device=weight.device)
     workspace = _workspace(_core.quantize_weight_workspace, weight, rows, columns, spec)
-    _core.quantize_weight(context_for(weight), _lend(weight, "weight"), spec, _to_dlpack(out), workspace)
+    _core.quantize_weight(
+        context_for(weight), _lend(weight, "weight"), spec, _to_dlpack(out), workspace
+    )
     return out
 
 
@@ -302,7 +304,9 @@ def quantize_forward_weight(weight: Tensor, config: HotConfig) -> Tensor:
     out = torch.empty(size, dtype=torch.uint8, device=weight.device)
     if weight.is_meta:
         return out
-    _core.quantize_forward_weight(context_for(weight), _lend(weight, "weight"), spec, _to_dlpack(out))
+    _core.quantize_forward_weight(
+        context_for(weight), _lend(weight, "weight"), spec, _to_dlpack(out)
+    )
     return out
 
 
@@ -408,10 +412,12 @@ def forward(
     """
     rows, spec = x if codes is not None else collapsible(x), config.forward_spec
     *leading, in_features = rows.shape
+    matrix: Tensor | None = None
     if isinstance(weight, Frozen):
         quantized, out_features = weight.codes, weight.out_features
     else:
         out_features = weight.shape[0]
+        matrix = weight if quantized is None else None
     tokens = math.prod(leading)
     y = torch.empty((*x.shape[:-1], out_features), dtype=x.dtype, device=x.device)
     sizes = (
@@ -421,7 +427,7 @@ def forward(
     _core.forward_linear(
         context_for(x),
         None if codes is not None else _lend(rows, "x"),
-        None if quantized is not None else _lend(weight, "weight"),
+        None if matrix is None else _lend(matrix, "weight"),
         None if bias is None else _lend(bias, "bias"),
         spec,
         _to_dlpack(y if 2 <= y.dim() <= 4 else y.view(tokens, out_features)),
@@ -491,10 +497,10 @@ def backward(
     *leading, out_features = gy.shape
     tokens, spec = math.prod(leading), config.spec
     saved_key, key = keys
-    given = outputs if accumulate else ()
-    if any(out is not None and out.is_neg() for out in given):
-        outputs = tuple(None if out is None else out.resolve_neg() for out in given)
     gx, gw, gb = outputs
+    if accumulate:  # to tensors of the caller, which may be negated, too
+        gw = None if gw is None else gw.resolve_neg()
+        gb = None if gb is None else gb.resolve_neg()
     if gx is not None and not 2 <= gx.dim() <= 4:
         gx = gx.view(tokens, in_features)
     workspace = _workspace(
@@ -524,9 +530,9 @@ def backward(
         workspace,
         None if quantized is None else _lend(quantized, "codes of the weight"),
     )
-    for out, made in zip(given, outputs, strict=False):
-        if out is not None and made is not out:
-            out.copy_(made)
+    for given, made in zip(outputs[1:], (gw, gb), strict=True):
+        if given is not None and made is not None and made is not given:
+            given.copy_(made)
 
 
 def keys_of(saved_seed: Tensor | None, seed: Tensor) -> tuple[Key, Key]:
