@@ -430,7 +430,7 @@ def _constant(function: _Function) -> _Function:
 
 @_constant
 def _checked(values: tuple[Any, ...]) -> tuple[Any, Any, str]:
-    """``rows``, ``token_grid`` and the JSON of a configuration of these values. Raises as it does."""
+    """``rows``, ``token_grid`` and the JSON of a configuration of these values, checked."""
     made = object.__new__(HotConfig)
     made.__dict__.update(zip(_NAMES, values, strict=True))
     made._check()
