@@ -107,37 +107,21 @@ struct SpreadScales {
         rest(b + round_up(args.n, 64)) {}
 };
 
-// Calls run(args) for each part of a contraction.
-template <class Run>
-void run_parts(const plan::ProductStep& work, const GemmArgs& whole, const Run& run) {
-  if (work.part_k == 0) return run(whole);
-  for (std::int64_t first = 0; first < whole.k; first += work.part_k) {
-    GemmArgs args = whole;
-    args.a += first;
-    args.b += first;
-    args.k = std::min(work.part_k, whole.k - first);
-    args.accumulate = whole.accumulate || first > 0;
-    run(args);
-  }
-}
-
 void run_wgmma(const Context& context, const Step& step, const Memory& memory) {
   const auto& work = step.as<plan::ProductStep>();
   GemmArgs args = memory.product[work.product];
   const SpreadScales spread(args, memory.scratch[work.product]);
   if (args.a_scale_step == 0) args.a_scale = spread.a;
   if (args.b_scale_step == 0) args.b_scale = spread.b;
-  run_parts(work, args,
-            [&](const GemmArgs& part) { launch_wgmma(context, step, part, spread.rest); });
+  launch_wgmma(context, step, args, spread.rest);
 }
 
 void run_mma(const Context& context, const Step& step, const Step* fixup, const Memory& memory) {
   const auto& work = step.as<plan::ProductStep>();
   void* const scratch = memory.scratch[work.product];
-  run_parts(work, memory.product[work.product], [&](const GemmArgs& part) {
-    launch_mma(context, step, part, scratch);
-    if (fixup != nullptr) launch_mma(context, *fixup, part, scratch);
-  });
+  const GemmArgs& args = memory.product[work.product];
+  launch_mma(context, step, args, scratch);
+  if (fixup != nullptr) launch_mma(context, *fixup, args, scratch);
 }
 
 void run_spread(const Context& context, const Step& step, const Memory& memory) {

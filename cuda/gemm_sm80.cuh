@@ -9,7 +9,8 @@
 //   the last one, and nothing of theirs is written.
 //   The last tiles may be shared: CTAs that work on one leave their INT32 sums in the
 //   workspace, and fixup_kernel adds them. They are exact, so the bits do not depend on the
-//   division.
+//   division. Of a contraction whose sums may pass INT32 all tiles are shared, in parts that do
+//   not; the tile `any`, which is never shared, keeps the high parts of its sums in registers.
 // The epilogue turns the fragments of four neighbouring lanes into 16 contiguous bytes a lane by
 //   shuffles, needs neither shared memory nor a barrier, and so runs beside the copies.
 #pragma once
@@ -35,7 +36,7 @@ struct MmaWork {
   int steps;                   // of the contraction of a tile
   int whole, shared, sharers;  // as in MmaPlan
   int alignment;               // of the operands' rows: 16, 4 or 1 bytes
-  bool split;                  // the sums may pass INT32: parts of them are added in fp32
+  bool split;                  // the sums may pass INT32: their high parts are kept beside them
   int4* sums;                  // of shared tiles
 };
 
@@ -329,7 +330,7 @@ class Writer {
   __device__ Writer(const GemmArgs& gemm, std::int64_t m0, std::int64_t n0)
       : gemm_(gemm), m0_(m0), n0_(n0), lane_(static_cast<int>(threadIdx.x) % 32) {}
 
-  // `sum(j, e)`: of fragment j, element e as mma.sync has them; int, or float. `a_scale`: of the
+  // `sum(j, e)`: of fragment j, element e as mma.sync has them; 32 or 64 bits. `a_scale`: of the
   // two rows; `b_scale(j)`: of the two columns of fragment j.
   template <class Sum, class BScale>
   __device__ void write(const Sum& sum, const float (&a_scale)[2], const BScale& b_scale) const {
@@ -462,7 +463,8 @@ __device__ void multiply_tiles(const MmaWork& work) {
   constexpr int k32s = T::step / 32, rows = T::warp_m / 16, columns = T::warp_n / 8,
                 pairs = columns / 2;
   constexpr bool any = T::any;
-  constexpr int int32_steps = 131072 / T::step;  // 127^2 * 131072 < 2^31
+  // What is left of a sum is below 2^16, and what comes in so many steps at most 2^30.
+  constexpr int int32_steps = 65536 / T::step;
   extern __shared__ __align__(128) unsigned char shared[];
   const unsigned ring = shared_address(shared);
   auto* const scales = reinterpret_cast<float*>(shared + T::stages * T::stage_bytes);
@@ -489,7 +491,7 @@ __device__ void multiply_tiles(const MmaWork& work) {
     // tile's.
     const bool alone = segments.end - segments.first == work.steps;
     int sum[rows][columns][4] = {};
-    float total[any ? rows : 1][any ? columns : 1][4] = {};
+    int high[any ? rows : 1][any ? columns : 1][4] = {};  // times 2^16, of sums that pass INT32
     for (int step = segments.first; step < segments.end; ++step) {
 #pragma unroll
       for (int k32 = 0; k32 < k32s; ++k32) {
@@ -522,8 +524,8 @@ __device__ void multiply_tiles(const MmaWork& work) {
             for (int j = 0; j < columns; ++j) {
 #pragma unroll
               for (int e = 0; e < 4; ++e) {
-                total[i][j][e] += static_cast<float>(sum[i][j][e]);
-                sum[i][j][e] = 0;
+                high[i][j][e] += sum[i][j][e] >> 16;
+                sum[i][j][e] &= 0xFFFF;
               }
             }
           }
@@ -553,16 +555,6 @@ __device__ void multiply_tiles(const MmaWork& work) {
       wait_all_copies();
       __syncthreads();
     }
-    if constexpr (any) {
-#pragma unroll
-      for (int i = 0; i < rows; ++i) {
-#pragma unroll
-        for (int j = 0; j < columns; ++j) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) total[i][j][e] += static_cast<float>(sum[i][j][e]);
-        }
-      }
-    }
     int row = 0, column = 0;
     tile_place(work, segments.tile, row, column);
     const std::int64_t m0 = std::int64_t{row} * T::m + warp_row<T>();
@@ -579,7 +571,7 @@ __device__ void multiply_tiles(const MmaWork& work) {
                                                                   n0 + j0 * 8);
           const auto result = [&](int j, int e) {
             if constexpr (any && !std::is_same_v<Tag, I32>) {
-              return total[i][j0 + j][e];
+              return (std::int64_t{high[i][j0 + j][e]} << 16) + sum[i][j0 + j][e];
             } else {
               return sum[i][j0 + j][e];
             }
@@ -604,7 +596,8 @@ __global__ void __launch_bounds__(T::threads, T::blocks)
 #endif
 }
 
-// Adds up the sums of shared tiles, 16 rows of a warp of tile_kernel in each warp here.
+// Adds up the sums of shared tiles, 16 rows of a warp of tile_kernel in each warp here. In 64 bits,
+// which the sums of a long contraction need.
 constexpr int fixup_threads = mma_fixup_threads;
 template <class T>
 __global__ void __launch_bounds__(fixup_threads)
@@ -620,7 +613,7 @@ __global__ void __launch_bounds__(fixup_threads)
   if (first == last) return;  // that CTA has finished the tile
   const int4* from = work.sums + std::int64_t{first + shared} * (T::m * T::n / 4) +
                      at * columns * 32 + static_cast<int>(threadIdx.x) % 32;
-  int sum[columns][4] = {};
+  std::int64_t sum[columns][4] = {};
   for (int sharer = first; sharer <= last; ++sharer, from += T::m * T::n / 4) {
 #pragma unroll
     for (int j = 0; j < columns; ++j) {

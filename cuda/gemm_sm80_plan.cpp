@@ -76,6 +76,7 @@ class Divider {
   // to it; of several, whichever is done makes room for the next.
   Division whole() const {
     Division out = start();
+    out.cycles += static_cast<double>(tiles_ / slots_) * full_cycles();
     out.plan.blocks = static_cast<int>(at_once_ == 1 ? std::min(tiles_, slots_) : tiles_);
     out.plan.whole = static_cast<int>(tiles_);
     if (rest_ != 0) {
@@ -94,7 +95,19 @@ class Divider {
     return split.cycles < even.cycles ? split : even;
   }
 
+  // Of a contraction that is longer than INT32 sums hold: every tile is shared out, in parts that
+  // they do hold. Few CTAs take parts of two tiles.
+  Division parts() const {
+    if (steps_ == 0) return whole();
+    const std::int64_t longest = mma_int32_codes / tile_.step;
+    const std::int64_t fewest = tiles_ * ceil_of(steps_, longest);
+    const std::int64_t most = tiles_ * std::min(steps_, most_parts);
+    return shared_among(std::clamp(slots_, fewest, std::max(fewest, most)), tiles_);
+  }
+
  private:
+  static constexpr std::int64_t most_parts = 64;  // of a tile: fixup_kernel adds them in turn
+
   double full_cycles() const {
     return at_once_ * (static_cast<double>(steps_) * step_cycles_ + finish_cycles_);
   }
@@ -105,19 +118,28 @@ class Divider {
     // The tiles in work at a time should be about as high as wide.
     const double side = std::sqrt(static_cast<double>(slots_) * tile_.n / tile_.m);
     out.plan.band = static_cast<int>(std::clamp<std::int64_t>(std::llround(side), 1, tiles_m_));
-    out.cycles = start_cycles + static_cast<double>(tiles_ / slots_) * full_cycles();
+    out.cycles = start_cycles;
     return out;
   }
 
   Division shared_among(std::int64_t sharers) const {
+    Division out = shared_among(sharers, rest_);
+    if (tiles_ > slots_) out.plan.blocks = static_cast<int>(slots_);
+    out.cycles += static_cast<double>(tiles_ / slots_) * full_cycles();
+    return out;
+  }
+
+  // The last `shared` tiles among so many CTAs.
+  Division shared_among(std::int64_t sharers, std::int64_t shared) const {
     Division out = start();
-    out.plan.blocks = static_cast<int>(tiles_ > slots_ ? slots_ : sharers);
-    out.plan.whole = static_cast<int>(tiles_ - rest_);
-    out.plan.shared = static_cast<int>(rest_);
+    out.plan.blocks = static_cast<int>(sharers);
+    out.plan.whole = static_cast<int>(tiles_ - shared);
+    out.plan.shared = static_cast<int>(shared);
     out.plan.sharers = static_cast<int>(sharers);
-    const bool aligned = sharers % rest_ == 0;  // no CTA works on two tiles
-    const double sums = static_cast<double>(sharers + (aligned ? 0 : rest_)) * area_ * 4;
-    out.cycles += at_once_ * static_cast<double>(ceil_of(rest_ * steps_, sharers)) * step_cycles_ +
+    const bool aligned = sharers % shared == 0;  // no CTA works on two tiles
+    const double sums = static_cast<double>(sharers + (aligned ? 0 : shared)) * area_ * 4;
+    const std::int64_t steps = ceil_of(sharers, slots_) * ceil_of(shared * steps_, sharers);
+    out.cycles += at_once_ * static_cast<double>(steps) * step_cycles_ +
                   sums / (gpu_.partial * sm_count_) + second_launch_cycles;
     return out;
   }
@@ -143,13 +165,18 @@ bool mma_can(const MmaDevice& device, const MmaProduct& product, int tile) {
   const MmaTileFacts& facts = mma_tiles[tile];
   if (blocks_per_sm(device.capability, facts) == 0) return false;
   if (product.int4 && !(facts.int4 && mma_int4(device.capability))) return false;
-  if (ceil_of(product.m, facts.m) * ceil_of(product.n, facts.n) > INT32_MAX) return false;
-  return facts.any || (product.aligned && !product.long_k);
+  const std::int64_t tiles = ceil_of(product.m, facts.m) * ceil_of(product.n, facts.n);
+  if (tiles > INT32_MAX) return false;
+  if (facts.any || !product.long_k) return facts.any || product.aligned;
+  // All steps of all tiles have a number.
+  return product.aligned && tiles * ceil_of(product.k, facts.step) <= INT32_MAX;
 }
 
 MmaPlan mma_plan_of(const MmaDevice& device, const MmaProduct& product, int tile, bool share) {
   const Divider divider(device, product, tile);
-  return share && !mma_tiles[tile].any ? divider.shared().plan : divider.whole().plan;
+  if (mma_tiles[tile].any) return divider.whole().plan;
+  if (product.long_k) return divider.parts().plan;
+  return share ? divider.shared().plan : divider.whole().plan;
 }
 
 MmaPlan mma_choose(const MmaDevice& device, const MmaProduct& product, bool may_share) {
@@ -158,10 +185,10 @@ MmaPlan mma_choose(const MmaDevice& device, const MmaProduct& product, bool may_
   Division best = Divider(device, product, any).whole();
   best.cycles = INFINITY;
   for (int tile = 0; tile < any; ++tile) {
-    if (!mma_can(device, product, tile)) continue;
+    if (!mma_can(device, product, tile) || (product.long_k && !may_share)) continue;
     const Divider divider(device, product, tile);
-    Division found = divider.whole();
-    if (may_share) {
+    Division found = product.long_k ? divider.parts() : divider.whole();
+    if (may_share && !product.long_k) {
       const Division shared = divider.shared();
       if (shared.cycles * min_gain < found.cycles) found = shared;
     }

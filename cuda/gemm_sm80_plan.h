@@ -28,7 +28,7 @@ constexpr bool mma_code(int capability, int shared_bytes, bool int4) {
 
 // A tile of the result as a type, for the kernel (gemm_sm80.cuh). `step`: bytes of K in a stage of
 // its ring; `blocks`: CTAs of a multiprocessor that its registers must allow; `any`: takes
-// what the others do not, rows that start anywhere and contractions that pass what INT32 holds.
+// what the others do not, rows that start anywhere.
 template <int m_, int n_, int warps_m_, int warps_n_, int step_, int stages_, int blocks_,
           bool any_ = false>
 struct MmaTile {
@@ -80,8 +80,8 @@ struct MmaDevice {
 
 struct MmaProduct {
   std::int64_t m, n, k;  // of k: bytes
-  bool aligned;       // rows of the operands, and whole rows of the output, take 16-byte accesses
-  bool long_k;        // sums may pass INT32
+  bool aligned;  // rows of the operands, and whole rows of the output, take 16-byte accesses
+  bool long_k;   // sums may pass INT32: tiles are shared out in parts that do not, but for `any`
   bool int4 = false;  // packed operands
 };
 
@@ -94,13 +94,18 @@ struct MmaPlan {
   int sharers;
 };
 
-// Whether a tile does the product on the device at all.
+// The longest part of a contraction whose sum an INT32 holds, -128 included: whole 128 of it.
+inline constexpr int mma_int32_codes = 130944;
+
+// Whether a tile does the product on the device at all. (Of a long contraction all but `any` need a
+// workspace.)
 bool mma_can(const MmaDevice&, const MmaProduct&, int tile);
 
 // The plan that should be quickest; `may_share`: there will be a workspace.
 MmaPlan mma_choose(const MmaDevice&, const MmaProduct&, bool may_share);
 
-// The same with the tile given; `share`: whether the last tiles' steps are shared out.
+// The same with the tile given; `share`: whether the last tiles' steps are shared out, as all are
+// of a long contraction.
 MmaPlan mma_plan_of(const MmaDevice&, const MmaProduct&, int tile, bool share);
 
 // Bytes: sums of the tiles that CTAs share.

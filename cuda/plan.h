@@ -426,9 +426,6 @@ struct SmallGemmStep {
 // One of up to two products.
 struct ProductStep {
   int product;
-  // Codes of a part of a contraction longer than INT32 sums hold: the step runs for one part after
-  // the other, and all but the first add to the output. 0: not divided.
-  std::int64_t part_k = 0;
   Sm90Plan wgmma{};   // of the wgmma kernels
   MmaPlan mma{};      // of the mma.sync kernels
   bool int4 = false;  // their operands

@@ -12,14 +12,6 @@ namespace {
 
 constexpr std::int64_t wgmma_tile = 128, wgmma_wide_tile = 192;
 
-// Codes of the parts that a contraction is divided into: equal, as few as INT32 sums allow, of
-// whole 128. Rows that are not aligned go undivided to the one tile that adds up parts itself.
-std::int64_t part_k(const ProductShape& p) {
-  constexpr std::int64_t whole = 128, longest = int32_safe_k / whole * whole;
-  if (p.k <= int32_safe_k || !p.rows_aligned || !p.scaled || p.bias) return p.k;
-  return round_up(ceil_div(p.k, ceil_div(p.k, longest)), whole);
-}
-
 bool wgmma_can(const DeviceFacts& facts, const ProductShape& p) {
   const auto size = static_cast<std::int64_t>(dtype_size(p.out.dtype));
   return facts.wgmma && p.scaled && p.k > 0 && p.k <= int32_safe_k && p.m < INT32_MAX &&
@@ -94,13 +86,17 @@ WgmmaChoice wgmma_choice(const DeviceFacts& facts, const ProductShape& p) {
 
 MmaDevice mma_device(const DeviceFacts& facts) { return {facts.sm_count, facts.arch}; }
 
-// The kernel of a tile, and the sums of tiles that CTAs share. Tiles are shared where
-// gemm_workspace has room for that: not on a device with wgmma.
-void add_mma(Plan& plan, const DeviceFacts& facts, const ProductShape& p, std::int64_t part_k,
-             int index, bool int4, Buffers reads, Buffers writes) {
-  const bool may_share = !int4 && !facts.wgmma && p.m < INT32_MAX && p.n < INT32_MAX;
-  ProductStep work{
-      index, part_k, {}, mma_choose(mma_device(facts), mma_product(p, int4), may_share), int4};
+// Tiles are shared where gemm_workspace has room for that: on a device with wgmma only those of a
+// contraction that is longer than INT32 sums hold, which wgmma's kernels cannot do.
+bool may_share(const DeviceFacts& facts, std::int64_t m, std::int64_t n, std::int64_t k) {
+  return (!facts.wgmma || k > int32_safe_k) && m < INT32_MAX && n < INT32_MAX;
+}
+
+// The kernel of a tile, and the sums of tiles that CTAs share.
+void add_mma(Plan& plan, const DeviceFacts& facts, const ProductShape& p, int index, bool int4,
+             Buffers reads, Buffers writes) {
+  const bool share = !int4 && may_share(facts, p.m, p.n, p.k);
+  ProductStep work{index, {}, mma_choose(mma_device(facts), mma_product(p, int4), share), int4};
   const MmaTileFacts& tile = mma_tiles[work.mma.tile];
   const bool shared = work.mma.shared > 0;
   const auto add = [&](Kernel kernel, const LaunchShape& shape, Buffers from, Buffers to) {
@@ -119,17 +115,13 @@ void add_mma(Plan& plan, const DeviceFacts& facts, const ProductShape& p, std::i
 }
 
 // Number `index` of a call's products.
-void add_product(Plan& plan, const DeviceFacts& facts, const ProductShape& product, int index,
+void add_product(Plan& plan, const DeviceFacts& facts, const ProductShape& p, int index,
                  const ProductBuffers& buffers) {
-  ProductShape p = product;  // or a part of it, whose kernel can add to the output
   if (p.m == 0 || p.n == 0) return;
-  p.k = part_k(product);
-  const bool divided = p.k < product.k;
-  if (divided) p.accumulate = true;
   Buffers reads = buffers.a | buffers.b;
   Buffers writes = buffers.out;
-  if (product.accumulate) reads |= buffers.out;
-  ProductStep work{index, divided ? p.k : 0};
+  if (p.accumulate) reads |= buffers.out;
+  ProductStep work{index};
   const auto add = [&](Kernel kernel, const LaunchShape& shape) {
     Step& step = plan.add(kernel, shape, reads, writes);
     step.dtype = p.out.dtype;
@@ -153,7 +145,7 @@ void add_product(Plan& plan, const DeviceFacts& facts, const ProductShape& produ
     // shape).
     return add(choice.kernel, {facts.sm_count, 384, 0, 2});
   }
-  add_mma(plan, facts, p, work.part_k, index, false, reads, writes);
+  add_mma(plan, facts, p, index, false, reads, writes);
 }
 
 std::int64_t small_tiles(const ProductShape& p, int tile_m) {
@@ -275,7 +267,7 @@ Plan plan_gemm_int4(const DeviceFacts& facts, const ProductShape& shape, bool pa
   if (facts.int4_units && k % 2 == 0 && k <= int32_safe_k4 && packed_aligned) {
     Buffers reads = Buffer::a | Buffer::b;
     if (shape.accumulate) reads |= Buffer::out;
-    add_mma(plan, facts, shape, 0, 0, true, reads, Buffer::out);
+    add_mma(plan, facts, shape, 0, true, reads, Buffer::out);
     return plan;
   }
   plan.add(Kernel::unpack, {ceil_div(m * k, 256), 256}, Buffer::a, Buffer::unpacked_a).work =
@@ -298,15 +290,11 @@ MmaProduct mma_product(const ProductShape& p, bool int4) {
 // wgmma: single scales as vectors, and stream-K's partial sums.
 // mma.sync: the sums of tiles that CTAs share.
 std::size_t gemm_workspace(const DeviceFacts& facts, std::int64_t m, std::int64_t n,
-                           std::int64_t whole_k) {
-  ProductShape p;
-  p.m = m;
-  p.n = n;
-  p.k = whole_k;
-  const std::int64_t k = part_k(p);
-  if (!facts.wgmma) {
-    if (m <= 0 || n <= 0 || m >= INT32_MAX || n >= INT32_MAX || k > int32_safe_k) return 0;
-    return mma_workspace(mma_choose(mma_device(facts), {m, n, k, true, false}, true));
+                           std::int64_t k) {
+  if (!facts.wgmma || k > int32_safe_k) {
+    if (m <= 0 || n <= 0 || !may_share(facts, m, n, k)) return 0;
+    const bool long_k = k > int32_safe_k;
+    return mma_workspace(mma_choose(mma_device(facts), {m, n, k, true, long_k}, true));
   }
   std::size_t bytes = static_cast<std::size_t>(round_up(m, 64) + round_up(n, 64)) * sizeof(float);
   if (facts.wgmma_built && m > 0 && n > 0 && m < INT32_MAX && n < INT32_MAX && k <= int32_safe_k) {

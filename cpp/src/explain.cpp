@@ -253,12 +253,19 @@ std::string mma_reason(const DeviceFacts& facts, Kernel kernel, const std::strin
   return facts.arch / 10 == 9 ? "mma.sync: " + why : "";
 }
 
-// The same for an output of a layer, whose rows have `columns` values.
+std::string contraction(const char* name, std::int64_t k) {
+  return "the contraction (" + std::string(name) + " " + std::to_string(k) +
+         ") is longer than INT32 sums hold";
+}
+
+// The same for an output of a layer, whose rows have `columns` values, from a contraction along k.
 std::string layer_mma_reason(const Layer& layer, Kernel kernel, const char* out,
-                             const char* size_name, std::int64_t columns, DType dtype) {
+                             const char* size_name, std::int64_t columns, DType dtype,
+                             const char* k_name, std::int64_t k) {
   return mma_reason(layer.facts, kernel,
-                    layer.aligned(columns, dtype) ? "the contraction is empty"
-                                                  : not_aligned(out, size_name, columns, dtype));
+                    !layer.aligned(columns, dtype) ? not_aligned(out, size_name, columns, dtype)
+                    : k > detail::int32_safe_k     ? contraction(k_name, k)
+                                                   : "the contraction is empty");
 }
 
 std::string slow_path_reason(const Layer& layer, const Step& step) {
@@ -266,9 +273,10 @@ std::string slow_path_reason(const Layer& layer, const Step& step) {
   const DType dtype = layer.options.dtype;
   if (detail::plan::is_mma_tile(step.kernel)) {
     return step.as<detail::plan::ProductStep>().product == 0
-               ? layer_mma_reason(layer, step.kernel, "g_x", "in_features", I, dtype)
+               ? layer_mma_reason(layer, step.kernel, "g_x", "in_features", I, dtype,
+                                  "out_features", layer.out_features.k_padded)
                : layer_mma_reason(layer, step.kernel, "g_w", "in_features", I,
-                                  layer.options.gw_dtype);
+                                  layer.options.gw_dtype, "rows of tokens", layer.tokens.k_padded);
   }
   switch (step.kernel) {
     case Kernel::rows:
@@ -414,7 +422,7 @@ std::string slow_forward_reason(const Layer& layer, const Step& step) {
   const DType dtype = layer.options.dtype;
   const int block = layer.options.forward.hadamard_block;
   if (detail::plan::is_mma_tile(step.kernel)) {
-    return layer_mma_reason(layer, step.kernel, "y", "out_features", O, dtype);
+    return layer_mma_reason(layer, step.kernel, "y", "out_features", O, dtype, "in_features", I);
   }
   switch (step.kernel) {
     case Kernel::rows:
@@ -498,7 +506,8 @@ void add_forward(Explanation& all, const Layer& layer, const Rates& rates) {
       }
     };
     words.operations = [&](const Step& step) {
-      return step.writes.has(Buffer::y) ? 2 * L * O * k : 0;
+      const bool product = step.writes.has(Buffer::y) && step.kernel != Kernel::mma_fixup;
+      return product ? 2 * L * O * k : 0;  // a fixup's are counted with the tiles
     };
     words.slow = [&layer, reason](const Step& step) { return reason(layer, step); };
     add_steps(all, words, plan, rates);
@@ -702,7 +711,8 @@ std::string slow_product(const DeviceFacts& facts, const detail::plan::ProductSh
                     !p.rows_aligned ? "rows of the operands are not a multiple of 16 bytes (K " +
                                           std::to_string(p.k) + ")"
                     : !p.scaled     ? "bare INT32 sums"
-                                    : not_aligned("out", "N", p.n, p.out.dtype));
+                    : !p.out.rows_aligned ? not_aligned("out", "N", p.n, p.out.dtype)
+                                          : contraction("K", p.k));
 }
 
 }  // namespace
@@ -755,7 +765,8 @@ Explanation explain_gemm(std::string_view device, std::int64_t m, std::int64_t n
       }
     };
     const auto operations = [&](const Step& step) {
-      return step.writes.has(Buffer::out) ? 2 * m * n * k : 0;
+      const bool product = step.writes.has(Buffer::out) && step.kernel != Kernel::mma_fixup;
+      return product ? 2 * m * n * k : 0;  // a fixup's are counted with the tiles
     };
     add_steps(all,
               {options.int4 ? "gemm_int4" : "gemm_int8", bytes, operations,

@@ -116,6 +116,7 @@ def _tuple(name: str, value: Any, expected: str) -> tuple[Any, ...]:
 
 
 _Made = TypeVar("_Made")
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class _MadeOnce(Generic[_Made]):
@@ -212,6 +213,14 @@ class HotConfig:
 
     def __post_init__(self) -> None:
         """Check every field."""
+        values = tuple([getattr(self, name) for name in _NAMES])
+        rows, token_grid, text = _checked(values)
+        object.__setattr__(self, "rows", rows)
+        object.__setattr__(self, "token_grid", token_grid)
+        # No property: torch.compile can read an attribute but cannot trace what computes it.
+        object.__setattr__(self, "json", text)
+
+    def _check(self) -> None:
         for name in _INTS:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool):
@@ -244,9 +253,6 @@ class HotConfig:
         if not isinstance(self.equalize_tokens, bool):
             raise TypeError(f"equalize_tokens: expected a bool, got {self.equalize_tokens!r}")
         self._check_storage()
-
-        # No property: torch.compile can read an attribute but cannot trace what computes it.
-        object.__setattr__(self, "json", self.to_json())
 
     def _choice(self, name: str, values: tuple[str, ...]) -> None:
         value = getattr(self, name)
@@ -321,19 +327,7 @@ class HotConfig:
 
         Raises ValueError for an unknown name or field.
         """
-        fields = [field.name for field in dataclasses.fields(cls)]
-        for field in overrides:
-            if field not in fields:
-                near = difflib.get_close_matches(field, fields, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else f"; fields: {', '.join(fields)}"
-                raise ValueError(f"recipe: HotConfig has no field {field!r}{hint}")
-        if name not in RECIPES:
-            known = ", ".join(map(repr, RECIPES))
-            if name is None:
-                raise ValueError(f"recipe: no name given; expected one of {known}")
-            raise ValueError(f"recipe: {name!r} is not one of {known}")
-        chosen: HotConfigFields = {**RECIPES[name], **overrides}
-        return cls(**chosen)
+        return cls(*_chosen(name, tuple(overrides.items())))
 
     @property
     def name(self) -> RecipeName | Literal["custom"]:
@@ -422,6 +416,42 @@ class HotConfig:
         if recipe == "custom":
             return f"HotConfig({', '.join(changed)})"
         return f"HotConfig.recipe({', '.join([repr(recipe), *changed])})"
+
+
+# What torch.compile cannot trace, it calls while it traces: configurations are constants of a graph.
+# The attribute is what torch.compiler.assume_constant_result sets; this module needs no torch.
+_NAMES = tuple(field.name for field in dataclasses.fields(HotConfig))
+
+
+def _constant(function: _Function) -> _Function:
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # functions take any
+    return function
+
+
+@_constant
+def _checked(values: tuple[Any, ...]) -> tuple[Any, Any, str]:
+    """``rows``, ``token_grid`` and the JSON of a configuration of these values, checked."""
+    made = object.__new__(HotConfig)
+    made.__dict__.update(zip(_NAMES, values, strict=True))
+    made._check()
+    return made.rows, made.token_grid, made.to_json()
+
+
+@_constant
+def _chosen(name: Any, overrides: tuple[tuple[str, Any], ...]) -> tuple[Any, ...]:
+    """The values of all fields of a recipe with overrides. Raises ValueError."""
+    for field, _ in overrides:
+        if field not in _NAMES:
+            near = difflib.get_close_matches(field, _NAMES, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; fields: {', '.join(_NAMES)}"
+            raise ValueError(f"recipe: HotConfig has no field {field!r}{hint}")
+    if name not in RECIPES:
+        known = ", ".join(map(repr, RECIPES))
+        if name is None:
+            raise ValueError(f"recipe: no name given; expected one of {known}")
+        raise ValueError(f"recipe: {name!r} is not one of {known}")
+    chosen: dict[str, Any] = {**RECIPES[name], **dict(overrides)}
+    return tuple(chosen.get(field, getattr(HotConfig, field)) for field in _NAMES)
 
 
 ConfigLike = HotConfig | RecipeName

@@ -10,6 +10,7 @@ do) and the message names it. docs/numerics.md defines shapes, rounding and bits
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypedDict, TypeVar, overload
 
@@ -565,18 +566,21 @@ def forward_linear(
             raise ValueError(f"out: shape {target.shape}; expected {expected}")
     spec = settings.forward_spec
     sizes = (tokens, *shape, spec, coded_w is not None, coded_x is not None)
-    _core.forward_linear(
-        source.context(),
-        source.dlpack if coded_x is None else None,
-        weight.dlpack if coded_w is None else None,
-        None if added is None else added.dlpack,
-        spec,
-        target.dlpack,
-        source.workspace(_core.forward_linear_workspace, *sizes),
-        None if coded_w is None else weight.dlpack,
-        None if coded_x is None else source.dlpack,
-        in_features,
-    )
+    try:
+        _core.forward_linear(
+            source.context(),
+            source.dlpack if coded_x is None else None,
+            weight.dlpack if coded_w is None else None,
+            None if added is None else added.dlpack,
+            spec,
+            target.dlpack,
+            source.workspace(_core.forward_linear_workspace, *sizes),
+            None if coded_w is None else weight.dlpack,
+            None if coded_x is None else source.dlpack,
+            in_features,
+        )
+    except (ValueError, NotImplementedError) as error:
+        raise _renamed(error, y="out") from None
     return _result(source, target, out)
 
 
@@ -683,12 +687,16 @@ def backward_linear(
         need: which of ``"gx"``, ``"gw"``, ``"gb"`` to compute, at least one.
         key: random key; None: that of ``saved_or_x``, or 0.
         out_dtype: dtype of new results; None: gy's.
-        gw_out: ``[O, I]`` array to write.
-        gb_out: ``[O]`` array to write.
+        gw_out: ``[O, I]`` array to write, if ``"gw"`` is needed.
+        gb_out: ``[O]`` array to write, if ``"gb"`` is needed.
         accumulate: add to ``gw_out`` and ``gb_out`` instead.
 
     Returns:
         :class:`Gradients`; gx has gy's leading dimensions.
+
+    Raises:
+        ValueError: a shape, dtype or device does not fit, arrays overlap, or an argument would have
+            no effect (``gw_out`` without ``"gw"``).
 
     Source: docs/numerics.md.
     """
@@ -723,6 +731,11 @@ def backward_linear(
             raise ValueError(f"w: shape {shape}; x has {in_features} in features")
         in_features = shape[1]
 
+    for name, given, what in (("gw_out", gw_out, "gw"), ("gb_out", gb_out, "gb")):
+        if given is not None and what not in wanted:
+            raise ValueError(f"{name}: nothing would be written; need leaves {what!r} out")
+    if accumulate and wanted == {"gx"}:
+        raise ValueError("accumulate: nothing would be added; need leaves 'gw' and 'gb' out")
     dtype = grad.dtype if out_dtype is None else arrays.dtype_name(out_dtype, "out_dtype", FLOATS)
     gx = grad.empty((tokens, in_features), dtype) if "gx" in wanted else None
     gw = gb = None
@@ -743,23 +756,26 @@ def backward_linear(
         gx is not None,
         gw is not None,
     )
-    _core.backward_linear(
-        grad.context(),
-        grad.dlpack,
-        weight.dlpack if weight else None,
-        kept.dlpack if kept else None,
-        tokens,
-        in_features,
-        saved.key if saved else full_key,
-        settings.spec,
-        full_key,
-        gx.dlpack if gx else None,
-        gw.dlpack if gw else None,
-        gb.dlpack if gb else None,
-        accumulate,
-        workspace,
-        quantized.dlpack if quantized else None,
-    )
+    try:
+        _core.backward_linear(
+            grad.context(),
+            grad.dlpack,
+            weight.dlpack if weight else None,
+            kept.dlpack if kept else None,
+            tokens,
+            in_features,
+            saved.key if saved else full_key,
+            settings.spec,
+            full_key,
+            gx.dlpack if gx else None,
+            gw.dlpack if gw else None,
+            gb.dlpack if gb else None,
+            accumulate,
+            workspace,
+            quantized.dlpack if quantized else None,
+        )
+    except (ValueError, NotImplementedError) as error:
+        raise _renamed(error, gw="gw_out", gb="gb_out") from None
     shaped = None
     if gx is not None:
         shaped = grad.kind.result(grad.kind.reshape(gx.array, (*grad.shape[:-1], in_features)))
@@ -796,6 +812,12 @@ def supported(
     if runs and settings.forward == "int8":
         runs, why = _core.forward_supported(context, *sizes, settings.forward_spec)
     return runs, why
+
+
+def _renamed(error: Exception, **names: str) -> Exception:
+    """An error of libhot with these of its arguments' names as they are called here."""
+    text = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), str(error))
+    return type(error)(text)
 
 
 def _result(source: Operand, target: Operand, given: Array | None = None) -> Array:

@@ -107,7 +107,7 @@ inline std::vector<PlanCase> plan_cases() {
        hot::recipe("default"),
        DType::bf16,
        {"group_quads_kernel", "memset", "rows_column_amax_kernel", codes, "final_sum_kernel",
-        one_pass, "requantize_kernel", "wgmma 128x192", "wgmma stream-K"}},
+        one_pass, "requantize_kernel", "wgmma 128x192", "tile_kernel 64x64x64", "fixup_kernel"}},
       {"unaligned rows of g_x",
        {6000, 512, 770},
        hot::recipe("fast"),

@@ -48,6 +48,11 @@ void expect_sound(const MmaDevice& device, const MmaProduct& product, const MmaP
     return;
   }
   const std::int64_t steps = (product.k + tile.step - 1) / tile.step;
+  if (product.long_k) {  // INT32 holds what a sharer adds up
+    EXPECT_EQ(plan.whole, 0);
+    const std::int64_t most = (plan.shared * steps + plan.sharers - 1) / plan.sharers * tile.step;
+    EXPECT_LE(most * 128 * 128, INT32_MAX);
+  }
   // No sharer is without a step: fixup_kernel would read sums that nobody wrote.
   EXPECT_GE(plan.sharers, 1);
   EXPECT_LE(plan.sharers, plan.blocks);
@@ -91,7 +96,7 @@ TEST(MmaPlan, every_choice_is_sound) {
         if (!may_share) {
           EXPECT_EQ(plan.shared, 0);
         }
-        EXPECT_EQ(mma_tiles[plan.tile].any, !product.aligned || product.long_k);
+        EXPECT_EQ(mma_tiles[plan.tile].any, !product.aligned || (product.long_k && !may_share));
       }
       for (int tile = 0; tile < mma_tile_count; ++tile) {
         if (!mma_can(device, product, tile)) continue;
@@ -123,6 +128,19 @@ TEST(MmaPlan, few_tiles_of_a_long_contraction_are_shared) {
     const MmaPlan plan = chosen(device, 768, 768, 12608);
     EXPECT_GT(plan.shared, 0);
     EXPECT_EQ(chosen(device, 768, 768, 12608, false).shared, 0);
+  }
+}
+
+TEST(MmaPlan, tiles_of_sums_beyond_int32_are_shared) {
+  for (const MmaDevice& device : devices) {
+    for (int round = 0; round < 200; ++round) {
+      const std::int64_t most = round % 4 == 0 ? 20000 : 600;
+      const MmaProduct product{random_int(1, most), random_int(1, most),
+                               random_int(133144, 2000000), true, true};
+      const MmaPlan plan = mma_choose(device, product, true);
+      EXPECT_GT(plan.shared, 0);
+      expect_sound(device, product, plan);
+    }
   }
 }
 

@@ -307,15 +307,24 @@ CASES: dict[str, list[Case]] = {
         ),
         Case("out_dtype", lambda: back(out_dtype="int8"), "out_dtype: 'int8'"),
         Case("accumulate", lambda: back(accumulate=True), "accumulate: there is no gw_out"),
-        Case("gw_out shape", lambda: back(gw_out=np.ones((16, 24), F)), "gw has shape"),
+        Case("gw_out shape", lambda: back(gw_out=np.ones((16, 24), F)), "gw_out has shape"),
         Case("gw_out dtype", lambda: back(gw_out=np.ones((24, 16))), "gw_out: dtype float64"),
         Case(
             "gw_out read-only", lambda: back(gw_out=read_only(W)), "gw_out: the array is read-only"
         ),
-        Case("gw_out is w", lambda: back(gw_out=W), "gw overlaps w"),
-        Case("gw_out is gy", lambda: back(gw_out=GY[:24, :16]), "gw overlaps gy"),
+        Case("gw_out is w", lambda: back(gw_out=W), "gw_out overlaps w"),
+        Case("gw_out is gy", lambda: back(gw_out=GY[:24, :16]), "gw_out overlaps gy"),
         Case(
-            "gb_out shape", lambda: back(need="gb", gb_out=np.ones(23, F)), r"gb has shape \(23,\)"
+            "gw_out, gx only", lambda: back(need="gx", gw_out=np.zeros_like(W)), "gw_out: nothing"
+        ),
+        Case("gb_out, no gb", lambda: back(gb_out=np.zeros(24, F)), "gb_out: nothing"),
+        Case(
+            "accumulate, gx only", lambda: back(need="gx", accumulate=True), "accumulate: nothing"
+        ),
+        Case(
+            "gb_out shape",
+            lambda: back(need="gb", gb_out=np.ones(23, F)),
+            r"gb_out has shape \(23,\)",
         ),
     ],
     "decompress_activation": [
@@ -424,7 +433,7 @@ def test_overlapping_output() -> None:
         hla(memory[:, :16], out=memory[:16, 8:24])
     hla(memory[:, :16], out=memory[:16, 16:32])  # beside each other in the rows of one matrix
     gw = np.ones(24 * 16 + 24, F)
-    with pytest.raises(ValueError, match="gb overlaps gw"):
+    with pytest.raises(ValueError, match="gb_out overlaps gw_out"):
         back(need=("gw", "gb"), gw_out=gw[: 24 * 16].reshape(24, 16), gb_out=gw[-48:-24])
 
 

@@ -274,3 +274,19 @@ def test_scales_are_vectors_of_one_or_all(rng: np.random.Generator) -> None:
             equal_bits(hotcore.gemm_int8(a, b, sa, sb), expected)
     with pytest.raises(ValueError, match="a_scale"):
         hotcore.gemm_int8(a, b, five, five)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_longer_contractions_are_rounded_once(
+    rng: np.random.Generator, dtype: str, accumulate: bool
+) -> None:
+    a, b = codes(rng, 3, 300_000), codes(rng, 5, 300_001)[:, :-1]
+    sa, sb = (np.exp(rng.standard_normal(n)).astype(np.float32) / 2**20 for n in (3, 5))
+    sums = (a.astype(np.int64) @ b.astype(np.int64).T).astype(np.float32)
+    expected = sums * sb * (sa / np.float32(4))[:, None]
+    out = rng.standard_normal((3, 5)).astype(dtype)
+    if accumulate:
+        expected = out.astype(np.float32) + expected
+    hotcore.gemm_int8(a, b, sa, sb, divisor=4, out=out, accumulate=accumulate)
+    equal_bits(out, expected.astype(dtype))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import hotcore
 import numpy as np
@@ -334,6 +335,42 @@ def test_compiles_with_a_config() -> None:
 
     compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(x), call(x))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: HotConfig.recipe("fast"),
+        lambda: HotConfig.recipe("fast", gx_bits=4, gx_rounding="nearest"),
+        lambda: HotConfig(basis="lowpass", rows=(0, 3), storage="int8"),
+        lambda: dataclasses.replace(HotConfig(), gx_bits=4),
+    ],
+)
+def test_compiles_with_a_config_made_inside(make: Callable[[], HotConfig]) -> None:
+    torch._dynamo.reset()
+    x, weight, bias = tensors(40, 32)
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return hot.linear(x, weight, bias, make())
+
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    gradients = []
+    for function in (compiled, call):
+        torch.manual_seed(5)
+        gradients.append(torch.autograd.grad(function(x).square().sum(), (x, weight)))
+    assert all(map(torch.equal, *gradients))
+
+
+def test_a_bad_config_made_inside_is_named() -> None:
+    torch._dynamo.reset()
+    x, weight, _ = tensors(40, 32)
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return hot.linear(x, weight, None, HotConfig.recipe("fast", rank=3))
+
+    with pytest.raises(Exception, match="rank: 3"):  # one of torch's own classes
+        call(x)
 
 
 # --------------------------------------------------------------------------------------- HotLinear

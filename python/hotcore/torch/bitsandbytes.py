@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..config import ConfigLike, as_config
 from . import ops
@@ -94,10 +93,10 @@ class _Frozen8bit(torch.autograd.Function):
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.set_materialize_grads(False)
-        return layer.plain_forward(x)
+        return ops.without_base(layer.plain_forward(x))
 
     @staticmethod
-    @once_differentiable
+    @ops.not_differentiable
     def backward(ctx: Any, gy: Tensor | None) -> tuple[Tensor | None, ...]:
         if gy is None:
             return None, None, None, None

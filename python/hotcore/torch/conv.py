@@ -321,9 +321,10 @@ class _Conv2d(torch.autograd.Function):
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         operator = torch.ops.hotcore.convolution.default
         y: Tensor = operator(x, weight, bias, saved, seed, config, *shape)
-        return y
+        return ops.without_base(y)
 
     @staticmethod
+    @ops.not_differentiable
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
         weight, saved, seed = ctx.saved_tensors
         kept = (weight, saved, seed, seed)

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
-from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
 from ..config import RECIPE_TEXTS, ConfigLike, HotConfig, as_config
@@ -50,7 +49,7 @@ def linear(
     Raises:
         ValueError: x is of another dtype, or the configuration does not fit its tokens.
         NotImplementedError: inside a ``torch.func`` transform, or on a device without a backend.
-        RuntimeError: when differentiated twice.
+        RuntimeError: when differentiated twice: in a backward pass with ``create_graph=True``.
 
     Source: docs/numerics.md.
     """
@@ -458,10 +457,10 @@ class _HotLinear(torch.autograd.Function):
         ctx.config, ctx.x_shape, ctx.seed, ctx.cache = config, x.shape, seed, cache
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.shared = accumulation.shared(weight, bias)
-        return y
+        return ops.without_base(y)
 
     @staticmethod
-    @once_differentiable
+    @ops.not_differentiable
     def backward(ctx: Any, gy: Tensor | None) -> tuple[Tensor | None, ...]:
         if gy is None:
             return None, None, None, None, None
@@ -552,10 +551,10 @@ class _HotConv2d(torch.autograd.Function):
         ctx.x_shape = x.shape
         ctx.channels_last = (is_channels_last(x), is_channels_last(weight))
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        return y
+        return ops.without_base(y)
 
     @staticmethod
-    @once_differentiable
+    @ops.not_differentiable
     def backward(ctx: Any, gy: Tensor | None) -> tuple[Tensor | None, ...]:
         if gy is None:
             return None, None, None, None, None, None

@@ -28,7 +28,6 @@ from typing import Any, NamedTuple, TypeVar, overload
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -42,6 +41,7 @@ _CPU = torch.device("cpu")
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 Pair = tuple[Tensor, Tensor]
 """Codes of an x and their seed."""
+
 
 SEEDS = 0x7FFF_FFFF_FFFF_FFFF
 """Seeds are 0 <= seed < this."""
@@ -262,6 +262,24 @@ def _workspace(size_of: Callable[..., int], x: Tensor, *arguments: Any) -> objec
     return None if size == 0 else _to_dlpack(torch.empty(size, dtype=torch.uint8, device=device))
 
 
+def _lend(tensor: Tensor, name: str) -> object:
+    """A tensor's memory, for libhot: every tensor that was not made in this file passes here.
+
+    torch may keep a minus sign as a bit beside the memory (``.imag`` of a conjugate), which libhot
+    cannot see: such a tensor is copied. What has no memory of its own is refused by name, here or
+    by libhot as a null pointer (a freed storage, a subclass that wraps other tensors).
+    """
+    if tensor.is_neg():
+        tensor = tensor.resolve_neg()  # the capsule holds the copy
+    try:
+        return _to_dlpack(tensor)
+    except (BufferError, RuntimeError) as error:
+        raise RuntimeError(
+            f"{name}: a tensor of layout {tensor.layout} on {tensor.device} has no memory that "
+            f"hotcore could read ({error})"
+        ) from error
+
+
 def quantize_forward_weight(weight: Tensor, config: HotConfig) -> Tensor:
     """w ``[O, I]`` as one uint8 vector that :func:`forward` takes in its place.
 
@@ -273,7 +291,9 @@ def quantize_forward_weight(weight: Tensor, config: HotConfig) -> Tensor:
     out = torch.empty(size, dtype=torch.uint8, device=weight.device)
     if weight.is_meta:
         return out
-    _core.quantize_forward_weight(context_for(weight), _to_dlpack(weight), spec, _to_dlpack(out))
+    _core.quantize_forward_weight(
+        context_for(weight), _lend(weight, "weight"), spec, _to_dlpack(out)
+    )
     return out
 
 
@@ -299,7 +319,7 @@ def quantize_forward_input(
     tokens, spec = math.prod(leading), config.forward_spec
     size = _input_size(tokens, in_features, spec)
     codes = torch.empty(size, dtype=torch.uint8, device=x.device)
-    context, source, target = context_for(x), _to_dlpack(x), _to_dlpack(codes)
+    context, source, target = context_for(x), _lend(x, "x"), _to_dlpack(codes)
     if key is None:
         _core.quantize_forward_input(context, source, spec, target)
         return codes, None
@@ -371,6 +391,7 @@ def forward(
     """
     rows, spec = x if codes is not None else collapsible(x), config.forward_spec
     *leading, in_features = rows.shape
+    matrix: Tensor | None = None
     if isinstance(weight, Frozen):
         matrix, quantized, out_features = None, weight.codes, weight.out_features
     else:
@@ -383,14 +404,14 @@ def forward(
     )
     _core.forward_linear(
         context_for(x),
-        None if codes is not None else _to_dlpack(rows),
-        None if matrix is None else _to_dlpack(matrix),
-        None if bias is None else _to_dlpack(bias),
+        None if codes is not None else _lend(rows, "x"),
+        None if matrix is None else _lend(matrix, "weight"),
+        None if bias is None else _lend(bias, "bias"),
         spec,
         _to_dlpack(y if 2 <= y.dim() <= 4 else y.view(tokens, out_features)),
         _workspace(_core.forward_linear_workspace, x, *sizes),
-        None if quantized is None else _to_dlpack(quantized),
-        None if codes is None else _to_dlpack(codes),
+        None if quantized is None else _lend(quantized, "codes of the weight"),
+        None if codes is None else _lend(codes, "codes of x"),
         in_features,
     )
     return y
@@ -405,7 +426,7 @@ def compress(x: Tensor, config: HotConfig, key: Key) -> Tensor:
     saved = torch.empty(size, dtype=torch.uint8, device=x.device)
     workspace = _workspace(_core.compress_activation_workspace, x, tokens, in_features, spec)
     _core.compress_activation(
-        context_for(x), _to_dlpack(x), spec, key, _to_dlpack(saved), workspace
+        context_for(x), _lend(x, "x"), spec, key, _to_dlpack(saved), workspace
     )
     return saved
 
@@ -420,7 +441,7 @@ def decompress(
     out = torch.empty((last - first, in_features), dtype=torch.float32, device=saved.device)
     _core.decompress_activation(
         context_for(saved),
-        _to_dlpack(saved),
+        _lend(saved, "the saved x"),
         tokens,
         in_features,
         key,
@@ -453,6 +474,9 @@ def backward(
     tokens, spec = math.prod(leading), config.spec
     saved_key, key = keys
     gx, gw, gb = outputs
+    if accumulate:  # to tensors of the caller, which may be negated, too
+        gw = None if gw is None else gw.resolve_neg()
+        gb = None if gb is None else gb.resolve_neg()
     if gx is not None and not 2 <= gx.dim() <= 4:
         gx = gx.view(tokens, in_features)
     workspace = _workspace(
@@ -467,9 +491,9 @@ def backward(
     )
     _core.backward_linear(
         context_for(gy),
-        _to_dlpack(gy),
-        None if weight is None else _to_dlpack(weight),
-        None if saved is None else _to_dlpack(saved),
+        _lend(gy, "gy"),
+        None if weight is None else _lend(weight, "weight"),
+        None if saved is None else _lend(saved, "the saved x"),
         tokens,
         in_features,
         saved_key,
@@ -481,6 +505,9 @@ def backward(
         accumulate,
         workspace,
     )
+    for given, made in zip(outputs[1:], (gw, gb), strict=True):
+        if given is not None and made is not None and made is not given:
+            given.copy_(made)
 
 
 def keys_of(saved_seed: Tensor | None, seed: Tensor) -> tuple[Key, Key]:
@@ -577,6 +604,37 @@ def _fake_forward_linear(x: Tensor, weight: Tensor, bias: Tensor | None, config:
     return _plain_product(x, weight, bias)  # which checks the shapes
 
 
+_Backward = TypeVar("_Backward", bound=Callable[..., Any])
+
+
+def not_differentiable(backward: _Backward) -> _Backward:
+    """Have an autograd function's backward raise RuntimeError under ``create_graph=True``.
+
+    Not when its result is differentiated, as ``once_differentiable`` does: autograd does not visit
+    a node that leads to none of the inputs that it was asked for, so the term would just be left
+    out.
+    """
+
+    @functools.wraps(backward)
+    def checked(ctx: Any, *gradients: Any) -> Any:
+        if torch.is_grad_enabled():  # by the engine, to follow this pass
+            raise RuntimeError(
+                "hotcore.torch: create_graph=True reaches a HOT layer, whose backward cannot be "
+                "differentiated: revert() the model, or keep the layer plain (convert's filter_fn)"
+            )
+        return backward(ctx, *gradients)
+
+    return checked  # type: ignore[return-value]  # of the same signature
+
+
+def without_base(y: Tensor) -> Tensor:
+    """The same memory as a tensor that is no view, for the result of an autograd function.
+
+    ``F.linear`` may return a view of its product; autograd forbids writing such a result in place.
+    """
+    return y if y._base is None else y.data
+
+
 class _Linear(torch.autograd.Function):
     """``product`` and its backward, as AOTAutograd traces them."""
 
@@ -606,9 +664,10 @@ class _Linear(torch.autograd.Function):
         )
         operator = torch.ops.hotcore.product.default
         y: Tensor = operator(x, weight, bias, saved, seed, config, codes)
-        return y
+        return without_base(y)
 
     @staticmethod
+    @not_differentiable
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
         kept, seed, weight = ctx.saved_tensors
         if ctx.restore is not None:
@@ -850,10 +909,10 @@ class _FrozenLinear(torch.autograd.Function):
             x.dtype if need_gx else None,
             bias.dtype if bias is not None and need_gb else None,
         )
-        return frozen_product(x, bias, seed, config, weight, x_codes)
+        return without_base(frozen_product(x, bias, seed, config, weight, x_codes))
 
     @staticmethod
-    @once_differentiable
+    @not_differentiable
     def backward(ctx: Any, gy: Tensor | None) -> tuple[Tensor | None, ...]:
         others = (None,) * (len(ctx.needs_input_grad) - 2)
         if gy is None:
@@ -1075,7 +1134,7 @@ def backward_linear(
     *dtypes: torch.dtype | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """g_x, g_w, g_b (None for a dtype of None), by the operator or directly, with equal results."""
-    if _bypasses_dispatcher(gy):
+    if _bypasses_dispatcher(gy) and (weight is None or type(weight) in PLAIN_TYPES):
         outputs = new_gradients(gy, x_shape, dtypes)
         keys = keys_of(saved_seed, seed)
         try:

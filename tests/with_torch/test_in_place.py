@@ -1,0 +1,160 @@
+"""y, and x after the layer, written in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hotcore.config import HotConfig
+from support import without_broken_torchvision
+
+torch = pytest.importorskip("torch")
+import hotcore.torch as hot  # noqa: E402  (after the skip)
+import torch.nn.functional as F  # noqa: E402, N812  (after the skip)
+from torch import nn  # noqa: E402  (after the skip)
+
+pytestmark = pytest.mark.usefixtures("seeded")
+
+ROUND = {"gx_rounding": "nearest", "gw_rounding": "nearest", "x_rounding": "nearest"}
+FORWARDS = ("plain", "int8")
+SHAPES = [(64,), (6, 64), (2, 6, 64), (2, 3, 5, 64), (2, 1, 3, 2, 64)]
+WRITES: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]] = {
+    "add": (lambda y, r: y.add_(r), lambda y, r: y + r),
+    "relu": (lambda y, r: F.relu(y, inplace=True), lambda y, r: F.relu(y)),
+    "dropout": (
+        lambda y, r: F.dropout(y, 1e-12, inplace=True),
+        lambda y, r: F.dropout(y, 1e-12),
+    ),
+    "slice": (
+        lambda y, r: y.select(-1, 0).mul_(2) + y.select(-1, 1),
+        lambda y, r: y.select(-1, 0) * 2 + y.select(-1, 1),
+    ),
+}
+
+
+def config(forward: str) -> HotConfig:
+    """Without random numbers, so that equal operands give equal bits."""
+    return HotConfig.recipe("default", forward=forward, **ROUND)  # type: ignore[arg-type]
+
+
+def same(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("forward", FORWARDS)
+def test_linear(forward: str, shape: tuple[int, ...], bias: bool, write: str) -> None:
+    x = torch.randn(shape, requires_grad=True)
+    weight, b = torch.randn(48, 64, requires_grad=True), torch.randn(48) if bias else None
+    residual = torch.randn(*shape[:-1], 48)
+
+    def gradients(f: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        y = f(hot.linear(x, weight, b, config(forward)), residual)
+        return (y, *torch.autograd.grad(y.square().sum(), (x, weight)))
+
+    in_place, out_of_place = WRITES[write]
+    assert same(gradients(in_place), gradients(out_of_place))
+
+
+@pytest.mark.parametrize("write", ["add", "relu", "dropout"])
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("kernel", [1, 3])
+@pytest.mark.parametrize("forward", FORWARDS)
+@pytest.mark.parametrize("shape", [(2, 32, 5, 5), (32, 5, 5), (1, 32, 1, 1)])
+def test_conv2d(shape: tuple[int, ...], forward: str, kernel: int, last: bool, write: str) -> None:
+    x = torch.randn(shape)
+    if last and x.dim() == 4:
+        x = x.to(memory_format=torch.channels_last)
+    x.requires_grad_()
+    weight = torch.randn(48, 32, kernel, kernel, requires_grad=True)
+    bias = torch.randn(48, requires_grad=True)
+    settings = config(forward)
+    plain = hot.conv2d(x, weight, bias, padding=kernel // 2, config=settings)
+    residual = torch.randn_like(plain)
+
+    def gradients(f: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        y = hot.conv2d(x, weight, bias, padding=kernel // 2, config=settings)
+        assert y.stride() == plain.stride()
+        y = f(y, residual)
+        return (y, *torch.autograd.grad(y.square().sum(), (x, weight, bias)))
+
+    in_place, out_of_place = WRITES[write]
+    assert same(gradients(in_place), gradients(out_of_place))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("forward", FORWARDS)
+def test_a_frozen_layer(forward: str, shape: tuple[int, ...]) -> None:
+    model = nn.Sequential(nn.Linear(64, 48), nn.ReLU(inplace=True))
+    model[0].weight.requires_grad_(False)
+    hot.convert(model, config(forward), filter_fn=lambda *_: True)
+    hot.freeze_int8(model)
+    x = torch.randn(shape, requires_grad=True)
+
+    def gradients() -> tuple[torch.Tensor, ...]:
+        y = model(x)
+        return (y, *torch.autograd.grad(y.square().sum(), (x, model[0].bias)))
+
+    expected = gradients()
+    model[1].inplace = False
+    assert same(gradients(), expected)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("forward", FORWARDS)
+def test_compiled(forward: str, backend: str) -> None:
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(64, 48), nn.ReLU(inplace=True))
+    hot.convert(model, config(forward), filter_fn=lambda *_: True)
+    x = torch.randn(2, 6, 64)
+    y = torch.compile(model, backend=backend)(x)
+    y.backward(torch.ones_like(y))
+    gradients = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    expected = model(x)
+    expected.sum().backward()
+    assert torch.allclose(y, expected, rtol=1e-5, atol=1e-5)
+    for ours, p in zip(gradients, model.parameters(), strict=True):
+        assert torch.allclose(ours, p.grad, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("forward", FORWARDS)
+def test_x_written_after_the_layer(forward: str) -> None:
+    """HOT keeps x compressed: the gradients are those of x as the layer saw it."""
+    leaf = torch.randn(2, 20, 64, requires_grad=True)
+    weight = torch.randn(48, 64, requires_grad=True)
+    gy = torch.randn(2, 20, 48)
+
+    def gradients(write: bool) -> tuple[torch.Tensor, ...]:
+        x = leaf * 1
+        y = hot.linear(x, weight, None, config(forward))
+        if write:
+            x.mul_(3)
+        return torch.autograd.grad(y, (leaf, weight), gy)
+
+    assert same(gradients(True), gradients(False))
+
+
+def test_the_weight_written_before_backward() -> None:
+    weight = torch.randn(48, 64, requires_grad=True)
+    y = hot.linear(torch.randn(2, 20, 64, requires_grad=True), weight, None)
+    with torch.no_grad():
+        weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("forward", FORWARDS)
+@pytest.mark.parametrize("name", ["fastvit_t8", "repvit_m0_9", "ghostnet_050"])
+def test_models_that_write_in_place(name: str, forward: str) -> None:
+    with without_broken_torchvision():
+        timm = pytest.importorskip("timm")
+    options = {"fastvit_t8": {"layers": (1, 1, 1, 1)}}.get(name, {})
+    model = timm.create_model(name, num_classes=10, **options).train()
+    hot.convert(model, HotConfig(forward=forward), filter_fn=lambda *_: True)
+    y = model(torch.randn(2, 3, 64, 64).to(memory_format=torch.channels_last))
+    y = y[0] if isinstance(y, tuple) else y
+    y.sum().backward()
+    assert all(p.grad is not None for p in model.parameters())

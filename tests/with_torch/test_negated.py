@@ -1,0 +1,247 @@
+"""Tensors whose minus sign is a bit beside their memory, and tensors without memory.
+
+``k.conj().imag`` negates nothing: torch notes that its values are the negatives of what lies in
+memory. Whoever reads that memory past torch's dispatcher has to look at the note.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hotcore.config import HotConfig, Key
+
+torch = pytest.importorskip("torch")
+import hotcore.torch as hot  # noqa: E402  (after the skip)
+from hotcore.torch import ops  # noqa: E402  (after the skip)
+from torch import nn  # noqa: E402  (after the skip)
+
+pytestmark = pytest.mark.usefixtures("seeded")
+
+FORWARDS = ("plain", "int8")
+ROUND = {"gx_rounding": "nearest", "gw_rounding": "nearest", "x_rounding": "nearest"}
+
+
+def config(forward: str, recipe: str = "default") -> HotConfig:
+    """Without random numbers, so that equal operands give equal bits."""
+    return HotConfig.recipe(recipe, forward=forward, **ROUND)  # type: ignore[arg-type]
+
+
+def negated(values: torch.Tensor) -> torch.Tensor:
+    """A tensor of these values whose memory holds their negatives."""
+    out = torch.complex(torch.zeros_like(values), -values).conj().imag
+    assert out.is_neg() and torch.equal(out, values)
+    return out
+
+
+def same(a: Any, b: Any) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("operand", ["x", "weight", "bias", "gy"])
+@pytest.mark.parametrize("forward", FORWARDS)
+@pytest.mark.parametrize("shape", [(40, 64), (2, 20, 64), (64,)])
+def test_linear(forward: str, operand: str, shape: tuple[int, ...]) -> None:
+    values = {
+        "x": torch.randn(shape),
+        "weight": torch.randn(48, 64),
+        "bias": torch.randn(48),
+        "gy": torch.randn(*shape[:-1], 48),
+    }
+
+    def call(given: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        *leaves, gy = (given[name].detach() for name in values)
+        x, weight, bias = (leaf.requires_grad_() for leaf in leaves)
+        y = hot.linear(x, weight, bias, config(forward))
+        return (y, *torch.autograd.grad(y, (x, weight, bias), gy))
+
+    expected = call(values)
+    assert same(call({**values, operand: negated(values[operand])}), expected)
+
+
+@pytest.mark.parametrize("operand", ["x", "weight", "bias", "gy"])
+@pytest.mark.parametrize("kernel", [1, 3])
+@pytest.mark.parametrize("forward", FORWARDS)
+def test_conv2d(forward: str, kernel: int, operand: str) -> None:
+    values = {
+        "x": torch.randn(2, 32, 6, 6),
+        "weight": torch.randn(48, 32, kernel, kernel),
+        "bias": torch.randn(48),
+        "gy": torch.randn(2, 48, 7 - kernel, 7 - kernel),
+    }
+
+    def call(given: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        *leaves, gy = (given[name].detach() for name in values)
+        x, weight, bias = (leaf.requires_grad_() for leaf in leaves)
+        y = hot.conv2d(x, weight, bias, config=config(forward))
+        return (y, *torch.autograd.grad(y, (x, weight, bias), gy))
+
+    expected = call(values)
+    assert same(call({**values, operand: negated(values[operand])}), expected)
+
+
+@pytest.mark.parametrize("forward", FORWARDS)
+def test_gradient_accumulation(forward: str) -> None:
+    """x, g_y, the weight, and ``.grad`` itself, which libhot adds to."""
+    weight, bias = torch.randn(48, 64), torch.randn(48)
+    before = torch.randn(48, 64), torch.randn(48)
+    steps = [(torch.randn(40, 64), torch.randn(40, 48)) for _ in range(2)]
+
+    def run(form: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        w, b = (form(p).requires_grad_() for p in (weight, bias))
+        w.grad, b.grad = map(form, before)
+        grads = w.grad, b.grad
+        with hot.gradient_accumulation():
+            for x, gy in steps:
+                hot.linear(form(x), w, b, config(forward)).backward(form(gy))
+        assert w.grad is grads[0] and b.grad is grads[1]
+        return grads
+
+    assert same(run(lambda t: negated(t).detach()), run(torch.clone))
+
+
+@pytest.mark.parametrize("forward", FORWARDS)
+def test_a_weight_and_its_negative_inside_gradient_accumulation(forward: str) -> None:
+    """Of one memory: codes of the one are not those of the other."""
+    weight = nn.Parameter(torch.randn(48, 64))
+    with torch.no_grad():
+        opposite = torch._neg_view(weight)
+    x = torch.randn(40, 64)
+
+    def run() -> list[torch.Tensor]:
+        return [hot.linear(x, w, None, config(forward)).detach() for w in (weight, opposite)]
+
+    expected = run()
+    with hot.gradient_accumulation():
+        assert same(run(), expected)
+    assert torch.allclose(expected[0], -expected[1])
+
+
+@pytest.mark.parametrize("forward", FORWARDS)
+def test_freeze_int8(forward: str) -> None:
+    values = torch.randn(48, 64), torch.randn(40, 64), torch.randn(40, 48)
+
+    def run(form: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        weight, x, gy = (form(value) for value in values)
+        model = nn.Sequential(nn.Linear(64, 48))
+        model[0].weight = nn.Parameter(weight, requires_grad=False)
+        with torch.no_grad():
+            model[0].bias.fill_(0.5)
+        hot.convert(model, config(forward), filter_fn=lambda *_: True)
+        hot.freeze_int8(model)
+        x = x.detach().requires_grad_()
+        y = model(x)
+        return (y, *torch.autograd.grad(y, (x, model[0].bias), gy))
+
+    assert same(run(negated), run(torch.clone))
+
+
+def test_a_complex_model() -> None:
+    """ComplEx: scores of subject, relation and object; the conjugate negates g_y of one layer."""
+    real, imaginary = (nn.Linear(64, 48) for _ in range(2))
+    x, q = torch.randn(128, 64), torch.randn(128, 48, dtype=torch.complex64)
+
+    def gradients() -> tuple[torch.Tensor, ...]:
+        k = torch.complex(real(x), imaginary(x))
+        loss = (q * k.conj()).real.square().sum()
+        return torch.autograd.grad(loss, (real.weight, imaginary.weight))
+
+    expected = gradients()
+    layers = real, imaginary
+    real, imaginary = (hot.convert(layer, filter_fn=lambda *_: True).model for layer in layers)
+    for ours, theirs in zip(gradients(), expected, strict=True):
+        assert torch.cosine_similarity(ours.flatten(), theirs.flatten(), 0) > 0.98
+
+
+@pytest.mark.parametrize("forward", FORWARDS)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled(backend: str, forward: str) -> None:
+    torch._dynamo.reset()
+    weight, bias = (torch.randn(48, 64).requires_grad_(), torch.randn(48).requires_grad_())
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        y = hot.linear(x, weight, bias, config(forward))
+        return torch.complex(torch.zeros_like(y), y).conj().imag
+
+    x, gy = torch.randn(40, 64), torch.randn(40, 48)
+    expected = call(x)
+    gradients = torch.autograd.grad(expected, (weight, bias), gy)
+    if backend == "aot_eager":  # inductor itself overlooks the bit of what enters a graph
+        x, gy = negated(x), negated(gy)
+    y = torch.compile(call, backend=backend)(x)
+    assert torch.allclose(y, expected, rtol=1e-5, atol=1e-5)
+    found = torch.autograd.grad(y, (weight, bias), gy)
+    for ours, theirs in zip(found, gradients, strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def freed(x: torch.Tensor) -> torch.Tensor:
+    """As FSDP1 frees a weight: its shape stays, its memory goes."""
+    x = x.clone()
+    x.untyped_storage().resize_(0)
+    return x
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        (freed, r"no data|not allocated|out of bounds"),
+        (lambda t: t.to("meta"), "meta"),
+        (lambda t: t.to_sparse(), "a tensor of layout torch.sparse_coo"),
+    ],
+)
+@pytest.mark.parametrize("forward", FORWARDS)
+def test_without_memory(
+    forward: str, form: Callable[[torch.Tensor], torch.Tensor], message: str
+) -> None:
+    x, weight, gy = torch.randn(40, 64), torch.randn(48, 64), torch.randn(40, 48)
+    settings = config(forward)
+    saved = ops.compress(x, settings, Key(0))
+    keys = Key(0), Key(0)
+    calls: list[Callable[[], Any]] = [
+        lambda: ops.compress(form(x), settings, Key(0)),
+        lambda: ops.quantize_weight(form(weight), settings),
+        lambda: ops.forward(x, form(weight), None, settings),
+        lambda: ops.forward(form(x), weight, None, settings),
+    ]
+    for grad, matrix in ((form(gy), weight), (gy, form(weight))):
+        outputs = ops.new_gradients(gy, x.shape, (torch.float32, torch.float32, None))
+        arguments = (grad, matrix, saved, 64, settings, keys, outputs)
+        calls.append(functools.partial(ops.backward, *arguments))
+    for call in calls:
+        with pytest.raises((ValueError, RuntimeError, NotImplementedError), match=message):
+            call()
+
+
+class Wrapped(torch.Tensor):
+    """A tensor that holds another one, and no memory of its own."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Any:
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, dtype=inner.dtype, device=inner.device
+        )
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        def inner(value: Any) -> Any:
+            return value.inner if isinstance(value, Wrapped) else value
+
+        return function(*map(inner, args), **(kwargs or {}))
+
+
+def test_a_weight_that_wraps_another() -> None:
+    x, weight, gy = torch.randn(40, 64), torch.randn(48, 64), torch.randn(40, 48)
+    settings = config("plain")
+
+    def gradient(weight: torch.Tensor) -> torch.Tensor:
+        leaf = x.clone().requires_grad_()
+        return torch.autograd.grad(hot.linear(leaf, weight, None, settings), leaf, gy)[0]
+
+    assert torch.equal(gradient(Wrapped(weight)), gradient(weight))
