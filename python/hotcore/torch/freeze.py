@@ -186,7 +186,7 @@ def _notes(layers: Iterable[HotModule]) -> Iterator[str]:
     if not _compat.traces_parameters():
         yield (
             "torch before 2.13: weight_codes are ordinary Parameters. Averages of parameters (EMA, "
-            "SWA) must leave out those of torch.uint8"
+            "SWA) must leave out those of torch.uint8; the average's eager forward raises otherwise"
         )
     configs = [layer.config for layer in layers]
     if any(config.forward == "plain" for config in configs):

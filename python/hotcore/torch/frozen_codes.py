@@ -174,6 +174,29 @@ def guard(codes: Tensor) -> None:
         codes._factor = 1.0  # type: ignore[attr-defined]  # it is one now
     else:  # have Module.requires_grad_ of any parent say what is wrong
         setattr(codes, "requires_grad_", refuse_gradients)  # noqa: B010
+        setattr(codes, "_hot_seen", (codes._version, _checksum(codes)))  # noqa: B010
+
+
+def _checksum(codes: Tensor) -> Tensor | None:
+    """A sum of the bytes, four at a time, on their device; None: there are none to read."""
+    if codes.is_meta or _compat.symbolic(codes):
+        return None
+    return codes.detach().view(torch.int32).sum(dtype=torch.int64)
+
+
+def _check_unwritten(codes: Tensor) -> None:
+    """Raise RuntimeError where ordinary codes have been written with other bytes.
+
+    For torch that cannot follow :class:`FrozenCodes`: a write raises the version, and only then are
+    the bytes summed again (a broadcast of equal bytes, as DDP's, is no change).
+    """
+    version, checksum = getattr(codes, "_hot_seen", (codes._version, None))
+    if version == codes._version:
+        return
+    now = _checksum(codes)
+    if checksum is not None and now is not None and bool(checksum != now):
+        _refuse("a write (an average of parameters?)")
+    setattr(codes, "_hot_seen", (codes._version, now))  # noqa: B010
 
 
 def plain(codes: Tensor) -> Tensor:
@@ -185,9 +208,15 @@ def plain(codes: Tensor) -> Tensor:
 
 
 def whole(codes: Tensor) -> Tensor:
-    """:func:`plain` for a product. Raises RuntimeError where an average was begun and not ended."""
+    """:func:`plain` for a product.
+
+    Raises RuntimeError where an average was begun and not ended, and where ordinary codes have been
+    written.
+    """
     if isinstance(codes, FrozenCodes) and abs(codes._factor - 1) > _NEAR:
         _refuse("mul_")
+    if type(codes) is nn.Parameter:
+        _check_unwritten(codes)
     return plain(codes)
 
 
