@@ -418,7 +418,7 @@ class HotConfig:
         return f"HotConfig.recipe({', '.join([repr(recipe), *changed])})"
 
 
-# What torch.compile cannot trace, it calls while it traces: configurations are constants of a graph.
+# torch.compile calls what it cannot trace: a configuration is a constant of its graph.
 # The attribute is what torch.compiler.assume_constant_result sets; this module needs no torch.
 _NAMES = tuple(field.name for field in dataclasses.fields(HotConfig))
 

@@ -89,7 +89,7 @@ LAYERS: list[tuple[tuple[int, int, int], HotConfig, str, tuple[str, ...]]] = [
             "final_sum_kernel",
             ONE_PASS,
         )
-        + ("requantize_kernel", "wgmma 128x192", "wgmma stream-K"),
+        + ("requantize_kernel", "wgmma 128x192", "tile_kernel 64x64x64", "fixup_kernel"),
     ),
     (
         (6000, 512, 770),
@@ -408,7 +408,7 @@ def test_slow_products_say_why() -> None:
     assert slow(256, 256) == ""
     assert "half the speed: rows of the operands" in slow(256, 250, device="sm_80")
     assert "rows of out are not a multiple of 16 bytes" in slow(255, 256)
-    assert slow(256, 140000) == ""  # by parts
+    assert "(K 140000) is longer than INT32 sums hold" in slow(256, 140000)
     assert "rows of the operands" in slow(256, 140001)
     assert "no wgmma kernels" in slow(256, 256, wgmma=False)
     assert slow(256, 256, int4=True, device="sm_86") == ""
