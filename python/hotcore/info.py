@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--device", help="with --explain: sm_90 (the default), sm_80, ... or cuda:0"
     )
-    parser.add_argument("--recipe", help="with --explain: default, fast, int4, paper or accurate")
+    parser.add_argument("--recipe", help="with --explain: default, fast, paper, accurate or compact")
     parser.add_argument("--forward", help="with --explain: plain (the default) or int8")
     options = parser.parse_args(arguments)
     if options.explain:
