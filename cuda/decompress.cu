@@ -7,7 +7,7 @@
 //   there (8 INT4 or 4 INT8 tokens, two channels a lane) and writes whole rows of 64 elements, in
 //   pairs where those are aligned. 0.53 (INT4) or 1 byte read for an element, 4 or 2 written.
 //
-// decompress_rotated_kernel: of rht4 and rht2.
+// decompress_rotated_kernel: of rht2.
 //   A thread takes the 64 tokens of a block of one channel in registers, as rotate_kernel does. A
 //   range that begins inside a block takes all of it. 0.53 or 0.28 bytes read for an element.
 #include <cstdint>
@@ -143,7 +143,7 @@ struct DecompressRotatedArgs {
   DeviceKey signs, dither;
 };
 
-template <int bits, class Tag>
+template <class Tag>
 __global__ void __launch_bounds__(rotated::threads)
     decompress_rotated_kernel(const __grid_constant__ DecompressRotatedArgs args) {
   constexpr int block = static_cast<int>(rotated_block);
@@ -175,17 +175,14 @@ __global__ void __launch_bounds__(rotated::threads)
   }
   __syncthreads();
   if (channel >= out.cols) return;
-  unsigned words[2 * bits];
-  load_words(args.codes + channel * args.row_bytes + number * (block * bits / 8), words);
+  unsigned words[block / 16];
+  load_words(args.codes + channel * args.row_bytes + number * (block / 4), words);
   const unsigned half = args.scale[channel * args.scale_step + number];
   const float scale = __uint_as_float(half << 16);
   float v[block];
 #pragma unroll
   for (int part = 0; part < block / 16; ++part) {
-    RotatedCodes<bits> codes;
-#pragma unroll
-    for (int w = 0; w < bits / 2; ++w) codes.word[w] = words[part * (bits / 2) + w];
-    codes.turned = turned[part];
+    const RotatedCodes codes{words[part], turned[part]};
 #pragma unroll
     for (int i = 0; i < 16; ++i) v[16 * part + i] = codes.value(i) * scale;
   }
@@ -220,10 +217,7 @@ void decompress_rotated(const Context& context, const DecompressJob& job) {
   const LaunchShape shape{ceil_div(out.cols, rotated::threads) * blocks, rotated::threads};
   host_with_dtype(out.dtype, [&](auto tag) {
     using Tag = decltype(tag);
-    launch("decompress_activation", context,
-           job.rotated_bits == 4 ? decompress_rotated_kernel<4, Tag>
-                                 : decompress_rotated_kernel<2, Tag>,
-           shape, args);
+    launch("decompress_activation", context, decompress_rotated_kernel<Tag>, shape, args);
   });
 }
 
@@ -231,7 +225,7 @@ void decompress_rotated(const Context& context, const DecompressJob& job) {
 
 void CudaBackend::decompress(const Context& context, const DecompressJob& job) const {
   const DeviceGuard guard(context.device().index, "decompress_activation");
-  if (job.rotated_bits != 0) return decompress_rotated(context, job);
+  if (job.storage == Storage::rht2) return decompress_rotated(context, job);
   const MatrixOut& out = job.out;
   const DecompressArgs args{job.codes, job.row_bytes, job.scale,     job.scale_step,
                             job.first, out,           job.exponents, pairs_aligned(out)};
@@ -239,8 +233,10 @@ void CudaBackend::decompress(const Context& context, const DecompressJob& job) c
   const LaunchShape shape{ceil_div(out.cols, tile_channels) * groups, threads};
   host_with_dtype(out.dtype, [&](auto tag) {
     using Tag = decltype(tag);
-    launch("decompress_activation", context,
-           job.int4 ? decompress_kernel<true, Tag> : decompress_kernel<false, Tag>, shape, args);
+    launch(
+        "decompress_activation", context,
+        job.storage == Storage::int4 ? decompress_kernel<true, Tag> : decompress_kernel<false, Tag>,
+        shape, args);
   });
 }
 

@@ -235,7 +235,7 @@ Plan plan_backward(const DeviceFacts& facts, const BackwardWork& work,
   const ColumnsShape weight = weight_shape(arrays.w, shape.in_features, work.out_features,
                                            weight_quant(spec), shape.in_features, Buffer::weight);
   const GroupsShape groups{shape.in_features, kw, requantize_rounding(spec),
-                           rotated_bits(spec.storage)};
+                           spec.storage == Storage::rht2};
   OperandShapes operands;
   if (work.gx) operands.rows = &rows;
   if (work.gw) operands.columns = &columns;
@@ -338,7 +338,7 @@ void add_activation(Plan& plan, const DeviceFacts& facts, const CompressShape& k
   }
   Buffers reads = Buffer::x;
   if (kept.spec.equalize_tokens) reads |= Buffer::exponents;
-  if (rotated_bits(kept.spec.storage) != 0) {
+  if (kept.spec.storage == Storage::rht2) {
     plan.add(Kernel::rotate,
              {ceil_div(kept.cols, rotated::threads) * kept.p.blocks, rotated::threads}, reads,
              Buffer::saved)

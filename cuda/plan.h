@@ -148,7 +148,7 @@ constexpr int cta_tiles(int dtype_size) { return columns::max_warps / tile_warps
 
 }  // namespace grouped
 
-// x as rht4 and rht2.
+// x as rht2.
 namespace rotated {
 
 constexpr int threads = 128;  // columns of a CTA of rotate_kernel, each a block of tokens

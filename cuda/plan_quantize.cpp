@@ -405,7 +405,7 @@ class GroupedOperands {
       rows_blocks_ = ceil_div(job->rows, grouped::threads >> lanes_log2_);
     }
     if (of_.groups != nullptr) {
-      if (!rounds(of_.groups->rounding) || of_.groups->rotated_bits != 0) return false;
+      if (!rounds(of_.groups->rounding) || of_.groups->rotated) return false;
       groups_blocks_ = ceil_div(of_.groups->channels, grouped::threads / 32);
     }
     if (cluster_ > 1 && !facts_.hopper) return false;
@@ -569,10 +569,10 @@ bool add_operands(Plan& plan, const DeviceFacts& facts, const OperandShapes& ope
     const std::int64_t tiles = ceil_div(job->channels, rotated::channels) *
                                ceil_div(job->k_padded / columns::k16, rotated::k16s);
     Step& step =
-        job->rotated_bits == 0
-            ? plan.add(Kernel::requantize, {job->channels, 256}, Buffer::saved, Buffer::activation)
-            : plan.add(Kernel::requantize_rotated, {tiles, 32 * rotated::channels}, Buffer::saved,
-                       Buffer::activation);
+        job->rotated
+            ? plan.add(Kernel::requantize_rotated, {tiles, 32 * rotated::channels}, Buffer::saved,
+                       Buffer::activation)
+            : plan.add(Kernel::requantize, {job->channels, 256}, Buffer::saved, Buffer::activation);
     step.rounding = job->rounding;
   }
   return summed;

@@ -76,7 +76,7 @@ struct ColumnsShape {
 struct GroupsShape {
   std::int64_t channels, k_padded;
   Rounding rounding;
-  int rotated_bits;  // 4 or 2: rht4 or rht2; 0: INT4
+  bool rotated;  // rht2, otherwise INT4
 };
 
 // Words of Operand::amax, to be zeroed.

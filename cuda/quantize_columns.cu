@@ -1,6 +1,6 @@
 // Stage: the K-contiguous operands of columns, in blocks of 16 tokens: g_y for g_w, w for g_x, x
 // kept as INT8. P x is an FWHT of the tokens, a sketch or a basis of rank 8, or x itself. For an x
-// kept as rht4 or rht2: blocks of 64 tokens of g_y, times a sign and a power of two each; with
+// kept as rht2: blocks of 64 tokens of g_y, times a sign and a power of two each; with
 // equalised tokens: times powers of two alone.
 //
 // columns_one_pass_kernel: one read of x.

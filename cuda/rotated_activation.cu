@@ -1,15 +1,15 @@
-// Stage: x kept as rht4 and rht2, and back to INT8 for g_w (back to floats: decompress.cu); the
+// Stage: x kept as rht2, and back to INT8 for g_w (back to floats: decompress.cu); the
 // sizes of tokens that are equalised, for every form of storage.
 //
 // rotate_kernel: x to codes.
 //   A CTA takes a block of 64 tokens of 128 columns, by copies of 16 bytes to shared memory. A
 //   thread holds the 64 values of a column in registers: no exchange between threads. The factors
 //   of the tokens (signs and powers of two) and the dither of the rows are drawn once for the CTA,
-//   5 Philox for 8192 values. 2.53 (rht4) or 2.28 (rht2) bytes an element for fp16.
+//   5 Philox for 8192 values. 2.28 bytes an element for fp16.
 //
 // requantize_rotated_kernel: codes back to INT8.
 //   A warp takes a channel, for up to 4096 rows; the 8 warps of a CTA share the dither of those.
-//   1.53 or 1.28 bytes an element.
+//   1.28 bytes an element.
 //
 // token_exponents_kernel
 //   A warp takes a token, twice: the largest value, then the sum of integers that are relative to
@@ -48,13 +48,10 @@ struct RotateArgs {
 constexpr int rotate_sm_ctas(int dtype_size) { return dtype_size == 2 ? 5 : 4; }
 
 // What the threads of a CTA share: of each token its factor, of each row what its dither adds.
-template <int bits>
 struct RotateShared {
   float factor[block];
-  std::uint32_t shift[block];  // rht4: u + h, rht2: u. With them, a code is byte 1 of a sum
-  float value[block];          // of code 0, in scales; rht2 alone
-
-  static constexpr int half = 128 * ((1 << bits) - 1);  // h
+  std::uint32_t shift[block];  // u. With it, a code is byte 1 of a sum
+  float value[block];          // of code 0, in scales
 
   // By the first 128 threads: two warps draw the signs, two the dither.
   __device__ void draw(const RotateArgs& args, std::int64_t number) {
@@ -74,8 +71,8 @@ struct RotateShared {
       const std::uint32_t high = (i & 4) == 0 ? words.word[2] : words.word[3];
       const std::uint32_t word = (i & 8) == 0 ? low : high;
       const std::uint32_t u = word >> (8 * (i % 4)) & 255U;
-      shift[i] = bits == 4 ? u + half : u;
-      value[i] = static_cast<float>(511 - 2 * static_cast<int>(u) - (256 << bits)) / 512.0F;
+      shift[i] = u;
+      value[i] = static_cast<float>(511 - 2 * static_cast<int>(u) - 1024) / 512.0F;
     }
   }
 };
@@ -95,26 +92,7 @@ __device__ __forceinline__ float tree_sum(const Leaf& leaf) {
 __device__ inline float integer_float() { return __uint_as_float(integer_bits); }
 
 // Codes of a block whose values are finite and not tiny; returns the scale, a bf16.
-__device__ __forceinline__ std::uint16_t rotated_codes(const RotateShared<4>& shared,
-                                                       const float (&v)[block], std::uint32_t amax,
-                                                       std::uint32_t (&words)[8]) {
-  const std::uint16_t scale = bf16_up(__fdiv_rn(__uint_as_float(amax), 7.5F));
-  const float inv = 256.0F * __fdiv_rn(1.0F, __uint_as_float(std::uint32_t{scale} << 16));
-#pragma unroll
-  for (int w = 0; w < 8; ++w) {
-    std::uint32_t sum[8];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const int k = 8 * w + i;
-      sum[i] = __float_as_uint(__fmaf_rn(v[k], inv, integer_float())) + shared.shift[k];
-    }
-    words[w] = pack_nibbles(gather_bytes<1>(sum[0], sum[2], sum[4], sum[6]),
-                            gather_bytes<1>(sum[1], sum[3], sum[5], sum[7]));
-  }
-  return scale;
-}
-
-__device__ __forceinline__ std::uint16_t rotated_codes(const RotateShared<2>& shared,
+__device__ __forceinline__ std::uint16_t rotated_codes(const RotateShared& shared,
                                                        float (&v)[block], std::uint32_t amax,
                                                        std::uint32_t (&words)[4]) {
   const std::uint32_t exponent = amax >> 23;
@@ -125,7 +103,7 @@ __device__ __forceinline__ std::uint16_t rotated_codes(const RotateShared<2>& sh
   const float spread = __fsqrt_rn(__fdiv_rn(squares, 64.0F));
   const float range = fminf(__uint_as_float(amax) * power, 1.75F * spread);
   const float inv = 256.0F * __fdiv_rn(1.5F, range);
-  constexpr int half = RotateShared<2>::half;
+  constexpr int half = 128 * 3;  // 256ths of the largest value: h
   std::uint32_t sum[4], eights[4];
   const float products = tree_sum<0, block>([&](auto constant) {
     constexpr int k = decltype(constant)::value;
@@ -186,11 +164,11 @@ __device__ __forceinline__ void load_rotate_tile(const RotateArgs& args, std::in
   commit_copies();
 }
 
-template <int bits, class Tag>
+template <class Tag>
 __global__ void __launch_bounds__(rotated::threads, rotate_sm_ctas(Tag::size))
     rotate_kernel(const __grid_constant__ RotateArgs args) {
   __shared__ __align__(16) char tile[block * rotated::threads * Tag::size];
-  __shared__ __align__(16) RotateShared<bits> shared;
+  __shared__ __align__(16) RotateShared shared;
   begin_kernel();
   const auto tiles = static_cast<unsigned>((args.x.cols + rotated::threads - 1) / rotated::threads);
   // Backwards where the sizes of tokens come first: the L2 still holds the end of x.
@@ -217,7 +195,7 @@ __global__ void __launch_bounds__(rotated::threads, rotate_sm_ctas(Tag::size))
   }
   butterfly<block / 2, block>(v);
   const std::uint32_t amax = abs_bits(largest);
-  std::uint32_t words[2 * bits] = {};
+  std::uint32_t words[block / 16] = {};
   std::uint16_t scale = 0;
   if (amax >= 0x7f800000U) {
     scale = 0x7fc0U;
@@ -225,7 +203,7 @@ __global__ void __launch_bounds__(rotated::threads, rotate_sm_ctas(Tag::size))
     scale = rotated_codes(shared, v, amax, words);
   }
   args.scale[col * args.blocks + number] = scale;
-  store_words(words, args.packed + col * args.row_bytes + number * (block * bits / 8));
+  store_words(words, args.packed + col * args.row_bytes + number * (block / 4));
 }
 
 // ---- codes to INT8 -----------------------------------------------------------------------------
@@ -240,7 +218,6 @@ struct RequantizeRotatedArgs {
   bool independent;
 };
 
-template <int bits>
 __global__ void __launch_bounds__(32 * rotated::channels)
     requantize_rotated_kernel(const __grid_constant__ RequantizeRotatedArgs args) {
   __shared__ uint4 turned[rotated::k16s];  // 255 - u of the rows
@@ -266,21 +243,15 @@ __global__ void __launch_bounds__(32 * rotated::channels)
     for (std::int64_t b = lane; b < args.blocks; b += 32) {
       largest = max(largest, std::uint32_t{scales[b]});
     }
-    constexpr auto half = static_cast<float>(1 << (bits - 1));
-    const float amax = half * __uint_as_float(warp_max(largest) << 16);
+    const float amax = 2.0F * __uint_as_float(warp_max(largest) << 16);
     const DeviceScale s = device_scale(abs_bits(amax), 8);
     if (lane == 0 && first == 0) args.out.scale[channel] = s.scale;
-    const std::uint8_t* const from = args.packed + channel * args.row_bytes + first * (2 * bits);
+    const std::uint8_t* const from = args.packed + channel * args.row_bytes + first * 4;
     auto* const to = reinterpret_cast<uint4*>(args.out.codes + channel * args.out.k_padded) + first;
     for (int b = lane; b < count; b += 32) {
       uint4 codes = make_uint4(0, 0, 0, 0);
       if (s.keep) {
-        RotatedCodes<bits> packed;
-#pragma unroll
-        for (int w = 0; w < bits / 2; ++w) {
-          packed.word[w] = reinterpret_cast<const std::uint32_t*>(from)[b * (bits / 2) + w];
-        }
-        packed.turned = turned[b];
+        const RotatedCodes packed{reinterpret_cast<const std::uint32_t*>(from)[b], turned[b]};
         const float factor = __uint_as_float(std::uint32_t{scales[(first + b) / 4]} << 16) * s.inv;
         codes = round_group<Rounding::stochastic>(
             [&](int i) { return packed.value(i); }, UniformScale{factor}, args.key, offset,
@@ -395,9 +366,7 @@ void launch_rotate(const Context& context, const plan::Step& step, const Compres
                         rows_aligned(job.x)};
   host_with_dtype(step.dtype, [&](auto tag) {
     using Tag = decltype(tag);
-    launch("compress_activation", context,
-           rotated_bits(job.spec.storage) == 4 ? rotate_kernel<4, Tag> : rotate_kernel<2, Tag>,
-           step.shape, args);
+    launch("compress_activation", context, rotate_kernel<Tag>, step.shape, args);
   });
 }
 
@@ -411,9 +380,7 @@ void launch_requantize_rotated(const Context& context, const plan::Step& step,
                                    device_key(context.key(), Purpose::requantize),
                                    device_key(job.key, Purpose::activation),
                                    step.independent};
-  launch("backward_linear", context,
-         job.rotated_bits == 4 ? requantize_rotated_kernel<4> : requantize_rotated_kernel<2>,
-         step.shape, args);
+  launch("backward_linear", context, requantize_rotated_kernel, step.shape, args);
 }
 
 }  // namespace hot::detail

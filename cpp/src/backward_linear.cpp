@@ -32,8 +32,6 @@ const char* storage_name(Storage storage) noexcept {
       return "int8";
     case Storage::int4:
       return "int4";
-    case Storage::rht4:
-      return "rht4";
     case Storage::rht2:
       return "rht2";
   }
@@ -79,7 +77,7 @@ void check_spec(const char* call, const BackwardLinearSpec& spec) {
   }
   const std::string storage = storage_name(spec.storage);
   if (storage == "unknown") {
-    detail::invalid(call, "storage is unknown; expected int8, int4, rht4 or rht2");
+    detail::invalid(call, "storage is unknown; expected int8, int4 or rht2");
   }
   detail::check_rounding(call, "gx_rounding", spec.gx_rounding);
   detail::check_rounding(call, "gw_rounding", spec.gw_rounding);
@@ -89,7 +87,7 @@ void check_spec(const char* call, const BackwardLinearSpec& spec) {
                               basis_name(spec.low_rank.basis) +
                               "; expected basis full (a Hadamard transform hurts INT4 storage)");
   }
-  if (detail::rotated_bits(spec.storage) != 0 && spec.x_rounding != Rounding::stochastic) {
+  if (spec.storage == Storage::rht2 && spec.x_rounding != Rounding::stochastic) {
     detail::invalid(call, "x_rounding is " + std::string(rounding_name(spec.x_rounding)) +
                               " with storage " + storage + "; expected stochastic");
   }
@@ -113,7 +111,7 @@ detail::GroupsJob saved_groups(const ConstSavedActivation& saved, const SavedLay
           saved.tokens,
           detail::requantize_rounding(spec),
           {},
-          detail::rotated_bits(spec.storage)};
+          spec.storage == Storage::rht2};
 }
 
 // Of the tokens' sizes; null where they were not equalised.
@@ -130,8 +128,8 @@ SavedLayout layout_of(const Projection& p, std::int64_t in_features,
   layout.k = p.k;
   layout.k_padded = p.k_padded;
   std::size_t scale_bytes;
-  if (const int bits = detail::rotated_bits(spec.storage); bits != 0) {
-    layout.row_bytes = p.k * bits / 8;
+  if (spec.storage == Storage::rht2) {
+    layout.row_bytes = p.k / 4;
     layout.scales = in_features * p.blocks;
     scale_bytes = sizeof(std::uint16_t);
   } else if (spec.storage == Storage::int4) {
@@ -293,7 +291,6 @@ void decompress_activation(const Context& context, const ConstSavedActivation& s
   check.disjoint("out", out, "saved", bytes_view(saved.data, saved.bytes, out.device));
   const MatrixOut rows = detail::matrix_out_of(out);
   if (!has_elements(rows)) return;
-  const bool int4 = spec.storage == Storage::int4;
   std::int64_t scale_step = layout.scales == 1 ? 0 : 1;
   if (spec.storage != Storage::int8) {
     scale_step = detail::ceil_div(saved.tokens, detail::int4_group);
@@ -301,8 +298,7 @@ void decompress_activation(const Context& context, const ConstSavedActivation& s
   backend_of(context).decompress(
       context,
       {saved.data, layout.row_bytes, static_cast<const char*>(saved.data) + layout.scale_offset,
-       int4, scale_step, first, rows, saved_exponents(saved, layout, spec),
-       detail::rotated_bits(spec.storage), saved.key});
+       spec.storage, scale_step, first, rows, saved_exponents(saved, layout, spec), saved.key});
 }
 
 std::size_t quantized_weight_bytes(std::int64_t out_features, std::int64_t in_features,

@@ -68,14 +68,9 @@ inline Projection hadamard_projection(std::int64_t out_features, int block) {
   return p;
 }
 
-// Bits of a code of rht4 and rht2, 0 of the other storages.
-inline int rotated_bits(Storage storage) {
-  return storage == Storage::rht4 ? 4 : storage == Storage::rht2 ? 2 : 0;
-}
-
 // What is done to g_y and x along the tokens for g_w.
 inline Projection token_projection(std::int64_t tokens, const BackwardLinearSpec& spec) {
-  const bool rotated = rotated_bits(spec.storage) != 0;
+  const bool rotated = spec.storage == Storage::rht2;
   Projection p =
       rotated ? hadamard_projection(tokens, rotated_block) : make_projection(tokens, spec.low_rank);
   p.signs = rotated;

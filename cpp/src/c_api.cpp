@@ -171,7 +171,6 @@ static_assert(same(HOT_GRAD_SCALE_TENSOR, hot::GradScale::tensor) &&
               same(HOT_GRAD_SCALE_TOKEN, hot::GradScale::token));
 static_assert(same(HOT_STORAGE_INT8, hot::Storage::int8) &&
               same(HOT_STORAGE_INT4, hot::Storage::int4) &&
-              same(HOT_STORAGE_RHT4, hot::Storage::rht4) &&
               same(HOT_STORAGE_RHT2, hot::Storage::rht2));
 static_assert(same(HOT_SIDE_ACTIVATION, hot::Side::activation) &&
               same(HOT_SIDE_GRADIENT, hot::Side::gradient));

@@ -54,7 +54,7 @@ struct GroupsJob {
   std::int64_t tokens;
   Rounding rounding;
   Operand out;
-  int rotated_bits = 0;            // 4 or 2: codes of rht4 or rht2; 0: INT4
+  bool rotated = false;            // codes of rht2, otherwise of INT4
   const float* offsets = nullptr;  // of those: what is added to a code's value, [k_padded] (CPU),
   Key key{};                       // or the key of the dither that it comes from (CUDA)
 };
@@ -66,7 +66,7 @@ struct CompressJob {
   // Where its tokens are equalised: their sizes, to be found first. x is then divided by them.
   std::uint8_t* exponents;
   const BackwardLinearSpec& spec;
-  const Projection* projection;  // P; of rht4 and rht2 all rows of blocks of 64, with signs
+  const Projection* projection;  // P; of rht2 all rows of blocks of 64, with signs
   Operand out;
   std::uint8_t* packed;
   std::int64_t row_bytes;
@@ -82,16 +82,15 @@ struct CompressJob {
 
 // Decodes tokens [first, first + out.rows) of a saved x of basis full.
 struct DecompressJob {
-  const void* codes;  // [channels, row_bytes], INT8 or packed INT4
+  const void* codes;  // [channels, row_bytes], INT8 or packed
   std::int64_t row_bytes;
-  const void* scale;  // INT4: bf16, `groups` for a channel; INT8: f32
-  bool int4;
+  const void* scale;  // packed: bf16, `groups` for a channel; INT8: f32
+  Storage storage;
   std::int64_t scale_step;  // scales from a channel to the next; 0: one for all
   std::int64_t first;
   MatrixOut out;                            // [tokens, channels], not empty
   const std::uint8_t* exponents = nullptr;  // of all tokens, where they were equalised
-  int rotated_bits = 0;                     // 4 or 2: rht4 or rht2, not what `int4` says
-  Key key{};                                // of their signs and dither
+  Key key{};                                // of the signs and the dither of rht2
 };
 
 struct FwhtArgs {

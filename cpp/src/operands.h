@@ -85,7 +85,7 @@ struct Projection {
   int divisor = 1;
   TokenOrder order{};
   float prefix_factor_x = 1.0F, prefix_factor_g = 1.0F;
-  bool signs = false;      // each token times a random sign before the transform (rht4, rht2)
+  bool signs = false;      // each token times a random sign before the transform (rht2)
   bool equalized = false;  // each token times a power of two (MatrixIn::exponents)
 };
 
@@ -112,7 +112,7 @@ inline std::int64_t blocks_per_cut(int rank) {
 
 inline constexpr std::int64_t k_alignment = 16;       // bytes; every stored row starts aligned
 inline constexpr std::int64_t int4_group = 64;        // tokens that share a scale of an INT4 x
-inline constexpr std::int64_t rotated_block = 64;     // the same of rht4 and rht2
+inline constexpr std::int64_t rotated_block = 64;     // the same of rht2
 inline constexpr std::int64_t int4_k_alignment = 32;  // values: 16 bytes of packed codes
 inline constexpr std::int64_t int32_safe_k = 133143;  // 127^2 * K <= 2^31 - 1
 

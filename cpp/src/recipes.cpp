@@ -22,7 +22,6 @@ constexpr Recipe recipes[] = {
        spec.low_rank.rank = 8;
        spec.storage = Storage::int8;
      }},
-    {"int4", [](BackwardLinearSpec& spec) { spec.gx_bits = 4; }},
     {"paper",
      [](BackwardLinearSpec& spec) {
        spec.gx_bits = 4;

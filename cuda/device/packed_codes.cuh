@@ -1,5 +1,5 @@
-// Scales and codes of an x that is kept in 4 or 2 bits (docs/numerics.md, "INT4", "x kept as rht4
-// and rht2").
+// Scales and codes of an x that is kept in 4 or 2 bits (docs/numerics.md, "INT4", "x kept as
+// rht2").
 #pragma once
 
 #include <cstdint>
@@ -21,31 +21,21 @@ __device__ inline std::uint16_t bf16_nearest(float v) {
   return static_cast<std::uint16_t>((bits + 0x7fffU + ((bits >> 16) & 1U)) >> 16);
 }
 
-// 16 packed codes of rht4 or rht2, and the random bytes of their rows, turned (255 - u).
-template <int bits>
+// 16 packed codes of rht2, and the random bytes of their rows, turned (255 - u).
 struct RotatedCodes {
-  std::uint32_t word[bits / 2];
+  std::uint32_t word;
   uint4 turned;
 
-  // What code i stands for, in scales: (512 c + 511 - 2u - 256 N) / 512 = (256 c + 255 - u) / 256 -
-  // N/2 + 1/512. Codes and turned bytes are put below the bits of 2^15, one of whose ulps is 1/256;
+  // What code i stands for, in scales: (512 c + 511 - 2u - 1024) / 512 = (256 c + 255 - u) / 256 -
+  // 2 + 1/512. Codes and turned bytes are put below the bits of 2^15, one of whose ulps is 1/256;
   // every step is exact.
   __device__ float value(int i) const {
-    constexpr float half = static_cast<float>(1 << bits) / 2;
     const std::uint32_t four[4] = {turned.x, turned.y, turned.z, turned.w};
-    std::uint32_t codes;  // of which byte `byte` is code i
-    int byte;
-    if constexpr (bits == 4) {
-      codes = word[i / 8] >> (i % 2 == 0 ? 0 : 4) & 0x0f0f0f0fU;
-      byte = i % 8 / 2;
-    } else {
-      codes = word[0] >> (2 * (i % 4)) & 0x03030303U;
-      byte = i / 4;
-    }
+    const std::uint32_t codes = word >> (2 * (i % 4)) & 0x03030303U;  // code i is byte i / 4
     const std::uint32_t both =
-        __byte_perm(four[i / 4], codes, static_cast<unsigned>(i % 4 | (4 + byte) << 4));
+        __byte_perm(four[i / 4], codes, static_cast<unsigned>(i % 4 | (4 + i / 4) << 4));
     const std::uint32_t pattern = __byte_perm(both, 0x47000000U, 0x7610U);
-    return (__uint_as_float(pattern) - (32768.0F + half)) + 1.0F / 512;
+    return (__uint_as_float(pattern) - 32770.0F) + 1.0F / 512;
   }
 };
 

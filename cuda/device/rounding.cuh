@@ -114,7 +114,7 @@ __device__ inline RandomWords random_words(const DeviceKey& key, const DeviceOff
   return {{c0, c1, c2, c3}};
 }
 
-// Bit t: whether token t of a block of 64 is negated (rht4, rht2). `key`: of Purpose::signs.
+// Bit t: whether token t of a block of 64 is negated (rht2). `key`: of Purpose::signs.
 __device__ inline std::uint64_t rotation_signs(const DeviceKey& key, const DeviceOffset& offset,
                                                std::uint64_t block) {
   const RandomWords draw = random_words(key, offset, block);

@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 # Types for editors and type checkers; a configuration checks its values when it is made.
-RecipeName = Literal["default", "fast", "int4", "paper", "accurate", "compact"]
+RecipeName = Literal["default", "fast", "paper", "accurate", "compact"]
 Basis = Literal["full", "lowpass", "sequency", "sketch"]
 Rounding = Literal["stochastic", "nearest", "pseudo_stochastic"]
 GxScale = Literal["row", "tensor"]
 WeightScale = Literal["column", "tensor"]
 GwScale = Literal["channel", "tensor", "token"]
 XScale = Literal["channel", "tensor"]
-Storage = Literal["int8", "int4", "rht4", "rht2"]
+Storage = Literal["int8", "int4", "rht2"]
 Forward = Literal["plain", "int8"]
 
 
@@ -171,10 +171,10 @@ class HotConfig:
         prefix_tokens: class tokens in front of every sample's grid; they are added exactly.
         gw_scale: scale of g_y for g_w: ``"channel"``, ``"tensor"`` or ``"token"`` (slower).
         gw_rounding: rounding of g_y for g_w.
-        storage: how x is kept until backward: ``"int8"``, or with basis ``"full"`` ``"int4"``,
-            ``"rht4"`` or ``"rht2"`` (4 and 2 bits after random signs and a Hadamard transform).
+        storage: how x is kept until backward: ``"int8"``, or with basis ``"full"`` ``"int4"`` or
+            ``"rht2"`` (2 bits after random signs and a Hadamard transform).
         x_scale: scale of an INT8 x, ``"channel"`` or ``"tensor"``.
-        x_rounding: rounding of x; ``"stochastic"`` for rht4 and rht2.
+        x_rounding: rounding of x; ``"stochastic"`` for rht2.
         equalize_tokens: divide every token of x by a power of two of about its size before it is
             kept, and multiply that of g_y by it for g_w: exact.
         forward: how ``y = x w^T + b`` is computed: ``"plain"``, by the framework's own product, or
@@ -272,9 +272,9 @@ class HotConfig:
             raise ValueError(
                 f"x_scale: 'tensor' needs storage='int8'; {self.storage!r} has groups of tokens"
             )
-        if self.storage != "int4" and self.x_rounding != "stochastic":
+        if self.storage == "rht2" and self.x_rounding != "stochastic":
             raise ValueError(
-                f"x_rounding: {self.x_rounding!r}; storage {self.storage!r} takes 'stochastic' only"
+                f"x_rounding: {self.x_rounding!r}; storage 'rht2' takes 'stochastic' only"
             )
 
     def _check_rank(self) -> None:

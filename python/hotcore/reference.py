@@ -36,8 +36,7 @@ PURPOSE_REQUANTIZE = 6
 PURPOSE_SIGNS = 7
 
 INT4_GROUP = 64  # tokens that share a scale when x is kept as INT4
-ROTATED_BITS = {"rht4": 4, "rht2": 2}  # storage of x after random signs and a Hadamard transform
-ROTATED_BLOCK = 64  # tokens that are transformed together and share a scale
+ROTATED_BLOCK = 64  # tokens of rht2 that are transformed together and share a scale
 MAX_INT32_DEPTH = 133_143  # largest K whose INT8 products always sum within 32 bits
 
 _FLOAT_DTYPES = ("float32", "float16", "bfloat16")
@@ -103,7 +102,6 @@ def recipe(name: str, **overrides: Any) -> Config:
     fields: dict[str, dict[str, Any]] = {
         "default": {},
         "fast": {"basis": "sketch", "rank": 8, "storage": "int8"},
-        "int4": {"gx_bits": 4},
         "paper": {
             "gx_bits": 4,
             "gx_scale": "tensor",
@@ -672,15 +670,14 @@ def unpack_int4(packed: NDArray[np.uint8], columns: int | None = None) -> Codes:
     return codes if columns is None else codes[:, :columns].copy()
 
 
-def pack_bits(q: Codes, bits: int) -> NDArray[np.uint8]:
-    """Pack codes of 4 or 2 bits ``[R, C]``, the first in a byte's lowest bits; C fills whole bytes.
+def pack_int2(q: Codes) -> NDArray[np.uint8]:
+    """Pack codes 0 to 3 ``[R, C]``, four to a byte, the first in its lowest bits.
 
-    Source: docs/numerics.md, "x kept as rht4 and rht2".
+    Source: docs/numerics.md, "x kept as rht2".
     """
-    each = 8 // bits
     rows, cols = q.shape
-    fields = q.astype(np.uint8).reshape(rows, cols // each, each)
-    shifted = fields << (bits * np.arange(each, dtype=np.uint8))
+    fields = q.astype(np.uint8).reshape(rows, cols // 4, 4)
+    shifted = fields << (2 * np.arange(4, dtype=np.uint8))
     return np.asarray(np.bitwise_or.reduce(shifted, axis=2), np.uint8)
 
 
@@ -821,7 +818,7 @@ def _finish(result: NDArray[np.float32], before: Floats | None, out_dtype: str) 
 class Saved:
     """A compressed activation in logical form, as :func:`compress_activation` makes it.
 
-    ``codes`` is int8 ``[I, Kp]``, for INT4 storage ``[I, roundup(L, 32)]``, for rht4 and rht2
+    ``codes`` is int8 ``[I, Kp]``, for INT4 storage ``[I, roundup(L, 32)]``, for rht2
     ``[I, roundup(L, 64)]``; ``scales`` float32 ``[I]`` or ``[1]``, for the packed storages the
     uint16 bits of bfloat16 ``[I, ceil(L/64)]``; ``packed`` their stored bytes, uint8
     ``[I, bytes]``, otherwise None; ``exponents`` those of the tokens' sizes, uint8 ``[L]``, None
@@ -920,7 +917,7 @@ def compress_activation(x: Floats, config: ConfigLike = None, *, key: KeyLike = 
     Source: docs/numerics.md, "Shapes" (purpose 3) and "INT4".
     """
     settings = Config() if config is None else config
-    _choice("storage", settings.storage, ("int8", "int4", *ROTATED_BITS))
+    _choice("storage", settings.storage, ("int8", "int4", "rht2"))
     _choice("x_scale", settings.x_scale, ("channel", "tensor"))
     values = _flat(x, "x")
     tokens, width = values.shape
@@ -935,11 +932,10 @@ def compress_activation(x: Floats, config: ConfigLike = None, *, key: KeyLike = 
         codes, scales = _quantize_groups(values.T, settings.x_rounding, key)
         return Saved(codes, scales, pack_int4(codes), *rest)
     rows = _along_tokens(values, settings, "activation", key)
-    if settings.storage in ROTATED_BITS:
+    if settings.storage == "rht2":
         _choice("x_rounding", settings.x_rounding, ("stochastic",))
-        bits = ROTATED_BITS[settings.storage]
-        codes, scales = _quantize_rotated(rows.T, bits, key)
-        return Saved(codes, scales, pack_bits(codes, bits), *rest)
+        codes, scales = _quantize_rotated(rows.T, key)
+        return Saved(codes, scales, pack_int2(codes), *rest)
     codes, scale = quantize(
         _pad_columns(rows.T, 16),
         scale="row" if settings.x_scale == "channel" else "tensor",
@@ -982,7 +978,7 @@ def _resized(
 def rotation_signs(blocks: int, key: KeyLike) -> NDArray[np.float32]:
     """The signs of the tokens of so many blocks of 64: -1 or 1, float32 ``[64 * blocks]``.
 
-    Source: docs/numerics.md, "x kept as rht4 and rht2".
+    Source: docs/numerics.md, "x kept as rht2".
     """
     words = random_words(np.arange(blocks), key, PURPOSE_SIGNS)[:, :2]
     bits = words[:, :, None] >> np.arange(32, dtype=_u32) & _u32(1)
@@ -994,7 +990,7 @@ def _along_tokens(
     values: NDArray[np.float32], config: ConfigLike, side: str, key: KeyLike
 ) -> NDArray[np.float32]:
     """What is done to ``[L, C]`` along the tokens for g_w: ``[K, C]``."""
-    if config.storage not in ROTATED_BITS:
+    if config.storage != "rht2":
         return _project(values, _low_rank_of(config), side, key)
     padded = _pad_columns(values.T, ROTATED_BLOCK).T
     blocks = padded.shape[0] // ROTATED_BLOCK
@@ -1005,14 +1001,14 @@ def _along_tokens(
 
 def _divisor(config: ConfigLike) -> int:
     """Of the product of g_w."""
-    if config.storage in ROTATED_BITS:
+    if config.storage == "rht2":
         return ROTATED_BLOCK
     return 1 if config.basis == "full" else int(config.block)
 
 
 @_quiet
 def _quantize_rotated(
-    rotated: NDArray[np.float32], bits: int, key: KeyLike
+    rotated: NDArray[np.float32], key: KeyLike
 ) -> tuple[Codes, NDArray[np.uint16]]:
     """Codes int8 of ``rotated [I, K]`` and the bf16 scales of its blocks ``[I, K/64]``."""
     channels, depth = rotated.shape
@@ -1022,35 +1018,31 @@ def _quantize_rotated(
     amax = _amax(y, 2)
     finite = np.isfinite(amax)
     used = finite & (amax >= _f32(2.0**-100))
-    if bits == 4:
-        scale = round_up_bf16(amax / _f32(7.5))
-        codes = _dithered(y, _f32(1) / scale, u, bits)
-    else:
-        exponent = _words(np.where(used, amax, _f32(1))) >> _u32(23)
-        y = y * ((_u32(255) - exponent) << _u32(23)).view(_f32)  # the largest is in [2, 4)
-        squares = _sum_pairs(y * y)
-        spread = np.sqrt(squares / _f32(64))
-        reach = np.minimum(_amax(y, 2), _f32(1.75) * spread)
-        codes = _dithered(y, _f32(1.5) / reach, u, bits)
-        along = _sum_pairs(y * _code_values(codes, u, bits))
-        scale = round_bf16((squares / along) * ((exponent - _u32(1)) << _u32(23)).view(_f32))
+    exponent = _words(np.where(used, amax, _f32(1))) >> _u32(23)
+    y = y * ((_u32(255) - exponent) << _u32(23)).view(_f32)  # the largest is in [2, 4)
+    squares = _sum_pairs(y * y)
+    spread = np.sqrt(squares / _f32(64))
+    reach = np.minimum(_amax(y, 2), _f32(1.75) * spread)
+    codes = _dithered(y, _f32(1.5) / reach, u)
+    along = _sum_pairs(y * _code_values(codes, u))
+    scale = round_bf16((squares / along) * ((exponent - _u32(1)) << _u32(23)).view(_f32))
     stored = np.where(finite, np.where(used, scale, _f32(0)), _f32(np.nan))
     kept: Codes = np.where(used, codes, 0).astype(np.int8)
     return kept.reshape(channels, depth), bf16_bits(stored).reshape(channels, blocks)
 
 
 def _dithered(
-    y: NDArray[np.float32], inv: NDArray[np.float32], u: NDArray[np.uint8], bits: int
+    y: NDArray[np.float32], inv: NDArray[np.float32], u: NDArray[np.uint8]
 ) -> NDArray[np.int64]:
-    """Codes 0 to 2**bits - 1 of ``y * inv`` after the random bytes u have been added."""
+    """Codes 0 to 3 of ``y * inv`` after the random bytes u have been added."""
     exact = np.nan_to_num(256 * (y.astype(np.float64) * inv), posinf=0, neginf=0)
-    half = 128 * ((1 << bits) - 1)
+    half = 128 * 3
     return (np.clip(np.rint(exact).astype(np.int64), -half, half) + u + half) >> 8
 
 
-def _code_values(codes: NDArray[Any], u: NDArray[np.uint8], bits: int) -> NDArray[np.float32]:
+def _code_values(codes: NDArray[Any], u: NDArray[np.uint8]) -> NDArray[np.float32]:
     """What codes stand for, in units of their scale; the random bytes are subtracted. Exact."""
-    return (512 * codes.astype(np.int64) + 511 - 2 * u.astype(np.int64) - (256 << bits)).astype(
+    return (512 * codes.astype(np.int64) + 511 - 2 * u.astype(np.int64) - 1024).astype(
         _f32
     ) / _f32(512)
 
@@ -1063,9 +1055,9 @@ def _sum_pairs(values: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def _rotated_values(saved: Saved) -> NDArray[np.float32]:
-    """What the codes of rht4 and rht2 stand for, in units of their block's scale: ``[I, K]``."""
+    """What the codes of rht2 stand for, in units of their block's scale: ``[I, K]``."""
     u = random_bytes(1, saved.codes.shape[1], saved.key, PURPOSE_GW_ACTIVATION)
-    return _code_values(saved.codes, u, ROTATED_BITS[saved.config.storage])
+    return _code_values(saved.codes, u)
 
 
 @_quiet
@@ -1099,7 +1091,7 @@ def decompress_activation(
     Source: docs/numerics.md, "INT4" ("Back to x").
     """
     _choice("basis", saved.config.basis, ("full",))
-    if saved.config.storage in ROTATED_BITS:
+    if saved.config.storage == "rht2":
         scales = np.repeat(bf16_values(saved.scales), ROTATED_BLOCK, axis=1)
         rotated = (_rotated_values(saved) * scales).T
         blocks = rotated.shape[0] // ROTATED_BLOCK
@@ -1126,7 +1118,7 @@ def requantize(saved: Saved, key: KeyLike | None = None) -> tuple[Codes, NDArray
         values = saved.codes[:, :width].astype(_f32)
     else:
         values = _rotated_values(saved)
-        width, largest = values.shape[1], _f32(1 << (ROTATED_BITS[saved.config.storage] - 1))
+        width, largest = values.shape[1], _f32(2)
     scale, inv = scale_of(largest * _amax(groups, 1), 8)
     factor = np.where(inv == 0, _f32(0), groups * inv)
     codes = _round_scaled(

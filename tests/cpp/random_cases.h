@@ -311,12 +311,9 @@ class RandomBatch {
       spec.gw_rounding = spec.x_rounding = spec.gx_rounding = roundings[r.from(0, 1)];
     spec.storage = hot::Storage::int8;
     if (spec.low_rank.basis == hot::Basis::full) {
-      const hot::Storage forms[] = {hot::Storage::int8, hot::Storage::int4, hot::Storage::rht4,
-                                    hot::Storage::rht2};
+      const hot::Storage forms[] = {hot::Storage::int8, hot::Storage::int4, hot::Storage::rht2};
       spec.storage = r.of(forms);
-      if (spec.storage != hot::Storage::int8 && spec.storage != hot::Storage::int4) {
-        spec.x_rounding = hot::Rounding::stochastic;
-      }
+      if (spec.storage == hot::Storage::rht2) spec.x_rounding = hot::Rounding::stochastic;
     }
     spec.equalize_tokens = r.one_in(4);
     return spec;

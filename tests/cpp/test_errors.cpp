@@ -278,9 +278,9 @@ TEST(Errors, compress_activation) {
           t.spec.storage = hot::Storage::rht2;
           t.spec.low_rank.basis = hot::Basis::lowpass;
         }},
-       {{"compress_activation", "x_rounding", "nearest", "rht4", "stochastic"},
+       {{"compress_activation", "x_rounding", "nearest", "rht2", "stochastic"},
         [](Arguments& t) {
-          t.spec.storage = hot::Storage::rht4;
+          t.spec.storage = hot::Storage::rht2;
           t.spec.x_rounding = hot::Rounding::nearest;
         }},
        {{"compress_activation", "x_scale"},
@@ -475,7 +475,9 @@ TEST(Errors, unknown_enumerations) {
           [](Arguments& t) { t.spec.weight_scale = static_cast<hot::Granularity>(9); });
   refused("x_scale", [](Arguments& t) { t.spec.x_scale = static_cast<hot::Granularity>(9); });
   refused("gw_scale", [](Arguments& t) { t.spec.gw_scale = static_cast<hot::GradScale>(9); });
-  refused("storage", [](Arguments& t) { t.spec.storage = static_cast<hot::Storage>(9); });
+  for (const int value : {2, 9}) {  // 2 was rht4
+    refused("storage", [&](Arguments& t) { t.spec.storage = static_cast<hot::Storage>(value); });
+  }
   refused("basis", [](Arguments& t) {
     t.spec.storage = hot::Storage::int8;
     t.spec.low_rank.basis = static_cast<hot::Basis>(9);

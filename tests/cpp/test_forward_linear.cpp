@@ -358,10 +358,12 @@ TEST(ForwardLinear, an_input_that_is_kept_has_the_bits_of_both_calls) {
       hot::BackwardLinearSpec spec = recipe(name);
       if (round % 3 == 1) spec.equalize_tokens = !spec.equalize_tokens;
       if (spec.low_rank.basis == hot::Basis::full && round % 2 == 0) {
-        spec.storage = static_cast<hot::Storage>(round / 2 % 4);
+        const hot::Storage forms[] = {hot::Storage::int8, hot::Storage::int4, hot::Storage::rht2};
+        spec.storage = forms[round / 2 % 3];
         spec.x_scale = hot::Granularity::row;
-        spec.x_rounding = round % 4 == 0 || round / 2 % 4 > 1 ? hot::Rounding::stochastic
-                                                              : hot::Rounding::nearest;
+        spec.x_rounding = round % 4 == 0 || spec.storage == hot::Storage::rht2
+                              ? hot::Rounding::stochastic
+                              : hot::Rounding::nearest;
       }
       const Input input(tokens[random_int(0, 10)], features[random_int(0, 9)],
                         dtypes[random_int(0, 2)], random_int(0, 3),

@@ -58,7 +58,9 @@ struct AnyLayer {
 
   AnyLayer() {
     const auto names = hot::recipe_names();
-    spec = hot::recipe(names[static_cast<std::size_t>(random_int(0, 5))]);
+    spec = hot::recipe(names[static_cast<std::size_t>(
+        random_int(0, static_cast<std::int64_t>(names.size()) - 1))]);
+    if (random_int(0, 3) == 0) spec.gx_bits = 12 - spec.gx_bits;
     if (random_int(0, 3) == 0) spec.equalize_tokens = !spec.equalize_tokens;
     if (random_int(0, 3) == 0) spec.hadamard_block = 1 << random_int(0, 8);
     if (random_int(0, 3) == 0) spec.gx_scale = hot::Granularity::tensor;

@@ -177,12 +177,9 @@ class StagesCuda : public CudaTest {
 
   // A form of storage that the basis can have.
   static void any_storage(hot::BackwardLinearSpec& spec) {
-    constexpr hot::Storage full[] = {hot::Storage::int8, hot::Storage::int4, hot::Storage::int4,
-                                     hot::Storage::rht4, hot::Storage::rht2};
-    spec.storage = spec.low_rank.basis == Basis::full ? full[random_int(0, 4)] : hot::Storage::int8;
-    if (spec.storage == hot::Storage::rht4 || spec.storage == hot::Storage::rht2) {
-      spec.x_rounding = Rounding::stochastic;
-    }
+    constexpr hot::Storage full[] = {hot::Storage::int8, hot::Storage::int4, hot::Storage::rht2};
+    spec.storage = spec.low_rank.basis == Basis::full ? full[random_int(0, 2)] : hot::Storage::int8;
+    if (spec.storage == hot::Storage::rht2) spec.x_rounding = Rounding::stochastic;
     spec.equalize_tokens = random_int(0, 2) == 0;
   }
 
@@ -276,10 +273,10 @@ TEST_F(StagesCuda, pack_equals_cpu) {
 TEST_F(StagesCuda, decompress_activation_equals_cpu) {
   for (int round = 0; round < 120; ++round) {
     hot::BackwardLinearSpec spec;
-    constexpr hot::Storage storages[] = {hot::Storage::int4, hot::Storage::int8, hot::Storage::rht4,
+    constexpr hot::Storage storages[] = {hot::Storage::int4, hot::Storage::int8,
                                          hot::Storage::rht2};
-    spec.storage = storages[round % 4];
-    spec.equalize_tokens = round % 8 >= 4;
+    spec.storage = storages[round % 3];
+    spec.equalize_tokens = round % 6 >= 3;
     spec.x_scale = random_int(0, 2) == 0 && round % 2 != 0 ? Granularity::tensor : Granularity::row;
     const std::int64_t L = round < 100 ? any_size() : random_int(0, 5000), I = any_size();
     const std::int64_t first = random_int(0, 2) == 0 ? 0 : random_int(0, L);
@@ -515,11 +512,11 @@ TEST_F(StagesCuda, backward_linear_equals_cpu) {
   }
 }
 
-// x as rht4 and rht2 and equalised tokens, in every form: blocks of 64 that are whole, short or
+// x as rht2 and equalised tokens, in every form: blocks of 64 that are whole, short or
 // missing, tokens of unlike size, arrays that no vector load fits.
 TEST_F(StagesCuda, rotated_and_equalised_storage_equals_cpu) {
   const std::int64_t lengths[] = {1, 5, 63, 64, 65, 127, 128, 129, 200, 391, 1000, 2048};
-  const hot::Storage storages[] = {hot::Storage::rht4, hot::Storage::rht2, hot::Storage::rht2,
+  const hot::Storage storages[] = {hot::Storage::rht2, hot::Storage::rht2, hot::Storage::rht2,
                                    hot::Storage::int4, hot::Storage::int8};
   for (int round = 0; round < 120; ++round) {
     if (!in_part(round)) continue;
@@ -571,7 +568,6 @@ TEST_F(StagesCuda, rotated_storage_at_the_edges_equals_cpu) {
   const float levels[] = {0.0F, 1.0F, -1.0F, 0.5F, 3.0F, 7.5F, 1e-31F, tiny, huge, -huge, infinity};
   for (int round = 0; round < 60; ++round) {
     hot::BackwardLinearSpec spec = recipe("compact");
-    if (round % 2 == 0) spec.storage = hot::Storage::rht4;
     spec.equalize_tokens = round % 4 < 2;
     const std::int64_t L = random_int(1, 150), I = 40;
     std::vector<float> values(static_cast<std::size_t>(L * I));

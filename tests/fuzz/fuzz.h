@@ -370,11 +370,9 @@ inline hot::BackwardLinearSpec good_spec(Input& input) {
   spec.gw_scale = static_cast<hot::GradScale>(input.from(0, 2));
   hot::LowRank& p = spec.low_rank;
   p.basis = static_cast<hot::Basis>(input.from(0, 3));
-  spec.storage = p.basis == hot::Basis::full ? static_cast<hot::Storage>(input.from(0, 3))
-                                             : hot::Storage::int8;
-  if (spec.storage == hot::Storage::rht4 || spec.storage == hot::Storage::rht2) {
-    spec.x_rounding = hot::Rounding::stochastic;
-  }
+  constexpr hot::Storage forms[] = {hot::Storage::int8, hot::Storage::int4, hot::Storage::rht2};
+  spec.storage = forms[p.basis == hot::Basis::full ? input.from(0, 2) : 0];
+  if (spec.storage == hot::Storage::rht2) spec.x_rounding = hot::Rounding::stochastic;
   spec.equalize_tokens = input.flip();
   spec.x_scale = spec.storage == hot::Storage::int8 && input.flip() ? hot::Granularity::tensor
                                                                     : hot::Granularity::row;

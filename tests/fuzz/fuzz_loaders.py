@@ -50,7 +50,7 @@ def loaders() -> dict[str, Callable[[bytes], bool]]:
             return False
         tokens, features = data[0] % 70, data[1] % 9
         settings = HotConfig.recipe(
-            ("default", "fast", "int4", "paper", "accurate", "compact")[data[2] % 6]
+            ("default", "fast", "paper", "accurate", "compact")[data[2] % 5]
         )
         kept = np.frombuffer(data[6:], np.uint8)
         if data[3] % 2 and tokens * features:  # as long as it has to be

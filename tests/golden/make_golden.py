@@ -305,7 +305,7 @@ def gemm_stage() -> Cases:
 def compress_activation_stage() -> Cases:
     """A Saved: int8: codes [I, Kp], scale. Others: packed, scale (bf16 bits), and what backward
     makes of them with the param key: codes8 [I, Kp], scale8. Where tokens are equalised: exponents.
-    Of rht4 and rht2 also what comes back: back [L, I].
+    Of rht2 also what comes back: back [L, I].
     """
     cases: Cases = {f"x_{n}": {"x": special((10, n), 40 + n).T} for n in (21, 37, 70)}
     cases["x_197"] = {"x": layer_input((197, 3), 44).astype(np.float16)}
@@ -326,8 +326,6 @@ def compress_activation_stage() -> Cases:
         ("int4_197", "x_197", ref.recipe("default")),
         ("int8_equalized_21", "x_21", ref.recipe("accurate", equalize_tokens=True)),
         ("int4_equalized_37", "x_37", ref.recipe("default", equalize_tokens=True)),
-        ("rht4_21", "x_21", ref.recipe("default", storage="rht4")),
-        ("rht4_equalized_70", "x_70", ref.recipe("compact", storage="rht4")),
         ("rht2_70", "x_70", ref.recipe("default", storage="rht2")),
         ("rht2_equalized_21", "x_21", ref.recipe("compact")),
     ):
@@ -340,7 +338,7 @@ def compress_activation_stage() -> Cases:
             case["codes8"], case["scale8"] = ref.requantize(saved)
         if saved.exponents is not None:
             case["exponents"] = saved.exponents
-        if config.storage in ref.ROTATED_BITS:
+        if config.storage == "rht2":
             case["back"] = ref.decompress_activation(saved)
         cases[name] = case
     return cases
@@ -373,7 +371,7 @@ def backward_linear_stage() -> Cases:
     for name, source, config, need, dtype in (
         ("default_21", "layer_21", ref.recipe("default"), every, "float32"),
         ("fast_37", "layer_37", ref.recipe("fast"), every, "float32"),
-        ("int4_21", "layer_21", ref.recipe("int4"), ("gx",), "float32"),
+        ("int4_21", "layer_21", ref.recipe("default", gx_bits=4), ("gx",), "float32"),
         ("paper_37", "layer_37", ref.recipe("paper"), every, "float32"),
         ("accurate_37", "layer_37", ref.recipe("accurate"), weight, "float32"),
         ("default_197", "layer_197", ref.recipe("default"), every, "float32"),
@@ -385,7 +383,7 @@ def backward_linear_stage() -> Cases:
         ("block_1_37", "layer_37", ref.recipe("accurate", hadamard_block=1), every, "bfloat16"),
         ("broken", "layer_broken", ref.recipe("default"), every, "float32"),
         ("broken_fast", "layer_broken", ref.recipe("fast"), every, "float32"),
-        ("rht4_197", "layer_197", ref.recipe("default", storage="rht4"), weight, "float32"),
+        ("rht2_197", "layer_197", ref.recipe("default", storage="rht2"), weight, "float32"),
         ("fast_equal_21", "layer_21", ref.recipe("fast", equalize_tokens=True), weight, "float32"),
         ("broken_compact", "layer_broken", ref.recipe("compact"), every, "float32"),
     ):

@@ -7,7 +7,7 @@ from typing import Any
 import hotcore
 import torch
 
-RECIPES = ("default", "fast", "int4", "paper", "accurate", "compact")
+RECIPES = ("default", "fast", "paper", "accurate", "compact")
 Layer = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 

@@ -160,7 +160,7 @@ def configs(draw: st.DrawFn) -> HotConfig:
         rank = max(2 ** (rank.bit_length() - 1), 2, block // 16)
     elif basis == "lowpass" and draw(st.booleans()):
         rows = tuple(draw(st.sets(st.integers(0, block - 1), min_size=1)))
-    storages = ["int4", "int8", "rht4", "rht2"]
+    storages = ["int4", "int8", "rht2"]
     storage = draw(st.sampled_from(storages)) if basis == "full" else "int8"
     return HotConfig(
         hadamard_block=draw(st.sampled_from([1, 2, 4, 8, 16, 32, 64, 128, 256])),
@@ -176,7 +176,7 @@ def configs(draw: st.DrawFn) -> HotConfig:
         gw_rounding=draw(rounding),
         storage=storage,
         x_scale=draw(st.sampled_from(["channel", "tensor"])) if storage == "int8" else "channel",
-        x_rounding="stochastic" if storage.startswith("rht") else draw(rounding),
+        x_rounding="stochastic" if storage == "rht2" else draw(rounding),
         equalize_tokens=draw(st.booleans()),
     )
 
@@ -229,7 +229,7 @@ def full_configs() -> list[HotConfig]:
     """Every configuration that keeps x itself."""
     full = {"basis": "full", "rows": None}
     recipes = [dataclasses.replace(HotConfig.recipe(name), **full) for name in RECIPES]
-    more = [HotConfig.recipe("accurate", x_scale="tensor"), HotConfig(storage="rht4")]
+    more = [HotConfig.recipe("accurate", x_scale="tensor"), HotConfig(storage="rht2")]
     return [*recipes, *more, HotConfig(equalize_tokens=True)]
 
 
@@ -289,9 +289,8 @@ def test_any_tokens_decompress(
     equal_bits(widened(out), rounded(expected, dtype))
 
 
-@pytest.mark.parametrize("storage", ["rht4", "rht2"])
-def test_rotated_storage_comes_back(rng: np.random.Generator, storage: str) -> None:
-    for config in (HotConfig(storage=storage), HotConfig(storage=storage, equalize_tokens=True)):
+def test_rotated_storage_comes_back(rng: np.random.Generator) -> None:
+    for config in (HotConfig(storage="rht2"), HotConfig(storage="rht2", equalize_tokens=True)):
         for tokens, ins in ((1, 60), (31, 17), (64, 64), (97, 67), (197, 130)):
             x = data(rng, (tokens, ins))
             if config.equalize_tokens:
@@ -299,7 +298,7 @@ def test_rotated_storage_comes_back(rng: np.random.Generator, storage: str) -> N
             saved = hotcore.compress_activation(x, config, key=KEY)
             back = hotcore.decompress_activation(saved)
             lost = np.linalg.norm(back - x, axis=1) / np.linalg.norm(x, axis=1)
-            assert np.sqrt((lost**2).mean()) < (0.2 if storage == "rht4" else 0.65)
+            assert np.sqrt((lost**2).mean()) < 0.65
             token, channel = tokens // 2, ins // 2
             x[token, channel] = np.nan
             broken = hotcore.decompress_activation(hotcore.compress_activation(x, config, key=KEY))
@@ -329,19 +328,19 @@ def test_equalised_tokens_do_not_drown(rng: np.random.Generator, recipe: str) ->
     assert 2 * equal < plain
 
 
-# Relative error of g_w, x INT8, INT4, rht4, rht2, where tokens differ in size: the cases of
+# Relative error of g_w, x INT8, INT4, rht2, where tokens differ in size: the cases of
 # benchmarks/bench_storage.py. (A mean of 10 is not a matter of tokens.)
 CASES = {
-    "Gauss": (0.03, 0.22, 0.15, 0.5),
-    "log-normal token sizes": (0.08, 0.25, 0.16, 0.55),
-    "token sizes of x and g_y opposite": (0.03, 0.24, 0.15, 0.55),
-    "one token × 1000, without gradient": (0.03, 0.22, 0.15, 0.5),
-    "first of 77 tokens × 100, without gradient": (0.03, 0.22, 0.15, 0.5),
-    "gradient at class tokens alone, a tenth of the others": (0.03, 0.25, 0.16, 0.55),
-    "one channel × 1000": (0.04, 0.2, 0.16, 0.55),
-    "x of mean 10, g_y adding up to 0": (0.2, 1.1, 1.5, 5.5),
-    "SwiGLU-like, massive first tokens without gradient": (0.1, 0.4, 0.16, 0.6),
-    "one token × 1000, with its gradient": (0.12, 0.3, 0.2, 0.6),
+    "Gauss": (0.03, 0.22, 0.5),
+    "log-normal token sizes": (0.08, 0.25, 0.55),
+    "token sizes of x and g_y opposite": (0.03, 0.24, 0.55),
+    "one token × 1000, without gradient": (0.03, 0.22, 0.5),
+    "first of 77 tokens × 100, without gradient": (0.03, 0.22, 0.5),
+    "gradient at class tokens alone, a tenth of the others": (0.03, 0.25, 0.55),
+    "one channel × 1000": (0.04, 0.2, 0.55),
+    "x of mean 10, g_y adding up to 0": (0.2, 1.1, 5.5),
+    "SwiGLU-like, massive first tokens without gradient": (0.1, 0.4, 0.6),
+    "one token × 1000, with its gradient": (0.12, 0.3, 0.6),
 }
 
 
@@ -352,7 +351,7 @@ def test_equalised_cases(case: str) -> None:
 
     gy, x = (v.astype(np.float32) for v in bench_storage.cases(np.random.default_rng(0))[case])
     exact = gy.astype(np.float64).T @ x
-    for storage, bound in zip(("int8", "int4", "rht4", "rht2"), CASES[case], strict=True):
+    for storage, bound in zip(("int8", "int4", "rht2"), CASES[case], strict=True):
         config = HotConfig(storage=storage, equalize_tokens=True)
         got = hotcore.backward_linear(gy, None, x, config=config, need="gw", key=3).gw
         assert np.linalg.norm(got - exact) < bound * np.linalg.norm(exact), storage
@@ -390,12 +389,12 @@ def test_decompresses_into_any_strides(rng: np.random.Generator) -> None:
 def test_close_to_the_plain_product(rng: np.random.Generator) -> None:
     gy, w, x = layer(rng, 160, 67, 50)
     bounds = {
-        "default": (0.02, 0.2),
-        "fast": (0.02, 1.3),
-        "int4": (0.3, 0.2),
-        "paper": (0.6, 0.9),
-        "accurate": (0.02, 0.02),
-        "compact": (0.02, 0.5),
+        HotConfig(): (0.02, 0.2),
+        HotConfig(gx_bits=4): (0.3, 0.2),
+        HotConfig.recipe("fast"): (0.02, 1.3),
+        HotConfig.recipe("paper"): (0.6, 0.9),
+        HotConfig.recipe("accurate"): (0.02, 0.02),
+        HotConfig.recipe("compact"): (0.02, 0.5),
     }
     for recipe, (gx_bound, gw_bound) in bounds.items():
         got = hotcore.backward_linear(gy, w, x, config=recipe, need=ALL)
@@ -469,8 +468,7 @@ UNBIASED = {
     "fast": HotConfig.recipe("fast"),
     "accurate": HotConfig.recipe("accurate"),
     "fast, equalised": HotConfig.recipe("fast", equalize_tokens=True),
-    "rht4": HotConfig(storage="rht4"),
-    "rht4, equalised": HotConfig(storage="rht4", equalize_tokens=True),
+    "default, equalised": HotConfig(equalize_tokens=True),
 }
 
 
@@ -502,17 +500,14 @@ HARD_BLOCKS = {
 
 
 @pytest.mark.parametrize("kind", HARD_BLOCKS)
-@pytest.mark.parametrize(("storage", "share"), [("rht4", 0.0), ("rht2", 0.04)])
-def test_rotated_storage_keeps_the_expectation(
-    rng: np.random.Generator, storage: str, share: float, kind: str
-) -> None:
-    """The mean of 2000 draws of x: rht4 without any bias, rht2's below 4 % of its error.
+def test_rotated_storage_keeps_the_expectation(rng: np.random.Generator, kind: str) -> None:
+    """The mean of 2000 draws of x: its bias is below 4 % of its error.
 
     The squared length of the mean error, less what 2000 draws leave by chance, beside its own
     spread; the nearest level of a codebook fails it by far (docs/dev/storage.md).
     """
     x = HARD_BLOCKS[kind](rng.standard_normal((64, 24)), rng).astype(np.float32)
-    config, draws = HotConfig(storage=storage), 2000
+    config, draws = HotConfig(storage="rht2"), 2000
     error = np.stack(
         [
             hotcore.decompress_activation(hotcore.compress_activation(x, config, key=Key(5, i))) - x
@@ -526,9 +521,7 @@ def test_rotated_storage_keeps_the_expectation(
     # of as many degrees as x has directions that matter, at least those of a channel.
     directions = (error**2).mean(0).sum() ** 2 / ((error**2).mean(0) ** 2).sum()
     spread = 6 * np.sqrt(2 / directions) / draws
-    assert bias < share**2 + spread
-    if share == 0:  # every value by itself
-        assert (np.abs(mean) < 6 * error.std(0).max(0) / np.sqrt(draws)).all()
+    assert bias < 0.04**2 + spread
 
 
 def test_gx_expectation(rng: np.random.Generator) -> None:
@@ -717,7 +710,7 @@ def test_sketch_follows_the_saved_key(rng: np.random.Generator) -> None:
 
 def test_saved_bytes() -> None:
     x = np.ones((197 * 16, 768), np.float32)
-    bounds = {"default": 0.54, "int4": 0.54, "fast": 0.505, "paper": 0.505, "accurate": 1.01}
+    bounds = {"default": 0.54, "fast": 0.505, "paper": 0.505, "accurate": 1.01}
     bounds["compact"] = 0.288
     for recipe, bound in bounds.items():
         saved = hotcore.compress_activation(x, recipe)
@@ -734,7 +727,7 @@ def test_saved_codes_and_scales(rng: np.random.Generator, recipe: str) -> None:
         layout = saved.layout
         assert saved.nbytes == layout.bytes
         codes, scales = numpy_of(saved.codes()), numpy_of(saved.scales())
-        if recipe in ("default", "int4"):
+        if recipe == "default":
             codes = hotcore.unpack_int4(codes)[:, :100]
             back = codes * np.repeat(scales, 64, axis=1)[:, :100]
         elif recipe == "accurate":
@@ -850,9 +843,9 @@ def test_an_executor_gives_the_same_bits(rng: np.random.Generator, calls: int) -
 
 
 def test_callers_come_and_go(rng: np.random.Generator) -> None:
-    recipes = ("default", "fast", "int4", "paper", "accurate", "compact")
+    recipes = ("default", "fast", "paper", "accurate", "compact")
     sizes = [(int(n), int(m), int(k)) for n, m, k in rng.integers(16, 100, (8, 3))]
-    layers = [(layer(rng, *size), recipes[i % 6]) for i, size in enumerate(sizes)]
+    layers = [(layer(rng, *size), recipes[i % 5]) for i, size in enumerate(sizes)]
     alone = [hotcore.backward_linear(*arrays, config=recipe).gw for arrays, recipe in layers]
     threads = hotcore.num_threads()
 
@@ -919,7 +912,7 @@ def test_quantized_weight_gives_the_same_bits(rng: np.random.Generator, recipe: 
     for a, b in zip(found, expected, strict=True):
         equal_bits(a, b)
     assert codes.data.shape == (35 * (32 + 4),)  # codes [I, Kp], then I scales
-    other = "accurate" if recipe == "int4" else "int4"
+    other = "accurate" if recipe == "paper" else "paper"
     with pytest.raises(ValueError, match="w: quantised with .* expected"):
         hotcore.backward_linear(gy, hotcore.quantize_weight(w, other), saved)
     with pytest.raises(ValueError, match="w: shape .* gy has 21 out features"):

@@ -82,7 +82,7 @@ def gw_bound(gy: Matrix, x: Matrix, config: HotConfig) -> Bound:
     if config.equalize_tokens:
         t = np.exp2(reference.token_exponents(x).astype(np.float64) - 127).astype(np.float32)
         gy, x = gy * t[:, None], x / t[:, None]
-    rotated = config.storage in reference.ROTATED_BITS
+    rotated = config.storage == "rht2"
     if rotated:
         left, right = (
             reference._along_tokens(v, config, "gradient", KEY).astype(np.float64) for v in (gy, x)
@@ -478,8 +478,8 @@ def test_the_largest_numbers(recipe: str) -> None:
     # codes, up to 127^2 K, are multiplied by the scale of w or x first: 127 * 16 * K less of those.
     config, (gy, w, x) = config_of(recipe), layer()
     # Random signs take 64: safe below 2^120.
-    together = config.basis != "full" or config.storage in reference.ROTATED_BITS
-    top = np.float32(2.0**120 if config.storage in reference.ROTATED_BITS else 2.0**122)
+    together = config.basis != "full" or config.storage == "rht2"
+    top = np.float32(2.0**120 if config.storage == "rht2" else 2.0**122)
     down = np.float32(2.0**-90)
     less = np.float32(2.0**108)
     for values in (gy, w, x):

@@ -106,7 +106,7 @@ LAYERS: list[tuple[tuple[int, int, int], HotConfig, str, tuple[str, ...]]] = [
     ),
     (
         (16500, 768, 64),
-        HotConfig.recipe("default", storage="rht4"),
+        HotConfig.recipe("default", storage="rht2"),
         "bfloat16",
         ("rotate_kernel", "memset", "rows16_kernel", AMAX, CODES, "final_sum_kernel", ONE_PASS)
         + ("requantize_rotated_kernel", "wgmma 128x192", "wgmma stream-K"),

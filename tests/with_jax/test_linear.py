@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from hotcore.jax import calls
 
-RECIPES = ("default", "fast", "int4", "paper", "accurate", "compact")
+RECIPES = ("default", "fast", "paper", "accurate", "compact")
 SEED = 2**40 + 7
 Layer = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 

@@ -63,7 +63,7 @@ def test_recipes_count_their_own_steps() -> None:
     assert compact == found["default"] + ((gy + x) * 6 + gy + 2 * x) * 1024
     additions = 8 + 8 * 3  # of 16 values: eight sums, then 8 log 8
     assert found["fast"] == ((gy + x) * (additions / 16 + 0.5) + w) * 1024 + product * 32
-    int4 = backward_bops(tokens, outs, ins, hot.HotConfig.recipe("int4"))
+    int4 = backward_bops(tokens, outs, ins, hot.HotConfig(gx_bits=4))
     assert gx + found["default"] - int4 == product * (64 - 16)
     ten = hot.HotConfig.recipe("paper", rows=tuple(range(10)))
     more = backward_bops(tokens, outs, ins, ten) - backward_bops(tokens, outs, ins, "HOT")

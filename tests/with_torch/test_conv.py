@@ -79,7 +79,6 @@ def test_recipes(recipe: str, kernel: int) -> None:
     bounds = {
         "default": (0.999, 0.98),
         "fast": (0.999, 0.6),
-        "int4": (0.97, 0.98),
         "paper": (0.93, 0.6),
         "accurate": (0.999, 0.999),
         "compact": (0.999, 0.9),
@@ -94,7 +93,7 @@ def test_recipes(recipe: str, kernel: int) -> None:
 
 
 @pytest.mark.parametrize("kernel", [1, 3])
-@pytest.mark.parametrize("recipe", ["default", "fast", "int4", "accurate"])
+@pytest.mark.parametrize("recipe", ["default", "fast", "accurate"])
 def test_unbiased(recipe: str, kernel: int) -> None:
     """The mean over seeds goes to the plain gradient as one over the square root of their number.
 
@@ -178,14 +177,11 @@ def test_pixels_come_back() -> None:
             assert back.shape == (last - first, 5)
             part = tokens[first:last]
             assert ((back - part).abs() <= tokens.abs().amax(0) * 1.01 / step).all()
-    for storage, error in (("rht4", 0.13), ("rht2", 0.5)):
-        config = HotConfig(storage=storage, equalize_tokens=True)
-        saved = ops.compress(tokens, config, hotcore.Key(3))
-        back = ops.decompress(saved, 198, 5, config, hotcore.Key(3), 0, 198)
-        assert (back - tokens).norm() < error * tokens.norm()
-        assert torch.equal(
-            ops.decompress(saved, 198, 5, config, hotcore.Key(3), 63, 131), back[63:131]
-        )
+    config = HotConfig.recipe("compact")
+    saved = ops.compress(tokens, config, hotcore.Key(3))
+    back = ops.decompress(saved, 198, 5, config, hotcore.Key(3), 0, 198)
+    assert (back - tokens).norm() < 0.5 * tokens.norm()
+    assert torch.equal(ops.decompress(saved, 198, 5, config, hotcore.Key(3), 63, 131), back[63:131])
 
 
 def test_unfold_and_pad_have_adjoints(rng: np.random.Generator) -> None:

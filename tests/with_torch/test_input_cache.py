@@ -104,7 +104,7 @@ def test_the_bytes_depend_on_the_fields_of_the_form_alone() -> None:
                 hotcore.compress_activation(x.detach(), c, key=3).data for c in (base, other)
             )
             assert torch.equal(one, two), (recipe, name)
-    q, k = hot.HotLinear(WIDTH, 48), hot.HotLinear(WIDTH, 48, config="int4")  # g_x's bits differ
+    q, k = hot.HotLinear(WIDTH, 48), hot.HotLinear(WIDTH, 48, config=HotConfig(gx_bits=4))
     accurate = hot.HotLinear(WIDTH, 48, config="accurate")
     assert buffers(q(x), k(x)) == 1
     assert buffers(q(x), accurate(x)) == 2

@@ -98,7 +98,7 @@ def test_gradients_are_close_to_fp32() -> None:
     bounds = {
         "default": (0.999, 0.98),
         "fast": (0.999, 0.6),
-        "int4": (0.97, 0.98),
+        HotConfig(gx_bits=4): (0.97, 0.98),
         "paper": (0.93, 0.6),
         "accurate": (0.999, 0.999),
         "compact": (0.999, 0.88),
@@ -169,7 +169,6 @@ def test_a_model_learns() -> None:
     ("recipe", "bound"),
     [
         ("default", 0.54),
-        ("int4", 0.54),
         ("fast", 0.505),
         ("paper", 0.505),
         ("accurate", 1.01),

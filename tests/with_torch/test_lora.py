@@ -210,7 +210,7 @@ def test_merge_and_revert(order: str) -> None:
 
 def test_overrides_reach_base_layers() -> None:
     model = with_lora(Model(), None)
-    report = hot.convert(model, overrides={"*.up.base_layer": "int4"})
+    report = hot.convert(model, overrides={"*.up.base_layer": {"gx_bits": 4}})
     bits = {row.name.split(".")[-2]: row.config.gx_bits for row in report.converted}
     assert bits == {"up": 4, "down": 8}
 

@@ -161,14 +161,11 @@ def test_autocast(x: torch.Tensor) -> None:
     assert sizes["down"][0] >= 2 * 4 * VALUES
 
 
-@pytest.mark.parametrize(("storage", "half_bytes"), [("rht4", 8), ("rht2", 4)])
-def test_rotated_storage(x: torch.Tensor, storage: str, half_bytes: int) -> None:
-    """2 or 4 bits a value, a bfloat16 for 64 of them, a byte a token, and the seed."""
-    config = hot.HotConfig(storage=storage, equalize_tokens=True)
-    assert (config == hot.HotConfig.recipe("compact")) == (storage == "rht2")
-    sizes = by_name(hot.memory_report(Net(), x, config))
+def test_rotated_storage(x: torch.Tensor) -> None:
+    """2 bits a value, a bfloat16 for 64 of them, a byte a token, and the seed."""
+    sizes = by_name(hot.memory_report(Net(), x, "compact"))
     for name, values in (("up", VALUES), ("down", 4 * VALUES)):
-        assert sizes[name][1] == values * (half_bytes / 16 + 2 / 64) + BATCH + 8
+        assert sizes[name][1] == values * (1 / 4 + 2 / 64) + BATCH + 8
 
 
 def test_overrides(x: torch.Tensor) -> None:

@@ -144,7 +144,7 @@ def test_table_at_toy_size(
     bench_models.main([*options, "--models", "llama_blocks"])
     row = json.loads(path.read_text())["models"]["llama_blocks"]
     assert row["converted"] == 14 and row["plain"] == {}
-    assert set(row["cosine"]) == {"bf16", "default", "fast", "int4", "paper", "accurate"}
+    assert set(row["cosine"]) == {"bf16", "default", "fast", "paper", "accurate"}
     assert row["cosine"]["fast"] < row["cosine"]["default"] < row["cosine"]["accurate"] < 1
     for recipe, layers in row["cosine of a layer"].items():
         assert 0.3 < layers["least"] <= layers["median"] < 1, recipe

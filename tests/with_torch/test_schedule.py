@@ -14,7 +14,7 @@ from torch import nn  # noqa: E402
 def converted() -> nn.Sequential:
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.Linear(64, 64))
     hot.convert(model, "fast", lambda module, name: name == "0")
-    model[2] = hot.HotLinear.from_linear(model[2], "int4")
+    model[2] = hot.HotLinear.from_linear(model[2], HotConfig(gx_bits=4))
     return model
 
 
@@ -23,7 +23,7 @@ def configs(model: nn.Sequential) -> list[HotConfig]:
 
 
 def expected(bits: int) -> list[HotConfig]:
-    return [HotConfig.recipe("fast", gx_bits=bits), HotConfig.recipe("int4", gx_bits=bits)]
+    return [HotConfig.recipe("fast", gx_bits=bits), HotConfig(gx_bits=bits)]
 
 
 def test_callback() -> None:
@@ -35,7 +35,7 @@ def test_callback() -> None:
         assert configs(model) == expected(8 if step < 3 else 4)
         schedule.step()
     schedule.close()
-    assert configs(model) == [HotConfig.recipe("fast"), HotConfig.recipe("int4")]
+    assert configs(model) == [HotConfig.recipe("fast"), HotConfig(gx_bits=4)]
 
 
 def test_context() -> None:
@@ -44,10 +44,10 @@ def test_context() -> None:
         assert configs(model) == expected(8)
         schedule.step()
         assert configs(model) == expected(4)
-    assert configs(model) == [HotConfig.recipe("fast"), HotConfig.recipe("int4")]
+    assert configs(model) == [HotConfig.recipe("fast"), HotConfig(gx_bits=4)]
     with pytest.raises(RuntimeError, match="stop"), hot.PrecisionSchedule(model, 1):
         raise RuntimeError("stop")
-    assert configs(model) == [HotConfig.recipe("fast"), HotConfig.recipe("int4")]
+    assert configs(model) == [HotConfig.recipe("fast"), HotConfig(gx_bits=4)]
 
 
 def test_the_gradient_follows(rng: np.random.Generator) -> None:
@@ -91,7 +91,7 @@ def test_own_bits_after_the_warmup() -> None:
     assert configs(model) == expected(8)
     schedule.step()
     assert schedule.bits is None
-    assert configs(model) == [HotConfig.recipe("fast"), HotConfig.recipe("int4")]
+    assert configs(model) == [HotConfig.recipe("fast"), HotConfig(gx_bits=4)]
 
 
 def test_no_warmup() -> None:
@@ -126,4 +126,4 @@ def test_bad_arguments() -> None:
         hot.PrecisionSchedule(model, 1, bits=None)
     with pytest.raises(ValueError, match="no layer of it is converted"):
         hot.PrecisionSchedule(hot.revert(model), 1)
-    assert configs(converted()) == [HotConfig.recipe("fast"), HotConfig.recipe("int4")]
+    assert configs(converted()) == [HotConfig.recipe("fast"), HotConfig(gx_bits=4)]

@@ -19,10 +19,10 @@ namespace hot {
 enum class Storage : std::uint8_t {
   int8,  // codes of P x, one scale per channel or one for all
   int4,  // basis `full` only: packed codes of x, groups of 64 tokens per channel
-  // Basis `full` only, x_rounding stochastic: packed codes of 4 or 2 bits of blocks of 64 tokens
-  // after random signs and a Hadamard transform, one scale per block and channel.
-  rht4,
-  rht2,
+  // Basis `full` only, x_rounding stochastic: packed codes of 2 bits of blocks of 64 tokens after
+  // random signs and a Hadamard transform, one scale per block and channel. 2 was a form that is
+  // gone; buffers and callers of the C ABI keep this number.
+  rht2 = 3,
 };
 
 HOT_API const char* storage_name(Storage storage) noexcept;
@@ -56,7 +56,7 @@ struct BackwardLinearSpec {
   bool equalize_tokens = false;
 };
 
-/// A published set of these fields, by name: "default", "fast", "int4", "paper", "accurate" or
+/// A published set of these fields, by name: "default", "fast", "paper", "accurate" or
 /// "compact". Throws `invalid_argument` for any other name. docs/recipes.md compares them.
 HOT_API BackwardLinearSpec recipe(std::string_view name);
 

@@ -146,7 +146,7 @@ enum { HOT_SCALE_TENSOR = 0, HOT_SCALE_ROW = 1, HOT_SCALE_COLUMN = 2 };
 enum { HOT_NEAREST = 0, HOT_STOCHASTIC = 1, HOT_PSEUDO_STOCHASTIC = 2 };
 enum { HOT_BASIS_FULL = 0, HOT_BASIS_LOWPASS = 1, HOT_BASIS_SEQUENCY = 2, HOT_BASIS_SKETCH = 3 };
 enum { HOT_GRAD_SCALE_TENSOR = 0, HOT_GRAD_SCALE_CHANNEL = 1, HOT_GRAD_SCALE_TOKEN = 2 };
-enum { HOT_STORAGE_INT8 = 0, HOT_STORAGE_INT4 = 1, HOT_STORAGE_RHT4 = 2, HOT_STORAGE_RHT2 = 3 };
+enum { HOT_STORAGE_INT8 = 0, HOT_STORAGE_INT4 = 1, HOT_STORAGE_RHT2 = 3 };
 enum { HOT_SIDE_ACTIVATION = 0, HOT_SIDE_GRADIENT = 1 };
 
 /* hot::BackwardLinearSpec, its LowRank included. Filled by hot_spec_recipe; then change fields. */
@@ -174,7 +174,7 @@ typedef struct hot_spec {
 
 #define HOT_SPEC_INIT {sizeof(hot_spec), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}
 
-/* The recipe of that name: "default", "fast", "int4", "paper", "accurate", "compact".
+/* The recipe of that name: "default", "fast", "paper", "accurate", "compact".
  * spec->struct_size is read. */
 HOT_API hot_status hot_spec_recipe(const char* name, hot_spec* spec);
 

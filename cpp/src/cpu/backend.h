@@ -176,7 +176,7 @@ class Product {
 // Stages by themselves.
 void quantize_rows(const Context&, const RowsJob&);
 void quantize_columns(const Context&, const ColumnsJob&);
-// What is added to the codes' values of so many blocks of rht4 or rht2. quantize.cpp
+// What is added to the codes' values of so many blocks of rht2. quantize.cpp
 void dither_offsets(const Context&, const Key&, std::int64_t blocks, float* offsets);
 void gemm_token(const Context&, const GemmTokenArgs&, void* workspace);  // gemm.cpp
 void fill_zero(const Context&, const MatrixOut& out);                    // backend.cpp

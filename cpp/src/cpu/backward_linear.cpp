@@ -14,7 +14,7 @@ namespace {
 struct Scratch {
   Operand gradient_rows{}, weight{};         // g_x
   Operand gradient_columns{}, activation{};  // g_w; activation: from packed codes
-  float* offsets = nullptr;                  // of the codes of rht4 and rht2
+  float* offsets = nullptr;                  // of the codes of rht2
   char *gx_gemm = nullptr, *gw_gemm = nullptr;
 };
 
@@ -48,7 +48,7 @@ Scratch take_scratch(WorkspaceCursor& cursor, const Backend& backend, const Cont
                                   spec.gw_scale == GradScale::token ? k : shape.out_features));
     if (spec.storage != Storage::int8)
       s.activation = take_operand(cursor, shape.in_features, k, shape.in_features);
-    if (rotated_bits(spec.storage) != 0) s.offsets = cursor.take<float>(k);
+    if (spec.storage == Storage::rht2) s.offsets = cursor.take<float>(k);
     s.gw_gemm = take_gemm(shape.out_features, shape.in_features, k);
   }
   return s;

@@ -283,12 +283,12 @@ void quantize_columns(const Context& context, const ColumnsJob& job) {
 
 namespace {
 
-// Codes and scales of the blocks of rht4 and rht2, docs/numerics.md: a block of 64 tokens of a
+// Codes and scales of the blocks of rht2, docs/numerics.md: a block of 64 tokens of a
 // strip of columns at a time.
 class RotatedBlock {
  public:
   RotatedBlock(const SimdKernels& simd, const CompressJob& job, const RandomKey& dither)
-      : simd_(simd), job_(job), bits_(rotated_bits(job.spec.storage)), dither_(dither) {}
+      : simd_(simd), job_(job), dither_(dither) {}
 
   void compress(std::int64_t block, std::int64_t col, int cols, float* rows) {
     std::uint8_t u[rotated_block];
@@ -302,25 +302,6 @@ class RotatedBlock {
       scale_[c] = amax[c] >= float_infinity_bits ? bf16_nan : std::uint16_t{0};
       inv_[c] = 0.0F;
     }
-    std::uint8_t* const packed =
-        job_.packed + col * job_.row_bytes + block * rotated_block * bits_ / 8;
-    if (bits_ == 4) {
-      for (int c = 0; c < cols; ++c) {
-        if (keep_[c] == 0) continue;
-        scale_[c] = float_to_bf16_up(float_from_bits(amax[c]) / 7.5F);
-        inv_[c] = 1.0F / bf16_to_float(scale_[c]);
-      }
-      simd_.dither_strip(rows, cols, 4, inv_, keep_, u, nullptr, packed, job_.row_bytes);
-    } else {
-      compress_to_2_bits(cols, rows, amax, u, packed);
-    }
-    const std::int64_t blocks = job_.projection->blocks;
-    for (int c = 0; c < cols; ++c) job_.scale[(col + c) * blocks + block] = scale_[c];
-  }
-
- private:
-  void compress_to_2_bits(int cols, float* rows, const std::uint32_t* amax, const std::uint8_t* u,
-                          std::uint8_t* packed) {
     float power[strip_columns] = {};  // brings the largest value to between 2 and 4
     for (int c = 0; c < cols; ++c) {
       if (keep_[c] != 0) power[c] = float_from_bits((255U - (amax[c] >> 23)) << 23);
@@ -333,18 +314,21 @@ class RotatedBlock {
       const float spread = std::sqrt(squares[c] / 64.0F);
       inv_[c] = 1.5F / std::min(float_from_bits(amax[c]) * power[c], 1.75F * spread);
     }
-    simd_.dither_strip(rows, cols, 2, inv_, keep_, u, values_, packed, job_.row_bytes);
+    std::uint8_t* const packed = job_.packed + col * job_.row_bytes + block * rotated_block / 4;
+    simd_.dither_strip(rows, cols, inv_, keep_, u, values_, packed, job_.row_bytes);
     simd_.dot_columns(rows, values_, products);
     for (int c = 0; c < cols; ++c) {
       if (keep_[c] == 0) continue;
       const float back = float_from_bits(((amax[c] >> 23) - 1U) << 23);  // 1 / power
       scale_[c] = float_to_bf16(squares[c] / products[c] * back);
     }
+    const std::int64_t blocks = job_.projection->blocks;
+    for (int c = 0; c < cols; ++c) job_.scale[(col + c) * blocks + block] = scale_[c];
   }
 
+ private:
   const SimdKernels& simd_;
   const CompressJob& job_;
-  int bits_;
   RandomKey dither_;
   std::uint32_t keep_[strip_columns] = {};
   std::uint16_t scale_[strip_columns] = {};

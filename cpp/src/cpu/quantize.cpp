@@ -11,18 +11,12 @@ namespace {
 constexpr std::int64_t chunk = 4096;  // floats of a row on the stack; a multiple of any transform
 constexpr std::int64_t group = 16;    // elements of one block of random bits
 constexpr float int4_values[16] = {0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1};
-// Of the codes of rht4 and rht2, before the dither comes off.
-constexpr float rht4_values[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
-constexpr float rht2_values[16] = {-2, -1, 0, 1};
+constexpr float rht2_values[16] = {-2, -1, 0, 1};  // before the dither comes off
 
-// Values of packed codes of `bits` bits of rht4 or rht2; offsets: [count].
-void expand_rotated(const SimdKernels& simd, const std::uint8_t* packed, int bits,
-                    std::int64_t count, const float* offsets, float* values) {
-  if (bits == 4) {
-    simd.expand_int4(packed, count, rht4_values, values);
-  } else {
-    simd.expand_int2(packed, count, rht2_values, values);
-  }
+// Values of packed codes of rht2; offsets: [count].
+void expand_rotated(const SimdKernels& simd, const std::uint8_t* packed, std::int64_t count,
+                    const float* offsets, float* values) {
+  simd.expand_int2(packed, count, rht2_values, values);
   for (std::int64_t i = 0; i < count; ++i) values[i] += offsets[i];
 }
 
@@ -368,11 +362,10 @@ void decompress_rotated(const Context& context, const DecompressJob& job) {
     alignas(64) float rows[rotated_block * strip_columns] = {};
     for (std::int64_t c = 0; c < cols; ++c) {
       const auto* const codes = static_cast<const std::uint8_t*>(job.codes) +
-                                (col + c) * job.row_bytes +
-                                b * rotated_block * job.rotated_bits / 8;
+                                (col + c) * job.row_bytes + b * rotated_block / 4;
       const float scale = bf16_to_float(
           static_cast<const std::uint16_t*>(job.scale)[(col + c) * job.scale_step + b]);
-      expand_rotated(simd, codes, job.rotated_bits, rotated_block, offsets, values);
+      expand_rotated(simd, codes, rotated_block, offsets, values);
       for (int i = 0; i < rotated_block; ++i) rows[i * strip_columns + c] = values[i] * scale;
     }
     simd.fwht_strip(rows, rotated_block);
@@ -396,7 +389,7 @@ void decompress_rotated(const Context& context, const DecompressJob& job) {
 // A task holds a group of 64 tokens of 64 channels: codes are contiguous along the tokens, rows of
 // the result along the channels.
 void CpuBackend::decompress(const Context& context, const DecompressJob& job) const {
-  if (job.rotated_bits != 0) return decompress_rotated(context, job);
+  if (job.storage == Storage::rht2) return decompress_rotated(context, job);
   const SimdKernels& simd = simd_kernels(context.isa());
   const MatrixOut& out = job.out;
   const std::int64_t strips = ceil_div(out.cols, strip_columns);
@@ -416,7 +409,7 @@ void CpuBackend::decompress(const Context& context, const DecompressJob& job) co
       const auto* codes = static_cast<const std::uint8_t*>(job.codes) + (col + c) * job.row_bytes;
       const std::int64_t at = (col + c) * job.scale_step;
       float values[int4_group], scale;
-      if (job.int4) {
+      if (job.storage == Storage::int4) {
         scale = bf16_to_float(static_cast<const std::uint16_t*>(job.scale)[at + g]);
         simd.expand_int4(codes + begin / 2, count, int4_values, values);
       } else {
@@ -451,8 +444,7 @@ void RequantizeGroups::add_codes(Phase& phase) const {
 void RequantizeGroups::codes(std::int64_t task) const {
   const Operand& out = job_.out;
   const std::int64_t groups = ceil_div(job_.tokens, int4_group);
-  const int bits = job_.rotated_bits;
-  const float largest_value = bits == 0 ? 7.0F : static_cast<float>(1 << (bits - 1));
+  const float largest_value = job_.rotated ? 2.0F : 7.0F;
   const std::int64_t row_blocks = out.k_padded / group;
   float values[chunk], inv[chunk];
   for (std::int64_t r = task * per_task_; r < std::min(out.rows, (task + 1) * per_task_); ++r) {
@@ -475,10 +467,10 @@ void RequantizeGroups::codes(std::int64_t task) const {
         const float factor = bf16_to_float(group_scale[(start + i) / int4_group]) * s.inv;
         std::fill(inv + i, inv + i + part, factor);
       }
-      if (bits == 0) {
-        simd_.expand_int4(packed + start / 2, count, int4_values, values);
+      if (job_.rotated) {
+        expand_rotated(simd_, packed + start / 4, count, job_.offsets + start, values);
       } else {
-        expand_rotated(simd_, packed + start * bits / 8, bits, count, job_.offsets + start, values);
+        simd_.expand_int4(packed + start / 2, count, int4_values, values);
       }
       simd_.quantize_row(values, count, inv, true, rounder_,
                          static_cast<std::uint64_t>(r * row_blocks + start / group), to);

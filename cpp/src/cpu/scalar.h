@@ -98,7 +98,7 @@ inline Philox philox_block(const RandomKey& key, std::uint64_t blk) {
                     key.offset_low, key.offset_high, key.seed_low, key.seed_high);
 }
 
-// Bit t: whether token t of a block of 64 is negated (rht4, rht2).
+// Bit t: whether token t of a block of 64 is negated (rht2).
 inline std::uint64_t rotation_signs(const RandomKey& key, std::int64_t block) {
   const Philox draw = philox_block(key, static_cast<std::uint64_t>(block));
   return draw.word[0] | static_cast<std::uint64_t>(draw.word[1]) << 32;
@@ -110,7 +110,7 @@ inline void dither_bytes(const RandomKey& key, std::int64_t block, std::uint8_t*
     std::memcpy(out + 16 * part, draw.word, sizeof draw.word);  // lowest byte first
   }
 }
-// What is added to the value of a code of rht4 or rht2: its dither comes off again.
+// What is added to the value of a code of rht2: its dither comes off again.
 inline float dither_offset(std::uint8_t u) { return static_cast<float>(511 - 2 * u) / 512.0F; }
 
 // The scale and its inverse from the bit pattern of amax; `keep` is 0 where codes must be 0 because

@@ -94,12 +94,11 @@ struct SimdKernels {
                               const Rounder&, const std::uint64_t* blk, std::int8_t* out,
                               std::int64_t ld);
 
-  // Packed codes of 64 rows (k) x cols columns of blocks of rht4 (bits 4) or rht2 (2), 8 * bits
-  // bytes at out + c * ld. inv and keep as above, u: a random byte for each row. Where `values` is
-  // given, what the codes stand for, 64 rows of strip_columns, in units of the scale.
-  void (*dither_strip)(const float* v, int cols, int bits, const float* inv,
-                       const std::uint32_t* keep, const std::uint8_t* u, float* values,
-                       std::uint8_t* out, std::int64_t ld);
+  // Packed codes of 64 rows (k) x cols columns of blocks of rht2, 16 bytes at out + c * ld. inv and
+  // keep as above, u: a random byte for each row. values: what the codes stand for, 64 rows of
+  // strip_columns, in units of the scale.
+  void (*dither_strip)(const float* v, int cols, const float* inv, const std::uint32_t* keep,
+                       const std::uint8_t* u, float* values, std::uint8_t* out, std::int64_t ld);
   // Sum of |v| * unit to the nearest integers; unit is a power of two, every one at most 2^15 and
   // count at most 2^16.
   std::uint32_t (*sum_magnitudes)(const float* v, std::int64_t count, float unit);

@@ -408,11 +408,10 @@ void quantize_strip_by_k(const float* v, int cols, const float* inv, const std::
   });
 }
 
-// Codes of blocks of rht4 and rht2: docs/numerics.md, "x kept as rht4 and rht2".
-template <int bits>
-void dither_strip_as(const float* v, int cols, const float* inv, const std::uint32_t* keep,
-                     const std::uint8_t* u, float* values, std::uint8_t* out, std::int64_t ld) {
-  constexpr int block = 64, each = 32 / bits, words = block / each;
+// Codes of blocks of rht2: docs/numerics.md, "x kept as rht2".
+void dither_strip(const float* v, int cols, const float* inv, const std::uint32_t* keep,
+                  const std::uint8_t* u, float* values, std::uint8_t* out, std::int64_t ld) {
+  constexpr int bits = 2, block = 64, each = 32 / bits, words = block / each;
   constexpr int half = 128 * ((1 << bits) - 1);  // 256ths of the largest value
   for (int c = 0; c < cols; c += W) {
     const F factor = V::mul(V::load(inv + c), V::set(256.0F));
@@ -428,11 +427,9 @@ void dither_strip_as(const float* v, int cols, const float* inv, const std::uint
         const auto shift = static_cast<std::uint32_t>(half + u[k]);
         const I code = V::shift_right(V::addi(m, V::seti(shift)), 8);
         word = V::bit_or(word, V::shift_left(code, bits * j));
-        if (values != nullptr) {
-          const auto low = static_cast<std::uint32_t>((256 << bits) + 2 * u[k] - 511);
-          const F value = V::to_float(V::subi(V::shift_left(code, 9), V::seti(low)));
-          V::store(values + k * strip_columns + c, V::mul(value, V::set(1.0F / 512)));
-        }
+        const auto low = static_cast<std::uint32_t>((256 << bits) + 2 * u[k] - 511);
+        const F value = V::to_float(V::subi(V::shift_left(code, 9), V::seti(low)));
+        V::store(values + k * strip_columns + c, V::mul(value, V::set(1.0F / 512)));
       }
       V::storei(packed[w], V::bit_and(word, mask));
     }
@@ -443,12 +440,6 @@ void dither_strip_as(const float* v, int cols, const float* inv, const std::uint
       std::memcpy(out + (c + i) * ld, codes, sizeof codes);
     }
   }
-}
-
-void dither_strip(const float* v, int cols, int bits, const float* inv, const std::uint32_t* keep,
-                  const std::uint8_t* u, float* values, std::uint8_t* out, std::int64_t ld) {
-  if (bits == 4) return dither_strip_as<4>(v, cols, inv, keep, u, values, out, ld);
-  dither_strip_as<2>(v, cols, inv, keep, u, values, out, ld);
 }
 
 std::uint32_t sum_magnitudes(const float* v, std::int64_t count, float unit) {

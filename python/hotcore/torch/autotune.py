@@ -33,7 +33,7 @@ from .probe import Call, LayerUse, LossFn, Watch, autocast_dtype, eagerly, loss_
 from .report import listed
 from .selection import Filter, hot_class, is_8bit
 
-ACCURACY = ("accurate", "default", "int4", "compact", "fast", "paper")
+ACCURACY = ("accurate", "default", "compact", "fast", "paper")
 """Recipes, the most accurate first (cosine with the fp32 gradient: docs/results.md)."""
 
 OBJECTIVES = ("time", "memory")

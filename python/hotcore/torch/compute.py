@@ -315,7 +315,7 @@ def _config_bops(tokens: int, outs: int, ins: int, config: HotConfig) -> tuple[f
 def _low_rank(config: HotConfig) -> tuple[float, float]:
     """Kept rows per token, and operations per value to make them."""
     if config.basis == "full":
-        return 1.0, 6.0 if config.storage in ("rht4", "rht2") else 0.0  # blocks of 64
+        return 1.0, 6.0 if config.storage == "rht2" else 0.0  # blocks of 64
     block, rank = config.block, config.rank if config.rows is None else len(config.rows)
     if config.basis == "sketch":  # folds to rank tokens, then transforms those
         return rank / block, (block - rank + rank * math.log2(rank)) / block

@@ -781,8 +781,7 @@ def _up(value: int, multiple: int) -> int:
 def saved_bytes(tokens: int, in_features: int, config: HotConfig) -> int:
     """``saved_layout(...).bytes`` in arithmetic that symbolic shapes can follow."""
     if config.storage != "int8":
-        bits = 2 if config.storage == "rht2" else 4
-        row = _up(tokens, 32 if config.storage == "int4" else 64) * bits // 8
+        row = _up(tokens, 64) // 4 if config.storage == "rht2" else _up(tokens, 32) // 2
         scales = 2 * in_features * ((tokens + 63) // 64)
     else:
         kept = tokens
