@@ -91,7 +91,7 @@ def mean(value: Tensor) -> Tensor:
 
 def run(contender: Contender, way: str, model: nn.Module, batch: Any, args: Any) -> dict[str, Any]:
     seed = args.seed + 1 + dist.get_rank()  # each process has its own rounding
-    trainer = Trainer(contender, model, batch, TASK, args.quick)
+    trainer = Trainer(contender, model, batch, TASK)
     torch.manual_seed(seed)
     expected = {name: mean(g) for name, g in trainer.gradients().items()}
     trainer.wrap(wrapped(trainer.model, way, trainer.device))

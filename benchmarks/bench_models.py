@@ -5,7 +5,6 @@
     python benchmarks/bench_models.py --device cuda --models llama_lora --jobs 5 --contenders \
         "default compiled" "default int8-forward compiled" "frozen int8*compiled" \
         --json benchmarks/results/cuda-lora.json
-    python benchmarks/bench_models.py --device cuda --part variants --models vit_b
     python benchmarks/bench_models.py --device cuda --part table --budget 300
     python benchmarks/bench_models.py --quick              # small versions; CPU too
 
@@ -13,12 +12,10 @@ Parts; "step" unless others are named:
   step      bf16 eager, compiled, with memory budgets, checkpointed, under CUDA graphs; torchao's
             FP8; HOT in the same ways. Each: time of a step, the host's share, kernel time by class,
             the allocator's peak (steps.py measures, training.people lists them)
-  saved     bytes that autograd keeps, by type of module, before and after
+  saved     bytes that autograd keeps, by type of module: plain, default, with convert(saved=8)
   gradient  cosine of the gradient of all parameters with fp32's, every recipe
   loss      30 steps on one fixed batch: the loss before and after, plain and with HOT
-  codes     compress_saved's kernels alone, beside a copy
-  variants  peak, time, gradient and the host's share of an eager step for several settings of
-            compress_saved
+  codes     the kernels of saved= in eager mode alone, beside a copy
   table     all models of the paper at full size and small batches: report, gradients, loss
             (model_table.py)
 
@@ -31,11 +28,9 @@ missing a row that says so. The report is written after each model, or wave of c
 from __future__ import annotations
 
 import copy
-import importlib
 import json
 import os
 import shutil
-import statistics
 import sys
 import time
 import traceback
@@ -48,6 +43,7 @@ import model_table
 import steps
 import timing
 import torch
+from hotcore.torch.saved import blocks
 from models import TASKS, Batch, Task
 from timing import Row
 from training import (
@@ -60,10 +56,9 @@ from training import (
     contenders,
     cosine,
     people,
-    variants,
 )
 
-PARTS = ("step", "saved", "gradient", "loss", "codes", "variants", "table")
+PARTS = ("step", "saved", "gradient", "loss", "codes", "table")
 STEP_MODELS = (
     *("vit_b", "llama_blocks_2k", "bert", "resnet50", "gpt2", "llama_lora", "llama_blocks"),
 )
@@ -73,78 +68,19 @@ JOBS = 8
 GIB = 2**30
 
 
-def peaks(make: Make, device: str, among: Sequence[Contender]) -> dict[str, Row]:
-    """Allocator's peak in GiB; every contender alone, in its third step."""
-    out: dict[str, Row] = {}
-    for contender in among:
-        with cleaned(device):
-            trainer = make(contender)
-            trainer.step()
-            trainer.step()
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            static = torch.cuda.memory_allocated()
-            trainer.step()
-            peak = torch.cuda.max_memory_allocated()
-            out[contender.name] = {"peak_gib": peak / GIB, "between_steps_gib": static / GIB}
-            del trainer
-    for row in out.values():
-        for rival in ("fp32", "bf16"):
-            row[f"of {rival}"] = row["peak_gib"] / out[rival]["peak_gib"]
-    print("  peak GiB of the allocator (between steps); of fp32's, of bf16's")
-    for name, row in out.items():
-        print(
-            f"    {name:34s} {row['peak_gib']:8.2f} ({row['between_steps_gib']:.2f})  "
-            f"{row['of fp32']:.3f}  {row['of bf16']:.3f}"
-        )
-    return out
-
-
-def times(make: Make, device: str, rounds: int, among: Sequence[Contender]) -> dict[str, Row]:
-    """Milliseconds of a step, in turns."""
-
-    def watch(call: Callable[[], object]) -> float:
-        timing.synchronize(device)
-        start = time.perf_counter()
-        call()
-        timing.synchronize(device)
-        return (time.perf_counter() - start) * 1e3
-
-    trainers = {contender.name: make(contender) for contender in among}
-    rows = timing.in_turns(
-        {name: trainer.step for name, trainer in trainers.items()},
-        rounds,
-        device,
-        watch=watch,
-        budget_ms=60_000,
-    )
-    rivals = [name for name in ("fp32", "tf32", "bf16") if name in rows]
-    print(f"  step ms, median [quartiles]; times {', '.join(rivals)}")
-    for name, row in rows.items():
-        for rival in rivals:
-            row[f"of {rival}"] = row["median_ms"] / rows[rival]["median_ms"]
-        ratios = "  ".join(f"{row[f'of {rival}']:.3f}" for rival in rivals)
-        print(
-            f"    {name:34s} {row['median_ms']:9.2f} [{row['q1_ms']:.2f}, {row['q3_ms']:.2f}]  "
-            f"{ratios}"
-        )
-    return rows
-
-
-def saved(make: Make, device: str, task: Task, batch: Batch, quick: bool) -> dict[str, Any]:
-    """Bytes kept for backward by type of module: plain, default, default + compress_saved."""
+def saved(make: Make, device: str, task: Task, batch: Batch) -> dict[str, Any]:
+    """Bytes kept for backward by type of module: plain, default, default with saved=8."""
     plain = next(c for c in reversed(contenders(device)[:3]) if c.recipe is None)
     trainer = make(plain)
-    compress = hot.compress_saved(8, min_values=1024 if quick else 65536)
     with autocast(plain, trainer.device):
         alone = hot.memory_report(trainer.model, batch, loss_fn=task.loss, slower=True)
-        both = hot.memory_report(
-            trainer.model, batch, loss_fn=task.loss, compress=compress, slower=True
-        )
+        hot.convert(trainer.model, "default", saved=8, slower=True)
+        both = hot.memory_report(trainer.model, batch, loss_fn=task.loss)
+    kinds = {module.name: module.type for module in alone.modules}
     rows: dict[str, list[int]] = {}
     for column, value in enumerate((alone.modules, both.modules)):
         for module in value:
-            row = rows.setdefault(module.type, [0, 0, 0])
+            row = rows.setdefault(kinds.get(module.name, module.type), [0, 0, 0])
             row[0] += module.before if column == 0 else 0
             row[1 + column] += module.after
     print("  kept for backward, MiB: plain, default, default + saved 8")
@@ -166,57 +102,6 @@ def gradients(make: Make, among: Sequence[Contender]) -> dict[str, float]:
     return out
 
 
-def hosts(make: Make, device: str, rounds: int, among: Sequence[Contender]) -> dict[str, Row]:
-    """Milliseconds until the host has queued forward, backward and AdamW, and until each is done.
-
-    Each begins on an idle device: where the two are close, the host is what takes the time.
-    """
-    out: dict[str, Row] = {}
-    for contender in among:
-        with cleaned(device):
-            trainer = make(contender)
-            trainer.step()
-            stages: dict[str, list[float]] = {}
-            for _ in range(rounds):
-                trainer.optimizer.zero_grad(set_to_none=True)
-                found: list[torch.Tensor] = []
-                calls: dict[str, Callable[[], Any]] = {
-                    "forward": lambda t=trainer, f=found: f.append(t.loss()),
-                    "backward": lambda f=found: f.pop().backward(),
-                    "optimizer": trainer.optimizer.step,
-                }
-                for stage, call in calls.items():
-                    timing.synchronize(device)
-                    start = time.perf_counter()
-                    call()
-                    stages.setdefault(f"{stage}, host", []).append(time.perf_counter() - start)
-                    timing.synchronize(device)
-                    stages.setdefault(stage, []).append(time.perf_counter() - start)
-            out[contender.name] = {
-                stage: statistics.median(values) * 1e3 for stage, values in stages.items()
-            }
-            del trainer
-    print(f"  ms of {', '.join(next(iter(out.values())))}")
-    for name, row in out.items():
-        print(f"    {name:34s}" + "".join(f"{value:9.2f}" for value in row.values()))
-    return out
-
-
-def varied(make: Make, device: str, rounds: int) -> dict[str, Any]:
-    """Settings of compress_saved."""
-    among = variants(device)
-    out: dict[str, Any] = {}
-    if device == "cuda":
-        out["peak"] = peaks(make, device, among)
-    timed = [contender for contender in among if contender.name != "fp32"] or among
-    with cleaned(device):
-        out["time"] = times(make, device, rounds, timed)
-    with cleaned(device):
-        out["gradient"] = gradients(make, timed)
-    out["host"] = hosts(make, device, min(rounds, 5), timed)
-    return out
-
-
 def falling(make: Make, device: str) -> dict[str, list[float]]:
     """[first, last] loss of 30 steps on one fixed batch, from the same weights."""
     out = {}
@@ -233,8 +118,7 @@ def falling(make: Make, device: str) -> dict[str, list[float]]:
 
 
 def codes(device: str, rounds: int, quick: bool) -> dict[str, dict[str, Row]]:
-    """compress_saved's kernels: what a ViT-B keeps at batch 128."""
-    module = importlib.import_module("hotcore.torch.compress_saved")
+    """The kernels of saved=, in eager mode: what a ViT-B keeps at batch 128."""
     out: dict[str, dict[str, Row]] = {}
     tokens = 197 * (2 if quick else 128)
     for label, width, dtype in (
@@ -246,12 +130,13 @@ def codes(device: str, rounds: int, quick: bool) -> dict[str, dict[str, Row]]:
         calls: dict[str, Callable[[], object]] = {"copy": lambda x=x, t=target: t.copy_(x)}
         moved = {"copy": 2 * x.nbytes}
         for bits in (8, 4, 1):
-            packed = module._Packed(x, (0, 1), bits, (1, 2))
-            calls[f"compress {bits}"] = lambda x=x, b=bits: module._Packed(x, (0, 1), b, (1, 2))
-            calls[f"restore {bits}"] = packed.restore
-            moved |= dict.fromkeys(
-                (f"compress {bits}", f"restore {bits}"), x.nbytes + packed.nbytes
+            kept = blocks.encode_blocks(x, bits, (1, 2))
+            calls[f"encode {bits}"] = lambda x=x, b=bits: blocks.encode_blocks(x, b, (1, 2))
+            calls[f"decode {bits}"] = lambda x=x, b=bits, k=kept: blocks.decode_blocks(
+                *k, b, x.shape, x.dtype
             )
+            nbytes = x.nbytes + sum(part.nbytes for part in kept)
+            moved |= dict.fromkeys((f"encode {bits}", f"decode {bits}"), nbytes)
         rows = timing.in_turns(calls, rounds, device)
         print(f"\n{label}, [{tokens}, {width}] {str(dtype).removeprefix('torch.')}: us")
         for name, row in rows.items():
@@ -280,7 +165,7 @@ def bench(name: str, args: Any) -> dict[str, Any]:
 
     def make(contender: Contender) -> Trainer:
         torch.manual_seed(args.seed)
-        return Trainer(contender, model, batch, task, args.quick)
+        return Trainer(contender, model, batch, task)
 
     if "table" in args.part:
         start = time.perf_counter()
@@ -293,10 +178,9 @@ def bench(name: str, args: Any) -> dict[str, Any]:
     out["plain"] = {layer.name: layer.reason for layer in report.skipped}
     recipes = [Contender(recipe, recipe) for recipe in RECIPES]
     parts: dict[str, Callable[[], Any]] = {
-        "saved": lambda: saved(make, device, task, batch, args.quick),
+        "saved": lambda: saved(make, device, task, batch),
         "gradient": lambda: gradients(make, recipes),
         "loss": lambda: falling(make, device),
-        "variants": lambda: varied(make, device, args.rounds),
     }
     for part, run in parts.items():
         if part in args.part:
@@ -416,7 +300,7 @@ def arguments(argv: Sequence[str] | None) -> Any:
             print(f"{name}: {' | '.join(c.name for c in people(TASKS[name]))}")
         parser.exit()
     args = timing.begin(parser, argv)
-    reports = {("table",): "models-table", ("variants",): "models-variants", ("step",): "steps"}
+    reports = {("table",): "models-table", ("step",): "steps"}
     args.report = reports.get(tuple(args.part), "models")
     return args
 

@@ -222,11 +222,17 @@ def _kept(results: Path) -> str:
 
 
 def _peak_of_steps(results: Path) -> str:
-    found = need(results, "cuda-models-variants.json")["models"]["vit_b"]["variants"]["peak"]
+    rows = need(results, "cuda-steps.json")["steps"]["vit_b"]["rows"]
+
+    def share(name: str) -> str:
+        return f"{rows[name]['peak_gib'] / rows['fp32 eager']['peak_gib']:.2f}"
+
     return (
         "ViT-B, 128 images, peak under bf16 autocast of fp32's: bf16 "
-        f"{found['bf16']['of fp32']:.2f}, `default` {found['default']['of fp32']:.2f}, with "
-        f"activations in 4 bits {found['default + 4']['of fp32']:.2f}"
+        f"{share('bf16 eager')}, `default` {share('default eager')}; compiled: bf16 "
+        f"{share('bf16 compiled')}, with a memory budget of 0.3 {share('bf16 compiled, budget 0.3')}, "
+        f"`default` {share('default compiled')}, `saved 8/4` "
+        f"{share('default compiled, saved 8/4')}"
     )
 
 
@@ -371,8 +377,7 @@ SOURCES: tuple[Claim, ...] = (
           CALL_A),
     Claim("the same, of activations", "7/8", _kept, "[training](dev/rivals.md#training)", TRAIN),
     Claim("the same, beside bf16 autocast", "–", _peak_of_steps,
-          "[variants](#eager-with-compressed-activations)",
-          "bench_models.py --device cuda --part variants"),
+          "[compiled](#compiled)", "bench_models.py --device cuda"),
     Claim("Table 1: ViT-B, 128 images", "17.48 → 3.8 GB", _formula,
           "[memory by batch](#memory-by-batch)", CALL_A),
     Claim("Table 1: ABC costs no accuracy", "93.2 → 93.2", _gaps(

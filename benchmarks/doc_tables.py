@@ -28,7 +28,6 @@ comes from here. Every page of the repository that has such a line is looked at.
   lora             LoRA's contenders: tokens a second and memory (cuda-lora.json)
   all-steps        the same of all models, each under its name
   summary          one line for each model: compiled bf16, and its rivals beside it (the same)
-  variants MODEL   eager steps with compress_saved's settings (cuda-models-variants.json)
   eager FILE MODEL...  eager steps of some contenders (parts peak and time of FILE)
   gpt              a GPT trained on text (cuda-gpt.json)
   gpt-forward      the same with an 8-bit forward, 400 steps (cuda-gpt-forward.json)
@@ -88,7 +87,7 @@ import claims
 import evidence_tables
 import kernel_classes
 import model_table
-from evidence_tables import header, line
+from evidence_tables import contenders_of, header, line
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results"
@@ -110,7 +109,7 @@ RIVALS = (
     "fast int8-forward reduce-overhead",
 )
 """Of the summary, each as time and peak of compiled bf16's."""
-EAGER = ("bf16", "default", "fast", "default + saved 8", "fast + saved 8")
+EAGER = ("bf16", "default", "fast")
 
 
 class Unknown(Exception):
@@ -119,7 +118,7 @@ class Unknown(Exception):
 
 def steps(report: Report, model: str) -> Iterator[str]:
     """Every contender: step, host, peak, kernels by class."""
-    rows = report["steps"][model]["rows"]
+    rows = contenders_of(report["steps"][model])
     head = ["", "step, ms", "of bf16's", "host, ms", "peak, GiB", "of bf16's", "kernels, ms"]
     head += kernel_classes.CLASSES
     yield from table_of(head, ([name, *cells(row)] for name, row in rows.items()))
@@ -241,18 +240,6 @@ def summary(report: Report) -> Iterator[str]:
             figures = f"{of['step']:.2f} ({of['peak']:.2f})" if of else ""
             found.append("failed" if "error" in row else figures)
         yield line(found)
-
-
-def variants(report: Report, model: str) -> Iterator[str]:
-    """Eager steps of HOT with compress_saved in several settings."""
-    found = report["models"][model]["variants"]
-    head = ["", "peak, GiB", "of bf16's", "of fp32's", "step, ms", "of bf16's", "cosine"]
-    yield from header(head)
-    for name, peak in found["peak"].items():
-        time, cosine = found["time"].get(name, {}), found["gradient"].get(name)
-        figures = [f"{peak['peak_gib']:.2f}", f"{peak['of bf16']:.3f}", f"{peak['of fp32']:.3f}"]
-        figures += [number(time.get("median_ms"), 1), number(time.get("of bf16"), 3)]
-        yield line([name, *figures, number(cosine, 4)])
 
 
 def eager(report: Report, *models: str) -> Iterator[str]:
@@ -949,7 +936,6 @@ KINDS: dict[str, tuple[str | None, Callable[..., Iterator[str]]]] = {
     "host": (CHECK, host),
     "targets": (CHECK, bars),
     "tests": (CHECK, tests),
-    "variants": ("cuda-models-variants.json", variants),
     "eager": (None, eager),
     "steps": ("cuda-steps.json", steps),
     "all-steps": ("cuda-steps.json", all_steps),

@@ -87,6 +87,15 @@ def plus_minus(values: Sequence[float], digits: int = 3, sign: str = "+") -> str
     return mean if len(finite) < 2 else f"{mean} ± {statistics.stdev(finite):.{digits}f}"
 
 
+def contenders_of(entry: Report) -> dict[str, Report]:
+    """A model's contenders in cuda-steps.json, but those that hotcore no longer has.
+
+    Older reports have eager steps with hooks that compressed what autograd saves ("saved").
+    """
+    rows: dict[str, Report] = entry["rows"]
+    return {name: row for name, row in rows.items() if "saved" not in row.get("how", {})}
+
+
 # ---- trainings ----
 
 

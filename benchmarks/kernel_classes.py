@@ -21,7 +21,7 @@ _NAMES: tuple[tuple[str, str], ...] = (
     (
         QUANTISERS,
         r"^_(compress|restore)(_signs)?_kernel",
-    ),  # compress_saved_triton.py, called from eager
+    ),  # saved/blocks_triton.py, called from eager
     (
         ATTENTION,
         r"flash|fmha|sdpa|attention|cudnn::fusion",

@@ -21,6 +21,7 @@ import matplotlib
 matplotlib.use("Agg")
 matplotlib.rcParams["svg.hashsalt"] = "hotcore"  # the same report gives the same file
 import matplotlib.pyplot as plt  # noqa: E402
+from evidence_tables import contenders_of  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 COLORS = {
@@ -137,8 +138,6 @@ def marker_of(how: Mapping[str, Any]) -> str:
         return "p" if graphs else "D" if isinstance(how["kept"], int) else "d"
     if "memory_budget" in how:
         return {0.7: "2", 0.5: "v", 0.3: "<", 0.2: "3"}[how["memory_budget"]]
-    if "saved" in how:
-        return "P"
     if how.get("fp8") == "rowwise":
         return "*"
     if "compiled" in how and "recipe" in how and how.get("slower", True):
@@ -180,7 +179,7 @@ def plot_steps(report: Mapping[str, Any], path: Path) -> None:
 
 def plot_panel(axes: Any, entry: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
     """One model; returns the handles of contenders that are not known yet."""
-    rows = entry["rows"]
+    rows = contenders_of(entry)
     points = {
         name: (row["peak_gib"], row["step"]["median_ms"])
         for name, row in rows.items()

@@ -83,7 +83,7 @@ class Session:
         batch = size.batch(torch.Generator().manual_seed(setting.seed))
         batch = {key: value.to(setting.device) for key, value in batch.items()}
         options = {"own": True, "backend": setting.backend, "whole": setting.whole}
-        trainer = Trainer(self.contender, model, batch, task, setting.quick, **options)
+        trainer = Trainer(self.contender, model, batch, task, **options)
         self._trainer = trainer
         build_s = time.perf_counter() - begun
         import torch._functorch.config as functorch  # the only place of torch's budget

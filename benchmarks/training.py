@@ -6,7 +6,7 @@ import contextlib
 import copy
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import hotcore.torch as hot
@@ -18,9 +18,6 @@ from torch import Tensor, nn
 RECIPES = ("default", "fast", "int4", "paper", "accurate")
 LEARNING_RATE = 1e-4
 
-
-COMPRESSED: dict[str, Any] = {"bits": 8, "activation": 4, "attention": None}
-"""compress_saved's best step for its peak (docs/results.md)."""
 KEPT: dict[str, Any] = {"attention": 4}
 """convert's best choice for a compiled model's peak: 8 bits else, from which x of the linear layers
 is made, too."""
@@ -33,8 +30,6 @@ class Contender:
     name: str
     recipe: str | None = None
     """Of HOT; None: a plain model."""
-    saved: Mapping[str, int | None] = field(default_factory=dict)
-    """Arguments of compress_saved; empty: without it."""
     autocast: bool = False
     tf32: bool = False
     compiled: str | None = None
@@ -116,8 +111,6 @@ def people(task: Task) -> list[Contender]:
         ),
         one("bf16 checkpointed", checkpointed=True),
         one("bf16 checkpointed, compiled", checkpointed=True, **compiled),
-        one("default eager, compress_saved", "default", saved=COMPRESSED),
-        one("fast eager, compress_saved", "fast", saved=COMPRESSED),
         Contender("fp32 eager"),
     ]
     if not task.blocks:  # convolutions, which the default filter leaves plain on CUDA
@@ -146,39 +139,7 @@ def contenders(device: str) -> list[Contender]:
     return found + [
         Contender("default", "default", autocast=cuda),
         Contender("fast", "fast", autocast=cuda),
-        Contender("default + saved 8", "default", {"bits": 8}, autocast=cuda),
-        Contender("default + saved 4", "default", {"bits": 4}, autocast=cuda),
-        Contender("fast + saved 8", "fast", {"bits": 8}, autocast=cuda),
     ]
-
-
-VARIANTS: dict[str, dict[str, int | None]] = {
-    "8": {"bits": 8},
-    "8, GELU 4": {"bits": 8, "activation": 4},
-    "8, no attention": {"bits": 8, "attention": None},
-    "8, GELU 4, no attention": {"bits": 8, "activation": 4, "attention": None},
-    "4, no norm": {"bits": 4, "norm": None},
-    "4": {"bits": 4},
-}
-"""Settings of compress_saved: what it may leave alone. Under bf16 autocast a block of ViT-B keeps,
-at batch 128, plain and in 8 bits: two inputs of normalisation (fp32) 155 and 41 MB, GELU's input
-155 and 82, attention's q, k, v and result 155 and 82. So attention gives least memory for the most
-launches (4 of 7), and it is what quantising changes most."""
-
-
-def variants(device: str) -> list[Contender]:
-    """compress_saved in several settings, beside both rivals and HOT alone."""
-    cuda = device == "cuda"
-    found = [Contender("fp32")]
-    if cuda:
-        found.append(Contender("bf16", autocast=True))
-    for recipe in ("default", "fast"):
-        found.append(Contender(recipe, recipe, autocast=cuda))
-        found += [
-            Contender(f"{recipe} + {name}", recipe, options, autocast=cuda)
-            for name, options in VARIANTS.items()
-        ]
-    return found
 
 
 def convert(model: nn.Module, contender: Contender) -> hot.ConversionReport:
@@ -230,7 +191,6 @@ class Trainer:
         model: nn.Module,
         batch: Batch,
         task: Task,
-        quick: bool,
         *,
         own: bool = False,
         backend: str = "inductor",
@@ -243,7 +203,6 @@ class Trainer:
             model: a plain one.
             batch: of every step.
             task: says the loss and where the blocks are.
-            quick: a small version: small tensors are compressed as well.
             own: take ``model`` itself instead of a copy.
             backend: of torch.compile.
             whole: compile the model as a whole, not block by block.
@@ -265,10 +224,6 @@ class Trainer:
             parts = blocks_of(model, task.blocks) if task.blocks and not whole else {"": model}
             compile_all(parts.values(), contender.compiled, backend)
         self.wrap(model)
-        self._compress: Any = contextlib.nullcontext()
-        if contender.saved:
-            least = 1024 if quick else 65536
-            self._compress = hot.compress_saved(min_values=least, **contender.saved)
 
     def wrap(self, model: nn.Module) -> None:
         """Train ``model`` from now on, what the model was put into (DDP, FSDP2)."""
@@ -279,7 +234,7 @@ class Trainer:
 
     def loss(self) -> Tensor:
         """Forward pass."""
-        with autocast(self.contender, self.device), self._compress:
+        with autocast(self.contender, self.device):
             return self._task.loss(self.model, self._batch)
 
     def step(self) -> Tensor:

@@ -46,10 +46,10 @@ def main(arguments: list[str] | None = None) -> HotCallback:
     images = torch.tensor(digits.images, dtype=torch.float32).flatten(1) / 8 - 1
     data = TensorDataset(images, torch.tensor(digits.target))
     module = Digits()
-    print(hot.convert(module, hot.HotConfig.recipe(options.recipe, forward=options.forward)))
+    config = hot.HotConfig.recipe(options.recipe, forward=options.forward)
+    print(hot.convert(module, config, saved=8))
     callback = HotCallback(
         warmup=options.warmup,
-        compress=hot.compress_saved(8, min_values=4096),  # GELU's saved input
         accumulate=True,  # the micro-batches' gradients are added in the product
         memory=True,
         noise_every=50,

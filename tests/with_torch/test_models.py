@@ -108,29 +108,26 @@ def test_loss_comes_down_as_in_fp32(ready: Ready) -> None:
     assert got[0] - got[-1] == pytest.approx(fall, rel=0.2)
 
 
-def test_benchmark_at_toy_size(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_benchmark_at_toy_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     import bench_models
-    import training
 
-    name = "8, no attention"
-    monkeypatch.setattr(training, "VARIANTS", {name: training.VARIANTS[name]})
     path = tmp_path / "models.json"
-    options = ["--quick", "--models", "llama_blocks", "--part", "variants", "saved", "gradient"]
+    options = ["--quick", "--models", "llama_blocks", "--part", "saved", "gradient", "codes"]
     bench_models.main([*options, "--threads", "1", "--json", str(path)])
-    (name, rows), *others = json.loads(path.read_text())["models"].items()
+    report = json.loads(path.read_text())
+    (name, rows), *others = report["models"].items()
     assert name == "llama_blocks" and not others
-    times = rows["variants"]["time"]
-    assert set(times) | {"fp32"} == {c.name for c in bench_models.variants("cpu")}
-    for row in times.values():
-        assert 0 < row["q1_ms"] <= row["median_ms"] <= row["q3_ms"]
+    for times in report["codes"].values():
+        assert {"copy", "encode 8", "decode 8", "encode 1"} <= set(times)
+        for row in times.values():
+            assert 0 < row["q1_ms"] <= row["median_ms"] <= row["q3_ms"]
     plain, hot_alone, both = rows["saved"]["all"]
     assert both < hot_alone < plain
+    assert not [kind for kind in rows["saved"]["bytes"] if kind.startswith(("Hot", "Saved"))]
     assert 0.98 < rows["gradient"]["default"] < 1
     printed = capsys.readouterr().out
-    assert "default + 8, no attention" in printed and str(path) in printed
+    assert "default + saved 8" in printed and str(path) in printed
 
 
 def test_table_at_toy_size(
