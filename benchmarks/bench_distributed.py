@@ -39,7 +39,7 @@ TASK = TASKS["vit_s"]
 WAYS = ("DDP", "FSDP2")
 STEPS = 30
 MIN_COSINE = 0.9999  # sums have another order, attention's use atomics
-FALL = 0.2  # share of plain's fall by which another may differ, as in tests/with_torch/test_models.py
+FALL = 0.2  # share of plain's fall by which another may differ (tests/with_torch/test_models.py)
 
 
 def contenders(device: str) -> list[Contender]:

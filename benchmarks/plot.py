@@ -43,7 +43,7 @@ WIDTH = 0.8
 PLAIN, EXACT, FP8 = "#888888", "#aa55cc", "#ee8833"
 ON_ANY = "#7a7a7a"  # text and lines that are read on white and on GitHub's dark page alike
 PANEL = (3.4, 2.9)  # inches
-MOST_CONTENDERS = 36  # room for the legend
+MOST_CONTENDERS = 41  # room for the legend
 SLOWEST = 2.5  # times the quickest step: what takes longer is named, not drawn
 
 
@@ -123,13 +123,21 @@ def color_of(how: Mapping[str, Any]) -> str:
     return PLAIN if how.get("autocast") else EXACT
 
 
+def int8_words(how: Mapping[str, Any]) -> str:
+    """Of a contender with an 8-bit forward: the letters of what else is done."""
+    words = "b" if "memory_budget" in how else "r" if "checkpointed" in how else ""
+    if "kept" in how:
+        words += "s" if isinstance(how["kept"], int) else "m"
+    return words + ("g" if how["compiled"] == "reduce-overhead" else "")
+
+
 def marker_of(how: Mapping[str, Any]) -> str:
     """Of a contender: by what is done to the model around the products."""
     if "frozen_int8" in how:
         graphs = "+" if how["compiled"] == "reduce-overhead" else "<"
         return graphs if how.get("forward") == "int8" else "1"
     if how.get("forward") == "int8":
-        return "8" if how["compiled"] == "default" else "*"
+        return f"$8{int8_words(how)}$"
     if "attention_kept" in how:
         return ">" if how["compiled"] == "default" else "H"
     if "checkpointed" in how:
@@ -139,7 +147,7 @@ def marker_of(how: Mapping[str, Any]) -> str:
     if "kept" in how:
         return "D" if isinstance(how["kept"], int) else "d"
     if "memory_budget" in how:
-        return "v" if how["memory_budget"] >= 0.5 else "<"
+        return f"${how['memory_budget']}$".replace("0.", ".")
     if how.get("fp8") == "rowwise":
         return "*"
     if "compiled" in how and "recipe" in how and how.get("slower", True):
@@ -200,9 +208,11 @@ def plot_panel(axes: Any, entry: Mapping[str, Any], known: Mapping[str, Any]) ->
     axes.plot(*zip(*frontier(list(drawn.values())), strict=True), color=ON_ANY, linewidth=0.7)
     for name, point in drawn.items():
         how = rows[name]["how"]
+        mark, color = marker_of(how), color_of(how)
+        size, edge = (9.5, 0.3) if mark.startswith("$") else (6.5, 1.2)  # text, or a shape
         (handle,) = axes.plot(
-            *point, marker_of(how), color=color_of(how), label=name,
-            markersize=6.5, markeredgecolor=color_of(how), markeredgewidth=1.2,
+            *point, marker=mark, linestyle="none", color=color, label=name,
+            markersize=size, markeredgecolor=color, markeredgewidth=edge,
         )  # fmt: skip
         if name not in known:
             handles[name] = handle

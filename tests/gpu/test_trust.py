@@ -52,7 +52,9 @@ Record = Callable[[str, object], None]
 
 def torch_faults() -> ModuleType:
     """tests/with_torch/test_faults.py: its model, its state, its injected faults."""
-    spec = importlib.util.spec_from_file_location("torch_faults", TESTS / "with_torch/test_faults.py")
+    spec = importlib.util.spec_from_file_location(
+        "torch_faults", TESTS / "with_torch/test_faults.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
