@@ -45,7 +45,7 @@ WIDTH = 0.8
 PLAIN, EXACT, FP8 = "#888888", "#aa55cc", "#ee8833"
 ON_ANY = "#7a7a7a"  # text and lines that are read on white and on GitHub's dark page alike
 PANEL = (3.4, 2.9)  # inches
-MOST_CONTENDERS = 36  # room for the legend
+MOST_CONTENDERS = 41  # room for the legend
 SLOWEST = 2.5  # times the quickest step: what takes longer is named, not drawn
 
 
@@ -198,9 +198,11 @@ def plot_panel(axes: Any, entry: Mapping[str, Any], known: Mapping[str, Any]) ->
     axes.plot(*zip(*frontier(list(drawn.values())), strict=True), color=ON_ANY, linewidth=0.7)
     for name, point in drawn.items():
         how = rows[name]["how"]
+        mark, color = marker_of(how), color_of(how)
+        size, edge = (9.5, 0.3) if mark.startswith("$") else (6.5, 1.2)  # text, or a shape
         (handle,) = axes.plot(
-            *point, marker_of(how), color=color_of(how), label=name,
-            markersize=6.5, markeredgecolor=color_of(how), markeredgewidth=1.2,
+            *point, marker=mark, linestyle="none", color=color, label=name,
+            markersize=size, markeredgecolor=color, markeredgewidth=edge,
         )  # fmt: skip
         if name not in known:
             handles[name] = handle
