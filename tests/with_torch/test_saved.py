@@ -149,7 +149,7 @@ def _sdpa(**options: Any) -> tuple[Function, Function]:
 
 
 BIAS = torch.linspace(-1, 1, 33).expand(33, 33)
-HEADS: Shapes = ((2, 4, 33, 16),) * 3
+HEADS: Shapes = ((2, 8, 33, 16),) * 3
 CASES: dict[str, tuple[Function, Function, Shapes]] = {
     **{
         name: (
@@ -208,7 +208,7 @@ CASES: dict[str, tuple[Function, Function, Shapes]] = {
         lambda *t: F.scaled_dot_product_attention(*t, BIAS.to(t[0].dtype)),
         HEADS,
     ),
-    "grouped attention": (*_sdpa(enable_gqa=True), (HEADS[0], (2, 2, 33, 16), (2, 2, 33, 16))),
+    "grouped attention": (*_sdpa(enable_gqa=True), ((2, 16, 33, 16), HEADS[0], HEADS[0])),
 }
 
 
@@ -261,6 +261,19 @@ PLAIN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+@pytest.mark.parametrize("name", ["activation", "gated", "layer_norm", "rms_norm"])
+def test_differentiated_twice(name: str) -> None:
+    """Never a second-order term left out: a pass that asks for it is refused."""
+    layer = nn.Linear(128, 128)
+    y = TOKENS[name](layer(torch.randn(4, 128)))
+    with pytest.raises(RuntimeError, match="create_graph=True reaches a HOT layer"):
+        torch.autograd.grad(y.square().sum(), list(layer.parameters()), create_graph=True)
+    q = torch.randn(2, 2, 8, 64, requires_grad=True)
+    z = saved.scaled_dot_product_attention(q, q, q)
+    with pytest.raises(RuntimeError, match="create_graph=True reaches a HOT layer"):
+        torch.autograd.grad(z.sum(), q, create_graph=True)
+
+
 @pytest.mark.parametrize("mode", ["eager", "compiled", "transposed"])
 @pytest.mark.parametrize("width", [96, 128, 192, 200, 256])
 @pytest.mark.parametrize("name", list(TOKENS))
@@ -285,10 +298,10 @@ def test_a_token_beside_a_large_one(name: str, width: int, mode: str) -> None:
 
 
 def _heads(outer: int, count: int, tokens: int, *, strided: bool) -> torch.Tensor:
-    """``[outer, count, tokens, 16]``; strided: as a 1x1 convolution makes it, tokens innermost."""
+    """``[outer, count, tokens, 128]``; strided: as a 1x1 convolution makes it, tokens innermost."""
     if strided:
-        return torch.randn(outer, count, 16, tokens).transpose(2, 3)
-    return torch.randn(outer, tokens, count, 16).transpose(1, 2)
+        return torch.randn(outer, count, 128, tokens).transpose(2, 3)
+    return torch.randn(outer, tokens, count, 128).transpose(1, 2)
 
 
 def _answer(function: Any, tensors: list[torch.Tensor], **options: Any) -> Any:
@@ -309,6 +322,31 @@ def test_attention_of_strided_heads_is_torch_s(strided: tuple[int, ...]) -> None
         got = _answer(saved.scaled_dot_product_attention, tensors, bits=8)
     for a, b in zip(got, _answer(F.scaled_dot_product_attention, tensors), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("memory", ["heads first", "tokens first"])
+@pytest.mark.parametrize("heads", [1, 2, 3, 4])
+def test_attention_of_a_token_beside_a_large_one(heads: int, memory: str) -> None:
+    """Whatever the memory's order, no block of codes holds parts of two tokens."""
+    shape = (2, heads, 9, 64) if memory == "heads first" else (2, 9, heads, 64)
+    tensors = [torch.randn(shape) for _ in range(3)]
+    if memory != "heads first":
+        tensors = [t.transpose(1, 2) for t in tensors]
+    tensors[2] = tensors[2] * torch.ones(9, 1).index_fill(0, torch.tensor(3), 1000.0)
+    q, k, v = (t.requires_grad_() for t in tensors)
+    gy = torch.randn(2, heads, 9, 64)
+
+    def gradient(function: Any, **options: Any) -> torch.Tensor:
+        (gq,) = torch.autograd.grad(function(q, k, v, **options), q, gy)
+        return gq
+
+    wanted = gradient(F.scaled_dot_product_attention)
+    if heads % 2:
+        with pytest.warns(RuntimeWarning, match="parts of two tokens"):
+            got = gradient(saved.scaled_dot_product_attention, bits=8)
+    else:
+        got = gradient(saved.scaled_dot_product_attention, bits=8)
+    assert cosine(got, wanted) > 0.999, cosine(got, wanted)
 
 
 @pytest.mark.filterwarnings("ignore:hotcore.torch. attention keeps:RuntimeWarning")
@@ -684,7 +722,7 @@ def test_an_attribute_named_as_a_function_is_no_call() -> None:
 
 @pytest.mark.parametrize("mode", ["eager", "compiled"])
 def test_attention_that_cannot_warns_and_is_plain(mode: str) -> None:
-    q, k, v = (torch.randn(2, 2, 8, 16, requires_grad=True) for _ in range(3))
+    q, k, v = (torch.randn(2, 8, 8, 16, requires_grad=True) for _ in range(3))
     bias = torch.randn(8, 8, requires_grad=True)
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -731,7 +769,8 @@ def test_whole_model(name: str, rng: np.random.Generator) -> None:
     assert report.saved is not None and not report.saved.left, report.saved
     assert cosine(_gradient(model, batch, task), wanted) > MIN_COSINE[name]
     small = kept_bytes(lambda: task.loss(model, batch), model.parameters())
-    assert small < (0.55 if name in ("gpt2", "bert") else 0.3) * plain
+    # A token's k and v are 64 values in the Llama, half a block: attention keeps them as they are.
+    assert small < {"gpt2": 0.55, "bert": 0.55, "llama_blocks": 0.38}.get(name, 0.3) * plain
     hot.revert(model)
     torch.testing.assert_close(_gradient(model, batch, task), wanted)
 

@@ -14,16 +14,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .. import _compat, ops
 from ..functional import DTYPES
+from .blocks import BLOCK
 from .codes import decode, draw_seed, encode, in_graph
 
 aten: Any = torch.ops.aten
 
 _TOKEN_MAJOR = (0, 2, 1, 3)
-"""Memory order of a [B, H, S, D] that a projection has made: B, S, H, D."""
+"""Memory order of a [B, H, S, D] that a projection has made: B, S, H, D. Blocks of codes go so."""
 
 _HALF = (torch.float16, torch.bfloat16)
 _HEAD_LIMIT = 256  # head width of flash attention
@@ -71,6 +71,11 @@ def _kernel(
         return "", "q, k and v are to be broadcast"
     if heads != shared and not grouped:
         return "", f"q has {heads} heads and k has {shared}"
+    if any(t.shape[1] * t.shape[3] % BLOCK for t in every):
+        return "", (
+            f"its heads of one token have no multiple of {BLOCK} values, so that a block of codes "
+            "would hold parts of two tokens"
+        )
     if any(t.stride(3) != 1 for t in every):
         return "", "q, k or v is strided along a head's features"
     if mask is not None:
@@ -190,7 +195,7 @@ class _Attention(torch.autograd.Function):
         return result
 
     @staticmethod
-    @once_differentiable
+    @ops.not_differentiable
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
         mask, logsumexp, philox_seed, philox_offset, *kept = ctx.saved_tensors
         each = len(kept) // 4

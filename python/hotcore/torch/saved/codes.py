@@ -77,8 +77,8 @@ def encode(
         bits: 8, 4 or 1.
         seed: from :func:`draw_seed`; None for one bit, which is exact.
         stream: distinguishes tensors that share a seed.
-        order: dimensions in the order of the blocks, in a compiled graph; None: x's own order. In
-            eager mode blocks follow the memory, unless elements of x overlap.
+        order: dimensions in the order of the blocks; None: in a compiled graph x's own order, in
+            eager mode that of the memory, unless elements of x overlap.
 
     Error and memory: see :mod:`.blocks`.
     """
@@ -88,9 +88,9 @@ def encode(
         codes, lo, hi = _encode_graph(dense, bits, seed, stream)
         kept = (codes,) if bits == 1 else (codes, lo, hi)
         return kept, Layout(dense.shape, order, x.dtype, bits)
-    found = memory_order(x)
-    order = () if found is None else found
-    dense = x.permute(order) if order else x
+    if order is None:
+        order = memory_order(x) or ()
+    dense = (x.permute(order) if order else x).contiguous()
     codes, ranges = encode_blocks(dense, bits, _key(seed, stream))
     parts = (codes,) if bits == 1 else (codes, ranges)
     return parts, Layout(dense.shape, order, x.dtype, bits)

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .. import ops
 from ..functional import DTYPES
@@ -138,7 +137,7 @@ class _Activation(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @ops.not_differentiable
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
         x = decode(ctx.saved_tensors, ctx.layout)
         return ACTIVATIONS[ctx.name][1](gy, x), None, None, None, None
@@ -188,7 +187,7 @@ class _Relu(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @ops.not_differentiable
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
         sign = decode(ctx.saved_tensors, ctx.layout)
         return torch.where(sign > 0, gy, 0.0), None
@@ -214,7 +213,7 @@ class _ReluSquared(torch.autograd.Function):
         return root.square()
 
     @staticmethod
-    @once_differentiable
+    @ops.not_differentiable
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
         return gy * (2 * decode(ctx.saved_tensors, ctx.layout)), None, None
 
@@ -246,7 +245,7 @@ class _Gated(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @ops.not_differentiable
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
         gate = decode(saved[: ctx.parts], ctx.gate_layout)
@@ -305,7 +304,7 @@ class _LayerNorm(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @ops.not_differentiable
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
         weight, bias, mean, rstd, *parts = ctx.saved_tensors
         x = decode(parts, ctx.layout)
@@ -429,7 +428,7 @@ class _RmsNorm(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @ops.not_differentiable
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
         weight, rstd, *parts = ctx.saved_tensors
         normal = decode(parts, ctx.layout).float() * rstd
