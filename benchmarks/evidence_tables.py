@@ -49,6 +49,14 @@ TITLES = {
     "images-resnet18": "ResNet-18, photographs",
     "images-efficientformer": "EfficientFormer-L1, photographs",
 }
+SHOWN = {
+    "int4": "default, g_x in INT4",
+    "int4, g_x without HT": "default, g_x in INT4 without HT",
+    "int4 int8-forward": "default int8-forward, g_x in INT4",
+    "default, x as rht4": "default, x in 4 bits, transformed",
+    "default, x as rht4, equalised": "default, x in 4 bits, transformed and equalised",
+}
+"""Runs whose reports call them by a recipe or a storage that is gone -> what they are."""
 GPT_SIZES = ("10M", "25M", "91M", "311M")
 GPT_LONGER = ("10M-long",)
 """Sizes with more text."""
@@ -139,7 +147,8 @@ def rows(results: Path, file: str, *words: str) -> Lines:
     yield from header(["validation loss less fp32's", *_heads(columns)])
     for name in names:
         found = gaps.get(name, [[] for _ in columns])
-        yield line([name, *(plus_minus(values) if values else "" for values in found)])
+        cells = (plus_minus(values) if values else "" for values in found)
+        yield line([SHOWN.get(name, name), *cells])
 
 
 def tasks_of(report: Report) -> list[str]:
@@ -185,7 +194,8 @@ def _trainings(columns: Columns) -> Lines:
     ]
     yield line(["fp32's loss", *(plus_minus(values, sign="") for values in losses)])
     for method, gaps in gaps_of(columns).items():
-        yield line([method, *(plus_minus(values) if values else "" for values in gaps)])
+        cells = (plus_minus(values) if values else "" for values in gaps)
+        yield line([SHOWN.get(method, method), *cells])
 
 
 # ---- gradients ----
@@ -256,7 +266,7 @@ def gradient_quality(results: Path) -> Lines:
         ]
         cells = ["" if math.isnan(value) else f"{value:.3f}" for value in values]
         tail = [dict.fromkeys(f"{v:.2f}" for v in of(method, key)) for key in ("cost", "bytes")]
-        yield line([method, *cells, *map(", ".join, tail)])
+        yield line([SHOWN.get(method, method), *cells, *map(", ".join, tail)])
     cells = [c for task in tasks for c in ("", f"{batch_noise_of(report, task):.2f}", "", "")]
     yield line(["other batches (median)", *cells, "", ""])
 
@@ -420,7 +430,7 @@ def scaling(results: Path) -> Lines:
         for one in found.values():
             values = one.get(name, [])
             cells.append(f"{plus_minus(values, 4)} ({len(values)})" if values else "")
-        yield line([name, *cells])
+        yield line([SHOWN.get(name, name), *cells])
 
 
 # ---- figures ----

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from . import _core, contexts, plans
-from .config import HotConfig
+from .config import RECIPES, HotConfig
 
 Probe = Callable[[], str | dict[str, str]]
 """One line's text, or several lines."""
@@ -69,7 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--device", help="with --explain: sm_90 (the default), sm_80, ... or cuda:0"
     )
-    parser.add_argument("--recipe", help="with --explain: default, fast, paper, accurate or compact")
+    parser.add_argument(
+        "--recipe", help="with --explain: default, fast, paper, accurate or compact"
+    )
     parser.add_argument("--forward", help="with --explain: plain (the default) or int8")
     options = parser.parse_args(arguments)
     if options.explain:

@@ -101,7 +101,7 @@ def test_training_goes_on_bit_for_bit() -> None:
 def test_fewer_bits_more_noise() -> None:
     data = batches(1)
     ratios = {}
-    four = HotConfig(gx_bits=4)
+    four = hot.HotConfig(gx_bits=4)
     for recipe in ("accurate", "default", four, "fast"):
         torch.manual_seed(0)
         model = converted(recipe)
