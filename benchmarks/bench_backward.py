@@ -38,7 +38,7 @@ from hotcore.torch import functional
 from layers import CPU_GROUPS, CUDA_GROUPS, PAPER, Shape, floor_ms, parse_shape
 from timing import Call, Row
 
-RECIPES = ("default", "fast", "int4", "paper", "accurate", "compact")
+RECIPES = ("default", "fast", "paper", "accurate", "compact")
 PARTS = ("layers", "paper", "stages", "forward", "host")
 ALL = ("gx", "gw", "gb")
 BOTH = ("default", "fast", "compact")
@@ -286,8 +286,7 @@ def paper_calls(
 def paper_rows(
     shape: Shape, args: argparse.Namespace, copies: int, watch: timing.Stopwatch | None
 ) -> dict[str, Row]:
-    recipes = [name for name in args.recipe if name != "int4"]
-    calls = paper_calls(shape, recipes, args.device, copies)
+    calls = paper_calls(shape, args.recipe, args.device, copies)
     if args.device == "cpu":
         return timing.in_turns({name: c[0] for name, c in calls.items()}, args.rounds, "cpu")
     repeats = max(1, 24 // copies)  # a replay's own cost is spread over at least 24 calls
@@ -601,7 +600,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--emulate-torchao", action="store_true", help="CPU: run torchao's layer without FP8 units"
     )
     args = timing.begin(parser, argv, lambda args: hotcore.set_isa(args.isa))
-    args.recipe = args.recipe or ["default", "fast", "int4", "paper"]
+    args.recipe = args.recipe or ["default", "fast", "paper"]
     groups: Groups = CPU_GROUPS if args.device == "cpu" else CUDA_GROUPS
     if args.group and args.device == "cuda":
         groups = {name: groups[name] for name in args.group}

@@ -26,7 +26,7 @@ from timing import RESULTS, write_json
 from torch import nn
 
 Shape = tuple[int, int, int]
-RECIPES = ("default", "fast", "int4", "paper", "accurate")
+RECIPES = ("default", "fast", "paper", "accurate")
 TERA = 1e12
 
 MODELS = {

@@ -26,7 +26,6 @@ CUDA_SHAPES = ((25216, 768), (25216, 3072), (8192, 4096), (8192, 14336))
 CPU_SHAPES = ((1576, 768),)
 KEPT = {
     **{name: hotcore.HotConfig.recipe(name) for name in ("default", "fast", "paper", "accurate")},
-    "rht4": hotcore.HotConfig(storage="rht4"),
     "rht2": hotcore.HotConfig(storage="rht2"),
     "compact": hotcore.HotConfig.recipe("compact"),
     "default, equalised": hotcore.HotConfig(equalize_tokens=True),

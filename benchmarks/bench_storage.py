@@ -3,7 +3,7 @@
     python benchmarks/bench_storage.py [--draws N] [--json PATH]
 
 A minute or two on any machine: NumPy alone, on models of the forms in fp64. What was chosen from
-these figures is fixed to the bit in docs/numerics.md ("x kept as rht4 and rht2"). Two tables:
+these figures is fixed to the bit in docs/numerics.md ("x kept as rht2"). Two tables:
 
 * ``blocks``: blocks of 64, 32 and 16 tokens of x, each form's relative error and its relative bias
   (length of the mean error over the draws, less what so many draws leave by chance).
@@ -244,7 +244,7 @@ KEPT = {
     "int8": ("int8", 8),
     "int4": ("int4", 4),
     "codebook, 4 bits": ("codebook", 4),
-    "rht4": ("dither", 4),
+    "dither, 4 bits": ("dither", 4),
     "codebook, 2 bits": ("codebook", 2),
     "rht2": ("dither 1.75", 2),
 }

@@ -136,7 +136,7 @@ def all_steps(report: Report) -> Iterator[str]:
 FORMS = {
     "default": "`int4` (`default`)",
     "default, equalised": "`int4`, equalised",
-    "rht4": "`rht4`",
+    "rht4": "4 bits, transformed as `rht2`",
     "rht2": "`rht2`",
     "compact": "`rht2`, equalised (`compact`)",
     "accurate": "`int8` (`accurate`)",
@@ -751,9 +751,8 @@ def kept(report: Report, bits: str) -> Iterator[str]:
     """Error of every form, and its bias in brackets."""
     rows = [row for row in report["blocks"] if row["block"] == 64 and row["bits"] == int(bits)]
     names = {name: name for name in rows[0]["forms"]}
-    names |= (
-        {"dither": "dither (`rht4`)"} if bits == "4" else {"dither 1.75": "dither 1.75 (`rht2`)"}
-    )
+    if bits == "2":
+        names["dither 1.75"] = "dither 1.75 (`rht2`)"
     yield from table_of(
         ["one block of x", *names.values()],
         (
@@ -789,7 +788,7 @@ def kept_cases(report: Report) -> Iterator[str]:
     head, picks = ["case"], []
     for name in rows[0]["forms"]:
         for measure, words in (("plain", ""), ("mean", ", equalised")):
-            head.append(name + words)
+            head.append(name.replace("rht4", "dither, 4 bits") + words)
             picks.append((name, measure))
     for measure, words in (("rms", "root mean square"), ("largest", "largest value")):
         head.append(f"rht2, by the {words}")
@@ -914,7 +913,8 @@ def sanitizer(report: Report) -> Iterator[str]:
 
 def earlier(report: Report, name: str) -> Iterator[str]:
     """Figures that were written down: no script of the repository makes them again."""
-    yield from table_of(report[name]["columns"], report[name]["rows"])
+    heads = [head.replace("`int4`", "`default`, g_x in INT4") for head in report[name]["columns"]]
+    yield from table_of(heads, report[name]["rows"])
 
 
 CHECK, AUTOTUNE, MODELS = "gpu-check.json", "cuda-autotune.json", "cuda-models-table.json"

@@ -39,8 +39,8 @@ FOLDER = Path(__file__).resolve().parent
 RESULTS = FOLDER / "results"
 SCALE = ("bf16", "default", "default int8-forward", "fast", "FP8 tensorwise", "compact")
 LARGEST = ("bf16", "default int8-forward", "default", "FP8 tensorwise")
-EVERY = (*SCALE, *(f"{name} int8-forward" for name in ("fast", "compact")), "int4", "accurate",
-         "paper", *(f"{name} int8-forward" for name in ("int4", "accurate", "paper")))  # fmt: skip
+EVERY = (*SCALE, *(f"{name} int8-forward" for name in ("fast", "compact")), "accurate",
+         "paper", *(f"{name} int8-forward" for name in ("accurate", "paper")))  # fmt: skip
 SEEDS = "0 1 2 3 4"
 """Of every contender of a size, fixed here before a run (docs/dev/benchmarks.md)."""
 TOKENS_PER_PARAMETER = 5.0

@@ -52,6 +52,14 @@ TITLES = {
     "images-resnet18": "ResNet-18, photographs",
     "images-efficientformer": "EfficientFormer-L1, photographs",
 }
+SHOWN = {
+    "int4": "default, g_x in INT4",
+    "int4, g_x without HT": "default, g_x in INT4 without HT",
+    "int4 int8-forward": "default int8-forward, g_x in INT4",
+    "default, x as rht4": "default, x in 4 bits, transformed",
+    "default, x as rht4, equalised": "default, x in 4 bits, transformed and equalised",
+}
+"""Runs whose reports call them by a recipe or a storage that is gone -> what they are."""
 GPT_SIZES = ("10M", "25M", "91M", "311M")
 GPT_LONGER = ("10M-long",)
 """Sizes with more text."""
@@ -154,7 +162,8 @@ def rows(results: Path, file: str, *words: str) -> Lines:
     yield from header(["validation loss less fp32's", *_heads(columns)])
     for name in names:
         found = gaps.get(name, [[] for _ in columns])
-        yield line([name, *(plus_minus(values) if values else "" for values in found)])
+        cells = (plus_minus(values) if values else "" for values in found)
+        yield line([SHOWN.get(name, name), *cells])
     yield ""
     yield dates_line(results, [file])
 
@@ -202,7 +211,8 @@ def _trainings(columns: Columns) -> Lines:
     ]
     yield line(["fp32's loss", *(plus_minus(values, sign="") for values in losses)])
     for method, gaps in gaps_of(columns).items():
-        yield line([method, *(plus_minus(values) if values else "" for values in gaps)])
+        cells = (plus_minus(values) if values else "" for values in gaps)
+        yield line([SHOWN.get(method, method), *cells])
 
 
 # ---- gradients ----
@@ -273,7 +283,7 @@ def gradient_quality(results: Path) -> Lines:
         ]
         cells = ["" if math.isnan(value) else f"{value:.3f}" for value in values]
         tail = [dict.fromkeys(f"{v:.2f}" for v in of(method, key)) for key in ("cost", "bytes")]
-        yield line([method, *cells, *map(", ".join, tail)])
+        yield line([SHOWN.get(method, method), *cells, *map(", ".join, tail)])
     cells = [c for task in tasks for c in ("", f"{batch_noise_of(report, task):.2f}", "", "")]
     yield line(["other batches (median)", *cells, "", ""])
 
@@ -486,7 +496,7 @@ def scaling(results: Path) -> Lines:
     yield line(["bf16's loss, ± deviation", *(plus_minus(v, 4, "") for v in losses)])
     for name in in_order(n for gaps in found.values() for n in gaps):
         values = [list(gaps.get(name, {}).values()) for gaps in found.values()]
-        yield line([name, *map(interval_words, values)])
+        yield line([SHOWN.get(name, name), *map(interval_words, values)])
     yield ""
     yield dates_line(results, [f"cuda-gpt-{size}.json" for size in found])
 
@@ -554,7 +564,7 @@ def pooled(results: Path) -> Lines:
         more = [v for values in pooled_gaps(results, name, less, every=True).values()
                 for v in values]  # fmt: skip
         ends = f"[{found.low:+.4f}, {found.high:+.4f}]"
-        yield line([f"{name} less {less}", ", ".join(by_size), str(found.count),
+        yield line([f"{SHOWN.get(name, name)} less {less}", ", ".join(by_size), str(found.count),
                     f"{found.mean:+.4f}", ends, intervals.verdict(found, MARGIN),
                     interval_words(more),
                     interval_words(training_gaps(results, name, less))])  # fmt: skip
@@ -713,7 +723,9 @@ def recipes(results: Path, file: str, *words: str) -> Lines:
         return
     runs = runs_by_seed(report)
     names = [name.strip() for name in " ".join(words).split(";")]
-    yield from header(["validation loss, seed 0", *(f"`{name}`" for name in names)])
+    yield from header(
+        ["validation loss, seed 0", *(f"`{SHOWN.get(name, name)}`" for name in names)]
+    )
     (head,) = _size_heads(results, [file.removeprefix("cuda-gpt-").removesuffix(".json")])
     losses = [f"{runs[name][0]['validation_loss']:.3f}" for name in names]
     yield line([f"GPT on text, {head}", *losses])

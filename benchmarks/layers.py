@@ -80,7 +80,7 @@ def floor_ms(shape: Shape, recipe: str, passes: int = 1) -> float:
     tokens, outs, ins = shape
     kept = tokens / 2 if recipe in HALF_RANK else tokens
     quantise = tokens * outs * (2 * passes + 1) + kept * outs + 3 * outs * ins
-    if recipe in ("default", "int4"):
+    if recipe == "default":
         quantise += 1.53 * tokens * ins
     if recipe == "compact":
         quantise += 1.28 * tokens * ins

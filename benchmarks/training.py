@@ -15,7 +15,7 @@ import torch
 from models import Batch, Task
 from torch import Tensor, nn
 
-RECIPES = ("default", "fast", "int4", "paper", "accurate")
+RECIPES = ("default", "fast", "paper", "accurate")
 LEARNING_RATE = 1e-4
 
 KEPT: dict[str, Any] = {"attention": 4}

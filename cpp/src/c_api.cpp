@@ -241,7 +241,12 @@ hot::BackwardLinearSpec spec_of(const char* call, const hot_spec* given,
   out.low_rank.layout = {s.grid_h, s.grid_w, s.prefix_tokens};
   out.gw_scale = one_of("gw_scale", s.gw_scale, hot::GradScale::token);
   out.gw_rounding = rounding("gw_rounding", s.gw_rounding);
-  out.storage = one_of("storage", s.storage, hot::Storage::rht2);
+  if (s.storage != HOT_STORAGE_INT8 && s.storage != HOT_STORAGE_INT4 &&
+      s.storage != HOT_STORAGE_RHT2) {
+    invalid(call, std::string(name) + ".storage is " + std::to_string(s.storage) +
+                      "; expected 0, 1 or 3");
+  }
+  out.storage = static_cast<hot::Storage>(s.storage);
   out.x_scale = granularity("x_scale", s.x_scale);
   out.x_rounding = rounding("x_rounding", s.x_rounding);
   if (s.equalize_tokens != 0 && s.equalize_tokens != 1) {

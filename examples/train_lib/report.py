@@ -13,7 +13,6 @@ COLOURS = {
     "fp32": "#222222",
     "default": "#0072b2",
     "fast": "#009e73",
-    "int4": "#cc79a7",
     "paper": "#d55e00",
     "accurate": "#56b4e9",
     "compact": "#999933",

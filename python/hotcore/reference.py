@@ -1042,9 +1042,8 @@ def _dithered(
 
 def _code_values(codes: NDArray[Any], u: NDArray[np.uint8]) -> NDArray[np.float32]:
     """What codes stand for, in units of their scale; the random bytes are subtracted. Exact."""
-    return (512 * codes.astype(np.int64) + 511 - 2 * u.astype(np.int64) - 1024).astype(_f32) / _f32(
-        512
-    )
+    whole = 512 * codes.astype(np.int64) + 511 - 2 * u.astype(np.int64) - 1024
+    return whole.astype(_f32) / _f32(512)
 
 
 def _sum_pairs(values: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -34,7 +34,7 @@ import targets  # noqa: E402
 import timing  # noqa: E402
 from hotcore.torch import gains  # noqa: E402
 
-RECIPES = ("default", "fast", "int4", "paper")
+RECIPES = ("default", "fast", "paper")
 
 
 pytestmark = pytest.mark.usefixtures("seeded_torch")
@@ -611,4 +611,4 @@ def test_bench_storage(
                 forms["codebook"]["error"] < forms[best]["error"] < 1.2 * forms["codebook"]["error"]
             )
     gauss = report["cases"][0]["forms"]
-    assert gauss["int8"]["plain"] < gauss["rht4"]["plain"] < gauss["int4"]["plain"]
+    assert gauss["int8"]["plain"] < gauss["dither, 4 bits"]["plain"] < gauss["int4"]["plain"]

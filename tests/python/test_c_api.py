@@ -420,6 +420,7 @@ def test_wrong_numbers_and_nulls(api: CApi) -> None:
     numbers = (("basis", 4), ("gx_scale", 3), ("storage", 4), ("gw_scale", -1), ("x_rounding", 3))
     for field, value in (
         *numbers,
+        ("storage", 2),  # a form that is gone
         ("equalize_tokens", 2),
         ("row_count", 65),
         ("gx_bits", 5),
