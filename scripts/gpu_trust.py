@@ -60,6 +60,7 @@ SANITIZED = (
 """What the kernels that a sanitizer sees depend on: not the CPU backend."""
 LONG = {
     "GemmMmaCuda.longest_contraction_is_exact": 6,
+    "GemmMmaCuda.longer_contractions_are_exact": 6,
     "GemmMmaCuda.every_tile_equals_cpu": 6,
     "StagesCuda.every_replay_reads_the_counter": 9,
     "StagesCuda.backward_linear_of_many_tokens_equals_cpu": 10,

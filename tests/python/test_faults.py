@@ -373,13 +373,13 @@ def test_overlaps() -> None:
         "w": (gy, whole[:64], saved, whole[1:]),
     }
     for name, (a, b, c, out) in shared.items():
-        with pytest.raises(ValueError, match=f"gw overlaps {name}"):
+        with pytest.raises(ValueError, match=f"gw_out overlaps {name}"):
             hotcore.backward_linear(a, b, c, config="accurate", need=ALL, gw_out=out)
         assert not whole.any()
     memory = np.zeros(saved.data.nbytes + 64 * 64 * 4, np.uint8)
     inside = memory[: saved.data.nbytes]
     inside[:] = saved.data
-    with pytest.raises(ValueError, match="gw overlaps saved"):
+    with pytest.raises(ValueError, match="gw_out overlaps saved"):
         hotcore.backward_linear(
             gy, w, dataclasses.replace(saved, data=inside), need="gw",
             gw_out=memory[: 64 * 64 * 4].view(F).reshape(64, 64),
@@ -406,6 +406,6 @@ def test_unaligned_tensors() -> None:
     with pytest.raises(ValueError, match="gy is not aligned to its element size"):
         hotcore.backward_linear(odd, w, x)
     out = torch.frombuffer(bytearray(4 * 72 * 56 + 1), dtype=torch.float32, offset=1)
-    with pytest.raises(ValueError, match="gw is not aligned to its element size"):
+    with pytest.raises(ValueError, match="gw_out is not aligned to its element size"):
         hotcore.backward_linear(gy, w, x, need="gw", gw_out=out.reshape(72, 56))
     assert not out.numpy().view(np.uint8).any()

@@ -202,7 +202,6 @@ def test_without_memory(
     keys = Key(0), Key(0)
     calls: list[Callable[[], Any]] = [
         lambda: ops.compress(form(x), settings, Key(0)),
-        lambda: ops.quantize_weight(form(weight), settings),
         lambda: ops.forward(x, form(weight), None, settings),
         lambda: ops.forward(form(x), weight, None, settings),
     ]

@@ -156,13 +156,13 @@ def test_x_comes_from_the_codes_of_what_it_is_made_of(autocast: bool) -> None:
 
     Gradients stay those of plain layers up to rounding.
     """
-    x = torch.randn(512, 64)
-    plain = Mlp()
+    x = torch.randn(512, 128)  # a multiple of a block of codes
+    plain = Mlp(128)
     exact = gradients(plain, plain, x)
     kept, errors = {}, {}
     for saved in (None, 8, 4):
         torch.manual_seed(0)
-        model = Mlp()
+        model = Mlp(128)
         model.load_state_dict(plain.state_dict())
         hot.convert(model, "accurate", every, saved=saved)
 
@@ -171,7 +171,7 @@ def test_x_comes_from_the_codes_of_what_it_is_made_of(autocast: bool) -> None:
                 return model(x).float()
 
         graphs = Graphs().run(call, x.clone().requires_grad_())
-        kept[saved] = sum(t.nbytes for t in graphs.kept if t.dim() and t.shape != (256, 64))
+        kept[saved] = sum(t.nbytes for t in graphs.kept if t.dim() and t.shape != (512, 128))
         in_backward = sum(graphs.count("backward", n) for n in ("compress", "compress_activation"))
         # With 4 bits of GELU's input the result is not accurate enough: fc2 saves its own codes.
         assert in_backward == {None: 0, 8: 2, 4: 0}[saved]
