@@ -193,12 +193,18 @@ def _batch(results: Path) -> str:
 
 
 def _step(results: Path) -> str:
+    earlier = need(results, "cuda-steps-earlier.json")["steps"]["vit_b"]["rows"]
     rows = need(results, "cuda-steps.json")["steps"]["vit_b"]["rows"]
-    plain = rows["fp32 eager"]["step"]["median_ms"]
+    of = {name: row["of reference"]["step"] for name, row in rows.items()}
+    plain = earlier["fp32 eager"]["of reference"]["step"]
+    graphs = {
+        words: of["bf16 reduce-overhead"] / of[f"{name} reduce-overhead"]
+        for name, words in (("default", "`default`"), ("default int8-forward", "8-bit forward"))
+    }
     return (
-        f"a whole step of ViT-B: {plain / rows['default compiled']['step']['median_ms']:.1f}× of "
-        f"eager fp32, {1 / rows['default compiled']['of reference']['step']:.2f}× of compiled bf16 "
-        "(`default`)"
+        f"a whole step of ViT-B, `default`: {plain / of['default compiled']:.1f}× of eager fp32, "
+        f"{1 / of['default compiled']:.2f}× of compiled bf16; both under CUDA graphs: "
+        + ", ".join(f"{ratio:.2f}× ({words})" for words, ratio in graphs.items())
     )
 
 
@@ -222,7 +228,8 @@ def _kept(results: Path) -> str:
 
 
 def _peak_of_steps(results: Path) -> str:
-    rows = need(results, "cuda-steps.json")["steps"]["vit_b"]["rows"]
+    rows = need(results, "cuda-steps-earlier.json")["steps"]["vit_b"]["rows"]
+    rows = need(results, "cuda-steps.json")["steps"]["vit_b"]["rows"] | rows
 
     def share(name: str) -> str:
         return f"{rows[name]['peak_gib'] / rows['fp32 eager']['peak_gib']:.2f}"

@@ -25,6 +25,7 @@ comes from here. Every page of the repository that has such a line is looked at.
   targets          bars and what was measured (the same)
   tests            tests of that run (the same)
   steps MODEL      every contender of a model (cuda-steps.json)
+  steps-of FILE    the same of every model of another report
   lora             LoRA's contenders: tokens a second and memory (cuda-lora.json)
   all-steps        the same of all models, each under its name
   summary          one line for each model: compiled bf16, and its rivals beside it (the same)
@@ -530,14 +531,16 @@ def distributed(report: Report) -> Iterator[str]:
 
 PAYS = {
     "llama_blocks_2k": "compiled",
-    "llama_blocks": "compiled",
     "vit_b": "reduce-overhead",
     "bert": "reduce-overhead",
     "gpt2": "reduce-overhead",
     "llama_lora": "compiled",
 }
 """Model -> how it is run, its rival too."""
+EARLIER = "cuda-steps-earlier.json"
+"""What was measured step by step, a synchronisation before and after each, and not again since."""
 PAYS_FP8 = ("llama_blocks_2k", "vit_b")
+REFERENCE = "bf16 compiled"
 BUDGETS = (0.7, 0.5, 0.3, 0.2)
 PAYS_LESS_MEMORY = {
     "`hot.recompute` but for attention, CUDA graphs": "reduce-overhead, attention kept",
@@ -556,6 +559,7 @@ def pays(results: Path) -> Iterator[str]:
 
     check = report("gpu-check.json")
     models = report("cuda-steps.json")["steps"] | report("cuda-lora.json")["steps"]
+    small = report("cuda-memory-points.json")["steps"]["bert"]
     tuned = report("cuda-autotune.json")["steps"]
     processors = [
         [layer["rows"] for layer in group["layers"].values()]
@@ -581,16 +585,15 @@ def pays(results: Path) -> Iterator[str]:
         found = check["bench_backward"]["layers"][group]["recipes"]
         return of_recipes([found[name]["faster than"].get(rival) for name in names])
 
-    def step(model: str, name: str, rival: str) -> str:
+    def step(rows: Report, name: str, rival: str) -> str:
         """Both figures are of compiled bf16 in their own waves, so their ratio is fair."""
-        rows = models[model]["rows"]
         mine, theirs = (rows.get(one, {}).get("of reference") for one in (name, rival))
         if not mine or not theirs:
             return ""
         return f"{theirs['step'] / mine['step']:.2f}× ({mine['peak'] / theirs['peak']:.2f})"
 
     def steps_of(model: str, how: str, rival: str) -> list[str]:
-        return [step(model, f"{name} {how}", rival) for name in recipes]
+        return [step(models[model]["rows"], f"{name} {how}", rival) for name in recipes]
 
     def on_cpu(rows: list[Report], rival: str, mine: Sequence[str]) -> list[str]:
         found = []
@@ -612,22 +615,27 @@ def pays(results: Path) -> Iterator[str]:
         title = f"step of {models[model]['title']}"
         figures = steps_of(model, how, f"bf16 {how}")
         yield line([f"{title}{words}", f"compiled bf16{words}", "", *figures])
+        if model == "llama_blocks_2k":
+            long = report(EARLIER)["steps"]["llama_blocks"]["rows"]
+            figures = [step(long, f"{name} compiled", REFERENCE) for name in recipes]
+            yield line(["the same, one sequence of 8192", "compiled bf16", "", *figures])
         if model not in PAYS_FP8:
             continue
         eight = "FP8 tensorwise compiled"
         figures = steps_of(model, "compiled", eight)
         if any(figures):
             yield line([f"{title}, compiled", f"torchao {eight}", "", *figures])
-    for words, suffix in PAYS_LESS_MEMORY.items():
-        plain = step("vit_b", f"bf16 {suffix}", "bf16 compiled")
-        fewer = steps_of("vit_b", suffix, "bf16 compiled")
-        if any([plain, *fewer]):
-            yield line([f"step of ViT-B/16, {words}", "compiled bf16", plain, *fewer])
-    found = {b: step("vit_b", f"bf16 compiled, budget {b}", "bf16 compiled") for b in BUDGETS}
-    budgets = {budget: plain for budget, plain in found.items() if plain}
-    if budgets:
-        title = f"step of ViT-B/16, `activation_memory_budget` {', '.join(map(str, budgets))}"
-        yield line([title, "compiled bf16", ", ".join(budgets.values()), *[""] * 4])
+    for entry in (models["vit_b"], small):
+        rows = entry["rows"]
+        for words, suffix in PAYS_LESS_MEMORY.items():
+            plain, *fewer = (step(rows, f"{name} {suffix}", REFERENCE)
+                             for name in ("bf16", *recipes))  # fmt: skip
+            if any(fewer):
+                yield line([f"step of {entry['title']}, {words}", "compiled bf16", plain, *fewer])
+    rows = small["rows"]
+    plain = ", ".join(step(rows, f"bf16 compiled, budget {b}", REFERENCE) for b in BUDGETS)
+    title = f"step of {small['title']}, `activation_memory_budget` {', '.join(map(str, BUDGETS))}"
+    yield line([title, "compiled bf16", plain, *[""] * 4])
     means = check["bench_backward"]["paper"]["rotating"]["means"]
     ratios = [means[f"hotcore {name}"]["geomean"] for name in names]
     title = "backward of small layers, 49 to 3136 tokens"
@@ -940,6 +948,7 @@ KINDS: dict[str, tuple[str | None, Callable[..., Iterator[str]]]] = {
     "eager": (None, eager),
     "steps": ("cuda-steps.json", steps),
     "all-steps": ("cuda-steps.json", all_steps),
+    "steps-of": (None, all_steps),
     "summary": ("cuda-steps.json", summary),
     "lora": ("cuda-lora.json", lora),
     "gpt": ("cuda-gpt.json", gpt),
