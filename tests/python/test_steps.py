@@ -149,7 +149,8 @@ def test_contenders_by_importance() -> None:
     names = [c.name for c in training.people(models.TASKS["vit_b"])]
     assert names[0] == REFERENCE and len(set(names)) == len(names)
     for wanted in ("fast reduce-overhead", "FP8 rowwise compiled", "bf16 compiled, budget 0.3",
-                   "bf16 checkpointed, compiled", "default int8-forward compiled, saved 8/4"):  # fmt: skip
+                   "bf16 checkpointed, compiled",
+                   "default int8-forward compiled, saved 8/4"):  # fmt: skip
         assert wanted in names
     whole = [c.name for c in training.people(models.TASKS["resnet50"])]
     assert not [name for name in whole if "checkpointed" in name]
