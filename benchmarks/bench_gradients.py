@@ -30,7 +30,7 @@ import hotcore
 import rivals
 import small_tasks
 import torch
-from evidence_tables import batch_noise_of, methods_of, over_layers
+from evidence_tables import SHOWN, batch_noise_of, methods_of, over_layers
 from hotcore.torch.compute import FULL_PRECISION, backward_bops
 from rivals.methods import power_of_two_factor, triangle_rows
 from small_tasks import Contender, training
@@ -338,14 +338,16 @@ def plot(report: Mapping[str, Any], path: Path) -> None:
         for offset, value, colour in ((0.2, "noise", "#888888"), (-0.2, "bias", "#cc3311")):
             widths = [over_layers(report, task, None, name, "gw", value) for name in names]
             bars.barh([p + offset for p in places], widths, 0.38, label=value, color=colour)
-        bars.set_yticks(list(places), names, fontsize=7)
+        bars.set_yticks(list(places), [SHOWN.get(name, name) for name in names], fontsize=7)
         bars.set_xlabel("of the norm of g_w")
         bars.legend(fontsize=7)
         run_axis = row[3]
         steps = report["settings"]["at"]
         for name in names:
             values = [over_layers(report, task, step, name, "gw", "error") for step in steps]
-            run_axis.plot(steps, values, marker=".", color=colours[name], label=name, lw=1)
+            run_axis.plot(
+                steps, values, marker=".", color=colours[name], label=SHOWN.get(name, name), lw=1
+            )
         noise = [batch_noise_of(report, task, step) for step in steps]
         run_axis.plot(steps, noise, "k--", label="other batches", lw=1.5)
         run_axis.set_yscale("log")

@@ -37,6 +37,7 @@ import side_by_side
 import small_tasks
 import torch
 from bench_gradients import numbers
+from evidence_tables import SHOWN
 from small_tasks import Contender, training
 from timing import RESULTS
 from torch import Tensor, nn
@@ -248,7 +249,8 @@ def plot_differences(report: Mapping[str, Any], task: str, path: Path) -> None:
             row["differences"], [place] * len(row["differences"]), ".", color=colour, alpha=0.4
         )
         axis.plot(row["difference"], place, "D", color=colour, markersize=5)
-    axis.set_yticks(range(len(rows)), [row["method"] for row in rows], fontsize=8)
+    names = [SHOWN.get(row["method"], row["method"]) for row in rows]
+    axis.set_yticks(range(len(rows)), names, fontsize=8)
     axis.axvline(0, color="black", linewidth=0.8)
     axis.set_xscale("symlog", linthresh=0.05)
     axis.set_xlabel("validation loss less fp32's of the same seed; dots: seeds")
