@@ -324,7 +324,13 @@ def plot(report: Mapping[str, Any], path: Path) -> None:
                     ms=7,
                     mfc=colours[name] if filled else "none",
                 )
-                axis.annotate(name, (at, error), (4, 3), textcoords="offset points", fontsize=7)
+                axis.annotate(
+                    SHOWN.get(name, name),
+                    (at, error),
+                    (4, 3),
+                    textcoords="offset points",
+                    fontsize=7,
+                )
             axis.set_xscale("log")
             axis.set_yscale("log")
             axis.set_xlabel(label)
