@@ -199,10 +199,9 @@ def plot_panel(axes: Any, entry: Mapping[str, Any], known: Mapping[str, Any]) ->
     for name, point in drawn.items():
         how = rows[name]["how"]
         mark, color = marker_of(how), color_of(how)
-        size, edge = (9.5, 0.3) if mark.startswith("$") else (6.5, 1.2)  # text, or a shape
         (handle,) = axes.plot(
             *point, marker=mark, linestyle="none", color=color, label=name,
-            markersize=size, markeredgecolor=color, markeredgewidth=edge,
+            markersize=6.5, markeredgecolor=color, markeredgewidth=1.2,
         )  # fmt: skip
         if name not in known:
             handles[name] = handle

@@ -145,7 +145,7 @@ def in_turns(
 
 def steady(row: Row) -> bool:
     """Whether a row is a figure; a difference of two medians has no quartiles to tell by."""
-    return "q1_ms" not in row or row["q3_ms"] - row["q1_ms"] <= STEADY * row["median_ms"]
+    return "q1_ms" not in row or _apart(row) <= STEADY
 
 
 def steadied(
@@ -168,6 +168,7 @@ def steadied(
 
 
 def _apart(row: Row) -> float:
+    """Its quartiles' distance, as a share of its median."""
     return float((row["q3_ms"] - row["q1_ms"]) / row["median_ms"])
 
 
