@@ -80,6 +80,8 @@ fi
 [[ -z "$lacking" ]] || hot_env_need $lacking
 
 export PATH="$HOT_VENV/bin:$PATH"
+# Inductor's compiled code, for this checkout and torch alone: the machine's own cache holds what any process has left.
+export TORCHINDUCTOR_CACHE_DIR="$HOT_ROOT/build/inductor${version:+-torch-$version}"
 if [[ -n "$version" ]]; then
   (hot_env_install torch "torch==$version" numpy hypothesis 'pytest>=8') ||
     hot_env_fail "torch==$version: pip has none for $("$HOT_VENV_PYTHON" --version) on this machine, or could not" \
