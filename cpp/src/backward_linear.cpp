@@ -34,6 +34,10 @@ const char* storage_name(Storage storage) noexcept {
       return "int4";
     case Storage::rht2:
       return "rht2";
+    case Storage::token8:
+      return "token8";
+    case Storage::token4:
+      return "token4";
   }
   return "unknown";
 }
@@ -53,6 +57,50 @@ const char* grad_scale_name(GradScale scale) noexcept {
 namespace {
 
 constexpr const char* backward_name = "backward_linear";
+
+// The token storages have one form of most settings, and these are its names.
+void check_token_spec(const char* call, const BackwardLinearSpec& spec) {
+  const std::string with = std::string(" with storage ") + storage_name(spec.storage);
+  const auto refuse = [&](const char* field, const std::string& value, const char* expected) {
+    detail::invalid(call, field + (" is " + value) + with + "; expected " + expected);
+  };
+  if (spec.hadamard_block != 16 && spec.hadamard_block != 32 && spec.hadamard_block != 64) {
+    refuse("hadamard_block", std::to_string(spec.hadamard_block), "16, 32 or 64");
+  }
+  if (spec.gx_bits != 8) refuse("gx_bits", std::to_string(spec.gx_bits), "8");
+  if (spec.gx_scale != Granularity::row) {
+    refuse("gx_scale", granularity_name(spec.gx_scale), "row (per token)");
+  }
+  if (spec.weight_scale != Granularity::column) {
+    refuse("weight_scale", granularity_name(spec.weight_scale), "column (of in_features)");
+  }
+  if (spec.gw_scale != GradScale::token) {
+    refuse("gw_scale", grad_scale_name(spec.gw_scale), "token");
+  }
+  if (spec.gw_rounding == Rounding::pseudo_stochastic) {
+    refuse("gw_rounding", rounding_name(spec.gw_rounding), "nearest or stochastic");
+  }
+  if (spec.x_scale != Granularity::row) {
+    refuse("x_scale", granularity_name(spec.x_scale), "row (per channel)");
+  }
+  if (spec.storage == Storage::token4 && spec.x_rounding != Rounding::stochastic) {
+    refuse("x_rounding", rounding_name(spec.x_rounding), "stochastic");
+  }
+  if (spec.x_rounding == Rounding::pseudo_stochastic) {
+    refuse("x_rounding", rounding_name(spec.x_rounding), "nearest or stochastic");
+  }
+  if (spec.equalize_tokens)
+    refuse("equalize_tokens", "true", "false: tokens have their own scales");
+}
+
+// Of calls that run or plan the spec.
+void check_device(const char* call, const Context& context, const BackwardLinearSpec& spec) {
+  if (detail::is_token_storage(spec.storage) && context.device().type == Device::Type::cuda) {
+    detail::unsupported(call, std::string("storage ") + storage_name(spec.storage) +
+                                  " has no CUDA kernels; expected a context of the CPU, or storage "
+                                  "int8, int4 or rht2");
+  }
+}
 
 void check_spec(const char* call, const BackwardLinearSpec& spec) {
   detail::check_hadamard_block(call, spec.hadamard_block);
@@ -77,7 +125,7 @@ void check_spec(const char* call, const BackwardLinearSpec& spec) {
   }
   const std::string storage = storage_name(spec.storage);
   if (storage == "unknown") {
-    detail::invalid(call, "storage is unknown; expected int8, int4 or rht2");
+    detail::invalid(call, "storage is unknown; expected int8, int4, rht2, token8 or token4");
   }
   detail::check_rounding(call, "gx_rounding", spec.gx_rounding);
   detail::check_rounding(call, "gw_rounding", spec.gw_rounding);
@@ -91,6 +139,7 @@ void check_spec(const char* call, const BackwardLinearSpec& spec) {
     detail::invalid(call, "x_rounding is " + std::string(rounding_name(spec.x_rounding)) +
                               " with storage " + storage + "; expected stochastic");
   }
+  if (detail::is_token_storage(spec.storage)) check_token_spec(call, spec);
   detail::check_low_rank(spec.low_rank);
 }
 
@@ -114,6 +163,13 @@ detail::GroupsJob saved_groups(const ConstSavedActivation& saved, const SavedLay
           spec.storage == Storage::rht2};
 }
 
+std::optional<detail::TokenCodesIn> saved_tokens(const ConstSavedActivation& saved,
+                                                 const BackwardLinearSpec& spec) {
+  if (saved.data == nullptr || !detail::is_token_storage(spec.storage)) return std::nullopt;
+  return detail::TokenCodesIn{detail::TokenCodesLayout(saved.tokens, saved.in_features, spec),
+                              spec.storage, static_cast<const std::uint8_t*>(saved.data)};
+}
+
 // Of the tokens' sizes; null where they were not equalised.
 const std::uint8_t* saved_exponents(const ConstSavedActivation& saved, const SavedLayout& layout,
                                     const BackwardLinearSpec& spec) {
@@ -127,6 +183,15 @@ SavedLayout layout_of(const Projection& p, std::int64_t in_features,
   layout.channels = in_features;
   layout.k = p.k;
   layout.k_padded = p.k_padded;
+  if (detail::is_token_storage(spec.storage)) {
+    const detail::TokenCodesLayout of(p.tokens, in_features, spec);
+    layout.row_bytes = of.row_bytes;
+    layout.scales = p.tokens;
+    layout.scale_offset = of.scale_offset;
+    layout.exponent_offset = of.exponent_offset;
+    layout.bytes = of.bytes;
+    return layout;
+  }
   std::size_t scale_bytes;
   if (spec.storage == Storage::rht2) {
     layout.row_bytes = p.k / 4;
@@ -164,6 +229,7 @@ Support supported(const Context& context, const LinearShape& shape,
   return detail::answer_supported([&] {
     check_shape("backward_linear", shape);
     check_spec("backward_linear", spec);
+    check_device("backward_linear", context, spec);
     detail::token_projection(shape.tokens, spec);
     backend_of(context).gemm_workspace(context, shape.tokens, shape.in_features,
                                        shape.out_features);
@@ -178,6 +244,7 @@ std::uint64_t saved_format(const BackwardLinearSpec& spec) {
   if (spec.equalize_tokens) print.add('t');
   const LowRank& p = spec.low_rank;
   print.add(p.basis);
+  if (detail::is_token_storage(spec.storage)) print.add(spec.hadamard_block);
   if (p.basis == Basis::full) return print.value();  // other fields do not matter
   print.add(p.block).add(p.rows.empty() ? p.rank : 0).add(p.rows.size());
   for (const int row : p.rows) print.add(row);
@@ -187,12 +254,10 @@ std::uint64_t saved_format(const BackwardLinearSpec& spec) {
 
 std::uint64_t weight_format(const BackwardLinearSpec& spec) {
   check_spec("weight_format", spec);
-  return Fingerprint()
-      .add('w')
-      .add(spec.hadamard_block)
-      .add(spec.gx_bits)
-      .add(spec.weight_scale)
-      .value();
+  Fingerprint print;
+  print.add('w').add(spec.hadamard_block).add(spec.gx_bits).add(spec.weight_scale);
+  if (detail::is_token_storage(spec.storage)) print.add('t');
+  return print.value();
 }
 
 SavedLayout saved_layout(std::int64_t tokens, std::int64_t in_features,
@@ -206,6 +271,12 @@ namespace {
 
 std::size_t compress_workspace(const Context& context, std::int64_t in_features,
                                const Projection& p, const BackwardLinearSpec& spec) {
+  if (detail::is_token_storage(spec.storage)) {
+    detail::WorkspaceCursor cursor;
+    detail::take_features(cursor, in_features,
+                          detail::TokenCodesLayout(p.tokens, in_features, spec).padded);
+    return cursor.bytes();
+  }
   if (spec.storage != Storage::int8) return 0;
   return backend_of(context).columns_workspace(context, in_features, p,
                                                detail::activation_quant(spec));
@@ -217,6 +288,7 @@ std::size_t compress_activation_workspace(const Context& context, std::int64_t t
                                           std::int64_t in_features,
                                           const BackwardLinearSpec& spec) {
   saved_layout(tokens, in_features, spec);  // the same errors as the call itself
+  check_device("compress_activation_workspace", context, spec);
   return compress_workspace(context, in_features, detail::token_projection(tokens, spec), spec);
 }
 
@@ -226,6 +298,7 @@ detail::CompressCall::CompressCall(const char* call, const Context& context,
                                    const Workspace& workspace) {
   const Checker check(call, context);
   check_spec(call, spec);
+  check_device(call, context, spec);
   projection = token_projection(rows.rows, spec);
   const SavedLayout layout = layout_of(projection, rows.cols, spec);
   check_bytes(call, "saved", saved.data, saved.bytes, layout.bytes, detail::BufferSize::at_least);
@@ -244,6 +317,9 @@ detail::CompressCall::CompressCall(const char* call, const Context& context,
                           bytes,
                           layout.row_bytes,
                           reinterpret_cast<std::uint16_t*>(scales)});
+  if (is_token_storage(spec.storage)) {
+    job->tokens = TokenCodesOut{TokenCodesLayout(rows.rows, rows.cols, spec), spec.storage, bytes};
+  }
 }
 
 ConstSavedActivation compress_activation(const Context& context, const ConstTensorView& x,
@@ -266,6 +342,7 @@ void decompress_activation(const Context& context, const ConstSavedActivation& s
   const char* const call = "decompress_activation";
   const Checker check(call, context);
   check_spec(call, spec);
+  check_device(call, context, spec);
   if (spec.low_rank.basis != Basis::full) {
     detail::unsupported(call, std::string("saved has basis ") + basis_name(spec.low_rank.basis) +
                                   ", which keeps projected rows and not x; expected basis full");
@@ -298,7 +375,8 @@ void decompress_activation(const Context& context, const ConstSavedActivation& s
   backend_of(context).decompress(
       context,
       {saved.data, layout.row_bytes, static_cast<const char*>(saved.data) + layout.scale_offset,
-       spec.storage, scale_step, first, rows, saved_exponents(saved, layout, spec), saved.key});
+       spec.storage, scale_step, first, rows, saved_exponents(saved, layout, spec), saved.key,
+       saved_tokens(saved, spec)});
 }
 
 std::size_t quantized_weight_bytes(std::int64_t out_features, std::int64_t in_features,
@@ -306,16 +384,17 @@ std::size_t quantized_weight_bytes(std::int64_t out_features, std::int64_t in_fe
   const char* const call = "quantized_weight_bytes";
   check_shape(call, {0, out_features, in_features});
   check_spec(call, spec);
-  return detail::weight_bytes(
-      in_features, detail::hadamard_projection(out_features, spec.hadamard_block).k_padded);
+  return detail::weight_bytes(in_features,
+                              detail::out_feature_projection(out_features, spec).k_padded);
 }
 
 std::size_t quantize_weight_workspace(const Context& context, std::int64_t out_features,
                                       std::int64_t in_features, const BackwardLinearSpec& spec) {
   quantized_weight_bytes(out_features, in_features, spec);  // the same errors as the call itself
-  return backend_of(context).columns_workspace(
-      context, in_features, detail::hadamard_projection(out_features, spec.hadamard_block),
-      detail::weight_quant(spec));
+  check_device("quantize_weight_workspace", context, spec);
+  return backend_of(context).columns_workspace(context, in_features,
+                                               detail::out_feature_projection(out_features, spec),
+                                               detail::weight_quant(spec));
 }
 
 ConstQuantizedWeight quantize_weight(const Context& context, const ConstTensorView& w,
@@ -325,9 +404,10 @@ ConstQuantizedWeight quantize_weight(const Context& context, const ConstTensorVi
   const char* const call = "quantize_weight";
   const Checker check(call, context);
   check_spec(call, spec);
+  check_device(call, context, spec);
   check.input("w", w, float_dtypes, 2, 2);
   const MatrixIn weight = detail::matrix_of(w);
-  const Projection p = detail::hadamard_projection(weight.rows, spec.hadamard_block);
+  const Projection p = detail::out_feature_projection(weight.rows, spec);
   check_bytes(call, "out", out.data, out.bytes, detail::weight_bytes(weight.cols, p.k_padded));
   check.disjoint("out", bytes_view(out.data, out.bytes, w.device), "w", w);
   const detail::Backend& backend = backend_of(context);
@@ -336,8 +416,10 @@ ConstQuantizedWeight quantize_weight(const Context& context, const ConstTensorVi
   const ConstQuantizedWeight quantized{out.data, out.bytes, weight.rows, weight.cols,
                                        weight_format(spec)};
   if (weight.cols == 0) return quantized;
+  // Signs of a weight that outlives the call are fixed: every call's backward has to know them.
+  const Key& key = p.signs ? detail::fixed_signs_key : context.key();
   backend.quantize_weight(context,
-                          {weight, &p, Side::activation, context.key(), quant,
+                          {weight, &p, Side::activation, key, quant,
                            detail::weight_operand(out.data, weight.cols, p.k_padded)},
                           workspace.data);
   return quantized;
@@ -347,9 +429,9 @@ std::size_t backward_linear_workspace(const Context& context, const LinearShape&
                                       const BackwardLinearSpec& spec, bool need_gx, bool need_gw) {
   check_shape("backward_linear_workspace", shape);
   check_spec("backward_linear_workspace", spec);
+  check_device("backward_linear_workspace", context, spec);
   const Projection tokens = detail::token_projection(shape.tokens, spec);
-  const Projection out_features =
-      detail::hadamard_projection(shape.out_features, spec.hadamard_block);
+  const Projection out_features = detail::out_feature_projection(shape.out_features, spec);
   detail::BackwardWork work{spec, shape, tokens, out_features, need_gx, need_gw, need_gx};
   work.gb = true;
   return backend_of(context).backward_workspace(context, work);
@@ -390,6 +472,7 @@ void run_backward(const BackwardArguments& given, const Checker& check,
   call.quantized = given.quantized.value_or(detail::Operand{});
   call.saved = saved_operand(given.saved, given.layout);
   call.groups = saved_groups(given.saved, given.layout, given.spec);
+  call.tokens = saved_tokens(given.saved, given.spec);
   call.sketch_key = given.saved.key;
   call.exponents = saved_exponents(given.saved, given.layout, given.spec);
   call.gx = given.gx;
@@ -427,6 +510,7 @@ void check_and_run(const Context& context, const ConstTensorView& gy,
   const detail::StandardArithmetic arithmetic;
   const Checker check(backward_name, context);
   check_spec(backward_name, spec);
+  check_device(backward_name, context, spec);
   if (out.gx == nullptr && out.gw == nullptr && out.gb == nullptr) {
     detail::invalid(backward_name, "out wants nothing; expected gx, gw or gb, one at least");
   }
@@ -436,7 +520,7 @@ void check_and_run(const Context& context, const ConstTensorView& gy,
   LinearShape& shape = call.shape;
   shape.tokens = call.gy.rows;
   shape.out_features = call.gy.cols;
-  call.out_features = detail::hadamard_projection(shape.out_features, spec.hadamard_block);
+  call.out_features = detail::out_feature_projection(shape.out_features, spec);
 
   ConstTensorView weight_memory{};
   if (out.gx != nullptr) {

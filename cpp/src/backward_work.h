@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <optional>
 
+#include "checks.h"
 #include "hot/backward_linear.h"
 #include "kernels.h"
 
@@ -28,7 +29,8 @@ struct BackwardCall {
   Operand quantized{};  // w, if it comes quantised
   Operand saved{};      // x, INT8
   GroupsJob groups{};   // x, packed; `out` and `offsets` are the backend's
-  Key sketch_key{};     // x was projected or rotated with it
+  std::optional<TokenCodesIn> tokens = std::nullopt;  // x of the token storages
+  Key sketch_key{};  // x was projected, rotated or dithered with it
   MatrixOut gx{}, gw{}, gb{};
   const std::uint8_t* exponents = nullptr;  // of x's tokens, where they were equalised
 };
@@ -66,6 +68,28 @@ inline Projection hadamard_projection(std::int64_t out_features, int block) {
   p.k = p.blocks * block;
   p.k_padded = round_up(p.k, k_alignment);
   return p;
+}
+
+// The same for the token storages or not: those have the block that fits the width, and signs.
+inline Projection out_feature_projection(std::int64_t out_features,
+                                         const BackwardLinearSpec& spec) {
+  const bool token = is_token_storage(spec.storage);
+  Projection p = hadamard_projection(
+      out_features, token ? feature_block(out_features, spec.hadamard_block) : spec.hadamard_block);
+  p.signs = token;
+  return p;
+}
+
+// What the sizes of features are found in, and the factors that come of them.
+struct FeatureScratch {
+  std::int64_t* sums;               // [features]
+  std::uint8_t* sampled_exponents;  // [size_sample], of tokens
+  float* factors;                   // [padded]
+};
+inline FeatureScratch take_features(WorkspaceCursor& cursor, std::int64_t features,
+                                    std::int64_t padded) {
+  return {cursor.take<std::int64_t>(features), cursor.take<std::uint8_t>(size_sample),
+          cursor.take<float>(padded)};
 }
 
 // What is done to g_y and x along the tokens for g_w.

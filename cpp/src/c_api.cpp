@@ -171,7 +171,9 @@ static_assert(same(HOT_GRAD_SCALE_TENSOR, hot::GradScale::tensor) &&
               same(HOT_GRAD_SCALE_TOKEN, hot::GradScale::token));
 static_assert(same(HOT_STORAGE_INT8, hot::Storage::int8) &&
               same(HOT_STORAGE_INT4, hot::Storage::int4) &&
-              same(HOT_STORAGE_RHT2, hot::Storage::rht2));
+              same(HOT_STORAGE_RHT2, hot::Storage::rht2) &&
+              same(HOT_STORAGE_TOKEN8, hot::Storage::token8) &&
+              same(HOT_STORAGE_TOKEN4, hot::Storage::token4));
 static_assert(same(HOT_SIDE_ACTIVATION, hot::Side::activation) &&
               same(HOT_SIDE_GRADIENT, hot::Side::gradient));
 
@@ -242,9 +244,10 @@ hot::BackwardLinearSpec spec_of(const char* call, const hot_spec* given,
   out.gw_scale = one_of("gw_scale", s.gw_scale, hot::GradScale::token);
   out.gw_rounding = rounding("gw_rounding", s.gw_rounding);
   if (s.storage != HOT_STORAGE_INT8 && s.storage != HOT_STORAGE_INT4 &&
-      s.storage != HOT_STORAGE_RHT2) {
+      s.storage != HOT_STORAGE_RHT2 && s.storage != HOT_STORAGE_TOKEN8 &&
+      s.storage != HOT_STORAGE_TOKEN4) {
     invalid(call, std::string(name) + ".storage is " + std::to_string(s.storage) +
-                      "; expected 0, 1 or 3");
+                      "; expected 0, 1, 3, 4 or 5");
   }
   out.storage = static_cast<hot::Storage>(s.storage);
   out.x_scale = granularity("x_scale", s.x_scale);

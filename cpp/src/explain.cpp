@@ -645,6 +645,10 @@ Explanation explain(std::string_view device, const LinearShape& shape,
                                      "; expected float32, float16 or bfloat16");
     }
   }
+  if (detail::is_token_storage(spec.storage)) {
+    detail::unsupported(call_name, std::string("storage ") + storage_name(spec.storage) +
+                                       " has no CUDA kernels to explain");
+  }
   // The same checks as in the calls.
   quantized_weight_bytes(shape.out_features, shape.in_features, spec);
   saved_layout(shape.tokens, shape.in_features, spec);
@@ -658,7 +662,7 @@ Explanation explain(std::string_view device, const LinearShape& shape,
                       spec,
                       options,
                       detail::token_projection(shape.tokens, spec),
-                      detail::hadamard_projection(shape.out_features, spec.hadamard_block),
+                      detail::out_feature_projection(shape.out_features, spec),
                       facts};
     const auto [L, O, I] = shape;
     const Rates rates = set_device(all, device, facts, named);

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 
 #include "hot/backward_linear.h"
 #include "hot/context.h"
@@ -13,6 +14,7 @@
 #include "hot/quantize.h"
 #include "hot/tensor.h"
 #include "operands.h"
+#include "token_codes.h"
 
 namespace hot::detail {
 
@@ -36,6 +38,7 @@ struct RowsJob {
   int hadamard_block;
   OperandQuant quant;
   Operand out;
+  const float* factors = nullptr;  // of the columns, before the transform
 };
 // P x for x [L, C], transposed and quantised: [C, Kp].
 struct ColumnsJob {
@@ -71,6 +74,7 @@ struct CompressJob {
   std::uint8_t* packed;
   std::int64_t row_bytes;
   std::uint16_t* scale;
+  std::optional<TokenCodesOut> tokens = std::nullopt;  // of the token storages, in place of these
   // x as what is kept is made from it.
   MatrixIn equalized() const {
     MatrixIn made = x;
@@ -90,7 +94,8 @@ struct DecompressJob {
   std::int64_t first;
   MatrixOut out;                            // [tokens, channels], not empty
   const std::uint8_t* exponents = nullptr;  // of all tokens, where they were equalised
-  Key key{};                                // of the signs and the dither of rht2
+  Key key{};                                // of the signs and the dither of rht2, or of token4
+  std::optional<TokenCodesIn> tokens = std::nullopt;  // the token storages
 };
 
 struct FwhtArgs {

@@ -85,7 +85,9 @@ struct Projection {
   int divisor = 1;
   TokenOrder order{};
   float prefix_factor_x = 1.0F, prefix_factor_g = 1.0F;
-  bool signs = false;      // each token times a random sign before the transform (rht2)
+  // Each row times a random sign before the transform: tokens (rht2), out features of w (the token
+  // storages).
+  bool signs = false;
   bool equalized = false;  // each token times a power of two (MatrixIn::exponents)
 };
 

@@ -9,7 +9,7 @@ import math
 from typing import Any, NamedTuple
 
 from . import _core, arrays
-from .config import HotConfig, Key
+from .config import TOKEN_STORAGES, HotConfig, Key
 
 
 class Layout(NamedTuple):
@@ -54,39 +54,60 @@ class Saved:
         """The codes, without a copy: int8 ``[I, Kp]``, or packed uint8 rows of the other storages.
 
         The contraction (tokens, or kept rows of their blocks) runs along the columns and is padded
-        with zeros.
+        with zeros. The token storages have a row for each token: int8 ``[L, I']`` (token8), packed
+        uint8 ``[L, I'/2]`` (token4), I' the transformed features.
         """
         layout = self.layout
         source = self._operand(layout.bytes)
-        flat = source.array[: layout.channels * layout.row_bytes]
-        if self.config.storage == "int8":
+        rows = self.tokens if self.config.storage in TOKEN_STORAGES else layout.channels
+        flat = source.array[: rows * layout.row_bytes]
+        if self.config.storage in ("int8", "token8"):
             flat = source.kind.view(flat, "int8")
-        return source.kind.reshape(flat, (layout.channels, layout.row_bytes))
+        return source.kind.reshape(flat, (rows, layout.row_bytes))
 
     def scales(self) -> Any:
         """The scales as float32: ``[I]`` or ``[1]``; of packed storages ``[I, ceil(L/64)]``.
 
-        A view for INT8 storage; otherwise a copy, since they are kept as bfloat16.
+        Of the token storages ``[L]`` (token4: what its groups' ratios, :meth:`ratios`, are of). A
+        view for INT8 codes; otherwise a copy, since they are kept as bfloat16.
         """
         layout = self.layout
         source = self._operand(layout.bytes)
-        kind, width = source.kind, 4 if self.config.storage == "int8" else 2
+        plain = self.config.storage in ("int8", "token8")
+        kind, width = source.kind, 4 if plain else 2
         end = layout.scale_offset + width * layout.scales
         stored = source.array[layout.scale_offset : end]
-        if self.config.storage == "int8":
+        if plain:
             return kind.view(stored, "float32")
         words = kind.zeros((layout.scales, 4), "uint8", source.device)
         words[:, 2:] = kind.reshape(stored, (layout.scales, 2))  # bfloat16: float32's upper half
+        if self.config.storage == "token4":
+            return kind.view(kind.reshape(words, (-1,)), "float32")
         groups = saved_layout(self.tokens, 1, self.config).scales  # per channel
         shape = (layout.channels, groups)
         return kind.reshape(kind.view(kind.reshape(words, (-1,)), "float32"), shape)
 
-    def exponents(self) -> Any:
-        """Of the powers of two that the tokens were divided by: uint8 ``[L]``, exponent + 127.
+    def ratios(self) -> Any:
+        """Bytes of token4's groups of 32 features: uint8 ``[L, ceil(I'/32)]``, a view.
 
-        A view; None where the configuration does not equalise tokens.
+        None for another storage. Source: docs/numerics.md, "One code a value".
         """
-        if not self.config.equalize_tokens:
+        if self.config.storage != "token4":
+            return None
+        layout = self.layout
+        groups = (2 * layout.row_bytes + 31) // 32
+        source = self._operand(layout.bytes)
+        start = self.tokens * layout.row_bytes
+        flat = source.array[start : start + self.tokens * groups]
+        return source.kind.reshape(flat, (self.tokens, groups))
+
+    def exponents(self) -> Any:
+        """Of the powers of two that x was divided by, plus 127: a view, uint8.
+
+        ``[L]``, of tokens, where they are equalised; ``[I]``, of features, for the token storages;
+        otherwise None.
+        """
+        if not self.config.equalize_tokens and self.config.storage not in TOKEN_STORAGES:
             return None
         layout = self.layout
         return self._operand(layout.bytes).array[layout.exponent_offset :]

@@ -23,6 +23,11 @@ enum class Storage : std::uint8_t {
   // random signs and a Hadamard transform, one scale per block and channel. 2 was a form that is
   // gone; buffers and callers of the C ABI keep this number.
   rht2 = 3,
+  // Codes of every token's own row, in 8 or in 4 bits, after signs and a Hadamard transform along
+  // the features. g_y then has one code a value for both products (docs/numerics.md, "One code a
+  // value"). On the CPU alone so far.
+  token8 = 4,
+  token4 = 5,
 };
 
 HOT_API const char* storage_name(Storage storage) noexcept;
@@ -78,17 +83,19 @@ struct Support {
 HOT_API Support supported(const Context& context, const LinearShape& shape,
                           const BackwardLinearSpec& spec) noexcept;
 
-/// Layout of a compressed activation, one buffer of `bytes` bytes.
+/// Layout of a compressed activation, one buffer of `bytes` bytes. Rows of q are channels, for the
+/// token storages tokens.
 struct SavedLayout {
   std::size_t bytes = 0;
-  std::int64_t channels = 0;     // I: rows of q
+  std::int64_t channels = 0;     // I
   std::int64_t k = 0;            // contraction length without padding
   std::int64_t k_padded = 0;     // Kp: columns of q as INT8
   std::int64_t row_bytes = 0;    // bytes of a row of q
-  std::int64_t scales = 0;       // number of scales: 1, I, or I * groups
-  std::size_t scale_offset = 0;  // bytes from the start; f32 for int8, bf16 for the others
-  // Bytes from the start, one byte for each token where they are equalised: exponent + 127 of the
-  // power of two that it was divided by. Otherwise `bytes`.
+  std::int64_t scales = 0;       // number of scales: 1, I, I * groups, or L
+  std::size_t scale_offset = 0;  // bytes from the start; f32 for int8 and token8, otherwise bf16
+  // Bytes from the start, one byte for each token where they are equalised, for each channel with
+  // the token storages: exponent + 127 of the power of two that it was divided by. Otherwise
+  // `bytes`.
   std::size_t exponent_offset = 0;
 };
 
@@ -168,7 +175,8 @@ HOT_API std::size_t quantize_weight_workspace(const Context& context, std::int64
 
 /// Quantises w (f32, f16, bf16, any strides) once for several calls of backward_linear with the
 /// same spec. They give the same bits as with w itself: w is rounded to nearest, without random
-/// numbers. Returns the argument of backward_linear.
+/// numbers. (With the token storages they do not: such calls have fixed signs, and out features
+/// keep their sizes.) Returns the argument of backward_linear.
 HOT_API ConstQuantizedWeight quantize_weight(const Context& context, const ConstTensorView& w,
                                              const BackwardLinearSpec& spec,
                                              const QuantizedWeight& out,

@@ -146,7 +146,13 @@ enum { HOT_SCALE_TENSOR = 0, HOT_SCALE_ROW = 1, HOT_SCALE_COLUMN = 2 };
 enum { HOT_NEAREST = 0, HOT_STOCHASTIC = 1, HOT_PSEUDO_STOCHASTIC = 2 };
 enum { HOT_BASIS_FULL = 0, HOT_BASIS_LOWPASS = 1, HOT_BASIS_SEQUENCY = 2, HOT_BASIS_SKETCH = 3 };
 enum { HOT_GRAD_SCALE_TENSOR = 0, HOT_GRAD_SCALE_CHANNEL = 1, HOT_GRAD_SCALE_TOKEN = 2 };
-enum { HOT_STORAGE_INT8 = 0, HOT_STORAGE_INT4 = 1, HOT_STORAGE_RHT2 = 3 };
+enum {
+  HOT_STORAGE_INT8 = 0,
+  HOT_STORAGE_INT4 = 1,
+  HOT_STORAGE_RHT2 = 3,
+  HOT_STORAGE_TOKEN8 = 4, /* the CPU alone so far */
+  HOT_STORAGE_TOKEN4 = 5  /* likewise */
+};
 enum { HOT_SIDE_ACTIVATION = 0, HOT_SIDE_GRADIENT = 1 };
 
 /* hot::BackwardLinearSpec, its LowRank included. Filled by hot_spec_recipe; then change fields. */

@@ -85,13 +85,22 @@ void store_run(const SimdKernels& simd, const float* src, std::int64_t count, vo
   }
 }
 
+namespace {
+
+// What a row with an exponent is multiplied by.
+float row_power(const MatrixIn& x, std::int64_t row) {
+  const std::uint32_t biased = x.exponents[row];
+  return float_from_bits((x.divide ? 254U - biased : biased) << 23);
+}
+
+}  // namespace
+
 void load_row(const SimdKernels& simd, const MatrixIn& x, std::int64_t row, std::int64_t col,
               std::int64_t count, float* dst) {
   load_run(simd, x.data, x.dtype, row * x.row_stride + col * x.col_stride, x.col_stride, count,
            dst);
   if (x.exponents == nullptr) return;
-  const std::uint32_t biased = x.exponents[row];
-  const float power = float_from_bits((x.divide ? 254U - biased : biased) << 23);
+  const float power = row_power(x, row);
   for (std::int64_t i = 0; i < count; ++i) dst[i] *= power;
 }
 
@@ -103,7 +112,13 @@ ColumnStrip::ColumnStrip(const SimdKernels& simd, const MatrixIn& x, std::int64_
       count_(count),
       size_(static_cast<std::int64_t>(dtype_size(x.dtype))),
       bytes_together_(x.col_stride == 1 ? count * size_ : 0),
-      plain_(x.col_stride == 1 && x.exponents == nullptr) {}
+      plain_(x.col_stride == 1) {}
+
+void ColumnStrip::load(std::int64_t row, float* dst) const {
+  if (!plain_) return load_row(simd_, x_, row, col_, count_, dst);
+  simd_.load(at(row), x_.dtype, count_, dst);
+  if (x_.exponents != nullptr) simd_.scale_row(dst, row_power(x_, row));
+}
 
 void store_row(const SimdKernels& simd, const float* src, std::int64_t row, std::int64_t col,
                std::int64_t count, const MatrixOut& out) {

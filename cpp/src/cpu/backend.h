@@ -2,6 +2,7 @@
 // inner loops are in simd_*.cpp.
 #pragma once
 
+#include "backward_work.h"
 #include "cpu/phase.h"
 #include "cpu/simd.h"
 #include "cpu/thread_pool.h"
@@ -80,6 +81,12 @@ class QuantizeRows {
   std::int64_t per_task_, tasks_;
   std::uint32_t* columns_ = nullptr;
 };
+
+// Of a token whose largest value has the biased exponent `largest`, 27 to 254: that of the power of
+// two at or below its mean magnitude. quantize.cpp
+class Row;
+std::uint8_t token_exponent(const SimdKernels&, Row&, std::int64_t token, int largest,
+                            std::int64_t cols);
 
 // x as packed codes to INT8. quantize.cpp
 class RequantizeGroups {
@@ -173,6 +180,103 @@ class Product {
   std::int32_t* bias_ = nullptr;
 };
 
+// The sizes of features, from a sample of tokens. token_codes.cpp
+class FeatureSizes {
+ public:
+  FeatureSizes(const Context&, const MatrixIn& x, const FeatureScratch&, std::uint8_t* exponents);
+  void add_tokens(Phase&) const;
+  void add_sums(Phase&) const;
+  void finish() const;  // writes the exponents
+
+ private:
+  static constexpr std::int64_t tokens_at_once = 16;
+  void tokens(std::int64_t task) const;
+  void sums(std::int64_t task) const;
+
+  const SimdKernels& simd_;
+  MatrixIn x_;
+  FeatureScratch scratch_;
+  std::uint8_t* exponents_;
+  std::int64_t count_;
+};
+
+// sign * 2^exponent (divide: 2^-exponent) * scale of features [first, first + count).
+// token_codes.cpp
+void feature_factors(const Key& key, const std::uint8_t* exponents, bool divide, float scale,
+                     std::int64_t first, std::int64_t count, float* factors);
+
+// Codes of g_y's rows as g_w takes them, zeros behind the last token. Rows of `from` are whole
+// multiples of 16 bytes, those of `to` too. token_codes.cpp
+class TransposeCodes {
+ public:
+  TransposeCodes(const Operand& from, const Operand& to) : from_(from), to_(to) {}
+  void add_codes(Phase&) const;
+
+ private:
+  static constexpr std::int64_t block = 64;
+  void codes(std::int64_t task) const;
+
+  Operand from_, to_;
+};
+
+// x of the token storages times the scales of g_y's tokens, transposed, with a scale for each
+// channel. `key`: that x was kept with. token_codes.cpp
+class Contributions {
+ public:
+  Contributions(const Context&, const TokenCodesIn&, const Key& key, const float* token_scale,
+                Rounding, const Operand& out);
+  void add_largest(Phase&) const;
+  void add_codes(Phase&) const;
+  void finish() const;
+
+ private:
+  void largest(std::int64_t task) const;
+  void codes(std::int64_t task) const;
+  template <class Visit>
+  void tiles(std::int64_t task, const Visit& visit) const;
+  std::uint32_t* amax() const;
+
+  const SimdKernels& simd_;
+  TokenCodesIn codes_;
+  const float* token_scale_;
+  bool stochastic_;
+  RandomKey dither_, random_;
+  Operand out_;
+  std::int64_t strips_, tiles_per_task_, ranges_;
+};
+
+// g_w from the product of transformed operands [O', I'], fp32. token_codes.cpp
+class UndoTransforms {
+ public:
+  UndoTransforms(const Context& context, const MatrixOut& product, int out_block, int in_block,
+                 const Key& out_key, const std::uint8_t* out_exponents,
+                 const std::uint8_t* in_exponents, bool accumulate, const MatrixOut& out)
+      : simd_(simd_kernels(context.isa())),
+        product_(product),
+        out_block_(out_block),
+        in_block_(in_block),
+        out_key_(out_key),
+        out_exponents_(out_exponents),
+        in_exponents_(in_exponents),
+        accumulate_(accumulate),
+        out_(out) {}
+  void add_tiles(Phase&) const;
+
+ private:
+  void tile_of(std::int64_t task) const;
+
+  const SimdKernels& simd_;
+  MatrixOut product_;
+  int out_block_, in_block_;
+  Key out_key_;
+  const std::uint8_t *out_exponents_, *in_exponents_;
+  bool accumulate_;
+  MatrixOut out_;
+};
+
+void compress_tokens(const Context&, const CompressJob&, void* workspace);  // token_codes.cpp
+void decompress_tokens(const Context&, const DecompressJob&);               // token_codes.cpp
+
 // Stages by themselves.
 void quantize_rows(const Context&, const RowsJob&);
 void quantize_columns(const Context&, const ColumnsJob&);
@@ -193,10 +297,8 @@ class ColumnStrip {
  public:
   ColumnStrip(const SimdKernels&, const MatrixIn&, std::int64_t col, std::int64_t count);
   std::int64_t count() const { return count_; }
-  void load(std::int64_t row, float* dst) const {
-    if (plain_) return simd_.load(at(row), x_.dtype, count_, dst);
-    load_row(simd_, x_, row, col_, count_, dst);
-  }
+  // dst: strip_columns floats; those past the count keep what they have, times a row's factor.
+  void load(std::int64_t row, float* dst) const;
   // Asks the caches for a row, where its elements lie together: strips of rows are not foreseen.
   void prefetch(std::int64_t row) const {
     const char* const from = at(row);

@@ -64,9 +64,136 @@ bool can_find_columns(const BackwardWork& work) {
          work.shape.out_features <= QuantizeRows::most_found;
 }
 
+// The same of the token storages.
+struct TokenScratch {
+  FeatureScratch features{};  // of g_y
+  std::uint8_t* exponents = nullptr;
+  Operand rows{}, weight{};               // g_x; rows: g_w, too
+  Operand transposed{}, contributions{};  // g_w
+  MatrixOut product{};
+  char *gx_gemm = nullptr, *gw_gemm = nullptr;
+};
+
+TokenScratch take_token_scratch(WorkspaceCursor& cursor, const Backend& backend,
+                                const Context& context, const BackwardWork& work) {
+  const auto take_gemm = [&](std::int64_t m, std::int64_t n, std::int64_t k) {
+    return cursor.take<char>(static_cast<std::int64_t>(backend.gemm_workspace(context, m, n, k)));
+  };
+  TokenScratch s;
+  if (!work.gx && !work.gw) return s;
+  const LinearShape& shape = work.shape;
+  const std::int64_t outs = work.out_features.k_padded, tokens = work.tokens.k_padded;
+  s.features = take_features(cursor, shape.out_features, outs);
+  s.exponents = cursor.take<std::uint8_t>(shape.out_features);
+  s.rows = take_operand(cursor, shape.tokens, outs, shape.tokens);
+  if (work.gx) {
+    if (work.weight) s.weight = take_operand(cursor, shape.in_features, outs, shape.in_features);
+    s.gx_gemm = take_gemm(shape.tokens, shape.in_features, outs);
+  }
+  if (work.gw) {
+    const std::int64_t ins = TokenCodesLayout(shape.tokens, shape.in_features, work.spec).padded;
+    s.transposed = take_operand(cursor, outs, tokens, 1);
+    s.contributions = take_operand(cursor, ins, tokens, ins);
+    s.product = {cursor.take<float>(outs * ins), DType::f32, outs, ins, ins, 1};
+    s.gw_gemm = take_gemm(outs, ins, tokens);
+  }
+  return s;
+}
+
+// One code a value: rows of g_y first, since their scales make x what it contributes.
+void backward_tokens(const Backend& backend, const Context& context, const BackwardCall& call,
+                     void* workspace) {
+  const BackwardWork& work = call.work;
+  const BackwardLinearSpec& spec = work.spec;
+  WorkspaceCursor cursor(workspace);
+  const TokenScratch s = take_token_scratch(cursor, backend, context, work);
+  // A weight that was quantised before has fixed signs and out features as they are.
+  const bool given = work.gx && !work.weight;
+  const Key& sign_key = given ? fixed_signs_key : context.key();
+
+  std::optional<FeatureSizes> sizes;
+  std::optional<QuantizeRows> rows;
+  std::optional<QuantizeColumns> weight;
+  std::optional<TransposeCodes> transposed;
+  std::optional<Contributions> contributions;
+  std::optional<Product> gx, gw;
+  std::optional<UndoTransforms> undone;
+  std::optional<SumColumns> sums;
+  if (work.gb) sums.emplace(context, call.gy, call.gb, work.accumulate);
+  if (work.gx || work.gw) {
+    rows.emplace(context, RowsJob{call.gy, work.out_features.block, gradient_rows_quant(spec),
+                                  s.rows, s.features.factors});
+    if (!given) sizes.emplace(context, call.gy, s.features, s.exponents);
+  }
+  if (work.gx) {
+    Operand codes = call.quantized;
+    if (work.weight) {
+      codes = s.weight;
+      MatrixIn sized = call.w;
+      sized.exponents = s.exponents;
+      weight.emplace(context, ColumnsJob{sized, &work.out_features, Side::activation, sign_key,
+                                         weight_quant(spec), codes});
+    }
+    gx.emplace(context, product(s.rows, codes, work.out_features.divisor, false, call.gx),
+               s.gx_gemm);
+  }
+  if (work.gw) {
+    const TokenCodesIn& x = *call.tokens;
+    *s.transposed.scale = 1.0F;
+    transposed.emplace(s.rows, s.transposed);
+    contributions.emplace(context, x, call.sketch_key, s.rows.scale, spec.gw_rounding,
+                          s.contributions);
+    gw.emplace(context, product(s.transposed, s.contributions, 1, false, s.product), s.gw_gemm);
+    undone.emplace(context, s.product, work.out_features.block, x.layout.block, sign_key,
+                   s.exponents, x.exponents(), work.accumulate, call.gw);
+  }
+
+  Phase phase(context);
+  if (sums) sums->add_sums(phase);
+  if (sizes) sizes->add_tokens(phase);
+  phase.run();
+  if (sizes) sizes->add_sums(phase);
+  phase.run();
+  if (sizes) sizes->finish();
+  if (rows) {
+    if (given) std::fill_n(s.exponents, work.shape.out_features, std::uint8_t{127});
+    feature_factors(sign_key, s.exponents, true, 1.0F, 0, work.shape.out_features,
+                    s.features.factors);
+    rows->add_codes(phase);
+  }
+  if (weight) weight->add_largest(phase);
+  phase.run();
+
+  if (contributions) contributions->add_largest(phase);
+  if (transposed) transposed->add_codes(phase);
+  if (weight) weight->add_codes(phase);
+  if (gx && !weight) gx->add_panels(phase);
+  phase.run();
+
+  if (contributions) contributions->add_codes(phase);
+  if (weight) weight->add_finish(phase);
+  if (gx && weight) gx->add_panels(phase);
+  if (gx) gx->add_bias(phase);
+  if (gw) gw->add_bias(phase);
+  phase.run();
+
+  if (contributions) contributions->finish();
+  if (gx) gx->add_tiles(phase);
+  if (gw) gw->add_panels(phase);
+  phase.run();
+
+  if (gw) gw->add_tiles(phase);
+  phase.run();
+  if (undone) undone->add_tiles(phase);
+  phase.run();
+  if (work.clear_gx) fill_zero(context, call.gx);
+  if (work.clear_gw) fill_zero(context, call.gw);
+}
+
 }  // namespace
 
-void CpuBackend::compress(const Context& context, const CompressJob& job, void*) const {
+void CpuBackend::compress(const Context& context, const CompressJob& job, void* workspace) const {
+  if (job.tokens) return compress_tokens(context, job, workspace);
   if (job.exponents != nullptr) token_exponents(context, job.x, job.exponents);
   if (job.spec.storage == Storage::int8) {
     quantize_columns(context, activation_columns(context, job));
@@ -81,7 +208,11 @@ void CpuBackend::compress(const Context& context, const CompressJob& job, void*)
 
 std::size_t CpuBackend::backward_workspace(const Context& context, const BackwardWork& work) const {
   WorkspaceCursor cursor;
-  take_scratch(cursor, *this, context, work);
+  if (is_token_storage(work.spec.storage)) {
+    take_token_scratch(cursor, *this, context, work);
+  } else {
+    take_scratch(cursor, *this, context, work);
+  }
   return cursor.bytes();
 }
 
@@ -91,6 +222,7 @@ std::size_t CpuBackend::backward_workspace(const Context& context, const Backwar
 void CpuBackend::backward(const Context& context, const BackwardCall& call, void* workspace) const {
   const BackwardWork& work = call.work;
   const BackwardLinearSpec& spec = work.spec;
+  if (is_token_storage(spec.storage)) return backward_tokens(*this, context, call, workspace);
   WorkspaceCursor cursor(workspace);
   const Scratch s = take_scratch(cursor, *this, context, work);
   const bool by_token = spec.gw_scale == GradScale::token;
@@ -110,7 +242,7 @@ void CpuBackend::backward(const Context& context, const BackwardCall& call, void
       weight.emplace(context, ColumnsJob{call.w, &work.out_features, Side::activation,
                                          context.key(), weight_quant(spec), codes});
     }
-    gx.emplace(context, product(s.gradient_rows, codes, spec.hadamard_block, false, call.gx),
+    gx.emplace(context, product(s.gradient_rows, codes, work.out_features.divisor, false, call.gx),
                s.gx_gemm);
   }
   Operand x = call.saved;

@@ -79,7 +79,11 @@ class Strip {
 
  private:
   void load_block(std::int64_t block, float* to) {
-    const std::uint64_t negative = p_.signs ? rotation_signs(random_, block) : 0;
+    std::uint64_t negative = 0;  // signs come with blocks of at most 64
+    if (p_.signs) {
+      const std::int64_t first = block * p_.block;
+      negative = rotation_signs(random_, first / 64) >> (first % 64);
+    }
     for (int t = 0; t < p_.block; ++t) {
       const std::int64_t position = block * p_.block + t;
       float* row = to + t * strip_columns;

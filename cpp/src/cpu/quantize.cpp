@@ -3,14 +3,14 @@
 #include <cstring>
 
 #include "cpu/backend.h"
+#include "cpu/row.h"
 #include "cpu/scalar.h"
 
 namespace hot::detail {
 namespace {
 
-constexpr std::int64_t chunk = 4096;  // floats of a row on the stack; a multiple of any transform
-constexpr std::int64_t group = 16;    // elements of one block of random bits
-constexpr float int4_values[16] = {0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1};
+constexpr std::int64_t chunk = Row::chunk;
+constexpr std::int64_t group = 16;                 // elements of one block of random bits
 constexpr float rht2_values[16] = {-2, -1, 0, 1};  // before the dither comes off
 
 // Values of packed codes of rht2; offsets: [count].
@@ -19,63 +19,6 @@ void expand_rotated(const SimdKernels& simd, const std::uint8_t* packed, std::in
   simd.expand_int2(packed, count, rht2_values, values);
   for (std::int64_t i = 0; i < count; ++i) values[i] += offsets[i];
 }
-
-std::int64_t rows_per_task(const Context& context, std::int64_t rows, std::int64_t cols) {
-  return std::max<std::int64_t>(
-      1, task_elements(context, rows * cols) / std::max<std::int64_t>(1, cols));
-}
-
-// fp32 values of a row, `chunk` at a time, transformed and padded with zeros to `padded`.
-class Row {
- public:
-  // `columns`: patterns of the columns' largest values so far, before the transform; may be null.
-  Row(const SimdKernels& simd, const MatrixIn& x, int block, std::int64_t padded,
-      std::uint32_t* columns = nullptr)
-      : simd_(simd), x_(x), block_(block), padded_(padded), columns_(columns) {}
-
-  // Values [start, start + count) of row; start is a multiple of chunk.
-  const float* values(std::int64_t row, std::int64_t start, std::int64_t count) {
-    if (row == row_ && start == start_) return values_;  // short rows are computed once
-    const std::int64_t real =
-        std::max<std::int64_t>(0, std::min<std::int64_t>(count, x_.cols - start));
-    load_row(simd_, x_, row, start, real, values_);
-    if (columns_ != nullptr) simd_.amax_columns(values_, real, columns_ + start);
-    std::fill(values_ + real, values_ + count, 0.0F);
-    if (block_ > 1) simd_.fwht_row(values_, transformed(start, count), block_);
-    row_ = row;
-    start_ = start;
-    return values_;
-  }
-
-  template <class Visit>
-  void chunks(std::int64_t row, const Visit& visit) {
-    for (std::int64_t start = 0; start < padded_; start += chunk) {
-      const std::int64_t count = std::min(chunk, padded_ - start);
-      visit(start, count, values(row, start, count));
-    }
-  }
-
-  std::uint32_t amax(std::int64_t row, std::uint32_t best) {
-    chunks(row, [&](std::int64_t, std::int64_t count, const float* v) {
-      best = simd_.amax(v, count, best);
-    });
-    return best;
-  }
-
- private:
-  // Blocks that hold a value: behind them, the padding to 16 may end inside a block.
-  std::int64_t transformed(std::int64_t start, std::int64_t count) const {
-    return std::min(count, round_up(x_.cols, block_) - start);
-  }
-
-  const SimdKernels& simd_;
-  const MatrixIn& x_;
-  int block_;
-  std::int64_t padded_;
-  std::uint32_t* columns_;
-  std::int64_t row_ = -1, start_ = -1;
-  alignas(64) float values_[chunk];
-};
 
 void write_codes(const SimdKernels& simd, const float* v, std::int64_t count, const Scale& scale,
                  const Rounder& rounder, std::uint64_t blk, std::int8_t* out) {
@@ -202,7 +145,7 @@ void QuantizeRows::add_largest(Phase& phase) const {
 void QuantizeRows::add_codes(Phase& phase) const { phase.add<&QuantizeRows::codes>(tasks_, *this); }
 
 void QuantizeRows::largest(std::int64_t task) const {
-  Row row(simd_, job_.x, job_.hadamard_block, job_.out.k_padded);
+  Row row(simd_, job_.x, job_.hadamard_block, job_.out.k_padded, nullptr, job_.factors);
   std::uint32_t best = 0;
   for (std::int64_t r = task * per_task_; r < std::min(job_.x.rows, (task + 1) * per_task_); ++r) {
     best = row.amax(r, best);
@@ -216,8 +159,8 @@ void QuantizeRows::codes(std::int64_t task) const {
   const OperandQuant& quant = job_.quant;
   std::uint32_t columns[chunk];
   if (columns_ != nullptr) std::fill_n(columns, job_.x.cols, 0U);
-  Row row(simd_, job_.x, job_.hadamard_block, out.k_padded,
-          columns_ == nullptr ? nullptr : columns);
+  Row row(simd_, job_.x, job_.hadamard_block, out.k_padded, columns_ == nullptr ? nullptr : columns,
+          job_.factors);
   const std::int64_t row_blocks = out.k_padded / group;
   for (std::int64_t r = task * per_task_; r < std::min(job_.x.rows, (task + 1) * per_task_); ++r) {
     const Scale s = make_scale(
@@ -303,26 +246,30 @@ void compress_groups(const Context& context, const MatrixIn& x, const CompressJo
   });
 }
 
+std::uint8_t token_exponent(const SimdKernels& simd, Row& row, std::int64_t token, int largest,
+                            std::int64_t cols) {
+  const float unit = float_from_bits(static_cast<std::uint32_t>(268 - largest) << 23);
+  std::int64_t sum = 0;
+  row.chunks(token, [&](std::int64_t, std::int64_t count, const float* v) {
+    sum += simd.sum_magnitudes(v, count, unit);
+  });
+  const float mean = static_cast<float>(sum) / static_cast<float>(cols);
+  const int found = largest + static_cast<int>(float_bits(mean) >> 23) - 141;
+  return static_cast<std::uint8_t>(std::clamp(found, 27, 227));
+}
+
 void token_exponents(const Context& context, const MatrixIn& x, std::uint8_t* exponents) {
   const SimdKernels& simd = simd_kernels(context.isa());
   const std::int64_t per_task = rows_per_task(context, x.rows, x.cols);
-  const auto width = static_cast<float>(std::max<std::int64_t>(1, x.cols));
   context.pool()->run(ceil_div(x.rows, per_task), [&](std::int64_t task) {
     Row row(simd, x, 1, x.cols);
     for (std::int64_t r = task * per_task; r < std::min(x.rows, (task + 1) * per_task); ++r) {
-      const int largest = static_cast<int>(row.amax(r, 0) >> 23);
+      const auto largest = static_cast<int>(row.amax(r, 0) >> 23);
       if (largest < 27 || largest == 255) {
         exponents[r] = largest == 255 ? 127 : 27;
-        continue;
+      } else {
+        exponents[r] = token_exponent(simd, row, r, largest, x.cols);
       }
-      const float unit = float_from_bits(static_cast<std::uint32_t>(268 - largest) << 23);
-      std::int64_t sum = 0;
-      row.chunks(r, [&](std::int64_t, std::int64_t count, const float* v) {
-        sum += simd.sum_magnitudes(v, count, unit);
-      });
-      const float mean = static_cast<float>(sum) / width;
-      const int found = largest + static_cast<int>(float_bits(mean) >> 23) - 141;
-      exponents[r] = static_cast<std::uint8_t>(std::clamp(found, 27, 227));
     }
   });
 }
@@ -389,6 +336,7 @@ void decompress_rotated(const Context& context, const DecompressJob& job) {
 // A task holds a group of 64 tokens of 64 channels: codes are contiguous along the tokens, rows of
 // the result along the channels.
 void CpuBackend::decompress(const Context& context, const DecompressJob& job) const {
+  if (job.tokens) return decompress_tokens(context, job);
   if (job.storage == Storage::rht2) return decompress_rotated(context, job);
   const SimdKernels& simd = simd_kernels(context.isa());
   const MatrixOut& out = job.out;

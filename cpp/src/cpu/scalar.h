@@ -98,7 +98,7 @@ inline Philox philox_block(const RandomKey& key, std::uint64_t blk) {
                     key.offset_low, key.offset_high, key.seed_low, key.seed_high);
 }
 
-// Bit t: whether token t of a block of 64 is negated (rht2).
+// Bit t: whether row t of 64 is negated: tokens (rht2) or features (the token storages).
 inline std::uint64_t rotation_signs(const RandomKey& key, std::int64_t block) {
   const Philox draw = philox_block(key, static_cast<std::uint64_t>(block));
   return draw.word[0] | static_cast<std::uint64_t>(draw.word[1]) << 32;

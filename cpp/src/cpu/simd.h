@@ -68,6 +68,7 @@ struct SimdKernels {
   // out[t] = in[t] + in[t ^ a] for the t without a's top bit, rows of strip_columns floats.
   void (*fold_strip)(const float* in, int length, int a, float* out);
   void (*scale_row)(float* row, float factor);  // strip_columns floats
+  void (*multiply)(float* v, std::int64_t count, const float* factors);
   // Of 64 rows of strip_columns floats: v[k][c] *= factor[c]; out[c] = the sum of a[k][c] *
   // b[k][c], neighbours first.
   void (*scale_columns)(float* v, const float* factor);
@@ -99,6 +100,19 @@ struct SimdKernels {
   // strip_columns, in units of the scale.
   void (*dither_strip)(const float* v, int cols, const float* inv, const std::uint32_t* keep,
                        const std::uint8_t* u, float* values, std::uint8_t* out, std::int64_t ld);
+  // Codes of token4, two a byte, and back: 1 / Delta (0: codes are 0), Delta times a factor (the
+  // values are 0 where it is 0), and the random byte for each 16 features; count is a multiple of
+  // 16. docs/numerics.md, "One code a value".
+  void (*dither_row)(const float* v, std::int64_t count, const float* inv, const std::uint8_t* u,
+                     std::uint8_t* out);
+  void (*undither_row)(const std::uint8_t* packed, std::int64_t count, const float* factor,
+                       const std::uint8_t* u, float* out);
+  // As quantize_strip, to nearest or, where u is given, stochastic by u[c] and the reversed bits of
+  // k (docs/numerics.md, "One code a value").
+  void (*quantize_tile)(const float* v, int cols, const float* inv, const std::uint32_t* keep,
+                        const std::uint8_t* u, std::int8_t* out, std::int64_t ld);
+  // total[c] += RN(min(2^24 (v unit)^2, 2^44)) for strip_columns values.
+  void (*add_squares)(const float* v, float unit, double* total);
   // Sum of |v| * unit to the nearest integers; unit is a power of two, every one at most 2^15 and
   // count at most 2^16.
   std::uint32_t (*sum_magnitudes)(const float* v, std::int64_t count, float unit);

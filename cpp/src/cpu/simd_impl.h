@@ -142,6 +142,12 @@ void scale_row(float* row, float factor) {
   for (int c = 0; c < strip_columns; c += W) V::store(row + c, V::mul(V::load(row + c), f));
 }
 
+void multiply(float* v, std::int64_t count, const float* factors) {
+  std::int64_t i = 0;
+  for (; i + W <= count; i += W) V::store(v + i, V::mul(V::load(v + i), V::load(factors + i)));
+  for (; i < count; ++i) v[i] *= factors[i];
+}
+
 void scale_columns(float* v, const float* factor) {
   for (int c = 0; c < strip_columns; c += W) {
     const F f = V::load(factor + c);
@@ -442,6 +448,104 @@ void dither_strip(const float* v, int cols, const float* inv, const std::uint32_
   }
 }
 
+// 16 times the reversed bits of 0 to 15: what sets the random bytes of neighbours apart.
+constexpr std::uint32_t byte_offsets[16] = {0,  128, 64, 192, 32, 160, 96,  224,
+                                            16, 144, 80, 208, 48, 176, 112, 240};
+
+inline I spread_byte(std::uint8_t byte, int first) {
+  return V::bit_and(V::addi(V::seti(byte), V::loadi(byte_offsets + first)), V::seti(255));
+}
+
+// Vectors have at most 16 lanes.
+void dither_row(const float* v, std::int64_t count, const float* inv, const std::uint8_t* u,
+                std::uint8_t* out) {
+  const F magic = V::set(integer_float);
+  for (std::int64_t t = 0; t < count / 16; ++t) {
+    std::int8_t codes[16] = {};
+    const F unit = V::set(inv[t] * 256.0F);
+    for (int i = 0; i < 16 && inv[t] != 0; i += W) {
+      const I m = rounded_product(V::load(v + 16 * t + i), unit, magic);
+      // From -2048 to 2047; an arithmetic shift made of a logical one.
+      const I sum = V::addi(V::addi(m, spread_byte(u[t], i)), V::seti(4096 - 128));
+      V::store_i8(codes + i, V::subi(V::shift_right(sum, 8), V::seti(16)));
+    }
+    for (int i = 0; i < 8; ++i) {
+      const auto low = static_cast<unsigned>(codes[2 * i]) & 15U;
+      const auto high = static_cast<unsigned>(codes[2 * i + 1]) & 15U;
+      out[8 * t + i] = static_cast<std::uint8_t>(low | high << 4);
+    }
+  }
+}
+
+void undither_row(const std::uint8_t* packed, std::int64_t count, const float* factor,
+                  const std::uint8_t* u, float* out) {
+  const float table[16] = {0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1};
+  for (std::int64_t t = 0; t < count / 16; ++t) {
+    std::uint8_t codes[16];
+    for (int half = 0; half < 2; ++half) {  // 4 bytes at a time, each spread to two
+      std::uint32_t four;
+      std::memcpy(&four, packed + 8 * t + 4 * half, sizeof four);
+      std::uint64_t wide = (four | std::uint64_t{four} << 16) & 0x0000FFFF0000FFFFU;
+      wide = (wide | wide << 8) & 0x00FF00FF00FF00FFU;
+      wide = (wide & 0x000F000F000F000FU) | (wide & 0x00F000F000F000F0U) << 4;
+      std::memcpy(codes + 8 * half, &wide, sizeof wide);
+    }
+    const F scale = V::set(factor[t]);
+    for (int i = 0; i < 16; i += W) {
+      const I byte = spread_byte(u[t], i);
+      const F dither = V::to_float(V::subi(V::seti(511), V::addi(byte, byte)));
+      const F value =
+          V::add(V::lookup16(V::load_u8(codes + i), table), V::mul(dither, V::set(1.0F / 512)));
+      V::store(out + 16 * t + i, V::mul(value, scale));
+    }
+  }
+}
+
+void add_squares(const float* v, float unit, double* total) {
+  for (int c = 0; c < strip_columns; ++c) {
+    const float z = v[c] * unit;
+    const float scaled = z * z * 0x1p24F;
+    const float square = scaled < 0x1p44F ? scaled : 0x1p44F;
+    // From 2^23 on there is nothing to round.
+    const float whole = square < 0x1p23F ? square + 0x1p23F - 0x1p23F : square;
+    total[c] += static_cast<double>(whole);
+  }
+}
+
+template <bool stochastic>
+void quantize_tile_as(const float* v, int cols, const float* inv, const std::uint32_t* keep,
+                      const std::uint8_t* u, std::int8_t* out, std::int64_t ld) {
+  for (int c = 0; c < cols; c += W) {
+    const F factor = V::load(inv + c);
+    const I mask = V::loadi(keep + c);
+    const I base = stochastic ? V::load_u8(u + c) : V::seti(0);
+    std::uint32_t packed[4][W];
+    for (int w = 0; w < 4; ++w) {
+      I four = V::seti(0);
+      for (int j = 0; j < 4; ++j) {
+        const int k = 4 * w + j;
+        const I random = V::bit_and(V::addi(base, V::seti(byte_offsets[k])), V::seti(255));
+        const F x = V::and_bits(V::load(v + k * strip_columns + c), mask);
+        constexpr Rounding rounding = stochastic ? Rounding::stochastic : Rounding::nearest;
+        const I code = round_code<rounding, 8>(x, factor, random);
+        four = V::bit_or(four, V::shift_left(V::bit_and(code, V::seti(255)), 8 * j));
+      }
+      V::storei(packed[w], four);
+    }
+    const int lanes = cols - c < W ? cols - c : W;
+    for (int i = 0; i < lanes; ++i) {
+      const std::uint32_t codes[4] = {packed[0][i], packed[1][i], packed[2][i], packed[3][i]};
+      std::memcpy(out + (c + i) * ld, codes, sizeof codes);
+    }
+  }
+}
+
+void quantize_tile(const float* v, int cols, const float* inv, const std::uint32_t* keep,
+                   const std::uint8_t* u, std::int8_t* out, std::int64_t ld) {
+  if (u != nullptr) return quantize_tile_as<true>(v, cols, inv, keep, u, out, ld);
+  quantize_tile_as<false>(v, cols, inv, keep, u, out, ld);
+}
+
 std::uint32_t sum_magnitudes(const float* v, std::int64_t count, float unit) {
   I sums = V::seti(0);
   std::int64_t i = 0;
@@ -543,16 +647,11 @@ void axpy(float a, const std::int8_t* b, std::int64_t count, float* acc) {
 // The table of an instruction set: the loops above and its products.
 SimdKernels kernels_with(const GemmKernels& gemm) {
   return {
-      load,           store,
-      fwht_row,       fwht_strip,
-      fold_strip,     scale_row,
-      scale_columns,  dot_columns,
-      amax,           amax_strip,
-      amax_columns,   quantize_row,
-      quantize_strip, quantize_strip_by_k,
-      dither_strip,   sum_magnitudes,
-      expand_int4,    expand_int2,
-      dequantize,     axpy,
+      load,           store,        fwht_row,      fwht_strip,     fold_strip,
+      scale_row,      multiply,     scale_columns, dot_columns,    amax,
+      amax_strip,     amax_columns, quantize_row,  quantize_strip, quantize_strip_by_k,
+      dither_strip,   dither_row,   undither_row,  quantize_tile,  add_squares,
+      sum_magnitudes, expand_int4,  expand_int2,   dequantize,     axpy,
       gemm,
   };
 }

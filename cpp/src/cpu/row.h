@@ -1,0 +1,75 @@
+// A row of a matrix as the row quantisers take it.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "cpu/backend.h"
+
+namespace hot::detail {
+
+inline constexpr float int4_values[16] = {0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1};
+
+inline std::int64_t rows_per_task(const Context& context, std::int64_t rows, std::int64_t cols) {
+  return std::max<std::int64_t>(
+      1, task_elements(context, rows * cols) / std::max<std::int64_t>(1, cols));
+}
+
+// fp32 values of a row, `chunk` at a time, transformed and padded with zeros to `padded`.
+class Row {
+ public:
+  static constexpr std::int64_t chunk = 4096;  // floats on the stack; a multiple of any transform
+
+  // `columns`: patterns of the columns' largest values so far, before the transform; may be null.
+  // `factors`: of the columns, before the transform; may be null.
+  Row(const SimdKernels& simd, const MatrixIn& x, int block, std::int64_t padded,
+      std::uint32_t* columns = nullptr, const float* factors = nullptr)
+      : simd_(simd), x_(x), block_(block), padded_(padded), columns_(columns), factors_(factors) {}
+
+  // Values [start, start + count) of row; start is a multiple of chunk.
+  const float* values(std::int64_t row, std::int64_t start, std::int64_t count) {
+    if (row == row_ && start == start_) return values_;  // short rows are computed once
+    const std::int64_t real =
+        std::max<std::int64_t>(0, std::min<std::int64_t>(count, x_.cols - start));
+    load_row(simd_, x_, row, start, real, values_);
+    if (columns_ != nullptr) simd_.amax_columns(values_, real, columns_ + start);
+    if (factors_ != nullptr) simd_.multiply(values_, real, factors_ + start);
+    std::fill(values_ + real, values_ + count, 0.0F);
+    if (block_ > 1) simd_.fwht_row(values_, transformed(start, count), block_);
+    row_ = row;
+    start_ = start;
+    return values_;
+  }
+
+  template <class Visit>
+  void chunks(std::int64_t row, const Visit& visit) {
+    for (std::int64_t start = 0; start < padded_; start += chunk) {
+      const std::int64_t count = std::min(chunk, padded_ - start);
+      visit(start, count, values(row, start, count));
+    }
+  }
+
+  std::uint32_t amax(std::int64_t row, std::uint32_t best) {
+    chunks(row, [&](std::int64_t, std::int64_t count, const float* v) {
+      best = simd_.amax(v, count, best);
+    });
+    return best;
+  }
+
+ private:
+  // Blocks that hold a value: behind them, the padding to 16 may end inside a block.
+  std::int64_t transformed(std::int64_t start, std::int64_t count) const {
+    return std::min(count, round_up(x_.cols, block_) - start);
+  }
+
+  const SimdKernels& simd_;
+  const MatrixIn& x_;
+  int block_;
+  std::int64_t padded_;
+  std::uint32_t* columns_;
+  const float* factors_;
+  std::int64_t row_ = -1, start_ = -1;
+  alignas(64) float values_[chunk];
+};
+
+}  // namespace hot::detail
