@@ -98,6 +98,16 @@ LUQ_FORWARD = (
 """LUQ with the INT4 forward of its own paper, which HOT's authors leave out; validated by the plain
 product, as every row of an 8-bit forward is, and by its own."""
 COMPACT = Contender("compact", "compact")
+_ONE_CODE = {"gw_scale": "token", "hadamard_block": 64, "gx_rounding": "nearest"}
+ONE_CODE = tuple(
+    Contender(f"one code, x in {bits} bits{of}", "default", {**_ONE_CODE, **kept, **forward})
+    for bits, kept in (
+        (4, {"storage": "token4"}),
+        (8, {"storage": "token8", "x_rounding": "nearest"}),
+    )
+    for of, forward in (("", {}), (", int8-forward", {"forward": "int8"}))
+)
+"""The token storages (docs/dev/one-code.md), which no recipe has yet."""
 PAPER_ROWS: dict[str, tuple[int, ...]] = {
     "diagonal": (0, 2, 3, 8, 10, 11, 12, 14),
     "axes": (0, 1, 2, 3, 4, 8, 10, 12),
@@ -173,7 +183,7 @@ def ablations(task: str) -> list[Contender]:
         Contender("default, equalised", "default", {"equalize_tokens": True}),
         COMPACT,
     ]
-    return [*found, *_forward()]
+    return [*found, *ONE_CODE, *_forward()]
 
 
 def _forward() -> list[Contender]:

@@ -192,7 +192,8 @@ inline hot::BackwardLinearSpec golden_spec(const GoldenCase& one) {
                   : one.text("gw_scale") == "channel" ? hot::GradScale::channel
                                                       : hot::GradScale::token;
   spec.gw_rounding = golden_rounding(one.text("gw_rounding"));
-  for (const hot::Storage storage : {hot::Storage::int8, hot::Storage::int4, hot::Storage::rht2}) {
+  for (const hot::Storage storage : {hot::Storage::int8, hot::Storage::int4, hot::Storage::rht2,
+                                     hot::Storage::token8, hot::Storage::token4}) {
     if (one.text("storage") == hot::storage_name(storage)) spec.storage = storage;
   }
   spec.equalize_tokens = one.number("equalize_tokens") != 0;
@@ -226,7 +227,10 @@ struct GoldenSaved {
         memory(layout.bytes + 16, static_cast<char>(0xA5)) {
     const auto address = reinterpret_cast<std::uintptr_t>(memory.data());
     data = memory.data() + (16 - address % 16) % 16;
-    view = hot::compress_activation(context, x, spec, {data, layout.bytes}, {});
+    std::vector<char> scratch(
+        hot::compress_activation_workspace(context, x.shape[0], x.shape[1], spec));
+    view = hot::compress_activation(context, x, spec, {data, layout.bytes},
+                                    {scratch.data(), scratch.size()});
   }
   hot::SavedLayout layout;
   std::vector<char> memory;

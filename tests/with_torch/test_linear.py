@@ -287,6 +287,11 @@ def test_fake_has_the_size_of_the_real(recipe: str, tokens: int, width: int) -> 
             configs.append(config)
     if recipe == "paper":
         configs.append(HotConfig.recipe(recipe, rows=(0, 3, 5), block=32))
+    if recipe == "default":
+        for storage in ("token8", "token4"):
+            for block in (16, 32, 64):
+                more = HotConfig(storage=storage, gw_scale="token", hadamard_block=block)
+                configs.append(more)
     for config in configs:
         sample = config.token_grid[0] * config.token_grid[1] if config.token_grid else 1
         sample += config.prefix_tokens

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..config import ConfigLike, HotConfig, as_config
+from ..config import TOKEN_STORAGES, ConfigLike, HotConfig, as_config
 from . import probe
 from .convert import convert
 from .modules import is_pointwise
@@ -305,6 +305,10 @@ def _config_bops(tokens: int, outs: int, ins: int, config: HotConfig) -> tuple[f
     gy, w, x, product = tokens * outs, outs * ins, tokens * ins, tokens * outs * ins
     steps = math.log2(config.hadamard_block)
     gx = ((gy + w) * steps + gy + w + x) * _FULL + product * config.gx_bits**2
+    if config.storage in TOKEN_STORAGES:
+        # x: its transform, kept, brought back, times the scales of g_y, rounded; both transforms
+        # of the product undone. The codes of g_y are those of g_x.
+        return gx, (x * (steps + 4) + w * (2 * steps + 2)) * _FULL + product * 8 * 8
     share, transform = _low_rank(config)
     unpack = x if config.storage != "int8" else 0
     equalize = gy + 2 * x if config.equalize_tokens else 0  # a multiplication each, and x's sizes

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from ..config import HotConfig, Key
+from ..config import TOKEN_STORAGES, HotConfig, Key, Storage
 from . import input_cache, ops
 
 CHUNK_BYTES = 1 << 26
@@ -81,13 +81,15 @@ def settings(
     a transformer's tokens; a low-pass basis takes its tiles from it. A 1x1 convolution saves the
     same as a linear layer. Any other has to unfold x in backward, so x itself (basis ``"full"``) is
     saved: in the storage of a full-basis recipe, otherwise in INT4, which takes about the bytes of
-    the low-rank INT8 form. The unfolded x is quantised to INT8 at once.
+    the low-rank INT8 form. The unfolded x is quantised to INT8 at once (``token8`` for both token
+    storages).
     """
     tiled = config.basis in ("lowpass", "sequency")
     products = dataclasses.replace(config, token_grid=grid if tiled else None, prefix_tokens=0)
     if pointwise:
         return products, products
-    products = dataclasses.replace(products, storage="int8")
+    wide: Storage = "token8" if config.storage in TOKEN_STORAGES else "int8"
+    products = dataclasses.replace(products, storage=wide)
     kept = dataclasses.replace(config, token_grid=None, prefix_tokens=0)
     if config.basis != "full":
         kept = dataclasses.replace(kept, basis="full", rows=None, storage="int4", x_scale="channel")

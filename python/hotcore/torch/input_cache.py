@@ -26,7 +26,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ..config import HotConfig
+from ..config import TOKEN_STORAGES, HotConfig
 from . import _compat, ops
 
 _Ref = weakref.ref[Any]
@@ -38,7 +38,8 @@ _FIELDS = (
 
 def config_key(config: HotConfig) -> Hashable:
     """Equal for configurations that compress an x to the same bytes."""
-    return tuple(getattr(config, name) for name in _FIELDS)
+    block = config.hadamard_block if config.storage in TOKEN_STORAGES else None
+    return (block, *(getattr(config, name) for name in _FIELDS))
 
 
 @functools.lru_cache(maxsize=256)

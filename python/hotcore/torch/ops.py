@@ -32,7 +32,7 @@ from torch.utils.flop_counter import register_flop_formula
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import _core, contexts
-from ..config import HotConfig, Key
+from ..config import TOKEN_STORAGES, HotConfig, Key
 from . import _compat
 
 _to_dlpack: Any = torch.utils.dlpack.to_dlpack  # type: ignore[attr-defined]  # ten times cheaper than Tensor.__dlpack__
@@ -778,8 +778,22 @@ def _up(value: int, multiple: int) -> int:
     return (value + multiple - 1) // multiple * multiple
 
 
+def _feature_block(features: int, largest: int) -> int:
+    """The block of the transform along so many features; docs/numerics.md, "One code a value"."""
+    for block in (64, 32):
+        if block <= largest and _up(features, block) <= features + features // 8:
+            return block
+    return 16
+
+
 def saved_bytes(tokens: int, in_features: int, config: HotConfig) -> int:
     """``saved_layout(...).bytes`` in arithmetic that symbolic shapes can follow."""
+    if config.storage in TOKEN_STORAGES:
+        block = _feature_block(in_features, config.hadamard_block)
+        width, packed = _up(in_features, block), config.storage == "token4"
+        ratios = (width + 31) // 32 if packed else 0
+        codes = _up(tokens * ((width // 2 if packed else width) + ratios), 4)
+        return codes + tokens * (2 if packed else 4) + in_features
     if config.storage != "int8":
         row = _up(tokens, 64) // 4 if config.storage == "rht2" else _up(tokens, 32) // 2
         scales = 2 * in_features * ((tokens + 63) // 64)
