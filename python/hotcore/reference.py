@@ -1462,7 +1462,8 @@ def _undo_rotations(
     along_in = fwht(sums.astype(_f32) * scales[None, :], block=n_in)
     along_out = fwht(along_in, axis=0, block=n)
     product: NDArray[np.float32] = along_out[: factors.size, : saved.in_features]
-    return (product * (in_factors(saved) / _f32(n_in))) * (factors / _f32(n))[:, None]
+    along: NDArray[np.float32] = product * (in_factors(saved) / _f32(n_in))
+    return along * (factors / _f32(n))[:, None]
 
 
 @_quiet
