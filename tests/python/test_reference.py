@@ -1215,6 +1215,23 @@ def test_feature_sizes_are_square_roots(rng: np.random.Generator) -> None:
     assert ref.feature_sizes(values).tolist() == [9] + [0] * 399
 
 
+def test_edges_of_feature_sizes(rng: np.random.Generator) -> None:
+    # The limit of a square is 2^20 (of z = 2^12): 30 octaves above the others, not 34.
+    values = np.full((1, 4096), 2.0**-17, f32)
+    values[0, 0] = 1
+    assert ref.feature_sizes(values).tolist() == [8] + [0] * 4095 == sizes_by_definition(values)
+    # The smallest token that counts.
+    values = np.full((3, 8), 2.0**-110, f32)
+    for largest, wanted in ((2.0**-100, 4), (2.0**-101 * 1.9, 0)):
+        values[:, 2] = largest
+        assert ref.feature_sizes(values).tolist() == [0, 0, wanted, 0, 0, 0, 0, 0]
+    # Every second of 1024 tokens is looked at.
+    for first, wanted in ((0, 3), (1, 0)):
+        values = normal(rng, 1024, 64)
+        values[first::2, 5] *= f32(2.0**6)
+        assert ref.feature_sizes(values)[5] == wanted
+
+
 def test_tile_bytes_by_definition() -> None:
     key, rows, cols = (5, 6, 7), 35, 48
     got = ref.tile_bytes(rows, cols, key, 3)
