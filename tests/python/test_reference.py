@@ -1216,10 +1216,12 @@ def test_feature_sizes_are_square_roots(rng: np.random.Generator) -> None:
 
 
 def test_edges_of_feature_sizes(rng: np.random.Generator) -> None:
-    # The limit of a square is 2^20 (of z = 2^12): 30 octaves above the others, not 34.
-    values = np.full((1, 4096), 2.0**-17, f32)
-    values[0, 0] = 1
-    assert ref.feature_sizes(values).tolist() == [8] + [0] * 4095 == sizes_by_definition(values)
+    # The limit of a square is 2^20 (of z = 2^12): 240 eighths above the others, or 239.
+    for others, wanted in ((2.0**-17, 8), (2.0**-17 * 1.08, 7)):
+        values = np.full((1, 4096), others, f32)
+        values[0, 0] = 1
+        assert ref.feature_sizes(values).tolist() == [wanted] + [0] * 4095
+        assert sizes_by_definition(values)[:9] == [wanted] + [0] * 8
     # The smallest token that counts.
     values = np.full((3, 8), 2.0**-110, f32)
     for largest, wanted in ((2.0**-100, 4), (2.0**-101 * 1.9, 0)):
