@@ -37,6 +37,8 @@ PURPOSE_SIGNS = 7
 
 INT4_GROUP = 64  # tokens that share a scale when x is kept as INT4
 ROTATED_BLOCK = 64  # tokens of rht2 that are transformed together and share a scale
+TOKEN_GROUP = 32  # features of a token4 that share a ratio
+TOKEN_STORAGES = ("token8", "token4")  # one code a value: numerics.md has a section of that name
 MAX_INT32_DEPTH = 133_143  # largest K whose INT8 products always sum within 32 bits
 
 _FLOAT_DTYPES = ("float32", "float16", "bfloat16")
@@ -823,6 +825,12 @@ class Saved:
     uint16 bits of bfloat16 ``[I, ceil(L/64)]``; ``packed`` their stored bytes, uint8
     ``[I, bytes]``, otherwise None; ``exponents`` those of the tokens' sizes, uint8 ``[L]``, None
     where tokens are not equalised.
+
+    Storages token8 and token4 keep rows of tokens, of ``I' = roundup(I, feature_block(I))``
+    features: ``codes`` int8 ``[L, I']``; ``scales`` float32 ``[L]``, for token4 the uint16 bits of
+    bfloat16; ``packed`` uint8 ``[L, I'/2]`` for token4, otherwise None; ``ratios`` uint8
+    ``[L, ceil(I'/32)]`` for token4, otherwise None; ``sizes`` uint8 ``[I]``, the exponents e of the
+    features' sizes plus 127. :func:`saved_bytes_of` puts them in the order of their storage.
     """
 
     codes: Codes
@@ -833,6 +841,8 @@ class Saved:
     config: ConfigLike
     key: Key
     exponents: NDArray[np.uint8] | None = None
+    ratios: NDArray[np.uint8] | None = None
+    sizes: NDArray[np.uint8] | None = None
 
 
 class Gradients(NamedTuple):
@@ -850,6 +860,7 @@ def quantize_gradient_rows(
 
     Source: docs/numerics.md, "Shapes", purpose 1.
     """
+    _no_token_storage(config)
     operand = _transform_features(_flat(gy, "gy"), config.hadamard_block)
     return quantize(
         operand,
@@ -866,6 +877,7 @@ def quantize_weight(w: Floats, config: ConfigLike) -> tuple[Codes, NDArray[np.fl
 
     Source: docs/numerics.md, "Shapes", purpose 2.
     """
+    _no_token_storage(config)
     _choice("weight_scale", config.weight_scale, ("column", "tensor"))
     operand = _transform_features(_widen(w, "w").T, config.hadamard_block)
     return quantize(
@@ -890,6 +902,7 @@ def quantize_gradient_columns(
     ``exponents`` are the tokens' sizes that were found then.
     Source: docs/numerics.md, "Shapes", purpose 4, and "Token equalisation".
     """
+    _no_token_storage(config)
     scale = {"channel": "row", "tensor": "tensor", "token": "column"}
     _choice("gw_scale", config.gw_scale, tuple(scale))
     subspaces = key if sketch_key is None else sketch_key
@@ -914,10 +927,12 @@ def compress_activation(x: Floats, config: ConfigLike = None, *, key: KeyLike = 
     Returns:
         A :class:`Saved`.
 
-    Source: docs/numerics.md, "Shapes" (purpose 3) and "INT4".
+    Source: docs/numerics.md, "Shapes" (purpose 3), "INT4" and "One code a value".
     """
     settings = Config() if config is None else config
-    _choice("storage", settings.storage, ("int8", "int4", "rht2"))
+    _choice("storage", settings.storage, ("int8", "int4", "rht2", *TOKEN_STORAGES))
+    if settings.storage in TOKEN_STORAGES:
+        return _keep_tokens(_flat(x, "x"), settings, _key(key))
     _choice("x_scale", settings.x_scale, ("channel", "tensor"))
     values = _flat(x, "x")
     tokens, width = values.shape
@@ -1087,10 +1102,12 @@ def decompress_activation(
 ) -> NDArray[np.float32]:
     """Tokens ``first`` to ``last`` (None: all) of an x of basis ``"full"``: ``[last - first, I]``.
 
-    Source: docs/numerics.md, "INT4" ("Back to x").
+    Source: docs/numerics.md, "INT4" and "One code a value" ("Back to x").
     """
     _choice("basis", saved.config.basis, ("full",))
-    if saved.config.storage == "rht2":
+    if saved.config.storage in TOKEN_STORAGES:
+        values = _unrotated_tokens(saved)
+    elif saved.config.storage == "rht2":
         scales = np.repeat(bf16_values(saved.scales), ROTATED_BLOCK, axis=1)
         rotated = (_rotated_values(saved) * scales).T
         blocks = rotated.shape[0] // ROTATED_BLOCK
@@ -1111,6 +1128,7 @@ def requantize(saved: Saved, key: KeyLike | None = None) -> tuple[Codes, NDArray
 
     ``key`` (that of ``saved`` unless given) rounds. Source: docs/numerics.md, "Back to INT8".
     """
+    _no_token_storage(saved.config)
     groups = bf16_values(saved.scales)
     if saved.config.storage == "int4":
         width, largest = _round_up(saved.tokens, 16), _f32(7)
@@ -1143,6 +1161,7 @@ def backward_linear(
     gw_out: Floats | None = None,
     gb_out: Floats | None = None,
     accumulate: bool = False,
+    quantized_weight: bool = False,
 ) -> Gradients:
     """Backward of ``y = x w^T + b``: ``gx = gy w``, ``gw = gy^T x``, ``gb`` = sums of gy.
 
@@ -1159,6 +1178,9 @@ def backward_linear(
         gw_out: ``[O, I]``, what ``accumulate`` adds to. It is read, not written.
         gb_out: ``[O]``, likewise.
         accumulate: add to ``gw_out`` and ``gb_out``.
+        quantized_weight: storages token8 and token4 only: compute what backward computes where w
+            was quantised beforehand, by ``quantize_token_weight(w, out_factors(gy, key,
+            quantized_weight=True), config)``: no sizes of out features, and their signs are fixed.
 
     Returns:
         :class:`Gradients`: gx ``[..., I]``, gw ``[O, I]``, gb ``[O]``.
@@ -1173,9 +1195,19 @@ def backward_linear(
         saved = compress_activation(np.asarray(saved_or_x), settings, key=0 if key is None else key)
     if key is None:
         key = saved.key if saved else 0
+    one_code = settings.storage in TOKEN_STORAGES
+    kept_as = saved.config.storage if saved is not None else settings.storage
+    if one_code or kept_as in TOKEN_STORAGES:
+        _choice("storage", kept_as, (settings.storage,))
+    if quantized_weight and not one_code:
+        raise ValueError(f"quantized_weight: not for storage {settings.storage!r}")
 
     gx = gw = gb = None
-    if "gx" in need:
+    if one_code:
+        gx, gw = _one_code_products(grad, w, saved, settings, need, key, quantized_weight)
+        gx = None if gx is None else _finish(gx, None, dtype).reshape(*gy.shape[:-1], gx.shape[1])
+        gw = None if gw is None else _finish(gw, gw_out if accumulate else None, dtype)
+    elif "gx" in need:
         assert w is not None, "w: needed for gx"
         product = gemm_int8(
             *_pairs(quantize_gradient_rows(gy, settings, key), quantize_weight(w, settings)),
@@ -1183,7 +1215,7 @@ def backward_linear(
             out_dtype=dtype,
         )
         gx = product.reshape(*gy.shape[:-1], w.shape[1])
-    if "gw" in need:
+    if "gw" in need and not one_code:
         assert saved is not None
         gw = _finish(
             _weight_gradient(gy, saved, settings, key), gw_out if accumulate else None, dtype
@@ -1226,6 +1258,325 @@ def bias_gradient(gy: Floats) -> NDArray[np.float32]:
             run = run + sums[:, index]
         total = total + run
     return total.astype(_f32)
+
+
+# -------------------------------------------------------------------------------- One code a value
+
+
+def feature_block(width: int, hadamard_block: int = 64) -> int:
+    """n(C): features that are transformed together where there are ``width``: 16, 32 or 64.
+
+    Source: docs/numerics.md, "One code a value" ("Blocks").
+    """
+    _choice("hadamard_block", hadamard_block, (16, 32, 64))
+    for n in (64, 32, 16):
+        if n <= hadamard_block and _round_up(width, n) <= width + width // 8:
+            return n
+    return 16
+
+
+def feature_signs(count: int, key: KeyLike) -> NDArray[np.float32]:
+    """The signs of so many features: -1 or 1, float32 ``[count]``.
+
+    Source: docs/numerics.md, "One code a value" ("Signs").
+    """
+    return rotation_signs(_ceil_div(count, 64), key)[:count]  # 64 features to a pair of words, too
+
+
+@_quiet
+def feature_sizes(values: Floats) -> NDArray[np.int64]:
+    """Exponents e of the powers of two that stand for the features' sizes: int64 ``[C]``.
+
+    Args:
+        values: ``[L, C]`` float32 or float16, of which up to 512 tokens are looked at.
+
+    Returns:
+        -30 to 30; 0 for features of about the usual size.
+
+    Source: docs/numerics.md, "One code a value" ("Sizes of features").
+    """
+    wide = _widen(values, "values")
+    tokens = wide.shape[0]
+    looked_at = min(tokens, 512)
+    rows = wide[np.arange(looked_at) * tokens // max(1, looked_at)]
+    exponent = _words(_amax(rows, 1)).reshape(-1) >> _u32(23)
+    rows = rows[(exponent >= 27) & (exponent < 255)]
+    z = _resized(rows, token_exponents(rows), divide=True)
+    squares = np.minimum((z * z) * _f32(2.0**32), _f32(2.0**52))
+    sums = np.rint(squares).astype(np.int64).sum(axis=0)
+    seen = sums > 0
+    eighths = (_words(sums.astype(_f32)) >> _u32(20)).astype(np.int64)
+    distance = eighths - int(eighths[seen].sum()) // max(1, int(seen.sum()))
+    usual = (np.abs(distance) < 32) | ~seen
+    return np.where(usual, 0, np.clip((distance + 16) >> 5, -30, 30))
+
+
+def out_factors(
+    gy: Floats, key: KeyLike = 0, *, quantized_weight: bool = False
+) -> NDArray[np.float32]:
+    """``sigma_o c_o`` of g_y ``[..., O]``: signs times powers of two, float32 ``[O]``.
+
+    ``key`` is that of backward; where w comes quantised it does not count, nor does g_y.
+    Source: docs/numerics.md, "One code a value" ("Signs", "Sizes of features").
+    """
+    values = _flat(gy, "gy")
+    if quantized_weight:
+        return feature_signs(values.shape[1], 0)
+    return feature_signs(values.shape[1], key) * _powers_of_two(feature_sizes(values))
+
+
+def in_factors(saved: Saved) -> NDArray[np.float32]:
+    """``sigma_i d_i`` of an x kept as token8 or token4: float32 ``[I]``.
+
+    Source: docs/numerics.md, "One code a value" ("Signs", "Sizes of features").
+    """
+    assert saved.sizes is not None
+    return feature_signs(saved.in_features, 0) * _powers_of_two(saved.sizes.astype(np.int64) - 127)
+
+
+def quantize_token_gradient(
+    gy: Floats, factors: NDArray[np.float32], config: ConfigLike, key: KeyLike = 0
+) -> tuple[Codes, NDArray[np.float32]]:
+    """g_y ``[..., O]`` for both products: codes q int8 ``[L, O']`` and scales s float32 ``[L]``.
+
+    ``factors`` are :func:`out_factors`; g_y is divided by them.
+    Source: docs/numerics.md, "One code a value" ("Rows").
+    """
+    _check_token_fields(config)
+    return quantize(
+        _rotate_features(_flat(gy, "gy"), _f32(1) / factors, config.hadamard_block),
+        bits=8,
+        scale="row",
+        rounding=config.gx_rounding,
+        key=key,
+        purpose=PURPOSE_GX_GRADIENT,
+    )
+
+
+def quantize_token_weight(
+    w: Floats, factors: NDArray[np.float32], config: ConfigLike
+) -> tuple[Codes, NDArray[np.float32]]:
+    """W ``[O, I]`` for g_x: codes int8 ``[I, O']`` and scales float32 ``[I]``; to nearest.
+
+    ``factors`` are :func:`out_factors`; w is multiplied by them.
+    Source: docs/numerics.md, "One code a value" ("Rows").
+    """
+    _check_token_fields(config)
+    operand = _rotate_features(_widen(w, "w").T, factors, config.hadamard_block)
+    return quantize(operand, bits=8, scale="row", rounding="nearest")
+
+
+def tile_bytes(rows: int, cols: int, key: KeyLike, purpose: int) -> NDArray[np.uint8]:
+    """Random bytes of a matrix, 16 of them to a tile of 16 x 16: uint8 ``[rows, cols]``.
+
+    A row of a tile has one random byte; each of its columns adds another multiple of 16 to it.
+    Source: docs/numerics.md, "One code a value" ("x kept as token4" and "g_w").
+    """
+    down, across = _ceil_div(rows, 16), _ceil_div(cols, 16)
+    words = random_words(np.arange(down * across), key, purpose).astype("<u4")
+    drawn = words.view(np.uint8).reshape(down, across, 16).transpose(0, 2, 1)
+    reversed_bits = np.array([int(f"{column:04b}"[::-1], 2) for column in range(16)], np.uint8)
+    shifted = drawn[..., None] + np.uint8(16) * reversed_bits  # modulo 256
+    return np.ascontiguousarray(shifted.reshape(down * 16, across * 16)[:rows, :cols])
+
+
+def saved_bytes_of(saved: Saved) -> NDArray[np.uint8]:
+    """The bytes that a storage token8 or token4 keeps, in their order: uint8 ``[bytes]``.
+
+    Source: docs/numerics.md, "One code a value" ("Stored").
+    """
+    _choice("storage", saved.config.storage, TOKEN_STORAGES)
+    assert saved.sizes is not None
+    codes = saved.codes.view(np.uint8) if saved.packed is None else saved.packed
+    ratios = np.zeros(0, np.uint8) if saved.ratios is None else saved.ratios
+    rows = np.concatenate([codes.reshape(-1), ratios.reshape(-1)])
+    padding = np.zeros(-rows.size % 4, np.uint8)
+    scales = saved.scales.astype(saved.scales.dtype.newbyteorder("<")).view(np.uint8)
+    return np.concatenate([rows, padding, scales, saved.sizes])
+
+
+@_quiet
+def contributions(saved: Saved, gradient_scales: NDArray[np.float32]) -> NDArray[np.float32]:
+    """X: what is kept of x times the scales s ``[L]`` of g_y's rows, float32 ``[L, I']``.
+
+    Source: docs/numerics.md, "One code a value" ("g_w").
+    """
+    values, steps = _token_values(saved)
+    return values * (steps * gradient_scales[:, None])
+
+
+@_quiet
+def requantize_contributions(
+    values: NDArray[np.float32], config: ConfigLike, key: KeyLike = 0
+) -> tuple[Codes, NDArray[np.float32]]:
+    """X ``[L, I']`` in INT8: codes int8 ``[I', Kp]`` and scales float32 ``[I']``.
+
+    Source: docs/numerics.md, "One code a value" ("g_w").
+    """
+    _check_token_fields(config)
+    rows = _pad_columns(values.T, 16)
+    scale, inv = scale_of(_amax(rows, 1), 8)
+    u = None
+    if config.gw_rounding == "stochastic":
+        u = tile_bytes(rows.shape[0], rows.shape[1], key, PURPOSE_REQUANTIZE)
+    codes = round_codes(np.where(inv == 0, _f32(0), rows), inv, 8, config.gw_rounding, u)
+    return codes, scale.reshape(-1)
+
+
+def _one_code_products(
+    gy: NDArray[np.float32],
+    w: Floats | None,
+    saved: Saved | None,
+    config: ConfigLike,
+    need: Collection[str],
+    key: KeyLike,
+    quantized_weight: bool,
+) -> tuple[NDArray[np.float32] | None, NDArray[np.float32] | None]:
+    """g_x ``[L, I]`` and g_w ``[O, I]``, where needed."""
+    gx = gw = None
+    factors = out_factors(gy, key, quantized_weight=quantized_weight)
+    n = feature_block(gy.shape[1], config.hadamard_block)
+    q, scales = quantize_token_gradient(gy, factors, config, key)
+    if "gx" in need:
+        assert w is not None, "w: needed for gx"
+        weight, weight_scales = quantize_token_weight(w, factors, config)
+        gx = _dequantize_product(integer_product(q, weight), scales, weight_scales, n)
+    if "gw" in need:
+        assert saved is not None
+        added, added_scales = requantize_contributions(contributions(saved, scales), config, key)
+        sums = integer_product(np.ascontiguousarray(_pad_columns(q.T, 16)), added)
+        gw = _undo_rotations(sums, added_scales, factors, n, saved)
+    return gx, gw
+
+
+@_quiet
+def _undo_rotations(
+    sums: NDArray[np.int64],
+    scales: NDArray[np.float32],
+    factors: NDArray[np.float32],
+    n: int,
+    saved: Saved,
+) -> NDArray[np.float32]:
+    """From ``acc [O', I']`` to g_w ``[O, I]``: both transforms once more, signs and sizes."""
+    n_in = feature_block(saved.in_features, saved.config.hadamard_block)
+    along_in = fwht(sums.astype(_f32) * scales[None, :], block=n_in)
+    along_out = fwht(along_in, axis=0, block=n)
+    product: NDArray[np.float32] = along_out[: factors.size, : saved.in_features]
+    along: NDArray[np.float32] = product * (in_factors(saved) / _f32(n_in))
+    return along * (factors / _f32(n))[:, None]
+
+
+@_quiet
+def _rotate_features(
+    values: NDArray[np.float32], factors: NDArray[np.float32], hadamard_block: int
+) -> NDArray[np.float32]:
+    """Columns of ``[R, C]`` times their factors, then FWHT along them: ``[R, C']``."""
+    n = feature_block(values.shape[1], hadamard_block)
+    rotated: NDArray[np.float32] = fwht(_pad_columns(values * factors, n), block=n)
+    return rotated
+
+
+def _keep_tokens(x: NDArray[np.float32], config: ConfigLike, key: Key) -> Saved:
+    """``x [L, I]`` kept as token8 or token4."""
+    _check_token_fields(config)
+    tokens, width = x.shape
+    sizes = feature_sizes(x)
+    factors = feature_signs(width, 0) / _powers_of_two(sizes)
+    rotated = _rotate_features(x, factors, config.hadamard_block)
+    ratios = packed = None
+    scales: NDArray[Any]
+    if config.storage == "token8":
+        codes, scales = quantize(
+            rotated, rounding=config.x_rounding, key=key, purpose=PURPOSE_GW_ACTIVATION
+        )
+    else:
+        codes, scales, ratios = _quantize_tokens(rotated, key)
+        packed = pack_int4(codes)
+    biased = (sizes + 127).astype(np.uint8)
+    return Saved(codes, scales, packed, tokens, width, config, key, ratios=ratios, sizes=biased)
+
+
+@_quiet
+def _quantize_tokens(
+    rotated: NDArray[np.float32], key: KeyLike
+) -> tuple[Codes, NDArray[np.uint16], NDArray[np.uint8]]:
+    """token4 of ``rotated [L, I']``: codes, bf16 bits of T ``[L]``, R ``[L, ceil(I'/32)]``."""
+    tokens, width = rotated.shape
+    groups = _ceil_div(width, TOKEN_GROUP)
+    grouped = _pad_columns(rotated, TOKEN_GROUP).reshape(tokens * groups, TOKEN_GROUP)
+    group_amax = _amax(grouped, 1).reshape(tokens, groups)
+    amax = _amax(rotated, 1)
+    finite = np.isfinite(amax)
+    used = finite & (amax >= _f32(2.0**-100))
+    scale = np.where(used, round_up_bf16(amax / _f32(7.5)), _f32(0))
+    stored = bf16_bits(np.where(finite, scale, _f32(np.nan))).reshape(-1)
+
+    rho = np.where(used, (group_amax / _f32(7.5)) / scale, _f32(0))
+    rounded_up = ((_words(rho) + _u32(0x7FFFF)) >> _u32(19)).astype(np.int64) - 1777
+    ratios = np.where(used & (group_amax != 0), np.clip(rounded_up, 1, 255), 0).astype(np.uint8)
+    inv = np.where(ratios == 0, _f32(0), _f32(1) / _token_steps(ratios, scale))
+    inv = np.repeat(inv, TOKEN_GROUP, axis=1)[:, :width]
+    exact = 256 * (np.where(inv == 0, _f32(0), rotated).astype(np.float64) * inv)  # 48 bits of 53
+    dither = tile_bytes(tokens, width, key, PURPOSE_GW_ACTIVATION).astype(np.int64)
+    codes = (np.rint(exact).astype(np.int64) + dither - 128) >> 8
+    return np.where(inv == 0, 0, codes).astype(np.int8), stored, ratios
+
+
+def _token_steps(ratios: NDArray[np.uint8], scale: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The steps of ``ratios [L, G]`` beside T ``[L, 1]``; R = 0 is a step of 0, NaN beside NaN."""
+    stands_for = ((ratios.astype(_u32) + _u32(1777)) << _u32(19)).view(_f32)
+    return np.where(ratios == 0, _f32(0), stands_for) * scale
+
+
+def _token_values(saved: Saved) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """What codes stand for in units of their steps, and the steps: ``[L, I']``, the latter or
+    ``[L, 1]``.
+    """
+    codes = saved.codes
+    if saved.ratios is None:
+        return codes.astype(_f32), saved.scales[:, None]
+    tokens, width = codes.shape
+    dither = tile_bytes(tokens, width, saved.key, PURPOSE_GW_ACTIVATION).astype(np.int64)
+    values = (512 * codes.astype(np.int64) + 511 - 2 * dither).astype(_f32) / _f32(512)
+    steps = _token_steps(saved.ratios, bf16_values(saved.scales)[:, None])
+    used = np.repeat(saved.ratios != 0, TOKEN_GROUP, axis=1)[:, :width]
+    return np.where(used, values, _f32(0)), np.repeat(steps, TOKEN_GROUP, axis=1)[:, :width]
+
+
+def _unrotated_tokens(saved: Saved) -> NDArray[np.float32]:
+    """Back to x: ``[L, I]``."""
+    n = feature_block(saved.in_features, saved.config.hadamard_block)
+    values, steps = _token_values(saved)
+    blocks = fwht(values * steps, block=n)[:, : saved.in_features]
+    return np.asarray(blocks * (in_factors(saved) / _f32(n)))
+
+
+def _powers_of_two(exponents: NDArray[np.int64]) -> NDArray[np.float32]:
+    return np.ldexp(_f32(1), exponents.astype(np.int32)).astype(_f32)
+
+
+def _check_token_fields(config: ConfigLike) -> None:
+    """Refuse what "One code a value" leaves no choice of."""
+    rounded = ("nearest", "stochastic")
+    for name, known in (
+        ("storage", TOKEN_STORAGES),
+        ("basis", ("full",)),
+        ("hadamard_block", (16, 32, 64)),
+        ("gx_bits", (8,)),
+        ("gx_scale", ("row",)),
+        ("weight_scale", ("column",)),
+        ("gw_scale", ("token",)),
+        ("gw_rounding", rounded),
+        ("x_scale", ("channel",)),
+        ("x_rounding", rounded if config.storage == "token8" else ("stochastic",)),
+        ("equalize_tokens", (False,)),
+    ):
+        _choice(name, getattr(config, name), known)
+
+
+def _no_token_storage(config: ConfigLike) -> None:
+    """Refuse the storages whose operands are made otherwise: "One code a value"."""
+    _choice("storage", config.storage, ("int8", "int4", "rht2"))
 
 
 # -------------------------------------------------------------------------------- The 8-bit forward
@@ -1366,7 +1717,7 @@ def _key(key: KeyLike) -> Key:
     return full
 
 
-def _choice(name: str, value: str, known: Sequence[str]) -> None:
+def _choice(name: str, value: Any, known: Sequence[Any]) -> None:
     if value not in known:
         raise ValueError(f"{name}: {value!r} is not one of {', '.join(map(repr, known))}")
 

@@ -449,6 +449,125 @@ def forward_linear_stage() -> Cases:
     return cases
 
 
+def sized(x: np.ndarray) -> np.ndarray:
+    """x with two features of other sizes, so that their exponents are not 0."""
+    x = x.copy()
+    x[:, 1] *= f32(2.0**6)
+    x[:, -2] *= f32(2.0**-7)
+    return x
+
+
+def one_code_stage() -> Cases:
+    """Storages token8 and token4: gx, gw, gb of (gy, w, x), x kept with the param saved_key.
+
+    stored: the bytes that keep x. Of small cases also back [L, I], what decompress_activation makes
+    of them, and the integers on the way: gx_a [L, O'], gx_b [I, O'] and their scales are the
+    operands of g_x; gx_a transposed and gw_b [I', Kp] those of g_w. quantized_weight: 1 where w
+    counts as quantised beforehand (signs of the key 0, no sizes of out features). Params and
+    gw_before, gb_before as for backward_linear.
+    """
+    cases: Cases = {}
+    for tokens, outs, ins in ((1, 3, 40), (35, 12, 61), (48, 58, 5), (100, 7, 18), (197, 3, 7)):
+        if tokens == 1:
+            gy, x = bell((tokens, outs), 71), bell((tokens, ins), 72)
+        else:
+            gy = sized(layer_input((tokens, outs), 70 + tokens)) * f32(2.0**-9)
+            x = sized(layer_input((tokens, ins), 72 + tokens))
+        cases[f"layer_{tokens}"] = {"gy": gy, "w": bell((outs, ins), 71 + tokens), "x": x}
+    for name in ("layer_48", "layer_100", "layer_197"):
+        cases[name] = {k: v.astype(np.float16) for k, v in cases[name].items()}
+    cases["layer_35"]["x"][10, 32:] = 0  # a group of zeros where blocks have 32 features
+    # More tokens than the sizes of features are found from.
+    shapes = {"gy": (530, 2), "w": (2, 3), "x": (530, 3)}
+    cases["layer_530"] = {
+        name: bell(shape, 75 + i).astype(np.float16)
+        for i, (name, shape) in enumerate(shapes.items())
+    }
+    cases["layer_530"]["x"][:, 2] *= np.float16(2.0**8)
+    tiny = {"gy": bell((20, 4), 78), "w": bell((4, 18), 79), "x": special((20, 18), 80)}
+    tiny["x"][5, 3] = tiny["x"][6, 4] = tiny["x"][6, 5] = 1
+    tiny["x"][4] *= f32(2.0**-40)
+    tiny["x"][10] = 0
+    tiny["x"][10, :16] = bell((16,), 81)  # with a block of zeros
+    tiny["x"][11] *= f32(2.0**-50)
+    tiny["gy"][11] *= f32(2.0**-60)
+    tiny["gy"][12] = 0
+    cases["layer_tiny"] = tiny
+    cases["layer_tiny_products"] = {  # contributions below 2**-100
+        "gy": bell((5, 3), 82) * f32(2.0**-60),
+        "w": bell((3, 4), 83),
+        "x": bell((5, 4), 84) * f32(2.0**-60),
+    }
+    for name, row in (("x", 6), ("gy", 5)):
+        broken = {"gy": bell((17, 6), 85), "w": bell((6, 5), 86), "x": bell((17, 5), 87)}
+        broken[name][row, 3] = -np.inf if name == "x" else np.nan
+        broken["w"][4, 2] = np.inf
+        cases[f"layer_broken_{name}"] = broken
+    stochastic, nearest = {"gx_rounding": "stochastic"}, {"x_rounding": "nearest"}
+    every, weight = ("gx", "gw", "gb"), ("gw", "gb")
+    for name, source, fields, need, dtype in (
+        ("token4_1", "layer_1", {}, every, "float32"),
+        ("token8_1", "layer_1", {}, every, "float32"),
+        ("token4_35", "layer_35", {}, every, "float32"),
+        ("token8_35", "layer_35", stochastic, every, "bfloat16"),
+        ("token4_35_32", "layer_35", {"hadamard_block": 32}, weight, "float32"),
+        ("token8_35_16", "layer_35", {"hadamard_block": 16}, weight, "float32"),
+        (
+            "token4_48",
+            "layer_48",
+            {"gw_rounding": "nearest", "hadamard_block": 32},
+            every,
+            "float32",
+        ),
+        ("token4_48_weight", "layer_48", stochastic, every, "float32"),
+        ("token8_48_weight", "layer_48", nearest, every, "float16"),
+        ("token4_100", "layer_100", stochastic, weight, "float32"),
+        ("token8_100", "layer_100", nearest, weight, "float32"),
+        ("token4_197", "layer_197", {}, weight, "float32"),
+        ("token8_197", "layer_197", {}, weight, "float32"),
+        ("token4_530", "layer_530", {}, weight, "float32"),
+        ("token4_tiny", "layer_tiny", {}, every, "float32"),
+        ("token8_tiny", "layer_tiny", {}, every, "float32"),
+        ("token4_tiny_products", "layer_tiny_products", {}, every, "float32"),
+        ("token8_tiny_products", "layer_tiny_products", {}, every, "float32"),
+        ("token4_broken_x", "layer_broken_x", {}, every, "float32"),
+        ("token8_broken_x", "layer_broken_x", {}, every, "float32"),
+        ("token4_broken_gy", "layer_broken_gy", {}, every, "float32"),
+        ("token8_broken_gy", "layer_broken_gy", {}, every, "float32"),
+    ):
+        gy, w, x = (cases[source][part] for part in ("gy", "w", "x"))
+        usual = {"hadamard_block": 64, "gx_rounding": "nearest", "gw_scale": "token"}
+        config = ref.Config(storage=name[:6], **{**usual, **fields})
+        quantized_weight = name.endswith("_weight")
+        saved = ref.compress_activation(x, config, key=SKETCH_KEY)
+        before: Case = {}
+        if name in ("token4_35", "token8_35", "token8_48_weight"):
+            before = {
+                "gw_out": bell((gy.shape[1], x.shape[1]), 88),
+                "gb_out": bell(gy.shape[1:], 89),
+            }
+            before = {k: rounded(v, dtype) for k, v in before.items()}
+        grads = ref.backward_linear(
+            gy, w, saved, config=config, need=need, key=KEY, out_dtype=dtype,
+            accumulate=bool(before), quantized_weight=quantized_weight, **before,
+        )  # fmt: skip
+        case = {"input": source, "saved_key": SKETCH_KEY, "key": KEY, "need": need}
+        case |= {"quantized_weight": int(quantized_weight), **config_params(config)}
+        case |= {key.replace("out", "before"): typed(value, dtype) for key, value in before.items()}
+        case["stored"] = ref.saved_bytes_of(saved)
+        if x.size <= 300:
+            case["back"] = ref.decompress_activation(saved)
+        if x.size <= 360 and "broken" not in name:
+            factors = ref.out_factors(gy, KEY, quantized_weight=quantized_weight)
+            case["gx_a"], scales = ref.quantize_token_gradient(gy, factors, config, KEY)
+            case["gx_b"], case["gx_b_scale"] = ref.quantize_token_weight(w, factors, config)
+            added = ref.contributions(saved, scales)
+            case["gw_b"], case["gw_b_scale"] = ref.requantize_contributions(added, config, KEY)
+            case["gx_a_scale"] = scales
+        cases[name] = case | {part: typed(getattr(grads, part), dtype) for part in need}
+    return cases
+
+
 def config_params(config: Any) -> Case:
     """A configuration's fields, without the forward's; no rows are (), no token_grid is 0 0."""
     fields = {k: v for k, v in dataclasses.asdict(config).items() if not k.startswith("forward")}
@@ -476,6 +595,7 @@ STAGES: dict[str, Callable[[], Cases]] = {
     "compress_activation": compress_activation_stage,
     "backward_linear": backward_linear_stage,
     "forward_linear": forward_linear_stage,
+    "one_code": one_code_stage,
 }
 
 # -------------------------------------------------------------------------------------------- Files
