@@ -1302,7 +1302,7 @@ def feature_sizes(values: Floats) -> NDArray[np.int64]:
     exponent = _words(_amax(rows, 1)).reshape(-1) >> _u32(23)
     rows = rows[(exponent >= 27) & (exponent < 255)]
     z = _resized(rows, token_exponents(rows), divide=True)
-    squares = np.minimum((z * z) * _f32(2.0**32), _f32(2.0**52))
+    squares = np.minimum((z * z) * _f32(2.0**24), _f32(2.0**44))
     sums = np.rint(squares).astype(np.int64).sum(axis=0)
     seen = sums > 0
     eighths = (_words(sums.astype(_f32)) >> _u32(20)).astype(np.int64)
@@ -1441,7 +1441,10 @@ def _one_code_products(
         assert w is not None, "w: needed for gx"
         weight, weight_scales = quantize_token_weight(w, factors, config)
         gx = _dequantize_product(integer_product(q, weight), scales, weight_scales, n)
-    if "gw" in need:
+    if "gw" in need and gy.shape[0] == 0:
+        assert saved is not None
+        gw = np.zeros((gy.shape[1], saved.in_features), _f32)
+    elif "gw" in need:
         assert saved is not None
         added, added_scales = requantize_contributions(contributions(saved, scales), config, key)
         sums = integer_product(np.ascontiguousarray(_pad_columns(q.T, 16)), added)

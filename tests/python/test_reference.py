@@ -1170,7 +1170,7 @@ def sizes_by_definition(values: np.ndarray) -> list[int]:
         for i, value in enumerate(row):
             z = f32(Fraction(float(value)) * Fraction(2) ** (127 - biased))
             square = f32(float(z) ** 2)  # a product of two floats is exact in fp64
-            sums[i] += round(min(Fraction(float(square)) * 2**32, Fraction(2) ** 52))
+            sums[i] += round(min(Fraction(float(square)) * 2**24, Fraction(2) ** 44))
     eighths = {}
     for i, total in enumerate(sums):
         if total > 0:

@@ -1,0 +1,426 @@
+"""Storages token8 and token4, one code a value: the reference's bits, errors, expectations."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+import hotcore
+import numpy as np
+import pytest
+from hotcore import HotConfig, Key, reference
+from hypothesis import given
+from hypothesis import strategies as st
+from support import (
+    FLOATS,
+    KINDS,
+    array,
+    data,
+    equal_bits,
+    from_bits,
+    golden,
+    golden_config,
+    keys,
+    numpy_of,
+    parted_key,
+    poison,
+    rounded,
+    same_on_every_path,
+    strided,
+    torch,
+    widened,
+)
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+ALL = ("gx", "gw", "gb")
+KEY = Key(0x1234_5678_9ABC_DEF0, 0xFEDC_BA98_7654_3210, 8191)
+OTHER_KEY = Key(42, 43, 44)
+STORAGES = ("token8", "token4")
+
+
+def config_of(storage: str, **fields: Any) -> HotConfig:
+    """A valid configuration: to nearest where that is allowed, in the widest blocks."""
+    nearest = {} if storage == "token4" else {"x_rounding": "nearest"}
+    base = {"gw_scale": "token", "hadamard_block": 64, "gx_rounding": "nearest", **nearest}
+    return HotConfig(**{"storage": storage, **base, **fields})
+
+
+def layer(
+    rng: np.random.Generator, tokens: int, outs: int, ins: int, kind: str = "normal"
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """g_y, w and x."""
+    shapes = ((tokens, outs), (outs, ins), (tokens, ins))
+    gy, w, x = (data(rng, shape, kind) for shape in shapes)
+    return gy, w, x
+
+
+def check_against_reference(
+    gy: Any,
+    w: Any,
+    x: Any,
+    config: HotConfig,
+    key: Key = KEY,
+    back_key: Key = KEY,
+    what: str = "",
+) -> None:
+    """Every byte that is kept, and every gradient, to the bit."""
+    saved = hotcore.compress_activation(x, config, key=key)
+    model = reference.compress_activation(widened(x), config, key=key)
+    equal_bits(saved.data, reference.saved_bytes_of(model), f"{what} kept")
+    parts = {"need": ALL, "key": back_key, "out_dtype": "float32"}
+    got = hotcore.backward_linear(gy, w, saved, **parts)
+    wide = (widened(gy), widened(w), model)
+    expected = reference.backward_linear(*wide, config=config, **parts)
+    for name, ours, theirs in zip(ALL, got, expected, strict=True):
+        equal_bits(ours, theirs, f"{what} {name}")
+
+
+def relative(got: np.ndarray, wanted: np.ndarray) -> float:
+    return float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted))
+
+
+@pytest.mark.parametrize("name", [n for n, c in golden("one_code").items() if "stored" in c])
+def test_golden(name: str) -> None:
+    case = golden("one_code")[name]
+    config = golden_config(case)
+    saved = hotcore.compress_activation(case["x"], config, key=Key(*case["saved_key"]))
+    equal_bits(saved.data, case["stored"])
+    if "back" in case:
+        equal_bits(hotcore.decompress_activation(saved), case["back"])
+    expected = {part: from_bits(case[part]) for part in case["need"]}
+    gy, w = case["gy"], case["w"]
+    dtype = next(iter(expected.values())).dtype
+    if not isinstance(dtype, np.dtype):
+        gy, w = torch.from_numpy(gy), torch.from_numpy(w)
+        saved = dataclasses.replace(saved, data=torch.from_numpy(saved.data))
+    options: dict[str, Any] = {}
+    for part in ("gw", "gb"):
+        if f"{part}_before" in case:
+            options[f"{part}_out"] = from_bits(case[f"{part}_before"].copy())
+            options["accumulate"] = True
+    if case["quantized_weight"]:
+        w = hotcore.quantize_weight(w, config)
+    key = Key(*case["key"])
+    got = hotcore.backward_linear(
+        gy, w, saved, need=list(expected), key=key, out_dtype=dtype, **options
+    )
+    for part, wanted in expected.items():
+        equal_bits(getattr(got, part), wanted, part)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("storage", STORAGES)
+def test_equals_reference(rng: np.random.Generator, storage: str, dtype: str) -> None:
+    for tokens, outs, ins in ((197, 48, 32), (1, 1, 1), (64, 17, 31), (130, 5, 67), (33, 96, 144)):
+        for kind in ("normal", "outliers", "wide"):
+            arrays = [array(value, dtype) for value in layer(rng, tokens, outs, ins, kind)]
+            what = f"{tokens} {outs} {ins} {kind}"
+            check_against_reference(*arrays, config_of(storage), what=what)
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> HotConfig:
+    """Any valid configuration of the token storages."""
+    storage = draw(st.sampled_from(STORAGES))
+    two = st.sampled_from(["nearest", "stochastic"])
+    return config_of(
+        storage,
+        hadamard_block=draw(st.sampled_from([16, 32, 64])),
+        gx_rounding=draw(st.sampled_from(["nearest", "stochastic", "pseudo_stochastic"])),
+        gw_rounding=draw(two),
+        x_rounding="stochastic" if storage == "token4" else draw(two),
+    )
+
+
+@given(
+    config=configs(),
+    tokens=st.integers(0, 150),
+    outs=st.integers(0, 200),
+    ins=st.integers(0, 200),
+    kind=st.sampled_from(KINDS),
+    key=keys(),
+    same_key=st.booleans(),
+)
+def test_any_config_equals_reference(
+    config: HotConfig, tokens: int, outs: int, ins: int, kind: str, key: Key, same_key: bool
+) -> None:
+    arrays = layer(np.random.default_rng(key.seed % 2**32), tokens, outs, ins, kind)
+    check_against_reference(*arrays, config, key, key if same_key else OTHER_KEY)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_long_and_wide(rng: np.random.Generator, storage: str) -> None:
+    """More tokens than the sizes of features are taken from; rows longer than a thread's buffer."""
+    sizes = np.exp(rng.normal(0, 2, 4200)).astype(np.float32)
+    for tokens, outs, ins in ((1500, 20, 24), (40, 3, 4200), (40, 4200, 3)):
+        gy, w, x = layer(rng, tokens, outs, ins)
+        check_against_reference(gy * sizes[:outs], w, x * sizes[:ins], config_of(storage))
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_decompresses(rng: np.random.Generator, storage: str) -> None:
+    config = config_of(storage)
+    for tokens, ins in ((1, 1), (31, 17), (64, 64), (97, 67), (197, 130), (20, 4100)):
+        x = data(rng, (tokens, ins), "outliers")
+        if tokens == 97:
+            x[70, 3] = np.nan
+        saved = hotcore.compress_activation(x, config, key=KEY)
+        expected = reference.decompress_activation(
+            reference.compress_activation(x, config, key=KEY)
+        )
+        assert np.isnan(expected).any() == (tokens == 97)
+        first = int(rng.integers(0, tokens + 1))
+        for dtype in FLOATS[: 3 if torch is not None else 2]:
+            for begin, end in ((0, tokens), (first, tokens), (tokens // 2, tokens // 2)):
+                if begin == end and dtype == "bfloat16":
+                    continue  # torch views no empty bytes as bfloat16
+                out = poison((end - begin, ins), dtype)
+                if dtype == "bfloat16":
+                    kept = dataclasses.replace(saved, data=torch.from_numpy(saved.data))
+                else:
+                    kept = saved
+                hotcore.decompress_activation(kept, begin, end, out=out)
+                equal_bits(widened(out), rounded(expected[begin:end], dtype), f"{begin} {end}")
+    same_on_every_path(lambda: hotcore.decompress_activation(saved, 3))
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_what_is_kept(rng: np.random.Generator, storage: str) -> None:
+    """Codes, scales, ratios and sizes by name, and how many bytes they are."""
+    x = data(rng, (50, 200), "outliers")
+    saved = hotcore.compress_activation(x, config_of(storage), key=KEY)
+    model = reference.compress_activation(x, config_of(storage), key=KEY)
+    equal_bits(saved.exponents(), model.sizes)
+    if storage == "token8":
+        equal_bits(saved.codes(), model.codes)
+        equal_bits(saved.scales(), model.scales)
+        assert saved.ratios() is None
+        assert saved.nbytes == 50 * 224 + 50 * 4 + 200
+    else:
+        equal_bits(saved.codes(), model.packed)
+        equal_bits(saved.scales(), reference.bf16_values(model.scales))
+        equal_bits(saved.ratios(), model.ratios)
+        assert saved.nbytes == 50 * (112 + 7) + 2 + 50 * 2 + 200
+    wide = hotcore.saved.saved_layout(25216, 768, config_of(storage)).bytes / (25216 * 768)
+    assert wide < {"token8": 1.006, "token4": 0.535}[storage]
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_same_on_every_path(rng: np.random.Generator, storage: str) -> None:
+    for tokens, outs, ins in ((197, 67, 50), (16, 64, 128), (600, 130, 70)):
+        gy, w, x = layer(rng, tokens, outs, ins, "outliers")
+
+        def call(gy: Any = gy, w: Any = w, x: Any = x) -> Any:
+            saved = hotcore.compress_activation(x, config_of(storage), key=KEY)
+            return (saved, *hotcore.backward_linear(gy, w, saved, need=ALL, key=OTHER_KEY))
+
+        same_on_every_path(call)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_strides(rng: np.random.Generator, storage: str) -> None:
+    arrays = layer(rng, 70, 37, 53)
+    expected = hotcore.backward_linear(*arrays, config=config_of(storage), need=ALL, key=KEY)
+    got = hotcore.backward_linear(
+        *map(strided, arrays), config=config_of(storage), need=ALL, key=KEY
+    )
+    for ours, theirs in zip(got, expected, strict=True):
+        equal_bits(ours, theirs)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_any_part_alone(rng: np.random.Generator, storage: str) -> None:
+    """Each gradient is the same whatever else is wanted."""
+    gy, w, x = layer(rng, 70, 37, 53)
+    config = config_of(storage)
+    saved = hotcore.compress_activation(x, config, key=KEY)
+    whole = hotcore.backward_linear(gy, w, saved, need=ALL, key=OTHER_KEY)
+    for part in ALL:
+        alone = hotcore.backward_linear(gy, w, saved, need=(part,), key=OTHER_KEY)
+        equal_bits(getattr(alone, part), getattr(whole, part), part)
+    before = data(rng, (37, 53))
+    added = hotcore.backward_linear(
+        gy, None, saved, need="gw", key=OTHER_KEY, gw_out=before.copy(), accumulate=True
+    )
+    equal_bits(added.gw, before + whole.gw)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_counter(rng: np.random.Generator, storage: str) -> None:
+    plain, counted, _keeper = parted_key(rng)
+    gy, w, x = layer(rng, 40, 20, 30)
+    results = []
+    for key in (plain, counted):
+        saved = hotcore.compress_activation(x, config_of(storage), key=key)
+        results.append((saved.data, *hotcore.backward_linear(gy, w, saved, need=ALL, key=key)))
+    for ours, theirs in zip(*results, strict=True):
+        equal_bits(ours, theirs)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_quantized_weight(rng: np.random.Generator, storage: str) -> None:
+    """It has fixed signs, and so do the calls that take it: the reference's bits, no others."""
+    config = config_of(storage, gx_rounding="stochastic")
+    gy, w, x = layer(rng, 90, 70, 48)
+    weight = hotcore.quantize_weight(w, config)
+    saved = hotcore.compress_activation(x, config, key=KEY)
+    model = reference.compress_activation(x, config, key=KEY)
+    got = hotcore.backward_linear(gy, weight, saved, need=ALL, key=OTHER_KEY)
+    expected = reference.backward_linear(
+        gy, w, model, config=config, need=ALL, key=OTHER_KEY, quantized_weight=True
+    )
+    for name, ours, theirs in zip(ALL, got, expected, strict=True):
+        equal_bits(ours, theirs, name)
+    with pytest.raises(ValueError, match="w: quantised with"):
+        hotcore.backward_linear(gy, weight, None, config=HotConfig(), need="gx")
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_unbiased(rng: np.random.Generator, storage: str) -> None:
+    """Over 256 keys of both passes the mean error of g_w and g_x is what so many draws leave."""
+    config = config_of(storage, x_rounding="stochastic")
+    gy, w, x = layer(rng, 96, 40, 48)
+    gy[::16] *= 30  # large tokens, beside which rounding to nearest would be biased
+    draws = 256
+    for part, exact in (
+        ("gw", gy.astype(np.float64).T @ x),
+        ("gx", gy.astype(np.float64) @ w),
+    ):
+        total, square = np.zeros_like(exact), 0.0
+        for key in range(draws):
+            saved = hotcore.compress_activation(x, config, key=1000 + key)
+            got = hotcore.backward_linear(gy, w, saved, need=(part,), key=5000 + key)
+            error = getattr(got, part).astype(np.float64) - exact
+            total += error
+            square += float((error**2).sum())
+        noise = np.sqrt(square / draws)
+        left = float(np.linalg.norm(total / draws))
+        # What is left of so many draws has about the length noise / 16.
+        assert left < 1.25 * noise / np.sqrt(draws) + 0.002 * np.linalg.norm(exact), part
+
+
+CASES = {
+    "Gauss": (0.017, 0.097),
+    "log-normal token sizes": (0.055, 0.115),
+    "token sizes of x and g_y opposite": (0.017, 0.1),
+    "one token × 1000, without gradient": (0.017, 0.097),
+    "first of 77 tokens × 100, without gradient": (0.017, 0.097),
+    "gradient at class tokens alone, a tenth of the others": (0.014, 0.1),
+    "one channel × 1000": (0.008, 0.011),
+    "x of mean 10, g_y adding up to 0": (0.13, 1.1),
+    "SwiGLU-like, massive first tokens without gradient": (0.018, 0.1),
+    "one token × 1000, with its gradient": (0.075, 0.13),
+}
+"""Relative errors of g_w that hold, token8 and token4: benchmarks/bench_storage.py's cases."""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tokens_that_differ_in_size(case: str) -> None:
+    import bench_storage
+
+    gy, x = bench_storage.cases(np.random.default_rng(0))[case]
+    exact = gy.T @ x
+    for storage, bound in zip(STORAGES, CASES[case], strict=True):
+        config = config_of(storage)
+        square = 0.0
+        for key in range(4):
+            got = hotcore.backward_linear(
+                gy.astype(np.float32), None, x.astype(np.float32), config=config, need="gw",
+                key=key,
+            )  # fmt: skip
+            square += relative(got.gw, exact) ** 2
+        assert np.sqrt(square / 4) < bound, storage
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_features_that_differ_in_size(rng: np.random.Generator, storage: str) -> None:
+    """A small feature's gradient is no noise beside a feature 1000 times its size."""
+    gy, _, x = layer(rng, 512, 128, 192)
+    config = config_of(storage)
+    for which, axis in (("x", 0), ("gy", 1)):
+        arrays = {"gy": gy.copy(), "x": x.copy()}
+        arrays[which][:, 7] *= 1000
+        exact = arrays["gy"].astype(np.float64).T @ arrays["x"]
+        got = hotcore.backward_linear(
+            arrays["gy"], None, arrays["x"], config=config, need="gw", key=3
+        ).gw
+        lost = np.linalg.norm(got - exact, axis=axis) / np.linalg.norm(exact, axis=axis)
+        # Without sizes: 7 (x in 4 bits), 1.2 (x in 8 bits) and 1.2 (g_y).
+        assert lost.max() < {"token8": 0.25, "token4": 0.8}[storage], which
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_zeros_and_nan(rng: np.random.Generator, storage: str) -> None:
+    config = config_of(storage)
+    gy, w, x = layer(rng, 40, 20, 30)
+    for zero in ("gy", "x"):
+        arrays = {"gy": gy.copy(), "x": x.copy()}
+        arrays[zero][:] = 0
+        got = hotcore.backward_linear(arrays["gy"], w, arrays["x"], config=config, need=ALL)
+        assert not got.gw.any()
+        assert zero == "x" or not (got.gx.any() or got.gb.any())
+    for broken in ("gy", "x", "w"):
+        for value in (np.nan, np.inf, -np.inf):
+            arrays = {"gy": gy.copy(), "x": x.copy(), "w": w.copy()}
+            arrays[broken][3, 4] = value
+            got = hotcore.backward_linear(
+                arrays["gy"], arrays["w"], arrays["x"], config=config, need=ALL
+            )
+            assert np.isnan(got.gw).all() == (broken != "w")
+            assert np.isnan(got.gx[3]).any() == (broken != "x")
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_empty(rng: np.random.Generator, storage: str) -> None:
+    for tokens, outs, ins in ((0, 5, 7), (5, 0, 7), (5, 7, 0), (0, 0, 0)):
+        gy, w, x = layer(rng, tokens, outs, ins)
+        check_against_reference(gy, w, x, config_of(storage))
+
+
+FIXED: tuple[tuple[str, Any, str], ...] = (
+    ("hadamard_block", 128, "16 or 32 or 64"),
+    ("hadamard_block", 8, "16 or 32 or 64"),
+    ("gx_bits", 4, "8"),
+    ("gx_scale", "tensor", "row"),
+    ("weight_scale", "tensor", "column"),
+    ("gw_scale", "channel", "token"),
+    ("gw_rounding", "pseudo_stochastic", "nearest"),
+    ("x_rounding", "pseudo_stochastic", "stochastic"),
+    ("x_scale", "tensor", "int8"),
+    ("equalize_tokens", True, "False"),
+    ("basis", "lowpass", "full"),
+)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize(("field", "value", "expected"), FIXED)
+def test_errors(storage: str, field: str, value: Any, expected: str) -> None:
+    """The configuration names the field; so does libhot, for those who come to it past that."""
+    with pytest.raises(ValueError, match=rf"{field if field != 'basis' else 'storage'}.*{expected}"):
+        config_of(storage, **{field: value})
+
+
+def test_refused_by_name_on_cuda() -> None:
+    """Also where a device is named that is not there."""
+    with pytest.raises(NotImplementedError, match="storage token4 has no CUDA kernels"):
+        hotcore.explain(64, 64, 64, config=config_of("token4"), device="sm_90")
+
+
+def test_recipes_keep_their_storages() -> None:
+    """No recipe has a token storage before CUDA has its kernels."""
+    for name in hotcore.config.RECIPES:
+        assert HotConfig.recipe(name).storage not in STORAGES
+
+
+def test_shapes_of_batches(rng: np.random.Generator) -> None:
+    gy, w, x = layer(rng, 60, 20, 30)
+    config = config_of("token4")
+    flat = hotcore.backward_linear(gy, w, x, config=config, key=KEY)
+    batched = hotcore.backward_linear(
+        gy.reshape(3, 4, 5, 20), w, x.reshape(3, 4, 5, 30), config=config, key=KEY
+    )
+    equal_bits(numpy_of(batched.gx).reshape(60, 30), flat.gx)
+    equal_bits(batched.gw, flat.gw)
