@@ -1,0 +1,186 @@
+"""Layers with the storages of one code a value: hotcore's gradients, however they are run."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import hotcore
+import pytest
+from hotcore.config import HotConfig, Key
+from hotcore.saved import saved_layout
+from support import equal_bits, nbytes, saved_tensors
+
+torch = pytest.importorskip("torch")
+import hotcore.torch as hot  # noqa: E402
+from hotcore.torch import input_cache, ops  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+from torch_graphs import every  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("seeded")
+
+STORAGES = ("token8", "token4")
+
+
+def config_of(storage: str, **fields: Any) -> HotConfig:
+    base = {"gw_scale": "token", "hadamard_block": 64, "gx_rounding": "nearest"}
+    return HotConfig(**{"storage": storage, **base, **fields})
+
+
+def drawn_key(seed: int) -> Key:
+    """The key that the first hot.linear after ``manual_seed(seed)`` draws."""
+    torch.manual_seed(seed)
+    return Key(0, int(torch.randint(2**63 - 1, (), dtype=torch.int64)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("storage", STORAGES)
+def test_gradients_are_those_of_hotcore(storage: str, dtype: torch.dtype) -> None:
+    x = torch.randn(3, 19, 70, dtype=dtype, requires_grad=True)
+    weight = (torch.randn(40, 70) / 8).to(dtype).requires_grad_()
+    bias = torch.randn(40, dtype=dtype, requires_grad=True)
+    gy = torch.randn(3, 19, 40).to(dtype)
+    config = config_of(storage)
+    key = drawn_key(99)
+    torch.manual_seed(99)
+    got = torch.autograd.grad(hot.linear(x, weight, bias, config), (x, weight, bias), gy)
+    expected = hotcore.backward_linear(
+        gy, weight.detach(), x.detach(), config=config, need=("gx", "gw", "gb"), key=key
+    )
+    for ours, theirs in zip(got, expected, strict=True):
+        assert ours.dtype == dtype
+        equal_bits(ours, theirs)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_bytes_saved(storage: str) -> None:
+    x = torch.randn(200, 300, requires_grad=True)
+    layer = nn.Linear(300, 20)
+    hot.convert(model := nn.Sequential(layer), config_of(storage), every)
+    with saved_tensors() as kept:
+        model(x)
+    assert nbytes(kept) <= saved_layout(200, 300, config_of(storage)).bytes + 8  # and its seed
+
+
+class Block(nn.Module):
+    """Two layers that take the same x, and one that takes theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(48)
+        self.q, self.k, self.o = nn.Linear(48, 96), nn.Linear(48, 96), nn.Linear(96, 48)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        return self.o(self.q(y) * self.k(y)) + x
+
+
+@pytest.mark.parametrize("forward", ["plain", "int8"])
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("how", ["aot_eager", "checkpoint"])
+def test_however_it_is_run(
+    how: str, storage: str, forward: Any, request: pytest.FixtureRequest
+) -> None:
+    request.getfixturevalue("one_seed_an_x" if how == "aot_eager" else "unshared")
+    torch._dynamo.reset()
+    model = Block()
+    hot.convert(model, config_of(storage, forward=forward), every)
+
+    def recomputed(x: torch.Tensor) -> Any:
+        return checkpoint(model, x, use_reentrant=False)
+
+    other = recomputed if how == "checkpoint" else torch.compile(model, backend=how, fullgraph=True)
+    results = []
+    for call in (model, other):
+        torch.manual_seed(3)
+        x = torch.randn(40, 48, requires_grad=True)
+        y = call(x)
+        results.append((y, *torch.autograd.grad(y.square().sum(), (x, *model.parameters()))))
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_layers_with_one_x_share_its_codes(
+    storage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where their blocks along the in features are the same."""
+    compressed: list[int] = []
+    compress = ops.compress
+    monkeypatch.setattr(ops, "compress", lambda *a: compressed.append(1) or compress(*a))
+    for block, count in ((64, 2), (16, 3)):
+        model = Block()
+        hot.convert(model, config_of(storage), every)
+        model.k.config = config_of(storage, hadamard_block=block)
+        compressed.clear()
+        x = torch.randn(80, 48, requires_grad=True)
+        model(x).sum().backward()
+        assert len(compressed) == count
+    same = config_of(storage, gx_rounding="stochastic")
+    assert input_cache.config_key(same) == input_cache.config_key(config_of(storage))
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("size", [1, 3])
+def test_convolutions(storage: str, size: int) -> None:
+    plain = nn.Conv2d(32, 48, size, padding=size // 2)
+    ours = nn.Sequential(copy.deepcopy(plain))
+    hot.convert(ours, config_of(storage), every)
+    x = torch.randn(2, 32, 12, 12, requires_grad=True)
+    gradients = []
+    for layer in (plain, ours):
+        y = layer(x)
+        gradients.append(torch.autograd.grad(y.square().sum(), (x, *layer.parameters())))
+    for got, wanted, limit in zip(
+        gradients[1], gradients[0], (0.03, 0.02 if storage == "token8" else 0.11, 1e-5), strict=True
+    ):
+        assert float((got - wanted).norm() / wanted.norm()) < limit
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_overflow_is_seen(storage: str) -> None:
+    weight = torch.randn(16, 24, requires_grad=True)
+    x = torch.randn(40, 24, requires_grad=True)
+    for bad in (math.nan, math.inf, -math.inf):
+        gy = torch.randn(40, 16)
+        gy[3, 2] = bad
+        gx, gw = torch.autograd.grad(hot.linear(x, weight, None, config_of(storage)), (x, weight), gy)
+        assert not gx[3].isfinite().any()
+        assert not gw[2].isfinite().any()
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_frozen_weights(storage: str) -> None:
+    layer = nn.Linear(64, 96).requires_grad_(False)
+    model = nn.Sequential(copy.deepcopy(layer))
+    hot.convert(model, config_of(storage, forward="int8"), every)
+    hot.freeze_int8(model)
+    x = torch.randn(50, 64, requires_grad=True)
+    gy = torch.randn(50, 96)
+    (got,) = torch.autograd.grad(model(x), x, gy)
+    (wanted,) = torch.autograd.grad(layer(x), x, gy)
+    assert float((got - wanted).norm() / wanted.norm()) < 0.03
+
+
+def test_a_model_learns() -> None:
+    """Full precision's loss, with x in 4 bits."""
+    data = torch.Generator().manual_seed(5)
+    x = torch.randn(256, 32, generator=data)
+    target = torch.sin(x @ torch.randn(32, 8, generator=data))
+    losses = {}
+    for storage in (None, *STORAGES):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 8))
+        if storage is not None:
+            hot.convert(model, config_of(storage), every)
+        optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+        for _ in range(150):
+            optimizer.zero_grad()
+            loss = (model(x) - target).square().mean()
+            loss.backward()
+            optimizer.step()
+        losses[storage] = float(loss)
+    for storage in STORAGES:
+        assert losses[storage] < 1.15 * losses[None] + 0.005, losses
