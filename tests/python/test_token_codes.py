@@ -399,7 +399,8 @@ FIXED: tuple[tuple[str, Any, str], ...] = (
 @pytest.mark.parametrize(("field", "value", "expected"), FIXED)
 def test_errors(storage: str, field: str, value: Any, expected: str) -> None:
     """The configuration names the field; so does libhot, for those who come to it past that."""
-    with pytest.raises(ValueError, match=rf"{field if field != 'basis' else 'storage'}.*{expected}"):
+    named = "storage" if field == "basis" else field
+    with pytest.raises(ValueError, match=f"{named}.*{expected}"):
         config_of(storage, **{field: value})
 
 

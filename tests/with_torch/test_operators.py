@@ -308,8 +308,11 @@ def compile_twice() -> None:
 
 
 def test_a_second_start_compiles_nothing(tmp_path: Path) -> None:
-    """In a process of its own: torch 2.6 finds its header's place once a process. In this one, later tests' code would
-    include a header in this test's folder, and would stay in the machine's cache when the folder is gone."""
+    """In a process of its own: torch 2.6 finds its header's place once a process.
+
+    In this one, later tests' code would include a header in this test's folder, and would stay in
+    the machine's cache when the folder is gone.
+    """
     folders = [str(Path(__file__).parent), *sys.path]
     done = subprocess.run(
         [sys.executable, "-c", "import test_operators; test_operators.compile_twice()"],
