@@ -93,6 +93,15 @@ void check_token_spec(const char* call, const BackwardLinearSpec& spec) {
     refuse("equalize_tokens", "true", "false: tokens have their own scales");
 }
 
+// Of a token storage whose tokens are drawn; elsewhere any number will do.
+void check_drawn(const char* call, std::int64_t tokens, const BackwardLinearSpec& spec) {
+  if (detail::draws_tokens(spec) && tokens > detail::max_drawn_tokens) {
+    detail::unsupported(call, std::to_string(tokens) + " tokens with storage " +
+                                  storage_name(spec.storage) +
+                                  " and basis sketch; expected fewer than 2^31");
+  }
+}
+
 // Of calls that run or plan the spec.
 void check_device(const char* call, const Context& context, const BackwardLinearSpec& spec) {
   if (detail::is_token_storage(spec.storage) && context.device().type == Device::Type::cuda) {
@@ -130,10 +139,15 @@ void check_spec(const char* call, const BackwardLinearSpec& spec) {
   detail::check_rounding(call, "gx_rounding", spec.gx_rounding);
   detail::check_rounding(call, "gw_rounding", spec.gw_rounding);
   detail::check_rounding(call, "x_rounding", spec.x_rounding);
-  if (spec.storage != Storage::int8 && spec.low_rank.basis != Basis::full) {
+  const bool whole =
+      spec.low_rank.basis == Basis::full ||
+      (detail::is_token_storage(spec.storage) && spec.low_rank.basis == Basis::sketch);
+  if (spec.storage != Storage::int8 && !whole) {
     detail::invalid(call, "storage is " + storage + " with basis " +
                               basis_name(spec.low_rank.basis) +
-                              "; expected basis full (a Hadamard transform hurts INT4 storage)");
+                              (detail::is_token_storage(spec.storage)
+                                   ? "; expected basis full or sketch"
+                                   : "; expected basis full (what else has to be INT8)"));
   }
   if (spec.storage == Storage::rht2 && spec.x_rounding != Rounding::stochastic) {
     detail::invalid(call, "x_rounding is " + std::string(rounding_name(spec.x_rounding)) +
@@ -230,6 +244,7 @@ Support supported(const Context& context, const LinearShape& shape,
     check_shape("backward_linear", shape);
     check_spec("backward_linear", spec);
     check_device("backward_linear", context, spec);
+    check_drawn("backward_linear", shape.tokens, spec);
     detail::token_projection(shape.tokens, spec);
     backend_of(context).gemm_workspace(context, shape.tokens, shape.in_features,
                                        shape.out_features);
@@ -242,9 +257,10 @@ std::uint64_t saved_format(const BackwardLinearSpec& spec) {
   print.add('x').add(spec.storage).add(spec.x_rounding);
   if (spec.storage == Storage::int8) print.add(spec.x_scale);
   if (spec.equalize_tokens) print.add('t');
+  // The token storages keep x itself, whatever share of its tokens backward takes.
+  if (detail::is_token_storage(spec.storage)) return print.add(spec.hadamard_block).value();
   const LowRank& p = spec.low_rank;
   print.add(p.basis);
-  if (detail::is_token_storage(spec.storage)) print.add(spec.hadamard_block);
   if (p.basis == Basis::full) return print.value();  // other fields do not matter
   print.add(p.block).add(p.rows.empty() ? p.rank : 0).add(p.rows.size());
   for (const int row : p.rows) print.add(row);
@@ -343,7 +359,7 @@ void decompress_activation(const Context& context, const ConstSavedActivation& s
   const Checker check(call, context);
   check_spec(call, spec);
   check_device(call, context, spec);
-  if (spec.low_rank.basis != Basis::full) {
+  if (spec.low_rank.basis != Basis::full && !detail::is_token_storage(spec.storage)) {
     detail::unsupported(call, std::string("saved has basis ") + basis_name(spec.low_rank.basis) +
                                   ", which keeps projected rows and not x; expected basis full");
   }
@@ -430,6 +446,7 @@ std::size_t backward_linear_workspace(const Context& context, const LinearShape&
   check_shape("backward_linear_workspace", shape);
   check_spec("backward_linear_workspace", spec);
   check_device("backward_linear_workspace", context, spec);
+  check_drawn("backward_linear_workspace", shape.tokens, spec);
   const Projection tokens = detail::token_projection(shape.tokens, spec);
   const Projection out_features = detail::out_feature_projection(shape.out_features, spec);
   detail::BackwardWork work{spec, shape, tokens, out_features, need_gx, need_gw, need_gx};
@@ -519,6 +536,7 @@ void check_and_run(const Context& context, const ConstTensorView& gy,
   call.gy = check.collapsed("gy", gy);
   LinearShape& shape = call.shape;
   shape.tokens = call.gy.rows;
+  check_drawn(backward_name, shape.tokens, spec);
   shape.out_features = call.gy.cols;
   call.out_features = detail::out_feature_projection(shape.out_features, spec);
 

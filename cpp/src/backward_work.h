@@ -92,6 +92,11 @@ inline FeatureScratch take_features(WorkspaceCursor& cursor, std::int64_t featur
           cursor.take<float>(padded)};
 }
 
+// Whether g_w takes a share of the tokens of a token storage.
+inline bool draws_tokens(const BackwardLinearSpec& spec) {
+  return is_token_storage(spec.storage) && spec.low_rank.basis == Basis::sketch;
+}
+
 // What is done to g_y and x along the tokens for g_w.
 inline Projection token_projection(std::int64_t tokens, const BackwardLinearSpec& spec) {
   const bool rotated = spec.storage == Storage::rht2;

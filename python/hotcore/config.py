@@ -177,7 +177,8 @@ class HotConfig:
             ``"rht2"`` (2 bits after random signs and a Hadamard transform), or ``"token8"`` and
             ``"token4"``: codes of the tokens' own rows, with which g_y has one code a value for
             both products. These two run on the CPU alone so far and take ``hadamard_block`` 16, 32
-            or 64 (the largest), ``gw_scale="token"``, and the other scales as they are by default.
+            or 64 (the largest), ``gw_scale="token"``, and the other scales as they are by default;
+            basis ``"sketch"`` draws ``rank`` of ``block`` tokens for g_w by their size.
         x_scale: scale of an INT8 x, ``"channel"`` or ``"tensor"``.
         x_rounding: rounding of x; ``"stochastic"`` for rht2 and token4.
         equalize_tokens: divide every token of x by a power of two of about its size before it is
@@ -268,10 +269,12 @@ class HotConfig:
     def _check_storage(self) -> None:
         if self.storage == "int8":
             return
-        if self.basis != "full":
+        token = self.storage in TOKEN_STORAGES
+        if self.basis != "full" and not (token and self.basis == "sketch"):
+            also = " or 'sketch'" if token else ""
             raise ValueError(
-                f"storage: {self.storage!r} keeps x itself and goes with basis 'full' only, not "
-                f"{self.basis!r}; use storage='int8'"
+                f"storage: {self.storage!r} keeps x itself and goes with basis 'full'{also} only, "
+                f"not {self.basis!r}; use storage='int8'"
             )
         if self.x_scale != "channel":
             raise ValueError(
@@ -281,11 +284,16 @@ class HotConfig:
             raise ValueError(
                 f"x_rounding: {self.x_rounding!r}; storage {self.storage!r} takes 'stochastic' only"
             )
-        if self.storage in TOKEN_STORAGES:
+        if token:
             self._check_one_code()
 
     def _check_one_code(self) -> None:
         """What the token storages fix."""
+        if self.basis == "sketch" and (self.token_grid is not None or self.prefix_tokens):
+            raise ValueError(
+                f"token_grid: {self.token_grid!r} with storage {self.storage!r}, whose tokens are "
+                "drawn and not projected; expected None, and prefix_tokens 0"
+            )
         fixed: dict[str, tuple[object, ...]] = {
             "hadamard_block": (16, 32, 64),
             "gx_bits": (8,),

@@ -1104,7 +1104,8 @@ def decompress_activation(
 
     Source: docs/numerics.md, "INT4" and "One code a value" ("Back to x").
     """
-    _choice("basis", saved.config.basis, ("full",))
+    if saved.config.storage not in TOKEN_STORAGES:
+        _choice("basis", saved.config.basis, ("full",))
     if saved.config.storage in TOKEN_STORAGES:
         values = _unrotated_tokens(saved)
     elif saved.config.storage == "rht2":
@@ -1396,13 +1397,68 @@ def saved_bytes_of(saved: Saved) -> NDArray[np.uint8]:
 
 
 @_quiet
-def contributions(saved: Saved, gradient_scales: NDArray[np.float32]) -> NDArray[np.float32]:
+def contributions(
+    saved: Saved,
+    gradient_scales: NDArray[np.float32],
+    drawn: NDArray[np.int64] | None = None,
+    weights: NDArray[np.float32] | None = None,
+) -> NDArray[np.float32]:
     """X: what is kept of x times the scales s ``[L]`` of g_y's rows, float32 ``[L, I']``.
 
-    Source: docs/numerics.md, "One code a value" ("g_w").
+    With the tokens ``drawn [K]`` (-1: none) and their ``weights``, as :func:`draw_tokens` gives
+    them, ``[K, I']``. Source: docs/numerics.md, "One code a value" ("g_w").
     """
     values, steps = _token_values(saved)
-    return values * (steps * gradient_scales[:, None])
+    factors = steps * gradient_scales[:, None]
+    if drawn is None or weights is None:
+        return values * factors
+    taken: NDArray[np.float32] = values[drawn] * (factors[drawn] * weights[:, None])
+    return np.where((drawn >= 0)[:, None], taken, _f32(0))
+
+
+@_quiet
+def draw_tokens(
+    saved: Saved, gradient_scales: NDArray[np.float32], config: ConfigLike, key: KeyLike = 0
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """The tokens that g_w takes with basis ``"sketch"``, by slots ``[K]``, and their weights.
+
+    -1: the slot stays empty. Source: docs/numerics.md, "One code a value" ("A share of the
+    tokens").
+    """
+    slots = _ceil_div(saved.tokens, config.block) * int(config.rank)
+    kept = saved.scales if saved.config.storage == "token8" else bf16_values(saved.scales)
+    sizes = np.abs(gradient_scales * kept)
+    sizes = np.where(np.isnan(sizes), _f32(np.inf), sizes)
+    levels = [int(level) for level in _words(sizes) >> _u32(20)]
+    top = max(levels, default=0)
+
+    def weight(level: int) -> int:
+        shift = 28 + (level >> 3) - (top >> 3)
+        mantissa = 8 + (level & 7)
+        return max(1, mantissa << shift if shift >= 0 else mantissa >> -shift)
+
+    mass = sum(weight(level) for level in levels if level > 0)
+    left, whole = slots, set()
+    for level in sorted(set(levels) - {0}, reverse=True):
+        count = levels.count(level)
+        if left * weight(level) < mass:
+            break
+        whole.add(level)
+        left -= count
+        mass -= count * weight(level)
+    share = float(left) * 2.0**32 / float(mass) if mass else 0.0
+    drawn, weights = np.full(slots, -1, np.int64), np.zeros(slots, _f32)
+    total = int(random_words(np.arange(1), key, PURPOSE_SKETCH)[0, 0])
+    for token, level in enumerate(levels):
+        if level == 0:
+            continue
+        part = 1 << 32
+        if level not in whole:
+            part = min(part, int(float(weight(level)) * share))
+        slot, total = total >> 32, total + part
+        if total >> 32 > slot and slot < slots:
+            drawn[slot], weights[slot] = token, _f32(2.0**32 / float(part))
+    return drawn, weights
 
 
 @_quiet
@@ -1446,8 +1502,13 @@ def _one_code_products(
         gw = np.zeros((gy.shape[1], saved.in_features), _f32)
     elif "gw" in need:
         assert saved is not None
-        added, added_scales = requantize_contributions(contributions(saved, scales), config, key)
-        sums = integer_product(np.ascontiguousarray(_pad_columns(q.T, 16)), added)
+        taken, parts = q, contributions(saved, scales)
+        if config.basis == "sketch":
+            drawn, weights = draw_tokens(saved, scales, config, key)
+            taken = np.where((drawn >= 0)[:, None], q[drawn], 0).astype(np.int8)
+            parts = contributions(saved, scales, drawn, weights)
+        added, added_scales = requantize_contributions(parts, config, key)
+        sums = integer_product(np.ascontiguousarray(_pad_columns(taken.T, 16)), added)
         gw = _undo_rotations(sums, added_scales, factors, n, saved)
     return gx, gw
 
@@ -1563,7 +1624,7 @@ def _check_token_fields(config: ConfigLike) -> None:
     rounded = ("nearest", "stochastic")
     for name, known in (
         ("storage", TOKEN_STORAGES),
-        ("basis", ("full",)),
+        ("basis", ("full", "sketch")),
         ("hadamard_block", (16, 32, 64)),
         ("gx_bits", (8,)),
         ("gx_scale", ("row",)),

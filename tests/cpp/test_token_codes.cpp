@@ -142,6 +142,37 @@ TEST(TokenCodes, unbiased) {
   }
 }
 
+TEST(TokenCodes, a_share_of_the_tokens) {
+  for (const Storage storage : storages) {
+    BackwardLinearSpec spec = spec_of(storage);
+    spec.low_rank.basis = hot::Basis::sketch;
+    spec.low_rank.block = 16;
+    spec.low_rank.rank = 8;
+    Layer layer(200, 60, 70, spec);
+    for (std::int64_t l = 0; l < layer.L; ++l) {  // half contribute nothing
+      for (std::int64_t o = 0; l % 2 == 0 && o < layer.O; ++o) layer.gy.at(l, o) = 0;
+    }
+    std::vector<char> expected;
+    for (const hot::Isa isa : isas()) {
+      for (const int threads : {1, 3}) {
+        layer.run(cpu(threads).with_isa(isa));
+        if (expected.empty()) expected = bytes_of(layer);
+        ASSERT_EQ(bytes_of(layer), expected) << hot::isa_name(isa) << " " << threads;
+      }
+    }
+    EXPECT_LT(distance(doubles(layer.gw.values()), plain_gw(layer)), 0.11);
+    BackwardLinearSpec whole = spec_of(storage);
+    EXPECT_EQ(hot::saved_format(spec), hot::saved_format(whole));
+    spec.low_rank.layout = {4, 4, 0};
+    expect_error(hot::ErrorCode::invalid_argument, {"token_grid", "none"},
+                 [&] { hot::saved_layout(200, 70, spec); });
+    spec.low_rank.layout = {};
+    expect_error(hot::ErrorCode::unsupported, {"2147483648 tokens", "sketch"}, [&] {
+      hot::backward_linear_workspace(cpu(), {std::int64_t{1} << 31, 4, 4}, spec, true, true);
+    });
+  }
+}
+
 TEST(TokenCodes, zeros_and_nan) {
   for (const Storage storage : storages) {
     for (const float value : {std::nanf(""), std::numeric_limits<float>::infinity()}) {

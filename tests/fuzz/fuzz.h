@@ -373,9 +373,11 @@ inline hot::BackwardLinearSpec good_spec(Input& input) {
   constexpr hot::Storage forms[] = {hot::Storage::int8, hot::Storage::int4, hot::Storage::rht2,
                                     hot::Storage::token8, hot::Storage::token4};
   spec.storage = forms[p.basis == hot::Basis::full ? input.from(0, 4) : 0];
+  if (p.basis == hot::Basis::sketch && input.flip()) spec.storage = forms[input.from(3, 4)];
   if (spec.storage == hot::Storage::rht2) spec.x_rounding = hot::Rounding::stochastic;
   spec.equalize_tokens = input.flip();
-  if (spec.storage == hot::Storage::token8 || spec.storage == hot::Storage::token4) {
+  const bool token = spec.storage == hot::Storage::token8 || spec.storage == hot::Storage::token4;
+  if (token) {
     spec.hadamard_block = 16 << input.from(0, 2);
     spec.gx_bits = 8;
     spec.gx_scale = hot::Granularity::row;
@@ -398,7 +400,7 @@ inline hot::BackwardLinearSpec good_spec(Input& input) {
     for (int row = p.block - 1; row >= 0; row -= step) p.rows.push_back(row);
   }
   p.layout = {};
-  if (input.rarely(3)) {
+  if (!token && input.rarely(3)) {
     p.layout.grid_h = input.from(1, 9);
     p.layout.grid_w = input.from(1, 9);
     p.layout.prefix_tokens = input.from(0, 3);

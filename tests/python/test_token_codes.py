@@ -126,8 +126,12 @@ def configs(draw: st.DrawFn) -> HotConfig:
     """Any valid configuration of the token storages."""
     storage = draw(st.sampled_from(STORAGES))
     two = st.sampled_from(["nearest", "stochastic"])
+    share = {}
+    if draw(st.booleans()):
+        share = {"basis": "sketch", "block": 16, "rank": draw(st.sampled_from([2, 4, 8, 16]))}
     return config_of(
         storage,
+        **share,
         hadamard_block=draw(st.sampled_from([16, 32, 64])),
         gx_rounding=draw(st.sampled_from(["nearest", "stochastic", "pseudo_stochastic"])),
         gw_rounding=draw(two),
@@ -302,6 +306,46 @@ def test_unbiased(rng: np.random.Generator, storage: str) -> None:
         assert left < 1.25 * noise / np.sqrt(draws) + 0.002 * np.linalg.norm(exact), part
 
 
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_share_of_the_tokens(rng: np.random.Generator, storage: str) -> None:
+    """Half of them, by size: the reference's bits, unbiased, and exact where half have gradients."""
+    half = {"basis": "sketch", "block": 16, "rank": 8}
+    config = config_of(storage, x_rounding="stochastic", **half)
+    full = config_of(storage, x_rounding="stochastic")
+    for kind in KINDS:
+        check_against_reference(*layer(rng, 197, 40, 50, kind), config, what=kind)
+    gy, w, x = layer(rng, 160, 40, 48)
+    gy *= np.exp(1.5 * rng.standard_normal((160, 1))).astype(np.float32)
+    exact = gy.astype(np.float64).T @ x
+    saved = hotcore.compress_activation(x, config, key=KEY)
+    equal_bits(saved.data, hotcore.compress_activation(x, full, key=KEY).data)
+    total, square, draws = np.zeros_like(exact), 0.0, 400
+    for key in range(draws):
+        error = hotcore.backward_linear(gy, None, saved, need="gw", key=key).gw - exact
+        total += error
+        square += float((error**2).sum())
+    noise = np.sqrt(square / draws)
+    kept = relative(hotcore.decompress_activation(saved).T.astype(np.float64) @ gy, exact.T)
+    assert noise / np.linalg.norm(exact) < 0.8  # all of equal size: 1
+    left = float(np.linalg.norm(total / draws)) / np.linalg.norm(exact)
+    assert left < 1.3 * noise / np.linalg.norm(exact) / np.sqrt(draws) + kept
+    # 80 slots, and fewer tokens that contribute: all are taken.
+    gy[::2] = 0
+    few, all_of_them = (
+        relative(
+            hotcore.backward_linear(gy, None, x, config=c, need="gw", key=5).gw,
+            gy.astype(np.float64).T @ x,
+        )
+        for c in (config, full)
+    )
+    assert few < 1.5 * all_of_them
+    # g_x and g_b are those of all tokens.
+    ours = hotcore.backward_linear(gy, w, x, config=config, need=("gx", "gb"), key=5)
+    theirs = hotcore.backward_linear(gy, w, x, config=full, need=("gx", "gb"), key=5)
+    equal_bits(ours.gx, theirs.gx)
+    equal_bits(ours.gb, theirs.gb)
+
+
 CASES = {
     "Gauss": (0.017, 0.097),
     "log-normal token sizes": (0.055, 0.115),
@@ -391,7 +435,7 @@ FIXED: tuple[tuple[str, Any, str], ...] = (
     ("x_rounding", "pseudo_stochastic", "stochastic"),
     ("x_scale", "tensor", "int8"),
     ("equalize_tokens", True, "False"),
-    ("basis", "lowpass", "full"),
+    ("basis", "lowpass", "'full' or 'sketch'"),
 )
 
 

@@ -103,9 +103,7 @@ def test_however_it_is_run(
 
 
 @pytest.mark.parametrize("storage", STORAGES)
-def test_layers_with_one_x_share_its_codes(
-    storage: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_with_one_x_share_its_codes(storage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where their blocks along the in features are the same."""
     compressed: list[int] = []
     compress = ops.compress
@@ -146,7 +144,9 @@ def test_overflow_is_seen(storage: str) -> None:
     for bad in (math.nan, math.inf, -math.inf):
         gy = torch.randn(40, 16)
         gy[3, 2] = bad
-        gx, gw = torch.autograd.grad(hot.linear(x, weight, None, config_of(storage)), (x, weight), gy)
+        gx, gw = torch.autograd.grad(
+            hot.linear(x, weight, None, config_of(storage)), (x, weight), gy
+        )
         assert not gx[3].isfinite().any()
         assert not gw[2].isfinite().any()
 

@@ -205,18 +205,31 @@ class FeatureSizes {
 void feature_factors(const Key& key, const std::uint8_t* exponents, bool divide, float scale,
                      std::int64_t first, std::int64_t count, float* factors);
 
+// The tokens that g_w takes, by slots: all, or a share drawn by size.
+struct DrawnTokens {
+  const std::int64_t* token;  // null: slot and token are the same; -1: an empty slot
+  const float* factor;        // what a slot's contribution is multiplied by
+  std::int64_t slots;
+};
+// Draws as many as there are slots; `token_scale`: of g_y. token_codes.cpp
+void draw_tokens(const Context&, const TokenCodesIn& x, const float* token_scale,
+                 std::int64_t slots, std::int64_t* token, float* factor);
+
 // Codes of g_y's rows as g_w takes them, zeros behind the last token. Rows of `from` are whole
 // multiples of 16 bytes, those of `to` too. token_codes.cpp
 class TransposeCodes {
  public:
-  TransposeCodes(const Operand& from, const Operand& to) : from_(from), to_(to) {}
+  TransposeCodes(const Operand& from, const DrawnTokens& drawn, const Operand& to)
+      : from_(from), drawn_(drawn), to_(to) {}
   void add_codes(Phase&) const;
 
  private:
   static constexpr std::int64_t block = 64;
   void codes(std::int64_t task) const;
 
-  Operand from_, to_;
+  Operand from_;
+  DrawnTokens drawn_;
+  Operand to_;
 };
 
 // x of the token storages times the scales of g_y's tokens, transposed, with a scale for each
@@ -224,7 +237,7 @@ class TransposeCodes {
 class Contributions {
  public:
   Contributions(const Context&, const TokenCodesIn&, const Key& key, const float* token_scale,
-                Rounding, const Operand& out);
+                const DrawnTokens&, Rounding, const Operand& out);
   void add_largest(Phase&) const;
   void add_codes(Phase&) const;
   void finish() const;
@@ -239,6 +252,7 @@ class Contributions {
   const SimdKernels& simd_;
   TokenCodesIn codes_;
   const float* token_scale_;
+  DrawnTokens drawn_;
   bool stochastic_;
   RandomKey dither_, random_;
   Operand out_;

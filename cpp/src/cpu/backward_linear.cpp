@@ -70,6 +70,8 @@ struct TokenScratch {
   std::uint8_t* exponents = nullptr;
   Operand rows{}, weight{};               // g_x; rows: g_w, too
   Operand transposed{}, contributions{};  // g_w
+  std::int64_t* drawn = nullptr;          // by slots
+  float* drawn_factor = nullptr;
   MatrixOut product{};
   char *gx_gemm = nullptr, *gw_gemm = nullptr;
 };
@@ -94,6 +96,10 @@ TokenScratch take_token_scratch(WorkspaceCursor& cursor, const Backend& backend,
     const std::int64_t ins = TokenCodesLayout(shape.tokens, shape.in_features, work.spec).padded;
     s.transposed = take_operand(cursor, outs, tokens, 1);
     s.contributions = take_operand(cursor, ins, tokens, ins);
+    if (draws_tokens(work.spec)) {
+      s.drawn = cursor.take<std::int64_t>(work.tokens.k);
+      s.drawn_factor = cursor.take<float>(work.tokens.k);
+    }
     s.product = {cursor.take<float>(outs * ins), DType::f32, outs, ins, ins, 1};
     s.gw_gemm = take_gemm(outs, ins, tokens);
   }
@@ -140,8 +146,9 @@ void backward_tokens(const Backend& backend, const Context& context, const Backw
   if (work.gw) {
     const TokenCodesIn& x = *call.tokens;
     *s.transposed.scale = 1.0F;
-    transposed.emplace(s.rows, s.transposed);
-    contributions.emplace(context, x, call.sketch_key, s.rows.scale, spec.gw_rounding,
+    const DrawnTokens drawn{s.drawn, s.drawn_factor, work.tokens.k};
+    transposed.emplace(s.rows, drawn, s.transposed);
+    contributions.emplace(context, x, call.sketch_key, s.rows.scale, drawn, spec.gw_rounding,
                           s.contributions);
     gw.emplace(context, product(s.transposed, s.contributions, 1, false, s.product), s.gw_gemm);
     undone.emplace(context, s.product, work.out_features.block, x.layout.block, sign_key,
@@ -164,6 +171,9 @@ void backward_tokens(const Backend& backend, const Context& context, const Backw
   if (weight) weight->add_largest(phase);
   phase.run();
 
+  if (s.drawn != nullptr) {
+    draw_tokens(context, *call.tokens, s.rows.scale, work.tokens.k, s.drawn, s.drawn_factor);
+  }
   if (contributions) contributions->add_largest(phase);
   if (transposed) transposed->add_codes(phase);
   if (weight) weight->add_codes(phase);

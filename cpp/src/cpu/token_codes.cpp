@@ -56,11 +56,12 @@ std::uint8_t ratio_byte(std::uint32_t amax_bits, float token_scale) {
   return static_cast<std::uint8_t>(std::clamp(rounded, 1, 255));
 }
 
-// Values of a token4's features [first, first + count), times `factor` by way of their scales; both
-// are multiples of 16. `bases`: the random byte of each tile of features from `first`.
+// Values of a token4's features [first, first + count), times `factor` and then `second` by way of
+// their scales; `first` and `count` are multiples of 16. `bases`: the random byte of each tile of
+// features from `first`.
 void load_token4(const SimdKernels& simd, const TokenCodesIn& codes, std::int64_t token,
                  std::int64_t first, std::int64_t count, const std::uint8_t* bases, float factor,
-                 float* v) {
+                 float second, float* v) {
   const std::uint8_t* const ratios = codes.ratios(token);
   std::uint16_t half;
   std::memcpy(&half, codes.scales() + 2 * token, sizeof half);
@@ -68,7 +69,8 @@ void load_token4(const SimdKernels& simd, const TokenCodesIn& codes, std::int64_
   float factors[Row::chunk / tile];
   for (std::int64_t t = 0; t < count / tile; ++t) {
     const std::uint8_t ratio = ratios[(first + t * tile) / token4_group];
-    factors[t] = ratio == 0 && half != bf16_nan ? 0.0F : ratio_value(ratio) * scale * factor;
+    factors[t] =
+        ratio == 0 && half != bf16_nan ? 0.0F : ratio_value(ratio) * scale * factor * second;
   }
   simd.undither_row(codes.row(token) + first / 2, count, factors, bases, v);
 }
@@ -297,7 +299,7 @@ void decompress_tokens(const Context& context, const DecompressJob& job) {
           for (std::int64_t i = 0; i < count / tile; ++i) {
             bases[i] = draws[16 * i + token % tile];
           }
-          load_token4(simd, codes, token, start, count, bases, 1.0F, values);
+          load_token4(simd, codes, token, start, count, bases, 1.0F, 1.0F, values);
         }
         simd.fwht_row(values, count, layout.block);
         simd.multiply(values, real, factors);
@@ -309,6 +311,84 @@ void decompress_tokens(const Context& context, const DecompressJob& job) {
 
 // ---- g_w ---------------------------------------------------------------------------------------
 
+namespace {
+
+// Of what a token contributes, eighths of an octave; 0: nothing.
+std::uint32_t contribution_level(const TokenCodesIn& x, const float* token_scale,
+                                 std::int64_t token) {
+  float kept;
+  if (x.storage == Storage::token8) {
+    kept = token8_scale(x, token);
+  } else {
+    std::uint16_t half;
+    std::memcpy(&half, x.scales() + 2 * token, sizeof half);
+    kept = bf16_to_float(half);
+  }
+  const std::uint32_t bits = float_bits(token_scale[token] * kept) & 0x7fffffffU;
+  return std::min(bits, float_infinity_bits) >> 20;
+}
+
+constexpr std::uint32_t levels = (float_infinity_bits >> 20) + 1;
+
+std::uint64_t level_weight(std::uint32_t level, std::uint32_t top) {
+  const std::uint64_t mantissa = 8 + (level & 7U);
+  const std::uint32_t below = (top >> 3) - (level >> 3);
+  const std::uint64_t weight = below <= 28  ? mantissa << (28 - below)
+                               : below < 64 ? mantissa >> (below - 28)
+                                            : 0;
+  return std::max<std::uint64_t>(1, weight);
+}
+
+}  // namespace
+
+void draw_tokens(const Context& context, const TokenCodesIn& x, const float* token_scale,
+                 std::int64_t slots, std::int64_t* token, float* factor) {
+  constexpr std::uint64_t one = std::uint64_t{1} << 32;
+  const std::int64_t tokens = x.layout.tokens;
+  std::uint32_t count[levels] = {};
+  std::uint32_t top = 0;
+  for (std::int64_t l = 0; l < tokens; ++l) {
+    const std::uint32_t level = contribution_level(x, token_scale, l);
+    ++count[level];
+    top = std::max(top, level);
+  }
+  std::uint64_t left = static_cast<std::uint64_t>(slots), mass = 0;
+  for (std::uint32_t level = 1; level <= top; ++level) {
+    if (count[level] > 0) mass += count[level] * level_weight(level, top);
+  }
+  // Levels above `whole` are taken as they are, the others by chance.
+  std::uint32_t whole = top;
+  while (whole > 0 && mass > 0) {
+    if (count[whole] > 0) {
+      const std::uint64_t weight = level_weight(whole, top);
+      if (left * weight < mass) break;
+      left -= count[whole];
+      mass -= count[whole] * weight;
+    }
+    --whole;
+  }
+  const double share =
+      mass == 0 ? 0.0 : static_cast<double>(left) * 0x1p32 / static_cast<double>(mass);
+  const std::uint64_t start = philox_block(random_key(context.key(), Purpose::sketch), 0).word[0];
+  std::fill_n(token, slots, std::int64_t{-1});
+  std::uint64_t sum = start;
+  for (std::int64_t l = 0; l < tokens; ++l) {
+    const std::uint32_t level = contribution_level(x, token_scale, l);
+    if (level == 0) continue;
+    std::uint64_t part = one;
+    if (level <= whole) {
+      const double wanted = static_cast<double>(level_weight(level, top)) * share;
+      part = wanted < 0x1p32 ? static_cast<std::uint64_t>(wanted) : one;
+    }
+    const std::uint64_t slot = sum >> 32;
+    sum += part;
+    if (sum >> 32 == slot) continue;
+    if (slot >= static_cast<std::uint64_t>(slots)) break;  // by a rounding of fp64
+    token[slot] = l;
+    factor[slot] = static_cast<float>(0x1p32 / static_cast<double>(part));
+  }
+}
+
 void TransposeCodes::add_codes(Phase& phase) const {
   phase.add<&TransposeCodes::codes>(ceil_div(to_.k_padded, block) * ceil_div(to_.rows, block),
                                     *this);
@@ -318,7 +398,7 @@ void TransposeCodes::codes(std::int64_t task) const {
   const std::int64_t strips = ceil_div(to_.rows, block);
   const std::int64_t row = task % strips * block, token = task / strips * block;
   const std::int64_t rows = std::min(block, to_.rows - row);
-  const std::int64_t tokens = std::min(block, from_.rows - token);
+  const std::int64_t tokens = std::min(block, drawn_.slots - token);
   const std::int64_t padded = std::min(block, to_.k_padded - token);
   // 8 x 8 bytes at a time, in three rounds of exchanges.
   const auto swap = [](std::uint64_t& a, std::uint64_t& b, int shift, std::uint64_t mask) {
@@ -330,7 +410,9 @@ void TransposeCodes::codes(std::int64_t task) const {
     for (std::int64_t r = 0; r < rows; r += 8) {
       std::uint64_t line[8] = {};
       for (std::int64_t i = 0; i < std::min<std::int64_t>(8, tokens - t); ++i) {
-        std::memcpy(&line[i], from_.codes + (token + t + i) * from_.k_padded + row + r, 8);
+        const std::int64_t slot = token + t + i;
+        const std::int64_t at = drawn_.token == nullptr ? slot : drawn_.token[slot];
+        if (at >= 0) std::memcpy(&line[i], from_.codes + at * from_.k_padded + row + r, 8);
       }
       for (int i = 0; i < 4; ++i) swap(line[i], line[i + 4], 32, 0x00000000FFFFFFFFU);
       for (int i : {0, 1, 4, 5}) swap(line[i], line[i + 2], 16, 0x0000FFFF0000FFFFU);
@@ -343,16 +425,18 @@ void TransposeCodes::codes(std::int64_t task) const {
 }
 
 Contributions::Contributions(const Context& context, const TokenCodesIn& codes, const Key& key,
-                             const float* token_scale, Rounding rounding, const Operand& out)
+                             const float* token_scale, const DrawnTokens& drawn, Rounding rounding,
+                             const Operand& out)
     : simd_(simd_kernels(context.isa())),
       codes_(codes),
       token_scale_(token_scale),
+      drawn_(drawn),
       stochastic_(rounding == Rounding::stochastic),
       dither_(random_key(key, Purpose::activation)),
       random_(random_key(context.key(), Purpose::requantize)),
       out_(out) {
   strips_ = ceil_div(codes.layout.padded, strip_columns);
-  const std::int64_t tiles = ceil_div(codes.layout.tokens, tile);
+  const std::int64_t tiles = ceil_div(drawn.slots, tile);
   const std::int64_t wanted = ceil_div(std::int64_t{8} * context.threads(), strips_);
   const std::int64_t least =
       ceil_div(task_elements(context, tiles * tile * codes.layout.padded), tile * strip_columns);
@@ -377,27 +461,37 @@ void Contributions::tiles(std::int64_t task, const Visit& visit) const {
   const std::int64_t col = task % strips_ * strip_columns;
   const std::int64_t cols = std::min<std::int64_t>(strip_columns, layout.padded - col);
   const std::int64_t first = task / strips_ * tiles_per_task_;
-  const std::int64_t last = std::min(ceil_div(layout.tokens, tile), first + tiles_per_task_);
+  const std::int64_t last = std::min(ceil_div(drawn_.slots, tile), first + tiles_per_task_);
+  const std::int64_t width = layout.padded / tile;
   alignas(64) float values[tile * strip_columns] = {};
   std::uint8_t draws[strip_columns] = {}, bases[strip_columns / tile] = {};
   for (std::int64_t t = first; t < last; ++t) {
-    if (codes_.storage == Storage::token4) {
-      tile_bytes(dither_, static_cast<std::uint64_t>(t * (layout.padded / tile) + col / tile),
-                 cols / tile, draws);
-    }
+    std::int64_t drawn_tile = -1;
     for (std::int64_t i = 0; i < tile; ++i) {
-      const std::int64_t token = t * tile + i;
+      const std::int64_t slot = t * tile + i;
       float* const row = values + i * strip_columns;
-      if (token >= layout.tokens) {
+      const std::int64_t token = slot >= drawn_.slots      ? -1
+                                 : drawn_.token == nullptr ? slot
+                                                           : drawn_.token[slot];
+      if (token < 0) {
         std::fill_n(row, strip_columns, 0.0F);
-      } else if (codes_.storage == Storage::token8) {
+        continue;
+      }
+      const float scale = token_scale_[token];
+      const float factor = drawn_.token == nullptr ? 1.0F : drawn_.factor[slot];
+      if (codes_.storage == Storage::token8) {
         const auto* const q = reinterpret_cast<const std::int8_t*>(codes_.row(token)) + col;
         std::fill_n(row, strip_columns, 0.0F);
-        simd_.axpy(token8_scale(codes_, token) * token_scale_[token], q, cols, row);
-      } else {
-        for (std::int64_t g = 0; g < cols / tile; ++g) bases[g] = draws[16 * g + i];
-        load_token4(simd_, codes_, token, col, cols, bases, token_scale_[token], row);
+        simd_.axpy(token8_scale(codes_, token) * scale * factor, q, cols, row);
+        continue;
       }
+      if (token / tile != drawn_tile) {
+        drawn_tile = token / tile;
+        tile_bytes(dither_, static_cast<std::uint64_t>(drawn_tile * width + col / tile),
+                   cols / tile, draws);
+      }
+      for (std::int64_t g = 0; g < cols / tile; ++g) bases[g] = draws[16 * g + token % tile];
+      load_token4(simd_, codes_, token, col, cols, bases, scale, factor, row);
     }
     visit(t, col, static_cast<int>(cols), values);
   }
@@ -416,7 +510,7 @@ void Contributions::largest(std::int64_t task) const {
 }
 
 void Contributions::codes(std::int64_t task) const {
-  const std::int64_t tile_rows = ceil_div(codes_.layout.tokens, tile);
+  const std::int64_t tile_rows = ceil_div(drawn_.slots, tile);
   float inv[strip_columns] = {};
   std::uint32_t keep[strip_columns] = {};
   bool known = false;

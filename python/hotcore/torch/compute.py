@@ -306,9 +306,11 @@ def _config_bops(tokens: int, outs: int, ins: int, config: HotConfig) -> tuple[f
     steps = math.log2(config.hadamard_block)
     gx = ((gy + w) * steps + gy + w + x) * _FULL + product * config.gx_bits**2
     if config.storage in TOKEN_STORAGES:
-        # x: its transform, kept, brought back, times the scales of g_y, rounded; both transforms
-        # of the product undone. The codes of g_y are those of g_x.
-        return gx, (x * (steps + 4) + w * (2 * steps + 2)) * _FULL + product * 8 * 8
+        # x: its transform, kept; of the tokens that g_w takes brought back, times the scales of
+        # g_y, rounded; both transforms of the product undone. The codes of g_y are those of g_x.
+        share = config.rank / config.block if config.basis == "sketch" else 1.0
+        operations = x * (steps + 1 + 3 * share) + w * (2 * steps + 2)
+        return gx, operations * _FULL + product * share * 8 * 8
     share, transform = _low_rank(config)
     unpack = x if config.storage != "int8" else 0
     equalize = gy + 2 * x if config.equalize_tokens else 0  # a multiplication each, and x's sizes

@@ -91,7 +91,9 @@ def settings(
     wide: Storage = "token8" if config.storage in TOKEN_STORAGES else "int8"
     products = dataclasses.replace(products, storage=wide)
     kept = dataclasses.replace(config, token_grid=None, prefix_tokens=0)
-    if config.basis != "full":
+    if config.storage in TOKEN_STORAGES:
+        kept = dataclasses.replace(kept, basis="full")
+    elif config.basis != "full":
         kept = dataclasses.replace(kept, basis="full", rows=None, storage="int4", x_scale="channel")
     return kept, products
 
