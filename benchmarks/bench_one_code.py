@@ -26,6 +26,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -500,11 +501,11 @@ def together(found: Sequence[Sequence[float]], bias: bool) -> list[float]:
 def forms() -> Iterator[tuple[str, str, Callable[[Tensor, Tensor], Draw]]]:
     """Every form of g_w: what it belongs to, its name, and what makes draws of g_y and x."""
     for name, bits in TODAY.items():
-        yield "today", name, lambda gy, x, bits=bits: today(bits, gy, x)
+        yield "today", name, partial(today, bits)
     chosen = {"chosen": CHOSEN, **CHOICES}
     for choice, those in chosen.items():
         for name, form in those.items():
-            yield choice, name, lambda gy, x, form=form: one_code(form, gy, x)
+            yield choice, name, partial(one_code, form)
 
 
 def weight_rows(
@@ -560,7 +561,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     length = small_tasks.load_task("gpt").data.batch(1, torch.Generator())[0].shape[-1]
     sets = dict(zip(SETS, (gpt, vit, with_outliers(gpt, length)), strict=True))
     synthetic = cases(torch.Generator().manual_seed(7))
-    input_cases = INPUT_CASES
+    input_cases: Sequence[str] = INPUT_CASES
     if args.quick:
         input_cases = QUICK_CASES
         synthetic = {name: synthetic[name] for name in QUICK_CASES}
