@@ -2,7 +2,7 @@
 
     python benchmarks/bench_one_code.py [--quick] [--json PATH]
 
-About five minutes on two cores of a CPU: torch alone, fake-quantised in fp32 on models of the forms
+About five minutes on two idle cores: torch alone, fake-quantised in fp32 on models of the forms
 (docs/numerics.md, "One code a value"). Three kinds of tensors:
 
 * ten cases of bench_storage.py and five more (``cases``);
@@ -21,10 +21,12 @@ from __future__ import annotations
 import argparse
 import datetime
 import math
+import multiprocessing
 import platform
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -139,7 +141,7 @@ INPUT_FORMS: dict[str, Form | None] = {
 """Of g_x."""
 FIXED = torch.randint(0, 2, (1 << 10,), generator=torch.Generator().manual_seed(0)) * 2.0 - 1
 """Signs that no call changes."""
-REVERSED = torch.tensor([int(f"{i:04b}"[::-1], 2) for i in range(16)])
+REVERSED = torch.tensor([int(f"{i:04b}"[::-1], 2) for i in range(16)], dtype=torch.int32)
 """Four bits, reversed: what 16 neighbours add to the byte that they share, in sixteenths."""
 SETS = ("GPT", "ViT", "GPT, outliers")
 
@@ -171,7 +173,7 @@ def rounded_up(values: Tensor, bits: int) -> Tensor:
 
 def shared_bytes(rows: int, columns: int) -> Tensor:
     """A random byte for 16 columns of a row; each column adds its own sixteenths to it."""
-    own = torch.randint(0, 256, (rows, -(-columns // 16), 1)) + 16 * REVERSED
+    own = torch.randint(0, 256, (rows, -(-columns // 16), 1), dtype=torch.int32) + 16 * REVERSED
     return own.view(rows, -1)[:, :columns] & 255
 
 
@@ -182,7 +184,7 @@ def dither(rows: int, columns: int, kind: str) -> Tensor:
     if kind == "independent":
         return (torch.randint(0, 256, (rows, columns)) + 0.5) / 256 - 0.5
     if kind == "nibble":
-        own = torch.randint(0, 16, (rows, -(-columns // 16), 1)) + REVERSED
+        own = torch.randint(0, 16, (rows, -(-columns // 16), 1), dtype=torch.int32) + REVERSED
         return ((own.view(rows, -1)[:, :columns] & 15) + 0.5) / 16 - 0.5
     return (shared_bytes(rows, columns) + 0.5) / 256 - 0.5
 
@@ -225,15 +227,14 @@ def kept2(u: Tensor, form: Form) -> Tensor:
 
 
 def contributions(x: Tensor, kind: str) -> Tensor:
-    """``[L, I']`` in 8 bits, a scale a feature."""
-    scale = positive(x.abs().amax(0, keepdim=True)) / 127
+    """``[I', L]`` in 8 bits, a scale a row."""
+    scale = positive(x.abs().amax(1, keepdim=True)) / 127
     v = x / scale
     if kind == "nearest":
         return v.round() * scale
     if kind == "independent":
         return stochastic(v) * scale
-    add = shared_bytes(x.shape[1], x.shape[0]).T
-    return ((v * 256).round() + add).div(256).floor() * scale
+    return ((v * 256).round() + shared_bytes(*x.shape)).div(256).floor() * scale
 
 
 # ---- the form -----------------------------------------------------------------------------------
@@ -336,7 +337,7 @@ def one_code(form: Form, gy: Tensor, x: Tensor) -> Draw:
         part = kept(u, form) * scale
         if form.half:
             codes, part = half_of(codes, part)
-        found = contributions(part, form.contributions).T @ codes
+        found = contributions(part.T.contiguous(), form.contributions) @ codes
         found = turned_back(found, signs, n_out, outs).T.contiguous()
         return c[:, None] * turned_back(found, FIXED, n_in, ins) * d
 
@@ -508,32 +509,53 @@ def forms() -> Iterator[tuple[str, str, Callable[[Tensor, Tensor], Draw]]]:
             yield choice, name, partial(one_code, form)
 
 
-def weight_rows(
-    title: str, layers: Mapping[str, Layer], draws: int, many: int, biased: Sequence[str]
-) -> dict[str, dict[str, list[float]]]:
-    """g_w of these layers together, by choice and form; bias of some choices."""
-    out: dict[str, dict[str, list[float]]] = {}
-    for choice, name, make in forms():
-        found = []
-        for layer, (gy, _, x) in layers.items():
-            torch.manual_seed(zlib.crc32(f"{title}/{layer}/{choice}/{name}".encode()))
-            count = many if choice in biased else draws
-            found.append(measured(make(gy, x), gy.double().T @ x.double(), count))
-        out.setdefault(choice, {})[name] = together(found, choice in biased)
-    return out
+@dataclass(frozen=True)
+class Job:
+    """A layer, or a case, and how much of it is measured."""
+
+    title: str
+    """Of the set of layers, or of the case."""
+    name: str
+    layer: Layer
+    draws: int
+    many: int
+    """Draws where the bias is measured."""
+    biased: Sequence[str]
+    """Choices of which it is."""
+    with_input: bool
+    """g_x, too."""
 
 
-def input_rows(title: str, layers: Mapping[str, Layer], many: int) -> dict[str, list[float]]:
-    """g_x of these layers together, by form."""
-    out = {}
-    for name, form in INPUT_FORMS.items():
-        found = []
-        for layer, (gy, w, _) in layers.items():
-            torch.manual_seed(zlib.crc32(f"g_x/{title}/{layer}/{name}".encode()))
+def measure_job(job: Job) -> tuple[dict[str, dict[str, list[float]]], dict[str, list[float]]]:
+    """Figures of g_w, by choice and form, and of g_x, by form."""
+    gy, w, x = job.layer
+    weight: dict[str, dict[str, list[float]]] = {}
+    inputs = {}
+
+    def seed(*words: str) -> None:
+        torch.manual_seed(zlib.crc32("/".join((job.title, job.name, *words)).encode()))
+
+    with torch.no_grad():
+        exact = gy.double().T @ x.double()
+        for choice, name, make in forms():
+            seed(choice, name)
+            count = job.many if choice in job.biased else job.draws
+            weight.setdefault(choice, {})[name] = measured(make(gy, x), exact, count)
+        exact = gy.double() @ w.double()
+        for name, form in INPUT_FORMS.items() if job.with_input else ():
+            seed("g_x", name)
             draw = today_input(gy, w) if form is None else one_code_input(form, gy, w)
-            found.append(measured(draw, gy.double() @ w.double(), many))
-        out[name] = together(found, True)
-    return out
+            inputs[name] = measured(draw, exact, job.many)
+    return weight, inputs
+
+
+def in_processes(jobs: Sequence[Job], processes: int) -> list[Any]:
+    """What measure_job says of each; a thread a process, because the products are small."""
+    if processes == 1:
+        return list(map(measure_job, jobs))
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, context, torch.set_num_threads, (1,)) as pool:
+        return list(pool.map(measure_job, jobs))
 
 
 INPUT_CASES = (
@@ -565,27 +587,42 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     if args.quick:
         input_cases = QUICK_CASES
         synthetic = {name: synthetic[name] for name in QUICK_CASES}
+    jobs = [
+        Job(title, name, layer, args.draws, args.many, ("today", "chosen", *UNBIASED), True)
+        for title, layers in sets.items()
+        for name, layer in layers.items()
+    ]
+    jobs += [
+        Job(title, "", layer, args.draws, args.many, ("chosen",), title in input_cases)
+        for title, layer in synthetic.items()
+    ]
+    found: dict[str, list[Any]] = {}
+    for job, result in zip(jobs, in_processes(jobs, args.processes), strict=True):
+        found.setdefault(job.title, []).append(result)
     report: dict[str, Any] = {
         "benchmark": "one-code",
         "device": platform.processor() or platform.machine(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "versions": {"torch": torch.__version__},
-        "threads": args.threads,
         "settings": {
             "at": args.at, "steps": args.steps, "draws": args.draws, "draws for bias": args.many,
         },
         "figures": FIGURES, "layers": {}, "cases": {}, "gx": {},
     }  # fmt: skip
-    with torch.no_grad():
-        for title, layers in sets.items():
-            biased = ("today", "chosen", *UNBIASED)
-            report["layers"][title] = weight_rows(title, layers, args.draws, args.many, biased)
-            report["gx"][title] = input_rows(title, layers, args.many)
-        for title, layer in synthetic.items():
-            one = {title: layer}
-            report["cases"][title] = weight_rows(title, one, args.draws, args.many, ("chosen",))
-        for title in input_cases:
-            report["gx"][title] = input_rows(title, {title: synthetic[title]}, args.many)
+    for title, results in found.items():
+        weights, inputs = zip(*results, strict=True)
+        biased = ("today", "chosen", *UNBIASED) if title in sets else ("chosen",)
+        report["layers" if title in sets else "cases"][title] = {
+            choice: {
+                name: together([of[choice][name] for of in weights], choice in biased)
+                for name in names
+            }
+            for choice, names in weights[0].items()
+        }
+        if inputs[0]:
+            report["gx"][title] = {
+                name: together([of[name] for of in inputs], True) for name in inputs[0]
+            }
     report["seconds"] = round(time.perf_counter() - began)
     return four_digits(report)  # type: ignore[no-any-return] # a Mapping gives a dict
 
@@ -619,14 +656,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=300, help="that the schedule is made for")
     parser.add_argument("--blocks", type=int, default=2, help="of each model")
     parser.add_argument("--quick", action="store_true", help="few steps, layers, cases and draws")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--json", type=Path, default=RESULTS / "one-code.json")
     args = parser.parse_args(argv)
     if args.quick:
         args.draws, args.many, args.at, args.blocks = 2, 4, 5, 1
-    if min(args.draws, args.many) < 2 or not 0 <= args.at < args.steps:
-        parser.error("--draws, --many: from 2; --at: below --steps")
-    small_tasks.use_threads(args.threads)
+    if min(args.draws, args.many) < 2 or args.processes < 1 or not 0 <= args.at < args.steps:
+        parser.error("--draws, --many: from 2; --processes: from 1; --at: below --steps")
+    small_tasks.use_threads(1)
     report = measure(args)
     print_tables(report)
     write_json(args.json, report)

@@ -829,7 +829,7 @@ def one_code(report: Report, *words: str) -> Iterator[str]:
         names = ("default", "accurate", "token8", "token4")
         head = ["case", *(f"`{name}`" for name in names)]
         rows = (
-            [case, *(f"{(of['today'] | of['chosen'])[name][0]:.3f}" for name in names)]
+            [case, *(one_code_cell((of["today"] | of["chosen"])[name]) for name in names)]
             for case, of in report["cases"].items()
         )
     else:
@@ -852,8 +852,14 @@ def one_code_cells(row: Sequence[float]) -> list[str]:
     return [f"{row[0]:.4f}", *sides, f"{row[7]:.4f}"]
 
 
+def one_code_cell(row: Sequence[float], biased: bool = False) -> str:
+    """All, 95 % of rows, 95 % of columns; the bias in brackets."""
+    figures = " / ".join(f"{row[at]:.{3 if row[at] < 10 else 1}f}" for at in (0, 2, 5))
+    return figures + (f" ({row[7]:.4f})" if biased else "")
+
+
 ONE_CODE_CASES = {
-    "sizes": ("features log-normal 1.5", "the same, a massive token without gradient"),
+    "sizes": ("Gauss", "features log-normal 1.5", "the same, a massive token without gradient"),
     "scales": ("Gauss",),
     "dither": ("Gauss",),
 }
@@ -863,20 +869,17 @@ ONE_CODE_CASES = {
 def one_code_choice(report: Report, choice: str) -> Iterator[str]:
     """All, 95 % of out features, 95 % of in features; the bias in brackets."""
     sets = {**report["layers"], **{c: report["cases"][c] for c in ONE_CODE_CASES.get(choice, ())}}
-
-    def cell(row: Sequence[float], biased: bool) -> str:
-        figures = " / ".join(f"{row[at]:.3f}" for at in (0, 2, 5))
-        return figures + (f" ({row[7]:.4f})" if biased else "")
-
     forms = {f"`{name}`": ("chosen", name) for name in ("token4", "token8")}
     others = {name: (choice, name) for name in next(iter(sets.values()))[choice]}
     if not any("token8" in name for name in others):
         del forms["`token8`"]
+    if all("token8" in name for name in others):
+        del forms["`token4`"]
     biased = len(report["layers"]["GPT"][choice][next(iter(others))]) > 7
     yield from table_of(
         ["", *sets],
         (
-            [name, *(cell(of[where][key], biased) for of in sets.values())]
+            [name, *(one_code_cell(of[where][key], biased) for of in sets.values())]
             for name, (where, key) in {**forms, **others}.items()
         ),
     )

@@ -56,10 +56,10 @@ def test_shared_bytes() -> None:
 
 
 def test_rounding_of_contributions_is_unbiased() -> None:
-    x = torch.randn(48, 6)
+    x = torch.randn(6, 48)
     for kind in ("byte", "independent"):
         mean = sum(bench.contributions(x, kind) for _ in range(4000)) / 4000
-        step = x.abs().amax(0) / 127
+        step = x.abs().amax(1, keepdim=True) / 127
         assert bool(((mean - x).abs() <= step * (1 / 512 + 5 * 0.5 / 4000**0.5)).all())
     assert bool(((bench.contributions(x, "nearest") - x).abs() <= 0.501 * step).all())
 
@@ -130,20 +130,24 @@ def test_models_of_today(case: str) -> None:
             assert mine == pytest.approx((square[at] / 4) ** 0.5, rel=0.06), (bits, at)
 
 
-def check_order(report: dict[str, Any]) -> None:
-    """What the choices rest on, on every set of captured layers."""
+WORSE = {"x of mean 10, g_y adding up to 0": 1.4, "one token × 1000, with its gradient": 1.1}
+"""Cases in which 4 bits have more error than `default`, and how many times at most."""
+
+
+def check_order(report: dict[str, Any], slack: float) -> None:
+    """What the choices rest on, on every set of captured layers; slack for few draws."""
     assert set(report["layers"]) == set(bench.SETS)
     for name, choices in report["layers"].items():
         today, chosen = choices["today"], choices["chosen"]
-        assert chosen["token8"][ALL] < chosen["token4"][ALL] < today["default"][ALL], name
         four = chosen["token4"]
-        assert choices["scales"]["groups of 16, a byte"][ALL] < four[ALL], name
-        assert four[ALL] < choices["scales"]["groups of 64, bf16"][ALL], name
+        assert chosen["token8"][ALL] < four[ALL] < slack * today["default"][ALL], name
+        assert choices["scales"]["groups of 16, a byte"][ALL] < slack * four[ALL], name
+        assert four[ALL] < slack * choices["scales"]["groups of 64, bf16"][ALL], name
         assert four[ALL] < choices["not built"]["x in 2 bits"][ALL], name
         for choice in ("dither", "contributions", "signs"):  # cheaper, not worse
             for title, row in choices[choice].items():
                 base = chosen["token8" if "token8" in title else "token4"]
-                assert base[ALL] < 1.4 * row[ALL], (name, title)
+                assert base[ALL] < (1.07 if "token8" in title else 1.02) * slack * row[ALL], title
     outliers = report["layers"]["GPT, outliers"]
     assert outliers["chosen"]["token4"][ALL] < 0.1 * outliers["today"]["default"][ALL]
     assert outliers["chosen"]["token8"][ALL] < 0.1 * outliers["today"]["accurate"][ALL]
@@ -155,9 +159,9 @@ def check_order(report: dict[str, Any]) -> None:
 
 def test_at_toy_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "one-code.json"
-    bench.main(["--quick", "--threads", "1", "--json", str(path)])
+    bench.main(["--quick", "--processes", "1", "--json", str(path)])
     report = json.loads(path.read_text())
-    check_order(report)
+    check_order(report, slack=1.1)
     assert capsys.readouterr().out.count("g_w: ") == len(bench.SETS) + len(bench.QUICK_CASES)
     logs = report["cases"]["features log-normal 1.5"]
     assert logs["chosen"]["token4"][ALL] < 0.8 * logs["sizes"]["none"][ALL]
@@ -167,7 +171,7 @@ def test_at_toy_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 def test_committed_figures() -> None:
     report = json.loads((RESULTS / "one-code.json").read_text())
-    check_order(report)
+    check_order(report, slack=1.0)
     assert set(report["cases"]) == set(bench.cases(torch.Generator()))
     for name, of in report["cases"].items():
         assert {choice: list(rows) for choice, rows in of.items()} == {
@@ -175,5 +179,6 @@ def test_committed_figures() -> None:
             "chosen": list(bench.CHOSEN),
             **{choice: list(rows) for choice, rows in bench.CHOICES.items()},
         }
-        if name != "x of mean 10, g_y adding up to 0":  # what 4 bits are worse at
-            assert of["chosen"]["token4"][ALL] < of["today"]["default"][ALL], name
+        worse = WORSE.get(name, 1)
+        assert of["chosen"]["token4"][ALL] < worse * of["today"]["default"][ALL], name
+        assert of["chosen"]["token8"][ALL] < 1.1 * of["today"]["accurate"][ALL], name
