@@ -47,6 +47,7 @@ comes from here. Every page of the repository that has such a line is looked at.
   forward-blocks   time of it by block, sums of layers (cuda-forward.json)
   forward-error    error of an 8-bit forward, beside FP8 (forward-error.json)
   frozen-error     error of g_x from a frozen weight's codes, and its time (frozen-error.json)
+  one-code PART    one code a value: `chosen`, `cases`, `gx` or a choice of it (one-code.json)
   paper-rows       the paper's eight rows, three readings (training-rows-*.json)
   cases            error of g_w where tokens differ in size, by recipe (recipe-cases.json)
   trust            long runs on a GPU machine (gpu-trust.json)
@@ -811,6 +812,79 @@ def kept_cases(report: Report) -> Iterator[str]:
     )
 
 
+def one_code(report: Report, *words: str) -> Iterator[str]:
+    """Relative errors of one code a value (bench_one_code.py)."""
+    part = " ".join(words)
+    if part == "chosen":
+        head = ["", "", "all", "out features", "in features", "bias"]
+        rows = one_code_rows(report["layers"])
+    elif part == "gx":
+        sets = report["gx"]
+        head = ["", *sets]
+        rows = (
+            [name, *(f"{of[name][0]:.4f} ({of[name][7]:.4f})" for of in sets.values())]
+            for name in next(iter(sets.values()))
+        )
+    elif part == "cases":
+        names = ("default", "accurate", "token8", "token4")
+        head = ["case", *(f"`{name}`" for name in names)]
+        rows = (
+            [case, *(one_code_cell((of["today"] | of["chosen"])[name]) for name in names)]
+            for case, of in report["cases"].items()
+        )
+    else:
+        yield from one_code_choice(report, part)
+        return
+    yield from table_of(head, rows)
+
+
+def one_code_rows(sets: Mapping[str, Report]) -> Iterator[list[str]]:
+    """Of every set of layers, today's recipes and the forms that were chosen."""
+    for title, choices in sets.items():
+        for at, (name, row) in enumerate((choices["today"] | choices["chosen"]).items()):
+            yield [title if at == 0 else "", f"`{name}`", *one_code_cells(row)]
+
+
+def one_code_cells(row: Sequence[float]) -> list[str]:
+    """All; median, 95 % and largest of rows and of columns; bias."""
+    digits = 4 if row[0] < 0.02 else 3
+    sides = (", ".join(f"{value:.{digits}f}" for value in row[at : at + 3]) for at in (1, 4))
+    return [f"{row[0]:.4f}", *sides, f"{row[7]:.4f}"]
+
+
+def one_code_cell(row: Sequence[float], biased: bool = False) -> str:
+    """All, 95 % of rows, 95 % of columns; the bias in brackets."""
+    figures = " / ".join(f"{row[at]:.{3 if row[at] < 10 else 1}f}" for at in (0, 2, 5))
+    return figures + (f" ({row[7]:.4f})" if biased else "")
+
+
+ONE_CODE_CASES = {
+    "sizes": ("Gauss", "features log-normal 1.5", "the same, a massive token without gradient"),
+    "scales": ("Gauss",),
+    "dither": ("Gauss",),
+}
+"""Synthetic cases beside the layers, where a choice is about them."""
+
+
+def one_code_choice(report: Report, choice: str) -> Iterator[str]:
+    """All, 95 % of out features, 95 % of in features; the bias in brackets."""
+    sets = {**report["layers"], **{c: report["cases"][c] for c in ONE_CODE_CASES.get(choice, ())}}
+    forms = {f"`{name}`": ("chosen", name) for name in ("token4", "token8")}
+    others = {name: (choice, name) for name in next(iter(sets.values()))[choice]}
+    if not any("token8" in name for name in others):
+        del forms["`token8`"]
+    if all("token8" in name for name in others):
+        del forms["`token4`"]
+    biased = len(report["layers"]["GPT"][choice][next(iter(others))]) > 7
+    yield from table_of(
+        ["", *sets],
+        (
+            [name, *(one_code_cell(of[where][key], biased) for of in sets.values())]
+            for name, (where, key) in {**forms, **others}.items()
+        ),
+    )
+
+
 READINGS = {
     "diagonal": "0 2 3 8 10 11 12 14",
     "axes": "0 1 2 3 4 8 10 12 (`paper`)",
@@ -968,6 +1042,7 @@ KINDS: dict[str, tuple[str | None, Callable[..., Iterator[str]]]] = {
     "forward-error": ("forward-error.json", forward_error),
     "frozen-error": ("frozen-error.json", frozen_error),
     "forward-blocks": ("cuda-forward.json", forward_blocks),
+    "one-code": ("one-code.json", one_code),
     "paper-rows": ("", paper_rows),
     "cases": ("recipe-cases.json", recipe_cases),
     "trust": ("gpu-trust.json", trust),
