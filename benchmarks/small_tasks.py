@@ -105,7 +105,11 @@ ONE_CODE = tuple(
         (4, {"storage": "token4"}),
         (8, {"storage": "token8", "x_rounding": "nearest"}),
     )
-    for of, forward in (("", {}), (", int8-forward", {"forward": "int8"}))
+    for of, forward in (
+        ("", {}),
+        (", half of the tokens", {"basis": "sketch", "rank": 8}),
+        (", int8-forward", {"forward": "int8"}),
+    )
 )
 """The token storages (docs/dev/one-code.md), which no recipe has yet."""
 PAPER_ROWS: dict[str, tuple[int, ...]] = {

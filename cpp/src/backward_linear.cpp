@@ -91,6 +91,10 @@ void check_token_spec(const char* call, const BackwardLinearSpec& spec) {
   }
   if (spec.equalize_tokens)
     refuse("equalize_tokens", "true", "false: tokens have their own scales");
+  const TokenLayout& layout = spec.low_rank.layout;
+  if (spec.low_rank.basis == Basis::sketch && (layout.grid_h != 0 || layout.prefix_tokens != 0)) {
+    refuse("token_grid", "given", "none: tokens are drawn, not projected");
+  }
 }
 
 // Of a token storage whose tokens are drawn; elsewhere any number will do.
