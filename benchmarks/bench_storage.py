@@ -287,6 +287,7 @@ RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
     "compact": ("compact", {}),
     "token8": ("default", {**_ONE_CODE, "storage": "token8", "x_rounding": "nearest"}),
     "token4": ("default", {**_ONE_CODE, "storage": "token4"}),
+    "token2": ("default", {**_ONE_CODE, "storage": "token2"}),
     "token4, half of the tokens": (
         "default",
         {**_ONE_CODE, "storage": "token4", "basis": "sketch", "rank": 8},

@@ -103,6 +103,7 @@ ONE_CODE = tuple(
     Contender(f"one code, x in {bits} bits{of}", "default", {**_ONE_CODE, **kept, **forward})
     for bits, kept in (
         (4, {"storage": "token4"}),
+        (2, {"storage": "token2"}),
         (8, {"storage": "token8", "x_rounding": "nearest"}),
     )
     for of, forward in (

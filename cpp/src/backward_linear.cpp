@@ -38,6 +38,8 @@ const char* storage_name(Storage storage) noexcept {
       return "token8";
     case Storage::token4:
       return "token4";
+    case Storage::token2:
+      return "token2";
   }
   return "unknown";
 }
@@ -83,7 +85,7 @@ void check_token_spec(const char* call, const BackwardLinearSpec& spec) {
   if (spec.x_scale != Granularity::row) {
     refuse("x_scale", granularity_name(spec.x_scale), "row (per channel)");
   }
-  if (spec.storage == Storage::token4 && spec.x_rounding != Rounding::stochastic) {
+  if (spec.storage != Storage::token8 && spec.x_rounding != Rounding::stochastic) {
     refuse("x_rounding", rounding_name(spec.x_rounding), "stochastic");
   }
   if (spec.x_rounding == Rounding::pseudo_stochastic) {
@@ -138,7 +140,8 @@ void check_spec(const char* call, const BackwardLinearSpec& spec) {
   }
   const std::string storage = storage_name(spec.storage);
   if (storage == "unknown") {
-    detail::invalid(call, "storage is unknown; expected int8, int4, rht2, token8 or token4");
+    detail::invalid(call,
+                    "storage is unknown; expected int8, int4, rht2, token8, token4 or token2");
   }
   detail::check_rounding(call, "gx_rounding", spec.gx_rounding);
   detail::check_rounding(call, "gw_rounding", spec.gw_rounding);

@@ -173,7 +173,8 @@ static_assert(same(HOT_STORAGE_INT8, hot::Storage::int8) &&
               same(HOT_STORAGE_INT4, hot::Storage::int4) &&
               same(HOT_STORAGE_RHT2, hot::Storage::rht2) &&
               same(HOT_STORAGE_TOKEN8, hot::Storage::token8) &&
-              same(HOT_STORAGE_TOKEN4, hot::Storage::token4));
+              same(HOT_STORAGE_TOKEN4, hot::Storage::token4) &&
+              same(HOT_STORAGE_TOKEN2, hot::Storage::token2));
 static_assert(same(HOT_SIDE_ACTIVATION, hot::Side::activation) &&
               same(HOT_SIDE_GRADIENT, hot::Side::gradient));
 
@@ -243,11 +244,9 @@ hot::BackwardLinearSpec spec_of(const char* call, const hot_spec* given,
   out.low_rank.layout = {s.grid_h, s.grid_w, s.prefix_tokens};
   out.gw_scale = one_of("gw_scale", s.gw_scale, hot::GradScale::token);
   out.gw_rounding = rounding("gw_rounding", s.gw_rounding);
-  if (s.storage != HOT_STORAGE_INT8 && s.storage != HOT_STORAGE_INT4 &&
-      s.storage != HOT_STORAGE_RHT2 && s.storage != HOT_STORAGE_TOKEN8 &&
-      s.storage != HOT_STORAGE_TOKEN4) {
+  if (s.storage < HOT_STORAGE_INT8 || s.storage > HOT_STORAGE_TOKEN2 || s.storage == 2) {
     invalid(call, std::string(name) + ".storage is " + std::to_string(s.storage) +
-                      "; expected 0, 1, 3, 4 or 5");
+                      "; expected 0, 1 or 3 to 6");
   }
   out.storage = static_cast<hot::Storage>(s.storage);
   out.x_scale = granularity("x_scale", s.x_scale);

@@ -12,11 +12,11 @@
 namespace hot::detail {
 
 inline bool is_token_storage(Storage storage) {
-  return storage == Storage::token8 || storage == Storage::token4;
+  return storage == Storage::token8 || storage == Storage::token4 || storage == Storage::token2;
 }
 
 inline constexpr std::int64_t size_sample = 512;  // tokens that the sizes of features come from
-inline constexpr std::int64_t token4_group = 32;  // features that share a scale of a token
+inline constexpr std::int64_t token_group = 32;   // features of a token that share a packed ratio
 inline constexpr std::int64_t dither_tile = 16;   // tokens and features that share a draw
 
 // Block of the transform along so many features.
@@ -36,15 +36,17 @@ inline std::int64_t sampled_token(std::int64_t j, std::int64_t count, std::int64
 struct TokenCodesLayout {
   std::int64_t tokens, features, padded;  // L, I, I'
   int block;                              // n_I
-  std::int64_t row_bytes, ratio_bytes;    // of a token; ratios: token4 alone
+  std::int64_t row_bytes, ratio_bytes;    // of a token; ratios: of packed codes
   std::size_t ratio_offset, scale_offset, exponent_offset, bytes;
 
   TokenCodesLayout(std::int64_t tokens_, std::int64_t features_, const BackwardLinearSpec& spec)
       : tokens(tokens_), features(features_), block(feature_block(features_, spec.hadamard_block)) {
-    const bool packed = spec.storage == Storage::token4;
+    const bool packed = spec.storage != Storage::token8;
     padded = round_up(features, block);
-    row_bytes = packed ? padded / 2 : padded;
-    ratio_bytes = packed ? ceil_div(padded, token4_group) : 0;
+    row_bytes = spec.storage == Storage::token8   ? padded
+                : spec.storage == Storage::token4 ? padded / 2
+                                                  : padded / 4;
+    ratio_bytes = packed ? ceil_div(padded, token_group) : 0;
     ratio_offset = static_cast<std::size_t>(tokens * row_bytes);
     scale_offset = static_cast<std::size_t>(
         round_up(static_cast<std::int64_t>(ratio_offset) + tokens * ratio_bytes, 4));
@@ -70,7 +72,12 @@ struct TokenCodes {
 using TokenCodesOut = TokenCodes<std::uint8_t>;
 using TokenCodesIn = TokenCodes<const std::uint8_t>;
 
-// Signs of in features, and of out features where w comes quantised.
+// Signs of out features where w comes quantised.
 inline constexpr Key fixed_signs_key{};
+// Signs of in features: fixed, but for codes of 2 bits, whose error is a bias then. `key`: that x
+// is kept with.
+inline const Key& in_signs_key(Storage storage, const Key& key) {
+  return storage == Storage::token2 ? key : fixed_signs_key;
+}
 
 }  // namespace hot::detail

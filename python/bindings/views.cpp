@@ -169,7 +169,7 @@ hot::GradScale parse_grad_scale(const char* name, std::string_view text) {
 hot::Storage parse_storage(const char* name, std::string_view text) {
   using E = hot::Storage;
   return parse<E>(name, text, [](E e) { return hot::storage_name(e); },
-                  {E::int8, E::int4, E::rht2, E::token8, E::token4});
+                  {E::int8, E::int4, E::rht2, E::token8, E::token4, E::token2});
 }
 hot::Isa parse_isa(std::string_view text) {
   using E = hot::Isa;

@@ -32,8 +32,8 @@ GxScale = Literal["row", "tensor"]
 WeightScale = Literal["column", "tensor"]
 GwScale = Literal["channel", "tensor", "token"]
 XScale = Literal["channel", "tensor"]
-Storage = Literal["int8", "int4", "rht2", "token8", "token4"]
-TOKEN_STORAGES = ("token8", "token4")
+Storage = Literal["int8", "int4", "rht2", "token8", "token4", "token2"]
+TOKEN_STORAGES = ("token8", "token4", "token2")
 """Those of one code a value (docs/numerics.md)."""
 Forward = Literal["plain", "int8"]
 
@@ -174,13 +174,13 @@ class HotConfig:
         gw_scale: scale of g_y for g_w: ``"channel"``, ``"tensor"`` or ``"token"`` (slower).
         gw_rounding: rounding of g_y for g_w.
         storage: how x is kept until backward: ``"int8"``, or with basis ``"full"`` ``"int4"``,
-            ``"rht2"`` (2 bits after random signs and a Hadamard transform), or ``"token8"`` and
-            ``"token4"``: codes of the tokens' own rows, with which g_y has one code a value for
-            both products. These two run on the CPU alone so far and take ``hadamard_block`` 16, 32
+            ``"rht2"`` (2 bits after random signs and a Hadamard transform), or ``"token8"``,
+            ``"token4"``, ``"token2"``: codes of the tokens' own rows, with which g_y has one code
+            a value for both products. These run on the CPU alone so far and take ``hadamard_block`` 16, 32
             or 64 (the largest), ``gw_scale="token"``, and the other scales as they are by default;
             basis ``"sketch"`` draws ``rank`` of ``block`` tokens for g_w by their size.
         x_scale: scale of an INT8 x, ``"channel"`` or ``"tensor"``.
-        x_rounding: rounding of x; ``"stochastic"`` for rht2 and token4.
+        x_rounding: rounding of x; ``"stochastic"`` for rht2, token4 and token2.
         equalize_tokens: divide every token of x by a power of two of about its size before it is
             kept, and multiply that of g_y by it for g_w: exact.
         forward: how ``y = x w^T + b`` is computed: ``"plain"``, by the framework's own product, or
@@ -280,7 +280,7 @@ class HotConfig:
             raise ValueError(
                 f"x_scale: 'tensor' needs storage='int8'; {self.storage!r} has groups of tokens"
             )
-        if self.storage in ("rht2", "token4") and self.x_rounding != "stochastic":
+        if self.storage in ("rht2", "token4", "token2") and self.x_rounding != "stochastic":
             raise ValueError(
                 f"x_rounding: {self.x_rounding!r}; storage {self.storage!r} takes 'stochastic' only"
             )

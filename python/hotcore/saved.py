@@ -55,7 +55,7 @@ class Saved:
 
         The contraction (tokens, or kept rows of their blocks) runs along the columns and is padded
         with zeros. The token storages have a row for each token: int8 ``[L, I']`` (token8), packed
-        uint8 ``[L, I'/2]`` (token4), I' the transformed features.
+        uint8 ``[L, I'/2]`` (token4) or ``[L, I'/4]`` (token2), I' the transformed features.
         """
         layout = self.layout
         source = self._operand(layout.bytes)
@@ -68,7 +68,7 @@ class Saved:
     def scales(self) -> Any:
         """The scales as float32: ``[I]`` or ``[1]``; of packed storages ``[I, ceil(L/64)]``.
 
-        Of the token storages ``[L]`` (token4: what its groups' ratios, :meth:`ratios`, are of). A
+        Of the token storages ``[L]`` (packed ones: what the groups' ratios, :meth:`ratios`, are of). A
         view for INT8 codes; otherwise a copy, since they are kept as bfloat16.
         """
         layout = self.layout
@@ -81,21 +81,22 @@ class Saved:
             return kind.view(stored, "float32")
         words = kind.zeros((layout.scales, 4), "uint8", source.device)
         words[:, 2:] = kind.reshape(stored, (layout.scales, 2))  # bfloat16: float32's upper half
-        if self.config.storage == "token4":
+        if self.config.storage in TOKEN_STORAGES:
             return kind.view(kind.reshape(words, (-1,)), "float32")
         groups = saved_layout(self.tokens, 1, self.config).scales  # per channel
         shape = (layout.channels, groups)
         return kind.reshape(kind.view(kind.reshape(words, (-1,)), "float32"), shape)
 
     def ratios(self) -> Any:
-        """Bytes of token4's groups of 32 features: uint8 ``[L, ceil(I'/32)]``, a view.
+        """Bytes of token4's and token2's groups of 32 features: uint8 ``[L, ceil(I'/32)]``, a view.
 
         None for another storage. Source: docs/numerics.md, "One code a value".
         """
-        if self.config.storage != "token4":
+        if self.config.storage not in ("token4", "token2"):
             return None
         layout = self.layout
-        groups = (2 * layout.row_bytes + 31) // 32
+        each = {"token4": 2, "token2": 4}[self.config.storage]
+        groups = (each * layout.row_bytes + 31) // 32
         source = self._operand(layout.bytes)
         start = self.tokens * layout.row_bytes
         flat = source.array[start : start + self.tokens * groups]

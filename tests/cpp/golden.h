@@ -192,8 +192,9 @@ inline hot::BackwardLinearSpec golden_spec(const GoldenCase& one) {
                   : one.text("gw_scale") == "channel" ? hot::GradScale::channel
                                                       : hot::GradScale::token;
   spec.gw_rounding = golden_rounding(one.text("gw_rounding"));
-  for (const hot::Storage storage : {hot::Storage::int8, hot::Storage::int4, hot::Storage::rht2,
-                                     hot::Storage::token8, hot::Storage::token4}) {
+  for (const hot::Storage storage :
+       {hot::Storage::int8, hot::Storage::int4, hot::Storage::rht2, hot::Storage::token8,
+        hot::Storage::token4, hot::Storage::token2}) {
     if (one.text("storage") == hot::storage_name(storage)) spec.storage = storage;
   }
   spec.equalize_tokens = one.number("equalize_tokens") != 0;

@@ -15,7 +15,7 @@ using hot::Storage;
 
 namespace {
 
-constexpr Storage storages[] = {Storage::token8, Storage::token4};
+constexpr Storage storages[] = {Storage::token8, Storage::token4, Storage::token2};
 
 BackwardLinearSpec spec_of(Storage storage) {
   BackwardLinearSpec spec;
@@ -107,7 +107,9 @@ TEST(TokenCodes, same_on_every_path) {
 
 TEST(TokenCodes, tokens_that_differ_in_size) {
   for (const Storage storage : storages) {
-    const double limit = storage == Storage::token8 ? 0.018 : 0.1;
+    const double limit = storage == Storage::token8   ? 0.018
+                         : storage == Storage::token4 ? 0.1
+                                                      : 0.42;
     for (const bool massive : {false, true}) {
       Layer layer(300, 80, 100, spec_of(storage));
       for (std::int64_t i = 0; massive && i < layer.I; ++i) layer.x.at(50, i) *= 1000;
@@ -137,7 +139,9 @@ TEST(TokenCodes, unbiased) {
       for (std::size_t i = 0; i < mean.size(); ++i) mean[i] += got[i] / draws;
     }
     const double noise = std::sqrt(square / draws);
-    EXPECT_LT(distance(mean, exact), 1.3 * noise / std::sqrt(draws) + 0.002)
+    // What is cut off of 2 bits comes back in the mean of many signs, of which a block has 16 here.
+    const double cut = storage == Storage::token2 ? 0.1 * noise : 0.002;
+    EXPECT_LT(distance(mean, exact), 1.3 * noise / std::sqrt(draws) + cut)
         << hot::storage_name(storage);
   }
 }
@@ -160,7 +164,8 @@ TEST(TokenCodes, a_share_of_the_tokens) {
         ASSERT_EQ(bytes_of(layer), expected) << hot::isa_name(isa) << " " << threads;
       }
     }
-    EXPECT_LT(distance(doubles(layer.gw.values()), plain_gw(layer)), 0.11);
+    EXPECT_LT(distance(doubles(layer.gw.values()), plain_gw(layer)),
+              storage == Storage::token2 ? 0.45 : 0.11);
     BackwardLinearSpec whole = spec_of(storage);
     EXPECT_EQ(hot::saved_format(spec), hot::saved_format(whole));
     spec.low_rank.layout = {4, 4, 0};

@@ -509,11 +509,12 @@ class Calls {
     }
     hot::SavedLayout l;
     outcome = check([&] { return api_.saved_layout(s.tokens, s.in_features, spec, l); });
-    if (outcome.ok() &&
-        (spec.storage == hot::Storage::token8 || spec.storage == hot::Storage::token4)) {
-      const bool packed = spec.storage == hot::Storage::token4;
-      if (Wide{l.channels} != in || Wide{l.scales} != tokens ||
-          l.row_bytes < (packed ? (in + 1) / 2 : in) ||
+    if (outcome.ok() && spec.storage >= hot::Storage::token8) {
+      const bool packed = spec.storage != hot::Storage::token8;
+      const Wide row = spec.storage == hot::Storage::token8   ? in
+                       : spec.storage == hot::Storage::token4 ? (in + 1) / 2
+                                                              : (in + 3) / 4;
+      if (Wide{l.channels} != in || Wide{l.scales} != tokens || Wide{l.row_bytes} < row ||
           Wide{l.scale_offset} < tokens * l.row_bytes ||
           Wide{l.exponent_offset} != Wide{l.scale_offset} + tokens * (packed ? 2 : 4) ||
           Wide{l.bytes} != Wide{l.exponent_offset} + in) {

@@ -370,13 +370,14 @@ inline hot::BackwardLinearSpec good_spec(Input& input) {
   spec.gw_scale = static_cast<hot::GradScale>(input.from(0, 2));
   hot::LowRank& p = spec.low_rank;
   p.basis = static_cast<hot::Basis>(input.from(0, 3));
-  constexpr hot::Storage forms[] = {hot::Storage::int8, hot::Storage::int4, hot::Storage::rht2,
-                                    hot::Storage::token8, hot::Storage::token4};
-  spec.storage = forms[p.basis == hot::Basis::full ? input.from(0, 4) : 0];
-  if (p.basis == hot::Basis::sketch && input.flip()) spec.storage = forms[input.from(3, 4)];
+  constexpr hot::Storage forms[] = {hot::Storage::int8,   hot::Storage::int4,
+                                    hot::Storage::rht2,   hot::Storage::token8,
+                                    hot::Storage::token4, hot::Storage::token2};
+  spec.storage = forms[p.basis == hot::Basis::full ? input.from(0, 5) : 0];
+  if (p.basis == hot::Basis::sketch && input.flip()) spec.storage = forms[input.from(3, 5)];
   if (spec.storage == hot::Storage::rht2) spec.x_rounding = hot::Rounding::stochastic;
   spec.equalize_tokens = input.flip();
-  const bool token = spec.storage == hot::Storage::token8 || spec.storage == hot::Storage::token4;
+  const bool token = spec.storage >= hot::Storage::token8;
   if (token) {
     spec.hadamard_block = 16 << input.from(0, 2);
     spec.gx_bits = 8;
@@ -385,7 +386,7 @@ inline hot::BackwardLinearSpec good_spec(Input& input) {
     spec.gw_scale = hot::GradScale::token;
     const hot::Rounding two[] = {hot::Rounding::nearest, hot::Rounding::stochastic};
     spec.gw_rounding = two[input.from(0, 1)];
-    spec.x_rounding = two[spec.storage == hot::Storage::token4 ? 1 : input.from(0, 1)];
+    spec.x_rounding = two[spec.storage == hot::Storage::token8 ? input.from(0, 1) : 1];
     spec.equalize_tokens = false;
   }
   spec.x_scale = spec.storage == hot::Storage::int8 && input.flip() ? hot::Granularity::tensor

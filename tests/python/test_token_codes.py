@@ -38,12 +38,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 ALL = ("gx", "gw", "gb")
 KEY = Key(0x1234_5678_9ABC_DEF0, 0xFEDC_BA98_7654_3210, 8191)
 OTHER_KEY = Key(42, 43, 44)
-STORAGES = ("token8", "token4")
+STORAGES = ("token8", "token4", "token2")
 
 
 def config_of(storage: str, **fields: Any) -> HotConfig:
     """A valid configuration: to nearest where that is allowed, in the widest blocks."""
-    nearest = {} if storage == "token4" else {"x_rounding": "nearest"}
+    nearest = {"x_rounding": "nearest"} if storage == "token8" else {}
     base = {"gw_scale": "token", "hadamard_block": 64, "gx_rounding": "nearest", **nearest}
     return HotConfig(**{"storage": storage, **base, **fields})
 
@@ -135,7 +135,7 @@ def configs(draw: st.DrawFn) -> HotConfig:
         hadamard_block=draw(st.sampled_from([16, 32, 64])),
         gx_rounding=draw(st.sampled_from(["nearest", "stochastic", "pseudo_stochastic"])),
         gw_rounding=draw(two),
-        x_rounding="stochastic" if storage == "token4" else draw(two),
+        x_rounding=draw(two) if storage == "token8" else "stochastic",
     )
 
 
@@ -207,9 +207,10 @@ def test_what_is_kept(rng: np.random.Generator, storage: str) -> None:
         equal_bits(saved.codes(), model.packed)
         equal_bits(saved.scales(), reference.bf16_values(model.scales))
         equal_bits(saved.ratios(), model.ratios)
-        assert saved.nbytes == 50 * (112 + 7) + 2 + 50 * 2 + 200
+        row = {"token4": 112, "token2": 56}[storage]
+        assert saved.nbytes == 50 * (row + 7) + 2 + 50 * 2 + 200
     wide = hotcore.saved.saved_layout(25216, 768, config_of(storage)).bytes / (25216 * 768)
-    assert wide < {"token8": 1.006, "token4": 0.535}[storage]
+    assert wide < {"token8": 1.006, "token4": 0.535, "token2": 0.285}[storage]
 
 
 @pytest.mark.parametrize("storage", STORAGES)
@@ -303,7 +304,9 @@ def test_unbiased(rng: np.random.Generator, storage: str) -> None:
         noise = np.sqrt(square / draws)
         left = float(np.linalg.norm(total / draws))
         # What is left of so many draws has about the length noise / 16.
-        assert left < 1.25 * noise / np.sqrt(draws) + 0.002 * np.linalg.norm(exact), part
+        # What is cut off of 2 bits comes back in the mean of many signs: a block has 16 here.
+        cut = 0.1 * noise if (storage, part) == ("token2", "gw") else 0.002 * np.linalg.norm(exact)
+        assert left < 1.25 * noise / np.sqrt(draws) + cut, part
 
 
 @pytest.mark.parametrize("storage", STORAGES)
@@ -347,18 +350,18 @@ def test_a_share_of_the_tokens(rng: np.random.Generator, storage: str) -> None:
 
 
 CASES = {
-    "Gauss": (0.017, 0.097),
-    "log-normal token sizes": (0.055, 0.115),
-    "token sizes of x and g_y opposite": (0.017, 0.1),
-    "one token × 1000, without gradient": (0.017, 0.097),
-    "first of 77 tokens × 100, without gradient": (0.017, 0.097),
-    "gradient at class tokens alone, a tenth of the others": (0.014, 0.1),
-    "one channel × 1000": (0.008, 0.011),
-    "x of mean 10, g_y adding up to 0": (0.13, 1.1),
-    "SwiGLU-like, massive first tokens without gradient": (0.018, 0.1),
-    "one token × 1000, with its gradient": (0.075, 0.13),
+    "Gauss": (0.017, 0.097, 0.4),
+    "log-normal token sizes": (0.055, 0.115, 0.42),
+    "token sizes of x and g_y opposite": (0.017, 0.1, 0.42),
+    "one token × 1000, without gradient": (0.017, 0.097, 0.4),
+    "first of 77 tokens × 100, without gradient": (0.017, 0.097, 0.4),
+    "gradient at class tokens alone, a tenth of the others": (0.014, 0.1, 0.45),
+    "one channel × 1000": (0.008, 0.011, 0.4),
+    "x of mean 10, g_y adding up to 0": (0.13, 1.1, 4.5),
+    "SwiGLU-like, massive first tokens without gradient": (0.018, 0.1, 0.4),
+    "one token × 1000, with its gradient": (0.075, 0.13, 0.45),
 }
-"""Relative errors of g_w that hold, token8 and token4: benchmarks/bench_storage.py's cases."""
+"""Relative errors of g_w that hold, token8, token4 and token2: benchmarks/bench_storage.py's cases."""
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -393,7 +396,7 @@ def test_features_that_differ_in_size(rng: np.random.Generator, storage: str) ->
         ).gw
         lost = np.linalg.norm(got - exact, axis=axis) / np.linalg.norm(exact, axis=axis)
         # Without sizes: 7 (x in 4 bits), 1.2 (x in 8 bits) and 1.2 (g_y).
-        assert lost.max() < {"token8": 0.25, "token4": 0.8}[storage], which
+        assert lost.max() < {"token8": 0.25, "token4": 0.8, "token2": 4.0}[storage], which
 
 
 @pytest.mark.parametrize("storage", STORAGES)

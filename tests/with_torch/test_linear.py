@@ -288,7 +288,7 @@ def test_fake_has_the_size_of_the_real(recipe: str, tokens: int, width: int) -> 
     if recipe == "paper":
         configs.append(HotConfig.recipe(recipe, rows=(0, 3, 5), block=32))
     if recipe == "default":
-        for storage in ("token8", "token4"):
+        for storage in ("token8", "token4", "token2"):
             for block in (16, 32, 64):
                 more = HotConfig(storage=storage, gw_scale="token", hadamard_block=block)
                 configs.append(more)

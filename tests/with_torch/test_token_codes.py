@@ -21,7 +21,7 @@ from torch_graphs import every  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("seeded")
 
-STORAGES = ("token8", "token4")
+STORAGES = ("token8", "token4", "token2")
 
 
 def config_of(storage: str, **fields: Any) -> HotConfig:
@@ -132,7 +132,7 @@ def test_convolutions(storage: str, size: int) -> None:
         y = layer(x)
         gradients.append(torch.autograd.grad(y.square().sum(), (x, *layer.parameters())))
     for got, wanted, limit in zip(
-        gradients[1], gradients[0], (0.03, 0.02 if storage == "token8" else 0.11, 1e-5), strict=True
+        gradients[1], gradients[0], (0.03, {"token8": 0.02, "token4": 0.11, "token2": 0.5}[storage], 1e-5), strict=True
     ):
         assert float((got - wanted).norm() / wanted.norm()) < limit
 
@@ -183,4 +183,4 @@ def test_a_model_learns() -> None:
             optimizer.step()
         losses[storage] = float(loss)
     for storage in STORAGES:
-        assert losses[storage] < 1.15 * losses[None] + 0.005, losses
+        assert losses[storage] < 1.15 * losses[None] + 0.01, losses

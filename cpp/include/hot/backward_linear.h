@@ -23,11 +23,12 @@ enum class Storage : std::uint8_t {
   // random signs and a Hadamard transform, one scale per block and channel. 2 was a form that is
   // gone; buffers and callers of the C ABI keep this number.
   rht2 = 3,
-  // Codes of every token's own row, in 8 or in 4 bits, after signs and a Hadamard transform along
+  // Codes of every token's own row, in 8, 4 or 2 bits, after signs and a Hadamard transform along
   // the features. g_y then has one code a value for both products (docs/numerics.md, "One code a
   // value"). On the CPU alone so far.
   token8 = 4,
   token4 = 5,
+  token2 = 6,
 };
 
 HOT_API const char* storage_name(Storage storage) noexcept;

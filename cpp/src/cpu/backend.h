@@ -263,13 +263,14 @@ class Contributions {
 class UndoTransforms {
  public:
   UndoTransforms(const Context& context, const MatrixOut& product, int out_block, int in_block,
-                 const Key& out_key, const std::uint8_t* out_exponents,
+                 const Key& out_key, const std::uint8_t* out_exponents, const Key& in_key,
                  const std::uint8_t* in_exponents, bool accumulate, const MatrixOut& out)
       : simd_(simd_kernels(context.isa())),
         product_(product),
         out_block_(out_block),
         in_block_(in_block),
         out_key_(out_key),
+        in_key_(in_key),
         out_exponents_(out_exponents),
         in_exponents_(in_exponents),
         accumulate_(accumulate),
@@ -282,7 +283,7 @@ class UndoTransforms {
   const SimdKernels& simd_;
   MatrixOut product_;
   int out_block_, in_block_;
-  Key out_key_;
+  Key out_key_, in_key_;
   const std::uint8_t *out_exponents_, *in_exponents_;
   bool accumulate_;
   MatrixOut out_;

@@ -152,7 +152,8 @@ void backward_tokens(const Backend& backend, const Context& context, const Backw
                           s.contributions);
     gw.emplace(context, product(s.transposed, s.contributions, 1, false, s.product), s.gw_gemm);
     undone.emplace(context, s.product, work.out_features.block, x.layout.block, sign_key,
-                   s.exponents, x.exponents(), work.accumulate, call.gw);
+                   s.exponents, in_signs_key(x.storage, call.sketch_key), x.exponents(),
+                   work.accumulate, call.gw);
   }
 
   Phase phase(context);

@@ -107,6 +107,12 @@ struct SimdKernels {
                      std::uint8_t* out);
   void (*undither_row)(const std::uint8_t* packed, std::int64_t count, const float* factor,
                        const std::uint8_t* u, float* out);
+  // The same of token2, four codes a byte; `values`: what the codes stand for, in units of the
+  // scale.
+  void (*dither_row2)(const float* v, std::int64_t count, const float* inv, const std::uint8_t* u,
+                      float* values, std::uint8_t* out);
+  void (*undither_row2)(const std::uint8_t* packed, std::int64_t count, const float* factor,
+                        const std::uint8_t* u, float* out);
   // As quantize_strip, to nearest or, where u is given, stochastic by u[c] and the reversed bits of
   // k (docs/numerics.md, "One code a value").
   void (*quantize_tile)(const float* v, int cols, const float* inv, const std::uint32_t* keep,

@@ -501,6 +501,49 @@ void undither_row(const std::uint8_t* packed, std::int64_t count, const float* f
   }
 }
 
+// What a code of token2 stands for, in units of its scale.
+inline F value2(I code, I byte) {
+  const I whole = V::subi(V::shift_left(code, 9), V::addi(V::addi(byte, byte), V::seti(513)));
+  return V::mul(V::to_float(whole), V::set(1.0F / 512));
+}
+
+void dither_row2(const float* v, std::int64_t count, const float* inv, const std::uint8_t* u,
+                 float* values, std::uint8_t* out) {
+  constexpr std::uint32_t half = 384;  // 256ths of the largest value
+  const F magic = V::set(integer_float);
+  for (std::int64_t t = 0; t < count / 16; ++t) {
+    std::int8_t codes[16] = {};
+    const F unit = V::set(inv[t] * 256.0F);
+    for (int i = 0; i < 16 && inv[t] != 0; i += W) {
+      I m = rounded_product(V::load(v + 16 * t + i), unit, magic);
+      m = V::max_i(V::min_i(m, V::seti(half)), V::seti(0U - half));
+      const I byte = spread_byte(u[t], i);
+      const I code = V::shift_right(V::addi(V::addi(m, byte), V::seti(half)), 8);
+      V::store_i8(codes + i, code);
+      V::store(values + 16 * t + i, value2(code, byte));
+    }
+    for (int i = 0; i < 4; ++i) {
+      const auto code = [&](int j) { return static_cast<unsigned>(codes[4 * i + j]) << (2 * j); };
+      out[4 * t + i] = static_cast<std::uint8_t>(code(0) | code(1) | code(2) | code(3));
+    }
+  }
+}
+
+void undither_row2(const std::uint8_t* packed, std::int64_t count, const float* factor,
+                   const std::uint8_t* u, float* out) {
+  for (std::int64_t t = 0; t < count / 16; ++t) {
+    std::uint8_t codes[16];
+    for (int i = 0; i < 16; ++i) {
+      codes[i] = static_cast<std::uint8_t>(packed[4 * t + i / 4] >> (2 * (i % 4)) & 3);
+    }
+    const F scale = V::set(factor[t]);
+    for (int i = 0; i < 16; i += W) {
+      const F value = value2(V::load_u8(codes + i), spread_byte(u[t], i));
+      V::store(out + 16 * t + i, V::mul(value, scale));
+    }
+  }
+}
+
 void add_squares(const float* v, float unit, double* total) {
   for (int c = 0; c < strip_columns; ++c) {
     const float z = v[c] * unit;
@@ -647,12 +690,12 @@ void axpy(float a, const std::int8_t* b, std::int64_t count, float* acc) {
 // The table of an instruction set: the loops above and its products.
 SimdKernels kernels_with(const GemmKernels& gemm) {
   return {
-      load,           store,        fwht_row,      fwht_strip,     fold_strip,
-      scale_row,      multiply,     scale_columns, dot_columns,    amax,
-      amax_strip,     amax_columns, quantize_row,  quantize_strip, quantize_strip_by_k,
-      dither_strip,   dither_row,   undither_row,  quantize_tile,  add_squares,
-      sum_magnitudes, expand_int4,  expand_int2,   dequantize,     axpy,
-      gemm,
+      load,          store,        fwht_row,       fwht_strip,     fold_strip,
+      scale_row,     multiply,     scale_columns,  dot_columns,    amax,
+      amax_strip,    amax_columns, quantize_row,   quantize_strip, quantize_strip_by_k,
+      dither_strip,  dither_row,   undither_row,   dither_row2,    undither_row2,
+      quantize_tile, add_squares,  sum_magnitudes, expand_int4,    expand_int2,
+      dequantize,    axpy,         gemm,
   };
 }
 

@@ -2,6 +2,7 @@
 // g_w needs besides rows of g_y and a product: their transpose, the tokens' contributions, and the
 // transforms undone.
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include "backward_work.h"
@@ -44,7 +45,7 @@ void tile_bytes(const RandomKey& key, std::uint64_t first_block, std::int64_t ti
   }
 }
 
-// What a byte of token4's ratios stands for.
+// What a byte of the ratios stands for.
 float ratio_value(std::uint8_t ratio) {
   return float_from_bits((static_cast<std::uint32_t>(ratio) + 1777U) << 19);
 }
@@ -56,10 +57,10 @@ std::uint8_t ratio_byte(std::uint32_t amax_bits, float token_scale) {
   return static_cast<std::uint8_t>(std::clamp(rounded, 1, 255));
 }
 
-// Values of a token4's features [first, first + count), times `factor` and then `second` by way of
-// their scales; `first` and `count` are multiples of 16. `bases`: the random byte of each tile of
-// features from `first`.
-void load_token4(const SimdKernels& simd, const TokenCodesIn& codes, std::int64_t token,
+// Values of packed codes of features [first, first + count), times `factor` and then `second` by
+// way of their scales; `first` and `count` are multiples of 16. `bases`: the random byte of each
+// tile of features from `first`.
+void load_packed(const SimdKernels& simd, const TokenCodesIn& codes, std::int64_t token,
                  std::int64_t first, std::int64_t count, const std::uint8_t* bases, float factor,
                  float second, float* v) {
   const std::uint8_t* const ratios = codes.ratios(token);
@@ -68,11 +69,15 @@ void load_token4(const SimdKernels& simd, const TokenCodesIn& codes, std::int64_
   const float scale = bf16_to_float(half);
   float factors[Row::chunk / tile];
   for (std::int64_t t = 0; t < count / tile; ++t) {
-    const std::uint8_t ratio = ratios[(first + t * tile) / token4_group];
+    const std::uint8_t ratio = ratios[(first + t * tile) / token_group];
     factors[t] =
         ratio == 0 && half != bf16_nan ? 0.0F : ratio_value(ratio) * scale * factor * second;
   }
-  simd.undither_row(codes.row(token) + first / 2, count, factors, bases, v);
+  if (codes.storage == Storage::token4) {
+    simd.undither_row(codes.row(token) + first / 2, count, factors, bases, v);
+  } else {
+    simd.undither_row2(codes.row(token) + first / 4, count, factors, bases, v);
+  }
 }
 
 float token8_scale(const TokenCodesIn& codes, std::int64_t token) {
@@ -86,10 +91,18 @@ std::int64_t tokens_per_task(const Context& context, std::int64_t tokens, std::i
   return round_up(rows_per_task(context, tokens, width), tile);
 }
 
-// x as token4, a task's tokens at a time.
-class KeepToken4 {
+// Of `count` values, a power of two: neighbours first.
+float sum_pairs(float* v, std::int64_t count) {
+  for (; count > 1; count /= 2) {
+    for (std::int64_t i = 0; i < count / 2; ++i) v[i] = v[2 * i] + v[2 * i + 1];
+  }
+  return v[0];
+}
+
+// x as token4 or token2, a task's tokens at a time.
+class KeepPacked {
  public:
-  KeepToken4(const Context& context, const SimdKernels& simd, const MatrixIn& x,
+  KeepPacked(const Context& context, const SimdKernels& simd, const MatrixIn& x,
              const TokenCodesOut& out, const float* factors)
       : simd_(simd),
         out_(out),
@@ -99,25 +112,30 @@ class KeepToken4 {
   void keep(std::int64_t token) {
     const TokenCodesLayout& layout = out_.layout;
     const std::uint32_t amax = row_.amax(token, 0);
-    std::uint16_t half = 0;
     const bool finite = amax < float_infinity_bits;
-    const bool used = finite && float_from_bits(amax) >= 0x1p-100F;
-    if (!finite) half = bf16_nan;
-    if (used) half = float_to_bf16_up(float_from_bits(amax) / 7.5F);
-    std::memcpy(out_.scales() + 2 * token, &half, sizeof half);
-    if (!used) {
+    if (!finite || float_from_bits(amax) < 0x1p-100F) {
+      set_scale(token, finite ? std::uint16_t{0} : bf16_nan);
       std::memset(out_.row(token), 0, static_cast<std::size_t>(layout.row_bytes));
       std::memset(out_.ratios(token), 0, static_cast<std::size_t>(layout.ratio_bytes));
       return;
     }
-    row_.chunks(token, [&](std::int64_t start, std::int64_t count, const float* v) {
-      chunk(token, start, count, v, bf16_to_float(half));
-    });
+    if (out_.storage == Storage::token4) {
+      const std::uint16_t half = float_to_bf16_up(float_from_bits(amax) / 7.5F);
+      set_scale(token, half);
+      row_.chunks(token, [&](std::int64_t start, std::int64_t count, const float* v) {
+        keep4(token, start, count, v, bf16_to_float(half));
+      });
+    } else {
+      keep2(token);
+    }
   }
 
  private:
-  void chunk(std::int64_t token, std::int64_t start, std::int64_t count, const float* v,
-             float scale) {
+  void set_scale(std::int64_t token, std::uint16_t half) {
+    std::memcpy(out_.scales() + 2 * token, &half, sizeof half);
+  }
+
+  void draw(std::int64_t token, std::int64_t start, std::int64_t count) {
     const std::int64_t tile_row = token / tile;
     if (start != start_ || tile_row != tile_row_) {
       start_ = start;
@@ -128,16 +146,77 @@ class KeepToken4 {
           static_cast<std::uint64_t>(tile_row) * blocks + static_cast<std::uint64_t>(start / tile),
           count / tile, bases_);
     }
-    for (std::int64_t first = 0; first < count; first += token4_group) {
-      const std::int64_t part = std::min(token4_group, count - first);
+    for (std::int64_t t = 0; t < count / tile; ++t) bytes_[t] = bases_[16 * t + token % tile];
+  }
+
+  void keep4(std::int64_t token, std::int64_t start, std::int64_t count, const float* v,
+             float scale) {
+    draw(token, start, count);
+    for (std::int64_t first = 0; first < count; first += token_group) {
+      const std::int64_t part = std::min(token_group, count - first);
       const std::uint8_t ratio = ratio_byte(simd_.amax(v + first, part, 0), scale);
-      out_.ratios(token)[(start + first) / token4_group] = ratio;
-      for (std::int64_t t = first / tile; t < (first + part) / tile; ++t) {
-        inv_[t] = ratio == 0 ? 0.0F : 1.0F / (ratio_value(ratio) * scale);
-        bytes_[t] = bases_[16 * t + token % tile];
-      }
+      out_.ratios(token)[(start + first) / token_group] = ratio;
+      std::fill(inv_ + first / tile, inv_ + (first + part) / tile,
+                ratio == 0 ? 0.0F : 1.0F / (ratio_value(ratio) * scale));
     }
     simd_.dither_row(v, count, inv_, bytes_, out_.row(token) + start / 2);
+  }
+
+  // The scales of groups come first: the token's is the largest of them. A row that is longer than
+  // a buffer is gone over twice.
+  void keep2(std::int64_t token) {
+    const std::int64_t padded = out_.layout.padded;
+    float largest = 0;
+    const auto groups = [&](std::int64_t start, std::int64_t count, const float* v) {
+      draw(token, start, count);
+      for (std::int64_t first = 0; first < count; first += token_group) {
+        scales_[first / token_group] =
+            keep_group(token, start + first, std::min(token_group, count - first), v + first,
+                       bytes_ + first / tile);
+      }
+    };
+    row_.chunks(token, [&](std::int64_t start, std::int64_t count, const float* v) {
+      groups(start, count, v);
+      const std::int64_t found = ceil_div(count, token_group);
+      for (std::int64_t g = 0; g < found; ++g) largest = std::max(largest, scales_[g]);
+    });
+    const std::uint16_t half = float_to_bf16_up(largest);
+    set_scale(token, half);
+    row_.chunks(token, [&](std::int64_t start, std::int64_t count, const float* v) {
+      if (padded > Row::chunk) groups(start, count, v);
+      for (std::int64_t g = 0; g < ceil_div(count, token_group); ++g) {
+        std::uint8_t ratio = 0;
+        if (scales_[g] > 0) {
+          const std::uint32_t bits = float_bits(scales_[g] / bf16_to_float(half));
+          const auto rounded =
+              static_cast<int>((bits + 0x3ffffU + ((bits >> 19) & 1U)) >> 19) - 1777;
+          ratio = static_cast<std::uint8_t>(std::clamp(rounded, 1, 255));
+        }
+        out_.ratios(token)[start / token_group + g] = ratio;
+      }
+    });
+  }
+
+  // Writes the codes of a group; its scale, 0 where it is too small to have one.
+  float keep_group(std::int64_t token, std::int64_t first, std::int64_t count, const float* v,
+                   const std::uint8_t* bytes) {
+    std::uint8_t* const out = out_.row(token) + first / 4;
+    const std::uint32_t amax = simd_.amax(v, count, 0);
+    if (float_from_bits(amax) < 0x1p-100F) {
+      std::memset(out, 0, static_cast<std::size_t>(count / 4));
+      return 0;
+    }
+    const float power = float_from_bits((255U - (amax >> 23)) << 23);
+    const float back = float_from_bits(((amax >> 23) - 1U) << 23);
+    float y[token_group], products[token_group], values[token_group], inv[2];
+    for (std::int64_t i = 0; i < count; ++i) y[i] = v[i] * power;
+    for (std::int64_t i = 0; i < count; ++i) products[i] = y[i] * y[i];
+    const float squares = sum_pairs(products, count);
+    const float spread = std::sqrt(squares / static_cast<float>(count));
+    std::fill_n(inv, 2, 1.5F / std::min(float_from_bits(amax) * power, 1.75F * spread));
+    simd_.dither_row2(y, count, inv, bytes, values, out);
+    for (std::int64_t i = 0; i < count; ++i) products[i] = y[i] * values[i];
+    return squares / sum_pairs(products, count) * back;
   }
 
   const SimdKernels& simd_;
@@ -147,7 +226,7 @@ class KeepToken4 {
   std::int64_t start_ = -1, tile_row_ = -1;
   std::uint8_t bases_[Row::chunk];  // 16 for each tile of features
   std::uint8_t bytes_[Row::chunk / tile];
-  float inv_[Row::chunk / tile];
+  float inv_[Row::chunk / tile], scales_[Row::chunk / token_group];
 };
 
 }  // namespace
@@ -246,8 +325,8 @@ void compress_tokens(const Context& context, const CompressJob& job, void* works
   sizes.add_sums(phase);
   phase.run();
   sizes.finish();
-  feature_factors(fixed_signs_key, out.exponents(), true, 1.0F, 0, layout.features,
-                  scratch.factors);
+  feature_factors(in_signs_key(out.storage, context.key()), out.exponents(), true, 1.0F, 0,
+                  layout.features, scratch.factors);
   // What the alignment of the scales leaves free.
   const std::size_t ratios_end =
       layout.ratio_offset + static_cast<std::size_t>(layout.tokens * layout.ratio_bytes);
@@ -261,7 +340,7 @@ void compress_tokens(const Context& context, const CompressJob& job, void* works
   }
   const std::int64_t per_task = tokens_per_task(context, layout.tokens, layout.padded);
   context.pool()->run(ceil_div(layout.tokens, per_task), [&](std::int64_t task) {
-    KeepToken4 kept(context, simd, job.x, out, scratch.factors);
+    KeepPacked kept(context, simd, job.x, out, scratch.factors);
     const std::int64_t end = std::min(layout.tokens, (task + 1) * per_task);
     for (std::int64_t token = task * per_task; token < end; ++token) kept.keep(token);
   });
@@ -280,7 +359,7 @@ void decompress_tokens(const Context& context, const DecompressJob& job) {
     for (std::int64_t start = 0; start < layout.features; start += Row::chunk) {
       const std::int64_t count = std::min(Row::chunk, layout.padded - start);
       const std::int64_t real = std::min(count, layout.features - start);
-      feature_factors(fixed_signs_key, codes.exponents(), false,
+      feature_factors(in_signs_key(codes.storage, job.key), codes.exponents(), false,
                       1.0F / static_cast<float>(layout.block), start, real, factors);
       std::int64_t drawn = -1;
       for (std::int64_t row = task * per_task; row < end; ++row) {
@@ -299,7 +378,7 @@ void decompress_tokens(const Context& context, const DecompressJob& job) {
           for (std::int64_t i = 0; i < count / tile; ++i) {
             bases[i] = draws[16 * i + token % tile];
           }
-          load_token4(simd, codes, token, start, count, bases, 1.0F, 1.0F, values);
+          load_packed(simd, codes, token, start, count, bases, 1.0F, 1.0F, values);
         }
         simd.fwht_row(values, count, layout.block);
         simd.multiply(values, real, factors);
@@ -491,7 +570,7 @@ void Contributions::tiles(std::int64_t task, const Visit& visit) const {
                    cols / tile, draws);
       }
       for (std::int64_t g = 0; g < cols / tile; ++g) bases[g] = draws[16 * g + token % tile];
-      load_token4(simd_, codes_, token, col, cols, bases, scale, factor, row);
+      load_packed(simd_, codes_, token, col, cols, bases, scale, factor, row);
     }
     visit(t, col, static_cast<int>(cols), values);
   }
@@ -559,7 +638,7 @@ void UndoTransforms::tile_of(std::int64_t task) const {
     simd_.fwht_strip(values + r * strip_columns, out_block_);
   }
   float in_factors[strip_columns], out_factors[strip_columns], before[strip_columns];
-  feature_factors(fixed_signs_key, in_exponents_, false, 1.0F / static_cast<float>(in_block_), col,
+  feature_factors(in_key_, in_exponents_, false, 1.0F / static_cast<float>(in_block_), col,
                   real_cols, in_factors);
   feature_factors(out_key_, out_exponents_, false, 1.0F / static_cast<float>(out_block_), row,
                   real_rows, out_factors);

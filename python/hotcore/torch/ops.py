@@ -790,9 +790,10 @@ def saved_bytes(tokens: int, in_features: int, config: HotConfig) -> int:
     """``saved_layout(...).bytes`` in arithmetic that symbolic shapes can follow."""
     if config.storage in TOKEN_STORAGES:
         block = _feature_block(in_features, config.hadamard_block)
-        width, packed = _up(in_features, block), config.storage == "token4"
+        width, packed = _up(in_features, block), config.storage != "token8"
         ratios = (width + 31) // 32 if packed else 0
-        codes = _up(tokens * ((width // 2 if packed else width) + ratios), 4)
+        row = width // {"token8": 1, "token4": 2, "token2": 4}[config.storage]
+        codes = _up(tokens * (row + ratios), 4)
         return codes + tokens * (2 if packed else 4) + in_features
     if config.storage != "int8":
         row = _up(tokens, 64) // 4 if config.storage == "rht2" else _up(tokens, 32) // 2
