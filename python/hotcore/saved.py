@@ -68,7 +68,7 @@ class Saved:
     def scales(self) -> Any:
         """The scales as float32: ``[I]`` or ``[1]``; of packed storages ``[I, ceil(L/64)]``.
 
-        Of the token storages ``[L]`` (packed ones: what the groups' ratios, :meth:`ratios`, are of). A
+        Of the token storages ``[L]`` (packed ones: what the groups' :meth:`ratios` are of). A
         view for INT8 codes; otherwise a copy, since they are kept as bfloat16.
         """
         layout = self.layout

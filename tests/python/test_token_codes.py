@@ -311,7 +311,7 @@ def test_unbiased(rng: np.random.Generator, storage: str) -> None:
 
 @pytest.mark.parametrize("storage", STORAGES)
 def test_a_share_of_the_tokens(rng: np.random.Generator, storage: str) -> None:
-    """Half of them, by size: the reference's bits, unbiased, and exact where half have gradients."""
+    """Half, by size: the reference's bits, unbiased, and all where only half have gradients."""
     half = {"basis": "sketch", "block": 16, "rank": 8}
     config = config_of(storage, x_rounding="stochastic", **half)
     full = config_of(storage, x_rounding="stochastic")
@@ -361,7 +361,7 @@ CASES = {
     "SwiGLU-like, massive first tokens without gradient": (0.018, 0.1, 0.4),
     "one token × 1000, with its gradient": (0.075, 0.13, 0.45),
 }
-"""Relative errors of g_w that hold, token8, token4 and token2: benchmarks/bench_storage.py's cases."""
+"""Errors of g_w that hold, token8, token4 and token2: benchmarks/bench_storage.py's cases."""
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -132,7 +132,10 @@ def test_convolutions(storage: str, size: int) -> None:
         y = layer(x)
         gradients.append(torch.autograd.grad(y.square().sum(), (x, *layer.parameters())))
     for got, wanted, limit in zip(
-        gradients[1], gradients[0], (0.03, {"token8": 0.02, "token4": 0.11, "token2": 0.5}[storage], 1e-5), strict=True
+        gradients[1],
+        gradients[0],
+        (0.03, {"token8": 0.02, "token4": 0.11, "token2": 0.5}[storage], 1e-5),
+        strict=True,
     ):
         assert float((got - wanted).norm() / wanted.norm()) < limit
 
