@@ -37,8 +37,8 @@ PURPOSE_SIGNS = 7
 
 INT4_GROUP = 64  # tokens that share a scale when x is kept as INT4
 ROTATED_BLOCK = 64  # tokens of rht2 that are transformed together and share a scale
-TOKEN_GROUP = 32  # features of a token4 that share a ratio
-TOKEN_STORAGES = ("token8", "token4")  # one code a value: numerics.md has a section of that name
+TOKEN_GROUP = 32  # features of a token4 or token2 that share a ratio
+TOKEN_STORAGES = ("token8", "token4", "token2")  # numerics.md: "One code a value"
 MAX_INT32_DEPTH = 133_143  # largest K whose INT8 products always sum within 32 bits
 
 _FLOAT_DTYPES = ("float32", "float16", "bfloat16")
@@ -826,11 +826,12 @@ class Saved:
     ``[I, bytes]``, otherwise None; ``exponents`` those of the tokens' sizes, uint8 ``[L]``, None
     where tokens are not equalised.
 
-    Storages token8 and token4 keep rows of tokens, of ``I' = roundup(I, feature_block(I))``
-    features: ``codes`` int8 ``[L, I']``; ``scales`` float32 ``[L]``, for token4 the uint16 bits of
-    bfloat16; ``packed`` uint8 ``[L, I'/2]`` for token4, otherwise None; ``ratios`` uint8
-    ``[L, ceil(I'/32)]`` for token4, otherwise None; ``sizes`` uint8 ``[I]``, the exponents e of the
-    features' sizes plus 127. :func:`saved_bytes_of` puts them in the order of their storage.
+    Storages token8, token4 and token2 keep rows of tokens, of ``I' = roundup(I, feature_block(I))``
+    features: ``codes`` int8 ``[L, I']``, for token2 0 to 3; ``scales`` float32 ``[L]``, for token4
+    and token2 the uint16 bits of bfloat16; ``packed`` uint8 ``[L, I'/2]`` for token4, ``[L, I'/4]``
+    for token2, otherwise None; ``ratios`` uint8 ``[L, ceil(I'/32)]`` for both, otherwise None;
+    ``sizes`` uint8 ``[I]``, the exponents e of the features' sizes plus 127.
+    :func:`saved_bytes_of` puts them in the order of their storage.
     """
 
     codes: Codes
@@ -1030,20 +1031,32 @@ def _quantize_rotated(
     blocks = depth // ROTATED_BLOCK
     y = rotated.reshape(channels, blocks, ROTATED_BLOCK)
     u = random_bytes(1, depth, key, PURPOSE_GW_ACTIVATION).reshape(blocks, ROTATED_BLOCK)
-    amax = _amax(y, 2)
-    finite = np.isfinite(amax)
-    used = finite & (amax >= _f32(2.0**-100))
+    codes, scale = _cut_off(y, u, _f32(ROTATED_BLOCK))
+    stored = np.where(np.isfinite(_amax(y, -1)), round_bf16(scale), _f32(np.nan))
+    return codes.reshape(channels, depth), bf16_bits(stored).reshape(channels, blocks)
+
+
+@_quiet
+def _cut_off(
+    y: NDArray[np.float32], u: NDArray[np.uint8], count: NDArray[np.float32] | np.float32
+) -> tuple[Codes, NDArray[np.float32]]:
+    """2-bit codes of ``y [..., N]`` and the fp32 scales ``[..., 1]`` of the groups of N.
+
+    u are random bytes; ``count`` the values of a group, fewer than N where zeros are behind them.
+    Codes and scale are 0 where a value is not finite, or all are below ``2**-100``.
+    Source: docs/numerics.md, "x kept as rht2" ("Codes", "Scales").
+    """
+    amax = _amax(y, -1)
+    used = np.isfinite(amax) & (amax >= _f32(2.0**-100))
     exponent = _words(np.where(used, amax, _f32(1))) >> _u32(23)
     y = y * ((_u32(255) - exponent) << _u32(23)).view(_f32)  # the largest is in [2, 4)
     squares = _sum_pairs(y * y)
-    spread = np.sqrt(squares / _f32(64))
-    reach = np.minimum(_amax(y, 2), _f32(1.75) * spread)
+    spread = np.sqrt(squares / count)
+    reach = np.minimum(_amax(y, -1), _f32(1.75) * spread)
     codes = _dithered(y, _f32(1.5) / reach, u)
     along = _sum_pairs(y * _code_values(codes, u))
-    scale = round_bf16((squares / along) * ((exponent - _u32(1)) << _u32(23)).view(_f32))
-    stored = np.where(finite, np.where(used, scale, _f32(0)), _f32(np.nan))
-    kept: Codes = np.where(used, codes, 0).astype(np.int8)
-    return kept.reshape(channels, depth), bf16_bits(stored).reshape(channels, blocks)
+    scale = (squares / along) * ((exponent - _u32(1)) << _u32(23)).view(_f32)
+    return np.where(used, codes, 0).astype(np.int8), np.where(used, scale, _f32(0))
 
 
 def _dithered(
@@ -1179,8 +1192,8 @@ def backward_linear(
         gw_out: ``[O, I]``, what ``accumulate`` adds to. It is read, not written.
         gb_out: ``[O]``, likewise.
         accumulate: add to ``gw_out`` and ``gb_out``.
-        quantized_weight: storages token8 and token4 only: compute what backward computes where w
-            was quantised beforehand, by ``quantize_token_weight(w, out_factors(gy, key,
+        quantized_weight: storages token8, token4 and token2 only: compute what backward computes
+            where w was quantised beforehand, by ``quantize_token_weight(w, out_factors(gy, key,
             quantized_weight=True), config)``: no sizes of out features, and their signs are fixed.
 
     Returns:
@@ -1327,12 +1340,18 @@ def out_factors(
 
 
 def in_factors(saved: Saved) -> NDArray[np.float32]:
-    """``sigma_i d_i`` of an x kept as token8 or token4: float32 ``[I]``.
+    """``sigma_i d_i`` of an x kept as token8, token4 or token2: float32 ``[I]``.
 
     Source: docs/numerics.md, "One code a value" ("Signs", "Sizes of features").
     """
     assert saved.sizes is not None
-    return feature_signs(saved.in_features, 0) * _powers_of_two(saved.sizes.astype(np.int64) - 127)
+    signs = _in_signs(saved.in_features, saved.config, saved.key)
+    return signs * _powers_of_two(saved.sizes.astype(np.int64) - 127)
+
+
+def _in_signs(count: int, config: ConfigLike, key: KeyLike) -> NDArray[np.float32]:
+    """Signs of in features of an x kept with ``key``, which only those of token2 come from."""
+    return feature_signs(count, key if config.storage == "token2" else 0)
 
 
 def quantize_token_gradient(
@@ -1371,7 +1390,7 @@ def tile_bytes(rows: int, cols: int, key: KeyLike, purpose: int) -> NDArray[np.u
     """Random bytes of a matrix, 16 of them to a tile of 16 x 16: uint8 ``[rows, cols]``.
 
     A row of a tile has one random byte; each of its columns adds another multiple of 16 to it.
-    Source: docs/numerics.md, "One code a value" ("x kept as token4" and "g_w").
+    Source: docs/numerics.md, "One code a value" ("x kept as token4", "x kept as token2", "g_w").
     """
     down, across = _ceil_div(rows, 16), _ceil_div(cols, 16)
     words = random_words(np.arange(down * across), key, purpose).astype("<u4")
@@ -1382,7 +1401,7 @@ def tile_bytes(rows: int, cols: int, key: KeyLike, purpose: int) -> NDArray[np.u
 
 
 def saved_bytes_of(saved: Saved) -> NDArray[np.uint8]:
-    """The bytes that a storage token8 or token4 keeps, in their order: uint8 ``[bytes]``.
+    """The bytes that a storage token8, token4 or token2 keeps, in their order: uint8 ``[bytes]``.
 
     Source: docs/numerics.md, "One code a value" ("Stored").
     """
@@ -1541,11 +1560,11 @@ def _rotate_features(
 
 
 def _keep_tokens(x: NDArray[np.float32], config: ConfigLike, key: Key) -> Saved:
-    """``x [L, I]`` kept as token8 or token4."""
+    """``x [L, I]`` kept as token8, token4 or token2."""
     _check_token_fields(config)
     tokens, width = x.shape
     sizes = feature_sizes(x)
-    factors = feature_signs(width, 0) / _powers_of_two(sizes)
+    factors = _in_signs(width, config, key) / _powers_of_two(sizes)
     rotated = _rotate_features(x, factors, config.hadamard_block)
     ratios = packed = None
     scales: NDArray[Any]
@@ -1553,9 +1572,12 @@ def _keep_tokens(x: NDArray[np.float32], config: ConfigLike, key: Key) -> Saved:
         codes, scales = quantize(
             rotated, rounding=config.x_rounding, key=key, purpose=PURPOSE_GW_ACTIVATION
         )
-    else:
+    elif config.storage == "token4":
         codes, scales, ratios = _quantize_tokens(rotated, key)
         packed = pack_int4(codes)
+    else:
+        codes, scales, ratios = _cut_off_tokens(rotated, key)
+        packed = pack_int2(codes)
     biased = (sizes + 127).astype(np.uint8)
     return Saved(codes, scales, packed, tokens, width, config, key, ratios=ratios, sizes=biased)
 
@@ -1586,6 +1608,33 @@ def _quantize_tokens(
     return np.where(inv == 0, 0, codes).astype(np.int8), stored, ratios
 
 
+@_quiet
+def _cut_off_tokens(
+    rotated: NDArray[np.float32], key: KeyLike
+) -> tuple[Codes, NDArray[np.uint16], NDArray[np.uint8]]:
+    """token2 of ``rotated [L, I']``: codes, bf16 bits of T ``[L]``, R ``[L, ceil(I'/32)]``."""
+    tokens, width = rotated.shape
+    groups = _ceil_div(width, TOKEN_GROUP)
+    shape = tokens, groups, TOKEN_GROUP
+    dither = tile_bytes(tokens, width, key, PURPOSE_GW_ACTIVATION)
+    count = np.minimum(TOKEN_GROUP, width - TOKEN_GROUP * np.arange(groups)).astype(_f32)
+    codes, found = _cut_off(
+        _pad_columns(rotated, TOKEN_GROUP).reshape(shape),
+        _pad_columns(dither, TOKEN_GROUP).reshape(shape),
+        count[:, None],
+    )
+    finite = np.isfinite(_amax(rotated, 1))
+    group_scale = np.where(finite, found[:, :, 0], _f32(0))
+    used = group_scale != 0  # what is left of a token below 2**-100 is T = 0
+    scale = round_up_bf16(np.max(group_scale, axis=1, keepdims=True, initial=0))
+    bits = _words(np.where(used, group_scale / scale, _f32(0)))
+    rounded = ((bits + _u32(0x3FFFF) + (bits >> _u32(19) & _u32(1))) >> _u32(19)).astype(np.int64)
+    ratios = np.where(used, np.clip(rounded - 1777, 1, 255), 0).astype(np.uint8)
+    kept = np.where(finite, codes.reshape(tokens, groups * TOKEN_GROUP)[:, :width], 0)
+    stored = bf16_bits(np.where(finite, scale, _f32(np.nan))).reshape(-1)
+    return kept.astype(np.int8), stored, ratios
+
+
 def _token_steps(ratios: NDArray[np.uint8], scale: NDArray[np.float32]) -> NDArray[np.float32]:
     """The steps of ``ratios [L, G]`` beside T ``[L, 1]``; R = 0 is a step of 0, NaN beside NaN."""
     stands_for = ((ratios.astype(_u32) + _u32(1777)) << _u32(19)).view(_f32)
@@ -1600,8 +1649,12 @@ def _token_values(saved: Saved) -> tuple[NDArray[np.float32], NDArray[np.float32
     if saved.ratios is None:
         return codes.astype(_f32), saved.scales[:, None]
     tokens, width = codes.shape
-    dither = tile_bytes(tokens, width, saved.key, PURPOSE_GW_ACTIVATION).astype(np.int64)
-    values = (512 * codes.astype(np.int64) + 511 - 2 * dither).astype(_f32) / _f32(512)
+    dither = tile_bytes(tokens, width, saved.key, PURPOSE_GW_ACTIVATION)
+    if saved.config.storage == "token2":
+        values = _code_values(codes, dither)
+    else:
+        whole = 512 * codes.astype(np.int64) + 511 - 2 * dither.astype(np.int64)
+        values = whole.astype(_f32) / _f32(512)
     steps = _token_steps(saved.ratios, bf16_values(saved.scales)[:, None])
     used = np.repeat(saved.ratios != 0, TOKEN_GROUP, axis=1)[:, :width]
     return np.where(used, values, _f32(0)), np.repeat(steps, TOKEN_GROUP, axis=1)[:, :width]

@@ -458,7 +458,7 @@ def sized(x: np.ndarray) -> np.ndarray:
 
 
 def one_code_stage() -> Cases:
-    """Storages token8 and token4: gx, gw, gb of (gy, w, x), x kept with the param saved_key.
+    """Token storages: gx, gw, gb of (gy, w, x), x kept with the param saved_key.
 
     stored: the bytes that keep x. Of small cases also back [L, I], what decompress_activation makes
     of them, and the integers on the way: gx_a [L, O'], gx_b [I, O'] and their scales are the
@@ -534,6 +534,12 @@ def one_code_stage() -> Cases:
         ("token8_broken_x", "layer_broken_x", {}, every, "float32"),
         ("token4_broken_gy", "layer_broken_gy", {}, every, "float32"),
         ("token8_broken_gy", "layer_broken_gy", {}, every, "float32"),
+        ("token2_1", "layer_1", {}, every, "float32"),  # with a group of 16 at the end
+        ("token2_35", "layer_35", {}, every, "float32"),
+        ("token2_35_zero_groups", "layer_35", {"hadamard_block": 32}, weight, "float32"),
+        ("token2_100", "layer_100", stochastic, weight, "float32"),
+        ("token2_tiny", "layer_tiny", {}, every, "float32"),
+        ("token2_broken_x", "layer_broken_x", {}, every, "float32"),
     ):
         gy, w, x = (cases[source][part] for part in ("gy", "w", "x"))
         usual = {"hadamard_block": 64, "gx_rounding": "nearest", "gw_scale": "token"}

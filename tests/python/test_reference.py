@@ -1250,11 +1250,11 @@ STANDS_FOR = [
 ]
 
 
-def rotated_tokens(x: np.ndarray, block: int, sizes: np.ndarray) -> np.ndarray:
+def rotated_tokens(x: np.ndarray, block: int, sizes: np.ndarray, key: Any = 0) -> np.ndarray:
     """u of integers x ``[L, I]``, in fp64 and exact: signs, sizes, and H by definition."""
     width = -(-x.shape[1] // block) * block
     padded = np.zeros((x.shape[0], width))
-    padded[:, : x.shape[1]] = x * ref.feature_signs(x.shape[1], 0) / np.exp2(sizes)
+    padded[:, : x.shape[1]] = x * ref.feature_signs(x.shape[1], key) / np.exp2(sizes)
     blocks = padded.reshape(x.shape[0], width // block, block)
     with np.errstate(invalid="ignore"):
         return (blocks @ sylvester(block)).reshape(padded.shape)
@@ -1354,6 +1354,157 @@ def test_token4_storage_by_definition(
             assert (back[1][token, part] == step).all()
 
 
+def neighbours_first(values: list[np.float32]) -> np.float32:
+    """Their sum, one float operation after the other."""
+    while len(values) > 1:
+        values = [a + b for a, b in zip(values[::2], values[1::2], strict=True)]
+    return values[0]
+
+
+def nearest_ratio(value: Fraction) -> int:
+    """R of what stands next to it; where two are as near, the one whose last bit is 0."""
+    distances = [abs(stands - value) for stands in STANDS_FOR[1:]]
+    best = [r for r, d in enumerate(distances, 1) if d == min(distances)]
+    return next((r for r in best if r % 2), best[0])  # 1777 is odd: an odd R has an even last bit
+
+
+@pytest.mark.parametrize(("width", "block", "limit"), [(35, 16, 64), (96, 32, 64), (61, 64, 64)])
+def test_token2_storage_by_definition(
+    rng: np.random.Generator, width: int, block: int, limit: int
+) -> None:
+    """With fractions where results are exact, otherwise by single float operations."""
+    tokens, key = 21, (3, 1, 4)
+    x = awkward_tokens(rng, tokens, width)
+    x[8, 32:] = 0  # a group of zeros where blocks do not reach across
+    saved = ref.compress_activation(x, one_code("token2", hadamard_block=limit), key=key)
+    padded = -(-width // block) * block
+    groups = -(-padded // 32)
+    assert saved.codes.shape == (tokens, padded) and saved.codes.dtype == np.int8
+    assert saved.packed.shape == (tokens, padded // 4) and saved.packed.dtype == np.uint8
+    fields = saved.packed[:, :, None] >> np.array([0, 2, 4, 6], np.uint8) & 3
+    assert np.array_equal(fields.reshape(tokens, padded), saved.codes)
+    assert saved.scales.shape == (tokens,) and saved.scales.dtype == np.uint16
+    assert saved.ratios.shape == (tokens, groups) and saved.ratios.dtype == np.uint8
+    sizes = saved.sizes.astype(int) - 127
+    assert sizes.tolist() == sizes_by_definition(x) and sizes[2] > 0
+    u = rotated_tokens(x, block, sizes, key)
+    random = ref.tile_bytes(tokens, padded, key, 3).astype(int)
+    back = ref._token_values(saved)
+    empty = cut_off = 0
+    for token in range(tokens):
+        bits, ratios = saved.scales[token], saved.ratios[token]
+        if not np.isfinite(u[token]).all():
+            assert bits == 0x7FC0 and not ratios.any() and not saved.codes[token].any()
+            assert np.isnan(back[1][token]).all()
+            continue
+        if np.abs(u[token]).max() < 2.0**-100:
+            assert bits == 0 and not ratios.any() and not saved.codes[token].any()
+            assert not back[0][token].any() and token in (3, 6)
+            continue
+        found = []
+        for g in range(groups):
+            part = slice(32 * g, min(32 * (g + 1), padded))
+            values, code = u[token, part], saved.codes[token, part].tolist()
+            if not values.any():
+                found.append(f32(0))
+                assert ratios[g] == 0 and not any(code) and not back[0][token, part].any()
+                empty += 1
+                continue
+            e = power_of(Fraction(np.abs(values).max()))
+            y = [f32(value * 2.0 ** (1 - e)) for value in values]
+            q = neighbours_first([v * v for v in y])
+            reach = f32(1.75) * np.sqrt(q / f32(len(y)))
+            cut_off += sum(abs(v) > reach for v in y)
+            inv = Fraction(float(f32(1.5) / min(reach, max(map(abs, y)))))
+            val = []
+            for v, byte, c in zip(y, random[token, part].tolist(), code, strict=True):
+                scaled = round(256 * Fraction(float(v)) * inv)
+                assert c == (max(-384, min(384, scaled)) + byte + 384) // 256 and 0 <= c <= 3
+                val.append(f32((512 * c + 511 - 2 * byte - 1024) / 512))
+            assert back[0][token, part].tolist() == val
+            d = neighbours_first([v * of for v, of in zip(y, val, strict=True)])
+            found.append((q / d) * f32(2.0 ** (e - 1)))
+        t = ref.bf16_values(bits)
+        assert t >= max(found) > ref.bf16_values(bits - np.uint16(1))
+        for g, scale in enumerate(found):
+            part = slice(32 * g, min(32 * (g + 1), padded))
+            if scale:
+                assert ratios[g] == nearest_ratio(Fraction(float(scale / t)))
+            step = float(STANDS_FOR[ratios[g]] * Fraction(float(t))) if scale else 0
+            assert (back[1][token, part] == step).all() and f32(step) == step
+    assert cut_off and (empty or block == 64)
+
+
+def test_ratios_to_nearest(rng: np.random.Generator) -> None:
+    """token2: groups down to 2^-40 of their token's largest; halves go to even, the least is 1."""
+    tokens = 400
+    rotated = np.zeros((tokens, 64), f32)
+    rotated[:, :32] = normal(rng, 32)
+    rotated[:, 32:] = rotated[:, :32] * np.exp2(-np.arange(tokens)[:, None] / 10).astype(f32)
+    rotated[7, 32:] = 0
+    rotated[8, 32:] = f32(2.0**-101)
+    rotated[8, :32] *= f32(2.0**-70)
+    rotated[9, 32:] = f32(2.0**-100)
+    codes, scales, ratios = ref._cut_off_tokens(rotated, 3)
+    assert (ratios[:, 0] > 250).all()  # T is rounded up, by less than a 128th
+    assert (ratios[7:10, 1] == [0, 0, 1]).all() and not codes[7:9, 32:].any()
+    used = np.delete(np.arange(tokens), [7, 8])
+    _, found = ref._cut_off(
+        rotated.reshape(tokens, 2, 32),
+        ref.tile_bytes(tokens, 64, 3, 3).reshape(tokens, 2, 32),
+        f32(32),
+    )
+    for token in used:
+        rho = Fraction(float(found[token, 1, 0] / ref.bf16_values(scales[token])))
+        assert ratios[token, 1] == nearest_ratio(rho)
+    assert len(set(ratios[:, 1].tolist())) > 100 and ratios[-1, 1] == 1
+
+
+def test_ties_of_ratios(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scales of groups halfway between two ratios; T is a bf16 number, so rho is exact."""
+    halves = np.array([[1, (4 * j + 1) / 64, (4 * j + 3) / 64] for j in range(8, 16)], f32)
+    monkeypatch.setattr(
+        ref, "_cut_off", lambda y, u, count: (np.zeros(y.shape, np.int8), halves[:, :, None])
+    )
+    _, scales, ratios = ref._cut_off_tokens(np.ones((8, 96), f32), 0)
+    assert (scales == 0x3F80).all() and (ratios[:, 0] == 255).all()
+    wanted = [[nearest_ratio(Fraction(float(v))) for v in row] for row in halves]
+    assert ratios.tolist() == wanted and (ratios % 2 == 1).all()
+
+
+def test_overflow_of_token2_is_seen() -> None:
+    """A scale above the largest bf16 number: T is Inf, and nothing of the token is finite."""
+    x = np.zeros((600, 32), f32)
+    x[:, 0] = np.finfo(f32).max
+    codes, scales, ratios = ref._cut_off_tokens(x, 3)
+    over = scales == 0x7F80
+    assert over.any() and not over.all() and (ratios[over] == 1).all()
+    plain = ref.compress_activation(x, one_code("token2"), key=3)
+    saved = dataclasses.replace(
+        plain, codes=codes[over], scales=scales[over], ratios=ratios[over], tokens=int(over.sum())
+    )
+    assert not np.isfinite(ref.decompress_activation(saved)).any()
+    for gradient in (0, 1):
+        gy = np.full((saved.tokens, 3), gradient, f32)
+        assert np.isnan(ref.backward_linear(gy, None, saved, need=("gw",)).gw).all()
+
+
+def test_signs_of_token2_are_of_the_key_that_x_is_kept_with(rng: np.random.Generator) -> None:
+    """Wherever they are used: bits differ between keys, x and g_w come back with any."""
+    gy, _, x = layer(rng, 40, 16, 100)
+    for storage in ref.TOKEN_STORAGES:
+        saved = [ref.compress_activation(x, one_code(storage), key=(1, key)) for key in (2, 3)]
+        signs = [ref.in_factors(one) for one in saved]
+        own = storage == "token2"
+        for one, got in zip(saved, signs, strict=True):
+            assert np.array_equal(got, ref.feature_signs(100, one.key if own else 0))
+        assert np.array_equal(*signs) == (not own)
+        for one in saved:
+            assert distance(ref.decompress_activation(one), x) < 0.42
+            gw = ref.backward_linear(gy, None, one, need=("gw",), key=(7, 7)).gw
+            assert distance(gw, gy.astype(np.float64).T @ x) < 0.42
+
+
 def test_every_ratio(rng: np.random.Generator) -> None:
     """Groups down to 2^-40 of their token's largest value: ratios 1 to 255, 0 for zeros alone."""
     tokens = 400
@@ -1375,10 +1526,12 @@ def test_every_ratio(rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("storage", ref.TOKEN_STORAGES)
 @pytest.mark.parametrize("width", [1, 16, 35, 48, 96, 144, 200, 1000])
 def test_tokens_back_to_x(rng: np.random.Generator, storage: str, width: int) -> None:
-    """Within half a step before the transform is undone; sizes of features come back, too."""
+    """Within half a step before the transform is undone (token2, which cuts off, is not); sizes of
+    features come back, too.
+    """
     x = normal(rng, 45, width) * np.exp2(rng.integers(-9, 9, (45, 1))).astype(f32)
     x[:, ::7] *= 1000
-    config = one_code(storage, x_rounding="stochastic" if storage == "token4" else "nearest")
+    config = one_code(storage, x_rounding="nearest" if storage == "token8" else "stochastic")
     saved = ref.compress_activation(x, config, key=5)
     n = ref.feature_block(width)
     padded = -(-width // n) * n
@@ -1393,10 +1546,12 @@ def test_tokens_back_to_x(rng: np.random.Generator, storage: str, width: int) ->
     u = (wide.reshape(-1, n) @ sylvester(n)).reshape(45, padded)
     values, steps = ref._token_values(saved)
     kept = values * steps.astype(np.float64)
-    assert (np.abs(kept - u) <= steps * 0.5001 + 1e-6 * np.abs(u).max(1, keepdims=True)).all()
+    half = np.abs(kept - u) <= steps * 0.5001 + 1e-6 * np.abs(u).max(1, keepdims=True)
+    assert half.all() or storage == "token2"
     undone = (kept.reshape(-1, n) @ sylvester(n)).reshape(45, padded)[:, :width] * factors / n
     assert np.allclose(back, undone, rtol=0, atol=1e-5 * np.abs(undone).max(1, keepdims=True))
-    assert distance(back / factors, x / factors) < (0.12 if storage == "token4" else 0.012)
+    limit = {"token8": 0.012, "token4": 0.12, "token2": 0.42}[storage]
+    assert distance(back / factors, x / factors) < limit
 
 
 @pytest.mark.parametrize("storage", ref.TOKEN_STORAGES)
@@ -1413,13 +1568,16 @@ def test_stored_bytes(
         assert np.array_equal(got[:rows].view(np.int8), saved.codes.reshape(-1))
     else:
         groups = -(-padded // 32)
-        half = tokens * padded // 2
-        rows, size = -(-(half + tokens * groups) // 4) * 4, 2
-        nibbles = np.stack([got[:half] & 15, got[:half] >> 4], 1).astype(int).reshape(-1)
-        assert np.array_equal(nibbles - 16 * (nibbles > 7), saved.codes.reshape(-1))
-        ratios = got[half : half + tokens * groups]
+        bits = 4 if storage == "token4" else 2
+        codes = tokens * padded * bits // 8
+        rows, size = -(-(codes + tokens * groups) // 4) * 4, 2
+        shifts = np.arange(0, 8, bits)
+        fields = (got[:codes, None] >> shifts & (1 << bits) - 1).astype(int).reshape(-1)
+        signed = fields - 16 * (fields > 7)
+        assert np.array_equal(signed, saved.codes.reshape(-1))
+        ratios = got[codes : codes + tokens * groups]
         assert np.array_equal(ratios, saved.ratios.reshape(-1))
-        assert not got[half + tokens * groups : rows].any()
+        assert not got[codes + tokens * groups : rows].any()
     assert got.size == rows + size * tokens + width
     scales = got[rows : rows + size * tokens].view("<u2" if size == 2 else "<f4")
     assert np.array_equal(scales, saved.scales)
@@ -1427,6 +1585,13 @@ def test_stored_bytes(
     assert np.array_equal(e, ref.feature_sizes(x)) and e.any()
     with pytest.raises(ValueError, match="storage"):
         ref.saved_bytes_of(ref.compress_activation(x))
+
+
+def test_bytes_of_a_value(rng: np.random.Generator) -> None:
+    x = normal(rng, 512, 768)
+    for storage, most in (("token8", 1.008), ("token4", 0.537), ("token2", 0.29)):
+        kept = ref.saved_bytes_of(ref.compress_activation(x, one_code(storage)))
+        assert 0.97 * most < kept.size / x.size <= most
 
 
 @pytest.mark.parametrize("storage", ref.TOKEN_STORAGES)
@@ -1474,7 +1639,8 @@ def test_one_code_products_by_definition(
         step = f32(STANDS_FOR[ratio] * Fraction(float(ref.bf16_values(saved.scales[token]))))
         byte = int(ref.tile_bytes(37, 48, kept, 3)[token, i])
         if ratio:
-            big[token, i] = f32(code + (511 - 2 * byte) / 512) * f32(step * s[token])
+            value = code + (511 - 2 * byte) / 512 - (2 if storage == "token2" else 0)
+            big[token, i] = f32(value) * f32(step * s[token])
     assert np.array_equal(ref.contributions(saved, s), big)
     amax = np.abs(big).max(0)
     u = np.zeros((48, 37), np.uint8)
@@ -1489,7 +1655,8 @@ def test_one_code_products_by_definition(
 
     tau = (q.T.astype(int) @ codes.T.astype(int)).astype(f32) * scales
     tau = ref.fwht(ref.fwht(tau, block=16).T.copy(), block=16).T
-    inward = ref.feature_signs(35, 0) * np.exp2(ref.feature_sizes(x)).astype(f32)
+    inward = ref.feature_signs(35, kept if storage == "token2" else 0)
+    inward = inward * np.exp2(ref.feature_sizes(x)).astype(f32)
     assert (np.abs(inward) != 1).any() and np.array_equal(ref.in_factors(saved), inward)
     for o, i in itertools.product(range(19), range(35)):
         assert got.gw[o, i] == f32(tau[o, i] * (inward[i] / f32(16))) * (factors[o] / f32(16))
@@ -1499,11 +1666,12 @@ def test_one_code_products_by_definition(
         assert np.array_equal(getattr(only, part), getattr(got, part)) and only.gb is None
 
 
-def test_one_code_with_a_quantised_weight(rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("storage", ref.TOKEN_STORAGES)
+def test_one_code_with_a_quantised_weight(rng: np.random.Generator, storage: str) -> None:
     """Codes of w that know neither g_y nor backward's key."""
     gy, w, x = layer(rng, 37, 48, 20)
     gy[:, 3] *= 10_000
-    config = one_code("token4")
+    config = one_code(storage)
     signs = ref.feature_signs(48, 0)
     assert np.array_equal(ref.out_factors(gy, 5, quantized_weight=True), signs)
     kept = ref.quantize_token_weight(w, signs, config)
@@ -1511,7 +1679,8 @@ def test_one_code_with_a_quantised_weight(rng: np.random.Generator) -> None:
         got = ref.backward_linear(gy, w, x, config=config, key=key, quantized_weight=True)
         a, s_a = ref.quantize_token_gradient(gy, signs, config, key)
         assert np.array_equal(got.gx, ref.gemm_int8(a, kept[0], s_a, kept[1], divisor=16))
-        assert distance(got.gx, gy @ w) < 0.02 and distance(got.gw, gy.T @ x) < 0.2
+        limit = 0.6 if storage == "token2" else 0.2
+        assert distance(got.gx, gy @ w) < 0.02 and distance(got.gw, gy.T @ x) < limit
         other = ref.backward_linear(gy, w, x, config=config, key=key)
         assert not np.array_equal(other.gx, got.gx) and not np.array_equal(other.gw, got.gw)
     with pytest.raises(ValueError, match="quantized_weight"):
@@ -1519,7 +1688,7 @@ def test_one_code_with_a_quantised_weight(rng: np.random.Generator) -> None:
 
 
 # Errors of g_w on Gaussian data by storage, and room for chance.
-ONE_CODE_ERROR = {"token4": (0.094, 0.003), "token8": (0.0153, 0.001)}
+ONE_CODE_ERROR = {"token8": (0.0153, 0.001), "token4": (0.094, 0.003), "token2": (0.383, 0.01)}
 
 
 @pytest.mark.parametrize("massive", [False, True])
@@ -1530,7 +1699,7 @@ def test_one_code_errors(rng: np.random.Generator, storage: str, massive: bool) 
     if massive:
         x[5] *= 1000
         gy[5] = 0
-    config = one_code(storage, x_rounding="stochastic" if storage == "token4" else "nearest")
+    config = one_code(storage, x_rounding="nearest" if storage == "token8" else "stochastic")
     grads = ref.backward_linear(gy, w, x, config=config, key=3)
     wanted, room = ONE_CODE_ERROR[storage]
     assert distance(grads.gw, gy.astype(np.float64).T @ x) == pytest.approx(wanted, abs=room)
@@ -1542,9 +1711,11 @@ def test_one_code_errors(rng: np.random.Generator, storage: str, massive: bool) 
 
 @pytest.mark.parametrize("storage", ref.TOKEN_STORAGES)
 def test_one_code_is_unbiased(rng: np.random.Generator, storage: str) -> None:
-    gy, w, x = layer(rng, 50, 64, 48)
+    # token2 cuts off, which random signs make up for where blocks are wide and no feature stands
+    # out of one; test_bias_of_token2 has what is left elsewhere.
+    gy, w, x = layer(rng, 50, 64, 64 if storage == "token2" else 48)
     gy[:, 5] *= 100
-    x[:, 6] *= 100
+    x[:, 6] *= 1 if storage == "token2" else 100
     plain = gy.astype(np.float64).T @ x
     keys = 240
     for rounding in ("stochastic", "nearest"):  # of g_y: its random signs leave no bias, either
@@ -1565,6 +1736,25 @@ def test_one_code_is_unbiased(rng: np.random.Generator, storage: str) -> None:
         assert (spread > 0).all()
 
 
+@pytest.mark.parametrize(("width", "most"), [(48, 0.04), (96, 0.02), (64, 0.012), (192, 0.012)])
+@pytest.mark.parametrize("heavy", [1, 100])
+def test_bias_of_token2(rng: np.random.Generator, width: int, most: float, heavy: int) -> None:
+    """Relative to x, over the signs: small beside the error, the smaller the wider the blocks."""
+    x = normal(rng, 50, width)
+    x[:, 6] *= heavy
+    keys, means, squares = 300, np.zeros((2, 50, width)), 0.0
+    factors = np.abs(ref.in_factors(ref.compress_activation(x, one_code("token2"))))
+    for j in range(keys):
+        back = ref.decompress_activation(ref.compress_activation(x, one_code("token2"), key=(7, j)))
+        error = ((back - x) / factors).astype(np.float64)
+        means[j % 2] += error * 2 / keys
+        squares += float((error**2).sum()) / keys
+    size = float(np.linalg.norm(x / factors))
+    bias = np.sqrt(max(0, float((means[0] * means[1]).sum()))) / size  # chance drops out of it
+    assert bias < most and 0.3 < np.sqrt(squares) / size < 0.4
+    assert abs(float((means.mean(0) * (x / factors)).sum())) / size**2 < 0.006
+
+
 @pytest.mark.parametrize("storage", ref.TOKEN_STORAGES)
 @pytest.mark.parametrize("width", [1, 15, 48, 96, 144, 200, 1000])
 def test_one_code_padding_does_no_harm(rng: np.random.Generator, storage: str, width: int) -> None:
@@ -1575,7 +1765,7 @@ def test_one_code_padding_does_no_harm(rng: np.random.Generator, storage: str, w
         saved = ref.compress_activation(x, config, key=4)
         assert ins == 64 or saved.codes.shape == (300, saved_width)
         grads = ref.backward_linear(gy, w, saved, key=3)
-        limit = 0.13 if storage == "token4" else 0.023
+        limit = {"token8": 0.023, "token4": 0.13, "token2": 0.44}[storage]
         assert distance(grads.gw, gy.astype(np.float64).T @ x) < limit
         assert distance(grads.gx, gy.astype(np.float64) @ w) < 0.013
 
@@ -1664,9 +1854,10 @@ def test_one_code_empty(storage: str, shape: tuple[int, int, int]) -> None:
     assert ref.decompress_activation(saved).shape == (tokens, ins)
     padded = 16 * (ins > 0)
     assert saved.codes.shape == (tokens, padded)
-    stored = tokens * (padded + 4) if storage == "token8" else tokens * padded // 2
-    if storage == "token4":
-        stored = -(-(stored + tokens * (ins > 0)) // 4) * 4 + 2 * tokens
+    stored = tokens * (padded + 4)
+    if storage != "token8":
+        codes = tokens * padded // (2 if storage == "token4" else 4)
+        stored = -(-(codes + tokens * (ins > 0)) // 4) * 4 + 2 * tokens
     assert ref.saved_bytes_of(saved).size == stored + ins
     if tokens == 0 or outs == 0:
         assert not grads.gx.any() and not grads.gw.any()
@@ -1714,6 +1905,8 @@ def test_one_code_output_types_and_shapes(rng: np.random.Generator, dtype: str) 
         ("token4", "x_rounding", "nearest"),
         ("token8", "x_rounding", "pseudo_stochastic"),
         ("token4", "equalize_tokens", True),
+        ("token2", "x_rounding", "nearest"),
+        ("token2", "gw_scale", "tensor"),
     ],
 )
 def test_one_code_refuses(storage: str, field: str, value: Any) -> None:
@@ -1728,7 +1921,7 @@ def test_one_code_refuses(storage: str, field: str, value: Any) -> None:
 def test_storages_are_not_mixed() -> None:
     gy, w, x = (np.ones(shape, f32) for shape in ((3, 4), (4, 5), (3, 5)))
     saved = ref.compress_activation(x, one_code("token4"))
-    for settings in (ref.recipe("default"), one_code("token8")):
+    for settings in (ref.recipe("default"), one_code("token8"), one_code("token2")):
         with pytest.raises(ValueError, match="storage: 'token4'"):
             ref.backward_linear(gy, w, saved, config=settings)
     with pytest.raises(ValueError, match="storage: 'int4'"):
@@ -1796,4 +1989,4 @@ def test_text_goldens_read_as_documented(stage: str) -> None:
 def test_goldens_are_small() -> None:
     files = [*make_golden.FOLDER.glob("*.npz"), *make_golden.FOLDER.glob("*.txt")]
     assert len(files) == 2 * len(make_golden.STAGES)
-    assert sum(file.stat().st_size for file in files) < 950_000
+    assert sum(file.stat().st_size for file in files) < 1_050_000
