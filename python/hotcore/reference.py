@@ -1626,7 +1626,7 @@ def _cut_off_tokens(
     finite = np.isfinite(_amax(rotated, 1))
     group_scale = np.where(finite, found[:, :, 0], _f32(0))
     used = group_scale != 0  # what is left of a token below 2**-100 is T = 0
-    scale = round_up_bf16(np.max(group_scale, axis=1, keepdims=True, initial=0))
+    scale = round_bf16(np.max(group_scale, axis=1, keepdims=True, initial=0))
     bits = _words(np.where(used, group_scale / scale, _f32(0)))
     rounded = ((bits + _u32(0x3FFFF) + (bits >> _u32(19) & _u32(1))) >> _u32(19)).astype(np.int64)
     ratios = np.where(used, np.clip(rounded - 1777, 1, 255), 0).astype(np.uint8)

@@ -1425,7 +1425,10 @@ def test_token2_storage_by_definition(
             d = neighbours_first([v * of for v, of in zip(y, val, strict=True)])
             found.append((q / d) * f32(2.0 ** (e - 1)))
         t = ref.bf16_values(bits)
-        assert t >= max(found) > ref.bf16_values(bits - np.uint16(1))
+        largest = Fraction(float(max(found)))
+        near = (ref.bf16_values(np.uint16(int(bits) + by)) for by in (0, -1, 1))
+        off = [abs(Fraction(float(value)) - largest) for value in near]
+        assert off[0] == min(off)
         for g, scale in enumerate(found):
             part = slice(32 * g, min(32 * (g + 1), padded))
             if scale:

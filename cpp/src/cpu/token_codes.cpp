@@ -180,7 +180,7 @@ class KeepPacked {
       const std::int64_t found = ceil_div(count, token_group);
       for (std::int64_t g = 0; g < found; ++g) largest = std::max(largest, scales_[g]);
     });
-    const std::uint16_t half = float_to_bf16_up(largest);
+    const std::uint16_t half = float_to_bf16(largest);
     set_scale(token, half);
     row_.chunks(token, [&](std::int64_t start, std::int64_t count, const float* v) {
       if (padded > Row::chunk) groups(start, count, v);
