@@ -26,6 +26,10 @@ import jax.numpy as jnp
 from hotcore.jax import calls
 
 RECIPES = ("default", "fast", "paper", "accurate", "compact")
+TOKEN_STORAGES = tuple(
+    hotcore.HotConfig(storage=storage, gw_scale="token", hadamard_block=64, gx_rounding="nearest")
+    for storage in ("token8", "token4", "token2")
+)
 SEED = 2**40 + 7
 Layer = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
@@ -60,9 +64,9 @@ def numpy_of(value: Any) -> np.ndarray:
     return np.asarray(value, np.float32) if value.dtype == jnp.bfloat16 else np.asarray(value)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", RECIPES + TOKEN_STORAGES, ids=str)
 @pytest.mark.parametrize("leading", [(130,), (3, 50), (2, 3, 5, 7), (1,)])
-def test_bits_of_hotcore(rng: np.random.Generator, recipe: str, leading: tuple[int, ...]) -> None:
+def test_bits_of_hotcore(rng: np.random.Generator, recipe: Any, leading: tuple[int, ...]) -> None:
     gy, x, w, b = layer(rng, *leading)
     *found, y = gradients(gy, x, w, b, key_of(SEED), recipe)
     np.testing.assert_allclose(y, jnp.matmul(x, w.T) + b, rtol=1e-5, atol=1e-4)
