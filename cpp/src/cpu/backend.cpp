@@ -87,6 +87,10 @@ void store_run(const SimdKernels& simd, const float* src, std::int64_t count, vo
 
 namespace {
 
+bool is_resized(const MatrixIn& x, std::int64_t row) {
+  return x.exponents != nullptr && x.exponents[row] != 127;  // times 1
+}
+
 // What a row with an exponent is multiplied by.
 float row_power(const MatrixIn& x, std::int64_t row) {
   const std::uint32_t biased = x.exponents[row];
@@ -99,7 +103,7 @@ void load_row(const SimdKernels& simd, const MatrixIn& x, std::int64_t row, std:
               std::int64_t count, float* dst) {
   load_run(simd, x.data, x.dtype, row * x.row_stride + col * x.col_stride, x.col_stride, count,
            dst);
-  if (x.exponents == nullptr) return;
+  if (!is_resized(x, row)) return;
   const float power = row_power(x, row);
   for (std::int64_t i = 0; i < count; ++i) dst[i] *= power;
 }
@@ -117,7 +121,7 @@ ColumnStrip::ColumnStrip(const SimdKernels& simd, const MatrixIn& x, std::int64_
 void ColumnStrip::load(std::int64_t row, float* dst) const {
   if (!plain_) return load_row(simd_, x_, row, col_, count_, dst);
   simd_.load(at(row), x_.dtype, count_, dst);
-  if (x_.exponents != nullptr) simd_.scale_row(dst, row_power(x_, row));
+  if (is_resized(x_, row)) simd_.scale_row(dst, row_power(x_, row));
 }
 
 void store_row(const SimdKernels& simd, const float* src, std::int64_t row, std::int64_t col,
