@@ -417,7 +417,7 @@ def test_wrong_numbers_and_nulls(api: CApi) -> None:
     refused(lambda: on("hot_gemm_workspace", 1, 1, 1, None), INVALID, "bytes is null")
     refused(lambda: api.call("hot_spec_recipe", None, make("hot_spec")), INVALID, "name is null")
     refused(lambda: api.call("hot_spec_recipe", b"fast", None), INVALID, "spec is null")
-    numbers = (("basis", 4), ("gx_scale", 3), ("storage", 4), ("gw_scale", -1), ("x_rounding", 3))
+    numbers = (("basis", 4), ("gx_scale", 3), ("storage", 7), ("gw_scale", -1), ("x_rounding", 3))
     for field, value in (
         *numbers,
         ("storage", 2),  # a form that is gone
