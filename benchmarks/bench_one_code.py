@@ -37,7 +37,7 @@ import bench_storage
 import numpy as np
 import small_tasks
 import torch
-from timing import RESULTS, write_json
+from timing import RESULTS, rounded, write_json
 from torch import Tensor
 
 Draw = Callable[[], Tensor]
@@ -566,15 +566,6 @@ INPUT_CASES = (
 QUICK_CASES = ("Gauss", "features log-normal 1.5")
 
 
-def four_digits(value: Any) -> Any:
-    """Of every float: the rest is noise, and the file is committed."""
-    if isinstance(value, float):
-        return float(f"{value:.4g}")
-    if isinstance(value, Mapping):
-        return {key: four_digits(item) for key, item in value.items()}
-    return [four_digits(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """The report."""
     began = time.perf_counter()
@@ -624,7 +615,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 name: together([of[name] for of in inputs], True) for name in inputs[0]
             }
     report["seconds"] = round(time.perf_counter() - began)
-    return four_digits(report)  # type: ignore[no-any-return] # a Mapping gives a dict
+    four_digits: dict[str, Any] = rounded(report, 4)
+    return four_digits
 
 
 def line(name: str, row: Sequence[float]) -> str:

@@ -276,7 +276,8 @@ def case_rows(draws: int, rng: np.random.Generator) -> list[dict[str, Any]]:
 
 # ---- the same by libhot --------------------------------------------------------------------------
 
-_ONE_CODE = {"gw_scale": "token", "hadamard_block": 64, "gx_rounding": "nearest"}
+ONE_CODE: dict[str, Any] = {"gw_scale": "token", "hadamard_block": 64, "gx_rounding": "nearest"}
+"""What the token storages are measured with."""
 RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
     "default": ("default", {}),
     "default, equalize_tokens": ("default", {"equalize_tokens": True}),
@@ -285,12 +286,12 @@ RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
     "fast": ("fast", {}),
     "fast, equalize_tokens": ("fast", {"equalize_tokens": True}),
     "compact": ("compact", {}),
-    "token8": ("default", {**_ONE_CODE, "storage": "token8", "x_rounding": "nearest"}),
-    "token4": ("default", {**_ONE_CODE, "storage": "token4"}),
-    "token2": ("default", {**_ONE_CODE, "storage": "token2"}),
+    "token8": ("default", {**ONE_CODE, "storage": "token8", "x_rounding": "nearest"}),
+    "token4": ("default", {**ONE_CODE, "storage": "token4"}),
+    "token2": ("default", {**ONE_CODE, "storage": "token2"}),
     "token4, half of the tokens": (
         "default",
-        {**_ONE_CODE, "storage": "token4", "basis": "sketch", "rank": 8},
+        {**ONE_CODE, "storage": "token4", "basis": "sketch", "rank": 8},
     ),
 }
 """Title -> recipe and what is changed of it."""

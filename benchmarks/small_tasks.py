@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import bench_storage
 import hotcore
 import hotcore.torch as hot
 import rivals
@@ -98,9 +99,10 @@ LUQ_FORWARD = (
 """LUQ with the INT4 forward of its own paper, which HOT's authors leave out; validated by the plain
 product, as every row of an 8-bit forward is, and by its own."""
 COMPACT = Contender("compact", "compact")
-_ONE_CODE = {"gw_scale": "token", "hadamard_block": 64, "gx_rounding": "nearest"}
 ONE_CODE = tuple(
-    Contender(f"one code, x in {bits} bits{of}", "default", {**_ONE_CODE, **kept, **forward})
+    Contender(
+        f"one code, x in {bits} bits{of}", "default", {**bench_storage.ONE_CODE, **kept, **forward}
+    )
     for bits, kept in (
         (4, {"storage": "token4"}),
         (2, {"storage": "token2"}),

@@ -329,14 +329,14 @@ def write_whole(path: Path, text: str) -> None:
     part.replace(path)
 
 
-def rounded(value: Any) -> Any:
-    """Floats with six significant digits: more is noise, and the files are committed."""
+def rounded(value: Any, digits: int = 6) -> Any:
+    """Floats with so many significant digits: more is noise, and the files are committed."""
     if isinstance(value, float):
-        return float(f"{value:.6g}")
+        return float(f"{value:.{digits}g}")
     if isinstance(value, Mapping):
-        return {key: rounded(item) for key, item in value.items()}
+        return {key: rounded(item, digits) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [rounded(item) for item in value]
+        return [rounded(item, digits) for item in value]
     return value
 
 

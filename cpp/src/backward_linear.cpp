@@ -94,7 +94,7 @@ void check_token_spec(const char* call, const BackwardLinearSpec& spec) {
   if (spec.equalize_tokens)
     refuse("equalize_tokens", "true", "false: tokens have their own scales");
   const TokenLayout& layout = spec.low_rank.layout;
-  if (spec.low_rank.basis == Basis::sketch && (layout.grid_h != 0 || layout.prefix_tokens != 0)) {
+  if (detail::draws_tokens(spec) && (layout.grid_h != 0 || layout.prefix_tokens != 0)) {
     refuse("token_grid", "given", "none: tokens are drawn, not projected");
   }
 }
@@ -146,10 +146,8 @@ void check_spec(const char* call, const BackwardLinearSpec& spec) {
   detail::check_rounding(call, "gx_rounding", spec.gx_rounding);
   detail::check_rounding(call, "gw_rounding", spec.gw_rounding);
   detail::check_rounding(call, "x_rounding", spec.x_rounding);
-  const bool whole =
-      spec.low_rank.basis == Basis::full ||
-      (detail::is_token_storage(spec.storage) && spec.low_rank.basis == Basis::sketch);
-  if (spec.storage != Storage::int8 && !whole) {
+  if (spec.storage != Storage::int8 && spec.low_rank.basis != Basis::full &&
+      !detail::draws_tokens(spec)) {
     detail::invalid(call, "storage is " + storage + " with basis " +
                               basis_name(spec.low_rank.basis) +
                               (detail::is_token_storage(spec.storage)

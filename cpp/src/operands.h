@@ -116,7 +116,6 @@ inline constexpr std::int64_t k_alignment = 16;       // bytes; every stored row
 inline constexpr std::int64_t int4_group = 64;        // tokens that share a scale of an INT4 x
 inline constexpr std::int64_t rotated_block = 64;     // the same of rht2
 inline constexpr std::int64_t int4_k_alignment = 32;  // values: 16 bytes of packed codes
-inline constexpr std::int64_t max_drawn_tokens = (std::int64_t{1} << 31) - 1;
 inline constexpr std::int64_t int32_safe_k = 133143;  // 127^2 * K <= 2^31 - 1
 
 // Codes of one quantised operand, contraction contiguous: [rows, k_padded] and its scales.

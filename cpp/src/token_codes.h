@@ -18,6 +18,7 @@ inline bool is_token_storage(Storage storage) {
 inline constexpr std::int64_t size_sample = 512;  // tokens that the sizes of features come from
 inline constexpr std::int64_t token_group = 32;   // features of a token that share a packed ratio
 inline constexpr std::int64_t dither_tile = 16;   // tokens and features that share a draw
+inline constexpr std::int64_t max_drawn_tokens = (std::int64_t{1} << 31) - 1;  // of a share
 
 // Block of the transform along so many features.
 inline int feature_block(std::int64_t features, int largest) {

@@ -118,9 +118,7 @@ ColumnStrip::ColumnStrip(const SimdKernels& simd, const MatrixIn& x, std::int64_
       bytes_together_(x.col_stride == 1 ? count * size_ : 0),
       plain_(x.col_stride == 1) {}
 
-void ColumnStrip::load(std::int64_t row, float* dst) const {
-  if (!plain_) return load_row(simd_, x_, row, col_, count_, dst);
-  simd_.load(at(row), x_.dtype, count_, dst);
+void ColumnStrip::resize(std::int64_t row, float* dst) const {
   if (is_resized(x_, row)) simd_.scale_row(dst, row_power(x_, row));
 }
 

@@ -313,7 +313,11 @@ class ColumnStrip {
   ColumnStrip(const SimdKernels&, const MatrixIn&, std::int64_t col, std::int64_t count);
   std::int64_t count() const { return count_; }
   // dst: strip_columns floats; those past the count keep what they have, times a row's factor.
-  void load(std::int64_t row, float* dst) const;
+  void load(std::int64_t row, float* dst) const {
+    if (!plain_) return load_row(simd_, x_, row, col_, count_, dst);
+    simd_.load(at(row), x_.dtype, count_, dst);
+    if (x_.exponents != nullptr) resize(row, dst);
+  }
   // Asks the caches for a row, where its elements lie together: strips of rows are not foreseen.
   void prefetch(std::int64_t row) const {
     const char* const from = at(row);
@@ -326,6 +330,8 @@ class ColumnStrip {
   const char* at(std::int64_t row) const {
     return static_cast<const char*>(x_.data) + (row * x_.row_stride + col_ * x_.col_stride) * size_;
   }
+
+  void resize(std::int64_t row, float* dst) const;
 
   const SimdKernels& simd_;
   const MatrixIn& x_;

@@ -10,7 +10,8 @@ namespace hot::detail {
 namespace {
 
 constexpr std::int64_t chunk = Row::chunk;
-constexpr std::int64_t group = 16;                 // elements of one block of random bits
+constexpr std::int64_t group = 16;  // elements of one block of random bits
+constexpr float int4_values[16] = {0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1};
 constexpr float rht2_values[16] = {-2, -1, 0, 1};  // before the dither comes off
 
 // Values of packed codes of rht2; offsets: [count].

@@ -8,8 +8,6 @@
 
 namespace hot::detail {
 
-inline constexpr float int4_values[16] = {0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1};
-
 inline std::int64_t rows_per_task(const Context& context, std::int64_t rows, std::int64_t cols) {
   return std::max<std::int64_t>(
       1, task_elements(context, rows * cols) / std::max<std::int64_t>(1, cols));

@@ -14,6 +14,7 @@ namespace hot::detail {
 namespace {
 
 constexpr std::int64_t tile = dither_tile;
+
 float power_of_two(int exponent) {
   return float_from_bits(static_cast<std::uint32_t>(exponent + 127) << 23);
 }
@@ -50,11 +51,26 @@ float ratio_value(std::uint8_t ratio) {
   return float_from_bits((static_cast<std::uint32_t>(ratio) + 1777U) << 19);
 }
 
-std::uint8_t ratio_byte(std::uint32_t amax_bits, float token_scale) {
+// The byte of a ratio whose bit pattern has been rounded to the upper 13 bits.
+std::uint8_t ratio_byte(std::uint32_t rounded_bits) {
+  return static_cast<std::uint8_t>(std::clamp(static_cast<int>(rounded_bits >> 19) - 1777, 1, 255));
+}
+
+std::uint8_t ratio_rounded_up(std::uint32_t amax_bits, float token_scale) {
   if (amax_bits == 0) return 0;
-  const float ratio = float_from_bits(amax_bits) / 7.5F / token_scale;
-  const auto rounded = static_cast<int>((float_bits(ratio) + 0x7ffffU) >> 19) - 1777;
-  return static_cast<std::uint8_t>(std::clamp(rounded, 1, 255));
+  return ratio_byte(float_bits(float_from_bits(amax_bits) / 7.5F / token_scale) + 0x7ffffU);
+}
+
+// Of a token.
+float token8_scale(const TokenCodesIn& codes, std::int64_t token) {
+  float scale;
+  std::memcpy(&scale, codes.scales() + 4 * token, sizeof scale);
+  return scale;
+}
+float packed_scale(const TokenCodesIn& codes, std::int64_t token) {
+  std::uint16_t half;
+  std::memcpy(&half, codes.scales() + 2 * token, sizeof half);
+  return bf16_to_float(half);
 }
 
 // Values of packed codes of features [first, first + count), times `factor` and then `second` by
@@ -64,26 +80,18 @@ void load_packed(const SimdKernels& simd, const TokenCodesIn& codes, std::int64_
                  std::int64_t first, std::int64_t count, const std::uint8_t* bases, float factor,
                  float second, float* v) {
   const std::uint8_t* const ratios = codes.ratios(token);
-  std::uint16_t half;
-  std::memcpy(&half, codes.scales() + 2 * token, sizeof half);
-  const float scale = bf16_to_float(half);
+  const float scale = packed_scale(codes, token);
   float factors[Row::chunk / tile];
   for (std::int64_t t = 0; t < count / tile; ++t) {
     const std::uint8_t ratio = ratios[(first + t * tile) / token_group];
     factors[t] =
-        ratio == 0 && half != bf16_nan ? 0.0F : ratio_value(ratio) * scale * factor * second;
+        ratio == 0 && !std::isnan(scale) ? 0.0F : ratio_value(ratio) * scale * factor * second;
   }
   if (codes.storage == Storage::token4) {
     simd.undither_row(codes.row(token) + first / 2, count, factors, bases, v);
   } else {
     simd.undither_row2(codes.row(token) + first / 4, count, factors, bases, v);
   }
-}
-
-float token8_scale(const TokenCodesIn& codes, std::int64_t token) {
-  float scale;
-  std::memcpy(&scale, codes.scales() + 4 * token, sizeof scale);
-  return scale;
 }
 
 // Tokens of a task: whole tiles.
@@ -154,7 +162,7 @@ class KeepPacked {
     draw(token, start, count);
     for (std::int64_t first = 0; first < count; first += token_group) {
       const std::int64_t part = std::min(token_group, count - first);
-      const std::uint8_t ratio = ratio_byte(simd_.amax(v + first, part, 0), scale);
+      const std::uint8_t ratio = ratio_rounded_up(simd_.amax(v + first, part, 0), scale);
       out_.ratios(token)[(start + first) / token_group] = ratio;
       std::fill(inv_ + first / tile, inv_ + (first + part) / tile,
                 ratio == 0 ? 0.0F : 1.0F / (ratio_value(ratio) * scale));
@@ -188,9 +196,7 @@ class KeepPacked {
         std::uint8_t ratio = 0;
         if (scales_[g] > 0) {
           const std::uint32_t bits = float_bits(scales_[g] / bf16_to_float(half));
-          const auto rounded =
-              static_cast<int>((bits + 0x3ffffU + ((bits >> 19) & 1U)) >> 19) - 1777;
-          ratio = static_cast<std::uint8_t>(std::clamp(rounded, 1, 255));
+          ratio = ratio_byte(bits + 0x3ffffU + ((bits >> 19) & 1U));  // half to even
         }
         out_.ratios(token)[start / token_group + g] = ratio;
       }
@@ -395,14 +401,7 @@ namespace {
 // Of what a token contributes, eighths of an octave; 0: nothing.
 std::uint32_t contribution_level(const TokenCodesIn& x, const float* token_scale,
                                  std::int64_t token) {
-  float kept;
-  if (x.storage == Storage::token8) {
-    kept = token8_scale(x, token);
-  } else {
-    std::uint16_t half;
-    std::memcpy(&half, x.scales() + 2 * token, sizeof half);
-    kept = bf16_to_float(half);
-  }
+  const float kept = x.storage == Storage::token8 ? token8_scale(x, token) : packed_scale(x, token);
   const std::uint32_t bits = float_bits(token_scale[token] * kept) & 0x7fffffffU;
   return std::min(bits, float_infinity_bits) >> 20;
 }
