@@ -198,6 +198,27 @@ def data(rng: np.random.Generator, shape: tuple[int, ...], kind: str = "normal")
 KINDS = ("normal", "outliers", "wide", "integers", "halves", "tiny", "zeros", "sparse", "special")
 
 
+def layer(
+    rng: np.random.Generator, tokens: int, outs: int, ins: int, kind: str = "normal"
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """g_y, w and x."""
+    return (
+        data(rng, (tokens, outs), kind),
+        data(rng, (outs, ins), kind),
+        data(rng, (tokens, ins), kind),
+    )
+
+
+TOKEN_STORAGES = ("token8", "token4", "token2")
+
+
+def one_code(storage: str, **fields: Any) -> hotcore.HotConfig:
+    """A token storage, to nearest where that is allowed, in the widest blocks."""
+    nearest = {"x_rounding": "nearest"} if storage == "token8" else {}
+    base = {"gw_scale": "token", "hadamard_block": 64, "gx_rounding": "nearest", **nearest}
+    return hotcore.HotConfig(**{"storage": storage, **base, **fields})
+
+
 def strided(values: Any) -> Any:
     """The same values in an array with gaps and, where NumPy can, a negative stride."""
     if isinstance(values, np.ndarray):

@@ -28,6 +28,7 @@ from support import (
     golden,
     golden_config,
     keys,
+    layer,
     numpy_of,
     parted_key,
     poison,
@@ -43,17 +44,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 ALL = ("gx", "gw", "gb")
 KEY = Key(0x1234_5678_9ABC_DEF0, 0xFEDC_BA98_7654_3210, 8191)
 OTHER_KEY = Key(42, 43, 44)
-
-
-def layer(
-    rng: np.random.Generator, tokens: int, outs: int, ins: int, kind: str = "normal"
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """g_y, w and x."""
-    return (
-        data(rng, (tokens, outs), kind),
-        data(rng, (outs, ins), kind),
-        data(rng, (tokens, ins), kind),
-    )
 
 
 def same_saved(got: hotcore.Saved, wanted: reference.Saved, what: str = "") -> None:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from support import (
     FLOATS,
     KINDS,
+    TOKEN_STORAGES,
     array,
     data,
     equal_bits,
@@ -23,7 +24,9 @@ from support import (
     golden,
     golden_config,
     keys,
+    layer,
     numpy_of,
+    one_code,
     parted_key,
     poison,
     rounded,
@@ -38,23 +41,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 ALL = ("gx", "gw", "gb")
 KEY = Key(0x1234_5678_9ABC_DEF0, 0xFEDC_BA98_7654_3210, 8191)
 OTHER_KEY = Key(42, 43, 44)
-STORAGES = ("token8", "token4", "token2")
-
-
-def config_of(storage: str, **fields: Any) -> HotConfig:
-    """A valid configuration: to nearest where that is allowed, in the widest blocks."""
-    nearest = {"x_rounding": "nearest"} if storage == "token8" else {}
-    base = {"gw_scale": "token", "hadamard_block": 64, "gx_rounding": "nearest", **nearest}
-    return HotConfig(**{"storage": storage, **base, **fields})
-
-
-def layer(
-    rng: np.random.Generator, tokens: int, outs: int, ins: int, kind: str = "normal"
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """g_y, w and x."""
-    shapes = ((tokens, outs), (outs, ins), (tokens, ins))
-    gy, w, x = (data(rng, shape, kind) for shape in shapes)
-    return gy, w, x
 
 
 def check_against_reference(
@@ -112,24 +98,24 @@ def test_golden(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("storage", TOKEN_STORAGES)
 def test_equals_reference(rng: np.random.Generator, storage: str, dtype: str) -> None:
     for tokens, outs, ins in ((197, 48, 32), (1, 1, 1), (64, 17, 31), (130, 5, 67), (33, 96, 144)):
         for kind in ("normal", "outliers", "wide"):
             arrays = [array(value, dtype) for value in layer(rng, tokens, outs, ins, kind)]
             what = f"{tokens} {outs} {ins} {kind}"
-            check_against_reference(*arrays, config_of(storage), what=what)
+            check_against_reference(*arrays, one_code(storage), what=what)
 
 
 @st.composite
 def configs(draw: st.DrawFn) -> HotConfig:
     """Any valid configuration of the token storages."""
-    storage = draw(st.sampled_from(STORAGES))
+    storage = draw(st.sampled_from(TOKEN_STORAGES))
     two = st.sampled_from(["nearest", "stochastic"])
     share = {}
     if draw(st.booleans()):
         share = {"basis": "sketch", "block": 16, "rank": draw(st.sampled_from([2, 4, 8, 16]))}
-    return config_of(
+    return one_code(
         storage,
         **share,
         hadamard_block=draw(st.sampled_from([16, 32, 64])),
@@ -155,18 +141,18 @@ def test_any_config_equals_reference(
     check_against_reference(*arrays, config, key, key if same_key else OTHER_KEY)
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("storage", TOKEN_STORAGES)
 def test_long_and_wide(rng: np.random.Generator, storage: str) -> None:
     """More tokens than the sizes of features are taken from; rows longer than a thread's buffer."""
     sizes = np.exp(rng.normal(0, 2, 4200)).astype(np.float32)
     for tokens, outs, ins in ((1500, 20, 24), (40, 3, 4200), (40, 4200, 3)):
         gy, w, x = layer(rng, tokens, outs, ins)
-        check_against_reference(gy * sizes[:outs], w, x * sizes[:ins], config_of(storage))
+        check_against_reference(gy * sizes[:outs], w, x * sizes[:ins], one_code(storage))
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("storage", TOKEN_STORAGES)
 def test_decompresses(rng: np.random.Generator, storage: str) -> None:
-    config = config_of(storage)
+    config = one_code(storage)
     for tokens, ins in ((1, 1), (31, 17), (64, 64), (97, 67), (197, 130), (20, 4100)):
         x = data(rng, (tokens, ins), "outliers")
         if tokens == 97:
@@ -191,12 +177,12 @@ def test_decompresses(rng: np.random.Generator, storage: str) -> None:
     same_on_every_path(lambda: hotcore.decompress_activation(saved, 3))
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("storage", TOKEN_STORAGES)
 def test_what_is_kept(rng: np.random.Generator, storage: str) -> None:
     """Codes, scales, ratios and sizes by name, and how many bytes they are."""
     x = data(rng, (50, 200), "outliers")
-    saved = hotcore.compress_activation(x, config_of(storage), key=KEY)
-    model = reference.compress_activation(x, config_of(storage), key=KEY)
+    saved = hotcore.compress_activation(x, one_code(storage), key=KEY)
+    model = reference.compress_activation(x, one_code(storage), key=KEY)
     equal_bits(saved.exponents(), model.sizes)
     if storage == "token8":
         equal_bits(saved.codes(), model.codes)
@@ -209,38 +195,38 @@ def test_what_is_kept(rng: np.random.Generator, storage: str) -> None:
         equal_bits(saved.ratios(), model.ratios)
         row = {"token4": 112, "token2": 56}[storage]
         assert saved.nbytes == 50 * (row + 7) + 2 + 50 * 2 + 200
-    wide = hotcore.saved.saved_layout(25216, 768, config_of(storage)).bytes / (25216 * 768)
+    wide = hotcore.saved.saved_layout(25216, 768, one_code(storage)).bytes / (25216 * 768)
     assert wide < {"token8": 1.006, "token4": 0.535, "token2": 0.285}[storage]
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("storage", TOKEN_STORAGES)
 def test_same_on_every_path(rng: np.random.Generator, storage: str) -> None:
     for tokens, outs, ins in ((197, 67, 50), (16, 64, 128), (600, 130, 70)):
         gy, w, x = layer(rng, tokens, outs, ins, "outliers")
 
         def call(gy: Any = gy, w: Any = w, x: Any = x) -> Any:
-            saved = hotcore.compress_activation(x, config_of(storage), key=KEY)
+            saved = hotcore.compress_activation(x, one_code(storage), key=KEY)
             return (saved, *hotcore.backward_linear(gy, w, saved, need=ALL, key=OTHER_KEY))
 
         same_on_every_path(call)
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("storage", TOKEN_STORAGES)
 def test_strides(rng: np.random.Generator, storage: str) -> None:
     arrays = layer(rng, 70, 37, 53)
-    expected = hotcore.backward_linear(*arrays, config=config_of(storage), need=ALL, key=KEY)
+    expected = hotcore.backward_linear(*arrays, config=one_code(storage), need=ALL, key=KEY)
     got = hotcore.backward_linear(
-        *map(strided, arrays), config=config_of(storage), need=ALL, key=KEY
+        *map(strided, arrays), config=one_code(storage), need=ALL, key=KEY
     )
     for ours, theirs in zip(got, expected, strict=True):
         equal_bits(ours, theirs)
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("storage", TOKEN_STORAGES)
 def test_any_part_alone(rng: np.random.Generator, storage: str) -> None:
     """Each gradient is the same whatever else is wanted."""
     gy, w, x = layer(rng, 70, 37, 53)
-    config = config_of(storage)
+    config = one_code(storage)
     saved = hotcore.compress_activation(x, config, key=KEY)
     whole = hotcore.backward_linear(gy, w, saved, need=ALL, key=OTHER_KEY)
     for part in ALL:
@@ -253,22 +239,22 @@ def test_any_part_alone(rng: np.random.Generator, storage: str) -> None:
     equal_bits(added.gw, before + whole.gw)
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("storage", TOKEN_STORAGES)
 def test_counter(rng: np.random.Generator, storage: str) -> None:
     plain, counted, _keeper = parted_key(rng)
     gy, w, x = layer(rng, 40, 20, 30)
     results = []
     for key in (plain, counted):
-        saved = hotcore.compress_activation(x, config_of(storage), key=key)
+        saved = hotcore.compress_activation(x, one_code(storage), key=key)
         results.append((saved.data, *hotcore.backward_linear(gy, w, saved, need=ALL, key=key)))
     for ours, theirs in zip(*results, strict=True):
         equal_bits(ours, theirs)
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("storage", TOKEN_STORAGES)
 def test_quantized_weight(rng: np.random.Generator, storage: str) -> None:
     """It has fixed signs, and so do the calls that take it: the reference's bits, no others."""
-    config = config_of(storage, gx_rounding="stochastic")
+    config = one_code(storage, gx_rounding="stochastic")
     gy, w, x = layer(rng, 90, 70, 48)
     weight = hotcore.quantize_weight(w, config)
     saved = hotcore.compress_activation(x, config, key=KEY)
@@ -283,10 +269,10 @@ def test_quantized_weight(rng: np.random.Generator, storage: str) -> None:
         hotcore.backward_linear(gy, weight, None, config=HotConfig(), need="gx")
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("storage", TOKEN_STORAGES)
 def test_unbiased(rng: np.random.Generator, storage: str) -> None:
     """Over 256 keys of both passes the mean error of g_w and g_x is what so many draws leave."""
-    config = config_of(storage, x_rounding="stochastic")
+    config = one_code(storage, x_rounding="stochastic")
     gy, w, x = layer(rng, 96, 40, 48)
     gy[::16] *= 30  # large tokens, beside which rounding to nearest would be biased
     draws = 256
@@ -309,12 +295,12 @@ def test_unbiased(rng: np.random.Generator, storage: str) -> None:
         assert left < 1.25 * noise / np.sqrt(draws) + cut, part
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("storage", TOKEN_STORAGES)
 def test_a_share_of_the_tokens(rng: np.random.Generator, storage: str) -> None:
     """Half, by size: the reference's bits, unbiased, and all where only half have gradients."""
     half = {"basis": "sketch", "block": 16, "rank": 8}
-    config = config_of(storage, x_rounding="stochastic", **half)
-    full = config_of(storage, x_rounding="stochastic")
+    config = one_code(storage, x_rounding="stochastic", **half)
+    full = one_code(storage, x_rounding="stochastic")
     for kind in KINDS:
         check_against_reference(*layer(rng, 197, 40, 50, kind), config, what=kind)
     gy, w, x = layer(rng, 160, 40, 48)
@@ -370,8 +356,8 @@ def test_tokens_that_differ_in_size(case: str) -> None:
 
     gy, x = bench_storage.cases(np.random.default_rng(0))[case]
     exact = gy.T @ x
-    for storage, bound in zip(STORAGES, CASES[case], strict=True):
-        config = config_of(storage)
+    for storage, bound in zip(TOKEN_STORAGES, CASES[case], strict=True):
+        config = one_code(storage)
         square = 0.0
         for key in range(4):
             got = hotcore.backward_linear(
@@ -382,11 +368,11 @@ def test_tokens_that_differ_in_size(case: str) -> None:
         assert np.sqrt(square / 4) < bound, storage
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("storage", TOKEN_STORAGES)
 def test_features_that_differ_in_size(rng: np.random.Generator, storage: str) -> None:
     """A small feature's gradient is no noise beside a feature 1000 times its size."""
     gy, _, x = layer(rng, 512, 128, 192)
-    config = config_of(storage)
+    config = one_code(storage)
     for which, axis in (("x", 0), ("gy", 1)):
         arrays = {"gy": gy.copy(), "x": x.copy()}
         arrays[which][:, 7] *= 1000
@@ -399,9 +385,9 @@ def test_features_that_differ_in_size(rng: np.random.Generator, storage: str) ->
         assert lost.max() < {"token8": 0.25, "token4": 0.8, "token2": 4.0}[storage], which
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("storage", TOKEN_STORAGES)
 def test_zeros_and_nan(rng: np.random.Generator, storage: str) -> None:
-    config = config_of(storage)
+    config = one_code(storage)
     gy, w, x = layer(rng, 40, 20, 30)
     for zero in ("gy", "x"):
         arrays = {"gy": gy.copy(), "x": x.copy()}
@@ -420,11 +406,11 @@ def test_zeros_and_nan(rng: np.random.Generator, storage: str) -> None:
             assert np.isnan(got.gx[3]).any() == (broken != "x")
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("storage", TOKEN_STORAGES)
 def test_empty(rng: np.random.Generator, storage: str) -> None:
     for tokens, outs, ins in ((0, 5, 7), (5, 0, 7), (5, 7, 0), (0, 0, 0)):
         gy, w, x = layer(rng, tokens, outs, ins)
-        check_against_reference(gy, w, x, config_of(storage))
+        check_against_reference(gy, w, x, one_code(storage))
 
 
 FIXED: tuple[tuple[str, Any, str], ...] = (
@@ -442,30 +428,30 @@ FIXED: tuple[tuple[str, Any, str], ...] = (
 )
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("storage", TOKEN_STORAGES)
 @pytest.mark.parametrize(("field", "value", "expected"), FIXED)
 def test_errors(storage: str, field: str, value: Any, expected: str) -> None:
     """The configuration names the field; so does libhot, for those who come to it past that."""
     named = "storage" if field == "basis" else field
     with pytest.raises(ValueError, match=f"{named}.*{expected}"):
-        config_of(storage, **{field: value})
+        one_code(storage, **{field: value})
 
 
 def test_refused_by_name_on_cuda() -> None:
     """Also where a device is named that is not there."""
     with pytest.raises(NotImplementedError, match="storage token4 has no CUDA kernels"):
-        hotcore.explain(64, 64, 64, config=config_of("token4"), device="sm_90")
+        hotcore.explain(64, 64, 64, config=one_code("token4"), device="sm_90")
 
 
 def test_recipes_keep_their_storages() -> None:
     """No recipe has a token storage before CUDA has its kernels."""
     for name in hotcore.config.RECIPES:
-        assert HotConfig.recipe(name).storage not in STORAGES
+        assert HotConfig.recipe(name).storage not in TOKEN_STORAGES
 
 
 def test_shapes_of_batches(rng: np.random.Generator) -> None:
     gy, w, x = layer(rng, 60, 20, 30)
-    config = config_of("token4")
+    config = one_code("token4")
     flat = hotcore.backward_linear(gy, w, x, config=config, key=KEY)
     batched = hotcore.backward_linear(
         gy.reshape(3, 4, 5, 20), w, x.reshape(3, 4, 5, 30), config=config, key=KEY

@@ -14,7 +14,7 @@ import hotcore
 import numpy as np
 import pytest
 from hotcore import contexts
-from support import data, equal_bits, running, same_on_every_path, torch
+from support import TOKEN_STORAGES, data, equal_bits, one_code, running, same_on_every_path, torch
 
 try:
     import hotcore.jax as hot
@@ -26,10 +26,6 @@ import jax.numpy as jnp
 from hotcore.jax import calls
 
 RECIPES = ("default", "fast", "paper", "accurate", "compact")
-TOKEN_STORAGES = tuple(
-    hotcore.HotConfig(storage=storage, gw_scale="token", hadamard_block=64, gx_rounding="nearest")
-    for storage in ("token8", "token4", "token2")
-)
 SEED = 2**40 + 7
 Layer = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
@@ -64,7 +60,7 @@ def numpy_of(value: Any) -> np.ndarray:
     return np.asarray(value, np.float32) if value.dtype == jnp.bfloat16 else np.asarray(value)
 
 
-@pytest.mark.parametrize("recipe", RECIPES + TOKEN_STORAGES, ids=str)
+@pytest.mark.parametrize("recipe", [*RECIPES, *map(one_code, TOKEN_STORAGES)], ids=str)
 @pytest.mark.parametrize("leading", [(130,), (3, 50), (2, 3, 5, 7), (1,)])
 def test_bits_of_hotcore(rng: np.random.Generator, recipe: Any, leading: tuple[int, ...]) -> None:
     gy, x, w, b = layer(rng, *leading)

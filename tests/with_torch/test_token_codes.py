@@ -8,9 +8,9 @@ from typing import Any
 
 import hotcore
 import pytest
-from hotcore.config import HotConfig, Key
+from hotcore.config import Key
 from hotcore.saved import saved_layout
-from support import equal_bits, nbytes, saved_tensors
+from support import TOKEN_STORAGES, equal_bits, nbytes, one_code, saved_tensors
 
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402
@@ -21,13 +21,6 @@ from torch_graphs import every  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("seeded")
 
-STORAGES = ("token8", "token4", "token2")
-
-
-def config_of(storage: str, **fields: Any) -> HotConfig:
-    base = {"gw_scale": "token", "hadamard_block": 64, "gx_rounding": "nearest"}
-    return HotConfig(**{"storage": storage, **base, **fields})
-
 
 def drawn_key(seed: int) -> Key:
     """The key that the first hot.linear after ``manual_seed(seed)`` draws."""
@@ -36,13 +29,13 @@ def drawn_key(seed: int) -> Key:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("storage", TOKEN_STORAGES)
 def test_gradients_are_those_of_hotcore(storage: str, dtype: torch.dtype) -> None:
     x = torch.randn(3, 19, 70, dtype=dtype, requires_grad=True)
     weight = (torch.randn(40, 70) / 8).to(dtype).requires_grad_()
     bias = torch.randn(40, dtype=dtype, requires_grad=True)
     gy = torch.randn(3, 19, 40).to(dtype)
-    config = config_of(storage)
+    config = one_code(storage)
     key = drawn_key(99)
     torch.manual_seed(99)
     got = torch.autograd.grad(hot.linear(x, weight, bias, config), (x, weight, bias), gy)
@@ -54,14 +47,14 @@ def test_gradients_are_those_of_hotcore(storage: str, dtype: torch.dtype) -> Non
         equal_bits(ours, theirs)
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("storage", TOKEN_STORAGES)
 def test_bytes_saved(storage: str) -> None:
     x = torch.randn(200, 300, requires_grad=True)
     layer = nn.Linear(300, 20)
-    hot.convert(model := nn.Sequential(layer), config_of(storage), every)
+    hot.convert(model := nn.Sequential(layer), one_code(storage), every)
     with saved_tensors() as kept:
         model(x)
-    assert nbytes(kept) <= saved_layout(200, 300, config_of(storage)).bytes + 8  # and its seed
+    assert nbytes(kept) <= saved_layout(200, 300, one_code(storage)).bytes + 8  # and its seed
 
 
 class Block(nn.Module):
@@ -78,7 +71,7 @@ class Block(nn.Module):
 
 
 @pytest.mark.parametrize("forward", ["plain", "int8"])
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("storage", TOKEN_STORAGES)
 @pytest.mark.parametrize("how", ["aot_eager", "checkpoint"])
 def test_however_it_is_run(
     how: str, storage: str, forward: Any, request: pytest.FixtureRequest
@@ -86,7 +79,7 @@ def test_however_it_is_run(
     request.getfixturevalue("one_seed_an_x" if how == "aot_eager" else "unshared")
     torch._dynamo.reset()
     model = Block()
-    hot.convert(model, config_of(storage, forward=forward), every)
+    hot.convert(model, one_code(storage, forward=forward), every)
 
     def recomputed(x: torch.Tensor) -> Any:
         return checkpoint(model, x, use_reentrant=False)
@@ -102,7 +95,7 @@ def test_however_it_is_run(
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("storage", TOKEN_STORAGES)
 def test_layers_with_one_x_share_its_codes(storage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where their blocks along the in features are the same."""
     compressed: list[int] = []
@@ -110,22 +103,22 @@ def test_layers_with_one_x_share_its_codes(storage: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(ops, "compress", lambda *a: compressed.append(1) or compress(*a))
     for block, count in ((64, 2), (16, 3)):
         model = Block()
-        hot.convert(model, config_of(storage), every)
-        model.k.config = config_of(storage, hadamard_block=block)
+        hot.convert(model, one_code(storage), every)
+        model.k.config = one_code(storage, hadamard_block=block)
         compressed.clear()
         x = torch.randn(80, 48, requires_grad=True)
         model(x).sum().backward()
         assert len(compressed) == count
-    same = config_of(storage, gx_rounding="stochastic")
-    assert input_cache.config_key(same) == input_cache.config_key(config_of(storage))
+    same = one_code(storage, gx_rounding="stochastic")
+    assert input_cache.config_key(same) == input_cache.config_key(one_code(storage))
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("storage", TOKEN_STORAGES)
 @pytest.mark.parametrize("size", [1, 3])
 def test_convolutions(storage: str, size: int) -> None:
     plain = nn.Conv2d(32, 48, size, padding=size // 2)
     ours = nn.Sequential(copy.deepcopy(plain))
-    hot.convert(ours, config_of(storage), every)
+    hot.convert(ours, one_code(storage), every)
     x = torch.randn(2, 32, 12, 12, requires_grad=True)
     gradients = []
     for layer in (plain, ours):
@@ -140,7 +133,7 @@ def test_convolutions(storage: str, size: int) -> None:
         assert float((got - wanted).norm() / wanted.norm()) < limit
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("storage", TOKEN_STORAGES)
 def test_overflow_is_seen(storage: str) -> None:
     weight = torch.randn(16, 24, requires_grad=True)
     x = torch.randn(40, 24, requires_grad=True)
@@ -148,17 +141,17 @@ def test_overflow_is_seen(storage: str) -> None:
         gy = torch.randn(40, 16)
         gy[3, 2] = bad
         gx, gw = torch.autograd.grad(
-            hot.linear(x, weight, None, config_of(storage)), (x, weight), gy
+            hot.linear(x, weight, None, one_code(storage)), (x, weight), gy
         )
         assert not gx[3].isfinite().any()
         assert not gw[2].isfinite().any()
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("storage", TOKEN_STORAGES)
 def test_frozen_weights(storage: str) -> None:
     layer = nn.Linear(64, 96).requires_grad_(False)
     model = nn.Sequential(copy.deepcopy(layer))
-    hot.convert(model, config_of(storage, forward="int8"), every)
+    hot.convert(model, one_code(storage, forward="int8"), every)
     hot.freeze_int8(model)
     x = torch.randn(50, 64, requires_grad=True)
     gy = torch.randn(50, 96)
@@ -173,11 +166,11 @@ def test_a_model_learns() -> None:
     x = torch.randn(256, 32, generator=data)
     target = torch.sin(x @ torch.randn(32, 8, generator=data))
     losses = {}
-    for storage in (None, *STORAGES):
+    for storage in (None, *TOKEN_STORAGES):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 8))
         if storage is not None:
-            hot.convert(model, config_of(storage), every)
+            hot.convert(model, one_code(storage), every)
         optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
         for _ in range(150):
             optimizer.zero_grad()
@@ -185,5 +178,5 @@ def test_a_model_learns() -> None:
             loss.backward()
             optimizer.step()
         losses[storage] = float(loss)
-    for storage in STORAGES:
+    for storage in TOKEN_STORAGES:
         assert losses[storage] < 1.15 * losses[None] + 0.01, losses
