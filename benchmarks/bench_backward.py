@@ -35,10 +35,19 @@ import rivals
 import timing
 import torch
 from hotcore.torch import functional
-from layers import CPU_GROUPS, CUDA_GROUPS, PAPER, Shape, floor_ms, parse_shape
+from layers import (
+    CPU_GROUPS,
+    CUDA_GROUPS,
+    PAPER,
+    TOKEN_SETTINGS,
+    Shape,
+    floor_ms,
+    parse_shape,
+)
 from timing import Call, Row
 
-RECIPES = ("default", "fast", "paper", "accurate", "compact")
+RECIPES = ("default", "fast", "paper", "accurate", "compact", *TOKEN_SETTINGS)
+"""Recipes, and the storages of one code a value."""
 PARTS = ("layers", "paper", "stages", "forward", "host")
 ALL = ("gx", "gw", "gb")
 BOTH = ("default", "fast", "compact")
@@ -48,6 +57,13 @@ LEAST_STAGE_ROUNDS = 4
 TOY: Shape = (64, 64, 64)
 PRODUCT = re.compile("cutlass|gemm|product", re.IGNORECASE)  # in names of kernels
 Groups = dict[str, dict[str, Shape]]
+
+
+def config_of(name: str) -> hotcore.HotConfig:
+    """A recipe, or a storage of one code a value."""
+    if name in TOKEN_SETTINGS:
+        return hotcore.HotConfig(**TOKEN_SETTINGS[name])
+    return hotcore.HotConfig.recipe(name)
 
 
 def tensors(shape: Shape, device: str, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -65,21 +81,21 @@ def hot_backward(
     gy: torch.Tensor, w: torch.Tensor, x: torch.Tensor, recipe: str, need: Sequence[str] = ALL
 ) -> Call:
     """A call of backward_linear; x is compressed here, outside of it."""
-    config = hotcore.HotConfig.recipe(recipe)
+    config = config_of(recipe)
     saved = hotcore.compress_activation(x, config, key=1) if "gw" in need else None
     weight = w if "gx" in need else None
     return lambda: hotcore.backward_linear(gy, weight, saved, config=config, need=need, key=1)
 
 
 def hot_compress(x: torch.Tensor, recipe: str) -> Call:
-    config = hotcore.HotConfig.recipe(recipe)
+    config = config_of(recipe)
     return lambda: hotcore.compress_activation(x, config, key=1)
 
 
 def hot_both(arrays: Sequence[torch.Tensor], bias: torch.Tensor, recipe: str, int8: bool) -> Call:
     """A layer's forward, x compressed, and its backward."""
     gy, w, x = arrays
-    config, own = hotcore.HotConfig.recipe(recipe), bias.to(x.dtype)
+    config, own = config_of(recipe), bias.to(x.dtype)
 
     def call() -> object:
         if int8:
@@ -444,7 +460,7 @@ def part_forward(args: argparse.Namespace, groups: Groups) -> dict[str, Any]:
                 "plain": lambda x=x, w=w: torch.nn.functional.linear(x, w)
             }
             for recipe in args.recipe:
-                config = hot.HotConfig.recipe(recipe)
+                config = config_of(recipe)
                 contenders[recipe] = lambda x=x, w=w, config=config: hot.linear(x, w, None, config)
             rows = timing.in_turns(contenders, args.rounds, args.device)
             for key, row in rows.items():
@@ -554,7 +570,7 @@ def part_host(args: argparse.Namespace) -> dict[str, Any]:
     rows = {"plain backward": host_us(grads(torch.nn.functional.linear(x, w)), args.device)}
     rows["plain forward"] = host_us(lambda: torch.nn.functional.linear(x, w), args.device)
     for recipe in args.recipe:
-        config = hot.HotConfig.recipe(recipe)
+        config = config_of(recipe)
         backward = grads(hot.linear(x, w, None, config))
         rows[f"adapter backward {recipe}"] = host_us(backward, args.device)
         rows[f"inside adapter backward {recipe}"] = inside_us(backward, args.device)

@@ -58,8 +58,10 @@ class Form:
     """Features that share a scale of x."""
     scale: str = "byte"
     """A byte relative to the token's scale, or ``"bf16"``."""
-    dither: str = "byte"
-    """A byte for 16 features with offsets; ``"nibble"``, ``"independent"``, ``"continuous"``."""
+    dither: str = "upper half"
+    """Of a byte for 16 features with offsets, what comes off; ``"byte"``: all of it. ``"nibble"``:
+    half a byte goes in and comes off. ``"independent"``, ``"continuous"``.
+    """
     contributions: str = "byte"
     """Their rounding: a byte for 16 tokens with offsets; ``"nearest"``, ``"independent"``."""
     block: int = 0
@@ -86,6 +88,7 @@ CHOICES: dict[str, dict[str, Form]] = {
         "groups of 16, a byte": replace(TOKEN4, group=16),
     },
     "dither": {
+        "256 levels, shared by 16 features": replace(TOKEN4, dither="byte"),
         "16 levels, shared by 16 features": replace(TOKEN4, dither="nibble"),
         "256 levels, independent": replace(TOKEN4, dither="independent"),
         "continuous, independent": replace(TOKEN4, dither="continuous"),
@@ -126,7 +129,7 @@ CHOICES: dict[str, dict[str, Form]] = {
 CHOSEN = {"token4": TOKEN4, "token8": TOKEN8}
 TODAY = {"default": 4, "accurate": 8}
 """Recipes without one code a value -> bits of x."""
-UNBIASED = ("contributions", "x in 8 bits", "signs", "not built")
+UNBIASED = ("dither", "contributions", "x in 8 bits", "signs", "not built")
 """Choices that are a matter of bias: many draws of them."""
 INPUT_FORMS: dict[str, Form | None] = {
     "today": None,
@@ -177,16 +180,19 @@ def shared_bytes(rows: int, columns: int) -> Tensor:
     return own.view(rows, -1)[:, :columns] & 255
 
 
-def dither(rows: int, columns: int, kind: str) -> Tensor:
-    """From -1/2 to 1/2, what is added before rounding and subtracted after it."""
+def dither(rows: int, columns: int, kind: str) -> tuple[Tensor, Tensor]:
+    """From -1/2 to 1/2, what is added before rounding and what is subtracted after it."""
     if kind == "continuous":
-        return torch.rand(rows, columns) - 0.5
-    if kind == "independent":
-        return (torch.randint(0, 256, (rows, columns)) + 0.5) / 256 - 0.5
-    if kind == "nibble":
-        own = torch.randint(0, 16, (rows, -(-columns // 16), 1), dtype=torch.int32) + REVERSED
-        return ((own.view(rows, -1)[:, :columns] & 15) + 0.5) / 16 - 0.5
-    return (shared_bytes(rows, columns) + 0.5) / 256 - 0.5
+        both = torch.rand(rows, columns) - 0.5
+    elif kind == "independent":
+        both = (torch.randint(0, 256, (rows, columns)) + 0.5) / 256 - 0.5
+    else:
+        byte = shared_bytes(rows, columns)
+        both = (byte + 0.5) / 256 - 0.5
+        coarse = ((byte >> 4) + 0.5) / 16 - 0.5
+        if kind != "byte":
+            return (coarse if kind == "nibble" else both), coarse
+    return both, both
 
 
 def groups_of(u: Tensor, size: int) -> Tensor:
@@ -209,9 +215,9 @@ def kept(u: Tensor, form: Form) -> Tensor:
         token = rounded_up(step.amax(1, keepdim=True), 16)
         ratio = rounded_up(step / positive(token), 19).clamp_min(2.0**-15)
         step = torch.where(step > 0, ratio * token, 0)
-    d = dither(u.shape[0], b[0].numel(), form.dither).view_as(b)
+    d, off = (part.view_as(b) for part in dither(u.shape[0], b[0].numel(), form.dither))
     codes = (b / positive(step) + d).floor().clamp(-8, 7)
-    return ((codes + 0.5 - d) * step).view(u.shape[0], -1)[:, : u.shape[1]]
+    return ((codes + 0.5 - off) * step).view(u.shape[0], -1)[:, : u.shape[1]]
 
 
 def kept2(u: Tensor, form: Form) -> Tensor:
@@ -219,8 +225,8 @@ def kept2(u: Tensor, form: Form) -> Tensor:
     b = groups_of(u, form.group)
     limit = 1.75 * b.square().mean(-1, keepdim=True).sqrt()
     step = positive(torch.minimum(b.abs().amax(-1, keepdim=True), limit)) / 1.5
-    d = dither(u.shape[0], b[0].numel(), form.dither).view_as(b)
-    found = ((b / step + d).floor().clamp(-2, 1) + 0.5 - d) * step
+    d, off = (part.view_as(b) for part in dither(u.shape[0], b[0].numel(), form.dither))
+    found = ((b / step + d).floor().clamp(-2, 1) + 0.5 - off) * step
     along = (b * found).sum(-1, keepdim=True)
     found = found * b.square().sum(-1, keepdim=True) / positive(along)
     return found.view(u.shape[0], -1)[:, : u.shape[1]]

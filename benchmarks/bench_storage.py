@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from layers import TOKEN_SETTINGS
 from numpy.typing import NDArray
 from timing import RESULTS, write_json
 
@@ -276,8 +277,6 @@ def case_rows(draws: int, rng: np.random.Generator) -> list[dict[str, Any]]:
 
 # ---- the same by libhot --------------------------------------------------------------------------
 
-ONE_CODE: dict[str, Any] = {"gw_scale": "token", "hadamard_block": 64, "gx_rounding": "nearest"}
-"""What the token storages are measured with."""
 RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
     "default": ("default", {}),
     "default, equalize_tokens": ("default", {"equalize_tokens": True}),
@@ -286,12 +285,10 @@ RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
     "fast": ("fast", {}),
     "fast, equalize_tokens": ("fast", {"equalize_tokens": True}),
     "compact": ("compact", {}),
-    "token8": ("default", {**ONE_CODE, "storage": "token8", "x_rounding": "nearest"}),
-    "token4": ("default", {**ONE_CODE, "storage": "token4"}),
-    "token2": ("default", {**ONE_CODE, "storage": "token2"}),
+    **{name: ("default", settings) for name, settings in TOKEN_SETTINGS.items()},
     "token4, half of the tokens": (
         "default",
-        {**ONE_CODE, "storage": "token4", "basis": "sketch", "rank": 8},
+        {**TOKEN_SETTINGS["token4"], "basis": "sketch", "rank": 8},
     ),
 }
 """Title -> recipe and what is changed of it."""

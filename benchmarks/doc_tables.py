@@ -403,6 +403,26 @@ def tests(report: Report) -> Iterator[str]:
         yield line([name, *(str(row[key]) for key in ("passed", "failed", "skipped"))])
 
 
+def backward_times(report: Report) -> Iterator[str]:
+    """Microseconds of backward and of compress, of the first recipe's in brackets, beside bf16."""
+    names = report["recipes"]
+    columns = [f"`{name}`{of}" for of in (", backward", ", compress") for name in names]
+    yield from header(["", "L, O, I", "torch bf16", *columns])
+    for group, found in report["layers"].items():
+        for layer, entry in found["layers"].items():
+            rows = entry["rows"]
+            cells = []
+            for what in ("hotcore", "compress"):
+                first = rows[f"{what} {names[0]}"]["median_ms"]
+                for name in names:
+                    own = rows[f"{what} {name}"]["median_ms"]
+                    of = "" if name == names[0] else f" ({own / first:.2f})"
+                    cells.append(f"{1e3 * own:.0f}{of}")
+            shape = ", ".join(map(str, entry["shape"]))
+            plain = f"{1e3 * rows['torch bf16']['median_ms']:.0f}"
+            yield line([f"{group} {layer}", shape, plain, *cells])
+
+
 def cpu_layers(report: Report) -> Iterator[str]:
     """Milliseconds of a layer on a CPU, and how many times faster than fp32, and than bf16."""
     recipes = [name for name in report["recipes"] if name in ("default", "fast")]
@@ -540,6 +560,7 @@ PAYS = {
 """Model -> how it is run, its rival too."""
 EARLIER = "cuda-steps-earlier.json"
 """What was measured step by step, a synchronisation before and after each, and not again since."""
+CONVOLUTION = "cuda-convolution.json"
 PAYS_FP8 = ("llama_blocks_2k", "vit_b")
 REFERENCE = "bf16 compiled"
 BUDGETS = (0.7, 0.5, 0.3, 0.2)
@@ -561,7 +582,6 @@ def pays(results: Path) -> Iterator[str]:
     check = report("gpu-check.json")
     models = report("cuda-steps.json")["steps"] | report("cuda-lora.json")["steps"]
     small = report("cuda-memory-points.json")["steps"]["bert"]
-    tuned = report("cuda-autotune.json")["steps"]
     processors = [
         [layer["rows"] for layer in group["layers"].values()]
         for name in ("cpu-backward.json", "cpu-backward-amx.json")
@@ -643,9 +663,12 @@ def pays(results: Path) -> Iterator[str]:
     yield line([title, "fp32", *of_recipes(ratios)])
     bf16 = means["bf16"]["geomean"]
     yield line(["the same", "bf16", *of_recipes([ratio / bf16 for ratio in ratios])])
-    convolved = 1 / tuned["channels_last"]["default, slower=True"]["of plain"]
-    title = "step of ResNet-50, convolutions converted"
-    yield line([title, "bf16", *of_recipes([convolved, None])])
+    if (results / CONVOLUTION).exists():
+        rows = report(CONVOLUTION)["steps"]["resnet50"]["rows"]
+        for words, suffix in (("", ""), (", `saved=8`", ", saved")):
+            found = step(rows, f"default compiled{suffix}", REFERENCE)
+            title = f"step of ResNet-50, convolutions converted{words}"
+            yield line([title, "compiled bf16", "", found, "", "", ""])
     large = [row for rows in processors for row in rows[:-1]]
     tiny = [rows[-1] for rows in processors]
     alone = [f"hotcore {name}" for name in names]
@@ -861,7 +884,6 @@ def one_code_cell(row: Sequence[float], biased: bool = False) -> str:
 ONE_CODE_CASES = {
     "sizes": ("Gauss", "features log-normal 1.5", "the same, a massive token without gradient"),
     "scales": ("Gauss",),
-    "dither": ("Gauss",),
 }
 """Synthetic cases beside the layers, where a choice is about them."""
 
@@ -1014,6 +1036,7 @@ KINDS: dict[str, tuple[str | None, Callable[..., Iterator[str]]]] = {
     "floor": (CHECK, floor),
     "forward": (CHECK, forward),
     "small": (CHECK, small),
+    "backward-times": (None, backward_times),
     "fwht": (CHECK, fwht),
     "products": ("cuda-gemm.json", products),
     "host": (CHECK, host),

@@ -1,11 +1,24 @@
-"""The timed layers, and the least time that an H200 could need for them."""
+"""The timed layers, and the least time that an H200 could need for them.
+
+hotcore is not imported: compile_torchao.py runs while it is being built.
+"""
 
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 Shape = tuple[int, int, int]
 """L tokens, O out features, I in features."""
+
+ONE_CODE: dict[str, Any] = {"gw_scale": "token", "hadamard_block": 64, "gx_rounding": "nearest"}
+"""What the storages of one code a value are measured with, and each of its own."""
+TOKEN_SETTINGS: dict[str, dict[str, Any]] = {
+    "token8": {**ONE_CODE, "storage": "token8", "x_rounding": "nearest"},
+    "token4": {**ONE_CODE, "storage": "token4"},
+    "token2": {**ONE_CODE, "storage": "token2"},
+}
+
 
 VIT = {  # ViT-B/16, batch 128
     "qkv": (25216, 2304, 768),

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import bench_storage
 import hotcore
 import hotcore.torch as hot
+import layers
 import rivals
 import torch
 import torch.nn.functional as F
@@ -100,9 +100,7 @@ LUQ_FORWARD = (
 product, as every row of an 8-bit forward is, and by its own."""
 COMPACT = Contender("compact", "compact")
 ONE_CODE = tuple(
-    Contender(
-        f"one code, x in {bits} bits{of}", "default", {**bench_storage.ONE_CODE, **kept, **forward}
-    )
+    Contender(f"one code, x in {bits} bits{of}", "default", {**layers.ONE_CODE, **kept, **forward})
     for bits, kept in (
         (4, {"storage": "token4"}),
         (2, {"storage": "token2"}),

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import hotcore.torch as hot
@@ -49,6 +49,12 @@ class Contender:
     """convert's ``slower``: HOT also where its default filter expects it to lose on CUDA."""
     forward: str = "plain"
     """HOT's forward, "plain" or "int8"."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of HotConfig that differ from the recipe's."""
+    wide: bool = False
+    """Of HOT's layers only the convolutions other than 1x1, but the first."""
+    channels_last: bool = False
+    """The memory format of images and of convolutions' weights."""
     frozen_int8: bool = False
     """hot.freeze_int8: the converted layers' weights as codes alone."""
 
@@ -145,11 +151,17 @@ def contenders(device: str) -> list[Contender]:
 def convert(model: nn.Module, contender: Contender) -> hot.ConversionReport:
     """HOT's layers, and its other modules if the contender asks for them."""
     assert contender.recipe is not None
-    config = hot.HotConfig.recipe(contender.recipe, forward=contender.forward)
-    report = hot.convert(model, config, slower=contender.slower, saved=contender.kept)
+    settings = {"forward": contender.forward, **contender.settings}
+    config = hot.HotConfig.recipe(contender.recipe, **settings)
+    only = _wide if contender.wide else None
+    report = hot.convert(model, config, only, slower=contender.slower, saved=contender.kept)
     if contender.frozen_int8:
         print(hot.freeze_int8(report.model))
     return report
+
+
+def _wide(module: nn.Module, name: str) -> bool:
+    return isinstance(module, nn.Conv2d) and module.kernel_size != (1, 1) and module.in_channels > 3
 
 
 def fp8_converted(model: nn.Module, recipe: str, emulate: bool) -> None:
@@ -212,6 +224,11 @@ class Trainer:
         self.contender, self._batch, self._task = contender, batch, task
         self.device = next(iter(batch.values())).device
         model = (model if own else copy.deepcopy(model)).to(self.device).train()
+        if contender.channels_last:
+            last = torch.channels_last
+            model = model.to(memory_format=last)  # type: ignore[call-overload]
+            images = {n: t.contiguous(memory_format=last) for n, t in batch.items() if t.dim() == 4}
+            self._batch = {**batch, **images}
         self.report: hot.ConversionReport | None = None
         if contender.recipe is not None:
             self.report = convert(model, contender)

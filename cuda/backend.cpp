@@ -81,6 +81,11 @@ struct Memory {
   GemmArgs product[2]{};                   // g_x, g_w
   void* scratch[2] = {nullptr, nullptr};   // of each
   const GemmTokenArgs* token = nullptr;
+  // Of the token storages: sizes of features, and what g_w needs.
+  const SizesJob* sizes = nullptr;
+  const TransposeJob* transpose = nullptr;
+  const ContributionsJob* contributions = nullptr;
+  const UndoJob* undo = nullptr;
   MatrixIn packed[2]{};     // INT4 operands, and
   MatrixOut unpacked[2]{};  // their INT8
 };
@@ -187,6 +192,27 @@ void run(const Context& context, const Step& step, const Step* fixup, const Memo
       return launch_groups(context, step, *memory.kept);
     case Kernel::rotate:
       return launch_rotate(context, step, *memory.kept);
+    case Kernel::sampled_tokens:
+    case Kernel::feature_sums:
+      return launch_feature_sizes(context, step, *memory.sizes);
+    case Kernel::token_rows: {
+      const auto& work = step.as<plan::TokenRowsStep>();
+      if (work.of == plan::RowsOf::x) {
+        return launch_kept_tokens(context, step, *memory.kept, memory.sizes->scratch.factors);
+      }
+      const bool sums = step.writes.has(plan::Buffer::sums);
+      return launch_token_rows(context, step, *memory.rows,
+                               sums ? static_cast<float*>(memory.sum->workspace) : nullptr);
+    }
+    case Kernel::draw_tokens:
+      return launch_draw_tokens(context, step, *memory.contributions);
+    case Kernel::token_transpose:
+      return launch_token_transpose(context, step, *memory.transpose);
+    case Kernel::token_amax:
+    case Kernel::token_contributions:
+      return launch_contributions(context, step, *memory.contributions);
+    case Kernel::undo_transforms:
+      return launch_undo_transforms(context, step, *memory.undo);
     case Kernel::requantize_rotated:
       return launch_requantize_rotated(context, step, *memory.groups);
     case Kernel::requantize:
@@ -297,11 +323,23 @@ ColumnsJob with_amax(const plan::DeviceFacts& facts, ColumnsJob job, void* works
 struct Kept {
   plan::Zeroed zeroed{};
   ColumnsJob columns{};
+  std::optional<SizesJob> sizes{};  // of the token storages
   plan::CompressShape shape;
 
   Kept(const Context& context, const plan::DeviceFacts& facts, const CompressJob& job,
        void* workspace)
       : shape{plan::array_facts(job.x), job.x.rows, job.x.cols, *job.projection, job.spec} {
+    if (job.tokens) {
+      const TokenCodesOut& out = *job.tokens;
+      WorkspaceCursor cursor(workspace);
+      sizes = SizesJob{"compress_activation",
+                       job.x,
+                       take_features(cursor, out.layout.features, out.layout.padded),
+                       out.exponents(),
+                       nullptr,
+                       out.layout.padded,
+                       in_signs_key(out.storage, context.key())};
+    }
     if (job.spec.storage != Storage::int8) return;
     columns = with_amax(facts, activation_columns(context, job), workspace, zeroed);
   }
@@ -311,6 +349,7 @@ Memory memory_of(const CompressJob& job, const Kept& kept) {
   Memory memory;
   memory.zeroed = kept.zeroed;
   memory.activation = &kept.columns;
+  if (kept.sizes) memory.sizes = &*kept.sizes;
   memory.kept = &job;
   return memory;
 }
@@ -343,12 +382,82 @@ std::size_t CudaBackend::backward_workspace(const Context& context,
   return plan::backward_workspace(CudaDevice(context).facts(), work);
 }
 
+namespace {
+
+// One code a value: rows of g_y serve both products.
+void backward_tokens(const Context& context, const CudaDevice& device, const BackwardCall& call,
+                     void* workspace) {
+  const BackwardWork& work = call.work;
+  const BackwardLinearSpec& spec = work.spec;
+  WorkspaceCursor cursor(workspace), for_sums(workspace);
+  const plan::TokenScratch s = plan::take_token_scratch(cursor, device.facts(), work);
+  // A weight that was quantised before has fixed signs and out features as they are.
+  const Key& sign_key = work.gx && !work.weight ? fixed_signs_key : context.key();
+  const SizesJob sizes{
+      "backward_linear",          call.gy, s.features, s.exponents, s.transposed.scale,
+      work.out_features.k_padded, sign_key};
+  const RowsJob rows{call.gy, work.out_features.block, gradient_rows_quant(spec), s.rows,
+                     s.features.factors};
+  MatrixIn sized = call.w;
+  sized.exponents = s.exponents;
+  const ColumnsJob weight{sized,    &work.out_features, Side::activation,
+                          sign_key, weight_quant(spec), s.weight};
+  const ColumnSum sum{call.gb, work.accumulate, s.sums};
+  const ColumnSum sum_alone{call.gb, work.accumulate,
+                            plan::take_sums(for_sums, device.facts(), work.shape)};
+  Memory memory;
+  memory.zeroed = s.zeroed;
+  memory.gy = call.gy;
+  memory.sizes = &sizes;
+  memory.rows = &rows;
+  memory.weight = &weight;
+  memory.sum = &sum;
+  memory.sum_alone = &sum_alone;
+  memory.scratch[0] = s.gx_gemm;
+  memory.scratch[1] = s.gw_gemm;
+  memory.product[0].out = call.gx;
+  memory.product[1].out = call.gw;
+  if (work.gx) {
+    memory.product[0] = product(s.rows, work.weight ? s.weight : call.quantized,
+                                work.out_features.divisor, false, call.gx);
+  }
+  std::optional<TransposeJob> transpose;
+  std::optional<ContributionsJob> contributions;
+  std::optional<UndoJob> undo;
+  if (work.gw) {
+    const TokenCodesIn& x = *call.tokens;
+    const DeviceDrawn drawn{s.drawn, s.drawn_factor, work.tokens.k};
+    transpose = {s.rows, s.transposed, drawn};
+    contributions = {&x, call.sketch_key, s.rows.scale, drawn, s.contributions};
+    undo = {s.product,
+            work.out_features.block,
+            x.layout.block,
+            s.features.factors,
+            in_signs_key(x.storage, call.sketch_key),
+            x.exponents(),
+            work.accumulate,
+            call.gw};
+    memory.transpose = &*transpose;
+    memory.contributions = &*contributions;
+    memory.undo = &*undo;
+    memory.product[1] = product(s.transposed, s.contributions, 1, false, s.product);
+  }
+  run(context,
+      plan::plan_backward(device.facts(), work,
+                          {plan::array_facts(call.gy), plan::array_facts(call.w),
+                           plan::out_facts(call.gx), plan::out_facts(call.gw)}),
+      memory);
+}
+
+}  // namespace
+
 void CudaBackend::backward(const Context& context, const BackwardCall& call,
                            void* workspace) const {
   const DeviceGuard guard(context.device().index, "backward_linear");
   const CudaDevice device(context);
   const BackwardWork& work = call.work;
   const BackwardLinearSpec& spec = work.spec;
+  if (is_token_storage(spec.storage)) return backward_tokens(context, device, call, workspace);
   WorkspaceCursor cursor(workspace), for_sums(workspace);
   const plan::Scratch scratch = plan::take_scratch(cursor, device.facts(), work);
 

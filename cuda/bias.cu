@@ -51,6 +51,7 @@ __global__ void final_sum_kernel(const float* partial, std::int64_t runs, bool a
   const int warp = static_cast<int>(threadIdx.x) / 32;
   double total = 0.0;
   if (col < out.cols) {
+#pragma unroll 8
     for (std::int64_t run = warp; run < runs; run += 8) {
       total += static_cast<double>(partial[run * out.cols + col]);
     }

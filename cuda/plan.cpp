@@ -66,6 +66,14 @@ constexpr KernelInfo kernels[kernel_count] = {
     {"groups_kernel", "int4_activation.cu", false},
     {"group_quads_kernel", "int4_activation.cu", false},
     {"rotate_kernel", "rotated_activation.cu", false},
+    {"sampled_tokens_kernel", "token_sizes.cu", false},
+    {"feature_sums_kernel", "token_sizes.cu", false},
+    {"token_rows_kernel", "token_rows.cu", false},
+    {"draw_tokens_kernel", "token_gradient.cu", false},
+    {"token_transpose_kernel", "token_gradient.cu", false},
+    {"token_amax_kernel", "token_gradient.cu", false},
+    {"token_contributions_kernel", "token_gradient.cu", false},
+    {"undo_transforms_kernel", "token_gradient.cu", false},
     {"requantize_kernel", "int4_activation.cu", true},
     {"requantize_rotated_kernel", "rotated_activation.cu", true},
     {"partial_sum_kernel", "bias.cu", false},
@@ -122,12 +130,18 @@ constexpr const char* buffer_names[buffer_count] = {
     "quantised x",
     "quantised w",
     "bias as fp32",
+    "sums of features",
+    "sizes of features",
+    "g_y codes (transposed)",
+    "g_w, transformed",
+    "drawn tokens",
 };
 
-constexpr Buffers scratch = Buffer::rows | Buffer::columns | Buffer::weight | Buffer::activation |
-                            Buffer::rows_amax | Buffer::columns_amax | Buffer::weight_amax |
-                            Buffer::sums | Buffer::spread_a | Buffer::spread_b | Buffer::stream_k |
-                            Buffer::x_rows | Buffer::weight_rows | Buffer::wide_bias;
+constexpr Buffers scratch =
+    Buffer::rows | Buffer::columns | Buffer::weight | Buffer::activation | Buffer::rows_amax |
+    Buffer::columns_amax | Buffer::weight_amax | Buffer::sums | Buffer::spread_a |
+    Buffer::spread_b | Buffer::stream_k | Buffer::x_rows | Buffer::weight_rows | Buffer::wide_bias |
+    Buffer::sizes | Buffer::features | Buffer::transposed | Buffer::product | Buffer::drawn;
 
 }  // namespace
 
@@ -203,6 +217,7 @@ ColumnsShape weight_shape(const ArrayFacts& w, std::int64_t cols, const Projecti
 Plan plan_backward(const DeviceFacts& facts, const BackwardWork& work,
                    const BackwardArrays& arrays) {
   const BackwardLinearSpec& spec = work.spec;
+  if (is_token_storage(spec.storage)) return plan_token_backward(facts, work, arrays);
   const LinearShape& shape = work.shape;
   const std::int64_t kx = work.out_features.k_padded, kw = work.tokens.k_padded;
   const bool packed = work.gw && spec.storage != Storage::int8;
@@ -291,16 +306,19 @@ Plan plan_backward(const DeviceFacts& facts, const BackwardWork& work,
         .work = ProductStep{1};
   }
   if (work.gb && !summed && shape.out_features > 0) {
-    const std::int64_t runs = sum_runs(shape.tokens);
-    Step& step =
-        plan.add(Kernel::partial_sum,
-                 {runs * ceil_div(shape.out_features, bias::sum_threads), bias::sum_threads},
-                 Buffer::gy, Buffer::all_scratch);
-    step.dtype = arrays.gy.dtype;
-    step.work = SumsStep{runs};
-    add_final_sum(plan, runs, shape.out_features, work.accumulate, Buffer::all_scratch);
+    add_sum_alone(plan, shape, arrays.gy, work.accumulate);
   }
   return plan;
+}
+
+void add_sum_alone(Plan& plan, const LinearShape& shape, const ArrayFacts& gy, bool accumulate) {
+  const std::int64_t runs = sum_runs(shape.tokens);
+  Step& step = plan.add(Kernel::partial_sum,
+                        {runs * ceil_div(shape.out_features, bias::sum_threads), bias::sum_threads},
+                        Buffer::gy, Buffer::all_scratch);
+  step.dtype = gy.dtype;
+  step.work = SumsStep{runs};
+  add_final_sum(plan, runs, shape.out_features, accumulate, Buffer::all_scratch);
 }
 
 namespace {
@@ -358,6 +376,10 @@ void add_activation(Plan& plan, const DeviceFacts& facts, const CompressShape& k
 
 Plan plan_compress(const DeviceFacts& facts, const CompressShape& kept) {
   Plan plan;
+  if (is_token_storage(kept.spec.storage)) {
+    add_kept_tokens(plan, facts, kept);
+    return plan;
+  }
   add_token_exponents(plan, kept);
   add_activation_zero(plan, facts, kept);
   add_activation(plan, facts, kept);
@@ -430,6 +452,11 @@ Plan plan_forward_input(const DeviceFacts& facts, const ArrayFacts& x, std::int6
   const RowsShape job = forward_rows(RowsOf::x, Buffer::x, Buffer::forward_x, x, rows, cols, spec);
   if (kept == nullptr) {
     add_rows(plan, job);
+    return plan;
+  }
+  if (is_token_storage(kept->spec.storage)) {
+    add_rows(plan, job);
+    add_kept_tokens(plan, facts, *kept);
     return plan;
   }
   add_token_exponents(plan, *kept);
@@ -547,7 +574,11 @@ char* take_sums(WorkspaceCursor& cursor, const DeviceFacts& facts, const LinearS
 
 std::size_t backward_workspace(const DeviceFacts& facts, const BackwardWork& work) {
   WorkspaceCursor cursor, for_sums;
-  take_scratch(cursor, facts, work);
+  if (is_token_storage(work.spec.storage)) {
+    take_token_scratch(cursor, facts, work);
+  } else {
+    take_scratch(cursor, facts, work);
+  }
   if (work.gb) take_sums(for_sums, facts, work.shape);
   return std::max(cursor.bytes(), for_sums.bytes());
 }

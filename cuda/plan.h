@@ -158,6 +158,36 @@ constexpr int exponent_rows = 8;  // of a CTA of token_exponents_kernel, a warp 
 
 }  // namespace rotated
 
+// The token storages.
+namespace token {
+
+// feature_sums_kernel: lanes that share a token, each with 16 bytes of it; tokens of a CTA.
+constexpr int size_threads = 256, strip_lanes = 8, strip_tokens = 128;
+// token_rows_kernel: elements of a thread; threads and rows of a CTA at most; pairs of columns that
+// a thread adds up.
+constexpr int item = 64, max_row_threads = 256, max_rows = 32, max_column_vectors = 2;
+// Its shared memory: two buffers of rows, in pieces of 64 elements, and the features' factors, both
+// with 16 bytes between so that pieces start in different banks; the dither of two tiles of 16
+// rows.
+constexpr int factor_pitch = 2 * item + 16;
+struct RowsLayout {
+  int pieces, pitch, buffer, factors, dither, bytes;
+  constexpr RowsLayout(int blocks, int rows, int dtype_size, bool packed)
+      : pieces(blocks < 4 ? 1 : (blocks + 3) / 4),
+        pitch(item * dtype_size + 16),
+        buffer(rows * pieces * pitch),
+        factors(2 * buffer),
+        dither(factors + pieces * factor_pitch),
+        bytes(dither + (packed ? 2 * 16 * blocks : 0)) {}
+};
+// Tokens and features of a warp of the kernels of g_w, and warps of a CTA, each with its tokens.
+constexpr int tile = 64, tile_warps = 8;
+// token_transpose_kernel: tokens and channels of a CTA.
+constexpr int transpose_tile = 128, transpose_threads = 256;
+constexpr int draw_threads = 1024;
+
+}  // namespace token
+
 // Partial sums of g_b on its own: a thread adds up 8 blocks of 16 tokens.
 namespace bias {
 
@@ -245,6 +275,16 @@ enum class Kernel : std::uint8_t {
   groups,
   group_quads,
   rotate,
+  // the token storages
+  sampled_tokens,
+  feature_sums,
+  token_rows,
+  draw_tokens,
+  token_transpose,
+  token_amax,
+  token_contributions,
+  undo_transforms,
+  // x
   requantize,
   requantize_rotated,
   // g_b
@@ -319,8 +359,13 @@ enum class Buffer : std::uint8_t {
   forward_x,    // x as quantize_forward_input and
   forward_w,    // w as quantize_forward_weight kept it
   wide_bias,    // the bias as fp32
+  sizes,        // sums that the sizes of features come from,
+  features,     // and those sizes, with signs
+  transposed,   // codes of g_y for g_w
+  product,      // g_w before its transforms are undone
+  drawn,        // tokens of a share
 };
-inline constexpr int buffer_count = static_cast<int>(Buffer::wide_bias) + 1;
+inline constexpr int buffer_count = static_cast<int>(Buffer::drawn) + 1;
 static_assert(buffer_count <= 64);  // bits of a Buffers
 const char* buffer_name(Buffer buffer);
 
@@ -404,6 +449,18 @@ struct GroupedStep {
   int weight_amax_slots, gradient_amax_slots;  // words that the previous launch wrote
   int row_lanes_log2;
 };
+struct SizesStep {
+  RowsOf of;            // g_y or x
+  std::int64_t tokens;  // of the sample; 0: all sizes are 1
+};
+struct TokenRowsStep {
+  RowsOf of;
+  int rows;  // that a CTA takes at a time; 0: a row is gone over twice
+  std::int64_t cta_rows;
+};
+struct ContributionsStep {
+  std::int64_t tiles;  // of a warp
+};
 struct SumsStep {
   std::int64_t runs;  // partial sums of a column
 };
@@ -440,8 +497,9 @@ struct Step {
   DType dtype{};        // of what is read, or of a product's result
   Rounding rounding{};  // of the kernel's instance
   std::variant<std::monostate, RowsStep, ColumnsStep, GenericColumnsStep, FinishStep,
-               RowsColumnAmaxStep, RowsGroupsStep, GroupedStep, SumsStep, ZeroStep, SpreadStep,
-               UnpackStep, SmallGemmStep, ProductStep>
+               RowsColumnAmaxStep, RowsGroupsStep, GroupedStep, SizesStep, TokenRowsStep,
+               ContributionsStep, SumsStep, ZeroStep, SpreadStep, UnpackStep, SmallGemmStep,
+               ProductStep>
       work{};
 
   template <class T>
@@ -576,6 +634,19 @@ struct Scratch {
   char *gx_gemm = nullptr, *gw_gemm = nullptr, *sums = nullptr;
   Zeroed zeroed{};  // every Operand::amax
 };
+// The same of the token storages.
+struct TokenScratch {
+  FeatureScratch features{};  // of g_y
+  std::uint8_t* exponents = nullptr;
+  Operand rows{}, weight{};               // g_x; rows: g_w, too
+  Operand transposed{}, contributions{};  // g_w
+  std::int32_t* drawn = nullptr;          // by slots
+  float* drawn_factor = nullptr;
+  MatrixOut product{};
+  char *gx_gemm = nullptr, *gw_gemm = nullptr, *sums = nullptr;
+  Zeroed zeroed{};
+};
+TokenScratch take_token_scratch(WorkspaceCursor&, const DeviceFacts&, const BackwardWork&);
 // Gives the size (a cursor without memory) and the pointers, so they cannot disagree.
 Scratch take_scratch(WorkspaceCursor&, const DeviceFacts&, const BackwardWork&);
 // Partial sums of g_b on its own: nothing else is alive then.

@@ -8,20 +8,9 @@ namespace hot::detail::plan {
 
 // ---- rows --------------------------------------------------------------------------------------
 
-namespace {
-
-using columns::column_tiles;
-using columns::Kind;
-using columns::Pass;
-using columns::token_tiles;
-
-struct RowShare {
-  int lanes, blocks;  // of a row; of 16 elements of a lane. No lanes: too long
-};
-
 // At most 1 idle lane in 8 where possible (the loads of the others then hide the latency); a row
 // within a warp is preferred to a row across warps.
-RowShare row_share(std::int64_t blocks, int most_per_lane = rows16_max_blocks) {
+RowShare row_share(std::int64_t blocks, int most_per_lane) {
   RowShare best{};
   std::int64_t best_cost = 0;
   for (int per_lane = 1; per_lane <= most_per_lane; ++per_lane) {
@@ -44,6 +33,13 @@ RowShare row_share(std::int64_t blocks, int most_per_lane = rows16_max_blocks) {
   }
   return best;
 }
+
+namespace {
+
+using columns::column_tiles;
+using columns::Kind;
+using columns::Pass;
+using columns::token_tiles;
 
 void add_rows_pass(Plan& plan, const RowsShape& job, RowsPass pass) {
   const RowShare share = row_share(job.k_padded / 16);
@@ -88,6 +84,7 @@ bool keeps_rows(const Projection& p, Kind kind) {
 
 // Whether quantize_columns.cu has kernels for a projection, and of which kind.
 bool kind_of(const Projection& p, Kind& kind) {
+  if (p.signs && p.block != rotated_block) return false;
   if (p.signs || (p.equalized && p.basis == Basis::full)) {
     kind = p.signs ? Kind::rotated : Kind::factored;
     return true;
@@ -170,9 +167,12 @@ LaunchShape column_shape(Kind kind, std::int64_t tiles, const ClusterSplit& spli
           columns::shared_bytes(kind, split.warps, split.warps, cluster), std::max(1, cluster)};
 }
 
-// What the columns of a matrix read: the powers of its tokens, too.
+// What the columns of a matrix read: the powers of its tokens, too, or of w's rows, but where w is
+// quantised ahead.
 Buffers columns_read(const ColumnsShape& job) {
-  return job.p.equalized ? job.from | Buffer::exponents : Buffers(job.from);
+  if (job.p.equalized) return job.from | Buffer::exponents;
+  return job.p.signs && job.codes == Buffer::weight ? job.from | Buffer::features
+                                                    : Buffers(job.from);
 }
 
 Buffers sum_reads(bool accumulate) { return accumulate ? Buffers(Buffer::gb) : Buffers(); }

@@ -79,6 +79,12 @@ struct GroupsShape {
   bool rotated;  // rht2, otherwise INT4
 };
 
+// How lanes share a row in registers.
+struct RowShare {
+  int lanes, blocks;  // of a row; of 16 elements of a lane. No lanes: too long
+};
+RowShare row_share(std::int64_t blocks, int most_per_lane = rows16_max_blocks);
+
 // Words of Operand::amax, to be zeroed.
 struct AmaxWords {
   std::int64_t rows = 0, weight = 0, columns = 0;
@@ -110,6 +116,14 @@ void add_final_sum(Plan&, std::int64_t runs, std::int64_t cols, bool accumulate,
 // Partial sums of a column: of g_b on its own, and of rows_column_amax_kernel at most.
 std::int64_t sum_runs(std::int64_t rows);
 std::int64_t rows_column_amax_sums(const DeviceFacts&, std::int64_t rows);
+
+// g_b on its own, at the end of a call.
+void add_sum_alone(Plan&, const LinearShape&, const ArrayFacts& gy, bool accumulate);
+
+// ---- the token storages (plan_tokens.cpp) ------------------------------------------------------
+
+Plan plan_token_backward(const DeviceFacts&, const BackwardWork&, const BackwardArrays&);
+void add_kept_tokens(Plan&, const DeviceFacts&, const CompressShape&);
 
 // ---- products (plan_gemm.cpp) ------------------------------------------------------------------
 

@@ -108,15 +108,6 @@ void check_drawn(const char* call, std::int64_t tokens, const BackwardLinearSpec
   }
 }
 
-// Of calls that run or plan the spec.
-void check_device(const char* call, const Context& context, const BackwardLinearSpec& spec) {
-  if (detail::is_token_storage(spec.storage) && context.device().type == Device::Type::cuda) {
-    detail::unsupported(call, std::string("storage ") + storage_name(spec.storage) +
-                                  " has no CUDA kernels; expected a context of the CPU, or storage "
-                                  "int8, int4 or rht2");
-  }
-}
-
 void check_spec(const char* call, const BackwardLinearSpec& spec) {
   detail::check_hadamard_block(call, spec.hadamard_block);
   if (spec.gx_bits != 4 && spec.gx_bits != 8) {
@@ -248,7 +239,6 @@ Support supported(const Context& context, const LinearShape& shape,
   return detail::answer_supported([&] {
     check_shape("backward_linear", shape);
     check_spec("backward_linear", spec);
-    check_device("backward_linear", context, spec);
     check_drawn("backward_linear", shape.tokens, spec);
     detail::token_projection(shape.tokens, spec);
     backend_of(context).gemm_workspace(context, shape.tokens, shape.in_features,
@@ -309,7 +299,6 @@ std::size_t compress_activation_workspace(const Context& context, std::int64_t t
                                           std::int64_t in_features,
                                           const BackwardLinearSpec& spec) {
   saved_layout(tokens, in_features, spec);  // the same errors as the call itself
-  check_device("compress_activation_workspace", context, spec);
   return compress_workspace(context, in_features, detail::token_projection(tokens, spec), spec);
 }
 
@@ -319,7 +308,6 @@ detail::CompressCall::CompressCall(const char* call, const Context& context,
                                    const Workspace& workspace) {
   const Checker check(call, context);
   check_spec(call, spec);
-  check_device(call, context, spec);
   projection = token_projection(rows.rows, spec);
   const SavedLayout layout = layout_of(projection, rows.cols, spec);
   check_bytes(call, "saved", saved.data, saved.bytes, layout.bytes, detail::BufferSize::at_least);
@@ -363,7 +351,6 @@ void decompress_activation(const Context& context, const ConstSavedActivation& s
   const char* const call = "decompress_activation";
   const Checker check(call, context);
   check_spec(call, spec);
-  check_device(call, context, spec);
   if (spec.low_rank.basis != Basis::full && !detail::is_token_storage(spec.storage)) {
     detail::unsupported(call, std::string("saved has basis ") + basis_name(spec.low_rank.basis) +
                                   ", which keeps projected rows and not x; expected basis full");
@@ -412,7 +399,6 @@ std::size_t quantized_weight_bytes(std::int64_t out_features, std::int64_t in_fe
 std::size_t quantize_weight_workspace(const Context& context, std::int64_t out_features,
                                       std::int64_t in_features, const BackwardLinearSpec& spec) {
   quantized_weight_bytes(out_features, in_features, spec);  // the same errors as the call itself
-  check_device("quantize_weight_workspace", context, spec);
   return backend_of(context).columns_workspace(context, in_features,
                                                detail::out_feature_projection(out_features, spec),
                                                detail::weight_quant(spec));
@@ -425,7 +411,6 @@ ConstQuantizedWeight quantize_weight(const Context& context, const ConstTensorVi
   const char* const call = "quantize_weight";
   const Checker check(call, context);
   check_spec(call, spec);
-  check_device(call, context, spec);
   check.input("w", w, float_dtypes, 2, 2);
   const MatrixIn weight = detail::matrix_of(w);
   const Projection p = detail::out_feature_projection(weight.rows, spec);
@@ -450,7 +435,6 @@ std::size_t backward_linear_workspace(const Context& context, const LinearShape&
                                       const BackwardLinearSpec& spec, bool need_gx, bool need_gw) {
   check_shape("backward_linear_workspace", shape);
   check_spec("backward_linear_workspace", spec);
-  check_device("backward_linear_workspace", context, spec);
   check_drawn("backward_linear_workspace", shape.tokens, spec);
   const Projection tokens = detail::token_projection(shape.tokens, spec);
   const Projection out_features = detail::out_feature_projection(shape.out_features, spec);
@@ -532,7 +516,6 @@ void check_and_run(const Context& context, const ConstTensorView& gy,
   const detail::StandardArithmetic arithmetic;
   const Checker check(backward_name, context);
   check_spec(backward_name, spec);
-  check_device(backward_name, context, spec);
   if (out.gx == nullptr && out.gw == nullptr && out.gb == nullptr) {
     detail::invalid(backward_name, "out wants nothing; expected gx, gw or gb, one at least");
   }

@@ -84,12 +84,13 @@ inline Projection out_feature_projection(std::int64_t out_features,
 struct FeatureScratch {
   std::int64_t* sums;               // [features]
   std::uint8_t* sampled_exponents;  // [size_sample], of tokens
+  std::uint32_t* ticket;            // of the CUDA backend: which CTA ends last
   float* factors;                   // [padded]
 };
 inline FeatureScratch take_features(WorkspaceCursor& cursor, std::int64_t features,
                                     std::int64_t padded) {
   return {cursor.take<std::int64_t>(features), cursor.take<std::uint8_t>(size_sample),
-          cursor.take<float>(padded)};
+          cursor.take<std::uint32_t>(1), cursor.take<float>(padded)};
 }
 
 // Whether g_w takes a share of the tokens of a token storage.

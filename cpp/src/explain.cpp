@@ -135,7 +135,10 @@ std::int64_t buffer_bytes(const Layer& layer, Buffer buffer, std::int64_t sum_ru
   const auto [L, O, I] = layer.shape;
   const std::int64_t size = static_cast<std::int64_t>(dtype_size(layer.options.dtype));
   const std::int64_t kx = layer.out_features.k_padded, kw = layer.tokens.k_padded;
-  const bool by_token = layer.spec.gw_scale == GradScale::token;
+  const bool one_code = detail::is_token_storage(layer.spec.storage);
+  const bool by_token = layer.spec.gw_scale == GradScale::token && !one_code;
+  // In features as g_w takes them.
+  const std::int64_t ins = one_code ? detail::TokenCodesLayout(L, I, layer.spec).padded : I;
   switch (buffer) {
     case Buffer::gy:
       return L * O * size;
@@ -160,11 +163,24 @@ std::int64_t buffer_bytes(const Layer& layer, Buffer buffer, std::int64_t sum_ru
     case Buffer::columns:
       return O * kw + 4 * (by_token ? kw : O);
     case Buffer::activation:
-      return I * (kw + 4);
+      return ins * (kw + 4);
+    case Buffer::transposed:
+      return kx * kw;
+    case Buffer::product:
+      return 4 * kx * ins;
+    case Buffer::drawn:
+      return 8 * layer.tokens.k;
+    case Buffer::sizes:
+      return 8 * O;
+    case Buffer::features:
+      return 4 * kx + O;
     case Buffer::rows_amax:
       return 4;
     case Buffer::columns_amax:
-      return layer.spec.gw_scale == GradScale::tensor ? 4 : 4 * (by_token ? kw : O);
+      return layer.spec.gw_scale == GradScale::tensor ? 4
+                                                      : 4 * (one_code   ? ins
+                                                             : by_token ? kw
+                                                                        : O);
     case Buffer::weight_amax:
       return layer.spec.weight_scale == Granularity::tensor ? 4 : 4 * I;
     case Buffer::sums:
@@ -179,8 +195,17 @@ std::int64_t buffer_bytes(const Layer& layer, Buffer buffer, std::int64_t sum_ru
   }
 }
 
-// How often a quantiser of rows goes over them.
+// Whether a step reads a sample of the tokens.
+bool samples(const Step& step) {
+  return step.kernel == Kernel::sampled_tokens || step.kernel == Kernel::feature_sums;
+}
+
+// How often a quantiser of rows goes over them. The sizes of features come from a sample.
 int row_passes_of(const Step& step) {
+  if (samples(step)) return 0;
+  if (step.kernel == Kernel::token_rows) {
+    return step.as<detail::plan::TokenRowsStep>().rows == 0 ? 2 : 1;
+  }
   const bool twice = step.kernel == Kernel::rows &&
                      step.as<detail::plan::RowsStep>().pass == detail::RowsPass::row_scales;
   return twice ? 2 : 1;
@@ -189,7 +214,9 @@ int row_passes_of(const Step& step) {
 // How often a step reads its part of g_y.
 int gy_passes_of(const Step& step) {
   if (!step.reads.has(Buffer::gy)) return 0;
-  if (step.kernel == Kernel::rows) return row_passes_of(step);
+  if (step.kernel == Kernel::rows || samples(step) || step.kernel == Kernel::token_rows) {
+    return row_passes_of(step);
+  }
   if (step.kernel == Kernel::grouped_amax || step.kernel == Kernel::grouped_codes) {
     const auto& small = step.as<detail::plan::GroupedStep>();
     return (small.rows.blocks > 0 ? 1 : 0) + (small.gradient.blocks > 0 ? 1 : 0);
@@ -228,7 +255,8 @@ std::string reason_for_generic(const Projection& p, const OperandQuant& quant) {
   if (p.order.prefix_rows() > 0) return "there are prefix tokens";
   if (quant.rounding == Rounding::pseudo_stochastic) return "rounding is pseudo_stochastic";
   if (p.basis == Basis::full || p.rank == p.block) {
-    return "blocks of " + std::to_string(p.block) + ", where 16 has a fast kernel";
+    return "blocks of " + std::to_string(p.block) + ", where " + (p.signs ? "64" : "16") +
+           " has a fast kernel";
   }
   return "basis " + std::string(basis_name(p.basis)) + " keeps " + std::to_string(p.rank) + " of " +
          std::to_string(p.block) + " rows, where the basis' own 8 of 16 have a fast kernel";
@@ -319,6 +347,28 @@ std::string slow_path_reason(const Layer& layer, const Step& step) {
       return layer.aligned(I, dtype)
                  ? ""
                  : "x is read element by element: " + not_aligned("x", "in_features", I, dtype);
+    case Kernel::token_rows: {
+      const auto& rows = step.as<detail::plan::TokenRowsStep>();
+      const bool of_gy = rows.of == detail::plan::RowsOf::gy;
+      const std::string array = of_gy ? "g_y" : "x";
+      const char* const name = of_gy ? "out_features" : "in_features";
+      const std::int64_t columns = of_gy ? O : I;
+      std::string why;
+      if (rows.rows == 0) {
+        why = array + " is read twice: " + name + " " + std::to_string(columns) +
+              " is too long for registers";
+      }
+      if (!layer.aligned(columns, dtype)) {
+        why += std::string(why.empty() ? "" : "; ") +
+               "read element by element: " + not_aligned(array.c_str(), name, columns, dtype);
+      }
+      return why;
+    }
+    case Kernel::partial_sum:
+      return detail::is_token_storage(layer.spec.storage) && (layer.options.gx || layer.options.gw)
+                 ? "g_y is read again for g_b: out_features " + std::to_string(O) +
+                       " is too long for registers"
+                 : "";
     case Kernel::token:
       return "fp32 product, one thread a result: gw_scale is token";
     default:
@@ -342,6 +392,7 @@ struct Words {
   std::function<std::int64_t(Buffer)> bytes;
   std::function<std::int64_t(const Step&)> operations;
   std::function<std::string(const Step&)> slow;
+  std::int64_t tokens = 0;
 };
 
 Words words_of(const Layer& layer, const char* call, const Plan& plan) {
@@ -358,10 +409,15 @@ Words words_of(const Layer& layer, const char* call, const Plan& plan) {
                               ? std::int64_t{1}
                               : layer.shape.in_features);
             }
+            if (of_x && detail::is_token_storage(layer.spec.storage)) {
+              const std::int64_t I = layer.shape.in_features;
+              if (buffer == Buffer::sizes) return 8 * I;
+              if (buffer == Buffer::features) return 4 * I;
+            }
             return buffer_bytes(layer, buffer, runs);
           },
           [&layer](const Step& step) { return operations_of(layer, step); },
-          [&layer](const Step& step) { return slow_path_reason(layer, step); }};
+          [&layer](const Step& step) { return slow_path_reason(layer, step); }, layer.shape.tokens};
 }
 
 void add_steps(Explanation& all, const Words& words, const Plan& plan, const Rates& rates) {
@@ -390,6 +446,11 @@ void add_steps(Explanation& all, const Words& words, const Plan& plan, const Rat
         e.writes.emplace_back(detail::plan::buffer_name(buffer));
         e.bytes_written += bytes;
       }
+    }
+    if (samples(step)) {
+      const auto& sizes = step.as<detail::plan::SizesStep>();
+      const Buffer of = sizes.of == detail::plan::RowsOf::gy ? Buffer::gy : Buffer::x;
+      if (words.tokens > 0) e.bytes_read += words.bytes(of) / words.tokens * sizes.tokens;
     }
     if (step.kernel == Kernel::spread) e.bytes_read = 4;  // the one scale of an operand
     if (step.kernel == Kernel::zero) {
@@ -644,10 +705,6 @@ Explanation explain(std::string_view device, const LinearShape& shape,
       detail::invalid(call_name, "dtype is " + std::string(dtype_name(dtype)) +
                                      "; expected float32, float16 or bfloat16");
     }
-  }
-  if (detail::is_token_storage(spec.storage)) {
-    detail::unsupported(call_name, std::string("storage ") + storage_name(spec.storage) +
-                                       " has no CUDA kernels to explain");
   }
   // The same checks as in the calls.
   quantized_weight_bytes(shape.out_features, shape.in_features, spec);

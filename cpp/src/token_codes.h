@@ -29,7 +29,7 @@ inline int feature_block(std::int64_t features, int largest) {
 }
 
 // The token whose values are number j of a sample of `count`. Exact: tokens are below 2^48.
-inline std::int64_t sampled_token(std::int64_t j, std::int64_t count, std::int64_t tokens) {
+constexpr std::int64_t sampled_token(std::int64_t j, std::int64_t count, std::int64_t tokens) {
   return j * tokens / count;
 }
 

@@ -21,18 +21,29 @@ __device__ void butterfly(float (&v)[Size]) {
   }
 }
 
-// Distances 1, 2, ... below Lanes between the lanes of a warp, all of which take part. v * -1 is
-// exact, so the fused multiply-add rounds once, like the addition it stands for.
+// Distance h between the lanes of a warp, all of which take part. v * -1 is exact, so the fused
+// multiply-add rounds once, like the addition it stands for.
+template <int Size>
+__device__ void butterfly_lanes_at(float (&v)[Size], unsigned lane, unsigned h) {
+  const float sign = (lane & h) != 0 ? -1.0F : 1.0F;
+#pragma unroll
+  for (int i = 0; i < Size; ++i) {
+    v[i] = __fmaf_rn(v[i], sign, __shfl_xor_sync(0xffffffffU, v[i], static_cast<int>(h)));
+  }
+}
+
+// Distances 1, 2, ... below Lanes.
 template <int Lanes, int Size>
 __device__ void butterfly_lanes(float (&v)[Size], unsigned lane) {
 #pragma unroll
-  for (unsigned h = 1; h < Lanes; h *= 2) {
-    const float sign = (lane & h) != 0 ? -1.0F : 1.0F;
-#pragma unroll
-    for (int i = 0; i < Size; ++i) {
-      v[i] = __fmaf_rn(v[i], sign, __shfl_xor_sync(0xffffffffU, v[i], static_cast<int>(h)));
-    }
-  }
+  for (unsigned h = 1; h < Lanes; h *= 2) butterfly_lanes_at(v, lane, h);
+}
+
+// A transform of 16, 32 or 64 values, 16 of them a lane's.
+__device__ __forceinline__ void transform16(float (&v)[16], int block, unsigned lane) {
+  butterfly<1, 16>(v);
+  if (block >= 32) butterfly_lanes_at(v, lane, 1);
+  if (block >= 64) butterfly_lanes_at(v, lane, 2);
 }
 
 }  // namespace hot::detail

@@ -176,10 +176,10 @@ class HotConfig:
         storage: how x is kept until backward: ``"int8"``, or with basis ``"full"`` ``"int4"``,
             ``"rht2"`` (2 bits after random signs and a Hadamard transform), or with ``"full"`` or
             ``"sketch"`` ``"token8"``, ``"token4"``, ``"token2"``: codes of the tokens' own rows,
-            with which g_y has one code a value for both products. These run on the CPU alone so
-            far and take ``hadamard_block`` 16, 32 or 64 (the largest), ``gw_scale="token"``, and
-            the other scales as they are by default; basis ``"sketch"`` draws ``rank`` of ``block``
-            tokens for g_w by their size.
+            with which g_y has one code a value for both products. These take
+            ``hadamard_block`` 16, 32 or 64 (the largest), ``gw_scale="token"``, and the other
+            scales as they are by default; basis ``"sketch"`` draws ``rank`` of ``block`` tokens for
+            g_w by their size.
         x_scale: scale of an INT8 x, ``"channel"`` or ``"tensor"``.
         x_rounding: rounding of x; ``"stochastic"`` for rht2, token4 and token2.
         equalize_tokens: divide every token of x by a power of two of about its size before it is

@@ -1031,20 +1031,24 @@ def _quantize_rotated(
     blocks = depth // ROTATED_BLOCK
     y = rotated.reshape(channels, blocks, ROTATED_BLOCK)
     u = random_bytes(1, depth, key, PURPOSE_GW_ACTIVATION).reshape(blocks, ROTATED_BLOCK)
-    codes, scale = _cut_off(y, u, _f32(ROTATED_BLOCK))
+    codes, scale = _cut_off(y, u, _whole_byte(u), _f32(ROTATED_BLOCK))
     stored = np.where(np.isfinite(_amax(y, -1)), round_bf16(scale), _f32(np.nan))
     return codes.reshape(channels, depth), bf16_bits(stored).reshape(channels, blocks)
 
 
 @_quiet
 def _cut_off(
-    y: NDArray[np.float32], u: NDArray[np.uint8], count: NDArray[np.float32] | np.float32
+    y: NDArray[np.float32],
+    u: NDArray[np.uint8],
+    off: NDArray[np.float32],
+    count: NDArray[np.float32] | np.float32,
 ) -> tuple[Codes, NDArray[np.float32]]:
     """2-bit codes of ``y [..., N]`` and the fp32 scales ``[..., 1]`` of the groups of N.
 
-    u are random bytes; ``count`` the values of a group, fewer than N where zeros are behind them.
+    u are random bytes, ``off`` what comes off of them in steps; ``count`` the values of a group,
+    fewer than N where zeros are behind them.
     Codes and scale are 0 where a value is not finite, or all are below ``2**-100``.
-    Source: docs/numerics.md, "x kept as rht2" ("Codes", "Scales").
+    Source: docs/numerics.md, "x kept as rht2" ("Codes", "Scales"), "x kept as token2".
     """
     amax = _amax(y, -1)
     used = np.isfinite(amax) & (amax >= _f32(2.0**-100))
@@ -1054,7 +1058,7 @@ def _cut_off(
     spread = np.sqrt(squares / count)
     reach = np.minimum(_amax(y, -1), _f32(1.75) * spread)
     codes = _dithered(y, _f32(1.5) / reach, u)
-    along = _sum_pairs(y * _code_values(codes, u))
+    along = _sum_pairs(y * _code_values(codes - 2, off))
     scale = (squares / along) * ((exponent - _u32(1)) << _u32(23)).view(_f32)
     return np.where(used, codes, 0).astype(np.int8), np.where(used, scale, _f32(0))
 
@@ -1068,10 +1072,19 @@ def _dithered(
     return (np.clip(np.rint(exact).astype(np.int64), -half, half) + u + half) >> 8
 
 
-def _code_values(codes: NDArray[Any], u: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """What codes stand for, in units of their scale; the random bytes are subtracted. Exact."""
-    whole = 512 * codes.astype(np.int64) + 511 - 2 * u.astype(np.int64) - 1024
-    return whole.astype(_f32) / _f32(512)
+def _code_values(codes: NDArray[Any], off: NDArray[np.float32]) -> NDArray[np.float32]:
+    """What codes stand for, in steps, when their dither comes off. Exact."""
+    return codes.astype(_f32) + (_f32(1) - off)
+
+
+def _whole_byte(u: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """What comes off of the random bytes of rht2, in steps."""
+    return (u.astype(_f32) + _f32(0.5)) / _f32(256)
+
+
+def _upper_half(u: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """What comes off of the random bytes of token4 and token2, in steps."""
+    return ((u >> 4).astype(_f32) + _f32(0.5)) / _f32(16)
 
 
 def _sum_pairs(values: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -1084,7 +1097,7 @@ def _sum_pairs(values: NDArray[np.float32]) -> NDArray[np.float32]:
 def _rotated_values(saved: Saved) -> NDArray[np.float32]:
     """What the codes of rht2 stand for, in units of their block's scale: ``[I, K]``."""
     u = random_bytes(1, saved.codes.shape[1], saved.key, PURPOSE_GW_ACTIVATION)
-    return _code_values(saved.codes, u)
+    return _code_values(saved.codes - 2, _whole_byte(u))
 
 
 @_quiet
@@ -1616,12 +1629,11 @@ def _cut_off_tokens(
     tokens, width = rotated.shape
     groups = _ceil_div(width, TOKEN_GROUP)
     shape = tokens, groups, TOKEN_GROUP
-    dither = tile_bytes(tokens, width, key, PURPOSE_GW_ACTIVATION)
+    u = _pad_columns(tile_bytes(tokens, width, key, PURPOSE_GW_ACTIVATION), TOKEN_GROUP)
+    u = u.reshape(shape)
     count = np.minimum(TOKEN_GROUP, width - TOKEN_GROUP * np.arange(groups)).astype(_f32)
     codes, found = _cut_off(
-        _pad_columns(rotated, TOKEN_GROUP).reshape(shape),
-        _pad_columns(dither, TOKEN_GROUP).reshape(shape),
-        count[:, None],
+        _pad_columns(rotated, TOKEN_GROUP).reshape(shape), u, _upper_half(u), count[:, None]
     )
     finite = np.isfinite(_amax(rotated, 1))
     group_scale = np.where(finite, found[:, :, 0], _f32(0))
@@ -1649,12 +1661,9 @@ def _token_values(saved: Saved) -> tuple[NDArray[np.float32], NDArray[np.float32
     if saved.ratios is None:
         return codes.astype(_f32), saved.scales[:, None]
     tokens, width = codes.shape
-    dither = tile_bytes(tokens, width, saved.key, PURPOSE_GW_ACTIVATION)
-    if saved.config.storage == "token2":
-        values = _code_values(codes, dither)
-    else:
-        whole = 512 * codes.astype(np.int64) + 511 - 2 * dither.astype(np.int64)
-        values = whole.astype(_f32) / _f32(512)
+    u = tile_bytes(tokens, width, saved.key, PURPOSE_GW_ACTIVATION)
+    least = -2 if saved.config.storage == "token2" else 0
+    values = _code_values(codes + least, _upper_half(u))
     steps = _token_steps(saved.ratios, bf16_values(saved.scales)[:, None])
     used = np.repeat(saved.ratios != 0, TOKEN_GROUP, axis=1)[:, :width]
     return np.where(used, values, _f32(0)), np.repeat(steps, TOKEN_GROUP, axis=1)[:, :width]

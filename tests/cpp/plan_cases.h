@@ -28,10 +28,27 @@ inline hot::BackwardLinearSpec changed(
   return spec;
 }
 
+inline hot::BackwardLinearSpec changed_to(
+    hot::BackwardLinearSpec spec, const std::function<void(hot::BackwardLinearSpec&)>& change) {
+  change(spec);
+  return spec;
+}
+
+inline hot::BackwardLinearSpec one_code(hot::Storage storage) {
+  return changed("default", [&](hot::BackwardLinearSpec& spec) {
+    spec.storage = storage;
+    spec.gw_scale = hot::GradScale::token;
+    spec.hadamard_block = 64;
+    spec.gx_rounding = hot::Rounding::nearest;
+  });
+}
+
 inline std::vector<PlanCase> plan_cases() {
   using hot::DType;
   const std::string one_pass = "columns_one_pass_kernel", amax = "column_amax_kernel";
   const std::string codes = "column_codes_kernel";
+  const std::string sampled = "sampled_tokens_kernel", sizes = "feature_sums_kernel",
+                    token_rows = "token_rows_kernel";
   const std::string generic_amax = "generic_columns_kernel, amax";
   const std::string generic_codes = "generic_columns_kernel, codes";
   return {
@@ -68,6 +85,32 @@ inline std::vector<PlanCase> plan_cases() {
        {"group_quads_kernel", "memset", "rows_column_amax_kernel", codes, "final_sum_kernel",
         generic_amax, generic_codes, "finish_scales_kernel", "requantize_kernel", "wgmma 128x192",
         "wgmma stream-K"}},
+      {"one code a value",
+       {16500, 768, 64},
+       one_code(hot::Storage::token4),
+       DType::bf16,
+       {sampled, sizes, token_rows, "memset", sampled, sizes, token_rows, one_pass,
+        "token_transpose_kernel", "token_amax_kernel", "token_contributions_kernel",
+        "wgmma 128x192", "wgmma stream-K", "undo_transforms_kernel", "final_sum_kernel"}},
+      {"one code a value, a share of the tokens, blocks of 16",
+       {800, 200, 144},
+       changed_to(one_code(hot::Storage::token2),
+                  [](auto& spec) {
+                    spec.low_rank.basis = hot::Basis::sketch;
+                    spec.low_rank.rank = 8;
+                  }),
+       DType::bf16,
+       {sampled, sizes, token_rows, "memset", sampled, sizes, token_rows, generic_amax,
+        generic_codes, "finish_scales_kernel", "draw_tokens_kernel", "token_transpose_kernel",
+        "token_amax_kernel", "token_contributions_kernel", "gemm_small_kernel",
+        "undo_transforms_kernel", "final_sum_kernel"}},
+      {"one code a value, rows that are longer than registers",
+       {40, 16400, 16},
+       one_code(hot::Storage::token8),
+       DType::f32,
+       {sampled, sizes, token_rows, "memset", sampled, sizes, token_rows, amax, codes,
+        "token_transpose_kernel", "token_amax_kernel", "token_contributions_kernel",
+        "gemm_small_kernel", "undo_transforms_kernel", "partial_sum_kernel", "final_sum_kernel"}},
       {"fp32, two passes",
        {16500, 768, 64},
        hot::recipe("default"),

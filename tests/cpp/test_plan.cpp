@@ -67,6 +67,16 @@ struct AnyLayer {
     if (random_int(0, 3) == 0) spec.weight_scale = hot::Granularity::tensor;
     if (random_int(0, 3) == 0) spec.gw_scale = static_cast<hot::GradScale>(random_int(0, 2));
     if (random_int(0, 3) == 0) spec.gw_rounding = hot::Rounding::pseudo_stochastic;
+    if (random_int(0, 2) == 0) {
+      const hot::Storage storages[] = {hot::Storage::token8, hot::Storage::token4,
+                                       hot::Storage::token2};
+      spec = hot_test::one_code(storages[random_int(0, 2)]);
+      spec.hadamard_block = 16 << random_int(0, 2);
+      if (random_int(0, 1) == 0) {
+        spec.low_rank.basis = hot::Basis::sketch;
+        spec.low_rank.rank = 8;
+      }
+    }
     const DType types[] = {DType::f32, DType::f16, DType::bf16};
     options.dtype = types[random_int(0, 2)];
     options.gw_dtype = types[random_int(0, 2)];

@@ -255,10 +255,10 @@ TEST(TokenCodes, errors) {
                [&] { hot::saved_layout(20, 12, nearest); });
 }
 
-TEST(TokenCodes, refused_by_name_on_cuda) {
-  const hot::LinearShape shape{64, 64, 64};
+TEST(TokenCodes, gy_is_read_once_on_cuda) {
   for (const Storage storage : storages) {
-    expect_error(hot::ErrorCode::unsupported, {"storage", hot::storage_name(storage), "CUDA"},
-                 [&] { hot::explain("sm_90", shape, spec_of(storage), {}); });
+    const hot::Explanation plan = hot::explain("sm_90", {4096, 768, 3072}, spec_of(storage), {});
+    EXPECT_EQ(plan.gy_passes, 1) << plan.text;
+    EXPECT_TRUE(plan.slow.empty()) << plan.text;
   }
 }

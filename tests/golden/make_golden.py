@@ -29,7 +29,7 @@ import dataclasses
 import importlib.util
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -387,23 +387,9 @@ def backward_linear_stage() -> Cases:
         ("fast_equal_21", "layer_21", ref.recipe("fast", equalize_tokens=True), weight, "float32"),
         ("broken_compact", "layer_broken", ref.recipe("compact"), every, "float32"),
     ):
-        gy, w, x = (cases[source][part] for part in ("gy", "w", "x"))
-        saved = ref.compress_activation(x, config, key=SKETCH_KEY)
-        before: Case = {}
-        if name in ("token_37", "block_32_21", "block_1_37"):
-            before = {
-                "gw_out": bell((gy.shape[1], x.shape[1]), 60),
-                "gb_out": bell(gy.shape[1:], 61),
-            }
-            before = {k: rounded(v, dtype) for k, v in before.items()}
-        grads = ref.backward_linear(
-            gy, w, saved, config=config, need=need, key=KEY, out_dtype=dtype,
-            accumulate=bool(before), **before,
-        )  # fmt: skip
-        case = {"input": source, "saved_key": SKETCH_KEY, "key": KEY, "need": need}
-        case |= config_params(config)
-        for key in before:
-            case[key.replace("out", "before")] = typed(before[key], dtype)
+        gy, w, _ = layer = [cases[source][part] for part in ("gy", "w", "x")]
+        before = 60 if name in ("token_37", "block_32_21", "block_1_37") else None
+        saved, case, grads = backward_case(layer, config, need, dtype, before)
         if "gx" in need:
             case["gx_a"], case["gx_a_scale"] = ref.quantize_gradient_rows(gy, config, KEY)
             case["gx_b"], case["gx_b_scale"] = ref.quantize_weight(w, config)
@@ -413,8 +399,40 @@ def backward_linear_stage() -> Cases:
             )
             right = ref.requantize(saved, KEY) if saved.packed is not None else None
             case["gw_b"], case["gw_b_scale"] = right or (saved.codes, saved.scales)
-        cases[name] = case | {part: typed(getattr(grads, part), dtype) for part in need}
+        cases[name] = {"input": source, **case, **grads}
     return cases
+
+
+def backward_case(
+    layer: Sequence[np.ndarray],
+    config: Any,
+    need: tuple[str, ...],
+    dtype: str,
+    before_seed: int | None,
+    **options: bool,
+) -> tuple[Any, Case, Case]:
+    """x of ``layer``, which is gy, w and x, as it is kept; the params, and the gradients needed.
+
+    They are added to gw_before and gb_before where these have a seed. ``options``: params that
+    ``ref.backward_linear`` takes.
+    """
+    gy, w, x = layer
+    saved = ref.compress_activation(x, config, key=SKETCH_KEY)
+    before: Case = {}
+    if before_seed is not None:
+        before = {
+            "gw_out": bell((gy.shape[1], x.shape[1]), before_seed),
+            "gb_out": bell(gy.shape[1:], before_seed + 1),
+        }
+        before = {k: rounded(v, dtype) for k, v in before.items()}
+    grads = ref.backward_linear(
+        gy, w, saved, config=config, need=need, key=KEY, out_dtype=dtype,
+        accumulate=bool(before), **options, **before,
+    )  # fmt: skip
+    case = {"saved_key": SKETCH_KEY, "key": KEY, "need": need}
+    case |= {**{name: int(given) for name, given in options.items()}, **config_params(config)}
+    case |= {key.replace("out", "before"): typed(value, dtype) for key, value in before.items()}
+    return saved, case, {part: typed(getattr(grads, part), dtype) for part in need}
 
 
 def forward_linear_stage() -> Cases:
@@ -541,25 +559,14 @@ def one_code_stage() -> Cases:
         ("token2_tiny", "layer_tiny", {}, every, "float32"),
         ("token2_broken_x", "layer_broken_x", {}, every, "float32"),
     ):
-        gy, w, x = (cases[source][part] for part in ("gy", "w", "x"))
+        gy, w, x = layer = [cases[source][part] for part in ("gy", "w", "x")]
         usual = {"hadamard_block": 64, "gx_rounding": "nearest", "gw_scale": "token"}
         config = ref.Config(storage=name[:6], **{**usual, **fields})
         quantized_weight = name.endswith("_weight")
-        saved = ref.compress_activation(x, config, key=SKETCH_KEY)
-        before: Case = {}
-        if name in ("token4_35", "token8_35", "token8_48_weight"):
-            before = {
-                "gw_out": bell((gy.shape[1], x.shape[1]), 88),
-                "gb_out": bell(gy.shape[1:], 89),
-            }
-            before = {k: rounded(v, dtype) for k, v in before.items()}
-        grads = ref.backward_linear(
-            gy, w, saved, config=config, need=need, key=KEY, out_dtype=dtype,
-            accumulate=bool(before), quantized_weight=quantized_weight, **before,
-        )  # fmt: skip
-        case = {"input": source, "saved_key": SKETCH_KEY, "key": KEY, "need": need}
-        case |= {"quantized_weight": int(quantized_weight), **config_params(config)}
-        case |= {key.replace("out", "before"): typed(value, dtype) for key, value in before.items()}
+        before = 88 if name in ("token4_35", "token8_35", "token8_48_weight") else None
+        saved, case, grads = backward_case(
+            layer, config, need, dtype, before, quantized_weight=quantized_weight
+        )
         case["stored"] = ref.saved_bytes_of(saved)
         if x.size <= 300:
             case["back"] = ref.decompress_activation(saved)
@@ -570,7 +577,7 @@ def one_code_stage() -> Cases:
             added = ref.contributions(saved, scales)
             case["gw_b"], case["gw_b_scale"] = ref.requantize_contributions(added, config, KEY)
             case["gx_a_scale"] = scales
-        cases[name] = case | {part: typed(getattr(grads, part), dtype) for part in need}
+        cases[name] = {"input": source, **case, **grads}
     return cases
 
 

@@ -105,22 +105,6 @@ def test_kept_forms_equal_cpu(config: hotcore.HotConfig, dtype: torch.dtype) -> 
                 assert torch.equal(a, b), f"{name} at {(length, outs, ins)}"
 
 
-@pytest.mark.parametrize("storage", ["token8", "token4", "token2"])
-def test_token_storages_are_refused_by_name(storage: str) -> None:
-    """They have no kernels yet; nothing is written."""
-    config = hotcore.HotConfig(storage=storage, gw_scale="token", hadamard_block=64)
-    x = torch.randn(32, 64, device="cuda")
-    says = f"storage {storage} has no CUDA kernels"
-    with pytest.raises(NotImplementedError, match=says):
-        hotcore.compress_activation(x, config)
-    with pytest.raises(NotImplementedError, match=says):
-        hotcore.quantize_weight(x, config)
-    with pytest.raises(NotImplementedError, match=says):
-        hotcore.backward_linear(
-            x, torch.randn(64, 64, device="cuda"), None, config=config, need="gx"
-        )
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("shape", [(8, 0), (0, 8), (0, 0)])
 def test_an_empty_x_is_kept_as_on_the_cpu(recipe: str, shape: tuple[int, int]) -> None:

@@ -19,6 +19,7 @@ sys.path.insert(0, str(FOLDER))
 
 import bench_autotune  # noqa: E402
 import bench_backward  # noqa: E402
+import bench_convolution  # noqa: E402
 import bench_forward  # noqa: E402
 import bench_forward_error  # noqa: E402
 import bench_frozen_error  # noqa: E402
@@ -592,6 +593,18 @@ def test_autotune(tmp_path: Path) -> None:
         assert case["rows"], name
         for row in case["rows"]:
             assert set(row["times"]) == {"plain", "accurate", "default", "fast"}
+
+
+def test_bench_convolution(tmp_path: Path) -> None:
+    pytest.importorskip("timm")
+    chosen = ("default eager, k x k alone", "token4 eager")
+    words = ("--quick", "--backend", "aot_eager", "--contenders", *chosen)
+    report = run(bench_convolution, tmp_path / "out.json", *words)
+    rows = report["steps"]["resnet50"]["rows"]
+    assert list(rows) == ["bf16 compiled", "token4 eager", "default eager, k x k alone"]
+    wide, every = (rows[name] for name in chosen)
+    assert 0 < wide["converted"] < every["converted"] and wide["of reference"]["step"] > 0
+    assert every["how"]["settings"]["storage"] == "token4" and every["how"]["channels_last"]
 
 
 def test_bench_storage(

@@ -30,7 +30,10 @@ ALL, ROWS_95, COLUMNS_95, BIAS = (
 
 @pytest.mark.parametrize("form", [replace(TOKEN4, scale="bf16"), TOKEN4])
 def test_what_is_kept_comes_back_unbiased(form: bench.Form) -> None:
-    """Within half a step of u, in the mean u; groups of zeros and lone features come back, too."""
+    """Within half a step and half a 16th of u, in the mean u.
+
+    Groups of zeros and lone features come back, too.
+    """
     u = torch.randn(5, 80) * torch.tensor([[1.0], [1e-3], [1e4], [1.0], [0.0]])
     u[3, 32:64] = 0
     u[0, 64:] *= 1e-8  # below the smallest scale of a group, 2^-15 of the token's
@@ -39,7 +42,7 @@ def test_what_is_kept_comes_back_unbiased(form: bench.Form) -> None:
     if form.scale == "byte":
         step = torch.maximum(step, step.amax(1, keepdim=True) * 2.0**-15 * (step > 0))
     step = (step * (1 + 2**-4) * (1 + 2**-7)).expand(5, 3, 32).reshape(5, 96)[:, :80]
-    assert bool(((draws - u).abs() <= step / 2 + 1e-6 * step).all())
+    assert bool(((draws - u).abs() <= step * (1 / 2 + 1 / 34)).all())
     # Uniform errors have sqrt(1/12) of a step.
     assert bool(((draws.mean(0) - u).abs() <= 5 * step / math.sqrt(12 * 4000)).all())
     assert not draws[:, 4].any() and not draws[:, 3, 32:64].any()
@@ -172,6 +175,10 @@ def test_at_toy_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_committed_figures() -> None:
     report = json.loads((RESULTS / "one-code.json").read_text())
     check_order(report, slack=1.0)
+    for name, choices in report["layers"].items():  # what comes off has 16 levels, and no bias
+        sixteen = choices["dither"]["16 levels, shared by 16 features"]
+        assert sixteen[BIAS] > 0.05 * sixteen[ALL], name
+        assert choices["chosen"]["token4"][BIAS] < sixteen[BIAS] / 2, name
     assert set(report["cases"]) == set(bench.cases(torch.Generator()))
     for name, of in report["cases"].items():
         assert {choice: list(rows) for choice, rows in of.items()} == {

@@ -11,6 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402
+from support import nbytes, saved_tensors  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
@@ -158,8 +159,9 @@ def by_hand(
         {"kernel_size": 4, "padding": "same"},
         {"kernel_size": (3, 1), "dilation": 2},
         {"kernel_size": 1, "stride": 2},
+        {"kernel_size": 3, "padding": 1, "padding_mode": "circular", "groups": 4},
     ],
-    ids=["reflect", "same", "dilated", "1x1"],
+    ids=["reflect", "same", "dilated", "1x1", "groups"],
 )
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_compiled_convolutions_of_any_size(options: dict[str, Any], dynamic: bool | None) -> None:
@@ -202,6 +204,19 @@ def test_compile_channels_last_and_dynamic_shapes() -> None:
         ours, theirs = step(compiled, model, x), step(model, model, x)
         assert_same(ours, theirs)
         assert ours[1].stride() == theirs[1].stride()
+
+
+@pytest.mark.parametrize("recipe", ["default", "fast"])
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_compiled_convolutions_keep_compressed_x(recipe: str, dynamic: bool | None) -> None:
+    layer = hot.HotConv2d(64, 64, 3, padding=1, padding_mode="reflect", config=recipe)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for fmt in (torch.contiguous_format, torch.channels_last):
+        x = torch.randn(3, 64, 9, 10).contiguous(memory_format=fmt).requires_grad_()
+        with saved_tensors() as kept:
+            y = compiled(x * 1)
+        y.sum().backward()
+        assert nbytes(kept) < 0.7 * x.numel() and x.grad.stride() == x.stride()
 
 
 def test_compiled_forward_keeps_compressed_x() -> None:

@@ -415,17 +415,17 @@ def test_convolutions() -> None:
     assert [(layer.name, layer.kind) for layer in report.converted] == [
         ("conv", "Conv2d 3x3"),
         ("down", "Conv2d 1x1"),
+        ("grouped", "Conv2d 3x3"),
     ]
     assert {layer.name: layer.reason for layer in report.skipped} == {
         "stem": "the first convolution",
-        "depthwise": "depthwise",
-        "grouped": "a convolution in 4 groups",
+        "depthwise": f"fewer than {MIN_FEATURES} features",
         "narrow": f"fewer than {MIN_FEATURES} features",
         "fc": "the output head",
     }
     # INT4; with a stride, a 1x1 kernel meets a quarter of the pixels only.
-    assert [round(layer.bytes_per_value, 2) for layer in report.converted] == [0.53, 0.13]
-    assert re.search(r"conv +Conv2d 3x3 +64 -> 64 +0\.53 bytes a value", str(report))
+    assert [round(layer.bytes_per_value, 2) for layer in report.converted] == [0.53, 0.13, 0.53]
+    assert re.search(r"conv +Conv2d 3x3 +64 -> 64 +0\.53 bytes a value.*torch's own", str(report))
     assert type(model.conv) is hot.HotConv2d
     y = model(x)
     assert torch.equal(y, expected)
@@ -435,6 +435,20 @@ def test_convolutions() -> None:
     assert [type(module) for module in model.modules()] == types
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
     assert torch.equal(model(x), expected)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ("default", "its products stay torch's own"),
+        ("paper", "x is kept whole, in int4: a low rank is for 1x1 kernels"),
+        ("compact", "its products stay torch's own"),
+    ],
+)
+def test_the_report_says_what_a_kernel_does_not_get(config: str, said: str) -> None:
+    layers = (nn.Conv2d(64, 64, 3), nn.Conv2d(64, 64, 1, groups=2), nn.Conv2d(64, 64, 1))
+    report = hot.convert(nn.Sequential(*layers), config, lambda module, name: True)
+    assert [said in layer.note for layer in report.converted] == [True, True, False]
 
 
 def test_patch_embedding_is_a_first_convolution() -> None:
@@ -819,24 +833,24 @@ def test_a_wrong_token_grid_names_the_layer() -> None:
 
 def test_convolutions_stay_plain_on_cuda() -> None:
     with pytest.warns(
-        UserWarning, match="unchanged; all 2 layers .* slower.* on CUDA; slower=True"
+        UserWarning, match="unchanged; all 3 layers .* slower.* on CUDA; slower=True"
     ):
         report = hot.convert(ConvNet(), device="cuda")
     reasons = {layer.name: layer.reason for layer in report.skipped}
     assert not report.converted
-    assert reasons["conv"].startswith("slower on CUDA: unfolding its pixels")
+    assert reasons["conv"].startswith("slower on CUDA: x is compressed and restored")
     assert reasons["down"].startswith("slower on CUDA: ")
-    assert reasons["depthwise"] == "depthwise"  # what cannot be done comes first
-    assert "2 layers stay plain as slower on CUDA, by one H200" in str(report)
+    assert reasons["depthwise"] == f"fewer than {MIN_FEATURES} features"  # not expected to be slow
+    assert "3 layers stay plain as slower on CUDA, by one H200" in str(report)
     # Asked for in three ways.
-    assert len(hot.convert(ConvNet(), device="cuda:0", slower=True).converted) == 2
-    assert len(hot.convert(ConvNet(), device="cpu").converted) == 2
+    assert len(hot.convert(ConvNet(), device="cuda:0", slower=True).converted) == 3
+    assert len(hot.convert(ConvNet(), device="cpu").converted) == 3
     report = hot.convert(ConvNet(), device="cuda", overrides={"conv": "fast"})
     assert [layer.name for layer in report.converted] == ["conv"]
     with pytest.warns(UserWarning, match="unchanged"):  # a pattern changes what, not whether
         hot.convert(ConvNet(), device="cuda", overrides={"c*": "fast"})
     every = hot.convert(ConvNet(), device="cuda", filter_fn=lambda module, fqn: True)
-    assert len(every.converted) == 5  # a filter is the caller's own rule
+    assert len(every.converted) == 7  # a filter is the caller's own rule
 
 
 def linears(*sizes: tuple[int, int]) -> nn.ModuleList:

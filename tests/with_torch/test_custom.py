@@ -162,9 +162,10 @@ def test_convert_and_revert() -> None:
     done = nearest.convert(model)  # as hot.convert chooses
     assert done.names == ("first", "second")
     assert done.left["small"] == "fewer than 64 features"
-    assert done.left["head"] == "the output head" and done.left["deep"] == "depthwise"
+    assert done.left["head"] == "the output head" and done.left["deep"] == "fewer than 64 features"
     done = stochastic.convert(model, lambda module, name: name in ("second", "circular"))
     assert done.names == ("second",) and "circular" in done.left["circular"]
+    assert Nearest().convert(copy.deepcopy(model), everything).left["deep"] == "depthwise"
     assert (model.first.method, model.second.method) == (nearest, stochastic)
     assert "method=Stochastic" in repr(model)
     assert dict(model.named_parameters()) == parameters and dict(model.named_modules()) == layers

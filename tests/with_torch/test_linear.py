@@ -13,7 +13,7 @@ from hotcore.config import RECIPES, HotConfig, Key
 from hotcore.saved import saved_layout
 from hypothesis import given
 from hypothesis import strategies as st
-from support import cosine, equal_bits, nbytes, saved_tensors
+from support import TOKEN_STORAGES, cosine, equal_bits, nbytes, one_code, saved_tensors
 
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402
@@ -22,7 +22,12 @@ from hotcore.torch import ops  # noqa: E402
 from torch import nn  # noqa: E402
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+CONFIGS = (*RECIPES, *map(one_code, TOKEN_STORAGES))
 SHAPES = ((7, 24), (2, 5, 24), (2, 3, 4, 24), (1, 2, 1, 2, 24), (24,), (0, 24), (3, 0, 24))
+
+
+def config_name(config: str | HotConfig) -> str:
+    return config if isinstance(config, str) else config.storage
 
 
 @pytest.fixture(autouse=True)
@@ -79,15 +84,15 @@ def test_a_bias_alone_is_plain() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_gradients_are_those_of_hotcore(recipe: str, dtype: torch.dtype) -> None:
-    x, weight, bias = tensors(3, 19, 24, dtype=dtype)
+@pytest.mark.parametrize("config", CONFIGS, ids=config_name)
+def test_gradients_are_those_of_hotcore(config: str | HotConfig, dtype: torch.dtype) -> None:
+    x, weight, bias = tensors(3, 19, 70, dtype=dtype)
     gy = torch.randn(3, 19, 16).to(dtype)
     key = drawn_key(99)
     torch.manual_seed(99)
-    got = torch.autograd.grad(hot.linear(x, weight, bias, recipe), (x, weight, bias), gy)
+    got = torch.autograd.grad(hot.linear(x, weight, bias, config), (x, weight, bias), gy)
     expected = hotcore.backward_linear(
-        gy, weight.detach(), x.detach(), config=recipe, need=("gx", "gw", "gb"), key=key
+        gy, weight.detach(), x.detach(), config=config, need=("gx", "gw", "gb"), key=key
     )
     for ours, theirs in zip(got, expected, strict=True):
         assert ours.dtype == dtype
@@ -130,12 +135,12 @@ def test_any_leading_dimensions(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_overflow_is_seen(recipe: str, bad: float) -> None:
+@pytest.mark.parametrize("config", CONFIGS, ids=config_name)
+def test_overflow_is_seen(config: str | HotConfig, bad: float) -> None:
     x, weight, bias = tensors(40, 24)
     gy = torch.randn(40, 16)
     gy[3, 2] = bad
-    gx, gw, gb = torch.autograd.grad(hot.linear(x, weight, bias, recipe), (x, weight, bias), gy)
+    gx, gw, gb = torch.autograd.grad(hot.linear(x, weight, bias, config), (x, weight, bias), gy)
     assert not gx[3].isfinite().any()
     assert not gw[2].isfinite().any()
     assert not gb[2].isfinite()

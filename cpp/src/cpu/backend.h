@@ -103,19 +103,28 @@ class RequantizeGroups {
   std::int64_t per_task_;
 };
 
-// The tasks of a pass over P x: strips of columns times ranges of blocks, enough for all threads.
-// lowrank.cpp
+// A stage that needs a strip's largest values before it rounds keeps so many rows of it on the
+// stack, 384 KB, if there are strips enough for all threads.
+inline constexpr std::int64_t most_kept_rows = 1536;
+inline bool keeps_strips(const Context& context, std::int64_t strips, std::int64_t rows) {
+  return rows <= most_kept_rows && strips >= std::int64_t{4} * context.threads();
+}
+
+// The tasks of a pass over P x: strips of columns times ranges of blocks, enough for all threads;
+// whole strips where the stage can keep them. lowrank.cpp
 class StripTasks {
  public:
   struct Task {
     std::int64_t col, begin, end;  // the first column, a range of blocks
   };
-  StripTasks(const Context&, const MatrixIn& x, const Projection&);
+  StripTasks(const Context&, const MatrixIn& x, const Projection&, bool may_be_whole = false);
+  bool whole() const { return whole_; }
   std::int64_t count() const { return strips_ * ranges_; }
   Task operator[](std::int64_t task) const;
 
  private:
   std::int64_t strips_, ranges_ = 0, range_blocks_ = 0, blocks_;
+  bool whole_ = false;
 };
 
 // Rows of P x, transposed. Until `finish`, the scales' memory holds the largest values' bit
@@ -124,13 +133,15 @@ class QuantizeColumns {
  public:
   QuantizeColumns(const Context&, const ColumnsJob&);
   std::uint32_t* amax() const;
-  void add_largest(Phase&) const;
-  void add_codes(Phase&) const;
+  void add_largest(Phase&) const;                    // of whole strips the codes, too
+  void add_codes(Phase&, bool found = false) const;  // found: the largest values, elsewhere
   void add_finish(Phase&) const;
 
  private:
+  class Writer;
   void largest(std::int64_t task) const;
   void codes(std::int64_t task) const;
+  void whole(std::int64_t task) const;
   void finish(std::int64_t) const;
 
   const SimdKernels& simd_;
@@ -164,11 +175,22 @@ class Product {
   void add_panels(Phase&) const;
   void add_bias(Phase&) const;
   void add_tiles(Phase&) const;
+  // In place of the tiles: a block, which begins at a whole panel, for whoever needs it. fp32.
+  void block(std::int64_t row, std::int64_t col, const MatrixOut& out) const;
+  std::int64_t rows() const { return args_.m; }
+  std::int64_t cols() const { return args_.n; }
 
  private:
+  struct Place {
+    std::int64_t row, col;
+  };
+  struct Range {
+    std::int64_t begin, end;
+  };
   void pack(std::int64_t task) const;
   void find_bias(std::int64_t task) const;
   void multiply(std::int64_t task) const;
+  void tiles(const GemmArgs& to, Place origin, Range rows, Range panels) const;
   char* panel_at(std::int64_t panel, std::int64_t chunk) const;
   std::int64_t chunk_length(std::int64_t chunk) const;
 
@@ -211,8 +233,8 @@ struct DrawnTokens {
   const float* factor;        // what a slot's contribution is multiplied by
   std::int64_t slots;
 };
-// Draws as many as there are slots; `token_scale`: of g_y. token_codes.cpp
-void draw_tokens(const Context&, const TokenCodesIn& x, const float* token_scale,
+// Draws as many as there are slots; `gradient_scale`: of g_y's tokens. token_codes.cpp
+void draw_tokens(const Context&, const TokenCodesIn& x, const float* gradient_scale,
                  std::int64_t slots, std::int64_t* token, float* factor);
 
 // Codes of g_y's rows as g_w takes them, zeros behind the last token. Rows of `from` are whole
@@ -236,57 +258,56 @@ class TransposeCodes {
 // channel. `key`: that x was kept with. token_codes.cpp
 class Contributions {
  public:
-  Contributions(const Context&, const TokenCodesIn&, const Key& key, const float* token_scale,
+  Contributions(const Context&, const TokenCodesIn&, const Key& key, const float* gradient_scale,
                 const DrawnTokens&, Rounding, const Operand& out);
-  void add_largest(Phase&) const;
+  void add_largest(Phase&) const;  // of whole strips the codes, too
   void add_codes(Phase&) const;
   void finish() const;
 
  private:
+  class Writer;
   void largest(std::int64_t task) const;
   void codes(std::int64_t task) const;
+  void whole(std::int64_t task) const;
+  std::int64_t first_column(std::int64_t task) const;
+  int columns(std::int64_t task) const;
   template <class Visit>
   void tiles(std::int64_t task, const Visit& visit) const;
   std::uint32_t* amax() const;
 
   const SimdKernels& simd_;
   TokenCodesIn codes_;
-  const float* token_scale_;
+  Key key_;
+  const float* gradient_scale_;
   DrawnTokens drawn_;
   bool stochastic_;
-  RandomKey dither_, random_;
+  RandomKey random_;
   Operand out_;
   std::int64_t strips_, tiles_per_task_, ranges_;
+  bool whole_;
 };
 
-// g_w from the product of transformed operands [O', I'], fp32. token_codes.cpp
+// g_w from the product of transformed operands [O', I'], a block at a time: the product is nowhere
+// as a whole. token_codes.cpp
 class UndoTransforms {
  public:
-  UndoTransforms(const Context& context, const MatrixOut& product, int out_block, int in_block,
-                 const Key& out_key, const std::uint8_t* out_exponents, const Key& in_key,
-                 const std::uint8_t* in_exponents, bool accumulate, const MatrixOut& out)
-      : simd_(simd_kernels(context.isa())),
-        product_(product),
-        out_block_(out_block),
-        in_block_(in_block),
-        out_key_(out_key),
-        in_key_(in_key),
-        out_exponents_(out_exponents),
-        in_exponents_(in_exponents),
-        accumulate_(accumulate),
-        out_(out) {}
+  UndoTransforms(const Context&, const Product&, int out_block, int in_block, const Key& out_key,
+                 const std::uint8_t* out_exponents, const Key& in_key,
+                 const std::uint8_t* in_exponents, bool accumulate, const MatrixOut& out);
   void add_tiles(Phase&) const;
 
  private:
-  void tile_of(std::int64_t task) const;
+  void tiles(std::int64_t task) const;
+  void tile_of(std::int64_t row, std::int64_t col) const;
 
   const SimdKernels& simd_;
-  MatrixOut product_;
+  const Product& product_;
   int out_block_, in_block_;
   Key out_key_, in_key_;
   const std::uint8_t *out_exponents_, *in_exponents_;
   bool accumulate_;
   MatrixOut out_;
+  std::int64_t strips_, slices_;
 };
 
 void compress_tokens(const Context&, const CompressJob&, void* workspace);  // token_codes.cpp

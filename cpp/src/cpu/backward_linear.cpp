@@ -21,13 +21,15 @@ struct Scratch {
 // Scales that are written and read, of a possible `many`.
 std::int64_t scale_places(bool one, std::int64_t many) { return one ? 1 : many; }
 
+char* take_gemm(WorkspaceCursor& cursor, const Backend& backend, const Context& context,
+                std::int64_t m, std::int64_t n, std::int64_t k) {
+  return cursor.take<char>(static_cast<std::int64_t>(backend.gemm_workspace(context, m, n, k)));
+}
+
 Scratch take_scratch(WorkspaceCursor& cursor, const Backend& backend, const Context& context,
                      const BackwardWork& work) {
   const BackwardLinearSpec& spec = work.spec;
   const LinearShape& shape = work.shape;
-  const auto take_gemm = [&](std::int64_t m, std::int64_t n, std::int64_t k) {
-    return cursor.take<char>(static_cast<std::int64_t>(backend.gemm_workspace(context, m, n, k)));
-  };
   Scratch s;
   if (work.gx) {
     const std::int64_t k = work.out_features.k_padded;
@@ -38,7 +40,7 @@ Scratch take_scratch(WorkspaceCursor& cursor, const Backend& backend, const Cont
           take_operand(cursor, shape.in_features, k,
                        scale_places(spec.weight_scale == Granularity::tensor, shape.in_features));
     }
-    s.gx_gemm = take_gemm(shape.tokens, shape.in_features, k);
+    s.gx_gemm = take_gemm(cursor, backend, context, shape.tokens, shape.in_features, k);
   }
   if (work.gw) {
     const std::int64_t k = work.tokens.k_padded;
@@ -49,7 +51,7 @@ Scratch take_scratch(WorkspaceCursor& cursor, const Backend& backend, const Cont
     if (spec.storage != Storage::int8)
       s.activation = take_operand(cursor, shape.in_features, k, shape.in_features);
     if (spec.storage == Storage::rht2) s.offsets = cursor.take<float>(k);
-    s.gw_gemm = take_gemm(shape.out_features, shape.in_features, k);
+    s.gw_gemm = take_gemm(cursor, backend, context, shape.out_features, shape.in_features, k);
   }
   return s;
 }
@@ -72,15 +74,11 @@ struct TokenScratch {
   Operand transposed{}, contributions{};  // g_w
   std::int64_t* drawn = nullptr;          // by slots
   float* drawn_factor = nullptr;
-  MatrixOut product{};
   char *gx_gemm = nullptr, *gw_gemm = nullptr;
 };
 
 TokenScratch take_token_scratch(WorkspaceCursor& cursor, const Backend& backend,
                                 const Context& context, const BackwardWork& work) {
-  const auto take_gemm = [&](std::int64_t m, std::int64_t n, std::int64_t k) {
-    return cursor.take<char>(static_cast<std::int64_t>(backend.gemm_workspace(context, m, n, k)));
-  };
   TokenScratch s;
   if (!work.gx && !work.gw) return s;
   const LinearShape& shape = work.shape;
@@ -90,7 +88,7 @@ TokenScratch take_token_scratch(WorkspaceCursor& cursor, const Backend& backend,
   s.rows = take_operand(cursor, shape.tokens, outs, shape.tokens);
   if (work.gx) {
     if (work.weight) s.weight = take_operand(cursor, shape.in_features, outs, shape.in_features);
-    s.gx_gemm = take_gemm(shape.tokens, shape.in_features, outs);
+    s.gx_gemm = take_gemm(cursor, backend, context, shape.tokens, shape.in_features, outs);
   }
   if (work.gw) {
     const std::int64_t ins = TokenCodesLayout(shape.tokens, shape.in_features, work.spec).padded;
@@ -100,8 +98,7 @@ TokenScratch take_token_scratch(WorkspaceCursor& cursor, const Backend& backend,
       s.drawn = cursor.take<std::int64_t>(work.tokens.k);
       s.drawn_factor = cursor.take<float>(work.tokens.k);
     }
-    s.product = {cursor.take<float>(outs * ins), DType::f32, outs, ins, ins, 1};
-    s.gw_gemm = take_gemm(outs, ins, tokens);
+    s.gw_gemm = take_gemm(cursor, backend, context, outs, ins, tokens);
   }
   return s;
 }
@@ -150,10 +147,10 @@ void backward_tokens(const Backend& backend, const Context& context, const Backw
     transposed.emplace(s.rows, drawn, s.transposed);
     contributions.emplace(context, x, call.sketch_key, s.rows.scale, drawn, spec.gw_rounding,
                           s.contributions);
-    gw.emplace(context, product(s.transposed, s.contributions, 1, false, s.product), s.gw_gemm);
-    undone.emplace(context, s.product, work.out_features.block, x.layout.block, sign_key,
-                   s.exponents, in_signs_key(x.storage, call.sketch_key), x.exponents(),
-                   work.accumulate, call.gw);
+    gw.emplace(context, product(s.transposed, s.contributions, 1, false, {}), s.gw_gemm);
+    undone.emplace(context, *gw, work.out_features.block, x.layout.block, sign_key, s.exponents,
+                   in_signs_key(x.storage, call.sketch_key), x.exponents(), work.accumulate,
+                   call.gw);
   }
 
   Phase phase(context);
@@ -193,8 +190,6 @@ void backward_tokens(const Backend& backend, const Context& context, const Backw
   if (gw) gw->add_panels(phase);
   phase.run();
 
-  if (gw) gw->add_tiles(phase);
-  phase.run();
   if (undone) undone->add_tiles(phase);
   phase.run();
   if (work.clear_gx) fill_zero(context, call.gx);
@@ -228,8 +223,8 @@ std::size_t CpuBackend::backward_workspace(const Context& context, const Backwar
 }
 
 // Four phases, which the threads start and end together: what reads g_y, w and x first; codes that
-// need the largest values of all; panels; products. A phase begins with its longest tasks: one that
-// begins last keeps the other threads waiting.
+// need the largest values of all, unless a strip was kept whole; panels; products. A phase begins
+// with its longest tasks: one that begins last keeps the other threads waiting.
 void CpuBackend::backward(const Context& context, const BackwardCall& call, void* workspace) const {
   const BackwardWork& work = call.work;
   const BackwardLinearSpec& spec = work.spec;
@@ -294,7 +289,7 @@ void CpuBackend::backward(const Context& context, const BackwardCall& call, void
   if (gw) gw->add_panels(phase);
   if (gx && !weight) gx->add_panels(phase);
   if (rows && one_scale) rows->add_codes(phase);
-  if (columns) columns->add_codes(phase);
+  if (columns) columns->add_codes(phase, found_by_rows);
   if (weight) weight->add_codes(phase);
   phase.run();
 

@@ -180,32 +180,46 @@ void Product::find_bias(std::int64_t task) const {
 }
 
 void Product::multiply(std::int64_t task) const {
-  const Epilogue epilogue{simd_, args_};
-  const std::int64_t m_first = task / slices_ * task_rows;
-  const std::int64_t m_end = std::min(args_.m, m_first + task_rows);
-  const std::int64_t slice = task % slices_;
+  const std::int64_t m = task / slices_ * task_rows, slice = task % slices_;
+  tiles(args_, {0, 0}, {m, std::min(args_.m, m + task_rows)},
+        {panels_ * slice / slices_, panels_ * (slice + 1) / slices_});
+}
+
+void Product::block(std::int64_t row, std::int64_t col, const MatrixOut& out) const {
+  GemmArgs part = args_;
+  part.a_scale += row * part.a_scale_step;
+  part.b_scale += col * part.b_scale_step;
+  part.out = out;
+  part.n = out.cols;
+  const std::int64_t nr = simd_.gemm.nr;
+  tiles(part, {row, col}, {row, row + out.rows}, {col / nr, ceil_div(col + out.cols, nr)});
+}
+
+// Of rows and panels; `to`: results and scales, which begin at `origin`.
+void Product::tiles(const GemmArgs& to, Place origin, Range rows, Range panels) const {
+  const Epilogue epilogue{simd_, to};
   alignas(64) std::int32_t acc[max_tile];
-  const TaskRegisters registers(simd_.gemm, static_cast<int>(m_end - m_first));
-  for (std::int64_t panel = panels_ * slice / slices_; panel < panels_ * (slice + 1) / slices_;
-       ++panel) {
-    const std::int64_t n = panel * simd_.gemm.nr;
-    const auto cols = static_cast<int>(std::min<std::int64_t>(simd_.gemm.nr, args_.n - n));
-    for (std::int64_t m = m_first; m < m_end; m += simd_.gemm.mr) {
-      const auto rows = static_cast<int>(std::min<std::int64_t>(simd_.gemm.mr, m_end - m));
+  const TaskRegisters registers(simd_.gemm, static_cast<int>(rows.end - rows.begin));
+  for (std::int64_t panel = panels.begin; panel < panels.end; ++panel) {
+    const std::int64_t n = panel * simd_.gemm.nr - origin.col;
+    const auto cols = static_cast<int>(std::min<std::int64_t>(simd_.gemm.nr, to.n - n));
+    for (std::int64_t row = rows.begin; row < rows.end; row += simd_.gemm.mr) {
+      const auto count = static_cast<int>(std::min<std::int64_t>(simd_.gemm.mr, rows.end - row));
+      const std::int64_t m = row - origin.row;
       if (chunks_ == 1) {
-        simd_.gemm.tile(args_.a + m * args_.lda, args_.lda, rows, args_.k, panel_at(panel, 0),
-                        bias_ + m, acc);
-        epilogue.tile(m, n, rows, cols, acc);
+        simd_.gemm.tile(args_.a + row * args_.lda, args_.lda, count, args_.k, panel_at(panel, 0),
+                        bias_ + row, acc);
+        epilogue.tile(m, n, count, cols, acc);
         continue;
       }
       std::int64_t total[max_tile] = {};
       for (std::int64_t chunk = 0; chunk < chunks_; ++chunk) {
-        simd_.gemm.tile(args_.a + m * args_.lda + chunk * k_chunk, args_.lda, rows,
-                        chunk_length(chunk), panel_at(panel, chunk), bias_ + chunk * args_.m + m,
+        simd_.gemm.tile(args_.a + row * args_.lda + chunk * k_chunk, args_.lda, count,
+                        chunk_length(chunk), panel_at(panel, chunk), bias_ + chunk * args_.m + row,
                         acc);
-        for (int i = 0; i < rows * simd_.gemm.nr; ++i) total[i] += acc[i];
+        for (int i = 0; i < count * simd_.gemm.nr; ++i) total[i] += acc[i];
       }
-      for (int i = 0; i < rows; ++i) epilogue.long_row(m + i, n, cols, total + i * simd_.gemm.nr);
+      for (int i = 0; i < count; ++i) epilogue.long_row(m + i, n, cols, total + i * simd_.gemm.nr);
     }
   }
 }

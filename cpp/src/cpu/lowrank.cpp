@@ -1,7 +1,9 @@
 // Stage: HLA along the tokens, and the quantisation of its rows. Work goes by strips of
 // `strip_columns` columns. A small buffer receives a strip's rows of P x block by block and passes
 // them on in groups of 16, the unit of the random bits and of the transposed stores. Quantisation
-// makes two passes over x: computing the rows twice costs less traffic than storing them.
+// keeps a strip's rows between finding the largest values and rounding, where they fit a core's
+// second cache; otherwise it makes two passes over x: computing the rows twice costs less traffic
+// than storing them.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -89,7 +91,7 @@ class Strip {
       float* row = to + t * strip_columns;
       if (position < p_.body_tokens) {
         x_.load(p_.order.body(position), row);
-        const std::int64_t soon = position + std::max(p_.block, group);
+        const std::int64_t soon = position + group;
         if (soon < p_.body_tokens) x_.prefetch(p_.order.body(soon));
         if ((negative >> (t & 63) & 1U) != 0) simd_.scale_row(row, -1.0F);
       } else {
@@ -153,9 +155,16 @@ class Strip {
 
 }  // namespace
 
-StripTasks::StripTasks(const Context& context, const MatrixIn& x, const Projection& p)
+StripTasks::StripTasks(const Context& context, const MatrixIn& x, const Projection& p,
+                       bool may_be_whole)
     : strips_(ceil_div(x.cols, strip_columns)), blocks_(p.blocks) {
   if (strips_ == 0) return;
+  if (may_be_whole && keeps_strips(context, strips_, p.k_padded)) {
+    range_blocks_ = std::max<std::int64_t>(1, blocks_);
+    ranges_ = 1;
+    whole_ = true;
+    return;
+  }
   const std::int64_t cut = blocks_per_cut(p.rank);
   const std::int64_t wanted = ceil_div(std::int64_t{8} * context.threads(), strips_);
   const std::int64_t smallest =
@@ -191,7 +200,7 @@ QuantizeColumns::QuantizeColumns(const Context& context, const ColumnsJob& job)
       job_(job),
       random_(random_key(job.sketch_key, job.projection->signs ? Purpose::signs : Purpose::sketch)),
       rounder_{job.quant.rounding, job.quant.bits, random_key(context.key(), job.quant.purpose)},
-      tasks_(context, job.x, *job.projection),
+      tasks_(context, job.x, *job.projection, !job.quant.per_tensor && !job.quant.per_k),
       scales_(job.quant.per_tensor ? 1 : job.out.scales) {
   std::fill_n(amax(), scales_, 0U);
 }
@@ -201,11 +210,12 @@ std::uint32_t* QuantizeColumns::amax() const {
 }
 
 void QuantizeColumns::add_largest(Phase& phase) const {
+  if (tasks_.whole()) return phase.add<&QuantizeColumns::whole>(tasks_.count(), *this);
   phase.add<&QuantizeColumns::largest>(tasks_.count(), *this);
 }
 
-void QuantizeColumns::add_codes(Phase& phase) const {
-  phase.add<&QuantizeColumns::codes>(tasks_.count(), *this);
+void QuantizeColumns::add_codes(Phase& phase, bool found) const {
+  if (found || !tasks_.whole()) phase.add<&QuantizeColumns::codes>(tasks_.count(), *this);
 }
 
 void QuantizeColumns::largest(std::int64_t task) const {
@@ -232,35 +242,67 @@ void QuantizeColumns::largest(std::int64_t task) const {
   }
 }
 
+// Writes the codes of groups of rows of a strip whose largest values are known.
+class QuantizeColumns::Writer {
+ public:
+  Writer(const QuantizeColumns& of, std::int64_t col, int cols) : of_(of), col_(col), cols_(cols) {
+    const OperandQuant& quant = of.job_.quant;
+    for (int c = 0; !quant.per_k && c < cols; ++c) {
+      set(c, of.amax()[quant.per_tensor ? 0 : col + c]);
+    }
+  }
+
+  void group_of(std::int64_t k, const float* rows) {
+    const Operand& out = of_.job_.out;
+    for (int c = 0; c < cols_; ++c) {
+      blk_[c] = static_cast<std::uint64_t>((col_ + c) * (out.k_padded / group) + k / group);
+    }
+    std::int8_t* const to = out.codes + col_ * out.k_padded + k;
+    if (of_.job_.quant.per_k) {
+      for (int i = 0; i < group; ++i) set(i, of_.amax()[k + i]);
+      of_.simd_.quantize_strip_by_k(rows, cols_, inv_, keep_, of_.rounder_, blk_, to, out.k_padded);
+    } else {
+      of_.simd_.quantize_strip(rows, cols_, inv_, keep_, of_.rounder_, blk_, to, out.k_padded);
+    }
+  }
+
+ private:
+  void set(int i, std::uint32_t bits) {
+    const Scale scale = make_scale(bits, of_.job_.quant.bits);
+    inv_[i] = scale.inv;
+    keep_[i] = scale.keep;
+  }
+
+  const QuantizeColumns& of_;
+  std::int64_t col_;
+  int cols_;
+  float inv_[strip_columns] = {};
+  std::uint32_t keep_[strip_columns] = {};
+  std::uint64_t blk_[strip_columns] = {};
+};
+
 void QuantizeColumns::codes(std::int64_t task) const {
-  const OperandQuant& quant = job_.quant;
-  const Operand& out = job_.out;
-  const std::int64_t row_blocks = out.k_padded / group;
   const auto [col, begin, end] = tasks_[task];
   Strip strip(simd_, job_.x, *job_.projection, job_.side, random_, col);
-  float inv[strip_columns] = {};
-  std::uint32_t keep[strip_columns] = {};
-  std::uint64_t blk[strip_columns] = {};
-  const auto set = [&](int i, std::uint32_t bits) {
-    const Scale scale = make_scale(bits, quant.bits);
-    inv[i] = scale.inv;
-    keep[i] = scale.keep;
-  };
-  if (!quant.per_k) {
-    for (int c = 0; c < strip.cols(); ++c) set(c, amax()[quant.per_tensor ? 0 : col + c]);
-  }
-  strip.groups(begin, end, [&, col = col](std::int64_t k, const float* rows) {
-    for (int c = 0; c < strip.cols(); ++c) {
-      blk[c] = static_cast<std::uint64_t>((col + c) * row_blocks + k / group);
-    }
-    std::int8_t* to = out.codes + col * out.k_padded + k;
-    if (quant.per_k) {
-      for (int i = 0; i < group; ++i) set(i, amax()[k + i]);
-      simd_.quantize_strip_by_k(rows, strip.cols(), inv, keep, rounder_, blk, to, out.k_padded);
-    } else {
-      simd_.quantize_strip(rows, strip.cols(), inv, keep, rounder_, blk, to, out.k_padded);
-    }
+  Writer writer(*this, col, strip.cols());
+  strip.groups(begin, end, [&](std::int64_t k, const float* rows) { writer.group_of(k, rows); });
+}
+
+// One pass over x, whose rows of P x are kept in between.
+void QuantizeColumns::whole(std::int64_t task) const {
+  const auto [col, begin, end] = tasks_[task];
+  Strip strip(simd_, job_.x, *job_.projection, job_.side, random_, col);
+  alignas(64) float kept[most_kept_rows * strip_columns];
+  std::uint32_t best[strip_columns] = {};
+  strip.groups(begin, end, [&](std::int64_t k, const float* rows) {
+    simd_.amax_strip(rows, group, best);
+    std::memcpy(kept + k * strip_columns, rows, group * strip_columns * sizeof(float));
   });
+  std::copy_n(best, strip.cols(), amax() + col);
+  Writer writer(*this, col, strip.cols());
+  for (std::int64_t k = 0; k < job_.out.k_padded; k += group) {
+    writer.group_of(k, kept + k * strip_columns);
+  }
 }
 
 void QuantizeColumns::add_finish(Phase& phase) const {

@@ -69,6 +69,9 @@ struct SimdKernels {
   void (*fold_strip)(const float* in, int length, int a, float* out);
   void (*scale_row)(float* row, float factor);  // strip_columns floats
   void (*multiply)(float* v, std::int64_t count, const float* factors);
+  // out[r * ld + c] = (v[r][c] * columns[c]) * each[r], of so many rows of strip_columns floats.
+  void (*scale_tile)(const float* v, std::int64_t rows, const float* columns, const float* each,
+                     float* out, std::int64_t ld);
   // Of 64 rows of strip_columns floats: v[k][c] *= factor[c]; out[c] = the sum of a[k][c] *
   // b[k][c], neighbours first.
   void (*scale_columns)(float* v, const float* factor);
@@ -95,28 +98,23 @@ struct SimdKernels {
                               const Rounder&, const std::uint64_t* blk, std::int8_t* out,
                               std::int64_t ld);
 
+  // As quantize_strip, to nearest or, where u is given, stochastic by u[c] and the reversed bits of
+  // k (docs/numerics.md, "One code a value").
+  void (*quantize_tile)(const float* v, int cols, const float* inv, const std::uint32_t* keep,
+                        const std::uint8_t* u, std::int8_t* out, std::int64_t ld);
+
+  // Packed codes of token4 (4 bits) or token2 (2) and back: 1 / Delta (0: codes are 0), Delta times
+  // a factor (0: values are 0), and the random byte for each 16 features; count is a multiple of
+  // 16. values: what the codes stand for, in units of the scale, where inv is not 0; may be null.
+  void (*dither_row)(int bits, const float* v, std::int64_t count, const float* inv,
+                     const std::uint8_t* u, float* values, std::uint8_t* out);
+  void (*undither_row)(int bits, const std::uint8_t* packed, std::int64_t count,
+                       const float* factor, const std::uint8_t* u, float* out);
   // Packed codes of 64 rows (k) x cols columns of blocks of rht2, 16 bytes at out + c * ld. inv and
   // keep as above, u: a random byte for each row. values: what the codes stand for, 64 rows of
   // strip_columns, in units of the scale.
   void (*dither_strip)(const float* v, int cols, const float* inv, const std::uint32_t* keep,
                        const std::uint8_t* u, float* values, std::uint8_t* out, std::int64_t ld);
-  // Codes of token4, two a byte, and back: 1 / Delta (0: codes are 0), Delta times a factor (the
-  // values are 0 where it is 0), and the random byte for each 16 features; count is a multiple of
-  // 16. docs/numerics.md, "One code a value".
-  void (*dither_row)(const float* v, std::int64_t count, const float* inv, const std::uint8_t* u,
-                     std::uint8_t* out);
-  void (*undither_row)(const std::uint8_t* packed, std::int64_t count, const float* factor,
-                       const std::uint8_t* u, float* out);
-  // The same of token2, four codes a byte; `values`: what the codes stand for, in units of the
-  // scale.
-  void (*dither_row2)(const float* v, std::int64_t count, const float* inv, const std::uint8_t* u,
-                      float* values, std::uint8_t* out);
-  void (*undither_row2)(const std::uint8_t* packed, std::int64_t count, const float* factor,
-                        const std::uint8_t* u, float* out);
-  // As quantize_strip, to nearest or, where u is given, stochastic by u[c] and the reversed bits of
-  // k (docs/numerics.md, "One code a value").
-  void (*quantize_tile)(const float* v, int cols, const float* inv, const std::uint32_t* keep,
-                        const std::uint8_t* u, std::int8_t* out, std::int64_t ld);
   // total[c] += RN(min(2^24 (v unit)^2, 2^44)) for strip_columns values.
   void (*add_squares)(const float* v, float unit, double* total);
   // Sum of |v| * unit to the nearest integers; unit is a power of two, every one at most 2^15 and

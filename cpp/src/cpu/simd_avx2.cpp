@@ -32,6 +32,25 @@ struct V {
   static I load_i8(const std::int8_t* p) {
     return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
   }
+  static I code_places(int bits) {
+    return _mm256_mullo_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_epi32(bits));
+  }
+  // Packed codes from number `first` on, a multiple of the width: the lowest bits of a byte first.
+  template <int bits>
+  static I load_codes(const std::uint8_t* p, std::int64_t first) {
+    std::uint32_t word = 0;
+    std::memcpy(&word, p + first * bits / 8, bits);
+    return bit_and(_mm256_srlv_epi32(seti(word), code_places(bits)), seti((1U << bits) - 1));
+  }
+  template <int bits>
+  static void store_codes(std::uint8_t* p, std::int64_t first, I codes) {
+    const I placed = _mm256_sllv_epi32(codes, code_places(bits));
+    const __m128i four =
+        _mm_or_si128(_mm256_castsi256_si128(placed), _mm256_extracti128_si256(placed, 1));
+    const __m128i two = _mm_or_si128(four, _mm_unpackhi_epi64(four, four));
+    const int word = _mm_cvtsi128_si32(_mm_or_si128(two, _mm_srli_epi64(two, 32)));
+    std::memcpy(p + first * bits / 8, &word, bits);
+  }
   static void store_i8(std::int8_t* p, I v) {
     const __m128i words =
         _mm_packs_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));

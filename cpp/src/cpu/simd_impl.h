@@ -148,6 +148,18 @@ void multiply(float* v, std::int64_t count, const float* factors) {
   for (; i < count; ++i) v[i] *= factors[i];
 }
 
+void scale_tile(const float* v, std::int64_t rows, const float* columns, const float* each,
+                float* out, std::int64_t ld) {
+  F factors[strip_vectors];
+  for (int i = 0; i < strip_vectors; ++i) factors[i] = V::load(columns + i * W);
+  for (std::int64_t r = 0; r < rows; ++r, v += strip_columns, out += ld) {
+    const F factor = V::set(each[r]);
+    for (int i = 0; i < strip_vectors; ++i) {
+      V::store(out + i * W, V::mul(V::mul(V::load(v + i * W), factors[i]), factor));
+    }
+  }
+}
+
 void scale_columns(float* v, const float* factor) {
   for (int c = 0; c < strip_columns; c += W) {
     const F f = V::load(factor + c);
@@ -328,34 +340,64 @@ void quantize_row_as(const float* v, std::int64_t count, const float* inv, bool 
   }
 }
 
-template <bool by_k, Rounding rounding, int bits>
-void quantize_strip_as(const float* v, int cols, const float* inv, const std::uint32_t* keep,
-                       const RandomKey& key, const std::uint64_t* blk, std::int8_t* out,
-                       std::int64_t ld) {
-  for (int c = 0; c < cols; c += W) {
-    I words[4] = {V::seti(0), V::seti(0), V::seti(0), V::seti(0)};
-    if constexpr (rounding == Rounding::stochastic) {
-      std::uint32_t low[W], high[W];
-      for (int i = 0; i < W; ++i) {
-        low[i] = static_cast<std::uint32_t>(blk[c + i]);
-        high[i] = counter_high(key, blk[c + i]);
-      }
-      words[0] = V::loadi(low);
-      words[1] = V::loadi(high);
-      words[2] = V::seti(key.offset_low);
-      words[3] = V::seti(key.offset_high);
-      philox(words[0], words[1], words[2], words[3], key);
+// 16 times the reversed bits of 0 to 15: what sets the random bytes of neighbours apart.
+constexpr std::uint32_t byte_offsets[16] = {0,  128, 64, 192, 32, 160, 96,  224,
+                                            16, 144, 80, 208, 48, 176, 112, 240};
+
+inline I spread_byte(I byte, I offsets) { return V::bit_and(V::addi(byte, offsets), V::seti(255)); }
+
+// Random bytes of 16 rows (k) of a strip, from column c: none; of the columns' blocks; a column's
+// one byte.
+struct NoBytes {
+  struct Bytes {
+    I operator()(int) const { return V::seti(0); }
+  };
+  Bytes operator()(int) const { return {}; }
+};
+struct BlockBytes {
+  struct Bytes {
+    I words[4];
+    I operator()(int k) const {
+      return V::bit_and(V::shift_right(words[k / 4], 8 * (k % 4)), V::seti(255));
     }
+  };
+  Bytes operator()(int c) const {
+    std::uint32_t low[W], high[W];
+    for (int i = 0; i < W; ++i) {
+      low[i] = static_cast<std::uint32_t>(blk[c + i]);
+      high[i] = counter_high(key, blk[c + i]);
+    }
+    I c0 = V::loadi(low), c1 = V::loadi(high);
+    I c2 = V::seti(key.offset_low), c3 = V::seti(key.offset_high);
+    philox(c0, c1, c2, c3, key);
+    return {{c0, c1, c2, c3}};
+  }
+  const RandomKey& key;
+  const std::uint64_t* blk;
+};
+struct ColumnBytes {
+  struct Bytes {
+    I base;
+    I operator()(int k) const { return spread_byte(base, V::seti(byte_offsets[k])); }
+  };
+  Bytes operator()(int c) const { return {V::load_u8(u + c)}; }
+  const std::uint8_t* u;
+};
+
+template <bool by_k, Rounding rounding, int bits, class Source>
+void quantize_strip_as(const float* v, int cols, const float* inv, const std::uint32_t* keep,
+                       const Source& random, std::int8_t* out, std::int64_t ld) {
+  for (int c = 0; c < cols; c += W) {
+    const auto bytes = random(c);
     std::uint32_t packed[4][W];
     for (int w = 0; w < 4; ++w) {
       I four = V::seti(0);
       for (int j = 0; j < 4; ++j) {
         const int k = 4 * w + j;
-        const I u = V::bit_and(V::shift_right(words[w], 8 * j), V::seti(255));
         const F factor = by_k ? V::set(inv[k]) : V::load(inv + c);
         const I mask = by_k ? V::seti(keep[k]) : V::loadi(keep + c);
         const F x = V::and_bits(V::load(v + k * strip_columns + c), mask);
-        const I code = round_code<rounding, bits>(x, factor, u);
+        const I code = round_code<rounding, bits>(x, factor, bytes(k));
         four = V::bit_or(four, V::shift_left(V::bit_and(code, V::seti(255)), 8 * j));
       }
       V::storei(packed[w], four);
@@ -399,43 +441,124 @@ void quantize_row(const float* v, std::int64_t count, const float* inv, bool eac
   });
 }
 
+template <bool by_k>
 void quantize_strip(const float* v, int cols, const float* inv, const std::uint32_t* keep,
                     const Rounder& r, const std::uint64_t* blk, std::int8_t* out, std::int64_t ld) {
   dispatch_rounder(r, [&](auto rounding, auto bits) {
-    quantize_strip_as<false, rounding(), bits()>(v, cols, inv, keep, r.key, blk, out, ld);
+    if constexpr (rounding() == Rounding::stochastic) {
+      quantize_strip_as<by_k, rounding(), bits()>(v, cols, inv, keep, BlockBytes{r.key, blk}, out,
+                                                  ld);
+    } else {
+      quantize_strip_as<by_k, rounding(), bits()>(v, cols, inv, keep, NoBytes{}, out, ld);
+    }
   });
 }
 
-void quantize_strip_by_k(const float* v, int cols, const float* inv, const std::uint32_t* keep,
-                         const Rounder& r, const std::uint64_t* blk, std::int8_t* out,
-                         std::int64_t ld) {
-  dispatch_rounder(r, [&](auto rounding, auto bits) {
-    quantize_strip_as<true, rounding(), bits()>(v, cols, inv, keep, r.key, blk, out, ld);
-  });
+void quantize_tile(const float* v, int cols, const float* inv, const std::uint32_t* keep,
+                   const std::uint8_t* u, std::int8_t* out, std::int64_t ld) {
+  if (u == nullptr) {
+    quantize_strip_as<false, Rounding::nearest, 8>(v, cols, inv, keep, NoBytes{}, out, ld);
+  } else {
+    quantize_strip_as<false, Rounding::stochastic, 8>(v, cols, inv, keep, ColumnBytes{u}, out, ld);
+  }
+}
+
+// ---- dither that comes off again --------------------------------------------------------------
+
+// Codes 0 to 2^bits - 1 of value * unit / 256 with a random byte each, and what they stand for.
+template <int bits>
+inline I dithered_code(F value, F unit, I byte) {
+  constexpr std::uint32_t half = 128 * ((1 << bits) - 1);  // 256ths of the largest value
+  I m = rounded_product(value, unit, V::set(integer_float));
+  if constexpr (bits == 2) m = V::max_i(V::min_i(m, V::seti(half)), V::seti(0U - half));
+  return V::shift_right(V::addi(m, V::addi(byte, V::seti(half))), 8);
+}
+
+// `dither`: what comes off, in `parts` of a step.
+template <int bits, int parts>
+inline F dithered_value(I code, I dither) {
+  static_assert(parts == 256 || parts == 512);
+  const I low = V::addi(dither, V::seti(parts * ((1U << (bits - 1)) - 1)));
+  const I whole = V::subi(V::shift_left(code, parts == 256 ? 8 : 9), low);
+  return V::mul(V::to_float(whole), V::set(1.0F / parts));
+}
+
+// Codes of 4 bits are stored as two's complement: 8 less, which turns their upper bit.
+template <int bits>
+constexpr std::uint32_t turned_bit = bits == 4 ? 8 : 0;
+
+// Of a random byte of token4 and token2 the upper half comes off, and half a 16th: 256ths.
+constexpr std::uint32_t coarse_mask = 0xf0, coarse_half = 8;
+
+// Vectors have at most 16 lanes.
+template <int bits>
+void dither_row_as(const float* v, std::int64_t count, const float* inv, const std::uint8_t* u,
+                   float* values, std::uint8_t* out) {
+  for (std::int64_t t = 0; t < count / 16; ++t, out += 2 * bits) {
+    if (inv[t] == 0) {
+      std::memset(out, 0, 2 * bits);
+      continue;
+    }
+    const F unit = V::set(inv[t] * 256.0F);
+    for (int i = 0; i < 16; i += W) {
+      const I byte = spread_byte(V::seti(u[t]), V::loadi(byte_offsets + i));
+      const I code = dithered_code<bits>(V::load(v + 16 * t + i), unit, byte);
+      V::store_codes<bits>(out, i, V::bit_xor(code, V::seti(turned_bit<bits>)));
+      if (values != nullptr) {
+        const I off = V::bit_or(V::bit_and(byte, V::seti(coarse_mask)), V::seti(coarse_half));
+        V::store(values + 16 * t + i, dithered_value<bits, 256>(code, off));
+      }
+    }
+  }
+}
+
+void dither_row(int bits, const float* v, std::int64_t count, const float* inv,
+                const std::uint8_t* u, float* values, std::uint8_t* out) {
+  if (bits == 4) return dither_row_as<4>(v, count, inv, u, values, out);
+  dither_row_as<2>(v, count, inv, u, values, out);
+}
+
+template <int bits>
+void undither_row_as(const std::uint8_t* packed, std::int64_t count, const float* factor,
+                     const std::uint8_t* u, float* out) {
+  for (std::int64_t t = 0; t < count / 16; ++t, packed += 2 * bits) {
+    if (factor[t] == 0) {
+      std::memset(out + 16 * t, 0, 16 * sizeof(float));
+      continue;
+    }
+    const F scale = V::set(factor[t]);
+    const I first = V::seti((u[t] & coarse_mask) + coarse_half);
+    for (int i = 0; i < 16; i += W) {
+      const I off = spread_byte(first, V::loadi(byte_offsets + i));
+      const I code = V::bit_xor(V::load_codes<bits>(packed, i), V::seti(turned_bit<bits>));
+      V::store(out + 16 * t + i, V::mul(dithered_value<bits, 256>(code, off), scale));
+    }
+  }
+}
+
+void undither_row(int bits, const std::uint8_t* packed, std::int64_t count, const float* factor,
+                  const std::uint8_t* u, float* out) {
+  if (bits == 4) return undither_row_as<4>(packed, count, factor, u, out);
+  undither_row_as<2>(packed, count, factor, u, out);
 }
 
 // Codes of blocks of rht2: docs/numerics.md, "x kept as rht2".
 void dither_strip(const float* v, int cols, const float* inv, const std::uint32_t* keep,
                   const std::uint8_t* u, float* values, std::uint8_t* out, std::int64_t ld) {
   constexpr int bits = 2, block = 64, each = 32 / bits, words = block / each;
-  constexpr int half = 128 * ((1 << bits) - 1);  // 256ths of the largest value
   for (int c = 0; c < cols; c += W) {
-    const F factor = V::mul(V::load(inv + c), V::set(256.0F));
+    const F unit = V::mul(V::load(inv + c), V::set(256.0F));
     const I mask = V::loadi(keep + c);
     std::uint32_t packed[words][W];
     for (int w = 0; w < words; ++w) {
       I word = V::seti(0);
       for (int j = 0; j < each; ++j) {
         const int k = w * each + j;
+        const I byte = V::seti(u[k]), off = V::seti(2U * u[k] + 1);
         const F x = V::and_bits(V::load(v + k * strip_columns + c), mask);
-        I m = rounded_product(x, factor, V::set(integer_float));
-        m = V::max_i(V::min_i(m, V::seti(half)), V::seti(0U - half));
-        const auto shift = static_cast<std::uint32_t>(half + u[k]);
-        const I code = V::shift_right(V::addi(m, V::seti(shift)), 8);
+        const I code = dithered_code<bits>(x, unit, byte);
         word = V::bit_or(word, V::shift_left(code, bits * j));
-        const auto low = static_cast<std::uint32_t>((256 << bits) + 2 * u[k] - 511);
-        const F value = V::to_float(V::subi(V::shift_left(code, 9), V::seti(low)));
-        V::store(values + k * strip_columns + c, V::mul(value, V::set(1.0F / 512)));
+        V::store(values + k * strip_columns + c, dithered_value<bits, 512>(code, off));
       }
       V::storei(packed[w], V::bit_and(word, mask));
     }
@@ -444,102 +567,6 @@ void dither_strip(const float* v, int cols, const float* inv, const std::uint32_
       std::uint32_t codes[words];
       for (int w = 0; w < words; ++w) codes[w] = packed[w][i];
       std::memcpy(out + (c + i) * ld, codes, sizeof codes);
-    }
-  }
-}
-
-// 16 times the reversed bits of 0 to 15: what sets the random bytes of neighbours apart.
-constexpr std::uint32_t byte_offsets[16] = {0,  128, 64, 192, 32, 160, 96,  224,
-                                            16, 144, 80, 208, 48, 176, 112, 240};
-
-inline I spread_byte(std::uint8_t byte, int first) {
-  return V::bit_and(V::addi(V::seti(byte), V::loadi(byte_offsets + first)), V::seti(255));
-}
-
-// Vectors have at most 16 lanes.
-void dither_row(const float* v, std::int64_t count, const float* inv, const std::uint8_t* u,
-                std::uint8_t* out) {
-  const F magic = V::set(integer_float);
-  for (std::int64_t t = 0; t < count / 16; ++t) {
-    std::int8_t codes[16] = {};
-    const F unit = V::set(inv[t] * 256.0F);
-    for (int i = 0; i < 16 && inv[t] != 0; i += W) {
-      const I m = rounded_product(V::load(v + 16 * t + i), unit, magic);
-      // From -2048 to 2047; an arithmetic shift made of a logical one.
-      const I sum = V::addi(V::addi(m, spread_byte(u[t], i)), V::seti(4096 - 128));
-      V::store_i8(codes + i, V::subi(V::shift_right(sum, 8), V::seti(16)));
-    }
-    for (int i = 0; i < 8; ++i) {
-      const auto low = static_cast<unsigned>(codes[2 * i]) & 15U;
-      const auto high = static_cast<unsigned>(codes[2 * i + 1]) & 15U;
-      out[8 * t + i] = static_cast<std::uint8_t>(low | high << 4);
-    }
-  }
-}
-
-void undither_row(const std::uint8_t* packed, std::int64_t count, const float* factor,
-                  const std::uint8_t* u, float* out) {
-  const float table[16] = {0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1};
-  for (std::int64_t t = 0; t < count / 16; ++t) {
-    std::uint8_t codes[16];
-    for (int half = 0; half < 2; ++half) {  // 4 bytes at a time, each spread to two
-      std::uint32_t four;
-      std::memcpy(&four, packed + 8 * t + 4 * half, sizeof four);
-      std::uint64_t wide = (four | std::uint64_t{four} << 16) & 0x0000FFFF0000FFFFU;
-      wide = (wide | wide << 8) & 0x00FF00FF00FF00FFU;
-      wide = (wide & 0x000F000F000F000FU) | (wide & 0x00F000F000F000F0U) << 4;
-      std::memcpy(codes + 8 * half, &wide, sizeof wide);
-    }
-    const F scale = V::set(factor[t]);
-    for (int i = 0; i < 16; i += W) {
-      const I byte = spread_byte(u[t], i);
-      const F dither = V::to_float(V::subi(V::seti(511), V::addi(byte, byte)));
-      const F value =
-          V::add(V::lookup16(V::load_u8(codes + i), table), V::mul(dither, V::set(1.0F / 512)));
-      V::store(out + 16 * t + i, V::mul(value, scale));
-    }
-  }
-}
-
-// What a code of token2 stands for, in units of its scale.
-inline F value2(I code, I byte) {
-  const I whole = V::subi(V::shift_left(code, 9), V::addi(V::addi(byte, byte), V::seti(513)));
-  return V::mul(V::to_float(whole), V::set(1.0F / 512));
-}
-
-void dither_row2(const float* v, std::int64_t count, const float* inv, const std::uint8_t* u,
-                 float* values, std::uint8_t* out) {
-  constexpr std::uint32_t half = 384;  // 256ths of the largest value
-  const F magic = V::set(integer_float);
-  for (std::int64_t t = 0; t < count / 16; ++t) {
-    std::int8_t codes[16] = {};
-    const F unit = V::set(inv[t] * 256.0F);
-    for (int i = 0; i < 16 && inv[t] != 0; i += W) {
-      I m = rounded_product(V::load(v + 16 * t + i), unit, magic);
-      m = V::max_i(V::min_i(m, V::seti(half)), V::seti(0U - half));
-      const I byte = spread_byte(u[t], i);
-      const I code = V::shift_right(V::addi(V::addi(m, byte), V::seti(half)), 8);
-      V::store_i8(codes + i, code);
-      V::store(values + 16 * t + i, value2(code, byte));
-    }
-    for (int i = 0; i < 4; ++i) {
-      const auto code = [&](int j) { return static_cast<unsigned>(codes[4 * i + j]) << (2 * j); };
-      out[4 * t + i] = static_cast<std::uint8_t>(code(0) | code(1) | code(2) | code(3));
-    }
-  }
-}
-
-void undither_row2(const std::uint8_t* packed, std::int64_t count, const float* factor,
-                   const std::uint8_t* u, float* out) {
-  for (std::int64_t t = 0; t < count / 16; ++t) {
-    std::uint8_t codes[16];
-    for (int i = 0; i < 16; ++i) {
-      codes[i] = static_cast<std::uint8_t>(packed[4 * t + i / 4] >> (2 * (i % 4)) & 3);
-    }
-    const F scale = V::set(factor[t]);
-    for (int i = 0; i < 16; i += W) {
-      const F value = value2(V::load_u8(codes + i), spread_byte(u[t], i));
-      V::store(out + 16 * t + i, V::mul(value, scale));
     }
   }
 }
@@ -553,40 +580,6 @@ void add_squares(const float* v, float unit, double* total) {
     const float whole = square < 0x1p23F ? square + 0x1p23F - 0x1p23F : square;
     total[c] += static_cast<double>(whole);
   }
-}
-
-template <bool stochastic>
-void quantize_tile_as(const float* v, int cols, const float* inv, const std::uint32_t* keep,
-                      const std::uint8_t* u, std::int8_t* out, std::int64_t ld) {
-  for (int c = 0; c < cols; c += W) {
-    const F factor = V::load(inv + c);
-    const I mask = V::loadi(keep + c);
-    const I base = stochastic ? V::load_u8(u + c) : V::seti(0);
-    std::uint32_t packed[4][W];
-    for (int w = 0; w < 4; ++w) {
-      I four = V::seti(0);
-      for (int j = 0; j < 4; ++j) {
-        const int k = 4 * w + j;
-        const I random = V::bit_and(V::addi(base, V::seti(byte_offsets[k])), V::seti(255));
-        const F x = V::and_bits(V::load(v + k * strip_columns + c), mask);
-        constexpr Rounding rounding = stochastic ? Rounding::stochastic : Rounding::nearest;
-        const I code = round_code<rounding, 8>(x, factor, random);
-        four = V::bit_or(four, V::shift_left(V::bit_and(code, V::seti(255)), 8 * j));
-      }
-      V::storei(packed[w], four);
-    }
-    const int lanes = cols - c < W ? cols - c : W;
-    for (int i = 0; i < lanes; ++i) {
-      const std::uint32_t codes[4] = {packed[0][i], packed[1][i], packed[2][i], packed[3][i]};
-      std::memcpy(out + (c + i) * ld, codes, sizeof codes);
-    }
-  }
-}
-
-void quantize_tile(const float* v, int cols, const float* inv, const std::uint32_t* keep,
-                   const std::uint8_t* u, std::int8_t* out, std::int64_t ld) {
-  if (u != nullptr) return quantize_tile_as<true>(v, cols, inv, keep, u, out, ld);
-  quantize_tile_as<false>(v, cols, inv, keep, u, out, ld);
 }
 
 std::uint32_t sum_magnitudes(const float* v, std::int64_t count, float unit) {
@@ -608,22 +601,13 @@ std::uint32_t sum_magnitudes(const float* v, std::int64_t count, float unit) {
 
 template <int bits>
 void expand(const std::uint8_t* packed, std::int64_t count, const float* table, float* out) {
-  constexpr std::int64_t run = 64;
+  std::int64_t i = 0;
+  for (; i + W <= count; i += W) {
+    V::store(out + i, V::lookup16(V::load_codes<bits>(packed, i), table));
+  }
   constexpr int each = 8 / bits;
-  std::uint8_t codes[run] = {};
-  for (std::int64_t start = 0; start < count; start += run) {
-    const std::int64_t left = count - start < run ? count - start : run;
-    for (std::int64_t i = 0; i < left / each; ++i) {
-      const unsigned all = packed[start / each + i];
-      for (int j = 0; j < each; ++j) {
-        codes[each * i + j] = static_cast<std::uint8_t>(all >> (bits * j) & ((1U << bits) - 1));
-      }
-    }
-    std::int64_t i = 0;
-    for (; i + W <= left; i += W) {
-      V::store(out + start + i, V::lookup16(V::load_u8(codes + i), table));
-    }
-    for (; i < left; ++i) out[start + i] = table[codes[i]];
+  for (; i < count; ++i) {
+    out[i] = table[packed[i / each] >> (i % each * bits) & ((1 << bits) - 1)];
   }
 }
 
@@ -690,12 +674,33 @@ void axpy(float a, const std::int8_t* b, std::int64_t count, float* acc) {
 // The table of an instruction set: the loops above and its products.
 SimdKernels kernels_with(const GemmKernels& gemm) {
   return {
-      load,          store,        fwht_row,       fwht_strip,     fold_strip,
-      scale_row,     multiply,     scale_columns,  dot_columns,    amax,
-      amax_strip,    amax_columns, quantize_row,   quantize_strip, quantize_strip_by_k,
-      dither_strip,  dither_row,   undither_row,   dither_row2,    undither_row2,
-      quantize_tile, add_squares,  sum_magnitudes, expand_int4,    expand_int2,
-      dequantize,    axpy,         gemm,
+      load,
+      store,
+      fwht_row,
+      fwht_strip,
+      fold_strip,
+      scale_row,
+      multiply,
+      scale_tile,
+      scale_columns,
+      dot_columns,
+      amax,
+      amax_strip,
+      amax_columns,
+      quantize_row,
+      quantize_strip<false>,
+      quantize_strip<true>,
+      quantize_tile,
+      dither_row,
+      undither_row,
+      dither_strip,
+      add_squares,
+      sum_magnitudes,
+      expand_int4,
+      expand_int2,
+      dequantize,
+      axpy,
+      gemm,
   };
 }
 

@@ -19,32 +19,38 @@ float power_of_two(int exponent) {
   return float_from_bits(static_cast<std::uint32_t>(exponent + 127) << 23);
 }
 
-// The signs of features that are asked for in ascending order.
-class Signs {
+// The random byte of token t of a tile: byte t of the tile's block.
+void tile_bytes(const RandomKey& key, std::uint64_t block, std::uint8_t* out) {
+  const Philox draw = philox_block(key, block);
+  std::memcpy(out, draw.word, sizeof draw.word);
+}
+
+// The dither of packed codes of `padded` features.
+class Dither {
  public:
-  explicit Signs(const RandomKey& key) : key_(key) {}
-  float operator[](std::int64_t feature) {
-    if (feature / 64 != block_) {
-      block_ = feature / 64;
-      bits_ = rotation_signs(key_, block_);
+  Dither(const Key& key, std::int64_t padded)
+      : key_(random_key(key, Purpose::activation)), tiles_(padded / tile) {}
+
+  // A byte for each tile of features [first, first + count), multiples of a tile, of a token: good
+  // until the next call. Tokens of a tile after each other are drawn once.
+  const std::uint8_t* bytes(std::int64_t token, std::int64_t first, std::int64_t count) {
+    if (first != first_ || token / tile != tile_row_) {
+      first_ = first;
+      tile_row_ = token / tile;
+      const std::int64_t block = tile_row_ * tiles_ + first / tile;
+      for (std::int64_t t = 0; t < count / tile; ++t) {
+        tile_bytes(key_, static_cast<std::uint64_t>(block + t), drawn_ + tile * t);
+      }
     }
-    return (bits_ >> (feature % 64) & 1U) != 0 ? -1.0F : 1.0F;
+    for (std::int64_t t = 0; t < count / tile; ++t) bytes_[t] = drawn_[tile * t + token % tile];
+    return bytes_;
   }
 
  private:
   RandomKey key_;
-  std::int64_t block_ = -1;
-  std::uint64_t bits_ = 0;
+  std::int64_t tiles_, first_ = -1, tile_row_ = -1;
+  std::uint8_t drawn_[Row::chunk], bytes_[Row::chunk / tile];
 };
-
-// The random bytes of a row of tiles: 16 for each tile of features, byte t that of token t.
-void tile_bytes(const RandomKey& key, std::uint64_t first_block, std::int64_t tiles,
-                std::uint8_t* out) {
-  for (std::int64_t i = 0; i < tiles; ++i) {
-    const Philox draw = philox_block(key, first_block + static_cast<std::uint64_t>(i));
-    std::memcpy(out + 16 * i, draw.word, sizeof draw.word);
-  }
-}
 
 // What a byte of the ratios stands for.
 float ratio_value(std::uint8_t ratio) {
@@ -61,38 +67,55 @@ std::uint8_t ratio_rounded_up(std::uint32_t amax_bits, float token_scale) {
   return ratio_byte(float_bits(float_from_bits(amax_bits) / 7.5F / token_scale) + 0x7ffffU);
 }
 
-// Of a token.
-float token8_scale(const TokenCodesIn& codes, std::int64_t token) {
-  float scale;
-  std::memcpy(&scale, codes.scales() + 4 * token, sizeof scale);
-  return scale;
-}
-float packed_scale(const TokenCodesIn& codes, std::int64_t token) {
+float token_scale(const TokenCodesIn& codes, std::int64_t token) {
+  if (codes.storage == Storage::token8) {
+    float scale;
+    std::memcpy(&scale, codes.scales() + 4 * token, sizeof scale);
+    return scale;
+  }
   std::uint16_t half;
   std::memcpy(&half, codes.scales() + 2 * token, sizeof half);
   return bf16_to_float(half);
 }
 
-// Values of packed codes of features [first, first + count), times `factor` and then `second` by
-// way of their scales; `first` and `count` are multiples of 16. `bases`: the random byte of each
-// tile of features from `first`.
-void load_packed(const SimdKernels& simd, const TokenCodesIn& codes, std::int64_t token,
-                 std::int64_t first, std::int64_t count, const std::uint8_t* bases, float factor,
-                 float second, float* v) {
-  const std::uint8_t* const ratios = codes.ratios(token);
-  const float scale = packed_scale(codes, token);
-  float factors[Row::chunk / tile];
-  for (std::int64_t t = 0; t < count / tile; ++t) {
-    const std::uint8_t ratio = ratios[(first + t * tile) / token_group];
-    factors[t] =
-        ratio == 0 && !std::isnan(scale) ? 0.0F : ratio_value(ratio) * scale * factor * second;
+// What the codes of a kept x stand for.
+class TokenValues {
+ public:
+  // `key`: that x was kept with.
+  TokenValues(const SimdKernels& simd, const TokenCodesIn& codes, const Key& key)
+      : simd_(simd), codes_(codes), dither_(key, codes.layout.padded) {}
+
+  // Asks the caches for a token's codes: strips of rows are not foreseen.
+  void prefetch(std::int64_t token, std::int64_t first) const {
+    __builtin_prefetch(codes_.row(token) + first * codes_.layout.row_bytes / codes_.layout.padded);
   }
-  if (codes.storage == Storage::token4) {
-    simd.undither_row(codes.row(token) + first / 2, count, factors, bases, v);
-  } else {
-    simd.undither_row2(codes.row(token) + first / 4, count, factors, bases, v);
+
+  // Features [first, first + count) of a token, multiples of 16, at most Row::chunk: times `factor`
+  // and then `second` by way of their scales.
+  void load(std::int64_t token, std::int64_t first, std::int64_t count, float factor, float second,
+            float* v) {
+    const float scale = token_scale(codes_, token);
+    if (codes_.storage == Storage::token8) {
+      std::fill_n(v, count, 0.0F);
+      return simd_.axpy(scale * factor * second,
+                        reinterpret_cast<const std::int8_t*>(codes_.row(token)) + first, count, v);
+    }
+    const int bits = codes_.storage == Storage::token4 ? 4 : 2;
+    const std::uint8_t* const ratios = codes_.ratios(token);
+    for (std::int64_t t = 0; t < count / tile; ++t) {
+      const std::uint8_t ratio = ratios[(first + t * tile) / token_group];
+      factors_[t] = (ratio == 0 ? 0.0F : ratio_value(ratio)) * scale * factor * second;
+    }
+    simd_.undither_row(bits, codes_.row(token) + first * bits / 8, count, factors_,
+                       dither_.bytes(token, first, count), v);
   }
-}
+
+ private:
+  const SimdKernels& simd_;
+  const TokenCodesIn& codes_;
+  Dither dither_;
+  float factors_[Row::chunk / tile];
+};
 
 // Tokens of a task: whole tiles.
 std::int64_t tokens_per_task(const Context& context, std::int64_t tokens, std::int64_t width) {
@@ -114,7 +137,7 @@ class KeepPacked {
              const TokenCodesOut& out, const float* factors)
       : simd_(simd),
         out_(out),
-        dither_(random_key(context.key(), Purpose::activation)),
+        dither_(context.key(), out.layout.padded),
         row_(simd, x, out.layout.block, out.layout.padded, nullptr, factors) {}
 
   void keep(std::int64_t token) {
@@ -143,23 +166,8 @@ class KeepPacked {
     std::memcpy(out_.scales() + 2 * token, &half, sizeof half);
   }
 
-  void draw(std::int64_t token, std::int64_t start, std::int64_t count) {
-    const std::int64_t tile_row = token / tile;
-    if (start != start_ || tile_row != tile_row_) {
-      start_ = start;
-      tile_row_ = tile_row;
-      const auto blocks = static_cast<std::uint64_t>(out_.layout.padded / tile);
-      tile_bytes(
-          dither_,
-          static_cast<std::uint64_t>(tile_row) * blocks + static_cast<std::uint64_t>(start / tile),
-          count / tile, bases_);
-    }
-    for (std::int64_t t = 0; t < count / tile; ++t) bytes_[t] = bases_[16 * t + token % tile];
-  }
-
   void keep4(std::int64_t token, std::int64_t start, std::int64_t count, const float* v,
              float scale) {
-    draw(token, start, count);
     for (std::int64_t first = 0; first < count; first += token_group) {
       const std::int64_t part = std::min(token_group, count - first);
       const std::uint8_t ratio = ratio_rounded_up(simd_.amax(v + first, part, 0), scale);
@@ -167,7 +175,8 @@ class KeepPacked {
       std::fill(inv_ + first / tile, inv_ + (first + part) / tile,
                 ratio == 0 ? 0.0F : 1.0F / (ratio_value(ratio) * scale));
     }
-    simd_.dither_row(v, count, inv_, bytes_, out_.row(token) + start / 2);
+    simd_.dither_row(4, v, count, inv_, dither_.bytes(token, start, count), nullptr,
+                     out_.row(token) + start / 2);
   }
 
   // The scales of groups come first: the token's is the largest of them. A row that is longer than
@@ -176,11 +185,11 @@ class KeepPacked {
     const std::int64_t padded = out_.layout.padded;
     float largest = 0;
     const auto groups = [&](std::int64_t start, std::int64_t count, const float* v) {
-      draw(token, start, count);
+      const std::uint8_t* const bytes = dither_.bytes(token, start, count);
       for (std::int64_t first = 0; first < count; first += token_group) {
         scales_[first / token_group] =
             keep_group(token, start + first, std::min(token_group, count - first), v + first,
-                       bytes_ + first / tile);
+                       bytes + first / tile);
       }
     };
     row_.chunks(token, [&](std::int64_t start, std::int64_t count, const float* v) {
@@ -220,18 +229,15 @@ class KeepPacked {
     const float squares = sum_pairs(products, count);
     const float spread = std::sqrt(squares / static_cast<float>(count));
     std::fill_n(inv, 2, 1.5F / std::min(float_from_bits(amax) * power, 1.75F * spread));
-    simd_.dither_row2(y, count, inv, bytes, values, out);
+    simd_.dither_row(2, y, count, inv, bytes, values, out);
     for (std::int64_t i = 0; i < count; ++i) products[i] = y[i] * values[i];
     return squares / sum_pairs(products, count) * back;
   }
 
   const SimdKernels& simd_;
   const TokenCodesOut& out_;
-  RandomKey dither_;
+  Dither dither_;
   Row row_;
-  std::int64_t start_ = -1, tile_row_ = -1;
-  std::uint8_t bases_[Row::chunk];  // 16 for each tile of features
-  std::uint8_t bytes_[Row::chunk / tile];
   float inv_[Row::chunk / tile], scales_[Row::chunk / token_group];
 };
 
@@ -309,10 +315,16 @@ void FeatureSizes::finish() const {
 
 void feature_factors(const Key& key, const std::uint8_t* exponents, bool divide, float scale,
                      std::int64_t first, std::int64_t count, float* factors) {
-  Signs signs(random_key(key, Purpose::signs));
-  for (std::int64_t i = 0; i < count; ++i) {
-    const int exponent = exponents[first + i] - 127;
-    factors[i] = signs[first + i] * power_of_two(divide ? -exponent : exponent) * scale;
+  const RandomKey random = random_key(key, Purpose::signs);
+  for (std::int64_t i = 0; i < count;) {
+    const std::int64_t feature = first + i, end = std::min(count, i + 64 - feature % 64);
+    std::uint64_t negative = rotation_signs(random, feature / 64) >> (feature % 64);
+    for (; i < end; ++i, negative >>= 1) {
+      const auto biased = static_cast<std::uint32_t>(exponents[first + i]);
+      const std::uint32_t power = (divide ? 254U - biased : biased) << 23;
+      const auto sign = static_cast<std::uint32_t>(negative & 1U) << 31;
+      factors[i] = float_from_bits(power | sign) * scale;
+    }
   }
 }
 
@@ -356,36 +368,18 @@ void decompress_tokens(const Context& context, const DecompressJob& job) {
   const SimdKernels& simd = simd_kernels(context.isa());
   const TokenCodesIn& codes = *job.tokens;
   const TokenCodesLayout& layout = codes.layout;
-  const RandomKey dither = random_key(job.key, Purpose::activation);
   const std::int64_t per_task = tokens_per_task(context, job.out.rows, layout.padded);
   context.pool()->run(ceil_div(job.out.rows, per_task), [&](std::int64_t task) {
     const std::int64_t end = std::min(job.out.rows, (task + 1) * per_task);
+    TokenValues kept(simd, codes, job.key);
     float values[Row::chunk], factors[Row::chunk];
-    std::uint8_t draws[Row::chunk], bases[Row::chunk / tile];
     for (std::int64_t start = 0; start < layout.features; start += Row::chunk) {
       const std::int64_t count = std::min(Row::chunk, layout.padded - start);
       const std::int64_t real = std::min(count, layout.features - start);
       feature_factors(in_signs_key(codes.storage, job.key), codes.exponents(), false,
                       1.0F / static_cast<float>(layout.block), start, real, factors);
-      std::int64_t drawn = -1;
       for (std::int64_t row = task * per_task; row < end; ++row) {
-        const std::int64_t token = job.first + row;
-        if (codes.storage == Storage::token8) {
-          const auto* const q = reinterpret_cast<const std::int8_t*>(codes.row(token)) + start;
-          std::fill_n(values, count, 0.0F);
-          simd.axpy(token8_scale(codes, token), q, count, values);
-        } else {
-          if (token / tile != drawn) {
-            drawn = token / tile;
-            tile_bytes(dither,
-                       static_cast<std::uint64_t>(drawn * (layout.padded / tile) + start / tile),
-                       count / tile, draws);
-          }
-          for (std::int64_t i = 0; i < count / tile; ++i) {
-            bases[i] = draws[16 * i + token % tile];
-          }
-          load_packed(simd, codes, token, start, count, bases, 1.0F, 1.0F, values);
-        }
+        kept.load(job.first + row, start, count, 1.0F, 1.0F, values);
         simd.fwht_row(values, count, layout.block);
         simd.multiply(values, real, factors);
         store_row(simd, values, row, start, real, job.out);
@@ -399,10 +393,10 @@ void decompress_tokens(const Context& context, const DecompressJob& job) {
 namespace {
 
 // Of what a token contributes, eighths of an octave; 0: nothing.
-std::uint32_t contribution_level(const TokenCodesIn& x, const float* token_scale,
+std::uint32_t contribution_level(const TokenCodesIn& x, const float* gradient_scale,
                                  std::int64_t token) {
-  const float kept = x.storage == Storage::token8 ? token8_scale(x, token) : packed_scale(x, token);
-  const std::uint32_t bits = float_bits(token_scale[token] * kept) & 0x7fffffffU;
+  const std::uint32_t bits =
+      float_bits(gradient_scale[token] * token_scale(x, token)) & 0x7fffffffU;
   return std::min(bits, float_infinity_bits) >> 20;
 }
 
@@ -419,14 +413,14 @@ std::uint64_t level_weight(std::uint32_t level, std::uint32_t top) {
 
 }  // namespace
 
-void draw_tokens(const Context& context, const TokenCodesIn& x, const float* token_scale,
+void draw_tokens(const Context& context, const TokenCodesIn& x, const float* gradient_scale,
                  std::int64_t slots, std::int64_t* token, float* factor) {
   constexpr std::uint64_t one = std::uint64_t{1} << 32;
   const std::int64_t tokens = x.layout.tokens;
   std::uint32_t count[levels] = {};
   std::uint32_t top = 0;
   for (std::int64_t l = 0; l < tokens; ++l) {
-    const std::uint32_t level = contribution_level(x, token_scale, l);
+    const std::uint32_t level = contribution_level(x, gradient_scale, l);
     ++count[level];
     top = std::max(top, level);
   }
@@ -451,7 +445,7 @@ void draw_tokens(const Context& context, const TokenCodesIn& x, const float* tok
   std::fill_n(token, slots, std::int64_t{-1});
   std::uint64_t sum = start;
   for (std::int64_t l = 0; l < tokens; ++l) {
-    const std::uint32_t level = contribution_level(x, token_scale, l);
+    const std::uint32_t level = contribution_level(x, gradient_scale, l);
     if (level == 0) continue;
     std::uint64_t part = one;
     if (level <= whole) {
@@ -503,14 +497,14 @@ void TransposeCodes::codes(std::int64_t task) const {
 }
 
 Contributions::Contributions(const Context& context, const TokenCodesIn& codes, const Key& key,
-                             const float* token_scale, const DrawnTokens& drawn, Rounding rounding,
-                             const Operand& out)
+                             const float* gradient_scale, const DrawnTokens& drawn,
+                             Rounding rounding, const Operand& out)
     : simd_(simd_kernels(context.isa())),
       codes_(codes),
-      token_scale_(token_scale),
+      key_(key),
+      gradient_scale_(gradient_scale),
       drawn_(drawn),
       stochastic_(rounding == Rounding::stochastic),
-      dither_(random_key(key, Purpose::activation)),
       random_(random_key(context.key(), Purpose::requantize)),
       out_(out) {
   strips_ = ceil_div(codes.layout.padded, strip_columns);
@@ -518,7 +512,9 @@ Contributions::Contributions(const Context& context, const TokenCodesIn& codes, 
   const std::int64_t wanted = ceil_div(std::int64_t{8} * context.threads(), strips_);
   const std::int64_t least =
       ceil_div(task_elements(context, tiles * tile * codes.layout.padded), tile * strip_columns);
-  tiles_per_task_ = std::max(least, ceil_div(tiles, wanted));
+  whole_ = keeps_strips(context, strips_, tiles * tile);
+  tiles_per_task_ =
+      whole_ ? std::max<std::int64_t>(1, tiles) : std::max(least, ceil_div(tiles, wanted));
   ranges_ = ceil_div(tiles, tiles_per_task_);
   std::fill_n(amax(), out.rows, 0U);
 }
@@ -526,125 +522,164 @@ Contributions::Contributions(const Context& context, const TokenCodesIn& codes, 
 std::uint32_t* Contributions::amax() const { return reinterpret_cast<std::uint32_t*>(out_.scale); }
 
 void Contributions::add_largest(Phase& phase) const {
+  if (whole_) return phase.add<&Contributions::whole>(strips_ * ranges_, *this);
   phase.add<&Contributions::largest>(strips_ * ranges_, *this);
 }
 void Contributions::add_codes(Phase& phase) const {
-  phase.add<&Contributions::codes>(strips_ * ranges_, *this);
+  if (!whole_) phase.add<&Contributions::codes>(strips_ * ranges_, *this);
 }
 void Contributions::finish() const { patterns_to_scales(out_.scale, out_.rows, 8); }
 
+std::int64_t Contributions::first_column(std::int64_t task) const {
+  return task % strips_ * strip_columns;
+}
+int Contributions::columns(std::int64_t task) const {
+  return static_cast<int>(
+      std::min<std::int64_t>(strip_columns, codes_.layout.padded - first_column(task)));
+}
+
 template <class Visit>
 void Contributions::tiles(std::int64_t task, const Visit& visit) const {
-  const TokenCodesLayout& layout = codes_.layout;
-  const std::int64_t col = task % strips_ * strip_columns;
-  const std::int64_t cols = std::min<std::int64_t>(strip_columns, layout.padded - col);
+  const std::int64_t col = first_column(task), cols = columns(task);
   const std::int64_t first = task / strips_ * tiles_per_task_;
   const std::int64_t last = std::min(ceil_div(drawn_.slots, tile), first + tiles_per_task_);
-  const std::int64_t width = layout.padded / tile;
+  TokenValues kept(simd_, codes_, key_);
   alignas(64) float values[tile * strip_columns] = {};
-  std::uint8_t draws[strip_columns] = {}, bases[strip_columns / tile] = {};
   for (std::int64_t t = first; t < last; ++t) {
-    std::int64_t drawn_tile = -1;
     for (std::int64_t i = 0; i < tile; ++i) {
       const std::int64_t slot = t * tile + i;
-      float* const row = values + i * strip_columns;
       const std::int64_t token = slot >= drawn_.slots      ? -1
                                  : drawn_.token == nullptr ? slot
                                                            : drawn_.token[slot];
+      float* const row = values + i * strip_columns;
       if (token < 0) {
         std::fill_n(row, strip_columns, 0.0F);
-        continue;
+      } else {
+        kept.prefetch(std::min(token + 64, codes_.layout.tokens - 1), col);
+        kept.load(token, col, cols, gradient_scale_[token],
+                  drawn_.token == nullptr ? 1.0F : drawn_.factor[slot], row);
       }
-      const float scale = token_scale_[token];
-      const float factor = drawn_.token == nullptr ? 1.0F : drawn_.factor[slot];
-      if (codes_.storage == Storage::token8) {
-        const auto* const q = reinterpret_cast<const std::int8_t*>(codes_.row(token)) + col;
-        std::fill_n(row, strip_columns, 0.0F);
-        simd_.axpy(token8_scale(codes_, token) * scale * factor, q, cols, row);
-        continue;
-      }
-      if (token / tile != drawn_tile) {
-        drawn_tile = token / tile;
-        tile_bytes(dither_, static_cast<std::uint64_t>(drawn_tile * width + col / tile),
-                   cols / tile, draws);
-      }
-      for (std::int64_t g = 0; g < cols / tile; ++g) bases[g] = draws[16 * g + token % tile];
-      load_packed(simd_, codes_, token, col, cols, bases, scale, factor, row);
     }
-    visit(t, col, static_cast<int>(cols), values);
+    visit(t, values);
   }
 }
 
 void Contributions::largest(std::int64_t task) const {
   std::uint32_t best[strip_columns] = {};
-  std::int64_t col = 0;
-  int cols = 0;
-  tiles(task, [&](std::int64_t, std::int64_t c, int count, const float* values) {
-    col = c;
-    cols = count;
-    simd_.amax_strip(values, tile, best);
-  });
-  for (int c = 0; c < cols; ++c) atomic_max(amax() + col + c, best[c]);
+  tiles(task, [&](std::int64_t, const float* values) { simd_.amax_strip(values, tile, best); });
+  for (int c = 0; c < columns(task); ++c) atomic_max(amax() + first_column(task) + c, best[c]);
 }
 
+// Writes the codes of tiles of a strip whose largest values are known.
+class Contributions::Writer {
+ public:
+  Writer(const Contributions& of, std::int64_t task)
+      : of_(of), col_(of.first_column(task)), cols_(of.columns(task)) {
+    for (int c = 0; c < cols_; ++c) {
+      const Scale scale = make_scale(of.amax()[col_ + c], 8);
+      inv_[c] = scale.inv;
+      keep_[c] = scale.keep;
+    }
+  }
+
+  void write(std::int64_t t, const float* values) {
+    const std::int64_t tile_rows = ceil_div(of_.drawn_.slots, tile);
+    for (std::int64_t g = 0; of_.stochastic_ && g < cols_ / tile; ++g) {
+      tile_bytes(of_.random_, static_cast<std::uint64_t>((col_ / tile + g) * tile_rows + t),
+                 bytes_ + tile * g);
+    }
+    const Operand& out = of_.out_;
+    of_.simd_.quantize_tile(values, cols_, inv_, keep_, of_.stochastic_ ? bytes_ : nullptr,
+                            out.codes + col_ * out.k_padded + t * tile, out.k_padded);
+  }
+
+ private:
+  const Contributions& of_;
+  std::int64_t col_;
+  int cols_;
+  float inv_[strip_columns] = {};
+  std::uint32_t keep_[strip_columns] = {};
+  std::uint8_t bytes_[strip_columns] = {};
+};
+
 void Contributions::codes(std::int64_t task) const {
-  const std::int64_t tile_rows = ceil_div(drawn_.slots, tile);
-  float inv[strip_columns] = {};
-  std::uint32_t keep[strip_columns] = {};
-  bool known = false;
-  tiles(task, [&](std::int64_t t, std::int64_t col, int cols, const float* values) {
-    if (!known) {
-      for (int c = 0; c < cols; ++c) {
-        const Scale scale = make_scale(amax()[col + c], 8);
-        inv[c] = scale.inv;
-        keep[c] = scale.keep;
-      }
-      known = true;
-    }
-    std::uint8_t bytes[strip_columns] = {};
-    if (stochastic_) {
-      for (std::int64_t g = 0; g < cols / tile; ++g) {
-        tile_bytes(random_, static_cast<std::uint64_t>((col / tile + g) * tile_rows + t), 1,
-                   bytes + tile * g);
-      }
-    }
-    simd_.quantize_tile(values, cols, inv, keep, stochastic_ ? bytes : nullptr,
-                        out_.codes + col * out_.k_padded + t * tile, out_.k_padded);
+  Writer writer(*this, task);
+  tiles(task, [&](std::int64_t t, const float* values) { writer.write(t, values); });
+}
+
+// What tokens contribute is computed once, and kept in between.
+void Contributions::whole(std::int64_t task) const {
+  constexpr std::int64_t size = tile * strip_columns;
+  alignas(64) float kept[most_kept_rows * strip_columns];
+  std::uint32_t best[strip_columns] = {};
+  tiles(task, [&](std::int64_t t, const float* values) {
+    simd_.amax_strip(values, tile, best);
+    std::memcpy(kept + t * size, values, size * sizeof(float));
   });
+  std::copy_n(best, columns(task), amax() + first_column(task));
+  Writer writer(*this, task);
+  for (std::int64_t t = 0; t < ceil_div(drawn_.slots, tile); ++t) writer.write(t, kept + t * size);
+}
+
+UndoTransforms::UndoTransforms(const Context& context, const Product& product, int out_block,
+                               int in_block, const Key& out_key, const std::uint8_t* out_exponents,
+                               const Key& in_key, const std::uint8_t* in_exponents, bool accumulate,
+                               const MatrixOut& out)
+    : simd_(simd_kernels(context.isa())),
+      product_(product),
+      out_block_(out_block),
+      in_block_(in_block),
+      out_key_(out_key),
+      in_key_(in_key),
+      out_exponents_(out_exponents),
+      in_exponents_(in_exponents),
+      accumulate_(accumulate),
+      out_(out),
+      strips_(ceil_div(product.cols(), strip_columns)) {
+  const std::int64_t down = ceil_div(product.rows(), strip_columns);
+  slices_ = down == 0 ? 0 : std::min(strips_, ceil_div(std::int64_t{8} * context.threads(), down));
 }
 
 void UndoTransforms::add_tiles(Phase& phase) const {
-  phase.add<&UndoTransforms::tile_of>(
-      ceil_div(product_.rows, strip_columns) * ceil_div(product_.cols, strip_columns), *this);
+  phase.add<&UndoTransforms::tiles>(ceil_div(product_.rows(), strip_columns) * slices_, *this);
 }
 
-void UndoTransforms::tile_of(std::int64_t task) const {
-  const std::int64_t strips = ceil_div(product_.cols, strip_columns);
-  const std::int64_t row = task / strips * strip_columns, col = task % strips * strip_columns;
-  const std::int64_t rows = std::min<std::int64_t>(strip_columns, product_.rows - row);
-  const std::int64_t cols = std::min<std::int64_t>(strip_columns, product_.cols - col);
+// Tiles side by side are one thread's: they may share cache lines of g_w.
+void UndoTransforms::tiles(std::int64_t task) const {
+  const std::int64_t slice = task % slices_;
+  for (std::int64_t strip = strips_ * slice / slices_; strip < strips_ * (slice + 1) / slices_;
+       ++strip) {
+    tile_of(task / slices_ * strip_columns, strip * strip_columns);
+  }
+}
+
+void UndoTransforms::tile_of(std::int64_t row, std::int64_t col) const {
+  const std::int64_t rows = std::min<std::int64_t>(strip_columns, product_.rows() - row);
+  const std::int64_t cols = std::min<std::int64_t>(strip_columns, product_.cols() - col);
   const std::int64_t real_rows = std::min(rows, out_.rows - row);
   const std::int64_t real_cols = std::min(cols, out_.cols - col);
   if (real_rows <= 0 || real_cols <= 0) return;
-  alignas(64) float values[strip_columns * strip_columns] = {};
-  for (std::int64_t r = 0; r < rows; ++r) {
-    float* const v = values + r * strip_columns;
-    std::memcpy(v, static_cast<const float*>(product_.data) + (row + r) * product_.row_stride + col,
-                static_cast<std::size_t>(cols) * sizeof(float));
-    simd_.fwht_row(v, cols, in_block_);
-  }
+  alignas(64) float values[strip_columns * strip_columns];
+  if (cols < strip_columns) std::fill_n(values, rows * strip_columns, 0.0F);
+  product_.block(row, col, {values, DType::f32, rows, cols, strip_columns, 1});
+  simd_.fwht_row(values, rows * strip_columns, in_block_);
   for (std::int64_t r = 0; r < rows; r += out_block_) {
     simd_.fwht_strip(values + r * strip_columns, out_block_);
   }
-  float in_factors[strip_columns], out_factors[strip_columns], before[strip_columns];
+  float in_factors[strip_columns] = {}, out_factors[strip_columns], before[strip_columns];
   feature_factors(in_key_, in_exponents_, false, 1.0F / static_cast<float>(in_block_), col,
                   real_cols, in_factors);
   feature_factors(out_key_, out_exponents_, false, 1.0F / static_cast<float>(out_block_), row,
                   real_rows, out_factors);
+  if (real_cols == strip_columns && out_.dtype == DType::f32 && out_.col_stride == 1 &&
+      !accumulate_) {
+    return simd_.scale_tile(values, real_rows, in_factors, out_factors,
+                            static_cast<float*>(out_.data) + row * out_.row_stride + col,
+                            out_.row_stride);
+  }
+  simd_.scale_tile(values, real_rows, in_factors, out_factors, values, strip_columns);
   for (std::int64_t r = 0; r < real_rows; ++r) {
     float* const v = values + r * strip_columns;
-    simd_.multiply(v, real_cols, in_factors);
-    simd_.scale_row(v, out_factors[r]);
     if (accumulate_) {
       load_row(simd_,
                {out_.data, out_.dtype, out_.rows, out_.cols, out_.row_stride, out_.col_stride},

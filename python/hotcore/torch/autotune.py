@@ -225,6 +225,7 @@ class _Work:
         geometry: tuple[Any, ...] = tuple(weight.shape)
         if isinstance(layer, nn.Conv2d):
             geometry += (layer.stride, layer.padding, layer.dilation, layer.padding_mode)
+            geometry += (layer.groups,)
         trained = tuple(
             (name, p.requires_grad) for name, p in layer._parameters.items() if p is not None
         )
@@ -242,7 +243,7 @@ class _Work:
                 original.stride,  # type: ignore[arg-type]
                 original.padding,  # type: ignore[arg-type]
                 original.dilation,  # type: ignore[arg-type]
-                1,
+                original.groups,
                 "bias" in trained,
                 original.padding_mode,
             )

@@ -8,8 +8,6 @@ Source: LQS of the paper and its supplement G; docs/paper.md.
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
@@ -20,17 +18,15 @@ from torch import Tensor, nn
 from .. import functions
 from ..config import ConfigLike, HotConfig, Key, Rounding, as_config
 from ..functions import Granularity
+from .conv import settings
 from .convert import convert
 from .plan import GW_SCALES, GX_SCALES, LayerPlan, Plan
 from .probe import preserve_state
 from .report import listed
-from .selection import Filter, is_8bit
+from .selection import Filter, is_8bit, pointwise_of
 
 PATTERN_SIZE = 32
 """Rows and columns of a stored outlier pattern."""
-
-UNFOLDED_BYTES = 1 << 28
-"""Bytes of a convolution's unfolded fp32 input that calibrate uses."""
 
 # Granularity of the scales of P g_y [K, O].
 _AXIS: dict[str, Granularity] = {"tensor": "tensor", "channel": "column", "token": "row"}
@@ -52,9 +48,10 @@ def calibrate(
 
     Runs forward and backward on every batch (a few are enough); a plain model has plain gradients.
     For each layer that :func:`convert` would convert, or has converted, g_y is quantised with each
-    choice. The error of g_x and g_w is measured against the same product of the unquantised g_y:
-    the transformed g_y for g_x, and for g_w the g_y projected on the basis of ``config``, so that
-    the loss of rank does not count. The fine scale is chosen where it cuts the squared error by
+    choice; convolutions other than 1x1 are left out, since their backward quantises no g_y. The
+    error of g_x and g_w is measured against the same product of the unquantised g_y: the
+    transformed g_y for g_x, and for g_w the g_y projected on the basis of ``config``, so that the
+    loss of rank does not count. The fine scale is chosen where it cuts the squared error by
     more than ``gain``. Parameters, their ``.grad`` and buffers do not change.
 
     Args:
@@ -170,21 +167,22 @@ def _layers(
     model: nn.Module, config: HotConfig, filter_fn: Filter | None, slower: bool
 ) -> list[str]:
     """Names of the converted layers, or of those that convert would convert."""
-    converted = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(getattr(module, "config", None), HotConfig)
-        and not (isinstance(module, nn.MultiheadAttention) or is_8bit(module))
-    ]
-    if converted:
-        return converted
-    with preserve_state(model):
-        report = convert(model, config, filter_fn, slower=slower)
-    others = ("MultiheadAttention", "Linear8bitLt")
-    names = [layer.name for layer in report.converted if layer.kind not in others]
+    modules = dict(model.named_modules())
+    names = [n for n, m in modules.items() if isinstance(getattr(m, "config", None), HotConfig)]
+    report: object = "the converted layers quantise no g_y, or are not measured"
+    if not names:
+        with preserve_state(model):
+            report = found = convert(model, config, filter_fn, slower=slower)
+        names = [layer.name for layer in found.converted]
+    names = [name for name in names if _measurable(modules[name])]
     if not names:
         raise ValueError(f"model: no layer to measure\n{report}")
     return names
+
+
+def _measurable(module: nn.Module) -> bool:
+    other = isinstance(module, nn.MultiheadAttention) or is_8bit(module)
+    return not other and pointwise_of(module) is not False
 
 
 def _measure(
@@ -229,11 +227,7 @@ def _capture(probe: _Probe) -> Callable[[nn.Module, tuple[Any, ...], Any], None]
 def _as_linear(
     module: nn.Module, x: Tensor, gy: Tensor, config: HotConfig
 ) -> tuple[Tensor, Tensor, Tensor, HotConfig]:
-    """x ``[L, I]``, weight ``[O, I]``, gy ``[L, O]`` and the settings of the layer's products.
-
-    The tokens of a convolution are its output pixels, of as many images as unfold into
-    :data:`UNFOLDED_BYTES`, at least one.
-    """
+    """x ``[L, I]``, weight ``[O, I]``, gy ``[L, O]`` and the settings of the layer's products."""
     weight = module.weight
     assert isinstance(weight, Tensor)
     weight = weight.detach()
@@ -242,18 +236,12 @@ def _as_linear(
             weight = weight.T  # transformers' Conv1D keeps [I, O]
         return x.reshape(-1, x.shape[-1]), weight, gy.reshape(-1, gy.shape[-1]), config
     grid = (gy.shape[2], gy.shape[3])
-    image = 4 * weight[0].numel() * math.prod(grid)
-    images = max(1, UNFOLDED_BYTES // max(1, image))
-    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-    padded = F.pad(x[:images].float(), module._reversed_padding_repeated_twice, mode)
-    stride, dilation = module.stride, module.dilation
-    unfolded = F.unfold(padded, module.kernel_size, dilation=dilation, stride=stride)
-    tiled = config.basis in ("lowpass", "sequency")
+    down, right = module.stride
     return (
-        unfolded.transpose(1, 2).reshape(-1, weight[0].numel()),
+        x[:, :, ::down, ::right].permute(0, 2, 3, 1).reshape(-1, x.shape[1]),
         weight.flatten(1),
-        gy[:images].permute(0, 2, 3, 1).reshape(-1, gy.shape[1]),
-        dataclasses.replace(config, token_grid=grid if tiled else None, prefix_tokens=0),
+        gy.permute(0, 2, 3, 1).reshape(-1, gy.shape[1]),
+        settings(config, True, grid),
     )
 
 

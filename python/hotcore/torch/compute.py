@@ -22,12 +22,12 @@ from torch import nn
 
 from ..config import TOKEN_STORAGES, ConfigLike, HotConfig, as_config
 from . import probe
+from .conv import settings
 from .convert import convert
-from .modules import is_pointwise
 from .plan import matplotlib_figure
 from .probe import preserve_state
 from .report import aligned
-from .selection import Filter, candidates, features_of, is_8bit, is_frozen, weights_of
+from .selection import Filter, candidates, features_of, is_8bit, is_frozen, pointwise_of, weights_of
 
 FULL_PRECISION = "full precision"
 RIVALS = ("LBP-WHT", "LUQ", "naive INT4")
@@ -36,6 +36,7 @@ _GIGA = 1e9
 _ROWS = 40  # of the printed table
 _LUQ_OPERATIONS = 3  # per value, as the authors' code counts logarithmic rounding
 _BLOCK, _RANK = 16, 8  # of LBP-WHT
+_ROTATED_STEPS = 6.0  # rht2's blocks of 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +44,9 @@ class LayerCompute:
     """One weight: the shape of its products and their BOPs.
 
     ``tokens``, ``outs``, ``ins`` are the paper's (L, O, I); L includes the batch. ``taken`` says
-    whether a method applies; otherwise every method computes the layer in full precision.
-    ``trained``: g_w is computed.
+    whether a method applies; otherwise every method computes the layer in full precision. A
+    configuration leaves the products of a convolution other than 1x1 in full precision and adds
+    the operations that restore x. ``trained``: g_w is computed.
     """
 
     name: str
@@ -203,7 +205,8 @@ def compute_report(
     for name, layer in layers.items():
         for part, tokens, outs, ins in _shapes(layer, watch.uses[name].macs):
             trained = not is_frozen(layer)
-            taken = configs.get(name)
+            own = configs.get(name)
+            taken = None if isinstance(layer, nn.Conv2d) and layer.groups != 1 else own
             shape = (tokens, outs, ins)
             plain = backward_bops(*shape, FULL_PRECISION, trained=trained)
             costs = dict.fromkeys(methods, plain)
@@ -211,6 +214,9 @@ def compute_report(
                 for method in methods[1:-1]:
                     costs[method] = backward_bops(*shape, method, trained=trained)
                 costs[last] = backward_bops(*shape, taken, trained=trained)
+            if own is not None and pointwise_of(layer) is False:
+                pixels = sum(math.prod(call.shape) for call in watch.uses[name].calls)
+                costs[last] = plain + (_restore_bops(pixels, own) if trained else 0)
             rows.append(
                 LayerCompute(
                     f"{name}{part}".lstrip("."),
@@ -220,7 +226,7 @@ def compute_report(
                     trained,
                     tokens * outs * ins * _FULL,
                     costs,
-                    forward_bops(*shape, _forward_of(layer, taken)),
+                    forward_bops(*shape, _forward_of(layer, own)),
                 )  # fmt: skip
             )
     return ComputeReport(tuple(rows), methods)
@@ -278,9 +284,18 @@ def forward_bops(tokens: int, outs: int, ins: int, config: HotConfig | None) -> 
 
 def _forward_of(layer: nn.Module, config: HotConfig | None) -> HotConfig | None:
     """The configuration of its forward; None where it is the plain layer's."""
-    if is_8bit(layer) or (isinstance(layer, nn.Conv2d) and not is_pointwise(layer)):
-        return None
-    return config
+    return None if is_8bit(layer) or pointwise_of(layer) is False else config
+
+
+def _restore_bops(values: int, config: HotConfig) -> int:
+    """BOPs of an x of so many values, brought back: its transform undone, its codes scaled."""
+    config = settings(config, False, None)
+    steps = 0.0
+    if config.storage in TOKEN_STORAGES:
+        steps = math.log2(config.hadamard_block)
+    elif config.storage == "rht2":
+        steps = _ROTATED_STEPS
+    return round(values * (steps + 1 + config.equalize_tokens) * _FULL)
 
 
 def _named_bops(tokens: int, outs: int, ins: int, method: str) -> tuple[float, float]:
@@ -321,7 +336,7 @@ def _config_bops(tokens: int, outs: int, ins: int, config: HotConfig) -> tuple[f
 def _low_rank(config: HotConfig) -> tuple[float, float]:
     """Kept rows per token, and operations per value to make them."""
     if config.basis == "full":
-        return 1.0, 6.0 if config.storage == "rht2" else 0.0  # blocks of 64
+        return 1.0, _ROTATED_STEPS if config.storage == "rht2" else 0.0
     block, rank = config.block, config.rank if config.rows is None else len(config.rows)
     if config.basis == "sketch":  # folds to rank tokens, then transforms those
         return rank / block, (block - rank + rank * math.log2(rank)) / block

@@ -1,17 +1,15 @@
-"""The saved x of a convolution, and its gradients from integer products.
+"""The saved x of a convolution, and its gradients.
 
 The operators ``torch.ops.hotcore.compress_pixels`` and ``torch.ops.hotcore.backward_conv2d``.
 
-Pixels are tokens, ``[N, H, W, C]``. The forward pass saves the pixels of x, compressed
-``[N*H*W, C]``. The unfolded x (kernel height * width times as large) exists only in backward, for a
-few images at a time. There, with K = kh*kw*C and T = output pixels:
+Pixels are tokens, ``[N, H, W, C]``. The forward pass saves the pixels of x, compressed as
+``[N*H*W, C]``.
 
-* ``g_w [O, K] = g_y^T [O, T] unfold(x) [T, K]``, summed over the chunks in fp32;
-* ``g_x = fold(g_y [T, O] w [O, K])``, an integer product whose overlaps are added in fp32.
-
-Beside the results a chunk takes 5 bytes per value of ``[T, K]`` (the fp32 unfolded x and its codes,
-then the codes and the fp32 columns of g_x), the fp32 padded x or g_x of its images, and libhot's
-scratch. A chunk holds :data:`CHUNK_BYTES` of fp32 ``[T, K]``, or one image if that is more.
+* A 1x1 kernel is a linear layer over the pixels that it visits: integer products in backward.
+* Any other kernel keeps torch's own products. Backward restores x in y's dtype and calls
+  ``aten.convolution_backward``: g_x has the bits of the plain layer, since it does not depend on x;
+  g_w and g_b are those of the restored x. That needs one x in y's dtype beside the results, and one
+  more where a padding mode other than zeros pads it.
 """
 
 from __future__ import annotations
@@ -27,11 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from ..config import TOKEN_STORAGES, HotConfig, Key, Storage
+from ..config import HotConfig, HotConfigFields, Key
 from . import input_cache, ops
-
-CHUNK_BYTES = 1 << 26
-"""fp32 bytes of the unfolded x of one chunk."""
 
 
 class Window(NamedTuple):
@@ -43,11 +38,7 @@ class Window(NamedTuple):
     """left, right, top, bottom, in the order of ``F.pad``."""
     dilation: tuple[int, int]
     padding_mode: str
-
-    @property
-    def pointwise(self) -> bool:
-        """A 1x1 kernel: a linear layer over (every stride-th) pixel."""
-        return self.kernel == (1, 1) and not any(self.padding)
+    groups: int
 
     @classmethod
     def of(
@@ -57,45 +48,43 @@ class Window(NamedTuple):
         padding: Sequence[int],
         dilation: Sequence[int],
         padding_mode: str,
+        groups: int,
     ) -> Window:
         """From the lists that an operator receives."""
         kh, kw = kernel
         sh, sw = stride
         left, right, top, bottom = padding
         dh, dw = dilation
-        return cls((kh, kw), (sh, sw), (left, right, top, bottom), (dh, dw), padding_mode)
+        return cls((kh, kw), (sh, sw), (left, right, top, bottom), (dh, dw), padding_mode, groups)
 
-    def reach(self) -> tuple[int, int]:
-        """Height and width that the dilated kernel covers."""
-        (kh, kw), (dh, dw) = self.kernel, self.dilation
-        return dh * (kh - 1) + 1, dw * (kw - 1) + 1
+
+def is_pointwise(window: Window) -> bool:
+    """A 1x1 kernel in one group: a linear layer over (every stride-th) pixel.
+
+    No property of the class: torch 2.6 cannot compile one whose tuple holds dynamic sizes.
+    """
+    return window.kernel == (1, 1) and not any(window.padding) and window.groups == 1
 
 
 @functools.lru_cache(maxsize=1024)
-def settings(
-    config: HotConfig, pointwise: bool, grid: tuple[int, int] | None
-) -> tuple[HotConfig, HotConfig]:
-    """The configurations that save x's pixels, and that make the products.
+def settings(config: HotConfig, pointwise: bool, grid: tuple[int, int] | None) -> HotConfig:
+    """The configuration that saves x's pixels and, of a 1x1 kernel, makes the products.
 
-    ``grid``, the layer's output height and width, replaces the caller's token grid, which describes
-    a transformer's tokens; a low-pass basis takes its tiles from it. A 1x1 convolution saves the
-    same as a linear layer. Any other has to unfold x in backward, so x itself (basis ``"full"``) is
-    saved: in the storage of a full-basis recipe, otherwise in INT4, which takes about the bytes of
-    the low-rank INT8 form. The unfolded x is quantised to INT8 at once (``token8`` for both token
-    storages).
+    A 1x1 kernel saves the same as a linear layer. ``grid``, its output height and width, replaces
+    the caller's token grid, which describes a transformer's tokens; a low-pass basis takes its
+    tiles from it. Any other kernel needs x itself (basis ``"full"``): in the storage of a full
+    basis or of a token storage, otherwise in INT4, which takes about the bytes of the low-rank
+    INT8 form.
     """
-    tiled = config.basis in ("lowpass", "sequency")
-    products = dataclasses.replace(config, token_grid=grid if tiled else None, prefix_tokens=0)
     if pointwise:
-        return products, products
-    wide: Storage = "token8" if config.storage in TOKEN_STORAGES else "int8"
-    products = dataclasses.replace(products, storage=wide)
-    kept = dataclasses.replace(config, token_grid=None, prefix_tokens=0)
-    if config.storage in TOKEN_STORAGES:
-        kept = dataclasses.replace(kept, basis="full")
-    elif config.basis != "full":
-        kept = dataclasses.replace(kept, basis="full", rows=None, storage="int4", x_scale="channel")
-    return kept, products
+        tiled = config.basis in ("lowpass", "sequency")
+        return dataclasses.replace(config, token_grid=grid if tiled else None, prefix_tokens=0)
+    fields: HotConfigFields = {"token_grid": None, "prefix_tokens": 0}
+    if config.basis != "full":
+        fields |= {"basis": "full", "rows": None}
+        if config.storage == "int8":
+            fields |= {"storage": "int4", "x_scale": "channel"}
+    return dataclasses.replace(config, **fields)
 
 
 @functools.lru_cache(maxsize=256)
@@ -104,20 +93,47 @@ def pixels_key(config: str, window: Window, dtype: torch.dtype | None) -> Hashab
 
     ``dtype`` is the one autocast casts x to.
     """
-    kept, _ = settings(ops.parsed(config), window.pointwise, None)  # x and stride give the grid
-    visits = window.stride if window.pointwise else (1, 1)
+    kept = settings(ops.parsed(config), is_pointwise(window), None)  # x and stride give the grid
+    visits = window.stride if is_pointwise(window) else (1, 1)
     return ("pixels", visits, dtype, input_cache.config_key(kept))
 
 
 def plain_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, window: Window) -> Tensor:
     """The same calls as ``nn.Conv2d``, empty padding included: the same bits and strides."""
+    x, around = padded(x, window)
+    return F.conv2d(x, weight, bias, window.stride, around, window.dilation, window.groups)
+
+
+def padded(x: Tensor, window: Window) -> tuple[Tensor, list[int]]:
+    """x with the padding that ``F.conv2d`` cannot make, and the padding that it makes."""
     left, right, top, bottom = window.padding
-    around = [top, left]
     if window.padding_mode != "zeros":
-        x, around = F.pad(x, window.padding, window.padding_mode), [0, 0]
-    elif (left, top) != (right, bottom):  # padding "same" of an even kernel
+        return F.pad(x, window.padding, window.padding_mode), [0, 0]
+    if (left, top) != (right, bottom):  # padding "same" of an even kernel
         x = F.pad(x, (0, right - left, 0, bottom - top))
-    return F.conv2d(x, weight, bias, window.stride, around, window.dilation)
+    return x, [top, left]
+
+
+def unpadded(g: Tensor, height: int, width: int, window: Window) -> Tensor:
+    """The adjoint of :func:`padded`, with the bits of autograd's."""
+    left, right, top, bottom = window.padding
+    if not any(window.padding):
+        return g
+    if window.padding_mode == "zeros":
+        return g[:, :, :height, :width]
+    if window.padding_mode == "circular":
+        # F.pad copies the edges left, right, top, bottom, one after the other.
+        for dim, size, before, after in ((2, height, top, bottom), (3, width, left, right)):
+            inner = g.narrow(dim, before, size)
+            inner.narrow(dim, 0, after).add_(g.narrow(dim, before + size, after))
+            inner.narrow(dim, size - before, before).add_(g.narrow(dim, 0, before))
+            g = inner
+        return g
+    name = {"reflect": "reflection_pad2d", "replicate": "replication_pad2d"}[window.padding_mode]
+    x = g.new_empty(()).expand(*g.shape[:2], height, width)  # of whose values nothing is read
+    adjoint = getattr(torch.ops.aten, f"{name}_backward").default
+    found: Tensor = adjoint(g, x, window.padding)
+    return found
 
 
 def by_pixels(
@@ -138,77 +154,22 @@ def by_pixels(
 
 
 def is_channels_last(x: Tensor) -> bool:
-    """Whether ``[N, C, H, W]`` is stored as ``[N, H, W, C]``; ambiguous shapes go by strides."""
+    """Whether ``[N, C, H, W]`` is stored as ``[N, H, W, C]``; what is both goes by torch's rule."""
     if not x.is_contiguous(memory_format=torch.channels_last):
         return False
-    return not x.is_contiguous() or x.stride(3) != 1
+    if not x.is_contiguous() or x.stride(3) != 1:
+        return True
+    return x.shape[1] == 1 and x.stride(1) == 1 and x.shape[2] * x.shape[3] > 1
 
 
 def visited(x: Tensor, window: Window) -> Tensor:
     """``[N, C, H, W]`` as ``[N, H, W, C]``; for a 1x1 kernel only the pixels that it reads."""
-    if window.pointwise:
+    if is_pointwise(window):
         x = x[:, :, :: window.stride[0], :: window.stride[1]]
     return x.permute(0, 2, 3, 1)
 
 
-def unfolded(x: Tensor, window: Window) -> Tensor:
-    """Padded x ``[n, H, W, C]`` as ``[T, kh*kw*C]``: the window of every output pixel."""
-    (eh, ew), (sh, sw), (dh, dw) = window.reach(), window.stride, window.dilation
-    patches = x.unfold(1, eh, sh).unfold(2, ew, sw)[..., ::dh, ::dw]  # [n, Ho, Wo, C, kh, kw]
-    patches = patches.permute(0, 1, 2, 4, 5, 3)
-    return patches.reshape(patches.shape[:3].numel(), patches.shape[3:].numel())
-
-
-def folded(columns: Tensor, shape: tuple[int, int, int, int], window: Window) -> Tensor:
-    """The adjoint of :func:`unfolded`: ``[n, Ho, Wo, kh, kw, C]`` added up to ``[n, H, W, C]``."""
-    (sh, sw), (dh, dw) = window.stride, window.dilation
-    total = columns.new_zeros(shape)
-    height, width = columns.shape[1:3]
-    for i in range(window.kernel[0]):
-        for j in range(window.kernel[1]):
-            rows = slice(i * dh, i * dh + sh * (height - 1) + 1, sh)
-            cols = slice(j * dw, j * dw + sw * (width - 1) + 1, sw)
-            total[:, rows, cols] += columns[:, :, :, i, j]
-    return total
-
-
-def padded(x: Tensor, window: Window) -> Tensor:
-    """``[n, H, W, C]`` with the convolution's padding around it."""
-    if not any(window.padding):
-        return x
-    if window.padding_mode == "zeros":
-        return F.pad(x, (0, 0, *window.padding))
-    rows, columns = _sources(x.shape[1], x.shape[2], window, x.device)
-    return x.index_select(1, rows).index_select(2, columns)
-
-
-def unpadded(total: Tensor, height: int, width: int, window: Window) -> Tensor:
-    """The adjoint of :func:`padded`: ``[n, Hp, Wp, C]`` to ``[n, height, width, C]``."""
-    left, _, top, _ = window.padding
-    if not any(window.padding):
-        return total
-    if window.padding_mode == "zeros":
-        return total[:, top : top + height, left : left + width]
-    rows, columns = _sources(height, width, window, total.device)
-    n, tall, _, channels = total.shape
-    narrow = total.new_zeros(n, tall, width, channels).index_add_(2, columns, total)
-    return total.new_zeros(n, height, width, channels).index_add_(1, rows, narrow)
-
-
-def _sources(
-    height: int, width: int, window: Window, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """For every row and column of the padded x, the row and column of x that it repeats."""
-    left, right, top, bottom = window.padding
-
-    def index(size: int, before: int, after: int) -> Tensor:
-        line = torch.arange(size, dtype=torch.float32, device=device)[None, None]
-        return F.pad(line, (before, after), window.padding_mode)[0, 0].long()
-
-    return index(height, top, bottom), index(width, left, right)
-
-
-_WINDOW = "int[] kernel, int[] stride, int[] padding, int[] dilation, str padding_mode"
+_WINDOW = "int[] kernel, int[] stride, int[] padding, int[] dilation, str padding_mode, int groups"
 ops.library.define(f"compress_pixels(Tensor x, Tensor seed, str config, {_WINDOW}) -> Tensor")
 ops.library.define(
     f"compress_pixels_seeded(Tensor x, str config, {_WINDOW}) -> (Tensor, Tensor)",
@@ -234,14 +195,14 @@ def _compress_pixels(x: Tensor, seed: Tensor, config: str, *shape: Any) -> Tenso
     window = Window.of(*shape)
     nhwc = visited(x, window)
     grid = (nhwc.shape[1], nhwc.shape[2])
-    kept, _ = settings(ops.parsed(config), window.pointwise, grid)
+    kept = settings(ops.parsed(config), is_pointwise(window), grid)
     return ops.compress(_tokens(nhwc), kept, ops.key_of(seed))
 
 
 def _fake_compress_pixels(x: Tensor, seed: Tensor, config: str, *shape: Any) -> Tensor:
     window = Window.of(*shape)
     n, height, width, channels = visited(x, window).shape
-    kept, _ = settings(ops.parsed(config), window.pointwise, None)  # a grid changes no size
+    kept = settings(ops.parsed(config), is_pointwise(window), None)  # a grid changes no size
     size = ops.saved_bytes(n * height * width, channels, kept)
     return torch.empty(size, dtype=torch.uint8, device=x.device)
 
@@ -282,11 +243,11 @@ def _convolution(
     config: str,
     *shape: Any,
 ) -> Tensor:
-    window, settings = Window.of(*shape), ops.parsed(config)
-    if settings.forward == "int8" and window.pointwise:
+    window, own = Window.of(*shape), ops.parsed(config)
+    if own.forward == "int8" and is_pointwise(window):
 
         def product(rows: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
-            return ops.forward(rows, matrix, bias, settings)
+            return ops.forward(rows, matrix, bias, own)
 
         return by_pixels(x, weight, bias, window, product)
     return _plain_convolution(x, weight, bias, window)
@@ -334,7 +295,7 @@ class _Conv2d(torch.autograd.Function):
         kept = (weight, saved, seed, seed)
         about = (ctx.config, ctx.x_shape, ctx.channels_last, ctx.window)
         found = gradients(gy, kept, *about, ctx.needs_input_grad, ctx.dtypes)
-        return (*found, *(None,) * 8)
+        return (*found, *(None,) * 9)
 
 
 def gradients(
@@ -387,45 +348,43 @@ def _tokens(nhwc: Tensor) -> Tensor:
     return nhwc.reshape(nhwc.shape[:3].numel(), nhwc.shape[3])
 
 
+def _empty(like: Tensor, shape: Sequence[int], last: bool, dtype: torch.dtype) -> Tensor:
+    """``[N, C, H, W]``, stored so or (``last``) as ``[N, H, W, C]``, on the device of ``like``."""
+    n, c, h, w = shape
+    if last:
+        return like.new_empty((n, h, w, c), dtype=dtype).permute(0, 3, 1, 2)
+    return like.new_empty((n, c, h, w), dtype=dtype)
+
+
+def _stored_as(found: Tensor, last: bool, dtype: torch.dtype) -> Tensor:
+    """The same values as :func:`_empty` would store them; no copy where they are so."""
+    dense = found.permute(0, 2, 3, 1) if last else found
+    dense = dense.to(dtype, memory_format=torch.contiguous_format).contiguous()
+    dense = dense.view(-1).view(dense.shape)  # the usual strides, of sizes of 1, too
+    return dense.permute(0, 3, 1, 2) if last else dense
+
+
 def _outputs(
     gy: Tensor,
     x_shape: Sequence[int],
     x_last: bool,
     weight_last: bool,
-    kernel: tuple[int, int],
+    window: Window,
     gx_dtype: torch.dtype | None,
     gw_dtype: torch.dtype | None,
     gb_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """g_x and g_w in the memory formats of x and weight, and g_b; empty vectors if not wanted."""
-
-    def empty(n: int, c: int, h: int, w: int, last: bool, dtype: torch.dtype | None) -> Tensor:
-        if dtype is None:
-            return gy.new_empty(0)
-        if last:
-            return gy.new_empty((n, h, w, c), dtype=dtype).permute(0, 3, 1, 2)
-        return gy.new_empty((n, c, h, w), dtype=dtype)
-
-    n, c, h, w = x_shape
-    gx = empty(n, c, h, w, x_last, gx_dtype)
-    gw = empty(gy.shape[1], c, *kernel, weight_last, gw_dtype)
-    gb = gy.new_empty((gy.shape[1],) if gb_dtype else (0,), dtype=gb_dtype or gy.dtype)
-    return gx, gw, gb
+    w_shape = _weight_shape(gy, x_shape, window)
+    return (
+        gy.new_empty(0) if gx_dtype is None else _empty(gy, x_shape, x_last, gx_dtype),
+        gy.new_empty(0) if gw_dtype is None else _empty(gy, w_shape, weight_last, gw_dtype),
+        gy.new_empty(0 if gb_dtype is None else gy.shape[1], dtype=gb_dtype),
+    )
 
 
-class _Call(NamedTuple):
-    """The operands of one backward pass, for pointwise and other kernels."""
-
-    gy: Tensor
-    weight: Tensor | None
-    saved: Tensor | None
-    keys: tuple[Key, Key]
-    """The key of ``saved`` and the layer's own."""
-    config: HotConfig
-    window: Window
-    gx: Tensor | None
-    gw: Tensor | None
-    gb: Tensor | None
+def _weight_shape(gy: Tensor, x_shape: Sequence[int], window: Window) -> tuple[int, int, int, int]:
+    return gy.shape[1], x_shape[1] // window.groups, *window.kernel
 
 
 def _backward_conv2d(
@@ -440,81 +399,93 @@ def _backward_conv2d(
     weight_last: bool,
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    window = Window.of(*rest[:5])
-    results = _outputs(gy, x_shape, x_last, weight_last, window.kernel, *rest[5:])
-    wanted = (out if dtype else None for out, dtype in zip(results, rest[5:], strict=True))
-    keys = ops.keys_of(saved_seed, seed)
-    call = _Call(gy, weight, saved, keys, ops.parsed(config), window, *wanted)
-    (_backward_pointwise if window.pointwise else _backward_window)(call, tuple(x_shape))
+    fields = len(Window._fields)
+    window, dtypes = Window.of(*rest[:fields]), rest[fields:]
+    keys, formats = ops.keys_of(saved_seed, seed), (x_last, weight_last)
+    backward = _backward_pointwise if is_pointwise(window) else _backward_window
+    return backward(gy, weight, saved, keys, ops.parsed(config), x_shape, formats, window, dtypes)
+
+
+def _backward_pointwise(
+    gy: Tensor,
+    weight: Tensor | None,
+    saved: Tensor | None,
+    keys: tuple[Key, Key],
+    config: HotConfig,
+    x_shape: Sequence[int],
+    formats: tuple[bool, bool],
+    window: Window,
+    dtypes: Sequence[torch.dtype | None],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A 1x1 kernel: a linear layer over the pixels that it reads."""
+    results = _outputs(gy, x_shape, *formats, window, *dtypes)
+    gx, gw, gb = (out if dtype else None for out, dtype in zip(results, dtypes, strict=True))
+    channels, height, width = x_shape[1], gy.shape[2], gy.shape[3]
+    products = settings(config, True, (height, width))
+    matrix = None if weight is None else weight.flatten(1)
+    pixels = rows = None
+    if gx is not None:
+        if window.stride != (1, 1):
+            gx.zero_()  # pixels that the kernel skips
+        pixels = visited(gx, window)
+        rows = pixels if pixels.is_contiguous() else pixels.new_empty(pixels.shape)
+    outputs = (rows, None if gw is None else gw.view(-1, channels), gb)
+    grad = _tokens(gy.permute(0, 2, 3, 1))
+    ops.backward(grad, matrix, saved, channels, products, keys, outputs)
+    if pixels is not None and rows is not None and rows is not pixels:
+        pixels.copy_(rows)
     return results
 
 
-def _backward_pointwise(call: _Call, x_shape: tuple[int, ...]) -> None:
-    """A 1x1 kernel: a linear layer over the pixels that it reads."""
-    gy, weight, window = call.gy, call.weight, call.window
-    n, channels, _, _ = x_shape
-    height, width = gy.shape[2:]
-    _, products = settings(call.config, True, (height, width))
-    matrix = None if weight is None else weight.flatten(1)
-    gw = None if call.gw is None else call.gw.view(-1, channels)
-    gx = None
-    if call.gx is not None:
-        gx = gy.new_empty((n * height * width, channels), dtype=call.gx.dtype)
-    outputs = (gx, gw, call.gb)
-    grad = _tokens(gy.permute(0, 2, 3, 1))
-    ops.backward(grad, matrix, call.saved, channels, products, call.keys, outputs)
-    if call.gx is not None and gx is not None:
-        if window.stride != (1, 1):
-            call.gx.zero_()  # pixels that the kernel skips
-        visited(call.gx, window).copy_(gx.view(n, height, width, channels))
-
-
-def _backward_window(call: _Call, x_shape: tuple[int, ...]) -> None:
-    """Any other kernel: unfold the saved x and fold the columns of g_x, one chunk at a time."""
-    gy, weight, window = call.gy, call.weight, call.window
-    n, channels, height, width = x_shape
-    out_channels, out_height, out_width = gy.shape[1:]
-    features = window.kernel[0] * window.kernel[1] * channels
-    kept, products = settings(call.config, False, (out_height, out_width))
-    taps = None if weight is None else weight.permute(0, 2, 3, 1).reshape(out_channels, features)
-    exact: dict[str, Any] = {"dtype": torch.float32, "device": gy.device}
-    gw = None if call.gw is None else torch.zeros((out_channels, features), **exact)
-    gb = None if call.gb is None else torch.zeros((out_channels,), **exact)
-    left, right, top, bottom = window.padding
-    kept_key, own = call.keys
-    frame = (top + height + bottom, left + width + right, channels)
-    for chunk, (first, last) in enumerate(chunks(n, features * out_height * out_width), start=1):
-        # Offsets differ from the key's own, which rounded the saved x.
-        key = own._replace(offset=own.offset + (chunk << 32))
-        codes = columns = None
-        if call.saved is not None and gw is not None:
-            span = (first * height * width, last * height * width)
-            x = ops.decompress(call.saved, n * height * width, channels, kept, kept_key, *span)
-            patches = unfolded(padded(x.reshape(-1, height, width, channels), window), window)
-            del x
-            codes = ops.compress(patches, products, key)
-            del patches  # before the columns of g_x are made
-        grad = _tokens(gy[first:last].permute(0, 2, 3, 1))
-        if call.gx is not None:
-            columns = torch.empty((grad.shape[0], features), **exact)
-        ops.backward(
-            grad, taps, codes, features, products, (key, key), (columns, gw, gb), accumulate=True
-        )
-        if columns is not None and call.gx is not None:
-            columns = columns.view(-1, out_height, out_width, *window.kernel, channels)
-            total = folded(columns, (last - first, *frame), window)
-            total = unpadded(total, height, width, window)
-            call.gx[first:last].copy_(total.permute(0, 3, 1, 2))
-    if call.gw is not None and gw is not None:
-        call.gw.copy_(gw.view(out_channels, *window.kernel, channels).permute(0, 3, 1, 2))
-    if call.gb is not None and gb is not None:
-        call.gb.copy_(gb)
-
-
-def chunks(images: int, values: int) -> list[tuple[int, int]]:
-    """Ranges of images whose unfolded x, ``values`` an image, takes :data:`CHUNK_BYTES` of fp32."""
-    step = max(1, CHUNK_BYTES // max(1, 4 * values))
-    return [(first, min(first + step, images)) for first in range(0, images, step)]
+def _backward_window(
+    gy: Tensor,
+    weight: Tensor | None,
+    saved: Tensor | None,
+    keys: tuple[Key, Key],
+    config: HotConfig,
+    x_shape: Sequence[int],
+    formats: tuple[bool, bool],
+    window: Window,
+    dtypes: Sequence[torch.dtype | None],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Any other kernel: torch's own backward, of the restored x."""
+    (x_last, weight_last), (gx_dtype, gw_dtype, gb_dtype) = formats, dtypes
+    height, width = x_shape[2:]
+    if gw_dtype is None or saved is None:  # of x and of weight torch reads then the shape alone
+        x = _empty(gy, x_shape, x_last, gy.dtype)
+    else:
+        n, channels, _, _ = x_shape
+        kept = settings(config, False, None)
+        rows = ops.decompress(saved, n * height * width, channels, kept, keys[0], gy.dtype)
+        x = rows.view(n, height, width, channels).permute(0, 3, 1, 2)
+        del rows
+        x = _stored_as(x, x_last, gy.dtype)
+    if weight is None:
+        weight = _empty(gy, _weight_shape(gy, x_shape, window), weight_last, gy.dtype)
+    x, around = padded(x, window)
+    found = torch.ops.aten.convolution_backward.default(
+        gy,
+        x,
+        weight.to(gy.dtype),  # under autocast the parameters are of another
+        [gy.shape[1]],
+        window.stride,
+        around,
+        window.dilation,
+        False,
+        [0, 0],
+        window.groups,
+        [dtype is not None for dtype in dtypes],
+    )
+    del x
+    gx, gw, gb = found
+    if gx_dtype is not None:
+        # In x's dtype first: the overlaps of padded pixels add up in it, as autograd's do.
+        gx = _stored_as(unpadded(gx.to(gx_dtype), height, width, window), x_last, gx_dtype)
+    return (
+        gy.new_empty(0) if gx_dtype is None else gx,
+        gy.new_empty(0) if gw_dtype is None else _stored_as(gw, weight_last, gw_dtype),
+        gy.new_empty(0) if gb_dtype is None else gb.to(gb_dtype),
+    )
 
 
 def _fake_backward_conv2d(
@@ -529,7 +500,9 @@ def _fake_backward_conv2d(
     weight_last: bool,
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _outputs(gy, x_shape, x_last, weight_last, tuple(rest[0]), *rest[5:])
+    fields = len(Window._fields)
+    window = Window.of(*rest[:fields])
+    return _outputs(gy, x_shape, x_last, weight_last, window, *rest[fields:])
 
 
 ops.register(
@@ -572,12 +545,14 @@ def _backward_conv2d_flops(
     x_shape: Sequence[int],
     x_last: bool,
     weight_last: bool,
-    kernel: Sequence[int],
     *rest: Any,
     **_: Any,
 ) -> int:
-    wanted = sum(dtype is not None for dtype in rest[4:6])
-    return 2 * math.prod(gy_shape) * x_shape[1] * math.prod(kernel) * wanted
+    fields = len(Window._fields)
+    window = Window.of(*rest[:fields])
+    wanted = sum(dtype is not None for dtype in rest[fields : fields + 2])
+    channels = x_shape[1] // window.groups
+    return 2 * math.prod(gy_shape) * channels * math.prod(window.kernel) * wanted
 
 
 _WITHOUT_FLOPS = ("compress_pixels", "compress_pixels_seeded", "kept_pixels_of")

@@ -32,8 +32,8 @@ from .selection import (
     hot_class,
     is_8bit,
     is_frozen,
-    kernel_of,
     kind_of,
+    pointwise_of,
     why_plain,
 )
 
@@ -68,8 +68,7 @@ def convert(
             embedding's, peft's adapters, and on CUDA layers that are expected to be slower than
             plain torch (:mod:`hotcore.torch.gains`). With any filter these stay plain, because they
             cannot be converted: subclasses of supported layers (their additions would be lost),
-            convolutions in groups, computed weights, unsupported dtypes, and layers whose weight is
-            used without the layer.
+            computed weights, unsupported dtypes, and layers whose weight is used without the layer.
         overrides: maps name patterns (``fnmatch``) to the configuration of the matching layers: a
             HotConfig, a recipe's name, a dict of the fields that differ from ``config``, or None to
             stay plain. If several patterns match, the last one counts. A layer that is named in
@@ -145,11 +144,11 @@ def convert(
             if new.runs_plain:
                 in_eval_mode.append(fqn)
             replacements[module] = new
-            sizes = (kernel_of(module), *features_of(module))
+            sizes = (pointwise_of(module), *features_of(module))
             slowly = (
                 "" if is_8bit(module) else gains.why_slow(*sizes, own, target, is_frozen(module))
             )
-            notes = (_note(fqn, uses), _forward_note(module, own), slowly)
+            notes = (_note(fqn, uses), _plain_note(module, own), slowly)
             kept, note = _bytes_per_value(module, own), "; ".join(filter(None, notes))
             rows.append(Converted(*about, own, kept, **measures, note=note))
     beside = None if saved is None else convert_saved(model, saved)  # raises before it changes
@@ -283,15 +282,20 @@ def _note(fqn: str, uses: Mapping[str, probe.LayerUse]) -> str:
     return "" if row.calls else "not called with these inputs"
 
 
-def _forward_note(module: nn.Module, config: HotConfig) -> str:
-    """What an 8-bit forward is not for."""
-    if config.forward == "plain":
-        return ""
+def _plain_note(module: nn.Module, config: HotConfig) -> str:
+    """What of the configuration the layer does not have."""
+    int8 = config.forward == "int8"
     if is_8bit(module):
-        return "its forward stays bitsandbytes'"
-    if isinstance(module, nn.Conv2d) and not is_pointwise(module):
-        return "its forward stays plain: 8 bits are for 1x1 kernels without padding"
-    return ""
+        return "its forward stays bitsandbytes'" if int8 else ""
+    if pointwise_of(module) is not False:
+        return ""
+    notes = ["its products stay torch's own"]
+    if config.basis != "full":
+        storage = settings(config, False, None).storage
+        notes.append(f"x is kept whole, in {storage}: a low rank is for 1x1 kernels")
+    if int8:
+        notes.append("its forward stays plain: 8 bits are for 1x1 kernels without padding")
+    return "; ".join(notes)
 
 
 def _check_grid(
@@ -340,7 +344,7 @@ def _measures(
     every = [p for each in inner for p in each._parameters.values() if p is not None]
     own = [p for p in every if id(p) not in counted]
     counted.update(map(id, own))
-    sizes = (kernel_of(module), *features_of(module))
+    sizes = (pointwise_of(module), *features_of(module))
     return {
         "parameters": sum(p.numel() for p in own),
         "macs": uses[fqn].macs if fqn in uses else None,
@@ -513,7 +517,7 @@ def _bytes_per_value(module: nn.Module, config: HotConfig) -> float:
     tokens, visited = _REPORT_TOKENS, 1.0
     if isinstance(module, nn.Conv2d):
         pointwise = is_pointwise(module)
-        config, _ = settings(config, pointwise, None)
+        config = settings(config, pointwise, None)
         if pointwise:
             visited = 1 / (module.stride[0] * module.stride[1])
     elif config.token_grid is not None:

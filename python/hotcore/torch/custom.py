@@ -236,6 +236,9 @@ def _why_not(layer: nn.Module) -> str:
         return f"a {type(layer).__name__}; nn.Linear and nn.Conv2d are taken"
     if layer.padding_mode != "zeros" or isinstance(layer.padding, str):
         return f"padding {layer.padding!r}, {layer.padding_mode}; numbers and zeros are taken"
+    if layer.groups != 1:
+        depthwise = layer.groups == layer.in_channels
+        return "depthwise" if depthwise else f"a convolution in {layer.groups} groups"
     return ""
 
 

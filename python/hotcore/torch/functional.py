@@ -21,6 +21,8 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """Dtypes that HOT supports."""
 _PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
 _DEFAULT = HotConfig()
+Sizes = tuple[Any, Any, Any, str, int]
+"""Stride, padding, dilation, padding mode and groups of a convolution."""
 
 
 def linear(
@@ -209,26 +211,30 @@ def conv2d(
     stride: int | Sequence[int] = 1,
     padding: int | Sequence[int] | str = 0,
     dilation: int | Sequence[int] = 1,
+    groups: int = 1,
     padding_mode: str = "zeros",
     config: ConfigLike = _DEFAULT,
 ) -> Tensor:
-    """A convolution in one group, bit for bit as ``F.conv2d``; gradients are computed with HOT.
+    """A convolution, bit for bit as ``F.conv2d``, of whose x only compressed pixels are kept.
 
-    With ``forward="int8"`` in the configuration a 1x1 kernel without padding is
-    :func:`hotcore.forward_linear` over pixels; other kernels keep ``F.conv2d``.
-    Of x only its pixels are kept, compressed (never the unfolded x); a 1x1 kernel keeps those that
-    it visits, and is a linear layer over pixels in backward. The tokens of the configuration are
-    the output pixels; their grid replaces its ``token_grid`` and ``prefix_tokens``. Any other
-    kernel keeps x at full rank whatever the recipe's basis, and unfolds it in backward a few images
-    at a time (:mod:`hotcore.torch.conv` states the memory). ``channels_last`` saves two copies.
+    A 1x1 kernel in one group, without padding, is a linear layer over the pixels that it visits:
+    its gradients are computed with HOT, and with ``forward="int8"`` in the configuration y is
+    :func:`hotcore.forward_linear`'s. Its tokens are the output pixels; their grid replaces the
+    ``token_grid`` and ``prefix_tokens`` of the configuration.
+
+    Any other kernel gains memory alone: its products stay torch's, in forward and backward. It
+    keeps x whole whatever the recipe's basis (a low-rank recipe's in INT4) and restores it in
+    backward (:mod:`hotcore.torch.conv`): g_x has the plain layer's bits, g_w is that of the
+    restored x. ``channels_last`` saves copies.
 
     Args:
         x: ``[N, C, H, W]`` or ``[C, H, W]``, dtypes as for :func:`linear`.
-        weight: ``[O, C, kh, kw]``.
+        weight: ``[O, C / groups, kh, kw]``.
         bias: ``[O]`` or None.
         stride: of the kernel, one number or (vertical, horizontal).
         padding: the same, or ``"same"`` or ``"valid"``.
         dilation: as stride.
+        groups: as of ``F.conv2d``.
         padding_mode: ``"zeros"``, ``"reflect"``, ``"replicate"`` or ``"circular"``.
         config: a HotConfig or a recipe's name.
 
@@ -237,11 +243,11 @@ def conv2d(
 
     Raises:
         ValueError, NotImplementedError, RuntimeError: as :func:`linear`; also ValueError if the
-            channels of weight and x differ (only one group is supported).
+            channels of weight and x do not fit.
 
     Source: docs/numerics.md, with L = batch x output pixels; docs/torch/convolution.md.
     """
-    sizes = (stride, padding, dilation, padding_mode)
+    sizes = (stride, padding, dilation, padding_mode, groups)
     return conv2d_from_json(x, weight, bias, sizes, _config_json(config))
 
 
@@ -249,27 +255,27 @@ def conv2d_from_json(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    sizes: tuple[Any, Any, Any, str],
+    sizes: Sizes,
     config_json: str,
 ) -> Tensor:
-    """:func:`conv2d` with the configuration as JSON.
-
-    ``sizes``: stride, padding, dilation and padding mode.
-    """
+    """:func:`conv2d` with the configuration as JSON."""
     if not isinstance(x, Tensor):
         return _handle_overrides(conv2d_from_json, x, weight, bias, sizes, config_json)
     if x.dim() == 3:
         return conv2d_from_json(x.unsqueeze(0), weight, bias, sizes, config_json).squeeze(0)
-    if x.dim() != 4 or weight.dim() != 4 or x.shape[1] != weight.shape[1]:
+    groups = sizes[-1]
+    if x.dim() != 4 or weight.dim() != 4 or x.shape[1] != weight.shape[1] * groups:
         raise ValueError(
             f"x: shape {tuple(x.shape)}, weight: shape {tuple(weight.shape)}; expected "
-            "[N, C, H, W] and [O, C, kh, kw] (one group)"
+            f"[N, C, H, W] and [O, C / {groups}, kh, kw] ({groups} groups)"
         )
     window = _window(weight, *sizes)
     if torch.compiler.is_compiling():
         return _compiled_conv2d(x, weight, bias, window, config_json)
     with _hide_from_modes(x, weight):
-        seed = seed_for_call("conv2d", x, weight, bias, config_json if window.pointwise else "")
+        seed = seed_for_call(
+            "conv2d", x, weight, bias, config_json if conv.is_pointwise(window) else ""
+        )
         if seed is None:
             return _conv2d_without_gradients(x, weight, bias, window, config_json)
         output: Tensor = _HotConv2d.apply(x, weight, bias, seed, config_json, window)  # type: ignore[no-untyped-call]  # so in torch
@@ -280,7 +286,7 @@ def evaluated_conv2d(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    sizes: tuple[Any, Any, Any, str],
+    sizes: Sizes,
     config_json: str,
 ) -> Tensor:
     """As :func:`evaluated_linear`; for a kernel with an 8-bit forward."""
@@ -300,7 +306,7 @@ def evaluated_conv2d(
 def _conv2d_without_gradients(
     x: Tensor, weight: Tensor, bias: Tensor | None, window: Window, config_json: str
 ) -> Tensor:
-    if not (window.pointwise and forward.is_int8(config_json)):
+    if not (conv.is_pointwise(window) and forward.is_int8(config_json)):
         return conv.plain_conv2d(x, weight, bias, window)
     dtype = _autocast_dtype(x)
     _check_dtypes(x, weight.dtype, bias, dtype)
@@ -322,10 +328,10 @@ def _pixel_product(config_json: str) -> Callable[..., Tensor]:
 def _compiled_conv2d(
     x: Tensor, weight: Tensor, bias: Tensor | None, window: Window, config_json: str
 ) -> Tensor:
-    if not _wants_gradients(x, weight, bias, config_json if window.pointwise else ""):
+    if not _wants_gradients(x, weight, bias, config_json if conv.is_pointwise(window) else ""):
         return _conv2d_without_gradients(x, weight, bias, window, config_json)
     dtype = _autocast_dtype(x)
-    if window.pointwise and forward.is_int8(config_json):
+    if conv.is_pointwise(window) and forward.is_int8(config_json):
         _check_dtypes(x, weight.dtype, bias, dtype)
     inner = _cast(x, dtype)
     keep = weight.requires_grad
@@ -488,6 +494,7 @@ def _window(
     padding: int | Sequence[int] | str,
     dilation: int | Sequence[int],
     padding_mode: str,
+    groups: int,
 ) -> Window:
     kernel = (weight.shape[2], weight.shape[3])
     step, spread = _pair(stride, "stride"), _pair(dilation, "dilation")
@@ -506,7 +513,7 @@ def _window(
     else:
         vertical, horizontal = _pair(padding, "padding")
         around = (horizontal, horizontal, vertical, vertical)
-    return Window(kernel, step, around, spread, padding_mode)
+    return Window(kernel, step, around, spread, padding_mode, groups)
 
 
 def _pair(value: int | Sequence[int], name: str) -> tuple[int, int]:
@@ -532,7 +539,7 @@ class _HotConv2d(torch.autograd.Function):
     ) -> Tensor:
         dtype = _autocast_dtype(x)
         inner = _cast(x, dtype)
-        if window.pointwise and forward.is_int8(config):
+        if conv.is_pointwise(window) and forward.is_int8(config):
             _check_dtypes(x, weight.dtype, bias, dtype)
             product = _pixel_product(config)
             y = conv.by_pixels(inner, weight, bias, window, product)

@@ -169,11 +169,12 @@ class HotLinear(HotModule, nn.Linear):
 
 
 class HotConv2d(HotModule, nn.Conv2d):
-    """``nn.Conv2d`` of one group with the same parameters and keys, trained through HOT.
+    """``nn.Conv2d`` with the same parameters and keys, trained through HOT.
 
     In eval mode it is ``nn.Conv2d``. In training mode the forward is bit-equal, x is kept
-    compressed (never unfolded), and gradients are those of :func:`hotcore.torch.conv2d`. An 8-bit
-    forward is that of 1x1 kernels, as of :class:`HotLinear`.
+    compressed, and gradients are those of :func:`hotcore.torch.conv2d`: of 1x1 kernels HOT's, of
+    others torch's own from the restored x. An 8-bit forward is that of 1x1 kernels, as of
+    :class:`HotLinear`.
 
     Args:
         in_channels: C.
@@ -182,6 +183,7 @@ class HotConv2d(HotModule, nn.Conv2d):
         stride: as ``nn.Conv2d``.
         padding: as ``nn.Conv2d``.
         dilation: as ``nn.Conv2d``.
+        groups: as ``nn.Conv2d``.
         bias: with a bias.
         padding_mode: as ``nn.Conv2d``.
         device: as ``nn.Conv2d``.
@@ -199,6 +201,7 @@ class HotConv2d(HotModule, nn.Conv2d):
         stride: Any = 1,
         padding: Any = 0,
         dilation: Any = 1,
+        groups: int = 1,
         bias: bool = True,
         padding_mode: Any = "zeros",
         device: Any = None,
@@ -207,18 +210,13 @@ class HotConv2d(HotModule, nn.Conv2d):
         config: ConfigLike = "default",
     ) -> None:
         """Make a layer with new parameters, initialised as ``nn.Conv2d`` does."""
-        sizes = (in_channels, out_channels, kernel_size, stride, padding, dilation, 1)
+        sizes = (in_channels, out_channels, kernel_size, stride, padding, dilation, groups)
         super().__init__(*sizes, bias, padding_mode, device, dtype)
         self.config = as_config(config)
 
     @classmethod
     def from_conv(cls, module: nn.Conv2d, config: ConfigLike = "default") -> HotConv2d:
-        """Make a HotConv2d that holds ``module``'s own Parameters; see :meth:`from_plain`.
-
-        Raises also ValueError if ``module`` has several groups.
-        """
-        if isinstance(module, nn.Conv2d) and module.groups != 1:
-            raise ValueError(f"module: {module.groups} groups; HotConv2d takes one")
+        """Make a HotConv2d that holds ``module``'s own Parameters; see :meth:`from_plain`."""
         return cls.from_plain(module, config)
 
     def to_conv(self) -> nn.Conv2d:
@@ -234,7 +232,7 @@ class HotConv2d(HotModule, nn.Conv2d):
 
     def forward(self, input: Tensor) -> Tensor:
         """``[N, C, H, W] -> [N, O, Ho, Wo]``; see :func:`hotcore.torch.conv2d`."""
-        sizes = (self.stride, self.padding, self.dilation, self.padding_mode)
+        sizes = (self.stride, self.padding, self.dilation, self.padding_mode, self.groups)
         if self.runs_plain:
             return super().forward(input)
         try:
@@ -247,8 +245,9 @@ class HotConv2d(HotModule, nn.Conv2d):
 
 
 def is_pointwise(module: nn.Conv2d) -> bool:
-    """Whether it is a linear layer over pixels: a 1x1 kernel without padding."""
-    return module.kernel_size == (1, 1) and module.padding in ((0, 0), "same", "valid")
+    """Whether it is a linear layer over pixels: a 1x1 kernel in one group, without padding."""
+    unpadded = module.padding in ((0, 0), "same", "valid")
+    return module.kernel_size == (1, 1) and unpadded and module.groups == 1
 
 
 _FORWARD, _OLD_FORWARD = "forward", "_old_forward"

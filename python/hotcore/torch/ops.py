@@ -432,21 +432,22 @@ def compress(x: Tensor, config: HotConfig, key: Key) -> Tensor:
 
 
 def decompress(
-    saved: Tensor, tokens: int, in_features: int, config: HotConfig, key: Key, first: int, last: int
+    saved: Tensor, tokens: int, in_features: int, config: HotConfig, key: Key, dtype: torch.dtype
 ) -> Tensor:
-    """Decode tokens ``first`` to ``last`` of :func:`compress`'s codes, fp32 ``[last - first, I]``.
+    """:func:`compress`'s x back, ``[tokens, I]``, rounded once to ``dtype``.
 
-    Only for basis ``"full"``, which keeps x itself; ``key`` is the one of :func:`compress`.
+    Only for basis ``"full"`` and the token storages, which keep x itself; ``key`` is the one of
+    :func:`compress`.
     """
-    out = torch.empty((last - first, in_features), dtype=torch.float32, device=saved.device)
+    out = torch.empty((tokens, in_features), dtype=dtype, device=saved.device)
     _core.decompress_activation(
         context_for(saved),
         _lend(saved, "the saved x"),
         tokens,
         in_features,
         key,
-        first,
-        last,
+        0,
+        tokens,
         config.spec,
         _to_dlpack(out),
     )

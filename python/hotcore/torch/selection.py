@@ -12,7 +12,7 @@ from . import _compat, gains
 from .attention import HotMultiheadAttention
 from .frozen import FrozenModule
 from .functional import DTYPES
-from .modules import HotConv2d, HotLinear, HotModule, own_forward
+from .modules import HotConv2d, HotLinear, HotModule, is_pointwise, own_forward
 
 Filter = Callable[[nn.Module, str], bool]
 
@@ -20,7 +20,8 @@ Filter = Callable[[nn.Module, str], bool]
 
 MIN_FEATURES = 64
 """The default filter leaves layers with fewer in or out features plain (a convolution's in features
-are its channels times its kernel's area): their products are too small to pay for quantisation."""
+are a group's channels times its kernel's area): their products are too small to pay for
+quantisation."""
 
 HEAD_NAMES = frozenset(
     (
@@ -130,12 +131,9 @@ def features_of(module: nn.Module) -> tuple[int, int]:
     return nx, nf
 
 
-def kernel_of(module: nn.Module) -> tuple[int, int] | None:
-    """Height and width of a convolution's kernel; None for other layers."""
-    if not isinstance(module, nn.Conv2d):
-        return None
-    height, width = module.kernel_size
-    return height, width
+def pointwise_of(module: nn.Module) -> bool | None:
+    """Whether a convolution is a linear layer over pixels; None for other layers."""
+    return is_pointwise(module) if isinstance(module, nn.Conv2d) else None
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -185,9 +183,6 @@ def why_impossible(module: nn.Module) -> str:
         return f"the forward of {plain.__name__} was replaced by {plain.forward.__module__}'s"
     if _compat.is_compiled(module):
         return "it was compiled before convert(), which comes first"
-    if isinstance(module, nn.Conv2d) and module.groups != 1:
-        depthwise = module.groups == module.in_channels
-        return "depthwise" if depthwise else f"a convolution in {module.groups} groups"
     if isinstance(module, nn.MultiheadAttention) and (
         module.add_zero_attn or module.bias_k is not None
     ):
@@ -215,7 +210,7 @@ def _default_reasons(model: nn.Module, layers: list[tuple[str, nn.Module]]) -> d
     for fqn, module in layers:
         inputs, outputs = features_of(module)
         if isinstance(module, nn.Conv2d):
-            inputs *= module.kernel_size[0] * module.kernel_size[1]
+            inputs = inputs // module.groups * module.kernel_size[0] * module.kernel_size[1]
         if min(inputs, outputs) < MIN_FEATURES:
             reasons[fqn] = f"fewer than {MIN_FEATURES} features"
         if id(module._parameters.get("weight")) in embeddings:
@@ -279,7 +274,7 @@ def why_slow(
         if own is None or fqn in but or isinstance(module, HotModule) or is_8bit(module):
             continue  # the time of 8-bit layers was not measured; they gain memory
         sizes = features_of(module)
-        why = gains.why_slow(kernel_of(module), *sizes, own, device, is_frozen(module))
+        why = gains.why_slow(pointwise_of(module), *sizes, own, device, is_frozen(module))
         if why:
             found[fqn] = why
     return found

@@ -1,0 +1,248 @@
+// The plans of the token storages (docs/numerics.md, "One code a value"): rows of g_y serve both
+// products; for g_w they are transposed, x becomes what its tokens contribute, and the transforms
+// are undone after the product.
+#include <algorithm>
+#include <cstdint>
+
+#include "cuda/plan_steps.h"
+
+namespace hot::detail::plan {
+namespace {
+
+// How token_rows_kernel divides rows.
+struct RowDivision {
+  int threads, rows;  // of a CTA; rows at a time, 0: the row is too long for registers
+  bool sum;           // whether it adds up columns, where that is wanted
+  std::int64_t cta_rows, ctas;
+  std::size_t shared_bytes;
+};
+
+RowDivision row_division(const DeviceFacts& facts, std::int64_t rows, std::int64_t padded,
+                         DType dtype, bool packed, bool sum) {
+  const auto size = static_cast<int>(dtype_size(dtype));
+  const std::int64_t pieces = std::max<std::int64_t>(1, ceil_div(padded, token::item));
+  const RowDivision too_long{token::max_row_threads, 0, false, 1, rows, 0};
+  if (pieces > token::max_row_threads) return too_long;
+  const auto layout_of = [&](std::int64_t at_once) {
+    return token::RowsLayout(static_cast<int>(padded / 16), static_cast<int>(at_once), size,
+                             packed);
+  };
+  // Enough CTAs for all SMs, two on each.
+  std::int64_t at_once = std::min<std::int64_t>(
+      {token::max_rows, token::max_row_threads / pieces,
+       std::max<std::int64_t>(1, ceil_div(rows, std::int64_t{2} * facts.sm_count))});
+  if (packed) at_once = std::min(at_once, dither_tile);  // of two tiles at most
+  const std::int64_t half = facts.shared_bytes / 2;
+  while (at_once > 1 && layout_of(at_once).bytes > half) --at_once;
+  const token::RowsLayout layout = layout_of(at_once);
+  if (layout.bytes > facts.shared_bytes) return too_long;
+  RowDivision d{};
+  d.rows = static_cast<int>(at_once);
+  d.shared_bytes = static_cast<std::size_t>(layout.bytes);
+  std::int64_t threads = round_up(at_once * pieces, 32);
+  const std::int64_t for_sums =
+      round_up(ceil_div(pieces * (token::item / 8), token::max_column_vectors), 32);
+  d.sum = sum && for_sums <= token::max_row_threads;
+  if (d.sum) threads = std::max(threads, for_sums);
+  d.threads = static_cast<int>(threads);
+  const std::int64_t wanted = ceil_div(rows, std::int64_t{2} * facts.sm_count);
+  d.cta_rows = round_up(std::max<std::int64_t>(1, wanted), at_once);
+  d.ctas = ceil_div(rows, d.cta_rows);
+  return d;
+}
+
+// Returns the partial sums of a column that the step makes, where it makes them.
+std::int64_t add_token_rows(Plan& plan, const DeviceFacts& facts, RowsOf of, std::int64_t rows,
+                            std::int64_t padded, const ArrayFacts& x, bool packed, bool sum) {
+  const RowDivision d = row_division(facts, rows, padded, x.dtype, packed, sum);
+  const bool of_gy = of == RowsOf::gy;
+  Buffers writes = of_gy ? Buffer::rows : Buffer::saved;
+  if (d.sum) writes |= Buffer::sums;
+  Step& step = plan.add(Kernel::token_rows, {d.ctas, d.threads, d.shared_bytes},
+                        (of_gy ? Buffer::gy : Buffer::x) | Buffer::features, writes);
+  step.dtype = x.dtype;
+  step.work = TokenRowsStep{of, d.rows, d.cta_rows};
+  return d.sum ? d.ctas : 0;
+}
+
+// The most that it can return, for any type.
+std::int64_t token_row_sums(const DeviceFacts& facts, std::int64_t rows, std::int64_t padded) {
+  const auto sums = [&](DType dtype) {
+    const RowDivision d = row_division(facts, rows, padded, dtype, false, true);
+    return d.sum ? d.ctas : 0;
+  };
+  return std::max(sums(DType::bf16), sums(DType::f32));
+}
+
+void add_feature_sizes(Plan& plan, RowsOf of, std::int64_t features, std::int64_t tokens,
+                       const ArrayFacts& x) {
+  const bool of_gy = of == RowsOf::gy;
+  const Buffer from = of_gy ? Buffer::gy : Buffer::x;
+  const auto add = [&](Kernel kernel, std::int64_t blocks, Buffers reads, Buffers writes) {
+    Step& step = plan.add(kernel, {blocks, token::size_threads}, reads, writes);
+    step.dtype = x.dtype;
+    step.work = SizesStep{of, tokens};
+  };
+  if (tokens > 0) add(Kernel::sampled_tokens, tokens, from, Buffer::sizes);
+  const std::int64_t strip =
+      token::strip_lanes * 16 / static_cast<std::int64_t>(dtype_size(x.dtype));
+  Buffers reads, writes = Buffer::features;
+  if (tokens > 0) reads = from | Buffer::sizes, writes |= Buffer::sizes;
+  if (!of_gy) writes |= Buffer::saved;
+  const std::int64_t parts = ceil_div(tokens, token::strip_tokens);
+  add(Kernel::feature_sums, std::max<std::int64_t>(1, ceil_div(features, strip) * parts), reads,
+      writes);
+}
+
+bool token_given(const BackwardWork& work) { return work.gx && !work.weight; }
+
+std::int64_t weight_amax_words(const DeviceFacts& facts, const BackwardWork& work) {
+  if (!work.weight) return 0;
+  return columns_amax_words(facts, work.shape.in_features, work.out_features,
+                            weight_quant(work.spec));
+}
+
+}  // namespace
+
+TokenScratch take_token_scratch(WorkspaceCursor& cursor, const DeviceFacts& facts,
+                                const BackwardWork& work) {
+  const auto take_gemm = [&](std::int64_t m, std::int64_t n, std::int64_t k) {
+    return cursor.take<char>(static_cast<std::int64_t>(gemm_workspace(facts, m, n, k)));
+  };
+  TokenScratch s;
+  if (!work.gx && !work.gw) return s;
+  const LinearShape& shape = work.shape;
+  const std::int64_t outs = work.out_features.k_padded, tokens = work.tokens.k_padded;
+  const std::int64_t ins = TokenCodesLayout(shape.tokens, shape.in_features, work.spec).padded;
+  s.features = take_features(cursor, shape.out_features, outs);
+  s.exponents = cursor.take<std::uint8_t>(shape.out_features);
+  const std::int64_t words[2] = {weight_amax_words(facts, work), work.gw ? ins : 0};
+  s.zeroed = take_zeroed(cursor, words[0] + words[1]);
+  s.rows = take_operand(cursor, shape.tokens, outs, shape.tokens);
+  if (work.gx) {
+    if (work.weight) s.weight = take_operand(cursor, shape.in_features, outs, shape.in_features);
+    s.gx_gemm = take_gemm(shape.tokens, shape.in_features, outs);
+  }
+  if (work.gw) {
+    s.transposed = take_operand(cursor, outs, tokens, outs);
+    s.contributions = take_operand(cursor, ins, tokens, ins);
+    if (draws_tokens(work.spec)) {
+      s.drawn = cursor.take<std::int32_t>(work.tokens.k);
+      s.drawn_factor = cursor.take<float>(work.tokens.k);
+    }
+    s.product = {cursor.take<float>(outs * ins), DType::f32, outs, ins, ins, 1};
+    s.gw_gemm = take_gemm(outs, ins, tokens);
+  }
+  if (work.gb) {
+    s.sums = cursor.take<char>(token_row_sums(facts, shape.tokens, outs) * shape.out_features *
+                               static_cast<std::int64_t>(sizeof(float)));
+  }
+  if (s.zeroed.words != nullptr) {
+    s.weight.amax = s.zeroed.words;
+    s.contributions.amax = s.zeroed.words + words[0];
+  }
+  return s;
+}
+
+void add_kept_tokens(Plan& plan, const DeviceFacts& facts, const CompressShape& kept) {
+  const TokenCodesLayout layout(kept.rows, kept.cols, kept.spec);
+  add_feature_sizes(plan, RowsOf::x, kept.cols, std::min(kept.rows, size_sample), kept.x);
+  add_token_rows(plan, facts, RowsOf::x, kept.rows, layout.padded, kept.x,
+                 kept.spec.storage != Storage::token8, false);
+}
+
+Plan plan_token_backward(const DeviceFacts& facts, const BackwardWork& work,
+                         const BackwardArrays& arrays) {
+  const BackwardLinearSpec& spec = work.spec;
+  const LinearShape& shape = work.shape;
+  const std::int64_t outs = work.out_features.k_padded, kw = work.tokens.k_padded;
+  const std::int64_t ins = TokenCodesLayout(shape.tokens, shape.in_features, spec).padded;
+  Plan plan;
+  std::int64_t runs = 0;
+  if (work.gx || work.gw) {
+    add_zero(plan, {0, weight_amax_words(facts, work), work.gw ? ins : 0});
+    add_feature_sizes(plan, RowsOf::gy, shape.out_features,
+                      token_given(work) ? 0 : std::min(shape.tokens, size_sample), arrays.gy);
+    runs = add_token_rows(plan, facts, RowsOf::gy, shape.tokens, outs, arrays.gy, false, work.gb);
+  }
+  if (work.weight) {
+    add_columns(plan, facts,
+                {Job::weight, arrays.w, Buffer::w, Buffer::weight, Buffer::weight_amax,
+                 shape.in_features, work.out_features, weight_quant(spec), shape.in_features});
+  }
+  if (work.gw) {
+    Buffers codes = Buffer::rows, x = Buffer::saved | Buffer::rows;
+    if (draws_tokens(spec)) {
+      plan.add(Kernel::draw_tokens, {1, token::draw_threads}, x, Buffer::drawn);
+      codes |= Buffer::drawn;
+      x |= Buffer::drawn;
+    }
+    constexpr int threads = 32 * token::tile_warps;
+    constexpr std::int64_t cta_tokens = token::tile * token::tile_warps;
+    plan.add(Kernel::token_transpose,
+             {ceil_div(outs, token::transpose_tile) * ceil_div(kw, token::transpose_tile),
+              token::transpose_threads},
+             codes, Buffer::transposed);
+    const std::int64_t strips = ceil_div(ins, token::tile), ranges = ceil_div(kw, cta_tokens);
+    // Four waves of CTAs are enough; more tiles of a warp save atomics.
+    const std::int64_t tiles =
+        std::clamp<std::int64_t>(strips * ranges / (8 * facts.sm_count), 1, 8);
+    plan.add(Kernel::token_amax, {strips * ceil_div(ranges, tiles), threads},
+             x | Buffer::columns_amax, Buffer::columns_amax)
+        .work = ContributionsStep{tiles};
+    Step& step = plan.add(Kernel::token_contributions, {strips * ranges, threads},
+                          x | Buffer::columns_amax, Buffer::activation);
+    step.rounding = spec.gw_rounding;
+    step.work = ContributionsStep{1};
+  }
+
+  ProductShape products[2];
+  ProductBuffers buffers[2];
+  int index[2];
+  int count = 0;
+  if (work.gx) {
+    index[count] = 0;
+    buffers[count] = {Buffer::rows, work.weight ? Buffer::weight : Buffer::quantized_w, Buffer::gx};
+    ProductShape& p = products[count++];
+    p.m = shape.tokens;
+    p.n = shape.in_features;
+    p.k = outs;
+    p.one_scale_a = shape.tokens == 1;
+    p.one_scale_b = shape.in_features == 1;
+    p.out = arrays.gx;
+  } else if (work.clear_gx) {
+    plan.add(Kernel::fill_zero, {ceil_div(shape.tokens * shape.in_features, 256), 256}, {},
+             Buffer::gx)
+        .work = ProductStep{0};
+  }
+  if (work.gw) {
+    index[count] = 1;
+    buffers[count] = {Buffer::transposed | Buffer::features, Buffer::activation, Buffer::product};
+    ProductShape& p = products[count++];
+    p.m = outs;
+    p.n = ins;
+    p.k = kw;
+    p.out = {DType::f32, true, true};
+  }
+  if (count > 0) add_products(plan, facts, products, buffers, index, count);
+  if (work.gw) {
+    Buffers reads = Buffer::product | Buffer::features | Buffer::saved;
+    if (work.accumulate) reads |= Buffer::gw;
+    const std::int64_t tiles = ceil_div(outs, token::tile) * ceil_div(ins, token::tile);
+    plan.add(Kernel::undo_transforms, {ceil_div(tiles, 2), 2 * token::tile}, reads, Buffer::gw)
+        .dtype = arrays.gw.dtype;
+  } else if (work.clear_gw) {
+    plan.add(Kernel::fill_zero, {ceil_div(shape.out_features * shape.in_features, 256), 256}, {},
+             Buffer::gw)
+        .work = ProductStep{1};
+  }
+  if (!work.gb || shape.out_features == 0) return plan;
+  if (runs > 0) {
+    add_final_sum(plan, runs, shape.out_features, work.accumulate, Buffer::sums);
+  } else {
+    add_sum_alone(plan, shape, arrays.gy, work.accumulate);
+  }
+  return plan;
+}
+
+}  // namespace hot::detail::plan
