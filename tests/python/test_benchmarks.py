@@ -34,6 +34,7 @@ import rivals  # noqa: E402
 import targets  # noqa: E402
 import timing  # noqa: E402
 from hotcore.torch import gains  # noqa: E402
+from support import without_broken_torchvision  # noqa: E402
 
 RECIPES = ("default", "fast", "paper")
 
@@ -596,7 +597,8 @@ def test_autotune(tmp_path: Path) -> None:
 
 
 def test_bench_convolution(tmp_path: Path) -> None:
-    pytest.importorskip("timm")
+    with without_broken_torchvision():
+        pytest.importorskip("timm")
     chosen = ("default eager, k x k alone", "token4 eager")
     words = ("--quick", "--backend", "aot_eager", "--contenders", *chosen)
     report = run(bench_convolution, tmp_path / "out.json", *words)

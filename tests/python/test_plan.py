@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from hotcore import HotConfig, _core, info
 from hotcore.plans import Explanation
+from support import one_code
 
 ROOT = Path(__file__).resolve().parents[2]
 ONE_PASS, AMAX, CODES = "columns_one_pass_kernel", "column_amax_kernel", "column_codes_kernel"
@@ -22,6 +23,8 @@ GENERIC = (
     *("generic_columns_kernel, amax", "generic_columns_kernel, codes"),
     "finish_scales_kernel",
 )
+TOKEN_ROWS = ("sampled_tokens_kernel", "feature_sums_kernel", "token_rows_kernel")
+CONTRIBUTIONS = ("token_transpose_kernel", "token_amax_kernel", "token_contributions_kernel")
 
 # (tokens, out_features, in_features), configuration, dtype, kernels on an H200; as plan_cases.h.
 LAYERS: list[tuple[tuple[int, int, int], HotConfig, str, tuple[str, ...]]] = [
@@ -124,6 +127,27 @@ LAYERS: list[tuple[tuple[int, int, int], HotConfig, str, tuple[str, ...]]] = [
         "bfloat16",
         ("token_exponents_kernel", "memset", *GENERIC, "memset", "rows16_kernel", *GENERIC)
         + (ONE_PASS, "gemm_small_kernel", "partial_sum_kernel", "final_sum_kernel"),
+    ),
+    (
+        (16500, 768, 64),
+        one_code("token4"),
+        "bfloat16",
+        (*TOKEN_ROWS, "memset", *TOKEN_ROWS, ONE_PASS, *CONTRIBUTIONS)
+        + ("wgmma 128x192", "wgmma stream-K", "undo_transforms_kernel", "final_sum_kernel"),
+    ),
+    (
+        (800, 200, 144),
+        one_code("token2", basis="sketch", rank=8),
+        "bfloat16",
+        (*TOKEN_ROWS, "memset", *TOKEN_ROWS, *GENERIC, "draw_tokens_kernel", *CONTRIBUTIONS)
+        + ("gemm_small_kernel", "undo_transforms_kernel", "final_sum_kernel"),
+    ),
+    (
+        (40, 16400, 16),
+        one_code("token8"),
+        "float32",
+        (*TOKEN_ROWS, "memset", *TOKEN_ROWS, AMAX, CODES, *CONTRIBUTIONS, "gemm_small_kernel")
+        + ("undo_transforms_kernel", "partial_sum_kernel", "final_sum_kernel"),
     ),
     (
         (0, 64, 32),
