@@ -5,6 +5,9 @@
 #
 #   bash scripts/test.sh [--slow] [cpp] [python] [style] [docs]
 #                                                           --slow: the long training tests too; parts: default all
+#   bash scripts/test.sh quick [PART...]                    five minutes on two cores, between two edits: C++ without CUDA
+#                                                           and without the consumer project, pytest without the tests
+#                                                           marked slow or long, style; no wheel in an empty environment
 #   bash scripts/test.sh sanitizers                         the C++ tests under AddressSanitizer and UBSan, and under
 #                                                           ThreadSanitizer (a build each; only where asked for)
 #   bash scripts/test.sh fuzz                               a minute of fuzzing: C++ calls, C ABI (libFuzzer, clang), and
@@ -25,9 +28,11 @@ source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 marks="not slow"
 parts=()
 version=""
+quick=""
 while [[ $# -gt 0 ]]; do
   case "$1" in
     --slow) marks="" ;;
+    quick) quick=1 ;;
     --torch)
       [[ -n "${2:-}" ]] || hot_env_fail "--torch: a version is missing, for example 2.9.1, oldest or newest"
       version="$2"
@@ -51,11 +56,16 @@ if [[ -n "$version" ]]; then
   HOT_VENV="$HOT_ROOT/build/venv-torch-$version"
   HOT_VENV_PYTHON="$HOT_VENV/bin/python"
 fi
+if [[ -n "$quick" ]]; then
+  marks="not slow and not long"
+  export HOT_CUDA=OFF
+  [[ ${#parts[@]} -gt 0 ]] || parts=(cpp python style)
+fi
 [[ ${#parts[@]} -gt 0 ]] || parts=(cpp python style docs)
 wanted() { [[ " ${parts[*]} " == *" $1 "* ]]; }
 
 jobs="$(nproc)"
-build="$HOT_ROOT/build/test"
+build="$HOT_ROOT/build/${quick:+quick-}test"
 results="$build/results${version:+-torch-$version}"
 mkdir -p "$build"
 rm -rf "$results"
@@ -83,11 +93,11 @@ export PATH="$HOT_VENV/bin:$PATH"
 # Inductor's compiled code, for this checkout and torch alone: the machine's own cache holds what any process has left.
 export TORCHINDUCTOR_CACHE_DIR="$HOT_ROOT/build/inductor${version:+-torch-$version}"
 if [[ -n "$version" ]]; then
-  (hot_env_install torch "torch==$version" numpy hypothesis 'pytest>=8') ||
+  (hot_env_install torch "torch==$version" numpy hypothesis 'pytest>=8' pytest-xdist) ||
     hot_env_fail "torch==$version: pip has none for $("$HOT_VENV_PYTHON" --version) on this machine, or could not" \
       "fetch it (its message is above). hotcore takes torch >= 2.6; HOT_PYTHON=/path/to/python chooses another Python"
 else
-  hot_env_install test 'cmake>=3.24' ninja hypothesis 'pytest>=8' -r "$HOT_ROOT/scripts/style-requirements.txt"
+  hot_env_install test 'cmake>=3.24' ninja hypothesis 'pytest>=8' pytest-xdist -r "$HOT_ROOT/scripts/style-requirements.txt"
   hot_env_install train torch==2.13.0 numpy scikit-learn matplotlib tqdm # as in train.sh
   # Models of others, built without downloads. torch is named again, so that pip keeps it.
   (hot_env_install models torch==2.13.0 timm==1.0.31 transformers==5.23.0 peft==0.21.2 accelerate==1.15.0 \
@@ -109,14 +119,15 @@ broken() {
 }
 
 test_cpp() {
-  hot_env_say "building the library and the C++ tests in build/test"
+  hot_env_say "building the library and the C++ tests in ${build#"$HOT_ROOT"/}"
   hot_env_cuda
   cmake -S "$HOT_ROOT" -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DHOT_BUILD_TESTS=ON -DHOT_WERROR=ON \
     -DHOT_CUDA="${HOT_CUDA:-AUTO}" -DHOT_CUTLASS=ON -DCMAKE_CUDA_ARCHITECTURES=90a-real >"$results/cmake.log" 2>&1 ||
     { cat "$results/cmake.log"; broken "cmake"; return; }
   grep '^-- hotcore' "$results/cmake.log" || true
   cmake --build "$build" -j "$jobs" || { broken "C++ build"; return; }
-  ctest --test-dir "$build" -j "$jobs" --no-tests=error --output-on-failure --output-junit "$results/ctest.xml" ||
+  ctest --test-dir "$build" ${quick:+-LE consumer} -j "$jobs" --no-tests=error --output-on-failure \
+    --output-junit "$results/ctest.xml" ||
     [[ -f "$results/ctest.xml" ]] || broken "ctest"
 }
 
@@ -168,9 +179,16 @@ test_fuzz() {
 test_python() {
   hot_env_say "installing the package"
   (hot_env_project torch) || { broken "pip install"; return; }
-  [[ -n "$version" ]] || test_wheel
-  (cd "$HOT_ROOT" &&
-    "$HOT_VENV_PYTHON" -m pytest "$@" -m "$marks" --durations=5 --junit-xml "$results/pytest.xml") ||
+  [[ -n "$version$quick" ]] || test_wheel
+  # A process a core, a file whole in one of them, and one thread of torch's a process: tests of threads set their own
+  # number. Beside a GPU one process, which has it for itself.
+  local workers=()
+  if [[ ! -e /dev/nvidiactl ]]; then
+    workers=(-n "$((jobs < 8 ? jobs : 8))" --dist loadfile)
+    local -x OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+  fi
+  (cd "$HOT_ROOT" && "$HOT_VENV_PYTHON" -m pytest "$@" ${workers[@]+"${workers[@]}"} -m "$marks" --durations=20 \
+    --junit-xml "$results/pytest.xml") ||
     [[ -f "$results/pytest.xml" ]] || broken "pytest"
 }
 

@@ -1,4 +1,4 @@
-"""Shared by all Python tests: hypothesis' settings, the seed of the run, CUDA tests skipped."""
+"""Shared by all Python tests: hypothesis, seeds, caches of compiled code, CUDA tests skipped."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 sys.path.insert(0, str(Path(__file__).parent))  # support.py
+
+# Beside other workers of pytest-xdist: Inductor's compiled code in a folder of the worker's own.
+if {"PYTEST_XDIST_WORKER", "TORCHINDUCTOR_CACHE_DIR"} <= os.environ.keys():
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] += "/" + os.environ["PYTEST_XDIST_WORKER"]
 
 # Any failure prints the blob that replays it; HOT_TEST_SEED replays the rest.
 settings.register_profile(
