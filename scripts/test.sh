@@ -20,8 +20,9 @@
 # lightning, bitsandbytes, scikit-learn and matplotlib: the tests that need them are skipped, and say so. A torch with
 # CUDA is a download of 3 GB.
 #
-# The CUDA kernels are compiled (for sm_90a) where nvcc is found; into the Python package, too, where there is a GPU to
-# run them. HOT_CUDA=OFF leaves them out, HOT_CUDA=ON wants them.
+# The CUDA kernels are compiled (for sm_80 and sm_90a) where nvcc is found; into the Python package, too, where there is
+# a GPU to run them. HOT_CUDA=OFF leaves them out, HOT_CUDA=ON wants them. They are most of a first call's time: ccache,
+# where it is installed, keeps them.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
@@ -90,6 +91,10 @@ fi
 [[ -z "$lacking" ]] || hot_env_need $lacking
 
 export PATH="$HOT_VENV/bin:$PATH"
+# With ccache an object is compiled once for the C++ tests and for the wheels, which therefore have the same flags, and
+# once for checkouts of the same sources in several folders.
+export CCACHE_BASEDIR="${CCACHE_BASEDIR:-$HOT_ROOT}" CCACHE_NOHASHDIR=1 SKBUILD_CMAKE_DEFINE="HOT_WERROR=ON"
+archs="80-real;90a-real"
 # Inductor's compiled code, for this checkout and torch alone: the machine's own cache holds what any process has left.
 export TORCHINDUCTOR_CACHE_DIR="$HOT_ROOT/build/inductor${version:+-torch-$version}"
 if [[ -n "$version" ]]; then
@@ -121,8 +126,9 @@ broken() {
 test_cpp() {
   hot_env_say "building the library and the C++ tests in ${build#"$HOT_ROOT"/}"
   hot_env_cuda
+  local -x CXX="${CXX:-$(command -v g++ || command -v c++)}" # as scikit-build-core chooses it
   cmake -S "$HOT_ROOT" -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DHOT_BUILD_TESTS=ON -DHOT_WERROR=ON \
-    -DHOT_CUDA="${HOT_CUDA:-AUTO}" -DHOT_CUTLASS=ON -DCMAKE_CUDA_ARCHITECTURES=90a-real >"$results/cmake.log" 2>&1 ||
+    -DHOT_CUDA="${HOT_CUDA:-AUTO}" -DHOT_CUTLASS=ON "-DCMAKE_CUDA_ARCHITECTURES=$archs" >"$results/cmake.log" 2>&1 ||
     { cat "$results/cmake.log"; broken "cmake"; return; }
   grep '^-- hotcore' "$results/cmake.log" || true
   cmake --build "$build" -j "$jobs" || { broken "C++ build"; return; }
@@ -202,11 +208,11 @@ test_wheel() {
     hot_env_say "no wheel in build/wheels (it is installed already): not tried in an empty environment"
   fi
   hot_env_has_nvcc || { hot_env_say "no CUDA compiler: no wheel with CUDA is tried"; return 0; }
-  # Without a GPU it shows that such a wheel builds, is complete, and runs on the CPU. One architecture, no CUTLASS:
-  # a release's wheel takes half an hour.
-  hot_env_say "building a wheel with CUDA for sm_80"
+  # Without a GPU it shows that such a wheel builds, is complete, and runs on the CPU. Its kernels are those that
+  # test_cpp has compiled, without CUTLASS's: a release's wheel takes half an hour.
+  hot_env_say "building a wheel with CUDA for $archs"
   rm -rf "$folder"
-  if HOT_CUDA=ON HOT_CUTLASS=OFF CUDAARCHS=80-real \
+  if HOT_CUDA=ON HOT_CUTLASS=OFF CUDAARCHS="$archs" \
     "$HOT_VENV_PYTHON" -m pip wheel --quiet --no-deps --wheel-dir "$folder" "$HOT_ROOT"; then
     try_wheel "wheel with CUDA" --flavour CUDA "$folder"/*.whl
   else
