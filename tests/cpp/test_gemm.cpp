@@ -83,21 +83,6 @@ TEST(Gemm, int32_sums_are_exact) {
   }
 }
 
-TEST(Gemm, every_code_is_multiplied_right) {
-  // All 256 values of INT8 against each other, -128 included.
-  std::vector<std::int8_t> all(256);
-  for (int i = 0; i < 256; ++i)
-    all[static_cast<std::size_t>(i)] = static_cast<std::int8_t>(i - 128);
-  const Bytes a = bytes(256, 1, all), b = bytes(256, 1, all);
-  for (const hot::Isa isa : isas()) {
-    Matrix<std::int32_t> out(256, 256, DType::i32);
-    run_gemm(cpu().with_isa(isa), a, b, no_scale, no_scale, {}, out.view());
-    for (std::int64_t i = 0; i < 256; ++i) {
-      for (std::int64_t j = 0; j < 256; ++j) ASSERT_EQ(out.at(i, j), (i - 128) * (j - 128));
-    }
-  }
-}
-
 TEST(Gemm, longest_int32_contraction) {
   const std::int64_t k = 133136;
   const Bytes a = bytes(2, k, std::vector<std::int8_t>(static_cast<std::size_t>(2 * k), 127));
@@ -131,47 +116,6 @@ TEST(Gemm, contraction_beyond_int32) {
     Matrix<std::int32_t> bare(1, 2, DType::i32);
     run_gemm(cpu(), a, b, no_scale, no_scale, {}, bare.view());
   });
-}
-
-TEST(Gemm, dequantises_in_the_stated_order) {
-  for (int round = 0; round < 20; ++round) {
-    const std::int64_t m = random_int(1, 60), n = random_int(1, 140), k = random_int(1, 200);
-    const Bytes a = bytes(m, k, codes(m * k, 127)), b = bytes(n, k, codes(n * k, 127));
-    const bool one_a = random_int(0, 1) == 1, one_b = random_int(0, 1) == 1;
-    const std::vector<float> sa = normal(one_a ? 1 : m), sb = normal(one_b ? 1 : n);
-    const std::vector<std::int64_t> acc = sums(a, b);
-    for (const hot::Isa isa : isas()) {
-      Floats out = floats(m, n, normal(m * n), 3);
-      const std::vector<float> before = out.values();
-      const bool accumulate = round % 2 == 1;
-      run_gemm(cpu().with_isa(isa), a, b, as_vector(sa, DType::f32), as_vector(sb, DType::f32),
-               {16, accumulate}, out.view());
-      for (std::int64_t i = 0; i < m * n; ++i) {
-        const auto at = static_cast<std::size_t>(i);
-        const float row = sa[one_a ? 0 : at / static_cast<std::size_t>(n)] / 16.0F;
-        float expected =
-            static_cast<float>(acc[at]) * sb[one_b ? 0 : at % static_cast<std::size_t>(n)] * row;
-        if (accumulate) expected = before[at] + expected;
-        ASSERT_EQ(out.values()[at], expected) << hot::isa_name(isa);
-      }
-    }
-  }
-}
-
-TEST(Gemm, half_outputs) {
-  // Sums below 2^8 are exact in both 16-bit types.
-  const Bytes a = bytes(9, 20, codes(180, 3)), b = bytes(11, 20, codes(220, 3));
-  const std::vector<std::int64_t> acc = sums(a, b);
-  const std::vector<float> one{1.0F};
-  for (const DType dtype : {DType::f16, DType::bf16}) {
-    Matrix<std::uint16_t> out(9, 11, dtype, 1);
-    Floats wide(9, 11, DType::f32);
-    run_gemm(cpu(), a, b, as_vector(one, DType::f32), as_vector(one, DType::f32), {}, out.view());
-    hot::fwht(cpu(), out.view(), 1, 1, wide.view());
-    const auto got = wide.values();
-    EXPECT_EQ(std::vector<std::int64_t>(got.begin(), got.end()), acc);
-    EXPECT_TRUE(out.margins_intact());
-  }
 }
 
 TEST(Gemm, strided_output) {
