@@ -12,8 +12,9 @@
 #                                                           ThreadSanitizer (a build each; only where asked for)
 #   bash scripts/test.sh fuzz                               a minute of fuzzing: C++ calls, C ABI (libFuzzer, clang), and
 #                                                           what reads files (only where asked for; HOT_FUZZ_SECONDS)
-#   bash scripts/test.sh [--slow] --torch VERSION           tests/with_torch alone, with another torch: a version, "oldest"
-#                                                           (pyproject.toml's) or "newest" (torch-newest.txt's)
+#   bash scripts/test.sh [--slow] --torch VERSION           tests/with_torch but for the benchmarks', with another torch: a
+#                                                           version, "oldest" (pyproject.toml's) or "newest"
+#                                                           (torch-newest.txt's)
 #
 # --torch makes an environment of its own, build/venv-torch-VERSION, with that torch, NumPy, pytest, hypothesis and the
 # package, as another environment has built it from the same sources. It has no timm, transformers, peft, accelerate,
@@ -198,7 +199,11 @@ test_python() {
     [[ -f "$results/pytest.xml" ]] || broken "pytest"
 }
 
-test_torch() { test_python tests/with_torch; }
+# Without the tests of benchmarks, which no version of torch changes.
+test_torch() {
+  test_python tests/with_torch --ignore-glob '*/test_bench*.py' --ignore-glob '*/test_evidence.py' \
+    --ignore-glob '*/test_gpt.py' --ignore-glob '*/test_rivals.py'
+}
 
 test_wheel() {
   local wheel folder="$HOT_ROOT/build/wheels-cuda"

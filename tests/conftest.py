@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,7 +55,14 @@ def seeded_torch(rng: np.random.Generator) -> Iterator[None]:
     torch.set_num_threads(before[1])
 
 
+# Of benchmarks, and of the reference's token storages: long as whole files.
+LONG = re.compile(r"test_(bench\w*|evidence|gpt|rivals|reference_one_code)\.py|benchmarks/")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if LONG.search(item.nodeid):
+            item.add_marker(pytest.mark.long)
     marked = [item for item in items if item.get_closest_marker("cuda")]
     if not marked:
         return

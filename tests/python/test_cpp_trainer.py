@@ -10,6 +10,7 @@ import pytest
 from cpp_projects import TRAINER, build, check_curves, curves, run
 
 pytest.importorskip("sklearn")
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")

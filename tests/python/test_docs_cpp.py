@@ -31,6 +31,7 @@ def blocks(language: str) -> list[str]:
     return [f'#line {PAGE[: m.start(1)].count(chr(10)) + 1} "cpp.md"\n{m[1]}' for m in found]
 
 
+@pytest.mark.long
 def test_programs_build_and_run(tmp_path: Path) -> None:
     programs = {"cpp": blocks("cpp"), "c": blocks("c")}
     assert [len(found) for found in programs.values()] == [3, 1]

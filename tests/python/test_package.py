@@ -72,6 +72,7 @@ def test_the_library_has_a_versioned_soname() -> None:
         assert wanted.encode() + b"\0" in binary.read_bytes()
 
 
+@pytest.mark.long
 @uninstalled
 def test_find_package_from_the_wheel(tmp_path: Path) -> None:
     # As scikit-build-core does: the entry point names the module whose folder is the prefix.

@@ -224,6 +224,7 @@ print("done")
 """
 
 
+@pytest.mark.long
 def test_no_network_at_run_time(tmp_path: Path) -> None:
     """Every event of Python that opens a connection raises; where it can, without any network."""
     script = tmp_path / "training.py"

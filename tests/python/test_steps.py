@@ -272,6 +272,7 @@ def test_what_else_is_kept() -> None:
 # ---- the script ----
 
 
+@pytest.mark.long
 def test_steps_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Eager, compiled, with a budget, checkpointed; in this process."""
     needs("transformers", "peft")
@@ -372,6 +373,7 @@ def test_points_that_nothing_beats_are_bold() -> None:
     assert lines[0] == "| X | **default compiled, budget 0.5** | 60.0 | 1.50 | 2.00 | 0.22 |"
 
 
+@pytest.mark.long
 def test_contenders_in_processes_of_their_own(tmp_path: Path) -> None:
     """One answers, one fails, one dies: the others still run."""
     needs("timm")

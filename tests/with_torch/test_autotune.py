@@ -286,6 +286,7 @@ def test_whole_steps_are_compared(x: torch.Tensor, measured: Times) -> None:
     assert "whole forward and backward: plain" in str(plan)
 
 
+@pytest.mark.long
 def test_compiled_layers(x: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     graphs = []
 

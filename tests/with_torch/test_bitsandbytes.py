@@ -145,6 +145,7 @@ def test_what_stays_plain() -> None:
         hot.calibrate(nn.ModuleList([linear8()]), [1], lambda model, batch: None)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("first", ["peft", "hot"])
 def test_lora(first: str) -> None:
     with without_broken_torchvision(), warnings.catch_warnings():

@@ -85,6 +85,7 @@ def assert_same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
 # ------------------------------------------------------------------------------------ torch.compile
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("one_seed_an_x")
 @pytest.mark.parametrize("recipe", ["default", "fast"])
 @pytest.mark.parametrize("backend", ["aot_eager", "aot_eager_decomp_partition"])
@@ -152,6 +153,7 @@ def by_hand(
     return [y.detach(), *(g for g in found if g is not None)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [
@@ -195,6 +197,7 @@ def test_convert_and_revert_after_compile() -> None:
     assert_same(step(compiled, model, x), plain)
 
 
+@pytest.mark.long
 def test_compile_channels_last_and_dynamic_shapes() -> None:
     model = Stage(2).to(memory_format=torch.channels_last)
     hot.convert(model, filter_fn=lambda module, fqn: True)
@@ -206,6 +209,7 @@ def test_compile_channels_last_and_dynamic_shapes() -> None:
         assert ours[1].stride() == theirs[1].stride()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", ["default", "fast"])
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_compiled_convolutions_keep_compressed_x(recipe: str, dynamic: bool | None) -> None:

@@ -193,6 +193,7 @@ def test_errors() -> None:
         )
 
 
+@pytest.mark.long
 def test_the_papers_figures_are_the_authors_codes() -> None:
     """Full precision, LUQ and LoRA of the figure; Table 2 to the digit, of another model."""
     models.mend_torchvision()

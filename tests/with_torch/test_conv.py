@@ -362,6 +362,7 @@ def test_a_stride_of_1x1_saves_what_it_visits() -> None:
 # --------------------------------------------------------------------------------------- Operators
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kernel", [1, 3])
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_operators(kernel: int, channels_last: bool) -> None:

@@ -243,6 +243,7 @@ def test_gradients_of_gradients_are_refused() -> None:
         torch.autograd.grad(loss, [w], create_graph=True)
 
 
+@pytest.mark.long
 def test_autocast_and_compiled() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
     Nearest().convert(model, everything)

@@ -239,6 +239,7 @@ no_fsdp = pytest.mark.skipif(
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "body", [ddp, pytest.param(fsdp, marks=no_fsdp)], ids=lambda body: body.__name__
 )

@@ -21,6 +21,7 @@ torch = pytest.importorskip("torch")
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 ALONE = ("ddp", "finetune_vit", "lightning_trainer", "lora", "pretrain_gpt", "trainer")
 LIMIT = 900  # seconds; about 6 on an idle machine
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture

@@ -171,6 +171,7 @@ def out_of_memory() -> BaseException:
     return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("error", [MemoryError, out_of_memory, KeyboardInterrupt])
 @pytest.mark.parametrize("kind", STEPS)
 def test_a_step_that_fails_anywhere(
@@ -218,6 +219,7 @@ def numbers(rows: int, columns: int, salt: int) -> torch.Tensor:
     return ((words - (1 << 15)).float() / 4096).reshape(rows, columns)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("recipe", "backend"),
     [*((recipe, "eager mode") for recipe in RECIPES), ("fast", "aot_eager")],
@@ -326,6 +328,7 @@ def test_nothing_of_a_failed_step_is_held(faults: Faults, seeded: None) -> None:
         assert [ref() for ref in alive] == [None] * len(alive), faults.where
 
 
+@pytest.mark.long
 def test_steps_without_growth() -> None:
     # Four of ten are given up: no backward, an exception after forward, in backward, in a context.
     # In a process of its own: what a thousand tests before it have left is freed at any time.
@@ -381,6 +384,7 @@ def run_script(tmp_path: Path, text: str, *arguments: str) -> str:
     return output_of(str(script), *arguments, folder=Path(__file__).parent, timeout=300)
 
 
+@pytest.mark.long
 def test_the_interpreter_ends_with_live_graphs(tmp_path: Path, seeded: None) -> None:
     # And a process of its own has the bits of this one.
     out = run_script(
@@ -416,6 +420,7 @@ def test_the_interpreter_ends_with_live_graphs(tmp_path: Path, seeded: None) -> 
     assert out.split() == [digest()]
 
 
+@pytest.mark.long
 def test_memory_that_really_runs_out(tmp_path: Path) -> None:
     if not sys.platform.startswith("linux"):
         pytest.skip("limits a process's memory as Linux does")

@@ -101,6 +101,7 @@ def test_the_block(products: list[int]) -> None:
     assert found[64] < found[16] < found[1] and len(products) == 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("last", [False, True])
 def test_a_1x1_convolution(stride: int, last: bool) -> None:
@@ -390,6 +391,7 @@ def test_compiled_in_one_graph(unshared: None) -> None:
     assert torch.equal(compiled(x), model(x))
 
 
+@pytest.mark.long
 def test_inductor() -> None:
     layer = hot.HotLinear(70, 48, config=INT8)
     compiled = torch.compile(lambda x: layer(x).relu(), fullgraph=True)

@@ -243,6 +243,7 @@ def test_not_finite() -> None:
 # ---- compiled, checkpoints, modes ----
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("forward", FORWARDS)
 @pytest.mark.parametrize("mode", ["train", "eval", "no_grad"])
 def test_compiled(forward: str, mode: str) -> None:
@@ -915,6 +916,7 @@ def with_lora(peft: Any, order: str, dtype: torch.dtype = torch.float32, **lora:
     return wrapped
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("order", ORDERS)
 def test_lora(peft: Any, order: str, tmp_path: Path) -> None:
     model = with_lora(peft, order, torch.bfloat16)

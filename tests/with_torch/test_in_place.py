@@ -102,6 +102,7 @@ def test_a_frozen_layer(forward: str, shape: tuple[int, ...]) -> None:
     assert same(gradients(), expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("forward", FORWARDS)
 def test_compiled(forward: str, backend: str) -> None:

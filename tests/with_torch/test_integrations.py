@@ -360,6 +360,7 @@ def trainer_of(tmp_path: Path, model: nn.Module, steps: int, **options: Any) -> 
     return Trainer(model, arguments, train_dataset=data(64))
 
 
+@pytest.mark.long
 def test_transformers_trainer(tmp_path: Path) -> None:
     model = converted(saved=8)
     trainer = trainer_of(tmp_path, model, 4)

@@ -241,6 +241,7 @@ def test_opcheck_compress_activation() -> None:
         torch.library.opcheck(torch.ops.hotcore.compress_activation, (x, seed, config))
 
 
+@pytest.mark.long
 def test_opcheck_linear() -> None:
     for x, seed, config in examples():
         weight, bias = torch.randn(12, 20).to(x.dtype), torch.randn(12).to(x.dtype)

@@ -64,6 +64,7 @@ def gradient(model: nn.Module, batch: models.Batch, task: models.Task) -> torch.
     return torch.cat(grads).double()
 
 
+@pytest.mark.long
 def test_conversion_and_gradients(ready: Ready) -> None:
     model, batch, task = ready
     exact = gradient(copy.deepcopy(model), batch, task)
@@ -95,6 +96,7 @@ def losses(model: nn.Module, batch: models.Batch, task: models.Task) -> list[flo
     return values
 
 
+@pytest.mark.long
 def test_loss_comes_down_as_in_fp32(ready: Ready) -> None:
     model, batch, task = ready
     plain = losses(copy.deepcopy(model), batch, task)
@@ -130,6 +132,7 @@ def test_benchmark_at_toy_size(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "default + saved 8" in printed and str(path) in printed
 
 
+@pytest.mark.long
 def test_table_at_toy_size(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

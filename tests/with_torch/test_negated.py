@@ -155,6 +155,7 @@ def test_a_complex_model() -> None:
         assert torch.cosine_similarity(ours.flatten(), theirs.flatten(), 0) > 0.98
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("forward", FORWARDS)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled(backend: str, forward: str) -> None:

@@ -56,6 +56,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str) -> tuple[int,
     return int(shared), int(threads), int(status), bits
 
 
+@pytest.mark.long
 def test_the_adapter_takes_torchs_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No thread of its own, the same bits as with its own, and in a child of a fork."""
     shared, threads, status, bits = run(tmp_path, monkeypatch, "0")

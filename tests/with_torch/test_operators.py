@@ -87,6 +87,7 @@ def test_flops_of_the_operators_of_a_graph() -> None:
 # ----------------------------------------------------------------------------- Sharing and keeping
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_layers_with_one_x_compress_it_once(recipe: str, autocast: bool) -> None:
@@ -153,6 +154,7 @@ def test_codes_are_kept_unless_the_compiler_may_choose() -> None:
     assert kept[True] <= kept[False]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("autocast", [False, True])
 def test_x_comes_from_the_codes_of_what_it_is_made_of(autocast: bool) -> None:
     """With saved=8 backward makes fc1's x from the norm's codes, and fc2's from GELU's.
@@ -224,6 +226,7 @@ def test_nothing_of_a_graph_stands_elsewhere() -> None:
     assert saved.device.type == seed.device.type == "meta"
 
 
+@pytest.mark.long
 def test_inductor_writes_what_operators_share_once() -> None:
     """GELU's result goes to the compression and to the product: one store, in any strides."""
     from torch._inductor.utils import run_and_get_code
@@ -243,6 +246,7 @@ def test_inductor_writes_what_operators_share_once() -> None:
 # ---------------------------------------------------------------------------------- Recomputing
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("budget", [0.5, 0.0])
 def test_a_memory_budget_knows_what_a_product_costs(budget: float) -> None:
     import torch._functorch.config as functorch
@@ -307,6 +311,7 @@ def compile_twice() -> None:
         assert found["autograd_cache_hit"] == (start == "warm")
 
 
+@pytest.mark.long
 def test_a_second_start_compiles_nothing(tmp_path: Path) -> None:
     """In a process of its own: torch 2.6 finds its header's place once a process.
 

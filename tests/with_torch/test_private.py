@@ -54,6 +54,7 @@ def test_what_the_private_names_tell(monkeypatch: pytest.MonkeyPatch) -> None:
         assert _compat.current_stream(0) == 77
 
 
+@pytest.mark.long
 def test_what_is_compiled() -> None:
     plain, inner = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
     assert not _compat.is_compiled(plain)
@@ -107,6 +108,7 @@ def test_private_names_stand_in_one_file() -> None:
             assert not private, f"{path.name}:{node.lineno}: torch's {private}"
 
 
+@pytest.mark.long
 def test_the_adapter_imports_no_compiler() -> None:
     """The import costs seconds and happens only during compilation."""
     code = (

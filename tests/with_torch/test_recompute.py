@@ -59,6 +59,7 @@ def test_eager_gradients_are_the_same_bits(x: torch.Tensor, policy: Any) -> None
     equal(gradients(model, model, x), expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("policy", "forward", "backward", "attention"),
     [
@@ -181,6 +182,7 @@ def test_a_cache_is_not_written_twice(x: torch.Tensor) -> None:
     assert len(cache) == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: getattr(p, "__name__", "none"))
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_stock_models_of_transformers(kind: str, policy: Any, seeded: None) -> None:

@@ -122,6 +122,7 @@ def test_unbiased(bits: int) -> None:
     assert abs(float(z.mean())) < 0.3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("mode", ["eager", "compiled"])
@@ -212,6 +213,7 @@ CASES: dict[str, tuple[Function, Function, Shapes]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("mode", "bits"), [("eager", 8), ("eager", 4), ("compiled", 8)])
 @pytest.mark.parametrize("case", list(CASES))
 def test_gradients_of_the_plain_function_but_for_rounding(case: str, mode: str, bits: int) -> None:
@@ -274,6 +276,7 @@ def test_differentiated_twice(name: str) -> None:
         torch.autograd.grad(z.sum(), q, create_graph=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["eager", "compiled", "transposed"])
 @pytest.mark.parametrize("width", [96, 128, 192, 200, 256])
 @pytest.mark.parametrize("name", list(TOKENS))
@@ -523,6 +526,7 @@ class Block(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["vit", "llama"])
 def test_the_partitioner_keeps_codes(kind: str) -> None:
     # Bytes for every value of the block's input, bf16 autocast, inductor's partition. The same on
@@ -556,6 +560,7 @@ def test_the_partitioner_keeps_codes(kind: str) -> None:
     assert found[8] < 0.65 * found[None], found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["vit", "llama"])
 def test_compiled_gradients_are_eager_ones_but_for_the_draw(kind: str) -> None:
     torch.manual_seed(1)
@@ -573,6 +578,7 @@ def test_compiled_gradients_are_eager_ones_but_for_the_draw(kind: str) -> None:
             assert w.norm() < 1e-4 or cosine(g, w) > 0.998  # b of k has no gradient but noise
 
 
+@pytest.mark.long
 def test_dynamic_shapes() -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -760,6 +766,7 @@ def _gradient(model: nn.Module, batch: models.Batch, task: models.Task) -> torch
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", list(MIN_COSINE))
 def test_whole_model(name: str, rng: np.random.Generator) -> None:
     model, batch, task = _task(name, rng)
@@ -813,6 +820,7 @@ def test_seeds_are_drawn_where_nothing_is_differentiated(monkeypatch: pytest.Mon
     assert without == 2 and len(drawn) == 4
 
 
+@pytest.mark.long
 def test_opcheck() -> None:
     namespace = torch.ops.hotcore
     x = torch.randn(2, 2, 8, 64)

@@ -108,6 +108,7 @@ def test_a_frozen_layer() -> None:
         penalty(model, torch.randn(16, 64, requires_grad=True))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled(backend: str) -> None:
     """By AOTAutograd's own error."""

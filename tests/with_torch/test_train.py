@@ -21,11 +21,12 @@ ROOT = Path(__file__).resolve().parents[2]
 TRAIN = ROOT / "examples" / "train.py"
 RECIPES = ("fp32", "default", "fast", "paper", "accurate", "compact")
 FLOAT = 4
+pytestmark = pytest.mark.long
 
 
 def train(*options: object) -> subprocess.CompletedProcess[str]:
-    """Run the example as a user would."""
-    command = [sys.executable, str(TRAIN), *map(str, options)]
+    """Run the example as a user would; on one thread, because small work does not scale."""
+    command = [sys.executable, str(TRAIN), "--threads", "1", *map(str, options)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
