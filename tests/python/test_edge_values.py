@@ -6,26 +6,24 @@ That libhot has the bits of the reference for such values is in test_backward_li
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import hotcore
 import numpy as np
 import pytest
-from hotcore import HotConfig, reference
+from hotcore import HotConfig
 from hotcore.config import RECIPES
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script
+from bounds import Matrix, forward_bound, gw_bound, gx_bound
 from support import equal_bits, same_on_every_path, torch
 
 ALL = ("gx", "gw", "gb")
 SAMPLES, GRID = 4, (4, 4)
 TOKENS, OUTS, INS = SAMPLES * (1 + GRID[0] * GRID[1]), 48, 40
 KEY = 3
-Matrix = np.ndarray
 Edge = Callable[[Matrix, Matrix, Matrix, np.random.Generator], None]
 
 
@@ -47,69 +45,6 @@ def layer(seed: int = 5) -> tuple[Matrix, Matrix, Matrix]:
 
 def run(gy: Matrix, w: Matrix, x: Matrix, config: HotConfig) -> hotcore.Gradients:
     return hotcore.backward_linear(gy, w, x, config=config, need=ALL, key=KEY)
-
-
-class Bound(NamedTuple):
-    """A gradient without rounding, and the bound of its rounding error."""
-
-    target: Matrix
-    error: Matrix
-
-
-def gx_bound(gy: Matrix, w: Matrix, config: HotConfig) -> Bound:
-    """docs/numerics.md, "Bounds on floating-point results"."""
-    n, q = config.hadamard_block, 127 if config.gx_bits == 8 else 7
-    y_hat = reference.fwht(gy, block=n).astype(np.float64)
-    w_hat = reference.fwht(w, axis=0, block=n).astype(np.float64)
-    s_y = np.abs(y_hat).max(1 if config.gx_scale == "row" else None, keepdims=True) / q
-    s_w = np.abs(w_hat).max(0 if config.weight_scale == "column" else None, keepdims=True) / q
-    error = s_y * np.abs(w_hat).sum(0) + s_w / 2 * np.abs(y_hat).sum(1, keepdims=True)
-    error = (error + w_hat.shape[0] * s_y * s_w / 2) / n
-    exact = gy.astype(np.float64) @ w
-    rest = 1e-5 * (np.abs(gy).astype(np.float64) @ np.abs(w))  # fp32 of transform and product
-    return Bound(exact, error * (1 + 1e-5) + rest)
-
-
-def gw_bound(gy: Matrix, x: Matrix, config: HotConfig) -> Bound:
-    """One step of each operand's scale a value; of an INT4 x two, as it comes back to INT8.
-
-    The target is the product that the basis keeps, the plain one for basis "full".
-    """
-    options = {
-        "basis": config.basis, "rank": config.rank, "block": config.block, "rows": config.rows,
-        "token_grid": config.token_grid, "prefix_tokens": config.prefix_tokens, "key": KEY,
-    }  # fmt: skip
-    if config.equalize_tokens:
-        t = np.exp2(reference.token_exponents(x).astype(np.float64) - 127).astype(np.float32)
-        gy, x = gy * t[:, None], x / t[:, None]
-    rotated = config.storage == "rht2"
-    if rotated:
-        left, right = (
-            reference._along_tokens(v, config, "gradient", KEY).astype(np.float64) for v in (gy, x)
-        )
-    else:
-        left = reference.hla(gy, side="gradient", **options).astype(np.float64)
-        right = reference.hla(x, side="activation", **options).astype(np.float64)
-    divisor = reference._divisor(config)
-    one = None if config.gw_scale == "tensor" else 0
-    s_g = np.abs(left).max(one, keepdims=True) / 127
-    if config.storage == "int4":
-        starts = range(0, len(right), 64)
-        amax = np.stack([np.abs(right[start : start + 64]).max(0) for start in starts])
-        of_group = amax / 7 * (1 + 2**-7)  # rounded up to bf16
-        s_x = np.repeat(of_group, 64, 0)[: len(right)] + 7 * of_group.max(0) / 127
-    elif rotated:  # rht2 may cut a value off; what it comes back as is below 2 scales
-        plain = dataclasses.replace(config, equalize_tokens=False)
-        saved = reference.compress_activation(x, plain, key=KEY)
-        scale = reference.bf16_values(saved.scales).astype(np.float64).T
-        s_x = np.abs(right) + np.repeat(2 * scale, 64, 0) + 2 * scale.max(0) / 127
-    else:
-        one = None if config.x_scale == "tensor" else 0
-        s_x = np.abs(right).max(one, keepdims=True) / 127
-    s_g, s_x = np.broadcast_to(s_g, left.shape), np.broadcast_to(s_x, right.shape)
-    error = s_g.T @ np.abs(right) + np.abs(left).T @ s_x + s_g.T @ s_x
-    error = error + 1e-5 * (np.abs(left).T @ np.abs(right))
-    return Bound(left.T @ right / divisor, error * (1 + 1e-5) / divisor)
 
 
 def denormals(gy: Matrix, w: Matrix, x: Matrix, rng: np.random.Generator) -> None:
@@ -207,7 +142,7 @@ def test_within_bound(recipe: str, name: str) -> None:
     config, (gy, w, x) = config_of(recipe), edge(name)
     got = run(gy, w, x, config)
     for ours, (target, error) in zip(
-        got, (gx_bound(gy, w, config), gw_bound(gy, x, config)), strict=False
+        got, (gx_bound(gy, w, config), gw_bound(gy, x, config, KEY)), strict=False
     ):
         assert np.isfinite(ours).all()
         assert (np.abs(ours - target) <= error).all()
@@ -309,21 +244,6 @@ def forward(x: Matrix, w: Matrix, bias: Matrix | None = None) -> Matrix:
     return hotcore.forward_linear(x, w, bias)
 
 
-def forward_bound(x: Matrix, w: Matrix, block: int = 64) -> Bound:
-    """docs/numerics.md, "Bounds on floating-point results": y of the 8-bit forward."""
-    pad = ((0, 0), (0, -x.shape[1] % block))
-    x_hat, w_hat = (
-        np.abs(reference.fwht(np.pad(v, pad), block=block).astype(np.float64)) for v in (x, w)
-    )
-    s_x, s_w = (v.max(1) / 127 * (v.max(1) >= 2.0**-100) for v in (x_hat, w_hat))
-    lost = (x_hat.max(1)[:, None] < 2.0**-100) | (w_hat.max(1) < 2.0**-100)
-    exact = np.where(lost, 0, x.astype(np.float64) @ w.T.astype(np.float64))
-    error = s_x[:, None] * w_hat.sum(1) / 2 + x_hat.sum(1)[:, None] * s_w / 2
-    error = (error + x_hat.shape[1] * s_x[:, None] * s_w / 4) / block
-    rest = 1e-5 * (x_hat.sum(1)[:, None] * w_hat.sum(1)) / block
-    return Bound(exact, error + rest + 2.0**-148)
-
-
 def of_forward(name: str) -> tuple[Matrix, Matrix]:
     """x and w of an edge, whose names say what becomes of g_y there: x takes its place."""
     gy, _, w = layer()
@@ -412,7 +332,7 @@ def test_equalised_within_bound(recipe: str, name: str) -> None:
     config = HotConfig.recipe(recipe, equalize_tokens=True)
     gy, w, x = edge(name)
     got = run(gy, w, x, config)
-    target, error = gw_bound(gy, x, config)
+    target, error = gw_bound(gy, x, config, KEY)
     assert np.isfinite(got.gw).all()
     assert (np.abs(got.gw - target) <= error).all()
     equal_bits(got.gx, run(gy, w, x, HotConfig.recipe(recipe)).gx)
@@ -488,7 +408,7 @@ def test_the_largest_numbers(recipe: str) -> None:
     for scaled in ((gy * top, w * down, x * down), (gy * down, w * less, x * less)):
         got = run(*scaled, config)
         for ours, (target, error) in zip(
-            got, (gx_bound(*scaled[:2], config), gw_bound(scaled[0], scaled[2], config)),
+            got, (gx_bound(*scaled[:2], config), gw_bound(scaled[0], scaled[2], config, KEY)),
             strict=False,
         ):  # fmt: skip
             assert (np.abs(ours - target) <= error).all()
@@ -496,7 +416,7 @@ def test_the_largest_numbers(recipe: str) -> None:
     # Above, an overflowing intermediate product is Inf, never a wrong number.
     values = gy * down, w * top, x * top
     got = run(*values, config)
-    bounds = gx_bound(*values[:2], config), gw_bound(values[0], values[2], config)
+    bounds = gx_bound(*values[:2], config), gw_bound(values[0], values[2], config, KEY)
     for name, ours, (target, error) in zip(ALL, got, bounds, strict=False):
         if name == "gx" or not config.equalize_tokens:
             assert np.isinf(ours).any()
@@ -512,7 +432,7 @@ def test_the_largest_numbers(recipe: str) -> None:
     if config.basis == "sketch":  # 15/7 of it is Inf
         assert np.isnan(got.gw).all()
     else:
-        target, error = gw_bound(gy, x, config)
+        target, error = gw_bound(gy, x, config, KEY)
         finite = np.isfinite(got.gw)
         assert finite.any() and not np.isnan(got.gw).any()
         assert (np.abs(got.gw - target)[finite] <= error[finite]).all()

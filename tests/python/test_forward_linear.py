@@ -7,6 +7,7 @@ import dataclasses
 import hotcore
 import numpy as np
 import pytest
+from bounds import forward_bound
 from hotcore import HotConfig, Key, _core, reference
 from hotcore.config import RECIPES
 from hypothesis import given
@@ -257,37 +258,16 @@ def test_nan_and_infinity_are_seen(rng: np.random.Generator, bad: float) -> None
     equal_bits(y, plain)
 
 
-def transformed(values: np.ndarray, block: int) -> tuple[np.ndarray, np.ndarray]:
-    """|H v| summed along each row, in fp64, and each row's step as numerics.md has it."""
-    rows, width = values.shape
-    padded = np.zeros((rows, -(-width // block) * block))
-    padded[:, :width] = values
-    blocks = padded.reshape(-1, block)
-    h = 1
-    while h < block:
-        pairs = blocks.reshape(-1, block // (2 * h), 2, h)
-        low, high = pairs[:, :, 0], pairs[:, :, 1]
-        blocks = np.stack([low + high, low - high], axis=2).reshape(-1, block)
-        h *= 2
-    size = np.abs(blocks).reshape(rows, -1)
-    return size.sum(1), size.max(1, initial=0) / 127
-
-
 @pytest.mark.parametrize("kind", ["normal", "outliers", "wide"])
 @pytest.mark.parametrize("block", [1, 16, 64, 128])
 def test_is_near_the_plain_product(rng: np.random.Generator, block: int, kind: str) -> None:
     """docs/numerics.md, "Forward"."""
     for tokens, outs, ins in ((40, 30, 200), (7, 9, 65)):
         x, w, bias = layer(rng, tokens, outs, ins, kind)
-        exact = x.astype(np.float64) @ w.astype(np.float64).T + bias
         got = hotcore.forward_linear(x, w, bias, config=HotConfig(forward_block=block))
-        (x_sum, x_step), (w_sum, w_step) = transformed(x, block), transformed(w, block)
-        width = -(-ins // block) * block
-        bound = x_sum[:, None] * w_step / 2 + w_sum * x_step[:, None] / 2
-        bound = (bound + width * x_step[:, None] * w_step / 4) / block
-        slack = 2.0**-20 * (np.abs(exact) + np.abs(x_sum[:, None] * w_sum) / block + np.abs(bias))
-        error = np.abs(got - exact)
-        assert (error <= bound + slack).all()
+        exact, bound = forward_bound(x, w, block)
+        error = np.abs(got - (exact + bias))
+        assert (error <= bound + 2.0**-20 * np.abs(bias)).all()
         # A bound that is never near would hold for anything.
         assert error.max() > 0.01 * bound[np.unravel_index(error.argmax(), error.shape)]
 
