@@ -143,7 +143,9 @@ test_sanitizers() {
   local preset
   for preset in asan tsan; do
     hot_env_say "building the C++ tests in build/$preset"
-    (cd "$HOT_ROOT" && cmake --preset "$preset" -DHOT_WERROR=ON >"$results/$preset.log" 2>&1) ||
+    # libhot as it is released, with its own -O3; the tests' own code, which is most of the compilation, at -O1.
+    (cd "$HOT_ROOT" && cmake --preset "$preset" -DHOT_WERROR=ON -DCMAKE_CXX_FLAGS_RELEASE="-O1 -DNDEBUG" \
+      >"$results/$preset.log" 2>&1) ||
       { cat "$results/$preset.log"; broken "$preset: cmake"; continue; }
     cmake --build "$HOT_ROOT/build/$preset" -j "$jobs" || { broken "$preset: build"; continue; }
     ctest --test-dir "$HOT_ROOT/build/$preset" -LE consumer -j "$jobs" --no-tests=error --output-on-failure \

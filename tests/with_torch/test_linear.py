@@ -13,7 +13,7 @@ from hotcore.config import RECIPES, HotConfig, Key
 from hotcore.saved import saved_layout
 from hypothesis import given
 from hypothesis import strategies as st
-from support import TOKEN_STORAGES, cosine, equal_bits, nbytes, one_code, saved_tensors
+from support import TOKEN_STORAGES, equal_bits, nbytes, one_code, saved_tensors
 
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402
@@ -99,25 +99,6 @@ def test_gradients_are_those_of_hotcore(config: str | HotConfig, dtype: torch.dt
         equal_bits(ours, theirs)
 
 
-def test_gradients_are_close_to_fp32() -> None:
-    bounds = {
-        "default": (0.999, 0.98),
-        "fast": (0.999, 0.6),
-        HotConfig(gx_bits=4): (0.97, 0.98),
-        "paper": (0.93, 0.6),
-        "accurate": (0.999, 0.999),
-        "compact": (0.999, 0.88),
-    }
-    x, weight, bias = tensors(2, 160, 64, outs=48)
-    gy = torch.randn(2, 160, 48)
-    exact = torch.autograd.grad(F.linear(x, weight, bias), (x, weight, bias), gy)
-    for recipe, (gx_bound, gw_bound) in bounds.items():
-        got = torch.autograd.grad(hot.linear(x, weight, bias, recipe), (x, weight, bias), gy)
-        cosines = [cosine(a.numpy(), b.numpy()) for a, b in zip(got, exact, strict=True)]
-        assert cosines[0] > gx_bound and cosines[1] > gw_bound, recipe
-        assert torch.allclose(got[2], exact[2], rtol=1e-5, atol=1e-4)
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 def test_any_leading_dimensions(shape: tuple[int, ...]) -> None:
     x, weight, bias = tensors(*shape)
@@ -132,18 +113,6 @@ def test_any_leading_dimensions(shape: tuple[int, ...]) -> None:
     assert got[0].shape == x.shape
     assert torch.equal(got[0].reshape(-1, 24), expected[0])
     assert torch.equal(got[1], expected[1]) and torch.equal(got[2], expected[2])
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("config", CONFIGS, ids=config_name)
-def test_overflow_is_seen(config: str | HotConfig, bad: float) -> None:
-    x, weight, bias = tensors(40, 24)
-    gy = torch.randn(40, 16)
-    gy[3, 2] = bad
-    gx, gw, gb = torch.autograd.grad(hot.linear(x, weight, bias, config), (x, weight, bias), gy)
-    assert not gx[3].isfinite().any()
-    assert not gw[2].isfinite().any()
-    assert not gb[2].isfinite()
 
 
 def test_a_model_learns() -> None:

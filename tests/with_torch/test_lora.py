@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import hotcore
 import pytest
+from bounds import gx_bound
 from hotcore.config import RECIPES, HotConfig
 from support import cosine, without_broken_torchvision
 
@@ -137,15 +137,9 @@ def test_gx_of_a_frozen_layer_is_within_its_bound(recipe: str) -> None:
     x = torch.randn(40, 64, requires_grad=True)
     gy = torch.randn(40, 96)
     (gx,) = torch.autograd.grad(layer(x), x, gy)
-    # docs/numerics.md, "Bounds": (s_y sum|W| + s_w/2 sum|Y| + O s_y s_w / 2) / n.
-    y = hotcore.fwht(gy).double()
-    w = hotcore.fwht(layer.weight.detach(), axis=0).double()
-    top = 127 if config.gx_bits == 8 else 7
-    s_y = (y.abs().amax(1, keepdim=True) if config.gx_scale == "row" else y.abs().max()) / top
-    s_w = (w.abs().amax(0) if config.weight_scale == "column" else w.abs().max()) / top
-    bound = s_y * w.abs().sum(0) + s_w / 2 * y.abs().sum(1, keepdim=True) + 96 * s_y * s_w / 2
-    error = (gx - gy @ layer.weight).abs()
-    assert (error <= bound / 16 * (1 + 1e-5)).all()
+    exact, bound = gx_bound(gy.numpy(), layer.weight.detach().numpy(), config)
+    error = (gx - torch.from_numpy(exact)).abs()
+    assert (error <= torch.from_numpy(bound)).all()
     assert error.max() > 0
 
 
