@@ -209,6 +209,7 @@ def layer(
     )
 
 
+DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.cuda))
 TOKEN_STORAGES = ("token8", "token4", "token2")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from hotcore.config import HotConfig
-from support import without_broken_torchvision
+from support import DEVICES, without_broken_torchvision
 
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402  (after the skip)
@@ -45,10 +45,12 @@ def same(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> bool:
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("forward", FORWARDS)
-def test_linear(forward: str, shape: tuple[int, ...], bias: bool, write: str) -> None:
-    x = torch.randn(shape, requires_grad=True)
-    weight, b = torch.randn(48, 64, requires_grad=True), torch.randn(48) if bias else None
-    residual = torch.randn(*shape[:-1], 48)
+@pytest.mark.parametrize("device", DEVICES)
+def test_linear(device: str, forward: str, shape: tuple[int, ...], bias: bool, write: str) -> None:
+    x = torch.randn(shape, device=device, requires_grad=True)
+    weight = torch.randn(48, 64, device=device, requires_grad=True)
+    b = torch.randn(48, device=device) if bias else None
+    residual = torch.randn(*shape[:-1], 48, device=device)
 
     def gradients(f: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, ...]:
         y = f(hot.linear(x, weight, b, config(forward)), residual)
@@ -82,6 +84,19 @@ def test_conv2d(shape: tuple[int, ...], forward: str, kernel: int, last: bool, w
 
     in_place, out_of_place = WRITES[write]
     assert same(gradients(in_place), gradients(out_of_place))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("kernel", [1, 3])
+@pytest.mark.parametrize("forward", FORWARDS)
+def test_conv2d_on_cuda(forward: str, kernel: int) -> None:
+    model = nn.Sequential(nn.Conv2d(32, 48, kernel, device="cuda"), nn.ReLU(inplace=True))
+    hot.convert(model, config(forward), filter_fn=lambda *_: True)
+    x = torch.randn(2, 32, 6, 6, device="cuda").to(memory_format=torch.channels_last)
+    y = model(x)
+    assert bool((y >= 0).all())
+    y.sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
 
 
 @pytest.mark.parametrize("shape", SHAPES)

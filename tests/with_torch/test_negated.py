@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from hotcore.config import HotConfig, Key
+from support import DEVICES
 
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402  (after the skip)
@@ -31,7 +32,7 @@ def config(forward: str, recipe: str = "default") -> HotConfig:
 
 def negated(values: torch.Tensor) -> torch.Tensor:
     """A tensor of these values whose memory holds their negatives."""
-    out = torch.complex(torch.zeros_like(values), -values).conj().imag
+    out = torch._neg_view(-values)
     assert out.is_neg() and torch.equal(out, values)
     return out
 
@@ -43,13 +44,13 @@ def same(a: Any, b: Any) -> bool:
 @pytest.mark.parametrize("operand", ["x", "weight", "bias", "gy"])
 @pytest.mark.parametrize("forward", FORWARDS)
 @pytest.mark.parametrize("shape", [(40, 64), (2, 20, 64), (64,)])
-def test_linear(forward: str, operand: str, shape: tuple[int, ...]) -> None:
-    values = {
-        "x": torch.randn(shape),
-        "weight": torch.randn(48, 64),
-        "bias": torch.randn(48),
-        "gy": torch.randn(*shape[:-1], 48),
-    }
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("device", DEVICES)
+def test_linear(
+    device: str, dtype: torch.dtype, forward: str, operand: str, shape: tuple[int, ...]
+) -> None:
+    shapes = {"x": shape, "weight": (48, 64), "bias": (48,), "gy": (*shape[:-1], 48)}
+    values = {name: torch.randn(size, device=device, dtype=dtype) for name, size in shapes.items()}
 
     def call(given: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         *leaves, gy = (given[name].detach() for name in values)
@@ -83,11 +84,12 @@ def test_conv2d(forward: str, kernel: int, operand: str) -> None:
 
 
 @pytest.mark.parametrize("forward", FORWARDS)
-def test_gradient_accumulation(forward: str) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradient_accumulation(device: str, forward: str) -> None:
     """x, g_y, the weight, and ``.grad`` itself, which libhot adds to."""
-    weight, bias = torch.randn(48, 64), torch.randn(48)
-    before = torch.randn(48, 64), torch.randn(48)
-    steps = [(torch.randn(40, 64), torch.randn(40, 48)) for _ in range(2)]
+    randn = functools.partial(torch.randn, device=device)
+    weight, bias, before = randn(48, 64), randn(48), (randn(48, 64), randn(48))
+    steps = [(randn(40, 64), randn(40, 48)) for _ in range(2)]
 
     def run(form: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor, ...]:
         w, b = (form(p).requires_grad_() for p in (weight, bias))
@@ -120,12 +122,13 @@ def test_a_weight_and_its_negative_inside_gradient_accumulation(forward: str) ->
 
 
 @pytest.mark.parametrize("forward", FORWARDS)
-def test_freeze_int8(forward: str) -> None:
-    values = torch.randn(48, 64), torch.randn(40, 64), torch.randn(40, 48)
+@pytest.mark.parametrize("device", DEVICES)
+def test_freeze_int8(device: str, forward: str) -> None:
+    values = [torch.randn(shape, device=device) for shape in ((48, 64), (40, 64), (40, 48))]
 
     def run(form: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor, ...]:
         weight, x, gy = (form(value) for value in values)
-        model = nn.Sequential(nn.Linear(64, 48))
+        model = nn.Sequential(nn.Linear(64, 48, device=device))
         model[0].weight = nn.Parameter(weight, requires_grad=False)
         with torch.no_grad():
             model[0].bias.fill_(0.5)

@@ -56,9 +56,12 @@ MODELS = {
 }
 
 
-@pytest.fixture(params=MODELS)
+@pytest.fixture(params=[*MODELS, pytest.param("cuda", marks=pytest.mark.cuda)])
 def model_and_x(request: pytest.FixtureRequest) -> tuple[nn.Module, torch.Tensor]:
-    model, x = MODELS[request.param]()
+    if request.param == "cuda":
+        model, x = (part.cuda() for part in linear())
+    else:
+        model, x = MODELS[request.param]()
     hot.convert(model, filter_fn=lambda *_: True)
     return model, x.requires_grad_()
 
