@@ -32,7 +32,6 @@ pytestmark = [
 ]
 
 SHAPES = ((197, 96, 64), (33, 48, 80), (256, 128, 384), (64, 17, 5))
-SAFE_K = 133_143  # products up to here fit an int32 sum
 SPIN = 20_000_000  # about 10 ms
 
 
@@ -119,6 +118,8 @@ def test_arrays_of_two_devices_are_refused() -> None:
     saved = hotcore.compress_activation(x, "default")
     with pytest.raises(ValueError, match="saved_or_x"):
         hotcore.backward_linear(gy.cuda(), w.cuda(), saved)
+    with pytest.raises(ValueError, match="w"):
+        hotcore.backward_linear(gy.cuda(), w, x.cuda())
     with pytest.raises(ValueError, match="gw_out"):
         hotcore.backward_linear(gy.cuda(), w.cuda(), x.cuda(), gw_out=torch.empty(16, 16))
     with pytest.raises(ValueError, match=r"\bout\b"):
@@ -196,44 +197,6 @@ def test_mixed_dtypes_and_accumulation(recipe: str) -> None:
         results.append((grads.gx, total))
     assert same_bits(results[0][0], results[1][0])
     assert same_bits(results[0][1], results[1][1])
-
-
-@pytest.mark.parametrize("k", (SAFE_K, SAFE_K + 1, 2 * SAFE_K + 10, 266_288, 400_016))
-def test_contraction_past_int32(k: int, rng: np.random.Generator) -> None:
-    """Sums beyond 31 bits: the largest codes overflow at once if the split is wrong."""
-    a = torch.full((24, k), 127, dtype=torch.int8)
-    b = torch.full((16, k), 127, dtype=torch.int8)
-    a[1::2] = torch.from_numpy(rng.integers(-127, 128, (12, k), dtype=np.int8))
-    b[1::2] = torch.from_numpy(rng.integers(-127, 128, (8, k), dtype=np.int8))
-    a_scale = torch.from_numpy(rng.random(24, dtype=np.float32) + 0.5)
-    b_scale = torch.from_numpy(rng.random(16, dtype=np.float32) + 0.5)
-    got = hotcore.gemm_int8(a.cuda(), b.cuda(), a_scale.cuda(), b_scale.cuda()).cpu().double()
-    wide_a, wide_b = a.double(), b.double()  # integers below 2^53: exact
-    scales = torch.outer(a_scale.double(), b_scale.double())
-    exact = wide_a @ wide_b.t() * scales
-    parts = -(-k // SAFE_K)
-    bound = (parts + 2) * 2.0**-24 * (wide_a.abs() @ wide_b.abs().t()) * scales
-    assert ((got - exact).abs() <= bound).all()
-    if k <= SAFE_K:
-        sums = hotcore.gemm_int8(a.cuda(), b.cuda())
-        assert torch.equal(sums.cpu().double(), wide_a @ wide_b.t())
-    else:
-        with pytest.raises(ValueError, match="133143"):
-            hotcore.gemm_int8(a.cuda(), b.cuda())
-
-
-def test_weight_gradient_of_many_tokens() -> None:
-    """g_w whose contraction, the tokens, is longer than an int32 sum may be."""
-    gy, _, x = layer(SAFE_K + 857, 16, 32)
-    gy, x = gy.abs() + 1, x.abs() + 1  # one sign: the sums grow
-    config = hotcore.HotConfig.recipe("accurate")
-    results = []
-    for device in ("cpu", "cuda"):
-        saved = hotcore.compress_activation(x.to(device), config, key=8)
-        results.append(hotcore.backward_linear(gy.to(device), None, saved, need=("gw",)).gw)
-    assert same_bits(*results)
-    exact = gy.double().t() @ x.double()
-    assert (results[1].cpu().double() - exact).norm() < 0.01 * exact.norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
