@@ -238,6 +238,7 @@ void run(const Context& context, const Step& step, const Step* fixup, const Memo
     case Kernel::wgmma_128x128:
     case Kernel::wgmma_128x192:
     case Kernel::wgmma_stream_k:
+    case Kernel::wgmma_rows:
       return run_wgmma(context, step, memory);
     case Kernel::mma_128x256x128:
     case Kernel::mma_256x128x128:
@@ -430,6 +431,7 @@ void backward_tokens(const Context& context, const CudaDevice& device, const Bac
     transpose = {s.rows, s.transposed, drawn};
     contributions = {&x, call.sketch_key, s.rows.scale, drawn, s.contributions};
     undo = {s.product,
+            s.by_rows,
             work.out_features.block,
             x.layout.block,
             s.features.factors,
@@ -441,6 +443,10 @@ void backward_tokens(const Context& context, const CudaDevice& device, const Bac
     memory.contributions = &*contributions;
     memory.undo = &*undo;
     memory.product[1] = product(s.transposed, s.contributions, 1, false, s.product);
+    if (s.by_rows) {
+      memory.product[1].a = s.rows.codes;
+      memory.product[1].lda = s.rows.k_padded;
+    }
   }
   run(context,
       plan::plan_backward(device.facts(), work,

@@ -12,6 +12,7 @@
 #include <cstddef>
 
 #include "cuda/gemm_int8_sm90.h"
+#include "cuda/gemm_int8_sm90_rows.cuh"
 #include "cuda/launch.h"
 #include "cute/tensor.hpp"
 #include "cutlass/epilogue/collective/collective_builder.hpp"
@@ -24,9 +25,10 @@
 namespace hot::detail {
 
 // `tile_n`: columns of a tile. The two CTAs of a cluster, neighbours along N or M, share
-// what both read.
+// what both read. `by_k`: a is [K, M] (gemm_int8_sm90_rows.cuh).
 template <class Out, Sm90Output output, int tile_n, class ClusterShape, class MainloopSchedule,
-          class EpilogueSchedule, class Scheduler = cutlass::gemm::PersistentScheduler>
+          class EpilogueSchedule, class Scheduler = cutlass::gemm::PersistentScheduler,
+          bool by_k = false>
 struct Sm90Gemm {
   static constexpr bool accumulate = output == Sm90Output::accumulate;
   static constexpr bool bias = output == Sm90Output::bias;
@@ -58,12 +60,14 @@ struct Sm90Gemm {
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, TileShape, ClusterShape,
       cutlass::epilogue::collective::EpilogueTileAuto, std::int32_t, float, Before, Layout,
       out_alignment, Out, Layout, out_alignment, EpilogueSchedule, Fusion>::CollectiveOp;
-  using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
-      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, std::int8_t, cutlass::layout::RowMajor,
-      16, std::int8_t, cutlass::layout::ColumnMajor, 16, std::int32_t, TileShape, ClusterShape,
-      cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(
-          sizeof(typename Epilogue::SharedStorage))>,
-      MainloopSchedule>::CollectiveOp;
+  static constexpr int epilogue_bytes = static_cast<int>(sizeof(typename Epilogue::SharedStorage));
+  using Stages = cutlass::gemm::collective::StageCountAutoCarveout<epilogue_bytes>;
+  using Mainloop = typename std::conditional_t<
+      by_k, RowsMainloopBuilder<TileShape, ClusterShape, epilogue_bytes, MainloopSchedule>,
+      cutlass::gemm::collective::CollectiveBuilder<
+          cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, std::int8_t,
+          cutlass::layout::RowMajor, 16, std::int8_t, cutlass::layout::ColumnMajor, 16,
+          std::int32_t, TileShape, ClusterShape, Stages, MainloopSchedule>>::CollectiveOp;
   using Kernel = cutlass::gemm::kernel::GemmUniversal<cute::Shape<int, int, int, int>, Mainloop,
                                                       Epilogue, Scheduler>;
   using Device = cutlass::gemm::device::GemmUniversalAdapter<Kernel>;
@@ -77,7 +81,12 @@ struct Sm90Gemm {
                                               const Sm90Plan& plan) {
     const int m = static_cast<int>(args.m), n = static_cast<int>(args.n),
               k = static_cast<int>(args.k);
-    const auto stride_a = cute::make_stride(args.lda, cute::Int<1>{}, std::int64_t{0});
+    typename Mainloop::StrideA stride_a;
+    if constexpr (by_k) {
+      stride_a = cute::make_stride(cute::Int<1>{}, args.lda, std::int64_t{0});
+    } else {
+      stride_a = cute::make_stride(args.lda, cute::Int<1>{}, std::int64_t{0});
+    }
     const auto stride_b = cute::make_stride(args.ldb, cute::Int<1>{}, std::int64_t{0});
     const auto stride_d = cute::make_stride(args.out.row_stride, cute::Int<1>{}, std::int64_t{0});
     auto* out = static_cast<Out*>(args.out.data);
@@ -121,7 +130,8 @@ struct Sm90Gemm {
   }
 
   static constexpr Sm90Instance instance() {
-    constexpr Sm90Kernel kernel = stream_k        ? Sm90Kernel::stream_k
+    constexpr Sm90Kernel kernel = by_k            ? Sm90Kernel::rows
+                                  : stream_k      ? Sm90Kernel::stream_k
                                   : tile_n == 192 ? Sm90Kernel::tile_128x192
                                                   : Sm90Kernel::tile_128x128;
     constexpr DType out = cute::is_same_v<Out, float>             ? DType::f32
@@ -150,5 +160,9 @@ template <class Out, Sm90Output output>
 using StreamK =
     Sm90Gemm<Out, output, 128, AlongM, cutlass::gemm::KernelTmaWarpSpecializedCooperative,
              cutlass::epilogue::TmaWarpSpecializedCooperative, cutlass::gemm::StreamKScheduler>;
+template <class Out, Sm90Output output>
+using Rows = Sm90Gemm<Out, output, 128, AlongN, cutlass::gemm::KernelTmaWarpSpecializedCooperative,
+                      cutlass::epilogue::TmaWarpSpecializedCooperative,
+                      cutlass::gemm::StreamKScheduler, true>;
 
 }  // namespace hot::detail

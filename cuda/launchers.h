@@ -74,6 +74,7 @@ struct ContributionsJob {
 };
 struct UndoJob {
   MatrixOut product;  // fp32 [O', I']
+  bool by_rows;       // its rows in the order of product_row
   int out_block, in_block;
   const float* out_factors;
   Key in_key;

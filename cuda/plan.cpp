@@ -86,6 +86,7 @@ constexpr KernelInfo kernels[kernel_count] = {
     {"wgmma 128x128", "gemm_int8_sm90.cuh", false},
     {"wgmma 128x192", "gemm_int8_sm90.cuh", false},
     {"wgmma stream-K", "gemm_int8_sm90.cuh", false},
+    {"wgmma rows", "gemm_int8_sm90_rows.cuh", false},
     {"tile_kernel 128x256x128", "gemm_sm80.cuh", false},
     {"tile_kernel 256x128x128", "gemm_sm80.cuh", false},
     {"tile_kernel 128x256x64", "gemm_sm80.cuh", false},

@@ -182,6 +182,9 @@ struct RowsLayout {
 };
 // Tokens and features of a warp of the kernels of g_w, and warps of a CTA, each with its tokens.
 constexpr int tile = 64, tile_warps = 8;
+// The product that takes q as it lies (gemm_int8_sm90_rows.cuh): rows that it puts into another
+// order.
+constexpr int product_rows = 128;
 // token_transpose_kernel: tokens and channels of a CTA.
 constexpr int transpose_tile = 128, transpose_threads = 256;
 constexpr int draw_threads = 1024;
@@ -299,6 +302,7 @@ enum class Kernel : std::uint8_t {
   wgmma_128x128,
   wgmma_128x192,
   wgmma_stream_k,
+  wgmma_rows,
   mma_128x256x128,  // mma.sync: the tiles of gemm_sm80_plan.h, in their order
   mma_256x128x128,
   mma_128x256x64,
@@ -459,7 +463,8 @@ struct TokenRowsStep {
   std::int64_t cta_rows;
 };
 struct ContributionsStep {
-  std::int64_t tiles;  // of a warp
+  std::int64_t tiles;    // of a warp
+  bool by_rows = false;  // tokens in the order of product_token
 };
 struct SumsStep {
   std::int64_t runs;  // partial sums of a column
@@ -589,6 +594,7 @@ struct ProductShape {
   bool one_scale_a = false, one_scale_b = false;
   bool accumulate = false;
   bool bias = false;
+  bool by_rows = false;  // a is [K, M]
   OutFacts out{};
 };
 ProductShape product_shape(const GemmArgs&);
@@ -601,6 +607,9 @@ Plan plan_gemm_int4(const DeviceFacts&, const ProductShape&, bool packed_aligned
 // Whether one launch can compute the products, and the division of work with the least predicted
 // time; neither says whether one launch is the faster way.
 bool small_gemms_can(const ProductShape* products, int count);
+// Whether the last product, g_w's, is one of wgmma's that takes its a as [K, M]: where it has few
+// tiles. With more of them a transposed a is as fast, its copy counted (docs/dev/tried.md).
+bool wgmma_takes_rows(const DeviceFacts&, const ProductShape* products, int count);
 SmallPlan small_plan(const DeviceFacts&, const ProductShape* products, int count);
 // The step for any such division.
 void add_small_gemms(Plan&, const ProductShape* products, int count, const SmallPlan&,
@@ -625,7 +634,8 @@ Zeroed take_zeroed(WorkspaceCursor&, std::int64_t words);
 
 std::int64_t columns_amax_words(const DeviceFacts&, std::int64_t cols, const Projection&,
                                 const OperandQuant&);
-std::size_t gemm_workspace(const DeviceFacts&, std::int64_t m, std::int64_t n, std::int64_t k);
+std::size_t gemm_workspace(const DeviceFacts&, std::int64_t m, std::int64_t n, std::int64_t k,
+                           bool by_rows = false);
 
 // The arrays of a backward in its workspace.
 struct Scratch {
@@ -639,6 +649,7 @@ struct TokenScratch {
   FeatureScratch features{};  // of g_y
   std::uint8_t* exponents = nullptr;
   Operand rows{}, weight{};               // g_x; rows: g_w, too
+  bool by_rows = false;                   // the product takes rows; else they are transposed
   Operand transposed{}, contributions{};  // g_w
   std::int32_t* drawn = nullptr;          // by slots
   float* drawn_factor = nullptr;

@@ -37,6 +37,17 @@ struct WgmmaChoice {
   Sm90Plan plan;
 };
 
+// With a third of a wave of tiles or less, equal shares of the contraction beat CUTLASS's own
+// division.
+Sm90Plan stream_k_plan(const DeviceFacts& facts, std::int64_t tiles) {
+  const int sm_count = facts.sm_count;
+  const int splits =
+      tiles * 3 <= sm_count
+          ? static_cast<int>(std::min<std::int64_t>(sm_count / tiles, thresholds(facts).max_splits))
+          : 1;
+  return {sm_count, splits == 1, 1, splits};
+}
+
 WgmmaChoice wgmma_choice(const DeviceFacts& facts, std::int64_t m, std::int64_t n, std::int64_t k,
                          bool has_wide) {
   const Thresholds& t = thresholds(facts);
@@ -44,15 +55,10 @@ WgmmaChoice wgmma_choice(const DeviceFacts& facts, std::int64_t m, std::int64_t 
   const std::int64_t tiles_m = ceil_div(m, wgmma_tile), tiles_n = ceil_div(n, wgmma_tile);
   const std::int64_t tiles = tiles_m * tiles_n;
   // Stream-K divides a long contraction among CTAs where there are fewer than two waves of tiles,
-  // but not nearly one (g_w of a ViT). With a third of a wave or less, equal shares beat CUTLASS's
-  // own division.
+  // but not nearly one (g_w of a ViT).
   const bool nearly_a_wave = tiles * 4 >= std::int64_t{3} * sm_count && tiles <= sm_count;
   if (k >= t.stream_k_min_k && tiles < std::int64_t{2} * sm_count && !nearly_a_wave) {
-    const int splits =
-        tiles * 3 <= sm_count
-            ? static_cast<int>(std::min<std::int64_t>(sm_count / tiles, t.max_splits))
-            : 1;
-    return {Kernel::wgmma_stream_k, {sm_count, splits == 1, 1, splits}};
+    return {Kernel::wgmma_stream_k, stream_k_plan(facts, tiles)};
   }
   // With a narrow operand (g_x of a ViT) stripes gain nothing. A wider tile gains where it does not
   // cost more waves than it saves. Clusters are whole: two tiles along N, or along M.
@@ -75,7 +81,12 @@ bool has_wide(const ProductShape& p) {
 }
 bool has_stream_k(const ProductShape& p) { return p.out.dtype != DType::f16 && !p.bias; }
 
+std::int64_t wgmma_tiles(std::int64_t m, std::int64_t n) {
+  return ceil_div(m, wgmma_tile) * ceil_div(n, wgmma_tile);
+}
+
 WgmmaChoice wgmma_choice(const DeviceFacts& facts, const ProductShape& p) {
+  if (p.by_rows) return {Kernel::wgmma_rows, stream_k_plan(facts, wgmma_tiles(p.m, p.n))};
   const WgmmaChoice choice = wgmma_choice(facts, p.m, p.n, p.k, has_wide(p));
   // Without a stream-K instance the tiles keep its order.
   if (choice.kernel == Kernel::wgmma_stream_k && !has_stream_k(p)) {
@@ -140,7 +151,7 @@ void add_product(Plan& plan, const DeviceFacts& facts, const ProductShape& p, in
     }
     const WgmmaChoice choice = wgmma_choice(facts, p);
     work.wgmma = choice.plan;
-    if (choice.kernel == Kernel::wgmma_stream_k) writes |= Buffer::stream_k;
+    if (choice.kernel == Kernel::wgmma_stream_k || p.by_rows) writes |= Buffer::stream_k;
     // A persistent grid: three warp groups a CTA, one on an SM (CUTLASS has its own
     // shape).
     return add(choice.kernel, {facts.sm_count, 384, 0, 2});
@@ -169,7 +180,20 @@ double cost_of(const ProductShape* products, int count, const SmallPlan& plan, c
   return longest + work / sm_count;
 }
 
+bool small_gemms_take(const DeviceFacts& facts, const ProductShape* products, int count) {
+  std::int64_t work = 0;
+  for (int i = 0; i < count; ++i) work += products[i].m * products[i].n * products[i].k;
+  return work <= thresholds(facts).small_gemm_work && small_gemms_can(products, count);
+}
+
 }  // namespace
+
+bool wgmma_takes_rows(const DeviceFacts& facts, const ProductShape* products, int count) {
+  const ProductShape& p = products[count - 1];
+  return wgmma_can(facts, p) && p.m % token::product_rows == 0 &&
+         wgmma_tiles(p.m, p.n) < std::int64_t{2} * facts.sm_count &&
+         !small_gemms_take(facts, products, count);
+}
 
 bool small_gemms_can(const ProductShape* products, int count) {
   if (count < 1 || count > 2) return false;
@@ -239,9 +263,7 @@ void add_small_gemms(Plan& plan, const ProductShape* products, int count, const 
 
 void add_products(Plan& plan, const DeviceFacts& facts, const ProductShape* products,
                   const ProductBuffers* buffers, const int* index, int count) {
-  std::int64_t work = 0;
-  for (int i = 0; i < count; ++i) work += products[i].m * products[i].n * products[i].k;
-  if (work <= thresholds(facts).small_gemm_work && small_gemms_can(products, count)) {
+  if (small_gemms_take(facts, products, count)) {
     Buffers reads, writes;
     for (int i = 0; i < count; ++i) {
       reads |= buffers[i].a | buffers[i].b;
@@ -289,8 +311,8 @@ MmaProduct mma_product(const ProductShape& p, bool int4) {
 
 // wgmma: single scales as vectors, and stream-K's partial sums.
 // mma.sync: the sums of tiles that CTAs share.
-std::size_t gemm_workspace(const DeviceFacts& facts, std::int64_t m, std::int64_t n,
-                           std::int64_t k) {
+std::size_t gemm_workspace(const DeviceFacts& facts, std::int64_t m, std::int64_t n, std::int64_t k,
+                           bool by_rows) {
   if (!facts.wgmma || k > int32_safe_k) {
     if (m <= 0 || n <= 0 || !may_share(facts, m, n, k)) return 0;
     const bool long_k = k > int32_safe_k;
@@ -298,7 +320,9 @@ std::size_t gemm_workspace(const DeviceFacts& facts, std::int64_t m, std::int64_
   }
   std::size_t bytes = static_cast<std::size_t>(round_up(m, 64) + round_up(n, 64)) * sizeof(float);
   if (facts.wgmma_built && m > 0 && n > 0 && m < INT32_MAX && n < INT32_MAX && k <= int32_safe_k) {
-    const WgmmaChoice choice = wgmma_choice(facts, m, n, k, false);
+    const WgmmaChoice choice =
+        by_rows ? WgmmaChoice{Kernel::wgmma_stream_k, stream_k_plan(facts, wgmma_tiles(m, n))}
+                : wgmma_choice(facts, m, n, k, false);
     if (choice.kernel == Kernel::wgmma_stream_k) {
       bytes += facts.queries->stream_k_workspace(m, n, k, choice.plan);
     }

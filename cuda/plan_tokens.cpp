@@ -102,12 +102,46 @@ std::int64_t weight_amax_words(const DeviceFacts& facts, const BackwardWork& wor
                             weight_quant(work.spec));
 }
 
+struct TokenProducts {
+  ProductShape shape[2];  // g_x, g_w: those that are wanted
+  int index[2], count = 0;
+  bool by_rows = false;  // g_w's takes rows of g_y as they lie
+};
+
+TokenProducts token_products(const DeviceFacts& facts, const BackwardWork& work,
+                             const OutFacts& gx) {
+  const LinearShape& shape = work.shape;
+  const std::int64_t outs = work.out_features.k_padded;
+  TokenProducts all;
+  if (work.gx) {
+    all.index[all.count] = 0;
+    ProductShape& p = all.shape[all.count++];
+    p.m = shape.tokens;
+    p.n = shape.in_features;
+    p.k = outs;
+    p.one_scale_a = shape.tokens == 1;
+    p.one_scale_b = shape.in_features == 1;
+    p.out = gx;
+  }
+  if (work.gw) {
+    all.index[all.count] = 1;
+    ProductShape& p = all.shape[all.count++];
+    p.m = outs;
+    p.n = TokenCodesLayout(shape.tokens, shape.in_features, work.spec).padded;
+    p.k = work.tokens.k_padded;
+    p.out = {DType::f32, true, true};
+    all.by_rows = !draws_tokens(work.spec) && wgmma_takes_rows(facts, all.shape, all.count);
+    p.by_rows = all.by_rows;
+  }
+  return all;
+}
+
 }  // namespace
 
 TokenScratch take_token_scratch(WorkspaceCursor& cursor, const DeviceFacts& facts,
                                 const BackwardWork& work) {
-  const auto take_gemm = [&](std::int64_t m, std::int64_t n, std::int64_t k) {
-    return cursor.take<char>(static_cast<std::int64_t>(gemm_workspace(facts, m, n, k)));
+  const auto take_gemm = [&](std::int64_t m, std::int64_t n, std::int64_t k, bool by_rows) {
+    return cursor.take<char>(static_cast<std::int64_t>(gemm_workspace(facts, m, n, k, by_rows)));
   };
   TokenScratch s;
   if (!work.gx && !work.gw) return s;
@@ -118,20 +152,25 @@ TokenScratch take_token_scratch(WorkspaceCursor& cursor, const DeviceFacts& fact
   s.exponents = cursor.take<std::uint8_t>(shape.out_features);
   const std::int64_t words[2] = {weight_amax_words(facts, work), work.gw ? ins : 0};
   s.zeroed = take_zeroed(cursor, words[0] + words[1]);
-  s.rows = take_operand(cursor, shape.tokens, outs, shape.tokens);
+  const TokenProducts products = token_products(facts, work, {});
+  s.by_rows = products.by_rows;
+  // Tokens of its last 16 that are none meet zeros.
+  s.rows = take_operand(cursor, s.by_rows ? tokens : shape.tokens, outs, shape.tokens);
+  s.rows.rows = shape.tokens;
   if (work.gx) {
     if (work.weight) s.weight = take_operand(cursor, shape.in_features, outs, shape.in_features);
-    s.gx_gemm = take_gemm(shape.tokens, shape.in_features, outs);
+    s.gx_gemm = take_gemm(shape.tokens, shape.in_features, outs, false);
   }
   if (work.gw) {
-    s.transposed = take_operand(cursor, outs, tokens, outs);
+    // Where rows serve, its scales of 1 alone.
+    s.transposed = take_operand(cursor, outs, s.by_rows ? 0 : tokens, outs);
     s.contributions = take_operand(cursor, ins, tokens, ins);
     if (draws_tokens(work.spec)) {
       s.drawn = cursor.take<std::int32_t>(work.tokens.k);
       s.drawn_factor = cursor.take<float>(work.tokens.k);
     }
     s.product = {cursor.take<float>(outs * ins), DType::f32, outs, ins, ins, 1};
-    s.gw_gemm = take_gemm(outs, ins, tokens);
+    s.gw_gemm = take_gemm(outs, ins, tokens, s.by_rows);
   }
   if (work.gb) {
     s.sums = cursor.take<char>(token_row_sums(facts, shape.tokens, outs) * shape.out_features *
@@ -157,6 +196,7 @@ Plan plan_token_backward(const DeviceFacts& facts, const BackwardWork& work,
   const LinearShape& shape = work.shape;
   const std::int64_t outs = work.out_features.k_padded, kw = work.tokens.k_padded;
   const std::int64_t ins = TokenCodesLayout(shape.tokens, shape.in_features, spec).padded;
+  const TokenProducts products = token_products(facts, work, arrays.gx);
   Plan plan;
   std::int64_t runs = 0;
   if (work.gx || work.gw) {
@@ -179,10 +219,12 @@ Plan plan_token_backward(const DeviceFacts& facts, const BackwardWork& work,
     }
     constexpr int threads = 32 * token::tile_warps;
     constexpr std::int64_t cta_tokens = token::tile * token::tile_warps;
-    plan.add(Kernel::token_transpose,
-             {ceil_div(outs, token::transpose_tile) * ceil_div(kw, token::transpose_tile),
-              token::transpose_threads},
-             codes, Buffer::transposed);
+    if (!products.by_rows) {
+      plan.add(Kernel::token_transpose,
+               {ceil_div(outs, token::transpose_tile) * ceil_div(kw, token::transpose_tile),
+                token::transpose_threads},
+               codes, Buffer::transposed);
+    }
     const std::int64_t strips = ceil_div(ins, token::tile), ranges = ceil_div(kw, cta_tokens);
     // Four waves of CTAs are enough; more tiles of a warp save atomics.
     const std::int64_t tiles =
@@ -193,38 +235,26 @@ Plan plan_token_backward(const DeviceFacts& facts, const BackwardWork& work,
     Step& step = plan.add(Kernel::token_contributions, {strips * ranges, threads},
                           x | Buffer::columns_amax, Buffer::activation);
     step.rounding = spec.gw_rounding;
-    step.work = ContributionsStep{1};
+    step.work = ContributionsStep{1, products.by_rows};
   }
 
-  ProductShape products[2];
-  ProductBuffers buffers[2];
-  int index[2];
-  int count = 0;
-  if (work.gx) {
-    index[count] = 0;
-    buffers[count] = {Buffer::rows, work.weight ? Buffer::weight : Buffer::quantized_w, Buffer::gx};
-    ProductShape& p = products[count++];
-    p.m = shape.tokens;
-    p.n = shape.in_features;
-    p.k = outs;
-    p.one_scale_a = shape.tokens == 1;
-    p.one_scale_b = shape.in_features == 1;
-    p.out = arrays.gx;
-  } else if (work.clear_gx) {
+  if (!work.gx && work.clear_gx) {
     plan.add(Kernel::fill_zero, {ceil_div(shape.tokens * shape.in_features, 256), 256}, {},
              Buffer::gx)
         .work = ProductStep{0};
   }
-  if (work.gw) {
-    index[count] = 1;
-    buffers[count] = {Buffer::transposed | Buffer::features, Buffer::activation, Buffer::product};
-    ProductShape& p = products[count++];
-    p.m = outs;
-    p.n = ins;
-    p.k = kw;
-    p.out = {DType::f32, true, true};
+  ProductBuffers buffers[2];
+  for (int i = 0; i < products.count; ++i) {
+    const Buffer q = products.by_rows ? Buffer::rows : Buffer::transposed;
+    buffers[i] =
+        products.index[i] == 1
+            ? ProductBuffers{q | Buffer::features, Buffer::activation, Buffer::product}
+            : ProductBuffers{Buffer::rows, work.weight ? Buffer::weight : Buffer::quantized_w,
+                             Buffer::gx};
   }
-  if (count > 0) add_products(plan, facts, products, buffers, index, count);
+  if (products.count > 0) {
+    add_products(plan, facts, products.shape, buffers, products.index, products.count);
+  }
   if (work.gw) {
     Buffers reads = Buffer::product | Buffer::features | Buffer::saved;
     if (work.accumulate) reads |= Buffer::gw;

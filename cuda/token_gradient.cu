@@ -145,7 +145,19 @@ struct LanePlace {
   }
 };
 
-// The 16 bytes that each random byte gives its neighbours.
+// The orders of the product that takes rows as they lie (gemm_int8_sm90_rows.cuh). Its tokens, of
+// 16: two of each 8, in turns; those of a lane's slots t are one half of them.
+__device__ __forceinline__ constexpr int product_token(int t, int half) {
+  return 4 * half + 2 * (t / 4) + 8 * (t / 2 % 2) + t % 2;
+}
+// The row of its result that a feature has, of token::product_rows.
+__device__ __forceinline__ int product_row(int feature) {
+  const int four = feature / 4;
+  return 64 * (feature / 2 % 2) + 16 * (four / 8) + 8 * (feature % 2) + four % 8;
+}
+
+// The 16 bytes that each random byte gives its neighbours, in the order of their places.
+template <bool by_rows>
 struct SpreadTable {
   uint4 bytes[256];
 
@@ -153,8 +165,12 @@ struct SpreadTable {
   __device__ __forceinline__ void fill() {
     static_assert(32 * token::tile_warps == 256);
     const auto byte = threadIdx.x;
-    bytes[byte] = make_uint4(spread_bytes(byte, 0), spread_bytes(byte, 1), spread_bytes(byte, 2),
-                             spread_bytes(byte, 3));
+    const uint4 all = make_uint4(spread_bytes(byte, 0), spread_bytes(byte, 1),
+                                 spread_bytes(byte, 2), spread_bytes(byte, 3));
+    bytes[byte] =
+        by_rows ? make_uint4(__byte_perm(all.x, all.z, 0x5410U), __byte_perm(all.x, all.z, 0x7632U),
+                             __byte_perm(all.y, all.w, 0x5410U), __byte_perm(all.y, all.w, 0x7632U))
+                : all;
   }
   // The first or the second eight.
   __device__ __forceinline__ uint2 eight(std::uint32_t byte, int half) const {
@@ -162,13 +178,21 @@ struct SpreadTable {
   }
 };
 
-template <Storage storage, bool drawn>
+// Token of a lane's slot t, from the first of its tile of 16 on where tokens are by rows, else from
+// the lane's first.
+template <bool by_rows>
+__device__ __forceinline__ int token_of_slot(int t, int half) {
+  return by_rows ? product_token(t, half) : t;
+}
+
+template <Storage storage, bool drawn, bool by_rows>
 class LaneValues {
  public:
   __device__ __forceinline__ LaneValues(const ContributionArgs& args, const DeviceOffset& offset,
                                         const LanePlace& at)
-      : args_(args), offset_(offset), at_(at) {
-    if (!drawn && at.slot + lane_slots <= args.drawn.slots) {
+      : args_(args), offset_(offset), at_(at), half_(static_cast<int>(at.slot / 8 % 2)) {
+    first_ = by_rows ? at.slot - 8 * half_ : at.slot;
+    if (!drawn && first_ + (by_rows ? dither_tile : lane_slots) <= args.drawn.slots) {
       load_full();
     } else {
 #pragma unroll
@@ -194,9 +218,10 @@ class LaneValues {
         if (token / dither_tile != drawn_tile_) draw(token / dither_tile);
         byte = random_byte(draw_, static_cast<int>(token % dither_tile));
       } else {
-        // A lane has the first or the second eight bytes.
-        const std::uint32_t word = t < 4 ? draw_.word[0] : draw_.word[1];
-        byte = word >> (8 * (t % 4)) & 255U;
+        // A lane has half of the bytes.
+        const bool first = by_rows ? t / 2 % 2 == 0 : t < 4;
+        const int place = by_rows ? t / 4 * 2 + t % 2 : t % 4;
+        byte = (first ? draw_.word[0] : draw_.word[1]) >> (8 * place) & 255U;
       }
       octet_values<storage>(octet(t, half), byte, half, w, v);
     }
@@ -222,30 +247,42 @@ class LaneValues {
 
   // Slots that are tokens, all of them real.
   __device__ __forceinline__ void load_full() {
-    const std::uint8_t* row = args_.codes + at_.slot * args_.row_bytes;
+    const auto token = [&](int t) { return first_ + token_of_slot<by_rows>(t, half_); };
+    const std::uint8_t* const row = args_.codes + token(0) * args_.row_bytes;
 #pragma unroll
-    for (int t = 0; t < lane_slots; ++t, row += args_.row_bytes) codes_[t] = load_codes(row);
-    float s[lane_slots];
-#pragma unroll
-    for (int t = 0; t < lane_slots; t += 4) {
-      const float4 four = *reinterpret_cast<const float4*>(args_.token_scale + at_.slot + t);
-      s[t] = four.x, s[t + 1] = four.y, s[t + 2] = four.z, s[t + 3] = four.w;
+    for (int t = 0; t < lane_slots; ++t) {
+      codes_[t] = load_codes(row + token_of_slot<by_rows>(t, 0) * args_.row_bytes);
     }
-    if constexpr (storage == Storage::token8) {
-      const float* const scale = static_cast<const float*>(args_.scale) + at_.slot;
-#pragma unroll
-      for (int t = 0; t < lane_slots; ++t) weight_[t] = scale[t] * s[t];
-    } else {
-      const std::uint8_t* ratio =
-          args_.ratios + at_.slot * args_.ratio_bytes + at_.feature / token_group;
-      const auto* const halves = reinterpret_cast<const std::uint32_t*>(
-          static_cast<const std::uint16_t*>(args_.scale) + at_.slot);
-      std::uint32_t ratios[lane_slots];
-#pragma unroll
-      for (int t = 0; t < lane_slots; ++t, ratio += args_.ratio_bytes) ratios[t] = *ratio;
+    float s[lane_slots];
+    if constexpr (by_rows) {
 #pragma unroll
       for (int t = 0; t < lane_slots; t += 2) {
-        const std::uint32_t two = halves[t / 2];
+        const float2 two = *reinterpret_cast<const float2*>(args_.token_scale + token(t));
+        s[t] = two.x, s[t + 1] = two.y;
+      }
+    } else {
+#pragma unroll
+      for (int t = 0; t < lane_slots; t += 4) {
+        const float4 four = *reinterpret_cast<const float4*>(args_.token_scale + token(t));
+        s[t] = four.x, s[t + 1] = four.y, s[t + 2] = four.z, s[t + 3] = four.w;
+      }
+    }
+    if constexpr (storage == Storage::token8) {
+      const float* const scale = static_cast<const float*>(args_.scale);
+#pragma unroll
+      for (int t = 0; t < lane_slots; ++t) weight_[t] = scale[token(t)] * s[t];
+    } else {
+      const std::uint8_t* const ratio =
+          args_.ratios + token(0) * args_.ratio_bytes + at_.feature / token_group;
+      const auto* const scale = static_cast<const std::uint16_t*>(args_.scale);
+      std::uint32_t ratios[lane_slots];
+#pragma unroll
+      for (int t = 0; t < lane_slots; ++t) {
+        ratios[t] = ratio[token_of_slot<by_rows>(t, 0) * args_.ratio_bytes];
+      }
+#pragma unroll
+      for (int t = 0; t < lane_slots; t += 2) {
+        const std::uint32_t two = *reinterpret_cast<const std::uint32_t*>(scale + token(t));
         weight_[t] = ratio_value(ratios[t]) * __uint_as_float(two << 16) * s[t];
         weight_[t + 1] = ratio_value(ratios[t + 1]) * __uint_as_float(two & 0xffff0000U) * s[t + 1];
       }
@@ -255,7 +292,7 @@ class LaneValues {
   // Without a branch: loads wait for each other behind one. An empty slot has any token's codes and
   // the weight 0.
   __device__ __forceinline__ void load(int t) {
-    const std::int64_t slot = at_.slot + t;
+    const std::int64_t slot = first_ + token_of_slot<by_rows>(t, half_);
     const std::int64_t token = token_of<drawn>(args_.drawn, slot);
     const bool real = token >= 0;
     const std::int64_t from = real ? token : std::int64_t{0};
@@ -279,7 +316,10 @@ class LaneValues {
     draw_ = random_words(args_.dither, offset_,
                          static_cast<std::uint64_t>(token_tile * (args_.features / dither_tile) +
                                                     at_.feature / dither_tile));
-    if (!drawn && at_.slot % dither_tile != 0) {
+    if constexpr (by_rows) {  // two bytes of two words, in turns
+      if (half_ == 1) draw_.word[0] = draw_.word[1], draw_.word[2] = draw_.word[3];
+      draw_.word[1] = draw_.word[2];
+    } else if (!drawn && half_ == 1) {
       draw_.word[0] = draw_.word[2], draw_.word[1] = draw_.word[3];
     }
   }
@@ -287,6 +327,8 @@ class LaneValues {
   const ContributionArgs& args_;
   DeviceOffset offset_;
   LanePlace at_;
+  int half_;            // of a tile of 16
+  std::int64_t first_;  // token_of_slot counts from here
   Codes codes_[lane_slots];
   float weight_[lane_slots];
   std::int64_t drawn_tile_ = -1;
@@ -310,7 +352,7 @@ __global__ void __launch_bounds__(32 * token::tile_warps, 3)
   for (std::int64_t i = 0; i < args.tiles; ++i) {
     const LanePlace at(strip * tile, (first + i * token::tile_warps) * tile);
     if (at.feature >= args.features || at.slot >= args.drawn.slots) break;
-    LaneValues<storage, drawn> x(args, offset, at);
+    LaneValues<storage, drawn, false> x(args, offset, at);
 #pragma unroll
     for (int t = 0; t < lane_slots; ++t) {
 #pragma unroll
@@ -336,10 +378,10 @@ __global__ void __launch_bounds__(32 * token::tile_warps, 3)
   }
 }
 
-template <Storage storage, bool drawn, Rounding rounding>
+template <Storage storage, bool drawn, bool by_rows, Rounding rounding>
 __global__ void __launch_bounds__(32 * token::tile_warps, 2)
     token_contributions_kernel(const __grid_constant__ ContributionArgs args) {
-  __shared__ SpreadTable table;
+  __shared__ SpreadTable<by_rows> table;
   __shared__ float inverse[tile];
   __shared__ std::uint32_t kept[tile / 32];
   begin_kernel();
@@ -358,7 +400,7 @@ __global__ void __launch_bounds__(32 * token::tile_warps, 2)
   __syncthreads();
   const LanePlace at(strip * tile, (range * token::tile_warps + warp) * tile);
   if (at.feature >= args.features || at.slot >= args.out.k_padded) return;
-  LaneValues<storage, drawn> x(args, offset, at);
+  LaneValues<storage, drawn, by_rows> x(args, offset, at);
   RandomWords random{};
   if constexpr (rounding == Rounding::stochastic) {
     const std::int64_t slot_tiles = (args.drawn.slots + dither_tile - 1) / dither_tile;
@@ -418,6 +460,7 @@ __global__ void __launch_bounds__(32 * token::tile_warps, 2)
 
 struct UndoArgs {
   const float* product;
+  bool by_rows;
   std::int64_t rows, cols;  // O', I'
   int out_block, in_block;
   const std::uint16_t* out_factors;  // sign / size of the out features, bf16
@@ -461,8 +504,13 @@ __global__ void __launch_bounds__(2 * tile, 4)
 #pragma unroll
     for (int r = 0; r < tile; r += 4) {
       const bool real = r + first < rows && 4 * quad < cols;
+      std::int64_t from_row = row + r + first;
+      if (args.by_rows) {
+        const auto local = static_cast<int>(from_row % token::product_rows);
+        from_row += product_row(local) - local;
+      }
       const float* const from =
-          real ? args.product + (row + r + first) * args.cols + col + 4 * quad : args.product;
+          real ? args.product + from_row * args.cols + col + 4 * quad : args.product;
       copy_async(shared_address(values + (r + first) * pitch + 4 * quad), from, real ? 16 : 0);
     }
     commit_copies();
@@ -638,6 +686,21 @@ __global__ void __launch_bounds__(token::draw_threads)
 
 constexpr const char* stage = "backward_linear";
 
+template <Storage storage>
+auto contributions_kernel(bool drawn, bool by_rows, bool stochastic) {
+  constexpr Rounding at_random = Rounding::stochastic, nearest = Rounding::nearest;
+  if (drawn) {
+    return stochastic ? token_contributions_kernel<storage, true, false, at_random>
+                      : token_contributions_kernel<storage, true, false, nearest>;
+  }
+  if (by_rows) {
+    return stochastic ? token_contributions_kernel<storage, false, true, at_random>
+                      : token_contributions_kernel<storage, false, true, nearest>;
+  }
+  return stochastic ? token_contributions_kernel<storage, false, false, at_random>
+                    : token_contributions_kernel<storage, false, false, nearest>;
+}
+
 template <class Call>
 void with_drawn(const DeviceDrawn& drawn, const Call& call) {
   drawn.token != nullptr ? call(std::true_type{}) : call(std::false_type{});
@@ -684,6 +747,7 @@ void launch_token_transpose(const Context& context, const plan::Step& step,
 void launch_contributions(const Context& context, const plan::Step& step,
                           const ContributionsJob& job) {
   const TokenCodesIn& x = *job.x;
+  const auto& work = step.as<plan::ContributionsStep>();
   const ContributionArgs args{x.data,
                               x.layout.row_bytes,
                               x.data + x.layout.ratio_offset,
@@ -692,7 +756,7 @@ void launch_contributions(const Context& context, const plan::Step& step,
                               job.token_scale,
                               job.drawn,
                               x.layout.padded,
-                              step.as<plan::ContributionsStep>().tiles,
+                              work.tiles,
                               static_cast<unsigned>(ceil_div(x.layout.padded, tile)),
                               device_key(job.key, Purpose::activation),
                               device_key(context.key(), Purpose::requantize),
@@ -701,20 +765,19 @@ void launch_contributions(const Context& context, const plan::Step& step,
   const bool amax = step.kernel == plan::Kernel::token_amax;
   const bool stochastic = step.rounding == Rounding::stochastic;
   with_storage(x.storage, [&](auto storage) {
-    with_drawn(job.drawn, [&](auto drawn) {
-      constexpr Storage of = decltype(storage)::value;
-      constexpr bool some = decltype(drawn)::value;
-      launch(stage, context,
-             amax         ? token_amax_kernel<of, some>
-             : stochastic ? token_contributions_kernel<of, some, Rounding::stochastic>
-                          : token_contributions_kernel<of, some, Rounding::nearest>,
-             step.shape, args);
-    });
+    constexpr Storage of = decltype(storage)::value;
+    const bool drawn = job.drawn.token != nullptr;
+    launch(stage, context,
+           !amax   ? contributions_kernel<of>(drawn, work.by_rows, stochastic)
+           : drawn ? token_amax_kernel<of, true>
+                   : token_amax_kernel<of, false>,
+           step.shape, args);
   });
 }
 
 void launch_undo_transforms(const Context& context, const plan::Step& step, const UndoJob& job) {
   const UndoArgs args{static_cast<const float*>(job.product.data),
+                      job.by_rows,
                       job.product.rows,
                       job.product.cols,
                       job.out_block,
