@@ -13,51 +13,30 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import hotcore  # noqa: E402  (after the skip: hotcore itself needs no torch)
+from support_gpu import (  # noqa: E402
+    RECIPES,
+    assert_equal_backward,
+    layer,
+    same_bits,
+    whole_backward,
+)
 
 pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 
-RECIPES = ("default", "fast", "paper", "accurate", "compact")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return bool(
-        torch.equal(a.cpu().contiguous().view(torch.uint8), b.cpu().contiguous().view(torch.uint8))
-    )
-
-
-def layer(
-    length: int, outs: int, ins: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return (
-        torch.randn(length, outs).to(dtype),
-        torch.randn(outs, ins).to(dtype),
-        torch.randn(length, ins).to(dtype),
-    )
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_backward_linear_equals_cpu(recipe: str, dtype: torch.dtype) -> None:
-    config = hotcore.HotConfig.recipe(recipe)
-    for length, outs, ins in ((197, 96, 64), (33, 17, 5), (1, 16, 16), (256, 128, 384)):
-        gy, w, x = layer(length, outs, ins, dtype)
-        results = []
-        for device in ("cpu", "cuda"):
-            saved = hotcore.compress_activation(x.to(device), config, key=hotcore.Key(5, 6, 7))
-            gradients = hotcore.backward_linear(
-                gy.to(device), w.to(device), saved, config=config, need=("gx", "gw", "gb")
-            )
-            results.append((saved.data, *gradients))
-        for name, on_cpu, on_gpu in zip(("saved", "gx", "gw"), *results, strict=False):
-            assert on_gpu.is_cuda
-            assert same_bits(on_cpu, on_gpu), f"{name} at {(length, outs, ins)}"
-        assert torch.allclose(
-            results[0][3].float(), results[1][3].float().cpu(), rtol=1e-2, atol=1e-3
-        )
+    for shape in ((197, 96, 64), (33, 17, 5), (1, 16, 16), (256, 128, 384)):
+        arrays = layer(*shape, dtype)
+        got = whole_backward(arrays, recipe, "cuda", 5)
+        assert all(result.is_cuda for result in got)
+        assert_equal_backward(got, whole_backward(arrays, recipe, "cpu", 5))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -146,10 +125,10 @@ def test_an_8_bit_forward_equals_cpu(autocast: torch.dtype | None) -> None:
     config = hot.HotConfig(forward="int8", forward_in_eval=True)
     layers = [(hot.HotLinear(200, 96, config=config), (2, 65, 200)),
               (hot.HotConv2d(200, 96, 1, stride=2, config=config), (2, 200, 9, 9))]  # fmt: skip
-    for layer, shape in layers:
+    for model, shape in layers:
         x, found = torch.randn(shape), []
         for device in ("cpu", "cuda"):
-            on, there = layer.to(device), x.to(device).requires_grad_()
+            on, there = model.to(device), x.to(device).requires_grad_()
             with torch.autocast(device, autocast or torch.bfloat16, enabled=autocast is not None):
                 found.append(on(there))
                 with torch.no_grad():
@@ -161,13 +140,13 @@ def test_an_8_bit_forward_equals_cpu(autocast: torch.dtype | None) -> None:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            layer(there)
+            model(there)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            y = layer(there)
+            y = model(there)
         graph.replay()
-        assert same_bits(layer(there).detach().cpu(), y.detach())
+        assert same_bits(model(there).detach().cpu(), y.detach())
 
 
 @pytest.mark.parametrize("inside", (False, True))
