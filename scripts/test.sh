@@ -260,7 +260,9 @@ test_docs() {
 }
 
 for part in "${parts[@]}"; do
+  since=$SECONDS
   "test_$part"
+  hot_env_say "$part: $((SECONDS - since)) s"
 done
 
 # ---- the sum ----
