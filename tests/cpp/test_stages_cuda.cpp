@@ -253,23 +253,6 @@ TEST_F(StagesCuda, quantize_equals_cpu) {
   }
 }
 
-TEST_F(StagesCuda, pack_equals_cpu) {
-  for (int round = 0; round < 20; ++round) {
-    const std::int64_t R = any_size(50), C = any_size();
-    Mirror q(R, C, DType::i8, random_int(0, 3)), p(R, (C + 1) / 2, DType::i4x2, random_int(0, 3));
-    Mirror back(R, C, DType::i8);
-    const std::vector<std::int8_t> values = codes(static_cast<std::int64_t>(q.host.size()), 7);
-    std::memcpy(q.host.data(), values.data(), values.size());
-    q.push();
-    both([&](const hot::Context& c, bool on_gpu) {
-      hot::pack_int4(c, q.view(on_gpu), p.view(on_gpu));
-      hot::unpack_int4(c, p.view(on_gpu), back.view(on_gpu));
-    });
-    p.expect_equal("packed");
-    back.expect_equal("unpacked");
-  }
-}
-
 TEST_F(StagesCuda, decompress_activation_equals_cpu) {
   for (int round = 0; round < 120; ++round) {
     hot::BackwardLinearSpec spec;
