@@ -56,7 +56,7 @@ def seeded_torch(rng: np.random.Generator) -> Iterator[None]:
 
 
 # Of benchmarks, and of the reference's token storages: long as whole files.
-LONG = re.compile(r"test_(bench\w*|evidence|gpt|rivals|reference_one_code)\.py|benchmarks/")
+LONG = re.compile(r"test_(bench\w*|evidence|gpt|rivals|reference_one_code)\.py|evidence/")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
