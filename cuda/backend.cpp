@@ -446,7 +446,6 @@ void backward_tokens(const Context& context, const CudaDevice& device, const Bac
     if (s.by_rows) {
       memory.product[1].a = s.rows.codes;
       memory.product[1].lda = s.rows.k_padded;
-      memory.product[1].k = s.contributions.k_padded;
     }
   }
   run(context,
