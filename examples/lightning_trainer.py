@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> HotCallback:
     data = TensorDataset(images, torch.tensor(digits.target))
     module = Digits()
     config = hot.HotConfig.recipe(options.recipe, forward=options.forward)
-    print(hot.convert(module, config, saved=8))
+    print(hot.convert(module, config, saved=8).hot_report)
     callback = HotCallback(
         warmup=options.warmup,
         accumulate=True,  # the micro-batches' gradients are added in the product

@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> float:
     model.append(nn.Linear(width, 256)).to(device)
     if options.recipe != "none":  # slower: convert even a model that is too small to gain time
         config = hot.HotConfig.recipe(options.recipe, forward=options.forward)
-        print(hot.convert(model, config, slower=True))
+        print(hot.convert(model, config, slower=True).hot_report)
     schedule = None if options.warmup is None else hot.PrecisionSchedule(model, options.warmup)
     shared = hot.gradient_accumulation if options.micro > 1 else contextlib.nullcontext
     forward = torch.compile(model) if options.compile else model

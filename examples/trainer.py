@@ -46,7 +46,9 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     else:
         model, tokens = LlamaForCausalLM(LlamaConfig(**SMALL, **HEADS)), text
     model.train()
-    print(hot.convert(model, hot.HotConfig.recipe(options.recipe, forward=options.forward)))
+    print(
+        hot.convert(model, hot.HotConfig.recipe(options.recipe, forward=options.forward)).hot_report
+    )
     rows = [list(tokens[i : i + 128]) for i in range(0, len(tokens) - 128, 128)]
     settings = TrainingArguments(
         options.out,

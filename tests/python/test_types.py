@@ -39,7 +39,7 @@ LINES = [
     ),
     ("hotcore.forward_linear(hotcore.quantize_forward_input(x), x)", ""),
     ('hot.convert(model, "fast", overrides={"head": None, "*": {"gx_bits": 4}})', ""),
-    ("reveal_type(hot.convert(model))", "ConversionReport"),
+    ("reveal_type(hot.convert(hot.HotLinear(64, 64)))", "HotLinear"),
     ('hot.convert(model, "quick")', "incompatible type"),
     ('hot.convert(model, overrides={"*": {"gx_bit": 4}})', "incompatible type"),
     ('hot.HotLinear(64, 64, config="quick")', "incompatible type"),

@@ -165,7 +165,7 @@ def test_convolutions(recipe: str, rng: np.random.Generator) -> None:
     assert found.name == "2"
     assert 0 < found.gx_error["row"] < found.gx_error["tensor"] < 1
     assert max(found.gw_error.values()) < 0.02
-    converted = hot.convert(copy.deepcopy(model), recipe).model
+    converted = hot.convert(copy.deepcopy(model), recipe)
     assert [layer.name for layer in hot.calibrate(converted, [x], loss, recipe).layers] == ["2"]
     with pytest.raises(ValueError, match="no layer to measure"):
         hot.calibrate(model[:2], [x], lambda m, b: m(b).sum(), recipe)
@@ -190,7 +190,7 @@ def test_conv1d_of_transformers(rng: np.random.Generator) -> None:
     model = nn.Sequential(conv1d(96, 64), conv1d(64, 96))
     plan = hot.calibrate(model, [torch.randn(4, 20, 64)], lambda m, b: m(b).square().mean())
     assert [layer.name for layer in plan.layers] == ["0", "1"]
-    report = hot.convert(model, "paper", overrides=plan.overrides("paper", model))
+    report = hot.convert(model, "paper", overrides=plan.overrides("paper", model)).hot_report
     assert [layer.config.gx_scale for layer in report.converted] == [
         layer.fields["gx_scale"] for layer in plan.layers
     ]

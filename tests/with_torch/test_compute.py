@@ -142,7 +142,7 @@ def test_kernels_that_keep_their_products(config: str) -> None:
 
 
 def test_of_a_converted_model() -> None:
-    model = hot.convert(Net(), "fast", overrides={"up": "paper"}).model
+    model = hot.convert(Net(), "fast", overrides={"up": "paper"})
     model.head.requires_grad_(False)
     report = hot.compute_report(model, torch.randn(2, 3, 16, 16))
     rows = {row.name: row for row in report.layers}

@@ -41,7 +41,7 @@ def build(recipe: str | hot.HotConfig | None) -> nn.Module:
     torch.manual_seed(0)
     model = Model()
     if recipe:
-        assert len(hot.convert(model, recipe).converted) == 3
+        assert len(hot.convert(model, recipe).hot_report.converted) == 3
     return model
 
 
@@ -294,7 +294,7 @@ def test_convert_comes_before_sharding(tmp_path: Path, each: bool) -> None:
         with pytest.raises(ValueError, match="its codes are a DTensor; undo fully_shard"):
             hot.thaw(frozen)
         both = nn.ModuleList([model, nn.Linear(64, 64)])
-        report = hot.convert(both, filter_fn=lambda module, name: name == "1")
+        report = hot.convert(both, filter_fn=lambda module, name: name == "1").hot_report
         assert [layer.name for layer in report.converted] == ["1"]
     finally:
         dist.destroy_process_group()

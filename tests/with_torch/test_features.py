@@ -78,7 +78,7 @@ def pair(kind: str, recipe: str = "default") -> tuple[nn.Module, nn.Module]:
 
 
 def converted(module: nn.Module, recipe: str = "default") -> nn.Module:
-    return hot.convert(module, recipe, lambda *_: True).model
+    return hot.convert(module, recipe, lambda *_: True)
 
 
 def inputs(kind: str, **options: Any) -> torch.Tensor:

@@ -49,7 +49,7 @@ def conv1d(ins: int, outs: int) -> nn.Module:
 
 
 def converted(model: nn.Module, config: Any) -> nn.Module:
-    return hot.convert(model, config, every).model
+    return hot.convert(model, config, every)
 
 
 @pytest.fixture(autouse=True)
@@ -129,11 +129,13 @@ def test_other_convolutions_stay_plain_and_the_report_says_so() -> None:
     plain = nn.Sequential(nn.Conv2d(70, 48, 3, padding=1), nn.Conv2d(48, 48, 1, padding=1))
     x = torch.randn(2, 70, 7, 5)
     before = plain(x)
-    report = hot.convert(plain, int8(forward_in_eval=True), every)
+    report = hot.convert(plain, int8(forward_in_eval=True), every).hot_report
     assert torch.equal(plain(x), before)
     assert torch.equal(plain.eval()(x), before)
     assert all("forward stays plain: 8 bits are for 1x1" in row.note for row in report.converted)
-    report = hot.convert(nn.Sequential(nn.Conv2d(70, 48, 1), nn.Linear(48, 4)), INT8, every)
+    report = hot.convert(
+        nn.Sequential(nn.Conv2d(70, 48, 1), nn.Linear(48, 4)), INT8, every
+    ).hot_report
     assert not any(row.note for row in report.converted)
 
 
@@ -262,7 +264,7 @@ def test_torchs_fast_path_goes_past_the_layers_and_the_report_says_so(
     fast: bool, products: list[int]
 ) -> None:
     model = nn.TransformerEncoderLayer(64, 4, 64, batch_first=True)
-    report = hot.convert(model, int8(forward_in_eval=True), every)
+    report = hot.convert(model, int8(forward_in_eval=True), every).hot_report
     assert any("set_fastpath_enabled(False)" in note for note in report.notes)
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(fast)
@@ -273,16 +275,19 @@ def test_torchs_fast_path_goes_past_the_layers_and_the_report_says_so(
         torch.backends.mha.set_fastpath_enabled(before)
     assert len(products) == (0 if fast else 4)
     hot.revert(model)
-    assert not any("fastpath" in note for note in hot.convert(model, INT8, every).notes)
+    assert not any("fastpath" in note for note in hot.convert(model, INT8, every).hot_report.notes)
 
 
 def test_the_report_knows_what_is_plain() -> None:
     for config, plain in ((INT8, 1), (int8(forward_in_eval=True), 0)):
         model = nn.Sequential(nn.Linear(64, 64)).eval()
-        report = hot.convert(model, config, every)
+        report = hot.convert(model, config, every).hot_report
         assert len(report.in_eval_mode) == plain
         assert any("in eval mode" in note for note in report.notes) == bool(plain)
-        assert hot.convert(nn.Linear(64, 64).eval(), config, every).in_eval_mode == [""] * plain
+        assert (
+            hot.convert(nn.Linear(64, 64).eval(), config, every).hot_report.in_eval_mode
+            == [""] * plain
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -609,7 +614,9 @@ def test_compute_report_counts_the_forward() -> None:
 
 def test_overrides_and_plans_take_the_fields() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-    report = hot.convert(model, "fast", every, {"1": {"forward": "int8", "forward_block": 16}})
+    report = hot.convert(
+        model, "fast", every, {"1": {"forward": "int8", "forward_block": 16}}
+    ).hot_report
     first, second = report.converted
     assert first.config.forward == "plain" and second.config.forward_block == 16
     assert "forward='int8'" in str(report)

@@ -355,7 +355,7 @@ def test_report() -> None:
     assert "1 layers frozen in INT8" in text and "net.up" in text and "embedding" in text
     assert "Conv2d 1x1; only linear layers" in text and "forward_in_eval" in text
     assert json.loads(report.to_json())["layers"] == ["net.down"]
-    plain = hot.convert(Net(64), "default", every).model
+    plain = hot.convert(Net(64), "default", every)
     assert "forward='int8'" in str(hot.freeze_int8(plain))
 
 
@@ -401,7 +401,7 @@ def test_refused() -> None:
 
 
 def test_only_some_layers() -> None:
-    model = hot.convert(Net(), config(), every).model
+    model = hot.convert(Net(), config(), every)
     report = hot.freeze_int8(model, lambda module, name: name == "up")
     assert report.layers == ("up",) and report.skipped == (("down", "left out by filter_fn"),)
     hot.freeze_int8(model)
@@ -849,7 +849,7 @@ def test_wrong_state_dicts() -> None:
 
 def test_reports_count_frozen_layers() -> None:
     model, x = frozen(), torch.randn(4, 9, 72)
-    other = hot.convert(copy.deepcopy(hot.revert(copy.deepcopy(model))), config(), every).model
+    other = hot.convert(copy.deepcopy(hot.revert(copy.deepcopy(model))), config(), every)
     for p in (other.up.weight, other.down.weight):
         p.requires_grad_(False)
     found, expected = hot.compute_report(model, x), hot.compute_report(other, x)

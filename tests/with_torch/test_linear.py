@@ -155,7 +155,7 @@ def test_a_model_learns() -> None:
         model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh())
         head = nn.Linear(64, 4)
         if recipe:
-            assert len(hot.convert(model, recipe, every).converted) == 2
+            assert len(hot.convert(model, recipe, every).hot_report.converted) == 2
         optimizer = torch.optim.Adam([*model.parameters(), *head.parameters()], lr=3e-3)
         for _ in range(150):
             loss = (head(model(x)) - target).square().mean()

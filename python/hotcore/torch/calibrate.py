@@ -19,7 +19,7 @@ from .. import functions
 from ..config import ConfigLike, HotConfig, Key, Rounding, as_config
 from ..functions import Granularity
 from .conv import settings
-from .convert import convert
+from .convert import decide
 from .plan import GW_SCALES, GX_SCALES, LayerPlan, Plan
 from .probe import preserve_state
 from .report import listed
@@ -171,8 +171,7 @@ def _layers(
     names = [n for n, m in modules.items() if isinstance(getattr(m, "config", None), HotConfig)]
     report: object = "the converted layers quantise no g_y, or are not measured"
     if not names:
-        with preserve_state(model):
-            report = found = convert(model, config, filter_fn, slower=slower)
+        report = found = decide(model, config, filter_fn, slower=slower).report
         names = [layer.name for layer in found.converted]
     names = [name for name in names if _measurable(modules[name])]
     if not names:

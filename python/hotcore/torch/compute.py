@@ -13,7 +13,6 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from torch import nn
 from ..config import TOKEN_STORAGES, ConfigLike, HotConfig, as_config
 from . import probe
 from .conv import settings
-from .convert import convert
+from .convert import decide
 from .plan import matplotlib_figure
 from .probe import preserve_state
 from .report import aligned
@@ -196,10 +195,8 @@ def compute_report(
     if not configs:
         chosen = as_config(config)
         last = "HOT, custom" if chosen.name == "custom" else chosen.name
-        with ExitStack() as stack:
-            stack.enter_context(preserve_state(model))
-            report = convert(model, chosen, filter_fn, overrides, slower=slower)
-            configs = _configs(dict(candidates(report.model)))
+        report = decide(model, chosen, filter_fn, overrides, slower=slower).report
+        configs = {layer.name: layer.config for layer in report.converted}
     methods = (FULL_PRECISION, *RIVALS, "HOT", last)
     rows = []
     for name, layer in layers.items():

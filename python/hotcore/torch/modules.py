@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..config import ConfigLike, HotConfig, as_config
 from . import _compat
 from .functional import conv2d_from_json, evaluated_conv2d, evaluated_linear, linear_from_json
+from .report import REPORT
 
 _Hot = TypeVar("_Hot", bound="HotModule")
 
@@ -64,7 +65,7 @@ class HotModule:
         """Make the plain module that holds the same Parameters and hooks."""
         assert isinstance(self, nn.Module)
         new = _copy_content(self, self.plain)
-        for name in ("_config", "_config_json", "_plain_in_eval", "defer", "layer_name"):
+        for name in (REPORT, "_config", "_config_json", "_plain_in_eval", "defer", "layer_name"):
             new.__dict__.pop(name, None)
         return new
 

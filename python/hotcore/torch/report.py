@@ -1,4 +1,4 @@
-"""The result of :func:`hotcore.torch.convert`, layer by layer: :class:`ConversionReport`."""
+"""What :func:`hotcore.torch.convert` did, layer by layer: :class:`ConversionReport`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import dataclasses
 import json
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any, NoReturn
-
-from torch import nn
+from typing import Any
 
 from ..config import HotConfig
 from .saved import SavedReport
+
+REPORT = "hot_report"
+"""The attribute of a converted model that holds its report."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,13 +54,12 @@ class Skipped:
 
 @dataclasses.dataclass
 class ConversionReport:
-    """The result of :func:`convert`; print it for a table.
+    """What :func:`convert` did, layer by layer; print it for a table.
 
-    The model is changed in place. If the model itself is a converted layer, the new one is
-    :attr:`model`.
+    It is the attribute ``hot_report`` of a converted model, holds no tensor and no module, and goes
+    along where the model is copied or pickled.
     """
 
-    model: nn.Module
     config: HotConfig
     converted: list[Converted]
     skipped: list[Skipped]
@@ -137,7 +137,7 @@ class ConversionReport:
         return "\n".join([*lines, *self.notes])
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything except the model, as numbers, strings, lists and dicts."""
+        """Everything, as numbers, strings, lists and dicts."""
         return {
             "config": json.loads(self.config.to_json()),
             "recipe": self.config.name,
@@ -183,26 +183,6 @@ class ConversionReport:
         if layer.note:
             parts.append(layer.note)
         return ", ".join(parts)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise a TypeError: this is no model."""
-        raise TypeError(_NO_MODEL)
-
-    def __getitem__(self, key: Any) -> NoReturn:
-        """Raise a TypeError: this is neither a model nor an nn.Sequential."""
-        raise TypeError(_NO_MODEL)
-
-    def __getattr__(self, name: str) -> Any:
-        """Raise an AttributeError that points to the model for attributes of models."""
-        if not name.startswith("_") and hasattr(self.__dict__.get("model"), name):
-            raise AttributeError(f"ConversionReport has no attribute {name!r}; {_NO_MODEL}")
-        raise AttributeError(f"ConversionReport has no attribute {name!r}")
-
-
-_NO_MODEL = (
-    "convert() changes the model in place and returns a report: go on with the model that you gave "
-    "it, or with report.model"
-)
 
 
 def listed(names: Sequence[str], limit: int = 8) -> str:
