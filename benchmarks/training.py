@@ -41,7 +41,7 @@ class Contender:
     checkpointed: bool = False
     """Every block recomputed in backward (torch.utils.checkpoint)."""
     attention_kept: bool = False
-    """``checkpointed``, but for attention's results (hot.keep_attention)."""
+    """``checkpointed``, but for attention's results (hot.policies.keep_attention)."""
     fp8: str | None = None
     """torchao's recipe: "tensorwise" or "rowwise"."""
     kept: int | Mapping[str, int | None] | None = None
@@ -186,7 +186,9 @@ def blocks_of(model: nn.Module, path: str) -> dict[str, nn.Module]:
 
 def checkpoint_blocks(model: nn.Module, path: str, attention_kept: bool) -> None:
     """Every block's activations are recomputed in backward, attention's results as well or not."""
-    hot.recompute(blocks_of(model, path).values(), hot.keep_attention if attention_kept else None)
+    hot.recompute(
+        blocks_of(model, path).values(), hot.policies.keep_attention if attention_kept else None
+    )
 
 
 def compile_all(modules: Iterable[nn.Module], mode: str, backend: str) -> None:

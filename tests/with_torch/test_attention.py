@@ -12,6 +12,7 @@ from hotcore.config import HotConfig
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402
 import support  # noqa: E402
+from hotcore.torch.attention import HotMultiheadAttention  # noqa: E402
 from torch import nn  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("seeded")
@@ -27,7 +28,7 @@ def pair(config: Any = EXACT, **options: Any) -> tuple[nn.Module, nn.Module]:
         nn.init.normal_(plain.in_proj_bias)
         nn.init.normal_(plain.out_proj.bias)
     converted = hot.convert(copy.deepcopy(plain), config)
-    assert type(converted) is hot.HotMultiheadAttention
+    assert type(converted) is HotMultiheadAttention
     return plain, converted
 
 
@@ -148,13 +149,13 @@ def test_keys_parameters_and_the_way_back() -> None:
     assert type(back) is nn.MultiheadAttention
     assert vars(back).keys() == vars(plain).keys()
     assert all(a is b for a, b in zip(back.parameters(), module.parameters(), strict=True))
-    new = hot.HotMultiheadAttention(WIDTH, HEADS, batch_first=True, config="fast")
+    new = HotMultiheadAttention(WIDTH, HEADS, batch_first=True, config="fast")
     assert new.config == HotConfig.recipe("fast")
     x = torch.randn(SAMPLES, TOKENS, WIDTH)
     new(x, x, x)[0].sum().backward()
     assert new.in_proj_weight.grad is not None
     with pytest.raises(ValueError, match="neither add_bias_kv"):
-        hot.HotMultiheadAttention(WIDTH, HEADS, add_bias_kv=True)
+        HotMultiheadAttention(WIDTH, HEADS, add_bias_kv=True)
 
 
 def test_the_report() -> None:

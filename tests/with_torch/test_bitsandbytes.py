@@ -15,6 +15,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     bnb = pytest.importorskip("bitsandbytes")
 import hotcore.torch as hot  # noqa: E402
+from hotcore import paper  # noqa: E402
 from torch import nn  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("seeded")
@@ -143,7 +144,7 @@ def test_what_stays_plain() -> None:
     with pytest.raises(ValueError, match="no layer of it is converted"):  # nothing to measure
         hot.NoiseMonitor(nn.ModuleList([model[2]]))
     with pytest.raises(ValueError, match="no layer to measure"):
-        hot.calibrate(nn.ModuleList([linear8()]), [1], lambda model, batch: None)
+        paper.calibrate(nn.ModuleList([linear8()]), [1], lambda model, batch: None)
 
 
 @pytest.mark.parametrize("first", ["peft", "hot"])

@@ -16,6 +16,8 @@ from hotcore.config import HotConfig
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
+from hotcore import paper  # noqa: E402
+from hotcore.torch.plan import LayerPlan  # noqa: E402
 from torch import nn  # noqa: E402
 
 
@@ -44,7 +46,7 @@ def batches(rng: np.random.Generator) -> list[torch.Tensor]:
 
 @pytest.fixture
 def plan(batches: list[torch.Tensor]) -> hot.Plan:
-    return hot.calibrate(Net(), batches, loss_of)
+    return paper.calibrate(Net(), batches, loss_of)
 
 
 class Weighted(nn.Module):
@@ -59,9 +61,9 @@ class Weighted(nn.Module):
         return (self.layer(x) * self.gy).sum()
 
 
-def calibrated(gy: torch.Tensor, **options: object) -> hot.LayerPlan:
+def calibrated(gy: torch.Tensor, **options: object) -> LayerPlan:
     x = torch.randn(gy.shape[0], 64)
-    (layer,) = hot.calibrate(Weighted(gy), [x], lambda m, b: m(b), **options).layers
+    (layer,) = paper.calibrate(Weighted(gy), [x], lambda m, b: m(b), **options).layers
     return layer
 
 
@@ -87,7 +89,7 @@ def test_errors_are_those_of_the_real_backward(rng: np.random.Generator) -> None
     exact = gy @ model.layer.weight.detach()
     for scale in ("tensor", "row"):
         config = HotConfig.recipe("default", gx_scale=scale)
-        (layer,) = hot.calibrate(model, [x], lambda m, b: m(b), config).layers
+        (layer,) = paper.calibrate(model, [x], lambda m, b: m(b), config).layers
         gx, _, _ = hotcore.backward_linear(
             gy, model.layer.weight.detach(), None, config=config, need="gx", key=1
         )
@@ -131,7 +133,7 @@ def test_nothing_is_changed(batches: list[torch.Tensor]) -> None:
     torch.manual_seed(3)
     expected = torch.rand(())
     torch.manual_seed(3)
-    hot.calibrate(model, batches, loss_of)
+    paper.calibrate(model, batches, loss_of)
     assert torch.equal(torch.rand(()), expected)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert list(model.modules()) == modules
@@ -160,15 +162,15 @@ def test_convolutions(recipe: str, rng: np.random.Generator) -> None:
             y.register_hook(lambda g, name=name: gys.update({name: g}))
         return y.square().mean()
 
-    plan = hot.calibrate(model, [x], loss, recipe)
+    plan = paper.calibrate(model, [x], loss, recipe)
     (found,) = plan.layers
     assert found.name == "2"
     assert 0 < found.gx_error["row"] < found.gx_error["tensor"] < 1
     assert max(found.gw_error.values()) < 0.02
     converted = hot.convert(copy.deepcopy(model), recipe)
-    assert [layer.name for layer in hot.calibrate(converted, [x], loss, recipe).layers] == ["2"]
+    assert [layer.name for layer in paper.calibrate(converted, [x], loss, recipe).layers] == ["2"]
     with pytest.raises(ValueError, match="no layer to measure"):
-        hot.calibrate(model[:2], [x], lambda m, b: m(b).sum(), recipe)
+        paper.calibrate(model[:2], [x], lambda m, b: m(b).sum(), recipe)
     pointwise = model[2]
     with torch.no_grad():
         pixels = model[1](model[0](x))[:, :, ::2, ::2].permute(0, 2, 3, 1).reshape(-1, 64)
@@ -176,7 +178,7 @@ def test_convolutions(recipe: str, rng: np.random.Generator) -> None:
     linear = Weighted(gy)
     linear.layer.weight.data = pointwise.weight.detach()[:, :, 0, 0]
     config = HotConfig.recipe(recipe, token_grid=(8, 8) if recipe == "paper" else None)
-    (same,) = hot.calibrate(linear, [pixels], lambda m, b: m(b), config).layers
+    (same,) = paper.calibrate(linear, [pixels], lambda m, b: m(b), config).layers
     # Other random numbers (the layer's place in the model): near, not equal.
     for scale, error in found.gx_error.items():
         assert error == pytest.approx(same.gx_error[scale], rel=0.15)
@@ -188,7 +190,7 @@ def test_conv1d_of_transformers(rng: np.random.Generator) -> None:
     conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
     torch.manual_seed(int(rng.integers(2**31)))
     model = nn.Sequential(conv1d(96, 64), conv1d(64, 96))
-    plan = hot.calibrate(model, [torch.randn(4, 20, 64)], lambda m, b: m(b).square().mean())
+    plan = paper.calibrate(model, [torch.randn(4, 20, 64)], lambda m, b: m(b).square().mean())
     assert [layer.name for layer in plan.layers] == ["0", "1"]
     report = hot.convert(model, "paper", overrides=plan.overrides("paper", model)).hot_report
     assert [layer.config.gx_scale for layer in report.converted] == [
@@ -211,7 +213,7 @@ def test_plan_is_applied(plan: hot.Plan) -> None:
 
 def test_same_seed_same_plan(batches: list[torch.Tensor]) -> None:
     model = Net()
-    plans = [hot.calibrate(model, batches, loss_of, seed=seed) for seed in (1, 1, 2)]
+    plans = [paper.calibrate(model, batches, loss_of, seed=seed) for seed in (1, 1, 2)]
     assert plans[0] == plans[1]
     assert plans[0] != plans[2]
 
@@ -219,8 +221,8 @@ def test_same_seed_same_plan(batches: list[torch.Tensor]) -> None:
 def test_converted_model_and_filter(batches: list[torch.Tensor]) -> None:
     model = Net()
     hot.convert(model, filter_fn=lambda module, name: name == "down")
-    assert [layer.name for layer in hot.calibrate(model, batches, loss_of).layers] == ["down"]
-    plan = hot.calibrate(Net(), batches, loss_of, filter_fn=lambda module, name: name == "head")
+    assert [layer.name for layer in paper.calibrate(model, batches, loss_of).layers] == ["down"]
+    plan = paper.calibrate(Net(), batches, loss_of, filter_fn=lambda module, name: name == "head")
     assert [layer.name for layer in plan.layers] == ["head"]
 
 
@@ -395,24 +397,24 @@ def test_plot(plan: hot.Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_without_gradients(batches: list[torch.Tensor]) -> None:
     with torch.no_grad(), pytest.raises(ValueError, match="gradients are off"):
-        hot.calibrate(Net(), batches, loss_of)
+        paper.calibrate(Net(), batches, loss_of)
     with pytest.raises(ValueError, match="loss_fn: returned nothing that requires grad"):
-        hot.calibrate(Net(), batches, lambda m, b: loss_of(m, b).detach())
+        paper.calibrate(Net(), batches, lambda m, b: loss_of(m, b).detach())
     with pytest.raises(ValueError, match="loss_fn: "):
-        hot.calibrate(Net(), batches, lambda m, b: loss_of(m, b).item())
+        paper.calibrate(Net(), batches, lambda m, b: loss_of(m, b).item())
     with pytest.raises(ValueError, match="no gradient reached up, down"):
-        hot.calibrate(Net(), batches, lambda m, b: m.head(b).sum())
+        paper.calibrate(Net(), batches, lambda m, b: m.head(b).sum())
 
 
 def test_bad_arguments(batches: list[torch.Tensor]) -> None:
     with pytest.raises(ValueError, match="batches: empty"):
-        hot.calibrate(Net(), [], loss_of)
+        paper.calibrate(Net(), [], loss_of)
     with pytest.raises(ValueError, match="gw_fine: 'row'"):
-        hot.calibrate(Net(), batches, loss_of, gw_fine="row")
+        paper.calibrate(Net(), batches, loss_of, gw_fine="row")
     with pytest.raises(ValueError, match="gain: 1.5"):
-        hot.calibrate(Net(), batches, loss_of, gain=1.5)
+        paper.calibrate(Net(), batches, loss_of, gain=1.5)
     with pytest.raises(ValueError, match="no "):
-        hot.calibrate(nn.ReLU(), batches, loss_of)
+        paper.calibrate(nn.ReLU(), batches, loss_of)
 
 
 def test_json_is_readable(plan: hot.Plan, tmp_path: Path) -> None:

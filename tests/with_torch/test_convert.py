@@ -19,6 +19,7 @@ from hotcore.config import HotConfig
 
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402
+from hotcore import paper  # noqa: E402
 from hotcore.torch.selection import HEAD_NAMES, MIN_FEATURES  # noqa: E402
 from torch import nn  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
@@ -796,7 +797,7 @@ def test_the_report_goes_along_with_the_model() -> None:
 def test_measuring_leaves_no_report() -> None:
     model, x = Model(), torch.randint(50, (2, 20))
     hot.memory_report(model, x, "fast")
-    hot.calibrate(model, [x], lambda net, batch: net(batch).square().mean(), "fast")
+    paper.calibrate(model, [x], lambda net, batch: net(batch).square().mean(), "fast")
     assert not hasattr(model, "hot_report")
     report = hot.convert(model, "fast").hot_report
     hot.memory_report(model, x)
@@ -806,7 +807,7 @@ def test_measuring_leaves_no_report() -> None:
 def test_measuring_leaves_lists_of_layers_alone() -> None:
     model = Model()
     model.listed = [model.blocks[0].qkv]
-    hot.calibrate(
+    paper.calibrate(
         model, [torch.randint(50, (2, 20))], lambda net, x: net(x).square().mean(), "fast"
     )
     assert model.listed[0] is model.blocks[0].qkv and type(model.listed[0]) is nn.Linear

@@ -19,6 +19,7 @@ from support import without_broken_torchvision
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402  (after the skip)
 import torch.nn.functional as F  # noqa: E402
+from hotcore import paper  # noqa: E402
 from hotcore.torch import ops  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts  # noqa: E402
@@ -599,8 +600,8 @@ def test_relora() -> None:
 def test_compute_report_counts_the_forward() -> None:
     model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64))
     x = torch.randn(100, 64)
-    plain = hot.compute_report(model, x, "default", filter_fn=every)
-    report = hot.compute_report(model, x, INT8, filter_fn=every)
+    plain = paper.compute_report(model, x, "default", filter_fn=every)
+    report = paper.compute_report(model, x, INT8, filter_fn=every)
     assert plain.forward_by(plain.methods[-1]) == plain.forward == report.forward
     own = report.forward_by(report.methods[-1])
     products = sum(row.tokens * row.outs * row.ins for row in report.layers)
@@ -608,7 +609,9 @@ def test_compute_report_counts_the_forward() -> None:
     assert report.forward_by("LUQ") == report.forward
     operations = (100 * 64 + 64 * 128) * 7 + 100 * 128
     assert report.layers[0].own_forward == 100 * 64 * 128 * 64 + operations * 1024
-    conv = hot.compute_report(nn.Conv2d(64, 64, 3), torch.randn(1, 64, 8, 8), INT8, filter_fn=every)
+    conv = paper.compute_report(
+        nn.Conv2d(64, 64, 3), torch.randn(1, 64, 8, 8), INT8, filter_fn=every
+    )
     assert conv.forward_by(conv.methods[-1]) == conv.forward
 
 
@@ -620,7 +623,7 @@ def test_overrides_and_plans_take_the_fields() -> None:
     first, second = report.converted
     assert first.config.forward == "plain" and second.config.forward_block == 16
     assert "forward='int8'" in str(report)
-    schedule = hot.PrecisionSchedule(model, 0)
+    schedule = paper.PrecisionSchedule(model, 0)
     assert model[1].config == int8("fast", gx_bits=4, forward_block=16)
     schedule.close()
 

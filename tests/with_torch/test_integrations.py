@@ -13,6 +13,7 @@ from support import without_broken_torchvision
 
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402
+from hotcore import paper  # noqa: E402
 from hotcore.integrations import HotLoop, scalar_logger  # noqa: E402
 from hotcore.torch import accumulation  # noqa: E402
 from torch import nn  # noqa: E402
@@ -100,7 +101,7 @@ def test_schedule_accumulation_and_noise() -> None:
     loop = HotLoop(
         model,
         sgd(model),
-        warmup=2,
+        schedule=paper.PrecisionSchedule(model, 2),
         accumulate=True,
         noise_every=3,
         noise_layers="body.2",
@@ -125,81 +126,27 @@ def test_measuring_changes_nothing() -> None:
     """A loop with reports gives the weights of a loop without, bit for bit."""
     model = converted()
     twin = copy.deepcopy(model)
-    with HotLoop(model, sgd(model), noise_every=2, memory=True) as loop:
+    with HotLoop(model, sgd(model), noise_every=2):
         train(model, 3)
     sgd(twin)
     train(twin, 3)
     for ours, other in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(ours, other)
-    report = loop.memory
-    assert report is not None and report.after < 0.7 * report.before
-    plain = hot.memory_report(model, batches(1)[0][0], None)
-    assert (report.before, report.after) == (plain.before, plain.after)
-
-
-def test_memory_of_saved_codes() -> None:
-    """The report counts what ``convert(saved=)`` keeps, and leaves the model converted."""
-    kept, plain = {}, {}
-    for saved in (None, 8):
-        model = converted(saved)
-        kinds = [type(module) for module in model.modules()]
-        logged: list[dict] = []
-        with HotLoop(
-            model,
-            sgd(model),
-            memory=True,
-            log=lambda scalars, step, logged=logged: logged.append(scalars),
-        ) as loop:
-            train(model, 1)
-        kept[saved], plain[saved] = loop.memory.after, loop.memory.before
-        assert logged == [
-            {
-                "hot/kept_plain_mib": loop.memory.before / 2**20,
-                "hot/kept_mib": loop.memory.after / 2**20,
-            }
-        ]
-        assert no_trace(model)
-        assert [type(module) for module in model.modules()] == kinds
-    assert plain[8] == plain[None]
-    assert kept[8] < 0.6 * kept[None]  # GELU's input in 8 bits instead of 32
-
-
-def test_memory_of_saved_codes_alone() -> None:
-    """A model whose linear layers are plain has a report as well."""
-    model = Net()
-    hot.convert(model, filter_fn=lambda *_: False, saved=8)
-    with HotLoop(model, sgd(model), memory=True) as loop:
-        train(model, 1)
-    assert loop.memory is not None
-    assert loop.memory.after < loop.memory.before
-
-
-def test_memory_under_autocast() -> None:
-    """The report is made as the step ran."""
-    model = converted()
-    with HotLoop(model, sgd(model), memory=True) as loop:
-        optimizer = train.optimizers[0]
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = model(**batches(1)[0][0])["loss"]
-        loss.backward()
-        optimizer.step()
-    with torch.autocast("cpu", torch.bfloat16):
-        cast = hot.memory_report(model, batches(1)[0][0], None)
-    full = hot.memory_report(model, batches(1)[0][0], None)
-    assert loop.memory.before == cast.before != full.before
 
 
 def test_epochs_and_going_on() -> None:
     model = converted()
-    with HotLoop(model, sgd(model), warmup=2, unit="epoch", start=1) as loop:
+    with HotLoop(
+        model, sgd(model), schedule=paper.PrecisionSchedule(model, 2), unit="epoch", start=1
+    ) as loop:
         train(model, 1)
         assert bits(model) == {8}
         loop.end_epoch()
         assert bits(model) == {4}
-    with HotLoop(model, sgd(model), warmup=2, start=5) as loop:
+    with HotLoop(model, sgd(model), schedule=paper.PrecisionSchedule(model, 2), start=5) as loop:
         assert bits(model) == {4} and loop.steps == 5
-    schedule = hot.PrecisionSchedule(model, 1, bits=4, then_bits=None)
-    with HotLoop(model, sgd(model), warmup=schedule):
+    schedule = paper.PrecisionSchedule(model, 1, bits=4, then_bits=None)
+    with HotLoop(model, sgd(model), schedule=schedule):
         assert bits(model) == {4}
         train(model, 1)
         assert bits(model) == {8}
@@ -208,41 +155,35 @@ def test_epochs_and_going_on() -> None:
 def test_entered_again() -> None:
     """A schedule resumes."""
     model = converted()
-    for warmup in (2, hot.PrecisionSchedule(model, 2)):
-        loop = HotLoop(model, sgd(model), warmup=warmup)
-        with loop:
-            train(model, 1)
-        assert bits(model) == {8}
-        with loop:
-            train(model, 1)
-            assert bits(model) == {4} and loop.steps == 2
-        with loop:
-            assert bits(model) == {4}
-        assert no_trace(model)
+    loop = HotLoop(model, sgd(model), schedule=paper.PrecisionSchedule(model, 2))
+    with loop:
+        train(model, 1)
+    assert bits(model) == {8}
+    with loop:
+        train(model, 1)
+        assert bits(model) == {4} and loop.steps == 2
+    with loop:
+        assert bits(model) == {4}
+    assert no_trace(model)
 
 
 def test_compiled_model() -> None:
-    """Schedule and noise work; a warning says what a graph cannot measure."""
+    """Schedule and noise work."""
     model = converted()
     compiled = torch.compile(model, backend="eager")
-    loop = HotLoop(model, sgd(model), memory=True)
-    with loop, pytest.warns(UserWarning, match="no memory report: the step did not call the mod"):
-        compiled(**batches(1)[0][0])["loss"].backward()
-        train.optimizers[0].step()
-    assert loop.memory is None
-    model.zero_grad()
+    schedule = paper.PrecisionSchedule(model, 1)
     with HotLoop(
-        model, sgd(model), warmup=1, noise_every=2, noise_layers="body.0", memory=True
+        model, sgd(model), schedule=schedule, noise_every=2, noise_layers="body.0"
     ) as loop:
         train(compiled, 3)
         assert bits(model) == {4} and "hot/noise_gw/body.0" in loop.scalars
-    assert loop.memory is not None  # a step whose noise is measured runs eagerly
     assert no_trace(model)
 
 
 def test_an_error_leaves_no_trace() -> None:
     model = converted()
-    options: dict[str, Any] = {"warmup": 0, "accumulate": True, "noise_every": 1, "memory": True}
+    schedule = paper.PrecisionSchedule(model, 0)
+    options: dict[str, Any] = {"schedule": schedule, "accumulate": True, "noise_every": 1}
     with (
         pytest.raises(RuntimeError, match="mat1 and mat2"),
         HotLoop(model, sgd(model), **options),
@@ -258,16 +199,6 @@ def test_an_error_leaves_no_trace() -> None:
     assert no_trace(model)
 
 
-def test_no_memory_report_is_said() -> None:
-    model = converted()
-    sgd(model).register_step_pre_hook(lambda *_: model.eval() and None)
-    with (
-        pytest.warns(UserWarning, match="no memory report: model: in eval mode"),
-        HotLoop(model, train.optimizers[0], memory=True),
-    ):
-        train(model, 1)
-
-
 def test_bad_arguments() -> None:
     model = converted()
     optimizer = sgd(model)
@@ -277,8 +208,6 @@ def test_bad_arguments() -> None:
         HotLoop(model, model)
     with pytest.raises(ValueError, match="layers: 'x' matches none of"):
         HotLoop(model, optimizer, noise_every=1, noise_layers="x")
-    with pytest.raises(ValueError, match="model: no layer of it is converted"):
-        HotLoop(Net(), optimizer, warmup=1).__enter__()
     with pytest.raises(TypeError, match="log: int is no logger"):
         HotLoop(model, optimizer, log=3)
     with HotLoop(model, optimizer) as loop, pytest.raises(RuntimeError, match="entered already"):
@@ -321,7 +250,7 @@ def test_accelerate(tmp_path: Path) -> None:
     with HotLoop(
         model,
         optimizer,
-        warmup=2,
+        schedule=paper.PrecisionSchedule(model, 2),
         accumulate=True,
         noise_every=2,
         log=lambda scalars, step: logged.append(step),
@@ -367,9 +296,8 @@ def test_transformers_trainer(tmp_path: Path) -> None:
 
     callback = HotCallback.add_to(
         trainer,
-        warmup=2,
+        schedule=paper.PrecisionSchedule(model, 2),
         accumulate=True,
-        memory=True,
         noise_every=2,
         noise_layers=["body.0"],
     )
@@ -378,9 +306,6 @@ def test_transformers_trainer(tmp_path: Path) -> None:
     history = trainer.state.log_history
     assert [e["step"] for e in history if "hot/noise_gw/body.0" in e] == [1, 3]
     assert [e["hot/gx_bits"] for e in history if "hot/gx_bits" in e] == [8.0, 4.0]
-    (memory,) = [e for e in history if "hot/kept_mib" in e]
-    assert 0 < memory["hot/kept_mib"] < 0.4 * memory["hot/kept_plain_mib"]
-    assert memory["hot/kept_mib"] == callback.loop.memory.after / 2**20
 
 
 def test_transformers_checkpoint_and_error(tmp_path: Path) -> None:
@@ -388,12 +313,12 @@ def test_transformers_checkpoint_and_error(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, model, 2, save_strategy="steps", save_steps=2)
     from hotcore.integrations.transformers import HotCallback
 
-    trainer.add_callback(HotCallback(warmup=3))
+    trainer.add_callback(HotCallback(schedule=paper.PrecisionSchedule(model, 3)))
     trainer.train()
     seen: list[Any] = []
     model = converted()
     again = trainer_of(tmp_path, model, 4)
-    callback = HotCallback(warmup=3, accumulate=True)
+    callback = HotCallback(schedule=paper.PrecisionSchedule(model, 3), accumulate=True)
     again.add_callback(callback)
     model.body[0].register_forward_hook(lambda *_: seen.append(bits(model)))
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
@@ -473,9 +398,8 @@ def test_lightning(tmp_path: Path) -> None:
     model = converted(saved=8)
     module = module_of(pl, model)
     callback = HotCallback(
-        warmup=2,
+        schedule=paper.PrecisionSchedule(model, 2),
         accumulate=True,
-        memory=True,
         noise_every=2,
         noise_layers="model.body.0",
     )
@@ -488,19 +412,15 @@ def test_lightning(tmp_path: Path) -> None:
     loader = torch.utils.data.DataLoader(data(16 * MICRO * 4), batch_size=16)
     trainer.fit(module, loader)
     assert callback.loop.steps == trainer.global_step == 4 and no_trace(model)
-    assert module.calls == MICRO * 4 + 2  # once plain, once with HOT
     ours = [
         (step, set(found)) for step, found in logged if any(k.startswith("hot/") for k in found)
     ]
     noise = {f"hot/noise_{kind}/{of}" for kind in ("gw", "gx") for of in ("model.body.0", "all")}
     noise -= {"hot/noise_gx/model.body.0", "hot/noise_gx/all"}  # x is the data
     assert ours == [
-        (0, {"hot/kept_plain_mib", "hot/kept_mib"}),
         (1, noise | {"hot/gx_bits"}),
         (3, noise | {"hot/gx_bits"}),
     ]
-    report = callback.loop.memory
-    assert 0 < report.after < 0.4 * report.before
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -509,13 +429,15 @@ def test_lightning_checkpoint_error_and_manual(tmp_path: Path) -> None:
     from hotcore.integrations.lightning import HotCallback
 
     loader = torch.utils.data.DataLoader(data(64), batch_size=16)
-    trainer = lightning_trainer(pl, tmp_path, HotCallback(warmup=3), max_steps=2)
-    trainer.fit(module_of(pl, converted()), loader)
+    model = converted()
+    first = HotCallback(schedule=paper.PrecisionSchedule(model, 3))
+    trainer = lightning_trainer(pl, tmp_path, first, max_steps=2)
+    trainer.fit(module_of(pl, model), loader)
     trainer.save_checkpoint(tmp_path / "two.ckpt")
     model = converted()
     seen: list[set[int]] = []
     model.body[0].register_forward_hook(lambda *_: seen.append(bits(model)))
-    callback = HotCallback(warmup=3, accumulate=True)
+    callback = HotCallback(schedule=paper.PrecisionSchedule(model, 3), accumulate=True)
     trainer = lightning_trainer(pl, tmp_path, callback, max_steps=4)
     trainer.fit(module_of(pl, model), loader, ckpt_path=tmp_path / "two.ckpt")
     assert seen == [{8}, {4}]
@@ -528,8 +450,9 @@ def test_lightning_checkpoint_error_and_manual(tmp_path: Path) -> None:
         lightning_trainer(pl, tmp_path, callback, max_steps=4).fit(module_of(pl, model), loader)
     failing.remove()
     assert accumulation.current() is None and bits(model) == {8}
-    manual = HotCallback(warmup=1, memory=True)
+    model = converted()
+    manual = HotCallback(schedule=paper.PrecisionSchedule(model, 1))
     trainer = lightning_trainer(pl, tmp_path, manual, max_steps=2)
-    with pytest.warns(UserWarning, match="no memory report under manual optimization"):
-        trainer.fit(module_of(pl, converted(), manual=True), loader)
-    assert manual.loop.steps == 2 and manual.loop.memory is None
+    trainer.fit(module_of(pl, model, manual=True), loader)
+    assert manual.loop.steps == 2
+    assert manual.loop.steps == 2

@@ -19,7 +19,7 @@ class HotCallback(_TrainerCallback):  # type: ignore[misc]
 
         hot.convert(model, "default")
         trainer = Trainer(model, arguments, train_dataset=data)
-        HotCallback.add_to(trainer, warmup=1000, noise_every=100)
+        HotCallback.add_to(trainer, accumulate=True, noise_every=100)
         trainer.train()
 
     A run that resumes from a checkpoint also resumes the schedule. If an error ends the training,

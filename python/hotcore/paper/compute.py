@@ -20,13 +20,21 @@ import torch
 from torch import nn
 
 from ..config import TOKEN_STORAGES, ConfigLike, HotConfig, as_config
-from . import probe
-from .conv import settings
-from .convert import decide
-from .plan import matplotlib_figure
-from .probe import preserve_state
-from .report import aligned
-from .selection import Filter, candidates, features_of, is_8bit, is_frozen, pointwise_of, weights_of
+from ..torch import probe
+from ..torch.conv import settings
+from ..torch.convert import decide
+from ..torch.plan import matplotlib_figure
+from ..torch.probe import preserve_state
+from ..torch.report import aligned
+from ..torch.selection import (
+    Filter,
+    candidates,
+    features_of,
+    is_8bit,
+    is_frozen,
+    pointwise_of,
+    weights_of,
+)
 
 FULL_PRECISION = "full precision"
 RIVALS = ("LBP-WHT", "LUQ", "naive INT4")
@@ -169,13 +177,14 @@ def compute_report(
     formulas stand at :func:`backward_bops`.
 
     Args:
-        model: plain, or converted by :func:`convert` and then counted as it is; not changed.
+        model: plain, or converted by :func:`hotcore.torch.convert` and then counted as it is; not
+            changed.
         inputs: a Tensor, a tuple of positional arguments or a dict of keyword arguments.
         config: configuration for a plain model.
-        filter_fn: as for :func:`convert`. ``lambda module, name: True`` counts every layer that
-            HOT supports, as the paper does.
-        overrides: as for :func:`convert`.
-        slower: as for :func:`convert`.
+        filter_fn: as for ``convert``, like the next two. ``lambda module, name: True`` counts every
+            layer that HOT supports, as the paper does.
+        overrides: as for ``convert``.
+        slower: as for ``convert``.
 
     Returns:
         A :class:`ComputeReport`.

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from .. import functions
 from ..config import ConfigLike, HotConfig, Key, Rounding, as_config
 from ..functions import Granularity
-from .conv import settings
-from .convert import decide
-from .plan import GW_SCALES, GX_SCALES, LayerPlan, Plan
-from .probe import preserve_state
-from .report import listed
-from .selection import Filter, is_8bit, pointwise_of
+from ..torch.conv import settings
+from ..torch.convert import decide
+from ..torch.plan import GW_SCALES, GX_SCALES, LayerPlan, Plan
+from ..torch.probe import preserve_state
+from ..torch.report import listed
+from ..torch.selection import Filter, is_8bit, pointwise_of
 
 PATTERN_SIZE = 32
 """Rows and columns of a stored outlier pattern."""
@@ -47,8 +47,9 @@ def calibrate(
     """Measure the error of coarse and fine scales of g_y for every layer, and choose.
 
     Runs forward and backward on every batch (a few are enough); a plain model has plain gradients.
-    For each layer that :func:`convert` would convert, or has converted, g_y is quantised with each
-    choice; convolutions other than 1x1 are left out, since their backward quantises no g_y. The
+    For each layer that :func:`hotcore.torch.convert` would convert, or has converted, g_y is
+    quantised with each choice; convolutions other than 1x1 are left out, since their backward
+    quantises no g_y. The
     error of g_x and g_w is measured against the same product of the unquantised g_y: the
     transformed g_y for g_x, and for g_w the g_y projected on the basis of ``config``, so that the
     loss of rank does not count. The fine scale is chosen where it cuts the squared error by
@@ -59,12 +60,12 @@ def calibrate(
         batches: arguments of ``loss_fn``, one batch each.
         loss_fn: ``loss_fn(model, batch)`` -> loss, a scalar.
         config: bits, blocks, basis and rounding of the measurement.
-        filter_fn: which layers of a plain model, as for :func:`convert`.
+        filter_fn: which layers of a plain model, as for :func:`hotcore.torch.convert`.
         gw_fine: the finer choice for g_w: ``"token"`` (the paper's) or ``"channel"`` (as cheap as
             ``"tensor"`` in hotcore's products); None: ``"channel"`` where ``config`` has it.
         gain: share of the squared error that the finer scale has to save.
         seed: seed of the measured rounding.
-        slower: as for :func:`convert`.
+        slower: as for :func:`hotcore.torch.convert`.
 
     Returns:
         A :class:`Plan`.
