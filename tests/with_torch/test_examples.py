@@ -137,9 +137,9 @@ def test_pretrain_gpt(
 
 def test_paper(main: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("sklearn")
-    losses = main("paper", "--steps", "60")
+    losses = main("paper", "--steps", "100")
     assert "of 8 layers over 2 batches" in capsys.readouterr().out
-    assert losses["fp32"] < 2 and losses["published"] < 2.2  # ln 10 = 2.30
+    assert losses["fp32"] < 1.9 and losses["published"] < 1.9  # 2.30 at first
     assert losses["published"] != losses["fp32"]
 
 
