@@ -219,7 +219,10 @@ for _ in range(2):
         model(torch.ones(16, 48)).square().mean().backward()
     optimizer.step()
 path = sys.argv[1]
-paper.calibrate(model, [torch.ones(16, 48)], lambda m, b: m(b).square().mean()).save(path)
+scales = paper.calibrate(model, [torch.ones(16, 48)], lambda m, b: m(b).square().mean())
+print(scales, file=sys.stderr)
+plan = hot.autotune(hot.revert(model), torch.ones(16, 48), rounds=5, filter_fn=lambda *_: True)
+plan.save(path)
 hot.Plan.load(path)
 print("done")
 """

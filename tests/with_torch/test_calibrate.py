@@ -1,13 +1,11 @@
-"""calibrate and Plan: measured errors, the choice, saving, applying, refusing."""
+"""paper.calibrate and its Selection: measured errors, the choice, applying, refusing."""
 
 from __future__ import annotations
 
 import builtins
 import copy
 import dataclasses
-import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +15,7 @@ torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from hotcore import paper  # noqa: E402
-from hotcore.torch.plan import LayerPlan  # noqa: E402
+from hotcore.paper.lqs import LayerErrors, Selection  # noqa: E402
 from torch import nn  # noqa: E402
 
 
@@ -45,7 +43,7 @@ def batches(rng: np.random.Generator) -> list[torch.Tensor]:
 
 
 @pytest.fixture
-def plan(batches: list[torch.Tensor]) -> hot.Plan:
+def plan(batches: list[torch.Tensor]) -> Selection:
     return paper.calibrate(Net(), batches, loss_of)
 
 
@@ -61,13 +59,13 @@ class Weighted(nn.Module):
         return (self.layer(x) * self.gy).sum()
 
 
-def calibrated(gy: torch.Tensor, **options: object) -> LayerPlan:
+def calibrated(gy: torch.Tensor, **options: object) -> LayerErrors:
     x = torch.randn(gy.shape[0], 64)
     (layer,) = paper.calibrate(Weighted(gy), [x], lambda m, b: m(b), **options).layers
     return layer
 
 
-def test_layers_are_those_that_convert_takes(plan: hot.Plan) -> None:
+def test_layers_are_those_that_convert_takes(plan: Selection) -> None:
     assert [layer.name for layer in plan.layers] == ["up", "down"]
     assert plan.batches == 2
     assert plan.config == HotConfig.recipe("paper")
@@ -198,13 +196,10 @@ def test_conv1d_of_transformers(rng: np.random.Generator) -> None:
     ]
 
 
-def test_plan_is_applied(plan: hot.Plan) -> None:
-    plan = plan.override("up", basis="sketch", rank=4).override("down", gx_bits=8)
+def test_selection_is_applied(plan: Selection) -> None:
     model = Net()
     hot.convert(model, "paper", overrides=plan.overrides("paper", model))
     assert model.up.config == plan.overrides("paper")["up"]
-    assert (model.up.config.basis, model.up.config.rank) == ("sketch", 4)
-    assert (model.down.config.basis, model.down.config.gx_bits) == ("lowpass", 8)
     assert model.down.config.gx_scale == plan.layers[1].fields["gx_scale"]
     # Without the model at hand, convert itself finds that nothing matches.
     with pytest.raises(ValueError, match="up"):
@@ -226,7 +221,7 @@ def test_converted_model_and_filter(batches: list[torch.Tensor]) -> None:
     assert [layer.name for layer in plan.layers] == ["head"]
 
 
-def test_overrides(plan: hot.Plan) -> None:
+def test_overrides(plan: Selection) -> None:
     config = HotConfig.recipe("paper", gx_bits=8)
     overrides = plan.overrides(config, Net())
     assert list(overrides) == ["up", "down"]
@@ -234,122 +229,14 @@ def test_overrides(plan: hot.Plan) -> None:
         assert overrides[layer.name] == dataclasses.replace(config, **layer.fields)
 
 
-def test_rank_and_basis_by_layer(plan: hot.Plan) -> None:
-    changed = plan.override("d*", basis="sketch", rank=4)
-    assert changed.overrides()["down"].basis == "sketch"
-    assert changed.overrides()["down"].rank == 4
-    assert changed.overrides()["up"] == plan.overrides()["up"]
-    assert plan.overrides()["down"].basis == "lowpass"  # the plan itself is frozen
-    with pytest.raises(ValueError, match=r"pattern: 'x\*' matches none of up, down"):
-        plan.override("x*", rank=4)
-    with pytest.raises(ValueError, match="fields: HotConfig has no field 'ranks'"):
-        plan.override("down", ranks=4)
-    with pytest.raises(ValueError, match="rank: 17"):
-        plan.override("down", rank=17)
-
-
-def test_frozen(plan: hot.Plan) -> None:
+def test_frozen(plan: Selection) -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         plan.batches = 3
     with pytest.raises(TypeError):
         plan.layers[0].gx_error["row"] = 0.0
 
 
-def test_save_and_load(plan: hot.Plan, tmp_path: Path) -> None:
-    plan = plan.override("up", basis="lowpass", rows=(0, 1, 2))
-    path = tmp_path / "plan.json"
-    plan.save(path)
-    loaded = hot.Plan.load(path)
-    assert loaded.overrides() == plan.overrides()
-    assert loaded.layers[0].gw_error == plan.layers[0].gw_error
-    assert loaded.config == plan.config
-    pattern = np.array(plan.layers[0].pattern)
-    np.testing.assert_allclose(np.array(loaded.layers[0].pattern), pattern, rtol=0.01)
-    assert str(loaded) == str(plan)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"), [("{", "no JSON"), ("[]", "is no plan"), ('{"format": 1}', "is no plan")]
-)
-def test_load_something_else(text: str, message: str, tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=message):
-        hot.Plan.load(path)
-
-
-def spoil(content: Any, path: str, value: Any) -> None:
-    """Put ``value`` at ``path`` ("layers.0.name"); an Ellipsis takes it out."""
-    *way, last = (int(step) if step.isdigit() else step for step in path.split("."))
-    for step in way:
-        content = content[step]
-    if value is ...:
-        del content[last]
-    else:
-        content[last] = value
-
-
-@pytest.mark.parametrize(
-    ("path", "value", "message"),
-    [
-        ("speed", 1, "unknown field 'speed'"),
-        ("objective", "time", "unknown field 'objective'"),  # of the other format
-        ("config", ..., "'config' is missing"),
-        ("config", [], "config: expected an object, got a list"),
-        ("config.rank", 400000000000, "config: rank: 400000000000 does not fit"),
-        ("config.speed", 1, "config: HotConfig has no field 'speed'"),
-        ("batches", True, "batches: expected an integer, got a bool"),
-        ("batches", -1, "batches: -1 is negative"),
-        ("layers", {}, "layers: expected a list, got an object"),
-        ("layers.0", 5, r"layers\[0\]: expected a JSON object, got an integer"),
-        ("layers.0.name", None, r"layers\[0\]: name: expected a text, got null"),
-        ("layers.0.speed", 1, r"layers\[0\]: unknown field 'speed'"),
-        ("layers.0.gx_error.row", ..., "gx_error: 'row' is missing"),
-        ("layers.0.gx_error.row", "0", "gx_error: row: expected an integer or a number"),
-        ("layers.0.gw_error.token", -1.0, "gw_error: token: -1.0 is negative"),
-        ("layers.0.fields", {"speed": 1}, "HotConfig has no field 'speed'"),
-        ("layers.0.fields", {"gx_bits": 5}, "fields: gx_bits: 5"),
-        ("layers.0.fields", {"gx_bits": "8"}, "fields: gx_bits: expected an int"),
-        ("layers.0.pattern", [[1.0], [1.0, 2.0]], "pattern: its rows differ"),
-        ("layers.0.pattern", [["x"]], "pattern: expected an integer or a number, got a text"),
-        ("layers.0.pattern", [[[[[[[[[[[[[[[[[]]]]]]]]]]]]]]]]], "nested deeper than 16"),
-    ],
-)
-def test_load_is_strict(
-    plan: hot.Plan, path: str, value: Any, message: str, tmp_path: Path
-) -> None:
-    file = tmp_path / "plan.json"
-    plan.save(file)
-    content = json.loads(file.read_text())
-    spoil(content, path, value)
-    file.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=message) as raised:
-        hot.Plan.load(file)
-    assert str(raised.value).startswith(f"path: {file}")
-
-
-def test_load_has_limits(plan: hot.Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "plan.json"
-    plan.save(file)
-    size = file.stat().st_size
-    monkeypatch.setattr("hotcore._strict_json.MAX_FILE_BYTES", size)
-    assert hot.Plan.load(file).config == plan.config
-    monkeypatch.setattr("hotcore._strict_json.MAX_FILE_BYTES", size - 1)
-    with pytest.raises(ValueError, match=f"larger than {size - 1} bytes"):
-        hot.Plan.load(file)
-    file.write_text("kept")
-    with pytest.raises(ValueError, match=f"plan: .* make {size} bytes"):
-        plan.save(file)
-    assert file.read_text() == "kept"
-    file.write_bytes(b"\xff")
-    with pytest.raises(ValueError, match="is no JSON"):
-        hot.Plan.load(file)
-    file.write_text('{"format": "hotcore plan 1", "format": "hotcore plan 1"}')
-    with pytest.raises(ValueError, match="'format' occurs twice"):
-        hot.Plan.load(file)
-
-
-def test_plan_for_another_model(plan: hot.Plan) -> None:
+def test_plan_for_another_model(plan: Selection) -> None:
     other = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     with pytest.raises(
         ValueError, match=r"another model; 2 of its 2 layers .*: up, down \(.* 0, 1"
@@ -357,7 +244,7 @@ def test_plan_for_another_model(plan: hot.Plan) -> None:
         plan.overrides("paper", other)
 
 
-def test_table(plan: hot.Plan) -> None:
+def test_table(plan: Selection) -> None:
     lines = str(plan).splitlines()
     assert lines[0].split("  ")[0] == "layer"
     assert [line.split()[0] for line in lines[1:3]] == ["up", "down"]
@@ -378,7 +265,7 @@ def test_pattern_shows_outlier_tokens(rng: np.random.Generator) -> None:
     assert pattern.max() == gy.max()
 
 
-def test_plot(plan: hot.Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plot(plan: Selection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     plan.plot(tmp_path / "plan.png")
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
@@ -415,10 +302,3 @@ def test_bad_arguments(batches: list[torch.Tensor]) -> None:
         paper.calibrate(Net(), batches, loss_of, gain=1.5)
     with pytest.raises(ValueError, match="no "):
         paper.calibrate(nn.ReLU(), batches, loss_of)
-
-
-def test_json_is_readable(plan: hot.Plan, tmp_path: Path) -> None:
-    plan.save(tmp_path / "plan.json")
-    content = json.loads((tmp_path / "plan.json").read_text())
-    assert content["format"] == "hotcore plan 1"
-    assert [layer["name"] for layer in content["layers"]] == ["up", "down"]

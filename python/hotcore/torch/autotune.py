@@ -125,7 +125,7 @@ def autotune(
     how = "compiled" if options is not None else "eager"
     machine = f"{_device_name(device)}, torch {torch.__version__}, {how}, {words}"
     base = next(iter(configs.values()))
-    return Plan(tuple(plans), base, 0, objective, machine, steps)
+    return Plan(tuple(plans), base, objective, machine, steps)
 
 
 # ---- Measured configurations and layers ----
