@@ -167,7 +167,7 @@ def test_attention_by_projection() -> None:
     }  # fmt: skip
 
 
-def test_report_as_text_json_and_plot(tmp_path: Path) -> None:
+def test_report_as_text() -> None:
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(45)), nn.Linear(64, 256))
     report = paper.compute_report(model, torch.randn(8, 64), filter_fn=everything)
     text = str(report)
@@ -175,12 +175,6 @@ def test_report_as_text_json_and_plot(tmp_path: Path) -> None:
     assert f"{report.backward('LUQ') / 1e9:.4g}" in text
     share = report.backward("default") / report.backward()
     assert f"{share:.3f}" in next(line for line in text.splitlines() if "of full" in line)
-    found = json.loads(report.to_json())
-    assert found["backward"]["HOT"] == report.backward("HOT") and len(found["layers"]) == 46
-    assert found["forward"] == report.forward
-    pytest.importorskip("matplotlib")
-    report.plot(tmp_path / "compute.png")
-    assert (tmp_path / "compute.png").stat().st_size > 1000
 
 
 def test_errors() -> None:

@@ -456,7 +456,7 @@ def test_copies() -> None:
     for again in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert torch.equal(again(x), layer(x))
     assert "forward='int8'" in repr(layer)
-    assert torch.equal(layer.to_linear()(x), plain(x))
+    assert torch.equal(layer.to_plain()(x), plain(x))
 
 
 # ------------------------------------------------------------------------- Checkpoints and policies

@@ -13,7 +13,6 @@ from support import without_broken_torchvision
 
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402
-from hotcore import paper  # noqa: E402
 from hotcore.integrations import HotLoop, scalar_logger  # noqa: E402
 from hotcore.torch import accumulation  # noqa: E402
 from torch import nn  # noqa: E402
@@ -62,10 +61,6 @@ def batches(steps: int) -> list[list[dict[str, torch.Tensor]]]:
     ]
 
 
-def bits(model: nn.Module) -> set[int]:
-    return {m.config.gx_bits for m in model.modules() if isinstance(m, hot.HotLinear)}
-
-
 def train(model: nn.Module, steps: int, seen: list | None = None) -> torch.optim.Optimizer:
     """A loop without any code for HOT."""
     optimizer = next(iter(train.optimizers))
@@ -74,7 +69,7 @@ def train(model: nn.Module, steps: int, seen: list | None = None) -> torch.optim
         for micro in step:
             model(**micro)["loss"].backward()
             if seen is not None:
-                seen.append((bits(model), accumulation.current() is not None))
+                seen.append(accumulation.current() is not None)
         optimizer.step()
         optimizer.zero_grad()
     return optimizer
@@ -86,22 +81,21 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def no_trace(model: nn.Module) -> bool:
-    """Whether a loop has left no hooks, no accumulation and no schedule's bits."""
+    """Whether a loop has left no hooks and no accumulation."""
     hooks = any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-    return not hooks and accumulation.current() is None and bits(model) == {8}
+    return not hooks and accumulation.current() is None
 
 
 # ---- By hand ----
 
 
-def test_schedule_accumulation_and_noise() -> None:
+def test_accumulation_and_noise() -> None:
     model = converted()
     logged: list[tuple[int, dict]] = []
-    seen: list[tuple] = []
+    seen: list[bool] = []
     loop = HotLoop(
         model,
         sgd(model),
-        schedule=paper.PrecisionSchedule(model, 2),
         accumulate=True,
         noise_every=3,
         noise_layers="body.2",
@@ -110,16 +104,10 @@ def test_schedule_accumulation_and_noise() -> None:
     assert no_trace(model)  # before it is entered
     with loop:
         train(model, 4, seen)
-    assert seen == [({8}, True)] * 4 + [({4}, True)] * 4
+    assert seen == [True] * 8
     assert no_trace(model)
     noise = {f"hot/noise_{kind}/{of}" for kind in ("gw", "gx") for of in ("body.2", "all")}
-    assert [(step, set(scalars)) for step, scalars in logged] == [
-        (1, noise | {"hot/gx_bits"}),
-        (3, {"hot/gx_bits"}),
-        (4, noise),
-    ]
-    assert [scalars.get("hot/gx_bits") for _, scalars in logged] == [8.0, 4.0, None]
-    assert logged[2][1]["hot/noise_gx/body.2"] > 10 * logged[0][1]["hot/noise_gx/body.2"]
+    assert [(step, set(scalars)) for step, scalars in logged] == [(1, noise), (4, noise)]
 
 
 def test_measuring_changes_nothing() -> None:
@@ -134,56 +122,31 @@ def test_measuring_changes_nothing() -> None:
         assert torch.equal(ours, other)
 
 
-def test_epochs_and_going_on() -> None:
+def test_entered_again_and_going_on() -> None:
     model = converted()
-    with HotLoop(
-        model, sgd(model), schedule=paper.PrecisionSchedule(model, 2), unit="epoch", start=1
-    ) as loop:
-        train(model, 1)
-        assert bits(model) == {8}
-        loop.end_epoch()
-        assert bits(model) == {4}
-    with HotLoop(model, sgd(model), schedule=paper.PrecisionSchedule(model, 2), start=5) as loop:
-        assert bits(model) == {4} and loop.steps == 5
-    schedule = paper.PrecisionSchedule(model, 1, bits=4, then_bits=None)
-    with HotLoop(model, sgd(model), schedule=schedule):
-        assert bits(model) == {4}
-        train(model, 1)
-        assert bits(model) == {8}
-
-
-def test_entered_again() -> None:
-    """A schedule resumes."""
-    model = converted()
-    loop = HotLoop(model, sgd(model), schedule=paper.PrecisionSchedule(model, 2))
-    with loop:
-        train(model, 1)
-    assert bits(model) == {8}
-    with loop:
-        train(model, 1)
-        assert bits(model) == {4} and loop.steps == 2
-    with loop:
-        assert bits(model) == {4}
-    assert no_trace(model)
+    steps: list[int] = []
+    loop = HotLoop(
+        model, sgd(model), noise_every=1, start=5, log=lambda scalars, step: steps.append(step)
+    )
+    for _ in range(2):
+        with loop:
+            train(model, 1)
+        assert no_trace(model)
+    assert loop.steps == 7 and steps == [6, 7]
 
 
 def test_compiled_model() -> None:
-    """Schedule and noise work."""
     model = converted()
     compiled = torch.compile(model, backend="eager")
-    schedule = paper.PrecisionSchedule(model, 1)
-    with HotLoop(
-        model, sgd(model), schedule=schedule, noise_every=2, noise_layers="body.0"
-    ) as loop:
+    with HotLoop(model, sgd(model), noise_every=2, noise_layers="body.0") as loop:
         train(compiled, 3)
-        assert bits(model) == {4} and "hot/noise_gw/body.0" in loop.scalars
+        assert "hot/noise_gw/body.0" in loop.scalars
     assert no_trace(model)
 
 
 def test_an_error_leaves_no_trace() -> None:
     model = converted()
-    schedule = paper.PrecisionSchedule(model, 0)
-    options: dict[str, Any] = {"schedule": schedule, "accumulate": True, "noise_every": 1}
+    options: dict[str, Any] = {"accumulate": True, "noise_every": 1}
     with (
         pytest.raises(RuntimeError, match="mat1 and mat2"),
         HotLoop(model, sgd(model), **options),
@@ -202,8 +165,6 @@ def test_an_error_leaves_no_trace() -> None:
 def test_bad_arguments() -> None:
     model = converted()
     optimizer = sgd(model)
-    with pytest.raises(ValueError, match="unit: 'batch' is not one of"):
-        HotLoop(model, optimizer, unit="batch")
     with pytest.raises(TypeError, match="optimizer: expected a torch.optim.Optimizer, got Net"):
         HotLoop(model, model)
     with pytest.raises(ValueError, match="layers: 'x' matches none of"):
@@ -250,7 +211,6 @@ def test_accelerate(tmp_path: Path) -> None:
     with HotLoop(
         model,
         optimizer,
-        schedule=paper.PrecisionSchedule(model, 2),
         accumulate=True,
         noise_every=2,
         log=lambda scalars, step: logged.append(step),
@@ -260,7 +220,7 @@ def test_accelerate(tmp_path: Path) -> None:
                 accelerator.backward(model(**micro)["loss"])
                 optimizer.step()
                 optimizer.zero_grad()
-        assert loop.steps == 3 and bits(model) == {4}
+        assert loop.steps == 3
     assert logged == [1, 3] and no_trace(model)
 
 
@@ -296,7 +256,6 @@ def test_transformers_trainer(tmp_path: Path) -> None:
 
     callback = HotCallback.add_to(
         trainer,
-        schedule=paper.PrecisionSchedule(model, 2),
         accumulate=True,
         noise_every=2,
         noise_layers=["body.0"],
@@ -305,7 +264,6 @@ def test_transformers_trainer(tmp_path: Path) -> None:
     assert callback.loop.steps == 4 and no_trace(model)
     history = trainer.state.log_history
     assert [e["step"] for e in history if "hot/noise_gw/body.0" in e] == [1, 3]
-    assert [e["hot/gx_bits"] for e in history if "hot/gx_bits" in e] == [8.0, 4.0]
 
 
 def test_transformers_checkpoint_and_error(tmp_path: Path) -> None:
@@ -313,18 +271,15 @@ def test_transformers_checkpoint_and_error(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, model, 2, save_strategy="steps", save_steps=2)
     from hotcore.integrations.transformers import HotCallback
 
-    trainer.add_callback(HotCallback(schedule=paper.PrecisionSchedule(model, 3)))
+    trainer.add_callback(HotCallback(noise_every=1, noise_layers="body.0"))
     trainer.train()
-    seen: list[Any] = []
     model = converted()
     again = trainer_of(tmp_path, model, 4)
-    callback = HotCallback(schedule=paper.PrecisionSchedule(model, 3), accumulate=True)
+    callback = HotCallback(noise_every=1, noise_layers="body.0", accumulate=True)
     again.add_callback(callback)
-    model.body[0].register_forward_hook(lambda *_: seen.append(bits(model)))
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert seen == [{8}] * MICRO + [{4}] * MICRO  # the third step, the fourth
-    entries = [e for e in again.state.log_history if "hot/gx_bits" in e]  # without add_to, too
-    assert entries == [{"hot/gx_bits": b, "step": s} for s, b in ((1, 8.0), (3, 8.0), (4, 4.0))]
+    entries = [e for e in again.state.log_history if "hot/noise_gw/body.0" in e]  # without add_to
+    assert [e["step"] for e in entries] == [1, 2, 3, 4] and callback.loop.steps == 4
 
     def fails(*_: Any) -> None:
         raise RuntimeError("on purpose")
@@ -335,7 +290,7 @@ def test_transformers_checkpoint_and_error(tmp_path: Path) -> None:
     handle.remove()
     assert accumulation.current() is not None
     callback.close()
-    assert accumulation.current() is None and bits(model) == {8}
+    assert accumulation.current() is None
     with pytest.raises(TypeError, match="no option warm_up; expected some of accumulate, "):
         HotCallback(warm_up=3)
 
@@ -398,7 +353,6 @@ def test_lightning(tmp_path: Path) -> None:
     model = converted(saved=8)
     module = module_of(pl, model)
     callback = HotCallback(
-        schedule=paper.PrecisionSchedule(model, 2),
         accumulate=True,
         noise_every=2,
         noise_layers="model.body.0",
@@ -418,8 +372,8 @@ def test_lightning(tmp_path: Path) -> None:
     noise = {f"hot/noise_{kind}/{of}" for kind in ("gw", "gx") for of in ("model.body.0", "all")}
     noise -= {"hot/noise_gx/model.body.0", "hot/noise_gx/all"}  # x is the data
     assert ours == [
-        (1, noise | {"hot/gx_bits"}),
-        (3, noise | {"hot/gx_bits"}),
+        (1, noise),
+        (3, noise),
     ]
 
 
@@ -430,17 +384,14 @@ def test_lightning_checkpoint_error_and_manual(tmp_path: Path) -> None:
 
     loader = torch.utils.data.DataLoader(data(64), batch_size=16)
     model = converted()
-    first = HotCallback(schedule=paper.PrecisionSchedule(model, 3))
-    trainer = lightning_trainer(pl, tmp_path, first, max_steps=2)
+    trainer = lightning_trainer(pl, tmp_path, HotCallback(), max_steps=2)
     trainer.fit(module_of(pl, model), loader)
     trainer.save_checkpoint(tmp_path / "two.ckpt")
     model = converted()
-    seen: list[set[int]] = []
-    model.body[0].register_forward_hook(lambda *_: seen.append(bits(model)))
-    callback = HotCallback(schedule=paper.PrecisionSchedule(model, 3), accumulate=True)
+    callback = HotCallback(accumulate=True)
     trainer = lightning_trainer(pl, tmp_path, callback, max_steps=4)
     trainer.fit(module_of(pl, model), loader, ckpt_path=tmp_path / "two.ckpt")
-    assert seen == [{8}, {4}]
+    assert callback.loop.steps == 4
 
     def fails(*_: Any) -> None:
         raise RuntimeError("on purpose")
@@ -449,9 +400,9 @@ def test_lightning_checkpoint_error_and_manual(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="on purpose"):
         lightning_trainer(pl, tmp_path, callback, max_steps=4).fit(module_of(pl, model), loader)
     failing.remove()
-    assert accumulation.current() is None and bits(model) == {8}
+    assert accumulation.current() is None
     model = converted()
-    manual = HotCallback(schedule=paper.PrecisionSchedule(model, 1))
+    manual = HotCallback(accumulate=True)
     trainer = lightning_trainer(pl, tmp_path, manual, max_steps=2)
     trainer.fit(module_of(pl, model, manual=True), loader)
     assert manual.loop.steps == 2

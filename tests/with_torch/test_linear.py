@@ -406,7 +406,7 @@ def test_from_linear_keeps_everything() -> None:
     handle.remove()
     module(torch.randn(2, 40))
     assert seen == ["hook"]
-    back = module.to_linear()
+    back = module.to_plain()
     assert type(back) is nn.Linear and back.weight is plain.weight
     assert "config" not in back.__dict__
     assert module.config is not None  # the HotLinear is as it was

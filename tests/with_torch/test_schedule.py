@@ -128,3 +128,17 @@ def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match="no layer of it is converted"):
         paper.PrecisionSchedule(hot.revert(model), 1)
     assert configs(converted()) == [HotConfig.recipe("fast"), HotConfig(gx_bits=4)]
+
+
+def test_an_optimizer_drives_it() -> None:
+    """As inside a trainer, which owns the loop (docs/paper.md)."""
+    model = converted()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = paper.PrecisionSchedule(model, 2)
+    optimizer.register_step_post_hook(lambda *_: schedule.step())
+    seen = []
+    for _ in range(3):
+        seen.append({config.gx_bits for config in configs(model)})
+        model(torch.randn(64, 64)).square().sum().backward()
+        optimizer.step()
+    assert seen == [{8}, {8}, {4}] and schedule.count == 3

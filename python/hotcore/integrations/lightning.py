@@ -31,8 +31,7 @@ class HotCallback(_callback_class()):  # type: ignore[misc]
         trainer = Trainer(callbacks=[HotCallback(accumulate=True, noise_every=100)])
         trainer.fit(module, data)
 
-    Steps of the first optimizer count. A run that resumes from a checkpoint also resumes the
-    schedule.
+    Steps of the first optimizer count.
 
     Args:
         **options: options of :class:`~hotcore.integrations.HotLoop`, except ``start``. Without
@@ -51,18 +50,12 @@ class HotCallback(_callback_class()):  # type: ignore[misc]
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Enter the loop."""
         options = dict(self._options)
-        epochs = options.get("unit") == "epoch"
-        options["start"] = trainer.current_epoch if epochs else trainer.global_step
+        options["start"] = trainer.global_step
         if options.get("log") is None:
             loggers = [scalar_logger(logger) for logger in trainer.loggers]
             options["log"] = lambda scalars, step: [log(scalars, step) for log in loggers]
         self.loop = HotLoop(pl_module, trainer.optimizers[0], **options)
         self.loop.__enter__()
-
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Count the epoch."""
-        if self.loop is not None:
-            self.loop.end_epoch()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Leave the loop."""

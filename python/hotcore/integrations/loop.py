@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, Literal, Protocol
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -14,32 +14,8 @@ import hotcore.torch as hot
 Scalars = Mapping[str, float]
 
 
-class Schedule(Protocol):
-    """What changes the layers' configurations in time: a context whose ``step()`` is counted."""
-
-    @property
-    def bits(self) -> int | None:
-        """Bits of g_x now; None: not set by the schedule."""
-
-    @property
-    def count(self) -> int:
-        """Number of steps."""
-
-    def step(self) -> None:
-        """Count one step."""
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on at ``state["count"]``."""
-
-    def __enter__(self) -> object:
-        """Begin."""
-
-    def __exit__(self, *error: Any) -> None:
-        """Restore the layers' own configurations."""
-
-
 class HotLoop:
-    """A schedule of configurations, shared micro-batches and the noise monitor.
+    """Shared micro-batches and the noise monitor, driven by the optimizer.
 
     ::
 
@@ -47,20 +23,16 @@ class HotLoop:
         with HotLoop(model, optimizer, accumulate=True, noise_every=100, log=writer):
             ...  # the loop as it is, with accelerate, Fabric or neither
 
-    A hook counts the optimizer's steps; the loop only calls :meth:`end_epoch` if
-    ``unit="epoch"``. Steps that a GradScaler skips do not count.
+    A hook counts the optimizer's steps; steps that a GradScaler skips do not count.
 
     Args:
         model: a converted model, or a DistributedDataParallel around it.
         optimizer: the optimizer whose steps count, or accelerate's wrapper around it.
-        schedule: a :class:`hotcore.paper.PrecisionSchedule` or anything with its methods. Leaving
-            restores the layers' own configurations. None: they do not change.
-        unit: unit of the schedule, ``"step"`` or ``"epoch"``.
         accumulate: :func:`hotcore.torch.gradient_accumulation` around the whole loop.
         noise_every: steps between measurements of the noise to gradient ratio; 0: none.
         noise_layers: name patterns of the layers to measure.
         log: target of scalars, see :func:`scalar_logger`. None: no logging.
-        start: steps (or epochs) trained before, for a run that resumes.
+        start: steps trained before, for a run that resumes: the log goes on from there.
 
     Raises:
         ValueError: a bad argument, or no converted layer matches ``noise_layers``.
@@ -74,8 +46,6 @@ class HotLoop:
         model: nn.Module,
         optimizer: Optimizer,
         *,
-        schedule: Schedule | None = None,
-        unit: Literal["step", "epoch"] = "step",
         accumulate: bool = False,
         noise_every: int = 0,
         noise_layers: str | Sequence[str] = "*",
@@ -85,20 +55,15 @@ class HotLoop:
         """Check the arguments; nothing changes before the loop is entered."""
         if isinstance(model, nn.parallel.DistributedDataParallel):
             model = model.module
-        if unit not in ("step", "epoch"):
-            raise ValueError(f"unit: {unit!r} is not one of 'step', 'epoch'")
         optimizer = getattr(optimizer, "optimizer", optimizer)
         if not isinstance(optimizer, Optimizer):
             kind = type(optimizer).__name__
             raise TypeError(f"optimizer: expected a torch.optim.Optimizer, got {kind}")
         self._model, self._optimizer = model, optimizer
-        self.schedule, self._unit = schedule, unit
         self._accumulate = accumulate
         self._noise = hot.NoiseMonitor(model, noise_every, noise_layers) if noise_every else None
         self._log = scalar_logger(log)
-        self._count = start  # in units of the schedule
-        self._steps = start if unit == "step" else 0
-        self._bits: int | None = None
+        self._steps = start
         self._stack: ExitStack | None = None
         self.scalars: dict[str, float] = {}
         """The scalars that were logged last."""
@@ -108,9 +73,6 @@ class HotLoop:
         if self._stack is not None:
             raise RuntimeError("HotLoop: entered already")
         with ExitStack() as stack:  # closed if one of them fails
-            if self.schedule is not None:
-                stack.enter_context(self.schedule)
-                self.schedule.load_state_dict({"count": self._count or self.schedule.count})
             if self._accumulate:
                 stack.enter_context(hot.gradient_accumulation())
             if self._noise is not None:
@@ -132,33 +94,17 @@ class HotLoop:
 
     @property
     def steps(self) -> int:
-        """Number of steps; with ``unit="step"`` including ``start``."""
+        """Number of steps, ``start`` included."""
         return self._steps
 
-    def end_epoch(self) -> None:
-        """Count an epoch in the schedule if ``unit="epoch"``."""
-        if self._unit == "epoch":
-            self._advance()
-
-    def _advance(self) -> None:
-        self._count += 1
-        if self.schedule is not None:
-            self.schedule.step()
-
     def _stepped(self, *_: Any) -> None:
-        scalars: dict[str, float] = {}
-        if self._noise is not None:
-            scalars.update(self._noise.end())
         self._steps += 1
-        if self.schedule is not None and self.schedule.bits not in (None, self._bits):
-            self._bits = self.schedule.bits
-            scalars["hot/gx_bits"] = float(self._bits or 0)
-        if self._unit == "step":
-            self._advance()
-        if scalars:
+        if self._noise is None:
+            return
+        if scalars := self._noise.end():
             self.scalars = scalars
             self._log(scalars, self._steps)
-        if self._noise is not None and self._stack is not None:
+        if self._stack is not None:
             self._noise.begin()
 
 

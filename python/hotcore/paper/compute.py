@@ -10,10 +10,8 @@ Source: the paper, Appendix D, Table 5 (in FLOPs: two a multiply-add in 32 bits)
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +21,6 @@ from ..config import TOKEN_STORAGES, ConfigLike, HotConfig, as_config
 from ..torch import probe
 from ..torch.conv import settings
 from ..torch.convert import decide
-from ..torch.plan import matplotlib_figure
 from ..torch.probe import preserve_state
 from ..torch.report import aligned
 from ..torch.selection import (
@@ -126,34 +123,6 @@ class ComputeReport:
         table.append(("forward and backward", "", "", "", "", "", *map(_giga, both)))
         unit = "10^9 bit operations: bits x bits of every multiply-add"
         return "\n".join([*aligned(table), unit])
-
-    def to_json(self) -> str:
-        """All figures, in BOPs, as JSON."""
-        totals = {method: self.backward(method) for method in self.methods}
-        forwards = {"forward": self.forward, "own_forward": self.forward_by(self.methods[-1])}
-        content = {**dataclasses.asdict(self), **forwards, "backward": totals}
-        return json.dumps(content, indent=1)
-
-    def plot(self, path: str | Path) -> None:
-        """Draw forward and backward of every method as a bar.
-
-        Raises ImportError without matplotlib.
-        """
-        figure = matplotlib_figure()(
-            figsize=(7, 1.4 + 0.42 * len(self.methods)), layout="constrained"
-        )
-        axis = figure.subplots()
-        names = self.methods[::-1]
-        forward = [self.forward_by(method) / _GIGA for method in names]
-        backward = [self.backward(method) / _GIGA for method in names]
-        axis.barh(names, forward, 0.6, label="forward", color="#888888")
-        bars = axis.barh(names, backward, 0.6, left=forward, label="backward", color="#0072b2")
-        axis.bar_label(bars, [f"{a + b:.4g}" for a, b in zip(forward, backward, strict=True)])
-        axis.set_xlabel("10^9 bit operations")
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.margins(x=0.12)
-        axis.legend(loc="lower right")
-        figure.savefig(path, dpi=130)
 
 
 def compute_report(

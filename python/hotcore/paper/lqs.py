@@ -25,9 +25,9 @@ from ..config import ConfigLike, HotConfig, Key, Rounding, as_config
 from ..functions import Granularity
 from ..torch.conv import settings
 from ..torch.convert import decide
-from ..torch.plan import matplotlib_figure, overrides_of, table
+from ..torch.plan import matplotlib_figure, overrides_of
 from ..torch.probe import preserve_state
-from ..torch.report import listed
+from ..torch.report import aligned, listed
 from ..torch.selection import Filter, is_8bit, pointwise_of
 
 PATTERN_SIZE = 32
@@ -95,7 +95,7 @@ class Selection:
             chosen = ", ".join(f"{name}={value}" for name, value in layer.fields.items())
             rows.append([layer.name, *(f"{math.sqrt(e):.4f}" for e in errors), chosen])
         measured = f"|error| / |gradient| of {len(self.layers)} layers over {self.batches} batches"
-        return "\n".join([*table(rows), f"{measured}, {self.config}"])
+        return "\n".join([*aligned(rows, left=1, last_left=True), f"{measured}, {self.config}"])
 
     def plot(self, path: str | Path) -> None:
         """Draw ``|g_y|`` of every layer into a file, tokens by out features.

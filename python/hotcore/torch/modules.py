@@ -156,12 +156,6 @@ class HotLinear(HotModule, nn.Linear):
         """Make a HotLinear that holds ``module``'s own Parameters; see :meth:`from_plain`."""
         return cls.from_plain(module, config)
 
-    def to_linear(self) -> nn.Linear:
-        """Make the plain ``nn.Linear`` that holds the same Parameters and hooks."""
-        new = self.to_plain()
-        assert isinstance(new, nn.Linear)
-        return new
-
     def forward(self, input: Tensor) -> Tensor:
         """``[..., I] -> [..., O]``; see :func:`hotcore.torch.linear`."""
         if self.runs_plain:
@@ -219,12 +213,6 @@ class HotConv2d(HotModule, nn.Conv2d):
     def from_conv(cls, module: nn.Conv2d, config: ConfigLike = "default") -> HotConv2d:
         """Make a HotConv2d that holds ``module``'s own Parameters; see :meth:`from_plain`."""
         return cls.from_plain(module, config)
-
-    def to_conv(self) -> nn.Conv2d:
-        """Make the plain ``nn.Conv2d`` that holds the same Parameters and hooks."""
-        new = self.to_plain()
-        assert isinstance(new, nn.Conv2d)
-        return new
 
     @property
     def runs_plain(self) -> bool:

@@ -9,7 +9,7 @@ import dataclasses
 import fnmatch
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -19,7 +19,7 @@ from torch import nn
 from .. import _strict_json
 from .._strict_json import Fields
 from ..config import ConfigLike, HotConfig, as_config
-from .report import listed, pattern_of
+from .report import aligned, listed, pattern_of
 
 PLAIN = "plain"
 """The name of the plain layer, beside the recipes' names, in a plan of times."""
@@ -215,7 +215,7 @@ class Plan:
                 shown = f"{pattern_of(first.name)} ({len(layers)})"
             chosen = first.choice + (f": {first.reason}" if first.reason else "")
             rows.append([shown, first.shape, *cells, chosen])
-        lines = table(rows, left=2)
+        lines = aligned(rows, last_left=True)
         converted = [layer for layer in self.layers if layer.fields is not None]
         lines.append(
             f"for {self.objective}: {len(converted)} of {len(self.layers)} layers run HOT; forward "
@@ -323,21 +323,6 @@ def overrides_of(
         else dataclasses.replace(base, **own)
         for name, own in fields.items()
     }
-
-
-def table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """Lines of a table; the first ``left`` columns and the last one are left-aligned."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
-    return [
-        "  ".join(
-            [
-                cell.ljust(width) if i < left else cell.rjust(width)
-                for i, (cell, width) in enumerate(zip(row[:-1], widths, strict=True))
-            ]
-            + [row[-1]]
-        ).rstrip()
-        for row in rows
-    ]
 
 
 def _plain(times: Mapping[str, Measured]) -> dict[str, dict[str, float]]:

@@ -118,11 +118,14 @@ class ConversionReport:
         """
         rows = [("layer", "kind", "in -> out", "x is kept in")]
         rows += _grouped(self._rows(self.layers)) if grouped else self._rows(self.layers)
-        lines = _aligned(rows)
+        lines = aligned(rows, last_left=True)
         if self.unsupported:
             others = self._rows(self.unsupported)
             lines.append("matrices outside of the layers that HOT supports:")
-            lines += ["  " + line for line in _aligned(_grouped(others) if grouped else others)]
+            lines += [
+                "  " + line
+                for line in aligned(_grouped(others) if grouped else others, last_left=True)
+            ]
         running = len(self.converted) - len(self.in_eval_mode)
         lines.append(f"{running} of {len(self.layers)} layers run HOT, {self.config}")
         if self.in_eval_mode:
@@ -208,13 +211,6 @@ def _grouped(rows: list[tuple[str, str, str, str]]) -> list[tuple[str, str, str,
     ]
 
 
-def _aligned(rows: list[tuple[str, str, str, str]]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    return [
-        f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d}".rstrip() for a, b, c, d in rows
-    ]
-
-
 def _share(part: int, whole: int) -> float:
     return part / whole if whole else 0.0
 
@@ -227,12 +223,13 @@ def _as_dict(layer: Converted | Skipped) -> dict[str, Any]:
     return {"converted": isinstance(layer, Converted), **entry}
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table: two left-aligned columns of names, then right-aligned figures."""
+def aligned(rows: Sequence[Sequence[str]], left: int = 2, last_left: bool = False) -> list[str]:
+    """Lines of a table: ``left`` left-aligned columns, then right-aligned ones but for the last."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    ends = {*range(left), *([len(widths) - 1] if last_left else [])}
     return [
         "  ".join(
-            cell.ljust(width) if i < 2 else cell.rjust(width)
+            cell.ljust(width) if i in ends else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows
