@@ -1,4 +1,4 @@
-"""Train with Lightning's Trainer and HOT: HotCallback has the schedule and the measurements.
+"""Train with Lightning's Trainer and HOT: HotCallback shares micro-batches and measures noise.
 
     python lightning_trainer.py
 

@@ -4,8 +4,8 @@
     python pretrain_gpt.py --text books.txt --width 512 --depth 8 --context 512 --batch 64 \\
         --steps 5000 --device cuda --compile     # bf16 on CUDA
 
---warmup N computes g_x in 8 bits for N steps and in 4 afterwards, as in the paper; --micro N splits
-a batch into N parts, which share the quantised weights; --recipe none trains without HOT.
+--micro N splits a batch into N parts, which share the quantised weights; --recipe none trains
+without HOT.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Train with transformers' Trainer and HOT: HotCallback has the schedule and the measurements.
+"""Train with transformers' Trainer and HOT: HotCallback shares micro-batches, measures noise.
 
     python trainer.py                                     # a small Llama on Python's own library
     python trainer.py --model ~/qwen --text books.txt     # a folder with a model and its tokenizer
