@@ -81,7 +81,10 @@ def int8_forward(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> None:
     """An 8-bit forward, one weight frozen: as each process alone has it, when it changes, too."""
     model = build(hot.HotConfig.recipe("fast", forward="int8"))
     model.down.weight.requires_grad_(False)
+    report = model.hot_report
     alone, wrapped = copy.deepcopy(model), wrap(model)
+    assert getattr(wrapped, "module", wrapped).hot_report is report  # DDP's, FSDP2's own
+    assert alone.hot_report == report
     for _ in range(2):
         torch.manual_seed(50 + rank)
         y = wrapped(batch(rank))
