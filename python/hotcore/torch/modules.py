@@ -216,7 +216,7 @@ class HotConv2d(HotModule, nn.Conv2d):
 
     @property
     def runs_plain(self) -> bool:
-        """As of any; only 1x1 kernels have an 8-bit forward to keep."""
+        """Whether it is now the plain layer; only 1x1 kernels have an 8-bit forward to keep."""
         return not self.training and (self._plain_in_eval or not is_pointwise(self))
 
     def forward(self, input: Tensor) -> Tensor:

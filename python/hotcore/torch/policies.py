@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
-from . import frozen, functional  # noqa: F401  (they register the operators)
+from . import frozen, modules  # noqa: F401  (they register the operators)
 
 _aten: Any = torch.ops.aten
 _hot: Any = torch.ops.hotcore
