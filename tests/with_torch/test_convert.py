@@ -804,13 +804,20 @@ def test_measuring_leaves_no_report() -> None:
     assert model.hot_report is report
 
 
-def test_measuring_leaves_lists_of_layers_alone() -> None:
-    model = Model()
-    model.listed = [model.blocks[0].qkv]
-    paper.calibrate(
-        model, [torch.randint(50, (2, 20))], lambda net, x: net(x).square().mean(), "fast"
-    )
-    assert model.listed[0] is model.blocks[0].qkv and type(model.listed[0]) is nn.Linear
+@pytest.mark.parametrize("converted", [False, True])
+def test_measuring_leaves_lists_of_layers_alone(converted: bool) -> None:
+    model, x = Model(), torch.randint(50, (2, 20))
+    first = model.blocks[0]
+    model.listed, model.called = [first.qkv], {"proj": functools.partial(first.proj.forward)}
+    if converted:
+        hot.convert(model, "fast")
+    else:
+        hot.autotune(model, x, rounds=5, allow=["default"], objective="memory", slowdown=1e9)
+    paper.calibrate(model, [x], lambda net, batch: net(batch).square().mean(), "fast")
+    hot.memory_report(model, x, "fast")
+    kind = hot.HotLinear if converted else nn.Linear
+    assert model.listed[0] is first.qkv and type(first.qkv) is kind
+    assert model.called["proj"].func.__self__ is first.proj and type(first.proj) is kind
 
 
 def test_what_is_no_model() -> None:

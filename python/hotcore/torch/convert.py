@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
-import types
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar, cast
 
@@ -21,7 +19,7 @@ from . import gains, probe, selection, unconverted
 from .conv import settings
 from .custom import CustomBackward
 from .frozen import FrozenModule, tie
-from .modules import HotModule, is_pointwise, own_forward
+from .modules import HotModule, is_pointwise, own_forward, replace_layers
 from .report import REPORT, ConversionReport, Converted, Skipped, listed, pattern_of
 from .saved import convert_saved, revert_saved
 from .selection import (
@@ -105,7 +103,7 @@ def convert(
     )
     if saved is not None:
         decision.report.saved = convert_saved(model, saved)  # raises before it changes anything
-    new = _replace(model, decision.replacements)
+    new = replace_layers(model, decision.replacements)
     new.__dict__[REPORT] = decision.report
     if decision.warning:
         warnings.warn(f"hotcore.torch.convert: {decision.warning}", stacklevel=2)
@@ -241,7 +239,7 @@ def revert(model: nn.Module) -> nn.Module:
     CustomBackward.revert(model)
     for each in model.modules():
         each.__dict__.pop(REPORT, None)
-    return _replace(model, plain)
+    return replace_layers(model, plain)
 
 
 def _check_model(model: object) -> None:
@@ -561,56 +559,3 @@ def _bytes_per_value(module: nn.Module, config: HotConfig) -> float:
         tokens = max(1, tokens // sample) * sample
     width = features_of(module)[0]
     return visited * saved_layout(tokens, width, config).bytes / (tokens * width)
-
-
-def _replace(model: nn.Module, replacements: Mapping[Any, nn.Module]) -> nn.Module:
-    for parent, name, child in list(_children(model)):
-        if child in replacements:
-            parent._modules[name] = replacements[child]
-    # What else holds a layer, or its bound methods, would go on to call the old one.
-    made = set(replacements.values())
-    for parent in model.modules():
-        own = _FORWARDS if parent in made else ()  # carry_forward has made them
-        for name, value in list(vars(parent).items()):
-            if name not in _TABLES and name not in own:
-                parent.__dict__[name] = _exchanged(value, replacements)
-    return replacements.get(model, model)
-
-
-_TABLES = frozenset(vars(nn.Module()))
-_FORWARDS = ("forward", "_old_forward")
-
-
-def _exchanged(value: Any, replacements: Mapping[Any, nn.Module], depth: int = 3) -> Any:
-    """The same, with the new layers and their methods in place of the old ones'."""
-    if isinstance(value, nn.Module):
-        return replacements.get(value, value)
-    if isinstance(value, types.MethodType):
-        new = replacements.get(value.__self__) if isinstance(value.__self__, nn.Module) else None
-        found = None if new is None else getattr(new, value.__name__, None)
-        return value if found is None else found
-    if type(value) is functools.partial and depth:
-        parts = (value.func, value.args, value.keywords)
-        func, args, named = (_exchanged(part, replacements, depth - 1) for part in parts)
-        same = func is value.func and args is value.args
-        return value if same else functools.partial(func, *args, **named)
-    if type(value) in (list, tuple, dict) and depth:
-        items = value.values() if isinstance(value, dict) else value
-        made = [_exchanged(item, replacements, depth - 1) for item in items]
-        if all(a is b for a, b in zip(made, items, strict=True)):
-            return value
-        if isinstance(value, tuple):
-            return tuple(made)
-        if isinstance(value, dict):
-            value.update(zip(list(value), made, strict=True))
-        else:
-            value[:] = made
-    return value
-
-
-def _children(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    # A module that is registered in two places is replaced in both by the same new one.
-    for parent in model.modules():
-        for name, child in parent._modules.items():
-            if child is not None:
-                yield parent, name, child

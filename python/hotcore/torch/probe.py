@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from .frozen import FrozenModule
+from .modules import replace_layers
 from .report import REPORT
 from .saved.modules import SAVED_FIELDS, SavedCodes
 
@@ -274,8 +275,15 @@ class preserve_state:
     def __exit__(self, *error: Any) -> None:
         """Restore everything."""
         self._random.__exit__(*error)
+        back: dict[nn.Module, nn.Module] = {}
         for module, children in self._children:
+            for name, child in children.items():
+                now = module._modules.get(name)
+                if child is not None and now is not None and now is not child:
+                    back[now] = child
             module._modules.update(children)
+        if back:
+            replace_layers(self._model, back)  # for lists and methods that hold a layer
         self._model.__dict__.pop(REPORT, None)
         if self._report is not None:
             self._model.__dict__[REPORT] = self._report
