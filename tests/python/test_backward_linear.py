@@ -13,7 +13,8 @@ from pathlib import Path
 import hotcore
 import numpy as np
 import pytest
-from hotcore import HotConfig, Key, _core, contexts, reference
+import reference
+from hotcore import HotConfig, Key, _core, contexts
 from hotcore.config import RECIPES
 from hypothesis import given
 from hypothesis import strategies as st

@@ -15,7 +15,8 @@ from typing import NamedTuple
 import hotcore
 import numpy as np
 import pytest
-from hotcore import HotConfig, reference
+import reference
+from hotcore import HotConfig
 from hotcore.config import RECIPES
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script

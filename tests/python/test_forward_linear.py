@@ -7,7 +7,8 @@ import dataclasses
 import hotcore
 import numpy as np
 import pytest
-from hotcore import HotConfig, Key, _core, reference
+import reference
+from hotcore import HotConfig, Key, _core
 from hotcore.config import RECIPES
 from hypothesis import given
 from hypothesis import strategies as st
