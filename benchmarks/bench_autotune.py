@@ -208,7 +208,7 @@ def steps(args: Any) -> dict[str, Any]:
             if options is not None:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # that all stay plain: the report says it
-                    report = hot.convert(model, "default", **options)
+                    report = hot.convert(model, "default", **options).hot_report
                 converted[name] = f"{len(report.converted)} of {len(report.layers)}"
 
             def step(model: nn.Module = model, batch: Any = batch, loss: Any = loss) -> None:

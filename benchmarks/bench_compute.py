@@ -21,6 +21,7 @@ from typing import Any
 import hotcore
 import hotcore.torch as hot
 import torch
+from hotcore import paper
 from models import mend_torchvision
 from timing import RESULTS, write_json
 from torch import nn
@@ -114,7 +115,7 @@ def built(name: str) -> tuple[nn.Module, torch.Tensor]:
 def counted_by_authors(name: str) -> dict[str, float]:
     """Forward and backward, 10^12 BOPs, of the figure's methods."""
     model, image = built(name)
-    shapes = shapes_of(hot.compute_report(model, image, filter_fn=everything))
+    shapes = shapes_of(paper.compute_report(model, image, filter_fn=everything))
     forward = sum(math.prod(shape) for shape in shapes.values()) * 1024
 
     def total(method: str, rank: int = 8) -> float:
@@ -132,7 +133,7 @@ def _with_lora(model: nn.Module, image: torch.Tensor) -> dict[str, float]:
     peft = importlib.import_module("peft")
     config = peft.LoraConfig(r=LORA_RANK, target_modules=LORA_TARGETS)
     adapted = peft.inject_adapter_in_model(config, model)
-    shapes = shapes_of(hot.compute_report(adapted, image, filter_fn=everything))
+    shapes = shapes_of(paper.compute_report(adapted, image, filter_fn=everything))
     forward = sum(math.prod(shape) for shape in shapes.values()) * 1024
     plain = sum(authors_bops(shape, "FP") for shape in shapes.values())
     mixed = sum(
@@ -145,7 +146,7 @@ def _with_lora(model: nn.Module, image: torch.Tensor) -> dict[str, float]:
 def rank_table(name: str, varied: Callable[[nn.Module], bool]) -> dict[int, float]:
     """Table 2 as the authors' code counts it: r changed for the layers that ``varied`` names."""
     model, image = built(name)
-    shapes = shapes_of(hot.compute_report(model, image, filter_fn=everything))
+    shapes = shapes_of(paper.compute_report(model, image, filter_fn=everything))
     return {
         rank: sum(
             authors_bops(shape, "HOT", rank if varied(model.get_submodule(layer)) else 8)
@@ -165,7 +166,7 @@ def worked_example() -> dict[str, dict[str, float]]:
     tokens, outs, ins = EXAMPLE
     layer = nn.Linear(ins, outs, device="meta")
     x = torch.empty(tokens, ins, device="meta")
-    report = hot.compute_report(layer, x, "paper", filter_fn=everything)
+    report = paper.compute_report(layer, x, "paper", filter_fn=everything)
     vanilla, ours = report.flops() / 1e6, report.flops("HOT") / 1e6
     products = 2 * math.prod(EXAMPLE) * (4 * 4 + 8 * 8 / 2) / 1024 / 1e6
     code = 2 * authors_bops(EXAMPLE, "HOT") / 1024 / 1e6
@@ -183,7 +184,7 @@ def count(name: str) -> dict[str, Any]:
     model, image = built(name)
     rows = {}
     for recipe in RECIPES:
-        report = hot.compute_report(model, image, recipe, filter_fn=everything)
+        report = paper.compute_report(model, image, recipe, filter_fn=everything)
         for method in report.methods:
             rows[method] = (report.forward + report.backward(method)) / TERA
     return {

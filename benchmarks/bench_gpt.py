@@ -214,7 +214,7 @@ def model_of(size: Size, contender: Contender, device: str, backend: str) -> Sma
     model.to(device).train()
     if contender.recipe is not None:
         config = hot.HotConfig.recipe(contender.recipe, forward=contender.forward)
-        report = hot.convert(model, config, in_blocks, saved=contender.saved)
+        report = hot.convert(model, config, in_blocks, saved=contender.saved).hot_report
         assert len(report.converted) == 4 * size.depth, report
     if contender.fp8 is not None:
         names = {

@@ -31,7 +31,7 @@ import rivals
 import small_tasks
 import torch
 from evidence_tables import SHOWN, batch_noise_of, methods_of, over_layers
-from hotcore.torch.compute import FULL_PRECISION, backward_bops
+from hotcore.paper.compute import FULL_PRECISION, backward_bops
 from rivals.methods import power_of_two_factor, triangle_rows
 from small_tasks import Contender, training
 from timing import RESULTS

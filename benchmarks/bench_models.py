@@ -173,7 +173,7 @@ def bench(name: str, args: Any) -> dict[str, Any]:
         out["seconds"] = time.perf_counter() - start
         print("\n".join(model_table.lines(out)), flush=True)
         return out
-    report = hot.convert(copy.deepcopy(model), "default")
+    report = hot.convert(copy.deepcopy(model), "default").hot_report
     out["converted"] = len(report.converted)
     out["plain"] = {layer.name: layer.reason for layer in report.skipped}
     recipes = [Contender(recipe, recipe) for recipe in RECIPES]

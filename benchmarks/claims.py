@@ -444,7 +444,7 @@ SOURCES: tuple[Claim, ...] = (
           "Llama-3-8B", "Table 4 and the main text", _without(
               f"{IMAGENET} (`--images cifar100:FOLDER` runs it where the data lie)"), "", ""),
     Claim("Fig. 2: gradients' outliers by token in fc2 and proj", "ViT-S, ResNet-34", _without(
-        "needs ImageNet training; `hot.calibrate` prints the pattern of any model"), "", ""),
+        "needs ImageNet training; `paper.calibrate` prints the pattern of any model"), "", ""),
 )  # fmt: skip
 
 OURS: tuple[Claim, ...] = (

@@ -22,6 +22,7 @@ import layers
 import rivals
 import torch
 import torch.nn.functional as F
+from hotcore import paper
 from models import mend_torchvision
 from timing import resumed, rounded, write_whole
 from torch import Tensor, nn
@@ -61,9 +62,9 @@ class Contender:
     method: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     lqs: tuple[str, ...] = ()
-    """Fields of ``SCALES`` by hot.calibrate, on the first batches; g_w's is the paper's LQS."""
+    """Fields of ``SCALES`` by paper.calibrate, on the first batches; g_w's is the paper's LQS."""
     int8_first: float = 0.0
-    """Share of the steps in which g_x has 8 bits (hot.PrecisionSchedule)."""
+    """Share of the steps in which g_x has 8 bits (paper.PrecisionSchedule)."""
     adapters: str = ""
     """LoRA, and which of its weights have the method: "frozen", "decomposed" or "both"."""
 
@@ -288,7 +289,7 @@ def put(
         if missing and not contender.method.startswith("torchao"):
             raise ValueError(f"{contender.name}: not taken: {sorted(missing)}: {done.left}")
     if contender.int8_first:
-        return hot.PrecisionSchedule(model, max(1, round(contender.int8_first * steps))).step
+        return paper.PrecisionSchedule(model, max(1, round(contender.int8_first * steps))).step
     return None
 
 
@@ -299,11 +300,11 @@ def _convert_with_lqs(
     wanted: Callable[[nn.Module, str], bool],
     seed: int,
 ) -> None:
-    """Convert with each layer's scales of ``contender.lqs`` as hot.calibrate chooses them."""
+    """Convert with each layer's scales of ``contender.lqs`` as paper.calibrate chooses them."""
     method: Any = contender.method
     config = hot.HotConfig.recipe(method, **contender.settings)
     batches = _batches(task, seed, next(model.parameters()).device)
-    plan = hot.calibrate(model, batches, training.loss_of, config, filter_fn=wanted, slower=True)
+    plan = paper.calibrate(model, batches, training.loss_of, config, filter_fn=wanted, slower=True)
     fixed = {name: getattr(config, name) for name in SCALES if name not in contender.lqs}
     overrides = {
         name: override and replace(override, **fixed)

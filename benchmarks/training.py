@@ -12,6 +12,7 @@ from typing import Any
 import hotcore.torch as hot
 import rivals
 import torch
+from hotcore.torch.report import ConversionReport
 from models import Batch, Task
 from torch import Tensor, nn
 
@@ -40,7 +41,7 @@ class Contender:
     checkpointed: bool = False
     """Every block recomputed in backward (torch.utils.checkpoint)."""
     attention_kept: bool = False
-    """``checkpointed``, but for attention's results (hot.keep_attention)."""
+    """``checkpointed``, but for attention's results (hot.policies.keep_attention)."""
     fp8: str | None = None
     """torchao's recipe: "tensorwise" or "rowwise"."""
     kept: int | Mapping[str, int | None] | None = None
@@ -148,16 +149,16 @@ def contenders(device: str) -> list[Contender]:
     ]
 
 
-def convert(model: nn.Module, contender: Contender) -> hot.ConversionReport:
+def convert(model: nn.Module, contender: Contender) -> nn.Module:
     """HOT's layers, and its other modules if the contender asks for them."""
     assert contender.recipe is not None
     settings = {"forward": contender.forward, **contender.settings}
     config = hot.HotConfig.recipe(contender.recipe, **settings)
     only = _wide if contender.wide else None
-    report = hot.convert(model, config, only, slower=contender.slower, saved=contender.kept)
+    model = hot.convert(model, config, only, slower=contender.slower, saved=contender.kept)
     if contender.frozen_int8:
-        print(hot.freeze_int8(report.model))
-    return report
+        print(hot.freeze_int8(model))
+    return model
 
 
 def _wide(module: nn.Module, name: str) -> bool:
@@ -166,7 +167,8 @@ def _wide(module: nn.Module, name: str) -> bool:
 
 def fp8_converted(model: nn.Module, recipe: str, emulate: bool) -> None:
     """The layers that HOT would convert, expected gain or not, by torchao. Raises Left."""
-    names = {layer.name for layer in hot.convert(model, "default", slower=True).converted}
+    report = hot.convert(model, "default", slower=True).hot_report
+    names = {layer.name for layer in report.converted}
     hot.revert(model)
     try:
         rivals.torchao_convert(model, recipe, names, emulate)
@@ -184,7 +186,9 @@ def blocks_of(model: nn.Module, path: str) -> dict[str, nn.Module]:
 
 def checkpoint_blocks(model: nn.Module, path: str, attention_kept: bool) -> None:
     """Every block's activations are recomputed in backward, attention's results as well or not."""
-    hot.recompute(blocks_of(model, path).values(), hot.keep_attention if attention_kept else None)
+    hot.recompute(
+        blocks_of(model, path).values(), hot.policies.keep_attention if attention_kept else None
+    )
 
 
 def compile_all(modules: Iterable[nn.Module], mode: str, backend: str) -> None:
@@ -229,10 +233,10 @@ class Trainer:
             model = model.to(memory_format=last)  # type: ignore[call-overload]
             images = {n: t.contiguous(memory_format=last) for n, t in batch.items() if t.dim() == 4}
             self._batch = {**batch, **images}
-        self.report: hot.ConversionReport | None = None
+        self.report: ConversionReport | None = None
         if contender.recipe is not None:
-            self.report = convert(model, contender)
-            model = self.report.model
+            model = convert(model, contender)
+            self.report = model.hot_report
         if contender.fp8 is not None:
             fp8_converted(model, contender.fp8, emulate=self.device.type == "cpu")
         if contender.checkpointed:

@@ -164,6 +164,7 @@ TokenScratch take_token_scratch(WorkspaceCursor& cursor, const DeviceFacts& fact
   if (work.gw) {
     // Where rows serve, its scales of 1 alone.
     s.transposed = take_operand(cursor, outs, s.by_rows ? 0 : tokens, outs);
+    s.transposed.k_padded = tokens;
     s.contributions = take_operand(cursor, ins, tokens, ins);
     if (draws_tokens(work.spec)) {
       s.drawn = cursor.take<std::int32_t>(work.tokens.k);

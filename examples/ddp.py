@@ -40,7 +40,7 @@ def train(options: argparse.Namespace, rank: int, world: int) -> None:
     report = "plain fp32"
     if options.recipe != "none":  # slower: convert even a model that is too small to gain time
         config = hot.HotConfig.recipe(options.recipe, forward=options.forward)
-        report = hot.convert(model, config, slower=True)
+        report = hot.convert(model, config, slower=True).hot_report
     if options.fsdp:
         mesh = dist.init_device_mesh(options.device, (world,))
         for block in (model[1], model[2], model):

@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> float:
     model = model.to(options.device).train()
     if options.recipe != "none":  # slower: convert even a model that is too small to gain time
         config = hot.HotConfig.recipe(options.recipe, forward=options.forward)
-        print(hot.convert(model, config, saved=options.saved, slower=not options.model))
+        print(hot.convert(model, config, saved=options.saved, slower=not options.model).hot_report)
     forward = torch.compile(model) if options.compile else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4 if options.weights else 2e-3)
 

@@ -1,4 +1,4 @@
-"""Train with Lightning's Trainer and HOT: HotCallback has the schedule and the measurements.
+"""Train with Lightning's Trainer and HOT: HotCallback shares micro-batches and measures noise.
 
     python lightning_trainer.py
 
@@ -38,7 +38,6 @@ def main(arguments: list[str] | None = None) -> HotCallback:
     parser.add_argument("--recipe", default="default", help="of HOT")
     parser.add_argument("--forward", choices=("plain", "int8"), default="plain")
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--warmup", type=int, default=100, help="steps with g_x in 8 bits, then 4")
     parser.add_argument("--out", default="out", help="where the scalars go (CSV)")
     options = parser.parse_args(arguments)
     pl.seed_everything(0)
@@ -47,11 +46,9 @@ def main(arguments: list[str] | None = None) -> HotCallback:
     data = TensorDataset(images, torch.tensor(digits.target))
     module = Digits()
     config = hot.HotConfig.recipe(options.recipe, forward=options.forward)
-    print(hot.convert(module, config, saved=8))
+    print(hot.convert(module, config, saved=8).hot_report)
     callback = HotCallback(
-        warmup=options.warmup,
         accumulate=True,  # the micro-batches' gradients are added in the product
-        memory=True,
         noise_every=50,
     )
     trainer = pl.Trainer(
@@ -63,7 +60,6 @@ def main(arguments: list[str] | None = None) -> HotCallback:
         enable_checkpointing=False,
     )
     trainer.fit(module, DataLoader(data, 64, shuffle=True))
-    print(callback.loop.memory)
     return callback
 
 

@@ -70,7 +70,7 @@ def main(arguments: list[str] | None = None) -> dict[str, tuple[float, float]]:
         model = get_peft_model(copy.deepcopy(base), lora)
         if name.startswith("HOT"):
             config = hot.HotConfig.recipe(options.recipe, forward=options.forward)
-            print(hot.convert(model, config, slower=not options.model))
+            print(hot.convert(model, config, slower=not options.model).hot_report)
         before = evaluate(model, held)
         train(model, list(capitals[options.base_steps : -8]), 1e-2)
         outcomes[name] = before, evaluate(model, held)

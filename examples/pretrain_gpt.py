@@ -4,8 +4,8 @@
     python pretrain_gpt.py --text books.txt --width 512 --depth 8 --context 512 --batch 64 \\
         --steps 5000 --device cuda --compile     # bf16 on CUDA
 
---warmup N computes g_x in 8 bits for N steps and in 4 afterwards, as in the paper; --micro N splits
-a batch into N parts, which share the quantised weights; --recipe none trains without HOT.
+--micro N splits a batch into N parts, which share the quantised weights; --recipe none trains
+without HOT.
 """
 
 import argparse
@@ -41,7 +41,6 @@ def main(arguments: list[str] | None = None) -> float:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--recipe", default="default", help="of HOT, or none")
     parser.add_argument("--forward", choices=("plain", "int8"), default="plain")
-    parser.add_argument("--warmup", type=int, help="steps with g_x in 8 bits; in 4 after them")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--compile", action="store_true")
     options = parser.parse_args(arguments)
@@ -55,8 +54,7 @@ def main(arguments: list[str] | None = None) -> float:
     model.append(nn.Linear(width, 256)).to(device)
     if options.recipe != "none":  # slower: convert even a model that is too small to gain time
         config = hot.HotConfig.recipe(options.recipe, forward=options.forward)
-        print(hot.convert(model, config, slower=True))
-    schedule = None if options.warmup is None else hot.PrecisionSchedule(model, options.warmup)
+        print(hot.convert(model, config, slower=True).hot_report)
     shared = hot.gradient_accumulation if options.micro > 1 else contextlib.nullcontext
     forward = torch.compile(model) if options.compile else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -71,8 +69,6 @@ def main(arguments: list[str] | None = None) -> float:
                 (loss / options.micro).backward()
         optimizer.step()
         optimizer.zero_grad()
-        if schedule:
-            schedule.step()
         if step % 20 == 0 or step == options.steps - 1:
             print(f"step {step:>5}  loss {loss.item():.3f}", flush=True)
     return loss.item()

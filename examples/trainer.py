@@ -1,4 +1,4 @@
-"""Train with transformers' Trainer and HOT: HotCallback has the schedule and the measurements.
+"""Train with transformers' Trainer and HOT: HotCallback shares micro-batches, measures noise.
 
     python trainer.py                                     # a small Llama on Python's own library
     python trainer.py --model ~/qwen --text books.txt     # a folder with a model and its tokenizer
@@ -33,7 +33,6 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     parser.add_argument("--recipe", default="default", help="of HOT")
     parser.add_argument("--forward", choices=("plain", "int8"), default="plain")
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--warmup", type=int, default=50, help="steps with g_x in 8 bits, then 4")
     parser.add_argument("--out", default="out", help="where checkpoints go")
     options = parser.parse_args(arguments)
     library = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
@@ -46,7 +45,8 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     else:
         model, tokens = LlamaForCausalLM(LlamaConfig(**SMALL, **HEADS)), text
     model.train()
-    print(hot.convert(model, hot.HotConfig.recipe(options.recipe, forward=options.forward)))
+    config = hot.HotConfig.recipe(options.recipe, forward=options.forward)
+    print(hot.convert(model, config).hot_report)
     rows = [list(tokens[i : i + 128]) for i in range(0, len(tokens) - 128, 128)]
     settings = TrainingArguments(
         options.out,
@@ -62,9 +62,7 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     trainer = Trainer(model, settings, train_dataset=data)
     HotCallback.add_to(
         trainer,
-        warmup=options.warmup,
         accumulate=True,  # the micro-batches' gradients are added in the product
-        memory=True,
         noise_every=20,
         noise_layers=["*layers.0.mlp.*"],
     )

@@ -6,7 +6,8 @@ import dataclasses
 from typing import NamedTuple
 
 import numpy as np
-from hotcore import HotConfig, reference
+import reference
+from hotcore import HotConfig
 
 Matrix = np.ndarray
 

@@ -1,4 +1,4 @@
-"""Shared by the tests of ``hotcore.reference``, which run without the compiled extension."""
+"""Shared by the tests of ``tests/reference.py``, which run without the compiled extension."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def convert(
         )
     if method in RECIPES:
         config = hot.HotConfig.recipe(method, **settings)
-        report = hot.convert(model, config, filter_fn, slower=True)
+        report = hot.convert(model, config, filter_fn, slower=True).hot_report
         return Converted(method, tuple(row.name for row in report.converted))
     names = taken_by_hotcore(model, filter_fn)
     if method in _SIMULATED:
@@ -107,7 +107,8 @@ def convert(
 
 def taken_by_hotcore(model: nn.Module, filter_fn: Filter | None = None) -> list[str]:
     """Names of the layers that :func:`hotcore.torch.convert` would take, slower or not."""
-    names = [row.name for row in hot.convert(model, "default", filter_fn, slower=True).converted]
+    report = hot.convert(model, "default", filter_fn, slower=True).hot_report
+    names = [row.name for row in report.converted]
     hot.revert(model)
     return names
 

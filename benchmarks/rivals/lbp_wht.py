@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 
+import hotcore
 import torch
 import torch.nn.functional as F
-from hotcore import reference
 from torch import Tensor
 
 from .methods import Kept, Method, hadamard
@@ -22,7 +22,7 @@ SIDE = 4
 
 def _rows(rank: int, like: Tensor) -> Tensor:
     """The ``rank`` lowest rows by LP_L1 order, ``[rank, 16]``."""
-    order = reference.basis_order("lowpass", BLOCK)
+    order = hotcore.basis_order("lowpass", BLOCK)
     return hadamard(BLOCK, like.device, tuple(order[:rank]))
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import hotcore
 import torch
-from hotcore import reference
 from hotcore.torch import CustomBackward as Method
 from torch import Tensor
 
@@ -139,6 +138,17 @@ class WithoutAbc(Method):
         return gw
 
 
+def _sequency(k: int, bits: int) -> int:
+    """Sign changes of row ``k`` of the Sylvester matrix of order ``2**bits``: its bits reversed,
+    read as a Gray code."""
+    code = sum((k >> i & 1) << (bits - 1 - i) for i in range(bits))
+    changes = 0
+    while code:
+        changes ^= code
+        code >>= 1
+    return changes
+
+
 @functools.cache
 def triangle_rows(n: int) -> tuple[int, ...]:
     """Natural indices of the Hadamard rows that the code of HOT's authors keeps of ``n``.
@@ -147,7 +157,7 @@ def triangle_rows(n: int) -> tuple[int, ...]:
     the triangle i + j < s is kept: 10 of 16 rows, 36 of 64, 36 of 128, 3 of 4, all of 1.
     """
     side = 2 ** (int(math.log2(n)) // 2)
-    by_sequency = sorted(range(n), key=lambda k: reference.sequency(k, n.bit_length() - 1))
+    by_sequency = sorted(range(n), key=lambda k: _sequency(k, n.bit_length() - 1))
     kept = []
     for i in range(side):
         columns = range(side - i) if i % 2 == 0 else range(i, side)

@@ -90,7 +90,7 @@ def convert_blocks(model: nn.Module, recipe: str) -> None:
     ]
     name, _, forward = recipe.partition("+")
     config = hot.HotConfig.recipe(name, forward=forward or "plain")
-    report = hot.convert(model, config, in_blocks)
+    report = hot.convert(model, config, in_blocks).hot_report
     left = [name for name in wanted if not isinstance(model.get_submodule(name), hot.HotLinear)]
     if left:
         raise RuntimeError(f"recipe {recipe!r} did not take {', '.join(left)}:\n{report}")

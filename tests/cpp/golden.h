@@ -1,4 +1,4 @@
-// Golden vectors. tests/golden/make_golden.py makes them with hotcore.reference, which was written
+// Golden vectors. tests/golden/make_golden.py makes them with tests/reference.py, which was written
 // from docs/numerics.md and not from this library. The script describes the file format.
 #pragma once
 

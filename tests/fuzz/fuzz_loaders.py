@@ -105,40 +105,27 @@ def seeds() -> dict[str, list[bytes]]:
 
     rows = HotConfig.recipe("paper", rows=(0, 3, 5), token_grid=(2, 8), prefix_tokens=2)
     configs = [HotConfig.recipe(name).to_json().encode() for name in RECIPES]
+    row = {"median_ms": 1.5, "q1_ms": 1.4, "q3_ms": 1.6, "kept_bytes": 4096}
     layer = {
         "name": "blocks.0.fc1",
-        "gx_error": {"tensor": 0.01, "row": 0.005},
-        "gw_error": {"tensor": 0.01, "channel": 0.005, "token": 0.001},
-        "fields": {"gx_scale": "tensor", "gw_scale": "token"},
-        "pattern": [[0.5, 1e-3], [2, 0]],
-    }
-    plan: dict[str, Any] = {
-        "format": "hotcore plan 1",
-        "config": json.loads(configs[0]),
-        "batches": 2,
-        "layers": [layer, {**layer, "name": "head", "fields": None}],
-    }
-    row = {"median_ms": 1.5, "q1_ms": 1.4, "q3_ms": 1.6, "kept_bytes": 4096}
-    timed = {
-        **layer,
-        "gx_error": {},
-        "gw_error": {},
+        "fields": {"gx_bits": 4},
         "times": {"plain": row, "default": row},
         "choice": "default",
         "reason": "",
         "shape": "Linear 8 -> 8",
     }
-    times = {
-        **plan,
-        "format": "hotcore plan 2",
-        "layers": [timed],
+    left: dict[str, Any] = {**layer, "name": "head", "fields": None, "times": {}, "choice": "plain"}
+    plan = {
+        "format": "hotcore plan 3",
+        "config": json.loads(configs[0]),
         "objective": "time",
         "machine": "cpu",
         "steps": {"plain": row, "planned": row},
+        "layers": [layer, left],
     }
     return {
         "config": [*configs, rows.to_json().encode()],
-        "plan": [json.dumps(one, indent=1).encode() for one in (plan, times)],
+        "plan": [json.dumps(plan, indent=1).encode()],
         "saved": [bytes(range(256)), bytes([64, 8, 0, 1, 0, 0]), bytes([32, 4, 3, 1, 9, 0, 7])],
     }
 

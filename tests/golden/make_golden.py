@@ -1,4 +1,4 @@
-"""Make the golden vectors in this folder: from ``hotcore.reference`` alone, no build needed.
+"""Make the golden vectors in this folder: from ``tests/reference.py`` alone, no build needed.
 
     python tests/golden/make_golden.py            # writes <stage>.npz and <stage>.txt
     python tests/golden/make_golden.py --check    # compares with the files, exit status 1 if not
@@ -37,14 +37,14 @@ from typing import Any
 import numpy as np
 
 FOLDER = Path(__file__).resolve().parent
-REFERENCE = FOLDER.parents[1] / "python" / "hotcore" / "reference.py"
+REFERENCE = FOLDER.parent / "reference.py"
 
 Case = dict[str, Any]
 Cases = dict[str, Case]
 
 
 def load_reference() -> ModuleType:
-    """``hotcore.reference`` from the source tree, without the package and its extension."""
+    """``tests/reference.py``, which needs neither the package nor its extension."""
     name = "hotcore_reference_source"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, REFERENCE)

@@ -101,13 +101,12 @@ def converted(model: nn.Module, recipe: str, saved: int | None = None) -> nn.Mod
     """A copy; every linear layer but the head, and with ``saved`` GELU and the norms."""
     model = copy.deepcopy(model)
     last = [fqn for fqn, m in model.named_modules() if isinstance(m, nn.Linear)][-1]
-    report = hot.convert(
+    return hot.convert(
         model,
         recipe,
         filter_fn=lambda m, fqn: isinstance(m, nn.Linear) and fqn != last,
         saved=None if saved is None else {"activation": saved, "norm": saved, "attention": None},
     )
-    return report.model
 
 
 def loss_of(model: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor) -> Tensor:

@@ -13,8 +13,9 @@ from pathlib import Path
 import hotcore
 import numpy as np
 import pytest
+import reference
 from bounds import gw_bound, gx_bound
-from hotcore import HotConfig, Key, _core, contexts, reference
+from hotcore import HotConfig, Key, _core, contexts
 from hotcore.config import RECIPES
 from hypothesis import given
 from hypothesis import strategies as st

@@ -93,11 +93,29 @@ def test_drawings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert text_of(ROOT / "docs/img" / file) == make().svg()
 
 
+def exported(module: str) -> list[str]:
+    """The names of ``__all__``, in its order."""
+    (names,) = re.findall(r"^__all__ = \[(.*?)\]", text_of(ROOT / module), re.M | re.S)
+    return re.findall(r'"(\w+)"', names)
+
+
+def test_the_page_of_names_has_all_in_order() -> None:
+    text = text_of(ROOT / "docs/torch/names.md")
+    names = exported("python/hotcore/torch/__init__.py")
+    assert re.findall(r"^\| [\w ]*\| `(\w+)` \|", text.split("\n## ")[0], re.M) == names
+    assert len(names) == 18 and names[0] == "convert"
+    assert f"these {len(names)} names" in text
+    assert text.count("\n") <= 150
+    for name in exported("python/hotcore/paper/__init__.py"):
+        assert f"`{name}`" in text
+
+
 # The page of a package, and what a reader looks for first.
 API = {
     "docs/api/hotcore.rst": ("python/hotcore/__init__.py", "backward_linear"),
     "docs/api/torch.rst": ("python/hotcore/torch/__init__.py", "convert"),
     "docs/api/jax.rst": ("python/hotcore/jax/__init__.py", "linear"),
+    "docs/api/paper.rst": ("python/hotcore/paper/__init__.py", "published"),
 }
 
 
@@ -105,11 +123,10 @@ API = {
 def test_api_pages_name_what_is_public(page: str) -> None:
     """Each public name once, by use and not by the alphabet."""
     module, first = API[page]
-    (names,) = re.findall(r"^__all__ = \[(.*?)\]", text_of(ROOT / module), re.M | re.S)
-    public = set(re.findall(r'"(\w+)"', names)) - {"__version__"}
+    public = set(exported(module)) - {"__version__"}
     if page != "docs/api/hotcore.rst":
-        assert "HotConfig" in public  # hotcore's, which has an entry there
-        public.remove("HotConfig")
-    shown = re.findall(r"^\.\. auto(?:function|class):: (\w+)$", text_of(ROOT / page), re.M)
+        public.discard("HotConfig")  # hotcore's, which has an entry there
+    entry = r"^\.\. auto(?:function|class|module):: (?:hotcore\.\w+\.(?=policies))?(\w+)$"
+    shown = re.findall(entry, text_of(ROOT / page), re.M)
     assert shown[0] == first
     assert sorted(shown) == sorted(public)

@@ -7,8 +7,9 @@ import dataclasses
 import hotcore
 import numpy as np
 import pytest
+import reference
 from bounds import forward_bound
-from hotcore import HotConfig, Key, _core, reference
+from hotcore import HotConfig, Key, _core
 from hotcore.config import RECIPES
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""Stage fwht: the same bits as hotcore.reference, and what a Hadamard transform has to do."""
+"""Stage fwht: the same bits as tests/reference.py, and what a Hadamard transform has to do."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import hotcore
 import numpy as np
 import pytest
-from hotcore import reference
+import reference
 from hypothesis import given
 from hypothesis import strategies as st
 from support import (

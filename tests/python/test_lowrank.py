@@ -1,4 +1,4 @@
-"""Stage hla: the same bits as hotcore.reference for every basis and layout; the sketch unbiased."""
+"""Stage hla: the bits of tests/reference.py for every basis and layout; the sketch unbiased."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 import hotcore
 import numpy as np
 import pytest
-from hotcore import Key, reference
+import reference
+from hotcore import Key
 from hypothesis import given
 from hypothesis import strategies as st
 from support import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hotcore
 import numpy as np
 import pytest
-from hotcore import reference
+import reference
 from hypothesis import given
 from hypothesis import strategies as st
 from support import equal_bits, golden, same_on_every_path, torch

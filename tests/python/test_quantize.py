@@ -1,11 +1,12 @@
-"""Stage quantize: the same codes and scales as hotcore.reference; unbiased where it should be."""
+"""Stage quantize: the same codes and scales as tests/reference.py; unbiased where it should be."""
 
 from __future__ import annotations
 
 import hotcore
 import numpy as np
 import pytest
-from hotcore import Key, reference
+import reference
+from hotcore import Key
 from hypothesis import given
 from hypothesis import strategies as st
 from support import (

@@ -1,4 +1,4 @@
-"""``hotcore.reference`` against known facts, against definitions, and its golden vectors.
+"""``tests/reference.py`` against known facts, against definitions, and its golden vectors.
 
 Runs from the source tree, without the compiled extension: see ``make_golden.load_reference``.
 """

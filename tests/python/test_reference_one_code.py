@@ -1,4 +1,4 @@
-"""One code a value in ``hotcore.reference``: storages token8, token4 and token2.
+"""One code a value in ``tests/reference.py``: storages token8, token4 and token2.
 
 Against definitions in exact arithmetic, and against what they promise.
 """

@@ -210,6 +210,7 @@ except ImportError:
     print("done")
     raise SystemExit
 import hotcore.torch as hot
+from hotcore import paper
 model = torch.nn.Sequential(torch.nn.Linear(48, 32), torch.nn.ReLU(), torch.nn.Linear(32, 48))
 hot.convert(model, "default", filter_fn=lambda module, name: True)
 optimizer = torch.optim.AdamW(model.parameters())
@@ -218,7 +219,10 @@ for _ in range(2):
         model(torch.ones(16, 48)).square().mean().backward()
     optimizer.step()
 path = sys.argv[1]
-hot.calibrate(model, [torch.ones(16, 48)], lambda m, b: m(b).square().mean()).save(path)
+scales = paper.calibrate(model, [torch.ones(16, 48)], lambda m, b: m(b).square().mean())
+print(scales, file=sys.stderr)
+plan = hot.autotune(hot.revert(model), torch.ones(16, 48), rounds=5, filter_fn=lambda *_: True)
+plan.save(path)
 hot.Plan.load(path)
 print("done")
 """

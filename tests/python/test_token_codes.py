@@ -10,7 +10,8 @@ from typing import Any
 import hotcore
 import numpy as np
 import pytest
-from hotcore import HotConfig, Key, reference
+import reference
+from hotcore import HotConfig, Key
 from hypothesis import given
 from hypothesis import strategies as st
 from support import (

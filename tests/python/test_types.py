@@ -39,15 +39,16 @@ LINES = [
     ),
     ("hotcore.forward_linear(hotcore.quantize_forward_input(x), x)", ""),
     ('hot.convert(model, "fast", overrides={"head": None, "*": {"gx_bits": 4}})', ""),
-    ("reveal_type(hot.convert(model))", "ConversionReport"),
+    ("reveal_type(hot.convert(hot.HotLinear(64, 64)))", "HotLinear"),
     ('hot.convert(model, "quick")', "incompatible type"),
     ('hot.convert(model, overrides={"*": {"gx_bit": 4}})', "incompatible type"),
     ('hot.HotLinear(64, 64, config="quick")', "incompatible type"),
-    ("hot.PrecisionSchedule(model, 10, bits=6)", "incompatible type"),
+    ("paper.PrecisionSchedule(model, 10, bits=6)", "incompatible type"),
 ]
 HEAD = """from typing import Any, Literal
 import hotcore
 import hotcore.torch as hot
+from hotcore import paper
 x: Any = 0
 model: Any = 0
 some: set[Literal["gx", "gw"]] = {"gx"}

@@ -12,6 +12,7 @@ from hotcore.config import HotConfig
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402
 import support  # noqa: E402
+from hotcore.torch.attention import HotMultiheadAttention  # noqa: E402
 from torch import nn  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("seeded")
@@ -26,9 +27,9 @@ def pair(config: Any = EXACT, **options: Any) -> tuple[nn.Module, nn.Module]:
     if plain.in_proj_bias is not None:  # zeros would hide errors
         nn.init.normal_(plain.in_proj_bias)
         nn.init.normal_(plain.out_proj.bias)
-    report = hot.convert(copy.deepcopy(plain), config)
-    assert type(report.model) is hot.HotMultiheadAttention
-    return plain, report.model
+    converted = hot.convert(copy.deepcopy(plain), config)
+    assert type(converted) is HotMultiheadAttention
+    return plain, converted
 
 
 def inputs(kind: str, batch_first: bool, kdim: int = WIDTH, vdim: int = WIDTH) -> list[Any]:
@@ -148,13 +149,13 @@ def test_keys_parameters_and_the_way_back() -> None:
     assert type(back) is nn.MultiheadAttention
     assert vars(back).keys() == vars(plain).keys()
     assert all(a is b for a, b in zip(back.parameters(), module.parameters(), strict=True))
-    new = hot.HotMultiheadAttention(WIDTH, HEADS, batch_first=True, config="fast")
+    new = HotMultiheadAttention(WIDTH, HEADS, batch_first=True, config="fast")
     assert new.config == HotConfig.recipe("fast")
     x = torch.randn(SAMPLES, TOKENS, WIDTH)
     new(x, x, x)[0].sum().backward()
     assert new.in_proj_weight.grad is not None
     with pytest.raises(ValueError, match="neither add_bias_kv"):
-        hot.HotMultiheadAttention(WIDTH, HEADS, add_bias_kv=True)
+        HotMultiheadAttention(WIDTH, HEADS, add_bias_kv=True)
 
 
 def test_the_report() -> None:
@@ -167,7 +168,7 @@ def test_the_report() -> None:
         }
     )
     model.forward = lambda x: model["mixed"](x, x, x)[0]
-    report = hot.convert(model, inputs=torch.randn(SAMPLES, TOKENS, WIDTH))
+    report = hot.convert(model, inputs=torch.randn(SAMPLES, TOKENS, WIDTH)).hot_report
     rows = {layer.name: layer for layer in report.converted}
     assert list(rows) == ["mixed", "last"]
     reasons = {layer.name: layer.reason for layer in report.skipped}
@@ -180,7 +181,7 @@ def test_the_report() -> None:
     assert row.parameters == 4 * WIDTH**2 + 4 * WIDTH
     assert not report.unsupported
     frozen = nn.MultiheadAttention(WIDTH, HEADS).requires_grad_(False)
-    assert "weight frozen" in str(hot.convert(frozen))
+    assert "weight frozen" in str(hot.convert(frozen).hot_report)
 
 
 def test_a_token_grid_needs_batch_first() -> None:
@@ -210,7 +211,7 @@ def test_bad_inputs() -> None:
 def test_a_transformer_of_torch_trains() -> None:
     layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 128, dropout=0.1, batch_first=True)
     model = nn.Sequential(nn.TransformerEncoder(layer, 2), nn.Linear(WIDTH, 10))
-    report = hot.convert(model)
+    report = hot.convert(model).hot_report
     kinds = [layer.kind for layer in report.converted]
     assert kinds == ["MultiheadAttention", "Linear", "Linear"] * 2
     x, labels = torch.randn(16, TOKENS, WIDTH), torch.randint(10, (16,))
@@ -234,6 +235,6 @@ def test_torchvisions_vit() -> None:
     except (ImportError, RuntimeError):
         pytest.skip("no torchvision that fits this torch")
     model = VisionTransformer(32, 8, 2, 4, 64, 128, num_classes=10)
-    report = hot.convert(model)
+    report = hot.convert(model).hot_report
     assert len(report.converted) == 6
     model(torch.randn(2, 3, 32, 32)).sum().backward()

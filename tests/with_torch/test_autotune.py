@@ -144,7 +144,7 @@ def test_plan_for_time(x: torch.Tensor, measured: Times) -> None:
     assert rows["unused"].fields is None and "never called" in rows["unused"].reason
     assert rows["past"].fields is None and "multiplied without it" in rows["past"].reason
     assert "head" not in rows
-    report = hot.convert(model, overrides=plan.overrides(model=model))
+    report = hot.convert(model, overrides=plan.overrides(model=model)).hot_report
     assert [layer.name for layer in report.converted] == [n for n in rows if "blocks" in n]
     assert {layer.config for layer in report.converted} == {HotConfig.recipe("fast")}
     model(x).sum().backward()
@@ -158,7 +158,7 @@ def test_all_plain_is_no_error(x: torch.Tensor, measured: Times) -> None:
     assert "default takes 2.00 of its time" in str(plan)
     assert not plan.steps  # nothing to compare with
     with pytest.warns(UserWarning, match="the model is unchanged; all 10 layers .* overrides"):
-        report = hot.convert(model, overrides=plan.overrides())
+        report = hot.convert(model, overrides=plan.overrides()).hot_report
     assert not report.converted
 
 

@@ -15,6 +15,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     bnb = pytest.importorskip("bitsandbytes")
 import hotcore.torch as hot  # noqa: E402
+from hotcore import paper  # noqa: E402
 from torch import nn  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("seeded")
@@ -47,7 +48,7 @@ def gx_of(layer: nn.Module, x: torch.Tensor, gy: torch.Tensor) -> tuple[torch.Te
 def test_convert_and_revert() -> None:
     model = Model()
     state = {name: value.clone() for name, value in model.state_dict().items()}
-    report = hot.convert(model)
+    report = hot.convert(model).hot_report
     rows = {layer.name: layer for layer in report.converted}
     assert {name: row.kind for name, row in rows.items()} == {
         "first": "Linear",
@@ -63,7 +64,7 @@ def test_convert_and_revert() -> None:
     assert type(model.up) is bnb.nn.Linear8bitLt
     # On CUDA there is no measurement to go by; it is converted, for memory.
     layers = nn.ModuleList([linear8(), linear8()])
-    assert len(hot.convert(layers, device="cuda").converted) == 2
+    assert len(hot.convert(layers, device="cuda").hot_report.converted) == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -75,7 +76,7 @@ def test_gradient(dtype: torch.dtype) -> None:
     plain, exact = gx_of(layer, x, gy)
     bias_grad, layer.bias.grad = layer.bias.grad, None
     model = nn.Sequential(layer)
-    assert len(hot.convert(model, filter_fn=lambda module, name: True).converted) == 1
+    assert len(hot.convert(model, filter_fn=lambda module, name: True).hot_report.converted) == 1
     y, ours = gx_of(model[0], x, gy)
     assert torch.equal(y, plain) and ours.dtype == exact.dtype == dtype
     assert 0.999 < cosine(ours.float().numpy(), exact.float().numpy()) < 1
@@ -132,7 +133,8 @@ def test_eval_no_grad_and_compile() -> None:
 def test_what_stays_plain() -> None:
     four = bnb.nn.Linear4bit(128, 128, quant_type="nf4").to("cpu")
     trained = bnb.nn.Linear8bitLt(128, 128, has_fp16_weights=True)
-    report = hot.convert(nn.ModuleList([four, trained, linear8()]))
+    model = hot.convert(nn.ModuleList([four, trained, linear8()]))
+    report = model.hot_report
     assert [row.name for row in report.converted] == ["2"]
     reasons = {row.name: row.reason for row in report.skipped}
     assert reasons["0"].startswith("bitsandbytes' Linear4bit, which keeps nothing of x either")
@@ -140,9 +142,9 @@ def test_what_stays_plain() -> None:
     with pytest.raises(ValueError, match="no layer can be .*: bitsandbytes' Linear4bit, which"):
         hot.convert(four)
     with pytest.raises(ValueError, match="no layer of it is converted"):  # nothing to measure
-        hot.NoiseMonitor(nn.ModuleList([report.model[2]]))
+        hot.NoiseMonitor(nn.ModuleList([model[2]]))
     with pytest.raises(ValueError, match="no layer to measure"):
-        hot.calibrate(nn.ModuleList([linear8()]), [1], lambda model, batch: None)
+        paper.calibrate(nn.ModuleList([linear8()]), [1], lambda model, batch: None)
 
 
 @pytest.mark.long

@@ -1,13 +1,11 @@
-"""calibrate and Plan: measured errors, the choice, saving, applying, refusing."""
+"""paper.calibrate and its Selection: measured errors, the choice, applying, refusing."""
 
 from __future__ import annotations
 
 import builtins
 import copy
 import dataclasses
-import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +14,8 @@ from hotcore.config import HotConfig
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
+from hotcore import paper  # noqa: E402
+from hotcore.paper.lqs import LayerErrors, Selection  # noqa: E402
 from torch import nn  # noqa: E402
 
 
@@ -43,8 +43,8 @@ def batches(rng: np.random.Generator) -> list[torch.Tensor]:
 
 
 @pytest.fixture
-def plan(batches: list[torch.Tensor]) -> hot.Plan:
-    return hot.calibrate(Net(), batches, loss_of)
+def plan(batches: list[torch.Tensor]) -> Selection:
+    return paper.calibrate(Net(), batches, loss_of)
 
 
 class Weighted(nn.Module):
@@ -59,13 +59,13 @@ class Weighted(nn.Module):
         return (self.layer(x) * self.gy).sum()
 
 
-def calibrated(gy: torch.Tensor, **options: object) -> hot.LayerPlan:
+def calibrated(gy: torch.Tensor, **options: object) -> LayerErrors:
     x = torch.randn(gy.shape[0], 64)
-    (layer,) = hot.calibrate(Weighted(gy), [x], lambda m, b: m(b), **options).layers
+    (layer,) = paper.calibrate(Weighted(gy), [x], lambda m, b: m(b), **options).layers
     return layer
 
 
-def test_layers_are_those_that_convert_takes(plan: hot.Plan) -> None:
+def test_layers_are_those_that_convert_takes(plan: Selection) -> None:
     assert [layer.name for layer in plan.layers] == ["up", "down"]
     assert plan.batches == 2
     assert plan.config == HotConfig.recipe("paper")
@@ -87,7 +87,7 @@ def test_errors_are_those_of_the_real_backward(rng: np.random.Generator) -> None
     exact = gy @ model.layer.weight.detach()
     for scale in ("tensor", "row"):
         config = HotConfig.recipe("default", gx_scale=scale)
-        (layer,) = hot.calibrate(model, [x], lambda m, b: m(b), config).layers
+        (layer,) = paper.calibrate(model, [x], lambda m, b: m(b), config).layers
         gx, _, _ = hotcore.backward_linear(
             gy, model.layer.weight.detach(), None, config=config, need="gx", key=1
         )
@@ -131,7 +131,7 @@ def test_nothing_is_changed(batches: list[torch.Tensor]) -> None:
     torch.manual_seed(3)
     expected = torch.rand(())
     torch.manual_seed(3)
-    hot.calibrate(model, batches, loss_of)
+    paper.calibrate(model, batches, loss_of)
     assert torch.equal(torch.rand(()), expected)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert list(model.modules()) == modules
@@ -160,15 +160,15 @@ def test_convolutions(recipe: str, rng: np.random.Generator) -> None:
             y.register_hook(lambda g, name=name: gys.update({name: g}))
         return y.square().mean()
 
-    plan = hot.calibrate(model, [x], loss, recipe)
+    plan = paper.calibrate(model, [x], loss, recipe)
     (found,) = plan.layers
     assert found.name == "2"
     assert 0 < found.gx_error["row"] < found.gx_error["tensor"] < 1
     assert max(found.gw_error.values()) < 0.02
-    converted = hot.convert(copy.deepcopy(model), recipe).model
-    assert [layer.name for layer in hot.calibrate(converted, [x], loss, recipe).layers] == ["2"]
+    converted = hot.convert(copy.deepcopy(model), recipe)
+    assert [layer.name for layer in paper.calibrate(converted, [x], loss, recipe).layers] == ["2"]
     with pytest.raises(ValueError, match="no layer to measure"):
-        hot.calibrate(model[:2], [x], lambda m, b: m(b).sum(), recipe)
+        paper.calibrate(model[:2], [x], lambda m, b: m(b).sum(), recipe)
     pointwise = model[2]
     with torch.no_grad():
         pixels = model[1](model[0](x))[:, :, ::2, ::2].permute(0, 2, 3, 1).reshape(-1, 64)
@@ -176,7 +176,7 @@ def test_convolutions(recipe: str, rng: np.random.Generator) -> None:
     linear = Weighted(gy)
     linear.layer.weight.data = pointwise.weight.detach()[:, :, 0, 0]
     config = HotConfig.recipe(recipe, token_grid=(8, 8) if recipe == "paper" else None)
-    (same,) = hot.calibrate(linear, [pixels], lambda m, b: m(b), config).layers
+    (same,) = paper.calibrate(linear, [pixels], lambda m, b: m(b), config).layers
     # Other random numbers (the layer's place in the model): near, not equal.
     for scale, error in found.gx_error.items():
         assert error == pytest.approx(same.gx_error[scale], rel=0.15)
@@ -188,21 +188,18 @@ def test_conv1d_of_transformers(rng: np.random.Generator) -> None:
     conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
     torch.manual_seed(int(rng.integers(2**31)))
     model = nn.Sequential(conv1d(96, 64), conv1d(64, 96))
-    plan = hot.calibrate(model, [torch.randn(4, 20, 64)], lambda m, b: m(b).square().mean())
+    plan = paper.calibrate(model, [torch.randn(4, 20, 64)], lambda m, b: m(b).square().mean())
     assert [layer.name for layer in plan.layers] == ["0", "1"]
-    report = hot.convert(model, "paper", overrides=plan.overrides("paper", model))
+    report = hot.convert(model, "paper", overrides=plan.overrides("paper", model)).hot_report
     assert [layer.config.gx_scale for layer in report.converted] == [
         layer.fields["gx_scale"] for layer in plan.layers
     ]
 
 
-def test_plan_is_applied(plan: hot.Plan) -> None:
-    plan = plan.override("up", basis="sketch", rank=4).override("down", gx_bits=8)
+def test_selection_is_applied(plan: Selection) -> None:
     model = Net()
     hot.convert(model, "paper", overrides=plan.overrides("paper", model))
     assert model.up.config == plan.overrides("paper")["up"]
-    assert (model.up.config.basis, model.up.config.rank) == ("sketch", 4)
-    assert (model.down.config.basis, model.down.config.gx_bits) == ("lowpass", 8)
     assert model.down.config.gx_scale == plan.layers[1].fields["gx_scale"]
     # Without the model at hand, convert itself finds that nothing matches.
     with pytest.raises(ValueError, match="up"):
@@ -211,7 +208,7 @@ def test_plan_is_applied(plan: hot.Plan) -> None:
 
 def test_same_seed_same_plan(batches: list[torch.Tensor]) -> None:
     model = Net()
-    plans = [hot.calibrate(model, batches, loss_of, seed=seed) for seed in (1, 1, 2)]
+    plans = [paper.calibrate(model, batches, loss_of, seed=seed) for seed in (1, 1, 2)]
     assert plans[0] == plans[1]
     assert plans[0] != plans[2]
 
@@ -219,12 +216,12 @@ def test_same_seed_same_plan(batches: list[torch.Tensor]) -> None:
 def test_converted_model_and_filter(batches: list[torch.Tensor]) -> None:
     model = Net()
     hot.convert(model, filter_fn=lambda module, name: name == "down")
-    assert [layer.name for layer in hot.calibrate(model, batches, loss_of).layers] == ["down"]
-    plan = hot.calibrate(Net(), batches, loss_of, filter_fn=lambda module, name: name == "head")
+    assert [layer.name for layer in paper.calibrate(model, batches, loss_of).layers] == ["down"]
+    plan = paper.calibrate(Net(), batches, loss_of, filter_fn=lambda module, name: name == "head")
     assert [layer.name for layer in plan.layers] == ["head"]
 
 
-def test_overrides(plan: hot.Plan) -> None:
+def test_overrides(plan: Selection) -> None:
     config = HotConfig.recipe("paper", gx_bits=8)
     overrides = plan.overrides(config, Net())
     assert list(overrides) == ["up", "down"]
@@ -232,122 +229,14 @@ def test_overrides(plan: hot.Plan) -> None:
         assert overrides[layer.name] == dataclasses.replace(config, **layer.fields)
 
 
-def test_rank_and_basis_by_layer(plan: hot.Plan) -> None:
-    changed = plan.override("d*", basis="sketch", rank=4)
-    assert changed.overrides()["down"].basis == "sketch"
-    assert changed.overrides()["down"].rank == 4
-    assert changed.overrides()["up"] == plan.overrides()["up"]
-    assert plan.overrides()["down"].basis == "lowpass"  # the plan itself is frozen
-    with pytest.raises(ValueError, match=r"pattern: 'x\*' matches none of up, down"):
-        plan.override("x*", rank=4)
-    with pytest.raises(ValueError, match="fields: HotConfig has no field 'ranks'"):
-        plan.override("down", ranks=4)
-    with pytest.raises(ValueError, match="rank: 17"):
-        plan.override("down", rank=17)
-
-
-def test_frozen(plan: hot.Plan) -> None:
+def test_frozen(plan: Selection) -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         plan.batches = 3
     with pytest.raises(TypeError):
         plan.layers[0].gx_error["row"] = 0.0
 
 
-def test_save_and_load(plan: hot.Plan, tmp_path: Path) -> None:
-    plan = plan.override("up", basis="lowpass", rows=(0, 1, 2))
-    path = tmp_path / "plan.json"
-    plan.save(path)
-    loaded = hot.Plan.load(path)
-    assert loaded.overrides() == plan.overrides()
-    assert loaded.layers[0].gw_error == plan.layers[0].gw_error
-    assert loaded.config == plan.config
-    pattern = np.array(plan.layers[0].pattern)
-    np.testing.assert_allclose(np.array(loaded.layers[0].pattern), pattern, rtol=0.01)
-    assert str(loaded) == str(plan)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"), [("{", "no JSON"), ("[]", "is no plan"), ('{"format": 1}', "is no plan")]
-)
-def test_load_something_else(text: str, message: str, tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=message):
-        hot.Plan.load(path)
-
-
-def spoil(content: Any, path: str, value: Any) -> None:
-    """Put ``value`` at ``path`` ("layers.0.name"); an Ellipsis takes it out."""
-    *way, last = (int(step) if step.isdigit() else step for step in path.split("."))
-    for step in way:
-        content = content[step]
-    if value is ...:
-        del content[last]
-    else:
-        content[last] = value
-
-
-@pytest.mark.parametrize(
-    ("path", "value", "message"),
-    [
-        ("speed", 1, "unknown field 'speed'"),
-        ("objective", "time", "unknown field 'objective'"),  # of the other format
-        ("config", ..., "'config' is missing"),
-        ("config", [], "config: expected an object, got a list"),
-        ("config.rank", 400000000000, "config: rank: 400000000000 does not fit"),
-        ("config.speed", 1, "config: HotConfig has no field 'speed'"),
-        ("batches", True, "batches: expected an integer, got a bool"),
-        ("batches", -1, "batches: -1 is negative"),
-        ("layers", {}, "layers: expected a list, got an object"),
-        ("layers.0", 5, r"layers\[0\]: expected a JSON object, got an integer"),
-        ("layers.0.name", None, r"layers\[0\]: name: expected a text, got null"),
-        ("layers.0.speed", 1, r"layers\[0\]: unknown field 'speed'"),
-        ("layers.0.gx_error.row", ..., "gx_error: 'row' is missing"),
-        ("layers.0.gx_error.row", "0", "gx_error: row: expected an integer or a number"),
-        ("layers.0.gw_error.token", -1.0, "gw_error: token: -1.0 is negative"),
-        ("layers.0.fields", {"speed": 1}, "HotConfig has no field 'speed'"),
-        ("layers.0.fields", {"gx_bits": 5}, "fields: gx_bits: 5"),
-        ("layers.0.fields", {"gx_bits": "8"}, "fields: gx_bits: expected an int"),
-        ("layers.0.pattern", [[1.0], [1.0, 2.0]], "pattern: its rows differ"),
-        ("layers.0.pattern", [["x"]], "pattern: expected an integer or a number, got a text"),
-        ("layers.0.pattern", [[[[[[[[[[[[[[[[[]]]]]]]]]]]]]]]]], "nested deeper than 16"),
-    ],
-)
-def test_load_is_strict(
-    plan: hot.Plan, path: str, value: Any, message: str, tmp_path: Path
-) -> None:
-    file = tmp_path / "plan.json"
-    plan.save(file)
-    content = json.loads(file.read_text())
-    spoil(content, path, value)
-    file.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=message) as raised:
-        hot.Plan.load(file)
-    assert str(raised.value).startswith(f"path: {file}")
-
-
-def test_load_has_limits(plan: hot.Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "plan.json"
-    plan.save(file)
-    size = file.stat().st_size
-    monkeypatch.setattr("hotcore._strict_json.MAX_FILE_BYTES", size)
-    assert hot.Plan.load(file).config == plan.config
-    monkeypatch.setattr("hotcore._strict_json.MAX_FILE_BYTES", size - 1)
-    with pytest.raises(ValueError, match=f"larger than {size - 1} bytes"):
-        hot.Plan.load(file)
-    file.write_text("kept")
-    with pytest.raises(ValueError, match=f"plan: .* make {size} bytes"):
-        plan.save(file)
-    assert file.read_text() == "kept"
-    file.write_bytes(b"\xff")
-    with pytest.raises(ValueError, match="is no JSON"):
-        hot.Plan.load(file)
-    file.write_text('{"format": "hotcore plan 1", "format": "hotcore plan 1"}')
-    with pytest.raises(ValueError, match="'format' occurs twice"):
-        hot.Plan.load(file)
-
-
-def test_plan_for_another_model(plan: hot.Plan) -> None:
+def test_plan_for_another_model(plan: Selection) -> None:
     other = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     with pytest.raises(
         ValueError, match=r"another model; 2 of its 2 layers .*: up, down \(.* 0, 1"
@@ -355,7 +244,7 @@ def test_plan_for_another_model(plan: hot.Plan) -> None:
         plan.overrides("paper", other)
 
 
-def test_table(plan: hot.Plan) -> None:
+def test_table(plan: Selection) -> None:
     lines = str(plan).splitlines()
     assert lines[0].split("  ")[0] == "layer"
     assert [line.split()[0] for line in lines[1:3]] == ["up", "down"]
@@ -376,7 +265,7 @@ def test_pattern_shows_outlier_tokens(rng: np.random.Generator) -> None:
     assert pattern.max() == gy.max()
 
 
-def test_plot(plan: hot.Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plot(plan: Selection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     plan.plot(tmp_path / "plan.png")
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
@@ -395,28 +284,21 @@ def test_plot(plan: hot.Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_without_gradients(batches: list[torch.Tensor]) -> None:
     with torch.no_grad(), pytest.raises(ValueError, match="gradients are off"):
-        hot.calibrate(Net(), batches, loss_of)
+        paper.calibrate(Net(), batches, loss_of)
     with pytest.raises(ValueError, match="loss_fn: returned nothing that requires grad"):
-        hot.calibrate(Net(), batches, lambda m, b: loss_of(m, b).detach())
+        paper.calibrate(Net(), batches, lambda m, b: loss_of(m, b).detach())
     with pytest.raises(ValueError, match="loss_fn: "):
-        hot.calibrate(Net(), batches, lambda m, b: loss_of(m, b).item())
+        paper.calibrate(Net(), batches, lambda m, b: loss_of(m, b).item())
     with pytest.raises(ValueError, match="no gradient reached up, down"):
-        hot.calibrate(Net(), batches, lambda m, b: m.head(b).sum())
+        paper.calibrate(Net(), batches, lambda m, b: m.head(b).sum())
 
 
 def test_bad_arguments(batches: list[torch.Tensor]) -> None:
     with pytest.raises(ValueError, match="batches: empty"):
-        hot.calibrate(Net(), [], loss_of)
+        paper.calibrate(Net(), [], loss_of)
     with pytest.raises(ValueError, match="gw_fine: 'row'"):
-        hot.calibrate(Net(), batches, loss_of, gw_fine="row")
+        paper.calibrate(Net(), batches, loss_of, gw_fine="row")
     with pytest.raises(ValueError, match="gain: 1.5"):
-        hot.calibrate(Net(), batches, loss_of, gain=1.5)
+        paper.calibrate(Net(), batches, loss_of, gain=1.5)
     with pytest.raises(ValueError, match="no "):
-        hot.calibrate(nn.ReLU(), batches, loss_of)
-
-
-def test_json_is_readable(plan: hot.Plan, tmp_path: Path) -> None:
-    plan.save(tmp_path / "plan.json")
-    content = json.loads((tmp_path / "plan.json").read_text())
-    assert content["format"] == "hotcore plan 1"
-    assert [layer["name"] for layer in content["layers"]] == ["up", "down"]
+        paper.calibrate(nn.ReLU(), batches, loss_of)

@@ -55,7 +55,7 @@ class Model(nn.Module):
 
 def converted(recipe: str = "default", **options: bool) -> nn.Module:
     model = Model(**options)
-    report = hot.convert(model, recipe)
+    report = hot.convert(model, recipe).hot_report
     assert [layer.name for layer in report.converted] == CONVERTED
     return model
 

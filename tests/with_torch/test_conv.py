@@ -387,7 +387,7 @@ def test_from_conv_keeps_everything() -> None:
     assert module.weight is plain.weight and module.bias is plain.bias
     assert module.config == HotConfig.recipe("fast")
     assert "padding=same" in repr(module) and "config=fast" in repr(module)
-    back = module.to_conv()
+    back = module.to_plain()
     assert type(back) is nn.Conv2d and back.weight is plain.weight
     assert vars(back).keys() == vars(plain).keys()
 

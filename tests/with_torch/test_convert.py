@@ -19,6 +19,7 @@ from hotcore.config import HotConfig
 
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402
+from hotcore import paper  # noqa: E402
 from hotcore.torch.selection import HEAD_NAMES, MIN_FEATURES  # noqa: E402
 from torch import nn  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
@@ -59,7 +60,8 @@ CONVERTED = ["blocks.0.qkv", "blocks.0.proj", "blocks.1.qkv", "blocks.1.proj"]
 
 def test_default_filter() -> None:
     model = Model()
-    report = hot.convert(model, "fast")
+    assert hot.convert(model, "fast") is model
+    report = model.hot_report
     assert [layer.name for layer in report.converted] == CONVERTED
     reasons = {layer.name: layer.reason for layer in report.skipped}
     assert reasons == {
@@ -67,7 +69,6 @@ def test_default_filter() -> None:
         "blocks.1.small": f"fewer than {MIN_FEATURES} features",
         "head": "the output head",
     }
-    assert report.model is model
     assert type(model.blocks[0].qkv) is hot.HotLinear
     assert model.blocks[0].qkv.config == HotConfig.recipe("fast")
     assert type(model.head) is nn.Linear
@@ -111,7 +112,7 @@ def test_revert() -> None:
     assert [type(module) for module in model.modules()] == types
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
     assert hot.revert(model) is model  # nothing to do
-    assert hot.convert(model).converted
+    assert hot.convert(model).hot_report.converted
 
 
 def test_filter_fn() -> None:
@@ -123,7 +124,7 @@ def test_filter_fn() -> None:
         seen.append(fqn)
         return fqn.startswith("blocks.0") or fqn == "head"
 
-    report = hot.convert(model, filter_fn=first_block)
+    report = hot.convert(model, filter_fn=first_block).hot_report
     names = [layer.name for layer in report.converted]
     # A filter replaces the default rules: the head and the small layer are converted.
     assert names == ["blocks.0.qkv", "blocks.0.proj", "blocks.0.small", "head"]
@@ -165,19 +166,19 @@ def test_twice_is_refused() -> None:
         hot.convert(model, "default")
     assert list(model.modules()) == modules
     # The rest of a model is another matter.
-    report = hot.convert(model, filter_fn=lambda module, fqn: fqn == "blocks.1.qkv")
+    report = hot.convert(model, filter_fn=lambda module, fqn: fqn == "blocks.1.qkv").hot_report
     assert [layer.name for layer in report.converted] == ["blocks.1.qkv"]
     assert model.blocks[0].qkv.config == HotConfig.recipe("fast")
 
 
 def test_weight_tied_to_an_embedding() -> None:
     model = Model(tied=True)
-    report = hot.convert(model)
+    report = hot.convert(model).hot_report
     reasons = {layer.name: layer.reason for layer in report.skipped}
     assert reasons["head"] in ("the output head", "its weight is an embedding's")
     model = Model(tied=True)
     model.final = nn.Linear(64, 64)  # the head is no longer the last layer
-    report = hot.convert(model)
+    report = hot.convert(model).hot_report
     reasons = {layer.name: layer.reason for layer in report.skipped}
     assert reasons["head"] == "its weight is an embedding's"
     assert model.head.weight is model.embed.weight
@@ -193,13 +194,13 @@ def test_head_names(name: str) -> None:
         model = nn.Module()
         model.body = nn.Linear(64, 64)
         setattr(model, name, build())
-        report = hot.convert(model)
+        report = hot.convert(model).hot_report
         assert [layer.name for layer in report.converted] == ["body"]
     # The same name earlier in the model is no head.
     model = nn.Module()
     setattr(model, name, nn.Linear(64, 64))
     model.body = nn.Linear(64, 64)
-    assert len(hot.convert(model).converted) == 2
+    assert len(hot.convert(model).hot_report.converted) == 2
 
 
 def test_subclasses_are_left_alone() -> None:
@@ -218,7 +219,7 @@ def test_subclasses_are_left_alone() -> None:
         }
     )
     for filter_fn in (None, lambda module, fqn: True):
-        report = hot.convert(copy.deepcopy(model), filter_fn=filter_fn)
+        report = hot.convert(copy.deepcopy(model), filter_fn=filter_fn).hot_report
         reasons = {layer.name: layer.reason for layer in report.skipped}
         assert reasons["special"] == "a subclass of Linear (Special)"
         assert reasons["attention"] == "a subclass of MultiheadAttention (Mine)"
@@ -231,7 +232,7 @@ def test_computed_weights_are_left_alone() -> None:
     nn.utils.parametrizations.weight_norm(model[0])
     with pytest.warns(FutureWarning):
         nn.utils.weight_norm(model[1])
-    report = hot.convert(model)
+    report = hot.convert(model).hot_report
     assert [layer.name for layer in report.converted] == ["2"]
     assert len(report.skipped) == 2
     model(torch.randn(4, 64)).sum().backward()
@@ -239,7 +240,7 @@ def test_computed_weights_are_left_alone() -> None:
 
 def test_float64_is_left_alone() -> None:
     model = nn.Sequential(nn.Linear(64, 64).double(), nn.Linear(64, 64))
-    report = hot.convert(model)
+    report = hot.convert(model).hot_report
     assert [layer.reason for layer in report.skipped] == ["its weight is float64"]
     assert type(model[0]) is nn.Linear
 
@@ -247,7 +248,7 @@ def test_float64_is_left_alone() -> None:
 def test_shared_module_is_replaced_everywhere() -> None:
     shared = nn.Linear(64, 64)
     model = nn.Sequential(shared, nn.ReLU(), shared)
-    report = hot.convert(model)
+    report = hot.convert(model).hot_report
     assert len(report.converted) == 1
     assert model[0] is model[2] and type(model[0]) is hot.HotLinear
     hot.revert(model)
@@ -256,17 +257,18 @@ def test_shared_module_is_replaced_everywhere() -> None:
 
 def test_root_linear() -> None:
     layer = nn.Linear(64, 64)
-    report = hot.convert(layer)
-    assert type(report.model) is hot.HotLinear
-    assert report.model.weight is layer.weight
-    assert "(root)" in str(report)
-    assert type(hot.revert(report.model)) is nn.Linear
+    new = hot.convert(layer)
+    assert type(new) is hot.HotLinear
+    assert new.weight is layer.weight
+    assert "(root)" in str(new.hot_report) and not hasattr(layer, "hot_report")
+    plain = hot.revert(new)
+    assert type(plain) is nn.Linear and not hasattr(plain, "hot_report")
 
 
 def test_meta_device() -> None:
     with torch.device("meta"):
         model = Model()
-    report = hot.convert(model)
+    report = hot.convert(model).hot_report
     assert len(report.converted) == 4
     assert model.blocks[0].qkv.weight.is_meta
 
@@ -274,7 +276,7 @@ def test_meta_device() -> None:
 def test_report_prints_as_a_table() -> None:
     model = Model()
     model.blocks[0].qkv.weight.requires_grad_(False)
-    report = hot.convert(model, "default", overrides={"*.0.proj": "fast"})
+    report = hot.convert(model, "default", overrides={"*.0.proj": "fast"}).hot_report
     lines = str(report).splitlines()
     assert lines[0].split() == ["layer", "kind", "in", "->", "out", "x", "is", "kept", "in"]
     for pattern in (
@@ -298,16 +300,16 @@ def test_report_prints_as_a_table() -> None:
         *("blocks.0.qkv", "blocks.0.proj", "blocks.0.small"),
         *("blocks.1.qkv", "blocks.1.proj", "blocks.1.small", "head"),
     ]
-    filtered = hot.convert(Model(), filter_fn=lambda module, fqn: fqn != "head")
+    filtered = hot.convert(Model(), filter_fn=lambda module, fqn: fqn != "head").hot_report
     assert "default filter" not in str(filtered)
     # Nor if it left nothing out: layers plain by overrides, or not convertible.
     body = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64).double())
-    assert "default filter" not in str(hot.convert(body, overrides={"0": None}))
+    assert "default filter" not in str(hot.convert(body, overrides={"0": None}).hot_report)
 
 
 def test_report_with_a_token_grid() -> None:
     config = HotConfig.recipe("paper", token_grid=(14, 14), prefix_tokens=1)
-    report = hot.convert(Model(), config)
+    report = hot.convert(Model(), config).hot_report
     assert 0.5 < report.converted[0].bytes_per_value < 0.52
 
 
@@ -329,7 +331,7 @@ def test_overrides() -> None:
         "*.qkv": {"gx_bits": 4},  # on top of the base configuration
         "blocks.1.proj": custom,
     }
-    report = hot.convert(model, "accurate", overrides=overrides)
+    report = hot.convert(model, "accurate", overrides=overrides).hot_report
     configs = {layer.name: layer.config for layer in report.converted}
     int4 = HotConfig.recipe("accurate", gx_bits=4)
     assert configs == {
@@ -345,7 +347,9 @@ def test_overrides() -> None:
 
 def test_overrides_leave_out() -> None:
     model = Model()
-    report = hot.convert(model, overrides={"*.proj": None, "blocks.1.*": "fast"})  # the last counts
+    report = hot.convert(
+        model, overrides={"*.proj": None, "blocks.1.*": "fast"}
+    ).hot_report  # the last counts
     assert [layer.name for layer in report.converted] == [
         "blocks.0.qkv",
         *names_of("blocks.1"),
@@ -358,7 +362,7 @@ def test_overrides_leave_out() -> None:
     # What is converted already may be left out of the next call.
     twin = Model()
     hot.convert(twin, overrides={"blocks.0.*": None})
-    more = hot.convert(twin, "fast", overrides={"blocks.1.*": None})
+    more = hot.convert(twin, "fast", overrides={"blocks.1.*": None}).hot_report
     assert [layer.name for layer in more.converted] == names_of("blocks.0")
 
 
@@ -411,7 +415,7 @@ def test_convolutions() -> None:
     parameters = list(model.parameters())
     x = torch.randn(2, 3, 32, 32)
     expected = model(x)
-    report = hot.convert(model)
+    report = hot.convert(model).hot_report
     assert [(layer.name, layer.kind) for layer in report.converted] == [
         ("conv", "Conv2d 3x3"),
         ("down", "Conv2d 1x1"),
@@ -447,19 +451,19 @@ def test_convolutions() -> None:
 )
 def test_the_report_says_what_a_kernel_does_not_get(config: str, said: str) -> None:
     layers = (nn.Conv2d(64, 64, 3), nn.Conv2d(64, 64, 1, groups=2), nn.Conv2d(64, 64, 1))
-    report = hot.convert(nn.Sequential(*layers), config, lambda module, name: True)
+    report = hot.convert(nn.Sequential(*layers), config, lambda module, name: True).hot_report
     assert [said in layer.note for layer in report.converted] == [True, True, False]
 
 
 def test_patch_embedding_is_a_first_convolution() -> None:
     model = nn.Sequential(nn.Conv2d(3, 64, 4, 4), nn.Flatten(2), nn.Linear(64, 64))
-    report = hot.convert(model)
+    report = hot.convert(model).hot_report
     assert [layer.reason for layer in report.skipped] == ["the first convolution"]
 
 
 def test_heads_side_by_side() -> None:
     model = nn.ModuleDict({name: nn.Linear(64, 64) for name in ("body", "head", "head_dist")})
-    assert [layer.name for layer in hot.convert(model).converted] == ["body"]
+    assert [layer.name for layer in hot.convert(model).hot_report.converted] == ["body"]
 
 
 def test_copies_of_a_converted_model() -> None:
@@ -539,25 +543,25 @@ def test_layers_whose_weight_is_used_without_them() -> None:
     x = torch.randn(2, 8, 64)
     never = "never called: its weight is multiplied without it, as in F.linear(x, layer.weight)"
     # By the code of their parents.
-    report = hot.convert(OnlyPast())
+    report = hot.convert(OnlyPast()).hot_report
     assert {layer.name: layer.reason for layer in report.skipped} == {"q": never, "k": never}
     assert [layer.name for layer in report.converted] == ["proj"]
     # The code calls it in a branch: only a forward pass can tell which.
-    report = hot.convert(Past())
+    report = hot.convert(Past()).hot_report
     assert [layer.name for layer in report.converted] == ["qkv", "proj"]
     assert "may be used without being called: qkv; convert(..., inputs=...)" in str(report)
     model = Past()
-    report = hot.convert(model, inputs=x)
+    report = hot.convert(model, inputs=x).hot_report
     assert {layer.name: layer.reason for layer in report.skipped} == {"qkv": never}
     assert type(model.qkv) is nn.Linear and "may be used" not in str(report)
-    report = hot.convert(Past(separate=True), inputs=x)
+    report = hot.convert(Past(separate=True), inputs=x).hot_report
     assert [layer.name for layer in report.converted] == ["qkv", "proj"]
     assert not [layer.note for layer in report.converted if layer.note]
     # Both, and not at all.
     model = nn.ModuleDict({"used": nn.Linear(64, 64), "unused": nn.Linear(64, 64)})
     model.forward = lambda x: model["used"](x)
     hidden(model, "used")
-    notes = {layer.name: layer.note for layer in hot.convert(model, inputs=x).converted}
+    notes = {layer.name: layer.note for layer in hot.convert(model, inputs=x).hot_report.converted}
     assert notes == {
         "used": "its weight is also multiplied without it, plain",
         "unused": "not called with these inputs",
@@ -577,8 +581,8 @@ def test_timms_models_that_use_weights_without_layers(name: str, part: str) -> N
         name, img_size=pixels, embed_dim=64, num_classes=10, **sizes, **more
     ).train()
     x = torch.randn(2, 3, pixels, pixels)
-    blind = hot.convert(copy.deepcopy(model))
-    report = hot.convert(model, inputs=x)
+    blind = hot.convert(copy.deepcopy(model)).hot_report
+    report = hot.convert(model, inputs=x).hot_report
     called: set[str] = set()
     for fqn, module in model.named_modules():
         if isinstance(module, hot.HotLinear):
@@ -620,7 +624,7 @@ def test_a_dry_run_compiles_nothing() -> None:
     for block in blocks.blocks:
         block.compile(backend=backend)
     for model in (whole, blocks):
-        report = hot.convert(model, inputs=tokens)
+        report = hot.convert(model, inputs=tokens).hot_report
         assert len(report.converted) == 4 and not any(layer.note for layer in report.converted)
     assert not graphs
     blocks(tokens).sum().backward()
@@ -630,7 +634,7 @@ def test_a_dry_run_compiles_nothing() -> None:
 def test_shares_of_parameters_and_multiply_adds() -> None:
     model = Model()
     every = sum(p.numel() for p in model.parameters())
-    report = hot.convert(model, inputs=torch.randint(50, (2, 20)))
+    report = hot.convert(model, inputs=torch.randint(50, (2, 20))).hot_report
     tokens, block = 40, 64 * 192 + 64 * 64
     assert report.parameter_count == every
     assert report.parameter_share == 2 * (block + 192 + 64) / every
@@ -640,15 +644,15 @@ def test_shares_of_parameters_and_multiply_adds() -> None:
     share = f"{report.parameter_share:.1%} of the model's parameters and do {report.mac_share:.1%}"
     assert f"they hold {share} of its forward pass's multiply-adds" in str(report)
     assert report.converted[0].macs == tokens * 64 * 192
-    assert hot.convert(Model()).mac_share is None
+    assert hot.convert(Model()).hot_report.mac_share is None
 
 
 def test_inputs_as_the_model_takes_them() -> None:
     tokens = torch.randint(50, (2, 20))
     for inputs in (tokens, (tokens,), {"tokens": tokens}):
-        assert hot.convert(Model(), inputs=inputs).mac_share > 0.8
+        assert hot.convert(Model(), inputs=inputs).hot_report.mac_share > 0.8
     conv = ConvNet()
-    report = hot.convert(conv, inputs=torch.randn(2, 3, 32, 32))
+    report = hot.convert(conv, inputs=torch.randn(2, 3, 32, 32)).hot_report
     macs = {layer.name: layer.macs for layer in report.layers}
     assert macs["stem"] == 2 * 64 * 16 * 16 * 3 * 49
     assert macs["down"] == 2 * 96 * 8 * 8 * 64
@@ -667,7 +671,7 @@ def test_attention_counts() -> None:
             y = nn.functional.scaled_dot_product_attention(q, k, v)
             return self.proj(y.transpose(1, 2).flatten(2))
 
-    report = hot.convert(Attention(), inputs=torch.randn(2, 32, 64))
+    report = hot.convert(Attention(), inputs=torch.randn(2, 32, 64)).hot_report
     products = 2 * 2 * 4 * 32 * 32 * 16  # q k^T and p v
     assert report.macs == 2 * 32 * 64 * 256 + products
 
@@ -688,7 +692,7 @@ def test_matrices_that_are_not_taken() -> None:
             "plain": nn.Linear(64, 64),
         }
     )
-    report = hot.convert(model)
+    report = hot.convert(model).hot_report
     rows = {row.name: row for row in report.unsupported}
     assert list(rows) == ["experts.gate_up_proj", "lstm", "up", "line"]
     assert "a stack of 4 matrices in one Parameter (experts)" in rows["experts.gate_up_proj"].reason
@@ -708,7 +712,7 @@ def test_experts_of_transformers() -> None:
         num_attention_heads=4, num_key_value_heads=2, vocab_size=32,
     )  # fmt: skip
     model = transformers.MixtralModel(config)
-    report = hot.convert(model)
+    report = hot.convert(model).hot_report
     stacks = [row for row in report.unsupported if "(experts)" in row.reason]
     layers = [layer for layer in report.layers if "expert" in layer.name]
     assert len(stacks) >= 2 or len(layers) >= 8  # fused, or layers of their own (older versions)
@@ -717,33 +721,33 @@ def test_experts_of_transformers() -> None:
 
 def test_the_last_layer_of_a_sequential_is_its_head() -> None:
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 96), nn.Softmax(-1))
-    report = hot.convert(model)
+    report = hot.convert(model).hot_report
     assert {layer.name: layer.reason for layer in report.skipped} == {"2": "the output head"}
     # One that keeps the width is a body, which the report says.
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
-    report = hot.convert(model)
+    report = hot.convert(model).hot_report
     assert not report.skipped
     assert "no output head was recognised: the last layer, 2, is converted" in str(report)
-    assert "no output head" not in str(hot.convert(Model()))
+    assert "no output head" not in str(hot.convert(Model()).hot_report)
 
 
 def test_out_is_a_head_at_the_top_only() -> None:
     model = nn.ModuleDict({"body": nn.Linear(64, 64), "out": nn.Linear(64, 64)})
-    assert [layer.name for layer in hot.convert(model).converted] == ["body"]
+    assert [layer.name for layer in hot.convert(model).hot_report.converted] == ["body"]
     inner = nn.ModuleDict({"q": nn.Linear(64, 64), "out": nn.Linear(64, 64)})
     model = nn.ModuleDict({"attention": inner})
-    assert len(hot.convert(model).converted) == 2
+    assert len(hot.convert(model).hot_report.converted) == 2
 
 
 def test_a_compiled_models_head() -> None:
     model = torch.compile(Model())
-    names = [layer.name for layer in hot.convert(model).converted]
+    names = [layer.name for layer in hot.convert(model).hot_report.converted]
     assert names == [f"_orig_mod.{name}" for name in CONVERTED]
 
 
 def test_eval_mode_is_said() -> None:
     model = Model().eval()
-    report = hot.convert(model)
+    report = hot.convert(model).hot_report
     assert "the model is in eval mode, where every layer is plain" in str(report)
     assert "\n0 of 7 layers run HOT, HotConfig.recipe('default'); 4 more after .train()" in str(
         report
@@ -751,15 +755,15 @@ def test_eval_mode_is_said() -> None:
     assert report.in_eval_mode == report.to_dict()["in_eval_mode"] == CONVERTED
     model = Model()
     model.blocks[0].eval()
-    text = str(hot.convert(model))
+    text = str(hot.convert(model).hot_report)
     assert "\n2 of 7 layers run HOT, HotConfig.recipe('default'); 2 more after .train()" in text
     assert "in eval mode, hence plain until .train(): blocks.0.qkv, blocks.0.proj" in text
-    assert "eval mode" not in str(hot.convert(Model()))
+    assert "eval mode" not in str(hot.convert(Model()).hot_report)
 
 
 def test_report_as_data() -> None:
     model = Model()
-    report = hot.convert(model, "fast", inputs=torch.randint(50, (2, 20)))
+    report = hot.convert(model, "fast", inputs=torch.randint(50, (2, 20))).hot_report
     content = report.to_dict()
     assert json.loads(report.to_json()) == content
     assert content["recipe"] == "fast"
@@ -771,29 +775,49 @@ def test_report_as_data() -> None:
     assert content["mac_share"] == report.mac_share
 
 
-def test_the_report_is_no_model() -> None:
-    model = Model()
-    report = hot.convert(model)
-    with pytest.raises(TypeError, match=r"returns a report: go on with the model .* report.model"):
-        report(torch.randint(50, (2, 20)))
-    with pytest.raises(AttributeError, match="no attribute 'parameters_'"):
-        report.parameters_  # noqa: B018
-    # Common first uses of a model in a script.
-    for first_use in (
-        lambda: torch.optim.AdamW(report.parameters()),
-        lambda: report.to("cpu"),
-        lambda: report.train(),
-        lambda: torch.compile(report)(torch.randint(50, (2, 20))),
-        lambda: report[0],
-        lambda: list(report),
-    ):
-        with pytest.raises((AttributeError, TypeError), match="convert.. changes the model in pl"):
-            first_use()
-    with pytest.raises(AttributeError, match="no attribute 'state_dict'; convert.. changes"):
-        report.state_dict()
-    with pytest.raises(TypeError, match="got ConversionReport; the model is its .model"):
-        hot.convert(report)
-    assert copy.deepcopy(report).converted == report.converted
+def test_the_report_goes_along_with_the_model() -> None:
+    model = hot.convert(Model(), "fast")
+    report = model.hot_report
+    assert not any("hot_report" in key for key in model.state_dict())
+    assert "hot_report" not in dict(model.named_modules()) | dict(model.named_buffers())
+    copied = copy.deepcopy(model)
+    assert copied.hot_report == report and copied.hot_report is not report
+    assert pickle.loads(pickle.dumps(model)).hot_report == report
+    assert torch.compile(model).hot_report is report
+    assert torch.nn.utils.parametrize.is_parametrized(model) is False
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    assert averaged.module.hot_report == report
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    compiled(torch.randint(50, (2, 20))).sum().backward()
+    again = hot.convert(hot.revert(model), filter_fn=lambda module, name: name == "blocks.0.qkv")
+    assert [layer.name for layer in again.hot_report.converted] == ["blocks.0.qkv"]
+    assert not hasattr(hot.revert(again), "hot_report")
+
+
+def test_measuring_leaves_no_report() -> None:
+    model, x = Model(), torch.randint(50, (2, 20))
+    hot.memory_report(model, x, "fast")
+    paper.calibrate(model, [x], lambda net, batch: net(batch).square().mean(), "fast")
+    assert not hasattr(model, "hot_report")
+    report = hot.convert(model, "fast").hot_report
+    hot.memory_report(model, x)
+    assert model.hot_report is report
+
+
+@pytest.mark.parametrize("converted", [False, True])
+def test_measuring_leaves_lists_of_layers_alone(converted: bool) -> None:
+    model, x = Model(), torch.randint(50, (2, 20))
+    first = model.blocks[0]
+    model.listed, model.called = [first.qkv], {"proj": functools.partial(first.proj.forward)}
+    if converted:
+        hot.convert(model, "fast")
+    else:
+        hot.autotune(model, x, rounds=5, allow=["default"], objective="memory", slowdown=1e9)
+    paper.calibrate(model, [x], lambda net, batch: net(batch).square().mean(), "fast")
+    hot.memory_report(model, x, "fast")
+    kind = hot.HotLinear if converted else nn.Linear
+    assert model.listed[0] is first.qkv and type(first.qkv) is kind
+    assert model.called["proj"].func.__self__ is first.proj and type(first.proj) is kind
 
 
 def test_what_is_no_model() -> None:
@@ -835,7 +859,7 @@ def test_convolutions_stay_plain_on_cuda() -> None:
     with pytest.warns(
         UserWarning, match="unchanged; all 3 layers .* slower.* on CUDA; slower=True"
     ):
-        report = hot.convert(ConvNet(), device="cuda")
+        report = hot.convert(ConvNet(), device="cuda").hot_report
     reasons = {layer.name: layer.reason for layer in report.skipped}
     assert not report.converted
     assert reasons["conv"].startswith("slower on CUDA: x is compressed and restored")
@@ -843,13 +867,13 @@ def test_convolutions_stay_plain_on_cuda() -> None:
     assert reasons["depthwise"] == f"fewer than {MIN_FEATURES} features"  # not expected to be slow
     assert "3 layers stay plain as slower on CUDA, by one H200" in str(report)
     # Asked for in three ways.
-    assert len(hot.convert(ConvNet(), device="cuda:0", slower=True).converted) == 3
-    assert len(hot.convert(ConvNet(), device="cpu").converted) == 3
-    report = hot.convert(ConvNet(), device="cuda", overrides={"conv": "fast"})
+    assert len(hot.convert(ConvNet(), device="cuda:0", slower=True).hot_report.converted) == 3
+    assert len(hot.convert(ConvNet(), device="cpu").hot_report.converted) == 3
+    report = hot.convert(ConvNet(), device="cuda", overrides={"conv": "fast"}).hot_report
     assert [layer.name for layer in report.converted] == ["conv"]
     with pytest.warns(UserWarning, match="unchanged"):  # a pattern changes what, not whether
         hot.convert(ConvNet(), device="cuda", overrides={"c*": "fast"})
-    every = hot.convert(ConvNet(), device="cuda", filter_fn=lambda module, fqn: True)
+    every = hot.convert(ConvNet(), device="cuda", filter_fn=lambda module, fqn: True).hot_report
     assert len(every.converted) == 7  # a filter is the caller's own rule
 
 
@@ -860,7 +884,7 @@ def linears(*sizes: tuple[int, int]) -> nn.ModuleList:
 
 def test_linear_layers_by_features_on_cuda() -> None:
     sizes = ((128, 512), (384, 1536), (512, 512), (768, 768), (768, 3072), (4096, 14336))
-    report = hot.convert(linears(*sizes), device="cuda")
+    report = hot.convert(linears(*sizes), device="cuda").hot_report
     assert [layer.in_features for layer in report.converted] == [768, 768, 4096]
     small, *rest = [layer.expected_time for layer in report.layers]
     assert rest == sorted(rest, reverse=True) and rest[0] > 1.05 and rest[-1] < 0.8
@@ -868,23 +892,23 @@ def test_linear_layers_by_features_on_cuda() -> None:
     assert f"expected to take {rest[0]:.2f} of plain torch's time" in str(report)
     assert re.search(r"expected on CUDA: .* take 2\d% less time .* by one H200", str(report))
     assert f"{rest[2]:.2f} of the time" in str(report)
-    fast = hot.convert(linears(*sizes), "fast", device="cuda")
+    fast = hot.convert(linears(*sizes), "fast", device="cuda").hot_report
     assert len(fast.converted) == 5
     pairs = zip(fast.converted[-3:], report.converted, strict=True)
     assert all(a.expected_time < b.expected_time for a, b in pairs)
-    every = hot.convert(linears(*sizes), device="cuda", slower=True)
+    every = hot.convert(linears(*sizes), device="cuda", slower=True).hot_report
     assert [bool(layer.note) for layer in every.converted] == [True] * 3 + [False] * 3
     # On the CPU and on meta as before.
-    report = hot.convert(linears(*sizes))
+    report = hot.convert(linears(*sizes)).hot_report
     assert len(report.converted) == len(sizes)
     assert report.expected_time is None and "CUDA" not in str(report)
 
 
 def test_frozen_layers_on_cuda() -> None:
     model = linears((512, 512), (2048, 512), (4096, 4096)).requires_grad_(False)
-    report = hot.convert(model, device="cuda")
+    report = hot.convert(model, device="cuda").hot_report
     assert [layer.in_features for layer in report.converted] == [2048, 4096]  # g_x alone
-    trained = hot.convert(linears((4096, 4096)), device="cuda")
+    trained = hot.convert(linears((4096, 4096)), device="cuda").hot_report
     assert report.converted[-1].expected_time > trained.converted[0].expected_time
 
 
@@ -899,8 +923,8 @@ def test_a_model_on_cuda_without_the_backend_is_refused_at_once() -> None:
         hot.convert(model)
     assert [type(module) for module in model.modules()] == before
     # One that is still on the CPU may be looked at.
-    assert "no CUDA backend" in str(hot.convert(linears((4096, 4096)), device="cuda"))
-    assert "CUDA" not in str(hot.convert(linears((4096, 4096))))
+    assert "no CUDA backend" in str(hot.convert(linears((4096, 4096)), device="cuda").hot_report)
+    assert "CUDA" not in str(hot.convert(linears((4096, 4096))).hot_report)
 
 
 # ---- layers whose calls run another forward than their class's ----
@@ -954,7 +978,7 @@ CALLS_THE_CLASS = [hooked, unhooked, dispatched]
 def test_accelerates_hooks_stay(change: Any, seeded: None) -> None:
     """Before and after convert, through revert, freeze_int8 and thaw; they are still called."""
     model = change(stack())
-    assert len(hot.convert(model, "fast", everything).converted) == 2
+    assert len(hot.convert(model, "fast", everything).hot_report.converted) == 2
     assert type(model[1]) is hot.HotLinear and trained_by(model) == "HOT"
     assert calls_of_hooks(model) == (0 if change is unhooked else 1)
     hot.revert(model)
@@ -1050,7 +1074,7 @@ OWN_FORWARD = [patched, of_a_function, recomputed, hooked_and_patched]
 @pytest.mark.parametrize("change", [*OWN_FORWARD, compiled, wrapped])
 def test_layers_that_would_go_on_plain_are_reported_so(change: Any, seeded: None) -> None:
     model = nn.ModuleDict({"changed": change(stack()), "other": nn.Linear(64, 64)})
-    report = hot.convert(model, "fast", everything)
+    report = hot.convert(model, "fast", everything).hot_report
     assert [layer.name for layer in report.converted] == ["other"]
     reasons = {layer.reason for layer in report.skipped}
     expected = "compiled before" if change in (compiled, wrapped) else "a forward of its own"
@@ -1108,7 +1132,7 @@ def test_other_names_of_a_layer_are_the_new_one(seeded: None) -> None:
         return [layer.weight.grad for layer in (model.a, model.b, model.c, model.d, model.e)]
 
     plain = gradients()
-    assert len(hot.convert(model, "fast", everything).converted) == 5
+    assert len(hot.convert(model, "fast", everything).hot_report.converted) == 5
     assert model.alias is model.e and model.method.__self__ is model.d and model.pair[1] == 3
     assert not any(torch.equal(a, b) for a, b in zip(gradients(), plain, strict=True))
     hot.revert(model)
@@ -1126,11 +1150,11 @@ def test_what_torch_puts_around_layers(seeded: None) -> None:
         hot.convert(model, "fast", everything)
     model = stack()
     nn.utils.parametrizations.weight_norm(model[1])
-    report = hot.convert(model, "fast", everything)
+    report = hot.convert(model, "fast", everything).hot_report
     assert [layer.name for layer in report.converted] == ["3"]
     assert "a subclass of Linear" in report.skipped[0].reason
     graph = torch.fx.symbolic_trace(stack())
-    assert len(hot.convert(graph, "fast", everything).converted) == 2
+    assert len(hot.convert(graph, "fast", everything).hot_report.converted) == 2
     assert trained_by(graph) == "HOT" and trained_by(hot.revert(graph)) == "plain"
 
 

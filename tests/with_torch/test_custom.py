@@ -174,7 +174,7 @@ def test_convert_and_revert() -> None:
     copied = copy.deepcopy(model)
     assert copied.second.method is not stochastic
 
-    assert hot.convert(model, filter_fn=everything).converted  # others; these are named
+    assert hot.convert(model, filter_fn=everything).hot_report.converted  # others; these are named
     with pytest.raises(ValueError, match="runs HOT; hotcore.torch.revert"):
         nearest.convert(model)
     assert hot.revert(model) is model

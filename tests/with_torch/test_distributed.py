@@ -41,7 +41,7 @@ def build(recipe: str | hot.HotConfig | None) -> nn.Module:
     torch.manual_seed(0)
     model = Model()
     if recipe:
-        assert len(hot.convert(model, recipe).converted) == 3
+        assert len(hot.convert(model, recipe).hot_report.converted) == 3
     return model
 
 
@@ -81,7 +81,10 @@ def int8_forward(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> None:
     """An 8-bit forward, one weight frozen: as each process alone has it, when it changes, too."""
     model = build(hot.HotConfig.recipe("fast", forward="int8"))
     model.down.weight.requires_grad_(False)
+    report = model.hot_report
     alone, wrapped = copy.deepcopy(model), wrap(model)
+    assert getattr(wrapped, "module", wrapped).hot_report is report  # DDP's, FSDP2's own
+    assert alone.hot_report == report
     for _ in range(2):
         torch.manual_seed(50 + rank)
         y = wrapped(batch(rank))
@@ -295,7 +298,7 @@ def test_convert_comes_before_sharding(tmp_path: Path, each: bool) -> None:
         with pytest.raises(ValueError, match="its codes are a DTensor; undo fully_shard"):
             hot.thaw(frozen)
         both = nn.ModuleList([model, nn.Linear(64, 64)])
-        report = hot.convert(both, filter_fn=lambda module, name: name == "1")
+        report = hot.convert(both, filter_fn=lambda module, name: name == "1").hot_report
         assert [layer.name for layer in report.converted] == ["1"]
     finally:
         dist.destroy_process_group()

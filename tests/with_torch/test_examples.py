@@ -19,7 +19,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-ALONE = ("ddp", "finetune_vit", "lightning_trainer", "lora", "pretrain_gpt", "trainer")
+ALONE = ("ddp", "finetune_vit", "lightning_trainer", "lora", "paper", "pretrain_gpt", "trainer")
 LIMIT = 900  # seconds; about 6 on an idle machine
 pytestmark = pytest.mark.long
 
@@ -117,7 +117,7 @@ def test_pretrain_gpt(
     main: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs = {}
-    for options in ((), ("--recipe", "none"), ("--micro", "2", "--warmup", "1"),
+    for options in ((), ("--recipe", "none"), ("--micro", "2"),
                     ("--forward", "int8"), ()):  # fmt: skip
         runs.setdefault(options, []).append(main("pretrain_gpt", "--steps", "3", *options))
     printed = capsys.readouterr().out
@@ -125,7 +125,7 @@ def test_pretrain_gpt(
     assert "forward='int8'" in printed
     ours, again = runs[()]
     assert ours == again  # a seed repeats a run
-    (plain,), (micro,) = runs["--recipe", "none"], runs["--micro", "2", "--warmup", "1"]
+    (plain,), (micro,) = runs["--recipe", "none"], runs["--micro", "2"]
     (int8,) = runs["--forward", "int8"]
     assert len({ours, plain, micro, int8}) == 4
     assert int8 == pytest.approx(plain, rel=0.01)
@@ -136,6 +136,14 @@ def test_pretrain_gpt(
     assert main("pretrain_gpt", *options, "--steps", "40") < 1  # 64 bytes in turn: soon known
 
 
+def test_paper(main: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("sklearn")
+    losses = main("paper", "--steps", "100")
+    assert "of 8 layers over 2 batches" in capsys.readouterr().out
+    assert losses["fp32"] < 1.9 and losses["published"] < 1.9  # 2.30 at first
+    assert losses["published"] != losses["fp32"]
+
+
 def test_trainer(
     main: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -144,12 +152,10 @@ def test_trainer(
             pytest.skip(f"needs {needed}")
     text = tmp_path / "text.txt"
     text.write_bytes(b"the quick brown fox jumps over the lazy dog\n" * 300)
-    options = ["--text", str(text), "--warmup", "2", "--out", str(tmp_path)]
+    options = ["--text", str(text), "--out", str(tmp_path)]
     history = main("trainer", *options, "--steps", "4")
-    assert [e["hot/gx_bits"] for e in history if "hot/gx_bits" in e] == [8.0, 4.0]
     measured = history[0]
     assert 0 < measured["hot/noise_gx/all"] < measured["hot/noise_gw/all"] < 0.1
-    assert measured["hot/kept_mib"] < measured["hot/kept_plain_mib"]
     assert "10 of 15 layers run HOT" in capsys.readouterr().out
 
 
@@ -160,12 +166,12 @@ def test_lightning_trainer(
     pytest.importorskip("sklearn")
     if importlib.util.find_spec("lightning") is None:
         pytest.skip("needs lightning")
-    callback = main("lightning_trainer", "--steps", "12", "--warmup", "6", "--out", str(tmp_path))
-    assert callback.loop.memory.after < 0.5 * callback.loop.memory.before
+    callback = main("lightning_trainer", "--steps", "12", "--out", str(tmp_path))
+    assert callback.loop.steps == 12
     (table,) = tmp_path.rglob("metrics.csv")
     columns = table.read_text().splitlines()[0].split(",")
-    assert {"hot/gx_bits", "hot/kept_mib", "hot/noise_gw/model.0", "loss"} <= set(columns)
-    assert "kept for backward" in capsys.readouterr().out
+    assert {"hot/noise_gw/model.0", "loss"} <= set(columns)
+    assert "layers run HOT" in capsys.readouterr().out
 
 
 def output_of(command: list[str]) -> str:

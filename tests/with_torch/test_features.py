@@ -20,6 +20,7 @@ from support import cosine, nbytes, saved_tensors, strided, without_broken_torch
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402  (after the skip)
 from hotcore.torch import ops, saved  # noqa: E402  (after the skip)
+from hotcore.torch.attention import HotMultiheadAttention  # noqa: E402
 from torch import nn  # noqa: E402  (after the skip)
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402  (after the skip)
 from torch.utils.checkpoint import checkpoint  # noqa: E402  (after the skip)
@@ -78,7 +79,7 @@ def pair(kind: str, recipe: str = "default") -> tuple[nn.Module, nn.Module]:
 
 
 def converted(module: nn.Module, recipe: str = "default") -> nn.Module:
-    return hot.convert(module, recipe, lambda *_: True).model
+    return hot.convert(module, recipe, lambda *_: True)
 
 
 def inputs(kind: str, **options: Any) -> torch.Tensor:
@@ -205,7 +206,7 @@ def test_state_dict_both_ways(kind: str) -> None:
     [
         (nn.Linear, hot.HotLinear, (40, 30)),
         (nn.Conv2d, hot.HotConv2d, (8, 16, 3, 2, 1)),
-        (nn.MultiheadAttention, hot.HotMultiheadAttention, (64, 4)),
+        (nn.MultiheadAttention, HotMultiheadAttention, (64, 4)),
     ],
 )
 def test_initialised_as_the_plain_one(plain: Any, ours: Any, sizes: Any, bias: bool) -> None:

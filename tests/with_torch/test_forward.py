@@ -19,6 +19,7 @@ from support import without_broken_torchvision
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402  (after the skip)
 import torch.nn.functional as F  # noqa: E402
+from hotcore import paper  # noqa: E402
 from hotcore.torch import ops  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts  # noqa: E402
@@ -49,7 +50,7 @@ def conv1d(ins: int, outs: int) -> nn.Module:
 
 
 def converted(model: nn.Module, config: Any) -> nn.Module:
-    return hot.convert(model, config, every).model
+    return hot.convert(model, config, every)
 
 
 @pytest.fixture(autouse=True)
@@ -130,11 +131,13 @@ def test_other_convolutions_stay_plain_and_the_report_says_so() -> None:
     plain = nn.Sequential(nn.Conv2d(70, 48, 3, padding=1), nn.Conv2d(48, 48, 1, padding=1))
     x = torch.randn(2, 70, 7, 5)
     before = plain(x)
-    report = hot.convert(plain, int8(forward_in_eval=True), every)
+    report = hot.convert(plain, int8(forward_in_eval=True), every).hot_report
     assert torch.equal(plain(x), before)
     assert torch.equal(plain.eval()(x), before)
     assert all("forward stays plain: 8 bits are for 1x1" in row.note for row in report.converted)
-    report = hot.convert(nn.Sequential(nn.Conv2d(70, 48, 1), nn.Linear(48, 4)), INT8, every)
+    report = hot.convert(
+        nn.Sequential(nn.Conv2d(70, 48, 1), nn.Linear(48, 4)), INT8, every
+    ).hot_report
     assert not any(row.note for row in report.converted)
 
 
@@ -253,7 +256,7 @@ def test_torchs_fast_path_goes_past_the_layers_and_the_report_says_so(
     fast: bool, products: list[int]
 ) -> None:
     model = nn.TransformerEncoderLayer(64, 4, 64, batch_first=True)
-    report = hot.convert(model, int8(forward_in_eval=True), every)
+    report = hot.convert(model, int8(forward_in_eval=True), every).hot_report
     assert any("set_fastpath_enabled(False)" in note for note in report.notes)
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(fast)
@@ -264,16 +267,19 @@ def test_torchs_fast_path_goes_past_the_layers_and_the_report_says_so(
         torch.backends.mha.set_fastpath_enabled(before)
     assert len(products) == (0 if fast else 4)
     hot.revert(model)
-    assert not any("fastpath" in note for note in hot.convert(model, INT8, every).notes)
+    assert not any("fastpath" in note for note in hot.convert(model, INT8, every).hot_report.notes)
 
 
 def test_the_report_knows_what_is_plain() -> None:
     for config, plain in ((INT8, 1), (int8(forward_in_eval=True), 0)):
         model = nn.Sequential(nn.Linear(64, 64)).eval()
-        report = hot.convert(model, config, every)
+        report = hot.convert(model, config, every).hot_report
         assert len(report.in_eval_mode) == plain
         assert any("in eval mode" in note for note in report.notes) == bool(plain)
-        assert hot.convert(nn.Linear(64, 64).eval(), config, every).in_eval_mode == [""] * plain
+        assert (
+            hot.convert(nn.Linear(64, 64).eval(), config, every).hot_report.in_eval_mode
+            == [""] * plain
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -442,7 +448,7 @@ def test_copies() -> None:
     for again in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert torch.equal(again(x), layer(x))
     assert "forward='int8'" in repr(layer)
-    assert torch.equal(layer.to_linear()(x), plain(x))
+    assert torch.equal(layer.to_plain()(x), plain(x))
 
 
 # ------------------------------------------------------------------------- Checkpoints and policies
@@ -586,8 +592,8 @@ def test_relora() -> None:
 def test_compute_report_counts_the_forward() -> None:
     model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64))
     x = torch.randn(100, 64)
-    plain = hot.compute_report(model, x, "default", filter_fn=every)
-    report = hot.compute_report(model, x, INT8, filter_fn=every)
+    plain = paper.compute_report(model, x, "default", filter_fn=every)
+    report = paper.compute_report(model, x, INT8, filter_fn=every)
     assert plain.forward_by(plain.methods[-1]) == plain.forward == report.forward
     own = report.forward_by(report.methods[-1])
     products = sum(row.tokens * row.outs * row.ins for row in report.layers)
@@ -595,17 +601,21 @@ def test_compute_report_counts_the_forward() -> None:
     assert report.forward_by("LUQ") == report.forward
     operations = (100 * 64 + 64 * 128) * 7 + 100 * 128
     assert report.layers[0].own_forward == 100 * 64 * 128 * 64 + operations * 1024
-    conv = hot.compute_report(nn.Conv2d(64, 64, 3), torch.randn(1, 64, 8, 8), INT8, filter_fn=every)
+    conv = paper.compute_report(
+        nn.Conv2d(64, 64, 3), torch.randn(1, 64, 8, 8), INT8, filter_fn=every
+    )
     assert conv.forward_by(conv.methods[-1]) == conv.forward
 
 
 def test_overrides_and_plans_take_the_fields() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-    report = hot.convert(model, "fast", every, {"1": {"forward": "int8", "forward_block": 16}})
+    report = hot.convert(
+        model, "fast", every, {"1": {"forward": "int8", "forward_block": 16}}
+    ).hot_report
     first, second = report.converted
     assert first.config.forward == "plain" and second.config.forward_block == 16
     assert "forward='int8'" in str(report)
-    schedule = hot.PrecisionSchedule(model, 0)
+    schedule = paper.PrecisionSchedule(model, 0)
     assert model[1].config == int8("fast", gx_bits=4, forward_block=16)
     schedule.close()
 

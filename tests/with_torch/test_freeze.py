@@ -16,14 +16,16 @@ from typing import Any
 import hotcore
 import numpy as np
 import pytest
-from hotcore import reference
+import reference
 from hotcore.config import RECIPES, HotConfig
 from support import without_broken_torchvision
 
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402  (after the skip)
 import torch.nn.functional as F  # noqa: E402
+from hotcore import paper  # noqa: E402
 from hotcore.torch import _compat, ops  # noqa: E402
+from hotcore.torch.frozen import FrozenWeight, HotFrozenLinear  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
@@ -315,7 +317,7 @@ def test_checkpoints(reentrant: bool) -> None:
 
 def test_selective_checkpoints_keep_products() -> None:
     model, x = frozen(), torch.randn(9, 72)
-    contexts = functools.partial(create_selective_checkpoint_contexts, hot.keep_products)
+    contexts = functools.partial(create_selective_checkpoint_contexts, hot.policies.keep_products)
 
     def run(x: torch.Tensor) -> torch.Tensor:
         return checkpoint(model, x, use_reentrant=False, context_fn=contexts)
@@ -356,7 +358,7 @@ def test_report() -> None:
     assert "1 layers frozen in INT8" in text and "net.up" in text and "embedding" in text
     assert "Conv2d 1x1; only linear layers" in text and "forward_in_eval" in text
     assert json.loads(report.to_json())["layers"] == ["net.down"]
-    plain = hot.convert(Net(64), "default", every).model
+    plain = hot.convert(Net(64), "default", every)
     assert "forward='int8'" in str(hot.freeze_int8(plain))
 
 
@@ -394,7 +396,7 @@ def test_refused() -> None:
         model.up.config = config(forward_block=16)
     assert model.up.config == config()
     with pytest.raises(TypeError, match="hot.freeze_int8 makes it of a HotLinear"):
-        hot.HotFrozenLinear(64, 64)
+        HotFrozenLinear(64, 64)
     with pytest.raises(TypeError, match="model: expected"):
         hot.thaw(None)
     model.requires_grad_(False)
@@ -402,17 +404,17 @@ def test_refused() -> None:
 
 
 def test_only_some_layers() -> None:
-    model = hot.convert(Net(), config(), every).model
+    model = hot.convert(Net(), config(), every)
     report = hot.freeze_int8(model, lambda module, name: name == "up")
     assert report.layers == ("up",) and report.skipped == (("down", "left out by filter_fn"),)
     hot.freeze_int8(model)
-    assert type(model.down) is hot.HotFrozenLinear
+    assert type(model.down) is HotFrozenLinear
 
 
 def test_weight_reads_as_a_tensor() -> None:
     model = frozen(dtype=torch.bfloat16)
     weight, values = model.up.weight, model.up.dequantized()
-    assert isinstance(weight, torch.Tensor) and isinstance(weight, hot.FrozenWeight)
+    assert isinstance(weight, torch.Tensor) and isinstance(weight, FrozenWeight)
     assert weight.shape == (96, 72) and weight.dtype == torch.bfloat16
     assert weight.device == values.device and weight.is_cpu and not weight.is_meta
     assert not weight.requires_grad and weight.numel() == 96 * 72 and weight.stride() == (72, 1)
@@ -718,7 +720,7 @@ def test_revert_and_copies() -> None:
         with pytest.raises(ValueError, match="frozen in INT8"):
             again.requires_grad_(True)
     again = copy.deepcopy(model)
-    assert type(again.up) is hot.HotFrozenLinear and torch.equal(again(x), y)
+    assert type(again.up) is HotFrozenLinear and torch.equal(again(x), y)
     assert again.up.weight_codes.data_ptr() != model.up.weight_codes.data_ptr()
     assert "HotFrozenLinear(in_features=72, out_features=96" in repr(model)
     values = model.up.dequantized()
@@ -770,7 +772,7 @@ def test_meta_device_first() -> None:
 
 def saved(model: nn.Module, save_codes: bool) -> Any:
     for module in model.modules():
-        if isinstance(module, hot.HotFrozenLinear):
+        if isinstance(module, HotFrozenLinear):
             module.save_codes = save_codes
     return model.state_dict()
 
@@ -850,15 +852,15 @@ def test_wrong_state_dicts() -> None:
 
 def test_reports_count_frozen_layers() -> None:
     model, x = frozen(), torch.randn(4, 9, 72)
-    other = hot.convert(copy.deepcopy(hot.revert(copy.deepcopy(model))), config(), every).model
+    other = hot.convert(copy.deepcopy(hot.revert(copy.deepcopy(model))), config(), every)
     for p in (other.up.weight, other.down.weight):
         p.requires_grad_(False)
-    found, expected = hot.compute_report(model, x), hot.compute_report(other, x)
+    found, expected = paper.compute_report(model, x), paper.compute_report(other, x)
     rows = [[dataclasses.replace(row, type="") for row in r.layers] for r in (found, expected)]
     assert len(rows[0]) == 2 and rows[0] == rows[1]
     codes = model.up.weight_codes
     report = hot.memory_report(model, x)
-    assert model.up.weight_codes is codes and type(model.up) is hot.HotFrozenLinear
+    assert model.up.weight_codes is codes and type(model.up) is HotFrozenLinear
     assert report.after <= report.before + 16
     noise = hot.NoiseMonitor(model)
     with noise:
@@ -878,7 +880,7 @@ def test_gradient_accumulation_keeps_no_codes() -> None:
 
 def test_precision_schedule() -> None:
     model = frozen()
-    schedule = hot.PrecisionSchedule(model, warmup=1)
+    schedule = paper.PrecisionSchedule(model, warmup=1)
     assert model.up.config.gx_bits == 8
     schedule.step()
     assert model.up.config.gx_bits == 4
@@ -921,7 +923,7 @@ def with_lora(peft: Any, order: str, dtype: torch.dtype = torch.float32, **lora:
 def test_lora(peft: Any, order: str, tmp_path: Path) -> None:
     model = with_lora(peft, order, torch.bfloat16)
     inner = model.base_model.model
-    assert type(inner.up.base_layer) is hot.HotFrozenLinear
+    assert type(inner.up.base_layer) is HotFrozenLinear
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert len(trained) == 4 and all("lora_" in name for name in trained)
     assert {p.dtype for name, p in model.named_parameters() if "lora_" in name} == {torch.float32}
@@ -976,7 +978,7 @@ def test_unload_without_merging(peft: Any) -> None:
     model = with_lora(peft, "peft first")
     codes = model.base_model.model.up.base_layer.weight_codes
     plain = model.unload()
-    assert type(plain.up) is hot.HotFrozenLinear and plain.up.weight_codes is codes
+    assert type(plain.up) is HotFrozenLinear and plain.up.weight_codes is codes
 
 
 def test_dora_reads_the_weight(peft: Any) -> None:
@@ -984,7 +986,7 @@ def test_dora_reads_the_weight(peft: Any) -> None:
     model(torch.randn(9, 72)).square().mean().backward()
     grads = {name for name, p in model.named_parameters() if p.grad is not None}
     assert len(grads) == 6
-    assert type(model.base_model.model.up.base_layer) is hot.HotFrozenLinear
+    assert type(model.base_model.model.up.base_layer) is HotFrozenLinear
 
 
 def test_conv1d(peft: Any) -> None:

@@ -61,10 +61,6 @@ def batches(steps: int) -> list[list[dict[str, torch.Tensor]]]:
     ]
 
 
-def bits(model: nn.Module) -> set[int]:
-    return {m.config.gx_bits for m in model.modules() if isinstance(m, hot.HotLinear)}
-
-
 def train(model: nn.Module, steps: int, seen: list | None = None) -> torch.optim.Optimizer:
     """A loop without any code for HOT."""
     optimizer = next(iter(train.optimizers))
@@ -73,7 +69,7 @@ def train(model: nn.Module, steps: int, seen: list | None = None) -> torch.optim
         for micro in step:
             model(**micro)["loss"].backward()
             if seen is not None:
-                seen.append((bits(model), accumulation.current() is not None))
+                seen.append(accumulation.current() is not None)
         optimizer.step()
         optimizer.zero_grad()
     return optimizer
@@ -85,22 +81,21 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def no_trace(model: nn.Module) -> bool:
-    """Whether a loop has left no hooks, no accumulation and no schedule's bits."""
+    """Whether a loop has left no hooks and no accumulation."""
     hooks = any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-    return not hooks and accumulation.current() is None and bits(model) == {8}
+    return not hooks and accumulation.current() is None
 
 
 # ---- By hand ----
 
 
-def test_schedule_accumulation_and_noise() -> None:
+def test_accumulation_and_noise() -> None:
     model = converted()
     logged: list[tuple[int, dict]] = []
-    seen: list[tuple] = []
+    seen: list[bool] = []
     loop = HotLoop(
         model,
         sgd(model),
-        warmup=2,
         accumulate=True,
         noise_every=3,
         noise_layers="body.2",
@@ -109,140 +104,49 @@ def test_schedule_accumulation_and_noise() -> None:
     assert no_trace(model)  # before it is entered
     with loop:
         train(model, 4, seen)
-    assert seen == [({8}, True)] * 4 + [({4}, True)] * 4
+    assert seen == [True] * 8
     assert no_trace(model)
     noise = {f"hot/noise_{kind}/{of}" for kind in ("gw", "gx") for of in ("body.2", "all")}
-    assert [(step, set(scalars)) for step, scalars in logged] == [
-        (1, noise | {"hot/gx_bits"}),
-        (3, {"hot/gx_bits"}),
-        (4, noise),
-    ]
-    assert [scalars.get("hot/gx_bits") for _, scalars in logged] == [8.0, 4.0, None]
-    assert logged[2][1]["hot/noise_gx/body.2"] > 10 * logged[0][1]["hot/noise_gx/body.2"]
+    assert [(step, set(scalars)) for step, scalars in logged] == [(1, noise), (4, noise)]
 
 
 def test_measuring_changes_nothing() -> None:
     """A loop with reports gives the weights of a loop without, bit for bit."""
     model = converted()
     twin = copy.deepcopy(model)
-    with HotLoop(model, sgd(model), noise_every=2, memory=True) as loop:
+    with HotLoop(model, sgd(model), noise_every=2):
         train(model, 3)
     sgd(twin)
     train(twin, 3)
     for ours, other in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(ours, other)
-    report = loop.memory
-    assert report is not None and report.after < 0.7 * report.before
-    plain = hot.memory_report(model, batches(1)[0][0], None)
-    assert (report.before, report.after) == (plain.before, plain.after)
 
 
-def test_memory_of_saved_codes() -> None:
-    """The report counts what ``convert(saved=)`` keeps, and leaves the model converted."""
-    kept, plain = {}, {}
-    for saved in (None, 8):
-        model = converted(saved)
-        kinds = [type(module) for module in model.modules()]
-        logged: list[dict] = []
-        with HotLoop(
-            model,
-            sgd(model),
-            memory=True,
-            log=lambda scalars, step, logged=logged: logged.append(scalars),
-        ) as loop:
+def test_entered_again_and_going_on() -> None:
+    model = converted()
+    steps: list[int] = []
+    loop = HotLoop(
+        model, sgd(model), noise_every=1, start=5, log=lambda scalars, step: steps.append(step)
+    )
+    for _ in range(2):
+        with loop:
             train(model, 1)
-        kept[saved], plain[saved] = loop.memory.after, loop.memory.before
-        assert logged == [
-            {
-                "hot/kept_plain_mib": loop.memory.before / 2**20,
-                "hot/kept_mib": loop.memory.after / 2**20,
-            }
-        ]
         assert no_trace(model)
-        assert [type(module) for module in model.modules()] == kinds
-    assert plain[8] == plain[None]
-    assert kept[8] < 0.6 * kept[None]  # GELU's input in 8 bits instead of 32
-
-
-def test_memory_of_saved_codes_alone() -> None:
-    """A model whose linear layers are plain has a report as well."""
-    model = Net()
-    hot.convert(model, filter_fn=lambda *_: False, saved=8)
-    with HotLoop(model, sgd(model), memory=True) as loop:
-        train(model, 1)
-    assert loop.memory is not None
-    assert loop.memory.after < loop.memory.before
-
-
-def test_memory_under_autocast() -> None:
-    """The report is made as the step ran."""
-    model = converted()
-    with HotLoop(model, sgd(model), memory=True) as loop:
-        optimizer = train.optimizers[0]
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = model(**batches(1)[0][0])["loss"]
-        loss.backward()
-        optimizer.step()
-    with torch.autocast("cpu", torch.bfloat16):
-        cast = hot.memory_report(model, batches(1)[0][0], None)
-    full = hot.memory_report(model, batches(1)[0][0], None)
-    assert loop.memory.before == cast.before != full.before
-
-
-def test_epochs_and_going_on() -> None:
-    model = converted()
-    with HotLoop(model, sgd(model), warmup=2, unit="epoch", start=1) as loop:
-        train(model, 1)
-        assert bits(model) == {8}
-        loop.end_epoch()
-        assert bits(model) == {4}
-    with HotLoop(model, sgd(model), warmup=2, start=5) as loop:
-        assert bits(model) == {4} and loop.steps == 5
-    schedule = hot.PrecisionSchedule(model, 1, bits=4, then_bits=None)
-    with HotLoop(model, sgd(model), warmup=schedule):
-        assert bits(model) == {4}
-        train(model, 1)
-        assert bits(model) == {8}
-
-
-def test_entered_again() -> None:
-    """A schedule resumes."""
-    model = converted()
-    for warmup in (2, hot.PrecisionSchedule(model, 2)):
-        loop = HotLoop(model, sgd(model), warmup=warmup)
-        with loop:
-            train(model, 1)
-        assert bits(model) == {8}
-        with loop:
-            train(model, 1)
-            assert bits(model) == {4} and loop.steps == 2
-        with loop:
-            assert bits(model) == {4}
-        assert no_trace(model)
+    assert loop.steps == 7 and steps == [6, 7]
 
 
 def test_compiled_model() -> None:
-    """Schedule and noise work; a warning says what a graph cannot measure."""
     model = converted()
     compiled = torch.compile(model, backend="eager")
-    loop = HotLoop(model, sgd(model), memory=True)
-    with loop, pytest.warns(UserWarning, match="no memory report: the step did not call the mod"):
-        compiled(**batches(1)[0][0])["loss"].backward()
-        train.optimizers[0].step()
-    assert loop.memory is None
-    model.zero_grad()
-    with HotLoop(
-        model, sgd(model), warmup=1, noise_every=2, noise_layers="body.0", memory=True
-    ) as loop:
+    with HotLoop(model, sgd(model), noise_every=2, noise_layers="body.0") as loop:
         train(compiled, 3)
-        assert bits(model) == {4} and "hot/noise_gw/body.0" in loop.scalars
-    assert loop.memory is not None  # a step whose noise is measured runs eagerly
+        assert "hot/noise_gw/body.0" in loop.scalars
     assert no_trace(model)
 
 
 def test_an_error_leaves_no_trace() -> None:
     model = converted()
-    options: dict[str, Any] = {"warmup": 0, "accumulate": True, "noise_every": 1, "memory": True}
+    options: dict[str, Any] = {"accumulate": True, "noise_every": 1}
     with (
         pytest.raises(RuntimeError, match="mat1 and mat2"),
         HotLoop(model, sgd(model), **options),
@@ -258,27 +162,13 @@ def test_an_error_leaves_no_trace() -> None:
     assert no_trace(model)
 
 
-def test_no_memory_report_is_said() -> None:
-    model = converted()
-    sgd(model).register_step_pre_hook(lambda *_: model.eval() and None)
-    with (
-        pytest.warns(UserWarning, match="no memory report: model: in eval mode"),
-        HotLoop(model, train.optimizers[0], memory=True),
-    ):
-        train(model, 1)
-
-
 def test_bad_arguments() -> None:
     model = converted()
     optimizer = sgd(model)
-    with pytest.raises(ValueError, match="unit: 'batch' is not one of"):
-        HotLoop(model, optimizer, unit="batch")
     with pytest.raises(TypeError, match="optimizer: expected a torch.optim.Optimizer, got Net"):
         HotLoop(model, model)
     with pytest.raises(ValueError, match="layers: 'x' matches none of"):
         HotLoop(model, optimizer, noise_every=1, noise_layers="x")
-    with pytest.raises(ValueError, match="model: no layer of it is converted"):
-        HotLoop(Net(), optimizer, warmup=1).__enter__()
     with pytest.raises(TypeError, match="log: int is no logger"):
         HotLoop(model, optimizer, log=3)
     with HotLoop(model, optimizer) as loop, pytest.raises(RuntimeError, match="entered already"):
@@ -321,7 +211,6 @@ def test_accelerate(tmp_path: Path) -> None:
     with HotLoop(
         model,
         optimizer,
-        warmup=2,
         accumulate=True,
         noise_every=2,
         log=lambda scalars, step: logged.append(step),
@@ -331,7 +220,7 @@ def test_accelerate(tmp_path: Path) -> None:
                 accelerator.backward(model(**micro)["loss"])
                 optimizer.step()
                 optimizer.zero_grad()
-        assert loop.steps == 3 and bits(model) == {4}
+        assert loop.steps == 3
     assert logged == [1, 3] and no_trace(model)
 
 
@@ -368,9 +257,7 @@ def test_transformers_trainer(tmp_path: Path) -> None:
 
     callback = HotCallback.add_to(
         trainer,
-        warmup=2,
         accumulate=True,
-        memory=True,
         noise_every=2,
         noise_layers=["body.0"],
     )
@@ -378,10 +265,6 @@ def test_transformers_trainer(tmp_path: Path) -> None:
     assert callback.loop.steps == 4 and no_trace(model)
     history = trainer.state.log_history
     assert [e["step"] for e in history if "hot/noise_gw/body.0" in e] == [1, 3]
-    assert [e["hot/gx_bits"] for e in history if "hot/gx_bits" in e] == [8.0, 4.0]
-    (memory,) = [e for e in history if "hot/kept_mib" in e]
-    assert 0 < memory["hot/kept_mib"] < 0.4 * memory["hot/kept_plain_mib"]
-    assert memory["hot/kept_mib"] == callback.loop.memory.after / 2**20
 
 
 def test_transformers_checkpoint_and_error(tmp_path: Path) -> None:
@@ -389,18 +272,15 @@ def test_transformers_checkpoint_and_error(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, model, 2, save_strategy="steps", save_steps=2)
     from hotcore.integrations.transformers import HotCallback
 
-    trainer.add_callback(HotCallback(warmup=3))
+    trainer.add_callback(HotCallback(noise_every=1, noise_layers="body.0"))
     trainer.train()
-    seen: list[Any] = []
     model = converted()
     again = trainer_of(tmp_path, model, 4)
-    callback = HotCallback(warmup=3, accumulate=True)
+    callback = HotCallback(noise_every=1, noise_layers="body.0", accumulate=True)
     again.add_callback(callback)
-    model.body[0].register_forward_hook(lambda *_: seen.append(bits(model)))
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert seen == [{8}] * MICRO + [{4}] * MICRO  # the third step, the fourth
-    entries = [e for e in again.state.log_history if "hot/gx_bits" in e]  # without add_to, too
-    assert entries == [{"hot/gx_bits": b, "step": s} for s, b in ((1, 8.0), (3, 8.0), (4, 4.0))]
+    entries = [e for e in again.state.log_history if "hot/noise_gw/body.0" in e]  # without add_to
+    assert [e["step"] for e in entries] == [1, 2, 3, 4] and callback.loop.steps == 4
 
     def fails(*_: Any) -> None:
         raise RuntimeError("on purpose")
@@ -411,7 +291,7 @@ def test_transformers_checkpoint_and_error(tmp_path: Path) -> None:
     handle.remove()
     assert accumulation.current() is not None
     callback.close()
-    assert accumulation.current() is None and bits(model) == {8}
+    assert accumulation.current() is None
     with pytest.raises(TypeError, match="no option warm_up; expected some of accumulate, "):
         HotCallback(warm_up=3)
 
@@ -474,9 +354,7 @@ def test_lightning(tmp_path: Path) -> None:
     model = converted(saved=8)
     module = module_of(pl, model)
     callback = HotCallback(
-        warmup=2,
         accumulate=True,
-        memory=True,
         noise_every=2,
         noise_layers="model.body.0",
     )
@@ -489,19 +367,15 @@ def test_lightning(tmp_path: Path) -> None:
     loader = torch.utils.data.DataLoader(data(16 * MICRO * 4), batch_size=16)
     trainer.fit(module, loader)
     assert callback.loop.steps == trainer.global_step == 4 and no_trace(model)
-    assert module.calls == MICRO * 4 + 2  # once plain, once with HOT
     ours = [
         (step, set(found)) for step, found in logged if any(k.startswith("hot/") for k in found)
     ]
     noise = {f"hot/noise_{kind}/{of}" for kind in ("gw", "gx") for of in ("model.body.0", "all")}
     noise -= {"hot/noise_gx/model.body.0", "hot/noise_gx/all"}  # x is the data
     assert ours == [
-        (0, {"hot/kept_plain_mib", "hot/kept_mib"}),
-        (1, noise | {"hot/gx_bits"}),
-        (3, noise | {"hot/gx_bits"}),
+        (1, noise),
+        (3, noise),
     ]
-    report = callback.loop.memory
-    assert 0 < report.after < 0.4 * report.before
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -510,16 +384,15 @@ def test_lightning_checkpoint_error_and_manual(tmp_path: Path) -> None:
     from hotcore.integrations.lightning import HotCallback
 
     loader = torch.utils.data.DataLoader(data(64), batch_size=16)
-    trainer = lightning_trainer(pl, tmp_path, HotCallback(warmup=3), max_steps=2)
-    trainer.fit(module_of(pl, converted()), loader)
+    model = converted()
+    trainer = lightning_trainer(pl, tmp_path, HotCallback(), max_steps=2)
+    trainer.fit(module_of(pl, model), loader)
     trainer.save_checkpoint(tmp_path / "two.ckpt")
     model = converted()
-    seen: list[set[int]] = []
-    model.body[0].register_forward_hook(lambda *_: seen.append(bits(model)))
-    callback = HotCallback(warmup=3, accumulate=True)
+    callback = HotCallback(accumulate=True)
     trainer = lightning_trainer(pl, tmp_path, callback, max_steps=4)
     trainer.fit(module_of(pl, model), loader, ckpt_path=tmp_path / "two.ckpt")
-    assert seen == [{8}, {4}]
+    assert callback.loop.steps == 4
 
     def fails(*_: Any) -> None:
         raise RuntimeError("on purpose")
@@ -528,9 +401,10 @@ def test_lightning_checkpoint_error_and_manual(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="on purpose"):
         lightning_trainer(pl, tmp_path, callback, max_steps=4).fit(module_of(pl, model), loader)
     failing.remove()
-    assert accumulation.current() is None and bits(model) == {8}
-    manual = HotCallback(warmup=1, memory=True)
+    assert accumulation.current() is None
+    model = converted()
+    manual = HotCallback(accumulate=True)
     trainer = lightning_trainer(pl, tmp_path, manual, max_steps=2)
-    with pytest.warns(UserWarning, match="no memory report under manual optimization"):
-        trainer.fit(module_of(pl, converted(), manual=True), loader)
-    assert manual.loop.steps == 2 and manual.loop.memory is None
+    trainer.fit(module_of(pl, model, manual=True), loader)
+    assert manual.loop.steps == 2
+    assert manual.loop.steps == 2

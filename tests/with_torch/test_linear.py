@@ -124,7 +124,7 @@ def test_a_model_learns() -> None:
         model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh())
         head = nn.Linear(64, 4)
         if recipe:
-            assert len(hot.convert(model, recipe, every).converted) == 2
+            assert len(hot.convert(model, recipe, every).hot_report.converted) == 2
         optimizer = torch.optim.Adam([*model.parameters(), *head.parameters()], lr=3e-3)
         for _ in range(150):
             loss = (head(model(x)) - target).square().mean()
@@ -376,7 +376,7 @@ def test_from_linear_keeps_everything() -> None:
     handle.remove()
     module(torch.randn(2, 40))
     assert seen == ["hook"]
-    back = module.to_linear()
+    back = module.to_plain()
     assert type(back) is nn.Linear and back.weight is plain.weight
     assert "config" not in back.__dict__
     assert module.config is not None  # the HotLinear is as it was

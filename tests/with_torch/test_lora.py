@@ -95,7 +95,7 @@ def test_only_base_layers_are_converted(order: str) -> None:
     for name, kind in kinds.items():
         assert (kind is hot.HotLinear) == name.endswith("base_layer"), name
     if order == "peft first":
-        report = hot.convert(with_lora(Model(), None))
+        report = hot.convert(with_lora(Model(), None)).hot_report
         assert {row.bytes_per_value for row in report.converted} == {0.0}
         reasons = {row.reason for row in report.skipped}
         assert reasons == {"an adapter of peft", "the output head"}
@@ -106,7 +106,7 @@ def test_the_report_of_a_deep_model_is_short() -> None:
     """As many lines for 64 blocks as for 2."""
     model = Model()
     model.blocks = nn.Sequential(*(Block(64) for _ in range(64)))
-    report = hot.convert(with_lora(model, None))
+    report = hot.convert(with_lora(model, None)).hot_report
     lines = str(report).splitlines()
     assert len(report.layers) == 64 * 6 + 1 and len(lines) == 11, lines
     assert "base_model.model.blocks.*.up.base_layer (64)" in lines[1]
@@ -204,7 +204,7 @@ def test_merge_and_revert(order: str) -> None:
 
 def test_overrides_reach_base_layers() -> None:
     model = with_lora(Model(), None)
-    report = hot.convert(model, overrides={"*.up.base_layer": {"gx_bits": 4}})
+    report = hot.convert(model, overrides={"*.up.base_layer": {"gx_bits": 4}}).hot_report
     bits = {row.name.split(".")[-2]: row.config.gx_bits for row in report.converted}
     assert bits == {"up": 4, "down": 8}
 
@@ -253,7 +253,7 @@ def test_gpt2() -> None:
     exact_loss.backward()
     exact = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
-    report = hot.convert(model)
+    report = hot.convert(model).hot_report
     assert [row.kind for row in report.converted] == ["Conv1D"] * 8
     assert [(row.name, row.reason) for row in report.skipped] == [("lm_head", "the output head")]
     loss = model(tokens, labels=tokens).loss

@@ -15,6 +15,7 @@ import pytest
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
+from hotcore.torch.memory import MemoryReport  # noqa: E402
 from torch import nn  # noqa: E402
 
 BATCH, WIDTH = 256, 64
@@ -40,7 +41,7 @@ def x(rng: np.random.Generator) -> torch.Tensor:
     return torch.randn(BATCH, WIDTH)
 
 
-def by_name(report: hot.MemoryReport) -> dict[str, tuple[int, int]]:
+def by_name(report: MemoryReport) -> dict[str, tuple[int, int]]:
     return {module.name: (module.before, module.after) for module in report.modules}
 
 

@@ -70,7 +70,7 @@ def test_conversion_and_gradients(ready: Ready) -> None:
     exact = gradient(copy.deepcopy(model), batch, task)
     for recipe, bound in MIN_COSINE.items():
         changed = copy.deepcopy(model)
-        report = hot.convert(changed, recipe)
+        report = hot.convert(changed, recipe).hot_report
         assert report.converted
         for layer in report.converted:
             assert layer.name in report.table(grouped=False)

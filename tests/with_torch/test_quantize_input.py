@@ -178,7 +178,7 @@ def test_a_checkpoint_gives_the_same_bits() -> None:
     x = activation()
     results = []
     policies = create_selective_checkpoint_contexts
-    for options in ({}, {"context_fn": partial(policies, hot.keep_codes)}, None):
+    for options in ({}, {"context_fn": partial(policies, hot.policies.keep_codes)}, None):
         model.zero_grad()
         torch.manual_seed(3)
         y = model(x) if options is None else checkpoint(model, x, use_reentrant=False, **options)
@@ -235,7 +235,9 @@ def test_layers_frozen_in_int8() -> None:
     assert graphs.count("forward", "frozen_product") == 3
 
 
-@pytest.mark.parametrize("policy", [hot.keep_codes, hot.keep_products], ids=["codes", "products"])
+@pytest.mark.parametrize(
+    "policy", [hot.policies.keep_codes, hot.policies.keep_products], ids=["codes", "products"]
+)
 def test_a_policy_keeps_no_codes_of_the_forward(policy: Any) -> None:
     model, x = Attention(), torch.randn(96, 64)
     plain = converted(copy.deepcopy(model), "default")

@@ -42,7 +42,7 @@ def equal(ours: Any, theirs: Any) -> None:
         assert torch.equal(got, wanted)
 
 
-POLICIES = [None, hot.keep_attention, hot.keep_codes, hot.keep_products]
+POLICIES = [None, hot.policies.keep_attention, hot.policies.keep_codes, hot.policies.keep_products]
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: getattr(policy, "__name__", "none"))
@@ -64,9 +64,9 @@ def test_eager_gradients_are_the_same_bits(x: torch.Tensor, policy: Any) -> None
     ("policy", "forward", "backward", "attention"),
     [
         (None, (4, 0), (3, 4), 1),
-        (hot.keep_attention, (4, 0), (3, 4), 0),
-        (hot.keep_codes, (4, 4), (3, 0), 1),
-        (hot.keep_products, (4, 4), (0, 0), 1),
+        (hot.policies.keep_attention, (4, 0), (3, 4), 0),
+        (hot.policies.keep_codes, (4, 4), (3, 0), 1),
+        (hot.policies.keep_products, (4, 4), (0, 0), 1),
     ],
     ids=["nothing", "attention", "codes", "products"],
 )
@@ -87,7 +87,7 @@ def test_compiled_graphs(
         assert (graphs.count(stage, "product"), made) == wanted, stage
     assert (graphs.calls["forward"][SDPA], graphs.calls["backward"][SDPA]) == (1, attention)
     # No generator state is kept if the seeds are.
-    if policy is hot.keep_attention:
+    if policy is hot.policies.keep_attention:
         assert not any(t.dtype == torch.uint8 for t in graphs.kept)
     kept = sum(t.nbytes for t in graphs.kept if isinstance(t.numel(), int))
     assert kept < sum(t.nbytes for t in full.kept)
@@ -125,7 +125,7 @@ def test_own_policies() -> None:
         kept = op in policies.CODES
         return CheckpointPolicy.PREFER_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
-    for policy, deferred in ((prefers, False), (hot.keep_attention, True), (None, True)):
+    for policy, deferred in ((prefers, False), (hot.policies.keep_attention, True), (None, True)):
         model = converted(Block(), "default")
         hot.recompute(model, policy)
         assert model.up.defer is deferred

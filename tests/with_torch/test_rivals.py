@@ -19,9 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import hotcore  # noqa: E402
 import hotcore.torch as hot  # noqa: E402
 import models  # noqa: E402
+import reference  # noqa: E402
 import rivals  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
-from hotcore import reference  # noqa: E402
 from hotcore.config import RECIPES  # noqa: E402
 from rivals import quantizers  # noqa: E402
 from rivals.conversion import taken_by_hotcore  # noqa: E402

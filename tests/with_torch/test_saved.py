@@ -603,7 +603,7 @@ def test_convert_changes_classes_and_nothing_else() -> None:
     model = Block("llama")
     names = list(model.state_dict())
     parameters = list(model.parameters())
-    report = hot.convert(model, "default", saved=8)
+    report = hot.convert(model, "default", saved=8).hot_report
     assert list(model.state_dict()) == names
     assert all(p is q for p, q in zip(model.parameters(), parameters, strict=True))
     assert isinstance(model.norm1, nn.RMSNorm) and type(model.norm1) is not nn.RMSNorm
@@ -772,7 +772,7 @@ def test_whole_model(name: str, rng: np.random.Generator) -> None:
     model, batch, task = _task(name, rng)
     wanted = _gradient(model, batch, task)
     plain = kept_bytes(lambda: task.loss(model, batch), model.parameters())
-    report = hot.convert(model, "default", saved=8)
+    report = hot.convert(model, "default", saved=8).hot_report
     assert report.saved is not None and not report.saved.left, report.saved
     assert cosine(_gradient(model, batch, task), wanted) > MIN_COSINE[name]
     small = kept_bytes(lambda: task.loss(model, batch), model.parameters())

@@ -8,6 +8,7 @@ from hotcore.config import HotConfig
 
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402
+from hotcore import paper  # noqa: E402
 from torch import nn  # noqa: E402
 
 
@@ -28,7 +29,7 @@ def expected(bits: int) -> list[HotConfig]:
 
 def test_callback() -> None:
     model = converted()
-    schedule = hot.PrecisionSchedule(model, 3)
+    schedule = paper.PrecisionSchedule(model, 3)
     for step in range(6):
         assert schedule.count == step
         assert schedule.bits == (8 if step < 3 else 4)
@@ -40,12 +41,12 @@ def test_callback() -> None:
 
 def test_context() -> None:
     model = converted()
-    with hot.PrecisionSchedule(model, 1) as schedule:
+    with paper.PrecisionSchedule(model, 1) as schedule:
         assert configs(model) == expected(8)
         schedule.step()
         assert configs(model) == expected(4)
     assert configs(model) == [HotConfig.recipe("fast"), HotConfig(gx_bits=4)]
-    with pytest.raises(RuntimeError, match="stop"), hot.PrecisionSchedule(model, 1):
+    with pytest.raises(RuntimeError, match="stop"), paper.PrecisionSchedule(model, 1):
         raise RuntimeError("stop")
     assert configs(model) == [HotConfig.recipe("fast"), HotConfig(gx_bits=4)]
 
@@ -61,7 +62,7 @@ def test_the_gradient_follows(rng: np.random.Generator) -> None:
         (exact,) = torch.autograd.grad(plain(x).square().sum(), x)
         return float((gx - exact).norm() / exact.norm())
 
-    schedule = hot.PrecisionSchedule(model, 1)
+    schedule = paper.PrecisionSchedule(model, 1)
     at_8 = error()
     schedule.step()
     assert 5 * at_8 < error()
@@ -76,7 +77,7 @@ def test_compiled_model(rng: np.random.Generator) -> None:
     def gradient() -> torch.Tensor:
         return torch.autograd.grad(compiled(x).square().sum(), x)[0]
 
-    schedule = hot.PrecisionSchedule(model, 1)
+    schedule = paper.PrecisionSchedule(model, 1)
     at_8 = gradient()
     schedule.step()
     at_4 = gradient()
@@ -87,7 +88,7 @@ def test_compiled_model(rng: np.random.Generator) -> None:
 
 def test_own_bits_after_the_warmup() -> None:
     model = converted()
-    schedule = hot.PrecisionSchedule(model, 1, then_bits=None)
+    schedule = paper.PrecisionSchedule(model, 1, then_bits=None)
     assert configs(model) == expected(8)
     schedule.step()
     assert schedule.bits is None
@@ -96,16 +97,16 @@ def test_own_bits_after_the_warmup() -> None:
 
 def test_no_warmup() -> None:
     model = converted()
-    hot.PrecisionSchedule(model, 0)
+    paper.PrecisionSchedule(model, 0)
     assert configs(model) == expected(4)
 
 
 def test_resume() -> None:
     model = converted()
-    schedule = hot.PrecisionSchedule(model, 2)
+    schedule = paper.PrecisionSchedule(model, 2)
     schedule.step()
     state = schedule.state_dict()
-    resumed = hot.PrecisionSchedule(other := converted(), 2)
+    resumed = paper.PrecisionSchedule(other := converted(), 2)
     resumed.load_state_dict(state)
     assert configs(other) == expected(8)
     resumed.step()
@@ -117,13 +118,27 @@ def test_resume() -> None:
 def test_bad_arguments() -> None:
     model = converted()
     with pytest.raises(ValueError, match="warmup: -1"):
-        hot.PrecisionSchedule(model, -1)
+        paper.PrecisionSchedule(model, -1)
     with pytest.raises(TypeError, match="warmup: expected an int"):
-        hot.PrecisionSchedule(model, 1.5)
+        paper.PrecisionSchedule(model, 1.5)
     with pytest.raises(ValueError, match="then_bits: 2"):
-        hot.PrecisionSchedule(model, 1, then_bits=2)
+        paper.PrecisionSchedule(model, 1, then_bits=2)
     with pytest.raises(ValueError, match="bits: None"):
-        hot.PrecisionSchedule(model, 1, bits=None)
+        paper.PrecisionSchedule(model, 1, bits=None)
     with pytest.raises(ValueError, match="no layer of it is converted"):
-        hot.PrecisionSchedule(hot.revert(model), 1)
+        paper.PrecisionSchedule(hot.revert(model), 1)
     assert configs(converted()) == [HotConfig.recipe("fast"), HotConfig(gx_bits=4)]
+
+
+def test_an_optimizer_drives_it() -> None:
+    """As inside a trainer, which owns the loop (docs/paper.md)."""
+    model = converted()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = paper.PrecisionSchedule(model, 2)
+    optimizer.register_step_post_hook(lambda *_: schedule.step())
+    seen = []
+    for _ in range(3):
+        seen.append({config.gx_bits for config in configs(model)})
+        model(torch.randn(64, 64)).square().sum().backward()
+        optimizer.step()
+    assert seen == [{8}, {8}, {4}] and schedule.count == 3

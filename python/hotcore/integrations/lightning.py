@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-import warnings
 from typing import Any
 
 from .loop import HotLoop, checked_options, scalar_logger
@@ -29,12 +28,10 @@ class HotCallback(_callback_class()):  # type: ignore[misc]
     ::
 
         hot.convert(module, "default")
-        trainer = Trainer(callbacks=[HotCallback(warmup=1000, noise_every=100)])
+        trainer = Trainer(callbacks=[HotCallback(accumulate=True, noise_every=100)])
         trainer.fit(module, data)
 
-    Steps of the first optimizer count. The memory report calls ``training_step`` again with the
-    first batch, plain and with HOT, without logging; under manual optimization it is skipped with a
-    warning. A run that resumes from a checkpoint also resumes the schedule.
+    Steps of the first optimizer count.
 
     Args:
         **options: options of :class:`~hotcore.integrations.HotLoop`, except ``start``. Without
@@ -53,35 +50,12 @@ class HotCallback(_callback_class()):  # type: ignore[misc]
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Enter the loop."""
         options = dict(self._options)
-        epochs = options.get("unit") == "epoch"
-        options["start"] = trainer.current_epoch if epochs else trainer.global_step
+        options["start"] = trainer.global_step
         if options.get("log") is None:
             loggers = [scalar_logger(logger) for logger in trainer.loggers]
             options["log"] = lambda scalars, step: [log(scalars, step) for log in loggers]
-        self._memory = options.pop("memory", False)
-        if self._memory and not pl_module.automatic_optimization:
-            self._memory = False
-            warnings.warn(
-                "HotCallback: no memory report under manual optimization: training_step would "
-                "step the optimizer",
-                stacklevel=2,
-            )
         self.loop = HotLoop(pl_module, trainer.optimizers[0], **options)
         self.loop.__enter__()
-
-    def on_train_batch_start(
-        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Measure memory on the first batch."""
-        assert self.loop is not None
-        if self._memory:
-            self._memory = False
-            self._measure_memory(trainer, pl_module, batch, batch_idx)
-
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Count the epoch."""
-        if self.loop is not None:
-            self.loop.end_epoch()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Leave the loop."""
@@ -95,18 +69,3 @@ class HotCallback(_callback_class()):  # type: ignore[misc]
         """Undo everything."""
         if self.loop is not None:
             self.loop.close()
-
-    def _measure_memory(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        def loss_fn(module: Any, inputs: Any) -> Any:
-            with trainer.precision_plugin.train_step_context():
-                output = module.training_step(inputs, batch_idx)
-            return output["loss"] if isinstance(output, dict) else output
-
-        assert self.loop is not None
-        pl_module.log = pl_module.log_dict = lambda *_, **__: None
-        try:
-            scalars = self.loop.measure_memory(batch, loss_fn)
-        finally:
-            del pl_module.log, pl_module.log_dict
-        if scalars:
-            self.loop.report(scalars)

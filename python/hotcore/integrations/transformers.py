@@ -19,11 +19,10 @@ class HotCallback(_TrainerCallback):  # type: ignore[misc]
 
         hot.convert(model, "default")
         trainer = Trainer(model, arguments, train_dataset=data)
-        HotCallback.add_to(trainer, warmup=1000, noise_every=100)
+        HotCallback.add_to(trainer, accumulate=True, noise_every=100)
         trainer.train()
 
-    A run that resumes from a checkpoint also resumes the schedule. If an error ends the training,
-    the next ``train()`` or :meth:`close` closes the loop.
+    If an error ends the training, the next ``train()`` or :meth:`close` closes the loop.
 
     Args:
         **options: options of :class:`~hotcore.integrations.HotLoop`, except ``start``. Without
@@ -61,8 +60,7 @@ class HotCallback(_TrainerCallback):  # type: ignore[misc]
         """Enter the loop."""
         self.close()
         options = dict(self._options)
-        epochs = options.get("unit") == "epoch"
-        options["start"] = int(state.epoch or 0) if epochs else state.global_step
+        options["start"] = state.global_step
         if options.get("log") is None:
             options["log"] = lambda scalars, step: self._pending.update(scalars)
         self.loop = HotLoop(model, optimizer, **options)
@@ -75,11 +73,6 @@ class HotCallback(_TrainerCallback):  # type: ignore[misc]
             self._send(scalars)
         elif scalars:
             state.log_history.append({**scalars, "step": state.global_step})
-
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Count the epoch."""
-        if self.loop is not None:
-            self.loop.end_epoch()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Leave the loop."""

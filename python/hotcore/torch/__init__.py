@@ -1,69 +1,47 @@
-"""HOT for torch: ``import hotcore.torch as hot``, then ``hot.convert(model)``."""
+"""HOT for torch: ``import hotcore.torch as hot``, then ``model = hot.convert(model)``.
+
+``__all__`` is in the order of use. What these functions return (reports, handles, measurements) is
+documented beside them and importable from their modules.
+"""
 
 from ..config import HotConfig
 from . import (
     _requirement,  # noqa: F401  (first)
     openmp,
+    policies,
 )
 from .accumulation import gradient_accumulation
-from .attention import HotMultiheadAttention
 from .autotune import autotune
-from .calibrate import calibrate
-from .compute import ComputeReport, LayerCompute, compute_report
 from .convert import convert, revert
-from .custom import CustomBackward, Replaced
-from .freeze import FreezeReport, freeze_int8, thaw
-from .frozen import FrozenWeight, HotFrozenLinear
+from .custom import CustomBackward
+from .freeze import freeze_int8, thaw
 from .functional import conv2d, linear
 from .input_cache import share_inputs
-from .memory import MemoryReport, ModuleMemory, memory_report
+from .memory import memory_report
 from .modules import HotConv2d, HotLinear
 from .noise import NoiseMonitor
-from .plan import LayerPlan, Measured, Plan
-from .policies import keep_attention, keep_codes, keep_products
-from .recompute import Recomputed, recompute
-from .report import ConversionReport, Converted, Skipped
-from .schedule import PrecisionSchedule
+from .plan import Plan
+from .recompute import recompute
 
 openmp.share()
 
-__all__ = [
-    "ComputeReport",
-    "ConversionReport",
-    "Converted",
-    "CustomBackward",
-    "FreezeReport",
-    "FrozenWeight",
-    "HotConfig",
-    "HotConv2d",
-    "HotFrozenLinear",
-    "HotLinear",
-    "HotMultiheadAttention",
-    "LayerCompute",
-    "LayerPlan",
-    "Measured",
-    "MemoryReport",
-    "ModuleMemory",
-    "NoiseMonitor",
-    "Plan",
-    "PrecisionSchedule",
-    "Recomputed",
-    "Replaced",
-    "Skipped",
-    "autotune",
-    "calibrate",
-    "compute_report",
-    "conv2d",
+__all__ = [  # noqa: RUF022  (the order of use)
     "convert",
-    "freeze_int8",
-    "gradient_accumulation",
-    "keep_attention",
-    "keep_codes",
-    "keep_products",
+    "revert",
+    "HotConfig",
+    "HotLinear",
+    "HotConv2d",
     "linear",
+    "conv2d",
     "memory_report",
     "recompute",
-    "revert",
-    "share_inputs",
+    "policies",
+    "autotune",
+    "Plan",
+    "freeze_int8",
     "thaw",
+    "share_inputs",
+    "gradient_accumulation",
+    "NoiseMonitor",
+    "CustomBackward",
 ]

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from ..config import RECIPES, ConfigLike, HotConfig, as_config
 from ._compat import is_compiled
-from .convert import convert
+from .convert import convert, decide
 from .modules import HotModule
 from .plan import PLAIN, LayerPlan, Measured, Plan
 from .probe import Call, LayerUse, LossFn, Watch, autocast_dtype, eagerly, loss_of, preserve_state
@@ -125,7 +125,7 @@ def autotune(
     how = "compiled" if options is not None else "eager"
     machine = f"{_device_name(device)}, torch {torch.__version__}, {how}, {words}"
     base = next(iter(configs.values()))
-    return Plan(tuple(plans), base, 0, objective, machine, steps)
+    return Plan(tuple(plans), base, objective, machine, steps)
 
 
 # ---- Measured configurations and layers ----
@@ -182,8 +182,7 @@ def _compile_options(
 def _layers(model: nn.Module, filter_fn: Filter | None) -> dict[str, nn.Module]:
     """The layers that convert would convert."""
     modules = dict(model.named_modules())
-    with preserve_state(model):
-        report = convert(model, "default", filter_fn, slower=True)
+    report = decide(model, "default", filter_fn, slower=True).report
     found = {layer.name: modules[layer.name] for layer in report.converted}
     return {
         name: module

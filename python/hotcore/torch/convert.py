@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
-import types
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -21,8 +19,8 @@ from . import gains, probe, selection, unconverted
 from .conv import settings
 from .custom import CustomBackward
 from .frozen import FrozenModule, tie
-from .modules import HotModule, is_pointwise, own_forward
-from .report import ConversionReport, Converted, Skipped, listed, pattern_of
+from .modules import HotModule, is_pointwise, own_forward, replace_layers
+from .report import REPORT, ConversionReport, Converted, Skipped, listed, pattern_of
 from .saved import convert_saved, revert_saved
 from .selection import (
     MIN_FEATURES,
@@ -38,13 +36,14 @@ from .selection import (
 )
 
 Override = ConfigLike | HotConfigFields | None
+_Model = TypeVar("_Model", bound=nn.Module)
 _REPORT_TOKENS = 4096  # tokens for which the report states bytes
 _NEVER_CALLED = "never called"
 _LEFT_OUT = "left out by overrides"
 
 
 def convert(
-    model: nn.Module,
+    model: _Model,
     config: ConfigLike = "default",
     filter_fn: Filter | None = None,
     overrides: Mapping[str, Override] | None = None,
@@ -53,14 +52,14 @@ def convert(
     device: torch.device | str | None = None,
     slower: bool = False,
     saved: int | Mapping[str, Any] | None = None,
-) -> ConversionReport:
+) -> _Model:
     """Convert linear layers, convolutions and attention's projections to HOT, in place.
 
     Supported are ``nn.Linear``, ``nn.Conv2d``, ``nn.MultiheadAttention``, transformers' ``Conv1D``
     and bitsandbytes' ``Linear8bitLt``. The new modules hold the same Parameters.
 
     Args:
-        model: any module. If it is itself such a layer, the result's ``.model`` is the new one.
+        model: any module.
         config: a HotConfig or a recipe's name.
         filter_fn: ``filter_fn(module, fqn)`` decides whether to convert a layer. The default
             leaves out the output head (:data:`HEAD_NAMES`), the first convolution, layers with
@@ -86,8 +85,10 @@ def convert(
             bits or None; see :func:`hotcore.torch.saved.convert_saved`. None: they stay plain.
 
     Returns:
-        A :class:`ConversionReport`. If every layer was left plain because it would be slower, there
-        are no converted layers and a UserWarning is issued.
+        ``model``, changed in place; if it is itself such a layer, the new layer. The attribute
+        ``hot_report`` of the result is the :class:`ConversionReport` of this call: its text says
+        which layers were converted, and why the others stay plain. A UserWarning says that all
+        stay plain because they would be slower.
 
     Raises:
         TypeError: ``model`` is no module.
@@ -96,6 +97,42 @@ def convert(
             not fit ``inputs``, or ``model`` is an ``nn.DataParallel``.
         NotImplementedError: ``model`` is on CUDA, but this build of hotcore has no CUDA backend or
             no kernels for that GPU.
+    """
+    decision = decide(
+        model, config, filter_fn, overrides, inputs, device, slower, saved is not None
+    )
+    if saved is not None:
+        decision.report.saved = convert_saved(model, saved)  # raises before it changes anything
+    new = replace_layers(model, decision.replacements)
+    new.__dict__[REPORT] = decision.report
+    if decision.warning:
+        warnings.warn(f"hotcore.torch.convert: {decision.warning}", stacklevel=2)
+    return cast(_Model, new)
+
+
+@dataclasses.dataclass
+class Decision:
+    """What :func:`convert` would do; the model is as it was."""
+
+    report: ConversionReport
+    replacements: dict[nn.Module, nn.Module]
+    """The new layer of every layer that is converted."""
+    warning: str
+
+
+def decide(
+    model: nn.Module,
+    config: ConfigLike = "default",
+    filter_fn: Filter | None = None,
+    overrides: Mapping[str, Override] | None = None,
+    inputs: Any = None,
+    device: torch.device | str | None = None,
+    slower: bool = False,
+    saved: bool = False,
+) -> Decision:
+    """Choose the layers of :func:`convert` and make the new ones; change nothing.
+
+    Arguments and errors are those of :func:`convert`; ``saved`` says whether it has its own.
     """
     _check_model(model)
     _check_devices(model)
@@ -121,7 +158,7 @@ def convert(
     others = unconverted.matrices(model)
     chosen = {fqn for fqn in left if fqn in (overrides or {})}  # by a Plan, as a rule
     nothing = all(fqn in reasons and fqn not in chosen for fqn, _ in layers)
-    if not slow and nothing and saved is None:
+    if not slow and nothing and not saved:
         raise ValueError(_nothing(model, layers, reasons, others, filter_fn is not None))
     reasons |= slow
     rows: list[Converted | Skipped] = []
@@ -140,7 +177,7 @@ def convert(
             new: Any = hot_class(module).from_plain(module, own)
             new.layer_name = fqn
             # x may be recomputed from what norms and activations save.
-            new.defer = saved is not None
+            new.defer = saved
             if new.runs_plain:
                 in_eval_mode.append(fqn)
             replacements[module] = new
@@ -151,11 +188,9 @@ def convert(
             notes = (_note(fqn, uses), _plain_note(module, own), slowly)
             kept, note = _bytes_per_value(module, own), "; ".join(filter(None, notes))
             rows.append(Converted(*about, own, kept, **measures, note=note))
-    beside = None if saved is None else convert_saved(model, saved)  # raises before it changes
     converted = [row for row in rows if isinstance(row, Converted)]
     skipped = [row for row in rows if isinstance(row, Skipped)]
     report = ConversionReport(
-        _replace(model, replacements),
         base,
         converted,
         skipped,
@@ -163,26 +198,25 @@ def convert(
         others,
         parameter_count=sum(parameter.numel() for parameter in model.parameters()),
         macs=total,
-        saved=beside,
         in_eval_mode=in_eval_mode,
     )
     report.notes += _notes(report, model, layers, reasons, slow, target, filter_fn is None)
-    if not converted and saved is None:
+    warning = ""
+    if not converted and not saved:
         why = "expected to be slower than plain torch's" if slow else "left out by overrides"
-        warnings.warn(
-            f"hotcore.torch.convert: the model is unchanged; all {len({*slow, *chosen})} layers "
+        warning = (
+            f"the model is unchanged; all {len({*slow, *chosen})} layers "
             f"that could be converted are {why}"
-            + (" on CUDA; slower=True converts them anyway, for memory" if slow else ""),
-            stacklevel=2,
+            + (" on CUDA; slower=True converts them anyway, for memory" if slow else "")
         )
-    return report
+    return Decision(report, replacements, warning)
 
 
 def revert(model: nn.Module) -> nn.Module:
     """Turn every HOT module back into its plain class, in place; return the model.
 
-    So are layers with a :class:`CustomBackward`. accelerate's hooks stay. A layer that was compiled
-    by itself (``layer.compile()``) is not any more.
+    Layers with a :class:`CustomBackward` become plain, too; ``hot_report`` goes, accelerate's hooks
+    stay. A layer that was compiled by itself (``layer.compile()``) is not any more.
 
     Raises ValueError if a HOT module has become a subclass in the meantime (a parametrisation,
     ``fully_shard``), or has got a ``forward`` of its own (``recompute`` of the layer itself, a
@@ -203,7 +237,9 @@ def revert(model: nn.Module) -> nn.Module:
     frozen = [(m.weight_codes, new) for m, new in plain.items() if isinstance(m, FrozenModule)]
     tie(frozen)
     CustomBackward.revert(model)
-    return _replace(model, plain)
+    for each in model.modules():
+        each.__dict__.pop(REPORT, None)
+    return replace_layers(model, plain)
 
 
 def _check_model(model: object) -> None:
@@ -219,8 +255,6 @@ def _check_model(model: object) -> None:
         found = f"expected a module, got the class {model.__name__}; make one of it first"
     elif isinstance(model, list | tuple):
         found += "; convert each of them, or put them into an nn.ModuleList"
-    elif isinstance(model, ConversionReport):
-        found += "; the model is its .model"
     raise TypeError(f"model: {found}")
 
 
@@ -525,56 +559,3 @@ def _bytes_per_value(module: nn.Module, config: HotConfig) -> float:
         tokens = max(1, tokens // sample) * sample
     width = features_of(module)[0]
     return visited * saved_layout(tokens, width, config).bytes / (tokens * width)
-
-
-def _replace(model: nn.Module, replacements: Mapping[Any, nn.Module]) -> nn.Module:
-    for parent, name, child in list(_children(model)):
-        if child in replacements:
-            parent._modules[name] = replacements[child]
-    # What else holds a layer, or its bound methods, would go on to call the old one.
-    made = set(replacements.values())
-    for parent in model.modules():
-        own = _FORWARDS if parent in made else ()  # carry_forward has made them
-        for name, value in list(vars(parent).items()):
-            if name not in _TABLES and name not in own:
-                parent.__dict__[name] = _exchanged(value, replacements)
-    return replacements.get(model, model)
-
-
-_TABLES = frozenset(vars(nn.Module()))
-_FORWARDS = ("forward", "_old_forward")
-
-
-def _exchanged(value: Any, replacements: Mapping[Any, nn.Module], depth: int = 3) -> Any:
-    """The same, with the new layers and their methods in place of the old ones'."""
-    if isinstance(value, nn.Module):
-        return replacements.get(value, value)
-    if isinstance(value, types.MethodType):
-        new = replacements.get(value.__self__) if isinstance(value.__self__, nn.Module) else None
-        found = None if new is None else getattr(new, value.__name__, None)
-        return value if found is None else found
-    if type(value) is functools.partial and depth:
-        parts = (value.func, value.args, value.keywords)
-        func, args, named = (_exchanged(part, replacements, depth - 1) for part in parts)
-        same = func is value.func and args is value.args
-        return value if same else functools.partial(func, *args, **named)
-    if type(value) in (list, tuple, dict) and depth:
-        items = value.values() if isinstance(value, dict) else value
-        made = [_exchanged(item, replacements, depth - 1) for item in items]
-        if all(a is b for a, b in zip(made, items, strict=True)):
-            return value
-        if isinstance(value, tuple):
-            return tuple(made)
-        if isinstance(value, dict):
-            value.update(zip(list(value), made, strict=True))
-        else:
-            value[:] = made
-    return value
-
-
-def _children(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    # A module that is registered in two places is replaced in both by the same new one.
-    for parent in model.modules():
-        for name, child in parent._modules.items():
-            if child is not None:
-                yield parent, name, child

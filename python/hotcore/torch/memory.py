@@ -167,7 +167,7 @@ def memory_report(
     with preserve_state(model):
         changed = model
         if not converted and config is not None:
-            changed = convert(model, config, filter_fn, overrides, slower=slower).model
+            changed = convert(model, config, filter_fn, overrides, slower=slower)
             changes = f"convert({as_config(config)})"
         after, peak_after = _measure(changed, inputs, loss_fn)
     kinds = {name: type(module).__name__ for name, module in plain.named_modules()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, TypeVar
 
 import torch.nn.functional as F
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from ..config import ConfigLike, HotConfig, as_config
 from . import _compat
 from .functional import conv2d_from_json, evaluated_conv2d, evaluated_linear, linear_from_json
+from .report import REPORT
 
 _Hot = TypeVar("_Hot", bound="HotModule")
 
@@ -64,7 +66,7 @@ class HotModule:
         """Make the plain module that holds the same Parameters and hooks."""
         assert isinstance(self, nn.Module)
         new = _copy_content(self, self.plain)
-        for name in ("_config", "_config_json", "_plain_in_eval", "defer", "layer_name"):
+        for name in (REPORT, "_config", "_config_json", "_plain_in_eval", "defer", "layer_name"):
             new.__dict__.pop(name, None)
         return new
 
@@ -155,12 +157,6 @@ class HotLinear(HotModule, nn.Linear):
         """Make a HotLinear that holds ``module``'s own Parameters; see :meth:`from_plain`."""
         return cls.from_plain(module, config)
 
-    def to_linear(self) -> nn.Linear:
-        """Make the plain ``nn.Linear`` that holds the same Parameters and hooks."""
-        new = self.to_plain()
-        assert isinstance(new, nn.Linear)
-        return new
-
     def forward(self, input: Tensor) -> Tensor:
         """``[..., I] -> [..., O]``; see :func:`hotcore.torch.linear`."""
         if self.runs_plain:
@@ -219,15 +215,9 @@ class HotConv2d(HotModule, nn.Conv2d):
         """Make a HotConv2d that holds ``module``'s own Parameters; see :meth:`from_plain`."""
         return cls.from_plain(module, config)
 
-    def to_conv(self) -> nn.Conv2d:
-        """Make the plain ``nn.Conv2d`` that holds the same Parameters and hooks."""
-        new = self.to_plain()
-        assert isinstance(new, nn.Conv2d)
-        return new
-
     @property
     def runs_plain(self) -> bool:
-        """As of any; only 1x1 kernels have an 8-bit forward to keep."""
+        """Whether it is now the plain layer; only 1x1 kernels have an 8-bit forward to keep."""
         return not self.training and (self._plain_in_eval or not is_pointwise(self))
 
     def forward(self, input: Tensor) -> Tensor:
@@ -314,3 +304,60 @@ def _copy_content(module: nn.Module, cls: type[Any]) -> nn.Module:
     for table in ("_parameters", "_buffers", "_modules"):
         new.__dict__[table] = module.__dict__[table].copy()
     return new
+
+
+_TABLES = frozenset(vars(nn.Module()))
+
+
+def replace_layers(model: nn.Module, replacements: Mapping[Any, nn.Module]) -> nn.Module:
+    """Put new layers in the place of others, in place; return the model, new if it is replaced.
+
+    Attributes, lists, dicts and partials of its modules that hold a layer, or a bound method of it,
+    hold the new one.
+    """
+    for parent, name, child in list(_children(model)):
+        if child in replacements:
+            parent._modules[name] = replacements[child]
+    # What else holds a layer, or its bound methods, would go on to call the old one.
+    made = set(replacements.values())
+    for parent in model.modules():
+        own = (_FORWARD, _OLD_FORWARD) if parent in made else ()  # carry_forward has made them
+        for name, value in list(vars(parent).items()):
+            if name not in _TABLES and name not in own:
+                parent.__dict__[name] = _exchanged(value, replacements)
+    return replacements.get(model, model)
+
+
+def _exchanged(value: Any, replacements: Mapping[Any, nn.Module], depth: int = 3) -> Any:
+    """The same, with the new layers and their methods in place of the old ones'."""
+    if isinstance(value, nn.Module):
+        return replacements.get(value, value)
+    if isinstance(value, types.MethodType):
+        new = replacements.get(value.__self__) if isinstance(value.__self__, nn.Module) else None
+        found = None if new is None else getattr(new, value.__name__, None)
+        return value if found is None else found
+    if type(value) is functools.partial and depth:
+        parts = (value.func, value.args, value.keywords)
+        func, args, named = (_exchanged(part, replacements, depth - 1) for part in parts)
+        same = func is value.func and args is value.args
+        return value if same else functools.partial(func, *args, **named)
+    if type(value) in (list, tuple, dict) and depth:
+        items = value.values() if isinstance(value, dict) else value
+        made = [_exchanged(item, replacements, depth - 1) for item in items]
+        if all(a is b for a, b in zip(made, items, strict=True)):
+            return value
+        if isinstance(value, tuple):
+            return tuple(made)
+        if isinstance(value, dict):
+            value.update(zip(list(value), made, strict=True))
+        else:
+            value[:] = made
+    return value
+
+
+def _children(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    # A module that is registered in two places is replaced in both by the same new one.
+    for parent in model.modules():
+        for name, child in parent._modules.items():
+            if child is not None:
+                yield parent, name, child

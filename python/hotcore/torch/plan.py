@@ -1,35 +1,30 @@
-"""A :class:`Plan`: the configuration of each layer of a model, and the measurements behind it.
+"""A :class:`Plan`: the configuration of each layer of a model, and the times behind it.
 
-:func:`hotcore.torch.calibrate` makes plans from errors, :func:`hotcore.torch.autotune` from times
-and bytes.
+:func:`hotcore.torch.autotune` makes plans.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import fnmatch
-import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
 from .. import _strict_json
 from .._strict_json import Fields
 from ..config import ConfigLike, HotConfig, as_config
-from .report import listed, pattern_of
+from .report import aligned, listed, pattern_of
 
-GX_SCALES: tuple[Literal["tensor", "row"], ...] = ("tensor", "row")
-GW_SCALES = ("tensor", "channel", "token")
 PLAIN = "plain"
 """The name of the plain layer, beside the recipes' names, in a plan of times."""
 
-_ERRORS = "hotcore plan 1"
-_TIMES = "hotcore plan 2"  # has times too
+_FORMAT = "hotcore plan 3"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,19 +53,13 @@ class Measured:
 class LayerPlan:
     """The measurements of one layer, and the choice for it.
 
-    ``gx_error`` and ``gw_error`` (:func:`calibrate`) map a scale of g_y to the relative squared
-    error of that gradient, ``|g - g'|^2 / |g|^2`` over all batches. ``pattern`` holds the largest
-    ``|g_y|`` in each cell of a grid over the first batch's g_y: rows are tokens, columns are out
-    features. ``times`` (:func:`autotune`) maps ``"plain"`` and recipes to measurements. ``fields``
-    are the layer's fields of HotConfig; None: it stays plain. ``choice`` is the chosen name in
-    ``times``, ``reason`` says why it is not the fastest or the smallest.
+    ``fields`` are the layer's fields of HotConfig; None: it stays plain. ``times`` maps ``"plain"``
+    and recipes to measurements. ``choice`` is the chosen name in ``times``, ``reason`` says why it
+    is not the fastest or the smallest.
     """
 
     name: str
-    gx_error: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    gw_error: Mapping[str, float] = dataclasses.field(default_factory=dict)
     fields: Mapping[str, Any] | None = dataclasses.field(default_factory=dict)
-    pattern: tuple[tuple[float, ...], ...] = dataclasses.field(default=(), repr=False)
     times: Mapping[str, Measured] = dataclasses.field(default_factory=dict)
     choice: str = ""
     reason: str = ""
@@ -79,7 +68,7 @@ class LayerPlan:
 
     def __post_init__(self) -> None:
         """Make the mappings read-only."""
-        for name in ("gx_error", "gw_error", "fields", "times"):
+        for name in ("fields", "times"):
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, MappingProxyType(dict(value)))
@@ -91,12 +80,10 @@ class Plan:
 
     layers: tuple[LayerPlan, ...]
     config: HotConfig
-    batches: int = 0
-    """Number of batches that :func:`calibrate` measured."""
-    objective: str = ""
-    """``"time"`` or ``"memory"`` for :func:`autotune`; empty for :func:`calibrate`."""
+    objective: str = "time"
+    """``"time"`` or ``"memory"``."""
     machine: str = ""
-    """Device, torch, and how :func:`autotune` measured."""
+    """Device, torch, and how the times were measured."""
     steps: Mapping[str, Measured] = dataclasses.field(default_factory=dict)
     """Forward and backward of the whole model, ``"plain"`` and ``"planned"``."""
 
@@ -120,26 +107,7 @@ class Plan:
             ValueError: ``model`` lacks layers of this plan; they are named.
         """
         base = self.config if config is None else as_config(config)
-        if model is not None:
-            self.check(model)
-        return {
-            _escape(layer.name): None
-            if layer.fields is None
-            else dataclasses.replace(base, **layer.fields)
-            for layer in self.layers
-        }
-
-    def check(self, model: nn.Module) -> None:
-        """Raise a ValueError that names the layers of this plan which ``model`` lacks."""
-        known = {name for name, _ in model.named_modules()}
-        missing = [layer.name for layer in self.layers if layer.name not in known]
-        if missing:
-            kinds = (nn.Linear, nn.Conv2d)
-            have = [name for name, module in model.named_modules() if isinstance(module, kinds)]
-            raise ValueError(
-                f"plan: made for another model; {len(missing)} of its {len(self.layers)} layers "
-                f"are not in this one: {listed(missing)} (this one has {listed(have)})"
-            )
+        return overrides_of([(layer.name, layer.fields) for layer in self.layers], base, model)
 
     def override(self, pattern: str, **fields: Any) -> Plan:
         """Return a plan in which the matching layers also get these fields of HotConfig.
@@ -170,26 +138,23 @@ class Plan:
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON. Raises ValueError if it is too large for :meth:`load`."""
         content: dict[str, Any] = {
-            "format": _TIMES if self.objective else _ERRORS,
+            "format": _FORMAT,
             "config": json.loads(self.config.to_json()),
-            "batches": self.batches,
+            "objective": self.objective,
+            "machine": self.machine,
+            "steps": _plain(self.steps),
             "layers": [
                 {
                     "name": layer.name,
-                    "gx_error": dict(layer.gx_error),
-                    "gw_error": dict(layer.gw_error),
                     "fields": None if layer.fields is None else dict(layer.fields),
-                    "pattern": [[float(f"{v:.3g}") for v in row] for row in layer.pattern],
+                    "times": _plain(layer.times),
+                    "choice": layer.choice,
+                    "reason": layer.reason,
+                    "shape": layer.shape,
                 }
                 for layer in self.layers
             ],
         }
-        if self.objective:
-            content |= {"objective": self.objective, "machine": self.machine}
-            content["steps"] = _plain(self.steps)
-            for entry, layer in zip(content["layers"], self.layers, strict=True):
-                entry["times"] = _plain(layer.times)
-                entry |= {"choice": layer.choice, "reason": layer.reason, "shape": layer.shape}
         text = json.dumps(content, indent=1) + "\n"
         if len(text) > _strict_json.MAX_FILE_BYTES:
             raise ValueError(
@@ -207,62 +172,36 @@ class Plan:
         """
         where = f"path: {path}"
         content = _strict_json.read(path, where)
-        if not isinstance(content, dict) or content.get("format") not in (_ERRORS, _TIMES):
-            raise ValueError(f"{where} is no plan; expected the format {_ERRORS!r} or {_TIMES!r}")
+        if not isinstance(content, dict) or content.get("format") != _FORMAT:
+            raise ValueError(f"{where} is no plan; expected the format {_FORMAT!r}")
         fields = Fields(content, where)
-        times = fields.take("format", str) == _TIMES
+        fields.take("format", str)
         try:
             config = HotConfig.from_json(json.dumps(fields.take("config", dict)))
         except ValueError as error:
             raise ValueError(f"{where}: config: {str(error).removeprefix('text: ')}") from None
         layers = [
-            _layer(Fields(entry, f"{where}: layers[{i}]"), f"{where}: layers[{i}]", config, times)
+            _layer(Fields(entry, f"{where}: layers[{i}]"), f"{where}: layers[{i}]", config)
             for i, entry in enumerate(fields.take("layers", list))
         ]
         names = [layer.name for layer in layers]
         if len(set(names)) != len(names):
             raise ValueError(f"{where}: two layers have one name")
-        batches = fields.take("batches", int)
-        if batches < 0:
-            raise ValueError(f"{where}: batches: {batches} is negative")
-        objective, machine, steps = "", "", {}
-        if times:
-            objective = fields.take("objective", str)
-            if objective not in ("time", "memory"):
-                raise ValueError(
-                    f"{where}: objective: {objective!r} is neither 'time' nor 'memory'"
-                )
-            machine = fields.take("machine", str)
-            steps = _measured(fields.take("steps", dict), f"{where}: steps")
-            if steps and not {PLAIN, "planned"} <= steps.keys():
-                raise ValueError(f"{where}: steps: expected {PLAIN!r} and 'planned'")
+        objective = fields.take("objective", str)
+        if objective not in ("time", "memory"):
+            raise ValueError(f"{where}: objective: {objective!r} is neither 'time' nor 'memory'")
+        machine = fields.take("machine", str)
+        steps = _measured(fields.take("steps", dict), f"{where}: steps")
+        if steps and not {PLAIN, "planned"} <= steps.keys():
+            raise ValueError(f"{where}: steps: expected {PLAIN!r} and 'planned'")
         fields.end()
-        return cls(tuple(layers), config, batches, objective, machine, steps)
+        return cls(tuple(layers), config, objective, machine, steps)
 
     def __str__(self) -> str:
-        """A table with one line per layer: the measurements of every choice, and the choice.
+        """A table with one line per layer: milliseconds and MB kept for backward, and the choice.
 
-        Measurements are relative errors, or milliseconds and MB kept for backward. In a plan of
-        times, layers with one measurement share a line, with their count in brackets.
+        Layers with one measurement share a line, with their count in brackets.
         """
-        return self._times() if self.objective else self._errors()
-
-    def _errors(self) -> str:
-        heads = [f"g_x {scale}" for scale in GX_SCALES] + [f"g_w {scale}" for scale in GW_SCALES]
-        rows = [["layer", *heads, "chosen"]]
-        for layer in self.layers:
-            errors = [layer.gx_error.get(scale, math.nan) for scale in GX_SCALES]
-            errors += [layer.gw_error.get(scale, math.nan) for scale in GW_SCALES]
-            chosen = ", ".join(f"{name}={value}" for name, value in (layer.fields or {}).items())
-            rows.append([layer.name, *(f"{math.sqrt(e):.4f}" for e in errors), chosen])
-        lines = _aligned(rows)
-        lines.append(
-            f"|error| / |gradient| of {len(self.layers)} layers over {self.batches} batches, "
-            f"{self.config}"
-        )
-        return "\n".join(lines)
-
-    def _times(self) -> str:
         names = self._contenders()
         rows = [["layer", "kind", *(f"{name}, ms (MB)" for name in names), "chosen"]]
         for layers in self._groups():
@@ -276,7 +215,7 @@ class Plan:
                 shown = f"{pattern_of(first.name)} ({len(layers)})"
             chosen = first.choice + (f": {first.reason}" if first.reason else "")
             rows.append([shown, first.shape, *cells, chosen])
-        lines = _aligned(rows, left=2)
+        lines = aligned(rows, last_left=True)
         converted = [layer for layer in self.layers if layer.fields is not None]
         lines.append(
             f"for {self.objective}: {len(converted)} of {len(self.layers)} layers run HOT; forward "
@@ -323,19 +262,10 @@ class Plan:
         return list(groups.values())
 
     def plot(self, path: str | Path) -> None:
-        """Draw the plan into a file; raises ImportError without matplotlib.
+        """Draw the times of every choice with their quartiles, a group of bars for equal layers.
 
-        A plan of errors shows ``|g_y|`` of every layer, tokens by out features. Bright rows are
-        outlier tokens, for which a finer scale helps; single bright cells are not. (The paper draws
-        the same in Fig. 2 of supplement G.) A plan of times shows the time of every choice with its
-        quartiles, one group of bars for equal layers.
+        Raises ImportError without matplotlib.
         """
-        if self.objective:
-            self._plot_times(path)
-        else:
-            self._plot_patterns(path)
-
-    def _plot_times(self, path: str | Path) -> None:
         names = self._contenders()
         groups = [layers for layers in self._groups() if layers[0].times]
         height = 1.2 + 0.22 * len(groups) * (len(names) + 1)
@@ -369,60 +299,39 @@ class Plan:
         axis.legend()
         figure.savefig(path, dpi=130)
 
-    def _plot_patterns(self, path: str | Path) -> None:
-        figure_class = matplotlib_figure()
-        columns = min(4, len(self.layers))
-        height = -(-len(self.layers) // columns)
-        figure = figure_class(figsize=(3.1 * columns, 2.9 * height), layout="constrained")
-        axes = figure.subplots(height, columns, squeeze=False)
-        for axis, layer in itertools.zip_longest(axes.flat, self.layers):
-            if layer is None:
-                axis.set_visible(False)
-                continue
-            image = axis.imshow(layer.pattern, aspect="auto", cmap="viridis", vmin=0)
-            figure.colorbar(image, ax=axis).formatter.set_powerlimits((0, 0))
-            axis.set_title(layer.name, fontsize=8)
-            fields = layer.fields or {}
-            chosen = ", ".join(
-                f"{key.removesuffix('_scale')}: {fields[key]}"
-                for key in ("gx_scale", "gw_scale")
-                if key in fields
-            )
-            axis.set_xlabel(f"out features   ({chosen})", fontsize=7)
-            axis.set_ylabel("tokens", fontsize=7)
-            axis.set_xticks([])
-            axis.set_yticks([])
-        figure.savefig(path, dpi=130)
 
+def overrides_of(
+    layers: Iterable[tuple[str, Mapping[str, Any] | None]], base: HotConfig, model: nn.Module | None
+) -> dict[str, HotConfig | None]:
+    """Name -> ``base`` with the layer's fields, or None, for ``convert(overrides=)``.
 
-def _escape(name: str) -> str:
-    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
-
-
-def _aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """Lines of a table; the first ``left`` columns and the last one are left-aligned."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
-    return [
-        "  ".join(
-            [
-                cell.ljust(width) if i < left else cell.rjust(width)
-                for i, (cell, width) in enumerate(zip(row[:-1], widths, strict=True))
-            ]
-            + [row[-1]]
-        ).rstrip()
-        for row in rows
-    ]
+    Raises ValueError that names the layers which ``model``, if any, lacks.
+    """
+    fields = dict(layers)
+    known = fields.keys() if model is None else {name for name, _ in model.named_modules()}
+    if missing := [name for name in fields if name not in known]:
+        assert model is not None
+        kinds = (nn.Linear, nn.Conv2d)
+        have = [name for name, module in model.named_modules() if isinstance(module, kinds)]
+        raise ValueError(
+            f"plan: made for another model; {len(missing)} of its {len(fields)} layers "
+            f"are not in this one: {listed(missing)} (this one has {listed(have)})"
+        )
+    return {
+        "".join(f"[{c}]" if c in "*?[" else c for c in name): None
+        if own is None
+        else dataclasses.replace(base, **own)
+        for name, own in fields.items()
+    }
 
 
 def _plain(times: Mapping[str, Measured]) -> dict[str, dict[str, float]]:
     return {name: dataclasses.asdict(row) for name, row in times.items()}
 
 
-def _layer(fields: Fields, where: str, config: HotConfig, times: bool) -> LayerPlan:
+def _layer(fields: Fields, where: str, config: HotConfig) -> LayerPlan:
     """A layer from a file; checks everything, including its fields against ``config``."""
     name = fields.take("name", str)
-    gx_error = _errors_of(fields.take("gx_error", dict), GX_SCALES, f"{where}: gx_error")
-    gw_error = _errors_of(fields.take("gw_error", dict), GW_SCALES, f"{where}: gw_error")
     chosen = fields.take("fields", (dict, type(None)))
     if chosen is not None:
         known = {field.name for field in dataclasses.fields(HotConfig)}
@@ -434,35 +343,12 @@ def _layer(fields: Fields, where: str, config: HotConfig, times: bool) -> LayerP
             dataclasses.replace(config, **chosen)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{where}: fields: {error}") from None
-    pattern = tuple(
-        tuple(
-            float(_strict_json.expect(value, (int, float), f"{where}: pattern"))
-            for value in _strict_json.expect(row, list, f"{where}: pattern")
-        )
-        for row in fields.take("pattern", list)
-    )
-    if len({len(row) for row in pattern}) > 1:
-        raise ValueError(f"{where}: pattern: its rows differ in length")
-    measured: dict[str, Measured] = {}
-    choice = reason = shape = ""
-    if times:
-        measured = _measured(fields.take("times", dict), f"{where}: times")
-        choice, reason, shape = (fields.take(text, str) for text in ("choice", "reason", "shape"))
-        if measured and not {PLAIN, choice} <= measured.keys():
-            raise ValueError(f"{where}: times: expected {PLAIN!r} and the choice, {choice!r}")
+    measured = _measured(fields.take("times", dict), f"{where}: times")
+    choice, reason, shape = (fields.take(text, str) for text in ("choice", "reason", "shape"))
+    if measured and not {PLAIN, choice} <= measured.keys():
+        raise ValueError(f"{where}: times: expected {PLAIN!r} and the choice, {choice!r}")
     fields.end()
-    return LayerPlan(name, gx_error, gw_error, chosen, pattern, measured, choice, reason, shape)
-
-
-def _errors_of(errors: dict[str, Any], known: Sequence[str], where: str) -> dict[str, float]:
-    """Relative errors by scale: of all scales, or of none if none were measured."""
-    fields = Fields(errors, where)
-    found = {scale: fields.take(scale, (int, float)) for scale in known} if errors else {}
-    fields.end()
-    for scale, error in found.items():
-        if error < 0:
-            raise ValueError(f"{where}: {scale}: {error} is negative")
-    return found
+    return LayerPlan(name, chosen, measured, choice, reason, shape)
 
 
 def _measured(entries: dict[str, Any], where: str) -> dict[str, Measured]:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
+from . import frozen, modules  # noqa: F401  (they register the operators)
+
 _aten: Any = torch.ops.aten
 _hot: Any = torch.ops.hotcore
 
@@ -48,7 +50,7 @@ def keep_codes(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy
 
     ::
 
-        contexts = functools.partial(create_selective_checkpoint_contexts, hot.keep_codes)
+        contexts = functools.partial(create_selective_checkpoint_contexts, hot.policies.keep_codes)
         y = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
 
     Nothing is compressed twice. Arguments and result are those of

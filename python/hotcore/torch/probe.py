@@ -14,6 +14,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from .frozen import FrozenModule
+from .modules import replace_layers
+from .report import REPORT
 from .saved.modules import SAVED_FIELDS, SavedCodes
 
 LossFn = Callable[[nn.Module, Any], Tensor]
@@ -260,6 +262,7 @@ class preserve_state:
             parameter.grad = None
         self._buffers = [(b, b.detach().clone()) for b in self._model.buffers()]
         self._children = [(m, dict(m._modules)) for m in self._model.modules()]
+        self._report = self._model.__dict__.get(REPORT)
         self._saved = [
             (m, type(m), {name: m.__dict__[name] for name in SAVED_FIELDS if name in m.__dict__})
             for m in self._model.modules()
@@ -272,8 +275,18 @@ class preserve_state:
     def __exit__(self, *error: Any) -> None:
         """Restore everything."""
         self._random.__exit__(*error)
+        back: dict[nn.Module, nn.Module] = {}
         for module, children in self._children:
+            for name, child in children.items():
+                now = module._modules.get(name)
+                if child is not None and now is not None and now is not child:
+                    back[now] = child
             module._modules.update(children)
+        if back:
+            replace_layers(self._model, back)  # for lists and methods that hold a layer
+        self._model.__dict__.pop(REPORT, None)
+        if self._report is not None:
+            self._model.__dict__[REPORT] = self._report
         for saved, kind, fields in self._saved:
             saved.__class__ = kind
             saved.__dict__.update(fields)

@@ -1,4 +1,4 @@
-"""The result of :func:`hotcore.torch.convert`, layer by layer: :class:`ConversionReport`."""
+"""What :func:`hotcore.torch.convert` did, layer by layer: :class:`ConversionReport`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import dataclasses
 import json
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any, NoReturn
-
-from torch import nn
+from typing import Any
 
 from ..config import HotConfig
 from .saved import SavedReport
+
+REPORT = "hot_report"
+"""The attribute of a converted model that holds its report."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,13 +54,12 @@ class Skipped:
 
 @dataclasses.dataclass
 class ConversionReport:
-    """The result of :func:`convert`; print it for a table.
+    """What :func:`convert` did, layer by layer; print it for a table.
 
-    The model is changed in place. If the model itself is a converted layer, the new one is
-    :attr:`model`.
+    It is the attribute ``hot_report`` of a converted model, holds no tensor and no module, and goes
+    along where the model is copied or pickled.
     """
 
-    model: nn.Module
     config: HotConfig
     converted: list[Converted]
     skipped: list[Skipped]
@@ -118,11 +118,14 @@ class ConversionReport:
         """
         rows = [("layer", "kind", "in -> out", "x is kept in")]
         rows += _grouped(self._rows(self.layers)) if grouped else self._rows(self.layers)
-        lines = _aligned(rows)
+        lines = aligned(rows, last_left=True)
         if self.unsupported:
             others = self._rows(self.unsupported)
             lines.append("matrices outside of the layers that HOT supports:")
-            lines += ["  " + line for line in _aligned(_grouped(others) if grouped else others)]
+            lines += [
+                "  " + line
+                for line in aligned(_grouped(others) if grouped else others, last_left=True)
+            ]
         running = len(self.converted) - len(self.in_eval_mode)
         lines.append(f"{running} of {len(self.layers)} layers run HOT, {self.config}")
         if self.in_eval_mode:
@@ -137,7 +140,7 @@ class ConversionReport:
         return "\n".join([*lines, *self.notes])
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything except the model, as numbers, strings, lists and dicts."""
+        """Everything, as numbers, strings, lists and dicts."""
         return {
             "config": json.loads(self.config.to_json()),
             "recipe": self.config.name,
@@ -184,26 +187,6 @@ class ConversionReport:
             parts.append(layer.note)
         return ", ".join(parts)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise a TypeError: this is no model."""
-        raise TypeError(_NO_MODEL)
-
-    def __getitem__(self, key: Any) -> NoReturn:
-        """Raise a TypeError: this is neither a model nor an nn.Sequential."""
-        raise TypeError(_NO_MODEL)
-
-    def __getattr__(self, name: str) -> Any:
-        """Raise an AttributeError that points to the model for attributes of models."""
-        if not name.startswith("_") and hasattr(self.__dict__.get("model"), name):
-            raise AttributeError(f"ConversionReport has no attribute {name!r}; {_NO_MODEL}")
-        raise AttributeError(f"ConversionReport has no attribute {name!r}")
-
-
-_NO_MODEL = (
-    "convert() changes the model in place and returns a report: go on with the model that you gave "
-    "it, or with report.model"
-)
-
 
 def listed(names: Sequence[str], limit: int = 8) -> str:
     """Names in one line, at most ``limit`` of them."""
@@ -228,13 +211,6 @@ def _grouped(rows: list[tuple[str, str, str, str]]) -> list[tuple[str, str, str,
     ]
 
 
-def _aligned(rows: list[tuple[str, str, str, str]]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    return [
-        f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d}".rstrip() for a, b, c, d in rows
-    ]
-
-
 def _share(part: int, whole: int) -> float:
     return part / whole if whole else 0.0
 
@@ -247,12 +223,13 @@ def _as_dict(layer: Converted | Skipped) -> dict[str, Any]:
     return {"converted": isinstance(layer, Converted), **entry}
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table: two left-aligned columns of names, then right-aligned figures."""
+def aligned(rows: Sequence[Sequence[str]], left: int = 2, last_left: bool = False) -> list[str]:
+    """Lines of a table: ``left`` left-aligned columns, then right-aligned ones but for the last."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    ends = {*range(left), *([len(widths) - 1] if last_left else [])}
     return [
         "  ".join(
-            cell.ljust(width) if i < 2 else cell.rjust(width)
+            cell.ljust(width) if i in ends else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows

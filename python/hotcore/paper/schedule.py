@@ -20,14 +20,14 @@ class PrecisionSchedule:
 
     As a callback; its unit (steps or epochs) is whatever calls of ``step()`` count::
 
-        schedule = hot.PrecisionSchedule(model, 25)
+        schedule = paper.PrecisionSchedule(model, 25)
         for epoch in range(200):
             train(model)
             schedule.step()
 
     As a context, which restores the layers' own configurations at its end::
 
-        with hot.PrecisionSchedule(model, 1000) as schedule:
+        with paper.PrecisionSchedule(model, 1000) as schedule:
             for batch in batches:
                 train(model, batch)
                 schedule.step()

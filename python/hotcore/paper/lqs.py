@@ -1,4 +1,4 @@
-"""Layer-wise quantiser selection (LQS): :func:`calibrate` measures and returns a ``Plan``.
+"""Layer-wise quantiser selection (LQS): :func:`calibrate` makes a :class:`Selection`.
 
 One scale for all of g_y is cheapest. If a gradient's outliers sit in single tokens, that scale
 rounds the other tokens to almost nothing; a layer gets the finer scale only where it pays.
@@ -8,7 +8,12 @@ Source: LQS of the paper and its supplement G; docs/paper.md.
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -18,18 +23,104 @@ from torch import Tensor, nn
 from .. import functions
 from ..config import ConfigLike, HotConfig, Key, Rounding, as_config
 from ..functions import Granularity
-from .conv import settings
-from .convert import convert
-from .plan import GW_SCALES, GX_SCALES, LayerPlan, Plan
-from .probe import preserve_state
-from .report import listed
-from .selection import Filter, is_8bit, pointwise_of
+from ..torch.conv import settings
+from ..torch.convert import decide
+from ..torch.plan import matplotlib_figure, overrides_of
+from ..torch.probe import preserve_state
+from ..torch.report import aligned, listed
+from ..torch.selection import Filter, is_8bit, pointwise_of
 
 PATTERN_SIZE = 32
 """Rows and columns of a stored outlier pattern."""
 
+GX_SCALES: tuple[Literal["tensor", "row"], ...] = ("tensor", "row")
+GW_SCALES = ("tensor", "channel", "token")
+
 # Granularity of the scales of P g_y [K, O].
 _AXIS: dict[str, Granularity] = {"tensor": "tensor", "channel": "column", "token": "row"}
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerErrors:
+    """The measurements of one layer, and the choice for it.
+
+    ``gx_error`` and ``gw_error`` map a scale of g_y to the relative squared error of that gradient,
+    ``|g - g'|^2 / |g|^2`` over all batches. ``fields`` has the chosen ``gx_scale`` and
+    ``gw_scale``. ``pattern`` holds the largest ``|g_y|`` in each cell of a grid over the first
+    batch's g_y: rows are tokens, columns are out features.
+    """
+
+    name: str
+    gx_error: Mapping[str, float]
+    gw_error: Mapping[str, float]
+    fields: Mapping[str, str]
+    pattern: tuple[tuple[float, ...], ...] = dataclasses.field(repr=False)
+
+    def __post_init__(self) -> None:
+        """Make the mappings read-only."""
+        for name in ("gx_error", "gw_error", "fields"):
+            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
+
+
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """The result of :func:`calibrate`: scales of g_y per layer; print it for a table."""
+
+    layers: tuple[LayerErrors, ...]
+    config: HotConfig
+    batches: int
+    """Number of batches that were measured."""
+
+    def overrides(
+        self, config: ConfigLike | None = None, model: nn.Module | None = None
+    ) -> dict[str, HotConfig | None]:
+        """Layer name -> configuration, for ``convert(model, config, overrides=...)``.
+
+        Args:
+            config: the configuration in which the scales are set (None: that of the measurement).
+            model: the model to check the names against.
+
+        Raises ValueError if ``model`` lacks layers of this selection; they are named.
+        """
+        base = self.config if config is None else as_config(config)
+        return overrides_of([(layer.name, layer.fields) for layer in self.layers], base, model)
+
+    def __str__(self) -> str:
+        """A table with one line per layer: relative errors by scale, and the choice."""
+        heads = [f"g_x {scale}" for scale in GX_SCALES] + [f"g_w {scale}" for scale in GW_SCALES]
+        rows = [["layer", *heads, "chosen"]]
+        for layer in self.layers:
+            errors = [layer.gx_error[scale] for scale in GX_SCALES]
+            errors += [layer.gw_error[scale] for scale in GW_SCALES]
+            chosen = ", ".join(f"{name}={value}" for name, value in layer.fields.items())
+            rows.append([layer.name, *(f"{math.sqrt(e):.4f}" for e in errors), chosen])
+        measured = f"|error| / |gradient| of {len(self.layers)} layers over {self.batches} batches"
+        return "\n".join([*aligned(rows, left=1, last_left=True), f"{measured}, {self.config}"])
+
+    def plot(self, path: str | Path) -> None:
+        """Draw ``|g_y|`` of every layer into a file, tokens by out features.
+
+        Bright rows are outlier tokens, for which a finer scale helps; single bright cells are not.
+        The paper draws the same in Fig. 2 of supplement G. Raises ImportError without matplotlib.
+        """
+        columns = min(4, len(self.layers))
+        height = -(-len(self.layers) // columns)
+        size = (3.1 * columns, 2.9 * height)
+        figure = matplotlib_figure()(figsize=size, layout="constrained")
+        axes = figure.subplots(height, columns, squeeze=False)
+        for axis, layer in itertools.zip_longest(axes.flat, self.layers):
+            if layer is None:
+                axis.set_visible(False)
+                continue
+            image = axis.imshow(layer.pattern, aspect="auto", cmap="viridis", vmin=0)
+            figure.colorbar(image, ax=axis).formatter.set_powerlimits((0, 0))
+            axis.set_title(layer.name, fontsize=8)
+            chosen = ", ".join(f"{k.removesuffix('_scale')}: {v}" for k, v in layer.fields.items())
+            axis.set_xlabel(f"out features   ({chosen})", fontsize=7)
+            axis.set_ylabel("tokens", fontsize=7)
+            axis.set_xticks([])
+            axis.set_yticks([])
+        figure.savefig(path, dpi=130)
 
 
 def calibrate(
@@ -43,12 +134,13 @@ def calibrate(
     gain: float = 0.5,
     seed: int = 0,
     slower: bool = False,
-) -> Plan:
+) -> Selection:
     """Measure the error of coarse and fine scales of g_y for every layer, and choose.
 
     Runs forward and backward on every batch (a few are enough); a plain model has plain gradients.
-    For each layer that :func:`convert` would convert, or has converted, g_y is quantised with each
-    choice; convolutions other than 1x1 are left out, since their backward quantises no g_y. The
+    For each layer that :func:`hotcore.torch.convert` would convert, or has converted, g_y is
+    quantised with each choice; convolutions other than 1x1 are left out, since their backward
+    quantises no g_y. The
     error of g_x and g_w is measured against the same product of the unquantised g_y: the
     transformed g_y for g_x, and for g_w the g_y projected on the basis of ``config``, so that the
     loss of rank does not count. The fine scale is chosen where it cuts the squared error by
@@ -59,15 +151,15 @@ def calibrate(
         batches: arguments of ``loss_fn``, one batch each.
         loss_fn: ``loss_fn(model, batch)`` -> loss, a scalar.
         config: bits, blocks, basis and rounding of the measurement.
-        filter_fn: which layers of a plain model, as for :func:`convert`.
+        filter_fn: which layers of a plain model, as for :func:`hotcore.torch.convert`.
         gw_fine: the finer choice for g_w: ``"token"`` (the paper's) or ``"channel"`` (as cheap as
             ``"tensor"`` in hotcore's products); None: ``"channel"`` where ``config`` has it.
         gain: share of the squared error that the finer scale has to save.
         seed: seed of the measured rounding.
-        slower: as for :func:`convert`.
+        slower: as for :func:`hotcore.torch.convert`.
 
     Returns:
-        A :class:`Plan`.
+        A :class:`Selection`.
 
     Raises:
         ValueError: no batch, no gradient (``torch.no_grad``, a loss without a graph, frozen
@@ -99,8 +191,8 @@ def calibrate(
             f"calibrate: no gradient reached {listed(unreached)}; "
             "leave them out with filter_fn, or let their outputs require grad"
         )
-    layers = [probe.plan(name, gw_fine, gain) for name, probe in probes.items()]
-    return Plan(tuple(layers), settings, count)
+    layers = [probe.choose(name, gw_fine, gain) for name, probe in probes.items()]
+    return Selection(tuple(layers), settings, count)
 
 
 class _Probe:
@@ -149,14 +241,14 @@ class _Probe:
         entry = (path, scale)
         self._errors[entry] = self._errors.get(entry, 0.0) + _square(error)
 
-    def plan(self, name: str, gw_fine: str, gain: float) -> LayerPlan:
+    def choose(self, name: str, gw_fine: str, gain: float) -> LayerErrors:
         gx: dict[str, float] = {scale: self._relative("gx", scale) for scale in GX_SCALES}
         gw = {scale: self._relative("gw", scale) for scale in GW_SCALES}
         fields = {
             "gx_scale": "row" if gx["tensor"] - gx["row"] > gain * gx["tensor"] else "tensor",
             "gw_scale": gw_fine if gw["tensor"] - gw[gw_fine] > gain * gw["tensor"] else "tensor",
         }
-        return LayerPlan(name, gx, gw, fields, self._pattern or ())
+        return LayerErrors(name, gx, gw, fields, self._pattern or ())
 
     def _relative(self, path: str, scale: str) -> float:
         norm = self._norms[path]
@@ -171,8 +263,7 @@ def _layers(
     names = [n for n, m in modules.items() if isinstance(getattr(m, "config", None), HotConfig)]
     report: object = "the converted layers quantise no g_y, or are not measured"
     if not names:
-        with preserve_state(model):
-            report = found = convert(model, config, filter_fn, slower=slower)
+        report = found = decide(model, config, filter_fn, slower=slower).report
         names = [layer.name for layer in found.converted]
     names = [name for name in names if _measurable(modules[name])]
     if not names:

@@ -10,24 +10,28 @@ Source: the paper, Appendix D, Table 5 (in FLOPs: two a multiply-add in 32 bits)
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Mapping
-from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..config import TOKEN_STORAGES, ConfigLike, HotConfig, as_config
-from . import probe
-from .conv import settings
-from .convert import convert
-from .plan import matplotlib_figure
-from .probe import preserve_state
-from .report import aligned
-from .selection import Filter, candidates, features_of, is_8bit, is_frozen, pointwise_of, weights_of
+from ..torch import probe
+from ..torch.conv import settings
+from ..torch.convert import decide
+from ..torch.probe import preserve_state
+from ..torch.report import aligned
+from ..torch.selection import (
+    Filter,
+    candidates,
+    features_of,
+    is_8bit,
+    is_frozen,
+    pointwise_of,
+    weights_of,
+)
 
 FULL_PRECISION = "full precision"
 RIVALS = ("LBP-WHT", "LUQ", "naive INT4")
@@ -120,34 +124,6 @@ class ComputeReport:
         unit = "10^9 bit operations: bits x bits of every multiply-add"
         return "\n".join([*aligned(table), unit])
 
-    def to_json(self) -> str:
-        """All figures, in BOPs, as JSON."""
-        totals = {method: self.backward(method) for method in self.methods}
-        forwards = {"forward": self.forward, "own_forward": self.forward_by(self.methods[-1])}
-        content = {**dataclasses.asdict(self), **forwards, "backward": totals}
-        return json.dumps(content, indent=1)
-
-    def plot(self, path: str | Path) -> None:
-        """Draw forward and backward of every method as a bar.
-
-        Raises ImportError without matplotlib.
-        """
-        figure = matplotlib_figure()(
-            figsize=(7, 1.4 + 0.42 * len(self.methods)), layout="constrained"
-        )
-        axis = figure.subplots()
-        names = self.methods[::-1]
-        forward = [self.forward_by(method) / _GIGA for method in names]
-        backward = [self.backward(method) / _GIGA for method in names]
-        axis.barh(names, forward, 0.6, label="forward", color="#888888")
-        bars = axis.barh(names, backward, 0.6, left=forward, label="backward", color="#0072b2")
-        axis.bar_label(bars, [f"{a + b:.4g}" for a, b in zip(forward, backward, strict=True)])
-        axis.set_xlabel("10^9 bit operations")
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.margins(x=0.12)
-        axis.legend(loc="lower right")
-        figure.savefig(path, dpi=130)
-
 
 def compute_report(
     model: nn.Module,
@@ -170,13 +146,14 @@ def compute_report(
     formulas stand at :func:`backward_bops`.
 
     Args:
-        model: plain, or converted by :func:`convert` and then counted as it is; not changed.
+        model: plain, or converted by :func:`hotcore.torch.convert` and then counted as it is; not
+            changed.
         inputs: a Tensor, a tuple of positional arguments or a dict of keyword arguments.
         config: configuration for a plain model.
-        filter_fn: as for :func:`convert`. ``lambda module, name: True`` counts every layer that
-            HOT supports, as the paper does.
-        overrides: as for :func:`convert`.
-        slower: as for :func:`convert`.
+        filter_fn: as for ``convert``, like the next two. ``lambda module, name: True`` counts every
+            layer that HOT supports, as the paper does.
+        overrides: as for ``convert``.
+        slower: as for ``convert``.
 
     Returns:
         A :class:`ComputeReport`.
@@ -196,10 +173,8 @@ def compute_report(
     if not configs:
         chosen = as_config(config)
         last = "HOT, custom" if chosen.name == "custom" else chosen.name
-        with ExitStack() as stack:
-            stack.enter_context(preserve_state(model))
-            report = convert(model, chosen, filter_fn, overrides, slower=slower)
-            configs = _configs(dict(candidates(report.model)))
+        report = decide(model, chosen, filter_fn, overrides, slower=slower).report
+        configs = {layer.name: layer.config for layer in report.converted}
     methods = (FULL_PRECISION, *RIVALS, "HOT", last)
     rows = []
     for name, layer in layers.items():
