@@ -31,9 +31,9 @@ from unittest import mock
 
 import hotcore
 import hotcore.torch as hot
-import rivals
 import timing
 import torch
+from evidence import rivals
 from hotcore.torch import functional
 from layers import (
     CPU_GROUPS,

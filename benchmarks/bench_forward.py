@@ -21,10 +21,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import hotcore
-import rivals
 import timing
 import torch
 from bench_backward import working_dtype
+from evidence import rivals
 from layers import CPU_GROUPS, CUDA_GROUPS, Shape
 from timing import Call
 

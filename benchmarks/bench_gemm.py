@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import hotcore
-import rivals
 import timing
 import torch
+from evidence import rivals
 from layers import CUDA_GROUPS, parse_shape
 from timing import Call
 

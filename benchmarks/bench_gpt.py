@@ -36,16 +36,13 @@ from pathlib import Path
 from typing import Any
 
 import hotcore.torch as hot
-import rivals
-import side_by_side
 import timing
 import torch
 import torch.nn.functional as F
+from evidence import ROOT, rivals, side_by_side
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-from train_lib.models import SmallGPT  # noqa: E402
-from train_lib.training import in_blocks  # noqa: E402
+from train_lib.models import SmallGPT
+from train_lib.training import in_blocks
 
 GIB = 2**30
 
@@ -390,7 +387,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--budget", type=float, default=math.inf, help="seconds; no run is begun that takes longer"
     )
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
-    default = Path(__file__).resolve().parent.parent / "build/text"
+    default = ROOT / "build/text"
     parser.add_argument("--cache", type=Path, default=default, help="folder of the tokens")
     args = timing.begin(parser, argv)
     for pattern in args.contenders or ():

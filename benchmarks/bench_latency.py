@@ -32,11 +32,11 @@ from typing import Any
 
 import bench_backward
 import hotcore.torch as hot
-import rivals
 import timing
 import torch
+from evidence import rivals
+from evidence.rivals.conversion import method_of
 from layers import PAPER_LATENCY, Shape
-from rivals.conversion import method_of
 from timing import Call, Row
 from torch import Tensor, nn
 

@@ -32,12 +32,12 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import hotcore.torch as hot
-import rivals
 import timing
 import torch
 import torch.nn.functional as F
+from evidence import rivals
+from evidence.small_tasks import training
 from models import mend_torchvision
-from small_tasks import training
 from timing import Row
 from torch import Tensor, nn
 

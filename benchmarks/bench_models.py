@@ -39,10 +39,10 @@ from pathlib import Path
 from typing import Any
 
 import hotcore.torch as hot
-import model_table
 import steps
 import timing
 import torch
+from evidence import model_table
 from hotcore.torch.saved import blocks
 from models import TASKS, Batch, Task
 from timing import Row

@@ -32,17 +32,14 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-import rivals
-import side_by_side
-import small_tasks
 import torch
-from bench_gradients import numbers
-from evidence_tables import SHOWN
-from small_tasks import Contender, training
+from evidence import ROOT, rivals, side_by_side, small_tasks
+from evidence.bench_gradients import numbers
+from evidence.evidence_tables import SHOWN
+from evidence.small_tasks import Contender, training
 from timing import RESULTS
 from torch import Tensor, nn
 
-ROOT = Path(__file__).resolve().parent.parent
 KEYS = ("val_loss", "val_accuracy", "linear_saved_bytes", "curve")
 
 

@@ -1,11 +1,10 @@
 """Plots of the reports: speed-up by layer, where the time goes, and steps against their memory.
 
     python benchmarks/plot.py [REPORT] [--out docs/img] [--format svg]
-    python benchmarks/plot.py --all    # every figure that a report in benchmarks/results makes
 
 REPORT is what bench_backward.py or bench_models.py (part step) wrote, or gpu-check.json, which
 holds both; default benchmarks/results/cuda-backward.json. Makes speedup_by_layer, breakdown and
-steps, each where the report has its part.
+steps, each where the report has its part. evidence/plot_evidence.py draws all other figures.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ import matplotlib
 matplotlib.use("Agg")
 matplotlib.rcParams["svg.hashsalt"] = "hotcore"  # the same report gives the same file
 import matplotlib.pyplot as plt  # noqa: E402
-from evidence_tables import contenders_of  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 COLORS = {
@@ -179,7 +177,7 @@ def plot_steps(report: Mapping[str, Any], path: Path) -> None:
 
 def plot_panel(axes: Any, entry: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
     """One model; returns the handles of contenders that are not known yet."""
-    rows = contenders_of(entry)
+    rows = entry["rows"]
     points = {
         name: (row["peak_gib"], row["step"]["median_ms"])
         for name, row in rows.items()
@@ -253,15 +251,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("report", type=Path, nargs="?", default=default)
     parser.add_argument("--out", type=Path, default=ROOT / "docs/img")
     parser.add_argument("--format", choices=("svg", "png"), default="svg")
-    parser.add_argument("--all", action="store_true", help="every report that is there")
-    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks/results")
     args = parser.parse_args(argv)
-    if args.all:
-        import plot_evidence  # takes its parts from here
-
-        for name in plot_evidence.plot_all(args.results, args.out, args.format):
-            print(f"no figure: {args.results / name} is not there")
-        return
     whole = json.loads(args.report.read_text())
     report, steps = whole.get("bench_backward", whole), whole.get("bench_models", whole)
     with_steps = has_steps(steps)

@@ -33,7 +33,7 @@ from typing import Any
 
 import hotcore
 import torch
-from rivals import Call
+from layers import Call
 
 RESULTS = Path(__file__).parent / "results"
 FLUSH_BYTES = 1 << 28

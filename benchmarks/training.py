@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import hotcore.torch as hot
-import rivals
 import torch
+from evidence import rivals
 from models import Batch, Task
 from torch import Tensor, nn
 

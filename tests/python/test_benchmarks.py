@@ -21,18 +21,20 @@ import bench_autotune  # noqa: E402
 import bench_backward  # noqa: E402
 import bench_convolution  # noqa: E402
 import bench_forward  # noqa: E402
-import bench_forward_error  # noqa: E402
-import bench_frozen_error  # noqa: E402
-import bench_fwht  # noqa: E402
 import bench_gemm  # noqa: E402
-import bench_mma_sync  # noqa: E402
-import bench_quantize  # noqa: E402
-import bench_storage  # noqa: E402
 import hotcore  # noqa: E402
 import layers  # noqa: E402
-import rivals  # noqa: E402
-import targets  # noqa: E402
 import timing  # noqa: E402
+from evidence import (  # noqa: E402
+    bench_forward_error,
+    bench_frozen_error,
+    bench_fwht,
+    bench_mma_sync,
+    bench_quantize,
+    bench_storage,
+    rivals,
+    targets,
+)
 from hotcore.torch import gains  # noqa: E402
 from support import without_broken_torchvision  # noqa: E402
 

@@ -11,8 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-import evidence_tables  # noqa: E402
-import intervals  # noqa: E402
+from evidence import evidence_tables, intervals  # noqa: E402
 
 TABLE = {1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764, 5: 2.5706, 12: 2.1788, 30: 2.0423}
 """Degrees of freedom -> the printed 97.5 % points."""

@@ -15,14 +15,13 @@ torch = pytest.importorskip("torch")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import bench_models  # noqa: E402
-import doc_tables  # noqa: E402
 import hotcore  # noqa: E402
 import kernel_classes  # noqa: E402
 import models  # noqa: E402
 import steps  # noqa: E402
-import targets  # noqa: E402
 import timing  # noqa: E402
 import training  # noqa: E402
+from evidence import doc_tables, targets  # noqa: E402
 from kernel_classes import Event  # noqa: E402
 from training import REFERENCE, Contender  # noqa: E402
 
@@ -559,7 +558,7 @@ def test_runs_of_train_are_averaged(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page", doc_tables.PAGES, ids=lambda page: page.name)
 def test_pages_are_as_the_reports(page: Path) -> None:
-    """Stale: run python benchmarks/doc_tables.py."""
+    """Stale: run python -m benchmarks.evidence.doc_tables."""
     text = page.read_text()
     begun = re.findall("^<!-- table: ", text, re.MULTILINE)
     assert len(begun) == len(doc_tables.BLOCK.findall(text)) > 0

@@ -14,10 +14,9 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("sklearn")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-import bench_gradients  # noqa: E402
 import bench_training  # noqa: E402
-import small_tasks  # noqa: E402
-from small_tasks import Contender  # noqa: E402
+from evidence import bench_gradients, small_tasks  # noqa: E402
+from evidence.small_tasks import Contender  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("seeded_torch")

@@ -16,10 +16,10 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("sklearn")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-import bench_one_code as bench  # noqa: E402
-import bench_storage  # noqa: E402
 import hotcore  # noqa: E402
-from bench_one_code import FIXED, TOKEN4  # noqa: E402
+from evidence import bench_one_code as bench  # noqa: E402
+from evidence import bench_storage  # noqa: E402
+from evidence.bench_one_code import FIXED, TOKEN4  # noqa: E402
 from timing import RESULTS  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("seeded_torch")

@@ -24,13 +24,10 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import bench_latency  # noqa: E402
 import bench_memory  # noqa: E402
 import bench_training  # noqa: E402
-import evidence  # noqa: E402
-import rivals  # noqa: E402
-import side_by_side  # noqa: E402
-import small_tasks  # noqa: E402
+from evidence import evidence, rivals, side_by_side, small_tasks  # noqa: E402
+from evidence.rivals.conversion import method_of  # noqa: E402
 from layers import PAPER, PAPER_LATENCY  # noqa: E402
 from models import mend_torchvision  # noqa: E402
-from rivals.conversion import method_of  # noqa: E402
 from train_lib import data, images, training  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("seeded_torch")
@@ -441,7 +438,7 @@ def made_gradients(path: Path) -> None:
 
 
 def test_tables_of_the_evidence(tmp_path: Path) -> None:
-    import doc_tables
+    from evidence import doc_tables
 
     made_reports(tmp_path)
 
@@ -503,7 +500,7 @@ def test_tables_of_the_evidence(tmp_path: Path) -> None:
     late = "ranks of an EfficientFormer were not trained; no CIFAR here"
     assert f"| accuracy, {'; '.join(wanted)}; {late}" in table("claims")
     found = table("gradient-quality")
-    assert found.startswith("*Not run yet: `python benchmarks/bench_gradients.py`")
+    assert found.startswith("*Not run yet: `python -m benchmarks.evidence.bench_gradients`")
     made_gradients(tmp_path / "gradients.json")
     lines = table("gradient-quality").splitlines()
     # Root mean square of 0.3 and 0.4 over two steps; the better method first; GPT lacks "tiles".
@@ -513,12 +510,12 @@ def test_tables_of_the_evidence(tmp_path: Path) -> None:
     assert lines[3] == "| tiles | 0.100 | 0.354 | 0.000 | 0.354 |  |  |  |  | 0.25 | 2.00 |"
     assert lines[4] == "| other batches (median) |  | 1.50 |  |  |  | 1.50 |  |  |  |  |"
     for words in ("breakdown", "latency eager", "trainings finetune.json"):
-        assert table(words).startswith("*Not run yet: `python benchmarks/")
+        assert table(words).startswith("*Not run yet: `python ")
 
 
 def test_what_pays_is_of_both_processors() -> None:
     """A range over the layers of one machine alone would leave out the slower rows."""
-    import doc_tables
+    from evidence import doc_tables
 
     ratios = []
     for name in ("cpu-backward.json", "cpu-backward-amx.json"):
@@ -535,7 +532,7 @@ def test_what_pays_is_of_both_processors() -> None:
 
 def test_claims_point_to_what_is_there() -> None:
     """Anchors of the page, scripts and their options."""
-    import claims
+    from evidence import claims
 
     page = (ROOT / "docs/results.md").read_text() + (ROOT / "docs/dev/rivals.md").read_text()
     heads = {
@@ -549,16 +546,18 @@ def test_claims_point_to_what_is_there() -> None:
             assert not path or (ROOT / "docs" / path).is_file(), claim
             assert anchor in heads, (claim.claim, anchor)
         if claim.command:
-            assert (ROOT / "benchmarks" / claim.command.split()[0]).is_file(), claim
+            script = claim.command.split()[0]
+            places = (ROOT / "benchmarks", ROOT / "benchmarks/evidence")
+            assert any((place / script).is_file() for place in places), claim
 
 
 def test_every_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
-    import plot
+    from evidence import plot_evidence
 
     made_reports(tmp_path)
     out = tmp_path / "img"
-    plot.main(["--all", "--results", str(tmp_path), "--out", str(out)])
+    plot_evidence.main(["--results", str(tmp_path), "--out", str(out)])
     names = {path.name for path in out.iterdir()}
     assert names == {"training-vit.svg", "training-gpt.svg", "ablations-vit.svg",
                      "ablations-gpt.svg", "latency.svg", "memory.svg", "scaling.svg"}  # fmt: skip

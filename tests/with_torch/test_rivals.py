@@ -19,14 +19,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import hotcore  # noqa: E402
 import hotcore.torch as hot  # noqa: E402
 import models  # noqa: E402
-import rivals  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
+from evidence import ROOT, rivals  # noqa: E402
+from evidence.rivals import quantizers  # noqa: E402
+from evidence.rivals.conversion import taken_by_hotcore  # noqa: E402
+from evidence.rivals.lbp_wht import LbpWht  # noqa: E402
+from evidence.rivals.methods import AuthorsHot, power_of_two_factor, triangle_rows  # noqa: E402
 from hotcore import reference  # noqa: E402
 from hotcore.config import RECIPES  # noqa: E402
-from rivals import quantizers  # noqa: E402
-from rivals.conversion import taken_by_hotcore  # noqa: E402
-from rivals.lbp_wht import LbpWht  # noqa: E402
-from rivals.methods import AuthorsHot, power_of_two_factor, triangle_rows  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 SIMULATED = (
@@ -258,12 +258,10 @@ def test_same_layers_as_hotcore() -> None:
 
 def test_torchao_compiles_without_hotcore() -> None:
     """scripts/gpu_check.py starts compile_torchao.py while hotcore is being built."""
-    code = "import sys; sys.modules['hotcore'] = None; import compile_torchao"
-    folder = Path(rivals.__file__).resolve().parents[1]
-    assert (folder / "compile_torchao.py").is_file()
-    subprocess.run([sys.executable, "-c", code], cwd=folder, check=True)
-    script = folder.parent / "scripts/gpu_check.py"
-    assert "benchmarks/compile_torchao.py" in script.read_text()
+    code = "import sys; sys.modules['hotcore'] = None; import evidence.compile_torchao"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT / "benchmarks", check=True)
+    script = ROOT / "scripts/gpu_check.py"
+    assert "benchmarks.evidence.compile_torchao" in script.read_text()
 
 
 # ---- INT4 ----

@@ -1,6 +1,6 @@
 """The INT8 product by mma.sync (sm_80 to sm_89, sm_120) beside CUTLASS's tiles for sm_80.
 
-    python benchmarks/bench_mma_sync.py --device cuda --stock LIBRARY [--shape M,N,K ...]
+    python -m benchmarks.evidence.bench_mma_sync --device cuda --stock LIBRARY [--shape M,N,K ...]
 
 g_x and g_w of r = 8 of every layer of layers.py, bf16 results with both scales. The library
 (stock_gemm/) runs libhot's own product, by any tile, where libhot itself would take wgmma, and
@@ -20,9 +20,9 @@ from typing import Any
 
 import bench_gemm
 import hotcore
-import rivals
 import timing
 import torch
+from evidence import rivals
 from layers import parse_shape
 from timing import Call
 

@@ -10,7 +10,6 @@ import functools
 import importlib
 import json
 import platform
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,17 +18,15 @@ from typing import Any
 import hotcore
 import hotcore.torch as hot
 import layers
-import rivals
 import torch
 import torch.nn.functional as F
+from evidence import rivals
 from models import mend_torchvision
 from timing import resumed, rounded, write_whole
 from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-from train_lib import images, training  # noqa: E402
-from train_lib.data import MaskedText  # noqa: E402
-from train_lib.models import SmallGPT, SmallViT  # noqa: E402
+from train_lib import images, training
+from train_lib.data import MaskedText
+from train_lib.models import SmallGPT, SmallViT
 
 README = ("vit", "gpt")
 VITS: dict[str, tuple[int, int, int, float, int]] = {

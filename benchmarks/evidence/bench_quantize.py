@@ -1,6 +1,6 @@
 """Quantisers and compress_activation against one copy of the same array.
 
-    python benchmarks/bench_quantize.py [--device cpu|cuda] [--shape R,C ...]
+    python -m benchmarks.evidence.bench_quantize [--device cpu|cuda] [--shape R,C ...]
 
 "copies" is a row's time over that of one copy of x (read and written). "bytes" is the minimum that
 the call must move (x read once, results written once) over the copy's bytes. Their quotient says

@@ -1,6 +1,6 @@
 """Bit operations of the paper's models by method, beside the paper's own figures.
 
-    python benchmarks/bench_compute.py [--models vit_b,resnet50] [--json PATH]
+    python -m benchmarks.evidence.bench_compute [--models vit_b,resnet50] [--json PATH]
 
 Seconds on any machine: models and inputs are on the meta device, one image of 224 x 224 as in the
 paper. ``hotcore.torch.compute_report`` counts every layer (its formulas are the paper's Table 5

@@ -1,8 +1,8 @@
 """Tables of measurements in the docs, made from the reports that hold them.
 
-    python benchmarks/doc_tables.py            # rewrite what is out of date
-    python benchmarks/doc_tables.py --check    # say what is, and fail
-    python benchmarks/doc_tables.py --train FOLDER...   # cpu-train.json from runs of train.sh
+    python -m benchmarks.evidence.doc_tables            # rewrite what is out of date
+    python -m benchmarks.evidence.doc_tables --check    # say what is, and fail
+    python -m benchmarks.evidence.doc_tables --train FOLDER...  # cpu-train.json, of train.sh's runs
 
 A page has the lines ``<!-- table: KIND ARGUMENT... -->`` and ``<!-- end -->``; what is between them
 comes from here. Every page of the repository that has such a line is looked at. Kinds:
@@ -67,7 +67,7 @@ comes from here. Every page of the repository that has such a line is looked at.
   to-loss          steps and time of bf16 to each contender's loss (the same, cuda-gpt.json)
   to-loss-words NAME  the same of one contender, a sentence
   quality          pooled-words, and to-loss-words of `fast`
-  figure NAME FOLDER WORD...  a figure of plot.py --all, where its report is there
+  figure NAME FOLDER WORD...  a figure of plot_evidence, where its report is there
 
 Of claims to quality a report that is not there is a line that says what makes it.
 
@@ -85,14 +85,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import claims
-import evidence_tables
 import kernel_classes
-import model_table
-from evidence_tables import contenders_of, header, line
+from evidence import RESULTS, ROOT, claims, evidence_tables, model_table
+from evidence.evidence_tables import header, line
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks/results"
 BLOCK = re.compile(r"^<!-- table: (?P<words>.+?) -->\n(?P<body>.*?)^<!-- end -->$", re.S | re.M)
 
 
@@ -120,7 +116,7 @@ class Unknown(Exception):
 
 def steps(report: Report, model: str) -> Iterator[str]:
     """Every contender: step, host, peak, kernels by class."""
-    rows = contenders_of(report["steps"][model])
+    rows = report["steps"][model]["rows"]
     head = ["", "step, ms", "of bf16's", "host, ms", "peak, GiB", "of bf16's", "kernels, ms"]
     head += kernel_classes.CLASSES
     yield from table_of(head, ([name, *cells(row)] for name, row in rows.items()))
@@ -1183,7 +1179,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 page.write_text(after)
                 print(f"written: {page}")
     if args.check and stale:
-        sys.exit(f"stale: {', '.join(stale)}; run python benchmarks/doc_tables.py")
+        sys.exit(f"stale: {', '.join(stale)}; run python -m benchmarks.evidence.doc_tables")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Error of y = x w^T in 8 bits: INT8 after a Hadamard transform, by its block, beside FP8.
 
-    python benchmarks/bench_forward_error.py [--seeds 5] [--json PATH]
+    python -m benchmarks.evidence.bench_forward_error [--seeds 5] [--json PATH]
 
 Seconds on a CPU, and the same figures on any: INT8 products are ``hotcore.forward_linear``'s, whose
 bits are those of CUDA. FP8 (E4M3) is simulated: operands scaled to its largest number, cast and

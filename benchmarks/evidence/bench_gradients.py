@@ -1,7 +1,7 @@
 """How good every method's gradients are along a real training run.
 
-    python benchmarks/bench_gradients.py                   # minutes on a CPU; goes on after a break
-    python benchmarks/bench_gradients.py --plot            # also draws docs/img/gradients.svg
+    python -m benchmarks.evidence.bench_gradients           # minutes on a CPU; can go on later
+    python -m benchmarks.evidence.bench_gradients --plot    # also draws docs/img/gradients.svg
 
 Trains the README's small ViT and GPT in fp32. At some steps every linear layer of the blocks gives
 its x, w and g_y to every method, many times, and g_x and g_w are held against the exact products:
@@ -27,18 +27,16 @@ from pathlib import Path
 from typing import Any
 
 import hotcore
-import rivals
-import small_tasks
 import torch
-from evidence_tables import SHOWN, batch_noise_of, methods_of, over_layers
+from evidence import ROOT, rivals, small_tasks
+from evidence.evidence_tables import SHOWN, batch_noise_of, methods_of, over_layers
+from evidence.rivals.methods import power_of_two_factor, triangle_rows
+from evidence.small_tasks import Contender, training
 from hotcore.torch.compute import FULL_PRECISION, backward_bops
-from rivals.methods import power_of_two_factor, triangle_rows
-from small_tasks import Contender, training
 from timing import RESULTS
 from torch import Tensor, nn
 from tqdm import tqdm
 
-ROOT = Path(__file__).resolve().parent.parent
 KINDS = ("gx", "gw")
 MORE = (
     small_tasks.COMPACT,

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from layers import Call
 
-Call = Callable[[], object]
 FP8 = torch.float8_e4m3fn
 
 

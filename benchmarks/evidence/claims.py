@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import intervals
-from evidence_tables import (
+from evidence import intervals
+from evidence.evidence_tables import (
     FP8,
     MAKES,
     MARGIN,

@@ -1,14 +1,14 @@
 """Compile torchao's FP8 layers into inductor's cache, for later runs of bench_backward.py.
 
-python benchmarks/compile_torchao.py [GROUP...]    # of layers.CUDA_GROUPS; all unless named
+python -m benchmarks.evidence.compile_torchao [GROUP...]    # of layers.CUDA_GROUPS; default all
 """
 
 from __future__ import annotations
 
 import sys
 
-import rivals
 import torch
+from evidence import rivals
 from layers import CUDA_GROUPS
 
 

@@ -1,11 +1,11 @@
 """The evidence that needs a GPU machine, in calls: timings alone, then trainings side by side.
 
-    python benchmarks/evidence.py --call a --out FOLDER    # 480 s: latency, memory, two GPTs
-    python benchmarks/evidence.py --call b --out FOLDER    # 480 s: a larger GPT, images
-    python benchmarks/evidence.py --call c --out FOLDER    # 900 s: the largest GPT and ViT
-    python benchmarks/evidence.py --call d --out FOLDER    # 1800 s: more seeds of all, ranks
-    python benchmarks/evidence.py --parts latency memory --out FOLDER
-    python benchmarks/evidence.py --list                    # parts, their commands and seconds
+    python -m benchmarks.evidence.evidence --call a --out FOLDER  # 480 s: latency, memory, two GPTs
+    python -m benchmarks.evidence.evidence --call b --out FOLDER  # 480 s: a larger GPT, images
+    python -m benchmarks.evidence.evidence --call c --out FOLDER  # 900 s: the largest GPT and ViT
+    python -m benchmarks.evidence.evidence --call d --out FOLDER  # 1800 s: more seeds of all, ranks
+    python -m benchmarks.evidence.evidence --parts latency memory --out FOLDER
+    python -m benchmarks.evidence.evidence --list    # parts, their commands and seconds
 
 Parts of one call run in its order: those with times have the machine to themselves; after them the
 GPU's trainings run one after the other while the CPU's (what ablations and BERT lack) run beside
@@ -15,7 +15,7 @@ the same name are gone on with: unpack the first call's archive there before the
 
 FOLDER gets one archive a call, ``evidence-CALL.tar.gz``, with the reports and a log of each part;
 it is rewritten after every part, and every half minute while trainings run. Unpack it over
-benchmarks/results/, then run ``plot.py --all`` and ``doc_tables.py``.
+benchmarks/results/, then run plot_evidence and doc_tables.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-FOLDER = Path(__file__).resolve().parent
-RESULTS = FOLDER / "results"
+from evidence import RESULTS, ROOT
+
 SCALE = ("bf16", "default", "default int8-forward", "fast", "FP8 tensorwise", "compact")
 LARGEST = ("bf16", "default int8-forward", "default", "FP8 tensorwise")
 EVERY = (*SCALE, *(f"{name} int8-forward" for name in ("fast", "compact")), "accurate",
@@ -217,7 +217,7 @@ class Runner:
 def command(part: Part, report: Path, budget: float) -> list[str]:
     """What is executed."""
     words = [word.replace("{budget}", f"{budget:.0f}") for word in part.words]
-    return [sys.executable, str(FOLDER / words[0]), *words[1:], "--json", str(report)]
+    return [sys.executable, str(ROOT / "benchmarks" / words[0]), *words[1:], "--json", str(report)]
 
 
 def listed(call: str) -> str:

@@ -1,7 +1,7 @@
 """DDP and FSDP2 of a ViT-S/16 on all GPUs of a machine, by NCCL: plain beside HOT.
 
-    python benchmarks/bench_distributed.py --device cuda          # results/nccl.json
-    python benchmarks/bench_distributed.py --quick                # small, gloo, two processes
+    python -m benchmarks.evidence.bench_distributed --device cuda    # results/nccl.json
+    python -m benchmarks.evidence.bench_distributed --quick          # small, gloo, two processes
 
 Every process has a fixed batch of its own. For both ways to distribute, plain and with HOT, bf16
 autocast on CUDA:

@@ -1,17 +1,20 @@
-"""Figures of the evidence: the paper's latency table and memory figure, the gap of GPTs by size."""
+"""Every figure that a report in benchmarks/results makes, into docs/img.
+
+python -m benchmarks.evidence.plot_evidence [--out FOLDER] [--results FOLDER]
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import bench_gradients
 import bench_training
-import intervals
-from evidence_tables import GPT_SIZES, MARGIN, gaps_by_size, of_equal_seeds
+from evidence import RESULTS, ROOT, bench_gradients, intervals
+from evidence.evidence_tables import GPT_SIZES, MARGIN, gaps_by_size, of_equal_seeds
 from plot import (
     COLORS,
     FP8,
@@ -251,3 +254,16 @@ def plot_all(results: Path, out: Path, suffix: str) -> list[str]:
     draw("cuda-gpt-91M.json", lambda _: plot_curves(results, out / f"curves.{suffix}"))
     missing += [n for s in GPT_SIZES if not (results / (n := f"cuda-gpt-{s}.json")).exists()]
     return missing
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--out", type=Path, default=ROOT / "docs/img")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    args = parser.parse_args(argv)
+    for name in plot_all(args.results, args.out, "svg"):
+        print(f"no figure: {args.results / name} is not there")
+
+
+if __name__ == "__main__":
+    main()

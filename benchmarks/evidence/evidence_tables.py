@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import intervals
+from evidence import ROOT, intervals
 
 Report = Mapping[str, Any]
 Lines = Iterator[str]
@@ -72,7 +72,11 @@ def report_of(results: Path, name: str) -> Report | None:
 
 def missing(name: str) -> str:
     """What a page says instead of a table."""
-    return f"*Not run yet: `python benchmarks/{MAKES.get(name, name)}` makes `{name}`.*"
+    script, _, words = MAKES.get(name, name).partition(" ")
+    command = f"benchmarks/{script}"
+    if (ROOT / "benchmarks/evidence" / script).exists():
+        command = f"-m benchmarks.evidence.{script.removesuffix('.py')}"
+    return f"*Not run yet: `python {' '.join([command, words]).strip()}` makes `{name}`.*"
 
 
 def line(words: Sequence[str]) -> str:
@@ -93,15 +97,6 @@ def plus_minus(values: Sequence[float], digits: int = 3, sign: str = "+") -> str
     if len(finite) < len(values):
         mean += f", {len(values) - len(finite)} diverged"
     return mean if len(finite) < 2 else f"{mean} ± {statistics.stdev(finite):.{digits}f}"
-
-
-def contenders_of(entry: Report) -> dict[str, Report]:
-    """A model's contenders in cuda-steps.json, but those that hotcore no longer has.
-
-    Older reports have eager steps with hooks that compressed what autograd saves ("saved").
-    """
-    rows: dict[str, Report] = entry["rows"]
-    return {name: row for name, row in rows.items() if "saved" not in row.get("how", {})}
 
 
 # ---- trainings ----
@@ -765,7 +760,7 @@ FIGURES = {
     "finetune-vit": "finetune.json",
     "finetune-gpt": "finetune.json",
 }
-"""Figure of plot.py --all -> the report that it is made of."""
+"""Figure of plot_evidence -> the report that it is made of."""
 
 
 def figure(results: Path, name: str, folder: str, *words: str) -> Lines:

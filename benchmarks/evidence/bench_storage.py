@@ -1,6 +1,6 @@
 """Error and bias of ways to keep x between forward and backward, on synthetic tensors.
 
-    python benchmarks/bench_storage.py [--draws N] [--json PATH]
+    python -m benchmarks.evidence.bench_storage [--draws N] [--json PATH]
 
 A minute or two on any machine: NumPy alone, on models of the forms in fp64. What was chosen from
 these figures is fixed to the bit in docs/numerics.md ("x kept as rht2"). Two tables:
@@ -11,7 +11,7 @@ these figures is fixed to the bit in docs/numerics.md ("x kept as rht2"). Two ta
   for ten cases in which tokens differ in size: plain, and equalised by three measures of a
   token's size.
 
-    python benchmarks/bench_storage.py --recipes [--json PATH]
+    python -m benchmarks.evidence.bench_storage --recipes [--json PATH]
 
 The same ten cases by libhot's own recipes, into recipe-cases.json; a test holds these errors.
 """

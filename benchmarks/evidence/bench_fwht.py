@@ -1,6 +1,6 @@
 """The public FWHT against a copy of the same array, and against alternatives in torch.
 
-    python benchmarks/bench_fwht.py [--device cpu|cuda] [--n N ...] [--elements E]
+    python -m benchmarks.evidence.bench_fwht [--device cpu|cuda] [--n N ...] [--elements E]
 
 Bytes count each element read once and written once. Rivals: the package fast_hadamard_transform, if
 it can be imported, and a product with the Hadamard matrix.

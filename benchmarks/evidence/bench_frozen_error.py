@@ -1,6 +1,6 @@
 """Error and time of g_x where the weight is kept as INT8 codes of the forward (freeze_int8).
 
-    python benchmarks/bench_frozen_error.py [--seeds 3] [--steps 200] [--json PATH]
+    python -m benchmarks.evidence.bench_frozen_error [--seeds 3] [--steps 200] [--json PATH]
 
 Minutes on a CPU; the errors are the same on any. Weights and g_y are synthetic, or those of the
 linear layers of a small GPT (examples/train_lib) after training. Ways to compute g_x = g_y w:
@@ -28,9 +28,9 @@ from typing import Any
 import hotcore
 import timing
 import torch
-from bench_forward_error import normal, student, token_sizes, with_outliers
+from evidence.bench_forward_error import normal, student, token_sizes, with_outliers
+from evidence.small_tasks import load_task, training, use_threads
 from hotcore.torch import ops
-from small_tasks import load_task, training, use_threads
 from timing import RESULTS, write_json
 from torch import Generator, Tensor
 from train_lib.models import SmallGPT

@@ -17,7 +17,7 @@ import torch
 
 from .calls import Call
 
-TORCHAO = Path(__file__).resolve().parents[2] / "third_party" / "torchao"
+TORCHAO = Path(__file__).resolve().parents[3] / "third_party" / "torchao"
 
 
 class TorchaoMissing(Exception):

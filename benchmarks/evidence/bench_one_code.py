@@ -1,6 +1,6 @@
 """One code a value: error and bias of g_w and g_x, and of what else each choice could have been.
 
-    python benchmarks/bench_one_code.py [--quick] [--json PATH]
+    python -m benchmarks.evidence.bench_one_code [--quick] [--json PATH]
 
 About five minutes on two idle cores: torch alone, fake-quantised in fp32 on models of the forms
 (docs/numerics.md, "One code a value"). Three kinds of tensors:
@@ -32,11 +32,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import bench_gradients
-import bench_storage
 import numpy as np
-import small_tasks
 import torch
+from evidence import bench_gradients, bench_storage, small_tasks
 from timing import RESULTS, rounded, write_json
 from torch import Tensor
 
