@@ -37,6 +37,8 @@ from pathlib import Path
 
 from evidence import RESULTS, ROOT
 
+FOLDER = ROOT / "benchmarks"
+
 SCALE = ("bf16", "default", "default int8-forward", "fast", "FP8 tensorwise", "compact")
 LARGEST = ("bf16", "default int8-forward", "default", "FP8 tensorwise")
 EVERY = (*SCALE, *(f"{name} int8-forward" for name in ("fast", "compact")), "accurate",
@@ -217,7 +219,7 @@ class Runner:
 def command(part: Part, report: Path, budget: float) -> list[str]:
     """What is executed."""
     words = [word.replace("{budget}", f"{budget:.0f}") for word in part.words]
-    return [sys.executable, str(ROOT / "benchmarks" / words[0]), *words[1:], "--json", str(report)]
+    return [sys.executable, str(FOLDER / words[0]), *words[1:], "--json", str(report)]
 
 
 def listed(call: str) -> str:
