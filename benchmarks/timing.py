@@ -321,12 +321,17 @@ def write_json(path: Path, content: Any) -> None:
     write_whole(path, json.dumps(rounded(content), indent=1) + "\n")
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, content: str | Callable[[Path], object]) -> None:
     """Write a file so that a break, or a reader meanwhile, finds the old or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.part")
-    part.write_text(text, encoding="utf-8")
+    content(part) if callable(content) else part.write_text(content, encoding="utf-8")
     part.replace(path)
+
+
+def today() -> str:
+    """Of a run: a report may be filled over several days."""
+    return datetime.datetime.now(datetime.timezone.utc).date().isoformat()
 
 
 def rounded(value: Any, digits: int = 6) -> Any:

@@ -22,14 +22,14 @@ from __future__ import annotations
 import argparse
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import hotcore
 import torch
 from evidence import ROOT, rivals, small_tasks
-from evidence.evidence_tables import SHOWN, batch_noise_of, methods_of, over_layers
+from evidence.evidence_tables import gradient_lines
 from evidence.rivals.methods import power_of_two_factor, triangle_rows
 from evidence.small_tasks import Contender, training
 from hotcore.torch.compute import FULL_PRECISION, backward_bops
@@ -49,16 +49,12 @@ SIMULATED_BYTES = {"naive_int4": 0.5}
 """Bytes a value where the simulation keeps a code a byte."""
 
 
-def everything(module: nn.Module, name: str) -> bool:
-    return True
-
-
 def layer_of(contender: Contender, w: Tensor) -> nn.Sequential:
     """A layer that holds a copy of w, converted."""
     layer = nn.Linear(w.shape[1], w.shape[0], bias=False)
     layer.weight = nn.Parameter(w.clone())
     model = nn.Sequential(layer)
-    rivals.convert(model, contender.method, everything, **contender.settings)
+    rivals.convert(model, contender.method, lambda *_: True, **contender.settings)
     return model
 
 
@@ -130,8 +126,8 @@ def quality(contender: Contender, capture: Capture, draws: int) -> dict[str, Any
     return out
 
 
-def cost(contender: Contender, shape: tuple[int, int, int], samples: int) -> float:
-    """Bit operations of the backward pass over those in full precision."""
+def cost(contender: Contender, shape: tuple[int, int, int], samples: int) -> float | None:
+    """Bit operations of the backward pass over those in full precision; None: not known."""
     tokens, outs, ins = shape
     gy, w, x, product = tokens * outs, outs * ins, tokens * ins, tokens * outs * ins
     plain, method = backward_bops(*shape, FULL_PRECISION), contender.method
@@ -159,7 +155,7 @@ def cost(contender: Contender, shape: tuple[int, int, int], samples: int) -> flo
         "torchao_int8": 2 * product * 8 * 8 + scaled,
         "actnn_2bit": plain + 2 * x * 1024,
     }
-    return own[method] / plain
+    return own[method] / plain if method in own else None
 
 
 def layers_of(model: nn.Module) -> dict[str, nn.Linear]:
@@ -268,103 +264,6 @@ def measure(args: argparse.Namespace, report: dict[str, Any], task_name: str, se
         small_tasks.save(args.json, report)
 
 
-def print_tables(report: Mapping[str, Any]) -> None:
-    for task in report["settings"]["tasks"]:
-        print(f"\n{task}: over layers, steps and seeds: root mean square, cosine mean")
-        heads = [
-            f"{kind} {value}" for kind in KINDS for value in ("error", "cosine", "noise", "bias")
-        ]
-        print(f"  {'':14s}" + "".join(f"{head:>11s}" for head in heads) + "      cost bytes")
-        for name in methods_of(report, task):
-            cells = [
-                over_layers(report, task, None, name, kind, value)
-                for kind in KINDS
-                for value in ("error", "cosine", "noise", "bias")
-            ]
-            tail = [over_layers(report, task, None, name, key) for key in ("cost", "bytes")]
-            print(
-                f"  {name:14s}" + "".join(f"{cell:11.4f}" for cell in cells)
-                + f"{tail[0]:10.4f}{tail[1]:6.2f}"
-            )  # fmt: skip
-        print(f"  batches: noise {batch_noise_of(report, task):.3f} of g_w, median")
-
-
-def plot(report: Mapping[str, Any], path: Path) -> None:
-    """Error of g_w against cost and bytes, its parts, and the error over the run."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams.update({"svg.hashsalt": "hotcore", "svg.fonttype": "none"})
-    import matplotlib.pyplot as plt
-
-    tasks = report["settings"]["tasks"]
-    figure, axes = plt.subplots(
-        len(tasks), 4, figsize=(17, 3.9 * len(tasks)), layout="constrained", squeeze=False
-    )
-    every = list(dict.fromkeys(name for task in tasks for name in methods_of(report, task)))
-    colours = {name: plt.get_cmap("tab20")(i % 20) for i, name in enumerate(every)}
-    for row, task in zip(axes, tasks, strict=True):
-        names = methods_of(report, task)
-        labels = ("bit operations of backward, of full precision's", "bytes kept a value of x")
-        for axis, key, label in zip(row[:2], ("cost", "bytes"), labels, strict=True):
-            for name in names:
-                at = over_layers(report, task, None, name, key)
-                error, noise = (
-                    over_layers(report, task, None, name, "gw", value)
-                    for value in ("error", "noise")
-                )
-                filled = noise > 0.9 * error
-                axis.plot(
-                    at,
-                    error,
-                    "o",
-                    color=colours[name],
-                    ms=7,
-                    mfc=colours[name] if filled else "none",
-                )
-                axis.annotate(
-                    SHOWN.get(name, name),
-                    (at, error),
-                    (4, 3),
-                    textcoords="offset points",
-                    fontsize=7,
-                )
-            axis.set_xscale("log")
-            axis.set_yscale("log")
-            axis.set_xlabel(label)
-            axis.set_ylabel("relative error of g_w")
-            axis.margins(x=0.25)
-            if key == "bytes":
-                axis.set_xticks([0.25, 0.5, 1, 2, 4], ["1/4", "1/2", "1", "2", "4"])
-                axis.minorticks_off()
-        row[0].set_title(f"{task}: filled: noise alone; hollow: biased", fontsize=9)
-        bars, places = row[2], range(len(names))
-        for offset, value, colour in ((0.2, "noise", "#888888"), (-0.2, "bias", "#cc3311")):
-            widths = [over_layers(report, task, None, name, "gw", value) for name in names]
-            bars.barh([p + offset for p in places], widths, 0.38, label=value, color=colour)
-        bars.set_yticks(list(places), [SHOWN.get(name, name) for name in names], fontsize=7)
-        bars.set_xlabel("of the norm of g_w")
-        bars.legend(fontsize=7)
-        run_axis = row[3]
-        steps = report["settings"]["at"]
-        for name in names:
-            values = [over_layers(report, task, step, name, "gw", "error") for step in steps]
-            run_axis.plot(
-                steps, values, marker=".", color=colours[name], label=SHOWN.get(name, name), lw=1
-            )
-        noise = [batch_noise_of(report, task, step) for step in steps]
-        run_axis.plot(steps, noise, "k--", label="other batches", lw=1.5)
-        run_axis.set_yscale("log")
-        run_axis.set_xlabel("step")
-        run_axis.set_ylabel("relative error of g_w")
-        run_axis.legend(fontsize=6, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-        for axis in row:
-            axis.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-    plt.close(figure)
-
-
 def numbers(text: str) -> list[int]:
     try:
         found = sorted({int(part) for part in text.split(",")})
@@ -408,11 +307,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     for task in tasks:
         for seed in args.seeds:
             measure(args, report, task, seed)
-    print_tables(report)
+    print("\n".join(gradient_lines(report)))
     print(f"\n{report['seconds']:.0f} s of measuring; written: {args.json}")
     if args.plot is not None:
-        plot(report, args.plot)
-        print(f"drawn: {args.plot}")
+        from evidence.plot_evidence import plot_gradients  # which needs matplotlib
+
+        plot_gradients(report, args.plot)
 
 
 if __name__ == "__main__":

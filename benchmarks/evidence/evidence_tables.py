@@ -129,7 +129,7 @@ def trainings(results: Path, *files: str) -> Lines:
         (report, task) for _, report in found if report is not None for task in tasks_of(report)
     ]
     if columns:
-        yield from _trainings(columns)
+        yield from training_lines(columns)
     for name, report in found:
         notes = [
             f"*{name}: `{method}` left out: {' '.join(why.split())}*"
@@ -198,7 +198,8 @@ def _heads(columns: Columns) -> list[str]:
     return out
 
 
-def _trainings(columns: Columns) -> Lines:
+def training_lines(columns: Columns) -> Lines:
+    """Every method of some reports' tasks, fp32's own losses first."""
     yield from header(["", *_heads(columns)])
     losses = [
         [run["val_loss"] for run in of_task(report, task).get("fp32", {}).values()]
@@ -222,7 +223,7 @@ def over_layers(report: Report, task: str, step: int | None, method: str, *path:
             for layer in point["layers"].values():
                 entry: Any = layer["methods"].get(method)
                 for part in path if entry is not None else ():
-                    entry = entry[part]
+                    entry = entry.get(part)
                 values += [] if entry is None else [entry]
     if not values:
         return float("nan")
@@ -254,9 +255,11 @@ def methods_of(report: Report, task: str) -> list[str]:
 def gradient_quality(results: Path) -> Lines:
     """Errors of g_x and g_w, noise and bias of g_w by method, least error of g_w first."""
     report = report_of(results, "gradients.json")
-    if report is None:
-        yield missing("gradients.json")
-        return
+    yield from gradient_lines(report) if report else [missing("gradients.json")]
+
+
+def gradient_lines(report: Report) -> Lines:
+    """The same of a report at hand."""
     tasks = report["settings"]["tasks"]
     measures = (("gx", "error"), ("gw", "error"), ("gw", "noise"), ("gw", "bias"))
     heads = [

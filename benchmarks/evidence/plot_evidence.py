@@ -6,15 +6,29 @@ python -m benchmarks.evidence.plot_evidence [--out FOLDER] [--results FOLDER]
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
-import bench_training
-from evidence import RESULTS, ROOT, bench_gradients, intervals
-from evidence.evidence_tables import GPT_SIZES, MARGIN, gaps_by_size, of_equal_seeds
+from evidence import RESULTS, ROOT, intervals
+from evidence.evidence_tables import (
+    GPT_SIZES,
+    MARGIN,
+    SHOWN,
+    batch_noise_of,
+    differences,
+    gaps_by_size,
+    methods_of,
+    of_equal_seeds,
+    of_task,
+    over_layers,
+    tasks_of,
+)
 from plot import (
     COLORS,
     FP8,
@@ -219,41 +233,135 @@ def curves_of(
     return dict(out)
 
 
-def plot_all(results: Path, out: Path, suffix: str) -> list[str]:
-    """Every figure whose report is there; the names of reports that are not."""
-    missing: list[str] = []
-
-    def draw(name: str, make: Callable[[Mapping[str, Any]], None]) -> None:
-        path = results / name
-        if path.exists():
-            make(json.loads(path.read_text()))
+def plot_trainings(report: Mapping[str, Any], folder: Path) -> None:
+    """Every task of a report: curves of the rivals, differences of the other tables."""
+    table = report["settings"]["table"]
+    for task in tasks_of(report):
+        if table == "rivals":
+            plot_training(report, task, folder / f"training-{task}.svg")
         else:
-            missing.append(name)
+            plot_differences(report, task, folder / f"{table}-{task}.svg")
 
-    def check(report: Mapping[str, Any]) -> None:
-        found = report["bench_backward"]
-        plot_speedups(found, out / f"speedup_by_layer.{suffix}")
-        if has_stages(found):
-            plot_breakdown(found, out / f"breakdown.{suffix}")
 
-    def of_steps(report: Mapping[str, Any]) -> None:
-        if has_steps(report):
-            plot_steps(report, out / f"steps.{suffix}")
+def mean_loss(runs: Mapping[str, Mapping[str, Any]]) -> float:
+    """Over the seeds; one that diverged makes it infinite."""
+    return statistics.mean(run.get("val_loss", math.inf) for run in runs.values())
 
-    draw("gpu-check.json", check)
-    draw("cuda-steps.json", of_steps)
-    draw("gradients.json", lambda found: bench_gradients.plot(found, out / f"gradients.{suffix}"))
-    for name in ("training", "ablations", "finetune", "bert", "cuda-images-vit",
-                 "cuda-images-vit-s", "cuda-finetune-vit-b",
-                 "cuda-images-resnet18", "cuda-images-efficientformer"):  # fmt: skip
-        draw(f"{name}.json", lambda found: bench_training.plot_report(found, out, suffix))
-    draw("cuda-latency.json", lambda found: plot_latency(found, out / f"latency.{suffix}"))
-    draw("cuda-memory.json", lambda found: plot_memory(found, out / f"memory.{suffix}"))
+
+def plot_training(report: Mapping[str, Any], task: str, path: Path) -> None:
+    """Mean learning curve of every method, a band from the lowest to the highest seed."""
+    figure, axes = plt.subplots(figsize=(9, 5.5), layout="constrained")
+    by_loss = sorted(of_task(report, task).items(), key=lambda item: mean_loss(item[1]))
+    for index, (method, runs) in enumerate(by_loss):
+        curves = [run["curve"] for run in runs.values() if "curve" in run]
+        if not curves:
+            continue
+        steps = [step for step, _ in curves[0]]
+        values = [[loss for _, loss in points] for points in zip(*curves, strict=True)]
+        plain = method == "fp32"
+        color = "black" if plain else plt.get_cmap("tab20")(index % 20)
+        label = f"{method}  {mean_loss(runs):.3f}"
+        means = list(map(statistics.mean, values))
+        axes.plot(steps, means, "--" if plain else "-", color=color, lw=1.3, label=label)
+        ends = list(map(min, values)), list(map(max, values))
+        axes.fill_between(steps, *ends, color=color, alpha=0.08)
+    axes.set_yscale("log")
+    axes.set(xlabel="step", ylabel="validation loss")
+    axes.set_title(f"{task}: mean over seeds, band from lowest to highest", fontsize=10)
+    axes.legend(fontsize=7, ncol=2)
+    save(figure, path)
+
+
+def plot_differences(report: Mapping[str, Any], task: str, path: Path) -> None:
+    """Every method's difference to fp32, the mean and each seed."""
+    gaps = {name: differences(report, task, name) for name in of_task(report, task)}
+    rows = {name: values for name, values in gaps.items() if values and all(map(isfinite, values))}
+    worst_first = sorted(rows, key=lambda name: -statistics.mean(rows[name]))
+    figure, axes = plt.subplots(figsize=(8, 1.2 + 0.23 * len(rows)), layout="constrained")
+    for place, name in enumerate(worst_first):
+        color = "black" if name == "fp32" else "#4477aa"
+        axes.plot(rows[name], [place] * len(rows[name]), ".", color=color, alpha=0.4)
+        axes.plot(statistics.mean(rows[name]), place, "D", color=color, markersize=5)
+    axes.set_yticks(range(len(rows)), [SHOWN.get(name, name) for name in worst_first], fontsize=8)
+    axes.axvline(0, color="black", linewidth=0.8)
+    axes.set_xscale("symlog", linthresh=0.05)
+    axes.set_xlabel("validation loss less fp32's of the same seed; dots: seeds")
+    axes.set_title(f"{report['settings']['table']}: {task}", fontsize=10)
+    save(figure, path)
+
+
+def plot_gradients(report: Mapping[str, Any], path: Path) -> None:
+    """Error of g_w against cost and bytes, its parts, and the error over the run."""
+    tasks = report["settings"]["tasks"]
+    size = {"figsize": (17, 3.9 * len(tasks)), "layout": "constrained", "squeeze": False}
+    figure, grid = plt.subplots(len(tasks), 4, **size)
+    every = dict.fromkeys(name for task in tasks for name in methods_of(report, task))
+    colors = {name: plt.get_cmap("tab20")(i % 20) for i, name in enumerate(every)}
+    for row, task in zip(grid, tasks, strict=True):
+        of = functools.partial(over_layers, report, task)
+        names = methods_of(report, task)
+        labels = ("bit operations of backward, of full precision's", "bytes kept a value of x")
+        for axes, key, label in zip(row[:2], ("cost", "bytes"), labels, strict=True):
+            for name in names:
+                at, error = of(None, name, key), of(None, name, "gw", "error")
+                filled = of(None, name, "gw", "noise") > 0.9 * error
+                fill = colors[name] if filled else "none"
+                axes.plot(at, error, "o", color=colors[name], ms=7, mfc=fill)
+                axes.annotate(SHOWN.get(name, name), (at, error), (4, 3),
+                              textcoords="offset points", fontsize=7)  # fmt: skip
+            axes.set(xscale="log", yscale="log", xlabel=label, ylabel="relative error of g_w")
+            axes.margins(x=0.25)
+        row[1].set_xticks([0.25, 0.5, 1, 2, 4], ["1/4", "1/2", "1", "2", "4"])
+        row[1].minorticks_off()
+        row[0].set_title(f"{task}: filled: noise alone; hollow: biased", fontsize=9)
+        for offset, value, color in ((0.2, "noise", PLAIN), (-0.2, "bias", "#cc3311")):
+            widths = [of(None, name, "gw", value) for name in names]
+            places = [place + offset for place in range(len(names))]
+            row[2].barh(places, widths, 0.38, label=value, color=color)
+        row[2].set_yticks(range(len(names)), [SHOWN.get(name, name) for name in names], fontsize=7)
+        row[2].set_xlabel("of the norm of g_w")
+        row[2].legend(fontsize=7)
+        steps = report["settings"]["at"]
+        for name in names:
+            values = [of(step, name, "gw", "error") for step in steps]
+            shown = SHOWN.get(name, name)
+            row[3].plot(steps, values, marker=".", color=colors[name], label=shown, lw=1)
+        noise = [batch_noise_of(report, task, step) for step in steps]
+        row[3].plot(steps, noise, "k--", label="other batches", lw=1.5)
+        row[3].set(yscale="log", xlabel="step", ylabel="relative error of g_w")
+        row[3].legend(fontsize=6, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    save(figure, path)
+
+
+def plot_check(report: Mapping[str, Any], out: Path) -> None:
+    """The layers of the last gpu-check, and where their time goes."""
+    found = report["bench_backward"]
+    plot_speedups(found, out / "speedup_by_layer.svg")
+    if has_stages(found):
+        plot_breakdown(found, out / "breakdown.svg")
+
+
+def plot_all(results: Path, out: Path) -> list[str]:
+    """Every figure whose report is there; the names of reports that are not."""
+    trainings = ("training", "ablations", "finetune", "bert", "cuda-images-vit",
+                 "cuda-images-vit-s", "cuda-finetune-vit-b", "cuda-images-resnet18",
+                 "cuda-images-efficientformer")  # fmt: skip
+    figures: dict[str, Callable[[Mapping[str, Any]], object]] = {
+        "gpu-check": lambda found: plot_check(found, out),
+        "cuda-steps": lambda found: has_steps(found) and plot_steps(found, out / "steps.svg"),
+        "gradients": lambda found: plot_gradients(found, out / "gradients.svg"),
+        **dict.fromkeys(trainings, lambda found: plot_trainings(found, out)),
+        "cuda-latency": lambda found: plot_latency(found, out / "latency.svg"),
+        "cuda-memory": lambda found: plot_memory(found, out / "memory.svg"),
+        "cuda-gpt-91M": lambda _: plot_curves(results, out / "curves.svg"),
+    }
     if gaps_by_size(results):
-        plot_scaling(results, out / f"scaling.{suffix}")
-    draw("cuda-gpt-91M.json", lambda _: plot_curves(results, out / f"curves.{suffix}"))
-    missing += [n for s in GPT_SIZES if not (results / (n := f"cuda-gpt-{s}.json")).exists()]
-    return missing
+        plot_scaling(results, out / "scaling.svg")
+    for name, draw in figures.items():
+        if (results / f"{name}.json").exists():
+            draw(json.loads((results / f"{name}.json").read_text()))
+    wanted = dict.fromkeys([*figures, *(f"cuda-gpt-{size}" for size in GPT_SIZES)])
+    return [f"{name}.json" for name in wanted if not (results / f"{name}.json").exists()]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -261,7 +369,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "docs/img")
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
-    for name in plot_all(args.results, args.out, "svg"):
+    for name in plot_all(args.results, args.out):
         print(f"no figure: {args.results / name} is not there")
 
 

@@ -239,7 +239,8 @@ def chosen(
 
     Args:
         task: one of ``TASKS``.
-        names: of contenders; a task may lack some of them, and one task at least has each.
+        names: of contenders; a task may lack some of them, and one task at least has each. Beside
+            them ``FILE.py:Class``, methods of one's own, by the names of their classes.
         more: contenders beside :func:`contenders`; beside a table's where they are named.
         table: takes that table's contenders instead.
     """
@@ -249,10 +250,14 @@ def chosen(
             return [*more, *contenders(one)]
         return table_of(one, table) if names is None else [*table_of(one, table), *more]
 
-    every = {contender.name: contender for contender in of(task)}
     if names is None:
-        return list(every.values())
+        return of(task)
     wanted = [name.strip() for name in names.split(";")]
+    for spec in [name for name in wanted if ".py:" in name]:
+        rivals.of_file(spec)  # here, not in the first run, says what is wrong
+        wanted[wanted.index(spec)] = name = spec.rpartition(":")[2]
+        more = (*more, Contender(name, spec))
+    every = {contender.name: contender for contender in of(task)}
     known = {c.name for t in TASKS for c in of(t)}
     unknown = [name for name in wanted if name not in known]
     if unknown:

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("sklearn")
+for needed in ("sklearn", "matplotlib"):
+    pytest.importorskip(needed)
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import bench_training  # noqa: E402
-from evidence import bench_gradients, small_tasks  # noqa: E402
+from evidence import bench_gradients, plot_evidence, small_tasks  # noqa: E402
+from evidence.evidence_tables import of_task, training_lines  # noqa: E402
 from evidence.small_tasks import Contender  # noqa: E402
 from torch import Tensor  # noqa: E402
 
@@ -158,21 +160,20 @@ def test_training_goes_on_after_a_break(tmp_path: Path, capsys: pytest.CaptureFi
     for seed in (0, 1):  # the same weights at first, the same data: the curves begin alike
         starts = {tuple(runs[f"vit/{name}/{seed}"]["curve"][0]) for name in ("fp32", "lbp_wht")}
         assert len(starts) == 1
-    rows = {row["method"]: row for row in found["summary"]["vit"]}
     losses = [
         [runs[f"vit/{name}/{seed}"]["val_loss"] for seed in (0, 1)] for name in ("lbp_wht", "fp32")
     ]
-    assert rows["lbp_wht"]["difference"] == pytest.approx(
-        sum(a - b for a, b in zip(*losses, strict=True)) / 2, abs=1e-5
-    )
-    assert rows["fp32"]["difference"] == 0 and rows["lbp_wht"]["seeds"] == 2
+    gap = sum(a - b for a, b in zip(*losses, strict=True)) / 2
+    printed = capsys.readouterr().out
+    assert f"| lbp_wht | {gap:+.3f} ±" in printed and "| ViT, digits, 2 seeds |" in printed
     kept = [runs[f"vit/{name}/0"]["linear_saved_bytes"] for name in ("fp32", "lbp_wht")]
     assert kept[0] > kept[1] > kept[0] / 2  # the class tokens whole
     assert (tmp_path / "training-vit.svg").stat().st_size > 5000
-    assert "paired" in capsys.readouterr().out
 
 
-def test_a_diverged_run_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_diverged_run_is_a_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "training.json"
 
     def fails(*_: Any, **__: Any) -> Any:
@@ -181,11 +182,12 @@ def test_a_diverged_run_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(bench_training.training, "train", fails)
     bench_training.main(["--tasks", "vit", "--methods", "luq", "--seeds", "0", "--json", str(path)])
     found = json.loads(path.read_text())
-    assert found["summary"]["vit"][0]["diverged"] == 1
     assert "nan" in found["runs"]["vit/luq/0"]["diverged"]
-    found["runs"]["vit/luq/1"] = {"val_loss": 1.0, "curve": []}  # and one that has not
-    (row,) = bench_training.summary(found, "vit")
-    assert row["val_loss"] == math.inf and row["spread"] is None and row["seeds"] == 2
+    for seed in (0, 1):
+        found["runs"][f"vit/fp32/{seed}"] = {"val_loss": 0.75}
+    found["runs"]["vit/luq/1"] = {"val_loss": 1.0}  # and one that has not
+    assert "| luq | +0.250, 1 diverged |" in training_lines([(found, "vit")])
+    assert plot_evidence.mean_loss(of_task(found, "vit")["luq"]) == math.inf
 
 
 def test_bad_options(tmp_path: Path) -> None:

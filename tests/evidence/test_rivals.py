@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -56,7 +58,7 @@ class Net(nn.Module):
 
 
 class OneBit(rivals.Method):
-    """The method of docs/dev/rivals.md: signs of g_y, with one scale a token; x in a byte."""
+    """Signs of g_y, with one scale a token; x in a byte."""
 
     def gx_operands(self, gy: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         return gy.sign() * gy.abs().mean(-1, keepdim=True), w
@@ -139,6 +141,38 @@ def test_drop_in(method: str) -> None:
         assert cosine > 0.3, (name, cosine)
     model.eval()
     torch.testing.assert_close(model(x), plain.eval()(x), rtol=0, atol=0)
+
+
+def test_a_method_in_a_file_has_rows_in_the_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The class of docs/dev/rivals.md, as its page has it, at toy size."""
+    pytest.importorskip("sklearn")
+    import bench_training
+    from evidence import bench_gradients
+
+    page = (ROOT / "docs/dev/rivals.md").read_text()
+    (tmp_path / "signs.py").write_text(page.split("```python\n")[1].split("```")[0])
+    monkeypatch.chdir(tmp_path)
+    assert "luq;default;signs.py:SignGradient" in page
+    small = ["--methods", "fp32;luq;signs.py:SignGradient", "--tasks", "vit", "--steps", "2"]
+    for table in ("rivals", "finetune"):
+        words = ["--seeds", "0", "--table", table, "--json", f"{table}.json", "--cache", "."]
+        bench_training.main([*small, *words])
+        runs = json.loads(Path(f"{table}.json").read_text())["runs"]
+        assert set(runs) == {"vit/fp32/0", "vit/luq/0", "vit/SignGradient/0"}
+        gap = runs["vit/SignGradient/0"]["val_loss"] - runs["vit/fp32/0"]["val_loss"]
+        assert gap != 0 and f"| SignGradient | {gap:+.3f} |" in capsys.readouterr().out
+    kept = [runs[f"vit/{name}/0"]["linear_saved_bytes"] for name in ("fp32", "SignGradient")]
+    assert 0.25 < kept[1] / kept[0] < 0.26
+    words = ["--at", "0", "--draws", "2", "--batches", "2", "--json", "gradients.json"]
+    bench_gradients.main(["--methods", "luq;signs.py:SignGradient", *small[2:], *words])
+    assert re.search(r"\| SignGradient \|( 0\.\d+ \|){4}  \| 1\.00 \|", capsys.readouterr().out)
+    with pytest.raises(ValueError, match="signs.py:Best: 'Best' is no subclass"):
+        rivals.convert(Net(), "signs.py:Best")
+    with pytest.raises(SystemExit):
+        bench_training.main(["--methods", "fp32;other.py:Best", "--json", "none.json"])
+    assert "other.py:Best: there is no 'other.py'" in capsys.readouterr().err
 
 
 def test_a_method_of_ones_own() -> None:

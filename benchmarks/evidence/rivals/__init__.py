@@ -28,13 +28,14 @@ from .torchao_layers import (
 )
 
 if TYPE_CHECKING:
-    from .conversion import METHODS, Converted, convert, method_of, taken_by_hotcore
+    from .conversion import METHODS, Converted, convert, method_of, of_file, taken_by_hotcore
     from .methods import Method
 
 # Loaded when asked for: compile_torchao.py runs while hotcore, which they need, is being built.
 _LATER = {
     **dict.fromkeys(
-        ("METHODS", "Converted", "convert", "method_of", "taken_by_hotcore"), "conversion"
+        ("METHODS", "Converted", "convert", "method_of", "of_file", "taken_by_hotcore"),
+        "conversion",
     ),
     "Method": "methods",
 }
@@ -53,6 +54,7 @@ __all__ = [
     "fp8_products",
     "int8_products",
     "method_of",
+    "of_file",
     "products",
     "taken_by_hotcore",
     "torchao_calls",

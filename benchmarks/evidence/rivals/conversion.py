@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import runpy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,6 +62,21 @@ def method_of(name: str, **settings: Any) -> Method:
     return _SIMULATED[name](**settings)
 
 
+def of_file(spec: str) -> Method:
+    """The method ``FILE.py:Class``, an object of a class of one's own.
+
+    Raises ValueError where the file is not there, or has no such subclass of :class:`Method`.
+    """
+    path, _, name = spec.rpartition(":")
+    try:
+        kind = runpy.run_path(path).get(name)
+    except FileNotFoundError as error:
+        raise ValueError(f"method: {spec}: there is no {path!r}") from error
+    if not (isinstance(kind, type) and issubclass(kind, Method)):
+        raise ValueError(f"method: {spec}: {name!r} is no subclass of CustomBackward")
+    return kind()
+
+
 def convert(
     model: nn.Module, method: str | Method, filter_fn: Filter | None = None, **settings: Any
 ) -> Converted:
@@ -71,7 +87,7 @@ def convert(
     Args:
         model: a plain one.
         method: one of :data:`METHODS` ("fp32" changes nothing), or an object of a class of one's
-            own, a :class:`hotcore.torch.CustomBackward`.
+            own, a :class:`hotcore.torch.CustomBackward`, or ``FILE.py:Class`` of one.
         filter_fn: which layers, as for :func:`hotcore.torch.convert`.
         settings: the method's: ``rank``, ``token_grid``, ``prefix_tokens`` (lbp_wht), ``rank``
             (lbp_wht_flat, lora), ``gw_bits`` (authors_hot), ``emulate``, ``recipe`` (torchao_fp8),
@@ -79,6 +95,8 @@ def convert(
 
     Raises ValueError for an unknown method or where no layer can be taken; TorchaoMissing.
     """
+    if isinstance(method, str) and ".py:" in method:
+        method = of_file(method)
     if isinstance(method, Method):
         if settings:
             raise TypeError(f"{type(method).__name__}: settings are for methods by name")
