@@ -17,7 +17,6 @@ the time is that of the compilers, side by side. ``doc_tables.py`` shows a repor
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -77,10 +76,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         compilers = sum(c.compiled is not None for c in among)
         cores = max(1, (os.cpu_count() or 1) // max(1, compilers))
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(cores))
-    compiles = cuda or shutil.which("g++") is not None
-    backend = args.backend or ("inductor" if compiles else "aot_eager")
-    options = {"quick": args.quick, "seed": args.seed, "threads": args.threads, "backend": backend}
-    setting = steps.Setting(args.device, **options)
+    setting = steps.setting_of(args)
     rows = steps.measure(MODEL, among, setting, args.rounds, jobs, profiled=args.kernels)
     title = TASKS[MODEL].title
     print(f"\n{title}, of {REFERENCE}:")

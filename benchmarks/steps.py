@@ -13,6 +13,7 @@ import dataclasses
 import math
 import multiprocessing
 import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -55,6 +56,14 @@ class Setting:
     """Of torch.compile."""
     whole: bool = False
     """Compile whole models, not block by block."""
+
+
+def setting_of(args: Any) -> Setting:
+    """Of a script's arguments."""
+    compiles = args.device == "cuda" or shutil.which("g++") is not None
+    backend = args.backend or ("inductor" if compiles else "aot_eager")
+    whole = getattr(args, "whole", False)
+    return Setting(args.device, args.quick, args.seed, args.threads, backend, whole)
 
 
 class Session:

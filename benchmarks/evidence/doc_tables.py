@@ -5,73 +5,10 @@
     python -m benchmarks.evidence.doc_tables --train FOLDER...  # cpu-train.json, of train.sh's runs
 
 A page has the lines ``<!-- table: KIND ARGUMENT... -->`` and ``<!-- end -->``; what is between them
-comes from here. Every page of the repository that has such a line is looked at. Kinds:
-
-  about FILE       one line: device, versions and date of a report
-  pays             when HOT gains and when not, one line for each kind of work (several reports)
-  cpu-layers FILE  backward of layers on a CPU, and with the forward (cpu-backward.json)
-  mma-sync         the product by mma.sync as planned (cuda-mma-sync.json)
-  forward-convolutions  k×k convolutions, and what their 8-bit forward would take
-  train            losses of scripts/train.sh, mean of seeds (cpu-train.json)
-  layers           sums of a model's layers beside their rivals (gpu-check.json)
-  both             forward and backward of those layers together (the same)
-  each-layer       every layer of those (the same)
-  floor            the sums beside the floor (the same)
-  forward          compressing x, and the forward pass with it (the same)
-  small            the paper's layers in a CUDA graph (the same)
-  fwht             fwht's share of a copy's speed (the same)
-  products         INT8 products beside their rivals (cuda-gemm.json)
-  host             the host's time for a small layer (gpu-check.json)
-  targets          bars and what was measured (the same)
-  tests            tests of that run (the same)
-  steps MODEL      every contender of a model (cuda-steps.json)
-  steps-of FILE    the same of every model of another report
-  lora             LoRA's contenders: tokens a second and memory (cuda-lora.json)
-  all-steps        the same of all models, each under its name
-  summary          one line for each model: compiled bf16, and its rivals beside it (the same)
-  eager FILE MODEL...  eager steps of some contenders (parts peak and time of FILE)
-  gpt              a GPT trained on text (cuda-gpt.json)
-  gpt-forward      the same with an 8-bit forward, 400 steps (cuda-gpt-forward.json)
-  autotune         layers by features, of plain bf16's time (cuda-autotune.json)
-  convolutions     steps of ResNet-50 (the same)
-  points FILE MODEL...  every contender's time and peak, by peak (cuda-memory-points.json)
-  distributed      DDP and FSDP2 by NCCL (nccl.json)
-  gradients [MODEL...]  cosine with fp32's gradient, by recipe (cuda-models-table.json)
-  losses           the loss after some steps on one batch (the same)
-  losses-note      how it compares with fp32's, one line (the same)
-  kept BITS        forms of x in blocks of 64 tokens: error and bias (storage.json)
-  kept-blocks      the chosen forms by tokens of a block (the same)
-  kept-cases       error of g_w where tokens differ in size (the same)
-  kept-times       time of those forms on a GPU (cuda-quantize.json)
-  forward-input    x for the forward product and to be kept, by one call and by two (the same)
-  forward-blocks   time of it by block, sums of layers (cuda-forward.json)
-  forward-error    error of an 8-bit forward, beside FP8 (forward-error.json)
-  frozen-error     error of g_x from a frozen weight's codes, and its time (frozen-error.json)
-  one-code PART    one code a value: `chosen`, `cases`, `gx` or a choice of it (one-code.json)
-  paper-rows       the paper's eight rows, three readings (training-rows-*.json)
-  cases            error of g_w where tokens differ in size, by recipe (recipe-cases.json)
-  trust            long runs on a GPU machine (gpu-trust.json)
-  sanitizer        compute-sanitizer there (the same)
-  earlier NAME     figures of runs whose scripts are not in the repository (earlier.json)
-  claims           every claim of the sources, and what was measured (several; claims.py)
-  trainings FILE...  losses less fp32's, paired (training.json, ablations.json, finetune.json, ...)
-  rows FILE NAME;...  some rows of one of those
-  gradient-quality error, noise and bias along training, by method (gradients.json)
-  latency [PART]   the paper's layers (cuda-latency.json)
-  breakdown        Fig. 1 of the supplement (the same)
-  memory           a step of ViT-B by batch (cuda-memory.json)
-  scaling          GPTs by size (cuda-gpt-10M.json, ...)
-  pooled           the same over all sizes, and whether it shows equivalence (the same)
-  pooled-words     the same of a few contenders, a sentence
-  recipes FILE NAME;...  seed 0's last losses of one of those, a row
-  to-loss          steps and time of bf16 to each contender's loss (the same, cuda-gpt.json)
-  to-loss-words NAME  the same of one contender, a sentence
-  quality          pooled-words, and to-loss-words of `fast`
-  figure NAME FOLDER WORD...  a figure of plot_evidence, where its report is there
-
-Of claims to quality a report that is not there is a line that says what makes it.
-
-A test keeps the pages as the reports are.
+comes from here. Every page of the repository that has such a line is looked at. ``KINDS`` at the
+end lists the kinds, with their reports; what each holds says the function of its name, here, in
+claims.py or in evidence_tables.py. Of claims to quality a report that is not there is a line that
+says what makes it. A test keeps the pages as the reports are.
 """
 
 from __future__ import annotations
@@ -87,7 +24,7 @@ from typing import Any
 
 import kernel_classes
 from evidence import RESULTS, ROOT, claims, evidence_tables, model_table
-from evidence.evidence_tables import header, line
+from evidence.evidence_tables import Lines, Report, header, line, table_of
 
 BLOCK = re.compile(r"^<!-- table: (?P<words>.+?) -->\n(?P<body>.*?)^<!-- end -->$", re.S | re.M)
 
@@ -99,7 +36,39 @@ def pages() -> list[Path]:
 
 
 PAGES = tuple(pages())
-Report = Mapping[str, Any]
+
+
+class Unknown(Exception):
+    """A block that nothing here makes, or whose report is not there."""
+
+
+# ---- cells ----
+
+
+def number(value: float | None, digits: int) -> str:
+    """Nothing where there is none: no reference ran, or the profiler failed."""
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def times(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.2f}×"
+
+
+def micro(row: Report | None) -> str:
+    return "" if row is None else f"{1e3 * row['median_ms']:.0f}"
+
+
+def listed(shape: Iterable[int]) -> str:
+    return ", ".join(map(str, shape))
+
+
+def by_code(names: Iterable[str]) -> list[str]:
+    return [f"`{name}`" for name in names]
+
+
+# ---- steps of models ----
+
+
 RIVALS = (
     *("FP8 tensorwise compiled", "default int8-forward compiled", "default compiled"),
     *("fast int8-forward compiled", "fast compiled", "bf16 reduce-overhead"),
@@ -107,28 +76,364 @@ RIVALS = (
     "fast int8-forward reduce-overhead",
 )
 """Of the summary, each as time and peak of compiled bf16's."""
-EAGER = ("bf16", "default", "fast")
 
 
-class Unknown(Exception):
-    """A block that nothing here makes, or whose report is not there."""
-
-
-def steps(report: Report, model: str) -> Iterator[str]:
-    """Every contender: step, host, peak, kernels by class."""
-    rows = report["steps"][model]["rows"]
+def steps(report: Report, model: str) -> Lines:
+    """Every contender of a model: step, host, peak, kernels by class."""
     head = ["", "step, ms", "of bf16's", "host, ms", "peak, GiB", "of bf16's", "kernels, ms"]
-    head += kernel_classes.CLASSES
-    yield from table_of(head, ([name, *cells(row)] for name, row in rows.items()))
+    rows = report["steps"][model]["rows"].items()
+    yield from table_of([*head, *kernel_classes.CLASSES], ([n, *cells(row)] for n, row in rows))
 
 
-def all_steps(report: Report) -> Iterator[str]:
-    """The same for every model that was measured."""
+def all_steps(report: Report) -> Lines:
+    """The same for every model that was measured, each under its name."""
     for model, entry in report["steps"].items():
-        yield f"**{entry['title']}**"
-        yield ""
-        yield from steps(report, model)
-        yield ""
+        yield from (f"**{entry['title']}**", "", *steps(report, model), "")
+
+
+def cells(row: Report) -> list[str]:
+    """Of one contender; why there are none where it has no figures."""
+    if "step" not in row:
+        why = "failed" if "error" in row else f"left out: {row['left_out']}"
+        return [why] + [""] * (5 + len(kernel_classes.CLASSES))
+    of, kernels = row.get("of reference", {}), row.get("kernels") or {"ms": {}}
+    ratio = number(of.get("step"), 2)
+    ratios = [run["step"] for run in row.get("runs", ()) if "step" in run]
+    if ratios and row.get("how", {}).get("compiled"):
+        ratio += f" ({min(ratios):.2f} to {max(ratios):.2f})"
+    spent = [kernels.get("all_ms"), *(kernels["ms"].get(name) for name in kernel_classes.CLASSES)]
+    host, peak = f"{row['host']['median_ms']:.1f}", number(row.get("peak_gib"), 2)
+    figures = [f"{row['step']['median_ms']:.1f}", ratio, host, peak, number(of.get("peak"), 2)]
+    return figures + [number(ms, 1) for ms in spent]
+
+
+def lora(report: Report) -> Lines:
+    """LoRA's contenders: speed, and the memory of weights, between steps, at the peak."""
+    rows = report["steps"]["llama_lora"]["rows"]
+    yield from header(["", "tokens a second", "of bf16's", "weights, GiB", "between steps, GiB",
+                       "peak, GiB"])  # fmt: skip
+    reference = rows["bf16 compiled"]["tokens_per_s"]
+    for name, row in rows.items():
+        if "step" not in row:
+            yield line([name, cells(row)[0], *[""] * 4])
+            continue
+        speed = row["tokens_per_s"]
+        memory = [row["weight_bytes"] / 2**30, row.get("between_steps_gib"), row.get("peak_gib")]
+        figures = [f"{speed:,.0f}", f"{speed / reference:.2f}", *(number(m, 2) for m in memory)]
+        yield line([name, *figures])
+
+
+def summary(report: Report) -> Lines:
+    """One line for each model: compiled bf16, and its rivals beside it."""
+    yield from header(["time (peak) of compiled bf16's", "bf16, ms (GiB)", *RIVALS])
+    for entry in report["steps"].values():
+        rows = entry["rows"]
+        plain, found = rows["bf16 compiled"], [entry["title"]]
+        own = "step" in plain and f"{plain['step']['median_ms']:.1f} ({plain['peak_gib']:.2f})"
+        found.append(own or "failed")
+        for row in (rows.get(name, {}) for name in RIVALS):
+            of = row.get("of reference")
+            figures = f"{of['step']:.2f} ({of['peak']:.2f})" if of else ""
+            found.append("failed" if "error" in row else figures)
+        yield line(found)
+
+
+def eager(report: Report, *models: str) -> Lines:
+    """Eager steps of several models, some contenders."""
+    head = ["", "contender", "peak, GiB", "of bf16's", "step, ms", "of bf16's"]
+    yield from header(head)
+    for found in (report["models"][model] for model in models):
+        title = f"{found['title']}, {model_table.shape(found)}"
+        for name in ("bf16", "default", "fast"):
+            peak, time = found["peak"][name], found["time"][name]
+            figures = [f"{peak['peak_gib']:.2f}", f"{peak['of bf16']:.3f}"]
+            yield line(
+                [title, name, *figures, f"{time['median_ms']:.1f}", f"{time['of bf16']:.2f}"]
+            )
+            title = ""
+
+
+def points(report: Report, *models: str) -> Lines:
+    """Time and peak of every contender of some models, by peak; what none beats in both is bold."""
+    head = ["", "contender", "step, ms", "of bf16's", "peak, GiB", "of bf16's"]
+    yield from header(head)
+    for entry in (report["steps"][model] for model in models):
+        rows = {name: row for name, row in entry["rows"].items() if "of reference" in row}
+        # By the times themselves: a reference that waits for its host differs from wave to wave.
+        figures = {name: (row["step"]["median_ms"], row["peak_gib"]) for name, row in rows.items()}
+        title = entry["title"]
+        for name in sorted(rows, key=lambda name: figures[name][::-1]):
+            time, peak = own = figures[name]
+            beaten = any(o[0] <= time and o[1] <= peak and o != own for o in figures.values())
+            of, words = rows[name]["of reference"], name if beaten else f"**{name}**"
+            yield line([title, words, f"{time:.1f}", f"{of['step']:.2f}", f"{peak:.2f}",
+                        f"{of['peak']:.2f}"])  # fmt: skip
+            title = ""
+
+
+def gpt(report: Report) -> Lines:
+    """Validation loss, step and peak of every run, beside bf16's of the same seed."""
+    head = ["", "seed", "validation loss", "less bf16's", "step, ms", "of bf16's"]
+    yield from header([*head, "peak, GiB", "of bf16's"])
+    for title, row in report["runs"].items():
+        name, seed = title.rsplit("/", 1)
+        plain = report["runs"].get(f"bf16/{seed}")
+        loss = row["validation_loss"]
+        figures = [f"{loss:.3f}", f"{loss - plain['validation_loss']:+.3f}" if plain else ""]
+        for key, digits in (("step_ms", 1), ("peak_gib", 2)):
+            ratio = row[key] / plain[key] if plain and plain.get(key) and row.get(key) else None
+            figures += [number(row.get(key), digits), number(ratio, 2)]
+        yield line([name, seed, *figures])
+
+
+def convolutions(report: Report) -> Lines:
+    """Forward and backward of ResNet-50 as `convert` leaves it and with everything converted."""
+    yield from header(["ResNet-50, 128 images", "", "layers converted", "ms", "of plain's"])
+    for layout, entry in report["steps"].items():
+        for name, row in entry.items():
+            figures = [f"{row['median_ms']:.1f}", f"{row['of plain']:.2f}"]
+            yield line([layout, name, row["converted"], *figures])
+
+
+def distributed(report: Report) -> Lines:
+    """DDP and FSDP2 by NCCL: a step and the loss, plain and by recipe."""
+    head = ["", "", "step, ms", "loss", "cosine with the mean gradient", "replicas equal"]
+    yield from header(head)
+    for way in ("DDP", "FSDP2"):
+        for name, row in report[way].items():
+            figures = [f"{row['step_ms']:.1f}", f"{row['loss'][-1]:.3f}", f"{row['cosine']:.4f}"]
+            yield line([way, name, *figures, "yes" if row["same parameters"] else "no"])
+
+
+def gradients(report: Report, *models: str, table: int = 0) -> Lines:
+    """Cosine with fp32's gradient, by recipe, of all models or some."""
+    chosen = {name: report["models"][name] for name in models or report["models"]}
+    yield from model_table.markdown(chosen).strip().split("\n\n")[table].split("\n")
+
+
+def losses(report: Report) -> Lines:
+    """The loss after some steps on one batch."""
+    yield from gradients(report, table=1)
+
+
+def losses_note(report: Report) -> Lines:
+    """How the last losses of some contenders compare with fp32's, over the models; one line."""
+    models = report["models"].values()
+    parts = []
+    for name in ("default", "bf16", "fast", "paper"):
+        ratios = [row["loss"][name][-1] / row["loss"]["fp32"][-1] for row in models]
+        above = f"`{name}` above in {sum(ratio > 1 for ratio in ratios)} of {len(ratios)}"
+        spread = f"{min(ratios):.2f} to {max(ratios):.2f} times"
+        parts.append(f"{above} ({spread}, median {statistics.median(ratios):.2f})")
+    yield f"*The last loss beside fp32's: {'; '.join(parts)}.*"
+
+
+# ---- layers and products ----
+
+HOTCORE = ("default", "fast", "paper")
+
+
+def about(report: Report) -> Lines:
+    """One line: where and when a report was made."""
+    versions = report.get("versions", report)
+    day = report.get("date", report.get("bench_backward", {}).get("date", ""))[:10]
+    words = [report.get("device", report.get("machine", ""))]
+    facts = versions if words == ["x86_64"] else report
+    words += [facts["isa"]] if "isa" in facts else []
+    if "threads" in facts:
+        count = int(facts["threads"])
+        words.append("one thread" if count == 1 else f"{count} threads")
+    words += [f"torch {versions['torch']}", day]
+    yield f"*{', '.join(word for word in words if word)}*"
+
+
+def each_group(report: Report, part: str) -> Iterator[tuple[str, str, Report]]:
+    """Group of layers, recipe or contender, and its row, of a gpu-check."""
+    for group, found in report["bench_backward"]["layers"].items():
+        for name, row in found[part].items():
+            yield group, name, row
+
+
+def layers(report: Report) -> Lines:
+    """Microseconds of a model's four layers, and how many times faster than each rival."""
+    rivals = {
+        "torch bf16": "torch bf16",
+        "bf16 products": "bf16, products only",
+        "torch tf32": "torch tf32",
+        "torch fp32": "torch fp32",
+        "torchao both - forward": "torchao FP8, both less forward",
+        "torchao backward": "torchao FP8, backward alone",
+    }
+    yield from header(["sum of four layers", "µs", *rivals.values()])
+    for group, recipe, row in each_group(report, "recipes"):
+        figures = [times(row["faster than"].get(name)) for name in rivals]
+        yield line([f"{group}, `{recipe}`", f"{1e3 * row['sum_ms']:.0f}", *figures])
+
+
+def both(report: Report) -> Lines:
+    """Forward and backward of those layers together."""
+    rivals = {"torch bf16 both": "torch bf16", "torchao both": "torchao FP8 (no bias)"}
+    yield from header(["sum of four layers", "µs", *rivals.values()])
+    for group, name, row in each_group(report, "both"):
+        recipe = name.removesuffix(" both").removesuffix(" int8")
+        forward = ", 8-bit forward" if " int8" in name else ", bf16 forward"
+        figures = [times(row["faster than"].get(rival)) for rival in rivals]
+        yield line([f"{group}, `{recipe}`{forward}", f"{1e3 * row['sum_ms']:.0f}", *figures])
+
+
+def floor(report: Report) -> Lines:
+    """The sums, their floors, and their ratio."""
+    yield from header(["sum of four layers", "µs", "floor, µs", "of the floor"])
+    for group, recipe, row in each_group(report, "recipes"):
+        figures = [f"{1e3 * row['sum_ms']:.0f}", f"{1e3 * row['floor_ms']:.0f}"]
+        yield line([f"{group}, `{recipe}`", *figures, f"{row['times the floor']:.2f}"])
+
+
+def forward(report: Report) -> Lines:
+    """Compressing x, in copies of x; what it adds to a plain bf16 layer's forward pass."""
+    yield from header(["", "recipe", "compress, copies of x", "extra time of the forward pass"])
+    for group, recipe, row in each_group(report, "recipes"):
+        extra = report["bench_backward"]["forward"][group]["extra"][recipe]
+        yield line(
+            [group, f"`{recipe}`", f"{row['compress of a copy']:.2f}", f"{100 * extra:.0f} %"]
+        )
+
+
+def each_layer(report: Report) -> Lines:
+    """Microseconds of every layer of those."""
+    rivals = ("torch bf16", "bf16 products", "fp8 products", "int8 products")
+    yield from header(["layer", "L, O, I", *rivals, *by_code(HOTCORE)])
+    for group, name, layer in each_group(report, "layers"):
+        rows = layer["rows"]
+        own = [micro(rows[f"hotcore {recipe}"]) for recipe in HOTCORE]
+        theirs = [micro(rows.get(rival)) for rival in rivals]
+        yield line([f"{group} {name}", listed(layer["shape"]), *theirs, *own])
+
+
+def small(report: Report) -> Lines:
+    """The paper's layers, one image each, in a CUDA graph."""
+    yield from header(["16 layers, one image", "geometric mean", "worst layer"])
+    for name, row in report["bench_backward"]["paper"]["rotating"]["means"].items():
+        if name != "fp32":
+            yield line([name, times(row["geomean"]), times(row["worst"])])
+
+
+def fwht(report: Report) -> Lines:
+    """Its share of a copy's speed, by block."""
+    found = report["bench_fwht"]["n"]
+    yield from header(["n", *found])
+    shares = [f"{row['hotcore']['of the copy']:.2f}" for row in found.values()]
+    yield line(["share of a copy's speed", *shares])
+
+
+def host(report: Report) -> Lines:
+    """The host's microseconds for one small layer."""
+    rows = report["bench_backward"]["host"]["rows"].items()
+    yield from table_of(["", "µs a call"], ([name, micro(row)] for name, row in rows))
+
+
+def targets(report: Report) -> Lines:
+    """The bars that the project set itself, and what was measured."""
+    yield from header(["", "measured", "bar", "aim", "reached"])
+    for row in report["targets"]:
+        figures = [f"{row[name]:.3g}" for name in ("measured", "must", "aim")]
+        yield line([row["work"], *figures, row["reached"]])
+
+
+def tests(report: Report) -> Lines:
+    """What ran on the GPU machine."""
+    keys = ("passed", "failed", "skipped")
+    rows = report["tests"].items()
+    yield from table_of(["", *keys], ([name, *(str(row[k]) for k in keys)] for name, row in rows))
+
+
+def each_product(report: Report, row: str) -> Iterator[tuple[list[str], Report, Report]]:
+    """Title and sizes of every product, its entry, and one of the entry's rows."""
+    for group, entries in report["products"].items():
+        for name, entry in entries.items():
+            yield [f"{group} {name}", listed(entry["M, N, K"])], entry, entry["rows"][row]
+
+
+def products(report: Report) -> Lines:
+    """TOPS of each INT8 product, and times faster than its rivals."""
+    rivals = ("torch._int_mm", "torch fp8 rowwise")
+    head = ["product", "M, N, K", "TOPS", *(f"of {rival}" for rival in rivals)]
+    yield from header([*head, "of the best stock tile"])
+    for title, _, row in each_product(report, "hotcore"):
+        ratios = [row["faster than"].get(rival) for rival in rivals]
+        figures = (number(v, 2) for v in [*ratios, row.get("of the best stock tile")])
+        yield line([*title, f"{row['TOPS']:.0f}", *figures])
+
+
+def mma_sync(report: Report) -> Lines:
+    """The chosen plan of each product by mma.sync, beside its rivals of the same run."""
+    yield from header(["product", "M, N, K", "plan", "TOPS", "of the best stock tile",
+                       "of our best tile", "of `_int_mm`"])  # fmt: skip
+    for title, entry, row in each_product(report, "chosen"):
+        shares = (f"{row[key]:.2f}" for key in row if key.startswith("of "))
+        yield line([*title, entry["choice"], f"{row['TOPS']:.0f}", *shares])
+
+
+def backward_times(report: Report) -> Lines:
+    """Microseconds of backward and of compress, of the first recipe's in brackets, beside bf16."""
+    names = report["recipes"]
+    columns = [f"`{name}`{of}" for of in (", backward", ", compress") for name in names]
+    yield from header(["", "L, O, I", "torch bf16", *columns])
+    for group, found in report["layers"].items():
+        for layer, entry in found["layers"].items():
+            rows, figures = entry["rows"], []
+            for what in ("hotcore", "compress"):
+                own = [rows[f"{what} {name}"] for name in names]
+                first = own[0]["median_ms"]
+                ratios = ["", *(f" ({row['median_ms'] / first:.2f})" for row in own[1:])]
+                figures += [micro(row) + of for row, of in zip(own, ratios, strict=True)]
+            title = [f"{group} {layer}", listed(entry["shape"]), micro(rows["torch bf16"])]
+            yield line([*title, *figures])
+
+
+def cpu_layers(report: Report) -> Lines:
+    """Milliseconds of a layer on a CPU, and how many times faster than fp32, and than bf16."""
+    recipes = [name for name in report["recipes"] if name in ("default", "fast")]
+    (group,) = report["layers"].values()
+    tables = [(layer["shape"], layer["rows"]) for layer in group["layers"].values()]
+    kinds = [kind for kind in ("fp32", "bf16") if f"torch {kind} both" in tables[0][1]]
+    head = ["L, O, I", *(f"torch {kind}" for kind in kinds), "INT8 products alone, oneDNN"]
+    head += [*by_code(recipes), *(f"with the forward: torch {kind}" for kind in kinds)]
+    yield from header([*head, *(f"`{recipe}`, 8-bit forward" for recipe in recipes)])
+    for shape, rows in tables:
+        ms = {name: row["median_ms"] for name, row in rows.items()}
+        words = [listed(shape)]
+        for of, names in (("", [f"hotcore {r}" for r in recipes]),
+                          (" both", [f"{r} int8 both" for r in recipes])):  # fmt: skip
+            rivals = [ms[f"torch {kind}{of}"] for kind in kinds]
+            words += [f"{rival:.2f}" for rival in rivals]
+            words += [] if of else [f"{ms['int8 products']:.2f}"]
+            for own in (ms[name] for name in names):
+                words.append(f"{own:.2f} ({', '.join(f'{rival / own:.1f}×' for rival in rivals)})")
+        yield line(words)
+
+
+def forward_blocks(report: Report) -> Lines:
+    """The forward product's time by block of its transform; in brackets with w's codes kept."""
+    blocks = ("16", "64", "128")
+    head = ["sum of four layers, µs", "torch bf16", "FP8 product alone"]
+    yield from header([*head, *(f"block {block}" for block in blocks)])
+    for group, found in report["groups"].items():
+        us = {name: f"{1e3 * value:.0f}" for name, value in found["sum_ms"].items()}
+        own = [f"{us[f'block {n}']} ({us[f'block {n}, codes of w']})" for n in blocks]
+        yield line([group, us["torch bf16"], us["fp8 product"], *own])
+
+
+def forward_convolutions(report: Report) -> Lines:
+    """Microseconds of a k×k convolution, and of what its 8-bit forward would take."""
+    images = list(report["convolutions"].values())
+    yield from header(["N, C, O, H = W", *images[0]["rows"]])
+    for found in images:
+        ratios = [(row, row["of torch conv"]) for row in found["rows"].values()]
+        yield line(
+            [listed(found["image"])]
+            + [micro(row) + ("" if of == 1 else f" ({of:.1f}×)") for row, of in ratios]
+        )
 
 
 FORMS = {
@@ -143,408 +448,71 @@ FORMS = {
 """Forms of x as bench_quantize.py names them -> as the docs do."""
 
 
-def kept_times(report: Report) -> Iterator[str]:
+def kept_times(report: Report) -> Lines:
     """Compressing x, g_y's columns and x's operand; their sum beside `default`'s."""
     parts = ("compress", "columns", "operand")
     shapes = {name: report["shapes"][name] for name in ("25216,3072", "8192,4096")}
     head = ["x kept as"]
     for name in shapes:
         head += [f"{name.replace(',', ' × ')}: compress, µs", *parts[1:], "of `default`'s sum"]
-    found = []
+    yield from header(head)
     for form, title in FORMS.items():
-        row = [title]
+        words = [title]
         for rows in shapes.values():
             mine, base = ([rows[f"{part} {of}"] for part in parts] for of in (form, "default"))
             ratio = sum(r["median_ms"] for r in mine) / sum(r["median_ms"] for r in base)
-            row += [*map(micro, mine), f"{ratio:.2f}"]
-        found.append(row)
-    yield from table_of(head, found)
+            words += [*map(micro, mine), f"{ratio:.2f}"]
+        yield line(words)
 
 
-def forward_input(report: Report) -> Iterator[str]:
+def forward_input(report: Report) -> Lines:
     """x read and written (a copy), quantised and kept by two calls, and by one, microseconds."""
     forms = {"default": "INT4", "fast": "`fast`", "accurate": "INT8"}
-    head = ["x", "a copy"]
-    for title in forms.values():
-        head += [f"{title}: two calls", "one", "ratio"]
-    found = []
+    heads = ((f"{title}: two calls", "one", "ratio") for title in forms.values())
+    yield from header(["x", "a copy", *(word for words in heads for word in words)])
     for name, rows in report["shapes"].items():
-        row = [name.replace(",", " × "), micro(rows["copy"])]
+        words = [name.replace(",", " × "), micro(rows["copy"])]
         for form in forms:
             two, one = (rows[f"{way} {form}"] for way in ("rows, compress", "rows and"))
-            row += [*map(micro, (two, one)), times(two["median_ms"] / one["median_ms"])]
-        found.append(row)
-    yield from table_of(head, found)
+            words += [micro(two), micro(one), times(two["median_ms"] / one["median_ms"])]
+        yield line(words)
 
 
-def lora(report: Report) -> Iterator[str]:
-    """LoRA's contenders: speed, and the memory of weights, between steps, at the peak."""
-    rows = report["steps"]["llama_lora"]["rows"]
-    head = ["", "tokens a second", "of bf16's", "weights, GiB", "between steps, GiB", "peak, GiB"]
-    reference = rows["bf16 compiled"]["tokens_per_s"]
-    found = []
-    for name, row in rows.items():
-        if "step" not in row:
-            found.append([name, cells(row)[0], *[""] * 4])
-            continue
-        speed = row["tokens_per_s"]
-        memory = [row["weight_bytes"] / 2**30, row.get("between_steps_gib"), row.get("peak_gib")]
-        figures = [f"{speed:,.0f}", f"{speed / reference:.2f}", *(number(m, 2) for m in memory)]
-        found.append([name, *figures])
-    yield from table_of(head, found)
-
-
-def cells(row: Report) -> list[str]:
-    """Of one contender; why there are none where it has no figures."""
-    if "step" not in row:
-        why = "failed" if "error" in row else f"left out: {row['left_out']}"
-        return [why] + [""] * (5 + len(kernel_classes.CLASSES))
-    of, kernels = row.get("of reference", {}), row.get("kernels") or {"ms": {}}
-    ratio = number(of.get("step"), 2)
-    ratios = [run["step"] for run in row.get("runs", ()) if "step" in run]
-    if ratios and row.get("how", {}).get("compiled"):
-        ratio += f" ({min(ratios):.2f} to {max(ratios):.2f})"
-    times = [kernels.get("all_ms"), *(kernels["ms"].get(name) for name in kernel_classes.CLASSES)]
-    return [
-        f"{row['step']['median_ms']:.1f}",
-        ratio,
-        f"{row['host']['median_ms']:.1f}",
-        number(row.get("peak_gib"), 2),
-        number(of.get("peak"), 2),
-        *(number(ms, 1) for ms in times),
-    ]
-
-
-def number(value: float | None, digits: int) -> str:
-    """Nothing where there is none: no reference ran, or the profiler failed."""
-    return "" if value is None else f"{value:.{digits}f}"
-
-
-def summary(report: Report) -> Iterator[str]:
-    """A line for each model."""
-    head = ["time (peak) of compiled bf16's", "bf16, ms (GiB)", *RIVALS]
-    yield from header(head)
-    for entry in report["steps"].values():
-        rows = entry["rows"]
-        plain = rows["bf16 compiled"]
-        found = [entry["title"]]
-        if "step" in plain:
-            found.append(f"{plain['step']['median_ms']:.1f} ({plain['peak_gib']:.2f})")
-        else:
-            found.append("failed")
-        for name in RIVALS:
-            row = rows.get(name, {})
-            of = row.get("of reference")
-            figures = f"{of['step']:.2f} ({of['peak']:.2f})" if of else ""
-            found.append("failed" if "error" in row else figures)
-        yield line(found)
-
-
-def eager(report: Report, *models: str) -> Iterator[str]:
-    """Eager steps of several models, some contenders."""
-    head = ["", "contender", "peak, GiB", "of bf16's", "step, ms", "of bf16's"]
-    yield from header(head)
-    for model in models:
-        found = report["models"][model]
-        batch = " × ".join(map(str, next(iter(found["batch"].values()))))
-        for name in EAGER:
-            peak, time = found["peak"][name], found["time"][name]
-            title = f"{found['title']}, {batch}" if name == EAGER[0] else ""
-            figures = [f"{peak['peak_gib']:.2f}", f"{peak['of bf16']:.3f}"]
-            figures += [f"{time['median_ms']:.1f}", f"{time['of bf16']:.2f}"]
-            yield line([title, name, *figures])
-
-
-# ---- layers and products ----
-
-HOTCORE = ("default", "fast", "paper")
-
-
-def about(report: Report) -> Iterator[str]:
-    """Where and when a report was made."""
-    versions = report.get("versions", report)
-    day = report.get("date", report.get("bench_backward", {}).get("date", ""))[:10]
-    words = [report.get("device", report.get("machine", ""))]
-    facts = versions if words == ["x86_64"] else report
-    words += [facts["isa"]] if "isa" in facts else []
-    if "threads" in facts:
-        count = int(facts["threads"])
-        words.append("one thread" if count == 1 else f"{count} threads")
-    words += [f"torch {versions['torch']}", day]
-    yield f"*{', '.join(word for word in words if word)}*"
-
-
-def layers(report: Report) -> Iterator[str]:
-    """Microseconds of a model's four layers, and how many times faster than each rival."""
-    rivals = {
-        "torch bf16": "torch bf16",
-        "bf16 products": "bf16, products only",
-        "torch tf32": "torch tf32",
-        "torch fp32": "torch fp32",
-        "torchao both - forward": "torchao FP8, both less forward",
-        "torchao backward": "torchao FP8, backward alone",
-    }
-    yield from header(["sum of four layers", "µs", *rivals.values()])
-    for group, found in report["bench_backward"]["layers"].items():
-        for recipe, row in found["recipes"].items():
-            of = row["faster than"]
-            figures = [times(of.get(name)) for name in rivals]
-            yield line([f"{group}, `{recipe}`", f"{1e3 * row['sum_ms']:.0f}", *figures])
-
-
-def both(report: Report) -> Iterator[str]:
-    """Forward and backward of a model's four layers together."""
-    rivals = {"torch bf16 both": "torch bf16", "torchao both": "torchao FP8 (no bias)"}
-    yield from header(["sum of four layers", "µs", *rivals.values()])
-    for group, found in report["bench_backward"]["layers"].items():
-        for name, row in found["both"].items():
-            recipe = name.removesuffix(" both").removesuffix(" int8")
-            forward = ", 8-bit forward" if " int8" in name else ", bf16 forward"
-            figures = [times(row["faster than"].get(rival)) for rival in rivals]
-            yield line([f"{group}, `{recipe}`{forward}", f"{1e3 * row['sum_ms']:.0f}", *figures])
-
-
-def forward_blocks(report: Report) -> Iterator[str]:
-    """The forward product's time by block of its transform; in brackets with w's codes kept."""
-    blocks = ("16", "64", "128")
-    head = ["sum of four layers, µs", "torch bf16", "FP8 product alone"]
-    yield from header([*head, *(f"block {block}" for block in blocks)])
-    for group, found in report["groups"].items():
-        us = {name: f"{1e3 * value:.0f}" for name, value in found["sum_ms"].items()}
-        own = [f"{us[f'block {n}']} ({us[f'block {n}, codes of w']})" for n in blocks]
-        yield line([group, us["torch bf16"], us["fp8 product"], *own])
-
-
-def each_layer(report: Report) -> Iterator[str]:
-    """Microseconds of each layer."""
-    rivals = ("torch bf16", "bf16 products", "fp8 products", "int8 products")
-    yield from header(["layer", "L, O, I", *rivals, *(f"`{recipe}`" for recipe in HOTCORE)])
-    for group, found in report["bench_backward"]["layers"].items():
-        for name, layer in found["layers"].items():
-            rows = layer["rows"]
-            mine = [rows[f"hotcore {recipe}"] for recipe in HOTCORE]
-            figures = [micro(row) for row in [*(rows.get(rival) for rival in rivals), *mine]]
-            yield line([f"{group} {name}", ", ".join(map(str, layer["shape"])), *figures])
-
-
-def floor(report: Report) -> Iterator[str]:
-    """Sums, floors, and their ratio."""
-    yield from header(["sum of four layers", "µs", "floor, µs", "of the floor"])
-    for group, found in report["bench_backward"]["layers"].items():
-        for recipe, row in found["recipes"].items():
-            figures = [f"{1e3 * row['sum_ms']:.0f}", f"{1e3 * row['floor_ms']:.0f}"]
-            yield line([f"{group}, `{recipe}`", *figures, f"{row['times the floor']:.2f}"])
-
-
-def forward(report: Report) -> Iterator[str]:
-    """Compressing x, in copies of x; what it adds to a plain bf16 layer's forward pass."""
-    found = report["bench_backward"]
-    yield from header(["", "recipe", "compress, copies of x", "extra time of the forward pass"])
-    for group, entry in found["layers"].items():
-        extra = found["forward"][group]["extra"]
-        for recipe, row in entry["recipes"].items():
-            figures = [f"{row['compress of a copy']:.2f}", f"{100 * extra[recipe]:.0f} %"]
-            yield line([group, f"`{recipe}`", *figures])
-
-
-def small(report: Report) -> Iterator[str]:
-    """The paper's layers, one image each, in a CUDA graph."""
-    yield from header(["16 layers, one image", "geometric mean", "worst layer"])
-    for name, row in report["bench_backward"]["paper"]["rotating"]["means"].items():
-        if name != "fp32":
-            yield line([name, times(row["geomean"]), times(row["worst"])])
-
-
-def fwht(report: Report) -> Iterator[str]:
-    """Of a copy's speed, by block."""
-    found = report["bench_fwht"]["n"]
-    yield from header(["n", *found])
-    shares = [f"{row['hotcore']['of the copy']:.2f}" for row in found.values()]
-    yield line(["share of a copy's speed", *shares])
-
-
-def products(report: Report) -> Iterator[str]:
-    """TOPS of each product, and times faster than its rivals."""
-    rivals = ("torch._int_mm", "torch fp8 rowwise")
-    head = ["product", "M, N, K", "TOPS", *(f"of {rival}" for rival in rivals)]
-    yield from header([*head, "of the best stock tile"])
-    for group, entries in report["products"].items():
-        for name, entry in entries.items():
-            row = entry["rows"]["hotcore"]
-            figures = [number(row["faster than"].get(rival), 2) for rival in rivals]
-            figures += [number(row.get("of the best stock tile"), 2)]
-            shape = ", ".join(map(str, entry["M, N, K"]))
-            yield line([f"{group} {name}", shape, f"{row['TOPS']:.0f}", *figures])
-
-
-def host(report: Report) -> Iterator[str]:
-    """The host's microseconds for one small layer."""
-    yield from header(["", "µs a call"])
-    for name, row in report["bench_backward"]["host"]["rows"].items():
-        yield line([name, micro(row)])
-
-
-def bars(report: Report) -> Iterator[str]:
-    """The bars that the project set itself."""
-    yield from header(["", "measured", "bar", "aim", "reached"])
-    for row in report["targets"]:
-        figures = [f"{row[name]:.3g}" for name in ("measured", "must", "aim")]
-        yield line([row["work"], *figures, row["reached"]])
-
-
-def tests(report: Report) -> Iterator[str]:
-    """What ran on the GPU machine."""
-    yield from header(["", "passed", "failed", "skipped"])
-    for name, row in report["tests"].items():
-        yield line([name, *(str(row[key]) for key in ("passed", "failed", "skipped"))])
-
-
-def backward_times(report: Report) -> Iterator[str]:
-    """Microseconds of backward and of compress, of the first recipe's in brackets, beside bf16."""
-    names = report["recipes"]
-    columns = [f"`{name}`{of}" for of in (", backward", ", compress") for name in names]
-    yield from header(["", "L, O, I", "torch bf16", *columns])
-    for group, found in report["layers"].items():
-        for layer, entry in found["layers"].items():
-            rows = entry["rows"]
-            cells = []
-            for what in ("hotcore", "compress"):
-                first = rows[f"{what} {names[0]}"]["median_ms"]
-                for name in names:
-                    own = rows[f"{what} {name}"]["median_ms"]
-                    of = "" if name == names[0] else f" ({own / first:.2f})"
-                    cells.append(f"{1e3 * own:.0f}{of}")
-            shape = ", ".join(map(str, entry["shape"]))
-            plain = f"{1e3 * rows['torch bf16']['median_ms']:.0f}"
-            yield line([f"{group} {layer}", shape, plain, *cells])
-
-
-def cpu_layers(report: Report) -> Iterator[str]:
-    """Milliseconds of a layer on a CPU, and how many times faster than fp32, and than bf16."""
-    recipes = [name for name in report["recipes"] if name in ("default", "fast")]
-    (group,) = report["layers"].values()
-    tables = [(layer["shape"], layer["rows"]) for layer in group["layers"].values()]
-    kinds = [kind for kind in ("fp32", "bf16") if f"torch {kind} both" in tables[0][1]]
-    head = ["L, O, I", *(f"torch {kind}" for kind in kinds), "INT8 products alone, oneDNN"]
-    head += [f"`{recipe}`" for recipe in recipes]
-    head += [f"with the forward: torch {kind}" for kind in kinds]
-    yield from header([*head, *(f"`{recipe}`, 8-bit forward" for recipe in recipes)])
-    for shape, rows in tables:
-
-        def cells(rivals: Sequence[str], mine: Sequence[str], rows: Report = rows) -> list[str]:
-            found = [f"{rows[rival]['median_ms']:.2f}" for rival in rivals]
-            for name in mine:
-                own = rows[name]["median_ms"]
-                ratios = (f"{rows[rival]['median_ms'] / own:.1f}×" for rival in rivals)
-                found.append(f"{own:.2f} ({', '.join(ratios)})")
-            return found
-
-        alone = cells([f"torch {kind}" for kind in kinds], [f"hotcore {r}" for r in recipes])
-        alone.insert(len(kinds), f"{rows['int8 products']['median_ms']:.2f}")
-        both = cells([f"torch {kind} both" for kind in kinds], [f"{r} int8 both" for r in recipes])
-        yield line([", ".join(map(str, shape)), *alone, *both])
-
-
-def mma_sync(report: Report) -> Iterator[str]:
-    """The chosen plan of each product by mma.sync, beside its rivals of the same run."""
-    yield from header(["product", "M, N, K", "plan", "TOPS", "of the best stock tile",
-                       "of our best tile", "of `_int_mm`"])  # fmt: skip
-    for group, products in report["products"].items():
-        for name, found in products.items():
-            row = found["rows"]["chosen"]
-            yield line(
-                [
-                    f"{group} {name}",
-                    ", ".join(map(str, found["M, N, K"])),
-                    found["choice"],
-                    f"{row['TOPS']:.0f}",
-                    *(f"{row[key]:.2f}" for key in row if key.startswith("of ")),
-                ]
-            )
-
-
-def forward_convolutions(report: Report) -> Iterator[str]:
-    """Microseconds of a k×k convolution, and of what its 8-bit forward would take."""
-    images = report["convolutions"].values()
-    names = list(next(iter(images))["rows"])
-    yield from header(["N, C, O, H = W", *names])
-    for found in images:
-        cells_of = []
-        for row in found["rows"].values():
-            of = "" if row["of torch conv"] == 1 else f" ({row['of torch conv']:.1f}×)"
-            cells_of.append(f"{1e3 * row['median_ms']:.0f}{of}")
-        yield line([", ".join(map(str, found["image"])), *cells_of])
-
-
-TASKS = {"vit": "small ViT, scikit-learn's digits", "gpt": "small GPT, Python's standard library"}
-
-
-def train(report: Report) -> Iterator[str]:
-    """Final validation loss less fp32's, mean of the seeds; bytes kept by the linear layers."""
-    names = report["recipes"]
-    yield from header(["", "fp32's loss", *(f"`{name}`" for name in names)])
-    for task, entry in report["tasks"].items():
-        differences = [f"{entry['difference'][name]:+.3f}" for name in names]
-        yield line([f"{TASKS[task]}: less fp32's", f"{entry['fp32']:.2f}", *differences])
-    for task, entry in report["tasks"].items():
-        kept = [f"{100 * entry['kept'][name]:.1f} %" for name in names]
-        yield line([f"{TASKS[task]}: kept by the linear layers", "100 %", *kept])
-
-
-def gpt(report: Report) -> Iterator[str]:
-    """Validation loss, step and peak of every run, beside bf16's of the same seed."""
-    head = ["", "seed", "validation loss", "less bf16's", "step, ms", "of bf16's"]
-    yield from header([*head, "peak, GiB", "of bf16's"])
-    for title, row in report["runs"].items():
-        name, seed = title.rsplit("/", 1)
-        plain = report["runs"].get(f"bf16/{seed}")
-        figures = [f"{row['validation_loss']:.3f}"]
-        figures += [f"{row['validation_loss'] - plain['validation_loss']:+.3f}" if plain else ""]
-        for key, digits in (("step_ms", 1), ("peak_gib", 2)):
-            ratio = row[key] / plain[key] if plain and plain.get(key) and row.get(key) else None
-            figures += [number(row.get(key), digits), number(ratio, 2)]
-        yield line([name, seed, *figures])
-
-
-def autotune(report: Report) -> Iterator[str]:
+def autotune(report: Report) -> Lines:
     """Forward and backward of a layer by `default` and `fast`, of plain bf16's time."""
     kinds = report["grid"]
     found: dict[str, dict[str, str]] = {}
     for kind, entry in kinds.items():
         for row in entry["rows"]:
-            plain = row["times"]["plain"][0]
-            ratios = [row["times"][name][0] / plain for name in ("default", "fast")]
-            shape = row["shape"].split(", x [")[0]
-            found.setdefault(shape, {})[kind] = " / ".join(f"{ratio:.2f}" for ratio in ratios)
+            ms = {name: spread[0] for name, spread in row["times"].items()}
+            ratios = " / ".join(f"{ms[name] / ms['plain']:.2f}" for name in ("default", "fast"))
+            found.setdefault(row["shape"].split(", x [")[0], {})[kind] = ratios
     linear = [kind for kind in kinds if kind.startswith("linear")]
     for chosen in (linear, [kind for kind in kinds if kind not in linear]):
-        rows = {shape: cells for shape, cells in found.items() if cells.keys() & set(chosen)}
-        yield from table_of(
-            ["`default` / `fast`", *chosen],
-            ([shape, *(cells.get(kind, "") for kind in chosen)] for shape, cells in rows.items()),
-        )
-        yield ""
+        rows = [
+            [shape, *(of.get(kind, "") for kind in chosen)]
+            for shape, of in found.items()
+            if of.keys() & set(chosen)
+        ]
+        yield from (*table_of(["`default` / `fast`", *chosen], rows), "")
 
 
-def convolutions(report: Report) -> Iterator[str]:
-    """Forward and backward of ResNet-50 as `convert` leaves it and with everything converted."""
-    yield from header(["ResNet-50, 128 images", "", "layers converted", "ms", "of plain's"])
-    for layout, entry in report["steps"].items():
-        for name, row in entry.items():
-            figures = [f"{row['median_ms']:.1f}", f"{row['of plain']:.2f}"]
-            yield line([layout, name, row["converted"], *figures])
+TASKS = {"vit": "small ViT, scikit-learn's digits", "gpt": "small GPT, Python's standard library"}
 
 
-def distributed(report: Report) -> Iterator[str]:
-    """A step and the loss, plain and by recipe."""
-    head = ["", "", "step, ms", "loss", "cosine with the mean gradient", "replicas equal"]
-    yield from header(head)
-    for way in ("DDP", "FSDP2"):
-        for name, row in report[way].items():
-            equal = "yes" if row["same parameters"] else "no"
-            figures = [f"{row['step_ms']:.1f}", f"{row['loss'][-1]:.3f}", f"{row['cosine']:.4f}"]
-            yield line([way, name, *figures, equal])
+def train(report: Report) -> Lines:
+    """Final validation loss less fp32's, mean of the seeds; bytes kept by the linear layers."""
+    names = report["recipes"]
+    yield from header(["", "fp32's loss", *by_code(names)])
+    for task, entry in report["tasks"].items():
+        gaps = [f"{entry['difference'][name]:+.3f}" for name in names]
+        yield line([f"{TASKS[task]}: less fp32's", f"{entry['fp32']:.2f}", *gaps])
+    for task, entry in report["tasks"].items():
+        shares = [f"{100 * entry['kept'][name]:.1f} %" for name in names]
+        yield line([f"{TASKS[task]}: kept by the linear layers", "100 %", *shares])
 
+
+# ---- when it pays ----
 
 PAYS = {
     "llama_blocks_2k": "compiled",
@@ -566,41 +534,37 @@ PAYS_LESS_MEMORY = {
 }
 
 
-def pays(results: Path) -> Iterator[str]:
-    """Times faster than the rival, and in brackets the peak memory beside the rival's."""
+def pays(results: Path) -> Lines:
+    """Times faster than the rival, and in brackets the peak memory beside the rival's.
 
+    When HOT gains and when not, one line for each kind of work.
+    """
     used: list[str] = []
 
     def report(name: str) -> Report:
         used.append(name)
         return json.loads((results / name).read_text())
 
-    check = report("gpu-check.json")
+    check = report("gpu-check.json")["bench_backward"]
     models = report("cuda-steps.json")["steps"] | report("cuda-lora.json")["steps"]
-    small = report("cuda-memory-points.json")["steps"]["bert"]
-    processors = [
+    less = report("cuda-memory-points.json")["steps"]["bert"]
+    cpus = [
         [layer["rows"] for layer in group["layers"].values()]
         for name in ("cpu-backward.json", "cpu-backward-amx.json")
         for group in report(name)["layers"].values()
     ]
     names = ("default", "fast")
     recipes = ("default", "default int8-forward", "fast", "fast int8-forward")
-    columns = ["`default`", "`default`, 8-bit forward", "`fast`", "`fast`, 8-bit forward"]
-    yield from header(["times faster (peak memory)", "than", "plain bf16 so", *columns])
+    together = [f"{name.removesuffix('-forward')} both" for name in recipes]
 
-    def both(group: str) -> list[str]:
-        found = check["bench_backward"]["layers"][group]["both"]
-        rows = [f"{name.removesuffix('-forward')} both" for name in recipes]
-        return ["", *(times(found[row]["faster than"].get("torch bf16 both")) for row in rows)]
-
-    def of_recipes(plain: Sequence[float | None]) -> list[str]:
+    def of_recipes(plain: Iterable[str]) -> list[str]:
         """Of backward passes, which have no forward."""
-        default, fast = map(times, plain)
+        default, fast = plain
         return ["", default, "", fast, ""]
 
-    def backward(group: str, rival: str) -> list[str]:
-        found = check["bench_backward"]["layers"][group]["recipes"]
-        return of_recipes([found[name]["faster than"].get(rival) for name in names])
+    def backward(group: str) -> list[str]:
+        found = check["layers"][group]["recipes"]
+        return of_recipes(times(found[name]["faster than"].get("torch bf16")) for name in names)
 
     def step(rows: Report, name: str, rival: str) -> str:
         """Both figures are of compiled bf16 in their own waves, so their ratio is fair."""
@@ -609,8 +573,8 @@ def pays(results: Path) -> Iterator[str]:
             return ""
         return f"{theirs['step'] / mine['step']:.2f}× ({mine['peak'] / theirs['peak']:.2f})"
 
-    def steps_of(model: str, how: str, rival: str) -> list[str]:
-        return [step(models[model]["rows"], f"{name} {how}", rival) for name in recipes]
+    def steps_of(rows: Report, how: str, rival: str) -> list[str]:
+        return ["", *(step(rows, f"{name} {how}", rival) for name in recipes)]
 
     def on_cpu(rows: list[Report], rival: str, mine: Sequence[str]) -> list[str]:
         found = []
@@ -620,178 +584,106 @@ def pays(results: Path) -> Iterator[str]:
             found.append(f"{low}×" if low == high else f"{low} to {high}×")
         return found
 
-    llama, vit = "Llama-3-8B", "ViT-B"
-    title = f"backward of {llama}'s layers, 8192 tokens"
-    yield line([title, "bf16", *backward(llama, "torch bf16")])
-    yield line([f"backward of {vit}'s layers, batch 128", "bf16", *backward(vit, "torch bf16")])
-    yield line([f"forward and backward of {llama}'s layers", "bf16", *both(llama)])
-    for model, how in PAYS.items():
-        if model not in models:
-            continue
-        words = ", CUDA graphs" if how == "reduce-overhead" else ""
-        title = f"step of {models[model]['title']}"
-        figures = steps_of(model, how, f"bf16 {how}")
-        yield line([f"{title}{words}", f"compiled bf16{words}", "", *figures])
-        if model == "llama_blocks_2k":
-            long = report(EARLIER)["steps"]["llama_blocks"]["rows"]
-            figures = [step(long, f"{name} compiled", REFERENCE) for name in recipes]
-            yield line(["the same, one sequence of 8192", "compiled bf16", "", *figures])
-        if model not in PAYS_FP8:
-            continue
-        eight = "FP8 tensorwise compiled"
-        figures = steps_of(model, "compiled", eight)
-        if any(figures):
-            yield line([f"{title}, compiled", f"torchao {eight}", "", *figures])
-    for entry in (models["vit_b"], small):
-        rows = entry["rows"]
-        for words, suffix in PAYS_LESS_MEMORY.items():
-            plain, *fewer = (step(rows, f"{name} {suffix}", REFERENCE)
-                             for name in ("bf16", *recipes))  # fmt: skip
-            if any(fewer):
-                yield line([f"step of {entry['title']}, {words}", "compiled bf16", plain, *fewer])
-    rows = small["rows"]
-    plain = ", ".join(step(rows, f"bf16 compiled, budget {b}", REFERENCE) for b in BUDGETS)
-    title = f"step of {small['title']}, `activation_memory_budget` {', '.join(map(str, BUDGETS))}"
-    yield line([title, "compiled bf16", plain, *[""] * 4])
-    means = check["bench_backward"]["paper"]["rotating"]["means"]
-    ratios = [means[f"hotcore {name}"]["geomean"] for name in names]
-    title = "backward of small layers, 49 to 3136 tokens"
-    yield line([title, "fp32", *of_recipes(ratios)])
-    bf16 = means["bf16"]["geomean"]
-    yield line(["the same", "bf16", *of_recipes([ratio / bf16 for ratio in ratios])])
-    if (results / CONVOLUTION).exists():
-        rows = report(CONVOLUTION)["steps"]["resnet50"]["rows"]
-        for words, suffix in (("", ""), (", `saved=8`", ", saved")):
-            found = step(rows, f"default compiled{suffix}", REFERENCE)
-            title = f"step of ResNet-50, convolutions converted{words}"
-            yield line([title, "compiled bf16", "", found, "", "", ""])
-    large = [row for rows in processors for row in rows[:-1]]
-    tiny = [rows[-1] for rows in processors]
-    alone = [f"hotcore {name}" for name in names]
-    together = [f"{name.removesuffix('-forward')} both" for name in recipes]
-    two = "two CPUs"  # the range is over the layers and both machines
+    def lines() -> Iterator[tuple[str, str, list[str]]]:
+        """Work, rival, plain bf16 in the same way, and the four columns."""
+        llama, vit, bf16 = "Llama-3-8B", "ViT-B", "compiled bf16"
+        yield f"backward of {llama}'s layers, 8192 tokens", "bf16", backward(llama)
+        yield f"backward of {vit}'s layers, batch 128", "bf16", backward(vit)
+        found = check["layers"][llama]["both"]
+        ratios = [times(found[row]["faster than"].get("torch bf16 both")) for row in together]
+        yield f"forward and backward of {llama}'s layers", "bf16", ["", *ratios]
+        for model, how in PAYS.items():
+            if model not in models:
+                continue
+            words = ", CUDA graphs" if how == "reduce-overhead" else ""
+            title, rows = f"step of {models[model]['title']}", models[model]["rows"]
+            yield title + words, bf16 + words, steps_of(rows, how, f"bf16 {how}")
+            if model == "llama_blocks_2k":
+                long = report(EARLIER)["steps"]["llama_blocks"]["rows"]
+                figures = steps_of(long, "compiled", REFERENCE)
+                yield "the same, one sequence of 8192", bf16, figures
+            eight = "FP8 tensorwise compiled"
+            figures = steps_of(rows, "compiled", eight)
+            if model in PAYS_FP8 and any(figures):
+                yield f"{title}, compiled", f"torchao {eight}", figures
+        for entry in (models["vit_b"], less):
+            for words, suffix in PAYS_LESS_MEMORY.items():
+                figures = steps_of(entry["rows"], suffix, REFERENCE)
+                figures[0] = step(entry["rows"], f"bf16 {suffix}", REFERENCE)
+                if any(figures[1:]):
+                    yield f"step of {entry['title']}, {words}", bf16, figures
+        budgets = [step(less["rows"], f"{REFERENCE}, budget {b}", REFERENCE) for b in BUDGETS]
+        title = f"step of {less['title']}, `activation_memory_budget` {listed(BUDGETS)}"
+        yield title, bf16, [", ".join(budgets), *[""] * 4]
+        means = check["paper"]["rotating"]["means"]
+        plain, own = means["bf16"]["geomean"], [means[f"hotcore {n}"]["geomean"] for n in names]
+        yield "backward of small layers, 49 to 3136 tokens", "fp32", of_recipes(map(times, own))
+        yield "the same", "bf16", of_recipes(times(ratio / plain) for ratio in own)
+        if (results / CONVOLUTION).exists():
+            rows = report(CONVOLUTION)["steps"]["resnet50"]["rows"]
+            for words, suffix in (("", ""), (", `saved=8`", ", saved")):
+                ratio = step(rows, f"default compiled{suffix}", REFERENCE)
+                title = f"step of ResNet-50, convolutions converted{words}"
+                yield title, bf16, ["", ratio, "", "", ""]
+        large, tiny = [row for rows in cpus for row in rows[:-1]], [rows[-1] for rows in cpus]
+        alone = [f"hotcore {name}" for name in names]
+        two = "two CPUs"  # the range is over the layers and both machines
+        ranges = {kind: on_cpu(large, f"torch {kind}", alone) for kind in ("fp32", "bf16")}
+        yield f"{two}: backward of {vit}'s layers, 8 images", "fp32", of_recipes(ranges["fp32"])
+        yield "the same", "bf16", of_recipes(ranges["bf16"])
+        title = f"{two}: forward and backward of {vit}'s layers"
+        yield title, "bf16", ["", *on_cpu(large, "torch bf16 both", together)]
+        figures = of_recipes(on_cpu(tiny, "torch bf16", alone))
+        yield f"{two}: backward of one layer, one image", "bf16", figures
 
-    def spaced(found: Sequence[str]) -> list[str]:
-        return ["", found[0], "", found[1], ""]
-
-    title = f"{two}: backward of {vit}'s layers, 8 images"
-    yield line([title, "fp32", *spaced(on_cpu(large, "torch fp32", alone))])
-    yield line(["the same", "bf16", *spaced(on_cpu(large, "torch bf16", alone))])
-    title = f"{two}: forward and backward of {vit}'s layers"
-    yield line([title, "bf16", "", *on_cpu(large, "torch bf16 both", together)])
-    title = f"{two}: backward of one layer, one image"
-    yield line([title, "bf16", *spaced(on_cpu(tiny, "torch bf16", alone))])
-    yield ""
-    yield evidence_tables.dates_line(results, used)
+    columns = ["`default`", "`default`, 8-bit forward", "`fast`", "`fast`, 8-bit forward"]
+    head = ["times faster (peak memory)", "than", "plain bf16 so", *columns]
+    yield from table_of(head, ([title, rival, *figures] for title, rival, figures in lines()))
+    yield from ("", evidence_tables.dates_line(results, used))
 
 
-def points(report: Report, *models: str) -> Iterator[str]:
-    """Time and peak of every contender of some models, by peak; what none beats in both is bold."""
-    head = ["", "contender", "step, ms", "of bf16's", "peak, GiB", "of bf16's"]
-    yield from header(head)
-    for model in models:
-        entry = report["steps"][model]
-        rows = {name: row for name, row in entry["rows"].items() if "of reference" in row}
-        # By the times themselves: a reference that waits for its host differs from wave to wave.
-        figures = {name: (row["step"]["median_ms"], row["peak_gib"]) for name, row in rows.items()}
-        title = entry["title"]
-        for name in sorted(rows, key=lambda name: figures[name][::-1]):
-            time, peak = figures[name]
-            beaten = any(
-                other[0] <= time and other[1] <= peak and other != (time, peak)
-                for other in figures.values()
-            )
-            words = name if beaten else f"**{name}**"
-            of = rows[name]["of reference"]
-            cells = [f"{time:.1f}", f"{of['step']:.2f}", f"{peak:.2f}", f"{of['peak']:.2f}"]
-            yield line([title, words, *cells])
-            title = ""
+# ---- errors ----
 
 
-# ---- tables of all kinds ----
-
-
-def table_of(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    yield from header(head)
-    yield from map(line, rows)
-
-
-def times(ratio: float | None) -> str:
-    return "" if ratio is None else f"{ratio:.2f}×"
-
-
-def forward_error(report: Report) -> Iterator[str]:
-    """Percent, by activations and product."""
+def forward_error(report: Report) -> Lines:
+    """Error of an 8-bit forward, beside FP8: percent, by activations and product."""
     names = list(report["rows"][0]["error"])
-    yield from table_of(
-        ["activations", "in features", *names],
-        (
-            [row["activation"], str(row["width"])]
-            + [f"{100 * row['error'][name]:.2f} %" for name in names]
-            for row in report["rows"]
-        ),
-    )
+    yield from header(["activations", "in features", *names])
+    for row in report["rows"]:
+        errors = [f"{100 * row['error'][name]:.2f} %" for name in names]
+        yield line([row["activation"], str(row["width"]), *errors])
 
 
-def frozen_error(report: Report) -> Iterator[str]:
+def frozen_error(report: Report) -> Lines:
     """Percent of the gradient with w, in brackets of that with the codes' weight; milliseconds."""
     names = list(report["rows"][0]["error"])
-    yield from table_of(
-        ["weights", "g_y", "out × in", *names],
-        (
-            [row["weights"], row["gradient"], " × ".join(map(str, row["shape"]))]
-            + [f"{100 * e['weight']:.2f} ({100 * e['codes']:.2f})" for e in row["error"].values()]
-            for row in report["rows"]
-        ),
-    )
-    times, shape = report["time"]["rows"], " × ".join(map(str, report["time"]["shape"]))
+    yield from header(["weights", "g_y", "out × in", *names])
+    for row in report["rows"]:
+        shape = " × ".join(map(str, row["shape"]))
+        errors = row["error"].values()
+        figures = [f"{100 * e['weight']:.2f} ({100 * e['codes']:.2f})" for e in errors]
+        yield line([row["weights"], row["gradient"], shape, *figures])
+    rows, shape = report["time"]["rows"], " × ".join(map(str, report["time"]["shape"]))
     yield line(["bytes a value kept, w in bf16", "", ""] + [str(report["bytes"][n]) for n in names])
-    yield line(
-        [f"g_x of {shape}, ms", "", ""] + [f"{times[name]['median_ms']:.0f}" for name in names]
-    )
+    yield line([f"g_x of {shape}, ms", "", "", *(f"{rows[n]['median_ms']:.0f}" for n in names)])
 
 
-def micro(row: Report | None) -> str:
-    return "" if row is None else f"{1e3 * row['median_ms']:.0f}"
+def _pair(form: Report) -> str:
+    """Its error, and its bias in brackets."""
+    return f"{form['error']:.3f} ({form['bias']:.3f})"
 
 
-def _of_models(report: Report, index: int, models: Sequence[str] = ()) -> Iterator[str]:
-    chosen = {name: report["models"][name] for name in models or report["models"]}
-    yield from model_table.markdown(chosen).strip().split("\n\n")[index].split("\n")
-
-
-def losses_note(report: Report) -> Iterator[str]:
-    """How the last losses of some contenders compare with fp32's, over the models."""
-    models = report["models"].values()
-    parts = []
-    for name in ("default", "bf16", "fast", "paper"):
-        ratios = [row["loss"][name][-1] / row["loss"]["fp32"][-1] for row in models]
-        above = sum(ratio > 1 for ratio in ratios)
-        low, high, middle = (
-            f"{r:.2f}" for r in (min(ratios), max(ratios), statistics.median(ratios))
-        )
-        parts.append(
-            f"`{name}` above in {above} of {len(ratios)} ({low} to {high} times, median {middle})"
-        )
-    yield f"*The last loss beside fp32's: {'; '.join(parts)}.*"
-
-
-def kept(report: Report, bits: str) -> Iterator[str]:
-    """Error of every form, and its bias in brackets."""
+def kept(report: Report, bits: str) -> Lines:
+    """Forms of x in blocks of 64 tokens: the error of each, and its bias in brackets."""
     rows = [row for row in report["blocks"] if row["block"] == 64 and row["bits"] == int(bits)]
-    names = {name: name for name in rows[0]["forms"]}
-    if bits == "2":
-        names["dither 1.75"] = "dither 1.75 (`rht2`)"
+    titles = {"dither 1.75": "dither 1.75 (`rht2`)"} if bits == "2" else {}
     yield from table_of(
-        ["one block of x", *names.values()],
-        (
-            [row["input"], *(f"{f['error']:.3f} ({f['bias']:.3f})" for f in row["forms"].values())]
-            for row in rows
-        ),
+        ["one block of x", *(titles.get(name, name) for name in rows[0]["forms"])],
+        ([row["input"], *map(_pair, row["forms"].values())] for row in rows),
     )
 
 
-def kept_blocks(report: Report) -> Iterator[str]:
+def kept_blocks(report: Report) -> Lines:
     """The forms that were chosen and the codebook's, in blocks of 16, 32 and 64."""
     chosen = ((4, "dither"), (4, "codebook"), (2, "dither 1.75"), (2, "codebook"))
     found = {(row["block"], row["bits"], row["input"]): row for row in report["blocks"]}
@@ -799,40 +691,28 @@ def kept_blocks(report: Report) -> Iterator[str]:
     yield from header(["", "tokens of a block", "bytes a value", *inputs])
     for bits, form in chosen:
         for block in (64, 32, 16):
-            cells = [found[block, bits, name] for name in inputs]
-            pairs = [(row["forms"][form]["error"], row["forms"][form]["bias"]) for row in cells]
-            yield line(
-                [
-                    f"{form}, {bits} bits",
-                    str(block),
-                    f"{cells[0]['bytes']:.3f}",
-                    *(f"{error:.3f} ({bias:.3f})" for error, bias in pairs),
-                ]
-            )
+            rows = [found[block, bits, name] for name in inputs]
+            title = [f"{form}, {bits} bits", str(block), f"{rows[0]['bytes']:.3f}"]
+            yield line([*title, *(_pair(row["forms"][form]) for row in rows)])
 
 
-def kept_cases(report: Report) -> Iterator[str]:
-    """Plain, and equalised by the mean magnitude; by the other measures for rht2."""
-    rows = report["cases"]
-    head, picks = ["case"], []
-    for name in rows[0]["forms"]:
-        for measure, words in (("plain", ""), ("mean", ", equalised")):
-            head.append(name.replace("rht4", "dither, 4 bits") + words)
-            picks.append((name, measure))
+def kept_cases(report: Report) -> Lines:
+    """Error of g_w where tokens differ in size: plain, equalised by the mean; rht2 by others."""
+    picks = {
+        name.replace("rht4", "dither, 4 bits") + words: (name, measure)
+        for name in report["cases"][0]["forms"]
+        for measure, words in (("plain", ""), ("mean", ", equalised"))
+    }
     for measure, words in (("rms", "root mean square"), ("largest", "largest value")):
-        head.append(f"rht2, by the {words}")
-        picks.append(("rht2", measure))
-    yield from table_of(
-        head,
-        (
-            [row["case"], *(f"{row['forms'][name][measure]:.3f}" for name, measure in picks)]
-            for row in rows
-        ),
-    )
+        picks[f"rht2, by the {words}"] = ("rht2", measure)
+    yield from header(["case", *picks])
+    for row in report["cases"]:
+        errors = (row["forms"][name][measure] for name, measure in picks.values())
+        yield line([row["case"], *(f"{error:.3f}" for error in errors)])
 
 
-def one_code(report: Report, *words: str) -> Iterator[str]:
-    """Relative errors of one code a value (bench_one_code.py)."""
+def one_code(report: Report, *words: str) -> Lines:
+    """Relative errors of one code a value (bench_one_code.py): PART, or a choice of it."""
     part = " ".join(words)
     if part == "chosen":
         head = ["", "", "all", "out features", "in features", "bias"]
@@ -846,7 +726,7 @@ def one_code(report: Report, *words: str) -> Iterator[str]:
         )
     elif part == "cases":
         names = ("default", "accurate", "token8", "token4")
-        head = ["case", *(f"`{name}`" for name in names)]
+        head = ["case", *by_code(names)]
         rows = (
             [case, *(one_code_cell((of["today"] | of["chosen"])[name]) for name in names)]
             for case, of in report["cases"].items()
@@ -884,7 +764,7 @@ ONE_CODE_CASES = {
 """Synthetic cases beside the layers, where a choice is about them."""
 
 
-def one_code_choice(report: Report, choice: str) -> Iterator[str]:
+def one_code_choice(report: Report, choice: str) -> Lines:
     """All, 95 % of out features, 95 % of in features; the bias in brackets."""
     sets = {**report["layers"], **{c: report["cases"][c] for c in ONE_CODE_CASES.get(choice, ())}}
     forms = {f"`{name}`": ("chosen", name) for name in ("token4", "token8")}
@@ -910,37 +790,33 @@ READINGS = {
 }
 
 
-def paper_rows(results: Path) -> Iterator[str]:
+def paper_rows(results: Path) -> Lines:
     """Validation loss less fp32's of the same seed, by what `paper` keeps of 16 tokens."""
-    reports = {
-        name: json.loads((results / f"training-rows-{name}.json").read_text())
-        for name in ("vit", "gpt")
-    }
-    columns = (("gpt", "", "GPT"), ("vit", "", "ViT"), ("vit", ", tiles", "ViT, tiles"))
-    yield from header(["rows kept", *(name for *_, name in columns)])
+    files = {name: f"training-rows-{name}.json" for name in ("vit", "gpt")}
+    reports = {name: json.loads((results / file).read_text()) for name, file in files.items()}
+    columns = {"GPT": ("gpt", ""), "ViT": ("vit", ""), "ViT, tiles": ("vit", ", tiles")}
+    yield from header(["rows kept", *columns])
     for reading, rows in READINGS.items():
-        cells = [rows]
-        for task, of, _ in columns:
-            runs = reports[task]["runs"]
-            differences = [
-                runs[f"{task}/paper, {reading}{of}/{seed}"]["val_loss"]
-                - runs[f"{task}/fp32/{seed}"]["val_loss"]
-                for seed in reports[task]["settings"]["seeds"]
-            ]
-            each = ", ".join(f"{value:+.2f}" for value in differences)
-            cells.append(f"{statistics.mean(differences):+.3f} ({each})")
-        yield line(cells)
-    yield ""
-    yield evidence_tables.dates_line(results, [f"training-rows-{name}.json" for name in reports])
+        words = [rows]
+        for task, of in columns.values():
+            gaps = evidence_tables.differences(reports[task], task, f"paper, {reading}{of}")
+            each = ", ".join(f"{gap:+.2f}" for gap in gaps)
+            words.append(f"{statistics.mean(gaps):+.3f} ({each})")
+        yield line(words)
+    yield from ("", evidence_tables.dates_line(results, files.values()))
 
 
-def recipe_cases(report: Report) -> Iterator[str]:
-    """Relative error of g_w: every case, every recipe that was measured."""
+def cases(report: Report) -> Lines:
+    """Relative error of g_w where tokens differ in size: every case, every recipe."""
     recipes = report["recipes"]
-    yield from header(["case", *(f"`{name}`" for name in recipes)])
-    for case, errors in report["cases"].items():
-        yield line([case, *(f"{errors[name]:.3f}" for name in recipes)])
+    rows = report["cases"].items()
+    yield from table_of(
+        ["case", *by_code(recipes)],
+        ([case, *(f"{errors[name]:.3f}" for name in recipes)] for case, errors in rows),
+    )
 
+
+# ---- runs on a GPU machine ----
 
 TRUST = {
     "random": "random small calls, CUDA against the CPU",
@@ -975,7 +851,7 @@ FIGURES = {
 """Of a test's figures, those that are shown, in this order."""
 
 
-def trust(report: Report) -> Iterator[str]:
+def trust(report: Report) -> Lines:
     """Each part: its result, its tests with their figures."""
     yield from header(["run", "result", "seconds", "figures"])
     for name, title in TRUST.items():
@@ -1001,87 +877,63 @@ def trust(report: Report) -> Iterator[str]:
         yield line([title, part["result"], f"{part['seconds']:.0f}", "; ".join(shown)])
 
 
-def sanitizer(report: Report) -> Iterator[str]:
+def sanitizer(report: Report) -> Lines:
     """Each tool: tests that were clean, that had errors, that did not finish."""
     part = report["parts"].get("sanitizer")
     yield from header(["tool", "clean", "with errors", "not finished in time"])
     for tool, row in part["tools"].items() if part else ():
-        lists = [", ".join(f"`{name}`" for name in row[key]) for key in ("errors", "not finished")]
+        lists = [", ".join(by_code(row[key])) for key in ("errors", "not finished")]
         yield line([tool, str(len(row["clean"])), *(names or "none" for names in lists)])
     if part is None:
         yield line(["not run", "", "", ""])
 
 
-def earlier(report: Report, name: str) -> Iterator[str]:
+def earlier(report: Report, name: str) -> Lines:
     """Figures that were written down: no script of the repository makes them again."""
     heads = [head.replace("`int4`", "`default`, g_x in INT4") for head in report[name]["columns"]]
     yield from table_of(heads, report[name]["rows"])
 
 
-CHECK, AUTOTUNE, MODELS = "gpu-check.json", "cuda-autotune.json", "cuda-models-table.json"
-KINDS: dict[str, tuple[str | None, Callable[..., Iterator[str]]]] = {
-    "about": (None, about),
-    "pays": ("", pays),
-    "cpu-layers": (None, cpu_layers),
-    "mma-sync": ("cuda-mma-sync.json", mma_sync),
-    "forward-convolutions": ("cuda-forward-convolutions.json", forward_convolutions),
-    "train": ("cpu-train.json", train),
-    "layers": (CHECK, layers),
-    "both": (CHECK, both),
-    "each-layer": (CHECK, each_layer),
-    "floor": (CHECK, floor),
-    "forward": (CHECK, forward),
-    "small": (CHECK, small),
-    "backward-times": (None, backward_times),
-    "fwht": (CHECK, fwht),
-    "products": ("cuda-gemm.json", products),
-    "host": (CHECK, host),
-    "targets": (CHECK, bars),
-    "tests": (CHECK, tests),
-    "eager": (None, eager),
-    "steps": ("cuda-steps.json", steps),
-    "all-steps": ("cuda-steps.json", all_steps),
+# ---- all kinds ----
+
+Make = Callable[..., Iterator[str]]
+
+
+def _of(file: str | None, *makes: Make) -> dict[str, tuple[str | None, Make]]:
+    return {make.__name__.replace("_", "-"): (file, make) for make in makes}
+
+
+TABLES = evidence_tables
+KINDS: dict[str, tuple[str | None, Make]] = {
+    **_of(None, about, cpu_layers, backward_times, eager, points),
     "steps-of": (None, all_steps),
-    "summary": ("cuda-steps.json", summary),
-    "lora": ("cuda-lora.json", lora),
-    "gpt": ("cuda-gpt.json", gpt),
+    **_of("gpu-check.json", layers, both, each_layer, floor, forward, small, fwht, host, targets),
+    **_of("gpu-check.json", tests),
+    **_of("cuda-steps.json", steps, all_steps, summary),
+    **_of("cuda-models-table.json", gradients, losses, losses_note),
+    **_of("cuda-autotune.json", autotune, convolutions),
+    **_of("cuda-quantize.json", kept_times, forward_input),
+    **_of("storage.json", kept, kept_blocks, kept_cases),
+    **_of("gpu-trust.json", trust, sanitizer),
+    **_of("cuda-mma-sync.json", mma_sync),
+    **_of("cuda-forward-convolutions.json", forward_convolutions),
+    **_of("cpu-train.json", train),
+    **_of("cuda-gemm.json", products),
+    **_of("cuda-lora.json", lora),
+    **_of("cuda-gpt.json", gpt),
     "gpt-forward": ("cuda-gpt-forward.json", gpt),
-    "autotune": (AUTOTUNE, autotune),
-    "convolutions": (AUTOTUNE, convolutions),
-    "distributed": ("nccl.json", distributed),
-    "points": (None, points),
-    "gradients": (MODELS, lambda report, *models: _of_models(report, 0, models)),
-    "losses": (MODELS, lambda report, *models: _of_models(report, 1, models)),
-    "losses-note": (MODELS, losses_note),
-    "kept": ("storage.json", kept),
-    "kept-blocks": ("storage.json", kept_blocks),
-    "kept-cases": ("storage.json", kept_cases),
-    "kept-times": ("cuda-quantize.json", kept_times),
-    "forward-input": ("cuda-quantize.json", forward_input),
-    "forward-error": ("forward-error.json", forward_error),
-    "frozen-error": ("frozen-error.json", frozen_error),
-    "forward-blocks": ("cuda-forward.json", forward_blocks),
-    "one-code": ("one-code.json", one_code),
-    "paper-rows": ("", paper_rows),
-    "cases": ("recipe-cases.json", recipe_cases),
-    "trust": ("gpu-trust.json", trust),
-    "sanitizer": ("gpu-trust.json", sanitizer),
-    "earlier": ("earlier.json", earlier),
+    **_of("nccl.json", distributed),
+    **_of("forward-error.json", forward_error),
+    **_of("frozen-error.json", frozen_error),
+    **_of("cuda-forward.json", forward_blocks),
+    **_of("one-code.json", one_code),
+    **_of("recipe-cases.json", cases),
+    **_of("earlier.json", earlier),
     "claims": ("", claims.table),
-    "trainings": ("", evidence_tables.trainings),
-    "rows": ("", evidence_tables.rows),
-    "gradient-quality": ("", evidence_tables.gradient_quality),
-    "latency": ("", evidence_tables.latency),
-    "breakdown": ("", evidence_tables.breakdown),
-    "memory": ("", evidence_tables.memory),
-    "scaling": ("", evidence_tables.scaling),
-    "pooled": ("", evidence_tables.pooled),
-    "pooled-words": ("", evidence_tables.pooled_words),
-    "recipes": ("", evidence_tables.recipes),
-    "to-loss": ("", evidence_tables.to_loss),
-    "to-loss-words": ("", evidence_tables.to_loss_words),
-    "quality": ("", evidence_tables.quality),
-    "figure": ("", evidence_tables.figure),
+    **_of("", pays, paper_rows, TABLES.trainings, TABLES.rows, TABLES.gradient_quality),
+    **_of("", TABLES.latency, TABLES.breakdown, TABLES.memory, TABLES.scaling, TABLES.pooled),
+    **_of("", TABLES.pooled_words, TABLES.recipes, TABLES.to_loss, TABLES.to_loss_words),
+    **_of("", TABLES.quality, TABLES.figure),
 }
 """Kind -> the report (None: the first argument names it, "": several), and what makes the lines."""
 
@@ -1095,10 +947,8 @@ def table(words: str, results: Path) -> str:
     if file is None:
         file = arguments.pop(0) if arguments else "a report's name"
     try:
-        if not file:
-            return "".join(f"{line}\n" for line in make(results, *arguments))
-        report = json.loads((results / file).read_text())
-        return "".join(f"{line}\n" for line in make(report, *arguments))
+        source = json.loads((results / file).read_text()) if file else results
+        return "".join(f"{line}\n" for line in make(source, *arguments))
     except FileNotFoundError as error:
         raise Unknown(f"{error.filename} is not there") from error
     except TypeError as error:  # another number of arguments
@@ -1133,24 +983,20 @@ def trained(folders: Sequence[Path]) -> dict[str, Any]:
         raise ValueError(f"no run in fp32 of {', '.join(sorted(without))}: train.sh needs one")
 
     def mean(task: str, recipe: str, key: str) -> float:
-        return statistics.mean(
-            row[key] for row in rows if (row["task"], row["recipe"]) == (task, recipe)
-        )
+        of = (task, recipe)
+        return statistics.mean(row[key] for row in rows if (row["task"], row["recipe"]) == of)
 
     tasks = {}
     for task in dict.fromkeys(row["task"] for row in rows):
-        exact = mean(task, "fp32", "val_loss")
-        kept = mean(task, "fp32", "linear_saved_bytes")
+        exact, kept = (mean(task, "fp32", key) for key in ("val_loss", "linear_saved_bytes"))
         tasks[task] = {
             "fp32": exact,
             "difference": {name: mean(task, name, "val_loss") - exact for name in recipes},
             "kept": {name: mean(task, name, "linear_saved_bytes") / kept for name in recipes},
         }
-    about = {
-        key: value for key, value in runs[0].items() if key not in ("data", "python", "results")
-    }
+    facts = {key: v for key, v in runs[0].items() if key not in ("data", "python", "results")}
     seeds = sorted({row["seed"] for row in rows})
-    return {**about, "seeds": seeds, "recipes": recipes, "tasks": tasks}
+    return {**facts, "seeds": seeds, "recipes": recipes, "tasks": tasks}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -88,6 +88,11 @@ def header(words: Sequence[str]) -> Lines:
     yield "|---" * len(words) + "|"
 
 
+def table_of(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Lines:
+    yield from header(head)
+    yield from map(line, rows)
+
+
 def plus_minus(values: Sequence[float], digits: int = 3, sign: str = "+") -> str:
     """Mean, and the standard deviation where there are several."""
     finite = [value for value in values if math.isfinite(value)]

@@ -9,7 +9,6 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -71,28 +70,8 @@ def by_layer(trainer: Trainer, got: Mapping[str, Tensor], exact: Mapping[str, Te
     return {"median": statistics.median(values), "least": min(values)} if values else {}
 
 
-def lines(row: Row) -> list[str]:
-    """The printed text of one model."""
-    plain = ", ".join(f"{count} {reason}" for reason, count in row["plain"].items())
-    bad = [name for name, finite in row["finite"].items() if not finite]
-    return [
-        f"  {row['converted']} layers converted; plain: {plain or 'none'}",
-        f"  finite: {'all' if not bad else 'NOT ' + ', '.join(bad)}",
-        "  cosine of the whole gradient with fp32's: "
-        + ", ".join(f"{name} {value:.4f}" for name, value in row["cosine"].items()),
-        "  median (least) of a converted layer's g_w: "
-        + ", ".join(
-            f"{name} {v['median']:.4f} ({v['least']:.3f})"
-            for name, v in row["cosine of a layer"].items()
-            if v
-        ),
-        f"  loss, first and after {LOSS_STEPS} steps: "
-        + ", ".join(f"{name} {a:.4f} {b:.4f}" for name, (a, b) in row["loss"].items()),
-    ]
-
-
 def markdown(models: Mapping[str, Row]) -> str:
-    """Both tables, of all models."""
+    """Both tables, of all models; below them what is no finite number."""
     rivals = (RIVAL.name, *RECIPES)
     out = [
         "| cosine with fp32's gradient | converted, plain | " + " | ".join(rivals) + " |",
@@ -111,14 +90,13 @@ def markdown(models: Mapping[str, Row]) -> str:
     for row in models.values():
         cells = " | ".join(f"{row['loss'][name][-1]:.4g}" for name in names)
         out.append(f"| {row['title']} | {row['loss'][EXACT.name][0]:.4g} | {cells} |")
+    bad = [f"{row['title']}, {name}" for row in models.values()
+           for name, finite in row["finite"].items() if not finite]  # fmt: skip
+    if bad:
+        out += ["", f"*Not finite: {'; '.join(bad)}*"]
     return "\n".join(out) + "\n"
 
 
 def shape(row: Row) -> str:
     """The first array of the batch, as in 32 × 3 × 224 × 224."""
     return " × ".join(map(str, next(iter(row["batch"].values()))))
-
-
-def write(models: Mapping[str, Row], path: Path) -> None:
-    """The Markdown beside a report."""
-    path.with_suffix(".md").write_text(markdown(models))
