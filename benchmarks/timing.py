@@ -48,13 +48,16 @@ Row = dict[str, Any]
 """One contender: median_ms, q1_ms, q3_ms, measurements, and what a script adds."""
 
 
-def host_stopwatch() -> Stopwatch:
-    """Milliseconds of a call by the host's clock."""
+def synchronized_stopwatch(device: str, count: int = 1) -> Stopwatch:
+    """Milliseconds of a call by the host's clock, of ``count`` until the device is done."""
 
     def measure(call: Call) -> float:
+        synchronize(device)
         start = time.perf_counter()
-        call()
-        return (time.perf_counter() - start) * 1e3
+        for _ in range(count):
+            call()
+        synchronize(device)
+        return (time.perf_counter() - start) * 1e3 / count
 
     return measure
 
@@ -86,7 +89,7 @@ def cuda_stopwatch(flush: bool = True) -> Stopwatch:
 
 
 def stopwatch(device: str) -> Stopwatch:
-    return host_stopwatch() if device == "cpu" else cuda_stopwatch()
+    return synchronized_stopwatch("cpu") if device == "cpu" else cuda_stopwatch()
 
 
 def synchronize(device: str) -> None:
@@ -137,10 +140,7 @@ def in_turns(
                 call()
             times[name] += [measure(call) for _ in range(measured)]
     counts = calls_in or {}
-    return {
-        name: spread([value / counts.get(name, 1) for value in values])
-        for name, values in times.items()
-    }
+    return {name: spread([t / counts.get(name, 1) for t in ts]) for name, ts in times.items()}
 
 
 def steady(row: Row) -> bool:
@@ -191,6 +191,32 @@ def summed(tables: Sequence[Mapping[str, Row]]) -> dict[str, float]:
         if all(name in rows and not rows[name].get("unsteady") for rows in tables)
     ]
     return {name: sum(rows[name]["median_ms"] for rows in tables) for name in names}
+
+
+def in_graphs(
+    sets: Sequence[Mapping[str, Call]],
+    repeats: int,
+    rounds: int,
+    watch: Stopwatch | None = None,
+    budget_ms: float = 400.0,
+) -> dict[str, Any]:
+    """Times of one call of each contender, captured into CUDA graphs; or why it could not be.
+
+    Args:
+        sets: the contenders with one copy of the arrays each, which follow each other in a graph.
+        repeats: times that a graph goes through the copies.
+        rounds: as for :func:`in_turns`, ``watch`` and ``budget_ms``, too.
+    """
+    graphs: dict[str, Call] = {}
+    out: dict[str, Any] = {}
+    for name in sets[0]:
+        try:
+            graphs[name] = captured([one[name] for one in sets] * repeats)
+        except Exception as error:  # what cannot be captured is named
+            out[name] = f"{type(error).__name__}: {error!s:.200}"
+    counts = dict.fromkeys(graphs, len(sets) * repeats)
+    options: dict[str, Any] = {"watch": watch, "calls_in": counts, "budget_ms": budget_ms}
+    return out | in_turns(graphs, rounds, "cuda", **options)
 
 
 def captured(calls: Sequence[Call]) -> Call:

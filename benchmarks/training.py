@@ -31,7 +31,6 @@ class Contender:
     recipe: str | None = None
     """Of HOT; None: a plain model."""
     autocast: bool = False
-    tf32: bool = False
     compiled: str | None = None
     """torch.compile's mode, "default" or "reduce-overhead"; None: eager."""
     memory_budget: float = 1.0
@@ -134,18 +133,6 @@ def people(task: Task) -> list[Contender]:
             one("frozen int8, plain forward, compiled", "default", **frozen, **compiled),
         ]
     return found
-
-
-def contenders(device: str) -> list[Contender]:
-    """Those of the tables. On CUDA HOT runs under bf16 autocast, as its rival does."""
-    cuda = device == "cuda"
-    found = [Contender("fp32")]
-    if cuda:
-        found += [Contender("tf32", tf32=True), Contender("bf16", autocast=True)]
-    return found + [
-        Contender("default", "default", autocast=cuda),
-        Contender("fast", "fast", autocast=cuda),
-    ]
 
 
 def convert(model: nn.Module, contender: Contender) -> hot.ConversionReport:
@@ -256,7 +243,7 @@ class Trainer:
 
     def step(self) -> Tensor:
         """zero_grad, forward, backward, AdamW; the loss."""
-        allow_tf32(self.contender.tf32)
+        _exact_products()
         self.optimizer.zero_grad(set_to_none=True)
         loss = self.loss()
         loss.backward()
@@ -265,7 +252,7 @@ class Trainer:
 
     def gradients(self) -> dict[str, Tensor]:
         """Gradient of every parameter that has one, by name."""
-        allow_tf32(self.contender.tf32)
+        _exact_products()
         self.optimizer.zero_grad(set_to_none=True)
         self.loss().backward()
         named = self.model.named_parameters()
@@ -278,9 +265,9 @@ def autocast(contender: Contender, device: torch.device) -> Any:
     return torch.autocast(device.type, torch.bfloat16)
 
 
-def allow_tf32(allowed: bool) -> None:
-    torch.backends.cuda.matmul.allow_tf32 = allowed
-    torch.backends.cudnn.allow_tf32 = allowed
+def _exact_products() -> None:
+    """No TF32, whatever ran before."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
 
 
 def cosine(got: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:

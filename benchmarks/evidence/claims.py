@@ -21,6 +21,7 @@ from evidence.evidence_tables import (
     Report,
     days_of,
     differences,
+    ends_of,
     gaps_by_size,
     header,
     hot_parts,
@@ -28,6 +29,7 @@ from evidence.evidence_tables import (
     of_task,
     plus_minus,
     pooled_gaps,
+    pooled_interval,
     report_of,
     runs_by_seed,
 )
@@ -309,12 +311,10 @@ def _scaling(results: Path) -> str:
     parts = []
     for name, less in (("default", "bf16"), ("default int8-forward", "bf16"), (FP8, "bf16"),
                        ("default", FP8), ("fast", "bf16")):  # fmt: skip
-        by_size = pooled_gaps(results, name, less)
-        found = intervals.interval([v for values in by_size.values() for v in values])
+        found = pooled_interval(pooled_gaps(results, name, less))
         if found is not None:
-            words = intervals.verdict(found, MARGIN)
-            ends = f"{found.mean:+.4f} [{found.low:+.4f}, {found.high:+.4f}]"
-            parts.append(f"{name} less {less} {ends} ({found.count} pairs: {words})")
+            words = f"{found.count} pairs: {intervals.verdict(found, MARGIN)}"
+            parts.append(f"{name} less {less} {found.mean:+.4f} {ends_of(found)} ({words})")
     if not parts:
         raise Missing("cuda-gpt-91M.json")
     for size in gaps_by_size(results):

@@ -18,13 +18,13 @@ import json
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import kernel_classes
 from evidence import RESULTS, ROOT, claims, evidence_tables, model_table
-from evidence.evidence_tables import Lines, Report, header, line, table_of
+from evidence.evidence_tables import Lines, Make, Report, header, line, table_of
 
 BLOCK = re.compile(r"^<!-- table: (?P<words>.+?) -->\n(?P<body>.*?)^<!-- end -->$", re.S | re.M)
 
@@ -895,8 +895,6 @@ def earlier(report: Report, name: str) -> Lines:
 
 
 # ---- all kinds ----
-
-Make = Callable[..., Iterator[str]]
 
 
 def _of(file: str | None, *makes: Make) -> dict[str, tuple[str | None, Make]]:

@@ -6,10 +6,11 @@ the pages hold these tables from the start.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,25 +20,21 @@ from evidence import ROOT, intervals
 Report = Mapping[str, Any]
 Lines = Iterator[str]
 
+CALLS = {
+    "a": ("latency", "memory", "gpt-10M", "gpt-25M"),
+    "b": ("gpt-91M", "images-vit", "images-resnet18", "images-efficientformer"),
+    "c": ("gpt-311M", "gpt-10M-long", "images-vit-s", "finetune-vit-b"),
+}
 MAKES = {
     "training.json": "bench_training.py",
     "ablations.json": "bench_training.py --table ablations",
     "finetune.json": "bench_training.py --table finetune",
     "gradients.json": "bench_gradients.py",
+    "bert.json": "evidence.py --call b --out FOLDER",
     **{
-        name: "evidence.py --call a --out FOLDER"
-        for name in ("cuda-latency.json", "cuda-memory.json", "cuda-gpt-10M.json",
-                     "cuda-gpt-25M.json")
-    },
-    **{
-        name: "evidence.py --call b --out FOLDER"
-        for name in ("cuda-gpt-91M.json", "bert.json", "cuda-images-vit.json",
-                     "cuda-images-resnet18.json", "cuda-images-efficientformer.json")
-    },
-    **{
-        name: "evidence.py --call c --out FOLDER"
-        for name in ("cuda-gpt-311M.json", "cuda-gpt-10M-long.json", "cuda-images-vit-s.json",
-                     "cuda-finetune-vit-b.json")
+        f"cuda-{name}.json": f"evidence.py --call {call} --out FOLDER"
+        for call, names in CALLS.items()
+        for name in names
     },
     "cuda-ranks-efficientformer.json":
         "evidence.py --parts cuda-ranks-efficientformer --out FOLDER",
@@ -65,9 +62,18 @@ GPT_LONGER = ("10M-long",)
 """Sizes with more text."""
 
 
+Make = Callable[..., Iterator[str]]
+
+
 def report_of(results: Path, name: str) -> Report | None:
     path = results / name
     return json.loads(path.read_text()) if path.exists() else None
+
+
+def reports_of(results: Path, names: Iterable[str]) -> dict[str, Report]:
+    """Those that are there."""
+    found = {name: report_of(results, name) for name in names}
+    return {name: report for name, report in found.items() if report is not None}
 
 
 def missing(name: str) -> str:
@@ -77,6 +83,23 @@ def missing(name: str) -> str:
     if (ROOT / "benchmarks/evidence" / script).exists():
         command = f"-m benchmarks.evidence.{script.removesuffix('.py')}"
     return f"*Not run yet: `python {' '.join([command, words]).strip()}` makes `{name}`.*"
+
+
+def of_report(name: str, part: str = "") -> Callable[[Make], Make]:
+    """A table of one report, with ``part`` in it, as one of a folder of reports."""
+
+    def of_folder(make: Make) -> Make:
+        @functools.wraps(make)
+        def lines(results: Path, *words: str) -> Lines:
+            report = report_of(results, name)
+            if report is None or part not in {"", *report} or set(words) - {*report}:
+                yield missing(name)
+            else:
+                yield from make(report, *words)
+
+        return lines
+
+    return of_folder
 
 
 def line(words: Sequence[str]) -> str:
@@ -93,11 +116,20 @@ def table_of(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Lines:
     yield from map(line, rows)
 
 
+def shown(name: str) -> str:
+    return SHOWN.get(name, name)
+
+
+def names_in(words: Sequence[str]) -> list[str]:
+    """Names between semicolons."""
+    return [name.strip() for name in " ".join(words).split(";")]
+
+
 def plus_minus(values: Sequence[float], digits: int = 3, sign: str = "+") -> str:
-    """Mean, and the standard deviation where there are several."""
+    """Mean, and the standard deviation where there are several; nothing of none."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
-        return "diverged"
+        return "diverged" if values else ""
     mean = f"{statistics.mean(finite):{sign}.{digits}f}"
     if len(finite) < len(values):
         mean += f", {len(values) - len(finite)} diverged"
@@ -105,6 +137,9 @@ def plus_minus(values: Sequence[float], digits: int = 3, sign: str = "+") -> str
 
 
 # ---- trainings ----
+
+Columns = Sequence[tuple[Report, str]]
+"""Reports with one of their tasks each."""
 
 
 def of_task(report: Report, task: str) -> dict[str, dict[str, Report]]:
@@ -129,25 +164,23 @@ def differences(report: Report, task: str, method: str) -> list[float]:
 
 def trainings(results: Path, *files: str) -> Lines:
     """Validation loss less fp32's, paired, mean ± deviation of the seeds; a column a task."""
-    found = [(name, report_of(results, name)) for name in files]
-    columns = [
-        (report, task) for _, report in found if report is not None for task in tasks_of(report)
-    ]
+    found = reports_of(results, files)
+    columns = [(report, task) for report in found.values() for task in tasks_of(report)]
     if columns:
         yield from training_lines(columns)
-    for name, report in found:
+    for name in files:
+        why_not = found[name]["left out"] if name in found else {}
         notes = [
             f"*{name}: `{method}` left out: {' '.join(why.split())}*"
-            for method, why in (report["left out"] if report else {}).items()
+            for method, why in why_not.items()
             if method != "lora"
         ]
-        for note in notes if report else [missing(name)]:
+        for note in notes if name in found else [missing(name)]:
             if columns:
                 yield ""  # else it would be another row
             yield note
     if columns:
-        yield ""
-        yield dates_line(results, [name for name, report in found if report is not None])
+        yield from ("", dates_line(results, found))
 
 
 def rows(results: Path, file: str, *words: str) -> Lines:
@@ -156,23 +189,16 @@ def rows(results: Path, file: str, *words: str) -> Lines:
     if report is None:
         yield missing(file)
         return
-    names = [name.strip() for name in " ".join(words).split(";")]
     columns = [(report, task) for task in tasks_of(report)]
     gaps = gaps_of(columns)
     yield from header(["validation loss less fp32's", *_heads(columns)])
-    for name in names:
-        found = gaps.get(name, [[] for _ in columns])
-        cells = (plus_minus(values) if values else "" for values in found)
-        yield line([SHOWN.get(name, name), *cells])
-    yield ""
-    yield dates_line(results, [file])
+    for name in names_in(words):
+        yield line([shown(name), *map(plus_minus, gaps.get(name, [[] for _ in columns]))])
+    yield from ("", dates_line(results, [file]))
 
 
 def tasks_of(report: Report) -> list[str]:
     return list(dict.fromkeys(key.split("/")[0] for key in report["runs"]))
-
-
-Columns = Sequence[tuple[Report, str]]
 
 
 def gaps_of(columns: Columns) -> dict[str, list[list[float]]]:
@@ -191,45 +217,45 @@ def gaps_of(columns: Columns) -> dict[str, list[list[float]]]:
     return {method: gaps[method] for method in sorted(gaps, key=order)}
 
 
-def _heads(columns: Columns) -> list[str]:
-    out = []
+def _heads(columns: Columns) -> Lines:
     for report, task in columns:
         counts = [len(runs) for runs in of_task(report, task).values()]
         few, most = min(counts), max(counts)
         seeds = (
             f"{few} to {most} seeds" if few < most else "one seed" if most == 1 else f"{most} seeds"
         )
-        out.append(f"{TITLES.get(task, task)}, {seeds}")
-    return out
+        yield f"{TITLES.get(task, task)}, {seeds}"
 
 
 def training_lines(columns: Columns) -> Lines:
     """Every method of some reports' tasks, fp32's own losses first."""
     yield from header(["", *_heads(columns)])
-    losses = [
-        [run["val_loss"] for run in of_task(report, task).get("fp32", {}).values()]
-        for report, task in columns
-    ]
+    plain = (of_task(report, task).get("fp32", {}).values() for report, task in columns)
+    losses = ([run["val_loss"] for run in runs] for runs in plain)
     yield line(["fp32's loss", *(plus_minus(values, sign="") for values in losses)])
     for method, gaps in gaps_of(columns).items():
-        cells = (plus_minus(values) if values else "" for values in gaps)
-        yield line([SHOWN.get(method, method), *cells])
+        yield line([shown(method), *map(plus_minus, gaps)])
 
 
 # ---- gradients ----
 
 
-def over_layers(report: Report, task: str, step: int | None, method: str, *path: str) -> float:
-    """Over layers, seeds and, for None, steps: the root mean square of errors, else the mean."""
-    values = []
+def _layers(report: Report, task: str, step: int | None) -> Iterator[Report]:
+    """Of every point of a task, or of those at one step."""
     for key, point in report["points"].items():
         name, _, when = key.split("/")
         if name == task and step in (None, int(when)):
-            for layer in point["layers"].values():
-                entry: Any = layer["methods"].get(method)
-                for part in path if entry is not None else ():
-                    entry = entry.get(part)
-                values += [] if entry is None else [entry]
+            yield from point["layers"].values()
+
+
+def over_layers(report: Report, task: str, step: int | None, method: str, *path: str) -> float:
+    """Over layers, seeds and, for None, steps: the root mean square of errors, else the mean."""
+    values = []
+    for layer in _layers(report, task, step):
+        entry: Any = layer["methods"].get(method)
+        for part in path if entry is not None else ():
+            entry = entry.get(part)
+        values += [] if entry is None else [entry]
     if not values:
         return float("nan")
     if path[-1] in ("error", "noise", "bias"):
@@ -239,39 +265,19 @@ def over_layers(report: Report, task: str, step: int | None, method: str, *path:
 
 def batch_noise_of(report: Report, task: str, step: int | None = None) -> float:
     """Median over layers: where a mean gradient is lost in noise, the ratio has no bound."""
-    values = [
-        layer["batch"]
-        for key, point in report["points"].items()
-        if key.startswith(f"{task}/") and step in (None, int(key.rpartition("/")[2]))
-        for layer in point["layers"].values()
-    ]
+    values = [layer["batch"] for layer in _layers(report, task, step)]
     return statistics.median(values) if values else float("nan")
 
 
 def methods_of(report: Report, task: str) -> list[str]:
-    found: dict[str, None] = {}
-    for key, point in report["points"].items():
-        if key.startswith(f"{task}/"):
-            for layer in point["layers"].values():
-                found |= dict.fromkeys(layer["methods"])
-    return list(found)
-
-
-def gradient_quality(results: Path) -> Lines:
-    """Errors of g_x and g_w, noise and bias of g_w by method, least error of g_w first."""
-    report = report_of(results, "gradients.json")
-    yield from gradient_lines(report) if report else [missing("gradients.json")]
+    return list(dict.fromkeys(m for layer in _layers(report, task, None) for m in layer["methods"]))
 
 
 def gradient_lines(report: Report) -> Lines:
-    """The same of a report at hand."""
+    """Errors of g_x and g_w, noise and bias of g_w by method, least error of g_w first."""
     tasks = report["settings"]["tasks"]
     measures = (("gx", "error"), ("gw", "error"), ("gw", "noise"), ("gw", "bias"))
-    heads = [
-        f"{TITLES[task]}: {words}" if words == "g_x" else words
-        for task in tasks
-        for words in ("g_x", "g_w", "noise", "bias")
-    ]
+    heads = [w for task in tasks for w in (f"{TITLES[task]}: g_x", "g_w", "noise", "bias")]
     yield from header(["", *heads, "cost", "bytes"])
 
     def of(method: str, *path: str) -> list[float]:
@@ -281,14 +287,18 @@ def gradient_lines(report: Report) -> Lines:
 
     methods = dict.fromkeys(name for task in tasks for name in methods_of(report, task))
     for method in sorted(methods, key=lambda name: statistics.mean(of(name, "gw", "error"))):
-        values = [
-            over_layers(report, task, None, method, *way) for task in tasks for way in measures
-        ]
+        values = [over_layers(report, task, None, method, *m) for task in tasks for m in measures]
         cells = ["" if math.isnan(value) else f"{value:.3f}" for value in values]
         tail = [dict.fromkeys(f"{v:.2f}" for v in of(method, key)) for key in ("cost", "bytes")]
-        yield line([SHOWN.get(method, method), *cells, *map(", ".join, tail)])
+        yield line([shown(method), *cells, *map(", ".join, tail)])
     cells = [c for task in tasks for c in ("", f"{batch_noise_of(report, task):.2f}", "", "")]
     yield line(["other batches (median)", *cells, "", ""])
+
+
+@of_report("gradients.json")
+def gradient_quality(report: Report) -> Lines:
+    """Error, noise and bias along training, by method."""
+    yield from gradient_lines(report)
 
 
 # ---- latency ----
@@ -303,24 +313,20 @@ def ratio(rows: Mapping[str, Any], name: str) -> str:
 
 
 LATENCY = ("LBP-WHT", "tf32", "bf16", "FP8 products", "hotcore paper, fp32 arrays",
-           "hotcore paper", "hotcore default", "hotcore fast", "hotcore compact")  # fmt: skip
-
-
+           "hotcore paper", "hotcore default", "hotcore fast", "hotcore compact",
+           "torchao FP8")  # fmt: skip
 UNFUSED = (
     "*LBP-WHT: its transforms and products are separate operations of torch in fp32, HOT's are "
     "fused kernels. Its column is the time of that code, no bound on the method's.*"
 )
 
 
-def latency(results: Path, part: str = "graph") -> Lines:
-    """Times faster than fp32, a row a layer; the paper's two columns first."""
-    report = report_of(results, "cuda-latency.json")
-    if report is None or part not in report:
-        yield missing("cuda-latency.json")
-        return
+@of_report("cuda-latency.json")
+def latency(report: Report, part: str = "graph") -> Lines:
+    """The paper's layers: times faster than fp32, a row a layer; the paper's two columns first."""
     tables = report[part]
     known = {name for table in tables.values() for name in table["rows"]}
-    names = [n for n in (*LATENCY, "torchao FP8") if n in known]
+    names = [n for n in LATENCY if n in known]
     head = ["layer (L, O, I)", "paper: LBP-WHT", "paper: HOT", "fp32, µs"]
     yield from header([*head, *(f"`{n.removeprefix('hotcore ')}`" if n.startswith("hotcore")
                                 else n for n in names)])  # fmt: skip
@@ -333,41 +339,31 @@ def latency(results: Path, part: str = "graph") -> Lines:
     means = report["means"].get(part)
     if means:
         theirs = ("the paper's LBP-WHT", "the paper's HOT")
-        paper = [f"{means[name]['geomean']:.2f}" for name in theirs]
-        cells = [f"{means[n]['geomean']:.2f}" if n in means else "" for n in names]
-        yield line(["geometric mean", *paper, "", *cells])
-    yield ""
-    yield UNFUSED
+        cells = [f"{means[n]['geomean']:.2f}" if n in means else "" for n in (*theirs, *names)]
+        yield line(["geometric mean", *cells[:2], "", *cells[2:]])
+    yield from ("", UNFUSED)
     if report["left out"]:
-        yield ""
-        yield f"*No time left for: {', '.join(report['left out'])}.*"
+        yield from ("", f"*No time left for: {', '.join(report['left out'])}.*")
 
 
-def breakdown(results: Path) -> Lines:
-    """Fig. 1: microseconds of the device by stage."""
-    report = report_of(results, "cuda-latency.json")
-    if report is None or "breakdown" not in report:
-        yield missing("cuda-latency.json")
-        return
+@of_report("cuda-latency.json", "breakdown")
+def breakdown(report: Report) -> Lines:
+    """Fig. 1 of the supplement: microseconds of the device by stage."""
     head = ["µs", "fp32's products", "LBP-WHT", "HOT", "its products", "transforms and quantisers",
             "launches", "the paper: fp32, LBP-WHT, HOT"]  # fmt: skip
     yield from header(head)
     for name, found in report["breakdown"].items():
+        of, paper = found["stages"], found["paper_us"]
+        low = of["LBP-WHT"]
+        low_us = low["products, transforms among them"] + low["rest"]
         for way in ("paper, fp32 arrays", "paper"):
-            of, paper = found["stages"], found["paper_us"]
-            low = of["LBP-WHT"]
-            low_us = low["products, transforms among them"] + low["rest"]
-            arrays = way.removeprefix("paper")
             total, products = hot_parts(of[way])
-            yield line([
-                f"{name}, `paper`{arrays}",
-                *(f"{us:.1f}" for us in (of["fp32"]["products"], low_us, total, products)),
-                f"{total - products:.1f}",
-                f"{of[way]['launches']:.0f}",
-                f"{paper['FP']:.0f}, {paper['LBP-WHT']:.0f}, {paper['HOT']:.0f}",
-            ])  # fmt: skip
-    yield ""
-    yield UNFUSED
+            figures = (of["fp32"]["products"], low_us, total, products, total - products)
+            theirs = ", ".join(f"{paper[who]:.0f}" for who in ("FP", "LBP-WHT", "HOT"))
+            yield line([f"{name}, `paper`{way.removeprefix('paper')}",
+                        *(f"{us:.1f}" for us in figures),
+                        f"{of[way]['launches']:.0f}", theirs])  # fmt: skip
+    yield from ("", UNFUSED)
 
 
 def hot_parts(found: Report) -> tuple[float, float]:
@@ -378,36 +374,32 @@ def hot_parts(found: Report) -> tuple[float, float]:
 # ---- memory ----
 
 
-def memory(results: Path) -> Lines:
-    """Peak of a step and, in brackets, what forward keeps; the formula and the paper's bar."""
-    report = report_of(results, "cuda-memory.json")
-    if report is None:
-        yield missing("cuda-memory.json")
-        return
+@of_report("cuda-memory.json")
+def memory(report: Report) -> Lines:
+    """A step of ViT-B by batch: peak and, in brackets, what forward keeps; the formula below."""
     rows = report["rows"]
     batches = list(dict.fromkeys(batch for found in rows.values() for batch in found))
+
+    def measured(row: Report) -> str:
+        if "peak_gib" in row:
+            peak = row.get("peak by kept", row["peak_gib"])
+            return f"{peak:.1f} ({row['kept_gib']:.1f})"
+        why = row.get("left out", "")
+        return "out of memory" if "OutOfMemory" in why else why[:40]
+
+    def formula(row: Report) -> str:
+        bar = f" ({row['paper_gb']:.1f})" if "paper_gb" in row else ""
+        return f"{row['formula_gib']:.1f}{bar}" if "formula_gib" in row else ""
+
     yield from header(["GiB", *(f"{batch} images" for batch in batches)])
     for name, found in rows.items():
-        cells = []
-        for batch in batches:
-            row = found.get(batch, {})
-            if "peak_gib" in row:
-                peak = row.get("peak by kept", row["peak_gib"])
-                cells.append(f"{peak:.1f} ({row['kept_gib']:.1f})")
-            else:
-                why = row.get("left out", "")
-                cells.append("out of memory" if "OutOfMemory" in why else why[:40])
-        yield line([name, *cells])
-        if any("formula_gib" in row for row in found.values()):
-            cells = []
-            for row in (found.get(batch, {}) for batch in batches):
-                bar = f" ({row['paper_gb']:.1f})" if "paper_gb" in row else ""
-                cells.append(f"{row['formula_gib']:.1f}{bar}" if "formula_gib" in row else "")
-            yield line([f"{name}: the formula (the paper's bar)", *cells])
+        of_batches = [found.get(batch, {}) for batch in batches]
+        yield line([name, *map(measured, of_batches)])
+        if any(map(formula, of_batches)):
+            yield line([f"{name}: the formula (the paper's bar)", *map(formula, of_batches)])
 
 
 # ---- GPTs by size ----
-
 
 MARGIN = 0.01
 """Nats. A contender is equivalent to bf16 where the whole 95 % interval lies within them."""
@@ -417,6 +409,16 @@ STEP_REPORTS = {"91M": ("cuda-gpt.json", "cuda-gpt-forward.json")}
 
 Gaps = Mapping[str, Mapping[int, float]]
 """Contender -> seed -> a figure."""
+
+
+def file_of(size: str) -> str:
+    return f"cuda-gpt-{size}.json"
+
+
+def of_sizes(results: Path, sizes: Sequence[str] = (*GPT_SIZES, *GPT_LONGER)) -> dict[str, Report]:
+    """Size -> its report, of those that are there."""
+    found = reports_of(results, map(file_of, sizes))
+    return {size: found[file_of(size)] for size in sizes if file_of(size) in found}
 
 
 def runs_by_seed(report: Report) -> dict[str, dict[int, Report]]:
@@ -431,10 +433,7 @@ def runs_by_seed(report: Report) -> dict[str, dict[int, Report]]:
 def gaps_by_size(results: Path, sizes: Sequence[str] = GPT_SIZES) -> dict[str, dict[str, Any]]:
     """Size -> contender -> seed -> validation loss less bf16's of that seed; of bf16 its losses."""
     out: dict[str, dict[str, Any]] = {}
-    for size in sizes:
-        report = report_of(results, f"cuda-gpt-{size}.json")
-        if report is None:
-            continue
+    for size, report in of_sizes(results, sizes).items():
         runs = runs_by_seed(report)
         plain = {seed: run["validation_loss"] for seed, run in runs.get("bf16", {}).items()}
         out[size] = {"bf16": plain} | {
@@ -455,6 +454,12 @@ def of_equal_seeds(gaps: Gaps) -> dict[str, dict[int, float]]:
     }
 
 
+def equal_seeds_of(runs: Mapping[str, Mapping[int, Report]], name: str) -> list[int]:
+    """The seeds of a contender that :func:`of_equal_seeds` leaves."""
+    found = of_equal_seeds({n: dict.fromkeys(of, 0.0) for n, of in runs.items()})
+    return list(found.get(name, {}))
+
+
 def in_order(names: Iterable[str]) -> list[str]:
     """HOT's recipes, the best first, each with its 8-bit forward; then the rivals; not bf16."""
     every = set(names) - {"bf16"}
@@ -463,45 +468,48 @@ def in_order(names: Iterable[str]) -> list[str]:
     return [*ordered, *sorted(every.difference(ordered))]
 
 
+def ends_of(found: intervals.Interval, digits: int = 4) -> str:
+    return f"[{found.low:+.{digits}f}, {found.high:+.{digits}f}]"
+
+
 def interval_words(values: Sequence[float], digits: int = 4) -> str:
     """The mean, Student's 95 % interval of it, and of how many; nothing of none."""
     if not values:
         return ""
     found = intervals.interval(values)
-    if found is None:
-        return f"{statistics.mean(values):+.{digits}f} ({len(values)})"
-    low, high = (f"{end:+.{digits}f}" for end in (found.low, found.high))
-    return f"{found.mean:+.{digits}f} [{low}, {high}] ({found.count})"
+    ends = "" if found is None else f" {ends_of(found, digits)}"
+    return f"{statistics.mean(values):+.{digits}f}{ends} ({len(values)})"
 
 
-def _size_heads(results: Path, sizes: Iterable[str]) -> Lines:
-    for size in sizes:
-        report = report_of(results, f"cuda-gpt-{size}.json")
-        assert report is not None
+def _size_heads(found: Mapping[str, Report]) -> Lines:
+    for size, report in found.items():
         settings = report["settings"]
         tokens = settings["steps"] * settings["size"]["batch"] * settings["size"]["context"]
         name = size.removesuffix("-long")
         yield f"{name}, {tokens / report['parameters']:.2f} tokens a parameter"
 
 
+def _of_all_sizes(results: Path) -> tuple[dict[str, Report], list[str]]:
+    """The reports of all sizes, and the lines above their table: what is missing."""
+    found = of_sizes(results)
+    late = [missing(file_of(s)) for s in (*GPT_SIZES, *GPT_LONGER) if s not in found]
+    return found, [*late, ""] if found else late
+
+
 def scaling(results: Path) -> Lines:
-    """The gap to bf16 by size, of equal seeds: mean and 95 % interval, and how many pairs."""
-    sizes = (*GPT_SIZES, *GPT_LONGER)
-    found = {size: of_equal_seeds(gaps) for size, gaps in gaps_by_size(results, sizes).items()}
-    for size in sizes:
-        if size not in found:
-            yield missing(f"cuda-gpt-{size}.json")
-    if not found:
+    """GPTs by size: the gap to bf16, of equal seeds: mean and 95 % interval, how many pairs."""
+    reports, late = _of_all_sizes(results)
+    yield from late
+    if not reports:
         return
-    yield ""
-    yield from header(["validation loss less bf16's", *_size_heads(results, found)])
-    losses = [list(gaps["bf16"].values()) for gaps in found.values()]
+    found = {size: of_equal_seeds(g) for size, g in gaps_by_size(results, list(reports)).items()}
+    yield from header(["validation loss less bf16's", *_size_heads(reports)])
+    losses = (list(gaps["bf16"].values()) for gaps in found.values())
     yield line(["bf16's loss, ± deviation", *(plus_minus(v, 4, "") for v in losses)])
     for name in in_order(n for gaps in found.values() for n in gaps):
-        values = [list(gaps.get(name, {}).values()) for gaps in found.values()]
-        yield line([SHOWN.get(name, name), *map(interval_words, values)])
-    yield ""
-    yield dates_line(results, [f"cuda-gpt-{size}.json" for size in found])
+        values = (list(gaps.get(name, {}).values()) for gaps in found.values())
+        yield line([shown(name), *map(interval_words, values)])
+    yield from ("", dates_line(results, map(file_of, reports)))
 
 
 def pooled_gaps(
@@ -528,6 +536,11 @@ def pooled_gaps(
     return out
 
 
+def pooled_interval(by_size: Mapping[str, Sequence[float]]) -> intervals.Interval | None:
+    """Of all sizes, every pair counted once."""
+    return intervals.interval([v for values in by_size.values() for v in values])
+
+
 LAST_POINTS = 10
 """Of the hundred training losses that a run keeps."""
 
@@ -538,12 +551,9 @@ def training_gaps(results: Path, name: str, less: str = "bf16") -> list[float]:
     Each batch is seen once, by the forward pass that is trained; of runs that kept them.
     """
     out = []
-    for size in pooled_gaps(results, name, less):
-        report = report_of(results, f"cuda-gpt-{size}.json")
-        assert report is not None
+    for report in of_sizes(results, list(pooled_gaps(results, name, less))).values():
         runs = runs_by_seed(report)
-        common = of_equal_seeds({n: dict.fromkeys(found, 0.0) for n, found in runs.items()})
-        for seed in common[name]:
+        for seed in equal_seeds_of(runs, name):
             pair = [runs[one].get(seed, {}).get("training", []) for one in (name, less)]
             if all(pair):
                 mine, other = (statistics.mean(values[-LAST_POINTS:]) for values in pair)
@@ -554,21 +564,19 @@ def training_gaps(results: Path, name: str, less: str = "bf16") -> list[float]:
 def pooled(results: Path) -> Lines:
     """The gap over all sizes, every pair counted once, and whether it shows equivalence."""
     names = in_order({n for gaps in gaps_by_size(results).values() for n in gaps})
-    rows = [(name, "bf16") for name in names]
-    rows += [(name, FP8) for name in ("default", "default int8-forward")]
+    pairs = [(name, "bf16") for name in names]
+    pairs += [(name, FP8) for name in ("default", "default int8-forward")]
     head = ["validation loss, all sizes", "sizes", "pairs", "mean", "95 % interval"]
     head += [f"within ±{MARGIN}", "every pair: mean [interval] (pairs)"]
     yield from header([*head, "the same of the last training losses"])
-    for name, less in rows:
+    for name, less in pairs:
         by_size = pooled_gaps(results, name, less)
-        found = intervals.interval([v for values in by_size.values() for v in values])
+        found = pooled_interval(by_size)
         if found is None:
             continue
-        more = [v for values in pooled_gaps(results, name, less, every=True).values()
-                for v in values]  # fmt: skip
-        ends = f"[{found.low:+.4f}, {found.high:+.4f}]"
-        yield line([f"{SHOWN.get(name, name)} less {less}", ", ".join(by_size), str(found.count),
-                    f"{found.mean:+.4f}", ends, intervals.verdict(found, MARGIN),
+        more = [v for vs in pooled_gaps(results, name, less, every=True).values() for v in vs]
+        yield line([f"{shown(name)} less {less}", ", ".join(by_size), str(found.count),
+                    f"{found.mean:+.4f}", ends_of(found), intervals.verdict(found, MARGIN),
                     interval_words(more),
                     interval_words(training_gaps(results, name, less))])  # fmt: skip
 
@@ -579,18 +587,16 @@ def pooled_words(results: Path) -> Lines:
     sizes: dict[str, None] = {}
     for name in ("default", "default int8-forward", FP8, "fast"):
         by_size = pooled_gaps(results, name)
-        found = intervals.interval([v for values in by_size.values() for v in values])
-        if found is None:
-            continue
-        sizes |= dict.fromkeys(by_size)
-        ends = f"{found.mean:+.3f} [{found.low:+.3f}, {found.high:+.3f}]"
-        parts.append(f"{name} {ends} ({found.count} pairs: {intervals.verdict(found, MARGIN)})")
-    if not parts:
-        yield missing("cuda-gpt-10M.json")
-        return
+        found = pooled_interval(by_size)
+        if found is not None:
+            sizes |= dict.fromkeys(by_size)
+            words = f"{found.count} pairs: {intervals.verdict(found, MARGIN)}"
+            parts.append(f"{name} {found.mean:+.3f} {ends_of(found, 3)} ({words})")
     yield (
         f"*GPTs of {', '.join(sizes)}: validation loss less bf16's, pairs of equal seeds pooled, "
         f"mean [95 % interval] and whether it is equivalent within {MARGIN}: {'; '.join(parts)}.*"
+        if parts
+        else missing("cuda-gpt-10M.json")
     )
 
 
@@ -616,21 +622,17 @@ def shares_of_steps(report: Report, name: str) -> tuple[float | None, list[float
     """
     runs = runs_by_seed(report)
     mine, plain = runs.get(name, {}), runs["bf16"]
-    common = of_equal_seeds({n: dict.fromkeys(found, 0.0) for n, found in runs.items()})
-    seeds = [seed for seed in common.get(name, {}) if seed in plain]
+    seeds = [seed for seed in equal_seeds_of(runs, name) if seed in plain]
     if not seeds:
         raise KeyError(name)
-    steps = report["settings"]["steps"]
 
-    def share(curves: Sequence[Any], losses: Sequence[float]) -> float | None:
-        mean = [(points[0][0], statistics.mean(loss for _, loss in points))
-                for points in zip(*curves, strict=True)]  # fmt: skip
-        found = steps_to(mean, statistics.mean(losses))
-        return None if found is None else found / steps
+    def share(seeds: Sequence[int]) -> float | None:
+        curves = zip(*(plain[seed]["curve"] for seed in seeds), strict=True)
+        mean = [(points[0][0], statistics.mean(loss for _, loss in points)) for points in curves]
+        found = steps_to(mean, statistics.mean(mine[seed]["validation_loss"] for seed in seeds))
+        return None if found is None else found / report["settings"]["steps"]
 
-    pairs = [([plain[s]["curve"]], [mine[s]["validation_loss"]]) for s in seeds]
-    together = share([c[0] for c, _ in pairs], [loss[0] for _, loss in pairs])
-    return together, [share(*pair) for pair in pairs]
+    return share(seeds), [share([seed]) for seed in seeds]
 
 
 def _share(value: float | None) -> str:
@@ -639,18 +641,12 @@ def _share(value: float | None) -> str:
 
 def to_loss(results: Path) -> Lines:
     """Steps of bf16 to each contender's last loss; with the step's time where there is one."""
-    reports = {size: report_of(results, f"cuda-gpt-{size}.json")
-               for size in (*GPT_SIZES, *GPT_LONGER)}  # fmt: skip
-    found = {size: report for size, report in reports.items() if report is not None}
-    for size in reports:
-        if size not in found:
-            yield missing(f"cuda-gpt-{size}.json")
+    found, late = _of_all_sizes(results)
+    yield from late
     if not found:
         return
-    yield ""
-    yield from header(["share of bf16's steps to the same loss", *_size_heads(results, found)])
-    names = ("default", "default int8-forward", "compact", "fast", "fast int8-forward", FP8)
-    for name in names:
+    yield from header(["share of bf16's steps to the same loss", *_size_heads(found)])
+    for name in ("default", "default int8-forward", "compact", "fast", "fast int8-forward", FP8):
         cells = []
         for report in found.values():
             try:
@@ -660,34 +656,30 @@ def to_loss(results: Path) -> Lines:
                 continue
             ordered = sorted(each, key=lambda value: math.inf if value is None else value)
             ends = dict.fromkeys(_share(value) for value in (ordered[0], ordered[-1]))
-            spread = f" ({' to '.join(ends)})" if len(each) > 1 else ""
-            cells.append(_share(share) + spread)
+            cells.append(_share(share) + (f" ({' to '.join(ends)})" if len(each) > 1 else ""))
         yield line([name, *cells])
     yield ""
     yield from header(["", "step, of bf16's", "bf16's steps to the same loss", "time to that loss"])
     for size, report in found.items():
+        known = runs_by_seed(report)
         for name, ratio in step_ratios(results, size).items():
-            try:
-                share, _ = shares_of_steps(report, name)
-            except KeyError:
+            if not equal_seeds_of(known, name):
                 continue
+            share, _ = shares_of_steps(report, name)
             time = f"below {ratio:.2f}" if share is None else f"{ratio / share:.2f}"
             yield line([f"{size}, {name}", f"{ratio:.2f}", _share(share), f"{time} of bf16's"])
-    yield ""
-    files = [*(f"cuda-gpt-{size}.json" for size in found),
-             *(name for names in STEP_REPORTS.values() for name in names)]  # fmt: skip
-    yield dates_line(results, files)
+    timed = (name for names in STEP_REPORTS.values() for name in names)
+    yield from ("", dates_line(results, [*map(file_of, found), *timed]))
 
 
 def step_ratios(results: Path, size: str) -> dict[str, float]:
     """Contender -> its step's time over bf16's, of reports of the same model with times."""
     out = {}
-    for name in STEP_REPORTS.get(size, ()):
-        timed = report_of(results, name)
-        for contender, runs in runs_by_seed(timed).items() if timed else ():
-            plain = runs_by_seed(timed)["bf16"] if timed else {}
-            ratios = [run["step_ms"] / plain[seed]["step_ms"] for seed, run in runs.items()
-                      if "step_ms" in run and seed in plain]  # fmt: skip
+    for report in reports_of(results, STEP_REPORTS.get(size, ())).values():
+        timed = runs_by_seed(report)
+        for contender, runs in timed.items():
+            ratios = [run["step_ms"] / timed["bf16"][seed]["step_ms"] for seed, run in runs.items()
+                      if "step_ms" in run and seed in timed["bf16"]]  # fmt: skip
             if ratios and contender != "bf16":
                 out[contender] = statistics.mean(ratios)
     return out
@@ -696,26 +688,17 @@ def step_ratios(results: Path, size: str) -> dict[str, float]:
 def to_loss_words(results: Path, *words: str) -> Lines:
     """One sentence: where bf16 has the last loss of a contender, by size."""
     name = " ".join(words)
-    parts = []
-    for size in (*GPT_SIZES, *GPT_LONGER):
-        report = report_of(results, f"cuda-gpt-{size}.json")
-        if report is None or name not in runs_by_seed(report):
-            continue
-        (head,) = _size_heads(results, [size])
-        parts.append((head, _share(shares_of_steps(report, name)[0])))
-    if not parts:
-        yield missing("cuda-gpt-10M.json")
-        return
-    listed = ", ".join(f"{share} ({head})" for head, share in parts)
-    yield f"*GPTs on text: bf16 has `{name}`'s last loss after this share of its steps: {listed}.*"
+    found = {s: r for s, r in of_sizes(results).items() if name in runs_by_seed(r)}
+    shares = [_share(shares_of_steps(report, name)[0]) for report in found.values()]
+    parts = zip(shares, _size_heads(found), strict=True)
+    listed = ", ".join(f"{share} ({head})" for share, head in parts)
+    sentence = f"bf16 has `{name}`'s last loss after this share of its steps: {listed}"
+    yield f"*GPTs on text: {sentence}.*" if found else missing("cuda-gpt-10M.json")
 
 
 def quality(results: Path) -> Lines:
     """Both sentences as one line, where a page must be short."""
     yield " ".join([*pooled_words(results), *to_loss_words(results, "fast")])
-
-
-# ---- dates ----
 
 
 def recipes(results: Path, file: str, *words: str) -> Lines:
@@ -724,16 +707,15 @@ def recipes(results: Path, file: str, *words: str) -> Lines:
     if report is None:
         yield missing(file)
         return
-    runs = runs_by_seed(report)
-    names = [name.strip() for name in " ".join(words).split(";")]
-    yield from header(
-        ["validation loss, seed 0", *(f"`{SHOWN.get(name, name)}`" for name in names)]
-    )
-    (head,) = _size_heads(results, [file.removeprefix("cuda-gpt-").removesuffix(".json")])
+    runs, names = runs_by_seed(report), names_in(words)
+    yield from header(["validation loss, seed 0", *(f"`{shown(name)}`" for name in names)])
+    size = file.removeprefix("cuda-gpt-").removesuffix(".json")
     losses = [f"{runs[name][0]['validation_loss']:.3f}" for name in names]
-    yield line([f"GPT on text, {head}", *losses])
-    yield ""
-    yield dates_line(results, [file])
+    yield line([f"GPT on text, {next(_size_heads({size: report}))}", *losses])
+    yield from ("", dates_line(results, [file]))
+
+
+# ---- dates, figures ----
 
 
 def days_of(report: Report) -> list[str]:
@@ -749,13 +731,9 @@ def dates_line(results: Path, names: Iterable[str]) -> str:
     """When each report was made: of tables that put several beside one another."""
     parts = []
     for name in dict.fromkeys(names):
-        report = report_of(results, name)
-        days = days_of(report) if report is not None else []
+        days = days_of(report_of(results, name) or {})
         parts.append(f"{name.removesuffix('.json')} {' to '.join(days) or 'not dated'}")
     return f"*Measured: {', '.join(parts)}.*"
-
-
-# ---- figures ----
 
 
 FIGURES = {
