@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import re
 import statistics
 import time
@@ -119,22 +120,19 @@ def torch_both(arrays: Sequence[torch.Tensor], bias: torch.Tensor) -> Call:
 
 
 def torch_rivals(shape: Shape, device: str) -> dict[str, Call]:
-    gy, w, x = tensors(shape, device, torch.float32)
+    arrays = tensors(shape, device, torch.float32)
+    halves = [array.bfloat16() for array in arrays]
+    kinds: dict[str, tuple[Any, bool | None]] = {"fp32": (arrays, None), "bf16": (halves, None)}
+    if device == "cuda":
+        kinds = {"fp32": (arrays, False), "tf32": (arrays, True), "bf16": (halves, None)}
     out: dict[str, Call] = {}
-    if device == "cpu":
-        out["torch fp32"] = rivals.backward(gy, w, x)
-        out["fp32 products"] = rivals.products(gy, w, x)
-    else:
-        out["torch fp32"] = rivals.backward(gy, w, x, tf32=False)
-        out["fp32 products"] = rivals.products(gy, w, x, tf32=False)
-        out["torch tf32"] = rivals.backward(gy, w, x, tf32=True)
-        out["tf32 products"] = rivals.products(gy, w, x, tf32=True)
-    gy, w, x = gy.bfloat16(), w.bfloat16(), x.bfloat16()
-    out["torch bf16"] = rivals.backward(gy, w, x)
-    out["bf16 products"] = rivals.products(gy, w, x)
-    if device == "cuda" and all(size % 16 == 0 for size in shape):
+    for kind, (of, tf32) in kinds.items():
+        out[f"torch {kind}"] = rivals.backward(*of, tf32=tf32)
+        out[f"{kind} products"] = rivals.products(*of, tf32=tf32)
+    fits = all(size % 16 == 0 for size in shape)
+    if device == "cuda" and fits:
         out["fp8 products"] = rivals.fp8_products(*shape)
-    if device == "cpu" or all(size % 16 == 0 for size in shape):
+    if device == "cpu" or fits:
         out["int8 products"] = rivals.int8_products(*shape, device)
     return out
 
@@ -144,14 +142,14 @@ def layer_rows(
 ) -> dict[str, Row]:
     device = args.device
     contenders = torch_rivals(shape, device)
-    gy, w, x = tensors(shape, device, working_dtype(device))
+    arrays = gy, w, x = tensors(shape, device, working_dtype(device))
     torchao = ""
     if with_torchao:
         try:
             calls, torchao = rivals.torchao_calls(gy, w, x, emulate=device == "cpu")
             contenders |= calls
         except rivals.TorchaoMissing as error:
-            torchao = f"none: {error}"
+            print(f"  torchao: none: {error}")
     duplicate = torch.empty_like(x)
     contenders["copy of x"] = lambda: duplicate.copy_(x)
     for recipe in recipes:
@@ -159,13 +157,12 @@ def layer_rows(
         contenders[f"compress {recipe}"] = hot_compress(x, recipe)
     bias = torch.randn(shape[1], device=device)  # fp32, as parameters under autocast
     if device == "cpu":
-        contenders["torch fp32 both"] = torch_both((gy, w, x), bias)
-    halves = [array.bfloat16() for array in (gy, w, x)]
-    contenders["torch bf16 both"] = torch_both(halves, bias)
+        contenders["torch fp32 both"] = torch_both(arrays, bias)
+    contenders["torch bf16 both"] = torch_both([array.bfloat16() for array in arrays], bias)
     for recipe in recipes:
         if recipe in BOTH:
-            contenders[f"{recipe} both"] = hot_both((gy, w, x), bias, recipe, False)
-            contenders[f"{recipe} int8 both"] = hot_both((gy, w, x), bias, recipe, True)
+            contenders[f"{recipe} both"] = hot_both(arrays, bias, recipe, False)
+            contenders[f"{recipe} int8 both"] = hot_both(arrays, bias, recipe, True)
     rows = timing.steadied(contenders, args.rounds, device)
     if "torchao both" in rows:
         parts = [rows["torchao both"], rows["torchao forward"]]
@@ -173,12 +170,9 @@ def layer_rows(
         if any(row.get("unsteady") for row in parts):
             difference["unsteady"] = True
         rows["torchao both - forward"] = difference
-    if torchao:
-        for name, row in rows.items():
-            if name.startswith("torchao"):
-                row["version"] = torchao
-        if torchao.startswith("none"):
-            print(f"  torchao: {torchao}")
+    for name, row in rows.items():
+        if name.startswith("torchao"):
+            row["version"] = torchao
     for recipe in recipes:
         rows[f"compress {recipe}"]["of a copy"] = ratio(rows, f"compress {recipe}", "copy of x")
         rows[f"hotcore {recipe}"]["floor_ms"] = floor_ms(shape, recipe)
@@ -277,38 +271,19 @@ def part_layers(args: argparse.Namespace, groups: Groups) -> dict[str, Any]:
 # ---- the paper's layers ----
 
 
-def paper_calls(
-    shape: Shape, recipes: Sequence[str], device: str, copies: int
-) -> dict[str, list[Call]]:
-    """Contender -> one call for each copy of the arrays: g_x and g_w."""
-    out: dict[str, list[Call]] = {"fp32": []}
+def paper_calls(shape: Shape, recipes: Sequence[str], device: str) -> dict[str, Call]:
+    """Contender -> g_x and g_w of arrays of its own."""
+    arrays = tensors(shape, device, torch.float32)
+    halves = tuple(array.to(working_dtype(device)) for array in arrays)
+    out = {"fp32": rivals.products(*arrays, tf32=None if device == "cpu" else False)}
     if device == "cuda":
-        out["bf16"] = []
-    names = [(f"hotcore {recipe}", recipe, working_dtype(device)) for recipe in recipes]
+        out["bf16"] = rivals.products(*halves)
+    for recipe in recipes:
+        out[f"hotcore {recipe}"] = hot_backward(*halves, recipe, need=("gx", "gw"))
     if device == "cuda" and "paper" in recipes:
-        names.append(("hotcore paper, fp32 arrays", "paper", torch.float32))
-    for _ in range(copies):
-        arrays = tensors(shape, device, torch.float32)
-        halves = tuple(array.to(working_dtype(device)) for array in arrays)
-        out["fp32"].append(rivals.products(*arrays, tf32=None if device == "cpu" else False))
-        if device == "cuda":
-            out["bf16"].append(rivals.products(*halves))
-        for name, recipe, dtype in names:
-            chosen = arrays if dtype == torch.float32 else halves
-            out.setdefault(name, []).append(hot_backward(*chosen, recipe, need=("gx", "gw")))
+        call = hot_backward(*arrays, "paper", need=("gx", "gw"))
+        out["hotcore paper, fp32 arrays"] = call
     return out
-
-
-def paper_rows(
-    shape: Shape, args: argparse.Namespace, copies: int, watch: timing.Stopwatch | None
-) -> dict[str, Row]:
-    calls = paper_calls(shape, args.recipe, args.device, copies)
-    if args.device == "cpu":
-        return timing.in_turns({name: c[0] for name, c in calls.items()}, args.rounds, "cpu")
-    repeats = max(1, 24 // copies)  # a replay's own cost is spread over at least 24 calls
-    graphs = {name: timing.captured(c * repeats) for name, c in calls.items()}
-    counts = dict.fromkeys(graphs, copies * repeats)
-    return timing.in_turns(graphs, args.rounds, "cuda", watch=watch, calls_in=counts)
 
 
 def part_paper(args: argparse.Namespace) -> dict[str, Any]:
@@ -317,34 +292,37 @@ def part_paper(args: argparse.Namespace) -> dict[str, Any]:
     Returns rows and geometric means of both; the first is the figure, the second what a layer
     whose neighbours left everything in the cache could see.
     """
-    shapes = PAPER if args.device == "cuda" else {TOY: 1.0}
+    cuda = args.device == "cuda"
     out: dict[str, Any] = {}
-    watch = timing.cuda_stopwatch() if args.device == "cuda" else None
-    for way in ("rotating", "cached") if args.device == "cuda" else ("cached",):
+    watch = timing.cuda_stopwatch() if cuda else None
+    for way in ("rotating", "cached") if cuda else ("cached",):
         tables: dict[str, Any] = {}
-        print(
-            f"\nThe paper's layers, g_x and g_w, us a call, arrays {way}; (times faster than fp32)"
-        )
-        for shape, published in shapes.items():
+        print(f"\nThe paper's layers, g_x and g_w, us, arrays {way}; (times faster than fp32)")
+        for shape, published in (PAPER if cuda else {TOY: 1.0}).items():
             tokens, outs, ins = shape
             nbytes = 4 * (tokens * outs + outs * ins + tokens * ins)
             copies = timing.copies_beyond_cache(nbytes, args.device) if way == "rotating" else 1
-            rows = paper_rows(shape, args, copies, watch)
+            sets = [paper_calls(shape, args.recipe, args.device) for _ in range(copies)]
+            repeats = max(1, 24 // copies)  # a replay's own cost is spread over at least 24 calls
+            rows = (
+                timing.in_graphs(sets, repeats, args.rounds, watch)
+                if cuda
+                else timing.in_turns(sets[0], args.rounds, "cpu")
+            )
             words = []
             for name, row in rows.items():
                 row["faster than fp32"] = ratio(rows, "fp32", name)
                 words.append(f"{name} {row['median_ms'] * 1e3:.1f} ({row['faster than fp32']:.2f})")
             print(f"  {shape!s:18s} paper {published:.1f}  {'  '.join(words)}", flush=True)
-            key = ",".join(map(str, shape))
-            tables[key] = {"shape": shape, "published": published, "copies": copies, "rows": rows}
-        names = list(next(iter(tables.values()))["rows"])
+            facts = {"shape": shape, "published": published, "copies": copies}
+            tables[",".join(map(str, shape))] = {**facts, "rows": rows}
         means = {}
-        for name in names:
+        for name in next(iter(tables.values()))["rows"]:
             values = [table["rows"][name]["faster than fp32"] for table in tables.values()]
             means[name] = {"geomean": statistics.geometric_mean(values), "worst": min(values)}
             print(f"  {name:27s} geometric mean {means[name]['geomean']:.2f}, worst "
                   f"{means[name]['worst']:.2f} times faster than fp32")  # fmt: skip
-        published_mean = statistics.geometric_mean(shapes.values())
+        published_mean = statistics.geometric_mean([t["published"] for t in tables.values()])
         out[way] = {"shapes": tables, "means": means, "published geomean": published_mean}
         if args.short:
             break
@@ -477,10 +455,15 @@ def part_forward(args: argparse.Namespace, groups: Groups) -> dict[str, Any]:
 
 
 def host_bursts(
-    call: Call, device: str, clocks: Sequence[Callable[[], float]], calls: int, bursts: int
+    call: Call,
+    device: str,
+    clocks: Sequence[Callable[[], float]],
+    calls: int = 40,
+    bursts: int = 15,
 ) -> list[list[float]]:
     """Milliseconds of one call by each clock (seconds), in bursts between synchronisations."""
-    for _ in range(20):
+    calls = 40
+    for _ in range(calls // 2):
         call()
     values: list[list[float]] = [[] for _ in clocks]
     for _ in range(bursts):
@@ -495,21 +478,17 @@ def host_bursts(
     return values
 
 
-def host_us(call: Call, device: str, calls: int = 40, bursts: int = 15) -> Row:
-    """Host time of one call, while the device only runs behind."""
-    (values,) = host_bursts(call, device, (time.perf_counter,), calls, bursts)
-    return timing.spread(values)
-
-
-def host_turns(
-    calls: dict[str, Call], device: str, calls_in: int = 40, bursts: int = 15
-) -> dict[str, Row]:
-    """:func:`host_us` of several calls whose bursts take turns: what is to be a ratio."""
+def host_turns(calls: dict[str, Call], device: str, bursts: int = 15) -> dict[str, Row]:
+    """Host time of a call, while the device only runs behind; bursts of several take turns."""
     values: dict[str, list[float]] = {name: [] for name in calls}
     for name in list(calls) * bursts:
-        row = host_us(calls[name], device, calls=calls_in, bursts=1)
-        values[name].append(row["median_ms"])
+        values[name] += host_bursts(calls[name], device, (time.perf_counter,), bursts=1)[0]
     return {name: timing.spread(times) for name, times in values.items()}
+
+
+def host_us(call: Call, device: str) -> Row:
+    """The same of one call."""
+    return timing.spread(host_bursts(call, device, (time.perf_counter,))[0])
 
 
 def layer_step(layer: torch.nn.Module, x: torch.Tensor, gy: torch.Tensor) -> Call:
@@ -520,15 +499,11 @@ def layer_step(layer: torch.nn.Module, x: torch.Tensor, gy: torch.Tensor) -> Cal
 
 def draw_rows(device: str) -> dict[str, Row]:
     """What a random seed costs: a number that Python holds, and one that stays on the device."""
-
-    def number() -> object:
-        return torch.randint(2**63 - 1, (), dtype=torch.int64).item()
-
-    def tensor() -> object:
-        return torch.randint(2**63 - 1, (), dtype=torch.int64, device=device)
-
-    calls = {"draw a seed, CPU's generator, item": number}
-    calls[f"draw a seed, {device}'s generator, a tensor there"] = tensor
+    draw = functools.partial(torch.randint, 2**63 - 1, (), dtype=torch.int64)
+    calls: dict[str, Call] = {
+        "draw a seed, CPU's generator, item": lambda: draw().item(),
+        f"draw a seed, {device}'s generator, a tensor there": lambda: draw(device=device),
+    }
     return host_turns(calls, device)
 
 
@@ -550,7 +525,7 @@ def inside_us(call: Call, device: str) -> Row:
 
     clocks = (time.perf_counter, lambda: spent)
     with mock.patch.object(layer, "backward", staticmethod(timed)):
-        whole, inside = host_bursts(call, device, clocks, calls=40, bursts=15)
+        whole, inside = host_bursts(call, device, clocks)
     return timing.spread(inside) | {"whole_ms": statistics.median(whole)}
 
 
@@ -624,16 +599,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         groups = {"given": {",".join(map(str, shape)): shape for shape in args.shape}}
     parts = args.part or (["layers"] if args.device == "cpu" else PARTS)
     out: dict[str, Any] = {"recipes": args.recipe}
-    if "layers" in parts:
-        out["layers"] = part_layers(args, groups)
-    if "paper" in parts:
-        out["paper"] = part_paper(args)
-    if "stages" in parts:
-        out["stages"] = part_stages(args, groups)
-    if "forward" in parts:
-        out["forward"] = part_forward(args, groups)
-    if "host" in parts:
-        out["host"] = part_host(args)
+    run: dict[str, Callable[[], Any]] = {
+        "layers": lambda: part_layers(args, groups),
+        "paper": lambda: part_paper(args),
+        "stages": lambda: part_stages(args, groups),
+        "forward": lambda: part_forward(args, groups),
+        "host": lambda: part_host(args),
+    }
+    out |= {part: make() for part, make in run.items() if part in parts}
     timing.write(args, "backward", out)
 
 

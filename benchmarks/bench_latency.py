@@ -120,18 +120,7 @@ def in_graphs(shape: Shape, args: argparse.Namespace, images: int) -> dict[str, 
     copies = timing.copies_beyond_cache(nbytes, "cuda")
     repeats = max(1, GRAPH_CALLS // copies) if images == 1 else 1
     sets = [calls(shape, images, "cuda") for _ in range(copies)]
-    graphs: dict[str, Call] = {}
-    out: dict[str, Row | str] = {}
-    for name in sets[0]:
-        try:
-            graphs[name] = timing.captured([one[name] for one in sets] * repeats)
-        except Exception as error:  # what cannot be captured is named
-            out[name] = f"{type(error).__name__}: {error!s:.200}"
-    counts = dict.fromkeys(graphs, copies * repeats)
-    rows = timing.in_turns(
-        graphs, args.rounds, "cuda", calls_in=counts, budget_ms=LARGE_CALL_BUDGET_MS
-    )
-    return out | rows
+    return timing.in_graphs(sets, repeats, args.rounds, budget_ms=LARGE_CALL_BUDGET_MS)
 
 
 # ---- through autograd ----
@@ -151,10 +140,6 @@ class Plain(nn.Module):
         return y
 
 
-def everything(module: nn.Module, name: str) -> bool:
-    return True
-
-
 def layers_of(
     shape: Shape, device: str
 ) -> Iterator[tuple[str, Callable[[], nn.Module], torch.dtype]]:
@@ -166,13 +151,13 @@ def layers_of(
 
     def converted(recipe: str) -> nn.Module:
         model = plain(low)
-        hot.convert(model, recipe, everything, slower=True)
+        hot.convert(model, recipe, lambda *_: True, slower=True)
         return model
 
     def low_rank() -> nn.Module:
         model, method = plain(torch.float32), lbp_wht(shape[0])
         settings = {"token_grid": method.token_grid, "prefix_tokens": method.prefix_tokens}
-        rivals.convert(model, "lbp_wht", everything, **settings)
+        rivals.convert(model, "lbp_wht", lambda *_: True, **settings)
         return model
 
     def eight() -> nn.Module:
@@ -208,15 +193,11 @@ def through_autograd(
             out[name] = f"{type(error).__name__}: {error!s:.200}"
     values: dict[str, list[float]] = {name: [] for name in backward}
     burst = BURST if images == 1 else 3
+    watch = timing.synchronized_stopwatch(args.device, burst)
     for turn in range(max(2, args.rounds // 4) + 1):
         for name, call in backward.items():
-            timing.synchronize(args.device)
-            start = time.perf_counter()
-            for _ in range(burst):
-                call()
-            timing.synchronize(args.device)
-            if turn:  # the first warms up
-                values[name].append((time.perf_counter() - start) * 1e3 / burst)
+            ms = watch(call)
+            values[name] += [ms] if turn else []  # the first warms up
     return out | {name: timing.spread(times) for name, times in values.items()}
 
 
@@ -286,28 +267,18 @@ def print_rows(title: str, paper: Mapping[str, float], rows: Mapping[str, Any]) 
 
 def means(tables: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     """Times faster than fp32 over all layers: geometric mean and the worst; the paper's beside."""
-    names = {name for table in tables.values() for name in table["rows"]}
-    out: dict[str, dict[str, float]] = {}
-    for name in sorted(names):
-        ratios = [
-            table["rows"]["fp32"]["median_ms"] / table["rows"][name]["median_ms"]
-            for table in tables.values()
-            if isinstance(table["rows"].get(name), Mapping)
-        ]
-        if ratios:
-            out[name] = {
-                "geomean": statistics.geometric_mean(ratios),
-                "worst": min(ratios),
-                "layers": len(ratios),
-            }
-    for name in ("LBP-WHT", "HOT"):
-        ratios = [table["paper_us"]["FP"] / table["paper_us"][name] for table in tables.values()]
-        out[f"the paper's {name}"] = {
-            "geomean": statistics.geometric_mean(ratios),
-            "worst": min(ratios),
-            "layers": len(ratios),
-        }
-    return out
+    ratios: dict[str, list[float]] = {}
+    for table in tables.values():
+        ms = {n: row["median_ms"] for n, row in table["rows"].items() if isinstance(row, Mapping)}
+        paper = {f"the paper's {name}": table["paper_us"][name] for name in ("LBP-WHT", "HOT")}
+        for name, value in ms.items():
+            ratios.setdefault(name, []).append(ms["fp32"] / value)
+        for name, value in paper.items():
+            ratios.setdefault(name, []).append(table["paper_us"]["FP"] / value)
+    return {
+        name: {"geomean": statistics.geometric_mean(r), "worst": min(r), "layers": len(r)}
+        for name, r in sorted(ratios.items())
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -325,34 +296,30 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.device == "cpu":
         args.parts = [part for part in args.parts if part != "breakdown"]
 
-    def table(part: str, name: str, measure: Callable[[], Any]) -> None:
+    def table(part: str, name: str, measure: Callable[[Shape], Any]) -> None:
         if time.perf_counter() - begun > args.budget:
             out["left out"].append(f"{part} {name}")
             return
         shape, paper = shapes[name]
-        rows = measure()
+        rows = measure(shape)
         out.setdefault(part, {})[name] = {"shape": shape, "paper_us": paper, "rows": rows}
         print_rows(f"{part}: {name} {shape}", paper, rows)
         if args.device == "cuda":
             torch.cuda.empty_cache()
 
+    makes: dict[str, Callable[[Shape], Any]] = {
+        "graph": lambda shape: in_graphs(shape, args, 1),
+        "batch": lambda shape: in_graphs(shape, args, images),
+        "eager": lambda shape: through_autograd(shape, args, 1, False),
+        "compiled": lambda shape: through_autograd(shape, args, 1, True),
+        "compiled, batch": lambda shape: through_autograd(shape, args, images, True),
+    }
     for part in [part for part in PARTS if part in args.parts]:
-        if part in ("graph", "batch"):
-            count = 1 if part == "graph" else images
-            for name, (shape, _) in shapes.items():
-                table(part, name, lambda shape=shape, count=count: in_graphs(shape, args, count))
-        elif part == "eager":
-            for name, (shape, _) in shapes.items():
-                table(part, name, lambda shape=shape: through_autograd(shape, args, 1, False))
-        elif part == "compiled":
-            for count in (1, images):
-                for name, (shape, _) in few.items():
-                    key = "compiled" if count == 1 else "compiled, batch"
-                    table(
-                        key,
-                        name,
-                        lambda shape=shape, count=count: through_autograd(shape, args, count, True),
-                    )
+        if part != "breakdown":
+            keys = ("compiled", "compiled, batch") if part == "compiled" else (part,)
+            for key in keys:
+                for name in few if part == "compiled" else shapes:
+                    table(key, name, makes[key])
         elif time.perf_counter() - begun <= args.budget:
             out["breakdown"] = {
                 name: {"shape": shape, "paper_us": paper, "stages": breakdown(shape)}

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -130,19 +130,19 @@ def bench(
     finalists, tiles = bench_gemm.stock_finalists(stock, given, args.device, mma_sync=True)
     a, b = given.codes
     calls = mine | finalists | {"torch._int_mm": lambda: torch._int_mm(a, b.t())}
-    rows = timing.in_turns(calls, args.rounds, args.device)
-    operations = 2 * product[0] * product[1] * product[2]
-    for row in (*rows.values(), *tiles.values()):
-        row["TOPS"] = operations / row["median_ms"] / 1e9
+    rows = bench_gemm.timed(product, calls, args, tiles)
     chosen = rows[CHOSEN]
-    rivals_of = {
-        "of the best stock tile": finalists,
-        "of our best tile": mine,
-        "of torch._int_mm": ("torch._int_mm",),
-    }
-    for what, names in rivals_of.items():
-        chosen[what] = min(rows[name]["median_ms"] for name in names) / chosen["median_ms"]
+    of = {"best stock tile": finalists, "our best tile": mine, "torch._int_mm": ["torch._int_mm"]}
+    for what, names in of.items():
+        least = min(rows[name]["median_ms"] for name in names)
+        chosen[f"of {what}"] = least / chosen["median_ms"]
     return {"M, N, K": product, "choice": words, "rows": rows, "choice of stock tiles": tiles}
+
+
+def described(found: Mapping[str, Any]) -> str:
+    row = found["rows"][CHOSEN]
+    shares = "  ".join(f"{value:.3f}" for key, value in row.items() if key.startswith("of "))
+    return f"{row['TOPS']:6.0f}  {shares}  {found['choice']}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -153,23 +153,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.device == "cpu":
         parser.error("--device cpu: these products run on CUDA only")
     own, stock = MmaSync(args.stock), rivals.StockGemm(args.stock)
-    groups = {
-        name: products
-        for name, products in bench_gemm.cuda_products().items()
-        if name.endswith(KINDS)
-    }
-    if args.shape:
-        groups = {"given": {",".join(map(str, shape)): shape for shape in args.shape}}
-    out: dict[str, Any] = {}
-    for group, products in groups.items():
-        out[group] = {}
-        print(f"\n{group}: TOPS; of the best stock tile, of our best tile, of torch._int_mm")
-        for name, product in products.items():
-            out[group][name] = found = bench(product, args, own, stock)
-            row = found["rows"][CHOSEN]
-            shares = "  ".join(f"{value:.3f}" for key, value in row.items() if key[:3] == "of ")
-            print(f"  {name:5s} {product!s:22s} {row['TOPS']:6.0f}  {shares}  {found['choice']}")
-    timing.write(args, "mma-sync", {"products": out})
+    every = bench_gemm.cuda_products().items()
+    groups = {name: products for name, products in every if name.endswith(KINDS)}
+    print("\nTOPS; of the best stock tile, of our best tile, of torch._int_mm")
+    found = bench_gemm.bench_groups(args, groups, lambda p: bench(p, args, own, stock), described)
+    timing.write(args, "mma-sync", {"products": found})
 
 
 if __name__ == "__main__":

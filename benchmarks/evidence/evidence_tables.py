@@ -30,7 +30,7 @@ MAKES = {
     "ablations.json": "bench_training.py --table ablations",
     "finetune.json": "bench_training.py --table finetune",
     "gradients.json": "bench_gradients.py",
-    "bert.json": "evidence.py --call b --out FOLDER",
+    "bert.json": "bench_training.py --tasks bert --json benchmarks/results/bert.json",
     **{
         f"cuda-{name}.json": f"evidence.py --call {call} --out FOLDER"
         for call, names in CALLS.items()
