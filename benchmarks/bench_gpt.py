@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import functools
 import hashlib
+import itertools
 import math
 import random
 import statistics
@@ -30,7 +31,6 @@ import sysconfig
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -40,48 +40,27 @@ import timing
 import torch
 import torch.nn.functional as F
 from evidence import ROOT, rivals, side_by_side
+from evidence.evidence_tables import runs_by_seed
 from torch import Tensor
 from train_lib.models import SmallGPT
 from train_lib.training import in_blocks
+from training import Contender
 
 GIB = 2**30
 
 
-@dataclass(frozen=True)
-class Contender:
-    """How the model is trained."""
-
-    name: str
-    recipe: str | None = None
-    forward: str = "plain"
-    """HOT's forward, "plain" or "int8"."""
-    saved: int | Mapping[str, int | None] | None = None
-    """convert's ``saved``."""
-    recomputed: bool = False
-    """Blocks under hot.recompute, attention's results kept."""
-    fp8: str | None = None
-    """torchao's recipe, "tensorwise" or "rowwise"."""
-
-
+RECIPES = ("default", "fast", "accurate", "paper", "compact")
 CONTENDERS = (
     Contender("bf16"),
-    Contender("default", "default"),
-    Contender("fast", "fast"),
-    Contender("default int8-forward", "default", "int8"),
-    Contender("fast int8-forward", "fast", "int8"),
-    Contender("default, saved 8", "default", saved=8),
-    Contender("default, saved 8/4", "default", saved={"attention": 4}),
-    Contender("default, saved 4", "default", saved=4),
-    Contender("default, attention kept", "default", recomputed=True),
-    Contender("fast, attention kept", "fast", recomputed=True),
-    Contender("accurate", "accurate"),
-    Contender("paper", "paper"),
-    Contender("accurate int8-forward", "accurate", "int8"),
-    Contender("paper int8-forward", "paper", "int8"),
+    *(Contender(recipe, recipe) for recipe in RECIPES),
+    *(Contender(f"{recipe} int8-forward", recipe, forward="int8") for recipe in RECIPES),
+    Contender("default, saved 8", "default", kept=8),
+    Contender("default, saved 8/4", "default", kept={"attention": 4}),
+    Contender("default, saved 4", "default", kept=4),
+    Contender("default, attention kept", "default", attention_kept=True),
+    Contender("fast, attention kept", "fast", attention_kept=True),
     Contender("FP8 tensorwise", fp8="tensorwise"),
     Contender("FP8 rowwise", fp8="rowwise"),
-    Contender("compact", "compact"),
-    Contender("compact int8-forward", "compact", "int8"),
 )
 
 
@@ -211,7 +190,7 @@ def model_of(size: Size, contender: Contender, device: str, backend: str) -> Sma
     model.to(device).train()
     if contender.recipe is not None:
         config = hot.HotConfig.recipe(contender.recipe, forward=contender.forward)
-        report = hot.convert(model, config, in_blocks, saved=contender.saved)
+        report = hot.convert(model, config, in_blocks, saved=contender.kept)
         assert len(report.converted) == 4 * size.depth, report
     if contender.fp8 is not None:
         names = {
@@ -221,7 +200,7 @@ def model_of(size: Size, contender: Contender, device: str, backend: str) -> Sma
         }
         count = rivals.torchao_convert(model, contender.fp8, names, emulate=device == "cpu")
         assert count == 4 * size.depth, count
-    if contender.recomputed:
+    if contender.attention_kept:
         hot.recompute(model.blocks)
     for block in model.blocks:
         block.compile(backend=backend)
@@ -255,22 +234,17 @@ def train(
     torch.manual_seed(seed)
     model = model_of(size, contender, device, backend)
     torch.manual_seed(1000 + seed)  # for HOT's rounding; weights are already drawn
-    optimizer = torch.optim.AdamW(
-        model.parameters(),
-        lr=size.learning_rate,
-        betas=(0.9, 0.95),
-        weight_decay=0.1,
-        fused=device == "cuda",
-    )
+    options: dict[str, Any] = {"lr": size.learning_rate, "fused": device == "cuda"}
+    parameters = model.parameters()
+    optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.95), weight_decay=0.1, **options)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: rate(s, steps, size))
 
     def validation() -> float:
         model.eval()
         every = batches(text[1], size, torch.Generator().manual_seed(0))
         with torch.no_grad():
-            found = [
-                float(loss_of(model, next(every), device)) for _ in range(size.validation_batches)
-            ]
+            first = itertools.islice(every, size.validation_batches)
+            found = [float(loss_of(model, batch, device)) for batch in first]
         model.train()
         return statistics.mean(found)
 
@@ -305,7 +279,7 @@ def train(
         "training": [float(value) for value in losses[:: max(1, steps // 100)]],
         "step_ms": statistics.median(times),
         "seconds": time.perf_counter() - began,
-        "date": datetime.now(timezone.utc).date().isoformat(),  # a report is filled over days
+        "date": timing.today(),
     }
     if device == "cuda":
         out["peak_gib"] = torch.cuda.max_memory_allocated() / GIB
@@ -315,27 +289,17 @@ def train(
 # ---- all runs ----
 
 
-def key_of(contender: Contender, seed: int) -> str:
-    return f"{contender.name}/{seed}"
-
-
 def lines(runs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     """A table: losses by seed, the mean difference to bf16 with the same seed."""
+    by_seed = runs_by_seed({"runs": runs})
     titles = ("- bf16", "step ms", "peak GiB")
     yield f"{'':26s} {'validation loss by seed':32s} " + " ".join(f"{t:>8s}" for t in titles)
     for contender in CONTENDERS:
-        found = {
-            int(key.rpartition("/")[2]): run
-            for key, run in runs.items()
-            if key.rpartition("/")[0] == contender.name
-        }
+        found = by_seed.get(contender.name)
         if not found:
             continue
-        gaps = [
-            run["validation_loss"] - runs[f"bf16/{seed}"]["validation_loss"]
-            for seed, run in found.items()
-            if f"bf16/{seed}" in runs
-        ]
+        plain = {seed: run["validation_loss"] for seed, run in by_seed.get("bf16", {}).items()}
+        gaps = [r["validation_loss"] - plain[s] for s, r in found.items() if s in plain]
         losses = ", ".join(f"{run['validation_loss']:.4f}" for run in found.values())
         gap = f"{statistics.mean(gaps):+8.4f}" if gaps else " " * 8
         step = statistics.median(run.get("step_ms", math.nan) for run in found.values())
@@ -442,10 +406,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     one = functools.partial(one_run, timed=args.jobs == 1)
     where = (steps, size, args.cache, args.device, args.backend)
     work = [
-        (key_of(contender, seed), one, (contender, seed, *where))
+        (key, one, (contender, seed, *where))
         for seed in args.seeds
         for contender in chosen
-        if key_of(contender, seed) not in runs
+        if (key := f"{contender.name}/{seed}") not in runs
     ]
     left_s = args.budget - (time.perf_counter() - begun)
     left = side_by_side.run_all(work, done, jobs=args.jobs, budget_s=left_s, title=name)

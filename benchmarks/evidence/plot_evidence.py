@@ -11,38 +11,14 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
+import plot
 from evidence import RESULTS, ROOT, intervals
-from evidence.evidence_tables import (
-    GPT_SIZES,
-    MARGIN,
-    SHOWN,
-    batch_noise_of,
-    differences,
-    gaps_by_size,
-    methods_of,
-    of_equal_seeds,
-    of_task,
-    over_layers,
-    tasks_of,
-)
-from plot import (
-    COLORS,
-    FP8,
-    ON_ANY,
-    PLAIN,
-    has_stages,
-    has_steps,
-    on_any_page,
-    plot_breakdown,
-    plot_speedups,
-    plot_steps,
-    plt,
-    save,
-)
+from evidence import evidence_tables as tables
+from evidence.evidence_tables import shown
+from plot import COLORS, FP8, ON_ANY, PLAIN, label, plt, save
 
 Curve = Sequence[tuple[int, float]]
 LAYERS = {
@@ -73,31 +49,27 @@ CONTENDERS = {
 
 def plot_latency(report: Mapping[str, Any], path: Path) -> None:
     """Times faster than fp32, the paper's layers; a dash: what the paper measured."""
-    tables = report["graph"]
+    layers = report["graph"]
     figure, axes = plt.subplots(figsize=(12, 4), layout="constrained")
-    width = 0.8 / len(LAYERS)
-    for index, (name, colour) in enumerate(LAYERS.items()):
-        found = [
-            (place, table["rows"]["fp32"]["median_ms"] / table["rows"][name]["median_ms"])
-            for place, table in enumerate(tables.values())
-            if isinstance(table["rows"].get(name), Mapping)
+    width, places = 0.8 / len(LAYERS), range(len(layers))
+    for index, (name, color) in enumerate(LAYERS.items()):
+        ms = [layer["rows"].get(name) for layer in layers.values()]
+        heights = [
+            layer["rows"]["fp32"]["median_ms"] / row["median_ms"] if isinstance(row, dict) else 0
+            for layer, row in zip(layers.values(), ms, strict=True)
         ]
-        left = [place - 0.4 + (index + 0.5) * width for place, _ in found]
-        label = f"{name}, unfused" if name == "LBP-WHT" else name
-        axes.bar(left, [ratio for _, ratio in found], width, label=label, color=colour)
-    paper = [table["paper_us"]["faster"] for table in tables.values()]
-    places = range(len(tables))
+        left = [place - 0.4 + (index + 0.5) * width for place in places]
+        unfused = f"{name}, unfused" if name == "LBP-WHT" else name
+        axes.bar(left, heights, width, label=unfused, color=color)
+    paper = [layer["paper_us"]["faster"] for layer in layers.values()]
     axes.hlines(paper, [p - 0.4 for p in places], [p + 0.4 for p in places], colors=ON_ANY,
                 linestyles="dashed", label="HOT in the paper, RTX 3090")  # fmt: skip
     axes.axhline(1, color=ON_ANY, linewidth=0.8)
-    names = [f"{name}\n{', '.join(map(str, t['shape']))}" for name, t in tables.items()]
+    names = [f"{name}\n{', '.join(map(str, t['shape']))}" for name, t in layers.items()]
     axes.set_xticks(list(places), names, fontsize=7, rotation=30, ha="right")
-    axes.set_ylabel("times faster than fp32", color=ON_ANY)
     title = f"g_x and g_w of the paper's layers, one image, CUDA graphs, {report['device']}"
-    axes.set_title(title, fontsize=10, color=ON_ANY)
-    axes.legend(fontsize=8, frameon=False, ncols=4, labelcolor=ON_ANY)
-    on_any_page(axes)
-    save(figure, path, transparent=True)
+    label(axes, title, y="times faster than fp32", columns=4)
+    save(figure, path)
 
 
 def plot_memory(report: Mapping[str, Any], path: Path) -> None:
@@ -105,63 +77,48 @@ def plot_memory(report: Mapping[str, Any], path: Path) -> None:
     rows = {name: report["rows"][name] for name in MEMORY if name in report["rows"]}
     batches = list(dict.fromkeys(batch for found in rows.values() for batch in found))
     figure, axes = plt.subplots(figsize=(9, 4), layout="constrained")
-    width = 0.8 / len(rows)
-    dashed = "by the paper's formula"
+    width, formula = 0.8 / len(rows), "by the paper's formula"
     for index, (name, found) in enumerate(rows.items()):
-        label = name
         for place, batch in enumerate(batches):
             row, left = found[batch], place - 0.4 + index * width
             peak = row.get("peak by kept", row.get("peak_gib"))
             if peak is not None:
-                axes.bar(left + width / 2, peak, width, color=MEMORY[name], label=label)
-                label = ""
+                axes.bar(left + width / 2, peak, width, color=MEMORY[name], label=name)
             if "formula_gib" in row:
-                axes.hlines(row["formula_gib"], left, left + width, colors="black",
-                            linestyles="dotted", label=dashed)  # fmt: skip
-                dashed = ""
+                ends = (left, left + width)
+                axes.hlines(row["formula_gib"], *ends, "black", "dotted", label=formula)
     axes.set_xticks(range(len(batches)), batches)
     axes.set_yscale("log")
-    axes.set_xlabel("images of a batch", color=ON_ANY)
-    axes.set_ylabel("GiB", color=ON_ANY)
     title = f"Peak memory of a training step, {report['model']}, {report['device']}"
-    axes.set_title(title, fontsize=10, color=ON_ANY)
-    axes.legend(fontsize=8, frameon=False, ncols=2, labelcolor=ON_ANY)
-    on_any_page(axes)
-    save(figure, path, transparent=True)
+    once = dict(zip(*axes.get_legend_handles_labels()[::-1], strict=True))
+    label(axes, title, "images of a batch", "GiB", 2, handles=once.values(), labels=once.keys())
+    save(figure, path)
 
 
 def plot_scaling(results: Path, path: Path) -> None:
     """The gap to bf16 by parameters, of equal seeds: mean and 95 % interval; grey: the margin."""
-    found = {size: of_equal_seeds(gaps) for size, gaps in gaps_by_size(results).items()}
+    found = {s: tables.of_equal_seeds(g) for s, g in tables.gaps_by_size(results).items()}
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    sizes = [size for size in GPT_SIZES if size in found]
-    millions = [float(size.removesuffix("M")) for size in sizes]
-    axes.axhspan(-MARGIN, MARGIN, color=PLAIN, alpha=0.25, label=f"within {MARGIN}")
-    for index, (name, colour) in enumerate(CONTENDERS.items()):
-        points = [
-            (m, list(values.values()))
-            for m, size in zip(millions, sizes, strict=True)
-            if (values := found[size].get(name))
-        ]
-        if not points:
-            continue
-        known = [(v, intervals.interval(v)) for _, v in points]
-        axes.errorbar(
-            [m * (1 + 0.015 * (index - 2)) for m, _ in points],
-            [statistics.mean(values) for _, values in points],
-            [0 if found is None else found.high - found.mean for _, found in known],
-            fmt="o-", color=colour, capsize=3, label=name,
-        )  # fmt: skip
+    millions = {size: float(size.removesuffix("M")) for size in found}
+    margin = tables.MARGIN
+    axes.axhspan(-margin, margin, color=PLAIN, alpha=0.25, label=f"within {margin}")
+    for index, (name, color) in enumerate(CONTENDERS.items()):
+        gaps = {size: list(of.get(name, {}).values()) for size, of in found.items()}
+        gaps = {size: values for size, values in gaps.items() if values}
+        known = [intervals.interval(values) for values in gaps.values()]
+        if gaps:
+            axes.errorbar(
+                [millions[size] * (1 + 0.015 * (index - 2)) for size in gaps],
+                [statistics.mean(values) for values in gaps.values()],
+                [0 if one is None else one.high - one.mean for one in known],
+                fmt="o-", color=color, capsize=3, label=name,
+            )  # fmt: skip
     axes.axhline(0, color=ON_ANY, linewidth=0.8)
     axes.set_xscale("log")
-    axes.set_xticks(millions, sizes)
+    axes.set_xticks(list(millions.values()), list(millions))
     axes.minorticks_off()
-    axes.set_xlabel("parameters", color=ON_ANY)
-    axes.set_ylabel("validation loss less bf16's", color=ON_ANY)
-    axes.set_title("GPTs on text, 13.1 M tokens each", fontsize=10, color=ON_ANY)
-    axes.legend(fontsize=8, frameon=False, labelcolor=ON_ANY)
-    on_any_page(axes)
-    save(figure, path, transparent=True)
+    label(axes, "GPTs on text, 13.1 M tokens each", "parameters", "validation loss less bf16's", 1)
+    save(figure, path)
 
 
 CURVES = {
@@ -180,63 +137,44 @@ CURVES = {
 
 def plot_curves(results: Path, path: Path) -> None:
     """Validation loss along training: the GPT of 91 M from scratch, ViT-B's blocks fine-tuned."""
-    gpt = json.loads((results / "cuda-gpt-91M.json").read_text())["runs"]
-    of_seed = {key: run for key, run in gpt.items() if key.endswith("/0")}
-    panels: list[tuple[str, dict[str, Sequence[Curve]]]] = [
-        ("GPT, 91 M parameters, text, from scratch, seed 0", curves_of(of_seed, lambda name: name))
-    ]
-    vit = results / "cuda-finetune-vit-b.json"
-    if vit.exists():
-        runs = json.loads(vit.read_text())["runs"]
-        names = {"torchao_fp8": "FP8 tensorwise"}
-        found = curves_of(runs, lambda name: names.get(name := name.split("/")[1], name))
-        panels.append(("ViT-B's blocks, photographs, fine-tuned", found))
+    gpt = tables.report_of(results, "cuda-gpt-91M.json")
+    vit = tables.report_of(results, "cuda-finetune-vit-b.json")
+    assert gpt is not None
+    by_seed = tables.runs_by_seed(gpt)
+    first = {name: {0: runs[0]} for name, runs in by_seed.items() if 0 in runs}
+    panels = {"GPT, 91 M parameters, text, from scratch, seed 0": first}
+    if vit is not None:
+        found = tables.of_task(vit, tables.tasks_of(vit)[0])
+        found["FP8 tensorwise"] = found.pop("torchao_fp8", {})
+        panels["ViT-B's blocks, photographs, fine-tuned"] = found
     figure, rows = plt.subplots(2, len(panels), figsize=(6 * len(panels), 6), sharex="col",
                                 layout="constrained", squeeze=False,
                                 height_ratios=(3, 2))  # fmt: skip
-    for column, (title, found) in enumerate(panels):
-        upper, lower = rows[0][column], rows[1][column]
-        plain = mean_curve(found["bf16"])
-        for name, (colour, style) in CURVES.items():
-            if name not in found:
-                continue
-            curve = mean_curve(found[name])
-            options: dict[str, Any] = {"color": colour, "label": name, "linewidth": 1.4}
-            upper.plot(list(curve), list(curve.values()), style, **options)
-            gaps = [loss - plain[step] for step, loss in curve.items()]
-            lower.plot(list(curve), gaps, style, **options)
-        upper.set_title(title, fontsize=10, color=ON_ANY)
-        upper.set_ylabel("validation loss", color=ON_ANY)
-        lower.set_xlabel("step", color=ON_ANY)
-        lower.set_ylabel("less bf16's", color=ON_ANY)
+    for (upper, lower), (title, found) in zip(rows.T, panels.items(), strict=True):
+        curves = {name: mean_curve(runs) for name, runs in found.items()}
+        for name, (color, style) in CURVES.items():
+            curve = curves.get(name, {})
+            options: dict[str, Any] = {"color": color, "label": name, "linewidth": 1.4}
+            if curve:
+                upper.plot(list(curve), list(curve.values()), style, **options)
+                gaps = [loss - curves["bf16"][step] for step, loss in curve.items()]
+                lower.plot(list(curve), gaps, style, **options)
+        label(upper, title, y="validation loss", columns=int(upper is rows[0][0]))
+        label(lower, x="step", y="less bf16's")
         lower.set_ylim(-0.1, 0.15)
-        for axes in (upper, lower):
-            on_any_page(axes)
-    rows[0][0].legend(fontsize=8, frameon=False, labelcolor=ON_ANY)
-    save(figure, path, transparent=True)
+    save(figure, path)
 
 
-def mean_curve(curves: Sequence[Curve]) -> dict[int, float]:
-    """Step -> mean loss."""
-    by_step = zip(*curves, strict=True)
+def mean_curve(runs: Mapping[Any, Mapping[str, Any]]) -> dict[int, float]:
+    """Step -> mean loss of the seeds that kept their curves."""
+    by_step = zip(*(run["curve"] for run in runs.values() if "curve" in run), strict=True)
     return {points[0][0]: statistics.mean(loss for _, loss in points) for points in by_step}
-
-
-def curves_of(
-    runs: Mapping[str, Mapping[str, Any]], name_of: Callable[[str], str]
-) -> dict[str, Sequence[Curve]]:
-    """Contender -> the curves of its seeds."""
-    out: dict[str, list[Curve]] = {}
-    for key, run in runs.items():
-        if "curve" in run:
-            out.setdefault(name_of(key.rpartition("/")[0]), []).append(run["curve"])
-    return dict(out)
 
 
 def plot_trainings(report: Mapping[str, Any], folder: Path) -> None:
     """Every task of a report: curves of the rivals, differences of the other tables."""
     table = report["settings"]["table"]
-    for task in tasks_of(report):
+    for task in tables.tasks_of(report):
         if table == "rivals":
             plot_training(report, task, folder / f"training-{task}.svg")
         else:
@@ -251,7 +189,7 @@ def mean_loss(runs: Mapping[str, Mapping[str, Any]]) -> float:
 def plot_training(report: Mapping[str, Any], task: str, path: Path) -> None:
     """Mean learning curve of every method, a band from the lowest to the highest seed."""
     figure, axes = plt.subplots(figsize=(9, 5.5), layout="constrained")
-    by_loss = sorted(of_task(report, task).items(), key=lambda item: mean_loss(item[1]))
+    by_loss = sorted(tables.of_task(report, task).items(), key=lambda item: mean_loss(item[1]))
     for index, (method, runs) in enumerate(by_loss):
         curves = [run["curve"] for run in runs.values() if "curve" in run]
         if not curves:
@@ -269,25 +207,25 @@ def plot_training(report: Mapping[str, Any], task: str, path: Path) -> None:
     axes.set(xlabel="step", ylabel="validation loss")
     axes.set_title(f"{task}: mean over seeds, band from lowest to highest", fontsize=10)
     axes.legend(fontsize=7, ncol=2)
-    save(figure, path)
+    save(figure, path, transparent=False)
 
 
 def plot_differences(report: Mapping[str, Any], task: str, path: Path) -> None:
     """Every method's difference to fp32, the mean and each seed."""
-    gaps = {name: differences(report, task, name) for name in of_task(report, task)}
-    rows = {name: values for name, values in gaps.items() if values and all(map(isfinite, values))}
+    gaps = {name: tables.differences(report, task, name) for name in tables.of_task(report, task)}
+    rows = {n: values for n, values in gaps.items() if values and math.isfinite(sum(values))}
     worst_first = sorted(rows, key=lambda name: -statistics.mean(rows[name]))
     figure, axes = plt.subplots(figsize=(8, 1.2 + 0.23 * len(rows)), layout="constrained")
     for place, name in enumerate(worst_first):
         color = "black" if name == "fp32" else "#4477aa"
         axes.plot(rows[name], [place] * len(rows[name]), ".", color=color, alpha=0.4)
         axes.plot(statistics.mean(rows[name]), place, "D", color=color, markersize=5)
-    axes.set_yticks(range(len(rows)), [SHOWN.get(name, name) for name in worst_first], fontsize=8)
+    axes.set_yticks(range(len(rows)), [shown(name) for name in worst_first], fontsize=8)
     axes.axvline(0, color="black", linewidth=0.8)
     axes.set_xscale("symlog", linthresh=0.05)
     axes.set_xlabel("validation loss less fp32's of the same seed; dots: seeds")
     axes.set_title(f"{report['settings']['table']}: {task}", fontsize=10)
-    save(figure, path)
+    save(figure, path, transparent=False)
 
 
 def plot_gradients(report: Mapping[str, Any], path: Path) -> None:
@@ -295,21 +233,21 @@ def plot_gradients(report: Mapping[str, Any], path: Path) -> None:
     tasks = report["settings"]["tasks"]
     size = {"figsize": (17, 3.9 * len(tasks)), "layout": "constrained", "squeeze": False}
     figure, grid = plt.subplots(len(tasks), 4, **size)
-    every = dict.fromkeys(name for task in tasks for name in methods_of(report, task))
+    every = dict.fromkeys(name for task in tasks for name in tables.methods_of(report, task))
     colors = {name: plt.get_cmap("tab20")(i % 20) for i, name in enumerate(every)}
     for row, task in zip(grid, tasks, strict=True):
-        of = functools.partial(over_layers, report, task)
-        names = methods_of(report, task)
+        of = functools.partial(tables.over_layers, report, task)
+        names = tables.methods_of(report, task)
         labels = ("bit operations of backward, of full precision's", "bytes kept a value of x")
-        for axes, key, label in zip(row[:2], ("cost", "bytes"), labels, strict=True):
+        for axes, key, title in zip(row[:2], ("cost", "bytes"), labels, strict=True):
             for name in names:
                 at, error = of(None, name, key), of(None, name, "gw", "error")
                 filled = of(None, name, "gw", "noise") > 0.9 * error
                 fill = colors[name] if filled else "none"
                 axes.plot(at, error, "o", color=colors[name], ms=7, mfc=fill)
-                axes.annotate(SHOWN.get(name, name), (at, error), (4, 3),
+                axes.annotate(shown(name), (at, error), (4, 3),
                               textcoords="offset points", fontsize=7)  # fmt: skip
-            axes.set(xscale="log", yscale="log", xlabel=label, ylabel="relative error of g_w")
+            axes.set(xscale="log", yscale="log", xlabel=title, ylabel="relative error of g_w")
             axes.margins(x=0.25)
         row[1].set_xticks([0.25, 0.5, 1, 2, 4], ["1/4", "1/2", "1", "2", "4"])
         row[1].minorticks_off()
@@ -318,27 +256,26 @@ def plot_gradients(report: Mapping[str, Any], path: Path) -> None:
             widths = [of(None, name, "gw", value) for name in names]
             places = [place + offset for place in range(len(names))]
             row[2].barh(places, widths, 0.38, label=value, color=color)
-        row[2].set_yticks(range(len(names)), [SHOWN.get(name, name) for name in names], fontsize=7)
+        row[2].set_yticks(range(len(names)), [shown(name) for name in names], fontsize=7)
         row[2].set_xlabel("of the norm of g_w")
         row[2].legend(fontsize=7)
         steps = report["settings"]["at"]
         for name in names:
             values = [of(step, name, "gw", "error") for step in steps]
-            shown = SHOWN.get(name, name)
-            row[3].plot(steps, values, marker=".", color=colors[name], label=shown, lw=1)
-        noise = [batch_noise_of(report, task, step) for step in steps]
+            row[3].plot(steps, values, marker=".", color=colors[name], label=shown(name), lw=1)
+        noise = [tables.batch_noise_of(report, task, step) for step in steps]
         row[3].plot(steps, noise, "k--", label="other batches", lw=1.5)
         row[3].set(yscale="log", xlabel="step", ylabel="relative error of g_w")
         row[3].legend(fontsize=6, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    save(figure, path)
+    save(figure, path, transparent=False)
 
 
 def plot_check(report: Mapping[str, Any], out: Path) -> None:
     """The layers of the last gpu-check, and where their time goes."""
     found = report["bench_backward"]
-    plot_speedups(found, out / "speedup_by_layer.svg")
-    if has_stages(found):
-        plot_breakdown(found, out / "breakdown.svg")
+    plot.plot_speedups(found, out / "speedup_by_layer.svg")
+    if plot.has_stages(found):
+        plot.plot_breakdown(found, out / "breakdown.svg")
 
 
 def plot_all(results: Path, out: Path) -> list[str]:
@@ -348,19 +285,19 @@ def plot_all(results: Path, out: Path) -> list[str]:
                  "cuda-images-efficientformer")  # fmt: skip
     figures: dict[str, Callable[[Mapping[str, Any]], object]] = {
         "gpu-check": lambda found: plot_check(found, out),
-        "cuda-steps": lambda found: has_steps(found) and plot_steps(found, out / "steps.svg"),
+        "cuda-steps": lambda found: plot.plot_steps(found, out / "steps.svg"),
         "gradients": lambda found: plot_gradients(found, out / "gradients.svg"),
         **dict.fromkeys(trainings, lambda found: plot_trainings(found, out)),
         "cuda-latency": lambda found: plot_latency(found, out / "latency.svg"),
         "cuda-memory": lambda found: plot_memory(found, out / "memory.svg"),
         "cuda-gpt-91M": lambda _: plot_curves(results, out / "curves.svg"),
     }
-    if gaps_by_size(results):
+    if tables.gaps_by_size(results):
         plot_scaling(results, out / "scaling.svg")
     for name, draw in figures.items():
         if (results / f"{name}.json").exists():
             draw(json.loads((results / f"{name}.json").read_text()))
-    wanted = dict.fromkeys([*figures, *(f"cuda-gpt-{size}" for size in GPT_SIZES)])
+    wanted = dict.fromkeys([*figures, *(f"cuda-gpt-{size}" for size in tables.GPT_SIZES)])
     return [f"{name}.json" for name in wanted if not (results / f"{name}.json").exists()]
 
 
