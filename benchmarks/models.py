@@ -13,7 +13,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -47,6 +47,8 @@ class Task:
     """About what a step of bf16 takes at full size: how many fit a device beside each other."""
     frozen: bool = False
     """Trains adapters beside frozen weights: FP8 and recipes that differ in g_w have no part."""
+    channels_last: bool = False
+    """The memory format of images and weights; every convolution is converted, gain or not."""
 
 
 def mend_torchvision() -> None:
@@ -382,4 +384,7 @@ TASKS: dict[str, Task] = {
         _language_model,
     ),
 }  # fmt: skip
+TASKS["resnet50_last"] = replace(
+    TASKS["resnet50"], title="ResNet-50, channels last", table=None, channels_last=True
+)
 """All of them: a full size is what bench_models.py takes, a table size what its table does."""

@@ -62,8 +62,7 @@ def setting_of(args: Any) -> Setting:
     """Of a script's arguments."""
     compiles = args.device == "cuda" or shutil.which("g++") is not None
     backend = args.backend or ("inductor" if compiles else "aot_eager")
-    whole = getattr(args, "whole", False)
-    return Setting(args.device, args.quick, args.seed, args.threads, backend, whole)
+    return Setting(args.device, args.quick, args.seed, args.threads, backend, args.whole)
 
 
 class Session:

@@ -52,8 +52,6 @@ class Contender:
     """Fields of HotConfig that differ from the recipe's."""
     wide: bool = False
     """Of HOT's layers only the convolutions other than 1x1, but the first."""
-    channels_last: bool = False
-    """The memory format of images and of convolutions' weights."""
     frozen_int8: bool = False
     """hot.freeze_int8: the converted layers' weights as codes alone."""
 
@@ -79,6 +77,20 @@ def people(task: Task) -> list[Contender]:
         return Contender(name, recipe, autocast=True, **({"slower": False} | options))
 
     compiled: dict[str, Any] = {"compiled": "default"}
+    if task.channels_last:  # by storage; k x k alone; with ReLU's bits, x of the next convolution
+        kinds: dict[str, dict[str, Any]] = {
+            "default {}": {},
+            "token8 {}": {"settings": {"storage": "token8", "gw_scale": "token"}},
+            "token4 {}": {"settings": {"storage": "token4", "gw_scale": "token"}},
+            "default {}, k x k alone": {"wide": True},
+            "default {}, saved": {"kept": 8},
+        }
+        ways: dict[str, dict[str, Any]] = {"compiled": compiled, "eager": {}}
+        return [one(REFERENCE, **compiled), one("bf16 eager")] + [
+            one(name.format(how), "default", slower=True, **options, **more)
+            for name, options in kinds.items()
+            for how, more in ways.items()
+        ]
     graphs: dict[str, Any] = {"compiled": "reduce-overhead"}
     again: dict[str, Any] = {"checkpointed": True, "attention_kept": True}
     found = [
@@ -211,7 +223,7 @@ class Trainer:
         self.contender, self._batch, self._task = contender, batch, task
         self.device = next(iter(batch.values())).device
         model = (model if own else copy.deepcopy(model)).to(self.device).train()
-        if contender.channels_last:
+        if task.channels_last:
             last = torch.channels_last
             model = model.to(memory_format=last)  # type: ignore[call-overload]
             images = {n: t.contiguous(memory_format=last) for n, t in batch.items() if t.dim() == 4}

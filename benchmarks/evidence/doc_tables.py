@@ -138,21 +138,6 @@ def summary(report: Report) -> Lines:
         yield line(found)
 
 
-def eager(report: Report, *models: str) -> Lines:
-    """Eager steps of several models, some contenders."""
-    head = ["", "contender", "peak, GiB", "of bf16's", "step, ms", "of bf16's"]
-    yield from header(head)
-    for found in (report["models"][model] for model in models):
-        title = f"{found['title']}, {model_table.shape(found)}"
-        for name in ("bf16", "default", "fast"):
-            peak, time = found["peak"][name], found["time"][name]
-            figures = [f"{peak['peak_gib']:.2f}", f"{peak['of bf16']:.3f}"]
-            yield line(
-                [title, name, *figures, f"{time['median_ms']:.1f}", f"{time['of bf16']:.2f}"]
-            )
-            title = ""
-
-
 def points(report: Report, *models: str) -> Lines:
     """Time and peak of every contender of some models, by peak; what none beats in both is bold."""
     head = ["", "contender", "step, ms", "of bf16's", "peak, GiB", "of bf16's"]
@@ -424,18 +409,6 @@ def forward_blocks(report: Report) -> Lines:
         yield line([group, us["torch bf16"], us["fp8 product"], *own])
 
 
-def forward_convolutions(report: Report) -> Lines:
-    """Microseconds of a k×k convolution, and of what its 8-bit forward would take."""
-    images = list(report["convolutions"].values())
-    yield from header(["N, C, O, H = W", *images[0]["rows"]])
-    for found in images:
-        ratios = [(row, row["of torch conv"]) for row in found["rows"].values()]
-        yield line(
-            [listed(found["image"])]
-            + [micro(row) + ("" if of == 1 else f" ({of:.1f}×)") for row, of in ratios]
-        )
-
-
 FORMS = {
     "default": "`int4` (`default`)",
     "default, equalised": "`int4`, equalised",
@@ -620,7 +593,7 @@ def pays(results: Path) -> Lines:
         yield "backward of small layers, 49 to 3136 tokens", "fp32", of_recipes(map(times, own))
         yield "the same", "bf16", of_recipes(times(ratio / plain) for ratio in own)
         if (results / CONVOLUTION).exists():
-            rows = report(CONVOLUTION)["steps"]["resnet50"]["rows"]
+            rows = report(CONVOLUTION)["steps"]["resnet50_last"]["rows"]
             for words, suffix in (("", ""), (", `saved=8`", ", saved")):
                 ratio = step(rows, f"default compiled{suffix}", REFERENCE)
                 title = f"step of ResNet-50, convolutions converted{words}"
@@ -903,7 +876,7 @@ def _of(file: str | None, *makes: Make) -> dict[str, tuple[str | None, Make]]:
 
 TABLES = evidence_tables
 KINDS: dict[str, tuple[str | None, Make]] = {
-    **_of(None, about, cpu_layers, backward_times, eager, points),
+    **_of(None, about, cpu_layers, backward_times, points),
     "steps-of": (None, all_steps),
     **_of("gpu-check.json", layers, both, each_layer, floor, forward, small, fwht, host, targets),
     **_of("gpu-check.json", tests),
@@ -914,7 +887,6 @@ KINDS: dict[str, tuple[str | None, Make]] = {
     **_of("storage.json", kept, kept_blocks, kept_cases),
     **_of("gpu-trust.json", trust, sanitizer),
     **_of("cuda-mma-sync.json", mma_sync),
-    **_of("cuda-forward-convolutions.json", forward_convolutions),
     **_of("cpu-train.json", train),
     **_of("cuda-gemm.json", products),
     **_of("cuda-lora.json", lora),
