@@ -12,12 +12,13 @@ each block is bench_forward_error.py's. How it is measured: timing.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import hotcore
 import timing
 import torch
-from bench_backward import working_dtype
+from bench_backward import tensors, working_dtype
 from evidence import rivals
 from layers import CPU_GROUPS, CUDA_GROUPS, Shape
 from timing import Call
@@ -27,27 +28,19 @@ BLOCKS = (16, 64, 128)
 
 def contenders(shape: Shape, blocks: Sequence[int], device: str) -> dict[str, Call]:
     tokens, outs, ins = shape
-    dtype = working_dtype(device)
-    x = torch.randn(tokens, ins, device=device).to(dtype)
-    w = torch.randn(outs, ins, device=device).to(dtype)
+    _, w, x = tensors(shape, device, working_dtype(device))
     bias = torch.randn(outs, device=device)  # fp32, as parameters under autocast
-    own = bias.to(dtype)
+    own = bias.to(x.dtype)
     name = "torch fp32" if device == "cpu" else "torch bf16"
     found: dict[str, Call] = {name: lambda: torch.nn.functional.linear(x, w, own)}
     if device == "cuda":
         found["fp8 product"] = rivals.fp8_product(tokens, outs, ins)
     for block in blocks:
         config = hotcore.HotConfig(forward_block=block)
+        forward = partial(hotcore.forward_linear, x, bias=bias, config=config)
+        found[f"block {block}"] = partial(forward, w)
         codes = hotcore.quantize_forward_weight(w, config)
-
-        def whole(config: hotcore.HotConfig = config) -> object:
-            return hotcore.forward_linear(x, w, bias, config=config)
-
-        def kept(config: hotcore.HotConfig = config, codes: Any = codes) -> object:
-            return hotcore.forward_linear(x, codes, bias, config=config)
-
-        found[f"block {block}"] = whole
-        found[f"block {block}, codes of w"] = kept
+        found[f"block {block}, codes of w"] = partial(forward, codes)
     return found
 
 
@@ -60,11 +53,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         layers: dict[str, Any] = {}
         for name, shape in shapes.items():
             calls = contenders(shape, args.block or BLOCKS, args.device)
-            rows = timing.in_turns(calls, args.rounds, args.device)
+            rows = timing.printed(f"{group} {name}: L, O, I = {shape}", calls, args)
             layers[name] = {"shape": shape, "rows": rows}
-            print(f"\n{group} {name}: L, O, I = {shape}; us, median [quartiles]")
-            for contender, row in rows.items():
-                print(timing.line(contender, row))
         sums = timing.summed([layer["rows"] for layer in layers.values()])
         out[group] = {"layers": layers, "sum_ms": sums}
         words = "  ".join(f"{name} {1e3 * value:.0f}" for name, value in sums.items())

@@ -5,8 +5,9 @@
     python benchmarks/bench_models.py --device cuda --models llama_lora --jobs 5 --contenders \
         "default compiled" "default int8-forward compiled" "frozen int8*compiled" \
         --json benchmarks/results/cuda-lora.json
-    python benchmarks/bench_models.py --device cuda --models resnet50_last --contenders "bf16 eager" \
-        "default compiled*" "token? compiled" --json benchmarks/results/cuda-convolution.json
+    python benchmarks/bench_models.py --device cuda --models resnet50_last --contenders \
+        "bf16 eager" "default compiled*" "token? compiled" \
+        --json benchmarks/results/cuda-convolution.json
     python benchmarks/bench_models.py --device cuda --part table --budget 300
     python benchmarks/bench_models.py --quick              # small versions; CPU too
 

@@ -242,6 +242,20 @@ def copies_beyond_cache(nbytes: int, device: str, most: int = 48) -> int:
     return max(2, min(most, -(-3 * cache // nbytes)))
 
 
+def printed(
+    title: str,
+    contenders: Mapping[str, Call],
+    args: argparse.Namespace,
+    notes: Callable[[str, Row, Mapping[str, Row]], str] = lambda *_: "",
+) -> dict[str, Row]:
+    """:func:`in_turns`, printed under ``title``: every row with ``notes(name, row, rows)``."""
+    rows = in_turns(contenders, args.rounds, args.device)
+    print(f"\n{title}; us, median [quartiles]")
+    for name, row in rows.items():
+        print(line(name, row, notes(name, row, rows)), flush=True)
+    return rows
+
+
 # ---- reports ----
 
 
@@ -256,6 +270,27 @@ def arguments(description: str | None, benchmark: str) -> argparse.ArgumentParse
         "--json", type=Path, help=f"report; default benchmarks/results/DEVICE-{benchmark}.json"
     )
     return parser
+
+
+def error_arguments(
+    description: str | None, benchmark: str, **numbers: int
+) -> argparse.ArgumentParser:
+    """A parser of a script that measures no times: ``numbers`` are its options, ``--json``."""
+    parser = argparse.ArgumentParser(description=(description or "").split("\n")[0])
+    for name, default in numbers.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    path = RESULTS / f"{benchmark}.json"
+    parser.add_argument("--json", type=Path, default=path, help="where the report goes")
+    return parser
+
+
+def write_errors(args: argparse.Namespace, benchmark: str, **content: Any) -> None:
+    """The report of such a script, under device, versions and date."""
+    versions = {"hotcore": hotcore.__version__, "torch": torch.__version__, "isa": hotcore.isa()}
+    device = platform.processor() or platform.machine()
+    facts = {"benchmark": benchmark, "date": today(), "device": device, "versions": versions}
+    write_json(args.json, {**facts, **content})
+    print(f"\nwritten: {args.json}")
 
 
 def begin(

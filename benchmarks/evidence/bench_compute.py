@@ -11,18 +11,15 @@ timm is missing, and the report says so.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-import hotcore
 import hotcore.torch as hot
+import timing
 import torch
 from models import mend_torchvision
-from timing import RESULTS, write_json
 from torch import nn
 
 Shape = tuple[int, int, int]
@@ -60,12 +57,9 @@ EXAMPLE: Shape = (49, 448, 1792)
 EXAMPLE_PAPER = {"vanilla BP": 137.3, "HOT": 11.5}
 """Appendix D: MFLOPs of stages.3.fc2 of EfficientFormer-L1."""
 
+EVERY: Any = lambda *_: True  # noqa: E731  (a filter: all layers)
 LORA_TARGETS = ["fc1", "fc2", "qkv", "proj"]
 LORA_RANK = 8
-
-
-def everything(module: nn.Module, name: str) -> bool:
-    return True
 
 
 def authors_bops(shape: Shape, method: str, rank: int = 8, *, base: bool = False) -> float:
@@ -114,7 +108,7 @@ def built(name: str) -> tuple[nn.Module, torch.Tensor]:
 def counted_by_authors(name: str) -> dict[str, float]:
     """Forward and backward, 10^12 BOPs, of the figure's methods."""
     model, image = built(name)
-    shapes = shapes_of(hot.compute_report(model, image, filter_fn=everything))
+    shapes = shapes_of(hot.compute_report(model, image, filter_fn=EVERY))
     forward = sum(math.prod(shape) for shape in shapes.values()) * 1024
 
     def total(method: str, rank: int = 8) -> float:
@@ -132,7 +126,7 @@ def _with_lora(model: nn.Module, image: torch.Tensor) -> dict[str, float]:
     peft = importlib.import_module("peft")
     config = peft.LoraConfig(r=LORA_RANK, target_modules=LORA_TARGETS)
     adapted = peft.inject_adapter_in_model(config, model)
-    shapes = shapes_of(hot.compute_report(adapted, image, filter_fn=everything))
+    shapes = shapes_of(hot.compute_report(adapted, image, filter_fn=EVERY))
     forward = sum(math.prod(shape) for shape in shapes.values()) * 1024
     plain = sum(authors_bops(shape, "FP") for shape in shapes.values())
     mixed = sum(
@@ -145,7 +139,7 @@ def _with_lora(model: nn.Module, image: torch.Tensor) -> dict[str, float]:
 def rank_table(name: str, varied: Callable[[nn.Module], bool]) -> dict[int, float]:
     """Table 2 as the authors' code counts it: r changed for the layers that ``varied`` names."""
     model, image = built(name)
-    shapes = shapes_of(hot.compute_report(model, image, filter_fn=everything))
+    shapes = shapes_of(hot.compute_report(model, image, filter_fn=EVERY))
     return {
         rank: sum(
             authors_bops(shape, "HOT", rank if varied(model.get_submodule(layer)) else 8)
@@ -165,7 +159,7 @@ def worked_example() -> dict[str, dict[str, float]]:
     tokens, outs, ins = EXAMPLE
     layer = nn.Linear(ins, outs, device="meta")
     x = torch.empty(tokens, ins, device="meta")
-    report = hot.compute_report(layer, x, "paper", filter_fn=everything)
+    report = hot.compute_report(layer, x, "paper", filter_fn=EVERY)
     vanilla, ours = report.flops() / 1e6, report.flops("HOT") / 1e6
     products = 2 * math.prod(EXAMPLE) * (4 * 4 + 8 * 8 / 2) / 1024 / 1e6
     code = 2 * authors_bops(EXAMPLE, "HOT") / 1024 / 1e6
@@ -183,7 +177,7 @@ def count(name: str) -> dict[str, Any]:
     model, image = built(name)
     rows = {}
     for recipe in RECIPES:
-        report = hot.compute_report(model, image, recipe, filter_fn=everything)
+        report = hot.compute_report(model, image, recipe, filter_fn=EVERY)
         for method in report.methods:
             rows[method] = (report.forward + report.backward(method)) / TERA
     return {
@@ -213,18 +207,15 @@ def print_table(name: str, found: Mapping[str, Any]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = timing.error_arguments(__doc__, "compute")
     parser.add_argument("--models", default=",".join(MODELS), help=f"of {', '.join(MODELS)}")
-    parser.add_argument("--json", type=Path, default=RESULTS / "compute.json")
     args = parser.parse_args(argv)
     names = args.models.split(",")
     unknown = [name for name in names if name not in MODELS]
     if unknown:
         parser.error(f"--models: {', '.join(unknown)}: none of {', '.join(MODELS)}")
     content: dict[str, Any] = {
-        "benchmark": "compute",
         "unit": "10^12 bit operations, forward and backward, one image of 224 x 224, 100 classes",
-        "versions": {"hotcore": hotcore.__version__, "torch": torch.__version__},
         "models": {},
         "left out": {},
     }
@@ -251,8 +242,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"\nAppendix D's example {EXAMPLE}, MFLOPs of a backward pass")
     for source, cells in content["example"].items():
         print(f"  {source:42s}", "  ".join(f"{key} {value:.2f}" for key, value in cells.items()))
-    write_json(args.json, content)
-    print(f"\nwritten: {args.json}")
+    timing.write_errors(args, "compute", **content)
 
 
 if __name__ == "__main__":

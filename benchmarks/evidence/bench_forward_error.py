@@ -10,15 +10,13 @@ error is that of all of y, ``|y - exact| / |exact|``, the exact product in fp64.
 
 from __future__ import annotations
 
-import argparse
-import platform
 import statistics
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from typing import Any
 
 import hotcore
+import timing
 import torch
-from timing import RESULTS, write_json
 from torch import Generator, Tensor
 
 TOKENS, OUTS, WIDTHS = 256, 192, (768, 4096)
@@ -83,7 +81,7 @@ def products() -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
     return found
 
 
-def errors(seeds: int) -> list[dict[str, object]]:
+def errors(seeds: int) -> list[dict[str, Any]]:
     """A row for each kind of activation and width: every product's error, mean over the seeds."""
     rows = []
     for name, make in ACTIVATIONS.items():
@@ -103,24 +101,15 @@ def errors(seeds: int) -> list[dict[str, object]]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--json", type=Path, default=RESULTS / "forward-error.json")
-    args = parser.parse_args(argv)
+    args = timing.error_arguments(__doc__, "forward-error", seeds=5).parse_args(argv)
     rows = errors(args.seeds)
     for row in rows:
         print(f"{row['activation']}, {row['width']} in features")
         for product, error in row["error"].items():
             spread = row["spread"][product]
             print(f"  {product:16s} {error:.5f}  (largest less smallest {spread:.5f})")
-    report = {
-        "benchmark": "forward-error",
-        "device": platform.processor() or platform.machine(),
-        "versions": {"hotcore": hotcore.__version__, "torch": torch.__version__},
-        "settings": {"tokens": TOKENS, "outs": OUTS, "seeds": args.seeds},
-        "rows": rows,
-    }
-    write_json(args.json, report)
+    settings = {"tokens": TOKENS, "outs": OUTS, "seeds": args.seeds}
+    timing.write_errors(args, "forward-error", settings=settings, rows=rows)
 
 
 if __name__ == "__main__":

@@ -18,11 +18,8 @@ weight that the codes stand for, which is what the frozen model's own gradient i
 
 from __future__ import annotations
 
-import argparse
-import platform
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import hotcore
@@ -31,7 +28,6 @@ import torch
 from evidence.bench_forward_error import normal, student, token_sizes, with_outliers
 from evidence.small_tasks import load_task, training, use_threads
 from hotcore.torch import ops
-from timing import RESULTS, write_json
 from torch import Generator, Tensor
 from train_lib.models import SmallGPT
 
@@ -91,14 +87,13 @@ def trained(steps: int, seed: int) -> Iterator[tuple[str, Tensor, Tensor]]:
     optimizer, schedule = training.optimizer_of(task, model, steps)
     gradients: dict[str, Tensor] = {}
     for step in range(steps + 1):
-        if step == steps:
-            for name, layer in model.blocks.named_modules():
-                if isinstance(layer, torch.nn.Linear):
-                    layer.register_full_backward_hook(
-                        lambda _, __, gy, name=name: gradients.__setitem__(
-                            name, gy[0].flatten(0, 1)
-                        )
-                    )
+        for name, layer in model.blocks.named_modules() if step == steps else ():
+            if isinstance(layer, torch.nn.Linear):
+
+                def keep(_: Any, __: Any, gy: Any, name: str = name) -> None:
+                    gradients[name] = gy[0].flatten(0, 1)
+
+                layer.register_full_backward_hook(keep)
         loss = training.loss_of(model, task.data.batch(task.batch_size, order))
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
@@ -143,21 +138,14 @@ def synthetic(seeds: int) -> Iterator[dict[str, Any]]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=200, help="of the small GPT")
-    parser.add_argument("--rounds", type=int, default=10, help="turns of each way's time")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--json", type=Path, default=RESULTS / "frozen-error.json")
-    args = parser.parse_args(argv)
+    defaults = {"seeds": 3, "steps": 200, "rounds": 10, "threads": 1}
+    args = timing.error_arguments(__doc__, "frozen-error", **defaults).parse_args(argv)
     use_threads(args.threads)
     rows = list(synthetic(args.seeds))
     for name, w, gy in trained(args.steps, 0):
         found = mean([errors_of(w, gy, seed) for seed in range(args.seeds)])
-        kind = "trained GPT, " + name
-        rows.append(
-            {"weights": kind, "gradient": "its own", "shape": list(w.shape), "error": found}
-        )
+        facts = {"weights": f"trained GPT, {name}", "gradient": "its own", "shape": list(w.shape)}
+        rows.append({**facts, "error": found})
     for row in rows:
         print(f"{row['weights']}, {row['shape']}, g_y: {row['gradient']}")
         for way, error in row["error"].items():
@@ -168,17 +156,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     times = timing.in_turns(calls, args.rounds, "cpu", budget_ms=4000.0)
     for name, row in times.items():
         print(timing.line(name, row))
-    versions = {"hotcore": hotcore.__version__, "torch": torch.__version__, "isa": hotcore.isa()}
-    report = {
-        "benchmark": "frozen-error",
-        "device": platform.processor() or platform.machine(),
-        "versions": {**versions, "threads": args.threads},
-        "settings": {"tokens": TOKENS, "seeds": args.seeds, "steps": args.steps},
-        "bytes": BYTES,
-        "rows": rows,
-        "time": {"shape": list(TIMED), "rows": times},
-    }
-    write_json(args.json, report)
+    settings = {"tokens": TOKENS, "seeds": args.seeds, "steps": args.steps}
+    measured = {"shape": list(TIMED), "rows": times}
+    timing.write_errors(args, "frozen-error", threads=args.threads, settings=settings,
+                        bytes=BYTES, rows=rows, time=measured)  # fmt: skip
 
 
 if __name__ == "__main__":

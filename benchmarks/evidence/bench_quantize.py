@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import hotcore
@@ -41,71 +42,47 @@ def parse_matrix(text: str) -> tuple[int, int]:
     return int(parts[0]), int(parts[1])
 
 
-def contenders(shape: tuple[int, int], device: str) -> tuple[dict[str, Call], dict[str, int]]:
+def contenders(shape: tuple[int, int], device: str) -> dict[str, tuple[Call, int]]:
     """Calls, and the minimum of bytes that each moves."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    wide = str(dtype).removeprefix("torch.")
     x = torch.randn(shape, device=device).to(dtype)
-    out = torch.empty_like(x)
-    calls: dict[str, Call] = {"copy": lambda: out.copy_(x)}
-    nbytes = {"copy": 2 * x.nbytes}
+    out, narrow = torch.empty_like(x), x[:, :16].clone()
+    codes = x.nbytes + x.numel()  # x read, a byte a value written
+    found: dict[str, tuple[Call, int]] = {"copy": (lambda: out.copy_(x), 2 * x.nbytes)}
     for bits in (8, 4):
         for scale in ("row", "column", "tensor"):
-            name = f"INT{bits}, {scale}"
-            calls[name] = lambda bits=bits, scale=scale: hotcore.quantize(
-                x, bits=bits, scale=scale, key=1
-            )
-            nbytes[name] = x.nbytes + x.numel()
-    calls["INT8, row, nearest"] = lambda: hotcore.quantize(x, rounding="nearest")
-    nbytes["INT8, row, nearest"] = x.nbytes + x.numel()
-    calls["INT4, row, packed"] = lambda: hotcore.quantize(x, bits=4, packed=True, key=1)
-    nbytes["INT4, row, packed"] = x.nbytes + x.numel() // 2
-    calls["hla, r = 8"] = lambda: hotcore.hla(x, key=1)
-    nbytes["hla, r = 8"] = x.nbytes + 2 * x.numel()
+            quantize = partial(hotcore.quantize, x, bits=bits, scale=scale, key=1)
+            found[f"INT{bits}, {scale}"] = quantize, codes
     q, scales = hotcore.quantize(x, bits=4, key=1)
-    calls["pack_int4"] = lambda: hotcore.pack_int4(q)
-    nbytes["pack_int4"] = q.nbytes + q.nbytes // 2
-    wide = str(dtype).removeprefix("torch.")
-    calls["dequantize"] = lambda: hotcore.dequantize(q, scales, dtype=wide)
-    nbytes["dequantize"] = q.nbytes + x.nbytes
+    packed = partial(hotcore.quantize, x, bits=4, packed=True, key=1)
+    found |= {
+        "INT8, row, nearest": (partial(hotcore.quantize, x, rounding="nearest"), codes),
+        "INT4, row, packed": (packed, x.nbytes + x.numel() // 2),
+        "hla, r = 8": (partial(hotcore.hla, x, key=1), x.nbytes + 2 * x.numel()),
+        "pack_int4": (partial(hotcore.pack_int4, q), q.nbytes + q.nbytes // 2),
+        "dequantize": (partial(hotcore.dequantize, q, scales, dtype=wide), q.nbytes + x.nbytes),
+    }
     for form, config in KEPT.items():
-        saved = hotcore.compress_activation(x, config, key=1)
-        few = hotcore.compress_activation(x[:, :16].clone(), config, key=1)
-        calls[f"compress {form}"] = lambda config=config: hotcore.compress_activation(
-            x, config, key=1
-        )
-        nbytes[f"compress {form}"] = x.nbytes + saved.nbytes
+        compress = partial(hotcore.compress_activation, x, config, key=1)
+        rows = partial(hotcore.quantize_forward_input, x, config)
+        saved, few = compress(), hotcore.compress_activation(narrow, config, key=1)
+        found[f"compress {form}"] = compress, x.nbytes + saved.nbytes
         if config.basis == "full":
-            calls[f"decompress {form}"] = lambda saved=saved: hotcore.decompress_activation(
-                saved, dtype=wide
-            )
-            nbytes[f"decompress {form}"] = saved.nbytes + x.nbytes
+            decompress = partial(hotcore.decompress_activation, saved, dtype=wide)
+            found[f"decompress {form}"] = decompress, saved.nbytes + x.nbytes
+
+        def two_calls(rows: Call = rows, compress: Call = compress) -> object:
+            return rows(), compress()
+
         # x for the 8-bit forward and kept, by two calls and by one.
-        calls[f"rows, compress {form}"] = lambda config=config: (
-            hotcore.quantize_forward_input(x, config),
-            hotcore.compress_activation(x, config, key=1),
-        )
-        calls[f"rows and {form}"] = lambda config=config: hotcore.quantize_forward_input(
-            x, config, keep=True, key=1
-        )
-        nbytes[f"rows and {form}"] = x.nbytes + x.numel() + saved.nbytes
-        nbytes[f"rows, compress {form}"] = nbytes[f"rows and {form}"]
-        for name, gy, kept in (("columns", x, few), ("operand", x[:, :16].clone(), saved)):
-            calls[f"{name} {form}"] = lambda gy=gy, kept=kept: hotcore.backward_linear(
-                gy, None, kept, need=("gw",), key=1
-            )
-            codes = x.numel() // 2 if config.basis != "full" else x.numel()
-            nbytes[f"{name} {form}"] = codes + (x.nbytes if name == "columns" else saved.nbytes)
-    return calls, nbytes
-
-
-def bench(shape: tuple[int, int], args: argparse.Namespace) -> dict[str, Row]:
-    calls, nbytes = contenders(shape, args.device)
-    rows = timing.in_turns(calls, args.rounds, args.device)
-    for name, row in rows.items():
-        row["TB/s"] = nbytes[name] / row["median_ms"] / 1e9
-        row["copies"] = row["median_ms"] / rows["copy"]["median_ms"]
-        row["bytes"] = nbytes[name] / nbytes["copy"]
-    return rows
+        found[f"rows, compress {form}"] = two_calls, codes + saved.nbytes
+        found[f"rows and {form}"] = partial(rows, keep=True, key=1), codes + saved.nbytes
+        halves = x.numel() // 2 if config.basis != "full" else x.numel()
+        backward = partial(hotcore.backward_linear, need=("gw",), key=1)
+        found[f"columns {form}"] = partial(backward, x, None, few), halves + x.nbytes
+        found[f"operand {form}"] = partial(backward, narrow, None, saved), halves + saved.nbytes
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -114,12 +91,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = timing.begin(parser, argv)
     out: dict[str, Any] = {}
     for shape in args.shape or (CPU_SHAPES if args.device == "cpu" else CUDA_SHAPES):
-        rows = bench(shape, args)
-        out[",".join(map(str, shape))] = rows
-        print(f"\nx {shape}: us, median [quartiles]")
-        for name, row in rows.items():
-            notes = f"{row['TB/s']:.3g} TB/s  {row['copies']:.2f} copies, bytes {row['bytes']:.2f}"
-            print(timing.line(name, row, notes))
+        found = contenders(shape, args.device)
+        nbytes = {name: moved for name, (_, moved) in found.items()}
+
+        def notes(name: str, row: Row, rows: Any, nbytes: dict[str, int] = nbytes) -> str:
+            row["TB/s"] = nbytes[name] / row["median_ms"] / 1e9
+            row["copies"] = row["median_ms"] / rows["copy"]["median_ms"]
+            row["bytes"] = nbytes[name] / nbytes["copy"]
+            return f"{row['TB/s']:.3g} TB/s  {row['copies']:.2f} copies, bytes {row['bytes']:.2f}"
+
+        calls = {name: call for name, (call, _) in found.items()}
+        out[",".join(map(str, shape))] = timing.printed(f"x {shape}", calls, args, notes)
     timing.write(args, "quantize", {"shapes": out})
 
 

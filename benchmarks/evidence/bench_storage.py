@@ -18,15 +18,14 @@ The same ten cases by libhot's own recipes, into recipe-cases.json; a test holds
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+import timing
 from layers import TOKEN_SETTINGS
 from numpy.typing import NDArray
-from timing import RESULTS, write_json
+from timing import RESULTS
 
 Array = NDArray[np.float64]
 LEVELS = {4: (6, 18, 30, 44, 58, 75, 96, 127), 2: (38, 127)}
@@ -324,32 +323,22 @@ def recipe_cases(keys: int) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--draws", type=int, default=2000)
+    parser = timing.error_arguments(__doc__, "storage", draws=2000)
     parser.add_argument("--recipes", action="store_true", help="by libhot's recipes")
-    parser.add_argument("--json", type=Path, help="default: storage.json or recipe-cases.json")
-    options = parser.parse_args(argv)
-    if options.recipes:
-        write_json(options.json or RESULTS / "recipe-cases.json", recipe_cases(20))
+    parser.set_defaults(json=None)
+    args = parser.parse_args(argv)
+    if args.recipes:
+        timing.write_json(args.json or RESULTS / "recipe-cases.json", recipe_cases(20))
         return
     rng = np.random.default_rng(0)
-    report = {
-        "draws": options.draws,
-        "blocks": blocks(options.draws, rng),
-        "cases": case_rows(max(1, options.draws // 200), rng),
-    }
-    for row in report["blocks"]:
-        figures = "  ".join(
-            f"{form} {f['error']:.3f}/{f['bias']:.3f}" for form, f in row["forms"].items()
-        )
-        print(f"{row['block']:2} {row['bits']} {row['input']:24} {figures}")
-    for row in report["cases"]:
-        figures = "  ".join(
-            f"{form} " + "/".join(f"{e:.3f}" for e in f.values())
-            for form, f in row["forms"].items()
-        )
-        print(f"{row['case']:52} {figures}")
-    write_json(options.json or RESULTS / "storage.json", report)
+    by_block, by_case = blocks(args.draws, rng), case_rows(max(1, args.draws // 200), rng)
+    for row in (*by_block, *by_case):
+        title = f"{row['block']:2} {row['bits']} {row['input']}" if "block" in row else row["case"]
+        forms = row["forms"].items()
+        figures = (f"{n} " + "/".join(f"{e:.3f}" for e in f.values()) for n, f in forms)
+        print(f"{title:52} {'  '.join(figures)}")
+    report = {"date": timing.today(), "draws": args.draws, "blocks": by_block, "cases": by_case}
+    timing.write_json(args.json or RESULTS / "storage.json", report)
 
 
 if __name__ == "__main__":
