@@ -29,6 +29,7 @@ from timing import Call
 KINDS = ("g_x", "g_w, r = 8")
 CHOICE = -1  # in place of a tile's number
 CHOSEN = "chosen"
+INT_MM = "torch._int_mm"
 
 
 class _Plan(ctypes.Structure):
@@ -129,10 +130,10 @@ def bench(
     words, mine = own_calls(own, given)
     finalists, tiles = bench_gemm.stock_finalists(stock, given, args.device, mma_sync=True)
     a, b = given.codes
-    calls = mine | finalists | {"torch._int_mm": lambda: torch._int_mm(a, b.t())}
+    calls = mine | finalists | {INT_MM: lambda: torch._int_mm(a, b.t())}
     rows = bench_gemm.timed(product, calls, args, tiles)
     chosen = rows[CHOSEN]
-    of = {"best stock tile": finalists, "our best tile": mine, "torch._int_mm": ["torch._int_mm"]}
+    of = {"the best stock tile": finalists, "our best tile": mine, INT_MM: [INT_MM]}
     for what, names in of.items():
         least = min(rows[name]["median_ms"] for name in names)
         chosen[f"of {what}"] = least / chosen["median_ms"]

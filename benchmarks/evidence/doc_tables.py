@@ -228,7 +228,7 @@ def about(report: Report) -> Lines:
     if "threads" in facts:
         count = int(facts["threads"])
         words.append("one thread" if count == 1 else f"{count} threads")
-    words += [f"torch {versions['torch']}", day]
+    words += [f"torch {versions['torch']}" if "torch" in versions else "", day]
     yield f"*{', '.join(word for word in words if word)}*"
 
 
@@ -865,6 +865,7 @@ def earlier(report: Report, name: str) -> Lines:
     """Figures that were written down: no script of the repository makes them again."""
     heads = [head.replace("`int4`", "`default`, g_x in INT4") for head in report[name]["columns"]]
     yield from table_of(heads, report[name]["rows"])
+    yield from ("", f"*Written down {report[name]['date']}.*")
 
 
 # ---- all kinds ----

@@ -96,6 +96,7 @@ def of_report(name: str, part: str = "") -> Callable[[Make], Make]:
                 yield missing(name)
             else:
                 yield from make(report, *words)
+                yield from ("", dates_line(results, [name]))
 
         return lines
 
@@ -579,6 +580,7 @@ def pooled(results: Path) -> Lines:
                     f"{found.mean:+.4f}", ends_of(found), intervals.verdict(found, MARGIN),
                     interval_words(more),
                     interval_words(training_gaps(results, name, less))])  # fmt: skip
+    yield from ("", dates_line(results, map(file_of, of_sizes(results))))
 
 
 def pooled_words(results: Path) -> Lines:
