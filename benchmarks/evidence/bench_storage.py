@@ -312,6 +312,7 @@ def recipe_cases(keys: int) -> dict[str, Any]:
     """Every case by every recipe."""
     found = cases(np.random.default_rng(0))
     return {
+        "date": timing.today(),
         "keys": keys,
         "recipes": list(RECIPES),
         "cases": {

@@ -14,6 +14,7 @@ says what makes it. A test keeps the pages as the reports are.
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import re
 import statistics
@@ -966,6 +967,7 @@ def trained(folders: Sequence[Path]) -> dict[str, Any]:
             "kept": {name: mean(task, name, "linear_saved_bytes") / kept for name in recipes},
         }
     facts = {key: v for key, v in runs[0].items() if key not in ("data", "python", "results")}
+    facts["date"] = datetime.date.today().isoformat()
     seeds = sorted({row["seed"] for row in rows})
     return {**facts, "seeds": seeds, "recipes": recipes, "tasks": tasks}
 

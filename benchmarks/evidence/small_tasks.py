@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from evidence import rivals
 from models import mend_torchvision
-from timing import resumed, rounded, write_whole
+from timing import resumed, rounded, today, write_whole
 from torch import Tensor, nn
 from train_lib import images, training
 from train_lib.data import MaskedText
@@ -452,6 +452,7 @@ def begun(
     versions = {"hotcore": hotcore.__version__, "torch": torch.__version__, "isa": hotcore.isa()}
     return {
         "benchmark": benchmark,
+        "date": today(),
         "device": platform.processor() or platform.machine(),
         "versions": {**versions, "threads": threads},
         "settings": settings,
