@@ -29,7 +29,7 @@ import statistics
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -39,8 +39,7 @@ import hotcore.torch as hot
 import timing
 import torch
 import torch.nn.functional as F
-from evidence import ROOT, rivals, side_by_side
-from evidence.evidence_tables import runs_by_seed
+from evidence import ROOT, doc_tables, rivals, side_by_side
 from torch import Tensor
 from train_lib.models import SmallGPT
 from train_lib.training import in_blocks
@@ -289,24 +288,6 @@ def train(
 # ---- all runs ----
 
 
-def lines(runs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """A table: losses by seed, the mean difference to bf16 with the same seed."""
-    by_seed = runs_by_seed({"runs": runs})
-    titles = ("- bf16", "step ms", "peak GiB")
-    yield f"{'':26s} {'validation loss by seed':32s} " + " ".join(f"{t:>8s}" for t in titles)
-    for contender in CONTENDERS:
-        found = by_seed.get(contender.name)
-        if not found:
-            continue
-        plain = {seed: run["validation_loss"] for seed, run in by_seed.get("bf16", {}).items()}
-        gaps = [r["validation_loss"] - plain[s] for s, r in found.items() if s in plain]
-        losses = ", ".join(f"{run['validation_loss']:.4f}" for run in found.values())
-        gap = f"{statistics.mean(gaps):+8.4f}" if gaps else " " * 8
-        step = statistics.median(run.get("step_ms", math.nan) for run in found.values())
-        peak = max(run.get("peak_gib", math.nan) for run in found.values())
-        yield f"{contender.name:26s} {losses:32s} {gap} {step:8.1f} {peak:8.2f}"
-
-
 def one_run(
     contender: Contender,
     seed: int,
@@ -415,7 +396,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     left = side_by_side.run_all(work, done, jobs=args.jobs, budget_s=left_s, title=name)
     for key in left:
         print(f"{key}: left out, no time left")
-    print("\n".join(lines(runs)))
+    print("\n".join(doc_tables.gpt({"runs": runs})))
 
 
 if __name__ == "__main__":

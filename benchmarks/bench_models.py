@@ -36,7 +36,7 @@ from typing import Any
 import steps
 import timing
 import torch
-from evidence import model_table
+from evidence import doc_tables, model_table
 from models import TASKS
 from training import Contender, Trainer, cleaned, people
 
@@ -78,7 +78,8 @@ def in_steps(args: Any, content: dict[str, Any], left_s: Callable[[], float]) ->
             patience = min(steps.START_TIMEOUT_S, left_s())
             words = (args.rounds, jobs[model], patience, args.runs, not args.no_kernels)
             rows = steps.measure(model, among, setting, *words)
-        print("\n".join(steps.lines(rows)))
+        table = doc_tables.steps({"steps": {model: {"rows": rows}}}, model)
+        print("\n".join([*table, *steps.notes(rows)]))
         entry = found.setdefault(model, {"title": task.title, "rows": {}})
         measured = {name: row for name, row in entry["rows"].items() if "step" in row}
         known = entry["rows"] | rows | measured  # the reference's row is that of the first wave

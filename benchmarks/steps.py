@@ -502,40 +502,18 @@ def compare(rows: dict[str, Row]) -> None:
         row["reference"] = {key: reference[key]["median_ms"] for key in ("step", "host")}
 
 
-def lines(rows: Mapping[str, Row]) -> Iterator[str]:
-    """What is printed of a wave."""
-    short = {name: name.split(",")[0].split()[-1] for name in kernel_classes.CLASSES}
-    yield "    step ms [quartiles] of reference | host ms, of it | peak GiB, of it | kernel ms"
+def notes(rows: Mapping[str, Row]) -> Iterator[str]:
+    """What is printed below the table of a wave: what went wrong, and what a step has beside it."""
     for name, row in rows.items():
-        if "step" not in row:
-            why = row.get("error") or f"left out: {row.get('left_out')}"
-            yield f"  {name:34s} {why}"
-            continue
-        step, of = row["step"], row.get("of reference", {})
-        words = [
-            f"{step['median_ms']:8.2f} [{step['q1_ms']:.2f}, {step['q3_ms']:.2f}]",
-            f"{of.get('step', math.nan):.3f}",
-            f"| {row['host']['median_ms']:7.2f} {of.get('host', math.nan):.3f}",
-        ]
-        if "peak_gib" in row:
-            words.append(f"| {row['peak_gib']:6.2f} {of.get('peak', math.nan):.3f}")
-        if row.get("kernels"):
-            found = row["kernels"]
-            parts = "  ".join(f"{short[k]} {v:.1f}" for k, v in found["ms"].items())
-            words.append(f"| {found['all_ms']:.1f} = {parts}")
-        if "tokens_per_s" in row:
-            weights = row["weight_bytes"] / GIB
-            words.append(f"| {row['tokens_per_s']:.0f} tokens/s, weights {weights:.2f} GiB")
-        if "warning" in row:
-            words.append(f"| {row['warning']}")
-        if row.get("converted") == 0:
-            words.append("| no layer converted")
         skips = row.get("compiler", {}).get("cudagraph skips", 0)
-        if skips:
-            words.append(f"| {skips} regions are NO CUDA graphs")
-        start_s = row["build_s"] + row["first_step_s"]
-        words.append(f"| {start_s:.0f} s to start, {row['seconds']['turns']:.0f} s of turns")
-        yield f"  {name:34s} " + " ".join(words)
+        words = [row[key] for key in ("error", "left_out", "warning") if key in row]
+        words += ["no layer converted"] if row.get("converted") == 0 else []
+        words += [f"{skips} regions are NO CUDA graphs"] if skips else []
+        if "tokens_per_s" in row:
+            weights = f"weights {row['weight_bytes'] / GIB:.2f} GiB"
+            words.append(f"{row['tokens_per_s']:.0f} tokens/s, {weights}")
+        if words:
+            yield f"  {name}: {'; '.join(words)}"
 
 
 # ---- all models ----

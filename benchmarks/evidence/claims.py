@@ -83,18 +83,16 @@ def _gaps(file: str, *methods: str) -> Measured:
     """Differences to fp32 of both small tasks."""
 
     def measured(results: Path) -> str:
-        parts = []
-        late = []
+        parts, late = [], []
         for method in methods:
             try:
-                found = [_gap(results, file, task, method) for task in ("vit", "gpt")]
+                vit, gpt = (_gap(results, file, task, method) for task in ("vit", "gpt"))
+                parts.append(f"{method}: {vit} (ViT), {gpt} (GPT)")
             except Missing:
-                late.append(method)
-                continue
-            parts.append(f"{method}: {found[0]} (ViT), {found[1]} (GPT)")
+                late.append(f"{method}: not run yet")
         if not parts:
             raise Missing(file)
-        return "; ".join(parts + [f"{method}: not run yet" for method in late])
+        return "; ".join(parts + late)
 
     return measured
 
@@ -146,13 +144,25 @@ def _one(file: str, task: str, *methods: str) -> Measured:
     return measured
 
 
-def _speed_of_vit(results: Path) -> str:
-    """Of the layers that the claim is about, each counted once, as the claim has them."""
-    found = need(results, "gpu-check.json")["bench_backward"]["paper"]["rotating"]["shapes"]
-    rows = [entry["rows"] for shape, entry in found.items() if shape.startswith("197,")]
+def _small_layers(results: Path) -> Report:
+    """The paper's layers, one image, in CUDA graphs."""
+    found: Report = need(results, "gpu-check.json")["bench_backward"]["paper"]["rotating"]
+    return found
+
+
+def _faster(found: Report, shapes: Iterable[str]) -> tuple[list[float], list[float]]:
+    """Times faster than fp32: ``paper``, and torch's bf16."""
+    rows = [found["shapes"][shape]["rows"] for shape in shapes]
     mine, low = (
         [row[name]["faster than fp32"] for row in rows] for name in ("hotcore paper", "bf16")
     )
+    return mine, low
+
+
+def _speed_of_vit(results: Path) -> str:
+    """Of the layers that the claim is about, each counted once, as the claim has them."""
+    found = _small_layers(results)
+    mine, low = _faster(found, (shape for shape in found["shapes"] if shape.startswith("197,")))
     return (
         f"ViT-B's four layers, one image, CUDA graphs on an H200, geometric mean: "
         f"{statistics.geometric_mean(mine):.2f}× of fp32, worst {min(mine):.2f}×; but torch's bf16 "
@@ -161,11 +171,11 @@ def _speed_of_vit(results: Path) -> str:
 
 
 def _speed_of_layers(results: Path) -> str:
-    means = need(results, "gpu-check.json")["bench_backward"]["paper"]["rotating"]["means"]
-    name = "hotcore paper"
+    means = _small_layers(results)["means"]
+    mine = means["hotcore paper"]
     return (
-        f"16 layers, one image, CUDA graphs on an H200: {means[name]['geomean']:.2f}× of fp32, "
-        f"worst {means[name]['worst']:.2f}×; but torch's bf16 is {means['bf16']['geomean']:.2f}×"
+        f"16 layers, one image, CUDA graphs on an H200: {mine['geomean']:.2f}× of fp32, "
+        f"worst {mine['worst']:.2f}×; but torch's bf16 is {means['bf16']['geomean']:.2f}×"
     )
 
 
@@ -173,14 +183,11 @@ def _of_shapes(*shapes: str) -> Measured:
     """Of some of the paper's layers, paper's recipe."""
 
     def measured(results: Path) -> str:
-        found = need(results, "gpu-check.json")["bench_backward"]["paper"]["rotating"]["shapes"]
-        mine = [found[shape]["rows"]["hotcore paper"]["faster than fp32"] for shape in shapes]
-        low = [found[shape]["rows"]["bf16"]["faster than fp32"] for shape in shapes]
-        return (
-            f"{min(mine):.1f} to {max(mine):.1f}× (torch's bf16: {min(low):.1f} to {max(low):.1f}×)"
-            if len(shapes) > 1
-            else f"{mine[0]:.1f}× (torch's bf16: {low[0]:.1f}×)"
+        mine, low = (
+            " to ".join(f"{end:.1f}" for end in dict.fromkeys((min(of), max(of))))
+            for of in _faster(_small_layers(results), shapes)
         )
+        return f"{mine}× (torch's bf16: {low}×)"
 
     return measured
 
