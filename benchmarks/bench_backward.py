@@ -2,39 +2,38 @@
 
     python benchmarks/bench_backward.py [--device cpu|cuda] [--part PART ...] [--recipe NAME ...]
 
-Parts (all of them, unless some are named):
+Parts (all of them, unless some are named; on the CPU "layers"):
   layers   whole backward passes and compress_activation; sums of the groups; the floor
   paper    the paper's 16 layers, one image, in a CUDA graph
   stages   where the time goes: quantising g_y and w, the products, the rest
   forward  HotLinear's forward in training against a plain linear layer's
   host     what the host needs for one backward of the torch adapter
 
-hotcore does the whole work: it quantises g_y and w, multiplies, dequantises and sums; x has been
-compressed before, and that has a row of its own. Torch's rows come twice: "torch bf16" does the
-same (g_x, g_w, g_b), "bf16 products" only the two products, as do the rows of INT8 and FP8
-products, which are given finished operands, and torchao's, whose layer has no bias. Rows that end
-in "both" are a layer's forward pass (with a bias) and backward, one after the other: hotcore's
-compress x too, and "int8" ones have the 8-bit forward. hotcore takes fp32 arrays on the CPU, bf16
-on CUDA. How it is measured: timing.py.
+hotcore does the whole work; x has been compressed before, which has a row of its own. "torch bf16"
+does the same, "bf16 products" only the two products, as do INT8's and FP8's, which are given
+finished operands. Rows that end in "both" are a layer's forward (with a bias) and backward. How it
+is measured: timing.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import functools
 import re
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import hotcore
 import hotcore.torch as hot
+import kernel_classes
 import timing
 import torch
-from evidence import rivals
+from evidence import doc_tables, rivals
 from hotcore.torch import functional
 from layers import (
     CPU_GROUPS,
@@ -194,52 +193,39 @@ def sums(of_shapes: dict[str, dict[str, Row]], recipes: Sequence[str]) -> dict[s
     """Sums of medians over a group's layers, and how often faster than each rival hotcore is."""
     tables = list(of_shapes.values())
     total = timing.summed(tables)
+
+    def faster(name: str, rivals: Sequence[str]) -> dict[str, Any]:
+        mine = total[name]
+        return {"sum_ms": mine, "faster than": {rival: total[rival] / mine for rival in rivals}}
+
     out: dict[str, Any] = {"sum_ms": total, "recipes": {}}
     for recipe in recipes:
         if not {f"hotcore {recipe}", f"compress {recipe}", "copy of x"} <= total.keys():
             print(f"  {recipe}: no sums, since a row was not steady")
             continue
-        mine = total[f"hotcore {recipe}"]
         floor = sum(rows[f"hotcore {recipe}"]["floor_ms"] for rows in tables)
-        out["recipes"][recipe] = {
-            "sum_ms": mine,
+        out["recipes"][recipe] = faster(f"hotcore {recipe}", list(filter(is_rival, total))) | {
             "floor_ms": floor,
-            "times the floor": mine / floor,
+            "times the floor": total[f"hotcore {recipe}"] / floor,
             "compress of a copy": total[f"compress {recipe}"] / total["copy of x"],
-            "faster than": {name: total[name] / mine for name in total if is_rival(name)},
         }
     whole = [name for name in total if name.endswith(" both")]
-    out["both"] = {
-        name: {
-            "sum_ms": total[name],
-            "faster than": {
-                rival: total[rival] / total[name] for rival in whole if rival.startswith("torch")
-            },
-        }
-        for name in whole
-        if not name.startswith("torch")
-    }
+    theirs = [name for name in whole if name.startswith("torch")]
+    out["both"] = {name: faster(name, theirs) for name in whole if name not in theirs}
     return out
 
 
-def print_layer(title: str, rows: dict[str, Row], recipes: Sequence[str], device: str) -> None:
+def print_layer(title: str, rows: dict[str, Row]) -> None:
     print(f"\n{title}")
     for name, row in rows.items():
-        if "q1_ms" not in row:
-            print(f"  {name:26s} {row['median_ms'] * 1e3:10.1f}")
-            continue
-        notes = []
-        if "of a copy" in row:
-            notes.append(f"{row['of a copy']:.2f} copies")
-        if name.startswith("hotcore"):
-            for rival in ("torch fp32", "torch tf32", "torch bf16", "bf16 products"):
-                if rival in rows:
-                    notes.append(f"{rival} {ratio(rows, rival, name):.2f}x")
-            if device == "cuda":
-                notes.append(f"{row['median_ms'] / row['floor_ms']:.2f} floors")
+        notes = [f"{row['of a copy']:.2f} copies"] if "of a copy" in row else []
+        for rival in ("torch fp32", "torch bf16", "bf16 products"):
+            if rival in rows and name.startswith("hotcore"):
+                notes.append(f"{rival} {ratio(rows, rival, name):.2f}x")
         if row.get("unsteady"):
             notes.append("NOT STEADY: no figure")
-        print(timing.line(name, row, "  ".join(notes)))
+        if "q1_ms" in row:
+            print(timing.line(name, row, "  ".join(notes)))
 
 
 def part_layers(args: argparse.Namespace, groups: Groups) -> dict[str, Any]:
@@ -251,20 +237,9 @@ def part_layers(args: argparse.Namespace, groups: Groups) -> dict[str, Any]:
         tables: dict[str, dict[str, Row]] = {}
         for name, shape in shapes.items():
             tables[name] = layer_rows(shape, args.recipe, args, with_torchao)
-            title = f"{group} {name}: L, O, I = {shape}; us, median [quartiles]"
-            print_layer(title, tables[name], args.recipe, args.device)
-        total = sums(tables, args.recipe)
-        print(f"\n{group}, sum of {len(shapes)}: times faster than")
-        for recipe, row in total["recipes"].items():
-            words = "  ".join(f"{name} {value:.2f}" for name, value in row["faster than"].items())
-            print(f"  {recipe:9s} {row['sum_ms'] * 1e3:9.1f} us  {words}")
-            floor = f"{row['times the floor']:.2f} floors, " if args.device == "cuda" else ""
-            print(f"  {'':9s} {floor}compress: {row['compress of a copy']:.2f} copies")
-        for name, row in total["both"].items():
-            words = "  ".join(f"{rival} {value:.2f}" for rival, value in row["faster than"].items())
-            print(f"  {name:18s} {row['sum_ms'] * 1e3:9.1f} us  {words}")
-        shapes_out = {name: {"shape": shapes[name], "rows": tables[name]} for name in shapes}
-        out[group] = {"layers": shapes_out, **total}
+            print_layer(f"{group} {name}: L, O, I = {shape}; us, median [quartiles]", tables[name])
+        layers = {name: {"shape": shapes[name], "rows": tables[name]} for name in shapes}
+        out[group] = {"layers": layers, **sums(tables, args.recipe)}
     return out
 
 
@@ -334,24 +309,16 @@ def part_paper(args: argparse.Namespace) -> dict[str, Any]:
 
 def kernel_times(call: Call, repeats: int = 5) -> list[dict[str, Any]]:
     """Kernels of one call by the profiler: name, microseconds, launches; longest first."""
-    from torch.profiler import ProfilerActivity, profile
-
     call()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        for _ in range(repeats):
-            call()
-        torch.cuda.synchronize()
-    found = [
-        {
-            "kernel": event.key[:160],
-            "us": event.self_device_time_total / repeats,
-            "launches": event.count / repeats,
-        }
-        for event in profiler.key_averages()
-        if event.device_type == torch.autograd.DeviceType.CUDA and event.self_device_time_total > 0
+    found = kernel_classes.profiled_events(call, repeats)
+    counts = Counter(event.name for event in found)
+    spent = dict.fromkeys(counts, 0.0)
+    for event in found:
+        spent[event.name] += event.duration / repeats
+    return [
+        {"kernel": name[:160], "us": us, "launches": counts[name] / repeats}
+        for name, us in sorted(spent.items(), key=lambda item: -item[1])
     ]
-    return sorted(found, key=lambda kernel: -kernel["us"])
 
 
 def split(kernels: Sequence[dict[str, Any]]) -> tuple[float, float]:
@@ -428,24 +395,19 @@ def part_forward(args: argparse.Namespace, groups: Groups) -> dict[str, Any]:
     """Training forward with x kept compressed, against F.linear, which keeps x."""
     out: dict[str, Any] = {}
     for group, shapes in groups.items():
-        out[group] = {"layers": {}, "extra": {}}
-        total: dict[str, float] = {}
+        layers: dict[str, Any] = {}
         for name, shape in shapes.items():
             _, w, x = tensors(shape, args.device, working_dtype(args.device))
             w.requires_grad_()
             x.requires_grad_()
-            contenders: dict[str, Call] = {
-                "plain": lambda x=x, w=w: torch.nn.functional.linear(x, w)
-            }
+            contenders: dict[str, Call] = {"plain": partial(torch.nn.functional.linear, x, w)}
             for recipe in args.recipe:
-                config = config_of(recipe)
-                contenders[recipe] = lambda x=x, w=w, config=config: hot.linear(x, w, None, config)
+                contenders[recipe] = partial(hot.linear, x, w, None, config_of(recipe))
             rows = timing.in_turns(contenders, args.rounds, args.device)
-            for key, row in rows.items():
-                total[key] = total.get(key, 0.0) + row["median_ms"]
-            out[group]["layers"][name] = {"shape": shape, "rows": rows}
+            layers[name] = {"shape": shape, "rows": rows}
+        total = timing.summed([layer["rows"] for layer in layers.values()])
         extra = {key: total[key] / total["plain"] - 1 for key in args.recipe}
-        out[group]["extra"] = extra
+        out[group] = {"layers": layers, "extra": extra}
         words = "  ".join(f"{key} {100 * value:+.1f} %" for key, value in extra.items())
         print(f"\nForward, {group}, sum, beside a plain linear layer: {words}")
     return out
@@ -499,7 +461,7 @@ def layer_step(layer: torch.nn.Module, x: torch.Tensor, gy: torch.Tensor) -> Cal
 
 def draw_rows(device: str) -> dict[str, Row]:
     """What a random seed costs: a number that Python holds, and one that stays on the device."""
-    draw = functools.partial(torch.randint, 2**63 - 1, (), dtype=torch.int64)
+    draw = partial(torch.randint, 2**63 - 1, (), dtype=torch.int64)
     calls: dict[str, Call] = {
         "draw a seed, CPU's generator, item": lambda: draw().item(),
         f"draw a seed, {device}'s generator, a tensor there": lambda: draw(device=device),
@@ -534,48 +496,41 @@ def part_host(args: argparse.Namespace) -> dict[str, Any]:
 
     Beside it the whole call of autograd.grad, which plain torch is measured by, too.
     """
-    gy, w, x = tensors(TOY, args.device, working_dtype(args.device))
+    device = args.device
+    gy, w, x = tensors(TOY, device, working_dtype(device))
     w.requires_grad_()
     x.requires_grad_()
-    out: dict[str, Any] = {"shape": TOY, "bar_us": HOST_BAR_US}
 
     def grads(y: torch.Tensor) -> Call:
         return lambda: torch.autograd.grad(y, (x, w), gy, retain_graph=True)
 
-    rows = {"plain backward": host_us(grads(torch.nn.functional.linear(x, w)), args.device)}
-    rows["plain forward"] = host_us(lambda: torch.nn.functional.linear(x, w), args.device)
+    forward: Call = partial(torch.nn.functional.linear, x, w)
+    rows = {"plain backward": host_us(grads(torch.nn.functional.linear(x, w)), device)}
+    rows["plain forward"] = host_us(forward, device)
+    plain = torch.nn.Linear(TOY[2], TOY[1], device=device, dtype=x.dtype)
+    layers = {"nn.Linear, forward and backward": layer_step(plain, x, gy)}
     for recipe in args.recipe:
         config = config_of(recipe)
         backward = grads(hot.linear(x, w, None, config))
-        rows[f"adapter backward {recipe}"] = host_us(backward, args.device)
-        rows[f"inside adapter backward {recipe}"] = inside_us(backward, args.device)
-        forward: Call = lambda config=config: hot.linear(x, w, None, config)  # noqa: E731
-        rows[f"adapter forward {recipe}"] = host_us(forward, args.device)
+        rows[f"adapter backward {recipe}"] = row = host_us(backward, device)
+        row["over torch's us"] = 1e3 * (row["median_ms"] - rows["plain backward"]["median_ms"])
+        rows[f"inside adapter backward {recipe}"] = inside_us(backward, device)
+        forward = partial(hot.linear, x, w, None, config)
+        rows[f"adapter forward {recipe}"] = host_us(forward, device)
         arrays = hot_backward(gy, w.detach(), x.detach(), recipe, need=("gx", "gw"))
-        rows[f"backward_linear {recipe}"] = host_us(arrays, args.device)
-    plain = torch.nn.Linear(TOY[2], TOY[1], device=args.device, dtype=x.dtype)
-    layers = {"nn.Linear, forward and backward": layer_step(plain, x, gy)}
-    for recipe in args.recipe:
+        rows[f"backward_linear {recipe}"] = host_us(arrays, device)
         layer = hot.HotLinear.from_linear(copy.deepcopy(plain), recipe)
         layers[f"HotLinear {recipe}, forward and backward"] = layer_step(layer, x, gy)
-    of_layers = host_turns(layers, args.device)
+    of_layers = host_turns(layers, device)
     for name, row in of_layers.items():
         if name.startswith("HotLinear"):
             row["of nn.Linear"] = ratio(of_layers, name, "nn.Linear, forward and backward")
-    rows |= of_layers | draw_rows(args.device)
-    print(
-        f"\nHost time of one call at {TOY}, us (bar inside the adapter's backward: {HOST_BAR_US:g})"
-    )
+    rows |= of_layers | draw_rows(device)
+    print(f"\nHost time of one call at {TOY}, us (bar inside the adapter's: {HOST_BAR_US:g})")
     for name, row in rows.items():
-        over = ""
-        if name.startswith("adapter backward"):
-            more = (row["median_ms"] - rows["plain backward"]["median_ms"]) * 1e3
-            row["over torch's us"] = more
-            over = f"over torch's: {more:.1f}"
-        if "of nn.Linear" in row:
-            over = f"of nn.Linear's: {row['of nn.Linear']:.2f}"
-        print(timing.line(name, row, over))
-    return out | {"rows": rows}
+        of = f"of nn.Linear's: {row['of nn.Linear']:.2f}" if "of nn.Linear" in row else ""
+        print(timing.line(name, row, of))
+    return {"shape": TOY, "bar_us": HOST_BAR_US, "rows": rows}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -607,6 +562,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         "host": lambda: part_host(args),
     }
     out |= {part: make() for part, make in run.items() if part in parts}
+    report, kinds = {"bench_backward": out}, doc_tables
+    found = [kinds.layers, kinds.both, kinds.floor] if "layers" in out else []
+    found += [kinds.small] if "rotating" in out.get("paper", {}) else []
+    for table in found:
+        print("\n" + "\n".join(table(report)))
     timing.write(args, "backward", out)
 
 

@@ -2,19 +2,15 @@
 
     python benchmarks/bench_gpt.py --device cuda                       # goes on where it broke off
     python benchmarks/bench_gpt.py --device cuda --contenders bf16 default "* saved*" --steps 450
-    python benchmarks/bench_gpt.py --device cuda --seeds 0 1 2 --budget 600
     python benchmarks/bench_gpt.py --device cuda --size 10M --tokens-per-parameter 1 --jobs 5
     python benchmarks/bench_gpt.py --quick                             # a toy; CPU too
 
 The text is the source of the installed Python packages, files in a fixed pseudo-random order, each
 content once; every 50th file is for validation. A byte-level BPE of 8192 tokens is made from a part
-of it (the package `tokenizers`). Nothing is downloaded. Other packages give another text: compare
-losses within a report only.
-
-Per seed all contenders start from the same weights and see the same batches in the same order, once
-(at 900 steps 29.5 M tokens). Blocks are compiled one by one under bf16 autocast. Two runs of bf16,
-with other seeds, say how much a difference means. ``--jobs`` trains several runs side by side,
-for the losses alone: no times and no peaks are reported then.
+of it (the package `tokenizers`). Other packages give another text: compare losses within a report
+only. Per seed all contenders start from the same weights and see the same batches once. Blocks are
+compiled one by one under bf16 autocast. ``--jobs`` trains several runs side by side, for the losses
+alone: no times and no peaks are reported then.
 """
 
 from __future__ import annotations

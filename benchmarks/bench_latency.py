@@ -4,8 +4,8 @@
     python benchmarks/bench_latency.py --device cuda --parts graph breakdown --budget 60
     python benchmarks/bench_latency.py --quick                         # two toy layers; CPU too
 
-The paper times g_x and g_w of 16 layers, one image each, on an RTX 3090: fp32, LBP-WHT and HOT.
-Parts, by importance; a ``--budget`` leaves out the last rows, and the report names them:
+The paper times g_x and g_w of 16 layers, one image each, on an RTX 3090. Parts, by importance; a
+``--budget`` leaves out the last rows, and the report names them:
 
   graph      g_x and g_w in CUDA graphs, one image; arrays exceed the L2 (on the CPU: plain calls)
   breakdown  Fig. 1: where the device's time goes, three layers, by the profiler (CUDA)
@@ -13,11 +13,9 @@ Parts, by importance; a ``--budget`` leaves out the last rows, and the report na
   eager      a layer's backward through autograd as Python queues it, one image: the host counts
   compiled   the same of the three layers of Fig. 1, compiled by torch.compile; 1 and 128 images
 
-Contenders: torch's fp32 and tf32 (fp32 arrays), bf16; FP8 (``torch._scaled_mm``, operands that are
-quantised and transposed already, tokens filled up to a multiple of 16; compiled: torchao's layer);
-LBP-WHT (rank 8, tiles, its reference algorithm in fp32, x projected before; torch operations one
-after the other, not fused: the time of that code, no bound on the method's); hotcore's recipes on
-bf16 arrays, x compressed before, and ``paper`` on fp32 arrays. Whole models: bench_models.py.
+FP8's operands are quantised and transposed already, tokens filled up to a multiple of 16. LBP-WHT
+is its reference algorithm in fp32, rank 8, torch's operations one after the other, not fused: the
+time of that code, no bound on the method's. hotcore's recipes take bf16 arrays, x compressed before.
 """
 
 from __future__ import annotations

@@ -4,19 +4,13 @@
     python benchmarks/bench_memory.py --device cuda --batches 128 256 --contenders fp32 "HOT*"
     python benchmarks/bench_memory.py --quick                # a toy; on the CPU bytes kept only
 
-Measured: the allocator's peak over a whole step (forward, backward, AdamW), weights, gradients and
-AdamW's state among it; and what the forward pass leaves kept for backward. fp32 weights; products
-in TF32, which changes no byte that is kept. The rivals LBP-WHT and LUQ are simulated: what they
-keep is theirs, but their peaks hold the simulation's own temporaries (docs/dev/rivals.md), so
-"peak by kept" is given beside them: fp32's peak less what they keep less than fp32.
-
-The formula is that of the authors' analysis code: four bytes for each output of a linear layer or
-convolution (four times that of qkv, whose weights count three times), half a byte with HOT; nothing
-of normalisations, GELU or attention's own tensors. LoRA has rank 8 on qkv, proj, fc1 and fc2; its
-frozen weights, which the code leaves out, are in the paper's figure and are added here.
-
-Beside the paper's methods: torch's recomputation (every block checkpointed), bf16 autocast, and
-hotcore's recipes with and without ``saved=8``. What does not fit is a row that says so.
+Measured: the allocator's peak over a whole step, and what the forward pass leaves kept for
+backward. fp32 weights; products in TF32, which changes no byte that is kept. LBP-WHT and LUQ are
+simulated: their peaks hold the simulation's own temporaries, so "peak by kept" stands beside them:
+fp32's peak less what they keep less than fp32. The formula is that of the authors' analysis code:
+four bytes for each output of a linear layer or convolution (four times that of qkv, whose weights
+count three times), half a byte with HOT; nothing of normalisations, GELU or attention's own
+tensors. LoRA's frozen weights, which the code leaves out, are in the paper's figure and are added.
 """
 
 from __future__ import annotations

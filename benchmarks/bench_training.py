@@ -3,19 +3,15 @@
     python benchmarks/bench_training.py                    # goes on where it was broken off
     python benchmarks/bench_training.py --table ablations --jobs 16
     python benchmarks/bench_training.py --table finetune --tasks vit,gpt,bert
+    python benchmarks/bench_training.py --methods "fp32;default;mine.py:Mine" --plot FOLDER
     python benchmarks/bench_training.py --tasks images-vit --images cifar100:FOLDER --device cuda
-    python benchmarks/bench_training.py --budget 1200      # no run is begun that would end later
-    python benchmarks/bench_training.py --plot             # also draws docs/img/TABLE-TASK.svg
 
 A seed fixes the first weights and the order of the data, for every method alike, so that each run
 has a partner in fp32; the table shows the mean difference to it and the spread. Seeds are run one
-after the other: what a budget leaves out are whole late ones, and the report names them.
-
-Tables: ``rivals``, from scratch, every rival, recipe and 8-bit forward (LoRA is for fine-tuning and
-has no part in it). ``ablations``, from scratch, one setting changed at a time. ``finetune``: each
-seed trains in fp32 on one half of the data; from there every method trains on the other half, LoRA
-among them. ``--jobs`` runs side by side, a process and a thread each: times mean nothing then, and
-none are reported. Whole reruns, in seconds of a core: docs/dev/rivals.md.
+after the other: what a ``--budget`` leaves out are whole late ones, and the report names them.
+``rivals`` and ``ablations`` train from scratch. ``finetune``: each seed trains in fp32 on one half
+of the data; from there every method, LoRA among them, trains on the other half. ``--jobs`` runs
+side by side, a process and a thread each: times mean nothing then, and none are reported.
 """
 
 from __future__ import annotations

@@ -92,8 +92,8 @@ def summary(events: Sequence[Event], steps: int) -> dict[str, Any]:
     return {"ms": by_class, **times, "launches": len(events) / steps, "longest": longest}
 
 
-def profiled(step: Callable[[], object], steps: int) -> dict[str, Any]:
-    """:func:`summary` of some steps on CUDA. RuntimeError if the profiler saw no kernel."""
+def profiled_events(step: Callable[[], object], steps: int) -> list[Event]:
+    """The kernels of some steps on CUDA, by torch's profiler."""
     import torch  # imported here: the rest does not need it
     from torch.profiler import ProfilerActivity, profile
 
@@ -105,7 +105,12 @@ def profiled(step: Callable[[], object], steps: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        events = events_of(json.loads(path.read_text()))
+        return events_of(json.loads(path.read_text()))
+
+
+def profiled(step: Callable[[], object], steps: int) -> dict[str, Any]:
+    """:func:`summary` of some steps on CUDA. RuntimeError if the profiler saw no kernel."""
+    events = profiled_events(step, steps)
     if not events:
         raise RuntimeError("torch's profiler saw no kernel")
     return summary(events, steps)

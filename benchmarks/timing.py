@@ -1,19 +1,10 @@
-"""How the benchmarks measure, and the report that they write.
+"""How the benchmarks measure, and the report that they write; docs/dev/benchmarks.md says it in full.
 
 All contenders of a comparison run in one process and take turns, in another order each turn, so
-that a slower moment of the machine hits all of them; medians and quartiles are kept.
-
-On the CPU a turn is two unmeasured calls and three measured: thread pools spin on after a call and
-would slow the next contender's first one.
-
-On CUDA device events take the time. Before every measurement 256 MiB are written, several times the
-L2: no contender finds its inputs there, and the cache holds as many unwritten bytes before as after
-(a flush by reading would give the first 60 MB written away for nothing). A spinning kernel then
-keeps the device busy while the host queues the contender's launches, so that the time is the
-device's; what the host needs is measured by itself (`bench_backward.py --part host`). A
-measurement that the host was too slow for is made again with a longer spin. Layers too small for
-that are captured into a CUDA graph, many calls over rotating copies of their arrays. A row whose
-quartiles are more than 5 % of its median apart is measured again, and is no figure if it stays so.
+that a slower moment of the machine hits all of them; medians and quartiles are kept. On the CPU a
+turn is two unmeasured calls and three measured: thread pools spin on after a call and would slow
+the next contender's first one. On CUDA device events take the time, with the L2 full of unwritten
+bytes and the host's work hidden behind a spinning kernel; small layers are captured into graphs.
 """
 
 from __future__ import annotations

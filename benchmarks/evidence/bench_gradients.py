@@ -1,7 +1,6 @@
 """How good every method's gradients are along a real training run.
 
-    python -m benchmarks.evidence.bench_gradients           # minutes on a CPU; can go on later
-    python -m benchmarks.evidence.bench_gradients --plot    # also draws docs/img/gradients.svg
+    python -m benchmarks.evidence.bench_gradients [--plot]    # minutes on a CPU; can go on later
 
 Trains the README's small ViT and GPT in fp32. At some steps every linear layer of the blocks gives
 its x, w and g_y to every method, many times, and g_x and g_w are held against the exact products:
