@@ -15,7 +15,7 @@ The paper times g_x and g_w of 16 layers, one image each, on an RTX 3090. Parts,
 
 FP8's operands are quantised and transposed already, tokens filled up to a multiple of 16. LBP-WHT
 is its reference algorithm in fp32, rank 8, torch's operations one after the other, not fused: the
-time of that code, no bound on the method's. hotcore's recipes take bf16 arrays, x compressed before.
+time of that code, no bound on the method's. hotcore's recipes take bf16 arrays and compressed x.
 """
 
 from __future__ import annotations

@@ -203,7 +203,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         else:
             runs[key] = run
         report["cpu_seconds"] = sum(run["cpu_seconds"] for run in runs.values())
-        small_tasks.save(args.json, report)
+        timing.write_json(args.json, report)
 
     pool = {"jobs": args.jobs, "threads": args.threads}
     starts: dict[tuple[str, int], Path | None] = {}
@@ -234,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     report["not run"] = [
         key for key, *_ in every if key not in runs and key.split("/")[1] not in report["left out"]
     ]
-    small_tasks.save(args.json, report)
+    timing.write_json(args.json, report)
     print("\n".join(training_lines([(report, task) for task in tasks_of(report)])))
     if args.plot is not None:
         from evidence.plot_evidence import plot_trainings  # which needs matplotlib

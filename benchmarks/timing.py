@@ -1,4 +1,4 @@
-"""How the benchmarks measure, and the report that they write; docs/dev/benchmarks.md says it in full.
+"""How the benchmarks measure, and the report that they write (in full: docs/dev/benchmarks.md).
 
 All contenders of a comparison run in one process and take turns, in another order each turn, so
 that a slower moment of the machine hits all of them; medians and quartiles are kept. On the CPU a
@@ -277,11 +277,15 @@ def error_arguments(
 
 def write_errors(args: argparse.Namespace, benchmark: str, **content: Any) -> None:
     """The report of such a script, under device, versions and date."""
+    write_json(args.json, {**facts_of(benchmark), **content})
+    print(f"\nwritten: {args.json}")
+
+
+def facts_of(benchmark: str) -> dict[str, Any]:
+    """What a report of no times begins with."""
     versions = {"hotcore": hotcore.__version__, "torch": torch.__version__, "isa": hotcore.isa()}
     device = platform.processor() or platform.machine()
-    facts = {"benchmark": benchmark, "date": today(), "device": device, "versions": versions}
-    write_json(args.json, {**facts, **content})
-    print(f"\nwritten: {args.json}")
+    return {"benchmark": benchmark, "date": today(), "device": device, "versions": versions}
 
 
 def begin(
@@ -368,9 +372,16 @@ def resumed(path: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
     return found
 
 
-def write_json(path: Path, content: Any) -> None:
-    """A report as the committed ones are, its folder made if need be."""
-    write_whole(path, json.dumps(rounded(content), indent=1) + "\n")
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """A report, a line for each entry of its inner mappings: the files are committed."""
+    lines = []
+    for key, value in rounded(content).items():
+        text = json.dumps(value)
+        if isinstance(value, Mapping) and value:
+            inner = (f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in value.items())
+            text = "{\n" + ",\n".join(inner) + "\n }"
+        lines.append(f" {json.dumps(key)}: {text}")
+    write_whole(path, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def write_whole(path: Path, content: str | Callable[[Path], object]) -> None:

@@ -26,13 +26,13 @@ from pathlib import Path
 from typing import Any
 
 import hotcore
+import timing
 import torch
 from evidence import ROOT, rivals, small_tasks
 from evidence.evidence_tables import gradient_lines
 from evidence.rivals.methods import power_of_two_factor, triangle_rows
 from evidence.small_tasks import Contender, training
 from hotcore.torch.compute import FULL_PRECISION, backward_bops
-from timing import RESULTS
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -260,7 +260,7 @@ def measure(args: argparse.Namespace, report: dict[str, Any], task_name: str, se
         point["seconds"] = time.perf_counter() - began
         points[key] = point
         report["seconds"] = sum(entry["seconds"] for entry in points.values())
-        small_tasks.save(args.json, report)
+        timing.write_json(args.json, report)
 
 
 def numbers(text: str) -> list[int]:
@@ -283,7 +283,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--draws", type=int, default=32)
     parser.add_argument("--batches", type=int, default=16, help="for the noise of batches")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--json", type=Path, default=RESULTS / "gradients.json")
+    parser.add_argument("--json", type=Path, default=timing.RESULTS / "gradients.json")
     parser.add_argument("--plot", nargs="?", type=Path, const=ROOT / "docs/img/gradients.svg")
     args = parser.parse_args(argv)
     tasks = args.tasks.split(",")

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import json
-import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from evidence import rivals
 from models import mend_torchvision
-from timing import resumed, rounded, today, write_whole
+from timing import facts_of, resumed
 from torch import Tensor, nn
 from train_lib import images, training
 from train_lib.data import MaskedText
@@ -414,23 +412,6 @@ def of_second_half(task: training.Task) -> training.Task:
 # ---- reports ----
 
 
-def save(path: Path, content: Mapping[str, Any]) -> None:
-    """Write the report so that a break leaves the old or the new one, never half of it."""
-    write_whole(path, _text(rounded(content)))
-
-
-def _text(content: Mapping[str, Any]) -> str:
-    """JSON with a line for each entry of its inner mappings: the files are committed."""
-    lines = []
-    for key, value in content.items():
-        if isinstance(value, Mapping) and value:
-            inner = (f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in value.items())
-            lines.append(f" {json.dumps(key)}: {{\n" + ",\n".join(inner) + "\n }")
-        else:
-            lines.append(f" {json.dumps(key)}: {json.dumps(value)}")
-    return "{\n" + ",\n".join(lines) + "\n}\n"
-
-
 def begun(
     path: Path, benchmark: str, settings: Mapping[str, Any], threads: int, lora: str, entries: str
 ) -> dict[str, Any]:
@@ -449,16 +430,10 @@ def begun(
     found = resumed(path, settings)
     if found is not None:
         return found
-    versions = {"hotcore": hotcore.__version__, "torch": torch.__version__, "isa": hotcore.isa()}
-    return {
-        "benchmark": benchmark,
-        "date": today(),
-        "device": platform.processor() or platform.machine(),
-        "versions": {**versions, "threads": threads},
-        "settings": settings,
-        "left out": {"lora": lora} if lora else {},
-        entries: {},
-    }
+    facts = facts_of(benchmark)
+    facts["versions"]["threads"] = threads
+    left_out = {"lora": lora} if lora else {}
+    return {**facts, "settings": settings, "left out": left_out, entries: {}}
 
 
 def use_threads(count: int) -> None:
