@@ -36,7 +36,7 @@ from evidence import rivals
 from evidence.rivals.conversion import method_of
 from layers import PAPER_LATENCY, Shape
 from timing import Call, Row
-from torch import Tensor, nn
+from torch import nn
 
 PARTS = ("graph", "breakdown", "batch", "eager", "compiled")
 FIG_1 = ("layer4.conv2", "qkv", "stages.1.fc1")
@@ -124,28 +124,14 @@ def in_graphs(shape: Shape, args: argparse.Namespace, images: int) -> dict[str, 
 # ---- through autograd ----
 
 
-class Plain(nn.Module):
-    """``y = x w^T``, with a rival's or hotcore's backward."""
-
-    def __init__(self, shape: Shape, dtype: torch.dtype, device: str) -> None:
-        super().__init__()
-        _, outs, ins = shape
-        self.layer = nn.Linear(ins, outs, bias=False, device=device, dtype=dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``x [images, tokens, I]`` to ``[images, tokens, O]``."""
-        y: Tensor = self.layer(x)
-        return y
-
-
 def layers_of(
     shape: Shape, device: str
 ) -> Iterator[tuple[str, Callable[[], nn.Module], torch.dtype]]:
     """Contender, how its layer is made, and the dtype of its arrays."""
     low = bench_backward.working_dtype(device)
 
-    def plain(dtype: torch.dtype) -> Plain:
-        return Plain(shape, dtype, device)
+    def plain(dtype: torch.dtype) -> nn.Module:
+        return nn.Sequential(nn.Linear(shape[2], shape[1], False, device, dtype))
 
     def converted(recipe: str) -> nn.Module:
         model = plain(low)
@@ -160,7 +146,7 @@ def layers_of(
 
     def eight() -> nn.Module:
         model = plain(low)
-        rivals.torchao_convert(model, "tensorwise", {"layer"}, emulate=device == "cpu")
+        rivals.torchao_convert(model, "tensorwise", {"0"}, emulate=device == "cpu")
         return model
 
     yield "fp32", lambda: plain(torch.float32), torch.float32

@@ -158,8 +158,9 @@ class Session:
         peak = torch.cuda.max_memory_allocated()
         pools = unallocated_in_pools(torch.cuda.memory_snapshot())
         self.rest()
-        figures = {"peak_gib": peak + pools, "between_steps_gib": static + pools}
-        return {key: value / GIB for key, value in {**figures, "graph_pools_gib": pools}.items()}
+        names = ("peak_gib", "between_steps_gib", "graph_pools_gib")
+        values = (peak + pools, static + pools, pools)
+        return {name: value / GIB for name, value in zip(names, values, strict=True)}
 
     def kernels(self) -> Row:
         """Kernel time by class. CUDA only; afterwards the host is slower by the profiler."""

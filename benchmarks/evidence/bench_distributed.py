@@ -23,7 +23,6 @@ import json
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,10 +42,8 @@ FALL = 0.2  # share of plain's fall by which another may differ: tests/with_torc
 
 
 def contenders(device: str) -> list[Contender]:
-    cuda = device == "cuda"
-    return [Contender(name, recipe, autocast=cuda) for name, recipe in (
-        ("plain", None), ("default", "default"), ("fast", "fast"),
-    )]  # fmt: skip
+    recipes = {"plain": None, "default": "default", "fast": "fast"}
+    return [Contender(name, of, autocast=device == "cuda") for name, of in recipes.items()]
 
 
 def wrapped(model: Any, way: str, device: torch.device) -> nn.Module:
@@ -65,10 +62,6 @@ def whole(tensor: Tensor) -> Tensor:
     """A sharded tensor's content; all processes have to call this together."""
     full = getattr(tensor, "full_tensor", None)
     return tensor if full is None else full()
-
-
-def plain_name(name: str) -> str:
-    return name.removeprefix("module.")
 
 
 def same_everywhere(tensors: Sequence[Tensor]) -> bool:
@@ -96,18 +89,15 @@ def run(contender: Contender, way: str, model: nn.Module, batch: Any, args: Any)
     expected = {name: mean(g) for name, g in trainer.gradients().items()}
     trainer.wrap(wrapped(trainer.model, way, trainer.device))
     torch.manual_seed(seed)
-    got = {plain_name(name): whole(g) for name, g in trainer.gradients().items()}
+    got = {name.removeprefix("module."): whole(g) for name, g in trainer.gradients().items()}
     out: dict[str, Any] = {
         "cosine": cosine(got, expected),
         "same gradients": same_everywhere(list(got.values())),
     }
-    losses, times = [], []
+    losses: list[Tensor] = []
+    times, watch = [], timing.synchronized_stopwatch(args.device)
     for _ in range(args.steps + 1):
-        timing.synchronize(args.device)
-        start = time.perf_counter()
-        losses.append(trainer.step())
-        timing.synchronize(args.device)
-        times.append((time.perf_counter() - start) * 1e3)
+        times.append(watch(lambda: losses.append(trainer.step())))
     values = mean(torch.stack(losses)).tolist()
     out["loss"] = [values[0], values[-1]]
     out["step_ms"] = timing.spread(times[len(times) // 2 :])["median_ms"]
@@ -155,11 +145,8 @@ def measure(rank: int, args: argparse.Namespace, device: Any) -> dict[str, Any]:
     model = size.build()
     batch = size.batch(torch.Generator().manual_seed(args.seed + rank))
     batch = {name: value.to(device) for name, value in batch.items()}
-    out: dict[str, Any] = {
-        "model": TASK.title,
-        "batch": {k: list(v.shape) for k, v in batch.items()},
-    }
-    out["faults"] = {}
+    shapes = {k: list(v.shape) for k, v in batch.items()}
+    out: dict[str, Any] = {"model": TASK.title, "batch": shapes, "faults": {}}
     for way in WAYS:
         out[way] = {}
         for contender in contenders(args.device):

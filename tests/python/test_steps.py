@@ -517,7 +517,7 @@ def test_tables_of_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         ("stops vit_b", "'stops' is none of"),
         ("steps", "missing 1 required positional argument"),
         ("losses", "cuda-models-table.json is not there"),
-        ("eager", "a report's name is not there"),
+        ("points", "a report's name is not there"),
     ):
         page.write_text(f"<!-- table: {words} -->\n<!-- end -->\n")
         with pytest.raises(SystemExit, match=said):
