@@ -42,7 +42,6 @@ from layers import (
     TOKEN_SETTINGS,
     Shape,
     floor_ms,
-    parse_shape,
 )
 from timing import Call, Row
 
@@ -534,8 +533,7 @@ def part_host(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = timing.arguments(__doc__, "backward")
-    parser.add_argument("--shape", type=parse_shape, action="append", help="L,O,I; repeatable")
+    parser = timing.arguments(__doc__, "backward", "shape")
     parser.add_argument("--group", action="append", choices=tuple(CUDA_GROUPS))
     parser.add_argument("--recipe", action="append", choices=RECIPES)
     parser.add_argument("--part", action="append", choices=PARTS)

@@ -21,7 +21,7 @@ import hotcore
 import timing
 import torch
 from evidence import rivals
-from layers import CUDA_GROUPS, parse_shape
+from layers import CUDA_GROUPS
 from timing import Call
 
 # Every stock tile is tried in every order: a few launches each choose those that take part.
@@ -176,8 +176,7 @@ def described(found: Mapping[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = timing.arguments(__doc__, "gemm")
-    parser.add_argument("--shape", type=parse_shape, action="append", help="M,N,K; repeatable")
+    parser = timing.arguments(__doc__, "gemm", "shape")
     parser.add_argument("--stock", type=Path, help="libhot_stock_gemm: CUTLASS's stock tiles too")
     args = timing.begin(parser, argv)
     if args.stock and args.device == "cpu":

@@ -27,7 +27,6 @@ import sysconfig
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -314,8 +313,8 @@ def _wanted(steps: int, size: Size) -> int:
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = timing.arguments(__doc__, "gpt")
-    parser.add_argument("--contenders", nargs="+", metavar="PATTERN", help="default: all")
+    parser = timing.arguments(__doc__, "gpt", "contenders", "quick", "budget", "backend")
+    parser.set_defaults(backend="inductor")
     parser.add_argument("--size", choices=tuple(SIZES), default="91M")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--steps", type=int, help="of 32,768 tokens (default: 900)")
@@ -323,17 +322,10 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--tokens-per-parameter", type=float, metavar="T", help="instead of --steps"
     )
     parser.add_argument("--jobs", type=int, default=1, help="side by side: losses, no times")
-    parser.add_argument("--quick", action="store_true", help="a toy model, for a test")
-    parser.add_argument(
-        "--budget", type=float, default=math.inf, help="seconds; no run is begun that takes longer"
-    )
-    parser.add_argument("--backend", default="inductor", help="of torch.compile")
     default = ROOT / "build/text"
     parser.add_argument("--cache", type=Path, default=default, help="folder of the tokens")
     args = timing.begin(parser, argv)
-    for pattern in args.contenders or ():
-        if not any(fnmatchcase(c.name, pattern) for c in CONTENDERS):
-            parser.error(f"--contenders: {pattern!r} fits none of {[c.name for c in CONTENDERS]}")
+    args.contenders = timing.fitting(parser, [c.name for c in CONTENDERS], args.contenders)
     if args.steps is not None and args.tokens_per_parameter is not None:
         parser.error("--steps and --tokens-per-parameter: one of them")
     if args.jobs < 1:
@@ -363,9 +355,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     runs: dict[str, Any] = earlier["runs"] if earlier else {}
     text = tokens(size, _wanted(steps, size), args.cache)
     print(f"{len(text[0])} tokens, {len(text[1])} for validation", flush=True)
-    chosen = [
-        c for c in CONTENDERS if any(fnmatchcase(c.name, p) for p in args.contenders or ["*"])
-    ]
+    chosen = [contender for contender in CONTENDERS if contender.name in args.contenders]
     content = {"settings": settings, "runs": runs, "tokens": len(text[0]),
                "parameters": size.parameters, "left out": {}}  # fmt: skip
     del text

@@ -266,11 +266,9 @@ def means(tables: Mapping[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = timing.arguments(__doc__, "latency")
+    parser = timing.arguments(__doc__, "latency", "quick", "budget", "backend")
+    parser.set_defaults(backend="inductor")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--quick", action="store_true", help="toy layers, for a test")
-    parser.add_argument("--budget", type=float, default=math.inf, help="seconds")
-    parser.add_argument("--backend", default="inductor", help="of torch.compile")
     args = timing.begin(parser, argv)
     shapes = TOY if args.quick else PAPER_LATENCY
     few = {name: found for name, found in shapes.items() if name in FIG_1}

@@ -22,7 +22,6 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 import hotcore.torch as hot
@@ -221,18 +220,13 @@ def compare(rows: dict[str, dict[str, Row]]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = timing.arguments(__doc__, "memory")
+    parser = timing.arguments(__doc__, "memory", "quick", "budget", "contenders")
     parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
-    parser.add_argument("--contenders", nargs="+", metavar="PATTERN", help="default: all")
-    parser.add_argument("--quick", action="store_true", help="a toy model and batch, for a test")
-    parser.add_argument("--budget", type=float, default=math.inf, help="seconds")
     args = timing.begin(parser, argv)
     if min(args.batches) < 1:
         parser.error("--batches must be at least 1")
-    patterns = args.contenders or ["*"]
-    among = [c for c in CONTENDERS if any(fnmatchcase(c.name, p) for p in patterns)]
-    if not among:
-        parser.error(f"--contenders: fit none of {[c.name for c in CONTENDERS]}")
+    names = timing.fitting(parser, [c.name for c in CONTENDERS], args.contenders)
+    among = [c for c in CONTENDERS if c.name in names]
     torch.backends.cuda.matmul.allow_tf32 = True
     torch.backends.cudnn.allow_tf32 = True
     begun = time.perf_counter()

@@ -154,14 +154,11 @@ def table_row(name: str, args: Any) -> dict[str, Any]:
 
 
 def arguments(argv: Sequence[str] | None) -> Any:
-    parser = timing.arguments(__doc__, "steps")
+    parser = timing.arguments(__doc__, "steps", "quick", "budget", "contenders", "backend")
     parser.set_defaults(rounds=3)
     parser.add_argument("--models", nargs="+", choices=tuple(TASKS), metavar="MODEL")
     parser.add_argument("--part", choices=("step", "table"), default="step")
-    parser.add_argument("--quick", action="store_true", help="small versions, two rounds")
-    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds in all")
     step = parser.add_argument_group("part step")
-    step.add_argument("--contenders", nargs="+", metavar="PATTERN", help="names; default all")
     step.add_argument(
         "--runs", type=int, default=1, help="times over, each from new processes: their range"
     )
@@ -174,7 +171,6 @@ def arguments(argv: Sequence[str] | None) -> Any:
         "--resume", type=Path, metavar="REPORT", help="go on: keep its rows, run what it lacks"
     )
     step.add_argument("--whole", action="store_true", help="compile models as wholes")
-    step.add_argument("--backend", help="of torch.compile; default inductor, where it can compile")
     args = timing.begin(parser, argv)
     if args.quick:
         args.rounds = 2

@@ -122,7 +122,8 @@ def pretrained_path(cache: Path, name: str, images: str, seed: int, steps: int |
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = timing.error_arguments(__doc__, "[cuda-]TABLE", jobs=1, threads=1)
+    parser.set_defaults(json=None)
     parser.add_argument("--table", choices=small_tasks.TABLES, default="rivals")
     parser.add_argument("--tasks", default="vit,gpt", help=f"of {', '.join(small_tasks.TASKS)}")
     parser.add_argument("--methods", help="names with semicolons; default: all")
@@ -135,10 +136,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--tf32", action="store_true", help="plain products in TF32: of large models on a GPU"
     )
-    parser.add_argument("--jobs", type=int, default=1, help="runs side by side, a process each")
     parser.add_argument("--budget", type=float, help="seconds for this call; none: all")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="default: benchmarks/results/[cuda-]TABLE.json")
     parser.add_argument("--plot", nargs="?", type=Path, const=ROOT / "docs/img", help="a folder")
     parser.add_argument("--cache", type=Path, default=ROOT / "build/pretrained")
     args = parser.parse_args(argv)

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import fnmatch
 import json
+import math
 import platform
 import random
 import shutil
@@ -24,7 +26,7 @@ from typing import Any
 
 import hotcore
 import torch
-from layers import Call
+from layers import Call, parse_shape
 
 RESULTS = Path(__file__).parent / "results"
 FLUSH_BYTES = 1 << 28
@@ -250,8 +252,26 @@ def printed(
 # ---- reports ----
 
 
-def arguments(description: str | None, benchmark: str) -> argparse.ArgumentParser:
-    """A parser with what all scripts take."""
+OPTIONS: dict[str, dict[str, Any]] = {
+    "quick": {"action": "store_true", "help": "toy sizes, for a test"},
+    "budget": {"type": float, "default": math.inf, "help": "seconds; what would end later is left"},
+    "backend": {"help": "of torch.compile; default inductor, where it can compile"},
+    "contenders": {"nargs": "+", "metavar": "PATTERN", "help": "names; default: all"},
+    "shape": {"type": parse_shape, "action": "append", "help": "three sizes; repeatable"},
+}
+"""What several scripts take."""
+
+
+def fitting(parser: argparse.ArgumentParser, names: Sequence[str], patterns: Any) -> list[str]:
+    """The names that --contenders chooses; ends the script where a pattern fits none."""
+    for pattern in patterns or ():
+        if not fnmatch.filter(names, pattern):
+            parser.error(f"--contenders: {pattern!r} fits none of {list(names)}")
+    return [name for name in names if any(fnmatch.fnmatchcase(name, p) for p in patterns or ["*"])]
+
+
+def arguments(description: str | None, benchmark: str, *more: str) -> argparse.ArgumentParser:
+    """A parser with what all scripts take, and ``more`` of :data:`OPTIONS`."""
     parser = argparse.ArgumentParser(description=(description or "").split("\n")[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rounds", type=int, default=40, help="turns of each contender")
@@ -260,6 +280,8 @@ def arguments(description: str | None, benchmark: str) -> argparse.ArgumentParse
     parser.add_argument(
         "--json", type=Path, help=f"report; default benchmarks/results/DEVICE-{benchmark}.json"
     )
+    for name in more:
+        parser.add_argument(f"--{name}", **OPTIONS[name])
     return parser
 
 

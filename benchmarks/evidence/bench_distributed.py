@@ -158,10 +158,9 @@ def measure(rank: int, args: argparse.Namespace, device: Any) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = timing.arguments(__doc__, "nccl")
+    parser = timing.arguments(__doc__, "nccl", "quick")
     parser.set_defaults(json=timing.RESULTS / "nccl.json")
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--quick", action="store_true", help="the small version")
     args = timing.begin(parser, argv)
     world = torch.cuda.device_count() if args.device == "cuda" else 2
     if world < 2:

@@ -274,16 +274,12 @@ def numbers(text: str) -> list[int]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    numbers_of = {"steps": 300, "draws": 32, "batches": 16, "threads": 1}
+    parser = timing.error_arguments(__doc__, "gradients", **numbers_of)
     parser.add_argument("--tasks", default="vit,gpt")
     parser.add_argument("--methods", help="names with semicolons; default: all")
     parser.add_argument("--at", type=numbers, default=[0, 30, 100, 299], help="steps to measure at")
-    parser.add_argument("--steps", type=int, default=300, help="that the schedule is made for")
     parser.add_argument("--seeds", type=numbers, default=[0])
-    parser.add_argument("--draws", type=int, default=32)
-    parser.add_argument("--batches", type=int, default=16, help="for the noise of batches")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--json", type=Path, default=timing.RESULTS / "gradients.json")
     parser.add_argument("--plot", nargs="?", type=Path, const=ROOT / "docs/img/gradients.svg")
     args = parser.parse_args(argv)
     tasks = args.tasks.split(",")

@@ -23,7 +23,6 @@ import hotcore
 import timing
 import torch
 from evidence import rivals
-from layers import parse_shape
 from timing import Call
 
 KINDS = ("g_x", "g_w, r = 8")
@@ -147,8 +146,7 @@ def described(found: Mapping[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = timing.arguments(__doc__, "mma-sync")
-    parser.add_argument("--shape", type=parse_shape, action="append", help="M,N,K; repeatable")
+    parser = timing.arguments(__doc__, "mma-sync", "shape")
     parser.add_argument("--stock", type=Path, required=True, help="libhot_stock_gemm")
     args = timing.begin(parser, argv)
     if args.device == "cpu":
