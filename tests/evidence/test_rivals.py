@@ -143,6 +143,7 @@ def test_drop_in(method: str) -> None:
     torch.testing.assert_close(model(x), plain.eval()(x), rtol=0, atol=0)
 
 
+@pytest.mark.usefixtures("seeded_torch")  # the numbers of threads as before
 def test_a_method_in_a_file_has_rows_in_the_tables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
