@@ -2,20 +2,17 @@
 
     python benchmarks/bench_backward.py [--device cpu|cuda] [--part PART ...] [--recipe NAME ...]
 
-Parts (all of them, unless some are named):
+Parts (all of them, unless some are named; on the CPU "layers"):
   layers   whole backward passes and compress_activation; sums of the groups; the floor
   paper    the paper's 16 layers, one image, in a CUDA graph
   stages   where the time goes: quantising g_y and w, the products, the rest
   forward  HotLinear's forward in training against a plain linear layer's
   host     what the host needs for one backward of the torch adapter
 
-hotcore does the whole work: it quantises g_y and w, multiplies, dequantises and sums; x has been
-compressed before, and that has a row of its own. Torch's rows come twice: "torch bf16" does the
-same (g_x, g_w, g_b), "bf16 products" only the two products, as do the rows of INT8 and FP8
-products, which are given finished operands, and torchao's, whose layer has no bias. Rows that end
-in "both" are a layer's forward pass (with a bias) and backward, one after the other: hotcore's
-compress x too, and "int8" ones have the 8-bit forward. hotcore takes fp32 arrays on the CPU, bf16
-on CUDA. How it is measured: timing.py.
+hotcore does the whole work; x has been compressed before, which has a row of its own. "torch bf16"
+does the same, "bf16 products" only the two products, as do INT8's and FP8's, which are given
+finished operands. Rows that end in "both" are a layer's forward (with a bias) and backward. How it
+is measured: timing.py.
 """
 
 from __future__ import annotations
@@ -25,15 +22,18 @@ import copy
 import re
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import hotcore
 import hotcore.torch as hot
-import rivals
+import kernel_classes
 import timing
 import torch
+from evidence import doc_tables, rivals
 from hotcore.torch import functional
 from layers import (
     CPU_GROUPS,
@@ -42,7 +42,6 @@ from layers import (
     TOKEN_SETTINGS,
     Shape,
     floor_ms,
-    parse_shape,
 )
 from timing import Call, Row
 
@@ -119,22 +118,19 @@ def torch_both(arrays: Sequence[torch.Tensor], bias: torch.Tensor) -> Call:
 
 
 def torch_rivals(shape: Shape, device: str) -> dict[str, Call]:
-    gy, w, x = tensors(shape, device, torch.float32)
+    arrays = tensors(shape, device, torch.float32)
+    halves = [array.bfloat16() for array in arrays]
+    kinds: dict[str, tuple[Any, bool | None]] = {"fp32": (arrays, None), "bf16": (halves, None)}
+    if device == "cuda":
+        kinds = {"fp32": (arrays, False), "tf32": (arrays, True), "bf16": (halves, None)}
     out: dict[str, Call] = {}
-    if device == "cpu":
-        out["torch fp32"] = rivals.backward(gy, w, x)
-        out["fp32 products"] = rivals.products(gy, w, x)
-    else:
-        out["torch fp32"] = rivals.backward(gy, w, x, tf32=False)
-        out["fp32 products"] = rivals.products(gy, w, x, tf32=False)
-        out["torch tf32"] = rivals.backward(gy, w, x, tf32=True)
-        out["tf32 products"] = rivals.products(gy, w, x, tf32=True)
-    gy, w, x = gy.bfloat16(), w.bfloat16(), x.bfloat16()
-    out["torch bf16"] = rivals.backward(gy, w, x)
-    out["bf16 products"] = rivals.products(gy, w, x)
-    if device == "cuda" and all(size % 16 == 0 for size in shape):
+    for kind, (of, tf32) in kinds.items():
+        out[f"torch {kind}"] = rivals.backward(*of, tf32=tf32)
+        out[f"{kind} products"] = rivals.products(*of, tf32=tf32)
+    fits = all(size % 16 == 0 for size in shape)
+    if device == "cuda" and fits:
         out["fp8 products"] = rivals.fp8_products(*shape)
-    if device == "cpu" or all(size % 16 == 0 for size in shape):
+    if device == "cpu" or fits:
         out["int8 products"] = rivals.int8_products(*shape, device)
     return out
 
@@ -144,14 +140,14 @@ def layer_rows(
 ) -> dict[str, Row]:
     device = args.device
     contenders = torch_rivals(shape, device)
-    gy, w, x = tensors(shape, device, working_dtype(device))
+    arrays = gy, w, x = tensors(shape, device, working_dtype(device))
     torchao = ""
     if with_torchao:
         try:
             calls, torchao = rivals.torchao_calls(gy, w, x, emulate=device == "cpu")
             contenders |= calls
         except rivals.TorchaoMissing as error:
-            torchao = f"none: {error}"
+            print(f"  torchao: none: {error}")
     duplicate = torch.empty_like(x)
     contenders["copy of x"] = lambda: duplicate.copy_(x)
     for recipe in recipes:
@@ -159,13 +155,12 @@ def layer_rows(
         contenders[f"compress {recipe}"] = hot_compress(x, recipe)
     bias = torch.randn(shape[1], device=device)  # fp32, as parameters under autocast
     if device == "cpu":
-        contenders["torch fp32 both"] = torch_both((gy, w, x), bias)
-    halves = [array.bfloat16() for array in (gy, w, x)]
-    contenders["torch bf16 both"] = torch_both(halves, bias)
+        contenders["torch fp32 both"] = torch_both(arrays, bias)
+    contenders["torch bf16 both"] = torch_both([array.bfloat16() for array in arrays], bias)
     for recipe in recipes:
         if recipe in BOTH:
-            contenders[f"{recipe} both"] = hot_both((gy, w, x), bias, recipe, False)
-            contenders[f"{recipe} int8 both"] = hot_both((gy, w, x), bias, recipe, True)
+            contenders[f"{recipe} both"] = hot_both(arrays, bias, recipe, False)
+            contenders[f"{recipe} int8 both"] = hot_both(arrays, bias, recipe, True)
     rows = timing.steadied(contenders, args.rounds, device)
     if "torchao both" in rows:
         parts = [rows["torchao both"], rows["torchao forward"]]
@@ -173,12 +168,9 @@ def layer_rows(
         if any(row.get("unsteady") for row in parts):
             difference["unsteady"] = True
         rows["torchao both - forward"] = difference
-    if torchao:
-        for name, row in rows.items():
-            if name.startswith("torchao"):
-                row["version"] = torchao
-        if torchao.startswith("none"):
-            print(f"  torchao: {torchao}")
+    for name, row in rows.items():
+        if name.startswith("torchao"):
+            row["version"] = torchao
     for recipe in recipes:
         rows[f"compress {recipe}"]["of a copy"] = ratio(rows, f"compress {recipe}", "copy of x")
         rows[f"hotcore {recipe}"]["floor_ms"] = floor_ms(shape, recipe)
@@ -200,52 +192,39 @@ def sums(of_shapes: dict[str, dict[str, Row]], recipes: Sequence[str]) -> dict[s
     """Sums of medians over a group's layers, and how often faster than each rival hotcore is."""
     tables = list(of_shapes.values())
     total = timing.summed(tables)
+
+    def faster(name: str, rivals: Sequence[str]) -> dict[str, Any]:
+        mine = total[name]
+        return {"sum_ms": mine, "faster than": {rival: total[rival] / mine for rival in rivals}}
+
     out: dict[str, Any] = {"sum_ms": total, "recipes": {}}
     for recipe in recipes:
         if not {f"hotcore {recipe}", f"compress {recipe}", "copy of x"} <= total.keys():
             print(f"  {recipe}: no sums, since a row was not steady")
             continue
-        mine = total[f"hotcore {recipe}"]
         floor = sum(rows[f"hotcore {recipe}"]["floor_ms"] for rows in tables)
-        out["recipes"][recipe] = {
-            "sum_ms": mine,
+        out["recipes"][recipe] = faster(f"hotcore {recipe}", list(filter(is_rival, total))) | {
             "floor_ms": floor,
-            "times the floor": mine / floor,
+            "times the floor": total[f"hotcore {recipe}"] / floor,
             "compress of a copy": total[f"compress {recipe}"] / total["copy of x"],
-            "faster than": {name: total[name] / mine for name in total if is_rival(name)},
         }
     whole = [name for name in total if name.endswith(" both")]
-    out["both"] = {
-        name: {
-            "sum_ms": total[name],
-            "faster than": {
-                rival: total[rival] / total[name] for rival in whole if rival.startswith("torch")
-            },
-        }
-        for name in whole
-        if not name.startswith("torch")
-    }
+    theirs = [name for name in whole if name.startswith("torch")]
+    out["both"] = {name: faster(name, theirs) for name in whole if name not in theirs}
     return out
 
 
-def print_layer(title: str, rows: dict[str, Row], recipes: Sequence[str], device: str) -> None:
+def print_layer(title: str, rows: dict[str, Row]) -> None:
     print(f"\n{title}")
     for name, row in rows.items():
-        if "q1_ms" not in row:
-            print(f"  {name:26s} {row['median_ms'] * 1e3:10.1f}")
-            continue
-        notes = []
-        if "of a copy" in row:
-            notes.append(f"{row['of a copy']:.2f} copies")
-        if name.startswith("hotcore"):
-            for rival in ("torch fp32", "torch tf32", "torch bf16", "bf16 products"):
-                if rival in rows:
-                    notes.append(f"{rival} {ratio(rows, rival, name):.2f}x")
-            if device == "cuda":
-                notes.append(f"{row['median_ms'] / row['floor_ms']:.2f} floors")
+        notes = [f"{row['of a copy']:.2f} copies"] if "of a copy" in row else []
+        for rival in ("torch fp32", "torch bf16", "bf16 products"):
+            if rival in rows and name.startswith("hotcore"):
+                notes.append(f"{rival} {ratio(rows, rival, name):.2f}x")
         if row.get("unsteady"):
             notes.append("NOT STEADY: no figure")
-        print(timing.line(name, row, "  ".join(notes)))
+        if "q1_ms" in row:
+            print(timing.line(name, row, "  ".join(notes)))
 
 
 def part_layers(args: argparse.Namespace, groups: Groups) -> dict[str, Any]:
@@ -257,58 +236,28 @@ def part_layers(args: argparse.Namespace, groups: Groups) -> dict[str, Any]:
         tables: dict[str, dict[str, Row]] = {}
         for name, shape in shapes.items():
             tables[name] = layer_rows(shape, args.recipe, args, with_torchao)
-            title = f"{group} {name}: L, O, I = {shape}; us, median [quartiles]"
-            print_layer(title, tables[name], args.recipe, args.device)
-        total = sums(tables, args.recipe)
-        print(f"\n{group}, sum of {len(shapes)}: times faster than")
-        for recipe, row in total["recipes"].items():
-            words = "  ".join(f"{name} {value:.2f}" for name, value in row["faster than"].items())
-            print(f"  {recipe:9s} {row['sum_ms'] * 1e3:9.1f} us  {words}")
-            floor = f"{row['times the floor']:.2f} floors, " if args.device == "cuda" else ""
-            print(f"  {'':9s} {floor}compress: {row['compress of a copy']:.2f} copies")
-        for name, row in total["both"].items():
-            words = "  ".join(f"{rival} {value:.2f}" for rival, value in row["faster than"].items())
-            print(f"  {name:18s} {row['sum_ms'] * 1e3:9.1f} us  {words}")
-        shapes_out = {name: {"shape": shapes[name], "rows": tables[name]} for name in shapes}
-        out[group] = {"layers": shapes_out, **total}
+            print_layer(f"{group} {name}: L, O, I = {shape}; us, median [quartiles]", tables[name])
+        layers = {name: {"shape": shapes[name], "rows": tables[name]} for name in shapes}
+        out[group] = {"layers": layers, **sums(tables, args.recipe)}
     return out
 
 
 # ---- the paper's layers ----
 
 
-def paper_calls(
-    shape: Shape, recipes: Sequence[str], device: str, copies: int
-) -> dict[str, list[Call]]:
-    """Contender -> one call for each copy of the arrays: g_x and g_w."""
-    out: dict[str, list[Call]] = {"fp32": []}
+def paper_calls(shape: Shape, recipes: Sequence[str], device: str) -> dict[str, Call]:
+    """Contender -> g_x and g_w of arrays of its own."""
+    arrays = tensors(shape, device, torch.float32)
+    halves = tuple(array.to(working_dtype(device)) for array in arrays)
+    out = {"fp32": rivals.products(*arrays, tf32=None if device == "cpu" else False)}
     if device == "cuda":
-        out["bf16"] = []
-    names = [(f"hotcore {recipe}", recipe, working_dtype(device)) for recipe in recipes]
+        out["bf16"] = rivals.products(*halves)
+    for recipe in recipes:
+        out[f"hotcore {recipe}"] = hot_backward(*halves, recipe, need=("gx", "gw"))
     if device == "cuda" and "paper" in recipes:
-        names.append(("hotcore paper, fp32 arrays", "paper", torch.float32))
-    for _ in range(copies):
-        arrays = tensors(shape, device, torch.float32)
-        halves = tuple(array.to(working_dtype(device)) for array in arrays)
-        out["fp32"].append(rivals.products(*arrays, tf32=None if device == "cpu" else False))
-        if device == "cuda":
-            out["bf16"].append(rivals.products(*halves))
-        for name, recipe, dtype in names:
-            chosen = arrays if dtype == torch.float32 else halves
-            out.setdefault(name, []).append(hot_backward(*chosen, recipe, need=("gx", "gw")))
+        call = hot_backward(*arrays, "paper", need=("gx", "gw"))
+        out["hotcore paper, fp32 arrays"] = call
     return out
-
-
-def paper_rows(
-    shape: Shape, args: argparse.Namespace, copies: int, watch: timing.Stopwatch | None
-) -> dict[str, Row]:
-    calls = paper_calls(shape, args.recipe, args.device, copies)
-    if args.device == "cpu":
-        return timing.in_turns({name: c[0] for name, c in calls.items()}, args.rounds, "cpu")
-    repeats = max(1, 24 // copies)  # a replay's own cost is spread over at least 24 calls
-    graphs = {name: timing.captured(c * repeats) for name, c in calls.items()}
-    counts = dict.fromkeys(graphs, copies * repeats)
-    return timing.in_turns(graphs, args.rounds, "cuda", watch=watch, calls_in=counts)
 
 
 def part_paper(args: argparse.Namespace) -> dict[str, Any]:
@@ -317,34 +266,37 @@ def part_paper(args: argparse.Namespace) -> dict[str, Any]:
     Returns rows and geometric means of both; the first is the figure, the second what a layer
     whose neighbours left everything in the cache could see.
     """
-    shapes = PAPER if args.device == "cuda" else {TOY: 1.0}
+    cuda = args.device == "cuda"
     out: dict[str, Any] = {}
-    watch = timing.cuda_stopwatch() if args.device == "cuda" else None
-    for way in ("rotating", "cached") if args.device == "cuda" else ("cached",):
+    watch = timing.cuda_stopwatch() if cuda else None
+    for way in ("rotating", "cached") if cuda else ("cached",):
         tables: dict[str, Any] = {}
-        print(
-            f"\nThe paper's layers, g_x and g_w, us a call, arrays {way}; (times faster than fp32)"
-        )
-        for shape, published in shapes.items():
+        print(f"\nThe paper's layers, g_x and g_w, us, arrays {way}; (times faster than fp32)")
+        for shape, published in (PAPER if cuda else {TOY: 1.0}).items():
             tokens, outs, ins = shape
             nbytes = 4 * (tokens * outs + outs * ins + tokens * ins)
             copies = timing.copies_beyond_cache(nbytes, args.device) if way == "rotating" else 1
-            rows = paper_rows(shape, args, copies, watch)
+            sets = [paper_calls(shape, args.recipe, args.device) for _ in range(copies)]
+            repeats = max(1, 24 // copies)  # a replay's own cost is spread over at least 24 calls
+            rows = (
+                timing.in_graphs(sets, repeats, args.rounds, watch)
+                if cuda
+                else timing.in_turns(sets[0], args.rounds, "cpu")
+            )
             words = []
             for name, row in rows.items():
                 row["faster than fp32"] = ratio(rows, "fp32", name)
                 words.append(f"{name} {row['median_ms'] * 1e3:.1f} ({row['faster than fp32']:.2f})")
             print(f"  {shape!s:18s} paper {published:.1f}  {'  '.join(words)}", flush=True)
-            key = ",".join(map(str, shape))
-            tables[key] = {"shape": shape, "published": published, "copies": copies, "rows": rows}
-        names = list(next(iter(tables.values()))["rows"])
+            facts = {"shape": shape, "published": published, "copies": copies}
+            tables[",".join(map(str, shape))] = {**facts, "rows": rows}
         means = {}
-        for name in names:
+        for name in next(iter(tables.values()))["rows"]:
             values = [table["rows"][name]["faster than fp32"] for table in tables.values()]
             means[name] = {"geomean": statistics.geometric_mean(values), "worst": min(values)}
             print(f"  {name:27s} geometric mean {means[name]['geomean']:.2f}, worst "
                   f"{means[name]['worst']:.2f} times faster than fp32")  # fmt: skip
-        published_mean = statistics.geometric_mean(shapes.values())
+        published_mean = statistics.geometric_mean([t["published"] for t in tables.values()])
         out[way] = {"shapes": tables, "means": means, "published geomean": published_mean}
         if args.short:
             break
@@ -356,24 +308,16 @@ def part_paper(args: argparse.Namespace) -> dict[str, Any]:
 
 def kernel_times(call: Call, repeats: int = 5) -> list[dict[str, Any]]:
     """Kernels of one call by the profiler: name, microseconds, launches; longest first."""
-    from torch.profiler import ProfilerActivity, profile
-
     call()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        for _ in range(repeats):
-            call()
-        torch.cuda.synchronize()
-    found = [
-        {
-            "kernel": event.key[:160],
-            "us": event.self_device_time_total / repeats,
-            "launches": event.count / repeats,
-        }
-        for event in profiler.key_averages()
-        if event.device_type == torch.autograd.DeviceType.CUDA and event.self_device_time_total > 0
+    found = kernel_classes.profiled_events(call, repeats)
+    counts = Counter(event.name for event in found)
+    spent = dict.fromkeys(counts, 0.0)
+    for event in found:
+        spent[event.name] += event.duration / repeats
+    return [
+        {"kernel": name[:160], "us": us, "launches": counts[name] / repeats}
+        for name, us in sorted(spent.items(), key=lambda item: -item[1])
     ]
-    return sorted(found, key=lambda kernel: -kernel["us"])
 
 
 def split(kernels: Sequence[dict[str, Any]]) -> tuple[float, float]:
@@ -450,24 +394,19 @@ def part_forward(args: argparse.Namespace, groups: Groups) -> dict[str, Any]:
     """Training forward with x kept compressed, against F.linear, which keeps x."""
     out: dict[str, Any] = {}
     for group, shapes in groups.items():
-        out[group] = {"layers": {}, "extra": {}}
-        total: dict[str, float] = {}
+        layers: dict[str, Any] = {}
         for name, shape in shapes.items():
             _, w, x = tensors(shape, args.device, working_dtype(args.device))
             w.requires_grad_()
             x.requires_grad_()
-            contenders: dict[str, Call] = {
-                "plain": lambda x=x, w=w: torch.nn.functional.linear(x, w)
-            }
+            contenders: dict[str, Call] = {"plain": partial(torch.nn.functional.linear, x, w)}
             for recipe in args.recipe:
-                config = config_of(recipe)
-                contenders[recipe] = lambda x=x, w=w, config=config: hot.linear(x, w, None, config)
+                contenders[recipe] = partial(hot.linear, x, w, None, config_of(recipe))
             rows = timing.in_turns(contenders, args.rounds, args.device)
-            for key, row in rows.items():
-                total[key] = total.get(key, 0.0) + row["median_ms"]
-            out[group]["layers"][name] = {"shape": shape, "rows": rows}
+            layers[name] = {"shape": shape, "rows": rows}
+        total = timing.summed([layer["rows"] for layer in layers.values()])
         extra = {key: total[key] / total["plain"] - 1 for key in args.recipe}
-        out[group]["extra"] = extra
+        out[group] = {"layers": layers, "extra": extra}
         words = "  ".join(f"{key} {100 * value:+.1f} %" for key, value in extra.items())
         print(f"\nForward, {group}, sum, beside a plain linear layer: {words}")
     return out
@@ -477,10 +416,15 @@ def part_forward(args: argparse.Namespace, groups: Groups) -> dict[str, Any]:
 
 
 def host_bursts(
-    call: Call, device: str, clocks: Sequence[Callable[[], float]], calls: int, bursts: int
+    call: Call,
+    device: str,
+    clocks: Sequence[Callable[[], float]],
+    calls: int = 40,
+    bursts: int = 15,
 ) -> list[list[float]]:
     """Milliseconds of one call by each clock (seconds), in bursts between synchronisations."""
-    for _ in range(20):
+    calls = 40
+    for _ in range(calls // 2):
         call()
     values: list[list[float]] = [[] for _ in clocks]
     for _ in range(bursts):
@@ -495,21 +439,17 @@ def host_bursts(
     return values
 
 
-def host_us(call: Call, device: str, calls: int = 40, bursts: int = 15) -> Row:
-    """Host time of one call, while the device only runs behind."""
-    (values,) = host_bursts(call, device, (time.perf_counter,), calls, bursts)
-    return timing.spread(values)
-
-
-def host_turns(
-    calls: dict[str, Call], device: str, calls_in: int = 40, bursts: int = 15
-) -> dict[str, Row]:
-    """:func:`host_us` of several calls whose bursts take turns: what is to be a ratio."""
+def host_turns(calls: dict[str, Call], device: str, bursts: int = 15) -> dict[str, Row]:
+    """Host time of a call, while the device only runs behind; bursts of several take turns."""
     values: dict[str, list[float]] = {name: [] for name in calls}
     for name in list(calls) * bursts:
-        row = host_us(calls[name], device, calls=calls_in, bursts=1)
-        values[name].append(row["median_ms"])
+        values[name] += host_bursts(calls[name], device, (time.perf_counter,), bursts=1)[0]
     return {name: timing.spread(times) for name, times in values.items()}
+
+
+def host_us(call: Call, device: str) -> Row:
+    """The same of one call."""
+    return timing.spread(host_bursts(call, device, (time.perf_counter,))[0])
 
 
 def layer_step(layer: torch.nn.Module, x: torch.Tensor, gy: torch.Tensor) -> Call:
@@ -520,15 +460,11 @@ def layer_step(layer: torch.nn.Module, x: torch.Tensor, gy: torch.Tensor) -> Cal
 
 def draw_rows(device: str) -> dict[str, Row]:
     """What a random seed costs: a number that Python holds, and one that stays on the device."""
-
-    def number() -> object:
-        return torch.randint(2**63 - 1, (), dtype=torch.int64).item()
-
-    def tensor() -> object:
-        return torch.randint(2**63 - 1, (), dtype=torch.int64, device=device)
-
-    calls = {"draw a seed, CPU's generator, item": number}
-    calls[f"draw a seed, {device}'s generator, a tensor there"] = tensor
+    draw = partial(torch.randint, 2**63 - 1, (), dtype=torch.int64)
+    calls: dict[str, Call] = {
+        "draw a seed, CPU's generator, item": lambda: draw().item(),
+        f"draw a seed, {device}'s generator, a tensor there": lambda: draw(device=device),
+    }
     return host_turns(calls, device)
 
 
@@ -550,7 +486,7 @@ def inside_us(call: Call, device: str) -> Row:
 
     clocks = (time.perf_counter, lambda: spent)
     with mock.patch.object(layer, "backward", staticmethod(timed)):
-        whole, inside = host_bursts(call, device, clocks, calls=40, bursts=15)
+        whole, inside = host_bursts(call, device, clocks)
     return timing.spread(inside) | {"whole_ms": statistics.median(whole)}
 
 
@@ -559,53 +495,45 @@ def part_host(args: argparse.Namespace) -> dict[str, Any]:
 
     Beside it the whole call of autograd.grad, which plain torch is measured by, too.
     """
-    gy, w, x = tensors(TOY, args.device, working_dtype(args.device))
+    device = args.device
+    gy, w, x = tensors(TOY, device, working_dtype(device))
     w.requires_grad_()
     x.requires_grad_()
-    out: dict[str, Any] = {"shape": TOY, "bar_us": HOST_BAR_US}
 
     def grads(y: torch.Tensor) -> Call:
         return lambda: torch.autograd.grad(y, (x, w), gy, retain_graph=True)
 
-    rows = {"plain backward": host_us(grads(torch.nn.functional.linear(x, w)), args.device)}
-    rows["plain forward"] = host_us(lambda: torch.nn.functional.linear(x, w), args.device)
+    forward: Call = partial(torch.nn.functional.linear, x, w)
+    rows = {"plain backward": host_us(grads(torch.nn.functional.linear(x, w)), device)}
+    rows["plain forward"] = host_us(forward, device)
+    plain = torch.nn.Linear(TOY[2], TOY[1], device=device, dtype=x.dtype)
+    layers = {"nn.Linear, forward and backward": layer_step(plain, x, gy)}
     for recipe in args.recipe:
         config = config_of(recipe)
         backward = grads(hot.linear(x, w, None, config))
-        rows[f"adapter backward {recipe}"] = host_us(backward, args.device)
-        rows[f"inside adapter backward {recipe}"] = inside_us(backward, args.device)
-        forward: Call = lambda config=config: hot.linear(x, w, None, config)  # noqa: E731
-        rows[f"adapter forward {recipe}"] = host_us(forward, args.device)
+        rows[f"adapter backward {recipe}"] = row = host_us(backward, device)
+        row["over torch's us"] = 1e3 * (row["median_ms"] - rows["plain backward"]["median_ms"])
+        rows[f"inside adapter backward {recipe}"] = inside_us(backward, device)
+        forward = partial(hot.linear, x, w, None, config)
+        rows[f"adapter forward {recipe}"] = host_us(forward, device)
         arrays = hot_backward(gy, w.detach(), x.detach(), recipe, need=("gx", "gw"))
-        rows[f"backward_linear {recipe}"] = host_us(arrays, args.device)
-    plain = torch.nn.Linear(TOY[2], TOY[1], device=args.device, dtype=x.dtype)
-    layers = {"nn.Linear, forward and backward": layer_step(plain, x, gy)}
-    for recipe in args.recipe:
+        rows[f"backward_linear {recipe}"] = host_us(arrays, device)
         layer = hot.HotLinear.from_linear(copy.deepcopy(plain), recipe)
         layers[f"HotLinear {recipe}, forward and backward"] = layer_step(layer, x, gy)
-    of_layers = host_turns(layers, args.device)
+    of_layers = host_turns(layers, device)
     for name, row in of_layers.items():
         if name.startswith("HotLinear"):
             row["of nn.Linear"] = ratio(of_layers, name, "nn.Linear, forward and backward")
-    rows |= of_layers | draw_rows(args.device)
-    print(
-        f"\nHost time of one call at {TOY}, us (bar inside the adapter's backward: {HOST_BAR_US:g})"
-    )
+    rows |= of_layers | draw_rows(device)
+    print(f"\nHost time of one call at {TOY}, us (bar inside the adapter's: {HOST_BAR_US:g})")
     for name, row in rows.items():
-        over = ""
-        if name.startswith("adapter backward"):
-            more = (row["median_ms"] - rows["plain backward"]["median_ms"]) * 1e3
-            row["over torch's us"] = more
-            over = f"over torch's: {more:.1f}"
-        if "of nn.Linear" in row:
-            over = f"of nn.Linear's: {row['of nn.Linear']:.2f}"
-        print(timing.line(name, row, over))
-    return out | {"rows": rows}
+        of = f"of nn.Linear's: {row['of nn.Linear']:.2f}" if "of nn.Linear" in row else ""
+        print(timing.line(name, row, of))
+    return {"shape": TOY, "bar_us": HOST_BAR_US, "rows": rows}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = timing.arguments(__doc__, "backward")
-    parser.add_argument("--shape", type=parse_shape, action="append", help="L,O,I; repeatable")
+    parser = timing.arguments(__doc__, "backward", "shape")
     parser.add_argument("--group", action="append", choices=tuple(CUDA_GROUPS))
     parser.add_argument("--recipe", action="append", choices=RECIPES)
     parser.add_argument("--part", action="append", choices=PARTS)
@@ -624,16 +552,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         groups = {"given": {",".join(map(str, shape)): shape for shape in args.shape}}
     parts = args.part or (["layers"] if args.device == "cpu" else PARTS)
     out: dict[str, Any] = {"recipes": args.recipe}
-    if "layers" in parts:
-        out["layers"] = part_layers(args, groups)
-    if "paper" in parts:
-        out["paper"] = part_paper(args)
-    if "stages" in parts:
-        out["stages"] = part_stages(args, groups)
-    if "forward" in parts:
-        out["forward"] = part_forward(args, groups)
-    if "host" in parts:
-        out["host"] = part_host(args)
+    run: dict[str, Callable[[], Any]] = {
+        "layers": lambda: part_layers(args, groups),
+        "paper": lambda: part_paper(args),
+        "stages": lambda: part_stages(args, groups),
+        "forward": lambda: part_forward(args, groups),
+        "host": lambda: part_host(args),
+    }
+    out |= {part: make() for part, make in run.items() if part in parts}
+    report, kinds = {"bench_backward": out}, doc_tables
+    found = [kinds.layers, kinds.both, kinds.floor] if "layers" in out else []
+    found += [kinds.small] if "rotating" in out.get("paper", {}) else []
+    for table in found:
+        print("\n" + "\n".join(table(report)))
     timing.write(args, "backward", out)
 
 

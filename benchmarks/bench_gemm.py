@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import hotcore
-import rivals
 import timing
 import torch
-from layers import CUDA_GROUPS, parse_shape
+from evidence import rivals
+from layers import CUDA_GROUPS
 from timing import Call
 
 # Every stock tile is tried in every order: a few launches each choose those that take part.
@@ -124,15 +124,22 @@ def stock_finalists(
     return {name: calls[name] for name in ranked[:FINALISTS]}, tiles
 
 
+def timed(
+    product: Product, calls: Mapping[str, Call], args: argparse.Namespace, tiles: Any
+) -> dict[str, Any]:
+    """Rows of the calls, with their TOPS; so get the stock tiles that were tried."""
+    rows = timing.in_turns(calls, args.rounds, args.device)
+    for row in (*rows.values(), *(tiles or {}).values()):
+        row["TOPS"] = 2 * product[0] * product[1] * product[2] / row["median_ms"] / 1e9
+    return rows
+
+
 def bench(
     product: Product, args: argparse.Namespace, stock: rivals.StockGemm | None
 ) -> dict[str, Any]:
     given = operands(product, args.device)
     finalists, tiles = stock_finalists(stock, given, args.device) if stock else ({}, None)
-    rows = timing.in_turns(contenders(given) | finalists, args.rounds, args.device)
-    operations = 2 * product[0] * product[1] * product[2]
-    for row in (*rows.values(), *(tiles or {}).values()):
-        row["TOPS"] = operations / row["median_ms"] / 1e9
+    rows = timed(product, contenders(given) | finalists, args, tiles)
     mine = rows["hotcore"]
     mine["faster than"] = {
         name: row["median_ms"] / mine["median_ms"] for name, row in rows.items() if row is not mine
@@ -142,21 +149,34 @@ def bench(
     return {"M, N, K": product, "rows": rows, "choice of stock tiles": tiles}
 
 
+def bench_groups(
+    args: argparse.Namespace,
+    groups: Mapping[str, Mapping[str, Product]],
+    make: Callable[[Product], dict[str, Any]],
+    words: Callable[[Mapping[str, Any]], str],
+) -> dict[str, Any]:
+    """Every product of the groups, or of --shape, printed as it is done."""
+    if args.shape:
+        groups = {"given": {",".join(map(str, shape)): shape for shape in args.shape}}
+    out: dict[str, Any] = {}
+    for group, products in groups.items():
+        out[group] = {}
+        print(f"\n{group}:")
+        for name, product in products.items():
+            out[group][name] = found = make(product)
+            print(f"  {name:5s} {product!s:22s} {words(found)}", flush=True)
+    return out
+
+
 def described(found: Mapping[str, Any]) -> str:
     rows = found["rows"]
-    mine = rows["hotcore"]
-    words = [f"hotcore {mine['TOPS']:.4g}"]
-    words += [
-        f"{rival} {rows[rival]['TOPS']:.4g} ({faster:.2f})"
-        for rival, faster in mine["faster than"].items()
-    ]
-    return "  ".join(words)
+    faster = rows["hotcore"]["faster than"].items()
+    words = (f"{rival} {rows[rival]['TOPS']:.4g} ({ratio:.2f})" for rival, ratio in faster)
+    return "  ".join([f"hotcore {rows['hotcore']['TOPS']:.4g}", *words])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = timing.arguments(__doc__, "gemm")
-    parser.add_argument("--shape", type=parse_shape, action="append", help="M,N,K; repeatable")
-    parser.add_argument("--only", help="groups whose name contains this, e.g. 'g_w'")
+    parser = timing.arguments(__doc__, "gemm", "shape")
     parser.add_argument("--stock", type=Path, help="libhot_stock_gemm: CUTLASS's stock tiles too")
     args = timing.begin(parser, argv)
     if args.stock and args.device == "cpu":
@@ -165,20 +185,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if stock is None:
         print("CUTLASS's stock tiles: left out (--stock LIBRARY takes them in)")
     groups = CPU_PRODUCTS if args.device == "cpu" else cuda_products()
-    if args.shape:
-        groups = {"given": {",".join(map(str, shape)): shape for shape in args.shape}}
-    if args.only:
-        groups = {name: products for name, products in groups.items() if args.only in name}
-        if not groups:
-            parser.error(f"--only {args.only}: no such group")
-    out: dict[str, Any] = {}
-    for group, products in groups.items():
-        out[group] = {}
-        print(f"\n{group}: TOPS (times faster than)")
-        for name, product in products.items():
-            out[group][name] = found = bench(product, args, stock)
-            print(f"  {name:5s} {product!s:22s} {described(found)}")
-    timing.write(args, "gemm", {"products": out})
+    print("\nTOPS (times faster than)")
+    found = bench_groups(args, groups, lambda product: bench(product, args, stock), described)
+    timing.write(args, "gemm", {"products": found})
 
 
 if __name__ == "__main__":

@@ -2,19 +2,15 @@
 
     python benchmarks/bench_gpt.py --device cuda                       # goes on where it broke off
     python benchmarks/bench_gpt.py --device cuda --contenders bf16 default "* saved*" --steps 450
-    python benchmarks/bench_gpt.py --device cuda --seeds 0 1 2 --budget 600
     python benchmarks/bench_gpt.py --device cuda --size 10M --tokens-per-parameter 1 --jobs 5
     python benchmarks/bench_gpt.py --quick                             # a toy; CPU too
 
 The text is the source of the installed Python packages, files in a fixed pseudo-random order, each
 content once; every 50th file is for validation. A byte-level BPE of 8192 tokens is made from a part
-of it (the package `tokenizers`). Nothing is downloaded. Other packages give another text: compare
-losses within a report only.
-
-Per seed all contenders start from the same weights and see the same batches in the same order, once
-(at 900 steps 29.5 M tokens). Blocks are compiled one by one under bf16 autocast. Two runs of bf16,
-with other seeds, say how much a difference means. ``--jobs`` trains several runs side by side,
-for the losses alone: no times and no peaks are reported then.
+of it (the package `tokenizers`). Other packages give another text: compare losses within a report
+only. Per seed all contenders start from the same weights and see the same batches once. Blocks are
+compiled one by one under bf16 autocast. ``--jobs`` trains several runs side by side, for the losses
+alone: no times and no peaks are reported then.
 """
 
 from __future__ import annotations
@@ -22,69 +18,43 @@ from __future__ import annotations
 import argparse
 import functools
 import hashlib
+import itertools
 import math
 import random
 import statistics
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import hotcore.torch as hot
-import rivals
-import side_by_side
 import timing
 import torch
 import torch.nn.functional as F
+from evidence import ROOT, doc_tables, rivals, side_by_side
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-from train_lib.models import SmallGPT  # noqa: E402
-from train_lib.training import in_blocks  # noqa: E402
+from train_lib.models import SmallGPT
+from train_lib.training import in_blocks
+from training import Contender
 
 GIB = 2**30
 
 
-@dataclass(frozen=True)
-class Contender:
-    """How the model is trained."""
-
-    name: str
-    recipe: str | None = None
-    forward: str = "plain"
-    """HOT's forward, "plain" or "int8"."""
-    saved: int | Mapping[str, int | None] | None = None
-    """convert's ``saved``."""
-    recomputed: bool = False
-    """Blocks under hot.recompute, attention's results kept."""
-    fp8: str | None = None
-    """torchao's recipe, "tensorwise" or "rowwise"."""
-
-
+RECIPES = ("default", "fast", "accurate", "paper", "compact")
 CONTENDERS = (
     Contender("bf16"),
-    Contender("default", "default"),
-    Contender("fast", "fast"),
-    Contender("default int8-forward", "default", "int8"),
-    Contender("fast int8-forward", "fast", "int8"),
-    Contender("default, saved 8", "default", saved=8),
-    Contender("default, saved 8/4", "default", saved={"attention": 4}),
-    Contender("default, saved 4", "default", saved=4),
-    Contender("default, attention kept", "default", recomputed=True),
-    Contender("fast, attention kept", "fast", recomputed=True),
-    Contender("accurate", "accurate"),
-    Contender("paper", "paper"),
-    Contender("accurate int8-forward", "accurate", "int8"),
-    Contender("paper int8-forward", "paper", "int8"),
+    *(Contender(recipe, recipe) for recipe in RECIPES),
+    *(Contender(f"{recipe} int8-forward", recipe, forward="int8") for recipe in RECIPES),
+    Contender("default, saved 8", "default", kept=8),
+    Contender("default, saved 8/4", "default", kept={"attention": 4}),
+    Contender("default, saved 4", "default", kept=4),
+    Contender("default, attention kept", "default", attention_kept=True),
+    Contender("fast, attention kept", "fast", attention_kept=True),
     Contender("FP8 tensorwise", fp8="tensorwise"),
     Contender("FP8 rowwise", fp8="rowwise"),
-    Contender("compact", "compact"),
-    Contender("compact int8-forward", "compact", "int8"),
 )
 
 
@@ -214,7 +184,7 @@ def model_of(size: Size, contender: Contender, device: str, backend: str) -> Sma
     model.to(device).train()
     if contender.recipe is not None:
         config = hot.HotConfig.recipe(contender.recipe, forward=contender.forward)
-        report = hot.convert(model, config, in_blocks, saved=contender.saved).hot_report
+        report = hot.convert(model, config, in_blocks, saved=contender.kept).hot_report
         assert len(report.converted) == 4 * size.depth, report
     if contender.fp8 is not None:
         names = {
@@ -224,7 +194,7 @@ def model_of(size: Size, contender: Contender, device: str, backend: str) -> Sma
         }
         count = rivals.torchao_convert(model, contender.fp8, names, emulate=device == "cpu")
         assert count == 4 * size.depth, count
-    if contender.recomputed:
+    if contender.attention_kept:
         hot.recompute(model.blocks)
     for block in model.blocks:
         block.compile(backend=backend)
@@ -258,22 +228,17 @@ def train(
     torch.manual_seed(seed)
     model = model_of(size, contender, device, backend)
     torch.manual_seed(1000 + seed)  # for HOT's rounding; weights are already drawn
-    optimizer = torch.optim.AdamW(
-        model.parameters(),
-        lr=size.learning_rate,
-        betas=(0.9, 0.95),
-        weight_decay=0.1,
-        fused=device == "cuda",
-    )
+    options: dict[str, Any] = {"lr": size.learning_rate, "fused": device == "cuda"}
+    parameters = model.parameters()
+    optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.95), weight_decay=0.1, **options)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: rate(s, steps, size))
 
     def validation() -> float:
         model.eval()
         every = batches(text[1], size, torch.Generator().manual_seed(0))
         with torch.no_grad():
-            found = [
-                float(loss_of(model, next(every), device)) for _ in range(size.validation_batches)
-            ]
+            first = itertools.islice(every, size.validation_batches)
+            found = [float(loss_of(model, batch, device)) for batch in first]
         model.train()
         return statistics.mean(found)
 
@@ -308,7 +273,7 @@ def train(
         "training": [float(value) for value in losses[:: max(1, steps // 100)]],
         "step_ms": statistics.median(times),
         "seconds": time.perf_counter() - began,
-        "date": datetime.now(timezone.utc).date().isoformat(),  # a report is filled over days
+        "date": timing.today(),
     }
     if device == "cuda":
         out["peak_gib"] = torch.cuda.max_memory_allocated() / GIB
@@ -316,34 +281,6 @@ def train(
 
 
 # ---- all runs ----
-
-
-def key_of(contender: Contender, seed: int) -> str:
-    return f"{contender.name}/{seed}"
-
-
-def lines(runs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """A table: losses by seed, the mean difference to bf16 with the same seed."""
-    titles = ("- bf16", "step ms", "peak GiB")
-    yield f"{'':26s} {'validation loss by seed':32s} " + " ".join(f"{t:>8s}" for t in titles)
-    for contender in CONTENDERS:
-        found = {
-            int(key.rpartition("/")[2]): run
-            for key, run in runs.items()
-            if key.rpartition("/")[0] == contender.name
-        }
-        if not found:
-            continue
-        gaps = [
-            run["validation_loss"] - runs[f"bf16/{seed}"]["validation_loss"]
-            for seed, run in found.items()
-            if f"bf16/{seed}" in runs
-        ]
-        losses = ", ".join(f"{run['validation_loss']:.4f}" for run in found.values())
-        gap = f"{statistics.mean(gaps):+8.4f}" if gaps else " " * 8
-        step = statistics.median(run.get("step_ms", math.nan) for run in found.values())
-        peak = max(run.get("peak_gib", math.nan) for run in found.values())
-        yield f"{contender.name:26s} {losses:32s} {gap} {step:8.1f} {peak:8.2f}"
 
 
 def one_run(
@@ -376,8 +313,8 @@ def _wanted(steps: int, size: Size) -> int:
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = timing.arguments(__doc__, "gpt")
-    parser.add_argument("--contenders", nargs="+", metavar="PATTERN", help="default: all")
+    parser = timing.arguments(__doc__, "gpt", "contenders", "quick", "budget", "backend")
+    parser.set_defaults(backend="inductor")
     parser.add_argument("--size", choices=tuple(SIZES), default="91M")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--steps", type=int, help="of 32,768 tokens (default: 900)")
@@ -385,17 +322,10 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--tokens-per-parameter", type=float, metavar="T", help="instead of --steps"
     )
     parser.add_argument("--jobs", type=int, default=1, help="side by side: losses, no times")
-    parser.add_argument("--quick", action="store_true", help="a toy model, for a test")
-    parser.add_argument(
-        "--budget", type=float, default=math.inf, help="seconds; no run is begun that takes longer"
-    )
-    parser.add_argument("--backend", default="inductor", help="of torch.compile")
-    default = Path(__file__).resolve().parent.parent / "build/text"
+    default = ROOT / "build/text"
     parser.add_argument("--cache", type=Path, default=default, help="folder of the tokens")
     args = timing.begin(parser, argv)
-    for pattern in args.contenders or ():
-        if not any(fnmatchcase(c.name, pattern) for c in CONTENDERS):
-            parser.error(f"--contenders: {pattern!r} fits none of {[c.name for c in CONTENDERS]}")
+    args.contenders = timing.fitting(parser, [c.name for c in CONTENDERS], args.contenders)
     if args.steps is not None and args.tokens_per_parameter is not None:
         parser.error("--steps and --tokens-per-parameter: one of them")
     if args.jobs < 1:
@@ -425,9 +355,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     runs: dict[str, Any] = earlier["runs"] if earlier else {}
     text = tokens(size, _wanted(steps, size), args.cache)
     print(f"{len(text[0])} tokens, {len(text[1])} for validation", flush=True)
-    chosen = [
-        c for c in CONTENDERS if any(fnmatchcase(c.name, p) for p in args.contenders or ["*"])
-    ]
+    chosen = [contender for contender in CONTENDERS if contender.name in args.contenders]
     content = {"settings": settings, "runs": runs, "tokens": len(text[0]),
                "parameters": size.parameters, "left out": {}}  # fmt: skip
     del text
@@ -445,16 +373,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     one = functools.partial(one_run, timed=args.jobs == 1)
     where = (steps, size, args.cache, args.device, args.backend)
     work = [
-        (key_of(contender, seed), one, (contender, seed, *where))
+        (key, one, (contender, seed, *where))
         for seed in args.seeds
         for contender in chosen
-        if key_of(contender, seed) not in runs
+        if (key := f"{contender.name}/{seed}") not in runs
     ]
     left_s = args.budget - (time.perf_counter() - begun)
     left = side_by_side.run_all(work, done, jobs=args.jobs, budget_s=left_s, title=name)
     for key in left:
         print(f"{key}: left out, no time left")
-    print("\n".join(lines(runs)))
+    print("\n".join(doc_tables.gpt({"runs": runs})))
 
 
 if __name__ == "__main__":

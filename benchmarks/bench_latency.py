@@ -4,8 +4,8 @@
     python benchmarks/bench_latency.py --device cuda --parts graph breakdown --budget 60
     python benchmarks/bench_latency.py --quick                         # two toy layers; CPU too
 
-The paper times g_x and g_w of 16 layers, one image each, on an RTX 3090: fp32, LBP-WHT and HOT.
-Parts, by importance; a ``--budget`` leaves out the last rows, and the report names them:
+The paper times g_x and g_w of 16 layers, one image each, on an RTX 3090. Parts, by importance; a
+``--budget`` leaves out the last rows, and the report names them:
 
   graph      g_x and g_w in CUDA graphs, one image; arrays exceed the L2 (on the CPU: plain calls)
   breakdown  Fig. 1: where the device's time goes, three layers, by the profiler (CUDA)
@@ -13,11 +13,9 @@ Parts, by importance; a ``--budget`` leaves out the last rows, and the report na
   eager      a layer's backward through autograd as Python queues it, one image: the host counts
   compiled   the same of the three layers of Fig. 1, compiled by torch.compile; 1 and 128 images
 
-Contenders: torch's fp32 and tf32 (fp32 arrays), bf16; FP8 (``torch._scaled_mm``, operands that are
-quantised and transposed already, tokens filled up to a multiple of 16; compiled: torchao's layer);
-LBP-WHT (rank 8, tiles, its reference algorithm in fp32, x projected before; torch operations one
-after the other, not fused: the time of that code, no bound on the method's); hotcore's recipes on
-bf16 arrays, x compressed before, and ``paper`` on fp32 arrays. Whole models: bench_models.py.
+FP8's operands are quantised and transposed already, tokens filled up to a multiple of 16. LBP-WHT
+is its reference algorithm in fp32, rank 8, torch's operations one after the other, not fused: the
+time of that code, no bound on the method's. hotcore's recipes take bf16 arrays and compressed x.
 """
 
 from __future__ import annotations
@@ -32,13 +30,13 @@ from typing import Any
 
 import bench_backward
 import hotcore.torch as hot
-import rivals
 import timing
 import torch
+from evidence import rivals
+from evidence.rivals.conversion import method_of
 from layers import PAPER_LATENCY, Shape
-from rivals.conversion import method_of
 from timing import Call, Row
-from torch import Tensor, nn
+from torch import nn
 
 PARTS = ("graph", "breakdown", "batch", "eager", "compiled")
 FIG_1 = ("layer4.conv2", "qkv", "stages.1.fc1")
@@ -120,39 +118,10 @@ def in_graphs(shape: Shape, args: argparse.Namespace, images: int) -> dict[str, 
     copies = timing.copies_beyond_cache(nbytes, "cuda")
     repeats = max(1, GRAPH_CALLS // copies) if images == 1 else 1
     sets = [calls(shape, images, "cuda") for _ in range(copies)]
-    graphs: dict[str, Call] = {}
-    out: dict[str, Row | str] = {}
-    for name in sets[0]:
-        try:
-            graphs[name] = timing.captured([one[name] for one in sets] * repeats)
-        except Exception as error:  # what cannot be captured is named
-            out[name] = f"{type(error).__name__}: {error!s:.200}"
-    counts = dict.fromkeys(graphs, copies * repeats)
-    rows = timing.in_turns(
-        graphs, args.rounds, "cuda", calls_in=counts, budget_ms=LARGE_CALL_BUDGET_MS
-    )
-    return out | rows
+    return timing.in_graphs(sets, repeats, args.rounds, budget_ms=LARGE_CALL_BUDGET_MS)
 
 
 # ---- through autograd ----
-
-
-class Plain(nn.Module):
-    """``y = x w^T``, with a rival's or hotcore's backward."""
-
-    def __init__(self, shape: Shape, dtype: torch.dtype, device: str) -> None:
-        super().__init__()
-        _, outs, ins = shape
-        self.layer = nn.Linear(ins, outs, bias=False, device=device, dtype=dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``x [images, tokens, I]`` to ``[images, tokens, O]``."""
-        y: Tensor = self.layer(x)
-        return y
-
-
-def everything(module: nn.Module, name: str) -> bool:
-    return True
 
 
 def layers_of(
@@ -161,23 +130,23 @@ def layers_of(
     """Contender, how its layer is made, and the dtype of its arrays."""
     low = bench_backward.working_dtype(device)
 
-    def plain(dtype: torch.dtype) -> Plain:
-        return Plain(shape, dtype, device)
+    def plain(dtype: torch.dtype) -> nn.Module:
+        return nn.Sequential(nn.Linear(shape[2], shape[1], False, device, dtype))
 
     def converted(recipe: str) -> nn.Module:
         model = plain(low)
-        hot.convert(model, recipe, everything, slower=True)
+        hot.convert(model, recipe, lambda *_: True, slower=True)
         return model
 
     def low_rank() -> nn.Module:
         model, method = plain(torch.float32), lbp_wht(shape[0])
         settings = {"token_grid": method.token_grid, "prefix_tokens": method.prefix_tokens}
-        rivals.convert(model, "lbp_wht", everything, **settings)
+        rivals.convert(model, "lbp_wht", lambda *_: True, **settings)
         return model
 
     def eight() -> nn.Module:
         model = plain(low)
-        rivals.torchao_convert(model, "tensorwise", {"layer"}, emulate=device == "cpu")
+        rivals.torchao_convert(model, "tensorwise", {"0"}, emulate=device == "cpu")
         return model
 
     yield "fp32", lambda: plain(torch.float32), torch.float32
@@ -208,15 +177,11 @@ def through_autograd(
             out[name] = f"{type(error).__name__}: {error!s:.200}"
     values: dict[str, list[float]] = {name: [] for name in backward}
     burst = BURST if images == 1 else 3
+    watch = timing.synchronized_stopwatch(args.device, burst)
     for turn in range(max(2, args.rounds // 4) + 1):
         for name, call in backward.items():
-            timing.synchronize(args.device)
-            start = time.perf_counter()
-            for _ in range(burst):
-                call()
-            timing.synchronize(args.device)
-            if turn:  # the first warms up
-                values[name].append((time.perf_counter() - start) * 1e3 / burst)
+            ms = watch(call)
+            values[name] += [ms] if turn else []  # the first warms up
     return out | {name: timing.spread(times) for name, times in values.items()}
 
 
@@ -286,36 +251,24 @@ def print_rows(title: str, paper: Mapping[str, float], rows: Mapping[str, Any]) 
 
 def means(tables: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     """Times faster than fp32 over all layers: geometric mean and the worst; the paper's beside."""
-    names = {name for table in tables.values() for name in table["rows"]}
-    out: dict[str, dict[str, float]] = {}
-    for name in sorted(names):
-        ratios = [
-            table["rows"]["fp32"]["median_ms"] / table["rows"][name]["median_ms"]
-            for table in tables.values()
-            if isinstance(table["rows"].get(name), Mapping)
-        ]
-        if ratios:
-            out[name] = {
-                "geomean": statistics.geometric_mean(ratios),
-                "worst": min(ratios),
-                "layers": len(ratios),
-            }
-    for name in ("LBP-WHT", "HOT"):
-        ratios = [table["paper_us"]["FP"] / table["paper_us"][name] for table in tables.values()]
-        out[f"the paper's {name}"] = {
-            "geomean": statistics.geometric_mean(ratios),
-            "worst": min(ratios),
-            "layers": len(ratios),
-        }
-    return out
+    ratios: dict[str, list[float]] = {}
+    for table in tables.values():
+        ms = {n: row["median_ms"] for n, row in table["rows"].items() if isinstance(row, Mapping)}
+        paper = {f"the paper's {name}": table["paper_us"][name] for name in ("LBP-WHT", "HOT")}
+        for name, value in ms.items():
+            ratios.setdefault(name, []).append(ms["fp32"] / value)
+        for name, value in paper.items():
+            ratios.setdefault(name, []).append(table["paper_us"]["FP"] / value)
+    return {
+        name: {"geomean": statistics.geometric_mean(r), "worst": min(r), "layers": len(r)}
+        for name, r in sorted(ratios.items())
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = timing.arguments(__doc__, "latency")
+    parser = timing.arguments(__doc__, "latency", "quick", "budget", "backend")
+    parser.set_defaults(backend="inductor")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--quick", action="store_true", help="toy layers, for a test")
-    parser.add_argument("--budget", type=float, default=math.inf, help="seconds")
-    parser.add_argument("--backend", default="inductor", help="of torch.compile")
     args = timing.begin(parser, argv)
     shapes = TOY if args.quick else PAPER_LATENCY
     few = {name: found for name, found in shapes.items() if name in FIG_1}
@@ -325,34 +278,30 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.device == "cpu":
         args.parts = [part for part in args.parts if part != "breakdown"]
 
-    def table(part: str, name: str, measure: Callable[[], Any]) -> None:
+    def table(part: str, name: str, measure: Callable[[Shape], Any]) -> None:
         if time.perf_counter() - begun > args.budget:
             out["left out"].append(f"{part} {name}")
             return
         shape, paper = shapes[name]
-        rows = measure()
+        rows = measure(shape)
         out.setdefault(part, {})[name] = {"shape": shape, "paper_us": paper, "rows": rows}
         print_rows(f"{part}: {name} {shape}", paper, rows)
         if args.device == "cuda":
             torch.cuda.empty_cache()
 
+    makes: dict[str, Callable[[Shape], Any]] = {
+        "graph": lambda shape: in_graphs(shape, args, 1),
+        "batch": lambda shape: in_graphs(shape, args, images),
+        "eager": lambda shape: through_autograd(shape, args, 1, False),
+        "compiled": lambda shape: through_autograd(shape, args, 1, True),
+        "compiled, batch": lambda shape: through_autograd(shape, args, images, True),
+    }
     for part in [part for part in PARTS if part in args.parts]:
-        if part in ("graph", "batch"):
-            count = 1 if part == "graph" else images
-            for name, (shape, _) in shapes.items():
-                table(part, name, lambda shape=shape, count=count: in_graphs(shape, args, count))
-        elif part == "eager":
-            for name, (shape, _) in shapes.items():
-                table(part, name, lambda shape=shape: through_autograd(shape, args, 1, False))
-        elif part == "compiled":
-            for count in (1, images):
-                for name, (shape, _) in few.items():
-                    key = "compiled" if count == 1 else "compiled, batch"
-                    table(
-                        key,
-                        name,
-                        lambda shape=shape, count=count: through_autograd(shape, args, count, True),
-                    )
+        if part != "breakdown":
+            keys = ("compiled", "compiled, batch") if part == "compiled" else (part,)
+            for key in keys:
+                for name in few if part == "compiled" else shapes:
+                    table(key, name, makes[key])
         elif time.perf_counter() - begun <= args.budget:
             out["breakdown"] = {
                 name: {"shape": shape, "paper_us": paper, "stages": breakdown(shape)}

@@ -4,19 +4,13 @@
     python benchmarks/bench_memory.py --device cuda --batches 128 256 --contenders fp32 "HOT*"
     python benchmarks/bench_memory.py --quick                # a toy; on the CPU bytes kept only
 
-Measured: the allocator's peak over a whole step (forward, backward, AdamW), weights, gradients and
-AdamW's state among it; and what the forward pass leaves kept for backward. fp32 weights; products
-in TF32, which changes no byte that is kept. The rivals LBP-WHT and LUQ are simulated: what they
-keep is theirs, but their peaks hold the simulation's own temporaries (docs/dev/rivals.md), so
-"peak by kept" is given beside them: fp32's peak less what they keep less than fp32.
-
-The formula is that of the authors' analysis code: four bytes for each output of a linear layer or
-convolution (four times that of qkv, whose weights count three times), half a byte with HOT; nothing
-of normalisations, GELU or attention's own tensors. LoRA has rank 8 on qkv, proj, fc1 and fc2; its
-frozen weights, which the code leaves out, are in the paper's figure and are added here.
-
-Beside the paper's methods: torch's recomputation (every block checkpointed), bf16 autocast, and
-hotcore's recipes with and without ``saved=8``. What does not fit is a row that says so.
+Measured: the allocator's peak over a whole step, and what the forward pass leaves kept for
+backward. fp32 weights; products in TF32, which changes no byte that is kept. LBP-WHT and LUQ are
+simulated: their peaks hold the simulation's own temporaries, so "peak by kept" stands beside them:
+fp32's peak less what they keep less than fp32. The formula is that of the authors' analysis code:
+four bytes for each output of a linear layer or convolution (four times that of qkv, whose weights
+count three times), half a byte with HOT; nothing of normalisations, GELU or attention's own
+tensors. LoRA's frozen weights, which the code leaves out, are in the paper's figure and are added.
 """
 
 from __future__ import annotations
@@ -28,16 +22,15 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 import hotcore.torch as hot
-import rivals
 import timing
 import torch
 import torch.nn.functional as F
+from evidence import rivals
+from evidence.small_tasks import training
 from models import mend_torchvision
-from small_tasks import training
 from timing import Row
 from torch import Tensor, nn
 
@@ -93,15 +86,12 @@ CONTENDERS = (
 SIMULATED = ("LBP-WHT", "LUQ")
 
 
-def vit(quick: bool) -> nn.Module:
+def vit(quick: bool) -> Any:
     """ViT-B/16 of 100 classes, as in the paper's figure, or a toy."""
     mend_torchvision()
     timm = importlib.import_module("timm")
     small = {"img_size": 32, "patch_size": 4, "embed_dim": 64, "depth": 2, "num_heads": 2}
-    model: nn.Module = timm.create_model(
-        "vit_base_patch16_224", num_classes=100, **(small if quick else {})
-    )
-    return model
+    return timm.create_model("vit_base_patch16_224", num_classes=100, **(small if quick else {}))
 
 
 def chosen(module: nn.Module, name: str) -> bool:
@@ -109,26 +99,24 @@ def chosen(module: nn.Module, name: str) -> bool:
     return name.startswith("blocks.") and "lora_" not in name
 
 
-def prepared(contender: Contender, model: nn.Module) -> nn.Module:
+def prepared(contender: Contender, model: Any) -> Any:
     """The model with the contender's method, in place."""
-    where = chosen
     if contender.lora:
         peft = importlib.import_module("peft")
         config = peft.LoraConfig(r=LORA_RANK, target_modules=sorted(LORA))
         peft.inject_adapter_in_model(config, model)
-        for name, parameter in model.named_parameters():
-            if name.startswith("head."):
-                parameter.requires_grad_(True)
+        model.head.requires_grad_(True)
+    settings: dict[str, Any] = {}
+    if contender.method == "lbp_wht":
+        side = math.isqrt(model.patch_embed.num_patches)
+        settings = {"token_grid": (side, side), "prefix_tokens": 1}
     if contender.saved is not None:
         recipe: Any = contender.method
-        hot.convert(model, recipe, where, slower=True, saved=contender.saved)
-    elif contender.method == "lbp_wht":
-        side = math.isqrt(model.patch_embed.num_patches)  # type: ignore[union-attr, arg-type]
-        rivals.convert(model, "lbp_wht", where, token_grid=(side, side), prefix_tokens=1)
+        hot.convert(model, recipe, chosen, slower=True, saved=contender.saved)
     elif contender.method != "fp32":
-        rivals.convert(model, contender.method, where)
+        rivals.convert(model, contender.method, chosen, **settings)
     if contender.checkpointed:
-        hot.recompute(model.blocks, None)  # type: ignore[arg-type]
+        hot.recompute(model.blocks, None)
     return model
 
 
@@ -186,17 +174,14 @@ def formula(contender: Contender, quick: bool) -> dict[str, float]:
     """
     model = prepared(Contender("", lora=contender.lora), vit(quick))
     each = 0.5 if contender.method == "paper" else 4.0
-    image = 0.0
-    hooks = []
+    values: list[float] = []
 
-    def add(name: str, module: nn.Module) -> None:
-        def hook(module: nn.Module, _: Any, output: Tensor) -> None:
-            nonlocal image
-            weight = module.weight
-            if isinstance(weight, Tensor) and weight.requires_grad:
-                image += output.numel() * each * (4 if "qkv" in name else 1)
+    def add(name: str, module: Any) -> None:
+        def hook(_: nn.Module, __: Any, output: Tensor) -> None:
+            if module.weight.requires_grad:
+                values.append(output.numel() * (4 if "qkv" in name else 1))
 
-        hooks.append(module.register_forward_hook(hook))
+        module.register_forward_hook(hook)
 
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | nn.Conv2d):
@@ -204,12 +189,11 @@ def formula(contender: Contender, quick: bool) -> dict[str, float]:
     side = 32 if quick else 224
     with torch.no_grad():
         model.eval()(torch.zeros(1, 3, side, side))
-    for hook in hooks:
-        hook.remove()
     weights = {True: 0, False: 0}
     for name, p in model.named_parameters():
         weights[p.requires_grad] += p.numel() * (3 if "qkv" in name else 1)
-    return {"fixed_bytes": 16.0 * weights[True] + 4.0 * weights[False], "image_bytes": image}
+    fixed = 16.0 * weights[True] + 4.0 * weights[False]
+    return {"fixed_bytes": fixed, "image_bytes": each * sum(values)}
 
 
 def line(contender: str, batch: int, row: Row) -> str:
@@ -236,18 +220,13 @@ def compare(rows: dict[str, dict[str, Row]]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = timing.arguments(__doc__, "memory")
+    parser = timing.arguments(__doc__, "memory", "quick", "budget", "contenders")
     parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
-    parser.add_argument("--contenders", nargs="+", metavar="PATTERN", help="default: all")
-    parser.add_argument("--quick", action="store_true", help="a toy model and batch, for a test")
-    parser.add_argument("--budget", type=float, default=math.inf, help="seconds")
     args = timing.begin(parser, argv)
     if min(args.batches) < 1:
         parser.error("--batches must be at least 1")
-    patterns = args.contenders or ["*"]
-    among = [c for c in CONTENDERS if any(fnmatchcase(c.name, p) for p in patterns)]
-    if not among:
-        parser.error(f"--contenders: fit none of {[c.name for c in CONTENDERS]}")
+    names = timing.fitting(parser, [c.name for c in CONTENDERS], args.contenders)
+    among = [c for c in CONTENDERS if c.name in names]
     torch.backends.cuda.matmul.allow_tf32 = True
     torch.backends.cudnn.allow_tf32 = True
     begun = time.perf_counter()

@@ -18,14 +18,10 @@ _NAMES: tuple[tuple[str, str], ...] = (
     # Inductor's names list fused operators: only the prefix identifies the kernel.
     (PRODUCTS, r"^triton_(tem|mm)_"),
     (POINTWISE, r"^triton_"),
-    (
-        QUANTISERS,
-        r"^_(compress|restore)(_signs)?_kernel",
-    ),  # saved/blocks_triton.py, called from eager
-    (
-        ATTENTION,
-        r"flash|fmha|sdpa|attention|cudnn::fusion",
-    ),  # before the products: made from CUTLASS as well
+    # saved/blocks_triton.py, called from eager
+    (QUANTISERS, r"^_(compress|restore)(_signs)?_kernel"),
+    # before the products: made from CUTLASS as well
+    (ATTENTION, r"flash|fmha|sdpa|attention|cudnn::fusion"),
     (PRODUCTS, r"hot::.*\b(tile|fixup|token|gemm_small)_kernel"),
     (PRODUCTS, r"cutlass|gemm|gemv|nvjet|cublas|splitKreduce|xmma"),
     (PRODUCTS, r"[fdw](prop|grad)_|convolve|conv2d"),
@@ -33,10 +29,8 @@ _NAMES: tuple[tuple[str, str], ...] = (
     (OPTIMIZER, r"multi_tensor_apply|adam"),
     (OTHER, r"^Mem(cpy|set)"),
     (POINTWISE, r"elementwise|vectorized|unrolled|reduce|norm|GammaBeta|softmax|\bbn_|pool"),
-    (
-        POINTWISE,
-        r"nll|loss|embedding|index|gather|scatter|cat|copy|fill|dropout|gelu|nhwc|nchw|transpose",
-    ),
+    (POINTWISE, r"nll|loss|embedding|index|gather|scatter|cat|copy|fill|dropout|gelu|nhwc|nchw"),
+    (POINTWISE, r"transpose"),
 )
 _PATTERNS = tuple((name, re.compile(pattern, re.IGNORECASE)) for name, pattern in _NAMES)
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of a trace; ranges are not among
@@ -90,26 +84,16 @@ def summary(events: Sequence[Event], steps: int) -> dict[str, Any]:
     by_class = dict.fromkeys(CLASSES, 0.0)
     for name, ms in spent.items():
         by_class[class_of(name)] += ms
-    longest = sorted(spent, key=lambda name: -spent[name])[:LONGEST]
-    return {
-        "ms": by_class,
-        "all_ms": sum(by_class.values()),
-        "busy_ms": busy_us(events) / 1e3 / steps,
-        "launches": len(events) / steps,
-        "longest": [
-            {
-                "kernel": name[:120],
-                "class": class_of(name),
-                "ms": spent[name],
-                "launches": counts[name] / steps,
-            }
-            for name in longest
-        ],
-    }
+    longest = [
+        {"kernel": name[:120], "class": class_of(name), "ms": ms, "launches": counts[name] / steps}
+        for name, ms in sorted(spent.items(), key=lambda item: -item[1])[:LONGEST]
+    ]
+    times = {"all_ms": sum(by_class.values()), "busy_ms": busy_us(events) / 1e3 / steps}
+    return {"ms": by_class, **times, "launches": len(events) / steps, "longest": longest}
 
 
-def profiled(step: Callable[[], object], steps: int) -> dict[str, Any]:
-    """:func:`summary` of some steps on CUDA. RuntimeError if the profiler saw no kernel."""
+def profiled_events(step: Callable[[], object], steps: int) -> list[Event]:
+    """The kernels of some steps on CUDA, by torch's profiler."""
     import torch  # imported here: the rest does not need it
     from torch.profiler import ProfilerActivity, profile
 
@@ -121,7 +105,12 @@ def profiled(step: Callable[[], object], steps: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        events = events_of(json.loads(path.read_text()))
+        return events_of(json.loads(path.read_text()))
+
+
+def profiled(step: Callable[[], object], steps: int) -> dict[str, Any]:
+    """:func:`summary` of some steps on CUDA. RuntimeError if the profiler saw no kernel."""
+    events = profiled_events(step, steps)
     if not events:
         raise RuntimeError("torch's profiler saw no kernel")
     return summary(events, steps)

@@ -6,8 +6,11 @@ hotcore is not imported: compile_torchao.py runs while it is being built.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from typing import Any
 
+Call = Callable[[], object]
+"""What is timed."""
 Shape = tuple[int, int, int]
 """L tokens, O out features, I in features."""
 

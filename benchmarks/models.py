@@ -13,7 +13,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -47,6 +47,8 @@ class Task:
     """About what a step of bf16 takes at full size: how many fit a device beside each other."""
     frozen: bool = False
     """Trains adapters beside frozen weights: FP8 and recipes that differ in g_w have no part."""
+    channels_last: bool = False
+    """The memory format of images and weights; every convolution is converted, gain or not."""
 
 
 def mend_torchvision() -> None:
@@ -74,24 +76,46 @@ def mend_torchvision() -> None:
 _declared = torch.library.Library("torchvision", "FRAGMENT")
 
 
-def _timm(name: str, **options: Any) -> Callable[[], nn.Module]:
+def _built(module: str, name: str, *positional: str, **options: Any) -> Callable[[], nn.Module]:
+    """``module.name(*positional, **options)`` of a package that may be missing."""
+
     def build() -> nn.Module:
         mend_torchvision()
-        timm = importlib.import_module("timm")
-        model: nn.Module = timm.create_model(name, pretrained=False, **options)
+        model: nn.Module = getattr(importlib.import_module(module), name)(*positional, **options)
         return model
 
     return build
 
 
-def _images(batch: int, pixels: int, classes: int) -> Callable[[torch.Generator], Batch]:
-    def make(generator: torch.Generator) -> Batch:
-        return {
-            "x": torch.randn(batch, 3, pixels, pixels, generator=generator),
-            "y": torch.randint(classes, (batch,), generator=generator),
-        }
+def _timm(name: str, **options: Any) -> Callable[[], nn.Module]:
+    return _built("timm", "create_model", name, pretrained=False, **options)
 
-    return make
+
+def _transformers(model: str, config: str, **options: Any) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        settings = _built("transformers", config, **options)()
+        return getattr(importlib.import_module("transformers"), model)(settings)
+
+    return build
+
+
+Maker = Callable[[torch.Generator], Batch]
+
+
+def _batch(**arrays: Callable[[torch.Generator], Tensor]) -> Maker:
+    return lambda generator: {name: make(generator) for name, make in arrays.items()}
+
+
+def _normal(*shape: int) -> Callable[[torch.Generator], Tensor]:
+    return lambda generator: torch.randn(shape, generator=generator)
+
+
+def _below(most: int, *shape: int) -> Callable[[torch.Generator], Tensor]:
+    return lambda generator: torch.randint(most, shape, generator=generator)
+
+
+def _images(batch: int, pixels: int, classes: int) -> Maker:
+    return _batch(x=_normal(batch, 3, pixels, pixels), y=_below(classes, batch))
 
 
 def _classification(model: nn.Module, batch: Batch) -> Tensor:
@@ -107,34 +131,13 @@ def _vision(
     table_batch: int,
     full_batch: int | None = None,
     table_options: dict[str, Any] | None = None,
-    blocks: str = "",
-    peak_gib: float = 16.0,
+    **more: Any,
 ) -> Task:
     images = 8 if pixels < 224 else 2
     small = Size(_timm(name, num_classes=10, **options), _images(images, pixels, 10))
-    full = None
-    if full_batch is not None:
-        full = Size(_timm(name), _images(full_batch, 224, 1000))
+    full = Size(_timm(name), _images(full_batch, 224, 1000)) if full_batch is not None else None
     table = Size(_timm(name, **(table_options or {})), _images(table_batch, 224, 1000))
-    return Task(title, small, _classification, full, table, blocks, peak_gib)
-
-
-def _transformers(model: str, config: str, **options: Any) -> Callable[[], nn.Module]:
-    def build() -> nn.Module:
-        mend_torchvision()
-        library = importlib.import_module("transformers")
-        settings = getattr(library, config)(**options)
-        built: nn.Module = getattr(library, model)(settings)
-        return built
-
-    return build
-
-
-def _tokens(batch: int, length: int, vocabulary: int) -> Callable[[torch.Generator], Batch]:
-    def make(generator: torch.Generator) -> Batch:
-        return {"x": torch.randint(vocabulary, (batch, length), generator=generator)}
-
-    return make
+    return Task(title, small, _classification, full, table, **more)
 
 
 def _language_model(model: nn.Module, batch: Batch) -> Tensor:
@@ -142,14 +145,10 @@ def _language_model(model: nn.Module, batch: Batch) -> Tensor:
     return loss
 
 
-def _labelled_tokens(
-    batch: int, length: int, vocabulary: int
-) -> Callable[[torch.Generator], Batch]:
-    def make(generator: torch.Generator) -> Batch:
-        labels = torch.randint(2, (batch,), generator=generator)
-        return {**_tokens(batch, length, vocabulary)(generator), "y": labels}
-
-    return make
+def _labelled_tokens(batch: int, length: int, vocabulary: int) -> Maker:
+    # The labels are drawn first, as the reports have them.
+    make = _batch(y=_below(2, batch), x=_below(vocabulary, batch, length))
+    return lambda generator: dict(reversed(make(generator).items()))
 
 
 def _sequence_classification(model: nn.Module, batch: Batch) -> Tensor:
@@ -162,21 +161,16 @@ def _segmentation(model: nn.Module, batch: Batch) -> Tensor:
     return loss
 
 
-def _pixels(batch: int, pixels: int, classes: int) -> Callable[[torch.Generator], Batch]:
-    def make(generator: torch.Generator) -> Batch:
-        return {
-            "x": torch.randn(batch, 3, pixels, pixels, generator=generator),
-            "y": torch.randint(classes, (batch, pixels, pixels), generator=generator),
-        }
-
-    return make
+def _pixels(batch: int, pixels: int, classes: int) -> Maker:
+    return _batch(x=_normal(batch, 3, pixels, pixels), y=_below(classes, batch, pixels, pixels))
 
 
-def _hidden(batch: int, length: int, width: int) -> Callable[[torch.Generator], Batch]:
-    def make(generator: torch.Generator) -> Batch:
-        return {"x": torch.randn(batch, length, width, generator=generator)}
+def _hidden(batch: int, length: int, width: int) -> Maker:
+    return _batch(x=_normal(batch, length, width))
 
-    return make
+
+def _tokens(batch: int, length: int, vocabulary: int) -> Maker:
+    return _batch(x=_below(vocabulary, batch, length))
 
 
 def _blocks(model: nn.Module, batch: Batch) -> Tensor:
@@ -236,18 +230,14 @@ _NO_ZEROS = {"zero_init_last": False}  # else no branch has a gradient at first
 _LLAMA = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
 _LLAMA_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 
-_SMALL_LLAMA_BLOCKS = _transformers(
-    "LlamaModel", "LlamaConfig", vocab_size=16, **_LLAMA, **_LLAMA_HEADS
-)
+_LLAMA_MODEL = functools.partial(_transformers, "LlamaModel", "LlamaConfig", vocab_size=16)
+_SMALL_LLAMA_BLOCKS = _LLAMA_MODEL(**_LLAMA, **_LLAMA_HEADS)
 
 
 def _llama_blocks(count: int) -> Callable[[], nn.Module]:
-    return _transformers(
-        "LlamaModel",
-        "LlamaConfig",
-        vocab_size=16, hidden_size=4096, intermediate_size=14336, num_hidden_layers=count,
-        num_attention_heads=32, num_key_value_heads=8,
-    )  # fmt: skip
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8}
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": count}
+    return _LLAMA_MODEL(**sizes, **heads)
 
 
 def _with_lora(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
@@ -263,41 +253,33 @@ def _with_lora(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     return wrapped
 
 
+_GPT2 = functools.partial(_transformers, "GPT2LMHeadModel", "GPT2Config")
+_BERT = functools.partial(_transformers, "BertForSequenceClassification", "BertConfig")
+_SEGFORMER = functools.partial(
+    _transformers, "SegformerForSemanticSegmentation", "SegformerConfig", drop_path_rate=0.0,
+    hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, classifier_dropout_prob=0.0,
+)  # fmt: skip
+_BERT_UNDROPPED = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _EFFICIENTFORMER = {"depths": (1, 1, 1, 2), "embed_dims": (64, 64, 64, 128)}
-_UNDROPPED = {
-    "drop_path_rate": 0.0, "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0, "classifier_dropout_prob": 0.0,
-}  # fmt: skip
 
 TASKS: dict[str, Task] = {
     "vit_b": _vision(
-        "ViT-B/16",
-        "vit_base_patch16_224",
-        32,
+        "ViT-B/16", "vit_base_patch16_224", 32,
         {"img_size": 32, "patch_size": 4, "embed_dim": 128, "depth": 3, "num_heads": 4},
-        table_batch=16,
-        full_batch=128,
-        blocks="blocks",
-        peak_gib=9.5,
+        table_batch=16, full_batch=128, blocks="blocks", peak_gib=9.5,
     ),
     "resnet50": _vision(
         "ResNet-50", "resnet50", 32, _RESNET,
         table_batch=32, full_batch=128, table_options=_NO_ZEROS, peak_gib=5.8,
     ),
     "efficientformer_l7": _vision(
-        "EfficientFormer-L7",
-        "efficientformer_l7",
-        224,
-        _EFFICIENTFORMER,
-        table_batch=8,
-        full_batch=64,
+        "EfficientFormer-L7", "efficientformer_l7", 224, _EFFICIENTFORMER,
+        table_batch=8, full_batch=64,
     ),
     "gpt2": Task(
         "GPT-2 small",
         Size(
-            _transformers(
-                "GPT2LMHeadModel",
-                "GPT2Config",
+            _GPT2(
                 n_embd=128, n_layer=2, n_head=4, vocab_size=128, n_positions=64,
                 bos_token_id=0, eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
             ),
@@ -305,40 +287,23 @@ TASKS: dict[str, Task] = {
         ),
         _language_model,
         # 50,257 entries padded: cuBLAS runs an odd width by an unaligned kernel.
-        Size(
-            _transformers("GPT2LMHeadModel", "GPT2Config", vocab_size=50304),
-            _tokens(8, 1024, 50257),
-        ),
-        blocks="transformer.h",
-        peak_gib=12.4,
+        Size(_GPT2(vocab_size=50304), _tokens(8, 1024, 50257)),
+        blocks="transformer.h", peak_gib=12.4,
     ),
     "bert": Task(
         "BERT-base",
         Size(
-            _transformers(
-                "BertForSequenceClassification",
-                "BertConfig",
+            _BERT(
                 hidden_size=128, num_hidden_layers=2, num_attention_heads=4,
                 intermediate_size=256, vocab_size=128, max_position_embeddings=64,
-                hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+                **_BERT_UNDROPPED,
             ),
             _labelled_tokens(8, 32, 128),
         ),
         _sequence_classification,
-        Size(
-            _transformers("BertForSequenceClassification", "BertConfig"),
-            _labelled_tokens(32, 512, 30522),
-        ),
-        Size(
-            _transformers(
-                "BertForSequenceClassification",
-                "BertConfig",
-                hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-            ),
-            _labelled_tokens(8, 256, 30522),
-        ),
-        blocks="encoder.layer",
-        peak_gib=7.7,
+        Size(_BERT(), _labelled_tokens(32, 512, 30522)),
+        Size(_BERT(**_BERT_UNDROPPED), _labelled_tokens(8, 256, 30522)),
+        blocks="encoder.layer", peak_gib=7.7,
     ),
     "llama_blocks": Task(
         "Llama-3-8B's blocks",
@@ -346,25 +311,21 @@ TASKS: dict[str, Task] = {
         _blocks,
         Size(_llama_blocks(4), _hidden(1, 8192, 4096)),
         Size(_llama_blocks(2), _hidden(1, 1024, 4096)),
-        blocks="layers",
-        peak_gib=20.0,
+        blocks="layers", peak_gib=20.0,
     ),
     "llama_blocks_2k": Task(
         "Llama-3-8B's blocks, 4 sequences",
         Size(_SMALL_LLAMA_BLOCKS, _hidden(4, 32, 128)),
         _blocks,
         Size(_llama_blocks(4), _hidden(4, 2048, 4096)),
-        blocks="layers",
-        peak_gib=20.0,
+        blocks="layers", peak_gib=20.0,
     ),
     "llama_lora": Task(
         "LoRA on Llama-3-8B's blocks",
         Size(_with_lora(_SMALL_LLAMA_BLOCKS), _hidden(4, 32, 128)),
         _blocks,
         Size(_with_lora(_llama_blocks(4)), _hidden(4, 2048, 4096)),
-        blocks="layers",
-        peak_gib=14.0,
-        frozen=True,
+        blocks="layers", peak_gib=14.0, frozen=True,
     ),
     "resnet18": _vision(
         "ResNet-18", "resnet18", 32, _RESNET, table_batch=32, table_options=_NO_ZEROS
@@ -374,11 +335,8 @@ TASKS: dict[str, Task] = {
         table_batch=32, table_options=_NO_ZEROS,
     ),
     "efficientnetv2_s": _vision(
-        "EfficientNetV2-S",
-        "tf_efficientnetv2_s",
-        64,
-        {"channel_multiplier": 0.5, "depth_multiplier": 0.25},
-        table_batch=16,
+        "EfficientNetV2-S", "tf_efficientnetv2_s", 64,
+        {"channel_multiplier": 0.5, "depth_multiplier": 0.25}, table_batch=16,
     ),
     "efficientformer_l1": _vision(
         "EfficientFormer-L1", "efficientformer_l1", 224, _EFFICIENTFORMER, table_batch=16
@@ -387,30 +345,24 @@ TASKS: dict[str, Task] = {
         "EfficientFormer-L3", "efficientformer_l3", 224, _EFFICIENTFORMER, table_batch=16
     ),
     "vit_s": _vision(
-        "ViT-S/16",
-        "vit_small_patch16_224",
-        32,
+        "ViT-S/16", "vit_small_patch16_224", 32,
         {"img_size": 32, "patch_size": 8, "embed_dim": 96, "depth": 2, "num_heads": 3},
         table_batch=32,
     ),
     "segformer": Task(
         "SegFormer-b2",
         Size(
-            _transformers(
-                "SegformerForSemanticSegmentation",
-                "SegformerConfig",
+            _SEGFORMER(
                 depths=[1, 1, 1, 1], hidden_sizes=[64, 64, 128, 128], decoder_hidden_size=64,
-                num_labels=4, **_UNDROPPED,
+                num_labels=4,
             ),
             _pixels(2, 64, 4),
         ),
         _segmentation,
         table=Size(
-            _transformers(
-                "SegformerForSemanticSegmentation",
-                "SegformerConfig",
+            _SEGFORMER(
                 depths=[3, 4, 6, 3], hidden_sizes=[64, 128, 320, 512], decoder_hidden_size=768,
-                num_labels=150, **_UNDROPPED,
+                num_labels=150,
             ),
             _pixels(2, 512, 150),
         ),
@@ -432,4 +384,7 @@ TASKS: dict[str, Task] = {
         _language_model,
     ),
 }  # fmt: skip
+TASKS["resnet50_last"] = replace(
+    TASKS["resnet50"], title="ResNet-50, channels last", table=None, channels_last=True
+)
 """All of them: a full size is what bench_models.py takes, a table size what its table does."""

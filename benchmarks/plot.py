@@ -1,11 +1,10 @@
 """Plots of the reports: speed-up by layer, where the time goes, and steps against their memory.
 
     python benchmarks/plot.py [REPORT] [--out docs/img] [--format svg]
-    python benchmarks/plot.py --all    # every figure that a report in benchmarks/results makes
 
 REPORT is what bench_backward.py or bench_models.py (part step) wrote, or gpu-check.json, which
 holds both; default benchmarks/results/cuda-backward.json. Makes speedup_by_layer, breakdown and
-steps, each where the report has its part.
+steps, each where the report has its part. evidence/plot_evidence.py draws all other figures.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ import matplotlib
 matplotlib.use("Agg")
 matplotlib.rcParams["svg.hashsalt"] = "hotcore"  # the same report gives the same file
 import matplotlib.pyplot as plt  # noqa: E402
-from evidence_tables import contenders_of  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 COLORS = {
@@ -72,9 +70,8 @@ def speedups(report: Mapping[str, Any]) -> tuple[list[str], dict[str, list[float
 
 def plot_speedups(report: Mapping[str, Any], path: Path) -> None:
     names, values, rival = speedups(report)
-    figure, axes = plt.subplots(
-        figsize=(max(6.0, 1.6 + 1.15 * len(names)), 3.6), layout="constrained"
-    )
+    size = (max(6.0, 1.6 + 1.15 * len(names)), 3.6)
+    figure, axes = plt.subplots(figsize=size, layout="constrained")
     width = WIDTH / len(values)
     for index, (recipe, heights) in enumerate(values.items()):
         left = [place - WIDTH / 2 + (index + 0.5) * width for place in range(len(names))]
@@ -83,11 +80,9 @@ def plot_speedups(report: Mapping[str, Any], path: Path) -> None:
     axes.margins(y=0.18)  # room for the legend
     axes.axhline(1, color=ON_ANY, linewidth=0.8)
     axes.set_xticks(range(len(names)), names, fontsize=8)
-    axes.set_ylabel(f"times faster than torch\n({rival})", color=ON_ANY)
-    axes.set_title(f"Backward of a linear layer, {report['device']}", fontsize=10, color=ON_ANY)
-    axes.legend(fontsize=8, frameon=False, ncols=len(values), labelcolor=ON_ANY)
-    on_any_page(axes)
-    save(figure, path, transparent=True)
+    title = f"Backward of a linear layer, {report['device']}"
+    label(axes, title, y=f"times faster than torch\n({rival})", columns=len(values))
+    save(figure, path)
 
 
 def plot_breakdown(report: Mapping[str, Any], path: Path) -> None:
@@ -106,14 +101,10 @@ def plot_breakdown(report: Mapping[str, Any], path: Path) -> None:
         left = [start + width for start, width in zip(left, widths, strict=True)]
     axes.invert_yaxis()
     axes.tick_params(axis="y", labelsize=8)
-    axes.set_xlabel("µs of one backward", color=ON_ANY)
-    axes.set_title(f"Where the time goes, {report['device']}", fontsize=10, color=ON_ANY)
-    axes.legend(
-        fontsize=8, frameon=False, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.22),
-        labelcolor=ON_ANY,
-    )  # fmt: skip
-    on_any_page(axes)
-    save(figure, path, transparent=True)
+    below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.22)}
+    title = f"Where the time goes, {report['device']}"
+    label(axes, title, "µs of one backward", columns=3, **below)
+    save(figure, path)
 
 
 def color_of(how: Mapping[str, Any]) -> str:
@@ -174,12 +165,12 @@ def plot_steps(report: Mapping[str, Any], path: Path) -> None:
         handles.values(), handles, fontsize=8, frameon=False, labelcolor=ON_ANY,
         ncols=columns + (columns > 1), loc="outside lower center",
     )  # fmt: skip
-    save(figure, path, transparent=True)
+    save(figure, path)
 
 
 def plot_panel(axes: Any, entry: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
     """One model; returns the handles of contenders that are not known yet."""
-    rows = contenders_of(entry)
+    rows = entry["rows"]
     points = {
         name: (row["peak_gib"], row["step"]["median_ms"])
         for name, row in rows.items()
@@ -205,23 +196,30 @@ def plot_panel(axes: Any, entry: Mapping[str, Any], known: Mapping[str, Any]) ->
         )  # fmt: skip
         if name not in known:
             handles[name] = handle
-    axes.set_title("\n".join([entry["title"], "; ".join(notes)]), fontsize=8, color=ON_ANY)
-    axes.set_xlabel("peak, GiB", fontsize=8, color=ON_ANY)
-    axes.set_ylabel("step, ms", fontsize=8, color=ON_ANY)
+    label(axes, "\n".join([entry["title"], "; ".join(notes)]), "peak, GiB", "step, ms")
+    for part in (axes.title, axes.xaxis.label, axes.yaxis.label):
+        part.set_fontsize(8)
     axes.tick_params(labelsize=8)
     axes.margins(0.12)
-    on_any_page(axes)
     return handles
 
 
-def on_any_page(axes: Any) -> None:
-    """Ticks and frame that are read on a light and on a dark page."""
+def label(
+    axes: Any, title: str = "", x: str = "", y: str = "", columns: int = 0, **legend: Any
+) -> None:
+    """Title, labels, frame and a legend of ``columns``, read on a light and on a dark page."""
+    axes.set_title(title, fontsize=10, color=ON_ANY)
+    axes.set_xlabel(x, color=ON_ANY)
+    axes.set_ylabel(y, color=ON_ANY)
     axes.tick_params(colors=ON_ANY)
     for spine in axes.spines.values():
         spine.set_color(ON_ANY)
+    if columns:
+        options = {"fontsize": 8, "frameon": False, "labelcolor": ON_ANY, "ncols": columns}
+        axes.legend(**options | legend)
 
 
-def save(figure: Any, path: Path, transparent: bool = False) -> None:
+def save(figure: Any, path: Path, transparent: bool = True) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     metadata = {"Date": None} if path.suffix == ".svg" else None
     figure.savefig(path, dpi=150, metadata=metadata, transparent=transparent)
@@ -253,15 +251,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("report", type=Path, nargs="?", default=default)
     parser.add_argument("--out", type=Path, default=ROOT / "docs/img")
     parser.add_argument("--format", choices=("svg", "png"), default="svg")
-    parser.add_argument("--all", action="store_true", help="every report that is there")
-    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks/results")
     args = parser.parse_args(argv)
-    if args.all:
-        import plot_evidence  # takes its parts from here
-
-        for name in plot_evidence.plot_all(args.results, args.out, args.format):
-            print(f"no figure: {args.results / name} is not there")
-        return
     whole = json.loads(args.report.read_text())
     report, steps = whole.get("bench_backward", whole), whole.get("bench_models", whole)
     with_steps = has_steps(steps)

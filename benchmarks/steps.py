@@ -13,6 +13,7 @@ import dataclasses
 import math
 import multiprocessing
 import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -57,13 +58,20 @@ class Setting:
     """Compile whole models, not block by block."""
 
 
+def setting_of(args: Any) -> Setting:
+    """Of a script's arguments."""
+    compiles = args.device == "cuda" or shutil.which("g++") is not None
+    backend = args.backend or ("inductor" if compiles else "aot_eager")
+    return Setting(args.device, args.quick, args.seed, args.threads, backend, args.whole)
+
+
 class Session:
     """One contender: built, compiled, stepping. In this process."""
 
     def __init__(self, model: str, contender: Contender, setting: Setting) -> None:
         """Prepare nothing yet: :meth:`start` does."""
         self._model, self.contender, self._setting = model, contender, setting
-        self._trainer: Trainer | None = None
+        self._trainer: Any = None
 
     def start(self) -> Row:
         """Build, compile, and do the first steps.
@@ -83,17 +91,14 @@ class Session:
         batch = size.batch(torch.Generator().manual_seed(setting.seed))
         batch = {key: value.to(setting.device) for key, value in batch.items()}
         options = {"own": True, "backend": setting.backend, "whole": setting.whole}
-        trainer = Trainer(self.contender, model, batch, task, **options)
-        self._trainer = trainer
+        trainer = self._trainer = Trainer(self.contender, model, batch, task, **options)
         build_s = time.perf_counter() - begun
         import torch._functorch.config as functorch  # the only place of torch's budget
 
         with functorch.patch(activation_memory_budget=self.contender.memory_budget):
-            losses = []
-            for _ in range(STEPS_TO_START):
-                losses.append(float(trainer.step()))
-                if len(losses) == 1:
-                    first_s = time.perf_counter() - begun - build_s
+            losses = [float(trainer.step())]
+            first_s = time.perf_counter() - begun - build_s
+            losses += [float(trainer.step()) for _ in range(STEPS_TO_START - 1)]
         if not all(map(math.isfinite, losses)):
             raise RuntimeError(f"the loss is not finite: {losses}")
         out: Row = {
@@ -122,20 +127,13 @@ class Session:
 
         On the CPU, where nothing runs ahead, of a few.
         """
-        assert self._trainer is not None
-        step, device = self._trainer.step, self._setting.device
+        device = self._setting.device
         count = STEPS_FROM_IDLE if device == "cpu" else STEPS_A_TURN
-        step()
-        timing.synchronize(device)
-        start = time.perf_counter()
-        for _ in range(count):
-            step()
-        timing.synchronize(device)
-        return (time.perf_counter() - start) * 1e3 / count
+        self._trainer.step()
+        return timing.synchronized_stopwatch(device, count)(self._trainer.step)
 
     def host(self) -> list[float]:
         """Milliseconds that the host needs to queue a step, each begun on an idle device."""
-        assert self._trainer is not None
         found = []
         for _ in range(STEPS_FROM_IDLE):
             timing.synchronize(self._setting.device)
@@ -151,10 +149,8 @@ class Session:
         A CUDA graph's memory is its own while it replays, and the allocator does not see it used:
         the graphs' pools count whole.
         """
-        assert self._trainer is not None
         self._trainer.step()
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
+        self.rest()
         torch.cuda.reset_peak_memory_stats()
         static = torch.cuda.memory_allocated()
         self._trainer.step()
@@ -162,15 +158,12 @@ class Session:
         peak = torch.cuda.max_memory_allocated()
         pools = unallocated_in_pools(torch.cuda.memory_snapshot())
         self.rest()
-        return {
-            "peak_gib": (peak + pools) / GIB,
-            "between_steps_gib": (static + pools) / GIB,
-            "graph_pools_gib": pools / GIB,
-        }
+        names = ("peak_gib", "between_steps_gib", "graph_pools_gib")
+        values = (peak + pools, static + pools, pools)
+        return {name: value / GIB for name, value in zip(names, values, strict=True)}
 
     def kernels(self) -> Row:
         """Kernel time by class. CUDA only; afterwards the host is slower by the profiler."""
-        assert self._trainer is not None
         self._trainer.step()
         out = kernel_classes.profiled(self._trainer.step, PROFILED_STEPS)
         self.rest()
@@ -366,6 +359,39 @@ class Wave:
             self._open(name)
             self.rows[name] |= self._answer(name, end - time.monotonic()) or {}
 
+    def measure(self, rounds: int, patience_s: float, profiled: bool) -> None:
+        """Start, take turns, and fill the rows."""
+        begun, rows = time.perf_counter(), self.rows
+        cuda = self._setting.device == "cuda"
+        times: dict[str, list[float]] = {name: [] for name in rows}
+        spent = dict.fromkeys(times, 0.0)
+        self.start(patience_s)
+        started_s = time.perf_counter() - begun
+        for name in self if cuda else ():
+            rows[name] |= self.call(name, "memory") or {}
+        for _ in range(rounds):
+            for name in self:
+                start = time.perf_counter()
+                found = self.call(name, "turn")
+                times[name] += [] if found is None else [found]
+                spent[name] += time.perf_counter() - start
+        for name in self:
+            row = rows[name]
+            row["step"] = timing.spread(times[name])
+            if TASKS[self._model].frozen:  # what people compare LoRA by
+                tokens = math.prod(row["batch"]["x"][:2])
+                row["tokens_per_s"] = tokens / row["step"]["median_ms"] * 1e3
+            row["seconds"] = {"started together": started_s, "turns": spent[name]}
+        for name in self:
+            queued = self.call(name, "host")
+            if queued is not None:
+                rows[name]["host"] = timing.spread(queued)
+        for name in self if cuda and profiled else ():
+            rows[name]["kernels"] = self.call(name, "kernels", fatal=False)  # last, see kernels
+        for row in rows.values():
+            if "error" in row:  # it took part in some turns, which do not count
+                row.pop("step", None)
+
     def call(self, name: str, what: str, *, fatal: bool = True) -> Any:
         """A session's answer; None where it fails, which its row then says.
 
@@ -406,59 +432,13 @@ def measure(
     Returns:
         Contender -> its row: ``how``, and either ``error`` or ``left_out``, or the figures.
     """
-    return combined(
-        [
-            one_run(model, among, setting, rounds, jobs, patience_s, profiled=profiled and run == 0)
-            for run in range(runs)
-        ]
-    )
-
-
-def one_run(
-    model: str,
-    among: Sequence[Contender],
-    setting: Setting,
-    rounds: int,
-    jobs: int,
-    patience_s: float,
-    *,
-    profiled: bool,
-) -> dict[str, Row]:
-    """One of :func:`measure`'s runs."""
-    begun = time.perf_counter()
-    times: dict[str, list[float]] = {c.name: [] for c in among}
-    spent = dict.fromkeys(times, 0.0)
-    with Wave(model, among, setting, jobs) as wave:
-        rows = wave.rows
-        wave.start(patience_s)
-        started_s = time.perf_counter() - begun
-        if setting.device == "cuda":
-            for name in wave:
-                rows[name] |= wave.call(name, "memory") or {}
-        for _ in range(rounds):
-            for name in wave:
-                start = time.perf_counter()
-                found = wave.call(name, "turn")
-                times[name] += [] if found is None else [found]
-                spent[name] += time.perf_counter() - start
-        for name in wave:
-            rows[name] |= {"step": timing.spread(times[name])}
-            if TASKS[model].frozen:  # what people compare LoRA by
-                tokens = math.prod(rows[name]["batch"]["x"][:2])
-                rows[name]["tokens_per_s"] = tokens / rows[name]["step"]["median_ms"] * 1e3
-            rows[name]["seconds"] = {"started together": started_s, "turns": spent[name]}
-        for name in wave:
-            queued = wave.call(name, "host")
-            if queued is not None:
-                rows[name]["host"] = timing.spread(queued)
-        if setting.device == "cuda" and profiled:
-            for name in wave:  # last: the profiler leaves the host slower
-                rows[name]["kernels"] = wave.call(name, "kernels", fatal=False)
-    failed = [row for row in rows.values() if "error" in row]
-    for row in failed:  # it took part in some turns, which do not count
-        row.pop("step", None)
-    compare(rows)
-    return rows
+    found = []
+    for run in range(runs):
+        with Wave(model, among, setting, jobs) as wave:
+            wave.measure(rounds, patience_s, profiled and run == 0)
+            compare(wave.rows)
+            found.append(wave.rows)
+    return combined(found)
 
 
 def combined(runs: Sequence[dict[str, Row]]) -> dict[str, Row]:
@@ -523,40 +503,18 @@ def compare(rows: dict[str, Row]) -> None:
         row["reference"] = {key: reference[key]["median_ms"] for key in ("step", "host")}
 
 
-def lines(rows: Mapping[str, Row]) -> Iterator[str]:
-    """What is printed of a wave."""
-    short = {name: name.split(",")[0].split()[-1] for name in kernel_classes.CLASSES}
-    yield "    step ms [quartiles] of reference | host ms, of it | peak GiB, of it | kernel ms"
+def notes(rows: Mapping[str, Row]) -> Iterator[str]:
+    """What is printed below the table of a wave: what went wrong, and what a step has beside it."""
     for name, row in rows.items():
-        if "step" not in row:
-            why = row.get("error") or f"left out: {row.get('left_out')}"
-            yield f"  {name:34s} {why}"
-            continue
-        step, of = row["step"], row.get("of reference", {})
-        words = [
-            f"{step['median_ms']:8.2f} [{step['q1_ms']:.2f}, {step['q3_ms']:.2f}]",
-            f"{of.get('step', math.nan):.3f}",
-            f"| {row['host']['median_ms']:7.2f} {of.get('host', math.nan):.3f}",
-        ]
-        if "peak_gib" in row:
-            words.append(f"| {row['peak_gib']:6.2f} {of.get('peak', math.nan):.3f}")
-        if row.get("kernels"):
-            found = row["kernels"]
-            parts = "  ".join(f"{short[k]} {v:.1f}" for k, v in found["ms"].items())
-            words.append(f"| {found['all_ms']:.1f} = {parts}")
-        if "tokens_per_s" in row:
-            weights = row["weight_bytes"] / GIB
-            words.append(f"| {row['tokens_per_s']:.0f} tokens/s, weights {weights:.2f} GiB")
-        if "warning" in row:
-            words.append(f"| {row['warning']}")
-        if row.get("converted") == 0:
-            words.append("| no layer converted")
         skips = row.get("compiler", {}).get("cudagraph skips", 0)
-        if skips:
-            words.append(f"| {skips} regions are NO CUDA graphs")
-        start_s = row["build_s"] + row["first_step_s"]
-        words.append(f"| {start_s:.0f} s to start, {row['seconds']['turns']:.0f} s of turns")
-        yield f"  {name:34s} " + " ".join(words)
+        words = [row[key] for key in ("error", "left_out", "warning") if key in row]
+        words += ["no layer converted"] if row.get("converted") == 0 else []
+        words += [f"{skips} regions are NO CUDA graphs"] if skips else []
+        if "tokens_per_s" in row:
+            weights = f"weights {row['weight_bytes'] / GIB:.2f} GiB"
+            words.append(f"{row['tokens_per_s']:.0f} tokens/s, {weights}")
+        if words:
+            yield f"  {name}: {'; '.join(words)}"
 
 
 # ---- all models ----

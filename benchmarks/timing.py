@@ -1,26 +1,19 @@
-"""How the benchmarks measure, and the report that they write.
+"""How the benchmarks measure, and the report that they write (in full: docs/dev/benchmarks.md).
 
 All contenders of a comparison run in one process and take turns, in another order each turn, so
-that a slower moment of the machine hits all of them; medians and quartiles are kept.
-
-On the CPU a turn is two unmeasured calls and three measured: thread pools spin on after a call and
-would slow the next contender's first one.
-
-On CUDA device events take the time. Before every measurement 256 MiB are written, several times the
-L2: no contender finds its inputs there, and the cache holds as many unwritten bytes before as after
-(a flush by reading would give the first 60 MB written away for nothing). A spinning kernel then
-keeps the device busy while the host queues the contender's launches, so that the time is the
-device's; what the host needs is measured by itself (`bench_backward.py --part host`). A
-measurement that the host was too slow for is made again with a longer spin. Layers too small for
-that are captured into a CUDA graph, many calls over rotating copies of their arrays. A row whose
-quartiles are more than 5 % of its median apart is measured again, and is no figure if it stays so.
+that a slower moment of the machine hits all of them; medians and quartiles are kept. On the CPU a
+turn is two unmeasured calls and three measured: thread pools spin on after a call and would slow
+the next contender's first one. On CUDA device events take the time, with the L2 full of unwritten
+bytes and the host's work hidden behind a spinning kernel; small layers are captured into graphs.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import fnmatch
 import json
+import math
 import platform
 import random
 import shutil
@@ -33,7 +26,7 @@ from typing import Any
 
 import hotcore
 import torch
-from rivals import Call
+from layers import Call, parse_shape
 
 RESULTS = Path(__file__).parent / "results"
 FLUSH_BYTES = 1 << 28
@@ -48,13 +41,16 @@ Row = dict[str, Any]
 """One contender: median_ms, q1_ms, q3_ms, measurements, and what a script adds."""
 
 
-def host_stopwatch() -> Stopwatch:
-    """Milliseconds of a call by the host's clock."""
+def synchronized_stopwatch(device: str, count: int = 1) -> Stopwatch:
+    """Milliseconds of a call by the host's clock, of ``count`` until the device is done."""
 
     def measure(call: Call) -> float:
+        synchronize(device)
         start = time.perf_counter()
-        call()
-        return (time.perf_counter() - start) * 1e3
+        for _ in range(count):
+            call()
+        synchronize(device)
+        return (time.perf_counter() - start) * 1e3 / count
 
     return measure
 
@@ -86,7 +82,7 @@ def cuda_stopwatch(flush: bool = True) -> Stopwatch:
 
 
 def stopwatch(device: str) -> Stopwatch:
-    return host_stopwatch() if device == "cpu" else cuda_stopwatch()
+    return synchronized_stopwatch("cpu") if device == "cpu" else cuda_stopwatch()
 
 
 def synchronize(device: str) -> None:
@@ -137,10 +133,7 @@ def in_turns(
                 call()
             times[name] += [measure(call) for _ in range(measured)]
     counts = calls_in or {}
-    return {
-        name: spread([value / counts.get(name, 1) for value in values])
-        for name, values in times.items()
-    }
+    return {name: spread([t / counts.get(name, 1) for t in ts]) for name, ts in times.items()}
 
 
 def steady(row: Row) -> bool:
@@ -193,6 +186,32 @@ def summed(tables: Sequence[Mapping[str, Row]]) -> dict[str, float]:
     return {name: sum(rows[name]["median_ms"] for rows in tables) for name in names}
 
 
+def in_graphs(
+    sets: Sequence[Mapping[str, Call]],
+    repeats: int,
+    rounds: int,
+    watch: Stopwatch | None = None,
+    budget_ms: float = 400.0,
+) -> dict[str, Any]:
+    """Times of one call of each contender, captured into CUDA graphs; or why it could not be.
+
+    Args:
+        sets: the contenders with one copy of the arrays each, which follow each other in a graph.
+        repeats: times that a graph goes through the copies.
+        rounds: as for :func:`in_turns`, ``watch`` and ``budget_ms``, too.
+    """
+    graphs: dict[str, Call] = {}
+    out: dict[str, Any] = {}
+    for name in sets[0]:
+        try:
+            graphs[name] = captured([one[name] for one in sets] * repeats)
+        except Exception as error:  # what cannot be captured is named
+            out[name] = f"{type(error).__name__}: {error!s:.200}"
+    counts = dict.fromkeys(graphs, len(sets) * repeats)
+    options: dict[str, Any] = {"watch": watch, "calls_in": counts, "budget_ms": budget_ms}
+    return out | in_turns(graphs, rounds, "cuda", **options)
+
+
 def captured(calls: Sequence[Call]) -> Call:
     """Replay of a CUDA graph that holds ``calls`` one after the other."""
     stream = torch.cuda.Stream()
@@ -216,11 +235,43 @@ def copies_beyond_cache(nbytes: int, device: str, most: int = 48) -> int:
     return max(2, min(most, -(-3 * cache // nbytes)))
 
 
+def printed(
+    title: str,
+    contenders: Mapping[str, Call],
+    args: argparse.Namespace,
+    notes: Callable[[str, Row, Mapping[str, Row]], str] = lambda *_: "",
+) -> dict[str, Row]:
+    """:func:`in_turns`, printed under ``title``: every row with ``notes(name, row, rows)``."""
+    rows = in_turns(contenders, args.rounds, args.device)
+    print(f"\n{title}; us, median [quartiles]")
+    for name, row in rows.items():
+        print(line(name, row, notes(name, row, rows)), flush=True)
+    return rows
+
+
 # ---- reports ----
 
 
-def arguments(description: str | None, benchmark: str) -> argparse.ArgumentParser:
-    """A parser with what all scripts take."""
+OPTIONS: dict[str, dict[str, Any]] = {
+    "quick": {"action": "store_true", "help": "toy sizes, for a test"},
+    "budget": {"type": float, "default": math.inf, "help": "seconds; what would end later is left"},
+    "backend": {"help": "of torch.compile; default inductor, where it can compile"},
+    "contenders": {"nargs": "+", "metavar": "PATTERN", "help": "names; default: all"},
+    "shape": {"type": parse_shape, "action": "append", "help": "three sizes; repeatable"},
+}
+"""What several scripts take."""
+
+
+def fitting(parser: argparse.ArgumentParser, names: Sequence[str], patterns: Any) -> list[str]:
+    """The names that --contenders chooses; ends the script where a pattern fits none."""
+    for pattern in patterns or ():
+        if not fnmatch.filter(names, pattern):
+            parser.error(f"--contenders: {pattern!r} fits none of {list(names)}")
+    return [name for name in names if any(fnmatch.fnmatchcase(name, p) for p in patterns or ["*"])]
+
+
+def arguments(description: str | None, benchmark: str, *more: str) -> argparse.ArgumentParser:
+    """A parser with what all scripts take, and ``more`` of :data:`OPTIONS`."""
     parser = argparse.ArgumentParser(description=(description or "").split("\n")[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rounds", type=int, default=40, help="turns of each contender")
@@ -229,7 +280,34 @@ def arguments(description: str | None, benchmark: str) -> argparse.ArgumentParse
     parser.add_argument(
         "--json", type=Path, help=f"report; default benchmarks/results/DEVICE-{benchmark}.json"
     )
+    for name in more:
+        parser.add_argument(f"--{name}", **OPTIONS[name])
     return parser
+
+
+def error_arguments(
+    description: str | None, benchmark: str, **numbers: int
+) -> argparse.ArgumentParser:
+    """A parser of a script that measures no times: ``numbers`` are its options, ``--json``."""
+    parser = argparse.ArgumentParser(description=(description or "").split("\n")[0])
+    for name, default in numbers.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    path = RESULTS / f"{benchmark}.json"
+    parser.add_argument("--json", type=Path, default=path, help="where the report goes")
+    return parser
+
+
+def write_errors(args: argparse.Namespace, benchmark: str, **content: Any) -> None:
+    """The report of such a script, under device, versions and date."""
+    write_json(args.json, {**facts_of(benchmark), **content})
+    print(f"\nwritten: {args.json}")
+
+
+def facts_of(benchmark: str) -> dict[str, Any]:
+    """What a report of no times begins with."""
+    versions = {"hotcore": hotcore.__version__, "torch": torch.__version__, "isa": hotcore.isa()}
+    device = platform.processor() or platform.machine()
+    return {"benchmark": benchmark, "date": today(), "device": device, "versions": versions}
 
 
 def begin(
@@ -316,17 +394,29 @@ def resumed(path: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
     return found
 
 
-def write_json(path: Path, content: Any) -> None:
-    """A report as the committed ones are, its folder made if need be."""
-    write_whole(path, json.dumps(rounded(content), indent=1) + "\n")
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """A report, a line for each entry of its inner mappings: the files are committed."""
+    lines = []
+    for key, value in rounded(content).items():
+        text = json.dumps(value)
+        if isinstance(value, Mapping) and value:
+            inner = (f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in value.items())
+            text = "{\n" + ",\n".join(inner) + "\n }"
+        lines.append(f" {json.dumps(key)}: {text}")
+    write_whole(path, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, content: str | Callable[[Path], object]) -> None:
     """Write a file so that a break, or a reader meanwhile, finds the old or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.part")
-    part.write_text(text, encoding="utf-8")
+    content(part) if callable(content) else part.write_text(content, encoding="utf-8")
     part.replace(path)
+
+
+def today() -> str:
+    """Of a run: a report may be filled over several days."""
+    return datetime.datetime.now(datetime.timezone.utc).date().isoformat()
 
 
 def rounded(value: Any, digits: int = 6) -> Any:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import hotcore.torch as hot
-import rivals
 import torch
+from evidence import rivals
 from hotcore.torch.report import ConversionReport
 from models import Batch, Task
 from torch import Tensor, nn
@@ -32,7 +32,6 @@ class Contender:
     recipe: str | None = None
     """Of HOT; None: a plain model."""
     autocast: bool = False
-    tf32: bool = False
     compiled: str | None = None
     """torch.compile's mode, "default" or "reduce-overhead"; None: eager."""
     memory_budget: float = 1.0
@@ -54,8 +53,6 @@ class Contender:
     """Fields of HotConfig that differ from the recipe's."""
     wide: bool = False
     """Of HOT's layers only the convolutions other than 1x1, but the first."""
-    channels_last: bool = False
-    """The memory format of images and of convolutions' weights."""
     frozen_int8: bool = False
     """hot.freeze_int8: the converted layers' weights as codes alone."""
 
@@ -81,6 +78,20 @@ def people(task: Task) -> list[Contender]:
         return Contender(name, recipe, autocast=True, **({"slower": False} | options))
 
     compiled: dict[str, Any] = {"compiled": "default"}
+    if task.channels_last:  # by storage; k x k alone; with ReLU's bits, x of the next convolution
+        kinds: dict[str, dict[str, Any]] = {
+            "default {}": {},
+            "token8 {}": {"settings": {"storage": "token8", "gw_scale": "token"}},
+            "token4 {}": {"settings": {"storage": "token4", "gw_scale": "token"}},
+            "default {}, k x k alone": {"wide": True},
+            "default {}, saved": {"kept": 8},
+        }
+        ways: dict[str, dict[str, Any]] = {"compiled": compiled, "eager": {}}
+        return [one(REFERENCE, **compiled), one("bf16 eager")] + [
+            one(name.format(how), "default", slower=True, **options, **more)
+            for name, options in kinds.items()
+            for how, more in ways.items()
+        ]
     graphs: dict[str, Any] = {"compiled": "reduce-overhead"}
     again: dict[str, Any] = {"checkpointed": True, "attention_kept": True}
     found = [
@@ -135,18 +146,6 @@ def people(task: Task) -> list[Contender]:
             one("frozen int8, plain forward, compiled", "default", **frozen, **compiled),
         ]
     return found
-
-
-def contenders(device: str) -> list[Contender]:
-    """Those of the tables. On CUDA HOT runs under bf16 autocast, as its rival does."""
-    cuda = device == "cuda"
-    found = [Contender("fp32")]
-    if cuda:
-        found += [Contender("tf32", tf32=True), Contender("bf16", autocast=True)]
-    return found + [
-        Contender("default", "default", autocast=cuda),
-        Contender("fast", "fast", autocast=cuda),
-    ]
 
 
 def convert(model: nn.Module, contender: Contender) -> nn.Module:
@@ -228,7 +227,7 @@ class Trainer:
         self.contender, self._batch, self._task = contender, batch, task
         self.device = next(iter(batch.values())).device
         model = (model if own else copy.deepcopy(model)).to(self.device).train()
-        if contender.channels_last:
+        if task.channels_last:
             last = torch.channels_last
             model = model.to(memory_format=last)  # type: ignore[call-overload]
             images = {n: t.contiguous(memory_format=last) for n, t in batch.items() if t.dim() == 4}
@@ -260,7 +259,7 @@ class Trainer:
 
     def step(self) -> Tensor:
         """zero_grad, forward, backward, AdamW; the loss."""
-        allow_tf32(self.contender.tf32)
+        _exact_products()
         self.optimizer.zero_grad(set_to_none=True)
         loss = self.loss()
         loss.backward()
@@ -269,7 +268,7 @@ class Trainer:
 
     def gradients(self) -> dict[str, Tensor]:
         """Gradient of every parameter that has one, by name."""
-        allow_tf32(self.contender.tf32)
+        _exact_products()
         self.optimizer.zero_grad(set_to_none=True)
         self.loss().backward()
         named = self.model.named_parameters()
@@ -282,9 +281,9 @@ def autocast(contender: Contender, device: torch.device) -> Any:
     return torch.autocast(device.type, torch.bfloat16)
 
 
-def allow_tf32(allowed: bool) -> None:
-    torch.backends.cuda.matmul.allow_tf32 = allowed
-    torch.backends.cudnn.allow_tf32 = allowed
+def _exact_products() -> None:
+    """No TF32, whatever ran before."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
 
 
 def cosine(got: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:

@@ -5,7 +5,8 @@
 
 Downloads one pinned wheel with pip, without its dependencies, checks its SHA-256 and keeps its
 Python files. FP8 training does not use its C++ kernels. 0.17.0 is the release for
-torch 2.11 (github.com/pytorch/ao/issues/2919); benchmarks/rivals puts the folder on the path.
+torch 2.11 (github.com/pytorch/ao/issues/2919); benchmarks/evidence/rivals puts the folder on the
+path.
 """
 
 from __future__ import annotations

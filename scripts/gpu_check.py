@@ -30,7 +30,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
-import targets  # noqa: E402  (needs neither torch nor hotcore)
+from evidence import targets  # noqa: E402  (needs neither torch nor hotcore)
 
 HASHED = ("cpp", "cuda", "python/bindings", "python/hotcore/torch")
 BUILT = (
@@ -122,7 +122,7 @@ def compile_torchao(log: Path) -> subprocess.Popen[bytes] | None:
     """Start compiling the rival's layers into inductor's cache, beside the build."""
     if not (ROOT / "third_party/torchao").is_dir():
         return None
-    command = ["nice", sys.executable, str(ROOT / "benchmarks/compile_torchao.py"), "Llama-3-8B"]
+    command = ["nice", sys.executable, "-m", "benchmarks.evidence.compile_torchao", "Llama-3-8B"]
     print("+", *command, "&", flush=True)
     with log.open("w") as file:
         return subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
@@ -228,9 +228,11 @@ def bench_all(
     for name, words in words_of.items():
         path = reports / f"{name}.json"
         path.unlink(missing_ok=True)
-        script = f"benchmarks/bench_{name}.py"
+        script = [f"benchmarks/bench_{name}.py"]
+        if not (ROOT / script[0]).exists():
+            script = ["-m", f"benchmarks.evidence.bench_{name}"]
         code = run(
-            sys.executable, script, "--device", "cuda", *words, "--json", path, env=env,
+            sys.executable, *script, "--device", "cuda", *words, "--json", path, env=env,
             log=reports / f"bench_{name}.log",
         )  # fmt: skip
         print((reports / f"bench_{name}.log").read_text()[-4000:])

@@ -23,6 +23,7 @@ parts:
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import shutil
@@ -437,7 +438,8 @@ def main() -> int:
         # After every group: a call that is cut off leaves what was done.
         args.out.parent.mkdir(parents=True, exist_ok=True)
         ordered = {name: found[name] for name in every if name in found}
-        args.out.write_text(json.dumps({"parts": ordered}, indent=1) + "\n")
+        today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+        args.out.write_text(json.dumps({"date": today, "parts": ordered}, indent=1) + "\n")
     failed = [name for name in wanted if found[name]["result"] == "failed"]
     print(f"written: {args.out}; failed: {', '.join(failed) or 'none'}")
     return int(bool(failed))

@@ -1,4 +1,4 @@
-// The C ABI of libhot_stock_gemm; benchmarks/rivals.py loads it.
+// The C ABI of libhot_stock_gemm; benchmarks/evidence/rivals loads it.
 #include <iterator>
 
 #include "stock_gemm.h"

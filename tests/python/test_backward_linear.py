@@ -321,7 +321,7 @@ def test_equalised_tokens_do_not_drown(rng: np.random.Generator, recipe: str) ->
 
 
 # Relative error of g_w, x INT8, INT4, rht2, where tokens differ in size: the cases of
-# benchmarks/bench_storage.py. (A mean of 10 is not a matter of tokens.)
+# benchmarks/evidence/bench_storage.py. (A mean of 10 is not a matter of tokens.)
 CASES = {
     "Gauss": (0.03, 0.22, 0.5),
     "log-normal token sizes": (0.08, 0.25, 0.55),
@@ -339,7 +339,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_equalised_cases(case: str) -> None:
     pytest.importorskip("torch", reason="bench_storage needs torch")
-    import bench_storage  # of benchmarks/, which is in the path
+    from evidence import bench_storage  # of benchmarks/, which is in the path
 
     gy, x = (v.astype(np.float32) for v in bench_storage.cases(np.random.default_rng(0))[case])
     exact = gy.astype(np.float64).T @ x
@@ -355,7 +355,7 @@ def test_errors_of_recipes(case: str, title: str) -> None:
     # Where `default` is bad it is so by its method, and not worse; what helps goes on helping
     # (docs/recipes.md). The figures are benchmarks/results/recipe-cases.json, by --recipes.
     pytest.importorskip("torch", reason="bench_storage needs torch")
-    import bench_storage
+    from evidence import bench_storage
 
     known = json.loads((bench_storage.RESULTS / "recipe-cases.json").read_text())["cases"][case]
     found = bench_storage.recipe_error(

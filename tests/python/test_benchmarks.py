@@ -19,20 +19,22 @@ sys.path.insert(0, str(FOLDER))
 
 import bench_autotune  # noqa: E402
 import bench_backward  # noqa: E402
-import bench_convolution  # noqa: E402
 import bench_forward  # noqa: E402
-import bench_forward_error  # noqa: E402
-import bench_frozen_error  # noqa: E402
-import bench_fwht  # noqa: E402
 import bench_gemm  # noqa: E402
-import bench_mma_sync  # noqa: E402
-import bench_quantize  # noqa: E402
-import bench_storage  # noqa: E402
+import bench_models  # noqa: E402
 import hotcore  # noqa: E402
 import layers  # noqa: E402
-import rivals  # noqa: E402
-import targets  # noqa: E402
 import timing  # noqa: E402
+from evidence import (  # noqa: E402
+    bench_forward_error,
+    bench_frozen_error,
+    bench_fwht,
+    bench_mma_sync,
+    bench_quantize,
+    bench_storage,
+    rivals,
+    targets,
+)
 from hotcore.torch import gains  # noqa: E402
 from support import without_broken_torchvision  # noqa: E402
 
@@ -245,15 +247,6 @@ def test_bench_forward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in found["sum_ms"].items():
         rows = [layer["rows"][name]["median_ms"] for layer in found["layers"].values()]
         assert value == pytest.approx(sum(rows), rel=1e-4)
-
-
-def test_bench_forward_of_convolutions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(bench_forward.CONVOLUTIONS, "cpu", {"toy": (1, 8, 5, 6)})
-    path = tmp_path / "report.json"
-    bench_forward.main(["--convolutions", "--rounds", "2", "--json", str(path)])
-    rows = json.loads(path.read_text())["convolutions"]["toy"]["rows"]
-    assert rows["torch conv"]["of torch conv"] == 1
-    assert rows["unfold and 8-bit product"]["median_ms"] > 0
 
 
 def test_bench_forward_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -596,17 +589,18 @@ def test_autotune(tmp_path: Path) -> None:
             assert set(row["times"]) == {"plain", "accurate", "default", "fast"}
 
 
-def test_bench_convolution(tmp_path: Path) -> None:
+def test_convolutions_in_channels_last(tmp_path: Path) -> None:
     with without_broken_torchvision():
         pytest.importorskip("timm")
     chosen = ("default eager, k x k alone", "token4 eager")
-    words = ("--quick", "--backend", "aot_eager", "--contenders", *chosen)
-    report = run(bench_convolution, tmp_path / "out.json", *words)
-    rows = report["steps"]["resnet50"]["rows"]
+    words = ["--quick", "--models", "resnet50_last", "--backend", "aot_eager", "--contenders"]
+    path = tmp_path / "out.json"
+    bench_models.main([*words, *chosen, "--threads", "1", "--json", str(path)])
+    rows = json.loads(path.read_text())["steps"]["resnet50_last"]["rows"]
     assert list(rows) == ["bf16 compiled", "token4 eager", "default eager, k x k alone"]
     wide, every = (rows[name] for name in chosen)
     assert 0 < wide["converted"] < every["converted"] and wide["of reference"]["step"] > 0
-    assert every["how"]["settings"]["storage"] == "token4" and every["how"]["channels_last"]
+    assert every["how"]["settings"]["storage"] == "token4"
 
 
 def test_bench_storage(

@@ -13,8 +13,8 @@ import pytest
 pytest.importorskip("torch")  # of the tables
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "benchmarks")]
-import doc_tables  # noqa: E402
 import gpu_trust  # noqa: E402
+from evidence import doc_tables  # noqa: E402
 
 GTEST = {
     "testsuites": [

@@ -348,12 +348,12 @@ CASES = {
     "SwiGLU-like, massive first tokens without gradient": (0.018, 0.1, 0.4),
     "one token × 1000, with its gradient": (0.075, 0.13, 0.45),
 }
-"""Errors of g_w that hold, token8, token4 and token2: benchmarks/bench_storage.py's cases."""
+"""Errors of g_w that hold, token8, token4 and token2: the cases of bench_storage.py."""
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_that_differ_in_size(case: str) -> None:
-    import bench_storage
+    from evidence import bench_storage
 
     gy, x = bench_storage.cases(np.random.default_rng(0))[case]
     exact = gy.T @ x

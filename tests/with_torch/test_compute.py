@@ -13,9 +13,9 @@ import pytest
 torch = pytest.importorskip("torch")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-import bench_compute  # noqa: E402
 import hotcore.torch as hot  # noqa: E402
 import models  # noqa: E402
+from evidence import bench_compute  # noqa: E402
 from hotcore import paper  # noqa: E402
 from hotcore.paper.compute import FULL_PRECISION, backward_bops  # noqa: E402
 from torch import Tensor, nn  # noqa: E402

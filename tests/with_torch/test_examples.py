@@ -178,7 +178,12 @@ def output_of(command: list[str]) -> str:
     """Output of a launcher; on time-out it is terminated, because killing it leaves its workers."""
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=env,
+        cwd=EXAMPLES.parent,
     ) as process:
         try:
             printed, errors = process.communicate(timeout=LIMIT)
@@ -205,9 +210,8 @@ def test_ddp(options: tuple[str, ...]) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("timm") is None, reason="needs timm")
 def test_distributed_benchmark(tmp_path: Path) -> None:
     path = tmp_path / "gloo.json"
-    script = EXAMPLES.parent / "benchmarks/bench_distributed.py"
     options = ["--quick", "--threads", "1", "--steps", "8", "--json", str(path)]
-    printed = output_of([sys.executable, str(script), *options])
+    printed = output_of([sys.executable, "-m", "benchmarks.evidence.bench_distributed", *options])
     report = json.loads(path.read_text())
     assert report["backend"] == "gloo" and report["processes"] == 2
     assert report["faults"] == {"DDP": [], "FSDP2": []} and "FAULT" not in printed

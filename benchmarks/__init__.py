@@ -1,0 +1,1 @@
+"""Makes ``python -m benchmarks.evidence.X`` find this folder; the scripts run by their paths."""

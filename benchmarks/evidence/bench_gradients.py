@@ -1,0 +1,314 @@
+"""How good every method's gradients are along a real training run.
+
+    python -m benchmarks.evidence.bench_gradients [--plot]    # minutes on a CPU; can go on later
+
+Trains the README's small ViT and GPT in fp32. At some steps every linear layer of the blocks gives
+its x, w and g_y to every method, many times, and g_x and g_w are held against the exact products:
+
+* error: root mean square of ``|g' - g| / |g|``; cosine: mean over the draws;
+* noise: spread of the draws around their own mean, over ``|g|``;
+* bias: ``|mean - g| / |g|`` without the share that the noise leaves in a mean of so many draws;
+  what is below the noise over the root of the draws is nothing;
+* batch: the same layer's exact g_w over other batches, spread over the norm of the mean: the noise
+  that training has anyway.
+
+Cost is in bit operations of the backward pass over full precision's, bytes are what a layer keeps
+of a value of x. LoRA has no gradients of these weights and no part in this.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import hotcore
+import timing
+import torch
+from evidence import ROOT, rivals, small_tasks
+from evidence.evidence_tables import gradient_lines
+from evidence.rivals.methods import power_of_two_factor, triangle_rows
+from evidence.small_tasks import Contender, training
+from hotcore.paper.compute import FULL_PRECISION, backward_bops
+from torch import Tensor, nn
+from tqdm import tqdm
+
+KINDS = ("gx", "gw")
+MORE = (
+    small_tasks.COMPACT,
+    *(c for c in small_tasks.ablations("gpt") if c.name == "int4, g_x without HT"),
+)
+"""Beside what trains in the rivals' table."""
+Capture = tuple[Tensor, Tensor, Tensor]
+"""x, w, g_y of a layer."""
+SIMULATED_BYTES = {"naive_int4": 0.5}
+"""Bytes a value where the simulation keeps a code a byte."""
+
+
+def layer_of(contender: Contender, w: Tensor) -> nn.Sequential:
+    """A layer that holds a copy of w, converted."""
+    layer = nn.Linear(w.shape[1], w.shape[0], bias=False)
+    layer.weight = nn.Parameter(w.clone())
+    model = nn.Sequential(layer)
+    rivals.convert(model, contender.method, lambda *_: True, **contender.settings)
+    return model
+
+
+def draw(contender: Contender, capture: Capture) -> dict[str, Tensor]:
+    """One g_x and g_w."""
+    x, w, gy = capture
+    model = layer_of(contender, w)
+    leaf = x.clone().requires_grad_()
+    model(leaf).backward(gy)
+    weight = next(iter(model.parameters()))
+    assert leaf.grad is not None and weight.grad is not None
+    return {"gx": leaf.grad, "gw": weight.grad}
+
+
+def bytes_a_value(contender: Contender, capture: Capture) -> float:
+    """What a layer keeps more for twice the samples, of a value of x: nothing of the weight's."""
+    if contender.method in SIMULATED_BYTES:
+        return SIMULATED_BYTES[contender.method]
+    x, w, _ = capture
+    model = layer_of(contender, w)
+    sizes = []
+    for samples in (x, torch.cat([x, x])):
+        kept: dict[int, int] = {}
+
+        def pack(tensor: Tensor, kept: dict[int, int] = kept) -> Tensor:
+            storage = tensor.untyped_storage()
+            kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            y = model(samples.clone().requires_grad_())
+        del y
+        sizes.append(sum(kept.values()))
+    return (sizes[1] - sizes[0]) / x.numel()
+
+
+def quality(contender: Contender, capture: Capture, draws: int) -> dict[str, Any]:
+    """Error, cosine, noise and bias of both gradients; bytes a value."""
+    x, w, gy = (tensor.double() for tensor in capture)
+    exact = {"gx": gy @ w, "gw": gy.flatten(0, -2).t() @ x.flatten(0, -2)}
+    sums = {kind: torch.zeros_like(value) for kind, value in exact.items()}
+    squares, cosines = dict.fromkeys(KINDS, 0.0), dict.fromkeys(KINDS, 0.0)
+    first: dict[str, Tensor] = {}
+    for count in range(1, draws + 1):
+        found = draw(contender, capture)
+        for kind in KINDS:
+            value = found[kind].double()
+            error = value - exact[kind]
+            sums[kind] += error
+            squares[kind] += float(error.square().sum())
+            norm = value.norm() * exact[kind].norm()
+            cosines[kind] += float((value * exact[kind]).sum() / norm) if norm else 0.0
+        if count == 1:
+            first = found
+        elif count == 2 and all(torch.equal(first[kind], found[kind]) for kind in KINDS):
+            break  # nothing is left to chance
+    out: dict[str, Any] = {"draws": count, "bytes": bytes_a_value(contender, capture)}
+    for kind in KINDS:
+        norm = float(exact[kind].norm())
+        mean = float((sums[kind] / count).square().sum())
+        # Sum of the elements' variances, without bias; all draws alike have none.
+        variance = max(0.0, (squares[kind] - count * mean) / (count - 1)) if count > 1 else 0.0
+        out[kind] = {
+            "error": (squares[kind] / count) ** 0.5 / norm,
+            "cosine": cosines[kind] / count,
+            "noise": variance**0.5 / norm,
+            "bias": max(0.0, mean - variance / count) ** 0.5 / norm,
+        }
+    return out
+
+
+def cost(contender: Contender, shape: tuple[int, int, int], samples: int) -> float | None:
+    """Bit operations of the backward pass over those in full precision; None: not known."""
+    tokens, outs, ins = shape
+    gy, w, x, product = tokens * outs, outs * ins, tokens * ins, tokens * outs * ins
+    plain, method = backward_bops(*shape, FULL_PRECISION), contender.method
+    if method in hotcore.config.RECIPES:
+        config = hotcore.HotConfig.recipe(method, **contender.settings)
+        return backward_bops(*shape, config) / plain
+    names = {
+        "naive_int4": "naive INT4",
+        "luq": "LUQ",
+        "lbp_wht": "LBP-WHT",
+        "lbp_wht_flat": "LBP-WHT",
+    }
+    if method in names:
+        return backward_bops(*shape, names[method]) / plain
+    scaled = (2 * gy + 2 * w + 2 * x) * 1024  # both products' operands rounded, results scaled
+    if method == "authors_hot":
+        n, side = power_of_two_factor(tokens // samples), power_of_two_factor(outs, 16)
+        share = len(triangle_rows(n)) / n
+        transforms = (gy + w) * (side.bit_length() - 1) + (gy + x) * (n.bit_length() - 1)
+        rounding = gy + w + (gy + x) * share + w + x
+        return ((transforms + rounding) * 1024 + product * (16 + 32 * share)) / plain
+    own = {
+        "bf16": 2 * product * 16 * 16,
+        "torchao_fp8": 2 * product * 8 * 8 + scaled,
+        "torchao_int8": 2 * product * 8 * 8 + scaled,
+        "actnn_2bit": plain + 2 * x * 1024,
+    }
+    return own[method] / plain if method in own else None
+
+
+def layers_of(model: nn.Module) -> dict[str, nn.Linear]:
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and training.in_blocks(module, name)
+    }
+
+
+def captured(model: nn.Module, batch: Any) -> dict[str, Capture]:
+    """x, w and g_y of every layer of the blocks on one batch; no gradient is left."""
+    seen: dict[str, list[Tensor]] = {name: [] for name in layers_of(model)}
+    hooks = []
+    for name, layer in layers_of(model).items():
+
+        def hook(_: nn.Module, args: Any, y: Tensor, into: list[Tensor] = seen[name]) -> None:
+            into.append(args[0].detach())
+            y.register_hook(lambda g: into.append(g.detach()))
+
+        hooks.append(layer.register_forward_hook(hook))
+    training.loss_of(model, batch).backward()
+    for handle in hooks:
+        handle.remove()
+    model.zero_grad(set_to_none=True)
+    weights = {name: layer.weight.detach().clone() for name, layer in layers_of(model).items()}
+    return {name: (x, weights[name], gy) for name, (x, gy) in seen.items()}
+
+
+def batch_noise(model: nn.Module, task: training.Task, seed: int, count: int) -> dict[str, float]:
+    """Spread of the exact g_w over batches, over the norm of its mean, by layer."""
+    generator = torch.Generator().manual_seed(10_000 + seed)
+    sums: dict[str, Tensor] = {}
+    squares: dict[str, float] = {}
+    for _ in range(count):
+        training.loss_of(model, task.data.batch(task.batch_size, generator)).backward()
+        for name, layer in layers_of(model).items():
+            assert layer.weight.grad is not None
+            grad = layer.weight.grad.double()
+            sums[name] = sums.get(name, torch.zeros_like(grad)) + grad
+            squares[name] = squares.get(name, 0.0) + float(grad.square().sum())
+        model.zero_grad(set_to_none=True)
+    out = {}
+    for name, total in sums.items():
+        mean = float((total / count).square().sum())
+        variance = (squares[name] - count * mean) / (count - 1)
+        signal = max(mean - variance / count, 0.0)  # the mean's norm without the noise in it
+        out[name] = (variance / signal) ** 0.5 if signal else float("inf")
+    return out
+
+
+def run(
+    task_name: str, seed: int, steps: int, at: Sequence[int]
+) -> Iterator[tuple[int, Any, Any, Any]]:
+    """Train in fp32; step, model, batch and task at every step of ``at``."""
+    task = small_tasks.load_task(task_name)
+    torch.manual_seed(seed)
+    model = task.build()
+    order = torch.Generator().manual_seed(seed)
+    optimizer, schedule = training.optimizer_of(task, model, steps)
+    for step in range(max(at) + 1):
+        batch = task.data.batch(task.batch_size, order)
+        if step in at:
+            yield step, model, batch, task
+        optimizer.zero_grad(set_to_none=True)
+        training.loss_of(model, batch).backward()
+        optimizer.step()
+        schedule.step()
+
+
+def measure(args: argparse.Namespace, report: dict[str, Any], task_name: str, seed: int) -> None:
+    points = report["points"]
+    left = [step for step in args.at if f"{task_name}/{seed}/{step}" not in points]
+    if not left:
+        return
+    methods = small_tasks.chosen(task_name, args.methods, MORE)
+    for step, model, batch, task in run(task_name, seed, args.steps, left):
+        began = time.perf_counter()
+        key = f"{task_name}/{seed}/{step}"
+        with torch.random.fork_rng():
+            captures = captured(model, batch)
+            noise = batch_noise(model, task, seed, args.batches)
+            point: dict[str, Any] = {"layers": {}}
+            bar = tqdm(total=len(captures) * len(methods), desc=key, mininterval=5.0)
+            with bar:
+                for name, capture in captures.items():
+                    x, w, _ = capture
+                    shape = (x.numel() // x.shape[-1], *w.shape)
+                    rows: dict[str, Any] = {}
+                    for contender in methods:
+                        torch.manual_seed(zlib.crc32(f"{key}/{name}/{contender.name}".encode()))
+                        try:
+                            rows[contender.name] = quality(contender, capture, args.draws)
+                        except rivals.TorchaoMissing as missing:
+                            report["left out"][contender.name] = str(missing)
+                            continue
+                        finally:
+                            bar.update()
+                        rows[contender.name]["cost"] = cost(contender, shape, len(x))
+                    point["layers"][name] = {
+                        "shape": list(shape), "batch": noise[name], "methods": rows,
+                    }  # fmt: skip
+        point["seconds"] = time.perf_counter() - began
+        points[key] = point
+        report["seconds"] = sum(entry["seconds"] for entry in points.values())
+        timing.write_json(args.json, report)
+
+
+def numbers(text: str) -> list[int]:
+    try:
+        found = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers") from None
+    if not found or found[0] < 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected numbers from 0")
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    numbers_of = {"steps": 300, "draws": 32, "batches": 16, "threads": 1}
+    parser = timing.error_arguments(__doc__, "gradients", **numbers_of)
+    parser.add_argument("--tasks", default="vit,gpt")
+    parser.add_argument("--methods", help="names with semicolons; default: all")
+    parser.add_argument("--at", type=numbers, default=[0, 30, 100, 299], help="steps to measure at")
+    parser.add_argument("--seeds", type=numbers, default=[0])
+    parser.add_argument("--plot", nargs="?", type=Path, const=ROOT / "docs/img/gradients.svg")
+    args = parser.parse_args(argv)
+    tasks = args.tasks.split(",")
+    if not set(tasks) <= set(small_tasks.README) or args.draws < 2 or args.batches < 2:
+        parser.error(f"--tasks: of {', '.join(small_tasks.README)}; --draws, --batches: from 2")
+    if max(args.at) >= args.steps:
+        parser.error(f"--at: {max(args.at)} is past the {args.steps} --steps")
+    small_tasks.use_threads(args.threads)
+    settings = {
+        "tasks": tasks, "methods": args.methods, "at": args.at, "steps": args.steps,
+        "seeds": args.seeds, "draws": args.draws, "batches": args.batches,
+    }  # fmt: skip
+    try:
+        for task in tasks:
+            small_tasks.chosen(task, args.methods, MORE)
+        why = "no gradients of the layers' own weights"
+        report = small_tasks.begun(args.json, "gradients", settings, args.threads, why, "points")
+    except ValueError as error:
+        parser.error(str(error))
+    for task in tasks:
+        for seed in args.seeds:
+            measure(args, report, task, seed)
+    print("\n".join(gradient_lines(report)))
+    print(f"\n{report['seconds']:.0f} s of measuring; written: {args.json}")
+    if args.plot is not None:
+        from evidence.plot_evidence import plot_gradients  # which needs matplotlib
+
+        plot_gradients(report, args.plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,495 @@
+"""Every claim of the sources, and what was measured here: one row each, for doc_tables.py.
+
+The measured words come from the reports at hand. Where a report is missing the row says what makes
+it; where nothing here could decide, why.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from evidence import intervals
+from evidence.evidence_tables import (
+    FP8,
+    MAKES,
+    MARGIN,
+    Report,
+    days_of,
+    differences,
+    ends_of,
+    gaps_by_size,
+    header,
+    hot_parts,
+    line,
+    of_task,
+    plus_minus,
+    pooled_gaps,
+    pooled_interval,
+    report_of,
+    runs_by_seed,
+)
+
+Measured = Callable[[Path], str]
+
+
+class Missing(Exception):
+    """Names the report that is not there."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One row; ``measured`` may raise Missing."""
+
+    claim: str
+    claimed: str
+    measured: Measured
+    where: str
+    command: str
+
+
+_days: set[str] = set()
+"""Of the reports that the row at hand was made of: its column of dates."""
+
+
+def need(results: Path, name: str) -> Report:
+    report = report_of(results, name)
+    if report is None:
+        raise Missing(name)
+    _days.update(days_of({key: part for key, part in report.items() if key != "runs"}))
+    return report
+
+
+def dated(runs: Iterable[Report]) -> None:
+    """Note the days of single runs: a report may have been filled over several."""
+    _days.update(run["date"] for run in runs if "date" in run)
+
+
+def _gap(results: Path, file: str, task: str, method: str) -> str:
+    report = need(results, file)
+    values = differences(report, task, method)
+    if not values:
+        raise Missing(file)
+    runs = of_task(report, task)
+    dated(run for name in (method, "fp32") for run in runs[name].values())
+    return plus_minus(values)
+
+
+def _gaps(file: str, *methods: str) -> Measured:
+    """Differences to fp32 of both small tasks."""
+
+    def measured(results: Path) -> str:
+        parts, late = [], []
+        for method in methods:
+            try:
+                vit, gpt = (_gap(results, file, task, method) for task in ("vit", "gpt"))
+                parts.append(f"{method}: {vit} (ViT), {gpt} (GPT)")
+            except Missing:
+                late.append(f"{method}: not run yet")
+        if not parts:
+            raise Missing(file)
+        return "; ".join(parts + late)
+
+    return measured
+
+
+def _accuracies(report: Mapping[str, Any], task: str, recipe: str) -> str | None:
+    """By rank, mean and largest deviation of the seeds; None where a rank was not trained."""
+    names = ["fp32", *(recipe if r == 8 else f"{recipe}, rank {r}" for r in (16, 8, 4, 2, 1))]
+    runs = of_task(report, task)
+    if any(name not in runs for name in names):
+        return None
+    dated(run for name in names for run in runs[name].values())
+    found = [[100 * run.get("val_accuracy", math.nan) for run in runs[name].values()]
+             for name in names]  # fmt: skip
+    plain, *means = (f"{statistics.mean(values):.1f}" for values in found)
+    spread = max((statistics.stdev(values) for values in found if len(values) > 1), default=0)
+    return f"`{recipe}`: {', '.join(means)} (fp32 {plain}; ± {spread:.1f})"
+
+
+def _ranks(results: Path) -> str:
+    """Accuracies by rank of the small tasks, and of the source's own model where it was trained."""
+    report = need(results, "ablations.json")
+    parts = []
+    for task, title in (("vit", "ViT"), ("gpt", "GPT")):
+        for recipe in ("paper", "paper, g_x in INT8"):
+            found = _accuracies(report, task, recipe)
+            if found is None:
+                raise Missing("ablations.json")
+            parts.append(f"{title}, {found}")
+    large = "cuda-ranks-efficientformer.json"
+    if not (results / large).exists():
+        return f"accuracy, {'; '.join(parts)}; ranks of an EfficientFormer were not trained"
+    task = "images-efficientformer"
+    for recipe in ("paper", "paper, g_x in INT8"):
+        found = _accuracies(need(results, large), task, recipe)
+        if found is not None:
+            parts.append(f"EfficientFormer-L1, photographs, {found}")
+    return f"accuracy, {'; '.join(parts)}"
+
+
+def _noted(measured: Measured, note: str) -> Measured:
+    """With what differs from the claim's own setting."""
+    return lambda results: f"{measured(results)}; {note}"
+
+
+def _one(file: str, task: str, *methods: str) -> Measured:
+    def measured(results: Path) -> str:
+        return "; ".join(f"{m}: {_gap(results, file, task, m)}" for m in methods)
+
+    return measured
+
+
+def _small_layers(results: Path) -> Report:
+    """The paper's layers, one image, in CUDA graphs."""
+    found: Report = need(results, "gpu-check.json")["bench_backward"]["paper"]["rotating"]
+    return found
+
+
+def _faster(found: Report, shapes: Iterable[str]) -> tuple[list[float], list[float]]:
+    """Times faster than fp32: ``paper``, and torch's bf16."""
+    rows = [found["shapes"][shape]["rows"] for shape in shapes]
+    mine, low = (
+        [row[name]["faster than fp32"] for row in rows] for name in ("hotcore paper", "bf16")
+    )
+    return mine, low
+
+
+def _speed_of_vit(results: Path) -> str:
+    """Of the layers that the claim is about, each counted once, as the claim has them."""
+    found = _small_layers(results)
+    mine, low = _faster(found, (shape for shape in found["shapes"] if shape.startswith("197,")))
+    return (
+        f"ViT-B's four layers, one image, CUDA graphs on an H200, geometric mean: "
+        f"{statistics.geometric_mean(mine):.2f}× of fp32, worst {min(mine):.2f}×; but torch's bf16 "
+        f"is {statistics.geometric_mean(low):.2f}×"
+    )
+
+
+def _speed_of_layers(results: Path) -> str:
+    means = _small_layers(results)["means"]
+    mine = means["hotcore paper"]
+    return (
+        f"16 layers, one image, CUDA graphs on an H200: {mine['geomean']:.2f}× of fp32, "
+        f"worst {mine['worst']:.2f}×; but torch's bf16 is {means['bf16']['geomean']:.2f}×"
+    )
+
+
+def _of_shapes(*shapes: str) -> Measured:
+    """Of some of the paper's layers, paper's recipe."""
+
+    def measured(results: Path) -> str:
+        mine, low = (
+            " to ".join(f"{end:.1f}" for end in dict.fromkeys((min(of), max(of))))
+            for of in _faster(_small_layers(results), shapes)
+        )
+        return f"{mine}× (torch's bf16: {low}×)"
+
+    return measured
+
+
+def _batch(results: Path) -> str:
+    found = need(results, "gpu-check.json")["bench_backward"]["layers"]["ViT-B"]
+    faster = found["recipes"]["paper"]["faster than"]
+    return (
+        f"ViT-B's layers at 128 images: {faster['torch fp32']:.1f}× of fp32, "
+        f"{faster['torch tf32']:.2f}× of tf32, {faster['torch bf16']:.2f}× of bf16"
+    )
+
+
+def _step(results: Path) -> str:
+    earlier = need(results, "cuda-steps-earlier.json")["steps"]["vit_b"]["rows"]
+    rows = need(results, "cuda-steps.json")["steps"]["vit_b"]["rows"]
+    of = {name: row["of reference"]["step"] for name, row in rows.items()}
+    plain = earlier["fp32 eager"]["of reference"]["step"]
+    graphs = {
+        words: of["bf16 reduce-overhead"] / of[f"{name} reduce-overhead"]
+        for name, words in (("default", "`default`"), ("default int8-forward", "8-bit forward"))
+    }
+    return (
+        f"a whole step of ViT-B, `default`: {plain / of['default compiled']:.1f}× of eager fp32, "
+        f"{1 / of['default compiled']:.2f}× of compiled bf16; both under CUDA graphs: "
+        + ", ".join(f"{ratio:.2f}× ({words})" for words, ratio in graphs.items())
+    )
+
+
+def _memory(results: Path) -> str:
+    rows = need(results, "cuda-memory.json")["rows"]
+    found = rows["HOT paper"]
+    parts = [
+        f"{100 * (1 - row['of fp32']):.0f} % at {batch}"
+        for batch, row in found.items()
+        if "of fp32" in row
+    ]
+    return f"peak of a whole step of ViT-B, less than fp32's by {', '.join(parts)} images"
+
+
+def _kept(results: Path) -> str:
+    rows = need(results, "training.json")["runs"]
+    mine, plain = rows["vit/paper/0"], rows["vit/fp32/0"]
+    dated((mine, plain))
+    share = mine["linear_saved_bytes"] / plain["linear_saved_bytes"]
+    return f"kept by the linear layers themselves: {100 * (1 - share):.1f} % less (`paper`)"
+
+
+def _peak_of_steps(results: Path) -> str:
+    rows = need(results, "cuda-steps-earlier.json")["steps"]["vit_b"]["rows"]
+    rows = need(results, "cuda-steps.json")["steps"]["vit_b"]["rows"] | rows
+
+    def share(name: str) -> str:
+        return f"{rows[name]['peak_gib'] / rows['fp32 eager']['peak_gib']:.2f}"
+
+    return (
+        "ViT-B, 128 images, peak under bf16 autocast of fp32's: bf16 "
+        f"{share('bf16 eager')}, `default` {share('default eager')}; compiled: bf16 "
+        f"{share('bf16 compiled')}, with a memory budget of 0.3 "
+        f"{share('bf16 compiled, budget 0.3')}, `default` {share('default compiled')}"
+    )
+
+
+def _formula(results: Path) -> str:
+    rows = need(results, "cuda-memory.json")["rows"]
+    row = rows["HOT paper"]["128"]
+    return (
+        f"the authors' formula gives {row['formula_gib']:.2f} here, too; measured "
+        f"{row['peak_gib']:.1f} of fp32's {rows['fp32']['128']['peak_gib']:.1f} GiB: it counts "
+        "outputs of linear layers alone"
+    )
+
+
+def _example(results: Path) -> str:
+    found = need(results, "compute.json")["example"]
+    own, code = found["Table 5 and the integer products"], found["the authors' code"]
+    return (
+        f"no: Table 5's formulas give {own['vanilla BP']:.1f} and {own['HOT']:.1f}, the authors' "
+        f"code {code['HOT']:.1f}"
+    )
+
+
+def _table_2(results: Path) -> str:
+    found = need(results, "compute.json")["table 2"]
+    l7, l1 = found["code, L7, r of convolutions"]["8"], found["code, L1, r of all layers"]["8"]
+    return f"the costs are EfficientFormer-L7's ({l7:.2f} at r = 8), not L1's ({l1:.0f})"
+
+
+def _cost(results: Path) -> str:
+    found = need(results, "compute.json")["models"]["vit_b"]
+    code = found["authors' code"]
+    return (
+        f"ViT-B, 10^12 BOPs: {code['FP']:.1f} → {code['HOT']:.2f} by the authors' code "
+        f"({code['HOT, r = 1']:.2f} at r = 1, which is what is drawn); LBP-WHT "
+        f"{code['LBP-WHT']:.1f}, not 20.4"
+    )
+
+
+def _breakdown(results: Path) -> str:
+    report = need(results, "cuda-latency.json")
+    if "breakdown" not in report:
+        raise Missing("cuda-latency.json")
+    of = report["breakdown"]["qkv"]["stages"]
+    total, products = hot_parts(of["paper, fp32 arrays"])
+    quantisers = total - products
+    return (
+        f"H200, fp32 arrays: products {of['fp32']['products']:.0f} → {products:.0f} µs, transforms "
+        f"and quantisers together {quantisers:.0f} µs"
+    )
+
+
+def _graphs(results: Path) -> str:
+    means = need(results, "cuda-latency.json")["means"]["graph"]
+    names = ("hotcore paper", "LBP-WHT", "the paper's HOT", "the paper's LBP-WHT")
+    hot, low, theirs, their_low = (means[name]["geomean"] for name in names)
+    return (
+        f"geometric mean of 16 layers: HOT {hot:.2f}×, LBP-WHT {low:.2f}× (the paper: "
+        f"{theirs:.2f}× and {their_low:.2f}×); LBP-WHT here is unfused torch operations, HOT is "
+        "fused kernels: its time is that of the code, not of the method"
+    )
+
+
+def _without(reason: str) -> Measured:
+    return lambda results: f"not measured: {reason}"
+
+
+def _scaling(results: Path) -> str:
+    parts = []
+    for name, less in (("default", "bf16"), ("default int8-forward", "bf16"), (FP8, "bf16"),
+                       ("default", FP8), ("fast", "bf16")):  # fmt: skip
+        found = pooled_interval(pooled_gaps(results, name, less))
+        if found is not None:
+            words = f"{found.count} pairs: {intervals.verdict(found, MARGIN)}"
+            parts.append(f"{name} less {less} {found.mean:+.4f} {ends_of(found)} ({words})")
+    if not parts:
+        raise Missing("cuda-gpt-91M.json")
+    for size in gaps_by_size(results):
+        need(results, f"cuda-gpt-{size}.json")  # for its date
+    return f"95 % intervals, equivalence within {MARGIN}: {'; '.join(parts)}"
+
+
+def _large(results: Path) -> str:
+    runs = runs_by_seed(need(results, "cuda-gpt-91M.json"))
+    (seed,) = runs["paper"]
+    loss, plain = (runs[name][seed]["validation_loss"] for name in ("paper", "bf16"))
+    return f"`paper` {loss:.3f} beside bf16's {plain:.3f}, GPT of 91M on text, one seed"
+
+
+def _noise(results: Path) -> str:
+    runs = need(results, "training.json")["runs"]
+    spread = [
+        statistics.stdev(
+            run["val_loss"] for k, run in runs.items() if k.startswith(f"{task}/fp32/")
+        )
+        for task in ("vit", "gpt")
+    ]
+    gaps = _gaps("training.json", "default")(results)
+    return f"{gaps}; fp32's own seeds spread by {spread[0]:.3f} and {spread[1]:.3f}"
+
+
+def _against_fp8(results: Path) -> str:
+    rows = need(results, "cuda-steps.json")["steps"]["llama_blocks_2k"]["rows"]
+    names = ("FP8 tensorwise compiled", "default int8-forward compiled",
+             "fast int8-forward compiled")  # fmt: skip
+    of = {name: rows[name]["of reference"]["step"] for name in names}
+    return ", ".join(f"{name.removesuffix(' compiled')} {ratio:.2f}" for name, ratio in of.items())
+
+
+TRAIN, ABLATE, TUNE = "bench_training.py", "bench_training.py --table ablations", (
+    "bench_training.py --table finetune"
+)  # fmt: skip
+CHECK = "bench_backward.py --device cuda"
+CALL_A = "evidence.py --call a"
+PUBLISHED = ("paper as published", "paper as published, LQS of g_x, too")
+IMAGENET = "no CIFAR, no ImageNet and no pre-trained weights here, nothing is downloaded"
+
+SOURCES: tuple[Claim, ...] = (
+    Claim("average speed-up on a real GPU (abstract; ViT-B, RTX 3090)", "2.6×", _speed_of_vit,
+          "[small layers](#small-layers)", CHECK),
+    Claim("the same of all 16 layers of its table", "2.08×", _speed_of_layers,
+          "[small layers](#small-layers)", CHECK),
+    Claim("the same at a training batch", "–", _batch, "[layers](#layers-on-a-gpu)", CHECK),
+    Claim("the same, a whole step", "–", _step, "[compiled](#compiled)",
+          "bench_models.py --device cuda"),
+    Claim("largest: ViT-B's fc2", "3.3×", _of_shapes("197,768,3072"),
+          "[small layers](#small-layers)", CHECK),
+    Claim("ResNet-50's layers (unfolded)", "1.8 to 2.3×", _of_shapes(
+        "3136,64,256", "3136,64,576", "784,128,512", "784,128,1152", "196,256,2304",
+        "49,512,4608"), "[small layers](#small-layers)", CHECK),
+    Claim("EfficientFormer-L7's layers", "1.6 to 2.2×", _of_shapes(
+        "3136,384,96", "784,768,192", "196,1536,384", "49,1536,768", "49,768,1024",
+        "49,3072,768"), "[small layers](#small-layers)", CHECK),
+    Claim("latency table: HOT against LBP-WHT", "faster in every row", _graphs,
+          "[the paper's table](#the-papers-latency-table)", CALL_A),
+    Claim("Fig. 1, ViT-B's qkv: products 182 → 25 µs, HT 18, HLA 11", "16 % overhead",
+          _breakdown, "[Fig. 1](#the-papers-latency-table)", CALL_A),
+    Claim("times on an RTX 3090", "all of the above", _without(
+        "no such GPU; sm_80 to sm_89 kernels are compiled, not run"), "", ""),
+    Claim("memory saved (abstract)", "up to 75 %", _memory, "[memory by batch](#memory-by-batch)",
+          CALL_A),
+    Claim("the same, of activations", "7/8", _kept, "[training](dev/rivals.md#training)", TRAIN),
+    Claim("the same, beside bf16 autocast", "–", _peak_of_steps,
+          "[compiled](#compiled)", "bench_models.py --device cuda"),
+    Claim("Table 1: ViT-B, 128 images", "17.48 → 3.8 GB", _formula,
+          "[memory by batch](#memory-by-batch)", CALL_A),
+    Claim("Table 1: ABC costs no accuracy", "93.2 → 93.2", _gaps(
+        "ablations.json", "paper", "paper without ABC"), "[ablations](dev/rivals.md#ablations)",
+        ABLATE),
+    Claim("Table 1: LQS", "92.99, 2.3 → 2.6×", _gaps(
+        "ablations.json", "paper", "paper with LQS", "paper with LQS of g_x, too"),
+        "[ablations](dev/rivals.md#ablations)",
+        ABLATE),
+    Claim("accuracy close to fp32's, pre-training (Table 4, ImageNet-1k ViT-B)",
+          "70.01 → 69.4", _gaps("training.json", "paper"), "[training](dev/rivals.md#training)",
+          TRAIN),
+    Claim("the same with all that was published: LQS, INT8 first, tiles, pseudo-stochastic "
+          "rounding", "–", _gaps("ablations.json", *PUBLISHED),
+          "[ablations](dev/rivals.md#ablations)", ABLATE),
+    Claim("the same with tiles of tokens alone, as LP_L1 means", "–", _one(
+        "training.json", "vit", "paper, tiles"), "[training](dev/rivals.md#training)", TRAIN),
+    Claim("the same, the authors' own code", "–", _gaps("training.json", "authors_hot"),
+          "[training](dev/rivals.md#training)", TRAIN),
+    Claim("the same on text (not in the paper's pre-training)", "–", _large,
+          "[paper.md](paper.md#where-paper-falls-behind)", "bench_gpt.py --device cuda"),
+    Claim("accuracy close to fp32's, fine-tuning", "within 0.3 %", _gaps(
+        "finetune.json", "paper"), "[fine-tuning](dev/rivals.md#fine-tuning)", TUNE),
+    Claim("LUQ falls behind or diverges", "67.1 (ViT-B)", _gaps(
+        "training.json", "luq", "luq_forward", "luq_forward, in eval, too"),
+          "[training](dev/rivals.md#training)", TRAIN),
+    Claim("LBP-WHT falls behind or fails", "NaN (ViT-B)", _one(
+        "training.json", "vit", "lbp_wht", "lbp_wht_flat"), "[training](dev/rivals.md#training)",
+        TRAIN),
+    Claim("naive INT4 falls behind or diverges", "NaN (ViT-B)", _gaps(
+        "training.json", "naive_int4"), "[training](dev/rivals.md#training)", TRAIN),
+    Claim("Table 2: 8 of 16 rows suffice, 1 does not (EfficientFormer-L1, CIFAR-100)",
+          "76.35, 76.25, 73.09, 68.46, 47.28 at r = 16, 8, 4, 2, 1",
+          _noted(_ranks, "no CIFAR here"),
+          "[ablations](dev/rivals.md#ablations)",
+          f"{ABLATE}; evidence.py --parts cuda-ranks-efficientformer"),
+    Claim("Table 2: cost of the backward pass", "1383.54 Gbops at r = 8", _table_2,
+          "[compute](dev/rivals.md#compute)", "bench_compute.py"),
+    Claim("Table 3: HOT on LoRA's frozen weights, not on the adapters",
+          "92.51 beside 57.96 (plain 92.61)", _gaps(
+              "finetune.json", "LoRA", "LoRA, paper on the frozen", "LoRA, paper on the adapters",
+              "LoRA, paper on both"), "[fine-tuning](dev/rivals.md#fine-tuning)", TUNE),
+    Claim("INT8 for the first eighth of a pre-training steadies it", "–", _gaps(
+        "ablations.json", "paper", "paper, INT8 first"), "[ablations](dev/rivals.md#ablations)",
+        ABLATE),
+    Claim("the Hadamard transform makes INT4 of g_x work", "–", _gaps(
+        "ablations.json", "paper", "paper, g_x without HT", "int4", "int4, g_x without HT"),
+        "[ablations](dev/rivals.md#ablations)", ABLATE),
+    Claim("pseudo-stochastic rounding is unbiased", "–", _gaps(
+        "ablations.json", "paper", "paper, rounding as the paper's", "paper, rounding to nearest",
+        "default", "default, rounding as the paper's", "default, rounding to nearest"),
+        "[ablations](dev/rivals.md#ablations), [paper.md](paper.md#what-differs-and-why)", ABLATE),
+    Claim("worked example (49, 448, 1792), Appendix D", "137.3 → 11.5 MFLOPs", _example,
+          "[compute](dev/rivals.md#compute)", "bench_compute.py"),
+    Claim("figure of the computation cost", "51.8 → 18.35 (ViT-B)", _cost,
+          "[compute](dev/rivals.md#compute)", "bench_compute.py"),
+    Claim("accuracies on CIFAR-10, CIFAR-100, ImageNet-100, ImageNet-1k; detection; BERT; "
+          "Llama-3-8B", "Table 4 and the main text", _without(
+              f"{IMAGENET} (`--images cifar100:FOLDER` runs it where the data lie)"), "", ""),
+    Claim("Fig. 2: gradients' outliers by token in fc2 and proj", "ViT-S, ResNet-34", _without(
+        "needs ImageNet training; `paper.calibrate` prints the pattern of any model"), "", ""),
+)  # fmt: skip
+
+OURS: tuple[Claim, ...] = (
+    Claim("`default` trains as full precision does", "within seeds' noise", _noise,
+          "[training](dev/rivals.md#training)", TRAIN),
+    Claim("the same by size, GPTs of 10 to 311 M", f"equivalent to bf16 within {MARGIN}", _scaling,
+          "[by size](#by-size)",
+          f"{CALL_A}, b, c and d"),
+    Claim("fine-tuning with `default`", "within seeds' noise", _gaps("finetune.json", "default"),
+          "[fine-tuning](dev/rivals.md#fine-tuning)", TUNE),
+    Claim("`compact`, a fourteenth of fp32's bytes, trains", "close to `default`", _gaps(
+        "ablations.json", "compact"), "[ablations](dev/rivals.md#ablations)", ABLATE),
+    Claim("the 8-bit forward costs little", "–", _gaps(
+        "training.json", "default int8-forward"), "[training](dev/rivals.md#training)", TRAIN),
+    Claim("a step of Llama-3-8B's blocks against FP8, times of compiled bf16's",
+          "faster with an 8-bit forward", _against_fp8, "[compiled](#compiled)",
+          "bench_models.py --device cuda"),
+)  # fmt: skip
+
+
+def table(results: Path) -> Iterator[str]:
+    """The sources' claims, then this project's."""
+    yield from header(["claim", "claimed", "measured here", "date", "where", "command"])
+    for claim in SOURCES:
+        yield row_of(claim, results)
+    yield line(["**of this project**", "", "", "", "", ""])
+    for claim in OURS:
+        yield row_of(claim, results)
+
+
+def row_of(claim: Claim, results: Path) -> str:
+    _days.clear()
+    try:
+        found = claim.measured(results)
+    except Missing as error:
+        found = f"*not run yet: {MAKES.get(str(error), error)}*"
+    except KeyError as error:  # a run that was broken off, or a contender that did not fit
+        found = f"*not run yet: its report has no {error.args[0]}*"
+    command = f"`{claim.command}`" if claim.command else ""
+    days = " to ".join(sorted({min(_days), max(_days)})) if _days else ""
+    return line([claim.claim, claim.claimed, found, days, claim.where, command])

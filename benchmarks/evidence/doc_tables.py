@@ -1,0 +1,1005 @@
+"""Tables of measurements in the docs, made from the reports that hold them.
+
+    python -m benchmarks.evidence.doc_tables            # rewrite what is out of date
+    python -m benchmarks.evidence.doc_tables --check    # say what is, and fail
+    python -m benchmarks.evidence.doc_tables --train FOLDER...  # cpu-train.json, of train.sh's runs
+
+A page has the lines ``<!-- table: KIND ARGUMENT... -->`` and ``<!-- end -->``; what is between them
+comes from here. Every page of the repository that has such a line is looked at. ``KINDS`` at the
+end lists the kinds, with their reports; what each holds says the function of its name, here, in
+claims.py or in evidence_tables.py. Of claims to quality a report that is not there is a line that
+says what makes it. A test keeps the pages as the reports are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import re
+import statistics
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import kernel_classes
+from evidence import RESULTS, ROOT, claims, evidence_tables, model_table
+from evidence.evidence_tables import Lines, Make, Report, header, line, table_of
+
+BLOCK = re.compile(r"^<!-- table: (?P<words>.+?) -->\n(?P<body>.*?)^<!-- end -->$", re.S | re.M)
+
+
+def pages() -> list[Path]:
+    """Those with a table of measurements."""
+    found = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    return [page for page in sorted(found) if BLOCK.search(page.read_text(encoding="utf-8"))]
+
+
+PAGES = tuple(pages())
+
+
+class Unknown(Exception):
+    """A block that nothing here makes, or whose report is not there."""
+
+
+# ---- cells ----
+
+
+def number(value: float | None, digits: int) -> str:
+    """Nothing where there is none: no reference ran, or the profiler failed."""
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def times(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.2f}×"
+
+
+def micro(row: Report | None) -> str:
+    return "" if row is None else f"{1e3 * row['median_ms']:.0f}"
+
+
+def listed(shape: Iterable[int]) -> str:
+    return ", ".join(map(str, shape))
+
+
+def by_code(names: Iterable[str]) -> list[str]:
+    return [f"`{name}`" for name in names]
+
+
+# ---- steps of models ----
+
+
+RIVALS = (
+    *("FP8 tensorwise compiled", "default int8-forward compiled", "default compiled"),
+    *("fast int8-forward compiled", "fast compiled", "bf16 reduce-overhead"),
+    *("default int8-forward reduce-overhead", "default reduce-overhead"),
+    "fast int8-forward reduce-overhead",
+)
+"""Of the summary, each as time and peak of compiled bf16's."""
+
+
+def steps(report: Report, model: str) -> Lines:
+    """Every contender of a model: step, host, peak, kernels by class."""
+    head = ["", "step, ms", "of bf16's", "host, ms", "peak, GiB", "of bf16's", "kernels, ms"]
+    rows = report["steps"][model]["rows"].items()
+    yield from table_of([*head, *kernel_classes.CLASSES], ([n, *cells(row)] for n, row in rows))
+
+
+def all_steps(report: Report) -> Lines:
+    """The same for every model that was measured, each under its name."""
+    for model, entry in report["steps"].items():
+        yield from (f"**{entry['title']}**", "", *steps(report, model), "")
+
+
+def cells(row: Report) -> list[str]:
+    """Of one contender; why there are none where it has no figures."""
+    if "step" not in row:
+        why = "failed" if "error" in row else f"left out: {row['left_out']}"
+        return [why] + [""] * (5 + len(kernel_classes.CLASSES))
+    of, kernels = row.get("of reference", {}), row.get("kernels") or {"ms": {}}
+    ratio = number(of.get("step"), 2)
+    ratios = [run["step"] for run in row.get("runs", ()) if "step" in run]
+    if ratios and row.get("how", {}).get("compiled"):
+        ratio += f" ({min(ratios):.2f} to {max(ratios):.2f})"
+    spent = [kernels.get("all_ms"), *(kernels["ms"].get(name) for name in kernel_classes.CLASSES)]
+    host, peak = f"{row['host']['median_ms']:.1f}", number(row.get("peak_gib"), 2)
+    figures = [f"{row['step']['median_ms']:.1f}", ratio, host, peak, number(of.get("peak"), 2)]
+    return figures + [number(ms, 1) for ms in spent]
+
+
+def lora(report: Report) -> Lines:
+    """LoRA's contenders: speed, and the memory of weights, between steps, at the peak."""
+    rows = report["steps"]["llama_lora"]["rows"]
+    yield from header(["", "tokens a second", "of bf16's", "weights, GiB", "between steps, GiB",
+                       "peak, GiB"])  # fmt: skip
+    reference = rows["bf16 compiled"]["tokens_per_s"]
+    for name, row in rows.items():
+        if "step" not in row:
+            yield line([name, cells(row)[0], *[""] * 4])
+            continue
+        speed = row["tokens_per_s"]
+        memory = [row["weight_bytes"] / 2**30, row.get("between_steps_gib"), row.get("peak_gib")]
+        figures = [f"{speed:,.0f}", f"{speed / reference:.2f}", *(number(m, 2) for m in memory)]
+        yield line([name, *figures])
+
+
+def summary(report: Report) -> Lines:
+    """One line for each model: compiled bf16, and its rivals beside it."""
+    yield from header(["time (peak) of compiled bf16's", "bf16, ms (GiB)", *RIVALS])
+    for entry in report["steps"].values():
+        rows = entry["rows"]
+        plain, found = rows["bf16 compiled"], [entry["title"]]
+        own = "step" in plain and f"{plain['step']['median_ms']:.1f} ({plain['peak_gib']:.2f})"
+        found.append(own or "failed")
+        for row in (rows.get(name, {}) for name in RIVALS):
+            of = row.get("of reference")
+            figures = f"{of['step']:.2f} ({of['peak']:.2f})" if of else ""
+            found.append("failed" if "error" in row else figures)
+        yield line(found)
+
+
+def points(report: Report, *models: str) -> Lines:
+    """Time and peak of every contender of some models, by peak; what none beats in both is bold."""
+    head = ["", "contender", "step, ms", "of bf16's", "peak, GiB", "of bf16's"]
+    yield from header(head)
+    for entry in (report["steps"][model] for model in models):
+        rows = {name: row for name, row in entry["rows"].items() if "of reference" in row}
+        # By the times themselves: a reference that waits for its host differs from wave to wave.
+        figures = {name: (row["step"]["median_ms"], row["peak_gib"]) for name, row in rows.items()}
+        title = entry["title"]
+        for name in sorted(rows, key=lambda name: figures[name][::-1]):
+            time, peak = own = figures[name]
+            beaten = any(o[0] <= time and o[1] <= peak and o != own for o in figures.values())
+            of, words = rows[name]["of reference"], name if beaten else f"**{name}**"
+            yield line([title, words, f"{time:.1f}", f"{of['step']:.2f}", f"{peak:.2f}",
+                        f"{of['peak']:.2f}"])  # fmt: skip
+            title = ""
+
+
+def gpt(report: Report) -> Lines:
+    """Validation loss, step and peak of every run, beside bf16's of the same seed."""
+    head = ["", "seed", "validation loss", "less bf16's", "step, ms", "of bf16's"]
+    yield from header([*head, "peak, GiB", "of bf16's"])
+    for title, row in report["runs"].items():
+        name, seed = title.rsplit("/", 1)
+        plain = report["runs"].get(f"bf16/{seed}")
+        loss = row["validation_loss"]
+        figures = [f"{loss:.3f}", f"{loss - plain['validation_loss']:+.3f}" if plain else ""]
+        for key, digits in (("step_ms", 1), ("peak_gib", 2)):
+            ratio = row[key] / plain[key] if plain and plain.get(key) and row.get(key) else None
+            figures += [number(row.get(key), digits), number(ratio, 2)]
+        yield line([name, seed, *figures])
+
+
+def convolutions(report: Report) -> Lines:
+    """Forward and backward of ResNet-50 as `convert` leaves it and with everything converted."""
+    yield from header(["ResNet-50, 128 images", "", "layers converted", "ms", "of plain's"])
+    for layout, entry in report["steps"].items():
+        for name, row in entry.items():
+            figures = [f"{row['median_ms']:.1f}", f"{row['of plain']:.2f}"]
+            yield line([layout, name, row["converted"], *figures])
+
+
+def distributed(report: Report) -> Lines:
+    """DDP and FSDP2 by NCCL: a step and the loss, plain and by recipe."""
+    head = ["", "", "step, ms", "loss", "cosine with the mean gradient", "replicas equal"]
+    yield from header(head)
+    for way in ("DDP", "FSDP2"):
+        for name, row in report[way].items():
+            figures = [f"{row['step_ms']:.1f}", f"{row['loss'][-1]:.3f}", f"{row['cosine']:.4f}"]
+            yield line([way, name, *figures, "yes" if row["same parameters"] else "no"])
+
+
+def gradients(report: Report, *models: str, table: int = 0) -> Lines:
+    """Cosine with fp32's gradient, by recipe, of all models or some."""
+    chosen = {name: report["models"][name] for name in models or report["models"]}
+    yield from model_table.markdown(chosen).strip().split("\n\n")[table].split("\n")
+
+
+def losses(report: Report) -> Lines:
+    """The loss after some steps on one batch."""
+    yield from gradients(report, table=1)
+
+
+def losses_note(report: Report) -> Lines:
+    """How the last losses of some contenders compare with fp32's, over the models; one line."""
+    models = report["models"].values()
+    parts = []
+    for name in ("default", "bf16", "fast", "paper"):
+        ratios = [row["loss"][name][-1] / row["loss"]["fp32"][-1] for row in models]
+        above = f"`{name}` above in {sum(ratio > 1 for ratio in ratios)} of {len(ratios)}"
+        spread = f"{min(ratios):.2f} to {max(ratios):.2f} times"
+        parts.append(f"{above} ({spread}, median {statistics.median(ratios):.2f})")
+    yield f"*The last loss beside fp32's: {'; '.join(parts)}.*"
+
+
+# ---- layers and products ----
+
+HOTCORE = ("default", "fast", "paper")
+
+
+def about(report: Report) -> Lines:
+    """One line: where and when a report was made."""
+    versions = report.get("versions", report)
+    day = report.get("date", report.get("bench_backward", {}).get("date", ""))[:10]
+    words = [report.get("device", report.get("machine", ""))]
+    facts = versions if words == ["x86_64"] else report
+    words += [facts["isa"]] if "isa" in facts else []
+    if "threads" in facts:
+        count = int(facts["threads"])
+        words.append("one thread" if count == 1 else f"{count} threads")
+    words += [f"torch {versions['torch']}" if "torch" in versions else "", day]
+    yield f"*{', '.join(word for word in words if word)}*"
+
+
+def each_group(report: Report, part: str) -> Iterator[tuple[str, str, Report]]:
+    """Group of layers, recipe or contender, and its row, of a gpu-check."""
+    for group, found in report["bench_backward"]["layers"].items():
+        for name, row in found[part].items():
+            yield group, name, row
+
+
+def layers(report: Report) -> Lines:
+    """Microseconds of a model's four layers, and how many times faster than each rival."""
+    rivals = {
+        "torch bf16": "torch bf16",
+        "bf16 products": "bf16, products only",
+        "torch tf32": "torch tf32",
+        "torch fp32": "torch fp32",
+        "torchao both - forward": "torchao FP8, both less forward",
+        "torchao backward": "torchao FP8, backward alone",
+    }
+    yield from header(["sum of four layers", "µs", *rivals.values()])
+    for group, recipe, row in each_group(report, "recipes"):
+        figures = [times(row["faster than"].get(name)) for name in rivals]
+        yield line([f"{group}, `{recipe}`", f"{1e3 * row['sum_ms']:.0f}", *figures])
+
+
+def both(report: Report) -> Lines:
+    """Forward and backward of those layers together."""
+    rivals = {"torch bf16 both": "torch bf16", "torchao both": "torchao FP8 (no bias)"}
+    yield from header(["sum of four layers", "µs", *rivals.values()])
+    for group, name, row in each_group(report, "both"):
+        recipe = name.removesuffix(" both").removesuffix(" int8")
+        forward = ", 8-bit forward" if " int8" in name else ", bf16 forward"
+        figures = [times(row["faster than"].get(rival)) for rival in rivals]
+        yield line([f"{group}, `{recipe}`{forward}", f"{1e3 * row['sum_ms']:.0f}", *figures])
+
+
+def floor(report: Report) -> Lines:
+    """The sums, their floors, and their ratio."""
+    yield from header(["sum of four layers", "µs", "floor, µs", "of the floor"])
+    for group, recipe, row in each_group(report, "recipes"):
+        figures = [f"{1e3 * row['sum_ms']:.0f}", f"{1e3 * row['floor_ms']:.0f}"]
+        yield line([f"{group}, `{recipe}`", *figures, f"{row['times the floor']:.2f}"])
+
+
+def forward(report: Report) -> Lines:
+    """Compressing x, in copies of x; what it adds to a plain bf16 layer's forward pass."""
+    yield from header(["", "recipe", "compress, copies of x", "extra time of the forward pass"])
+    for group, recipe, row in each_group(report, "recipes"):
+        extra = report["bench_backward"]["forward"][group]["extra"][recipe]
+        yield line(
+            [group, f"`{recipe}`", f"{row['compress of a copy']:.2f}", f"{100 * extra:.0f} %"]
+        )
+
+
+def each_layer(report: Report) -> Lines:
+    """Microseconds of every layer of those."""
+    rivals = ("torch bf16", "bf16 products", "fp8 products", "int8 products")
+    yield from header(["layer", "L, O, I", *rivals, *by_code(HOTCORE)])
+    for group, name, layer in each_group(report, "layers"):
+        rows = layer["rows"]
+        own = [micro(rows[f"hotcore {recipe}"]) for recipe in HOTCORE]
+        theirs = [micro(rows.get(rival)) for rival in rivals]
+        yield line([f"{group} {name}", listed(layer["shape"]), *theirs, *own])
+
+
+def small(report: Report) -> Lines:
+    """The paper's layers, one image each, in a CUDA graph."""
+    yield from header(["16 layers, one image", "geometric mean", "worst layer"])
+    for name, row in report["bench_backward"]["paper"]["rotating"]["means"].items():
+        if name != "fp32":
+            yield line([name, times(row["geomean"]), times(row["worst"])])
+
+
+def fwht(report: Report) -> Lines:
+    """Its share of a copy's speed, by block."""
+    found = report["bench_fwht"]["n"]
+    yield from header(["n", *found])
+    shares = [f"{row['hotcore']['of the copy']:.2f}" for row in found.values()]
+    yield line(["share of a copy's speed", *shares])
+
+
+def host(report: Report) -> Lines:
+    """The host's microseconds for one small layer."""
+    rows = report["bench_backward"]["host"]["rows"].items()
+    yield from table_of(["", "µs a call"], ([name, micro(row)] for name, row in rows))
+
+
+def targets(report: Report) -> Lines:
+    """The bars that the project set itself, and what was measured."""
+    yield from header(["", "measured", "bar", "aim", "reached"])
+    for row in report["targets"]:
+        figures = [f"{row[name]:.3g}" for name in ("measured", "must", "aim")]
+        yield line([row["work"], *figures, row["reached"]])
+
+
+def tests(report: Report) -> Lines:
+    """What ran on the GPU machine."""
+    keys = ("passed", "failed", "skipped")
+    rows = report["tests"].items()
+    yield from table_of(["", *keys], ([name, *(str(row[k]) for k in keys)] for name, row in rows))
+
+
+def each_product(report: Report, row: str) -> Iterator[tuple[list[str], Report, Report]]:
+    """Title and sizes of every product, its entry, and one of the entry's rows."""
+    for group, entries in report["products"].items():
+        for name, entry in entries.items():
+            yield [f"{group} {name}", listed(entry["M, N, K"])], entry, entry["rows"][row]
+
+
+def products(report: Report) -> Lines:
+    """TOPS of each INT8 product, and times faster than its rivals."""
+    rivals = ("torch._int_mm", "torch fp8 rowwise")
+    head = ["product", "M, N, K", "TOPS", *(f"of {rival}" for rival in rivals)]
+    yield from header([*head, "of the best stock tile"])
+    for title, _, row in each_product(report, "hotcore"):
+        ratios = [row["faster than"].get(rival) for rival in rivals]
+        figures = (number(v, 2) for v in [*ratios, row.get("of the best stock tile")])
+        yield line([*title, f"{row['TOPS']:.0f}", *figures])
+
+
+def mma_sync(report: Report) -> Lines:
+    """The chosen plan of each product by mma.sync, beside its rivals of the same run."""
+    yield from header(["product", "M, N, K", "plan", "TOPS", "of the best stock tile",
+                       "of our best tile", "of `_int_mm`"])  # fmt: skip
+    for title, entry, row in each_product(report, "chosen"):
+        shares = (f"{row[key]:.2f}" for key in row if key.startswith("of "))
+        yield line([*title, entry["choice"], f"{row['TOPS']:.0f}", *shares])
+
+
+def backward_times(report: Report) -> Lines:
+    """Microseconds of backward and of compress, of the first recipe's in brackets, beside bf16."""
+    names = report["recipes"]
+    columns = [f"`{name}`{of}" for of in (", backward", ", compress") for name in names]
+    yield from header(["", "L, O, I", "torch bf16", *columns])
+    for group, found in report["layers"].items():
+        for layer, entry in found["layers"].items():
+            rows, figures = entry["rows"], []
+            for what in ("hotcore", "compress"):
+                own = [rows[f"{what} {name}"] for name in names]
+                first = own[0]["median_ms"]
+                ratios = ["", *(f" ({row['median_ms'] / first:.2f})" for row in own[1:])]
+                figures += [micro(row) + of for row, of in zip(own, ratios, strict=True)]
+            title = [f"{group} {layer}", listed(entry["shape"]), micro(rows["torch bf16"])]
+            yield line([*title, *figures])
+
+
+def cpu_layers(report: Report) -> Lines:
+    """Milliseconds of a layer on a CPU, and how many times faster than fp32, and than bf16."""
+    recipes = [name for name in report["recipes"] if name in ("default", "fast")]
+    (group,) = report["layers"].values()
+    tables = [(layer["shape"], layer["rows"]) for layer in group["layers"].values()]
+    kinds = [kind for kind in ("fp32", "bf16") if f"torch {kind} both" in tables[0][1]]
+    head = ["L, O, I", *(f"torch {kind}" for kind in kinds), "INT8 products alone, oneDNN"]
+    head += [*by_code(recipes), *(f"with the forward: torch {kind}" for kind in kinds)]
+    yield from header([*head, *(f"`{recipe}`, 8-bit forward" for recipe in recipes)])
+    for shape, rows in tables:
+        ms = {name: row["median_ms"] for name, row in rows.items()}
+        words = [listed(shape)]
+        for of, names in (("", [f"hotcore {r}" for r in recipes]),
+                          (" both", [f"{r} int8 both" for r in recipes])):  # fmt: skip
+            rivals = [ms[f"torch {kind}{of}"] for kind in kinds]
+            words += [f"{rival:.2f}" for rival in rivals]
+            words += [] if of else [f"{ms['int8 products']:.2f}"]
+            for own in (ms[name] for name in names):
+                words.append(f"{own:.2f} ({', '.join(f'{rival / own:.1f}×' for rival in rivals)})")
+        yield line(words)
+
+
+def forward_blocks(report: Report) -> Lines:
+    """The forward product's time by block of its transform; in brackets with w's codes kept."""
+    blocks = ("16", "64", "128")
+    head = ["sum of four layers, µs", "torch bf16", "FP8 product alone"]
+    yield from header([*head, *(f"block {block}" for block in blocks)])
+    for group, found in report["groups"].items():
+        us = {name: f"{1e3 * value:.0f}" for name, value in found["sum_ms"].items()}
+        own = [f"{us[f'block {n}']} ({us[f'block {n}, codes of w']})" for n in blocks]
+        yield line([group, us["torch bf16"], us["fp8 product"], *own])
+
+
+FORMS = {
+    "default": "`int4` (`default`)",
+    "default, equalised": "`int4`, equalised",
+    "rht4": "4 bits, transformed as `rht2`",
+    "rht2": "`rht2`",
+    "compact": "`rht2`, equalised (`compact`)",
+    "accurate": "`int8` (`accurate`)",
+    "fast": "sketch (`fast`)",
+}
+"""Forms of x as bench_quantize.py names them -> as the docs do."""
+
+
+def kept_times(report: Report) -> Lines:
+    """Compressing x, g_y's columns and x's operand; their sum beside `default`'s."""
+    parts = ("compress", "columns", "operand")
+    shapes = {name: report["shapes"][name] for name in ("25216,3072", "8192,4096")}
+    head = ["x kept as"]
+    for name in shapes:
+        head += [f"{name.replace(',', ' × ')}: compress, µs", *parts[1:], "of `default`'s sum"]
+    yield from header(head)
+    for form, title in FORMS.items():
+        words = [title]
+        for rows in shapes.values():
+            mine, base = ([rows[f"{part} {of}"] for part in parts] for of in (form, "default"))
+            ratio = sum(r["median_ms"] for r in mine) / sum(r["median_ms"] for r in base)
+            words += [*map(micro, mine), f"{ratio:.2f}"]
+        yield line(words)
+
+
+def forward_input(report: Report) -> Lines:
+    """x read and written (a copy), quantised and kept by two calls, and by one, microseconds."""
+    forms = {"default": "INT4", "fast": "`fast`", "accurate": "INT8"}
+    heads = ((f"{title}: two calls", "one", "ratio") for title in forms.values())
+    yield from header(["x", "a copy", *(word for words in heads for word in words)])
+    for name, rows in report["shapes"].items():
+        words = [name.replace(",", " × "), micro(rows["copy"])]
+        for form in forms:
+            two, one = (rows[f"{way} {form}"] for way in ("rows, compress", "rows and"))
+            words += [micro(two), micro(one), times(two["median_ms"] / one["median_ms"])]
+        yield line(words)
+
+
+def autotune(report: Report) -> Lines:
+    """Forward and backward of a layer by `default` and `fast`, of plain bf16's time."""
+    kinds = report["grid"]
+    found: dict[str, dict[str, str]] = {}
+    for kind, entry in kinds.items():
+        for row in entry["rows"]:
+            ms = {name: spread[0] for name, spread in row["times"].items()}
+            ratios = " / ".join(f"{ms[name] / ms['plain']:.2f}" for name in ("default", "fast"))
+            found.setdefault(row["shape"].split(", x [")[0], {})[kind] = ratios
+    linear = [kind for kind in kinds if kind.startswith("linear")]
+    for chosen in (linear, [kind for kind in kinds if kind not in linear]):
+        rows = [
+            [shape, *(of.get(kind, "") for kind in chosen)]
+            for shape, of in found.items()
+            if of.keys() & set(chosen)
+        ]
+        yield from (*table_of(["`default` / `fast`", *chosen], rows), "")
+
+
+TASKS = {"vit": "small ViT, scikit-learn's digits", "gpt": "small GPT, Python's standard library"}
+
+
+def train(report: Report) -> Lines:
+    """Final validation loss less fp32's, mean of the seeds; bytes kept by the linear layers."""
+    names = report["recipes"]
+    yield from header(["", "fp32's loss", *by_code(names)])
+    for task, entry in report["tasks"].items():
+        gaps = [f"{entry['difference'][name]:+.3f}" for name in names]
+        yield line([f"{TASKS[task]}: less fp32's", f"{entry['fp32']:.2f}", *gaps])
+    for task, entry in report["tasks"].items():
+        shares = [f"{100 * entry['kept'][name]:.1f} %" for name in names]
+        yield line([f"{TASKS[task]}: kept by the linear layers", "100 %", *shares])
+
+
+# ---- when it pays ----
+
+PAYS = {
+    "llama_blocks_2k": "compiled",
+    "vit_b": "reduce-overhead",
+    "bert": "reduce-overhead",
+    "gpt2": "reduce-overhead",
+    "llama_lora": "compiled",
+}
+"""Model -> how it is run, its rival too."""
+EARLIER = "cuda-steps-earlier.json"
+"""What was measured step by step, a synchronisation before and after each, and not again since."""
+CONVOLUTION = "cuda-convolution.json"
+PAYS_FP8 = ("llama_blocks_2k", "vit_b")
+REFERENCE = "bf16 compiled"
+BUDGETS = (0.7, 0.5, 0.3, 0.2)
+PAYS_LESS_MEMORY = {
+    "`hot.recompute` but for attention, CUDA graphs": "reduce-overhead, attention kept",
+    '`saved={"attention": 4}`, CUDA graphs': "reduce-overhead, saved 8/4",
+}
+
+
+def pays(results: Path) -> Lines:
+    """Times faster than the rival, and in brackets the peak memory beside the rival's.
+
+    When HOT gains and when not, one line for each kind of work.
+    """
+    used: list[str] = []
+
+    def report(name: str) -> Report:
+        used.append(name)
+        return json.loads((results / name).read_text())
+
+    check = report("gpu-check.json")["bench_backward"]
+    models = report("cuda-steps.json")["steps"] | report("cuda-lora.json")["steps"]
+    less = report("cuda-memory-points.json")["steps"]["bert"]
+    cpus = [
+        [layer["rows"] for layer in group["layers"].values()]
+        for name in ("cpu-backward.json", "cpu-backward-amx.json")
+        for group in report(name)["layers"].values()
+    ]
+    names = ("default", "fast")
+    recipes = ("default", "default int8-forward", "fast", "fast int8-forward")
+    together = [f"{name.removesuffix('-forward')} both" for name in recipes]
+
+    def of_recipes(plain: Iterable[str]) -> list[str]:
+        """Of backward passes, which have no forward."""
+        default, fast = plain
+        return ["", default, "", fast, ""]
+
+    def backward(group: str) -> list[str]:
+        found = check["layers"][group]["recipes"]
+        return of_recipes(times(found[name]["faster than"].get("torch bf16")) for name in names)
+
+    def step(rows: Report, name: str, rival: str) -> str:
+        """Both figures are of compiled bf16 in their own waves, so their ratio is fair."""
+        mine, theirs = (rows.get(one, {}).get("of reference") for one in (name, rival))
+        if not mine or not theirs:
+            return ""
+        return f"{theirs['step'] / mine['step']:.2f}× ({mine['peak'] / theirs['peak']:.2f})"
+
+    def steps_of(rows: Report, how: str, rival: str) -> list[str]:
+        return ["", *(step(rows, f"{name} {how}", rival) for name in recipes)]
+
+    def on_cpu(rows: list[Report], rival: str, mine: Sequence[str]) -> list[str]:
+        found = []
+        for name in mine:
+            ratios = [row[rival]["median_ms"] / row[name]["median_ms"] for row in rows]
+            low, high = f"{min(ratios):.1f}", f"{max(ratios):.1f}"
+            found.append(f"{low}×" if low == high else f"{low} to {high}×")
+        return found
+
+    def lines() -> Iterator[tuple[str, str, list[str]]]:
+        """Work, rival, plain bf16 in the same way, and the four columns."""
+        llama, vit, bf16 = "Llama-3-8B", "ViT-B", "compiled bf16"
+        yield f"backward of {llama}'s layers, 8192 tokens", "bf16", backward(llama)
+        yield f"backward of {vit}'s layers, batch 128", "bf16", backward(vit)
+        found = check["layers"][llama]["both"]
+        ratios = [times(found[row]["faster than"].get("torch bf16 both")) for row in together]
+        yield f"forward and backward of {llama}'s layers", "bf16", ["", *ratios]
+        for model, how in PAYS.items():
+            if model not in models:
+                continue
+            words = ", CUDA graphs" if how == "reduce-overhead" else ""
+            title, rows = f"step of {models[model]['title']}", models[model]["rows"]
+            yield title + words, bf16 + words, steps_of(rows, how, f"bf16 {how}")
+            if model == "llama_blocks_2k":
+                long = report(EARLIER)["steps"]["llama_blocks"]["rows"]
+                figures = steps_of(long, "compiled", REFERENCE)
+                yield "the same, one sequence of 8192", bf16, figures
+            eight = "FP8 tensorwise compiled"
+            figures = steps_of(rows, "compiled", eight)
+            if model in PAYS_FP8 and any(figures):
+                yield f"{title}, compiled", f"torchao {eight}", figures
+        for entry in (models["vit_b"], less):
+            for words, suffix in PAYS_LESS_MEMORY.items():
+                figures = steps_of(entry["rows"], suffix, REFERENCE)
+                figures[0] = step(entry["rows"], f"bf16 {suffix}", REFERENCE)
+                if any(figures[1:]):
+                    yield f"step of {entry['title']}, {words}", bf16, figures
+        budgets = [step(less["rows"], f"{REFERENCE}, budget {b}", REFERENCE) for b in BUDGETS]
+        title = f"step of {less['title']}, `activation_memory_budget` {listed(BUDGETS)}"
+        yield title, bf16, [", ".join(budgets), *[""] * 4]
+        means = check["paper"]["rotating"]["means"]
+        plain, own = means["bf16"]["geomean"], [means[f"hotcore {n}"]["geomean"] for n in names]
+        yield "backward of small layers, 49 to 3136 tokens", "fp32", of_recipes(map(times, own))
+        yield "the same", "bf16", of_recipes(times(ratio / plain) for ratio in own)
+        if (results / CONVOLUTION).exists():
+            rows = report(CONVOLUTION)["steps"]["resnet50_last"]["rows"]
+            for words, suffix in (("", ""), (", `saved=8`", ", saved")):
+                ratio = step(rows, f"default compiled{suffix}", REFERENCE)
+                title = f"step of ResNet-50, convolutions converted{words}"
+                yield title, bf16, ["", ratio, "", "", ""]
+        large, tiny = [row for rows in cpus for row in rows[:-1]], [rows[-1] for rows in cpus]
+        alone = [f"hotcore {name}" for name in names]
+        two = "two CPUs"  # the range is over the layers and both machines
+        ranges = {kind: on_cpu(large, f"torch {kind}", alone) for kind in ("fp32", "bf16")}
+        yield f"{two}: backward of {vit}'s layers, 8 images", "fp32", of_recipes(ranges["fp32"])
+        yield "the same", "bf16", of_recipes(ranges["bf16"])
+        title = f"{two}: forward and backward of {vit}'s layers"
+        yield title, "bf16", ["", *on_cpu(large, "torch bf16 both", together)]
+        figures = of_recipes(on_cpu(tiny, "torch bf16", alone))
+        yield f"{two}: backward of one layer, one image", "bf16", figures
+
+    columns = ["`default`", "`default`, 8-bit forward", "`fast`", "`fast`, 8-bit forward"]
+    head = ["times faster (peak memory)", "than", "plain bf16 so", *columns]
+    yield from table_of(head, ([title, rival, *figures] for title, rival, figures in lines()))
+    yield from ("", evidence_tables.dates_line(results, used))
+
+
+# ---- errors ----
+
+
+def forward_error(report: Report) -> Lines:
+    """Error of an 8-bit forward, beside FP8: percent, by activations and product."""
+    names = list(report["rows"][0]["error"])
+    yield from header(["activations", "in features", *names])
+    for row in report["rows"]:
+        errors = [f"{100 * row['error'][name]:.2f} %" for name in names]
+        yield line([row["activation"], str(row["width"]), *errors])
+
+
+def frozen_error(report: Report) -> Lines:
+    """Percent of the gradient with w, in brackets of that with the codes' weight; milliseconds."""
+    names = list(report["rows"][0]["error"])
+    yield from header(["weights", "g_y", "out × in", *names])
+    for row in report["rows"]:
+        shape = " × ".join(map(str, row["shape"]))
+        errors = row["error"].values()
+        figures = [f"{100 * e['weight']:.2f} ({100 * e['codes']:.2f})" for e in errors]
+        yield line([row["weights"], row["gradient"], shape, *figures])
+    rows, shape = report["time"]["rows"], " × ".join(map(str, report["time"]["shape"]))
+    yield line(["bytes a value kept, w in bf16", "", ""] + [str(report["bytes"][n]) for n in names])
+    yield line([f"g_x of {shape}, ms", "", "", *(f"{rows[n]['median_ms']:.0f}" for n in names)])
+
+
+def _pair(form: Report) -> str:
+    """Its error, and its bias in brackets."""
+    return f"{form['error']:.3f} ({form['bias']:.3f})"
+
+
+def kept(report: Report, bits: str) -> Lines:
+    """Forms of x in blocks of 64 tokens: the error of each, and its bias in brackets."""
+    rows = [row for row in report["blocks"] if row["block"] == 64 and row["bits"] == int(bits)]
+    titles = {"dither 1.75": "dither 1.75 (`rht2`)"} if bits == "2" else {}
+    yield from table_of(
+        ["one block of x", *(titles.get(name, name) for name in rows[0]["forms"])],
+        ([row["input"], *map(_pair, row["forms"].values())] for row in rows),
+    )
+
+
+def kept_blocks(report: Report) -> Lines:
+    """The forms that were chosen and the codebook's, in blocks of 16, 32 and 64."""
+    chosen = ((4, "dither"), (4, "codebook"), (2, "dither 1.75"), (2, "codebook"))
+    found = {(row["block"], row["bits"], row["input"]): row for row in report["blocks"]}
+    inputs = ("Gauss", "Student t, 3 degrees", "one token × 30")
+    yield from header(["", "tokens of a block", "bytes a value", *inputs])
+    for bits, form in chosen:
+        for block in (64, 32, 16):
+            rows = [found[block, bits, name] for name in inputs]
+            title = [f"{form}, {bits} bits", str(block), f"{rows[0]['bytes']:.3f}"]
+            yield line([*title, *(_pair(row["forms"][form]) for row in rows)])
+
+
+def kept_cases(report: Report) -> Lines:
+    """Error of g_w where tokens differ in size: plain, equalised by the mean; rht2 by others."""
+    picks = {
+        name.replace("rht4", "dither, 4 bits") + words: (name, measure)
+        for name in report["cases"][0]["forms"]
+        for measure, words in (("plain", ""), ("mean", ", equalised"))
+    }
+    for measure, words in (("rms", "root mean square"), ("largest", "largest value")):
+        picks[f"rht2, by the {words}"] = ("rht2", measure)
+    yield from header(["case", *picks])
+    for row in report["cases"]:
+        errors = (row["forms"][name][measure] for name, measure in picks.values())
+        yield line([row["case"], *(f"{error:.3f}" for error in errors)])
+
+
+def one_code(report: Report, *words: str) -> Lines:
+    """Relative errors of one code a value (bench_one_code.py): PART, or a choice of it."""
+    part = " ".join(words)
+    if part == "chosen":
+        head = ["", "", "all", "out features", "in features", "bias"]
+        rows = one_code_rows(report["layers"])
+    elif part == "gx":
+        sets = report["gx"]
+        head = ["", *sets]
+        rows = (
+            [name, *(f"{of[name][0]:.4f} ({of[name][7]:.4f})" for of in sets.values())]
+            for name in next(iter(sets.values()))
+        )
+    elif part == "cases":
+        names = ("default", "accurate", "token8", "token4")
+        head = ["case", *by_code(names)]
+        rows = (
+            [case, *(one_code_cell((of["today"] | of["chosen"])[name]) for name in names)]
+            for case, of in report["cases"].items()
+        )
+    else:
+        yield from one_code_choice(report, part)
+        return
+    yield from table_of(head, rows)
+
+
+def one_code_rows(sets: Mapping[str, Report]) -> Iterator[list[str]]:
+    """Of every set of layers, today's recipes and the forms that were chosen."""
+    for title, choices in sets.items():
+        for at, (name, row) in enumerate((choices["today"] | choices["chosen"]).items()):
+            yield [title if at == 0 else "", f"`{name}`", *one_code_cells(row)]
+
+
+def one_code_cells(row: Sequence[float]) -> list[str]:
+    """All; median, 95 % and largest of rows and of columns; bias."""
+    digits = 4 if row[0] < 0.02 else 3
+    sides = (", ".join(f"{value:.{digits}f}" for value in row[at : at + 3]) for at in (1, 4))
+    return [f"{row[0]:.4f}", *sides, f"{row[7]:.4f}"]
+
+
+def one_code_cell(row: Sequence[float], biased: bool = False) -> str:
+    """All, 95 % of rows, 95 % of columns; the bias in brackets."""
+    figures = " / ".join(f"{row[at]:.{3 if row[at] < 10 else 1}f}" for at in (0, 2, 5))
+    return figures + (f" ({row[7]:.4f})" if biased else "")
+
+
+ONE_CODE_CASES = {
+    "sizes": ("Gauss", "features log-normal 1.5", "the same, a massive token without gradient"),
+    "scales": ("Gauss",),
+}
+"""Synthetic cases beside the layers, where a choice is about them."""
+
+
+def one_code_choice(report: Report, choice: str) -> Lines:
+    """All, 95 % of out features, 95 % of in features; the bias in brackets."""
+    sets = {**report["layers"], **{c: report["cases"][c] for c in ONE_CODE_CASES.get(choice, ())}}
+    forms = {f"`{name}`": ("chosen", name) for name in ("token4", "token8")}
+    others = {name: (choice, name) for name in next(iter(sets.values()))[choice]}
+    if not any("token8" in name for name in others):
+        del forms["`token8`"]
+    if all("token8" in name for name in others):
+        del forms["`token4`"]
+    biased = len(report["layers"]["GPT"][choice][next(iter(others))]) > 7
+    yield from table_of(
+        ["", *sets],
+        (
+            [name, *(one_code_cell(of[where][key], biased) for of in sets.values())]
+            for name, (where, key) in {**forms, **others}.items()
+        ),
+    )
+
+
+READINGS = {
+    "diagonal": "0 2 3 8 10 11 12 14",
+    "axes": "0 1 2 3 4 8 10 12 (`paper`)",
+    "ten": "0 1 2 3 4 8 10 11 12 14 (the authors' code)",
+}
+
+
+def paper_rows(results: Path) -> Lines:
+    """Validation loss less fp32's of the same seed, by what `paper` keeps of 16 tokens."""
+    files = {name: f"training-rows-{name}.json" for name in ("vit", "gpt")}
+    reports = {name: json.loads((results / file).read_text()) for name, file in files.items()}
+    columns = {"GPT": ("gpt", ""), "ViT": ("vit", ""), "ViT, tiles": ("vit", ", tiles")}
+    yield from header(["rows kept", *columns])
+    for reading, rows in READINGS.items():
+        words = [rows]
+        for task, of in columns.values():
+            gaps = evidence_tables.differences(reports[task], task, f"paper, {reading}{of}")
+            each = ", ".join(f"{gap:+.2f}" for gap in gaps)
+            words.append(f"{statistics.mean(gaps):+.3f} ({each})")
+        yield line(words)
+    yield from ("", evidence_tables.dates_line(results, files.values()))
+
+
+def cases(report: Report) -> Lines:
+    """Relative error of g_w where tokens differ in size: every case, every recipe."""
+    recipes = report["recipes"]
+    rows = report["cases"].items()
+    yield from table_of(
+        ["case", *by_code(recipes)],
+        ([case, *(f"{errors[name]:.3f}" for name in recipes)] for case, errors in rows),
+    )
+
+
+# ---- runs on a GPU machine ----
+
+TRUST = {
+    "random": "random small calls, CUDA against the CPU",
+    "overlap": "random layers, overlapping launches against one at a time",
+    "load": "64 threads on 8 streams",
+    "steps": "training steps, four of ten given up",
+    "large": "arrays past 2³¹ elements",
+    "faults": "errors of CUDA, full memory, forks, managed and pinned memory",
+    "devices": "two GPUs at once: by threads of one process, by a process each",
+    "sanitizer": "compute-sanitizer, every C++ GPU test",
+}
+FIGURES = {
+    "cases": "cases",
+    "calls": "calls",
+    "devices": "GPUs",
+    "layers": "layers",
+    "steps": "steps",
+    "given_up": "given up",
+    "elements": "elements",
+    "integers_compared": "integers",
+    "results_compared": "floats",
+    "integers_different": "integers different",
+    "results_different": "floats different",
+    "different": "different",
+    "growth_device": "bytes grown on the device",
+    "growth_reserved": "bytes grown in its allocator",
+    "growth_host": "bytes grown on the host",
+    "failed_steps": "failed steps",
+    "places": "places of a failure",
+    "message": "message",
+}
+"""Of a test's figures, those that are shown, in this order."""
+
+
+def trust(report: Report) -> Lines:
+    """Each part: its result, its tests with their figures."""
+    yield from header(["run", "result", "seconds", "figures"])
+    for name, title in TRUST.items():
+        part = report["parts"].get(name)
+        if part is None:
+            yield line([title, "not run", "", ""])
+            continue
+        shown = []
+        for test, row in part.get("tests", {}).items() if name != "sanitizer" else ():
+            figures = row["figures"]
+            words = [
+                f"{figures[key]:,} {word}" if isinstance(figures[key], int) else str(figures[key])
+                for key, word in FIGURES.items()
+                if figures.get(key, "") != ""
+            ]
+            if words and row["result"] != "suppressed":
+                shown.append(f"`{test}`: {', '.join(words)}")
+            elif row["result"] in ("failed", "skipped"):
+                shown.append(f"`{test}` {row['result']}")
+        if name == "sanitizer":
+            tools = part["tools"].items()
+            shown = [f"{tool} {len(row['clean'])} of {part['tests']} clean" for tool, row in tools]
+        yield line([title, part["result"], f"{part['seconds']:.0f}", "; ".join(shown)])
+
+
+def sanitizer(report: Report) -> Lines:
+    """Each tool: tests that were clean, that had errors, that did not finish."""
+    part = report["parts"].get("sanitizer")
+    yield from header(["tool", "clean", "with errors", "not finished in time"])
+    for tool, row in part["tools"].items() if part else ():
+        lists = [", ".join(by_code(row[key])) for key in ("errors", "not finished")]
+        yield line([tool, str(len(row["clean"])), *(names or "none" for names in lists)])
+    if part is None:
+        yield line(["not run", "", "", ""])
+
+
+def earlier(report: Report, name: str) -> Lines:
+    """Figures that were written down: no script of the repository makes them again."""
+    heads = [head.replace("`int4`", "`default`, g_x in INT4") for head in report[name]["columns"]]
+    yield from table_of(heads, report[name]["rows"])
+    yield from ("", f"*Written down {report[name]['date']}.*")
+
+
+# ---- all kinds ----
+
+
+def _of(file: str | None, *makes: Make) -> dict[str, tuple[str | None, Make]]:
+    return {make.__name__.replace("_", "-"): (file, make) for make in makes}
+
+
+TABLES = evidence_tables
+KINDS: dict[str, tuple[str | None, Make]] = {
+    **_of(None, about, cpu_layers, backward_times, points),
+    "steps-of": (None, all_steps),
+    **_of("gpu-check.json", layers, both, each_layer, floor, forward, small, fwht, host, targets),
+    **_of("gpu-check.json", tests),
+    **_of("cuda-steps.json", steps, all_steps, summary),
+    **_of("cuda-models-table.json", gradients, losses, losses_note),
+    **_of("cuda-autotune.json", autotune, convolutions),
+    **_of("cuda-quantize.json", kept_times, forward_input),
+    **_of("storage.json", kept, kept_blocks, kept_cases),
+    **_of("gpu-trust.json", trust, sanitizer),
+    **_of("cuda-mma-sync.json", mma_sync),
+    **_of("cpu-train.json", train),
+    **_of("cuda-gemm.json", products),
+    **_of("cuda-lora.json", lora),
+    **_of("cuda-gpt.json", gpt),
+    "gpt-forward": ("cuda-gpt-forward.json", gpt),
+    **_of("nccl.json", distributed),
+    **_of("forward-error.json", forward_error),
+    **_of("frozen-error.json", frozen_error),
+    **_of("cuda-forward.json", forward_blocks),
+    **_of("one-code.json", one_code),
+    **_of("recipe-cases.json", cases),
+    **_of("earlier.json", earlier),
+    "claims": ("", claims.table),
+    **_of("", pays, paper_rows, TABLES.trainings, TABLES.rows, TABLES.gradient_quality),
+    **_of("", TABLES.latency, TABLES.breakdown, TABLES.memory, TABLES.scaling, TABLES.pooled),
+    **_of("", TABLES.pooled_words, TABLES.recipes, TABLES.to_loss, TABLES.to_loss_words),
+    **_of("", TABLES.quality, TABLES.figure),
+}
+"""Kind -> the report (None: the first argument names it, "": several), and what makes the lines."""
+
+
+def table(words: str, results: Path) -> str:
+    """What belongs between the two lines. Raises Unknown."""
+    kind, *arguments = words.split()
+    if kind not in KINDS:
+        raise Unknown(f"{kind!r} is none of {', '.join(KINDS)}")
+    file, make = KINDS[kind]
+    if file is None:
+        file = arguments.pop(0) if arguments else "a report's name"
+    try:
+        source = json.loads((results / file).read_text()) if file else results
+        return "".join(f"{line}\n" for line in make(source, *arguments))
+    except FileNotFoundError as error:
+        raise Unknown(f"{error.filename} is not there") from error
+    except TypeError as error:  # another number of arguments
+        raise Unknown(str(error)) from error
+    except KeyError as error:
+        raise Unknown(f"the report has no {error.args[0]}") from error
+
+
+def rewritten(text: str, results: Path = RESULTS) -> str:
+    """A page with its tables as the reports are. Raises Unknown, naming the block."""
+
+    def replace(match: re.Match[str]) -> str:
+        words = match["words"]
+        try:
+            return f"<!-- table: {words} -->\n{table(words, results)}<!-- end -->"
+        except Unknown as error:
+            raise Unknown(f"<!-- table: {words} -->: {error}") from error
+
+    return BLOCK.sub(replace, text)
+
+
+def trained(folders: Sequence[Path]) -> dict[str, Any]:
+    """cpu-train.json: several runs of scripts/train.sh, which differ in their seeds alone.
+
+    Raises ValueError where a task has no run in fp32.
+    """
+    runs = [json.loads((folder / "train.json").read_text()) for folder in folders]
+    rows = [row for run in runs for row in run["results"]]
+    recipes = [name for name in dict.fromkeys(row["recipe"] for row in rows) if name != "fp32"]
+    without = {row["task"] for row in rows} - {r["task"] for r in rows if r["recipe"] == "fp32"}
+    if without:
+        raise ValueError(f"no run in fp32 of {', '.join(sorted(without))}: train.sh needs one")
+
+    def mean(task: str, recipe: str, key: str) -> float:
+        of = (task, recipe)
+        return statistics.mean(row[key] for row in rows if (row["task"], row["recipe"]) == of)
+
+    tasks = {}
+    for task in dict.fromkeys(row["task"] for row in rows):
+        exact, kept = (mean(task, "fp32", key) for key in ("val_loss", "linear_saved_bytes"))
+        tasks[task] = {
+            "fp32": exact,
+            "difference": {name: mean(task, name, "val_loss") - exact for name in recipes},
+            "kept": {name: mean(task, name, "linear_saved_bytes") / kept for name in recipes},
+        }
+    facts = {key: v for key, v in runs[0].items() if key not in ("data", "python", "results")}
+    facts["date"] = datetime.date.today().isoformat()
+    seeds = sorted({row["seed"] for row in rows})
+    return {**facts, "seeds": seeds, "recipes": recipes, "tasks": tasks}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("pages", type=Path, nargs="*", default=list(PAGES))
+    parser.add_argument("--check", action="store_true", help="change nothing; fail if stale")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--train", type=Path, nargs="+", metavar="FOLDER", help="train.sh's --out")
+    args = parser.parse_args(argv)
+    if args.train:
+        try:
+            report = json.dumps(trained(args.train), indent=1) + "\n"
+        except ValueError as error:
+            sys.exit(f"--train: {error}")
+        (args.results / "cpu-train.json").write_text(report)
+    stale = []
+    for page in args.pages:
+        before = page.read_text()
+        try:
+            after = rewritten(before, args.results)
+        except Unknown as error:
+            sys.exit(f"{page}: {error}")
+        if after != before:
+            stale.append(str(page))
+            if not args.check:
+                page.write_text(after)
+                print(f"written: {page}")
+    if args.check and stale:
+        sys.exit(f"stale: {', '.join(stale)}; run python -m benchmarks.evidence.doc_tables")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,757 @@
+"""Tables of the evidence, for doc_tables.py: trainings, gradients, latency, memory, GPTs by size.
+
+Each takes the folder of the reports. A report that is not there is a line that says what makes it:
+the pages hold these tables from the start.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from evidence import ROOT, intervals
+
+Report = Mapping[str, Any]
+Lines = Iterator[str]
+
+CALLS = {
+    "a": ("latency", "memory", "gpt-10M", "gpt-25M"),
+    "b": ("gpt-91M", "images-vit", "images-resnet18", "images-efficientformer"),
+    "c": ("gpt-311M", "gpt-10M-long", "images-vit-s", "finetune-vit-b"),
+}
+MAKES = {
+    "training.json": "bench_training.py",
+    "ablations.json": "bench_training.py --table ablations",
+    "finetune.json": "bench_training.py --table finetune",
+    "gradients.json": "bench_gradients.py",
+    "bert.json": "bench_training.py --tasks bert --json benchmarks/results/bert.json",
+    **{
+        f"cuda-{name}.json": f"evidence.py --call {call} --out FOLDER"
+        for call, names in CALLS.items()
+        for name in names
+    },
+    "cuda-ranks-efficientformer.json":
+        "evidence.py --parts cuda-ranks-efficientformer --out FOLDER",
+}  # fmt: skip
+TITLES = {
+    "vit": "ViT, digits",
+    "gpt": "GPT, text",
+    "bert": "BERT, text",
+    "images-vit": "small ViT, photographs",
+    "images-vit-s": "ViT-S's blocks, photographs",
+    "images-vit-b": "ViT-B's blocks, photographs",
+    "images-resnet18": "ResNet-18, photographs",
+    "images-efficientformer": "EfficientFormer-L1, photographs",
+}
+SHOWN = {
+    "int4": "default, g_x in INT4",
+    "int4, g_x without HT": "default, g_x in INT4 without HT",
+    "int4 int8-forward": "default int8-forward, g_x in INT4",
+    "default, x as rht4": "default, x in 4 bits, transformed",
+    "default, x as rht4, equalised": "default, x in 4 bits, transformed and equalised",
+}
+"""Runs whose reports call them by a recipe or a storage that is gone -> what they are."""
+GPT_SIZES = ("10M", "25M", "91M", "311M")
+GPT_LONGER = ("10M-long",)
+"""Sizes with more text."""
+
+
+Make = Callable[..., Iterator[str]]
+
+
+def report_of(results: Path, name: str) -> Report | None:
+    path = results / name
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def reports_of(results: Path, names: Iterable[str]) -> dict[str, Report]:
+    """Those that are there."""
+    found = {name: report_of(results, name) for name in names}
+    return {name: report for name, report in found.items() if report is not None}
+
+
+def missing(name: str) -> str:
+    """What a page says instead of a table."""
+    script, _, words = MAKES.get(name, name).partition(" ")
+    command = f"benchmarks/{script}"
+    if (ROOT / "benchmarks/evidence" / script).exists():
+        command = f"-m benchmarks.evidence.{script.removesuffix('.py')}"
+    return f"*Not run yet: `python {' '.join([command, words]).strip()}` makes `{name}`.*"
+
+
+def of_report(name: str, part: str = "") -> Callable[[Make], Make]:
+    """A table of one report, with ``part`` in it, as one of a folder of reports."""
+
+    def of_folder(make: Make) -> Make:
+        @functools.wraps(make)
+        def lines(results: Path, *words: str) -> Lines:
+            report = report_of(results, name)
+            if report is None or part not in {"", *report} or set(words) - {*report}:
+                yield missing(name)
+            else:
+                yield from make(report, *words)
+                yield from ("", dates_line(results, [name]))
+
+        return lines
+
+    return of_folder
+
+
+def line(words: Sequence[str]) -> str:
+    return f"| {' | '.join(words)} |"
+
+
+def header(words: Sequence[str]) -> Lines:
+    yield line(words)
+    yield "|---" * len(words) + "|"
+
+
+def table_of(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Lines:
+    yield from header(head)
+    yield from map(line, rows)
+
+
+def shown(name: str) -> str:
+    return SHOWN.get(name, name)
+
+
+def names_in(words: Sequence[str]) -> list[str]:
+    """Names between semicolons."""
+    return [name.strip() for name in " ".join(words).split(";")]
+
+
+def plus_minus(values: Sequence[float], digits: int = 3, sign: str = "+") -> str:
+    """Mean, and the standard deviation where there are several; nothing of none."""
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return "diverged" if values else ""
+    mean = f"{statistics.mean(finite):{sign}.{digits}f}"
+    if len(finite) < len(values):
+        mean += f", {len(values) - len(finite)} diverged"
+    return mean if len(finite) < 2 else f"{mean} ± {statistics.stdev(finite):.{digits}f}"
+
+
+# ---- trainings ----
+
+Columns = Sequence[tuple[Report, str]]
+"""Reports with one of their tasks each."""
+
+
+def of_task(report: Report, task: str) -> dict[str, dict[str, Report]]:
+    """Method -> seed -> run."""
+    out: dict[str, dict[str, Report]] = {}
+    for key, run in report["runs"].items():
+        name, method, seed = key.split("/")
+        if name == task:
+            out.setdefault(method, {})[seed] = run
+    return out
+
+
+def differences(report: Report, task: str, method: str) -> list[float]:
+    """Validation loss less fp32's of the same seed; inf: diverged."""
+    runs = of_task(report, task)
+    return [
+        run.get("val_loss", math.inf) - partner["val_loss"]
+        for seed, run in runs.get(method, {}).items()
+        if "val_loss" in (partner := runs.get("fp32", {}).get(seed, {}))
+    ]
+
+
+def trainings(results: Path, *files: str) -> Lines:
+    """Validation loss less fp32's, paired, mean ± deviation of the seeds; a column a task."""
+    found = reports_of(results, files)
+    columns = [(report, task) for report in found.values() for task in tasks_of(report)]
+    if columns:
+        yield from training_lines(columns)
+    for name in files:
+        why_not = found[name]["left out"] if name in found else {}
+        notes = [
+            f"*{name}: `{method}` left out: {' '.join(why.split())}*"
+            for method, why in why_not.items()
+            if method != "lora"
+        ]
+        for note in notes if name in found else [missing(name)]:
+            if columns:
+                yield ""  # else it would be another row
+            yield note
+    if columns:
+        yield from ("", dates_line(results, found))
+
+
+def rows(results: Path, file: str, *words: str) -> Lines:
+    """Some methods of one file, in the order given: names between semicolons."""
+    report = report_of(results, file)
+    if report is None:
+        yield missing(file)
+        return
+    columns = [(report, task) for task in tasks_of(report)]
+    gaps = gaps_of(columns)
+    yield from header(["validation loss less fp32's", *_heads(columns)])
+    for name in names_in(words):
+        yield line([shown(name), *map(plus_minus, gaps.get(name, [[] for _ in columns]))])
+    yield from ("", dates_line(results, [file]))
+
+
+def tasks_of(report: Report) -> list[str]:
+    return list(dict.fromkeys(key.split("/")[0] for key in report["runs"]))
+
+
+def gaps_of(columns: Columns) -> dict[str, list[list[float]]]:
+    """Method -> differences to fp32 in every column; best first by their means."""
+    methods = dict.fromkeys(m for report, task in columns for m in of_task(report, task))
+    gaps = {
+        method: [differences(report, task, method) for report, task in columns]
+        for method in methods
+        if method != "fp32"
+    }
+
+    def order(method: str) -> float:
+        means = [statistics.mean(values) for values in gaps[method] if values]
+        return statistics.mean(means) if means else math.inf
+
+    return {method: gaps[method] for method in sorted(gaps, key=order)}
+
+
+def _heads(columns: Columns) -> Lines:
+    for report, task in columns:
+        counts = [len(runs) for runs in of_task(report, task).values()]
+        few, most = min(counts), max(counts)
+        seeds = (
+            f"{few} to {most} seeds" if few < most else "one seed" if most == 1 else f"{most} seeds"
+        )
+        yield f"{TITLES.get(task, task)}, {seeds}"
+
+
+def training_lines(columns: Columns) -> Lines:
+    """Every method of some reports' tasks, fp32's own losses first."""
+    yield from header(["", *_heads(columns)])
+    plain = (of_task(report, task).get("fp32", {}).values() for report, task in columns)
+    losses = ([run["val_loss"] for run in runs] for runs in plain)
+    yield line(["fp32's loss", *(plus_minus(values, sign="") for values in losses)])
+    for method, gaps in gaps_of(columns).items():
+        yield line([shown(method), *map(plus_minus, gaps)])
+
+
+# ---- gradients ----
+
+
+def _layers(report: Report, task: str, step: int | None) -> Iterator[Report]:
+    """Of every point of a task, or of those at one step."""
+    for key, point in report["points"].items():
+        name, _, when = key.split("/")
+        if name == task and step in (None, int(when)):
+            yield from point["layers"].values()
+
+
+def over_layers(report: Report, task: str, step: int | None, method: str, *path: str) -> float:
+    """Over layers, seeds and, for None, steps: the root mean square of errors, else the mean."""
+    values = []
+    for layer in _layers(report, task, step):
+        entry: Any = layer["methods"].get(method)
+        for part in path if entry is not None else ():
+            entry = entry.get(part)
+        values += [] if entry is None else [entry]
+    if not values:
+        return float("nan")
+    if path[-1] in ("error", "noise", "bias"):
+        return statistics.fmean(value**2 for value in values) ** 0.5
+    return statistics.fmean(values)
+
+
+def batch_noise_of(report: Report, task: str, step: int | None = None) -> float:
+    """Median over layers: where a mean gradient is lost in noise, the ratio has no bound."""
+    values = [layer["batch"] for layer in _layers(report, task, step)]
+    return statistics.median(values) if values else float("nan")
+
+
+def methods_of(report: Report, task: str) -> list[str]:
+    return list(dict.fromkeys(m for layer in _layers(report, task, None) for m in layer["methods"]))
+
+
+def gradient_lines(report: Report) -> Lines:
+    """Errors of g_x and g_w, noise and bias of g_w by method, least error of g_w first."""
+    tasks = report["settings"]["tasks"]
+    measures = (("gx", "error"), ("gw", "error"), ("gw", "noise"), ("gw", "bias"))
+    heads = [w for task in tasks for w in (f"{TITLES[task]}: g_x", "g_w", "noise", "bias")]
+    yield from header(["", *heads, "cost", "bytes"])
+
+    def of(method: str, *path: str) -> list[float]:
+        """Of the tasks that the method has."""
+        values = [over_layers(report, task, None, method, *path) for task in tasks]
+        return [value for value in values if not math.isnan(value)]
+
+    methods = dict.fromkeys(name for task in tasks for name in methods_of(report, task))
+    for method in sorted(methods, key=lambda name: statistics.mean(of(name, "gw", "error"))):
+        values = [over_layers(report, task, None, method, *m) for task in tasks for m in measures]
+        cells = ["" if math.isnan(value) else f"{value:.3f}" for value in values]
+        tail = [dict.fromkeys(f"{v:.2f}" for v in of(method, key)) for key in ("cost", "bytes")]
+        yield line([shown(method), *cells, *map(", ".join, tail)])
+    cells = [c for task in tasks for c in ("", f"{batch_noise_of(report, task):.2f}", "", "")]
+    yield line(["other batches (median)", *cells, "", ""])
+
+
+@of_report("gradients.json")
+def gradient_quality(report: Report) -> Lines:
+    """Error, noise and bias along training, by method."""
+    yield from gradient_lines(report)
+
+
+# ---- latency ----
+
+
+def ratio(rows: Mapping[str, Any], name: str) -> str:
+    """Times faster than fp32."""
+    row = rows.get(name)
+    if not isinstance(row, Mapping) or not isinstance(rows.get("fp32"), Mapping):
+        return ""
+    return f"{rows['fp32']['median_ms'] / row['median_ms']:.2f}"
+
+
+LATENCY = ("LBP-WHT", "tf32", "bf16", "FP8 products", "hotcore paper, fp32 arrays",
+           "hotcore paper", "hotcore default", "hotcore fast", "hotcore compact",
+           "torchao FP8")  # fmt: skip
+UNFUSED = (
+    "*LBP-WHT: its transforms and products are separate operations of torch in fp32, HOT's are "
+    "fused kernels. Its column is the time of that code, no bound on the method's.*"
+)
+
+
+@of_report("cuda-latency.json")
+def latency(report: Report, part: str = "graph") -> Lines:
+    """The paper's layers: times faster than fp32, a row a layer; the paper's two columns first."""
+    tables = report[part]
+    known = {name for table in tables.values() for name in table["rows"]}
+    names = [n for n in LATENCY if n in known]
+    head = ["layer (L, O, I)", "paper: LBP-WHT", "paper: HOT", "fp32, µs"]
+    yield from header([*head, *(f"`{n.removeprefix('hotcore ')}`" if n.startswith("hotcore")
+                                else n for n in names)])  # fmt: skip
+    for name, table in tables.items():
+        paper, rows = table["paper_us"], table["rows"]
+        shape = ", ".join(map(str, table["shape"]))
+        plain = f"{1e3 * rows['fp32']['median_ms']:.1f}"
+        figures = [f"{paper['FP'] / paper['LBP-WHT']:.1f}", f"{paper['faster']:.1f}", plain]
+        yield line([f"{name} ({shape})", *figures, *(ratio(rows, n) for n in names)])
+    means = report["means"].get(part)
+    if means:
+        theirs = ("the paper's LBP-WHT", "the paper's HOT")
+        cells = [f"{means[n]['geomean']:.2f}" if n in means else "" for n in (*theirs, *names)]
+        yield line(["geometric mean", *cells[:2], "", *cells[2:]])
+    yield from ("", UNFUSED)
+    if report["left out"]:
+        yield from ("", f"*No time left for: {', '.join(report['left out'])}.*")
+
+
+@of_report("cuda-latency.json", "breakdown")
+def breakdown(report: Report) -> Lines:
+    """Fig. 1 of the supplement: microseconds of the device by stage."""
+    head = ["µs", "fp32's products", "LBP-WHT", "HOT", "its products", "transforms and quantisers",
+            "launches", "the paper: fp32, LBP-WHT, HOT"]  # fmt: skip
+    yield from header(head)
+    for name, found in report["breakdown"].items():
+        of, paper = found["stages"], found["paper_us"]
+        low = of["LBP-WHT"]
+        low_us = low["products, transforms among them"] + low["rest"]
+        for way in ("paper, fp32 arrays", "paper"):
+            total, products = hot_parts(of[way])
+            figures = (of["fp32"]["products"], low_us, total, products, total - products)
+            theirs = ", ".join(f"{paper[who]:.0f}" for who in ("FP", "LBP-WHT", "HOT"))
+            yield line([f"{name}, `paper`{way.removeprefix('paper')}",
+                        *(f"{us:.1f}" for us in figures),
+                        f"{of[way]['launches']:.0f}", theirs])  # fmt: skip
+    yield from ("", UNFUSED)
+
+
+def hot_parts(found: Report) -> tuple[float, float]:
+    """Of bench_backward.cuda_stages: microseconds of all kernels, and of the products."""
+    return sum(kernel["us"] for kernel in found["kernels"]), found["products together"]
+
+
+# ---- memory ----
+
+
+@of_report("cuda-memory.json")
+def memory(report: Report) -> Lines:
+    """A step of ViT-B by batch: peak and, in brackets, what forward keeps; the formula below."""
+    rows = report["rows"]
+    batches = list(dict.fromkeys(batch for found in rows.values() for batch in found))
+
+    def measured(row: Report) -> str:
+        if "peak_gib" in row:
+            peak = row.get("peak by kept", row["peak_gib"])
+            return f"{peak:.1f} ({row['kept_gib']:.1f})"
+        why = row.get("left out", "")
+        return "out of memory" if "OutOfMemory" in why else why[:40]
+
+    def formula(row: Report) -> str:
+        bar = f" ({row['paper_gb']:.1f})" if "paper_gb" in row else ""
+        return f"{row['formula_gib']:.1f}{bar}" if "formula_gib" in row else ""
+
+    yield from header(["GiB", *(f"{batch} images" for batch in batches)])
+    for name, found in rows.items():
+        of_batches = [found.get(batch, {}) for batch in batches]
+        yield line([name, *map(measured, of_batches)])
+        if any(map(formula, of_batches)):
+            yield line([f"{name}: the formula (the paper's bar)", *map(formula, of_batches)])
+
+
+# ---- GPTs by size ----
+
+MARGIN = 0.01
+"""Nats. A contender is equivalent to bf16 where the whole 95 % interval lies within them."""
+FP8 = "FP8 tensorwise"
+STEP_REPORTS = {"91M": ("cuda-gpt.json", "cuda-gpt-forward.json")}
+"""Size -> reports of the same model that have its contenders' steps in milliseconds."""
+
+Gaps = Mapping[str, Mapping[int, float]]
+"""Contender -> seed -> a figure."""
+
+
+def file_of(size: str) -> str:
+    return f"cuda-gpt-{size}.json"
+
+
+def of_sizes(results: Path, sizes: Sequence[str] = (*GPT_SIZES, *GPT_LONGER)) -> dict[str, Report]:
+    """Size -> its report, of those that are there."""
+    found = reports_of(results, map(file_of, sizes))
+    return {size: found[file_of(size)] for size in sizes if file_of(size) in found}
+
+
+def runs_by_seed(report: Report) -> dict[str, dict[int, Report]]:
+    """Contender -> seed -> run, of a report of bench_gpt.py."""
+    out: dict[str, dict[int, Report]] = {}
+    for key, run in report["runs"].items():
+        name, _, seed = key.rpartition("/")
+        out.setdefault(name, {})[int(seed)] = run
+    return out
+
+
+def gaps_by_size(results: Path, sizes: Sequence[str] = GPT_SIZES) -> dict[str, dict[str, Any]]:
+    """Size -> contender -> seed -> validation loss less bf16's of that seed; of bf16 its losses."""
+    out: dict[str, dict[str, Any]] = {}
+    for size, report in of_sizes(results, sizes).items():
+        runs = runs_by_seed(report)
+        plain = {seed: run["validation_loss"] for seed, run in runs.get("bf16", {}).items()}
+        out[size] = {"bf16": plain} | {
+            name: {s: r["validation_loss"] - plain[s] for s, r in found.items() if s in plain}
+            for name, found in runs.items()
+            if name != "bf16"
+        }
+    return out
+
+
+def of_equal_seeds(gaps: Gaps) -> dict[str, dict[int, float]]:
+    """Of those seeds alone that every contender with more than one has; a lone run stays."""
+    several = [set(values) for values in gaps.values() if len(values) > 1]
+    common = set.intersection(*several) if several else set()
+    return {
+        name: {seed: v for seed, v in values.items() if len(values) == 1 or seed in common}
+        for name, values in gaps.items()
+    }
+
+
+def equal_seeds_of(runs: Mapping[str, Mapping[int, Report]], name: str) -> list[int]:
+    """The seeds of a contender that :func:`of_equal_seeds` leaves."""
+    found = of_equal_seeds({n: dict.fromkeys(of, 0.0) for n, of in runs.items()})
+    return list(found.get(name, {}))
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """HOT's recipes, the best first, each with its 8-bit forward; then the rivals; not bf16."""
+    every = set(names) - {"bf16"}
+    recipes = ("default", "compact", "accurate", "int4", "fast", "paper")
+    ordered = [n for r in recipes for n in (r, f"{r} int8-forward") if n in every]
+    return [*ordered, *sorted(every.difference(ordered))]
+
+
+def ends_of(found: intervals.Interval, digits: int = 4) -> str:
+    return f"[{found.low:+.{digits}f}, {found.high:+.{digits}f}]"
+
+
+def interval_words(values: Sequence[float], digits: int = 4) -> str:
+    """The mean, Student's 95 % interval of it, and of how many; nothing of none."""
+    if not values:
+        return ""
+    found = intervals.interval(values)
+    ends = "" if found is None else f" {ends_of(found, digits)}"
+    return f"{statistics.mean(values):+.{digits}f}{ends} ({len(values)})"
+
+
+def _size_heads(found: Mapping[str, Report]) -> Lines:
+    for size, report in found.items():
+        settings = report["settings"]
+        tokens = settings["steps"] * settings["size"]["batch"] * settings["size"]["context"]
+        name = size.removesuffix("-long")
+        yield f"{name}, {tokens / report['parameters']:.2f} tokens a parameter"
+
+
+def _of_all_sizes(results: Path) -> tuple[dict[str, Report], list[str]]:
+    """The reports of all sizes, and the lines above their table: what is missing."""
+    found = of_sizes(results)
+    late = [missing(file_of(s)) for s in (*GPT_SIZES, *GPT_LONGER) if s not in found]
+    return found, [*late, ""] if found else late
+
+
+def scaling(results: Path) -> Lines:
+    """GPTs by size: the gap to bf16, of equal seeds: mean and 95 % interval, how many pairs."""
+    reports, late = _of_all_sizes(results)
+    yield from late
+    if not reports:
+        return
+    found = {size: of_equal_seeds(g) for size, g in gaps_by_size(results, list(reports)).items()}
+    yield from header(["validation loss less bf16's", *_size_heads(reports)])
+    losses = (list(gaps["bf16"].values()) for gaps in found.values())
+    yield line(["bf16's loss, ± deviation", *(plus_minus(v, 4, "") for v in losses)])
+    for name in in_order(n for gaps in found.values() for n in gaps):
+        values = (list(gaps.get(name, {}).values()) for gaps in found.values())
+        yield line([shown(name), *map(interval_words, values)])
+    yield from ("", dates_line(results, map(file_of, reports)))
+
+
+def pooled_gaps(
+    results: Path, name: str, less: str = "bf16", *, every: bool = False
+) -> dict[str, list[float]]:
+    """Size -> gaps of ``name`` to ``less``, of equal seeds, where there are several.
+
+    Args:
+        results: folder of the reports.
+        name: of a contender.
+        less: bf16, or the contender that ``name`` is compared with, seed by seed.
+        every: all pairs, also of seeds that other contenders lack and of the longer run.
+    """
+    out = {}
+    sizes = (*GPT_SIZES, *GPT_LONGER) if every else GPT_SIZES
+    for size, gaps in gaps_by_size(results, sizes).items():
+        chosen = gaps if every else of_equal_seeds(gaps)
+        mine, other = chosen.get(name, {}), chosen.get(less, {})
+        values = list(mine.values())
+        if less != "bf16":
+            values = [mine[seed] - other[seed] for seed in mine if seed in other]
+        if len(values) > 1 or (every and values):
+            out[size] = values
+    return out
+
+
+def pooled_interval(by_size: Mapping[str, Sequence[float]]) -> intervals.Interval | None:
+    """Of all sizes, every pair counted once."""
+    return intervals.interval([v for values in by_size.values() for v in values])
+
+
+LAST_POINTS = 10
+"""Of the hundred training losses that a run keeps."""
+
+
+def training_gaps(results: Path, name: str, less: str = "bf16") -> list[float]:
+    """Last training losses of ``name`` less those of ``less``, the same pairs as pooled_gaps.
+
+    Each batch is seen once, by the forward pass that is trained; of runs that kept them.
+    """
+    out = []
+    for report in of_sizes(results, list(pooled_gaps(results, name, less))).values():
+        runs = runs_by_seed(report)
+        for seed in equal_seeds_of(runs, name):
+            pair = [runs[one].get(seed, {}).get("training", []) for one in (name, less)]
+            if all(pair):
+                mine, other = (statistics.mean(values[-LAST_POINTS:]) for values in pair)
+                out.append(mine - other)
+    return out
+
+
+def pooled(results: Path) -> Lines:
+    """The gap over all sizes, every pair counted once, and whether it shows equivalence."""
+    names = in_order({n for gaps in gaps_by_size(results).values() for n in gaps})
+    pairs = [(name, "bf16") for name in names]
+    pairs += [(name, FP8) for name in ("default", "default int8-forward")]
+    head = ["validation loss, all sizes", "sizes", "pairs", "mean", "95 % interval"]
+    head += [f"within ±{MARGIN}", "every pair: mean [interval] (pairs)"]
+    yield from header([*head, "the same of the last training losses"])
+    for name, less in pairs:
+        by_size = pooled_gaps(results, name, less)
+        found = pooled_interval(by_size)
+        if found is None:
+            continue
+        more = [v for vs in pooled_gaps(results, name, less, every=True).values() for v in vs]
+        yield line([f"{shown(name)} less {less}", ", ".join(by_size), str(found.count),
+                    f"{found.mean:+.4f}", ends_of(found), intervals.verdict(found, MARGIN),
+                    interval_words(more),
+                    interval_words(training_gaps(results, name, less))])  # fmt: skip
+    yield from ("", dates_line(results, map(file_of, of_sizes(results))))
+
+
+def pooled_words(results: Path) -> Lines:
+    """The pooled gaps of those that a reader chooses among, one sentence."""
+    parts = []
+    sizes: dict[str, None] = {}
+    for name in ("default", "default int8-forward", FP8, "fast"):
+        by_size = pooled_gaps(results, name)
+        found = pooled_interval(by_size)
+        if found is not None:
+            sizes |= dict.fromkeys(by_size)
+            words = f"{found.count} pairs: {intervals.verdict(found, MARGIN)}"
+            parts.append(f"{name} {found.mean:+.3f} {ends_of(found, 3)} ({words})")
+    yield (
+        f"*GPTs of {', '.join(sizes)}: validation loss less bf16's, pairs of equal seeds pooled, "
+        f"mean [95 % interval] and whether it is equivalent within {MARGIN}: {'; '.join(parts)}.*"
+        if parts
+        else missing("cuda-gpt-10M.json")
+    )
+
+
+# ---- steps and time to a loss ----
+
+
+def steps_to(curve: Sequence[tuple[int, float]], loss: float) -> float | None:
+    """Step at which a falling curve first has ``loss``, between its points by a line; None: never.
+
+    Source: of a validation curve ``[(step, loss), ...]`` as bench_gpt.py writes it.
+    """
+    for (step, before), (later, after) in pairwise(curve):
+        if after <= loss:
+            share = (before - loss) / (before - after) if before > after else 0.0
+            return step + (later - step) * max(0.0, share)
+    return None
+
+
+def shares_of_steps(report: Report, name: str) -> tuple[float | None, list[float | None]]:
+    """Share of bf16's steps after which bf16 has the contender's last loss; None: never.
+
+    By the mean curve and loss of the seeds that both have, and seed by seed.
+    """
+    runs = runs_by_seed(report)
+    mine, plain = runs.get(name, {}), runs["bf16"]
+    seeds = [seed for seed in equal_seeds_of(runs, name) if seed in plain]
+    if not seeds:
+        raise KeyError(name)
+
+    def share(seeds: Sequence[int]) -> float | None:
+        curves = zip(*(plain[seed]["curve"] for seed in seeds), strict=True)
+        mean = [(points[0][0], statistics.mean(loss for _, loss in points)) for points in curves]
+        found = steps_to(mean, statistics.mean(mine[seed]["validation_loss"] for seed in seeds))
+        return None if found is None else found / report["settings"]["steps"]
+
+    return share(seeds), [share([seed]) for seed in seeds]
+
+
+def _share(value: float | None) -> str:
+    return ">1" if value is None else f"{value:.2f}"
+
+
+def to_loss(results: Path) -> Lines:
+    """Steps of bf16 to each contender's last loss; with the step's time where there is one."""
+    found, late = _of_all_sizes(results)
+    yield from late
+    if not found:
+        return
+    yield from header(["share of bf16's steps to the same loss", *_size_heads(found)])
+    for name in ("default", "default int8-forward", "compact", "fast", "fast int8-forward", FP8):
+        cells = []
+        for report in found.values():
+            try:
+                share, each = shares_of_steps(report, name)
+            except KeyError:
+                cells.append("")
+                continue
+            ordered = sorted(each, key=lambda value: math.inf if value is None else value)
+            ends = dict.fromkeys(_share(value) for value in (ordered[0], ordered[-1]))
+            cells.append(_share(share) + (f" ({' to '.join(ends)})" if len(each) > 1 else ""))
+        yield line([name, *cells])
+    yield ""
+    yield from header(["", "step, of bf16's", "bf16's steps to the same loss", "time to that loss"])
+    for size, report in found.items():
+        known = runs_by_seed(report)
+        for name, ratio in step_ratios(results, size).items():
+            if not equal_seeds_of(known, name):
+                continue
+            share, _ = shares_of_steps(report, name)
+            time = f"below {ratio:.2f}" if share is None else f"{ratio / share:.2f}"
+            yield line([f"{size}, {name}", f"{ratio:.2f}", _share(share), f"{time} of bf16's"])
+    timed = (name for names in STEP_REPORTS.values() for name in names)
+    yield from ("", dates_line(results, [*map(file_of, found), *timed]))
+
+
+def step_ratios(results: Path, size: str) -> dict[str, float]:
+    """Contender -> its step's time over bf16's, of reports of the same model with times."""
+    out = {}
+    for report in reports_of(results, STEP_REPORTS.get(size, ())).values():
+        timed = runs_by_seed(report)
+        for contender, runs in timed.items():
+            ratios = [run["step_ms"] / timed["bf16"][seed]["step_ms"] for seed, run in runs.items()
+                      if "step_ms" in run and seed in timed["bf16"]]  # fmt: skip
+            if ratios and contender != "bf16":
+                out[contender] = statistics.mean(ratios)
+    return out
+
+
+def to_loss_words(results: Path, *words: str) -> Lines:
+    """One sentence: where bf16 has the last loss of a contender, by size."""
+    name = " ".join(words)
+    found = {s: r for s, r in of_sizes(results).items() if name in runs_by_seed(r)}
+    shares = [_share(shares_of_steps(report, name)[0]) for report in found.values()]
+    parts = zip(shares, _size_heads(found), strict=True)
+    listed = ", ".join(f"{share} ({head})" for share, head in parts)
+    sentence = f"bf16 has `{name}`'s last loss after this share of its steps: {listed}"
+    yield f"*GPTs on text: {sentence}.*" if found else missing("cuda-gpt-10M.json")
+
+
+def quality(results: Path) -> Lines:
+    """Both sentences as one line, where a page must be short."""
+    yield " ".join([*pooled_words(results), *to_loss_words(results, "fast")])
+
+
+def recipes(results: Path, file: str, *words: str) -> Lines:
+    """A row of one report of bench_gpt.py: seed 0's last losses; names between semicolons."""
+    report = report_of(results, file)
+    if report is None:
+        yield missing(file)
+        return
+    runs, names = runs_by_seed(report), names_in(words)
+    yield from header(["validation loss, seed 0", *(f"`{shown(name)}`" for name in names)])
+    size = file.removeprefix("cuda-gpt-").removesuffix(".json")
+    losses = [f"{runs[name][0]['validation_loss']:.3f}" for name in names]
+    yield line([f"GPT on text, {next(_size_heads({size: report}))}", *losses])
+    yield from ("", dates_line(results, [file]))
+
+
+# ---- dates, figures ----
+
+
+def days_of(report: Report) -> list[str]:
+    """First and last day of a report's figures; one where they are of one day, none: not dated."""
+    parts = [report, *(part for part in report.values() if isinstance(part, Mapping))]
+    days = [str(part["date"])[:10] for part in parts if "date" in part]
+    runs = report.get("runs", {})
+    days += [run["date"] for run in runs.values() if isinstance(run, Mapping) and "date" in run]
+    return sorted({min(days), max(days)}) if days else []
+
+
+def dates_line(results: Path, names: Iterable[str]) -> str:
+    """When each report was made: of tables that put several beside one another."""
+    parts = []
+    for name in dict.fromkeys(names):
+        days = days_of(report_of(results, name) or {})
+        parts.append(f"{name.removesuffix('.json')} {' to '.join(days) or 'not dated'}")
+    return f"*Measured: {', '.join(parts)}.*"
+
+
+FIGURES = {
+    "latency": "cuda-latency.json",
+    "memory": "cuda-memory.json",
+    "scaling": "cuda-gpt-10M.json",
+    "curves": "cuda-gpt-91M.json",
+    "ablations-vit": "ablations.json",
+    "ablations-gpt": "ablations.json",
+    "finetune-vit": "finetune.json",
+    "finetune-gpt": "finetune.json",
+}
+"""Figure of plot_evidence -> the report that it is made of."""
+
+
+def figure(results: Path, name: str, folder: str, *words: str) -> Lines:
+    """The figure, with ``words`` for who cannot see it, where its report is there."""
+    if (results / FIGURES[name]).exists():
+        yield f"![{' '.join(words)}]({folder}/{name}.svg)"

@@ -1,0 +1,102 @@
+"""The table of models: report, gradients by recipe, and the loss after some steps on one batch.
+
+Everything but the row "bf16" computes in fp32, so that the difference to fp32 is HOT's own.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from training import RECIPES, Contender, Make, Trainer, cleaned, cosine
+
+LOSS_STEPS = 30
+EXACT = Contender("fp32")
+RIVAL = Contender("bf16", autocast=True)
+TRAINED = ("default", "fast", "paper")
+"""Recipes whose loss is measured."""
+
+Row = dict[str, Any]
+
+
+def summary(trainer: Trainer) -> Row:
+    """The number of converted layers, and of plain layers by reason."""
+    report = trainer.report
+    assert report is not None
+    reasons = Counter(layer.reason for layer in report.skipped)
+    return {"converted": len(report.converted), "plain": dict(reasons.most_common())}
+
+
+def measure(make: Make, device: str) -> Row:
+    """All measurements of one model; see the module."""
+    out: Row = {"cosine": {}, "cosine of a layer": {}, "finite": {}}
+    with cleaned(device):
+        exact = make(EXACT).gradients()
+        for contender in (RIVAL, *(Contender(recipe, recipe) for recipe in RECIPES)):
+            trainer = make(contender)
+            got = trainer.gradients()
+            out["finite"][contender.name] = all(bool(g.isfinite().all()) for g in got.values())
+            out["cosine"][contender.name] = cosine(got, exact)
+            if trainer.report is not None:
+                out["cosine of a layer"][contender.name] = by_layer(trainer, got, exact)
+                out |= summary(trainer)
+            del trainer, got
+        del exact
+    out["loss"] = {}
+    for contender in (EXACT, RIVAL, *(Contender(recipe, recipe) for recipe in TRAINED)):
+        with cleaned(device):
+            trainer = make(contender)
+            steps = torch.stack([trainer.step() for _ in range(LOSS_STEPS)])
+            losses = [*steps.tolist(), float(trainer.step())]
+            out["finite"][contender.name] = all(map(math.isfinite, losses)) and (
+                out["finite"].get(contender.name, True)
+            )
+            out["loss"][contender.name] = [losses[0], losses[-1]]
+            del trainer
+    return out
+
+
+def by_layer(trainer: Trainer, got: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> Row:
+    """Median and minimum of the cosine of converted layers' g_w; zero gradients have none."""
+    assert trainer.report is not None
+    names = [f"{layer.name}.weight" for layer in trainer.report.converted]
+    values = [cosine({n: got[n]}, {n: exact[n]}) for n in names if n in exact]
+    values = [value for value in values if not math.isnan(value)]
+    return {"median": statistics.median(values), "least": min(values)} if values else {}
+
+
+def markdown(models: Mapping[str, Row]) -> str:
+    """Both tables, of all models; below them what is no finite number."""
+    rivals = (RIVAL.name, *RECIPES)
+    out = [
+        "| cosine with fp32's gradient | converted, plain | " + " | ".join(rivals) + " |",
+        "|---" * (2 + len(rivals)) + "|",
+    ]
+    for row in models.values():
+        counts = f"{row['converted']}, {sum(row['plain'].values())}"
+        cells = " | ".join(f"{row['cosine'][name]:.4f}" for name in rivals)
+        out.append(f"| {row['title']}, {shape(row)} | {counts} | {cells} |")
+    names = (EXACT.name, RIVAL.name, *TRAINED)
+    out += [
+        "",
+        f"| loss on one batch | first | {' | '.join(f'{n}, {LOSS_STEPS} steps' for n in names)} |",
+        "|---" * (2 + len(names)) + "|",
+    ]
+    for row in models.values():
+        cells = " | ".join(f"{row['loss'][name][-1]:.4g}" for name in names)
+        out.append(f"| {row['title']} | {row['loss'][EXACT.name][0]:.4g} | {cells} |")
+    bad = [f"{row['title']}, {name}" for row in models.values()
+           for name, finite in row["finite"].items() if not finite]  # fmt: skip
+    if bad:
+        out += ["", f"*Not finite: {'; '.join(bad)}*"]
+    return "\n".join(out) + "\n"
+
+
+def shape(row: Row) -> str:
+    """The first array of the batch, as in 32 × 3 × 224 × 224."""
+    return " × ".join(map(str, next(iter(row["batch"].values()))))

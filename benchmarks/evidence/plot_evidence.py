@@ -1,0 +1,312 @@
+"""Every figure that a report in benchmarks/results makes, into docs/img.
+
+python -m benchmarks.evidence.plot_evidence [--out FOLDER] [--results FOLDER]
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import plot
+from evidence import RESULTS, ROOT, intervals
+from evidence import evidence_tables as tables
+from evidence.evidence_tables import shown
+from plot import COLORS, FP8, ON_ANY, PLAIN, label, plt, save
+
+Curve = Sequence[tuple[int, float]]
+LAYERS = {
+    "hotcore paper": COLORS["paper"],
+    "hotcore default": COLORS["default"],
+    "hotcore fast": COLORS["fast"],
+    "LBP-WHT": COLORS["accurate"],
+    "bf16": PLAIN,
+    "FP8 products": FP8,
+}
+MEMORY = {
+    "fp32": PLAIN,
+    "LoRA": "#228833",
+    "LBP-WHT": "#aa3377",
+    "LUQ": "#ccbb44",
+    "HOT paper": COLORS["default"],
+    "HOT paper + LoRA": "#66ccee",
+    "fp32, blocks recomputed": "#ee6677",
+}
+CONTENDERS = {
+    "default": COLORS["default"],
+    "default int8-forward": "#66ccee",
+    "fast": COLORS["fast"],
+    "compact": COLORS["accurate"],
+    "FP8 tensorwise": FP8,
+}
+
+
+def plot_latency(report: Mapping[str, Any], path: Path) -> None:
+    """Times faster than fp32, the paper's layers; a dash: what the paper measured."""
+    layers = report["graph"]
+    figure, axes = plt.subplots(figsize=(12, 4), layout="constrained")
+    width, places = 0.8 / len(LAYERS), range(len(layers))
+    for index, (name, color) in enumerate(LAYERS.items()):
+        ms = [layer["rows"].get(name) for layer in layers.values()]
+        heights = [
+            layer["rows"]["fp32"]["median_ms"] / row["median_ms"] if isinstance(row, dict) else 0
+            for layer, row in zip(layers.values(), ms, strict=True)
+        ]
+        left = [place - 0.4 + (index + 0.5) * width for place in places]
+        unfused = f"{name}, unfused" if name == "LBP-WHT" else name
+        axes.bar(left, heights, width, label=unfused, color=color)
+    paper = [layer["paper_us"]["faster"] for layer in layers.values()]
+    axes.hlines(paper, [p - 0.4 for p in places], [p + 0.4 for p in places], colors=ON_ANY,
+                linestyles="dashed", label="HOT in the paper, RTX 3090")  # fmt: skip
+    axes.axhline(1, color=ON_ANY, linewidth=0.8)
+    names = [f"{name}\n{', '.join(map(str, t['shape']))}" for name, t in layers.items()]
+    axes.set_xticks(list(places), names, fontsize=7, rotation=30, ha="right")
+    title = f"g_x and g_w of the paper's layers, one image, CUDA graphs, {report['device']}"
+    label(axes, title, y="times faster than fp32", columns=4)
+    save(figure, path)
+
+
+def plot_memory(report: Mapping[str, Any], path: Path) -> None:
+    """Peak of a step by batch; a dash: by the paper's formula."""
+    rows = {name: report["rows"][name] for name in MEMORY if name in report["rows"]}
+    batches = list(dict.fromkeys(batch for found in rows.values() for batch in found))
+    figure, axes = plt.subplots(figsize=(9, 4), layout="constrained")
+    width, formula = 0.8 / len(rows), "by the paper's formula"
+    for index, (name, found) in enumerate(rows.items()):
+        for place, batch in enumerate(batches):
+            row, left = found[batch], place - 0.4 + index * width
+            peak = row.get("peak by kept", row.get("peak_gib"))
+            if peak is not None:
+                axes.bar(left + width / 2, peak, width, color=MEMORY[name], label=name)
+            if "formula_gib" in row:
+                ends = (left, left + width)
+                axes.hlines(row["formula_gib"], *ends, "black", "dotted", label=formula)
+    axes.set_xticks(range(len(batches)), batches)
+    axes.set_yscale("log")
+    title = f"Peak memory of a training step, {report['model']}, {report['device']}"
+    once = dict(zip(*axes.get_legend_handles_labels()[::-1], strict=True))
+    label(axes, title, "images of a batch", "GiB", 2, handles=once.values(), labels=once.keys())
+    save(figure, path)
+
+
+def plot_scaling(results: Path, path: Path) -> None:
+    """The gap to bf16 by parameters, of equal seeds: mean and 95 % interval; grey: the margin."""
+    found = {s: tables.of_equal_seeds(g) for s, g in tables.gaps_by_size(results).items()}
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    millions = {size: float(size.removesuffix("M")) for size in found}
+    margin = tables.MARGIN
+    axes.axhspan(-margin, margin, color=PLAIN, alpha=0.25, label=f"within {margin}")
+    for index, (name, color) in enumerate(CONTENDERS.items()):
+        gaps = {size: list(of.get(name, {}).values()) for size, of in found.items()}
+        gaps = {size: values for size, values in gaps.items() if values}
+        known = [intervals.interval(values) for values in gaps.values()]
+        if gaps:
+            axes.errorbar(
+                [millions[size] * (1 + 0.015 * (index - 2)) for size in gaps],
+                [statistics.mean(values) for values in gaps.values()],
+                [0 if one is None else one.high - one.mean for one in known],
+                fmt="o-", color=color, capsize=3, label=name,
+            )  # fmt: skip
+    axes.axhline(0, color=ON_ANY, linewidth=0.8)
+    axes.set_xscale("log")
+    axes.set_xticks(list(millions.values()), list(millions))
+    axes.minorticks_off()
+    label(axes, "GPTs on text, 13.1 M tokens each", "parameters", "validation loss less bf16's", 1)
+    save(figure, path)
+
+
+CURVES = {
+    "bf16": (PLAIN, "-"),
+    "default": (COLORS["default"], "-"),
+    "default int8-forward": (COLORS["default"], "--"),
+    "fast": (COLORS["fast"], "-"),
+    "fast int8-forward": (COLORS["fast"], "--"),
+    "compact": (COLORS["accurate"], "-"),
+    "compact int8-forward": (COLORS["accurate"], "--"),
+    "FP8 tensorwise": (FP8, "-"),
+    "paper": (COLORS["paper"], "-"),
+}
+"""Contenders of the learning curves: colour and style."""
+
+
+def plot_curves(results: Path, path: Path) -> None:
+    """Validation loss along training: the GPT of 91 M from scratch, ViT-B's blocks fine-tuned."""
+    gpt = tables.report_of(results, "cuda-gpt-91M.json")
+    vit = tables.report_of(results, "cuda-finetune-vit-b.json")
+    assert gpt is not None
+    by_seed = tables.runs_by_seed(gpt)
+    first = {name: {0: runs[0]} for name, runs in by_seed.items() if 0 in runs}
+    panels = {"GPT, 91 M parameters, text, from scratch, seed 0": first}
+    if vit is not None:
+        found = tables.of_task(vit, tables.tasks_of(vit)[0])
+        found["FP8 tensorwise"] = found.pop("torchao_fp8", {})
+        panels["ViT-B's blocks, photographs, fine-tuned"] = found
+    figure, rows = plt.subplots(2, len(panels), figsize=(6 * len(panels), 6), sharex="col",
+                                layout="constrained", squeeze=False,
+                                height_ratios=(3, 2))  # fmt: skip
+    for (upper, lower), (title, found) in zip(rows.T, panels.items(), strict=True):
+        curves = {name: mean_curve(runs) for name, runs in found.items()}
+        for name, (color, style) in CURVES.items():
+            curve = curves.get(name, {})
+            options: dict[str, Any] = {"color": color, "label": name, "linewidth": 1.4}
+            if curve:
+                upper.plot(list(curve), list(curve.values()), style, **options)
+                gaps = [loss - curves["bf16"][step] for step, loss in curve.items()]
+                lower.plot(list(curve), gaps, style, **options)
+        label(upper, title, y="validation loss", columns=int(upper is rows[0][0]))
+        label(lower, x="step", y="less bf16's")
+        lower.set_ylim(-0.1, 0.15)
+    save(figure, path)
+
+
+def mean_curve(runs: Mapping[Any, Mapping[str, Any]]) -> dict[int, float]:
+    """Step -> mean loss of the seeds that kept their curves."""
+    by_step = zip(*(run["curve"] for run in runs.values() if "curve" in run), strict=True)
+    return {points[0][0]: statistics.mean(loss for _, loss in points) for points in by_step}
+
+
+def plot_trainings(report: Mapping[str, Any], folder: Path) -> None:
+    """Every task of a report: curves of the rivals, differences of the other tables."""
+    table = report["settings"]["table"]
+    for task in tables.tasks_of(report):
+        if table == "rivals":
+            plot_training(report, task, folder / f"training-{task}.svg")
+        else:
+            plot_differences(report, task, folder / f"{table}-{task}.svg")
+
+
+def mean_loss(runs: Mapping[str, Mapping[str, Any]]) -> float:
+    """Over the seeds; one that diverged makes it infinite."""
+    return statistics.mean(run.get("val_loss", math.inf) for run in runs.values())
+
+
+def plot_training(report: Mapping[str, Any], task: str, path: Path) -> None:
+    """Mean learning curve of every method, a band from the lowest to the highest seed."""
+    figure, axes = plt.subplots(figsize=(9, 5.5), layout="constrained")
+    by_loss = sorted(tables.of_task(report, task).items(), key=lambda item: mean_loss(item[1]))
+    for index, (method, runs) in enumerate(by_loss):
+        curves = [run["curve"] for run in runs.values() if "curve" in run]
+        if not curves:
+            continue
+        steps = [step for step, _ in curves[0]]
+        values = [[loss for _, loss in points] for points in zip(*curves, strict=True)]
+        plain = method == "fp32"
+        color = "black" if plain else plt.get_cmap("tab20")(index % 20)
+        label = f"{method}  {mean_loss(runs):.3f}"
+        means = list(map(statistics.mean, values))
+        axes.plot(steps, means, "--" if plain else "-", color=color, lw=1.3, label=label)
+        ends = list(map(min, values)), list(map(max, values))
+        axes.fill_between(steps, *ends, color=color, alpha=0.08)
+    axes.set_yscale("log")
+    axes.set(xlabel="step", ylabel="validation loss")
+    axes.set_title(f"{task}: mean over seeds, band from lowest to highest", fontsize=10)
+    axes.legend(fontsize=7, ncol=2)
+    save(figure, path, transparent=False)
+
+
+def plot_differences(report: Mapping[str, Any], task: str, path: Path) -> None:
+    """Every method's difference to fp32, the mean and each seed."""
+    gaps = {name: tables.differences(report, task, name) for name in tables.of_task(report, task)}
+    rows = {n: values for n, values in gaps.items() if values and math.isfinite(sum(values))}
+    worst_first = sorted(rows, key=lambda name: -statistics.mean(rows[name]))
+    figure, axes = plt.subplots(figsize=(8, 1.2 + 0.23 * len(rows)), layout="constrained")
+    for place, name in enumerate(worst_first):
+        color = "black" if name == "fp32" else "#4477aa"
+        axes.plot(rows[name], [place] * len(rows[name]), ".", color=color, alpha=0.4)
+        axes.plot(statistics.mean(rows[name]), place, "D", color=color, markersize=5)
+    axes.set_yticks(range(len(rows)), [shown(name) for name in worst_first], fontsize=8)
+    axes.axvline(0, color="black", linewidth=0.8)
+    axes.set_xscale("symlog", linthresh=0.05)
+    axes.set_xlabel("validation loss less fp32's of the same seed; dots: seeds")
+    axes.set_title(f"{report['settings']['table']}: {task}", fontsize=10)
+    save(figure, path, transparent=False)
+
+
+def plot_gradients(report: Mapping[str, Any], path: Path) -> None:
+    """Error of g_w against cost and bytes, its parts, and the error over the run."""
+    tasks = report["settings"]["tasks"]
+    size = {"figsize": (17, 3.9 * len(tasks)), "layout": "constrained", "squeeze": False}
+    figure, grid = plt.subplots(len(tasks), 4, **size)
+    every = dict.fromkeys(name for task in tasks for name in tables.methods_of(report, task))
+    colors = {name: plt.get_cmap("tab20")(i % 20) for i, name in enumerate(every)}
+    for row, task in zip(grid, tasks, strict=True):
+        of = functools.partial(tables.over_layers, report, task)
+        names = tables.methods_of(report, task)
+        labels = ("bit operations of backward, of full precision's", "bytes kept a value of x")
+        for axes, key, title in zip(row[:2], ("cost", "bytes"), labels, strict=True):
+            for name in names:
+                at, error = of(None, name, key), of(None, name, "gw", "error")
+                filled = of(None, name, "gw", "noise") > 0.9 * error
+                fill = colors[name] if filled else "none"
+                axes.plot(at, error, "o", color=colors[name], ms=7, mfc=fill)
+                axes.annotate(shown(name), (at, error), (4, 3),
+                              textcoords="offset points", fontsize=7)  # fmt: skip
+            axes.set(xscale="log", yscale="log", xlabel=title, ylabel="relative error of g_w")
+            axes.margins(x=0.25)
+        row[1].set_xticks([0.25, 0.5, 1, 2, 4], ["1/4", "1/2", "1", "2", "4"])
+        row[1].minorticks_off()
+        row[0].set_title(f"{task}: filled: noise alone; hollow: biased", fontsize=9)
+        for offset, value, color in ((0.2, "noise", PLAIN), (-0.2, "bias", "#cc3311")):
+            widths = [of(None, name, "gw", value) for name in names]
+            places = [place + offset for place in range(len(names))]
+            row[2].barh(places, widths, 0.38, label=value, color=color)
+        row[2].set_yticks(range(len(names)), [shown(name) for name in names], fontsize=7)
+        row[2].set_xlabel("of the norm of g_w")
+        row[2].legend(fontsize=7)
+        steps = report["settings"]["at"]
+        for name in names:
+            values = [of(step, name, "gw", "error") for step in steps]
+            row[3].plot(steps, values, marker=".", color=colors[name], label=shown(name), lw=1)
+        noise = [tables.batch_noise_of(report, task, step) for step in steps]
+        row[3].plot(steps, noise, "k--", label="other batches", lw=1.5)
+        row[3].set(yscale="log", xlabel="step", ylabel="relative error of g_w")
+        row[3].legend(fontsize=6, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    save(figure, path, transparent=False)
+
+
+def plot_check(report: Mapping[str, Any], out: Path) -> None:
+    """The layers of the last gpu-check, and where their time goes."""
+    found = report["bench_backward"]
+    plot.plot_speedups(found, out / "speedup_by_layer.svg")
+    if plot.has_stages(found):
+        plot.plot_breakdown(found, out / "breakdown.svg")
+
+
+def plot_all(results: Path, out: Path) -> list[str]:
+    """The pages' figures whose report is there; the names of reports that are not."""
+    trainings = ("training", "ablations", "finetune", "bert")
+    figures: dict[str, Callable[[Mapping[str, Any]], object]] = {
+        "gpu-check": lambda found: plot_check(found, out),
+        "cuda-steps": lambda found: plot.plot_steps(found, out / "steps.svg"),
+        "gradients": lambda found: plot_gradients(found, out / "gradients.svg"),
+        **dict.fromkeys(trainings, lambda found: plot_trainings(found, out)),
+        "cuda-latency": lambda found: plot_latency(found, out / "latency.svg"),
+        "cuda-memory": lambda found: plot_memory(found, out / "memory.svg"),
+        "cuda-gpt-91M": lambda _: plot_curves(results, out / "curves.svg"),
+    }
+    if tables.gaps_by_size(results):
+        plot_scaling(results, out / "scaling.svg")
+    for name, draw in figures.items():
+        if (results / f"{name}.json").exists():
+            draw(json.loads((results / f"{name}.json").read_text()))
+    wanted = dict.fromkeys([*figures, *(f"cuda-gpt-{size}" for size in tables.GPT_SIZES)])
+    return [f"{name}.json" for name in wanted if not (results / f"{name}.json").exists()]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--out", type=Path, default=ROOT / "docs/img")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    args = parser.parse_args(argv)
+    for name in plot_all(args.results, args.out):
+        print(f"no figure: {args.results / name} is not there")
+
+
+if __name__ == "__main__":
+    main()

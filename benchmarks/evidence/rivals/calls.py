@@ -1,0 +1,132 @@
+"""Products alone, by torch and CUTLASS: what hotcore's speed is compared with."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import torch
+from layers import Call
+
+FP8 = torch.float8_e4m3fn
+
+
+def products(gy: torch.Tensor, w: torch.Tensor, x: torch.Tensor, tf32: bool | None = None) -> Call:
+    """``g_y w`` and ``g_y^T x``."""
+
+    def call() -> object:
+        _set_tf32(tf32)
+        return gy @ w, gy.t() @ x
+
+    return call
+
+
+def backward(gy: torch.Tensor, w: torch.Tensor, x: torch.Tensor, tf32: bool | None = None) -> Call:
+    """The two products and the sums of g_y."""
+
+    def call() -> object:
+        _set_tf32(tf32)
+        return gy @ w, gy.t() @ x, gy.sum(0)
+
+    return call
+
+
+def _set_tf32(allowed: bool | None) -> None:
+    if allowed is not None:
+        torch.backends.cuda.matmul.allow_tf32 = allowed
+
+
+def int8_products(tokens: int, outs: int, ins: int, device: str) -> Call:
+    """``torch._int_mm`` alone: operands that are codes already, int32 results."""
+    gy, gy_t, w_t, x_t = (
+        torch.randint(-127, 128, shape, dtype=torch.int8, device=device)
+        for shape in ((tokens, outs), (outs, tokens), (ins, outs), (ins, tokens))
+    )
+    return lambda: (torch._int_mm(gy, w_t.t()), torch._int_mm(gy_t, x_t.t()))
+
+
+def fp8_products(tokens: int, outs: int, ins: int) -> Call:
+    """``torch._scaled_mm`` alone, one scale a tensor: no casts, no transposition."""
+    gy, gy_t, w_t, x_t = (
+        torch.randn(shape, device="cuda").to(FP8)
+        for shape in ((tokens, outs), (outs, tokens), (ins, outs), (ins, tokens))
+    )
+    one = torch.ones((), device="cuda")
+    return lambda: (_fp8(gy, w_t, one), _fp8(gy_t, x_t, one))
+
+
+def fp8_product(tokens: int, outs: int, ins: int) -> Call:
+    """The same of a forward pass, ``x w^T``."""
+    x, w = (torch.randn(shape, device="cuda").to(FP8) for shape in ((tokens, ins), (outs, ins)))
+    one = torch.ones((), device="cuda")
+    return lambda: _fp8(x, w, one)
+
+
+def _fp8(a: torch.Tensor, b_t: torch.Tensor, one: torch.Tensor) -> torch.Tensor:
+    return torch._scaled_mm(a, b_t.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+
+class StockGemm:
+    """CUTLASS's stock tiles: libhot_stock_gemm (stock_gemm/, -DHOT_BUILD_STOCK_GEMM=ON).
+
+    Args:
+        path: the library.
+
+    Attributes:
+        tiles: schedule, tile and cluster of each instance; of those for sm_80 "mma.sync" and the
+            tile.
+
+    Raises OSError: it is no such library.
+    """
+
+    def __init__(self, path: Path) -> None:
+        library = ctypes.CDLL(str(path.resolve()))
+        try:
+            self._run = library.hot_stock_gemm_run
+            name_of = library.hot_stock_gemm_name
+            count = library.hot_stock_gemm_count()
+        except AttributeError as error:
+            raise OSError(f"{path} is no libhot_stock_gemm: {error}") from error
+        self._run.argtypes = [ctypes.c_int] * 6 + [ctypes.c_void_p] * 6
+        name_of.restype = ctypes.c_char_p
+        self.tiles: tuple[str, ...] = tuple(name_of(i).decode() for i in range(count))
+
+    def call(
+        self,
+        tile: str,
+        along_m: bool,
+        swizzle: int,
+        codes: tuple[torch.Tensor, torch.Tensor],
+        scales: tuple[torch.Tensor, torch.Tensor],
+        out: torch.Tensor,
+    ) -> Call:
+        """``codes[0] codes[1]^T`` times both scales, as ``hotcore.gemm_int8`` takes them.
+
+        Args:
+            tile: one of ``tiles``.
+            along_m: the order through the tiles: along M, or along N.
+            swizzle: in stripes of at most so many tiles.
+            codes: int8 [M, K] and [N, K], dense, on CUDA.
+            scales: float32 [M] and [N].
+            out: bfloat16 [M, N], dense.
+
+        The call raises RuntimeError where CUTLASS reports an error.
+        """
+        (m, k), n = codes[0].shape, codes[1].shape[0]
+        arrays = (*codes, *scales, out)
+        wanted = [(m, k), (n, k), (m,), (n,), (m, n)]
+        found = [tuple(array.shape) for array in arrays]
+        if found != wanted or not all(array.is_contiguous() for array in arrays):
+            raise ValueError(f"stock GEMM: arrays of {found}; expected {wanted}, dense")
+        types = [torch.int8] * 2 + [torch.float32] * 2 + [torch.bfloat16]
+        if [array.dtype for array in arrays] != types:
+            raise ValueError(f"stock GEMM: {[array.dtype for array in arrays]}; expected {types}")
+        numbers = (self.tiles.index(tile), int(along_m), swizzle, m, n, k)
+
+        def call() -> None:
+            pointers = (array.data_ptr() for array in arrays)  # here, so that the arrays live on
+            status = self._run(*numbers, *pointers, torch.cuda.current_stream().cuda_stream)
+            if status != 0:
+                raise RuntimeError(f"stock {tile}, {m}, {n}, {k}: cutlass::Status {status}")
+
+        return call

@@ -1,0 +1,443 @@
+"""The tasks that every method is trained on, and the methods, table by table.
+
+Two are the README's (examples/train_lib); the others are a masked text model, and images
+(photographs' tiles, CIFAR, a folder) with a ViT, a ResNet-18 and EfficientFormer-L1.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import hotcore
+import hotcore.torch as hot
+import layers
+import torch
+import torch.nn.functional as F
+from evidence import rivals
+from hotcore import paper
+from models import mend_torchvision
+from timing import facts_of, resumed
+from torch import Tensor, nn
+from train_lib import images, training
+from train_lib.data import MaskedText
+from train_lib.models import SmallGPT, SmallViT
+
+README = ("vit", "gpt")
+VITS: dict[str, tuple[int, int, int, float, int]] = {
+    "images-vit": (128, 4, 4, 2e-3, 600),
+    "images-vit-s": (384, 12, 6, 5e-4, 400),
+    "images-vit-b": (768, 12, 12, 3e-4, 600),
+}
+"""Width, depth, heads, learning rate, steps: a small one, and ViT-S's and ViT-B's blocks."""
+CONVOLUTIONS = ("images-resnet18", "images-efficientformer")
+IMAGES = (*VITS, *CONVOLUTIONS)
+TASKS = (*README, "bert", *IMAGES)
+RECIPES = ("default", "fast", "paper", "accurate")
+VIT_TILES: dict[str, Any] = {"token_grid": (8, 8), "prefix_tokens": 1}
+TABLES = ("rivals", "ablations", "finetune")
+SCALES = ("gx_scale", "gw_scale")
+ADAPTER_RANK = 8
+INT8_FIRST = 25 / 200
+"""Of the paper's epochs of pre-training."""
+
+
+# ---- methods ----
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A method of ``rivals.convert``, as it is run and shown."""
+
+    name: str
+    method: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    lqs: tuple[str, ...] = ()
+    """Fields of ``SCALES`` by paper.calibrate, on the first batches; g_w's is the paper's LQS."""
+    int8_first: float = 0.0
+    """Share of the steps in which g_x has 8 bits (paper.PrecisionSchedule)."""
+    adapters: str = ""
+    """LoRA, and which of its weights have the method: "frozen", "decomposed" or "both"."""
+
+
+def contenders(task: str) -> list[Contender]:
+    """Every rival and recipe by its name; tiles of tokens where there are images."""
+    tiles = task in ("vit", *VITS)
+    plain = ("bf16", "torchao_fp8", "torchao_int8", "naive_int4", "luq", "lbp_wht_flat")
+    if task in CONVOLUTIONS:  # feature maps have a grid of their own, and no token is a prefix
+        plain = ("bf16", "torchao_fp8", "torchao_int8", "naive_int4", "luq", "lbp_wht")
+    found = [Contender(name, name) for name in plain]
+    if tiles:
+        found.append(Contender("lbp_wht", "lbp_wht", VIT_TILES))
+    found += [Contender(name, name) for name in ("authors_hot", "actnn_2bit")]
+    found += [Contender(name, name) for name in RECIPES]
+    found.append(GX_INT4)
+    if tiles:
+        found.append(Contender("paper, tiles", "paper", VIT_TILES))
+    return found
+
+
+FULL = Contender("fp32", "fp32")
+GX_INT4 = Contender("int4", "default", {"gx_bits": 4})
+"""The paper's bits of g_x with scales of tokens and columns: what its transform is judged by."""
+INT8_FORWARD = tuple(
+    Contender(f"{name} int8-forward", name, {"forward": "int8"}) for name in (*RECIPES, "compact")
+)
+"""The recipes with an 8-bit forward."""
+LUQ_FORWARD = (
+    Contender("luq_forward", "luq_forward"),
+    Contender("luq_forward, in eval, too", "luq", {"forward": True, "in_eval": True}),
+)
+"""LUQ with the INT4 forward of its own paper, which HOT's authors leave out; validated by the plain
+product, as every row of an 8-bit forward is, and by its own."""
+COMPACT = Contender("compact", "compact")
+ONE_CODE = tuple(
+    Contender(f"one code, x in {bits} bits{of}", "default", {**layers.ONE_CODE, **kept, **forward})
+    for bits, kept in (
+        (4, {"storage": "token4"}),
+        (2, {"storage": "token2"}),
+        (8, {"storage": "token8", "x_rounding": "nearest"}),
+    )
+    for of, forward in (
+        ("", {}),
+        (", half of the tokens", {"basis": "sketch", "rank": 8}),
+        (", int8-forward", {"forward": "int8"}),
+    )
+)
+"""The token storages (docs/dev/one-code.md), which no recipe has yet."""
+PAPER_ROWS: dict[str, tuple[int, ...]] = {
+    "diagonal": (0, 2, 3, 8, 10, 11, 12, 14),
+    "axes": (0, 1, 2, 3, 4, 8, 10, 12),
+    "ten": (0, 1, 2, 3, 4, 8, 10, 11, 12, 14),
+}
+"""Readings of the paper's eight low-pass rows, and the ten of its authors' code (docs/paper.md)."""
+PAPER_READINGS = tuple(
+    Contender(f"paper, {name}{of}", "paper", {"rows": rows, **layout})
+    for of, layout in (("", {}), (", tiles", VIT_TILES))
+    for name, rows in PAPER_ROWS.items()
+)
+
+
+def _rounding(kind: str) -> dict[str, str]:
+    return dict.fromkeys(("gx_rounding", "gw_rounding", "x_rounding"), kind)
+
+
+def published(task: str) -> list[Contender]:
+    """The paper's pre-training, all of its parts together, by both readings of LQS.
+
+    LQS, INT8 for the first eighth of the steps, pseudo-stochastic rounding and, where tokens are
+    patches of an image, tiles of them. Its text has LQS choose g_w's scales; its authors' code
+    chooses g_x's.
+    """
+    tiles = VIT_TILES if task in ("vit", *VITS) else {}  # convolutions have tiles anyway
+    settings = {**tiles, **_rounding("pseudo_stochastic")}
+    return [
+        Contender(f"paper as published{of}", "paper", settings, lqs, INT8_FIRST)
+        for of, lqs in (("", ("gw_scale",)), (", LQS of g_x, too", SCALES))
+    ]
+
+
+def ablations(task: str) -> list[Contender]:
+    """One setting changed at a time, from ``paper`` (the sources' ablations) and ``default``."""
+    found = [Contender("paper", "paper"), Contender("default", "default")]
+    found += [Contender(f"paper, rank {r}", "paper", {"rank": r}) for r in (16, 4, 2, 1)]
+    found += [
+        Contender("paper, sequency", "paper", {"basis": "sequency"}),
+        Contender("paper, sketch", "paper", {"basis": "sketch"}),
+        Contender("paper, g_w of full rank", "paper", {"basis": "full"}),
+    ]
+    if task in ("vit", *VITS):
+        found.append(Contender("paper, tiles", "paper", VIT_TILES))
+    found += [
+        Contender("paper, g_x without HT", "paper", {"hadamard_block": 1}),
+        Contender("paper, g_x in INT8", "paper", {"gx_bits": 8}),
+        *(
+            Contender(f"paper, g_x in INT8, rank {r}", "paper", {"gx_bits": 8, "rank": r})
+            for r in (16, 4, 2, 1)
+        ),
+        Contender("paper, a scale a token and a channel", "paper", _fine_scales()),
+        Contender("paper with LQS", "paper", lqs=("gw_scale",)),
+        Contender("paper with LQS of g_x, too", "paper", lqs=SCALES),
+        Contender("paper without ABC", "without_abc", {"recipe": "paper"}),
+        Contender("paper, INT8 first", "paper", int8_first=INT8_FIRST),
+        *published(task),
+    ]
+    for recipe in ("paper", "default"):
+        found += [
+            Contender(f"{recipe}, rounding {words}", recipe, _rounding(kind))
+            for kind, words in (("nearest", "to nearest"), ("pseudo_stochastic", "as the paper's"))
+        ]
+    found += [
+        Contender("fast", "fast"),
+        *(Contender(f"fast, rank {rank}", "fast", {"rank": rank}) for rank in (4, 2)),
+        Contender("default, g_x without HT", "default", {"hadamard_block": 1}),
+        GX_INT4,
+        Contender("int4, g_x without HT", "default", {"gx_bits": 4, "hadamard_block": 1}),
+        Contender("default, one scale a tensor", "default", _coarse_scales()),
+        Contender("default without ABC", "without_abc", {"recipe": "default"}),
+        Contender("accurate", "accurate"),
+        Contender("default, x as rht2", "default", {"storage": "rht2"}),
+        Contender("default, equalised", "default", {"equalize_tokens": True}),
+        COMPACT,
+    ]
+    return [*found, *ONE_CODE, *_forward()]
+
+
+def _forward() -> list[Contender]:
+    return [c for c in INT8_FORWARD if c.method in ("default", "fast", "compact")]
+
+
+def _fine_scales() -> dict[str, Any]:
+    return {"gx_scale": "row", "weight_scale": "column", "gw_scale": "channel",
+            "x_scale": "channel"}  # fmt: skip
+
+
+def _coarse_scales() -> dict[str, Any]:
+    return {"gx_scale": "tensor", "weight_scale": "tensor", "gw_scale": "tensor"}
+
+
+def finetuned(task: str) -> list[Contender]:
+    """Fine-tuning: what is in both other tables, and LoRA with HOT on its weights."""
+    chosen = ("bf16", "torchao_fp8", "naive_int4", "luq", "lbp_wht", "lbp_wht_flat",
+              "authors_hot", "default", "fast", "int4", "paper", "paper, tiles")  # fmt: skip
+    found = [c for c in contenders(task) if c.name in chosen]
+    found += [*LUQ_FORWARD, COMPACT, *_forward()]
+    if task in CONVOLUTIONS:
+        return found  # no linear layers to adapt
+    lora = [Contender("LoRA", "fp32", adapters="frozen")]
+    for recipe in ("paper", "default"):
+        lora += [
+            Contender(f"LoRA, {recipe} on {words}", recipe, adapters=where)
+            for where, words in (
+                ("frozen", "the frozen"),
+                ("decomposed", "the adapters"),
+                ("both", "both"),
+            )
+        ]
+    return found + lora
+
+
+def table_of(task: str, table: str) -> list[Contender]:
+    """Contenders of a table, full precision first. Raises ValueError for another table."""
+    if table not in TABLES:
+        raise ValueError(f"table: {table!r} is none of {', '.join(TABLES)}")
+    if table == "rivals":
+        forward = (c for c in INT8_FORWARD if c.method != "compact")
+        return [FULL, *forward, *contenders(task), *LUQ_FORWARD]
+    return [FULL, *(ablations(task) if table == "ablations" else finetuned(task))]
+
+
+def chosen(
+    task: str, names: str | None, more: tuple[Contender, ...] = (), table: str | None = None
+) -> list[Contender]:
+    """Those named in a list with semicolons; all for None. Raises ValueError for another name.
+
+    Args:
+        task: one of ``TASKS``.
+        names: of contenders; a task may lack some of them, and one task at least has each. Beside
+            them ``FILE.py:Class``, methods of one's own, by the names of their classes.
+        more: contenders beside :func:`contenders`; beside a table's where they are named.
+        table: takes that table's contenders instead.
+    """
+
+    def of(one: str) -> list[Contender]:
+        if table is None:
+            return [*more, *contenders(one)]
+        return table_of(one, table) if names is None else [*table_of(one, table), *more]
+
+    if names is None:
+        return of(task)
+    wanted = [name.strip() for name in names.split(";")]
+    for spec in [name for name in wanted if ".py:" in name]:
+        rivals.of_file(spec)  # here, not in the first run, says what is wrong
+        wanted[wanted.index(spec)] = name = spec.rpartition(":")[2]
+        more = (*more, Contender(name, spec))
+    every = {contender.name: contender for contender in of(task)}
+    known = {c.name for t in TASKS for c in of(t)}
+    unknown = [name for name in wanted if name not in known]
+    if unknown:
+        raise ValueError(f"methods: {', '.join(unknown)}: none of {', '.join(sorted(known))}")
+    return [contender for name, contender in every.items() if name in wanted]
+
+
+def put(
+    contender: Contender, model: nn.Module, task: training.Task, steps: int, seed: int
+) -> Callable[[], None] | None:
+    """Give the task's layers of ``model`` the contender's method, in place.
+
+    Returns what is to be called after every step, if anything.
+
+    Raises ValueError where a layer does not get the method (torchao's leave convolutions plain).
+    """
+    settings: dict[str, Any] = dict(contender.settings)
+    wanted = task.chosen
+    if contender.adapters:
+        rivals.convert(model, "lora", wanted, rank=ADAPTER_RANK)
+        wanted = functools.partial(_adapted, wanted, contender.adapters)
+        if contender.method == "fp32":
+            return None
+    if contender.lqs:
+        _convert_with_lqs(contender, model, task, wanted, seed)
+    else:
+        expected = set(rivals.taken_by_hotcore(model, wanted))
+        done = rivals.convert(model, contender.method, wanted, **settings)
+        missing = expected - set(done.names)
+        if missing and not contender.method.startswith("torchao"):
+            raise ValueError(f"{contender.name}: not taken: {sorted(missing)}: {done.left}")
+    if contender.int8_first:
+        return paper.PrecisionSchedule(model, max(1, round(contender.int8_first * steps))).step
+    return None
+
+
+def _convert_with_lqs(
+    contender: Contender,
+    model: nn.Module,
+    task: training.Task,
+    wanted: Callable[[nn.Module, str], bool],
+    seed: int,
+) -> None:
+    """Convert with each layer's scales of ``contender.lqs`` as paper.calibrate chooses them."""
+    method: Any = contender.method
+    config = hot.HotConfig.recipe(method, **contender.settings)
+    batches = _batches(task, seed, next(model.parameters()).device)
+    plan = paper.calibrate(model, batches, training.loss_of, config, filter_fn=wanted, slower=True)
+    fixed = {name: getattr(config, name) for name in SCALES if name not in contender.lqs}
+    overrides = {
+        name: override and replace(override, **fixed)
+        for name, override in plan.overrides(model=model).items()
+    }
+    hot.convert(model, config, wanted, overrides=overrides, slower=True)
+
+
+def _adapted(
+    inner: Callable[[nn.Module, str], bool], where: str, module: nn.Module, name: str
+) -> bool:
+    """Whether a layer of a model with adapters is one of the weights ``where``."""
+    parts = name.split(".")
+    if "lora_A" in parts or "lora_B" in parts:
+        return where in ("decomposed", "both")
+    return where in ("frozen", "both") and parts[-1] == "base_layer" and inner(module, name)
+
+
+def _batches(task: training.Task, seed: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+    """Two of the run's own first batches."""
+    order = torch.Generator().manual_seed(seed)
+    drawn = [task.data.batch(task.batch_size, order) for _ in range(2)]
+    return [(inputs.to(device), targets.to(device)) for inputs, targets in drawn]
+
+
+# ---- tasks ----
+
+
+class Resized(nn.Module):
+    """A network on images enlarged to ``pixels``."""
+
+    def __init__(self, net: nn.Module, pixels: int) -> None:
+        super().__init__()
+        self.net, self.pixels = net, pixels
+
+    def forward(self, images: Tensor) -> Tensor:
+        """``images [batch, 3, h, w]`` to logits ``[batch, classes]``."""
+        size = (self.pixels, self.pixels)
+        y: Tensor = self.net(F.interpolate(images, size, mode="bilinear"))
+        return y
+
+
+def _timm(name: str, classes: int, **options: Any) -> Any:
+    mend_torchvision()
+    return importlib.import_module("timm").create_model(name, num_classes=classes, **options)
+
+
+def resnet18(classes: int) -> nn.Module:
+    """For 32 x 32 pixels, as on CIFAR: a first convolution of 3 x 3, no pooling after it."""
+    net = _timm("resnet18", classes)
+    net.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
+    net.maxpool = nn.Identity()
+    built: nn.Module = net
+    return built
+
+
+def load_task(name: str, where: str = "tiles") -> training.Task:
+    """A task with its data read.
+
+    Args:
+        name: one of ``TASKS``. "vit" and "gpt" are as examples/train.py has them.
+        where: the data of the tasks with images, as for ``train_lib.images.load_images``.
+
+    Raises ValueError for another name or place.
+    """
+    if name in README:
+        return training.load_task(name)
+    if name == "bert":
+        text = MaskedText()
+        title = "Small BERT, Python's standard library"
+        build = functools.partial(SmallGPT, text.VOCAB, context=text.CONTEXT, causal=False)
+        return training.Task(name, title, text, build, 3e-3, 600, 16)
+    if name not in IMAGES:
+        raise ValueError(f"tasks: {name!r} is none of {', '.join(TASKS)}")
+    data = images.load_images(where)
+    title = f"{name.removeprefix('images-')}, {data.description.partition(':')[0]}"
+    if name in VITS:
+        *size, rate, steps = VITS[name]
+        vit = functools.partial(SmallViT, *size, data.classes, 3)
+        return training.Task(name, title, data, vit, rate, steps, 64)
+    if name == "images-resnet18":
+        net = functools.partial(resnet18, data.classes)
+        return training.Task(name, title, data, net, 2e-3, 300, 64, _in_layers)
+    efficient = functools.partial(_efficientformer, data.classes)
+    return training.Task(name, title, data, efficient, 1e-3, 300, 32, _in_stages)
+
+
+def _efficientformer(classes: int) -> nn.Module:
+    return Resized(_timm("efficientformer_l1", classes), 224)
+
+
+def _in_layers(module: nn.Module, name: str) -> bool:
+    return name.startswith("layer")
+
+
+def _in_stages(module: nn.Module, name: str) -> bool:
+    return name.startswith("net.stages.")
+
+
+def of_second_half(task: training.Task) -> training.Task:
+    """The task to fine-tune on: the other half of the data, a smaller rate, half of the steps."""
+    rate, steps = task.learning_rate / 4, max(1, task.steps // 2)
+    return replace(task, data=task.data.half(1), learning_rate=rate, steps=steps)
+
+
+# ---- reports ----
+
+
+def begun(
+    path: Path, benchmark: str, settings: Mapping[str, Any], threads: int, lora: str, entries: str
+) -> dict[str, Any]:
+    """The report at ``path``, to go on with; a new one where there is none.
+
+    Args:
+        path: of the report.
+        benchmark: its name.
+        settings: what the figures depend on.
+        threads: of the CPU.
+        lora: why LoRA is left out; empty: it is not.
+        entries: key of what is filled in bit by bit.
+
+    Raises ValueError where it was made with other settings.
+    """
+    found = resumed(path, settings)
+    if found is not None:
+        return found
+    facts = facts_of(benchmark)
+    facts["versions"]["threads"] = threads
+    left_out = {"lora": lora} if lora else {}
+    return {**facts, "settings": settings, "left out": left_out, entries: {}}
+
+
+def use_threads(count: int) -> None:
+    """Of torch and of hotcore."""
+    torch.set_num_threads(count)
+    hotcore.set_num_threads(count)

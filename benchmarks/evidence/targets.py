@@ -1,0 +1,165 @@
+"""The CUDA backend's targets against what the benchmarks reported. Needs their reports alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+Report = Mapping[str, Any]
+SIZES_OF_FWHT = ("16", "32", "64", "128", "256", "512", "1024", "2048", "4096")
+
+
+class Target(NamedTuple):
+    """One row: what was measured, the bar, and the aim."""
+
+    work: str
+    measured: float
+    must: float
+    aim: float
+    more_is_better: bool = True
+
+    @property
+    def verdict(self) -> str:
+        """ "aim", "must" or "missed"."""
+
+        def reached(bar: float) -> bool:
+            return self.measured >= bar if self.more_is_better else self.measured <= bar
+
+        return "aim" if reached(self.aim) else "must" if reached(self.must) else "missed"
+
+
+AGAINST = {  # group, recipe, rival -> must, aim (times faster, sum of the group's layers)
+    ("Llama-3-8B", "fast", "bf16 products"): (2.1, 2.4),
+    ("Llama-3-8B", "default", "bf16 products"): (1.7, 1.9),
+    ("Llama-3-8B", "fast", "torchao both - forward"): (1.3, 1.55),
+    ("Llama-3-8B", "default", "torchao both - forward"): (1.05, 1.2),
+    ("ViT-B", "fast", "bf16 products"): (1.6, 2.0),
+    ("ViT-B", "default", "bf16 products"): (1.3, 1.5),
+    ("ViT-B", "paper", "fp32 products"): (20, 25),
+    ("ViT-B", "paper", "tf32 products"): (4.4, 5.5),
+}
+
+
+BOTH = {  # group, forward and backward with the 8-bit forward -> must, aim (faster than bf16)
+    ("Llama-3-8B", "fast"): (1.75, 1.9),
+    ("Llama-3-8B", "default"): (1.5, 1.6),
+    ("ViT-B", "fast"): (1.45, 1.7),
+    ("ViT-B", "default"): (1.25, 1.4),
+}
+
+
+OF_STOCK = {  # group of bench_gemm.py -> products: what the table of stock tiles holds
+    "ViT-B g_x": ("qkv", "proj", "fc1", "fc2"),
+    "ViT-B g_w, r = 8": ("qkv", "proj", "fc1", "fc2"),
+    "ViT-B g_w, full": ("fc1",),
+    "Llama-3-8B g_x": ("qkv", "o", "up", "down"),
+    "Llama-3-8B g_w, r = 8": ("qkv", "o", "up", "down"),
+    "Llama-3-8B g_w, full": ("up",),
+}
+
+
+def of_backward(report: Report) -> Iterator[Target]:
+    for (group, recipe, rival), (must, aim) in AGAINST.items():
+        found = report.get("layers", {}).get(group, {}).get("recipes", {}).get(recipe, {})
+        if rival in found.get("faster than", {}):
+            measured = found["faster than"][rival]
+            yield Target(f"{group} sum, {recipe} faster than {rival}", measured, must, aim)
+    for (group, recipe), (must, aim) in BOTH.items():
+        row = report.get("layers", {}).get(group, {}).get("both", {}).get(f"{recipe} int8 both")
+        if row and "torch bf16 both" in row["faster than"]:
+            work = f"{group} sum, forward and backward, {recipe} with an 8-bit forward, of bf16"
+            yield Target(work, row["faster than"]["torch bf16 both"], must, aim)
+    for group, table in report.get("layers", {}).items():
+        for recipe, row in table["recipes"].items():
+            work = f"{group}, compress {recipe}, copies of x"
+            yield Target(work, row["compress of a copy"], 1.3, 1.0, False)
+    for way in ("rotating", "cached"):
+        mean = report.get("paper", {}).get(way, {}).get("means", {}).get("hotcore paper")
+        if mean:
+            aim = report["paper"][way]["published geomean"]
+            work = f"the paper's layers, arrays {way}, paper faster than fp32"
+            yield Target(f"{work}: geometric mean", mean["geomean"], 2.1, aim)
+            yield Target(f"{work}: worst row", mean["worst"], 1.3, 1.6)
+    for group, table in report.get("forward", {}).items():
+        for recipe, extra in table["extra"].items():
+            yield Target(f"{group}, forward {recipe}, extra time", extra, 0.15, 0.05, False)
+    for name, row in report.get("host", {}).get("rows", {}).items():
+        if "adapter backward" in name:  # the whole call, and the adapter's own part
+            yield Target(f"host, {name}, us", row["median_ms"] * 1e3, 60, 60, False)
+        if "of nn.Linear" in row:
+            yield Target(f"host, {name}, of nn.Linear", row["of nn.Linear"], 1.2, 1.2, False)
+
+
+def of_fwht(report: Report) -> Iterator[Target]:
+    shares = [
+        report["n"][n]["hotcore"]["of the copy"] for n in SIZES_OF_FWHT if n in report.get("n", {})
+    ]
+    if shares:
+        yield Target("fwht, slowest n, share of the copy", min(shares), 0.85, 0.95)
+
+
+def of_gemm(report: Report) -> Iterator[Target]:
+    for group, names in OF_STOCK.items():
+        products = report.get("products", {}).get(group, {})
+        for name in names:
+            mine = products.get(name, {}).get("rows", {}).get("hotcore", {})
+            if "of the best stock tile" in mine:
+                aim = 2.5 if name == "proj" and "g_w" in group else 1.1
+                work = f"INT8 product, {group} {name}, of the best stock tile"
+                yield Target(work, mine["of the best stock tile"], 1.0, aim)
+
+
+def of_models(report: Report) -> Iterator[Target]:
+    """A ViT-B step as people run it (bench_models.py's part step), beside compiled bf16."""
+    found = report.get("steps", {}).get("vit_b", {}).get("rows", {})
+    measured = {name: row for name, row in found.items() if "step" in row}
+    plain, graphs = (measured.get(f"bf16 {how}", {}) for how in ("compiled", "reduce-overhead"))
+
+    def shares(name: str, rival: Report, *path: str) -> Iterator[float]:
+        """Of the rival's figure, where both have it."""
+        mine, theirs = measured.get(name, {}), rival
+        for key in path:
+            mine, theirs = mine.get(key, {}), theirs.get(key, {})
+        if mine and theirs:
+            yield mine / theirs
+
+    def at_least(of: Report, max_time: float, key: Any) -> float:
+        """Least peak of HOT's contenders, and of ``of``, within a time."""
+        quick = [r["peak_gib"] for r in measured.values() if "recipe" in r["how"]
+                 and key(r) <= max_time]  # fmt: skip
+        return min([of["peak_gib"], *quick])
+
+    for recipe, must, aim in (("default", 1.0, 0.93), ("fast", 0.96, 0.88)):
+        step = f"ViT-B step, {recipe}"
+        for of in shares(f"{recipe} reduce-overhead", graphs, "host", "median_ms"):
+            yield Target(f"{step}, reduce-overhead: host, of bf16's", of, 1.1, 1, False)
+        mine = measured.get(f"{recipe} compiled", {}).get("of reference")
+        if mine:
+            yield Target(f"{step} compiled: host, of bf16's", mine["host"], 1.25, 1.1, False)
+        # Of overlapping kernels one that waits counts its waiting: the GPU's busy time.
+        for of in shares(f"{recipe} int8-forward compiled", plain, "kernels", "busy_ms"):
+            work = f"{step} compiled, 8-bit forward: GPU busy, of bf16's"
+            yield Target(work, of, must, aim, False)
+        name = f"{recipe} int8-forward reduce-overhead"
+        for of in shares(name, graphs, "step", "median_ms"):
+            work = f"{step}, 8-bit forward, reduce-overhead: of bf16's there"
+            yield Target(work, of, must, aim, False)
+    if "peak_gib" in plain:
+        least = at_least(plain, 1.1, lambda row: row.get("of reference", {}).get("step", 9)
+                         if "compiled" in row["how"] else 9)  # fmt: skip
+        work = "ViT-B, compiled: least peak at 1.1 of compiled bf16's time, of its peak"
+        yield Target(work, least / plain["peak_gib"], 0.45, 0.33, False)
+    eager, exact = measured.get("bf16 eager", {}), measured.get("fp32 eager", {})
+    if "peak_gib" in eager and "peak_gib" in exact:
+        least = at_least(eager, eager["step"]["median_ms"], lambda row: row["step"]["median_ms"])
+        work = "ViT-B: least peak in eager bf16's time, of fp32's peak"
+        yield Target(work, least / exact["peak_gib"], 0.25, 0.20, False)
+
+
+def rows(
+    backward: Report, fwht: Report, gemm: Report, models: Report | None = None
+) -> list[dict[str, Any]]:
+    """Every target that the reports have a figure for."""
+    found = [*of_backward(backward), *of_fwht(fwht), *of_gemm(gemm), *of_models(models or {})]
+    keys = ("work", "measured", "must", "aim")
+    return [{key: getattr(t, key) for key in keys} | {"reached": t.verdict} for t in found]

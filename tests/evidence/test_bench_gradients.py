@@ -1,0 +1,204 @@
+"""bench_gradients.py and bench_training.py: their figures, breaks, and each at toy size."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+for needed in ("sklearn", "matplotlib"):
+    pytest.importorskip(needed)
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import bench_training  # noqa: E402
+from evidence import bench_gradients, plot_evidence, small_tasks  # noqa: E402
+from evidence.evidence_tables import of_task, training_lines  # noqa: E402
+from evidence.small_tasks import Contender  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("seeded_torch")
+
+
+def capture() -> tuple[Tensor, Tensor, Tensor]:
+    return torch.randn(4, 32, 48), torch.randn(64, 48), torch.randn(4, 32, 64)
+
+
+def test_quality_of_known_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A constant shift is bias, randomness is noise, and both make the error."""
+    x, w, gy = capture()
+    exact = {"gx": gy @ w, "gw": gy.flatten(0, 1).t() @ x.flatten(0, 1)}
+    scale = {kind: value.norm() / value.numel() ** 0.5 for kind, value in exact.items()}
+
+    def drawn(*_: Any) -> dict[str, Tensor]:
+        return {
+            kind: 0.9 * value + 0.3 * scale[kind] * torch.randn_like(value)
+            for kind, value in exact.items()
+        }
+
+    monkeypatch.setattr(bench_gradients, "draw", drawn)
+    found = bench_gradients.quality(Contender("x", "bf16"), (x, w, gy), 40)
+    for kind in ("gx", "gw"):
+        row = found[kind]
+        assert row["bias"] == pytest.approx(0.1, abs=0.01)
+        assert row["noise"] == pytest.approx(0.3, rel=0.03)
+        assert row["error"] == pytest.approx(0.1**0.5, rel=0.03)
+        assert row["cosine"] == pytest.approx(0.9 / (0.81 + 0.09) ** 0.5, abs=0.005)
+    fixed = {kind: 1.1 * value for kind, value in exact.items()}
+    monkeypatch.setattr(bench_gradients, "draw", lambda *_: fixed)
+    row = bench_gradients.quality(Contender("x", "bf16"), (x, w, gy), 40)
+    assert row["draws"] == 2 and row["gw"]["noise"] < 1e-6
+    assert row["gw"]["bias"] == pytest.approx(0.1) == row["gw"]["error"]
+
+
+def test_quality_of_methods() -> None:
+    """Known biased and unbiased methods, on noise without structure."""
+    found = {
+        contender.name: bench_gradients.quality(contender, capture(), 12)
+        for contender in small_tasks.chosen("gpt", "fast;lbp_wht_flat;accurate;bf16;actnn_2bit")
+    }
+    for name in ("fast", "actnn_2bit"):
+        row = found[name]["gw"]
+        assert row["bias"] < row["noise"] / 12**0.5 and row["noise"] == pytest.approx(
+            row["error"], rel=0.2
+        )
+    flat = found["lbp_wht_flat"]  # half of the rows of white noise are half of its energy
+    assert flat["gw"]["noise"] == 0 and flat["gw"]["bias"] == pytest.approx(0.5**0.5, abs=0.05)
+    assert found["accurate"]["gw"]["error"] < 0.05 and found["bf16"]["gx"]["error"] < 0.01
+    sizes = {name: row["bytes"] for name, row in found.items()}
+    assert sizes == pytest.approx(
+        {"fast": 0.5, "lbp_wht_flat": 2.0, "accurate": 1.0, "bf16": 2.0, "actnn_2bit": 0.265625}
+    )
+
+
+def test_cost() -> None:
+    """Bit operations of every method over full precision's, at a shape dominated by products."""
+    shape = (1 << 20, 1 << 14, 1 << 14)
+    found = {
+        c.name: bench_gradients.cost(c, shape, 1 << 13)
+        for task in small_tasks.README
+        for c in small_tasks.contenders(task)
+    }
+    eighths, fourths = 64 / 1024, 16 / 1024
+    wanted = {
+        "bf16": 1 / 4, "torchao_fp8": eighths, "torchao_int8": eighths, "naive_int4": fourths,
+        "luq": fourths, "lbp_wht_flat": 1 / 2, "lbp_wht": 1 / 2, "actnn_2bit": 1.0,
+        "authors_hot": (16 + 32 * 36 / 128) / 2 / 1024, "default": eighths,
+        "fast": (64 + 32) / 2 / 1024, "int4": (16 + 64) / 2 / 1024,
+        "paper": (16 + 32) / 2 / 1024, "accurate": eighths, "paper, tiles": (16 + 32) / 2 / 1024,
+    }  # fmt: skip
+    assert found == pytest.approx(wanted, abs=1.5e-3)
+
+
+def test_batch_noise_of_a_known_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients that are a constant and noise: the ratio comes out."""
+    task = small_tasks.load_task("vit")
+    model = task.build()
+    layers = bench_gradients.layers_of(model)
+    assert len(layers) == 8 and all(name.startswith("blocks.") for name in layers)
+    fixed = {name: torch.randn_like(layer.weight) for name, layer in layers.items()}
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        parts = (
+            (layer.weight * (fixed[name] + 2 * torch.randn_like(layer.weight))).sum()
+            for name, layer in bench_gradients.layers_of(model).items()
+        )
+        return torch.stack(list(parts)).sum()
+
+    monkeypatch.setattr(bench_gradients.training, "loss_of", loss)
+    found = bench_gradients.batch_noise(model, task, 0, 20)
+    assert list(found) == list(layers)
+    assert all(value == pytest.approx(2.0, rel=0.1) for value in found.values())
+
+
+GRADIENTS = (
+    "--tasks", "vit", "--methods", "fast;paper, tiles", "--at", "0,1", "--steps", "3",
+    "--draws", "2", "--batches", "2",
+)  # fmt: skip
+
+
+def test_gradients_go_on_after_a_break(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second half alone is measured, and equals that of a run without a break."""
+    whole, broken = tmp_path / "whole.json", tmp_path / "broken.json"
+    bench_gradients.main([*GRADIENTS, "--json", str(whole), "--plot", str(tmp_path / "g.svg")])
+    found = json.loads(whole.read_text())
+    assert list(found["points"]) == ["vit/0/0", "vit/0/1"]
+    layer = found["points"]["vit/0/1"]["layers"]["blocks.1.fc2"]
+    assert layer["shape"] == [32 * 65, 48, 192] and set(layer["methods"]) == {
+        "fast",
+        "paper, tiles",
+    }
+    assert (tmp_path / "g.svg").stat().st_size > 5000
+    kept = found["points"].pop("vit/0/1")
+    broken.write_text(json.dumps(found))
+    counts: list[int] = []
+    original = bench_gradients.quality
+    monkeypatch.setattr(bench_gradients, "quality", lambda *a: (counts.append(1), original(*a))[1])
+    bench_gradients.main([*GRADIENTS, "--json", str(broken)])
+    again = json.loads(broken.read_text())["points"]["vit/0/1"]
+    assert again["layers"] == kept["layers"] and len(counts) == 16
+    with pytest.raises(SystemExit):  # another number of draws: not to be mixed
+        bench_gradients.main([*GRADIENTS, "--draws", "3", "--json", str(broken)])
+    assert json.loads(broken.read_text())["points"].keys() == {"vit/0/0", "vit/0/1"}
+
+
+def test_training_goes_on_after_a_break(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "training.json"
+    words = ["--tasks", "vit", "--methods", "fp32;lbp_wht", "--seeds", "0,1", "--steps", "2",
+             "--json", str(path)]  # fmt: skip
+    bench_training.main([*words, "--budget", "0"])
+    first = json.loads(path.read_text())
+    assert len(first["runs"]) + len(first["not run"]) == 4 and first["not run"]
+    bench_training.main([*words, "--plot", str(tmp_path)])
+    found = json.loads(path.read_text())
+    assert len(found["runs"]) == 4 and not found["not run"]
+    runs = found["runs"]
+    for seed in (0, 1):  # the same weights at first, the same data: the curves begin alike
+        starts = {tuple(runs[f"vit/{name}/{seed}"]["curve"][0]) for name in ("fp32", "lbp_wht")}
+        assert len(starts) == 1
+    losses = [
+        [runs[f"vit/{name}/{seed}"]["val_loss"] for seed in (0, 1)] for name in ("lbp_wht", "fp32")
+    ]
+    gap = sum(a - b for a, b in zip(*losses, strict=True)) / 2
+    printed = capsys.readouterr().out
+    assert f"| lbp_wht | {gap:+.3f} ±" in printed and "| ViT, digits, 2 seeds |" in printed
+    kept = [runs[f"vit/{name}/0"]["linear_saved_bytes"] for name in ("fp32", "lbp_wht")]
+    assert kept[0] > kept[1] > kept[0] / 2  # the class tokens whole
+    assert (tmp_path / "training-vit.svg").stat().st_size > 5000
+
+
+def test_a_diverged_run_is_a_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "training.json"
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("vit with luq: loss is nan at step 1")
+
+    monkeypatch.setattr(bench_training.training, "train", fails)
+    bench_training.main(["--tasks", "vit", "--methods", "luq", "--seeds", "0", "--json", str(path)])
+    found = json.loads(path.read_text())
+    assert "nan" in found["runs"]["vit/luq/0"]["diverged"]
+    for seed in (0, 1):
+        found["runs"][f"vit/fp32/{seed}"] = {"val_loss": 0.75}
+    found["runs"]["vit/luq/1"] = {"val_loss": 1.0}  # and one that has not
+    assert "| luq | +0.250, 1 diverged |" in training_lines([(found, "vit")])
+    assert plot_evidence.mean_loss(of_task(found, "vit")["luq"]) == math.inf
+
+
+def test_bad_options(tmp_path: Path) -> None:
+    for words in (
+        ["--methods", "best"],
+        ["--tasks", "bert"],
+        ["--at", "5", "--steps", "5"],
+        ["--draws", "1"],
+    ):
+        with pytest.raises(SystemExit):
+            bench_gradients.main([*words, "--json", str(tmp_path / "no.json")])
+    with pytest.raises(SystemExit):
+        bench_training.main(["--methods", "best", "--json", str(tmp_path / "no.json")])
+    assert not list(tmp_path.iterdir())

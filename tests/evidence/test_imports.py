@@ -1,0 +1,60 @@
+"""benchmarks/ in two floors: what each module may import, and no circle."""
+
+from __future__ import annotations
+
+import ast
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+SHARED = {"timing", "layers", "models", "training", "steps", "kernel_classes", "plot"}
+
+
+def modules() -> dict[str, Path]:
+    """Name, as it is imported -> file."""
+    found = {path.stem: path for path in BENCHMARKS.glob("*.py")}
+    for path in (BENCHMARKS / "evidence").rglob("*.py"):
+        parts = path.relative_to(BENCHMARKS).with_suffix("").parts
+        found[".".join(part for part in parts if part != "__init__")] = path
+    return found
+
+
+def imports(name: str, path: Path, known: set[str]) -> set[str]:
+    """The modules of benchmarks/ that a module imports when it is loaded."""
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    found: set[str] = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            source = f"{package}.{node.module}" if node.level else str(node.module)
+            names = {f"{source}.{alias.name}" for alias in node.names} & known
+            # `from evidence import X` loads X; the package itself only puts folders on the path.
+            found |= names or {source}
+    return (found & known) - {name, "evidence"}
+
+
+def test_no_import_goes_in_a_circle() -> None:
+    found = modules()
+    assert len(found) > 40 and "evidence.rivals.methods" in found
+    graph = {name: imports(name, path, set(found)) for name, path in found.items()}
+    assert "evidence.rivals" in graph["training"] and "timing" in graph["evidence.bench_fwht"]
+    order = list(TopologicalSorter(graph).static_order())  # raises CycleError
+    assert order.index("plot") < order.index("evidence.plot_evidence")
+
+
+def test_shared_modules_take_the_rivals_alone_from_the_evidence() -> None:
+    found = modules()
+    assert set(found) >= SHARED
+    for name in SHARED:
+        of = {used for used in imports(name, found[name], set(found)) if used[:9] == "evidence."}
+        assert all(used.startswith("evidence.rivals") for used in of), (name, of)
+
+
+def test_the_scripts_of_the_top_floor() -> None:
+    """About ten that people run; a new one belongs there only if it is for them."""
+    scripts = {name for name in modules() if "." not in name} - SHARED - {"__init__", "evidence"}
+    assert scripts == {
+        *("bench_autotune", "bench_backward", "bench_forward", "bench_gemm", "bench_gpt"),
+        *("bench_latency", "bench_memory", "bench_models", "bench_training"),
+    }

@@ -1,0 +1,627 @@
+"""The rivals of the benchmarks: their defining properties."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import hotcore  # noqa: E402
+import hotcore.torch as hot  # noqa: E402
+import models  # noqa: E402
+import reference  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from evidence import ROOT, rivals  # noqa: E402
+from evidence.rivals import quantizers  # noqa: E402
+from evidence.rivals.conversion import taken_by_hotcore  # noqa: E402
+from evidence.rivals.lbp_wht import LbpWht  # noqa: E402
+from evidence.rivals.methods import AuthorsHot, power_of_two_factor, triangle_rows  # noqa: E402
+from hotcore.config import RECIPES  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+
+SIMULATED = (
+    "bf16", "naive_int4", "luq", "luq_forward", "lbp_wht", "lbp_wht_flat", "authors_hot",
+    "actnn_2bit",
+)  # fmt: skip
+LOW_RANK = ("lbp_wht", "lbp_wht_flat", "authors_hot")
+
+
+@pytest.fixture(autouse=True)
+def seeded(rng: np.random.Generator) -> None:
+    torch.manual_seed(int(rng.integers(1 << 62)))
+
+
+class Net(nn.Module):
+    """A convolution, tokens of a 4 x 4 grid, two linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 64, 3, stride=2, padding=1)
+        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
+        self.norm = nn.LayerNorm(64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.conv(x).flatten(2).mT
+        return self.norm(tokens + self.down(F.gelu(self.up(tokens)))).mean(1)
+
+
+class OneBit(rivals.Method):
+    """Signs of g_y, with one scale a token; x in a byte."""
+
+    def gx_operands(self, gy: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        return gy.sign() * gy.abs().mean(-1, keepdim=True), w
+
+    def keep(self, x: Tensor) -> tuple[Tensor, ...]:
+        codes, scale = quantizers.int_codes(x, 8)
+        return codes.to(torch.int8), scale
+
+    def unkeep(self, kept: tuple[Tensor, ...], shape: torch.Size) -> Tensor:
+        return kept[0].float() * kept[1]
+
+
+def everything(module: nn.Module, name: str) -> bool:
+    return True
+
+
+def gradients(
+    method: str, x: Tensor, w: Tensor, gy: Tensor, **settings: Any
+) -> tuple[Tensor, Tensor]:
+    layer = nn.Linear(w.shape[1], w.shape[0], bias=False)
+    layer.weight = nn.Parameter(w.clone())
+    rivals.convert(model := nn.Sequential(layer), method, everything, **settings)
+    leaf = x.clone().requires_grad_()
+    model(leaf).backward(gy)
+    assert leaf.grad is not None and model[0].weight.grad is not None
+    return leaf.grad, model[0].weight.grad
+
+
+def operands(samples: int = 2, tokens: int = 64, ins: int = 24, outs: int = 32) -> list[Tensor]:
+    return [torch.randn(s) for s in ((samples, tokens, ins), (outs, ins), (samples, tokens, outs))]
+
+
+def unbiased(draw: Callable[[], Tensor], exact: Tensor, count: int) -> None:
+    """Whether the draws' expectation is ``exact``, as far as ``count`` of them can say.
+
+    The draws' errors are projected on fixed directions: exact itself (a shrunken or stretched
+    result), the signs, the sum, and 29 at random. Each projection is one number a draw, so that
+    nothing need be known of how the elements vary together; the mean of each has a z-score, and 32
+    normal ones stay below 5.5 but once in a million runs.
+    """
+    ways = [exact, exact.sign(), torch.ones_like(exact)]
+    ways += [torch.randn_like(exact) for _ in range(29)]
+    matrix = torch.stack([way.flatten() for way in ways]).double()
+    errors = torch.stack([matrix @ (draw() - exact).flatten().double() for _ in range(count)])
+    noise = errors.std(0) / math.sqrt(count) + 1e-6 * matrix.norm(dim=1) * exact.norm()
+    z = errors.mean(0) / noise
+    assert z.abs().max() < 5.5, z
+
+
+# ---- all of them ----
+
+
+@pytest.mark.parametrize("method", SIMULATED)
+def test_drop_in(method: str) -> None:
+    """Same forward (but those that say otherwise), same Parameters, gradients of the same sign."""
+    torch.set_num_threads(1)
+    model = Net()
+    x = torch.randn(4, 3, 8, 8)
+    plain = copy.deepcopy(model)
+    parameters = dict(model.named_parameters())
+    done = rivals.convert(model, method, everything)
+    assert done.names == ("conv", "up", "down") and not done.left
+    assert all(p is parameters[name] for name, p in model.named_parameters())
+    y, wanted = model(x), plain(x)
+    if method in ("bf16", "luq_forward"):
+        tolerance = 0.02 if method == "bf16" else 0.5
+        assert 0 < (y - wanted).norm() < tolerance * wanted.norm() + 1e-6
+    else:
+        torch.testing.assert_close(y, wanted)
+    gy = torch.randn_like(wanted)
+    y.backward(gy)
+    wanted.backward(gy)
+    for (name, mine), (_, theirs) in zip(
+        model.named_parameters(), plain.named_parameters(), strict=True
+    ):
+        assert mine.grad is not None and theirs.grad is not None, name
+        if name == "down.bias" and method != "luq_forward":  # before any rival's product
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=0.02, atol=1e-5)
+        cosine = F.cosine_similarity(mine.grad.flatten(), theirs.grad.flatten(), 0)
+        assert cosine > 0.3, (name, cosine)
+    model.eval()
+    torch.testing.assert_close(model(x), plain.eval()(x), rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("seeded_torch")  # the numbers of threads as before
+def test_a_method_in_a_file_has_rows_in_the_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The class of docs/dev/rivals.md, as its page has it, at toy size."""
+    pytest.importorskip("sklearn")
+    import bench_training
+    from evidence import bench_gradients
+
+    page = (ROOT / "docs/dev/rivals.md").read_text()
+    (tmp_path / "signs.py").write_text(page.split("```python\n")[1].split("```")[0])
+    monkeypatch.chdir(tmp_path)
+    assert "luq;default;signs.py:SignGradient" in page
+    small = ["--methods", "fp32;luq;signs.py:SignGradient", "--tasks", "vit", "--steps", "2"]
+    for table in ("rivals", "finetune"):
+        words = ["--seeds", "0", "--table", table, "--json", f"{table}.json", "--cache", "."]
+        bench_training.main([*small, *words])
+        runs = json.loads(Path(f"{table}.json").read_text())["runs"]
+        assert set(runs) == {"vit/fp32/0", "vit/luq/0", "vit/SignGradient/0"}
+        gap = runs["vit/SignGradient/0"]["val_loss"] - runs["vit/fp32/0"]["val_loss"]
+        assert gap != 0 and f"| SignGradient | {gap:+.3f} |" in capsys.readouterr().out
+    kept = [runs[f"vit/{name}/0"]["linear_saved_bytes"] for name in ("fp32", "SignGradient")]
+    assert 0.25 < kept[1] / kept[0] < 0.26
+    words = ["--at", "0", "--draws", "2", "--batches", "2", "--json", "gradients.json"]
+    bench_gradients.main(["--methods", "luq;signs.py:SignGradient", *small[2:], *words])
+    assert re.search(r"\| SignGradient \|( 0\.\d+ \|){4}  \| 1\.00 \|", capsys.readouterr().out)
+    with pytest.raises(ValueError, match="signs.py:Best: 'Best' is no subclass"):
+        rivals.convert(Net(), "signs.py:Best")
+    with pytest.raises(SystemExit):
+        bench_training.main(["--methods", "fp32;other.py:Best", "--json", "none.json"])
+    assert "other.py:Best: there is no 'other.py'" in capsys.readouterr().err
+
+
+def test_a_method_of_ones_own() -> None:
+    model = Net()
+    done = rivals.convert(model, OneBit(), everything)
+    assert (done.method, done.names, done.left) == ("OneBit", ("conv", "up", "down"), {})
+    tokens = torch.randn(2, 16, 128, requires_grad=True)
+    gy = torch.randn(2, 16, 64)
+    model.down(tokens).backward(gy)
+    signs = gy.sign() * gy.abs().mean(-1, keepdim=True)
+    torch.testing.assert_close(tokens.grad, signs @ model.down.weight)
+    exact = gy.flatten(0, 1).T @ tokens.detach().flatten(0, 1)
+    error = (model.down.weight.grad - exact).norm() / exact.norm()
+    assert 1e-4 < error < 0.02  # x came from its byte
+    model(torch.randn(4, 3, 8, 8)).sum().backward()
+    assert type(hot.revert(model).down) is nn.Linear
+
+
+@pytest.mark.parametrize("method", [m for m in SIMULATED if m not in ("authors_hot", "actnn_2bit")])
+@pytest.mark.parametrize("kind", ["linear", "conv"])
+def test_exact_where_nothing_is_lost(method: str, kind: str) -> None:
+    """Inputs that a method represents exactly give torch's gradients, signs and scales included."""
+    # One magnitude: exact in INT4, FP4, two bits. SAWB's clip of it is negative, that of +-1 and 0
+    # is not. Constant along the tokens: nothing above row 0.
+    if kind == "linear":
+        layer: nn.Module = nn.Linear(16, 16, bias=False)
+        x = torch.ones(2, 16, 1) * _signs(1, 1, 16)
+        gy = torch.ones(2, 16, 1) * _signs(1, 1, 16)
+    else:
+        layer = nn.Conv2d(16, 16, 1, stride=2, bias=False)
+        x, gy = torch.ones(2, 16, 7, 7), torch.ones(2, 16, 4, 4) * _signs(1, 16, 1, 1)
+    with torch.no_grad():
+        layer.weight.copy_(_signs(*layer.weight.shape))
+    results = []
+    for name in ("fp32", method):
+        model = nn.Sequential(copy.deepcopy(layer))
+        rivals.convert(model, name, everything)
+        leaf = x.clone().requires_grad_()
+        model(leaf).backward(gy)
+        results.append((leaf.grad, model[0].weight.grad))
+    for mine, theirs in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2e-3, atol=1e-4)
+
+
+def _signs(*shape: int) -> Tensor:
+    return torch.randint(0, 2, shape) * 2.0 - 1
+
+
+def test_convolutions_are_unfolded_right() -> None:
+    """Stride, padding, dilation: the exact method gives torch's gradients."""
+    conv = nn.Conv2d(5, 7, (3, 2), stride=(2, 1), padding=(1, 2), dilation=(1, 2))
+    other = copy.deepcopy(conv)
+    model = nn.Sequential(other)
+    rivals.convert(model, "actnn_2bit", everything)
+    model[0].method = rivals.Method()
+    x = torch.randn(3, 5, 9, 11)
+    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+    y, wanted = model(a), conv(b)
+    torch.testing.assert_close(y, wanted)
+    gy = torch.randn_like(y)
+    y.backward(gy)
+    wanted.backward(gy)
+    torch.testing.assert_close(a.grad, b.grad)
+    torch.testing.assert_close(other.weight.grad, conv.weight.grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(other.bias.grad, conv.bias.grad)
+
+
+def test_frozen_weights_keep_nothing() -> None:
+    model = nn.Sequential(nn.Linear(64, 64))
+    rivals.convert(model, "luq", everything)
+    model[0].weight.requires_grad_(False)
+    x = torch.randn(2, 16, 64, requires_grad=True)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = model(x)
+    assert [tuple(t.shape) for t in kept] == [(64, 64)]
+    y.sum().backward()
+    assert model[0].weight.grad is None and x.grad is not None
+
+
+@pytest.mark.parametrize("method", ["naive_int4", "lbp_wht"])
+def test_autocast(method: str) -> None:
+    model = nn.Sequential(nn.Linear(64, 64))
+    rivals.convert(model, method, everything)
+    x = torch.randn(2, 16, 64, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = model(x)
+    assert y.dtype == torch.bfloat16
+    y.float().square().sum().backward()
+    assert x.grad is not None and x.grad.dtype == torch.float32
+
+
+def test_same_layers_as_hotcore() -> None:
+    """The default filter's choice; kinds that a rival has no product for are named."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
+    assert taken_by_hotcore(model) == ["0"]
+    assert rivals.convert(model, "luq").names == ("0",)
+    assert type(model[1]) is nn.Linear
+    mixed = nn.Sequential(nn.Linear(64, 64), nn.Conv2d(64, 64, 3, padding="same"))
+    done = rivals.convert(mixed, "luq", everything)
+    assert done.names == ("0",) and "same" in done.left["1"]
+    for name in RECIPES:
+        fresh = nn.Sequential(nn.Linear(64, 64))
+        assert rivals.convert(fresh, name).names == ("0",)
+        assert type(fresh[0]) is hot.HotLinear and fresh[0].config.name == name
+    with pytest.raises(ValueError, match="method: 'best' is none of fp32"):
+        rivals.convert(model, "best")
+    with pytest.raises(ValueError, match="method: 0.5 is none of fp32.*and no CustomBackward"):
+        rivals.convert(Net(), 0.5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="the class OneBit; make an object of it first"):
+        rivals.convert(Net(), OneBit)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="OneBit: settings are for methods by name"):
+        rivals.convert(Net(), OneBit(), rank=8)
+    with pytest.raises(ValueError, match="takes none"):
+        rivals.convert(nn.Sequential(nn.Conv2d(64, 64, 3, padding="same")), "luq", everything)
+
+
+def test_torchao_compiles_without_hotcore() -> None:
+    """scripts/gpu_check.py starts compile_torchao.py while hotcore is being built."""
+    code = "import sys; sys.modules['hotcore'] = None; import evidence.compile_torchao"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT / "benchmarks", check=True)
+    script = ROOT / "scripts/gpu_check.py"
+    assert "benchmarks.evidence.compile_torchao" in script.read_text()
+
+
+# ---- INT4 ----
+
+
+def test_naive_int4() -> None:
+    """Fifteen codes, one scale a tensor, unbiased in g_y given the codes of x and w."""
+    x, w, gy = operands()
+    codes, scale = quantizers.int_codes(x, 4)
+    assert codes.abs().max() == 7 and scale == x.abs().max() / 7 and (codes == codes.round()).all()
+    assert (codes * scale - x).abs().max() <= scale * 0.5001
+    wq, xq = quantizers.int_values(w, 4), codes * scale
+    unbiased(lambda: gradients("naive_int4", x, w, gy)[0], gy @ wq, 300)
+    unbiased(lambda: gradients("naive_int4", x, w, gy)[1], torch.einsum("bto,bti->oi", gy, xq), 300)
+
+
+def test_one_outlier_drowns_naive_int4() -> None:
+    """What a Hadamard transform and a scale a token are for."""
+    x, w, gy = operands(outs=64)
+    gy[0, 0, 0] = 1000
+    exact = gy @ w
+    rest = (slice(None), slice(1, None))
+    naive = gradients("naive_int4", x, w, gy)[0]
+    ours = gradients("default", x, w, gy, gx_bits=4)[0]
+    error = [float((g - exact)[rest].norm() / exact[rest].norm()) for g in (naive, ours)]
+    assert error[0] > 5 * error[1]
+
+
+# ---- LUQ ----
+
+
+def test_luq_values_are_fp4() -> None:
+    """A sign and one of seven powers of two above a 64th of the largest value, or zero."""
+    x = torch.randn(4096) * torch.logspace(-4, 0, 4096)
+    q = quantizers.luq_values(x)
+    alpha = x.abs().max() / 64
+    exponents = torch.log2(q[q != 0].abs() / alpha)
+    assert set(exponents.tolist()) == set(range(7))
+    assert len(q.unique()) <= 15 and ((q == 0) | (q.sign() == x.sign())).all()
+    assert q[x.abs().argmax()] == x[x.abs().argmax()]
+    assert (quantizers.luq_values(torch.zeros(5)) == 0).all()
+    exact = alpha * 2.0 ** torch.arange(7)  # a value that has a code keeps it
+    assert (quantizers.luq_values(exact) == exact).all()
+
+
+def test_luq_is_unbiased() -> None:
+    """Below alpha, between the powers of two, and the largest; not so to the nearest power."""
+    x = torch.cat([torch.randn(256), 0.01 * torch.randn(256), torch.tensor([4.0, -4.0])])
+    for part in (slice(0, 256), slice(256, 512), slice(512, 514)):
+        unbiased(lambda part=part: quantizers.luq_values(x)[part], x[part], 2000)
+    exponents = torch.floor(torch.log2(x.abs() * 16) + 0.5)
+    nearest = (2**exponents / 16 * x.sign())[:256]
+    with pytest.raises(AssertionError):
+        unbiased(lambda: nearest + 0.5 * torch.randn(256), x[:256], 2000)
+
+
+def test_luq_products() -> None:
+    """E[g_x] = g_y q(w), E[g_w] = g_y^T q(x), with SAWB's INT4 of w and x."""
+    x, w, gy = operands()
+    gy = gy * torch.logspace(-2, 0, gy.shape[1])[:, None]
+    wq, xq = quantizers.sawb_values(w), quantizers.sawb_values(x)
+    assert len(wq.unique()) <= 15 and 0.05 < (wq - w).norm() / w.norm() < 0.3
+    unbiased(lambda: gradients("luq", x, w, gy)[0], gy @ wq, 400)
+    unbiased(lambda: gradients("luq", x, w, gy)[1], torch.einsum("bto,bti->oi", gy, xq), 400)
+    layer = nn.Sequential(nn.Linear(24, 32, bias=False))
+    layer[0].weight = nn.Parameter(w)
+    rivals.convert(layer, "luq_forward", everything)
+    torch.testing.assert_close(layer(x), xq @ wq.t())
+    assert (layer.eval()(x) == F.linear(x, w)).all()
+    kept = nn.Sequential(nn.Linear(24, 32, bias=False))
+    kept[0].weight = nn.Parameter(w)
+    rivals.convert(kept, "luq", everything, forward=True, in_eval=True)
+    with torch.no_grad():
+        torch.testing.assert_close(kept.eval()(x), xq @ wq.t())
+    with pytest.raises(ValueError, match="in_eval"):
+        rivals.method_of("luq", in_eval=True)
+
+
+def test_sawb_clips_a_normal_distribution() -> None:
+    x = torch.randn(1 << 18)
+    assert float(quantizers.sawb_clip(x)) == pytest.approx(
+        12.1 - 12.2 * math.sqrt(2 / math.pi), 0.02
+    )
+    constant = torch.full((64,), 3.0)
+    assert quantizers.sawb_clip(constant) < 0  # so it is not trusted where it is not needed
+    torch.testing.assert_close(quantizers.sawb_values(constant), constant)
+
+
+# ---- LBP-WHT ----
+
+
+def walsh_images(rank: int) -> Tensor:
+    rows = hotcore.fwht(torch.eye(16), block=16)[reference.basis_order("lowpass", 16)[:rank]]
+    return rows.reshape(rank, 4, 4)
+
+
+@pytest.mark.parametrize("prefix", [0, 1, 2])
+def test_lbp_wht_tiles(prefix: int) -> None:
+    """By definition, tile by tile: projected g_y into both products; class tokens exact."""
+    x, w, gy = operands(tokens=prefix + 8 * 12)
+    settings = {"rank": 8, "token_grid": (8, 12), "prefix_tokens": prefix}
+    gx, gw = gradients("lbp_wht", x, w, gy, **settings)
+    bases = walsh_images(8)
+
+    def projected(v: Tensor) -> Tensor:
+        grid = v[:, prefix:].reshape(2, 8, 12, -1).clone()
+        for top in range(0, 8, 4):
+            for left in range(0, 12, 4):
+                tile = grid[:, top : top + 4, left : left + 4].clone()
+                found = torch.einsum("rhw,bhwc->brc", bases, tile) / 16
+                grid[:, top : top + 4, left : left + 4] = torch.einsum(
+                    "brc,rhw->bhwc", found, bases
+                )
+        return torch.cat([v[:, :prefix], grid.flatten(1, 2)], dim=1)
+
+    torch.testing.assert_close(gx, projected(gy) @ w, rtol=1e-4, atol=1e-4)
+    wanted = torch.einsum("bto,bti->oi", projected(gy), x)
+    torch.testing.assert_close(gw, wanted, rtol=1e-4, atol=1e-3)
+    full = gradients("lbp_wht", x, w, gy, **{**settings, "rank": 16})
+    torch.testing.assert_close(full[0], gy @ w, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(full[1], torch.einsum("bto,bti->oi", gy, x), rtol=1e-4, atol=1e-3)
+
+
+def test_lbp_wht_reflects_at_the_border() -> None:
+    """7 x 7 is taken as 8 x 8 with its second row and column in front, as LBP-WHT's code does."""
+    x, w, gy = operands(samples=1, tokens=49)
+    gx, gw = gradients("lbp_wht", x, w, gy, rank=16)
+    torch.testing.assert_close(gx, gy @ w, rtol=1e-4, atol=1e-4)
+    index = [1, *range(7)]
+
+    def padded(v: Tensor) -> Tensor:
+        return v.reshape(7, 7, -1)[index][:, index].flatten(0, 1)
+
+    torch.testing.assert_close(gw, padded(gy).t() @ padded(x), rtol=1e-4, atol=1e-3)
+    small = operands(samples=1, tokens=1)  # a grid too small to reflect: zeros, nothing twice
+    assert gradients("lbp_wht", *small, rank=16)[1].allclose(
+        small[2][0].t() @ small[0][0], 1e-4, 1e-4
+    )
+
+
+def test_lbp_wht_flat() -> None:
+    """Sixteen tokens in a row, samples end to end, as hotcore's lowpass basis has them."""
+    x, w, gy = operands(samples=3, tokens=25)
+    gx, gw = gradients("lbp_wht_flat", x, w, gy)
+    low_x, low_gy = (
+        hotcore.hla(v.flatten(0, 1), rank=8, basis="lowpass", block=16) for v in (x, gy)
+    )
+    torch.testing.assert_close(gw, low_gy.t() @ low_x / 16, rtol=1e-4, atol=1e-3)
+    rank_of_gx = torch.linalg.matrix_rank(gx.flatten(0, 1)[:16])
+    assert rank_of_gx <= 8 < torch.linalg.matrix_rank((gy @ w).flatten(0, 1)[:16])
+    twice = gradients("lbp_wht_flat", x, w, gx @ torch.linalg.pinv(w))[0]  # a projection
+    whole = slice(0, 64)  # of 75 tokens: what was padding in the last block is cut off
+    torch.testing.assert_close(
+        twice.flatten(0, 1)[whole], gx.flatten(0, 1)[whole], rtol=1e-3, atol=1e-3
+    )
+
+
+def test_lbp_wht_is_biased_and_keeps_half() -> None:
+    x, w, gy = operands(samples=4)
+    assert torch.equal(gradients("lbp_wht", x, w, gy)[1], gradients("lbp_wht", x, w, gy)[1])
+    assert kept_bytes("lbp_wht", x, w) == x.numel() * 4 // 2
+    with pytest.raises(ValueError, match="prefix_tokens|token_grid"):
+        gradients("lbp_wht", x[:, :63], w, gy[:, :63])
+    with pytest.raises(ValueError, match="rank: 17"):
+        LbpWht(17)
+    with pytest.raises(ValueError, match="tiles: False"):
+        LbpWht(tiles=False, prefix_tokens=1)
+
+
+def kept_bytes(method: str, x: Tensor, w: Tensor) -> int:
+    model = nn.Sequential(nn.Linear(w.shape[1], w.shape[0], bias=False))
+    rivals.convert(model, method, everything)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        model(x.clone().requires_grad_())
+    own = model[0].weight.data_ptr()
+    return sum(t.numel() * t.element_size() for t in kept if t.data_ptr() != own)
+
+
+# ---- The authors' code ----
+
+
+def test_authors_rows() -> None:
+    """The counts that their selection gives, and the ten rows of 16 (docs/numerics.md's order)."""
+    assert {n: len(triangle_rows(n)) for n in (1, 2, 4, 8, 16, 64, 128, 256, 512)} == {
+        1: 1, 2: 1, 4: 3, 8: 3, 16: 10, 64: 36, 128: 36, 256: 136, 512: 136,
+    }  # fmt: skip
+    assert sorted(triangle_rows(16)) == [0, 1, 2, 3, 4, 8, 10, 11, 12, 14]
+    assert set(triangle_rows(16)) == set(reference.basis_order("lowpass", 16)[:10])
+    factors = {197: 1, 49: 1, 196: 4, 784: 16, 64: 64, 128: 128, 3136: 64}
+    assert {n: power_of_two_factor(n) for n in factors} == factors
+    assert power_of_two_factor(768, 16) == 16 and power_of_two_factor(100, 16) == 4
+
+
+@pytest.mark.parametrize(("tokens", "n"), [(16, 16), (48, 16), (64, 64), (49, 1), (197, 1)])
+def test_authors_gw(tokens: int, n: int) -> None:
+    """E[g_w] = (P g_y)^T q(P x), sample by sample; 49 and 197 tokens are not transformed at all."""
+    x, w, gy = operands(tokens=tokens, ins=12, outs=16)
+    matrix = hotcore.fwht(torch.eye(n), block=n)
+    rows = matrix[list(triangle_rows(n))]
+    assert len(rows) == {1: 1, 16: 10, 64: 36}[n]
+    total = torch.zeros(16, 12)
+    for i in range(2):
+        low_x, low_gy = (
+            torch.einsum("rn,knc->krc", rows, v[i].reshape(-1, n, v.shape[2])).flatten(0, 1)
+            for v in (x, gy)
+        )
+        clip = 12.1 * low_x.square().mean().sqrt() - 12.2 * low_x.abs().mean()
+        scale = clip / 127
+        total += low_gy.t() @ ((low_x.clamp(-clip, clip) / scale).round() * scale) / n
+    kept = kept_bytes("authors_hot", x, w)
+    assert kept == 2 * (tokens * len(rows) // n * 12 + 4)  # codes and a scale, for each sample
+    unbiased(lambda: gradients("authors_hot", x, w, gy)[1], total, 300)
+    four, eight = (
+        torch.stack([gradients("authors_hot", x, w, gy, gw_bits=b)[1] for _ in range(20)]).std(0)
+        for b in (4, 8)
+    )
+    assert four.mean() > 10 * eight.mean()
+
+
+def test_authors_gx() -> None:
+    """Per-token INT4 after a Hadamard transform along O; w clipped: biased by that alone."""
+    x, w, gy = operands(outs=48)
+    gy = gy * torch.logspace(-3, 3, gy.shape[1])[:, None]  # the tokens' sizes do not matter
+    turned = hotcore.fwht(w, axis=0, block=16)
+    clip = quantizers.sawb_clip(turned)
+    wq = (turned.clamp(-clip, clip) / (clip / 7)).round() * clip / 7
+    exact = hotcore.fwht(gy, block=16) @ wq / 16
+    unbiased(lambda: gradients("authors_hot", x, w, gy)[0], exact, 300)
+    errors = [
+        (g - exact).norm(dim=2) / exact.norm(dim=2)
+        for g in (gradients("authors_hot", x, w, gy)[0], gradients("naive_int4", x, w, gy)[0])
+    ]
+    assert errors[0].max() < 0.6 and errors[1].max() > 3
+
+
+def test_authors_clipping_fails_on_one_magnitude() -> None:
+    """As in their code: SAWB's line is below zero there, and all becomes one wrong value."""
+    x = torch.full((1, 1, 16), 2.0)
+    codes, scale = AuthorsHot().keep(x)
+    assert scale.item() < 0 and (codes.float() * scale < 0).all()
+
+
+# ---- ActNN's two bits ----
+
+
+def test_two_bits() -> None:
+    """A quarter byte a value, two bfloat16 a group; levels inside the group's bounds; no bias."""
+    x = torch.randn(3, 50, 40) + 5  # 6000 values: the last group is not full
+    kept = quantizers.pack_two_bits(x)
+    assert tuple(kept.codes.shape) == (24, 64) and kept.codes.dtype == torch.uint8
+    values = quantizers.unpack_two_bits(kept, x.shape)
+    assert values.shape == x.shape
+    flat, groups = values.flatten(), x.flatten().split(256)
+    for i, group in enumerate(groups):
+        low, step = kept.low[i].float(), kept.step[i].float()
+        assert low <= group.min() and low + 3 * step >= group.max()
+        assert low >= group.min() - 0.01 * group.abs().max() and 3 * step <= 1.1 * (
+            group.max() - low
+        )
+        levels = (flat[256 * i : 256 * i + len(group)] - low) / step
+        assert (levels - levels.round()).abs().max() < 1e-4
+    unbiased(lambda: quantizers.unpack_two_bits(quantizers.pack_two_bits(x), x.shape), x, 400)
+    constant = torch.full((2, 300), 1.7)
+    again = quantizers.unpack_two_bits(quantizers.pack_two_bits(constant), constant.shape)
+    assert (again - constant).abs().max() < 0.02
+
+
+def test_actnn_layer() -> None:
+    x, w, gy = operands(samples=4, ins=32)
+    groups = x.numel() // 256
+    assert kept_bytes("actnn_2bit", x, w) == x.numel() // 4 + 4 * groups
+    gx, _ = gradients("actnn_2bit", x, w, gy)
+    torch.testing.assert_close(gx, gy @ w)
+    exact = torch.einsum("bto,bti->oi", gy, x)
+    unbiased(lambda: gradients("actnn_2bit", x, w, gy)[1], exact, 300)
+    conv = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1, bias=False))
+    rivals.convert(conv, "actnn_2bit", everything)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        conv(torch.randn(2, 8, 16, 16, requires_grad=True))
+    sizes = [t.numel() * t.element_size() for t in kept if t.dtype != torch.float32]
+    assert sum(sizes) == 4096 // 4 + 4 * 16  # of the pixels, not of the nine times unfolded ones
+
+
+# ---- Full precision, LoRA, torchao ----
+
+
+def test_bf16_keeps_half() -> None:
+    x, w, gy = operands()
+    assert kept_bytes("bf16", x, w) == 2 * x.numel()
+    gx, gw = gradients("bf16", x, w, gy)
+    for mine, exact in ((gx, gy @ w), (gw, torch.einsum("bto,bti->oi", gy, x))):
+        assert 1e-4 < (mine - exact).norm() / exact.norm() < 0.01
+
+
+def test_lora() -> None:
+    """Plain layers' weights are frozen, adapters train, everything else as before; same forward."""
+    models.mend_torchvision()
+    pytest.importorskip("peft")
+    model = Net()
+    plain = copy.deepcopy(model)
+    done = rivals.convert(model, "lora", lambda m, n: n != "conv", rank=4)
+    assert done.names == ("up", "down")
+    x = torch.randn(4, 3, 8, 8)
+    torch.testing.assert_close(model(x), plain(x))  # the adapters begin at zero
+    model(x).sum().backward()
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert trained == {
+        "conv.weight", "conv.bias", "norm.weight", "norm.bias",
+        *(f"{layer}.lora_{part}.default.weight" for layer in ("up", "down") for part in "AB"),
+    }  # fmt: skip
+    assert model.up.lora_A["default"].weight.shape == (4, 64)
+
+
+@pytest.mark.parametrize("method", ["torchao_fp8", "torchao_int8"])
+def test_torchao(method: str) -> None:
+    x, w, gy = operands(samples=2, ins=32, outs=48)
+    try:
+        gx, gw = gradients(method, x, w, gy)
+    except rivals.TorchaoMissing as error:
+        pytest.skip(str(error))
+    bound = 0.1 if method == "torchao_fp8" else 0.02
+    for mine, exact in ((gx, gy @ w), (gw, torch.einsum("bto,bti->oi", gy, x))):
+        assert 1e-4 < (mine - exact).norm() / exact.norm() < bound
+    model = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 24), nn.Conv2d(8, 8, 1))
+    done = rivals.convert(model, method, everything)
+    assert done.names == (("0",) if method == "torchao_fp8" else ("0", "1")) and "2" in done.left
