@@ -476,7 +476,8 @@ def test_checkpoint_repeats_the_bits(reentrant: bool) -> None:
 @pytest.mark.parametrize(("policy", "again"), [("keep_products", 0), ("keep_codes", 2)])
 def test_selective_checkpoints(policy: str, again: int, products: list[int]) -> None:
     model = converted(Mlp(), INT8)
-    contexts = functools.partial(create_selective_checkpoint_contexts, getattr(hot.policies, policy))
+    keep = getattr(hot.policies, policy)
+    contexts = functools.partial(create_selective_checkpoint_contexts, keep)
     x = torch.randn(96, 64, requires_grad=True)
     y = checkpoint(model, x, use_reentrant=False, context_fn=contexts)
     assert len(products) == 2

@@ -265,7 +265,8 @@ def test_a_memory_budget_knows_what_a_product_costs(budget: float) -> None:
 @pytest.mark.parametrize(("policy", "products"), [("keep_products", 0), ("keep_codes", 2)])
 def test_selective_checkpoints(policy: str, products: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model = converted(Mlp(), "fast")
-    contexts = functools.partial(create_selective_checkpoint_contexts, getattr(hot.policies, policy))
+    keep = getattr(hot.policies, policy)
+    contexts = functools.partial(create_selective_checkpoint_contexts, keep)
 
     def call(x: torch.Tensor) -> torch.Tensor:
         return checkpoint(model, x, use_reentrant=False, context_fn=contexts)
