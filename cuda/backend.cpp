@@ -24,9 +24,7 @@ CudaDevice::CudaDevice(const Context& context) : context_(context) {
   facts_.arch = 10 * major + device_attribute(context, cudaDevAttrComputeCapabilityMinor, stage);
   facts_.sm_count = device_attribute(context, cudaDevAttrMultiProcessorCount, stage);
   facts_.shared_bytes = device_attribute(context, cudaDevAttrMaxSharedMemoryPerBlockOptin, stage);
-  facts_.hopper = !restricted && kernels_overlap(context, stage);
-  facts_.wgmma_built = sm90_built();
-  facts_.wgmma = facts_.wgmma_built && !restricted && major == 9;
+  if (!restricted) plan::set_features(facts_, kernels_overlap(context, stage), sm90_built());
   // sm_90 runs the instruction at a thirtieth of its INT8 rate, for tests of sm_80's kernels.
   facts_.int4_units = major == 8 || (restricted && mma_int4(10 * major));
   facts_.queries = this;

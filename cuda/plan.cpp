@@ -148,6 +148,50 @@ constexpr Buffers scratch =
 const KernelInfo& info(Kernel kernel) { return kernels[static_cast<std::size_t>(kernel)]; }
 const char* buffer_name(Buffer buffer) { return buffer_names[static_cast<std::size_t>(buffer)]; }
 
+// ---- the device --------------------------------------------------------------------------------
+
+const char* feature_name(Feature feature) {
+  constexpr const char* names[feature_count] = {"cluster", "dependent-launch", "bulk-copy", "wgmma",
+                                                "tcgen05"};
+  return names[static_cast<std::size_t>(feature)];
+}
+
+void set_features(DeviceFacts& facts, bool sm90, bool wgmma) {
+  constexpr Features since_sm90{Feature::clusters, Feature::dependent_launch, Feature::bulk_copy};
+  const int major = facts.arch / 10;
+  if (major >= 9) facts.hardware = since_sm90;
+  if (major == 9) facts.hardware |= {Feature::wgmma};
+  if (major == 10 || major == 11) facts.hardware |= {Feature::tcgen05};
+  // No later architecture has kernels of its own.
+  if (major == 9 && sm90) facts.kernels = since_sm90;
+  if (major == 9 && wgmma) facts.kernels |= {Feature::wgmma};
+}
+
+Reason why_not(const DeviceFacts& facts, Feature feature) {
+  if (facts.kernels.has(feature)) return {};
+  return {facts.hardware.has(feature) ? "this build has no %s kernels for sm_%n"
+                                      : "sm_%n runs no %s kernels",
+          facts.arch, feature_name(feature)};
+}
+
+// ---- reasons -----------------------------------------------------------------------------------
+
+void Refusals::add(const Refusal& refusal) {
+  if (count_ < max) list_[count_++] = refusal;
+}
+
+bool Plan::takes(const Refusal& kernel) {
+  if (kernel.reason) passed_.add(kernel);
+  return !kernel.reason;
+}
+
+Kernel Plan::choose(std::initializer_list<Refusal> list) {
+  for (const Refusal& one : list) {
+    if (takes(one)) return one.kernel;
+  }
+  throw Error(ErrorCode::unsupported, "plan: no kernel is left");
+}
+
 // ---- dependencies ------------------------------------------------------------------------------
 
 bool Buffers::meets(Buffers other) const {
@@ -172,6 +216,10 @@ Step& Plan::add(Kernel kernel, const LaunchShape& shape, Buffers reads, Buffers 
   step.shape = shape;
   step.reads = reads;
   step.writes = writes;
+  if (kernel != Kernel::zero && kernel != Kernel::spread) {  // those only help the next
+    step.passed = passed_;
+    passed_ = {};
+  }
   if (shape.blocks == 0 && kernel != Kernel::zero)
     return step;  // no work: the next step takes its place
   step.independent = info(kernel).can_overlap && last_waiting_ >= 0;
@@ -295,6 +343,7 @@ Plan plan_backward(const DeviceFacts& facts, const BackwardWork& work,
   if (work.gw && by_token) {
     Buffers reads = Buffer::columns | x;
     if (work.accumulate) reads |= Buffer::gw;
+    plan.takes({Kernel::wgmma_128x128, "fp32 product, one thread a result", scales_by_token});
     Step& step =
         plan.add(Kernel::token, {ceil_div(shape.out_features * shape.in_features, 256), 256}, reads,
                  Buffer::gw);
@@ -306,6 +355,9 @@ Plan plan_backward(const DeviceFacts& facts, const BackwardWork& work,
         .work = ProductStep{1};
   }
   if (work.gb && !summed && shape.out_features > 0) {
+    if (work.gx || work.gw) {
+      note_sum_again(plan, {"no kernel of its rows or columns adds them up"});
+    }
     add_sum_alone(plan, shape, arrays.gy, work.accumulate);
   }
   return plan;
@@ -339,6 +391,8 @@ ColumnsShape activation_shape(const CompressShape& kept) {
 void add_token_exponents(Plan& plan, const CompressShape& kept) {
   if (!kept.spec.equalize_tokens) return;
   constexpr int warps = rotated::exponent_rows;
+  plan.takes({Kernel::token_exponents, "x is read first for its tokens' sizes", equalized});
+  note_loads(plan, Kernel::token_exponents, not_vectors(kept.x.rows_aligned, kept.cols));
   plan.add(Kernel::token_exponents, {ceil_div(kept.rows, warps), 32 * warps}, Buffer::x,
            Buffer::exponents)
       .dtype = kept.x.dtype;
@@ -350,6 +404,7 @@ void add_activation_zero(Plan& plan, const DeviceFacts& facts, const CompressSha
 }
 
 void add_activation(Plan& plan, const DeviceFacts& facts, const CompressShape& kept) {
+  if (is_token_storage(kept.spec.storage)) return add_kept_tokens(plan, facts, kept);
   if (kept.spec.storage == Storage::int8) {
     add_columns(plan, facts, activation_shape(kept));
     return;
@@ -363,11 +418,16 @@ void add_activation(Plan& plan, const DeviceFacts& facts, const CompressShape& k
         .dtype = kept.x.dtype;
     return;
   }
-  const bool quads =
-      dtype_size(kept.x.dtype) == 2 && kept.x.quads_aligned && !kept.spec.equalize_tokens;
+  const bool two_bytes = dtype_size(kept.x.dtype) == 2;
+  const Kernel kernel =
+      plan.choose({{Kernel::group_quads, two_bytes ? "x is read one column a thread" : nullptr,
+                    !two_bytes                  ? of_dtype
+                    : kept.spec.equalize_tokens ? equalized
+                    : !kept.x.quads_aligned     ? not_fours(kept.cols)
+                                                : Reason{}},
+                   {Kernel::groups}});
   const std::int64_t blocks = ceil_div(kept.cols, 128) * ceil_div(kept.rows, int4_group);
-  Step& step =
-      plan.add(quads ? Kernel::group_quads : Kernel::groups, {blocks, 128}, reads, Buffer::saved);
+  Step& step = plan.add(kernel, {blocks, 128}, reads, Buffer::saved);
   step.dtype = kept.x.dtype;
   step.rounding = kept.spec.x_rounding;
 }
@@ -376,10 +436,6 @@ void add_activation(Plan& plan, const DeviceFacts& facts, const CompressShape& k
 
 Plan plan_compress(const DeviceFacts& facts, const CompressShape& kept) {
   Plan plan;
-  if (is_token_storage(kept.spec.storage)) {
-    add_kept_tokens(plan, facts, kept);
-    return plan;
-  }
   add_token_exponents(plan, kept);
   add_activation_zero(plan, facts, kept);
   add_activation(plan, facts, kept);
@@ -454,20 +510,15 @@ Plan plan_forward_input(const DeviceFacts& facts, const ArrayFacts& x, std::int6
     add_rows(plan, job);
     return plan;
   }
-  if (is_token_storage(kept->spec.storage)) {
-    add_rows(plan, job);
-    add_kept_tokens(plan, facts, *kept);
-    return plan;
-  }
   add_token_exponents(plan, *kept);
-  if (add_rows_groups(plan, job, *kept)) return plan;
-  add_activation_zero(plan, facts, *kept);
-  if (kept->spec.storage == Storage::int8 &&
-      add_rows_column_amax(plan, facts, job, activation_shape(*kept))) {
-    return plan;
+  if (kept->spec.storage == Storage::int8) {
+    add_activation_zero(plan, facts, *kept);
+    add_rows_and_columns(plan, facts, job, activation_shape(*kept));
+  } else if (const Reason why = add_rows_groups(plan, job, *kept)) {
+    add_rows(plan, job);
+    plan.takes({Kernel::rows_groups, "x is read again to be kept", why});
+    add_activation(plan, facts, *kept);
   }
-  add_rows(plan, job);
-  add_activation(plan, facts, *kept);
   return plan;
 }
 

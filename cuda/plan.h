@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
 #include <variant>
 
 #include "backward_work.h"
@@ -238,18 +239,39 @@ class DeviceQueries {
                                          const Sm90Plan&) const = 0;
 };
 
+// What devices have beyond sm_80, as far as kernels may use it.
+enum class Feature : std::uint8_t { clusters, dependent_launch, bulk_copy, wgmma, tcgen05 };
+inline constexpr int feature_count = static_cast<int>(Feature::tcgen05) + 1;
+const char* feature_name(Feature feature);
+
+class Features {
+ public:
+  constexpr Features() = default;
+  constexpr Features(std::initializer_list<Feature> features) {
+    for (const Feature feature : features) bits_ |= 1U << static_cast<unsigned>(feature);
+  }
+  constexpr bool has(Feature feature) const {
+    return (bits_ >> static_cast<unsigned>(feature) & 1U) != 0;
+  }
+  constexpr Features& operator|=(Features other) { return bits_ |= other.bits_, *this; }
+
+ private:
+  unsigned bits_ = 0;
+};
+
 struct DeviceFacts {
   int arch = 0;  // compute capability times 10
   int sm_count = 0;
   std::int64_t shared_bytes = 0;  // of a CTA, at most
-  // Whether code of sm_90 runs: clusters, bulk copies, kernels that overlap. Never where a context
-  // is restricted to the kernels of sm_80.
-  bool hopper = false;
-  bool wgmma_built = false;  // products by wgmma: in the build,
-  bool wgmma = false;        // and usable here
-  bool int4_units = false;   // mma.sync of INT4 at full speed
+  Features hardware{};            // of the device,
+  Features kernels{};             // and those of them that kernels of this build use on it
+  bool int4_units = false;        // mma.sync of INT4 at full speed
   const DeviceQueries* queries = nullptr;
 };
+
+// Fills both sets for `arch`. The build has kernels of sm_90: `sm90`, and `wgmma` its products.
+// Without this call kernels of sm_80 serve, as in a context that is restricted to them.
+void set_features(DeviceFacts&, bool sm90, bool wgmma);
 
 // ---- steps -------------------------------------------------------------------------------------
 
@@ -391,6 +413,37 @@ class Buffers {
 };
 constexpr Buffers operator|(Buffer a, Buffer b) { return Buffers(a) | Buffers(b); }
 
+// ---- reasons -----------------------------------------------------------------------------------
+
+// Why a kernel cannot do a call's work, or is not the fastest one for it. Words, in which explain
+// puts for %n `number`, for %s `name`, and of the step: for %a its array, for %f that array's row
+// length by name, for %k the contraction's, for %t the type.
+struct Reason {
+  const char* why = nullptr;  // null: it can
+  std::int64_t number = 0;
+  const char* name = "";
+  explicit operator bool() const { return why != nullptr; }
+};
+
+// A kernel that was passed over, and what that costs, in such words; null: nothing, the next one is
+// as fast. The step's own kernel: its loads of 16 bytes.
+struct Refusal {
+  Kernel kernel{};
+  const char* cost = nullptr;
+  Reason reason{};
+};
+class Refusals {
+ public:
+  void add(const Refusal& refusal);
+  const Refusal* begin() const { return list_; }
+  const Refusal* end() const { return list_ + count_; }
+
+ private:
+  static constexpr int max = 5;
+  Refusal list_[max];
+  int count_ = 0;
+};
+
 // The operand that a step makes.
 enum class Job : std::uint8_t { gradient_columns, weight, activation };
 
@@ -496,6 +549,7 @@ struct Step {
   bool independent = false;
   DType dtype{};        // of what is read, or of a product's result
   Rounding rounding{};  // of the kernel's instance
+  Refusals passed{};    // kernels before it in its operand's list
   std::variant<std::monostate, RowsStep, ColumnsStep, GenericColumnsStep, FinishStep,
                RowsColumnAmaxStep, RowsGroupsStep, GroupedStep, SizesStep, TokenRowsStep,
                ContributionsStep, SumsStep, ZeroStep, SpreadStep, UnpackStep, SmallGemmStep,
@@ -517,6 +571,14 @@ class Plan {
   const Step& operator[](int i) const { return slots_.steps[i]; }
   Step& add(Kernel kernel, const LaunchShape& shape, Buffers reads, Buffers writes);
 
+  // The first kernel of a list, which is in order of priority, without a reason against it; the
+  // last one has none. The next step keeps those passed over.
+  Kernel choose(std::initializer_list<Refusal> list);
+  // Whether there is no reason against this one; otherwise the next step keeps it.
+  bool takes(const Refusal& kernel);
+  // The next step keeps the same as the last one.
+  void passed_as_before() { passed_ = slots_.steps[count_ - 1].passed; }
+
  private:
   // zero; rows 2; columns 3; weight 3; requantize; products 2 of 3; fill_zero 2; sums 2
   static constexpr int max_steps = 20;
@@ -525,6 +587,7 @@ class Plan {
     Step steps[max_steps];
   };
   Slots slots_;
+  Refusals passed_{};
   int count_ = 0;
   int last_waiting_ = -1;
 };
@@ -598,9 +661,9 @@ Plan plan_gemm(const DeviceFacts&, const ProductShape&);
 // Of packed INT4 operands; `packed`: rows of theirs are aligned (`shape`: of unpacked ones).
 Plan plan_gemm_int4(const DeviceFacts&, const ProductShape&, bool packed_aligned);
 
-// Whether one launch can compute the products, and the division of work with the least predicted
+// Why one launch cannot compute the products, and the division of work with the least predicted
 // time; neither says whether one launch is the faster way.
-bool small_gemms_can(const ProductShape* products, int count);
+Reason why_not_small_gemms(const ProductShape* products, int count);
 SmallPlan small_plan(const DeviceFacts&, const ProductShape* products, int count);
 // The step for any such division.
 void add_small_gemms(Plan&, const ProductShape* products, int count, const SmallPlan&,

@@ -53,11 +53,14 @@ RowDivision row_division(const DeviceFacts& facts, std::int64_t rows, std::int64
 
 // Returns the partial sums of a column that the step makes, where it makes them.
 std::int64_t add_token_rows(Plan& plan, const DeviceFacts& facts, RowsOf of, std::int64_t rows,
-                            std::int64_t padded, const ArrayFacts& x, bool packed, bool sum) {
+                            std::int64_t cols, std::int64_t padded, const ArrayFacts& x,
+                            bool packed, bool sum) {
   const RowDivision d = row_division(facts, rows, padded, x.dtype, packed, sum);
   const bool of_gy = of == RowsOf::gy;
   Buffers writes = of_gy ? Buffer::rows : Buffer::saved;
   if (d.sum) writes |= Buffer::sums;
+  if (d.rows == 0) plan.takes({Kernel::token_rows, "%a is read twice", too_long(cols)});
+  note_loads(plan, Kernel::token_rows, not_vectors(x.rows_aligned, cols));
   Step& step = plan.add(Kernel::token_rows, {d.ctas, d.threads, d.shared_bytes},
                         (of_gy ? Buffer::gy : Buffer::x) | Buffer::features, writes);
   step.dtype = x.dtype;
@@ -147,7 +150,7 @@ TokenScratch take_token_scratch(WorkspaceCursor& cursor, const DeviceFacts& fact
 void add_kept_tokens(Plan& plan, const DeviceFacts& facts, const CompressShape& kept) {
   const TokenCodesLayout layout(kept.rows, kept.cols, kept.spec);
   add_feature_sizes(plan, RowsOf::x, kept.cols, std::min(kept.rows, size_sample), kept.x);
-  add_token_rows(plan, facts, RowsOf::x, kept.rows, layout.padded, kept.x,
+  add_token_rows(plan, facts, RowsOf::x, kept.rows, kept.cols, layout.padded, kept.x,
                  kept.spec.storage != Storage::token8, false);
 }
 
@@ -163,7 +166,8 @@ Plan plan_token_backward(const DeviceFacts& facts, const BackwardWork& work,
     add_zero(plan, {0, weight_amax_words(facts, work), work.gw ? ins : 0});
     add_feature_sizes(plan, RowsOf::gy, shape.out_features,
                       token_given(work) ? 0 : std::min(shape.tokens, size_sample), arrays.gy);
-    runs = add_token_rows(plan, facts, RowsOf::gy, shape.tokens, outs, arrays.gy, false, work.gb);
+    runs = add_token_rows(plan, facts, RowsOf::gy, shape.tokens, shape.out_features, outs,
+                          arrays.gy, false, work.gb);
   }
   if (work.weight) {
     add_columns(plan, facts,
@@ -240,6 +244,7 @@ Plan plan_token_backward(const DeviceFacts& facts, const BackwardWork& work,
   if (runs > 0) {
     add_final_sum(plan, runs, shape.out_features, work.accumulate, Buffer::sums);
   } else {
+    if (work.gx || work.gw) note_sum_again(plan, too_long(shape.out_features));
     add_sum_alone(plan, shape, arrays.gy, work.accumulate);
   }
   return plan;

@@ -15,13 +15,14 @@
 
 namespace hot {
 
-using detail::OperandQuant;
 using detail::Projection;
 using detail::plan::Buffer;
 using detail::plan::Buffers;
 using detail::plan::DeviceFacts;
 using detail::plan::Kernel;
 using detail::plan::Plan;
+using detail::plan::Reason;
+using detail::plan::Refusal;
 using detail::plan::Step;
 
 namespace {
@@ -100,9 +101,7 @@ DeviceFacts facts_of(const NamedDevice& device, const detail::plan::DeviceQuerie
   facts.arch = device.arch;
   facts.sm_count = device.sm_count;
   facts.shared_bytes = device.shared_bytes;
-  facts.hopper = device.arch == 90;
-  facts.wgmma_built = wgmma;
-  facts.wgmma = wgmma && device.arch == 90;
+  detail::plan::set_features(facts, true, wgmma);
   facts.int4_units = device.arch / 10 == 8;
   facts.queries = &queries;
   return facts;
@@ -236,144 +235,74 @@ std::int64_t operations_of(const Layer& layer, const Step& step) {
   return (step.writes.has(Buffer::gx) ? gx : 0) + (step.writes.has(Buffer::gw) ? gw : 0);
 }
 
-constexpr const char* no_wgmma =
-    "mma.sync: the build has no wgmma kernels (CUTLASS headers and the architecture 90a)";
+// ---- reasons in words --------------------------------------------------------------------------
 
-std::string not_aligned(const char* array, const char* size_name, std::int64_t columns,
-                        DType dtype) {
-  return "rows of " + std::string(array) + " are not a multiple of 16 bytes (" + size_name + " " +
-         std::to_string(columns) + ", " + dtype_name(dtype) + ")";
-}
+// What the words of a reason call a step's array, the length of its rows and the contraction.
+struct Names {
+  const char *array, *length, *contraction;
+};
 
-// The reason why no kernel faster than generic_columns_kernel fits.
-std::string reason_for_generic(const Projection& p, const OperandQuant& quant) {
-  if (p.equalized && !p.signs && p.basis != Basis::full) {
-    return "equalize_tokens with basis " + std::string(basis_name(p.basis)) +
-           ", where full has a fast kernel";
+Names names_of(const Step& step) {
+  if (step.writes.has(Buffer::y)) return {"y", "out_features", "in_features"};
+  if (step.writes.has(Buffer::gx)) return {"g_x", "in_features", "out_features"};
+  if (step.writes.has(Buffer::gw) || step.writes.has(Buffer::product)) {
+    return {"g_w", "in_features", "rows of tokens"};
   }
-  if (quant.per_k) return "gw_scale is token";
-  if (p.order.prefix_rows() > 0) return "there are prefix tokens";
-  if (quant.rounding == Rounding::pseudo_stochastic) return "rounding is pseudo_stochastic";
-  if (p.basis == Basis::full || p.rank == p.block) {
-    return "blocks of " + std::to_string(p.block) + ", where " + (p.signs ? "64" : "16") +
-           " has a fast kernel";
-  }
-  return "basis " + std::string(basis_name(p.basis)) + " keeps " + std::to_string(p.rank) + " of " +
-         std::to_string(p.block) + " rows, where the basis' own 8 of 16 have a fast kernel";
+  if (step.writes.has(Buffer::out)) return {"out", "N", "K"};
+  if (step.reads.has(Buffer::gy)) return {"g_y", "out_features", ""};
+  return {step.reads.has(Buffer::w) ? "w" : "x", "in_features", "K"};
 }
 
-std::string slow_columns_reason(const Layer& layer, const Step& step) {
-  const auto job = step.as<detail::plan::GenericColumnsStep>().job;
-  const BackwardLinearSpec& spec = layer.spec;
-  const std::string why =
-      job == detail::plan::Job::weight
-          ? reason_for_generic(layer.out_features, detail::weight_quant(spec))
-      : job == detail::plan::Job::activation
-          ? reason_for_generic(layer.tokens, detail::activation_quant(spec))
-          : reason_for_generic(layer.tokens, detail::gradient_columns_quant(spec));
-  return "a thread walks a column, twice: " + why;
-}
-
-// A tile of mma.sync where this device has a faster kernel, or is the slow one, because of `why`.
-std::string mma_reason(const DeviceFacts& facts, Kernel kernel, const std::string& why) {
-  if (facts.arch / 10 == 9 && !facts.wgmma_built) return no_wgmma;
-  if (kernel == Kernel::mma_any) return "mma.sync, a tile at half the speed: " + why;
-  return facts.arch / 10 == 9 ? "mma.sync: " + why : "";
-}
-
-std::string contraction(const char* name, std::int64_t k) {
-  return "the contraction (" + std::string(name) + " " + std::to_string(k) +
-         ") is longer than INT32 sums hold";
-}
-
-// The same for an output of a layer, whose rows have `columns` values, from a contraction along k.
-std::string layer_mma_reason(const Layer& layer, Kernel kernel, const char* out,
-                             const char* size_name, std::int64_t columns, DType dtype,
-                             const char* k_name, std::int64_t k) {
-  return mma_reason(layer.facts, kernel,
-                    !layer.aligned(columns, dtype) ? not_aligned(out, size_name, columns, dtype)
-                    : k > detail::int32_safe_k     ? contraction(k_name, k)
-                                                   : "the contraction is empty");
-}
-
-std::string slow_path_reason(const Layer& layer, const Step& step) {
-  const auto [L, O, I] = layer.shape;
-  const DType dtype = layer.options.dtype;
-  if (detail::plan::is_mma_tile(step.kernel)) {
-    return step.as<detail::plan::ProductStep>().product == 0
-               ? layer_mma_reason(layer, step.kernel, "g_x", "in_features", I, dtype,
-                                  "out_features", layer.out_features.k_padded)
-               : layer_mma_reason(layer, step.kernel, "g_w", "in_features", I,
-                                  layer.options.gw_dtype, "rows of tokens", layer.tokens.k_padded);
-  }
-  switch (step.kernel) {
-    case Kernel::rows:
-      return !detail::plan::rows16_can(layer.spec.hadamard_block, step.rounding)
-                 ? "a row goes through shared memory, twice: hadamard_block is " +
-                       std::to_string(layer.spec.hadamard_block) + ", where 16 has a fast kernel"
-                 : "a row goes through shared memory, twice: out_features is too long for "
-                   "registers";
-    case Kernel::rows16:
-      return layer.aligned(O, dtype) && O % 16 == 0
-                 ? ""
-                 : "g_y is read element by element: out_features " + std::to_string(O) +
-                       " is not a multiple of 16";
-    case Kernel::generic_amax:
-    case Kernel::generic_codes:
-      return slow_columns_reason(layer, step);
-    case Kernel::columns_one_pass:
-    case Kernel::column_amax:
-    case Kernel::column_codes: {
-      const auto job = step.as<detail::plan::ColumnsStep>().job;
-      if (job != detail::plan::Job::weight && layer.tokens.order.samples != 0) {
-        return "tokens are read element by element: they lie in a token_grid";
-      }
-      const bool gradient = job == detail::plan::Job::gradient_columns;
-      const std::int64_t columns = gradient ? O : I;
-      if (layer.aligned(columns, dtype)) return "";
-      return "read element by element: " + not_aligned(gradient                           ? "g_y"
-                                                       : job == detail::plan::Job::weight ? "w"
-                                                                                          : "x",
-                                                       gradient ? "out_features" : "in_features",
-                                                       columns, dtype);
+std::string words(const char* text, const Step& step, const Reason& reason) {
+  const Names names = names_of(step);
+  std::string all;
+  for (; *text != '\0'; ++text) {
+    if (*text != '%') {
+      all += *text;
+      continue;
     }
-    case Kernel::groups:
-      if (dtype_size(dtype) != 2) return "";
-      return "x is read one column a thread: " +
-             (layer.spec.equalize_tokens
-                  ? std::string("tokens are equalised")
-                  : "in_features " + std::to_string(I) + " is not a multiple of 4");
-    case Kernel::token_exponents:
-      return layer.aligned(I, dtype)
-                 ? ""
-                 : "x is read element by element: " + not_aligned("x", "in_features", I, dtype);
-    case Kernel::token_rows: {
-      const auto& rows = step.as<detail::plan::TokenRowsStep>();
-      const bool of_gy = rows.of == detail::plan::RowsOf::gy;
-      const std::string array = of_gy ? "g_y" : "x";
-      const char* const name = of_gy ? "out_features" : "in_features";
-      const std::int64_t columns = of_gy ? O : I;
-      std::string why;
-      if (rows.rows == 0) {
-        why = array + " is read twice: " + name + " " + std::to_string(columns) +
-              " is too long for registers";
-      }
-      if (!layer.aligned(columns, dtype)) {
-        why += std::string(why.empty() ? "" : "; ") +
-               "read element by element: " + not_aligned(array.c_str(), name, columns, dtype);
-      }
-      return why;
+    switch (*++text) {
+      case 'a':
+        all += names.array;
+        break;
+      case 'f':
+        all += names.length;
+        break;
+      case 'k':
+        all += names.contraction;
+        break;
+      case 't':
+        all += dtype_name(step.dtype);
+        break;
+      case 's':
+        all += reason.name;
+        break;
+      default:
+        all += std::to_string(reason.number);
     }
-    case Kernel::partial_sum:
-      return detail::is_token_storage(layer.spec.storage) && (layer.options.gx || layer.options.gw)
-                 ? "g_y is read again for g_b: out_features " + std::to_string(O) +
-                       " is too long for registers"
-                 : "";
-    case Kernel::token:
-      return "fp32 product, one thread a result: gw_scale is token";
-    default:
-      return "";
   }
+  return all;
+}
+
+// Fills what a step says of the kernels before it in its operand's list. Where one reason holds for
+// two of them and the words for the cost of the second begin like those of the first, those are
+// enough.
+void add_reasons(ExplainedStep& e, const Step& step) {
+  std::string reason, slow;
+  for (const Refusal& passed : step.passed) {
+    const std::string why = words(passed.reason.why, step, passed.reason);
+    if (passed.kernel != step.kernel) {
+      e.passed_over.push_back(std::string(info(passed.kernel).name) + ": " + why);
+    }
+    if (passed.cost == nullptr) continue;
+    const std::string cost = words(passed.cost, step, passed.reason);
+    if (!slow.empty() && (why != reason || cost.compare(0, slow.size(), slow) != 0)) {
+      e.slow += slow + ": " + reason + "; ";
+    }
+    slow = cost;
+    reason = why;
+  }
+  if (!slow.empty()) e.slow += slow + ": " + reason;
 }
 
 std::string fixed(double value, const char* unit) {
@@ -391,7 +320,6 @@ struct Words {
   const char* call;
   std::function<std::int64_t(Buffer)> bytes;
   std::function<std::int64_t(const Step&)> operations;
-  std::function<std::string(const Step&)> slow;
   std::int64_t tokens = 0;
 };
 
@@ -416,8 +344,7 @@ Words words_of(const Layer& layer, const char* call, const Plan& plan) {
             }
             return buffer_bytes(layer, buffer, runs);
           },
-          [&layer](const Step& step) { return operations_of(layer, step); },
-          [&layer](const Step& step) { return slow_path_reason(layer, step); }, layer.shape.tokens};
+          [&layer](const Step& step) { return operations_of(layer, step); }, layer.shape.tokens};
 }
 
 void add_steps(Explanation& all, const Words& words, const Plan& plan, const Rates& rates) {
@@ -432,7 +359,7 @@ void add_steps(Explanation& all, const Words& words, const Plan& plan, const Rat
     e.shared_bytes = step.shape.shared_bytes;
     e.independent = step.independent;
     e.operations = words.operations(step);
-    e.slow = words.slow(step);
+    add_reasons(e, step);
     const int passes = gy_passes_of(step);
     for (int b = 0; b < detail::plan::buffer_count; ++b) {
       const auto buffer = static_cast<Buffer>(b);
@@ -478,72 +405,13 @@ void add_steps(Explanation& all, const Layer& layer, const char* call, const Pla
 
 // ---- the forward product -----------------------------------------------------------------------
 
-std::string slow_forward_reason(const Layer& layer, const Step& step) {
-  const std::int64_t I = layer.shape.in_features, O = layer.shape.out_features;
-  const DType dtype = layer.options.dtype;
-  const int block = layer.options.forward.hadamard_block;
-  if (detail::plan::is_mma_tile(step.kernel)) {
-    return layer_mma_reason(layer, step.kernel, "y", "out_features", O, dtype, "in_features", I);
-  }
-  switch (step.kernel) {
-    case Kernel::rows:
-      return !detail::plan::rows16_can(block, step.rounding)
-                 ? "a row goes through shared memory, twice: forward's hadamard_block is " +
-                       std::to_string(block) + ", where 16, 64 and 128 have a fast kernel"
-                 : "a row goes through shared memory, twice: in_features is too long for registers";
-    case Kernel::rows16:
-    case Kernel::rows_groups:
-      return layer.aligned(I, dtype) && I % 16 == 0
-                 ? ""
-                 : "x and w are read element by element: in_features " + std::to_string(I) +
-                       " is not a multiple of 16";
-    default:
-      return "";
-  }
-}
-
-// Why no kernel makes the rows of x and x as INT4 from one read.
-std::string second_read_reason(const Layer& layer) {
-  const std::int64_t I = layer.shape.in_features;
-  const DType dtype = layer.options.dtype;
-  const int block = layer.options.forward.hadamard_block;
-  constexpr int one_read = detail::rows_groups::hadamard_block;
-  const std::string why =
-      dtype_size(dtype) != 2       ? std::string(dtype_name(dtype))
-      : layer.spec.equalize_tokens ? "tokens are equalised"
-      : block != one_read ? "forward's hadamard_block is " + std::to_string(block) + ", where " +
-                                std::to_string(one_read) + " is read once"
-      : I % 4 != 0        ? "in_features " + std::to_string(I) + " is not a multiple of 4"
-      : layer.spec.x_rounding == Rounding::pseudo_stochastic
-          ? "rounding is pseudo_stochastic"
-          : "in_features " + std::to_string(I) + " is too long for registers";
-  return "x is read again for its INT4: " + why;
-}
-
-std::string slow_input_reason(const Layer& layer, const Step& step) {
-  switch (step.kernel) {
-    case Kernel::rows:
-    case Kernel::rows16:
-    case Kernel::rows_groups:
-      return slow_forward_reason(layer, step);
-    case Kernel::groups:
-    case Kernel::group_quads: {
-      const std::string slow = slow_path_reason(layer, step), again = second_read_reason(layer);
-      return slow.empty() ? again : slow + "; " + again;
-    }
-    default:
-      return slow_path_reason(layer, step);
-  }
-}
-
 void add_forward(Explanation& all, const Layer& layer, const Rates& rates) {
   // No structured binding: C++17's lambdas cannot capture one (clang says so, gcc does not).
   const std::int64_t L = layer.shape.tokens, O = layer.shape.out_features,
                      I = layer.shape.in_features;
   const ExplainOptions& options = layer.options;
   const std::int64_t k = detail::forward_k(I, options.forward);
-  using Reason = std::string (*)(const Layer&, const Step&);
-  const auto add = [&](const char* call, const Plan& plan, Reason reason) {
+  const auto add = [&](const char* call, const Plan& plan) {
     Words words = words_of(layer, call, plan);
     words.bytes = [&, usual = words.bytes](Buffer buffer) -> std::int64_t {
       switch (buffer) {
@@ -570,19 +438,16 @@ void add_forward(Explanation& all, const Layer& layer, const Rates& rates) {
       const bool product = step.writes.has(Buffer::y) && step.kernel != Kernel::mma_fixup;
       return product ? 2 * L * O * k : 0;  // a fixup's are counted with the tiles
     };
-    words.slow = [&layer, reason](const Step& step) { return reason(layer, step); };
     add_steps(all, words, plan, rates);
   };
   if (options.quantized_forward_weight && O > 0) {
     add("quantize_forward_weight",
-        detail::plan::plan_forward_weight(layer.array(I), O, I, options.forward.hadamard_block),
-        slow_forward_reason);
+        detail::plan::plan_forward_weight(layer.array(I), O, I, options.forward.hadamard_block));
   }
   if (options.compress) {
     const detail::plan::CompressShape kept = layer.kept();
-    add("quantize_forward_input",
-        detail::plan::plan_forward_input(layer.facts, layer.array(I), L, I, options.forward, &kept),
-        slow_input_reason);
+    add("quantize_forward_input", detail::plan::plan_forward_input(layer.facts, layer.array(I), L,
+                                                                   I, options.forward, &kept));
   }
   if (L == 0 || O == 0) return;
   const detail::ForwardWork work{
@@ -591,8 +456,7 @@ void add_forward(Explanation& all, const Layer& layer, const Rates& rates) {
       options.bias,      options.bias && options.bias_dtype != DType::f32};
   add("forward_linear",
       detail::plan::plan_forward(layer.facts, work,
-                                 {layer.array(I), layer.array(I), layer.out(O, options.dtype)}),
-      slow_forward_reason);
+                                 {layer.array(I), layer.array(I), layer.out(O, options.dtype)}));
   detail::WorkspaceCursor cursor;
   detail::plan::take_forward_scratch(cursor, layer.facts, work);
   all.workspace = cursor.bytes();
@@ -604,6 +468,12 @@ Rates set_device(Explanation& all, std::string_view device, const DeviceFacts& f
   all.device = name_of(facts.arch) + " (" +
                (named == nullptr ? std::string() : named->gpu + std::string(", ")) +
                std::to_string(facts.sm_count) + " SMs)";
+  for (int i = 0; i < detail::plan::feature_count; ++i) {
+    const auto feature = static_cast<detail::plan::Feature>(i);
+    if (facts.hardware.has(feature) && !facts.kernels.has(feature)) {
+      all.lacks.emplace_back(feature_name(feature));
+    }
+  }
   if (device != name_of(facts.arch)) all.device = std::string(device) + ", " + all.device;
   if (named == nullptr) return {};
   all.rates = fixed(named->operations / 1e12, " TOPS") + " and " +
@@ -633,6 +503,7 @@ std::string padded(std::string text, std::size_t width) {
 
 std::string text_of(const Explanation& e, const std::string& title) {
   std::string text = title + ", on " + e.device + "\n";
+  if (!e.lacks.empty()) text += "no kernels in this build: " + joined(e.lacks) + "\n";
   std::string call;
   int number = 0;
   for (const ExplainedStep& step : e.steps) {
@@ -645,6 +516,10 @@ std::string text_of(const Explanation& e, const std::string& title) {
             padded("writes " + bytes_text(step.bytes_written), 17) + joined(step.reads) + " -> " +
             joined(step.writes) + (step.independent ? "  (overlaps)" : "") + "\n";
     if (!step.slow.empty()) text += "    slow: " + step.slow + "\n";
+    for (const std::string& passed : step.passed_over) {
+      const bool told = step.slow.find(passed.substr(passed.find(": "))) != std::string::npos;
+      if (!told) text += "    not " + passed + "\n";
+    }
   }
   text += "\n";
   if (e.gy_passes > 0) {
@@ -757,27 +632,6 @@ Explanation explain(std::string_view device, const LinearShape& shape,
   return all;
 }
 
-namespace {
-
-std::string slow_product(const DeviceFacts& facts, const detail::plan::ProductShape& p,
-                         const Step& step) {
-  if (step.kernel == Kernel::unpack) {
-    return facts.int4_units
-               ? "unpacked to INT8: rows of the packed operands are not a multiple "
-                 "of 16 bytes, or K is odd or too long"
-               : "unpacked to INT8: no INT4 units at full speed on " + name_of(facts.arch);
-  }
-  if (!detail::plan::is_mma_tile(step.kernel)) return "";
-  return mma_reason(facts, step.kernel,
-                    !p.rows_aligned ? "rows of the operands are not a multiple of 16 bytes (K " +
-                                          std::to_string(p.k) + ")"
-                    : !p.scaled     ? "bare INT32 sums"
-                    : !p.out.rows_aligned ? not_aligned("out", "N", p.n, p.out.dtype)
-                                          : contraction("K", p.k));
-}
-
-}  // namespace
-
 Explanation explain_gemm(std::string_view device, std::int64_t m, std::int64_t n, std::int64_t k,
                          const ExplainGemmOptions& options) {
   const char* const call = "explain_gemm";
@@ -829,10 +683,7 @@ Explanation explain_gemm(std::string_view device, std::int64_t m, std::int64_t n
       const bool product = step.writes.has(Buffer::out) && step.kernel != Kernel::mma_fixup;
       return product ? 2 * m * n * k : 0;  // a fixup's are counted with the tiles
     };
-    add_steps(all,
-              {options.int4 ? "gemm_int4" : "gemm_int8", bytes, operations,
-               [&](const Step& step) { return slow_product(facts, p, step); }},
-              plan, rates);
+    add_steps(all, {options.int4 ? "gemm_int4" : "gemm_int8", bytes, operations}, plan, rates);
     detail::WorkspaceCursor cursor;
     cursor.take<char>(static_cast<std::int64_t>(detail::plan::gemm_workspace(facts, m, n, k)));
     cursor.take<std::int8_t>(m * k);
