@@ -130,68 +130,76 @@ struct Layer {
   }
 };
 
-std::int64_t buffer_bytes(const Layer& layer, Buffer buffer, std::int64_t sum_runs) {
+class ByBuffer {
+ public:
+  std::int64_t& operator[](Buffer buffer) { return values_[static_cast<std::size_t>(buffer)]; }
+  std::int64_t operator[](Buffer buffer) const { return values_[static_cast<std::size_t>(buffer)]; }
+
+ private:
+  std::array<std::int64_t, detail::plan::buffer_count> values_{};
+};
+
+// Bytes of the buffers of a call, and operations of the products that write them.
+struct Amounts {
+  ByBuffer bytes, operations;
+  std::int64_t tokens = 0;
+};
+
+std::int64_t size_of(DType dtype) { return static_cast<std::int64_t>(dtype_size(dtype)); }
+
+Amounts amounts_of(const Layer& layer, std::string_view call, const Plan& plan) {
   const auto [L, O, I] = layer.shape;
-  const std::int64_t size = static_cast<std::int64_t>(dtype_size(layer.options.dtype));
+  const BackwardLinearSpec& spec = layer.spec;
+  const ExplainOptions& options = layer.options;
+  const std::int64_t size = size_of(options.dtype), k = detail::forward_k(I, options.forward);
   const std::int64_t kx = layer.out_features.k_padded, kw = layer.tokens.k_padded;
-  const bool one_code = detail::is_token_storage(layer.spec.storage);
-  const bool by_token = layer.spec.gw_scale == GradScale::token && !one_code;
+  const bool one_code = detail::is_token_storage(spec.storage);
+  const bool by_token = spec.gw_scale == GradScale::token && !one_code;
+  const bool backward = call == "backward_linear", forward = call == "forward_linear";
   // In features as g_w takes them.
-  const std::int64_t ins = one_code ? detail::TokenCodesLayout(L, I, layer.spec).padded : I;
-  switch (buffer) {
-    case Buffer::gy:
-      return L * O * size;
-    case Buffer::w:
-      return O * I * size;
-    case Buffer::x:
-    case Buffer::gx:
-      return L * I * size;
-    case Buffer::saved:
-      return static_cast<std::int64_t>(saved_layout(L, I, layer.spec).exponent_offset);
-    case Buffer::exponents:
-      return L;
-    case Buffer::quantized_w:
-    case Buffer::weight:
-      return I * (kx + 4);
-    case Buffer::gw:
-      return O * I * static_cast<std::int64_t>(dtype_size(layer.options.gw_dtype));
-    case Buffer::gb:
-      return O * 4;
-    case Buffer::rows:
-      return L * (kx + 4);
-    case Buffer::columns:
-      return O * kw + 4 * (by_token ? kw : O);
-    case Buffer::activation:
-      return ins * (kw + 4);
-    case Buffer::transposed:
-      return kx * kw;
-    case Buffer::product:
-      return 4 * kx * ins;
-    case Buffer::drawn:
-      return 8 * layer.tokens.k;
-    case Buffer::sizes:
-      return 8 * O;
-    case Buffer::features:
-      return 4 * kx + O;
-    case Buffer::rows_amax:
-      return 4;
-    case Buffer::columns_amax:
-      return layer.spec.gw_scale == GradScale::tensor ? 4
-                                                      : 4 * (one_code   ? ins
-                                                             : by_token ? kw
-                                                                        : O);
-    case Buffer::weight_amax:
-      return layer.spec.weight_scale == Granularity::tensor ? 4 : 4 * I;
-    case Buffer::sums:
-    case Buffer::all_scratch:
-      return 4 * O * sum_runs;
-    case Buffer::spread_a:
-      return 4 * std::max(L, O);
-    case Buffer::spread_b:
-      return 4 * I;
-    default:
-      return 0;  // the partial sums of stream-K stay in the L2
+  const std::int64_t ins = one_code ? detail::TokenCodesLayout(L, I, spec).padded : I;
+  Amounts all;
+  all.tokens = L;
+  all.operations[Buffer::gx] = 2 * L * I * kx;
+  all.operations[Buffer::gw] = all.operations[Buffer::product] = 2 * O * I * kw;
+  all.operations[Buffer::y] = 2 * L * O * k;
+  ByBuffer& bytes = all.bytes;  // the partial sums of stream-K stay in the L2
+  bytes[Buffer::gy] = bytes[Buffer::y] = L * O * size;
+  bytes[Buffer::w] = O * I * size;
+  bytes[Buffer::x] = bytes[Buffer::gx] = L * I * size;
+  bytes[Buffer::gw] = O * I * size_of(options.gw_dtype);
+  bytes[Buffer::gb] = bytes[Buffer::wide_bias] = 4 * O;
+  bytes[Buffer::bias] = O * size_of(options.bias_dtype);
+  bytes[Buffer::saved] = static_cast<std::int64_t>(saved_layout(L, I, spec).exponent_offset);
+  bytes[Buffer::exponents] = L;
+  bytes[Buffer::quantized_w] = bytes[Buffer::weight] = I * (kx + 4);
+  bytes[Buffer::rows] = L * (kx + 4);
+  bytes[Buffer::columns] = O * kw + 4 * (by_token ? kw : O);
+  bytes[Buffer::activation] = ins * (kw + 4);
+  bytes[Buffer::x_rows] = bytes[Buffer::forward_x] = L * (k + 4);
+  bytes[Buffer::weight_rows] = bytes[Buffer::forward_w] = O * (k + 4);
+  bytes[Buffer::transposed] = kx * kw;
+  bytes[Buffer::product] = 4 * kx * ins;
+  bytes[Buffer::drawn] = 8 * layer.tokens.k;
+  bytes[Buffer::sizes] = 8 * (one_code && !backward ? I : O);
+  bytes[Buffer::features] = one_code && !backward ? 4 * I : 4 * kx + O;
+  bytes[Buffer::rows_amax] = 4;
+  bytes[Buffer::weight_amax] = spec.weight_scale == Granularity::tensor ? 4 : 4 * I;
+  // Largest values of columns are g_y's in a backward, x's where that is kept.
+  const bool one_scale =
+      backward ? spec.gw_scale == GradScale::tensor : detail::activation_quant(spec).per_tensor;
+  bytes[Buffer::columns_amax] = one_scale   ? 4
+                                : !backward ? 4 * I
+                                : one_code  ? 4 * ins
+                                            : 4 * (by_token ? kw : O);
+  bytes[Buffer::spread_a] = 4 * (forward ? L : std::max(L, O));
+  bytes[Buffer::spread_b] = 4 * (forward ? O : I);
+  for (const Step& step : plan) {
+    if (step.kernel != Kernel::final_sum) continue;
+    bytes[Buffer::sums] = bytes[Buffer::all_scratch] =
+        4 * O * step.as<detail::plan::SumsStep>().runs;
   }
+  return all;
 }
 
 // Whether a step reads a sample of the tokens.
@@ -223,16 +231,11 @@ int gy_passes_of(const Step& step) {
   return 1;
 }
 
-std::int64_t operations_of(const Layer& layer, const Step& step) {
-  if (step.kernel == Kernel::mma_fixup) return 0;  // counted with the tiles
-  const auto [L, O, I] = layer.shape;
-  const std::int64_t gx = 2 * L * I * layer.out_features.k_padded,
-                     gw = 2 * O * I * layer.tokens.k_padded;
-  const auto* const product = std::get_if<detail::plan::ProductStep>(&step.work);
-  if (product != nullptr && step.kernel != Kernel::fill_zero)
-    return product->product == 0 ? gx : gw;
-  if (step.kernel != Kernel::gemm_small) return 0;
-  return (step.writes.has(Buffer::gx) ? gx : 0) + (step.writes.has(Buffer::gw) ? gw : 0);
+// A fixup's are counted with the tiles.
+bool multiplies(const Step& step) {
+  return step.kernel == Kernel::gemm_small ||
+         (std::holds_alternative<detail::plan::ProductStep>(step.work) &&
+          step.kernel != Kernel::fill_zero && step.kernel != Kernel::mma_fixup);
 }
 
 // ---- reasons in words --------------------------------------------------------------------------
@@ -261,25 +264,13 @@ std::string words(const char* text, const Step& step, const Reason& reason) {
       all += *text;
       continue;
     }
-    switch (*++text) {
-      case 'a':
-        all += names.array;
-        break;
-      case 'f':
-        all += names.length;
-        break;
-      case 'k':
-        all += names.contraction;
-        break;
-      case 't':
-        all += dtype_name(step.dtype);
-        break;
-      case 's':
-        all += reason.name;
-        break;
-      default:
-        all += std::to_string(reason.number);
-    }
+    const char what = *++text;
+    all += what == 'a'   ? names.array
+           : what == 'f' ? names.length
+           : what == 'k' ? names.contraction
+           : what == 't' ? dtype_name(step.dtype)
+           : what == 's' ? reason.name
+                         : std::to_string(reason.number);
   }
   return all;
 }
@@ -315,42 +306,11 @@ struct Rates {
   double operations = 0, bandwidth = 0;
 };
 
-// The words for the steps of a call.
-struct Words {
-  const char* call;
-  std::function<std::int64_t(Buffer)> bytes;
-  std::function<std::int64_t(const Step&)> operations;
-  std::int64_t tokens = 0;
-};
-
-Words words_of(const Layer& layer, const char* call, const Plan& plan) {
-  std::int64_t runs = 0;
-  for (const Step& step : plan) {
-    if (step.kernel == Kernel::final_sum) runs = step.as<detail::plan::SumsStep>().runs;
-  }
-  // Largest values of columns are g_y's in a backward, x's where that is kept.
-  const bool of_x = std::string_view(call) != "backward_linear";
-  return {call,
-          [&layer, runs, of_x](Buffer buffer) {
-            if (of_x && buffer == Buffer::columns_amax) {
-              return 4 * (detail::activation_quant(layer.spec).per_tensor
-                              ? std::int64_t{1}
-                              : layer.shape.in_features);
-            }
-            if (of_x && detail::is_token_storage(layer.spec.storage)) {
-              const std::int64_t I = layer.shape.in_features;
-              if (buffer == Buffer::sizes) return 8 * I;
-              if (buffer == Buffer::features) return 4 * I;
-            }
-            return buffer_bytes(layer, buffer, runs);
-          },
-          [&layer](const Step& step) { return operations_of(layer, step); }, layer.shape.tokens};
-}
-
-void add_steps(Explanation& all, const Words& words, const Plan& plan, const Rates& rates) {
+void add_steps(Explanation& all, const char* call, const Plan& plan, const Amounts& of,
+               const Rates& rates) {
   for (const Step& step : plan) {
     ExplainedStep e;
-    e.call = words.call;
+    e.call = call;
     e.kernel = info(step.kernel).name;
     e.file = info(step.kernel).file;
     e.blocks = step.shape.blocks;
@@ -358,12 +318,11 @@ void add_steps(Explanation& all, const Words& words, const Plan& plan, const Rat
     e.cluster = step.shape.cluster;
     e.shared_bytes = step.shape.shared_bytes;
     e.independent = step.independent;
-    e.operations = words.operations(step);
     add_reasons(e, step);
     const int passes = gy_passes_of(step);
     for (int b = 0; b < detail::plan::buffer_count; ++b) {
       const auto buffer = static_cast<Buffer>(b);
-      const std::int64_t bytes = words.bytes(buffer);
+      const std::int64_t bytes = of.bytes[buffer];
       if (step.reads.has(buffer)) {
         e.reads.emplace_back(detail::plan::buffer_name(buffer));
         const bool is_x = buffer == Buffer::x || buffer == Buffer::w;
@@ -372,12 +331,13 @@ void add_steps(Explanation& all, const Words& words, const Plan& plan, const Rat
       if (step.writes.has(buffer)) {
         e.writes.emplace_back(detail::plan::buffer_name(buffer));
         e.bytes_written += bytes;
+        if (multiplies(step)) e.operations += of.operations[buffer];
       }
     }
     if (samples(step)) {
       const auto& sizes = step.as<detail::plan::SizesStep>();
-      const Buffer of = sizes.of == detail::plan::RowsOf::gy ? Buffer::gy : Buffer::x;
-      if (words.tokens > 0) e.bytes_read += words.bytes(of) / words.tokens * sizes.tokens;
+      const Buffer array = sizes.of == detail::plan::RowsOf::gy ? Buffer::gy : Buffer::x;
+      if (of.tokens > 0) e.bytes_read += of.bytes[array] / of.tokens * sizes.tokens;
     }
     if (step.kernel == Kernel::spread) e.bytes_read = 4;  // the one scale of an operand
     if (step.kernel == Kernel::zero) {
@@ -400,63 +360,36 @@ void add_steps(Explanation& all, const Words& words, const Plan& plan, const Rat
 
 void add_steps(Explanation& all, const Layer& layer, const char* call, const Plan& plan,
                const Rates& rates) {
-  add_steps(all, words_of(layer, call, plan), plan, rates);
+  add_steps(all, call, plan, amounts_of(layer, call, plan), rates);
 }
 
 // ---- the forward product -----------------------------------------------------------------------
 
 void add_forward(Explanation& all, const Layer& layer, const Rates& rates) {
-  // No structured binding: C++17's lambdas cannot capture one (clang says so, gcc does not).
-  const std::int64_t L = layer.shape.tokens, O = layer.shape.out_features,
-                     I = layer.shape.in_features;
+  const auto [L, O, I] = layer.shape;
   const ExplainOptions& options = layer.options;
-  const std::int64_t k = detail::forward_k(I, options.forward);
-  const auto add = [&](const char* call, const Plan& plan) {
-    Words words = words_of(layer, call, plan);
-    words.bytes = [&, usual = words.bytes](Buffer buffer) -> std::int64_t {
-      switch (buffer) {
-        case Buffer::y:
-          return L * O * static_cast<std::int64_t>(dtype_size(options.dtype));
-        case Buffer::bias:
-          return O * static_cast<std::int64_t>(dtype_size(options.bias_dtype));
-        case Buffer::wide_bias:
-        case Buffer::spread_b:
-          return 4 * O;
-        case Buffer::spread_a:
-          return 4 * L;
-        case Buffer::x_rows:
-        case Buffer::forward_x:
-          return L * (k + 4);
-        case Buffer::weight_rows:
-        case Buffer::forward_w:
-          return O * (k + 4);
-        default:
-          return usual(buffer);
-      }
-    };
-    words.operations = [&](const Step& step) {
-      const bool product = step.writes.has(Buffer::y) && step.kernel != Kernel::mma_fixup;
-      return product ? 2 * L * O * k : 0;  // a fixup's are counted with the tiles
-    };
-    add_steps(all, words, plan, rates);
-  };
   if (options.quantized_forward_weight && O > 0) {
-    add("quantize_forward_weight",
-        detail::plan::plan_forward_weight(layer.array(I), O, I, options.forward.hadamard_block));
+    add_steps(
+        all, layer, "quantize_forward_weight",
+        detail::plan::plan_forward_weight(layer.array(I), O, I, options.forward.hadamard_block),
+        rates);
   }
   if (options.compress) {
     const detail::plan::CompressShape kept = layer.kept();
-    add("quantize_forward_input", detail::plan::plan_forward_input(layer.facts, layer.array(I), L,
-                                                                   I, options.forward, &kept));
+    add_steps(
+        all, layer, "quantize_forward_input",
+        detail::plan::plan_forward_input(layer.facts, layer.array(I), L, I, options.forward, &kept),
+        rates);
   }
   if (L == 0 || O == 0) return;
   const detail::ForwardWork work{
       options.forward,   layer.shape,
       !options.compress, !options.quantized_forward_weight,
       options.bias,      options.bias && options.bias_dtype != DType::f32};
-  add("forward_linear",
-      detail::plan::plan_forward(layer.facts, work,
-                                 {layer.array(I), layer.array(I), layer.out(O, options.dtype)}));
+  add_steps(all, layer, "forward_linear",
+            detail::plan::plan_forward(
+                layer.facts, work, {layer.array(I), layer.array(I), layer.out(O, options.dtype)}),
+            rates);
   detail::WorkspaceCursor cursor;
   detail::plan::take_forward_scratch(cursor, layer.facts, work);
   all.workspace = cursor.bytes();
@@ -644,7 +577,7 @@ Explanation explain_gemm(std::string_view device, std::int64_t m, std::int64_t n
   }
   Explanation all;
   with_device(device, options.wgmma, [&](const DeviceFacts& facts, const NamedDevice* named) {
-    const auto size = static_cast<std::int64_t>(dtype_size(options.out_dtype));
+    const std::int64_t size = size_of(options.out_dtype);
     const std::int64_t row_bytes = options.int4 ? (k + 1) / 2 : k;
     detail::plan::ProductShape p;
     p.m = m;
@@ -659,31 +592,16 @@ Explanation explain_gemm(std::string_view device, std::int64_t m, std::int64_t n
     const Rates rates = set_device(all, device, facts, named);
     const Plan plan = options.int4 ? detail::plan::plan_gemm_int4(facts, p, row_bytes % 16 == 0)
                                    : detail::plan::plan_gemm(facts, p);
-    const auto bytes = [&](Buffer buffer) -> std::int64_t {
-      switch (buffer) {
-        case Buffer::a:
-          return m * row_bytes;
-        case Buffer::b:
-          return n * row_bytes;
-        case Buffer::unpacked_a:
-          return m * k;
-        case Buffer::unpacked_b:
-          return n * k;
-        case Buffer::out:
-          return m * n * size;
-        case Buffer::spread_a:
-          return 4 * m;
-        case Buffer::spread_b:
-          return 4 * n;
-        default:
-          return 0;
-      }
-    };
-    const auto operations = [&](const Step& step) {
-      const bool product = step.writes.has(Buffer::out) && step.kernel != Kernel::mma_fixup;
-      return product ? 2 * m * n * k : 0;  // a fixup's are counted with the tiles
-    };
-    add_steps(all, {options.int4 ? "gemm_int4" : "gemm_int8", bytes, operations}, plan, rates);
+    Amounts amounts;
+    amounts.bytes[Buffer::a] = m * row_bytes;
+    amounts.bytes[Buffer::b] = n * row_bytes;
+    amounts.bytes[Buffer::unpacked_a] = m * k;
+    amounts.bytes[Buffer::unpacked_b] = n * k;
+    amounts.bytes[Buffer::out] = m * n * size;
+    amounts.bytes[Buffer::spread_a] = 4 * m;
+    amounts.bytes[Buffer::spread_b] = 4 * n;
+    amounts.operations[Buffer::out] = 2 * m * n * k;
+    add_steps(all, options.int4 ? "gemm_int4" : "gemm_int8", plan, amounts, rates);
     detail::WorkspaceCursor cursor;
     cursor.take<char>(static_cast<std::int64_t>(detail::plan::gemm_workspace(facts, m, n, k)));
     cursor.take<std::int8_t>(m * k);
