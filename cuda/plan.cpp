@@ -157,14 +157,15 @@ const char* feature_name(Feature feature) {
 }
 
 void set_features(DeviceFacts& facts, bool sm90, bool wgmma) {
-  constexpr Features since_sm90{Feature::clusters, Feature::dependent_launch, Feature::bulk_copy};
+  constexpr Features since_sm90 =
+      Features(Feature::clusters) | Feature::dependent_launch | Feature::bulk_copy;
   const int major = facts.arch / 10;
   if (major >= 9) facts.hardware = since_sm90;
-  if (major == 9) facts.hardware |= {Feature::wgmma};
-  if (major == 10 || major == 11) facts.hardware |= {Feature::tcgen05};
+  if (major == 9) facts.hardware |= Feature::wgmma;
+  if (major == 10 || major == 11) facts.hardware |= Feature::tcgen05;
   // No later architecture has kernels of its own.
   if (major == 9 && sm90) facts.kernels = since_sm90;
-  if (major == 9 && wgmma) facts.kernels |= {Feature::wgmma};
+  if (major == 9 && wgmma) facts.kernels |= Feature::wgmma;
 }
 
 Reason why_not(const DeviceFacts& facts, Feature feature) {
@@ -194,13 +195,15 @@ Kernel Plan::choose(std::initializer_list<Refusal> list) {
 
 // ---- dependencies ------------------------------------------------------------------------------
 
-bool Buffers::meets(Buffers other) const {
-  if ((bits_ & other.bits_) != 0) return true;
-  const auto overlaps = [](Buffers all, Buffers some) {
-    return all.has(Buffer::all_scratch) && (some.bits_ & scratch.bits_) != 0;
-  };
-  return overlaps(*this, other) || overlaps(other, *this);
+namespace {
+
+// Whether both hold the same memory somewhere.
+bool overlap(Buffers a, Buffers b) {
+  return a.meets(b) || (a.has(Buffer::all_scratch) && b.meets(scratch)) ||
+         (b.has(Buffer::all_scratch) && a.meets(scratch));
 }
+
+}  // namespace
 
 static_assert(std::is_trivially_copyable_v<Step>);  // as Plan's slots are
 
@@ -225,8 +228,7 @@ Step& Plan::add(Kernel kernel, const LaunchShape& shape, Buffers reads, Buffers 
   step.independent = info(kernel).can_overlap && last_waiting_ >= 0;
   for (int i = last_waiting_; step.independent && i < count_; ++i) {
     const Step& before = (*this)[i];
-    step.independent =
-        !before.writes.meets(reads) && !before.writes.meets(writes) && !before.reads.meets(writes);
+    step.independent = !overlap(before.writes, reads | writes) && !overlap(before.reads, writes);
   }
   if (!step.independent && kernel != Kernel::zero) last_waiting_ = count_;
   ++count_;
@@ -307,39 +309,16 @@ Plan plan_backward(const DeviceFacts& facts, const BackwardWork& work,
   operands.zeroed = amax_words(facts, work);
   const bool summed = add_operands(plan, facts, operands);
 
-  ProductShape products[2];
-  ProductBuffers buffers[2];
-  int index[2];
-  int count = 0;
-  if (work.gx) {
-    index[count] = 0;
-    buffers[count] = {Buffer::rows, work.weight ? Buffer::weight : Buffer::quantized_w, Buffer::gx};
-    ProductShape& p = products[count++];
-    p.m = shape.tokens;
-    p.n = shape.in_features;
-    p.k = kx;
-    p.one_scale_a = shape.tokens == 1;
-    p.one_scale_b = shape.in_features == 1;
-    p.out = arrays.gx;
-  } else if (work.clear_gx) {
-    plan.add(Kernel::fill_zero, {ceil_div(shape.tokens * shape.in_features, 256), 256}, {},
-             Buffer::gx)
-        .work = ProductStep{0};
-  }
+  Products products;
+  add_gx(plan, products, work, arrays.gx);
   const Buffer x = packed ? Buffer::activation : Buffer::saved;
   if (work.gw && !by_token) {
-    index[count] = 1;
-    buffers[count] = {Buffer::columns, x, Buffer::gw};
-    ProductShape& p = products[count++];
-    p.m = shape.out_features;
-    p.n = shape.in_features;
-    p.k = kw;
-    p.one_scale_a = shape.out_features == 1;
-    p.one_scale_b = shape.in_features == 1 || (!packed && spec.x_scale == Granularity::tensor);
+    ProductShape& p = products.add(1, shape.out_features, shape.in_features, kw, arrays.gw,
+                                   {Buffer::columns, x, Buffer::gw});
+    p.one_scale_b = p.one_scale_b || (!packed && spec.x_scale == Granularity::tensor);
     p.accumulate = work.accumulate;
-    p.out = arrays.gw;
   }
-  if (count > 0) add_products(plan, facts, products, buffers, index, count);
+  add_products(plan, facts, products);
   if (work.gw && by_token) {
     Buffers reads = Buffer::columns | x;
     if (work.accumulate) reads |= Buffer::gw;
@@ -349,11 +328,8 @@ Plan plan_backward(const DeviceFacts& facts, const BackwardWork& work,
                  Buffer::gw);
     step.dtype = arrays.gw.dtype;
     step.work = ProductStep{1};
-  } else if (!work.gw && work.clear_gw) {
-    plan.add(Kernel::fill_zero, {ceil_div(shape.out_features * shape.in_features, 256), 256}, {},
-             Buffer::gw)
-        .work = ProductStep{1};
   }
+  add_no_gw(plan, work);
   if (work.gb && !summed && shape.out_features > 0) {
     if (work.gx || work.gw) {
       note_sum_again(plan, {"no kernel of its rows or columns adds them up"});
@@ -485,19 +461,14 @@ Plan plan_forward(const DeviceFacts& facts, const ForwardWork& work, const Forwa
     plan.add(Kernel::widen, {ceil_div(shape.out_features, 256), 256}, Buffer::bias,
              Buffer::wide_bias);
   }
-  ProductShape p;
-  p.m = shape.tokens;
-  p.n = shape.out_features;
-  p.k = forward_k(shape.in_features, work.spec);
-  p.one_scale_a = p.m == 1;
-  p.one_scale_b = p.n == 1;
-  p.bias = work.bias;
-  p.out = arrays.y;
   Buffers b = work.weight ? Buffer::weight_rows : Buffer::forward_w;
   if (work.bias) b |= work.wide ? Buffer::wide_bias : Buffer::bias;
-  const ProductBuffers buffers{work.input ? Buffer::x_rows : Buffer::forward_x, b, Buffer::y};
-  const int index = 0;
-  add_products(plan, facts, &p, &buffers, &index, 1);
+  Products products;
+  products
+      .add(0, shape.tokens, shape.out_features, forward_k(shape.in_features, work.spec), arrays.y,
+           {work.input ? Buffer::x_rows : Buffer::forward_x, b, Buffer::y})
+      .bias = work.bias;
+  add_products(plan, facts, products);
   return plan;
 }
 

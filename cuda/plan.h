@@ -218,6 +218,20 @@ inline constexpr std::int64_t int32_safe_k4 = 43826196;  // of INT4: 49 K <= 2^3
 
 namespace plan {
 
+template <class E>  // an enumeration
+class Set {
+ public:
+  constexpr Set() = default;
+  constexpr Set(E one) : bits_(std::uint64_t{1} << static_cast<unsigned>(one)) {}  // NOLINT: a set
+  constexpr Set operator|(Set other) const { return other |= *this; }
+  constexpr Set& operator|=(Set other) { return bits_ |= other.bits_, *this; }
+  constexpr bool has(E one) const { return meets(one); }
+  constexpr bool meets(Set other) const { return (bits_ & other.bits_) != 0; }
+
+ private:
+  std::uint64_t bits_ = 0;
+};
+
 // ---- the device --------------------------------------------------------------------------------
 
 // An instance of a kernel whose grid depends on how much of it a device runs at once.
@@ -244,20 +258,7 @@ enum class Feature : std::uint8_t { clusters, dependent_launch, bulk_copy, wgmma
 inline constexpr int feature_count = static_cast<int>(Feature::tcgen05) + 1;
 const char* feature_name(Feature feature);
 
-class Features {
- public:
-  constexpr Features() = default;
-  constexpr Features(std::initializer_list<Feature> features) {
-    for (const Feature feature : features) bits_ |= 1U << static_cast<unsigned>(feature);
-  }
-  constexpr bool has(Feature feature) const {
-    return (bits_ >> static_cast<unsigned>(feature) & 1U) != 0;
-  }
-  constexpr Features& operator|=(Features other) { return bits_ |= other.bits_, *this; }
-
- private:
-  unsigned bits_ = 0;
-};
+using Features = Set<Feature>;
 
 struct DeviceFacts {
   int arch = 0;  // compute capability times 10
@@ -388,29 +389,10 @@ enum class Buffer : std::uint8_t {
   drawn,        // tokens of a share
 };
 inline constexpr int buffer_count = static_cast<int>(Buffer::drawn) + 1;
-static_assert(buffer_count <= 64);  // bits of a Buffers
+static_assert(buffer_count <= 64);  // bits of a Set
 const char* buffer_name(Buffer buffer);
 
-class Buffers {
- public:
-  constexpr Buffers() = default;
-  constexpr Buffers(Buffer buffer)  // NOLINT: one buffer is a set of one
-      : bits_(std::uint64_t{1} << static_cast<unsigned>(buffer)) {}
-  constexpr Buffers operator|(Buffers other) const { return from(bits_ | other.bits_); }
-  Buffers& operator|=(Buffers other) { return *this = *this | other; }
-  constexpr bool has(Buffer buffer) const { return (bits_ & Buffers(buffer).bits_) != 0; }
-  constexpr bool empty() const { return bits_ == 0; }
-  // Whether both hold the same memory somewhere.
-  bool meets(Buffers other) const;
-
- private:
-  static constexpr Buffers from(std::uint64_t bits) {
-    Buffers set;
-    set.bits_ = bits;
-    return set;
-  }
-  std::uint64_t bits_ = 0;
-};
+using Buffers = Set<Buffer>;
 constexpr Buffers operator|(Buffer a, Buffer b) { return Buffers(a) | Buffers(b); }
 
 // ---- reasons -----------------------------------------------------------------------------------

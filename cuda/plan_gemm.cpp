@@ -268,24 +268,48 @@ void add_small_gemms(Plan& plan, const ProductShape* products, int count, const 
   step.work = work;
 }
 
-void add_products(Plan& plan, const DeviceFacts& facts, const ProductShape* products,
-                  const ProductBuffers* buffers, const int* index, int count) {
-  std::int64_t work = 0;
-  for (int i = 0; i < count; ++i) work += products[i].m * products[i].n * products[i].k;
-  if (plan.takes({Kernel::gemm_small, nullptr,
-                  work > thresholds(facts).small_gemm_work
-                      ? Reason{"%n multiply-adds hide a launch each", work}
-                      : why_not_small_gemms(products, count)})) {
-    Buffers reads, writes;
-    for (int i = 0; i < count; ++i) {
-      reads |= buffers[i].a | buffers[i].b;
-      writes |= buffers[i].out;
-      if (products[i].accumulate) reads |= buffers[i].out;
-    }
-    return add_small_gemms(plan, products, count, small_plan(facts, products, count), reads,
-                           writes);
+namespace {
+
+void add_zeros(Plan& plan, std::int64_t elements, Buffer out, int number) {
+  plan.add(Kernel::fill_zero, {ceil_div(elements, 256), 256}, {}, out).work = ProductStep{number};
+}
+
+}  // namespace
+
+void add_gx(Plan& plan, Products& products, const BackwardWork& work, const OutFacts& out) {
+  const LinearShape& shape = work.shape;
+  if (work.gx) {
+    products.add(0, shape.tokens, shape.in_features, work.out_features.k_padded, out,
+                 {Buffer::rows, work.weight ? Buffer::weight : Buffer::quantized_w, Buffer::gx});
+  } else if (work.clear_gx) {
+    add_zeros(plan, shape.tokens * shape.in_features, Buffer::gx, 0);
   }
-  for (int i = 0; i < count; ++i) add_product(plan, facts, products[i], index[i], buffers[i]);
+}
+
+void add_no_gw(Plan& plan, const BackwardWork& work) {
+  if (work.gw || !work.clear_gw) return;
+  add_zeros(plan, work.shape.out_features * work.shape.in_features, Buffer::gw, 1);
+}
+
+void add_products(Plan& plan, const DeviceFacts& facts, const Products& products) {
+  const auto& [shapes, buffers, index, count] = products;
+  if (count == 0) return;
+  std::int64_t work = 0;
+  for (int i = 0; i < count; ++i) work += shapes[i].m * shapes[i].n * shapes[i].k;
+  if (!plan.takes({Kernel::gemm_small, nullptr,
+                   work > thresholds(facts).small_gemm_work
+                       ? Reason{"%n multiply-adds hide a launch each", work}
+                       : why_not_small_gemms(shapes, count)})) {
+    for (int i = 0; i < count; ++i) add_product(plan, facts, shapes[i], index[i], buffers[i]);
+    return;
+  }
+  Buffers reads, writes;
+  for (int i = 0; i < count; ++i) {
+    reads |= buffers[i].a | buffers[i].b;
+    writes |= buffers[i].out;
+    if (shapes[i].accumulate) reads |= buffers[i].out;
+  }
+  add_small_gemms(plan, shapes, count, small_plan(facts, shapes, count), reads, writes);
 }
 
 Plan plan_gemm(const DeviceFacts& facts, const ProductShape& shape) {

@@ -153,8 +153,33 @@ struct ProductBuffers {
   Buffer out;
 };
 
-// Up to two products that do not depend on each other, `index` being their numbers in the call.
-void add_products(Plan&, const DeviceFacts&, const ProductShape*, const ProductBuffers*,
-                  const int* index, int count);
+// Up to two products that do not depend on each other, and their numbers in the call.
+struct Products {
+  ProductShape shapes[2]{};
+  ProductBuffers buffers[2]{};
+  int index[2]{};
+  int count = 0;
+
+  // [m, k] times [n, k], with a scale for each row.
+  ProductShape& add(int number, std::int64_t m, std::int64_t n, std::int64_t k, const OutFacts& out,
+                    const ProductBuffers& of) {
+    index[count] = number;
+    buffers[count] = of;
+    ProductShape& p = shapes[count++];
+    p.m = m;
+    p.n = n;
+    p.k = k;
+    p.one_scale_a = m == 1;
+    p.one_scale_b = n == 1;
+    p.out = out;
+    return p;
+  }
+};
+
+// g_x = g_y w, or zeros.
+void add_gx(Plan&, Products&, const BackwardWork&, const OutFacts& out);
+// Zeros, where they are g_w.
+void add_no_gw(Plan&, const BackwardWork&);
+void add_products(Plan&, const DeviceFacts&, const Products&);
 
 }  // namespace hot::detail::plan

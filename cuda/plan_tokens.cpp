@@ -200,46 +200,23 @@ Plan plan_token_backward(const DeviceFacts& facts, const BackwardWork& work,
     step.work = ContributionsStep{1};
   }
 
-  ProductShape products[2];
-  ProductBuffers buffers[2];
-  int index[2];
-  int count = 0;
-  if (work.gx) {
-    index[count] = 0;
-    buffers[count] = {Buffer::rows, work.weight ? Buffer::weight : Buffer::quantized_w, Buffer::gx};
-    ProductShape& p = products[count++];
-    p.m = shape.tokens;
-    p.n = shape.in_features;
-    p.k = outs;
-    p.one_scale_a = shape.tokens == 1;
-    p.one_scale_b = shape.in_features == 1;
-    p.out = arrays.gx;
-  } else if (work.clear_gx) {
-    plan.add(Kernel::fill_zero, {ceil_div(shape.tokens * shape.in_features, 256), 256}, {},
-             Buffer::gx)
-        .work = ProductStep{0};
-  }
+  Products products;
+  add_gx(plan, products, work, arrays.gx);
   if (work.gw) {
-    index[count] = 1;
-    buffers[count] = {Buffer::transposed | Buffer::features, Buffer::activation, Buffer::product};
-    ProductShape& p = products[count++];
-    p.m = outs;
-    p.n = ins;
-    p.k = kw;
-    p.out = {DType::f32, true, true};
+    const ProductBuffers of{Buffer::transposed | Buffer::features, Buffer::activation,
+                            Buffer::product};
+    ProductShape& p = products.add(1, outs, ins, kw, {DType::f32, true, true}, of);
+    p.one_scale_a = p.one_scale_b = false;
   }
-  if (count > 0) add_products(plan, facts, products, buffers, index, count);
+  add_products(plan, facts, products);
   if (work.gw) {
     Buffers reads = Buffer::product | Buffer::features | Buffer::saved;
     if (work.accumulate) reads |= Buffer::gw;
     const std::int64_t tiles = ceil_div(outs, token::tile) * ceil_div(ins, token::tile);
     plan.add(Kernel::undo_transforms, {ceil_div(tiles, 2), 2 * token::tile}, reads, Buffer::gw)
         .dtype = arrays.gw.dtype;
-  } else if (work.clear_gw) {
-    plan.add(Kernel::fill_zero, {ceil_div(shape.out_features * shape.in_features, 256), 256}, {},
-             Buffer::gw)
-        .work = ProductStep{1};
   }
+  add_no_gw(plan, work);
   if (!work.gb || shape.out_features == 0) return plan;
   if (runs > 0) {
     add_final_sum(plan, runs, shape.out_features, work.accumulate, Buffer::sums);

@@ -77,7 +77,7 @@ class GemmSmallCuda : public CudaTest {
     int sm_count = 0;
     check(cudaDeviceGetAttribute(&sm_count, cudaDevAttrMultiProcessorCount, 0));
     facts.sm_count = sm_count;
-    if (clusters() && context.arch() != 80) facts.kernels = {plan::Feature::clusters};
+    if (clusters() && context.arch() != 80) facts.kernels = plan::Feature::clusters;
     std::vector<plan::ProductShape> shapes;
     for (const GemmArgs& product : products) shapes.push_back(plan::product_shape(product));
     return plan::small_plan(facts, shapes.data(), static_cast<int>(shapes.size()));
