@@ -559,7 +559,9 @@ class Plan {
   // Whether there is no reason against this one; otherwise the next step keeps it.
   bool takes(const Refusal& kernel);
   // The next step keeps the same as the last one.
-  void passed_as_before() { passed_ = slots_.steps[count_ - 1].passed; }
+  void passed_as_before() {
+    if (count_ > 0) passed_ = slots_.steps[count_ - 1].passed;
+  }
 
  private:
   // zero; rows 2; columns 3; weight 3; requantize; products 2 of 3; fill_zero 2; sums 2
