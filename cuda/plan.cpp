@@ -177,13 +177,10 @@ Reason why_not(const DeviceFacts& facts, Feature feature) {
 
 // ---- reasons -----------------------------------------------------------------------------------
 
-void Refusals::add(const Refusal& refusal) {
-  if (count_ < max) list_[count_++] = refusal;
-}
-
 bool Plan::takes(const Refusal& kernel) {
-  if (kernel.reason) passed_.add(kernel);
-  return !kernel.reason;
+  if (!kernel.reason) return true;
+  if (end_passed_ < max_passed) ::new (&passed_.at[end_passed_++]) Refusal(kernel);
+  return false;
 }
 
 Kernel Plan::choose(std::initializer_list<Refusal> list) {
@@ -205,7 +202,8 @@ bool overlap(Buffers a, Buffers b) {
 
 }  // namespace
 
-static_assert(std::is_trivially_copyable_v<Step>);  // as Plan's slots are
+static_assert(std::is_trivially_copyable_v<Step> &&
+              std::is_trivially_copyable_v<Refusal>);  // as Plan's slots are
 
 // A step that waits starts when all steps before it have ended. A step that does not wait starts
 // when every CTA of the previous one has started. So the last step that waited, and all since, may
@@ -214,14 +212,14 @@ Step& Plan::add(Kernel kernel, const LaunchShape& shape, Buffers reads, Buffers 
   if (count_ == max_steps) {
     throw Error(ErrorCode::unsupported, "plan: more steps than a plan has");
   }
-  Step& step = *::new (&slots_.steps[count_]) Step{};
+  Step& step = *::new (&steps_.at[count_]) Step{};
   step.kernel = kernel;
   step.shape = shape;
   step.reads = reads;
   step.writes = writes;
   if (kernel != Kernel::zero && kernel != Kernel::spread) {  // those only help the next
-    step.passed = passed_;
-    passed_ = {};
+    step.first_passed = first_passed_;
+    step.end_passed = first_passed_ = end_passed_;
   }
   if (shape.blocks == 0 && kernel != Kernel::zero)
     return step;  // no work: the next step takes its place

@@ -414,16 +414,10 @@ struct Refusal {
   const char* cost = nullptr;
   Reason reason{};
 };
-class Refusals {
- public:
-  void add(const Refusal& refusal);
-  const Refusal* begin() const { return list_; }
-  const Refusal* end() const { return list_ + count_; }
-
- private:
-  static constexpr int max = 5;
-  Refusal list_[max];
-  int count_ = 0;
+struct Refusals {
+  const Refusal *first, *last;
+  const Refusal* begin() const { return first; }
+  const Refusal* end() const { return last; }
 };
 
 // The operand that a step makes.
@@ -529,9 +523,9 @@ struct Step {
   Buffers reads{}, writes{};
   // No data dependency on any kernel that may still run when it starts (derived).
   bool independent = false;
-  DType dtype{};        // of what is read, or of a product's result
-  Rounding rounding{};  // of the kernel's instance
-  Refusals passed{};    // kernels before it in its operand's list
+  DType dtype{};                                  // of what is read, or of a product's result
+  Rounding rounding{};                            // of the kernel's instance
+  std::uint8_t first_passed = 0, end_passed = 0;  // Plan::passed
   std::variant<std::monostate, RowsStep, ColumnsStep, GenericColumnsStep, FinishStep,
                RowsColumnAmaxStep, RowsGroupsStep, GroupedStep, SizesStep, TokenRowsStep,
                ContributionsStep, SumsStep, ZeroStep, SpreadStep, UnpackStep, SmallGemmStep,
@@ -547,12 +541,16 @@ struct Step {
 // The steps of a call, in the order of their launches.
 class Plan {
  public:
-  const Step* begin() const { return slots_.steps; }
-  const Step* end() const { return slots_.steps + count_; }
+  const Step* begin() const { return steps_.at; }
+  const Step* end() const { return steps_.at + count_; }
   int size() const { return count_; }
-  const Step& operator[](int i) const { return slots_.steps[i]; }
+  const Step& operator[](int i) const { return steps_.at[i]; }
   Step& add(Kernel kernel, const LaunchShape& shape, Buffers reads, Buffers writes);
 
+  // The kernels before a step's in its operand's list.
+  Refusals passed(const Step& step) const {
+    return {passed_.at + step.first_passed, passed_.at + step.end_passed};
+  }
   // The first kernel of a list, which is in order of priority, without a reason against it; the
   // last one has none. The next step keeps those passed over.
   Kernel choose(std::initializer_list<Refusal> list);
@@ -560,19 +558,21 @@ class Plan {
   bool takes(const Refusal& kernel);
   // The next step keeps the same as the last one.
   void passed_as_before() {
-    if (count_ > 0) passed_ = slots_.steps[count_ - 1].passed;
+    if (count_ > 0) first_passed_ = steps_.at[count_ - 1].first_passed;
   }
 
  private:
   // zero; rows 2; columns 3; weight 3; requantize; products 2 of 3; fill_zero 2; sums 2
-  static constexpr int max_steps = 20;
+  static constexpr int max_steps = 20, max_passed = 60;
+  template <class T, int count>
   union Slots {  // not initialised: a plan is made for every call
     Slots() {}
-    Step steps[max_steps];
+    T at[count];
   };
-  Slots slots_;
-  Refusals passed_{};
+  Slots<Step, max_steps> steps_;
+  Slots<Refusal, max_passed> passed_;
   int count_ = 0;
+  std::uint8_t first_passed_ = 0, end_passed_ = 0;  // of the next step
   int last_waiting_ = -1;
 };
 

@@ -278,9 +278,9 @@ std::string words(const char* text, const Step& step, const Reason& reason) {
 // Fills what a step says of the kernels before it in its operand's list. Where one reason holds for
 // two of them and the words for the cost of the second begin like those of the first, those are
 // enough.
-void add_reasons(ExplainedStep& e, const Step& step) {
+void add_reasons(ExplainedStep& e, const Plan& plan, const Step& step) {
   std::string reason, slow;
-  for (const Refusal& passed : step.passed) {
+  for (const Refusal& passed : plan.passed(step)) {
     const std::string why = words(passed.reason.why, step, passed.reason);
     if (passed.kernel != step.kernel) {
       e.passed_over.push_back(std::string(info(passed.kernel).name) + ": " + why);
@@ -318,7 +318,7 @@ void add_steps(Explanation& all, const char* call, const Plan& plan, const Amoun
     e.cluster = step.shape.cluster;
     e.shared_bytes = step.shape.shared_bytes;
     e.independent = step.independent;
-    add_reasons(e, step);
+    add_reasons(e, plan, step);
     const int passes = gy_passes_of(step);
     for (int b = 0; b < detail::plan::buffer_count; ++b) {
       const auto buffer = static_cast<Buffer>(b);
