@@ -395,6 +395,56 @@ def test_slow_paths_say_why() -> None:
     assert any("hadamard_block is 64" in why for why in slow)
 
 
+def test_more_reads_than_needed_and_generic_kernels_say_why() -> None:
+    needed = {"g_y": 2, "x": 1, "w": 1}
+    generic = {"rows_kernel", "unpack_kernel", "tile_kernel any", "token_kernel", *GENERIC[:2]}
+    draw = random.Random(4)
+    for _ in range(300):
+        found, _ = any_layer(draw)
+        reads: dict[tuple[str, str], int] = {}
+        explained = set()
+        for step in found.steps:
+            assert step.slow or step.kernel not in generic, found.text
+            for name in needed.keys() & set(step.reads):
+                array = (step.call, name)
+                reads[array] = reads.get(array, 0) + 1
+                if step.slow or step.passed_over:
+                    explained.add(array)
+        for array, count in reads.items():
+            assert count <= needed[array[1]] or array in explained, (array, found.text)
+
+
+def test_the_kernels_that_a_device_lacks_are_named() -> None:
+    shape = (25216, 3072, 768)
+    b200 = explain(*shape, device="sm_100")
+    assert b200.lacks == ("cluster", "dependent-launch", "bulk-copy", "tcgen05")
+    assert "no kernels in this build: cluster, dependent-launch" in b200.text
+    assert [why for why in b200.slow if why.startswith("mma.sync")] == [
+        "mma.sync: this build has no tcgen05 kernels for sm_100"
+    ]
+    assert any("this build has no cluster kernels for sm_100" in why for why in b200.slow)
+    assert explain(*shape, device="sm_90").lacks == explain(*shape, device="sm_80").lacks == ()
+    assert explain(*shape, device="sm_90", wgmma=False).lacks == ("wgmma",)
+    assert len(explain(*shape, device="sm_120").lacks) == 3
+
+
+def test_kernels_that_were_passed_over_stay_in_the_step() -> None:
+    def passed(found: Explanation, kernel: str) -> tuple[str, ...]:
+        return next(step.passed_over for step in found.steps if step.kernel == kernel)
+
+    half = explain(12608, 768, 768)
+    assert half.slow == ()
+    assert passed(half, ONE_PASS) == ("rows_column_amax_kernel: its columns fit in a cluster",)
+    assert "    not rows_column_amax_kernel: its columns fit" in half.text
+    single = explain(16500, 768, 64, dtype="float32")
+    assert passed(single, AMAX) == (
+        "rows_column_amax_kernel: float32",
+        f"{ONE_PASS}: a column of 16512 codes is too long for a cluster",
+    )
+    assert single.gy_passes == 3 and len(single.slow) == 1
+    assert "    not rows_column_amax" not in single.text
+
+
 @pytest.mark.parametrize(
     ("shape", "config", "dtype", "reason"),
     [
