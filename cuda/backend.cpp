@@ -24,9 +24,7 @@ CudaDevice::CudaDevice(const Context& context) : context_(context) {
   facts_.arch = 10 * major + device_attribute(context, cudaDevAttrComputeCapabilityMinor, stage);
   facts_.sm_count = device_attribute(context, cudaDevAttrMultiProcessorCount, stage);
   facts_.shared_bytes = device_attribute(context, cudaDevAttrMaxSharedMemoryPerBlockOptin, stage);
-  facts_.hopper = !restricted && kernels_overlap(context, stage);
-  facts_.wgmma_built = sm90_built();
-  facts_.wgmma = facts_.wgmma_built && !restricted && major == 9;
+  if (!restricted) plan::set_features(facts_, kernels_overlap(context, stage), sm90_built());
   // sm_90 runs the instruction at a thirtieth of its INT8 rate, for tests of sm_80's kernels.
   facts_.int4_units = major == 8 || (restricted && mma_int4(10 * major));
   facts_.queries = this;
@@ -430,15 +428,9 @@ void backward_tokens(const Context& context, const CudaDevice& device, const Bac
     const DeviceDrawn drawn{s.drawn, s.drawn_factor, work.tokens.k};
     transpose = {s.rows, s.transposed, drawn};
     contributions = {&x, call.sketch_key, s.rows.scale, drawn, s.contributions};
-    undo = {s.product,
-            s.by_rows,
-            work.out_features.block,
-            x.layout.block,
-            s.features.factors,
-            in_signs_key(x.storage, call.sketch_key),
-            x.exponents(),
-            work.accumulate,
-            call.gw};
+    undo = {s.product,      s.by_rows,          work.out_features.block,
+            x.layout.block, s.features.factors, in_signs_key(x.storage, call.sketch_key),
+            x.exponents(),  work.accumulate,    call.gw};
     memory.transpose = &*transpose;
     memory.contributions = &*contributions;
     memory.undo = &*undo;

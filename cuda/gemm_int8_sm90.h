@@ -30,7 +30,7 @@ struct Sm90Instance {
   Sm90Kernel kernel;
   DType out;
   Sm90Output output;
-  // Both scales are vectors; wgmma_can (plan_gemm.cpp) says what else is needed. `workspace`:
+  // Both scales are vectors; why_not_wgmma (plan_gemm.cpp) says what else is needed. `workspace`:
   // of stream-K alone.
   void (*run)(const Context&, const GemmArgs&, const Sm90Plan&, void* workspace);
   std::size_t (*workspace)(const Context&, const GemmArgs&, const Sm90Plan&);

@@ -149,17 +149,62 @@ constexpr Buffers scratch =
 const KernelInfo& info(Kernel kernel) { return kernels[static_cast<std::size_t>(kernel)]; }
 const char* buffer_name(Buffer buffer) { return buffer_names[static_cast<std::size_t>(buffer)]; }
 
-// ---- dependencies ------------------------------------------------------------------------------
+// ---- the device --------------------------------------------------------------------------------
 
-bool Buffers::meets(Buffers other) const {
-  if ((bits_ & other.bits_) != 0) return true;
-  const auto overlaps = [](Buffers all, Buffers some) {
-    return all.has(Buffer::all_scratch) && (some.bits_ & scratch.bits_) != 0;
-  };
-  return overlaps(*this, other) || overlaps(other, *this);
+const char* feature_name(Feature feature) {
+  constexpr const char* names[feature_count] = {"cluster", "dependent-launch", "bulk-copy", "wgmma",
+                                                "tcgen05"};
+  return names[static_cast<std::size_t>(feature)];
 }
 
-static_assert(std::is_trivially_copyable_v<Step>);  // as Plan's slots are
+void set_features(DeviceFacts& facts, bool sm90, bool wgmma) {
+  constexpr Features since_sm90 =
+      Features(Feature::clusters) | Feature::dependent_launch | Feature::bulk_copy;
+  const int major = facts.arch / 10;
+  if (major >= 9) facts.hardware = since_sm90;
+  if (major == 9) facts.hardware |= Feature::wgmma;
+  if (major == 10 || major == 11) facts.hardware |= Feature::tcgen05;
+  // No later architecture has kernels of its own.
+  if (major == 9 && sm90) facts.kernels = since_sm90;
+  if (major == 9 && wgmma) facts.kernels |= Feature::wgmma;
+}
+
+Reason why_not(const DeviceFacts& facts, Feature feature) {
+  if (facts.kernels.has(feature)) return {};
+  return {facts.hardware.has(feature) ? "this build has no %s kernels for sm_%n"
+                                      : "sm_%n runs no %s kernels",
+          facts.arch, feature_name(feature)};
+}
+
+// ---- reasons -----------------------------------------------------------------------------------
+
+bool Plan::takes(const Refusal& kernel) {
+  if (!kernel.reason) return true;
+  if (end_passed_ < max_passed) ::new (&passed_.at[end_passed_++]) Refusal(kernel);
+  return false;
+}
+
+Kernel Plan::choose(std::initializer_list<Refusal> list) {
+  for (const Refusal& one : list) {
+    if (takes(one)) return one.kernel;
+  }
+  throw Error(ErrorCode::unsupported, "plan: no kernel is left");
+}
+
+// ---- dependencies ------------------------------------------------------------------------------
+
+namespace {
+
+// Whether both hold the same memory somewhere.
+bool overlap(Buffers a, Buffers b) {
+  return a.meets(b) || (a.has(Buffer::all_scratch) && b.meets(scratch)) ||
+         (b.has(Buffer::all_scratch) && a.meets(scratch));
+}
+
+}  // namespace
+
+static_assert(std::is_trivially_copyable_v<Step> &&
+              std::is_trivially_copyable_v<Refusal>);  // as Plan's slots are
 
 // A step that waits starts when all steps before it have ended. A step that does not wait starts
 // when every CTA of the previous one has started. So the last step that waited, and all since, may
@@ -168,18 +213,21 @@ Step& Plan::add(Kernel kernel, const LaunchShape& shape, Buffers reads, Buffers 
   if (count_ == max_steps) {
     throw Error(ErrorCode::unsupported, "plan: more steps than a plan has");
   }
-  Step& step = *::new (&slots_.steps[count_]) Step{};
+  Step& step = *::new (&steps_.at[count_]) Step{};
   step.kernel = kernel;
   step.shape = shape;
   step.reads = reads;
   step.writes = writes;
+  if (kernel != Kernel::zero && kernel != Kernel::spread) {  // those only help the next
+    step.first_passed = first_passed_;
+    step.end_passed = first_passed_ = end_passed_;
+  }
   if (shape.blocks == 0 && kernel != Kernel::zero)
     return step;  // no work: the next step takes its place
   step.independent = info(kernel).can_overlap && last_waiting_ >= 0;
   for (int i = last_waiting_; step.independent && i < count_; ++i) {
     const Step& before = (*this)[i];
-    step.independent =
-        !before.writes.meets(reads) && !before.writes.meets(writes) && !before.reads.meets(writes);
+    step.independent = !overlap(before.writes, reads | writes) && !overlap(before.reads, writes);
   }
   if (!step.independent && kernel != Kernel::zero) last_waiting_ = count_;
   ++count_;
@@ -260,53 +308,31 @@ Plan plan_backward(const DeviceFacts& facts, const BackwardWork& work,
   operands.zeroed = amax_words(facts, work);
   const bool summed = add_operands(plan, facts, operands);
 
-  ProductShape products[2];
-  ProductBuffers buffers[2];
-  int index[2];
-  int count = 0;
-  if (work.gx) {
-    index[count] = 0;
-    buffers[count] = {Buffer::rows, work.weight ? Buffer::weight : Buffer::quantized_w, Buffer::gx};
-    ProductShape& p = products[count++];
-    p.m = shape.tokens;
-    p.n = shape.in_features;
-    p.k = kx;
-    p.one_scale_a = shape.tokens == 1;
-    p.one_scale_b = shape.in_features == 1;
-    p.out = arrays.gx;
-  } else if (work.clear_gx) {
-    plan.add(Kernel::fill_zero, {ceil_div(shape.tokens * shape.in_features, 256), 256}, {},
-             Buffer::gx)
-        .work = ProductStep{0};
-  }
+  Products products;
+  add_gx(plan, products, work, arrays.gx);
   const Buffer x = packed ? Buffer::activation : Buffer::saved;
   if (work.gw && !by_token) {
-    index[count] = 1;
-    buffers[count] = {Buffer::columns, x, Buffer::gw};
-    ProductShape& p = products[count++];
-    p.m = shape.out_features;
-    p.n = shape.in_features;
-    p.k = kw;
-    p.one_scale_a = shape.out_features == 1;
-    p.one_scale_b = shape.in_features == 1 || (!packed && spec.x_scale == Granularity::tensor);
+    ProductShape& p = products.add(1, shape.out_features, shape.in_features, kw, arrays.gw,
+                                   {Buffer::columns, x, Buffer::gw});
+    p.one_scale_b = p.one_scale_b || (!packed && spec.x_scale == Granularity::tensor);
     p.accumulate = work.accumulate;
-    p.out = arrays.gw;
   }
-  if (count > 0) add_products(plan, facts, products, buffers, index, count);
+  add_products(plan, facts, products);
   if (work.gw && by_token) {
     Buffers reads = Buffer::columns | x;
     if (work.accumulate) reads |= Buffer::gw;
+    plan.takes({Kernel::wgmma_128x128, "fp32 product, one thread a result", scales_by_token});
     Step& step =
         plan.add(Kernel::token, {ceil_div(shape.out_features * shape.in_features, 256), 256}, reads,
                  Buffer::gw);
     step.dtype = arrays.gw.dtype;
     step.work = ProductStep{1};
-  } else if (!work.gw && work.clear_gw) {
-    plan.add(Kernel::fill_zero, {ceil_div(shape.out_features * shape.in_features, 256), 256}, {},
-             Buffer::gw)
-        .work = ProductStep{1};
   }
+  add_no_gw(plan, work);
   if (work.gb && !summed && shape.out_features > 0) {
+    if (work.gx || work.gw) {
+      note_sum_again(plan, {"no kernel of its rows or columns adds them up"});
+    }
     add_sum_alone(plan, shape, arrays.gy, work.accumulate);
   }
   return plan;
@@ -340,6 +366,8 @@ ColumnsShape activation_shape(const CompressShape& kept) {
 void add_token_exponents(Plan& plan, const CompressShape& kept) {
   if (!kept.spec.equalize_tokens) return;
   constexpr int warps = rotated::exponent_rows;
+  plan.takes({Kernel::token_exponents, "x is read first for its tokens' sizes", equalized});
+  note_loads(plan, Kernel::token_exponents, not_vectors(kept.x.rows_aligned, kept.cols));
   plan.add(Kernel::token_exponents, {ceil_div(kept.rows, warps), 32 * warps}, Buffer::x,
            Buffer::exponents)
       .dtype = kept.x.dtype;
@@ -351,6 +379,7 @@ void add_activation_zero(Plan& plan, const DeviceFacts& facts, const CompressSha
 }
 
 void add_activation(Plan& plan, const DeviceFacts& facts, const CompressShape& kept) {
+  if (is_token_storage(kept.spec.storage)) return add_kept_tokens(plan, facts, kept);
   if (kept.spec.storage == Storage::int8) {
     add_columns(plan, facts, activation_shape(kept));
     return;
@@ -364,11 +393,16 @@ void add_activation(Plan& plan, const DeviceFacts& facts, const CompressShape& k
         .dtype = kept.x.dtype;
     return;
   }
-  const bool quads =
-      dtype_size(kept.x.dtype) == 2 && kept.x.quads_aligned && !kept.spec.equalize_tokens;
+  const bool two_bytes = dtype_size(kept.x.dtype) == 2;
+  const Kernel kernel =
+      plan.choose({{Kernel::group_quads, two_bytes ? "x is read one column a thread" : nullptr,
+                    !two_bytes                  ? of_dtype
+                    : kept.spec.equalize_tokens ? equalized
+                    : !kept.x.quads_aligned     ? not_fours(kept.cols)
+                                                : Reason{}},
+                   {Kernel::groups}});
   const std::int64_t blocks = ceil_div(kept.cols, 128) * ceil_div(kept.rows, int4_group);
-  Step& step =
-      plan.add(quads ? Kernel::group_quads : Kernel::groups, {blocks, 128}, reads, Buffer::saved);
+  Step& step = plan.add(kernel, {blocks, 128}, reads, Buffer::saved);
   step.dtype = kept.x.dtype;
   step.rounding = kept.spec.x_rounding;
 }
@@ -377,10 +411,6 @@ void add_activation(Plan& plan, const DeviceFacts& facts, const CompressShape& k
 
 Plan plan_compress(const DeviceFacts& facts, const CompressShape& kept) {
   Plan plan;
-  if (is_token_storage(kept.spec.storage)) {
-    add_kept_tokens(plan, facts, kept);
-    return plan;
-  }
   add_token_exponents(plan, kept);
   add_activation_zero(plan, facts, kept);
   add_activation(plan, facts, kept);
@@ -430,19 +460,14 @@ Plan plan_forward(const DeviceFacts& facts, const ForwardWork& work, const Forwa
     plan.add(Kernel::widen, {ceil_div(shape.out_features, 256), 256}, Buffer::bias,
              Buffer::wide_bias);
   }
-  ProductShape p;
-  p.m = shape.tokens;
-  p.n = shape.out_features;
-  p.k = forward_k(shape.in_features, work.spec);
-  p.one_scale_a = p.m == 1;
-  p.one_scale_b = p.n == 1;
-  p.bias = work.bias;
-  p.out = arrays.y;
   Buffers b = work.weight ? Buffer::weight_rows : Buffer::forward_w;
   if (work.bias) b |= work.wide ? Buffer::wide_bias : Buffer::bias;
-  const ProductBuffers buffers{work.input ? Buffer::x_rows : Buffer::forward_x, b, Buffer::y};
-  const int index = 0;
-  add_products(plan, facts, &p, &buffers, &index, 1);
+  Products products;
+  products
+      .add(0, shape.tokens, shape.out_features, forward_k(shape.in_features, work.spec), arrays.y,
+           {work.input ? Buffer::x_rows : Buffer::forward_x, b, Buffer::y})
+      .bias = work.bias;
+  add_products(plan, facts, products);
   return plan;
 }
 
@@ -455,20 +480,15 @@ Plan plan_forward_input(const DeviceFacts& facts, const ArrayFacts& x, std::int6
     add_rows(plan, job);
     return plan;
   }
-  if (is_token_storage(kept->spec.storage)) {
-    add_rows(plan, job);
-    add_kept_tokens(plan, facts, *kept);
-    return plan;
-  }
   add_token_exponents(plan, *kept);
-  if (add_rows_groups(plan, job, *kept)) return plan;
-  add_activation_zero(plan, facts, *kept);
-  if (kept->spec.storage == Storage::int8 &&
-      add_rows_column_amax(plan, facts, job, activation_shape(*kept))) {
-    return plan;
+  if (kept->spec.storage == Storage::int8) {
+    add_activation_zero(plan, facts, *kept);
+    add_rows_and_columns(plan, facts, job, activation_shape(*kept));
+  } else if (const Reason why = add_rows_groups(plan, job, *kept)) {
+    add_rows(plan, job);
+    plan.takes({Kernel::rows_groups, "x is read again to be kept", why});
+    add_activation(plan, facts, *kept);
   }
-  add_rows(plan, job);
-  add_activation(plan, facts, *kept);
   return plan;
 }
 

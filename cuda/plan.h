@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
 #include <variant>
 
 #include "backward_work.h"
@@ -220,6 +221,20 @@ inline constexpr std::int64_t int32_safe_k4 = 43826196;  // of INT4: 49 K <= 2^3
 
 namespace plan {
 
+template <class E>  // an enumeration
+class Set {
+ public:
+  constexpr Set() = default;
+  constexpr Set(E one) : bits_(std::uint64_t{1} << static_cast<unsigned>(one)) {}  // NOLINT: a set
+  constexpr Set operator|(Set other) const { return other |= *this; }
+  constexpr Set& operator|=(Set other) { return bits_ |= other.bits_, *this; }
+  constexpr bool has(E one) const { return meets(one); }
+  constexpr bool meets(Set other) const { return (bits_ & other.bits_) != 0; }
+
+ private:
+  std::uint64_t bits_ = 0;
+};
+
 // ---- the device --------------------------------------------------------------------------------
 
 // An instance of a kernel whose grid depends on how much of it a device runs at once.
@@ -241,18 +256,26 @@ class DeviceQueries {
                                          const Sm90Plan&) const = 0;
 };
 
+// What devices have beyond sm_80, as far as kernels may use it.
+enum class Feature : std::uint8_t { clusters, dependent_launch, bulk_copy, wgmma, tcgen05 };
+inline constexpr int feature_count = static_cast<int>(Feature::tcgen05) + 1;
+const char* feature_name(Feature feature);
+
+using Features = Set<Feature>;
+
 struct DeviceFacts {
   int arch = 0;  // compute capability times 10
   int sm_count = 0;
   std::int64_t shared_bytes = 0;  // of a CTA, at most
-  // Whether code of sm_90 runs: clusters, bulk copies, kernels that overlap. Never where a context
-  // is restricted to the kernels of sm_80.
-  bool hopper = false;
-  bool wgmma_built = false;  // products by wgmma: in the build,
-  bool wgmma = false;        // and usable here
-  bool int4_units = false;   // mma.sync of INT4 at full speed
+  Features hardware{};            // of the device,
+  Features kernels{};             // and those of them that kernels of this build use on it
+  bool int4_units = false;        // mma.sync of INT4 at full speed
   const DeviceQueries* queries = nullptr;
 };
+
+// Fills both sets for `arch`. The build has kernels of sm_90: `sm90`, and `wgmma` its products.
+// Without this call kernels of sm_80 serve, as in a context that is restricted to them.
+void set_features(DeviceFacts&, bool sm90, bool wgmma);
 
 // ---- steps -------------------------------------------------------------------------------------
 
@@ -370,30 +393,36 @@ enum class Buffer : std::uint8_t {
   drawn,        // tokens of a share
 };
 inline constexpr int buffer_count = static_cast<int>(Buffer::drawn) + 1;
-static_assert(buffer_count <= 64);  // bits of a Buffers
+static_assert(buffer_count <= 64);  // bits of a Set
 const char* buffer_name(Buffer buffer);
 
-class Buffers {
- public:
-  constexpr Buffers() = default;
-  constexpr Buffers(Buffer buffer)  // NOLINT: one buffer is a set of one
-      : bits_(std::uint64_t{1} << static_cast<unsigned>(buffer)) {}
-  constexpr Buffers operator|(Buffers other) const { return from(bits_ | other.bits_); }
-  Buffers& operator|=(Buffers other) { return *this = *this | other; }
-  constexpr bool has(Buffer buffer) const { return (bits_ & Buffers(buffer).bits_) != 0; }
-  constexpr bool empty() const { return bits_ == 0; }
-  // Whether both hold the same memory somewhere.
-  bool meets(Buffers other) const;
-
- private:
-  static constexpr Buffers from(std::uint64_t bits) {
-    Buffers set;
-    set.bits_ = bits;
-    return set;
-  }
-  std::uint64_t bits_ = 0;
-};
+using Buffers = Set<Buffer>;
 constexpr Buffers operator|(Buffer a, Buffer b) { return Buffers(a) | Buffers(b); }
+
+// ---- reasons -----------------------------------------------------------------------------------
+
+// Why a kernel cannot do a call's work, or is not the fastest one for it. Words, in which explain
+// puts for %n `number`, for %s `name`, and of the step: for %a its array, for %f that array's row
+// length by name, for %k the contraction's, for %t the type.
+struct Reason {
+  const char* why = nullptr;  // null: it can
+  std::int64_t number = 0;
+  const char* name = "";
+  explicit operator bool() const { return why != nullptr; }
+};
+
+// A kernel that was passed over, and what that costs, in such words; null: nothing, the next one is
+// as fast. The step's own kernel: its loads of 16 bytes.
+struct Refusal {
+  Kernel kernel{};
+  const char* cost = nullptr;
+  Reason reason{};
+};
+struct Refusals {
+  const Refusal *first, *last;
+  const Refusal* begin() const { return first; }
+  const Refusal* end() const { return last; }
+};
 
 // The operand that a step makes.
 enum class Job : std::uint8_t { gradient_columns, weight, activation };
@@ -499,8 +528,9 @@ struct Step {
   Buffers reads{}, writes{};
   // No data dependency on any kernel that may still run when it starts (derived).
   bool independent = false;
-  DType dtype{};        // of what is read, or of a product's result
-  Rounding rounding{};  // of the kernel's instance
+  DType dtype{};                                  // of what is read, or of a product's result
+  Rounding rounding{};                            // of the kernel's instance
+  std::uint8_t first_passed = 0, end_passed = 0;  // Plan::passed
   std::variant<std::monostate, RowsStep, ColumnsStep, GenericColumnsStep, FinishStep,
                RowsColumnAmaxStep, RowsGroupsStep, GroupedStep, SizesStep, TokenRowsStep,
                ContributionsStep, SumsStep, ZeroStep, SpreadStep, UnpackStep, SmallGemmStep,
@@ -516,21 +546,38 @@ struct Step {
 // The steps of a call, in the order of their launches.
 class Plan {
  public:
-  const Step* begin() const { return slots_.steps; }
-  const Step* end() const { return slots_.steps + count_; }
+  const Step* begin() const { return steps_.at; }
+  const Step* end() const { return steps_.at + count_; }
   int size() const { return count_; }
-  const Step& operator[](int i) const { return slots_.steps[i]; }
+  const Step& operator[](int i) const { return steps_.at[i]; }
   Step& add(Kernel kernel, const LaunchShape& shape, Buffers reads, Buffers writes);
+
+  // The kernels before a step's in its operand's list.
+  Refusals passed(const Step& step) const {
+    return {passed_.at + step.first_passed, passed_.at + step.end_passed};
+  }
+  // The first kernel of a list, which is in order of priority, without a reason against it; the
+  // last one has none. The next step keeps those passed over.
+  Kernel choose(std::initializer_list<Refusal> list);
+  // Whether there is no reason against this one; otherwise the next step keeps it.
+  bool takes(const Refusal& kernel);
+  // The next step keeps the same as the last one.
+  void passed_as_before() {
+    if (count_ > 0) first_passed_ = steps_.at[count_ - 1].first_passed;
+  }
 
  private:
   // zero; rows 2; columns 3; weight 3; requantize; products 2 of 3; fill_zero 2; sums 2
-  static constexpr int max_steps = 20;
+  static constexpr int max_steps = 20, max_passed = 60;
+  template <class T, int count>
   union Slots {  // not initialised: a plan is made for every call
     Slots() {}
-    Step steps[max_steps];
+    T at[count];
   };
-  Slots slots_;
+  Slots<Step, max_steps> steps_;
+  Slots<Refusal, max_passed> passed_;
   int count_ = 0;
+  std::uint8_t first_passed_ = 0, end_passed_ = 0;  // of the next step
   int last_waiting_ = -1;
 };
 
@@ -604,12 +651,9 @@ Plan plan_gemm(const DeviceFacts&, const ProductShape&);
 // Of packed INT4 operands; `packed`: rows of theirs are aligned (`shape`: of unpacked ones).
 Plan plan_gemm_int4(const DeviceFacts&, const ProductShape&, bool packed_aligned);
 
-// Whether one launch can compute the products, and the division of work with the least predicted
+// Why one launch cannot compute the products, and the division of work with the least predicted
 // time; neither says whether one launch is the faster way.
-bool small_gemms_can(const ProductShape* products, int count);
-// Whether the last product, g_w's, is one of wgmma's that takes its a as [K, M]: where it has few
-// tiles. With more of them a transposed a is as fast, its copy counted (docs/dev/tried.md).
-bool wgmma_takes_rows(const DeviceFacts&, const ProductShape* products, int count);
+Reason why_not_small_gemms(const ProductShape* products, int count);
 SmallPlan small_plan(const DeviceFacts&, const ProductShape* products, int count);
 // The step for any such division.
 void add_small_gemms(Plan&, const ProductShape* products, int count, const SmallPlan&,

@@ -12,11 +12,37 @@ namespace {
 
 constexpr std::int64_t wgmma_tile = 128, wgmma_wide_tile = 192;
 
-bool wgmma_can(const DeviceFacts& facts, const ProductShape& p) {
+// Why rows of a product's operands or of its result take no 16 bytes at once.
+Reason why_not_vectors(const ProductShape& p) {
+  if (!p.rows_aligned) {
+    return {"rows of the operands are not a multiple of 16 bytes (%k %n)", p.k};
+  }
+  if (!p.out.dense_rows) return {"neighbours in rows of %a do not lie side by side"};
   const auto size = static_cast<std::int64_t>(dtype_size(p.out.dtype));
-  return facts.wgmma && p.scaled && p.k > 0 && p.k <= int32_safe_k && p.m < INT32_MAX &&
-         p.n < INT32_MAX && p.out.dense_rows && p.rows_aligned && p.k % 16 == 0 &&
-         p.out.rows_aligned && p.n * size % 16 == 0;
+  return not_vectors(p.out.rows_aligned && p.n * size % 16 == 0, p.n);
+}
+
+Reason too_long_k(std::int64_t k) {
+  return {"the contraction (%k %n) is longer than INT32 sums hold", k};
+}
+
+Reason why_not_wgmma(const DeviceFacts& facts, const ProductShape& p) {
+  const bool newer = facts.hardware.has(Feature::tcgen05);
+  if (const Reason why = why_not(facts, newer ? Feature::tcgen05 : Feature::wgmma)) return why;
+  if (const Reason why = why_not_vectors(p)) return why;
+  if (p.k % 16 != 0) return {"%k %n is not a multiple of 16", p.k};
+  if (!p.scaled) return {"bare INT32 sums"};
+  if (p.k == 0) return {"the contraction is empty"};
+  if (p.k > int32_safe_k) return too_long_k(p.k);
+  if (p.m >= INT32_MAX || p.n >= INT32_MAX) return {"a side is longer than 2^31 - 2"};
+  return {};
+}
+
+// Why no fast tile of mma.sync serves a product.
+Reason why_not_tiles(const ProductShape& p) {
+  if (const Reason why = why_not_vectors(p)) return why;
+  if (!p.rows_near) return {"rows of the operands are 2^32 bytes apart"};
+  return too_long_k(p.k);
 }
 
 // Tiles per stripe: at most half of the shorter side, where rounding both sides up to whole stripes
@@ -36,6 +62,10 @@ struct WgmmaChoice {
   Kernel kernel;
   Sm90Plan plan;
 };
+
+std::int64_t wgmma_tiles(std::int64_t m, std::int64_t n) {
+  return ceil_div(m, wgmma_tile) * ceil_div(n, wgmma_tile);
+}
 
 // With a third of a wave of tiles or less, equal shares of the contraction beat CUTLASS's own
 // division.
@@ -81,10 +111,6 @@ bool has_wide(const ProductShape& p) {
 }
 bool has_stream_k(const ProductShape& p) { return p.out.dtype != DType::f16 && !p.bias; }
 
-std::int64_t wgmma_tiles(std::int64_t m, std::int64_t n) {
-  return ceil_div(m, wgmma_tile) * ceil_div(n, wgmma_tile);
-}
-
 WgmmaChoice wgmma_choice(const DeviceFacts& facts, const ProductShape& p) {
   if (p.by_rows) return {Kernel::wgmma_rows, stream_k_plan(facts, wgmma_tiles(p.m, p.n))};
   const WgmmaChoice choice = wgmma_choice(facts, p.m, p.n, p.k, has_wide(p));
@@ -100,7 +126,7 @@ MmaDevice mma_device(const DeviceFacts& facts) { return {facts.sm_count, facts.a
 // Tiles are shared where gemm_workspace has room for that: on a device with wgmma only those of a
 // contraction that is longer than INT32 sums hold, which wgmma's kernels cannot do.
 bool may_share(const DeviceFacts& facts, std::int64_t m, std::int64_t n, std::int64_t k) {
-  return (!facts.wgmma || k > int32_safe_k) && m < INT32_MAX && n < INT32_MAX;
+  return (!facts.kernels.has(Feature::wgmma) || k > int32_safe_k) && m < INT32_MAX && n < INT32_MAX;
 }
 
 // The kernel of a tile, and the sums of tiles that CTAs share.
@@ -117,6 +143,9 @@ void add_mma(Plan& plan, const DeviceFacts& facts, const ProductShape& p, int in
   };
   const auto kernel =
       static_cast<Kernel>(static_cast<int>(Kernel::mma_128x256x128) + work.mma.tile);
+  if (kernel == Kernel::mma_any) {
+    plan.takes({Kernel::mma_128x128x64, "mma.sync, a tile at half the speed", why_not_tiles(p)});
+  }
   add(kernel, {work.mma.blocks, tile.threads, static_cast<std::size_t>(tile.shared_bytes)}, reads,
       shared ? writes | Buffer::stream_k : writes);
   if (!shared) return;
@@ -138,7 +167,8 @@ void add_product(Plan& plan, const DeviceFacts& facts, const ProductShape& p, in
     step.dtype = p.out.dtype;
     step.work = work;
   };
-  if (wgmma_can(facts, p)) {
+  const bool faster = facts.hardware.has(Feature::wgmma) || facts.hardware.has(Feature::tcgen05);
+  if (plan.takes({Kernel::wgmma_128x128, faster ? "mma.sync" : nullptr, why_not_wgmma(facts, p)})) {
     if (p.one_scale_a) {
       plan.add(Kernel::spread, {ceil_div(p.m, 256), 256}, buffers.a, Buffer::spread_a).work =
           SpreadStep{index, false};
@@ -180,40 +210,28 @@ double cost_of(const ProductShape* products, int count, const SmallPlan& plan, c
   return longest + work / sm_count;
 }
 
-bool small_gemms_take(const DeviceFacts& facts, const ProductShape* products, int count) {
-  std::int64_t work = 0;
-  for (int i = 0; i < count; ++i) work += products[i].m * products[i].n * products[i].k;
-  return work <= thresholds(facts).small_gemm_work && small_gemms_can(products, count);
-}
-
 }  // namespace
 
-bool wgmma_takes_rows(const DeviceFacts& facts, const ProductShape* products, int count) {
-  const ProductShape& p = products[count - 1];
-  return wgmma_can(facts, p) && p.m % token::product_rows == 0 &&
-         wgmma_tiles(p.m, p.n) < std::int64_t{2} * facts.sm_count &&
-         !small_gemms_take(facts, products, count);
-}
-
-bool small_gemms_can(const ProductShape* products, int count) {
-  if (count < 1 || count > 2) return false;
+Reason why_not_small_gemms(const ProductShape* products, int count) {
+  if (count < 1 || count > 2) return {"%n products", count};
   std::int64_t blocks = 0;
   for (int i = 0; i < count; ++i) {
     const ProductShape& p = products[i];
-    if (p.m <= 0 || p.n <= 0 || p.k <= 0 || p.k > int32_safe_k || p.m > 1 << 30 || p.n > 1 << 30 ||
-        !p.scaled || !p.rows_aligned) {
-      return false;
-    }
+    if (p.m <= 0 || p.n <= 0 || p.k <= 0) return {"a product is empty"};
+    if (p.k > int32_safe_k) return too_long_k(p.k);
+    if (!p.scaled) return {"bare INT32 sums"};
+    if (!p.rows_aligned) return why_not_vectors(p);
+    if (p.m > 1 << 30 || p.n > 1 << 30) return {"a side is longer than 2^30"};
     blocks += (small_tiles(p, small_gemm::min_tile_m) + 1) * small_gemm::max_cluster;
   }
-  return blocks <= INT32_MAX;
+  return blocks <= INT32_MAX ? Reason{} : Reason{"%n blocks are too many", blocks};
 }
 
 SmallPlan small_plan(const DeviceFacts& facts, const ProductShape* products, int count) {
   // More CTAs than steps of the contraction only add work.
   const auto max_share = [&](const ProductShape& p) {
     int share = 1;
-    while (facts.hopper && share < small_gemm::max_cluster &&
+    while (facts.kernels.has(Feature::clusters) && share < small_gemm::max_cluster &&
            std::int64_t{share} * small_gemm::step_k < p.k) {
       share *= 2;
     }
@@ -261,19 +279,63 @@ void add_small_gemms(Plan& plan, const ProductShape* products, int count, const 
   step.work = work;
 }
 
-void add_products(Plan& plan, const DeviceFacts& facts, const ProductShape* products,
-                  const ProductBuffers* buffers, const int* index, int count) {
-  if (small_gemms_take(facts, products, count)) {
-    Buffers reads, writes;
-    for (int i = 0; i < count; ++i) {
-      reads |= buffers[i].a | buffers[i].b;
-      writes |= buffers[i].out;
-      if (products[i].accumulate) reads |= buffers[i].out;
-    }
-    return add_small_gemms(plan, products, count, small_plan(facts, products, count), reads,
-                           writes);
+namespace {
+
+Reason why_not_one_launch(const DeviceFacts& facts, const Products& products) {
+  std::int64_t work = 0;
+  for (int i = 0; i < products.count; ++i) {
+    work += products.shapes[i].m * products.shapes[i].n * products.shapes[i].k;
   }
-  for (int i = 0; i < count; ++i) add_product(plan, facts, products[i], index[i], buffers[i]);
+  return work > thresholds(facts).small_gemm_work
+             ? Reason{"%n multiply-adds hide a launch each", work}
+             : why_not_small_gemms(products.shapes, products.count);
+}
+
+void add_zeros(Plan& plan, std::int64_t elements, Buffer out, int number) {
+  plan.add(Kernel::fill_zero, {ceil_div(elements, 256), 256}, {}, out).work = ProductStep{number};
+}
+
+}  // namespace
+
+Reason why_not_rows(const DeviceFacts& facts, const Products& products) {
+  const ProductShape& p = products.shapes[products.count - 1];
+  if (const Reason why = why_not_wgmma(facts, p)) return why;
+  if (p.m % token::product_rows != 0) return {"out_features %n are no multiple of 128", p.m};
+  if (!why_not_one_launch(facts, products)) return {"one launch takes the products"};
+  const std::int64_t tiles = wgmma_tiles(p.m, p.n);
+  if (tiles >= std::int64_t{2} * facts.sm_count) return {"%n tiles fill the GPU", tiles};
+  return {};
+}
+
+void add_gx(Plan& plan, Products& products, const BackwardWork& work, const OutFacts& out) {
+  const LinearShape& shape = work.shape;
+  if (work.gx) {
+    products.add(0, shape.tokens, shape.in_features, work.out_features.k_padded, out,
+                 {Buffer::rows, work.weight ? Buffer::weight : Buffer::quantized_w, Buffer::gx});
+  } else if (work.clear_gx) {
+    add_zeros(plan, shape.tokens * shape.in_features, Buffer::gx, 0);
+  }
+}
+
+void add_no_gw(Plan& plan, const BackwardWork& work) {
+  if (work.gw || !work.clear_gw) return;
+  add_zeros(plan, work.shape.out_features * work.shape.in_features, Buffer::gw, 1);
+}
+
+void add_products(Plan& plan, const DeviceFacts& facts, const Products& products) {
+  const auto& [shapes, buffers, index, count] = products;
+  if (count == 0) return;
+  if (!plan.takes({Kernel::gemm_small, nullptr, why_not_one_launch(facts, products)})) {
+    for (int i = 0; i < count; ++i) add_product(plan, facts, shapes[i], index[i], buffers[i]);
+    return;
+  }
+  Buffers reads, writes;
+  for (int i = 0; i < count; ++i) {
+    reads |= buffers[i].a | buffers[i].b;
+    writes |= buffers[i].out;
+    if (shapes[i].accumulate) reads |= buffers[i].out;
+  }
+  add_small_gemms(plan, shapes, count, small_plan(facts, shapes, count), reads, writes);
 }
 
 Plan plan_gemm(const DeviceFacts& facts, const ProductShape& shape) {
@@ -286,7 +348,13 @@ Plan plan_gemm_int4(const DeviceFacts& facts, const ProductShape& shape, bool pa
   Plan plan;
   const std::int64_t m = shape.m, n = shape.n, k = shape.k;
   if (m == 0 || n == 0) return plan;
-  if (facts.int4_units && k % 2 == 0 && k <= int32_safe_k4 && packed_aligned) {
+  const Reason why = !facts.int4_units ? Reason{"no INT4 units at full speed on sm_%n", facts.arch}
+                     : !packed_aligned
+                         ? Reason{"rows of the packed operands are not a multiple of 16 bytes"}
+                     : k % 2 != 0        ? Reason{"K %n is odd", k}
+                     : k > int32_safe_k4 ? too_long_k(k)
+                                         : Reason{};
+  if (plan.takes({Kernel::mma_128x256x128, "unpacked to INT8", why})) {
     Buffers reads = Buffer::a | Buffer::b;
     if (shape.accumulate) reads |= Buffer::out;
     add_mma(plan, facts, shape, 0, true, reads, Buffer::out);
@@ -294,6 +362,7 @@ Plan plan_gemm_int4(const DeviceFacts& facts, const ProductShape& shape, bool pa
   }
   plan.add(Kernel::unpack, {ceil_div(m * k, 256), 256}, Buffer::a, Buffer::unpacked_a).work =
       UnpackStep{false};
+  plan.passed_as_before();
   plan.add(Kernel::unpack, {ceil_div(n * k, 256), 256}, Buffer::b, Buffer::unpacked_b).work =
       UnpackStep{true};
   // With the scales of a and b.
@@ -313,13 +382,14 @@ MmaProduct mma_product(const ProductShape& p, bool int4) {
 // mma.sync: the sums of tiles that CTAs share.
 std::size_t gemm_workspace(const DeviceFacts& facts, std::int64_t m, std::int64_t n, std::int64_t k,
                            bool by_rows) {
-  if (!facts.wgmma || k > int32_safe_k) {
+  const bool wgmma = facts.kernels.has(Feature::wgmma);
+  if (!wgmma || k > int32_safe_k) {
     if (m <= 0 || n <= 0 || !may_share(facts, m, n, k)) return 0;
     const bool long_k = k > int32_safe_k;
     return mma_workspace(mma_choose(mma_device(facts), {m, n, k, true, long_k}, true));
   }
   std::size_t bytes = static_cast<std::size_t>(round_up(m, 64) + round_up(n, 64)) * sizeof(float);
-  if (facts.wgmma_built && m > 0 && n > 0 && m < INT32_MAX && n < INT32_MAX && k <= int32_safe_k) {
+  if (m > 0 && n > 0 && m < INT32_MAX && n < INT32_MAX) {
     const WgmmaChoice choice =
         by_rows ? WgmmaChoice{Kernel::wgmma_stream_k, stream_k_plan(facts, wgmma_tiles(m, n))}
                 : wgmma_choice(facts, m, n, k, false);

@@ -41,6 +41,29 @@ using columns::Kind;
 using columns::Pass;
 using columns::token_tiles;
 
+constexpr Reason one_scale{"it has one scale"}, empty{"it is empty"},
+    token_grid{"tokens lie in a token_grid"}, fits_cluster{"its columns fit in a cluster"},
+    dtypes{"operands of several types"}, roundings{"operands of several roundings"};
+
+const char* block_name(const RowsShape& job) {
+  return job.of == RowsOf::gy ? "hadamard_block" : "forward's hadamard_block";
+}
+
+// rows16_kernel loads 16 elements at once.
+Reason not_16(const RowsShape& job) {
+  if (job.x.rows_aligned && job.cols % 16 == 0) return {};
+  return {"%f %n is not a multiple of 16", job.cols};
+}
+
+Reason why_not_rows16(const RowsShape& job, Rounding rounding) {
+  if (!rows16_can(job.hadamard_block, rounding)) {
+    return {rounding != Rounding::nearest ? "%s is %n, where 16 has a fast kernel"
+                                          : "%s is %n, where 16, 64 and 128 have a fast kernel",
+            job.hadamard_block, block_name(job)};
+  }
+  return row_share(job.k_padded / 16).lanes > 0 ? Reason{} : too_long(job.cols);
+}
+
 void add_rows_pass(Plan& plan, const RowsShape& job, RowsPass pass) {
   const RowShare share = row_share(job.k_padded / 16);
   const Rounding rounding = pass == RowsPass::amax ? Rounding::nearest : job.quant.rounding;
@@ -51,15 +74,25 @@ void add_rows_pass(Plan& plan, const RowsShape& job, RowsPass pass) {
   } else if (pass == RowsPass::codes) {
     reads |= Buffer::rows_amax;
   }
-  const bool in_registers = rows16_can(job.hadamard_block, rounding) && share.lanes > 0;
+  const Kernel kernel = plan.choose(
+      {{Kernel::rows16, "a row goes through shared memory, twice", why_not_rows16(job, rounding)},
+       {Kernel::rows}});
   const int rows = share.lanes > 32 ? 1 : 128 / std::max(share.lanes, 1);  // of a CTA
-  Step& step = in_registers
-                   ? plan.add(Kernel::rows16, {ceil_div(job.rows, rows), share.lanes, 0, 1, rows},
-                              reads, writes)
-                   : plan.add(Kernel::rows, {job.rows, 256}, reads, writes);
+  LaunchShape shape{job.rows, 256};
+  if (kernel == Kernel::rows16) {
+    shape = {ceil_div(job.rows, rows), share.lanes, 0, 1, rows};
+    note_loads(plan, kernel, not_16(job));
+  }
+  Step& step = plan.add(kernel, shape, reads, writes);
   step.dtype = job.x.dtype;
   step.rounding = rounding;
   step.work = RowsStep{job.of, pass, share.blocks};
+}
+
+// After a pass for the largest value.
+void add_rows_codes(Plan& plan, const RowsShape& job) {
+  plan.takes({Kernel::rows16, "%a is read first for its scale", one_scale});
+  add_rows_pass(plan, job, RowsPass::codes);
 }
 
 }  // namespace
@@ -67,7 +100,7 @@ void add_rows_pass(Plan& plan, const RowsShape& job, RowsPass pass) {
 void add_rows(Plan& plan, const RowsShape& job) {
   if (!job.quant.per_tensor) return add_rows_pass(plan, job, RowsPass::row_scales);
   add_rows_pass(plan, job, RowsPass::amax);
-  add_rows_pass(plan, job, RowsPass::codes);
+  add_rows_codes(plan, job);
 }
 
 namespace {
@@ -82,54 +115,50 @@ bool keeps_rows(const Projection& p, Kind kind) {
   return true;
 }
 
-// Whether quantize_columns.cu has kernels for a projection, and of which kind.
-bool kind_of(const Projection& p, Kind& kind) {
-  if (p.signs && p.block != rotated_block) return false;
-  if (p.signs || (p.equalized && p.basis == Basis::full)) {
-    kind = p.signs ? Kind::rotated : Kind::factored;
-    return true;
+// Why quantize_columns.cu has no kernels for a projection; where it has, of which kind.
+Reason why_not_block16(const Projection& p, const OperandQuant& quant, Kind& kind) {
+  const bool full = p.basis == Basis::full;
+  if (p.equalized && !p.signs && !full) {  // no other kind has factors of tokens
+    return {"equalize_tokens with basis %s, where full has a fast kernel", 0, basis_name(p.basis)};
   }
-  if (p.equalized) return false;  // no other kind has factors of tokens
-  if (p.basis == Basis::full) {
-    kind = Kind::full;
-    return true;
+  if (quant.per_k) return scales_by_token;
+  if (p.order.prefix_rows() > 0) return {"there are prefix tokens"};
+  if (quant.rounding == Rounding::pseudo_stochastic) return pseudo_stochastic;
+  if (p.signs) {
+    kind = Kind::rotated;
+    return p.block == rotated_block ? Reason{}
+                                    : Reason{"blocks of %n, where 64 has a fast kernel", p.block};
   }
-  if (p.block != 16) return false;
-  if (p.basis == Basis::sketch) {
-    kind = Kind::sketch8;
-    return p.rank == 8;
+  if (full) {
+    kind = p.equalized ? Kind::factored : Kind::full;
+    return {};
   }
-  if (p.rank == 16) {
-    kind = Kind::hadamard;
-    return true;
-  }
-  kind = keeps_rows(p, Kind::lowpass8) ? Kind::lowpass8 : Kind::sequency8;
-  return keeps_rows(p, kind);
+  if (p.block != 16) return {"blocks of %n, where 16 has a fast kernel", p.block};
+  kind = p.basis == Basis::sketch        ? Kind::sketch8
+         : p.rank == 16                  ? Kind::hadamard
+         : keeps_rows(p, Kind::lowpass8) ? Kind::lowpass8
+                                         : Kind::sequency8;
+  const bool has = kind == Kind::sketch8     ? p.rank == 8
+                   : kind == Kind::sequency8 ? keeps_rows(p, kind)
+                                             : true;
+  if (has) return {};
+  return {"basis %s keeps %n of 16 rows, where its own 8 have a fast kernel", p.rank,
+          basis_name(p.basis)};
 }
 
-bool block16_can(const Projection& p, const OperandQuant& quant, Kind& kind) {
-  return kind_of(p, kind) && !quant.per_k && p.order.prefix_rows() == 0 &&
-         quant.rounding != Rounding::pseudo_stochastic;
-}
-
-// Whether a cluster that the device can run holds a column tile.
-bool one_pass_can(const DeviceFacts& facts, std::int64_t cols, const Projection& p, Kind kind,
-                  const OperandQuant& quant) {
+// Why no cluster that the device can run holds a column tile.
+Reason why_not_one_pass(const DeviceFacts& facts, std::int64_t cols, const Projection& p,
+                        const OperandQuant& quant, Kind& kind) {
+  if (const Reason why = why_not_block16(p, quant, kind)) return why;
+  if (quant.per_tensor) return one_scale;
+  if (const Reason why = why_not(facts, Feature::clusters)) return why;
   const Thresholds& t = thresholds(facts);
-  const std::int64_t token_tile_count = token_tiles(p, kind);
   const bool one_read = quant.purpose == Purpose::gradient_columns && !columns::has_factors(kind) &&
                         cols >= t.rows_column_amax_min_columns &&
                         cols <= t.rows_column_amax_max_columns;
-  return !quant.per_tensor &&
-         token_tile_count <= (one_read ? columns::max_portable_cluster : columns::max_cluster) *
-                                 columns::max_warps &&
-         facts.hopper;
-}
-
-bool one_pass(const DeviceFacts& facts, std::int64_t cols, const Projection& p,
-              const OperandQuant& quant) {
-  Kind kind{};
-  return block16_can(p, quant, kind) && one_pass_can(facts, cols, p, kind, quant);
+  const int ctas = one_read ? columns::max_portable_cluster : columns::max_cluster;
+  if (token_tiles(p, kind) <= ctas * columns::max_warps) return {};
+  return {"a column of %n codes is too long for a cluster", p.k_padded};
 }
 
 // How many CTAs share a column tile, and their warps: the division with the least predicted time.
@@ -187,6 +216,11 @@ void add_final_sum(Plan& plan, std::int64_t runs, std::int64_t cols, bool accumu
 
 namespace {
 
+void note_column_loads(Plan& plan, Kernel kernel, const ColumnsShape& job) {
+  note_loads(plan, kernel,
+             job.p.order.samples != 0 ? token_grid : not_vectors(job.x.rows_aligned, job.cols));
+}
+
 void add_columns_one_pass(Plan& plan, const DeviceFacts& facts, const ColumnsShape& job,
                           Kind kind) {
   const auto size = static_cast<int>(dtype_size(job.x.dtype));
@@ -205,6 +239,7 @@ void add_columns_one_pass(Plan& plan, const DeviceFacts& facts, const ColumnsSha
     reads |= sum_reads(job.accumulate);
     writes |= Buffer::gb;
   }
+  note_column_loads(plan, Kernel::columns_one_pass, job);
   Step& step = plan.add(Kernel::columns_one_pass, shape, reads, writes);
   step.dtype = job.x.dtype;
   step.rounding = job.quant.rounding;
@@ -220,8 +255,9 @@ int add_column_pass(Plan& plan, const ColumnsShape& job, Kind kind, Pass pass) {
   const bool amax = pass == Pass::amax;
   Buffers writes = amax ? job.amax : job.codes;
   if (amax && job.sum) writes |= Buffer::sums;
-  Step& step = plan.add(amax ? Kernel::column_amax : Kernel::column_codes, shape,
-                        columns_read(job) | job.amax, writes);
+  const Kernel kernel = amax ? Kernel::column_amax : Kernel::column_codes;
+  note_column_loads(plan, kernel, job);
+  Step& step = plan.add(kernel, shape, columns_read(job) | job.amax, writes);
   step.dtype = job.x.dtype;
   step.rounding = amax ? Rounding::nearest : job.quant.rounding;  // amax has none
   step.work = ColumnsStep{job.job, kind, pass, split.ctas, 0};
@@ -237,6 +273,7 @@ void add_generic_columns(Plan& plan, const ColumnsShape& job) {
   const GenericGrid grid = generic_grid(job.p, job.cols, columns::k16);
   const LaunchShape shape{grid.blocks, grid.threads, grid.shared_bytes};
   for (const bool amax : {true, false}) {
+    if (!amax) plan.passed_as_before();
     Step& step = plan.add(amax ? Kernel::generic_amax : Kernel::generic_codes, shape,
                           columns_read(job) | job.amax, amax ? job.amax : job.codes);
     step.rounding = amax ? Rounding::nearest : job.quant.rounding;
@@ -253,13 +290,19 @@ bool add_columns(Plan& plan, const DeviceFacts& facts, const ColumnsShape& job) 
     if (job.scales > 0) add_finish_scales(plan, job);
     return false;
   }
-  if (!block16_can(job.p, job.quant, kind)) {
-    add_generic_columns(plan, job);
-    return false;
-  }
-  if (one_pass_can(facts, job.cols, job.p, kind, job.quant)) {
-    add_columns_one_pass(plan, facts, job, kind);
-    return job.sum;
+  switch (plan.choose({{Kernel::columns_one_pass, "%a is read twice for its columns",
+                        why_not_one_pass(facts, job.cols, job.p, job.quant, kind)},
+                       {Kernel::column_amax, "%a is read twice for its columns, a thread a column",
+                        why_not_block16(job.p, job.quant, kind)},
+                       {Kernel::generic_amax}})) {
+    case Kernel::generic_amax:
+      add_generic_columns(plan, job);
+      return false;
+    case Kernel::columns_one_pass:
+      add_columns_one_pass(plan, facts, job, kind);
+      return job.sum;
+    default:
+      break;
   }
   const int runs = add_column_pass(plan, job, kind, Pass::amax);
   add_column_pass(plan, job, kind, Pass::codes);
@@ -269,23 +312,32 @@ bool add_columns(Plan& plan, const DeviceFacts& facts, const ColumnsShape& job) 
 
 // ---- rows, and the largest values of columns, in one read ---------------------------------------
 
-bool add_rows_column_amax(Plan& plan, const DeviceFacts& facts, const RowsShape& rows,
-                          const ColumnsShape& columns) {
-  Kind kind{};
-  const bool rounds = rows.quant.per_tensor || rows.quant.rounding != Rounding::pseudo_stochastic;
-  if (!facts.hopper || dtype_size(rows.x.dtype) != 2 || !rows.x.rows_aligned ||
-      rows.cols % rows.hadamard_block != 0 || rows.cols == 0 || rows.rows == 0 ||
-      !rows_column_amax::can(rows.hadamard_block, rows.quant.rounding) || !rounds ||
-      columns.p.order.samples != 0 || !block16_can(columns.p, columns.quant, kind) ||
-      columns::has_factors(kind) || one_pass(facts, rows.cols, columns.p, columns.quant)) {
-    return false;
+namespace {
+
+// `work` and `shape` are filled where there is no reason.
+Reason why_not_rows_column_amax(const DeviceFacts& facts, const RowsShape& rows,
+                                const ColumnsShape& columns, RowsColumnAmaxStep& work,
+                                LaunchShape& shape) {
+  if (rows.cols == 0 || rows.rows == 0) return empty;
+  if (const Reason why = why_not_block16(columns.p, columns.quant, work.kind)) return why;
+  if (const Reason why = why_not(facts, Feature::bulk_copy)) return why;
+  if (dtype_size(rows.x.dtype) != 2) return of_dtype;
+  if (!rows.x.rows_aligned) return not_vectors(false, rows.cols);
+  if (rows.cols % rows.hadamard_block != 0) {
+    return {"%f %n is not a multiple of the transform's blocks", rows.cols};
   }
+  if (!rows_column_amax::can(rows.hadamard_block, rows.quant.rounding)) {
+    return {"%s is %n, which does not come with columns", rows.hadamard_block, block_name(rows)};
+  }
+  if (!rows.quant.per_tensor && rows.quant.rounding == Rounding::pseudo_stochastic) {
+    return pseudo_stochastic;
+  }
+  if (columns.p.order.samples != 0) return token_grid;
+  if (columns::has_factors(work.kind)) return equalized;
   const RowShare share = row_share(rows.k_padded / 16);
-  if (share.lanes == 0 || share.lanes > 32) return false;
-  RowsColumnAmaxStep work{};
+  if (share.lanes == 0 || share.lanes > 32) return too_long(rows.cols);
   work.of = rows.of;
   work.pass = rows.quant.per_tensor ? RowsPass::amax : RowsPass::row_scales;
-  work.kind = kind;
   work.lanes = share.lanes;
   work.lane_blocks = share.blocks;
   work.token_blocks = rows_column_amax::threads / share.lanes / rows_column_amax::token_block;
@@ -295,25 +347,48 @@ bool add_rows_column_amax(Plan& plan, const DeviceFacts& facts, const RowsShape&
   work.sums =
       static_cast<unsigned>(grid * ceil_div(work.tiles, grid * rows_column_amax::tiles_a_sum));
   const int bytes = rows_column_amax::Layout(rows.cols, work.token_blocks).bytes();
-  if (bytes > facts.shared_bytes) return false;
+  if (bytes > facts.shared_bytes) return {"it needs %n bytes of shared memory", bytes};
+  shape = {grid, rows_column_amax::threads, static_cast<std::size_t>(bytes)};
+  return {};
+}
 
+void add_rows_column_amax(Plan& plan, const RowsShape& rows, const ColumnsShape& columns,
+                          const RowsColumnAmaxStep& work, const LaunchShape& shape) {
   Buffers reads = rows.from | columns.amax, writes = columns.amax;
   if (rows.quant.per_tensor) reads |= Buffer::rows_amax;
   writes |= rows.quant.per_tensor ? Buffer::rows_amax : rows.codes;
   if (columns.sum) writes |= Buffer::sums;
-  Step& step =
-      plan.add(Kernel::rows_column_amax,
-               {grid, rows_column_amax::threads, static_cast<std::size_t>(bytes)}, reads, writes);
+  Step& step = plan.add(Kernel::rows_column_amax, shape, reads, writes);
   step.dtype = rows.x.dtype;
   step.rounding =
       rows.quant.rounding == Rounding::stochastic ? Rounding::stochastic : Rounding::nearest;
   step.work = work;
-  if (rows.quant.per_tensor) add_rows_pass(plan, rows, RowsPass::codes);
-  add_column_pass(plan, columns, kind, Pass::codes);
+  if (rows.quant.per_tensor) add_rows_codes(plan, rows);
+  add_column_pass(plan, columns, work.kind, Pass::codes);
   if (columns.sum) {
     add_final_sum(plan, work.sums, rows.cols, columns.accumulate, Buffer::sums);
   }
-  return true;
+}
+
+}  // namespace
+
+bool add_rows_and_columns(Plan& plan, const DeviceFacts& facts, const RowsShape& rows,
+                          const ColumnsShape& columns) {
+  RowsColumnAmaxStep work{};
+  LaunchShape shape;
+  const Reason apart = why_not_one_pass(facts, rows.cols, columns.p, columns.quant, work.kind);
+  const Reason why =
+      apart ? why_not_rows_column_amax(facts, rows, columns, work, shape) : fits_cluster;
+  if (!why) {
+    plan.takes({Kernel::columns_one_pass, nullptr, apart});  // which would read no less
+    add_rows_column_amax(plan, rows, columns, work, shape);
+    return columns.sum;
+  }
+  add_rows(plan, rows);
+  const bool reads_more = why.why != fits_cluster.why && why.why != empty.why;
+  plan.takes(
+      {Kernel::rows_column_amax, reads_more ? "%a is read again for its rows" : nullptr, why});
+  return add_columns(plan, facts, columns);
 }
 
 // ---- rows of x, and x as INT4, in one read -----------------------------------------------------
@@ -322,29 +397,36 @@ bool add_rows_column_amax(Plan& plan, const DeviceFacts& facts, const RowsShape&
 // more.
 constexpr int rows_groups_lane_blocks = 3, rows_groups_threads = 128;
 
-bool add_rows_groups(Plan& plan, const RowsShape& rows, const CompressShape& kept) {
+Reason add_rows_groups(Plan& plan, const RowsShape& rows, const CompressShape& kept) {
   const auto fits = [](const RowShare& share) {
     return share.lanes > 0 && share.lanes <= rows_groups::max_threads(share.blocks);
   };
   RowShare share = row_share(rows.k_padded / 16, rows_groups_lane_blocks);
   if (!fits(share)) share = row_share(rows.k_padded / 16);
-  if (kept.spec.storage != Storage::int4 || kept.spec.equalize_tokens ||
-      kept.spec.x_rounding == Rounding::pseudo_stochastic ||
-      rows.hadamard_block != rows_groups::hadamard_block || dtype_size(rows.x.dtype) != 2 ||
-      !rows.x.quads_aligned || rows.rows == 0 || rows.cols == 0 || !fits(share)) {
-    return false;
+  if (kept.spec.storage != Storage::int4) {
+    return {"storage is %s", 0, storage_name(kept.spec.storage)};
   }
+  if (dtype_size(rows.x.dtype) != 2) return of_dtype;
+  if (kept.spec.equalize_tokens) return equalized;
+  if (rows.hadamard_block != rows_groups::hadamard_block) {
+    return {"%s is %n, where 64 is read once", rows.hadamard_block, block_name(rows)};
+  }
+  if (!rows.x.quads_aligned) return not_fours(rows.cols);
+  if (kept.spec.x_rounding == Rounding::pseudo_stochastic) return pseudo_stochastic;
+  if (rows.rows == 0 || rows.cols == 0) return empty;
+  if (!fits(share)) return too_long(rows.cols);
   const int cta_rows = std::max(1, rows_groups_threads / share.lanes);
   const RowsGroupsStep work{share.blocks, static_cast<int>(ceil_div(int4_group, cta_rows)),
                             static_cast<int>(ceil_div(rows.cols, share.lanes * cta_rows))};
   const std::int64_t chunks = ceil_div(rows.rows, int4_group);
+  note_loads(plan, Kernel::rows_groups, not_16(rows));
   Step& step = plan.add(Kernel::rows_groups,
                         {chunks * (work.row_ctas + work.column_ctas), share.lanes, 0, 1, cta_rows},
                         rows.from, rows.codes | Buffer::saved);
   step.dtype = rows.x.dtype;
   step.rounding = kept.spec.x_rounding;
   step.work = work;
-  return true;
+  return {};
 }
 
 // ---- all operands of a small layer in one launch or two ----------------------------------------
@@ -382,42 +464,48 @@ class GroupedOperands {
   GroupedOperands(const DeviceFacts& facts, const OperandShapes& operands)
       : facts_(facts), of_(operands) {}
 
-  // Whether the kernel can quantise these operands, and is the faster way.
-  bool can() {
-    Kind weight_kind{};
-    if (of_.weight != nullptr &&
-        (!dtype_.add(of_.weight->x.dtype) || of_.weight->quant.rounding != Rounding::nearest ||
-         !add(*of_.weight, weight_kind, weight_tiles_) || weight_kind != Kind::hadamard)) {
-      return false;
+  // Why the kernel cannot quantise these operands, or is not the faster way.
+  Reason why_not() {
+    if (const ColumnsShape* job = of_.weight) {
+      Kind kind{};
+      if (const Reason why = add(*job, kind, weight_tiles_)) return why;
+      if (job->quant.rounding != Rounding::nearest) return roundings;
+      if (kind != Kind::hadamard) return {"hadamard_block is %n", job->p.block};
     }
-    if (of_.columns != nullptr &&
-        (!dtype_.add(of_.columns->x.dtype) || !rounds(of_.columns->quant.rounding) ||
-         !add(*of_.columns, kind_, gradient_tiles_))) {
-      return false;
+    if (const ColumnsShape* job = of_.columns) {
+      if (const Reason why = add(*job, kind_, gradient_tiles_)) return why;
+      if (!rounds(job->quant.rounding)) return roundings;
     }
     if (const RowsShape* job = of_.rows) {
       const std::int64_t groups = job->k_padded / 16;
-      if (!dtype_.add(job->x.dtype) || !rounds(job->quant.rounding) || job->hadamard_block != 16 ||
-          groups == 0 || groups > grouped::row_blocks * grouped::threads) {
-        return false;
-      }
+      if (!dtype_.add(job->x.dtype)) return dtypes;
+      if (!rounds(job->quant.rounding)) return roundings;
+      if (job->hadamard_block != 16) return {"hadamard_block is %n", job->hadamard_block};
+      if (groups == 0) return empty;
+      if (groups > grouped::row_blocks * grouped::threads) return too_long(job->cols);
       while ((grouped::row_blocks << lanes_log2_) < groups) ++lanes_log2_;
       rows_blocks_ = ceil_div(job->rows, grouped::threads >> lanes_log2_);
     }
     if (of_.groups != nullptr) {
-      if (!rounds(of_.groups->rounding) || of_.groups->rotated) return false;
+      if (!rounds(of_.groups->rounding)) return roundings;
+      if (of_.groups->rotated) return {"storage is %s", 0, storage_name(Storage::rht2)};
       groups_blocks_ = ceil_div(of_.groups->channels, grouped::threads / 32);
     }
-    if (cluster_ > 1 && !facts_.hopper) return false;
+    if (cluster_ > 1) {
+      if (const Reason why = plan::why_not(facts_, Feature::clusters)) return why;
+    }
     weight_ctas_ = ctas(of_.weight, weight_tiles_);
     gradient_ctas_ = ctas(of_.columns, gradient_tiles_);
     weight_blocks_ = column_tiles_of(of_.weight) * weight_ctas_;
     gradient_blocks_ = column_tiles_of(of_.columns) * gradient_ctas_;
     const std::int64_t max_blocks = std::int64_t{thresholds(facts_).grouped_waves} *
                                     columns::min_sm_warps / columns::max_warps * facts_.sm_count;
-    return weight_blocks_ <= grouped::max_amax_slots &&
-           gradient_blocks_ <= grouped::max_amax_slots && rows_blocks_ <= grouped::max_amax_slots &&
-           weight_blocks_ + gradient_blocks_ + rows_blocks_ + groups_blocks_ <= max_blocks;
+    const std::int64_t blocks = weight_blocks_ + gradient_blocks_ + rows_blocks_ + groups_blocks_;
+    if (std::max({weight_blocks_, gradient_blocks_, rows_blocks_}) <= grouped::max_amax_slots &&
+        blocks <= max_blocks) {
+      return {};
+    }
+    return {"%n blocks hide a launch each", blocks};
   }
 
   void add_to(Plan& plan) const {
@@ -438,6 +526,7 @@ class GroupedOperands {
       if (gradient && sum) launch.also(sum_read, Buffer::gb);
       if (rows) launch.add(s.rows, rows_blocks_, Buffer::gy, Buffer::rows_amax);
       launch.add_to(plan, Kernel::grouped_amax);
+      plan.takes({Kernel::grouped_codes, "%a is read first for its scale", one_scale});
     }
     const bool shares = (weight_ctas_ > 1 && !weight) || (gradient_ctas_ > 1 && !gradient);
     Launch launch(*this, shares ? cluster_ : 1);
@@ -517,15 +606,18 @@ class GroupedOperands {
   static int cta_tiles_of(const ColumnsShape& job) {
     return grouped::cta_tiles(static_cast<int>(dtype_size(job.x.dtype)));
   }
-  bool add(const ColumnsShape& job, Kind& kind, std::int64_t& token_tile_count) {
-    if (job.p.k_padded == 0 || !block16_can(job.p, job.quant, kind) || columns::has_factors(kind)) {
-      return false;
-    }
+  Reason add(const ColumnsShape& job, Kind& kind, std::int64_t& token_tile_count) {
+    if (!dtype_.add(job.x.dtype)) return dtypes;
+    if (job.p.k_padded == 0) return empty;
+    if (const Reason why = why_not_block16(job.p, job.quant, kind)) return why;
+    if (columns::has_factors(kind)) return equalized;
     token_tile_count = token_tiles(job.p, kind);
     const std::int64_t needed = ceil_div(token_tile_count, cta_tiles_of(job));
-    if (needed > columns::max_portable_cluster) return false;
+    if (needed > columns::max_portable_cluster) {
+      return {"a column of %n codes is too long for a cluster", job.p.k_padded};
+    }
     cluster_ = std::max(cluster_, static_cast<int>(needed));
-    return true;
+    return {};
   }
   // A column tile that fits in one CTA keeps to it; another takes the whole cluster.
   int ctas(const ColumnsShape* job, std::int64_t token_tile_count) const {
@@ -551,18 +643,18 @@ class GroupedOperands {
 bool add_operands(Plan& plan, const DeviceFacts& facts, const OperandShapes& operands) {
   const bool sum = operands.columns != nullptr && operands.columns->sum;
   GroupedOperands group(facts, operands);
-  if (group.can()) {
+  if (plan.takes({Kernel::grouped_codes, nullptr, group.why_not()})) {
     group.add_to(plan);
     return sum;
   }
   add_zero(plan, operands.zeroed);
   bool summed = false;
-  if (operands.rows != nullptr && operands.columns != nullptr &&
-      add_rows_column_amax(plan, facts, *operands.rows, *operands.columns)) {
-    summed = sum;
-  } else {
-    if (operands.rows != nullptr) add_rows(plan, *operands.rows);
-    if (operands.columns != nullptr) summed = add_columns(plan, facts, *operands.columns);
+  if (operands.rows != nullptr && operands.columns != nullptr) {
+    summed = add_rows_and_columns(plan, facts, *operands.rows, *operands.columns);
+  } else if (operands.rows != nullptr) {
+    add_rows(plan, *operands.rows);
+  } else if (operands.columns != nullptr) {
+    summed = add_columns(plan, facts, *operands.columns);
   }
   if (operands.weight != nullptr) add_columns(plan, facts, *operands.weight);
   if (const GroupsShape* job = operands.groups) {
@@ -599,7 +691,8 @@ GenericGrid generic_grid(const Projection& p, std::int64_t cols, int extra) {
 
 std::int64_t columns_amax_words(const DeviceFacts& facts, std::int64_t cols, const Projection& p,
                                 const OperandQuant& quant) {
-  if (p.k_padded > 0 && one_pass(facts, cols, p, quant)) return 0;
+  Kind kind{};
+  if (p.k_padded > 0 && !why_not_one_pass(facts, cols, p, quant, kind)) return 0;
   return quant.per_tensor ? grouped::max_amax_slots : quant.per_k ? p.k_padded : cols;
 }
 

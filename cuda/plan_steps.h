@@ -49,6 +49,25 @@ struct Thresholds {
 
 const Thresholds& thresholds(const DeviceFacts&);
 
+// ---- reasons that several kernels have ---------------------------------------------------------
+
+Reason why_not(const DeviceFacts&, Feature);
+inline constexpr Reason of_dtype{"%t"}, equalized{"tokens are equalised"},
+    scales_by_token{"gw_scale is token"}, pseudo_stochastic{"rounding is pseudo_stochastic"};
+inline Reason too_long(std::int64_t columns) {
+  return {"%f %n is too long for registers", columns};
+}
+// `can`: rows start on 16 bytes and are whole 16 bytes.
+inline Reason not_fours(std::int64_t columns) { return {"%f %n is not a multiple of 4", columns}; }
+inline Reason not_vectors(bool can, std::int64_t columns) {
+  return can ? Reason{} : Reason{"rows of %a are not a multiple of 16 bytes (%f %n, %t)", columns};
+}
+
+// The next step's kernel loads single elements where there is a reason against 16 bytes at once.
+inline void note_loads(Plan& plan, Kernel kernel, const Reason& why) {
+  plan.takes({kernel, "%a is read element by element", why});
+}
+
 // ---- operands (plan_quantize.cpp) --------------------------------------------------------------
 
 struct RowsShape {
@@ -105,11 +124,10 @@ struct OperandShapes {
 // All operands of a backward. Returns whether these steps also make g_b.
 bool add_operands(Plan&, const DeviceFacts&, const OperandShapes&);
 void add_rows(Plan&, const RowsShape&);
-// From one read of an array, or false where no kernel can: rows and columns, whose largest values
-// are zeros; rows and x as INT4.
-bool add_rows_column_amax(Plan&, const DeviceFacts&, const RowsShape&, const ColumnsShape&);
-bool add_rows_groups(Plan&, const RowsShape&, const CompressShape&);
-// Returns whether these steps also make the sum.
+// Rows and x as INT4 from one read, or the reason why no kernel does that.
+Reason add_rows_groups(Plan&, const RowsShape&, const CompressShape&);
+// Return whether these steps also make the sum. Largest values are zeros.
+bool add_rows_and_columns(Plan&, const DeviceFacts&, const RowsShape&, const ColumnsShape&);
 bool add_columns(Plan&, const DeviceFacts&, const ColumnsShape&);
 // g_b from `runs` partial sums of each column.
 void add_final_sum(Plan&, std::int64_t runs, std::int64_t cols, bool accumulate, Buffer sums);
@@ -117,7 +135,10 @@ void add_final_sum(Plan&, std::int64_t runs, std::int64_t cols, bool accumulate,
 std::int64_t sum_runs(std::int64_t rows);
 std::int64_t rows_column_amax_sums(const DeviceFacts&, std::int64_t rows);
 
-// g_b on its own, at the end of a call.
+// g_b on its own, at the end of a call; before it the reason, where g_y has been read.
+inline void note_sum_again(Plan& plan, const Reason& why) {
+  plan.takes({Kernel::partial_sum, "g_y is read again for g_b", why});
+}
 void add_sum_alone(Plan&, const LinearShape&, const ArrayFacts& gy, bool accumulate);
 
 // ---- the token storages (plan_tokens.cpp) ------------------------------------------------------
@@ -132,8 +153,36 @@ struct ProductBuffers {
   Buffer out;
 };
 
-// Up to two products that do not depend on each other, `index` being their numbers in the call.
-void add_products(Plan&, const DeviceFacts&, const ProductShape*, const ProductBuffers*,
-                  const int* index, int count);
+// Up to two products that do not depend on each other, and their numbers in the call.
+struct Products {
+  ProductShape shapes[2]{};
+  ProductBuffers buffers[2]{};
+  int index[2]{};
+  int count = 0;
+
+  // [m, k] times [n, k], with a scale for each row.
+  ProductShape& add(int number, std::int64_t m, std::int64_t n, std::int64_t k, const OutFacts& out,
+                    const ProductBuffers& of) {
+    index[count] = number;
+    buffers[count] = of;
+    ProductShape& p = shapes[count++];
+    p.m = m;
+    p.n = n;
+    p.k = k;
+    p.one_scale_a = m == 1;
+    p.one_scale_b = n == 1;
+    p.out = out;
+    return p;
+  }
+};
+
+// Why the last product, g_w's, does not take its a as [K, M]. With many tiles a transposed copy is
+// as fast (docs/dev/tried.md).
+Reason why_not_rows(const DeviceFacts&, const Products&);
+// g_x = g_y w, or zeros.
+void add_gx(Plan&, Products&, const BackwardWork&, const OutFacts& out);
+// Zeros, where they are g_w.
+void add_no_gw(Plan&, const BackwardWork&);
+void add_products(Plan&, const DeviceFacts&, const Products&);
 
 }  // namespace hot::detail::plan

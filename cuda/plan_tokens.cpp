@@ -53,11 +53,14 @@ RowDivision row_division(const DeviceFacts& facts, std::int64_t rows, std::int64
 
 // Returns the partial sums of a column that the step makes, where it makes them.
 std::int64_t add_token_rows(Plan& plan, const DeviceFacts& facts, RowsOf of, std::int64_t rows,
-                            std::int64_t padded, const ArrayFacts& x, bool packed, bool sum) {
+                            std::int64_t cols, std::int64_t padded, const ArrayFacts& x,
+                            bool packed, bool sum) {
   const RowDivision d = row_division(facts, rows, padded, x.dtype, packed, sum);
   const bool of_gy = of == RowsOf::gy;
   Buffers writes = of_gy ? Buffer::rows : Buffer::saved;
   if (d.sum) writes |= Buffer::sums;
+  if (d.rows == 0) plan.takes({Kernel::token_rows, "%a is read twice", too_long(cols)});
+  note_loads(plan, Kernel::token_rows, not_vectors(x.rows_aligned, cols));
   Step& step = plan.add(Kernel::token_rows, {d.ctas, d.threads, d.shared_bytes},
                         (of_gy ? Buffer::gy : Buffer::x) | Buffer::features, writes);
   step.dtype = x.dtype;
@@ -102,38 +105,16 @@ std::int64_t weight_amax_words(const DeviceFacts& facts, const BackwardWork& wor
                             weight_quant(work.spec));
 }
 
-struct TokenProducts {
-  ProductShape shape[2];  // g_x, g_w: those that are wanted
-  int index[2], count = 0;
-  bool by_rows = false;  // g_w's takes rows of g_y as they lie
-};
-
-TokenProducts token_products(const DeviceFacts& facts, const BackwardWork& work,
-                             const OutFacts& gx) {
+// Why g_w's product does not take rows of g_y as they lie, but a transposed copy.
+Reason why_transposed(const DeviceFacts& facts, const BackwardWork& work) {
+  if (draws_tokens(work.spec)) return {"a share of the tokens"};
   const LinearShape& shape = work.shape;
   const std::int64_t outs = work.out_features.k_padded;
-  TokenProducts all;
-  if (work.gx) {
-    all.index[all.count] = 0;
-    ProductShape& p = all.shape[all.count++];
-    p.m = shape.tokens;
-    p.n = shape.in_features;
-    p.k = outs;
-    p.one_scale_a = shape.tokens == 1;
-    p.one_scale_b = shape.in_features == 1;
-    p.out = gx;
-  }
-  if (work.gw) {
-    all.index[all.count] = 1;
-    ProductShape& p = all.shape[all.count++];
-    p.m = outs;
-    p.n = TokenCodesLayout(shape.tokens, shape.in_features, work.spec).padded;
-    p.k = work.tokens.k_padded;
-    p.out = {DType::f32, true, true};
-    all.by_rows = !draws_tokens(work.spec) && wgmma_takes_rows(facts, all.shape, all.count);
-    p.by_rows = all.by_rows;
-  }
-  return all;
+  const std::int64_t ins = TokenCodesLayout(shape.tokens, shape.in_features, work.spec).padded;
+  Products products;
+  if (work.gx) products.add(0, shape.tokens, shape.in_features, outs, {}, {});
+  products.add(1, outs, ins, work.tokens.k_padded, {DType::f32, true, true}, {});
+  return why_not_rows(facts, products);
 }
 
 }  // namespace
@@ -152,8 +133,7 @@ TokenScratch take_token_scratch(WorkspaceCursor& cursor, const DeviceFacts& fact
   s.exponents = cursor.take<std::uint8_t>(shape.out_features);
   const std::int64_t words[2] = {weight_amax_words(facts, work), work.gw ? ins : 0};
   s.zeroed = take_zeroed(cursor, words[0] + words[1]);
-  const TokenProducts products = token_products(facts, work, {});
-  s.by_rows = products.by_rows;
+  s.by_rows = work.gw && !why_transposed(facts, work);
   // Tokens of its last 16 that are none meet zeros.
   s.rows = take_operand(cursor, s.by_rows ? tokens : shape.tokens, outs, shape.tokens);
   s.rows.rows = shape.tokens;
@@ -187,7 +167,7 @@ TokenScratch take_token_scratch(WorkspaceCursor& cursor, const DeviceFacts& fact
 void add_kept_tokens(Plan& plan, const DeviceFacts& facts, const CompressShape& kept) {
   const TokenCodesLayout layout(kept.rows, kept.cols, kept.spec);
   add_feature_sizes(plan, RowsOf::x, kept.cols, std::min(kept.rows, size_sample), kept.x);
-  add_token_rows(plan, facts, RowsOf::x, kept.rows, layout.padded, kept.x,
+  add_token_rows(plan, facts, RowsOf::x, kept.rows, kept.cols, layout.padded, kept.x,
                  kept.spec.storage != Storage::token8, false);
 }
 
@@ -197,14 +177,15 @@ Plan plan_token_backward(const DeviceFacts& facts, const BackwardWork& work,
   const LinearShape& shape = work.shape;
   const std::int64_t outs = work.out_features.k_padded, kw = work.tokens.k_padded;
   const std::int64_t ins = TokenCodesLayout(shape.tokens, shape.in_features, spec).padded;
-  const TokenProducts products = token_products(facts, work, arrays.gx);
   Plan plan;
   std::int64_t runs = 0;
+  bool by_rows = false;
   if (work.gx || work.gw) {
     add_zero(plan, {0, weight_amax_words(facts, work), work.gw ? ins : 0});
     add_feature_sizes(plan, RowsOf::gy, shape.out_features,
                       token_given(work) ? 0 : std::min(shape.tokens, size_sample), arrays.gy);
-    runs = add_token_rows(plan, facts, RowsOf::gy, shape.tokens, outs, arrays.gy, false, work.gb);
+    runs = add_token_rows(plan, facts, RowsOf::gy, shape.tokens, shape.out_features, outs,
+                          arrays.gy, false, work.gb);
   }
   if (work.weight) {
     add_columns(plan, facts,
@@ -220,7 +201,8 @@ Plan plan_token_backward(const DeviceFacts& facts, const BackwardWork& work,
     }
     constexpr int threads = 32 * token::tile_warps;
     constexpr std::int64_t cta_tokens = token::tile * token::tile_warps;
-    if (!products.by_rows) {
+    by_rows = plan.takes({Kernel::wgmma_rows, nullptr, why_transposed(facts, work)});
+    if (!by_rows) {
       plan.add(Kernel::token_transpose,
                {ceil_div(outs, token::transpose_tile) * ceil_div(kw, token::transpose_tile),
                 token::transpose_threads},
@@ -236,41 +218,32 @@ Plan plan_token_backward(const DeviceFacts& facts, const BackwardWork& work,
     Step& step = plan.add(Kernel::token_contributions, {strips * ranges, threads},
                           x | Buffer::columns_amax, Buffer::activation);
     step.rounding = spec.gw_rounding;
-    step.work = ContributionsStep{1, products.by_rows};
+    step.work = ContributionsStep{1, by_rows};
   }
 
-  if (!work.gx && work.clear_gx) {
-    plan.add(Kernel::fill_zero, {ceil_div(shape.tokens * shape.in_features, 256), 256}, {},
-             Buffer::gx)
-        .work = ProductStep{0};
+  Products products;
+  add_gx(plan, products, work, arrays.gx);
+  if (work.gw) {
+    const ProductBuffers of{(by_rows ? Buffer::rows : Buffer::transposed) | Buffer::features,
+                            Buffer::activation, Buffer::product};
+    ProductShape& p = products.add(1, outs, ins, kw, {DType::f32, true, true}, of);
+    p.one_scale_a = p.one_scale_b = false;
+    p.by_rows = by_rows;
   }
-  ProductBuffers buffers[2];
-  for (int i = 0; i < products.count; ++i) {
-    const Buffer q = products.by_rows ? Buffer::rows : Buffer::transposed;
-    buffers[i] =
-        products.index[i] == 1
-            ? ProductBuffers{q | Buffer::features, Buffer::activation, Buffer::product}
-            : ProductBuffers{Buffer::rows, work.weight ? Buffer::weight : Buffer::quantized_w,
-                             Buffer::gx};
-  }
-  if (products.count > 0) {
-    add_products(plan, facts, products.shape, buffers, products.index, products.count);
-  }
+  add_products(plan, facts, products);
   if (work.gw) {
     Buffers reads = Buffer::product | Buffer::features | Buffer::saved;
     if (work.accumulate) reads |= Buffer::gw;
     const std::int64_t tiles = ceil_div(outs, token::tile) * ceil_div(ins, token::tile);
     plan.add(Kernel::undo_transforms, {ceil_div(tiles, 2), 2 * token::tile}, reads, Buffer::gw)
         .dtype = arrays.gw.dtype;
-  } else if (work.clear_gw) {
-    plan.add(Kernel::fill_zero, {ceil_div(shape.out_features * shape.in_features, 256), 256}, {},
-             Buffer::gw)
-        .work = ProductStep{1};
   }
+  add_no_gw(plan, work);
   if (!work.gb || shape.out_features == 0) return plan;
   if (runs > 0) {
     add_final_sum(plan, runs, shape.out_features, work.accumulate, Buffer::sums);
   } else {
+    if (work.gx || work.gw) note_sum_again(plan, too_long(shape.out_features));
     add_sum_alone(plan, shape, arrays.gy, work.accumulate);
   }
   return plan;

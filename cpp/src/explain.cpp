@@ -15,13 +15,14 @@
 
 namespace hot {
 
-using detail::OperandQuant;
 using detail::Projection;
 using detail::plan::Buffer;
 using detail::plan::Buffers;
 using detail::plan::DeviceFacts;
 using detail::plan::Kernel;
 using detail::plan::Plan;
+using detail::plan::Reason;
+using detail::plan::Refusal;
 using detail::plan::Step;
 
 namespace {
@@ -100,9 +101,7 @@ DeviceFacts facts_of(const NamedDevice& device, const detail::plan::DeviceQuerie
   facts.arch = device.arch;
   facts.sm_count = device.sm_count;
   facts.shared_bytes = device.shared_bytes;
-  facts.hopper = device.arch == 90;
-  facts.wgmma_built = wgmma;
-  facts.wgmma = wgmma && device.arch == 90;
+  detail::plan::set_features(facts, true, wgmma);
   facts.int4_units = device.arch / 10 == 8;
   facts.queries = &queries;
   return facts;
@@ -131,68 +130,76 @@ struct Layer {
   }
 };
 
-std::int64_t buffer_bytes(const Layer& layer, Buffer buffer, std::int64_t sum_runs) {
+class ByBuffer {
+ public:
+  std::int64_t& operator[](Buffer buffer) { return values_[static_cast<std::size_t>(buffer)]; }
+  std::int64_t operator[](Buffer buffer) const { return values_[static_cast<std::size_t>(buffer)]; }
+
+ private:
+  std::array<std::int64_t, detail::plan::buffer_count> values_{};
+};
+
+// Bytes of the buffers of a call, and operations of the products that write them.
+struct Amounts {
+  ByBuffer bytes, operations;
+  std::int64_t tokens = 0;
+};
+
+std::int64_t size_of(DType dtype) { return static_cast<std::int64_t>(dtype_size(dtype)); }
+
+Amounts amounts_of(const Layer& layer, std::string_view call, const Plan& plan) {
   const auto [L, O, I] = layer.shape;
-  const std::int64_t size = static_cast<std::int64_t>(dtype_size(layer.options.dtype));
+  const BackwardLinearSpec& spec = layer.spec;
+  const ExplainOptions& options = layer.options;
+  const std::int64_t size = size_of(options.dtype), k = detail::forward_k(I, options.forward);
   const std::int64_t kx = layer.out_features.k_padded, kw = layer.tokens.k_padded;
-  const bool one_code = detail::is_token_storage(layer.spec.storage);
-  const bool by_token = layer.spec.gw_scale == GradScale::token && !one_code;
+  const bool one_code = detail::is_token_storage(spec.storage);
+  const bool by_token = spec.gw_scale == GradScale::token && !one_code;
+  const bool backward = call == "backward_linear", forward = call == "forward_linear";
   // In features as g_w takes them.
-  const std::int64_t ins = one_code ? detail::TokenCodesLayout(L, I, layer.spec).padded : I;
-  switch (buffer) {
-    case Buffer::gy:
-      return L * O * size;
-    case Buffer::w:
-      return O * I * size;
-    case Buffer::x:
-    case Buffer::gx:
-      return L * I * size;
-    case Buffer::saved:
-      return static_cast<std::int64_t>(saved_layout(L, I, layer.spec).exponent_offset);
-    case Buffer::exponents:
-      return L;
-    case Buffer::quantized_w:
-    case Buffer::weight:
-      return I * (kx + 4);
-    case Buffer::gw:
-      return O * I * static_cast<std::int64_t>(dtype_size(layer.options.gw_dtype));
-    case Buffer::gb:
-      return O * 4;
-    case Buffer::rows:
-      return L * (kx + 4);
-    case Buffer::columns:
-      return O * kw + 4 * (by_token ? kw : O);
-    case Buffer::activation:
-      return ins * (kw + 4);
-    case Buffer::transposed:
-      return kx * kw;
-    case Buffer::product:
-      return 4 * kx * ins;
-    case Buffer::drawn:
-      return 8 * layer.tokens.k;
-    case Buffer::sizes:
-      return 8 * O;
-    case Buffer::features:
-      return 4 * kx + O;
-    case Buffer::rows_amax:
-      return 4;
-    case Buffer::columns_amax:
-      return layer.spec.gw_scale == GradScale::tensor ? 4
-                                                      : 4 * (one_code   ? ins
-                                                             : by_token ? kw
-                                                                        : O);
-    case Buffer::weight_amax:
-      return layer.spec.weight_scale == Granularity::tensor ? 4 : 4 * I;
-    case Buffer::sums:
-    case Buffer::all_scratch:
-      return 4 * O * sum_runs;
-    case Buffer::spread_a:
-      return 4 * std::max(L, O);
-    case Buffer::spread_b:
-      return 4 * I;
-    default:
-      return 0;  // the partial sums of stream-K stay in the L2
+  const std::int64_t ins = one_code ? detail::TokenCodesLayout(L, I, spec).padded : I;
+  Amounts all;
+  all.tokens = L;
+  all.operations[Buffer::gx] = 2 * L * I * kx;
+  all.operations[Buffer::gw] = all.operations[Buffer::product] = 2 * O * I * kw;
+  all.operations[Buffer::y] = 2 * L * O * k;
+  ByBuffer& bytes = all.bytes;  // the partial sums of stream-K stay in the L2
+  bytes[Buffer::gy] = bytes[Buffer::y] = L * O * size;
+  bytes[Buffer::w] = O * I * size;
+  bytes[Buffer::x] = bytes[Buffer::gx] = L * I * size;
+  bytes[Buffer::gw] = O * I * size_of(options.gw_dtype);
+  bytes[Buffer::gb] = bytes[Buffer::wide_bias] = 4 * O;
+  bytes[Buffer::bias] = O * size_of(options.bias_dtype);
+  bytes[Buffer::saved] = static_cast<std::int64_t>(saved_layout(L, I, spec).exponent_offset);
+  bytes[Buffer::exponents] = L;
+  bytes[Buffer::quantized_w] = bytes[Buffer::weight] = I * (kx + 4);
+  bytes[Buffer::rows] = L * (kx + 4);
+  bytes[Buffer::columns] = O * kw + 4 * (by_token ? kw : O);
+  bytes[Buffer::activation] = ins * (kw + 4);
+  bytes[Buffer::x_rows] = bytes[Buffer::forward_x] = L * (k + 4);
+  bytes[Buffer::weight_rows] = bytes[Buffer::forward_w] = O * (k + 4);
+  bytes[Buffer::transposed] = kx * kw;
+  bytes[Buffer::product] = 4 * kx * ins;
+  bytes[Buffer::drawn] = 8 * layer.tokens.k;
+  bytes[Buffer::sizes] = 8 * (one_code && !backward ? I : O);
+  bytes[Buffer::features] = one_code && !backward ? 4 * I : 4 * kx + O;
+  bytes[Buffer::rows_amax] = 4;
+  bytes[Buffer::weight_amax] = spec.weight_scale == Granularity::tensor ? 4 : 4 * I;
+  // Largest values of columns are g_y's in a backward, x's where that is kept.
+  const bool one_scale =
+      backward ? spec.gw_scale == GradScale::tensor : detail::activation_quant(spec).per_tensor;
+  bytes[Buffer::columns_amax] = one_scale   ? 4
+                                : !backward ? 4 * I
+                                : one_code  ? 4 * ins
+                                            : 4 * (by_token ? kw : O);
+  bytes[Buffer::spread_a] = 4 * (forward ? L : std::max(L, O));
+  bytes[Buffer::spread_b] = 4 * (forward ? O : I);
+  for (const Step& step : plan) {
+    if (step.kernel != Kernel::final_sum) continue;
+    bytes[Buffer::sums] = bytes[Buffer::all_scratch] =
+        4 * O * step.as<detail::plan::SumsStep>().runs;
   }
+  return all;
 }
 
 // Whether a step reads a sample of the tokens.
@@ -224,156 +231,69 @@ int gy_passes_of(const Step& step) {
   return 1;
 }
 
-std::int64_t operations_of(const Layer& layer, const Step& step) {
-  if (step.kernel == Kernel::mma_fixup) return 0;  // counted with the tiles
-  const auto [L, O, I] = layer.shape;
-  const std::int64_t gx = 2 * L * I * layer.out_features.k_padded,
-                     gw = 2 * O * I * layer.tokens.k_padded;
-  const auto* const product = std::get_if<detail::plan::ProductStep>(&step.work);
-  if (product != nullptr && step.kernel != Kernel::fill_zero)
-    return product->product == 0 ? gx : gw;
-  if (step.kernel != Kernel::gemm_small) return 0;
-  return (step.writes.has(Buffer::gx) ? gx : 0) + (step.writes.has(Buffer::gw) ? gw : 0);
+// A fixup's are counted with the tiles.
+bool multiplies(const Step& step) {
+  return step.kernel == Kernel::gemm_small ||
+         (std::holds_alternative<detail::plan::ProductStep>(step.work) &&
+          step.kernel != Kernel::fill_zero && step.kernel != Kernel::mma_fixup);
 }
 
-constexpr const char* no_wgmma =
-    "mma.sync: the build has no wgmma kernels (CUTLASS headers and the architecture 90a)";
+// ---- reasons in words --------------------------------------------------------------------------
 
-std::string not_aligned(const char* array, const char* size_name, std::int64_t columns,
-                        DType dtype) {
-  return "rows of " + std::string(array) + " are not a multiple of 16 bytes (" + size_name + " " +
-         std::to_string(columns) + ", " + dtype_name(dtype) + ")";
-}
+// What the words of a reason call a step's array, the length of its rows and the contraction.
+struct Names {
+  const char *array, *length, *contraction;
+};
 
-// The reason why no kernel faster than generic_columns_kernel fits.
-std::string reason_for_generic(const Projection& p, const OperandQuant& quant) {
-  if (p.equalized && !p.signs && p.basis != Basis::full) {
-    return "equalize_tokens with basis " + std::string(basis_name(p.basis)) +
-           ", where full has a fast kernel";
+Names names_of(const Step& step) {
+  if (step.writes.has(Buffer::y)) return {"y", "out_features", "in_features"};
+  if (step.writes.has(Buffer::gx)) return {"g_x", "in_features", "out_features"};
+  if (step.writes.has(Buffer::gw) || step.writes.has(Buffer::product)) {
+    return {"g_w", "in_features", "rows of tokens"};
   }
-  if (quant.per_k) return "gw_scale is token";
-  if (p.order.prefix_rows() > 0) return "there are prefix tokens";
-  if (quant.rounding == Rounding::pseudo_stochastic) return "rounding is pseudo_stochastic";
-  if (p.basis == Basis::full || p.rank == p.block) {
-    return "blocks of " + std::to_string(p.block) + ", where " + (p.signs ? "64" : "16") +
-           " has a fast kernel";
-  }
-  return "basis " + std::string(basis_name(p.basis)) + " keeps " + std::to_string(p.rank) + " of " +
-         std::to_string(p.block) + " rows, where the basis' own 8 of 16 have a fast kernel";
+  if (step.writes.has(Buffer::out)) return {"out", "N", "K"};
+  if (step.reads.has(Buffer::gy)) return {"g_y", "out_features", ""};
+  return {step.reads.has(Buffer::w) ? "w" : "x", "in_features", "K"};
 }
 
-std::string slow_columns_reason(const Layer& layer, const Step& step) {
-  const auto job = step.as<detail::plan::GenericColumnsStep>().job;
-  const BackwardLinearSpec& spec = layer.spec;
-  const std::string why =
-      job == detail::plan::Job::weight
-          ? reason_for_generic(layer.out_features, detail::weight_quant(spec))
-      : job == detail::plan::Job::activation
-          ? reason_for_generic(layer.tokens, detail::activation_quant(spec))
-          : reason_for_generic(layer.tokens, detail::gradient_columns_quant(spec));
-  return "a thread walks a column, twice: " + why;
-}
-
-// A tile of mma.sync where this device has a faster kernel, or is the slow one, because of `why`.
-std::string mma_reason(const DeviceFacts& facts, Kernel kernel, const std::string& why) {
-  if (facts.arch / 10 == 9 && !facts.wgmma_built) return no_wgmma;
-  if (kernel == Kernel::mma_any) return "mma.sync, a tile at half the speed: " + why;
-  return facts.arch / 10 == 9 ? "mma.sync: " + why : "";
-}
-
-std::string contraction(const char* name, std::int64_t k) {
-  return "the contraction (" + std::string(name) + " " + std::to_string(k) +
-         ") is longer than INT32 sums hold";
-}
-
-// The same for an output of a layer, whose rows have `columns` values, from a contraction along k.
-std::string layer_mma_reason(const Layer& layer, Kernel kernel, const char* out,
-                             const char* size_name, std::int64_t columns, DType dtype,
-                             const char* k_name, std::int64_t k) {
-  return mma_reason(layer.facts, kernel,
-                    !layer.aligned(columns, dtype) ? not_aligned(out, size_name, columns, dtype)
-                    : k > detail::int32_safe_k     ? contraction(k_name, k)
-                                                   : "the contraction is empty");
-}
-
-std::string slow_path_reason(const Layer& layer, const Step& step) {
-  const auto [L, O, I] = layer.shape;
-  const DType dtype = layer.options.dtype;
-  if (detail::plan::is_mma_tile(step.kernel)) {
-    return step.as<detail::plan::ProductStep>().product == 0
-               ? layer_mma_reason(layer, step.kernel, "g_x", "in_features", I, dtype,
-                                  "out_features", layer.out_features.k_padded)
-               : layer_mma_reason(layer, step.kernel, "g_w", "in_features", I,
-                                  layer.options.gw_dtype, "rows of tokens", layer.tokens.k_padded);
-  }
-  switch (step.kernel) {
-    case Kernel::rows:
-      return !detail::plan::rows16_can(layer.spec.hadamard_block, step.rounding)
-                 ? "a row goes through shared memory, twice: hadamard_block is " +
-                       std::to_string(layer.spec.hadamard_block) + ", where 16 has a fast kernel"
-                 : "a row goes through shared memory, twice: out_features is too long for "
-                   "registers";
-    case Kernel::rows16:
-      return layer.aligned(O, dtype) && O % 16 == 0
-                 ? ""
-                 : "g_y is read element by element: out_features " + std::to_string(O) +
-                       " is not a multiple of 16";
-    case Kernel::generic_amax:
-    case Kernel::generic_codes:
-      return slow_columns_reason(layer, step);
-    case Kernel::columns_one_pass:
-    case Kernel::column_amax:
-    case Kernel::column_codes: {
-      const auto job = step.as<detail::plan::ColumnsStep>().job;
-      if (job != detail::plan::Job::weight && layer.tokens.order.samples != 0) {
-        return "tokens are read element by element: they lie in a token_grid";
-      }
-      const bool gradient = job == detail::plan::Job::gradient_columns;
-      const std::int64_t columns = gradient ? O : I;
-      if (layer.aligned(columns, dtype)) return "";
-      return "read element by element: " + not_aligned(gradient                           ? "g_y"
-                                                       : job == detail::plan::Job::weight ? "w"
-                                                                                          : "x",
-                                                       gradient ? "out_features" : "in_features",
-                                                       columns, dtype);
+std::string words(const char* text, const Step& step, const Reason& reason) {
+  const Names names = names_of(step);
+  std::string all;
+  for (; *text != '\0'; ++text) {
+    if (*text != '%') {
+      all += *text;
+      continue;
     }
-    case Kernel::groups:
-      if (dtype_size(dtype) != 2) return "";
-      return "x is read one column a thread: " +
-             (layer.spec.equalize_tokens
-                  ? std::string("tokens are equalised")
-                  : "in_features " + std::to_string(I) + " is not a multiple of 4");
-    case Kernel::token_exponents:
-      return layer.aligned(I, dtype)
-                 ? ""
-                 : "x is read element by element: " + not_aligned("x", "in_features", I, dtype);
-    case Kernel::token_rows: {
-      const auto& rows = step.as<detail::plan::TokenRowsStep>();
-      const bool of_gy = rows.of == detail::plan::RowsOf::gy;
-      const std::string array = of_gy ? "g_y" : "x";
-      const char* const name = of_gy ? "out_features" : "in_features";
-      const std::int64_t columns = of_gy ? O : I;
-      std::string why;
-      if (rows.rows == 0) {
-        why = array + " is read twice: " + name + " " + std::to_string(columns) +
-              " is too long for registers";
-      }
-      if (!layer.aligned(columns, dtype)) {
-        why += std::string(why.empty() ? "" : "; ") +
-               "read element by element: " + not_aligned(array.c_str(), name, columns, dtype);
-      }
-      return why;
-    }
-    case Kernel::partial_sum:
-      return detail::is_token_storage(layer.spec.storage) && (layer.options.gx || layer.options.gw)
-                 ? "g_y is read again for g_b: out_features " + std::to_string(O) +
-                       " is too long for registers"
-                 : "";
-    case Kernel::token:
-      return "fp32 product, one thread a result: gw_scale is token";
-    default:
-      return "";
+    const char what = *++text;
+    all += what == 'a'   ? names.array
+           : what == 'f' ? names.length
+           : what == 'k' ? names.contraction
+           : what == 't' ? dtype_name(step.dtype)
+           : what == 's' ? reason.name
+                         : std::to_string(reason.number);
   }
+  return all;
+}
+
+// Fills what a step says of the kernels before it in its operand's list. Where one reason holds for
+// two of them and the words for the cost of the second begin like those of the first, those are
+// enough.
+void add_reasons(ExplainedStep& e, const Plan& plan, const Step& step) {
+  std::string reason, slow;
+  for (const Refusal& passed : plan.passed(step)) {
+    const std::string why = words(passed.reason.why, step, passed.reason);
+    if (passed.kernel != step.kernel) {
+      e.passed_over.push_back(std::string(info(passed.kernel).name) + ": " + why);
+    }
+    if (passed.cost == nullptr) continue;
+    const std::string cost = words(passed.cost, step, passed.reason);
+    if (!slow.empty() && (why != reason || cost.compare(0, slow.size(), slow) != 0)) {
+      e.slow += slow + ": " + reason + "; ";
+    }
+    slow = cost;
+    reason = why;
+  }
+  if (!slow.empty()) e.slow += slow + ": " + reason;
 }
 
 std::string fixed(double value, const char* unit) {
@@ -386,44 +306,11 @@ struct Rates {
   double operations = 0, bandwidth = 0;
 };
 
-// The words for the steps of a call.
-struct Words {
-  const char* call;
-  std::function<std::int64_t(Buffer)> bytes;
-  std::function<std::int64_t(const Step&)> operations;
-  std::function<std::string(const Step&)> slow;
-  std::int64_t tokens = 0;
-};
-
-Words words_of(const Layer& layer, const char* call, const Plan& plan) {
-  std::int64_t runs = 0;
-  for (const Step& step : plan) {
-    if (step.kernel == Kernel::final_sum) runs = step.as<detail::plan::SumsStep>().runs;
-  }
-  // Largest values of columns are g_y's in a backward, x's where that is kept.
-  const bool of_x = std::string_view(call) != "backward_linear";
-  return {call,
-          [&layer, runs, of_x](Buffer buffer) {
-            if (of_x && buffer == Buffer::columns_amax) {
-              return 4 * (detail::activation_quant(layer.spec).per_tensor
-                              ? std::int64_t{1}
-                              : layer.shape.in_features);
-            }
-            if (of_x && detail::is_token_storage(layer.spec.storage)) {
-              const std::int64_t I = layer.shape.in_features;
-              if (buffer == Buffer::sizes) return 8 * I;
-              if (buffer == Buffer::features) return 4 * I;
-            }
-            return buffer_bytes(layer, buffer, runs);
-          },
-          [&layer](const Step& step) { return operations_of(layer, step); },
-          [&layer](const Step& step) { return slow_path_reason(layer, step); }, layer.shape.tokens};
-}
-
-void add_steps(Explanation& all, const Words& words, const Plan& plan, const Rates& rates) {
+void add_steps(Explanation& all, const char* call, const Plan& plan, const Amounts& of,
+               const Rates& rates) {
   for (const Step& step : plan) {
     ExplainedStep e;
-    e.call = words.call;
+    e.call = call;
     e.kernel = info(step.kernel).name;
     e.file = info(step.kernel).file;
     e.blocks = step.shape.blocks;
@@ -431,12 +318,11 @@ void add_steps(Explanation& all, const Words& words, const Plan& plan, const Rat
     e.cluster = step.shape.cluster;
     e.shared_bytes = step.shape.shared_bytes;
     e.independent = step.independent;
-    e.operations = words.operations(step);
-    e.slow = words.slow(step);
+    add_reasons(e, plan, step);
     const int passes = gy_passes_of(step);
     for (int b = 0; b < detail::plan::buffer_count; ++b) {
       const auto buffer = static_cast<Buffer>(b);
-      const std::int64_t bytes = words.bytes(buffer);
+      const std::int64_t bytes = of.bytes[buffer];
       if (step.reads.has(buffer)) {
         e.reads.emplace_back(detail::plan::buffer_name(buffer));
         const bool is_x = buffer == Buffer::x || buffer == Buffer::w;
@@ -445,12 +331,13 @@ void add_steps(Explanation& all, const Words& words, const Plan& plan, const Rat
       if (step.writes.has(buffer)) {
         e.writes.emplace_back(detail::plan::buffer_name(buffer));
         e.bytes_written += bytes;
+        if (multiplies(step)) e.operations += of.operations[buffer];
       }
     }
     if (samples(step)) {
       const auto& sizes = step.as<detail::plan::SizesStep>();
-      const Buffer of = sizes.of == detail::plan::RowsOf::gy ? Buffer::gy : Buffer::x;
-      if (words.tokens > 0) e.bytes_read += words.bytes(of) / words.tokens * sizes.tokens;
+      const Buffer array = sizes.of == detail::plan::RowsOf::gy ? Buffer::gy : Buffer::x;
+      if (of.tokens > 0) e.bytes_read += of.bytes[array] / of.tokens * sizes.tokens;
     }
     if (step.kernel == Kernel::spread) e.bytes_read = 4;  // the one scale of an operand
     if (step.kernel == Kernel::zero) {
@@ -473,126 +360,36 @@ void add_steps(Explanation& all, const Words& words, const Plan& plan, const Rat
 
 void add_steps(Explanation& all, const Layer& layer, const char* call, const Plan& plan,
                const Rates& rates) {
-  add_steps(all, words_of(layer, call, plan), plan, rates);
+  add_steps(all, call, plan, amounts_of(layer, call, plan), rates);
 }
 
 // ---- the forward product -----------------------------------------------------------------------
 
-std::string slow_forward_reason(const Layer& layer, const Step& step) {
-  const std::int64_t I = layer.shape.in_features, O = layer.shape.out_features;
-  const DType dtype = layer.options.dtype;
-  const int block = layer.options.forward.hadamard_block;
-  if (detail::plan::is_mma_tile(step.kernel)) {
-    return layer_mma_reason(layer, step.kernel, "y", "out_features", O, dtype, "in_features", I);
-  }
-  switch (step.kernel) {
-    case Kernel::rows:
-      return !detail::plan::rows16_can(block, step.rounding)
-                 ? "a row goes through shared memory, twice: forward's hadamard_block is " +
-                       std::to_string(block) + ", where 16, 64 and 128 have a fast kernel"
-                 : "a row goes through shared memory, twice: in_features is too long for registers";
-    case Kernel::rows16:
-    case Kernel::rows_groups:
-      return layer.aligned(I, dtype) && I % 16 == 0
-                 ? ""
-                 : "x and w are read element by element: in_features " + std::to_string(I) +
-                       " is not a multiple of 16";
-    default:
-      return "";
-  }
-}
-
-// Why no kernel makes the rows of x and x as INT4 from one read.
-std::string second_read_reason(const Layer& layer) {
-  const std::int64_t I = layer.shape.in_features;
-  const DType dtype = layer.options.dtype;
-  const int block = layer.options.forward.hadamard_block;
-  constexpr int one_read = detail::rows_groups::hadamard_block;
-  const std::string why =
-      dtype_size(dtype) != 2       ? std::string(dtype_name(dtype))
-      : layer.spec.equalize_tokens ? "tokens are equalised"
-      : block != one_read ? "forward's hadamard_block is " + std::to_string(block) + ", where " +
-                                std::to_string(one_read) + " is read once"
-      : I % 4 != 0        ? "in_features " + std::to_string(I) + " is not a multiple of 4"
-      : layer.spec.x_rounding == Rounding::pseudo_stochastic
-          ? "rounding is pseudo_stochastic"
-          : "in_features " + std::to_string(I) + " is too long for registers";
-  return "x is read again for its INT4: " + why;
-}
-
-std::string slow_input_reason(const Layer& layer, const Step& step) {
-  switch (step.kernel) {
-    case Kernel::rows:
-    case Kernel::rows16:
-    case Kernel::rows_groups:
-      return slow_forward_reason(layer, step);
-    case Kernel::groups:
-    case Kernel::group_quads: {
-      const std::string slow = slow_path_reason(layer, step), again = second_read_reason(layer);
-      return slow.empty() ? again : slow + "; " + again;
-    }
-    default:
-      return slow_path_reason(layer, step);
-  }
-}
-
 void add_forward(Explanation& all, const Layer& layer, const Rates& rates) {
-  // No structured binding: C++17's lambdas cannot capture one (clang says so, gcc does not).
-  const std::int64_t L = layer.shape.tokens, O = layer.shape.out_features,
-                     I = layer.shape.in_features;
+  const auto [L, O, I] = layer.shape;
   const ExplainOptions& options = layer.options;
-  const std::int64_t k = detail::forward_k(I, options.forward);
-  using Reason = std::string (*)(const Layer&, const Step&);
-  const auto add = [&](const char* call, const Plan& plan, Reason reason) {
-    Words words = words_of(layer, call, plan);
-    words.bytes = [&, usual = words.bytes](Buffer buffer) -> std::int64_t {
-      switch (buffer) {
-        case Buffer::y:
-          return L * O * static_cast<std::int64_t>(dtype_size(options.dtype));
-        case Buffer::bias:
-          return O * static_cast<std::int64_t>(dtype_size(options.bias_dtype));
-        case Buffer::wide_bias:
-        case Buffer::spread_b:
-          return 4 * O;
-        case Buffer::spread_a:
-          return 4 * L;
-        case Buffer::x_rows:
-        case Buffer::forward_x:
-          return L * (k + 4);
-        case Buffer::weight_rows:
-        case Buffer::forward_w:
-          return O * (k + 4);
-        default:
-          return usual(buffer);
-      }
-    };
-    words.operations = [&](const Step& step) {
-      const bool product = step.writes.has(Buffer::y) && step.kernel != Kernel::mma_fixup;
-      return product ? 2 * L * O * k : 0;  // a fixup's are counted with the tiles
-    };
-    words.slow = [&layer, reason](const Step& step) { return reason(layer, step); };
-    add_steps(all, words, plan, rates);
-  };
   if (options.quantized_forward_weight && O > 0) {
-    add("quantize_forward_weight",
+    add_steps(
+        all, layer, "quantize_forward_weight",
         detail::plan::plan_forward_weight(layer.array(I), O, I, options.forward.hadamard_block),
-        slow_forward_reason);
+        rates);
   }
   if (options.compress) {
     const detail::plan::CompressShape kept = layer.kept();
-    add("quantize_forward_input",
+    add_steps(
+        all, layer, "quantize_forward_input",
         detail::plan::plan_forward_input(layer.facts, layer.array(I), L, I, options.forward, &kept),
-        slow_input_reason);
+        rates);
   }
   if (L == 0 || O == 0) return;
   const detail::ForwardWork work{
       options.forward,   layer.shape,
       !options.compress, !options.quantized_forward_weight,
       options.bias,      options.bias && options.bias_dtype != DType::f32};
-  add("forward_linear",
-      detail::plan::plan_forward(layer.facts, work,
-                                 {layer.array(I), layer.array(I), layer.out(O, options.dtype)}),
-      slow_forward_reason);
+  add_steps(all, layer, "forward_linear",
+            detail::plan::plan_forward(
+                layer.facts, work, {layer.array(I), layer.array(I), layer.out(O, options.dtype)}),
+            rates);
   detail::WorkspaceCursor cursor;
   detail::plan::take_forward_scratch(cursor, layer.facts, work);
   all.workspace = cursor.bytes();
@@ -604,6 +401,12 @@ Rates set_device(Explanation& all, std::string_view device, const DeviceFacts& f
   all.device = name_of(facts.arch) + " (" +
                (named == nullptr ? std::string() : named->gpu + std::string(", ")) +
                std::to_string(facts.sm_count) + " SMs)";
+  for (int i = 0; i < detail::plan::feature_count; ++i) {
+    const auto feature = static_cast<detail::plan::Feature>(i);
+    if (facts.hardware.has(feature) && !facts.kernels.has(feature)) {
+      all.lacks.emplace_back(feature_name(feature));
+    }
+  }
   if (device != name_of(facts.arch)) all.device = std::string(device) + ", " + all.device;
   if (named == nullptr) return {};
   all.rates = fixed(named->operations / 1e12, " TOPS") + " and " +
@@ -633,6 +436,7 @@ std::string padded(std::string text, std::size_t width) {
 
 std::string text_of(const Explanation& e, const std::string& title) {
   std::string text = title + ", on " + e.device + "\n";
+  if (!e.lacks.empty()) text += "no kernels in this build: " + joined(e.lacks) + "\n";
   std::string call;
   int number = 0;
   for (const ExplainedStep& step : e.steps) {
@@ -645,6 +449,10 @@ std::string text_of(const Explanation& e, const std::string& title) {
             padded("writes " + bytes_text(step.bytes_written), 17) + joined(step.reads) + " -> " +
             joined(step.writes) + (step.independent ? "  (overlaps)" : "") + "\n";
     if (!step.slow.empty()) text += "    slow: " + step.slow + "\n";
+    for (const std::string& passed : step.passed_over) {
+      const bool told = step.slow.find(passed.substr(passed.find(": "))) != std::string::npos;
+      if (!told) text += "    not " + passed + "\n";
+    }
   }
   text += "\n";
   if (e.gy_passes > 0) {
@@ -757,27 +565,6 @@ Explanation explain(std::string_view device, const LinearShape& shape,
   return all;
 }
 
-namespace {
-
-std::string slow_product(const DeviceFacts& facts, const detail::plan::ProductShape& p,
-                         const Step& step) {
-  if (step.kernel == Kernel::unpack) {
-    return facts.int4_units
-               ? "unpacked to INT8: rows of the packed operands are not a multiple "
-                 "of 16 bytes, or K is odd or too long"
-               : "unpacked to INT8: no INT4 units at full speed on " + name_of(facts.arch);
-  }
-  if (!detail::plan::is_mma_tile(step.kernel)) return "";
-  return mma_reason(facts, step.kernel,
-                    !p.rows_aligned ? "rows of the operands are not a multiple of 16 bytes (K " +
-                                          std::to_string(p.k) + ")"
-                    : !p.scaled     ? "bare INT32 sums"
-                    : !p.out.rows_aligned ? not_aligned("out", "N", p.n, p.out.dtype)
-                                          : contraction("K", p.k));
-}
-
-}  // namespace
-
 Explanation explain_gemm(std::string_view device, std::int64_t m, std::int64_t n, std::int64_t k,
                          const ExplainGemmOptions& options) {
   const char* const call = "explain_gemm";
@@ -790,7 +577,7 @@ Explanation explain_gemm(std::string_view device, std::int64_t m, std::int64_t n
   }
   Explanation all;
   with_device(device, options.wgmma, [&](const DeviceFacts& facts, const NamedDevice* named) {
-    const auto size = static_cast<std::int64_t>(dtype_size(options.out_dtype));
+    const std::int64_t size = size_of(options.out_dtype);
     const std::int64_t row_bytes = options.int4 ? (k + 1) / 2 : k;
     detail::plan::ProductShape p;
     p.m = m;
@@ -805,34 +592,16 @@ Explanation explain_gemm(std::string_view device, std::int64_t m, std::int64_t n
     const Rates rates = set_device(all, device, facts, named);
     const Plan plan = options.int4 ? detail::plan::plan_gemm_int4(facts, p, row_bytes % 16 == 0)
                                    : detail::plan::plan_gemm(facts, p);
-    const auto bytes = [&](Buffer buffer) -> std::int64_t {
-      switch (buffer) {
-        case Buffer::a:
-          return m * row_bytes;
-        case Buffer::b:
-          return n * row_bytes;
-        case Buffer::unpacked_a:
-          return m * k;
-        case Buffer::unpacked_b:
-          return n * k;
-        case Buffer::out:
-          return m * n * size;
-        case Buffer::spread_a:
-          return 4 * m;
-        case Buffer::spread_b:
-          return 4 * n;
-        default:
-          return 0;
-      }
-    };
-    const auto operations = [&](const Step& step) {
-      const bool product = step.writes.has(Buffer::out) && step.kernel != Kernel::mma_fixup;
-      return product ? 2 * m * n * k : 0;  // a fixup's are counted with the tiles
-    };
-    add_steps(all,
-              {options.int4 ? "gemm_int4" : "gemm_int8", bytes, operations,
-               [&](const Step& step) { return slow_product(facts, p, step); }},
-              plan, rates);
+    Amounts amounts;
+    amounts.bytes[Buffer::a] = m * row_bytes;
+    amounts.bytes[Buffer::b] = n * row_bytes;
+    amounts.bytes[Buffer::unpacked_a] = m * k;
+    amounts.bytes[Buffer::unpacked_b] = n * k;
+    amounts.bytes[Buffer::out] = m * n * size;
+    amounts.bytes[Buffer::spread_a] = 4 * m;
+    amounts.bytes[Buffer::spread_b] = 4 * n;
+    amounts.operations[Buffer::out] = 2 * m * n * k;
+    add_steps(all, options.int4 ? "gemm_int4" : "gemm_int8", plan, amounts, rates);
     detail::WorkspaceCursor cursor;
     cursor.take<char>(static_cast<std::int64_t>(detail::plan::gemm_workspace(facts, m, n, k)));
     cursor.take<std::int8_t>(m * k);

@@ -479,10 +479,12 @@ nb::dict explanation(const hot::Explanation& e) {
     d["operations"] = step.operations;
     d["independent"] = step.independent;
     d["slow"] = step.slow;
+    d["passed_over"] = nb::tuple(nb::cast(step.passed_over));
     steps.append(d);
   }
   nb::dict d;
   d["device"] = e.device;
+  d["lacks"] = nb::tuple(nb::cast(e.lacks));
   d["steps"] = steps;
   d["workspace"] = e.workspace;
   d["gy_passes"] = e.gy_passes;

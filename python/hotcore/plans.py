@@ -40,7 +40,9 @@ class Step:
     independent: bool
     """Whether it may start before the previous kernel has ended."""
     slow: str
-    """Why no faster kernel fits; empty for a fast kernel."""
+    """What it costs that no faster kernel fits, and why; empty: nothing."""
+    passed_over: tuple[str, ...]
+    """The kernels before it in its operand's list, "kernel: why", whether that costs or not."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,8 @@ class Explanation:
     """The kernels of a layer, in order; ``print`` shows them as a table."""
 
     device: str
+    lacks: tuple[str, ...]
+    """Kinds of kernels that the device could run and the build lacks, e.g. "tcgen05"."""
     steps: tuple[Step, ...]
     workspace: int
     """Bytes of scratch for backward; an estimate if the device is not present."""

@@ -16,7 +16,7 @@ namespace {
 bool small_gemms_can(const GemmArgs* products, int count) {
   std::vector<plan::ProductShape> shapes;
   for (int i = 0; i < count; ++i) shapes.push_back(plan::product_shape(products[i]));
-  return plan::small_gemms_can(shapes.data(), count);
+  return !plan::why_not_small_gemms(shapes.data(), count);
 }
 
 void small_gemms(const hot::Context& context, const std::vector<GemmArgs>& products,
@@ -77,7 +77,7 @@ class GemmSmallCuda : public CudaTest {
     int sm_count = 0;
     check(cudaDeviceGetAttribute(&sm_count, cudaDevAttrMultiProcessorCount, 0));
     facts.sm_count = sm_count;
-    facts.hopper = clusters() && context.arch() != 80;
+    if (clusters() && context.arch() != 80) facts.kernels = plan::Feature::clusters;
     std::vector<plan::ProductShape> shapes;
     for (const GemmArgs& product : products) shapes.push_back(plan::product_shape(product));
     return plan::small_plan(facts, shapes.data(), static_cast<int>(shapes.size()));

@@ -287,7 +287,11 @@ TEST(Plan, slow_paths_say_why) {
   const hot::LinearShape large{25216, 3072, 768};
   hot::ExplainOptions options;
   EXPECT_EQ(reasons("sm_90", large, hot::recipe("default"), options), "");
-  EXPECT_EQ(reasons("sm_80", large, hot::recipe("default"), options), "");
+  EXPECT_EQ(
+      reasons("sm_80", large, hot::recipe("default"), options),
+      "g_y is read again for its rows: sm_80 runs no bulk-copy kernels; g_y is read twice for "
+      "its columns: sm_80 runs no cluster kernels; w is read twice for its columns: sm_80 runs "
+      "no cluster kernels; ");
   options.wgmma = false;
   has(reasons("sm_90", large, hot::recipe("default"), options), "no wgmma kernels");
   options.wgmma = true;
@@ -304,13 +308,97 @@ TEST(Plan, slow_paths_say_why) {
   spec.hadamard_block = 64;
   has(reasons("sm_90", large, spec, options), "hadamard_block is 64");
   has(reasons("sm_90", large, spec, options), "blocks of 64");
-  EXPECT_EQ(reasons("sm_90", large, hot::recipe("compact"), options), "");
+  EXPECT_EQ(
+      reasons("sm_90", large, hot::recipe("compact"), options),
+      "x is read first for its tokens' sizes: tokens are equalised; g_y is read again for its "
+      "rows: tokens are equalised; g_y is read twice for its columns: a column of 25216 codes "
+      "is too long for a cluster; ");
   spec = hot::recipe("fast");
   spec.equalize_tokens = true;
-  has(reasons("sm_90", large, spec, options), "a thread walks a column, twice: equalize_tokens");
+  has(reasons("sm_90", large, spec, options),
+      "g_y is read twice for its columns, a thread a column: equalize_tokens");
   spec = hot::recipe("default");
   spec.equalize_tokens = true;
   has(reasons("sm_90", large, spec, options), "one column a thread: tokens are equalised");
+}
+
+TEST(Plan, more_reads_than_needed_and_generic_kernels_say_why) {
+  const std::map<std::string, std::int64_t> needed{{"g_y", 2}, {"x", 1}, {"w", 1}};
+  const std::set<std::string> generic{"rows_kernel",     "generic_columns_kernel, amax",
+                                      "unpack_kernel",   "generic_columns_kernel, codes",
+                                      "tile_kernel any", "token_kernel"};
+  int reasons = 0;
+  for (int round = 0; round < 2000; ++round) {
+    const AnyLayer layer;
+    const Explanation explanation = layer.explanation();
+    std::map<std::pair<std::string, std::string>, std::int64_t> reads;  // by call and array
+    std::set<std::pair<std::string, std::string>> explained;
+    for (const ExplainedStep& step : explanation.steps) {
+      const bool slow = !step.slow.empty();
+      EXPECT_TRUE(slow || generic.count(step.kernel) == 0) << step.kernel << "\n" << layer.text();
+      reasons += slow ? 1 : 0;
+      // The sizes of features come from a sample.
+      const bool samples =
+          step.kernel == "sampled_tokens_kernel" || step.kernel == "feature_sums_kernel";
+      for (const std::string& name : step.reads) {
+        if (needed.count(name) == 0) continue;
+        reads[{step.call, name}] += samples ? 0 : 1;
+        if (slow || !step.passed_over.empty()) explained.insert({step.call, name});
+      }
+    }
+    for (const auto& [array, count] : reads) {
+      EXPECT_TRUE(count <= needed.at(array.second) || explained.count(array) == 1)
+          << array.second << "\n"
+          << layer.text();
+    }
+  }
+  EXPECT_GT(reasons, 1000);
+}
+
+TEST(Plan, the_kernels_that_a_device_lacks_are_named) {
+  const hot::LinearShape large{25216, 3072, 768};
+  const Explanation b200 = hot::explain("sm_100", large, recipe("default"), as(DType::bf16));
+  EXPECT_EQ(b200.lacks,
+            (std::vector<std::string>{"cluster", "dependent-launch", "bulk-copy", "tcgen05"}));
+  EXPECT_EQ(b200.slow,
+            (std::vector<std::string>{
+                "g_y is read again for its rows: this build has no bulk-copy kernels for sm_100; "
+                "g_y is read twice for its columns: this build has no cluster kernels for sm_100",
+                "w is read twice for its columns: this build has no cluster kernels for sm_100",
+                "mma.sync: this build has no tcgen05 kernels for sm_100"}));
+  EXPECT_NE(b200.text.find("no kernels in this build: cluster, dependent-launch"),
+            std::string::npos);
+  hot::ExplainOptions options = as(DType::bf16);
+  EXPECT_TRUE(hot::explain("sm_90", large, recipe("default"), options).lacks.empty());
+  EXPECT_TRUE(hot::explain("sm_80", large, recipe("default"), options).lacks.empty());
+  options.wgmma = false;
+  EXPECT_EQ(hot::explain("sm_90", large, recipe("default"), options).lacks,
+            std::vector<std::string>{"wgmma"});
+  EXPECT_EQ(hot::explain("sm_120", large, recipe("default"), as(DType::bf16)).lacks.size(), 3U);
+}
+
+TEST(Plan, kernels_that_were_passed_over_stay_in_the_step) {
+  const auto passed = [](const Explanation& e, const std::string& kernel) {
+    for (const ExplainedStep& step : e.steps) {
+      if (step.kernel == kernel) return step.passed_over;
+    }
+    return std::vector<std::string>{"not in the plan"};
+  };
+  const Explanation half =
+      hot::explain("sm_90", {12608, 768, 768}, recipe("default"), as(DType::bf16));
+  EXPECT_EQ(half.slow, std::vector<std::string>{});
+  EXPECT_EQ(passed(half, "columns_one_pass_kernel"),
+            std::vector<std::string>{"rows_column_amax_kernel: its columns fit in a cluster"});
+  EXPECT_NE(half.text.find("    not rows_column_amax_kernel: its columns fit"), std::string::npos);
+  const Explanation single =
+      hot::explain("sm_90", {16500, 768, 64}, recipe("default"), as(DType::f32));
+  EXPECT_EQ(passed(single, "column_amax_kernel"),
+            (std::vector<std::string>{
+                "rows_column_amax_kernel: float32",
+                "columns_one_pass_kernel: a column of 16512 codes is too long for a cluster"}));
+  EXPECT_EQ(single.gy_passes, 3);
+  EXPECT_EQ(single.slow.size(), 1U) << single.text;
+  EXPECT_EQ(single.text.find("    not rows_column_amax"), std::string::npos) << single.text;
 }
 
 TEST(Plan, a_second_read_of_x_says_why) {
@@ -327,7 +415,7 @@ TEST(Plan, a_second_read_of_x_says_why) {
     if (reason.empty()) {
       EXPECT_EQ(all, "");
     } else {
-      EXPECT_NE(all.find("x is read again for its INT4: " + reason), std::string::npos)
+      EXPECT_NE(all.find("x is read again to be kept: " + reason), std::string::npos)
           << reason << " is not in: " << all;
     }
   };

@@ -30,11 +30,13 @@ struct ExplainedStep {
   std::int64_t bytes_written = 0;
   std::int64_t operations = 0;  // of a product: 2 M N K
   bool independent = false;     // may start before the previous kernel has ended
-  std::string slow;             // why no faster kernel fits; empty if the kernel is not slow
+  std::string slow;             // what it costs that no faster kernel fits, and why; empty: nothing
+  std::vector<std::string> passed_over;  // "kernel: why", in order of priority, costly or not
 };
 
 struct Explanation {
-  std::string device;  // e.g. "sm_90 (H200, 132 SMs)"
+  std::string device;              // e.g. "sm_90 (H200, 132 SMs)"
+  std::vector<std::string> lacks;  // kinds of kernels that the device could run and the build lacks
   std::vector<ExplainedStep> steps;
   std::size_t workspace = 0;  // bytes of the largest *_workspace; an estimate without the device
   int gy_passes = 0;          // how often g_y is read
