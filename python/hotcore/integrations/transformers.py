@@ -81,6 +81,19 @@ class HotQuantizationConfig(_ConfigMixin):  # type: ignore[misc]
         """What config.json has: the fields as plain values."""
         return {**vars(self), "config": json.loads(self.config.to_json())}
 
+    def convert(self, model: nn.Module) -> None:
+        """Convert a loaded model, and freeze it where ``freeze`` says so."""
+        names = [name for name, _ in candidates(model)]
+        plain = [name for name in names if not _should_convert(name, self.modules_to_not_convert)]
+        hot.convert(model, self.config, overrides=dict.fromkeys(plain))
+        if self.freeze:
+            if any(parameter.is_meta for parameter in model.parameters()):
+                raise ValueError(
+                    "quantization_config: freeze=True needs the weights in memory; the device_map "
+                    "offloads some of them to disk or CPU"
+                )
+            hot.freeze_int8(model)
+
 
 @_quantizers.auto.register_quantizer("hot")
 class HotQuantizer(_quantizers.HfQuantizer):  # type: ignore[misc]
@@ -99,20 +112,7 @@ class HotQuantizer(_quantizers.HfQuantizer):  # type: ignore[misc]
         return not self.quantization_config.freeze
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
-        wanted: HotQuantizationConfig = self.quantization_config
-        names, patterns = [name for name, _ in candidates(model)], wanted.modules_to_not_convert
-        hot.convert(
-            model,
-            wanted.config,
-            overrides={name: None for name in names if not _should_convert(name, patterns)},
-        )
-        if wanted.freeze:
-            if any(parameter.is_meta for parameter in model.parameters()):
-                raise ValueError(
-                    "quantization_config: freeze=True needs the weights in memory; the device_map "
-                    "offloads some of them to disk or CPU"
-                )
-            hot.freeze_int8(model)
+        self.quantization_config.convert(model)
         return model
 
     def _dequantize(self, model: Any, dtype: Any = None) -> nn.Module:
