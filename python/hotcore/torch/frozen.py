@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..config import ConfigLike
+from ..config import ConfigLike, HotConfig
 from . import _compat, frozen_codes, ops
 from .frozen_codes import FrozenCodes, guard, refuse_gradients
 from .functional import DTYPES, frozen_linear
@@ -349,6 +349,14 @@ class FrozenModule(HotModule, nn.Module):
 
     # ---- to and from a plain weight ----
 
+    @staticmethod
+    def encode(rows: Tensor, config: HotConfig) -> Tensor:
+        """The codes of a weight ``[O, I]``."""
+        return ops.quantize_forward_weight(rows, config)
+
+    def on_frozen(self) -> None:
+        """Called when the codes are there."""
+
     def thaw(self, values: Tensor | None = None) -> None:
         """Become the layer with a plain weight, in place, not trained as yet.
 
@@ -479,7 +487,7 @@ class FrozenModule(HotModule, nn.Module):
         if self.weight_dtype in DTYPES:
             weight = weight.to(self.weight_dtype)
         rows = weight.t() if self.transposed else weight
-        return ops.quantize_forward_weight(rows, self._config)
+        return self.encode(rows, self._config)
 
     def extra_repr(self) -> str:
         """As of the layer with a plain weight."""
@@ -528,13 +536,13 @@ def freeze(
     assert weight is not None
     rows = weight.detach().t() if cls.transposed else weight.detach()
     if codes is None:
-        made = ops.quantize_forward_weight(rows, layer.config)
-        codes = frozen_codes.parameter(made)
+        codes = frozen_codes.parameter(cls.encode(rows, layer.config))
     _swap(layer, "weight", _CODES, codes)
     fields = (weight.dtype, layer.config.forward_block, tuple(rows.shape), save_codes)
     layer.__dict__.update(zip(_FIELDS, fields, strict=True))
     carry_forward(layer, layer, cls)
     layer.__class__ = cls  # type: ignore[assignment]  # fully_shard does so, too
+    cls.on_frozen(layer)  # type: ignore[arg-type]  # it is of cls now
     return codes
 
 
