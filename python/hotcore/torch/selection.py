@@ -60,8 +60,13 @@ def _bitsandbytes(name: str) -> type[nn.Module] | None:
 
 
 def is_8bit(module: nn.Module) -> bool:
-    """Whether it is bitsandbytes' Linear8bitLt: its weight is int8 codes, never trained here."""
+    """Whether it is bitsandbytes' Linear8bitLt or Linear4bit: of codes, never trained here."""
     kind = _bitsandbytes("Linear8bitLt")
+    return kind is not None and (isinstance(module, kind) or _is_4bit(module))
+
+
+def _is_4bit(module: nn.Module) -> bool:
+    kind = _bitsandbytes("Linear4bit")
     return kind is not None and isinstance(module, kind)
 
 
@@ -93,9 +98,9 @@ def hot_class(module: nn.Module) -> type[HotModule]:
     if isinstance(module, FrozenModule):
         return next(cls for cls in type(module).__mro__ if "thawed" in vars(cls))
     if is_8bit(module):
-        from .bitsandbytes import HotLinear8bitLt
+        from .bitsandbytes import HotLinear4bit, HotLinear8bitLt
 
-        return HotLinear8bitLt
+        return HotLinear4bit if _is_4bit(module) else HotLinear8bitLt
     if isinstance(module, nn.Linear):
         return HotLinear
     if isinstance(module, nn.Conv2d):
@@ -114,7 +119,7 @@ def kind_of(module: nn.Module) -> str:
     if isinstance(module, nn.MultiheadAttention):
         return "MultiheadAttention"
     if is_8bit(module):
-        return "Linear8bitLt"
+        return "Linear4bit" if _is_4bit(module) else "Linear8bitLt"
     return "Linear" if isinstance(module, nn.Linear) else "Conv1D"
 
 
@@ -168,12 +173,6 @@ def why_impossible(module: nn.Module) -> str:
     """Why this layer cannot be converted; empty if it can."""
     if isinstance(module, HotModule):
         return ""
-    four = _bitsandbytes("Linear4bit")
-    if four is not None and isinstance(module, four):
-        return (
-            "bitsandbytes' Linear4bit, which keeps nothing of x either; its weight would be "
-            "dequantised, then quantised again, in every backward"
-        )
     plain = hot_class(module).plain
     if type(module) is not plain:
         return f"a subclass of {plain.__name__} ({type(module).__name__})"
@@ -188,8 +187,8 @@ def why_impossible(module: nn.Module) -> str:
     ):
         return "add_bias_kv and add_zero_attn are not taken"
     if is_8bit(module):
-        trained = "bitsandbytes' Linear8bitLt with has_fp16_weights"
-        return "" if is_frozen(module) else trained
+        option = "with a weight that requires grad" if _is_4bit(module) else "with has_fp16_weights"
+        return "" if is_frozen(module) else f"bitsandbytes' {kind_of(module)} {option}"
     weights = weights_of(module)
     if not weights:
         return "its weight is computed, not a Parameter"
@@ -217,6 +216,11 @@ def _default_reasons(model: nn.Module, layers: list[tuple[str, nn.Module]]) -> d
             reasons[fqn] = "its weight is an embedding's"
         if id(module) in adapters:
             reasons[fqn] = "an adapter of peft"
+        if _is_4bit(module) and not isinstance(module, HotModule):
+            reasons[fqn] = (
+                "bitsandbytes' Linear4bit, which keeps nothing of x either; its weight would be "
+                "dequantised, then quantised again, in every backward. A filter_fn converts it"
+            )
     convolutions = [fqn for fqn, module in layers if isinstance(module, nn.Conv2d)]
     if convolutions:
         reasons[convolutions[0]] = "the first convolution"
