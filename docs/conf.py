@@ -76,7 +76,15 @@ nitpick_ignore_regex = [
 ]
 
 # The callbacks' libraries: stand-ins, so that the site needs neither of them and builds in seconds.
-autodoc_mock_imports = ["transformers", "lightning", "torchao", "torchtitan", "axolotl", "pydantic"]
+autodoc_mock_imports = [
+    "transformers",
+    "lightning",
+    "torchao",
+    "torchtitan",
+    "axolotl",
+    "pydantic",
+    "flax",
+]
 try:
     import hotcore.jax  # noqa: F401
 except ImportError:  # no JAX, or no handlers: its docstrings are there all the same

@@ -151,6 +151,52 @@ def test_keys_of_every_kind_stand_for_their_number(rng: np.random.Generator) -> 
     assert not np.array_equal(other[0], wanted[0]) and not np.array_equal(other[1], wanted[1])
 
 
+@pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
+def test_keys_of_other_implementations(rng: np.random.Generator, impl: str) -> None:
+    """They stand for 64 bits that they draw; typed keys and their words are one key."""
+    arrays = layer(rng, 50)
+    key = jax.random.key(7, impl=impl)
+    low, high = (int(word) for word in jax.random.bits(key, (2,), np.uint32))
+    wanted = gradients(*arrays, key_of(high << 32 | low))
+    for same in (key, jax.random.key_data(key), np.asarray(jax.random.key_data(key))):
+        for got, expected in zip(gradients(*arrays, same), wanted, strict=True):
+            equal_bits(np.asarray(got), np.asarray(expected), impl)
+    other = gradients(*arrays, jax.random.fold_in(key, 1))
+    assert not np.array_equal(other[1], wanted[1])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("block", [1, 16, 64, 256])
+def test_8_bit_forward(rng: np.random.Generator, dtype: Any, block: int) -> None:
+    """The bits of hotcore.forward_linear; gradients are those of the plain forward."""
+    gy, *arrays = layer(rng, 3, 50, outs=40, ins=72)
+    x, w, b = (jnp.asarray(array, dtype) for array in arrays)
+    config = hotcore.HotConfig(forward="int8", forward_block=block)
+    for bias in (b, None):
+        y = jax.jit(functools.partial(hot.linear, config=config))(x, w, bias, key=key_of(3))
+        wide = [None if v is None else np.asarray(v, np.float32) for v in (x, w, bias)]
+        wanted = jnp.asarray(hotcore.forward_linear(*wide, config=config)).astype(dtype)
+        assert y.dtype == dtype and y.shape == (3, 50, 40)
+        equal_bits(numpy_of(y), numpy_of(wanted), "y")
+    *found, _ = gradients(gy, x, w, b, key_of(3), config)
+    *plain, _ = gradients(gy, x, w, b, key_of(3))
+    for got, expected in zip(found, plain, strict=True):
+        equal_bits(numpy_of(got), numpy_of(expected))
+
+
+def test_8_bit_forward_under_transformations(rng: np.random.Generator) -> None:
+    _, x, w, b = layer(rng, 4, 24)
+    config = hotcore.HotConfig(forward="int8")
+    one = functools.partial(hot.linear, w=w, b=b, key=key_of(3), config=config)
+    mapped = jax.vmap(one)(x)
+    for i in range(4):
+        equal_bits(np.asarray(mapped[i]), np.asarray(one(x[i])))
+    equal_bits(np.asarray(one(x)), np.asarray(mapped))  # a scale for each token
+    assert one(x[:0]).shape == (0, 24, 40) and one(x[0, 0]).shape == (40,)
+    scanned = jax.lax.scan(lambda carry, row: (carry, jax.checkpoint(one)(row)), 0, x)[1]
+    equal_bits(np.asarray(scanned), np.asarray(mapped))
+
+
 def test_a_key_is_an_operand(rng: np.random.Generator) -> None:
     """Steps draw anew without being compiled anew."""
     gy, x, w, b = layer(rng, 30)
@@ -378,12 +424,6 @@ KEY = np.uint32(1)
         ((X, W), {"key": np.float32(7)}, ValueError, r"key: float32 \(\)"),
         ((X, W), {"key": np.zeros((3, 2), np.uint32)}, ValueError, r"key: uint32 \(3, 2\)"),
         ((X, W), {"config": "best"}, ValueError, "'best' is not one of"),
-        (
-            (X, W),
-            {"config": hotcore.HotConfig(forward="int8")},
-            NotImplementedError,
-            "forward = 'int",
-        ),
         ((X, W), {"config": 8}, TypeError, "config: expected a HotConfig"),
     ],
 )
@@ -394,10 +434,10 @@ def test_wrong_arguments_are_named(
         hot.linear(*arguments, **{"key": KEY, **options})
 
 
-def test_other_random_keys_are_refused() -> None:
-    for key in (jax.random.key(1, impl="rbg"), jax.random.split(jax.random.key(1), 3)):
-        with pytest.raises(ValueError, match="key: uint32"):
-            hot.linear(X, W, key=key)
+def test_several_random_keys_are_refused() -> None:
+    for impl in ("threefry2x32", "rbg"):
+        with pytest.raises(ValueError, match=r"key: key<\w+> \(3,\)"):
+            hot.linear(X, W, key=jax.random.split(jax.random.key(1, impl=impl), 3))
 
 
 def test_double_precision_is_refused() -> None:
