@@ -64,6 +64,7 @@ napoleon_numpy_docstring = False
 nitpicky = True
 nitpick_ignore_regex = [
     (r"py:.*", r"(collections|fnmatch|lightning|numpy|pathlib|torch|transformers|typing)(\..*)?"),
+    (r"py:.*", r"(axolotl|flax|pydantic|torchao|torchtitan)\..*"),
     (r"py:class", r"NDArray|(hotcore\..*\.)?(Array|Bits|HotConfigFields|Layout|RecipeName)"),
     (r"py:class", r"(hotcore\..*\.)?(ForwardLinearSpec|Share|Spec|Step)"),
     (r"py:class", r"hotcore\.torch\.(modules\.HotModule|saved\.modules\.SavedReport)"),
@@ -90,10 +91,10 @@ try:
 except ImportError:  # no JAX, or no handlers: its docstrings are there all the same
     for gone in [name for name in sys.modules if name.startswith("hotcore.jax")]:
         del sys.modules[gone]
-    with mock(["jax", "hotcore._jax_ffi"]):
+    with mock(["jax", "flax", "hotcore._jax_ffi"]):
         stand_in: Any = importlib.import_module("jax")
         stand_in.__version_info__ = (sys.maxsize,)
-        importlib.import_module("hotcore.jax")
+        importlib.import_module("hotcore.jax.flax")
 
 
 # Napoleon takes the words before a colon in an attribute's docstring for its type. They are not.

@@ -29,7 +29,6 @@ _ConfigMixin: Any = importlib.import_module(
 ).QuantizationConfigMixin
 
 
-@_quantizers.auto.register_quantization_config("hot")
 class HotQuantizationConfig(_ConfigMixin):  # type: ignore[misc]
     """Convert a model to HOT where transformers loads it.
 
@@ -95,7 +94,6 @@ class HotQuantizationConfig(_ConfigMixin):  # type: ignore[misc]
             hot.freeze_int8(model)
 
 
-@_quantizers.auto.register_quantizer("hot")
 class HotQuantizer(_quantizers.HfQuantizer):  # type: ignore[misc]
     """What transformers calls for a :class:`HotQuantizationConfig`; it makes one itself."""
 
@@ -118,6 +116,10 @@ class HotQuantizer(_quantizers.HfQuantizer):  # type: ignore[misc]
     def _dequantize(self, model: Any, dtype: Any = None) -> nn.Module:
         """``model.dequantize()``: the plain model."""
         return hot.revert(model)
+
+
+_quantizers.auto.register_quantization_config("hot")(HotQuantizationConfig)
+_quantizers.auto.register_quantizer("hot")(HotQuantizer)
 
 
 class HotCallback(_TrainerCallback):  # type: ignore[misc]

@@ -80,8 +80,7 @@ def freeze_int8(
             ``weight_block``, without a copy. They load into a model that is frozen alike.
         convrot: the codes are those of ConvRot, the 8-bit format of ComfyUI and of diffusion
             trainers, with ``forward_block`` as group; ``state_dict()`` and ``load_state_dict`` have
-            its keys, ``weight``, ``weight_scale`` and ``comfy_quant``. See
-            :class:`hotcore.torch.convrot.HotConvRotLinear`.
+            its keys, ``weight``, ``weight_scale`` and ``comfy_quant``.
 
     Returns:
         A :class:`FreezeReport`.
