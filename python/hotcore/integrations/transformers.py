@@ -21,9 +21,6 @@ from .loop import HotLoop, checked_options
 # hotcore does not require transformers; the type checker runs without it.
 _TrainerCallback: Any = importlib.import_module("transformers.trainer_callback").TrainerCallback
 _quantizers: Any = importlib.import_module("transformers.quantizers")
-_should_convert: Callable[[str, list[str] | None], bool] = importlib.import_module(
-    "transformers.quantizers.quantizers_utils"
-).should_convert_module
 _ConfigMixin: Any = importlib.import_module(
     "transformers.utils.quantization_config"
 ).QuantizationConfigMixin
@@ -82,8 +79,9 @@ class HotQuantizationConfig(_ConfigMixin):  # type: ignore[misc]
 
     def convert(self, model: nn.Module) -> None:
         """Convert a loaded model, and freeze it where ``freeze`` says so."""
-        names = [name for name, _ in candidates(model)]
-        plain = [name for name in names if not _should_convert(name, self.modules_to_not_convert)]
+        matching = importlib.import_module("transformers.quantizers.quantizers_utils")
+        skip, names = self.modules_to_not_convert, [name for name, _ in candidates(model)]
+        plain = [name for name in names if not matching.should_convert_module(name, skip)]
         hot.convert(model, self.config, overrides=dict.fromkeys(plain))
         if self.freeze:
             if any(parameter.is_meta for parameter in model.parameters()):

@@ -123,7 +123,8 @@ class HotConvRotLinear(HotFrozenLinear):
         finally:
             self.save_codes = before
         group, codes = int(own.pop(prefix + "weight_block")), own.pop(prefix + "weight_codes")
-        q, scales = self._parts(codes)
+        gather = getattr(codes, "full_tensor", None)  # of fully_shard's, by all processes
+        q, scales = self._parts(codes if gather is None else gather())
         said = {"format": _FORMAT, "convrot": group > 1, "convrot_groupsize": group}
         values = (
             _reordered(q[:, : self.in_features], group),
