@@ -154,6 +154,8 @@ def test_plain_weights_thaw_and_revert() -> None:
     assert cosine(model[0].dequantized(), plain[0].weight) > 0.9999
     values = model[0].dequantized()
     assert torch.equal(model[0].weight + 0, values)
+    keys, copied = set(model.state_dict()), model[0].copy_thawed()
+    assert set(model.state_dict()) == keys and set(copied.state_dict()) == {"weight", "bias"}
     assert hot.thaw(model) == 1 and torch.equal(model[0].weight, values)
     assert set(model.state_dict()) == {"0.weight", "0.bias"} and not list(model.buffers())
     x = torch.randn(8, 128)
@@ -223,14 +225,17 @@ def test_what_is_refused() -> None:
         },
         "expected the bytes of a JSON object": {"0.comfy_quant": said()[:1]},
         r"codes \(96, 64\); expected \(96, 128\)": {"0.weight": good["0.weight"][:, :64]},
-        "expected a floating-point one, or int8": {"0.weight": good["0.weight"].to(torch.int16)},
+        "weight of torch.int16; expected int8": {"0.weight": good["0.weight"].to(torch.int16)},
+        "weight of torch.float8_e4m3fn; expected int8": {
+            "0.weight": good["0.weight"].to(torch.float8_e4m3fn)
+        },
         r"weight_scale: shape \(2,\); expected one number": {"0.weight_scale": torch.ones(2)},
         "a code is -128": {"0.weight": minus},
     }
     for message, change in bad.items():
         with pytest.raises(RuntimeError, match=message):
             model.load_state_dict({**good, **change})
-    with pytest.raises(RuntimeError, match="expected a floating-point one, or int8 beside"):
+    with pytest.raises(RuntimeError, match="expected int8 beside weight_scale and comfy_quant, or"):
         model.load_state_dict({k: v for k, v in good.items() if "comfy" not in k})
     after = model.state_dict()
     assert torch.equal(before["0.weight"], after["0.weight"])

@@ -35,10 +35,9 @@ def plain(tmp_path: Path, seeded: None) -> Path:
     return tmp_path / "plain"
 
 
-def load(path: Path, *arguments: Any, **options: Any) -> Any:
-    return AutoModelForCausalLM.from_pretrained(
-        path, quantization_config=HotQuantizationConfig(*arguments), **options
-    )
+def load(path: Path, *arguments: Any, freeze: bool = False, **options: Any) -> Any:
+    wanted = HotQuantizationConfig(*arguments, freeze=freeze)
+    return AutoModelForCausalLM.from_pretrained(path, quantization_config=wanted, **options)
 
 
 def hot_layers(model: Any) -> dict[str, Any]:
@@ -130,7 +129,7 @@ def test_trainer_trains_and_checkpoints(plain: Path, tmp_path: Path) -> None:
 
 
 def test_frozen(plain: Path, tmp_path: Path) -> None:
-    model = load(plain, "default", None, True)
+    model = load(plain, freeze=True)
     layers = hot_layers(model)
     assert all(isinstance(layer, hot.HotFrozenLinear) for layer in layers.values())
     with pytest.raises(ValueError, match="attach trainable adapters"):
@@ -143,6 +142,20 @@ def test_frozen(plain: Path, tmp_path: Path) -> None:
         torch.testing.assert_close(found.dequantized(), layer.dequantized(), atol=1e-6, rtol=1e-3)
 
 
+def test_offloaded_weights(plain: Path, tmp_path: Path) -> None:
+    """accelerate's hooks stay; a weight that is not in memory cannot be frozen."""
+    parts = ("model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head")
+    where = {**dict.fromkeys(parts, "cpu"), "model.layers.1": "disk"}
+    options = {"device_map": where, "offload_folder": tmp_path / "offload"}
+    model, tokens = load(plain, **options), torch.randint(96, (2, 32))
+    layer = model.model.layers[1].mlp.up_proj
+    assert isinstance(layer, hot.HotLinear) and layer.weight.is_meta
+    reference = AutoModelForCausalLM.from_pretrained(plain)
+    assert torch.equal(model(tokens).logits, reference(tokens).logits)
+    with pytest.raises(ValueError, match="freeze=True needs the weights in memory"):
+        load(plain, freeze=True, **options)
+
+
 def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match="no field 'rang'"):
         HotQuantizationConfig({"rang": 3})
@@ -150,3 +163,5 @@ def test_bad_arguments() -> None:
         HotQuantizationConfig(3)
     with pytest.raises(TypeError, match="modules_to_not_convert: expected a list"):
         HotQuantizationConfig("fast", "lm_head")
+    with pytest.raises(TypeError, match="frezze"):
+        HotQuantizationConfig(frezze=True)

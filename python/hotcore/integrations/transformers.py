@@ -61,14 +61,14 @@ class HotQuantizationConfig(_ConfigMixin):  # type: ignore[misc]
         config: ConfigLike | Mapping[str, Any] = "default",
         modules_to_not_convert: Sequence[str] | None = None,
         freeze: bool = False,
-        **_: Any,
+        quant_method: str = "hot",
     ) -> None:
-        """Check the arguments. Other fields, of a config.json, are left aside."""
+        """Check the arguments; ``quant_method`` is config.json's, always ``"hot"``."""
         if isinstance(modules_to_not_convert, str):
             raise TypeError("modules_to_not_convert: expected a list of names, got a str")
         if isinstance(config, Mapping):
             config = HotConfig.from_json(json.dumps(dict(config)))
-        self.quant_method = "hot"
+        self.quant_method = quant_method
         self.config = as_config(config)
         self.modules_to_not_convert = list(modules_to_not_convert or ())
         self.freeze = freeze

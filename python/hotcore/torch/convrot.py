@@ -100,7 +100,8 @@ class HotConvRotLinear(HotFrozenLinear):
         """Become the layer with a plain weight, in place; see ``FrozenModule``."""
         super().thaw(values)
         del self._buffers[_SIGNS]
-        self._non_persistent_buffers_set.discard(_SIGNS)
+        # The set may be that of the layer of which this one is a copy (copy_thawed).
+        self._non_persistent_buffers_set = self._non_persistent_buffers_set - {_SIGNS}
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
@@ -137,7 +138,7 @@ class HotConvRotLinear(HotFrozenLinear):
         state = dict(state_dict)
         *_, errors = rest
         weight = state.get(prefix + "weight")
-        if weight is not None and not weight.is_floating_point():
+        if weight is not None and (prefix + "comfy_quant" in state or weight.dtype == torch.int8):
             try:
                 group = self._read(state, prefix)
                 self.weight_block = group
@@ -153,8 +154,10 @@ class HotConvRotLinear(HotFrozenLinear):
         """Replace ConvRot's keys by libhot's codes; the group. Raises ValueError."""
         q, scale, said = (state.pop(prefix + key, None) for key in _KEYS)
         if q.dtype != torch.int8 or scale is None or said is None:
-            expected = "int8 beside weight_scale and comfy_quant"
-            raise ValueError(f"a weight of {q.dtype}; expected a floating-point one, or {expected}")
+            raise ValueError(
+                f"a weight of {q.dtype}; expected int8 beside weight_scale and comfy_quant, or a "
+                "floating-point one alone"
+            )
         rows, columns = self.weight_features
         group = _group_of(said)
         if tuple(q.shape) != (rows, columns):
