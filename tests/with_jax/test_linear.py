@@ -335,6 +335,13 @@ def test_a_program_for_cuda_has_scratch(
     assert scratch() == needed > 0
     for got, expected in zip(gradients(*arrays, key_of(3)), wanted, strict=True):
         equal_bits(np.asarray(got), np.asarray(expected))
+    config = hotcore.HotConfig(forward="int8")
+    product = jax.jit(functools.partial(hot.linear, key=key_of(3), config=config))
+    text = product.trace(*arrays[1:]).lower(lowering_platforms=("cuda",)).as_text()
+    (line,) = [line for line in text.splitlines() if "@hotcore_forward_linear" in line]
+    sizes = (30, 40, 48, config.forward_spec, False, False)
+    needed = calls._core.forward_linear_workspace(context, *sizes)
+    assert int(re.findall(r"tensor<(\d+)xui8>", line)[-1]) == needed > 0
 
 
 def test_threads_and_instruction_sets(rng: np.random.Generator) -> None:
