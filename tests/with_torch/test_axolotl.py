@@ -12,9 +12,11 @@ adapters).
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -127,6 +129,15 @@ def test_adapters_on_a_frozen_base(plugin: Any) -> None:
     trained = [n for n, p in model.named_parameters() if p.requires_grad]
     assert trained and all("lora_" in name for name in trained)
     assert all(p.grad is not None for n, p in model.named_parameters() if p.requires_grad)
+
+
+def test_the_pages_yaml_is_taken(plugin: Any) -> None:
+    page = Path(__file__).resolve().parents[2] / "docs/torch/integrations.md"
+    (text,) = re.findall(r"^```yaml\n(.*?)^```", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    assert f"  - {OURS}.HotPlugin\n" in text
+    keys = set(re.findall(r"^(\w+):", text, re.MULTILINE)) - {"plugins"}
+    module, name = plugin.get_input_args().rsplit(".", 1)
+    assert keys == set(getattr(importlib.import_module(module), name).model_fields)
 
 
 def test_what_it_refuses(plugin: Any) -> None:

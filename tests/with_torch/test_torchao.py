@@ -6,6 +6,8 @@ Runs where torchao is installed, or below a folder on PYTHONPATH:
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,6 +72,24 @@ def test_filters_and_a_configuration_by_name() -> None:
     by_name = {"body.0": HotTrainingConfig(), "body.2": HotTrainingConfig("compact")}
     quantization.quantize_(model, quantization.FqnToConfig(by_name), filter_fn=None)
     assert converted(model) == {"conv": "fast", "body.0": "default", "body.2": "compact"}
+
+
+def test_code_of_the_page_runs() -> None:
+    page = Path(__file__).resolve().parents[2] / "docs/torch/integrations.md"
+    text = page.read_text(encoding="utf-8").split("\n## torchao\n")[1]
+    (code,) = re.findall(r"^```py\n(.*?)^```", text.split("\n## ")[0], re.MULTILINE | re.DOTALL)
+    model = Net()
+    exec(compile(code, str(page), "exec"), {"model": model})
+    # convert's own rules, which leave the first convolution and the head; then the head.
+    assert converted(model) == {"body.0": "default", "body.2": "default", "head": "fast"}
+
+
+def test_a_filter_by_name_meets_containers_and_activations() -> None:
+    model = nn.ModuleDict({"mlp": nn.ModuleDict({"a": nn.Linear(64, 64), "act": nn.GELU()})})
+    model["mlp"]["attention"] = nn.MultiheadAttention(64, 4)
+    quantization.quantize_(model, HotTrainingConfig(), filter_fn=lambda module, fqn: "mlp." in fqn)
+    kinds = {name: type(module).__name__ for name, module in model["mlp"].items()}
+    assert kinds == {"a": "HotLinear", "act": "GELU", "attention": "HotMultiheadAttention"}
 
 
 def test_bad_arguments() -> None:

@@ -11,6 +11,8 @@ from torch import nn
 import hotcore.torch as hot
 
 from ..config import ConfigLike, as_config
+from ..torch.modules import HotModule
+from ..torch.selection import candidates, hot_class
 
 # hotcore does not require torchao; the type checker runs without it.
 _AOBaseConfig: Any = importlib.import_module("torchao.core.config").AOBaseConfig
@@ -26,12 +28,11 @@ class HotTrainingConfig(_AOBaseConfig):  # type: ignore[misc]
     ::
 
         quantize_(model, HotTrainingConfig(), filter_fn=lambda module, fqn: fqn == "")  # as convert
-        quantize_(model, HotTrainingConfig("fast"), filter_fn=lambda module, fqn: "mlp" in fqn)
+        quantize_(model, HotTrainingConfig("fast"))  # every nn.Linear
 
     torchao calls for every module that ``filter_fn`` chooses; its default is every ``nn.Linear``,
-    the head and small layers among them. A chosen layer is converted (``nn.Linear``,
-    ``nn.Conv2d``); of any other module, so of the whole model, :func:`hotcore.torch.convert`
-    chooses the layers.
+    the head and small layers among them. A chosen layer is converted; of any other module, so of
+    the whole model, :func:`hotcore.torch.convert` chooses the layers.
 
     Args:
         config: a HotConfig or a recipe's name.
@@ -46,11 +47,13 @@ class HotTrainingConfig(_AOBaseConfig):  # type: ignore[misc]
 
 @_register(HotTrainingConfig)  # type: ignore[untyped-decorator]
 def _convert(module: nn.Module, config: HotTrainingConfig) -> nn.Module:
-    """The module that takes ``module``'s place; layers that are HOT already stay as they are."""
-    for cls in (hot.HotLinear, hot.HotConv2d):
-        if isinstance(module, cls):
-            return module
-        if isinstance(module, cls.plain):
-            return cls.from_plain(module, config.config)
-    hot.convert(module, config.config)
+    """The module that takes ``module``'s place; what is HOT, or has no layer, stays as it is."""
+    if isinstance(module, HotModule):
+        return module
+    layers = dict(candidates(module))
+    if "" in layers:  # it is one itself
+        made: Any = hot_class(module).from_plain(module, config.config)
+        return made  # type: ignore[no-any-return]  # a module
+    if layers:
+        hot.convert(module, config.config)
     return module
