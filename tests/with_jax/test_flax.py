@@ -77,8 +77,9 @@ def test_linen_in_eval_and_errors() -> None:
     np.testing.assert_allclose(quiet.apply(params, X), plain, rtol=1e-5, atol=1e-6)
     with pytest.raises(errors.InvalidRngError, match="hot"):
         Net(HotDense).apply(params, X)
-    with pytest.raises(ValueError, match="precision, dot_general: HOT has its own"):
-        Net(HotDense, {"precision": "highest"}).apply(params, X, rngs={"hot": KEY})
+    for more in ({}, {"deterministic": True}):
+        with pytest.raises(ValueError, match="precision: HOT has its own"):
+            Net(HotDense, {"precision": "highest", **more}).apply(params, X, rngs={"hot": KEY})
     with pytest.raises(ValueError, match="'best' is not one of"):
         Net(HotDense, {"config": "best"}).apply(params, X, rngs={"hot": KEY})
 
@@ -170,8 +171,9 @@ def test_code_of_the_page_runs() -> None:
 
 
 def test_nnx_errors() -> None:
-    with pytest.raises(ValueError, match="precision, dot_general: HOT has its own"):
-        HotLinear(64, 64, rngs=nnx.Rngs(0), precision="highest")
+    for name, value in (("precision", "highest"), ("preferred_element_type", jnp.float32)):
+        with pytest.raises(ValueError, match=f"{name}: HOT has its own"):
+            HotLinear(64, 64, rngs=nnx.Rngs(0), **{name: value})
     with pytest.raises(ValueError, match="'best' is not one of"):
         HotLinear(64, 64, rngs=nnx.Rngs(0), config="best")
     with pytest.raises(ValueError, match="out_sharding: HOT's product takes none"):

@@ -23,10 +23,14 @@ _nnx: Any = importlib.import_module("flax.nnx")
 _STREAM = "hot"
 
 
+_PRODUCT = ("precision", "dot_general", "dot_general_cls", "preferred_element_type")
+
+
 def _check_product(layer: Any) -> None:
     """Raise ValueError where the layer is to multiply in another way."""
-    if layer.precision is not None or layer.dot_general not in (None, lax.dot_general):
-        raise ValueError("precision, dot_general: HOT has its own product; leave them as they are")
+    for name in _PRODUCT:
+        if getattr(layer, name, None) not in (None, lax.dot_general):
+            raise ValueError(f"{name}: HOT has its own product; leave it as it is")
 
 
 class HotDense(_linen.Dense):  # type: ignore[misc]
@@ -41,7 +45,7 @@ class HotDense(_linen.Dense):  # type: ignore[misc]
         deterministic: be the plain layer, which needs no key.
 
     The others are those of Dense. Raises flax's error without a key of the stream ``"hot"``, and
-    ValueError with ``precision`` or ``dot_general``.
+    ValueError with ``precision``, ``dot_general`` or ``dot_general_cls``.
     """
 
     config: ConfigLike = "default"
@@ -50,6 +54,7 @@ class HotDense(_linen.Dense):  # type: ignore[misc]
     @_linen.compact  # type: ignore[untyped-decorator]
     def __call__(self, inputs: Array) -> Array:
         """``[..., I] -> [..., O]``."""
+        _check_product(self)
         shape = (inputs.shape[-1], self.features)
         kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
         bias = None
@@ -59,7 +64,6 @@ class HotDense(_linen.Dense):  # type: ignore[misc]
         if self.deterministic:
             y = inputs @ kernel
             return y if bias is None else y + bias
-        _check_product(self)
         key = self.make_rng(_STREAM)
         return linear(inputs, kernel.T, bias, key=key, config=as_config(self.config))
 
@@ -80,7 +84,8 @@ class HotLinear(_nnx.Linear):  # type: ignore[misc]
         config: a HotConfig or a recipe's name.
         rngs: with the stream ``"hot"`` (or a default one), of which the layer keeps a fork.
         deterministic: be the plain layer.
-        **options: as of Linear; a ``precision`` or ``dot_general`` is a ValueError.
+        **options: as of Linear; those of its product (``precision``, ``dot_general``,
+            ``preferred_element_type``) are a ValueError.
     """
 
     def __init__(
