@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from ..config import HotConfig
-from . import ops
 from .frozen import HotFrozenLinear
 from .modules import HotLinear
 
@@ -82,7 +81,7 @@ class HotConvRotLinear(HotFrozenLinear):
     def encode(rows: Tensor, config: HotConfig) -> Tensor:
         """libhot's codes of ``rows D``."""
         signs = _signs(rows.shape[1], config.forward_block, rows.device)
-        return ops.quantize_forward_weight(rows * signs, config)
+        return HotFrozenLinear.encode(rows * signs, config)
 
     def on_frozen(self) -> None:
         """Hold D, a sign for each feature."""
