@@ -319,7 +319,7 @@ def run_outside(step: Callable[[], object]) -> torch.cuda.Stream:
 def noted_seeds(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """The seeds that layers draw from now on; those of a graph hold a new number a replay."""
     seeds: list[torch.Tensor] = []
-    seed_for = hot.ops.seed_for
+    seed_for = hot.ops.core.seed_for
 
     def noted(x: torch.Tensor) -> torch.Tensor:
         seeds.append(seed_for(x))

@@ -14,11 +14,10 @@ from .convert import convert, revert
 from .custom import CustomBackward, Replaced
 from .freeze import FreezeReport, freeze_int8, thaw
 from .frozen import FrozenWeight, HotFrozenLinear
-from .functional import conv2d, linear
-from .input_cache import share_inputs
 from .memory import MemoryReport, ModuleMemory, memory_report
 from .modules import HotConv2d, HotLinear
 from .noise import NoiseMonitor
+from .ops import conv2d, linear, share_inputs
 from .plan import LayerPlan, Measured, Plan
 from .policies import keep_attention, keep_codes, keep_products
 from .recompute import Recomputed, recompute

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from ..config import ConfigLike, as_config
-from . import ops
-from .functional import seed_for_call
 from .modules import HotModule
+from .ops.calls import seed_for_call
+from .ops.core import handle_of, not_differentiable, without_base
+from .ops.linear import gradients
 
 # hotcore does not require bitsandbytes; the type checker runs without it.
 _Linear8bitLt: Any = importlib.import_module("bitsandbytes").nn.Linear8bitLt
@@ -93,24 +94,22 @@ class _Frozen8bit(torch.autograd.Function):
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.set_materialize_grads(False)
-        return ops.without_base(layer.plain_forward(x))
+        return without_base(layer.plain_forward(x))
 
     @staticmethod
-    @ops.not_differentiable
+    @not_differentiable
     def backward(ctx: Any, gy: Tensor | None) -> tuple[Tensor | None, ...]:
         if gy is None:
             return None, None, None, None
         need_gx, need_gb = ctx.needs_input_grad[:2]
-        gx, _, gb = ops.backward_linear(
+        gx, _, gb = gradients(
             gy,
             ctx.layer.dequantized(gy.dtype) if need_gx else None,
             None,
             ctx.seed,
             ctx.seed,
-            ctx.config_json,
+            handle_of(ctx.config_json),
             ctx.x_shape,
-            ctx.x_dtype if need_gx else None,
-            None,
-            ctx.bias_dtype if need_gb else None,
+            (ctx.x_dtype if need_gx else None, None, ctx.bias_dtype if need_gb else None),
         )
         return gx, gb, None, None

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from .. import functions
 from ..config import ConfigLike, HotConfig, Key, Rounding, as_config
 from ..functions import Granularity
-from .conv import settings
 from .convert import convert
+from .ops.conv import settings
 from .plan import GW_SCALES, GX_SCALES, LayerPlan, Plan
 from .probe import preserve_state
 from .report import listed

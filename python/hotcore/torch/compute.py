@@ -22,8 +22,8 @@ from torch import nn
 
 from ..config import TOKEN_STORAGES, ConfigLike, HotConfig, as_config
 from . import probe
-from .conv import settings
 from .convert import convert
+from .ops.conv import settings
 from .plan import matplotlib_figure
 from .probe import preserve_state
 from .report import aligned

@@ -11,8 +11,8 @@ from ..config import HotConfig
 from . import _compat, gains
 from .attention import HotMultiheadAttention
 from .frozen import FrozenModule
-from .functional import DTYPES
 from .modules import HotConv2d, HotLinear, HotModule, is_pointwise, own_forward
+from .ops import DTYPES
 
 Filter = Callable[[nn.Module, str], bool]
 
