@@ -12,8 +12,8 @@ from support import cosine, nbytes, saved_tensors
 
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402
-from hotcore.torch.ops import codes, conv, core  # noqa: E402
 from hotcore.torch.modules import is_pointwise  # noqa: E402
+from hotcore.torch.ops import codes, conv, core  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
@@ -378,8 +378,8 @@ def test_operators(kernel: int, channels_last: bool) -> None:
         drawn = ("test_schema", "test_faketensor")  # random: the values differ from run to run
         call = (x, config, *window)
         torch.library.opcheck(torch.ops.hotcore.compress_pixels_seeded, call, test_utils=drawn)
-        for codes in (False, True):
-            call = (x, x.bfloat16(), config, codes, *window)
+        for keep in (False, True):
+            call = (x, x.bfloat16(), config, keep, *window)
             torch.library.opcheck(torch.ops.hotcore.kept_pixels_of, call, test_utils=drawn)
         saved = conv._compress_pixels(x, seed, config, *window)
         for bias, kept in ((None, saved), (torch.randn(16), None)):

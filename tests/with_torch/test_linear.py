@@ -260,8 +260,8 @@ def test_opcheck_draw_seed() -> None:
     for recipe in ("default", "fast"):
         config = HotConfig.recipe(recipe).json
         torch.library.opcheck(torch.ops.hotcore.compress, (x, config), test_utils=tests)
-        for codes in (False, True):
-            call = (x, x.bfloat16(), config, codes)
+        for keep in (False, True):
+            call = (x, x.bfloat16(), config, keep)
             torch.library.opcheck(torch.ops.hotcore.kept_of, call, test_utils=tests)
 
 

@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from hotcore.torch import saved  # noqa: E402
-from hotcore.torch.ops import codes, core  # noqa: E402
+from hotcore.torch.ops import core  # noqa: E402
 from hotcore.torch.saved import blocks, codes, functions  # noqa: E402
 from torch import nn  # noqa: E402
 

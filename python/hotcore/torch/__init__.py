@@ -17,7 +17,9 @@ from .frozen import FrozenWeight, HotFrozenLinear
 from .memory import MemoryReport, ModuleMemory, memory_report
 from .modules import HotConv2d, HotLinear
 from .noise import NoiseMonitor
-from .ops import conv2d, linear, share_inputs
+from .ops import share_inputs
+from .ops.conv import conv2d
+from .ops.linear import linear
 from .plan import LayerPlan, Measured, Plan
 from .policies import keep_attention, keep_codes, keep_products
 from .recompute import Recomputed, recompute

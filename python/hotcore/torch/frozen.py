@@ -21,8 +21,9 @@ from ..config import ConfigLike
 from . import _compat, frozen_codes
 from .frozen_codes import FrozenCodes, guard, refuse_gradients
 from .modules import HotLinear, HotModule, carry_forward, own_forward
-from .ops import DTYPES, PLAIN_TYPES, frozen_linear
+from .ops import DTYPES, PLAIN_TYPES
 from .ops.codes import Frozen, dequantized, quantize_forward_weight
+from .ops.frozen import frozen_linear
 
 _CODES = "weight_codes"
 _BLOCK = "weight_block"

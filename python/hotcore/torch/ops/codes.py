@@ -311,7 +311,13 @@ def _input_without_node(inner: Tensor, config: str) -> Tensor:
 
 
 def forms_of(
-    x: Tensor, inner: Tensor, weight: Tensor, node: Any, seed: Tensor, handle: Handle, keep: Hashable
+    x: Tensor,
+    inner: Tensor,
+    weight: Tensor,
+    node: Any,
+    seed: Tensor,
+    handle: Handle,
+    keep: Hashable,
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """x for the 8-bit product, for backward, and the seed of that, of a call past the dispatcher.
 

@@ -237,9 +237,7 @@ def _compiled_conv2d(
     inner = calls.cast(x, dtype)
     keep = weight.requires_grad
     saved, seed = _kept_pixels_of(x, inner, config_json, keep, *window)
-    y: Tensor = _conv2d(
-        inner, weight, bias, saved if keep else None, seed, config_json, *window
-    )
+    y: Tensor = _conv2d(inner, weight, bias, saved if keep else None, seed, config_json, *window)
     return y
 
 
@@ -718,9 +716,7 @@ def _backward_conv2d_flops(
     return 2 * math.prod(gy_shape) * channels * math.prod(window.kernel) * wanted
 
 
-@operator(
-    fake=_fake_backward_conv2d, flops=_backward_conv2d_flops, any_strides=False, product=True
-)
+@operator(fake=_fake_backward_conv2d, flops=_backward_conv2d_flops, any_strides=False, product=True)
 def _backward_conv2d(
     gy: Tensor,
     weight: Tensor | None,

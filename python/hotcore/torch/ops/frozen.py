@@ -170,7 +170,9 @@ class FrozenLinear(torch.autograd.Function):
         if core.bypasses_dispatcher(gy) and seed is not None:
             matrix = None if dtypes[0] is None else dequantize(weight)
             wanted = (dtypes[0], None, dtypes[1])
-            found = linear.gradients(gy, matrix, None, seed, seed, handle_of(ctx.config), x_shape, wanted)
+            found = linear.gradients(
+                gy, matrix, None, seed, seed, handle_of(ctx.config), x_shape, wanted
+            )
             return found[0], found[2], *others
         rows = core.dense(gy).reshape(math.prod(x_shape[:-1]), gy.shape[-1])
         made = _frozen_backward(rows, seed, ctx.config, *weight, *dtypes)

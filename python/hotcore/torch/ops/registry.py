@@ -88,7 +88,7 @@ def operator(
 
 
 def schema_of(function: Callable[..., Any]) -> str:
-    """The schema of a function's annotations: ``(Tensor x, Tensor? bias, str config) -> Tensor``."""
+    """The schema of a function's annotations, such as ``(Tensor x, str config) -> Tensor``."""
     hints = typing.get_type_hints(function, include_extras=True)
     parts = []
     for name, parameter in inspect.signature(function).parameters.items():
