@@ -325,7 +325,7 @@ def noted_seeds(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
         seeds.append(seed_for(x))
         return seeds[-1]
 
-    monkeypatch.setattr(hot.ops, "seed_for", noted)
+    monkeypatch.setattr(hot.ops.core, "seed_for", noted)
     return seeds
 
 

@@ -88,7 +88,7 @@ def test_bits_of_torch(rng: np.random.Generator, recipe: str, dtype: str) -> Non
     *found, _ = gradients(*(jnp.asarray(a, dtype) for a in arrays), key_of(SEED), recipe)
     gy, x, w, b = (torch.from_numpy(a).to(getattr(torch, dtype)) for a in arrays)
     text, seed = hotcore.HotConfig.recipe(recipe).json, torch.tensor(SEED)
-    saved = compress_activation(x, seed, text)
+    saved = compress_activation(x, seed, handle_of(text))
     # As a layer's autograd calls it: x, w and b have one dtype here.
     call = (gy, w, saved, seed, seed, handle_of(text), x.shape, [x.dtype] * 3)
     wanted = gradients_of_torch(*call)

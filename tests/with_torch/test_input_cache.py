@@ -16,7 +16,7 @@ from support import equal_bits
 
 torch = pytest.importorskip("torch")
 import hotcore.torch as hot  # noqa: E402  (after the skip)
-from hotcore.torch.ops import codes, sharing  # noqa: E402  (after the skip)
+from hotcore.torch.ops import codes, core, sharing  # noqa: E402  (after the skip)
 from torch import nn  # noqa: E402  (after the skip)
 from torch.utils.checkpoint import checkpoint  # noqa: E402  (after the skip)
 
@@ -180,7 +180,9 @@ def test_another_x_a_changed_x_and_a_view() -> None:
     z = k(x)
     assert buffers(y, z) == 2
     seed = next(t for t in z.grad_fn.saved_tensors if t is not None and t.dtype == torch.int64)
-    assert torch.equal(kept(z)[0], codes.compress_activation(x, seed, k.config.json))
+    assert torch.equal(
+        kept(z)[0], codes.compress_activation(x, seed, core.handle_of(k.config.json))
+    )
 
 
 def fused_step(x: torch.Tensor) -> None:

@@ -271,7 +271,7 @@ def test_selective_checkpoints(policy: str, products: int, monkeypatch: pytest.M
     # Eager: what is compressed and multiplied, the recomputation counted.
     compressed: list[object] = []
     compress = hot.ops.codes.compress
-    monkeypatch.setattr(hot.ops, "compress", lambda *a: compressed.append(a) or compress(*a))
+    monkeypatch.setattr(hot.ops.codes, "compress", lambda *a: compressed.append(a) or compress(*a))
     with FlopCounterMode(display=False) as counter:
         for ours, theirs in zip(gradients(model, call, x), expected, strict=True):
             assert torch.equal(ours, theirs)

@@ -1,16 +1,18 @@
-"""``HotLinear8bitLt``, for bitsandbytes' ``Linear8bitLt`` (adapters on an 8-bit model).
+"""All that knows bitsandbytes: ``Linear8bitLt`` (adapters on an 8-bit model) and why others stay.
 
-bitsandbytes keeps the whole x of such a layer until backward, although its weight is frozen. This
-layer keeps only the seed. The module imports bitsandbytes.
+bitsandbytes keeps the whole x of such a layer until backward, although its weight is frozen. HOT's
+layer keeps only the seed. Nothing here imports bitsandbytes: a model can hold its layers only once
+it is loaded.
 """
 
 from __future__ import annotations
 
-import importlib
+import functools
+import sys
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..config import ConfigLike, as_config
 from .modules import HotModule
@@ -18,11 +20,50 @@ from .ops.calls import seed_for_call
 from .ops.core import handle_of, not_differentiable, without_base
 from .ops.linear import gradients
 
-# hotcore does not require bitsandbytes; the type checker runs without it.
-_Linear8bitLt: Any = importlib.import_module("bitsandbytes").nn.Linear8bitLt
+
+def _layer_class(name: str) -> Any:
+    """A layer class of bitsandbytes; None if it is not loaded."""
+    return getattr(sys.modules.get("bitsandbytes.nn"), name, None)
 
 
-class HotLinear8bitLt(HotModule, _Linear8bitLt):  # type: ignore[misc]
+def _is_a(module: nn.Module, name: str) -> bool:
+    kind = _layer_class(name)
+    return kind is not None and isinstance(module, kind)
+
+
+def is_8bit(module: nn.Module) -> bool:
+    """Whether it is bitsandbytes' Linear8bitLt: its weight is int8 codes, never trained here."""
+    return _is_a(module, "Linear8bitLt")
+
+
+def why_impossible(module: nn.Module) -> str:
+    """Why this layer of bitsandbytes cannot be converted; empty for any other."""
+    if _is_a(module, "Linear4bit"):
+        return (
+            "bitsandbytes' Linear4bit, which keeps nothing of x either; its weight would be "
+            "dequantised, then quantised again, in every backward"
+        )
+    if is_8bit(module) and module.weight.requires_grad:
+        return "bitsandbytes' Linear8bitLt with has_fp16_weights"
+    return ""
+
+
+@functools.cache
+def hot_class() -> type[HotModule]:
+    """``HotLinear8bitLt``, made once bitsandbytes is loaded."""
+    plain = _layer_class("Linear8bitLt")
+    content = {"plain": plain, "__module__": __name__, "__doc__": _Hot8bit.__doc__}
+    return type("HotLinear8bitLt", (_Hot8bit, plain), content)
+
+
+def __getattr__(name: str) -> Any:
+    # For pickle, which finds a class by its module and name.
+    if name == "HotLinear8bitLt" and _layer_class("Linear8bitLt") is not None:
+        return hot_class()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+class _Hot8bit(HotModule):
     """``Linear8bitLt`` with a frozen 8-bit weight, whose g_x is computed through HOT.
 
     The forward pass is that of bitsandbytes. Backward dequantises the weight as bitsandbytes does
@@ -36,7 +77,9 @@ class HotLinear8bitLt(HotModule, _Linear8bitLt):  # type: ignore[misc]
         **options: as ``Linear8bitLt``; ``has_fp16_weights`` is False.
     """
 
-    plain = _Linear8bitLt
+    bias: Any
+    state: Any
+    training: bool
 
     def __init__(
         self,
@@ -47,7 +90,8 @@ class HotLinear8bitLt(HotModule, _Linear8bitLt):  # type: ignore[misc]
         **options: Any,
     ) -> None:
         """Make a layer with new parameters; ``.to(device)`` quantises them."""
-        super().__init__(in_features, out_features, **{"has_fp16_weights": False, **options})
+        options = {"has_fp16_weights": False, **options}
+        super().__init__(in_features, out_features, **options)  # type: ignore[call-arg]  # the plain class's
         self.config = as_config(config)
 
     @property
@@ -61,7 +105,7 @@ class HotLinear8bitLt(HotModule, _Linear8bitLt):  # type: ignore[misc]
         bias: Tensor | None = self.bias
         needed = x.requires_grad or (bias is not None and bias.requires_grad)
         if not (self.training and torch.is_grad_enabled() and needed):
-            output: Tensor = super().forward(x)
+            output: Tensor = super().forward(x)  # type: ignore[misc]  # the plain class's
             return output
         try:
             seed = seed_for_call("linear", x, x)
@@ -73,7 +117,7 @@ class HotLinear8bitLt(HotModule, _Linear8bitLt):  # type: ignore[misc]
 
     def plain_forward(self, x: Tensor) -> Tensor:
         """The forward pass of bitsandbytes."""
-        output: Tensor = super().forward(x)
+        output: Tensor = super().forward(x)  # type: ignore[misc]  # the plain class's
         return output
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
@@ -87,9 +131,7 @@ class _Frozen8bit(torch.autograd.Function):
     """Saves nothing of x: the weight has no gradient."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, bias: Tensor | None, layer: HotLinear8bitLt, seed: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, layer: _Hot8bit, seed: Tensor) -> Tensor:
         ctx.layer, ctx.seed, ctx.config_json = layer, seed, layer._config_json
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype

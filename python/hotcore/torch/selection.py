@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor, nn
 
 from ..config import HotConfig
-from . import _compat, gains
+from . import _compat, bitsandbytes, gains
 from .attention import HotMultiheadAttention
+from .bitsandbytes import is_8bit
 from .frozen import FrozenModule
 from .modules import HotConv2d, HotLinear, HotModule, is_pointwise, own_forward
 from .ops import DTYPES
@@ -52,19 +53,6 @@ def _conv1d() -> type[nn.Module] | None:
     return found
 
 
-def _bitsandbytes(name: str) -> type[nn.Module] | None:
-    """A layer class of bitsandbytes; None if it is not loaded."""
-    loaded = sys.modules.get("bitsandbytes.nn")
-    found: type[nn.Module] | None = getattr(loaded, name, None)
-    return found
-
-
-def is_8bit(module: nn.Module) -> bool:
-    """Whether it is bitsandbytes' Linear8bitLt: its weight is int8 codes, never trained here."""
-    kind = _bitsandbytes("Linear8bitLt")
-    return kind is not None and isinstance(module, kind)
-
-
 def candidates(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Name and module of every layer of a kind that HOT supports, in the model's order."""
     kinds: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv2d, nn.MultiheadAttention)
@@ -93,9 +81,7 @@ def hot_class(module: nn.Module) -> type[HotModule]:
     if isinstance(module, FrozenModule):
         return next(cls for cls in type(module).__mro__ if "thawed" in vars(cls))
     if is_8bit(module):
-        from .bitsandbytes import HotLinear8bitLt
-
-        return HotLinear8bitLt
+        return bitsandbytes.hot_class()
     if isinstance(module, nn.Linear):
         return HotLinear
     if isinstance(module, nn.Conv2d):
@@ -168,12 +154,8 @@ def why_impossible(module: nn.Module) -> str:
     """Why this layer cannot be converted; empty if it can."""
     if isinstance(module, HotModule):
         return ""
-    four = _bitsandbytes("Linear4bit")
-    if four is not None and isinstance(module, four):
-        return (
-            "bitsandbytes' Linear4bit, which keeps nothing of x either; its weight would be "
-            "dequantised, then quantised again, in every backward"
-        )
+    if why := bitsandbytes.why_impossible(module):
+        return why
     plain = hot_class(module).plain
     if type(module) is not plain:
         return f"a subclass of {plain.__name__} ({type(module).__name__})"
@@ -188,8 +170,7 @@ def why_impossible(module: nn.Module) -> str:
     ):
         return "add_bias_kv and add_zero_attn are not taken"
     if is_8bit(module):
-        trained = "bitsandbytes' Linear8bitLt with has_fp16_weights"
-        return "" if is_frozen(module) else trained
+        return ""
     weights = weights_of(module)
     if not weights:
         return "its weight is computed, not a Parameter"

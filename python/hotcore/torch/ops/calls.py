@@ -44,7 +44,7 @@ def handle_overrides(function: Callable[..., Tensor], x: Any, *arguments: Any) -
     return output
 
 
-_open: AbstractContextManager[Any] = nullcontext()
+_OPEN: AbstractContextManager[Any] = nullcontext()
 
 
 def hide_from_modes(x: Tensor, weight: Tensor) -> AbstractContextManager[Any]:
@@ -53,9 +53,9 @@ def hide_from_modes(x: Tensor, weight: Tensor) -> AbstractContextManager[Any]:
     A mode would see about twenty attributes and calls, at 2 us of host time each. Nothing is hidden
     from subclasses of Tensor, which may need to see the calls.
     """
-    if type(x) in PLAIN_TYPES and type(weight) in PLAIN_TYPES:
+    if _compat.torch_function_modes() and type(x) in PLAIN_TYPES and type(weight) in PLAIN_TYPES:
         return _compat.without_torch_function()
-    return _open
+    return _OPEN
 
 
 def seed_for_call(

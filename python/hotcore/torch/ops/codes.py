@@ -133,9 +133,8 @@ def _bytes(size: int, like: Tensor) -> Tensor:
 
 def compress(x: Tensor, config: HotConfig, key: Key) -> Tensor:
     """x ``[..., I]`` compressed to a uint8 vector, by libhot without autograd or dispatcher."""
-    x = collapsible(x)
-    *leading, in_features = x.shape
-    tokens, spec = math.prod(leading), config.spec
+    x, tokens, in_features = collapsible(x)
+    spec = config.spec
     saved = _bytes(_saved_bytes(tokens, in_features, spec), x)
     scratch = workspace(_core.compress_activation_workspace, x, tokens, in_features, spec)
     _core.compress_activation(context_for(x), lend(x, "x"), spec, key, to_dlpack(saved), scratch)
@@ -182,11 +181,11 @@ def _compress_activation(x: Tensor, seed: Tensor, config: str) -> Tensor:
     return compress(x, parsed(config), core.key_of(seed))
 
 
-def compress_activation(x: Tensor, seed: Tensor, config: str) -> Tensor:
+def compress_activation(x: Tensor, seed: Tensor, handle: Handle) -> Tensor:
     """x ``[..., I]`` compressed, by the operator or directly, with the same result."""
     if bypasses_dispatcher(x):
-        return compress(x, parsed(config), core.key_of(seed))
-    saved: Tensor = _compress_activation(flat(x), seed, config)
+        return compress(x, handle.config, core.key_of(seed))
+    saved: Tensor = _compress_activation(flat(x), seed, handle.json)
     return saved
 
 
@@ -246,9 +245,8 @@ def quantize_forward_input(
     With ``key`` also what :func:`compress` makes with it, from the same read of x where a kernel
     can.
     """
-    x = collapsible(x)
-    *leading, in_features = x.shape
-    tokens, spec = math.prod(leading), config.forward_spec
+    x, tokens, in_features = collapsible(x)
+    spec = config.forward_spec
     codes = _bytes(_input_bytes(tokens, in_features, spec), x)
     context, source, target = context_for(x), lend(x, "x"), to_dlpack(codes)
     if key is None:
@@ -342,7 +340,7 @@ def forms_of(
     def compress() -> Tensor:
         nonlocal codes
         if codes is not None:
-            return compress_activation(inner, seed, handle.json)
+            return compress_activation(inner, seed, handle)
         codes, saved = quantize_forward_input(inner, config, core.key_of(seed))
         return saved
 

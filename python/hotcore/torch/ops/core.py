@@ -65,8 +65,11 @@ def seed_for(x: Tensor) -> Tensor:
 
     Its device is the CPU, which is cheaper, or x's while a CUDA graph is captured.
     """
-    captured = captured_seed(x) if x.is_cuda else None
-    return torch.randint(SEEDS, (), device=_CPU) if captured is None else captured
+    if x.is_cuda:
+        captured = captured_seed(x)
+        if captured is not None:
+            return captured
+    return torch.randint(SEEDS, (), device=_CPU)
 
 
 def captured_seed(x: Tensor) -> Tensor | None:
@@ -159,9 +162,18 @@ def flat(x: Tensor) -> Tensor:
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def collapsible(x: Tensor) -> Tensor:
-    """``[..., I]`` for libhot: x itself if its leading dimensions collapse, else flattened."""
-    return x if 2 <= x.dim() <= 4 and x.is_contiguous() else flat(x)
+def collapsible(x: Tensor) -> tuple[Tensor, int, int]:
+    """``[..., I]`` for libhot, its number of tokens, and I.
+
+    It is x itself if its leading dimensions collapse, else flattened.
+    """
+    shape = x.shape
+    rank = len(shape)
+    if rank == 2:
+        return x, shape[0], shape[1]
+    if not (2 < rank <= 4 and x.is_contiguous()):
+        x = flat(x)
+    return x, math.prod(shape[:-1]), shape[-1]
 
 
 def dense(gy: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ in between (``.data``, fused optimizers and FSDP raise no version).
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -149,13 +150,15 @@ def int8_linear(
     Weight and bias are of any of the three dtypes. ``quantized`` is what
     :func:`codes.quantize_forward_input` made of x, whose values are then not looked at.
     """
-    rows, spec = x if quantized is not None else core.collapsible(x), config.forward_spec
-    *leading, in_features = rows.shape
+    spec = config.forward_spec
+    if quantized is None:
+        rows, tokens, in_features = core.collapsible(x)
+    else:
+        rows, tokens, in_features = x, math.prod(x.shape[:-1]), x.shape[-1]
     if isinstance(weight, Frozen):
         matrix, frozen, out_features = None, weight.codes, weight.out_features
     else:
         matrix, frozen, out_features = weight, None, weight.shape[0]
-    tokens = math.prod(leading)
     y = torch.empty((*x.shape[:-1], out_features), dtype=x.dtype, device=x.device)
     shape = (tokens, out_features, in_features, spec)
     given = (frozen is not None, quantized is not None)
@@ -213,19 +216,10 @@ def _forward_linear(x: Tensor, weight: Tensor, bias: Tensor | None, config: str)
     return int8_linear(x, weight, bias, parsed(config))
 
 
-def int8_product(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    config: str,
-    quantized: Tensor | None = None,
-) -> Tensor:
-    """:func:`int8_linear` by the operator or directly, with the configuration as JSON.
-
-    ``quantized`` only where the call goes past the dispatcher.
-    """
-    if quantized is not None or core.product_bypasses_dispatcher(x, weight):
-        return int8_linear(x, weight, bias, parsed(config), quantized)
+def int8_product(x: Tensor, weight: Tensor, bias: Tensor | None, config: str) -> Tensor:
+    """:func:`int8_linear` by the operator or directly, with the configuration as JSON."""
+    if core.product_bypasses_dispatcher(x, weight):
+        return int8_linear(x, weight, bias, parsed(config))
     y: Tensor = _forward_linear(x, weight, bias, config)
     return y
 
@@ -250,24 +244,24 @@ class Linear(torch.autograd.Function):
         *graph: Any,
     ) -> Tensor:
         """Product; ``graph``: codes for backward and for the product, and what restores x."""
-        need_gx, need_gw, *_ = ctx.needs_input_grad
-        ctx.handle = handle = handle_of(config)
-        ctx.restore = ctx.cache = ctx.seed = ctx.shared = None
-        ctx.deferred = False
+        need_gx, need_gw = ctx.needs_input_grad[:2]
+        handle, deferred = handle_of(config), False
+        own_seed = cache = shared = restore = None
         if graph:
             saved, quantized, restore = graph
+            y, saved_seed = _product(x, weight, bias, saved, seed, config, quantized), seed
             if need_gw and saved is None:  # the compiler decides when x is compressed
-                ctx.deferred, ctx.restore = True, restore
-                saved = x if restore is None else None
-            y, saved_seed = _product(x, weight, bias, graph[0], seed, config, quantized), seed
+                deferred, saved = True, x if restore is None else None
         else:
-            ctx.seed, ctx.shared = seed, accumulation.shared(weight, bias)
-            y, saved, saved_seed = _eager(ctx, x, weight, bias, seed, handle, need_gw)
+            if need_gw:
+                cache = sharing.current()
+            own_seed, shared = seed, accumulation.shared(weight, bias)
+            y, saved, saved_seed = _eager(ctx, x, weight, bias, seed, handle, cache)
         # The codes' seed is saved with them: a checkpoint may recompute both.
         ctx.save_for_backward(saved if need_gw else None, saved_seed, weight if need_gx else None)
         ctx.set_materialize_grads(False)
-        ctx.x_shape = x.shape
-        ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
+        dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
+        ctx.call = (handle, own_seed, x.shape, dtypes, cache, shared, deferred, restore)
         return core.without_base(y)
 
     @staticmethod
@@ -277,27 +271,24 @@ class Linear(torch.autograd.Function):
         if gy is None:
             return (None,) * 8
         saved, saved_seed, weight = ctx.saved_tensors
-        if ctx.cache is not None:
-            ctx.cache.clear()
-        if ctx.deferred:
-            source = saved if ctx.restore is None else ctx.restore()
-            saved = codes.compress_activation(source, saved_seed, ctx.handle.json)
-        need_gx, need_gw, need_gb, *_ = ctx.needs_input_grad
-        gx_dtype, gw_dtype, gb_dtype = ctx.dtypes
+        handle, seed, x_shape, dtypes, cache, shared, deferred, restore = ctx.call
+        of_gx, of_gw, of_gb = dtypes
+        if cache is not None:
+            cache.clear()
+        if deferred:
+            source = saved if restore is None else restore()
+            saved = codes.compress_activation(source, saved_seed, handle)
+        need_gx, need_gw, need_gb = ctx.needs_input_grad[:3]
         gx, gw, gb = gradients(
             gy,
             weight if need_gx else None,
             saved if need_gw else None,
             saved_seed,
-            saved_seed if ctx.seed is None else ctx.seed,
-            ctx.handle,
-            ctx.x_shape,
-            (
-                gx_dtype if need_gx else None,
-                gw_dtype if need_gw else None,
-                gb_dtype if need_gb else None,
-            ),
-            ctx.shared,
+            saved_seed if seed is None else seed,
+            handle,
+            x_shape,
+            (of_gx if need_gx else None, of_gw if need_gw else None, of_gb if need_gb else None),
+            shared,
         )
         return gx, gw, gb, None, None, None, None, None
 
@@ -309,9 +300,9 @@ def _eager(
     bias: Tensor | None,
     seed: Tensor,
     handle: Handle,
-    keep: bool,
+    cache: sharing.Cache | None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """y, the codes of x for backward, and their seed."""
+    """y, the codes of x for backward, and their seed; without a cache no codes."""
     dtype, inner, matrix, plain_bias = None, x, weight, bias
     if _compat.any_autocast():
         # Cast here, because autocast's cache would keep a weight without its graph.
@@ -320,29 +311,19 @@ def _eager(
         if not handle.int8:  # which takes the parameters as they are
             matrix = calls.cast(weight, dtype)
             plain_bias = None if bias is None else calls.cast(bias, dtype)
-    saved, saved_seed, quantized = None, seed, None
-    key = None
-    if keep:
-        ctx.cache, key = sharing.current(), sharing.linear_key(handle, dtype)
-    direct = False
+    key = None if cache is None else sharing.linear_key(handle, dtype)
     if handle.int8:
         calls.check_dtypes(x, weight.dtype, bias, dtype)
-        direct = core.product_bypasses_dispatcher(inner, weight)
-    if direct:
-        forms = codes.forms_of(x, inner, weight, ctx, seed, handle, key)
-        quantized, saved, saved_seed = forms
-    elif keep:
-        cache = ctx.cache
-        saved, saved_seed = cache.compressed(
-            cache.entry_of(x),
-            key,
-            weight,
-            ctx,
-            seed,
-            lambda: codes.compress_activation(inner, seed, handle.json),
-        )
+        if core.product_bypasses_dispatcher(inner, weight):
+            forms = codes.forms_of(x, inner, weight, ctx, seed, handle, key)
+            return int8_linear(inner, weight, bias, handle.config, forms[0]), *forms[1:]
+    saved, saved_seed = None, seed
+    if cache is not None:
+        entry = cache.entry_of(x)
+        compress = functools.partial(codes.compress_activation, inner, seed, handle)
+        saved, saved_seed = cache.compressed(entry, key, weight, ctx, seed, compress)
     if handle.int8:
-        return int8_product(inner, weight, bias, handle.json, quantized), saved, saved_seed
+        return _forward_linear(inner, weight, bias, handle.json), saved, saved_seed
     return F.linear(inner, matrix, plain_bias), saved, saved_seed
 
 
@@ -380,9 +361,8 @@ def backward(
     the key that ``saved`` was made with, and the key that rounds g_y (:func:`core.keys_of`). With
     ``accumulate`` g_w and g_b are added to the values in their tensors.
     """
-    gy = core.collapsible(gy)
-    *leading, out_features = gy.shape
-    tokens, spec = math.prod(leading), config.spec
+    gy, tokens, out_features = core.collapsible(gy)
+    spec = config.spec
     gx, gw, gb = outputs
     if accumulate:  # to tensors of the caller, which may be negated, too
         gw = None if gw is None else gw.resolve_neg()
