@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from ..config import ConfigLike, as_config
 from .modules import HotModule
 from .ops.calls import seed_for_call
-from .ops.core import handle_of, not_differentiable, without_base
+from .ops.core import handle_of
 from .ops.linear import gradients
+from .ops.registry import not_differentiable, without_base
 
 
 def _layer_class(name: str) -> Any:

@@ -9,8 +9,8 @@ decorator that makes an operator.
 
 from . import conv, frozen, linear
 from .codes import draw_seed
-from .core import DTYPES, PLAIN_TYPES, not_differentiable, seed_for
-from .registry import library
+from .core import DTYPES, PLAIN_TYPES, seed_for
+from .registry import library, not_differentiable
 from .sharing import register_restore, share_inputs
 
 __all__ = [

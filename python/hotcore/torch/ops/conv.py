@@ -28,7 +28,7 @@ from ...config import ConfigLike, HotConfig, HotConfigFields, Key
 from . import calls, codes, core, linear, sharing
 from .codes import Pair, compress_once
 from .core import parsed
-from .registry import DTYPES_OF_GRADIENTS, Shape, operator
+from .registry import DTYPES_OF_GRADIENTS, Shape, not_differentiable, operator, without_base
 
 _DEFAULT = HotConfig()
 _PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
@@ -470,10 +470,10 @@ class Conv2d(torch.autograd.Function):
         ctx.config, ctx.window, ctx.x_shape = config, window, x.shape
         ctx.channels_last = (is_channels_last(x), is_channels_last(weight))
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        return core.without_base(y)
+        return without_base(y)
 
     @staticmethod
-    @core.not_differentiable
+    @not_differentiable
     def backward(ctx: Any, gy: Tensor | None) -> tuple[Tensor | None, ...]:
         """g_x, g_w and g_b, by the operator."""
         if gy is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,18 +65,9 @@ def seed_for(x: Tensor) -> Tensor:
 
     Its device is the CPU, which is cheaper, or x's while a CUDA graph is captured.
     """
-    if x.is_cuda:
-        captured = captured_seed(x)
-        if captured is not None:
-            return captured
-    return torch.randint(SEEDS, (), device=_CPU)
-
-
-def captured_seed(x: Tensor) -> Tensor | None:
-    """A seed on x's device, drawn again by each replay; None if no CUDA graph is being captured."""
-    if x.is_cuda and torch.cuda.is_current_stream_capturing():
-        return torch.randint(SEEDS, (), device=x.device)  # int64 by default
-    return None
+    # With the generator of x's device every replay draws again; int64 by default.
+    captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
+    return torch.randint(SEEDS, (), device=x.device if captured else _CPU)
 
 
 def key_of(seed: Tensor) -> Key:
@@ -208,36 +199,3 @@ def product_bypasses_dispatcher(x: Tensor, weight: Tensor) -> bool:
     """The same for an 8-bit product of these."""
     # torch.jit.trace would note an empty y, and nothing that fills it.
     return bypasses_dispatcher(x) and type(weight) in PLAIN_TYPES and not _compat.jit_tracing()
-
-
-# ---- autograd functions ----
-
-_Backward = TypeVar("_Backward", bound=Callable[..., Any])
-
-
-def not_differentiable(backward: _Backward) -> _Backward:
-    """Have an autograd function's backward raise RuntimeError under ``create_graph=True``.
-
-    Not when its result is differentiated, as ``once_differentiable`` does: autograd does not visit
-    a node that leads to none of the inputs that it was asked for, so the term would just be left
-    out.
-    """
-
-    @functools.wraps(backward)
-    def checked(ctx: Any, *gradients: Any) -> Any:
-        if torch.is_grad_enabled():  # by the engine, to follow this pass
-            raise RuntimeError(
-                "hotcore.torch: create_graph=True reaches a HOT layer, whose backward cannot be "
-                "differentiated: revert() the model, or keep the layer plain (convert's filter_fn)"
-            )
-        return backward(ctx, *gradients)
-
-    return checked  # type: ignore[return-value]  # of the same signature
-
-
-def without_base(y: Tensor) -> Tensor:
-    """The same memory as a tensor that is no view, for the result of an autograd function.
-
-    ``F.linear`` may return a view of its product; autograd forbids writing such a result in place.
-    """
-    return y if y._base is None else y.data

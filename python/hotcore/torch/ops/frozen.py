@@ -18,7 +18,7 @@ from .. import _compat
 from . import calls, codes, core, linear
 from .codes import FROZEN, Frozen, dequantize
 from .core import handle_of, parsed
-from .registry import operator
+from .registry import not_differentiable, operator, without_base
 
 Weight = Annotated[Any, FROZEN]
 WeightAndCodes = Annotated[Any, f"{FROZEN}, Tensor? x_codes=None"]
@@ -156,10 +156,10 @@ class FrozenLinear(torch.autograd.Function):
             x.dtype if need_gx else None,
             bias.dtype if bias is not None and need_gb else None,
         )
-        return core.without_base(_product(x, bias, seed, config, weight, x_codes))
+        return without_base(_product(x, bias, seed, config, weight, x_codes))
 
     @staticmethod
-    @core.not_differentiable
+    @not_differentiable
     def backward(ctx: Any, gy: Tensor | None) -> tuple[Tensor | None, ...]:
         """g_x and g_b."""
         others = (None,) * (len(ctx.needs_input_grad) - 2)

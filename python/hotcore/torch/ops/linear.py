@@ -29,7 +29,7 @@ from .. import _compat, accumulation
 from . import calls, codes, core, sharing
 from .codes import Frozen
 from .core import Handle, handle_of, lend, parsed, to_dlpack, workspace
-from .registry import Dtypes, Size, operator
+from .registry import Dtypes, Size, not_differentiable, operator, without_base
 
 _DEFAULT = HotConfig()
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -262,10 +262,10 @@ class Linear(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.call = (handle, own_seed, x.shape, dtypes, cache, shared, deferred, restore)
-        return core.without_base(y)
+        return without_base(y)
 
     @staticmethod
-    @core.not_differentiable
+    @not_differentiable
     def backward(ctx: Any, gy: Tensor | None) -> tuple[Tensor | None, ...]:
         """g_x, g_w and g_b."""
         if gy is None:

@@ -1,6 +1,6 @@
-"""One decorator that makes an operator of ``torch.ops.hotcore`` out of a function.
+"""A decorator that makes an operator of ``torch.ops.hotcore`` of a function; one for backwards.
 
-These are low-level library operators with fakes. They cost half as much host time as
+Operators are low-level library operators with fakes. They cost half as much host time as
 ``torch.library.custom_op``, and ``torch.compile`` traces through them. They follow no autocast and
 no vmap: callers cast, and refuse what is batched.
 """
@@ -12,7 +12,7 @@ import inspect
 import types
 import typing
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -130,3 +130,36 @@ def _register_products() -> None:
     Otherwise an activation memory budget would recompute them.
     """
     _compat.count_as_products(getattr(torch.ops.hotcore, name) for name in _products)
+
+
+# ---- autograd functions ----
+
+_Backward = TypeVar("_Backward", bound=Callable[..., Any])
+
+
+def not_differentiable(backward: _Backward) -> _Backward:
+    """Have an autograd function's backward raise RuntimeError under ``create_graph=True``.
+
+    Not when its result is differentiated, as ``once_differentiable`` does: autograd does not visit
+    a node that leads to none of the inputs that it was asked for, so the term would just be left
+    out.
+    """
+
+    @functools.wraps(backward)
+    def checked(ctx: Any, *gradients: Any) -> Any:
+        if torch.is_grad_enabled():  # by the engine, to follow this pass
+            raise RuntimeError(
+                "hotcore.torch: create_graph=True reaches a HOT layer, whose backward cannot be "
+                "differentiated: revert() the model, or keep the layer plain (convert's filter_fn)"
+            )
+        return backward(ctx, *gradients)
+
+    return checked  # type: ignore[return-value]  # of the same signature
+
+
+def without_base(y: Tensor) -> Tensor:
+    """The same memory as a tensor that is no view, for the result of an autograd function.
+
+    ``F.linear`` may return a view of its product; autograd forbids writing such a result in place.
+    """
+    return y if y._base is None else y.data
