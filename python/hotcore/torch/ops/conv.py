@@ -164,12 +164,14 @@ def conv2d_from_json(
     bias: Tensor | None,
     sizes: Sizes,
     config_json: str,
+    evaluated: bool = False,
 ) -> Tensor:
-    """:func:`conv2d` with the configuration as JSON."""
+    """:func:`conv2d` with the configuration as JSON; ``evaluated`` as for a linear layer."""
+    arguments = (weight, bias, sizes, config_json, evaluated)
     if not isinstance(x, Tensor):
-        return calls.handle_overrides(conv2d_from_json, x, weight, bias, sizes, config_json)
+        return calls.handle_overrides(conv2d_from_json, x, *arguments)
     if x.dim() == 3:
-        return conv2d_from_json(x.unsqueeze(0), weight, bias, sizes, config_json).squeeze(0)
+        return conv2d_from_json(x.unsqueeze(0), *arguments).squeeze(0)
     groups = sizes[-1]
     if x.dim() != 4 or weight.dim() != 4 or x.shape[1] != weight.shape[1] * groups:
         raise ValueError(
@@ -180,34 +182,16 @@ def conv2d_from_json(
     if torch.compiler.is_compiling():
         return _compiled_conv2d(x, weight, bias, window, config_json)
     with calls.hide_from_modes(x, weight):
-        seed = calls.seed_for_call(
-            "conv2d", x, weight, bias, config_json if is_pointwise(window) else ""
-        )
+        seed, of_bias = None, config_json if is_pointwise(window) else ""
+        if not evaluated or calls.wants_gradients(x, weight, bias, config_json):
+            seed = calls.seed_for_call("conv2d", x, weight, bias, of_bias)
         if seed is None:
             return _conv2d_without_gradients(x, weight, bias, window, config_json)
         output: Tensor = Conv2d.apply(x, weight, bias, seed, config_json, window)  # type: ignore[no-untyped-call]  # so in torch
         return output
 
 
-def evaluated_conv2d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    sizes: Sizes,
-    config_json: str,
-) -> Tensor:
-    """As :func:`evaluated_linear`; for a kernel with an 8-bit forward."""
-    if not isinstance(x, Tensor):
-        return calls.handle_overrides(evaluated_conv2d, x, weight, bias, sizes, config_json)
-    if x.dim() == 3:
-        return evaluated_conv2d(x.unsqueeze(0), weight, bias, sizes, config_json).squeeze(0)
-    if x.dim() != 4 or calls.wants_gradients(x, weight, bias, config_json):
-        return conv2d_from_json(x, weight, bias, sizes, config_json)
-    window = _window(weight, *sizes)
-    if torch.compiler.is_compiling():
-        return _conv2d_without_gradients(x, weight, bias, window, config_json)
-    with calls.hide_from_modes(x, weight):
-        return _conv2d_without_gradients(x, weight, bias, window, config_json)
+evaluated_conv2d = functools.partial(conv2d_from_json, evaluated=True)
 
 
 def _conv2d_without_gradients(

@@ -73,38 +73,36 @@ def linear(
 
 
 def linear_from_json(
-    x: Tensor, weight: Tensor, bias: Tensor | None, config_json: str, defer: bool = False
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    config_json: str,
+    defer: bool = False,
+    evaluated: bool = False,
 ) -> Tensor:
     """:func:`linear` with the configuration as JSON, which compiled graphs hold as a constant.
 
     With ``defer`` the partitioner of a compiled graph decides when x is compressed. It keeps the
     codes, or has backward compress an x that is available there anyway (a norm of a kept tensor).
+    ``evaluated``: a layer in eval mode that keeps its 8-bit forward draws a seed only where
+    gradients are wanted, which are HOT's.
     """
     if not isinstance(x, Tensor):
-        return calls.handle_overrides(linear_from_json, x, weight, bias, config_json, defer)
+        arguments = (x, weight, bias, config_json, defer, evaluated)
+        return calls.handle_overrides(linear_from_json, *arguments)
     if torch.compiler.is_compiling():
         return _compiled_linear(x, weight, bias, config_json, defer)
     with calls.hide_from_modes(x, weight):
-        seed = calls.seed_for_call("linear", x, weight, bias, config_json)
+        seed = None
+        if not evaluated or calls.wants_gradients(x, weight, bias, config_json):
+            seed = calls.seed_for_call("linear", x, weight, bias, config_json)
         if seed is None:
             return _without_gradients(x, weight, bias, config_json)
         output: Tensor = Linear.apply(x, weight, bias, seed, config_json)  # type: ignore[no-untyped-call]  # so in torch
         return output
 
 
-def evaluated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, config_json: str) -> Tensor:
-    """:func:`linear_from_json` for layers in eval mode that keep their 8-bit forward.
-
-    It draws a seed only where gradients are wanted, which are HOT's.
-    """
-    if not isinstance(x, Tensor):
-        return calls.handle_overrides(evaluated_linear, x, weight, bias, config_json)
-    if calls.wants_gradients(x, weight, bias, config_json):
-        return linear_from_json(x, weight, bias, config_json)
-    if torch.compiler.is_compiling():
-        return _without_gradients(x, weight, bias, config_json)
-    with calls.hide_from_modes(x, weight):
-        return _without_gradients(x, weight, bias, config_json)
+evaluated_linear = functools.partial(linear_from_json, evaluated=True)
 
 
 def _without_gradients(x: Tensor, weight: Tensor, bias: Tensor | None, config_json: str) -> Tensor:
