@@ -69,7 +69,7 @@ nitpick_ignore_regex = [
     (r"py:class", r"(hotcore\..*\.)?(ForwardLinearSpec|Share|Spec|Step)"),
     (r"py:class", r"hotcore\.torch\.(modules\.HotModule|saved\.modules\.SavedReport)"),
     (r"py:class", r"hotcore\.torch\.frozen\.(FrozenModule|ReadOnly)"),
-    (r"py:(func|mod)", r"hotcore\.torch\.(conv|gains|input_cache|saved\.convert_saved)"),
+    (r"py:(func|mod)", r"hotcore\.torch\.(gains|ops(\.\w+)*|saved\.convert_saved)"),
     (
         r"py:(attr|data|func|meth)",
         r"ACCURACY|HEAD_NAMES|KINDS|MIN_FEATURES|backward_bops|from_plain|model",

@@ -80,15 +80,18 @@ def test_bits_of_hotcore(rng: np.random.Generator, recipe: Any, leading: tuple[i
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_bits_of_torch(rng: np.random.Generator, recipe: str, dtype: str) -> None:
-    from hotcore.torch import ops
+    from hotcore.torch.ops.codes import compress_activation
+    from hotcore.torch.ops.core import handle_of
+    from hotcore.torch.ops.linear import gradients as gradients_of_torch
 
     arrays = layer(rng, 130)
     *found, _ = gradients(*(jnp.asarray(a, dtype) for a in arrays), key_of(SEED), recipe)
     gy, x, w, b = (torch.from_numpy(a).to(getattr(torch, dtype)) for a in arrays)
     text, seed = hotcore.HotConfig.recipe(recipe).json, torch.tensor(SEED)
-    saved = ops.compress_activation(x, seed, text)
+    saved = compress_activation(x, seed, handle_of(text))
     # As a layer's autograd calls it: x, w and b have one dtype here.
-    wanted = ops.backward_linear(gy, w, saved, seed, seed, text, x.shape, *[x.dtype] * 3)
+    call = (gy, w, saved, seed, seed, handle_of(text), x.shape, [x.dtype] * 3)
+    wanted = gradients_of_torch(*call)
     for name, got, expected in zip(("gx", "gw", "gb"), found, wanted, strict=True):
         assert got.dtype == dtype
         equal_bits(numpy_of(got), expected.float().numpy().astype(numpy_of(got).dtype), name)

@@ -14,11 +14,12 @@ from .convert import convert, revert
 from .custom import CustomBackward, Replaced
 from .freeze import FreezeReport, freeze_int8, thaw
 from .frozen import FrozenWeight, HotFrozenLinear
-from .functional import conv2d, linear
-from .input_cache import share_inputs
 from .memory import MemoryReport, ModuleMemory, memory_report
 from .modules import HotConv2d, HotLinear
 from .noise import NoiseMonitor
+from .ops import share_inputs
+from .ops.conv import conv2d
+from .ops.linear import linear
 from .plan import LayerPlan, Measured, Plan
 from .policies import keep_attention, keep_codes, keep_products
 from .recompute import Recomputed, recompute

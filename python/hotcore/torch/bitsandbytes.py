@@ -1,30 +1,78 @@
-"""``HotLinear8bitLt`` and ``HotLinear4bit``: frozen layers of bitsandbytes, under adapters.
+"""All that knows bitsandbytes: ``Linear8bitLt`` and ``Linear4bit``, frozen, under adapters.
 
 bitsandbytes keeps the whole x of a ``Linear8bitLt`` until backward, although its weight is frozen.
-These layers keep only the seed, and compute g_x in integers. The module imports bitsandbytes.
+HOT's layers keep only the seed, and compute g_x in integers. Nothing here imports bitsandbytes: a
+model can hold its layers only once it is loaded.
 """
 
 from __future__ import annotations
 
-import importlib
+import functools
+import sys
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..config import ConfigLike, as_config
-from . import ops
-from .functional import seed_for_call
 from .modules import HotModule
+from .ops.calls import seed_for_call
+from .ops.core import handle_of
+from .ops.linear import gradients
+from .ops.registry import not_differentiable, without_base
 
-# hotcore does not require bitsandbytes; the type checker runs without it.
-_bnb: Any = importlib.import_module("bitsandbytes")
-_Linear8bitLt: Any = _bnb.nn.Linear8bitLt
-_Linear4bit: Any = _bnb.nn.Linear4bit
+
+def _layer_class(name: str) -> Any:
+    """A layer class of bitsandbytes; None if it is not loaded."""
+    return getattr(sys.modules.get("bitsandbytes.nn"), name, None)
 
 
-class _FrozenBase(HotModule):
-    """Mix-in: a layer of bitsandbytes with a frozen weight, whose g_x is computed through HOT.
+def _is_a(module: nn.Module, name: str) -> bool:
+    kind = _layer_class(name)
+    return kind is not None and isinstance(module, kind)
+
+
+def is_4bit(module: nn.Module) -> bool:
+    """Whether it is bitsandbytes' Linear4bit."""
+    return _is_a(module, "Linear4bit")
+
+
+def is_8bit(module: nn.Module) -> bool:
+    """Whether it is bitsandbytes' Linear8bitLt or Linear4bit: of codes, never trained here."""
+    return _is_a(module, "Linear8bitLt") or is_4bit(module)
+
+
+def why_impossible(module: nn.Module) -> str:
+    """Why this layer of bitsandbytes cannot be converted; empty for any other."""
+    if is_8bit(module) and module.weight.requires_grad:
+        if is_4bit(module):
+            return "bitsandbytes' Linear4bit with a weight that requires grad"
+        return "bitsandbytes' Linear8bitLt with has_fp16_weights"
+    return ""
+
+
+def hot_class(module: nn.Module) -> type[HotModule]:
+    """The class for such a layer."""
+    return _made("HotLinear4bit" if is_4bit(module) else "HotLinear8bitLt")
+
+
+@functools.cache
+def _made(name: str) -> type[HotModule]:
+    """``HotLinear8bitLt`` or ``HotLinear4bit``, made once bitsandbytes is loaded."""
+    plain, base = _layer_class(name.removeprefix("Hot")), _CLASSES[name]
+    content = {"plain": plain, "__module__": __name__, "__doc__": base.__doc__}
+    return type(name, (base, plain), content)
+
+
+def __getattr__(name: str) -> Any:
+    # For pickle, which finds a class by its module and name.
+    if name in _CLASSES and _layer_class(name.removeprefix("Hot")) is not None:
+        return _made(name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+class _HotFrozenBase(HotModule):
+    """A layer of bitsandbytes with a frozen weight, whose g_x is computed through HOT.
 
     The forward pass is that of bitsandbytes. Backward dequantises the weight as bitsandbytes does
     and computes the product ``g_y w`` in integers. Inside torch.compile the layer runs eagerly (a
@@ -37,6 +85,11 @@ class _FrozenBase(HotModule):
         **options: of bitsandbytes' layer.
     """
 
+    bias: Any
+    state: Any
+    weight: Any
+    training: bool
+
     def __init__(
         self,
         in_features: int,
@@ -46,24 +99,25 @@ class _FrozenBase(HotModule):
         **options: Any,
     ) -> None:
         """Make a layer with new parameters; ``.to(device)`` quantises them."""
-        super().__init__(in_features, out_features, **options)  # type: ignore[call-arg]  # a mix-in
+        super().__init__(in_features, out_features, **options)  # type: ignore[call-arg]  # the plain class's
         self.config = as_config(config)
 
     @property
     def runs_plain(self) -> bool:
         """In eval mode always; its forward is bitsandbytes'."""
-        return not self.training  # type: ignore[attr-defined]  # a layer has it
+        return not self.training
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # so in torch
     def forward(self, x: Tensor) -> Tensor:
         """``[..., I] -> [..., O]``."""
-        bias: Tensor | None = self.bias  # type: ignore[attr-defined]  # a layer has it
+        bias: Tensor | None = self.bias
         needed = x.requires_grad or (bias is not None and bias.requires_grad)
-        if self.runs_plain or not (torch.is_grad_enabled() and needed):
-            return self.plain_forward(x)
+        if not (self.training and torch.is_grad_enabled() and needed):
+            output: Tensor = super().forward(x)  # type: ignore[misc]  # the plain class's
+            return output
         try:
             seed = seed_for_call("linear", x, x)
-            output: Tensor = _FrozenProduct.apply(x, bias, self, seed)  # type: ignore[no-untyped-call]
+            output = _FrozenProduct.apply(x, bias, self, seed)  # type: ignore[no-untyped-call]
         except (ValueError, RuntimeError) as error:
             self.prefix_layer_name(error)
             raise
@@ -71,7 +125,7 @@ class _FrozenBase(HotModule):
 
     def plain_forward(self, x: Tensor) -> Tensor:
         """The forward pass of bitsandbytes."""
-        output: Tensor = super().forward(x)  # type: ignore[misc]  # a layer has it
+        output: Tensor = super().forward(x)  # type: ignore[misc]  # the plain class's
         return output
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
@@ -79,10 +133,8 @@ class _FrozenBase(HotModule):
         raise NotImplementedError
 
 
-class HotLinear8bitLt(_FrozenBase, _Linear8bitLt):  # type: ignore[misc]
+class _Hot8bit(_HotFrozenBase):
     """``Linear8bitLt`` with a frozen 8-bit weight, whose g_x is computed through HOT."""
-
-    plain = _Linear8bitLt
 
     def __init__(self, in_features: int, out_features: int, **options: Any) -> None:
         """Make a layer with new parameters; ``has_fp16_weights`` is False."""
@@ -95,15 +147,17 @@ class HotLinear8bitLt(_FrozenBase, _Linear8bitLt):  # type: ignore[misc]
         return weight
 
 
-class HotLinear4bit(_FrozenBase, _Linear4bit):  # type: ignore[misc]
+class _Hot4bit(_HotFrozenBase):
     """``Linear4bit``, whose g_x is computed through HOT."""
-
-    plain = _Linear4bit
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """The weight ``[O, I]``, dequantised as in the backward of bitsandbytes."""
-        weight: Tensor = _bnb.functional.dequantize_4bit(self.weight.data, self.weight.quant_state)
+        dequantize = sys.modules["bitsandbytes.functional"].dequantize_4bit
+        weight: Tensor = dequantize(self.weight.data, self.weight.quant_state)
         return weight.to(dtype)
+
+
+_CLASSES = {"HotLinear8bitLt": _Hot8bit, "HotLinear4bit": _Hot4bit}
 
 
 class _FrozenProduct(torch.autograd.Function):
@@ -111,31 +165,29 @@ class _FrozenProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, bias: Tensor | None, layer: _FrozenBase, seed: Tensor
+        ctx: Any, x: Tensor, bias: Tensor | None, layer: _HotFrozenBase, seed: Tensor
     ) -> Tensor:
         ctx.layer, ctx.seed, ctx.config_json = layer, seed, layer._config_json
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
         ctx.set_materialize_grads(False)
         y = layer.plain_forward(x)
         ctx.bias_dtype = None if bias is None else bias.dtype  # Linear4bit may have cast it
-        return ops.without_base(y)
+        return without_base(y)
 
     @staticmethod
-    @ops.not_differentiable
+    @not_differentiable
     def backward(ctx: Any, gy: Tensor | None) -> tuple[Tensor | None, ...]:
         if gy is None:
             return None, None, None, None
         need_gx, need_gb = ctx.needs_input_grad[:2]
-        gx, _, gb = ops.backward_linear(
+        gx, _, gb = gradients(
             gy,
             ctx.layer.dequantized(gy.dtype) if need_gx else None,
             None,
             ctx.seed,
             ctx.seed,
-            ctx.config_json,
+            handle_of(ctx.config_json),
             ctx.x_shape,
-            ctx.x_dtype if need_gx else None,
-            None,
-            ctx.bias_dtype if need_gb else None,
+            (ctx.x_dtype if need_gx else None, None, ctx.bias_dtype if need_gb else None),
         )
         return gx, gb, None, None

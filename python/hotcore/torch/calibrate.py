@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from .. import functions
 from ..config import ConfigLike, HotConfig, Key, Rounding, as_config
 from ..functions import Granularity
-from .conv import settings
+from .bitsandbytes import is_8bit
 from .convert import convert
+from .ops.conv import settings
 from .plan import GW_SCALES, GX_SCALES, LayerPlan, Plan
 from .probe import preserve_state
 from .report import listed
-from .selection import Filter, is_8bit, pointwise_of
+from .selection import Filter, pointwise_of
 
 PATTERN_SIZE = 32
 """Rows and columns of a stored outlier pattern."""

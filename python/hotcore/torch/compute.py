@@ -22,12 +22,13 @@ from torch import nn
 
 from ..config import TOKEN_STORAGES, ConfigLike, HotConfig, as_config
 from . import probe
-from .conv import settings
+from .bitsandbytes import is_8bit
 from .convert import convert
+from .ops.conv import settings
 from .plan import matplotlib_figure
 from .probe import preserve_state
 from .report import aligned
-from .selection import Filter, candidates, features_of, is_8bit, is_frozen, pointwise_of, weights_of
+from .selection import Filter, candidates, features_of, is_frozen, pointwise_of, weights_of
 
 FULL_PRECISION = "full precision"
 RIVALS = ("LBP-WHT", "LUQ", "naive INT4")
