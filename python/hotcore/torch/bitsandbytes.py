@@ -54,6 +54,8 @@ def hot_class() -> type[HotModule]:
     """``HotLinear8bitLt``, made once bitsandbytes is loaded."""
     plain = _layer_class("Linear8bitLt")
     content = {"plain": plain, "__module__": __name__, "__doc__": _Hot8bit.__doc__}
+    # Not as a decorator: it imports the compiler.
+    content["forward"] = torch.compiler.disable(_Hot8bit.forward)  # type: ignore[no-untyped-call]
     return type("HotLinear8bitLt", (_Hot8bit, plain), content)
 
 
@@ -100,7 +102,6 @@ class _Hot8bit(HotModule):
         """In eval mode always; its forward is bitsandbytes'."""
         return not self.training
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # so in torch
     def forward(self, x: Tensor) -> Tensor:
         """``[..., I] -> [..., O]``."""
         bias: Tensor | None = self.bias
