@@ -61,6 +61,8 @@ def _made(name: str) -> type[HotModule]:
     """``HotLinear8bitLt`` or ``HotLinear4bit``, made once bitsandbytes is loaded."""
     plain, base = _layer_class(name.removeprefix("Hot")), _CLASSES[name]
     content = {"plain": plain, "__module__": __name__, "__doc__": base.__doc__}
+    # Not as a decorator: it imports the compiler.
+    content["forward"] = torch.compiler.disable(base.forward)  # type: ignore[no-untyped-call]
     return type(name, (base, plain), content)
 
 
@@ -107,7 +109,6 @@ class _HotFrozenBase(HotModule):
         """In eval mode always; its forward is bitsandbytes'."""
         return not self.training
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # so in torch
     def forward(self, x: Tensor) -> Tensor:
         """``[..., I] -> [..., O]``."""
         bias: Tensor | None = self.bias

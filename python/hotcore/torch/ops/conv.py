@@ -28,7 +28,7 @@ from ...config import ConfigLike, HotConfig, HotConfigFields, Key
 from . import calls, codes, core, linear, sharing
 from .codes import Pair, compress_once
 from .core import parsed
-from .registry import DTYPES_OF_GRADIENTS, Shape, not_differentiable, operator, without_base
+from .registry import DTYPES_OF_GRADIENTS, not_differentiable, operator, without_base
 
 _DEFAULT = HotConfig()
 _PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
@@ -36,7 +36,9 @@ Sizes = tuple[Any, Any, Any, str, int]
 """Stride, padding, dilation, padding mode and groups of a convolution."""
 _WINDOW = "int[] kernel, int[] stride, int[] padding, int[] dilation, str padding_mode, int groups"
 Fields = Annotated[Any, _WINDOW]
-FieldsAndDtypes = Annotated[Any, f"{_WINDOW}, {DTYPES_OF_GRADIENTS}"]
+Layout = Annotated[
+    Any, f"SymInt[] x_shape, bool x_last, bool weight_last, {_WINDOW}, {DTYPES_OF_GRADIENTS}"
+]
 
 
 class Window(NamedTuple):
@@ -131,8 +133,8 @@ def conv2d(
 
     Any other kernel gains memory alone: its products stay torch's, in forward and backward. It
     keeps x whole whatever the recipe's basis (a low-rank recipe's in INT4) and restores it in
-    backward: g_x has the plain layer's bits, g_w is that of the
-    restored x. ``channels_last`` saves copies.
+    backward: g_x has the plain layer's bits, g_w is that of the restored x. ``channels_last`` saves
+    copies.
 
     Args:
         x: ``[N, C, H, W]`` or ``[C, H, W]``, dtypes as for :func:`linear`.
@@ -663,39 +665,22 @@ def _backward_window(
     )
 
 
-def _fake_backward_conv2d(
-    gy: Tensor,
-    weight: Tensor | None,
-    saved: Tensor | None,
-    saved_seed: Tensor | None,
-    seed: Tensor,
-    config: str,
-    x_shape: Sequence[int],
-    x_last: bool,
-    weight_last: bool,
-    *rest: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    fields = len(Window._fields)
-    window = Window.of(*rest[:fields])
-    return _outputs(gy, x_shape, x_last, weight_last, window, *rest[fields:])
+def _layout(
+    arguments: Sequence[Any],
+) -> tuple[Any, tuple[bool, bool], Window, Sequence[torch.dtype | None]]:
+    """The last arguments of the operator: x's shape, memory formats, window, dtypes."""
+    x_shape, x_last, weight_last, *rest = arguments[-3 - len(Window._fields) - 3 :]
+    return x_shape, (x_last, weight_last), Window.of(*rest[:-3]), rest[-3:]
 
 
-def _backward_conv2d_flops(
-    gy_shape: Sequence[int],
-    weight_shape: Any,
-    saved_shape: Any,
-    saved_seed_shape: Any,
-    seed_shape: Any,
-    config: str,
-    x_shape: Sequence[int],
-    x_last: bool,
-    weight_last: bool,
-    *rest: Any,
-    **_: Any,
-) -> int:
-    fields = len(Window._fields)
-    window = Window.of(*rest[:fields])
-    wanted = sum(dtype is not None for dtype in rest[fields : fields + 2])
+def _fake_backward_conv2d(gy: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    x_shape, formats, window, dtypes = _layout(arguments)
+    return _outputs(gy, x_shape, *formats, window, *dtypes)
+
+
+def _backward_conv2d_flops(gy_shape: Sequence[int], *arguments: Any, **_: Any) -> Any:
+    x_shape, _formats, window, dtypes = _layout(arguments)
+    wanted = sum(dtype is not None for dtype in dtypes[:2])
     channels = x_shape[1] // window.groups
     return 2 * math.prod(gy_shape) * channels * math.prod(window.kernel) * wanted
 
@@ -708,13 +693,9 @@ def _backward_conv2d(
     saved_seed: Tensor | None,
     seed: Tensor,
     config: str,
-    x_shape: Shape,
-    x_last: bool,
-    weight_last: bool,
-    *rest: FieldsAndDtypes,
+    *layout: Layout,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    fields = len(Window._fields)
-    window, dtypes = Window.of(*rest[:fields]), rest[fields:]
-    keys, formats = core.keys_of(saved_seed, seed), (x_last, weight_last)
+    x_shape, formats, window, dtypes = _layout(layout)
+    keys = core.keys_of(saved_seed, seed)
     products = _backward_pointwise if is_pointwise(window) else _backward_window
     return products(gy, weight, saved, keys, parsed(config), x_shape, formats, window, dtypes)

@@ -414,32 +414,16 @@ def operator_outputs(
     return gx, gw, gb
 
 
-def _backward_flops(
-    gy_shape: Sequence[int],
-    weight_shape: Any,
-    saved_shape: Any,
-    saved_seed_shape: Any,
-    seed_shape: Any,
-    config: str,
-    in_features: int,
-    *dtypes: torch.dtype | None,
-    **_: Any,
-) -> int:
+def _backward_flops(gy_shape: Sequence[int], *arguments: Any, **_: Any) -> Any:
     """Both products at full rank, whatever their precision; a lower rank takes less time."""
-    return 2 * math.prod(gy_shape) * in_features * sum(dtype is not None for dtype in dtypes[:2])
+    *_others, in_features, gx_dtype, gw_dtype, _gb_dtype = arguments
+    wanted = (gx_dtype is not None) + (gw_dtype is not None)
+    return 2 * math.prod(gy_shape) * in_features * wanted
 
 
-def _fake_backward(
-    gy: Tensor,
-    weight: Any,
-    saved: Any,
-    saved_seed: Any,
-    seed: Any,
-    config: str,
-    in_features: int,
-    *dtypes: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return operator_outputs(gy, in_features, dtypes)
+def _fake_backward(gy: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *_others, in_features, gx_dtype, gw_dtype, gb_dtype = arguments
+    return operator_outputs(gy, in_features, (gx_dtype, gw_dtype, gb_dtype))
 
 
 @operator(fake=_fake_backward, flops=_backward_flops, product=True)

@@ -11,7 +11,7 @@ import functools
 import inspect
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Annotated, Any, TypeVar
 
 import torch
@@ -24,7 +24,6 @@ library: Any = torch.library.Library("hotcore", "DEF")  # type: ignore[no-untype
 
 Size = Annotated[int, "SymInt"]
 """A size that may be symbolic; a plain ``int`` is a constant of the graph."""
-Shape = Annotated[Sequence[int], "SymInt[]"]
 DTYPES_OF_GRADIENTS = "ScalarType? gx_dtype, ScalarType? gw_dtype, ScalarType? gb_dtype"
 Dtypes = Annotated[Any, DTYPES_OF_GRADIENTS]
 """Of ``*dtypes``: those of g_x, g_w and g_b; None: not wanted."""
@@ -41,7 +40,7 @@ def no_flops(*_: Any, **__: Any) -> int:
 def operator(
     *,
     fake: Callable[..., Any] | None = None,
-    flops: Callable[..., int] = no_flops,
+    flops: Callable[..., Any] = no_flops,
     random: bool = False,
     any_strides: bool = True,
     product: bool = False,
