@@ -158,7 +158,7 @@ class _Hot4bit(_HotFrozenBase):
         return weight.to(dtype)
 
 
-_CLASSES = {"HotLinear8bitLt": _Hot8bit, "HotLinear4bit": _Hot4bit}
+_CLASSES: dict[str, type[_HotFrozenBase]] = {"HotLinear8bitLt": _Hot8bit, "HotLinear4bit": _Hot4bit}
 
 
 class _FrozenProduct(torch.autograd.Function):
